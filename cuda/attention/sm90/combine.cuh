@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What ends a row of the 9.0 kernels, whoever ends it, and the kernel that ends rows which workers have taken in parts:
-// each part's outputs are brought to the maximum of all and added up, as with decoding over splits.
+// Helpers of the epilogue, and the combine kernel of split rows: it scales the outputs of each split to the row max of
+// all and adds them up, as split-KV decoding does.
 #ifndef STOF_CUDA_ATTENTION_SM90_COMBINE_CUH_
 #define STOF_CUDA_ATTENTION_SM90_COMBINE_CUH_
 
@@ -17,7 +17,7 @@ namespace stof {
 namespace cuda {
 namespace sm90 {
 
-// What the sink adds to the sum of a row with this maximum.
+// The weight of the sink in the row sum, relative to the row max.
 template <typename T>
 __device__ __forceinline__ float SinkWeight(const AttentionParams& p, int h, float row_max) {
   if (p.sink == nullptr) return 0.0f;
@@ -32,14 +32,14 @@ __device__ __forceinline__ void FlagEmptyRow(const Sm90Params& params, int b, in
   params.empty_flags[(b * p.H + h) * ((p.S + 63) / 64) + row / 64] = 1;
 }
 
-constexpr int kCombineColumns = 16;  // columns of a CTA: a warp has eight of them, of 32 rows
+constexpr int kCombineColumns = 16;  // columns of a CTA: a warp has eight of them, for 32 rows
 
-// A CTA joins 16 columns of 64 rows. What lies together in a part, outputs of four neighbouring threads, is four
-// columns of a row; a thread here has eight of a row. The parts of a row are added up in their order.
+// A CTA combines 16 columns of 64 rows. A split stores the outputs of four neighbouring threads together, which are
+// four columns of a row; a thread here has eight columns of a row. The splits of a row are added up in their order.
 template <typename T, int kHead>
 __global__ void __launch_bounds__(kWarpgroup) CombineKernel(const __grid_constant__ Sm90Params params) {
   static_assert(kHead % kCombineColumns == 0, "CTAs have all columns between them");
-  constexpr int kAhead = 8;  // parts whose outputs are under way together
+  constexpr int kAhead = 8;  // splits whose outputs are in flight together
   __shared__ float scales[kMostSplitsOfRow][64];
   __shared__ float row_maxes[2][64], sums[2][64];
   LetNextStart();
@@ -47,8 +47,8 @@ __global__ void __launch_bounds__(kWarpgroup) CombineKernel(const __grid_constan
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
   const int slice = static_cast<int>(blockIdx.x) % (kHead / kCombineColumns);
   const SplitRow split_row =
-      params
-          .split_rows[blockIdx.x / (kHead / kCombineColumns)];  // of a plan, which was there before the kernel in front
+      params.split_rows[blockIdx.x /
+                        (kHead / kCombineColumns)];  // the schedule was uploaded before the previous kernel began
   const int rows = (p.S + 63) / 64, bh = split_row.index / rows, b = bh / p.H, h = bh % p.H;
   const int block = 2 * slice + warp / 2, below = warp % 2;  // 8 columns; the rows of a thread or those 8 below
   WaitForPrevious();
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kWarpgroup) CombineKernel(const __grid_constan
     }
   };
   fetch(0);
-  // Maxima and sums: half of the threads have the even parts of 64 rows, half the odd ones.
+  // Row max and row sum: half of the threads read the even splits of the 64 rows, half the odd ones.
   constexpr int kOwn = static_cast<int>(kMostSplitsOfRow) / 2;
   const int half = thread / 64, of_half = thread % 64;
   float2 own[kOwn];

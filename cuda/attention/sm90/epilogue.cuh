@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How outputs of the 9.0 kernels leave: members of Attention. Included by cuda/attention/sm90/kernel.cuh, behind the
-// class.
+// The epilogue of the sm_90a kernels: row sums across threads and pipelines, normalization, LSE, stores. Member
+// functions of Attention, which uses its registers and barriers; kernel.cuh includes this file behind the class.
 #ifndef STOF_CUDA_ATTENTION_SM90_EPILOGUE_CUH_
 #define STOF_CUDA_ATTENTION_SM90_EPILOGUE_CUH_
 
@@ -10,7 +10,7 @@ namespace stof {
 namespace cuda {
 namespace sm90 {
 
-// What needs no outputs is done under the product that ends them.
+// What does not need the outputs runs while the last wgmma is in flight.
 template <typename S, typename T>
 __device__ __forceinline__ typename Attention<S, T>::RowScales Attention<S, T>::FinalizeRows(
     const WorkTileInfo& info, const float (&row_max)[2], const float (&sum)[2]) const {
@@ -43,7 +43,7 @@ __device__ __forceinline__ typename Attention<S, T>::RowScales Attention<S, T>::
       return row_scales;
     }
   }
-  // Also what keeps the sums above under the product: ptxas (13.0) moves the wait for it to the start of its block.
+  // This branch also keeps the sums above it under the wgmma: ptxas (13.0) moves the wait to the start of its block.
   if (sink_or_lse_) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -58,8 +58,8 @@ __device__ __forceinline__ typename Attention<S, T>::RowScales Attention<S, T>::
   return row_scales;
 }
 
-// Divides and writes, by way of shared memory and the copy engine, which nobody waits for before the next info's
-// output is made.
+// Normalizes the outputs and stores them by way of shared memory and TMA, without waiting for the store: the next work
+// tile's output does.
 template <typename S, typename T>
 __device__ __forceinline__ void Attention<S, T>::StoreOutput(const WorkTileInfo& info, int query, float (&o)[kOutputs],
                                                              RowScales row_scales) const {
@@ -78,7 +78,7 @@ __device__ __forceinline__ void Attention<S, T>::StoreOutput(const WorkTileInfo&
   auto& scale = row_scales.scale;
   const auto& empty = row_scales.empty;
   if (__any_sync(~0u, empty[0] || empty[1]) != 0) {
-    // Whatever the weights of 0 were multiplied with.
+    // The outputs of fully masked rows may be anything: weights of 0 times inf or NaN.
     const float nothing = static_cast<EmptyRows>(p.empty_rows) == EmptyRows::kNan ? NAN : 0.0f;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -89,16 +89,16 @@ __device__ __forceinline__ void Attention<S, T>::StoreOutput(const WorkTileInfo&
       for (int i = 2 * r; i < kOutputs; i += 4) o[i] = o[i + 1] = nothing;
     }
   }
-  // The warpgroup's rows begin here in an atom of 64 columns.
+  // The warpgroup's rows in shared memory, in atoms of 64 columns.
   constexpr int kAtomBytes = 64 * 128;
   const uint32_t place =
       base_ + (S::kSeparateOutput ? S::kOutput : query * S::kQueryBytes) + wg_ * (kHead / kAtom * kAtomBytes);
-  // Stores wait for no other than the last, and those of a warpgroup go by one thread: the copy engine takes its time
-  // for each, not for bytes.
+  // A store waits for the previous one alone. One thread issues the stores of a warpgroup: TMA takes its time per
+  // store, not per byte.
   const bool stores = threadIdx.x % kWarpgroup == 0;
   if (S::kSeparateOutput && stores) WaitStoresRead<0>();
   SyncWarpgroup();
-  // Of row r of 8, chunk c of 16 bytes lies at c ^ r.
+  // 128-byte swizzle: chunk c of 16 bytes of row r (of 8) is at c ^ r.
   const uint32_t own = place + (row_ % 64 - lane_ / 4 + lane_ % 16) * 128 + ((lane_ / 16 ^ lane_ % 8) << 4);
 #pragma unroll
   for (int j = 0; j < kHead / 8; j += 2) {
@@ -125,7 +125,7 @@ __device__ __forceinline__ void Attention<S, T>::StoreOutput(const WorkTileInfo&
   }
 }
 
-// Of a part of a row, every thread's outputs side by side: JoinKernel knows which rows and columns they are of.
+// Stores the outputs of a split, thread by thread: CombineKernel knows which rows and columns a thread has.
 template <typename S, typename T>
 __device__ __forceinline__ void Attention<S, T>::StoreSplit(int part, const float (&o)[kOutputs]) const {
   float* const to = p_.split_output + (static_cast<int64_t>(part) * kOutputs) * kWarpgroup + threadIdx.x % kWarpgroup;
@@ -133,8 +133,8 @@ __device__ __forceinline__ void Attention<S, T>::StoreSplit(int part, const floa
   for (int i = 0; i < kOutputs; ++i) to[i * kWarpgroup] = o[i];
 }
 
-// Where the teams share the info each says its maxima and sums, and finds what brings its outputs to the maximum of
-// all.
+// Where pipelines split a work tile, each publishes its row max and row sum, and computes the scale from its outputs to
+// the final ones.
 template <typename S, typename T>
 __device__ __forceinline__ typename Attention<S, T>::RowScales Attention<S, T>::FinalizeAcrossPipelines(
     const WorkTileInfo& info, const float (&row_max)[2], const float (&own)[2]) const {
@@ -171,7 +171,7 @@ __device__ __forceinline__ typename Attention<S, T>::RowScales Attention<S, T>::
   return row_scales;
 }
 
-// Then it adds up one chunk of the columns from all teams.
+// Each pipeline then adds up one chunk of the columns from all pipelines, and stores it.
 template <typename S, typename T>
 __device__ __forceinline__ void Attention<S, T>::CombineAndStore(const WorkTileInfo& info, float (&o)[kOutputs],
                                                                  const RowScales& row_scales) const {

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Block-wise attention for compute capability 9.0a. Persistent CTAs of one producer warpgroup, which walks the tiles
-// that the block mask keeps and has the copy engine bring them, and consumer warpgroups of 64 query rows each, which
-// compute with wgmma. Within a warpgroup the scores of the next tile and the product with the values of this one are in
-// flight while the softmax runs; among warpgroups a turn passes round, so that one's softmax covers another's products
-// (Shah et al. 2024, FlashAttention-3, sec. 3.1 and 3.2). Partial tiles take their bits from the mask, full ones none.
-// Where there are few rows, or some are much longer than others, the teams of a CTA take every so manieth tile of one
-// row and put their parts together at its end.
+// Block-sparse attention for compute capability 9.0a, warp-specialized and persistent. A producer warp goes through the
+// KV tiles that the block mask keeps and loads them by TMA. Consumer warpgroups of 64 query rows compute with wgmma.
+// Within a warpgroup, the scores of the next tile and the product with the values of this one are in flight while the
+// softmax runs. Among warpgroups, ping-pong scheduling overlaps the softmax of one with the wgmma of another (Shah et
+// al. 2024, FlashAttention-3, sec. 3.1 and 3.2). Partial tiles apply their element mask, full ones none.
+// For few or very uneven tile rows, the pipelines of a CTA split the KV tiles of one tile row and combine their
+// outputs.
 #ifndef STOF_CUDA_ATTENTION_SM90_KERNEL_CUH_
 #define STOF_CUDA_ATTENTION_SM90_KERNEL_CUH_
 
@@ -24,19 +24,19 @@ namespace stof {
 namespace cuda {
 namespace sm90 {
 
-// compute-sanitizer's racecheck does not see that __syncwarp orders what other lanes read and write before lane 0's
-// arrival; it is run on a build in which all arrive, which is slower.
+// compute-sanitizer's racecheck does not see that __syncwarp orders the accesses of other lanes before lane 0's
+// arrival. It is run on a slower build, in which all lanes arrive.
 #if defined(STOF_EVERY_LANE_ARRIVES)
 constexpr bool kEveryLaneArrives = true;
 #else
 constexpr bool kEveryLaneArrives = false;
 #endif
 
-// The value of lane 0: for what is equal in a warp, so that the compiler knows. wgmma in a path that may diverge would
-// be serialized.
+// The value of lane 0, which tells the compiler that it is uniform in a warp: wgmma in a path that may diverge would be
+// serialized.
 __device__ __forceinline__ int32_t Uniform(int32_t x) { return __shfl_sync(~0u, x, 0); }
 
-// A position in a ring of buffers, with the parity of its phase.
+// A position in a ring of buffers, and the parity of its phase.
 template <int kCount>
 struct Ring {
   int at = 0;
@@ -52,7 +52,7 @@ class Attention {
   static constexpr int kQueryStages = S::kQueryStages, kHead = S::kHead;
 
  public:
-  // shared: that of all teams.
+  // shared: of all pipelines.
   __device__ Attention(const Sm90Params& p, unsigned char* shared) : p_(p) {
     const int warpgroup = Uniform(static_cast<int>(threadIdx.x) / kWarpgroup);
     const int warp = Uniform(static_cast<int>(threadIdx.x) % kWarpgroup / 32);
@@ -62,7 +62,7 @@ class Attention {
     lane_ = static_cast<int>(threadIdx.x) % 32;
     row_ = 64 * wg_ + 16 * warp + lane_ / 4;
     shared_ = shared + pipeline_ * S::kPipelineBytes;
-    // By way of an instruction that the compiler cannot repeat wherever it needs the address.
+    // Opaque keeps the compiler from recomputing the address wherever it is needed.
     base_ = Opaque(SharedAddress(shared_));
     inner_ = Opaque(DescribeInner(base_));
     across_ = Opaque(DescribeAcross(base_, S::kN * 128));
@@ -70,7 +70,7 @@ class Attention {
 
   __device__ void Run() {
     LetNextStart();
-    const bool has_pipeline = pipeline_ < S::kPipelines;  // not the other warps beside the producers
+    const bool has_pipeline = pipeline_ < S::kPipelines;  // warps beyond the producers have none
     if (producer_ && has_pipeline && lane_ == 0) {
       PrefetchMap(&p_.query);
       PrefetchMap(&p_.key);
@@ -89,9 +89,8 @@ class Attention {
       if (S::kDynamic) InitBarrier(NextTileFull(), 1);
       FenceBarrierInit();
     }
-    // Until the wait nothing is read or written but parameters and what belongs to a plan: a plan is of a constant
-    // mask, which was copied before the kernel in front of this one began. What is asked for besides goes no further
-    // than the L2 cache.
+    // Before the wait for the previous kernel, only parameters and the schedule are read, which was uploaded before
+    // that kernel began; everything else is at most prefetched into L2.
     const bool produces = producer_ && has_pipeline;
     FirstWork first_work;
     if (produces) first_work = ReadFirstWork();
@@ -125,25 +124,25 @@ class Attention {
     return reinterpret_cast<WorkTileInfo*>(shared_ + S::kTileInfos);
   }
 
-  // ---- the producer, one warp: cuda/attention/sm90/producer.cuh ----
+  // ---- the producer warp: cuda/attention/sm90/producer.cuh ----
   struct Cursor {
     Ring<S::kStages> stage;
     Ring<S::kSlots> slot;
     Ring<kQueryStages> query;
     uint32_t next_phase = 0;
-    bool queries_due = false;  // they come after the info's first tile
-    bool is_first = true;      // no tile was asked for yet
+    bool queries_due = false;  // they are loaded after the first KV tile
+    bool is_first = true;      // no KV tile was loaded yet
     int b = 0, g = 0, h = 0, row0 = 0;
     int subtile = -1;
   };
 
-  // What a cta begins with.
+  // What a CTA begins with.
   struct FirstWork {
-    int i = 0, end = 0;           // its items, as its plan or it counts them
-    WorkTile first = {};          // where no mask has to be read for it
-    int tile = -1, code = kFull;  // of this team's first tile of all, where a plan tells
-    int second = -1;              // the tile behind it, without kSplit
-    Cursor cursor;                // at the first info
+    int i = 0, end = 0;           // its work tiles: in the schedule, or tile rows
+    WorkTile first = {};          // set where no mask has to be read for it
+    int tile = -1, code = kFull;  // the first KV tile of this pipeline, if the schedule has it
+    int second = -1;              // the KV tile after it, unless pipelines split
+    Cursor cursor;                // at the first work tile
   };
   __device__ __forceinline__ int Rows() const { return (p_.attention.S + S::kM - 1) / S::kM; }
 
@@ -158,18 +157,18 @@ class Attention {
   __device__ __forceinline__ WorkTile FetchDynamicTile() const;
   __device__ __forceinline__ WorkTile ReceiveNextTile(Cursor* cursor);
 
-  // What the mask says of a tile: tile -1 beyond an info's end.
+  // A KV tile and its mask code; tile -1 behind the last.
   struct KvTile {
     int tile, code;
   };
   __device__ __forceinline__ KvTile ReadKvTile(const WorkTile& work_tile, int i) const;
-  // Of the first 32 tiles this lane's.
+  // Which of the first 32 KV tiles of a work tile this lane looks at.
   __device__ __forceinline__ int LaneTile() const { return S::kSplit > 1 ? pipeline_ + S::kSplit * lane_ : lane_; }
 
   __device__ __forceinline__ KvTile ProduceKvTiles(const WorkTile& work_tile, WorkTile* next_tile, KvTile lane_tile,
                                                    Cursor* cursor, bool in_flight);
 
-  // Of an asked tile, what its padding leaves: tile -1 where that is nothing.
+  // A KV tile after padding is applied; tile -1: padding leaves nothing.
   struct PaddedTile {
     int tile, code, flags;
   };
@@ -184,13 +183,13 @@ class Attention {
   __device__ __forceinline__ void CopyKvTile(const CUtensorMap* map, uint32_t full, int to, int tile, int h,
                                              int b) const;
 
-  // ---- a consumer: one warpgroup, 64 query rows ----
-  static constexpr int kScores = S::kN / 2;  // a thread's share of 64 × N
+  // ---- a consumer warpgroup: 64 query rows ----
+  static constexpr int kScores = S::kN / 2;  // elements of a thread, of 64 × N
   static constexpr int kOutputs = kHead / 2;
   static constexpr int kChains = 4;
-  // Of a warpgroup alone: behind those of the turns.
+  // Named barriers of one warpgroup, behind those of ping-pong scheduling.
   static constexpr int kWarpgroupBarrier = 1 + S::kPipelines * S::kConsumers;
-  // Of a producer and the warp that says what comes next: that this was taken.
+  // Named barriers of a producer and its scheduler warp: the next work tile was received.
   static constexpr int kNextTakenBarrier = kWarpgroupBarrier + S::kPipelines * S::kConsumers;
   static_assert(!S::kDynamic || kNextTakenBarrier + S::kPipelines <= 16, "named barriers");
 
@@ -214,8 +213,8 @@ class Attention {
       }
       query.Next();
     }
-    if (wg_ == 0) PingPongWait();                 // what was passed last is taken, so that no barrier is left half full
-    if (S::kSeparateOutput) WaitStoresRead<0>();  // shared memory goes with the CTA
+    if (wg_ == 0) PingPongWait();                 // takes the last turn, so that no named barrier stays half full
+    if (S::kSeparateOutput) WaitStoresRead<0>();  // the CTA must not end before TMA has read its shared memory
   }
 
   __device__ __forceinline__ WorkTileInfo ReadTileInfo(int at) {
@@ -231,13 +230,13 @@ class Attention {
       ArriveNamed(1 + pipeline_ * S::kConsumers + (wg_ + 1) % S::kConsumers, 2 * kWarpgroup);
     }
   }
-  // Gives a buffer back for the warp: what its lanes read comes before.
+  // Releases a buffer for the warp, after the reads of all its lanes.
   __device__ __forceinline__ void Release(uint32_t barrier) const {
     __syncwarp();
     if (kEveryLaneArrives || lane_ == 0) Arrive(barrier);
   }
 
-  // Where the output takes their place they are given back after it.
+  // Where the output replaces the queries they are released after its store.
   __device__ __forceinline__ void ReleaseQueries(int query) const {
     if (S::kSplit > 1 || S::kSeparateOutput) Release(QueryEmpty(query));
   }
@@ -313,7 +312,7 @@ class Attention {
       WgmmaCommit();
       PingPongSignal();
       code = next;
-      int flags_and_next[2];  // its flags, and what is next: asked for now, looked at after the softmax
+      int flags_and_next[2];  // flags and next of the entry, loaded now and used after the softmax
       LoadShared(flags_and_next, SharedAddress(&Entries()[slots->at].flags));
       WgmmaWait<1>();
       PinRegisters(s);
@@ -325,16 +324,16 @@ class Attention {
       RowSoftmax::SubtractMax(scale_, base, s, &eager);
       if (__builtin_expect(RowSoftmax::MustRaiseMax(row_max, s, eager), 0)) {
         RowSoftmax::template RaiseMax<false>(1.0f, base, s, &eager, row_max, factor, sum);
-        // Rows behind the last query have no key, and without a reference would come here with every tile.
+        // Rows behind the last query are fully masked: with a row max of -inf they would come here with every tile.
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           if (info.row0 + row_ + 8 * r >= p_.attention.S) row_max[r] = 0.0f;
         }
         if (__any_sync(~0u, factor[0] != 1.0f || factor[1] != 1.0f) != 0) RescaleOutput(factor, o);
       }
-      // The branch keeps what follows from moving up: in one block with what is before, ptxas (13.0) moves the wait to
-      // the block's start, and nothing covers the product any more. Here it is over, or nearly so, as the last of its
-      // steps had begun before the scores were looked at; and its weights' registers are free for the next ones.
+      // The branch above keeps what follows behind it. In one block, ptxas (13.0) would move this wait to the start of
+      // the block, and nothing would overlap the wgmma. Here it has nearly ended, and the registers of its weights are
+      // free for the next ones.
       WgmmaWait<0>();
       PinRegisters(o);
       PinRegisters(weights);
@@ -371,10 +370,10 @@ class Attention {
     }
   }
 
-  // By what a walk says of a tile: whether it is the other warpgroups' alone. Padding may leave a warpgroup none of its
-  // tiles; then it takes part in all.
+  // Whether this warpgroup is in the set of those that skip a tile. With padding none skips: it might leave a warpgroup
+  // no tile.
   __device__ __forceinline__ bool MaySkip(int32_t groups) const { return (groups >> wg_ & skips_) != 0; }
-  // Lets such a tile's buffers and the turn go on.
+  // Skips a KV tile: releases its buffers and passes its turn of ping-pong scheduling on.
   __device__ __forceinline__ void SkipTile(Ring<S::kStages>* keys, Ring<S::kStages>* values,
                                            Ring<S::kSlots>* slots) const {
     Release(Barrier(kKeyEmpty, keys->at));
@@ -387,7 +386,7 @@ class Attention {
     slots->Next();
   }
 
-  // The same for all tiles of an info, with as many turns as the one that has them takes.
+  // Skips all KV tiles of a half tile of the other warpgroup, with as many turns as that takes.
   __device__ __forceinline__ void SkipWorkTile(int query, Ring<S::kStages>* keys, Ring<S::kStages>* values,
                                                Ring<S::kSlots>* slots) {
     ReleaseQueries(query);
@@ -453,7 +452,7 @@ class Attention {
   template <typename B>
   __device__ __forceinline__ void AddFullBias(int stage, float factor, float (&s)[kScores]) const;
 
-  // Asks for this thread's bits of a tile, early: they come while products are in flight.
+  // Loads this thread's part of an element mask early: it arrives while wgmma is in flight.
   __device__ __forceinline__ void FetchBits(int code, uint32_t (&bits)[S::kMaskWords]) const {
     if (code < 0) return;
     const uint32_t* from = p_.attention.mask.bits +
@@ -464,7 +463,7 @@ class Attention {
     for (int w = 0; w < S::kMaskWords; ++w) bits[w] = LoadWord(from + w * kWarpgroup);
   }
 
-  // Takes away what a partial tile forbids.
+  // Sets forbidden scores of a partial or padded tile to -inf.
   __device__ __forceinline__ void ApplyMask(int code, int flags, int slot, const uint32_t (&bits)[S::kMaskWords],
                                             float (&s)[kScores]) {
     uint32_t words[S::kMaskWords];
@@ -478,7 +477,7 @@ class Attention {
         words[w] &= FragmentWord(low, high, low, high, lane_ % 4);
       }
     }
-    // By the byte, so that the compiler moves seven bits at once to predicates.
+    // Byte by byte, so that the compiler moves seven bits at once to predicates.
 #pragma unroll
     for (int w = 0; w < S::kMaskWords; ++w) {
 #pragma unroll
@@ -495,7 +494,7 @@ class Attention {
   }
 
   // ---- outputs: cuda/attention/sm90/epilogue.cuh ----
-  // What a thread's two rows are multiplied with at their end, and whether they have no key.
+  // What normalizes the outputs of a thread's two rows, and whether these are fully masked.
   struct RowScales {
     float scale[2];
     bool empty[2];
@@ -511,7 +510,7 @@ class Attention {
   __device__ __forceinline__ void CombineAndStore(const WorkTileInfo& info, float (&o)[kOutputs],
                                                   const RowScales& row_scales) const;
   __device__ __forceinline__ void StoreSplit(int part, const float (&o)[kOutputs]) const;
-  // Of all teams of a CTA, where they share an info.
+  // Named barriers of all consumers, where pipelines split a work tile.
   static constexpr int kAllConsumers = S::kSplit * S::kConsumers * kWarpgroup, kFirstBarrier = 14, kSecondBarrier = 15;
   __device__ __forceinline__ unsigned char* CombineMemory() const {
     return shared_ - pipeline_ * S::kPipelineBytes + S::kCombineMemory;
@@ -526,8 +525,8 @@ class Attention {
   bool producer_;
   int pipeline_, wg_, lane_, row_;
   float scale_ = 1.0f;
-  bool sink_or_lse_ = false;  // there are sinks, or somebody asks for the sums
-  int32_t skips_ = 0;         // 1: tiles may be left to the others
+  bool sink_or_lse_ = false;  // the row sum is needed: there is a sink, or the LSE is wanted
+  int32_t skips_ = 0;         // 1: tiles may be skipped
 };
 
 }  // namespace sm90
@@ -549,12 +548,12 @@ __global__ void __launch_bounds__(S::kThreads, 1) AttentionKernel(const __grid_c
 
 template <typename S, typename T>
 int Launch(const Sm90Params& params, void* stream) {
-  constexpr int kCtasPerBlock = S::kPipelines / S::kSplit;  // of a CTA
+  constexpr int kCtasPerBlock = S::kPipelines / S::kSplit;  // CTAs of the tile schedule in a thread block
   const auto ctas = static_cast<unsigned>((params.ctas + kCtasPerBlock - 1) / kCtasPerBlock);
   const int error =
       LaunchKernel<Sm90Params, AttentionKernel<S, T>>(params, ctas, S::kThreads, S::kSharedBytes, stream, true);
   if constexpr (S::kSplitsRows) {
-    // Loaded with the other one, for the next problem may have parts, and be captured.
+    // Loads the combine kernel together with the other one: the next problem may have split rows, and be captured.
     const int loaded = LoadKernel<Sm90Params, CombineKernel<T, S::kHead>>(0);
     if (loaded != 0) return loaded;
     if (error == 0 && params.split_row_count > 0) {
@@ -565,23 +564,25 @@ int Launch(const Sm90Params& params, void* stream) {
   return error;
 }
 
-// What a half takes of a row, in percent, alone on its multiprocessor and beside another team.
+// Cost of a half tile in percent of its tile row: where a CTA has its SM alone, and where it shares it.
 constexpr int64_t kHalfTilePct = 74, kHalfTileSharedPct = 86;
 
-// The entry of a list of kernels; its tile and teams are the shape's.
+// An entry of a kernel list. row, full, partial: nanoseconds of a prologue and epilogue, a full and a partial KV tile.
+// ns_per_mib, solo_speed_pct: as in TileCost.
 template <typename S, typename T>
-constexpr Sm90Kernel MakeKernel(int64_t row, int64_t full, int64_t partial, int64_t reread = 0, int64_t alone = 100) {
+constexpr Sm90Kernel MakeKernel(int64_t row, int64_t full, int64_t partial, int64_t ns_per_mib = 0,
+                                int64_t solo_speed_pct = 100) {
   const int64_t half = S::kPipelines == 1 ? kHalfTilePct : kHalfTileSharedPct;
   const TileCost cost = {row,
                          full,
                          partial,
                          S::kSplit,
-                         reread,
+                         ns_per_mib,
                          S::kSplitsRows,
                          S::kHalfTiles ? half : 0,
                          S::kDynamic,
                          S::kPipelines / S::kSplit,
-                         alone};
+                         solo_speed_pct};
   return {S::kM, S::kN, S::kPipelines / S::kSplit, S::kHead, cost, Launch<S, T>};
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The producer of the 9.0 kernels, one warp: it walks the tiles of its items and has the copy engine bring queries,
-// keys and values. Members of Attention; included by cuda/attention/sm90/kernel.cuh, behind the class.
+// The producer warp of the sm_90a kernels: it goes through the KV tiles of its work tiles and loads queries, keys and
+// values by TMA; and the scheduler warp. Member functions of Attention; kernel.cuh includes this file behind the class.
 #ifndef STOF_CUDA_ATTENTION_SM90_PRODUCER_CUH_
 #define STOF_CUDA_ATTENTION_SM90_PRODUCER_CUH_
 
@@ -10,7 +10,7 @@ namespace stof {
 namespace cuda {
 namespace sm90 {
 
-// Which queries and keys an info is of.
+// Sets the batch, heads and query rows of a work tile.
 template <typename S, typename T>
 __device__ __forceinline__ void Attention<S, T>::Locate(const WorkTile& work_tile, Cursor* cursor) const {
   const AttentionParams& p = p_.attention;
@@ -29,7 +29,7 @@ __device__ typename Attention<S, T>::FirstWork Attention<S, T>::ReadFirstWork() 
   FirstWork first_work;
   if (cta >= p_.ctas) return first_work;
   first_work.i = cta, first_work.end = p.B * p.H * Rows();
-  // Not by a constant 0 elsewhere: with that, ptxas (13.0) serializes the products of kernels that split (C7514).
+  // Not a shift by a constant 0 elsewhere: ptxas (13.0) then serializes the wgmma of split pipelines (C7514).
   if constexpr (S::kHalfTiles) first_work.end <<= p_.half_tiles;
   if (p_.tiles == nullptr) {
     if (p.has_mask != 0 || first_work.i >= first_work.end) return first_work;
@@ -40,16 +40,16 @@ __device__ typename Attention<S, T>::FirstWork Attention<S, T>::ReadFirstWork() 
   const CtaStart& start = p_.starts[cta];
   first_work.i = start.begin, first_work.end = start.end;
   first_work.first = start.first;
-  // Padding may leave nothing of it.
+  // Padding may leave nothing of the first tile.
   if (p.pad_bits == nullptr)
     first_work.tile = start.tile[S::kSplit > 1 ? pipeline_ : 0], first_work.second = start.tile[1];
   first_work.code = start.code[S::kSplit > 1 ? pipeline_ : 0];
-  // Divisions take their time, of which there is some before the wait.
+  // The divisions run before the wait for the previous kernel.
   Locate(first_work.first, &first_work.cursor);
   return first_work;
 }
 
-// Has the first info's entries and the bits of its first tile come to the L2 cache.
+// Prefetches the tile list of the first work tile and the element mask of its first KV tile into L2.
 template <typename S, typename T>
 __device__ void Attention<S, T>::PrefetchMask(const FirstWork& first_work) const {
   if (p_.tiles == nullptr || first_work.i >= first_work.end) return;
@@ -67,11 +67,11 @@ __device__ void Attention<S, T>::PrefetchMask(const FirstWork& first_work) const
   }
 }
 
-// Has the first queries, keys and values come to the L2 cache while the kernel in front ends, whose CTAs do not end
-// together. Into a cache that all writes go through, so that nothing is early.
+// Prefetches the first queries, keys and values into L2 while the previous kernel ends, whose CTAs do not end together.
+// All writes go through L2, so that it never holds stale data.
 template <typename S, typename T>
 __device__ void Attention<S, T>::PrefetchInputs(const FirstWork& first_work) const {
-  // What is there already would be in the way of what comes next.
+  // With a warm L2 the prefetches would only delay later loads.
   if (p_.cold_l2 == 0 || p_.tiles == nullptr || first_work.i >= first_work.end || lane_ != 0) return;
   const int b = first_work.cursor.b, h = first_work.cursor.h, g = first_work.cursor.g, row0 = first_work.cursor.row0;
   constexpr int kAtoms = kHead / kAtom;
@@ -104,7 +104,7 @@ __device__ void Attention<S, T>::Produce(const FirstWork& first_work) {
   WorkTile work_tile = first_work.first;
   Cursor cursor;
   if (!scheduled && p.has_mask != 0 && i < end) work_tile = WorkTileAt(i, rows);
-  // Those with biases have no registers for it.
+  // Kernels with biases have no registers for it.
   if (S::kScoreMod || (!scheduled && p.has_mask != 0)) {
     Locate(work_tile, &cursor);
   } else {
@@ -118,7 +118,7 @@ __device__ void Attention<S, T>::Produce(const FirstWork& first_work) {
     }
     i += scheduled ? 1 : p_.ctas;
     more = i < end;
-    // The next info is asked for while this one is worked on.
+    // The next work tile is read while this one is loaded.
     WorkTile next_tile = {};
     if (!S::kDynamic && more) next_tile = WorkTileAt(i, rows);
     cursor.queries_due = S::kQueriesAfterKeys;
@@ -128,7 +128,7 @@ __device__ void Attention<S, T>::Produce(const FirstWork& first_work) {
     if constexpr (S::kDynamic) more = next_tile.index != kNoTile;
     tile = -1;
     work_tile = next_tile;
-    // After the last one, too: of conditional divisions nothing can be made ready before the loop.
+    // Also after the last one: the compiler cannot prepare conditional divisions ahead of the loop.
     Locate(work_tile, &cursor);
   }
   Wait(QueryEmpty(cursor.query.at), cursor.query.phase ^ 1);
@@ -138,9 +138,9 @@ __device__ void Attention<S, T>::Produce(const FirstWork& first_work) {
   }
 }
 
-// A warp beside the producers': says what comes next, its team's own items and then what it draws, while the producer
-// is still at the info before, for an answer takes two microseconds. In a named barrier it waits without instructions,
-// which would be others'.
+// The scheduler warp of a pipeline: it hands the next work tile to the producer, first those of the CTA, then dynamic
+// ones. It works one tile ahead, as an atomic takes two microseconds. It waits in a named barrier, which issues no
+// instructions.
 template <typename S, typename T>
 __device__ void Attention<S, T>::RunScheduler() {
   pipeline_ -= S::kPipelines, shared_ -= S::kPipelines * S::kPipelineBytes, base_ -= S::kPipelines * S::kPipelineBytes;
@@ -175,7 +175,7 @@ __device__ __forceinline__ WorkTile Attention<S, T>::FetchDynamicTile() const {
   if (lane_ == 0) at = p_.dynamic_begin + atomicAdd(p_.tile_counter, 1);
   at = __shfl_sync(~0u, at, 0);
   if (at < p_.dynamic_end) return p_.tiles[at];
-  // The last to find that nothing is left leaves the count as it was before the run.
+  // The CTA that comes last resets the counter for the next run.
   if (lane_ == 0 && at == p_.dynamic_end + p_.ctas - 1) *p_.tile_counter = 0;
   return {kNoTile, 0, 0, 0};
 }
@@ -218,7 +218,8 @@ __device__ WorkTile Attention<S, T>::WorkTileAt(int i, int rows) const {
   if constexpr (S::kHalfTiles) i >>= p_.half_tiles;
   if (p.has_mask == 0) return {i, 0, 0, (p.T + S::kN - 1) / S::kN};
   const DeviceMask& mask = p.mask;
-  // Rows of one place in their tables' orders, head by head: what workers take in one round costs about the same.
+  // The i-th longest tile row of every head of the L2 group, head by head: what CTAs compute at the same time costs
+  // about the same.
   const int section = min(p_.l2_heads, p.B * p.H);
   const int first = i / (section * rows) * section;
   const int heads = min(section, p.B * p.H - first);
@@ -230,7 +231,7 @@ __device__ WorkTile Attention<S, T>::WorkTileAt(int i, int rows) const {
   return {bh * rows + row, mask.row_ptr[at], mask.full_begin[at], mask.row_end[at]};
 }
 
-// Of an info's tile i, as they are walked.
+// KV tile i of a work tile, in the order for kernels without a schedule.
 template <typename S, typename T>
 __device__ __forceinline__ typename Attention<S, T>::KvTile Attention<S, T>::ReadKvTile(const WorkTile& work_tile,
                                                                                         int i) const {
@@ -245,9 +246,9 @@ __device__ __forceinline__ typename Attention<S, T>::KvTile Attention<S, T>::Rea
   return lane_tile;
 }
 
-// The key tiles of an info: 32 are looked at together, those of which padding leaves nothing are passed over. asked:
-// the first 32; what is returned are the first 32 of the info that follows, asked for before this one's last tile has
-// room. ahead: the first tile is under way.
+// Produces the KV tiles of a work tile. Lanes look at 32 of them together and drop those that padding empties.
+// lane_tile: of the first 32, this lane's. Returns the same for the next work tile, read before the last tile of this
+// one has a free stage. in_flight: the first tile is being loaded.
 template <typename S, typename T>
 __device__ __forceinline__ typename Attention<S, T>::KvTile Attention<S, T>::ProduceKvTiles(
     const WorkTile& work_tile, WorkTile* next_tile, KvTile lane_tile, Cursor* cursor, bool in_flight) {
@@ -271,7 +272,7 @@ __device__ __forceinline__ typename Attention<S, T>::KvTile Attention<S, T>::Pro
     }
     if (pending.tile >= 0 || !found) {
       PublishKvTile(pending, code, cursor, in_flight);
-      // All multiprocessors first_work at once: what they ask for besides would come before some of them's first keys.
+      // All SMs start at once: further loads would delay the first keys of some.
       if (S::kSplit == 1 && cursor->is_first) Wait(Barrier(kKeyFull, 0), 0);
       cursor->is_first = false;
       in_flight = false;
@@ -303,7 +304,7 @@ __device__ __forceinline__ typename Attention<S, T>::PaddedTile Attention<S, T>:
   return padded;
 }
 
-// Which of 32 keys of a tile are there and no padding.
+// A bit for each of 32 keys of a tile that exist and are not padding.
 template <typename S, typename T>
 __device__ __forceinline__ uint32_t Attention<S, T>::PaddingWord(int b, int tile, int w) const {
   const AttentionParams& p = p_.attention;
@@ -316,7 +317,7 @@ __device__ __forceinline__ uint32_t Attention<S, T>::PaddingWord(int b, int tile
   return keys == 32 ? ~0u : (1u << keys) - 1u;
 }
 
-// Asks for what the first tile of all needs before the mask is read.
+// Loads the very first KV tile, before the mask is read.
 template <typename S, typename T>
 __device__ __forceinline__ void Attention<S, T>::LoadFirstKvTile(int tile, const Cursor& cursor) const {
   if (lane_ != 0) return;
@@ -325,7 +326,8 @@ __device__ __forceinline__ void Attention<S, T>::LoadFirstKvTile(int tile, const
              p_.value_step_b * cursor.b);
 }
 
-// next: the code of the tile behind it. ahead: its keys and values are under way.
+// Publishes a KV tile to the consumers and loads it. next: the code of the tile after it. in_flight: it is being
+// loaded.
 template <typename S, typename T>
 __device__ __forceinline__ void Attention<S, T>::PublishKvTile(const PaddedTile& padded, int next, Cursor* cursor,
                                                                bool in_flight) {
@@ -335,7 +337,7 @@ __device__ __forceinline__ void Attention<S, T>::PublishKvTile(const PaddedTile&
   int more = 0, flags = padded.flags;
   if ((flags & kHasPadding) != 0) {
     if (lane_ < S::kPaddingWords) entry.pad[lane_] = PaddingWord(cursor->b, padded.tile, lane_);
-    __syncwarp();  // all of it is written before lane 0 says so
+    __syncwarp();  // all lanes have written before lane 0 arrives
   }
   if constexpr (S::kScoreMod) {
     if (padded.tile >= 0) more = LoadBiases(padded.tile, *cursor, &flags);
@@ -360,8 +362,8 @@ __device__ __forceinline__ void Attention<S, T>::PublishKvTile(const PaddedTile&
   cursor->slot.Next();
 }
 
-// ahead: the copy is under way (its bytes may count off a barrier before that expects them); more: bytes that are,
-// too, beside the tensor's.
+// Arrives at a barrier, expecting the bytes of a tile, and loads it. in_flight: it is being loaded, and its bytes may
+// complete before this expects them. more: further bytes that complete on the barrier.
 template <typename S, typename T>
 __device__ __forceinline__ void Attention<S, T>::ExpectAndCopy(const CUtensorMap* map, uint32_t full, int to, int tile,
                                                                int h, int b, bool in_flight, int more) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Scale, softcap and biases of the 9.0 kernels. Members of Attention; included by cuda/attention/sm90/kernel.cuh,
-// behind the class.
+// Scale, softcap, full and relative bias of the sm_90a kernels: their loads by the producer and their use by consumers.
+// Member functions of Attention, which own the stages; kernel.cuh includes this file behind the class.
 #ifndef STOF_CUDA_ATTENTION_SM90_SCORE_BIAS_CUH_
 #define STOF_CUDA_ATTENTION_SM90_SCORE_BIAS_CUH_
 
@@ -10,8 +10,8 @@ namespace stof {
 namespace cuda {
 namespace sm90 {
 
-// The biases of a tile; the keys' barrier says when all is there. The bytes that are still to come, flags that the
-// biases add.
+// Loads the biases of a tile into its stage; they complete on the barrier of the keys. Gives the bytes that TMA still
+// has to copy, and adds flags.
 template <typename S, typename T>
 __device__ __forceinline__ int Attention<S, T>::LoadBiases(int tile, const Cursor& cursor, int* flags) {
   const AttentionParams& p = p_.attention;
@@ -28,7 +28,7 @@ __device__ __forceinline__ int Attention<S, T>::LoadBiases(int tile, const Curso
     }
   }
   if (p.relative_bias != nullptr) {
-    // From the distance between the tile's first key and its last row on.
+    // From the distance between the first key and the last query row of the tile on.
     const int radius = static_cast<int>(p.relative_bias_size / 2);
     const float* const middle = p.relative_bias + cursor.h * p.relative_bias_stride_h + radius;
     const int first = tile * S::kN - (p.query_position + cursor.row0) - (S::kM - 1);
@@ -42,18 +42,18 @@ __device__ __forceinline__ int Attention<S, T>::LoadBiases(int tile, const Curso
     }
     if (__any_sync(~0u, least == -INFINITY) != 0) *flags |= kHasInfBias;
   }
-  __syncwarp();  // all of this is written before lane 0 says so
+  __syncwarp();  // all lanes have written before lane 0 arrives
   return bytes;
 }
 
-// Scale, softcap and biases. A bias of -inf forbids, whatever the score; the lowest finite one must not become -inf in
-// units of log2.
+// Applies scale, softcap and biases. A bias of -inf forbids, whatever the score; the lowest finite bias must not become
+// -inf in units of log2.
 template <typename S, typename T>
 __device__ __forceinline__ void Attention<S, T>::ApplyScoreMod(int stage, int flags, float (&s)[kScores]) {
   const AttentionParams& p = p_.attention;
   float factor = p.scale;
   if (p.softcap > 0.0f) {
-    // softcap * tanh(x / softcap), with an error of the softcap's last bits: what matters is the absolute one.
+    // softcap * tanh(x / softcap), with an absolute error of a few last bits of softcap.
     const float in = p.scale * (2.0f * kLog2E) / p.softcap, most = p.softcap;
 #pragma unroll
     for (int i = 0; i < kScores; ++i) s[i] = most - 2.0f * most * Reciprocal(1.0f + Exp2(s[i] * in));
@@ -68,7 +68,7 @@ __device__ __forceinline__ void Attention<S, T>::ApplyScoreMod(int stage, int fl
     factor = 1.0f;
   }
   if (p.relative_bias != nullptr) {
-    // 8 rows below are the distances of 8 keys before.
+    // Eight rows below have the distances of eight keys before.
     const uint32_t own =
         base_ + S::kRelativeBiases + 4 * (stage * S::kRelativeSize + (S::kM - 1) - row_ + lane_ % 4 * 2);
 #pragma unroll
@@ -96,8 +96,8 @@ __device__ __forceinline__ void Attention<S, T>::ApplyScoreMod(int stage, int fl
   }
 }
 
-// Where this thread finds the biases of its rows in a stage's tile of type B, with how far its second row is from the
-// first. Chunk c of 16 bytes of row r of 128 bytes lies at c ^ (r % 8).
+// The shared address of this thread's biases in a stage, of type B; *next: the offset of its second row. Chunk c of 16
+// bytes of row r (128 bytes) is at c ^ (r % 8).
 template <typename S, typename T>
 template <typename B>
 __device__ __forceinline__ uint32_t Attention<S, T>::BiasAddress(int stage, uint32_t* next) const {
@@ -135,7 +135,7 @@ __device__ __forceinline__ void Attention<S, T>::AddFullBias(int stage, float fa
   }
 #pragma unroll
   for (int c = 1; c < kChains; ++c) least[0] = fminf(least[0], least[c]);
-  // Few tiles have biases that are -inf, or become it in units of log2.
+  // Rare: some biases are -inf, or would become it in units of log2.
   if (__any_sync(~0u, least[0] < kLowestBias) == 0) return;
 #pragma unroll
   for (int i = 0; i < kScores; i += 2) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// From scores to weights in a 9.0 kernel, and what a row's weights are relative to.
+// The online softmax of the sm_90a kernels, with conditional rescaling of the output.
 #ifndef STOF_CUDA_ATTENTION_SM90_SOFTMAX_CUH_
 #define STOF_CUDA_ATTENTION_SM90_SOFTMAX_CUH_
 
@@ -10,26 +10,26 @@ namespace stof {
 namespace cuda {
 namespace sm90 {
 
-// A row's reference, which its weights are relative to, is the maximum of its first tile, and raised only where a score
-// exceeds it by 2^14: a weight that fp16 holds with a factor of nearly four to spare. So the output is rescaled a few
-// times a row (FlashAttention 4 has the same idea), and most tiles need no maximum.
+// The row max is that of the first tile, and raised only where a score exceeds it by 2^14: fp16 holds such a weight
+// with a factor of nearly four to spare. So the output is rescaled a few times a row (FlashAttention 4 has the same
+// idea), and most tiles need no maximum.
 constexpr float kSlack = 14.0f, kMostWeight = 16384.0f;
-// References farther from zero are not subtracted with the scale: below, scores less them would lose what scores near
-// zero have behind the point; above, the rounding of the reference would show in the weights.
+// A row max farther from zero is not subtracted in the same step as the scale. Below -kNear, scores near zero would
+// lose their last bits; above kNear, the rounding of the row max would show in the weights.
 constexpr float kNear = 1024.0f;
 
-// Of a shape S, for one thread: its share of the scores of 64 rows and a tile's keys, two rows of them.
+// For one thread of a kernel of shape S: two rows of the scores of 64 queries and a tile's keys.
 template <typename S>
 class Softmax {
   static constexpr int kScores = S::kN / 2, kChains = 4;
 
  public:
-  // Element i of a thread's scores: the one of its two rows, and its number there.
+  // Element i of a thread's scores: which of the two rows, and its position in that row.
   static __device__ __forceinline__ constexpr int RowOf(int i) { return i / 2 % 2; }
   static __device__ __forceinline__ constexpr int OrderOf(int i) { return i / 4 * 2 + i % 2; }
 
-  // The weights that are made first, and the sums of all, in several chains: a warp has few others beside it that could
-  // hide the latency of one.
+  // The eager weights, and the sums of all weights in several chains: too few other warps hide the latency of one
+  // chain.
   struct EagerWeights {
     float weight[S::kEagerWeights > 0 ? S::kEagerWeights : 1];
     float sum[2][kChains];
@@ -46,7 +46,7 @@ class Softmax {
     }
   }
 
-  // From products to logarithms of weights, if the references stay.
+  // Scores to logarithms of weights, if the row max stays.
   static __device__ __forceinline__ float SubtractedMax(float row_max) {
     return fabsf(row_max) <= kNear ? row_max : 0.0f;
   }
@@ -57,9 +57,9 @@ class Softmax {
     FirstWork(s, eager);
   }
 
-  // Whether a warp has to look at its maxima. As integers, numbers that are not negative have their order, and NaN is
-  // above them all. The sums of what is begun are looked at instead of its logarithms, for else ptxas would put all
-  // exponentials behind the vote; the special function unit works while the rest is looked at.
+  // Whether the warp has to look for a new row max. Compared as integers, non-negative numbers keep their order and NaN
+  // is above all. The sums of eager weights are compared instead of their logarithms: else ptxas puts all exponentials
+  // behind the vote, and the special function unit idles.
   static __device__ __forceinline__ bool MustRaiseMax(const float (&row_max)[2], const float (&s)[kScores],
                                                       const EagerWeights& eager) {
     constexpr int kLanes = 8;
@@ -81,9 +81,9 @@ class Softmax {
     return __any_sync(~0u, !known || top >= __float_as_int(kSlack) || sums >= __float_as_int(kMostWeight)) != 0;
   }
 
-  // Raises the references where that is due, given scores in units of log2 by way of `scale` that were lowered by
-  // `base`. Lowers them to the new ones, says what earlier sums are to be multiplied with, and begins again. kFirst: of
-  // a row's first tile, which has neither references nor sums before it; else scale is 1.
+  // Raises the row max where a score exceeds it by kSlack. Scores are in units of log2 once multiplied by `scale`, less
+  // `base`. Subtracts the new row max, sets the factors that rescale earlier sums and outputs, and computes the eager
+  // weights again. kFirst: the first tile of a row, without earlier row max and sums; else scale is 1.
   template <bool kFirst>
   static __device__ __forceinline__ void RaiseMax(float scale, const float (&base)[2], float (&s)[kScores],
                                                   EagerWeights* eager, float (&row_max)[2], float (&factor)[2],
@@ -110,9 +110,9 @@ class Softmax {
       } else {
         const float old = row_max[r] - base[r], above = ScoreDifference(top, old);
         const bool raised = above > kSlack;
-        const bool moved = raised || above == 0.0f;  // to what counts as equal, so that it is equal
+        const bool moved = raised || above == 0.0f;  // to a score that counts as equal, so that it becomes equal
         row_max[r] = moved ? base[r] + top : row_max[r];
-        // Near zero what the rounded sum stands for, so that all tiles have the same.
+        // Near zero this is what the rounded sum of row_max stands for, so that all tiles subtract the same.
         const float now = fabsf(row_max[r]) <= kNear ? row_max[r] - base[r] : moved ? top : old;
         factor[r] = raised ? Exp2(old - now) : 1.0f;  // 0 from -inf
         less[r] = now == -INFINITY ? 0.0f : now;
@@ -120,7 +120,7 @@ class Softmax {
       }
     }
     if (kFirst && __builtin_expect(__any_sync(~0u, far), 0)) {
-      // In one step with the subtraction, scores would be compared with the rounding of their maximum.
+      // One multiply-add would compare scores with the rounding of their maximum.
 #pragma unroll
       for (int i = 0; i < kScores; ++i) s[i] = __fmul_rn(s[i], scale);
       scale = 1.0f;
@@ -130,7 +130,7 @@ class Softmax {
     FirstWork(s, eager);
   }
 
-  // The weights that are not begun, and all sums.
+  // The remaining weights, and all sums.
   static __device__ __forceinline__ void FinishWeights(EagerWeights* eager, float (&s)[kScores], float (&sum)[2]) {
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Heads of more than 128 elements: one tile a size, which has no registers for biases of pairs.
+// Kernels for heads of more than 128 elements: one tile for each size. A full bias would need more registers than there
+// are.
 #ifndef STOF_CUDA_ATTENTION_SM90_WIDE_HEADS_CUH_
 #define STOF_CUDA_ATTENTION_SM90_WIDE_HEADS_CUH_
 
@@ -9,7 +10,7 @@ namespace stof {
 namespace cuda {
 namespace sm90 {
 
-// kKeys: of a tile of 128 rows; the costs are those of Describe.
+// kKeys: keys of a tile of 128 query rows. The costs are nanoseconds, as for MakeKernel.
 template <int kHead, int kKeys, int kRowCost, int kFullCost, int kPartialCost>
 struct WideHeads {
   template <typename T, ScoreMod kScoreMod>

@@ -4,6 +4,7 @@
 namespace stof {
 namespace cuda {
 
+// WideHeads: head size, keys of a tile; nanoseconds of a tile row, a full and a partial tile.
 const Sm90Kernel* FindSm90D256(bool bf16, ScoreMod score_mod) {
   return sm90::WideHeads<256, 64, 3000, 1390, 1480>::Find(bf16, score_mod);
 }
