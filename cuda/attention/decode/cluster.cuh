@@ -1,15 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention of few queries over not so many keys, compute capability 9.0: reading them takes less time than starting
-// kernels, waiting for memory and joining sums. The CTAs that share the keys of a tile of rows are a cluster and join
-// their sums through each other's shared memory, so that no second kernel is needed. Rows are packed as in
-// cuda/attention/decode/splitkv.cuh.
+// Decode attention over short sequences, compute capability 9.0, where reading the keys takes less time than launches,
+// memory latency and a combine kernel. The CTAs that split the keys of a row block are a cluster and combine through
+// each other's shared memory. Rows are packed as in cuda/attention/decode/splitkv.cuh.
 //
-// A warp copies to shared memory what it will multiply itself: a ring of pieces, 16 keys or their values each, is all
-// under way from the start, and no barrier of the CTA is needed. Pieces are read in the order of memory and laid out by
-// lanes, so that each finds its operands in 16 bytes. The products are transposed, scores^T = K Q^T and
-// output^T = V^T weights^T, so that eight query rows fill the tensor cores' narrow side. The inner dimension of a
-// product may be numbered as one likes as long as both operands agree: the numbering is chosen so that 16 bytes of
-// memory are an operand. fp32 is multiplied as three products of TF32, a number being the sum of two.
+// A warp copies to shared memory what it multiplies itself: a ring of stages, each 16 keys or their values. All stages
+// are in flight from the start, without a barrier of the CTA. A stage is read in memory order and stored lane by lane,
+// so that each lane finds its operands in 16 bytes.
+// The matmuls are transposed, scores^T = K Q^T and output^T = V^T weights^T, so that eight query rows fill the narrow
+// side of the tensor cores. The k-indices of both operands are permuted alike, so that 16 bytes of memory are an
+// operand. fp32 takes three TF32 matmuls, as a number is the sum of two TF32 values.
 #ifndef STOF_CUDA_ATTENTION_DECODE_CLUSTER_CUH_
 #define STOF_CUDA_ATTENTION_DECODE_CLUSTER_CUH_
 
@@ -33,7 +32,7 @@ class ClusterDecode {
     const int rows = params.heads * p_.S, blocks = (rows + S::kRows - 1) / S::kRows;
     const int parts = p_.H / p_.G / params.heads;
     int at = blockIdx.x;
-    split_ = at % params.splits;  // the rank in the cluster
+    split_ = at % params.splits;  // rank in the cluster
     at /= params.splits;
     block_ = at % blocks;
     at /= blocks;
@@ -60,8 +59,8 @@ class ClusterDecode {
   __device__ void Run() {
     WaitForPrevious();
     LetNextStart();
-    if (params_.second_pass != 0 && !HasEmptyRow()) return;  // all of a cluster or none
-    if (params_.splits > 1) ArriveAtCluster();               // for others to know that this CTA has begun
+    if (params_.second_pass != 0 && !HasEmptyRow()) return;  // uniform in a cluster
+    if (params_.splits > 1) ArriveAtCluster();               // tells the others that this CTA runs
     CopyQueries();
     FindSplit();
     ReadTiles(next_, &current_tiles_);
@@ -77,14 +76,14 @@ class ClusterDecode {
         for (int e = 0; e < 4; ++e) o_[n][j][e] = 0.0f;
       }
     }
-    // One loop for the first pieces, of which there is nothing to multiply yet, and all others: its code has to fit the
-    // instructions' cache.
+    // One loop for the prologue, which has nothing to multiply yet, and the main part: the code has to fit the
+    // instruction cache.
     constexpr int kAhead = (S::kStages + 1) / 2;
     for (int step = -kAhead;; ++step) {
       float s[kBlocks][4];
       if (step == 0) {
         AwaitCopies<S::kStages - 1>();
-        __syncthreads();  // the queries are there
+        __syncthreads();  // the queries have arrived
       }
       if (step >= 0 && step >= loaded_) break;
       if (step >= 0) {
@@ -111,19 +110,19 @@ class ClusterDecode {
     }
     return false;
   }
-  // The head and the query of a row of this tile; rows that there are none of are like the last one.
+  // The head and query of a packed row; rows out of bounds repeat the last one.
   __device__ __forceinline__ void HeadAndQuery(int row, int* head, int* query) const {
     const int whole = block_ * S::kRows + min(row, rows_ - 1);
     *head = head0_ + whole / p_.S;
     *query = whole % p_.S;
   }
 
-  // ---- which tiles ----
-  // A tile of the mask's row: 32 of them lie in the lanes of a warp, and those behind are on their way.
+  // ---- KV tiles ----
+  // A KV tile of the tile row. The lanes of a warp hold 32 of them, and the next 32 are in flight.
   struct Tile {
     int tile;
-    int bits;       // index of its bits, -1: every key
-    uint32_t keys;  // which of the warp's 16 are neither padded nor beyond the last
+    int bits;       // index of its element mask; -1: every key
+    uint32_t keys;  // a bit for each of the 16 keys of the warp that exists and is not padding
   };
   __device__ void FindSplit() {
     int begin = 0, end = (p_.T + kTileKeys - 1) / kTileKeys;
@@ -161,13 +160,13 @@ class ClusterDecode {
       found->keys = left >= S::kWarpKeys ? 0xffffu : left <= 0 ? 0u : (1u << left) - 1u;
     }
   }
-  // Those of 32 tiles that are there; where keys are padded, those with another one: else nothing is waited for.
+  // A bit for each of 32 tiles that exists and, with padding, has some key. Without padding nothing is waited for.
   __device__ __forceinline__ uint32_t LiveTiles(const Tile& tiles, int first) const {
     const int count = (end_ - first + S::kTilesAtOnce - 1) / S::kTilesAtOnce;
     const uint32_t there = count >= 32 ? ~0u : count <= 0 ? 0u : (1u << count) - 1u;
     return padded_ ? there & __ballot_sync(~0u, tiles.keys != 0) : there;
   }
-  // Goes on to the next tile; tile_ -1: there is none.
+  // Advances to the next KV tile; tile_ -1: there is none.
   __device__ __forceinline__ void AdvanceTile() {
     while (live_tiles_ == 0) {
       next_ += kStride;
@@ -212,11 +211,11 @@ class ClusterDecode {
     }
   }
 
-  // The next piece into the ring: keys of the next tile, or its values.
+  // Loads the next stage: the keys of the next KV tile, or its values.
   template <bool kKeys>
   __device__ __forceinline__ void LoadStage() {
     if (kKeys) AdvanceTile();
-    __syncwarp();  // nobody reads what was there any more
+    __syncwarp();  // all lanes have read the old stage
     if (tile_ >= 0) {
       const int key0 = tile_ * kTileKeys + first_;
       Copy<kKeys>(ring_ + static_cast<uint32_t>(stage_ * S::kStageBytes), key0);
@@ -224,8 +223,8 @@ class ClusterDecode {
     CommitCopies();
     stage_ = stage_ + 1 == S::kStages ? 0 : stage_ + 1;
   }
-  // 16 rows in the order of memory: what lies side by side there is asked for at once. Each 16 bytes go where the lane
-  // that multiplies them looks for them.
+  // Copies 16 rows in memory order, so that loads coalesce; each 16 bytes go to the place of the lane that multiplies
+  // them.
   template <bool kKeys>
   __device__ __forceinline__ void Copy(uint32_t to, int key0) const {
     constexpr uint32_t kInRow = kHead / S::kPerLoad, kAcross = kInRow < 32 ? kInRow : 32, kDown = 32 / kAcross;
@@ -244,16 +243,16 @@ class ClusterDecode {
       from += kDown * stride;
     }
   }
-  // Of a piece, in units of 16 bytes: load i of lane l is 32 i + l, but for an order in it that spreads both those who
-  // write a row and those who read a load over all banks.
+  // Positions in a stage, in units of 16 bytes: load i of lane l is 32 i + l, permuted so that neither writes of a row
+  // nor reads of a load have bank conflicts.
   //
-  // Lane l multiplies of keys l / 4 and l / 4 + 8 the chunks l % 4, l % 4 + 4, ...
+  // Lane l multiplies chunks l % 4, l % 4 + 4, ... of keys l / 4 and l / 4 + 8.
   static __device__ __forceinline__ uint32_t KeyPlace(uint32_t row, uint32_t chunk) {
     const uint32_t load = (row >> 3) * S::kChunks + (chunk >> 2), lane = (row & 7) << 2 | (chunk & 3);
     return load << 5 | (lane ^ (chunk & 4));
   }
-  // ... and has of the values of keys 2 (l % 4) + i % 2 + 8 (i / 2), of fp32 4 i + l % 4, the chunks l / 4, l / 4 + 8,
-  // ...
+  // It multiplies chunks l / 4, l / 4 + 8, ... of the values of keys 2 (l % 4) + i % 2 + 8 (i / 2), in fp32 of keys 4 i
+  // + l % 4.
   static __device__ __forceinline__ uint32_t ValuePlace(uint32_t row, uint32_t chunk) {
     const uint32_t i = kFloat ? row >> 2 : (row & 1) | row >> 3 << 1, low = kFloat ? row & 3 : row >> 1 & 3;
     return (i * (S::kChunks / 2) + (chunk >> 3)) << 5 | ValueOrder(chunk & 7, low);
@@ -261,7 +260,7 @@ class ClusterDecode {
   static __device__ __forceinline__ uint32_t ValueOrder(uint32_t high, uint32_t low) {
     return low << 3 | (high ^ low << 1);
   }
-  // Where the oldest piece lies.
+  // The address of the oldest stage.
   __device__ __forceinline__ uint32_t OldestStage() {
     const uint32_t at = ring_ + static_cast<uint32_t>(consumed_ * S::kStageBytes);
     consumed_ = consumed_ + 1 == S::kStages ? 0 : consumed_ + 1;
@@ -274,15 +273,15 @@ class ClusterDecode {
   __device__ __forceinline__ void ApplyMaskAndBias(int step, float (&s)[kBlocks][4]);
   __device__ __forceinline__ void Softmax(float (&s)[kBlocks][4]);
 
-  // ---- the end: cuda/attention/decode/cluster_combine.cuh ----
+  // ---- epilogue: cuda/attention/decode/cluster_combine.cuh ----
   __device__ float* WarpOutputs(int warp) const {
     return reinterpret_cast<float*>(shared_ + S::kRing + warp * S::kStages * S::kStageBytes);
   }
-  // Maxima and sums of a warp's rows.
+  // Row max and row sum of the rows of a warp.
   __device__ float2* WarpStats(int warp) const {
     return reinterpret_cast<float2*>(shared_ + S::kStats) + warp * S::kRows;
   }
-  // What CTA `rank` of the cluster has sent, or is sent to: of its rows, and of a share of the output.
+  // What CTA `rank` of the cluster sends to this one: row max and row sum, and a share of the output.
   __device__ float2* ReceivedStats(int rank) const {
     return reinterpret_cast<float2*>(shared_ + S::kReceivedStats) + rank * S::kRows;
   }
@@ -304,9 +303,9 @@ class ClusterDecode {
   const DecodeParams& params_;
   const AttentionParams& p_;
   char* shared_;
-  int b_, head0_, block_, rows_, split_, warp_, lane_, first_;  // first_: of the warp's keys in a tile
+  int b_, head0_, block_, rows_, split_, warp_, lane_, first_;  // first_: the first key of the warp in a tile
   int next_ = 0, end_ = 0, full_ = 0, tile_ = -1;
-  int loaded_ = 0, stage_ = 0, consumed_ = 0;  // steps; places in the ring
+  int loaded_ = 0, stage_ = 0, consumed_ = 0;  // steps loaded; positions in the ring
   bool masked_, padded_;
   float scale_;
   const T *key_, *value_;
@@ -326,7 +325,7 @@ namespace cuda {
 template <int kHead, typename T, int kBlocks>
 __global__ void __launch_bounds__(ClusterShape<kHead, T, kBlocks>::kThreads, ClusterShape<kHead, T, kBlocks>::kCtas)
     DecodeCluster(const __grid_constant__ DecodeParams params) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900  // code for earlier devices would only be built
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900  // code for earlier devices would never run
   extern __shared__ __align__(16) char decode_shared[];
   ClusterDecode<kHead, T, kBlocks>(params, decode_shared).Run();
 #endif

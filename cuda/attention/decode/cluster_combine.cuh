@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The end of the clusters' kernel: sums of warps, then of CTAs, which send them to each other, and the output. Members
-// of ClusterDecode; included by cuda/attention/decode/cluster.cuh, behind the class.
+// The epilogue of the cluster kernel: combines warps, then CTAs through distributed shared memory, and stores the
+// output. Member functions of ClusterDecode, whose registers they use; cluster.cuh includes this file behind the class.
 #ifndef STOF_CUDA_ATTENTION_DECODE_CLUSTER_COMBINE_CUH_
 #define STOF_CUDA_ATTENTION_DECODE_CLUSTER_COMBINE_CUH_
 
@@ -11,7 +11,7 @@ namespace cuda {
 
 template <int kHead, typename T, int kBlocks>
 __device__ void ClusterDecode<kHead, T, kBlocks>::CombineWarps() {
-  __syncwarp();  // nobody reads the ring any more
+  __syncwarp();  // all lanes have read the ring
 #pragma unroll
   for (int n = 0; n < kBlocks; ++n) {
 #pragma unroll
@@ -31,9 +31,9 @@ __device__ void ClusterDecode<kHead, T, kBlocks>::CombineWarps() {
     }
   }
   __syncthreads();
-  // Every CTA of the cluster adds up a share of the output, in fours.
+  // Each CTA of the cluster combines a share of the output, four elements at a time.
   const int width = p_.Dv / 4, ctas = params_.splits, share = (rows_ * width + ctas - 1) / ctas;
-  if (ctas > 1) AwaitCluster();  // all have begun
+  if (ctas > 1) AwaitCluster();  // all CTAs of the cluster run
   for (int at = threadIdx.x; at < rows_ * width; at += S::kThreads) {
     const int row = at / width, d = at % width * 4;
     float2 all = {-INFINITY, 0.0f};
@@ -70,7 +70,7 @@ __device__ void ClusterDecode<kHead, T, kBlocks>::CombineWarps() {
   }
 }
 
-// Four elements of the output.
+// Normalizes and stores four elements of the output.
 template <int kHead, typename T, int kBlocks>
 __device__ void ClusterDecode<kHead, T, kBlocks>::StoreOutput(int row, int d, const float4& x, const float2& all) {
   const int whole = block_ * S::kRows + row;

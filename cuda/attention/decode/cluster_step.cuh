@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the clusters' kernel computes with the 16 keys of a step: scores, what biases and the mask make of them,
-// weights, and their products with the values. Members of ClusterDecode; included by cuda/attention/decode/cluster.cuh,
-// behind the class.
+// One step of 16 keys of the cluster kernel: scores, biases and mask, online softmax, P V. Member functions of
+// ClusterDecode, whose registers they use; cluster.cuh includes this file behind the class.
 #ifndef STOF_CUDA_ATTENTION_DECODE_CLUSTER_STEP_CUH_
 #define STOF_CUDA_ATTENTION_DECODE_CLUSTER_STEP_CUH_
 
@@ -10,11 +9,11 @@
 namespace stof {
 namespace cuda {
 
-// ---- products ----
+// ---- matmuls ----
 template <int kHead, typename T, int kBlocks>
 __device__ __forceinline__ void ClusterDecode<kHead, T, kBlocks>::Scores(float (&s)[kBlocks][4]) {
   const uint32_t stage = OldestStage();
-  float sums[2][kBlocks][4];  // two chains of products
+  float sums[2][kBlocks][4];  // two chains of matmuls
 #pragma unroll
   for (int n = 0; n < kBlocks; ++n) {
 #pragma unroll
@@ -66,12 +65,12 @@ __device__ __forceinline__ void ClusterDecode<kHead, T, kBlocks>::AddValues(cons
   constexpr int kWide = S::kChunks / 2;
   const uint32_t stage =
       OldestStage() + 16 * ValueOrder(static_cast<uint32_t>(lane_) / 4, static_cast<uint32_t>(lane_) % 4);
-  // Weights as operands: b of halves, big and small of TF32.
+  // Weights as operands: b in fp16 or bf16, big and small in TF32.
   uint32_t b[kBlocks][2], big[kBlocks][2][2], small[kBlocks][2][2];
 #pragma unroll
   for (int n = 0; n < kBlocks; ++n) {
     if constexpr (kFloat) {
-      // Weights of key k and row r lie in lane 4 (k % 8) + r / 2; lane l needs keys l % 4 + 4 i and row l / 4.
+      // Lane 4 (k % 8) + r / 2 has the weights of key k and row r; lane l needs keys l % 4 + 4 i and row l / 4.
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int from = (i % 2 * 4 + lane_ % 4) * 4 + lane_ / 8;
@@ -104,7 +103,7 @@ __device__ __forceinline__ void ClusterDecode<kHead, T, kBlocks>::AddValues(cons
         }
 #pragma unroll
         for (int n = 0; n < kBlocks; ++n) {
-          // Tensor cores round towards zero: a short sum of its own, added by ordinary arithmetic.
+          // Tensor cores round sums towards zero: short sums, added in fp32 arithmetic.
           float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
@@ -142,7 +141,7 @@ __device__ __forceinline__ void ClusterDecode<kHead, T, kBlocks>::ApplyMaskAndBi
   const int key0 = static_cast<int>(found.x) * kTileKeys + first_ + lane_ / 4;
   const bool bits = static_cast<int>(found.y) >= 0;
   if (score_mod) {
-    // One copy of much code: elements come to the first place in turn.
+    // One copy of the code, not one an element: elements rotate through the first register.
 #pragma unroll 1
     for (int at = 0; at < 4 * kBlocks; ++at) {
       int head = 0, query = 0;

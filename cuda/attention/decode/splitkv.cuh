@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention of few queries over many keys, compute capability 8.0 and later: reading keys and values is all there is to
-// do. The query heads of a group are packed into one tile, so that a key is read once for all of them; CTAs share the
-// keys of a tile of rows ("split-KV", Dao et al. 2023), and a second kernel joins their sums. Short rows have a kernel
-// of their own on 9.0: cuda/attention/decode/cluster.cuh.
+// Split-KV decode attention, compute capability 8.0 and later, bound by reading keys and values. The query heads of a
+// KV head are packed into one tile (GQA packing), so that a key is read once for all of them. CTAs split the keys of a
+// row block ("split-KV", Dao et al. 2023), and a combine kernel follows. For short sequences on 9.0 there is
+// cuda/attention/decode/cluster.cuh.
 //
-// Keys and values go from memory to registers 16 bytes at a time, without shared memory. The products are transposed,
-// scores^T = K Q^T and output^T = V^T weights^T, so that eight query rows fill the tensor cores' narrow side. The inner
-// dimension of a product may be numbered as one likes as long as both operands agree: the numbering is chosen so that
-// what a lane has loaded is its operand. fp32 is multiplied as three products of TF32, a number being the sum of two.
+// Keys and values go from memory to registers 16 bytes at a time, without shared memory. The matmuls are transposed,
+// scores^T = K Q^T and output^T = V^T weights^T, so that eight query rows fill the narrow side of the tensor cores. The
+// k-indices of both operands are permuted alike, so that what a lane has loaded is its operand. fp32 takes three TF32
+// matmuls, as a number is the sum of two TF32 values.
 #ifndef STOF_CUDA_ATTENTION_DECODE_SPLITKV_CUH_
 #define STOF_CUDA_ATTENTION_DECODE_SPLITKV_CUH_
 
@@ -25,21 +25,22 @@ struct DecodeShape {
   static constexpr int kWarps = 4, kThreads = 32 * kWarps;
   static constexpr int kRows = 8 * kBlocks;
   static constexpr int kPerLoad = 16 / static_cast<int>(sizeof(T));  // elements of a load
-  // Two buffers of a lane take turns. They hold 16 keys each, or where these are too many registers, half of 16 keys.
+  // Two register buffers take turns. Each holds 16 keys, or half of each of 16 keys where that needs too many
+  // registers.
   static constexpr bool kHalfBuffers = kHead * sizeof(T) * kBlocks > 512;
-  static constexpr int kGroups = kHalfBuffers ? 1 : 2;  // of 16 keys, a step of a warp
+  static constexpr int kGroups = kHalfBuffers ? 1 : 2;  // groups of 16 keys in a step of a warp
   static constexpr int kChunks =
       kHead / (4 * kPerLoad) / (kHalfBuffers ? 2 : 1);  // loads of a key's row in a buffer, by 4 lanes
-  static constexpr int kLoads = 2 * kChunks;            // of a lane, in a buffer
+  static constexpr int kLoads = 2 * kChunks;            // loads of a lane into a buffer
   static constexpr int kWarpsPerTile = kTileKeys / (16 * kGroups);
-  static constexpr int kTilesAtOnce = kWarps / kWarpsPerTile;  // tiles that a CTA works on at once
+  static constexpr int kTilesAtOnce = kWarps / kWarpsPerTile;  // KV tiles that a CTA works on at once
   static constexpr int kQueryChunks = kHead / (4 * kPerLoad);
   static constexpr int kOutputs = kHead / 16;  // blocks of 16 output elements
   static constexpr int kRegisters = kHead * static_cast<int>(sizeof(T)) * kBlocks;
-  static constexpr int kCtas = kRegisters <= 128 ? 4 : kRegisters <= 256 ? 3 : 2;  // a multiprocessor
+  static constexpr int kCtas = kRegisters <= 128 ? 4 : kRegisters <= 256 ? 3 : 2;  // CTAs an SM
 };
 
-// 16 bytes that are read once; zeros where not `valid`.
+// Loads 16 bytes that are read once; zeros where not `valid`.
 __device__ __forceinline__ void LoadOnce(uint32_t (&r)[4], const void* from, bool valid) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.s32 p, %5, 0;\nmov.u32 %0, 0;\nmov.u32 %1, 0;\nmov.u32 %2, 0;\nmov.u32 %3, 0;\n"
@@ -56,7 +57,7 @@ class Decode {
 
  public:
   struct Shared {
-    uint4 query[kBlocks][S::kQueryChunks][32];  // as lanes take it
+    uint4 query[kBlocks][S::kQueryChunks][32];  // in the order of the lanes
     float output[S::kWarps][S::kRows][kHead];
     float maximum[S::kWarps][S::kRows], sum[S::kWarps][S::kRows];
     float top[S::kRows], total[S::kRows];
@@ -162,11 +163,11 @@ class Decode {
     return false;
   }
 
-  // ---- which tiles ----
+  // ---- KV tiles ----
   struct Entry {
     int tile = -1;       // -1: none is left
-    int bits = -1;       // index of its bits, -1: every key
-    uint32_t pad = ~0u;  // of the 32 keys that hold the warp's
+    int bits = -1;       // index of its element mask; -1: every key
+    uint32_t pad = ~0u;  // padding bits of the 32 keys around those of the warp
   };
   __device__ __forceinline__ Entry Next() {
     Entry entry;
@@ -208,7 +209,7 @@ class Decode {
     }
   }
 
-  // Lane l: keys l / 4 and l / 4 + 8 of 16, of every row the pieces l % 4, l % 4 + 4, ...
+  // Lane l loads chunks l % 4, l % 4 + 4, ... of keys l / 4 and l / 4 + 8.
   __device__ __forceinline__ void FetchKeys(const Entry& entry, int buffer) {
     if (entry.tile < 0) return;
     const int key0 = entry.tile * kTileKeys + first_key_ + (S::kHalfBuffers ? 0 : 16 * buffer) + lane_ / 4;
@@ -224,7 +225,7 @@ class Decode {
       }
     }
   }
-  // The i-th of the keys whose values lane l holds; it has of their rows the pieces l / 4, l / 4 + 8, ...
+  // The i-th key whose values lane l loads, of which it has chunks l / 4, l / 4 + 8, ...
   __device__ __forceinline__ int ValueKey(int i) const {
     return kFloat ? 4 * i + lane_ % 4 : 2 * (lane_ % 4) + i % 2 + i / 2 * 8;
   }
@@ -244,7 +245,7 @@ class Decode {
     }
   }
 
-  // ---- products ----
+  // ---- matmuls ----
   __device__ __forceinline__ void Scores(int buffer, float (&s)[kBlocks][4]) {
     const int chunk0 = S::kHalfBuffers ? buffer * S::kChunks : 0;
 #pragma unroll
@@ -283,7 +284,7 @@ class Decode {
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
       if constexpr (kFloat) {
-        // Weights of key k and row r lie in lane 4 (k % 8) + r / 2; lane l needs keys l % 4 + 4 i and row l / 4.
+        // Lane 4 (k % 8) + r / 2 has the weights of key k and row r; lane l needs keys l % 4 + 4 i and row l / 4.
         uint32_t big[2][2], small[2][2];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -295,7 +296,7 @@ class Decode {
         for (int c = 0; c < kWide; ++c) {
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
-            // Tensor cores round towards zero: a short sum of its own, added by ordinary arithmetic.
+            // Tensor cores round sums towards zero: short sums, added in fp32 arithmetic.
             float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
@@ -394,7 +395,7 @@ class Decode {
     }
   }
 
-  // ---- the end: the warps' sums together ----
+  // ---- epilogue: combines the warps ----
   __device__ void CombineWarps() {
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
@@ -474,7 +475,7 @@ __global__ void __launch_bounds__(DecodeShape<kHead, T, kBlocks>::kThreads, Deco
   Kernel(params, shared).Run();
 }
 
-// A CTA joins the splits of one row.
+// The combine kernel: a CTA combines the splits of one row.
 template <typename T>
 __global__ void __launch_bounds__(128) DecodeCombine(const __grid_constant__ DecodeParams params) {
   constexpr int kWarps = 4;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Launches of the kernel in cuda/attention/fp32/kernel.cuh, with as many stages as the device has shared memory for.
+// Launches the fp32 kernel with as many stages as the shared memory of the device holds.
 #ifndef STOF_CUDA_ATTENTION_FP32_LAUNCH_CUH_
 #define STOF_CUDA_ATTENTION_FP32_LAUNCH_CUH_
 
@@ -15,14 +15,14 @@
 namespace stof {
 namespace cuda {
 
-// What a kernel is launched with.
+// Launch configuration that depends on the device and the problem.
 struct Fp32Config {
   int stages = 0;
-  int l2_heads = 1;  // heads whose keys and values fill half of the L2 cache
+  int l2_heads = 1;  // query heads of an L2 head group, whose keys and values fill half of L2
 };
 
-// As many CTAs a multiprocessor as its registers allow, with two stages where they fit, else with one; fewer where
-// shared memory is short. False where it is too short for one.
+// As many CTAs an SM as the registers allow, with two stages if they fit, else one; fewer CTAs where shared memory is
+// short. *fits is false where it is too small for one.
 template <int kHead, int kPlanes, int kTile>
 cudaError_t ChooseConfig(const AttentionParams& p, bool* fits, Fp32Config* config) {
   int device = 0, block = 0, whole = 0, cache = 0;
@@ -33,8 +33,8 @@ cudaError_t ChooseConfig(const AttentionParams& p, bool* fits, Fp32Config* confi
   }
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&cache, cudaDevAttrL2CacheSize, device);
   if (error != cudaSuccess) return error;
-  constexpr int kReserved = 1024;                            // a CTA
-  if (const int most = CappedShared(block); most < block) {  // a test's
+  constexpr int kReserved = 1024;                            // of a CTA
+  if (const int most = CappedShared(block); most < block) {  // set by a test
     block = most;
     whole = std::min(whole, block + kReserved);
   }
@@ -72,7 +72,7 @@ int LaunchFp32Shape(const Fp32Params& params, const Fp32Config& config, void* st
                                            static_cast<cudaStream_t>(stream)));
 }
 
-// kNone where the device has too little shared memory for such tiles.
+// Gives kTooLittleMemory where the device has too little shared memory for such tiles.
 constexpr int kTooLittleMemory = -1;
 template <int kHead, int kPlanes, int kTile>
 int LaunchFp32Tiles(const Fp32Params& params, bool score_mod, void* stream) {
@@ -87,10 +87,10 @@ int LaunchFp32Tiles(const Fp32Params& params, bool score_mod, void* stream) {
   return LaunchFp32Shape<kHead, kPlanes, kTile, false>(params, config, stream);
 }
 
-// Whether CTAs of 128 rows pay: enough of them for the device, whose rows have many tiles of keys each
+// Whether CTAs of 128 rows are faster: there are enough of them for the device, and tile rows have many KV tiles
 // (docs/lab/cuda-experiments.md, "fp32"). STOF_CUDA_FP32_ROWS, read once, is for tests of both.
 inline cudaError_t PrefersLargeCtas(const AttentionParams& p, bool* are) {
-  constexpr int kManyTiles = 24, kCtas = 2;  // of a multiprocessor
+  constexpr int kManyTiles = 24, kCtas = 2;  // an SM
   static const int asked = [] {
     const char* text = std::getenv("STOF_CUDA_FP32_ROWS");
     return text == nullptr ? 0 : std::atoi(text);
@@ -99,14 +99,14 @@ inline cudaError_t PrefersLargeCtas(const AttentionParams& p, bool* are) {
     *are = asked == 128;
     return cudaSuccess;
   }
-  int device = 0, multiprocessors = 0;
+  int device = 0, sm_count = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+    error = cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, device);
   }
   const int64_t items = int64_t{p.B} * p.H * ((p.S + kTileRows - 1) / kTileRows);
   const int tiles = p.has_mask != 0 ? p.mask.mean_row : (p.T + kTileKeys - 1) / kTileKeys;
-  *are = tiles >= kManyTiles && items >= int64_t{kCtas} * multiprocessors;
+  *are = tiles >= kManyTiles && items >= int64_t{kCtas} * sm_count;
   return error;
 }
 
@@ -120,7 +120,7 @@ int LaunchFp32(const Fp32Params& params, bool score_mod, void* stream) {
     if (long_rows && !score_mod) code = LaunchFp32Tiles<kHead, kPlanes, 128>(params, score_mod, stream);
   }
   if (code == kTooLittleMemory) code = LaunchFp32Tiles<kHead, kPlanes, 64>(params, score_mod, stream);
-  if constexpr (kHead > 192 && kPlanes == 2) {  // 99 KiB, as compute capability 8.6, 8.9 and 12.0 have
+  if constexpr (kHead > 192 && kPlanes == 2) {  // for 99 KiB: compute capability 8.6, 8.9 and 12.0
     if (code == kTooLittleMemory) code = LaunchFp32Tiles<kHead, kPlanes, 32>(params, score_mod, stream);
   }
   return code == kTooLittleMemory ? static_cast<int>(cudaErrorInvalidConfiguration) : code;

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernel for fp32 tensors computes with a tile of keys: scores, what biases and the mask make of them,
-// weights, and their products with the values. Members of Fp32Attention; included by cuda/attention/fp32/kernel.cuh,
-// behind the class.
+// One KV tile of the fp32 kernel: scores, biases and mask, online softmax, P V. Member functions of Fp32Attention,
+// whose registers they use; kernel.cuh includes this file behind the class.
 #ifndef STOF_CUDA_ATTENTION_FP32_STEP_CUH_
 #define STOF_CUDA_ATTENTION_FP32_STEP_CUH_
 
@@ -10,7 +9,7 @@
 namespace stof {
 namespace cuda {
 
-// c = a · b where it is the first product of a sum, else c += a · b; known when compiled.
+// c = a · b if `first`, else c += a · b; `first` is a compile-time constant.
 __device__ __forceinline__ void MmaOrSet(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, bool first) {
   if (!first) return Mma<__half>(c, a, b0, b1);
   asm volatile(
@@ -59,8 +58,8 @@ __device__ __forceinline__ void Fp32Attention<kHead, kPlanes, kTile, kScoreMod>:
     for (int i = 0; i < S::kBlocks; ++i) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        // One after the other: their product may be beyond fp32 where the score is not. And rounded, whatever is
-        // subtracted afterwards.
+        // Two multiplications: the product of the factors may exceed fp32 where the score does not. And rounded, so
+        // that no later subtraction is fused.
         s[i][j][2 * r] = __fmul_rn(s[i][j][2 * r] * factor.x, scale_[i][r]);
         s[i][j][2 * r + 1] = __fmul_rn(s[i][j][2 * r + 1] * factor.y, scale_[i][r]);
       }
@@ -84,7 +83,7 @@ __device__ __forceinline__ void Fp32Attention<kHead, kPlanes, kTile, kScoreMod>:
 
 template <int kHead, int kPlanes, int kTile, bool kScoreMod>
 __device__ __forceinline__ void Fp32Attention<kHead, kPlanes, kTile, kScoreMod>::ApplyMaskAndBias(
-    const Entry& entry, const Bits& bits, bool unmasked, float (&s)[S::kBlocks][kColumns][4]) {
+    const KvTile& entry, const Bits& bits, bool unmasked, float (&s)[S::kBlocks][kColumns][4]) {
   if constexpr (kScoreMod) {
     ScoreBiases<float, S::kBlocks, kColumns>(p_, b_, h_, row0_, entry.tile * S::kN, Row(0, 0), lane_ % 4 * 2)
         .Add(1.0f, s);

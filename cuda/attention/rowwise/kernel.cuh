@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Row-wise attention for masks of scattered keys, compute capability 8.0 and later: a warp has one query and reads the
-// keys that it may attend, one by one, so that a tile with few of them costs what they cost. Groups of lanes have a key
-// each, 16 bytes of its row a lane; every group has a softmax of its own, and they are joined at the end.
+// Row-wise attention for sparse masks of scattered keys, compute capability 8.0 and later. A warp computes one query
+// and reads only its allowed keys, so that a tile costs what its pairs cost. Groups of lanes read a key each, 16 bytes
+// a lane. Each group has an online softmax of its own; they are combined at the end.
 //
 // The kernel reads the same block mask as the others. A warp turns the words of its row in 32 tiles into a queue of
-// keys and empties it. Everything is summed in fp32, and weights are not rounded.
+// keys and processes it. Sums are in fp32, and weights are not rounded.
 #ifndef STOF_CUDA_ATTENTION_ROWWISE_KERNEL_CUH_
 #define STOF_CUDA_ATTENTION_ROWWISE_KERNEL_CUH_
 
@@ -16,14 +16,14 @@
 namespace stof {
 namespace cuda {
 
-// kLanes: that share a key. kChunks: loads of 16 bytes a lane has of it.
+// kLanes: lanes that read a key. kChunks: loads of 16 bytes of a lane for it.
 template <typename T, int kLanes, int kChunks>
 struct RowwiseShape {
   static constexpr int kWarps = 8, kThreads = 32 * kWarps;
   static constexpr int kPerLoad = 16 / static_cast<int>(sizeof(T));  // elements of a load
   static constexpr int kOwn = kPerLoad * kChunks;                    // elements of a lane
   static constexpr int kGroups = 32 / kLanes;                        // keys at once
-  static constexpr int kUnroll = 4;                                  // of them, whose loads are on the way together
+  static constexpr int kUnroll = 4;                                  // of these, whose loads are in flight together
   static constexpr int kQueue = 32 * kRowwiseTile;                   // the keys of 32 tiles
 };
 
@@ -83,7 +83,7 @@ class RowwiseAttention {
     if (total == 0.0f && (policy == EmptyRows::kMean || policy == EmptyRows::kAll) && p_.T > 0) {
       Clear();
       mean_ = policy == EmptyRows::kMean;
-      // All keys: the queue is that of a tile with every one of them.
+      // All keys: the queue is that of a full tile.
       for (int i = lane_; i < kRowwiseTile; i += 32) queue_[i] = static_cast<uint16_t>(i);
       __syncwarp();
       for (int key0 = 0; key0 < p_.T; key0 += kRowwiseTile) {
@@ -121,8 +121,8 @@ class RowwiseAttention {
     for (int i = 0; i < S::kOwn; ++i) sum_[i] = 0.0f;
   }
 
-  // Every key that the mask and the padding leave to the row: 32 tiles at a time, each lane looks at one, since the
-  // loads of one after the other depend on each other.
+  // Processes all keys that mask and padding allow, 32 tiles at a time. Each lane looks at one tile, as dependent loads
+  // of one tile after the other would be slow.
   __device__ void ProcessMask() {
     const int tiles = (p_.T + kRowwiseTile - 1) / kRowwiseTile;
     const bool padded = p_.pad_bits != nullptr, masked = p_.has_mask != 0;
@@ -152,7 +152,7 @@ class RowwiseAttention {
         if (padded) words[0] &= pad[2 * tile_], words[1] &= pad[2 * tile_ + 1];
       }
       const int own = __popc(words[0]) + __popc(words[1]);
-      int behind = own;  // of this lane and those before it
+      int behind = own;  // keys of this lane and those before it
 #pragma unroll
       for (int lanes = 1; lanes < 32; lanes *= 2) {
         const int before = __shfl_up_sync(~0u, behind, lanes);
@@ -171,7 +171,7 @@ class RowwiseAttention {
     }
   }
 
-  // The first `count` keys of the queue.
+  // Processes the first `count` keys of the queue.
   __device__ __forceinline__ void ProcessQueue(int count) {
     for (int step = 0; step < count; step += S::kGroups * S::kUnroll) {
       uint4 keys[S::kUnroll][kChunks], values[S::kUnroll][kChunks];
@@ -229,7 +229,7 @@ class RowwiseAttention {
     }
   }
 
-  // Softcap and biases; comes out in units of log2.
+  // Applies softcap and biases; gives units of log2.
   __device__ __forceinline__ float ApplyScoreMod(float x, int key) const {
     if (p_.softcap > 0.0f) x = p_.softcap * tanhf(x / p_.softcap);
     float bias = 0.0f;
@@ -244,14 +244,14 @@ class RowwiseAttention {
       const int distance = max(-radius, min(radius, key - (p_.query_position + row_)));
       bias += p_.relative_bias[h_ * p_.relative_bias_stride_h + radius + distance];
     }
-    // The lowest finite value is a bias, not a mask: it must not become -inf in units of log2. NaN stays NaN.
+    // The lowest finite bias is no mask: it must not become -inf in units of log2. NaN stays NaN.
     const float natural = x + bias;
     float sum = natural * kLog2E;
     if (sum == -INFINITY && natural != -INFINITY) sum = kLowest;
     return bias == -INFINITY ? -INFINITY : sum;
   }
 
-  // The groups' sums together, for all lanes: the sum of weights, relative to 2^*top.
+  // Combines the groups, in all lanes. Gives the row sum relative to 2^*top, the row max.
   __device__ __forceinline__ float CombineGroups(float* top) {
     float high = max_;
 #pragma unroll
@@ -272,9 +272,9 @@ class RowwiseAttention {
 
   const AttentionParams& p_;
   const int b_, h_, row_;
-  uint16_t* const queue_;  // keys of 32 tiles: which lane has the tile, and the key in it
+  uint16_t* const queue_;  // keys of 32 tiles: the lane that has the tile, and the key in it
   int lane_, group_;
-  int tile_ = 0;  // that this lane has
+  int tile_ = 0;  // the tile of this lane
   const T *key_, *value_;
   bool mean_ = false;
   float query_[S::kOwn], sum_[S::kOwn];

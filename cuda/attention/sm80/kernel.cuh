@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Block-wise attention for compute capability 8.0 and later: mma.sync, cp.async, one CTA for 128 or 64 query rows of
-// one head, which walks the key tiles that the block mask keeps. The softmax is online, as in FlashAttention 2 (Dao
-// 2023, sec. 3.1); partial tiles take their bits from the mask, full ones none.
+// Block-sparse attention for compute capability 8.0 and later, with mma.sync and cp.async. A CTA computes 128 or 64
+// query rows of one head over the KV tiles that the block mask keeps. The softmax is online, as in FlashAttention 2
+// (Dao 2023, sec. 3.1). Partial tiles apply their element mask, full ones none.
 #ifndef STOF_CUDA_ATTENTION_SM80_KERNEL_CUH_
 #define STOF_CUDA_ATTENTION_SM80_KERNEL_CUH_
 
@@ -15,6 +15,7 @@
 #include "cuda/attention/params.h"
 #include "cuda/attention/score_bias.cuh"
 #include "cuda/attention/sm80/shape.cuh"
+#include "cuda/attention/tile_iterator.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/mma_sm80.cuh"
 #include "cuda/mask/tile_bits.cuh"
@@ -22,16 +23,16 @@
 namespace stof {
 namespace cuda {
 
-// One CTA's work.
+// The work of one CTA.
 template <int kHead, typename T, bool kScoreMod, int kRows>
 class Attention {
   using S = Shape<kHead, kScoreMod, kRows>;
   static constexpr int kColumns = S::kN / 8;  // blocks of 8 keys
   static constexpr int kOutputs = kHead / 8;  // blocks of 8 output elements
-  static constexpr int kSteps = kHead / 16;   // of the inner product
+  static constexpr int kSteps = kHead / 16;   // k-steps of 16 of Q Kᵀ
 
  public:
-  // stages: 0 where one buffer is for keys and values in turn.
+  // stages: 0 where keys and values share one buffer.
   __device__ Attention(const AttentionParams& p, int stages, T* shared)
       : p_(p), stages_(S::kLargeHead ? stages : S::kStages), shared_(shared), base_(SharedAddress(shared)) {
     const int sub_tile = static_cast<int>(blockIdx.x) % S::kCtasPerTile,
@@ -62,8 +63,7 @@ class Attention {
     pad_ = p.pad_bits == nullptr ? nullptr : p.pad_bits + static_cast<int64_t>(b_) * ((p.T + S::kN - 1) / S::kN) * 2;
     warp_ = threadIdx.x / 32;
     lane_ = threadIdx.x % 32;
-    // Scores come in units of log2 where nothing has to be done to them before; a scale that is not positive needs
-    // kExtras.
+    // The plain kernel scales scores to units of log2; a scale <= 0 needs kScoreMod.
     scale_ = kScoreMod ? 1.0f : p.scale * kLog2E;
   }
 
@@ -72,10 +72,10 @@ class Attention {
     const auto policy = static_cast<EmptyRows>(p_.empty_rows);
     const bool second_pass = policy == EmptyRows::kMean || policy == EmptyRows::kAll;
     if constexpr (S::kLargeHead) {
-      // One loop for both times: twice the code wants more registers than there are.
+      // One loop for both passes: twice the code would need more registers than there are.
 #pragma unroll 1
       for (bool unmasked = false;; unmasked = true) {
-        LoadQueries();  // where they lay is output the second time
+        LoadQueries();  // the output has replaced them
         Clear();
         if constexpr (S::kM < kTileRows) {
           ProcessTiles(unmasked);
@@ -92,10 +92,10 @@ class Attention {
       ProcessTiles(false);
       const bool some_empty = StoreOutput(false);
       if (!second_pass || __syncthreads_or(some_empty) == 0) return;
-      // Once more over all keys, for the rows without any.
+      // A second pass over all keys, for fully masked rows.
       if (p_.has_mask != 0) begin_ = full_ = 0, end_ = (p_.T + S::kN - 1) / S::kN;
       __syncthreads();
-      if constexpr (!S::kQueriesInRegisters) LoadQueries();  // the output went through their memory
+      if constexpr (!S::kQueriesInRegisters) LoadQueries();  // the output was staged in their memory
       Clear();
       ProcessTiles(true);
       StoreOutput(true);
@@ -112,40 +112,13 @@ class Attention {
     return false;
   }
 
-  // ---- which tiles ----
-  struct Entry {
-    int tile = -1;  // -1: none is left
-    int bits = -1;  // index of its bits, -1: every key
-    uint32_t pad[2] = {~0u, ~0u};
-  };
-  // The first entry from `i` on that padding leaves something of; i moves behind it.
-  __device__ __forceinline__ Entry Next(int* i, bool unmasked) const {
-    Entry entry;
-    while (*i < end_) {
-      const int at = (*i)++;
-      if (p_.has_mask != 0 && !unmasked) {
-        entry.tile = p_.mask.key_tile[at];
-        entry.bits = at < full_ ? p_.mask.bits_id[at] : -1;
-      } else {
-        entry.tile = at;
-      }
-      if (pad_ != nullptr && !unmasked) {
-        entry.pad[0] = pad_[2 * entry.tile];
-        entry.pad[1] = pad_[2 * entry.tile + 1];
-        if ((entry.pad[0] | entry.pad[1]) == 0) continue;
-      } else if ((entry.tile + 1) * S::kN > p_.T) {
-        const int keys = p_.T - entry.tile * S::kN;
-        entry.pad[0] = keys >= 32 ? ~0u : (1u << keys) - 1u;
-        entry.pad[1] = keys <= 32 ? 0u : (1u << (keys - 32)) - 1u;
-      }
-      return entry;
-    }
-    entry.tile = -1;
-    return entry;
+  // ---- KV tiles ----
+  __device__ __forceinline__ KvTile Next(int* i, bool unmasked) const {
+    return NextKvTile<S::kN>(p_, pad_, full_, end_, i, unmasked);
   }
 
   using Bits = TileBits<S::kBlocks>;
-  __device__ __forceinline__ void FetchBits(const Entry& entry, Bits* bits) const {
+  __device__ __forceinline__ void FetchBits(const KvTile& entry, Bits* bits) const {
     bits->Fetch(p_.mask.bits, entry.bits, tile_row0_ / 16 + warp_ * S::kBlocks, lane_);
   }
 
@@ -173,7 +146,7 @@ class Attention {
     LoadRows<kHead, S::kThreads, S::kM>(base_, query_, p_.query_stride.s, row0_, p_.S, p_.D);
     CommitCopies();
   }
-  // Behind the first tile's copies, which may still be under way.
+  // Called after the copies of the first KV tile were issued, which may still be in flight.
   __device__ void KeepQueriesInRegisters() {
     static_assert(S::kStages == 2, "copies of keys and of values are two groups");
     WaitCopies<2>();
@@ -203,7 +176,7 @@ class Attention {
   // ---- the loop ----
   __device__ void ProcessTiles(bool unmasked) {
     int i = begin_;
-    Entry entry = Next(&i, unmasked);
+    KvTile entry = Next(&i, unmasked);
     FetchKeys(entry.tile, 0);
     if constexpr (S::kStages == 2) FetchValues(entry.tile, 0);
     if constexpr (S::kQueriesInRegisters) {
@@ -211,7 +184,7 @@ class Attention {
     }
     int stage = 0;
     while (entry.tile >= 0) {
-      const Entry next = Next(&i, unmasked);
+      const KvTile next = Next(&i, unmasked);
       float s[S::kBlocks][kColumns][4];
       if constexpr (S::kStages == 2) {
         WaitCopies<0>();
@@ -243,16 +216,16 @@ class Attention {
     WaitCopies<0>();
   }
 
-  // The same for 128 rows and heads above 128, of which a multiprocessor has one CTA: the next tile's are asked for
-  // when everybody has done with this one's, and come under the other product.
+  // The same for 128 rows and heads above 128, with one CTA an SM. The next tile is loaded when all warps have read
+  // this one, and arrives under the other matmul.
   __device__ void ProcessTilesLargeHead(bool unmasked) {
     int i = begin_;
-    Entry entry = Next(&i, unmasked);
+    KvTile entry = Next(&i, unmasked);
     FetchKeys(entry.tile, 0);
     if (stages_ > 0) FetchValues(entry.tile, 0);
     while (entry.tile >= 0) {
-      const Entry next = Next(&i, unmasked);
-      WaitForOne();  // the keys and the queries; the values may still come
+      const KvTile next = Next(&i, unmasked);
+      WaitForOne();  // keys and queries; the values may still be in flight
       float s[S::kBlocks][kColumns][4];
       Scores(Keys(0), s);
       __syncthreads();
@@ -288,7 +261,7 @@ class Attention {
   // ---- a tile: cuda/attention/sm80/step.cuh ----
   __device__ __forceinline__ int Row(int i, int r) const { return (warp_ * S::kBlocks + i) * 16 + lane_ / 4 + 8 * r; }
   __device__ __forceinline__ void Scores(uint32_t keys, float (&s)[S::kBlocks][kColumns][4]);
-  __device__ __forceinline__ void ApplyMaskAndBias(const Entry& entry, Bits* bits, bool unmasked,
+  __device__ __forceinline__ void ApplyMaskAndBias(const KvTile& entry, Bits* bits, bool unmasked,
                                                    float (&s)[S::kBlocks][kColumns][4]);
   __device__ __forceinline__ bool RaiseMax(float (&s)[S::kBlocks][kColumns][4]);
   __device__ __forceinline__ void ComputeWeights(int k, bool subtracted, const float (&s)[S::kBlocks][kColumns][4],
@@ -296,8 +269,8 @@ class Attention {
   __device__ __forceinline__ void AddValues(uint32_t values, bool subtracted,
                                             const float (&s)[S::kBlocks][kColumns][4]);
 
-  // ---- the end ----
-  // Divides and writes; with `only_empty` the rows that had no key. Whether this thread saw one.
+  // ---- epilogue ----
+  // Normalizes and stores; with `only_empty` the fully masked rows alone. Gives whether this thread has such a row.
   __device__ bool StoreOutput(bool only_empty) {
     bool some_empty = false;
     float factor[S::kBlocks][2];
@@ -317,12 +290,12 @@ class Attention {
           sum += Exp2(fminf(ScoreDifference(logit * kLog2E, max_[i][r]), 127.0f));
         }
         if (!only_empty && lane_ % 4 == 0) StoreLse<T>(p_, b_, h_, row0_ + Row(i, r), max_[i][r], sum);
-        // The second time, every bias of the row is -inf: the softmax of all keys is NaN.
+        // In the second pass, every bias of the row is -inf: the softmax of all keys is NaN.
         const bool undefined = only_empty || static_cast<EmptyRows>(p_.empty_rows) == EmptyRows::kNan;
         factor[i][r] = empty ? (undefined ? NAN : 0.0f) : 1.0f / sum;
       }
     }
-    // Through shared memory, so that rows are written 16 bytes at a time. Each warp has its own rows there.
+    // Through shared memory, for stores of 16 bytes. Each warp has its own rows there.
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < S::kBlocks; ++i) {
@@ -337,7 +310,7 @@ class Attention {
         }
       }
     }
-    // Which rows of the warp are written: bit 2 i + r of the lanes that hold the row.
+    // The rows of the warp to store: bit 2 i + r of the lanes that hold the row.
     uint32_t mine = 0;
 #pragma unroll
     for (int i = 0; i < S::kBlocks; ++i) {
@@ -392,7 +365,7 @@ __global__ void __launch_bounds__(Shape<kHead, kScoreMod, kRows>::kThreads, Shap
   Attention<kHead, T, kScoreMod, kRows>(params.attention, params.stages, reinterpret_cast<T*>(shared)).Run();
 }
 
-// The stages for which the device has the shared memory, -1 where it is too small for one buffer.
+// The number of stages that fit the shared memory of the device; -1: not even one buffer does.
 template <typename S>
 cudaError_t ChooseStages(int* stages) {
   *stages = S::kStages;
@@ -403,8 +376,8 @@ cudaError_t ChooseStages(int* stages) {
   if (error == cudaSuccess) {
     error = cudaDeviceGetAttribute(&whole, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
   }
-  constexpr int kReserved = 1024;                            // a CTA
-  if (const int most = CappedShared(block); most < block) {  // a test's
+  constexpr int kReserved = 1024;                            // of a CTA
+  if (const int most = CappedShared(block); most < block) {  // set by a test
     block = most;
     whole = std::min(whole, block + kReserved);
   }
@@ -427,7 +400,7 @@ int LaunchSm80Shape(const AttentionParams& params, int stages, void* stream) {
       copy, static_cast<unsigned>(items), S::kThreads, S::SharedBytes(stages), stream);
 }
 
-// Whether there are so few tiles of 128 rows that CTAs of 64 pay: up to so many a multiprocessor
+// Whether there are at most `most` tiles of 128 rows an SM: then CTAs of 64 rows are faster
 // (docs/lab/cuda-experiments.md, "8.0, fp32, row by row"). STOF_CUDA_SM80_ROWS, read once, is for tests of both.
 inline cudaError_t PrefersSmallCtas(const AttentionParams& p, int most, bool* are) {
   static const int asked = [] {
@@ -438,12 +411,12 @@ inline cudaError_t PrefersSmallCtas(const AttentionParams& p, int most, bool* ar
     *are = asked == 64;
     return cudaSuccess;
   }
-  int device = 0, multiprocessors = 0;
+  int device = 0, sm_count = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+    error = cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, device);
   }
-  *are = int64_t{p.B} * p.H * ((p.S + kTileRows - 1) / kTileRows) <= int64_t{most} * multiprocessors;
+  *are = int64_t{p.B} * p.H * ((p.S + kTileRows - 1) / kTileRows) <= int64_t{most} * sm_count;
   return error;
 }
 
@@ -455,7 +428,7 @@ int LaunchSm80(const AttentionParams& params, void* stream) {
   bool small = kScoreMod;
   cudaError_t error = cudaSuccess;
   if constexpr (Small::kLargeHead) {
-    // Two CTAs of 64 rows cover each other's softmax, where a multiprocessor has room for them.
+    // Two CTAs of 64 rows overlap their softmax, where an SM has room for both.
     error = ChooseStages<Small>(&stages);
     small = stages > 0;
   } else if constexpr (!kScoreMod) {

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernel for compute capability 8.0 computes with a tile of keys: scores, what biases and the mask make of
-// them, weights, and their products with the values. Members of Attention; included by cuda/attention/sm80/kernel.cuh,
-// behind the class.
+// One KV tile of the sm_80 kernel: scores, biases and mask, online softmax, P V. Member functions of Attention, whose
+// registers they use; kernel.cuh includes this file behind the class.
 #ifndef STOF_CUDA_ATTENTION_SM80_STEP_CUH_
 #define STOF_CUDA_ATTENTION_SM80_STEP_CUH_
 
@@ -22,7 +21,7 @@ __device__ __forceinline__ void Attention<kHead, T, kScoreMod, kRows>::Scores(ui
     }
   }
   const uint32_t first = keys + 2 * SwizzledOffset<kHead>(lane_ % 8 + lane_ / 16 * 8, lane_ / 8 % 2);
-  constexpr int kAtOnce = S::kLargeHead ? (S::kM < kTileRows ? 8 : 4) : kSteps;  // more would take registers
+  constexpr int kAtOnce = S::kLargeHead ? (S::kM < kTileRows ? 8 : 4) : kSteps;  // more would need more registers
 #pragma unroll kAtOnce
   for (int k = 0; k < kSteps; ++k) {
     if constexpr (!S::kQueriesInRegisters) ReadQueries(k, q_[0]);
@@ -42,7 +41,7 @@ __device__ __forceinline__ void Attention<kHead, T, kScoreMod, kRows>::Scores(ui
 
 template <int kHead, typename T, bool kScoreMod, int kRows>
 __device__ __forceinline__ void Attention<kHead, T, kScoreMod, kRows>::ApplyMaskAndBias(
-    const Entry& entry, Bits* bits, bool unmasked, float (&s)[S::kBlocks][kColumns][4]) {
+    const KvTile& entry, Bits* bits, bool unmasked, float (&s)[S::kBlocks][kColumns][4]) {
   if constexpr (kScoreMod) {
     ScoreBiases<T, S::kBlocks, kColumns>(p_, b_, h_, row0_, entry.tile * S::kN, Row(0, 0), lane_ % 4 * 2)
         .Add(p_.scale, s);
@@ -62,9 +61,9 @@ __device__ __forceinline__ void Attention<kHead, T, kScoreMod, kRows>::ApplyMask
   bits->Forbid(entry.bits, entry.pad, lane_, s);
 }
 
-// The rows' maxima are raised to those of the scores where these exceed them by far; outputs and sums follow. True, the
-// same for the warp: scores were lowered to the logarithms of weights, since some maximum is so far from zero that its
-// rounding would show in the weights.
+// Raises the row max where a score exceeds it by kSlack, and rescales outputs and sums. Gives, uniformly in the warp,
+// whether scores were replaced by the logarithms of weights: where some row max is so far from zero that its rounding
+// would show in the weights.
 template <int kHead, typename T, bool kScoreMod, int kRows>
 __device__ __forceinline__ bool Attention<kHead, T, kScoreMod, kRows>::RaiseMax(float (&s)[S::kBlocks][kColumns][4]) {
   float factor[S::kBlocks][2];
@@ -114,7 +113,7 @@ __device__ __forceinline__ bool Attention<kHead, T, kScoreMod, kRows>::RaiseMax(
   return subtracted;
 }
 
-// The weights of 16 keys, as a factor of the products with their values.
+// The weights of 16 keys, as an operand of P V.
 template <int kHead, typename T, bool kScoreMod, int kRows>
 __device__ __forceinline__ void Attention<kHead, T, kScoreMod, kRows>::ComputeWeights(
     int k, bool subtracted, const float (&s)[S::kBlocks][kColumns][4], uint32_t (&a)[S::kBlocks][4]) {
@@ -136,7 +135,7 @@ __device__ __forceinline__ void Attention<kHead, T, kScoreMod, kRows>::ComputeWe
   }
 }
 
-// Weights are made 16 keys at a time, so that the special function unit works beside the tensor cores.
+// 16 keys at a time, so that the special function unit overlaps the tensor cores.
 template <int kHead, typename T, bool kScoreMod, int kRows>
 __device__ __forceinline__ void Attention<kHead, T, kScoreMod, kRows>::AddValues(
     uint32_t values, bool subtracted, const float (&s)[S::kBlocks][kColumns][4]) {
