@@ -99,8 +99,8 @@ class Kernel:
 
 @functools.cache
 def kernel_constant(name: str) -> int:
-    """A constant of cuda/attention/sm90/kernel.cuh."""
-    found = re.search(rf"\b{name} = (\d+)", (HERE / "cuda/attention/sm90/kernel.cuh").read_text())
+    """A constant of cuda/attention/sm90/launch.cuh."""
+    found = re.search(rf"\b{name} = (\d+)", (HERE / "cuda/attention/sm90/launch.cuh").read_text())
     assert found is not None, name
     return int(found[1])
 

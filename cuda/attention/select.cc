@@ -112,7 +112,7 @@ void ForceKernel(int index) { Forced().store(index, std::memory_order_relaxed); 
 int ForcedKernel() { return Forced().load(std::memory_order_relaxed); }
 
 MaskForm MaskFormOf(const Sm90Kernel& kernel, const SelectionProblem& problem) {
-  // STOF_CUDA_HALVES=0 is for tests: small problems would use half tiles alone.
+  // STOF_CUDA_HALVES=0 is for tests: small problems would use nothing but half tiles.
   static const bool half_tiles = [] {
     const char* const text = std::getenv("STOF_CUDA_HALVES");
     return text == nullptr || std::strcmp(text, "0") != 0;

@@ -84,10 +84,10 @@ __device__ void ClusterDecode<kHead, T, kBlocks>::StoreOutput(int row, int d, co
   T* to = static_cast<T*>(p_.output) + b_ * p_.output_stride.b + h * p_.output_stride.h +
           whole % p_.S * p_.output_stride.s + d;
   const float values[4] = {x.x, x.y, x.z, x.w};
-  const float divisor = empty ? 0.0f : all.y + SinkWeight<T>(p_, h, all.x);
-  if (d == 0) StoreLse<T>(p_, b_, h, whole % p_.S, all.x, divisor);
+  const float row_sum = empty ? 0.0f : all.y + SinkWeight<T>(p_, h, all.x);
+  if (d == 0) StoreLse<T>(p_, b_, h, whole % p_.S, all.x, row_sum);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) to[i] = FromFloat<T>(empty ? EmptyValue(p_) : values[i] / divisor);
+  for (int i = 0; i < 4; ++i) to[i] = FromFloat<T>(empty ? EmptyValue(p_) : values[i] / row_sum);
 }
 
 }  // namespace cuda

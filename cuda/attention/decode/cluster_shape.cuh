@@ -46,7 +46,7 @@ struct ClusterShape {
   static constexpr bool kOdd = kFit == 1;
   static constexpr int kStages = kFit >= 4 ? 4 : kOdd ? 1 : 2;
   static_assert(kFit >= 1, "a stage has to fit");
-  static_assert(kStages / 2 + 2 <= kStepSlots, "steps under way");
+  static_assert(kStages / 2 + 2 <= kStepSlots, "slots for the steps in flight");
   static constexpr int kSharedBytes = kRing + kStages * kCtaStageBytes;
   // The outputs of a warp replace its ring, those of the CTA the ring of the first warp.
   static_assert(4 * kRows * kHead <= kStages * kStageBytes, "room for sums");

@@ -14,40 +14,13 @@
 #include <cuda_runtime.h>
 
 #include "cuda/attention/decode/api.h"
+#include "cuda/attention/decode/combine.cuh"
 #include "cuda/attention/decode/common.cuh"
+#include "cuda/attention/decode/splitkv_shape.cuh"
 #include "cuda/attention/sm80/shape.cuh"
 
 namespace stof {
 namespace cuda {
-
-template <int kHead, typename T, int kBlocks>
-struct DecodeShape {
-  static constexpr int kWarps = 4, kThreads = 32 * kWarps;
-  static constexpr int kRows = 8 * kBlocks;
-  static constexpr int kPerLoad = 16 / static_cast<int>(sizeof(T));  // elements of a load
-  // Two register buffers take turns. Each holds 16 keys, or half of each of 16 keys where that needs too many
-  // registers.
-  static constexpr bool kHalfBuffers = kHead * sizeof(T) * kBlocks > 512;
-  static constexpr int kGroups = kHalfBuffers ? 1 : 2;  // groups of 16 keys in a step of a warp
-  static constexpr int kChunks =
-      kHead / (4 * kPerLoad) / (kHalfBuffers ? 2 : 1);  // loads of a key's row in a buffer, by 4 lanes
-  static constexpr int kLoads = 2 * kChunks;            // loads of a lane into a buffer
-  static constexpr int kWarpsPerTile = kTileKeys / (16 * kGroups);
-  static constexpr int kTilesAtOnce = kWarps / kWarpsPerTile;  // KV tiles that a CTA works on at once
-  static constexpr int kQueryChunks = kHead / (4 * kPerLoad);
-  static constexpr int kOutputs = kHead / 16;  // blocks of 16 output elements
-  static constexpr int kRegisters = kHead * static_cast<int>(sizeof(T)) * kBlocks;
-  static constexpr int kCtas = kRegisters <= 128 ? 4 : kRegisters <= 256 ? 3 : 2;  // CTAs an SM
-};
-
-// Loads 16 bytes that are read once; zeros where not `valid`.
-__device__ __forceinline__ void LoadOnce(uint32_t (&r)[4], const void* from, bool valid) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.s32 p, %5, 0;\nmov.u32 %0, 0;\nmov.u32 %1, 0;\nmov.u32 %2, 0;\nmov.u32 %3, 0;\n"
-      "@p ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
-      : "=&r"(r[0]), "=&r"(r[1]), "=&r"(r[2]), "=&r"(r[3])
-      : "l"(from), "r"(static_cast<int>(valid)));
-}
 
 template <int kHead, typename T, int kBlocks>
 class Decode {
@@ -446,9 +419,9 @@ class Decode {
       const int h = head0_ + whole / p_.S;
       T* to = static_cast<T*>(p_.output) + b_ * p_.output_stride.b + h * p_.output_stride.h +
               whole % p_.S * p_.output_stride.s;
-      const float divisor = total == 0.0f ? 0.0f : total + SinkWeight<T>(p_, h, top);
-      if (d == 0) StoreLse<T>(p_, b_, h, whole % p_.S, top, divisor);
-      to[d] = FromFloat<T>(total == 0.0f ? EmptyValue(p_) : x / divisor);
+      const float row_sum = total == 0.0f ? 0.0f : total + SinkWeight<T>(p_, h, top);
+      if (d == 0) StoreLse<T>(p_, b_, h, whole % p_.S, top, row_sum);
+      to[d] = FromFloat<T>(total == 0.0f ? EmptyValue(p_) : x / row_sum);
     }
   }
 
@@ -475,63 +448,6 @@ __global__ void __launch_bounds__(DecodeShape<kHead, T, kBlocks>::kThreads, Deco
   Kernel(params, shared).Run();
 }
 
-// The combine kernel: a CTA combines the splits of one row.
-template <typename T>
-__global__ void __launch_bounds__(128) DecodeCombine(const __grid_constant__ DecodeParams params) {
-  constexpr int kWarps = 4;
-  __shared__ float weight[kMostDecodeSplits], reduced[2][kWarps], part[kWarps][256];
-  const AttentionParams& p = params.attention;
-  const int64_t row = blockIdx.x;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (params.second_pass != 0 && params.empty_rows[row] == 0) return;
-  const int split = threadIdx.x;
-  float maximum = -INFINITY, sum = 0.0f;
-  if (split < params.splits) {
-    maximum = params.split_stats[2 * (row * params.splits + split)];
-    sum = params.split_stats[2 * (row * params.splits + split) + 1];
-  }
-  float top = maximum;
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
-  if (lane == 0) reduced[0][warp] = top;
-  __syncthreads();
-#pragma unroll
-  for (int w = 0; w < kWarps; ++w) top = fmaxf(top, reduced[0][w]);
-  const float own = maximum == -INFINITY ? 0.0f : Exp2(maximum - top);
-  if (split < params.splits) weight[split] = own;
-  sum *= own;
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-  if (lane == 0) reduced[1][warp] = sum;
-  __syncthreads();
-  float total = 0.0f;
-#pragma unroll
-  for (int w = 0; w < kWarps; ++w) total += reduced[1][w];
-  const bool empty = total == 0.0f;
-  if (params.empty_rows != nullptr && params.second_pass == 0 && threadIdx.x == 0)
-    params.empty_rows[row] = empty ? 1 : 0;
-  for (int d = lane; d < p.Dv; d += 32) {
-    float x = 0.0f;
-#pragma unroll 4
-    for (int i = warp; i < params.splits; i += kWarps) {
-      x = fmaf(params.split_output[(row * params.splits + i) * p.Dv + d], weight[i], x);
-    }
-    part[warp][d] = x;
-  }
-  __syncthreads();
-  const int h = static_cast<int>(row / p.S % p.H), s = static_cast<int>(row % p.S);
-  const int b = static_cast<int>(row / p.S / p.H);
-  T* to = static_cast<T*>(p.output) + b * p.output_stride.b + h * p.output_stride.h + s * p.output_stride.s;
-  const float divisor = total + (empty ? 0.0f : SinkWeight<T>(p, h, top));
-  if (threadIdx.x == 0) StoreLse<T>(p, b, h, s, top, divisor);
-  for (int d = threadIdx.x; d < p.Dv; d += 128) {
-    float x = 0.0f;
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) x += part[w][d];
-    to[d] = FromFloat<T>(empty ? EmptyValue(p) : x / divisor);
-  }
-}
-
 template <int kHead, typename T, int kBlocks>
 int LaunchDecode(const DecodeParams& params, void* stream) {
   using S = DecodeShape<kHead, T, kBlocks>;
@@ -542,16 +458,6 @@ int LaunchDecode(const DecodeParams& params, void* stream) {
   return static_cast<int>(cudaLaunchKernel(reinterpret_cast<const void*>(DecodeAttention<kHead, T, kBlocks>),
                                            dim3(static_cast<unsigned>(int64_t{p.B} * p.G * params.splits * blocks)),
                                            dim3(S::kThreads), arguments, 0, static_cast<cudaStream_t>(stream)));
-}
-
-template <typename T>
-int LaunchCombine(const DecodeParams& params, void* stream) {
-  const AttentionParams& p = params.attention;
-  DecodeParams copy = params;
-  void* arguments[] = {&copy};
-  return static_cast<int>(cudaLaunchKernel(reinterpret_cast<const void*>(DecodeCombine<T>),
-                                           dim3(static_cast<unsigned>(int64_t{p.B} * p.H * p.S)), dim3(128), arguments,
-                                           0, static_cast<cudaStream_t>(stream)));
 }
 
 template <int kHead, typename T, int kBlocks>

@@ -93,7 +93,7 @@ class RowwiseAttention {
       total = CombineGroups(&top);
     }
     const bool empty = total == 0.0f;
-    const float divisor = empty ? 1.0f : 1.0f / (total + SinkWeight<T>(p_, h_, top));
+    const float normalizer = empty ? 1.0f : 1.0f / (total + SinkWeight<T>(p_, h_, top));
     T* const to = static_cast<T*>(p_.output) + b_ * p_.output_stride.b + h_ * p_.output_stride.h +
                   static_cast<int64_t>(row_) * p_.output_stride.s;
     if (group_ != 0) return;
@@ -103,7 +103,7 @@ class RowwiseAttention {
       if (d >= p_.Dv) continue;
 #pragma unroll
       for (int e = 0; e < S::kPerLoad; ++e) {
-        to[d + e] = FromFloat<T>(empty ? EmptyValue(p_) : sum_[c * S::kPerLoad + e] * divisor);
+        to[d + e] = FromFloat<T>(empty ? EmptyValue(p_) : sum_[c * S::kPerLoad + e] * normalizer);
       }
     }
   }

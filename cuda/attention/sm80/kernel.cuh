@@ -104,10 +104,10 @@ class Attention {
 
  private:
   __device__ bool HasFlaggedRow() const {
-    const int pieces = (p_.S + 63) / 64;
-    const int32_t* only_flagged = p_.only_flagged + static_cast<int64_t>(b_ * p_.H + h_) * pieces;
-    for (int i = row0_ / 64; i < min(pieces, (row0_ + S::kM) / 64); ++i) {
-      if (only_flagged[i] != 0) return true;
+    const int flags = (p_.S + 63) / 64;
+    const int32_t* flag = p_.only_flagged + static_cast<int64_t>(b_ * p_.H + h_) * flags;
+    for (int i = row0_ / 64; i < min(flags, (row0_ + S::kM) / 64); ++i) {
+      if (flag[i] != 0) return true;
     }
     return false;
   }

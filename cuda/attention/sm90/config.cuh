@@ -119,7 +119,7 @@ struct Shape {
       kDynamic ? kNextTile + static_cast<int>(sizeof(WorkTile)) : (kTileInfosEnd + 7) / 8 * 8;
   static constexpr int kPipelineBytes = PipelineBytes(kSeparateOutput ? kQueryBytes : 0);
   static_assert(kBarriers + 8 * (4 * kStages + 2 * kQueryStages + (kDynamic ? 1 : 0)) <= kPipelineBytes,
-                "a team's memory");
+                "a pipeline's shared memory");
   // For split pipelines, behind their own memory: row max and row sum of every row and pipeline, and the chunks of
   // outputs that one pipeline computes and another adds up.
   static constexpr int kCombineMemory = kPipelines * kPipelineBytes;

@@ -220,9 +220,9 @@ __device__ WorkTile Attention<S, T>::WorkTileAt(int i, int rows) const {
   const DeviceMask& mask = p.mask;
   // The i-th longest tile row of every head of the L2 group, head by head: what CTAs compute at the same time costs
   // about the same.
-  const int section = min(p_.l2_heads, p.B * p.H);
-  const int first = i / (section * rows) * section;
-  const int heads = min(section, p.B * p.H - first);
+  const int l2_heads = min(p_.l2_heads, p.B * p.H);
+  const int first = i / (l2_heads * rows) * l2_heads;
+  const int heads = min(l2_heads, p.B * p.H - first);
   const int bh = first + (i - first * rows) % heads, place = (i - first * rows) / heads;
   const int b = bh / p.H, h = bh % p.H;
   const int table = mask.layout[(mask.layout_b == 1 ? 0 : b) * mask.layout_h + (mask.layout_h == 1 ? 0 : h)];

@@ -4,7 +4,7 @@
 #ifndef STOF_CUDA_ATTENTION_SM90_WIDE_HEADS_CUH_
 #define STOF_CUDA_ATTENTION_SM90_WIDE_HEADS_CUH_
 
-#include "cuda/attention/sm90/kernel.cuh"
+#include "cuda/attention/sm90/launch.cuh"
 
 namespace stof {
 namespace cuda {

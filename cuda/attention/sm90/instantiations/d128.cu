@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "cuda/attention/sm90/kernel.cuh"
+#include "cuda/attention/sm90/launch.cuh"
 
 namespace stof {
 namespace cuda {
