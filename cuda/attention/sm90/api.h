@@ -30,8 +30,8 @@ struct Sm90Params {
   int32_t l2_heads = 1;
   int32_t half_tiles = 0;  // without a schedule, 1: every work tile is a half tile
   int32_t cold_l2 = 0;     // 1: L2 holds little of what the kernel reads first, which is then prefetched
-  // Workspace of split rows. Of each split: the outputs before normalization, [D rounded up / 2, 128] as threads hold
-  // them, and row max and row sum of its 64 rows.
+  // Split rows, and their workspace. Of each split: the outputs before normalization, [D rounded up / 2, 128] as
+  // threads hold them, and row max and row sum of its 64 rows.
   const SplitRow* split_rows = nullptr;  // [split_row_count]
   int32_t split_row_count = 0;
   float* split_output = nullptr;
