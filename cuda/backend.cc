@@ -10,6 +10,7 @@
 #include "cuda/chain/run.h"
 #include "cuda/common/graph_capture.h"
 #include "cuda/common/one_process.h"
+#include "cuda/common/status.h"
 #include "cuda/common/stream_memory.h"
 #include "cuda/common/time_op.h"
 #include "cuda/gemm/run.h"
@@ -99,7 +100,7 @@ Status RunAttentionInParts(const AttentionArgs& args, const Tensor* pad, const A
 // *own: the arguments, with the kernel that the environment names where they name none.
 Status ApplyKernelOfEnvironment(const AttentionArgs& args, AttentionArgs* named, const AttentionArgs** own) {
   const char* name = nullptr;
-  STOF_RETURN_IF_ERROR(cuda::NamedByEnvironment(&name));
+  STOF_RETURN_IF_ERROR(cuda::KernelNameFromEnvironment(&name));
   *own = &args;
   if (*name == '\0' || *args.kernel != '\0') return Status();
   *named = args;

@@ -95,21 +95,21 @@ if wave 1; then
       suite "gemm-9.0-kernel-$kernel" 150 CudaGemmPlain STOF_CUDA_GEMM=$kernel
     done
     for kernel in 0 1 2 3 4 5 6 7 8 9; do suite "9.0-kernel-$kernel" 150 CudaAttentionSm90 STOF_CUDA_KERNEL=$kernel; done
-    # Few rows are halved where a kernel can: some of them whole. And small problems' inputs are in the cache: fetched early.
+    # Small problems use half tiles where a kernel can, and their inputs are in L2: whole tile rows, and prefetched inputs.
     for kernel in 0 1 2 4 6; do
       suite "9.0-kernel-$kernel-whole" 150 CudaAttentionSm90 STOF_CUDA_KERNEL=$kernel STOF_CUDA_HALVES=0 STOF_CUDA_COLD=1 STOF_SAMPLE=3
     done
     for kernel in 3 5 7 8 9; do
       suite "9.0-kernel-$kernel-cold" 150 CudaAttentionSm90 STOF_CUDA_KERNEL=$kernel STOF_CUDA_COLD=1 STOF_SAMPLE=3
     done
-    # Few multiprocessors have rows enough for some to be drawn.
+    # Few SMs have tile rows enough for dynamic scheduling.
     for count in 1 5; do
-      suite "9.0-kernel-4-drawn-$count" 150 CudaAttentionSm90 STOF_CUDA_KERNEL=4 STOF_CUDA_MULTIPROCESSORS=$count
+      suite "9.0-kernel-4-dynamic-$count" 150 CudaAttentionSm90 STOF_CUDA_KERNEL=4 STOF_CUDA_MULTIPROCESSORS=$count
     done
-    suite 9.0-draws 75 CudaDraws
+    suite 9.0-dynamic 75 CudaDynamic
     suite 9.0-kernel-1-paired 150 CudaAttentionSm90 STOF_CUDA_KERNEL=1 STOF_CUDA_MULTIPROCESSORS=3 STOF_SAMPLE=3
-    suite 9.0-parts 150 CudaPartsSm90
-    for kernel in 0 1; do suite "9.0-extras-$kernel" 150 CudaExtrasSm90 STOF_CUDA_KERNEL=$kernel; done
+    suite 9.0-splits 150 CudaSplitsSm90
+    for kernel in 0 1; do suite "9.0-score-mod-$kernel" 150 CudaScoreModSm90 STOF_CUDA_KERNEL=$kernel; done
   else
     echo "compute capability ${capability:-unknown}: the kernels for 9.0 are not run"
   fi
@@ -150,8 +150,8 @@ if wave 3 && [ -n "$sanitizer" ]; then
   suite memcheck-decode 80 CudaDecode memcheck STOF_SAMPLE=9
   [ "$capability" = 9.0 ] && suite memcheck-9.0 80 CudaAttentionSm90 memcheck STOF_CUDA_COLD=1 STOF_SAMPLE=13
   [ "$capability" = 9.0 ] && suite memcheck-9.0-drawn 80 CudaAttentionSm90 memcheck STOF_CUDA_KERNEL=4 STOF_CUDA_MULTIPROCESSORS=2 STOF_SAMPLE=9
-  [ "$capability" = 9.0 ] && suite memcheck-9.0-parts 80 CudaPartsSm90 memcheck STOF_CUDA_COLD=1 STOF_SAMPLE=7
-  [ "$capability" = 9.0 ] && suite memcheck-9.0-extras 80 CudaExtrasSm90 memcheck STOF_CUDA_COLD=1 STOF_SAMPLE=41
+  [ "$capability" = 9.0 ] && suite memcheck-9.0-splits 80 CudaSplitsSm90 memcheck STOF_CUDA_COLD=1 STOF_SAMPLE=7
+  [ "$capability" = 9.0 ] && suite memcheck-9.0-score-mod 80 CudaScoreModSm90 memcheck STOF_CUDA_COLD=1 STOF_SAMPLE=41
   suite memcheck-table 80 CudaAttentionEquals memcheck STOF_SAMPLE=9
   suite memcheck-8.0 80 CudaAttentionEquals memcheck STOF_SAMPLE=9 STOF_CUDA_CAPABILITY=80
   suite memcheck-8.0-128-rows 80 CudaAttentionEquals memcheck STOF_SAMPLE=17 STOF_CUDA_CAPABILITY=80 STOF_CUDA_SM80_ROWS=128

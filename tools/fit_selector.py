@@ -7,8 +7,8 @@
 
 RESULTS are files of ``stof-bench attention --device cuda --kernels``; every point that has times of at least two kernels
 counts. --store FILE keeps these points, and nothing else of the files; docs/results/h100/selector.json, which is read where
-no RESULTS are given, was made so. The model is that of cuda/attention/select.cc: it asks the planner itself
-(cuda/schedule/tile_schedule.cc) through a library of its own (--planner). The constants are read from d64.cu and d128.cu in
+no RESULTS are given, was made so. The model is that of cuda/attention/select.cc: tile schedules are made by
+cuda/schedule/tile_schedule.cc itself, through a library of its own (--planner). The constants are read from d64.cu and d128.cu in
 cuda/attention/sm90/instantiations/. Without --fit only the regret of these is printed; with it, constants are sought for that
 long from those that are there, and printed as the lists want them. No GPU is needed, nor a library with CUDA kernels.
 
@@ -39,59 +39,59 @@ from stof.mask.expression_nodes import Binary, Constant, K, Q
 from stof.runtime.library import LibraryError, Mask
 
 HERE = Path(__file__).resolve().parent.parent
-MULTIPROCESSORS = 132
+SM_COUNT = 132
 L2_BYTES = 50 << 20
-LAUNCH = 2.0  # microseconds that every kernel takes beside its busiest worker
-UNSURE = 0.012  # by how much more a kernel may take and be chosen one time in e
-MOVED = 0.001  # what costs' other ratios count beside the regret
-HEAT = 0.0003  # of annealing, at its start
+LAUNCH = 2.0  # microseconds of a launch, beside the makespan
+UNSURE = 0.012  # relative excess time at which a kernel counts 1 / e in the loss
+MOVED = 0.001  # weight of changed cost ratios beside the regret
+HEAT = 0.0003  # initial temperature of annealing
 _TYPES = (np.int32,) * 5 + (np.uint32,)  # of a block mask's arrays
 _ENTRY = re.compile(
-    r"Describe<sm90::Shape<(\d+), (\d+), (\d+), \d+, \d+, (\d+)(?:, (\d+))?"
-    r"(?:, Extras::kNone(?:, true)+)?>, T>\(([\d, ]+)\)"
+    r"MakeKernel<Shape<(\d+), +(\d+), +(\d+), \d+, \d+, (\d+), (\d+)"
+    r"(?:, ScoreMod::kNone(?:, k\w+)+)?>, T>\(([\d, ]+)\)"
 )
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """An entry of a list: nanoseconds of a row of tiles, a full and a partial tile, a MiB of keys and values, and how fast
-    a worker is that has the multiprocessor to itself, in percent.
+    """An entry of a kernel list. Costs are nanoseconds of a tile row, a full and a partial KV tile, and a MiB of keys and
+    values; solo_speed_pct is the speed of a CTA alone on its SM (TileCost in cuda/schedule/tile_schedule.h).
     """
 
     rows: int
     keys: int
-    teams: int
+    pipelines: int
     split: int
     row: float
     full: float
     partial: float
-    reread: float = 0.0
-    alone: float = 100.0
+    ns_per_mib: float = 0.0
+    solo_speed_pct: float = 100.0
 
     @property
-    def workers(self) -> int:
-        """Of a multiprocessor."""
-        return self.teams // self.split
+    def ctas_per_sm(self) -> int:
+        """CTAs of the tile schedule that share an SM."""
+        return self.pipelines // self.split
 
     @property
-    def cuts(self) -> bool:
-        """Whether its workers take parts of rows."""
+    def can_split_rows(self) -> bool:
+        """Whether a tile row may be split along the keys over CTAs."""
         return self.rows == 64 and self.split == 1
 
     @property
-    def half(self) -> int:
-        """What one of a row's two groups of queries takes alone, in percent; 0: workers take both."""
+    def half_tile_pct(self) -> int:
+        """Cost of a half tile in percent of its tile row; 0: the kernel has none."""
         if self.rows != 128 or self.split != 1:
             return 0
-        return half_of("kHalf" if self.teams == 1 else "kHalfBeside")
+        return kernel_constant("kHalfTilePct" if self.pipelines == 1 else "kHalfTileSharedPct")
 
     @property
     def name(self) -> str:
-        """What it is called in results."""
-        return f"sm90-{self.rows}x{self.keys}x{self.workers}"
+        """The name in results."""
+        return f"sm90-{self.rows}x{self.keys}x{self.ctas_per_sm}"
 
     def __str__(self) -> str:
-        costs = [round(x) for x in (self.row, self.full, self.partial, self.reread, self.alone)]
+        costs = [round(x) for x in (self.row, self.full, self.partial, self.ns_per_mib, self.solo_speed_pct)]
         for usual in (100, 0):
             if costs[-1] == usual:
                 costs.pop()
@@ -99,24 +99,24 @@ class Kernel:
 
 
 @functools.cache
-def half_of(name: str) -> int:
-    """A constant of cuda/attention/sm90/kernel.cuh."""
-    found = re.search(rf"\b{name} = (\d+)", (HERE / "cuda/attention/sm90/kernel.cuh").read_text())
+def kernel_constant(name: str) -> int:
+    """A constant of cuda/attention/sm90/launch.cuh."""
+    found = re.search(rf"\b{name} = (\d+)", (HERE / "cuda/attention/sm90/launch.cuh").read_text())
     assert found is not None, name
     return int(found[1])
 
 
 def kernels_of(head: int) -> list[Kernel]:
-    """The kernels without extras of a head size, from the source."""
+    """The kernels of a head size without score modification, read from the source."""
     found = []
     path = HERE / f"cuda/attention/sm90/instantiations/d{head}.cu"
     source = path.read_text()
     for entry in _ENTRY.finditer(source):
-        size, rows, keys, teams = (int(entry[i]) for i in range(1, 5))
+        size, rows, keys, pipelines = (int(entry[i]) for i in range(1, 5))
         costs = [float(x) for x in entry[6].split(",")]
         assert size == head, entry[0]
-        found.append(Kernel(rows, keys, teams, int(entry[5] or 1), *costs))
-    written = source.split("kKernels[] = {")[1].split("};")[0].count("Describe<")
+        found.append(Kernel(rows, keys, pipelines, int(entry[5]), *costs))
+    written = source.split("kKernels[] = {")[1].split("};")[0].count("MakeKernel<")
     if len(found) != written:
         raise SystemExit(
             f"{path.relative_to(HERE)} lists {written} kernels, of which {len(found)} could be read: adapt _ENTRY"
@@ -136,8 +136,8 @@ class Point:
     us: dict[str, float]
 
     @property
-    def section(self) -> int:
-        """Heads that are dealt out together (cuda/attention/job_choice.cc)."""
+    def l2_heads(self) -> int:
+        """Query heads of an L2 head group (cuda/attention/job_choice.cc)."""
         _, H, G, _, T = self.shape
         return max(1, L2_BYTES // 2 // (4 * T * self.head)) * (H // G)
 
@@ -191,7 +191,7 @@ def store(results: Sequence[Path], target: Path) -> None:
 
 
 class Planner:
-    """The plans of cuda/schedule/tile_schedule.cc, whose times are the model (tools/plan_times.cc)."""
+    """The tile schedules of cuda/schedule/tile_schedule.cc, whose times are the model (tools/plan_times.cc)."""
 
     def __init__(self, path: Path) -> None:
         """Loads the library.
@@ -206,7 +206,7 @@ class Planner:
         self._masks: dict[tuple[str, int, int, int], int] = {}
 
     def close(self) -> None:
-        """Gives all masks back."""
+        """Frees all masks."""
         for mask in self._masks.values():
             self._library.stof_plan_mask_destroy(mask)
         self._masks.clear()
@@ -232,20 +232,23 @@ class Planner:
     def predict(self, point: Point, kernel: Kernel) -> float:
         """Microseconds by the model: that of cuda/attention/select.cc, and what every launch takes."""
         B, H, _, S, T = point.shape
-        workers = kernel.workers * MULTIPROCESSORS
+        ctas = kernel.ctas_per_sm * SM_COUNT
         if point.expression:
-            each = (kernel.row, kernel.full, kernel.partial, kernel.split, kernel.cuts, kernel.half, kernel.alone)
+            each = (
+                *(kernel.row, kernel.full, kernel.partial, kernel.split),
+                *(kernel.can_split_rows, kernel.half_tile_pct, kernel.solo_speed_pct),
+            )
             costs = (ctypes.c_int64 * 7)(*map(round, each))
             mask = self._mask(point, kernel.rows, kernel.keys)
-            sizes = map(ctypes.c_int64, (B, H, workers, point.section))
+            sizes = map(ctypes.c_int64, (B, H, ctas, point.l2_heads))
             nanoseconds = float(self._library.stof_plan_time(mask, *sizes, costs))
         else:
-            items = B * H * -(-S // kernel.rows)
+            rows = B * H * -(-S // kernel.rows)
             tiles = math.ceil(math.ceil(T / kernel.keys) / kernel.split)
-            nanoseconds = -(-items // workers) * (kernel.row + kernel.full * tiles)
-            if kernel.half and 2 * items <= workers:
-                nanoseconds *= kernel.half / 100
-        return LAUNCH + (nanoseconds + kernel.reread * point.mebibytes) * 1e-3
+            nanoseconds = -(-rows // ctas) * (kernel.row + kernel.full * tiles)
+            if kernel.half_tile_pct and 2 * rows <= ctas:
+                nanoseconds *= kernel.half_tile_pct / 100
+        return LAUNCH + (nanoseconds + kernel.ns_per_mib * point.mebibytes) * 1e-3
 
 
 def regrets(points: Sequence[Point], kernels: Sequence[Kernel], planner: Planner) -> list[tuple[float, str, str]]:
@@ -267,10 +270,11 @@ def geomean(values: Sequence[float]) -> float:
 def loss(
     points: Sequence[Point], kernels: Sequence[Kernel], start: Sequence[Kernel], table: Sequence[dict[str, float]]
 ) -> float:
-    """What is made small: the regret, as if a kernel were chosen the likelier the less it takes by the model, for costs
-    have to be right beyond the points that are there; a little of the model's errors where a kernel is near the fastest;
-    and a little of what rows and partial tiles take beside full ones otherwise than at the start, for plans come out even
-    by these.
+    """The objective that is minimized.
+
+    Its main term is the expected regret of a soft choice, as costs have to be right beyond the stored points: a kernel is
+    the likelier the faster it is by the model. Small terms are the model's errors where a kernel is near the fastest, and
+    the change of the ratios of tile row and partial tile to full tile, by which schedules balance.
     """
     total = 0.0
     for point, predicted in zip(points, table, strict=True):
@@ -296,10 +300,10 @@ def _step(kernel: Kernel, drawn: random.Random, size: float) -> Kernel:
         factor = math.exp(drawn.gauss(0, size / 2))
         return replace(kernel, row=kernel.row * factor, full=kernel.full * factor, partial=kernel.partial * factor)
     if kind == 1:
-        return replace(kernel, reread=max(0.0, kernel.reread + drawn.gauss(0, 250 * size)))
-    if kind == 2 and kernel.workers > 1:
-        most = 100.0 * kernel.workers
-        return replace(kernel, alone=min(most, max(100.0, kernel.alone + drawn.gauss(0, 200 * size))))
+        return replace(kernel, ns_per_mib=max(0.0, kernel.ns_per_mib + drawn.gauss(0, 250 * size)))
+    if kind == 2 and kernel.ctas_per_sm > 1:
+        most = 100.0 * kernel.ctas_per_sm
+        return replace(kernel, solo_speed_pct=min(most, max(100.0, kernel.solo_speed_pct + drawn.gauss(0, 200 * size))))
     name = ("row", "full", "partial")[kind % 3]
     factor = math.exp(drawn.gauss(0, size if name == "row" else size / 2))
     moved = replace(kernel, **{name: getattr(kernel, name) * factor})
@@ -381,7 +385,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=Path,
         metavar="LIBRARY",
         default=HERE / "build/dev/libstof_plan_times.so",
-        help="that of the target stof_plan_times, which makes the plans",
+        help="the library of the target stof_plan_times, which makes the tile schedules",
     )
     parser.add_argument(
         "--halves", action="store_true", help="fit to every other point, print the regret of the others"
@@ -420,7 +424,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for kernel in fitted:
                 print(f"  {kernel}")
             report(points[1::2] if arguments.halves else points, fitted, planner)
-    except LibraryError as error:  # masks are cut in tiles by it
+    except LibraryError as error:  # it makes the block masks
         print(error, file=sys.stderr)
         return 1
     finally:

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the selector's model says of a mask and a kernel's costs, for tools/fit_selector.py:
-// cuda/schedule/tile_schedule.cc behind functions that Python can call, so that costs are fitted to the plans that are
-// made.
+// The C interface of tools/fit_selector.py to cuda/schedule/tile_schedule.cc: it fits costs to the very schedules that
+// runs use.
 #include <cstdint>
 #include <memory>
 
@@ -9,9 +8,9 @@
 
 namespace {
 
-struct Planned {
+struct MaskWithTileList {
   stof::BlockMask mask;
-  stof::cuda::Walk walk;
+  stof::cuda::TileList list;
 };
 
 }  // namespace
@@ -20,14 +19,14 @@ struct Planned {
 
 extern "C" {
 
-// A block mask's arrays (plugins/core/mask/block_mask.h) in the order of its members; sizes: S, T, P, m, n, rows,
-// layout_b, layout_h; counts: of the elements of the six arrays. Copies them. Nothing is checked: they are of
-// stof_block_mask_create.
+// Copies the arrays of a block mask (plugins/core/mask/block_mask.h), in the order of its members, and makes its tile
+// list. sizes: S, T, P, m, n, rows, layout_b, layout_h; counts: elements of the six arrays. Nothing is checked:
+// stof_block_mask_create made them.
 STOF_PLAN_TIMES void* stof_plan_mask(const int64_t sizes[8], const int64_t counts[6], const int32_t* layout,
                                      const int32_t* row_ptr, const int32_t* full_begin, const int32_t* key_tile,
                                      const int32_t* bits_id, const uint32_t* bits) {
-  auto planned = std::make_unique<Planned>();
-  stof::BlockMask& mask = planned->mask;
+  auto handle = std::make_unique<MaskWithTileList>();
+  stof::BlockMask& mask = handle->mask;
   mask.S = sizes[0], mask.T = sizes[1], mask.P = sizes[2];
   mask.m = static_cast<int32_t>(sizes[3]), mask.n = static_cast<int32_t>(sizes[4]);
   mask.rows = static_cast<int32_t>(sizes[5]);
@@ -38,20 +37,21 @@ STOF_PLAN_TIMES void* stof_plan_mask(const int64_t sizes[8], const int64_t count
   mask.key_tile.assign(key_tile, key_tile + counts[3]);
   mask.bits_id.assign(bits_id, bits_id + counts[4]);
   mask.bits.assign(bits, bits + counts[5]);
-  planned->walk = stof::cuda::WalkOf(mask);
-  return planned.release();
+  handle->list = stof::cuda::MakeTileList(mask);
+  return handle.release();
 }
 
-STOF_PLAN_TIMES void stof_plan_mask_destroy(void* planned) { delete static_cast<Planned*>(planned); }
+STOF_PLAN_TIMES void stof_plan_mask_destroy(void* handle) { delete static_cast<MaskWithTileList*>(handle); }
 
-// Nanoseconds by the model; costs: row, full, partial, split, cuts, half, alone (stof::cuda::TileCost).
-STOF_PLAN_TIMES int64_t stof_plan_time(const void* planned, int64_t B, int64_t H, int64_t workers, int64_t section,
+// Nanoseconds by the model; costs: row, full, partial, split_kv, can_split_rows, half_tile_pct, solo_speed_pct
+// (stof::cuda::TileCost).
+STOF_PLAN_TIMES int64_t stof_plan_time(const void* handle, int64_t B, int64_t H, int64_t ctas, int64_t l2_heads,
                                        const int64_t costs[7]) {
-  const auto& [mask, walk] = *static_cast<const Planned*>(planned);
+  const auto& [mask, list] = *static_cast<const MaskWithTileList*>(handle);
   stof::cuda::TileCost cost;
-  cost.row = costs[0], cost.full = costs[1], cost.partial = costs[2], cost.split = costs[3];
-  cost.cuts = costs[4] != 0, cost.half = costs[5], cost.alone = costs[6];
-  return TimeOf(PlanWork(mask, walk, B, H, static_cast<int>(workers), section, cost), cost);
+  cost.row = costs[0], cost.full = costs[1], cost.partial = costs[2], cost.split_kv = costs[3];
+  cost.can_split_rows = costs[4] != 0, cost.half_tile_pct = costs[5], cost.solo_speed_pct = costs[6];
+  return PredictScheduleTime(MakeTileSchedule(mask, list, B, H, static_cast<int>(ctas), l2_heads, cost), cost);
 }
 
 }  // extern "C"

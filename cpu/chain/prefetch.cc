@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Finds the rows of a program's batches that the hardware does not prefetch. docs/design/fused-chains.md has the gain of
-// prefetching them one batch ahead.
+// Finds the rows of a program's batches that the hardware does not prefetch. docs/design/fused-chains.md has the gain
+// of prefetching them one batch ahead.
 #include <algorithm>
 
 #include "cpu/chain/chain.h"

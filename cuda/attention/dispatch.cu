@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Finds compiled attention kernels by head size; packs key padding masks into bits.
 #include <cuda_runtime.h>
 
 #include "cuda/attention/sm90/api.h"
@@ -6,39 +7,39 @@
 namespace stof {
 namespace cuda {
 
-Launch FindSm80D32(bool bf16, bool extras);
-Launch FindSm80D64(bool bf16, bool extras);
-Launch FindSm80D96(bool bf16, bool extras);
-Launch FindSm80D128(bool bf16, bool extras);
-Launch FindSm80D160(bool bf16, bool extras);
-Launch FindSm80D192(bool bf16, bool extras);
-Launch FindSm80D256(bool bf16, bool extras);
+Launch FindSm80D32(bool bf16, bool score_mod);
+Launch FindSm80D64(bool bf16, bool score_mod);
+Launch FindSm80D96(bool bf16, bool score_mod);
+Launch FindSm80D128(bool bf16, bool score_mod);
+Launch FindSm80D160(bool bf16, bool score_mod);
+Launch FindSm80D192(bool bf16, bool score_mod);
+Launch FindSm80D256(bool bf16, bool score_mod);
 
-Launch FindSm80(int head_size, bool bf16, bool extras) {
-  if (head_size <= 32) return FindSm80D32(bf16, extras);
-  if (head_size <= 64) return FindSm80D64(bf16, extras);
-  if (head_size <= 96) return FindSm80D96(bf16, extras);
-  if (head_size <= 128) return FindSm80D128(bf16, extras);
-  if (head_size <= 160) return FindSm80D160(bf16, extras);
-  if (head_size <= 192) return FindSm80D192(bf16, extras);
-  if (head_size <= 256) return FindSm80D256(bf16, extras);
+Launch FindSm80(int head_size, bool bf16, bool score_mod) {
+  if (head_size <= 32) return FindSm80D32(bf16, score_mod);
+  if (head_size <= 64) return FindSm80D64(bf16, score_mod);
+  if (head_size <= 96) return FindSm80D96(bf16, score_mod);
+  if (head_size <= 128) return FindSm80D128(bf16, score_mod);
+  if (head_size <= 160) return FindSm80D160(bf16, score_mod);
+  if (head_size <= 192) return FindSm80D192(bf16, score_mod);
+  if (head_size <= 256) return FindSm80D256(bf16, score_mod);
   return nullptr;
 }
 
 #if defined(STOF_SM90)
-const Sm90Kernel* FindSm90D64(bool bf16, Extras extras);
-const Sm90Kernel* FindSm90D128(bool bf16, Extras extras);
-const Sm90Kernel* FindSm90D192(bool bf16, Extras extras);
-const Sm90Kernel* FindSm90D256(bool bf16, Extras extras);
+const Sm90Kernel* FindSm90D64(bool bf16, ScoreMod score_mod);
+const Sm90Kernel* FindSm90D128(bool bf16, ScoreMod score_mod);
+const Sm90Kernel* FindSm90D192(bool bf16, ScoreMod score_mod);
+const Sm90Kernel* FindSm90D256(bool bf16, ScoreMod score_mod);
 
-const Sm90Kernel* FindSm90(int head_size, bool bf16, Extras extras) {
-  if (head_size <= 64) return FindSm90D64(bf16, extras);
-  if (head_size <= 128) return FindSm90D128(bf16, extras);
-  if (head_size <= 192) return FindSm90D192(bf16, extras);
-  return FindSm90D256(bf16, extras);
+const Sm90Kernel* FindSm90(int head_size, bool bf16, ScoreMod score_mod) {
+  if (head_size <= 64) return FindSm90D64(bf16, score_mod);
+  if (head_size <= 128) return FindSm90D128(bf16, score_mod);
+  if (head_size <= 192) return FindSm90D192(bf16, score_mod);
+  return FindSm90D256(bf16, score_mod);
 }
 #else
-const Sm90Kernel* FindSm90(int, bool, Extras) {
+const Sm90Kernel* FindSm90(int, bool, ScoreMod) {
   static constexpr Sm90Kernel kNone;
   return &kNone;
 }
@@ -50,15 +51,15 @@ template <typename T>
 struct NonZero {
   static __device__ bool Test(T x) { return x != T(0); }
 };
-struct HalfBits {
+struct Bits16 {
   uint16_t bits;
 };
 template <>
-struct NonZero<HalfBits> {
-  static __device__ bool Test(HalfBits x) { return (x.bits & 0x7fff) != 0; }
+struct NonZero<Bits16> {
+  static __device__ bool Test(Bits16 x) { return (x.bits & 0x7fff) != 0; }
 };
 
-// One warp makes one word; warps take words in turn, so that a grid of any size does for any number of batches.
+// One warp packs one word of 32 keys. Warps stride over the words, so that any grid size covers any number of batches.
 template <typename T>
 __global__ void PadBits(const T* pad, int64_t batch_stride, int32_t keys, int32_t words, int64_t all_words,
                         uint32_t* bits, int32_t* cleared, int64_t zeros) {
@@ -107,7 +108,7 @@ int LaunchPadBits(const void* pad, DType dtype, int64_t batches, int64_t B, int6
     case DType::kF32:
       return Run<float>(pad, batches, B, T, bits, cleared, zeros, stream);
     case DType::kF16:
-      return Run<HalfBits>(pad, batches, B, T, bits, cleared, zeros, stream);
+      return Run<Bits16>(pad, batches, B, T, bits, cleared, zeros, stream);
     default:
       return static_cast<int>(cudaErrorInvalidValue);
   }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One attention, from the operator's problem to the launches. Its members are in three files: cuda/attention/job.cc
-// runs it, cuda/attention/job_choice.cc chooses the kernel, cuda/attention/job_memory.cc makes masks and takes memory.
+// One attention on a device, from the operator's problem to the launches. job.cc runs the kernels, job_choice.cc
+// chooses one, job_memory.cc gets masks and workspace.
 #ifndef STOF_CUDA_ATTENTION_JOB_H_
 #define STOF_CUDA_ATTENTION_JOB_H_
 
@@ -23,11 +23,11 @@
 namespace stof {
 namespace cuda {
 
-// A mask that is made on the device, by run, and what its parts share.
+// A mask that a run builds on the device, and what the parts of the run share. A part has some heads or batches.
 struct DeviceBuild {
   MaskProgram program;
-  int32_t* invalid = nullptr;  // in device memory; nullptr: the program is proven
-  // Memory of a part by its use: parts come one after the other on the stream.
+  int32_t* invalid = nullptr;  // in device memory; nullptr: the program cannot fail
+  // Workspace by use: parts run one after the other on the stream and share it.
   struct Memory {
     int m, n;
     size_t bytes;
@@ -36,55 +36,55 @@ struct DeviceBuild {
   std::vector<Memory> memory;
 };
 
-// One attention on one stream, or a part of it.
+// One attention on one stream, or one part of it.
 class AttentionJob {
  public:
-  // args and pad are the part's, sizes the whole problem's. build: the mask is made on the device; nullptr: it is
+  // args and pad are of the part, sizes of the whole problem. build: the mask is built on the device; nullptr: it is
   // constant and cached.
   AttentionJob(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
                const Tables& operands, const MaskPart& part, DeviceBuild* build, const RunContext& context);
 
   Status Run();
-  // The masks that Run would make; the keeper, if there is one, keeps them.
+  // Makes the masks that Run needs. The keeper, if there is one, holds them.
   Status Ready();
-  // How many choices there are: the sm_80 kernel, then those for sm_90a.
+  // The number of kernels to choose from: the sm_80 kernel, then those for sm_90a; 0: there is no choice.
   Status Count(int* kernels);
 
  private:
   // ---- cuda/attention/job.cc ----
-  Status RunRows();
+  Status RunRowwise();
   Status RunDecode();
   Status RunFp32();
   Status RunSm80();
   Status LaunchSm80();
 
   // ---- cuda/attention/job_choice.cc ----
-  // The sm_90a kernels that take the problem on this device; nullptr: none, only the sm_80 kernel does.
+  // The list of sm_90a kernels for the problem on this device; nullptr: there are none.
   Status First(const Sm90Kernel** first);
-  // kernel nullptr: that for sm_80.
-  Status Choose(const Sm90Kernel** kernel, Problem* problem);
-  // What the kernels for 8.0 and for fp32 want.
-  static MaskForm TilesForm();
-  static MaskForm RowsForm();
+  // Leaves *kernel nullptr for the sm_80 kernel.
+  Status Choose(const Sm90Kernel** kernel, SelectionProblem* problem);
+  // The block masks of the sm_80 and fp32 kernels, the row-wise and the decode kernels.
+  static MaskForm TiledForm();
+  static MaskForm RowwiseForm();
   MaskForm DecodeForm() const;
-  // Whether keys one by one are cheaper than tiles; never where a kernel was asked for, or the host does not see the
+  // Whether the row-wise kernel is faster by the model; false where a kernel is named, or only the device knows the
   // mask.
-  Status PrefersRows(const Sm90Kernel* kernel, const Problem& problem, bool* rows) const;
-  bool TakesDecode() const;
-  // Whether rows can be read 16 bytes at a time, which Check has seen to where they are halves.
-  bool ReadsVectors() const;
+  Status PrefersRowwise(const Sm90Kernel* kernel, const SelectionProblem& problem, bool* rowwise) const;
+  bool PrefersDecode() const;
+  // Whether rows can be read 16 bytes at a time. CheckCudaAttention ensures it for fp16 and bf16.
+  bool CanReadVectors() const;
 
   // ---- cuda/attention/job_memory.cc ----
-  // The mask for a kernel's tile; entry: that of the cache, nullptr where it is made on the device.
+  // The block mask of this form. entry: of the cache; nullptr where the mask is built on the device.
   Status GetMask(const MaskForm& form, AttentionParams* params, std::shared_ptr<const MaskEntry>* entry);
-  // Memory for one use: of a tile, of 0, 0 for what fp32 needs, 0, 1 for padding, 0, 2 for sums, 0, 3 for parts of
-  // rows. Parts have the same, one after the other.
-  void* Held(int m, int n, size_t bytes);
+  // Workspace for one use: the mask of m x n tiles, or with m = 0 by n: split fp32 operands (0), padding (1), decode
+  // splits (2), splits of tile rows (3). The parts of a run share it.
+  void* GetWorkspace(int m, int n, size_t bytes);
   Status MakeMask(const MaskForm& form, AttentionParams* params);
-  // Who takes which rows, and memory for those that are taken in parts.
-  Status TakePlan(const Sm90Kernel& kernel, const MaskEntry& entry, Sm90Params* params);
-  // Bits of the padding, and with `flags` a zero for every piece of rows.
-  Status Prepare(bool flags, const uint32_t** pad_bits, int32_t** redo);
+  // Sets the tile schedule, and workspace for split rows.
+  Status SetSchedule(const Sm90Kernel& kernel, const MaskEntry& entry, Sm90Params* params);
+  // Packs the key padding mask; with `flags` also clears a flag for every kRowsPerFlag query rows.
+  Status PreparePadding(bool flags, const uint32_t** pad_bits, int32_t** empty_flags);
 
   const AttentionArgs& args_;
   const Tensor* const pad_;
@@ -93,19 +93,19 @@ class AttentionJob {
   const Tables& operands_;
   const MaskPart& part_;
   DeviceBuild* build_;
-  DeviceBuild own_;
+  DeviceBuild own_build_;
   const RunContext& context_;
   cudaStream_t const stream_;
   AttentionParams params_;
-  DeviceFacts facts_;
-  bool extras_ = false, bf16_ = false, all_keys_ = false, keep_ = false;
-  int size_ = 0;
+  DeviceProperties device_;
+  bool score_mod_ = false, bf16_ = false, empty_rows_attend_all_ = false, pins_mask_ = false;
+  int head_size_ = 0;
 };
 
-// The names of the kernels that a tuner may ask for: CudaBackend::kernel_names.
+// The names of the kernels that a tuner may time: CudaBackend::kernel_names.
 Status KernelNames(int64_t head_size, DType dtype, std::string* names);
 
-// Zeros; nothing where kernels are only loaded, for memory is none then.
+// Sets memory to zeros, but not while kernels are only loaded: the address then names no memory.
 Status Clear(void* memory, size_t bytes, cudaStream_t stream);
 
 }  // namespace cuda

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// What an attention has in device memory: its mask, bits of the padding, who takes which rows.
+// Device memory of an attention: its block mask, packed padding, tile schedule and workspace.
 #include <algorithm>
 #include <string>
 
 #include "cuda/attention/job.h"
 #include "cuda/common/graph_capture.h"
+#include "cuda/common/status.h"
 
 namespace stof {
 namespace cuda {
@@ -16,18 +17,18 @@ Status Clear(void* memory, size_t bytes, cudaStream_t stream) {
 
 Status AttentionJob::GetMask(const MaskForm& form, AttentionParams* params, std::shared_ptr<const MaskEntry>* entry) {
   if (build_ == nullptr) {
-    if (mask_.parts.fixed.empty() || args_.T == 0) return Status();  // no pair is left to ask for
+    if (mask_.parts.fixed.empty() || args_.T == 0) return Status();  // there is no pair to mask
     bool missing = false;
     STOF_RETURN_IF_ERROR(DeviceMaskCache::Global().Get(mask_.parts.fixed, mask_.fixed_hash, sizes_, form, stream_,
-                                                       context_.keeper, keep_, entry, &missing));
+                                                       context_.keeper, pins_mask_, entry, &missing));
     if (!missing) {
       params->has_mask = 1;
       params->mask = (*entry)->view();
       return Status();
     }
-    // While a graph is captured nothing can be uploaded: then the graph makes the mask.
-    build_ = &own_;
-    const Status status = CompileMask(mask_.parts.fixed, MaskExpr(), sizes_, operands_, &own_.program);
+    // A captured stream cannot upload the mask: the graph builds it.
+    build_ = &own_build_;
+    const Status status = CompileMask(mask_.parts.fixed, MaskExpr(), sizes_, operands_, &own_build_.program);
     if (!status.ok()) {
       return Status::Error(
           "no block mask for these sizes is on the device yet, and none can be made while a graph is captured (" +
@@ -37,7 +38,7 @@ Status AttentionJob::GetMask(const MaskForm& form, AttentionParams* params, std:
   return MakeMask(form, params);
 }
 
-void* AttentionJob::Held(int m, int n, size_t bytes) {
+void* AttentionJob::GetWorkspace(int m, int n, size_t bytes) {
   if (build_ == nullptr) return context_.allocate(context_.self, bytes);
   for (const DeviceBuild::Memory& held : build_->memory) {
     if (held.m == m && held.n == n && held.bytes >= bytes) return held.data;
@@ -53,61 +54,61 @@ Status AttentionJob::MakeMask(const MaskForm& form, AttentionParams* params) {
   build.sizes = sizes_;
   build.part = part_;
   build.tile = {form.m, form.n, form.fragments};
-  build.multiprocessors = facts_.multiprocessors;
+  build.multiprocessors = device_.sm_count;
   build.invalid = build_->invalid;
   if (!IsCountable(build)) {
     return Status::Error("more than 2^29 tiles in a block mask: S × T is too large for a mask in one piece");
   }
   const size_t bytes = MaskBytes(build);
-  if (build_ == &own_ && bytes > static_cast<size_t>(kMostMaskBytes)) {
+  if (build_ == &own_build_ && bytes > static_cast<size_t>(kMostMaskBytes)) {
     return Status::TooLarge("a block mask of " + std::to_string(bytes) + " bytes, expected at most " +
                             std::to_string(kMostMaskBytes) + " in one piece");
   }
-  void* memory = Held(form.m, form.n, bytes);
+  void* memory = GetWorkspace(form.m, form.n, bytes);
   if (memory == nullptr) {
     return Status::Error("no device memory for " + std::to_string(bytes) + " bytes of a block mask");
   }
   const int error = LaunchMaskBuild(build, memory, stream_, &params->mask);
   params->has_mask = 1;
-  return ToStatus(static_cast<cudaError_t>(error), "launch of the kernels that make a block mask");
+  return ToStatus(static_cast<cudaError_t>(error), "launch of the kernels that build a block mask");
 }
 
-Status AttentionJob::TakePlan(const Sm90Kernel& kernel, const MaskEntry& entry, Sm90Params* params) {
-  params->workers = entry.workers();
-  params->work = entry.work(), params->work_start = entry.work_start();
-  params->cut = entry.cut(), params->cut_rows = entry.cut_rows();
-  if (entry.drawn_begin() < entry.drawn_end()) {
-    params->drawn_begin = entry.drawn_begin(), params->drawn_end = entry.drawn_end();
-    STOF_RETURN_IF_ERROR(entry.draw_counts().Get(stream_, context_.keeper, &params->drawn));
+Status AttentionJob::SetSchedule(const Sm90Kernel& kernel, const MaskEntry& entry, Sm90Params* params) {
+  params->ctas = entry.ctas();
+  params->tiles = entry.tiles(), params->starts = entry.starts();
+  params->split_rows = entry.split_rows(), params->split_row_count = entry.split_row_count();
+  if (entry.dynamic_begin() < entry.dynamic_end()) {
+    params->dynamic_begin = entry.dynamic_begin(), params->dynamic_end = entry.dynamic_end();
+    STOF_RETURN_IF_ERROR(entry.tile_counters().Get(stream_, context_.keeper, &params->tile_counter));
   }
-  if (entry.parts() == 0) return Status();
-  const auto bytes = static_cast<size_t>(entry.parts() * PartBytes(kernel.head));
-  auto* memory = static_cast<char*>(Held(0, 3, bytes));
+  if (entry.splits() == 0) return Status();
+  const auto bytes = static_cast<size_t>(entry.splits() * SplitBytes(kernel.head));
+  auto* memory = static_cast<char*>(GetWorkspace(0, 3, bytes));
   if (memory == nullptr) {
-    return Status::Error("no device memory for " + std::to_string(bytes) + " bytes of parts of rows");
+    return Status::Error("no device memory for " + std::to_string(bytes) + " bytes of split rows");
   }
-  params->parts = reinterpret_cast<float*>(memory);
-  params->part_sums = reinterpret_cast<float2*>(memory + entry.parts() * 64 * 4 * kernel.head);
+  params->split_output = reinterpret_cast<float*>(memory);
+  params->split_stats = reinterpret_cast<float2*>(memory + entry.splits() * 64 * 4 * kernel.head);
   return Status();
 }
 
-Status AttentionJob::Prepare(bool flags, const uint32_t** pad_bits, int32_t** redo) {
+Status AttentionJob::PreparePadding(bool flags, const uint32_t** pad_bits, int32_t** empty_flags) {
   if (pad_ == nullptr && !flags) return Status();
   const int64_t tiles = pad_ == nullptr ? 0 : (args_.T + kTileKeys - 1) / kTileKeys;
-  const int64_t pieces = flags ? args_.B * args_.H * ((args_.S + kPiece - 1) / kPiece) : 0;
+  const int64_t flag_count = flags ? args_.B * args_.H * ((args_.S + kRowsPerFlag - 1) / kRowsPerFlag) : 0;
   const int64_t bit_bytes = args_.B * tiles * kTileKeys / 8;
-  const auto bytes = static_cast<size_t>(std::max<int64_t>(1, bit_bytes + 4 * pieces));
-  auto* memory = static_cast<char*>(Held(0, 1, bytes));
+  const auto bytes = static_cast<size_t>(std::max<int64_t>(1, bit_bytes + 4 * flag_count));
+  auto* memory = static_cast<char*>(GetWorkspace(0, 1, bytes));
   if (memory == nullptr) return Status::Error("no device memory for " + std::to_string(bytes) + " bytes of padding");
   auto* bits = reinterpret_cast<uint32_t*>(memory);
   auto* cleared = reinterpret_cast<int32_t*>(memory + bit_bytes);
-  if (flags) *redo = cleared;
+  if (flags) *empty_flags = cleared;
   if (pad_ == nullptr) {
-    return Clear(cleared, static_cast<size_t>(4 * pieces), stream_);
+    return Clear(cleared, static_cast<size_t>(4 * flag_count), stream_);
   }
   *pad_bits = bits;
   const int error =
-      LaunchPadBits(pad_->data, pad_->dtype, pad_->dims[0], args_.B, args_.T, bits, cleared, pieces, stream_);
+      LaunchPadBits(pad_->data, pad_->dtype, pad_->dims[0], args_.B, args_.T, bits, cleared, flag_count, stream_);
   return ToStatus(static_cast<cudaError_t>(error), "launch of the padding kernel");
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the CUDA kernels take, and how much memory of a run they use. Plain C++ that needs no device, in builds without
-// kernels too: an engine may be built where it is never run.
+// Limits of the CUDA kernels, and the workspace that a run needs. Plain C++ without a device, also in builds without
+// kernels: an engine may be built on another machine than it runs on.
 #include <algorithm>
 #include <limits>
 #include <string>
@@ -30,26 +30,27 @@ Status CheckRows(const AttentionArgs& args) {
 
 int64_t Rounded(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
-// What the kernels for few queries ask for: less where there is less, down to what one split needs.
+// The decode kernels: fewer splits where memory is short, at least one.
 int64_t DecodeBytes(const AttentionArgs& args) {
   constexpr int64_t kMost = int64_t{16} << 20;
   const int64_t rows = args.B * args.H * std::min<int64_t>(args.S, cuda::kDecodeQueries);
   const int64_t tiles = (args.T + cuda::kTileKeys - 1) / cuda::kTileKeys;
   const auto bytes = [&](int64_t splits) { return rows * splits * (4 * args.Dv + 8) + 4 * rows; };
-  return std::max(bytes(1), std::min(bytes(std::min<int64_t>(tiles, cuda::kMostSplits)), kMost));
+  return std::max(bytes(1), std::min(bytes(std::min<int64_t>(tiles, cuda::kMostDecodeSplits)), kMost));
 }
 
-// Rows that the 9.0 kernels take in parts: no more parts than they have, whatever the mask.
-int64_t PartsBytes(const AttentionArgs& args, const AttentionMask& mask) {
+// Split rows of the sm_90a kernels: an upper bound of their splits, whatever the mask.
+int64_t SplitRowBytes(const AttentionArgs& args, const AttentionMask& mask) {
   const int64_t size = std::max(args.D, args.Dv), rows = args.B * args.H * ((args.S + 63) / 64);
   if (mask.parts.fixed.empty() || !mask.parts.dynamic.empty() || args.dtype == DType::kF32 || size > 128) return 0;
-  const int64_t of_row = (args.T + 63) / 64 / cuda::kFewestTilesOfPart;
+  const int64_t of_row = (args.T + 63) / 64 / cuda::kFewestTilesOfSplit;
   if (of_row < 2) return 0;
-  const int64_t parts = rows < cuda::kMostParts ? std::min(rows * of_row, cuda::kMostParts) : cuda::kMostParts;
-  return parts * cuda::PartBytes(size <= 64 ? 64 : 128);
+  const int64_t splits =
+      rows < cuda::kMostScheduleSplits ? std::min(rows * of_row, cuda::kMostScheduleSplits) : cuda::kMostScheduleSplits;
+  return splits * cuda::SplitBytes(size <= 64 ? 64 : 128);
 }
 
-// The kernel for fp32 splits keys and values: cuda::Fp32WorkspaceBytes.
+// The fp32 kernel splits keys and values into fp16 values: cuda::Fp32WorkspaceBytes.
 int64_t Fp32Bytes(const AttentionArgs& args) {
   const int64_t size = std::max(args.D, args.Dv);
   int64_t head = 256;
@@ -58,19 +59,19 @@ int64_t Fp32Bytes(const AttentionArgs& args) {
   return tiles * (2 * int64_t{4} * cuda::kTileKeys * head + 4 * cuda::kTileKeys + 4);
 }
 
-// At least what cuda::MaskBytes asks for, whatever kernel reads the mask, and growing with every size. Doubles, for an
-// empty profile may have sizes whose product overflows.
+// An upper bound of cuda::MaskBytes for all kernels, which grows with every size. In doubles: the product of an empty
+// profile's sizes may overflow.
 int64_t MaskBound(const cuda::MaskProgram& program, const AttentionArgs& args) {
   constexpr double kLargestTile = 256, kSmallestTile = 64;
-  constexpr double kTileBytes = 32, kRowBytes = 64;  // beside the bits
-  constexpr double kFragments = 4.0 / 3;             // more keys than a tile has, where its bits are in fragment order
+  constexpr double kTileBytes = 32, kRowBytes = 64;  // beside the element masks
+  constexpr double kFragments = 4.0 / 3;             // fragment order pads the keys of a tile
   const double tables =
       static_cast<double>(program.uses_b ? args.B : 1) * static_cast<double>(program.uses_h ? args.H : 1);
   const auto S = static_cast<double>(args.S), T = static_cast<double>(args.T);
   const bool few = args.S <= cuda::kDecodeQueries && args.dtype != DType::kF32;
   const double padded = few ? cuda::kDecodeTileRows : S + kLargestTile;
   const double rows = few ? 1 : S / kSmallestTile + 1, columns = T / kSmallestTile + 1;
-  // Of each number that queries or keys bring: all values, and the extremes of every row or column of tiles.
+  // Each term of q alone or k alone: all its values, and its extremes in every row or column of tiles.
   const auto sides = static_cast<double>(program.sides.size());
   const double numbers = sides * (8 * (std::max(S, T) + kLargestTile) + 16 * std::max(rows, columns));
   const double code =
@@ -82,7 +83,7 @@ int64_t MaskBound(const cuda::MaskProgram& program, const AttentionArgs& args) {
   return static_cast<int64_t>(std::min(bytes, static_cast<double>(cuda::kMostMaskBytes) * 8));
 }
 
-// The mask of a run: its vectors are known by type and shape alone.
+// A mask that the run builds. Only type and shape of its run-time operands are known.
 Status PlanMask(const AttentionArgs& args, const AttentionMask& mask, const ExprSizes& sizes, Tables operands,
                 int64_t* bytes) {
   static char unread[64];
@@ -92,7 +93,7 @@ Status PlanMask(const AttentionArgs& args, const AttentionMask& mask, const Expr
   cuda::MaskProgram program;
   STOF_RETURN_IF_ERROR(cuda::CompileMask(mask.parts.fixed, mask.parts.dynamic, sizes, operands, &program));
   const bool all_keys = args.empty_rows == EmptyRows::kMean || args.empty_rows == EmptyRows::kAll;
-  // Rows without a key may be left to a second kernel with a tile of its own.
+  // Fully masked rows may be left to a second kernel, which has another tile size.
   *bytes = Rounded(4) + Rounded(MaskBound(program, args)) * (all_keys ? 2 : 1);
   return Status();
 }
@@ -126,16 +127,16 @@ Status CheckCudaAttention(const AttentionArgs& args) {
 Status PlanCudaAttention(const AttentionArgs& args, bool pad, const AttentionMask& mask, const ExprSizes& sizes,
                          const Tables& operands, size_t* workspace) {
   STOF_RETURN_IF_ERROR(CheckCudaAttention(args));
-  // Bits of the padding and, where rows without a key take all keys, a flag for every 64 rows: see
-  // AttentionJob::Prepare.
+  // The packed padding and, where fully masked rows attend all keys, a flag for every 64 query rows: see
+  // AttentionJob::PreparePadding.
   const int64_t tiles = pad ? (args.T + cuda::kTileKeys - 1) / cuda::kTileKeys : 0;
   const bool all_keys = args.empty_rows == EmptyRows::kMean || args.empty_rows == EmptyRows::kAll;
-  const int64_t pieces = all_keys ? args.B * args.H * ((args.S + cuda::kPiece - 1) / cuda::kPiece) : 0;
-  const int64_t bytes = args.B * tiles * cuda::kTileKeys / 8 + 4 * pieces;
+  const int64_t flags = all_keys ? args.B * args.H * ((args.S + cuda::kRowsPerFlag - 1) / cuda::kRowsPerFlag) : 0;
+  const int64_t bytes = args.B * tiles * cuda::kTileKeys / 8 + 4 * flags;
   int64_t total = Rounded(std::max<int64_t>(bytes, pad || all_keys ? 1 : 0));
-  // A profile's largest shapes stand for its smaller ones, too: few queries are among them.
+  // A profile's largest shapes stand for its smaller ones, which may be decode shapes.
   const int64_t fp32 = args.dtype == DType::kF32 ? Rounded(Fp32Bytes(args)) : 0;
-  total += std::max({Rounded(DecodeBytes(args)), fp32, Rounded(PartsBytes(args, mask))});
+  total += std::max({Rounded(DecodeBytes(args)), fp32, Rounded(SplitRowBytes(args, mask))});
   if (!mask.parts.dynamic.empty() && args.B > 0 && args.H > 0 && args.S > 0 && args.T > 0) {
     int64_t made = 0;
     STOF_RETURN_IF_ERROR(PlanMask(args, mask, sizes, operands, &made));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The attention kernels' second output, for those who ask for it: the logarithm of each row's divisor.
+// The optional second output of the attention kernels: the log-sum-exp (LSE) of each row.
 #ifndef STOF_CUDA_ATTENTION_LSE_CUH_
 #define STOF_CUDA_ATTENTION_LSE_CUH_
 
@@ -11,13 +11,13 @@
 namespace stof {
 namespace cuda {
 
-// Called by one thread a row, before rows without a key get anything in its place. total: the sum of the row's weights
-// in units of 2^high, the sink's among them; 0: no key is allowed.
+// Stores the LSE of a row; called by one thread a row, before fully masked rows are filled in. total: the row sum in
+// units of 2^row_max, with the sink; 0: the row is fully masked.
 template <typename T>
-__device__ __forceinline__ void StoreLogSum(const AttentionParams& p, int b, int h, int row, float high, float total) {
+__device__ __forceinline__ void StoreLse(const AttentionParams& p, int b, int h, int row, float row_max, float total) {
   if (p.lse == nullptr || row >= p.S) return;
   constexpr float kLn2 = 0.693147180559945309417f;
-  float sum = total == 0.0f ? -INFINITY : (high + log2f(total)) * kLn2;
+  float sum = total == 0.0f ? -INFINITY : (row_max + log2f(total)) * kLn2;
   if (p.sink != nullptr) {
     float sink = 0.0f;
     if (sizeof(T) == 4 || p.sink_is_float != 0) {
@@ -25,7 +25,7 @@ __device__ __forceinline__ void StoreLogSum(const AttentionParams& p, int b, int
     } else if constexpr (sizeof(T) == 2) {
       sink = ToFloat(static_cast<const T*>(p.sink)[h]);
     }
-    // A sink far above all scores is in the sum as 2^127 alone. NaN stays.
+    // A sink far above all scores is capped at 2^127 in the sum. NaN stays.
     if (sum < sink) sum = sink;
   }
   p.lse[b * p.lse_stride_b + h * p.lse_stride_h + row] = sum;

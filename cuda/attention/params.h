@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Between the backend (cuda/attention/job.h) and the CUDA kernels. Plain C++: no CUDA header, no framework type.
+// Parameters of the attention kernels, set by cuda/attention/job.h. Plain C++: no CUDA header, no framework type.
 #ifndef STOF_CUDA_ATTENTION_PARAMS_H_
 #define STOF_CUDA_ATTENTION_PARAMS_H_
 
@@ -11,26 +11,26 @@
 namespace stof {
 namespace cuda {
 
-constexpr int kTileRows = 128;                          // m of every kernel here
-constexpr int kTileKeys = 64;                           // n
-constexpr int64_t kPiece = 64;                          // rows that share a word of AttentionParams::only
-constexpr int64_t kMostMaskBytes = int64_t{128} << 20;  // of a mask that is made on the device in one piece
+constexpr int kTileRows = 128;                          // m: queries of a tile of the sm_80 and fp32 kernels
+constexpr int kTileKeys = 64;                           // n: keys of a tile
+constexpr int64_t kRowsPerFlag = 64;                    // query rows a flag of AttentionParams::only_flagged stands for
+constexpr int64_t kMostMaskBytes = int64_t{128} << 20;  // of a mask that a kernel builds
 
-// A BlockMask in device memory, with the order in which rows are taken.
+// A BlockMask in device memory, with an order of its tile rows.
 struct DeviceMask {
   int32_t rows = 0, layout_b = 1, layout_h = 1;
-  int32_t mean_row = 0;  // entries of a row in the mean over the tables; 0: made on the device
+  int32_t mean_row = 0;  // entries of a tile row, in the mean over the tables; 0: built on the device
   const int32_t* layout = nullptr;
-  const int32_t* row_ptr = nullptr;  // row r has entries [row_ptr[r], row_end[r]), from full_begin[r] on full ones
+  const int32_t* row_ptr = nullptr;  // tile row r has entries [row_ptr[r], row_end[r]), full ones from full_begin[r] on
   const int32_t* row_end = nullptr;
   const int32_t* full_begin = nullptr;
   const int32_t* key_tile = nullptr;
-  const int32_t* bits_id = nullptr;  // of full tiles not to be read
-  const uint32_t* bits = nullptr;    // [distinct, m, n / 32], or in the order of fragments.h, as MaskForm says
-  const int32_t* order = nullptr;    // [tables, rows]: rows of a table by falling number of tiles
+  const int32_t* bits_id = nullptr;  // undefined for full tiles
+  const uint32_t* bits = nullptr;    // [element masks, m, n / 32], or in the order of fragments.h: MaskForm::fragments
+  const int32_t* order = nullptr;    // [tables, rows]: tile rows of a table, most tiles first
 };
 
-// What a kernel gets, by value. Strides count elements; pointers are device addresses.
+// Passed to kernels by value. Strides count elements; pointers are device addresses.
 struct AttentionParams {
   int32_t B = 0, H = 0, G = 0, S = 0, T = 0, D = 0, Dv = 0;
   const void* query = nullptr;
@@ -42,7 +42,7 @@ struct AttentionParams {
   int32_t empty_rows = 0;              // EmptyRows
   const uint32_t* pad_bits = nullptr;  // [B, key tiles, n / 32]; nullptr: no key is padded
   const void* bias = nullptr;
-  int32_t bias_is_float = 0;  // else of the type of query
+  int32_t bias_is_float = 0;  // else it has the type of query
   int64_t bias_stride_b = 0, bias_stride_h = 0, bias_stride_q = 0, bias_stride_k = 0;
   const float* relative_bias = nullptr;
   int64_t relative_bias_size = 0, relative_bias_stride_h = 0;
@@ -53,15 +53,15 @@ struct AttentionParams {
   int64_t lse_stride_b = 0, lse_stride_h = 0;
   int32_t has_mask = 0;
   DeviceMask mask;
-  const int32_t* only = nullptr;  // [B, H, ceil(S / 64)]: tiles without one stay as they are; nullptr: all count
+  const int32_t* only_flagged = nullptr;  // [B, H, ceil(S / 64)] flags: only flagged rows are computed; nullptr: all
 };
 
-// The launchers give a CUDA error code, 0 for none. stream is a cudaStream_t.
+// Launchers give a CUDA error code, 0 for none. stream is a cudaStream_t.
 using Launch = int (*)(const AttentionParams& params, void* stream);
-// By the larger of D and Dv, rounded up; bf16 or fp16; extras: softcap, a bias, or a scale <= 0.
-Launch FindSm80(int head_size, bool bf16, bool extras);
-// pad [batches, T] of any type that docs/reference/operators.md lists, to bits [B, key tiles, n / 32]. batches is B
-// or 1. Sets `zeros` words at `cleared` to 0 on the way.
+// The sm_80 kernel for the larger of D and Dv, bf16 or fp16. score_mod: with softcap, a bias, or a scale <= 0.
+Launch FindSm80(int head_size, bool bf16, bool score_mod);
+// Packs a key padding mask [batches, T] of any type that docs/reference/operators.md lists into bits [B, key tiles,
+// n / 32]. batches is B or 1. Also sets `zeros` words at `cleared` to 0.
 int LaunchPadBits(const void* pad, DType dtype, int64_t batches, int64_t B, int64_t T, uint32_t* bits, int32_t* cleared,
                   int64_t zeros, void* stream);
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Softcap and biases of a tile of scores as mma.sync leaves them with a thread.
+// Applies softcap and biases to a tile of scores in the register layout of mma.sync.
 #ifndef STOF_CUDA_ATTENTION_SCORE_BIAS_CUH_
 #define STOF_CUDA_ATTENTION_SCORE_BIAS_CUH_
 
@@ -8,29 +8,30 @@
 #include <type_traits>
 
 #include "cuda/attention/params.h"
+#include "cuda/common/math.h"
 #include "cuda/common/mma_sm80.cuh"
 
 namespace stof {
 namespace cuda {
 
-// tanh(x), with an absolute error of some last bits of 1.
+// tanh(x), with an absolute error of a few last bits of 1.
 __device__ __forceinline__ float FastTanh(float x) {
-  constexpr float kTwice = 2.0f * 1.44269504088896340736f;
+  constexpr float kTwice = 2.0f * kLog2E;
   return 1.0f - 2.0f * Reciprocal(1.0f + Exp2(kTwice * x));
 }
 
-// Of a tile of scores (type T) that begins with row0 and key0, a thread has those of rows row0 + row + 16 i + 8 r and
-// keys key0 + key + 8 j + e in s[i][j][2 r + e]; the tile has at most kTileRows rows, and 8 kColumns keys. What lies
-// beyond the tensors reads their last element and is forbidden afterwards: without branches of threads around the
-// loads. With them, the compiler (13.0) let a warp that skipped all of them run into the next load without its memory
-// descriptor.
+// A tile of scores (T: type of the tensors) begins at row0 and key0 and has at most kTileRows rows and 8 kColumns keys.
+// A thread holds the scores of rows row0 + row + 16 i + 8 r and keys key0 + key + 8 j + e in s[i][j][2 r + e].
+// Reads beyond the tensors are clamped to their last element, and the scores are masked afterwards. Branches around the
+// loads are no option: with them, the compiler (13.0) let a warp that skipped all of them run into the next load
+// without its memory descriptor.
 template <typename T, int kBlocks, int kColumns>
 class ScoreBiases {
  public:
   __device__ ScoreBiases(const AttentionParams& p, int b, int h, int row0, int key0, int row, int key)
       : p_(p), b_(b), h_(h), row0_(row0), key0_(key0), row_(row), key_(key) {}
 
-  // Scores come out in units of log2. -inf among the biases forbids, whatever the mask says.
+  // Gives scores in units of log2. A bias of -inf forbids, whatever the mask.
   __device__ __forceinline__ void Add(float scale, float (&s)[kBlocks][kColumns][4]) const {
     const bool capped = p_.softcap > 0.0f;
     const float inner = capped ? scale / p_.softcap : scale;
@@ -67,9 +68,9 @@ class ScoreBiases {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           float& x = s[j][2 * r + e];
-          // The lowest finite value is a bias, not a mask: it must not become -inf in units of log2.
+          // The lowest finite bias is no mask: it must not become -inf in units of log2.
           const float sum = x + bias[j][e];
-          const float score = sum == -INFINITY ? sum : MaxOrNan(sum * kToLog2, kLowestScore);
+          const float score = sum == -INFINITY ? sum : MaxOrNan(sum * kLog2E, kLowestScore);
           x = bias[j][e] == -INFINITY ? -INFINITY : score;
         }
       }
@@ -102,7 +103,7 @@ class ScoreBiases {
       ReadPairsOf(static_cast<const T*>(p_.bias) + at, own);
     }
   }
-  // Two keys at a time where they lie side by side.
+  // Reads two neighbouring keys at a time where strides and alignment allow.
   template <typename B>
   __device__ __forceinline__ void ReadPairsOf(const B* from, float (&own)[kColumns][2]) const {
     struct alignas(2 * sizeof(B)) Pair {
@@ -126,7 +127,7 @@ class ScoreBiases {
     }
   }
 
-  static constexpr float kToLog2 = 1.44269504088896340736f, kLowestScore = -3.4028234663852886e38f;
+  static constexpr float kLowestScore = -3.4028234663852886e38f;
   const AttentionParams& p_;
   const int b_, h_, row0_, key0_, row_, key_;
 };

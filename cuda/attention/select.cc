@@ -6,15 +6,15 @@
 #include <cstdlib>
 #include <cstring>
 #include <limits>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
-#include <tuple>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "cuda/attention/rowwise/api.h"
+#include "cuda/attention/select_key.h"
 #include "cuda/schedule/rowwise_cost.h"
 #include "plugins/core/mask/block_mask_cache.h"
 
@@ -35,19 +35,19 @@ const KernelChoice& Environment() {
   return *choice;
 }
 
-// What TakeKernel was told, at first by the environment.
-std::atomic<int>& Taken() {
-  static std::atomic<int> taken{Environment().number};
-  return taken;
+// The index that ForceKernel set; initially the number in STOF_CUDA_KERNEL.
+std::atomic<int>& Forced() {
+  static std::atomic<int> forced{Environment().number};
+  return forced;
 }
 
-// Every name that some head size has.
+// The names of all kernels, of every head size.
 std::vector<std::string> AllNames() {
-  std::vector<std::string> names = {kSm80Name, kRowsName};
+  std::vector<std::string> names = {kSm80Name, kRowwiseName};
   for (const int head_size : {64, 128, 192, 256}) {
-    for (const Extras extras : {Extras::kNone, Extras::kDistances, Extras::kPairs}) {
-      for (const Sm90Kernel* kernel = FindSm90(head_size, false, extras); kernel->launch != nullptr; ++kernel) {
-        const std::string name = NameOf(*kernel);
+    for (const ScoreMod score_mod : {ScoreMod::kNone, ScoreMod::kRelativeBias, ScoreMod::kFullBias}) {
+      for (const Sm90Kernel* kernel = FindSm90(head_size, false, score_mod); kernel->launch != nullptr; ++kernel) {
+        const std::string name = KernelName(*kernel);
         if (std::find(names.begin(), names.end(), name) == names.end()) names.push_back(name);
       }
     }
@@ -55,8 +55,8 @@ std::vector<std::string> AllNames() {
   return names;
 }
 
-const Sm90Kernel* Asked(const Sm90Kernel* kernels) {
-  int index = TakenKernel();
+const Sm90Kernel* ForcedOf(const Sm90Kernel* kernels) {
+  int index = ForcedKernel();
   if (index < 0) return nullptr;
   for (const Sm90Kernel* kernel = kernels; kernel->launch != nullptr; ++kernel) {
     if (index-- == 0) return kernel;
@@ -64,21 +64,21 @@ const Sm90Kernel* Asked(const Sm90Kernel* kernels) {
   return nullptr;
 }
 
-// By how much the row-wise kernel has to be faster by the model, and the least pairs that a tile skips for each it has.
-constexpr double kRowsMargin = 0.9;
-constexpr int64_t kFewestSkipped = 8;
+// The row-wise kernel has to be faster by this factor, and the tiles to hold at most one allowed pair in so many.
+constexpr double kRowwiseMargin = 0.9;
+constexpr int64_t kSparsePairs = 8;
 
 }  // namespace
 
-std::string NameOf(const Sm90Kernel& kernel) {
+std::string KernelName(const Sm90Kernel& kernel) {
   return "sm90-" + std::to_string(kernel.rows) + "x" + std::to_string(kernel.keys) + "x" +
-         std::to_string(kernel.workers);
+         std::to_string(kernel.ctas_per_sm);
 }
 
-const Sm90Kernel* Named(const Sm90Kernel* kernels, const char* name) {
+const Sm90Kernel* FindByName(const Sm90Kernel* kernels, const char* name) {
   if (*name == '\0') return nullptr;
   for (const Sm90Kernel* kernel = kernels; kernel->launch != nullptr; ++kernel) {
-    if (NameOf(*kernel) == name) return kernel;
+    if (KernelName(*kernel) == name) return kernel;
   }
   return nullptr;
 }
@@ -102,48 +102,48 @@ KernelChoice ReadKernelChoice(const std::string& text) {
   return choice;
 }
 
-Status NamedByEnvironment(const char** name) {
+Status KernelNameFromEnvironment(const char** name) {
   *name = Environment().name.c_str();
   return Environment().status;
 }
 
-void TakeKernel(int index) { Taken().store(index, std::memory_order_relaxed); }
+void ForceKernel(int index) { Forced().store(index, std::memory_order_relaxed); }
 
-int TakenKernel() { return Taken().load(std::memory_order_relaxed); }
+int ForcedKernel() { return Forced().load(std::memory_order_relaxed); }
 
-MaskForm FormOf(const Sm90Kernel& kernel, const Problem& problem) {
-  // For tests of rows that are few, and would all be halved.
-  static const bool halves = [] {
+MaskForm MaskFormOf(const Sm90Kernel& kernel, const SelectionProblem& problem) {
+  // STOF_CUDA_HALVES=0 is for tests: small problems would use nothing but half tiles.
+  static const bool half_tiles = [] {
     const char* const text = std::getenv("STOF_CUDA_HALVES");
     return text == nullptr || std::strcmp(text, "0") != 0;
   }();
   MaskForm form;
   form.m = kernel.rows, form.n = kernel.keys;
-  form.workers = kernel.workers * problem.multiprocessors;
-  form.section = problem.section;
-  form.sharing = problem.sharing;
+  form.ctas = kernel.ctas_per_sm * problem.sm_count;
+  form.l2_heads = problem.l2_heads;
+  form.group_size = problem.group_size;
   form.cost = kernel.cost;
-  if (!halves) form.cost.half = 0;
+  if (!half_tiles) form.cost.half_tile_pct = 0;
   form.fragments = true;
   return form;
 }
 
 namespace {
 
-// That of the plan.
-Status PredictRowsOfTiles(const MaskForm& form, const Problem& problem, int64_t* nanoseconds) {
+// The time of the tile rows, without memory traffic beyond the first read.
+Status PredictTileRows(const MaskForm& form, const SelectionProblem& problem, int64_t* nanoseconds) {
   const ExprSizes& sizes = problem.sizes;
   if (problem.mask == nullptr) {
-    const int64_t rows = sizes.B * sizes.H * CeilDiv(sizes.S, form.m), rounds = CeilDiv(rows, form.workers);
-    *nanoseconds = rounds * (form.cost.row + form.cost.full * CeilDiv(CeilDiv(sizes.T, form.n), form.cost.split));
-    if (AreHalved(form.cost, rows, form.workers)) *nanoseconds = *nanoseconds * form.cost.half / 100;
+    const int64_t rows = sizes.B * sizes.H * CeilDiv(sizes.S, form.m), waves = CeilDiv(rows, form.ctas);
+    *nanoseconds = waves * (form.cost.row + form.cost.full * CeilDiv(CeilDiv(sizes.T, form.n), form.cost.split_kv));
+    if (UsesHalfTiles(form.cost, rows, form.ctas)) *nanoseconds = *nanoseconds * form.cost.half_tile_pct / 100;
     return Status();
   }
   std::shared_ptr<const BlockMask> mask;
   STOF_RETURN_IF_ERROR(BlockMaskCache::Global().Get(*problem.mask, problem.hash, sizes, form.m, form.n, &mask));
-  if (IsPlanned(*mask, sizes.B, sizes.H)) {
-    *nanoseconds =
-        TimeOf(PlanWork(*mask, WalkOf(*mask), sizes.B, sizes.H, form.workers, form.section, form.cost), form.cost);
+  if (CanSchedule(*mask, sizes.B, sizes.H)) {
+    *nanoseconds = PredictScheduleTime(
+        MakeTileSchedule(*mask, MakeTileList(*mask), sizes.B, sizes.H, form.ctas, form.l2_heads, form.cost), form.cost);
     return Status();
   }
   const auto rows = static_cast<int64_t>(mask->full_begin.size());  // of all tables
@@ -154,84 +154,84 @@ Status PredictRowsOfTiles(const MaskForm& form, const Problem& problem, int64_t*
                       static_cast<double>(form.cost.partial * partial + form.cost.full * (all - partial)) /
                           static_cast<double>(std::max<int64_t>(1, rows));
   const double items = static_cast<double>(sizes.B) * static_cast<double>(sizes.H) * mask->rows;
-  *nanoseconds = static_cast<int64_t>(each * items / form.workers);
+  *nanoseconds = static_cast<int64_t>(each * items / form.ctas);
   return Status();
 }
 
-// Never more than Predict says.
-Status PredictAtLeast(const Sm90Kernel& kernel, const Problem& problem, int64_t* nanoseconds) {
+// A lower bound of Predict.
+Status PredictLowerBound(const Sm90Kernel& kernel, const SelectionProblem& problem, int64_t* nanoseconds) {
   *nanoseconds = 0;
   if (problem.mask == nullptr) return Status();
-  const MaskForm form = FormOf(kernel, problem);
+  const MaskForm form = MaskFormOf(kernel, problem);
   const ExprSizes& sizes = problem.sizes;
   std::shared_ptr<const BlockMask> mask;
   STOF_RETURN_IF_ERROR(BlockMaskCache::Global().Get(*problem.mask, problem.hash, sizes, form.m, form.n, &mask));
-  if (!IsPlanned(*mask, sizes.B, sizes.H)) return Status();
-  *nanoseconds =
-      LeastOfPlan(*mask, sizes.B, sizes.H, form.workers, form.cost) + form.cost.reread * (problem.bytes >> 20);
+  if (!CanSchedule(*mask, sizes.B, sizes.H)) return Status();
+  *nanoseconds = ScheduleLowerBound(*mask, sizes.B, sizes.H, form.ctas, form.cost) +
+                 form.cost.ns_per_mib * (problem.kv_bytes >> 20);
   return Status();
 }
 
 }  // namespace
 
-Status Predict(const Sm90Kernel& kernel, const Problem& problem, int64_t* nanoseconds) {
-  const MaskForm form = FormOf(kernel, problem);
-  STOF_RETURN_IF_ERROR(PredictRowsOfTiles(form, problem, nanoseconds));
-  *nanoseconds += form.cost.reread * (problem.bytes >> 20);
+Status Predict(const Sm90Kernel& kernel, const SelectionProblem& problem, int64_t* nanoseconds) {
+  const MaskForm form = MaskFormOf(kernel, problem);
+  STOF_RETURN_IF_ERROR(PredictTileRows(form, problem, nanoseconds));
+  *nanoseconds += form.cost.ns_per_mib * (problem.kv_bytes >> 20);
   return Status();
 }
 
-Status SelectRows(const Problem& problem, const Sm90Kernel* kernel, int head_bytes, bool fp32, bool* rows) {
-  using Key = std::tuple<const Sm90Kernel*, uint64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int, bool, int>;
+Status SelectRowwise(const SelectionProblem& problem, const Sm90Kernel* kernel, int head_bytes, bool fp32,
+                     bool* rowwise) {
   static std::mutex mutex;
-  static auto* remembered = new std::map<Key, bool>;
+  static auto* remembered = new std::unordered_map<RowwiseKey, bool, KeyHash>;
   const ExprSizes& sizes = problem.sizes;
-  const Key key{kernel,  problem.hash, sizes.B,    sizes.H, sizes.S,
-                sizes.T, sizes.P,      head_bytes, fp32,    problem.multiprocessors};
+  const RowwiseKey key{kernel, {problem.hash, sizes, problem.sm_count}, head_bytes, fp32};
   {
     const std::lock_guard<std::mutex> lock(mutex);
     const auto found = remembered->find(key);
     if (found != remembered->end()) {
-      *rows = found->second;
+      *rowwise = found->second;
       return Status();
     }
   }
-  *rows = false;
+  *rowwise = false;
   const int m = kernel == nullptr ? kTileRows : kernel->rows, n = kernel == nullptr ? kTileKeys : kernel->keys;
   std::shared_ptr<const BlockMask> tiled;
   STOF_RETURN_IF_ERROR(BlockMaskCache::Global().Get(*problem.mask, problem.hash, sizes, m, n, &tiled));
   const MaskCounts counts = CountPairs(*tiled, sizes.B, sizes.H);
-  // With this many pairs in a tile no time for a key is short enough; the exact count is only made below it.
-  if (counts.pairs * kFewestSkipped < counts.tiles * m * n) {
-    double tiles_take = 0;
+  // With denser tiles the row-wise kernel never wins, and its own block mask need not be built.
+  if (counts.pairs * kSparsePairs < counts.tiles * m * n) {
+    double tiled = 0;
     if (kernel != nullptr) {
       int64_t nanoseconds = 0;
       STOF_RETURN_IF_ERROR(Predict(*kernel, problem, &nanoseconds));
-      tiles_take = static_cast<double>(nanoseconds);
+      tiled = static_cast<double>(nanoseconds);
     } else {
-      tiles_take = PredictSm80(counts, head_bytes, fp32, problem.multiprocessors);
+      tiled = PredictSm80(counts, head_bytes, fp32, problem.sm_count);
     }
     std::shared_ptr<const BlockMask> fine;
-    const Status status = BlockMaskCache::Global().Get(*problem.mask, problem.hash, sizes, kRowsTile, kRowsTile, &fine);
-    if (!status.too_large()) {  // else it stays with the larger tiles
+    const Status status =
+        BlockMaskCache::Global().Get(*problem.mask, problem.hash, sizes, kRowwiseTile, kRowwiseTile, &fine);
+    if (!status.too_large()) {  // else the tiled kernel stays
       STOF_RETURN_IF_ERROR(status);
-      const double taken = PredictRows(CountPairs(*fine, sizes.B, sizes.H), sizes.B * sizes.H * sizes.S, head_bytes,
-                                       problem.multiprocessors);
-      *rows = taken < kRowsMargin * tiles_take;
+      const double rowwise_time = PredictRowwise(CountPairs(*fine, sizes.B, sizes.H), sizes.B * sizes.H * sizes.S,
+                                                 head_bytes, problem.sm_count);
+      *rowwise = rowwise_time < kRowwiseMargin * tiled;
     }
   }
   const std::lock_guard<std::mutex> lock(mutex);
   if (remembered->size() >= kMostRemembered) remembered->clear();
-  remembered->emplace(key, *rows);
+  remembered->emplace(key, *rowwise);
   return Status();
 }
 
-const Sm90Kernel* SelectUnseen(const Sm90Kernel* kernels) {
-  if (const Sm90Kernel* asked = Asked(kernels)) return asked;
-  // Of a row of eight tiles, half of them partial.
+const Sm90Kernel* SelectForDeviceMask(const Sm90Kernel* kernels) {
+  if (const Sm90Kernel* forced = ForcedOf(kernels)) return forced;
+  // Time a pair in a tile row of eight KV tiles, half of them partial.
   const auto pair = [](const Sm90Kernel& k) {
     return static_cast<double>(k.cost.row + 4 * k.cost.full + 4 * k.cost.partial) /
-           static_cast<double>(k.rows * k.keys * k.workers * k.cost.split);
+           static_cast<double>(k.rows * k.keys * k.ctas_per_sm * k.cost.split_kv);
   };
   const Sm90Kernel* best = kernels;
   for (const Sm90Kernel* kernel = kernels; kernel->launch != nullptr; ++kernel) {
@@ -240,16 +240,13 @@ const Sm90Kernel* SelectUnseen(const Sm90Kernel* kernels) {
   return best;
 }
 
-Status Select(const Sm90Kernel* kernels, const Problem& problem, const Sm90Kernel** selected) {
-  using Key =
-      std::tuple<const Sm90Kernel*, uint64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int>;
+Status Select(const Sm90Kernel* kernels, const SelectionProblem& problem, const Sm90Kernel** selected) {
   static std::mutex mutex;
-  static auto* remembered = new std::map<Key, const Sm90Kernel*>;  // never destroyed, as the device's cache is not
-  *selected = Asked(kernels);
+  static auto* remembered = new std::unordered_map<SelectKey, const Sm90Kernel*,
+                                                   KeyHash>;  // never destroyed: threads may outlive static objects
+  *selected = ForcedOf(kernels);
   if (*selected != nullptr) return Status();
-  const ExprSizes& sizes = problem.sizes;
-  const Key key{kernels, problem.hash, sizes.B,         sizes.H,       sizes.S,
-                sizes.T, sizes.P,      problem.section, problem.bytes, problem.multiprocessors};
+  const SelectKey key{kernels, {problem.hash, problem.sizes, problem.sm_count}, problem.l2_heads, problem.kv_bytes};
   if (problem.mask != nullptr) {
     const std::lock_guard<std::mutex> lock(mutex);
     const auto found = remembered->find(key);
@@ -258,11 +255,11 @@ Status Select(const Sm90Kernel* kernels, const Problem& problem, const Sm90Kerne
       return Status();
     }
   }
-  // Those that may need least first: then most plans need not be made.
+  // By rising lower bound, so that most kernels need no schedule.
   std::vector<std::pair<int64_t, const Sm90Kernel*>> candidates;
   for (const Sm90Kernel* kernel = kernels; kernel->launch != nullptr; ++kernel) {
     candidates.emplace_back(0, kernel);
-    STOF_RETURN_IF_ERROR(PredictAtLeast(*kernel, problem, &candidates.back().first));
+    STOF_RETURN_IF_ERROR(PredictLowerBound(*kernel, problem, &candidates.back().first));
   }
   std::sort(candidates.begin(), candidates.end());
   int64_t least = std::numeric_limits<int64_t>::max();

@@ -229,8 +229,8 @@ double ErrorOf(const Row& row, const stof::AttentionArgs& args) {
 // choice. Calls take the sets of inputs in turn.
 double Time(const Row& row, const std::vector<stof::AttentionArgs>& sets, int calls, const stof::AttentionMask& mask,
             const stof::ExprSizes& sizes, Workspace* space, int kernel) {
-  const int taken = stof::cuda::TakenKernel();
-  if (kernel >= 0) stof::cuda::TakeKernel(kernel);
+  const int taken = stof::cuda::ForcedKernel();
+  if (kernel >= 0) stof::cuda::ForceKernel(kernel);
   cudaStream_t stream = nullptr;
   CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   stof::RunContext context;
@@ -251,7 +251,7 @@ double Time(const Row& row, const std::vector<stof::AttentionArgs>& sets, int ca
   double us = TimeGraph(stream, calls, run);
   if (seconds > 0) us = TimeGraph(stream, calls, run, static_cast<int>(seconds * 1e6 / us / calls) + 1);
   CHECK_CUDA(cudaStreamDestroy(stream));
-  stof::cuda::TakeKernel(taken);
+  stof::cuda::ForceKernel(taken);
   return us;
 }
 
@@ -275,20 +275,20 @@ void MeasureDecodeKinds(const Row& row, const std::vector<stof::AttentionArgs>& 
 // Every kernel's time beside the model's, and the regret of the choice, which took `chosen`.
 void MeasureAll(const Row& row, const stof::AttentionArgs& args, const stof::AttentionMask& mask,
                 const stof::ExprSizes& sizes, Workspace* space, double chosen) {
-  stof::cuda::Problem problem;
+  stof::cuda::SelectionProblem problem;
   if (!mask.parts.fixed.empty()) problem.mask = &mask.parts.fixed;
   problem.hash = mask.fixed_hash;
   problem.sizes = sizes;
-  CHECK_CUDA(cudaDeviceGetAttribute(&problem.multiprocessors, cudaDevAttrMultiProcessorCount, 0));
+  CHECK_CUDA(cudaDeviceGetAttribute(&problem.sm_count, cudaDevAttrMultiProcessorCount, 0));
   int l2 = 0;
   CHECK_CUDA(cudaDeviceGetAttribute(&l2, cudaDevAttrL2CacheSize, 0));
-  problem.section = std::max<int64_t>(1, l2 / 2 / (4 * sizes.T * row.D)) * (args.H / args.G);
-  problem.bytes = args.B * args.G * 4 * sizes.T * row.D;
+  problem.l2_heads = std::max<int64_t>(1, l2 / 2 / (4 * sizes.T * row.D)) * (args.H / args.G);
+  problem.kv_bytes = args.B * args.G * 4 * sizes.T * row.D;
   const stof::cuda::Sm90Kernel* kernels =
       stof::cuda::FindSm90(static_cast<int>(row.D), args.dtype == stof::DType::kBF16,
-                           args.bias != nullptr      ? stof::cuda::Extras::kPairs
-                           : row.extra != Row::kNone ? stof::cuda::Extras::kDistances
-                                                     : stof::cuda::Extras::kNone);
+                           args.bias != nullptr      ? stof::cuda::ScoreMod::kFullBias
+                           : row.extra != Row::kNone ? stof::cuda::ScoreMod::kRelativeBias
+                                                     : stof::cuda::ScoreMod::kNone);
   double best = chosen;
   Report(R"(, "kernels": [)");
   int at = 0;
@@ -299,9 +299,9 @@ void MeasureAll(const Row& row, const stof::AttentionArgs& args, const stof::Att
     const double us = Time(row, {args}, row.launches, mask, sizes, space, at);
     best = std::min(best, us);
     std::printf("    kernel %d (%3d x %3d, %d): %9.1f us, model %9.1f\n", at, kernel->rows, kernel->keys,
-                kernel->workers, us, static_cast<double>(model) * 1e-3);
+                kernel->ctas_per_sm, us, static_cast<double>(model) * 1e-3);
     Report(R"(%s{"rows": %d, "keys": %d, "workers": %d, "us": %.2f, "model_us": %.2f})", at == 0 ? "" : ", ",
-           kernel->rows, kernel->keys, kernel->workers, us, static_cast<double>(model) * 1e-3);
+           kernel->rows, kernel->keys, kernel->ctas_per_sm, us, static_cast<double>(model) * 1e-3);
   }
   std::printf("    regret %.1f %%\n", 100.0 * (chosen / best - 1.0));
   Report("]");

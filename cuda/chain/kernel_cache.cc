@@ -13,7 +13,7 @@
 #include "cuda/chain/disk_cache.h"
 #include "cuda/chain/nvrtc.h"
 #include "cuda/chain/prebuilt.h"
-#include "cuda/mask/device_mask.h"
+#include "cuda/common/status.h"
 #include "stof_build_id.h"
 
 namespace stof {

@@ -14,7 +14,7 @@
 #include "cuda/chain/codegen.h"
 #include "cuda/chain/kernel_cache.h"
 #include "cuda/chain/params.h"
-#include "cuda/mask/device_mask.h"
+#include "cuda/common/status.h"
 #include "plugins/core/host/quoted.h"
 
 namespace stof {

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// The barrier of a cluster, which only code for 9.0 and later has.
+// The barrier of a thread block cluster, compute capability 9.0 and later.
 #ifndef STOF_CUDA_COMMON_CLUSTER_CUH_
 #define STOF_CUDA_COMMON_CLUSTER_CUH_
 
 namespace stof {
 namespace cuda {
 
-// All threads of a cluster arrive; what they wrote before is seen by all after the wait.
+// All threads of the cluster arrive. After the wait all of them see what any wrote before.
 __device__ __forceinline__ void ArriveAtCluster() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");

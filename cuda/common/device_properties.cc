@@ -7,14 +7,14 @@
 #include <cstdlib>
 #include <mutex>
 
-#include "cuda/mask/device_mask.h"
+#include "cuda/common/status.h"
 
 namespace stof {
 namespace cuda {
 
 namespace {
 
-// What the environment variable says; 0 without one.
+// The value of an environment variable; 0 where it is unset.
 int Limit(const char* variable) {
   const char* const text = std::getenv(variable);
   return text == nullptr ? 0 : std::atoi(text);
@@ -22,31 +22,31 @@ int Limit(const char* variable) {
 
 }  // namespace
 
-Status Facts(DeviceFacts* facts) {
+Status GetDeviceProperties(DeviceProperties* properties) {
   constexpr int kDevices = 64;
   static std::mutex mutex;
-  static DeviceFacts known[kDevices];
+  static DeviceProperties known[kDevices];
   int device = 0;
   STOF_RETURN_IF_ERROR(ToStatus(cudaGetDevice(&device), "current device"));
   const std::lock_guard<std::mutex> lock(mutex);
-  DeviceFacts scratch;
-  DeviceFacts& found = device < kDevices ? known[device] : scratch;
+  DeviceProperties scratch;
+  DeviceProperties& found = device < kDevices ? known[device] : scratch;
   if (found.capability == 0) {
     int major = 0, minor = 0, l2 = 0;
     STOF_RETURN_IF_ERROR(ToStatus(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "device"));
     STOF_RETURN_IF_ERROR(ToStatus(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "device"));
     STOF_RETURN_IF_ERROR(ToStatus(cudaDeviceGetAttribute(&l2, cudaDevAttrL2CacheSize, device), "device"));
     STOF_RETURN_IF_ERROR(
-        ToStatus(cudaDeviceGetAttribute(&found.multiprocessors, cudaDevAttrMultiProcessorCount, device), "device"));
+        ToStatus(cudaDeviceGetAttribute(&found.sm_count, cudaDevAttrMultiProcessorCount, device), "device"));
     found.l2_bytes = l2;
     found.capability = 10 * major + minor;
-    // For tests of one kernel on a device that another serves better, and of many rows a worker in small problems.
+    // Tests run a kernel on a device that has a better one, and small problems with many tile rows a CTA.
     const int most = Limit("STOF_CUDA_CAPABILITY");
     if (most >= 80) found.capability = std::min(found.capability, most);
     const int few = Limit("STOF_CUDA_MULTIPROCESSORS");
-    if (few > 0) found.multiprocessors = std::min(found.multiprocessors, few);
+    if (few > 0) found.sm_count = std::min(found.sm_count, few);
   }
-  *facts = found;
+  *properties = found;
   return Status();
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is asked of a device once.
+// Properties of a device that the choice of kernels needs; each device is asked once.
 #ifndef STOF_CUDA_COMMON_DEVICE_PROPERTIES_H_
 #define STOF_CUDA_COMMON_DEVICE_PROPERTIES_H_
 
@@ -10,14 +10,14 @@
 namespace stof {
 namespace cuda {
 
-struct DeviceFacts {
+struct DeviceProperties {
   int capability = 0;  // 10 * major + minor
-  int multiprocessors = 0;
+  int sm_count = 0;
   int64_t l2_bytes = 0;
 };
 
-// Those of the current device.
-Status Facts(DeviceFacts* facts);
+// Those of the current device. STOF_CUDA_CAPABILITY and STOF_CUDA_MULTIPROCESSORS lower them, for tests.
+Status GetDeviceProperties(DeviceProperties* properties);
 
 }  // namespace cuda
 }  // namespace stof

@@ -7,7 +7,7 @@
 #include <mutex>
 #include <set>
 
-#include "cuda/mask/device_mask.h"
+#include "cuda/common/status.h"
 
 namespace stof {
 namespace cuda {
@@ -20,8 +20,8 @@ struct Loading {
   ~Loading() { only_loading = false; }
 };
 
-// Addresses where nothing is.
-void* Imagine(void* self, size_t bytes) {
+// An allocator of addresses that name no memory.
+void* FakeAllocate(void* self, size_t bytes) {
   constexpr uintptr_t kLine = 256;
   auto* const next = static_cast<uintptr_t*>(self);
   const uintptr_t at = *next;
@@ -29,41 +29,40 @@ void* Imagine(void* self, size_t bytes) {
   return reinterpret_cast<void*>(at);
 }
 
-// One recording at a time in a process: what several threads record at once, the driver would load at once.
+// A process captures one run at a time: else the driver would load the kernels of several threads at once.
 std::mutex& OneAtATime() {
   static auto* mutex = new std::mutex;  // never destroyed: threads may outlive static objects
   return *mutex;
 }
 
-// A stream that is there for one recording.
-struct OwnStream {
-  OwnStream() { status = ToStatus(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream"); }
-  OwnStream(const OwnStream&) = delete;
-  OwnStream& operator=(const OwnStream&) = delete;
-  ~OwnStream() {
+// A stream for one capture.
+struct CaptureStream {
+  CaptureStream() { status = ToStatus(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream"); }
+  CaptureStream(const CaptureStream&) = delete;
+  CaptureStream& operator=(const CaptureStream&) = delete;
+  ~CaptureStream() {
     if (stream != nullptr) cudaStreamDestroy(stream);
-    cudaGetLastError();  // not to be found by others
+    cudaGetLastError();  // cleared, so that no later call reports it
   }
   Status status;
   cudaStream_t stream = nullptr;
 };
 
 Status Record(Queue queue, void* self, RunContext context, cudaGraphExec_t* executable) {
-  const RelaxedCapture relaxed;  // another thread may capture
-  const OwnStream own;
+  const RelaxedCapture relaxed;  // another thread may capture at the same time
+  const CaptureStream own;
   STOF_RETURN_IF_ERROR(own.status);
-  STOF_RETURN_IF_ERROR(
-      ToStatus(cudaStreamBeginCapture(own.stream, cudaStreamCaptureModeRelaxed), "recording of kernels"));
+  STOF_RETURN_IF_ERROR(ToStatus(cudaStreamBeginCapture(own.stream, cudaStreamCaptureModeRelaxed), "graph capture"));
   context.stream = own.stream;
   Status status;
   try {
     status = queue(self, context);
-  } catch (const std::exception& error) {  // the recording has to end
+  } catch (const std::exception& error) {  // the capture has to end
     status = Status::Error(error.what());
   }
   cudaGraph_t graph = nullptr;
   const cudaError_t ended = cudaStreamEndCapture(own.stream, &graph);
-  if (status.ok()) status = ToStatus(ended, "recording of kernels");
+  if (status.ok()) status = ToStatus(ended, "graph capture");
   if (status.ok()) status = ToStatus(cudaGraphInstantiate(executable, graph, 0), "instantiation of a graph");
   if (graph != nullptr) cudaGraphDestroy(graph);
   return status;
@@ -75,18 +74,18 @@ bool IsOnlyLoading() { return only_loading; }
 
 Status LoadKernels(uint64_t key, Queue queue, void* self, const RunContext& context) {
   static auto* loaded = new std::set<uint64_t>;
-  // Whoever wants the same kernels waits until they are there.
+  // Another thread that needs the same kernels waits here until they are loaded.
   const std::lock_guard<std::mutex> lock(OneAtATime());
   if (loaded->count(key) != 0) return Status();
   uintptr_t next = uintptr_t{1} << 30;
-  RunContext imagined = context;
-  imagined.allocate = Imagine;
-  imagined.self = &next;
+  RunContext capture_context = context;
+  capture_context.allocate = FakeAllocate;
+  capture_context.self = &next;
   cudaGraphExec_t executable = nullptr;
   const Loading loading;
-  const Status status = Record(queue, self, imagined, &executable);
+  const Status status = Record(queue, self, capture_context, &executable);
   if (executable != nullptr) cudaGraphExecDestroy(executable);
-  constexpr size_t kMostKeys = 1 << 16;  // sizes that change with every run must not fill the memory
+  constexpr size_t kMostKeys = 1 << 16;  // bounds the memory where sizes change with every run
   if (loaded->size() >= kMostKeys) loaded->clear();
   if (status.ok()) loaded->insert(key);
   return status;
@@ -104,7 +103,7 @@ Status RecordRun(Queue queue, void* self, const RunContext& context, void** reco
 
 Status LaunchRecorded(void* recorded, void* stream) {
   return ToStatus(cudaGraphLaunch(static_cast<cudaGraphExec_t>(recorded), static_cast<cudaStream_t>(stream)),
-                  "launch of a recorded run");
+                  "launch of a captured run");
 }
 
 void DropRecorded(void* recorded) {

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the host and the device compute alike.
+// STOF_HD marks functions that both the host and the device call. Unlike STOF_HOST_DEVICE of
+// plugins/core/mask/expr_operate.h, it leaves inlining to the compiler.
 #ifndef STOF_CUDA_COMMON_HOST_DEVICE_H_
 #define STOF_CUDA_COMMON_HOST_DEVICE_H_
 
 #if defined(__CUDACC__)
-#define STOF_EVERYWHERE __host__ __device__
+#define STOF_HD __host__ __device__
 #else
-#define STOF_EVERYWHERE
+#define STOF_HD
 #endif
 
 #endif  // STOF_CUDA_COMMON_HOST_DEVICE_H_

@@ -14,7 +14,7 @@
 namespace stof {
 namespace cuda {
 
-// Bytes of shared memory of a CTA, or less: STOF_CUDA_SHARED_KIB, read once, is for tests of what smaller devices run.
+// The given shared memory of a CTA, capped by STOF_CUDA_SHARED_KIB: tests run what smaller devices run.
 inline int CappedShared(int bytes) {
   static const int most = [] {
     const char* text = std::getenv("STOF_CUDA_SHARED_KIB");
@@ -24,8 +24,8 @@ inline int CappedShared(int bytes) {
   return std::min(bytes, most);
 }
 
-// Allows a kernel its dynamic shared memory, which loads it, once on a device. kKernel is a template parameter, so that
-// each kernel has its own record of where that was.
+// Sets a kernel's dynamic shared memory, once a device, which also loads it. kKernel is a template parameter, so that
+// each kernel has its own record of the devices.
 template <typename Params, void (*kKernel)(const Params)>
 int LoadKernel(int shared_bytes) {
   static std::atomic<uint64_t> allowed{0};  // a bit for each of the first 64 devices
@@ -41,10 +41,10 @@ int LoadKernel(int shared_bytes) {
   return 0;
 }
 
-// Not <<<>>>, after which only the thread's last error can be asked for, whoever made it.
+// Launches a kernel and gives the error of this launch; <<<>>> gives the thread's last error, whoever caused it.
 //
-// early: the kernel may start before the one in front of it has ended, for which it waits itself before it reads or
-// writes any memory (programmatic dependent launch).
+// early: programmatic dependent launch. The kernel may start before the previous one has ended, and waits for it before
+// it touches memory.
 template <typename Params, void (*kKernel)(const Params)>
 int LaunchKernel(const Params& params, unsigned ctas, unsigned threads, int shared_bytes, void* stream,
                  bool early = false) {
@@ -65,14 +65,14 @@ int LaunchKernel(const Params& params, unsigned ctas, unsigned threads, int shar
 }
 
 #ifdef __CUDACC__
-// ---- kernels behind each other (programmatic dependent launch): code for 9.0 and later ----
-// Lets the next kernel of the stream start, if it was launched to start early; it waits on its own.
+// ---- programmatic dependent launch: compute capability 9.0 and later ----
+// Lets the next kernel of the stream start if it was launched early.
 __device__ __forceinline__ void LetNextStart() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
-// Until the kernels before have ended and what they wrote is there.
+// Waits until the previous kernels have ended and their writes are visible.
 __device__ __forceinline__ void WaitForPrevious() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

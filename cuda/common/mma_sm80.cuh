@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Thin wrappers of the instructions of compute capability 8.0 that the kernels use.
+// Wrappers of instructions of compute capability 8.0: cp.async, ldmatrix, mma.sync, special functions.
 #ifndef STOF_CUDA_COMMON_MMA_SM80_CUH_
 #define STOF_CUDA_COMMON_MMA_SM80_CUH_
 
@@ -15,7 +15,7 @@ __device__ __forceinline__ uint32_t SharedAddress(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// 16 bytes from global to shared memory; zeros where not `valid`, and then nothing is read.
+// Copies 16 bytes from global to shared memory; writes zeros, and reads nothing, where not `valid`.
 __device__ __forceinline__ void CopyAsync16(uint32_t to, const void* from, bool valid) {
   const int bytes = valid ? 16 : 0;
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes));
@@ -73,8 +73,8 @@ __device__ __forceinline__ uint32_t Pack<__nv_bfloat16>(float low, float high) {
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
-// Words of memory that no kernel writes, aligned as far as their number has factors of 2. Not __ldg: the compiler moved
-// one out of the branch that guards its address, and read from null.
+// Loads words that no kernel writes; kCount words aligned by its factors of 2. Not __ldg: the compiler moved one out of
+// the branch that guards its address, and read from null.
 template <int kCount>
 __device__ __forceinline__ void LoadConstant(uint32_t (&r)[kCount], const uint32_t* from) {
   if constexpr (kCount % 4 == 0) {
@@ -106,13 +106,13 @@ __device__ __forceinline__ float Exp2(float x) {
   return y;
 }
 
-// 1 / x to the last bit but one, by the special function unit; 0 for infinity.
+// 1 / x by the special function unit, with an error of one unit in the last place; 0 for infinity.
 __device__ __forceinline__ float Reciprocal(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-// The larger number; NaN if one of them is.
+// The larger number; NaN if either is NaN.
 __device__ __forceinline__ float MaxOrNan(float x, float y) {
   float z;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Thin wrappers of what compute capability 9.0a adds: warpgroup matrix products, bulk tensor copies, transaction
-// barriers.
+// Wrappers of what compute capability 9.0a adds: wgmma, TMA copies and mbarriers.
 #ifndef STOF_CUDA_COMMON_MMA_SM90_CUH_
 #define STOF_CUDA_COMMON_MMA_SM90_CUH_
 
@@ -15,18 +14,18 @@ namespace cuda {
 
 constexpr int kWarpgroup = 128;  // threads
 
-// ---- barriers in shared memory, by address ----
+// ---- mbarriers, by their address in shared memory ----
 __device__ __forceinline__ void InitBarrier(uint32_t barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
 }
-// Makes initialized barriers visible to the copy engine.
+// Makes initialized barriers visible to TMA.
 __device__ __forceinline__ void FenceBarrierInit() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 __device__ __forceinline__ void Arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// Arrives, and lets the phase end only after so many more bytes were copied.
+// Arrives; the phase ends only after TMA has copied `bytes` more.
 __device__ __forceinline__ void ArriveExpect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
@@ -43,20 +42,20 @@ __device__ __forceinline__ void Wait(uint32_t barrier, uint32_t parity) {
       : "memory");
 }
 
-// A number that the compiler cannot work out again.
+// The same number, which the compiler cannot recompute: it stays in a register.
 __device__ __forceinline__ uint32_t Opaque(uint32_t x) {
   uint32_t y;
   asm volatile("mov.b32 %0, %1;" : "=r"(y) : "r"(x));
   return y;
 }
-// A word that no kernel writes.
+// Loads a word that no kernel writes.
 __device__ __forceinline__ uint32_t LoadWord(const uint32_t* from) {
   uint32_t x;
   asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(x) : "l"(from));
   return x;
 }
 
-// Has a line of 128 bytes come to the L2 cache.
+// Prefetches a line of 128 bytes into L2.
 __device__ __forceinline__ void PrefetchLine(const void* line) { asm volatile("prefetch.global.L2 [%0];" ::"l"(line)); }
 
 __device__ __forceinline__ void LoadShared(int (&r)[2], uint32_t address) {
@@ -87,7 +86,7 @@ __device__ __forceinline__ float2 Unpack<__nv_bfloat16>(uint32_t pair) {
   return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&pair));
 }
 
-// ---- hardware barriers among warps of a CTA ----
+// ---- named barriers of a CTA ----
 __device__ __forceinline__ void SyncNamed(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -95,8 +94,8 @@ __device__ __forceinline__ void ArriveNamed(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// ---- bulk copies ----
-// The box of a tensor [B, H, S, D] at these coordinates, zeros beyond its ends; counts its bytes off the barrier.
+// ---- TMA ----
+// Loads the box of a tensor [B, H, S, D] at these coordinates, zeros out of bounds; completes its bytes on the barrier.
 __device__ __forceinline__ void CopyTensor(uint32_t to, const CUtensorMap* map, uint32_t barrier, int d, int s, int h,
                                            int b) {
   asm volatile(
@@ -109,7 +108,7 @@ __device__ __forceinline__ void PrefetchMap(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<uint64_t>(map)) : "memory");
 }
 
-// Has a box come to the L2 cache.
+// Prefetches a box into L2.
 __device__ __forceinline__ void PrefetchTensor(const CUtensorMap* map, int d, int s, int h, int b) {
   asm volatile(
       "cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(reinterpret_cast<uint64_t>(map)),
@@ -117,7 +116,7 @@ __device__ __forceinline__ void PrefetchTensor(const CUtensorMap* map, int d, in
       : "memory");
 }
 
-// From shared memory to the box; what lies beyond the tensor's ends is not written.
+// Stores shared memory to the box; out of bounds nothing is written.
 __device__ __forceinline__ void StoreTensor(const CUtensorMap* map, uint32_t from, int d, int s, int h, int b) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(
                    reinterpret_cast<uint64_t>(map)),
@@ -125,16 +124,16 @@ __device__ __forceinline__ void StoreTensor(const CUtensorMap* map, uint32_t fro
                : "memory");
 }
 __device__ __forceinline__ void CommitStores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Until all but the last kPending groups have read their memory.
+// Waits until all but the last kPending groups have read shared memory.
 template <int kPending>
 __device__ __forceinline__ void WaitStoresRead() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
-// Makes this thread's writes to shared memory visible to the copy engine.
+// Makes this thread's writes to shared memory visible to TMA.
 __device__ __forceinline__ void FenceForCopies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Four matrices of 8 x 8 halves: a thread has two neighbours of row lane / 4 of each, and says where row lane % 8 of
-// matrix lane / 8 begins.
+// Stores four 8 x 8 matrices of 16-bit values. A lane holds two neighbours of row lane / 4 of each, and gives the
+// address of row lane % 8 of matrix lane / 8.
 __device__ __forceinline__ void StoreMatrix4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0), "r"(r1),
                "r"(r2), "r"(r3)
@@ -151,32 +150,31 @@ __device__ __forceinline__ void GiveRegisters() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 
-// ---- warpgroup matrix products ----
-// Operands in shared memory are rows of 128 bytes, 8 rows an atom of 1 KiB whose 16-byte chunks are exchanged by the
-// row (128-byte swizzle), as the copy engine writes them. Along the inner dimension (rows are M or N, the contiguous
-// axis is K): atoms follow each other every 1024 bytes.
-// An operand's description is a low word, which is additive (what lies 16 bytes further has one more), and a constant.
+// ---- wgmma ----
+// Operands in shared memory have TMA's 128-byte swizzle: rows of 128 bytes, 8 rows an atom of 1 KiB. A descriptor is a
+// constant and a low word, which grows by one every 16 bytes.
+// K-major (rows are M or N, the contiguous axis is K): atoms follow each other every 1024 bytes.
 __device__ __forceinline__ uint32_t DescribeInner(uint32_t address) { return address >> 4 | 1u << 16; }
-// Across it (rows are K, the contiguous axis is N): 64 columns an atom, the next 64 columns `columns` bytes further.
+// MN-major (rows are K, the contiguous axis is N): 64 columns an atom, the next 64 columns `columns` bytes further.
 __device__ __forceinline__ uint32_t DescribeAcross(uint32_t address, uint32_t columns) {
   return address >> 4 | columns >> 4 << 16;
 }
 __device__ __forceinline__ uint64_t Operand(uint32_t low) { return uint64_t{1024 >> 4 | 1u << 30} << 32 | low; }
 
-__device__ __forceinline__ void ProductFence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void ProductCommit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void WgmmaFence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void WgmmaCommit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int kPending>
-__device__ __forceinline__ void ProductWait() {
+__device__ __forceinline__ void WgmmaWait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
-// Ties registers that products in flight read or write to this place of the program.
+// Keeps the compiler from moving accesses to registers that a wgmma in flight uses across this point.
 template <int kCount>
-__device__ __forceinline__ void Hold(float (&r)[kCount]) {
+__device__ __forceinline__ void PinRegisters(float (&r)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(r[i])::"memory");
 }
 template <int kCount>
-__device__ __forceinline__ void Hold(uint32_t (&r)[kCount]) {
+__device__ __forceinline__ void PinRegisters(uint32_t (&r)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(r[i])::"memory");
 }
@@ -216,9 +214,10 @@ __device__ __forceinline__ void Hold(uint32_t (&r)[kCount]) {
   "%100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, "     \
   "%116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}"
 
-// Inner: c[64 x N] (+)= a[64 x 16] · b[N x 16]ᵀ, both in shared memory along the inner dimension.
-// Across: c[64 x N] += a[64 x 16] · b[16 x N], a in registers, b in shared memory across the inner dimension.
-// A thread has N / 2 elements of c: of block j of 8 columns 4 j up to 4 j + 3, two of a row and two of 8 rows below.
+// Inner: c[64 x N] (+)= a[64 x 16] · b[N x 16]ᵀ, both K-major in shared memory.
+// Across: c[64 x N] += a[64 x 16] · b[16 x N], a in registers, b MN-major in shared memory.
+// A thread has N / 2 elements of c: elements 4 j to 4 j + 3 are of block j of 8 columns, two of a row and two 8 rows
+// below.
 template <typename T>
 struct Wgmma;
 #define STOF_WGMMA(type, name)                                                                                         \

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A CUDA context works in the process that made it, not in a child that is forked off later: there calls may fail, hang
-// or crash. Plain C++.
+// Guards against CUDA in forked children: a context works only in the process that made it. In a child its calls may
+// fail, hang or crash. Plain C++.
 #ifndef STOF_CUDA_COMMON_ONE_PROCESS_H_
 #define STOF_CUDA_COMMON_ONE_PROCESS_H_
 
@@ -10,7 +10,7 @@
 namespace stof {
 namespace cuda {
 
-// Whether this process may use CUDA through this library: not where a process that it was forked from has done so.
+// Whether this process may use CUDA through this library: no process that it was forked from has done so.
 inline bool IsCudaUsable() {
   static SingleProcess process;
   return process.Enter();

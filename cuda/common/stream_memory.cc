@@ -5,13 +5,13 @@
 #include <mutex>
 #include <optional>
 
-#include "cuda/mask/device_mask.h"
+#include "cuda/common/status.h"
 
 namespace stof {
 namespace cuda {
 namespace {
 
-// Whether the stream is captured; nothing where CUDA cannot say.
+// Whether the stream is being captured; no value where CUDA gives an error.
 std::optional<bool> CaptureOf(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   if (cudaStreamIsCapturing(stream, &status) == cudaSuccess) return status != cudaStreamCaptureStatusNone;
@@ -19,11 +19,11 @@ std::optional<bool> CaptureOf(cudaStream_t stream) {
   return std::nullopt;
 }
 
-// What may be captured gets memory that nobody else gets.
+// A stream whose state is unknown counts as captured: its memory is never shared.
 bool IsCaptured(cudaStream_t stream) { return CaptureOf(stream).value_or(true); }
 
-// A pool of this library's own for each device, so that its settings are nobody else's; nullptr without. What is not
-// used stays in it up to 64 MiB or the largest block that was asked for, which would else be mapped anew in every run.
+// The library's own memory pool of a device; nullptr where the device has none. The pool keeps unused memory up to
+// 64 MiB, or up to the largest block that was requested: else every run would map it again.
 cudaMemPool_t PoolOf(int device, size_t bytes) {
   constexpr int kDevices = 64;
   constexpr uint64_t kKept = uint64_t{64} << 20;
@@ -93,7 +93,7 @@ bool CapturedOrDone(void* stream) {
   if (captured.value_or(false)) return true;
   if (cudaStreamSynchronize(on) == cudaSuccess) return false;
   cudaGetLastError();
-  return !captured.has_value();  // where CUDA could not say, a stream that cannot be waited for is captured
+  return !captured.has_value();  // of unknown state: a stream that cannot be synchronized is captured
 }
 
 void Relaxed(void (*run)(void* self), void* self) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Memory in the order of a stream, and what else of streams has nothing to do with attention.
+// Stream-ordered memory, and the capture state of streams.
 #ifndef STOF_CUDA_COMMON_STREAM_MEMORY_H_
 #define STOF_CUDA_COMMON_STREAM_MEMORY_H_
 
@@ -10,14 +10,14 @@
 namespace stof {
 namespace cuda {
 
-// As CudaBackend has them.
+// The functions of these names in CudaBackend (plugins/core/contract/cuda_backend.h).
 bool Take(void* stream, size_t bytes, void** memory);
 void Give(void* stream, void* memory);
 bool Captured(void* stream);
 bool CapturedOrDone(void* stream);
 void Relaxed(void (*run)(void* self), void* self);
 
-// A stream of this library's own on the current device, for uploads that come before the stream of a run is known.
+// The library's own stream on the current device, for uploads before the stream of a run is known.
 Status UploadStream(cudaStream_t* stream);
 
 }  // namespace cuda

@@ -10,13 +10,13 @@
 #include <string>
 #include <vector>
 
-#include "cuda/mask/device_mask.h"
+#include "cuda/common/status.h"
 
 namespace stof {
 namespace cuda {
 namespace {
 
-// Device memory that goes when this does. What a run asks for comes in the same order in the next one.
+// Device memory, freed with this object. After Rewind a run gets the blocks of the run before, in the same order.
 class Memory {
  public:
   ~Memory() {
@@ -44,7 +44,7 @@ class Memory {
   size_t next_ = 0;
 };
 
-// A part of a tensor that is repeated: drawing all numbers would take longer than the timing.
+// The first values of a tensor, which repeat: random numbers for all of it would take longer than the timing.
 std::vector<char> Pattern(DType dtype, size_t bytes, uint32_t seed) {
   constexpr size_t kMost = size_t{4} << 20;
   std::vector<char> pattern(std::min(bytes, kMost), 0);
@@ -85,7 +85,7 @@ Status Place(const Tensor& from, uint32_t seed, Memory* memory, Tensor* to) {
   return Status();
 }
 
-// What has to be given back whatever happens.
+// CUDA handles, freed on every path.
 struct Handles {
   cudaStream_t stream = nullptr;
   cudaGraph_t graph = nullptr;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How long an operator takes on the device, alone: for the tuner.
+// Times an operator on the device, for the tuner.
 #ifndef STOF_CUDA_COMMON_TIME_OP_H_
 #define STOF_CUDA_COMMON_TIME_OP_H_
 
@@ -8,9 +8,9 @@
 namespace stof {
 namespace cuda {
 
-// Microseconds of one run of a prepared operator, the median of replays of a captured graph for up to `seconds`. Inputs
-// with data are copied from host memory (constants among them are not read by the kernels), those without are filled
-// with random numbers of magnitude below 2, integers with zeros.
+// Microseconds of one run of a prepared operator: the median of a captured graph's replays for up to `seconds`. Inputs
+// with data are copied from host memory. Inputs without are filled with random numbers below 2 in magnitude, integers
+// with zeros.
 Status TimeOp(const Op& op, const Tensor* inputs, int input_count, int output_count, double seconds,
               double* microseconds);
 

@@ -7,7 +7,7 @@
 #include <list>
 #include <vector>
 
-#include "cuda/mask/device_mask.h"
+#include "cuda/common/status.h"
 
 namespace stof {
 namespace cuda {

@@ -9,8 +9,8 @@
 #include <mutex>
 #include <tuple>
 
+#include "cuda/common/status.h"
 #include "cuda/gemm/cublaslt.h"
-#include "cuda/mask/device_mask.h"
 
 namespace stof {
 namespace cuda {

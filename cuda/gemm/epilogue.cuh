@@ -3,6 +3,7 @@
 #ifndef STOF_CUDA_GEMM_EPILOGUE_CUH_
 #define STOF_CUDA_GEMM_EPILOGUE_CUH_
 
+#include "cuda/common/math.h"
 #include "cuda/common/mma_sm80.cuh"
 #include "cuda/gemm/params.h"
 #include "plugins/core/gemm/activation.h"
@@ -26,7 +27,7 @@ __device__ __forceinline__ float Relu(float x) {
 // x / (1 + 2^-s).
 __device__ __forceinline__ float Gated(float x, float s) { return x * FastReciprocal(1.0f + Exp2(-s)); }
 
-__device__ __forceinline__ float Silu(float x) { return Gated(x, 1.44269504f * x); }
+__device__ __forceinline__ float Silu(float x) { return Gated(x, kLog2E * x); }
 
 // x F(x) of a distribution F that is symmetric about 0: max(x, 0) - z F(-z) with z = |x|. F(-z) is a power of two whose
 // logarithm is a polynomial of z, fitted on [0, 6] for the least relative error of the result where that exceeds 6e-5

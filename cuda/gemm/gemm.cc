@@ -14,11 +14,12 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/common/one_process.h"
+#include "cuda/common/status.h"
 #include "cuda/gemm/autotune.h"
 #include "cuda/gemm/cublaslt_gemm.h"
 #include "cuda/gemm/params.h"
 #include "cuda/gemm/run.h"
-#include "cuda/mask/device_mask.h"
 
 namespace stof {
 namespace cuda {

@@ -323,7 +323,7 @@ __global__ void __cluster_dims__(S::kCm* S::kCn, 1, 1) __launch_bounds__(S::kThr
         const uint32_t rows = DescribeInner(S::kTurns ? a : a + group * 64 * 128);
         const uint32_t columns = DescribeAcross(a + S::kBytesA, kAtom);
         Wait(full + 8 * stage, parity);
-        ProductFence();
+        WgmmaFence();
 #pragma unroll
         for (int i = 0; i < kDepth / 16; ++i) {
 #pragma unroll
@@ -332,18 +332,18 @@ __global__ void __cluster_dims__(S::kCm* S::kCn, 1, 1) __launch_bounds__(S::kThr
                                 Operand(columns + i * (16 * 128 >> 4)), step + i > 0 ? 1 : 0);
           }
         }
-        ProductCommit();
+        WgmmaCommit();
         if (step > 0) {
-          ProductWait<1>();
+          WgmmaWait<1>();
           const uint32_t before = stage == 0 ? S::kStages - 1 : stage - 1;
           if (tells) ArriveAt(empty + 8 * before, told);
         }
         if (++stage == S::kStages) stage = 0, parity ^= 1;
       }
       if (S::kTurns && tile + clusters < tiles) ArriveNamed(kTurnBarrier + 1 - group, 2 * kWarpgroup);
-      ProductWait<0>();
+      WgmmaWait<0>();
 #pragma unroll
-      for (int block = 0; block < S::kBlocks; ++block) Hold(c[block]);
+      for (int block = 0; block < S::kBlocks; ++block) PinRegisters(c[block]);
       const uint32_t last = stage == 0 ? S::kStages - 1 : stage - 1;
       if (tells) ArriveAt(empty + 8 * last, told);
       if (S::kTurns) pass(p.steps);

@@ -10,6 +10,7 @@
 
 #include "cuda/common/graph_capture.h"
 #include "cuda/common/one_process.h"
+#include "cuda/common/status.h"
 #include "cuda/mask/fragments.h"
 #include "cuda/mask/stacked_mask.h"
 #include "plugins/core/host/hash.h"
@@ -72,8 +73,9 @@ int64_t LongestRow(const BlockMask& mask) {
 
 // The tile schedule depends on these costs, in which kernels of one tile differ.
 uint64_t HashOf(const TileCost& cost) {
-  uint64_t hash = (cost.cuts ? 1 : 0) + (cost.draws ? 2 : 0);
-  for (const int64_t x : {cost.row, cost.full, cost.partial, cost.split, cost.half, int64_t{cost.teams}}) {
+  uint64_t hash = (cost.can_split_rows ? 1 : 0) + (cost.dynamic ? 2 : 0);
+  for (const int64_t x :
+       {cost.row, cost.full, cost.partial, cost.split_kv, cost.half_tile_pct, int64_t{cost.ctas_per_sm}}) {
     hash = MixHash(hash, static_cast<uint64_t>(x));
   }
   return hash;
@@ -85,9 +87,9 @@ DeviceMaskKey KeyOf(int device, uint64_t hash, const ExprSizes& sizes, const Mas
   key.expression = hash;
   key.sizes = sizes;
   key.m = form.m, key.n = form.n;
-  key.workers = form.workers;
-  key.section = form.section;
-  key.sharing = form.sharing;
+  key.ctas = form.ctas;
+  key.l2_heads = form.l2_heads;
+  key.group_size = form.group_size;
   key.cost = HashOf(form.cost);
   key.group = form.group;
   key.fragments = form.fragments;
@@ -119,23 +121,16 @@ std::vector<uint32_t> ToFragments(const BlockMask& mask) {
 
 uint64_t DeviceMaskKey::Hash() const {
   const auto word = [](int64_t x) { return static_cast<uint64_t>(x); };
-  return HashWords({word(device), sizes.Hash(), word(m), word(n), word(workers), word(section), word(sharing), cost,
+  return HashWords({word(device), sizes.Hash(), word(m), word(n), word(ctas), word(l2_heads), word(group_size), cost,
                     word(group), fragments ? 1u : 0u},
                    expression);
 }
 
 std::string DeviceMaskKey::Print() const {
   return "device " + std::to_string(device) + " expression " + std::to_string(expression) + " " + sizes.Print() +
-         " tile " + std::to_string(m) + "x" + std::to_string(n) + " workers " + std::to_string(workers) + " section " +
-         std::to_string(section) + " sharing " + std::to_string(sharing) + " cost " + std::to_string(cost) + " group " +
-         std::to_string(group) + (fragments ? " fragments" : "");
-}
-
-Status ToStatus(cudaError_t error, const char* what) {
-  if (error == cudaSuccess) return Status();
-  cudaGetLastError();  // not to be found by others
-  return Status::Error(std::string(what) + ": CUDA error " + std::to_string(static_cast<int>(error)) + ", " +
-                       cudaGetErrorString(error));
+         " tile " + std::to_string(m) + "x" + std::to_string(n) + " CTAs " + std::to_string(ctas) + " L2 heads " +
+         std::to_string(l2_heads) + " group size " + std::to_string(group_size) + " cost " + std::to_string(cost) +
+         " group " + std::to_string(group) + (fragments ? " fragments" : "");
 }
 
 MaskEntry::~MaskEntry() {
@@ -148,7 +143,7 @@ MaskEntry::~MaskEntry() {
 Status MaskEntry::Upload(const BlockMask& mask, const ExprSizes& sizes, const MaskForm& form, bool stacked,
                          cudaStream_t stream) {
   const size_t tile = static_cast<size_t>(mask.m) * static_cast<size_t>(mask.n) / 32;
-  if (form.workers > 0 && mask.bits.size() / tile > static_cast<size_t>(kIdMask)) {
+  if (form.ctas > 0 && mask.bits.size() / tile > static_cast<size_t>(kIdMask)) {
     return Status::Error("the mask has " + std::to_string(mask.bits.size() / tile) +
                          " different tiles that are neither empty nor full, expected at most " +
                          std::to_string(kIdMask));
@@ -158,11 +153,11 @@ Status MaskEntry::Upload(const BlockMask& mask, const ExprSizes& sizes, const Ma
   stacked_ = stacked;
   one_row_ = mask.full_begin.size() == 1;
   if (one_row_) one_row_full_ = mask.full_begin[0];
-  WorkPlan plan;
-  Walk walk;
-  if (form.workers > 0 && IsPlanned(mask, sizes.B, sizes.H)) {
-    walk = WalkOf(mask);
-    plan = PlanWork(mask, walk, sizes.B, sizes.H, form.workers, form.section, form.cost, true, form.sharing);
+  TileSchedule plan;
+  TileList list;
+  if (form.ctas > 0 && CanSchedule(mask, sizes.B, sizes.H)) {
+    list = MakeTileList(mask);
+    plan = MakeTileSchedule(mask, list, sizes.B, sizes.H, form.ctas, form.l2_heads, form.cost, true, form.group_size);
   }
   const std::vector<int32_t> order = OrderOf(mask);
   std::vector<char> image;
@@ -176,10 +171,11 @@ Status MaskEntry::Upload(const BlockMask& mask, const ExprSizes& sizes, const Ma
   };
   const size_t layout = put(mask.layout), row_ptr = put(mask.row_ptr), full = put(mask.full_begin);
   const bool planned = !plan.begin.empty();
-  const size_t tiles = put(planned ? walk.key_tile : mask.key_tile), ids = put(planned ? walk.code : mask.bits_id);
+  const size_t tiles = put(planned ? list.key_tile : mask.key_tile), ids = put(planned ? list.code : mask.bits_id);
   const size_t bits = form.fragments ? put(ToFragments(mask)) : put(mask.bits), ordered = put(order);
-  const size_t work = put(plan.items), starts = put(StartsOf(plan, walk)), cut = put(plan.cut);
-  const size_t counts = put(std::vector<int32_t>(plan.drawn() > 0 ? DrawCounts::kStreams * DrawCounts::kApart : 0, 0));
+  const size_t work = put(plan.tiles), starts = put(MakeCtaStarts(plan, list)), cut = put(plan.split_rows);
+  const size_t counts =
+      put(std::vector<int32_t>(plan.dynamic_tiles() > 0 ? TileCounters::kStreams * TileCounters::kStride : 0, 0));
   bytes_ = static_cast<int64_t>(std::max<size_t>(image.size(), 1));
   const RelaxedCapture relaxed;
   STOF_RETURN_IF_ERROR(ToStatus(cudaMalloc(&memory_, static_cast<size_t>(bytes_)), "memory for a block mask"));
@@ -203,14 +199,14 @@ Status MaskEntry::Upload(const BlockMask& mask, const ExprSizes& sizes, const Ma
   view_.bits = reinterpret_cast<const uint32_t*>(base + bits);
   view_.order = reinterpret_cast<const int32_t*>(base + ordered);
   if (planned) {
-    work_ = reinterpret_cast<const WorkItem*>(base + work);
-    work_start_ = reinterpret_cast<const WorkStart*>(base + starts);
-    workers_ = plan.workers();
-    drawn_begin_ = plan.begin.back(), drawn_end_ = static_cast<int32_t>(plan.items.size());
-    draw_counts_.Begin(reinterpret_cast<int32_t*>(static_cast<char*>(memory_) + counts));
-    cut_ = reinterpret_cast<const CutRow*>(base + cut);
-    cut_rows_ = static_cast<int32_t>(plan.cut.size());
-    parts_ = plan.parts();
+    tiles_ = reinterpret_cast<const WorkTile*>(base + work);
+    starts_ = reinterpret_cast<const CtaStart*>(base + starts);
+    ctas_ = plan.ctas();
+    dynamic_begin_ = plan.begin.back(), dynamic_end_ = static_cast<int32_t>(plan.tiles.size());
+    tile_counters_.Begin(reinterpret_cast<int32_t*>(static_cast<char*>(memory_) + counts));
+    split_rows_ = reinterpret_cast<const SplitRow*>(base + cut);
+    split_row_count_ = static_cast<int32_t>(plan.split_rows.size());
+    splits_ = plan.splits();
   }
   return Status();
 }

@@ -22,26 +22,12 @@
 namespace stof {
 namespace cuda {
 
-Status ToStatus(cudaError_t error, const char* what);
-
-// Lets the thread do what another thread's capture would forbid: allocate, free, ask for the state of an event.
-class RelaxedCapture {
- public:
-  RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
-  RelaxedCapture(const RelaxedCapture&) = delete;
-  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
-  ~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
-
- private:
-  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
-};
-
-// The form of a block mask that a kernel reads. workers 0: the kernel is not persistent and needs no tile schedule.
+// What a kernel wants of a block mask. ctas 0: it is not persistent and needs no tile schedule.
 struct MaskForm {
   int m = kTileRows, n = kTileKeys;
-  int workers = 0;
-  int64_t section = 1;     // heads whose keys and values fit the L2 cache
-  int64_t sharing = 1;     // query heads of a key head
+  int ctas = 0;
+  int64_t l2_heads = 1;    // heads whose keys and values fit the L2 cache
+  int64_t group_size = 1;  // query heads of a key head
   TileCost cost;           // of kernels with one tile, that of a row tells which
   bool fragments = false;  // bits in the order of fragments.h
   // Query heads of a key head whose rows may be stacked (stacked_mask.h), and the number of SMs, which decides it.
@@ -61,19 +47,19 @@ class MaskEntry {
   // Lets the stream wait for an upload that may not have ended.
   Status Join(cudaStream_t stream, bool captured) const;
   const DeviceMask& view() const { return view_; }
-  // The plan for up to form.workers; nullptr without one.
-  const WorkItem* work() const { return work_; }
-  const WorkStart* work_start() const { return work_start_; }
-  int workers() const { return workers_; }
-  // The items of dynamic scheduling, and their atomic counters.
-  int32_t drawn_begin() const { return drawn_begin_; }
-  int32_t drawn_end() const { return drawn_end_; }
-  const DrawCounts& draw_counts() const { return draw_counts_; }
-  // Rows with split-KV, and the number of splits of all of them.
-  const CutRow* cut() const { return cut_; }
-  int32_t cut_rows() const { return cut_rows_; }
-  int64_t parts() const { return parts_; }
-  // Whether the mask leaves a query fully masked.
+  // The tile schedule for up to form.ctas CTAs; nullptr without one.
+  const WorkTile* tiles() const { return tiles_; }
+  const CtaStart* starts() const { return starts_; }
+  int ctas() const { return ctas_; }
+  // Its dynamic tiles, and their atomic counters.
+  int32_t dynamic_begin() const { return dynamic_begin_; }
+  int32_t dynamic_end() const { return dynamic_end_; }
+  const TileCounters& tile_counters() const { return tile_counters_; }
+  // Its split rows, and the number of their splits.
+  const SplitRow* split_rows() const { return split_rows_; }
+  int32_t split_row_count() const { return split_row_count_; }
+  int64_t splits() const { return splits_; }
+  // Whether some query has no key by the mask alone.
   bool empty_rows() const { return empty_rows_; }
   // Tiles of the longest row.
   int64_t longest_row() const { return longest_row_; }
@@ -86,14 +72,14 @@ class MaskEntry {
 
  private:
   DeviceMask view_;
-  const WorkItem* work_ = nullptr;
-  const WorkStart* work_start_ = nullptr;
-  int workers_ = 0;
-  int32_t drawn_begin_ = 0, drawn_end_ = 0;
-  DrawCounts draw_counts_;
-  const CutRow* cut_ = nullptr;
-  int32_t cut_rows_ = 0;
-  int64_t parts_ = 0;
+  const WorkTile* tiles_ = nullptr;
+  const CtaStart* starts_ = nullptr;
+  int ctas_ = 0;
+  int32_t dynamic_begin_ = 0, dynamic_end_ = 0;
+  TileCounters tile_counters_;
+  const SplitRow* split_rows_ = nullptr;
+  int32_t split_row_count_ = 0;
+  int64_t splits_ = 0;
   bool empty_rows_ = false;
   int64_t longest_row_ = 0;
   bool stacked_ = false;
@@ -110,16 +96,16 @@ struct DeviceMaskKey {
   int device = 0;
   uint64_t expression = 0;  // MaskExpr::Hash
   ExprSizes sizes;
-  int m = 0, n = 0, workers = 0;
-  int64_t section = 0, sharing = 0;
+  int m = 0, n = 0, ctas = 0;
+  int64_t l2_heads = 0, group_size = 0;
   uint64_t cost = 0;  // hash of MaskForm::cost
   int64_t group = 0;
   bool fragments = false;
 
   bool operator==(const DeviceMaskKey& o) const {
     return device == o.device && expression == o.expression && sizes == o.sizes && m == o.m && n == o.n &&
-           workers == o.workers && section == o.section && sharing == o.sharing && cost == o.cost && group == o.group &&
-           fragments == o.fragments;
+           ctas == o.ctas && l2_heads == o.l2_heads && group_size == o.group_size && cost == o.cost &&
+           group == o.group && fragments == o.fragments;
   }
   uint64_t Hash() const;
   std::string Print() const;

@@ -16,13 +16,12 @@
 namespace stof {
 namespace cuda {
 
-STOF_EVERYWHERE constexpr int FragmentWords(int keys) { return (keys + 63) / 64; }
+STOF_HD constexpr int FragmentWords(int keys) { return (keys + 63) / 64; }
 // Block of 8 columns and element of the block's 4 that a bit of a word is for.
-STOF_EVERYWHERE constexpr int FragmentBlock(int bit) { return bit / 8 + bit / 2 % 2 * 4; }
-STOF_EVERYWHERE constexpr int FragmentElement(int bit) { return bit / 4 % 2 * 2 + bit % 2; }
+STOF_HD constexpr int FragmentBlock(int bit) { return bit / 8 + bit / 2 % 2 * 4; }
+STOF_HD constexpr int FragmentElement(int bit) { return bit / 4 % 2 * 2 + bit % 2; }
 // A thread's word, of two words of 32 keys of each of its rows; t: the thread's number % 4.
-STOF_EVERYWHERE constexpr uint32_t FragmentWord(uint32_t row0, uint32_t row0_high, uint32_t row1, uint32_t row1_high,
-                                                int t) {
+STOF_HD constexpr uint32_t FragmentWord(uint32_t row0, uint32_t row0_high, uint32_t row1, uint32_t row1_high, int t) {
   return (row0 >> 2 * t & 0x03030303u) | (row0_high >> 2 * t & 0x03030303u) << 2 | (row1 >> 2 * t & 0x03030303u) << 4 |
          (row1_high >> 2 * t & 0x03030303u) << 6;
 }

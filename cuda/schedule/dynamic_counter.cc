@@ -5,65 +5,65 @@
 
 #include "cuda/common/graph_capture.h"
 #include "cuda/common/one_process.h"
+#include "cuda/common/status.h"
 #include "cuda/common/stream_memory.h"
-#include "cuda/mask/device_mask.h"
 
 namespace stof {
 namespace cuda {
 namespace {
 
-Status MakeCount(int32_t** count) {
+Status MakeCounter(int32_t** counter) {
   const RelaxedCapture relaxed;
   cudaStream_t uploads = nullptr;
   STOF_RETURN_IF_ERROR(UploadStream(&uploads));
   void* memory = nullptr;
-  STOF_RETURN_IF_ERROR(ToStatus(cudaMalloc(&memory, sizeof(int32_t)), "memory for a count of drawn rows"));
+  STOF_RETURN_IF_ERROR(ToStatus(cudaMalloc(&memory, sizeof(int32_t)), "memory for a tile counter"));
   cudaError_t error = cudaMemsetAsync(memory, 0, sizeof(int32_t), uploads);
   if (error == cudaSuccess) error = cudaStreamSynchronize(uploads);
   if (error != cudaSuccess) {
     cudaFree(memory);
-    return ToStatus(error, "clearing of a count of drawn rows");
+    return ToStatus(error, "clearing of a tile counter");
   }
-  *count = static_cast<int32_t*>(memory);
+  *counter = static_cast<int32_t*>(memory);
   return Status();
 }
 
 }  // namespace
 
-DrawCounts::~DrawCounts() {
+TileCounters::~TileCounters() {
   if (!IsCudaUsable()) return;
   const RelaxedCapture relaxed;
-  for (int32_t* count : more_) cudaFree(count);
+  for (int32_t* counter : more_) cudaFree(counter);
 }
 
-Status DrawCounts::Get(cudaStream_t stream, Keeper* keeper, int32_t** count) const {
-  *count = nullptr;
+Status TileCounters::Get(cudaStream_t stream, Keeper* keeper, int32_t** counter) const {
+  *counter = nullptr;
   if (IsOnlyLoading()) return Status();
   if (Captured(stream)) {
-    STOF_RETURN_IF_ERROR(MakeCount(count));
+    STOF_RETURN_IF_ERROR(MakeCounter(counter));
     if (keeper == nullptr) return Status();
-    keeper->Keep(std::shared_ptr<const void>(*count, [](void* own) {
+    keeper->Keep(std::shared_ptr<const void>(*counter, [](void* own) {
       if (!IsCudaUsable()) return;
       const RelaxedCapture relaxed;
-      cudaFree(own);  // waits for the device to be done with it
+      cudaFree(own);  // waits until the device has finished with it
     }));
     return Status();
   }
-  unsigned long long id = 0;  // unlike the handle, no other stream's ever
+  unsigned long long id = 0;  // unique for the process, unlike the handle
   STOF_RETURN_IF_ERROR(ToStatus(cudaStreamGetId(stream, &id), "number of the stream"));
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto found = of_streams_.find(id);
   if (found != of_streams_.end()) {
-    *count = found->second;
+    *counter = found->second;
     return Status();
   }
   if (of_streams_.size() < kStreams) {
-    *count = zeros_ + of_streams_.size() * kApart;
+    *counter = zeros_ + of_streams_.size() * kStride;
   } else {
-    STOF_RETURN_IF_ERROR(MakeCount(count));
-    more_.push_back(*count);
+    STOF_RETURN_IF_ERROR(MakeCounter(counter));
+    more_.push_back(*counter);
   }
-  of_streams_.emplace(id, *count);
+  of_streams_.emplace(id, *counter);
   return Status();
 }
 

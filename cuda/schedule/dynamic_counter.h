@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where the workers of a kernel count the rows that they draw at run time.
+// Atomic tile counters in device memory, for dynamic tile scheduling.
 #ifndef STOF_CUDA_SCHEDULE_DYNAMIC_COUNTER_H_
 #define STOF_CUDA_SCHEDULE_DYNAMIC_COUNTER_H_
 
@@ -17,22 +17,24 @@
 namespace stof {
 namespace cuda {
 
-// Counts in device memory for the kernels that draw from one plan. Each is 0 whenever no kernel uses it: every kernel
-// leaves it so. Kernels of one stream follow each other and share one. A captured launch gets one of its own, for its
-// graph may run on any stream: the keeper holds it, and where there is none it stays for ever. Instances of one
-// captured graph share it, and must not run at the same time, no more than they may write the same outputs.
-class DrawCounts {
+// The tile counters of one schedule. A counter is 0 before and after every kernel that uses it. Kernels of one stream
+// run one after the other and share a counter.
+//
+// A captured launch gets a counter of its own, since its graph may run on any stream. The keeper holds it; without a
+// keeper it is never freed. Instances of one graph share the counter and must not run at the same time, which their
+// common outputs forbid anyway.
+class TileCounters {
  public:
-  // How many streams have a count without an allocation, and how many numbers each takes of memory.
-  static constexpr size_t kStreams = 32, kApart = 8;
+  // Streams whose counter needs no allocation, and int32 elements from one counter to the next.
+  static constexpr size_t kStreams = 32, kStride = 8;
 
-  DrawCounts() = default;
-  DrawCounts(const DrawCounts&) = delete;
-  DrawCounts& operator=(const DrawCounts&) = delete;
-  ~DrawCounts();
-  // zeros: kStreams * kApart of them, which live as long as this.
+  TileCounters() = default;
+  TileCounters(const TileCounters&) = delete;
+  TileCounters& operator=(const TileCounters&) = delete;
+  ~TileCounters();
+  // zeros: kStreams * kStride of them in device memory, which outlive this.
   void Begin(int32_t* zeros) { zeros_ = zeros; }
-  Status Get(cudaStream_t stream, Keeper* keeper, int32_t** count) const;
+  Status Get(cudaStream_t stream, Keeper* keeper, int32_t** counter) const;
 
  private:
   int32_t* zeros_ = nullptr;

@@ -10,130 +10,132 @@ namespace stof {
 namespace cuda {
 namespace {
 
-// A plan is even when its busiest multiprocessor has one of so many nanoseconds more than the mean.
-constexpr int64_t kEven = 256;
-// The same where workers change multiprocessors.
-constexpr int64_t kHardlyTogether = 64;
-// The least busy ones that the busiest changes rows with (where they share multiprocessors, all others if none of these
-// suits), and how often, for each worker.
+// Loads are balanced when the greatest exceeds the mean by less than 1 / n: for exchanges of tile rows, and of CTAs.
+constexpr int64_t kBalanced = 256, kBalancedSms = 64;
+// How many of the least busy CTAs, or SMs, the busiest one exchanges tiles with. Where CTAs share an SM all others
+// follow if none of these helps.
 constexpr int kLeastBusy = 8;
-constexpr size_t kMostChanges = 4;
-// Pairs of rows that are compared at most, for many rows of few workers take their square: some 10 ms.
+constexpr size_t kMostExchanges = 4;  // a CTA or SM
+// Pairs of tiles that are compared at most, some 10 ms: few CTAs with many tiles would compare the square of these.
 constexpr size_t kMostCompared = size_t{1} << 22;
 
-using Load = std::pair<int64_t, int>;  // of a worker or a multiprocessor
+using Load = std::pair<int64_t, int>;  // nanoseconds; of which CTA or SM
 
-int64_t LoadOf(const std::vector<Taken>& taken) {
-  return std::accumulate(taken.begin(), taken.end(), int64_t{0},
-                         [](int64_t sum, const Taken& one) { return sum + one.work->cost; });
+int64_t LoadOf(const std::vector<Assignment>& cta) {
+  return std::accumulate(cta.begin(), cta.end(), int64_t{0},
+                         [](int64_t sum, const Assignment& one) { return sum + one.tile->cost; });
 }
 
-// So much of the first load goes over to the second.
-void Shift(const Load& from, const Load& to, int64_t less, std::set<Load>* loads) {
+// Moves `moved` nanoseconds from one load to another.
+void MoveLoad(const Load& from, const Load& to, int64_t moved, std::set<Load>* loads) {
   loads->erase(from);
   loads->erase(to);
-  loads->emplace(from.first - less, from.second);
-  loads->emplace(to.first + less, to.second);
+  loads->emplace(from.first - moved, from.second);
+  loads->emplace(to.first + moved, to.second);
 }
 
-// How busy multiprocessors are that `each` of the workers share, and what happens when two workers change rows.
-class SharedLoads {
+// The loads of SMs that run ctas_per_sm CTAs each, and the exchanges of tiles between these.
+class SmLoads {
  public:
-  SharedLoads(size_t each, int64_t covered, std::vector<std::vector<Taken>>* taken)
-      : each_(each), covered_(covered), taken_(*taken) {
-    for (const std::vector<Taken>& own : taken_) {
+  SmLoads(size_t ctas_per_sm, int64_t overlapped_ns, std::vector<std::vector<Assignment>>* ctas)
+      : ctas_per_sm_(ctas_per_sm), overlapped_ns_(overlapped_ns), ctas_(*ctas) {
+    for (const std::vector<Assignment>& cta : ctas_) {
       int64_t load = 0;
-      for (const Taken& one : own) load += CountedOf(one);
-      own_.push_back(load);
+      for (const Assignment& one : cta) load += CostOf(one);
+      cta_loads_.push_back(load);
       total_ += load;
     }
-    for (size_t bin = 0; bin < taken_.size() / each_; ++bin) times_.emplace(TimeOf(bin), static_cast<int>(bin));
+    for (size_t sm = 0; sm < ctas_.size() / ctas_per_sm_; ++sm) times_.emplace(SmTime(sm), static_cast<int>(sm));
   }
   size_t compared() const { return compared_; }
-  int64_t mean() const { return total_ / static_cast<int64_t>(own_.size()); }
-  // The busiest last.
+  int64_t mean() const { return total_ / static_cast<int64_t>(cta_loads_.size()); }
+  // Of all SMs, the busiest last.
   const std::set<Load>& times() const { return times_; }
 
-  struct Change {
-    int64_t longer;  // what the busier one of their multiprocessors takes then
-    size_t from, to, a, b;
+  struct Exchange {
+    int64_t time;           // of the busier of the two SMs afterwards
+    size_t from, to, a, b;  // tile a of CTA `from` for tile b of CTA `to`
   };
-  static constexpr size_t kNone = ~size_t{0};
-  // The best change of a row for one of its section, or, of workers that share a multiprocessor, for none, between
-  // these multiprocessors, if it is better than `best`.
-  void FindChange(size_t bin, size_t other, Change* best) {
-    for (size_t from = bin * each_; from < (bin + 1) * each_; ++from) {
-      for (size_t to = other * each_; to < (other + 1) * each_; ++to) {
-        if (from != to) FindRows(from, to, best);
+  static constexpr size_t kNoTile = ~size_t{0};
+  // Sets `best` to the best exchange between two SMs, or within one, if it is better: of two tiles of a group, or,
+  // where CTAs share an SM, of a tile for none.
+  void FindExchange(size_t sm, size_t other, Exchange* best) {
+    for (size_t from = sm * ctas_per_sm_; from < (sm + 1) * ctas_per_sm_; ++from) {
+      for (size_t to = other * ctas_per_sm_; to < (other + 1) * ctas_per_sm_; ++to) {
+        if (from != to) FindTiles(from, to, best);
       }
     }
   }
 
-  void Make(const Change& change) {
-    const size_t bins[2] = {change.from / each_, change.to / each_};
-    for (const size_t bin : bins) times_.erase({TimeOf(bin), static_cast<int>(bin)});
-    std::vector<Taken>&from = taken_[change.from], &to = taken_[change.to];
-    int64_t less = CountedOf(from[change.a]);
-    if (change.b != kNone) {
-      less -= CountedOf(to[change.b]);
-      std::swap(from[change.a], to[change.b]);
+  void Apply(const Exchange& exchange) {
+    const size_t sms[2] = {exchange.from / ctas_per_sm_, exchange.to / ctas_per_sm_};
+    for (const size_t sm : sms) times_.erase({SmTime(sm), static_cast<int>(sm)});
+    std::vector<Assignment>&from = ctas_[exchange.from], &to = ctas_[exchange.to];
+    int64_t moved_load = CostOf(from[exchange.a]);
+    if (exchange.b != kNoTile) {
+      moved_load -= CostOf(to[exchange.b]);
+      std::swap(from[exchange.a], to[exchange.b]);
     } else {
-      // Before the first row that was dealt out later; within a section rows may have changed places before.
-      const auto moved = from.begin() + static_cast<std::ptrdiff_t>(change.a);
-      to.insert(std::find_if(to.begin(), to.end(), [&](const Taken& one) { return one.place > moved->place; }), *moved);
+      // Before the first tile that LPT assigned later; earlier exchanges may have reordered tiles of a group.
+      const auto moved = from.begin() + static_cast<std::ptrdiff_t>(exchange.a);
+      to.insert(std::find_if(to.begin(), to.end(), [&](const Assignment& one) { return one.order > moved->order; }),
+                *moved);
       from.erase(moved);
     }
-    own_[change.from] -= less, own_[change.to] += less;
-    for (const size_t bin : bins) times_.emplace(TimeOf(bin), static_cast<int>(bin));
+    cta_loads_[exchange.from] -= moved_load, cta_loads_[exchange.to] += moved_load;
+    for (const size_t sm : sms) times_.emplace(SmTime(sm), static_cast<int>(sm));
   }
 
  private:
-  // Of the workers of a multiprocessor, without two of them.
+  // Of the CTAs of an SM without two of them.
   struct Rest {
     int64_t sum = 0, most = 0;
   };
-  Rest RestOf(size_t bin, size_t without, size_t and_without) const {
+  Rest RestOf(size_t sm, size_t without, size_t and_without) const {
     Rest rest;
-    for (size_t w = bin * each_; w < (bin + 1) * each_; ++w) {
-      if (w == without || w == and_without) continue;
-      rest.sum += own_[w];
-      rest.most = std::max(rest.most, own_[w]);
+    for (size_t cta = sm * ctas_per_sm_; cta < (sm + 1) * ctas_per_sm_; ++cta) {
+      if (cta == without || cta == and_without) continue;
+      rest.sum += cta_loads_[cta];
+      rest.most = std::max(rest.most, cta_loads_[cta]);
     }
     return rest;
   }
-  // Who ends last has the multiprocessor alone then, and is faster: between the mean and the greatest load.
-  int64_t TimeOf(const Rest& rest, int64_t load, int64_t other = 0) const {
-    const int64_t mean = (rest.sum + load + other) / static_cast<int64_t>(each_);
+  // The last CTA of an SM runs faster alone: the time is halfway between the mean and the greatest load.
+  int64_t SmTime(const Rest& rest, int64_t load, int64_t other = 0) const {
+    const int64_t mean = (rest.sum + load + other) / static_cast<int64_t>(ctas_per_sm_);
     return (mean + std::max({rest.most, load, other})) / 2;
   }
-  int64_t TimeOf(size_t bin) const { return TimeOf(RestOf(bin, bin * each_, bin * each_), own_[bin * each_]); }
+  int64_t SmTime(size_t sm) const {
+    const size_t first = sm * ctas_per_sm_;
+    return SmTime(RestOf(sm, first, first), cta_loads_[first]);
+  }
 
-  int64_t CountedOf(const Taken& one) const { return std::max<int64_t>(0, one.work->cost - covered_); }
+  int64_t CostOf(const Assignment& one) const { return std::max<int64_t>(0, one.tile->cost - overlapped_ns_); }
 
-  void FindRows(size_t from, size_t to, Change* best) {
-    const std::vector<Taken>&a = taken_[from], &b = taken_[to];
+  void FindTiles(size_t from, size_t to, Exchange* best) {
+    const std::vector<Assignment>&a = ctas_[from], &b = ctas_[to];
     compared_ += a.size() * (b.size() + 1);
-    const bool together = from / each_ == to / each_;
-    const Rest beside = RestOf(from / each_, from, to), beside_other = RestOf(to / each_, from, to);
-    const auto look = [&](int64_t less, size_t i, size_t j) {
-      const int64_t load = own_[from] - less, other = own_[to] + less;
-      const int64_t longer =
-          together ? TimeOf(beside, load, other) : std::max(TimeOf(beside, load), TimeOf(beside_other, other));
-      if (longer < best->longer) *best = {longer, from, to, i, j};
+    const bool same_sm = from / ctas_per_sm_ == to / ctas_per_sm_;
+    const Rest rest = RestOf(from / ctas_per_sm_, from, to), other_rest = RestOf(to / ctas_per_sm_, from, to);
+    const auto consider = [&](int64_t moved, size_t i, size_t j) {
+      const int64_t load = cta_loads_[from] - moved, other = cta_loads_[to] + moved;
+      const int64_t time =
+          same_sm ? SmTime(rest, load, other) : std::max(SmTime(rest, load), SmTime(other_rest, other));
+      if (time < best->time) *best = {time, from, to, i, j};
     };
     for (size_t i = 0; i < a.size(); ++i) {
-      const int64_t counted = CountedOf(a[i]);
-      if (each_ > 1 && a.size() > 1) look(counted, i, kNone);
+      const int64_t cost = CostOf(a[i]);
+      if (ctas_per_sm_ > 1 && a.size() > 1) consider(cost, i, kNoTile);
       for (size_t j = 0; j < b.size(); ++j) {
-        if (a[i].section == b[j].section) look(counted - CountedOf(b[j]), i, j);
+        if (a[i].group == b[j].group) consider(cost - CostOf(b[j]), i, j);
       }
     }
   }
 
-  size_t each_;
-  int64_t covered_;
-  std::vector<std::vector<Taken>>& taken_;
-  std::vector<int64_t> own_;
+  size_t ctas_per_sm_;
+  int64_t overlapped_ns_;
+  std::vector<std::vector<Assignment>>& ctas_;
+  std::vector<int64_t> cta_loads_;
   int64_t total_ = 0;
   size_t compared_ = 0;
   std::set<Load> times_;
@@ -141,62 +143,63 @@ class SharedLoads {
 
 }  // namespace
 
-int64_t EvenOut(size_t each, int64_t covered, std::vector<std::vector<Taken>>* taken) {
-  SharedLoads loads(each, covered, taken);
+int64_t Rebalance(size_t ctas_per_sm, int64_t overlapped_ns, std::vector<std::vector<Assignment>>* ctas) {
+  SmLoads loads(ctas_per_sm, overlapped_ns, ctas);
   const int64_t mean = loads.mean();
-  for (size_t changes = 0; changes < kMostChanges * taken->size() && loads.compared() < kMostCompared; ++changes) {
+  for (size_t i = 0; i < kMostExchanges * ctas->size() && loads.compared() < kMostCompared; ++i) {
     const auto [most, busiest] = *loads.times().rbegin();
-    if (most - mean <= mean / kEven) break;
-    const auto bin = static_cast<size_t>(busiest);
-    SharedLoads::Change best = {most, 0, 0, 0, 0};
-    if (each > 1) loads.FindChange(bin, bin, &best);
+    if (most - mean <= mean / kBalanced) break;
+    const auto sm = static_cast<size_t>(busiest);
+    SmLoads::Exchange best = {most, 0, 0, 0, 0};
+    if (ctas_per_sm > 1) loads.FindExchange(sm, sm, &best);
     int tried = 0;
     for (auto other = loads.times().begin(); other->second != busiest; ++other, ++tried) {
-      // Workers that share a multiprocessor have few rows, none of which may suit the least busy ones.
-      if (tried >= kLeastBusy && (each == 1 || best.longer < most)) break;
-      loads.FindChange(bin, static_cast<size_t>(other->second), &best);
+      // CTAs that share an SM have few tiles: perhaps none of the least busy SMs has one that fits.
+      if (tried >= kLeastBusy && (ctas_per_sm == 1 || best.time < most)) break;
+      loads.FindExchange(sm, static_cast<size_t>(other->second), &best);
     }
-    if (best.longer == most) break;
-    loads.Make(best);
+    if (best.time == most) break;
+    loads.Apply(best);
   }
   return loads.times().rbegin()->first;
 }
 
-void PairUp(size_t each, std::vector<std::vector<Taken>>* taken) {
-  std::vector<int64_t> load(taken->size(), 0);
-  std::set<Load> sums;
+void BalanceSms(size_t ctas_per_sm, std::vector<std::vector<Assignment>>* ctas) {
+  std::vector<int64_t> load(ctas->size(), 0);
+  std::set<Load> sums;  // of each SM, by its first CTA
   int64_t total = 0;
-  for (size_t first = 0; first < taken->size(); first += each) {
+  for (size_t first = 0; first < ctas->size(); first += ctas_per_sm) {
     int64_t sum = 0;
-    for (size_t w = first; w < first + each; ++w) {
-      load[w] = LoadOf((*taken)[w]);
-      sum += load[w];
+    for (size_t cta = first; cta < first + ctas_per_sm; ++cta) {
+      load[cta] = LoadOf((*ctas)[cta]);
+      sum += load[cta];
     }
     sums.emplace(sum, static_cast<int>(first));
     total += sum;
   }
   const int64_t mean = total / static_cast<int64_t>(sums.size());
-  for (size_t changes = 0; changes < kMostChanges * sums.size(); ++changes) {
+  for (size_t exchanges = 0; exchanges < kMostExchanges * sums.size(); ++exchanges) {
     const auto [most, busiest] = *sums.rbegin();
-    if (most - mean <= mean / kHardlyTogether) break;
+    if (most - mean <= mean / kBalancedSms) break;
     struct {
-      int64_t longer;
+      int64_t load;  // of the busier of the two SMs afterwards
       size_t from, to;
     } best = {most, 0, 0};
     Load with;
     for (auto other = sums.begin(); other->second != busiest; ++other) {
-      for (size_t i = 0; i < each * each; ++i) {
-        const size_t from = static_cast<size_t>(busiest) + i / each, to = static_cast<size_t>(other->second) + i % each;
-        const int64_t less = load[from] - load[to];
-        const int64_t longer = std::max(most - less, other->first + less);
-        if (longer < best.longer) best = {longer, from, to}, with = *other;
+      for (size_t i = 0; i < ctas_per_sm * ctas_per_sm; ++i) {
+        const size_t from = static_cast<size_t>(busiest) + i / ctas_per_sm;
+        const size_t to = static_cast<size_t>(other->second) + i % ctas_per_sm;
+        const int64_t moved = load[from] - load[to];
+        const int64_t greater = std::max(most - moved, other->first + moved);
+        if (greater < best.load) best = {greater, from, to}, with = *other;
       }
     }
-    if (best.longer == most) break;
-    const int64_t less = load[best.from] - load[best.to];
-    std::swap((*taken)[best.from], (*taken)[best.to]);
+    if (best.load == most) break;
+    const int64_t moved = load[best.from] - load[best.to];
+    std::swap((*ctas)[best.from], (*ctas)[best.to]);
     std::swap(load[best.from], load[best.to]);
-    Shift({most, busiest}, with, less, &sums);
+    MoveLoad({most, busiest}, with, moved, &sums);
   }
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Makes a plan of rows that were dealt out one after the other come out even. Plain C++.
+// Improves an LPT schedule by local search: CTAs exchange tile rows until their loads are nearly equal. Plain C++.
 #ifndef STOF_CUDA_SCHEDULE_REBALANCE_H_
 #define STOF_CUDA_SCHEDULE_REBALANCE_H_
 
@@ -12,30 +12,30 @@
 namespace stof {
 namespace cuda {
 
-// What one worker does without a break.
-struct Work {
+struct CostedTile {
   int64_t cost, head;  // head: b * H + h
-  WorkItem item;       // with the `full` of a plan
+  WorkTile tile;       // as a schedule encodes it
 };
 
-// What a worker takes, in which section and as which of all.
-struct Taken {
-  const Work* work;
-  size_t section, place;
+// A work tile that a CTA has.
+struct Assignment {
+  const CostedTile* tile;
+  size_t group;  // the phase or L2 head group in which it runs
+  size_t order;  // its position in the order in which LPT assigned all tiles
 };
 
-// Dealt out one after the other rows come out as uneven as the last of them are long. The busiest worker changes a row
-// of a section with one of the least busy, as long as that makes the plan shorter. Where `each` workers share a
-// multiprocessor, the busiest of these does so, with any other and among its workers, or one of its workers gives a row
-// away, not its last; its time is halfway between the mean and the greatest of its workers' loads, for who ends last
-// has it alone then. covered: of each row's nanoseconds, what the other workers of a multiprocessor cover. Returned is
-// what the busiest has in the end. `taken` is of a multiple of `each` workers, each in the order of sections.
-int64_t EvenOut(size_t each, int64_t covered, std::vector<std::vector<Taken>>* taken);
+// Repeats the best exchange of two tile rows of one group between the busiest CTA and one of the least busy, while that
+// lowers the makespan. Gives the makespan that remains.
+//
+// Where ctas_per_sm CTAs share an SM, they are `ctas_per_sm` neighbours in `ctas`, and the load of an SM counts:
+// halfway between the mean and the greatest load of its CTAs, for the last CTA runs faster alone. The busiest SM may
+// also exchange tiles among its own CTAs, or move a tile to another CTA without one in return. overlapped_ns: what each
+// tile costs less because the other CTAs of its SM overlap it.
+int64_t Rebalance(size_t ctas_per_sm, int64_t overlapped_ns, std::vector<std::vector<Assignment>>* ctas);
 
-// Makes multiprocessors have about as much as each other: the busiest and another change a worker each, so that both
-// have least, as long as that helps. All others stay where they are, for neighbours take rows that are neighbours,
-// whose keys are the same.
-void PairUp(size_t each, std::vector<std::vector<Taken>>* taken);
+// Swaps whole CTAs between the busiest SM and another while that lowers the larger load of the two. All others keep
+// their neighbours, which compute neighbouring tile rows and read the same keys.
+void BalanceSms(size_t ctas_per_sm, std::vector<std::vector<Assignment>>* ctas);
 
 }  // namespace cuda
 }  // namespace stof

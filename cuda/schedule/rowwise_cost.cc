@@ -10,16 +10,20 @@ namespace stof {
 namespace cuda {
 namespace {
 
-// Nanoseconds of a multiprocessor, measured on an H100. The row-wise kernel: of a row, of a byte of key or value that a
-// pair reads, of a row's look at a tile; of a key in a row that is left alone, and of a launch.
-constexpr double kRowsRow = 160.0, kRowsByte = 0.0165, kRowsLook = 1.6, kRowsAlone = 75.0, kRowsLaunch = 4000.0;
-// A partial tile of the kernels for capability 8.0, and what each byte of a key adds to it.
+// Nanoseconds of an SM, measured on an H100. The row-wise kernel:
+constexpr double kRow = 160.0;       // a query
+constexpr double kByte = 0.0165;     // a byte of key or value, of each pair
+constexpr double kTileVisit = 1.6;   // a look at a tile, of each query
+constexpr double kSerialKey = 75.0;  // a key of the longest row, which one warp reads alone
+constexpr double kLaunch = 4000.0;
+// A partial tile of the sm_80 and the fp32 kernel, and what each byte of a key adds to it.
 constexpr double kSm80Tile = 490.0, kSm80Byte = 5.3, kFp32Tile = 50.0, kFp32Byte = 9.2;
+
 }  // namespace
 
 MaskCounts CountPairs(const BlockMask& mask, int64_t B, int64_t H) {
   const auto words = static_cast<size_t>(mask.n / 32), m = static_cast<size_t>(mask.m);
-  std::vector<int32_t> keys(mask.bits.size() / words);  // of each row of each distinct tile
+  std::vector<int32_t> keys(mask.bits.size() / words);  // of each row of each element mask
   for (size_t i = 0; i < keys.size(); ++i) {
     for (size_t w = 0; w < words; ++w) keys[i] += __builtin_popcount(mask.bits[i * words + w]);
   }
@@ -39,7 +43,7 @@ MaskCounts CountPairs(const BlockMask& mask, int64_t B, int64_t H) {
     table.tiles += mask.row_ptr[at + 1] - mask.row_ptr[at];
     for (int64_t q = 0; q < below; ++q) {
       table.pairs += sums[static_cast<size_t>(q)];
-      all.longest = std::max(all.longest, sums[static_cast<size_t>(q)]);
+      all.most_keys = std::max(all.most_keys, sums[static_cast<size_t>(q)]);
     }
   }
   const int64_t times = (mask.layout_b == 1 ? B : 1) * (mask.layout_h == 1 ? H : 1);
@@ -50,17 +54,16 @@ MaskCounts CountPairs(const BlockMask& mask, int64_t B, int64_t H) {
   return all;
 }
 
-double PredictRows(const MaskCounts& counts, int64_t rows, int head_bytes, int multiprocessors) {
-  const double all = static_cast<double>(rows) * kRowsRow +
-                     static_cast<double>(counts.pairs) * kRowsByte * 2 * head_bytes +
-                     static_cast<double>(counts.tiles) * kRowsTile * kRowsLook;
-  // A warp has its row for itself.
-  return kRowsLaunch + std::max(all / multiprocessors, static_cast<double>(counts.longest) * kRowsAlone);
+double PredictRowwise(const MaskCounts& counts, int64_t rows, int head_bytes, int sm_count) {
+  const double all = static_cast<double>(rows) * kRow + static_cast<double>(counts.pairs) * kByte * 2 * head_bytes +
+                     static_cast<double>(counts.tiles) * kRowwiseTile * kTileVisit;
+  // One warp computes a row: the longest one is a lower bound.
+  return kLaunch + std::max(all / sm_count, static_cast<double>(counts.most_keys) * kSerialKey);
 }
 
-double PredictSm80(const MaskCounts& counts, int head_bytes, bool fp32, int multiprocessors) {
+double PredictSm80(const MaskCounts& counts, int head_bytes, bool fp32, int sm_count) {
   const double tile = fp32 ? kFp32Tile + kFp32Byte * head_bytes : kSm80Tile + kSm80Byte * head_bytes;
-  return tile * static_cast<double>(counts.tiles) / multiprocessors;
+  return tile * static_cast<double>(counts.tiles) / sm_count;
 }
 
 }  // namespace cuda

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the row-wise kernel needs of a mask beside what kernels with tiles do. Plain C++.
+// Cost model of the row-wise kernel and of the tiled kernels that it competes with. Plain C++.
 #ifndef STOF_CUDA_SCHEDULE_ROWWISE_COST_H_
 #define STOF_CUDA_SCHEDULE_ROWWISE_COST_H_
 
@@ -10,17 +10,19 @@
 namespace stof {
 namespace cuda {
 
-// Over all batches and heads: tiles that are kept, pairs of a query and a key in them; and the most keys of a query.
+// Counts over all batches and heads.
 struct MaskCounts {
-  int64_t tiles = 0, pairs = 0, longest = 0;
+  int64_t tiles = 0;      // full and partial ones
+  int64_t pairs = 0;      // allowed pairs of a query and a key
+  int64_t most_keys = 0;  // of one query
 };
 MaskCounts CountPairs(const BlockMask& mask, int64_t B, int64_t H);
 
-// Nanoseconds by the model, measured on an H100 (docs/design/attention-cuda.md). The row-wise kernel, from the counts
-// of tiles of kRowsTile rows; `rows` of all batches and heads; head_bytes: of a key.
-double PredictRows(const MaskCounts& counts, int64_t rows, int head_bytes, int multiprocessors);
-// The kernels for capability 8.0 and for fp32, from the counts of their tiles, all of which are taken to be partial.
-double PredictSm80(const MaskCounts& counts, int head_bytes, bool fp32, int multiprocessors);
+// Nanoseconds that the row-wise kernel takes, by a model measured on an H100 (docs/design/attention-cuda.md). counts:
+// of tiles with kRowwiseTile rows; rows: of all batches and heads; head_bytes: of one key.
+double PredictRowwise(const MaskCounts& counts, int64_t rows, int head_bytes, int sm_count);
+// The same for the sm_80 kernel, or the fp32 kernel. counts: of their tiles, all of which count as partial.
+double PredictSm80(const MaskCounts& counts, int head_bytes, bool fp32, int sm_count);
 
 }  // namespace cuda
 }  // namespace stof

@@ -1,6 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which CTA of a persistent kernel takes which rows of a block mask: made with the mask, so that nothing is left to do
-// at run time. Plain C++.
+// Static tile schedule of a persistent kernel: which CTA computes which tile rows of a block mask. The host makes it
+// together with the mask, so that a run has nothing left to decide. Plain C++.
+//
+//   tile row       m queries of one head with all their KV tiles: a row of the block mask
+//   work tile      what a CTA computes in one go: a tile row, a split of it along the keys, or a half tile
+//   half tile      64 of the 128 queries of a tile row
+//   CTA            a persistent CTA; the sm_90a kernels may pack several of these into one thread block
+//   L2 head group  heads whose keys and values fit the L2 cache together
 #ifndef STOF_CUDA_SCHEDULE_TILE_SCHEDULE_H_
 #define STOF_CUDA_SCHEDULE_TILE_SCHEDULE_H_
 
@@ -13,127 +19,122 @@
 namespace stof {
 namespace cuda {
 
-// What a kernel's worker needs for a row of tiles beside its tiles, and for a tile without and with bits, in
-// nanoseconds; `split` tiles at the same time. reread: beside all rows, for every MiB of the problem's keys and values,
-// where they come from memory more than once. cuts: workers can take parts of a row, which are joined behind them.
-// half: what one of a row's two groups of 64 queries takes alone, in percent of a row with its tiles; 0: workers take
-// both. draws: workers can draw rows at run time. teams: workers that share a multiprocessor. alone: how fast one of
-// these is that has it to itself, in percent of one that shares it with all the others.
+// A kernel's cost model: nanoseconds of one CTA, and what its schedule may contain.
 struct TileCost {
-  int64_t row = 1, full = 1, partial = 1, split = 1, reread = 0;
-  bool cuts = false;
-  int64_t half = 0;
-  bool draws = false;
-  int teams = 1;
-  int64_t alone = 100;
+  int64_t row = 1;                // prologue and epilogue of a tile row
+  int64_t full = 1, partial = 1;  // a KV tile without, and with, an element mask
+  int64_t split_kv = 1;           // KV tiles of a tile row that a CTA computes at the same time
+  int64_t ns_per_mib = 0;         // a MiB of keys and values, where they are read from memory more than once
+  bool can_split_rows = false;    // CTAs can share a tile row along the keys; a combine kernel follows
+  int64_t half_tile_pct = 0;      // cost of a half tile in percent of its tile row; 0: there are no half tiles
+  bool dynamic = false;           // CTAs can fetch work tiles at run time from an atomic tile counter
+  int ctas_per_sm = 1;
+  int64_t solo_speed_pct = 100;  // speed of a CTA alone on its SM, in percent of one that shares it with all others
 };
 
-// One row of tiles of one head: entries [begin, end) of the mask, those from `full` on without bits. In a plan, whose
-// entries say of each whether it has bits, `full` is `end`, and for a part of a row, or a half, `end + 1` and its
-// number.
-struct WorkItem {
-  int32_t item;  // (b * H + h) * rows + row
+// Entries [begin, end) of the mask, those from `full` on without an element mask. In a schedule `full` is encoded:
+// `end` for a whole tile row, else `end + 1` plus the subtile's index.
+struct WorkTile {
+  int32_t index;  // of the tile row: (b * H + h) * rows + row
   int32_t begin, full, end;
 };
-// Which part of a row an item is, counted from 0 in the whole plan, or which of its two groups; negative: a row.
-STOF_EVERYWHERE inline int32_t PartOf(const WorkItem& work) { return work.full - work.end - 1; }
+// The index of a split, counted from 0 over the schedule, or of a half tile (0 or 1); negative: a whole tile row.
+STOF_HD inline int32_t SubtileOf(const WorkTile& tile) { return tile.full - tile.end - 1; }
 
-// A row in parts.
-struct CutRow {
-  int32_t item;
-  int32_t first, count;  // parts [first, first + count)
+// A tile row that is split along the keys.
+struct SplitRow {
+  int32_t index;         // of the tile row
+  int32_t first, count;  // splits [first, first + count)
 };
 
-// The entry of its tile i, as kernels walk them without a plan: a full one comes first, for nothing covers the first
-// tile's softmax, and bits take time.
-STOF_EVERYWHERE inline int32_t EntryAt(const WorkItem& work, int32_t i) {
-  if (work.begin == work.full || work.full >= work.end) return work.begin + i;
-  return i == 0 ? work.end - 1 : work.begin + i - 1;
+// The mask entry of KV tile i, for kernels without a schedule. A full tile comes first: nothing overlaps the first
+// tile's softmax, and reading an element mask takes time.
+STOF_HD inline int32_t EntryAt(const WorkTile& tile, int32_t i) {
+  if (tile.begin == tile.full || tile.full >= tile.end) return tile.begin + i;
+  return i == 0 ? tile.end - 1 : tile.begin + i - 1;
 }
 
-// What a walk says of an entry: -1 for a full tile, else which bits it has, and which groups of 64 query rows have no
-// pair in it and in none before it, or in none behind it. Such a group is passed over it at the start or end of its
-// row.
-constexpr int kIdBits = 22, kMostGroups = 4;
+// The code of an entry of a tile list is -1 for a full tile. Else its low bits are the index of the element mask, and
+// two bit sets name the groups of 64 query rows that skip the tile: they have no allowed pair in it, nor in any tile
+// before it (leading) or behind it (trailing).
+constexpr int kIdBits = 22, kMostRowGroups = 4;
 constexpr int32_t kIdMask = (int32_t{1} << kIdBits) - 1;
-STOF_EVERYWHERE inline int32_t LeadOf(int32_t code) { return code < 0 ? 0 : code >> kIdBits & 15; }
-STOF_EVERYWHERE inline int32_t TrailOf(int32_t code) { return code < 0 ? 0 : code >> (kIdBits + kMostGroups) & 15; }
+STOF_HD inline int32_t LeadingSkips(int32_t code) { return code < 0 ? 0 : code >> kIdBits & 15; }
+STOF_HD inline int32_t TrailingSkips(int32_t code) { return code < 0 ? 0 : code >> (kIdBits + kMostRowGroups) & 15; }
 
-// The entries of a mask in the order in which kernels with a plan walk each row's: tiles of the first groups alone, a
-// full one, partial ones of all, the other full ones, tiles of the last groups alone. A diagonal band gives each group
-// one piece of its row.
-struct Walk {
+// The KV tiles of every tile row in the order in which a scheduled kernel computes them: those of the first row groups
+// alone, a full one, partial ones of all groups, the other full ones, those of the last row groups alone. In a diagonal
+// band the tiles of each row group are then contiguous.
+struct TileList {
   std::vector<int32_t> key_tile, code;  // [nnz]
-  std::vector<int32_t> missing;         // [tables * rows]: groups without a pair in a tile, of all tiles of the row
+  std::vector<int32_t> skipped;         // [tables * rows]: pairs of a tile and a row group that skips it
 };
-Walk WalkOf(const BlockMask& mask);
+TileList MakeTileList(const BlockMask& mask);
 
 constexpr int kFirstTiles = 4;
 
-// All that a worker's start needs, in one place, for a short problem takes as long as its chain of loads.
-struct alignas(64) WorkStart {
-  WorkItem first;                                // that of `begin`, if there is one
-  int32_t begin, end;                            // its items
-  int32_t tile[kFirstTiles], code[kFirstTiles];  // of the first tiles of `first`; tile -1 beyond its end
+// All that a CTA reads before its first copy, in one cache line: a short run takes as long as its chain of loads.
+struct alignas(64) CtaStart {
+  WorkTile first;                                // tile `begin` of the schedule, if there is one
+  int32_t begin, end;                            // its work tiles
+  int32_t tile[kFirstTiles], code[kFirstTiles];  // of the first KV tiles of `first`; tile -1 beyond its end
 };
 
-struct WorkPlan {
-  std::vector<int32_t> begin;   // [workers + 1]: worker w has items [begin[w], begin[w + 1])
-  std::vector<WorkItem> items;  // behind those of all workers, the ones that are nobody's
-  std::vector<CutRow> cut;
-  // Nanoseconds of the worker that has most to do, what is drawn among it as it would be dealt out, and of what joins
-  // parts; before workers of one multiprocessor change rows with others.
-  int64_t longest = 0;
-  int64_t mean = 0;  // of workers that have rows, before these are cut or halved
-  int workers() const { return static_cast<int>(begin.size()) - 1; }
-  // Items that workers draw at run time, in this order, when they are done with their own. Where there are some, each
-  // worker has one of its own, and no row is in halves.
-  int64_t drawn() const { return begin.empty() ? 0 : static_cast<int64_t>(items.size()) - begin.back(); }
-  int64_t parts() const { return cut.empty() ? 0 : cut.back().first + cut.back().count; }
+struct TileSchedule {
+  std::vector<int32_t> begin;   // [ctas + 1]: CTA c has tiles [begin[c], begin[c + 1])
+  std::vector<WorkTile> tiles;  // those of all CTAs, then the dynamic ones
+  std::vector<SplitRow> split_rows;
+  // Nanoseconds of the busiest CTA, and of the combine kernel. Dynamic tiles count as if they were static; exchanges
+  // between CTAs of one SM are left out.
+  int64_t makespan = 0;
+  int64_t mean = 0;  // nanoseconds of a CTA in the mean, of whole tile rows
+  int ctas() const { return static_cast<int>(begin.size()) - 1; }
+  // Tiles that CTAs fetch at run time, in this order, after their own. Every CTA then has at least one of its own, and
+  // there are no half tiles.
+  int64_t dynamic_tiles() const { return begin.empty() ? 0 : static_cast<int64_t>(tiles.size()) - begin.back(); }
+  int64_t splits() const { return split_rows.empty() ? 0 : split_rows.back().first + split_rows.back().count; }
 };
-// Parts of a plan at most, each of so many entries at least: what memory has to be there for them follows.
-constexpr int64_t kMostParts = 512, kFewestTilesOfPart = 4;
-// Of one row.
-constexpr int64_t kMostPartsOfRow = 32;
+// Limits of split rows; workspace sizes follow from them.
+constexpr int64_t kMostScheduleSplits = 512, kFewestTilesOfSplit = 4;
+constexpr int64_t kMostSplitsOfRow = 32;
 
-// Whether so many rows are all halved where there is no plan: when there is a worker for every half.
-constexpr bool AreHalved(const TileCost& cost, int64_t rows, int workers) {
-  return cost.half > 0 && 2 * rows <= workers;
+// Whether a kernel without a schedule runs half tiles alone: where there is a CTA for each of them.
+constexpr bool UsesHalfTiles(const TileCost& cost, int64_t rows, int ctas) {
+  return cost.half_tile_pct > 0 && 2 * rows <= ctas;
 }
 
-// Of 64 rows, for heads up to this size: outputs, maxima and sums.
-constexpr int64_t PartBytes(int64_t head_size) { return 64 * (4 * head_size + 8); }
+// Workspace of a split of 64 query rows, for heads up to this size: outputs, row max and row sum.
+constexpr int64_t SplitBytes(int64_t head_size) { return 64 * (4 * head_size + 8); }
 
-// Whether a plan is worth its time: beyond a million items chance balances. A walk also has to name all bits.
-bool IsPlanned(const BlockMask& mask, int64_t B, int64_t H);
+// Whether a schedule can be made and is worth its time: beyond a million tile rows the load balances by chance, and a
+// tile list can name only so many element masks.
+bool CanSchedule(const BlockMask& mask, int64_t B, int64_t H);
 
-// Longest processing time first (Graham 1969) within sections of up to `section` heads, whose keys and values fit the
-// L2 cache together, then the smallest rows of all. Rows that would be the end of the run come in an earlier section
-// than their head's; loads are carried on. Where that comes out uneven, as many equal rows do, some are halved, if the
-// kernel can. workers and section are at least 1, B * H * rows fits an int32.
-// sharing: query heads of a key head.
-// finish: for a run and not for a prediction (kernels' costs were measured on plans as dealt). Where few rows of every
-// head walk all keys and the others are a band, heads whose others take as long as such a row go along with it, in the
-// order of their keys, so that these come from memory once (where the L2 cache does not hold all, each head has keys of
-// its own, and the plan ends hardly later). Of eight rows a worker and more, where the kernel can and they are short,
-// those that come last, an eighth of the time, are left to be drawn, for multiprocessors differ by some percent in
-// speed. Else (of up to 8192 rows) workers change some of a section with each other until the busiest has hardly more
-// than the mean, instead of 1 to 2 % as random masks have it; those that share a multiprocessor also with three rows
-// each, busy ones share it with less busy ones, and multiprocessors come out even. Where workers that share none change
-// rows or draw them the smallest rows of all stay with their heads, if that ends hardly later.
-WorkPlan PlanWork(const BlockMask& mask, const Walk& walk, int64_t B, int64_t H, int workers, int64_t section,
-                  const TileCost& cost, bool finish = false, int64_t sharing = 1);
+// Longest processing time first (LPT, Graham 1969) within L2 head groups of up to l2_heads heads, then the smallest
+// tile rows of all heads. CTAs carry their loads from group to group. A tile row that would end after the others moves
+// to an earlier group. Where the result is uneven, half tiles or splits are tried if the kernel has them.
+//
+// refine: false for predictions, as kernel costs are fitted to such schedules; true for runs. It adds, where each pays:
+//   co-scheduling  Few tile rows of each head attend all keys (global tokens), the others are a band: both run at the
+//                  same time in the order of the keys, which are then read from memory once.
+//   dynamic tiles  With 8 tile rows a CTA and more, CTAs fetch the last 1/8 of the work at run time: SMs differ in
+//                  speed by some percent.
+//   rebalance      Else CTAs exchange tile rows (cuda/schedule/rebalance.h), up to 8192 of them.
+//   small rows     They stay in the L2 group of their head if the makespan hardly grows.
+//
+// ctas and l2_heads are at least 1, and B * H * rows fits an int32. group_size: query heads of a KV head (GQA).
+TileSchedule MakeTileSchedule(const BlockMask& mask, const TileList& list, int64_t B, int64_t H, int ctas,
+                              int64_t l2_heads, const TileCost& cost, bool refine = false, int64_t group_size = 1);
 
-// Nanoseconds that a plan takes: what its busiest worker has to do, but where workers share a multiprocessor that one
-// is faster when the others are done, so that what counts is the mean, unless it has so much more than they do. For the
-// choice among kernels; to even a plan out each multiprocessor is looked at by itself (cuda/schedule/rebalance.h).
-int64_t TimeOf(const WorkPlan& plan, const TileCost& cost);
+// Nanoseconds that a schedule takes, for the choice among kernels: the makespan. Where CTAs share an SM, the last one
+// speeds up when the others are done, so that it is at least the mean and at most the makespan.
+int64_t PredictScheduleTime(const TileSchedule& schedule, const TileCost& cost);
 
-// Nanoseconds that no such plan takes less than: found without dealing anything out.
-int64_t LeastOfPlan(const BlockMask& mask, int64_t B, int64_t H, int workers, const TileCost& cost);
+// A lower bound of PredictScheduleTime for this mask and cost, without making a schedule.
+int64_t ScheduleLowerBound(const BlockMask& mask, int64_t B, int64_t H, int ctas, const TileCost& cost);
 
-// A start for each worker of a plan of a mask with that walk.
-std::vector<WorkStart> StartsOf(const WorkPlan& plan, const Walk& walk);
+// One start for each CTA of the schedule. list: that of the schedule's mask.
+std::vector<CtaStart> MakeCtaStarts(const TileSchedule& schedule, const TileList& list);
 
 }  // namespace cuda
 }  // namespace stof

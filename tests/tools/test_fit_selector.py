@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tool that fits the CUDA selector's costs: reads the kernels' lists, and asks the planner itself."""
+"""The tool that fits the costs of the CUDA selector: it reads the kernel lists and makes tile schedules."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_lists_are_read(tool: ModuleType) -> None:
         for kernel in kernels:
             assert 0 < kernel.row < 10_000, kernel
             assert 0 < kernel.full <= kernel.partial < 5_000, kernel
-            assert 100 <= kernel.alone <= 100 * kernel.workers, kernel
+            assert 100 <= kernel.solo_speed_pct <= 100 * kernel.ctas_per_sm, kernel
 
 
 def take(tool: ModuleType, kernel: object, expression: str, shape: tuple[int, ...], head: int = 64) -> float:
@@ -46,13 +46,13 @@ def take(tool: ModuleType, kernel: object, expression: str, shape: tuple[int, ..
     return float(tool.Planner(PLANNER).predict(point, kernel) - tool.LAUNCH)
 
 
-def test_model_is_the_plan(tool: ModuleType) -> None:
+def test_model_is_the_schedule(tool: ModuleType) -> None:
     kernel = tool.Kernel(64, 64, 4, 1, 1000.0, 500.0, 700.0)
 
     def causal(B: int, length: int, **costs: float) -> float:
         return take(tool, tool.replace(kernel, **costs), "k <= q", (B, 3, 3, length, length))
 
-    # A row of one partial tile, of two tiles, and each worker with one of them.
+    # Tile rows of one partial tile, and of two tiles; each CTA has one of them.
     assert causal(1, 64) == pytest.approx(1.7)
     assert causal(2, 128) == pytest.approx(2.2)
     assert take(tool, kernel, "", (1, 3, 3, 128, 128)) == pytest.approx(2.0)
@@ -60,42 +60,45 @@ def test_model_is_the_plan(tool: ModuleType) -> None:
     assert take(tool, kernel, "k <= q", (1, 3, 3, 64, 128)) == pytest.approx(2.2)
     # Head 2 of every batch has three tiles, the others fewer.
     assert take(tool, kernel, "k < 64 * (h + 1)", (5, 3, 3, 64, 192)) == pytest.approx(2.5)
-    # Alone on its multiprocessor the one with two tiles is faster, but not than all are in the mean.
-    assert causal(2, 128, alone=110.0) == pytest.approx(2.0)
-    assert causal(2, 128, alone=400.0) == pytest.approx((1.7 + 2.2) / 2)
+    # The CTA with two tiles is faster alone on its SM, but not faster than the mean.
+    assert causal(2, 128, solo_speed_pct=110.0) == pytest.approx(2.0)
+    assert causal(2, 128, solo_speed_pct=400.0) == pytest.approx((1.7 + 2.2) / 2)
     # One MiB of keys and values: 4 bytes for each of 64 elements of 3 heads and 1366 keys.
-    assert causal(1, 1366, reread=900.0) - causal(1, 1366) == pytest.approx(0.9)
+    assert causal(1, 1366, ns_per_mib=900.0) - causal(1, 1366) == pytest.approx(0.9)
 
 
-def test_teams_that_split(tool: ModuleType) -> None:
+def test_split_pipelines(tool: ModuleType) -> None:
     kernel = tool.Kernel(64, 64, 4, 4, 1000.0, 500.0, 700.0)
-    # Of nine tiles three rounds, one of them of a partial tile.
+    # Nine tiles in three rounds, one of which has a partial tile.
     assert take(tool, kernel, "", (1, 3, 3, 64, 576)) == pytest.approx(2.5)
     assert take(tool, kernel, "k <= q", (1, 3, 3, 64, 576)) == pytest.approx(2.7)
-    # A worker a multiprocessor: of 133 rows one has to wait.
+    # One CTA an SM: of 133 tile rows one has to wait.
     assert take(tool, kernel, "", (1, 133, 133, 64, 64)) == pytest.approx(3.0)
 
 
-def test_halves(tool: ModuleType) -> None:
+def test_half_tiles(tool: ModuleType) -> None:
     alone = tool.Kernel(128, 128, 1, 1, 1000.0, 500.0, 500.0)
-    beside = tool.Kernel(128, 64, 2, 1, 1000.0, 250.0, 250.0)
-    for kernel, percent in ((alone, tool.half_of("kHalf")), (beside, tool.half_of("kHalfBeside"))):
-        # Few rows, and two workers for each: a half is done sooner, with a mask and without.
+    shared = tool.Kernel(128, 64, 2, 1, 1000.0, 250.0, 250.0)
+    for kernel, percent in (
+        (alone, tool.kernel_constant("kHalfTilePct")),
+        (shared, tool.kernel_constant("kHalfTileSharedPct")),
+    ):
+        # Few tile rows, and two CTAs for each: half tiles are done sooner, with a mask and without.
         for expression in ("", "k <= q"):
             assert take(tool, kernel, expression, (1, 3, 3, 128, 128)) == pytest.approx(1.5 * percent / 100)
 
 
-def test_parts(tool: ModuleType) -> None:
-    """A row of 64 tiles among rows of one: in parts, which are joined."""
+def test_split_rows(tool: ModuleType) -> None:
+    """A tile row of 64 tiles among tile rows of one is split and combined."""
     kernel = tool.Kernel(64, 64, 1, 1, 1000.0, 1000.0, 1000.0)
-    whole = tool.replace(kernel, teams=2, split=2)  # whose rows stay whole: 32 rounds
+    whole = tool.replace(kernel, pipelines=2, split=2)  # tile rows stay whole: 32 rounds
     shape, expression = (1, 12, 12, 4096, 4096), "q < 64 or k == q"
     assert take(tool, whole, expression, shape) == pytest.approx(33.0)
     assert 2 + 0.014 * 24 + 5 < take(tool, kernel, expression, shape) < 33
 
 
 def test_points(tool: ModuleType, tmp_path: Path) -> None:
-    """Masks of remainders are problems side by side; points of another head size, or with one kernel, do not count."""
+    """Dilated masks are problems of their residue classes; points of another head size, or with one kernel, do not count."""
     shape = {"B": 2, "H": 12, "G": 12, "S": 1024, "T": 1024, "D": 64}
     two = {"each": [{"name": "sm90-64x64x4", "us": 3.0}, {"name": "sm90-256x64x1", "us": 4.0}]}
     records = [
@@ -111,14 +114,14 @@ def test_points(tool: ModuleType, tmp_path: Path) -> None:
     assert (causal.shape, causal.expression) == ((2, 24, 12, 1024, 1024), "k <= q")
     assert dilated.us == {"sm90-64x64x4": 3.0, "sm90-256x64x1": 4.0}
     # Heads whose keys and values fill half of the cache, and of a group together.
-    assert (dilated.section, causal.section) == (200, 200)
+    assert (dilated.l2_heads, causal.l2_heads) == (200, 200)
     assert causal.mebibytes == 6
 
 
 def test_list_that_cannot_be_read(tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     listed = Path("cuda/attention/sm90/instantiations/d64.cu")
     (tmp_path / listed).parent.mkdir(parents=True)
-    (tmp_path / listed).write_text((ROOT / listed).read_text().replace("Shape<64, 256, 64,", "Shape<64, kM, 64,"))
+    (tmp_path / listed).write_text((ROOT / listed).read_text().replace("Shape<64, 256,  64,", "Shape<64, kM,  64,"))
     monkeypatch.setattr(tool, "HERE", tmp_path)
     with pytest.raises(SystemExit, match=r"d64\.cu lists 10 kernels, of which 9 could be read: adapt _ENTRY"):
         tool.kernels_of(64)

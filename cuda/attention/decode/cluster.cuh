@@ -1,15 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention of few queries over not so many keys, compute capability 9.0: reading them takes less time than starting
-// kernels, waiting for memory and joining sums. The CTAs that share the keys of a tile of rows are a cluster and join
-// their sums through each other's shared memory, so that no second kernel is needed. Rows are packed as in
-// cuda/attention/decode/splitkv.cuh.
+// Decode attention over short sequences, compute capability 9.0, where reading the keys takes less time than launches,
+// memory latency and a combine kernel. The CTAs that split the keys of a row block are a cluster and combine through
+// each other's shared memory. Rows are packed as in cuda/attention/decode/splitkv.cuh.
 //
-// A warp copies to shared memory what it will multiply itself: a ring of pieces, 16 keys or their values each, is all
-// under way from the start, and no barrier of the CTA is needed. Pieces are read in the order of memory and laid out by
-// lanes, so that each finds its operands in 16 bytes. The products are transposed, scores^T = K Q^T and
-// output^T = V^T weights^T, so that eight query rows fill the tensor cores' narrow side. The inner dimension of a
-// product may be numbered as one likes as long as both operands agree: the numbering is chosen so that 16 bytes of
-// memory are an operand. fp32 is multiplied as three products of TF32, a number being the sum of two.
+// A warp copies to shared memory what it multiplies itself: a ring of stages, each 16 keys or their values. All stages
+// are in flight from the start, without a barrier of the CTA. A stage is read in memory order and stored lane by lane,
+// so that each lane finds its operands in 16 bytes.
+// The matmuls are transposed, scores^T = K Q^T and output^T = V^T weights^T, so that eight query rows fill the narrow
+// side of the tensor cores. The k-indices of both operands are permuted alike, so that 16 bytes of memory are an
+// operand. fp32 takes three TF32 matmuls, as a number is the sum of two TF32 values.
 #ifndef STOF_CUDA_ATTENTION_DECODE_CLUSTER_CUH_
 #define STOF_CUDA_ATTENTION_DECODE_CLUSTER_CUH_
 
@@ -33,7 +32,7 @@ class ClusterDecode {
     const int rows = params.heads * p_.S, blocks = (rows + S::kRows - 1) / S::kRows;
     const int parts = p_.H / p_.G / params.heads;
     int at = blockIdx.x;
-    split_ = at % params.splits;  // the rank in the cluster
+    split_ = at % params.splits;  // rank in the cluster
     at /= params.splits;
     block_ = at % blocks;
     at /= blocks;
@@ -48,11 +47,11 @@ class ClusterDecode {
     first_ = warp_ * S::kWarpKeys % kTileKeys;
     key_ = static_cast<const T*>(p_.key) + b_ * p_.key_stride.b + g * p_.key_stride.h;
     value_ = static_cast<const T*>(p_.value) + b_ * p_.value_stride.b + g * p_.value_stride.h;
-    padded_ = p_.pad_bits != nullptr && params.second == 0;
-    masked_ = p_.has_mask != 0 && params.second == 0;
-    scale_ = HasExtras(p_) ? p_.scale : p_.scale * kLog2E;
+    padded_ = p_.pad_bits != nullptr && params.second_pass == 0;
+    masked_ = p_.has_mask != 0 && params.second_pass == 0;
+    scale_ = HasScoreMod(p_) ? p_.scale : p_.scale * kLog2E;
     const auto base = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-    ring_ = base + static_cast<uint32_t>(S::kRing + warp_ * S::kPieces * S::kPieceBytes);
+    ring_ = base + static_cast<uint32_t>(S::kRing + warp_ * S::kStages * S::kStageBytes);
     queries_ = base + S::kQueries;
     steps_ = base + static_cast<uint32_t>(4 * warp_ * S::kStepSlots * S::kStepWords);
   }
@@ -60,13 +59,13 @@ class ClusterDecode {
   __device__ void Run() {
     WaitForPrevious();
     LetNextStart();
-    if (params_.second != 0 && !Wanted()) return;  // all of a cluster or none
-    if (params_.splits > 1) ArriveAtCluster();     // for others to know that this CTA has begun
+    if (params_.second_pass != 0 && !HasEmptyRow()) return;  // uniform in a cluster
+    if (params_.splits > 1) ArriveAtCluster();               // tells the others that this CTA runs
     CopyQueries();
-    FindShare();
-    Look(next_, &now_);
-    Look(next_ + kStride, &then_);
-    live_ = Live(now_, next_);
+    FindSplit();
+    ReadTiles(next_, &current_tiles_);
+    ReadTiles(next_ + kStride, &next_tiles_);
+    live_tiles_ = LiveTiles(current_tiles_, next_);
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
       max_[n][0] = max_[n][1] = -INFINITY;
@@ -77,55 +76,55 @@ class ClusterDecode {
         for (int e = 0; e < 4; ++e) o_[n][j][e] = 0.0f;
       }
     }
-    // One loop for the first pieces, of which there is nothing to multiply yet, and all others: its code has to fit the
-    // instructions' cache.
-    constexpr int kAhead = (S::kPieces + 1) / 2;
+    // One loop for the prologue, which has nothing to multiply yet, and the main part: the code has to fit the
+    // instruction cache.
+    constexpr int kAhead = (S::kStages + 1) / 2;
     for (int step = -kAhead;; ++step) {
       float s[kBlocks][4];
       if (step == 0) {
-        AwaitCopies<S::kPieces - 1>();
-        __syncthreads();  // the queries are there
+        AwaitCopies<S::kStages - 1>();
+        __syncthreads();  // the queries have arrived
       }
-      if (step >= 0 && step >= taken_) break;
+      if (step >= 0 && step >= loaded_) break;
       if (step >= 0) {
-        AwaitCopies<S::kPieces - 1>();
+        AwaitCopies<S::kStages - 1>();
         Scores(s);
       }
-      if (!S::kOdd || step > -kAhead) Fetch<!S::kOdd>();
+      if (!S::kOdd || step > -kAhead) LoadStage<!S::kOdd>();
       if (step >= 0) {
-        Adjust(step, s);
+        ApplyMaskAndBias(step, s);
         Softmax(s);
-        AwaitCopies<S::kPieces - 1>();
+        AwaitCopies<S::kStages - 1>();
         AddValues(s);
       }
-      Fetch<S::kOdd>();
+      LoadStage<S::kOdd>();
     }
-    JoinWarps();
+    CombineWarps();
   }
 
  private:
   __device__ int64_t RowOf(int row) const { return PackedRow(p_, b_, head0_, row); }
-  __device__ bool Wanted() const {
+  __device__ bool HasEmptyRow() const {
     for (int i = 0; i < rows_; ++i) {
       if (params_.empty_rows[RowOf(block_ * S::kRows + i)] != 0) return true;
     }
     return false;
   }
-  // The head and the query of a row of this tile; rows that there are none of are like the last one.
-  __device__ __forceinline__ void Place(int row, int* head, int* query) const {
+  // The head and query of a packed row; rows out of bounds repeat the last one.
+  __device__ __forceinline__ void HeadAndQuery(int row, int* head, int* query) const {
     const int whole = block_ * S::kRows + min(row, rows_ - 1);
     *head = head0_ + whole / p_.S;
     *query = whole % p_.S;
   }
 
-  // ---- which tiles ----
-  // A tile of the mask's row: 32 of them lie in the lanes of a warp, and those behind are on their way.
+  // ---- KV tiles ----
+  // A KV tile of the tile row. The lanes of a warp hold 32 of them, and the next 32 are in flight.
   struct Tile {
     int tile;
-    int bits;       // index of its bits, -1: every key
-    uint32_t keys;  // which of the warp's 16 are neither padded nor beyond the last
+    int bits;       // index of its element mask; -1: every key
+    uint32_t keys;  // a bit for each of the 16 keys of the warp that exists and is not padding
   };
-  __device__ void FindShare() {
+  __device__ void FindSplit() {
     int begin = 0, end = (p_.T + kTileKeys - 1) / kTileKeys;
     if (masked_) {
       begin = params_.row_begin, full_ = params_.row_full, end = params_.row_end;
@@ -143,9 +142,9 @@ class ClusterDecode {
     end_ = next_ + share + (split_ < more ? 1 : 0);
     next_ += warp_ * S::kWarpKeys / kTileKeys;
   }
-  static constexpr int kStride = 32 * S::kStreams;
-  __device__ __forceinline__ void Look(int next, Tile* found) const {
-    const int at = next + S::kStreams * lane_;
+  static constexpr int kStride = 32 * S::kTilesAtOnce;
+  __device__ __forceinline__ void ReadTiles(int next, Tile* found) const {
+    const int at = next + S::kTilesAtOnce * lane_;
     found->tile = at, found->bits = -1, found->keys = 0;
     if (at >= end_) return;
     if (masked_) {
@@ -161,37 +160,37 @@ class ClusterDecode {
       found->keys = left >= S::kWarpKeys ? 0xffffu : left <= 0 ? 0u : (1u << left) - 1u;
     }
   }
-  // Those of 32 tiles that are there; where keys are padded, those with another one: else nothing is waited for.
-  __device__ __forceinline__ uint32_t Live(const Tile& tiles, int first) const {
-    const int count = (end_ - first + S::kStreams - 1) / S::kStreams;
+  // A bit for each of 32 tiles that exists and, with padding, has some key. Without padding nothing is waited for.
+  __device__ __forceinline__ uint32_t LiveTiles(const Tile& tiles, int first) const {
+    const int count = (end_ - first + S::kTilesAtOnce - 1) / S::kTilesAtOnce;
     const uint32_t there = count >= 32 ? ~0u : count <= 0 ? 0u : (1u << count) - 1u;
     return padded_ ? there & __ballot_sync(~0u, tiles.keys != 0) : there;
   }
-  // Goes on to the next tile; tile_ -1: there is none.
-  __device__ __forceinline__ void Take() {
-    while (live_ == 0) {
+  // Advances to the next KV tile; tile_ -1: there is none.
+  __device__ __forceinline__ void AdvanceTile() {
+    while (live_tiles_ == 0) {
       next_ += kStride;
       if (next_ >= end_) {
         tile_ = -1;
         return;
       }
-      now_ = then_;
-      live_ = Live(now_, next_);
-      Look(next_ + kStride, &then_);
+      current_tiles_ = next_tiles_;
+      live_tiles_ = LiveTiles(current_tiles_, next_);
+      ReadTiles(next_ + kStride, &next_tiles_);
     }
-    const int from = __ffs(static_cast<int>(live_)) - 1;
-    live_ &= live_ - 1;
-    tile_ = __shfl_sync(~0u, now_.tile, from);
-    const int bits = masked_ ? __shfl_sync(~0u, now_.bits, from) : -1;
-    const uint32_t keys = __shfl_sync(~0u, now_.keys, from);
-    const uint32_t to = steps_ + static_cast<uint32_t>(4 * (taken_ % S::kStepSlots) * S::kStepWords);
-    ++taken_;
+    const int from = __ffs(static_cast<int>(live_tiles_)) - 1;
+    live_tiles_ &= live_tiles_ - 1;
+    tile_ = __shfl_sync(~0u, current_tiles_.tile, from);
+    const int bits = masked_ ? __shfl_sync(~0u, current_tiles_.bits, from) : -1;
+    const uint32_t keys = __shfl_sync(~0u, current_tiles_.keys, from);
+    const uint32_t to = steps_ + static_cast<uint32_t>(4 * (loaded_ % S::kStepSlots) * S::kStepWords);
+    ++loaded_;
     if (lane_ == 0) {
       asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %3};" ::"r"(to), "r"(tile_), "r"(bits), "r"(keys) : "memory");
     }
     if (bits >= 0 && lane_ < S::kRows) {
       int head = 0, query = 0;
-      Place(lane_, &head, &query);
+      HeadAndQuery(lane_, &head, &query);
       const int row = MaskRow(params_, head - head0_, query);
       const int64_t word = (static_cast<int64_t>(bits) * kDecodeTileRows + row) * 2 + first_ / 32;
       CopyWord(to + static_cast<uint32_t>(16 + 4 * lane_), p_.mask.bits + word);
@@ -202,58 +201,58 @@ class ClusterDecode {
   __device__ void CopyQueries() {
     for (int at = warp_; at < kBlocks * S::kChunks; at += S::kWarps) {
       const int n = at / S::kChunks, c = at % S::kChunks;
-      const int row = 8 * n + lane_ / 4, d = S::kPer * (4 * c + lane_ % 4);
+      const int row = 8 * n + lane_ / 4, d = S::kPerLoad * (4 * c + lane_ % 4);
       const bool valid = row < rows_ && d < p_.D;
       int head = 0, query = 0;
-      Place(row, &head, &query);
+      HeadAndQuery(row, &head, &query);
       const T* from = static_cast<const T*>(p_.query) + b_ * p_.query_stride.b + head * p_.query_stride.h +
                       query * p_.query_stride.s;
       CopyChunk(queries_ + static_cast<uint32_t>(16 * (32 * at + lane_)), valid ? from + d : from, valid);
     }
   }
 
-  // The next piece into the ring: keys of the next tile, or its values.
+  // Loads the next stage: the keys of the next KV tile, or its values.
   template <bool kKeys>
-  __device__ __forceinline__ void Fetch() {
-    if (kKeys) Take();
-    __syncwarp();  // nobody reads what was there any more
+  __device__ __forceinline__ void LoadStage() {
+    if (kKeys) AdvanceTile();
+    __syncwarp();  // all lanes have read the old stage
     if (tile_ >= 0) {
       const int key0 = tile_ * kTileKeys + first_;
-      Copy<kKeys>(ring_ + static_cast<uint32_t>(fetched_ * S::kPieceBytes), key0);
+      Copy<kKeys>(ring_ + static_cast<uint32_t>(stage_ * S::kStageBytes), key0);
     }
     CommitCopies();
-    fetched_ = fetched_ + 1 == S::kPieces ? 0 : fetched_ + 1;
+    stage_ = stage_ + 1 == S::kStages ? 0 : stage_ + 1;
   }
-  // 16 rows in the order of memory: what lies side by side there is asked for at once. Each 16 bytes go where the lane
-  // that multiplies them looks for them.
+  // Copies 16 rows in memory order, so that loads coalesce; each 16 bytes go to the place of the lane that multiplies
+  // them.
   template <bool kKeys>
   __device__ __forceinline__ void Copy(uint32_t to, int key0) const {
-    constexpr uint32_t kInRow = kHead / S::kPer, kAcross = kInRow < 32 ? kInRow : 32, kDown = 32 / kAcross;
+    constexpr uint32_t kInRow = kHead / S::kPerLoad, kAcross = kInRow < 32 ? kInRow : 32, kDown = 32 / kAcross;
     const uint32_t across = static_cast<uint32_t>(lane_) % kAcross, down = static_cast<uint32_t>(lane_) / kAcross;
     const int64_t stride = kKeys ? p_.key_stride.s : p_.value_stride.s;
-    const T* from = (kKeys ? key_ : value_) + (key0 + static_cast<int64_t>(down)) * stride + S::kPer * across;
+    const T* from = (kKeys ? key_ : value_) + (key0 + static_cast<int64_t>(down)) * stride + S::kPerLoad * across;
     const int size = kKeys ? p_.D : p_.Dv, left = p_.T - key0 - static_cast<int>(down);
 #pragma unroll
     for (uint32_t row = 0; row < 16; row += kDown) {
 #pragma unroll
       for (uint32_t chunk = 0; chunk < kInRow; chunk += kAcross) {
-        const bool there = static_cast<int>(S::kPer * (chunk + across)) < size && static_cast<int>(row) < left;
+        const bool there = static_cast<int>(S::kPerLoad * (chunk + across)) < size && static_cast<int>(row) < left;
         const uint32_t place = kKeys ? KeyPlace(row | down, chunk | across) : ValuePlace(row | down, chunk | across);
-        CopyChunk(to + 16 * place, from + S::kPer * chunk, there);
+        CopyChunk(to + 16 * place, from + S::kPerLoad * chunk, there);
       }
       from += kDown * stride;
     }
   }
-  // Of a piece, in units of 16 bytes: load i of lane l is 32 i + l, but for an order in it that spreads both those who
-  // write a row and those who read a load over all banks.
+  // Positions in a stage, in units of 16 bytes: load i of lane l is 32 i + l, permuted so that neither writes of a row
+  // nor reads of a load have bank conflicts.
   //
-  // Lane l multiplies of keys l / 4 and l / 4 + 8 the chunks l % 4, l % 4 + 4, ...
+  // Lane l multiplies chunks l % 4, l % 4 + 4, ... of keys l / 4 and l / 4 + 8.
   static __device__ __forceinline__ uint32_t KeyPlace(uint32_t row, uint32_t chunk) {
     const uint32_t load = (row >> 3) * S::kChunks + (chunk >> 2), lane = (row & 7) << 2 | (chunk & 3);
     return load << 5 | (lane ^ (chunk & 4));
   }
-  // ... and has of the values of keys 2 (l % 4) + i % 2 + 8 (i / 2), of fp32 4 i + l % 4, the chunks l / 4, l / 4 + 8,
-  // ...
+  // It multiplies chunks l / 4, l / 4 + 8, ... of the values of keys 2 (l % 4) + i % 2 + 8 (i / 2), in fp32 of keys 4 i
+  // + l % 4.
   static __device__ __forceinline__ uint32_t ValuePlace(uint32_t row, uint32_t chunk) {
     const uint32_t i = kFloat ? row >> 2 : (row & 1) | row >> 3 << 1, low = kFloat ? row & 3 : row >> 1 & 3;
     return (i * (S::kChunks / 2) + (chunk >> 3)) << 5 | ValueOrder(chunk & 7, low);
@@ -261,33 +260,33 @@ class ClusterDecode {
   static __device__ __forceinline__ uint32_t ValueOrder(uint32_t high, uint32_t low) {
     return low << 3 | (high ^ low << 1);
   }
-  // Where the oldest piece lies.
-  __device__ __forceinline__ uint32_t Oldest() {
-    const uint32_t at = ring_ + static_cast<uint32_t>(used_ * S::kPieceBytes);
-    used_ = used_ + 1 == S::kPieces ? 0 : used_ + 1;
+  // The address of the oldest stage.
+  __device__ __forceinline__ uint32_t OldestStage() {
+    const uint32_t at = ring_ + static_cast<uint32_t>(consumed_ * S::kStageBytes);
+    consumed_ = consumed_ + 1 == S::kStages ? 0 : consumed_ + 1;
     return at;
   }
 
   // ---- a step: cuda/attention/decode/cluster_step.cuh ----
   __device__ __forceinline__ void Scores(float (&s)[kBlocks][4]);
   __device__ __forceinline__ void AddValues(const float (&s)[kBlocks][4]);
-  __device__ __forceinline__ void Adjust(int step, float (&s)[kBlocks][4]);
+  __device__ __forceinline__ void ApplyMaskAndBias(int step, float (&s)[kBlocks][4]);
   __device__ __forceinline__ void Softmax(float (&s)[kBlocks][4]);
 
-  // ---- the end: cuda/attention/decode/cluster_combine.cuh ----
-  __device__ float* Sums(int warp) const {
-    return reinterpret_cast<float*>(shared_ + S::kRing + warp * S::kPieces * S::kPieceBytes);
+  // ---- epilogue: cuda/attention/decode/cluster_combine.cuh ----
+  __device__ float* WarpOutputs(int warp) const {
+    return reinterpret_cast<float*>(shared_ + S::kRing + warp * S::kStages * S::kStageBytes);
   }
-  // Maxima and sums of a warp's rows.
-  __device__ float2* States(int warp) const {
-    return reinterpret_cast<float2*>(shared_ + S::kStates) + warp * S::kRows;
+  // Row max and row sum of the rows of a warp.
+  __device__ float2* WarpStats(int warp) const {
+    return reinterpret_cast<float2*>(shared_ + S::kStats) + warp * S::kRows;
   }
-  // What CTA `rank` of the cluster has sent, or is sent to: of its rows, and of a share of the output.
-  __device__ float2* SentStates(int rank) const {
-    return reinterpret_cast<float2*>(shared_ + S::kSentStates) + rank * S::kRows;
+  // What CTA `rank` of the cluster sends to this one: row max and row sum, and a share of the output.
+  __device__ float2* ReceivedStats(int rank) const {
+    return reinterpret_cast<float2*>(shared_ + S::kReceivedStats) + rank * S::kRows;
   }
-  __device__ float4* Sent(int rank, int share) const {
-    return reinterpret_cast<float4*>(shared_ + S::kSent) + rank * share;
+  __device__ float4* ReceivedOutputs(int rank, int share) const {
+    return reinterpret_cast<float4*>(shared_ + S::kReceived) + rank * share;
   }
 
   static __device__ __forceinline__ float WeightOf(float maximum, float top) {
@@ -298,20 +297,20 @@ class ClusterDecode {
     *sum += part_sum * weight;
   }
 
-  __device__ void JoinWarps();
-  __device__ void Finish(int row, int d, const float4& x, const float2& all);
+  __device__ void CombineWarps();
+  __device__ void StoreOutput(int row, int d, const float4& x, const float2& all);
 
   const DecodeParams& params_;
   const AttentionParams& p_;
   char* shared_;
-  int b_, head0_, block_, rows_, split_, warp_, lane_, first_;  // first_: of the warp's keys in a tile
+  int b_, head0_, block_, rows_, split_, warp_, lane_, first_;  // first_: the first key of the warp in a tile
   int next_ = 0, end_ = 0, full_ = 0, tile_ = -1;
-  int taken_ = 0, fetched_ = 0, used_ = 0;  // steps; places in the ring
+  int loaded_ = 0, stage_ = 0, consumed_ = 0;  // steps loaded; positions in the ring
   bool masked_, padded_;
   float scale_;
   const T *key_, *value_;
-  uint32_t ring_, queries_, steps_, live_ = 0;
-  Tile now_, then_;
+  uint32_t ring_, queries_, steps_, live_tiles_ = 0;
+  Tile current_tiles_, next_tiles_;
   float o_[kBlocks][S::kOutputs][4];
   float max_[kBlocks][2], sum_[kBlocks][2];
 };
@@ -326,7 +325,7 @@ namespace cuda {
 template <int kHead, typename T, int kBlocks>
 __global__ void __launch_bounds__(ClusterShape<kHead, T, kBlocks>::kThreads, ClusterShape<kHead, T, kBlocks>::kCtas)
     DecodeCluster(const __grid_constant__ DecodeParams params) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900  // code for earlier devices would only be built
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900  // code for earlier devices would never run
   extern __shared__ __align__(16) char decode_shared[];
   ClusterDecode<kHead, T, kBlocks>(params, decode_shared).Run();
 #endif

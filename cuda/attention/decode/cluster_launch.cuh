@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Launches of the kernels in cuda/attention/decode/cluster.cuh, and the table of their shapes.
+// Launches the cluster kernel, and lists its shapes.
 #ifndef STOF_CUDA_ATTENTION_DECODE_CLUSTER_LAUNCH_CUH_
 #define STOF_CUDA_ATTENTION_DECODE_CLUSTER_LAUNCH_CUH_
 
@@ -33,17 +33,17 @@ struct ClusterLauncher {
     return config;
   }
 
-  // clusters[i]: how many clusters of 2^i CTAs the current device runs at once; 0 where its code or shared memory does
-  // not suffice. Asked at the first use on a device.
+  // clusters[i]: the number of clusters of 2^i CTAs that the current device runs at once; 0 where code or shared memory
+  // do not suffice. Each device is asked once.
   static void Clusters(int (&clusters)[kClusterSizes]) {
     constexpr int kDevices = 64;
-    struct Known {
+    struct PerDevice {
       bool asked = false;
       int clusters[kClusterSizes] = {};
     };
     static std::mutex mutex;
-    static Known all[kDevices];
-    Known known;
+    static PerDevice all[kDevices];
+    PerDevice known;
     int device = 0;
     if (cudaGetDevice(&device) == cudaSuccess && device < kDevices) {
       const std::lock_guard<std::mutex> lock(mutex);
@@ -63,14 +63,14 @@ struct ClusterLauncher {
     if (error == cudaSuccess) {
       error = cudaFuncSetAttribute(Kernel(), cudaFuncAttributeMaxDynamicSharedMemorySize, S::kSharedBytes);
     }
-    int device = 0, multiprocessors = 0;
+    int device = 0, sm_count = 0;
     if (error == cudaSuccess) error = cudaGetDevice(&device);
     if (error == cudaSuccess) {
-      error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+      error = cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, device);
     }
     if (error == cudaSuccess) {
       error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&clusters[0], Kernel(), S::kThreads, S::kSharedBytes);
-      clusters[0] *= multiprocessors;
+      clusters[0] *= sm_count;
     }
     for (int i = 1; i < kClusterSizes && error == cudaSuccess; ++i) {
       cudaLaunchAttribute attribute;
@@ -79,7 +79,7 @@ struct ClusterLauncher {
     }
     if (error != cudaSuccess) {
       for (int& count : clusters) count = 0;
-      cudaGetLastError();  // not to be found by others
+      cudaGetLastError();  // cleared, so that no later call reports it
     }
   }
 
@@ -89,7 +89,7 @@ struct ClusterLauncher {
     cudaLaunchAttribute attributes[2];
     cudaLaunchConfig_t config = Describe(int64_t{p.B} * p.G * params.splits * blocks, attributes, params.splits,
                                          static_cast<cudaStream_t>(stream));
-    // It may start before the kernel in front of it has ended, for which it waits itself.
+    // Programmatic dependent launch: the kernel may start early and waits for the previous one itself.
     attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[1].val.programmaticStreamSerializationAllowed = 1;
     if (params.splits == 1) config.attrs = attributes + 1;
@@ -99,7 +99,7 @@ struct ClusterLauncher {
     return static_cast<int>(cudaLaunchKernelExC(&config, Kernel(), arguments));
   }
 
-  static ClusterKernel Make() { return {S::kRows, S::kStreams, Run, Clusters}; }
+  static ClusterKernel Make() { return {S::kRows, S::kTilesAtOnce, Run, Clusters}; }
 };
 
 template <typename T>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What cuda/attention/decode/cluster.cuh is made of: its shape, copies, clusters.
+// Compile-time shape of the cluster kernel, its copies, and distributed shared memory.
 #ifndef STOF_CUDA_ATTENTION_DECODE_CLUSTER_SHAPE_CUH_
 #define STOF_CUDA_ATTENTION_DECODE_CLUSTER_SHAPE_CUH_
 
@@ -14,45 +14,47 @@ namespace cuda {
 
 template <int kHead, typename T, int kBlocks>
 struct ClusterShape {
-  // A step of a warp is 16 keys, one chain of dependent instructions: it takes eight warps to hide it. Wide rows leave
-  // them too little shared memory.
+  // A step of a warp is 16 keys, one chain of dependent instructions: it takes eight warps to hide the latency. Wide
+  // rows leave shared memory for four.
   static constexpr int kRowBytes = kHead * static_cast<int>(sizeof(T));
   static constexpr int kWarps = kRowBytes <= 256 ? 8 : 4, kThreads = 32 * kWarps;
-  static constexpr int kWarpKeys = 16;                             // of a tile
-  static constexpr int kStreams = kWarps * kWarpKeys / kTileKeys;  // tiles that a CTA works on at once
+  static constexpr int kWarpKeys = 16;                                 // keys of a warp in a tile
+  static constexpr int kTilesAtOnce = kWarps * kWarpKeys / kTileKeys;  // KV tiles that a CTA works on at once
   static constexpr int kRows = 8 * kBlocks;
-  static constexpr int kPer = 16 / static_cast<int>(sizeof(T));  // elements of a copy
-  static constexpr int kChunks = kHead / (4 * kPer);             // copies of a key's row by 4 lanes
-  static constexpr int kLoads = 2 * kChunks;                     // of a lane, a piece
-  static constexpr int kOutputs = kHead / 16;                    // blocks of 16 output elements
-  static constexpr int kPieceBytes = 16 * 32 * kLoads;
+  static constexpr int kPerLoad = 16 / static_cast<int>(sizeof(T));  // elements of a copy
+  static constexpr int kChunks = kHead / (4 * kPerLoad);             // copies of a key's row by 4 lanes
+  static constexpr int kLoads = 2 * kChunks;                         // loads of a lane from a stage
+  static constexpr int kOutputs = kHead / 16;                        // blocks of 16 output elements
+  static constexpr int kStageBytes = 16 * 32 * kLoads;
   static constexpr int kQueryBytes = kBlocks * kChunks * 32 * 16;
   static constexpr int kStepSlots = 4;
-  static constexpr int kStepWords = 4 + kRows;  // tile, whether it has bits, padding, unused; a word of bits a row
+  static constexpr int kStepWords = 4 + kRows;  // tile, element mask or -1, padding, unused; then a word of bits a row
   static constexpr int kStepBytes = 4 * kWarps * kStepSlots * kStepWords;
-  static constexpr int kStateBytes = 8 * kWarps * kRows;
-  // What the CTAs of the cluster send: maxima and sums of all rows, and their parts of this CTA's share of the output.
+  static constexpr int kStatsBytes = 8 * kWarps * kRows;
+  // What the CTAs of the cluster send: row max and row sum of all rows, and their contributions to this CTA's share of
+  // the output.
   static constexpr int kMostCtas = 8;
-  static constexpr int kSentStateBytes = 8 * kMostCtas * kRows, kSentBytes = 4 * kRows * kHead + 16 * kMostCtas;
-  static constexpr int kQueries = kStepBytes, kStates = kQueries + kQueryBytes;  // offsets
-  static constexpr int kSentStates = kStates + kStateBytes, kSent = (kSentStates + kSentStateBytes + 15) / 16 * 16;
-  static constexpr int kRing = (kSent + kSentBytes + 127) / 128 * 128;
-  static constexpr int kCtaPieceBytes = kWarps * kPieceBytes;
-  // Pieces of a warp's ring: an even number, or one where two do not fit every device. Two CTAs have to fit the
-  // multiprocessor: clusters of CTAs that need one each find too few places.
-  static constexpr int kFit = (96 * 1024 - kRing) / kCtaPieceBytes;
+  static constexpr int kReceivedStatsBytes = 8 * kMostCtas * kRows, kReceivedBytes = 4 * kRows * kHead + 16 * kMostCtas;
+  static constexpr int kQueries = kStepBytes, kStats = kQueries + kQueryBytes;  // offsets
+  static constexpr int kReceivedStats = kStats + kStatsBytes,
+                       kReceived = (kReceivedStats + kReceivedStatsBytes + 15) / 16 * 16;
+  static constexpr int kRing = (kReceived + kReceivedBytes + 127) / 128 * 128;
+  static constexpr int kCtaStageBytes = kWarps * kStageBytes;
+  // Stages of a warp's ring: an even number, or one where two do not fit every device. Two CTAs have to fit an SM: else
+  // clusters find too few free SMs.
+  static constexpr int kFit = (96 * 1024 - kRing) / kCtaStageBytes;
   static constexpr bool kOdd = kFit == 1;
-  static constexpr int kPieces = kFit >= 4 ? 4 : kOdd ? 1 : 2;
-  static_assert(kFit >= 1, "a piece has to fit");
-  static_assert(kPieces / 2 + 2 <= kStepSlots, "steps under way");
-  static constexpr int kSharedBytes = kRing + kPieces * kCtaPieceBytes;
-  // The sums of a warp lie where its ring was, those of the CTA in the place of the first.
-  static_assert(4 * kRows * kHead <= kPieces * kPieceBytes, "room for sums");
-  static constexpr int kCtas = sizeof(T) == 4 || kBlocks * kHead > 128 ? (kWarps == 8 ? 1 : 2) : 2;  // a multiprocessor
+  static constexpr int kStages = kFit >= 4 ? 4 : kOdd ? 1 : 2;
+  static_assert(kFit >= 1, "a stage has to fit");
+  static_assert(kStages / 2 + 2 <= kStepSlots, "slots for the steps in flight");
+  static constexpr int kSharedBytes = kRing + kStages * kCtaStageBytes;
+  // The outputs of a warp replace its ring, those of the CTA the ring of the first warp.
+  static_assert(4 * kRows * kHead <= kStages * kStageBytes, "room for sums");
+  static constexpr int kCtas = sizeof(T) == 4 || kBlocks * kHead > 128 ? (kWarps == 8 ? 1 : 2) : 2;  // CTAs an SM
 };
 
-// 16 bytes to shared memory, zeros where not `valid`, and then nothing is read; the rest of their 128 bytes comes along
-// into the L2 cache.
+// Copies 16 bytes to shared memory; writes zeros, and reads nothing, where not `valid`. Prefetches their 128 bytes into
+// L2.
 __device__ __forceinline__ void CopyChunk(uint32_t to, const void* from, bool valid) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0)
                : "memory");
@@ -60,7 +62,7 @@ __device__ __forceinline__ void CopyChunk(uint32_t to, const void* from, bool va
 __device__ __forceinline__ void CopyWord(uint32_t to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
-// Until no more than kLeft of this thread's groups of copies are under way; the warp sees each other's then.
+// Waits until at most kLeft copy groups of this thread are in flight, then synchronizes the warp.
 template <int kLeft>
 __device__ __forceinline__ void AwaitCopies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
@@ -72,15 +74,16 @@ __device__ __forceinline__ uint4 ReadChunk(uint32_t from) {
   return x;
 }
 
-// What a kernel before may have written: not __ldg, which may be moved in front of the wait for it.
+// For data of the previous kernel: the compiler may move __ldg in front of the wait for it.
 __device__ __forceinline__ int32_t ReadWord(const int32_t* from) {
   int32_t x;
   asm volatile("ld.global.s32 %0, [%1];" : "=r"(x) : "l"(from));
   return x;
 }
 
-// ---- clusters of CTAs: code for 9.0 and later ----
-// To the shared memory of a CTA of this cluster that has begun; `own` is the place in that of this CTA.
+// ---- distributed shared memory: compute capability 9.0 and later ----
+// Stores to the shared memory of CTA `rank` of this cluster, which has to run; `own` is the corresponding address in
+// this CTA.
 __device__ __forceinline__ void Send4(float4* own, int rank, const float4& x) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(

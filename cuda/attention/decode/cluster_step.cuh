@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the clusters' kernel computes with the 16 keys of a step: scores, what biases and the mask make of them,
-// weights, and their products with the values. Members of ClusterDecode; included by cuda/attention/decode/cluster.cuh,
-// behind the class.
+// One step of 16 keys of the cluster kernel: scores, biases and mask, online softmax, P V. Member functions of
+// ClusterDecode, whose registers they use; cluster.cuh includes this file behind the class.
 #ifndef STOF_CUDA_ATTENTION_DECODE_CLUSTER_STEP_CUH_
 #define STOF_CUDA_ATTENTION_DECODE_CLUSTER_STEP_CUH_
 
@@ -10,11 +9,11 @@
 namespace stof {
 namespace cuda {
 
-// ---- products ----
+// ---- matmuls ----
 template <int kHead, typename T, int kBlocks>
 __device__ __forceinline__ void ClusterDecode<kHead, T, kBlocks>::Scores(float (&s)[kBlocks][4]) {
-  const uint32_t piece = Oldest();
-  float sums[2][kBlocks][4];  // two chains of products
+  const uint32_t stage = OldestStage();
+  float sums[2][kBlocks][4];  // two chains of matmuls
 #pragma unroll
   for (int n = 0; n < kBlocks; ++n) {
 #pragma unroll
@@ -22,7 +21,7 @@ __device__ __forceinline__ void ClusterDecode<kHead, T, kBlocks>::Scores(float (
   }
 #pragma unroll
   for (int c = 0; c < S::kChunks; ++c) {
-    const uint32_t own = piece + 16 * static_cast<uint32_t>(lane_ ^ c % 2 * 4);
+    const uint32_t own = stage + 16 * static_cast<uint32_t>(lane_ ^ c % 2 * 4);
     const uint4 low = ReadChunk(own + 512 * c), high = ReadChunk(own + 512 * (S::kChunks + c));
     const uint32_t a[2][4] = {{low.x, high.x, low.y, high.y}, {low.z, high.z, low.w, high.w}};
     uint4 q[kBlocks];
@@ -64,13 +63,14 @@ __device__ __forceinline__ void ClusterDecode<kHead, T, kBlocks>::Scores(float (
 template <int kHead, typename T, int kBlocks>
 __device__ __forceinline__ void ClusterDecode<kHead, T, kBlocks>::AddValues(const float (&s)[kBlocks][4]) {
   constexpr int kWide = S::kChunks / 2;
-  const uint32_t piece = Oldest() + 16 * ValueOrder(static_cast<uint32_t>(lane_) / 4, static_cast<uint32_t>(lane_) % 4);
-  // Weights as operands: b of halves, big and small of TF32.
+  const uint32_t stage =
+      OldestStage() + 16 * ValueOrder(static_cast<uint32_t>(lane_) / 4, static_cast<uint32_t>(lane_) % 4);
+  // Weights as operands: b in fp16 or bf16, big and small in TF32.
   uint32_t b[kBlocks][2], big[kBlocks][2][2], small[kBlocks][2][2];
 #pragma unroll
   for (int n = 0; n < kBlocks; ++n) {
     if constexpr (kFloat) {
-      // Weights of key k and row r lie in lane 4 (k % 8) + r / 2; lane l needs keys l % 4 + 4 i and row l / 4.
+      // Lane 4 (k % 8) + r / 2 has the weights of key k and row r; lane l needs keys l % 4 + 4 i and row l / 4.
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int from = (i % 2 * 4 + lane_ % 4) * 4 + lane_ / 8;
@@ -87,7 +87,7 @@ __device__ __forceinline__ void ClusterDecode<kHead, T, kBlocks>::AddValues(cons
     uint32_t x[4][4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const uint4 read = ReadChunk(piece + 512 * (i * kWide + c));
+      const uint4 read = ReadChunk(stage + 512 * (i * kWide + c));
       x[i][0] = read.x, x[i][1] = read.y, x[i][2] = read.z, x[i][3] = read.w;
     }
     if constexpr (kFloat) {
@@ -103,7 +103,7 @@ __device__ __forceinline__ void ClusterDecode<kHead, T, kBlocks>::AddValues(cons
         }
 #pragma unroll
         for (int n = 0; n < kBlocks; ++n) {
-          // Tensor cores round towards zero: a short sum of its own, added by ordinary arithmetic.
+          // Tensor cores round sums towards zero: short sums, added in fp32 arithmetic.
           float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
@@ -133,20 +133,20 @@ __device__ __forceinline__ void ClusterDecode<kHead, T, kBlocks>::AddValues(cons
 
 // ---- scores to weights; element e: key lane / 4 + 8 (e / 2), row 2 (lane % 4) + e % 2 ----
 template <int kHead, typename T, int kBlocks>
-__device__ __forceinline__ void ClusterDecode<kHead, T, kBlocks>::Adjust(int step, float (&s)[kBlocks][4]) {
-  const bool mean = params_.second != 0 && static_cast<EmptyRows>(p_.empty_rows) == EmptyRows::kMean;
-  const bool extras = HasExtras(p_);
+__device__ __forceinline__ void ClusterDecode<kHead, T, kBlocks>::ApplyMaskAndBias(int step, float (&s)[kBlocks][4]) {
+  const bool mean = params_.second_pass != 0 && static_cast<EmptyRows>(p_.empty_rows) == EmptyRows::kMean;
+  const bool score_mod = HasScoreMod(p_);
   const uint32_t from = steps_ + static_cast<uint32_t>(4 * (step % S::kStepSlots) * S::kStepWords);
   const uint4 found = ReadChunk(from);
   const int key0 = static_cast<int>(found.x) * kTileKeys + first_ + lane_ / 4;
   const bool bits = static_cast<int>(found.y) >= 0;
-  if (extras) {
-    // One copy of much code: elements come to the first place in turn.
+  if (score_mod) {
+    // One copy of the code, not one an element: elements rotate through the first register.
 #pragma unroll 1
     for (int at = 0; at < 4 * kBlocks; ++at) {
       int head = 0, query = 0;
-      Place(at / 4 * 8 + lane_ % 4 * 2 + at % 2, &head, &query);
-      const float x = BiasedScore<T>(p_, s[0][0] * scale_, b_, head, query, key0 + at % 4 / 2 * 8);
+      HeadAndQuery(at / 4 * 8 + lane_ % 4 * 2 + at % 2, &head, &query);
+      const float x = ApplyScoreMod<T>(p_, s[0][0] * scale_, b_, head, query, key0 + at % 4 / 2 * 8);
 #pragma unroll
       for (int e = 1; e < 4 * kBlocks; ++e) s[(e - 1) / 4][(e - 1) % 4] = s[e / 4][e % 4];
       s[kBlocks - 1][3] = x;
@@ -166,7 +166,7 @@ __device__ __forceinline__ void ClusterDecode<kHead, T, kBlocks>::Adjust(int ste
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         float& x = s[n][2 * i + r];
-        if (!extras) x = __fmul_rn(x, scale_);
+        if (!score_mod) x = __fmul_rn(x, scale_);
         if (mean) x = 0.0f;
         if ((word >> (lane_ / 4 + 8 * i) & 1u) == 0) x = -INFINITY;
       }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What both kernels for few queries need: products of TF32, scores with biases, what rows give in the end.
+// What both decode kernels share: TF32 matmuls, score modification, values of fully masked rows.
 #ifndef STOF_CUDA_ATTENTION_DECODE_COMMON_CUH_
 #define STOF_CUDA_ATTENTION_DECODE_COMMON_CUH_
 
@@ -13,7 +13,7 @@
 namespace stof {
 namespace cuda {
 
-// The transpose of an 8 x 8 matrix of halves of which lane l holds two in row l / 4.
+// Transposes an 8 x 8 matrix of 16-bit values, of which lane l holds two in row l / 4.
 __device__ __forceinline__ uint32_t Transpose(uint32_t x) {
   uint32_t y;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
@@ -30,7 +30,7 @@ __device__ __forceinline__ void SplitTf32(uint32_t bits, uint32_t* big, uint32_t
   *big = ToTf32(x);
   *small = ToTf32(x - __uint_as_float(*big));
 }
-// c[16 x 8] += a[16 x 8] · b[8 x 8] of TF32.
+// c[16 x 8] += a[16 x 8] · b[8 x 8], TF32.
 __device__ __forceinline__ void MmaTf32(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   asm volatile(
       "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
@@ -54,13 +54,12 @@ __device__ __forceinline__ __nv_bfloat16 FromFloat<__nv_bfloat16>(float x) {
   return __float2bfloat16_rn(x);
 }
 
-// Of the packed rows of `heads` heads from head0 on, the place in [B, H, S].
+// The index in [B, H, S] of a packed row of the heads from head0 on.
 __device__ __forceinline__ int64_t PackedRow(const AttentionParams& p, int b, int head0, int row) {
   return (static_cast<int64_t>(b) * p.H + head0 + row / p.S) * p.S + row % p.S;
 }
 
-// Where a mask's layout has the rows of head0 and those packed with it, and the row of a tile that a query of one of
-// them has.
+// The place of head0 and the heads packed with it in a mask's layout; and the row of a query of one of them in a tile.
 __device__ __forceinline__ int LayoutPlace(const DecodeParams& params, int b, int head0) {
   const DeviceMask& mask = params.attention.mask;
   const int head = mask.layout_h == 1 ? 0 : params.stacked != 0 ? head0 / params.heads : head0;
@@ -70,11 +69,11 @@ __device__ __forceinline__ int MaskRow(const DecodeParams& params, int packed_he
   return params.stacked != 0 ? packed_head * params.attention.S + query : query;
 }
 
-__device__ __forceinline__ bool HasExtras(const AttentionParams& p) {
+__device__ __forceinline__ bool HasScoreMod(const AttentionParams& p) {
   return p.softcap > 0.0f || p.bias != nullptr || p.relative_bias != nullptr;
 }
 
-// What a row without a key gives: under kAll where every bias is -inf, so that the softmax of all keys is NaN.
+// The output of a fully masked row. Under kAll every bias is -inf, so that the softmax of all keys is NaN.
 __device__ __forceinline__ float EmptyValue(const AttentionParams& p) {
   const auto policy = static_cast<EmptyRows>(p.empty_rows);
   return p.T > 0 && (policy == EmptyRows::kNan || policy == EmptyRows::kAll) ? NAN : 0.0f;
@@ -85,12 +84,12 @@ __device__ __forceinline__ float SinkWeight(const AttentionParams& p, int h, flo
   if (p.sink == nullptr) return 0.0f;
   const float logit =
       p.sink_is_float != 0 ? static_cast<const float*>(p.sink)[h] : ToFloat(static_cast<const T*>(p.sink)[h]);
-  return Exp2(fminf(Above(logit * kLog2E, maximum), 127.0f));
+  return Exp2(fminf(ScoreDifference(logit * kLog2E, maximum), 127.0f));
 }
 
-// A score with softcap and biases; comes out in units of log2.
+// Applies softcap and biases to a score; gives units of log2.
 template <typename T>
-__device__ float BiasedScore(const AttentionParams& p, float x, int b, int h, int query, int key) {
+__device__ float ApplyScoreMod(const AttentionParams& p, float x, int b, int h, int query, int key) {
   key = min(key, p.T - 1);
   if (p.softcap > 0.0f) x = p.softcap * tanhf(x / p.softcap);
   float bias = 0.0f;
@@ -103,7 +102,7 @@ __device__ float BiasedScore(const AttentionParams& p, float x, int b, int h, in
     const int distance = max(-radius, min(radius, key - (p.query_position + query)));
     bias += p.relative_bias[h * p.relative_bias_stride_h + radius + distance];
   }
-  // The lowest finite value is a bias, not a mask: it must not become -inf in units of log2. NaN stays NaN.
+  // The lowest finite bias is no mask: it must not become -inf in units of log2. NaN stays NaN.
   const float natural = x + bias;
   float sum = natural * kLog2E;
   if (sum == -INFINITY && natural != -INFINITY) sum = kLowest;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How many CTAs share the keys of the same rows. Plain C++.
+// Chooses the number of splits of decode attention, and between its kernels. Plain C++.
 #include <algorithm>
 #include <limits>
 
@@ -9,22 +9,22 @@ namespace stof {
 namespace cuda {
 
 DecodeChoice ChooseSplits(const DecodeKernel& kernel, const AttentionParams& params, int item_bytes, int64_t tiles,
-                          int64_t blocks, int multiprocessors) {
-  // Nanoseconds and bytes. A multiprocessor's share of the memory's bandwidth; how long a load takes; the second kernel
-  // and one step of its loop over splits. A CTA has two buffers of 16 keys a warp under way, part of the time.
+                          int64_t blocks, int sm_count) {
+  // Nanoseconds and bytes: bandwidth of an SM, latency of a load, the combine kernel and one split of its loop. A CTA
+  // has two buffers of 16 keys a warp in flight, kBusy of the time.
   constexpr double kBandwidth = 22, kLatency = 800, kCombine = 3000, kStep = 45, kBusy = 0.4;
   constexpr double kStart = 5000;
   constexpr int64_t kWarps = 4, kLargestBuffer = 8192;
   const int64_t key_bytes = int64_t{params.D + params.Dv} * item_bytes;
   const auto tile = static_cast<double>(kTileKeys * key_bytes);
-  const double under_way = kBusy * static_cast<double>(2 * kWarps * std::min(8 * key_bytes, kLargestBuffer));
-  const int64_t slots = int64_t{kernel.ctas} * multiprocessors;
+  const double in_flight = kBusy * static_cast<double>(2 * kWarps * std::min(8 * key_bytes, kLargestBuffer));
+  const int64_t slots = int64_t{kernel.ctas} * sm_count;
   DecodeChoice best;
   best.nanoseconds = std::numeric_limits<double>::infinity();
-  for (int64_t splits = 1; splits <= std::min<int64_t>(std::max<int64_t>(tiles, 1), kMostSplits); ++splits) {
+  for (int64_t splits = 1; splits <= std::min<int64_t>(std::max<int64_t>(tiles, 1), kMostDecodeSplits); ++splits) {
     const int64_t ctas = blocks * splits, waves = (ctas + slots - 1) / slots;
     const auto active = static_cast<double>(std::min(ctas, slots));
-    const double each = std::max(tile * active / (kBandwidth * multiprocessors), tile / under_way * kLatency);
+    const double each = std::max(tile * active / (kBandwidth * sm_count), tile / in_flight * kLatency);
     double time =
         kStart + static_cast<double>(waves) * (kLatency + static_cast<double>((tiles + splits - 1) / splits) * each);
     if (splits > 1) time += kCombine + kStep * static_cast<double>(splits);
@@ -34,24 +34,25 @@ DecodeChoice ChooseSplits(const DecodeKernel& kernel, const AttentionParams& par
 }
 
 DecodeChoice ChooseDecode(const DecodeKernel& kernel, const AttentionParams& params, int item_bytes, int64_t tiles,
-                          int64_t blocks, int multiprocessors, int streams, const int (&clusters)[kClusterSizes],
-                          int only) {
-  // Of the clusters' kernel: everything up to the end of the first step of 64 keys, or 64 times `streams`, and joining;
-  // every other step; of fp32. What memory gives when all read it, with rows of 256 bytes and with narrower ones.
-  constexpr double kStart = 5400, kJoin = 1900, kStep = 1430, kStart32 = 8000, kStep32 = 5000;
+                          int64_t blocks, int sm_count, int tiles_at_once, const int (&clusters)[kClusterSizes],
+                          int only_flagged) {
+  // The cluster kernel: everything up to the end of the first step of 64 keys times `tiles_at_once`; combining; each
+  // further step; the same in fp32. The bandwidth of all CTAs together, with keys and values of 512 bytes and more, and
+  // of fewer.
+  constexpr double kStart = 5400, kCombineTime = 1900, kStep = 1430, kStart32 = 8000, kStep32 = 5000;
   constexpr double kBandwidth = 2950, kNarrowBandwidth = 2650;
   const double bandwidth = int64_t{params.D + params.Dv} * item_bytes >= 512 ? kBandwidth : kNarrowBandwidth;
   const double start = item_bytes == 4 ? kStart32 : kStart, step = item_bytes == 4 ? kStep32 : kStep;
-  DecodeChoice best = ChooseSplits(kernel, params, item_bytes, tiles, blocks, multiprocessors);
-  if (only == 0) return best;
-  if (only == 1) best.nanoseconds = std::numeric_limits<double>::infinity();
+  DecodeChoice best = ChooseSplits(kernel, params, item_bytes, tiles, blocks, sm_count);
+  if (only_flagged == 0) return best;
+  if (only_flagged == 1) best.nanoseconds = std::numeric_limits<double>::infinity();
   const auto bytes = static_cast<double>(blocks * tiles * kTileKeys * (params.D + params.Dv) * item_bytes);
   for (int i = 0; i < kClusterSizes; ++i) {
     if (clusters[i] == 0) continue;
     const int64_t ctas = int64_t{1} << i, waves = (blocks + clusters[i] - 1) / clusters[i];
-    const int64_t steps = std::max<int64_t>(1, (tiles + ctas * streams - 1) / (ctas * streams));
+    const int64_t steps = std::max<int64_t>(1, (tiles + ctas * tiles_at_once - 1) / (ctas * tiles_at_once));
     const double own = static_cast<double>(waves) * (start + step * static_cast<double>(steps - 1));
-    const double time = std::max(own, start + bytes / bandwidth) + (ctas > 1 ? kJoin : 0.0);
+    const double time = std::max(own, start + bytes / bandwidth) + (ctas > 1 ? kCombineTime : 0.0);
     if (time < best.nanoseconds) best = {true, static_cast<int>(ctas), time};
   }
   return best;

@@ -1,52 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention of few queries over many keys, compute capability 8.0 and later: reading keys and values is all there is to
-// do. The query heads of a group are packed into one tile, so that a key is read once for all of them; CTAs share the
-// keys of a tile of rows ("split-KV", Dao et al. 2023), and a second kernel joins their sums. Short rows have a kernel
-// of their own on 9.0: cuda/attention/decode/cluster.cuh.
+// Split-KV decode attention, compute capability 8.0 and later, bound by reading keys and values. The query heads of a
+// KV head are packed into one tile (GQA packing), so that a key is read once for all of them. CTAs split the keys of a
+// row block ("split-KV", Dao et al. 2023), and a combine kernel follows. For short sequences on 9.0 there is
+// cuda/attention/decode/cluster.cuh.
 //
-// Keys and values go from memory to registers 16 bytes at a time, without shared memory. The products are transposed,
-// scores^T = K Q^T and output^T = V^T weights^T, so that eight query rows fill the tensor cores' narrow side. The inner
-// dimension of a product may be numbered as one likes as long as both operands agree: the numbering is chosen so that
-// what a lane has loaded is its operand. fp32 is multiplied as three products of TF32, a number being the sum of two.
+// Keys and values go from memory to registers 16 bytes at a time, without shared memory. The matmuls are transposed,
+// scores^T = K Q^T and output^T = V^T weights^T, so that eight query rows fill the narrow side of the tensor cores. The
+// k-indices of both operands are permuted alike, so that what a lane has loaded is its operand. fp32 takes three TF32
+// matmuls, as a number is the sum of two TF32 values.
 #ifndef STOF_CUDA_ATTENTION_DECODE_SPLITKV_CUH_
 #define STOF_CUDA_ATTENTION_DECODE_SPLITKV_CUH_
 
 #include <cuda_runtime.h>
 
 #include "cuda/attention/decode/api.h"
+#include "cuda/attention/decode/combine.cuh"
 #include "cuda/attention/decode/common.cuh"
+#include "cuda/attention/decode/splitkv_shape.cuh"
 #include "cuda/attention/sm80/shape.cuh"
 
 namespace stof {
 namespace cuda {
-
-template <int kHead, typename T, int kBlocks>
-struct DecodeShape {
-  static constexpr int kWarps = 4, kThreads = 32 * kWarps;
-  static constexpr int kRows = 8 * kBlocks;
-  static constexpr int kPer = 16 / static_cast<int>(sizeof(T));  // elements of a load
-  // Two buffers of a lane take turns. They hold 16 keys each, or where these are too many registers, half of 16 keys.
-  static constexpr bool kHalves = kHead * sizeof(T) * kBlocks > 512;
-  static constexpr int kGroups = kHalves ? 1 : 2;  // of 16 keys, a step of a warp
-  static constexpr int kChunks =
-      kHead / (4 * kPer) / (kHalves ? 2 : 1);  // loads of a key's row in a buffer, by 4 lanes
-  static constexpr int kLoads = 2 * kChunks;   // of a lane, in a buffer
-  static constexpr int kWarpsPerTile = kTileKeys / (16 * kGroups);
-  static constexpr int kStreams = kWarps / kWarpsPerTile;  // tiles that a CTA works on at once
-  static constexpr int kQueryChunks = kHead / (4 * kPer);
-  static constexpr int kOutputs = kHead / 16;  // blocks of 16 output elements
-  static constexpr int kRegisters = kHead * static_cast<int>(sizeof(T)) * kBlocks;
-  static constexpr int kCtas = kRegisters <= 128 ? 4 : kRegisters <= 256 ? 3 : 2;  // a multiprocessor
-};
-
-// 16 bytes that are read once; zeros where not `valid`.
-__device__ __forceinline__ void LoadOnce(uint32_t (&r)[4], const void* from, bool valid) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.s32 p, %5, 0;\nmov.u32 %0, 0;\nmov.u32 %1, 0;\nmov.u32 %2, 0;\nmov.u32 %3, 0;\n"
-      "@p ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
-      : "=&r"(r[0]), "=&r"(r[1]), "=&r"(r[2]), "=&r"(r[3])
-      : "l"(from), "r"(static_cast<int>(valid)));
-}
 
 template <int kHead, typename T, int kBlocks>
 class Decode {
@@ -56,7 +30,7 @@ class Decode {
 
  public:
   struct Shared {
-    uint4 query[kBlocks][S::kQueryChunks][32];  // as lanes take it
+    uint4 query[kBlocks][S::kQueryChunks][32];  // in the order of the lanes
     float output[S::kWarps][S::kRows][kHead];
     float maximum[S::kWarps][S::kRows], sum[S::kWarps][S::kRows];
     float top[S::kRows], total[S::kRows];
@@ -81,8 +55,9 @@ class Decode {
     key_ = static_cast<const T*>(p_.key) + b_ * p_.key_stride.b + g * p_.key_stride.h;
     value_ = static_cast<const T*>(p_.value) + b_ * p_.value_stride.b + g * p_.value_stride.h;
     const int tiles = (p_.T + kTileKeys - 1) / kTileKeys;
-    pad_ = p_.pad_bits == nullptr || params.second != 0 ? nullptr : p_.pad_bits + static_cast<int64_t>(b_) * tiles * 2;
-    masked_ = p_.has_mask != 0 && params.second == 0;
+    pad_ = p_.pad_bits == nullptr || params.second_pass != 0 ? nullptr
+                                                             : p_.pad_bits + static_cast<int64_t>(b_) * tiles * 2;
+    masked_ = p_.has_mask != 0 && params.second_pass == 0;
     int begin = 0, end = tiles;
     if (masked_) {
       const DeviceMask& mask = p_.mask;
@@ -96,7 +71,7 @@ class Decode {
     end_ = min(end, next_ + share);
     next_ += warp_ / S::kWarpsPerTile;
     first_key_ = warp_ % S::kWarpsPerTile * 16 * S::kGroups;
-    scale_ = HasExtras(p_) ? p_.scale : p_.scale * kLog2E;
+    scale_ = HasScoreMod(p_) ? p_.scale : p_.scale * kLog2E;
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
 #pragma unroll
@@ -109,7 +84,7 @@ class Decode {
   }
 
   __device__ void Run() {
-    if (params_.second != 0 && !Wanted()) return;
+    if (params_.second_pass != 0 && !HasEmptyRow()) return;
     LoadQueries();
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
@@ -140,7 +115,7 @@ class Decode {
       FetchValues(entry, 0);
       Scores(1, s[kScores - 1]);
       FetchValues(entry, 1);
-      Adjust(entry, s);
+      ApplyMaskAndBias(entry, s);
       Softmax(s);
       AddValues(0, s[0]);
       FetchKeys(next, 0);
@@ -148,12 +123,12 @@ class Decode {
       FetchKeys(next, 1);
       entry = next;
     }
-    Join();
+    CombineWarps();
   }
 
  private:
   __device__ int64_t RowOf(int row) const { return PackedRow(p_, b_, head0_, row); }
-  __device__ bool Wanted() const {
+  __device__ bool HasEmptyRow() const {
     for (int i = 0; i < S::kRows; ++i) {
       const int row = block_ * S::kRows + i;
       if (row < params_.heads * p_.S && params_.empty_rows[RowOf(row)] != 0) return true;
@@ -161,17 +136,17 @@ class Decode {
     return false;
   }
 
-  // ---- which tiles ----
+  // ---- KV tiles ----
   struct Entry {
     int tile = -1;       // -1: none is left
-    int bits = -1;       // index of its bits, -1: every key
-    uint32_t pad = ~0u;  // of the 32 keys that hold the warp's
+    int bits = -1;       // index of its element mask; -1: every key
+    uint32_t pad = ~0u;  // padding bits of the 32 keys around those of the warp
   };
   __device__ __forceinline__ Entry Next() {
     Entry entry;
     while (next_ < end_) {
       const int at = next_;
-      next_ += S::kStreams;
+      next_ += S::kTilesAtOnce;
       if (masked_) {
         entry.tile = p_.mask.key_tile[at];
         entry.bits = at < full_ ? p_.mask.bits_id[at] : -1;
@@ -197,7 +172,7 @@ class Decode {
     const int rows = params_.heads * p_.S;
     for (int at = warp_; at < kBlocks * S::kQueryChunks; at += S::kWarps) {
       const int n = at / S::kQueryChunks, c = at % S::kQueryChunks;
-      const int row = block_ * S::kRows + 8 * n + lane_ / 4, d = S::kPer * (4 * c + lane_ % 4);
+      const int row = block_ * S::kRows + 8 * n + lane_ / 4, d = S::kPerLoad * (4 * c + lane_ % 4);
       const bool valid = row < rows && d < p_.D;
       const T* from = static_cast<const T*>(p_.query) + b_ * p_.query_stride.b;
       if (valid) from += (head0_ + row / p_.S) * p_.query_stride.h + row % p_.S * p_.query_stride.s + d;
@@ -207,45 +182,45 @@ class Decode {
     }
   }
 
-  // Lane l: keys l / 4 and l / 4 + 8 of 16, of every row the pieces l % 4, l % 4 + 4, ...
+  // Lane l loads chunks l % 4, l % 4 + 4, ... of keys l / 4 and l / 4 + 8.
   __device__ __forceinline__ void FetchKeys(const Entry& entry, int buffer) {
     if (entry.tile < 0) return;
-    const int key0 = entry.tile * kTileKeys + first_key_ + (S::kHalves ? 0 : 16 * buffer) + lane_ / 4;
-    const int chunk0 = S::kHalves ? buffer * S::kChunks : 0;
+    const int key0 = entry.tile * kTileKeys + first_key_ + (S::kHalfBuffers ? 0 : 16 * buffer) + lane_ / 4;
+    const int chunk0 = S::kHalfBuffers ? buffer * S::kChunks : 0;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int key = key0 + 8 * i;
       const T* row = key_ + key * p_.key_stride.s;
 #pragma unroll
       for (int c = 0; c < S::kChunks; ++c) {
-        const int d = S::kPer * (4 * (chunk0 + c) + lane_ % 4);
+        const int d = S::kPerLoad * (4 * (chunk0 + c) + lane_ % 4);
         LoadOnce(buffer_[buffer][i * S::kChunks + c], row + d, key < p_.T && d < p_.D);
       }
     }
   }
-  // The i-th of the keys whose values lane l holds; it has of their rows the pieces l / 4, l / 4 + 8, ...
+  // The i-th key whose values lane l loads, of which it has chunks l / 4, l / 4 + 8, ...
   __device__ __forceinline__ int ValueKey(int i) const {
     return kFloat ? 4 * i + lane_ % 4 : 2 * (lane_ % 4) + i % 2 + i / 2 * 8;
   }
   __device__ __forceinline__ void FetchValues(const Entry& entry, int buffer) {
-    const int key0 = entry.tile * kTileKeys + first_key_ + (S::kHalves ? 0 : 16 * buffer);
+    const int key0 = entry.tile * kTileKeys + first_key_ + (S::kHalfBuffers ? 0 : 16 * buffer);
     constexpr int kWide = S::kChunks / 2;
-    const int chunk0 = S::kHalves ? buffer * kWide : 0;
+    const int chunk0 = S::kHalfBuffers ? buffer * kWide : 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int key = key0 + ValueKey(i);
       const T* row = value_ + key * p_.value_stride.s;
 #pragma unroll
       for (int c = 0; c < kWide; ++c) {
-        const int d = S::kPer * (8 * (chunk0 + c) + lane_ / 4);
+        const int d = S::kPerLoad * (8 * (chunk0 + c) + lane_ / 4);
         LoadOnce(buffer_[buffer][i * kWide + c], row + d, key < p_.T && d < p_.Dv);
       }
     }
   }
 
-  // ---- products ----
+  // ---- matmuls ----
   __device__ __forceinline__ void Scores(int buffer, float (&s)[kBlocks][4]) {
-    const int chunk0 = S::kHalves ? buffer * S::kChunks : 0;
+    const int chunk0 = S::kHalfBuffers ? buffer * S::kChunks : 0;
 #pragma unroll
     for (int c = 0; c < S::kChunks; ++c) {
       const uint32_t (&low)[4] = buffer_[buffer][c];
@@ -278,11 +253,11 @@ class Decode {
 
   __device__ __forceinline__ void AddValues(int buffer, const float (&s)[kBlocks][4]) {
     constexpr int kWide = S::kChunks / 2;
-    const int chunk0 = S::kHalves ? buffer * kWide : 0;
+    const int chunk0 = S::kHalfBuffers ? buffer * kWide : 0;
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
       if constexpr (kFloat) {
-        // Weights of key k and row r lie in lane 4 (k % 8) + r / 2; lane l needs keys l % 4 + 4 i and row l / 4.
+        // Lane 4 (k % 8) + r / 2 has the weights of key k and row r; lane l needs keys l % 4 + 4 i and row l / 4.
         uint32_t big[2][2], small[2][2];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -294,7 +269,7 @@ class Decode {
         for (int c = 0; c < kWide; ++c) {
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
-            // Tensor cores round towards zero: a short sum of its own, added by ordinary arithmetic.
+            // Tensor cores round sums towards zero: short sums, added in fp32 arithmetic.
             float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
@@ -334,9 +309,9 @@ class Decode {
   }
 
   // ---- scores to weights; element e: key lane / 4 + 8 (e / 2), row 2 (lane % 4) + e % 2 ----
-  __device__ __forceinline__ void Adjust(const Entry& entry, float (&s)[kScores][kBlocks][4]) {
-    const bool mean = params_.second != 0 && static_cast<EmptyRows>(p_.empty_rows) == EmptyRows::kMean;
-    const bool extras = HasExtras(p_);
+  __device__ __forceinline__ void ApplyMaskAndBias(const Entry& entry, float (&s)[kScores][kBlocks][4]) {
+    const bool mean = params_.second_pass != 0 && static_cast<EmptyRows>(p_.empty_rows) == EmptyRows::kMean;
+    const bool score_mod = HasScoreMod(p_);
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
       uint32_t word[2] = {entry.pad, entry.pad};
@@ -352,9 +327,9 @@ class Decode {
         for (int e = 0; e < 4; ++e) {
           float& x = s[g][n][e];
           x = __fmul_rn(x, scale_);
-          if (extras) {
-            x = BiasedScore<T>(p_, x, b_, head_[n][e % 2], query_[n][e % 2],
-                               entry.tile * kTileKeys + offset + e / 2 * 8);
+          if (score_mod) {
+            x = ApplyScoreMod<T>(p_, x, b_, head_[n][e % 2], query_[n][e % 2],
+                                 entry.tile * kTileKeys + offset + e / 2 * 8);
           }
           if (mean) x = 0.0f;
           if ((word[e % 2] >> ((offset + e / 2 * 8) % 32) & 1u) == 0) x = -INFINITY;
@@ -393,8 +368,8 @@ class Decode {
     }
   }
 
-  // ---- the end: the warps' sums together ----
-  __device__ void Join() {
+  // ---- epilogue: combines the warps ----
+  __device__ void CombineWarps() {
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
 #pragma unroll
@@ -406,8 +381,8 @@ class Decode {
         if (lane_ < 4) shared_.maximum[warp_][row] = max_[n][r], shared_.sum[warp_][row] = sum;
 #pragma unroll
         for (int j = 0; j < S::kOutputs; ++j) {
-          constexpr int kBlocksOfChunk = S::kPer / 2;
-          const int d = 8 * S::kPer * (j / kBlocksOfChunk) + S::kPer * (lane_ / 4) + j % kBlocksOfChunk * 2;
+          constexpr int kBlocksOfChunk = S::kPerLoad / 2;
+          const int d = 8 * S::kPerLoad * (j / kBlocksOfChunk) + S::kPerLoad * (lane_ / 4) + j % kBlocksOfChunk * 2;
           *reinterpret_cast<float2*>(&shared_.output[warp_][row][d]) = make_float2(o_[n][j][r], o_[n][j][2 + r]);
         }
       }
@@ -435,18 +410,18 @@ class Decode {
       for (int w = 0; w < S::kWarps; ++w) x += shared_.output[w][row][d] * shared_.maximum[w][row];
       const int whole = block_ * S::kRows + row;
       const float total = shared_.total[row], top = shared_.top[row];
-      if (params_.partial != nullptr) {
+      if (params_.split_output != nullptr) {
         const int64_t part = RowOf(whole) * params_.splits + split_;
-        params_.partial[part * p_.Dv + d] = x;
-        if (d == 0) params_.state[2 * part] = top, params_.state[2 * part + 1] = total;
+        params_.split_output[part * p_.Dv + d] = x;
+        if (d == 0) params_.split_stats[2 * part] = top, params_.split_stats[2 * part + 1] = total;
         continue;
       }
       const int h = head0_ + whole / p_.S;
       T* to = static_cast<T*>(p_.output) + b_ * p_.output_stride.b + h * p_.output_stride.h +
               whole % p_.S * p_.output_stride.s;
-      const float divisor = total == 0.0f ? 0.0f : total + SinkWeight<T>(p_, h, top);
-      if (d == 0) StoreLogSum<T>(p_, b_, h, whole % p_.S, top, divisor);
-      to[d] = FromFloat<T>(total == 0.0f ? EmptyValue(p_) : x / divisor);
+      const float row_sum = total == 0.0f ? 0.0f : total + SinkWeight<T>(p_, h, top);
+      if (d == 0) StoreLse<T>(p_, b_, h, whole % p_.S, top, row_sum);
+      to[d] = FromFloat<T>(total == 0.0f ? EmptyValue(p_) : x / row_sum);
     }
   }
 
@@ -468,65 +443,9 @@ class Decode {
 template <int kHead, typename T, int kBlocks>
 __global__ void __launch_bounds__(DecodeShape<kHead, T, kBlocks>::kThreads, DecodeShape<kHead, T, kBlocks>::kCtas)
     DecodeAttention(const __grid_constant__ DecodeParams params) {
-  using Worker = Decode<kHead, T, kBlocks>;
-  __shared__ typename Worker::Shared shared;
-  Worker(params, shared).Run();
-}
-
-// A CTA joins the splits of one row.
-template <typename T>
-__global__ void __launch_bounds__(128) DecodeCombine(const __grid_constant__ DecodeParams params) {
-  constexpr int kWarps = 4;
-  __shared__ float weight[kMostSplits], reduced[2][kWarps], part[kWarps][256];
-  const AttentionParams& p = params.attention;
-  const int64_t row = blockIdx.x;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (params.second != 0 && params.empty_rows[row] == 0) return;
-  const int split = threadIdx.x;
-  float maximum = -INFINITY, sum = 0.0f;
-  if (split < params.splits) {
-    maximum = params.state[2 * (row * params.splits + split)];
-    sum = params.state[2 * (row * params.splits + split) + 1];
-  }
-  float top = maximum;
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
-  if (lane == 0) reduced[0][warp] = top;
-  __syncthreads();
-#pragma unroll
-  for (int w = 0; w < kWarps; ++w) top = fmaxf(top, reduced[0][w]);
-  const float own = maximum == -INFINITY ? 0.0f : Exp2(maximum - top);
-  if (split < params.splits) weight[split] = own;
-  sum *= own;
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-  if (lane == 0) reduced[1][warp] = sum;
-  __syncthreads();
-  float total = 0.0f;
-#pragma unroll
-  for (int w = 0; w < kWarps; ++w) total += reduced[1][w];
-  const bool empty = total == 0.0f;
-  if (params.empty_rows != nullptr && params.second == 0 && threadIdx.x == 0) params.empty_rows[row] = empty ? 1 : 0;
-  for (int d = lane; d < p.Dv; d += 32) {
-    float x = 0.0f;
-#pragma unroll 4
-    for (int i = warp; i < params.splits; i += kWarps) {
-      x = fmaf(params.partial[(row * params.splits + i) * p.Dv + d], weight[i], x);
-    }
-    part[warp][d] = x;
-  }
-  __syncthreads();
-  const int h = static_cast<int>(row / p.S % p.H), s = static_cast<int>(row % p.S);
-  const int b = static_cast<int>(row / p.S / p.H);
-  T* to = static_cast<T*>(p.output) + b * p.output_stride.b + h * p.output_stride.h + s * p.output_stride.s;
-  const float divisor = total + (empty ? 0.0f : SinkWeight<T>(p, h, top));
-  if (threadIdx.x == 0) StoreLogSum<T>(p, b, h, s, top, divisor);
-  for (int d = threadIdx.x; d < p.Dv; d += 128) {
-    float x = 0.0f;
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) x += part[w][d];
-    to[d] = FromFloat<T>(empty ? EmptyValue(p) : x / divisor);
-  }
+  using Kernel = Decode<kHead, T, kBlocks>;
+  __shared__ typename Kernel::Shared shared;
+  Kernel(params, shared).Run();
 }
 
 template <int kHead, typename T, int kBlocks>
@@ -539,16 +458,6 @@ int LaunchDecode(const DecodeParams& params, void* stream) {
   return static_cast<int>(cudaLaunchKernel(reinterpret_cast<const void*>(DecodeAttention<kHead, T, kBlocks>),
                                            dim3(static_cast<unsigned>(int64_t{p.B} * p.G * params.splits * blocks)),
                                            dim3(S::kThreads), arguments, 0, static_cast<cudaStream_t>(stream)));
-}
-
-template <typename T>
-int LaunchCombine(const DecodeParams& params, void* stream) {
-  const AttentionParams& p = params.attention;
-  DecodeParams copy = params;
-  void* arguments[] = {&copy};
-  return static_cast<int>(cudaLaunchKernel(reinterpret_cast<const void*>(DecodeCombine<T>),
-                                           dim3(static_cast<unsigned>(int64_t{p.B} * p.H * p.S)), dim3(128), arguments,
-                                           0, static_cast<cudaStream_t>(stream)));
 }
 
 template <int kHead, typename T, int kBlocks>

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// Block-wise attention of fp32 tensors on tensor cores, compute capability 8.0 and later. A number is held as two
-// halves, high + low, which together have 22 bits of mantissa, and a product takes three: high * high, high * low, low
-// * high (Ootomo and Yokota 2022, "Recovering single precision accuracy from Tensor Cores"). fp16 has twice the rate of
-// TF32 and its small range is no harm: queries and keys are scaled by a power of two each row, values each tile, and
-// weights lie in 0 ... 2^8.
+// Block-sparse attention of fp32 tensors on fp16 tensor cores, compute capability 8.0 and later. A number is the sum of
+// two fp16 values, high + low, with 22 bits of mantissa. A product takes three matmuls: high * high, high * low, low *
+// high (Ootomo and Yokota 2022, "Recovering single precision accuracy from Tensor Cores"). fp16 has twice the rate of
+// TF32. Its small range does no harm: queries and keys are scaled by a power of two a row, values a tile, and weights
+// are in 0 ... 2^8.
 //
-// Keys and values are split once, by a kernel before (cuda/attention/fp32/split_operands.cuh), since every row of tiles
-// reads them again. Tensor cores round sums towards zero, which a long row of additions would show: the product of a
-// tile's weights and values starts from zero and is added to the output by ordinary arithmetic.
+// Keys and values are split once, by a kernel before this one (cuda/attention/fp32/split_operands.cuh), since every
+// tile row reads them. Tensor cores round sums towards zero, and the error would grow with the number of keys: P V of
+// each tile starts from zero and is added to the output in fp32 arithmetic.
 //
-// Where the model allows it (allow_tf32), one product of the high halves takes their place: 11 bits of mantissa, as
-// TF32 has, at twice its rate.
+// With allow_tf32 one matmul of the high parts takes the place of three: 11 bits of mantissa, as TF32 has, at twice its
+// rate.
 #ifndef STOF_CUDA_ATTENTION_FP32_KERNEL_CUH_
 #define STOF_CUDA_ATTENTION_FP32_KERNEL_CUH_
 
@@ -21,28 +21,29 @@
 #include "cuda/attention/fp32/shape.cuh"
 #include "cuda/attention/lse.cuh"
 #include "cuda/attention/score_bias.cuh"
+#include "cuda/attention/tile_iterator.cuh"
 #include "cuda/mask/tile_bits.cuh"
 
 namespace stof {
 namespace cuda {
 
-// One CTA's work.
-template <int kHead, int kPlanes, int kTile, bool kExtras>
+// The work of one CTA.
+template <int kHead, int kPlanes, int kTile, bool kScoreMod>
 class Fp32Attention {
   using S = Fp32Shape<kHead, kPlanes, kTile>;
   static constexpr int kColumns = S::kN / 8;              // blocks of 8 keys
   static constexpr int kOutputs = kHead / 8;              // blocks of 8 output elements
-  static constexpr int kSteps = kHead / 16;               // of the inner product
+  static constexpr int kSteps = kHead / 16;               // k-steps of 16 of Q Kᵀ
   static constexpr int kGroup = S::kBlocks == 1 ? 4 : 2;  // blocks of columns that are computed at once
 
  public:
-  __device__ Fp32Attention(const Fp32Params& params, int stages, int section, char* shared)
+  __device__ Fp32Attention(const Fp32Params& params, int stages, int l2_heads, char* shared)
       : params_(params), p_(params.attention), stages_(stages), shared_(shared) {
-    // A section of heads after the other, in it the long rows of all heads first.
+    // L2 head groups one after the other; in each, the longest tile rows of all heads first.
     const int tile_rows = (p_.S + kTileRows - 1) / kTileRows;
-    const int piece = blockIdx.x % S::kPieces, item = blockIdx.x / S::kPieces;
-    const int first = item / (tile_rows * section) * section;
-    const int heads = min(section, p_.B * p_.H - first);
+    const int sub_tile = blockIdx.x % S::kCtasPerTile, item = blockIdx.x / S::kCtasPerTile;
+    const int first = item / (tile_rows * l2_heads) * l2_heads;
+    const int heads = min(l2_heads, p_.B * p_.H - first);
     const int rest = item - first * tile_rows;
     const int bh = first + rest % heads;
     int row = rest / heads;
@@ -60,8 +61,8 @@ class Fp32Attention {
     } else {
       end_ = tiles_;
     }
-    piece0_ = piece * S::kM;
-    row0_ = row * kTileRows + piece0_;
+    tile_row0_ = sub_tile * S::kM;
+    row0_ = row * kTileRows + tile_row0_;
     group_ = static_cast<int64_t>(b_) * p_.G + h_ / (p_.H / p_.G);
     pad_ = p_.pad_bits == nullptr ? nullptr : p_.pad_bits + static_cast<int64_t>(b_) * tiles_ * 2;
     warp_ = threadIdx.x / 32;
@@ -72,59 +73,32 @@ class Fp32Attention {
     if (row0_ >= p_.S) return;
     LoadQueries();
     const auto policy = static_cast<EmptyRows>(p_.empty_rows);
-    const bool twice = policy == EmptyRows::kMean || policy == EmptyRows::kAll;
-    // A second time over all keys, for the rows without any. One loop for both: the code is large.
+    const bool second_pass = policy == EmptyRows::kMean || policy == EmptyRows::kAll;
+    // A second pass over all keys, for fully masked rows. One loop for both passes: the code is large.
 #pragma unroll 1
     for (bool unmasked = false;; unmasked = true) {
       Clear();
-      Sweep(unmasked);
-      const bool some_empty = Finish(unmasked);
-      if (unmasked || !twice || __syncthreads_or(some_empty) == 0) return;
+      ProcessTiles(unmasked);
+      const bool some_empty = StoreOutput(unmasked);
+      if (unmasked || !second_pass || __syncthreads_or(some_empty) == 0) return;
       if (p_.has_mask != 0) begin_ = full_ = 0, end_ = tiles_;
     }
   }
 
  private:
-  // ---- which tiles ----
-  struct Entry {
-    int tile = -1;  // -1: none is left
-    int bits = -1;  // index of its bits, -1: every key
-    uint32_t pad[2] = {~0u, ~0u};
-  };
-  // The first entry from `i` on that padding leaves something of; i moves behind it.
-  __device__ __forceinline__ Entry Next(int* i, bool unmasked) const {
-    Entry entry;
-    while (*i < end_) {
-      const int at = (*i)++;
-      if (p_.has_mask != 0 && !unmasked) {
-        entry.tile = p_.mask.key_tile[at];
-        entry.bits = at < full_ ? p_.mask.bits_id[at] : -1;
-      } else {
-        entry.tile = at;
-      }
-      if (pad_ != nullptr && !unmasked) {
-        entry.pad[0] = pad_[2 * entry.tile];
-        entry.pad[1] = pad_[2 * entry.tile + 1];
-        if ((entry.pad[0] | entry.pad[1]) == 0) continue;
-      } else if ((entry.tile + 1) * S::kN > p_.T) {
-        const int keys = p_.T - entry.tile * S::kN;
-        entry.pad[0] = keys >= 32 ? ~0u : (1u << keys) - 1u;
-        entry.pad[1] = keys <= 32 ? 0u : (1u << (keys - 32)) - 1u;
-      }
-      return entry;
-    }
-    entry.tile = -1;
-    return entry;
+  // ---- KV tiles ----
+  __device__ __forceinline__ KvTile Next(int* i, bool unmasked) const {
+    return NextKvTile<S::kN>(p_, pad_, full_, end_, i, unmasked);
   }
 
   using Bits = TileBits<S::kBlocks>;
-  __device__ __forceinline__ void FetchBits(const Entry& entry, Bits* bits) const {
-    bits->Fetch(p_.mask.bits, entry.bits, piece0_ / 16 + warp_ * S::kBlocks, lane_);
+  __device__ __forceinline__ void FetchBits(const KvTile& entry, Bits* bits) const {
+    bits->Fetch(p_.mask.bits, entry.bits, tile_row0_ / 16 + warp_ * S::kBlocks, lane_);
   }
 
   // ---- memory ----
   __device__ const __half* Queries() const { return reinterpret_cast<const __half*>(shared_); }
-  __device__ float* QueryFactors() const { return reinterpret_cast<float*>(shared_ + 2 * S::kQueryHalves); }
+  __device__ float* QueryFactors() const { return reinterpret_cast<float*>(shared_ + 2 * S::kQueryElements); }
   __device__ char* Keys(int stage) const { return shared_ + S::kQueryBytes + stage * S::kKeyBytes; }
   __device__ char* Values(int stage) const {
     return stages_ == 0 ? shared_ + S::kQueryBytes
@@ -158,7 +132,7 @@ class Fp32Attention {
     CommitCopies();
   }
 
-  // Each warp its own rows.
+  // Each warp loads its own rows.
   __device__ void LoadQueries() {
     const float* from = static_cast<const float*>(p_.query) + b_ * p_.query_stride.b + h_ * p_.query_stride.h;
     const bool aligned = Aligned(p_.query, p_.query_stride, p_.D);
@@ -195,8 +169,8 @@ class Fp32Attention {
     for (int i = 0; i < S::kBlocks; ++i) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        // Scores come in units of log2 where nothing has to be done to them before.
-        scale_[i][r] = QueryFactors()[Row(i, r)] * (kExtras ? p_.scale : p_.scale * kLog2E);
+        // Without score modification the scale converts to units of log2.
+        scale_[i][r] = QueryFactors()[Row(i, r)] * (kScoreMod ? p_.scale : p_.scale * kLog2E);
       }
     }
   }
@@ -214,19 +188,19 @@ class Fp32Attention {
     }
   }
 
-  // ---- the loop ----
-  // With one stage the next tile is asked for when everybody has done with this one, and comes under the other product.
-  __device__ void Sweep(bool unmasked) {
+  // ---- main loop ----
+  // With one stage the next tile is loaded when all warps have read this one, and arrives under the other matmul.
+  __device__ void ProcessTiles(bool unmasked) {
     int i = begin_;
-    Entry entry = Next(&i, unmasked);
+    KvTile entry = Next(&i, unmasked);
     FetchKeys(entry.tile, 0);
     if (stages_ > 0) FetchValues(entry.tile, 0);
     int stage = 0;
     while (entry.tile >= 0) {
-      const Entry next = Next(&i, unmasked);
+      const KvTile next = Next(&i, unmasked);
       const float value_factor = params_.value_factors[group_ * tiles_ + entry.tile];
       if (stages_ > 0) {
-        WaitCopies<1>();  // the keys; the values may still come
+        WaitCopies<1>();  // keys; the values may still be in flight
       } else {
         WaitCopies<0>();
       }
@@ -245,7 +219,7 @@ class Fp32Attention {
           FetchValues(entry.tile, 0);
         }
       }
-      Adjust(entry, bits, unmasked, s);
+      ApplyMaskAndBias(entry, bits, unmasked, s);
       Softmax(s);
       if (stages_ > 0) {
         WaitCopies<1>();
@@ -273,18 +247,18 @@ class Fp32Attention {
   // ---- a tile: cuda/attention/fp32/step.cuh ----
   __device__ __forceinline__ int Row(int i, int r) const { return (warp_ * S::kBlocks + i) * 16 + lane_ / 4 + 8 * r; }
   __device__ __forceinline__ void Scores(const char* stage, float (&s)[S::kBlocks][kColumns][4]);
-  static __device__ __forceinline__ void Products(float (&s)[S::kBlocks][kColumns][4], int j,
+  static __device__ __forceinline__ void MmaGroup(float (&s)[S::kBlocks][kColumns][4], int j,
                                                   const uint32_t (&a)[S::kBlocks][4],
                                                   const uint32_t (&b)[kGroup / 2][4], bool first);
-  __device__ __forceinline__ void Adjust(const Entry& entry, const Bits& bits, bool unmasked,
-                                         float (&s)[S::kBlocks][kColumns][4]);
+  __device__ __forceinline__ void ApplyMaskAndBias(const KvTile& entry, const Bits& bits, bool unmasked,
+                                                   float (&s)[S::kBlocks][kColumns][4]);
   __device__ __forceinline__ void Softmax(float (&s)[S::kBlocks][kColumns][4]);
   __device__ __forceinline__ void AddValues(const __half* values, float factor,
                                             const float (&s)[S::kBlocks][kColumns][4]);
 
-  // ---- the end ----
-  // Divides and writes; with `only_empty` the rows that had no key. Whether this thread saw one.
-  __device__ bool Finish(bool only_empty) {
+  // ---- epilogue ----
+  // Normalizes and stores; with `only_empty` the fully masked rows alone. Gives whether this thread has such a row.
+  __device__ bool StoreOutput(bool only_empty) {
     bool some_empty = false;
     float* const output = static_cast<float*>(p_.output) + b_ * p_.output_stride.b + h_ * p_.output_stride.h;
     const bool pairs = (reinterpret_cast<uintptr_t>(p_.output) % 8 |
@@ -302,10 +276,10 @@ class Fp32Attention {
         some_empty |= empty && row < p_.S;
         if (p_.sink != nullptr && !empty) {
           const float logit = static_cast<const float*>(p_.sink)[h_];
-          sum += Exp2(fminf(Above(logit * kLog2E, max_[i][r]), 127.0f));
+          sum += Exp2(fminf(ScoreDifference(logit * kLog2E, max_[i][r]), 127.0f));
         }
-        if (!only_empty && lane_ % 4 == 0) StoreLogSum<float>(p_, b_, h_, row, max_[i][r], sum);
-        // The second time, every bias of the row is -inf: the softmax of all keys is NaN.
+        if (!only_empty && lane_ % 4 == 0) StoreLse<float>(p_, b_, h_, row, max_[i][r], sum);
+        // In the second pass, every bias of the row is -inf: the softmax of all keys is NaN.
         const bool nothing = empty && (only_empty || static_cast<EmptyRows>(p_.empty_rows) == EmptyRows::kNan);
         const float factor = empty ? 0.0f : 1.0f / sum;
         if (row >= p_.S || (only_empty && !empty_[i][r])) continue;
@@ -331,7 +305,7 @@ class Fp32Attention {
   const AttentionParams& p_;
   const int stages_;
   char* const shared_;
-  int b_, h_, row0_, piece0_, warp_, lane_, tiles_;
+  int b_, h_, row0_, tile_row0_, warp_, lane_, tiles_;
   int64_t group_;
   int begin_ = 0, full_ = 0, end_ = 0;
   const uint32_t* pad_;
@@ -347,11 +321,11 @@ class Fp32Attention {
 namespace stof {
 namespace cuda {
 
-template <int kHead, int kPlanes, int kTile, bool kExtras>
+template <int kHead, int kPlanes, int kTile, bool kScoreMod>
 __global__ void __launch_bounds__(Fp32Shape<kHead, kPlanes, kTile>::kThreads, Fp32Shape<kHead, kPlanes, kTile>::kCtas)
-    Fp32AttentionKernel(const __grid_constant__ Fp32Params params, int stages, int section) {
+    Fp32AttentionKernel(const __grid_constant__ Fp32Params params, int stages, int l2_heads) {
   extern __shared__ __align__(128) char fp32_shared[];
-  Fp32Attention<kHead, kPlanes, kTile, kExtras>(params, stages, section, fp32_shared).Run();
+  Fp32Attention<kHead, kPlanes, kTile, kScoreMod>(params, stages, l2_heads, fp32_shared).Run();
 }
 
 }  // namespace cuda

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Launches of the kernel in cuda/attention/fp32/kernel.cuh, with as many stages as the device has shared memory for.
+// Launches the fp32 kernel with as many stages as the shared memory of the device holds.
 #ifndef STOF_CUDA_ATTENTION_FP32_LAUNCH_CUH_
 #define STOF_CUDA_ATTENTION_FP32_LAUNCH_CUH_
 
@@ -15,16 +15,16 @@
 namespace stof {
 namespace cuda {
 
-// What a kernel is launched with.
-struct Fp32Arrangement {
+// Launch configuration that depends on the device and the problem.
+struct Fp32Config {
   int stages = 0;
-  int section = 1;  // heads whose keys and values fill half of the L2 cache
+  int l2_heads = 1;  // query heads of an L2 head group, whose keys and values fill half of L2
 };
 
-// As many CTAs a multiprocessor as its registers allow, with two stages where they fit, else with one; fewer where
-// shared memory is short. False where it is too short for one.
+// As many CTAs an SM as the registers allow, with two stages if they fit, else one; fewer CTAs where shared memory is
+// short. *fits is false where it is too small for one.
 template <int kHead, int kPlanes, int kTile>
-cudaError_t Arrange(const AttentionParams& p, bool* fits, Fp32Arrangement* arrangement) {
+cudaError_t ChooseConfig(const AttentionParams& p, bool* fits, Fp32Config* config) {
   int device = 0, block = 0, whole = 0, cache = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
@@ -33,20 +33,20 @@ cudaError_t Arrange(const AttentionParams& p, bool* fits, Fp32Arrangement* arran
   }
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&cache, cudaDevAttrL2CacheSize, device);
   if (error != cudaSuccess) return error;
-  constexpr int kReserved = 1024;                            // a CTA
-  if (const int most = CappedShared(block); most < block) {  // a test's
+  constexpr int kReserved = 1024;                            // of a CTA
+  if (const int most = CappedShared(block); most < block) {  // set by a test
     block = most;
     whole = std::min(whole, block + kReserved);
   }
   const int64_t heads = int64_t{p.B} * p.H, head_bytes = int64_t{4} * kPlanes * kHead * p.T / (p.H / p.G) + 1;
-  const int64_t sections = 1 + (heads * head_bytes - 1) / std::max(cache / 2, 1);
-  arrangement->section = static_cast<int>((heads + sections - 1) / sections);
+  const int64_t l2_groups = 1 + (heads * head_bytes - 1) / std::max(cache / 2, 1);
+  config->l2_heads = static_cast<int>((heads + l2_groups - 1) / l2_groups);
   using S = Fp32Shape<kHead, kPlanes, kTile>;
   for (int ctas = std::max(S::kCtas, 2); ctas > 0; ctas /= 2) {
     for (int stages = 2; stages >= (ctas == 1 ? 0 : 1); --stages) {
       const int bytes = S::SharedBytes(stages);
       if (bytes > block || ctas * (bytes + kReserved) > whole) continue;
-      arrangement->stages = stages;
+      config->stages = stages;
       *fits = true;
       return cudaSuccess;
     }
@@ -55,42 +55,42 @@ cudaError_t Arrange(const AttentionParams& p, bool* fits, Fp32Arrangement* arran
   return cudaSuccess;
 }
 
-template <int kHead, int kPlanes, int kTile, bool kExtras>
-int LaunchFp32As(const Fp32Params& params, const Fp32Arrangement& arrangement, void* stream) {
+template <int kHead, int kPlanes, int kTile, bool kScoreMod>
+int LaunchFp32Shape(const Fp32Params& params, const Fp32Config& config, void* stream) {
   using S = Fp32Shape<kHead, kPlanes, kTile>;
-  auto* kernel = Fp32AttentionKernel<kHead, kPlanes, kTile, kExtras>;
-  const int bytes = S::SharedBytes(arrangement.stages);
+  auto* kernel = Fp32AttentionKernel<kHead, kPlanes, kTile, kScoreMod>;
+  const int bytes = S::SharedBytes(config.stages);
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return static_cast<int>(error);
   const AttentionParams& p = params.attention;
-  const int64_t items = static_cast<int64_t>(p.B) * p.H * ((p.S + kTileRows - 1) / kTileRows) * S::kPieces;
+  const int64_t items = static_cast<int64_t>(p.B) * p.H * ((p.S + kTileRows - 1) / kTileRows) * S::kCtasPerTile;
   Fp32Params copy = params;
-  int stages = arrangement.stages, section = arrangement.section;
-  void* arguments[] = {&copy, &stages, &section};
+  int stages = config.stages, l2_heads = config.l2_heads;
+  void* arguments[] = {&copy, &stages, &l2_heads};
   return static_cast<int>(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(static_cast<unsigned>(items)),
                                            dim3(S::kThreads), arguments, static_cast<size_t>(bytes),
                                            static_cast<cudaStream_t>(stream)));
 }
 
-// kNone where the device has too little shared memory for such tiles.
-constexpr int kNone = -1;
+// Gives kTooLittleMemory where the device has too little shared memory for such tiles.
+constexpr int kTooLittleMemory = -1;
 template <int kHead, int kPlanes, int kTile>
-int LaunchFp32Tiles(const Fp32Params& params, bool extras, void* stream) {
-  Fp32Arrangement arrangement;
+int LaunchFp32Tiles(const Fp32Params& params, bool score_mod, void* stream) {
+  Fp32Config config;
   bool fits = false;
-  const cudaError_t error = Arrange<kHead, kPlanes, kTile>(params.attention, &fits, &arrangement);
+  const cudaError_t error = ChooseConfig<kHead, kPlanes, kTile>(params.attention, &fits, &config);
   if (error != cudaSuccess) return static_cast<int>(error);
-  if (!fits) return kNone;
+  if (!fits) return kTooLittleMemory;
   if constexpr (kTile <= 64) {
-    if (extras) return LaunchFp32As<kHead, kPlanes, kTile, true>(params, arrangement, stream);
+    if (score_mod) return LaunchFp32Shape<kHead, kPlanes, kTile, true>(params, config, stream);
   }
-  return LaunchFp32As<kHead, kPlanes, kTile, false>(params, arrangement, stream);
+  return LaunchFp32Shape<kHead, kPlanes, kTile, false>(params, config, stream);
 }
 
-// Whether CTAs of 128 rows pay: enough of them for the device, whose rows have many tiles of keys each
+// Whether CTAs of 128 rows are faster: there are enough of them for the device, and tile rows have many KV tiles
 // (docs/lab/cuda-experiments.md, "fp32"). STOF_CUDA_FP32_ROWS, read once, is for tests of both.
-inline cudaError_t RowsAreLong(const AttentionParams& p, bool* are) {
-  constexpr int kManyTiles = 24, kCtas = 2;  // of a multiprocessor
+inline cudaError_t PrefersLargeCtas(const AttentionParams& p, bool* are) {
+  constexpr int kManyTiles = 24, kCtas = 2;  // an SM
   static const int asked = [] {
     const char* text = std::getenv("STOF_CUDA_FP32_ROWS");
     return text == nullptr ? 0 : std::atoi(text);
@@ -99,31 +99,31 @@ inline cudaError_t RowsAreLong(const AttentionParams& p, bool* are) {
     *are = asked == 128;
     return cudaSuccess;
   }
-  int device = 0, multiprocessors = 0;
+  int device = 0, sm_count = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+    error = cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, device);
   }
   const int64_t items = int64_t{p.B} * p.H * ((p.S + kTileRows - 1) / kTileRows);
   const int tiles = p.has_mask != 0 ? p.mask.mean_row : (p.T + kTileKeys - 1) / kTileKeys;
-  *are = tiles >= kManyTiles && items >= int64_t{kCtas} * multiprocessors;
+  *are = tiles >= kManyTiles && items >= int64_t{kCtas} * sm_count;
   return error;
 }
 
 template <int kHead, int kPlanes>
-int LaunchFp32(const Fp32Params& params, bool extras, void* stream) {
-  int code = kNone;
+int LaunchFp32(const Fp32Params& params, bool score_mod, void* stream) {
+  int code = kTooLittleMemory;
   if constexpr (kHead <= 64) {
     bool long_rows = false;
-    const cudaError_t error = RowsAreLong(params.attention, &long_rows);
+    const cudaError_t error = PrefersLargeCtas(params.attention, &long_rows);
     if (error != cudaSuccess) return static_cast<int>(error);
-    if (long_rows && !extras) code = LaunchFp32Tiles<kHead, kPlanes, 128>(params, extras, stream);
+    if (long_rows && !score_mod) code = LaunchFp32Tiles<kHead, kPlanes, 128>(params, score_mod, stream);
   }
-  if (code == kNone) code = LaunchFp32Tiles<kHead, kPlanes, 64>(params, extras, stream);
-  if constexpr (kHead > 192 && kPlanes == 2) {  // 99 KiB, as compute capability 8.6, 8.9 and 12.0 have
-    if (code == kNone) code = LaunchFp32Tiles<kHead, kPlanes, 32>(params, extras, stream);
+  if (code == kTooLittleMemory) code = LaunchFp32Tiles<kHead, kPlanes, 64>(params, score_mod, stream);
+  if constexpr (kHead > 192 && kPlanes == 2) {  // for 99 KiB: compute capability 8.6, 8.9 and 12.0
+    if (code == kTooLittleMemory) code = LaunchFp32Tiles<kHead, kPlanes, 32>(params, score_mod, stream);
   }
-  return code == kNone ? static_cast<int>(cudaErrorInvalidConfiguration) : code;
+  return code == kTooLittleMemory ? static_cast<int>(cudaErrorInvalidConfiguration) : code;
 }
 
 template <int kHead>

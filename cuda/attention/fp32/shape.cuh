@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernels for fp32 tensors are made of: their shape, and a number as two halves.
+// Compile-time shape of the fp32 kernels, and the split of an fp32 number into two fp16 values.
 #ifndef STOF_CUDA_ATTENTION_FP32_SHAPE_CUH_
 #define STOF_CUDA_ATTENTION_FP32_SHAPE_CUH_
 
@@ -11,38 +11,38 @@
 namespace stof {
 namespace cuda {
 
-// Scaled numbers lie below 2^15; low halves of values and weights are kept 2^11 times larger, so that they are no
-// subnormals either.
+// Scaled numbers are below 2^15. Low parts of values and weights are multiplied by 2^11, so that they are not
+// subnormal.
 constexpr int kTopExponent = 14;
 constexpr float kLowScale = 2048.0f, kLowInverse = 1.0f / 2048.0f;
 
-// kPlanes: 2, high and low halves, or 1, high ones alone. kRows: query rows of a CTA.
+// kPlanes: 2: high and low parts; 1: high parts alone. kRows: query rows of a CTA.
 template <int kHead, int kPlanes, int kRows = 64>
 struct Fp32Shape {
   static constexpr int kM = kRows, kN = kTileKeys;
-  static constexpr int kBlocks = kRows == 128 ? 2 : 1;                                // of 16 rows, a warp
-  static constexpr int kCtas = kHead > 128 ? 1 : kHead > 64 || kRows == 128 ? 2 : 4;  // of a multiprocessor
+  static constexpr int kBlocks = kRows == 128 ? 2 : 1;                                // blocks of 16 rows of a warp
+  static constexpr int kCtas = kHead > 128 ? 1 : kHead > 64 || kRows == 128 ? 2 : 4;  // an SM
   static constexpr int kWarps = kM / 16 / kBlocks;
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kPieces = kTileRows / kM;  // CTAs for a tile of the mask
-  static constexpr int kPlane = kN * kHead;       // elements
+  static constexpr int kCtasPerTile = kTileRows / kM;  // CTAs for a tile of the block mask
+  static constexpr int kPlane = kN * kHead;            // elements
   static constexpr int kValueBytes = 2 * kPlanes * kPlane;
   static constexpr int kKeyBytes = kValueBytes + 4 * kN;  // the planes and the factors
-  static constexpr int kQueryHalves = kPlanes * kM * kHead;
-  static constexpr int kQueryBytes = 2 * kQueryHalves + 4 * kM;
-  // How many lanes share a row when it is read, 4 elements at a time, and how often they do.
+  static constexpr int kQueryElements = kPlanes * kM * kHead;
+  static constexpr int kQueryBytes = 2 * kQueryElements + 4 * kM;
+  // Lanes that load a row, 4 elements each, and loads of a lane.
   static constexpr int kLanes = kHead > 64 ? 32 : kHead / 4;
   static constexpr int kQuads = (kHead + 4 * kLanes - 1) / (4 * kLanes);
-  // stages 2 and 1: of keys and of values; 0: both take turns in one buffer.
+  // stages: buffers for keys and for values; 0: they share one.
   static constexpr int SharedBytes(int stages) {
     return kQueryBytes + (stages == 0 ? kKeyBytes : stages * (kKeyBytes + kValueBytes));
   }
 };
 
-// 2^exponent, which lies in -126 ... 127.
+// 2^exponent, for exponents in -126 ... 127.
 __device__ __forceinline__ float PowerOfTwo(int exponent) { return __int_as_float((127 + exponent) << 23); }
 
-// The exponent of the largest finite magnitude, given by its bits; `least` where that is smaller.
+// The exponent of a finite magnitude, given by its bits; at least `least`.
 __device__ __forceinline__ int ExponentOf(uint32_t bits, int least) {
   return max(least, static_cast<int>(bits >> 23) - 127);
 }
@@ -52,7 +52,7 @@ __device__ __forceinline__ uint32_t FiniteBits(float x) {
   return bits < 0x7f800000u ? bits : 0u;
 }
 
-// Elements [4 quad, 4 quad + 4) of a row of `size` elements; zeros beyond.
+// Loads elements [4 quad, 4 quad + 4) of a row of `size` elements; zeros beyond.
 __device__ __forceinline__ float4 LoadQuad(const float* row, int quad, int size, bool valid, bool aligned) {
   float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   const int first = 4 * quad;
@@ -69,8 +69,8 @@ __device__ __forceinline__ uint32_t LargestOf(const float4& x) {
   return max(max(FiniteBits(x.x), FiniteBits(x.y)), max(FiniteBits(x.z), FiniteBits(x.w)));
 }
 
-// high and low of two numbers, each pair in a word; low is multiplied by `scale`.
-__device__ __forceinline__ void Split(float x, float y, float scale, uint32_t* high, uint32_t* low) {
+// Splits two numbers; each word has the high or low parts of both. low is multiplied by `scale`.
+__device__ __forceinline__ void SplitFp16(float x, float y, float scale, uint32_t* high, uint32_t* low) {
   const __half2 top = __floats2half2_rn(x, y);
   const float2 kept = __half22float2(top);
   const __half2 rest = __floats2half2_rn((x - kept.x) * scale, (y - kept.y) * scale);
@@ -78,14 +78,14 @@ __device__ __forceinline__ void Split(float x, float y, float scale, uint32_t* h
   *low = *reinterpret_cast<const uint32_t*>(&rest);
 }
 
-// The low halves lie `plane` elements behind the high ones.
+// Stores four split numbers; the low parts are `plane` elements behind the high ones.
 template <int kHead, int kPlanes>
 __device__ __forceinline__ void StoreQuad(const float4& x, float factor, float scale, int row, int quad, __half* high,
                                           int plane) {
   uint2 top, rest;
-  Split(x.x * factor, x.y * factor, scale, &top.x, &rest.x);
-  Split(x.z * factor, x.w * factor, scale, &top.y, &rest.y);
-  const int at = Place<kHead>(row, quad / 2) + quad % 2 * 4;
+  SplitFp16(x.x * factor, x.y * factor, scale, &top.x, &rest.x);
+  SplitFp16(x.z * factor, x.w * factor, scale, &top.y, &rest.y);
+  const int at = SwizzledOffset<kHead>(row, quad / 2) + quad % 2 * 4;
   *reinterpret_cast<uint2*>(high + at) = top;
   if constexpr (kPlanes == 2) *reinterpret_cast<uint2*>(high + plane + at) = rest;
 }

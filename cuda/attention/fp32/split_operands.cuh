@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernel in front of the one in cuda/attention/fp32/kernel.cuh: it splits keys and values into halves. And its
-// launch.
+// The kernel that runs before the fp32 attention kernel and splits keys and values into fp16 values.
 #ifndef STOF_CUDA_ATTENTION_FP32_SPLIT_OPERANDS_CUH_
 #define STOF_CUDA_ATTENTION_FP32_SPLIT_OPERANDS_CUH_
 
@@ -11,7 +10,7 @@
 namespace stof {
 namespace cuda {
 
-// A CTA takes one tile of keys or of values.
+// A CTA splits one tile of keys or of values.
 template <int kHead, int kPlanes>
 class Splitter {
   using S = Fp32Shape<kHead, kPlanes>;
@@ -36,7 +35,7 @@ class Splitter {
     __half* high = static_cast<__half*>(const_cast<void*>(values ? params.value_tiles : params.key_tiles)) +
                    item * kPlanes * S::kPlane;
     const int first = threadIdx.x / S::kLanes, lane = threadIdx.x % S::kLanes;
-    // Values of padded keys are multiplied by zero: they may be anything that is finite, and have no say in the scale.
+    // Values of padded keys are multiplied by zero: they may be any finite number, and do not count for the scale.
     const auto policy = static_cast<EmptyRows>(p.empty_rows);
     const bool drop = values && p.pad_bits != nullptr && policy != EmptyRows::kMean && policy != EmptyRows::kAll;
     float4 x[kSteps][S::kQuads];

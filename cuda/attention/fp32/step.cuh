@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernel for fp32 tensors computes with a tile of keys: scores, what biases and the mask make of them,
-// weights, and their products with the values. Members of Fp32Attention; included by cuda/attention/fp32/kernel.cuh,
-// behind the class.
+// One KV tile of the fp32 kernel: scores, biases and mask, online softmax, P V. Member functions of Fp32Attention,
+// whose registers they use; kernel.cuh includes this file behind the class.
 #ifndef STOF_CUDA_ATTENTION_FP32_STEP_CUH_
 #define STOF_CUDA_ATTENTION_FP32_STEP_CUH_
 
@@ -10,8 +9,8 @@
 namespace stof {
 namespace cuda {
 
-// c = a · b where it is the first product of a sum, else c += a · b; known when compiled.
-__device__ __forceinline__ void Product(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, bool first) {
+// c = a · b if `first`, else c += a · b; `first` is a compile-time constant.
+__device__ __forceinline__ void MmaOrSet(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, bool first) {
   if (!first) return Mma<__half>(c, a, b0, b1);
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, "
@@ -20,18 +19,18 @@ __device__ __forceinline__ void Product(float (&c)[4], const uint32_t (&a)[4], u
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
 }
 
-template <int kHead, int kPlanes, int kTile, bool kExtras>
-__device__ __forceinline__ void Fp32Attention<kHead, kPlanes, kTile, kExtras>::Scores(
+template <int kHead, int kPlanes, int kTile, bool kScoreMod>
+__device__ __forceinline__ void Fp32Attention<kHead, kPlanes, kTile, kScoreMod>::Scores(
     const char* stage, float (&s)[S::kBlocks][kColumns][4]) {
   const int row = warp_ * S::kBlocks * 16 + lane_ % 16;
-  const uint32_t query = SharedAddress(Queries() + Place<kHead>(row, lane_ / 16));
-  const uint32_t key = SharedAddress(stage) + 2 * Place<kHead>(lane_ % 8 + lane_ / 16 * 8, lane_ / 8 % 2);
+  const uint32_t query = SharedAddress(Queries() + SwizzledOffset<kHead>(row, lane_ / 16));
+  const uint32_t key = SharedAddress(stage) + 2 * SwizzledOffset<kHead>(lane_ % 8 + lane_ / 16 * 8, lane_ / 8 % 2);
 #pragma unroll
   for (int k = 0; k < kSteps; ++k) {
     uint32_t high[S::kBlocks][4], low[S::kBlocks][4];
 #pragma unroll
     for (int i = 0; i < S::kBlocks; ++i) {
-      const uint32_t at = Further<kHead>(query, 2 * k) + 2 * 16 * i * kHead;
+      const uint32_t at = ChunkAddress<kHead>(query, 2 * k) + 2 * 16 * i * kHead;
       LoadMatrix4(high[i], at);
       if constexpr (kPlanes == 2) LoadMatrix4(low[i], at + 2 * S::kM * kHead);
     }
@@ -40,15 +39,15 @@ __device__ __forceinline__ void Fp32Attention<kHead, kPlanes, kTile, kExtras>::S
       uint32_t top[kGroup / 2][4], rest[kGroup / 2][4];
 #pragma unroll
       for (int n = 0; n < kGroup / 2; ++n) {
-        const uint32_t at = Further<kHead>(key, 2 * k) + 2 * (8 * j + 16 * n) * kHead;
+        const uint32_t at = ChunkAddress<kHead>(key, 2 * k) + 2 * (8 * j + 16 * n) * kHead;
         LoadMatrix4(top[n], at);
         if constexpr (kPlanes == 2) LoadMatrix4(rest[n], at + 2 * S::kPlane);
       }
       if constexpr (kPlanes == 2) {
-        Products(s, j, low, top, k == 0);
-        Products(s, j, high, rest, false);
+        MmaGroup(s, j, low, top, k == 0);
+        MmaGroup(s, j, high, rest, false);
       }
-      Products(s, j, high, top, kPlanes == 1 && k == 0);
+      MmaGroup(s, j, high, top, kPlanes == 1 && k == 0);
     }
   }
   const auto* factors = reinterpret_cast<const float*>(stage + S::kValueBytes);
@@ -59,8 +58,8 @@ __device__ __forceinline__ void Fp32Attention<kHead, kPlanes, kTile, kExtras>::S
     for (int i = 0; i < S::kBlocks; ++i) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        // One after the other: their product may be beyond fp32 where the score is not. And rounded, whatever is
-        // subtracted afterwards.
+        // Two multiplications: the product of the factors may exceed fp32 where the score does not. And rounded, so
+        // that no later subtraction is fused.
         s[i][j][2 * r] = __fmul_rn(s[i][j][2 * r] * factor.x, scale_[i][r]);
         s[i][j][2 * r + 1] = __fmul_rn(s[i][j][2 * r + 1] * factor.y, scale_[i][r]);
       }
@@ -68,24 +67,24 @@ __device__ __forceinline__ void Fp32Attention<kHead, kPlanes, kTile, kExtras>::S
   }
 }
 
-template <int kHead, int kPlanes, int kTile, bool kExtras>
-__device__ __forceinline__ void Fp32Attention<kHead, kPlanes, kTile, kExtras>::Products(
+template <int kHead, int kPlanes, int kTile, bool kScoreMod>
+__device__ __forceinline__ void Fp32Attention<kHead, kPlanes, kTile, kScoreMod>::MmaGroup(
     float (&s)[S::kBlocks][kColumns][4], int j, const uint32_t (&a)[S::kBlocks][4], const uint32_t (&b)[kGroup / 2][4],
     bool first) {
 #pragma unroll
   for (int n = 0; n < kGroup / 2; ++n) {
 #pragma unroll
     for (int i = 0; i < S::kBlocks; ++i) {
-      Product(s[i][j + 2 * n], a[i], b[n][0], b[n][1], first);
-      Product(s[i][j + 2 * n + 1], a[i], b[n][2], b[n][3], first);
+      MmaOrSet(s[i][j + 2 * n], a[i], b[n][0], b[n][1], first);
+      MmaOrSet(s[i][j + 2 * n + 1], a[i], b[n][2], b[n][3], first);
     }
   }
 }
 
-template <int kHead, int kPlanes, int kTile, bool kExtras>
-__device__ __forceinline__ void Fp32Attention<kHead, kPlanes, kTile, kExtras>::Adjust(
-    const Entry& entry, const Bits& bits, bool unmasked, float (&s)[S::kBlocks][kColumns][4]) {
-  if constexpr (kExtras) {
+template <int kHead, int kPlanes, int kTile, bool kScoreMod>
+__device__ __forceinline__ void Fp32Attention<kHead, kPlanes, kTile, kScoreMod>::ApplyMaskAndBias(
+    const KvTile& entry, const Bits& bits, bool unmasked, float (&s)[S::kBlocks][kColumns][4]) {
+  if constexpr (kScoreMod) {
     ScoreBiases<float, S::kBlocks, kColumns>(p_, b_, h_, row0_, entry.tile * S::kN, Row(0, 0), lane_ % 4 * 2)
         .Add(1.0f, s);
   }
@@ -103,8 +102,8 @@ __device__ __forceinline__ void Fp32Attention<kHead, kPlanes, kTile, kExtras>::A
   bits.Forbid(entry.bits, entry.pad, lane_, s);
 }
 
-template <int kHead, int kPlanes, int kTile, bool kExtras>
-__device__ __forceinline__ void Fp32Attention<kHead, kPlanes, kTile, kExtras>::Softmax(
+template <int kHead, int kPlanes, int kTile, bool kScoreMod>
+__device__ __forceinline__ void Fp32Attention<kHead, kPlanes, kTile, kScoreMod>::Softmax(
     float (&s)[S::kBlocks][kColumns][4]) {
 #pragma unroll
   for (int i = 0; i < S::kBlocks; ++i) {
@@ -136,8 +135,8 @@ __device__ __forceinline__ void Fp32Attention<kHead, kPlanes, kTile, kExtras>::S
   }
 }
 
-template <int kHead, int kPlanes, int kTile, bool kExtras>
-__device__ __forceinline__ void Fp32Attention<kHead, kPlanes, kTile, kExtras>::AddValues(
+template <int kHead, int kPlanes, int kTile, bool kScoreMod>
+__device__ __forceinline__ void Fp32Attention<kHead, kPlanes, kTile, kScoreMod>::AddValues(
     const __half* values, float factor, const float (&s)[S::kBlocks][kColumns][4]) {
   constexpr int kParts = S::kN / 16;
   uint32_t high[kParts][S::kBlocks][4], low[kParts][S::kBlocks][4];
@@ -148,36 +147,36 @@ __device__ __forceinline__ void Fp32Attention<kHead, kPlanes, kTile, kExtras>::A
 #pragma unroll
       for (int half = 0; half < 4; ++half) {
         const float* pair = &s[i][2 * k + half / 2][half % 2 * 2];
-        Split(pair[0], pair[1], kLowScale, &high[k][i][half], &low[k][i][half]);
+        SplitFp16(pair[0], pair[1], kLowScale, &high[k][i][half], &low[k][i][half]);
       }
     }
   }
   const float low_factor = factor * kLowInverse;
-  const uint32_t value = SharedAddress(values) + 2 * Place<kHead>(lane_ % 16, lane_ / 16);
+  const uint32_t value = SharedAddress(values) + 2 * SwizzledOffset<kHead>(lane_ % 16, lane_ / 16);
 #pragma unroll
   for (int j = 0; j < kOutputs; j += 2) {
     float large[S::kBlocks][2][4], small[S::kBlocks][2][4];
 #pragma unroll
     for (int k = 0; k < kParts; ++k) {
       uint32_t top[4];
-      const uint32_t at = Further<kHead>(value, j) + 2 * 16 * k * kHead;
+      const uint32_t at = ChunkAddress<kHead>(value, j) + 2 * 16 * k * kHead;
       LoadMatrix4Transposed(top, at);
 #pragma unroll
       for (int i = 0; i < S::kBlocks; ++i) {
         if constexpr (kPlanes == 2) {
-          Product(small[i][0], low[k][i], top[0], top[1], k == 0);
-          Product(small[i][1], low[k][i], top[2], top[3], k == 0);
+          MmaOrSet(small[i][0], low[k][i], top[0], top[1], k == 0);
+          MmaOrSet(small[i][1], low[k][i], top[2], top[3], k == 0);
         }
-        Product(large[i][0], high[k][i], top[0], top[1], k == 0);
-        Product(large[i][1], high[k][i], top[2], top[3], k == 0);
+        MmaOrSet(large[i][0], high[k][i], top[0], top[1], k == 0);
+        MmaOrSet(large[i][1], high[k][i], top[2], top[3], k == 0);
       }
       if constexpr (kPlanes == 2) {
         uint32_t rest[4];
         LoadMatrix4Transposed(rest, at + 2 * S::kPlane);
 #pragma unroll
         for (int i = 0; i < S::kBlocks; ++i) {
-          Product(small[i][0], high[k][i], rest[0], rest[1], false);
-          Product(small[i][1], high[k][i], rest[2], rest[3], false);
+          MmaOrSet(small[i][0], high[k][i], rest[0], rest[1], false);
+          MmaOrSet(small[i][1], high[k][i], rest[2], rest[3], false);
         }
       }
     }

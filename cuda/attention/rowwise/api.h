@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Between the backend and the kernels that take a row of the mask at a time.
+// The row-wise attention kernels, for sparse masks of scattered keys.
 #ifndef STOF_CUDA_ATTENTION_ROWWISE_API_H_
 #define STOF_CUDA_ATTENTION_ROWWISE_API_H_
 
@@ -8,11 +8,11 @@
 namespace stof {
 namespace cuda {
 
-constexpr int kRowsTile = 64;  // m and n of their block mask
+constexpr int kRowwiseTile = 64;  // m and n of their block mask
 
-// By the larger of D and Dv, which are multiples of 16 bytes, as are all strides and addresses; nullptr: no such
-// kernel. extras: softcap or a bias.
-Launch FindRows(DType dtype, int head_size, bool extras);
+// The kernel for the larger of D and Dv; nullptr: there is none. D, Dv, strides and addresses are multiples of 16
+// bytes. score_mod: with softcap or a bias.
+Launch FindRowwise(DType dtype, int head_size, bool score_mod);
 
 }  // namespace cuda
 }  // namespace stof

@@ -6,29 +6,29 @@ namespace cuda {
 namespace {
 
 template <typename T, int kLanes, int kChunks>
-Launch Find(bool extras) {
-  return extras ? LaunchRows<T, kLanes, kChunks, true> : LaunchRows<T, kLanes, kChunks, false>;
+Launch Find(bool score_mod) {
+  return score_mod ? LaunchRowwise<T, kLanes, kChunks, true> : LaunchRowwise<T, kLanes, kChunks, false>;
 }
 
 template <typename T>
-Launch FindHalves(int head_size, bool extras) {
-  if (head_size <= 64) return Find<T, 8, 1>(extras);
-  if (head_size <= 128) return Find<T, 16, 1>(extras);
-  return head_size <= 256 ? Find<T, 32, 1>(extras) : nullptr;
+Launch Find16Bit(int head_size, bool score_mod) {
+  if (head_size <= 64) return Find<T, 8, 1>(score_mod);
+  if (head_size <= 128) return Find<T, 16, 1>(score_mod);
+  return head_size <= 256 ? Find<T, 32, 1>(score_mod) : nullptr;
 }
 
-Launch FindFloats(int head_size, bool extras) {
-  if (head_size <= 64) return Find<float, 16, 1>(extras);
-  if (head_size <= 128) return Find<float, 32, 1>(extras);
-  return head_size <= 256 ? Find<float, 32, 2>(extras) : nullptr;
+Launch FindFloats(int head_size, bool score_mod) {
+  if (head_size <= 64) return Find<float, 16, 1>(score_mod);
+  if (head_size <= 128) return Find<float, 32, 1>(score_mod);
+  return head_size <= 256 ? Find<float, 32, 2>(score_mod) : nullptr;
 }
 
 }  // namespace
 
-Launch FindRows(DType dtype, int head_size, bool extras) {
-  if (dtype == DType::kF32) return FindFloats(head_size, extras);
-  if (dtype == DType::kBF16) return FindHalves<__nv_bfloat16>(head_size, extras);
-  return FindHalves<__half>(head_size, extras);
+Launch FindRowwise(DType dtype, int head_size, bool score_mod) {
+  if (dtype == DType::kF32) return FindFloats(head_size, score_mod);
+  if (dtype == DType::kBF16) return Find16Bit<__nv_bfloat16>(head_size, score_mod);
+  return Find16Bit<__half>(head_size, score_mod);
 }
 
 }  // namespace cuda

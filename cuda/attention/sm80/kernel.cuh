@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Block-wise attention for compute capability 8.0 and later: mma.sync, cp.async, one CTA for 128 or 64 query rows of
-// one head, which walks the key tiles that the block mask keeps. The softmax is online, as in FlashAttention 2 (Dao
-// 2023, sec. 3.1); partial tiles take their bits from the mask, full ones none.
+// Block-sparse attention for compute capability 8.0 and later, with mma.sync and cp.async. A CTA computes 128 or 64
+// query rows of one head over the KV tiles that the block mask keeps. The softmax is online, as in FlashAttention 2
+// (Dao 2023, sec. 3.1). Partial tiles apply their element mask, full ones none.
 #ifndef STOF_CUDA_ATTENTION_SM80_KERNEL_CUH_
 #define STOF_CUDA_ATTENTION_SM80_KERNEL_CUH_
 
@@ -15,6 +15,7 @@
 #include "cuda/attention/params.h"
 #include "cuda/attention/score_bias.cuh"
 #include "cuda/attention/sm80/shape.cuh"
+#include "cuda/attention/tile_iterator.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/mma_sm80.cuh"
 #include "cuda/mask/tile_bits.cuh"
@@ -22,19 +23,20 @@
 namespace stof {
 namespace cuda {
 
-// One CTA's work.
-template <int kHead, typename T, bool kExtras, int kRows>
+// The work of one CTA.
+template <int kHead, typename T, bool kScoreMod, int kRows>
 class Attention {
-  using S = Shape<kHead, kExtras, kRows>;
+  using S = Shape<kHead, kScoreMod, kRows>;
   static constexpr int kColumns = S::kN / 8;  // blocks of 8 keys
   static constexpr int kOutputs = kHead / 8;  // blocks of 8 output elements
-  static constexpr int kSteps = kHead / 16;   // of the inner product
+  static constexpr int kSteps = kHead / 16;   // k-steps of 16 of Q Kᵀ
 
  public:
-  // stages: 0 where one buffer is for keys and values in turn.
+  // stages: 0 where keys and values share one buffer.
   __device__ Attention(const AttentionParams& p, int stages, T* shared)
-      : p_(p), stages_(S::kTight ? stages : S::kStages), shared_(shared), base_(SharedAddress(shared)) {
-    const int piece = static_cast<int>(blockIdx.x) % S::kPieces, item = static_cast<int>(blockIdx.x) / S::kPieces;
+      : p_(p), stages_(S::kLargeHead ? stages : S::kStages), shared_(shared), base_(SharedAddress(shared)) {
+    const int sub_tile = static_cast<int>(blockIdx.x) % S::kCtasPerTile,
+              item = static_cast<int>(blockIdx.x) / S::kCtasPerTile;
     const int rows = (p.S + kTileRows - 1) / kTileRows;
     const int bh = item / rows;
     int row = item % rows;
@@ -52,8 +54,8 @@ class Attention {
     } else {
       end_ = (p.T + S::kN - 1) / S::kN;
     }
-    piece0_ = piece * S::kM;
-    row0_ = row * kTileRows + piece0_;
+    tile_row0_ = sub_tile * S::kM;
+    row0_ = row * kTileRows + tile_row0_;
     query_ = static_cast<const T*>(p.query) + b_ * p.query_stride.b + h_ * p.query_stride.h;
     key_ = static_cast<const T*>(p.key) + b_ * p.key_stride.b + g * p.key_stride.h;
     value_ = static_cast<const T*>(p.value) + b_ * p.value_stride.b + g * p.value_stride.h;
@@ -61,98 +63,70 @@ class Attention {
     pad_ = p.pad_bits == nullptr ? nullptr : p.pad_bits + static_cast<int64_t>(b_) * ((p.T + S::kN - 1) / S::kN) * 2;
     warp_ = threadIdx.x / 32;
     lane_ = threadIdx.x % 32;
-    // Scores come in units of log2 where nothing has to be done to them before; a scale that is not positive needs
-    // kExtras.
-    scale_ = kExtras ? 1.0f : p.scale * kLog2E;
+    // The plain kernel scales scores to units of log2; a scale <= 0 needs kScoreMod.
+    scale_ = kScoreMod ? 1.0f : p.scale * kLog2E;
   }
 
   __device__ void Run() {
-    if (row0_ >= p_.S || (p_.only != nullptr && !Wanted())) return;
+    if (row0_ >= p_.S || (p_.only_flagged != nullptr && !HasFlaggedRow())) return;
     const auto policy = static_cast<EmptyRows>(p_.empty_rows);
-    const bool twice = policy == EmptyRows::kMean || policy == EmptyRows::kAll;
-    if constexpr (S::kTight) {
-      // One loop for both times: twice the code wants more registers than there are.
+    const bool second_pass = policy == EmptyRows::kMean || policy == EmptyRows::kAll;
+    if constexpr (S::kLargeHead) {
+      // One loop for both passes: twice the code would need more registers than there are.
 #pragma unroll 1
       for (bool unmasked = false;; unmasked = true) {
-        LoadQueries();  // where they lay is output the second time
+        LoadQueries();  // the output has replaced them
         Clear();
         if constexpr (S::kM < kTileRows) {
-          Sweep(unmasked);
+          ProcessTiles(unmasked);
         } else {
-          SweepTight(unmasked);
+          ProcessTilesLargeHead(unmasked);
         }
-        const bool some_empty = Finish(unmasked);
-        if (unmasked || !twice || __syncthreads_or(some_empty) == 0) return;
+        const bool some_empty = StoreOutput(unmasked);
+        if (unmasked || !second_pass || __syncthreads_or(some_empty) == 0) return;
         if (p_.has_mask != 0) begin_ = full_ = 0, end_ = (p_.T + S::kN - 1) / S::kN;
       }
     } else {
       LoadQueries();
       Clear();
-      Sweep(false);
-      const bool some_empty = Finish(false);
-      if (!twice || __syncthreads_or(some_empty) == 0) return;
-      // Once more over all keys, for the rows without any.
+      ProcessTiles(false);
+      const bool some_empty = StoreOutput(false);
+      if (!second_pass || __syncthreads_or(some_empty) == 0) return;
+      // A second pass over all keys, for fully masked rows.
       if (p_.has_mask != 0) begin_ = full_ = 0, end_ = (p_.T + S::kN - 1) / S::kN;
       __syncthreads();
-      if constexpr (!S::kHeldQueries) LoadQueries();  // the output went through their memory
+      if constexpr (!S::kQueriesInRegisters) LoadQueries();  // the output was staged in their memory
       Clear();
-      Sweep(true);
-      Finish(true);
+      ProcessTiles(true);
+      StoreOutput(true);
     }
   }
 
  private:
-  __device__ bool Wanted() const {
-    const int pieces = (p_.S + 63) / 64;
-    const int32_t* only = p_.only + static_cast<int64_t>(b_ * p_.H + h_) * pieces;
-    for (int i = row0_ / 64; i < min(pieces, (row0_ + S::kM) / 64); ++i) {
-      if (only[i] != 0) return true;
+  __device__ bool HasFlaggedRow() const {
+    const int flags = (p_.S + 63) / 64;
+    const int32_t* flag = p_.only_flagged + static_cast<int64_t>(b_ * p_.H + h_) * flags;
+    for (int i = row0_ / 64; i < min(flags, (row0_ + S::kM) / 64); ++i) {
+      if (flag[i] != 0) return true;
     }
     return false;
   }
 
-  // ---- which tiles ----
-  struct Entry {
-    int tile = -1;  // -1: none is left
-    int bits = -1;  // index of its bits, -1: every key
-    uint32_t pad[2] = {~0u, ~0u};
-  };
-  // The first entry from `i` on that padding leaves something of; i moves behind it.
-  __device__ __forceinline__ Entry Next(int* i, bool unmasked) const {
-    Entry entry;
-    while (*i < end_) {
-      const int at = (*i)++;
-      if (p_.has_mask != 0 && !unmasked) {
-        entry.tile = p_.mask.key_tile[at];
-        entry.bits = at < full_ ? p_.mask.bits_id[at] : -1;
-      } else {
-        entry.tile = at;
-      }
-      if (pad_ != nullptr && !unmasked) {
-        entry.pad[0] = pad_[2 * entry.tile];
-        entry.pad[1] = pad_[2 * entry.tile + 1];
-        if ((entry.pad[0] | entry.pad[1]) == 0) continue;
-      } else if ((entry.tile + 1) * S::kN > p_.T) {
-        const int keys = p_.T - entry.tile * S::kN;
-        entry.pad[0] = keys >= 32 ? ~0u : (1u << keys) - 1u;
-        entry.pad[1] = keys <= 32 ? 0u : (1u << (keys - 32)) - 1u;
-      }
-      return entry;
-    }
-    entry.tile = -1;
-    return entry;
+  // ---- KV tiles ----
+  __device__ __forceinline__ KvTile Next(int* i, bool unmasked) const {
+    return NextKvTile<S::kN>(p_, pad_, full_, end_, i, unmasked);
   }
 
   using Bits = TileBits<S::kBlocks>;
-  __device__ __forceinline__ void FetchBits(const Entry& entry, Bits* bits) const {
-    bits->Fetch(p_.mask.bits, entry.bits, piece0_ / 16 + warp_ * S::kBlocks, lane_);
+  __device__ __forceinline__ void FetchBits(const KvTile& entry, Bits* bits) const {
+    bits->Fetch(p_.mask.bits, entry.bits, tile_row0_ / 16 + warp_ * S::kBlocks, lane_);
   }
 
   // ---- memory ----
   // Addresses in shared memory.
   __device__ __forceinline__ uint32_t Keys(int stage) const { return base_ + 2 * (S::kM * kHead + stage * S::kStage); }
   __device__ __forceinline__ uint32_t Values(int stage) const {
-    if constexpr (S::kTight) return Keys(stages_);
+    if constexpr (S::kLargeHead) return Keys(stages_);
     return Keys(S::kStages + stage);
   }
   __device__ __forceinline__ void FetchKeys(int tile, int stage) const {
@@ -172,8 +146,8 @@ class Attention {
     LoadRows<kHead, S::kThreads, S::kM>(base_, query_, p_.query_stride.s, row0_, p_.S, p_.D);
     CommitCopies();
   }
-  // Behind the first tile's copies, which may still be under way.
-  __device__ void HoldQueries() {
+  // Called after the copies of the first KV tile were issued, which may still be in flight.
+  __device__ void KeepQueriesInRegisters() {
     static_assert(S::kStages == 2, "copies of keys and of values are two groups");
     WaitCopies<2>();
     __syncthreads();
@@ -181,9 +155,9 @@ class Attention {
     for (int k = 0; k < kSteps; ++k) ReadQueries(k, q_[k]);
   }
   __device__ __forceinline__ void ReadQueries(int k, uint32_t (&q)[S::kBlocks][4]) const {
-    const uint32_t first = base_ + 2 * Place<kHead>(warp_ * S::kBlocks * 16 + lane_ % 16, lane_ / 16);
+    const uint32_t first = base_ + 2 * SwizzledOffset<kHead>(warp_ * S::kBlocks * 16 + lane_ % 16, lane_ / 16);
 #pragma unroll
-    for (int i = 0; i < S::kBlocks; ++i) LoadMatrix4(q[i], Further<kHead>(first, 2 * k) + 2 * 16 * i * kHead);
+    for (int i = 0; i < S::kBlocks; ++i) LoadMatrix4(q[i], ChunkAddress<kHead>(first, 2 * k) + 2 * 16 * i * kHead);
   }
 
   __device__ void Clear() {
@@ -200,17 +174,17 @@ class Attention {
   }
 
   // ---- the loop ----
-  __device__ void Sweep(bool unmasked) {
+  __device__ void ProcessTiles(bool unmasked) {
     int i = begin_;
-    Entry entry = Next(&i, unmasked);
+    KvTile entry = Next(&i, unmasked);
     FetchKeys(entry.tile, 0);
     if constexpr (S::kStages == 2) FetchValues(entry.tile, 0);
-    if constexpr (S::kHeldQueries) {
-      if (!unmasked) HoldQueries();
+    if constexpr (S::kQueriesInRegisters) {
+      if (!unmasked) KeepQueriesInRegisters();
     }
     int stage = 0;
     while (entry.tile >= 0) {
-      const Entry next = Next(&i, unmasked);
+      const KvTile next = Next(&i, unmasked);
       float s[S::kBlocks][kColumns][4];
       if constexpr (S::kStages == 2) {
         WaitCopies<0>();
@@ -219,10 +193,10 @@ class Attention {
         FetchValues(next.tile, stage ^ 1);
         Scores(Keys(stage), s);
         Bits bits;
-        if constexpr (S::kBitsEarly) FetchBits(entry, &bits);
-        Adjust(entry, &bits, unmasked, s);
-        const bool lowered = Raise(s);
-        AddValues(Values(stage), lowered, s);
+        if constexpr (S::kEarlyMask) FetchBits(entry, &bits);
+        ApplyMaskAndBias(entry, &bits, unmasked, s);
+        const bool subtracted = RaiseMax(s);
+        AddValues(Values(stage), subtracted, s);
         stage ^= 1;
       } else {
         WaitCopies<0>();
@@ -233,25 +207,25 @@ class Attention {
         __syncthreads();
         FetchKeys(next.tile, 0);
         Bits bits;
-        Adjust(entry, &bits, unmasked, s);
-        const bool lowered = Raise(s);
-        AddValues(Values(0), lowered, s);
+        ApplyMaskAndBias(entry, &bits, unmasked, s);
+        const bool subtracted = RaiseMax(s);
+        AddValues(Values(0), subtracted, s);
       }
       entry = next;
     }
     WaitCopies<0>();
   }
 
-  // The same for 128 rows and heads above 128, of which a multiprocessor has one CTA: the next tile's are asked for
-  // when everybody has done with this one's, and come under the other product.
-  __device__ void SweepTight(bool unmasked) {
+  // The same for 128 rows and heads above 128, with one CTA an SM. The next tile is loaded when all warps have read
+  // this one, and arrives under the other matmul.
+  __device__ void ProcessTilesLargeHead(bool unmasked) {
     int i = begin_;
-    Entry entry = Next(&i, unmasked);
+    KvTile entry = Next(&i, unmasked);
     FetchKeys(entry.tile, 0);
     if (stages_ > 0) FetchValues(entry.tile, 0);
     while (entry.tile >= 0) {
-      const Entry next = Next(&i, unmasked);
-      WaitForOne();  // the keys and the queries; the values may still come
+      const KvTile next = Next(&i, unmasked);
+      WaitForOne();  // keys and queries; the values may still be in flight
       float s[S::kBlocks][kColumns][4];
       Scores(Keys(0), s);
       __syncthreads();
@@ -261,10 +235,10 @@ class Attention {
         FetchValues(entry.tile, 0);
       }
       Bits bits;
-      Adjust(entry, &bits, unmasked, s);
-      const bool lowered = Raise(s);
+      ApplyMaskAndBias(entry, &bits, unmasked, s);
+      const bool subtracted = RaiseMax(s);
       WaitForOne();
-      AddValues(Values(0), lowered, s);
+      AddValues(Values(0), subtracted, s);
       __syncthreads();
       if (stages_ > 0) {
         FetchValues(next.tile, 0);
@@ -287,16 +261,17 @@ class Attention {
   // ---- a tile: cuda/attention/sm80/step.cuh ----
   __device__ __forceinline__ int Row(int i, int r) const { return (warp_ * S::kBlocks + i) * 16 + lane_ / 4 + 8 * r; }
   __device__ __forceinline__ void Scores(uint32_t keys, float (&s)[S::kBlocks][kColumns][4]);
-  __device__ __forceinline__ void Adjust(const Entry& entry, Bits* bits, bool unmasked,
-                                         float (&s)[S::kBlocks][kColumns][4]);
-  __device__ __forceinline__ bool Raise(float (&s)[S::kBlocks][kColumns][4]);
-  __device__ __forceinline__ void Weigh(int k, bool lowered, const float (&s)[S::kBlocks][kColumns][4],
-                                        uint32_t (&a)[S::kBlocks][4]);
-  __device__ __forceinline__ void AddValues(uint32_t values, bool lowered, const float (&s)[S::kBlocks][kColumns][4]);
+  __device__ __forceinline__ void ApplyMaskAndBias(const KvTile& entry, Bits* bits, bool unmasked,
+                                                   float (&s)[S::kBlocks][kColumns][4]);
+  __device__ __forceinline__ bool RaiseMax(float (&s)[S::kBlocks][kColumns][4]);
+  __device__ __forceinline__ void ComputeWeights(int k, bool subtracted, const float (&s)[S::kBlocks][kColumns][4],
+                                                 uint32_t (&a)[S::kBlocks][4]);
+  __device__ __forceinline__ void AddValues(uint32_t values, bool subtracted,
+                                            const float (&s)[S::kBlocks][kColumns][4]);
 
-  // ---- the end ----
-  // Divides and writes; with `only_empty` the rows that had no key. Whether this thread saw one.
-  __device__ bool Finish(bool only_empty) {
+  // ---- epilogue ----
+  // Normalizes and stores; with `only_empty` the fully masked rows alone. Gives whether this thread has such a row.
+  __device__ bool StoreOutput(bool only_empty) {
     bool some_empty = false;
     float factor[S::kBlocks][2];
 #pragma unroll
@@ -312,15 +287,15 @@ class Attention {
         if (p_.sink != nullptr && !empty) {
           const float logit = p_.sink_is_float != 0 ? static_cast<const float*>(p_.sink)[h_]
                                                     : ToFloat(static_cast<const T*>(p_.sink)[h_]);
-          sum += Exp2(fminf(Above(logit * kLog2E, max_[i][r]), 127.0f));
+          sum += Exp2(fminf(ScoreDifference(logit * kLog2E, max_[i][r]), 127.0f));
         }
-        if (!only_empty && lane_ % 4 == 0) StoreLogSum<T>(p_, b_, h_, row0_ + Row(i, r), max_[i][r], sum);
-        // The second time, every bias of the row is -inf: the softmax of all keys is NaN.
+        if (!only_empty && lane_ % 4 == 0) StoreLse<T>(p_, b_, h_, row0_ + Row(i, r), max_[i][r], sum);
+        // In the second pass, every bias of the row is -inf: the softmax of all keys is NaN.
         const bool undefined = only_empty || static_cast<EmptyRows>(p_.empty_rows) == EmptyRows::kNan;
         factor[i][r] = empty ? (undefined ? NAN : 0.0f) : 1.0f / sum;
       }
     }
-    // Through shared memory, so that rows are written 16 bytes at a time. Each warp has its own rows there.
+    // Through shared memory, for stores of 16 bytes. Each warp has its own rows there.
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < S::kBlocks; ++i) {
@@ -331,11 +306,11 @@ class Attention {
         for (int j = 0; j < kOutputs; ++j) {
           const float x = nothing ? factor[i][r] : o_[i][j][2 * r] * factor[i][r];
           const float y = nothing ? factor[i][r] : o_[i][j][2 * r + 1] * factor[i][r];
-          *reinterpret_cast<uint32_t*>(shared_ + Place<kHead>(Row(i, r), j) + lane_ % 4 * 2) = Pack<T>(x, y);
+          *reinterpret_cast<uint32_t*>(shared_ + SwizzledOffset<kHead>(Row(i, r), j) + lane_ % 4 * 2) = Pack<T>(x, y);
         }
       }
     }
-    // Which rows of the warp are written: bit 2 i + r of the lanes that hold the row.
+    // The rows of the warp to store: bit 2 i + r of the lanes that hold the row.
     uint32_t mine = 0;
 #pragma unroll
     for (int i = 0; i < S::kBlocks; ++i) {
@@ -351,7 +326,7 @@ class Attention {
       if (row0_ + row >= p_.S || 8 * chunk >= p_.Dv) continue;
       if ((written >> (local / 16 * 2 + local / 8 % 2) & 1u) == 0) continue;
       T* to = output_ + static_cast<int64_t>(row0_ + row) * p_.output_stride.s + 8 * chunk;
-      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(shared_ + Place<kHead>(row, chunk));
+      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(shared_ + SwizzledOffset<kHead>(row, chunk));
     }
     return some_empty;
   }
@@ -360,13 +335,13 @@ class Attention {
   const int stages_;
   T* const shared_;
   const uint32_t base_;
-  int b_, h_, piece0_, row0_, warp_, lane_;
+  int b_, h_, tile_row0_, row0_, warp_, lane_;
   int begin_ = 0, full_ = 0, end_ = 0;
   float scale_;
   const T *query_, *key_, *value_;
   T* output_;
   const uint32_t* pad_;
-  uint32_t q_[S::kHeldQueries ? kSteps : 1][S::kBlocks][4];
+  uint32_t q_[S::kQueriesInRegisters ? kSteps : 1][S::kBlocks][4];
   float o_[S::kBlocks][kOutputs][4];
   float max_[S::kBlocks][2], sum_[S::kBlocks][2];
   bool empty_[S::kBlocks][2];
@@ -383,26 +358,26 @@ struct Sm80Params {
   int stages = 0;
 };
 
-template <int kHead, typename T, bool kExtras, int kRows>
-__global__ void __launch_bounds__(Shape<kHead, kExtras, kRows>::kThreads, Shape<kHead, kExtras, kRows>::kCtas)
+template <int kHead, typename T, bool kScoreMod, int kRows>
+__global__ void __launch_bounds__(Shape<kHead, kScoreMod, kRows>::kThreads, Shape<kHead, kScoreMod, kRows>::kCtas)
     AttentionKernel(const __grid_constant__ Sm80Params params) {
   extern __shared__ __align__(128) unsigned char shared[];
-  Attention<kHead, T, kExtras, kRows>(params.attention, params.stages, reinterpret_cast<T*>(shared)).Run();
+  Attention<kHead, T, kScoreMod, kRows>(params.attention, params.stages, reinterpret_cast<T*>(shared)).Run();
 }
 
-// The stages for which the device has the shared memory, -1 where it is too small for one buffer.
+// The number of stages that fit the shared memory of the device; -1: not even one buffer does.
 template <typename S>
-cudaError_t StagesOf(int* stages) {
+cudaError_t ChooseStages(int* stages) {
   *stages = S::kStages;
-  if (!S::kTight) return cudaSuccess;
+  if (!S::kLargeHead) return cudaSuccess;
   int device = 0, block = 0, whole = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   if (error == cudaSuccess) {
     error = cudaDeviceGetAttribute(&whole, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
   }
-  constexpr int kReserved = 1024;                            // a CTA
-  if (const int most = CappedShared(block); most < block) {  // a test's
+  constexpr int kReserved = 1024;                            // of a CTA
+  if (const int most = CappedShared(block); most < block) {  // set by a test
     block = most;
     whole = std::min(whole, block + kReserved);
   }
@@ -414,20 +389,20 @@ cudaError_t StagesOf(int* stages) {
   return error;
 }
 
-template <int kHead, typename T, bool kExtras, int kRows>
-int LaunchSm80As(const AttentionParams& params, int stages, void* stream) {
-  using S = Shape<kHead, kExtras, kRows>;
+template <int kHead, typename T, bool kScoreMod, int kRows>
+int LaunchSm80Shape(const AttentionParams& params, int stages, void* stream) {
+  using S = Shape<kHead, kScoreMod, kRows>;
   Sm80Params copy;
   copy.attention = params;
   copy.stages = stages;
-  const int64_t items = int64_t{params.B} * params.H * ((params.S + kTileRows - 1) / kTileRows) * S::kPieces;
-  return LaunchKernel<Sm80Params, AttentionKernel<kHead, T, kExtras, kRows>>(
+  const int64_t items = int64_t{params.B} * params.H * ((params.S + kTileRows - 1) / kTileRows) * S::kCtasPerTile;
+  return LaunchKernel<Sm80Params, AttentionKernel<kHead, T, kScoreMod, kRows>>(
       copy, static_cast<unsigned>(items), S::kThreads, S::SharedBytes(stages), stream);
 }
 
-// Whether there are so few tiles of 128 rows that CTAs of 64 pay: up to so many a multiprocessor
+// Whether there are at most `most` tiles of 128 rows an SM: then CTAs of 64 rows are faster
 // (docs/lab/cuda-experiments.md, "8.0, fp32, row by row"). STOF_CUDA_SM80_ROWS, read once, is for tests of both.
-inline cudaError_t RowsAreFew(const AttentionParams& p, int most, bool* are) {
+inline cudaError_t PrefersSmallCtas(const AttentionParams& p, int most, bool* are) {
   static const int asked = [] {
     const char* text = std::getenv("STOF_CUDA_SM80_ROWS");
     return text == nullptr ? 0 : std::atoi(text);
@@ -436,35 +411,35 @@ inline cudaError_t RowsAreFew(const AttentionParams& p, int most, bool* are) {
     *are = asked == 64;
     return cudaSuccess;
   }
-  int device = 0, multiprocessors = 0;
+  int device = 0, sm_count = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+    error = cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, device);
   }
-  *are = int64_t{p.B} * p.H * ((p.S + kTileRows - 1) / kTileRows) <= int64_t{most} * multiprocessors;
+  *are = int64_t{p.B} * p.H * ((p.S + kTileRows - 1) / kTileRows) <= int64_t{most} * sm_count;
   return error;
 }
 
-template <int kHead, typename T, bool kExtras>
+template <int kHead, typename T, bool kScoreMod>
 int LaunchSm80(const AttentionParams& params, void* stream) {
-  using Small = Shape<kHead, kExtras, 64>;
-  using Large = Shape<kHead, kExtras, kTileRows>;
+  using Small = Shape<kHead, kScoreMod, 64>;
+  using Large = Shape<kHead, kScoreMod, kTileRows>;
   int stages = Small::kStages;
-  bool small = kExtras;
+  bool small = kScoreMod;
   cudaError_t error = cudaSuccess;
-  if constexpr (Small::kTight) {
-    // Two CTAs of 64 rows cover each other's softmax, where a multiprocessor has room for them.
-    error = StagesOf<Small>(&stages);
+  if constexpr (Small::kLargeHead) {
+    // Two CTAs of 64 rows overlap their softmax, where an SM has room for both.
+    error = ChooseStages<Small>(&stages);
     small = stages > 0;
-  } else if constexpr (!kExtras) {
-    error = RowsAreFew(params, kHead <= 64 ? 3 : 1, &small);
+  } else if constexpr (!kScoreMod) {
+    error = PrefersSmallCtas(params, kHead <= 64 ? 3 : 1, &small);
   }
   if (error != cudaSuccess) return static_cast<int>(error);
-  if (small) return LaunchSm80As<kHead, T, kExtras, 64>(params, stages, stream);
-  if constexpr (Large::kTight || !kExtras) {
-    error = StagesOf<Large>(&stages);
+  if (small) return LaunchSm80Shape<kHead, T, kScoreMod, 64>(params, stages, stream);
+  if constexpr (Large::kLargeHead || !kScoreMod) {
+    error = ChooseStages<Large>(&stages);
     if (error != cudaSuccess) return static_cast<int>(error);
-    if (stages >= 0) return LaunchSm80As<kHead, T, kExtras, kTileRows>(params, stages, stream);
+    if (stages >= 0) return LaunchSm80Shape<kHead, T, kScoreMod, kTileRows>(params, stages, stream);
   }
   return static_cast<int>(cudaErrorInvalidConfiguration);
 }

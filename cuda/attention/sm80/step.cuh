@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernel for compute capability 8.0 computes with a tile of keys: scores, what biases and the mask make of
-// them, weights, and their products with the values. Members of Attention; included by cuda/attention/sm80/kernel.cuh,
-// behind the class.
+// One KV tile of the sm_80 kernel: scores, biases and mask, online softmax, P V. Member functions of Attention, whose
+// registers they use; kernel.cuh includes this file behind the class.
 #ifndef STOF_CUDA_ATTENTION_SM80_STEP_CUH_
 #define STOF_CUDA_ATTENTION_SM80_STEP_CUH_
 
@@ -10,9 +9,9 @@
 namespace stof {
 namespace cuda {
 
-template <int kHead, typename T, bool kExtras, int kRows>
-__device__ __forceinline__ void Attention<kHead, T, kExtras, kRows>::Scores(uint32_t keys,
-                                                                            float (&s)[S::kBlocks][kColumns][4]) {
+template <int kHead, typename T, bool kScoreMod, int kRows>
+__device__ __forceinline__ void Attention<kHead, T, kScoreMod, kRows>::Scores(uint32_t keys,
+                                                                              float (&s)[S::kBlocks][kColumns][4]) {
 #pragma unroll
   for (int i = 0; i < S::kBlocks; ++i) {
 #pragma unroll
@@ -21,16 +20,16 @@ __device__ __forceinline__ void Attention<kHead, T, kExtras, kRows>::Scores(uint
       for (int e = 0; e < 4; ++e) s[i][j][e] = 0.0f;
     }
   }
-  const uint32_t first = keys + 2 * Place<kHead>(lane_ % 8 + lane_ / 16 * 8, lane_ / 8 % 2);
-  constexpr int kAtOnce = S::kTight ? (S::kM < kTileRows ? 8 : 4) : kSteps;  // more would take registers
+  const uint32_t first = keys + 2 * SwizzledOffset<kHead>(lane_ % 8 + lane_ / 16 * 8, lane_ / 8 % 2);
+  constexpr int kAtOnce = S::kLargeHead ? (S::kM < kTileRows ? 8 : 4) : kSteps;  // more would need more registers
 #pragma unroll kAtOnce
   for (int k = 0; k < kSteps; ++k) {
-    if constexpr (!S::kHeldQueries) ReadQueries(k, q_[0]);
-    const uint32_t (&q)[S::kBlocks][4] = q_[S::kHeldQueries ? k : 0];
+    if constexpr (!S::kQueriesInRegisters) ReadQueries(k, q_[0]);
+    const uint32_t (&q)[S::kBlocks][4] = q_[S::kQueriesInRegisters ? k : 0];
 #pragma unroll
     for (int j = 0; j < kColumns; j += 2) {
       uint32_t b[4];
-      LoadMatrix4(b, Further<kHead>(first, 2 * k) + 2 * 8 * j * kHead);
+      LoadMatrix4(b, ChunkAddress<kHead>(first, 2 * k) + 2 * 8 * j * kHead);
 #pragma unroll
       for (int i = 0; i < S::kBlocks; ++i) {
         Mma<T>(s[i][j], q[i], b[0], b[1]);
@@ -40,11 +39,10 @@ __device__ __forceinline__ void Attention<kHead, T, kExtras, kRows>::Scores(uint
   }
 }
 
-template <int kHead, typename T, bool kExtras, int kRows>
-__device__ __forceinline__ void Attention<kHead, T, kExtras, kRows>::Adjust(const Entry& entry, Bits* bits,
-                                                                            bool unmasked,
-                                                                            float (&s)[S::kBlocks][kColumns][4]) {
-  if constexpr (kExtras) {
+template <int kHead, typename T, bool kScoreMod, int kRows>
+__device__ __forceinline__ void Attention<kHead, T, kScoreMod, kRows>::ApplyMaskAndBias(
+    const KvTile& entry, Bits* bits, bool unmasked, float (&s)[S::kBlocks][kColumns][4]) {
+  if constexpr (kScoreMod) {
     ScoreBiases<T, S::kBlocks, kColumns>(p_, b_, h_, row0_, entry.tile * S::kN, Row(0, 0), lane_ % 4 * 2)
         .Add(p_.scale, s);
   }
@@ -59,15 +57,15 @@ __device__ __forceinline__ void Attention<kHead, T, kExtras, kRows>::Adjust(cons
     }
   }
   if (!Bits::Some(entry.bits, entry.pad)) return;
-  if constexpr (!S::kBitsEarly) FetchBits(entry, bits);
+  if constexpr (!S::kEarlyMask) FetchBits(entry, bits);
   bits->Forbid(entry.bits, entry.pad, lane_, s);
 }
 
-// The rows' maxima are raised to those of the scores where these exceed them by far; outputs and sums follow. True, the
-// same for the warp: scores were lowered to the logarithms of weights, since some maximum is so far from zero that its
-// rounding would show in the weights.
-template <int kHead, typename T, bool kExtras, int kRows>
-__device__ __forceinline__ bool Attention<kHead, T, kExtras, kRows>::Raise(float (&s)[S::kBlocks][kColumns][4]) {
+// Raises the row max where a score exceeds it by kSlack, and rescales outputs and sums. Gives, uniformly in the warp,
+// whether scores were replaced by the logarithms of weights: where some row max is so far from zero that its rounding
+// would show in the weights.
+template <int kHead, typename T, bool kScoreMod, int kRows>
+__device__ __forceinline__ bool Attention<kHead, T, kScoreMod, kRows>::RaiseMax(float (&s)[S::kBlocks][kColumns][4]) {
   float factor[S::kBlocks][2];
   bool any = false, far = false;
 #pragma unroll
@@ -98,8 +96,8 @@ __device__ __forceinline__ bool Attention<kHead, T, kExtras, kRows>::Raise(float
       }
     }
   }
-  const bool lowered = __any_sync(~0u, far) != 0;
-  if (__builtin_expect(lowered, 0)) {
+  const bool subtracted = __any_sync(~0u, far) != 0;
+  if (__builtin_expect(subtracted, 0)) {
 #pragma unroll
     for (int i = 0; i < S::kBlocks; ++i) {
 #pragma unroll
@@ -107,25 +105,24 @@ __device__ __forceinline__ bool Attention<kHead, T, kExtras, kRows>::Raise(float
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const float base = max_[i][e / 2] == -INFINITY ? 0.0f : max_[i][e / 2];
-          s[i][j][e] = Above(__fmul_rn(s[i][j][e], scale_), base);
+          s[i][j][e] = ScoreDifference(__fmul_rn(s[i][j][e], scale_), base);
         }
       }
     }
   }
-  return lowered;
+  return subtracted;
 }
 
-// The weights of 16 keys, as a factor of the products with their values.
-template <int kHead, typename T, bool kExtras, int kRows>
-__device__ __forceinline__ void Attention<kHead, T, kExtras, kRows>::Weigh(int k, bool lowered,
-                                                                           const float (&s)[S::kBlocks][kColumns][4],
-                                                                           uint32_t (&a)[S::kBlocks][4]) {
-  const float scale = lowered ? 1.0f : scale_;
+// The weights of 16 keys, as an operand of P V.
+template <int kHead, typename T, bool kScoreMod, int kRows>
+__device__ __forceinline__ void Attention<kHead, T, kScoreMod, kRows>::ComputeWeights(
+    int k, bool subtracted, const float (&s)[S::kBlocks][kColumns][4], uint32_t (&a)[S::kBlocks][4]) {
+  const float scale = subtracted ? 1.0f : scale_;
 #pragma unroll
   for (int i = 0; i < S::kBlocks; ++i) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float base = lowered || max_[i][r] == -INFINITY ? 0.0f : max_[i][r];
+      const float base = subtracted || max_[i][r] == -INFINITY ? 0.0f : max_[i][r];
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         const float* const pair = s[i][2 * k + c] + 2 * r;
@@ -138,19 +135,19 @@ __device__ __forceinline__ void Attention<kHead, T, kExtras, kRows>::Weigh(int k
   }
 }
 
-// Weights are made 16 keys at a time, so that the special function unit works beside the tensor cores.
-template <int kHead, typename T, bool kExtras, int kRows>
-__device__ __forceinline__ void Attention<kHead, T, kExtras, kRows>::AddValues(
-    uint32_t values, bool lowered, const float (&s)[S::kBlocks][kColumns][4]) {
-  const uint32_t first = values + 2 * Place<kHead>(lane_ % 16, lane_ / 16);
+// 16 keys at a time, so that the special function unit overlaps the tensor cores.
+template <int kHead, typename T, bool kScoreMod, int kRows>
+__device__ __forceinline__ void Attention<kHead, T, kScoreMod, kRows>::AddValues(
+    uint32_t values, bool subtracted, const float (&s)[S::kBlocks][kColumns][4]) {
+  const uint32_t first = values + 2 * SwizzledOffset<kHead>(lane_ % 16, lane_ / 16);
 #pragma unroll
   for (int k = 0; k < S::kN / 16; ++k) {
     uint32_t a[S::kBlocks][4];
-    Weigh(k, lowered, s, a);
+    ComputeWeights(k, subtracted, s, a);
 #pragma unroll
     for (int j = 0; j < kOutputs; j += 2) {
       uint32_t b[4];
-      LoadMatrix4Transposed(b, Further<kHead>(first, j) + 2 * 16 * k * kHead);
+      LoadMatrix4Transposed(b, ChunkAddress<kHead>(first, j) + 2 * 16 * k * kHead);
 #pragma unroll
       for (int i = 0; i < S::kBlocks; ++i) {
         Mma<T>(o_[i][j], a[i], b[0], b[1]);

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The shape of a 9.0 kernel: its tile, its teams, what lies where in shared memory, and what producers say to
-// consumers.
+// Compile-time shape of an sm_90a kernel: tile, pipelines, shared memory layout, registers; and the messages from
+// producer to consumers.
 #ifndef STOF_CUDA_ATTENTION_SM90_CONFIG_CUH_
 #define STOF_CUDA_ATTENTION_SM90_CONFIG_CUH_
 
 #include "cuda/attention/sm90/api.h"
+#include "cuda/common/math.h"
 #include "cuda/common/mma_sm90.cuh"
 #include "cuda/mask/fragments.h"
 
@@ -12,116 +13,131 @@ namespace stof {
 namespace cuda {
 namespace sm90 {
 
-constexpr float kLog2E = 1.44269504088896340736f;
-// What the lowest biases become in units of log2: not -inf, for they are no mask.
-constexpr float kLowestBias = -0x1.62e42ep127f;  // that is finite in units of log2
-constexpr int kAtom = 64;                        // columns of a swizzled row of 128 bytes
+// The lowest finite bias that is finite in units of log2, too: lower ones are raised to it, as they must not become
+// -inf, which is a mask.
+constexpr float kLowestBias = -0x1.62e42ep127f;
+constexpr int kAtom = 64;  // columns of a swizzled row of 128 bytes
 
 constexpr int kMostKeys = 128;  // of a tile
-constexpr int32_t kNoItem = -1;
+constexpr int32_t kNoTile = -1;
 
-// What is allowed of a tile: the index of its bits in the mask, or
+// The mask of a KV tile: the index of its element mask, or
 enum Code : int32_t {
-  kEvery = -1,    // every pair
-  kPadded = -2,   // every pair of a key that is there and no padding
-  kNothing = -3,  // instead of the tiles of an item that has none
+  kFull = -1,    // every pair
+  kPadded = -2,  // every pair of a key that exists and is not padding
+  kEmpty = -3,   // stands for all tiles of a work tile that has none
 };
 
-// What the producer says about a key tile.
+// The message about a KV tile.
 struct Entry {
   int32_t code;
-  int32_t flags;                 // kLast, kPads
-  int32_t next;                  // code of the tile behind it, so that its bits can be asked for early
-  uint32_t pad[kMostKeys / 32];  // a bit for every key, with kPads alone
+  int32_t flags;                 // kLast, kHasPadding, kHasInfBias
+  int32_t next;                  // code of the next tile, so that its element mask can be read early
+  uint32_t pad[kMostKeys / 32];  // a bit for every key, only with kHasPadding
 };
 
 enum Flag : int32_t {
-  kLast = 1,  // of its item
-  kPads = 2,  // some bits of `pad` are 0
-  kBars = 4,  // some distances have a bias of -inf
+  kLast = 1,        // last KV tile of the work tile
+  kHasPadding = 2,  // some bits of `pad` are 0
+  kHasInfBias = 4,  // some relative biases are -inf
 };
 
-// What it says about an item.
-struct Item {
-  int32_t b, h, row0;  // row0 -1: no more work
-  int32_t part;        // with kCuts the part, with kHalves the warpgroup; negative: all of the row
+// The message about a work tile.
+struct WorkTileInfo {
+  int32_t b, h, row0;  // row0 -1: the end
+  int32_t subtile;     // split (kSplitsRows) or half tile (kHalfTiles); negative: the whole tile row
 };
 
-// A kernel's shape: a tile is kM query rows, 64 a consumer, by kN keys. A CTA has kTeams of a producer warp and
-// consumers each, which share nothing but the multiprocessor: one's start and end are covered by the other. With kSplit
-// teams to an item they share it, too: team t takes its tiles t, t + kSplit and so on.
-template <int kHead_, int kRows, int kTileKeys_, int kStages_, int kQueries_, int kTeams_, int kSplit_ = 1,
-          Extras kExtras_ = Extras::kNone, bool kTurnAtEnds_ = false, bool kDraws_ = false>
+// The last two parameters of Shape, by name: ping-pong scheduling also at the ends of a work tile, and dynamic tiles.
+constexpr bool kPingPong = true, kDynamicTiles = true;
+
+// A tile has kM query rows, 64 a consumer warpgroup, and kN keys. A CTA (thread block) has kPipelines pipelines: a
+// producer warp and consumer warpgroups with stages and barriers of their own. One pipeline's prologue and epilogue
+// overlap the others' work.
+// Each pipeline counts as one CTA of the tile schedule and has its own work tiles. With kSplit > 1 all pipelines split
+// the keys of one work tile instead: pipeline t computes KV tiles t, t + kSplit, ...
+template <int kHead_, int kRows, int kTileKeys_, int kStages_, int kQueryStages_, int kPipelines_, int kSplit_ = 1,
+          ScoreMod kScoreMod_ = ScoreMod::kNone, bool kPingPongEnds_ = false, bool kDynamic_ = false>
 struct Shape {
-  // The turn also passes for an item's first scores and last product.
-  static constexpr bool kTurnAtEnds = kTurnAtEnds_;
-  static constexpr int kHead = kHead_, kM = kRows, kN = kTileKeys_, kStages = kStages_, kTeams = kTeams_;
+  // Ping-pong scheduling also orders the first scores and the last values of a work tile.
+  static constexpr bool kPingPongEnds = kPingPongEnds_;
+  static constexpr int kHead = kHead_, kM = kRows, kN = kTileKeys_, kStages = kStages_, kPipelines = kPipelines_;
   static constexpr int kSplit = kSplit_;
-  static constexpr bool kExtras = kExtras_ != Extras::kNone, kPairs = kExtras_ == Extras::kPairs;
-  static_assert(kSplit == 1 || kSplit == kTeams, "all teams share an item, or none");
-  static_assert(kSplit <= kFirstTiles, "a start knows each team's first tile");
+  static constexpr bool kScoreMod = kScoreMod_ != ScoreMod::kNone, kFullBias = kScoreMod_ == ScoreMod::kFullBias;
+  static_assert(kSplit == 1 || kSplit == kPipelines, "all pipelines split a work tile, or none");
+  static_assert(kSplit <= kFirstTiles, "a CtaStart has the first KV tile of each pipeline");
   static_assert(kN <= kMostKeys, "an entry has a bit for every key");
-  static constexpr int kQueries = kQueries_;  // query tiles in shared memory: with 2 the next comes while one is read
-  static constexpr int kConsumers = kM / 64;  // of a team
-  // A warpgroup leaves tiles to others that have all their pairs; a team's share of an item may be others' alone.
-  static constexpr bool kPasses = kConsumers > 1 && kSplit == 1 && !kExtras;
-  static_assert(kConsumers <= kMostGroups, "a walk names every warpgroup of a team");
-  // Whether an item may be a part of a row of tiles; with more warpgroups it might be nothing to one of them.
-  static constexpr bool kCuts = kConsumers == 1 && kSplit == 1 && !kExtras;
-  // Whether an item may be one warpgroup's rows alone, which end sooner: the other one passes over all of its tiles.
-  static constexpr bool kHalves = kPasses && kConsumers == 2;
-  // Whether a warp beside the producer says what comes next, which may be drawn at run time.
-  static constexpr bool kDraws = kDraws_;
-  static_assert(!kDraws || (kSplit == 1 && kTeams <= 2), "a warp for each team, whose items are its own");
-  static constexpr int kThreads = kWarpgroup * (1 + kTeams * kConsumers);
-  static constexpr int kWords = kN / 32;  // of padding, a tile
-  static constexpr int kOwnWords = FragmentWords(kN);
+  static constexpr int kQueryStages =
+      kQueryStages_;                          // buffers for queries: with 2 the next are loaded while one is read
+  static constexpr int kConsumers = kM / 64;  // consumer warpgroups of a pipeline
+  // A consumer warpgroup skips tiles in which others have all allowed pairs. Not with split pipelines: the KV tiles of
+  // one might all be skipped.
+  static constexpr bool kSkipsTiles = kConsumers > 1 && kSplit == 1 && !kScoreMod;
+  static_assert(kConsumers <= kMostRowGroups, "a tile list names every warpgroup of a pipeline");
+  // Whether a work tile may be a split of a tile row. With several warpgroups a split might have no pair of one of
+  // them.
+  static constexpr bool kSplitsRows = kConsumers == 1 && kSplit == 1 && !kScoreMod;
+  // Whether a work tile may be a half tile: one warpgroup computes, the other skips all of its tiles.
+  static constexpr bool kHalfTiles = kSkipsTiles && kConsumers == 2;
+  // Whether a scheduler warp beside the producer supplies work tiles, which may be dynamic.
+  static constexpr bool kDynamic = kDynamic_;
+  static_assert(!kDynamic || (kSplit == 1 && kPipelines <= 2),
+                "a scheduler warp for each pipeline, which has work tiles of its own");
+  static constexpr int kThreads = kWarpgroup * (1 + kPipelines * kConsumers);
+  static constexpr int kPaddingWords = kN / 32;  // padding bits of a KV tile
+  static constexpr int kMaskWords = FragmentWords(kN);
   static constexpr int kQueryBytes = 2 * kM * kHead;
   static constexpr int kTileBytes = 2 * kN * kHead;
-  static constexpr int kKeys = kQueries * kQueryBytes;  // offsets in a team's shared memory
+  static constexpr int kKeys = kQueryStages * kQueryBytes;  // offsets in a pipeline's shared memory
   static constexpr int kValues = kKeys + kStages * kTileBytes;
-  // With every stage's keys: the bias of its pairs, and that of every distance between its queries and keys.
-  static constexpr int kBiasBytes = kPairs ? 4 * kM * kN : 0;
-  static constexpr int kWindow = kExtras ? kM + kN : 0;
-  static constexpr int kBiases = kValues + kStages * kTileBytes;
-  static constexpr int kOutput = kBiases + kStages * kBiasBytes;
-  // One entry more than stages: what a warp still reads of an entry after it gave its keys back stays until it is done.
+  // Beside the keys of every stage: the full bias of its pairs, and the relative bias of every distance between its
+  // queries and keys.
+  static constexpr int kBiasBytes = kFullBias ? 4 * kM * kN : 0;
+  static constexpr int kRelativeSize = kScoreMod ? kM + kN : 0;
+  static constexpr int kFullBiases = kValues + kStages * kTileBytes;
+  static constexpr int kOutput = kFullBiases + kStages * kBiasBytes;
+  // One entry more than stages: a warp may still read an entry after it has released the keys.
   static constexpr int kSlots = kStages + 1;
-  // What is small, with what its alignment may cost.
-  static constexpr int kSmall = kStages * 4 * kWindow + kSlots * static_cast<int>(sizeof(Entry)) +
-                                kQueries * static_cast<int>(sizeof(Item)) + 8 * (4 * kStages + 2 * kQueries) + 8 +
-                                (kDraws ? 40 : 0);
-  static constexpr int TeamBytes(int output) { return (kOutput + output + kSmall + 1023) / 1024 * 1024; }
+  // Small data, with the padding that its alignment may cost.
+  static constexpr int kSmallBytes = kStages * 4 * kRelativeSize + kSlots * static_cast<int>(sizeof(Entry)) +
+                                     kQueryStages * static_cast<int>(sizeof(WorkTileInfo)) +
+                                     8 * (4 * kStages + 2 * kQueryStages) + 8 + (kDynamic ? 40 : 0);
+  static constexpr int PipelineBytes(int output) { return (kOutput + output + kSmallBytes + 1023) / 1024 * 1024; }
   static constexpr int kMostBytes = 227 * 1024, kToAlign = 1024;
-  // The output on its way to memory: in a place of its own where there is room, else where the item's queries were.
-  static constexpr bool kOwnOutput = kSplit == 1 && kTeams * TeamBytes(kQueryBytes) + kToAlign <= kMostBytes;
-  // Queries then wait until the output before them has left, which keys and values need not.
-  static constexpr bool kQueriesLast = kQueries == 1 && kSplit == 1 && !kOwnOutput;
-  static constexpr int kWindows = kOutput + (kOwnOutput ? kQueryBytes : 0);
-  static constexpr int kEntries = kWindows + kStages * 4 * kWindow;
-  static constexpr int kItems = kEntries + kSlots * static_cast<int>(sizeof(Entry));
-  static constexpr int kBehindItems = kItems + kQueries * static_cast<int>(sizeof(Item));
-  static constexpr int kNext = (kBehindItems + 15) / 16 * 16;  // with kDraws: a WorkItem
-  static constexpr int kBarriers = kDraws ? kNext + static_cast<int>(sizeof(WorkItem)) : (kBehindItems + 7) / 8 * 8;
-  static constexpr int kTeamBytes = TeamBytes(kOwnOutput ? kQueryBytes : 0);
-  static_assert(kBarriers + 8 * (4 * kStages + 2 * kQueries + (kDraws ? 1 : 0)) <= kTeamBytes, "a team's memory");
-  // Behind the teams, where they share items: a maximum and a sum for every row of every team, and of every output the
-  // parts that one team makes and another adds up.
-  static constexpr int kParts = kTeams * kTeamBytes;
-  static constexpr int kChunk = kHead / 2 / kSplit;  // outputs of a thread that its team adds up
-  static constexpr int kStatBytes = kSplit == 1 ? 0 : 8 * kSplit * kM;
-  static constexpr int kPartBytes = 4 * kM / 64 * kWarpgroup * kChunk * kSplit * (kSplit - 1);
-  static constexpr int kSharedBytes = kParts + kStatBytes + kPartBytes + kToAlign;
+  // The output is staged in a buffer of its own where there is room, else in place of the queries.
+  static constexpr bool kSeparateOutput =
+      kSplit == 1 && kPipelines * PipelineBytes(kQueryBytes) + kToAlign <= kMostBytes;
+  // Without that buffer the next queries wait until the output has left, but keys and values need not: they are loaded
+  // first.
+  static constexpr bool kQueriesAfterKeys = kQueryStages == 1 && kSplit == 1 && !kSeparateOutput;
+  static constexpr int kRelativeBiases = kOutput + (kSeparateOutput ? kQueryBytes : 0);
+  static constexpr int kEntries = kRelativeBiases + kStages * 4 * kRelativeSize;
+  static constexpr int kTileInfos = kEntries + kSlots * static_cast<int>(sizeof(Entry));
+  static constexpr int kTileInfosEnd = kTileInfos + kQueryStages * static_cast<int>(sizeof(WorkTileInfo));
+  static constexpr int kNextTile = (kTileInfosEnd + 15) / 16 * 16;  // with kDynamic: a WorkTile
+  static constexpr int kBarriers =
+      kDynamic ? kNextTile + static_cast<int>(sizeof(WorkTile)) : (kTileInfosEnd + 7) / 8 * 8;
+  static constexpr int kPipelineBytes = PipelineBytes(kSeparateOutput ? kQueryBytes : 0);
+  static_assert(kBarriers + 8 * (4 * kStages + 2 * kQueryStages + (kDynamic ? 1 : 0)) <= kPipelineBytes,
+                "a pipeline's shared memory");
+  // For split pipelines, behind their own memory: row max and row sum of every row and pipeline, and the chunks of
+  // outputs that one pipeline computes and another adds up.
+  static constexpr int kCombineMemory = kPipelines * kPipelineBytes;
+  static constexpr int kCombineChunk = kHead / 2 / kSplit;  // outputs of a thread that its pipeline adds up
+  static constexpr int kStatsBytes = kSplit == 1 ? 0 : 8 * kSplit * kM;
+  static constexpr int kCombineBytes = 4 * kM / 64 * kWarpgroup * kCombineChunk * kSplit * (kSplit - 1);
+  static constexpr int kSharedBytes = kCombineMemory + kStatsBytes + kCombineBytes + kToAlign;
   static_assert(kSharedBytes <= kMostBytes, "shared memory of a CTA");
-  // Registers of a thread at the start, and what producers and consumers have after an exchange.
-  static constexpr int kAtStart = 65536 / kThreads / 8 * 8;
-  static constexpr int kProducer = kAtStart >= 160 ? 40 : 32;
-  static constexpr int kConsumer = (kAtStart * (1 + kTeams * kConsumers) - kProducer) / (kTeams * kConsumers) / 8 * 8;
-  // Weights of a thread that are made while it is not known whether the reference stays: their scores stay, too. The
-  // first ones are summed, as many as there are registers for beside outputs, scores and weights.
-  static constexpr int kSpare = kConsumer - kHead / 2 - kN / 2 - kN / 4 - (kPairs ? 40 : 0);
-  static constexpr int kSummed = kSpare >= 64 && kN > 64 ? 16 : kSpare >= 48 ? 8 : 0;
-  static constexpr int kBegun = kSummed + (kSummed == 0 && kSplit > 1 ? 0 : 8);
+  // Registers of a thread at launch, and of producers and consumers after setmaxnreg.
+  static constexpr int kInitialRegisters = 65536 / kThreads / 8 * 8;
+  static constexpr int kProducerRegisters = kInitialRegisters >= 160 ? 40 : 32;
+  static constexpr int kConsumerRegisters =
+      (kInitialRegisters * (1 + kPipelines * kConsumers) - kProducerRegisters) / (kPipelines * kConsumers) / 8 * 8;
+  // Eager weights are computed before it is known whether the row max stays, so their scores are kept, too. The first
+  // kEagerSums of them are summed. Both numbers follow from the registers that outputs, scores and weights leave.
+  static constexpr int kSpareRegisters = kConsumerRegisters - kHead / 2 - kN / 2 - kN / 4 - (kFullBias ? 40 : 0);
+  static constexpr int kEagerSums = kSpareRegisters >= 64 && kN > 64 ? 16 : kSpareRegisters >= 48 ? 8 : 0;
+  static constexpr int kEagerWeights = kEagerSums + (kEagerSums == 0 && kSplit > 1 ? 0 : 8);
 };
 
 }  // namespace sm90

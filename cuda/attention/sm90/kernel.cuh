@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Block-wise attention for compute capability 9.0a. Persistent CTAs of one producer warpgroup, which walks the tiles
-// that the block mask keeps and has the copy engine bring them, and consumer warpgroups of 64 query rows each, which
-// compute with wgmma. Within a warpgroup the scores of the next tile and the product with the values of this one are in
-// flight while the softmax runs; among warpgroups a turn passes round, so that one's softmax covers another's products
-// (Shah et al. 2024, FlashAttention-3, sec. 3.1 and 3.2). Partial tiles take their bits from the mask, full ones none.
-// Where there are few rows, or some are much longer than others, the teams of a CTA take every so manieth tile of one
-// row and put their parts together at its end.
+// Block-sparse attention for compute capability 9.0a, warp-specialized and persistent. A producer warp goes through the
+// KV tiles that the block mask keeps and loads them by TMA. Consumer warpgroups of 64 query rows compute with wgmma.
+// Within a warpgroup, the scores of the next tile and the product with the values of this one are in flight while the
+// softmax runs. Among warpgroups, ping-pong scheduling overlaps the softmax of one with the wgmma of another (Shah et
+// al. 2024, FlashAttention-3, sec. 3.1 and 3.2). Partial tiles apply their element mask, full ones none.
+// For few or very uneven tile rows, the pipelines of a CTA split the KV tiles of one tile row and combine their
+// outputs.
 #ifndef STOF_CUDA_ATTENTION_SM90_KERNEL_CUH_
 #define STOF_CUDA_ATTENTION_SM90_KERNEL_CUH_
 
@@ -24,19 +24,19 @@ namespace stof {
 namespace cuda {
 namespace sm90 {
 
-// compute-sanitizer's racecheck does not see that __syncwarp orders what other lanes read and write before lane 0's
-// arrival; it is run on a build in which all arrive, which is slower.
+// compute-sanitizer's racecheck does not see that __syncwarp orders the accesses of other lanes before lane 0's
+// arrival. It is run on a slower build, in which all lanes arrive.
 #if defined(STOF_EVERY_LANE_ARRIVES)
 constexpr bool kEveryLaneArrives = true;
 #else
 constexpr bool kEveryLaneArrives = false;
 #endif
 
-// The value of lane 0: for what is equal in a warp, so that the compiler knows. wgmma in a path that may diverge would
-// be serialized.
+// The value of lane 0, which tells the compiler that it is uniform in a warp: wgmma in a path that may diverge would be
+// serialized.
 __device__ __forceinline__ int32_t Uniform(int32_t x) { return __shfl_sync(~0u, x, 0); }
 
-// A position in a ring of buffers, with the parity of its phase.
+// A position in a ring of buffers, and the parity of its phase.
 template <int kCount>
 struct Ring {
   int at = 0;
@@ -48,21 +48,21 @@ struct Ring {
 
 template <typename S, typename T>
 class Attention {
-  using Weights = Softmax<S>;
-  static constexpr int kQueries = S::kQueries, kHead = S::kHead;
+  using RowSoftmax = Softmax<S>;
+  static constexpr int kQueryStages = S::kQueryStages, kHead = S::kHead;
 
  public:
-  // shared: that of all teams.
+  // shared: of all pipelines.
   __device__ Attention(const Sm90Params& p, unsigned char* shared) : p_(p) {
     const int warpgroup = Uniform(static_cast<int>(threadIdx.x) / kWarpgroup);
     const int warp = Uniform(static_cast<int>(threadIdx.x) % kWarpgroup / 32);
     producer_ = warpgroup == 0;
-    team_ = producer_ ? warp : (warpgroup - 1) / S::kConsumers;
+    pipeline_ = producer_ ? warp : (warpgroup - 1) / S::kConsumers;
     wg_ = producer_ ? 0 : (warpgroup - 1) % S::kConsumers;
     lane_ = static_cast<int>(threadIdx.x) % 32;
     row_ = 64 * wg_ + 16 * warp + lane_ / 4;
-    shared_ = shared + team_ * S::kTeamBytes;
-    // By way of an instruction that the compiler cannot repeat wherever it needs the address.
+    shared_ = shared + pipeline_ * S::kPipelineBytes;
+    // Opaque keeps the compiler from recomputing the address wherever it is needed.
     base_ = Opaque(SharedAddress(shared_));
     inner_ = Opaque(DescribeInner(base_));
     across_ = Opaque(DescribeAcross(base_, S::kN * 128));
@@ -70,42 +70,41 @@ class Attention {
 
   __device__ void Run() {
     LetNextStart();
-    const bool has_team = team_ < S::kTeams;  // not the other warps beside the producers
-    if (producer_ && has_team && lane_ == 0) {
+    const bool has_pipeline = pipeline_ < S::kPipelines;  // warps beyond the producers have none
+    if (producer_ && has_pipeline && lane_ == 0) {
       PrefetchMap(&p_.query);
       PrefetchMap(&p_.key);
       PrefetchMap(&p_.value);
-      if (S::kPairs && p_.attention.bias != nullptr) PrefetchMap(&p_.bias);
+      if (S::kFullBias && p_.attention.bias != nullptr) PrefetchMap(&p_.bias);
       for (int i = 0; i < S::kStages; ++i) {
         InitBarrier(Barrier(kKeyFull, i), kEveryLaneArrives ? 32 : 1);
         InitBarrier(Barrier(kKeyEmpty, i), kArrivals);
         InitBarrier(Barrier(kValueFull, i), 1);
         InitBarrier(Barrier(kValueEmpty, i), kArrivals);
       }
-      for (int i = 0; i < kQueries; ++i) {
+      for (int i = 0; i < kQueryStages; ++i) {
         InitBarrier(QueryFull(i), 1);
         InitBarrier(QueryEmpty(i), kArrivals);
       }
-      if (S::kDraws) InitBarrier(NextFull(), 1);
+      if (S::kDynamic) InitBarrier(NextTileFull(), 1);
       FenceBarrierInit();
     }
-    // Until the wait nothing is read or written but parameters and what belongs to a plan: a plan is of a constant
-    // mask, which was copied before the kernel in front of this one began. What is asked for besides goes no further
-    // than the L2 cache.
-    const bool produces = producer_ && has_team;
-    Begin begin;
-    if (produces) begin = ReadBegin();
+    // Before the wait for the previous kernel, only parameters and the schedule are read, which was uploaded before
+    // that kernel began; everything else is at most prefetched into L2.
+    const bool produces = producer_ && has_pipeline;
+    FirstWork first_work;
+    if (produces) first_work = ReadFirstWork();
     __syncthreads();
-    if (produces) FetchPlanned(begin), FetchInputs(begin);
+    if (produces) PrefetchMask(first_work), PrefetchInputs(first_work);
     WaitForPrevious();
     if (producer_) {
-      GiveRegisters<S::kProducer>();
-      if (has_team) Produce(begin);
-      if constexpr (S::kDraws) {
-        if (!has_team && team_ < 2 * S::kTeams) TellNext();
+      GiveRegisters<S::kProducerRegisters>();
+      if (has_pipeline) Produce(first_work);
+      if constexpr (S::kDynamic) {
+        if (!has_pipeline && pipeline_ < 2 * S::kPipelines) RunScheduler();
       }
     } else {
-      TakeRegisters<S::kConsumer>();
+      TakeRegisters<S::kConsumerRegisters>();
       Consume();
     }
   }
@@ -117,150 +116,154 @@ class Attention {
     return base_ + S::kBarriers + 8 * (kind * S::kStages + i);
   }
   __device__ __forceinline__ uint32_t QueryFull(int i) const { return base_ + S::kBarriers + 8 * (4 * S::kStages + i); }
-  __device__ __forceinline__ uint32_t QueryEmpty(int i) const { return QueryFull(kQueries + i); }
-  __device__ __forceinline__ uint32_t NextFull() const { return QueryFull(2 * kQueries); }
-  __device__ __forceinline__ WorkItem* Next() { return reinterpret_cast<WorkItem*>(shared_ + S::kNext); }
+  __device__ __forceinline__ uint32_t QueryEmpty(int i) const { return QueryFull(kQueryStages + i); }
+  __device__ __forceinline__ uint32_t NextTileFull() const { return QueryFull(2 * kQueryStages); }
+  __device__ __forceinline__ WorkTile* NextTile() { return reinterpret_cast<WorkTile*>(shared_ + S::kNextTile); }
   __device__ __forceinline__ Entry* Entries() { return reinterpret_cast<Entry*>(shared_ + S::kEntries); }
-  __device__ __forceinline__ Item* Items() { return reinterpret_cast<Item*>(shared_ + S::kItems); }
+  __device__ __forceinline__ WorkTileInfo* TileInfos() {
+    return reinterpret_cast<WorkTileInfo*>(shared_ + S::kTileInfos);
+  }
 
-  // ---- the producer, one warp: cuda/attention/sm90/producer.cuh ----
+  // ---- the producer warp: cuda/attention/sm90/producer.cuh ----
   struct Cursor {
     Ring<S::kStages> stage;
     Ring<S::kSlots> slot;
-    Ring<kQueries> query;
+    Ring<kQueryStages> query;
     uint32_t next_phase = 0;
-    bool queries_due = false;  // they come after the item's first tile
-    bool begins = true;        // no tile was asked for yet
+    bool queries_due = false;  // they are loaded after the first KV tile
+    bool is_first = true;      // no KV tile was loaded yet
     int b = 0, g = 0, h = 0, row0 = 0;
-    int part = -1;
+    int subtile = -1;
   };
 
-  // What a worker begins with.
-  struct Begin {
-    int i = 0, end = 0;            // its items, as its plan or it counts them
-    WorkItem first = {};           // where no mask has to be read for it
-    int tile = -1, code = kEvery;  // of this team's first tile of all, where a plan tells
-    int second = -1;               // the tile behind it, without kSplit
-    Cursor cursor;                 // at the first item
+  // What a CTA begins with.
+  struct FirstWork {
+    int i = 0, end = 0;           // its work tiles: in the schedule, or tile rows
+    WorkTile first = {};          // set where no mask has to be read for it
+    int tile = -1, code = kFull;  // the first KV tile of this pipeline, if the schedule has it
+    int second = -1;              // the KV tile after it, unless pipelines split
+    Cursor cursor;                // at the first work tile
   };
   __device__ __forceinline__ int Rows() const { return (p_.attention.S + S::kM - 1) / S::kM; }
 
-  __device__ __forceinline__ void Locate(const WorkItem& work, Cursor* cursor) const;
-  __device__ Begin ReadBegin() const;
-  __device__ void FetchPlanned(const Begin& begin) const;
-  __device__ void FetchInputs(const Begin& begin) const;
-  __device__ void Produce(const Begin& begin);
-  __device__ __forceinline__ void BringQueries(Cursor* cursor);
-  __device__ WorkItem ItemAt(int i, int rows) const;
-  __device__ void TellNext();
-  __device__ __forceinline__ WorkItem Draw() const;
-  __device__ __forceinline__ WorkItem TakeNext(Cursor* cursor);
+  __device__ __forceinline__ void Locate(const WorkTile& work_tile, Cursor* cursor) const;
+  __device__ FirstWork ReadFirstWork() const;
+  __device__ void PrefetchMask(const FirstWork& first_work) const;
+  __device__ void PrefetchInputs(const FirstWork& first_work) const;
+  __device__ void Produce(const FirstWork& first_work);
+  __device__ __forceinline__ void LoadQueries(Cursor* cursor);
+  __device__ WorkTile WorkTileAt(int i, int rows) const;
+  __device__ void RunScheduler();
+  __device__ __forceinline__ WorkTile FetchDynamicTile() const;
+  __device__ __forceinline__ WorkTile ReceiveNextTile(Cursor* cursor);
 
-  // What the mask says of a tile: tile -1 beyond an item's end.
-  struct Asked {
+  // A KV tile and its mask code; tile -1 behind the last.
+  struct KvTile {
     int tile, code;
   };
-  __device__ __forceinline__ Asked Ask(const WorkItem& work, int i) const;
-  // Of the first 32 tiles this lane's.
-  __device__ __forceinline__ int Own() const { return S::kSplit > 1 ? team_ + S::kSplit * lane_ : lane_; }
+  __device__ __forceinline__ KvTile ReadKvTile(const WorkTile& work_tile, int i) const;
+  // Which of the first 32 KV tiles of a work tile this lane looks at.
+  __device__ __forceinline__ int LaneTile() const { return S::kSplit > 1 ? pipeline_ + S::kSplit * lane_ : lane_; }
 
-  __device__ __forceinline__ Asked Walk(const WorkItem& work, WorkItem* following, Asked asked, Cursor* cursor,
-                                        bool ahead);
+  __device__ __forceinline__ KvTile ProduceKvTiles(const WorkTile& work_tile, WorkTile* next_tile, KvTile lane_tile,
+                                                   Cursor* cursor, bool in_flight);
 
-  // Of an asked tile, what its padding leaves: tile -1 where that is nothing.
-  struct Told {
+  // A KV tile after padding is applied; tile -1: padding leaves nothing.
+  struct PaddedTile {
     int tile, code, flags;
   };
-  __device__ __forceinline__ Told Judge(int b, const Asked& asked) const;
-  __device__ __forceinline__ uint32_t PadWord(int b, int tile, int w) const;
-  __device__ __forceinline__ void BringAhead(int tile, const Cursor& cursor) const;
-  __device__ __forceinline__ void Publish(const Told& told, int next, Cursor* cursor, bool ahead);
-  __device__ __forceinline__ int BringBiases(int tile, const Cursor& cursor, int* flags);
+  __device__ __forceinline__ PaddedTile ApplyPadding(int b, const KvTile& lane_tile) const;
+  __device__ __forceinline__ uint32_t PaddingWord(int b, int tile, int w) const;
+  __device__ __forceinline__ void LoadFirstKvTile(int tile, const Cursor& cursor) const;
+  __device__ __forceinline__ void PublishKvTile(const PaddedTile& padded, int next, Cursor* cursor, bool in_flight);
+  __device__ __forceinline__ int LoadBiases(int tile, const Cursor& cursor, int* flags);
 
-  __device__ __forceinline__ void Bring(const CUtensorMap* map, uint32_t full, int to, int tile, int h, int b,
-                                        bool ahead, int more = 0);
-  __device__ __forceinline__ void Copy(const CUtensorMap* map, uint32_t full, int to, int tile, int h, int b) const;
+  __device__ __forceinline__ void ExpectAndCopy(const CUtensorMap* map, uint32_t full, int to, int tile, int h, int b,
+                                                bool in_flight, int more = 0);
+  __device__ __forceinline__ void CopyKvTile(const CUtensorMap* map, uint32_t full, int to, int tile, int h,
+                                             int b) const;
 
-  // ---- a consumer: one warpgroup, 64 query rows ----
-  static constexpr int kScores = S::kN / 2;  // a thread's share of 64 × N
+  // ---- a consumer warpgroup: 64 query rows ----
+  static constexpr int kScores = S::kN / 2;  // elements of a thread, of 64 × N
   static constexpr int kOutputs = kHead / 2;
   static constexpr int kChains = 4;
-  // Of a warpgroup alone: behind those of the turns.
-  static constexpr int kOwnBarrier = 1 + S::kTeams * S::kConsumers;
-  // Of a producer and the warp that says what comes next: that this was taken.
-  static constexpr int kTakenBarrier = kOwnBarrier + S::kTeams * S::kConsumers;
-  static_assert(!S::kDraws || kTakenBarrier + S::kTeams <= 16, "named barriers");
+  // Named barriers of one warpgroup, behind those of ping-pong scheduling.
+  static constexpr int kWarpgroupBarrier = 1 + S::kPipelines * S::kConsumers;
+  // Named barriers of a producer and its scheduler warp: the next work tile was received.
+  static constexpr int kNextTakenBarrier = kWarpgroupBarrier + S::kPipelines * S::kConsumers;
+  static_assert(!S::kDynamic || kNextTakenBarrier + S::kPipelines <= 16, "named barriers");
 
   __device__ void Consume() {
     const AttentionParams& p = p_.attention;
-    scale_ = S::kExtras ? kLog2E : p.scale * kLog2E;
-    more_ = p.sink != nullptr || p.lse != nullptr;
-    passes_ = p.pad_bits == nullptr ? 1 : 0;
-    if (wg_ == S::kConsumers - 1) PassTurn();
-    Ring<kQueries> query;
+    scale_ = S::kScoreMod ? kLog2E : p.scale * kLog2E;
+    sink_or_lse_ = p.sink != nullptr || p.lse != nullptr;
+    skips_ = p.pad_bits == nullptr ? 1 : 0;
+    if (wg_ == S::kConsumers - 1) PingPongSignal();
+    Ring<kQueryStages> query;
     Ring<S::kStages> keys, values;
     Ring<S::kSlots> slots;
     for (;;) {
       Wait(QueryFull(query.at), query.phase);
-      const Item item = ReadItem(query.at);
-      if (item.row0 < 0) break;
-      if (S::kHalves && item.part >= 0 && item.part != wg_) {
-        PassItem(query.at, &keys, &values, &slots);
+      const WorkTileInfo info = ReadTileInfo(query.at);
+      if (info.row0 < 0) break;
+      if (S::kHalfTiles && info.subtile >= 0 && info.subtile != wg_) {
+        SkipWorkTile(query.at, &keys, &values, &slots);
       } else {
-        Work(item, query.at, &keys, &values, &slots);
+        ComputeWorkTile(info, query.at, &keys, &values, &slots);
       }
       query.Next();
     }
-    if (wg_ == 0) TakeTurn();                // what was passed last is taken, so that no barrier is left half full
-    if (S::kOwnOutput) WaitStoresRead<0>();  // shared memory goes with the CTA
+    if (wg_ == 0) PingPongWait();                 // takes the last turn, so that no named barrier stays half full
+    if (S::kSeparateOutput) WaitStoresRead<0>();  // the CTA must not end before TMA has read its shared memory
   }
 
-  __device__ __forceinline__ Item ReadItem(int at) {
-    const Item item = Items()[at];
-    return {Uniform(item.b), Uniform(item.h), Uniform(item.row0), S::kCuts || S::kHalves ? Uniform(item.part) : -1};
+  __device__ __forceinline__ WorkTileInfo ReadTileInfo(int at) {
+    const WorkTileInfo info = TileInfos()[at];
+    return {Uniform(info.b), Uniform(info.h), Uniform(info.row0),
+            S::kSplitsRows || S::kHalfTiles ? Uniform(info.subtile) : -1};
   }
-  __device__ __forceinline__ void TakeTurn() const {
-    if constexpr (S::kConsumers > 1) SyncNamed(1 + team_ * S::kConsumers + wg_, 2 * kWarpgroup);
+  __device__ __forceinline__ void PingPongWait() const {
+    if constexpr (S::kConsumers > 1) SyncNamed(1 + pipeline_ * S::kConsumers + wg_, 2 * kWarpgroup);
   }
-  __device__ __forceinline__ void PassTurn() const {
+  __device__ __forceinline__ void PingPongSignal() const {
     if constexpr (S::kConsumers > 1) {
-      ArriveNamed(1 + team_ * S::kConsumers + (wg_ + 1) % S::kConsumers, 2 * kWarpgroup);
+      ArriveNamed(1 + pipeline_ * S::kConsumers + (wg_ + 1) % S::kConsumers, 2 * kWarpgroup);
     }
   }
-  // Gives a buffer back for the warp: what its lanes read comes before.
+  // Releases a buffer for the warp, after the reads of all its lanes.
   __device__ __forceinline__ void Release(uint32_t barrier) const {
     __syncwarp();
     if (kEveryLaneArrives || lane_ == 0) Arrive(barrier);
   }
 
-  // Where the output takes their place they are given back after it.
+  // Where the output replaces the queries they are released after its store.
   __device__ __forceinline__ void ReleaseQueries(int query) const {
-    if (S::kSplit > 1 || S::kOwnOutput) Release(QueryEmpty(query));
+    if (S::kSplit > 1 || S::kSeparateOutput) Release(QueryEmpty(query));
   }
 
-  __device__ __forceinline__ void Work(const Item& item, int query, Ring<S::kStages>* keys, Ring<S::kStages>* values,
-                                       Ring<S::kSlots>* slots) {
-    float o[kOutputs], s[kScores], high[2], sum[2];
-    uint32_t weights[kScores / 2], bits[S::kOwnWords];
+  __device__ __forceinline__ void ComputeWorkTile(const WorkTileInfo& info, int query, Ring<S::kStages>* keys,
+                                                  Ring<S::kStages>* values, Ring<S::kSlots>* slots) {
+    float o[kOutputs], s[kScores], row_max[2], sum[2];
+    uint32_t weights[kScores / 2], bits[S::kMaskWords];
 #pragma unroll
     for (int i = 0; i < kOutputs; ++i) o[i] = 0.0f;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) high[r] = -INFINITY, sum[r] = 0.0f;
+    for (int r = 0; r < 2; ++r) row_max[r] = -INFINITY, sum[r] = 0.0f;
 
     Wait(Barrier(kKeyFull, keys->at), keys->phase);
     int code = Uniform(Entries()[slots->at].code);
     int flags = Uniform(Entries()[slots->at].flags);
     int next = Uniform(Entries()[slots->at].next);
-    if constexpr (S::kPasses) {
-      while (IsOthers(LeadOf(code))) {
-        Pass(keys, values, slots);
+    if constexpr (S::kSkipsTiles) {
+      while (MaySkip(LeadingSkips(code))) {
+        SkipTile(keys, values, slots);
         Wait(Barrier(kKeyFull, keys->at), keys->phase);
         code = Uniform(Entries()[slots->at].code);
         flags = Uniform(Entries()[slots->at].flags);
         next = Uniform(Entries()[slots->at].next);
       }
     }
-    if (code == kNothing) {
+    if (code == kEmpty) {
       Release(Barrier(kKeyEmpty, keys->at));
       Wait(Barrier(kValueFull, values->at), values->phase);
       Release(Barrier(kValueEmpty, values->at));
@@ -268,113 +271,114 @@ class Attention {
       keys->Next();
       values->Next();
       slots->Next();
-      Finish(item, query, o, Divide(item, high, sum));
+      StoreOutput(info, query, o, FinalizeRows(info, row_max, sum));
       return;
     }
-    if (S::kTurnAtEnds) TakeTurn();
-    Hold(s);
-    ProductFence();
+    if (S::kPingPongEnds) PingPongWait();
+    PinRegisters(s);
+    WgmmaFence();
     Scores(query, keys->at, s);
-    ProductCommit();
-    if (S::kTurnAtEnds) PassTurn();
+    WgmmaCommit();
+    if (S::kPingPongEnds) PingPongSignal();
     FetchBits(code, bits);
-    ProductWait<0>();
-    Hold(s);
-    if constexpr (S::kExtras) AddExtras(keys->at, flags, s);
+    WgmmaWait<0>();
+    PinRegisters(s);
+    if constexpr (S::kScoreMod) ApplyScoreMod(keys->at, flags, s);
     Release(Barrier(kKeyEmpty, keys->at));
-    bool last = (flags & kLast) != 0 || (S::kPasses && IsOthers(TrailOf(next)));
+    bool last = (flags & kLast) != 0 || (S::kSkipsTiles && MaySkip(TrailingSkips(next)));
     if (last) ReleaseQueries(query);
     keys->Next();
     float factor[2];
-    typename Weights::Begun begun;
-    if (code != kEvery) Forbid(code, flags, slots->at, bits, s);
+    typename RowSoftmax::EagerWeights eager;
+    if (code != kFull) ApplyMask(code, flags, slots->at, bits, s);
     FetchBits(next, bits);
     const float none[2] = {0.0f, 0.0f};
-    Weights::template Raise<true>(scale_, none, s, &begun, high, factor, sum);
-    Weights::Weigh(&begun, s, sum);
+    RowSoftmax::template RaiseMax<true>(scale_, none, s, &eager, row_max, factor, sum);
+    RowSoftmax::FinishWeights(&eager, s, sum);
     Pack(s, weights);
     while (!last) {
       slots->Next();
       Wait(Barrier(kKeyFull, keys->at), keys->phase);
-      TakeTurn();
-      Hold(s);
-      Hold(o);
-      Hold(weights);
-      ProductFence();
+      PingPongWait();
+      PinRegisters(s);
+      PinRegisters(o);
+      PinRegisters(weights);
+      WgmmaFence();
       Scores(query, keys->at, s);
-      ProductCommit();
+      WgmmaCommit();
       Wait(Barrier(kValueFull, values->at), values->phase);
-      ProductFence();
+      WgmmaFence();
       AddValues(values->at, weights, o);
-      ProductCommit();
-      PassTurn();
+      WgmmaCommit();
+      PingPongSignal();
       code = next;
-      int told[2];  // its flags, and what is next: asked for now, looked at after the softmax
-      LoadShared(told, SharedAddress(&Entries()[slots->at].flags));
-      ProductWait<1>();
-      Hold(s);
-      if constexpr (S::kExtras) AddExtras(keys->at, Uniform(told[0]), s);
+      int flags_and_next[2];  // flags and next of the entry, loaded now and used after the softmax
+      LoadShared(flags_and_next, SharedAddress(&Entries()[slots->at].flags));
+      WgmmaWait<1>();
+      PinRegisters(s);
+      if constexpr (S::kScoreMod) ApplyScoreMod(keys->at, Uniform(flags_and_next[0]), s);
       Release(Barrier(kKeyEmpty, keys->at));
       keys->Next();
-      if (code != kEvery) Forbid(code, Uniform(told[0]), slots->at, bits, s);
-      const float base[2] = {Weights::Base(high[0]), Weights::Base(high[1])};
-      Weights::Lower(scale_, base, s, &begun);
-      if (__builtin_expect(Weights::Exceeds(high, s, begun), 0)) {
-        Weights::template Raise<false>(1.0f, base, s, &begun, high, factor, sum);
-        // Rows behind the last query have no key, and without a reference would come here with every tile.
+      if (code != kFull) ApplyMask(code, Uniform(flags_and_next[0]), slots->at, bits, s);
+      const float base[2] = {RowSoftmax::SubtractedMax(row_max[0]), RowSoftmax::SubtractedMax(row_max[1])};
+      RowSoftmax::SubtractMax(scale_, base, s, &eager);
+      if (__builtin_expect(RowSoftmax::MustRaiseMax(row_max, s, eager), 0)) {
+        RowSoftmax::template RaiseMax<false>(1.0f, base, s, &eager, row_max, factor, sum);
+        // Rows behind the last query are fully masked: with a row max of -inf they would come here with every tile.
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          if (item.row0 + row_ + 8 * r >= p_.attention.S) high[r] = 0.0f;
+          if (info.row0 + row_ + 8 * r >= p_.attention.S) row_max[r] = 0.0f;
         }
-        if (__any_sync(~0u, factor[0] != 1.0f || factor[1] != 1.0f) != 0) Scale(factor, o);
+        if (__any_sync(~0u, factor[0] != 1.0f || factor[1] != 1.0f) != 0) RescaleOutput(factor, o);
       }
-      // The branch keeps what follows from moving up: in one block with what is before, ptxas (13.0) moves the wait to
-      // the block's start, and nothing covers the product any more. Here it is over, or nearly so, as the last of its
-      // steps had begun before the scores were looked at; and its weights' registers are free for the next ones.
-      ProductWait<0>();
-      Hold(o);
-      Hold(weights);
-      Weights::Weigh(&begun, s, sum);
+      // The branch above keeps what follows behind it. In one block, ptxas (13.0) would move this wait to the start of
+      // the block, and nothing would overlap the wgmma. Here it has nearly ended, and the registers of its weights are
+      // free for the next ones.
+      WgmmaWait<0>();
+      PinRegisters(o);
+      PinRegisters(weights);
+      RowSoftmax::FinishWeights(&eager, s, sum);
       Pack(s, weights);
       Release(Barrier(kValueEmpty, values->at));
       values->Next();
-      next = Uniform(told[1]);
-      last = (Uniform(told[0]) & kLast) != 0 || (S::kPasses && IsOthers(TrailOf(next)));
+      next = Uniform(flags_and_next[1]);
+      last = (Uniform(flags_and_next[0]) & kLast) != 0 || (S::kSkipsTiles && MaySkip(TrailingSkips(next)));
       if (last) ReleaseQueries(query);
       FetchBits(next, bits);
     }
     slots->Next();
     Wait(Barrier(kValueFull, values->at), values->phase);
-    if (S::kTurnAtEnds) TakeTurn();
-    Hold(o);
-    Hold(weights);
-    ProductFence();
+    if (S::kPingPongEnds) PingPongWait();
+    PinRegisters(o);
+    PinRegisters(weights);
+    WgmmaFence();
     AddValues(values->at, weights, o);
-    ProductCommit();
-    if (S::kTurnAtEnds) PassTurn();
-    const Divisors divisors = Divide(item, high, sum);
-    ProductWait<0>();
-    Hold(o);
+    WgmmaCommit();
+    if (S::kPingPongEnds) PingPongSignal();
+    const RowScales row_scales = FinalizeRows(info, row_max, sum);
+    WgmmaWait<0>();
+    PinRegisters(o);
     Release(Barrier(kValueEmpty, values->at));
     values->Next();
-    Finish(item, query, o, divisors);
-    if constexpr (S::kPasses) {
-      while (IsOthers(TrailOf(next))) {
+    StoreOutput(info, query, o, row_scales);
+    if constexpr (S::kSkipsTiles) {
+      while (MaySkip(TrailingSkips(next))) {
         Wait(Barrier(kKeyFull, keys->at), keys->phase);
         next = Uniform(Entries()[slots->at].next);
-        Pass(keys, values, slots);
+        SkipTile(keys, values, slots);
       }
     }
   }
 
-  // By what a walk says of a tile: whether it is the other warpgroups' alone. Padding may leave a warpgroup none of its
-  // tiles; then it takes part in all.
-  __device__ __forceinline__ bool IsOthers(int32_t groups) const { return (groups >> wg_ & passes_) != 0; }
-  // Lets such a tile's buffers and the turn go on.
-  __device__ __forceinline__ void Pass(Ring<S::kStages>* keys, Ring<S::kStages>* values, Ring<S::kSlots>* slots) const {
+  // Whether this warpgroup is in the set of those that skip a tile. With padding none skips: it might leave a warpgroup
+  // no tile.
+  __device__ __forceinline__ bool MaySkip(int32_t groups) const { return (groups >> wg_ & skips_) != 0; }
+  // Skips a KV tile: releases its buffers and passes its turn of ping-pong scheduling on.
+  __device__ __forceinline__ void SkipTile(Ring<S::kStages>* keys, Ring<S::kStages>* values,
+                                           Ring<S::kSlots>* slots) const {
     Release(Barrier(kKeyEmpty, keys->at));
-    TakeTurn();
-    PassTurn();
+    PingPongWait();
+    PingPongSignal();
     Wait(Barrier(kValueFull, values->at), values->phase);
     Release(Barrier(kValueEmpty, values->at));
     keys->Next();
@@ -382,24 +386,24 @@ class Attention {
     slots->Next();
   }
 
-  // The same for all tiles of an item, with as many turns as the one that has them takes.
-  __device__ __forceinline__ void PassItem(int query, Ring<S::kStages>* keys, Ring<S::kStages>* values,
-                                           Ring<S::kSlots>* slots) {
+  // Skips all KV tiles of a half tile of the other warpgroup, with as many turns as that takes.
+  __device__ __forceinline__ void SkipWorkTile(int query, Ring<S::kStages>* keys, Ring<S::kStages>* values,
+                                               Ring<S::kSlots>* slots) {
     ReleaseQueries(query);
     bool first = true, last = false;
     while (!last) {
       Wait(Barrier(kKeyFull, keys->at), keys->phase);
-      const bool nothing = Uniform(Entries()[slots->at].code) == kNothing;
+      const bool nothing = Uniform(Entries()[slots->at].code) == kEmpty;
       last = (Uniform(Entries()[slots->at].flags) & kLast) != 0;
       Release(Barrier(kKeyEmpty, keys->at));
-      if (!nothing && (S::kTurnAtEnds || !first)) {
-        TakeTurn();
-        PassTurn();
+      if (!nothing && (S::kPingPongEnds || !first)) {
+        PingPongWait();
+        PingPongSignal();
       }
       Wait(Barrier(kValueFull, values->at), values->phase);
-      if (S::kTurnAtEnds && last && !nothing) {
-        TakeTurn();
-        PassTurn();
+      if (S::kPingPongEnds && last && !nothing) {
+        PingPongWait();
+        PingPongSignal();
       }
       Release(Barrier(kValueEmpty, values->at));
       keys->Next();
@@ -407,12 +411,12 @@ class Attention {
       slots->Next();
       first = false;
     }
-    if (!S::kOwnOutput) Release(QueryEmpty(query));
+    if (!S::kSeparateOutput) Release(QueryEmpty(query));
   }
 
-  static __device__ __forceinline__ void Scale(const float (&factor)[2], float (&o)[kOutputs]) {
-    ProductWait<0>();
-    Hold(o);
+  static __device__ __forceinline__ void RescaleOutput(const float (&factor)[2], float (&o)[kOutputs]) {
+    WgmmaWait<0>();
+    PinRegisters(o);
 #pragma unroll
     for (int i = 0; i < kOutputs; ++i) o[i] *= factor[i / 2 % 2];
   }
@@ -440,42 +444,42 @@ class Attention {
   }
 
   // ---- scale, softcap and biases: cuda/attention/sm90/score_bias.cuh ----
-  __device__ __forceinline__ void AddExtras(int stage, int flags, float (&s)[kScores]);
+  __device__ __forceinline__ void ApplyScoreMod(int stage, int flags, float (&s)[kScores]);
   template <typename B>
-  __device__ __forceinline__ uint32_t OwnPairs(int stage, uint32_t* next) const;
+  __device__ __forceinline__ uint32_t BiasAddress(int stage, uint32_t* next) const;
   template <typename B>
-  static __device__ __forceinline__ float2 Pair(uint32_t own, int j, uint32_t row);
+  static __device__ __forceinline__ float2 ReadBias(uint32_t own, int j, uint32_t row);
   template <typename B>
-  __device__ __forceinline__ void AddPairs(int stage, float factor, float (&s)[kScores]) const;
+  __device__ __forceinline__ void AddFullBias(int stage, float factor, float (&s)[kScores]) const;
 
-  // Asks for this thread's bits of a tile, early: they come while products are in flight.
-  __device__ __forceinline__ void FetchBits(int code, uint32_t (&bits)[S::kOwnWords]) const {
+  // Loads this thread's part of an element mask early: it arrives while wgmma is in flight.
+  __device__ __forceinline__ void FetchBits(int code, uint32_t (&bits)[S::kMaskWords]) const {
     if (code < 0) return;
     const uint32_t* from = p_.attention.mask.bits +
                            (static_cast<int64_t>(S::kConsumers > 1 ? code & kIdMask : code) * S::kConsumers + wg_) *
-                               S::kOwnWords * kWarpgroup +
+                               S::kMaskWords * kWarpgroup +
                            threadIdx.x % kWarpgroup;
 #pragma unroll
-    for (int w = 0; w < S::kOwnWords; ++w) bits[w] = LoadWord(from + w * kWarpgroup);
+    for (int w = 0; w < S::kMaskWords; ++w) bits[w] = LoadWord(from + w * kWarpgroup);
   }
 
-  // Takes away what a partial tile forbids.
-  __device__ __forceinline__ void Forbid(int code, int flags, int slot, const uint32_t (&bits)[S::kOwnWords],
-                                         float (&s)[kScores]) {
-    uint32_t words[S::kOwnWords];
+  // Sets forbidden scores of a partial or padded tile to -inf.
+  __device__ __forceinline__ void ApplyMask(int code, int flags, int slot, const uint32_t (&bits)[S::kMaskWords],
+                                            float (&s)[kScores]) {
+    uint32_t words[S::kMaskWords];
 #pragma unroll
-    for (int w = 0; w < S::kOwnWords; ++w) words[w] = code >= 0 ? bits[w] : ~0u;
-    if ((flags & kPads) != 0) {
+    for (int w = 0; w < S::kMaskWords; ++w) words[w] = code >= 0 ? bits[w] : ~0u;
+    if ((flags & kHasPadding) != 0) {
       const uint32_t* pad = Entries()[slot].pad;
 #pragma unroll
-      for (int w = 0; w < S::kOwnWords; ++w) {
-        const uint32_t low = pad[2 * w], high = 2 * w + 1 < S::kWords ? pad[2 * w + 1] : 0;
+      for (int w = 0; w < S::kMaskWords; ++w) {
+        const uint32_t low = pad[2 * w], high = 2 * w + 1 < S::kPaddingWords ? pad[2 * w + 1] : 0;
         words[w] &= FragmentWord(low, high, low, high, lane_ % 4);
       }
     }
-    // By the byte, so that the compiler moves seven bits at once to predicates.
+    // Byte by byte, so that the compiler moves seven bits at once to predicates.
 #pragma unroll
-    for (int w = 0; w < S::kOwnWords; ++w) {
+    for (int w = 0; w < S::kMaskWords; ++w) {
 #pragma unroll
       for (int bit = 0; bit < 32; ++bit) {
         const int i = 4 * (8 * w + FragmentBlock(bit)) + FragmentElement(bit);
@@ -490,32 +494,39 @@ class Attention {
   }
 
   // ---- outputs: cuda/attention/sm90/epilogue.cuh ----
-  // What a thread's two rows are multiplied with at their end, and whether they have no key.
-  struct Divisors {
+  // What normalizes the outputs of a thread's two rows, and whether these are fully masked.
+  struct RowScales {
     float scale[2];
     bool empty[2];
   };
-  __device__ __forceinline__ Divisors Divide(const Item& item, const float (&high)[2], const float (&sum)[2]) const;
-  __device__ __forceinline__ Divisors DivideAlone(const Item& item, const float (&high)[2], float (&total)[2]) const;
-  __device__ __forceinline__ Divisors DivideTogether(const Item& item, const float (&high)[2],
-                                                     const float (&own)[2]) const;
-  __device__ __forceinline__ void Finish(const Item& item, int query, float (&o)[kOutputs], Divisors divisors) const;
-  __device__ __forceinline__ void FinishTogether(const Item& item, float (&o)[kOutputs],
-                                                 const Divisors& divisors) const;
-  __device__ __forceinline__ void StorePart(int part, const float (&o)[kOutputs]) const;
-  // Of all teams of a CTA, where they share an item.
-  static constexpr int kTogether = S::kSplit * S::kConsumers * kWarpgroup, kFirstBarrier = 14, kSecondBarrier = 15;
-  __device__ __forceinline__ unsigned char* SharedParts() const { return shared_ - team_ * S::kTeamBytes + S::kParts; }
-  __device__ __forceinline__ void SyncOwn() const { SyncNamed(kOwnBarrier + team_ * S::kConsumers + wg_, kWarpgroup); }
+  __device__ __forceinline__ RowScales FinalizeRows(const WorkTileInfo& info, const float (&row_max)[2],
+                                                    const float (&sum)[2]) const;
+  __device__ __forceinline__ RowScales FinalizeInPipeline(const WorkTileInfo& info, const float (&row_max)[2],
+                                                          float (&total)[2]) const;
+  __device__ __forceinline__ RowScales FinalizeAcrossPipelines(const WorkTileInfo& info, const float (&row_max)[2],
+                                                               const float (&own)[2]) const;
+  __device__ __forceinline__ void StoreOutput(const WorkTileInfo& info, int query, float (&o)[kOutputs],
+                                              RowScales row_scales) const;
+  __device__ __forceinline__ void CombineAndStore(const WorkTileInfo& info, float (&o)[kOutputs],
+                                                  const RowScales& row_scales) const;
+  __device__ __forceinline__ void StoreSplit(int part, const float (&o)[kOutputs]) const;
+  // Named barriers of all consumers, where pipelines split a work tile.
+  static constexpr int kAllConsumers = S::kSplit * S::kConsumers * kWarpgroup, kFirstBarrier = 14, kSecondBarrier = 15;
+  __device__ __forceinline__ unsigned char* CombineMemory() const {
+    return shared_ - pipeline_ * S::kPipelineBytes + S::kCombineMemory;
+  }
+  __device__ __forceinline__ void SyncWarpgroup() const {
+    SyncNamed(kWarpgroupBarrier + pipeline_ * S::kConsumers + wg_, kWarpgroup);
+  }
 
   const Sm90Params& p_;
   unsigned char* shared_;
   uint32_t base_, inner_, across_;
   bool producer_;
-  int team_, wg_, lane_, row_;
+  int pipeline_, wg_, lane_, row_;
   float scale_ = 1.0f;
-  bool more_ = false;   // there are sinks, or somebody asks for the sums
-  int32_t passes_ = 0;  // 1: tiles may be left to the others
+  bool sink_or_lse_ = false;  // the row sum is needed: there is a sink, or the LSE is wanted
+  int32_t skips_ = 0;         // 1: tiles may be skipped
 };
 
 }  // namespace sm90
@@ -533,36 +544,6 @@ __global__ void __launch_bounds__(S::kThreads, 1) AttentionKernel(const __grid_c
   extern __shared__ unsigned char shared[];
   const uint32_t lost = -SharedAddress(shared) & 1023u;
   Attention<S, T>(params, shared + lost).Run();
-}
-
-template <typename S, typename T>
-int Launch(const Sm90Params& params, void* stream) {
-  constexpr int kWorkers = S::kTeams / S::kSplit;  // of a CTA
-  const auto ctas = static_cast<unsigned>((params.workers + kWorkers - 1) / kWorkers);
-  const int error =
-      LaunchKernel<Sm90Params, AttentionKernel<S, T>>(params, ctas, S::kThreads, S::kSharedBytes, stream, true);
-  if constexpr (S::kCuts) {
-    // Loaded with the other one, for the next problem may have parts, and be captured.
-    const int loaded = LoadKernel<Sm90Params, JoinKernel<T, S::kHead>>(0);
-    if (loaded != 0) return loaded;
-    if (error == 0 && params.cut_rows > 0) {
-      const auto joined = static_cast<unsigned>(params.cut_rows) * (S::kHead / kJoined);
-      return LaunchKernel<Sm90Params, JoinKernel<T, S::kHead>>(params, joined, kWarpgroup, 0, stream, true);
-    }
-  }
-  return error;
-}
-
-// What a half takes of a row, in percent, alone on its multiprocessor and beside another team.
-constexpr int64_t kHalf = 74, kHalfBeside = 86;
-
-// The entry of a list of kernels; its tile and teams are the shape's.
-template <typename S, typename T>
-constexpr Sm90Kernel Describe(int64_t row, int64_t full, int64_t partial, int64_t reread = 0, int64_t alone = 100) {
-  const int64_t half = S::kTeams == 1 ? kHalf : kHalfBeside;
-  const TileCost cost = {
-      row, full, partial, S::kSplit, reread, S::kCuts, S::kHalves ? half : 0, S::kDraws, S::kTeams / S::kSplit, alone};
-  return {S::kM, S::kN, S::kTeams / S::kSplit, S::kHead, cost, Launch<S, T>};
 }
 
 }  // namespace sm90

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The producer of the 9.0 kernels, one warp: it walks the tiles of its items and has the copy engine bring queries,
-// keys and values. Members of Attention; included by cuda/attention/sm90/kernel.cuh, behind the class.
+// The producer warp of the sm_90a kernels: it goes through the KV tiles of its work tiles and loads queries, keys and
+// values by TMA; and the scheduler warp. Member functions of Attention; kernel.cuh includes this file behind the class.
 #ifndef STOF_CUDA_ATTENTION_SM90_PRODUCER_CUH_
 #define STOF_CUDA_ATTENTION_SM90_PRODUCER_CUH_
 
@@ -10,74 +10,76 @@ namespace stof {
 namespace cuda {
 namespace sm90 {
 
-// Which queries and keys an item is of.
+// Sets the batch, heads and query rows of a work tile.
 template <typename S, typename T>
-__device__ __forceinline__ void Attention<S, T>::Locate(const WorkItem& work, Cursor* cursor) const {
+__device__ __forceinline__ void Attention<S, T>::Locate(const WorkTile& work_tile, Cursor* cursor) const {
   const AttentionParams& p = p_.attention;
-  const int rows = Rows(), bh = work.item / rows;
-  cursor->row0 = work.item % rows * S::kM;
+  const int rows = Rows(), bh = work_tile.index / rows;
+  cursor->row0 = work_tile.index % rows * S::kM;
   cursor->b = bh / p.H;
   cursor->h = bh % p.H;
   cursor->g = cursor->h / (p.H / p.G);
 }
 
 template <typename S, typename T>
-__device__ typename Attention<S, T>::Begin Attention<S, T>::ReadBegin() const {
+__device__ typename Attention<S, T>::FirstWork Attention<S, T>::ReadFirstWork() const {
   const AttentionParams& p = p_.attention;
-  const int worker = S::kSplit > 1 ? static_cast<int>(blockIdx.x) : static_cast<int>(blockIdx.x) * S::kTeams + team_;
-  Begin begin;
-  if (worker >= p_.workers) return begin;
-  begin.i = worker, begin.end = p.B * p.H * Rows();
-  // Not by a constant 0 elsewhere: with that, ptxas (13.0) serializes the products of kernels that split (C7514).
-  if constexpr (S::kHalves) begin.end <<= p_.halved;
-  if (p_.work == nullptr) {
-    if (p.has_mask != 0 || begin.i >= begin.end) return begin;
-    begin.first = ItemAt(begin.i, Rows());
-    Locate(begin.first, &begin.cursor);
-    return begin;
+  const int cta =
+      S::kSplit > 1 ? static_cast<int>(blockIdx.x) : static_cast<int>(blockIdx.x) * S::kPipelines + pipeline_;
+  FirstWork first_work;
+  if (cta >= p_.ctas) return first_work;
+  first_work.i = cta, first_work.end = p.B * p.H * Rows();
+  // Not a shift by a constant 0 elsewhere: ptxas (13.0) then serializes the wgmma of split pipelines (C7514).
+  if constexpr (S::kHalfTiles) first_work.end <<= p_.half_tiles;
+  if (p_.tiles == nullptr) {
+    if (p.has_mask != 0 || first_work.i >= first_work.end) return first_work;
+    first_work.first = WorkTileAt(first_work.i, Rows());
+    Locate(first_work.first, &first_work.cursor);
+    return first_work;
   }
-  const WorkStart& start = p_.work_start[worker];
-  begin.i = start.begin, begin.end = start.end;
-  begin.first = start.first;
-  // Padding may leave nothing of it.
-  if (p.pad_bits == nullptr) begin.tile = start.tile[S::kSplit > 1 ? team_ : 0], begin.second = start.tile[1];
-  begin.code = start.code[S::kSplit > 1 ? team_ : 0];
-  // Divisions take their time, of which there is some before the wait.
-  Locate(begin.first, &begin.cursor);
-  return begin;
+  const CtaStart& start = p_.starts[cta];
+  first_work.i = start.begin, first_work.end = start.end;
+  first_work.first = start.first;
+  // Padding may leave nothing of the first tile.
+  if (p.pad_bits == nullptr)
+    first_work.tile = start.tile[S::kSplit > 1 ? pipeline_ : 0], first_work.second = start.tile[1];
+  first_work.code = start.code[S::kSplit > 1 ? pipeline_ : 0];
+  // The divisions run before the wait for the previous kernel.
+  Locate(first_work.first, &first_work.cursor);
+  return first_work;
 }
 
-// Has the first item's entries and the bits of its first tile come to the L2 cache.
+// Prefetches the tile list of the first work tile and the element mask of its first KV tile into L2.
 template <typename S, typename T>
-__device__ void Attention<S, T>::FetchPlanned(const Begin& begin) const {
-  if (p_.work == nullptr || begin.i >= begin.end) return;
+__device__ void Attention<S, T>::PrefetchMask(const FirstWork& first_work) const {
+  if (p_.tiles == nullptr || first_work.i >= first_work.end) return;
   const DeviceMask& mask = p_.attention.mask;
   constexpr int kInLine = 32;  // words
-  const int entry = begin.first.begin + kInLine * lane_;
-  if (lane_ <= S::kSplit && entry < begin.first.end) {
+  const int entry = first_work.first.begin + kInLine * lane_;
+  if (lane_ <= S::kSplit && entry < first_work.first.end) {
     PrefetchLine(mask.key_tile + entry);
     PrefetchLine(mask.bits_id + entry);
   }
-  constexpr int kLines = S::kConsumers * S::kOwnWords * kWarpgroup / kInLine;
+  constexpr int kLines = S::kConsumers * S::kMaskWords * kWarpgroup / kInLine;
   static_assert(kLines <= 32, "a lane for every line of a tile's bits");
-  if (begin.code >= 0 && lane_ < kLines) {
-    PrefetchLine(mask.bits + (static_cast<int64_t>(begin.code) * kLines + lane_) * kInLine);
+  if (first_work.code >= 0 && lane_ < kLines) {
+    PrefetchLine(mask.bits + (static_cast<int64_t>(first_work.code) * kLines + lane_) * kInLine);
   }
 }
 
-// Has the first queries, keys and values come to the L2 cache while the kernel in front ends, whose CTAs do not end
-// together. Into a cache that all writes go through, so that nothing is early.
+// Prefetches the first queries, keys and values into L2 while the previous kernel ends, whose CTAs do not end together.
+// All writes go through L2, so that it never holds stale data.
 template <typename S, typename T>
-__device__ void Attention<S, T>::FetchInputs(const Begin& begin) const {
-  // What is there already would be in the way of what comes next.
-  if (p_.cold == 0 || p_.work == nullptr || begin.i >= begin.end || lane_ != 0) return;
-  const int b = begin.cursor.b, h = begin.cursor.h, g = begin.cursor.g, row0 = begin.cursor.row0;
+__device__ void Attention<S, T>::PrefetchInputs(const FirstWork& first_work) const {
+  // With a warm L2 the prefetches would only delay later loads.
+  if (p_.cold_l2 == 0 || p_.tiles == nullptr || first_work.i >= first_work.end || lane_ != 0) return;
+  const int b = first_work.cursor.b, h = first_work.cursor.h, g = first_work.cursor.g, row0 = first_work.cursor.row0;
   constexpr int kAtoms = kHead / kAtom;
 #pragma unroll
   for (int i = 0; i < S::kConsumers * kAtoms; ++i) {
     PrefetchTensor(&p_.query, i % kAtoms * kAtom, row0 + 64 * (i / kAtoms), h * p_.query_step_h, b * p_.query_step_b);
   }
-  const int tiles[2] = {begin.tile, S::kSplit > 1 ? -1 : begin.second};
+  const int tiles[2] = {first_work.tile, S::kSplit > 1 ? -1 : first_work.second};
 #pragma unroll
   for (const int tile : tiles) {
     if (tile < 0) return;
@@ -93,106 +95,107 @@ __device__ void Attention<S, T>::FetchInputs(const Begin& begin) const {
 }
 
 template <typename S, typename T>
-__device__ void Attention<S, T>::Produce(const Begin& begin) {
+__device__ void Attention<S, T>::Produce(const FirstWork& first_work) {
   const AttentionParams& p = p_.attention;
   const int rows = Rows();
-  const bool planned = p_.work != nullptr;
-  int i = begin.i, tile = begin.tile;
-  const int end = begin.end;
-  WorkItem work = begin.first;
+  const bool scheduled = p_.tiles != nullptr;
+  int i = first_work.i, tile = first_work.tile;
+  const int end = first_work.end;
+  WorkTile work_tile = first_work.first;
   Cursor cursor;
-  if (!planned && p.has_mask != 0 && i < end) work = ItemAt(i, rows);
-  // Those with biases have no registers for it.
-  if (S::kExtras || (!planned && p.has_mask != 0)) {
-    Locate(work, &cursor);
+  if (!scheduled && p.has_mask != 0 && i < end) work_tile = WorkTileAt(i, rows);
+  // Kernels with biases have no registers for it.
+  if (S::kScoreMod || (!scheduled && p.has_mask != 0)) {
+    Locate(work_tile, &cursor);
   } else {
-    cursor = begin.cursor;
+    cursor = first_work.cursor;
   }
-  Asked asked = Ask(work, Own());
+  KvTile lane_tile = ReadKvTile(work_tile, LaneTile());
   for (bool more = i < end; more;) {
-    if (S::kCuts || S::kHalves) cursor.part = PartOf(work);
-    if constexpr (S::kHalves) {
-      if (!planned && p_.halved != 0) cursor.part = i % 2;
+    if (S::kSplitsRows || S::kHalfTiles) cursor.subtile = SubtileOf(work_tile);
+    if constexpr (S::kHalfTiles) {
+      if (!scheduled && p_.half_tiles != 0) cursor.subtile = i % 2;
     }
-    i += planned ? 1 : p_.workers;
+    i += scheduled ? 1 : p_.ctas;
     more = i < end;
-    // The next item is asked for while this one is worked on.
-    WorkItem following = {};
-    if (!S::kDraws && more) following = ItemAt(i, rows);
-    cursor.queries_due = S::kQueriesLast;
-    if (!S::kQueriesLast) BringQueries(&cursor);
-    if (tile >= 0) BringAhead(tile, cursor);
-    asked = Walk(work, &following, asked, &cursor, tile >= 0);
-    if constexpr (S::kDraws) more = following.item != kNoItem;
+    // The next work tile is read while this one is loaded.
+    WorkTile next_tile = {};
+    if (!S::kDynamic && more) next_tile = WorkTileAt(i, rows);
+    cursor.queries_due = S::kQueriesAfterKeys;
+    if (!S::kQueriesAfterKeys) LoadQueries(&cursor);
+    if (tile >= 0) LoadFirstKvTile(tile, cursor);
+    lane_tile = ProduceKvTiles(work_tile, &next_tile, lane_tile, &cursor, tile >= 0);
+    if constexpr (S::kDynamic) more = next_tile.index != kNoTile;
     tile = -1;
-    work = following;
-    // After the last one, too: of conditional divisions nothing can be made ready before the loop.
-    Locate(work, &cursor);
+    work_tile = next_tile;
+    // Also after the last one: the compiler cannot prepare conditional divisions ahead of the loop.
+    Locate(work_tile, &cursor);
   }
   Wait(QueryEmpty(cursor.query.at), cursor.query.phase ^ 1);
   if (lane_ == 0) {
-    Items()[cursor.query.at].row0 = -1;
+    TileInfos()[cursor.query.at].row0 = -1;
     Arrive(QueryFull(cursor.query.at));
   }
 }
 
-// A warp beside the producers': says what comes next, its team's own items and then what it draws, while the producer
-// is still at the item before, for an answer takes two microseconds. In a named barrier it waits without instructions,
-// which would be others'.
+// The scheduler warp of a pipeline: it hands the next work tile to the producer, first those of the CTA, then dynamic
+// ones. It works one tile ahead, as an atomic takes two microseconds. It waits in a named barrier, which issues no
+// instructions.
 template <typename S, typename T>
-__device__ void Attention<S, T>::TellNext() {
-  team_ -= S::kTeams, shared_ -= S::kTeams * S::kTeamBytes, base_ -= S::kTeams * S::kTeamBytes;
+__device__ void Attention<S, T>::RunScheduler() {
+  pipeline_ -= S::kPipelines, shared_ -= S::kPipelines * S::kPipelineBytes, base_ -= S::kPipelines * S::kPipelineBytes;
   const AttentionParams& p = p_.attention;
-  const int worker = static_cast<int>(blockIdx.x) * S::kTeams + team_, rows = Rows();
-  if (worker >= p_.workers) return;
-  const bool planned = p_.work != nullptr;
-  int i = worker, end = p.B * p.H * rows;
-  if constexpr (S::kHalves) end <<= p_.halved;
-  if (planned) i = p_.work_start[worker].begin, end = p_.work_start[worker].end;
+  const int cta = static_cast<int>(blockIdx.x) * S::kPipelines + pipeline_, rows = Rows();
+  if (cta >= p_.ctas) return;
+  const bool scheduled = p_.tiles != nullptr;
+  int i = cta, end = p.B * p.H * rows;
+  if constexpr (S::kHalfTiles) end <<= p_.half_tiles;
+  if (scheduled) i = p_.starts[cta].begin, end = p_.starts[cta].end;
   if (i >= end) return;
-  WorkItem next;
+  WorkTile next;
   do {
-    i += planned ? 1 : p_.workers;
-    next = {kNoItem, 0, 0, 0};
+    i += scheduled ? 1 : p_.ctas;
+    next = {kNoTile, 0, 0, 0};
     if (i < end) {
-      next = ItemAt(i, rows);
-    } else if (p_.drawn != nullptr) {
-      next = Draw();
+      next = WorkTileAt(i, rows);
+    } else if (p_.tile_counter != nullptr) {
+      next = FetchDynamicTile();
     }
     if (lane_ == 0) {
-      *Next() = next;
-      Arrive(NextFull());
+      *NextTile() = next;
+      Arrive(NextTileFull());
     }
-    SyncNamed(kTakenBarrier + team_, 2 * 32);
-  } while (next.item != kNoItem);
+    SyncNamed(kNextTakenBarrier + pipeline_, 2 * 32);
+  } while (next.index != kNoTile);
 }
 
 template <typename S, typename T>
-__device__ __forceinline__ WorkItem Attention<S, T>::Draw() const {
+__device__ __forceinline__ WorkTile Attention<S, T>::FetchDynamicTile() const {
   int at = 0;
-  if (lane_ == 0) at = p_.drawn_begin + atomicAdd(p_.drawn, 1);
+  if (lane_ == 0) at = p_.dynamic_begin + atomicAdd(p_.tile_counter, 1);
   at = __shfl_sync(~0u, at, 0);
-  if (at < p_.drawn_end) return p_.work[at];
-  // The last to find that nothing is left leaves the count as it was before the run.
-  if (lane_ == 0 && at == p_.drawn_end + p_.workers - 1) *p_.drawn = 0;
-  return {kNoItem, 0, 0, 0};
+  if (at < p_.dynamic_end) return p_.tiles[at];
+  // The CTA that comes last resets the counter for the next run.
+  if (lane_ == 0 && at == p_.dynamic_end + p_.ctas - 1) *p_.tile_counter = 0;
+  return {kNoTile, 0, 0, 0};
 }
 
 template <typename S, typename T>
-__device__ __forceinline__ WorkItem Attention<S, T>::TakeNext(Cursor* cursor) {
-  Wait(NextFull(), cursor->next_phase);
+__device__ __forceinline__ WorkTile Attention<S, T>::ReceiveNextTile(Cursor* cursor) {
+  Wait(NextTileFull(), cursor->next_phase);
   cursor->next_phase ^= 1;
-  const WorkItem next = *Next();
-  ArriveNamed(kTakenBarrier + team_, 2 * 32);
+  const WorkTile next = *NextTile();
+  ArriveNamed(kNextTakenBarrier + pipeline_, 2 * 32);
   return next;
 }
 
 template <typename S, typename T>
-__device__ __forceinline__ void Attention<S, T>::BringQueries(Cursor* cursor) {
+__device__ __forceinline__ void Attention<S, T>::LoadQueries(Cursor* cursor) {
   const int at = cursor->query.at;
   Wait(QueryEmpty(at), cursor->query.phase ^ 1);
   if (lane_ == 0) {
-    Items()[at] = Item{cursor->b, cursor->h, cursor->row0, S::kCuts || S::kHalves ? cursor->part : -1};
+    TileInfos()[at] =
+        WorkTileInfo{cursor->b, cursor->h, cursor->row0, S::kSplitsRows || S::kHalfTiles ? cursor->subtile : -1};
     const uint32_t to = base_ + at * S::kQueryBytes, full = QueryFull(at);
     ArriveExpect(full, S::kQueryBytes);
 #pragma unroll
@@ -209,16 +212,17 @@ __device__ __forceinline__ void Attention<S, T>::BringQueries(Cursor* cursor) {
 }
 
 template <typename S, typename T>
-__device__ WorkItem Attention<S, T>::ItemAt(int i, int rows) const {
+__device__ WorkTile Attention<S, T>::WorkTileAt(int i, int rows) const {
   const AttentionParams& p = p_.attention;
-  if (p_.work != nullptr) return p_.work[i];
-  if constexpr (S::kHalves) i >>= p_.halved;
+  if (p_.tiles != nullptr) return p_.tiles[i];
+  if constexpr (S::kHalfTiles) i >>= p_.half_tiles;
   if (p.has_mask == 0) return {i, 0, 0, (p.T + S::kN - 1) / S::kN};
   const DeviceMask& mask = p.mask;
-  // Rows of one place in their tables' orders, head by head: what workers take in one round costs about the same.
-  const int section = min(p_.section, p.B * p.H);
-  const int first = i / (section * rows) * section;
-  const int heads = min(section, p.B * p.H - first);
+  // The i-th longest tile row of every head of the L2 group, head by head: what CTAs compute at the same time costs
+  // about the same.
+  const int l2_heads = min(p_.l2_heads, p.B * p.H);
+  const int first = i / (l2_heads * rows) * l2_heads;
+  const int heads = min(l2_heads, p.B * p.H - first);
   const int bh = first + (i - first * rows) % heads, place = (i - first * rows) / heads;
   const int b = bh / p.H, h = bh % p.H;
   const int table = mask.layout[(mask.layout_b == 1 ? 0 : b) * mask.layout_h + (mask.layout_h == 1 ? 0 : h)];
@@ -227,81 +231,82 @@ __device__ WorkItem Attention<S, T>::ItemAt(int i, int rows) const {
   return {bh * rows + row, mask.row_ptr[at], mask.full_begin[at], mask.row_end[at]};
 }
 
-// Of an item's tile i, as they are walked.
+// KV tile i of a work tile, in the order for kernels without a schedule.
 template <typename S, typename T>
-__device__ __forceinline__ typename Attention<S, T>::Asked Attention<S, T>::Ask(const WorkItem& work, int i) const {
-  Asked asked{-1, kEvery};
-  if (i >= work.end - work.begin) return asked;
-  const int at = EntryAt(work, i);
-  asked.tile = at;
+__device__ __forceinline__ typename Attention<S, T>::KvTile Attention<S, T>::ReadKvTile(const WorkTile& work_tile,
+                                                                                        int i) const {
+  KvTile lane_tile{-1, kFull};
+  if (i >= work_tile.end - work_tile.begin) return lane_tile;
+  const int at = EntryAt(work_tile, i);
+  lane_tile.tile = at;
   if (p_.attention.has_mask != 0) {
-    asked.tile = p_.attention.mask.key_tile[at];
-    if (at < work.full) asked.code = p_.attention.mask.bits_id[at];
+    lane_tile.tile = p_.attention.mask.key_tile[at];
+    if (at < work_tile.full) lane_tile.code = p_.attention.mask.bits_id[at];
   }
-  return asked;
+  return lane_tile;
 }
 
-// The key tiles of an item: 32 are looked at together, those of which padding leaves nothing are passed over. asked:
-// the first 32; what is returned are the first 32 of the item that follows, asked for before this one's last tile has
-// room. ahead: the first tile is under way.
+// Produces the KV tiles of a work tile. Lanes look at 32 of them together and drop those that padding empties.
+// lane_tile: of the first 32, this lane's. Returns the same for the next work tile, read before the last tile of this
+// one has a free stage. in_flight: the first tile is being loaded.
 template <typename S, typename T>
-__device__ __forceinline__ typename Attention<S, T>::Asked Attention<S, T>::Walk(const WorkItem& work,
-                                                                                 WorkItem* following, Asked asked,
-                                                                                 Cursor* cursor, bool ahead) {
-  Told own{-1, kEvery, 0}, held{-1, kNothing, 0};
+__device__ __forceinline__ typename Attention<S, T>::KvTile Attention<S, T>::ProduceKvTiles(
+    const WorkTile& work_tile, WorkTile* next_tile, KvTile lane_tile, Cursor* cursor, bool in_flight) {
+  PaddedTile own{-1, kFull, 0}, pending{-1, kEmpty, 0};
   uint32_t kept = 0;
-  int i = S::kSplit > 1 ? team_ : 0, from = 0;
+  int i = S::kSplit > 1 ? pipeline_ : 0, from = 0;
   for (bool found = true; found;) {
-    while (kept == 0 && i < work.end - work.begin) {
-      own = Judge(cursor->b, asked);
+    while (kept == 0 && i < work_tile.end - work_tile.begin) {
+      own = ApplyPadding(cursor->b, lane_tile);
       i += 32 * S::kSplit;
-      if (i < work.end - work.begin) asked = Ask(work, i + S::kSplit * lane_);
+      if (i < work_tile.end - work_tile.begin) lane_tile = ReadKvTile(work_tile, i + S::kSplit * lane_);
       kept = __ballot_sync(~0u, own.tile >= 0);
     }
     found = kept != 0;
     from = __ffs(static_cast<int>(kept)) - 1;
-    const int code = found ? __shfl_sync(~0u, own.code, from) : kEvery;
+    const int code = found ? __shfl_sync(~0u, own.code, from) : kFull;
     if (!found) {
-      held.flags |= kLast;
-      if constexpr (S::kDraws) *following = TakeNext(cursor);
-      asked = Ask(*following, Own());
+      pending.flags |= kLast;
+      if constexpr (S::kDynamic) *next_tile = ReceiveNextTile(cursor);
+      lane_tile = ReadKvTile(*next_tile, LaneTile());
     }
-    if (held.tile >= 0 || !found) {
-      Publish(held, code, cursor, ahead);
-      // All multiprocessors begin at once: what they ask for besides would come before some of them's first keys.
-      if (S::kSplit == 1 && cursor->begins) Wait(Barrier(kKeyFull, 0), 0);
-      cursor->begins = false;
-      ahead = false;
+    if (pending.tile >= 0 || !found) {
+      PublishKvTile(pending, code, cursor, in_flight);
+      // All SMs start at once: further loads would delay the first keys of some.
+      if (S::kSplit == 1 && cursor->is_first) Wait(Barrier(kKeyFull, 0), 0);
+      cursor->is_first = false;
+      in_flight = false;
     }
-    held.code = code;
-    held.flags = __shfl_sync(~0u, own.flags, from);
-    held.tile = __shfl_sync(~0u, own.tile, from);
+    pending.code = code;
+    pending.flags = __shfl_sync(~0u, own.flags, from);
+    pending.tile = __shfl_sync(~0u, own.tile, from);
     kept &= kept - 1;
   }
-  return asked;
+  return lane_tile;
 }
 
 template <typename S, typename T>
-__device__ __forceinline__ typename Attention<S, T>::Told Attention<S, T>::Judge(int b, const Asked& asked) const {
+__device__ __forceinline__ typename Attention<S, T>::PaddedTile Attention<S, T>::ApplyPadding(
+    int b, const KvTile& lane_tile) const {
   const AttentionParams& p = p_.attention;
-  Told told{asked.tile, asked.code, 0};
-  if (told.tile < 0 || (p.pad_bits == nullptr && (told.tile + 1) * S::kN <= p.T)) return told;
+  PaddedTile padded{lane_tile.tile, lane_tile.code, 0};
+  if (padded.tile < 0 || (p.pad_bits == nullptr && (padded.tile + 1) * S::kN <= p.T)) return padded;
   uint32_t all = ~0u, any = 0;
 #pragma unroll
-  for (int w = 0; w < S::kWords; ++w) {
-    const uint32_t word = PadWord(b, told.tile, w);
+  for (int w = 0; w < S::kPaddingWords; ++w) {
+    const uint32_t word = PaddingWord(b, padded.tile, w);
     all &= word;
     any |= word;
   }
-  if (all != ~0u) told.flags = kPads;
-  if (all != ~0u && told.code == kEvery) told.code = kPadded;
-  if (any == 0) told.tile = -1;
-  return told;
+  if (all != ~0u) padded.flags = kHasPadding;
+  if (all != ~0u && padded.code == kFull) padded.code = kPadded;
+  if (any == 0) padded.tile = -1;
+  return padded;
 }
 
-// Which of 32 keys of a tile are there and no padding.
+// A bit for each of 32 keys of a tile that exist and are not padding.
 template <typename S, typename T>
-__device__ __forceinline__ uint32_t Attention<S, T>::PadWord(int b, int tile, int w) const {
+__device__ __forceinline__ uint32_t Attention<S, T>::PaddingWord(int b, int tile, int w) const {
   const AttentionParams& p = p_.attention;
   const int word = tile * S::kN / 32 + w;
   if (p.pad_bits != nullptr) {
@@ -312,64 +317,67 @@ __device__ __forceinline__ uint32_t Attention<S, T>::PadWord(int b, int tile, in
   return keys == 32 ? ~0u : (1u << keys) - 1u;
 }
 
-// Asks for what the first tile of all needs before the mask is read.
+// Loads the very first KV tile, before the mask is read.
 template <typename S, typename T>
-__device__ __forceinline__ void Attention<S, T>::BringAhead(int tile, const Cursor& cursor) const {
+__device__ __forceinline__ void Attention<S, T>::LoadFirstKvTile(int tile, const Cursor& cursor) const {
   if (lane_ != 0) return;
-  Copy(&p_.key, Barrier(kKeyFull, 0), S::kKeys, tile, p_.key_step_h * cursor.g, p_.key_step_b * cursor.b);
-  Copy(&p_.value, Barrier(kValueFull, 0), S::kValues, tile, p_.value_step_h * cursor.g, p_.value_step_b * cursor.b);
+  CopyKvTile(&p_.key, Barrier(kKeyFull, 0), S::kKeys, tile, p_.key_step_h * cursor.g, p_.key_step_b * cursor.b);
+  CopyKvTile(&p_.value, Barrier(kValueFull, 0), S::kValues, tile, p_.value_step_h * cursor.g,
+             p_.value_step_b * cursor.b);
 }
 
-// next: the code of the tile behind it. ahead: its keys and values are under way.
+// Publishes a KV tile to the consumers and loads it. next: the code of the tile after it. in_flight: it is being
+// loaded.
 template <typename S, typename T>
-__device__ __forceinline__ void Attention<S, T>::Publish(const Told& told, int next, Cursor* cursor, bool ahead) {
+__device__ __forceinline__ void Attention<S, T>::PublishKvTile(const PaddedTile& padded, int next, Cursor* cursor,
+                                                               bool in_flight) {
   const int at = cursor->stage.at;
   Entry& entry = Entries()[cursor->slot.at];
   Wait(Barrier(kKeyEmpty, at), cursor->stage.phase ^ 1);
-  int more = 0, flags = told.flags;
-  if ((flags & kPads) != 0) {
-    if (lane_ < S::kWords) entry.pad[lane_] = PadWord(cursor->b, told.tile, lane_);
-    __syncwarp();  // all of it is written before lane 0 says so
+  int more = 0, flags = padded.flags;
+  if ((flags & kHasPadding) != 0) {
+    if (lane_ < S::kPaddingWords) entry.pad[lane_] = PaddingWord(cursor->b, padded.tile, lane_);
+    __syncwarp();  // all lanes have written before lane 0 arrives
   }
-  if constexpr (S::kExtras) {
-    if (told.tile >= 0) more = BringBiases(told.tile, *cursor, &flags);
+  if constexpr (S::kScoreMod) {
+    if (padded.tile >= 0) more = LoadBiases(padded.tile, *cursor, &flags);
   }
   if (lane_ == 0) {
-    entry.code = told.code;
+    entry.code = padded.code;
     entry.flags = flags;
     entry.next = next;
-    Bring(&p_.key, Barrier(kKeyFull, at), S::kKeys + at * S::kTileBytes, told.tile, p_.key_step_h * cursor->g,
-          p_.key_step_b * cursor->b, ahead, more);
+    ExpectAndCopy(&p_.key, Barrier(kKeyFull, at), S::kKeys + at * S::kTileBytes, padded.tile, p_.key_step_h * cursor->g,
+                  p_.key_step_b * cursor->b, in_flight, more);
   } else if (kEveryLaneArrives) {
     Arrive(Barrier(kKeyFull, at));
   }
   Wait(Barrier(kValueEmpty, at), cursor->stage.phase ^ 1);
   if (lane_ == 0) {
-    Bring(&p_.value, Barrier(kValueFull, at), S::kValues + at * S::kTileBytes, told.tile, p_.value_step_h * cursor->g,
-          p_.value_step_b * cursor->b, ahead);
+    ExpectAndCopy(&p_.value, Barrier(kValueFull, at), S::kValues + at * S::kTileBytes, padded.tile,
+                  p_.value_step_h * cursor->g, p_.value_step_b * cursor->b, in_flight);
   }
-  if (S::kQueriesLast && cursor->queries_due) BringQueries(cursor);
+  if (S::kQueriesAfterKeys && cursor->queries_due) LoadQueries(cursor);
   __syncwarp();
   cursor->stage.Next();
   cursor->slot.Next();
 }
 
-// ahead: the copy is under way (its bytes may count off a barrier before that expects them); more: bytes that are,
-// too, beside the tensor's.
+// Arrives at a barrier, expecting the bytes of a tile, and loads it. in_flight: it is being loaded, and its bytes may
+// complete before this expects them. more: further bytes that complete on the barrier.
 template <typename S, typename T>
-__device__ __forceinline__ void Attention<S, T>::Bring(const CUtensorMap* map, uint32_t full, int to, int tile, int h,
-                                                       int b, bool ahead, int more) {
+__device__ __forceinline__ void Attention<S, T>::ExpectAndCopy(const CUtensorMap* map, uint32_t full, int to, int tile,
+                                                               int h, int b, bool in_flight, int more) {
   if (tile < 0) {
     Arrive(full);
     return;
   }
   ArriveExpect(full, static_cast<uint32_t>(S::kTileBytes + more));
-  if (!ahead) Copy(map, full, to, tile, h, b);
+  if (!in_flight) CopyKvTile(map, full, to, tile, h, b);
 }
 
 template <typename S, typename T>
-__device__ __forceinline__ void Attention<S, T>::Copy(const CUtensorMap* map, uint32_t full, int to, int tile, int h,
-                                                      int b) const {
+__device__ __forceinline__ void Attention<S, T>::CopyKvTile(const CUtensorMap* map, uint32_t full, int to, int tile,
+                                                            int h, int b) const {
 #pragma unroll
   for (int c = 0; c < kHead / kAtom; ++c) {
     CopyTensor(base_ + to + c * S::kN * 128, map, full, c * kAtom, tile * S::kN, h, b);

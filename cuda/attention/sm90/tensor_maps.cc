@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// TMA maps of query, key, value, output and bias.
 #include <cudaTypedefs.h>
 #include <cuda_runtime.h>
 
@@ -11,7 +12,7 @@ namespace {
 constexpr uint32_t kSpan = 128;      // bytes of a swizzled row
 constexpr uint32_t kQueryRows = 64;  // of one warpgroup
 
-// The driver is found at run time: the library loads where there is none.
+// The driver function is looked up at run time: the library also loads without a driver.
 PFN_cuTensorMapEncodeTiled_v12000 FindEncode() {
   void* found = nullptr;
   cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
@@ -31,7 +32,7 @@ bool Describe(const View& view, CUtensorMapDataType type, uint32_t box_rows, CUt
               int32_t* step_b) {
   static const PFN_cuTensorMapEncodeTiled_v12000 encode = FindEncode();
   if (encode == nullptr) return false;
-  // An axis that all share has stride 0, which a map need not take: there it has one element.
+  // An axis with stride 0 has one element in the map: TMA need not accept stride 0.
   const bool one_head = view.heads == 1 || view.stride.h == 0, one_batch = view.batches == 1 || view.stride.b == 0;
   *step_h = one_head ? 0 : 1;
   *step_b = one_batch ? 0 : 1;
@@ -53,7 +54,7 @@ bool Describe(const View& view, CUtensorMapDataType type, uint32_t box_rows, CUt
 
 }  // namespace
 
-bool TakesBias(const AttentionParams& p) {
+bool CanReadBias(const AttentionParams& p) {
   if (p.bias == nullptr) return true;
   const int64_t unit = p.bias_is_float != 0 ? 4 : 8;  // elements of 16 bytes
   const auto wrong = [unit](int64_t stride, int64_t count) { return count > 1 && stride % unit != 0; };
@@ -61,14 +62,14 @@ bool TakesBias(const AttentionParams& p) {
          !wrong(p.bias_stride_b, p.B) && reinterpret_cast<uintptr_t>(p.bias) % 16 == 0;
 }
 
-bool DescribeTensors(bool bf16, int tile_rows, int tile_keys, Sm90Params* params) {
+bool MakeTensorMaps(bool bf16, int tile_rows, int tile_keys, Sm90Params* params) {
   const auto rows = static_cast<uint32_t>(tile_rows), keys = static_cast<uint32_t>(tile_keys);
   const AttentionParams& p = params->attention;
   const CUtensorMapDataType half = bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   if (p.bias != nullptr) {
-    // A row that all queries share is brought once.
+    // A row that all queries share is loaded once.
     const bool one_row = p.S == 1 || p.bias_stride_q == 0;
-    if (!TakesBias(p)) return false;
+    if (!CanReadBias(p)) return false;
     params->bias_one_row = one_row ? 1 : 0;
     const View view = {p.bias, p.T, one_row ? 1 : p.S, p.H, p.B, {p.bias_stride_b, p.bias_stride_h, p.bias_stride_q}};
     if (!Describe(view, p.bias_is_float != 0 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : half, one_row ? 1 : rows,

@@ -75,14 +75,14 @@ std::vector<Case> ListedCases() {
     return cases.back();
   };
   for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
-    // A few queries against many keys, whose parts are joined: several heads per key head, and one.
+    // Few queries with many keys, which are split and combined: several query heads a KV head, and one.
     Case* c = &add(4, 1, 1, 2100, 20, 24);
     c->dtype = dtype, c->pad = Pad::kLeft, c->rising = true;
     c = &add(4, 2, 4, 1030, 64, 64);
     c->dtype = dtype, c->offset = true, c->mask = 4, c->pad = Pad::kRandom, c->poison = Poison::kForbidden;
     c = &add(2, 2, 2, 4200, 16, 16);
     c->dtype = dtype, c->B = 1, c->bias = Bias::kForbids, c->bias_broadcast = 4;
-    // Keys that no cache holds are packed beforehand.
+    // Keys that exceed every cache are packed first.
     c = &add(2, 1, 7, 640, 256, 40);
     c->dtype = dtype, c->mask = 3, c->empty_rows = EmptyRows::kAll, c->pad = Pad::kAll;
     c = &add(2, 2, 97, 640, 256, 256);
@@ -101,7 +101,7 @@ std::vector<Case> ListedCases() {
     c = &add(4, 4, 49, 65, 1, 256);
     c->dtype = dtype, c->mask = 2;
     for (const EmptyRows policy : {EmptyRows::kZero, EmptyRows::kNan, EmptyRows::kMean, EmptyRows::kAll}) {
-      // No key for any row: by the static mask, by padding, by the bias; and long ones, whose mean is a long sum.
+      // All rows fully masked: by the static mask, by padding, by the bias; and long rows, whose mean is a long sum.
       c = &add(4, 2, 97, 97, 20, 20);
       c->dtype = dtype, c->mask = 13, c->empty_rows = policy;
       c = &add(4, 4, 6, 300, 16, 24);
@@ -110,7 +110,7 @@ std::vector<Case> ListedCases() {
       c->dtype = dtype, c->pad = Pad::kAll, c->empty_rows = policy;
       c = &add(2, 2, 64, 129, 64, 64);
       c->dtype = dtype, c->bias = Bias::kForbids, c->bias_broadcast = 8, c->empty_rows = policy;
-      // Some keys forbidden by the bias in rows that mask and padding leave none, and all keys in other such rows.
+      // Rows that mask and padding leave no key: the bias forbids some keys of some, and all keys of others.
       c = &add(2, 2, 67, 129, 64, 64);
       c->dtype = dtype, c->mask = 13, c->bias = Bias::kForbids, c->bias_broadcast = 8, c->empty_rows = policy;
       c = &add(4, 2, 3, 300, 24, 24);
@@ -123,7 +123,7 @@ std::vector<Case> ListedCases() {
     }
   }
   for (int mask = 0; mask < kMasks; ++mask) {
-    // Every mask on several tiles, queries before and at the end of the keys, with keys that nobody may look at.
+    // Every mask on several tiles, with queries before and at the end of the keys, and keys that no query may attend.
     Case* c = &add(4, 2, 130, 300, 16, 16);
     c->mask = mask, c->poison = Poison::kForbidden, c->offset = true;
     c = &add(2, 2, 97, 65, 24, 8);

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Problems of attention for the tests of its kernels, on the CPU and on a GPU: what a case is, its masks, tensors and
-// biases as the operator takes them and as the definition does, and the comparison of both. Cases are drawn from decks,
-// so that every value of every column of the table comes up, in combinations that the seed chooses; a list of cases for
-// paths that no draw is sure to reach stands beside them.
+// Random attention problems for kernel tests on the CPU and on a GPU: cases, their masks, tensors and biases, and the
+// comparison of a kernel with the definition. Cases are sampled from decks: every value of every column of the table
+// occurs, in combinations that the seed chooses. A list covers paths that random cases may miss.
 #pragma once
 #include <algorithm>
 #include <cstring>
@@ -18,22 +17,22 @@
 
 namespace stof::test::attention {
 
-// kGaps: more between rows, heads and batches than they need. kPacked: as kBSHD, with other heads before and behind in
-// each row.
+// kGaps: strides are larger than needed. kPacked: as kBSHD, with other heads before and behind in each row.
 enum class Arrangement { kBHSD, kBSHD, kGaps, kPacked };
 inline const std::vector<Arrangement> kArrangements = {Arrangement::kBHSD, Arrangement::kBSHD, Arrangement::kGaps,
                                                        Arrangement::kPacked};
 enum class Pad { kNone, kLeft, kRight, kAll, kRandom };
-// kLowest: some entries are the lowest finite number, and whole rows of them; kForbids: some are -inf, and whole rows;
-// kFarBelow: the first keys have -10000, so that the running maximum begins far below the scores that count.
+// kLowest: some entries, and whole rows, are the lowest finite number; kForbids: -inf; kFarBelow: the first keys have
+// -10000, so that the row max begins far below the scores that count.
 enum class Bias { kNone, kPlain, kLowest, kForbids, kFarBelow };
-// What the keys hold that no query of their group may attend; kOneKey: NaN in one key whatever the mask says.
+// What keys hold that no query of their group may attend; kOneKey: one key is NaN whatever the mask.
 enum class Poison { kNone, kForbidden, kOneKey };
 
-// How scores lie, each an exact number of fp32 of about 2^exponent. kSteps: eighths of it; kEqual: all are the same;
-// kSpikes: some keys have the same one, far above those of all others; kUp, kDown: one key has +inf, some have -inf.
+// The distribution of scores, exact fp32 numbers of about 2^exponent. kSteps: eighths of it; kEqual: all are equal;
+// kSpikes: some keys have the same score, far above all others; kUp, kDown: one key has +inf, some have -inf.
 enum class Scores { kDrawn, kSteps, kEqual, kSpikes, kUp, kDown };
-// What of the static mask is left to the kernel: nothing; all but two element masks; every tile; the mask itself.
+// How much of the static mask the kernel evaluates itself: nothing; all but two element masks; every tile; the whole
+// mask.
 enum class Left { kNothing, kMost, kTiles, kAll };
 
 constexpr int kMasks = 16;
@@ -53,8 +52,8 @@ struct Case {
   bool sink = false;
   EmptyRows empty_rows = EmptyRows::kZero;
   float softcap = 0;
-  float spread = 1;                // of the queries: how far scores are apart
-  bool rising = false;             // later keys score higher, so that the running maximum moves in every tile
+  float spread = 1;                // of the queries; wide scores differ more
+  bool rising = false;             // later keys score higher, so that the row max rises in every tile
   bool deep = false;               // all scores are far below zero, at the beginning below -1024 in units of log2
   Scores scores = Scores::kDrawn;  // else from 2^-126 to 2^124, of fp16 from 2^-20 to 2^30
   int exponent = 0;
@@ -62,15 +61,15 @@ struct Case {
   bool shifted = false;     // tensors begin one element after an aligned address
   bool pad_shared = false;  // one row of padding for all batches
   bool cuda = false;        // rows begin at multiples of 16 bytes, and weights are rounded to dtype
-  const char* kernel = "";  // that is asked for by name
-  bool tf32 = false;        // fp32 whose products are rounded as TF32 is; the inputs have been before
+  const char* kernel = "";  // the name of the kernel to run
+  bool tf32 = false;        // fp32 with matmuls rounded as in TF32; inputs are rounded beforehand
   bool wild = false;        // fp32: small queries, large keys, and values of padded keys that are huge
   int m = 0, n = 0;         // 0: as the library chooses
   Left left = Left::kNothing;
 };
 std::string Describe(const Case& c);
 
-// ---- masks: the product's text beside what it means ----
+// ---- masks: the expression, and what it means ----
 struct MaskData {
   std::vector<uint8_t> head_keys;   // table0 [H, T]
   std::vector<uint8_t> pairs;       // table0 [S, T]
@@ -87,7 +86,7 @@ MaskData DrawMask(const Case& c, Random* random);
 
 Tensor Describe(const void* data, DType dtype, std::initializer_list<int64_t> dims);
 
-// The mask as the operator hands it to the kernel: a block mask of the static part, the dynamic part bound.
+// The mask as the kernel gets it: the block mask of the static part, and the bound run-time part.
 struct BoundMask {
   MaskParts parts;
   BlockMask block;
@@ -99,7 +98,7 @@ void BindMask(const Case& c, const MaskData& data, const CpuAttentionConfig& con
 // ---- tensors ----
 constexpr unsigned char kUntouched = 0xff;  // as fp32, fp16 and bf16 a NaN that no arithmetic gives
 
-// Memory that ends with the tensor's last element, so that a sanitizer sees what reads beyond it; NaN between rows.
+// A tensor whose memory ends with its last element, so that a sanitizer sees reads beyond it; NaN between rows.
 struct Strided {
   static constexpr int64_t kBefore = 2, kBehind = 3;  // heads of kPacked
   std::vector<char> bytes;
@@ -110,7 +109,7 @@ struct Strided {
 
   Strided(const Case& c, int which, int64_t heads, int64_t length, int64_t size)
       : dtype(c.dtype), B(c.B), heads(heads), length(length), size(size) {
-    int64_t first = 0;  // elements before those that are meant
+    int64_t first = 0;  // offset of the first element
     switch (c.arrangement[which]) {
       case Arrangement::kBHSD:
         stride = {heads * length * size, length * size, size};
@@ -168,19 +167,19 @@ struct BiasTensor {
 };
 BiasTensor DrawBias(const Case& c, Random* random);
 
-// The table of a relative bias, whose part in each score goes to the dense bias.
+// A random relative bias, which is also added to the dense bias.
 std::vector<float> DrawRelative(const Case& c, Random* random, std::vector<double>* dense);
 
-// The whole problem in fp64, as the definition takes it.
+// The whole problem in fp64, for the definition.
 Dense DrawDense(const Case& c, const MaskData& data, const BiasTensor& bias, Random* random);
 
 // The logits beside the scores of each head.
 std::vector<double> DrawSink(const Case& c, Random* random);
 
-// Every element of the output, which is reset, and that nothing lies beside them.
+// Compares every element of the output, which is then reset, and checks that nothing beside it was written.
 void Compare(const Case& c, const Dense& dense, const Answer& answer, Strided* output, const std::string& where);
 
-// Memory for the logarithms of the rows' divisors, with gaps.
+// Memory for the LSE, with gaps.
 struct Lse {
   int64_t stride_h, stride_b;
   std::vector<float> values;
@@ -205,8 +204,7 @@ AttentionArgs MakeArgs(const Case& c, const Strided& query, const Strided& key, 
 using Memory = std::unique_ptr<void, void (*)(void*)>;
 Memory MakeWorkspace(size_t bytes, int content);
 
-// ---- the table ----
-// Deals the values in a random order, all of them before any comes again.
+// Deals the values in random order, all of them before any comes again.
 template <typename T>
 class Deck {
  public:

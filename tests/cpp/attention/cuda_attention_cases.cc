@@ -144,7 +144,7 @@ void RunOnCuda(const Case& c, uint64_t seed, const std::vector<int>& kernels, in
   const auto each = static_cast<size_t>(repeats);
   for (size_t run = 0; run < each * kernels.size(); ++run) {
     const int kernel = kernels[run / each], repeat = static_cast<int>(run % each);
-    cuda::TakeKernel(kernel);
+    cuda::ForceKernel(kernel);
     const std::string where = Text(description, ", kernel ", kernel);
     CHECK(cudaMemcpy(output_bytes, poison.data(), poison.size(), cudaMemcpyHostToDevice) == cudaSuccess);
     // Asked for in one of the two runs that are compared, whose outputs are the same.
@@ -194,12 +194,12 @@ std::vector<Case> CudaCases() {
     c.shifted = false;
     c.pad_shared = i % 4 == 1;
     if (c.dtype == DType::kF32) c.dtype = i % 2 == 0 ? DType::kF16 : DType::kBF16;
-    // Scores of half types stay in their range.
+    // fp16 scores stay in range.
     c.spread = std::min(c.spread, 8.0f);
     c.D = (c.D + 7) / 8 * 8;
     c.Dv = (c.Dv + 7) / 8 * 8;
   }
-  // Every head size that a kernel for halves is written for, and those around it whose last columns it fills up.
+  // Every head size that an fp16 or bf16 kernel is compiled for, and neighbours that it pads.
   int64_t turn = 0;
   for (const int64_t size : {8, 24, 32, 40, 72, 88, 96, 104, 136, 144, 152, 160, 168, 184, 192, 200, 240, 248}) {
     for (const int64_t length : {63, 64, 65, 129, 200}) {
@@ -219,12 +219,12 @@ std::vector<Case> CudaCases() {
   return cases;
 }
 
-std::vector<Case> CudaLargeScoreCases(bool halves) {
+std::vector<Case> CudaLargeScoreCases(bool fp16_bf16) {
   std::vector<Case> cases;
   for (Case& c : LargeScoreCases(Cases(180))) {
-    if ((c.dtype != DType::kF32) != halves) continue;
+    if ((c.dtype != DType::kF32) != fp16_bf16) continue;
     // Infinity among fp32 numbers is NaN when they are split for tensor cores.
-    if (!halves && (c.scores == Scores::kDown || c.softcap > 0)) c.scores = Scores::kSteps;
+    if (!fp16_bf16 && (c.scores == Scores::kDown || c.softcap > 0)) c.scores = Scores::kSteps;
     c.cuda = true;
     cases.push_back(c);
   }

@@ -12,36 +12,36 @@
 
 namespace stof::test::attention {
 
-// self: std::vector<void*>, which keeps what is to be freed.
+// self: std::vector<void*> of the blocks to free.
 void* Allocate(void* self, size_t bytes);
 void* OnDevice(std::vector<void*>* blocks, const void* from, size_t bytes);
 
-// A kernel that the selector has to take until this goes; -1: its own choice.
+// Forces a kernel while it lives; -1: the choice is free.
 struct Chosen {
-  explicit Chosen(int kernel) { cuda::TakeKernel(kernel); }
-  ~Chosen() { cuda::TakeKernel(-1); }
+  explicit Chosen(int kernel) { cuda::ForceKernel(kernel); }
+  ~Chosen() { cuda::ForceKernel(-1); }
   Chosen(const Chosen&) = delete;
   Chosen& operator=(const Chosen&) = delete;
 };
 
-// The CPU kernels' table as kernels for halves take it, and every head size that one is written for.
+// The CPU kernels' table of cases in fp16 and bf16, and every head size that a kernel is compiled for.
 std::vector<Case> CudaCases();
 
-// Scores of every size, of half types or of fp32, on all paths.
-std::vector<Case> CudaLargeScoreCases(bool halves);
+// Large and small scores on all paths, in fp16 and bf16 or in fp32.
+std::vector<Case> CudaLargeScoreCases(bool fp16_bf16);
 
-// Each case by each of these kernels (-1: the selector's choice), so many times with equal bits. STOF_CASE=its number
-// takes one, STOF_SAMPLE=n every n-th.
+// Runs each case by each of these kernels (-1: the selector's choice), `repeats` times with equal bits. STOF_CASE=n
+// runs case n alone, STOF_SAMPLE=n every n-th.
 void RunCudaCases(const std::vector<Case>& cases, const std::vector<int>& kernels, int repeats = 2);
 
-// Every tenth case, by the kernel that the operator's attribute names, for runs that are compared so many times.
+// Every tenth case by the named kernel, to be repeated kRepeats times.
 constexpr int kRepeats = 50;
 std::vector<Case> EveryTenth(const std::vector<Case>& all, const char* kernel);
 
-// Cases of TF32 so far whose outputs are not those without allow_tf32.
+// TF32 cases so far whose outputs differ from those without allow_tf32.
 extern int64_t rounded_otherwise;
 
-// The numbers of a list's first kernels, or the one that STOF_CUDA_KERNEL says.
+// The indices of the first `count` kernels of a list, or the one in STOF_CUDA_KERNEL.
 std::vector<int> FirstKernels(int count);
 
 }  // namespace stof::test::attention

@@ -109,8 +109,8 @@ class RowWriter {
   }
 
  private:
-  // False: every score is -inf, since no key is allowed or those that are have such scores. A forbidden key is not even
-  // looked at, whatever it holds. Not `masked`: biases alone forbid.
+  // False: every score is -inf, since no key is allowed or the allowed ones have such scores. Forbidden keys are not
+  // even read. Not `masked`: biases alone forbid.
   bool Score(bool masked) {
     bool any = false;
     for (int64_t j = 0; j < p_.T; ++j) {
@@ -144,7 +144,7 @@ class RowWriter {
     return any;
   }
 
-  // Returns the logarithm of the divisor.
+  // Returns the LSE.
   double Average(double* output, double* magnitude) {
     double top = sink_;
     for (const double score : scores_) top = score > top ? score : top;

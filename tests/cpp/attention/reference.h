@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Attention by its definition in docs/reference/operators.md, in double precision and by plain loops, and numbers of
-// the half types. Shares no code with the kernels.
+// fp16 and bf16. Shares no code with the kernels.
 #ifndef STOF_TESTS_CPP_ATTENTION_REFERENCE_H_
 #define STOF_TESTS_CPP_ATTENTION_REFERENCE_H_
 
@@ -48,13 +48,13 @@ Answer Attend(const Dense& problem);
 // u |q| |k| where its partial sums walk at random and by u sqrt(D / 3) |q . k| where they grow steadily; softcap and
 // bias add u times their size. `magnitude` is the sum of these, averaged with the row's weights. To this come the
 // exponential (1.7e-7 relative, 3 u) and a sum over at most T terms, a random walk again. Each weight enters twice, in
-// the sum and in its divisor, and no output exceeds `largest`, the largest value. The factors leave three times what
+// the output and in the row sum, and no output exceeds `largest`, the largest value. The factors leave three times what
 // these come to.
 double Tolerance(DType dtype, double magnitude, int64_t T, double largest, double expected);
-// What the CUDA kernels add: weights are rounded to the half type (those of fp16 below 2^-14 by 2^-25), tensor cores
+// What the CUDA kernels add: weights are rounded to fp16 or bf16 (those of fp16 below 2^-14 by 2^-25), tensor cores
 // sum with fewer guard bits than fp32 has, and ex2.approx errs by 2^-22.
 double CudaTolerance(DType dtype, double magnitude, int64_t T, double largest);
-// How far the logarithm of a row's divisor may be: as far as a score, and twice the roundoff of numbers of its size,
+// How far the LSE of a row may be off: as far as a score, and twice the roundoff of numbers of its size,
 // those by which it is found in units of log2.
 double LseTolerance(double magnitude, int64_t T, double expected);
 

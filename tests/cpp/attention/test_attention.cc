@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The attention kernels of every instruction set that this machine has, against the definition: shapes around the edges
+// The CPU attention kernels of every instruction set of this machine, against the definition: shapes around the edges
 // of tiles and register blocks, every feature of AttentionArgs, 1 and 3 threads.
 #include <cmath>
 
@@ -57,10 +57,10 @@ void RunCase(const Case& c, CpuIsa isa, uint64_t seed, const Parallel& team) {
   for (const int threads : {1, 3}) {
     output.Reset();
     lse.Reset();
-    // Asked for or not, the output is the same.
+    // The output does not depend on whether the LSE is wanted.
     args.lse = threads == 1 || seed % 2 == 0 ? lse.values.data() : nullptr;
     args.lse_stride_b = lse.stride_b, args.lse_stride_h = lse.stride_h;
-    // NaN in one run and ordinary numbers in the other: what is found there may not matter.
+    // NaN in one run and ordinary numbers in the other: the old content must not matter.
     const Memory workspace = MakeWorkspace(CpuAttentionWorkspace(args, config, threads), threads == 1 ? 0xff : 0x3f);
     const Status status = CpuAttention(args, config, workspace.get(), threads == 1 ? Parallel{} : team);
     CHECK(status.ok(), where, ": ", status.message());
@@ -109,8 +109,8 @@ void LeaveTiles(CpuIsa isa) {
 }
 
 // Two keys of equal scores: the output is the mean of two numbers, exact in fp32 and in every second case halfway
-// between two of the half type. No tolerance would see on which side a kernel comes down.
-void RoundHalves(CpuIsa isa) {
+// between two fp16 or bf16 values. No tolerance would show how a kernel rounds it.
+void RoundFp16AndBf16(CpuIsa isa) {
   for (const DType dtype : {DType::kF16, DType::kBF16}) {
     for (const int64_t rows : {1, 5, 30}) {
       Case c;
@@ -143,8 +143,8 @@ void RoundHalves(CpuIsa isa) {
   }
 }
 
-// Rows of many keys that count the same, of weights that are no short binary fractions: an error of rounding that goes
-// the same way with each of them grows with their number. Values are 1, and so is the output.
+// Many keys of equal weight, which is no short binary fraction: a rounding error of the same sign for each would grow
+// with their number. Values are 1, and so is the output.
 void SumLongRows(CpuIsa isa) {
   constexpr int64_t kKeys = 200000, kSize = 8;
   for (const int64_t rows : {1, 4, 8, 100}) {
@@ -178,29 +178,29 @@ void Avx512() { RunTable(CpuIsa::kAvx512); }
 void PortableLeft() { LeaveTiles(CpuIsa::kPortable); }
 void Avx2Left() { LeaveTiles(CpuIsa::kAvx2); }
 void Avx512Left() { LeaveTiles(CpuIsa::kAvx512); }
-void PortableHalves() { RoundHalves(CpuIsa::kPortable); }
-void Avx2Halves() { RoundHalves(CpuIsa::kAvx2); }
-void Avx512Halves() { RoundHalves(CpuIsa::kAvx512); }
+void PortableRounding() { RoundFp16AndBf16(CpuIsa::kPortable); }
+void Avx2Rounding() { RoundFp16AndBf16(CpuIsa::kAvx2); }
+void Avx512Rounding() { RoundFp16AndBf16(CpuIsa::kAvx512); }
 void PortableLong() { SumLongRows(CpuIsa::kPortable); }
 void Avx2Long() { SumLongRows(CpuIsa::kAvx2); }
 void Avx512Long() { SumLongRows(CpuIsa::kAvx512); }
 
-// Rows of the report for each instruction set at hand.
+// Registers the tests of each instruction set of this machine.
 const bool registered = [] {
   static constexpr Test kRows[][5] = {{{"AttentionEqualsTheDefinition[portable]", Portable},
                                        {"AttentionOfLargeScores[portable]", PortableLarge},
                                        {"AttentionEvaluatesTilesItself[portable]", PortableLeft},
-                                       {"AttentionRoundsHalvesToEven[portable]", PortableHalves},
+                                       {"AttentionRoundsFp16AndBf16ToEven[portable]", PortableRounding},
                                        {"AttentionSumsLongRows[portable]", PortableLong}},
                                       {{"AttentionEqualsTheDefinition[avx2]", Avx2},
                                        {"AttentionOfLargeScores[avx2]", Avx2Large},
                                        {"AttentionEvaluatesTilesItself[avx2]", Avx2Left},
-                                       {"AttentionRoundsHalvesToEven[avx2]", Avx2Halves},
+                                       {"AttentionRoundsFp16AndBf16ToEven[avx2]", Avx2Rounding},
                                        {"AttentionSumsLongRows[avx2]", Avx2Long}},
                                       {{"AttentionEqualsTheDefinition[avx512]", Avx512},
                                        {"AttentionOfLargeScores[avx512]", Avx512Large},
                                        {"AttentionEvaluatesTilesItself[avx512]", Avx512Left},
-                                       {"AttentionRoundsHalvesToEven[avx512]", Avx512Halves},
+                                       {"AttentionRoundsFp16AndBf16ToEven[avx512]", Avx512Rounding},
                                        {"AttentionSumsLongRows[avx512]", Avx512Long}}};
   for (int isa = 0; isa <= static_cast<int>(BestCpuIsa()); ++isa) {
     AllTests().insert(AllTests().end(), std::begin(kRows[isa]), std::end(kRows[isa]));

@@ -112,10 +112,10 @@ void CudaDecode() {
 // Scores of every size by the choice and by each kind of kernel that takes them.
 void CudaLargeScores() {
   std::vector<Case> cases = CudaLargeScoreCases(true);
-  for (const bool halves : {true, false}) {
+  for (const bool fp16_bf16 : {true, false}) {
     for (const char* kernel : {"sm80", "rows"}) {
-      if (!halves && std::string(kernel) == "sm80") continue;
-      for (Case& c : CudaLargeScoreCases(halves)) {
+      if (!fp16_bf16 && std::string(kernel) == "sm80") continue;
+      for (Case& c : CudaLargeScoreCases(fp16_bf16)) {
         c.kernel = kernel;
         cases.push_back(c);
       }
@@ -132,7 +132,7 @@ TEST(CudaTf32EqualsTheDefinition) { CudaTf32(); }
 TEST(CudaRowsEqualTheDefinition) { CudaRows(); }
 TEST(CudaDecodeEqualsTheDefinition) { CudaDecode(); }
 
-// Every tenth case 50 times: of halves by the choice, the 8.0 and the row-wise kernel, of fp32.
+// Every tenth case 50 times: fp16 and bf16 by the choice, the sm_80 and the row-wise kernel; fp32.
 TEST(CudaRepeatsGiveTheSameBits) {
   for (const char* kernel : {"", "sm80", "rows"}) RunCudaCases(EveryTenth(CudaCases(), kernel), {-1}, kRepeats);
   RunCudaCases(EveryTenth(CudaFp32Cases(), ""), {-1}, kRepeats);

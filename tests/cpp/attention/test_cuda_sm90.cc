@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Each attention kernel for compute capability 9.0 by itself, against the definition: whole rows, rows in parts,
-// softcap and biases.
+// Each sm_90a attention kernel, forced, against the definition: whole and split tile rows, softcap and biases.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -15,7 +14,7 @@
 namespace stof::test::attention {
 namespace {
 
-// What the kernels for compute capability 9.0 take, wider heads and more rows than there are workers among them.
+// The cases that sm_90a kernels take, also with wider heads and more tile rows than CTAs.
 std::vector<Case> Sm90Cases() {
   std::vector<Case> cases;
   for (Case c : CudaCases()) {
@@ -43,9 +42,9 @@ std::vector<Case> Sm90Cases() {
   return cases;
 }
 
-// How many cases leave rows to be drawn by this kernel of heads of 65 to 128 elements, with so many multiprocessors.
-int64_t CountDrawn(const std::vector<Case>& cases, int kernel, int multiprocessors) {
-  const cuda::Sm90Kernel& own = cuda::FindSm90(128, false, cuda::Extras::kNone)[kernel];
+// How many cases have dynamic tiles with this kernel for heads of 65 to 128 elements and so many SMs.
+int64_t CountDynamic(const std::vector<Case>& cases, int kernel, int sm_count) {
+  const cuda::Sm90Kernel& own = cuda::FindSm90(128, false, cuda::ScoreMod::kNone)[kernel];
   int64_t count = 0;
   for (size_t i = 0; i < cases.size(); ++i) {
     const Case& c = cases[i];
@@ -58,30 +57,29 @@ int64_t CountDrawn(const std::vector<Case>& cases, int kernel, int multiprocesso
     config.m = own.rows, config.n = own.keys;
     BindMask(c, data, config, &bound, &args);
     if (args.mask == nullptr) continue;
-    const cuda::WorkPlan plan = cuda::PlanWork(bound.block, cuda::WalkOf(bound.block), c.B, c.H,
-                                               own.workers * multiprocessors, c.H, own.cost, true);
-    count += plan.drawn() > 0 ? 1 : 0;
+    const cuda::TileSchedule schedule = cuda::MakeTileSchedule(bound.block, cuda::MakeTileList(bound.block), c.B, c.H,
+                                                               own.ctas_per_sm * sm_count, c.H, own.cost, true);
+    count += schedule.dynamic_tiles() > 0 ? 1 : 0;
   }
   return count;
 }
 
-// Each of these kernels. STOF_CUDA_KERNEL=0 and so on takes one of them; with few STOF_CUDA_MULTIPROCESSORS kernel 4
-// draws rows.
+// Each of these kernels, or the one in STOF_CUDA_KERNEL. With few STOF_CUDA_MULTIPROCESSORS kernel 4 has dynamic tiles.
 void CudaSm90() {
   const std::vector<Case> cases = Sm90Cases();
   const std::vector<int> kernels = FirstKernels(10);
   const char* few = std::getenv("STOF_CUDA_MULTIPROCESSORS");
   if (few != nullptr && kernels == std::vector<int>{4}) {
-    const int64_t drawn = CountDrawn(cases, 4, std::atoi(few));
-    CHECK(drawn >= 5, "rows are drawn in ", drawn, " cases alone");
+    const int64_t drawn = CountDynamic(cases, 4, std::atoi(few));
+    CHECK(drawn >= 5, "only ", drawn, " cases have dynamic tiles");
   }
   RunCudaCases(cases, kernels);
 }
 
-// Long rows of few queries, which the kernels with one warpgroup a worker take in parts and join: every policy, padding
-// that leaves parts nothing, sinks, sums of logarithms, heads that are smaller than a tile's; the last ones have rows
-// of more parts than a thread of the joining kernel reads at once.
-std::vector<Case> Sm90PartsCases() {
+// Few queries with many keys, whose tile rows the kernels with one consumer warpgroup split and combine: every policy
+// for fully masked rows, splits of padding alone, sinks, LSE, heads smaller than the kernel's. The last cases have more
+// splits than a thread of the combine kernel reads at once.
+std::vector<Case> Sm90SplitCases() {
   Random random(61);
   Deck<int64_t> rows({17, 63, 64, 65, 130, 193}, &random);
   Deck<int64_t> keys({1024, 1025, 1100, 1537, 2500, 3333}, &random);
@@ -91,7 +89,7 @@ std::vector<Case> Sm90PartsCases() {
   Deck<EmptyRows> policies({EmptyRows::kZero, EmptyRows::kNan, EmptyRows::kMean, EmptyRows::kAll}, &random);
   Deck<Arrangement> arrangements(kArrangements, &random);
   std::vector<Case> cases;
-  int64_t cut = 0;
+  int64_t with_splits = 0;
   int32_t most = 0;
   const int drawn_cases = Cases(48);
   for (int i = 0; i < drawn_cases + 6; ++i) {
@@ -109,7 +107,7 @@ std::vector<Case> Sm90PartsCases() {
     if (i >= drawn_cases) c.B = 1, c.S = 64 + i % 3, c.T = 8192 + 13 * i, c.mask = 1, c.offset = true;
     c.cuda = true;
     cases.push_back(c);
-    // Whether there is something to join.
+    // Whether tile rows are split.
     Random drawn(cases.size() - 1);
     const MaskData data = DrawMask(c, &drawn);
     BoundMask bound;
@@ -119,39 +117,41 @@ std::vector<Case> Sm90PartsCases() {
     BindMask(c, data, config, &bound, &args);
     if (args.mask == nullptr) continue;
     const cuda::TileCost cost = {3000, 1200, 1400, 1, 0, true};
-    const cuda::WorkPlan plan = cuda::PlanWork(bound.block, cuda::WalkOf(bound.block), c.B, c.H, 264, c.H, cost);
-    cut += plan.parts() > 1 ? 1 : 0;
-    for (const cuda::CutRow& row : plan.cut) most = std::max(most, row.count);
+    const cuda::TileSchedule schedule =
+        cuda::MakeTileSchedule(bound.block, cuda::MakeTileList(bound.block), c.B, c.H, 264, c.H, cost);
+    with_splits += schedule.splits() > 1 ? 1 : 0;
+    for (const cuda::SplitRow& row : schedule.split_rows) most = std::max(most, row.count);
   }
-  CHECK(cut * 4 >= static_cast<int64_t>(cases.size()) * 3, cut, " of ", cases.size(), " cases have rows in parts");
-  CHECK(most > 16, "no row has more than ", most, " parts");
+  CHECK(with_splits * 4 >= static_cast<int64_t>(cases.size()) * 3, with_splits, " of ", cases.size(),
+        " cases have split rows");
+  CHECK(most > 16, "no row has more than ", most, " splits");
   return cases;
 }
 
 // Scores of every size, by each kernel.
 void CudaLargeScoresSm90() {
-  std::vector<Case> plain, extras;
+  std::vector<Case> plain, score_mod;
   for (Case& c : CudaLargeScoreCases(true)) {
     if (c.D <= 32) c.D = c.Dv = 64;
-    (c.bias == Bias::kNone && c.softcap == 0 ? plain : extras).push_back(c);
+    (c.bias == Bias::kNone && c.softcap == 0 ? plain : score_mod).push_back(c);
   }
   RunCudaCases(plain, FirstKernels(10));
-  RunCudaCases(extras, FirstKernels(2));
-  std::vector<Case> parts = Sm90PartsCases();
+  RunCudaCases(score_mod, FirstKernels(2));
+  std::vector<Case> splits = Sm90SplitCases();
   int turn = 0;
-  for (Case& c : parts) {
+  for (Case& c : splits) {
     c.rising = false, c.spread = 1;
     c.scores = turn % 3 == 0 ? Scores::kSteps : Scores::kSpikes, c.exponent = 8 + turn % 12 * 2;
     ++turn;
   }
-  RunCudaCases(parts, {3, 5, -1});
+  RunCudaCases(splits, {3, 5, -1});
 }
 
-void CudaSm90Parts() { RunCudaCases(Sm90PartsCases(), {3, 4, 5, 9, -1}); }
+void CudaSm90Splits() { RunCudaCases(Sm90SplitCases(), {3, 4, 5, 9, -1}); }
 
-// Runs with parts that share one workspace, one behind the other without a word from the host, and as a graph: each
-// kernel may start while the one in front of it ends, and must not write what that still reads.
-void CudaSm90PartsInTurn() {
+// Runs with split rows that share one workspace, back to back without synchronization, and as a graph. Each kernel may
+// start while the previous one ends, and must not overwrite what that still reads.
+void CudaSm90SplitsInTurn() {
   constexpr int64_t kHeads = 6, kRows = 130, kKeys = 4096, kRuns = 8;
   cudaStream_t stream = nullptr;
   CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess);
@@ -174,7 +174,7 @@ void CudaSm90PartsInTurn() {
   int64_t cases = 0;
   for (const auto& [size, kernel] : {std::pair<int64_t, int>(64, 5), {128, 3}}) {
     const int64_t outputs = kHeads * kRows * size;
-    const auto halves = [&](int64_t count) {
+    const auto random_fp16 = [&](int64_t count) {
       std::vector<uint16_t> values(static_cast<size_t>(count));
       for (uint16_t& x : values)
         x = static_cast<uint16_t>(random.Range(0, 1) << 15 | random.Range(10, 15) << 10 | random.Range(0, 1023));
@@ -188,8 +188,8 @@ void CudaSm90PartsInTurn() {
     args.key_stride = args.value_stride = {kHeads * kKeys * size, kKeys * size, size};
     std::vector<AttentionArgs> runs;
     for (int64_t i = 0; i < kRuns; ++i) {
-      args.query = halves(outputs), args.key = halves(kHeads * kKeys * size),
-      args.value = halves(kHeads * kKeys * size);
+      args.query = random_fp16(outputs), args.key = random_fp16(kHeads * kKeys * size),
+      args.value = random_fp16(kHeads * kKeys * size);
       args.output = Allocate(&blocks, static_cast<size_t>(2 * outputs));
       runs.push_back(args);
     }
@@ -224,14 +224,15 @@ void CudaSm90PartsInTurn() {
       CHECK(cudaStreamSynchronize(stream) == cudaSuccess);
     }
     const auto alone = results();
-    CHECK(shared.taken > 0, "head size ", size, ": no rows in parts");
+    CHECK(shared.taken > 0, "head size ", size, ": no split rows");
     for (size_t i = 0; i < alone.size(); ++i) {
-      CHECK(std::count(alone[i].begin(), alone[i].end(), uint16_t{0xffff}) == 0, "run ", i, " leaves some outputs out");
-      CHECK(i == 0 || alone[i] != alone[0], "run ", i, " gives what the first gives");
+      CHECK(std::count(alone[i].begin(), alone[i].end(), uint16_t{0xffff}) == 0, "run ", i,
+            " does not write some outputs");
+      CHECK(i == 0 || alone[i] != alone[0], "run ", i, " gives the same as the first");
     }
     clear();
     for (const AttentionArgs& run : runs) queue(run);
-    CHECK(results() == alone, "head size ", size, ": runs without a wait between them give other results");
+    CHECK(results() == alone, "head size ", size, ": runs without synchronization give other results");
     cudaGraph_t graph = nullptr;
     cudaGraphExec_t instance = nullptr;
     CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal) == cudaSuccess);
@@ -253,9 +254,9 @@ void CudaSm90PartsInTurn() {
   CountCases(cases);
 }
 
-// Their variant for softcap and biases: what the table has of these, and biases whose rows begin at multiples of 16
-// bytes, of every type, broadcast over each axis but the keys', with tiles that have bits, are padded or end the keys.
-void CudaSm90Extras() {
+// The variants with softcap and biases: those of the table, and biases whose rows are aligned to 16 bytes, of every
+// type, broadcast over each axis but the keys, on tiles with element masks, padding, or the end of the keys.
+void CudaSm90ScoreMod() {
   std::vector<Case> cases;
   for (Case c : CudaCases()) {
     if (c.bias == Bias::kNone && c.relative == 0 && c.softcap == 0) continue;
@@ -292,7 +293,7 @@ void CudaSm90Extras() {
     cases.push_back(c);
   }
   for (const int64_t size : {64, 128}) {
-    // More rows of tiles than workers.
+    // More tile rows than CTAs.
     Case c;
     c.B = 3, c.H = 48, c.G = 16, c.S = 300, c.T = 304, c.D = c.Dv = size, c.mask = 1;
     c.bias = Bias::kForbids, c.bias_broadcast = 1, c.relative = 65, c.dtype = DType::kF16, c.cuda = true;
@@ -303,14 +304,14 @@ void CudaSm90Extras() {
 
 TEST(CudaAttentionSm90) { CudaSm90(); }
 TEST(CudaSm90ScoresOfAnySize) { CudaLargeScoresSm90(); }
-TEST(CudaExtrasSm90) { CudaSm90Extras(); }
-TEST(CudaPartsSm90) { CudaSm90Parts(); }
-TEST(CudaPartsSm90InTurn) { CudaSm90PartsInTurn(); }
+TEST(CudaScoreModSm90) { CudaSm90ScoreMod(); }
+TEST(CudaSplitsSm90) { CudaSm90Splits(); }
+TEST(CudaSplitsSm90InTurn) { CudaSm90SplitsInTurn(); }
 
 // Every tenth case 50 times by each kernel.
 TEST(CudaRepeatsOfSm90GiveTheSameBits) {
   RunCudaCases(EveryTenth(Sm90Cases(), ""), FirstKernels(10), kRepeats);
-  RunCudaCases(EveryTenth(Sm90PartsCases(), ""), {3, 5, -1}, kRepeats);
+  RunCudaCases(EveryTenth(Sm90SplitCases(), ""), {3, 5, -1}, kRepeats);
 }
 
 }  // namespace

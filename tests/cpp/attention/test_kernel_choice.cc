@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What may be asked for in the environment; needs no device.
+// Kernel names in the environment, and the choice by the model; needs no device.
 #include <algorithm>
 #include <limits>
 #include <set>
@@ -14,9 +14,9 @@ TEST(CudaKernelChoices) {
   CHECK(cuda::ReadKernelChoice("").status.ok() && cuda::ReadKernelChoice("").number == -1);
   CHECK(cuda::ReadKernelChoice("7").number == 7 && cuda::ReadKernelChoice("7").name.empty());
   std::vector<std::string> names = {"sm80", "rows"};
-  if (cuda::FindSm90(64, true, cuda::Extras::kNone)->launch != nullptr) {
-    names.push_back(cuda::NameOf(*cuda::FindSm90(64, true, cuda::Extras::kNone)));
-    names.push_back(cuda::NameOf(*cuda::FindSm90(256, true, cuda::Extras::kDistances)));
+  if (cuda::FindSm90(64, true, cuda::ScoreMod::kNone)->launch != nullptr) {
+    names.push_back(cuda::KernelName(*cuda::FindSm90(64, true, cuda::ScoreMod::kNone)));
+    names.push_back(cuda::KernelName(*cuda::FindSm90(256, true, cuda::ScoreMod::kRelativeBias)));
   }
   for (const std::string& name : names) {
     const cuda::KernelChoice choice = cuda::ReadKernelChoice(name);
@@ -30,7 +30,7 @@ TEST(CudaKernelChoices) {
   CountCases(static_cast<int64_t>(names.size()) + 9);
 }
 
-// The kernel whose prediction is least, the first of such, though most predictions are not made.
+// The choice is the first kernel of least predicted time, although most predictions are skipped.
 TEST(KernelChoiceIsTheLeastPredicted) {
   int64_t cases = 0;
   std::set<const cuda::Sm90Kernel*> chosen;
@@ -42,15 +42,15 @@ TEST(KernelChoiceIsTheLeastPredicted) {
     for (const auto& [B, H] : {std::pair<int64_t, int64_t>(1, 12), {8, 12}, {1, 32}, {3, 5}}) {
       for (const int64_t length : {64, 200, 512, 1024, 2048}) {
         for (const int64_t size : {64, 128}) {
-          const cuda::Sm90Kernel* const kernels = cuda::FindSm90(static_cast<int>(size), false, cuda::Extras::kNone);
+          const cuda::Sm90Kernel* const kernels = cuda::FindSm90(static_cast<int>(size), false, cuda::ScoreMod::kNone);
           if (kernels->launch == nullptr) continue;
-          cuda::Problem problem;
+          cuda::SelectionProblem problem;
           problem.mask = &expr;
           problem.hash = static_cast<uint64_t>(++cases);
           problem.sizes = {B, H, length, length, 0};
-          problem.section = std::max<int64_t>(1, (int64_t{25} << 20) / (4 * length * size));
-          problem.bytes = 4 * B * H * length * size;
-          problem.multiprocessors = 132;
+          problem.l2_heads = std::max<int64_t>(1, (int64_t{25} << 20) / (4 * length * size));
+          problem.kv_bytes = 4 * B * H * length * size;
+          problem.sm_count = 132;
           const cuda::Sm90Kernel* best = nullptr;
           int64_t least = std::numeric_limits<int64_t>::max();
           for (const cuda::Sm90Kernel* kernel = kernels; kernel->launch != nullptr; ++kernel) {
@@ -60,7 +60,7 @@ TEST(KernelChoiceIsTheLeastPredicted) {
           }
           const cuda::Sm90Kernel* selected = nullptr;
           CHECK(cuda::Select(kernels, problem, &selected).ok() && selected == best, text, " B ", B, " H ", H, " S ",
-                length, " D ", size, ": ", cuda::NameOf(*selected), ", the least is ", cuda::NameOf(*best));
+                length, " D ", size, ": ", cuda::KernelName(*selected), ", the least is ", cuda::KernelName(*best));
           chosen.insert(selected);
         }
       }

@@ -652,7 +652,7 @@ TEST(CudaMasksAreNotHeldForLoading) {
 TEST(CudaNonFiniteInputsStayWhereTheyAre) {
   int cases = 0;
   for (int kernel = -1; kernel < 3; ++kernel) {
-    cuda::TakeKernel(kernel);
+    cuda::ForceKernel(kernel);
     for (const bool dynamic : {false, true}) {
       Small small(dynamic ? "k < lengths[b]" : "k < 640", 1, 2, 300, 1280);
       const std::vector<int64_t> lengths = {640};
@@ -688,7 +688,7 @@ TEST(CudaNonFiniteInputsStayWhereTheyAre) {
       ++cases;
     }
   }
-  cuda::TakeKernel(-1);
+  cuda::ForceKernel(-1);
   CountCases(cases);
 }
 

@@ -28,8 +28,8 @@ using cuda::DeviceMaskCache;
 using cuda::MaskEntry;
 using cuda::MaskForm;
 using cuda::TileCost;
-using cuda::Walk;
-using cuda::WorkPlan;
+using cuda::TileList;
+using cuda::TileSchedule;
 using Entry = std::shared_ptr<const MaskEntry>;
 
 constexpr int64_t kPlenty = int64_t{64} << 20;
@@ -37,14 +37,14 @@ constexpr int64_t kPlenty = int64_t{64} << 20;
 // ---- forms that kernels ask for ----
 MaskForm Planned(int m, int n, int workers, int64_t section, const TileCost& cost) {
   MaskForm form;
-  form.m = m, form.n = n, form.workers = workers, form.section = section, form.cost = cost, form.fragments = true;
+  form.m = m, form.n = n, form.ctas = workers, form.l2_heads = section, form.cost = cost, form.fragments = true;
   return form;
 }
 
 // 9.0: all that a plan can have.
 TileCost Drawing() {
   TileCost cost = {1278, 840, 948};
-  cost.half = 74, cost.draws = true;
+  cost.half_tile_pct = 74, cost.dynamic = true;
   return cost;
 }
 
@@ -57,7 +57,7 @@ MaskForm Tiles() {
 
 MaskForm Rows() {
   MaskForm form;
-  form.m = form.n = cuda::kRowsTile;
+  form.m = form.n = cuda::kRowwiseTile;
   return form;
 }
 
@@ -86,10 +86,10 @@ MaskForm RandomForm(Random* random, int64_t group) {
     case 7:
       return Planned(128, 64, 100, random->Range(1, 4), cost);  // halves
     case 8:
-      cost.cuts = true, cost.half = 0, cost.draws = false, cost.teams = 2;
+      cost.can_split_rows = true, cost.half_tile_pct = 0, cost.dynamic = false, cost.ctas_per_sm = 2;
       return Planned(64, 32 * static_cast<int>(random->Range(1, 2)), 100, random->Range(1, 4), cost);  // parts
     default:
-      cost.half = 0, cost.draws = false;
+      cost.half_tile_pct = 0, cost.dynamic = false;
       return Planned(64 * static_cast<int>(random->Range(1, 4)), 32 * static_cast<int>(random->Range(1, 5)), workers,
                      random->Range(1, 4), cost);
   }
@@ -240,26 +240,26 @@ struct Seen {
   int planned = 0, drawn = 0, halved = 0, cut = 0, by_head = 0, stacked = 0, empty = 0, empty_rows = 0, full = 0;
 };
 
-void CheckPlan(const MaskEntry& entry, const WorkPlan& plan, const Walk& walk, const std::string& where) {
-  CHECK(entry.workers() == plan.workers() && entry.parts() == plan.parts(), where);
-  CheckEqual(entry.work(), plan.items, "items", where);
-  CheckEqual(entry.work_start(), cuda::StartsOf(plan, walk), "starts", where, 6 + 2 * cuda::kFirstTiles);
-  CheckEqual(entry.cut(), plan.cut, "rows in parts", where);
-  CHECK(entry.cut_rows() == static_cast<int32_t>(plan.cut.size()), where);
-  CHECK(entry.drawn_begin() == plan.begin.back(), where);
-  CHECK(entry.drawn_end() == static_cast<int32_t>(plan.items.size()), where);
-  if (plan.drawn() == 0) return;
+void CheckPlan(const MaskEntry& entry, const TileSchedule& plan, const TileList& list, const std::string& where) {
+  CHECK(entry.ctas() == plan.ctas() && entry.splits() == plan.splits(), where);
+  CheckEqual(entry.tiles(), plan.tiles, "items", where);
+  CheckEqual(entry.starts(), cuda::MakeCtaStarts(plan, list), "starts", where, 6 + 2 * cuda::kFirstTiles);
+  CheckEqual(entry.split_rows(), plan.split_rows, "rows in parts", where);
+  CHECK(entry.split_row_count() == static_cast<int32_t>(plan.split_rows.size()), where);
+  CHECK(entry.dynamic_begin() == plan.begin.back(), where);
+  CHECK(entry.dynamic_end() == static_cast<int32_t>(plan.tiles.size()), where);
+  if (plan.dynamic_tiles() == 0) return;
   int32_t* counts = nullptr;
-  const Status status = entry.draw_counts().Get(nullptr, nullptr, &counts);
+  const Status status = entry.tile_counters().Get(nullptr, nullptr, &counts);
   CHECK(status.ok(), where, ": ", status.message());
-  CheckEqual<int32_t>(counts, std::vector<int32_t>(cuda::DrawCounts::kStreams * cuda::DrawCounts::kApart, 0), "counts",
-                      where);
+  CheckEqual<int32_t>(counts, std::vector<int32_t>(cuda::TileCounters::kStreams * cuda::TileCounters::kStride, 0),
+                      "counts", where);
 }
 
 void CheckEntry(const MaskEntry& entry, const RandomMask& random, const MaskForm& form, Seen* seen) {
   const std::string where =
       Text(random.text, " B ", random.sizes.B, " H ", random.sizes.H, " S ", random.sizes.S, " T ", random.sizes.T,
-           " P ", random.sizes.P, " tiles ", form.m, " x ", form.n, " workers ", form.workers);
+           " P ", random.sizes.P, " tiles ", form.m, " x ", form.n, " workers ", form.ctas);
   BlockMask mask;
   const Status status = BuildBlockMask(random.expr, random.sizes, form.m, form.n, &mask);
   CHECK(status.ok(), where, ": ", status.message());
@@ -277,24 +277,24 @@ void CheckEntry(const MaskEntry& entry, const RandomMask& random, const MaskForm
   CHECK(view.row_end == view.row_ptr + 1, where);
   CheckBits(entry, mask, form.fragments, where);
   CheckOrder(entry, mask, where);
-  Walk walk = {mask.key_tile, mask.bits_id, {}};
-  if (form.workers > 0 && cuda::IsPlanned(mask, random.sizes.B, random.sizes.H)) {
-    walk = cuda::WalkOf(mask);
-    const WorkPlan plan =
-        cuda::PlanWork(mask, walk, random.sizes.B, random.sizes.H, form.workers, form.section, form.cost, true);
-    CheckPlan(entry, plan, walk, where);
+  TileList list = {mask.key_tile, mask.bits_id, {}};
+  if (form.ctas > 0 && cuda::CanSchedule(mask, random.sizes.B, random.sizes.H)) {
+    list = cuda::MakeTileList(mask);
+    const TileSchedule plan =
+        cuda::MakeTileSchedule(mask, list, random.sizes.B, random.sizes.H, form.ctas, form.l2_heads, form.cost, true);
+    CheckPlan(entry, plan, list, where);
     ++seen->planned;
-    if (plan.drawn() > 0) ++seen->drawn;
-    if (!plan.cut.empty()) ++seen->cut;
-    const auto is_part = [](const cuda::WorkItem& item) { return cuda::PartOf(item) >= 0; };
-    if (form.cost.half > 0 && std::any_of(plan.items.begin(), plan.items.end(), is_part)) ++seen->halved;
+    if (plan.dynamic_tiles() > 0) ++seen->drawn;
+    if (!plan.split_rows.empty()) ++seen->cut;
+    const auto is_part = [](const cuda::WorkTile& item) { return cuda::SubtileOf(item) >= 0; };
+    if (form.cost.half_tile_pct > 0 && std::any_of(plan.tiles.begin(), plan.tiles.end(), is_part)) ++seen->halved;
   } else {
-    CHECK(entry.work() == nullptr && entry.work_start() == nullptr && entry.cut() == nullptr, where);
-    CHECK(entry.workers() == 0 && entry.cut_rows() == 0 && entry.parts() == 0, where);
-    CHECK(entry.drawn_begin() == 0 && entry.drawn_end() == 0, where);
+    CHECK(entry.tiles() == nullptr && entry.starts() == nullptr && entry.split_rows() == nullptr, where);
+    CHECK(entry.ctas() == 0 && entry.split_row_count() == 0 && entry.splits() == 0, where);
+    CHECK(entry.dynamic_begin() == 0 && entry.dynamic_end() == 0, where);
   }
-  CheckEqual(view.key_tile, walk.key_tile, "tiles", where);
-  CheckEqual(view.bits_id, walk.code, "codes", where);
+  CheckEqual(view.key_tile, list.key_tile, "tiles", where);
+  CheckEqual(view.bits_id, list.code, "codes", where);
   int32_t longest = 0;
   for (size_t row = 0; row < mask.full_begin.size(); ++row) {
     longest = std::max(longest, mask.row_ptr[row + 1] - mask.row_ptr[row]);
@@ -365,7 +365,7 @@ TEST(DeviceMasksBeyondPlans) {
     const Entry entry = Get(&cache, mask, form, nullptr);
     fake::Finish();
     CheckEntry(*entry, mask, form, &seen);
-    CHECK(seen.planned == 0 && entry->work() == nullptr);
+    CHECK(seen.planned == 0 && entry->tiles() == nullptr);
   }
   BlockMask mask;
   mask.m = 1, mask.n = 32;
@@ -399,7 +399,7 @@ TEST(DeviceMasksAreUploadedOnce) {
     std::set<Entry> entries = {entry};
     const auto add = [&](const RandomMask& of, const MaskForm& as) { entries.insert(Get(&cache, of, as, stream)); };
     MaskForm wide = form, more = form, longer = form, shared = form, dearer = form, plain = form;
-    wide.n = 128, more.workers = 5, longer.section = 8, shared.sharing = 4, ++dearer.cost.partial;
+    wide.n = 128, more.ctas = 5, longer.l2_heads = 8, shared.group_size = 4, ++dearer.cost.partial;
     plain.fragments = false;
     for (const MaskForm& as : {wide, more, longer, shared, dearer, plain, Tiles()}) add(mask, as);
     for (const ExprSizes& sizes : {ExprSizes{2, 8, 700, 700, 0}, ExprSizes{1, 8, 700, 701, 0}}) {

@@ -7,15 +7,15 @@
 namespace stof::test {
 namespace {
 
-using cuda::LeastOfPlan;
-using cuda::PlanWork;
+using cuda::CtaStart;
+using cuda::MakeTileSchedule;
+using cuda::ScheduleLowerBound;
 using cuda::TileCost;
-using cuda::Walk;
-using cuda::WorkItem;
-using cuda::WorkPlan;
-using cuda::WorkStart;
+using cuda::TileList;
+using cuda::TileSchedule;
+using cuda::WorkTile;
 
-// Whether 64 rows have a pair in a tile of bits; -1 has all.
+// Whether a group of 64 rows has a pair in an element mask; id -1: a full tile.
 bool HasPairs(const BlockMask& mask, int32_t id, int group) {
   if (id < 0) return true;
   const auto words = static_cast<size_t>(mask.n / 32), rows = static_cast<size_t>(mask.m);
@@ -25,184 +25,192 @@ bool HasPairs(const BlockMask& mask, int32_t id, int group) {
 
 }  // namespace
 
-int64_t CostOf(const WorkItem& item, int64_t missing, int64_t groups, const TileCost& cost) {
-  const int64_t partial = (item.full - item.begin + cost.split - 1) / cost.split;
-  const int64_t all = (item.end - item.begin + cost.split - 1) / cost.split;
+int64_t CostOf(const WorkTile& tile, int64_t skipped, int64_t groups, const TileCost& cost) {
+  const int64_t partial = (tile.full - tile.begin + cost.split_kv - 1) / cost.split_kv;
+  const int64_t all = (tile.end - tile.begin + cost.split_kv - 1) / cost.split_kv;
   return cost.row + cost.partial * partial + cost.full * (all - partial) -
-         (cost.split == 1 ? cost.partial * missing / (2 * groups) : 0);
+         (cost.split_kv == 1 ? cost.partial * skipped / (2 * groups) : 0);
 }
 
-void CheckWalk(const BlockMask& mask, const Walk& walk, const std::string& where) {
+void CheckTileList(const BlockMask& mask, const TileList& list, const std::string& where) {
   const int groups = mask.m / 64;
   for (size_t r = 0; r < mask.full_begin.size(); ++r) {
     const int32_t begin = mask.row_ptr[r], end = mask.row_ptr[r + 1];
-    std::vector<std::pair<int32_t, int32_t>> given, walked;
-    int64_t missing = 0;
+    std::vector<std::pair<int32_t, int32_t>> given, listed;
+    int64_t skipped = 0;
     for (int32_t i = begin; i < end; ++i) {
       const auto at = static_cast<size_t>(i);
       given.emplace_back(mask.key_tile[at], mask.bits_id[at]);
-      walked.emplace_back(walk.key_tile[at], walk.code[at] < 0 ? -1 : walk.code[at] & cuda::kIdMask);
+      listed.emplace_back(list.key_tile[at], list.code[at] < 0 ? -1 : list.code[at] & cuda::kIdMask);
     }
     for (int g = 0; g < groups; ++g) {
       const auto has = [&](const std::pair<int32_t, int32_t>& entry) { return HasPairs(mask, entry.second, g); };
-      const auto first = std::find_if(walked.begin(), walked.end(), has) - walked.begin();
-      const auto last = walked.rend() - std::find_if(walked.rbegin(), walked.rend(), has) - 1;
+      const auto first = std::find_if(listed.begin(), listed.end(), has) - listed.begin();
+      const auto last = listed.rend() - std::find_if(listed.rbegin(), listed.rend(), has) - 1;
       for (int32_t i = 0; i < end - begin; ++i) {
-        const int32_t code = walk.code[static_cast<size_t>(begin + i)];
+        const int32_t code = list.code[static_cast<size_t>(begin + i)];
         const bool any = first < end - begin;
-        CHECK((cuda::LeadOf(code) >> g & 1) == (any && i < first ? 1 : 0), where, " row ", r, " entry ", i);
-        CHECK((cuda::TrailOf(code) >> g & 1) == (any && i > last ? 1 : 0), where, " row ", r, " entry ", i);
-        if (any && (i < first || i > last)) ++missing;
+        CHECK((cuda::LeadingSkips(code) >> g & 1) == (any && i < first ? 1 : 0), where, " row ", r, " entry ", i);
+        CHECK((cuda::TrailingSkips(code) >> g & 1) == (any && i > last ? 1 : 0), where, " row ", r, " entry ", i);
+        if (any && (i < first || i > last)) ++skipped;
       }
     }
-    CHECK(walk.missing[r] == missing, where, " row ", r);
+    CHECK(list.skipped[r] == skipped, where, " row ", r);
     std::sort(given.begin(), given.end());
-    std::sort(walked.begin(), walked.end());
-    CHECK(given == walked, where, " row ", r);
+    std::sort(listed.begin(), listed.end());
+    CHECK(given == listed, where, " row ", r);
   }
 }
 
-WorkPlan CheckPlan(const BlockMask& mask, const Walk& walk, const ExprSizes& sizes, int most, int64_t section,
-                   const TileCost& cost, const std::string& name, bool finish) {
-  const WorkPlan plan = PlanWork(mask, walk, sizes.B, sizes.H, most, section, cost, finish);
-  const int workers = plan.workers();
-  const std::string where = Text(name, workers, " of ", most, ", ", plan.parts(), " parts");
-  CHECK(workers >= 1 && workers <= most && plan.begin[0] == 0, where);
-  CHECK(workers == most || workers == std::max<int64_t>(1, static_cast<int64_t>(plan.items.size())), where);
-  CHECK(plan.drawn() >= 0 && (plan.drawn() == 0 || (finish && cost.draws)), where, ": ", plan.drawn(), " are drawn");
-  const std::vector<WorkStart> starts = StartsOf(plan, walk);
-  CHECK(starts.size() == static_cast<size_t>(workers), where);
+TileSchedule CheckSchedule(const BlockMask& mask, const TileList& list, const ExprSizes& sizes, int most,
+                           int64_t l2_heads, const TileCost& cost, const std::string& name, bool refine) {
+  const TileSchedule schedule = MakeTileSchedule(mask, list, sizes.B, sizes.H, most, l2_heads, cost, refine);
+  const int ctas = schedule.ctas();
+  const std::string where = Text(name, ctas, " of ", most, ", ", schedule.splits(), " splits");
+  CHECK(ctas >= 1 && ctas <= most && schedule.begin[0] == 0, where);
+  CHECK(ctas == most || ctas == std::max<int64_t>(1, static_cast<int64_t>(schedule.tiles.size())), where);
+  CHECK(schedule.dynamic_tiles() >= 0 && (schedule.dynamic_tiles() == 0 || (refine && cost.dynamic)), where, ": ",
+        schedule.dynamic_tiles(), " are dynamic");
+  const std::vector<CtaStart> starts = MakeCtaStarts(schedule, list);
+  CHECK(starts.size() == static_cast<size_t>(ctas), where);
   for (size_t w = 0; w < starts.size(); ++w) {
-    const WorkStart& start = starts[w];
-    CHECK(start.begin == plan.begin[w] && start.end == plan.begin[w + 1], where);
+    const CtaStart& start = starts[w];
+    CHECK(start.begin == schedule.begin[w] && start.end == schedule.begin[w + 1], where);
     if (start.begin == start.end) continue;
-    const WorkItem& first = plan.items[static_cast<size_t>(start.begin)];
-    CHECK(start.first.item == first.item && start.first.begin == first.begin, where);
+    const WorkTile& first = schedule.tiles[static_cast<size_t>(start.begin)];
+    CHECK(start.first.index == first.index && start.first.begin == first.begin, where);
     CHECK(start.first.full == first.full && start.first.end == first.end, where);
     for (size_t t = 0; t < cuda::kFirstTiles; ++t) {
       const bool there = first.begin + static_cast<int32_t>(t) < first.end;
       const auto at = static_cast<size_t>(there ? first.begin + static_cast<int32_t>(t) : 0);
-      CHECK(start.tile[t] == (there ? walk.key_tile[at] : -1), where);
-      CHECK(start.code[t] == (there && walk.code[at] >= 0 ? walk.code[at] & cuda::kIdMask : -1), where);
+      CHECK(start.tile[t] == (there ? list.key_tile[at] : -1), where);
+      CHECK(start.code[t] == (there && list.code[at] >= 0 ? list.code[at] & cuda::kIdMask : -1), where);
     }
   }
-  // Of every row how often it is there, and of every part its item.
+  // How often each tile row occurs, and the work tile of each split.
   std::vector<int> seen(static_cast<size_t>(sizes.B * sizes.H * mask.rows), 0);
-  std::vector<const WorkItem*> parts(static_cast<size_t>(plan.parts()), nullptr);
-  std::vector<int> halves(seen.size(), 0);  // a bit for each group
+  std::vector<const WorkTile*> splits(static_cast<size_t>(schedule.splits()), nullptr);
+  std::vector<int> halves(seen.size(), 0);  // a bit for each half tile
   int64_t total = 0, largest = 0, longest = 0;
-  // What is drawn comes behind the workers'; each of these has a row of its own then.
-  for (int w = 0; w <= workers; ++w) {
+  // The dynamic tiles come behind those of the CTAs, each of which then has a tile of its own.
+  for (int w = 0; w <= ctas; ++w) {
     int64_t load = 0;
-    const int32_t begin = plan.begin[static_cast<size_t>(w)];
-    const int32_t end = w < workers ? plan.begin[static_cast<size_t>(w) + 1] : static_cast<int32_t>(plan.items.size());
-    const bool may_be_empty = w == workers || plan.items.size() < static_cast<size_t>(workers);
-    CHECK(begin < end || (begin == end && may_be_empty), where, ": nothing for worker ", w);
+    const int32_t begin = schedule.begin[static_cast<size_t>(w)];
+    const int32_t end =
+        w < ctas ? schedule.begin[static_cast<size_t>(w) + 1] : static_cast<int32_t>(schedule.tiles.size());
+    const bool may_be_empty = w == ctas || schedule.tiles.size() < static_cast<size_t>(ctas);
+    CHECK(begin < end || (begin == end && may_be_empty), where, ": nothing for CTA ", w);
     for (int32_t at = begin; at < end; ++at) {
-      const WorkItem& item = plan.items[static_cast<size_t>(at)];
-      CHECK(item.item >= 0 && item.item < static_cast<int64_t>(seen.size()), where);
-      const int64_t bh = item.item / mask.rows;
+      const WorkTile& tile = schedule.tiles[static_cast<size_t>(at)];
+      CHECK(tile.index >= 0 && tile.index < static_cast<int64_t>(seen.size()), where);
+      const int64_t bh = tile.index / mask.rows;
       const auto row =
-          static_cast<size_t>(mask.TableOf(bh / sizes.H, bh % sizes.H) * mask.rows + item.item % mask.rows);
-      int64_t own = CostOf({0, item.begin, mask.full_begin[row], item.end}, walk.missing[row], mask.m / 64, cost);
-      const int32_t part = cuda::PartOf(item);
-      if (part < 0) {
-        ++seen[static_cast<size_t>(item.item)];
-        CHECK(item.begin == mask.row_ptr[row] && item.end == mask.row_ptr[row + 1] && item.full == item.end, where);
-      } else if (cost.half > 0) {
-        CHECK(part < 2 && (halves[static_cast<size_t>(item.item)] >> part & 1) == 0, where, " half ", part);
-        halves[static_cast<size_t>(item.item)] |= 1 << part;
-        CHECK(item.begin >= mask.row_ptr[row] && item.end <= mask.row_ptr[row + 1], where, " half ", part);
+          static_cast<size_t>(mask.TableOf(bh / sizes.H, bh % sizes.H) * mask.rows + tile.index % mask.rows);
+      int64_t own = CostOf({0, tile.begin, mask.full_begin[row], tile.end}, list.skipped[row], mask.m / 64, cost);
+      const int32_t subtile = cuda::SubtileOf(tile);
+      if (subtile < 0) {
+        ++seen[static_cast<size_t>(tile.index)];
+        CHECK(tile.begin == mask.row_ptr[row] && tile.end == mask.row_ptr[row + 1] && tile.full == tile.end, where);
+      } else if (cost.half_tile_pct > 0) {
+        CHECK(subtile < 2 && (halves[static_cast<size_t>(tile.index)] >> subtile & 1) == 0, where, " half ", subtile);
+        halves[static_cast<size_t>(tile.index)] |= 1 << subtile;
+        CHECK(tile.begin >= mask.row_ptr[row] && tile.end <= mask.row_ptr[row + 1], where, " half ", subtile);
         own = cost.row;
         bool some = false;
         for (int32_t i = mask.row_ptr[row]; i < mask.row_ptr[row + 1]; ++i) {
-          const int32_t code = walk.code[static_cast<size_t>(i)];
-          const bool has = HasPairs(mask, code < 0 ? -1 : code & cuda::kIdMask, part);
-          const bool taken = i >= item.begin && i < item.end;
+          const int32_t code = list.code[static_cast<size_t>(i)];
+          const bool has = HasPairs(mask, code < 0 ? -1 : code & cuda::kIdMask, subtile);
+          const bool taken = i >= tile.begin && i < tile.end;
           some = some || has;
-          CHECK(taken || !has, where, " half ", part, " of item ", item.item, " lacks entry ", i);
+          CHECK(taken || !has, where, " half ", subtile, " of tile row ", tile.index, " lacks entry ", i);
           if (taken) own += code < 0 ? cost.full : cost.partial;
         }
-        // It has no others at its ends, but where it has none at all.
+        // It begins and ends with tiles in which it has a pair, unless it has none.
         if (some) {
-          for (const int32_t end : {item.begin, item.end - 1}) {
-            const int32_t code = walk.code[static_cast<size_t>(end)];
-            CHECK(HasPairs(mask, code < 0 ? -1 : code & cuda::kIdMask, part), where, " half ", part, " entry ", end);
+          for (const int32_t end : {tile.begin, tile.end - 1}) {
+            const int32_t code = list.code[static_cast<size_t>(end)];
+            CHECK(HasPairs(mask, code < 0 ? -1 : code & cuda::kIdMask, subtile), where, " half ", subtile, " entry ",
+                  end);
           }
         }
-        own = own * cost.half / 100;
-        if (halves[static_cast<size_t>(item.item)] == 3) ++seen[static_cast<size_t>(item.item)];
+        own = own * cost.half_tile_pct / 100;
+        if (halves[static_cast<size_t>(tile.index)] == 3) ++seen[static_cast<size_t>(tile.index)];
       } else {
-        CHECK(part < plan.parts() && parts[static_cast<size_t>(part)] == nullptr, where, " part ", part);
-        parts[static_cast<size_t>(part)] = &item;
-        const auto bits = std::count_if(walk.code.begin() + item.begin, walk.code.begin() + item.end,
+        CHECK(subtile < schedule.splits() && splits[static_cast<size_t>(subtile)] == nullptr, where, " split ",
+              subtile);
+        splits[static_cast<size_t>(subtile)] = &tile;
+        const auto bits = std::count_if(list.code.begin() + tile.begin, list.code.begin() + tile.end,
                                         [](int32_t code) { return code >= 0; });
-        own = cost.row + cost.partial * bits + cost.full * (item.end - item.begin - bits);
+        own = cost.row + cost.partial * bits + cost.full * (tile.end - tile.begin - bits);
       }
       load += own;
       largest = std::max(largest, own);
     }
     total += load;
-    if (w < workers) longest = std::max(longest, load);
+    if (w < ctas) longest = std::max(longest, load);
   }
   int32_t next = 0;
-  for (const cuda::CutRow& cut : plan.cut) {
-    const int64_t bh = cut.item / mask.rows;
-    const auto row = static_cast<size_t>(mask.TableOf(bh / sizes.H, bh % sizes.H) * mask.rows + cut.item % mask.rows);
-    CHECK(cut.first == next && cut.count >= 2 && cut.count <= cuda::kMostPartsOfRow, where, " cut row ", cut.item);
+  for (const cuda::SplitRow& split_row : schedule.split_rows) {
+    const int64_t bh = split_row.index / mask.rows;
+    const auto row =
+        static_cast<size_t>(mask.TableOf(bh / sizes.H, bh % sizes.H) * mask.rows + split_row.index % mask.rows);
+    CHECK(split_row.first == next && split_row.count >= 2 && split_row.count <= cuda::kMostSplitsOfRow, where,
+          " split row ", split_row.index);
     int32_t entry = mask.row_ptr[row];
-    for (int32_t i = 0; i < cut.count; ++i) {
-      const WorkItem* item = parts[static_cast<size_t>(next++)];
-      CHECK(item != nullptr && item->item == cut.item && item->begin == entry, where, " part ", next - 1);
-      CHECK(item->end - item->begin >= cuda::kFewestTilesOfPart, where, " part ", next - 1);
-      entry = item->end;
+    for (int32_t i = 0; i < split_row.count; ++i) {
+      const WorkTile* tile = splits[static_cast<size_t>(next++)];
+      CHECK(tile != nullptr && tile->index == split_row.index && tile->begin == entry, where, " split ", next - 1);
+      CHECK(tile->end - tile->begin >= cuda::kFewestTilesOfSplit, where, " split ", next - 1);
+      entry = tile->end;
     }
-    CHECK(entry == mask.row_ptr[row + 1], where, " cut row ", cut.item);
-    ++seen[static_cast<size_t>(cut.item)];
+    CHECK(entry == mask.row_ptr[row + 1], where, " split row ", split_row.index);
+    ++seen[static_cast<size_t>(split_row.index)];
   }
-  CHECK(next == plan.parts() && next <= cuda::kMostParts, where);
+  CHECK(next == schedule.splits() && next <= cuda::kMostScheduleSplits, where);
   CHECK(std::all_of(seen.begin(), seen.end(), [](int n) { return n == 1; }), where);
-  // Workers that share a multiprocessor change rows once more when the plan is made.
-  const bool shared = finish && cost.teams > 1;
-  CHECK(shared                                  ? 5 * std::abs(plan.longest - longest) <= longest
-        : plan.cut.empty() && plan.drawn() == 0 ? plan.longest == longest
-                                                : plan.longest > longest,
-        where, ": says ", plan.longest, ", is ", longest);
-  const int64_t least = LeastOfPlan(mask, sizes.B, sizes.H, most, cost);
-  CHECK(least <= plan.longest, where, ": ", plan.longest, ", at least ", least);
-  // Who is alone on a multiprocessor is faster, but no plan takes less than workers have in the mean, of whole rows;
-  // and what joins parts is not faster.
+  // Where CTAs share an SM, tiles are exchanged after the makespan was computed.
+  const bool shared = refine && cost.ctas_per_sm > 1;
+  CHECK(shared ? 5 * std::abs(schedule.makespan - longest) <= longest
+        : schedule.split_rows.empty() && schedule.dynamic_tiles() == 0 ? schedule.makespan == longest
+                                                                       : schedule.makespan > longest,
+        where, ": says ", schedule.makespan, ", is ", longest);
+  const int64_t least = ScheduleLowerBound(mask, sizes.B, sizes.H, most, cost);
+  CHECK(least <= schedule.makespan, where, ": ", schedule.makespan, ", at least ", least);
+  // A CTA alone on its SM is faster, but no schedule takes less than the mean of whole tile rows; and the combine
+  // kernel is not faster.
   int64_t whole = 0;
   for (int64_t bh = 0; bh < sizes.B * sizes.H; ++bh) {
     for (int64_t r = 0; r < mask.rows; ++r) {
       const auto row = static_cast<size_t>(mask.TableOf(bh / sizes.H, bh % sizes.H) * mask.rows + r);
-      const WorkItem item = {0, mask.row_ptr[row], mask.full_begin[row], mask.row_ptr[row + 1]};
-      whole += CostOf(item, walk.missing[row], mask.m / 64, cost);
+      const WorkTile tile = {0, mask.row_ptr[row], mask.full_begin[row], mask.row_ptr[row + 1]};
+      whole += CostOf(tile, list.skipped[row], mask.m / 64, cost);
     }
   }
   const int64_t used = std::clamp<int64_t>(sizes.B * sizes.H * mask.rows, 1, most);
-  const int64_t join = plan.parts() > 0 ? 2000 + 14 * plan.parts() : 0;
+  const int64_t combine = schedule.splits() > 0 ? 2000 + 14 * schedule.splits() : 0;
   const int64_t expected =
-      cost.alone == 100 ? plan.longest : std::max(whole / used, (plan.longest - join) * 100 / cost.alone) + join;
-  const int64_t time = TimeOf(plan, cost);
+      cost.solo_speed_pct == 100
+          ? schedule.makespan
+          : std::max(whole / used, (schedule.makespan - combine) * 100 / cost.solo_speed_pct) + combine;
+  const int64_t time = PredictScheduleTime(schedule, cost);
   CHECK(time == expected, where, ": takes ", time, ", expected ", expected);
   CHECK(least <= time, where, ": takes ", time, ", at least ", least);
-  CHECK(cost.cuts || (least > 0 && 20 * least >= time), where, ": takes ", time, ", at least only ", least);
-  // Whoever gets a row has the least load until then, which is at most the mean.
-  CHECK(longest <= total / workers + largest, where, ": ", longest, " of ", total, ", largest row ", largest);
-  return plan;
+  CHECK(cost.can_split_rows || (least > 0 && 20 * least >= time), where, ": takes ", time, ", at least only ", least);
+  // LPT gives a tile to the least loaded CTA, whose load is at most the mean.
+  CHECK(longest <= total / ctas + largest, where, ": ", longest, " of ", total, ", largest tile ", largest);
+  return schedule;
 }
 
-std::vector<int32_t> ItemsOf(const WorkPlan& plan, size_t w) {
+std::vector<int32_t> TilesOf(const TileSchedule& schedule, size_t w) {
   std::vector<int32_t> found;
-  const auto end = w + 1 < plan.begin.size() ? static_cast<size_t>(plan.begin[w + 1]) : plan.items.size();
-  for (auto at = static_cast<size_t>(plan.begin[w]); at < end; ++at) found.push_back(plan.items[at].item);
+  const auto end = w + 1 < schedule.begin.size() ? static_cast<size_t>(schedule.begin[w + 1]) : schedule.tiles.size();
+  for (auto at = static_cast<size_t>(schedule.begin[w]); at < end; ++at) found.push_back(schedule.tiles[at].index);
   return found;
 }
 
-int64_t CostOfRow(int32_t item, const BlockMask& mask, const Walk& walk, const TileCost& cost) {
+int64_t CostOfRow(int32_t item, const BlockMask& mask, const TileList& list, const TileCost& cost) {
   const auto row = static_cast<size_t>(item % mask.rows);
-  return CostOf({0, mask.row_ptr[row], mask.full_begin[row], mask.row_ptr[row + 1]}, walk.missing[row], mask.m / 64,
+  return CostOf({0, mask.row_ptr[row], mask.full_begin[row], mask.row_ptr[row + 1]}, list.skipped[row], mask.m / 64,
                 cost);
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every plan of a persistent CUDA kernel has to be, whatever it is made for.
+// Checks that every tile schedule has to pass.
 #ifndef STOF_TESTS_CPP_SCHEDULE_SCHEDULE_CHECKS_H_
 #define STOF_TESTS_CPP_SCHEDULE_SCHEDULE_CHECKS_H_
 
@@ -11,23 +11,23 @@
 
 namespace stof::test {
 
-// Each row's entries once; groups are said to be passed over where they have no pair until then, or from then on, and
-// never by all of a row.
-void CheckWalk(const BlockMask& mask, const cuda::Walk& walk, const std::string& where);
+// Checks a tile list: it has every entry of each tile row once. A row group skips a tile where it has no pair in it nor
+// in any before it, or behind it; a group without any pair skips nothing.
+void CheckTileList(const BlockMask& mask, const cuda::TileList& list, const std::string& where);
 
-// A plan that was checked: every row once, or in parts that follow each other and hold its entries once; nobody has
-// much more than the mean, and none nothing while there are rows for all.
-cuda::WorkPlan CheckPlan(const BlockMask& mask, const cuda::Walk& walk, const ExprSizes& sizes, int most,
-                         int64_t section, const cuda::TileCost& cost, const std::string& name, bool finish = false);
+// Makes a schedule and checks it: every tile row occurs once, whole, as two half tiles, or in splits that follow each
+// other. No CTA has much more than the mean, and none is idle while there are tile rows for all.
+cuda::TileSchedule CheckSchedule(const BlockMask& mask, const cuda::TileList& list, const ExprSizes& sizes, int most,
+                                 int64_t l2_heads, const cuda::TileCost& cost, const std::string& name,
+                                 bool refine = false);
 
-// The rows of a worker, or behind the last one those that are drawn.
-std::vector<int32_t> ItemsOf(const cuda::WorkPlan& plan, size_t w);
+// The tile rows of a CTA; behind the last CTA the dynamic ones.
+std::vector<int32_t> TilesOf(const cuda::TileSchedule& schedule, size_t cta);
 
-// What a worker needs for a row: rounds of tiles where `split` teams share them; what groups pass over counts where
-// they do not.
-int64_t CostOf(const cuda::WorkItem& item, int64_t missing, int64_t groups, const cuda::TileCost& cost);
-// The same for a whole row of a mask that is the same for all heads.
-int64_t CostOfRow(int32_t item, const BlockMask& mask, const cuda::Walk& walk, const cuda::TileCost& cost);
+// The cost of a tile row: rounds of `split_kv` tiles; skipped tiles count where a CTA computes one tile at a time.
+int64_t CostOf(const cuda::WorkTile& tile, int64_t skipped, int64_t groups, const cuda::TileCost& cost);
+// The same for a whole tile row of a mask that all heads share.
+int64_t CostOfRow(int32_t index, const BlockMask& mask, const cuda::TileList& list, const cuda::TileCost& cost);
 
 }  // namespace stof::test
 #endif  // STOF_TESTS_CPP_SCHEDULE_SCHEDULE_CHECKS_H_

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows that workers draw at run time: runs of one stream that share a count, runs side by side, and captured ones.
+// Dynamic tile scheduling on a GPU: runs of one stream that share a tile counter, concurrent runs, captured runs.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -21,8 +21,8 @@ namespace stof {
 namespace {
 
 constexpr int64_t kHeads = 32, kRows = 8192, kSize = 128, kCount = kHeads * kRows * kSize;
-constexpr int kDraws = 4, kOther = 0;  // kernels of heads of 128
-using Halves = std::vector<uint16_t>;
+constexpr int kDynamic = 4, kOther = 0;  // kernels of heads of 128
+using Values16 = std::vector<uint16_t>;
 
 struct Device {
   std::vector<void*> blocks;
@@ -45,7 +45,7 @@ struct Device {
   }
   // Normal numbers below 2, in periods that no row or head has.
   void* Random(test::Random* random) {
-    Halves period(1000003), all(kCount);
+    Values16 period(1000003), all(kCount);
     for (uint16_t& x : period) {
       x = static_cast<uint16_t>(random->Range(0, 1) << 15 | random->Range(10, 15) << 10 | random->Range(0, 1023));
     }
@@ -54,32 +54,33 @@ struct Device {
   }
 };
 
-Halves Read(const void* from) {
-  Halves values(kCount);
+Values16 Read(const void* from) {
+  Values16 values(kCount);
   CHECK(cudaMemcpy(values.data(), from, 2 * values.size(), cudaMemcpyDeviceToHost) == cudaSuccess);
   return values;
 }
 
-TEST(CudaDrawsInTurnAndSideBySide) {
+TEST(CudaDynamicTilesInTurnAndConcurrently) {
   Device device;
   test::Random random(71);
   const char* const text = "abs(q - k) <= 128";
   std::shared_ptr<const AttentionMask> mask;
   CHECK(MakeAttentionMask(text, {}, &mask).ok());
   const ExprSizes sizes = {1, kHeads, kRows, kRows, 0};
-  // That there is something to draw.
-  const cuda::Sm90Kernel* kernels = cuda::FindSm90(kSize, false, cuda::Extras::kNone);
-  for (int i = 0; i <= kDraws; ++i) CHECK(kernels[i].launch != nullptr, "no kernel ", i, " for 9.0 in this build");
-  const cuda::Sm90Kernel& kernel = kernels[kDraws];
+  // The schedule has dynamic tiles.
+  const cuda::Sm90Kernel* kernels = cuda::FindSm90(kSize, false, cuda::ScoreMod::kNone);
+  for (int i = 0; i <= kDynamic; ++i) CHECK(kernels[i].launch != nullptr, "no kernel ", i, " for 9.0 in this build");
+  const cuda::Sm90Kernel& kernel = kernels[kDynamic];
   BlockMask block;
   CHECK(BuildBlockMask(mask->parts.fixed, sizes, kernel.rows, kernel.keys, &block).ok());
-  int multiprocessors = 0, major = 0;
+  int sm_count = 0, major = 0;
   CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0) == cudaSuccess && major == 9,
-        "the kernels that draw are for compute capability 9.0");
-  CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, 0) == cudaSuccess);
-  const int workers = multiprocessors * kernel.workers;
-  const cuda::WorkPlan plan = cuda::PlanWork(block, cuda::WalkOf(block), 1, kHeads, workers, kHeads, kernel.cost, true);
-  CHECK(plan.drawn() > workers, plan.drawn(), " rows are drawn by ", workers, " workers");
+        "dynamic scheduling needs compute capability 9.0");
+  CHECK(cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, 0) == cudaSuccess);
+  const int ctas = sm_count * kernel.ctas_per_sm;
+  const cuda::TileSchedule schedule =
+      cuda::MakeTileSchedule(block, cuda::MakeTileList(block), 1, kHeads, ctas, kHeads, kernel.cost, true);
+  CHECK(schedule.dynamic_tiles() > ctas, schedule.dynamic_tiles(), " dynamic tiles for ", ctas, " CTAs");
   AttentionArgs args;
   args.B = 1, args.H = args.G = kHeads, args.S = args.T = kRows, args.D = args.Dv = kSize;
   args.dtype = DType::kF16;
@@ -92,7 +93,7 @@ TEST(CudaDrawsInTurnAndSideBySide) {
     for (void* output : outputs) CHECK(cudaMemset(output, 0xff, 2 * kCount) == cudaSuccess);
     CHECK(cudaDeviceSynchronize() == cudaSuccess);
   };
-  Keeper keeper;  // of captured runs' masks and counts
+  Keeper keeper;  // holds masks and tile counters of captured runs
   const auto queue = [&](int output, cudaStream_t stream) {
     args.output = outputs[output];
     RunContext context;
@@ -108,31 +109,31 @@ TEST(CudaDrawsInTurnAndSideBySide) {
     const test::attention::Chosen chosen(kOther);
     queue(1, device.streams[0]);
   }
-  const test::attention::Chosen chosen(kDraws);
+  const test::attention::Chosen chosen(kDynamic);
   queue(0, device.streams[0]);
   CHECK(cudaDeviceSynchronize() == cudaSuccess);
-  const Halves alone = Read(outputs[0]), other = Read(outputs[1]);
-  CHECK(std::count(alone.begin(), alone.end(), uint16_t{0xffff}) == 0, "outputs are left out");
+  const Values16 alone = Read(outputs[0]), other = Read(outputs[1]);
+  CHECK(std::count(alone.begin(), alone.end(), uint16_t{0xffff}) == 0, "some outputs are not written");
   double most = 0;
   for (size_t i = 0; i < alone.size(); ++i) {
     const double own = test::LoadFloat(DType::kF16, &alone[i]), its = test::LoadFloat(DType::kF16, &other[i]);
     most = std::max(most, std::abs(own - its));
   }
-  CHECK(most <= 2e-3, "differs by ", most, " from a kernel that draws nothing");
+  CHECK(most <= 2e-3, "differs by ", most, " from a kernel with a static schedule");
   int cases = 0;
   const auto check = [&](const char* what) {
     CHECK(cudaDeviceSynchronize() == cudaSuccess);
     for (const void* output : outputs) CHECK(Read(output) == alone, what, ": run ", cases, " gives other results");
     ++cases;
   };
-  // Each may begin while the one before it ends.
+  // Each run may begin while the previous one ends.
   clear();
   for (int i = 0; i < 4; ++i) queue(i, device.streams[0]);
   check("one stream");
   clear();
   for (int i = 0; i < 4; ++i) queue(i, device.streams[i % 2]);
   check("two streams");
-  // Two graphs of one stream's runs, one of which runs on the other stream.
+  // Two graphs captured from one stream, one of which is launched on the other.
   cudaGraphExec_t instances[2] = {};
   for (int g = 0; g < 2; ++g) {
     cudaGraph_t graph = nullptr;
@@ -149,7 +150,7 @@ TEST(CudaDrawsInTurnAndSideBySide) {
     }
     check("graphs");
   }
-  // A captured run beside one that is not.
+  // A captured run concurrent with a plain one.
   clear();
   CHECK(cudaGraphLaunch(instances[0], device.streams[0]) == cudaSuccess);
   for (int i = 2; i < 4; ++i) queue(i, device.streams[1]);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Counts of drawn rows: who shares one, that each is 0 at first, and who frees it. The runtime is the tests' own
+// Atomic tile counters: which streams share one, that each is 0 at first, and who frees it. The CUDA runtime is a fake
 // (fake_cuda.h), so that no GPU is needed.
 #include <cuda_runtime.h>
 
@@ -18,25 +18,25 @@
 namespace stof::test {
 namespace {
 
-using cuda::DrawCounts;
+using cuda::TileCounters;
 
-// A mask's counts, whose zeros are the host's here.
+// The tile counters of a schedule, with zeros in host memory.
 struct Counts {
-  std::vector<int32_t> zeros = std::vector<int32_t>(DrawCounts::kStreams * DrawCounts::kApart, 0);
-  DrawCounts counts;
+  std::vector<int32_t> zeros = std::vector<int32_t>(TileCounters::kStreams * TileCounters::kStride, 0);
+  TileCounters counts;
   Counts() { counts.Begin(zeros.data()); }
   bool IsZero(const int32_t* count) const { return count >= zeros.data() && count < zeros.data() + zeros.size(); }
-  // A kernel that uses the count leaves it 0.
+  // A kernel that uses the counter leaves it 0.
   int32_t* Get(cudaStream_t stream, Keeper* keeper = nullptr) const {
     int32_t* count = nullptr;
     const Status status = counts.Get(stream, keeper, &count);
     CHECK(status.ok() && count != nullptr, status.message());
-    CHECK(*count == 0, "a count is ", *count, " at first");
+    CHECK(*count == 0, "a tile counter is ", *count, " at first");
     return count;
   }
 };
 
-// Uploads have a stream that is made once and stays.
+// Makes the stream for uploads, which lives for ever, before anything is counted.
 fake::Live Begin() {
   cudaStream_t uploads = nullptr;
   const Status status = cuda::UploadStream(&uploads);
@@ -44,9 +44,9 @@ fake::Live Begin() {
   return fake::GetLive();
 }
 
-TEST(DrawCountsAreOneForEachStream) {
+TEST(TileCountersAreOneAStream) {
   const fake::Live before = Begin();
-  constexpr size_t kMany = DrawCounts::kStreams + 8;
+  constexpr size_t kMany = TileCounters::kStreams + 8;
   {
     const Counts counts;
     const std::vector<fake::Stream> streams(kMany);
@@ -56,8 +56,8 @@ TEST(DrawCountsAreOneForEachStream) {
     CHECK(live.blocks == before.blocks + 8 && live.bytes == before.bytes + 32, live.blocks, " blocks");
     CHECK(std::set<int32_t*>(found.begin(), found.end()).size() == kMany);
     for (size_t i = 0; i < kMany; ++i) {
-      CHECK(counts.IsZero(found[i]) == (i < DrawCounts::kStreams), "count ", i);
-      CHECK(i == 0 || !counts.IsZero(found[i]) || found[i] - found[i - 1] == DrawCounts::kApart, "count ", i);
+      CHECK(counts.IsZero(found[i]) == (i < TileCounters::kStreams), "count ", i);
+      CHECK(i == 0 || !counts.IsZero(found[i]) || found[i] - found[i - 1] == TileCounters::kStride, "count ", i);
     }
     for (size_t i = kMany; i-- > 0;) CHECK(counts.Get(streams[i].get()) == found[i], "count ", i);
     CHECK(fake::GetLive().blocks == before.blocks + 8);
@@ -66,8 +66,8 @@ TEST(DrawCountsAreOneForEachStream) {
   CountCases(kMany);
 }
 
-// A count may still be in use by the kernels of a stream that is gone, whose handle another one has now.
-TEST(DrawCountsAreNotThoseOfAStreamThatIsGone) {
+// Kernels of a destroyed stream may still use its counter; a new stream may have its handle.
+TEST(TileCountersOfDestroyedStreamsAreNotReused) {
   const fake::Live before = Begin();
   {
     const Counts counts;
@@ -83,7 +83,7 @@ TEST(DrawCountsAreNotThoseOfAStreamThatIsGone) {
   CountCases(1);
 }
 
-TEST(DrawCountsOfCapturesAreTheirKeepers) {
+TEST(TileCountersOfCapturesBelongToTheKeeper) {
   const fake::Live before = Begin();
   int32_t* stays = nullptr;
   {
@@ -99,7 +99,7 @@ TEST(DrawCountsOfCapturesAreTheirKeepers) {
       CHECK(fake::GetLive().blocks == before.blocks + 3);
       stays = counts.Get(stream.get());
     }
-    // The mask is gone, and the graph is not.
+    // The schedule is destroyed before the graph.
     CHECK(fake::GetLive().blocks == before.blocks + 4);
     keeper.reset();
     CHECK(fake::GetLive().blocks == before.blocks + 1 && *stays == 0);
@@ -109,7 +109,7 @@ TEST(DrawCountsOfCapturesAreTheirKeepers) {
   CountCases(4);
 }
 
-TEST(DrawCountsAreNotMadeForLoading) {
+TEST(TileCountersAreNotMadeForLoading) {
   const fake::Live before = Begin();
   struct Loader {
     Counts counts;
@@ -119,11 +119,11 @@ TEST(DrawCountsAreNotMadeForLoading) {
       ++loader.runs;
       int32_t* count = loader.counts.zeros.data();
       const Status status = loader.counts.counts.Get(static_cast<cudaStream_t>(context.stream), nullptr, &count);
-      return status.ok() && count != nullptr ? Status::Error("a count is there") : status;
+      return status.ok() && count != nullptr ? Status::Error("there is a counter") : status;
     }
   } loader;
   const auto load = [&loader] { return cuda::LoadKernels(0xd4a3, Loader::Queue, &loader, RunContext()); };
-  // What failed is tried again, what succeeded is not.
+  // A failed load is repeated, a successful one is not.
   fake::FailCall(1);
   CHECK(!load().ok() && loader.runs == 0, loader.runs, " runs");
   for (int i = 0; i < 2; ++i) {
@@ -134,19 +134,19 @@ TEST(DrawCountsAreNotMadeForLoading) {
   CountCases(3);
 }
 
-TEST(DrawCountsThatFailLeaveNothing) {
+TEST(TileCountersThatFailLeaveNothing) {
   const fake::Live before = Begin();
   {
     const fake::Stream stream;
-    const std::vector<fake::Stream> others(DrawCounts::kStreams);
+    const std::vector<fake::Stream> others(TileCounters::kStreams);
     const Counts counts;
     for (const fake::Stream& other : others) counts.Get(other.get());
-    // Beyond those that are there, and of a capture. A stream that does not tell is taken for one that is captured.
+    // Counters beyond the preallocated ones, and of a capture. A stream of unknown state counts as captured.
     const char* const tells = "cudaStreamIsCapturing";
     const std::map<std::string, std::string> making = {{"cudaGetDevice", "current device"},
-                                                       {"cudaMalloc", "memory for a count of drawn rows"},
-                                                       {"cudaMemsetAsync", "clearing of a count of drawn rows"},
-                                                       {"cudaStreamSynchronize", "clearing of a count of drawn rows"}};
+                                                       {"cudaMalloc", "memory for a tile counter"},
+                                                       {"cudaMemsetAsync", "clearing of a tile counter"},
+                                                       {"cudaStreamSynchronize", "clearing of a tile counter"}};
     int32_t* count = nullptr;
     const auto get = [&](Keeper* keeper) {
       const Status status = counts.counts.Get(stream.get(), keeper, &count);
@@ -166,8 +166,8 @@ TEST(DrawCountsThatFailLeaveNothing) {
   CountCases(9);
 }
 
-// A stream of which CUDA cannot say whether it is captured is taken for captured, and nobody finds the error.
-TEST(DrawCountsOfUnknownStreamsAreTheirOwn) {
+// A stream whose capture state CUDA cannot give counts as captured, and the error is cleared.
+TEST(TileCountersOfUnknownStreamsAreTheirOwn) {
   const fake::Live before = Begin();
   {
     const fake::Stream stream;
@@ -178,7 +178,7 @@ TEST(DrawCountsOfUnknownStreamsAreTheirOwn) {
     CHECK(counts.Get(stream.get(), &keeper) != own);
     CHECK(fake::FailedCall() == "cudaStreamIsCapturing", fake::FailedCall());
     CHECK(counts.Get(stream.get(), &keeper) == own);
-    // Nor does a run get memory in its order; its end is waited for, where that is possible.
+    // Such a run gets no stream-ordered memory; the stream is synchronized where that is possible.
     void* memory = nullptr;
     for (const auto& [call, name] : {std::pair(1, "cudaStreamIsCapturing"), std::pair(2, "cudaGetDevice")}) {
       fake::FailCall(call);
@@ -194,13 +194,13 @@ TEST(DrawCountsOfUnknownStreamsAreTheirOwn) {
   CountCases(5);
 }
 
-TEST(DrawCountsServeManyThreads) {
+TEST(TileCountersServeManyThreads) {
   const fake::Live before = Begin();
-  constexpr size_t kThreads = 4, kMany = 2 * DrawCounts::kStreams, kRounds = 20;
+  constexpr size_t kThreads = 4, kMany = 2 * TileCounters::kStreams, kRounds = 20;
   for (size_t round = 0; round < kRounds; ++round) {
     const std::vector<fake::Stream> streams(kMany);
     const fake::Stream captured;
-    const fake::Capture capture(captured.get());  // which nobody disturbs, those that free counts neither
+    const fake::Capture capture(captured.get());  // which no other thread may break, not even by freeing counters
     const Counts counts;
     Keeper keeper;
     std::vector<std::vector<int32_t*>> found(kThreads, std::vector<int32_t*>(kMany));
@@ -217,7 +217,7 @@ TEST(DrawCountsServeManyThreads) {
     const std::set<int32_t*> all(found[0].begin(), found[0].end());
     CHECK(all.size() == kMany && all.count(nullptr) == 0, "round ", round);
     for (const int32_t* count : all) CHECK(*count == 0, "round ", round);
-    constexpr int64_t kMade = kMany - DrawCounts::kStreams + kThreads * 3 * kMany / 16;
+    constexpr int64_t kMade = kMany - TileCounters::kStreams + kThreads * 3 * kMany / 16;
     CHECK(fake::GetLive().blocks == before.blocks + kMade, "round ", round);
   }
   fake::CheckTidy(before, "counts");

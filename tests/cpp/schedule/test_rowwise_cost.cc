@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is counted of a mask for the row-wise kernel, against the expression pair by pair, and what follows from it.
+// The row-wise cost model: its counts against the expression pair by pair, and its predictions against measurements.
 #include <algorithm>
 #include <functional>
 #include <string>
@@ -46,7 +46,7 @@ TEST(PairsOfAMaskAreCounted) {
                 kept[static_cast<size_t>(q / m * columns + k / n)] = true;
               }
               wanted.pairs += keys;
-              wanted.longest = std::max(wanted.longest, keys);
+              wanted.most_keys = std::max(wanted.most_keys, keys);
             }
             wanted.tiles += std::count(kept.begin(), kept.end(), true);
           }
@@ -56,7 +56,8 @@ TEST(PairsOfAMaskAreCounted) {
         const std::string where = Text(mask.text, " S ", S, " T ", T, " tile ", m, "x", n);
         CHECK(found.pairs == wanted.pairs, where, ": ", found.pairs, " pairs, expected ", wanted.pairs);
         CHECK(found.tiles == wanted.tiles, where, ": ", found.tiles, " tiles, expected ", wanted.tiles);
-        CHECK(found.longest == wanted.longest, where, ": longest ", found.longest, ", expected ", wanted.longest);
+        CHECK(found.most_keys == wanted.most_keys, where, ": most keys ", found.most_keys, ", expected ",
+              wanted.most_keys);
         ++cases;
       }
     }
@@ -64,8 +65,8 @@ TEST(PairsOfAMaskAreCounted) {
   CountCases(cases);
 }
 
-// What was measured on an H100: which of the two is faster, where they are not close.
-TEST(RowsAreTakenWhereKeysAreScattered) {
+// Measured on an H100: which kernel is faster, where the times are not close.
+TEST(RowwiseIsChosenWhereKeysAreScattered) {
   struct Known {
     const char* text;
     int64_t H, S;
@@ -83,16 +84,16 @@ TEST(RowsAreTakenWhereKeysAreScattered) {
       {"k <= q", 16, 2048, 128, false, false},
       {"(q - k) % 128 == 0", 32, 8192, 512, true, true},
       {"abs(q - k) <= 32 and (q - k) % 8 == 0", 16, 4096, 128, false, false},
-      // One row of all keys makes the others wait.
+      // One row attends all keys, and one warp computes it.
       {"(q - k) % 512 == 0 or q == 7", 16, 4096, 128, false, false},
   };
-  constexpr int kMultiprocessors = 132;
+  constexpr int kSmCount = 132;
   for (const Known& it : known) {
     const ExprSizes sizes = {1, it.H, it.S, it.S, 0};
     const cuda::MaskCounts tiled = cuda::CountPairs(BuiltMask(it.text, sizes, 128, 64), 1, it.H);
     const cuda::MaskCounts fine = cuda::CountPairs(BuiltMask(it.text, sizes, 64, 64), 1, it.H);
-    const double rows = cuda::PredictRows(fine, it.H * it.S, it.head_bytes, kMultiprocessors);
-    const double tiles = cuda::PredictSm80(tiled, it.head_bytes, it.fp32, kMultiprocessors);
+    const double rows = cuda::PredictRowwise(fine, it.H * it.S, it.head_bytes, kSmCount);
+    const double tiles = cuda::PredictSm80(tiled, it.head_bytes, it.fp32, kSmCount);
     CHECK((rows < tiles) == it.rows, it.text, " head bytes ", it.head_bytes, ": rows ", rows, " ns, tiles ", tiles);
   }
   CountCases(static_cast<int64_t>(known.size()));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a plan's order has come from memory, by a model of the L2 cache. Needs no GPU.
+// Memory traffic of tile schedules, by a model of the L2 cache. Needs no GPU.
 #include <algorithm>
 #include <list>
 #include <map>
@@ -11,42 +11,44 @@
 namespace stof::test {
 namespace {
 
-using cuda::LeadOf;
-using cuda::PlanWork;
+using cuda::LeadingSkips;
+using cuda::MakeTileList;
+using cuda::MakeTileSchedule;
 using cuda::TileCost;
-using cuda::TrailOf;
-using cuda::Walk;
-using cuda::WalkOf;
-using cuda::WorkItem;
-using cuda::WorkPlan;
+using cuda::TileList;
+using cuda::TileSchedule;
+using cuda::TrailingSkips;
+using cuda::WorkTile;
 
 constexpr const char* kGlobal = "abs(q - k) <= 128 or k < 64 or q < 64";
-constexpr int kWorkers = 132;
+constexpr int kCtas = 132;
 // 128 x 64 at D = 128, whose keys and values of a tile take 32 KiB.
 constexpr TileCost kCost = {1278, 840, 948, 1, 0, false, 74, true, 1};
-constexpr size_t kCached = (size_t{16} << 20) / (32 * 1024);  // what is left of the device's cache beside the rest
+constexpr size_t kCached = (size_t{16} << 20) / (32 * 1024);  // tiles; L2 also holds other tensors
 
-// Tiles of keys and values that do not come from a cache of so many, the least recently used of which makes room.
-// Workers take the costs' times; what is drawn is taken by who is done first.
-int64_t TilesFromMemory(const WorkPlan& plan, const BlockMask& mask, const Walk& walk, const TileCost& cost,
+// L2 misses, in tiles of keys and values, of an LRU cache of `cached` tiles. CTAs run at the modelled costs, and the
+// CTA that is done first fetches the next dynamic tile.
+int64_t TilesFromMemory(const TileSchedule& schedule, const BlockMask& mask, const TileList& list, const TileCost& cost,
                         size_t cached) {
-  std::vector<std::tuple<int64_t, int64_t, int32_t>> reads;  // when, of which head, which tile
-  std::vector<int64_t> now(static_cast<size_t>(plan.workers()), 0);
-  const auto take = [&](int64_t* when, const WorkItem& item) {
+  std::vector<std::tuple<int64_t, int64_t, int32_t>> reads;  // time, head, tile
+  std::vector<int64_t> now(static_cast<size_t>(schedule.ctas()), 0);
+  const auto take = [&](int64_t* when, const WorkTile& tile) {
     *when += cost.row;
-    for (int32_t at = item.begin; at < item.end; ++at) {
+    for (int32_t at = tile.begin; at < tile.end; ++at) {
       const auto entry = static_cast<size_t>(at);
-      reads.emplace_back(*when, item.item / mask.rows, walk.key_tile[entry]);
-      const int32_t code = walk.code[entry];
-      const int passed = (LeadOf(code) | TrailOf(code)) != 0 ? 1 : 0;  // by one group of two
-      *when += code < 0 ? cost.full : cost.partial * (4 - passed) / 4;
+      reads.emplace_back(*when, tile.index / mask.rows, list.key_tile[entry]);
+      const int32_t code = list.code[entry];
+      const int skipped =
+          (LeadingSkips(code) | TrailingSkips(code)) != 0 ? 1 : 0;  // one row group of two skips the tile
+      *when += code < 0 ? cost.full : cost.partial * (4 - skipped) / 4;
     }
   };
   for (size_t w = 0; w < now.size(); ++w) {
-    for (int32_t at = plan.begin[w]; at < plan.begin[w + 1]; ++at) take(&now[w], plan.items[static_cast<size_t>(at)]);
+    for (int32_t at = schedule.begin[w]; at < schedule.begin[w + 1]; ++at)
+      take(&now[w], schedule.tiles[static_cast<size_t>(at)]);
   }
-  for (auto at = static_cast<size_t>(plan.begin.back()); at < plan.items.size(); ++at) {
-    take(&*std::min_element(now.begin(), now.end()), plan.items[at]);
+  for (auto at = static_cast<size_t>(schedule.begin.back()); at < schedule.tiles.size(); ++at) {
+    take(&*std::min_element(now.begin(), now.end()), schedule.tiles[at]);
   }
   std::sort(reads.begin(), reads.end());
   std::list<std::pair<int64_t, int32_t>> recent;
@@ -70,38 +72,37 @@ int64_t TilesFromMemory(const WorkPlan& plan, const BlockMask& mask, const Walk&
   return missed;
 }
 
-void CheckRowsOnce(const WorkPlan& plan, int64_t rows, const std::string& where) {
+void CheckRowsOnce(const TileSchedule& schedule, int64_t rows, const std::string& where) {
   std::vector<int> seen(static_cast<size_t>(rows), 0);
-  for (const WorkItem& item : plan.items) {
-    const int32_t part = cuda::PartOf(item);
-    seen[static_cast<size_t>(item.item)] += part < 0 ? 3 : 1 << part;  // halves are 0 and 1
+  for (const WorkTile& tile : schedule.tiles) {
+    const int32_t subtile = cuda::SubtileOf(tile);
+    seen[static_cast<size_t>(tile.index)] += subtile < 0 ? 3 : 1 << subtile;  // half tiles are 0 and 1
   }
   CHECK(std::all_of(seen.begin(), seen.end(), [](int n) { return n == 3; }), where);
 }
 
 struct Traffic {
-  double before, after;  // tiles from memory for each that there is, as dealt out for a prediction and for a run
+  double before, after;  // misses a tile, without and with refinement
 };
-Traffic TrafficOf(const char* text, const ExprSizes& sizes, int64_t section, const TileCost& cost) {
+Traffic TrafficOf(const char* text, const ExprSizes& sizes, int64_t l2_heads, const TileCost& cost) {
   const BlockMask mask = BuiltMask(text, sizes, 128, 64);
-  const Walk walk = WalkOf(mask);
+  const TileList list = MakeTileList(mask);
   const auto all = static_cast<double>(sizes.B * sizes.H * (sizes.T / 64));
   double found[2];
-  for (const bool finish : {false, true}) {
-    const WorkPlan plan = PlanWork(mask, walk, sizes.B, sizes.H, kWorkers, section, cost, finish);
-    CheckRowsOnce(plan, sizes.B * sizes.H * mask.rows, text);
-    found[finish] = static_cast<double>(TilesFromMemory(plan, mask, walk, cost, kCached)) / all;
-    CHECK(found[finish] >= 1.0, text, ": some tiles were never read");
+  for (const bool refine : {false, true}) {
+    const TileSchedule schedule = MakeTileSchedule(mask, list, sizes.B, sizes.H, kCtas, l2_heads, cost, refine);
+    CheckRowsOnce(schedule, sizes.B * sizes.H * mask.rows, text);
+    found[refine] = static_cast<double>(TilesFromMemory(schedule, mask, list, cost, kCached)) / all;
+    CHECK(found[refine] >= 1.0, text, ": some tiles were never read");
   }
   return {found[0], found[1]};
 }
 
-// Rows of global tokens read all keys of their heads a second time, long before or after the other rows, unless these
-// go along with them: those of two thirds of 32 heads, for the rest is over when such a row is, and of nearly all of
-// more heads.
-TEST(WorkPlansReadKeysOfGlobalTokensOnce) {
-  TileCost halves = kCost;  // of a kernel that halves rows instead of drawing them
-  halves.draws = false;
+// Tile rows of global tokens read all keys of their heads a second time, unless they are co-scheduled with the band:
+// that of two thirds of 32 heads, as the rest is done before such a tile row ends, and of nearly all of more heads.
+TEST(TileSchedulesReadKeysOfGlobalTokensOnce) {
+  TileCost halves = kCost;  // a kernel with half tiles instead of dynamic ones
+  halves.dynamic = false;
   int cases = 0;
   for (const TileCost& cost : {kCost, halves}) {
     for (const auto& [batches, heads, length, again] : {std::tuple(1, 32, 8192, 0.6), std::tuple(1, 32, 16384, 0.6),
@@ -117,41 +118,41 @@ TEST(WorkPlansReadKeysOfGlobalTokensOnce) {
   CountCases(cases);
 }
 
-bool AreAlike(const WorkPlan& a, const WorkPlan& b) {
+bool HaveSameTiles(const TileSchedule& a, const TileSchedule& b) {
   return a.begin == b.begin &&
-         std::equal(a.items.begin(), a.items.end(), b.items.begin(), b.items.end(),
-                    [](const WorkItem& x, const WorkItem& y) { return x.item == y.item && x.begin == y.begin; });
+         std::equal(a.tiles.begin(), a.tiles.end(), b.tiles.begin(), b.tiles.end(),
+                    [](const WorkTile& x, const WorkTile& y) { return x.index == y.index && x.begin == y.begin; });
 }
 
-// Rows are dealt out as for a prediction where nothing goes beside long ones: masks that differ by head, keys that
-// heads share, keys beyond the queries, heads that the cache holds together, rows beside them that are long themselves,
-// and where rows come in parts.
-TEST(WorkPlansGoBesideLongRowsOnlyThere) {
+// Nothing is co-scheduled where masks differ by head, heads share keys, there are more keys than queries, L2 holds all
+// heads, the other tile rows are long themselves, or tile rows are split.
+TEST(TileSchedulesCoScheduleOnlyWhereItPays) {
   TileCost cost = kCost;
-  cost.draws = false;
-  const auto dealt = [&](const char* text, const ExprSizes& sizes, int64_t section, int64_t sharing) {
+  cost.dynamic = false;
+  const auto is_unrefined = [&](const char* text, const ExprSizes& sizes, int64_t l2_heads, int64_t group_size) {
     const BlockMask mask = BuiltMask(text, sizes, 128, 64);
-    const Walk walk = WalkOf(mask);
-    const WorkPlan plan = PlanWork(mask, walk, sizes.B, sizes.H, kWorkers, section, cost, true, sharing);
-    return AreAlike(plan, PlanWork(mask, walk, sizes.B, sizes.H, kWorkers, section, cost));
+    const TileList list = MakeTileList(mask);
+    const TileSchedule schedule =
+        MakeTileSchedule(mask, list, sizes.B, sizes.H, kCtas, l2_heads, cost, true, group_size);
+    return HaveSameTiles(schedule, MakeTileSchedule(mask, list, sizes.B, sizes.H, kCtas, l2_heads, cost));
   };
-  const ExprSizes sizes = {6, 32, 8192, 8192, 0};  // more rows than workers change with each other
-  CHECK(!dealt(kGlobal, sizes, 6, 1));
-  CHECK(dealt(kGlobal, sizes, 6, 4));
-  CHECK(dealt(kGlobal, sizes, 6 * 32, 1));
-  CHECK(dealt("abs(q - k) <= 128 or k < 64 or q < 64 + 64 * (h % 2)", sizes, 6, 1));
-  CHECK(dealt(kGlobal, {9, 32, 4096, 8192, 0}, 6, 1));
-  CHECK(dealt("abs(q - k) <= 128 or k < 64 or q < 64 or (q % 2048 < 128 and k < 2560)", sizes, 6, 1));
+  const ExprSizes sizes = {6, 32, 8192, 8192, 0};  // too many tile rows to rebalance
+  CHECK(!is_unrefined(kGlobal, sizes, 6, 1));
+  CHECK(is_unrefined(kGlobal, sizes, 6, 4));
+  CHECK(is_unrefined(kGlobal, sizes, 6 * 32, 1));
+  CHECK(is_unrefined("abs(q - k) <= 128 or k < 64 or q < 64 + 64 * (h % 2)", sizes, 6, 1));
+  CHECK(is_unrefined(kGlobal, {9, 32, 4096, 8192, 0}, 6, 1));
+  CHECK(is_unrefined("abs(q - k) <= 128 or k < 64 or q < 64 or (q % 2048 < 128 and k < 2560)", sizes, 6, 1));
   const BlockMask mask = BuiltMask(kGlobal, {1, 16, 4096, 4096, 0}, 64, 64);
-  const Walk walk = WalkOf(mask);
-  const TileCost parts = {3320, 1231, 1525, 1, 0, true};
-  const WorkPlan plan = PlanWork(mask, walk, 1, 16, 528, 4, parts, true);
-  CHECK(plan.parts() > 0 && AreAlike(plan, PlanWork(mask, walk, 1, 16, 528, 4, parts)));
+  const TileList list = MakeTileList(mask);
+  const TileCost split = {3320, 1231, 1525, 1, 0, true};
+  const TileSchedule schedule = MakeTileSchedule(mask, list, 1, 16, 528, 4, split, true);
+  CHECK(schedule.splits() > 0 && HaveSameTiles(schedule, MakeTileSchedule(mask, list, 1, 16, 528, 4, split)));
   CountCases(7);
 }
 
-// Long rows of different lengths fill workers unevenly where others go beside them: not at the price of a longer run.
-TEST(WorkPlansBesideLongRowsEndAsEarly) {
+// Co-scheduling long tile rows of different lengths unbalances CTAs: the makespan hardly grows.
+TEST(TileSchedulesCoScheduledEndAsEarly) {
   int cases = 0;
   for (const auto& [text, heads, length] :
        {std::tuple("(k <= q and q - k <= 4) or q >= S - 128 or (q % 1152 < 128 and k < 5820)", 16, 18432),
@@ -162,10 +163,10 @@ TEST(WorkPlansBesideLongRowsEndAsEarly) {
     const ExprSizes sizes = {1, heads, length, length, 0};
     for (const int n : {64, 128}) {
       const BlockMask mask = BuiltMask(text, sizes, 128, n);
-      const Walk walk = WalkOf(mask);
+      const TileList list = MakeTileList(mask);
       const TileCost cost = n == 64 ? kCost : TileCost{2553, 1381, 1506, 1, 0, false, 74};
-      const int64_t before = PlanWork(mask, walk, 1, heads, kWorkers, 2, cost).longest;
-      const int64_t after = PlanWork(mask, walk, 1, heads, kWorkers, 2, cost, true).longest;
+      const int64_t before = MakeTileSchedule(mask, list, 1, heads, kCtas, 2, cost).makespan;
+      const int64_t after = MakeTileSchedule(mask, list, 1, heads, kCtas, 2, cost, true).makespan;
       CHECK(after - before <= before / 32, text, " by ", n, ": ", after, " instead of ", before);
       ++cases;
     }
@@ -173,61 +174,61 @@ TEST(WorkPlansBesideLongRowsEndAsEarly) {
   CountCases(cases);
 }
 
-// 32 heads in sections of up to 6: two that are left for the last would have too few rows to even out what is uneven.
-TEST(WorkPlansShareOutCausalRows) {
+// 32 heads in L2 groups of up to 6: a last group of two heads would have too few tile rows to balance the loads.
+TEST(TileSchedulesBalanceCausalRows) {
   const ExprSizes sizes = {1, 32, 8192, 8192, 0};
   int cases = 0;
   for (const int m : {128, 192}) {
     const BlockMask mask = BuiltMask("k <= q", sizes, m, 64);
-    const Walk walk = WalkOf(mask);
+    const TileList list = MakeTileList(mask);
     const TileCost cost = {4554, 952, 1040};
-    for (int64_t section = 1; section <= 32; ++section) {
-      const WorkPlan plan = PlanWork(mask, walk, sizes.B, sizes.H, 132, section, cost);
-      const int64_t total = PlanWork(mask, walk, sizes.B, sizes.H, 1, section, cost).longest;
-      CHECK(plan.longest * 100 <= total / 132 * 102, m, " rows, section ", section, ": ", plan.longest, " of ",
-            total / 132);
+    for (int64_t l2_heads = 1; l2_heads <= 32; ++l2_heads) {
+      const TileSchedule schedule = MakeTileSchedule(mask, list, sizes.B, sizes.H, 132, l2_heads, cost);
+      const int64_t total = MakeTileSchedule(mask, list, sizes.B, sizes.H, 1, l2_heads, cost).makespan;
+      CHECK(schedule.makespan * 100 <= total / 132 * 102, m, " rows, L2 group of ", l2_heads, ": ", schedule.makespan,
+            " of ", total / 132);
       ++cases;
     }
   }
   CountCases(cases);
 }
 
-// Of one worker: sections of heads one after the other, then the smallest rows of all.
-TEST(WorkPlansKeepSectionsTogether) {
+// One CTA computes the L2 groups one after the other, then the smallest tile rows of all heads.
+TEST(TileSchedulesKeepL2GroupsTogether) {
   const ExprSizes sizes = {1, 32, 4096, 4096, 0};
   const BlockMask mask = BuiltMask("k <= q", sizes, 128, 128);
-  const WorkPlan plan = PlanWork(mask, WalkOf(mask), sizes.B, sizes.H, 1, 6, {2700, 1380, 1480});
+  const TileSchedule schedule = MakeTileSchedule(mask, MakeTileList(mask), sizes.B, sizes.H, 1, 6, {2700, 1380, 1480});
   const auto rows = static_cast<int32_t>(mask.rows);
   size_t at = 0;
   int32_t highest = 0;
-  for (int32_t section = 0; section < 6; ++section) {
-    const int32_t first = 32 * section / 6, last = 32 * (section + 1) / 6;
-    for (; at < plan.items.size() && plan.items[at].item / rows < last; ++at) {
-      if (plan.items[at].item / rows < first) break;  // the last part has begun
-      highest = std::max(highest, plan.items[at].item / rows);
+  for (int32_t l2_heads = 0; l2_heads < 6; ++l2_heads) {
+    const int32_t first = 32 * l2_heads / 6, last = 32 * (l2_heads + 1) / 6;
+    for (; at < schedule.tiles.size() && schedule.tiles[at].index / rows < last; ++at) {
+      if (schedule.tiles[at].index / rows < first) break;  // the smallest tile rows have begun
+      highest = std::max(highest, schedule.tiles[at].index / rows);
     }
-    CHECK(highest == last - 1, "section ", section, " ends with head ", highest);
+    CHECK(highest == last - 1, "an L2 group of ", l2_heads, " ends with head ", highest);
   }
-  int64_t held = 0, total = 0;
-  for (size_t i = 0; i < plan.items.size(); ++i) {
-    const int64_t tiles = plan.items[i].end - plan.items[i].begin;
+  int64_t last_tiles = 0, total = 0;
+  for (size_t i = 0; i < schedule.tiles.size(); ++i) {
+    const int64_t tiles = schedule.tiles[i].end - schedule.tiles[i].begin;
     total += tiles;
     if (i < at) continue;
-    held += tiles;
-    CHECK(tiles <= 8, "a row of ", tiles, " tiles was held back");
+    last_tiles += tiles;
+    CHECK(tiles <= 8, "a tile row of ", tiles, " tiles comes last");
   }
-  CHECK(held > 0 && held * 32 <= total, held, " of ", total, " tiles are held back");
+  CHECK(last_tiles > 0 && last_tiles * 32 <= total, last_tiles, " of ", total, " tiles come last");
   CountCases(1);
 }
 
-// The smallest rows of all heads do not come last where workers can change rows with each other, or draw them: they
-// would have all keys come from memory again.
-TEST(WorkPlansKeepSmallRowsWithTheirHeads) {
+// Where the schedule is rebalanced or has dynamic tiles, the smallest tile rows of all heads do not come last: there
+// they would read all keys from memory again.
+TEST(TileSchedulesKeepSmallRowsWithTheirHeads) {
   const std::string random =
       "((q // 128) * 7919 + (k // 128) * 104729 + (q // 128) * (k // 128) * 31 + "
       "(q // 128) * (q // 128) * 17) % 1009 % 100 < 12";
   TileCost halves = kCost;
-  halves.draws = false;
+  halves.dynamic = false;
   int cases = 0;
   for (const TileCost& cost : {kCost, halves}) {
     for (const auto& [text, length] : {std::pair(random, 8192), std::pair(random, 16384)}) {
@@ -241,8 +242,8 @@ TEST(WorkPlansKeepSmallRowsWithTheirHeads) {
   CountCases(cases);
 }
 
-// What has no such rows, or rows beside them that read keys all over, is read head by head as before.
-TEST(WorkPlansKeepHeadsTogetherElsewhere) {
+// Without long tile rows, or without a band beside them, refinement reads head by head as LPT does.
+TEST(TileSchedulesKeepHeadsTogetherElsewhere) {
   int cases = 0;
   for (const auto& [text, heads] : {std::pair("k <= q", 32), std::pair("k <= q", 8),
                                     std::pair("abs(q - k) <= 128 or k < 64", 32), std::pair("abs(q - k) <= 128", 32),

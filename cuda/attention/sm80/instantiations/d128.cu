@@ -4,9 +4,9 @@
 namespace stof {
 namespace cuda {
 
-Launch FindSm80D128(bool bf16, bool extras) {
-  if (bf16) return extras ? LaunchSm80<128, __nv_bfloat16, true> : LaunchSm80<128, __nv_bfloat16, false>;
-  return extras ? LaunchSm80<128, __half, true> : LaunchSm80<128, __half, false>;
+Launch FindSm80D128(bool bf16, bool score_mod) {
+  if (bf16) return score_mod ? LaunchSm80<128, __nv_bfloat16, true> : LaunchSm80<128, __nv_bfloat16, false>;
+  return score_mod ? LaunchSm80<128, __half, true> : LaunchSm80<128, __half, false>;
 }
 
 }  // namespace cuda

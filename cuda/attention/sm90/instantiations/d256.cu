@@ -4,8 +4,9 @@
 namespace stof {
 namespace cuda {
 
-const Sm90Kernel* FindSm90D256(bool bf16, Extras extras) {
-  return sm90::Wide<256, 64, 3000, 1390, 1480>::Find(bf16, extras);
+// WideHeads: head size, keys of a tile; nanoseconds of a tile row, a full and a partial tile.
+const Sm90Kernel* FindSm90D256(bool bf16, ScoreMod score_mod) {
+  return sm90::WideHeads<256, 64, 3000, 1390, 1480>::Find(bf16, score_mod);
 }
 
 }  // namespace cuda

@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+// Compile-time shape of the split-KV decode kernel, and its loads.
+#ifndef STOF_CUDA_ATTENTION_DECODE_SPLITKV_SHAPE_CUH_
+#define STOF_CUDA_ATTENTION_DECODE_SPLITKV_SHAPE_CUH_
+
+#include <cuda_runtime.h>
+
+#include "cuda/attention/params.h"
+
+namespace stof {
+namespace cuda {
+
+template <int kHead, typename T, int kBlocks>
+struct DecodeShape {
+  static constexpr int kWarps = 4, kThreads = 32 * kWarps;
+  static constexpr int kRows = 8 * kBlocks;
+  static constexpr int kPerLoad = 16 / static_cast<int>(sizeof(T));  // elements of a load
+  // Two register buffers take turns. Each holds 16 keys, or half of each of 16 keys where that needs too many
+  // registers.
+  static constexpr bool kHalfBuffers = kHead * sizeof(T) * kBlocks > 512;
+  static constexpr int kGroups = kHalfBuffers ? 1 : 2;  // groups of 16 keys in a step of a warp
+  static constexpr int kChunks =
+      kHead / (4 * kPerLoad) / (kHalfBuffers ? 2 : 1);  // loads of a key's row in a buffer, by 4 lanes
+  static constexpr int kLoads = 2 * kChunks;            // loads of a lane into a buffer
+  static constexpr int kWarpsPerTile = kTileKeys / (16 * kGroups);
+  static constexpr int kTilesAtOnce = kWarps / kWarpsPerTile;  // KV tiles that a CTA works on at once
+  static constexpr int kQueryChunks = kHead / (4 * kPerLoad);
+  static constexpr int kOutputs = kHead / 16;  // blocks of 16 output elements
+  static constexpr int kRegisters = kHead * static_cast<int>(sizeof(T)) * kBlocks;
+  static constexpr int kCtas = kRegisters <= 128 ? 4 : kRegisters <= 256 ? 3 : 2;  // CTAs an SM
+};
+
+// Loads 16 bytes that are read once; zeros where not `valid`.
+__device__ __forceinline__ void LoadOnce(uint32_t (&r)[4], const void* from, bool valid) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.s32 p, %5, 0;\nmov.u32 %0, 0;\nmov.u32 %1, 0;\nmov.u32 %2, 0;\nmov.u32 %3, 0;\n"
+      "@p ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+      : "=&r"(r[0]), "=&r"(r[1]), "=&r"(r[2]), "=&r"(r[3])
+      : "l"(from), "r"(static_cast<int>(valid)));
+}
+
+}  // namespace cuda
+}  // namespace stof
+#endif  // STOF_CUDA_ATTENTION_DECODE_SPLITKV_SHAPE_CUH_
