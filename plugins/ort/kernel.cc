@@ -79,7 +79,7 @@ bool IsOnItsDevice(const OrtApi* api, const OrtAllocator* allocator) {
 }
 
 // Does ahead what the first run would do, as far as the model gives the shapes.
-void PrepareKernel(const OrtApi* api, const OrtKernelInfo* info, Kernel* kernel) {
+void PrepareFirstRun(const OrtApi* api, const OrtKernelInfo* info, Kernel* kernel) {
   size_t count = 0;
   if (HasFailed(api, api->KernelInfo_GetInputCount(info, &count)) || count > kMaxInputs) return;
   std::vector<Tensor> inputs(count);
@@ -201,7 +201,7 @@ OrtStatus* ORT_API_CALL CreateKernel(const OrtCustomOp* op, const OrtApi* api, c
     if (kernel->on_cuda && HasFailed(api, api->KernelInfoGetAllocator(info, OrtMemTypeDefault, &kernel->allocator))) {
       kernel->allocator = nullptr;
     }
-    PrepareKernel(api, info, kernel.get());
+    PrepareFirstRun(api, info, kernel.get());
     *out = kernel.release();
     return nullptr;
   } catch (const std::exception& error) {
