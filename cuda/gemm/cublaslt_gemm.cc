@@ -11,6 +11,7 @@
 
 #include "cuda/common/status.h"
 #include "cuda/gemm/cublaslt.h"
+#include "plugins/core/contract/op.h"
 
 namespace stof {
 namespace cuda {
