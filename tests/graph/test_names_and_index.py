@@ -31,7 +31,7 @@ def test_every_node_gets_a_name_of_its_own() -> None:
     name_nodes(model)
     inner = model.graph.node[1].attribute[0].g.node[0].name
     assert [n.name for n in model.graph.node] == ["twice", "If_z"]
-    assert inner == "twice_2"
+    assert inner == "twice_1"
 
 
 def _nodes(text: str) -> list[onnx.NodeProto]:

@@ -46,7 +46,7 @@ class FreshNames:
 def name_nodes(model: onnx.ModelProto) -> None:
     """Gives every node of the main graph and its subgraphs a name of its own: TensorRT identifies layers by name."""
     nodes = list(all_nodes(model.graph.node))
-    names = FreshNames(n.name for n in nodes)
+    names = FreshNames((n.name for n in nodes), lambda name, number: f"{name}_{number - 1}")
     seen: set[str] = set()
     for node in nodes:
         if not node.name or node.name in seen:
