@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "plugins/core/contract/types.h"
+#include "plugins/core/base/types.h"
 
 namespace stof {
 

@@ -3,19 +3,22 @@
 #ifndef STOF_CPU_KERNEL_TABLE_H_
 #define STOF_CPU_KERNEL_TABLE_H_
 
-#include "cpu/attention/attention.h"
-#include "cpu/chain/chain.h"
-#include "cpu/gemm/gemm.h"
-#include "cpu/gemm/packed.h"
+#include <cstdint>
+
 #include "cpu/isa.h"
 
 namespace stof {
+struct CpuGemmArgs;
 namespace cpu {
+
+struct AttentionKernels;
+struct ChainKernels;
+struct PackedGemmKernels;
 
 struct KernelTable {
   const AttentionKernels* attention;
   const ChainKernels* chain;
-  GemmBlockFunction gemm_block;
+  void (*gemm_block)(const CpuGemmArgs& args, int64_t m0, int64_t n0, float* workspace);
   const PackedGemmKernels* packed_gemm;
 };
 const KernelTable& KernelsOf(CpuIsa isa);

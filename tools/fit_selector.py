@@ -47,7 +47,7 @@ MOVED = 0.001  # weight of changed cost ratios beside the regret
 HEAT = 0.0003  # initial temperature of annealing
 _TYPES = (np.int32,) * 5 + (np.uint32,)  # of a block mask's arrays
 _ENTRY = re.compile(
-    r"MakeKernel<Shape<(\d+), +(\d+), +(\d+), \d+, \d+, (\d+), (\d+)"
+    r"MakeKernel<Sm90Shape<(\d+), +(\d+), +(\d+), \d+, \d+, (\d+), (\d+)"
     r"(?:, ScoreMod::kNone(?:, k\w+)+)?>, T>\(([\d, ]+)\)"
 )
 

@@ -10,7 +10,7 @@
 #include <immintrin.h>
 #endif
 
-#include "plugins/core/contract/types.h"
+#include "plugins/core/base/types.h"
 
 namespace stof {
 namespace cpu {

@@ -14,8 +14,8 @@
 #include <vector>
 
 #include "cuda/attention/rowwise/api.h"
+#include "cuda/attention/rowwise/cost.h"
 #include "cuda/attention/select_key.h"
-#include "cuda/schedule/rowwise_cost.h"
 #include "plugins/core/mask/block_mask_cache.h"
 
 namespace stof {
@@ -184,7 +184,7 @@ Status Predict(const Sm90Kernel& kernel, const SelectionProblem& problem, int64_
 Status SelectRowwise(const SelectionProblem& problem, const Sm90Kernel* kernel, int head_bytes, bool fp32,
                      bool* rowwise) {
   static std::mutex mutex;
-  static auto* remembered = new std::unordered_map<RowwiseKey, bool, KeyHash>;
+  static auto* remembered = new std::unordered_map<RowwiseKey, bool, SelectionKeyHash>;
   const ExprSizes& sizes = problem.sizes;
   const RowwiseKey key{kernel, {problem.hash, sizes, problem.sm_count}, head_bytes, fp32};
   {
@@ -242,8 +242,9 @@ const Sm90Kernel* SelectForDeviceMask(const Sm90Kernel* kernels) {
 
 Status Select(const Sm90Kernel* kernels, const SelectionProblem& problem, const Sm90Kernel** selected) {
   static std::mutex mutex;
-  static auto* remembered = new std::unordered_map<SelectKey, const Sm90Kernel*,
-                                                   KeyHash>;  // never destroyed: threads may outlive static objects
+  static auto* remembered =
+      new std::unordered_map<SelectKey, const Sm90Kernel*,
+                             SelectionKeyHash>;  // never destroyed: threads may outlive static objects
   *selected = ForcedOf(kernels);
   if (*selected != nullptr) return Status();
   const SelectKey key{kernels, {problem.hash, problem.sizes, problem.sm_count}, problem.l2_heads, problem.kv_bytes};

@@ -9,7 +9,7 @@
 
 #include "cuda/attention/sm90/api.h"
 #include "cuda/mask/device_mask.h"
-#include "plugins/core/contract/status.h"
+#include "plugins/core/base/status.h"
 #include "plugins/core/mask/expr.h"
 
 namespace stof {

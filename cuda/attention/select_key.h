@@ -75,7 +75,8 @@ inline std::string Print(const RowwiseKey& key) {
   return Print(key.problem) + ", " + std::to_string(key.head_bytes) + " bytes a key" + (key.fp32 ? ", fp32" : "");
 }
 
-struct KeyHash {
+// The hash of these keys for std::unordered_map.
+struct SelectionKeyHash {
   template <typename Key>
   size_t operator()(const Key& key) const {
     return static_cast<size_t>(Hash(key));

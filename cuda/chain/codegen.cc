@@ -4,6 +4,7 @@
 // A thread has `repeats` times `vector` elements. Values that are the same for all of them are s1, s2, ...; those of an
 // element v1, v2, ... in a loop over j (repeats) and k (neighbours); what later passes over a row need again stays in
 // registers: inputs as they were read, r1[j], or values, k1[j][k].
+// Over 500 lines: one writer, whose members share the text and its indentation.
 #include "cuda/chain/codegen.h"
 
 #include <algorithm>

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "plugins/core/contract/status.h"
+#include "plugins/core/base/status.h"
 
 namespace stof {
 namespace cuda {

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "plugins/core/contract/types.h"
+#include "plugins/core/base/types.h"
 
 namespace stof {
 namespace cuda {

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "plugins/core/contract/status.h"
+#include "plugins/core/base/status.h"
 
 namespace stof {
 namespace cuda {

@@ -4,7 +4,7 @@
 #ifndef STOF_CUDA_COMMON_ONE_PROCESS_H_
 #define STOF_CUDA_COMMON_ONE_PROCESS_H_
 
-#include "plugins/core/contract/status.h"
+#include "plugins/core/base/status.h"
 #include "plugins/core/host/fork_guard.h"
 
 namespace stof {

@@ -7,7 +7,7 @@
 
 #include <string>
 
-#include "plugins/core/contract/status.h"
+#include "plugins/core/base/status.h"
 
 namespace stof {
 namespace cuda {

@@ -5,7 +5,7 @@
 
 #include <cuda_runtime.h>
 
-#include "plugins/core/contract/status.h"
+#include "plugins/core/base/status.h"
 
 namespace stof {
 namespace cuda {

@@ -24,7 +24,7 @@ constexpr int kTurnBarrier = 4;
 // by turns, of so many blocks of 64 rows.
 template <int kGroupCount, int kColumnCount, int kProductCount, int kStageCount, int kClusterM, int kClusterN,
           int kPerSm, int kTurnBlocks = 0>
-struct Shape {
+struct GemmSm90Shape {
   static constexpr int kGroups = kGroupCount, kColumns = kColumnCount, kProducts = kProductCount;
   static constexpr int kStages = kStageCount, kCm = kClusterM, kCn = kClusterN, kCtas = kPerSm;
   static constexpr bool kTurns = kTurnBlocks > 0;
@@ -55,11 +55,11 @@ struct Shape {
 };
 
 // Where a tile stands.
-struct Place {
+struct OutputTile {
   int m, n;
 };
 template <typename S>
-__device__ __forceinline__ Place PlaceOf(const GemmSm90Params& p, int tile, int cm, int cn) {
+__device__ __forceinline__ OutputTile OutputTileOf(const GemmSm90Params& p, int tile, int cm, int cn) {
   const int in_band = p.band * p.n_tiles;
   const int band = tile / in_band, rest = tile % in_band;
   const int high = min(p.band, p.m_tiles - band * p.band);
@@ -119,14 +119,14 @@ struct Consumer {
   }
 
   // The first row of a block of this warpgroup.
-  __device__ __forceinline__ int RowOf(const Place& place, int block) const {
+  __device__ __forceinline__ int RowOf(const OutputTile& place, int block) const {
     return place.m + 64 * (S::kTurns ? block : group);
   }
 
   // Writes the block of the tile whose products are in c. operands: of the first chunk where they are read ahead, and
   // then of the next block's.
   __device__ __forceinline__ void Finish(float (&c)[S::kTotal / 2], int block, Operands& operands,
-                                         const Place& place) const {
+                                         const OutputTile& place) const {
     const GemmTail& tail = p.tail;
     const int m = RowOf(place, block), row = m + 16 * warp + lane / 4;
     float of_row[2] = {1.0f, 1.0f};
@@ -264,7 +264,7 @@ __global__ void __cluster_dims__(S::kCm* S::kCn, 1, 1) __launch_bounds__(S::kThr
       const auto column_ctas = static_cast<uint16_t>(((1u << S::kCm) - 1u) << cn * S::kCm);
       uint32_t stage = 0, parity = 1;
       for (int tile = first; tile < tiles; tile += clusters) {
-        const Place place = PlaceOf<S>(p, tile, cm, cn);
+        const OutputTile place = OutputTileOf<S>(p, tile, cm, cn);
         for (int step = 0; step < p.steps; ++step) {
           const uint32_t barrier = full + 8 * stage, a = base + stage * S::kBytes, b = a + S::kBytesA;
           Wait(empty + 8 * stage, parity);
@@ -310,7 +310,7 @@ __global__ void __cluster_dims__(S::kCm* S::kCn, 1, 1) __launch_bounds__(S::kThr
     const int own_first = S::kTurns ? first + group * clusters : first, stride = S::kTurns ? 2 * clusters : clusters;
     if (S::kTurns && group == 1) pass(p.steps);
     for (int tile = own_first; tile < tiles; tile += stride) {
-      const Place place = PlaceOf<S>(p, tile, cm, cn);
+      const OutputTile place = OutputTileOf<S>(p, tile, cm, cn);
       typename Consumer<T, S>::Operands operands;
       // They come while the products are made.
       if constexpr (S::kAhead || S::kRenews) consumer.Load(operands, consumer.RowOf(place, 0), place.n);

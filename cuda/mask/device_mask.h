@@ -11,11 +11,11 @@
 #include <string>
 #include <unordered_map>
 
-#include "cuda/attention/params.h"
+#include "cuda/mask/mask_params.h"
 #include "cuda/schedule/dynamic_counter.h"
 #include "cuda/schedule/tile_schedule.h"
+#include "plugins/core/base/status.h"
 #include "plugins/core/contract/op.h"
-#include "plugins/core/contract/status.h"
 #include "plugins/core/host/hash.h"
 #include "plugins/core/mask/expr.h"
 

@@ -7,9 +7,9 @@
 
 #include <cuda_runtime.h>
 
-#include "cuda/attention/params.h"
 #include "cuda/common/mma_sm80.cuh"
 #include "cuda/mask/fragments.h"
+#include "cuda/mask/mask_params.h"
 
 namespace stof {
 namespace cuda {

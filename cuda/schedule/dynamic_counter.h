@@ -11,8 +11,8 @@
 #include <mutex>
 #include <vector>
 
+#include "plugins/core/base/status.h"
 #include "plugins/core/contract/op.h"
-#include "plugins/core/contract/status.h"
 
 namespace stof {
 namespace cuda {

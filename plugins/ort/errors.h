@@ -8,7 +8,7 @@
 #include <string>
 #include <string_view>
 
-#include "plugins/core/contract/status.h"
+#include "plugins/core/base/status.h"
 
 namespace stof::ort {
 

@@ -167,9 +167,9 @@ OrtStatus* ComputeChecked(const Kernel& kernel, OrtKernelContext* context) {
 
   Pool pool{api, context};
   {
-    Scratch scratch(api, allocator, run.on_cuda, run.stream);
+    RunScratch scratch(api, allocator, run.on_cuda, run.stream);
     run.parallel = {RunOnPool, &pool, RunThreads()};
-    run.allocate = Scratch::Allocate;
+    run.allocate = RunScratch::Allocate;
     run.self = &scratch;
     status = ToOrt(api, kernel.node, kernel.op->Run(inputs, ni, outputs, no, run));
   }

@@ -16,18 +16,18 @@ constexpr int kMaxThreads = 64;
 
 }  // namespace
 
-Scratch::Scratch(const OrtApi* api, OrtAllocator* allocator, bool on_device, void* stream)
+RunScratch::RunScratch(const OrtApi* api, OrtAllocator* allocator, bool on_device, void* stream)
     : api_(api), allocator_(allocator), backend_(on_device ? FindCudaBackend() : nullptr), stream_(stream) {}
 
-Scratch::~Scratch() {
+RunScratch::~RunScratch() {
   for (void* block : ordered_) backend_->free_async(stream_, block);
   // Without stream-ordered memory the arena gets its blocks back when the stream is done.
   if (!blocks_.empty() && backend_ != nullptr) backend_->synchronize_unless_capturing(stream_);
   for (void* block : blocks_) HasFailed(api_, api_->AllocatorFree(allocator_, block));
 }
 
-void* Scratch::Allocate(void* self, size_t bytes) {
-  auto* scratch = static_cast<Scratch*>(self);
+void* RunScratch::Allocate(void* self, size_t bytes) {
+  auto* scratch = static_cast<RunScratch*>(self);
   void* block = nullptr;
   bytes += kAlignment;
   if (scratch->backend_ == nullptr) {
@@ -37,7 +37,7 @@ void* Scratch::Allocate(void* self, size_t bytes) {
   } else {
     // An arena that grows while a graph is captured allocates.
     struct Call {
-      Scratch* scratch;
+      RunScratch* scratch;
       size_t bytes;
       void* block;
     } call{scratch, bytes, nullptr};
@@ -52,7 +52,7 @@ void* Scratch::Allocate(void* self, size_t bytes) {
   return reinterpret_cast<void*>((address + kAlignment - 1) / kAlignment * kAlignment);
 }
 
-void* Scratch::FromArena(size_t bytes) {
+void* RunScratch::FromArena(size_t bytes) {
   void* block = nullptr;
   if (HasFailed(api_, api_->AllocatorAlloc(allocator_, bytes, &block)) || block == nullptr) return nullptr;
   blocks_.push_back(block);

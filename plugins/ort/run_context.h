@@ -17,13 +17,13 @@ namespace stof::ort {
 // memory to a stream, but the call for it (KernelContext_GetScratchBuffer) ends the process when the arena is full: it
 // throws, and is noexcept (seen with gpu_mem_limit). So such memory comes from CUDA, in the order of the stream. While
 // a graph is captured it is the arena's, as all that the graph uses: ONNX Runtime then has one thread and one stream.
-class Scratch {
+class RunScratch {
  public:
   // stream: that of a device, and on_device.
-  Scratch(const OrtApi* api, OrtAllocator* allocator, bool on_device, void* stream);
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
-  ~Scratch();
+  RunScratch(const OrtApi* api, OrtAllocator* allocator, bool on_device, void* stream);
+  RunScratch(const RunScratch&) = delete;
+  RunScratch& operator=(const RunScratch&) = delete;
+  ~RunScratch();
   static void* Allocate(void* self, size_t bytes);  // RunContext::allocate
 
  private:

@@ -15,7 +15,7 @@ from stof.attention.emit import Rewrite, emit
 from stof.attention.find import find_sites
 from stof.errors import UnsupportedError
 from stof.mask.lift import lift
-from stof.site import EmptyRows
+from stof.mask.site import EmptyRows
 from stof.symbolic import Symbolic
 
 SIZES = ({"B": 2, "S": 19}, {"B": 1, "S": 3})

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from attention_forms import PACKED, PLAIN, assert_equivalent, model, only_site, rewrite
 
-from stof.site import Layout, TermKind
+from stof.mask.site import Layout, TermKind
 
 SIZES = ({"B": 2, "S": 19, "T": 19}, {"B": 1, "S": 3, "T": 3})
 PAST = ({"B": 2, "S": 7, "P": 12, "T": 19}, {"B": 1, "S": 1, "P": 30, "T": 31})

@@ -12,7 +12,7 @@ from attention_forms import rewrite
 import build
 from stof.attention.emit import Rewrite
 from stof.attention.find import find_sites
-from stof.site import Layout
+from stof.mask.site import Layout
 from stof.symbolic import Symbolic
 
 NAMES = build.names(narrow=True)

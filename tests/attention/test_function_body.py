@@ -11,11 +11,11 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
 
+from stof.attention.checks.reference import Problem, assert_close, random_problem, reference, reference_lse
 from stof.attention.function_body import OP, Variant, make_attention_function
 from stof.graph.index import DOMAIN, all_nodes
 from stof.mask.expression import MaskExpression
-from stof.runtime.attention_reference import Problem, assert_close, random_problem, reference, reference_lse
-from stof.site import EmptyRows, Layout
+from stof.mask.site import EmptyRows, Layout
 
 
 def run_body(problem: Problem, opset: int, lse: bool = False, others: int = 0) -> list[np.ndarray]:

@@ -18,7 +18,7 @@ import stof
 from stof.attention.function_body import OP, Variant, add_packed_inputs, make_attention_function
 from stof.graph.index import DOMAIN
 from stof.mask.expression import MaskExpression
-from stof.site import EmptyRows, Layout
+from stof.mask.site import EmptyRows, Layout
 
 D, DV = 8, 5
 SIZES = list(itertools.product((0, 1, 2), (0, 1, 3), (0, 1, 7)))  # of B, S and T

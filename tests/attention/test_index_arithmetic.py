@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from attention_forms import PLAIN, assert_equivalent, model, rewrite, run
 
-from stof.execution.inputs import evaluate
 from stof.symbolic import Symbolic, integer
+from stof.symbolic.algebra.sizes import evaluate
 
 SIZES = ({"B": 2, "S": 19}, {"B": 1, "S": 7})
 

@@ -16,12 +16,12 @@ import pytest
 from onnx import TensorProto, helper
 
 import stof
+from stof.attention.checks.reference import Problem, assert_close, random_problem, reference
 from stof.attention.function_body import OP, Variant, add_packed_inputs, make_attention_function
 from stof.graph.index import DOMAIN
 from stof.mask.expression import MaskExpression
-from stof.runtime.attention_reference import Problem, assert_close, random_problem, reference
+from stof.mask.site import EmptyRows, Layout
 from stof.runtime.library import LibraryError, Op, has_packed
-from stof.site import EmptyRows, Layout
 from stof.symbolic import Symbolic
 
 FLAT = ("BSN",) * 4

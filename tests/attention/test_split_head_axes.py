@@ -11,7 +11,7 @@ import pytest
 from attention_forms import assert_equivalent, model, only_site, reason, rewrite
 
 import stof
-from stof.site import Layout
+from stof.mask.site import Layout
 
 D = 8
 SIZES = ({"B": 2, "S": 11, "T": 17}, {"B": 1, "S": 1, "T": 5}, {"B": 3, "S": 9, "T": 9})

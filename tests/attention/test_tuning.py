@@ -11,9 +11,9 @@ import pytest
 from stof.attention.decide import tune as tuning
 from stof.attention.decide.tune import Tuner
 from stof.mask.expression import MaskExpression
+from stof.mask.site import AttentionSite, Layout, LiftedMask, MaskTerm, Operand, TermKind
 from stof.runtime.cuda import DeviceInfo
 from stof.runtime.library import LibraryError
-from stof.site import AttentionSite, Layout, LiftedMask, MaskTerm, Operand, TermKind
 from stof.tuning_cache import Cache
 
 DEVICE = DeviceInfo("a device", 90)

@@ -11,8 +11,8 @@ import pytest
 from attention_forms import PLAIN, UnsupportedError, assert_equivalent, feeds, model, only_site, rewrite, run
 
 import stof
+from stof.mask.site import EmptyRows, Layout
 from stof.options import Options
-from stof.site import EmptyRows, Layout
 
 SIZES = ({"B": 2, "S": 19, "T": 19}, {"B": 1, "S": 7, "T": 7})
 PADDED = PLAIN + ", int64[B,S] am"

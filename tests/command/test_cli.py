@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: bad inputs give a message and an exit code and leave every file alone; options do what they say."""
+"""The command line: bad inputs give a message and an exit code and leave every file alone; options do what they say.
+
+Over 500 lines: a list of cases.
+"""
 
 from __future__ import annotations
 
@@ -490,7 +493,7 @@ def test_plain_errors_of_other_code_are_no_fault_of_the_model(
     def wrong(*_: object) -> None:
         raise RuntimeError("dictionary changed size during iteration")
 
-    monkeypatch.setattr("stof.attention.site_checks.compare_site", wrong)
+    monkeypatch.setattr("stof.attention.checks.site_checks.compare_site", wrong)
     assert cli.main([str(path)]) == 3
     error = capsys.readouterr().err
     assert "internal error: RuntimeError: dictionary changed size during iteration" in error

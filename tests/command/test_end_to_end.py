@@ -183,7 +183,10 @@ def test_a_difference_that_no_site_shows_is_traced(
             result.graph.node.extend([*nodes[:place], query, flat, *nodes[place:]])
         return result
 
-    for module in ("rewrite", "site_checks"):  # the model that is written, and those by which the fault is traced
+    for module in (
+        "rewrite",
+        "checks.site_checks",
+    ):  # the model that is written, and those by which the fault is traced
         monkeypatch.setattr(f"stof.attention.{module}.emit_scopes", faulty)
     assert cli.main([str(path)]) == 2
     error = capsys.readouterr().err

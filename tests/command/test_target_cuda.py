@@ -20,9 +20,9 @@ from stof.attention.decide import targets
 from stof.attention.decide import tune as tuning
 from stof.fusion.decide import measured as judge
 from stof.mask.expression import MaskExpression
+from stof.mask.site import AttentionSite, Layout, LiftedMask, Operand
 from stof.runtime.cuda import DeviceInfo
 from stof.runtime.library import LibraryError
-from stof.site import AttentionSite, Layout, LiftedMask, Operand
 
 Put = Callable[..., Path]
 

@@ -13,7 +13,7 @@
 #include <map>
 #include <string>
 
-#include "plugins/core/contract/status.h"
+#include "plugins/core/base/status.h"
 
 namespace stof::test::fake {
 

@@ -10,8 +10,8 @@
 #include <string>
 #include <vector>
 
+#include "plugins/core/base/types.h"
 #include "plugins/core/c_api/c_api.h"
-#include "plugins/core/contract/types.h"
 #include "tests/cpp/check.h"
 
 namespace stof::test {

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from ort_models import TYPES, Bound, to_host
 
-from stof.runtime.attention_reference import Problem, assert_close, random_padding, random_problem, reference
-from stof.site import EmptyRows
+from stof.attention.checks.reference import Problem, assert_close, random_padding, random_problem, reference
+from stof.mask.site import EmptyRows
 
 # The weights are rounded to half precision before the second product.
 TOLERANCE = {"float32": 5e-6, "float16": 2.0**-11 * 6, "bfloat16": 2.0**-8 * 6}

@@ -20,7 +20,7 @@ from onnx import TensorProto, helper, numpy_helper
 from ort_models import TYPES, Bound, bind, on_device, outputs, queries
 
 import stof
-from stof.runtime.attention_reference import Problem, random_problem
+from stof.attention.checks.reference import Problem, random_problem
 
 # What a node takes is a fourth of what five take more than one: of a run of one nobody can say which part of it is the
 # runtime's, and a profiler's traces have gaps between kernels that runs have not.

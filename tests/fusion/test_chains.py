@@ -20,8 +20,8 @@ from stof.errors import UnsupportedError
 from stof.execution.inputs import Case, InputMaker, Padding
 from stof.fusion import check as chain_check
 from stof.fusion.check import check_chain
+from stof.fusion.description.evaluate import evaluate_chain
 from stof.fusion.emit import emit_chains
-from stof.fusion.evaluate import evaluate_chain
 from stof.fusion.fusion_graph import FusionGraph
 from stof.fusion.regions import find_chains, retranslate_chains
 from stof.fusion.translate import FusedChain

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stof.errors import ModelError
-from stof.fusion.description_parser import parse_chain
-from stof.fusion.evaluate import evaluate_chain
+from stof.fusion.description.evaluate import evaluate_chain
+from stof.fusion.description.parser import parse_chain
 
 GOOD = "axes b = x0.0, n = x0.1 / 2\nlet t = x0[b, n + 2]\nout y0 f32 [b, n] = select(n < 1, t, x0[b, n]) * 0x1p-1"
 

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 
-from stof.fusion.erf import erf
+from stof.fusion.description.erf import erf
 
 
 def test_the_error_function_is_pythons() -> None:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention that reads its heads inside of a wider tensor, and matmuls that are merged for its sake."""
+"""Attention that reads its heads inside of a wider tensor, and matmuls that are merged for its sake.
+
+Over 500 lines: a list of cases.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +31,8 @@ from stof.fusion.search.cost import MachineModel
 from stof.fusion.translate import FusedChain
 from stof.graph.index import DOMAIN
 from stof.mask.expression import CAUSAL
+from stof.mask.site import EmptyRows, Layout
 from stof.options import Options
-from stof.site import EmptyRows, Layout
 from stof.symbolic import Symbolic
 
 K, H, D = 24, 4, 8

@@ -10,8 +10,8 @@ from chain_graphs import FLOAT, HALF, Builder, N, activations
 from onnx import TensorProto, helper
 
 from stof.fusion.check import check_chain
+from stof.fusion.description.evaluate import evaluate_chain
 from stof.fusion.emit import emit_chains
-from stof.fusion.evaluate import evaluate_chain
 from stof.fusion.fusion_graph import FusionGraph
 from stof.fusion.regions import find_chains, retranslate_chains
 from stof.fusion.translate import FusedChain

@@ -14,7 +14,7 @@ from onnx import TensorProto, helper
 import stof
 from stof import cli
 from stof.errors import ModelError, UnsupportedError
-from stof.fusion.evaluate import evaluate_chain
+from stof.fusion.description.evaluate import evaluate_chain
 from stof.fusion.work_bound import check_any_run
 from stof.runtime.library import LibraryError, Op
 

@@ -22,7 +22,7 @@ from stof.mask.accept import accept, with_or_without_guard
 from stof.mask.check.checker import MaskChecker, MaskMismatchError
 from stof.mask.lift import MAY_FORBID, lift
 from stof.mask.relative_bias.lift import with_relative_bias
-from stof.site import AttentionSite, LiftedMask, tables_of
+from stof.mask.site import AttentionSite, LiftedMask, tables_of
 from stof.symbolic import Symbolic
 
 from . import oracle

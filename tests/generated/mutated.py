@@ -27,9 +27,9 @@ from stof.mask.accept import accept, with_or_without_guard
 from stof.mask.check.checker import MaskChecker
 from stof.mask.lift import lift
 from stof.mask.relative_bias.lift import with_relative_bias
+from stof.mask.site import AttentionSite
 from stof.options import Options
 from stof.pipeline import optimize
-from stof.site import AttentionSite
 from stof.symbolic import Symbolic
 
 from .judge import session

@@ -39,7 +39,9 @@ def written(tmp_path: Path, data: bytes) -> Path:
     return path
 
 
-@pytest.mark.parametrize("data", [b"", b"PK\x03\x04 no model", b"\x00" * 64, b'{"a": 1}', np.random.default_rng(1).bytes(512)])
+@pytest.mark.parametrize(
+    "data", [b"", b"PK\x03\x04 no model", b"\x00" * 64, b'{"a": 1}', np.random.default_rng(1).bytes(512)]
+)
 def test_no_onnx_file(tmp_path: Path, data: bytes) -> None:
     with pytest.raises(ModelError, match=r"bad\.onnx is no ONNX model"):
         load(written(tmp_path, data))

@@ -17,7 +17,7 @@ from stof.mask.accept import accept, with_or_without_guard
 from stof.mask.check.checker import MaskChecker
 from stof.mask.lift import lift
 from stof.mask.relative_bias.lift import with_relative_bias
-from stof.site import AttentionSite, Finding
+from stof.mask.site import AttentionSite, Finding
 from stof.symbolic import Symbolic
 
 H, D, N = 4, 8, 32

@@ -11,11 +11,11 @@ import pytest
 from attention_forms import PLAIN, model, run
 
 import stof
+from stof.attention.checks.site_comparison import attributes_of
 from stof.attention.report import SiteReport
-from stof.attention.site_comparison import attributes_of
 from stof.errors import VerifyError
+from stof.mask.site import EmptyRows
 from stof.options import Options
-from stof.site import EmptyRows
 
 LOWEST = float(np.finfo(np.float32).min)
 CONSTANTS = """
@@ -211,7 +211,7 @@ def test_a_scale_that_is_a_little_wrong_is_seen_beside_such_a_fill(
         assert isinstance(scale, float)
         return {**found, "scale": scale * 1.0001}
 
-    monkeypatch.setattr("stof.attention.site_comparison.attributes_of", wrong)
+    monkeypatch.setattr("stof.attention.checks.site_comparison.attributes_of", wrong)
     with pytest.raises(VerifyError):
         test_digits_that_a_fill_takes_are_no_difference(fill, tmp_path)
 

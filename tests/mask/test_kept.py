@@ -8,8 +8,8 @@ import pytest
 from onnx import TensorProto
 
 from stof.mask.evaluate import allowed_by_term, is_not_zero
+from stof.mask.site import MaskTerm, TermKind
 from stof.mask.strength import LOWEST, forbids_softly
-from stof.site import MaskTerm, TermKind
 
 _TYPES = {np.float16: TensorProto.FLOAT16, np.float32: TensorProto.FLOAT, np.float64: TensorProto.DOUBLE}
 

@@ -11,8 +11,8 @@ from onnx import TensorProto
 
 from stof.mask.empty_rows.key_proof import leaves_a_key
 from stof.mask.expression import MaskExpression
+from stof.mask.site import AttentionSite, Layout, LiftedMask, Operand, OperandView, RuntimeOperand
 from stof.runtime.library import Mask
-from stof.site import AttentionSite, Layout, LiftedMask, Operand, OperandView, RuntimeOperand
 from stof.symbolic import Int, dim, integer
 
 BATCH, ROWS, KEYS, PAST = (dim(n) for n in ("batch", "rows", "keys", "past"))

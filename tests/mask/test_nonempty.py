@@ -20,8 +20,8 @@ from stof.attention.report import SiteReport
 from stof.mask.check.checker import MaskChecker
 from stof.mask.empty_rows.row_prover import RowProver
 from stof.mask.lift import MAY_FORBID, lift
+from stof.mask.site import AttentionSite, EmptyRows, LiftedMask, MaskTerm, TermKind
 from stof.options import Options
-from stof.site import AttentionSite, EmptyRows, LiftedMask, MaskTerm, TermKind
 from stof.symbolic import Symbolic
 
 LOWEST = float(np.finfo(np.float32).min)

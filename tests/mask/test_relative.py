@@ -10,7 +10,7 @@ from attention_forms import PLAIN, assert_equivalent, model, rewrite
 from onnx import numpy_helper
 
 from stof.mask.relative_bias.distance_table import shorten, spread, table_of, tabulate
-from stof.site import RelativeBias
+from stof.mask.site import RelativeBias
 
 BEFORE = """%kt
       s1 = MatMul (q, kt)

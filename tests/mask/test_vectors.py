@@ -12,7 +12,7 @@ from attention_forms import PLAIN, feeds, model, rewrite, run
 
 from stof.errors import UnsupportedError
 from stof.execution.inputs import Case, InputMaker, Padding
-from stof.site import OperandView
+from stof.mask.site import OperandView
 from stof.symbolic import Symbolic
 
 HEAD = """

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Damaged models: 500 seeded mutations of an optimized file, each loaded and run by ONNX Runtime in a child process.
+"""Damaged models: 500 seeded mutations of an optimized file, each loaded and run by ONNX Runtime in a child process. Over
+500 lines: a list of cases.
 
 The file is the narrow ModernBERT, one of whose masks is rewritten to read a boolean table and another to read an integer
 table. Each site's query, key, value and output are outputs of the model. What is required of a mutation:

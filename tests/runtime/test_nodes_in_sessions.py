@@ -11,7 +11,7 @@ import pytest
 from onnx import TensorProto, helper
 
 import stof
-from stof.runtime.attention_reference import Problem, assert_close, random_problem, reference, reference_lse
+from stof.attention.checks.reference import Problem, assert_close, random_problem, reference, reference_lse
 from stof.runtime.library import cache_stats
 
 

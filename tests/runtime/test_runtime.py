@@ -9,9 +9,9 @@ import ml_dtypes  # noqa: F401  -- makes NumPy know bfloat16
 import numpy as np
 import pytest
 
-from stof.runtime.attention_reference import assert_close, random_problem, reference
+from stof.attention.checks.reference import assert_close, random_problem, reference
+from stof.mask.site import EmptyRows
 from stof.runtime.library import LibraryError, Mask, Op, build_info
-from stof.site import EmptyRows
 
 EXPRESSIONS = [
     "abs(q - k) <= 9",

@@ -11,7 +11,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import stof
-from stof.runtime.attention_reference import Problem, assert_close, random_problem, reference
+from stof.attention.checks.reference import Problem, assert_close, random_problem, reference
 
 NODE = "layers.0/attention"
 _TYPES = {np.dtype(t): helper.np_dtype_to_tensor_dtype(np.dtype(t)) for t in ("f4", "f8", "f2", "i8", "i4", "u1", "?")}

@@ -6,13 +6,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from stof.execution.inputs import evaluate
 from stof.symbolic import Cond, Int, integer, var
 from stof.symbolic.algebra.conditions import all_of, decide, equal, less_equal, negate
 from stof.symbolic.algebra.divisions import floor_div, floor_mod
 from stof.symbolic.algebra.domain import Domain, divisions
 from stof.symbolic.algebra.float_arithmetic import floor_quotient
 from stof.symbolic.algebra.piecewise import reads_input, split_cases, to_int
+from stof.symbolic.algebra.sizes import evaluate
 from stof.symbolic.algebra.terms import FALSE, TRUE, Real, dim, of_atom, real
 from stof.symbolic.dimension_names import parse_dimension
 from stof.symbolic.rules.elementwise import div

@@ -22,11 +22,11 @@ import onnxruntime as ort
 import pytest
 
 import stof
+from stof.attention.checks.reference import random_problem
 from stof.fusion.decide.predicted import LEAST_PREDICTED
 from stof.graph.index import all_nodes
+from stof.mask.site import EmptyRows
 from stof.options import Options
-from stof.runtime.attention_reference import random_problem
-from stof.site import EmptyRows
 from stof.tensorrt import BuildOptions, build_engine
 from stof.tensorrt.build import stof_nodes
 from stof.tensorrt.inspect import recorded

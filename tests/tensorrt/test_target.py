@@ -22,8 +22,8 @@ from stof.attention.tensorrt_constants import constants_attribute
 from stof.graph.index import all_nodes
 from stof.graph.names import name_nodes
 from stof.mask.expression import MaskExpression
+from stof.mask.site import AttentionSite, Layout, LiftedMask, MaskTerm, Operand, RuntimeOperand, TermKind
 from stof.options import Options
-from stof.site import AttentionSite, Layout, LiftedMask, MaskTerm, Operand, RuntimeOperand, TermKind
 
 HALF, FULL = TensorProto.FLOAT16, TensorProto.FLOAT
 

@@ -320,7 +320,7 @@ def test_self_test_models_are_right_in_onnx_runtime() -> None:
     """What ``selftest`` builds computes what it compares with."""
     import onnxruntime as ort
 
-    from stof.runtime.attention_reference import assert_close, reference
+    from stof.attention.checks.reference import assert_close, reference
 
     for _, problem in problems():
         found = model_of(problem)

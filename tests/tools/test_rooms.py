@@ -115,8 +115,10 @@ def test_a_class_name_exists_once() -> None:
 
 # At namespace scope: not indented, and no forward declaration. Namespaces without a name are a file's own.
 _TYPE = re.compile(
-    r"^(?:template <[^>]*>\s*)?(?:class|struct|enum class|enum) (?:alignas\([^)]*\) )?(\w+)(?: final)?(?=[ :{]*[{:])"
+    r"^(?:template <[^>]*>\s*)?(?:class|struct|enum class|enum) (?:alignas\([^)]*\) )?(\w+)(?: final)?[ :{][^;]*$"
 )
+# The vector of each instruction set, in the set's namespace.
+_SEVERAL = {"Simd"}
 
 
 def native_types(paths: Iterable[Path]) -> dict[str, list[str]]:
@@ -130,7 +132,7 @@ def native_types(paths: Iterable[Path]) -> dict[str, list[str]]:
             elif line.startswith("}  // namespace") and unnamed:
                 unnamed = False
             match = _TYPE.match(line)
-            if match and not unnamed:
+            if match and not unnamed and match[1] not in _SEVERAL and "::" not in line:
                 found[match[1]].append(f"{path}:{number}")
     return found
 

@@ -25,15 +25,15 @@ namespace cuda {
 
 // The work of one CTA.
 template <int kHead, typename T, bool kScoreMod, int kRows>
-class Attention {
-  using S = Shape<kHead, kScoreMod, kRows>;
+class Sm80Attention {
+  using S = Sm80Shape<kHead, kScoreMod, kRows>;
   static constexpr int kColumns = S::kN / 8;  // blocks of 8 keys
   static constexpr int kOutputs = kHead / 8;  // blocks of 8 output elements
   static constexpr int kSteps = kHead / 16;   // k-steps of 16 of Q Kᵀ
 
  public:
   // stages: 0 where keys and values share one buffer.
-  __device__ Attention(const AttentionParams& p, int stages, T* shared)
+  __device__ Sm80Attention(const AttentionParams& p, int stages, T* shared)
       : p_(p), stages_(S::kLargeHead ? stages : S::kStages), shared_(shared), base_(SharedAddress(shared)) {
     const int sub_tile = static_cast<int>(blockIdx.x) % S::kCtasPerTile,
               item = static_cast<int>(blockIdx.x) / S::kCtasPerTile;
@@ -359,10 +359,11 @@ struct Sm80Params {
 };
 
 template <int kHead, typename T, bool kScoreMod, int kRows>
-__global__ void __launch_bounds__(Shape<kHead, kScoreMod, kRows>::kThreads, Shape<kHead, kScoreMod, kRows>::kCtas)
+__global__ void __launch_bounds__(Sm80Shape<kHead, kScoreMod, kRows>::kThreads,
+                                  Sm80Shape<kHead, kScoreMod, kRows>::kCtas)
     AttentionKernel(const __grid_constant__ Sm80Params params) {
   extern __shared__ __align__(128) unsigned char shared[];
-  Attention<kHead, T, kScoreMod, kRows>(params.attention, params.stages, reinterpret_cast<T*>(shared)).Run();
+  Sm80Attention<kHead, T, kScoreMod, kRows>(params.attention, params.stages, reinterpret_cast<T*>(shared)).Run();
 }
 
 // The number of stages that fit the shared memory of the device; -1: not even one buffer does.
@@ -391,7 +392,7 @@ cudaError_t ChooseStages(int* stages) {
 
 template <int kHead, typename T, bool kScoreMod, int kRows>
 int LaunchSm80Shape(const AttentionParams& params, int stages, void* stream) {
-  using S = Shape<kHead, kScoreMod, kRows>;
+  using S = Sm80Shape<kHead, kScoreMod, kRows>;
   Sm80Params copy;
   copy.attention = params;
   copy.stages = stages;
@@ -422,8 +423,8 @@ inline cudaError_t PrefersSmallCtas(const AttentionParams& p, int most, bool* ar
 
 template <int kHead, typename T, bool kScoreMod>
 int LaunchSm80(const AttentionParams& params, void* stream) {
-  using Small = Shape<kHead, kScoreMod, 64>;
-  using Large = Shape<kHead, kScoreMod, kTileRows>;
+  using Small = Sm80Shape<kHead, kScoreMod, 64>;
+  using Large = Sm80Shape<kHead, kScoreMod, kTileRows>;
   int stages = Small::kStages;
   bool small = kScoreMod;
   cudaError_t error = cudaSuccess;

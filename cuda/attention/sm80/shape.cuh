@@ -21,7 +21,7 @@ constexpr float kSlack = 8.0f;
 // attention. With biases, or heads above 128, the registers suffice for 16 rows alone. CTAs of 64 rows, half a mask
 // tile, have warps of 16 rows: with few tile rows they use twice as many SMs.
 template <int kHead, bool kScoreMod, int kRows>
-struct Shape {
+struct Sm80Shape {
   static constexpr int kM = kRows, kN = kTileKeys;
   static constexpr int kCtasPerTile = kTileRows / kM;  // CTAs for a tile of the block mask
   // Heads above 128. CTAs of 128 rows may lack shared memory for keys and values: these then share one buffer.

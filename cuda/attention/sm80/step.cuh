@@ -10,8 +10,8 @@ namespace stof {
 namespace cuda {
 
 template <int kHead, typename T, bool kScoreMod, int kRows>
-__device__ __forceinline__ void Attention<kHead, T, kScoreMod, kRows>::Scores(uint32_t keys,
-                                                                              float (&s)[S::kBlocks][kColumns][4]) {
+__device__ __forceinline__ void Sm80Attention<kHead, T, kScoreMod, kRows>::Scores(uint32_t keys,
+                                                                                  float (&s)[S::kBlocks][kColumns][4]) {
 #pragma unroll
   for (int i = 0; i < S::kBlocks; ++i) {
 #pragma unroll
@@ -40,7 +40,7 @@ __device__ __forceinline__ void Attention<kHead, T, kScoreMod, kRows>::Scores(ui
 }
 
 template <int kHead, typename T, bool kScoreMod, int kRows>
-__device__ __forceinline__ void Attention<kHead, T, kScoreMod, kRows>::ApplyMaskAndBias(
+__device__ __forceinline__ void Sm80Attention<kHead, T, kScoreMod, kRows>::ApplyMaskAndBias(
     const KvTile& entry, Bits* bits, bool unmasked, float (&s)[S::kBlocks][kColumns][4]) {
   if constexpr (kScoreMod) {
     ScoreBiases<T, S::kBlocks, kColumns>(p_, b_, h_, row0_, entry.tile * S::kN, Row(0, 0), lane_ % 4 * 2)
@@ -65,7 +65,8 @@ __device__ __forceinline__ void Attention<kHead, T, kScoreMod, kRows>::ApplyMask
 // whether scores were replaced by the logarithms of weights: where some row max is so far from zero that its rounding
 // would show in the weights.
 template <int kHead, typename T, bool kScoreMod, int kRows>
-__device__ __forceinline__ bool Attention<kHead, T, kScoreMod, kRows>::RaiseMax(float (&s)[S::kBlocks][kColumns][4]) {
+__device__ __forceinline__ bool Sm80Attention<kHead, T, kScoreMod, kRows>::RaiseMax(
+    float (&s)[S::kBlocks][kColumns][4]) {
   float factor[S::kBlocks][2];
   bool any = false, far = false;
 #pragma unroll
@@ -115,7 +116,7 @@ __device__ __forceinline__ bool Attention<kHead, T, kScoreMod, kRows>::RaiseMax(
 
 // The weights of 16 keys, as an operand of P V.
 template <int kHead, typename T, bool kScoreMod, int kRows>
-__device__ __forceinline__ void Attention<kHead, T, kScoreMod, kRows>::ComputeWeights(
+__device__ __forceinline__ void Sm80Attention<kHead, T, kScoreMod, kRows>::ComputeWeights(
     int k, bool subtracted, const float (&s)[S::kBlocks][kColumns][4], uint32_t (&a)[S::kBlocks][4]) {
   const float scale = subtracted ? 1.0f : scale_;
 #pragma unroll
@@ -137,7 +138,7 @@ __device__ __forceinline__ void Attention<kHead, T, kScoreMod, kRows>::ComputeWe
 
 // 16 keys at a time, so that the special function unit overlaps the tensor cores.
 template <int kHead, typename T, bool kScoreMod, int kRows>
-__device__ __forceinline__ void Attention<kHead, T, kScoreMod, kRows>::AddValues(
+__device__ __forceinline__ void Sm80Attention<kHead, T, kScoreMod, kRows>::AddValues(
     uint32_t values, bool subtracted, const float (&s)[S::kBlocks][kColumns][4]) {
   const uint32_t first = values + 2 * SwizzledOffset<kHead>(lane_ % 16, lane_ / 16);
 #pragma unroll

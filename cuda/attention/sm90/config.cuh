@@ -48,7 +48,8 @@ struct WorkTileInfo {
   int32_t subtile;     // split (kSplitsRows) or half tile (kHalfTiles); negative: the whole tile row
 };
 
-// The last two parameters of Shape, by name: ping-pong scheduling also at the ends of a work tile, and dynamic tiles.
+// The last two parameters of Sm90Shape, by name: ping-pong scheduling also at the ends of a work tile, and dynamic
+// tiles.
 constexpr bool kPingPong = true, kDynamicTiles = true;
 
 // A tile has kM query rows, 64 a consumer warpgroup, and kN keys. A CTA (thread block) has kPipelines pipelines: a
@@ -58,7 +59,7 @@ constexpr bool kPingPong = true, kDynamicTiles = true;
 // the keys of one work tile instead: pipeline t computes KV tiles t, t + kSplit, ...
 template <int kHead_, int kRows, int kTileKeys_, int kStages_, int kQueryStages_, int kPipelines_, int kSplit_ = 1,
           ScoreMod kScoreMod_ = ScoreMod::kNone, bool kPingPongEnds_ = false, bool kDynamic_ = false>
-struct Shape {
+struct Sm90Shape {
   // Ping-pong scheduling also orders the first scores and the last values of a work tile.
   static constexpr bool kPingPongEnds = kPingPongEnds_;
   static constexpr int kHead = kHead_, kM = kRows, kN = kTileKeys_, kStages = kStages_, kPipelines = kPipelines_;

@@ -12,7 +12,7 @@ namespace sm90 {
 
 // What does not need the outputs runs while the last wgmma is in flight.
 template <typename S, typename T>
-__device__ __forceinline__ typename Attention<S, T>::RowScales Attention<S, T>::FinalizeRows(
+__device__ __forceinline__ typename Sm90Attention<S, T>::RowScales Sm90Attention<S, T>::FinalizeRows(
     const WorkTileInfo& info, const float (&row_max)[2], const float (&sum)[2]) const {
   float total[2];
 #pragma unroll
@@ -29,7 +29,7 @@ __device__ __forceinline__ typename Attention<S, T>::RowScales Attention<S, T>::
 }
 
 template <typename S, typename T>
-__device__ __forceinline__ typename Attention<S, T>::RowScales Attention<S, T>::FinalizeInPipeline(
+__device__ __forceinline__ typename Sm90Attention<S, T>::RowScales Sm90Attention<S, T>::FinalizeInPipeline(
     const WorkTileInfo& info, const float (&row_max)[2], float (&total)[2]) const {
   RowScales row_scales;
 #pragma unroll
@@ -61,8 +61,8 @@ __device__ __forceinline__ typename Attention<S, T>::RowScales Attention<S, T>::
 // Normalizes the outputs and stores them by way of shared memory and TMA, without waiting for the store: the next work
 // tile's output does.
 template <typename S, typename T>
-__device__ __forceinline__ void Attention<S, T>::StoreOutput(const WorkTileInfo& info, int query, float (&o)[kOutputs],
-                                                             RowScales row_scales) const {
+__device__ __forceinline__ void Sm90Attention<S, T>::StoreOutput(const WorkTileInfo& info, int query,
+                                                                 float (&o)[kOutputs], RowScales row_scales) const {
   if constexpr (S::kSplit > 1) {
     CombineAndStore(info, o, row_scales);
     return;
@@ -127,7 +127,7 @@ __device__ __forceinline__ void Attention<S, T>::StoreOutput(const WorkTileInfo&
 
 // Stores the outputs of a split, thread by thread: CombineKernel knows which rows and columns a thread has.
 template <typename S, typename T>
-__device__ __forceinline__ void Attention<S, T>::StoreSplit(int part, const float (&o)[kOutputs]) const {
+__device__ __forceinline__ void Sm90Attention<S, T>::StoreSplit(int part, const float (&o)[kOutputs]) const {
   float* const to = p_.split_output + (static_cast<int64_t>(part) * kOutputs) * kWarpgroup + threadIdx.x % kWarpgroup;
 #pragma unroll
   for (int i = 0; i < kOutputs; ++i) to[i * kWarpgroup] = o[i];
@@ -136,7 +136,7 @@ __device__ __forceinline__ void Attention<S, T>::StoreSplit(int part, const floa
 // Where pipelines split a work tile, each publishes its row max and row sum, and computes the scale from its outputs to
 // the final ones.
 template <typename S, typename T>
-__device__ __forceinline__ typename Attention<S, T>::RowScales Attention<S, T>::FinalizeAcrossPipelines(
+__device__ __forceinline__ typename Sm90Attention<S, T>::RowScales Sm90Attention<S, T>::FinalizeAcrossPipelines(
     const WorkTileInfo& info, const float (&row_max)[2], const float (&own)[2]) const {
   const AttentionParams& p = p_.attention;
   float2* const stats = reinterpret_cast<float2*>(CombineMemory());
@@ -173,8 +173,8 @@ __device__ __forceinline__ typename Attention<S, T>::RowScales Attention<S, T>::
 
 // Each pipeline then adds up one chunk of the columns from all pipelines, and stores it.
 template <typename S, typename T>
-__device__ __forceinline__ void Attention<S, T>::CombineAndStore(const WorkTileInfo& info, float (&o)[kOutputs],
-                                                                 const RowScales& row_scales) const {
+__device__ __forceinline__ void Sm90Attention<S, T>::CombineAndStore(const WorkTileInfo& info, float (&o)[kOutputs],
+                                                                     const RowScales& row_scales) const {
   const AttentionParams& p = p_.attention;
   const auto& scale = row_scales.scale;
   const auto& empty = row_scales.empty;

@@ -6,6 +6,7 @@
 // al. 2024, FlashAttention-3, sec. 3.1 and 3.2). Partial tiles apply their element mask, full ones none.
 // For few or very uneven tile rows, the pipelines of a CTA split the KV tiles of one tile row and combine their
 // outputs.
+// Over 500 lines: one class, whose members share registers; its concepts are in the other headers of this folder.
 #ifndef STOF_CUDA_ATTENTION_SM90_KERNEL_CUH_
 #define STOF_CUDA_ATTENTION_SM90_KERNEL_CUH_
 
@@ -47,13 +48,13 @@ struct Ring {
 };
 
 template <typename S, typename T>
-class Attention {
+class Sm90Attention {
   using RowSoftmax = Softmax<S>;
   static constexpr int kQueryStages = S::kQueryStages, kHead = S::kHead;
 
  public:
   // shared: of all pipelines.
-  __device__ Attention(const Sm90Params& p, unsigned char* shared) : p_(p) {
+  __device__ Sm90Attention(const Sm90Params& p, unsigned char* shared) : p_(p) {
     const int warpgroup = Uniform(static_cast<int>(threadIdx.x) / kWarpgroup);
     const int warp = Uniform(static_cast<int>(threadIdx.x) % kWarpgroup / 32);
     producer_ = warpgroup == 0;
@@ -543,7 +544,7 @@ template <typename S, typename T>
 __global__ void __launch_bounds__(S::kThreads, 1) AttentionKernel(const __grid_constant__ Sm90Params params) {
   extern __shared__ unsigned char shared[];
   const uint32_t lost = -SharedAddress(shared) & 1023u;
-  Attention<S, T>(params, shared + lost).Run();
+  Sm90Attention<S, T>(params, shared + lost).Run();
 }
 
 }  // namespace sm90

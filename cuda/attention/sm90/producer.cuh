@@ -12,7 +12,7 @@ namespace sm90 {
 
 // Sets the batch, heads and query rows of a work tile.
 template <typename S, typename T>
-__device__ __forceinline__ void Attention<S, T>::Locate(const WorkTile& work_tile, Cursor* cursor) const {
+__device__ __forceinline__ void Sm90Attention<S, T>::Locate(const WorkTile& work_tile, Cursor* cursor) const {
   const AttentionParams& p = p_.attention;
   const int rows = Rows(), bh = work_tile.index / rows;
   cursor->row0 = work_tile.index % rows * S::kM;
@@ -22,7 +22,7 @@ __device__ __forceinline__ void Attention<S, T>::Locate(const WorkTile& work_til
 }
 
 template <typename S, typename T>
-__device__ typename Attention<S, T>::FirstWork Attention<S, T>::ReadFirstWork() const {
+__device__ typename Sm90Attention<S, T>::FirstWork Sm90Attention<S, T>::ReadFirstWork() const {
   const AttentionParams& p = p_.attention;
   const int cta =
       S::kSplit > 1 ? static_cast<int>(blockIdx.x) : static_cast<int>(blockIdx.x) * S::kPipelines + pipeline_;
@@ -51,7 +51,7 @@ __device__ typename Attention<S, T>::FirstWork Attention<S, T>::ReadFirstWork() 
 
 // Prefetches the tile list of the first work tile and the element mask of its first KV tile into L2.
 template <typename S, typename T>
-__device__ void Attention<S, T>::PrefetchMask(const FirstWork& first_work) const {
+__device__ void Sm90Attention<S, T>::PrefetchMask(const FirstWork& first_work) const {
   if (p_.tiles == nullptr || first_work.i >= first_work.end) return;
   const DeviceMask& mask = p_.attention.mask;
   constexpr int kInLine = 32;  // words
@@ -70,7 +70,7 @@ __device__ void Attention<S, T>::PrefetchMask(const FirstWork& first_work) const
 // Prefetches the first queries, keys and values into L2 while the previous kernel ends, whose CTAs do not end together.
 // All writes go through L2, so that it never holds stale data.
 template <typename S, typename T>
-__device__ void Attention<S, T>::PrefetchInputs(const FirstWork& first_work) const {
+__device__ void Sm90Attention<S, T>::PrefetchInputs(const FirstWork& first_work) const {
   // With a warm L2 the prefetches would only delay later loads.
   if (p_.cold_l2 == 0 || p_.tiles == nullptr || first_work.i >= first_work.end || lane_ != 0) return;
   const int b = first_work.cursor.b, h = first_work.cursor.h, g = first_work.cursor.g, row0 = first_work.cursor.row0;
@@ -95,7 +95,7 @@ __device__ void Attention<S, T>::PrefetchInputs(const FirstWork& first_work) con
 }
 
 template <typename S, typename T>
-__device__ void Attention<S, T>::Produce(const FirstWork& first_work) {
+__device__ void Sm90Attention<S, T>::Produce(const FirstWork& first_work) {
   const AttentionParams& p = p_.attention;
   const int rows = Rows();
   const bool scheduled = p_.tiles != nullptr;
@@ -142,7 +142,7 @@ __device__ void Attention<S, T>::Produce(const FirstWork& first_work) {
 // ones. It works one tile ahead, as an atomic takes two microseconds. It waits in a named barrier, which issues no
 // instructions.
 template <typename S, typename T>
-__device__ void Attention<S, T>::RunScheduler() {
+__device__ void Sm90Attention<S, T>::RunScheduler() {
   pipeline_ -= S::kPipelines, shared_ -= S::kPipelines * S::kPipelineBytes, base_ -= S::kPipelines * S::kPipelineBytes;
   const AttentionParams& p = p_.attention;
   const int cta = static_cast<int>(blockIdx.x) * S::kPipelines + pipeline_, rows = Rows();
@@ -170,7 +170,7 @@ __device__ void Attention<S, T>::RunScheduler() {
 }
 
 template <typename S, typename T>
-__device__ __forceinline__ WorkTile Attention<S, T>::FetchDynamicTile() const {
+__device__ __forceinline__ WorkTile Sm90Attention<S, T>::FetchDynamicTile() const {
   int at = 0;
   if (lane_ == 0) at = p_.dynamic_begin + atomicAdd(p_.tile_counter, 1);
   at = __shfl_sync(~0u, at, 0);
@@ -181,7 +181,7 @@ __device__ __forceinline__ WorkTile Attention<S, T>::FetchDynamicTile() const {
 }
 
 template <typename S, typename T>
-__device__ __forceinline__ WorkTile Attention<S, T>::ReceiveNextTile(Cursor* cursor) {
+__device__ __forceinline__ WorkTile Sm90Attention<S, T>::ReceiveNextTile(Cursor* cursor) {
   Wait(NextTileFull(), cursor->next_phase);
   cursor->next_phase ^= 1;
   const WorkTile next = *NextTile();
@@ -190,7 +190,7 @@ __device__ __forceinline__ WorkTile Attention<S, T>::ReceiveNextTile(Cursor* cur
 }
 
 template <typename S, typename T>
-__device__ __forceinline__ void Attention<S, T>::LoadQueries(Cursor* cursor) {
+__device__ __forceinline__ void Sm90Attention<S, T>::LoadQueries(Cursor* cursor) {
   const int at = cursor->query.at;
   Wait(QueryEmpty(at), cursor->query.phase ^ 1);
   if (lane_ == 0) {
@@ -212,7 +212,7 @@ __device__ __forceinline__ void Attention<S, T>::LoadQueries(Cursor* cursor) {
 }
 
 template <typename S, typename T>
-__device__ WorkTile Attention<S, T>::WorkTileAt(int i, int rows) const {
+__device__ WorkTile Sm90Attention<S, T>::WorkTileAt(int i, int rows) const {
   const AttentionParams& p = p_.attention;
   if (p_.tiles != nullptr) return p_.tiles[i];
   if constexpr (S::kHalfTiles) i >>= p_.half_tiles;
@@ -233,8 +233,8 @@ __device__ WorkTile Attention<S, T>::WorkTileAt(int i, int rows) const {
 
 // KV tile i of a work tile, in the order for kernels without a schedule.
 template <typename S, typename T>
-__device__ __forceinline__ typename Attention<S, T>::KvTile Attention<S, T>::ReadKvTile(const WorkTile& work_tile,
-                                                                                        int i) const {
+__device__ __forceinline__ typename Sm90Attention<S, T>::KvTile Sm90Attention<S, T>::ReadKvTile(
+    const WorkTile& work_tile, int i) const {
   KvTile lane_tile{-1, kFull};
   if (i >= work_tile.end - work_tile.begin) return lane_tile;
   const int at = EntryAt(work_tile, i);
@@ -250,7 +250,7 @@ __device__ __forceinline__ typename Attention<S, T>::KvTile Attention<S, T>::Rea
 // lane_tile: of the first 32, this lane's. Returns the same for the next work tile, read before the last tile of this
 // one has a free stage. in_flight: the first tile is being loaded.
 template <typename S, typename T>
-__device__ __forceinline__ typename Attention<S, T>::KvTile Attention<S, T>::ProduceKvTiles(
+__device__ __forceinline__ typename Sm90Attention<S, T>::KvTile Sm90Attention<S, T>::ProduceKvTiles(
     const WorkTile& work_tile, WorkTile* next_tile, KvTile lane_tile, Cursor* cursor, bool in_flight) {
   PaddedTile own{-1, kFull, 0}, pending{-1, kEmpty, 0};
   uint32_t kept = 0;
@@ -286,7 +286,7 @@ __device__ __forceinline__ typename Attention<S, T>::KvTile Attention<S, T>::Pro
 }
 
 template <typename S, typename T>
-__device__ __forceinline__ typename Attention<S, T>::PaddedTile Attention<S, T>::ApplyPadding(
+__device__ __forceinline__ typename Sm90Attention<S, T>::PaddedTile Sm90Attention<S, T>::ApplyPadding(
     int b, const KvTile& lane_tile) const {
   const AttentionParams& p = p_.attention;
   PaddedTile padded{lane_tile.tile, lane_tile.code, 0};
@@ -306,7 +306,7 @@ __device__ __forceinline__ typename Attention<S, T>::PaddedTile Attention<S, T>:
 
 // A bit for each of 32 keys of a tile that exist and are not padding.
 template <typename S, typename T>
-__device__ __forceinline__ uint32_t Attention<S, T>::PaddingWord(int b, int tile, int w) const {
+__device__ __forceinline__ uint32_t Sm90Attention<S, T>::PaddingWord(int b, int tile, int w) const {
   const AttentionParams& p = p_.attention;
   const int word = tile * S::kN / 32 + w;
   if (p.pad_bits != nullptr) {
@@ -319,7 +319,7 @@ __device__ __forceinline__ uint32_t Attention<S, T>::PaddingWord(int b, int tile
 
 // Loads the very first KV tile, before the mask is read.
 template <typename S, typename T>
-__device__ __forceinline__ void Attention<S, T>::LoadFirstKvTile(int tile, const Cursor& cursor) const {
+__device__ __forceinline__ void Sm90Attention<S, T>::LoadFirstKvTile(int tile, const Cursor& cursor) const {
   if (lane_ != 0) return;
   CopyKvTile(&p_.key, Barrier(kKeyFull, 0), S::kKeys, tile, p_.key_step_h * cursor.g, p_.key_step_b * cursor.b);
   CopyKvTile(&p_.value, Barrier(kValueFull, 0), S::kValues, tile, p_.value_step_h * cursor.g,
@@ -329,8 +329,8 @@ __device__ __forceinline__ void Attention<S, T>::LoadFirstKvTile(int tile, const
 // Publishes a KV tile to the consumers and loads it. next: the code of the tile after it. in_flight: it is being
 // loaded.
 template <typename S, typename T>
-__device__ __forceinline__ void Attention<S, T>::PublishKvTile(const PaddedTile& padded, int next, Cursor* cursor,
-                                                               bool in_flight) {
+__device__ __forceinline__ void Sm90Attention<S, T>::PublishKvTile(const PaddedTile& padded, int next, Cursor* cursor,
+                                                                   bool in_flight) {
   const int at = cursor->stage.at;
   Entry& entry = Entries()[cursor->slot.at];
   Wait(Barrier(kKeyEmpty, at), cursor->stage.phase ^ 1);
@@ -365,8 +365,8 @@ __device__ __forceinline__ void Attention<S, T>::PublishKvTile(const PaddedTile&
 // Arrives at a barrier, expecting the bytes of a tile, and loads it. in_flight: it is being loaded, and its bytes may
 // complete before this expects them. more: further bytes that complete on the barrier.
 template <typename S, typename T>
-__device__ __forceinline__ void Attention<S, T>::ExpectAndCopy(const CUtensorMap* map, uint32_t full, int to, int tile,
-                                                               int h, int b, bool in_flight, int more) {
+__device__ __forceinline__ void Sm90Attention<S, T>::ExpectAndCopy(const CUtensorMap* map, uint32_t full, int to,
+                                                                   int tile, int h, int b, bool in_flight, int more) {
   if (tile < 0) {
     Arrive(full);
     return;
@@ -376,8 +376,8 @@ __device__ __forceinline__ void Attention<S, T>::ExpectAndCopy(const CUtensorMap
 }
 
 template <typename S, typename T>
-__device__ __forceinline__ void Attention<S, T>::CopyKvTile(const CUtensorMap* map, uint32_t full, int to, int tile,
-                                                            int h, int b) const {
+__device__ __forceinline__ void Sm90Attention<S, T>::CopyKvTile(const CUtensorMap* map, uint32_t full, int to, int tile,
+                                                                int h, int b) const {
 #pragma unroll
   for (int c = 0; c < kHead / kAtom; ++c) {
     CopyTensor(base_ + to + c * S::kN * 128, map, full, c * kAtom, tile * S::kN, h, b);

@@ -13,7 +13,7 @@ namespace sm90 {
 // Loads the biases of a tile into its stage; they complete on the barrier of the keys. Gives the bytes that TMA still
 // has to copy, and adds flags.
 template <typename S, typename T>
-__device__ __forceinline__ int Attention<S, T>::LoadBiases(int tile, const Cursor& cursor, int* flags) {
+__device__ __forceinline__ int Sm90Attention<S, T>::LoadBiases(int tile, const Cursor& cursor, int* flags) {
   const AttentionParams& p = p_.attention;
   const int at = cursor.stage.at;
   int bytes = 0;
@@ -49,7 +49,7 @@ __device__ __forceinline__ int Attention<S, T>::LoadBiases(int tile, const Curso
 // Applies scale, softcap and biases. A bias of -inf forbids, whatever the score; the lowest finite bias must not become
 // -inf in units of log2.
 template <typename S, typename T>
-__device__ __forceinline__ void Attention<S, T>::ApplyScoreMod(int stage, int flags, float (&s)[kScores]) {
+__device__ __forceinline__ void Sm90Attention<S, T>::ApplyScoreMod(int stage, int flags, float (&s)[kScores]) {
   const AttentionParams& p = p_.attention;
   float factor = p.scale;
   if (p.softcap > 0.0f) {
@@ -100,7 +100,7 @@ __device__ __forceinline__ void Attention<S, T>::ApplyScoreMod(int stage, int fl
 // bytes of row r (128 bytes) is at c ^ (r % 8).
 template <typename S, typename T>
 template <typename B>
-__device__ __forceinline__ uint32_t Attention<S, T>::BiasAddress(int stage, uint32_t* next) const {
+__device__ __forceinline__ uint32_t Sm90Attention<S, T>::BiasAddress(int stage, uint32_t* next) const {
   const bool one_row = p_.bias_one_row != 0;
   const auto lane = static_cast<uint32_t>(lane_);
   const uint32_t row = one_row ? 0 : static_cast<uint32_t>(row_) * 128 + (lane / 4 << 4);
@@ -112,7 +112,7 @@ __device__ __forceinline__ uint32_t Attention<S, T>::BiasAddress(int stage, uint
 // The biases of elements 4 j + 2 r and 4 j + 2 r + 1.
 template <typename S, typename T>
 template <typename B>
-__device__ __forceinline__ float2 Attention<S, T>::ReadBias(uint32_t own, int j, uint32_t row) {
+__device__ __forceinline__ float2 Sm90Attention<S, T>::ReadBias(uint32_t own, int j, uint32_t row) {
   if constexpr (sizeof(B) == 4) {
     return LoadSharedFloats((own ^ static_cast<uint32_t>(j % 4 << 5)) + j / 4 * S::kM * 128 + row);
   } else {
@@ -122,7 +122,7 @@ __device__ __forceinline__ float2 Attention<S, T>::ReadBias(uint32_t own, int j,
 
 template <typename S, typename T>
 template <typename B>
-__device__ __forceinline__ void Attention<S, T>::AddFullBias(int stage, float factor, float (&s)[kScores]) const {
+__device__ __forceinline__ void Sm90Attention<S, T>::AddFullBias(int stage, float factor, float (&s)[kScores]) const {
   uint32_t next;
   const uint32_t own = BiasAddress<B>(stage, &next);
   float least[kChains] = {};

@@ -15,7 +15,7 @@ template <int kHead, int kKeys, int kRowCost, int kFullCost, int kPartialCost>
 struct WideHeads {
   template <typename T, ScoreMod kScoreMod>
   static constexpr Sm90Kernel kKernels[] = {
-      MakeKernel<Shape<kHead, 128, kKeys, 2, 1, 1, 1, kScoreMod>, T>(kRowCost, kFullCost, kPartialCost),
+      MakeKernel<Sm90Shape<kHead, 128, kKeys, 2, 1, 1, 1, kScoreMod>, T>(kRowCost, kFullCost, kPartialCost),
       {},
   };
   static const Sm90Kernel* Find(bool bf16, ScoreMod score_mod) {

@@ -33,13 +33,13 @@ __device__ __forceinline__ void StoreFragments(const Build& p, int64_t slot, int
 }
 
 // Where a tile is.
-struct Place {
+struct TilePosition {
   int64_t b, h, q, key;  // the first of its queries and keys
   int rows;              // queries below S
   int table;
 };
 // at: the row of all tables.
-__device__ __forceinline__ Place PlaceOf(const Build& p, int at, int column) {
+__device__ __forceinline__ TilePosition TilePositionOf(const Build& p, int at, int column) {
   const int table = p.tables == 1 ? 0 : at / p.rows, row = at - table * p.rows;
   const int in_b = p.layout_h == 1 ? table : table / p.layout_h;
   const int64_t first = static_cast<int64_t>(row) * p.m;
@@ -343,7 +343,7 @@ __global__ void __launch_bounds__(kMostThreads, kPairs ? 2 : kEvaluating / kMost
     const bool narrow = (next.y & 1) != 0;
     i += static_cast<int>(gridDim.x);
     if (i < count) next = p.undecided[i];
-    const Place place = PlaceOf(p, at, column);
+    const TilePosition place = TilePositionOf(p, at, column);
     const int64_t slot = SlotOf<kDiagonal>(p, at, place.table, column);
     const int row = thread, row0 = thread - lane;
     const bool any = row0 < place.rows;

@@ -8,7 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "cuda/attention/params.h"
+#include "cuda/mask/mask_params.h"
 #include "cuda/mask/program/mask_program.h"
 
 namespace stof {

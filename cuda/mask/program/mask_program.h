@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "plugins/core/contract/status.h"
+#include "plugins/core/base/status.h"
 #include "plugins/core/mask/expr_affine.h"
 #include "plugins/core/mask/expr_operate.h"
 #include "plugins/core/mask/interval.h"

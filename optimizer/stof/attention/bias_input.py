@@ -11,8 +11,8 @@ import onnx_graphsurgeon as gs
 from onnx import TensorProto
 
 from stof.graph.editor import Editor
+from stof.mask.site import AttentionSite, MaskTerm, TermKind
 from stof.mask.strength import LOWEST
-from stof.site import AttentionSite, MaskTerm, TermKind
 from stof.symbolic import Symbolic, integer
 
 

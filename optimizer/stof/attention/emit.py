@@ -22,7 +22,7 @@ from stof.graph.editor import Editor
 from stof.graph.index import DOMAIN, opset_of
 from stof.graph.names import name_nodes
 from stof.graph.protobuf import copy_model
-from stof.site import AttentionSite, Layout, LiftedMask, Operand
+from stof.mask.site import AttentionSite, Layout, LiftedMask, Operand
 from stof.symbolic import Symbolic
 from stof.symbolic.dimension_names import declared_dim
 

@@ -21,7 +21,7 @@ from stof.attention.weights import OutputCandidate, ScoreFacts, WeightPath, Weig
 from stof.errors import UnsupportedError
 from stof.graph.index import DOMAIN, GraphIndex, all_nodes, is_standard, needed_tensors
 from stof.graph.names import FreshNames
-from stof.site import AttentionSite, Finding, MaskTerm, TermKind
+from stof.mask.site import AttentionSite, Finding, MaskTerm, TermKind
 from stof.symbolic import Int, Symbolic, integer
 from stof.symbolic.tensor import Shape
 

@@ -14,8 +14,8 @@ from stof.errors import UnsupportedError
 from stof.graph.index import DOMAIN
 from stof.graph.node_builder import Builder
 from stof.mask.expression import MaskExpression
+from stof.mask.site import EmptyRows, Layout
 from stof.mask.to_onnx import ScoreSizes
-from stof.site import EmptyRows, Layout
 
 OP = "StofAttention"
 

@@ -26,7 +26,7 @@ from stof.attention.move_paths import (
 )
 from stof.errors import UnsupportedError
 from stof.graph.index import GraphIndex, describe
-from stof.site import Layout, Operand
+from stof.mask.site import Layout, Operand
 from stof.symbolic import Int, Symbolic, integer
 
 

@@ -12,7 +12,7 @@ import onnx
 
 from stof.attention.move_paths import CASTS
 from stof.graph.index import GraphIndex, is_standard
-from stof.site import FORBIDDING_VALUE, MaskTerm, TermKind
+from stof.mask.site import FORBIDDING_VALUE, MaskTerm, TermKind
 from stof.symbolic import Symbolic
 
 _MAX_DEPTH = 16

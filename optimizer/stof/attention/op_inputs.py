@@ -12,7 +12,7 @@ from onnx import TensorProto
 from stof.attention.bias_input import append_fp32_node, build_bias
 from stof.graph.editor import Editor
 from stof.mask.relative_bias.distance_table import table_of
-from stof.site import AttentionSite, LiftedMask, OperandView, RuntimeOperand
+from stof.mask.site import AttentionSite, LiftedMask, OperandView, RuntimeOperand
 from stof.symbolic import Symbolic
 
 # TensorRT plugins take no uint8. Its documentation does not list bool, which its parser accepts.

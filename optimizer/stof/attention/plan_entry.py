@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from stof.errors import ArgumentError
+from stof.mask.site import EmptyRows
 from stof.plan import Fields, quoted
-from stof.site import EmptyRows
 
 _HINTS = ("kernel", "tile")
 

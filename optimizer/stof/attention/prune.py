@@ -15,7 +15,7 @@ from onnx import TensorProto
 from stof.attention.shape_sources import ShapeSource, ShapeSources
 from stof.graph.editor import Editor, captured_gs_tensors
 from stof.graph.index import GraphIndex
-from stof.site import AttentionSite
+from stof.mask.site import AttentionSite
 from stof.symbolic import Symbolic
 
 Elements = list[ShapeSource | int]

@@ -25,9 +25,9 @@ from stof.graph.index import DOMAIN, all_nodes
 from stof.graph.names import FreshNames
 from stof.mask.expression import MaskExpression
 from stof.mask.families import picture
+from stof.mask.site import Finding, tables_of
 from stof.op_rewrite import Decisions, Job, OpRewrite
 from stof.plan import EntryFormat
-from stof.site import Finding, tables_of
 
 if TYPE_CHECKING:
     from stof.verification.result import Verification
@@ -113,7 +113,7 @@ class AttentionRewrite(OpRewrite[tuple[Scope, ...], AttentionDecisions]):
         self, job: Job, decided: AttentionDecisions, emitted: onnx.ModelProto, final: onnx.ModelProto, scratch: Path
     ) -> Verification:
         # A tenth of all imports, which --no-verify and --dry-run do not need.
-        from stof.attention.site_checks import AttentionChecks
+        from stof.attention.checks.site_checks import AttentionChecks
         from stof.verification.verifier import Verifier
 
         checks = AttentionChecks(decided.scopes, decided.rewrites, ignore_empty_rows=job.options.ignore_empty_rows)

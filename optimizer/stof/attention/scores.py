@@ -18,7 +18,7 @@ from stof.attention.layouts import check_axes
 from stof.attention.move_paths import CASTS, MovePath, is_float_cast, is_identity, is_move, scalar_factor, trace_axes
 from stof.errors import UnsupportedError
 from stof.graph.index import GraphIndex, describe, is_standard
-from stof.site import FORBIDDING_VALUE, MaskTerm, TermKind
+from stof.mask.site import FORBIDDING_VALUE, MaskTerm, TermKind
 from stof.symbolic import Real, Symbolic, var
 from stof.symbolic.algebra.conditions import all_of
 from stof.symbolic.algebra.piecewise import split_cases

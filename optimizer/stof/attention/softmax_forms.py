@@ -13,7 +13,7 @@ from onnx import helper
 
 from stof.attention.scores import subtracts_row_max
 from stof.graph.index import GraphIndex, is_standard
-from stof.site import MaskTerm, TermKind
+from stof.mask.site import MaskTerm, TermKind
 from stof.symbolic import Symbolic, integer, var
 from stof.symbolic.algebra.piecewise import split_cases
 from stof.symbolic.algebra.terms import to_real

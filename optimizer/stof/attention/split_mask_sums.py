@@ -14,7 +14,7 @@ from onnx import TensorProto
 from stof.errors import UnsupportedError
 from stof.graph.index import GraphIndex, is_standard
 from stof.mask.lift import lift
-from stof.site import FORBIDDING_VALUE, AttentionSite, LiftedMask, MaskTerm, TermKind
+from stof.mask.site import FORBIDDING_VALUE, AttentionSite, LiftedMask, MaskTerm, TermKind
 from stof.symbolic import Symbolic, var
 from stof.symbolic.algebra.piecewise import split_cases
 from stof.symbolic.algebra.terms import to_real

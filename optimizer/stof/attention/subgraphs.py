@@ -19,7 +19,7 @@ from stof.attention.find import find_sites, is_softmax
 from stof.graph.index import all_nodes, describe, node_tensors, producers, subgraphs
 from stof.graph.names import FreshNames
 from stof.graph.protobuf import copy_model, remove_named
-from stof.site import AttentionSite, Finding
+from stof.mask.site import AttentionSite, Finding
 from stof.symbolic import Symbolic
 
 # From the main graph inwards: first output of the node, its attribute, and the index among the attribute's graphs.

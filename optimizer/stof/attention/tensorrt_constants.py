@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from stof.site import LiftedMask
+from stof.mask.site import LiftedMask
 
 _FIRST_OPERAND = 3  # operand slots follow query, key and value
 

@@ -21,7 +21,7 @@ from stof.attention.scores import keeps_last_two_axes
 from stof.attention.shape_sources import ShapeSources
 from stof.errors import UnsupportedError
 from stof.graph.index import GraphIndex, describe, is_standard
-from stof.site import Layout, MaskTerm, TermKind
+from stof.mask.site import Layout, MaskTerm, TermKind
 from stof.symbolic import Symbolic, integer
 from stof.symbolic.tensor import Shape
 

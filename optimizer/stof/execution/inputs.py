@@ -16,9 +16,9 @@ from onnx import helper
 from stof.errors import UnsupportedError
 from stof.graph.index import GraphIndex, all_nodes, domain_of, node_tensors
 from stof.symbolic import Symbolic
-from stof.symbolic.algebra.conditions import children
 from stof.symbolic.algebra.piecewise import reads_input
-from stof.symbolic.algebra.terms import Atom, Cond, Int, integer
+from stof.symbolic.algebra.sizes import evaluate, size_names
+from stof.symbolic.algebra.terms import Int
 from stof.symbolic.facts import dtype_kind
 
 _LARGEST_INPUT = 1 << 22
@@ -73,61 +73,6 @@ class Case:
         other = "".join(f", {name} {size}" for name, size in self.other)
         counts = "" if self.counts is Counts.USUAL else f", {self.counts.value}"
         return f"batch {self.batch}, length {self.length}{other}{pad}{counts}"
-
-
-def evaluate(size: Int, sizes: Mapping[str, int]) -> int:
-    """A symbolic size at concrete ones.
-
-    Raises:
-        UnsupportedError: when it depends on something else.
-    """
-    total = 0
-    for monomial, coefficient in size.terms:
-        for atom in monomial:
-            coefficient *= _atom(atom, sizes)
-        total += coefficient
-    return total
-
-
-def _atom(atom: Atom, sizes: Mapping[str, int]) -> int:
-    if atom.kind == "size":
-        name = str(atom.args[0])
-        if name not in sizes:
-            raise UnsupportedError(f"a size depends on dimension {name!r}, which no input of the model has")
-        return sizes[name]
-    if atom.kind in ("bool", "select") and isinstance(atom.args[0], Cond):
-        yes, no = atom.args[1:] if atom.kind == "select" else (integer(1), integer(0))
-        chosen = yes if _holds(atom.args[0], sizes) else no
-        return evaluate(chosen, sizes) if isinstance(chosen, Int) else 0
-    values = [evaluate(a, sizes) if isinstance(a, Int) else a for a in atom.args]
-    numbers = [v for v in values if isinstance(v, int)]
-    if len(numbers) == len(values):
-        match atom.kind:
-            case "min":
-                return min(numbers)
-            case "max":
-                return max(numbers)
-            case "abs":
-                return abs(numbers[0])
-            case "div":
-                return numbers[0] // numbers[1]
-            case "mod":
-                return numbers[0] % numbers[1]
-    raise UnsupportedError(f"a size depends on {atom.kind}, not on sizes of inputs alone")
-
-
-def _holds(cond: Cond, sizes: Mapping[str, int]) -> bool:
-    """A condition on sizes."""
-    if cond.kind in ("true", "false"):
-        return cond.kind == "true"
-    if cond.kind in ("and", "or"):
-        parts = [_holds(c, sizes) for c in children(cond)]
-        return all(parts) if cond.kind == "and" else any(parts)
-    value = cond.args[0]
-    if cond.kind not in ("le", "eq", "ne") or not isinstance(value, Int):
-        raise UnsupportedError(f"a size depends on {cond.kind}, not on sizes of inputs alone")
-    number = evaluate(value, sizes)
-    return number <= 0 if cond.kind == "le" else (number == 0) == (cond.kind == "eq")
 
 
 class InputMaker:
@@ -505,18 +450,6 @@ def _documents(dims: list[int], rng: np.random.Generator) -> tuple[np.ndarray, n
 
 def _divides(size: Int) -> bool:
     return any(a.kind in ("div", "mod") for a in size.atoms())
-
-
-def size_names(size: Int) -> set[str]:
-    """The dimensions that a size depends on."""
-    found: set[str] = set()
-    for atom in size.atoms():
-        if atom.kind == "size":
-            found.add(str(atom.args[0]))
-        for inner in atom.args:
-            if isinstance(inner, Int):
-                found |= size_names(inner)
-    return found
 
 
 def _least(size: Int, names: set[str], batch: int, wanted: int, given: Mapping[str, int] | None = None) -> int:

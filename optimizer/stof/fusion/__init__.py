@@ -3,8 +3,8 @@
 
 A group of modules imports only from itself and from the groups before it:
 
-* policy: what a target allows. description_format, description_parser, description_printer: the text of a chain
-  (docs/reference/chain-format.md). evaluate, work_bound: what it computes, and how much.
+* policy: what a target allows. description: the text of a chain
+  (docs/reference/chain-format.md). work_bound: how much it computes.
 * terms, gelu, element_ops, index_terms: the expressions of a chain.
 * translate, gemm: from a region of the graph to a chain. function_body, tensorrt_plugin: what its node needs.
 * merge_matmuls, packed_qkv, split_gemm_bias: changes of the graph that come first.

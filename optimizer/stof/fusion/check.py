@@ -12,18 +12,18 @@ import numpy as np
 import onnx
 
 from stof.errors import ModelError, UnsupportedError
-from stof.execution.inputs import evaluate
 from stof.execution.session_process import create_session, has_onnxruntime
 from stof.execution.session_worker import SessionSpec
 from stof.execution.upcast import HALF, widen, widened_chain
-from stof.fusion.description_parser import parse_chain
+from stof.fusion.description.evaluate import evaluate_chain
+from stof.fusion.description.parser import parse_chain
 from stof.fusion.element_ops import kind_of_node
-from stof.fusion.evaluate import evaluate_chain
 from stof.fusion.function_body import branch_model, make_branch
 from stof.fusion.gemm import FusedGemm
 from stof.fusion.translate import FusedChain
 from stof.fusion.work_bound import check_any_run
 from stof.symbolic import Int, Symbolic
+from stof.symbolic.algebra.sizes import evaluate
 from stof.symbolic.algebra.terms import subterms
 
 _SIZES = (3, 2, 5, 4, 7, 6)  # of symbolic dimensions, in order of appearance

@@ -14,8 +14,8 @@ from onnx import TensorProto
 
 from stof.errors import UnsupportedError
 from stof.execution.upcast import HALF
-from stof.fusion.description_format import REDUCTIONS
-from stof.fusion.description_printer import ChainOutput, describe_chain
+from stof.fusion.description.format import REDUCTIONS
+from stof.fusion.description.printer import ChainOutput, describe_chain
 from stof.fusion.element_ops import TYPES, kind_of_node
 from stof.fusion.index_terms import AxisRanges, TermBuilder
 from stof.fusion.policy import EpilogueForms

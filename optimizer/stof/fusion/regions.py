@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from stof.errors import UnsupportedError
-from stof.fusion.description_format import MOST_INPUTS, MOST_OUTPUTS, MOST_REDUCTIONS
+from stof.fusion.description.format import MOST_INPUTS, MOST_OUTPUTS, MOST_REDUCTIONS
 from stof.fusion.element_ops import FREE, NORMS, TYPES, kind_of_node
 from stof.fusion.function_body import make_branch
 from stof.fusion.fusion_graph import FusionGraph

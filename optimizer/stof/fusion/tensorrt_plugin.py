@@ -9,7 +9,7 @@ import onnx
 from onnx import helper
 
 from stof.errors import UnsupportedError
-from stof.fusion.description_parser import parse_chain
+from stof.fusion.description.parser import parse_chain
 from stof.fusion.function_body import bits_of
 from stof.fusion.translate import FusedChain
 

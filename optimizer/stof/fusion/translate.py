@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import onnx
 
 from stof.errors import UnsupportedError
-from stof.fusion.description_format import MOST_AXES, MOST_INPUTS, REDUCTIONS
-from stof.fusion.description_printer import ChainDescription, ChainOutput, describe_chain
+from stof.fusion.description.format import MOST_AXES, MOST_INPUTS, REDUCTIONS
+from stof.fusion.description.printer import ChainDescription, ChainOutput, describe_chain
 from stof.fusion.element_ops import TYPES, kind_of_node
 from stof.fusion.index_terms import AxisRanges, TermBuilder
 from stof.fusion.terms import TermPool

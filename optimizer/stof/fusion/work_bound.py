@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from stof.errors import ModelError, UnsupportedError
-from stof.fusion.description_parser import AffineIndex, ExpressionNode, ParsedChain, parse_chain
+from stof.fusion.description.parser import AffineIndex, ExpressionNode, ParsedChain, parse_chain
 
 MOST_POSITIONS = 4  # computed for each element that is read or written
 MOST_WORK = 1 << 30  # values computed, below which any chain runs

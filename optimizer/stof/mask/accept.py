@@ -11,7 +11,7 @@ from stof.mask.check.checker import MaskChecker
 from stof.mask.empty_rows.check_empty_rows import check_empty_rows
 from stof.mask.empty_rows.row_guard import check_guard
 from stof.mask.expression import MaskExpression
-from stof.site import AttentionSite, LiftedMask
+from stof.mask.site import AttentionSite, LiftedMask
 
 T = TypeVar("T")
 

@@ -12,8 +12,8 @@ import math
 
 from stof.errors import UnsupportedError
 from stof.mask.lift import element_of_pair, read_term
+from stof.mask.site import AttentionSite, LiftedMask, MaskTerm, TermKind
 from stof.mask.strength import FLOOR, UNDERFLOW
-from stof.site import AttentionSite, LiftedMask, MaskTerm, TermKind
 from stof.symbolic import Real, Symbolic
 from stof.symbolic.algebra.piecewise import split_cases
 from stof.symbolic.algebra.terms import subterms

@@ -9,9 +9,9 @@ import numpy as np
 
 from stof.errors import UnsupportedError
 from stof.execution.inputs import Case
+from stof.mask.site import AttentionSite, LiftedMask, MaskTerm, TermKind, tables_of
 from stof.mask.strength import forbidding_limit, forbids_softly
 from stof.runtime.library import LibraryError, Mask
-from stof.site import AttentionSite, LiftedMask, MaskTerm, TermKind, tables_of
 
 
 class BiasedMaskError(UnsupportedError):

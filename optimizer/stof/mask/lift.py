@@ -21,9 +21,8 @@ from stof.mask.empty_rows.from_fills import has_different_strengths, policy_from
 from stof.mask.families import describe
 from stof.mask.from_condition import B, GraphNames, H, K, Q, to_expression
 from stof.mask.operand_roles import bind_operand
-from stof.mask.strength import ABSORBING, FORBIDDING_VALUE, forbidding_limit, forbids_softly
-from stof.mask.tables import band_of, replace_bands
-from stof.site import (
+from stof.mask.site import (
+    FORBIDDING_VALUE,
     AttentionSite,
     LiftedMask,
     MaskNote,
@@ -32,6 +31,8 @@ from stof.site import (
     RuntimeOperand,
     TermKind,
 )
+from stof.mask.strength import ABSORBING, forbidding_limit, forbids_softly
+from stof.mask.tables import band_of, replace_bands
 from stof.symbolic import Cond, Int, Real, Symbolic, SymTensor
 from stof.symbolic.algebra.conditions import all_of, any_of, negate
 from stof.symbolic.algebra.divisions import floor_div, floor_mod

@@ -9,7 +9,7 @@ from onnx import TensorProto
 
 from stof.errors import UnsupportedError
 from stof.mask.from_condition import B
-from stof.site import OperandView, RuntimeOperand
+from stof.mask.site import OperandView, RuntimeOperand
 from stof.symbolic import Int, Symbolic
 from stof.symbolic.algebra.terms import Atom, subterms
 

@@ -13,7 +13,7 @@ from stof.mask.expression import MaskExpression
 from stof.mask.expression_parser import MaskSyntaxError
 from stof.mask.families import describe
 from stof.mask.lift import lift
-from stof.site import AttentionSite, LiftedMask, RuntimeOperand, tables_of
+from stof.mask.site import AttentionSite, LiftedMask, RuntimeOperand, tables_of
 from stof.symbolic import Symbolic
 
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from onnx import TensorProto
 
+from stof.mask.site import FORBIDDING_VALUE
+
 LOWEST: dict[int, float] = {  # the absolute value of a type's lowest finite number
     TensorProto.FLOAT: 3.4028234663852886e38,
     TensorProto.DOUBLE: 1.7976931348623157e308,
@@ -14,7 +16,6 @@ LOWEST: dict[int, float] = {  # the absolute value of a type's lowest finite num
     TensorProto.BFLOAT16: 3.3895313892515355e38,
 }
 FLOOR = -LOWEST[TensorProto.FLOAT]
-FORBIDDING_VALUE = -1e4  # forbids where it is the only number of a mask besides 0
 UNDERFLOW = -1e3  # its exponential is 0 in fp32 and fp64
 ABSORBING = -1e8  # a number above it leaves a score visible that it is added to
 

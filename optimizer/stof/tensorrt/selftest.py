@@ -11,14 +11,14 @@ import numpy as np
 import onnx
 from onnx import helper
 
+from stof.attention.checks.reference import Problem, assert_close, random_problem, reference
 from stof.attention.function_body import OP, Variant, make_attention_function
 from stof.attention.tensorrt_constants import constants_attribute
 from stof.errors import StofError
 from stof.files import temporary_folder
 from stof.graph.index import DOMAIN
 from stof.mask.expression import MaskExpression
-from stof.runtime.attention_reference import Problem, assert_close, random_problem, reference
-from stof.site import EmptyRows, Layout, LiftedMask
+from stof.mask.site import EmptyRows, Layout, LiftedMask
 from stof.tensorrt.build import BuildOptions, build_engine
 from stof.tensorrt.device import open_device
 from stof.tensorrt.module import Messages, find

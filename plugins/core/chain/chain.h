@@ -8,8 +8,8 @@
 #include <string_view>
 #include <vector>
 
-#include "plugins/core/contract/status.h"
-#include "plugins/core/contract/types.h"
+#include "plugins/core/base/status.h"
+#include "plugins/core/base/types.h"
 
 namespace stof {
 

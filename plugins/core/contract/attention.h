@@ -7,9 +7,10 @@
 #include <cstdint>
 #include <string>
 
-#include "plugins/core/contract/status.h"
-#include "plugins/core/contract/types.h"
+#include "plugins/core/base/status.h"
+#include "plugins/core/base/types.h"
 #include "plugins/core/mask/block_mask.h"
+#include "plugins/core/mask/dynamic_mask.h"
 
 namespace stof {
 
@@ -18,16 +19,6 @@ struct ExprSizes;      // plugins/core/mask/expr.h
 struct RunContext;     // plugins/core/contract/op.h
 
 enum class EmptyRows : int32_t { kZero = 0, kNan = 1, kMean = 2, kAll = 3 };
-
-// A conjunct of the mask that is evaluated while a kernel runs.
-struct DynamicMask {
-  // Returns 0: the tile is empty, 1: partial and bits [m, n / 32] hold its element mask, 2: full.
-  int (*tile)(const void* self, int64_t b, int64_t h, int64_t row0, int64_t key0, int m, int n,
-              uint32_t* bits) = nullptr;
-  const void* self = nullptr;
-  // Whether it differs between batches, between heads.
-  bool by_batch = true, by_head = true;
-};
 
 struct AttentionArgs {
   int64_t B = 0, H = 0, G = 0, S = 0, T = 0, D = 0, Dv = 0;

@@ -6,9 +6,9 @@
 #include <cstddef>
 #include <memory>
 
+#include "plugins/core/base/status.h"
+#include "plugins/core/base/types.h"
 #include "plugins/core/chain/chain.h"
-#include "plugins/core/contract/status.h"
-#include "plugins/core/contract/types.h"
 
 namespace stof {
 

@@ -7,11 +7,11 @@
 #include <cstdint>
 #include <string>
 
+#include "plugins/core/base/status.h"
 #include "plugins/core/contract/attention.h"
 #include "plugins/core/contract/chain.h"
 #include "plugins/core/contract/gemm.h"
 #include "plugins/core/contract/op.h"
-#include "plugins/core/contract/status.h"
 #include "plugins/core/mask/attention_mask.h"
 
 namespace stof {

@@ -8,8 +8,8 @@
 #include <cstdint>
 #include <memory>
 
-#include "plugins/core/contract/status.h"
-#include "plugins/core/contract/types.h"
+#include "plugins/core/base/status.h"
+#include "plugins/core/base/types.h"
 #include "plugins/core/gemm/activation.h"
 
 namespace stof {

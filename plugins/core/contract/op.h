@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
-#include "plugins/core/contract/status.h"
-#include "plugins/core/contract/types.h"
+#include "plugins/core/base/status.h"
+#include "plugins/core/base/types.h"
 #include "plugins/core/host/fork_guard.h"
 
 namespace stof {

@@ -7,8 +7,8 @@
 #include <string_view>
 #include <vector>
 
+#include "plugins/core/base/status.h"
 #include "plugins/core/chain/chain.h"
-#include "plugins/core/contract/status.h"
 #include "plugins/core/gemm/activation.h"
 
 namespace stof {

@@ -11,7 +11,7 @@
 #include <thread>
 #include <vector>
 
-#include "plugins/core/contract/types.h"
+#include "plugins/core/base/types.h"
 #include "plugins/core/host/fork_guard.h"
 
 namespace stof {

@@ -11,10 +11,10 @@
 #include <utility>
 #include <vector>
 
-#include "plugins/core/contract/attention.h"
-#include "plugins/core/contract/status.h"
-#include "plugins/core/contract/types.h"
+#include "plugins/core/base/status.h"
+#include "plugins/core/base/types.h"
 #include "plugins/core/host/fork_guard.h"
+#include "plugins/core/mask/dynamic_mask.h"
 #include "plugins/core/mask/expr.h"
 #include "plugins/core/mask/expr_eval.h"
 

@@ -2,7 +2,7 @@
 #ifndef STOF_PLUGINS_CORE_MASK_BLOCK_MASK_BUILDER_H_
 #define STOF_PLUGINS_CORE_MASK_BLOCK_MASK_BUILDER_H_
 
-#include "plugins/core/contract/status.h"
+#include "plugins/core/base/status.h"
 #include "plugins/core/mask/block_mask.h"
 #include "plugins/core/mask/expr.h"
 

@@ -15,7 +15,7 @@ using cuda::SelectKey;
 
 template <typename Key>
 void CheckFields(const Key& key, const std::vector<std::function<void(Key*)>>& changes, size_t printed) {
-  CHECK(key == Key(key) && cuda::KeyHash()(key) == cuda::KeyHash()(Key(key)));
+  CHECK(key == Key(key) && cuda::SelectionKeyHash()(key) == cuda::SelectionKeyHash()(Key(key)));
   for (size_t i = 0; i < changes.size(); ++i) {
     Key other = key;
     changes[i](&other);

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Chains in fp64: a parser and an evaluator apart from the library's. Over 500 lines: one grammar.
 #include "tests/cpp/chain/chain_reference.h"
 
 #include <algorithm>

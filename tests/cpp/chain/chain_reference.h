@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "plugins/core/contract/types.h"
+#include "plugins/core/base/types.h"
 
 namespace stof::test {
 

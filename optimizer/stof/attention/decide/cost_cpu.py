@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from stof.mask.site import AttentionSite, LiftedMask, tables_of
 from stof.runtime.library import LibraryError, Mask
-from stof.site import AttentionSite, LiftedMask, tables_of
 
 # Our kernel: about 0.75 of the FMA rate on full tiles, a little less where tiles are partial.
 _OWN_RATE = 0.72

@@ -11,14 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stof.attention.decide.cost_cpu import Prediction, tile_density
-from stof.site import AttentionSite, LiftedMask
+from stof.mask.site import AttentionSite, LiftedMask
 
 _TILE = (128, 64)  # query rows × keys of most kernels
 _FLOAT = 1
 
 
 @dataclass(frozen=True)
-class Device:
+class DeviceRates:
     """A kind of device: rates in TFLOP/s that attention reaches, memory in GB/s.
 
     ``flash`` is what the runtime's own fused attention reaches without a mask in halves, ``biased`` with one.
@@ -39,12 +39,16 @@ class Device:
 # compute capability -> device. 9.0: measured. Others by their rated tensor and memory rates (A100 SXM 312 TFLOP/s,
 # 2039 GB/s; L4 and RTX 40: 121 and 300 GB/s, which is the least of that family; H100: 989 and 3350).
 DEVICES = (
-    Device(
+    DeviceRates(
         "sm_80", 80, half=190, wide=150, single=60, flash=200, biased=120, runtime_single=12, memory=1600, products=220
     ),
-    Device("sm_86", 86, half=90, wide=60, single=28, flash=95, biased=60, runtime_single=10, memory=500, products=70),
-    Device("sm_89", 89, half=75, wide=50, single=25, flash=80, biased=50, runtime_single=10, memory=250, products=65),
-    Device(
+    DeviceRates(
+        "sm_86", 86, half=90, wide=60, single=28, flash=95, biased=60, runtime_single=10, memory=500, products=70
+    ),
+    DeviceRates(
+        "sm_89", 89, half=75, wide=50, single=25, flash=80, biased=50, runtime_single=10, memory=250, products=65
+    ),
+    DeviceRates(
         "sm_90", 90, half=490, wide=230, single=110, flash=300, biased=230, runtime_single=30, memory=2600, products=620
     ),
 )
@@ -57,13 +61,13 @@ _PASSES = 7.0
 _NODES = 6
 
 
-def device_of(capability: int) -> Device:
+def device_of(capability: int) -> DeviceRates:
     """The newest known kind that is no newer than a device; the oldest one for none (0)."""
     known = [d for d in DEVICES if d.capability <= capability]
     return known[-1] if known else DEVICES[0]
 
 
-def predict(site: AttentionSite, mask: LiftedMask, length: int, device: Device, fused: bool) -> Prediction:
+def predict(site: AttentionSite, mask: LiftedMask, length: int, device: DeviceRates, fused: bool) -> Prediction:
     """The predicted gain over the runtime's nodes at S = T = ``length``; ``fused``: they are one fused node."""
     density = tile_density(mask, site.num_heads, length, _TILE)
     flops = 2.0 * site.num_heads * length * length * (site.head_size + site.value_head_size)

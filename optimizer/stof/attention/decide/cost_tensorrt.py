@@ -14,7 +14,7 @@ import numpy as np
 from onnx import TensorProto
 
 from stof.mask.expression import CAUSAL
-from stof.site import AttentionSite, LiftedMask
+from stof.mask.site import AttentionSite, LiftedMask
 
 _HALVES = frozenset({TensorProto.FLOAT16, TensorProto.BFLOAT16})
 _TABLE = 1 << 26  # bytes of a table in an attribute

@@ -16,7 +16,6 @@ from stof.attention.plan_entry import SitePlan
 from stof.attention.report import KEY, SiteReport, Step
 from stof.attention.split_mask_sums import split_terms
 from stof.errors import ArgumentError, GuardError, ModelError, UnsupportedError
-from stof.execution.inputs import evaluate
 from stof.mask.accept import accept, with_or_without_guard
 from stof.mask.check.checker import MaskChecker
 from stof.mask.empty_rows.check_empty_rows import check_empty_rows
@@ -26,12 +25,13 @@ from stof.mask.expression import MaskExpression
 from stof.mask.expression_parser import MaskSyntaxError
 from stof.mask.lift import lift, weaker_terms
 from stof.mask.relative_bias.lift import with_relative_bias
+from stof.mask.site import AttentionSite, EmptyRows, Finding, Layout, LiftedMask, Operand
 from stof.mask.stated_masks import state
 from stof.options import CHAIN, Options
 from stof.plan import Plan
 from stof.selection import matches
-from stof.site import AttentionSite, EmptyRows, Finding, Layout, LiftedMask, Operand
 from stof.symbolic import Int, Symbolic
+from stof.symbolic.algebra.sizes import evaluate
 
 REPORT_LENGTH = 2048
 _RANGE = (128, 8192)

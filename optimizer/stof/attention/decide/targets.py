@@ -14,10 +14,10 @@ from stof.attention.decide.cost_cpu import Prediction
 from stof.attention.decide.tune import Tuner
 from stof.attention.expand.working_copy import stands_for_fused
 from stof.errors import ArgumentError
+from stof.mask.site import AttentionSite, LiftedMask
 from stof.options import Options
 from stof.runtime.cuda import device_info
 from stof.runtime.library import LibraryError
-from stof.site import AttentionSite, LiftedMask
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class CudaTarget(Target):
     name = "cuda"
 
     @cached_property
-    def device(self) -> cost_cuda.Device:
+    def device(self) -> cost_cuda.DeviceRates:
         try:
             return cost_cuda.device_of(device_info().capability)
         except LibraryError:

@@ -13,9 +13,9 @@ import numpy as np
 import onnx
 
 from stof.errors import ArgumentError
+from stof.mask.site import AttentionSite, LiftedMask, tables_of
 from stof.runtime.cuda import CudaOp, DeviceInfo, device_info, kernel_names
 from stof.runtime.library import LibraryError, build_info
-from stof.site import AttentionSite, LiftedMask, tables_of
 from stof.tuning_cache import Cache, cache_path
 
 _GAIN = 1.03  # below that a difference is taken for noise

@@ -18,7 +18,7 @@ from stof.errors import UnsupportedError
 from stof.graph.index import GraphIndex, describe, domain_of, node_tensors, opset_of
 from stof.graph.node_builder import Builder
 from stof.graph.protobuf import copy_with_nodes
-from stof.site import AttentionSite, Finding
+from stof.mask.site import AttentionSite, Finding
 from stof.symbolic import Symbolic
 
 _MARK = "/stof_"  # in the names of tensors of expanded nodes

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import onnx
 
 from stof.errors import UnsupportedError
-from stof.execution.inputs import Case, InputMaker, Padding, evaluate
+from stof.execution.inputs import Case, InputMaker, Padding
 from stof.execution.upcast import HALF
 from stof.fusion.decide.decision import ChainDecision
 from stof.fusion.emit import ChainSignature
@@ -25,6 +25,7 @@ from stof.fusion.translate import FusedChain
 from stof.options import Options
 from stof.runtime.library import has_gemm
 from stof.symbolic import Symbolic
+from stof.symbolic.algebra.sizes import evaluate
 
 # Least time of the runtime over the chain's, at every size; the model is no more accurate than that.
 LEAST_PREDICTED = 1.15

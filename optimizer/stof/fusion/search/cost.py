@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 import onnx
 from onnx import TensorProto
 
-from stof.execution.inputs import evaluate
 from stof.fusion.element_ops import FREE, NORMS, TYPES, kind_of_node
 from stof.fusion.fusion_graph import FusionGraph
 from stof.fusion.regions import build_chain
 from stof.fusion.search.space import FusionScheme, SchemeSpace, Segment, Setting
 from stof.fusion.translate import FusedChain, RefusedRegion
+from stof.symbolic.algebra.sizes import evaluate
 
 _BYTES = {int(TensorProto.FLOAT): 4, int(TensorProto.FLOAT16): 2, int(TensorProto.BFLOAT16): 2}
 # Operations an element, for operators of more than one.

@@ -12,7 +12,6 @@ import onnx
 from onnx import helper
 
 from stof.errors import UnsupportedError
-from stof.execution.inputs import evaluate
 from stof.fusion.emit import make_call
 from stof.fusion.fusion_graph import FusionGraph
 from stof.fusion.search.measure_cuda import cuda_seconds
@@ -21,6 +20,7 @@ from stof.graph.index import DOMAIN
 from stof.graph.names import FreshNames
 from stof.runtime.library import register
 from stof.symbolic import Int
+from stof.symbolic.algebra.sizes import evaluate
 
 _FEWEST_RUNS, _MOST_RUNS = 5, 400  # of one measurement
 _SECONDS = 0.04  # of one measurement

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 import onnx
 
 from stof.errors import UnsupportedError
-from stof.execution.inputs import evaluate
 from stof.execution.session_process import RuntimeFailure, create_session, has_onnxruntime
 from stof.execution.session_worker import SessionSpec
 from stof.execution.upcast import HALF, widen
@@ -21,6 +20,7 @@ from stof.fusion.element_ops import FREE, TYPES
 from stof.fusion.fusion_graph import FusionGraph
 from stof.fusion.search.cost import MachineModel, has_bias
 from stof.fusion.search.measure import part_model
+from stof.symbolic.algebra.sizes import evaluate
 
 _MATMUL_OPS = frozenset({"MatMul", "Gemm", "FusedMatMul"})
 # Kernels of the runtime that are as fast as chains: 2.9 TB/s on an H100.

@@ -26,7 +26,7 @@ from stof.mask.check.sizes import (
 from stof.mask.check.subgraph_hash import SubgraphHashes
 from stof.mask.evaluate import allowed_by_mask, allowed_by_term, check_no_bias
 from stof.mask.relative_bias.distance_table import spread
-from stof.site import AttentionSite, LiftedMask, MaskTerm, TermKind
+from stof.mask.site import AttentionSite, LiftedMask, MaskTerm, TermKind
 from stof.symbolic import Symbolic
 from stof.symbolic.facts import dtype_kind
 

@@ -13,15 +13,16 @@ import onnx
 from onnx import TensorProto, helper
 
 from stof.errors import UnsupportedError
-from stof.execution.inputs import Case, InputMaker, evaluate
+from stof.execution.inputs import Case, InputMaker
 from stof.execution.session_process import create_session, has_onnxruntime
 from stof.execution.session_worker import SessionSpec
 from stof.execution.upcast import widen
 from stof.graph.external_data import external_files
 from stof.graph.index import GraphIndex
+from stof.mask.site import AttentionSite, LiftedMask, MaskTerm
 from stof.mask.strength import LOWEST
-from stof.site import AttentionSite, LiftedMask, MaskTerm
 from stof.symbolic import Int, Symbolic
+from stof.symbolic.algebra.sizes import evaluate
 
 _VECTOR_TYPES = frozenset({TensorProto.BOOL, TensorProto.UINT8, TensorProto.INT32, TensorProto.INT64})
 _SECONDS = 60.0  # limit of a run, which takes a few milliseconds

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from stof.execution.inputs import Case, Counts, Padding
-from stof.site import AttentionSite, LiftedMask
+from stof.mask.site import AttentionSite, LiftedMask
 from stof.symbolic import Symbolic
 
 _LONGEST = 1200

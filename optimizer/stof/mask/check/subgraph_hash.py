@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from stof.graph.index import GraphIndex, subgraphs
+from stof.graph.index import GraphIndex, is_standard, subgraphs
 from stof.symbolic import Symbolic
 
 
@@ -29,7 +29,7 @@ class SubgraphHashes:
         if node is None or subgraphs(node):
             return ("named", tensor)
         attributes = tuple(sorted(a.SerializeToString(deterministic=True) for a in node.attribute))
-        if node.op_type == "Shape" and node.domain in ("", "ai.onnx"):
+        if node.op_type == "Shape" and is_standard(node):
             shape = self.symbolic.shape(node.input[0])
             # A shape is the same whatever tensor has it.
             return ("named", tensor) if shape is None else ("shape", shape, attributes)

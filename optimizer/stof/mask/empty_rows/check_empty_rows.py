@@ -14,8 +14,8 @@ from stof.execution.inputs import Case, Counts, Padding
 from stof.mask.check.checker import MaskChecker
 from stof.mask.check.sizes import cases_of_counts, cases_of_cross_attention, choose_lengths
 from stof.mask.lift import read_term
+from stof.mask.site import AttentionSite, EmptyRows, LiftedMask, MaskTerm, NoteReason
 from stof.mask.strength import UNDERFLOW
-from stof.site import AttentionSite, EmptyRows, LiftedMask, MaskTerm, NoteReason
 from stof.symbolic import Symbolic
 
 _SCORE = 32.0  # the largest score that -1e9 absorbs

@@ -7,8 +7,8 @@ import math
 from collections.abc import Sequence
 
 from stof.errors import UnsupportedError
+from stof.mask.site import AttentionSite, EmptyRows, TermKind
 from stof.mask.strength import ABSORBING, FLOOR
-from stof.site import AttentionSite, EmptyRows, TermKind
 
 
 def policy_from_fills(

@@ -14,8 +14,8 @@ import numpy as np
 from stof.mask import expression_nodes as nodes
 from stof.mask.expression_nodes import Binary, Call, Constant, Lookup, Name, Node, Truth, Unary, fold, operands_of
 from stof.mask.from_condition import B, H, Q
+from stof.mask.site import AttentionSite, LiftedMask, tables_of
 from stof.runtime.library import LibraryError, Mask
-from stof.site import AttentionSite, LiftedMask, tables_of
 from stof.symbolic import Cond, Int, integer
 from stof.symbolic.algebra.conditions import all_of, any_of, equal, less_equal, negate
 from stof.symbolic.algebra.divisions import floor_div, floor_mod

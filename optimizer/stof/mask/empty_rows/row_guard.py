@@ -17,9 +17,9 @@ import onnx
 from onnx import TensorProto
 
 from stof.errors import GuardError, UnsupportedError
-from stof.graph.index import GraphIndex
+from stof.graph.index import GraphIndex, is_standard
 from stof.mask.lift import element_of_pair, lift
-from stof.site import AttentionSite, LiftedMask, MaskTerm, TermKind
+from stof.mask.site import AttentionSite, LiftedMask, MaskTerm, TermKind
 from stof.symbolic import Int, Symbolic, integer
 from stof.symbolic.algebra.piecewise import split_cases
 from stof.symbolic.algebra.terms import to_real
@@ -131,7 +131,7 @@ class _GuardReader:
         zeroes: Callable[[float], bool] = bool
         for _ in range(_MAX_STEPS):
             node = self.index.producer(tensor)
-            if node is None or node.domain not in ("", "ai.onnx"):
+            if node is None or not is_standard(node):
                 return None
             if node.op_type == "Not":
                 zeroes = _compose(_not, zeroes)

@@ -17,8 +17,8 @@ import numpy as np
 from stof.mask.check.checker import MaskChecker
 from stof.mask.empty_rows.key_proof import leaves_a_key
 from stof.mask.empty_rows.value_bounds import ValueBounds
+from stof.mask.site import AttentionSite, EmptyRows, LiftedMask, NoteReason, TermKind
 from stof.mask.strength import FLOOR
-from stof.site import AttentionSite, EmptyRows, LiftedMask, NoteReason, TermKind
 
 
 class RowProver:

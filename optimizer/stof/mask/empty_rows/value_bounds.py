@@ -16,7 +16,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from stof.graph.external_data import ITEM_SIZES, location_of
-from stof.graph.index import GraphIndex
+from stof.graph.index import GraphIndex, is_standard
 from stof.mask.strength import LOWEST
 from stof.symbolic import Symbolic
 from stof.symbolic.algebra.overflow import value_range
@@ -94,7 +94,7 @@ class ValueBounds:
         node = self.index.producer(tensor)
         if node is None:
             found = self._constant(tensor)
-        elif node.domain not in ("", "ai.onnx"):
+        elif not is_standard(node):
             found = math.inf
         else:
             found = self._computed(node, kind, -LOWEST[dtype] if kind == "f" else -math.inf)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from stof.site import RelativeBias
+from stof.mask.site import RelativeBias
 
 _CONSTANT = 32  # so many equal entries at the end of a table stand for all distances beyond
 

@@ -17,7 +17,7 @@ from stof.execution.inputs import Case, Padding
 from stof.mask.check.checker import MaskChecker
 from stof.mask.relative_bias.distance_table import shorten, tabulate
 from stof.mask.relative_bias.proof import proven_radius
-from stof.site import AttentionSite, LiftedMask, MaskNote, NoteReason, RelativeBias
+from stof.mask.site import AttentionSite, LiftedMask, MaskNote, NoteReason, RelativeBias
 
 _SHORTEST, _LONGEST = 300, 1300  # lengths at which a bias is run
 _MARGIN = 2  # entries kept beyond the proven radius, which float rounding may move

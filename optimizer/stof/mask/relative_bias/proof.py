@@ -14,8 +14,8 @@ from functools import lru_cache, reduce
 import numpy as np
 
 from stof.mask.lift import element_of_pair
+from stof.mask.site import AttentionSite, MaskTerm, TermKind
 from stof.mask.strength import forbidding_limit
-from stof.site import AttentionSite, MaskTerm, TermKind
 from stof.symbolic import Cond, Int, Real, Symbolic
 from stof.symbolic.algebra.piecewise import split_cases
 from stof.symbolic.algebra.terms import Atom

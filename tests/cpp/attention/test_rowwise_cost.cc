@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda/schedule/rowwise_cost.h"
+#include "cuda/attention/rowwise/cost.h"
 #include "tests/cpp/fixtures.h"
 
 namespace stof::test {

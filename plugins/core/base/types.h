@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Types that every operator and every kernel shares. Plain structs; no framework type.
-#ifndef STOF_PLUGINS_CORE_CONTRACT_TYPES_H_
-#define STOF_PLUGINS_CORE_CONTRACT_TYPES_H_
+#ifndef STOF_PLUGINS_CORE_BASE_TYPES_H_
+#define STOF_PLUGINS_CORE_BASE_TYPES_H_
 
 #include <algorithm>
 #include <cstddef>
@@ -95,4 +95,4 @@ enum class CpuIsa : int32_t;
 CpuIsa BestCpuIsa();
 
 }  // namespace stof
-#endif  // STOF_PLUGINS_CORE_CONTRACT_TYPES_H_
+#endif  // STOF_PLUGINS_CORE_BASE_TYPES_H_

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 
 from stof.errors import ModelError
-from stof.fusion.description_format import (
+from stof.fusion.description.format import (
     ARITY,
     KEYWORDS,
     MOST_AXES,

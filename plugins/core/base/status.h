@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef STOF_PLUGINS_CORE_CONTRACT_STATUS_H_
-#define STOF_PLUGINS_CORE_CONTRACT_STATUS_H_
+#ifndef STOF_PLUGINS_CORE_BASE_STATUS_H_
+#define STOF_PLUGINS_CORE_BASE_STATUS_H_
 
 #include <string>
 #include <utility>
@@ -37,4 +37,4 @@ class [[nodiscard]] Status {
   } while (0)
 
 }  // namespace stof
-#endif  // STOF_PLUGINS_CORE_CONTRACT_STATUS_H_
+#endif  // STOF_PLUGINS_CORE_BASE_STATUS_H_

@@ -14,8 +14,8 @@ from onnx import helper
 
 from stof.attention.function_body import OP
 from stof.execution.upcast import HALF
+from stof.mask.site import FORBIDDING_VALUE, AttentionSite, EmptyRows, Layout, Operand, heads_in_one
 from stof.runtime.library import Op
-from stof.site import FORBIDDING_VALUE, AttentionSite, EmptyRows, Layout, Operand, heads_in_one
 from stof.verification.compare import describe_nonfinite
 from stof.verification.result import Comparison, Coverage
 

@@ -1,4 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
+// The list of kernels by instruction set.
+#include "cpu/attention/attention.h"
+#include "cpu/chain/chain.h"
+#include "cpu/gemm/gemm.h"
+#include "cpu/gemm/packed.h"
 #include "cpu/kernel_table.h"
 
 namespace stof {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Cost model of the row-wise kernel and of the tiled kernels that it competes with. Plain C++.
-#ifndef STOF_CUDA_SCHEDULE_ROWWISE_COST_H_
-#define STOF_CUDA_SCHEDULE_ROWWISE_COST_H_
+#ifndef STOF_CUDA_ATTENTION_ROWWISE_COST_H_
+#define STOF_CUDA_ATTENTION_ROWWISE_COST_H_
 
 #include <cstdint>
 
@@ -26,4 +26,4 @@ double PredictSm80(const MaskCounts& counts, int head_bytes, bool fp32, int sm_c
 
 }  // namespace cuda
 }  // namespace stof
-#endif  // STOF_CUDA_SCHEDULE_ROWWISE_COST_H_
+#endif  // STOF_CUDA_ATTENTION_ROWWISE_COST_H_

@@ -14,15 +14,15 @@ import numpy as np
 import onnx
 from onnx import helper
 
+from stof.attention.checks.site_comparison import attributes_of, compare_site, rounded
 from stof.attention.emit import Rewrite
 from stof.attention.function_body import OP
-from stof.attention.site_comparison import attributes_of, compare_site, rounded
 from stof.attention.subgraphs import Scope, emit_scopes, graph_at
 from stof.errors import VerifyError
 from stof.execution.inputs import Case, Counts, InputMaker, Padding
 from stof.mask.check.run_masks import tensors_by_role
 from stof.mask.expression import MaskExpression
-from stof.site import EmptyRows, Layout, TermKind
+from stof.mask.site import EmptyRows, Layout, TermKind
 from stof.verification.fp64_reference import in_double
 from stof.verification.perturb import Noisy
 from stof.verification.result import Comparison

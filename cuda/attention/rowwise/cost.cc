@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "cuda/schedule/rowwise_cost.h"
+#include "cuda/attention/rowwise/cost.h"
 
 #include <algorithm>
 #include <vector>

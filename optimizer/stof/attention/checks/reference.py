@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from stof.mask.site import EmptyRows
 from stof.runtime.library import Mask, Op
-from stof.site import EmptyRows
 
 # Half a unit in the last place at 1, by element type: what rounding the result alone may cost.
 ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}

@@ -10,9 +10,9 @@ import numpy as np
 from onnx import TensorProto, helper
 
 from stof.errors import ModelError
-from stof.fusion.description_format import REDUCTIONS
-from stof.fusion.description_parser import AffineIndex, ExpressionNode, ParsedChain, parse_chain
-from stof.fusion.erf import erf
+from stof.fusion.description.erf import erf
+from stof.fusion.description.format import REDUCTIONS
+from stof.fusion.description.parser import AffineIndex, ExpressionNode, ParsedChain, parse_chain
 from stof.fusion.work_bound import check_run
 
 Array = np.ndarray

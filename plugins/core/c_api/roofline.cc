@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "cpu/isa.h"
+#include "plugins/core/base/types.h"
 #include "plugins/core/c_api/c_api.h"
-#include "plugins/core/contract/types.h"
 #include "plugins/core/host/thread_pool.h"
 
 namespace {

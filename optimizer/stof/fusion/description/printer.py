@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stof.errors import UnsupportedError
-from stof.fusion.description_format import (
+from stof.fusion.description.format import (
     MOST_AXES,
     MOST_INPUTS,
     MOST_NODES,

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention nodes beside what they replace, and attention in fp64."""

@@ -1,0 +1,20 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef STOF_PLUGINS_CORE_MASK_DYNAMIC_MASK_H_
+#define STOF_PLUGINS_CORE_MASK_DYNAMIC_MASK_H_
+
+#include <cstdint>
+
+namespace stof {
+
+// A conjunct of the mask that is evaluated while a kernel runs.
+struct DynamicMask {
+  // Returns 0: the tile is empty, 1: partial and bits [m, n / 32] hold its element mask, 2: full.
+  int (*tile)(const void* self, int64_t b, int64_t h, int64_t row0, int64_t key0, int m, int n,
+              uint32_t* bits) = nullptr;
+  const void* self = nullptr;
+  // Whether it differs between batches, between heads.
+  bool by_batch = true, by_head = true;
+};
+
+}  // namespace stof
+#endif  // STOF_PLUGINS_CORE_MASK_DYNAMIC_MASK_H_
