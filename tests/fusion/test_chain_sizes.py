@@ -16,7 +16,8 @@ from test_gemm_cuda import CASES as GEMMS
 from test_gemm_cuda import whole
 
 import stof
-from stof.execution.inputs import Case, InputMaker, Padding
+from stof.execution.case import Case, Padding
+from stof.execution.inputs import InputMaker
 from stof.fusion.emit import emit_chains
 from stof.fusion.fusion_graph import FusionGraph
 from stof.fusion.regions import find_chains, retranslate_chains

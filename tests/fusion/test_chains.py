@@ -17,7 +17,8 @@ from chain_graphs import CHAINS, FLOAT, HALF, Builder, N, activations
 from onnx import helper
 
 from stof.errors import UnsupportedError
-from stof.execution.inputs import Case, InputMaker, Padding
+from stof.execution.case import Case, Padding
+from stof.execution.inputs import InputMaker
 from stof.fusion import check as chain_check
 from stof.fusion.check import check_chain
 from stof.fusion.description.evaluate import evaluate_chain

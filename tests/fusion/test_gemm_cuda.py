@@ -14,7 +14,8 @@ from chain_graphs import FLOAT, HALF, Builder, N
 from onnx import TensorProto
 
 from stof import cli
-from stof.execution.inputs import Case, InputMaker, Padding
+from stof.execution.case import Case, Padding
+from stof.execution.inputs import InputMaker
 from stof.fusion.apply import Chained, fuse_chains
 from stof.fusion.check import check_chain
 from stof.fusion.decide.predicted import LEAST_WITH_MATMULS, PredictedDecider

@@ -12,7 +12,8 @@ import pytest
 from onnx import numpy_helper
 
 import stof
-from stof.execution.inputs import Case, Counts, InputMaker, Padding
+from stof.execution.case import Case, Counts, Padding
+from stof.execution.inputs import InputMaker
 from stof.options import Options
 from stof.symbolic import Symbolic
 from stof.verification.verifier import Verifier

@@ -11,7 +11,8 @@ import onnxruntime as ort
 import pytest
 
 import stof
-from stof.execution.inputs import Case, InputMaker, Padding
+from stof.execution.case import Case, Padding
+from stof.execution.inputs import InputMaker
 from stof.symbolic import Symbolic
 
 _LOWEST = "-3.4028234663852886e38"

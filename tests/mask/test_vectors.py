@@ -11,7 +11,8 @@ import pytest
 from attention_forms import PLAIN, feeds, model, rewrite, run
 
 from stof.errors import UnsupportedError
-from stof.execution.inputs import Case, InputMaker, Padding
+from stof.execution.case import Case, Padding
+from stof.execution.inputs import InputMaker
 from stof.mask.site import OperandView
 from stof.symbolic import Symbolic
 

@@ -17,7 +17,7 @@ from onnx import TensorProto, helper, numpy_helper
 import stof
 from stof import cli
 from stof.attention.checks.site_comparison import compare_site, site_exactly
-from stof.execution.inputs import Case, Padding
+from stof.execution.case import Case, Padding
 from stof.mask.site import AttentionSite, Layout, MaskTerm, Operand, TermKind
 from stof.options import Options
 from stof.verification.compare import compare_outputs, undefined_everywhere

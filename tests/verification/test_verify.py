@@ -16,7 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from stof import cli
 from stof.attention.checks.site_checks import cases
-from stof.execution.inputs import Padding
+from stof.execution.case import Padding
 from stof.mask.expression import MaskExpression
 from stof.verification.verifier import Verifier, suspects
 

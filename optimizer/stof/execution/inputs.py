@@ -6,14 +6,13 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from enum import Enum
 
 import numpy as np
 import onnx
 from onnx import helper
 
 from stof.errors import UnsupportedError
+from stof.execution.case import Case, Counts, Padding
 from stof.graph.index import GraphIndex, all_nodes, domain_of, node_tensors
 from stof.symbolic import Symbolic
 from stof.symbolic.algebra.piecewise import reads_input
@@ -35,44 +34,6 @@ _TAKEN: dict[tuple[str, str, int], tuple[int, int | None]] = {
     ("com.microsoft", "GroupQueryAttention", 5): (0, -1),  # of the last key, not of keys
     ("com.microsoft", "MultiHeadAttention", 4): (0, None),
 }
-
-
-class Padding(Enum):
-    """Where a batch's rows are padded."""
-
-    NONE = "none"
-    LEFT = "left"
-    RIGHT = "right"
-    LEAST = "by one key on the right"  # of every second row, which leaves masks of most kinds a key for every query
-
-
-class Counts(Enum):
-    """What inputs hold that masks read as numbers of keys, in the last row and every second one before it.
-
-    Other rows have from one key to all of them. A flag is false with ``NONE`` only.
-    """
-
-    USUAL = ""
-    NONE = "counts of 0"
-    NEGATIVE = "counts below 0"
-    BEYOND = "counts beyond all keys"
-
-
-@dataclass(frozen=True)
-class Case:
-    """One set of inputs: batch size, length, padding, numbers of keys."""
-
-    batch: int
-    length: int
-    padding: Padding
-    other: tuple[tuple[str, int], ...] = ()  # dimensions of another length
-    counts: Counts = Counts.USUAL
-
-    def __str__(self) -> str:
-        pad = "" if self.padding is Padding.NONE else f", padded {self.padding.value}"
-        other = "".join(f", {name} {size}" for name, size in self.other)
-        counts = "" if self.counts is Counts.USUAL else f", {self.counts.value}"
-        return f"batch {self.batch}, length {self.length}{other}{pad}{counts}"
 
 
 class InputMaker:

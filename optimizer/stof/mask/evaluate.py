@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from stof.errors import UnsupportedError
-from stof.execution.inputs import Case
+from stof.execution.case import Case
 from stof.mask.site import AttentionSite, LiftedMask, MaskTerm, TermKind, tables_of
 from stof.mask.strength import forbidding_limit, forbids_softly
 from stof.runtime.library import LibraryError, Mask

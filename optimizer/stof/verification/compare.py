@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from stof.execution.inputs import Case
+from stof.execution.case import Case
 from stof.verification.result import Comparison, Coverage
 
 MODEL_FACTOR = 4.0  # difference ≤ 4 × that of two legal runs + 1e-6 of the output's range

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import onnx
 
-from stof.execution.inputs import Case, InputMaker
+from stof.execution.case import Case
+from stof.execution.inputs import InputMaker
 from stof.symbolic import Symbolic
 from stof.verification.perturb import Noisy
 from stof.verification.result import Comparison

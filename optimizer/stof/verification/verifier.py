@@ -23,7 +23,7 @@ import numpy as np
 import onnx
 from onnx import helper
 
-from stof.execution.inputs import Case, Counts, Padding
+from stof.execution.case import Case, Counts, Padding
 from stof.execution.ort_sessions import Sessions, VerifiedSession
 from stof.execution.session_process import RuntimeFailure
 from stof.execution.upcast import BF16, HALF, Twins, holds

@@ -12,7 +12,8 @@ import pytest
 
 import build
 from stof.bench.cpu.search import GRAPHS, MOST, cut_regions
-from stof.execution.inputs import Case, InputMaker, Padding
+from stof.execution.case import Case, Padding
+from stof.execution.inputs import InputMaker
 from stof.fusion.fusion_graph import FusionGraph
 from stof.fusion.search.cost import AnalyticalCost, SegmentedRegion, frequent_start
 from stof.fusion.search.engine import SearchLimits, exhaustive, search

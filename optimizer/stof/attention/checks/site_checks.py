@@ -19,7 +19,8 @@ from stof.attention.emit import Rewrite
 from stof.attention.function_body import OP
 from stof.attention.subgraphs import Scope, emit_scopes, graph_at
 from stof.errors import VerifyError
-from stof.execution.inputs import Case, Counts, InputMaker, Padding
+from stof.execution.case import Case, Counts, Padding
+from stof.execution.inputs import InputMaker
 from stof.mask.check.run_masks import tensors_by_role
 from stof.mask.expression import MaskExpression
 from stof.mask.site import EmptyRows, Layout, TermKind

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import onnx
 
 from stof.errors import UnsupportedError
-from stof.execution.inputs import Case, InputMaker, Padding
+from stof.execution.case import Case, Padding
+from stof.execution.inputs import InputMaker
 from stof.execution.upcast import HALF
 from stof.fusion.decide.decision import ChainDecision
 from stof.fusion.emit import ChainSignature

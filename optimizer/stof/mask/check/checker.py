@@ -12,7 +12,8 @@ import numpy as np
 import onnx
 
 from stof.errors import GuardError, UnsupportedError
-from stof.execution.inputs import Case, InputMaker, Padding
+from stof.execution.case import Case, Padding
+from stof.execution.inputs import InputMaker
 from stof.mask.check.run_masks import DoesNotRunError, MaskRunner, score_sizes, tensors_by_role
 from stof.mask.check.sizes import (
     cases_of_counts,

@@ -13,7 +13,8 @@ import onnx
 from onnx import TensorProto, helper
 
 from stof.errors import UnsupportedError
-from stof.execution.inputs import Case, InputMaker
+from stof.execution.case import Case
+from stof.execution.inputs import InputMaker
 from stof.execution.session_process import create_session, has_onnxruntime
 from stof.execution.session_worker import SessionSpec
 from stof.execution.upcast import widen

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from stof.execution.inputs import Case, Counts, Padding
+from stof.execution.case import Case, Counts, Padding
 from stof.mask.site import AttentionSite, LiftedMask
 from stof.symbolic import Symbolic
 

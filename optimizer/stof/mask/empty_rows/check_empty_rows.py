@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from stof.errors import UnsupportedError
-from stof.execution.inputs import Case, Counts, Padding
+from stof.execution.case import Case, Counts, Padding
 from stof.mask.check.checker import MaskChecker
 from stof.mask.check.sizes import cases_of_counts, cases_of_cross_attention, choose_lengths
 from stof.mask.lift import read_term

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from stof.errors import UnsupportedError
-from stof.execution.inputs import Case, Padding
+from stof.execution.case import Case, Padding
 from stof.mask.check.checker import MaskChecker
 from stof.mask.relative_bias.distance_table import shorten, tabulate
 from stof.mask.relative_bias.proof import proven_radius

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sets of inputs by their sizes, padding and numbers of keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Padding(Enum):
+    """Where a batch's rows are padded."""
+
+    NONE = "none"
+    LEFT = "left"
+    RIGHT = "right"
+    LEAST = "by one key on the right"  # of every second row, which leaves masks of most kinds a key for every query
+
+
+class Counts(Enum):
+    """What inputs hold that masks read as numbers of keys, in the last row and every second one before it.
+
+    Other rows have from one key to all of them. A flag is false with ``NONE`` only.
+    """
+
+    USUAL = ""
+    NONE = "counts of 0"
+    NEGATIVE = "counts below 0"
+    BEYOND = "counts beyond all keys"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One set of inputs: batch size, length, padding, numbers of keys."""
+
+    batch: int
+    length: int
+    padding: Padding
+    other: tuple[tuple[str, int], ...] = ()  # dimensions of another length
+    counts: Counts = Counts.USUAL
+
+    def __str__(self) -> str:
+        pad = "" if self.padding is Padding.NONE else f", padded {self.padding.value}"
+        other = "".join(f", {name} {size}" for name, size in self.other)
+        counts = "" if self.counts is Counts.USUAL else f", {self.counts.value}"
+        return f"batch {self.batch}, length {self.length}{other}{pad}{counts}"
