@@ -17,7 +17,7 @@ from stof.graph.index import GraphIndex, all_nodes, domain_of, node_tensors
 from stof.symbolic import Symbolic
 from stof.symbolic.algebra.piecewise import reads_input
 from stof.symbolic.algebra.sizes import evaluate, size_names
-from stof.symbolic.algebra.terms import Int
+from stof.symbolic.algebra.terms import Int, integer
 from stof.symbolic.facts import dtype_kind
 
 _LARGEST_INPUT = 1 << 22

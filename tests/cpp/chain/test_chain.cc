@@ -13,6 +13,7 @@
 #include <cuda_runtime.h>
 #endif
 
+#include "cpu/chain/chain.h"
 #include "cpu/kernel_table.h"
 #include "plugins/core/c_api/text_attribute.h"
 #include "plugins/core/chain/chain.h"

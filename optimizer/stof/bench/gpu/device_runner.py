@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -41,15 +40,7 @@ GpuCandidate = Candidate[GpuProblem, Any, DeviceRunner]  # built on a torch stre
 
 def window(case: AttentionCase) -> tuple[int, int] | None:
     """Keys to the left and to the right of the query, where the mask is a window; -1 is unlimited."""
-    if not case.mask:
-        return -1, -1
-    if case.mask == "k <= q":
-        return -1, 0
-    if found := re.fullmatch(r"abs\(q - k\) <= (\d+)", case.mask):
-        return int(found[1]), int(found[1])
-    if found := re.fullmatch(r"k <= q and q - k <= (\d+)", case.mask):
-        return int(found[1]), 0
-    return None
+    return case.expression.window()
 
 
 def need_dense(problem: GpuProblem) -> None:
