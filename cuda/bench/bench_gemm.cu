@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Matrix products with an epilogue beside cuBLASLt's in the same run: captured graphs, median of replays, by turns.
+// GEMM with an epilogue beside cuBLASLt's in the same run: captured graphs, median of replays, by turns.
 //
 // bench_cuda_gemm [--lt PATH] [--all] [--quick] [--only NAME] [--bf16] [--json FILE]
 //   --lt    libcublasLt.so; else found by its name; without one only this library's times are given

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The few functions of cuBLASLt that matrix products use, found at run time: neither header nor library is needed to
+// The few functions of cuBLASLt that stof's GEMM uses, found at run time: neither header nor library is needed to
 // build. Names and values are those of NVIDIA's documented C interface (cuBLAS 12 and 13).
 #ifndef STOF_CUDA_GEMM_CUBLASLT_H_
 #define STOF_CUDA_GEMM_CUBLASLT_H_

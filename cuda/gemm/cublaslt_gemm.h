@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// cuBLASLt as one of the kernels of matrix products, where the process has it and its epilogues say the same.
+// cuBLASLt as one of the GEMM kernels, where the process has it and its epilogues say the same.
 #ifndef STOF_CUDA_GEMM_CUBLASLT_GEMM_H_
 #define STOF_CUDA_GEMM_CUBLASLT_GEMM_H_
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// From a matrix product to the launch: which kernel, its tensor maps, its grid.
+// From a GEMM to the launch: which kernel, its tensor maps, its grid.
 #include <cudaTypedefs.h>
 #include <cuda_runtime.h>
 
@@ -144,7 +144,7 @@ GemmTail TailOf(const GemmArgs& args) {
   return tail;
 }
 
-// Microseconds that a kernel is expected to take. CTAs that share a multiprocessor share its tensor cores: their steps
+// Microseconds that a kernel is expected to take. CTAs that share an SM share its tensor cores: their steps
 // count one after the other, what comes behind them once.
 double Predict(const GemmSm90Kernel& kernel, const GemmArgs& args, int clusters) {
   constexpr double kStart = 2.0;
@@ -168,7 +168,7 @@ struct Way {
   double time = 0;    // microseconds, as predicted; 0: not known
 };
 
-// Below this rate of the best 9.0 kernel (of 132 multiprocessors), as predicted, cuBLASLt is the first choice: few
+// Below this rate of the best 9.0 kernel (of 132 SMs), as predicted, cuBLASLt is the first choice: few
 // tiles with a long K are divided along K there, and nowhere here. docs/design/gemm.md has the times behind it.
 constexpr double kLtBelow = 450e12;
 

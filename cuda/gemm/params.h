@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernels of matrix products share with the host. docs/design/gemm.md describes them.
+// What the GEMM kernels share with the host. docs/design/gemm.md describes them.
 #ifndef STOF_CUDA_GEMM_PARAMS_H_
 #define STOF_CUDA_GEMM_PARAMS_H_
 
@@ -55,7 +55,7 @@ struct GemmSm90Kernel {
   int (*resident)(int* clusters) = nullptr;  // how many clusters the current device holds at once
   int rows = 0, columns = 0;                 // of a CTA's tile; columns of the output
   int cluster_m = 1, cluster_n = 1;          // CTAs of a cluster
-  int ctas = 1;                              // of a multiprocessor
+  int ctas = 1;                              // of an SM
   // Microseconds of a step of 64 of K, of a tile, of a tile's GELU and residual.
   float step = 0, tile = 0, gelu = 0, residual = 0;
 };

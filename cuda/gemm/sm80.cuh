@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Matrix products with an epilogue for compute capability 8.0 and later: tiles of 128 x 128 products (64 columns of a
+// GEMM with an epilogue for compute capability 8.0 and later: tiles of 128 x 128 products (64 columns of a
 // pair), 8 warps of 64 x 32, mma.sync m16n8k16 with fp32 accumulators, three stages by cp.async.
 #ifndef STOF_CUDA_GEMM_SM80_CUH_
 #define STOF_CUDA_GEMM_SM80_CUH_

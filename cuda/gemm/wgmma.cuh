@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Instructions of compute capability 9.0a that matrix products use beyond those of mma_sm90.cuh: b across the inner
+// Instructions of compute capability 9.0a that the GEMM kernels use beyond those of mma_sm90.cuh: b across the inner
 // dimension from shared memory, copies to all CTAs of a cluster, stores by the copy engine.
 #ifndef STOF_CUDA_GEMM_WGMMA_CUH_
 #define STOF_CUDA_GEMM_WGMMA_CUH_

@@ -243,7 +243,7 @@ std::vector<int64_t> GroupSizesToTry(size_t tiles, int64_t heads, int ctas, int6
 
 // The schedule with the smallest L2 head groups that ends hardly later than others: few heads at a time leave the cache
 // room, but balance worse. The smallest tile rows, put last, read all keys again; where rebalancing or dynamic tiles
-// even out the loads, they stay with their heads if that ends hardly later.
+// balance the loads, they stay with their heads if that ends hardly later.
 //
 // Sets refinement->small_rows_last and, unless nullptr, *group_heads to what the schedule has.
 TileSchedule ScheduleBestGroups(const std::vector<CostedTile>& tiles, int64_t heads, int ctas, int64_t l2_heads,

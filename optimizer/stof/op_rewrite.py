@@ -60,7 +60,7 @@ class Decisions(ABC):
     @property
     @abstractmethod
     def plan(self) -> tuple[PlanEntry, ...]:
-        """The entries that give these decisions again."""
+        """The entries that reproduce these decisions."""
 
     @property
     @abstractmethod
@@ -72,10 +72,10 @@ class Decisions(ABC):
         """Whether the emitted model is another than the one before."""
         return self.has_replaced
 
-    def without(self, reason: str) -> Decisions | None:
+    def undo(self, reason: str) -> Decisions | None:
         """The same with no candidate replaced and the reason in each row, where the rest of the model can do without them.
 
-        None where a difference that comes with these candidates is an error of the whole optimization.
+        None: these decisions cannot be undone, and a failure is an error of the whole optimization.
         """
         return None
 
@@ -127,7 +127,7 @@ class OpRewrite(ABC, Generic[Found, Decided]):
     def empty_section(self) -> Section:
         """The op's part of the report where it was left out."""
 
-    def optimized_before(self, job: Job) -> Decided | None:
+    def find_earlier_result(self, job: Job) -> Decided | None:
         """What the report and the plan say where the model holds the op already, so that nothing is done; else None."""
         return None
 
@@ -152,4 +152,4 @@ class OpRewrite(ABC, Generic[Found, Decided]):
 
     def explain_failure(self, decided: Decided, verification: Verification) -> str:
         """The message of a verification that failed."""
-        return f"verification failed: {verification.failures[0].words()}. Nothing was written"
+        return f"verification failed: {verification.failures[0].message()}. Nothing was written"

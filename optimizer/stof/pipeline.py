@@ -51,7 +51,7 @@ def optimize(model: str | Path, output: str | Path | None = None, options: Optio
     """
     options = options or Options()
     source = Path(model)
-    # Not by with_name, which refuses "." and "/" in words of its own.
+    # Not by with_name, which raises a ValueError of its own for "." and "/".
     target = Path(output or options.output or source.parent / f"{source.stem}.stof.onnx")
     report = Report(str(source), dry_run=options.dry_run or options.explain is not None, library=build_info())
     report.notes = missing_for(options, report.library)
@@ -89,22 +89,22 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
         raise ArgumentError(
             f"--tune has nothing to measure: {options.plan} decides all sites and chains; leave --tune or --plan out"
         )
-    with _timed(report, "load"), _damage(source):
+    with _timed(report, "load"), _as_model_error(source):
         graph = load(source)
     data = {f"external data {name!r}": source.parent / name for name in sorted(external_files(graph))}
     copies = {f"external data {c.location!r}": c.target for c in data_to_copy(graph, target, source)}
     _check_files(data, target, options, report.dry_run, copies)
-    job = Job(options, source, graph, report.library, plan, partial(_step, report, source))
+    job = Job(options, source, graph, report.library, plan, partial(_timed_step, report, source))
     report.sections = {op.key: op.empty_section() for op in OPS}
     for op in OPS:
-        if (done := op.optimized_before(job)) is not None:
-            report.sections[op.key] = done.section
-            _save_plan({op.key: done.plan}, options)
+        if (earlier := op.find_earlier_result(job)) is not None:
+            report.sections[op.key] = earlier.section
+            _save_plan({op.key: earlier.plan}, options)
             return
     stages = _rewrite(report, job)
     if not report.dry_run and any(s.decided.has_replaced for s in stages):
         check_output_folder(stages[-1].model(), target, source)
-        with _runtime_errors(source):
+        with _runtime_failures_as_model_errors(source):
             stages = _verify_and_write(report, job, stages, target)
     _save_plan({s.op.key: s.decided.plan for s in stages}, options)
 
@@ -157,7 +157,7 @@ def _write_report(report: Report, options: Options) -> None:
 
 
 @contextmanager
-def _runtime_errors(source: Path) -> Iterator[None]:
+def _runtime_failures_as_model_errors(source: Path) -> Iterator[None]:
     """What ONNX Runtime says about a model that it cannot load or run is a fact about the model, not a fault of ours."""
     try:
         yield
@@ -169,7 +169,7 @@ def _runtime_errors(source: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _damage(source: Path) -> Iterator[None]:
+def _as_model_error(source: Path) -> Iterator[None]:
     """A graph that breaks the standard's rules may break any assumption: that is a fact about the model, too."""
     try:
         yield
@@ -183,8 +183,8 @@ def _damage(source: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _step(report: Report, source: Path, step: str) -> Iterator[None]:
-    with _timed(report, step), _damage(source):
+def _timed_step(report: Report, source: Path, step: str) -> Iterator[None]:
+    with _timed(report, step), _as_model_error(source):
         yield
 
 
@@ -196,7 +196,7 @@ def _timed(report: Report, step: str) -> Iterator[None]:
 
 
 def _verify_and_write(report: Report, job: Job, stages: list[_Stage], target: Path) -> list[_Stage]:
-    """Writes the model; without the rewrites of the last ops where outputs differ with them and not without them.
+    """Verifies and writes the model. Rewrites of ops that change outputs are undone, those of the last op first.
 
     Returns:
         The stages as they were written.
@@ -214,27 +214,27 @@ def _verify_and_write(report: Report, job: Job, stages: list[_Stage], target: Pa
 
 
 def _verify(report: Report, job: Job, stages: list[_Stage], target: Path) -> list[_Stage]:
-    spent = 0.0
+    verify_seconds = 0.0
     while any(s.decided.has_replaced for s in stages):
         last = max(i for i, s in enumerate(stages) if s.decided.changes_model)
         stage = stages[last]
         verification: Verification | None = None
         try:
             verification = _verification(job, stages, target)
-            spent += verification.seconds
-            failure = verification.failures[0].words() if verification.failures else ""
+            verify_seconds += verification.seconds
+            failure = verification.failures[0].message() if verification.failures else ""
         except RuntimeFailure as error:
             failure = f"ONNX Runtime does not run the model: {str(error)[:_LONGEST_REASON]}"
-            if stage.decided.without(failure) is None:
+            if stage.decided.undo(failure) is None:
                 raise
         # A difference that comes with the last op's rewrites is no reason against those of the others.
-        kept = stage.decided.without(failure) if failure else None
+        kept = stage.decided.undo(failure) if failure else None
         if kept is not None:
             stages[last] = _Stage(stage.op, kept, stage.before, stage.before)
             report.sections[stage.op.key] = kept.section
             continue
         report.verification = verification
-        report.seconds["verify"] = spent
+        report.seconds["verify"] = verify_seconds
         if verification is not None and failure:
             raise VerifyError(stages[0].op.explain_failure(stages[0].decided, verification))
         break

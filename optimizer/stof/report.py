@@ -14,7 +14,7 @@ from stof.errors import shown
 if TYPE_CHECKING:
     from stof.verification.result import Comparison, Verification
 
-_MOST_LINES = 4
+_MAX_LINES = 4
 
 
 class Row(Protocol):
@@ -43,10 +43,10 @@ class Section(ABC):
         """A line or a few for each kind of row."""
 
     def headline(self, dry_run: bool) -> str:
-        """The section in the report's first line; empty where it has nothing to say there."""
+        """The section in the report's first line; or empty."""
         return ""
 
-    def drawings(self) -> list[str]:
+    def mask_pictures(self) -> list[str]:
         """Lines below the rows of all sections."""
         return []
 
@@ -58,7 +58,7 @@ class Section(ABC):
         """What the user may try."""
         return []
 
-    def explained(self, pattern: str) -> list[str]:
+    def explain_rows(self, pattern: str) -> list[str]:
         """How far the rows that a pattern names got, for ``--explain``."""
         return []
 
@@ -114,7 +114,7 @@ class Report:
         headlines = [h for h in (s.headline(self.dry_run) for s in sections) if h]
         lines = [f"{self.model}: {', '.join(headlines)}"]
         lines += [line for s in sections for line in s.lines()]
-        lines += [line for s in sections for line in s.drawings()]
+        lines += [line for s in sections for line in s.mask_pictures()]
         if self.nodes_after:
             lines += ["", f"nodes: {self.nodes_before} -> {self.nodes_after}"]
         lines += self._verified()
@@ -131,7 +131,7 @@ class Report:
 
     def explain(self, pattern: str) -> str:
         """How far candidates got: a line for each step that they passed, and the reason where they stopped."""
-        return "\n".join(shown(line) for section in self.sections.values() for line in section.explained(pattern))
+        return "\n".join(shown(line) for section in self.sections.values() for line in section.explain_rows(pattern))
 
     def _verified(self) -> list[str]:
         v = self.verification
@@ -185,15 +185,15 @@ def _undefined(outputs: Sequence[Comparison]) -> list[str]:
     """Where elements are NaN in the original alone."""
     found = [c for c in outputs if c.coverage.undefined]
     lines = []
-    for c in found[:_MOST_LINES]:
+    for c in found[:_MAX_LINES]:
         rows = c.coverage.rows
         where = (
-            f" in batch row{'s' if len(rows) > 1 else ''} {', '.join(str(r) for r in rows[:_MOST_LINES])}"
+            f" in batch row{'s' if len(rows) > 1 else ''} {', '.join(str(r) for r in rows[:_MAX_LINES])}"
             if rows
             else ""
         )
-        more = " ..." if len(rows) > _MOST_LINES else ""
+        more = " ..." if len(rows) > _MAX_LINES else ""
         lines.append(f"          {c.what}: {c.coverage.undefined} are NaN in the original alone{where}{more}")
-    if len(found) > _MOST_LINES:
-        lines.append(f"          and {len(found) - _MOST_LINES} more outputs")
+    if len(found) > _MAX_LINES:
+        lines.append(f"          and {len(found) - _MAX_LINES} more outputs")
     return lines

@@ -14,7 +14,7 @@ import pytest
 
 import stof
 from stof.fusion.apply import Chained, fuse_chains
-from stof.fusion.decide.measured import LEAST_GAIN_INTERLEAVED, MeasuredDecider, judge_of
+from stof.fusion.decide.measured import LEAST_GAIN_INTERLEAVED, MeasuredDecider, make_chain_decider
 from stof.options import Options
 from stof.pipeline import optimize
 from stof.tuning_cache import Cache
@@ -171,7 +171,8 @@ def test_a_real_measurement(narrow: Callable[[str], Path], cache: Path, monkeypa
     """Whatever it says on this machine, it is kept, and it decides the next run."""
     # The time is over after some two hundred looks at the clock, however long these take.
     monkeypatch.setattr(
-        "stof.fusion.rewrite.judge_of", partial(judge_of, clock=partial(next, itertools.count(0.0, 0.01)))
+        "stof.fusion.rewrite.make_chain_decider",
+        partial(make_chain_decider, clock=partial(next, itertools.count(0.0, 0.01))),
     )
     model = narrow("bert.dynamo.sdpa")
     first = optimize(model, options=Options(tune=2.0, verify=False))

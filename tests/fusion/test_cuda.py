@@ -14,7 +14,7 @@ import pytest
 from chain_graphs import HALF, Builder, N, activations, split_gate
 
 from stof.fusion.apply import fuse_chains
-from stof.fusion.decide.measured import MeasuredDecider, judge_of
+from stof.fusion.decide.measured import MeasuredDecider, make_chain_decider
 from stof.fusion.decide.predicted import LEAST_PREDICTED, PredictedDecider
 from stof.fusion.gemm import FusedGemm
 from stof.fusion.policy import ChainPolicy
@@ -88,8 +88,8 @@ def test_a_model_for_cuda_has_chains_without_a_measurement(narrow: Callable[[str
 
 @pytest.mark.parametrize("chains", ["off", "auto"])
 def test_targets_without_chains(chains: str, tmp_path: Path) -> None:
-    assert (judge_of(Options(target="cuda", chains=chains), {}) is None) == (chains == "off")
-    assert (judge_of(Options(target="tensorrt", chains=chains), {}) is None) == (chains == "off")
+    assert (make_chain_decider(Options(target="cuda", chains=chains), {}) is None) == (chains == "off")
+    assert (make_chain_decider(Options(target="tensorrt", chains=chains), {}) is None) == (chains == "off")
 
 
 def test_copies_for_a_measurement_compute_the_same() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which cases are drawn: every pair (family, style) and (style, form) first, then any; a case is told by seed and number."""
+"""Which cases are drawn: every pair (family, style) and (style, form) first, then any; seed and number give a case."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ TABLES = {
     "table1": np.array([4, -2, 7, 0, 1]),
     "table12": (np.arange(2 * 3 * 4).reshape(1, 2, 3, 4) % 5).astype(np.uint8),
 }
-# Canonical, and of every kind that the tests of other rooms hold.
+# Canonical, and of every kind that the tests in other folders hold.
 CANONICAL = [
     "k <= q",
     "abs(q - k) <= 64",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rooms of the sources: imports and includes point one way, folders are small, and a type's name exists once."""
+"""Dependencies of the sources: imports and includes point one way, folders are small, and a type's name exists once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MOST_FILES = 25  # in a folder of sources
 MOST_LINES = 500  # in a file without a reason in its first lines
 
-Edges = Mapping[str, Mapping[str, list[str]]]  # from a room to another, with the lines that lead there
+Edges = Mapping[str, Mapping[str, list[str]]]  # from a package or folder to another, with the lines that lead there
 
 
 def tracked(*patterns: str) -> list[Path]:
@@ -49,7 +49,7 @@ def python_edges() -> Edges:
 
 
 def native_room(path: Path) -> str:
-    """The folder below cuda/, cpu/, plugins/ and plugins/core/; files that lie there itself are a room each."""
+    """The folder below cuda/, cpu/, plugins/ and plugins/core/; files that lie there itself stand for themselves."""
     deep = 3 if path.parts[:2] == ("plugins", "core") else 2
     return "/".join(path.parts[:deep]) if len(path.parts) > deep else str(path.with_suffix(""))
 
@@ -67,12 +67,12 @@ def native_edges() -> Edges:
 
 
 def circle(edges: Edges) -> str:
-    """The lines that make a circle of rooms; empty where there is none."""
+    """The lines that make a circle of packages or folders; empty where there is none."""
     try:
         list(TopologicalSorter({room: set(others) for room, others in edges.items()}).static_order())
     except CycleError as error:
-        rooms = list(reversed(error.args[1]))
-        steps = list(pairwise(rooms))
+        cycle = list(reversed(error.args[1]))
+        steps = list(pairwise(cycle))
         return "\n".join(line for a, b in steps for line in (edges[a][b] if b in edges.get(a, {}) else edges[b][a]))
     return ""
 
@@ -81,7 +81,7 @@ def circle(edges: Edges) -> str:
 def test_rooms_depend_on_each_other_in_one_direction(edges: object) -> None:
     found = edges()  # type: ignore[operator]
     assert found
-    assert not circle(found), f"rooms depend on each other in a circle:\n{circle(found)}"
+    assert not circle(found), f"packages or folders depend on each other in a circle:\n{circle(found)}"
 
 
 def test_a_circle_is_seen() -> None:

@@ -16,7 +16,7 @@ constexpr unsigned char kUntouched = 0xcd;
 
 void Expect(cudaError_t error, const char* what) { CHECK(error == cudaSuccess, what, ": ", cudaGetErrorString(error)); }
 
-// Poisons memory and waits for that alone: while a thread of the library records its kernels, nobody may wait for the
+// Poisons memory and waits for that alone: while a thread of the library captures its kernels, nobody may wait for the
 // whole device.
 void Poison(void* block, size_t bytes) {
   cudaStream_t stream = nullptr;

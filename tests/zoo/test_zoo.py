@@ -27,7 +27,7 @@ import zoo_table
 
 ALL = os.environ.get("STOF_TEST_ALL", "0") == "1"
 LARGEST = 900  # nodes of a graph that is tested by default; larger ones take 5 to 25 s each
-# Of the largest value, beside what two runs of the original differ by: graphs compute in fp32, or in halves.
+# Of the largest value, beside what two runs of the original differ by: graphs compute in fp32, fp16 or bf16.
 TOLERANCE = {"float32": 3e-5, "float16": 2e-2, "bfloat16": 3e-2}
 # Of every attention and every chain, also those that are slower: beside these, one graph in so many.
 SEVERAL_RANKS = [

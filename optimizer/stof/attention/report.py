@@ -8,14 +8,14 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from stof.name_patterns import matches
 from stof.report import Section
-from stof.selection import matches
 
 KEY = "sites"
 
 
 class Step(str, enum.Enum):
-    """How far a softmax got: the step that kept it as it is, in order, or ``DONE``."""
+    """The step at which a softmax was left as it is, in order, or ``DONE``."""
 
     MATCH = "match"
     CHOICE = "choice"
@@ -28,7 +28,7 @@ class Step(str, enum.Enum):
 
 @dataclass(frozen=True)
 class SiteReport:
-    """One site, or one softmax that is none: that has no ``index``, the number by which options name a site."""
+    """A site, or a softmax that is not attention, whose ``index`` is None; options name a site by its index."""
 
     site: str
     replaced: bool
@@ -68,7 +68,7 @@ class SiteSection(Section):
             groups[(s.replaced, s.mask, s.family, s.heads, s.head_size, s.empty_rows, s.reason, s.length)].append(s)
         return [line for group in groups.values() for line in _group_lines(group)]
 
-    def drawings(self) -> list[str]:
+    def mask_pictures(self) -> list[str]:
         lines: list[str] = []
         for mask, rows in self.pictures.items():
             lines += ["", f"  {mask or 'every pair'}   (# all, + some, . no pair of a tile)"]
@@ -88,7 +88,7 @@ class SiteSection(Section):
             return ["--mask SITE=EXPR states a mask that cannot be read off the graph; it is checked"]
         return []
 
-    def explained(self, pattern: str) -> list[str]:
+    def explain_rows(self, pattern: str) -> list[str]:
         chosen = [row for row in self.rows if matches(pattern, row.site, row.index)]
         return [line for row in chosen for line in _explained_lines(row)]
 

@@ -101,7 +101,7 @@ class AttentionRewrite(OpRewrite[tuple[Scope, ...], AttentionDecisions]):
     def empty_section(self) -> SiteSection:
         return SiteSection()
 
-    def optimized_before(self, job: Job) -> AttentionDecisions | None:
+    def find_earlier_result(self, job: Job) -> AttentionDecisions | None:
         if not any(_is_done(n) for n in all_nodes(job.model.graph.node)):
             return None
         rows = _rows_of_optimized(job.model)
@@ -141,7 +141,7 @@ class AttentionRewrite(OpRewrite[tuple[Scope, ...], AttentionDecisions]):
                 "of them"
             )
             return (
-                f"verification failed: {first.words()}. Every site by itself computes what it should; {words}. Nothing "
+                f"verification failed: {first.message()}. Every site by itself computes what it should; {words}. Nothing "
                 "was written; --skip SITE leaves a site as it is"
             )
         return f"verification failed: {first.what}{first.detail and ': '}{first.detail}. Nothing was written"

@@ -11,7 +11,7 @@ import onnx
 from stof.errors import ArgumentError
 from stof.fusion.apply import Chained, fuse_chains
 from stof.fusion.decide.decision import ChainDecider
-from stof.fusion.decide.measured import forms_of, judge_of, leave_all, merges_of
+from stof.fusion.decide.measured import find_epilogue_forms, find_merge_decider, make_chain_decider, refuse_all
 from stof.fusion.decide.selection import Selection
 from stof.fusion.plan_entry import ChainPlan, read_chain_plan
 from stof.fusion.policy import ChainPolicy
@@ -53,7 +53,7 @@ class FusionDecisions(Decisions):
     def changes_model(self) -> bool:
         return self.chained.model is not self.before
 
-    def without(self, reason: str) -> FusionDecisions:
+    def undo(self, reason: str) -> FusionDecisions:
         return replace(self, chained=self.chained.without(self.before, f"with chains, {reason}"))
 
 
@@ -65,10 +65,10 @@ class FusionRewrite(OpRewrite[FusionCandidates, FusionDecisions]):
     plan_format = EntryFormat("chain", read_chain_plan)
 
     def find(self, job: Job, model: Callable[[], onnx.ModelProto]) -> FusionCandidates | None:
-        decider = judge_of(job.options, job.library)
+        decider = make_chain_decider(job.options, job.library)
         selection = Selection.of(job.options, _planned(job))
         if decider is None and selection.planned and job.options.chains != "off":
-            decider = leave_all
+            decider = refuse_all
         if decider is None:
             if selection.only or selection.skip:
                 raise ArgumentError("--only or --skip names a chain, but no chain is looked for here; see --chains")
@@ -78,8 +78,8 @@ class FusionRewrite(OpRewrite[FusionCandidates, FusionDecisions]):
     def decide(self, job: Job, found: FusionCandidates) -> FusionDecisions:
         target = job.options.target
         policy = ChainPolicy(
-            epilogue_forms=forms_of(job.options, found.selection.planned),
-            merge_decider=merges_of(found.decider) if target == "cuda" and job.plan is None else None,
+            epilogue_forms=find_epilogue_forms(job.options, found.selection.planned),
+            merge_decider=find_merge_decider(found.decider) if target == "cuda" and job.plan is None else None,
             splits_gemm_bias=target == "cuda",
             reads_packed_heads=target != "tensorrt" and has_packed(),
             has_cpu_gemm=target == "cpu",

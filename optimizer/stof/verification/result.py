@@ -34,7 +34,7 @@ class Comparison:
     detail: str = ""
     coverage: Coverage = Coverage(0)
 
-    def words(self) -> str:
+    def message(self) -> str:
         """The comparison in a message about its failure."""
         return f"{self.what} differs by {self.difference:.3e}, allowed {self.budget:.3e}{self.detail and '; '}{self.detail}"
 

@@ -44,7 +44,7 @@ class SiteChecks(ABC):
 
     @abstractmethod
     def cases(self, tokens: float) -> list[Case]:
-        """Sets of inputs that show what the sites do, the most telling first; long ones have at most so many tokens."""
+        """Sets of inputs that show what the sites do, those most likely to expose errors first; long ones have at most so many tokens."""
 
     @abstractmethod
     def tensors(self) -> list[str]:
@@ -59,11 +59,11 @@ class SiteChecks(ABC):
         """The same for sites in subgraphs, which are run by themselves."""
 
     @abstractmethod
-    def exact_runs(self, working: onnx.ModelProto, dtype: Callable[[str], int]) -> list[onnx.ModelProto]:
+    def rounding_variants(self, working: onnx.ModelProto, dtype: Callable[[str], int]) -> list[onnx.ModelProto]:
         """Further legal forms of the working copy, where its own rounding at the sites is large."""
 
     @abstractmethod
-    def noise(self, captured: Tensors) -> dict[str, Noisy]:
+    def rounding_errors(self, captured: Tensors) -> dict[str, Noisy]:
         """How far each site's output may be off by rounding, by the output's name."""
 
     @abstractmethod

@@ -34,7 +34,7 @@ from stof.verification.site_checks import SiteChecks
 
 # Instead of 1e-6 for half-precision models, which run widened: fp16 scores stand beside 1024 there (see upcast.py).
 _WIDENED_FLOORS = {int(onnx.TensorProto.FLOAT16): 2e-4, int(onnx.TensorProto.BFLOAT16): 1e-5}
-WITHOUT_KEYS = 4  # rows of a batch, of which the last one is all padding
+BATCH_WITH_ALL_PADDING = 4  # rows of a batch, of which the last one is all padding
 _FLOPS = 3e10  # a second, of two cores
 _ROUNDINGS = 3  # runs that show what rounding does to a model
 _MOST_SUSPECTS = 4  # sites that are searched for when only together they make outputs differ
@@ -159,7 +159,7 @@ class Verifier:
                     found.append(session.run(None, feed))
                 del session
 
-        run_also(checks.exact_runs(probed, partial(self._type, result.widened)))
+        run_also(checks.rounding_variants(probed, partial(self._type, result.widened)))
         names = [o.name for o in original.graph.output]
 
         def compare(session: VerifiedSession, i: int) -> list[Comparison]:
@@ -197,7 +197,7 @@ class Verifier:
         self, probed: onnx.ModelProto, captured: Mapping[str, np.ndarray], widened: bool
     ) -> list[onnx.ModelProto]:
         """Runs whose sites are off by what the operator and the nodes that it replaces may differ by."""
-        outputs = self.checks.noise(captured)
+        outputs = self.checks.rounding_errors(captured)
         if widened:
             single = int(onnx.TensorProto.FLOAT)
             outputs = {name: replace(noisy, dtype=single) for name, noisy in outputs.items()}
@@ -265,13 +265,13 @@ class Verifier:
             everything = dict(zip(names, session.run(names, feeds[0]), strict=True))
             captured = {**feeds[0], **{n: everything[n] for n in wanted if n in everything}}
             session = sessions.make(reference, optimized=False, library=False)
-        pace = 0.0  # seconds for a token
+        seconds_per_token = 0.0  # seconds for a token
         failure: RuntimeFailure | None = None
         for i, (case, feed) in enumerate(zip(self.cases, feeds, strict=True)):
             tokens = case.batch * case.length
             # Each case runs three times: here, with graph optimizations, and optimized.
             always = i in (0, len(feeds) - 1) or case.padding is Padding.LEAST
-            if not always and time.monotonic() + 3 * pace * tokens > self.deadline:
+            if not always and time.monotonic() + 3 * seconds_per_token * tokens > self.deadline:
                 result.complete = False
                 continue
             start = time.monotonic()
@@ -279,13 +279,17 @@ class Verifier:
             try:
                 everything = dict(zip(names, session.run(names, feed), strict=True)) if first else {}
                 found = [everything[n] for n in outputs] if first else self._run(session, outputs, feeds, i)
-            except RuntimeFailure as error:  # a stored mask ends somewhere, one that is put together begins somewhere
+            except RuntimeFailure as error:  # stored masks limit the length from above, computed ones from below
                 failure = failure or error
                 continue
             if first:
                 captured = {**feed, **{n: everything[n] for n in wanted if n in everything}}
             plain.append(found)
-            pace = (time.monotonic() - start) / tokens if first else pace or (time.monotonic() - start) / tokens
+            seconds_per_token = (
+                (time.monotonic() - start) / tokens
+                if first
+                else seconds_per_token or (time.monotonic() - start) / tokens
+            )
             # What is left of the budget also pays for the two other runs of what ran already.
             self.deadline -= 2 * (time.monotonic() - start)
             ran.append(i)
@@ -302,7 +306,7 @@ class Verifier:
             found = session.run(outputs, feeds[i])
         except RuntimeFailure:
             case = self.cases[i]
-            if case.batch != WITHOUT_KEYS:
+            if case.batch != BATCH_WITH_ALL_PADDING:
                 raise
             self.cases[i] = replace(case, batch=2, counts=Counts.USUAL)
             narrow = {n: x.astype(feeds[i][n].dtype) for n, x in self._draw([self.cases[i]])[0].items()}

@@ -120,7 +120,7 @@ void RunOnCuda(const Case& c, uint64_t seed, const std::vector<int>& kernels, in
   // Cases differ in their tables; the seed keeps their masks apart in the cache.
   mask.fixed_hash = mask.parts.fixed.empty() ? 0 : mask.parts.fixed.Hash() ^ (seed << 32);
   ExprSizes sizes = {c.B, c.H, c.S, c.T, c.offset ? c.T - c.S : 0};
-  // As the operator does where the mask comes apart by remainders.
+  // As the operator does where the mask is dilated: each residue class is a problem of its own.
   std::shared_ptr<const AttentionMask> residues;
   if (c.mask >= 14 && !mask.parts.pad) CHECK(MakeAttentionMask(MaskText(c.mask), {}, &residues).ok());
   const bool split = residues != nullptr && SplitByResidue(*residues, &args, &sizes);

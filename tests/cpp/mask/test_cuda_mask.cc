@@ -617,7 +617,7 @@ TEST(CudaMaskCacheLetsGoWithItsKeepers) {
   CountCases(5);
 }
 
-// Recording a run to have its kernels loaded finds its mask, and holds nothing.
+// Capturing a run to have its kernels loaded finds its mask, and holds nothing.
 TEST(CudaMasksAreNotHeldForLoading) {
   struct Loader {
     cuda::DeviceMaskCache cache{200000};

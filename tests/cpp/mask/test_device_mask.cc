@@ -36,9 +36,9 @@ using Entry = std::shared_ptr<const MaskEntry>;
 constexpr int64_t kPlenty = int64_t{64} << 20;
 
 // ---- forms that kernels ask for ----
-MaskForm Planned(int m, int n, int workers, int64_t section, const TileCost& cost) {
+MaskForm Planned(int m, int n, int ctas, int64_t l2_heads, const TileCost& cost) {
   MaskForm form;
-  form.m = m, form.n = n, form.ctas = workers, form.l2_heads = section, form.cost = cost, form.fragments = true;
+  form.m = m, form.n = n, form.ctas = ctas, form.l2_heads = l2_heads, form.cost = cost, form.fragments = true;
   return form;
 }
 
@@ -69,7 +69,7 @@ MaskForm FewQueries(int64_t group) {
 }
 
 MaskForm RandomForm(Random* random, int64_t group) {
-  const auto workers = static_cast<int>(random->Range(1, 9));
+  const auto ctas = static_cast<int>(random->Range(1, 9));
   TileCost cost = Drawing();
   switch (random->Range(0, 9)) {
     case 0:
@@ -85,13 +85,13 @@ MaskForm RandomForm(Random* random, int64_t group) {
     case 6:
       return Planned(128, 64, static_cast<int>(random->Range(1, 3)), random->Range(1, 4), cost);
     case 7:
-      return Planned(128, 64, 100, random->Range(1, 4), cost);  // halves
+      return Planned(128, 64, 100, random->Range(1, 4), cost);  // half tiles
     case 8:
       cost.can_split_rows = true, cost.half_tile_pct = 0, cost.dynamic = false, cost.ctas_per_sm = 2;
-      return Planned(64, 32 * static_cast<int>(random->Range(1, 2)), 100, random->Range(1, 4), cost);  // parts
+      return Planned(64, 32 * static_cast<int>(random->Range(1, 2)), 100, random->Range(1, 4), cost);  // splits
     default:
       cost.half_tile_pct = 0, cost.dynamic = false;
-      return Planned(64 * static_cast<int>(random->Range(1, 4)), 32 * static_cast<int>(random->Range(1, 5)), workers,
+      return Planned(64 * static_cast<int>(random->Range(1, 4)), 32 * static_cast<int>(random->Range(1, 5)), ctas,
                      random->Range(1, 4), cost);
   }
 }
@@ -260,7 +260,7 @@ void CheckPlan(const MaskEntry& entry, const TileSchedule& plan, const TileList&
 void CheckEntry(const MaskEntry& entry, const RandomMask& random, const MaskForm& form, Seen* seen) {
   const std::string where =
       Text(random.text, " B ", random.sizes.B, " H ", random.sizes.H, " S ", random.sizes.S, " T ", random.sizes.T,
-           " P ", random.sizes.P, " tiles ", form.m, " x ", form.n, " workers ", form.ctas);
+           " P ", random.sizes.P, " tiles ", form.m, " x ", form.n, " CTAs ", form.ctas);
   BlockMask mask;
   const Status status = BuildBlockMask(random.expr, random.sizes, form.m, form.n, &mask);
   CHECK(status.ok(), where, ": ", status.message());

@@ -319,12 +319,12 @@ TEST(TileSchedulesOfManyRows) {
   for (const int64_t l2_heads : {1, 2, 3, 4, 5, 8, 40}) {
     const TileSchedule schedule =
         CheckSchedule(mask, list, sizes, 132, l2_heads, {2553, 1381, 1506}, "many rows, CTAs ", true);
-    CHECK(schedule.tiles.size() == 73728, "section ", l2_heads, ": ", schedule.tiles.size());
+    CHECK(schedule.tiles.size() == 73728, "L2 heads ", l2_heads, ": ", schedule.tiles.size());
     const TileSchedule unrefined = MakeTileSchedule(mask, list, sizes.B, sizes.H, 132, l2_heads, {2553, 1381, 1506});
     CHECK(schedule.begin == unrefined.begin &&
               std::equal(schedule.tiles.begin(), schedule.tiles.end(), unrefined.tiles.begin(),
                          [](const WorkTile& a, const WorkTile& b) { return a.index == b.index; }),
-          "section ", l2_heads, ": tiles moved");
+          "L2 heads ", l2_heads, ": tiles moved");
   }
   CountCases(7);
 }

@@ -152,7 +152,7 @@ def reference(problem: Problem) -> np.ndarray:
 
 
 def reference_lse(problem: Problem) -> np.ndarray:
-    """The logarithm of each row's divisor [B, H, S] in fp64; -inf for a row without a key, or its sink."""
+    """The LSE of each row [B, H, S] in fp64: that of the sink for a row without a key, -inf without a sink."""
     _, scores = _scores(problem)
     if problem.sink is not None:
         scores = _beside_sink(problem, scores)

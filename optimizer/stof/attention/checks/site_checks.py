@@ -28,7 +28,7 @@ from stof.verification.fp64_reference import in_double
 from stof.verification.perturb import Noisy
 from stof.verification.result import Comparison
 from stof.verification.site_checks import Run, SiteChecks
-from stof.verification.verifier import WITHOUT_KEYS
+from stof.verification.verifier import BATCH_WITH_ALL_PADDING
 
 _LONGEST = 700
 
@@ -83,7 +83,7 @@ class AttentionChecks(SiteChecks):
     def cases(self, tokens: float) -> list[Case]:
         # A mask of -10000 takes digits from the scores of a row that is all padding, which the operator leaves them.
         soft = any(r.mask.empty_rows is EmptyRows.ALL for r in self.rewrites)
-        found = cases([r.mask.expression for r in self.rewrites], tokens, 2 if soft else WITHOUT_KEYS)
+        found = cases([r.mask.expression for r in self.rewrites], tokens, 2 if soft else BATCH_WITH_ALL_PADDING)
         if self.inputs.counts and not soft and not self.ignore_empty_rows:
             *others, short = found
             unusual = [Case(3, short.length, Padding.LEFT, counts=c) for c in (Counts.NEGATIVE, Counts.BEYOND)]
@@ -125,12 +125,12 @@ class AttentionChecks(SiteChecks):
             return [Comparison(f"site {r.site.name!r}", np.inf, 0.0, False, r.site.name, detail) for r in some]
         return self._compare(scope, emitted, captured)
 
-    def exact_runs(self, working: onnx.ModelProto, dtype: Callable[[str], int]) -> list[onnx.ModelProto]:
+    def rounding_variants(self, working: onnx.ModelProto, dtype: Callable[[str], int]) -> list[onnx.ModelProto]:
         soft = [r.site for r in self.scopes[0].rewrites(self.rewrites) if _absorbs(r)]
         exact = in_double(working, [s.nodes for s in soft], dtype) if soft else None
         return [exact] if exact else []
 
-    def noise(self, captured: Mapping[str, np.ndarray]) -> dict[str, Noisy]:
+    def rounding_errors(self, captured: Mapping[str, np.ndarray]) -> dict[str, Noisy]:
         found = {}
         for site in (r.site for r in self.rewrites):
             channels = site.value_head_size * (site.num_heads if site.output_layout is Layout.BSN else 1)

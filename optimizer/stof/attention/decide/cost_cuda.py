@@ -21,7 +21,7 @@ _FLOAT = 1
 class DeviceRates:
     """A kind of device: rates in TFLOP/s that attention reaches, memory in GB/s.
 
-    ``flash`` is what the runtime's own fused attention reaches without a mask in halves, ``biased`` with one.
+    ``flash`` is what the runtime's own fused attention reaches without a mask in fp16 and bf16, ``biased`` with one.
     """
 
     name: str
@@ -33,7 +33,7 @@ class DeviceRates:
     biased: float
     runtime_single: float
     memory: float
-    products: float  # matrix products of the runtime in halves
+    products: float  # GEMMs of the runtime in fp16 and bf16
 
 
 # compute capability -> device. 9.0: measured. Others by their rated tensor and memory rates (A100 SXM 312 TFLOP/s,

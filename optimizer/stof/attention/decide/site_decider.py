@@ -27,9 +27,9 @@ from stof.mask.lift import lift, weaker_terms
 from stof.mask.relative_bias.lift import with_relative_bias
 from stof.mask.site import AttentionSite, EmptyRows, Finding, Layout, LiftedMask, Operand
 from stof.mask.stated_masks import state
+from stof.name_patterns import matches
 from stof.options import CHAIN, Options
 from stof.plan import Plan
-from stof.selection import matches
 from stof.symbolic import Int, Symbolic
 from stof.symbolic.algebra.sizes import evaluate
 

@@ -47,7 +47,7 @@ _NORMS_ALONE = "n"
 _CONFIG = re.compile(f"([0-9a-f]+)({_MATMULS_ALONE}?{_NORMS_ALONE}?)")
 
 
-def judge_of(
+def make_chain_decider(
     options: Options, library: Mapping[str, Any], clock: Callable[[], float] = time.monotonic
 ) -> ChainDecider | None:
     """The decider that options ask for; None where no chain is looked for. ``clock`` gives the seconds of ``--tune``.
@@ -79,7 +79,7 @@ def judge_of(
     return MeasuredDecider(options, cache, clock() + options.tune, otherwise, clock=clock)
 
 
-def forms_of(options: Options, planned: Sequence[ChainPlan] | None = None) -> EpilogueForms | None:
+def find_epilogue_forms(options: Options, planned: Sequence[ChainPlan] | None = None) -> EpilogueForms | None:
     """The library's kernels for epilogues; None where matmuls are not fused.
 
     On the CPU they are fused only where measurements decide, or did so for the plan.
@@ -94,7 +94,7 @@ def forms_of(options: Options, planned: Sequence[ChainPlan] | None = None) -> Ep
     return gemm_form if options.target == "cuda" and has_gemm() else None
 
 
-def merges_of(decider: ChainDecider | None) -> MergeDecider | None:
+def find_merge_decider(decider: ChainDecider | None) -> MergeDecider | None:
     """The decider about merged matmuls: the cost model, where chains are chosen by it."""
     predicted = decider.otherwise if isinstance(decider, MeasuredDecider) else decider
     return predicted.should_merge if isinstance(predicted, PredictedDecider) else None
@@ -130,7 +130,7 @@ def take_all(graph: FusionGraph, chain: FusedChain, key: ChainSignature, left: i
     return ChainDecision((SegmentedRegion.of_chain(graph, chain).epilogue,))
 
 
-def leave_all(graph: FusionGraph, chain: FusedChain, key: ChainSignature, left: int) -> ChainDecision:
+def refuse_all(graph: FusionGraph, chain: FusedChain, key: ChainSignature, left: int) -> ChainDecision:
     """Takes no region: a plan decides about all of them."""
     return ChainDecision((), "not in the plan")
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from stof.errors import ArgumentError
 from stof.fusion.decide.decision import ChainDecision
 from stof.fusion.plan_entry import ChainPlan
+from stof.name_patterns import matches
 from stof.options import CHAIN, Options
-from stof.selection import matches
 
 
 @dataclass(frozen=True)
