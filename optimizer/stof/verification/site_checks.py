@@ -44,7 +44,7 @@ class SiteChecks(ABC):
 
     @abstractmethod
     def cases(self, tokens: float) -> list[Case]:
-        """Sets of inputs that show what the sites do, those most likely to expose errors first; long ones have at most so many tokens."""
+        """Sets of inputs, those most likely to expose errors first; long ones have at most so many tokens."""
 
     @abstractmethod
     def tensors(self) -> list[str]:
