@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -231,6 +231,9 @@ def _verify(report: Report, job: Job, stages: list[_Stage], target: Path) -> lis
         kept = stage.decided.undo(failure) if failure else None
         if kept is not None:
             stages[last] = _Stage(stage.op, kept, stage.before, stage.before)
+            # Later ops changed nothing: their model is the one before, too.
+            for i in range(last + 1, len(stages)):
+                stages[i] = replace(stages[i], before=stage.before, model=stage.before)
             report.sections[stage.op.key] = kept.section
             continue
         report.verification = verification

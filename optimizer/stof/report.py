@@ -93,6 +93,12 @@ class Report:
         return self.rows("chains")
 
     @property
+    def pictures(self) -> dict[str, list[str]]:
+        """Pictures of the masks by their text: rows of tiles."""
+        found: dict[str, list[str]] = self.sections["sites"].to_json()["pictures"] if "sites" in self.sections else {}
+        return found
+
+    @property
     def replaced(self) -> int:
         """How many attention sites were replaced."""
         return sum(row.replaced for row in self.sites)

@@ -80,7 +80,8 @@ def parse_nodes(text: str, tables: Mapping[str, np.ndarray] | None = None) -> No
         MaskSyntaxError: with the column at fault.
     """
     if len(text.encode(errors="replace")) > MAX_TEXT:
-        raise MaskSyntaxError(f"mask expression of {len(text)} characters, expected at most {MAX_TEXT}")
+        size = len(text.encode(errors="replace"))
+        raise MaskSyntaxError(f"mask expression of {size} bytes, expected at most {MAX_TEXT}")
     return _Parser(text, tables).parse() if text.strip(_BLANKS) else TRUE
 
 
