@@ -10,23 +10,19 @@ from dataclasses import dataclass
 import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
-from onnx import TensorProto, helper
+from onnx import TensorProto
 
-import stof
 from stof.attention.function_body import OP, Variant, make_attention_function
 from stof.attention.op_inputs import NEUTRAL, build_operands
 from stof.attention.prune import Pruner
 from stof.attention.tensorrt_constants import constants_attribute
-from stof.errors import UnsupportedError
 from stof.graph.editor import Editor
 from stof.graph.index import DOMAIN, opset_of
-from stof.graph.names import name_nodes
+from stof.graph.local_functions import add_functions, check_absent
 from stof.graph.protobuf import copy_model
 from stof.mask.site import AttentionSite, Layout, LiftedMask, Operand
 from stof.symbolic import Symbolic
 from stof.symbolic.dimension_names import declared_dim
-
-_LOWEST_IR = 8  # first IR version with local functions
 
 
 @dataclass(frozen=True)
@@ -48,8 +44,7 @@ def emit(model: onnx.ModelProto, symbolic: Symbolic, rewrites: Sequence[Rewrite]
     """
     if not rewrites:
         return copy_model(model)
-    if any((f.domain, f.name) == (DOMAIN, OP) for f in model.functions):
-        raise UnsupportedError(f"the model already holds {OP}; optimize the original instead")
+    check_absent(model, OP)
     function = SharedFunction(rewrites)
     return function.finish(replace_sites(model, symbolic, rewrites, function))
 
@@ -71,13 +66,8 @@ class SharedFunction:
 
     def finish(self, model: onnx.ModelProto) -> onnx.ModelProto:
         """Adds the function, the opset import and the version stamp to a model, and returns it."""
-        model.functions.append(make_attention_function(list(self.variants), opset_of(model)))
-        if not any(e.domain == DOMAIN for e in model.opset_import):
-            model.opset_import.append(helper.make_opsetid(DOMAIN, 1))
-        model.ir_version = max(model.ir_version, _LOWEST_IR)
-        if self.tensorrt:
-            name_nodes(model)
-        _stamp(model)
+        function = make_attention_function(list(self.variants), opset_of(model))
+        add_functions(model, [function], names_nodes=self.tensorrt)
         return model
 
 
@@ -92,11 +82,6 @@ def replace_sites(
         _replace_site(editor, symbolic, rewrite, variant, number, function.slots)
     pruner.prune()
     return editor.finish()
-
-
-def _stamp(model: onnx.ModelProto) -> None:
-    entry = next((e for e in model.metadata_props if e.key == "stof_version"), None) or model.metadata_props.add()
-    entry.key, entry.value = "stof_version", stof.__version__
 
 
 def _slots(rewrites: Sequence[Rewrite]) -> tuple[str, ...]:

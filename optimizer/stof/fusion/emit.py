@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 import onnx
 from onnx import helper
 
-import stof
 from stof.errors import UnsupportedError
 from stof.fusion.function_body import OP, Branch, make_branch, make_function
 from stof.fusion.gemm import FusedGemm
@@ -17,13 +16,13 @@ from stof.fusion.tensorrt_plugin import complete_calls
 from stof.fusion.translate import FusedChain
 from stof.graph.dead_code import remove_dead_code
 from stof.graph.index import DOMAIN, describe, opset_of, topological_order
-from stof.graph.names import FreshNames, name_nodes
+from stof.graph.local_functions import add_functions, check_absent
+from stof.graph.names import FreshNames
 from stof.graph.protobuf import replace_nodes
 from stof.symbolic import Symbolic
 from stof.symbolic.dimension_names import declared_dim
 
 GEMM = "StofGemm"
-_LOWEST_IR = 8  # local functions
 
 # description, input types, output types
 ChainSignature = tuple[str, tuple[int, ...], tuple[int, ...]]
@@ -87,9 +86,9 @@ def emit_chains(
     nodes = list(model.graph.node)
     made: dict[int, onnx.NodeProto] = {}
     names = FreshNames(n.name for n in nodes)
+    functions: list[onnx.FunctionProto] = []
     for op, group in group_by_op(chains).items():
-        if any((f.domain, f.name) == (DOMAIN, op) for f in model.functions):
-            raise UnsupportedError(f"the model already holds {op}; optimize the original instead")
+        check_absent(model, op)
         fitting, dtypes = select_common_types(group)
         if len(fitting) < len(group):
             raise UnsupportedError("the chains' outputs are of different types")
@@ -110,7 +109,7 @@ def emit_chains(
         if tensorrt:
             calls = [made[c.region.node_indices[-1]] for c in group]
             result.graph.value_info.extend(complete_calls(calls, dtypes, len(branches)))
-        result.functions.append(make_function(branches, dtypes, inputs, opset, op, number, tensorrt))
+        functions.append(make_function(branches, dtypes, inputs, opset, op, number, tensorrt))
     gone = {p for c in chains for p in c.region.node_indices}
     indices = [i for i in range(len(nodes)) if i in made or i not in gone]
     kept = [made.get(i) or _redirect_shape(nodes[i], shape_substitutes or {}) for i in indices]
@@ -121,13 +120,7 @@ def emit_chains(
     remove_dead_code(result.graph, model.graph)
     _check(result.graph)
     _declare(result.graph, symbolic, chains)
-    if not any(e.domain == DOMAIN for e in result.opset_import):
-        result.opset_import.append(helper.make_opsetid(DOMAIN, 1))
-    result.ir_version = max(result.ir_version, _LOWEST_IR)
-    if tensorrt:
-        name_nodes(result)
-    entry = next((e for e in result.metadata_props if e.key == "stof_version"), None) or result.metadata_props.add()
-    entry.key, entry.value = "stof_version", stof.__version__
+    add_functions(result, functions, names_nodes=tensorrt)
     return result
 
 
