@@ -6,7 +6,9 @@ An op's rewrite takes a model through these steps, each of which takes a value a
 ``find``    candidates in the model, with the reason for each refusal
 ``decide``  what becomes of each candidate: a row of the report and an entry of the plan
 ``emit``    a model in which the decided candidates are nodes of the op; the only step that changes a graph
-``verify``  the emitted nodes, and the whole model, beside the original
+
+``stof.verification`` then compares the whole model with the original. An op may have site checks, too, which compare each
+of its nodes with what it replaces.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -23,9 +25,11 @@ import onnx
 from stof.options import Options
 from stof.plan import EntryFormat, Plan, PlanEntry
 from stof.report import Section
+from stof.selection import Candidate, CandidateNames, Selection
 
 if TYPE_CHECKING:
     from stof.verification.result import Verification
+    from stof.verification.site_checks import SiteChecks
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,7 @@ class Job:
         model: the model as it was read.
         library: ``build_info()`` of the plugin library.
         plan: the plan to apply; None where there is none.
+        selections: the candidates that options name, by the key of their op.
         step: times a step for the report, and turns what a damaged graph makes fail into a ``ModelError``.
     """
 
@@ -47,6 +52,18 @@ class Job:
     library: Mapping[str, Any]
     plan: Plan | None
     step: Callable[[str], AbstractContextManager[None]]
+    selections: Mapping[str, Selection] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """The options leave an op out: it looks for no candidates, and a saved plan has no entries of it.
+
+    Attributes:
+        reason: what leaves it out, for a message: "see --chains".
+    """
+
+    reason: str
 
 
 class Decisions(ABC):
@@ -64,18 +81,24 @@ class Decisions(ABC):
 
     @property
     @abstractmethod
+    def candidates(self) -> tuple[Candidate, ...]:
+        """What options may name, whether it is replaced or not."""
+
+    @property
+    @abstractmethod
     def has_replaced(self) -> bool:
         """Whether a candidate is replaced."""
 
     @property
     def changes_model(self) -> bool:
-        """Whether the emitted model is another than the one before."""
+        """Whether there is something to emit; else the op is passed over, and the model before it is the model after it."""
         return self.has_replaced
 
     def undo(self, reason: str) -> Decisions | None:
         """The same with no candidate replaced and the reason in each row, where the rest of the model can do without them.
 
-        None: these decisions cannot be undone, and a failure is an error of the whole optimization.
+        They no longer change the model. None: these decisions cannot be undone, and a failure is an error of the whole
+        optimization.
         """
         return None
 
@@ -90,16 +113,18 @@ class OpRewrite(ABC, Generic[Found, Decided]):
     Attributes:
         key: names the op's entries in plans and its rows in reports, ``sites`` for instance.
         op_types: the operators of domain ``stof`` that it writes.
+        names: how options and messages name its candidates.
         plan_format: of its entries in a plan file.
     """
 
     key: str
     op_types: frozenset[str]
+    names: CandidateNames
     plan_format: EntryFormat
 
     @abstractmethod
-    def find(self, job: Job, model: Callable[[], onnx.ModelProto]) -> Found | None:
-        """The candidates; None where the options leave the op out.
+    def find(self, job: Job, model: Callable[[], onnx.ModelProto]) -> Found | LeftOut:
+        """The candidates, of which there may be none.
 
         Args:
             job: the optimization.
@@ -114,6 +139,9 @@ class OpRewrite(ABC, Generic[Found, Decided]):
     def decide(self, job: Job, found: Found) -> Decided:
         """What becomes of each candidate.
 
+        The pipeline checks afterwards that options name only what the decisions have as candidates. An op that takes long
+        to decide checks its ``job.selections`` before.
+
         Raises:
             ArgumentError: when options ask for what cannot be.
             ModelError: when the plan replaces what cannot be replaced.
@@ -121,7 +149,13 @@ class OpRewrite(ABC, Generic[Found, Decided]):
 
     @abstractmethod
     def emit(self, job: Job, model: onnx.ModelProto, decided: Decided) -> onnx.ModelProto:
-        """A copy of the model in which the decided candidates are nodes of the op."""
+        """A copy of the model in which the decided candidates are nodes of the op.
+
+        Args:
+            job: the optimization.
+            model: the one that the decisions are about.
+            decided: decisions that change the model.
+        """
 
     @abstractmethod
     def empty_section(self) -> Section:
@@ -131,25 +165,14 @@ class OpRewrite(ABC, Generic[Found, Decided]):
         """What the report and the plan say where the model holds the op already, so that nothing is done; else None."""
         return None
 
-    def verify(
-        self, job: Job, decided: Decided, emitted: onnx.ModelProto, final: onnx.ModelProto, scratch: Path
-    ) -> Verification | None:
-        """Compares the op's nodes with what they replace, and the final model with the original.
+    def has_to_measure(self, options: Options, plan: Plan) -> bool:
+        """Whether ``--tune`` has something to measure for the op where a plan is applied."""
+        return False
 
-        The first op that can do it verifies the model for all; None where an op has no such comparison.
-
-        Args:
-            job: the optimization.
-            decided: what was replaced.
-            emitted: the model as this op wrote it, in which its nodes are looked at.
-            final: the model as the last op wrote it.
-            scratch: a folder to write into, on a disk with room for the model.
-
-        Raises:
-            RuntimeFailure: when ONNX Runtime cannot load or run one of the models.
-        """
+    def site_checks(self, job: Job, decided: Decided) -> SiteChecks | None:
+        """Compares the op's nodes with what they replace; None where the comparison of whole models is enough."""
         return None
 
     def explain_failure(self, decided: Decided, verification: Verification) -> str:
-        """The message of a verification that failed."""
+        """The message of a verification that failed by the fault of this op, which cannot be undone."""
         return f"verification failed: {verification.failures[0].message()}. Nothing was written"

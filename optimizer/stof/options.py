@@ -6,8 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-CHAIN = "chain:"  # before what ``only`` and ``skip`` say of chains
-
 
 @dataclass(frozen=True)
 class Options:
@@ -19,11 +17,11 @@ class Options:
     allow_tf32: bool = False
     json: Path | None = None
     dry_run: bool = False
-    explain: str | None = None  # "*" or a site: report only, and say how far sites got
+    explain: str | None = None  # "*" or a candidate, as in ``only``: report only, and say how far it got
     verify: bool = True
     verify_budget: float = 45.0  # seconds
-    only: tuple[str, ...] = ()
-    skip: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()  # names, numbers or patterns of sites; of chains behind "chain:"
+    skip: tuple[str, ...] = ()  # likewise
     shapes: dict[str, tuple[int, int]] = field(default_factory=dict)  # dimension name -> least, most
     masks: dict[str, str] = field(default_factory=dict)  # site -> expression stated by the user
     ignore_empty_rows: bool = False

@@ -6,10 +6,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from stof import strict_json
 from stof.errors import shown
+from stof.selection import CandidateNames, owner_of
 
 if TYPE_CHECKING:
     from stof.verification.result import Comparison, Verification
@@ -30,9 +31,20 @@ class Row(Protocol):
 
 
 class Section(ABC):
-    """What the report says of one op: a row for each candidate, and how rows are written."""
+    """What the report says of one op: a row for each candidate, and how rows are written.
 
+    Attributes:
+        names: how options and messages name the op's candidates.
+        rows: a row for each candidate, and for others that are none for a reason.
+    """
+
+    names: ClassVar[CandidateNames]
     rows: Sequence[Row]
+
+    @property
+    def replaced(self) -> int:
+        """How many candidates were replaced."""
+        return sum(row.replaced for row in self.rows)
 
     @abstractmethod
     def to_json(self) -> dict[str, Any]:
@@ -59,7 +71,7 @@ class Section(ABC):
         return []
 
     def explain_rows(self, pattern: str) -> list[str]:
-        """How far the rows that a pattern names got, for ``--explain``."""
+        """How far the candidates that a pattern (without the op's prefix) names got, for ``--explain``."""
         return []
 
 
@@ -100,8 +112,8 @@ class Report:
 
     @property
     def replaced(self) -> int:
-        """How many attention sites were replaced."""
-        return sum(row.replaced for row in self.sites)
+        """How many candidates of all ops were replaced."""
+        return sum(section.replaced for section in self.sections.values())
 
     def to_json(self) -> str:
         """Every fact as JSON; errors that are no number are the strings "inf" and "nan"."""
@@ -126,7 +138,7 @@ class Report:
         lines += self._verified()
         if self.output:
             lines.append(f"written: {self.output}")
-        elif any(row.replaced for s in sections for row in s.rows):
+        elif self.replaced:
             lines.append("dry run: no file was written")
         else:
             reasons = [r for r in (s.nothing_to_do() for s in sections) if r]
@@ -137,7 +149,10 @@ class Report:
 
     def explain(self, pattern: str) -> str:
         """How far candidates got: a line for each step that they passed, and the reason where they stopped."""
-        return "\n".join(shown(line) for section in self.sections.values() for line in section.explain_rows(pattern))
+        sections = self.sections.values()
+        owner = owner_of(pattern, [s.names for s in sections])
+        own = [s for s in sections if s.names is owner]
+        return "\n".join(shown(line) for s in own for line in s.explain_rows(pattern.removeprefix(s.names.prefix)))
 
     def _verified(self) -> list[str]:
         v = self.verification

@@ -13,7 +13,7 @@ import onnxruntime as ort
 import pytest
 
 import stof
-from stof.fusion.apply import Chained, fuse_chains
+from stof.fusion.apply import FusionResult, fuse_chains
 from stof.fusion.decide.measured import LEAST_GAIN_INTERLEAVED, MeasuredDecider, make_chain_decider
 from stof.options import Options
 from stof.pipeline import optimize
@@ -57,7 +57,7 @@ def test_chains_that_make_outputs_differ_stay_out(
 ) -> None:
     plain = fuse_chains
 
-    def spoiled(*given: object, **named: object) -> Chained:
+    def spoiled(*given: object, **named: object) -> FusionResult:
         """Every chain that ends with an addition subtracts, as a defect of the printer or of a kernel would have it."""
         made = plain(*given, **named)  # type: ignore[arg-type]
         for node in made.model.graph.node:

@@ -16,7 +16,7 @@ from onnx import TensorProto
 from stof import cli
 from stof.execution.case import Case, Padding
 from stof.execution.inputs import InputMaker
-from stof.fusion.apply import Chained, fuse_chains
+from stof.fusion.apply import FusionResult, fuse_chains
 from stof.fusion.check import check_chain
 from stof.fusion.decide.predicted import LEAST_WITH_MATMULS, PredictedDecider
 from stof.fusion.fusion_graph import FusionGraph
@@ -89,7 +89,7 @@ def whole(model: onnx.ModelProto) -> tuple[FusionGraph, FusedGemm | RefusedRegio
     return graph, found
 
 
-def emitted(model: onnx.ModelProto) -> Chained:
+def emitted(model: onnx.ModelProto) -> FusionResult:
     return fuse_chains(model, PredictedDecider(Options(target="cuda"), MACHINE), ChainPolicy(epilogue_forms=forms))
 
 

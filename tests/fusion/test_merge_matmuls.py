@@ -11,7 +11,7 @@ import onnxruntime as ort
 import pytest
 from chain_graphs import FLOAT, HALF, Builder, N
 
-from stof.fusion.apply import Chained, fuse_chains
+from stof.fusion.apply import FusionResult, fuse_chains
 from stof.fusion.decide.predicted import PredictedDecider
 from stof.fusion.merge_matmuls import MergedMatmuls, merge_matmuls
 from stof.fusion.policy import ChainPolicy
@@ -151,7 +151,7 @@ def test_three_matmuls_of_one_tensor() -> None:
     assert merge_matmuls(bare, Symbolic(bare), lambda *_: True).splits == frozenset()
 
 
-def _chained(model: onnx.ModelProto, size: tuple[int, int]) -> Chained:
+def _chained(model: onnx.ModelProto, size: tuple[int, int]) -> FusionResult:
     shapes = {n: (v, v) for n, v in zip("BS", size, strict=True)}
     decider = PredictedDecider(Options(target="cuda", shapes=shapes, products=False), MACHINE)
     return fuse_chains(model, decider, ChainPolicy(splits_gemm_bias=True, merge_decider=decider.should_merge))

@@ -13,13 +13,14 @@ import pytest
 
 from stof.errors import ArgumentError
 from stof.fusion.decide.decision import ChainDecision
-from stof.fusion.decide.selection import Selection
+from stof.fusion.decide.selection import NAMES, ChainSelection
 from stof.fusion.plan_entry import ChainPlan
 from stof.ops import PLAN_FORMATS
 from stof.options import Options
 from stof.pipeline import optimize
 from stof.plan import parse
 from stof.progress import Progress
+from stof.selection import Selection
 
 Narrow = Callable[[str], Path]
 
@@ -67,11 +68,11 @@ def test_only_and_skip(narrow: Narrow) -> None:
     names = [c.chain for c in optimize(model, options=Options(chains="on", dry_run=True)).chains]
     one = optimize(model, options=Options(chains="on", verify=False, only=(f"chain:{names[1]}", "chain:2")))
     assert len(texts(one.output)) == 2
-    assert one.replaced == 2  # sites are chosen by patterns without the prefix
+    assert sum(s.replaced for s in one.sites) == 2  # sites are chosen by patterns without the prefix
     rest = optimize(model, options=Options(chains="on", verify=False, skip=("chain:*",)))
     assert texts(rest.output) == []
     assert {c.reason for c in rest.chains} == {"left out by --skip"}
-    with pytest.raises(ArgumentError, match="--skip 'chain:nothing' names no chain of the model; there are 0"):
+    with pytest.raises(ArgumentError, match="--skip 'chain:nothing' names no chain of the model; its chains are 0"):
         optimize(model, options=Options(chains="on", skip=("chain:nothing",)))
     with pytest.raises(ArgumentError, match="no chain is looked for"):
         optimize(model, options=Options(chains="off", skip=("chain:0",)))
@@ -98,11 +99,11 @@ def test_entries_that_are_none(entry: dict[str, Any], words: str) -> None:
 
 def test_a_plan_of_another_model() -> None:
     def check(plan: ChainPlan) -> None:
-        Selection(planned=(plan,)).check(["a", "b"], ["Add Mul", "Sub Div"])
+        ChainSelection(planned=(plan,)).check(["a", "b"], ["Add Mul", "Sub Div"])
 
     check(ChainPlan("a", "Add Mul", ((0, 2),)))
     for plan, words in (
-        (ChainPlan("c", "Add Mul"), "the model does not have.*another version.*there are 0 'a', 1 'b'"),
+        (ChainPlan("c", "Add Mul"), "the model does not have.*another version.*its chains are 0 'a', 1 'b'"),
         (ChainPlan("a", "Sub Div"), "is of Sub Div, in the model it is of Add Mul"),
         (ChainPlan("a", "Add Mul", ((0, 3),)), "segments beyond its operators"),
     ):
@@ -112,12 +113,14 @@ def test_a_plan_of_another_model() -> None:
 
 def test_the_users_word_goes_first() -> None:
     plan = (ChainPlan("a", "Add Mul", ((0, 2),)),)
-    assert Selection().of_chain(0, "a") is None
-    assert Selection(planned=plan).of_chain(0, "a") == ChainDecision(((0, 2),))
-    assert Selection(planned=plan).of_chain(1, "b") == ChainDecision((), "not in the plan")
-    assert Selection(skip=("a",), planned=plan).of_chain(0, "a") == ChainDecision((), "left out by --skip")
-    assert Selection(only=("1",)).of_chain(1, "b") is None
-    assert Selection(only=("1",)).of_chain(0, "a") == ChainDecision((), "not among --only")
+    assert ChainSelection().of_chain(0, "a") is None
+    assert ChainSelection(planned=plan).of_chain(0, "a") == ChainDecision(((0, 2),))
+    assert ChainSelection(planned=plan).of_chain(1, "b") == ChainDecision((), "not in the plan")
+    assert ChainSelection(Selection(NAMES, skip=("a",)), plan).of_chain(0, "a") == ChainDecision(
+        (), "left out by --skip"
+    )
+    assert ChainSelection(Selection(NAMES, only=("1",))).of_chain(1, "b") is None
+    assert ChainSelection(Selection(NAMES, only=("1",))).of_chain(0, "a") == ChainDecision((), "not among --only")
 
 
 def test_progress_is_for_terminals(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

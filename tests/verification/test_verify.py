@@ -18,7 +18,8 @@ from stof import cli
 from stof.attention.checks.site_checks import cases
 from stof.execution.case import Padding
 from stof.mask.expression import MaskExpression
-from stof.verification.verifier import Verifier, suspects
+from stof.verification.suspects import find_suspects
+from stof.verification.verifier import Verifier
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -36,20 +37,20 @@ def test_suspects_are_the_smallest_set(sites: int, count: int) -> None:
             return set(culprits) <= set(some)
 
         everything: Any = range(sites)
-        assert suspects(everything, fails) == (culprits, True)
+        assert find_suspects(everything, fails) == (culprits, True)
         assert runs <= count * (math.ceil(math.log2(sites)) + 1)
 
 
 def test_one_of_two_causes_is_found() -> None:
     everything: Any = range(30)
-    found, enough = suspects(everything, lambda some: {3, 20} <= set(some) or {9, 25} <= set(some))
+    found, enough = find_suspects(everything, lambda some: {3, 20} <= set(some) or {9, 25} <= set(some))
     assert (found, enough) == ([3, 20], True)
 
 
 def test_a_search_that_ends_early_says_so() -> None:
     everything: Any = range(40)
     culprits = {1, 5, 9, 20, 30, 39}
-    found, enough = suspects(everything, lambda some: culprits <= set(some))
+    found, enough = find_suspects(everything, lambda some: culprits <= set(some))
     assert not enough
     assert len(found) > 2
     assert set(found) < culprits

@@ -8,10 +8,11 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from stof.name_patterns import matches
 from stof.report import Section
+from stof.selection import Candidate, CandidateNames
 
 KEY = "sites"
+NAMES = CandidateNames("site")
 
 
 class Step(str, enum.Enum):
@@ -52,6 +53,7 @@ class SiteReport:
 class SiteSection(Section):
     """The sites of a model, and pictures of their masks: rows of tiles, by the mask's text."""
 
+    names = NAMES
     rows: list[SiteReport] = field(default_factory=list)
     pictures: dict[str, list[str]] = field(default_factory=dict)
 
@@ -59,8 +61,9 @@ class SiteSection(Section):
         return {KEY: [asdict(row) for row in self.rows], "pictures": self.pictures}
 
     def headline(self, dry_run: bool) -> str:
-        replaced = sum(row.replaced for row in self.rows)
-        return f"{len(self.rows)} softmax, {replaced} attention sites {'can be replaced' if dry_run else 'replaced'}"
+        return (
+            f"{len(self.rows)} softmax, {self.replaced} attention sites {'can be replaced' if dry_run else 'replaced'}"
+        )
 
     def lines(self) -> list[str]:
         groups: dict[tuple[Any, ...], list[SiteReport]] = defaultdict(list)
@@ -89,7 +92,7 @@ class SiteSection(Section):
         return []
 
     def explain_rows(self, pattern: str) -> list[str]:
-        chosen = [row for row in self.rows if matches(pattern, row.site, row.index)]
+        chosen = [row for row in self.rows if Candidate(row.site, row.index).matches(pattern)]
         return [line for row in chosen for line in _explained_lines(row)]
 
 

@@ -6,30 +6,38 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import onnx
 
-from stof.attention.decide.site_decider import Choice, SiteDecider, check_plan, check_selection, check_shapes
+from stof.attention.decide.site_decider import (
+    Choice,
+    SiteDecider,
+    candidates_of,
+    check_masks,
+    check_plan,
+    check_shapes,
+)
 from stof.attention.decide.targets import target_of
 from stof.attention.emit import Rewrite
 from stof.attention.expand.prepare import is_fused, prepare
 from stof.attention.find import is_softmax
 from stof.attention.function_body import OP
 from stof.attention.plan_entry import SitePlan, read_site_plan
-from stof.attention.report import KEY, SiteReport, SiteSection
+from stof.attention.report import KEY, NAMES, SiteReport, SiteSection
 from stof.attention.subgraphs import Scope, emit_scopes, find_scopes
 from stof.graph.external_data import read_constants
 from stof.graph.index import DOMAIN, all_nodes
 from stof.graph.names import FreshNames
 from stof.mask.expression import MaskExpression
 from stof.mask.families import picture
-from stof.mask.site import Finding, tables_of
+from stof.mask.site import tables_of
 from stof.op_rewrite import Decisions, Job, OpRewrite
 from stof.plan import EntryFormat
+from stof.selection import Candidate
 
 if TYPE_CHECKING:
+    from stof.attention.checks.site_checks import AttentionChecks
     from stof.verification.result import Verification
 
 _MOST_PICTURES = 6
@@ -57,8 +65,19 @@ class AttentionDecisions(Decisions):
         return tuple(c.plan for c in self.choices)
 
     @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        if not self.scopes:  # of a model that was optimized before
+            return tuple(Candidate(row.site) for row in self.sites.rows)
+        return _candidates(self.scopes)
+
+    @property
     def has_replaced(self) -> bool:
         return bool(self.rewrites)
+
+    @property
+    def changes_model(self) -> bool:
+        # Functions that hold a softmax are inlined, whether it is replaced or not.
+        return self.has_replaced or any(s.prepared.base is not s.prepared.original for s in self.scopes[:1])
 
 
 class AttentionRewrite(OpRewrite[tuple[Scope, ...], AttentionDecisions]):
@@ -66,6 +85,7 @@ class AttentionRewrite(OpRewrite[tuple[Scope, ...], AttentionDecisions]):
 
     key = KEY
     op_types = frozenset({OP})
+    names = NAMES
     plan_format = EntryFormat("site", read_site_plan, required=True)
 
     def find(self, job: Job, model: Callable[[], onnx.ModelProto]) -> tuple[Scope, ...]:
@@ -73,10 +93,11 @@ class AttentionRewrite(OpRewrite[tuple[Scope, ...], AttentionDecisions]):
             read_constants(job.source, job.model)
             scopes = tuple(find_scopes(prepare(job.model)))
         sites = [site for scope in scopes for site in scope.sites]
-        check_selection(job.options, sites, [finding for scope in scopes for finding in scope.findings])
+        job.selections[KEY].check(_candidates(scopes))
+        check_masks(job.options, sites)
         check_shapes(job.options, job.model)
         if job.plan is not None:
-            check_plan(job.plan, sites, job.options.target)
+            check_plan(job.plan, sites)
         return scopes
 
     def decide(self, job: Job, found: tuple[Scope, ...]) -> AttentionDecisions:
@@ -85,7 +106,13 @@ class AttentionRewrite(OpRewrite[tuple[Scope, ...], AttentionDecisions]):
             target = target_of(job.options, str(job.library.get("cpu_isa", "")))
             for scope in found:
                 decider = SiteDecider(
-                    scope.prepared.model, scope.symbolic, job.options, job.plan, target, job.source.parent
+                    scope.prepared.model,
+                    scope.symbolic,
+                    job.options,
+                    job.plan,
+                    target,
+                    job.source.parent,
+                    job.selections[KEY],
                 )
                 choices += [decider.decide(site) for site in scope.sites]
         refused = [SiteReport(f.site, False, f.reason) for scope in found for f in scope.findings]
@@ -105,19 +132,15 @@ class AttentionRewrite(OpRewrite[tuple[Scope, ...], AttentionDecisions]):
         if not any(_is_done(n) for n in all_nodes(job.model.graph.node)):
             return None
         rows = _rows_of_optimized(job.model)
-        check_selection(job.options, [], [Finding(row.site, False, row.reason) for row in rows])
+        check_masks(job.options, [])
         kept = tuple(Choice(row, SitePlan(row.site, False, reason=row.reason)) for row in rows)
         return AttentionDecisions((), kept, SiteSection(rows))
 
-    def verify(
-        self, job: Job, decided: AttentionDecisions, emitted: onnx.ModelProto, final: onnx.ModelProto, scratch: Path
-    ) -> Verification:
+    def site_checks(self, job: Job, decided: AttentionDecisions) -> AttentionChecks:
         # A tenth of all imports, which --no-verify and --dry-run do not need.
         from stof.attention.checks.site_checks import AttentionChecks
-        from stof.verification.verifier import Verifier
 
-        checks = AttentionChecks(decided.scopes, decided.rewrites, ignore_empty_rows=job.options.ignore_empty_rows)
-        return Verifier(checks, job.options.verify_budget).run(job.source, final, scratch, emitted)
+        return AttentionChecks(decided.scopes, decided.rewrites, ignore_empty_rows=job.options.ignore_empty_rows)
 
     def explain_failure(self, decided: AttentionDecisions, verification: Verification) -> str:
         failures = verification.failures
@@ -145,6 +168,11 @@ class AttentionRewrite(OpRewrite[tuple[Scope, ...], AttentionDecisions]):
                 "was written; --skip SITE leaves a site as it is"
             )
         return f"verification failed: {first.what}{first.detail and ': '}{first.detail}. Nothing was written"
+
+
+def _candidates(scopes: Sequence[Scope]) -> tuple[Candidate, ...]:
+    sites = [site for scope in scopes for site in scope.sites]
+    return candidates_of(sites, [finding for scope in scopes for finding in scope.findings])
 
 
 def _is_done(node: onnx.NodeProto) -> bool:

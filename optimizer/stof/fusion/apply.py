@@ -11,7 +11,7 @@ import onnx
 from stof.errors import StofError, UnsupportedError
 from stof.fusion.check import check_chain
 from stof.fusion.decide.decision import ChainDecider, ChainDecision
-from stof.fusion.decide.selection import Selection
+from stof.fusion.decide.selection import ChainSelection
 from stof.fusion.emit import ChainSignature, chain_signature, emit_chains, group_by_op, select_common_types
 from stof.fusion.fusion_graph import FusionGraph
 from stof.fusion.merge_matmuls import MergeScope, merge_matmuls
@@ -52,7 +52,7 @@ class ChainReport:
 
 
 @dataclass(frozen=True)
-class Chained:
+class FusionResult:
     """A model with its chains replaced, and what became of each chain."""
 
     model: onnx.ModelProto
@@ -64,19 +64,19 @@ class Chained:
         """How many chains were replaced."""
         return sum(r.replaced for r in self.reports)
 
-    def without(self, model: onnx.ModelProto, reason: str) -> Chained:
+    def without(self, model: onnx.ModelProto, reason: str) -> FusionResult:
         """The same with no chain replaced: ``model`` is the model before, ``reason`` goes into the reports."""
         kept = (replace(r, replaced=False, reason=reason) if r.replaced else r for r in self.reports)
         plans = (ChainPlan(p.chain, p.operators, (), "outputs differed") if p.replace else p for p in self.plans)
-        return Chained(model, tuple(kept), tuple(plans))
+        return FusionResult(model, tuple(kept), tuple(plans))
 
 
 def fuse_chains(
     model: onnx.ModelProto,
     decider: ChainDecider,
     policy: ChainPolicy | None = None,
-    selection: Selection | None = None,
-) -> Chained:
+    selection: ChainSelection | None = None,
+) -> FusionResult:
     """A copy of a model in which StofChain and StofGemm nodes replace the chains that a decider takes.
 
     Args:
@@ -88,7 +88,7 @@ def fuse_chains(
     Raises:
         ArgumentError: when the selection names chains that the model does not have.
     """
-    fusion = _Fusion(decider, policy or ChainPolicy(), selection or Selection())
+    fusion = _Fusion(decider, policy or ChainPolicy(), selection or ChainSelection())
     try:
         symbolic = Symbolic(model)
     except StofError:
@@ -102,8 +102,8 @@ def _failure_text(error: Exception) -> str:
     return f"chains cannot be looked for ({type(error).__name__}: {error}); please report this model"
 
 
-def _nothing_found(model: onnx.ModelProto, reason: str) -> Chained:
-    return Chained(model, (ChainReport("-", "all operators", False, reason),))
+def _nothing_found(model: onnx.ModelProto, reason: str) -> FusionResult:
+    return FusionResult(model, (ChainReport("-", "all operators", False, reason),))
 
 
 @dataclass(frozen=True)
@@ -112,9 +112,9 @@ class _Fusion:
 
     decider: ChainDecider
     policy: ChainPolicy
-    selection: Selection
+    selection: ChainSelection
 
-    def with_merged_matmuls(self, model: onnx.ModelProto, symbolic: Symbolic) -> Chained | None:
+    def with_merged_matmuls(self, model: onnx.ModelProto, symbolic: Symbolic) -> FusionResult | None:
         """The result after merging matmuls of one tensor; None where merging is not possible, or no chain needs it."""
         decider = self.policy.merge_decider
         if decider is None:
@@ -138,7 +138,7 @@ class _Fusion:
                 return None
         return None
 
-    def without_merging(self, model: onnx.ModelProto, symbolic: Symbolic) -> Chained:
+    def without_merging(self, model: onnx.ModelProto, symbolic: Symbolic) -> FusionResult:
         """The result with matmuls as they are."""
         if self.policy.reads_packed_heads:
             model, symbolic = _read_packed_heads(model, symbolic)
@@ -158,11 +158,11 @@ class _Fusion:
                 break
         return _nothing_found(model, reason)
 
-    def _replace_chains(self, graph: FusionGraph) -> Chained:
+    def _replace_chains(self, graph: FusionGraph) -> FusionResult:
         model = graph.model
         names = _ChainNames()
         if any(n.op_type == "StofChain" for n in all_nodes(model.graph.node)):
-            return Chained(model, (ChainReport("-", "", False, "the model holds StofChain already"),))
+            return FusionResult(model, (ChainReport("-", "", False, "the model holds StofChain already"),))
         assumes_fused = graph.shape_reads is ShapeReads.ASSUME_FUSED
         chains, refused = find_chains(graph)
         if assumes_fused:
@@ -204,7 +204,7 @@ class _Fusion:
             for i, (label, text) in enumerate(zip(labels, operators, strict=True))
         ]
         result = emit_chains(model, graph.symbolic, fitting, substitutes, self.policy.uses_tensorrt_plugins)
-        return Chained(result, tuple(reports), tuple(plans))
+        return FusionResult(result, tuple(reports), tuple(plans))
 
     def _decide_all(
         self, graph: FusionGraph, chains: Sequence[FusedChain], labels: Sequence[str], operators: Sequence[str]

@@ -8,16 +8,26 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from stof.fusion.apply import ChainReport
+from stof.fusion.decide.selection import NAMES
+from stof.fusion.plan_entry import ChainPlan
 from stof.report import Section
+from stof.selection import Candidate
 
 KEY = "chains"
 
 
 @dataclass
 class ChainSection(Section):
-    """The chains of a model, and operators that are left out of chains."""
+    """The chains of a model, and operators that are left out of chains.
 
+    Attributes:
+        rows: each chain, and each region that is none.
+        plans: each region that could become chains, in the order by which options number them.
+    """
+
+    names = NAMES
     rows: list[ChainReport] = field(default_factory=list)
+    plans: tuple[ChainPlan, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return {KEY: [asdict(row) for row in self.rows]}
@@ -30,9 +40,29 @@ class ChainSection(Section):
         for group in groups.values():
             first = group[0]
             if first.replaced:
-                how = "measured" if first.measured else "predicted"
-                gain = "" if first.gain is None else f", {how} {first.gain:.2f}x"
-                lines.append(f"  {len(group):3d} x chain of {first.operators}{gain}")
+                lines.append(f"  {len(group):3d} x chain of {first.operators}{_gain(first)}")
             else:
                 lines.append(f"  kept  {len(group)} x {first.operators}: {first.reason}")
         return lines
+
+    def explain_rows(self, pattern: str) -> list[str]:
+        reports = {row.chain: row for row in self.rows}
+        chosen = [(i, p) for i, p in enumerate(self.plans) if Candidate(p.chain, i).matches(pattern)]
+        return [line for i, p in chosen for line in _explained_lines(i, p, reports.get(p.chain))]
+
+
+def _gain(row: ChainReport) -> str:
+    return "" if row.gain is None else f", {'measured' if row.measured else 'predicted'} {row.gain:.2f}x"
+
+
+def _explained_lines(index: int, plan: ChainPlan, row: ChainReport | None) -> list[str]:
+    """How far a region got. ``row``: its own, which a region has unless parts of it were replaced."""
+    lines = [f"chain {index}  {plan.chain}", f"  match  {plan.operators}"]
+    count = len(plan.operators.split())
+    if not plan.replace:
+        reason = plan.reason if row is None else f"{row.reason}{_gain(row)}"
+        return [*lines, f"  choice stopped: {reason}"]
+    parts = [f"{start} to {end - 1}" for start, end in plan.segments]
+    whole = plan.segments == ((0, count),)
+    how = "replaced" if whole else f"operators {', '.join(parts)} replaced"
+    return [*lines, f"  -> {how}{_gain(row) if row is not None else ''}"]

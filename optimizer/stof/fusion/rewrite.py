@@ -8,17 +8,18 @@ from dataclasses import dataclass, replace
 
 import onnx
 
-from stof.errors import ArgumentError
-from stof.fusion.apply import Chained, fuse_chains
+from stof.fusion.apply import FusionResult, fuse_chains
 from stof.fusion.decide.decision import ChainDecider
 from stof.fusion.decide.measured import find_epilogue_forms, find_merge_decider, make_chain_decider, refuse_all
-from stof.fusion.decide.selection import Selection
+from stof.fusion.decide.selection import NAMES, ChainSelection
 from stof.fusion.plan_entry import ChainPlan, read_chain_plan
 from stof.fusion.policy import ChainPolicy
 from stof.fusion.report import KEY, ChainSection
-from stof.op_rewrite import Decisions, Job, OpRewrite
-from stof.plan import EntryFormat
+from stof.op_rewrite import Decisions, Job, LeftOut, OpRewrite
+from stof.options import Options
+from stof.plan import EntryFormat, Plan
 from stof.runtime.library import has_packed
+from stof.selection import Candidate
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class FusionCandidates:
 
     model: onnx.ModelProto
     decider: ChainDecider
-    selection: Selection
+    selection: ChainSelection
 
 
 @dataclass(frozen=True)
@@ -35,26 +36,30 @@ class FusionDecisions(Decisions):
     """A model before and after its regions became fused chains."""
 
     before: onnx.ModelProto
-    chained: Chained
+    result: FusionResult
 
     @property
     def section(self) -> ChainSection:
-        return ChainSection(list(self.chained.reports))
+        return ChainSection(list(self.result.reports), self.result.plans)
 
     @property
     def plan(self) -> tuple[ChainPlan, ...]:
-        return self.chained.plans
+        return self.result.plans
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        return tuple(Candidate(p.chain, i) for i, p in enumerate(self.result.plans))
 
     @property
     def has_replaced(self) -> bool:
-        return self.chained.replaced > 0
+        return self.result.replaced > 0
 
     @property
     def changes_model(self) -> bool:
-        return self.chained.model is not self.before
+        return self.result.model is not self.before
 
     def undo(self, reason: str) -> FusionDecisions:
-        return replace(self, chained=self.chained.without(self.before, f"with chains, {reason}"))
+        return replace(self, result=self.result.without(self.before, f"with chains, {reason}"))
 
 
 class FusionRewrite(OpRewrite[FusionCandidates, FusionDecisions]):
@@ -62,17 +67,16 @@ class FusionRewrite(OpRewrite[FusionCandidates, FusionDecisions]):
 
     key = KEY
     op_types = frozenset({"StofChain", "StofGemm"})
+    names = NAMES
     plan_format = EntryFormat("chain", read_chain_plan)
 
-    def find(self, job: Job, model: Callable[[], onnx.ModelProto]) -> FusionCandidates | None:
+    def find(self, job: Job, model: Callable[[], onnx.ModelProto]) -> FusionCandidates | LeftOut:
         decider = make_chain_decider(job.options, job.library)
-        selection = Selection.of(job.options, _planned(job))
+        selection = ChainSelection(job.selections[KEY], _planned(job))
         if decider is None and selection.planned and job.options.chains != "off":
             decider = refuse_all
         if decider is None:
-            if selection.only or selection.skip:
-                raise ArgumentError("--only or --skip names a chain, but no chain is looked for here; see --chains")
-            return None
+            return LeftOut("see --chains")
         return FusionCandidates(model(), decider, selection)
 
     def decide(self, job: Job, found: FusionCandidates) -> FusionDecisions:
@@ -86,14 +90,19 @@ class FusionRewrite(OpRewrite[FusionCandidates, FusionDecisions]):
             uses_tensorrt_plugins=target == "tensorrt",
         )
         with job.step("chains"):
-            chained = fuse_chains(found.model, found.decider, policy, found.selection)
-        return FusionDecisions(found.model, chained)
+            result = fuse_chains(found.model, found.decider, policy, found.selection)
+        return FusionDecisions(found.model, result)
 
     def emit(self, job: Job, model: onnx.ModelProto, decided: FusionDecisions) -> onnx.ModelProto:
-        return decided.chained.model
+        if model is not decided.before:
+            raise ValueError("chains are decided for one model, and were to be written into another")
+        return decided.result.model
 
     def empty_section(self) -> ChainSection:
         return ChainSection()
+
+    def has_to_measure(self, options: Options, plan: Plan) -> bool:
+        return options.chains != "off" and KEY not in plan.entries
 
 
 def _planned(job: Job) -> tuple[ChainPlan, ...] | None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the optimized model against the original before the file is written.
 
-Site level: the tensors that enter a site are captured in the original, and the op that replaces the site compares its node
-with what it replaces (site_checks.py). Model level: the difference of outputs is held against the difference between two
-legal runs of the original.
+Model level: the difference of outputs is held against the difference between two legal runs of the original. It needs no op.
+Site level: the tensors that enter a site are captured, and the op that replaces the site compares its node with what it
+replaces (site_checks.py).
 
 NaN in the original alone is no fault where queries without a key cause it: docs/guide/options.md, "NaN".
 
@@ -14,30 +14,26 @@ a site runs in the site's own type on rounded inputs.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import onnx
-from onnx import helper
 
-from stof.execution.case import Case, Counts, Padding
-from stof.execution.ort_sessions import Sessions, VerifiedSession
-from stof.execution.session_process import RuntimeFailure
-from stof.execution.upcast import BF16, HALF, Twins, holds
+from stof.execution.case import Padding
+from stof.execution.ort_sessions import VerifiedSession
 from stof.verification.compare import compare_outputs, undefined_everywhere
-from stof.verification.perturb import perturbed
+from stof.verification.model_inputs import default_inputs
+from stof.verification.perturb import Noisy, perturbed
+from stof.verification.reference_runs import ReferenceRuns, run_reference
 from stof.verification.result import Comparison, Verification
-from stof.verification.site_checks import SiteChecks
+from stof.verification.site_checks import EmittedSites
+from stof.verification.suspects import find_suspects
+from stof.verification.verified_models import VerifiedModels
 
-# Instead of 1e-6 for half-precision models, which run widened: fp16 scores stand beside 1024 there (see upcast.py).
-_WIDENED_FLOORS = {int(onnx.TensorProto.FLOAT16): 2e-4, int(onnx.TensorProto.BFLOAT16): 1e-5}
-BATCH_WITH_ALL_PADDING = 4  # rows of a batch, of which the last one is all padding
 _FLOPS = 3e10  # a second, of two cores
 _ROUNDINGS = 3  # runs that show what rounding does to a model
-_MOST_SUSPECTS = 4  # sites that are searched for when only together they make outputs differ
 
 
 def _affordable(model: onnx.ModelProto, seconds: float) -> float:
@@ -46,288 +42,173 @@ def _affordable(model: onnx.ModelProto, seconds: float) -> float:
     return seconds / 3 * _FLOPS / (2 * max(1, weights))
 
 
-def suspects(sites: Sequence[str], fails: Callable[[Sequence[str]], bool]) -> tuple[list[str], bool]:
-    """A smallest failing set of sites by repeated bisection, when all of them together fail.
-
-    Takes about log2(n) runs for each site of the set. The set cannot lose one of its sites and still fail, as long as a set
-    fails that holds a failing one.
-
-    Args:
-        sites: all of them, in the order of the graph.
-        fails: whether the model in which these are replaced is wrong.
-
-    Returns:
-        The set in the order of the graph, and whether it fails by itself: the search ends at a few rewrites.
-    """
-    needed: list[str] = []
-    rest = list(sites)
-    while len(needed) < _MOST_SUSPECTS:
-        # With `needed`, all of `rest` fails, and none of it does not: search the first number that fails.
-        low, high = 0, len(rest)
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if fails([*rest[:middle], *needed]) else (middle, high)
-        needed.insert(0, rest[high - 1])
-        rest = rest[: high - 1]
-        if not rest or fails(needed):
-            return needed, True
-    return needed, False
-
-
 class Verifier:
     """Compares an original model with its optimized form.
 
     Args:
-        checks: the sites that were replaced.
+        original: the model as it was read.
+        sites: the site checks of the ops that have some, in the order in which the ops were emitted.
         budget: seconds after which no further case is begun; ort_sessions.py has what a single run may take.
+        searches: whether to search for the sites that make outputs differ where no site does by itself.
+
+    Attributes:
+        faults: after a run, the failed comparisons of sites, by the key of the op at fault.
+        suspected: after a run, the key of the op among whose sites the search was; empty where there was none.
     """
 
-    def __init__(self, checks: SiteChecks, budget: float) -> None:
-        self.checks = checks
+    def __init__(
+        self,
+        original: onnx.ModelProto,
+        sites: Sequence[EmittedSites],
+        budget: float,
+        searches: bool = True,
+    ) -> None:
+        self.original = original
+        self.sites = tuple(sites)
         self.budget = budget
+        self.searches = searches
         self.deadline = time.monotonic() + budget
-        self.cases = checks.cases(_affordable(checks.original, budget))
+        known = (s.checks.model_inputs() for s in sites)
+        self.inputs = next((i for i in known if i is not None), None) or default_inputs(original)
+        self.cases = self.inputs.cases(_affordable(original, budget))
+        self.faults: dict[str, list[Comparison]] = {}
+        self.suspected = ""
 
-    def run(
-        self, source: Path, final: onnx.ModelProto, scratch: Path, emitted: onnx.ModelProto | None = None
-    ) -> Verification:
+    def run(self, source: Path, final: onnx.ModelProto, scratch: Path) -> Verification:
         """Every comparison; stops early, and says so, when the budget is spent.
 
         Args:
             source: the file that the original was read from.
             final: the optimized model, without external data.
             scratch: a folder to write into, on a disk with room for the model.
-            emitted: the model in which the sites are looked at, before later ops changed it; the final one by default.
         """
         start = time.monotonic()
-        checks, original = self.checks, self.checks.original
-        result = Verification()
-        sessions = Sessions(source.parent.resolve(), scratch, self.budget)
-        feeds = self._draw(self.cases)
-        before: onnx.ModelProto | Path = source
-        reference = original
-        after, twin, floor = final, _same, 1e-6
-        if checks.types & HALF or holds(original, BF16 if checks.sites else HALF):
-            result.widened = True
-            result.comparisons.extend(self._as_it_is(sessions, source, final, feeds[-1]))
-            twin = Twins(sessions.weights, scratch, self._half_constants()).of
-            floor = max([_WIDENED_FLOORS.get(dtype, 1e-5) for dtype in checks.types], default=1e-5)
-            before = reference = twin(original)
-            after = twin(final)
-            feeds = [_widened(f) for f in feeds]
-        probed = reference if checks.working is original else twin(checks.working)
-        if probed is not reference and not _runs(sessions, reference, feeds[0]):
-            single = [Case(1, c.length, c.padding) for c in self.cases]
-            alone = [_widened(f) if result.widened else f for f in self._draw(single)]
-            if _runs(sessions, reference, alone[0]):  # some fused nodes take a past with one row only
-                self.cases, feeds = single, alone
-            elif _runs(sessions, probed, feeds[0]):
-                result.expanded = True
-                before = reference = probed
-        ran, plain, captured = self._reference(sessions, reference, probed, feeds, result)
-        feeds = [feeds[i] for i in ran]
-        emitted = final if emitted is None else emitted
-        result.comparisons.extend(checks.compare(emitted, captured))
+        run = _Run(self, source, final, scratch)
+        run.compare_sites()
+        run.add_legal_runs()
+        compared, wrong = run.compare_outputs()
+        if wrong is not None and run.may_be_rounding():
+            run.add_perturbed_runs()
+            compared, wrong = run.compare_outputs()
+        run.result.comparisons.extend(compared)
+        if wrong is not None and run.may_be_rounding() and self.searches:
+            run.search_suspects(wrong)
+        run.result.seconds = time.monotonic() - start
+        return run.result
 
-        def run_subgraph(
-            model: onnx.ModelProto, wanted: Sequence[str], feed: Mapping[str, np.ndarray]
-        ) -> Mapping[str, np.ndarray]:
-            given = _widened(feed) if result.widened else feed
-            found = sessions.make(twin(model), optimized=False, library=False).run(list(wanted), given)
-            return {**given, **dict(zip(wanted, found, strict=True))}
 
-        result.comparisons.extend(checks.compare_subgraphs(emitted, self.cases[0], run_subgraph))
-        try:
-            session = sessions.make(before, optimized=True, library=False)
-        except RuntimeFailure:
-            if before is not source:
-                raise
-            # Runtimes refuse files whose axes and sizes are external data; in the model that was loaded, they are not.
-            session = sessions.make(original, optimized=True, library=False)
-        legal = [[session.run(None, f)] for f in feeds]
+class _Run:
+    """One verification: the models, and what was run of them."""
+
+    def __init__(self, verifier: Verifier, source: Path, final: onnx.ModelProto, scratch: Path) -> None:
+        self.verifier = verifier
+        self.result = Verification()
+        self.models = VerifiedModels(verifier, source, final, scratch, self.result)
+        self.reference: ReferenceRuns = run_reference(verifier, self.models, self.result)
+        # Runs of the original, any of which may be the nearest one, by case; and runs of its expanded form.
+        self.legal: list[list[list[np.ndarray]]] = []
+        self.expanded: list[list[list[np.ndarray]]] = [[] for _ in self.reference.feeds]
+
+    def compare_sites(self) -> None:
+        """Asks the ops to compare their sites."""
+        for sites in self.verifier.sites:
+            checks = sites.checks
+            captured = self.reference.captured
+            if checks.working is not self.verifier.inputs.working:
+                captured = self._capture(sites)
+            found = checks.compare(sites.emitted, captured)
+            found += checks.compare_subgraphs(sites.emitted, self.verifier.cases[0], self._run_subgraph)
+            self.result.comparisons.extend(found)
+            if failed := [c for c in found if not c.ok]:
+                self.verifier.faults[sites.op] = failed
+
+    def add_legal_runs(self) -> None:
+        """Runs the original with graph optimizations, and further legal forms of it without."""
+        session = self.models.original_session()
+        self.legal = [[session.run(None, f)] for f in self.reference.feeds]
         del session
-        # With fused nodes expanded, what a run shows is how far rounding takes the expanded graph from itself: that the
-        # expansion is not what the nodes compute is no reason to allow more.
-        expanded: list[list[list[np.ndarray]]] = [[] for _ in feeds]
+        for sites in self.verifier.sites:
+            self._run_also(sites.checks.rounding_variants(self.models.probed, self.models.dtype))
 
-        def run_also(others: Sequence[onnx.ModelProto]) -> None:
-            if others and probed is not reference and not expanded[0]:
-                others = [probed, *others]
-            for other in others:
-                session = sessions.make(other, optimized=False, library=False)
-                for found, feed in zip(legal if probed is reference else expanded, feeds, strict=True):
-                    found.append(session.run(None, feed))
-                del session
+    def add_perturbed_runs(self) -> None:
+        """Runs whose sites are off by what the op and the nodes that it replaces may differ by.
 
-        run_also(checks.rounding_variants(probed, partial(self._type, result.widened)))
-        names = [o.name for o in original.graph.output]
+        Runs of a graph in which nothing can be fused agree to the last bit, and say nothing of rounding. Those of a quantized
+        one do not show its steps.
+        """
+        outputs: dict[str, Noisy] = {}
+        for sites in self.verifier.sites:
+            outputs |= sites.checks.rounding_errors(self.reference.captured)
+        outputs = {name: self.models.widen_noise(noisy) for name, noisy in outputs.items()}
+        self._run_also([perturbed(self.models.probed, outputs, seed) for seed in range(_ROUNDINGS)])
 
-        def compare(session: VerifiedSession, i: int) -> list[Comparison]:
-            own = zip(*expanded[i], strict=True) if expanded[i] else [()] * len(names)
-            tensors = zip(names, plain[i], zip(*legal[i], strict=True), session.run(None, feeds[i]), own, strict=True)
-            case = self.cases[ran[i]]
-            undefined = checks.may_carry_nan and case.padding in (Padding.LEFT, Padding.RIGHT)
-            return [compare_outputs(case, floor, *t, undefined=undefined) for t in tensors]
+    def may_be_rounding(self) -> bool:
+        """Whether sites were replaced of which none differs by itself."""
+        return any(s.checks.sites for s in self.verifier.sites) and not self.result.faulty_sites()
 
-        def compare_all() -> tuple[list[Comparison], int | None]:
-            session = sessions.make(after, optimized=True, library=True)
-            by_case = [compare(session, i) for i in range(len(plain))]
-            wrong = next((i for i, comparisons in enumerate(by_case) if not all(c.ok for c in comparisons)), None)
-            return [c for comparisons in by_case for c in comparisons] + undefined_everywhere(by_case, names), wrong
+    def compare_outputs(self) -> tuple[list[Comparison], int | None]:
+        """The outputs of the optimized model in each case, and the first case in which one is wrong."""
+        session = self.models.sessions.make(self.models.final, optimized=True, library=True)
+        by_case = [self._compare_case(session, i) for i in range(len(self.reference.plain))]
+        wrong = next((i for i, comparisons in enumerate(by_case) if not all(c.ok for c in comparisons)), None)
+        undefined = undefined_everywhere(by_case, self._output_names())
+        return [c for comparisons in by_case for c in comparisons] + undefined, wrong
 
-        compared, wrong = compare_all()
-        if wrong is not None and checks.sites and not result.faulty_sites():
-            # Runs of a graph in which nothing can be fused agree to the last bit, and say nothing of rounding; those of a
-            # quantized one do not show its steps.
-            run_also(self._perturbed(probed, captured, result.widened))
-            compared, wrong = compare_all()
-        result.comparisons.extend(compared)
-        if wrong is not None and checks.sites and not result.faulty_sites():
+    def search_suspects(self, wrong: int) -> None:
+        """Searches for the sites that make outputs differ together, in a case in which they do.
 
-            def fails(some: Sequence[str]) -> bool:
-                session = sessions.make(twin(checks.emit(some)), optimized=True, library=True)
-                return not all(c.ok for c in compare(session, wrong))
+        An op is searched where the model without its sites is right: those before it are searched else.
+        """
 
-            found, result.suspects_suffice = suspects(checks.sites, fails)
-            result.suspects = tuple(found)
-        result.seconds = time.monotonic() - start
-        return result
+        def fails(sites: EmittedSites, some: Sequence[str]) -> bool:
+            model = self.models.twin(sites.checks.emit(some))
+            session = self.models.sessions.make(model, optimized=True, library=True)
+            return not all(c.ok for c in self._compare_case(session, wrong))
 
-    def _perturbed(
-        self, probed: onnx.ModelProto, captured: Mapping[str, np.ndarray], widened: bool
-    ) -> list[onnx.ModelProto]:
-        """Runs whose sites are off by what the operator and the nodes that it replaces may differ by."""
-        outputs = self.checks.rounding_errors(captured)
-        if widened:
-            single = int(onnx.TensorProto.FLOAT)
-            outputs = {name: replace(noisy, dtype=single) for name, noisy in outputs.items()}
-        return [perturbed(probed, outputs, seed) for seed in range(_ROUNDINGS)]
+        first, *others = [s for s in self.verifier.sites if s.checks.sites]
+        suspected = next((s for s in reversed(others) if not fails(s, ())), first)
+        found, self.result.suspects_suffice = find_suspects(suspected.checks.sites, partial(fails, suspected))
+        self.result.suspects = tuple(found)
+        self.verifier.suspected = suspected.op
 
-    def _type(self, widened: bool, tensor: str) -> int:
-        dtype = self.checks.symbolic.dtype(tensor)
-        return int(onnx.TensorProto.FLOAT) if widened and dtype in HALF else dtype
+    def _output_names(self) -> list[str]:
+        return [o.name for o in self.verifier.original.graph.output]
 
-    def _half_constants(self) -> dict[str, np.ndarray]:
-        found = {}
-        for node in self.checks.working.graph.node:
-            for name in node.output:
-                array = self.checks.symbolic.constant(name) if self.checks.symbolic.dtype(name) in HALF else None
-                if array is not None and array.size <= 16:
-                    found[name] = array
-        return found
+    def _compare_case(self, session: VerifiedSession, i: int) -> list[Comparison]:
+        names, runs = self._output_names(), self.reference
+        own = zip(*self.expanded[i], strict=True) if self.expanded[i] else [()] * len(names)
+        found = session.run(None, runs.feeds[i])
+        tensors = zip(names, runs.plain[i], zip(*self.legal[i], strict=True), found, own, strict=True)
+        case = self.verifier.cases[runs.ran[i]]
+        undefined = self.verifier.inputs.may_carry_nan and case.padding in (Padding.LEFT, Padding.RIGHT)
+        return [compare_outputs(case, self.models.floor, *t, undefined=undefined) for t in tensors]
 
-    def _draw(self, cases_: Sequence[Case]) -> list[dict[str, np.ndarray]]:
-        return [self.checks.inputs.draw(c, np.random.default_rng(i)) for i, c in enumerate(cases_)]
+    def _run_also(self, others: Sequence[onnx.ModelProto]) -> None:
+        """Runs further legal forms of the original.
 
-    @staticmethod
-    def _as_it_is(
-        sessions: Sessions, original: Path, emitted: onnx.ModelProto, feed: Mapping[str, np.ndarray]
-    ) -> list[Comparison]:
-        """Whether a model that is compared widened runs in its own types where the original does, without comparing."""
-        try:
-            first = sessions.make(original, optimized=True, library=False).run(None, feed)
-        except RuntimeFailure:  # the CPU provider lacks a kernel; nothing can be told then
-            return []
-        what = "the optimized model in its own types"
-        try:
-            second = sessions.make(emitted, optimized=True, library=True).run(None, feed)
-        except RuntimeFailure as error:
-            return [Comparison(what, np.inf, 0.0, False, detail=f"does not run: {error}")]
-        same = all((a.dtype, a.shape) == (b.dtype, b.shape) for a, b in zip(first, second, strict=True))
-        return [] if same else [Comparison(what, np.inf, 0.0, False, detail="outputs of other types or shapes")]
+        With fused nodes expanded, what a run shows is how far rounding takes the expanded graph from itself: that the
+        expansion is not what the nodes compute is no reason to allow more.
+        """
+        is_expanded = self.models.probed is not self.models.reference
+        if others and is_expanded and not self.expanded[0]:
+            others = [self.models.probed, *others]
+        for other in others:
+            session = self.models.sessions.make(other, optimized=False, library=False)
+            for found, feed in zip(self.expanded if is_expanded else self.legal, self.reference.feeds, strict=True):
+                found.append(session.run(None, feed))
+            del session
 
-    def _reference(
-        self,
-        sessions: Sessions,
-        reference: onnx.ModelProto,
-        probed: onnx.ModelProto,
-        feeds: list[dict[str, np.ndarray]],
-        result: Verification,
-    ) -> tuple[list[int], list[list[np.ndarray]], dict[str, np.ndarray]]:
-        """Which cases ran, the original's outputs without graph optimizations, the first case's tensors at every site."""
-        wanted = self.checks.tensors()
-        outputs = [o.name for o in self.checks.original.graph.output]
-        model = onnx.ModelProto()
-        model.CopyFrom(probed)
-        declared = set(outputs)
-        for name in wanted:
-            dtype = self.checks.symbolic.dtype(name)
-            if name not in declared and dtype:
-                if result.widened and dtype in HALF:
-                    dtype = int(onnx.TensorProto.FLOAT)
-                model.graph.output.append(helper.make_tensor_value_info(name, dtype, None))
-        session = sessions.make(model, optimized=False, library=False)
-        del model
+    def _capture(self, sites: EmittedSites) -> Mapping[str, np.ndarray]:
+        """The tensors of sites that were found in another model than the original's working copy."""
+        feed, checks = self.reference.feeds[0], sites.checks
+        model = self.models.with_outputs(self.models.twin(checks.working), checks.tensors(), checks.symbolic)
+        session = self.models.sessions.make(model, optimized=False, library=True)
         names = list(session.outputs)
-        captured: dict[str, np.ndarray] = {}
-        ran, plain = [], []
-        if probed is not reference:  # sites inside fused nodes are seen in the working copy alone
-            everything = dict(zip(names, session.run(names, feeds[0]), strict=True))
-            captured = {**feeds[0], **{n: everything[n] for n in wanted if n in everything}}
-            session = sessions.make(reference, optimized=False, library=False)
-        seconds_per_token = 0.0  # seconds for a token
-        failure: RuntimeFailure | None = None
-        for i, (case, feed) in enumerate(zip(self.cases, feeds, strict=True)):
-            tokens = case.batch * case.length
-            # Each case runs three times: here, with graph optimizations, and optimized.
-            always = i in (0, len(feeds) - 1) or case.padding is Padding.LEAST
-            if not always and time.monotonic() + 3 * seconds_per_token * tokens > self.deadline:
-                result.complete = False
-                continue
-            start = time.monotonic()
-            first = not captured and probed is reference
-            try:
-                everything = dict(zip(names, session.run(names, feed), strict=True)) if first else {}
-                found = [everything[n] for n in outputs] if first else self._run(session, outputs, feeds, i)
-            except RuntimeFailure as error:  # stored masks limit the length from above, computed ones from below
-                failure = failure or error
-                continue
-            if first:
-                captured = {**feed, **{n: everything[n] for n in wanted if n in everything}}
-            plain.append(found)
-            seconds_per_token = (
-                (time.monotonic() - start) / tokens
-                if first
-                else seconds_per_token or (time.monotonic() - start) / tokens
-            )
-            # What is left of the budget also pays for the two other runs of what ran already.
-            self.deadline -= 2 * (time.monotonic() - start)
-            ran.append(i)
-        if failure is not None and not ran:
-            raise failure
-        return ran, plain, captured
+        return {**feed, **dict(zip(names, session.run(names, feed), strict=True))}
 
-    def _run(
-        self, session: VerifiedSession, outputs: list[str], feeds: list[dict[str, np.ndarray]], i: int
-    ) -> list[np.ndarray]:
-        """The outputs of a case; where the original does not run without any key, of one with keys in its place."""
-        found: list[np.ndarray]
-        try:
-            found = session.run(outputs, feeds[i])
-        except RuntimeFailure:
-            case = self.cases[i]
-            if case.batch != BATCH_WITH_ALL_PADDING:
-                raise
-            self.cases[i] = replace(case, batch=2, counts=Counts.USUAL)
-            narrow = {n: x.astype(feeds[i][n].dtype) for n, x in self._draw([self.cases[i]])[0].items()}
-            feeds[i] = narrow
-            found = session.run(outputs, narrow)
-        return found
-
-
-def _same(model: onnx.ModelProto) -> onnx.ModelProto:
-    return model
-
-
-def _runs(sessions: Sessions, model: onnx.ModelProto, feed: Mapping[str, np.ndarray]) -> bool:
-    """Whether the runtime has every node of a model."""
-    try:
-        sessions.make(model, optimized=False, library=False).run(None, feed)
-    except RuntimeFailure:
-        return False
-    return True
-
-
-def _widened(feed: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Inputs of a model's fp32 twin."""
-    return {n: x.astype(np.float32) if x.dtype.name in ("float16", "bfloat16") else x for n, x in feed.items()}
+    def _run_subgraph(
+        self, model: onnx.ModelProto, wanted: Sequence[str], feed: Mapping[str, np.ndarray]
+    ) -> Mapping[str, np.ndarray]:
+        given = self.models.widen_feed(feed)
+        session = self.models.sessions.make(self.models.twin(model), optimized=False, library=False)
+        return {**given, **dict(zip(wanted, session.run(list(wanted), given), strict=True))}

@@ -25,10 +25,10 @@ from stof.mask.check.run_masks import tensors_by_role
 from stof.mask.expression import MaskExpression
 from stof.mask.site import EmptyRows, Layout, TermKind
 from stof.verification.fp64_reference import in_double
+from stof.verification.model_inputs import BATCH_WITH_ALL_PADDING, ModelInputs
 from stof.verification.perturb import Noisy
 from stof.verification.result import Comparison
 from stof.verification.site_checks import Run, SiteChecks
-from stof.verification.verifier import BATCH_WITH_ALL_PADDING
 
 _LONGEST = 700
 
@@ -68,7 +68,6 @@ class AttentionChecks(SiteChecks):
     ) -> None:
         self.ignore_empty_rows = ignore_empty_rows
         self.scopes = scopes
-        self.original = scopes[0].prepared.original
         self.working = scopes[0].prepared.model
         self.symbolic = scopes[0].symbolic
         self.rewrites = rewrites
@@ -80,7 +79,10 @@ class AttentionChecks(SiteChecks):
         self.inputs = InputMaker(self.working, self.symbolic, *read, added=added, fused=fused)
         self.may_carry_nan = any(r.mask.operands or r.mask.by_data for r in rewrites)
 
-    def cases(self, tokens: float) -> list[Case]:
+    def model_inputs(self) -> ModelInputs:
+        return ModelInputs(self.working, self.symbolic, self.inputs, self._cases, self.may_carry_nan)
+
+    def _cases(self, tokens: float) -> list[Case]:
         # A mask of -10000 takes digits from the scores of a row that is all padding, which the operator leaves them.
         soft = any(r.mask.empty_rows is EmptyRows.ALL for r in self.rewrites)
         found = cases([r.mask.expression for r in self.rewrites], tokens, 2 if soft else BATCH_WITH_ALL_PADDING)

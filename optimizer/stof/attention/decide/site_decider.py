@@ -13,7 +13,7 @@ from stof.attention.decide.cost_cpu import Prediction
 from stof.attention.decide.targets import Target, Use
 from stof.attention.emit import Rewrite
 from stof.attention.plan_entry import SitePlan
-from stof.attention.report import KEY, SiteReport, Step
+from stof.attention.report import KEY, NAMES, SiteReport, Step
 from stof.attention.split_mask_sums import split_terms
 from stof.errors import ArgumentError, GuardError, ModelError, UnsupportedError
 from stof.mask.accept import accept, with_or_without_guard
@@ -27,9 +27,9 @@ from stof.mask.lift import lift, weaker_terms
 from stof.mask.relative_bias.lift import with_relative_bias
 from stof.mask.site import AttentionSite, EmptyRows, Finding, Layout, LiftedMask, Operand
 from stof.mask.stated_masks import state
-from stof.name_patterns import matches
-from stof.options import CHAIN, Options
+from stof.options import Options
 from stof.plan import Plan
+from stof.selection import Candidate, Selection, list_candidates
 from stof.symbolic import Int, Symbolic
 from stof.symbolic.algebra.sizes import evaluate
 
@@ -49,21 +49,17 @@ class Choice:
     rewrite: Rewrite | None = None
 
 
-def check_selection(options: Options, sites: Sequence[AttentionSite], findings: Sequence[Finding]) -> None:
-    """Refuses names of sites that the model does not have: a misspelt ``--skip`` must not be lost.
+def candidates_of(sites: Sequence[AttentionSite], findings: Sequence[Finding]) -> tuple[Candidate, ...]:
+    """What options may name: sites by name and number, and by name each softmax that is no attention."""
+    return (*(Candidate(s.name, s.index) for s in sites), *(Candidate(f.site) for f in findings))
+
+
+def check_masks(options: Options, sites: Sequence[AttentionSite]) -> None:
+    """Refuses ``--mask`` for sites that the model does not have.
 
     Raises:
-        ArgumentError: naming the option and the sites that there are.
+        ArgumentError: naming the site and those that there are.
     """
-    known: list[tuple[str, int | None]] = [(s.name, s.index) for s in sites]
-    known += [(f.site, None) for f in findings]
-    asked = [("--only", p) for p in options.only] + [("--skip", p) for p in options.skip]
-    asked = [(option, p) for option, p in asked if not p.startswith(CHAIN)]
-    if options.explain not in (None, "*"):
-        asked.append(("--explain", str(options.explain)))
-    for option, pattern in asked:
-        if not any(matches(pattern, *k) for k in known):
-            raise ArgumentError(f"{option} {pattern!r} names no site of the model; {_known(sites)}")
     for name in options.masks:
         if not any(name in (s.name, str(s.index)) for s in sites):
             raise ArgumentError(f"--mask {name!r} names no attention site of the model; {_known(sites)}")
@@ -82,14 +78,12 @@ def check_shapes(options: Options, model: onnx.ModelProto) -> None:
             raise ArgumentError(f"--shape {name!r} is no symbolic dimension of the model's inputs; these are: {named}")
 
 
-def check_plan(plan: Plan, sites: Sequence[AttentionSite], target: str) -> None:
-    """Refuses a plan of another model or for another target.
+def check_plan(plan: Plan, sites: Sequence[AttentionSite]) -> None:
+    """Refuses a plan of another model.
 
     Raises:
-        ArgumentError: naming the site or the target.
+        ArgumentError: naming the site.
     """
-    if plan.target != target:
-        raise ArgumentError(f"the plan is for target {plan.target}, not {target}; use --target {plan.target}")
     names = {s.name for s in sites}
     for entry in plan.entries.get(KEY, ()):
         if entry.name not in names:
@@ -100,10 +94,7 @@ def check_plan(plan: Plan, sites: Sequence[AttentionSite], target: str) -> None:
 
 
 def _known(sites: Sequence[AttentionSite]) -> str:
-    if not sites:
-        return "it has no attention site"
-    shown = ", ".join(f"{s.index} {s.name!r}" for s in sites[:4])
-    return f"its sites are {shown}{', ...' if len(sites) > 4 else ''} (--explain lists them)"
+    return list_candidates(NAMES, candidates_of(sites, ()))
 
 
 class SiteDecider:
@@ -117,8 +108,10 @@ class SiteDecider:
         plan: Plan | None,
         target: Target,
         folder: Path | None = None,
+        selection: Selection | None = None,
     ) -> None:
         self.symbolic = symbolic
+        self.selection = selection or Selection(NAMES)
         self.options = options
         self.plan = plan
         self.target = target
@@ -200,12 +193,8 @@ class SiteDecider:
 
     def _left_out(self, site: AttentionSite, entry: SitePlan | None) -> str:
         """Why a site is left out by the user's choice; empty when it is not."""
-        options = self.options
-        only = [p for p in options.only if not p.startswith(CHAIN)]
-        if only and not any(matches(p, site.name, site.index) for p in only):
-            return "not among --only"
-        if any(matches(p, site.name, site.index) for p in options.skip):
-            return "left out by --skip"
+        if reason := self.selection.reason_left_out(Candidate(site.name, site.index)):
+            return reason
         if self.plan is not None and entry is None:
             return "not in the plan"
         if entry is not None and not entry.replace:

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verifies an optimized model, and drops the rewrites that make its outputs differ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import onnx
+
+from stof.errors import ArgumentError, ModelError, VerifyError, explained
+from stof.execution.session_process import RuntimeFailure, release_sessions
+from stof.files import temporary_folder
+from stof.op_rewrite import Job
+from stof.report import Report
+from stof.stages import Stage, can_drop, drop
+
+if TYPE_CHECKING:
+    from stof.verification.result import Verification
+
+_LONGEST_REASON = 300
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What a verification found.
+
+    Attributes:
+        verification: the comparisons; None where there was nothing to compare, or the model does not run.
+        failure: what is wrong; empty where nothing is.
+        faults: what is wrong with the sites of ops, by their keys.
+        suspected: the op among whose sites the difference comes from several together; empty where none is known.
+        error: what ONNX Runtime raised.
+    """
+
+    verification: Verification | None = None
+    failure: str = ""
+    faults: Mapping[str, str] = field(default_factory=dict)
+    suspected: str = ""
+    error: RuntimeFailure | None = None
+
+
+def verify_stages(report: Report, stages: list[Stage], folder: Path) -> list[Stage]:
+    """Verifies the model, and drops rewrites until its outputs are right.
+
+    An op whose sites differ is dropped. Where no site does, each op that can be is dropped by itself, the last one first; the
+    last one is dropped for good where that helps nowhere.
+
+    Args:
+        report: gets the rows of what was dropped, and the comparisons.
+        stages: of all ops.
+        folder: for temporary files, on a disk with room for the model.
+
+    Returns:
+        The stages without what was dropped.
+
+    Raises:
+        VerifyError: when outputs differ by rewrites that cannot be dropped.
+        RuntimeFailure: when ONNX Runtime cannot load or run one of the models.
+    """
+    attempt = _Attempts(folder)
+    outcome = attempt.verify(stages)
+    while outcome.failure and (trials := _trials(stages, outcome)):
+        tried: list[tuple[list[Stage], _Outcome]] = []
+        for trial in trials:
+            tried.append((trial, attempt.verify(trial)))
+            if not tried[-1][1].failure:
+                break
+        is_right = not tried[-1][1].failure
+        stages, outcome = tried[-1] if is_right else tried[0]
+        report.sections |= {s.op.key: s.decided.section for s in stages}
+    if outcome.error is not None:
+        raise outcome.error
+    if outcome.verification is not None:
+        report.verification = outcome.verification
+        report.seconds["verify"] = attempt.seconds
+        if outcome.failure:
+            stage = _blamed(stages, outcome)
+            raise VerifyError(stage.op.explain_failure(stage.decided, outcome.verification))
+    return stages
+
+
+def _trials(stages: Sequence[Stage], outcome: _Outcome) -> list[list[Stage]]:
+    """What is left of stages when one is dropped that may be at fault, those most likely to be first; or none."""
+    faulty = [i for i, s in enumerate(stages) if s.op.key in outcome.faults]
+    if any(not can_drop(stages[i]) for i in faulty):
+        return []
+    if faulty:
+        return [drop(stages, faulty[-1], outcome.faults[stages[faulty[-1]].op.key])]
+    return [drop(stages, i, outcome.failure) for i in reversed(range(len(stages))) if can_drop(stages[i])]
+
+
+def _blamed(stages: Sequence[Stage], outcome: _Outcome) -> Stage:
+    """The op at fault: of those whose sites differ, the first; else one that cannot be dropped."""
+    fixed = [s for s in stages if s.decided.has_replaced and not can_drop(s)]
+    wrong = [s for s in fixed if s.op.key in outcome.faults] or [s for s in fixed if s.op.key == outcome.suspected]
+    return [*wrong, *fixed, *stages][0]
+
+
+class _Attempts:
+    """Verifies what is left of stages, and adds up the time.
+
+    Args:
+        folder: for temporary files.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.seconds = 0.0
+
+    def verify(self, stages: Sequence[Stage]) -> _Outcome:
+        """What a verification finds; nothing where nothing is replaced."""
+        if not any(s.decided.has_replaced for s in stages):
+            return _Outcome()
+        try:
+            outcome = _verify(stages, self.folder)
+        except RuntimeFailure as error:
+            return _Outcome(failure=f"ONNX Runtime does not run the model: {str(error)[:_LONGEST_REASON]}", error=error)
+        assert outcome.verification is not None
+        self.seconds += outcome.verification.seconds
+        return outcome
+
+
+def _verify(stages: Sequence[Stage], folder: Path) -> _Outcome:
+    job, final = stages[-1].job, stages[-1].model
+    # A tenth of all imports, which --no-verify and --dry-run do not need.
+    from stof.verification.site_checks import EmittedSites
+    from stof.verification.verifier import Verifier
+
+    try:
+        _check_inputs(job, final)
+        with temporary_folder(folder) as scratch:
+            checks = [(s, s.op.site_checks(job, s.decided)) for s in stages]
+            sites = [EmittedSites(s.op.key, c, s.model) for s, c in checks if c is not None]
+            searches = not any(can_drop(s) for s in stages)
+            verifier = Verifier(job.model, sites, job.options.verify_budget, searches)
+            found = verifier.run(job.source, final, scratch)
+    except OSError as error:
+        raise ArgumentError(
+            f"files for verification cannot be written to {folder}: {error.strerror or error}; make room there, "
+            "choose another folder with -o, or leave verification out with --no-verify"
+        ) from error
+    except (KeyError, MemoryError, TypeError, ValueError) as error:  # inputs that cannot be drawn or are too large
+        raise ModelError(
+            f"{job.source} cannot be verified ({type(error).__name__}: {explained(error)}); --no-verify leaves that out. "
+            "Nothing was written"
+        ) from error
+    finally:
+        release_sessions()
+    failure = found.failures[0].message() if found.failures else ""
+    faults = {key: comparisons[0].message() for key, comparisons in verifier.faults.items()}
+    return _Outcome(found, failure, faults, verifier.suspected)
+
+
+def _check_inputs(job: Job, model: onnx.ModelProto) -> None:
+    """Arrays of types that NumPy has not cannot be handed to the runtime; bfloat16 is widened."""
+    given = {t.name for t in model.graph.initializer}
+    for value in model.graph.input:
+        kind = value.type.tensor_type.elem_type
+        if value.name in given or kind in (onnx.TensorProto.UNDEFINED, onnx.TensorProto.BFLOAT16):
+            continue
+        if onnx.helper.tensor_dtype_to_np_dtype(kind).isbuiltin != 1:
+            raise ModelError(
+                f"{job.source} cannot be verified, because ONNX Runtime's Python interface takes no inputs of element type "
+                f"{onnx.TensorProto.DataType.Name(kind)}, which {value.name!r} has; --no-verify leaves that out. "
+                "Nothing was written"
+            )
