@@ -18,10 +18,12 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import onnx
 
+from stof.execution.upcast import TypedAttributes
 from stof.options import Options
 from stof.plan import EntryFormat, Plan, PlanEntry
 from stof.report import Section
@@ -115,12 +117,14 @@ class OpRewrite(ABC, Generic[Found, Decided]):
         op_types: the operators of domain ``stof`` that it writes.
         names: how options and messages name its candidates.
         plan_format: of its entries in a plan file.
+        typed_attributes: attributes of its operators that are texts with element types in them.
     """
 
     key: str
     op_types: frozenset[str]
     names: CandidateNames
     plan_format: EntryFormat
+    typed_attributes: TypedAttributes = MappingProxyType({})
 
     @abstractmethod
     def find(self, job: Job, model: Callable[[], onnx.ModelProto]) -> Found | LeftOut:

@@ -174,7 +174,7 @@ def _verify_and_write(report: Report, job: Job, stages: list[Stage], target: Pat
         The stages as they were written.
     """
     if job.options.verify:
-        stages = verify_stages(report, stages, target.parent)
+        stages = verify_stages(report, OPS, stages, target.parent)
     if not any(s.decided.has_replaced for s in stages):
         return stages
     final = stages[-1].model

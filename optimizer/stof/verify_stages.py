@@ -6,14 +6,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import onnx
 
 from stof.errors import ArgumentError, ModelError, VerifyError, explained
 from stof.execution.session_process import RuntimeFailure, release_sessions
+from stof.execution.upcast import TypedAttributes
 from stof.files import temporary_folder
-from stof.op_rewrite import Job
+from stof.op_rewrite import Job, OpRewrite
 from stof.report import Report
 from stof.stages import Stage, can_drop, drop
 
@@ -42,7 +43,7 @@ class _Outcome:
     error: RuntimeFailure | None = None
 
 
-def verify_stages(report: Report, stages: list[Stage], folder: Path) -> list[Stage]:
+def verify_stages(report: Report, ops: Sequence[OpRewrite[Any, Any]], stages: list[Stage], folder: Path) -> list[Stage]:
     """Verifies the model, and drops rewrites until its outputs are right.
 
     An op whose sites differ is dropped. Where no site does, each op that can be is dropped by itself, the last one first; the
@@ -50,7 +51,8 @@ def verify_stages(report: Report, stages: list[Stage], folder: Path) -> list[Sta
 
     Args:
         report: gets the rows of what was dropped, and the comparisons.
-        stages: of all ops.
+        ops: all ops whose operators may be in the model.
+        stages: of those that the options do not leave out.
         folder: for temporary files, on a disk with room for the model.
 
     Returns:
@@ -60,7 +62,7 @@ def verify_stages(report: Report, stages: list[Stage], folder: Path) -> list[Sta
         VerifyError: when outputs differ by rewrites that cannot be dropped.
         RuntimeFailure: when ONNX Runtime cannot load or run one of the models.
     """
-    attempt = _Attempts(folder)
+    attempt = _Attempts(ops, folder)
     outcome = attempt.verify(stages)
     while outcome.failure and (trials := _trials(stages, outcome)):
         tried: list[tuple[list[Stage], _Outcome]] = []
@@ -103,11 +105,13 @@ class _Attempts:
     """Verifies what is left of stages, and adds up the time.
 
     Args:
+        ops: all ops.
         folder: for temporary files.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, ops: Sequence[OpRewrite[Any, Any]], folder: Path) -> None:
         self.folder = folder
+        self.typed_attributes = {k: widen for op in ops for k, widen in op.typed_attributes.items()}
         self.seconds = 0.0
 
     def verify(self, stages: Sequence[Stage]) -> _Outcome:
@@ -115,7 +119,7 @@ class _Attempts:
         if not any(s.decided.has_replaced for s in stages):
             return _Outcome()
         try:
-            outcome = _verify(stages, self.folder)
+            outcome = _verify(stages, self.folder, self.typed_attributes)
         except RuntimeFailure as error:
             return _Outcome(failure=f"ONNX Runtime does not run the model: {str(error)[:_LONGEST_REASON]}", error=error)
         assert outcome.verification is not None
@@ -123,7 +127,7 @@ class _Attempts:
         return outcome
 
 
-def _verify(stages: Sequence[Stage], folder: Path) -> _Outcome:
+def _verify(stages: Sequence[Stage], folder: Path, typed_attributes: TypedAttributes) -> _Outcome:
     job, final = stages[-1].job, stages[-1].model
     # A tenth of all imports, which --no-verify and --dry-run do not need.
     from stof.verification.site_checks import EmittedSites
@@ -135,7 +139,7 @@ def _verify(stages: Sequence[Stage], folder: Path) -> _Outcome:
             checks = [(s, s.op.site_checks(job, s.decided)) for s in stages]
             sites = [EmittedSites(s.op.key, c, s.model) for s, c in checks if c is not None]
             searches = not any(can_drop(s) for s in stages)
-            verifier = Verifier(job.model, sites, job.options.verify_budget, searches)
+            verifier = Verifier(job.model, sites, job.options.verify_budget, searches, typed_attributes)
             found = verifier.run(job.source, final, scratch)
     except OSError as error:
         raise ArgumentError(

@@ -20,6 +20,7 @@ import stof
 from stof import cli
 from stof.attention.subgraphs import emit_scopes
 from stof.execution.upcast import Twins, widen
+from stof.ops import OPS
 
 NAMES = ("modernbert.dynamo.sdpa", "modernbert.torchscript.eager", "bert.torchscript.sdpa", "mistral.dynamo.eager")
 
@@ -216,6 +217,18 @@ def test_the_report_says_that_twins_were_compared(tmp_path: Path, capsys: pytest
     onnx.save(bf16(fp16("bert.torchscript.sdpa")), str(path))
     assert cli.main([str(path)]) == 0
     assert "half precision: both ran widened to fp32" in capsys.readouterr().out
+
+
+def test_element_types_in_texts_of_attributes_are_widened(tmp_path: Path) -> None:
+    text = "a f16 [N, 8]; -65504 + f16(a)"
+    chain = helper.make_node("StofChain", ["x"], ["y"], domain="stof", chain=text)
+    other = helper.make_node("Other", ["x"], ["z"], domain="stof", chain=text)
+    model = helper.make_model(helper.make_graph([chain, other], "g", [], []))
+    twins = Twins(
+        tmp_path, tmp_path, typed_attributes={k: widen for op in OPS for k, widen in op.typed_attributes.items()}
+    )
+    found = [n.attribute[0].s.decode() for n in twins.of(model).graph.node]
+    assert found == ["a f32 [N, 8]; -1024 + f32(a)", text]
 
 
 def test_planted_fault_is_caught(

@@ -6,8 +6,7 @@ ONNX Runtime's CPU provider has few bfloat16 kernels, and runs fp16 ones by cast
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -19,10 +18,13 @@ from stof.graph.index import subgraphs
 
 HALF = frozenset({int(TensorProto.FLOAT16), int(TensorProto.BFLOAT16)})
 BF16 = frozenset({int(TensorProto.BFLOAT16)})
+# Attributes that are texts with element types in them, by operator and name: each has a function that makes the text of a
+# widened model from that of the original, and from the types that are widened.
+TypedAttributes = Mapping[tuple[str, str], Callable[[str, Collection[int]], str]]
 _TYPE_ATTRIBUTES = frozenset({"to", "dtype", "output_dtype"})
 # What masks add in fp16, and what takes its place: both make a weight 0, but fp32 rounds a score beside 65504 to 0.004 and
 # one beside 1024 to 0.00006, which is what rows in which everything is forbidden differ by.
-_FP16_FORBIDS, _FORBIDS = -60000.0, -1024.0
+FP16_FORBIDS, FORBIDS = -60000.0, -1024.0
 _SMALL = 1024  # elements of a constant that stays in the model
 _CHUNK = 1 << 22  # elements converted at a time
 _ALIGNMENT = 4096  # runtimes map weights of external data where they begin at a page
@@ -54,12 +56,15 @@ def _holds(graph: onnx.GraphProto | onnx.FunctionProto, kinds: Collection[int]) 
 
 
 def widen(model: onnx.ModelProto, folder: Path | None = None, kinds: Collection[int] = HALF) -> onnx.ModelProto:
-    """A copy in which every tensor of the given types is fp32; ``folder`` is where external data lies."""
+    """A copy in which every tensor of the given types is fp32; it must not hold operators of stof with typed attributes.
+
+    ``folder`` is where external data lies.
+    """
     found = onnx.ModelProto()
     found.CopyFrom(model)
     if folder is not None:
         external_data_helper.load_external_data_for_model(found, str(folder))
-    _Widening(kinds, None).model(found)
+    _Widening(kinds, None, {}).model(found)
     return found
 
 
@@ -71,10 +76,18 @@ class Twins:
         scratch: the folder that the widened models will lie in.
         constants: half-precision tensors that nodes compute, whatever the inputs are: scales, for instance. Computed in fp32
             they would be other numbers, to which no rounding of the half-precision model corresponds.
+        typed_attributes: of the operators that stof writes.
     """
 
-    def __init__(self, weights: Path, scratch: Path, constants: Mapping[str, np.ndarray] | None = None) -> None:
+    def __init__(
+        self,
+        weights: Path,
+        scratch: Path,
+        constants: Mapping[str, np.ndarray] | None = None,
+        typed_attributes: TypedAttributes | None = None,
+    ) -> None:
         self.weights = weights
+        self.typed_attributes = typed_attributes or {}
         self.constants = constants or {}
         self.file = scratch / "widened.data"
         self._places: dict[tuple[object, ...], tuple[int, int]] = {}
@@ -89,7 +102,7 @@ class Twins:
                 kind = TensorProto.FLOAT16 if array.dtype == np.float16 else TensorProto.BFLOAT16
                 value = numpy_helper.from_array(_forbidden(array.astype(np.float32), kind))
                 node.CopyFrom(helper.make_node("Constant", [], list(node.output), name=node.name, value=value))
-        _Widening(HALF, self).model(found)
+        _Widening(HALF, self, self.typed_attributes).model(found)
         return found
 
     def keep(self, tensor: onnx.TensorProto) -> None:
@@ -147,28 +160,14 @@ def _wide(raw: np.ndarray, data_type: int) -> np.ndarray:
 def _forbidden(array: np.ndarray, data_type: int) -> np.ndarray:
     if data_type != TensorProto.FLOAT16:
         return array
-    return np.where(np.isfinite(array) & (array <= _FP16_FORBIDS), np.float32(_FORBIDS), array)
-
-
-def widened_chain(text: str, kinds: Collection[int]) -> str:
-    """The description of a chain (docs/reference/chain-format.md) with fp32 in place of the given types."""
-    for kind, name in ((TensorProto.FLOAT16, "f16"), (TensorProto.BFLOAT16, "bf16")):
-        if kind not in kinds:
-            continue
-        text = re.sub(rf"\b{name}( \[|\()", r"f32\1", text)
-        if kind == TensorProto.FLOAT16:
-            text = re.sub(r"-(\d+\.?\d*)\b(?!\s*\*?\s*[a-z])", lambda m: _forbidding(m.group(0)), text)
-    return text
-
-
-def _forbidding(number: str) -> str:
-    return str(int(_FORBIDS)) if float(number) <= _FP16_FORBIDS else number
+    return np.where(np.isfinite(array) & (array <= FP16_FORBIDS), np.float32(FORBIDS), array)
 
 
 class _Widening:
-    def __init__(self, kinds: Collection[int], twins: Twins | None) -> None:
+    def __init__(self, kinds: Collection[int], twins: Twins | None, typed_attributes: TypedAttributes) -> None:
         self.kinds = kinds
         self.twins = twins
+        self.typed_attributes = typed_attributes
 
     def model(self, model: onnx.ModelProto) -> None:
         self.graph(model.graph)
@@ -194,8 +193,9 @@ class _Widening:
                     self.tensor(attribute.t)
                 if attribute.type == onnx.AttributeProto.SPARSE_TENSOR:
                     self.sparse(attribute.sparse_tensor)
-                if (node.op_type, attribute.name) in (("StofChain", "chain"), ("StofGemm", "epilogue")):
-                    attribute.s = widened_chain(attribute.s.decode(), self.kinds).encode()
+                if (node.op_type, attribute.name) in self.typed_attributes:
+                    widen_text = self.typed_attributes[node.op_type, attribute.name]
+                    attribute.s = widen_text(attribute.s.decode(), self.kinds).encode()
             for graph in subgraphs(node):
                 self.graph(graph)
 

@@ -14,9 +14,10 @@ import onnx
 from stof.errors import ModelError, UnsupportedError
 from stof.execution.session_process import create_session, has_onnxruntime
 from stof.execution.session_worker import SessionSpec
-from stof.execution.upcast import HALF, widen, widened_chain
+from stof.execution.upcast import HALF, widen
 from stof.fusion.description.evaluate import evaluate_chain
 from stof.fusion.description.parser import parse_chain
+from stof.fusion.description.widen import widen_description
 from stof.fusion.element_ops import kind_of_node
 from stof.fusion.function_body import branch_model, make_branch
 from stof.fusion.gemm import FusedGemm
@@ -55,7 +56,7 @@ def check_chain(chain: FusedChain, nodes: Sequence[onnx.NodeProto], symbolic: Sy
     has_half = any(d in HALF for d in (*dtypes, *chain.dtypes))
     if has_half:
         model = widen(model)
-    text = widened_chain(chain.description.text, HALF)
+    text = widen_description(chain.description.text, HALF)
     tolerance = _FP16_GELU_TOLERANCE if has_half and "gelu" in text else _TOLERANCE
     check = _Check(chain, text, [v.name for v in model.graph.input], _runner(model), tolerance)
     # A movement operator may cut rows off at a constant; with fewer rows it would cut nothing.

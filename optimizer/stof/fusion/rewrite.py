@@ -5,13 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import onnx
 
+from stof.execution.upcast import TypedAttributes
 from stof.fusion.apply import FusionResult, fuse_chains
 from stof.fusion.decide.decision import ChainDecider
 from stof.fusion.decide.measured import find_epilogue_forms, find_merge_decider, make_chain_decider, refuse_all
 from stof.fusion.decide.selection import NAMES, ChainSelection
+from stof.fusion.description.widen import widen_description
+from stof.fusion.emit import GEMM
+from stof.fusion.function_body import OP as CHAIN
 from stof.fusion.plan_entry import ChainPlan, read_chain_plan
 from stof.fusion.policy import ChainPolicy
 from stof.fusion.report import KEY, ChainSection
@@ -66,7 +71,10 @@ class FusionRewrite(OpRewrite[FusionCandidates, FusionDecisions]):
     """Finds regions of memory-bound operators, and decides by measurement or prediction which parts become chains."""
 
     key = KEY
-    op_types = frozenset({"StofChain", "StofGemm"})
+    op_types = frozenset({CHAIN, GEMM})
+    typed_attributes: TypedAttributes = MappingProxyType(
+        {(CHAIN, "chain"): widen_description, (GEMM, "epilogue"): widen_description}
+    )
     names = NAMES
     plan_format = EntryFormat("chain", read_chain_plan)
 

@@ -116,7 +116,8 @@ class VerifiedModels:
         return bool(self._types() & HALF) or holds(self._verifier.original, BF16 if has_sites else HALF)
 
     def _widen(self, scratch: Path) -> None:
-        self._twins = Twins(self.sessions.weights, scratch, self._half_constants())
+        typed = self._verifier.typed_attributes
+        self._twins = Twins(self.sessions.weights, scratch, self._half_constants(), typed)
         self._source = None
         self.floor = max([_WIDENED_FLOORS.get(t, _WIDENED_FLOOR) for t in self._types()], default=_WIDENED_FLOOR)
         self.reference, self.final = self.twin(self.reference), self.twin(self.final)

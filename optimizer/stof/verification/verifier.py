@@ -23,6 +23,7 @@ import onnx
 
 from stof.execution.case import Padding
 from stof.execution.ort_sessions import VerifiedSession
+from stof.execution.upcast import TypedAttributes
 from stof.verification.compare import compare_outputs, undefined_everywhere
 from stof.verification.model_inputs import default_inputs
 from stof.verification.perturb import Noisy, perturbed
@@ -50,6 +51,7 @@ class Verifier:
         sites: the site checks of the ops that have some, in the order in which the ops were emitted.
         budget: seconds after which no further case is begun; ort_sessions.py has what a single run may take.
         searches: whether to search for the sites that make outputs differ where no site does by itself.
+        typed_attributes: of the operators that may be in the models.
 
     Attributes:
         faults: after a run, the failed comparisons of sites, by the key of the op at fault.
@@ -62,11 +64,13 @@ class Verifier:
         sites: Sequence[EmittedSites],
         budget: float,
         searches: bool = True,
+        typed_attributes: TypedAttributes | None = None,
     ) -> None:
         self.original = original
         self.sites = tuple(sites)
         self.budget = budget
         self.searches = searches
+        self.typed_attributes = typed_attributes or {}
         self.deadline = time.monotonic() + budget
         known = (s.checks.model_inputs() for s in sites)
         self.inputs = next((i for i in known if i is not None), None) or default_inputs(original)
