@@ -1,18 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts that a build of stof may leave out: the reason, and the command that adds each.
+"""The libraries of this installation, and the parts that its build may have left out: why, and the command that adds each.
 
 ``left_out.json`` beside the libraries holds the reasons by part; cmake/LeftOut.cmake writes it.
 """
 
 from __future__ import annotations
 
+import importlib.resources
 import json
+import os
 from pathlib import Path
+
+from stof.errors import StofError
 
 LEFT_OUT = "left_out.json"
 CUDA = "cuda"
 TENSORRT = "tensorrt"
 _OPTIONS = {CUDA: "STOF_CUDA", TENSORRT: "STOF_TENSORRT"}
+
+
+def find_library(name: str, variable: str, error: type[StofError]) -> tuple[Path, bool]:
+    """The path of a library, and whether it is there.
+
+    An environment variable wins, for development; otherwise it is the one installed with the package.
+
+    Args:
+        name: the library's file name.
+        variable: the environment variable's name.
+        error: what is raised.
+
+    Raises:
+        StofError: an ``error`` when the variable names no file.
+    """
+    if given := os.environ.get(variable):
+        path = Path(given)
+        if not path.is_file():
+            raise error(f"{variable} is {given}, which is no file")
+        return path.resolve(), True
+    with importlib.resources.as_file(importlib.resources.files("stof") / "lib" / name) as path:
+        return path, path.is_file()
 
 
 def left_out(folder: Path) -> dict[str, str]:

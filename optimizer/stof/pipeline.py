@@ -147,7 +147,7 @@ def _as_model_error(source: Path) -> Iterator[None]:
         yield
     except (StofError, OSError):
         raise
-    except Exception as error:
+    except Exception as error:  # whatever a damaged graph makes fail
         raise ModelError(
             f"{source} cannot be analyzed ({type(error).__name__}: {explained(error)}); onnx.checker.check_model(model, "
             "full_check=True) may tell what is wrong with it. If it finds nothing, please report this model"

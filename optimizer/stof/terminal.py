@@ -78,7 +78,7 @@ def run_command(name: str, run: Callable[[], int]) -> int:
         names = [shown(n) for n in (error.filename, error.filename2) if n is not None]
         complain(f"{name}: {': '.join([*names, error.strerror or str(error)])}")
         return 1
-    except Exception as error:
+    except Exception as error:  # the last resort of a command: whatever nobody expected
         _show_traceback()
         complain(
             f"{name}: internal error: {type(error).__name__}: {shown(error)}; please report it, with what "

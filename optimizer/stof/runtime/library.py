@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.resources
 import json
-import os
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -18,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from stof.errors import StofError
-from stof.installation import CUDA, missing
+from stof.installation import CUDA, find_library, missing
 
 LIBRARY = "libstof_ort.so"
 ERROR_SIZE = 1024
@@ -50,15 +48,9 @@ def library_path() -> Path:
     Raises:
         LibraryError: when there is none.
     """
-    given = os.environ.get("STOF_LIBRARY")
-    if given:
-        path = Path(given)
-        if not path.is_file():
-            raise LibraryError(f"STOF_LIBRARY is {given}, which is no file")
-        return path.resolve()
-    with importlib.resources.as_file(importlib.resources.files("stof") / "lib" / LIBRARY) as path:
-        if path.is_file():
-            return path
+    path, exists = find_library(LIBRARY, "STOF_LIBRARY", LibraryError)
+    if exists:
+        return path
     raise LibraryError(
         f"{LIBRARY} is not installed beside the stof package: with a C++ compiler at hand, in stof's source folder: "
         "pip install . (or set STOF_LIBRARY to a built library)"

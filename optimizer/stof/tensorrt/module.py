@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.resources
 import importlib.util
-import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from stof import installation
 from stof.errors import StofError
 from stof.installation import CUDA, TENSORRT, how_to_add, left_out, missing
 from stof.terminal import complain
@@ -38,15 +37,9 @@ def plugin_path() -> Path:
     Raises:
         TensorrtError: when there is none.
     """
-    given = os.environ.get("STOF_TRT_LIBRARY")
-    if given:
-        path = Path(given)
-        if not path.is_file():
-            raise TensorrtError(f"STOF_TRT_LIBRARY is {given}, which is no file")
-        return path.resolve()
-    with importlib.resources.as_file(importlib.resources.files("stof") / "lib" / LIBRARY) as path:
-        if path.is_file():
-            return path
+    path, exists = installation.find_library(LIBRARY, "STOF_TRT_LIBRARY", TensorrtError)
+    if exists:
+        return path
     raise TensorrtError(f"{LIBRARY} is {missing(TENSORRT, path.parent)} (or set STOF_TRT_LIBRARY to a built library)")
 
 
@@ -194,6 +187,6 @@ def load_plugins(trt: Any = None) -> Path | None:
         _loaded(trt.__name__, path)
     except TensorrtError:
         raise
-    except Exception as error:
+    except Exception as error:  # TensorRT's bindings raise types of their own, which differ by version
         raise TensorrtError(f"{trt.__name__} {trt.__version__} does not load {path}: {error}") from error
     return path

@@ -17,13 +17,14 @@ from stof.attention.expand.primitives import (
     AttentionCore,
     Band,
     ScoreMask,
+    additive_mask,
     append_attention,
     axis_size,
     band_masks,
-    cast_to_fp32,
+    check_groups,
     merge_heads,
     positions,
-    replace_lowest_by_inf,
+    prepend_past,
     require_float_type,
     require_shape,
     require_size,
@@ -86,11 +87,7 @@ class _GroupQueryExpander:
         query = split_heads(b, query, self.heads)
         present = split_heads(b, key, self.groups), split_heads(b, value, self.groups)
         if past != integer(0):
-            cached = (fused.input(3), fused.input(4))
-            present = (
-                b.add("Concat", [cached[0], present[0]], axis=2),
-                b.add("Concat", [cached[1], present[1]], axis=2),
-            )
+            present = prepend_past(b, (fused.input(3), fused.input(4)), present)
         masks = [*self._bias_masks(), *band_masks(b, query, present[0], self._band(), offset)]
         if lengths is not None:
             ends = b.unsqueeze(b.add("Cast", [lengths], to=TensorProto.INT64), [1, 2, 3])
@@ -113,8 +110,7 @@ class _GroupQueryExpander:
             fused.set_output(i, present[i - 1])
 
     def _refuse_unsupported(self) -> None:
-        if min(self.heads, self.groups) < 1 or self.heads % self.groups:
-            raise UnsupportedError(f"{self.heads} query heads are no multiple of {self.groups} key heads")
+        check_groups(self.heads, self.groups)
         other = sorted(n for n, v in self.attributes.items() if n not in _KNOWN and not _is_default(n, v))
         if other:
             raise UnsupportedError(f"its attribute {other[0]} is {self.attributes[other[0]]!r}, which is not expanded")
@@ -205,12 +201,7 @@ class _GroupQueryExpander:
         if not tensor:
             return []
         require_shape(self.symbolic, tensor, "attention_bias", (4,))
-        kind = self.symbolic.dtype(tensor)
-        return [
-            ScoreMask(
-                cast_to_fp32(self.builder, replace_lowest_by_inf(self.builder, self.symbolic, tensor, kind), kind)
-            )
-        ]
+        return [ScoreMask(additive_mask(self.builder, self.symbolic, tensor))]
 
 
 def _is_default(name: str, value: object) -> bool:

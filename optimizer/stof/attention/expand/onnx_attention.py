@@ -11,13 +11,14 @@ from stof.attention.expand.primitives import (
     AttentionCore,
     Band,
     ScoreMask,
+    additive_mask,
     append_attention,
     axis_size,
     band_masks,
-    cast_to_fp32,
+    check_groups,
     merge_heads,
     positions,
-    replace_lowest_by_inf,
+    prepend_past,
     require_float_type,
     require_shape,
     require_size,
@@ -64,8 +65,7 @@ class _OnnxAttentionExpander:
             raise UnsupportedError("Q, K and V have different ranks")
         packed = len(shapes[0]) == 3
         heads, groups = self._heads(shapes, packed)
-        if heads % groups:
-            raise UnsupportedError(f"{heads} query heads are no multiple of {groups} key heads")
+        check_groups(heads, groups)
         widths = [self._width(s, n, packed) for s, n in zip(shapes, (heads, groups, groups), strict=True)]
         dtype = require_float_type(self.symbolic, query)
         if packed:
@@ -120,8 +120,7 @@ class _OnnxAttentionExpander:
         if fused.input(6):
             raise UnsupportedError("it has past_key and nonpad_kv_seqlen, which exclude each other")
         shape = require_shape(self.symbolic, past[0], "past_key", (4,))
-        joined = b.add("Concat", [past[0], key], axis=2), b.add("Concat", [past[1], value], axis=2)
-        return joined, past[0], keys + shape[2]
+        return prepend_past(b, past, (key, value)), past[0], keys + shape[2]
 
     def _offset(self, query: str, past: str) -> tuple[str | None, str | None]:
         """The position of the first query, and the number of valid keys [B, 1, 1, 1] where a vector gives it."""
@@ -147,10 +146,9 @@ class _OnnxAttentionExpander:
         if not tensor:
             return []
         shape = require_shape(self.symbolic, tensor, "attn_mask", (1, 2, 3, 4))
-        kind = self.symbolic.dtype(tensor)
-        boolean = kind == TensorProto.BOOL
+        boolean = self.symbolic.dtype(tensor) == TensorProto.BOOL
         if not boolean:
-            tensor = cast_to_fp32(b, replace_lowest_by_inf(b, self.symbolic, tensor, kind), kind)
+            tensor = additive_mask(b, self.symbolic, tensor)
         if shape[-1] != keys and (self.fused.opset >= 24 or None not in (shape[-1].constant, keys.constant)):
             tensor = self._extend_mask(tensor, shape, keys, boolean)
         if boolean:  # a mask that no expression describes can stay as a bias when it is added

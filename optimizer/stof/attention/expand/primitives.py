@@ -192,6 +192,27 @@ def replace_lowest_by_inf(b: Builder, symbolic: Symbolic, tensor: str, kind: int
     return b.add("Where", [low, b.constant(-np.inf, own), tensor])
 
 
+def additive_mask(b: Builder, symbolic: Symbolic, tensor: str) -> str:
+    """A float mask in fp32, as the runtime reads it: see :func:`replace_lowest_by_inf`."""
+    kind = symbolic.dtype(tensor)
+    return cast_to_fp32(b, replace_lowest_by_inf(b, symbolic, tensor, kind), kind)
+
+
+def prepend_past(b: Builder, past: tuple[str, str], present: tuple[str, str]) -> tuple[str, str]:
+    """Keys and values [B, G, T, D] behind those of earlier steps."""
+    return b.add("Concat", [past[0], present[0]], axis=2), b.add("Concat", [past[1], present[1]], axis=2)
+
+
+def check_groups(heads: int, groups: int) -> None:
+    """Refuses query heads that cannot share key heads evenly.
+
+    Raises:
+        UnsupportedError: with both numbers.
+    """
+    if min(heads, groups) < 1 or heads % groups:
+        raise UnsupportedError(f"{heads} query heads are no multiple of {groups} key heads")
+
+
 def cast_to_fp32(b: Builder, tensor: str, kind: int) -> str:
     """A mask or bias of element type ``kind`` as fp32."""
     return tensor if kind == TensorProto.FLOAT else b.add("Cast", [tensor], to=TensorProto.FLOAT)

@@ -64,8 +64,7 @@ def _prepare(candidate: CpuCandidate, problem: CpuProblem, threads: int, rows: d
         error = problem.error(runner.output())
     except Unavailable:
         raise
-    except Exception as failure:
-        # A runtime that refuses its own operator is a result, too.
+    except Exception as failure:  # baselines raise types of their own; that one refuses a problem is a result, too
         raise Unavailable(f"{type(failure).__name__}: {str(failure).strip()[:200]}") from failure
     if not error <= TOLERANCE:
         raise Unavailable(f"wrong result: differs from fp64 by {error:.1e} of the largest value")

@@ -71,7 +71,7 @@ def _flex(problem: CpuProblem, threads: int) -> Runner:
     options = {"block_mask": block, "scale": problem.scale, "enable_gqa": case.G != case.H}
     try:
         compiled(q, k, v, **options)
-    except Exception as error:
+    except Exception as error:  # Dynamo, Inductor and the C++ compiler behind them raise types of their own
         raise Unavailable(f"does not compile: {str(error).strip().splitlines()[0][:160]}") from error
     return _torch_runner(torch, lambda: compiled(q, k, v, **options))
 

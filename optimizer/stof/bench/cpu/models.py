@@ -116,7 +116,7 @@ def _openvino(path: Path, feeds: Mapping[str, np.ndarray], threads: int) -> Call
         settings = {"INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": 1, "INFERENCE_PRECISION_HINT": "f32"}
         request = ov.Core().compile_model(model, "CPU", settings).create_infer_request()
         request.infer(dict(feeds))
-    except Exception as error:
+    except Exception as error:  # OpenVINO raises types of its own, which differ by version
         raise Unavailable(f"{type(error).__name__}: {str(error).strip()[:200]}") from error
 
     def infer() -> np.ndarray:

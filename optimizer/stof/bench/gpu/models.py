@@ -49,7 +49,7 @@ class _ModelVariant:
         self.refused = ""
         try:
             self.session = self._session(enable_cuda_graph="1")
-        except Exception as reason:
+        except Exception as reason:  # ONNX Runtime's types differ by version; start() captures in another way then
             self.refused = str(reason)
 
     def start(self) -> None:
@@ -58,7 +58,7 @@ class _ModelVariant:
             try:
                 self._first_runs()
                 return
-            except Exception as reason:
+            except Exception as reason:  # as above
                 self.refused = str(reason)
         # With nodes on the CPU, the session captures nothing. Launches that copy nothing can still be captured from outside.
         self.how = f"captured from outside ({' '.join(self.refused.split())[:120]})"
@@ -151,7 +151,7 @@ def measure_point(
                         continue
                 models[kind] = model
                 how[kind] = model.how
-            except Exception as failure:
+            except Exception as failure:  # whatever a variant's runtime raises: the others are timed without it
                 missing[kind] = f"{type(failure).__name__}: {' '.join(str(failure).split())[:240]}"
         with lock.held(), torch.cuda.stream(stream):
             timed = {kind: model.timed() for kind, model in models.items()}
@@ -168,7 +168,7 @@ def measure_point(
                     with lock.held():  # other processes' kernels would stretch these
                         nodes = models[kind].nodes()
                     record.setdefault("profile", {})[kind] = _sums(nodes, shape[1])
-                except Exception as failure:
+                except Exception as failure:  # a trace is an extra, and the profiler may fail in any way
                     missing[f"profile of {kind}"] = f"{type(failure).__name__}: {' '.join(str(failure).split())[:240]}"
             _quotient(record)
     info = build_info()

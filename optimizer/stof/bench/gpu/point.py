@@ -62,8 +62,9 @@ class Point:
                 self._ready.append((candidate, runner))
             except Unavailable as reason:
                 row["missing"] = str(reason)
-            except Exception as failure:
-                # A refusal of a baseline is a result, too.
+            except (
+                Exception
+            ) as failure:  # baselines raise types of their own; that one refuses a problem is a result, too
                 row["missing"] = _words(failure)
         if kernels and any(c.name == "stof" for c, _ in self._ready):
             self._add_kernels()
@@ -82,7 +83,7 @@ class Point:
                     runner = candidate.build(self.plain, self._stream)
                     self._check(runner, self.plain)
                 self._dense.append((candidate, runner))
-            except Exception as failure:
+            except Exception as failure:  # as above
                 self.rows[candidate.name]["dense"] = _words(failure)
 
     def _add_kernels(self) -> None:
@@ -91,7 +92,7 @@ class Point:
                 with self.problem.torch.cuda.stream(self._stream):
                     self._check(runner)
                 self._kernels.append((kernel, runner))
-            except Exception as failure:
+            except Exception as failure:  # a kernel that fails is reported; the others are timed
                 self._wrong.append(f"{kernel}: {_words(failure)}")
 
     def _check(self, runner: DeviceRunner, problem: GpuProblem | None = None) -> float:
@@ -132,7 +133,7 @@ class Point:
                     one = CapturedLaunches(runner.call, problem.count, self._stream)
                     one.capture()
                     timed.append((candidate, one))
-                except Exception as failure:
+                except Exception as failure:  # a baseline may allocate or synchronize, each with an error of its own
                     self.rows[candidate.name]["missing"] = f"not captured: {_words(failure)}"
             timings = interleave_launches([one for _, one in timed], rounds)
             chosen = next((one for candidate, one in timed if candidate.name == "stof"), None)
@@ -198,7 +199,7 @@ class Point:
                 one = CapturedLaunches(runner.call, self.plain.count, self._stream)
                 one.capture()
                 timed.append((candidate, one))
-            except Exception as failure:
+            except Exception as failure:  # as in measure()
                 self.rows[candidate.name]["dense"] = f"not captured: {_words(failure)}"
         if not timed:
             return {}

@@ -70,7 +70,7 @@ def prepare(name: str, shape: tuple[int, int], folder: Path, kinds: Sequence[str
         try:
             made[kind] = step()
             _strip(made[kind], kind)
-        except Exception as failure:
+        except Exception as failure:  # converters of other packages may fail in any way; the table says which and why
             missing[kind] = f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
             made.pop(kind, None)
     for kind in kinds:

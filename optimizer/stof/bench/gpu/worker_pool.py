@@ -61,7 +61,7 @@ def _worker(channel: Connection, plan: PointPlan) -> None:
         torch.set_grad_enabled(False)
         torch.set_num_threads(1)
         stream = torch.cuda.Stream()
-    except Exception as failure:
+    except Exception as failure:  # the process that waits for this one must hear of any failure
         channel.send((_START, _words(failure)))
         return
     points: dict[int, Point] = {}
@@ -87,7 +87,7 @@ def _worker(channel: Connection, plan: PointPlan) -> None:
                 case _:
                     facts = {"device": torch.cuda.get_device_name(), "versions": versions()}
                     channel.send((number, {**facts, "launch": empty_launch(stream), "copy": copy_rate(stream)}))
-        except Exception as failure:
+        except Exception as failure:  # one point's failure is its answer; the process works on
             channel.send((number, _words(failure)))
 
 
@@ -97,7 +97,7 @@ def versions() -> dict[str, str]:
     for name in ("torch", "triton", "onnxruntime", "numpy", "onnx"):
         try:
             found[name] = str(require(name).__version__)
-        except Exception:
+        except (Unavailable, AttributeError, OSError):  # absent, a folder of that name, or a library that does not load
             found[name] = "missing"
     for name in ("flash-attn-4", "nvidia-cudnn-frontend", "nvidia-cutlass-dsl"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -149,7 +149,7 @@ class WorkerPool:
         for package in ("torch", "torch.nn.attention.flex_attention", "onnx", "onnxruntime"):
             try:
                 require(package)
-            except Exception as reason:
+            except (Unavailable, OSError) as reason:  # absent, or a library that does not load
                 complain(f"note: {reason}")
         self._clock = clock
         self._processes = [_WorkerProcess(worker, plan, clock) for _ in range(workers)]
