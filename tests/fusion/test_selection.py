@@ -11,6 +11,7 @@ from typing import Any
 import onnx
 import pytest
 
+from stof import cli
 from stof.errors import ArgumentError
 from stof.fusion.decide.decision import ChainDecision
 from stof.fusion.decide.selection import NAMES, ChainSelection
@@ -76,6 +77,20 @@ def test_only_and_skip(narrow: Narrow) -> None:
         optimize(model, options=Options(chains="on", skip=("chain:nothing",)))
     with pytest.raises(ArgumentError, match="no chain is looked for"):
         optimize(model, options=Options(chains="off", skip=("chain:0",)))
+
+
+def test_explain(narrow: Narrow, capsys: pytest.CaptureFixture[str]) -> None:
+    model = narrow("bert.dynamo.sdpa")
+    assert cli.main([str(model), "--chains", "on", "--explain", "chain:1"]) == 0
+    (chain,) = [part for part in capsys.readouterr().out.split("\n\n") if part.startswith("chain 1  ")]
+    assert chain.rstrip().endswith("-> replaced")
+    report = optimize(model, options=Options(chains="on", explain="chain:*", skip=("chain:0",)))
+    assert report.output is None
+    assert report.explain("chain:0").endswith("choice stopped: left out by --skip")
+    assert len(report.explain("chain:*").split("\nchain ")) == len(report.chains)
+    assert "chain" not in report.explain("*")
+    with pytest.raises(ArgumentError, match="--explain 'chain:nothing' names no chain of the model"):
+        optimize(model, options=Options(chains="on", explain="chain:nothing"))
 
 
 @pytest.mark.parametrize(
