@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading and writing files: checks before any work, and outputs that appear whole or not at all.
+"""Files that are read, and output files that appear whole or not at all (atomic writes).
 
 Every output is written to a temporary of a random name in its own folder, checked, and renamed. A process holds a lock on
 each of its temporaries while it works. The next run in the folder removes temporaries whose lock it can take: their
@@ -27,15 +27,15 @@ from typing import BinaryIO
 from stof.errors import ArgumentError
 
 _TEMPORARY = re.compile(r"\.stof-[0-9a-f]{32}\.tmp")
-_LOCK, _INSIDE = "lock", "files"  # what a temporary folder holds
+_LOCK, _CONTENT = "lock", "files"  # what a temporary folder holds
 _ATTEMPTS = 100  # another run may take a temporary between its creation and its lock, but not each time
 _BLOCK = 1 << 20  # bytes copied at a time, and read back at both ends of a copy
 _MOST_TEXT = 1 << 28  # bytes of a plan
-_temporaries: dict[Path, int] = {}  # by the process that made them: forked children must not remove their parent's
+_temporaries: dict[Path, int] = {}  # with the process that made each: forked children must not remove their parent's
 
 
 def check_outputs(
-    read: Mapping[str, Path], written: Mapping[str, Path], brought: Mapping[str, Path] | None = None
+    read: Mapping[str, Path], written: Mapping[str, Path], copied: Mapping[str, Path] | None = None
 ) -> None:
     """Refuses outputs that would replace what is read, or each other, and folders that cannot be written.
 
@@ -45,32 +45,32 @@ def check_outputs(
     Args:
         read: what the run reads, by its name in messages ("input", "external data 'x'").
         written: what it will write, likewise ("output", "report").
-        brought: where it will copy data that the output needs, likewise.
+        copied: where it will copy data that the output needs, likewise.
 
     Raises:
         ArgumentError: naming the file, before anything was written.
     """
-    known = {name: _Identity.of(name, path) for name, path in read.items()}
-    copies = {name: _Identity.of(name, path) for name, path in (brought or {}).items()}
-    seen: dict[str, _Identity] = {}
+    known = {name: _FileIdentity.of(name, path) for name, path in read.items()}
+    copies = {name: _FileIdentity.of(name, path) for name, path in (copied or {}).items()}
+    seen: dict[str, _FileIdentity] = {}
     for name, path in written.items():
-        check_place(name, path)
-        own = _Identity.of(name, path)
+        check_writable(name, path)
+        own = _FileIdentity.of(name, path)
         for other, identity in known.items():
-            if own.clashes(identity):
+            if own.collides_with(identity):
                 raise ArgumentError(f"the {name} {path} is the {other}; choose another file")
         for other, identity in copies.items():
-            if own.clashes(identity):
+            if own.collides_with(identity):
                 raise ArgumentError(
                     f"the {name} {path} is where {other} is copied, which the output needs; choose another file"
                 )
         for other, identity in seen.items():
-            if own.clashes(identity):
+            if own.collides_with(identity):
                 raise ArgumentError(f"the {name} {path} is the {other} too; choose another file for one of them")
         seen[name] = own
 
 
-class _Identity:
+class _FileIdentity:
     """What a path stands for: an existing file, or a name that does not exist below an existing folder."""
 
     def __init__(self, base: Path, found: os.stat_result, names: tuple[str, ...]) -> None:
@@ -80,29 +80,33 @@ class _Identity:
         self.names = names
 
     @staticmethod
-    def of(name: str, path: Path) -> _Identity:
-        """Raises ArgumentError for a path that no file can have."""
+    def of(name: str, path: Path) -> _FileIdentity:
+        """What a path stands for; ``name`` is for messages.
+
+        Raises:
+            ArgumentError: for a path that no file can have.
+        """
         base, names = path, tuple[str, ...]()
         try:
             base = Path(os.path.realpath(path))  # Path.resolve raises on a cycle of links
             while True:
                 try:
-                    return _Identity(base, base.stat(), names)
+                    return _FileIdentity(base, base.stat(), names)
                 except (FileNotFoundError, NotADirectoryError):
                     base, names = base.parent, (base.name, *names)
         except (OSError, ValueError) as error:
-            raise _unusable(name, path, error) from error
+            raise _path_error(name, path, error) from error
 
-    def clashes(self, other: _Identity) -> bool:
-        """Whether both are one file, or one would have to be a folder of the other."""
+    def collides_with(self, other: _FileIdentity) -> bool:
+        """Whether both cannot exist side by side: they are one file, or one would have to be a folder of the other."""
         if self.inode != other.inode or self.is_folder != other.is_folder:
             return False
         shared = min(len(self.names), len(other.names))
         mine, theirs = self.names[:shared], other.names[:shared]
-        return mine == theirs or (_folded(mine) == _folded(theirs) and ignores_case(self.base))
+        return mine == theirs or (_fold_case(mine) == _fold_case(theirs) and ignores_case(self.base))
 
 
-def _folded(names: tuple[str, ...]) -> tuple[str, ...]:
+def _fold_case(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(unicodedata.normalize("NFD", unicodedata.normalize("NFD", n).casefold()) for n in names)
 
 
@@ -112,15 +116,15 @@ def ignores_case(folder: Path) -> bool:
         return os.path.lexists(folder / probe.path.name.upper())
 
 
-def _unusable(name: str, path: Path, error: OSError | ValueError) -> ArgumentError:
-    return ArgumentError(f"the {name} {path} cannot be used: {_reason(error)}; choose another file")
+def _path_error(name: str, path: Path, error: OSError | ValueError) -> ArgumentError:
+    return ArgumentError(f"the {name} {path} cannot be used: {_os_reason(error)}; choose another file")
 
 
-def _reason(error: OSError | ValueError) -> str:
+def _os_reason(error: OSError | ValueError) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
-def find_file(name: str, path: Path) -> os.stat_result | None:
+def stat_file(name: str, path: Path) -> os.stat_result | None:
     """What is at a path, behind links; None where nothing is.
 
     Raises:
@@ -131,7 +135,7 @@ def find_file(name: str, path: Path) -> os.stat_result | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:
-        raise _unusable(name, path, error) from error
+        raise _path_error(name, path, error) from error
 
 
 def is_utf8(path: Path) -> bool:
@@ -143,13 +147,15 @@ def is_utf8(path: Path) -> bool:
     return True
 
 
-def check_place(name: str, path: Path) -> None:
-    """Whether a file can be made at a path: permission bits say little to root or on network mounts, so one is made.
+def check_writable(name: str, path: Path) -> None:
+    """Refuses a path at which no file can be written.
+
+    Permission bits say little to root or on network mounts, so that a temporary file is made there.
 
     Raises:
         ArgumentError: naming the file and what hinders.
     """
-    found = find_file(name, path)
+    found = stat_file(name, path)
     if found is not None and stat.S_ISDIR(found.st_mode):
         raise ArgumentError(f"the {name} {path} is a folder; name a file")
     if found is not None and not stat.S_ISREG(found.st_mode):
@@ -162,7 +168,7 @@ def check_place(name: str, path: Path) -> None:
             pass
     except OSError as error:
         raise ArgumentError(
-            f"the {name} {path} cannot be written: {_reason(error)}; choose a folder that can be"
+            f"the {name} {path} cannot be written: {_os_reason(error)}; choose a folder that can be"
         ) from error
 
 
@@ -205,7 +211,7 @@ def read_bytes(name: str, path: Path, most: int | None = None) -> bytes:
     except FileNotFoundError:
         raise ArgumentError(f"the {name} {path} does not exist") from None
     except (OSError, ValueError) as error:
-        raise ArgumentError(f"the {name} {path} cannot be read: {_reason(error)}") from error
+        raise ArgumentError(f"the {name} {path} cannot be read: {_os_reason(error)}") from error
 
 
 def read_text(name: str, path: Path) -> str:
@@ -240,16 +246,16 @@ def write_bytes(name: str, path: Path, data: bytes | memoryview) -> None:
             new.write(data)
             new.replace(path)
     except OSError as error:
-        raise ArgumentError(f"the {name} {path} cannot be written: {_reason(error)}") from error
+        raise ArgumentError(f"the {name} {path} cannot be written: {_os_reason(error)}") from error
 
 
-class Temporary:
-    """A file under a random name, locked by this process, that becomes an output once it is complete."""
+class TemporaryFile:
+    """A file under a random name, locked by this process. It becomes an output, under the output's name, once it is complete."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self.path = path
         self.file = file
-        self.is_locked = lock(file.fileno()) is True  # False only where the file system has no locks
+        self.is_locked = try_lock(file.fileno()) is True  # False only where the file system has no locks
 
     def write(self, data: bytes | memoryview) -> None:
         """Writes bytes and checks that the disk has taken them.
@@ -258,7 +264,7 @@ class Temporary:
             OSError: when it has not.
         """
         self.file.write(data)
-        self._complete(memoryview(data).nbytes)
+        self._check_size(memoryview(data).nbytes)
 
     def copy(self, source: Path) -> None:
         """Copies a file, and checks the size of the copy and its ends against the source.
@@ -273,13 +279,13 @@ class Temporary:
             after = os.fstat(given.fileno())
             if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
                 raise ArgumentError(f"{source} changed while it was copied; run again when nothing writes to it")
-            self._complete(before.st_size)
+            self._check_size(before.st_size)
             for offset in (0, max(0, before.st_size - _BLOCK)):
                 expected, found = (os.pread(f.fileno(), _BLOCK, offset) for f in (given, self.file))
                 if expected != found:
                     raise OSError(f"the copy of {source} reads back as other bytes from {offset} on")
 
-    def _complete(self, size: int) -> None:
+    def _check_size(self, size: int) -> None:
         self.file.flush()
         os.fsync(self.file.fileno())
         found = os.fstat(self.file.fileno()).st_size
@@ -287,12 +293,12 @@ class Temporary:
             raise OSError(f"{found} of {size} bytes were written")
 
     def replace(self, target: Path) -> None:
-        """Takes the place of a file, if there is one."""
+        """Renames the file to the output's name, and so replaces a file that has it."""
         self.path.replace(target)
-        _sync(target.parent)
+        _sync_folder(target.parent)
 
     def publish(self, target: Path) -> None:
-        """Becomes a file that must not exist yet.
+        """Gives the file the output's name, which no file may have yet.
 
         Raises:
             FileExistsError: when it does.
@@ -308,10 +314,10 @@ class Temporary:
             except BaseException:
                 target.unlink(missing_ok=True)
                 raise
-        _sync(target.parent)
+        _sync_folder(target.parent)
 
     def is_temporary(self) -> bool:
-        """Whether it still has its random name only, and goes at the end."""
+        """Whether it still has its random name only: then it is removed at the end."""
         return os.path.lexists(self.path)
 
     def is_at(self, target: Path) -> bool:
@@ -319,7 +325,7 @@ class Temporary:
         return _is_at(self.file.fileno(), target)
 
 
-def _sync(folder: Path) -> None:
+def _sync_folder(folder: Path) -> None:
     """The new name outlasts a power failure, where the file system can promise that."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
@@ -330,22 +336,22 @@ def _sync(folder: Path) -> None:
 
 
 @contextmanager
-def temporary_file(folder: Path) -> Iterator[Temporary]:
+def temporary_file(folder: Path) -> Iterator[TemporaryFile]:
     """A new file in a folder, with the mode of any new file, removed at the end unless it was renamed.
 
     Raises:
         OSError: when none can be made there.
     """
     for _ in range(_ATTEMPTS):
-        path = _registered(folder)
+        path = _register_path(folder)
         try:
-            file = _locked_file(path)
+            file = _create_locked(path)
             if file is not None:
                 with file:
-                    yield Temporary(path, file)
+                    yield TemporaryFile(path, file)
                 return
         finally:
-            _forget(path)
+            _remove_registered(path)
     raise OSError(f"other processes remove new files in {folder}")
 
 
@@ -359,35 +365,35 @@ def temporary_folder(parent: Path | None = None) -> Iterator[Path]:
     parent = Path(tempfile.gettempdir()) if parent is None else parent
     remove_leftovers(parent)
     for _ in range(_ATTEMPTS):
-        path = _registered(parent)
+        path = _register_path(parent)
         try:
             path.mkdir(mode=0o700)
             file = None
             with contextlib.suppress(FileNotFoundError):  # another run took the folder for a leftover
-                file = _locked_file(path / _LOCK)
+                file = _create_locked(path / _LOCK)
             if file is not None:
                 with file:
-                    (path / _INSIDE).mkdir()
-                    yield path / _INSIDE
-                    _forget(path)
+                    (path / _CONTENT).mkdir()
+                    yield path / _CONTENT
+                    _remove_registered(path)
                 return
         finally:
-            _forget(path)
+            _remove_registered(path)
     raise OSError(f"other processes remove new folders in {parent}")
 
 
-def _registered(folder: Path) -> Path:
+def _register_path(folder: Path) -> Path:
     path = folder.absolute() / f".stof-{secrets.token_hex(16)}.tmp"
     _temporaries[path] = os.getpid()  # before it exists, so that no interrupt comes between
     return path
 
 
-def _locked_file(path: Path) -> BinaryIO | None:
+def _create_locked(path: Path) -> BinaryIO | None:
     """Makes a file and locks it; None when another process took it for a leftover meanwhile."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(path, flags, 0o666)
     try:
-        if lock(descriptor) is not False and _is_at(descriptor, path):
+        if try_lock(descriptor) is not False and _is_at(descriptor, path):
             return os.fdopen(descriptor, "w+b")
     except BaseException:
         os.close(descriptor)
@@ -396,7 +402,7 @@ def _locked_file(path: Path) -> BinaryIO | None:
     return None
 
 
-def lock(descriptor: int, *, shared: bool = False) -> bool | None:
+def try_lock(descriptor: int, *, shared: bool = False) -> bool | None:
     """Locks an open file without waiting: whether it could, None where the file system has no locks.
 
     The lock goes when the file is closed, at the latest with the process. A shared one excludes none but exclusive ones.
@@ -417,7 +423,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
         return False
 
 
-def _forget(path: Path) -> None:
+def _remove_registered(path: Path) -> None:
     with contextlib.suppress(OSError):
         _remove(path)
     _temporaries.pop(path, None)
@@ -427,7 +433,7 @@ def _remove(path: Path) -> None:
     """Removes a temporary; a folder's lock last, so that one whose removal was cut short is known for a leftover."""
     if path.is_dir() and not path.is_symlink():
         with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(path / _INSIDE)
+            shutil.rmtree(path / _CONTENT)
         (path / _LOCK).unlink(missing_ok=True)
         path.rmdir()
     else:
@@ -438,7 +444,7 @@ def remove_temporaries() -> None:
     """Removes what this process has not finished. It may be called at any moment; the end of the process calls it."""
     for path, process in list(_temporaries.items()):
         if process == os.getpid():
-            _forget(path)
+            _remove_registered(path)
 
 
 atexit.register(remove_temporaries)
@@ -468,15 +474,15 @@ def _remove_leftover(path: Path) -> None:
     held = path / _LOCK if is_folder else path
     descriptor = os.open(held, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        if lock(descriptor) and _is_at(descriptor, held):
+        if try_lock(descriptor) and _is_at(descriptor, held):
             _remove(path)
     finally:
         os.close(descriptor)
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """One process at a time is within it: waits for others that lock the same folder.
+def folder_lock(folder: Path) -> Iterator[None]:
+    """Holds an exclusive lock on a folder; waits for other processes that hold it.
 
     Raises:
         OSError: when the folder cannot be opened.

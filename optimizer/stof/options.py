@@ -26,7 +26,7 @@ class Options:
     masks: dict[str, str] = field(default_factory=dict)  # site -> expression stated by the user
     ignore_empty_rows: bool = False
     chains: str = "auto"  # "on", "off", or "auto": where a gain was measured on this device, or is predicted
-    products: bool = True  # whether products may become StofGemm
+    products: bool = True  # whether matmuls may become StofGemm
     tune: float = 0.0  # seconds for measuring: kernels on CUDA, chains
     plan: Path | None = None
     save_plan: Path | None = None

@@ -126,7 +126,7 @@ def test_a_full_disk_leaves_the_old_file(step: str, tmp_path: Path, monkeypatch:
     path = tmp_path / "report"
     path.write_text("old")
     if step == "write":
-        monkeypatch.setattr(files.Temporary, "write", full)
+        monkeypatch.setattr(files.TemporaryFile, "write", full)
     elif step == "fsync":
         monkeypatch.setattr(os, "fsync", full)
     elif step == "replace":

@@ -74,7 +74,7 @@ def computes(words):  # in C, which does not look for signals, for days
 def before(owner, name, step):
     own = getattr(owner, name)
     def first(*arguments, **options):
-        process = session_process._own.process
+        process = session_process._thread_state.process
         {"waits": waits, "computes": computes, "does": does}[how](f"{step} {process.popen.pid if process else 0}")
         return own(*arguments, **options)
     setattr(owner, name, first)
@@ -83,7 +83,7 @@ step, how = sys.argv[1].split()
 if step == "run":
     before(sessions.VerifiedSession, "run", step)
 if step == "write":
-    before(files.Temporary, "replace", step)
+    before(files.TemporaryFile, "replace", step)
 if step == "remove":
     before(files, "_remove", step)
 del sys.argv[1]

@@ -50,9 +50,9 @@ step = sys.argv[1]
 if step == "half":
     shutil.copyfileobj = half
 if step == "publish":
-    before(files.Temporary, "publish", step)
+    before(files.TemporaryFile, "publish", step)
 if step == "replace":
-    before(files.Temporary, "replace", step)
+    before(files.TemporaryFile, "replace", step)
 if step == "session":
     before(sessions.Sessions, "make", step)
 if step == "sleep":

@@ -151,14 +151,14 @@ def test_three_matmuls_of_one_tensor() -> None:
     assert merge_matmuls(bare, Symbolic(bare), lambda *_: True).splits == frozenset()
 
 
-def _chained(model: onnx.ModelProto, size: tuple[int, int]) -> FusionResult:
+def _fuse(model: onnx.ModelProto, size: tuple[int, int]) -> FusionResult:
     shapes = {n: (v, v) for n, v in zip("BS", size, strict=True)}
     decider = PredictedDecider(Options(target="cuda", shapes=shapes, products=False), MACHINE)
     return fuse_chains(model, decider, ChainPolicy(splits_gemm_bias=True, merge_decider=decider.should_merge))
 
 
 def test_short_inputs_merge_and_bare_matmuls_of_long_ones_do_not() -> None:
-    made = _chained(_three(Builder(HALF)), (1, 128))
+    made = _fuse(_three(Builder(HALF)), (1, 128))
     assert (_ops(made.model)["MatMul"], _ops(made.model)["StofChain"], _ops(made.model)["Split"]) == (1, 1, 0)
     bare = _three(Builder(HALF), biased=False)
     assert _merges(bare, (1, 128))

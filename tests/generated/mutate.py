@@ -35,7 +35,7 @@ class Graph:
         self.count = 0
 
     def _computed(self) -> set[str]:
-        """Tensors that depend on matrix products or norms."""
+        """Tensors that depend on matmuls or norms."""
         found: set[str] = set()
         for node in self.graph.node:
             if node.op_type in _COMPUTE or (node.op_type != "Shape" and any(i in found for i in node.input)):

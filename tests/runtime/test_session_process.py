@@ -52,7 +52,7 @@ def identity(dtype: int) -> SessionSpec:
 
 def pid() -> int:
     """Of the calling thread's process."""
-    process = session_process._own.process
+    process = session_process._thread_state.process
     assert process is not None
     return process.popen.pid
 
@@ -196,7 +196,7 @@ def session(text, optimizations="none"):
 feeds = {{"x": np.asarray(1.0, np.float32)}}
 good = session('<ir_version: 8, opset_import: ["": 18]> g (float x) => (float y) {{ y = Neg (x) }}')
 endless = session({ENDLESS!r})
-worker = session_process._own.process.popen.pid
+worker = session_process._thread_state.process.popen.pid
 send = session_process.Channel.send
 
 def told(self, request):
@@ -219,7 +219,7 @@ if sys.argv[1] == "forks":
     if child == 0:  # must not touch the parent's process, neither now nor at its end
         own = session('<ir_version: 8, opset_import: ["": 18]> g (float x) => (float y) {{ y = Abs (x) }}')
         assert own.run(None, feeds, {WATCHDOG})[0] == 1
-        assert session_process._own.process.popen.pid != worker
+        assert session_process._thread_state.process.popen.pid != worker
         sys.exit(0)
     assert os.waitpid(child, 0)[1] == 0
     assert good.run(None, feeds, {WATCHDOG})[0] == -1
@@ -268,13 +268,13 @@ def test_the_process_ends_with_its_program(how: str, program: list[subprocess.Po
 
 def test_sessions_that_are_gone_are_released(fresh: None) -> None:
     first = create_session(identity(TensorProto.FLOAT), WATCHDOG)
-    process = session_process._own.process
+    process = session_process._thread_state.process
     assert process is not None
     kept = first._number
     del first
-    assert list(process.released) == [kept]
+    assert list(process.released_sessions) == [kept]
     session_process.release_sessions()
-    assert not process.released
+    assert not process.released_sessions
     gone: Session = Session.__new__(Session)
     gone._process, gone._number = process, kept
     with pytest.raises(RuntimeFailure, match=str(kept)):  # the other end does not know it any more

@@ -20,7 +20,7 @@ from stof.attention.checks.site_comparison import compare_site, site_exactly
 from stof.execution.case import Case, Padding
 from stof.mask.site import AttentionSite, Layout, MaskTerm, Operand, TermKind
 from stof.options import Options
-from stof.verification.compare import compare_outputs, undefined_everywhere
+from stof.verification.compare import compare_outputs, find_undefined_outputs
 from stof.verification.verifier import Verifier
 
 _WINDOW = 6
@@ -210,10 +210,10 @@ def test_an_output_of_which_no_case_compares_most() -> None:
     half[1] = np.nan
     hidden, seen = _compared(half, found, True), _compared(original, found, True)
     assert hidden.ok
-    (failure,) = undefined_everywhere([[hidden, seen], [hidden, seen]], ["y", "z"])
+    (failure,) = find_undefined_outputs([[hidden, seen], [hidden, seen]], ["y", "z"])
     assert failure.what == "output 'y'"
     assert not failure.ok
-    assert undefined_everywhere([[hidden], [seen]], ["y"]) == []
+    assert find_undefined_outputs([[hidden], [seen]], ["y"]) == []
 
 
 def _site(mask: np.ndarray, fill: float, odd: str = "kv") -> tuple[AttentionSite, dict[str, np.ndarray]]:

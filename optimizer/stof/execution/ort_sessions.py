@@ -48,19 +48,19 @@ class VerifiedSession:
             VerifyError: when it takes too long.
         """
         try:
-            return self._session.run(outputs, feeds, _seconds(self._budget))
+            return self._session.run(outputs, feeds, _seconds_allowed(self._budget))
         except TimeoutError:
-            raise _took_too_long("run", self._name, self._budget) from None
+            raise _make_time_limit_error("run", self._name, self._budget) from None
 
 
-def _seconds(budget: float) -> float:
+def _seconds_allowed(budget: float) -> float:
     """What a session's creation or a run may take."""
     return max(_LEAST_SECONDS, _BUDGETS * budget)
 
 
-def _took_too_long(step: str, name: str, budget: float) -> VerifyError:
+def _make_time_limit_error(step: str, name: str, budget: float) -> VerifyError:
     return VerifyError(
-        f"verification was ended: ONNX Runtime took longer than {_seconds(budget):.0f} s to {step} {name}, which may be "
+        f"verification was ended: ONNX Runtime took longer than {_seconds_allowed(budget):.0f} s to {step} {name}, which may be "
         f"endless. Nothing was written; where it is slow, raise --verify-budget ({budget:g} s, of which one run may take "
         f"{_BUDGETS:g}, and {_LEAST_SECONDS:g} s anyway), or leave verification out with --no-verify"
     )
@@ -102,8 +102,8 @@ class Sessions:
             # By way of a file, since the serialized model and the parsed one need not be in memory at once.
             return self._from_file(model, entries, optimized, library)
         if runtime_version() >= _FOLDER_OPTION:
-            model, folder = self._located(model, files)
-            with _text_of(folder) as text:
+            model, folder = self._relocate_data(model, files)
+            with _utf8_path(folder) as text:
                 entries.append(("session.model_external_initializers_file_folder_path", text))
                 return self._session(model.SerializeToString(), entries, optimized, library)
         for name in files:  # versions without that option follow links, which later ones refuse
@@ -113,7 +113,7 @@ class Sessions:
                 link.symlink_to(self.weights / name)
         return self._from_file(model, entries, optimized, library)
 
-    def _located(self, model: onnx.ModelProto, files: Sequence[str]) -> tuple[onnx.ModelProto, Path]:
+    def _relocate_data(self, model: onnx.ModelProto, files: Sequence[str]) -> tuple[onnx.ModelProto, Path]:
         """The model and the folder of its data, without links that lead out of it, which runtimes refuse."""
         places = {name: (self.weights / name).resolve() for name in files}
         if all(place.is_relative_to(self.weights) for place in places.values()):
@@ -135,7 +135,7 @@ class Sessions:
             path = path.with_name(f"{path.stem}_.onnx")
         try:
             path.write_bytes(model.SerializeToString())
-            with _text_of(path.parent) as folder:
+            with _utf8_path(path.parent) as folder:
                 return self._session(f"{folder}/{path.name}", entries, optimized, library)
         except OSError as error:
             raise ArgumentError(f"{path} cannot be written for verification: {error.strerror}") from error
@@ -154,14 +154,14 @@ class Sessions:
         )
         name = "the optimized model" if library else "the original"
         try:
-            session = create_session(spec, _seconds(self.budget))
+            session = create_session(spec, _seconds_allowed(self.budget))
         except TimeoutError:
-            raise _took_too_long("load", name, self.budget) from None
+            raise _make_time_limit_error("load", name, self.budget) from None
         return VerifiedSession(session, name, self.budget)
 
 
 @contextmanager
-def _text_of(folder: Path) -> Iterator[str]:
+def _utf8_path(folder: Path) -> Iterator[str]:
     """A path of a folder that ONNX Runtime takes: one in UTF-8."""
     if is_utf8(folder):
         yield str(folder)

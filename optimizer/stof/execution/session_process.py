@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sessions of ONNX Runtime in a process of their own, which ends when a limit of time is reached or the caller is interrupted.
+"""Sessions of ONNX Runtime in a child process, which is killed at a time limit or when the caller is interrupted.
 
-A run of ONNX Runtime and the creation of a session, which computes constants, cannot be ended from within: a model may hold
-an endless Loop. The process is started when it is needed, one for each thread that asks, and waits for the next request
-between. It ends with the thread or the whole process, however that one ends.
+ONNX Runtime cannot cancel a run, or the creation of a session, which computes constants: a model may hold an endless Loop.
+Each thread that makes a session has a child process of its own. The process waits for requests, and ends with the thread or
+with the whole parent, however that one ends.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ class RuntimeFailure(Exception):
     """ONNX Runtime refuses a model or its inputs, or its process ended: a fact about the model, not a fault of stof's."""
 
 
-class _Process:
-    """A process that holds sessions."""
+class _SessionProcess:
+    """A process that holds sessions of ONNX Runtime. ``released_sessions``: those to free with the next request, by number."""
 
     def __init__(self) -> None:
         if not sys.executable:
             raise ArgumentError("sys.executable is empty: no process for ONNX Runtime can be started from this Python")
         self.owner = os.getpid()
-        self.released: deque[int] = deque()
-        self.numbers = itertools.count()
+        self.released_sessions: deque[int] = deque()
+        self.session_numbers = itertools.count()
         own, other = Channel.pair()
         read, write = os.pipe()
         try:
@@ -70,24 +70,24 @@ class _Process:
             os.close(read)
         self.popen = popen
         self.channel = Channel(own)
-        # At the end of the thread that it belongs to, or of the whole process.
-        self._end = weakref.finalize(self, _end, self.owner, popen, own, write)
+        # Called at the end of the thread that it belongs to, or of the whole process.
+        self._finalizer = weakref.finalize(self, _kill_process, self.owner, popen, own, write)
 
     @property
-    def alive(self) -> bool:
-        return self._end.alive and self.owner == os.getpid()
+    def is_alive(self) -> bool:
+        return self._finalizer.alive and self.owner == os.getpid()
 
     def end(self) -> None:
-        self._end()
+        self._finalizer()
 
-    def ask(self, body: Create | Run | Version | None, seconds: float | None) -> Any:
-        """The answer; whatever else comes, an interrupt for instance, leaves no process."""
-        released = tuple(self.released.popleft() for _ in range(len(self.released)))
+    def request(self, body: Create | Run | Version | None, seconds: float | None) -> Any:
+        """The process's answer to a request. On any error but a refusal, an interrupt for instance, the process is ended."""
+        released = tuple(self.released_sessions.popleft() for _ in range(len(self.released_sessions)))
         try:
             self.channel.send(Request(released, body))
             answer = self.channel.receive(seconds)
         except (EOFError, ConnectionError):
-            raise RuntimeFailure(f"the process that runs ONNX Runtime {self._ended()}") from None
+            raise RuntimeFailure(f"the process that runs ONNX Runtime {self._describe_end()}") from None
         except TimeoutError:
             self.end()
             raise
@@ -103,8 +103,8 @@ class _Process:
             raise RuntimeFailure(answer.words)
         return answer
 
-    def _ended(self) -> str:
-        """How it ended, in words."""
+    def _describe_end(self) -> str:
+        """How the process ended, for a message: its exit status or the signal."""
         try:
             status = self.popen.wait(timeout=10.0)
         except subprocess.TimeoutExpired:  # it closed its end, and hangs
@@ -117,7 +117,7 @@ class _Process:
         return f"was ended by {name}" + ("; there may be too little memory" if name == "SIGKILL" else "")
 
 
-def _end(owner: int, popen: subprocess.Popen[bytes], connection: Any, lifeline: int) -> None:
+def _kill_process(owner: int, popen: subprocess.Popen[bytes], connection: Any, lifeline: int) -> None:
     if owner != os.getpid():  # a forked child, which has copies of the descriptors and did not start the process
         popen.returncode = 0
         return
@@ -135,10 +135,10 @@ class Session:
         outputs: names.
     """
 
-    def __init__(self, process: _Process, spec: SessionSpec, seconds: float | None) -> None:
+    def __init__(self, process: _SessionProcess, spec: SessionSpec, seconds: float | None) -> None:
         self._process = process
-        self._number = next(process.numbers)
-        created = process.ask(Create(self._number, spec), seconds)
+        self._number = next(process.session_numbers)
+        created = process.request(Create(self._number, spec), seconds)
         assert isinstance(created, Created)
         self.inputs, self.outputs = created.inputs, created.outputs
 
@@ -149,30 +149,32 @@ class Session:
             RuntimeFailure: what ONNX Runtime raises, or its process ended.
             TimeoutError: when it takes longer.
         """
-        if not self._process.alive:
+        if not self._process.is_alive:
             raise RuntimeFailure("the process that runs ONNX Runtime has ended")
-        found = self._process.ask(Run(self._number, None if outputs is None else tuple(outputs), dict(feeds)), seconds)
+        found = self._process.request(
+            Run(self._number, None if outputs is None else tuple(outputs), dict(feeds)), seconds
+        )
         assert isinstance(found, list)
         return found
 
     def __del__(self) -> None:
-        # Told with the next request: this may be called at any moment.
+        # The process learns of it with the next request: garbage collection may call this at any moment.
         process = getattr(self, "_process", None)
         if process is not None:
-            process.released.append(self._number)
+            process.released_sessions.append(self._number)
 
 
-class _Own(threading.local):
-    process: _Process | None = None
+class _ThreadState(threading.local):
+    process: _SessionProcess | None = None
 
 
-_own = _Own()
+_thread_state = _ThreadState()
 
 
-def _process() -> _Process:
-    if _own.process is None or not _own.process.alive:
-        _own.process = _Process()
-    return _own.process
+def _thread_process() -> _SessionProcess:
+    if _thread_state.process is None or not _thread_state.process.is_alive:
+        _thread_state.process = _SessionProcess()
+    return _thread_state.process
 
 
 def create_session(spec: SessionSpec, seconds: float | None) -> Session:
@@ -182,7 +184,7 @@ def create_session(spec: SessionSpec, seconds: float | None) -> Session:
         RuntimeFailure: what ONNX Runtime raises, or its process ended.
         TimeoutError: when it takes longer than so many seconds; None is no limit.
     """
-    return Session(_process(), spec, seconds)
+    return Session(_thread_process(), spec, seconds)
 
 
 def runtime_version() -> tuple[int, int]:
@@ -191,7 +193,7 @@ def runtime_version() -> tuple[int, int]:
     Raises:
         RuntimeFailure: when it cannot be imported.
     """
-    major, minor = _process().ask(Version(), _IMPORT_SECONDS).split(".")[:2]
+    major, minor = _thread_process().request(Version(), _IMPORT_SECONDS).split(".")[:2]
     return int(major), int(minor)
 
 
@@ -204,15 +206,15 @@ def has_onnxruntime() -> bool:
 
 
 def release_sessions() -> None:
-    """Frees what sessions that are gone have held, without waiting for the next one."""
-    process = _own.process
-    if process is not None and process.alive and process.released:
+    """Frees the memory of sessions that are gone at once, rather than with the next request."""
+    process = _thread_state.process
+    if process is not None and process.is_alive and process.released_sessions:
         with contextlib.suppress(RuntimeFailure, TimeoutError):
-            process.ask(None, _IMPORT_SECONDS)
+            process.request(None, _IMPORT_SECONDS)
 
 
 def end_process() -> None:
     """Ends the calling thread's process, if it has one."""
-    if _own.process is not None:
-        _own.process.end()
-        _own.process = None
+    if _thread_state.process is not None:
+        _thread_state.process.end()
+        _thread_state.process = None

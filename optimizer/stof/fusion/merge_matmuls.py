@@ -80,7 +80,7 @@ def merge_matmuls(
     inside = {n.output[0] for g in groups.values() for n in g}
     nodes: list[onnx.NodeProto] = []
     splits: set[str] = set()
-    computed = computed_with(model) if groups else frozenset()
+    computed = find_computed_tensors(model) if groups else frozenset()
     for node in model.graph.node:
         name = node.output[0] if node.output else ""
         if name in groups:
@@ -94,7 +94,7 @@ def merge_matmuls(
     return MergedMatmuls(copy_with_nodes(model, nodes), frozenset(splits))
 
 
-def computed_with(model: onnx.ModelProto) -> frozenset[str]:
+def find_computed_tensors(model: onnx.ModelProto) -> frozenset[str]:
     """The tensors that memory-bound operators read, those left out that only rename or reshape."""
     return frozenset(i for n in model.graph.node if n.op_type not in FREE and kind_of_node(n) for i in n.input)
 

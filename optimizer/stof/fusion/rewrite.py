@@ -80,7 +80,7 @@ class FusionRewrite(OpRewrite[FusionCandidates, FusionDecisions]):
 
     def find(self, job: Job, model: Callable[[], onnx.ModelProto]) -> FusionCandidates | LeftOut:
         decider = make_chain_decider(job.options, job.library)
-        selection = ChainSelection(job.selections[KEY], _planned(job))
+        selection = ChainSelection(job.selections[KEY], _plan_entries(job))
         if decider is None and selection.planned and job.options.chains != "off":
             decider = refuse_all
         if decider is None:
@@ -113,7 +113,7 @@ class FusionRewrite(OpRewrite[FusionCandidates, FusionDecisions]):
         return options.chains != "off" and KEY not in plan.entries
 
 
-def _planned(job: Job) -> tuple[ChainPlan, ...] | None:
+def _plan_entries(job: Job) -> tuple[ChainPlan, ...] | None:
     if job.plan is None or KEY not in job.plan.entries:
         return None
     return tuple(entry for entry in job.plan.entries[KEY] if isinstance(entry, ChainPlan))

@@ -17,7 +17,7 @@ import onnx
 from onnx import AttributeProto, TensorProto
 
 from stof.errors import ArgumentError, ModelError
-from stof.files import Temporary, lock, open_regular, remove_leftovers, temporary_file
+from stof.files import TemporaryFile, open_regular, remove_leftovers, temporary_file, try_lock
 
 ITEM_SIZES = {
     int(TensorProto.BOOL): 1,
@@ -326,10 +326,10 @@ class DataCopier:
         model: the new model under its temporary name.
     """
 
-    def __init__(self, model: Temporary) -> None:
+    def __init__(self, model: TemporaryFile) -> None:
         self._model = model
         self._stack = ExitStack()
-        self._staged: list[tuple[DataCopy, Temporary]] = []
+        self._staged: list[tuple[DataCopy, TemporaryFile]] = []
 
     def __enter__(self) -> DataCopier:
         return self
@@ -369,7 +369,7 @@ class DataCopier:
             except OSError as error:
                 raise _copy_error(copy, error) from error
 
-    def _publish(self, copy: DataCopy, new: Temporary) -> None:
+    def _publish(self, copy: DataCopy, new: TemporaryFile) -> None:
         while True:
             try:
                 new.publish(copy.target)
@@ -389,7 +389,7 @@ class DataCopier:
             with contextlib.suppress(OSError):  # other files are in it by now
                 folder.rmdir()
 
-    def _withdraw(self, copy: DataCopy, new: Temporary) -> None:
+    def _withdraw(self, copy: DataCopy, new: TemporaryFile) -> None:
         # Without the lock another process may use the copy already.
         if self._model.is_temporary() and new.is_locked and new.is_at(copy.target):
             with contextlib.suppress(OSError):
@@ -405,7 +405,7 @@ def _is_in_place(copy: DataCopy) -> bool:
         except (FileNotFoundError, NotADirectoryError):
             return False
         with there:
-            if lock(there.fileno(), shared=True) is not False and _is_same_file(there.fileno(), copy.target):
+            if try_lock(there.fileno(), shared=True) is not False and _is_same_file(there.fileno(), copy.target):
                 _check_same(copy, there.fileno())
                 return True
         if time.monotonic() > end:

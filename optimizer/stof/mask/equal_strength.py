@@ -34,13 +34,13 @@ def find_equal_strength(symbolic: Symbolic, site: AttentionSite, mask: LiftedMas
         return []
     if site.zeroed:
         raise UnsupportedError(
-            f"weights are made zero once more after {runtime.tensor!r} was added, which is data of a run and may forbid as much "
-            "as the mask: such rows are neither zeros nor sums of one; a fill of -inf makes this plain"
+            f"weights are made zero once more after {runtime.tensor!r} was added, which is known only at run time and may "
+            "forbid as much as the mask: such rows are neither zeros nor sums of one; a fill of -inf makes this plain"
         )
     for term, numbers in fills.items():
         if term.kind is not TermKind.ADD and any(math.isfinite(f) for f in numbers):
             raise UnsupportedError(
-                f"{runtime.tensor!r} is added by data of a run and may forbid all keys that {term.tensor!r} leaves to a query, "
+                f"{runtime.tensor!r} is known only at run time and may forbid all keys that {term.tensor!r} leaves to a query, "
                 f"which fills with {max(numbers):g}: such a query attends to other keys than the operator's; a fill of -inf "
                 "makes this plain, and --empty-rows ignore accepts it"
             )

@@ -176,7 +176,7 @@ def gemm_form(epilogue: str, pair: int) -> tuple[str, str]:
 
 
 def has_cpu_gemm() -> bool:
-    """Whether the library has kernels for products in fp32 by constants on the CPU."""
+    """Whether the library has CPU kernels for fp32 GEMMs with constant weights."""
     try:
         return hasattr(library(), "stof_gemm_cpu_form")
     except LibraryError:

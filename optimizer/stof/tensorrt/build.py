@@ -12,7 +12,7 @@ import onnx
 
 from stof.attention.function_body import OP
 from stof.errors import ArgumentError, ModelError, shown
-from stof.files import check_outputs, find_file, is_utf8, read_bytes, write_bytes
+from stof.files import check_outputs, is_utf8, read_bytes, stat_file, write_bytes
 from stof.graph.external_data import external_files
 from stof.graph.index import DOMAIN, all_nodes
 from stof.graph.load_save import load
@@ -264,7 +264,7 @@ class _Build:
         path = self.options.timing_cache
         if path is None:
             return None
-        data = b"" if find_file("timing cache", path) is None else read_bytes("timing cache", path)
+        data = b"" if stat_file("timing cache", path) is None else read_bytes("timing cache", path)
         cache = self.config.create_timing_cache(data)
         if cache is None or not self.config.set_timing_cache(cache, False):
             raise ArgumentError(

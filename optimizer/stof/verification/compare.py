@@ -67,7 +67,7 @@ def compare_outputs(
     return Comparison(what, difference, budget, difference <= budget, coverage=coverage)
 
 
-def undefined_everywhere(by_case: Sequence[Sequence[Comparison]], names: Sequence[str]) -> list[Comparison]:
+def find_undefined_outputs(by_case: Sequence[Sequence[Comparison]], names: Sequence[str]) -> list[Comparison]:
     """A failure for each output with NaN of the original alone of which no case compared most elements.
 
     Args:

@@ -23,7 +23,7 @@ _KNOWN |= {"Squeeze", "Transpose", "Unsqueeze"}
 _FLOAT, _DOUBLE = int(TensorProto.FLOAT), int(TensorProto.DOUBLE)
 
 
-def in_double(
+def compute_in_fp64(
     model: onnx.ModelProto, cores: Collection[Collection[str]], dtype: Callable[[str], int]
 ) -> onnx.ModelProto | None:
     """A copy in which nodes of fp32 attention cores compute in fp64; None where none can.

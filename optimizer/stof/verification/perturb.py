@@ -23,7 +23,7 @@ class Noisy:
     largest: float
 
 
-def perturbed(model: onnx.ModelProto, tensors: Mapping[str, Noisy], seed: int) -> onnx.ModelProto:
+def perturb(model: onnx.ModelProto, tensors: Mapping[str, Noisy], seed: int) -> onnx.ModelProto:
     """A copy in which tensors are off by some units in the last place of their largest numbers, some channels up, some down."""
     result = onnx.ModelProto()
     result.CopyFrom(model)
@@ -36,11 +36,13 @@ def perturbed(model: onnx.ModelProto, tensors: Mapping[str, Noisy], seed: int) -
             if name in changed:
                 node.output[i] = f"{name}/stof_exact"
         result.graph.node.append(node)
-        result.graph.node.extend(_adding(changed, tensors, rng))
+        result.graph.node.extend(_make_noise_nodes(changed, tensors, rng))
     return result
 
 
-def _adding(names: Iterable[str], tensors: Mapping[str, Noisy], rng: np.random.Generator) -> list[onnx.NodeProto]:
+def _make_noise_nodes(
+    names: Iterable[str], tensors: Mapping[str, Noisy], rng: np.random.Generator
+) -> list[onnx.NodeProto]:
     found = []
     for name in names:
         noisy = tensors[name]

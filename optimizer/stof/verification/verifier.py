@@ -24,9 +24,9 @@ import onnx
 from stof.execution.case import Padding
 from stof.execution.ort_sessions import VerifiedSession
 from stof.execution.upcast import TypedAttributes
-from stof.verification.compare import compare_outputs, undefined_everywhere
+from stof.verification.compare import compare_outputs, find_undefined_outputs
 from stof.verification.model_inputs import default_inputs
-from stof.verification.perturb import Noisy, perturbed
+from stof.verification.perturb import Noisy, perturb
 from stof.verification.reference_runs import ReferenceRuns, run_reference
 from stof.verification.result import Comparison, Verification
 from stof.verification.site_checks import EmittedSites
@@ -144,7 +144,7 @@ class _Run:
         for sites in self.verifier.sites:
             outputs |= sites.checks.rounding_errors(self.reference.captured)
         outputs = {name: self.models.widen_noise(noisy) for name, noisy in outputs.items()}
-        self._run_also([perturbed(self.models.probed, outputs, seed) for seed in range(_ROUNDINGS)])
+        self._run_also([perturb(self.models.probed, outputs, seed) for seed in range(_ROUNDINGS)])
 
     def may_be_rounding(self) -> bool:
         """Whether sites were replaced of which none differs by itself."""
@@ -155,7 +155,7 @@ class _Run:
         session = self.models.sessions.make(self.models.final, optimized=True, library=True)
         by_case = [self._compare_case(session, i) for i in range(len(self.reference.plain))]
         wrong = next((i for i, comparisons in enumerate(by_case) if not all(c.ok for c in comparisons)), None)
-        undefined = undefined_everywhere(by_case, self._output_names())
+        undefined = find_undefined_outputs(by_case, self._output_names())
         return [c for comparisons in by_case for c in comparisons] + undefined, wrong
 
     def search_suspects(self, wrong: int) -> None:

@@ -24,7 +24,7 @@ from stof.execution.inputs import InputMaker
 from stof.mask.check.run_masks import tensors_by_role
 from stof.mask.expression import MaskExpression
 from stof.mask.site import EmptyRows, Layout, TermKind
-from stof.verification.fp64_reference import in_double
+from stof.verification.fp64_reference import compute_in_fp64
 from stof.verification.model_inputs import BATCH_WITH_ALL_PADDING, ModelInputs
 from stof.verification.perturb import Noisy
 from stof.verification.result import Comparison
@@ -129,7 +129,7 @@ class AttentionChecks(SiteChecks):
 
     def rounding_variants(self, working: onnx.ModelProto, dtype: Callable[[str], int]) -> list[onnx.ModelProto]:
         soft = [r.site for r in self.scopes[0].rewrites(self.rewrites) if _absorbs(r)]
-        exact = in_double(working, [s.nodes for s in soft], dtype) if soft else None
+        exact = compute_in_fp64(working, [s.nodes for s in soft], dtype) if soft else None
         return [exact] if exact else []
 
     def rounding_errors(self, captured: Mapping[str, np.ndarray]) -> dict[str, Noisy]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from stof import strict_json
-from stof.files import locked, remove_leftovers, write_text
+from stof.files import folder_lock, remove_leftovers, write_text
 
 Record = dict[str, Any]
 
@@ -48,7 +48,7 @@ def store_all(path: Path, added: Sequence[Record]) -> None:
     keys = [r["key"] for r in added]
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(path.parent)
-    with locked(path.parent):  # nobody adds to the file between its reading and its writing
+    with folder_lock(path.parent):  # nobody adds to the file between its reading and its writing
         records = [*[r for r in read(path) if r["key"] not in keys], *added]
         write_text("results", path, [strict_json.dumps(sorted(records, key=_order), indent=1, sort_keys=True)])
 

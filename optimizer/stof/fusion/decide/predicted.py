@@ -16,7 +16,7 @@ from stof.execution.upcast import HALF
 from stof.fusion.decide.decision import ChainDecision
 from stof.fusion.emit import ChainSignature
 from stof.fusion.fusion_graph import FusionGraph
-from stof.fusion.merge_matmuls import computed_with
+from stof.fusion.merge_matmuls import find_computed_tensors
 from stof.fusion.policy import Matmuls
 from stof.fusion.search.cost import SHARE_USUAL, AnalyticalCost, MachineModel, SegmentedRegion
 from stof.fusion.search.engine import SearchLimits, search
@@ -101,7 +101,7 @@ class PredictedDecider:
                 for name in dict.fromkeys(node.input):
                     readers.setdefault(name, []).append(node)
             sizes = self.sizes or sizes_of(model, symbolic, self.options)
-            self.context = _MatmulContext(symbolic, sizes, readers, computed_with(model))
+            self.context = _MatmulContext(symbolic, sizes, readers, find_computed_tensors(model))
         return self.context
 
     def _merge_gains(self, context: _MatmulContext, matmuls: Matmuls, sizes: Mapping[str, int], is_split: bool) -> bool:
