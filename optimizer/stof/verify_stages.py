@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,12 +64,14 @@ def verify_stages(report: Report, ops: Sequence[OpRewrite[Any, Any]], stages: li
     """
     attempt = _Attempts(ops, folder)
     outcome = attempt.verify(stages)
-    while outcome.failure and (trials := _trials(stages, outcome)):
+    while outcome.failure:
         tried: list[tuple[list[Stage], _Outcome]] = []
-        for trial in trials:
+        for trial in _trials(stages, outcome):
             tried.append((trial, attempt.verify(trial)))
             if not tried[-1][1].failure:
                 break
+        if not tried:
+            break
         is_right = not tried[-1][1].failure
         stages, outcome = tried[-1] if is_right else tried[0]
         report.sections |= {s.op.key: s.decided.section for s in stages}
@@ -84,14 +86,17 @@ def verify_stages(report: Report, ops: Sequence[OpRewrite[Any, Any]], stages: li
     return stages
 
 
-def _trials(stages: Sequence[Stage], outcome: _Outcome) -> list[list[Stage]]:
-    """What is left of stages when one is dropped that may be at fault, those most likely to be first; or none."""
+def _trials(stages: Sequence[Stage], outcome: _Outcome) -> Iterator[list[Stage]]:
+    """What is left of stages when one is dropped that may be at fault, those most likely to be first; or nothing."""
     faulty = [i for i, s in enumerate(stages) if s.op.key in outcome.faults]
     if any(not can_drop(stages[i]) for i in faulty):
-        return []
+        return
     if faulty:
-        return [drop(stages, faulty[-1], outcome.faults[stages[faulty[-1]].op.key])]
-    return [drop(stages, i, outcome.failure) for i in reversed(range(len(stages))) if can_drop(stages[i])]
+        yield drop(stages, faulty[-1], outcome.faults[stages[faulty[-1]].op.key])
+        return
+    for i in reversed(range(len(stages))):
+        if can_drop(stages[i]):
+            yield drop(stages, i, outcome.failure)
 
 
 def _blamed(stages: Sequence[Stage], outcome: _Outcome) -> Stage:
