@@ -135,7 +135,7 @@ class Report:
         lines += [line for s in sections for line in s.mask_pictures()]
         if self.nodes_after:
             lines += ["", f"nodes: {self.nodes_before} -> {self.nodes_after}"]
-        lines += self._verified()
+        lines += self._verification_lines()
         if self.output:
             lines.append(f"written: {self.output}")
         elif self.replaced:
@@ -154,7 +154,7 @@ class Report:
         own = [s for s in sections if s.names is owner]
         return "\n".join(shown(line) for s in own for line in s.explain_rows(pattern.removeprefix(s.names.prefix)))
 
-    def _verified(self) -> list[str]:
+    def _verification_lines(self) -> list[str]:
         v = self.verification
         if v is None:
             return ["not verified"] if self.output else []
@@ -165,16 +165,16 @@ class Report:
             worst = max(sites, key=lambda c: c.difference / c.budget if c.budget else 0.0)
             lines.append(
                 f"verified: {len(sites)} sites against fp64, worst error {worst.difference:.2e} of {worst.budget:.2e} allowed; "
-                f"{_compared(sites)}"
+                f"{_describe_coverage(sites)}"
             )
         if outputs:
             worst = max(outputs, key=lambda c: c.difference / c.budget if c.budget else 0.0)
             lines.append(
                 f"verified: {len(outputs)} outputs against the original, worst difference {worst.difference:.2e} of "
                 f"{worst.budget:.2e} allowed ({v.seconds:.1f} s{'' if v.complete else ', cut short by the budget'}); "
-                f"{_compared(outputs)}"
+                f"{_describe_coverage(outputs)}"
             )
-            lines += _undefined(outputs)
+            lines += _undefined_lines(outputs)
         if v.expanded:
             lines.append(
                 "          (ONNX Runtime refuses fused attention nodes of the original: it ran with them expanded to "
@@ -187,7 +187,7 @@ class Report:
         return lines
 
 
-def _compared(comparisons: Sequence[Comparison]) -> str:
+def _describe_coverage(comparisons: Sequence[Comparison]) -> str:
     """Which elements were compared, and why others were not."""
     given = [c.coverage for c in comparisons]
     elements, compared = sum(c.elements for c in given), sum(c.compared for c in given)
@@ -202,7 +202,7 @@ def _compared(comparisons: Sequence[Comparison]) -> str:
     return f"of {elements} elements {compared} were compared, {words}"
 
 
-def _undefined(outputs: Sequence[Comparison]) -> list[str]:
+def _undefined_lines(outputs: Sequence[Comparison]) -> list[str]:
     """Where elements are NaN in the original alone."""
     found = [c for c in outputs if c.coverage.undefined]
     lines = []

@@ -81,7 +81,7 @@ def verify_stages(report: Report, ops: Sequence[OpRewrite[Any, Any]], stages: li
         report.verification = outcome.verification
         report.seconds["verify"] = attempt.seconds
         if outcome.failure:
-            stage = _blamed(stages, outcome)
+            stage = _find_blamed(stages, outcome)
             raise VerifyError(stage.op.explain_failure(stage.decided, outcome.verification))
     return stages
 
@@ -99,7 +99,7 @@ def _trials(stages: Sequence[Stage], outcome: _Outcome) -> Iterator[list[Stage]]
             yield drop(stages, i, outcome.failure)
 
 
-def _blamed(stages: Sequence[Stage], outcome: _Outcome) -> Stage:
+def _find_blamed(stages: Sequence[Stage], outcome: _Outcome) -> Stage:
     """The op at fault: of those whose sites differ, the first; else one that cannot be dropped."""
     fixed = [s for s in stages if s.decided.has_replaced and not can_drop(s)]
     wrong = [s for s in fixed if s.op.key in outcome.faults] or [s for s in fixed if s.op.key == outcome.suspected]

@@ -425,6 +425,6 @@ def test_a_fault_in_finding_chains_leaves_the_model_as_it_was(monkeypatch: pytes
     model = onnx.parser.parse_model(
         '<ir_version: 8, opset_import: ["": 18]> g (float[B,8] x) => (float[B,8] y) { a = Exp(x) y = Neg(a) }'
     )
-    chained = apply.fuse_chains(model, lambda *_: None)  # type: ignore[arg-type, return-value]
-    assert chained.model is model
-    assert "ZeroDivisionError: of no account" in chained.reports[0].reason
+    result = apply.fuse_chains(model, lambda *_: None)  # type: ignore[arg-type, return-value]
+    assert result.model is model
+    assert "ZeroDivisionError: of no account" in result.reports[0].reason

@@ -35,26 +35,26 @@ def norm(b: Builder, *, read_again: bool) -> onnx.ModelProto:
     return b.model(y, total) if read_again else b.model(y)
 
 
-def chained(model: onnx.ModelProto) -> list[str]:
+def reasons(model: onnx.ModelProto) -> list[str]:
     made = fuse_chains(model, PredictedDecider(Options(target="cuda"), MACHINE))
     return [r.reason for r in made.reports if r.operators and (r.replaced or r.gain is not None)]
 
 
 def test_what_the_runtime_fuses_gains_nothing() -> None:
-    (reason,) = chained(norm(Builder(HALF), read_again=False))
+    (reason,) = reasons(norm(Builder(HALF), read_again=False))
     assert reason.startswith("predicted")
     assert "ONNX Runtime" in reason
 
 
 def test_what_the_runtime_leaves_apart_is_taken() -> None:
-    assert chained(norm(Builder(HALF), read_again=True)) == ["replaced"]
-    assert chained(split_gate(Builder(HALF))) == ["replaced"]
+    assert reasons(norm(Builder(HALF), read_again=True)) == ["replaced"]
+    assert reasons(split_gate(Builder(HALF))) == ["replaced"]
 
 
 def test_a_bias_behind_a_matmul_costs_the_runtime_more_than_a_chain() -> None:
     """MatMul and Add become Gemm in the runtime, which writes the bias to all rows first: a chain takes it with what follows."""
     b = Builder(HALF)
-    assert chained(b.model(b.add("Gelu", b.add("Add", activations(b), b.weight(N))))) == ["replaced"]
+    assert reasons(b.model(b.add("Gelu", b.add("Add", activations(b), b.weight(N))))) == ["replaced"]
 
 
 def test_gains_are_of_the_baseline_and_the_chain() -> None:

@@ -152,7 +152,7 @@ class SiteDecider:
             row = replace(row, mask=mask.expression.text, family=mask.family, notes=notes)
             step = Step.CHECK
             accept(self.checker, site, mask, ignore_empty_rows=self.options.ignore_empty_rows)
-            row = replace(row, notes=(*notes, *_granted(self.checker.find_binary_inputs(site, mask))))
+            row = replace(row, notes=(*notes, *_assumption_notes(self.checker.find_binary_inputs(site, mask))))
             step = Step.KERNEL
             if reasons := self.target.why_not(site, mask):
                 raise UnsupportedError("no kernel: " + "; ".join(reasons))
@@ -206,17 +206,17 @@ class SiteDecider:
         if stated is not None:
             mask = state(self.symbolic, site, stated, self.checker)
         elif entry is not None:
-            mask = self._planned(site, entry)
+            mask = self._mask_of_plan(site, entry)
         else:
-            mask = self._lifted(site)
+            mask = self._lift_once(site)
         if entry is not None and entry.empty_rows:
             mask = replace(mask, empty_rows=EmptyRows(entry.empty_rows))
         if self.options.ignore_empty_rows and mask.empty_rows is not EmptyRows.NAN:
             mask = replace(mask, empty_rows=EmptyRows.ZERO)
         return mask
 
-    def _lifted(self, site: AttentionSite) -> LiftedMask:
-        key = _unplaced(site)
+    def _lift_once(self, site: AttentionSite) -> LiftedMask:
+        key = _mask_key(site)
         if key not in self.lifted:
             self.lifted[key] = self._lift(site)
         return self.lifted[key]
@@ -236,9 +236,9 @@ class SiteDecider:
             return lift(self.symbolic, site, weaker)
         return mask
 
-    def _planned(self, site: AttentionSite, entry: SitePlan) -> LiftedMask:
+    def _mask_of_plan(self, site: AttentionSite, entry: SitePlan) -> LiftedMask:
         try:
-            mask = self._lifted(site)
+            mask = self._lift_once(site)
         except UnsupportedError:
             mask = None
         # A mask that was edited, or stated when the plan was made, counts as stated.
@@ -278,7 +278,7 @@ def _is_text_of(text: str, expression: MaskExpression) -> bool:
 _NO_OPERAND = Operand("", Layout.BHSD)
 
 
-def _unplaced(site: AttentionSite) -> AttentionSite:
+def _mask_key(site: AttentionSite) -> AttentionSite:
     """What a site's mask is made of: layers share the tensors of their masks, and differ in all that is left out here."""
     none = _NO_OPERAND
     return replace(
@@ -295,7 +295,7 @@ def _length(size: Int, options: Options, end: int) -> int:
     return max(1, min(found, _LONGEST))
 
 
-def _granted(inputs: Sequence[str]) -> list[str]:
+def _assumption_notes(inputs: Sequence[str]) -> list[str]:
     return [f"{name} is taken to hold 0 and 1 only: the graph computes with it" for name in inputs]
 
 

@@ -116,10 +116,10 @@ class PredictedDecider:
         for node in matmuls:
             count = elements(node.output[0])
             read = context.readers.get(node.output[0], [])
-            chained = node.output[0] in context.computed
-            share = SHARE_USUAL if chained and self.options.products and has_gemm() else 1.0
+            is_in_chain = node.output[0] in context.computed
+            share = SHARE_USUAL if is_in_chain and self.options.products and has_gemm() else 1.0
             separate += self.machine.launch + self.machine.matmul_seconds(2.0 * count * inner, inner) / share
-            if chained and share == 1.0:
+            if is_in_chain and share == 1.0:
                 alone = not any(o in context.computed for n in read for o in n.output)  # one operator is no chain
                 separate += (self.machine.runtime_seconds if alone else self.machine.seconds)(4 * count)
         count = sum(elements(n.output[0]) for n in matmuls)

@@ -182,8 +182,8 @@ class AnalyticalCost:
             written = self.bytes_of(graph.nodes[node_indices[0]].output[0])
             biased = len(node_indices) == 1 and has_bias(graph.nodes[node_indices[0]])
             return seconds + (self.machine.bias_seconds(written) if biased else 0.0)
-        chained = len(node_indices) > 1 or segment in self.alone
-        kernel = self.machine.seconds if chained else self.machine.runtime_seconds
+        is_chain = len(node_indices) > 1 or segment in self.alone
+        kernel = self.machine.seconds if is_chain else self.machine.runtime_seconds
         return kernel(touched, sum(self._work(p) for p in node_indices))
 
     def matmul_seconds(self) -> float:
