@@ -19,7 +19,7 @@ TENSORRT = "tensorrt"
 _OPTIONS = {CUDA: "STOF_CUDA", TENSORRT: "STOF_TENSORRT"}
 
 
-def find_library(name: str, variable: str, error: type[StofError]) -> tuple[Path, bool]:
+def locate_library(name: str, variable: str, error: type[StofError]) -> tuple[Path, bool]:
     """The path of a library, and whether it is there.
 
     An environment variable wins, for development; otherwise it is the one installed with the package.

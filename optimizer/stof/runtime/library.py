@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from stof.errors import StofError
-from stof.installation import CUDA, find_library, missing
+from stof.installation import CUDA, locate_library, missing
 
 LIBRARY = "libstof_ort.so"
 ERROR_SIZE = 1024
@@ -48,7 +48,7 @@ def library_path() -> Path:
     Raises:
         LibraryError: when there is none.
     """
-    path, exists = find_library(LIBRARY, "STOF_LIBRARY", LibraryError)
+    path, exists = locate_library(LIBRARY, "STOF_LIBRARY", LibraryError)
     if exists:
         return path
     raise LibraryError(

@@ -37,7 +37,7 @@ def plugin_path() -> Path:
     Raises:
         TensorrtError: when there is none.
     """
-    path, exists = installation.find_library(LIBRARY, "STOF_TRT_LIBRARY", TensorrtError)
+    path, exists = installation.locate_library(LIBRARY, "STOF_TRT_LIBRARY", TensorrtError)
     if exists:
         return path
     raise TensorrtError(f"{LIBRARY} is {missing(TENSORRT, path.parent)} (or set STOF_TRT_LIBRARY to a built library)")
