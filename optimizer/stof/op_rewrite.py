@@ -27,7 +27,7 @@ from stof.execution.upcast import TypedAttributes
 from stof.options import Options
 from stof.plan import EntryFormat, Plan, PlanEntry
 from stof.report import Section
-from stof.selection import Candidate, CandidateNames, Selection
+from stof.selection import CandidateNames, NamedCandidate, Selection
 
 if TYPE_CHECKING:
     from stof.verification.result import Verification
@@ -83,7 +83,7 @@ class Decisions(ABC):
 
     @property
     @abstractmethod
-    def candidates(self) -> tuple[Candidate, ...]:
+    def candidates(self) -> tuple[NamedCandidate, ...]:
         """What options may name, whether it is replaced or not."""
 
     @property

@@ -27,7 +27,7 @@ class CandidateNames:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class NamedCandidate:
     """What options may name: by its name or, where it has one, by its number."""
 
     name: str
@@ -57,7 +57,7 @@ class Selection:
     explain: tuple[str, ...] = ()
     others: tuple[CandidateNames, ...] = ()
 
-    def reason_left_out(self, candidate: Candidate) -> str:
+    def reason_left_out(self, candidate: NamedCandidate) -> str:
         """Why a candidate stays as it is; empty where the options say nothing against it."""
         if self.only and not any(candidate.matches(p) for p in self.only):
             return "not among --only"
@@ -65,7 +65,7 @@ class Selection:
             return "left out by --skip"
         return ""
 
-    def check(self, candidates: Iterable[Candidate]) -> None:
+    def check(self, candidates: Iterable[NamedCandidate]) -> None:
         """Refuses patterns that name no candidate: a misspelt ``--skip`` must not be lost.
 
         Raises:
@@ -132,7 +132,7 @@ def select(options: Options, names: Sequence[CandidateNames]) -> list[Selection]
     ]
 
 
-def list_candidates(names: CandidateNames, candidates: Iterable[Candidate]) -> str:
+def list_candidates(names: CandidateNames, candidates: Iterable[NamedCandidate]) -> str:
     """The candidates of a model for a message about one that it does not have."""
     numbered = [c for c in candidates if c.index is not None]
     if not numbered:

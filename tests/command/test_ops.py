@@ -25,7 +25,7 @@ from stof.options import Options
 from stof.pipeline import optimize
 from stof.plan import EntryFormat, Fields, Plan
 from stof.report import Section
-from stof.selection import Candidate, CandidateNames
+from stof.selection import CandidateNames, NamedCandidate
 from stof.symbolic import Symbolic
 from stof.verification.result import Comparison
 from stof.verification.site_checks import SiteChecks
@@ -67,7 +67,7 @@ class CallsSection(Section):
         return [f"  {row.name}: {row.reason}" for row in self.rows]
 
     def explain_rows(self, pattern: str) -> list[str]:
-        return [row.name for i, row in enumerate(self.rows) if Candidate(row.name, i).matches(pattern)]
+        return [row.name for i, row in enumerate(self.rows) if NamedCandidate(row.name, i).matches(pattern)]
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ class CallsDecisions(Decisions):
         return self.entries
 
     @property
-    def candidates(self) -> tuple[Candidate, ...]:
-        return tuple(Candidate(e.name, i) for i, e in enumerate(self.entries))
+    def candidates(self) -> tuple[NamedCandidate, ...]:
+        return tuple(NamedCandidate(e.name, i) for i, e in enumerate(self.entries))
 
     @property
     def has_replaced(self) -> bool:
@@ -127,7 +127,7 @@ class Calls(OpRewrite[onnx.ModelProto, CallsDecisions]):
         entries = []
         for i, name in enumerate(n.name for n in found.graph.node if n.op_type == self.operator):
             planned = job.plan.of(self.key, name) if job.plan else None
-            reason = job.selections[self.key].reason_left_out(Candidate(name, i))
+            reason = job.selections[self.key].reason_left_out(NamedCandidate(name, i))
             if planned is not None and not planned.replace:
                 reason = "left as it is by the plan"
             entries.append(Entry(name, not reason, reason or "replaced"))

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from stof.report import Section
-from stof.selection import Candidate, CandidateNames
+from stof.selection import CandidateNames, NamedCandidate
 
 KEY = "sites"
 NAMES = CandidateNames("site")
@@ -92,7 +92,7 @@ class SiteSection(Section):
         return []
 
     def explain_rows(self, pattern: str) -> list[str]:
-        chosen = [row for row in self.rows if Candidate(row.site, row.index).matches(pattern)]
+        chosen = [row for row in self.rows if NamedCandidate(row.site, row.index).matches(pattern)]
         return [line for row in chosen for line in _explained_lines(row)]
 
 

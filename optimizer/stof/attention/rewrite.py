@@ -34,7 +34,7 @@ from stof.mask.families import picture
 from stof.mask.site import tables_of
 from stof.op_rewrite import Decisions, Job, OpRewrite
 from stof.plan import EntryFormat
-from stof.selection import Candidate
+from stof.selection import NamedCandidate
 
 if TYPE_CHECKING:
     from stof.attention.checks.site_checks import AttentionChecks
@@ -65,9 +65,9 @@ class AttentionDecisions(Decisions):
         return tuple(c.plan for c in self.choices)
 
     @property
-    def candidates(self) -> tuple[Candidate, ...]:
+    def candidates(self) -> tuple[NamedCandidate, ...]:
         if not self.scopes:  # of a model that was optimized before
-            return tuple(Candidate(row.site) for row in self.sites.rows)
+            return tuple(NamedCandidate(row.site) for row in self.sites.rows)
         return _candidates(self.scopes)
 
     @property
@@ -170,7 +170,7 @@ class AttentionRewrite(OpRewrite[tuple[Scope, ...], AttentionDecisions]):
         return f"verification failed: {first.what}{first.detail and ': '}{first.detail}. Nothing was written"
 
 
-def _candidates(scopes: Sequence[Scope]) -> tuple[Candidate, ...]:
+def _candidates(scopes: Sequence[Scope]) -> tuple[NamedCandidate, ...]:
     sites = [site for scope in scopes for site in scope.sites]
     return candidates_of(sites, [finding for scope in scopes for finding in scope.findings])
 

@@ -11,7 +11,7 @@ from stof.fusion.apply import ChainReport
 from stof.fusion.decide.selection import NAMES
 from stof.fusion.plan_entry import ChainPlan
 from stof.report import Section
-from stof.selection import Candidate
+from stof.selection import NamedCandidate
 
 KEY = "chains"
 
@@ -47,7 +47,7 @@ class ChainSection(Section):
 
     def explain_rows(self, pattern: str) -> list[str]:
         reports = {row.chain: row for row in self.rows}
-        chosen = [(i, p) for i, p in enumerate(self.plans) if Candidate(p.chain, i).matches(pattern)]
+        chosen = [(i, p) for i, p in enumerate(self.plans) if NamedCandidate(p.chain, i).matches(pattern)]
         return [line for i, p in chosen for line in _explained_lines(i, p, reports.get(p.chain))]
 
 

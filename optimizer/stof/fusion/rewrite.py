@@ -24,7 +24,7 @@ from stof.op_rewrite import Decisions, Job, LeftOut, OpRewrite
 from stof.options import Options
 from stof.plan import EntryFormat, Plan
 from stof.runtime.library import has_packed
-from stof.selection import Candidate
+from stof.selection import NamedCandidate
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class FusionDecisions(Decisions):
         return self.result.plans
 
     @property
-    def candidates(self) -> tuple[Candidate, ...]:
-        return tuple(Candidate(p.chain, i) for i, p in enumerate(self.result.plans))
+    def candidates(self) -> tuple[NamedCandidate, ...]:
+        return tuple(NamedCandidate(p.chain, i) for i, p in enumerate(self.result.plans))
 
     @property
     def has_replaced(self) -> bool:

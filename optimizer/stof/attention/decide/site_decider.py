@@ -29,7 +29,7 @@ from stof.mask.site import AttentionSite, EmptyRows, Finding, Layout, LiftedMask
 from stof.mask.stated_masks import state
 from stof.options import Options
 from stof.plan import Plan
-from stof.selection import Candidate, Selection, list_candidates
+from stof.selection import NamedCandidate, Selection, list_candidates
 from stof.symbolic import Int, Symbolic
 from stof.symbolic.algebra.sizes import evaluate
 
@@ -49,9 +49,9 @@ class Choice:
     rewrite: Rewrite | None = None
 
 
-def candidates_of(sites: Sequence[AttentionSite], findings: Sequence[Finding]) -> tuple[Candidate, ...]:
+def candidates_of(sites: Sequence[AttentionSite], findings: Sequence[Finding]) -> tuple[NamedCandidate, ...]:
     """What options may name: sites by name and number, and by name each softmax that is no attention."""
-    return (*(Candidate(s.name, s.index) for s in sites), *(Candidate(f.site) for f in findings))
+    return (*(NamedCandidate(s.name, s.index) for s in sites), *(NamedCandidate(f.site) for f in findings))
 
 
 def check_masks(options: Options, sites: Sequence[AttentionSite]) -> None:
@@ -193,7 +193,7 @@ class SiteDecider:
 
     def _left_out(self, site: AttentionSite, entry: SitePlan | None) -> str:
         """Why a site is left out by the user's choice; empty when it is not."""
-        if reason := self.selection.reason_left_out(Candidate(site.name, site.index)):
+        if reason := self.selection.reason_left_out(NamedCandidate(site.name, site.index)):
             return reason
         if self.plan is not None and entry is None:
             return "not in the plan"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from stof.errors import ArgumentError
 from stof.fusion.decide.decision import ChainDecision
 from stof.fusion.plan_entry import ChainPlan
-from stof.selection import Candidate, CandidateNames, Selection, list_candidates
+from stof.selection import CandidateNames, NamedCandidate, Selection, list_candidates
 
 NAMES = CandidateNames("chain", "chain:")
 _ALL = Selection(NAMES)
@@ -32,7 +32,7 @@ class ChainSelection:
         Raises:
             ArgumentError: naming the option or the entry of the plan.
         """
-        candidates = [Candidate(name, i) for i, name in enumerate(names)]
+        candidates = [NamedCandidate(name, i) for i, name in enumerate(names)]
         self.named.check(candidates)
         own = dict(zip(names, words, strict=True))
         for entry in self.planned or ():
@@ -51,7 +51,7 @@ class ChainSelection:
 
     def of_chain(self, number: int, name: str) -> ChainDecision | None:
         """The user's decision about a chain; None where there is none."""
-        if reason := self.named.reason_left_out(Candidate(name, number)):
+        if reason := self.named.reason_left_out(NamedCandidate(name, number)):
             return ChainDecision((), reason)
         if self.planned is None:
             return None
