@@ -54,7 +54,7 @@ Status AttentionJob::MakeMask(const MaskForm& form, AttentionParams* params) {
   build.sizes = sizes_;
   build.part = part_;
   build.tile = {form.m, form.n, form.fragments};
-  build.multiprocessors = device_.sm_count;
+  build.sm_count = device_.sm_count;
   build.invalid = build_->invalid;
   if (!IsCountable(build)) {
     return Status::Error("more than 2^29 tiles in a block mask: S × T is too large for a mask in one piece");

@@ -22,7 +22,7 @@ MaskForm FormOf(const AttentionJob& job) {
   const int64_t group = args.H / args.G;
   if (group * args.S > kDecodeQueries) return form;
   form.group = group;
-  form.multiprocessors = job.device().sm_count;
+  form.sm_count = job.device().sm_count;
   return form;
 }
 

@@ -181,7 +181,7 @@ int BuildAndCompare(const RandomMask& mask, const cuda::MaskInputs& inputs, cons
   CHECK(status.ok(), where, ": ", status.message());
   cuda::MaskCuts cuts(program, mask.sizes, tile, most);
   cuda::MaskBuild build;
-  build.program = &program, build.sizes = mask.sizes, build.tile = tile, build.multiprocessors = 4;
+  build.program = &program, build.sizes = mask.sizes, build.tile = tile, build.sm_count = 4;
   Blocks blocks;
   build.invalid = static_cast<int32_t*>(blocks.Take(4));
   CHECK_CUDA(cudaMemset(build.invalid, 0, 4));
