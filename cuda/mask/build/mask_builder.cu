@@ -319,8 +319,8 @@ int LaunchMaskBuild(const MaskBuild& build, void* memory, void* stream, DeviceMa
   const int64_t pieces = rows * CeilDiv(l.columns, kDecided);
   error = Start(kernels.decide, p, CeilDiv(pieces, kFewThreads / 32), kFewThreads, shared, on, early);
   if (error != 0) return error;
-  error = Start(kernels.evaluate, p, std::min<int64_t>(all, int64_t{kEvaluating / p.m} * build.sm_count), p.m,
-                shared, on, early);
+  error = Start(kernels.evaluate, p, std::min<int64_t>(all, int64_t{kEvaluating / p.m} * build.sm_count), p.m, shared,
+                on, early);
   if (error != 0) return error;
   error = Start(kernels.list, p, CeilDiv(rows, kFewThreads / 64), kFewThreads, 0, on, early);
   if (error != 0) return error;
