@@ -227,15 +227,17 @@ double ErrorOf(const Row& row, const stof::AttentionArgs& args) {
   return error / largest;
 }
 
+void ExitUnlessOk(const stof::Status& status, const Row& row) {
+  if (status.ok()) return;
+  std::fprintf(stderr, "%s: %s\n", row.name, status.message().c_str());
+  std::exit(1);
+}
+
 // Microseconds of one call, by the kernel of that name; "": what STOF_CUDA_KERNEL says, else the selector's choice.
 // Calls take the sets of inputs in turn.
 double Time(const Row& row, const std::vector<stof::AttentionArgs>& sets, int calls, const stof::AttentionMask& mask,
             const stof::ExprSizes& sizes, Workspace* space, const std::string& kernel) {
-  const stof::Status forced = stof::cuda::ForceKernel(kernel);
-  if (!forced.ok()) {
-    std::fprintf(stderr, "%s\n", forced.message().c_str());
-    std::exit(1);
-  }
+  ExitUnlessOk(stof::cuda::ForceKernel(kernel), row);
   cudaStream_t stream = nullptr;
   CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   stof::RunContext context;
@@ -248,10 +250,7 @@ double Time(const Row& row, const std::vector<stof::AttentionArgs>& sets, int ca
     space->used = 0;
     const stof::Status status =
         stof::FindCudaBackend()->attention.run(sets[turn++ % sets.size()], nullptr, mask, sizes, {}, context);
-    if (!status.ok()) {
-      std::fprintf(stderr, "%s: %s\n", row.name, status.message().c_str());
-      std::exit(1);
-    }
+    ExitUnlessOk(status, row);
   };
   double us = TimeGraph(stream, calls, run);
   if (seconds > 0) us = TimeGraph(stream, calls, run, static_cast<int>(seconds * 1e6 / us / calls) + 1);
@@ -285,13 +284,11 @@ void MeasureAll(const Row& row, const stof::AttentionArgs& args, const stof::Att
   if (!mask.parts.fixed.empty()) problem.mask = &mask.parts.fixed;
   problem.hash = mask.fixed_hash;
   problem.sizes = sizes;
-  CHECK_CUDA(cudaDeviceGetAttribute(&problem.sm_count, cudaDevAttrMultiProcessorCount, 0));
-  int l2 = 0;
-  CHECK_CUDA(cudaDeviceGetAttribute(&l2, cudaDevAttrL2CacheSize, 0));
-  problem.l2_heads = std::max<int64_t>(1, l2 / 2 / (4 * sizes.T * row.D)) * (args.H / args.G);
-  problem.kv_bytes = args.B * args.G * 4 * sizes.T * row.D;
   stof::cuda::DeviceProperties device;
-  if (!stof::cuda::GetDeviceProperties(&device).ok()) std::exit(1);
+  ExitUnlessOk(stof::cuda::GetDeviceProperties(&device), row);
+  problem.sm_count = device.sm_count;
+  problem.l2_heads = std::max<int64_t>(1, device.l2_bytes / 2 / (4 * sizes.T * row.D)) * (args.H / args.G);
+  problem.kv_bytes = args.B * args.G * 4 * sizes.T * row.D;
   stof::cuda::KernelProblem asked;
   asked.capability = device.capability;
   asked.dtype = args.dtype;
@@ -305,8 +302,7 @@ void MeasureAll(const Row& row, const stof::AttentionArgs& args, const stof::Att
   int at = 0;
   for (const stof::cuda::KernelEntry& kernel : kernels) {
     int64_t model = 0;
-    const stof::Status status = stof::cuda::Predict(kernel, problem, &model);
-    if (!status.ok()) std::exit(1);
+    ExitUnlessOk(stof::cuda::Predict(kernel, problem, &model), row);
     const double us = Time(row, {args}, row.launches, mask, sizes, space, stof::cuda::KernelName(kernel));
     best = std::min(best, us);
     std::printf("    kernel %d (%3d x %3d, %d): %9.1f us, model %9.1f\n", at, kernel.rows, kernel.keys,
@@ -380,10 +376,7 @@ void Measure(const Row& row, stof::DType dtype, bool tf32, bool all) {
     tiles = kept / whole;
     pairs = (pairs - 1) / (static_cast<double>(row.H) * static_cast<double>(row.S) * static_cast<double>(T));
   }
-  if (!status.ok()) {
-    std::fprintf(stderr, "%s: %s\n", row.name, status.message().c_str());
-    std::exit(1);
-  }
+  ExitUnlessOk(status, row);
   Workspace space;
   space.size = static_cast<size_t>(8 * count + 1024 * query_count) + (size_t{16} << 20);
   CHECK_CUDA(cudaMalloc(&space.memory, space.size));
