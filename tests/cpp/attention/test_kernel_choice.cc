@@ -66,7 +66,7 @@ std::string Choose(const cuda::KernelRequest& request, const cuda::KernelProblem
   return status.ok() ? cuda::KernelName(*choice.kernel) : status.message();
 }
 
-TEST(KernelRequestsAreParsed) {
+TEST(KernelChoiceParsesRequests) {
   const std::vector<std::string> names = {"sm80", "rows", "sm90-128x64x2"};
   constexpr char kExpected[] = "', expected a number or one of sm80 rows sm90-128x64x2";
   const auto parse = [&names](const std::string& text, cuda::KernelRequest* request) {
@@ -87,7 +87,7 @@ TEST(KernelRequestsAreParsed) {
 }
 
 // A test's request, then a tactic, the attribute, the environment.
-TEST(KernelRequestsHaveAnOrder) {
+TEST(KernelChoiceOrdersRequests) {
   const cuda::KernelRequest none, forced = Named("rows"), environment = Numbered(3);
   CHECK(cuda::ResolveKernelRequest(none, 0, "", none).is_empty());
   CHECK(cuda::ResolveKernelRequest(none, 0, "", environment) == environment);
@@ -97,7 +97,7 @@ TEST(KernelRequestsHaveAnOrder) {
   CountCases(5);
 }
 
-TEST(ForcedKernelsComeBeforeOtherRequests) {
+TEST(KernelChoiceTakesForcedKernelsFirst) {
   cuda::KernelRequest request;
   CHECK(cuda::ForceKernel("rows").ok());
   CHECK(cuda::GetKernelRequest("sm80", 2, &request).ok() && request == Named("rows"));
@@ -115,7 +115,7 @@ TEST(ForcedKernelsComeBeforeOtherRequests) {
   CountCases(5);
 }
 
-TEST(KernelNamesAreUnique) {
+TEST(KernelChoiceNamesAreUnique) {
   const std::vector<std::string> names = cuda::NamesOfAllKernels();
   CHECK(std::set<std::string>(names.begin(), names.end()).size() == names.size());
   for (const char* name : {"sm80", "rows", "fp32", "decode-splitkv", "decode-cluster"}) {
@@ -138,7 +138,7 @@ TEST(KernelNamesAreUnique) {
 }
 
 // A request that does not fit leaves the choice to the library.
-TEST(KernelRequestsChooseWhatFits) {
+TEST(KernelChoiceTakesWhatFits) {
   const cuda::KernelProblem plain = Problem(64);
   MaskExpr causal, scattered;
   CHECK(MaskExpr::Parse("k <= q", {}, &causal).ok() && MaskExpr::Parse("(q - k) % 128 == 0", {}, &scattered).ok());
