@@ -127,7 +127,7 @@ int CountKernels(const AttentionArgs& args) {
   int kernels = 0;
   const Status status =
       cuda::AttentionJob(args, nullptr, none, ExprSizes(), Tables(), cuda::MaskPart(), nullptr, context)
-          .Count(&kernels);
+          .CountKernels(&kernels);
   if (status.ok()) return kernels;
   cudaGetLastError();  // clears the error of a missing device
   return 0;
@@ -182,7 +182,7 @@ Status PrepareAttention(const AttentionArgs& args, const Tensor* pad, const Atte
     STOF_RETURN_IF_ERROR(cuda::UploadStream(&stream));
     context.stream = stream;
     const cuda::MaskPart all = {0, args.B, 0, args.H, 0, args.S};
-    const Status status = cuda::AttentionJob(args, pad, mask, sizes, operands, all, nullptr, context).Ready();
+    const Status status = cuda::AttentionJob(args, pad, mask, sizes, operands, all, nullptr, context).Prepare();
     if (!status.too_large()) STOF_RETURN_IF_ERROR(status);  // one that is too large is made by the run
   }
   return LoadKernels(args, pad, mask, sizes, operands, context);
@@ -229,7 +229,7 @@ constexpr CudaBackend MakeBackend() {
   backend.attention.run = kChecked<&RunAttention>;
   backend.attention.prepare = kChecked<&PrepareAttention>;
   backend.attention.count_kernels = CountAttentionKernels;
-  backend.attention.list_kernels = kChecked<&cuda::KernelNames>;
+  backend.attention.list_kernels = kChecked<&cuda::ListKernels>;
 
   backend.chain.make_state = cuda::MakeDeviceChain;
   backend.chain.prepare = kChecked<&cuda::ReadyChain>;

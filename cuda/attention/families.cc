@@ -35,7 +35,7 @@ const KernelFamily* FindFamily(KernelRole role, const KernelProblem& problem, Ke
   return nullptr;
 }
 
-std::vector<std::string> NamesOfKernels(const KernelProblem& problem) {
+std::vector<std::string> ListKernelNames(const KernelProblem& problem) {
   std::vector<std::string> names;
   for (const KernelFamily* family : kFamilies) {
     if (family->role != KernelRole::kDecode) AddNames(FindKernels(*family, problem), &names);
@@ -43,7 +43,7 @@ std::vector<std::string> NamesOfKernels(const KernelProblem& problem) {
   return names;
 }
 
-std::vector<std::string> NamesOfAllKernels() {
+std::vector<std::string> ListAllKernelNames() {
   std::vector<std::string> names;
   for (const KernelFamily* family : kFamilies) {
     for (int head_size = 32; head_size <= 256; head_size += 32) {

@@ -15,10 +15,10 @@ namespace cuda {
 const KernelFamily* FindFamily(KernelRole role, const KernelProblem& problem, KernelTable* kernels);
 
 // The names of the kernels that can compute the problem, but for those of the decode family.
-std::vector<std::string> NamesOfKernels(const KernelProblem& problem);
+std::vector<std::string> ListKernelNames(const KernelProblem& problem);
 
 // The names of all kernels in this build.
-std::vector<std::string> NamesOfAllKernels();
+std::vector<std::string> ListAllKernelNames();
 
 }  // namespace cuda
 }  // namespace stof

@@ -36,7 +36,7 @@ AttentionParams ToParams(const AttentionArgs& args) {
 
 }  // namespace
 
-Status LaunchStatus(int error) { return ToStatus(static_cast<cudaError_t>(error), "launch of the attention kernel"); }
+Status CheckLaunch(int error) { return ToStatus(static_cast<cudaError_t>(error), "launch of the attention kernel"); }
 
 AttentionJob::AttentionJob(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask,
                            const ExprSizes& sizes, const Tables& operands, const MaskPart& part, DeviceBuild* build,
@@ -54,11 +54,6 @@ AttentionJob::AttentionJob(const AttentionArgs& args, const Tensor* pad, const A
 
 Status AttentionJob::Run() {
   STOF_RETURN_IF_ERROR(Describe());
-  if (device_.capability < 80) {
-    return Status::Error("the device has compute capability " + std::to_string(device_.capability / 10) + "." +
-                         std::to_string(device_.capability % 10) +
-                         ", the CUDA kernels need 8.0 or later: run the model on the CPU provider");
-  }
   if (args_.T == 0) {  // without any key all rows are zeros, whatever the policy for fully masked rows
     params_.empty_rows = static_cast<int32_t>(EmptyRows::kZero);
     return RunTiled();
@@ -68,7 +63,7 @@ Status AttentionJob::Run() {
   return choice.family->run(this, *choice.kernel);
 }
 
-Status AttentionJob::Ready() {
+Status AttentionJob::Prepare() {
   pins_mask_ = context_.keeper != nullptr;
   STOF_RETURN_IF_ERROR(Describe());
   KernelChoice choice;

@@ -47,10 +47,10 @@ class AttentionJob {
 
   Status Run();
   // Makes the masks that Run needs. The keeper, if there is one, holds them.
-  Status Ready();
+  Status Prepare();
   // The number of kernels that RunContext::kernel chooses from: the tiled one, then the scheduled ones; 0: there is no
   // choice.
-  Status Count(int* kernels);
+  Status CountKernels(int* kernels);
 
   // ---- for KernelFamily::run and ::prepare ----
   const AttentionArgs& args() const { return args_; }
@@ -89,7 +89,7 @@ class AttentionJob {
 
  private:
   // ---- cuda/attention/job_choice.cc ----
-  // Sets problem_, selection_ and device_.
+  // Sets problem_, selection_ and device_. An error where no kernel runs on the device.
   Status Describe();
   // Also sets request_.
   Status Choose(KernelChoice* choice);
@@ -118,10 +118,10 @@ class AttentionJob {
 };
 
 // The names of the kernels that a tuner may time: CudaBackend::kernel_names.
-Status KernelNames(int64_t head_size, DType dtype, std::string* names);
+Status ListKernels(int64_t head_size, DType dtype, std::string* names);
 
-// The status of a kernel launch with this CUDA error code.
-Status LaunchStatus(int error);
+// The error of a kernel launch that gave this CUDA error code; 0 is none.
+Status CheckLaunch(int error);
 
 // Sets memory to zeros, but not while kernels are only loaded: the address then names no memory.
 Status Clear(void* memory, size_t bytes, cudaStream_t stream);

@@ -24,6 +24,11 @@ bool HasAlignedBias(const AttentionParams& p) {
 
 Status AttentionJob::Describe() {
   STOF_RETURN_IF_ERROR(GetDeviceProperties(&device_));
+  if (device_.capability < 80) {
+    return Status::Error("the device has compute capability " + std::to_string(device_.capability / 10) + "." +
+                         std::to_string(device_.capability % 10) +
+                         ", the CUDA kernels need 8.0 or later: run the model on the CPU provider");
+  }
   KernelProblem& p = problem_;
   p.capability = device_.capability;
   p.dtype = args_.dtype;
@@ -58,7 +63,7 @@ Status AttentionJob::Choose(KernelChoice* choice) {
   return ChooseKernel(request_, problem_, selection_, choice);
 }
 
-Status AttentionJob::Count(int* kernels) {
+Status AttentionJob::CountKernels(int* kernels) {
   STOF_RETURN_IF_ERROR(Describe());
   KernelTable scheduled;
   FindFamily(KernelRole::kScheduled, problem_, &scheduled);
@@ -78,7 +83,7 @@ bool AttentionJob::HasAlignedRows() const {
   return aligned;
 }
 
-Status KernelNames(int64_t head_size, DType dtype, std::string* names) {
+Status ListKernels(int64_t head_size, DType dtype, std::string* names) {
   DeviceProperties properties;
   STOF_RETURN_IF_ERROR(GetDeviceProperties(&properties));
   names->clear();
@@ -88,7 +93,7 @@ Status KernelNames(int64_t head_size, DType dtype, std::string* names) {
   problem.capability = properties.capability;
   problem.dtype = dtype;
   problem.head_size = static_cast<int>(head_size);
-  for (const std::string& name : NamesOfKernels(problem)) *names += (names->empty() ? "" : " ") + name;
+  for (const std::string& name : ListKernelNames(problem)) *names += (names->empty() ? "" : " ") + name;
   return Status();
 }
 

@@ -24,7 +24,7 @@ const EnvironmentRequest& Environment() {
     auto* const parsed = new EnvironmentRequest;
     if (text != nullptr) {
       parsed->status =
-          ParseKernelRequest(text, "the environment variable STOF_CUDA_KERNEL", NamesOfAllKernels(), &parsed->request);
+          ParseKernelRequest(text, "the environment variable STOF_CUDA_KERNEL", ListAllKernelNames(), &parsed->request);
     }
     return parsed;
   }();
@@ -83,7 +83,7 @@ Status GetKernelRequest(const char* attribute, int tactic, KernelRequest* reques
 
 Status ForceKernel(const std::string& text) {
   KernelRequest request;
-  STOF_RETURN_IF_ERROR(ParseKernelRequest(text, "the forced kernel", NamesOfAllKernels(), &request));
+  STOF_RETURN_IF_ERROR(ParseKernelRequest(text, "the forced kernel", ListAllKernelNames(), &request));
   ForcedRequests& forced = Forced();
   const std::lock_guard<std::mutex> lock(forced.mutex);
   forced.current.store(&forced.requests.emplace(text, request).first->second);

@@ -82,9 +82,9 @@ Status Run(AttentionJob* job, const KernelEntry&) {
   }
   const auto launch = choice.cluster ? cluster_code.launch : split_kv_code.launch;
   for (params.second_pass = 0; params.second_pass <= (second ? 1 : 0); ++params.second_pass) {
-    STOF_RETURN_IF_ERROR(LaunchStatus(launch(params, job->stream())));
+    STOF_RETURN_IF_ERROR(CheckLaunch(launch(params, job->stream())));
     if (params.split_output != nullptr) {
-      STOF_RETURN_IF_ERROR(LaunchStatus(split_kv_code.combine(params, job->stream())));
+      STOF_RETURN_IF_ERROR(CheckLaunch(split_kv_code.combine(params, job->stream())));
     }
     params.attention.lse = nullptr;  // already stored
   }

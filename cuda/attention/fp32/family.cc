@@ -44,8 +44,8 @@ Status Run(AttentionJob* job, const KernelEntry& kernel) {
   }
   PlaceWorkspace(kernel, memory, &params);
   const auto& code = kernel.code_as<Fp32Code>();
-  STOF_RETURN_IF_ERROR(LaunchStatus(code.split(params, job->stream())));
-  return LaunchStatus(code.launch(params, job->problem().score_mod() != ScoreMod::kNone, job->stream()));
+  STOF_RETURN_IF_ERROR(CheckLaunch(code.split(params, job->stream())));
+  return CheckLaunch(code.launch(params, job->problem().score_mod() != ScoreMod::kNone, job->stream()));
 }
 
 Status Prepare(AttentionJob* job, const KernelEntry&) { return job->PrepareTiled(); }

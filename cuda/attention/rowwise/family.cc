@@ -18,7 +18,7 @@ Status Prepare(AttentionJob* job, const KernelEntry& kernel) {
 Status Run(AttentionJob* job, const KernelEntry& kernel) {
   STOF_RETURN_IF_ERROR(job->PreparePadding());
   STOF_RETURN_IF_ERROR(Prepare(job, kernel));
-  return LaunchStatus(kernel.code_as<RowwiseCode>().launch(*job->params(), job->stream()));
+  return CheckLaunch(kernel.code_as<RowwiseCode>().launch(*job->params(), job->stream()));
 }
 
 constexpr KernelFamily MakeFamily() {

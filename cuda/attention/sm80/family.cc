@@ -16,7 +16,7 @@ KernelTable Find(const KernelProblem& problem) { return FindByHeadSize(kTables, 
 Status Run(AttentionJob* job, const KernelEntry& kernel) {
   STOF_RETURN_IF_ERROR(job->PreparePadding());
   STOF_RETURN_IF_ERROR(job->PrepareTiled());
-  return LaunchStatus(kernel.code_as<Sm80Code>().launch(*job->params(), job->stream()));
+  return CheckLaunch(kernel.code_as<Sm80Code>().launch(*job->params(), job->stream()));
 }
 
 Status Prepare(AttentionJob* job, const KernelEntry&) { return job->PrepareTiled(); }

@@ -71,7 +71,7 @@ Status Run(AttentionJob* job, const KernelEntry& kernel) {
   // Fully masked rows that attend all keys are left to a second kernel.
   const bool second = job->NeedsEmptyRowPass(params.attention.has_mask != 0, entry.get());
   STOF_RETURN_IF_ERROR(job->PreparePadding(second, &params.attention.pad_bits, &params.empty_flags));
-  STOF_RETURN_IF_ERROR(LaunchStatus(kernel.code_as<Sm90Code>().launch(params, job->stream())));
+  STOF_RETURN_IF_ERROR(CheckLaunch(kernel.code_as<Sm90Code>().launch(params, job->stream())));
   return second ? job->RunTiledForEmptyRows(params.attention.pad_bits, params.empty_flags) : Status();
 }
 

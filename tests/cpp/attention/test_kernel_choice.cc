@@ -104,7 +104,7 @@ TEST(KernelChoiceTakesForcedKernelsFirst) {
   // An error leaves the request as it was, and lists the names.
   const Status status = cuda::ForceKernel("row");
   CHECK(!status.ok() && status.message().find("the forced kernel is 'row'") == 0, status.message());
-  for (const std::string& name : cuda::NamesOfAllKernels()) {
+  for (const std::string& name : cuda::ListAllKernelNames()) {
     CHECK(status.message().find(" " + name) != std::string::npos, name, ": ", status.message());
   }
   CHECK(cuda::GetKernelRequest("sm80", 0, &request).ok() && request == Named("rows"));
@@ -116,7 +116,7 @@ TEST(KernelChoiceTakesForcedKernelsFirst) {
 }
 
 TEST(KernelChoiceNamesAreUnique) {
-  const std::vector<std::string> names = cuda::NamesOfAllKernels();
+  const std::vector<std::string> names = cuda::ListAllKernelNames();
   CHECK(std::set<std::string>(names.begin(), names.end()).size() == names.size());
   for (const char* name : {"sm80", "rows", "fp32", "decode-splitkv", "decode-cluster"}) {
     CHECK(std::count(names.begin(), names.end(), name) == 1, name);
