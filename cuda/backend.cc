@@ -2,11 +2,10 @@
 // Fills the table of plugins/core/contract/cuda_backend.h, one entry for each operator.
 #include <cuda_runtime.h>
 
-#include <cstring>
 #include <string>
 
 #include "cuda/attention/job.h"
-#include "cuda/attention/select.h"
+#include "cuda/attention/kernel_request.h"
 #include "cuda/chain/run.h"
 #include "cuda/common/graph_capture.h"
 #include "cuda/common/one_process.h"
@@ -97,32 +96,17 @@ Status RunAttentionInParts(const AttentionArgs& args, const Tensor* pad, const A
   return ToStatus(static_cast<cudaError_t>(error), "launch of the kernel that marks an output");
 }
 
-// *own: the arguments, with the kernel that the environment names where they name none.
-Status ApplyKernelOfEnvironment(const AttentionArgs& args, AttentionArgs* named, const AttentionArgs** own) {
-  const char* name = nullptr;
-  STOF_RETURN_IF_ERROR(cuda::KernelNameFromEnvironment(&name));
-  *own = &args;
-  if (*name == '\0' || *args.kernel != '\0') return Status();
-  *named = args;
-  named->kernel = name;
-  *own = named;
-  return Status();
-}
-
 Status RunAttention(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
                     const Tables& operands, const RunContext& context) {
   STOF_RETURN_IF_ERROR(CheckCudaAttention(args));
-  AttentionArgs named;
-  const AttentionArgs* own = nullptr;
-  STOF_RETURN_IF_ERROR(ApplyKernelOfEnvironment(args, &named, &own));
   if (args.T > 0 && !mask.parts.dynamic.empty()) {
-    return RunAttentionInParts(*own, pad, mask, sizes, operands, context);
+    return RunAttentionInParts(args, pad, mask, sizes, operands, context);
   }
   const cuda::MaskPart all = {0, args.B, 0, args.H, 0, args.S};
-  const Status status = cuda::AttentionJob(*own, pad, mask, sizes, operands, all, nullptr, context).Run();
+  const Status status = cuda::AttentionJob(args, pad, mask, sizes, operands, all, nullptr, context).Run();
   if (!status.too_large()) return status;
   // A mask that exceeds BlockMaskBounds is made by each run, part by part.
-  const Status in_parts = RunAttentionInParts(*own, pad, mask, sizes, operands, context);
+  const Status in_parts = RunAttentionInParts(args, pad, mask, sizes, operands, context);
   if (in_parts.ok()) return in_parts;
   return Status::Error(status.message() + "; nor can it be made on the device: " + in_parts.message());
 }
@@ -143,7 +127,7 @@ int CountKernels(const AttentionArgs& args) {
   int kernels = 0;
   const Status status =
       cuda::AttentionJob(args, nullptr, none, ExprSizes(), Tables(), cuda::MaskPart(), nullptr, context)
-          .Count(&kernels);
+          .CountKernels(&kernels);
   if (status.ok()) return kernels;
   cudaGetLastError();  // clears the error of a missing device
   return 0;
@@ -151,7 +135,7 @@ int CountKernels(const AttentionArgs& args) {
 
 // Hashes what decides which kernels a run queues, and what is compiled into them.
 uint64_t HashKernelChoice(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask,
-                          const ExprSizes& sizes, int kernel) {
+                          const ExprSizes& sizes, const cuda::KernelRequest& request) {
   int device = 0;
   cudaGetDevice(&device);
   uint64_t hash = mask.fixed_hash;
@@ -162,9 +146,9 @@ uint64_t HashKernelChoice(const AttentionArgs& args, const Tensor* pad, const At
     while (x > int64_t{1} << power) ++power;
     return x <= 0 ? -1 : power;
   };
-  for (const int64_t x :
-       {int64_t{device}, about(sizes.B), sizes.H, args.G, about(sizes.S), about(sizes.T), about(sizes.P), args.D,
-        args.Dv, int64_t{kernel}, static_cast<int64_t>(args.dtype), static_cast<int64_t>(args.empty_rows)}) {
+  for (const int64_t x : {int64_t{device}, about(sizes.B), sizes.H, args.G, about(sizes.S), about(sizes.T),
+                          about(sizes.P), args.D, args.Dv, int64_t{request.tactic}, int64_t{request.number},
+                          static_cast<int64_t>(args.dtype), static_cast<int64_t>(args.empty_rows)}) {
     mix(x);
   }
   for (const bool x : {args.allow_tf32, args.softcap > 0.0f, args.scale > 0.0f, args.bias != nullptr,
@@ -173,14 +157,16 @@ uint64_t HashKernelChoice(const AttentionArgs& args, const Tensor* pad, const At
     mix(x ? 1 : 0);
   }
   if (pad != nullptr) mix(static_cast<int64_t>(pad->dtype));
-  return MixHash(HashBytes(args.kernel, std::strlen(args.kernel), hash), mask.parts.dynamic.Hash());
+  return MixHash(HashBytes(request.name.data(), request.name.size(), hash), mask.parts.dynamic.Hash());
 }
 
 Status LoadKernels(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
                    const Tables& operands, const RunContext& context) {
+  cuda::KernelRequest request;
+  STOF_RETURN_IF_ERROR(cuda::GetKernelRequest(args.kernel, context.kernel, &request));
   const auto queue = [&](const RunContext& own) { return RunAttention(args, pad, mask, sizes, operands, own); };
   return cuda::LoadKernels(
-      HashKernelChoice(args, pad, mask, sizes, context.kernel),
+      HashKernelChoice(args, pad, mask, sizes, request),
       [](void* self, const RunContext& own) { return (*static_cast<decltype(queue)*>(self))(own); },
       const_cast<void*>(static_cast<const void*>(&queue)), context);
 }
@@ -196,10 +182,7 @@ Status PrepareAttention(const AttentionArgs& args, const Tensor* pad, const Atte
     STOF_RETURN_IF_ERROR(cuda::UploadStream(&stream));
     context.stream = stream;
     const cuda::MaskPart all = {0, args.B, 0, args.H, 0, args.S};
-    AttentionArgs named;
-    const AttentionArgs* own = nullptr;
-    STOF_RETURN_IF_ERROR(ApplyKernelOfEnvironment(args, &named, &own));
-    const Status status = cuda::AttentionJob(*own, pad, mask, sizes, operands, all, nullptr, context).Ready();
+    const Status status = cuda::AttentionJob(args, pad, mask, sizes, operands, all, nullptr, context).Prepare();
     if (!status.too_large()) STOF_RETURN_IF_ERROR(status);  // one that is too large is made by the run
   }
   return LoadKernels(args, pad, mask, sizes, operands, context);
@@ -246,7 +229,7 @@ constexpr CudaBackend MakeBackend() {
   backend.attention.run = kChecked<&RunAttention>;
   backend.attention.prepare = kChecked<&PrepareAttention>;
   backend.attention.count_kernels = CountAttentionKernels;
-  backend.attention.list_kernels = kChecked<&cuda::KernelNames>;
+  backend.attention.list_kernels = kChecked<&cuda::ListKernels>;
 
   backend.chain.make_state = cuda::MakeDeviceChain;
   backend.chain.prepare = kChecked<&cuda::ReadyChain>;

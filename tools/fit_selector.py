@@ -10,7 +10,7 @@ counts. --store FILE keeps these points, and nothing else of the files; docs/res
 no RESULTS are given, was made so. The model is that of cuda/attention/select.cc: tile schedules are made by
 cuda/schedule/tile_schedule.cc itself, through a library of its own (--planner). The constants are read from d64.cu and d128.cu in
 cuda/attention/sm90/instantiations/. Without --fit only the regret of these is printed; with it, constants are sought for that
-long from those that are there, and printed as the lists want them. No GPU is needed, nor a library with CUDA kernels.
+long from those that are there, and printed as the tables want them. No GPU is needed, nor a library with CUDA kernels.
 
 Regret is the time of the kernel that the model chooses over that of the fastest, the 8.0 and the row-wise kernel among them.
 """
@@ -47,14 +47,22 @@ MOVED = 0.001  # weight of changed cost ratios beside the regret
 HEAT = 0.0003  # initial temperature of annealing
 _TYPES = (np.int32,) * 5 + (np.uint32,)  # of a block mask's arrays
 _ENTRY = re.compile(
-    r"MakeKernel<Sm90Shape<(\d+), +(\d+), +(\d+), \d+, \d+, (\d+), (\d+)"
-    r"(?:, ScoreMod::kNone(?:, k\w+)+)?>, T>\(([\d, ]+)\)"
+    r"MakeKernel<T, Head<(\d+)>, Tile<(\d+), (\d+)>, Stages<\d+>, QueryStages<\d+>, Pipelines<(\d+)>(?:, Splits<(\d+)>)?"
+    r"(?:, ScoreMod::kNone(?:, k\w+)+)?>\( ?((?:\w+\{\d+\}(?:, )?)+)\)"
 )
+# The names of a kernel's costs in the table, in its order.
+_COSTS = {
+    "RowNs": "row",
+    "FullNs": "full",
+    "PartialNs": "partial",
+    "NsPerMib": "ns_per_mib",
+    "SoloPct": "solo_speed_pct",
+}
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """An entry of a kernel list. Costs are nanoseconds of a tile row, a full and a partial KV tile, and a MiB of keys and
+    """A row of a kernel table. Costs are nanoseconds of a tile row, a full and a partial KV tile, and a MiB of keys and
     values; solo_speed_pct is the speed of a CTA alone on its SM (TileCost in cuda/schedule/tile_schedule.h).
     """
 
@@ -91,11 +99,11 @@ class Kernel:
         return f"sm90-{self.rows}x{self.keys}x{self.ctas_per_sm}"
 
     def __str__(self) -> str:
-        costs = [round(x) for x in (self.row, self.full, self.partial, self.ns_per_mib, self.solo_speed_pct)]
+        costs = [round(getattr(self, field)) for field in _COSTS.values()]
         for usual in (100, 0):
             if costs[-1] == usual:
                 costs.pop()
-        return f"{self.name:18s} ({', '.join(map(str, costs))})"
+        return f"{self.name:18s} ({', '.join(f'{name}{{{cost}}}' for name, cost in zip(_COSTS, costs, strict=False))})"
 
 
 @functools.cache
@@ -110,12 +118,12 @@ def kernels_of(head: int) -> list[Kernel]:
     """The kernels of a head size without score modification, read from the source."""
     found = []
     path = HERE / f"cuda/attention/sm90/instantiations/d{head}.cu"
-    source = path.read_text()
+    source = re.sub(r"\s+", " ", path.read_text())
     for entry in _ENTRY.finditer(source):
         size, rows, keys, pipelines = (int(entry[i]) for i in range(1, 5))
-        costs = [float(x) for x in entry[6].split(",")]
+        costs = {_COSTS[name]: float(cost) for name, cost in re.findall(r"(\w+)\{(\d+)\}", entry[6])}
         assert size == head, entry[0]
-        found.append(Kernel(rows, keys, pipelines, int(entry[5]), *costs))
+        found.append(Kernel(rows, keys, pipelines, int(entry[5] or 1), **costs))
     written = source.split("kKernels[] = {")[1].split("};")[0].count("MakeKernel<")
     if len(found) != written:
         raise SystemExit(

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One attention on a device, from the operator's problem to the launches. job.cc runs the kernels, job_choice.cc
-// chooses one, job_memory.cc gets masks and workspace.
+// One attention on a device, from the operator's problem to the launches. job_choice.cc chooses a kernel, its family
+// runs it (KernelFamily::run), job_memory.cc gets masks and workspace.
 #ifndef STOF_CUDA_ATTENTION_JOB_H_
 #define STOF_CUDA_ATTENTION_JOB_H_
 
@@ -11,9 +11,10 @@
 #include <string>
 #include <vector>
 
+#include "cuda/attention/kernel_request.h"
+#include "cuda/attention/kernel_table.h"
 #include "cuda/attention/params.h"
 #include "cuda/attention/select.h"
-#include "cuda/attention/sm90/api.h"
 #include "cuda/common/device_properties.h"
 #include "cuda/mask/build/mask_builder.h"
 #include "cuda/mask/device_mask.h"
@@ -46,33 +47,34 @@ class AttentionJob {
 
   Status Run();
   // Makes the masks that Run needs. The keeper, if there is one, holds them.
-  Status Ready();
-  // The number of kernels to choose from: the sm_80 kernel, then those for sm_90a; 0: there is no choice.
-  Status Count(int* kernels);
+  Status Prepare();
+  // The number of kernels that RunContext::kernel chooses from: the tiled one, then the scheduled ones; 0: there is no
+  // choice.
+  Status CountKernels(int* kernels);
 
- private:
-  // ---- cuda/attention/job.cc ----
-  Status RunRowwise();
-  Status RunDecode();
-  Status RunFp32();
-  Status RunSm80();
-  Status LaunchSm80();
+  // ---- for KernelFamily::run and ::prepare ----
+  const AttentionArgs& args() const { return args_; }
+  bool is_bf16() const { return args_.dtype == DType::kBF16; }
+  // What decides which kernels fit.
+  const KernelProblem& problem() const { return problem_; }
+  // What decides how fast they are.
+  const SelectionProblem& selection() const { return selection_; }
+  const KernelRequest& request() const { return request_; }
+  const DeviceProperties& device() const { return device_; }
+  cudaStream_t stream() const { return stream_; }
+  Keeper* keeper() const { return context_.keeper; }
+  // The parameters that all kernels share. PreparePadding and GetMask complete them.
+  AttentionParams* params() { return &params_; }
 
-  // ---- cuda/attention/job_choice.cc ----
-  // The list of sm_90a kernels for the problem on this device; nullptr: there are none.
-  Status First(const Sm90Kernel** first);
-  // Leaves *kernel nullptr for the sm_80 kernel.
-  Status Choose(const Sm90Kernel** kernel, SelectionProblem* problem);
-  // The block masks of the sm_80 and fp32 kernels, the row-wise and the decode kernels.
-  static MaskForm TiledForm();
-  static MaskForm RowwiseForm();
-  MaskForm DecodeForm() const;
-  // Whether the row-wise kernel is faster by the model; false where a kernel is named, or only the device knows the
-  // mask.
-  Status PrefersRowwise(const Sm90Kernel* kernel, const SelectionProblem& problem, bool* rowwise) const;
-  bool PrefersDecode() const;
-  // Whether rows can be read 16 bytes at a time. CheckCudaAttention ensures it for fp16 and bf16.
-  bool CanReadVectors() const;
+  // Runs the tiled kernel, which computes any problem.
+  Status RunTiled();
+  // RunTiled for the fully masked rows alone, which attend all keys. A scheduled kernel has flagged them.
+  Status RunTiledForEmptyRows(const uint32_t* pad_bits, const int32_t* empty_flags);
+  // Makes the block mask of RunTiled.
+  Status PrepareTiled();
+  bool empty_rows_attend_all() const;
+  // Whether a second pass over fully masked rows, which attend all keys, may find some. has_mask, entry: of the kernel.
+  bool NeedsEmptyRowPass(bool has_mask, const MaskEntry* entry) const;
 
   // ---- cuda/attention/job_memory.cc ----
   // The block mask of this form. entry: of the cache; nullptr where the mask is built on the device.
@@ -80,11 +82,22 @@ class AttentionJob {
   // Workspace for one use: the mask of m x n tiles, or with m = 0 by n: split fp32 operands (0), padding (1), decode
   // splits (2), splits of tile rows (3). The parts of a run share it.
   void* GetWorkspace(int m, int n, size_t bytes);
-  Status MakeMask(const MaskForm& form, AttentionParams* params);
-  // Sets the tile schedule, and workspace for split rows.
-  Status SetSchedule(const Sm90Kernel& kernel, const MaskEntry& entry, Sm90Params* params);
   // Packs the key padding mask; with `flags` also clears a flag for every kRowsPerFlag query rows.
   Status PreparePadding(bool flags, const uint32_t** pad_bits, int32_t** empty_flags);
+  // Packs it for params(), unless that is done.
+  Status PreparePadding();
+
+ private:
+  // ---- cuda/attention/job_choice.cc ----
+  // Sets problem_, selection_ and device_. An error where no kernel runs on the device.
+  Status Describe();
+  // Also sets request_.
+  Status Choose(KernelChoice* choice);
+  // Whether rows can be read 16 bytes at a time. CheckCudaAttention ensures it for fp16 and bf16.
+  bool HasAlignedRows() const;
+
+  // ---- cuda/attention/job_memory.cc ----
+  Status MakeMask(const MaskForm& form, AttentionParams* params);
 
   const AttentionArgs& args_;
   const Tensor* const pad_;
@@ -98,12 +111,17 @@ class AttentionJob {
   cudaStream_t const stream_;
   AttentionParams params_;
   DeviceProperties device_;
-  bool score_mod_ = false, bf16_ = false, empty_rows_attend_all_ = false, pins_mask_ = false;
-  int head_size_ = 0;
+  KernelProblem problem_;
+  SelectionProblem selection_;
+  KernelRequest request_;
+  bool pins_mask_ = false;
 };
 
 // The names of the kernels that a tuner may time: CudaBackend::kernel_names.
-Status KernelNames(int64_t head_size, DType dtype, std::string* names);
+Status ListKernels(int64_t head_size, DType dtype, std::string* names);
+
+// The error of a kernel launch that gave this CUDA error code; 0 is none.
+Status CheckLaunch(int error);
 
 // Sets memory to zeros, but not while kernels are only loaded: the address then names no memory.
 Status Clear(void* memory, size_t bytes, cudaStream_t stream);

@@ -1,103 +1,77 @@
 // SPDX-License-Identifier: Apache-2.0
-// Chooses the kernel of an attention: the one that is named, else the fastest by the models.
+// Describes an attention for the choice of its kernel.
 #include <algorithm>
-#include <cstring>
 #include <string>
+#include <vector>
 
-#include "cuda/attention/decode/api.h"
+#include "cuda/attention/families.h"
 #include "cuda/attention/job.h"
-#include "cuda/attention/rowwise/api.h"
 
 namespace stof {
 namespace cuda {
 namespace {
 
-constexpr int kNarrowHead = 32;  // narrower heads would fill half of the sm_90a kernels' tiles with zeros
-
-int CountKernels(const Sm90Kernel* first) {
-  int count = 0;
-  while (first[count].launch != nullptr) ++count;
-  return count;
+// Whether TMA can read the full bias, if there is one: contiguous keys, rows aligned to 16 bytes.
+bool HasAlignedBias(const AttentionParams& p) {
+  if (p.bias == nullptr) return true;
+  const int64_t unit = p.bias_is_float != 0 ? 4 : 8;  // elements of 16 bytes
+  const auto wrong = [unit](int64_t stride, int64_t count) { return count > 1 && stride % unit != 0; };
+  return (p.bias_stride_k == 1 || p.T == 1) && !wrong(p.bias_stride_q, p.S) && !wrong(p.bias_stride_h, p.H) &&
+         !wrong(p.bias_stride_b, p.B) && reinterpret_cast<uintptr_t>(p.bias) % 16 == 0;
 }
 
 }  // namespace
 
-Status AttentionJob::Count(int* kernels) {
-  const Sm90Kernel* first = nullptr;
-  STOF_RETURN_IF_ERROR(First(&first));
-  *kernels = first == nullptr ? 0 : 1 + CountKernels(first);
-  return Status();
-}
-
-Status AttentionJob::First(const Sm90Kernel** first) {
+Status AttentionJob::Describe() {
   STOF_RETURN_IF_ERROR(GetDeviceProperties(&device_));
-  *first = nullptr;
-  if (device_.capability != 90 || head_size_ <= kNarrowHead || !CanReadBias(params_)) return Status();
-  if (args_.dtype == DType::kF32) return Status();
-  const ScoreMod score_mod = args_.bias != nullptr ? ScoreMod::kFullBias
-                             : score_mod_          ? ScoreMod::kRelativeBias
-                                                   : ScoreMod::kNone;
-  const Sm90Kernel* kernels = FindSm90(head_size_, bf16_, score_mod);
-  if (kernels->launch != nullptr) *first = kernels;
-  return Status();
-}
-
-Status AttentionJob::Choose(const Sm90Kernel** kernel, SelectionProblem* problem) {
-  const Sm90Kernel* first = nullptr;
-  STOF_RETURN_IF_ERROR(First(&first));
-  if (build_ == nullptr && !mask_.parts.fixed.empty()) problem->mask = &mask_.parts.fixed;
-  problem->hash = mask_.fixed_hash;
-  problem->sizes = {args_.B, args_.H, args_.S, args_.T, sizes_.P};
-  problem->sm_count = device_.sm_count;
-  if (first == nullptr || context_.kernel == 1) return Status();
-  if (context_.kernel == 0 && std::strcmp(args_.kernel, kSm80Name) == 0) return Status();
-  const int64_t head = std::max<int64_t>(1, 2 * args_.T * (args_.D + args_.Dv));
-  problem->l2_heads = std::max<int64_t>(1, device_.l2_bytes / 2 / head) * (args_.H / args_.G);
-  problem->group_size = args_.H / args_.G;
-  problem->kv_bytes = args_.B * args_.G * head;
-  if (context_.kernel > 1 && context_.kernel <= 1 + CountKernels(first)) {
-    *kernel = first + (context_.kernel - 2);
-    return Status();
+  if (device_.capability < 80) {
+    return Status::Error("the device has compute capability " + std::to_string(device_.capability / 10) + "." +
+                         std::to_string(device_.capability % 10) +
+                         ", the CUDA kernels need 8.0 or later: run the model on the CPU provider");
   }
-  *kernel = FindByName(first, args_.kernel);
-  if (*kernel != nullptr) return Status();
-  if (build_ == nullptr) return Select(first, *problem, kernel);
-  *kernel = SelectForDeviceMask(first);
+  KernelProblem& p = problem_;
+  p.capability = device_.capability;
+  p.dtype = args_.dtype;
+  p.head_size = static_cast<int>(std::max(args_.D, args_.Dv));
+  p.queries = args_.S;
+  p.packed_queries = args_.H / std::max<int64_t>(1, args_.G) * args_.S;
+  p.has_softcap_or_bias = args_.softcap > 0.0f || args_.bias != nullptr || args_.relative_bias != nullptr;
+  p.has_full_bias = args_.bias != nullptr;
+  // The plain kernels take the row max before the scale, which must be positive for that.
+  p.has_positive_scale = args_.scale > 0.0f;
+  p.allows_tf32 = args_.allow_tf32;
+  p.has_aligned_rows = HasAlignedRows();
+  p.has_aligned_bias = HasAlignedBias(params_);
+
+  SelectionProblem& s = selection_;
+  s.is_mask_on_device = build_ != nullptr;
+  if (build_ == nullptr && !mask_.parts.fixed.empty()) s.mask = &mask_.parts.fixed;
+  s.hash = mask_.fixed_hash;
+  s.sizes = {args_.B, args_.H, args_.S, args_.T, sizes_.P};
+  s.group_size = args_.H / std::max<int64_t>(1, args_.G);
+  const int64_t item = SizeOf(args_.dtype), head = std::max<int64_t>(1, item * args_.T * (args_.D + args_.Dv));
+  s.l2_heads = std::max<int64_t>(1, device_.l2_bytes / 2 / head) * s.group_size;
+  s.kv_bytes = args_.B * args_.G * head;
+  s.head_bytes = static_cast<int>(p.head_size * item);
+  s.is_fp32 = args_.dtype == DType::kF32;
+  s.sm_count = device_.sm_count;
   return Status();
 }
 
-MaskForm AttentionJob::TiledForm() {
-  MaskForm form;
-  form.fragments = true;
-  return form;
+Status AttentionJob::Choose(KernelChoice* choice) {
+  STOF_RETURN_IF_ERROR(GetKernelRequest(args_.kernel, context_.kernel, &request_));
+  return ChooseKernel(request_, problem_, selection_, choice);
 }
 
-MaskForm AttentionJob::RowwiseForm() {
-  MaskForm form;
-  form.m = form.n = kRowwiseTile;
-  return form;
+Status AttentionJob::CountKernels(int* kernels) {
+  STOF_RETURN_IF_ERROR(Describe());
+  KernelTable scheduled;
+  FindFamily(KernelRole::kScheduled, problem_, &scheduled);
+  *kernels = scheduled.size() == 0 ? 0 : 1 + scheduled.size();
+  return Status();
 }
 
-MaskForm AttentionJob::DecodeForm() const {
-  MaskForm form;
-  form.m = kDecodeTileRows;
-  const int64_t group = args_.H / args_.G;
-  if (group * args_.S > kDecodeQueries) return form;
-  form.group = group;
-  form.multiprocessors = device_.sm_count;
-  return form;
-}
-
-Status AttentionJob::PrefersRowwise(const Sm90Kernel* kernel, const SelectionProblem& problem, bool* rowwise) const {
-  *rowwise = false;
-  if (problem.mask == nullptr || context_.kernel > 0 || *args_.kernel != '\0' || !CanReadVectors()) return Status();
-  const int64_t item = SizeOf(args_.dtype);
-  return SelectRowwise(problem, kernel, static_cast<int>(head_size_ * item), item == 4, rowwise);
-}
-
-bool AttentionJob::PrefersDecode() const { return args_.S <= kDecodeQueries && CanReadVectors(); }
-
-bool AttentionJob::CanReadVectors() const {
+bool AttentionJob::HasAlignedRows() const {
   if (args_.dtype != DType::kF32) return true;
   bool aligned = args_.D % 4 == 0 && args_.Dv % 4 == 0;
   for (const Strides* stride : {&args_.query_stride, &args_.key_stride, &args_.value_stride}) {
@@ -109,19 +83,17 @@ bool AttentionJob::CanReadVectors() const {
   return aligned;
 }
 
-Status KernelNames(int64_t head_size, DType dtype, std::string* names) {
+Status ListKernels(int64_t head_size, DType dtype, std::string* names) {
   DeviceProperties properties;
   STOF_RETURN_IF_ERROR(GetDeviceProperties(&properties));
   names->clear();
   if (dtype != DType::kF16 && dtype != DType::kBF16) return Status();
   if (head_size < 1 || head_size > 256) return Status::Error("head sizes must be 1 to 256");
-  *names = std::string(kSm80Name) + " " + kRowwiseName;
-  if (properties.capability != 90 || head_size <= kNarrowHead) return Status();
-  const bool bf16 = dtype == DType::kBF16;
-  for (const auto* kernel = FindSm90(static_cast<int>(head_size), bf16, ScoreMod::kNone); kernel->launch != nullptr;
-       ++kernel) {
-    *names += " " + KernelName(*kernel);
-  }
+  KernelProblem problem;
+  problem.capability = properties.capability;
+  problem.dtype = dtype;
+  problem.head_size = static_cast<int>(head_size);
+  for (const std::string& name : ListKernelNames(problem)) *names += (names->empty() ? "" : " ") + name;
   return Status();
 }
 

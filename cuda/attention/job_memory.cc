@@ -54,7 +54,7 @@ Status AttentionJob::MakeMask(const MaskForm& form, AttentionParams* params) {
   build.sizes = sizes_;
   build.part = part_;
   build.tile = {form.m, form.n, form.fragments};
-  build.multiprocessors = device_.sm_count;
+  build.sm_count = device_.sm_count;
   build.invalid = build_->invalid;
   if (!IsCountable(build)) {
     return Status::Error("more than 2^29 tiles in a block mask: S × T is too large for a mask in one piece");
@@ -73,23 +73,9 @@ Status AttentionJob::MakeMask(const MaskForm& form, AttentionParams* params) {
   return ToStatus(static_cast<cudaError_t>(error), "launch of the kernels that build a block mask");
 }
 
-Status AttentionJob::SetSchedule(const Sm90Kernel& kernel, const MaskEntry& entry, Sm90Params* params) {
-  params->ctas = entry.ctas();
-  params->tiles = entry.tiles(), params->starts = entry.starts();
-  params->split_rows = entry.split_rows(), params->split_row_count = entry.split_row_count();
-  if (entry.dynamic_begin() < entry.dynamic_end()) {
-    params->dynamic_begin = entry.dynamic_begin(), params->dynamic_end = entry.dynamic_end();
-    STOF_RETURN_IF_ERROR(entry.tile_counters().Get(stream_, context_.keeper, &params->tile_counter));
-  }
-  if (entry.splits() == 0) return Status();
-  const auto bytes = static_cast<size_t>(entry.splits() * SplitBytes(kernel.head));
-  auto* memory = static_cast<char*>(GetWorkspace(0, 3, bytes));
-  if (memory == nullptr) {
-    return Status::Error("no device memory for " + std::to_string(bytes) + " bytes of split rows");
-  }
-  params->split_output = reinterpret_cast<float*>(memory);
-  params->split_stats = reinterpret_cast<float2*>(memory + entry.splits() * 64 * 4 * kernel.head);
-  return Status();
+Status AttentionJob::PreparePadding() {
+  int32_t* unused = nullptr;
+  return params_.pad_bits != nullptr ? Status() : PreparePadding(false, &params_.pad_bits, &unused);
 }
 
 Status AttentionJob::PreparePadding(bool flags, const uint32_t** pad_bits, int32_t** empty_flags) {

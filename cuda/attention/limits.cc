@@ -39,7 +39,7 @@ int64_t DecodeBytes(const AttentionArgs& args) {
   return std::max(bytes(1), std::min(bytes(std::min<int64_t>(tiles, cuda::kMostDecodeSplits)), kMost));
 }
 
-// Split rows of the sm_90a kernels: an upper bound of their splits, whatever the mask.
+// Split rows of the scheduled kernels: an upper bound of their splits, whatever the mask.
 int64_t SplitRowBytes(const AttentionArgs& args, const AttentionMask& mask) {
   const int64_t size = std::max(args.D, args.Dv), rows = args.B * args.H * ((args.S + 63) / 64);
   if (mask.parts.fixed.empty() || !mask.parts.dynamic.empty() || args.dtype == DType::kF32 || size > 128) return 0;
@@ -50,7 +50,7 @@ int64_t SplitRowBytes(const AttentionArgs& args, const AttentionMask& mask) {
   return splits * cuda::SplitBytes(size <= 64 ? 64 : 128);
 }
 
-// The fp32 kernel splits keys and values into fp16 values: cuda::Fp32WorkspaceBytes.
+// The fp32 kernel splits keys and values into fp16 values: WorkspaceBytes in cuda/attention/fp32/family.cc.
 int64_t Fp32Bytes(const AttentionArgs& args) {
   const int64_t size = std::max(args.D, args.Dv);
   int64_t head = 256;

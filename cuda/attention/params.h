@@ -40,12 +40,9 @@ struct AttentionParams {
   const int32_t* only_flagged = nullptr;  // [B, H, ceil(S / 64)] flags: only flagged rows are computed; nullptr: all
 };
 
-// Launchers give a CUDA error code, 0 for none. stream is a cudaStream_t.
-using Launch = int (*)(const AttentionParams& params, void* stream);
-// The sm_80 kernel for the larger of D and Dv, bf16 or fp16. score_mod: with softcap, a bias, or a scale <= 0.
-Launch FindSm80(int head_size, bool bf16, bool score_mod);
 // Packs a key padding mask [batches, T] of any type that docs/reference/operators.md lists into bits [B, key tiles,
-// n / 32]. batches is B or 1. Also sets `zeros` words at `cleared` to 0.
+// n / 32]. batches is B or 1. Also sets `zeros` words at `cleared` to 0. Gives a CUDA error code, 0 for none. stream is
+// a cudaStream_t.
 int LaunchPadBits(const void* pad, DType dtype, int64_t batches, int64_t B, int64_t T, uint32_t* bits, int32_t* cleared,
                   int64_t zeros, void* stream);
 

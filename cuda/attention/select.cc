@@ -2,7 +2,6 @@
 #include "cuda/attention/select.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <limits>
@@ -13,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/attention/families.h"
 #include "cuda/attention/rowwise/api.h"
 #include "cuda/attention/rowwise/cost.h"
 #include "cuda/attention/select_key.h"
@@ -26,92 +26,13 @@ constexpr size_t kMostRemembered = 4096;
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// STOF_CUDA_KERNEL, read once.
-const KernelChoice& Environment() {
-  static const auto* choice = [] {
-    const char* text = std::getenv("STOF_CUDA_KERNEL");
-    return new KernelChoice(ReadKernelChoice(text == nullptr ? "" : text));
-  }();
-  return *choice;
-}
-
-// The index that ForceKernel set; initially the number in STOF_CUDA_KERNEL.
-std::atomic<int>& Forced() {
-  static std::atomic<int> forced{Environment().number};
-  return forced;
-}
-
-// The names of all kernels, of every head size.
-std::vector<std::string> AllNames() {
-  std::vector<std::string> names = {kSm80Name, kRowwiseName};
-  for (const int head_size : {64, 128, 192, 256}) {
-    for (const ScoreMod score_mod : {ScoreMod::kNone, ScoreMod::kRelativeBias, ScoreMod::kFullBias}) {
-      for (const Sm90Kernel* kernel = FindSm90(head_size, false, score_mod); kernel->launch != nullptr; ++kernel) {
-        const std::string name = KernelName(*kernel);
-        if (std::find(names.begin(), names.end(), name) == names.end()) names.push_back(name);
-      }
-    }
-  }
-  return names;
-}
-
-const Sm90Kernel* ForcedOf(const Sm90Kernel* kernels) {
-  int index = ForcedKernel();
-  if (index < 0) return nullptr;
-  for (const Sm90Kernel* kernel = kernels; kernel->launch != nullptr; ++kernel) {
-    if (index-- == 0) return kernel;
-  }
-  return nullptr;
-}
-
 // The row-wise kernel has to be faster by this factor, and the tiles to hold at most one allowed pair in so many.
 constexpr double kRowwiseMargin = 0.9;
 constexpr int64_t kSparsePairs = 8;
 
 }  // namespace
 
-std::string KernelName(const Sm90Kernel& kernel) {
-  return "sm90-" + std::to_string(kernel.rows) + "x" + std::to_string(kernel.keys) + "x" +
-         std::to_string(kernel.ctas_per_sm);
-}
-
-const Sm90Kernel* FindByName(const Sm90Kernel* kernels, const char* name) {
-  if (*name == '\0') return nullptr;
-  for (const Sm90Kernel* kernel = kernels; kernel->launch != nullptr; ++kernel) {
-    if (KernelName(*kernel) == name) return kernel;
-  }
-  return nullptr;
-}
-
-KernelChoice ReadKernelChoice(const std::string& text) {
-  KernelChoice choice;
-  if (text.empty()) return choice;
-  if (text.size() <= 3 && text.find_first_not_of("0123456789") == std::string::npos) {
-    choice.number = std::atoi(text.c_str());
-    return choice;
-  }
-  const std::vector<std::string> names = AllNames();
-  if (std::find(names.begin(), names.end(), text) != names.end()) {
-    choice.name = text;
-    return choice;
-  }
-  std::string list;
-  for (const std::string& name : names) list += " " + name;
-  choice.status = Status::Error("the environment variable STOF_CUDA_KERNEL is '" + text.substr(0, 64) +
-                                "', expected a number or one of" + list);
-  return choice;
-}
-
-Status KernelNameFromEnvironment(const char** name) {
-  *name = Environment().name.c_str();
-  return Environment().status;
-}
-
-void ForceKernel(int index) { Forced().store(index, std::memory_order_relaxed); }
-
-int ForcedKernel() { return Forced().load(std::memory_order_relaxed); }
-
-MaskForm MaskFormOf(const Sm90Kernel& kernel, const SelectionProblem& problem) {
+MaskForm MaskFormOf(const KernelEntry& kernel, const SelectionProblem& problem) {
   // STOF_CUDA_HALVES=0 is for tests: small problems would use nothing but half tiles.
   static const bool half_tiles = [] {
     const char* const text = std::getenv("STOF_CUDA_HALVES");
@@ -159,7 +80,7 @@ Status PredictTileRows(const MaskForm& form, const SelectionProblem& problem, in
 }
 
 // A lower bound of Predict.
-Status PredictLowerBound(const Sm90Kernel& kernel, const SelectionProblem& problem, int64_t* nanoseconds) {
+Status PredictLowerBound(const KernelEntry& kernel, const SelectionProblem& problem, int64_t* nanoseconds) {
   *nanoseconds = 0;
   if (problem.mask == nullptr) return Status();
   const MaskForm form = MaskFormOf(kernel, problem);
@@ -174,19 +95,18 @@ Status PredictLowerBound(const Sm90Kernel& kernel, const SelectionProblem& probl
 
 }  // namespace
 
-Status Predict(const Sm90Kernel& kernel, const SelectionProblem& problem, int64_t* nanoseconds) {
+Status Predict(const KernelEntry& kernel, const SelectionProblem& problem, int64_t* nanoseconds) {
   const MaskForm form = MaskFormOf(kernel, problem);
   STOF_RETURN_IF_ERROR(PredictTileRows(form, problem, nanoseconds));
   *nanoseconds += form.cost.ns_per_mib * (problem.kv_bytes >> 20);
   return Status();
 }
 
-Status SelectRowwise(const SelectionProblem& problem, const Sm90Kernel* kernel, int head_bytes, bool fp32,
-                     bool* rowwise) {
+Status SelectRowwise(const SelectionProblem& problem, const KernelEntry& kernel, bool* rowwise) {
   static std::mutex mutex;
   static auto* remembered = new std::unordered_map<RowwiseKey, bool, SelectionKeyHash>;
   const ExprSizes& sizes = problem.sizes;
-  const RowwiseKey key{kernel, {problem.hash, sizes, problem.sm_count}, head_bytes, fp32};
+  const RowwiseKey key{&kernel, {problem.hash, sizes, problem.sm_count}, problem.head_bytes, problem.is_fp32};
   {
     const std::lock_guard<std::mutex> lock(mutex);
     const auto found = remembered->find(key);
@@ -196,19 +116,19 @@ Status SelectRowwise(const SelectionProblem& problem, const Sm90Kernel* kernel, 
     }
   }
   *rowwise = false;
-  const int m = kernel == nullptr ? kTileRows : kernel->rows, n = kernel == nullptr ? kTileKeys : kernel->keys;
+  const int m = kernel.rows, n = kernel.keys;
   std::shared_ptr<const BlockMask> tiled;
   STOF_RETURN_IF_ERROR(BlockMaskCache::Global().Get(*problem.mask, problem.hash, sizes, m, n, &tiled));
   const MaskCounts counts = CountPairs(*tiled, sizes.B, sizes.H);
   // With denser tiles the row-wise kernel never wins, and its own block mask need not be built.
   if (counts.pairs * kSparsePairs < counts.tiles * m * n) {
     double tiled = 0;
-    if (kernel != nullptr) {
+    if (kernel.is_scheduled) {
       int64_t nanoseconds = 0;
-      STOF_RETURN_IF_ERROR(Predict(*kernel, problem, &nanoseconds));
+      STOF_RETURN_IF_ERROR(Predict(kernel, problem, &nanoseconds));
       tiled = static_cast<double>(nanoseconds);
     } else {
-      tiled = PredictSm80(counts, head_bytes, fp32, problem.sm_count);
+      tiled = PredictTiled(counts, problem.head_bytes, problem.is_fp32, problem.sm_count);
     }
     std::shared_ptr<const BlockMask> fine;
     const Status status =
@@ -216,7 +136,7 @@ Status SelectRowwise(const SelectionProblem& problem, const Sm90Kernel* kernel, 
     if (!status.too_large()) {  // else the tiled kernel stays
       STOF_RETURN_IF_ERROR(status);
       const double rowwise_time = PredictRowwise(CountPairs(*fine, sizes.B, sizes.H), sizes.B * sizes.H * sizes.S,
-                                                 head_bytes, problem.sm_count);
+                                                 problem.head_bytes, problem.sm_count);
       *rowwise = rowwise_time < kRowwiseMargin * tiled;
     }
   }
@@ -226,28 +146,26 @@ Status SelectRowwise(const SelectionProblem& problem, const Sm90Kernel* kernel, 
   return Status();
 }
 
-const Sm90Kernel* SelectForDeviceMask(const Sm90Kernel* kernels) {
-  if (const Sm90Kernel* forced = ForcedOf(kernels)) return forced;
+const KernelEntry* SelectForDeviceMask(KernelTable kernels) {
   // Time a pair in a tile row of eight KV tiles, half of them partial.
-  const auto pair = [](const Sm90Kernel& k) {
+  const auto pair = [](const KernelEntry& k) {
     return static_cast<double>(k.cost.row + 4 * k.cost.full + 4 * k.cost.partial) /
            static_cast<double>(k.rows * k.keys * k.ctas_per_sm * k.cost.split_kv);
   };
-  const Sm90Kernel* best = kernels;
-  for (const Sm90Kernel* kernel = kernels; kernel->launch != nullptr; ++kernel) {
-    if (kernel->keys < best->keys || (kernel->keys == best->keys && pair(*kernel) < pair(*best))) best = kernel;
+  const KernelEntry* best = kernels.begin();
+  for (const KernelEntry& kernel : kernels) {
+    if (kernel.keys < best->keys || (kernel.keys == best->keys && pair(kernel) < pair(*best))) best = &kernel;
   }
   return best;
 }
 
-Status Select(const Sm90Kernel* kernels, const SelectionProblem& problem, const Sm90Kernel** selected) {
+Status Select(KernelTable kernels, const SelectionProblem& problem, const KernelEntry** selected) {
   static std::mutex mutex;
-  static auto* remembered =
-      new std::unordered_map<SelectKey, const Sm90Kernel*,
-                             SelectionKeyHash>;  // never destroyed: threads may outlive static objects
-  *selected = ForcedOf(kernels);
-  if (*selected != nullptr) return Status();
-  const SelectKey key{kernels, {problem.hash, problem.sizes, problem.sm_count}, problem.l2_heads, problem.kv_bytes};
+  // Never destroyed: threads may outlive static objects.
+  static auto* remembered = new std::unordered_map<SelectKey, const KernelEntry*, SelectionKeyHash>;
+  *selected = nullptr;
+  const SelectKey key{
+      kernels.begin(), {problem.hash, problem.sizes, problem.sm_count}, problem.l2_heads, problem.kv_bytes};
   if (problem.mask != nullptr) {
     const std::lock_guard<std::mutex> lock(mutex);
     const auto found = remembered->find(key);
@@ -257,10 +175,10 @@ Status Select(const Sm90Kernel* kernels, const SelectionProblem& problem, const 
     }
   }
   // By rising lower bound, so that most kernels need no schedule.
-  std::vector<std::pair<int64_t, const Sm90Kernel*>> candidates;
-  for (const Sm90Kernel* kernel = kernels; kernel->launch != nullptr; ++kernel) {
-    candidates.emplace_back(0, kernel);
-    STOF_RETURN_IF_ERROR(PredictLowerBound(*kernel, problem, &candidates.back().first));
+  std::vector<std::pair<int64_t, const KernelEntry*>> candidates;
+  for (const KernelEntry& kernel : kernels) {
+    candidates.emplace_back(0, &kernel);
+    STOF_RETURN_IF_ERROR(PredictLowerBound(kernel, problem, &candidates.back().first));
   }
   std::sort(candidates.begin(), candidates.end());
   int64_t least = std::numeric_limits<int64_t>::max();
@@ -275,6 +193,39 @@ Status Select(const Sm90Kernel* kernels, const SelectionProblem& problem, const 
     if (remembered->size() >= kMostRemembered) remembered->clear();
     remembered->emplace(key, *selected);
   }
+  return Status();
+}
+
+Status ChooseKernel(const KernelRequest& request, const KernelProblem& problem, const SelectionProblem& selection,
+                    KernelChoice* choice) {
+  KernelTable rowwise, decode, scheduled, tiled;
+  const KernelFamily* const rowwise_family = FindFamily(KernelRole::kRowwise, problem, &rowwise);
+  if (rowwise_family != nullptr && !request.name.empty() && FindRequested(rowwise, request) != nullptr) {
+    *choice = {rowwise_family, rowwise.begin()};
+    return Status();
+  }
+  if (const KernelFamily* const family = FindFamily(KernelRole::kDecode, problem, &decode)) {
+    *choice = {family, decode.begin()};
+    return Status();
+  }
+  const KernelFamily* const tiled_family = FindFamily(KernelRole::kTiled, problem, &tiled);
+  if (tiled_family == nullptr) {
+    return Status::Error("no CUDA kernel for head size " + std::to_string(problem.head_size));
+  }
+  *choice = {tiled_family, tiled.begin()};
+  const KernelFamily* const family = FindFamily(KernelRole::kScheduled, problem, &scheduled);
+  if (family != nullptr && request.tactic != 1 && request.name != KernelName(tiled[0])) {
+    const KernelEntry* kernel = FindRequested(scheduled, request);
+    if (request.tactic > 1 && request.tactic - 2 < scheduled.size()) kernel = &scheduled[request.tactic - 2];
+    if (kernel == nullptr && selection.is_mask_on_device) kernel = SelectForDeviceMask(scheduled);
+    if (kernel == nullptr) STOF_RETURN_IF_ERROR(Select(scheduled, selection, &kernel));
+    *choice = {family, kernel};
+  }
+  const bool is_free = request.name.empty() && request.tactic == 0;
+  if (rowwise_family == nullptr || selection.mask == nullptr || !is_free) return Status();
+  bool is_faster = false;
+  STOF_RETURN_IF_ERROR(SelectRowwise(selection, *choice->kernel, &is_faster));
+  if (is_faster) *choice = {rowwise_family, rowwise.begin()};
   return Status();
 }
 

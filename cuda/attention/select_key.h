@@ -13,7 +13,7 @@
 namespace stof {
 namespace cuda {
 
-struct Sm90Kernel;
+struct KernelEntry;
 
 // What both choices depend on.
 struct ProblemKey {
@@ -38,9 +38,9 @@ inline std::string Print(const ProblemKey& key) {
          ", P " + std::to_string(key.sizes.P) + ", " + std::to_string(key.sm_count) + " SMs";
 }
 
-// The choice of an sm_90a kernel.
+// The choice of a scheduled kernel.
 struct SelectKey {
-  const Sm90Kernel* kernels = nullptr;  // the list
+  const KernelEntry* kernels = nullptr;  // the first one of the table
   ProblemKey problem;
   int64_t l2_heads = 0, kv_bytes = 0;
 };
@@ -59,7 +59,7 @@ inline std::string Print(const SelectKey& key) {
 
 // The choice between a tiled kernel and the row-wise one.
 struct RowwiseKey {
-  const Sm90Kernel* kernel = nullptr;  // the tiled one; nullptr: sm_80 or fp32
+  const KernelEntry* kernel = nullptr;  // the tiled or scheduled one
   ProblemKey problem;
   int head_bytes = 0;
   bool fp32 = false;

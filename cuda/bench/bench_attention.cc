@@ -21,9 +21,11 @@
 #include <string>
 #include <vector>
 
+#include "cuda/attention/families.h"
+#include "cuda/attention/kernel_request.h"
 #include "cuda/attention/select.h"
-#include "cuda/attention/sm90/api.h"
 #include "cuda/bench/bench_graph.h"
+#include "cuda/common/device_properties.h"
 #include "plugins/core/contract/cuda_backend.h"
 #include "plugins/core/mask/block_mask_builder.h"
 
@@ -225,12 +227,17 @@ double ErrorOf(const Row& row, const stof::AttentionArgs& args) {
   return error / largest;
 }
 
-// Microseconds of one call, by the 9.0 kernel of that number; -1: what STOF_CUDA_KERNEL says, else the selector's
-// choice. Calls take the sets of inputs in turn.
+void ExitUnlessOk(const stof::Status& status, const Row& row) {
+  if (status.ok()) return;
+  std::fprintf(stderr, "%s: %s\n", row.name, status.message().c_str());
+  std::exit(1);
+}
+
+// Microseconds of one call, by the kernel of that name; "": what STOF_CUDA_KERNEL says, else the selector's choice.
+// Calls take the sets of inputs in turn.
 double Time(const Row& row, const std::vector<stof::AttentionArgs>& sets, int calls, const stof::AttentionMask& mask,
-            const stof::ExprSizes& sizes, Workspace* space, int kernel) {
-  const int taken = stof::cuda::ForcedKernel();
-  if (kernel >= 0) stof::cuda::ForceKernel(kernel);
+            const stof::ExprSizes& sizes, Workspace* space, const std::string& kernel) {
+  ExitUnlessOk(stof::cuda::ForceKernel(kernel), row);
   cudaStream_t stream = nullptr;
   CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   stof::RunContext context;
@@ -243,15 +250,12 @@ double Time(const Row& row, const std::vector<stof::AttentionArgs>& sets, int ca
     space->used = 0;
     const stof::Status status =
         stof::FindCudaBackend()->attention.run(sets[turn++ % sets.size()], nullptr, mask, sizes, {}, context);
-    if (!status.ok()) {
-      std::fprintf(stderr, "%s: %s\n", row.name, status.message().c_str());
-      std::exit(1);
-    }
+    ExitUnlessOk(status, row);
   };
   double us = TimeGraph(stream, calls, run);
   if (seconds > 0) us = TimeGraph(stream, calls, run, static_cast<int>(seconds * 1e6 / us / calls) + 1);
   CHECK_CUDA(cudaStreamDestroy(stream));
-  stof::cuda::ForceKernel(taken);
+  stof::cuda::ReleaseKernel();
   return us;
 }
 
@@ -260,10 +264,11 @@ void MeasureDecodeKinds(const Row& row, const std::vector<stof::AttentionArgs>& 
                         const stof::AttentionMask& mask, const stof::ExprSizes& sizes, Workspace* space,
                         double chosen) {
   constexpr const char* kKinds[] = {"splits", "clusters"};
+  constexpr const char* kKernels[] = {"decode-splitkv", "decode-cluster"};
   double best = chosen;
   Report(R"(, "kinds": {)");
   for (int kind = 0; kind < 2; ++kind) {
-    const double us = Time(row, sets, calls, mask, sizes, space, kind);
+    const double us = Time(row, sets, calls, mask, sizes, space, kKernels[kind]);
     best = std::min(best, us);
     std::printf("    %-8s %9.2f us\n", kKinds[kind], us);
     Report(R"(%s"%s": %.2f)", kind == 0 ? "" : ", ", kKinds[kind], us);
@@ -279,29 +284,32 @@ void MeasureAll(const Row& row, const stof::AttentionArgs& args, const stof::Att
   if (!mask.parts.fixed.empty()) problem.mask = &mask.parts.fixed;
   problem.hash = mask.fixed_hash;
   problem.sizes = sizes;
-  CHECK_CUDA(cudaDeviceGetAttribute(&problem.sm_count, cudaDevAttrMultiProcessorCount, 0));
-  int l2 = 0;
-  CHECK_CUDA(cudaDeviceGetAttribute(&l2, cudaDevAttrL2CacheSize, 0));
-  problem.l2_heads = std::max<int64_t>(1, l2 / 2 / (4 * sizes.T * row.D)) * (args.H / args.G);
+  stof::cuda::DeviceProperties device;
+  ExitUnlessOk(stof::cuda::GetDeviceProperties(&device), row);
+  problem.sm_count = device.sm_count;
+  problem.l2_heads = std::max<int64_t>(1, device.l2_bytes / 2 / (4 * sizes.T * row.D)) * (args.H / args.G);
   problem.kv_bytes = args.B * args.G * 4 * sizes.T * row.D;
-  const stof::cuda::Sm90Kernel* kernels =
-      stof::cuda::FindSm90(static_cast<int>(row.D), args.dtype == stof::DType::kBF16,
-                           args.bias != nullptr      ? stof::cuda::ScoreMod::kFullBias
-                           : row.extra != Row::kNone ? stof::cuda::ScoreMod::kRelativeBias
-                                                     : stof::cuda::ScoreMod::kNone);
+  stof::cuda::KernelProblem asked;
+  asked.capability = device.capability;
+  asked.dtype = args.dtype;
+  asked.head_size = static_cast<int>(row.D);
+  asked.has_softcap_or_bias = row.extra != Row::kNone;
+  asked.has_full_bias = args.bias != nullptr;
+  stof::cuda::KernelTable kernels;
+  stof::cuda::FindFamily(stof::cuda::KernelRole::kScheduled, asked, &kernels);
   double best = chosen;
   Report(R"(, "kernels": [)");
   int at = 0;
-  for (const auto* kernel = kernels; kernel->launch != nullptr; ++kernel, ++at) {
+  for (const stof::cuda::KernelEntry& kernel : kernels) {
     int64_t model = 0;
-    const stof::Status status = stof::cuda::Predict(*kernel, problem, &model);
-    if (!status.ok()) std::exit(1);
-    const double us = Time(row, {args}, row.launches, mask, sizes, space, at);
+    ExitUnlessOk(stof::cuda::Predict(kernel, problem, &model), row);
+    const double us = Time(row, {args}, row.launches, mask, sizes, space, stof::cuda::KernelName(kernel));
     best = std::min(best, us);
-    std::printf("    kernel %d (%3d x %3d, %d): %9.1f us, model %9.1f\n", at, kernel->rows, kernel->keys,
-                kernel->ctas_per_sm, us, static_cast<double>(model) * 1e-3);
+    std::printf("    kernel %d (%3d x %3d, %d): %9.1f us, model %9.1f\n", at, kernel.rows, kernel.keys,
+                kernel.ctas_per_sm, us, static_cast<double>(model) * 1e-3);
     Report(R"(%s{"rows": %d, "keys": %d, "workers": %d, "us": %.2f, "model_us": %.2f})", at == 0 ? "" : ", ",
-           kernel->rows, kernel->keys, kernel->ctas_per_sm, us, static_cast<double>(model) * 1e-3);
+           kernel.rows, kernel.keys, kernel.ctas_per_sm, us, static_cast<double>(model) * 1e-3);
+    ++at;
   }
   std::printf("    regret %.1f %%\n", 100.0 * (chosen / best - 1.0));
   Report("]");
@@ -368,10 +376,7 @@ void Measure(const Row& row, stof::DType dtype, bool tf32, bool all) {
     tiles = kept / whole;
     pairs = (pairs - 1) / (static_cast<double>(row.H) * static_cast<double>(row.S) * static_cast<double>(T));
   }
-  if (!status.ok()) {
-    std::fprintf(stderr, "%s: %s\n", row.name, status.message().c_str());
-    std::exit(1);
-  }
+  ExitUnlessOk(status, row);
   Workspace space;
   space.size = static_cast<size_t>(8 * count + 1024 * query_count) + (size_t{16} << 20);
   CHECK_CUDA(cudaMalloc(&space.memory, space.size));
@@ -388,7 +393,7 @@ void Measure(const Row& row, stof::DType dtype, bool tf32, bool all) {
     calls =
         static_cast<int>(std::clamp<int64_t>(kCalls * kCold / 4 / bytes, static_cast<int64_t>(sets.size()), kCalls));
   }
-  const double us = Time(row, sets, calls, *mask, sizes, &space, -1);
+  const double us = Time(row, sets, calls, *mask, sizes, &space, "");
   const double flops = 4.0 * static_cast<double>(row.B * row.H * row.S * T * row.D);
   if (decode) {
     // A group of heads with one mask reads a key once, heads with masks of their own read their own keys.

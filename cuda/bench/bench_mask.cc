@@ -50,7 +50,7 @@ stof::Tensor Describe(void* data, stof::DType dtype, std::initializer_list<int64
   return tensor;
 }
 
-void Measure(const Row& row, int n, int multiprocessors) {
+void Measure(const Row& row, int n, int sm_count) {
   const int64_t S = row.length;
   std::vector<int64_t> ids(static_cast<size_t>(S));
   uint32_t state = 1;
@@ -94,7 +94,7 @@ void Measure(const Row& row, int n, int multiprocessors) {
     host = std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - begin).count();
   }
   stof::cuda::MaskBuild build;
-  build.program = &program, build.sizes = sizes, build.multiprocessors = multiprocessors;
+  build.program = &program, build.sizes = sizes, build.sm_count = sm_count;
   build.part = {0, 1, 0, 1, 0, S};
   build.tile = {stof::cuda::kTileRows, n, true};  // as the kernels with 128 rows read bits
   void* memory = nullptr;
@@ -117,11 +117,11 @@ void Measure(const Row& row, int n, int multiprocessors) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  int multiprocessors = 0;
-  CHECK_CUDA(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, 0));
+  int sm_count = 0;
+  CHECK_CUDA(cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, 0));
   for (const Row& row : kRows) {
     if (argc >= 2 && std::strcmp(argv[1], row.name) != 0) continue;
-    for (const int n : {64, 128}) Measure(row, n, multiprocessors);
+    for (const int n : {64, 128}) Measure(row, n, sm_count);
   }
   return 0;
 }

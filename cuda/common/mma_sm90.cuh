@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Wrappers of what compute capability 9.0a adds: wgmma, TMA copies and mbarriers.
+// Wrappers of what compute capability 9.0a adds: wgmma, TMA copies and mbarriers, for attention and GEMM.
 #ifndef STOF_CUDA_COMMON_MMA_SM90_CUH_
 #define STOF_CUDA_COMMON_MMA_SM90_CUH_
 
@@ -129,6 +129,32 @@ template <int kPending>
 __device__ __forceinline__ void WaitStoresRead() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
+// Loads the box of a matrix at these coordinates, zeros out of bounds; completes its bytes on the barrier.
+__device__ __forceinline__ void CopyBox(uint32_t to, const CUtensorMap* map, uint32_t barrier, int column, int row) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::
+          "r"(to),
+      "l"(reinterpret_cast<uint64_t>(map)), "r"(barrier), "r"(column), "r"(row)
+      : "memory");
+}
+// To the same address of every CTA in `ctas` (a bit each), and on the barrier at the same address of each.
+__device__ __forceinline__ void CopyBoxTo(uint32_t to, const CUtensorMap* map, uint32_t barrier, int column, int row,
+                                          uint16_t ctas) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, "
+      "{%3, %4}], [%2], %5;" ::"r"(to),
+      "l"(reinterpret_cast<uint64_t>(map)), "r"(barrier), "r"(column), "r"(row), "h"(ctas)
+      : "memory");
+}
+// Stores shared memory to the box; out of bounds nothing is written.
+__device__ __forceinline__ void StoreBox(const CUtensorMap* map, uint32_t from, int column, int row) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(
+                   reinterpret_cast<uint64_t>(map)),
+               "r"(from), "r"(column), "r"(row)
+               : "memory");
+}
+// Waits until all groups of stores have ended.
+__device__ __forceinline__ void WaitStores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 // Makes this thread's writes to shared memory visible to TMA.
 __device__ __forceinline__ void FenceForCopies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -216,71 +242,49 @@ __device__ __forceinline__ void PinRegisters(uint32_t (&r)[kCount]) {
 
 // Inner: c[64 x N] (+)= a[64 x 16] · b[N x 16]ᵀ, both K-major in shared memory.
 // Across: c[64 x N] += a[64 x 16] · b[16 x N], a in registers, b MN-major in shared memory.
+// AcrossShared: c[64 x N] (+)= a[64 x 16] · b[16 x N], a K-major and b MN-major in shared memory.
 // A thread has N / 2 elements of c: elements 4 j to 4 j + 3 are of block j of 8 columns, two of a row and two 8 rows
-// below.
+// below. The macros' arguments: N, N / 2 in the names of the registers, and the numbers of the further operands.
 template <typename T>
 struct Wgmma;
-#define STOF_WGMMA(type, name)                                                                                         \
-  template <>                                                                                                          \
-  struct Wgmma<type> {                                                                                                 \
-    static __device__ __forceinline__ void Inner(float (&c)[32], uint64_t a, uint64_t b, int add) {                    \
-      asm volatile(                                                                                                    \
-          "{\n.reg .pred add;\nsetp.ne.b32 add, %34, 0;\n"                                                             \
-          "wgmma.mma_async.sync.aligned.m64n64k16.f32." name "." name " " STOF_R32 ", %32, %33, add, 1, 1, 0, 0;\n}\n" \
-          : STOF_F32(c)                                                                                                \
-          : "l"(a), "l"(b), "r"(add));                                                                                 \
-    }                                                                                                                  \
-    static __device__ __forceinline__ void Inner(float (&c)[48], uint64_t a, uint64_t b, int add) {                    \
-      asm volatile(                                                                                                    \
-          "{\n.reg .pred add;\nsetp.ne.b32 add, %50, 0;\n"                                                             \
-          "wgmma.mma_async.sync.aligned.m64n96k16.f32." name "." name " " STOF_R48 ", %48, %49, add, 1, 1, 0, 0;\n}\n" \
-          : STOF_F48(c)                                                                                                \
-          : "l"(a), "l"(b), "r"(add));                                                                                 \
-    }                                                                                                                  \
-    static __device__ __forceinline__ void Inner(float (&c)[64], uint64_t a, uint64_t b, int add) {                    \
-      asm volatile(                                                                                                    \
-          "{\n.reg .pred add;\nsetp.ne.b32 add, %66, 0;\n"                                                             \
-          "wgmma.mma_async.sync.aligned.m64n128k16.f32." name "." name " " STOF_R64                                    \
-          ", %64, %65, add, 1, 1, 0, 0;\n}\n"                                                                          \
-          : STOF_F64(c)                                                                                                \
-          : "l"(a), "l"(b), "r"(add));                                                                                 \
-    }                                                                                                                  \
-    static __device__ __forceinline__ void Across(float (&c)[32], const uint32_t* a, uint64_t b) {                     \
-      asm volatile(                                                                                                    \
-          "{\n.reg .pred add;\nsetp.eq.b32 add, 0, 0;\n"                                                               \
-          "wgmma.mma_async.sync.aligned.m64n64k16.f32." name "." name " " STOF_R32                                     \
-          ", {%32, %33, %34, %35}, %36, add, 1, 1, 1;\n}\n"                                                            \
-          : STOF_F32(c)                                                                                                \
-          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                                       \
-    }                                                                                                                  \
-    static __device__ __forceinline__ void Across(float (&c)[64], const uint32_t* a, uint64_t b) {                     \
-      asm volatile(                                                                                                    \
-          "{\n.reg .pred add;\nsetp.eq.b32 add, 0, 0;\n"                                                               \
-          "wgmma.mma_async.sync.aligned.m64n128k16.f32." name "." name " " STOF_R64                                    \
-          ", {%64, %65, %66, %67}, %68, add, 1, 1, 1;\n}\n"                                                            \
-          : STOF_F64(c)                                                                                                \
-          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                                       \
-    }                                                                                                                  \
-    static __device__ __forceinline__ void Across(float (&c)[96], const uint32_t* a, uint64_t b) {                     \
-      asm volatile(                                                                                                    \
-          "{\n.reg .pred add;\nsetp.eq.b32 add, 0, 0;\n"                                                               \
-          "wgmma.mma_async.sync.aligned.m64n192k16.f32." name "." name " " STOF_R96                                    \
-          ", {%96, %97, %98, %99}, %100, add, 1, 1, 1;\n}\n"                                                           \
-          : STOF_F96(c)                                                                                                \
-          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                                       \
-    }                                                                                                                  \
-    static __device__ __forceinline__ void Across(float (&c)[128], const uint32_t* a, uint64_t b) {                    \
-      asm volatile(                                                                                                    \
-          "{\n.reg .pred add;\nsetp.eq.b32 add, 0, 0;\n"                                                               \
-          "wgmma.mma_async.sync.aligned.m64n256k16.f32." name "." name " " STOF_R128                                   \
-          ", {%128, %129, %130, %131}, %132, add, 1, 1, 1;\n}\n"                                                       \
-          : STOF_F128(c)                                                                                               \
-          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                                       \
-    }                                                                                                                  \
+#define STOF_WGMMA_SHARED(Function, type, n, kCount, a_, b_, add_, across)                               \
+  static __device__ __forceinline__ void Function(float (&c)[kCount], uint64_t a, uint64_t b, int add) { \
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" add_                                           \
+                 ", 0;\n"                                                                                \
+                 "wgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type " " STOF_R##kCount       \
+                 ", %" a_ ", %" b_ ", add, 1, 1, 0, " across ";\n}\n"                                    \
+                 : STOF_F##kCount(c)                                                                     \
+                 : "l"(a), "l"(b), "r"(add));                                                            \
+  }
+#define STOF_WGMMA_REGISTERS(type, n, kCount, a0, a1, a2, a3, b_)                                    \
+  static __device__ __forceinline__ void Across(float (&c)[kCount], const uint32_t* a, uint64_t b) { \
+    asm volatile(                                                                                    \
+        "{\n.reg .pred add;\nsetp.eq.b32 add, 0, 0;\n"                                               \
+        "wgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type " " STOF_R##kCount            \
+        ", {%" a0 ", %" a1 ", %" a2 ", %" a3 "}, %" b_ ", add, 1, 1, 1;\n}\n"                        \
+        : STOF_F##kCount(c)                                                                          \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                       \
+  }
+#define STOF_WGMMA(Type, name)                                                  \
+  template <>                                                                   \
+  struct Wgmma<Type> {                                                          \
+    STOF_WGMMA_SHARED(Inner, name, "64", 32, "32", "33", "34", "0")             \
+    STOF_WGMMA_SHARED(Inner, name, "96", 48, "48", "49", "50", "0")             \
+    STOF_WGMMA_SHARED(Inner, name, "128", 64, "64", "65", "66", "0")            \
+    STOF_WGMMA_REGISTERS(name, "64", 32, "32", "33", "34", "35", "36")          \
+    STOF_WGMMA_REGISTERS(name, "128", 64, "64", "65", "66", "67", "68")         \
+    STOF_WGMMA_REGISTERS(name, "192", 96, "96", "97", "98", "99", "100")        \
+    STOF_WGMMA_REGISTERS(name, "256", 128, "128", "129", "130", "131", "132")   \
+    STOF_WGMMA_SHARED(AcrossShared, name, "64", 32, "32", "33", "34", "1")      \
+    STOF_WGMMA_SHARED(AcrossShared, name, "128", 64, "64", "65", "66", "1")     \
+    STOF_WGMMA_SHARED(AcrossShared, name, "192", 96, "96", "97", "98", "1")     \
+    STOF_WGMMA_SHARED(AcrossShared, name, "256", 128, "128", "129", "130", "1") \
   };
 STOF_WGMMA(__half, "f16")
 STOF_WGMMA(__nv_bfloat16, "bf16")
 #undef STOF_WGMMA
+#undef STOF_WGMMA_SHARED
+#undef STOF_WGMMA_REGISTERS
 
 }  // namespace cuda
 }  // namespace stof

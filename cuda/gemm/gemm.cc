@@ -24,16 +24,15 @@
 namespace stof {
 namespace cuda {
 
-const GemmSm90Kernel* FindGemmSm90F16(bool pair);
-const GemmSm90Kernel* FindGemmSm90Bf16(bool pair);
+GemmKernelTable FindGemmSm90F16(bool pair);
+GemmKernelTable FindGemmSm90Bf16(bool pair);
 
-const GemmSm90Kernel* FindGemmSm90(bool bf16, bool pair) {
+GemmKernelTable FindGemmSm90(bool bf16, bool pair) {
 #if defined(STOF_SM90)
   return bf16 ? FindGemmSm90Bf16(pair) : FindGemmSm90F16(pair);
 #else
-  static constexpr GemmSm90Kernel kNone;
   (void)bf16, (void)pair;
-  return &kNone;
+  return GemmKernelTable();
 #endif
 }
 
@@ -102,9 +101,9 @@ Status GetFacts(Facts* facts) {
 }
 
 // How many clusters of a kernel the device holds at once, 0 where a part of one is too small for it.
-Status Resident(const GemmSm90Kernel& kernel, int device, int* clusters) {
+Status Resident(const GemmKernelEntry& kernel, int device, int* clusters) {
   static std::mutex mutex;
-  static std::map<std::pair<const GemmSm90Kernel*, int>, int> known;
+  static std::map<std::pair<const GemmKernelEntry*, int>, int> known;
   const std::lock_guard<std::mutex> lock(mutex);
   const auto place = known.try_emplace({&kernel, device}, 0);
   if (place.second) {
@@ -130,23 +129,23 @@ bool ReadsVectors(const GemmArgs& args) {
          IsAligned(args.scale) && IsAligned(args.residual);
 }
 
-GemmTail TailOf(const GemmArgs& args) {
-  GemmTail tail;
-  tail.activation = static_cast<int32_t>(args.activation);
-  tail.bias0 = args.bias0, tail.bias1 = args.bias1, tail.scale = args.scale;
-  tail.row = args.row, tail.residual = args.residual;
-  const auto flag = [&tail](const void* p, int32_t bit) { tail.has |= p != nullptr ? bit : 0; };
+GemmEpilogueParams EpilogueOf(const GemmArgs& args) {
+  GemmEpilogueParams epilogue;
+  epilogue.activation = static_cast<int32_t>(args.activation);
+  epilogue.bias0 = args.bias0, epilogue.bias1 = args.bias1, epilogue.scale = args.scale;
+  epilogue.row = args.row, epilogue.residual = args.residual;
+  const auto flag = [&epilogue](const void* p, int32_t bit) { epilogue.has |= p != nullptr ? bit : 0; };
   flag(args.bias0, kHasBias0);
   flag(args.bias1, kHasBias1);
   flag(args.scale, kHasScale);
   flag(args.row, kHasRow);
   flag(args.residual, kHasResidual);
-  return tail;
+  return epilogue;
 }
 
 // Microseconds that a kernel is expected to take. CTAs that share an SM share its tensor cores: their steps
 // count one after the other, what comes behind them once.
-double Predict(const GemmSm90Kernel& kernel, const GemmArgs& args, int clusters) {
+double Predict(const GemmKernelEntry& kernel, const GemmArgs& args, int clusters) {
   constexpr double kStart = 2.0;
   const int64_t tiles =
       Over(args.M, int64_t{kernel.rows} * kernel.cluster_m) * Over(args.N, int64_t{kernel.columns} * kernel.cluster_n);
@@ -162,7 +161,7 @@ double Predict(const GemmSm90Kernel& kernel, const GemmArgs& args, int clusters)
 // A way to compute a product: one of the 9.0 kernels, an algorithm of cuBLASLt, or the 8.0 kernel.
 struct Way {
   enum class Kind : uint8_t { kSm90, kLt, kSm80 } kind = Kind::kSm80;
-  const GemmSm90Kernel* kernel = nullptr;
+  const GemmKernelEntry* kernel = nullptr;
   int clusters = 0;   // that the device holds at once
   int algorithm = 0;  // of cuBLASLt
   double time = 0;    // microseconds, as predicted; 0: not known
@@ -177,14 +176,14 @@ Status FindWays(const GemmArgs& args, bool workspace, const Facts& facts, bool t
   const bool bf16 = args.dtype == DType::kBF16, pair = args.b1 != nullptr;
   const bool vectors = ReadsVectors(args) && args.K > 0;
   if (vectors && facts.capability == 90) {
-    const GemmSm90Kernel* const kernels = FindGemmSm90(bf16, pair);
-    for (const GemmSm90Kernel* kernel = kernels; kernel->launch != nullptr; ++kernel) {
-      if (taken_kernel >= 0 && taken_kernel != kTakeLt && kernel - kernels != taken_kernel) continue;
+    const GemmKernelTable kernels = FindGemmSm90(bf16, pair);
+    for (const GemmKernelEntry& kernel : kernels) {
+      if (taken_kernel >= 0 && taken_kernel != kTakeLt && &kernel - kernels.begin() != taken_kernel) continue;
       Way way;
-      way.kind = Way::Kind::kSm90, way.kernel = kernel;
-      STOF_RETURN_IF_ERROR(Resident(*kernel, facts.device, &way.clusters));
+      way.kind = Way::Kind::kSm90, way.kernel = &kernel;
+      STOF_RETURN_IF_ERROR(Resident(kernel, facts.device, &way.clusters));
       if (way.clusters == 0) continue;
-      way.time = Predict(*kernel, args, way.clusters);
+      way.time = Predict(kernel, args, way.clusters);
       ways->push_back(way);
     }
     if (ways->empty() && taken_kernel >= 0 && taken_kernel != kTakeLt) return Status::Error("there is no such kernel");
@@ -213,7 +212,7 @@ Status FindWays(const GemmArgs& args, bool workspace, const Facts& facts, bool t
 // *done is false where this way cannot be taken.
 Status RunSm90(const GemmArgs& args, const Way& way, void* stream, bool* done) {
   *done = false;
-  const GemmSm90Kernel& kernel = *way.kernel;
+  const GemmKernelEntry& kernel = *way.kernel;
   const bool bf16 = args.dtype == DType::kBF16, pair = args.b1 != nullptr;
   GemmSm90Params p;
   if (!Describe(args.a, bf16, args.M, args.K, args.K, kernel.rows / kernel.cluster_n, &p.a) ||
@@ -225,7 +224,7 @@ Status RunSm90(const GemmArgs& args, const Way& way, void* stream, bool* done) {
   const int64_t m_tiles = Over(args.M, int64_t{kernel.rows} * kernel.cluster_m);
   const int64_t n_tiles = Over(args.N, int64_t{kernel.columns} * kernel.cluster_n);
   if (m_tiles * n_tiles > (int64_t{1} << 30)) return Status();
-  p.tail = TailOf(args);
+  p.epilogue = EpilogueOf(args);
   p.M = static_cast<int32_t>(args.M), p.N = static_cast<int32_t>(args.N);
   p.steps = static_cast<int32_t>(Over(args.K, kDepth));
   p.m_tiles = static_cast<int32_t>(m_tiles), p.n_tiles = static_cast<int32_t>(n_tiles);
@@ -243,7 +242,7 @@ Status RunSm80(const GemmArgs& args, void* stream) {
   p.M = static_cast<int32_t>(args.M), p.N = static_cast<int32_t>(args.N), p.K = static_cast<int32_t>(args.K);
   p.stride = args.stride;
   p.a = args.a, p.b0 = args.b0, p.b1 = args.b1, p.output = args.output;
-  p.tail = TailOf(args);
+  p.epilogue = EpilogueOf(args);
   const bool bf16 = args.dtype == DType::kBF16, pair = args.b1 != nullptr;
   return ToStatus(static_cast<cudaError_t>(FindGemmSm80(bf16, pair, ReadsVectors(args))(p, stream)),
                   "launch of a matrix product");
@@ -251,8 +250,8 @@ Status RunSm80(const GemmArgs& args, void* stream) {
 
 Status RunWay(const GemmArgs& args, const Way& way, const RunContext& context, int device, bool* done) {
   *done = true;
-  const GemmSm90Kernel* const listed = FindGemmSm90(args.dtype == DType::kBF16, args.b1 != nullptr);
-  last_kernel.store(way.kind == Way::Kind::kSm90 ? static_cast<int>(way.kernel - listed)
+  const GemmKernelTable kernels = FindGemmSm90(args.dtype == DType::kBF16, args.b1 != nullptr);
+  last_kernel.store(way.kind == Way::Kind::kSm90 ? static_cast<int>(way.kernel - kernels.begin())
                     : way.kind == Way::Kind::kLt ? kTakeLt + way.algorithm
                                                  : -1,
                     std::memory_order_relaxed);
@@ -302,7 +301,7 @@ Status FindTimed(const GemmArgs& args, const RunContext& context, const Facts& f
   }();
   *found = false;
   if (never || taken_kernel >= 0) return Status();
-  const ProblemKey key(facts.device, args.dtype, args.b1 != nullptr, args.activation, TailOf(args).has,
+  const ProblemKey key(facts.device, args.dtype, args.b1 != nullptr, args.activation, EpilogueOf(args).has,
                        ReadsVectors(args) ? LtAlignment(args) : 0, context.allocate != nullptr, args.M, args.N, args.K,
                        args.stride);
   const std::lock_guard<std::mutex> lock(timed->mutex);

@@ -8,6 +8,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "plugins/core/contract/op.h"
+
 namespace stof {
 namespace cuda {
 
@@ -16,7 +18,7 @@ namespace cuda {
 enum GemmHas : int32_t { kHasBias0 = 1, kHasBias1 = 2, kHasScale = 4, kHasRow = 8, kHasResidual = 16 };
 
 // act(p0 + bias0) [* (p1 + bias1)] * scale * row + residual; elements of the output's type.
-struct GemmTail {
+struct GemmEpilogueParams {
   int32_t has = 0;
   int32_t activation = 0;  // GemmActivation
   const void* bias0 = nullptr;
@@ -33,7 +35,7 @@ struct GemmParams {
   const void* b0 = nullptr;
   const void* b1 = nullptr;
   void* output = nullptr;
-  GemmTail tail;
+  GemmEpilogueParams epilogue;
 };
 
 // ---- compute capability 8.0 and later ----
@@ -44,13 +46,14 @@ GemmLaunch FindGemmSm80(bool bf16, bool pair, bool vectors);
 // ---- compute capability 9.0 ----
 struct GemmSm90Params {
   CUtensorMap a, b0, b1, output;
-  GemmTail tail;
+  GemmEpilogueParams epilogue;
   int32_t M = 0, N = 0, steps = 0;   // of K, 64 at a time
   int32_t m_tiles = 0, n_tiles = 0;  // of a cluster
   int32_t band = 1;                  // of m_tiles, which are taken together for each n
 };
 
-struct GemmSm90Kernel {
+// One compiled kernel: a row of a table.
+struct GemmKernelEntry {
   int (*launch)(const GemmSm90Params& params, unsigned clusters, void* stream) = nullptr;
   int (*resident)(int* clusters) = nullptr;  // how many clusters the current device holds at once
   int rows = 0, columns = 0;                 // of a CTA's tile; columns of the output
@@ -59,8 +62,9 @@ struct GemmSm90Kernel {
   // Microseconds of a step of 64 of K, of a tile, of a tile's GELU and residual.
   float step = 0, tile = 0, gelu = 0, residual = 0;
 };
-// Ends with a kernel without a launch.
-const GemmSm90Kernel* FindGemmSm90(bool bf16, bool pair);
+using GemmKernelTable = ArrayView<GemmKernelEntry>;
+// Empty in a build without sm_90a.
+GemmKernelTable FindGemmSm90(bool bf16, bool pair);
 
 }  // namespace cuda
 }  // namespace stof

@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(kThreads, 2) GemmSm80(const GemmParams p) {
   WaitCopies<0>();
 
   // c[i][j]: rows 16 i + lane / 4 (and 8 below), columns 8 j + 2 (lane % 4); of a pair j = 2, 3 are the second product.
-  const GemmTail& tail = p.tail;
+  const GemmEpilogueParams& epilogue = p.epilogue;
   constexpr int kBlocks = kPair ? 2 : 4;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -128,20 +128,20 @@ __global__ void __launch_bounds__(kThreads, 2) GemmSm80(const GemmParams p) {
       const bool inside[2] = {column < p.N, column + 1 < p.N};
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        if ((tail.has & kHasBias0) != 0 && inside[e]) {
-          const float bias = Element<T>(tail.bias0, column + e);
+        if ((epilogue.has & kHasBias0) != 0 && inside[e]) {
+          const float bias = Element<T>(epilogue.bias0, column + e);
           v[e] += bias, v[e + 2] += bias;
         }
       }
-      Activate(tail.activation, v);
+      Activate(epilogue.activation, v);
       if constexpr (kPair) {
         float u[4];
 #pragma unroll
         for (int e = 0; e < 4; ++e) u[e] = c[i][j + 2][e];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          if ((tail.has & kHasBias1) != 0 && inside[e]) {
-            const float bias = Element<T>(tail.bias1, column + e);
+          if ((epilogue.has & kHasBias1) != 0 && inside[e]) {
+            const float bias = Element<T>(epilogue.bias1, column + e);
             u[e] += bias, u[e + 2] += bias;
           }
         }
@@ -153,15 +153,15 @@ __global__ void __launch_bounds__(kThreads, 2) GemmSm80(const GemmParams p) {
         const int row = m0 + wm + 16 * i + lane / 4 + 8 * half;
         if (row >= p.M) continue;
         float factor = 1.0f;
-        if ((tail.has & kHasRow) != 0) factor = Element<T>(tail.row, row);
+        if ((epilogue.has & kHasRow) != 0) factor = Element<T>(epilogue.row, row);
         const int64_t at = static_cast<int64_t>(row) * p.N + column;
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           if (!inside[e]) continue;
           float y = v[2 * half + e];
-          if ((tail.has & kHasScale) != 0) y *= Element<T>(tail.scale, column + e);
-          if ((tail.has & kHasRow) != 0) y *= factor;
-          if ((tail.has & kHasResidual) != 0) y += Element<T>(tail.residual, at + e);
+          if ((epilogue.has & kHasScale) != 0) y *= Element<T>(epilogue.scale, column + e);
+          if ((epilogue.has & kHasRow) != 0) y *= factor;
+          if ((epilogue.has & kHasResidual) != 0) y += Element<T>(epilogue.residual, at + e);
           v[2 * half + e] = y;
         }
         if (kVectors) {

@@ -7,8 +7,8 @@
 
 #include "cuda/common/cluster.cuh"
 #include "cuda/common/launch.cuh"
+#include "cuda/common/mma_sm90.cuh"
 #include "cuda/gemm/epilogue.cuh"
-#include "cuda/gemm/wgmma.cuh"
 
 namespace stof {
 namespace cuda {
@@ -94,7 +94,7 @@ struct Consumer {
       for (int j = 0; j < 8; ++j) {
         const int column = n + 8 * j + 2 * (lane % 4);
         r[2 * j + i] = 0;
-        if (row + 8 * i < p.M && column < p.N) r[2 * j + i] = LoadPair(p.tail.residual, base + column);
+        if (row + 8 * i < p.M && column < p.N) r[2 * j + i] = LoadPair(p.epilogue.residual, base + column);
       }
     }
   }
@@ -113,9 +113,9 @@ struct Consumer {
     uint32_t bias0[8], bias1[8], residual[16];
   };
   __device__ __forceinline__ void Load(Operands& operands, int m, int n) const {
-    if ((p.tail.has & kHasBias0) != 0) LoadColumns(operands.bias0, p.tail.bias0, n);
-    if (S::kProducts == 2 && (p.tail.has & kHasBias1) != 0) LoadColumns(operands.bias1, p.tail.bias1, n);
-    if ((p.tail.has & kHasResidual) != 0) LoadResidual(operands.residual, m, n);
+    if ((p.epilogue.has & kHasBias0) != 0) LoadColumns(operands.bias0, p.epilogue.bias0, n);
+    if (S::kProducts == 2 && (p.epilogue.has & kHasBias1) != 0) LoadColumns(operands.bias1, p.epilogue.bias1, n);
+    if ((p.epilogue.has & kHasResidual) != 0) LoadResidual(operands.residual, m, n);
   }
 
   // The first row of a block of this warpgroup.
@@ -127,13 +127,13 @@ struct Consumer {
   // then of the next block's.
   __device__ __forceinline__ void Finish(float (&c)[S::kTotal / 2], int block, Operands& operands,
                                          const OutputTile& place) const {
-    const GemmTail& tail = p.tail;
+    const GemmEpilogueParams& epilogue = p.epilogue;
     const int m = RowOf(place, block), row = m + 16 * warp + lane / 4;
     float of_row[2] = {1.0f, 1.0f};
-    if ((tail.has & kHasRow) != 0) {
+    if ((epilogue.has & kHasRow) != 0) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        if (row + 8 * i < p.M) of_row[i] = ToFloat(static_cast<const T*>(tail.row)[row + 8 * i]);
+        if (row + 8 * i < p.M) of_row[i] = ToFloat(static_cast<const T*>(epilogue.row)[row + 8 * i]);
       }
     }
 #pragma unroll
@@ -142,22 +142,22 @@ struct Consumer {
       auto& v = reinterpret_cast<float (&)[32]>(c[32 * chunk]);
       Operands next;
       if (S::kAhead && chunk + 1 < S::kChunks) Load(next, m, n + kChunk);
-      if ((tail.has & kHasBias0) != 0) {
-        if constexpr (!S::kAhead && !S::kRenews) LoadColumns(operands.bias0, tail.bias0, n);
+      if ((epilogue.has & kHasBias0) != 0) {
+        if constexpr (!S::kAhead && !S::kRenews) LoadColumns(operands.bias0, epilogue.bias0, n);
         AddColumns(v, operands.bias0);
       }
-      Activate(tail.activation, v);
+      Activate(epilogue.activation, v);
       if constexpr (S::kProducts == 2) {
         auto& u = reinterpret_cast<float (&)[32]>(c[S::kColumns / 2 + 32 * chunk]);
-        if ((tail.has & kHasBias1) != 0) {
-          if constexpr (!S::kAhead && !S::kRenews) LoadColumns(operands.bias1, tail.bias1, n);
+        if ((epilogue.has & kHasBias1) != 0) {
+          if constexpr (!S::kAhead && !S::kRenews) LoadColumns(operands.bias1, epilogue.bias1, n);
           AddColumns(u, operands.bias1);
         }
 #pragma unroll
         for (int i = 0; i < 32; ++i) v[i] *= u[i];
       }
-      if ((tail.has & (kHasScale | kHasRow)) != 0) Scale(v, of_row, n);
-      if ((tail.has & kHasResidual) != 0) {
+      if ((epilogue.has & (kHasScale | kHasRow)) != 0) Scale(v, of_row, n);
+      if ((epilogue.has & kHasResidual) != 0) {
         if constexpr (!S::kAhead && !S::kRenews) LoadResidual(operands.residual, m, n);
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
@@ -181,11 +181,11 @@ struct Consumer {
 
   __device__ __forceinline__ void Scale(float (&v)[32], const float (&of_row)[2], int n) const {
     uint32_t scale[8];
-    if ((p.tail.has & kHasScale) != 0) LoadColumns(scale, p.tail.scale, n);
+    if ((p.epilogue.has & kHasScale) != 0) LoadColumns(scale, p.epilogue.scale, n);
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       float low = 1.0f, high = 1.0f;
-      if ((p.tail.has & kHasScale) != 0) UnpackPair<T>(scale[j], &low, &high);
+      if ((p.epilogue.has & kHasScale) != 0) UnpackPair<T>(scale[j], &low, &high);
       v[4 * j] *= low * of_row[0], v[4 * j + 1] *= high * of_row[0];
       v[4 * j + 2] *= low * of_row[1], v[4 * j + 3] *= high * of_row[1];
     }
@@ -328,8 +328,8 @@ __global__ void __cluster_dims__(S::kCm* S::kCn, 1, 1) __launch_bounds__(S::kThr
         for (int i = 0; i < kDepth / 16; ++i) {
 #pragma unroll
           for (int block = 0; block < S::kBlocks; ++block) {
-            WgmmaAcross<T>::Run(c[block], Operand(rows + block * (64 * 128 >> 4) + i * (32 >> 4)),
-                                Operand(columns + i * (16 * 128 >> 4)), step + i > 0 ? 1 : 0);
+            Wgmma<T>::AcrossShared(c[block], Operand(rows + block * (64 * 128 >> 4) + i * (32 >> 4)),
+                                   Operand(columns + i * (16 * 128 >> 4)), step + i > 0 ? 1 : 0);
           }
         }
         WgmmaCommit();
@@ -386,14 +386,62 @@ int ResidentOf(int* clusters) {
   return static_cast<int>(cudaOccupancyMaxActiveClusters(clusters, kKernel, &config));
 }
 
-template <typename T, typename S>
-constexpr GemmSm90Kernel Describe(float step, float tile, float gelu, float residual) {
-  return {Launch<T, S>, ResidentOf<GemmKernel<T, S>, S::kCm * S::kCn, S::kThreads, S::kShared>,
-          S::kRows,     S::kColumns,
-          S::kCm,       S::kCn,
-          S::kCtas,     step,
-          tile,         gelu,
-          residual};
+// ---- the named numbers of a table's rows ----
+// GemmSm90Shape. Warpgroups: consumers; Columns: of the output's tile; Products: 2 for a pair of matmuls; Cluster: CTAs
+// along M and N; TurnBlocks: above 0, warpgroups take tiles in ping-pong, of so many blocks of 64 rows.
+template <int kValue>
+struct Warpgroups {};
+template <int kValue>
+struct Columns {};
+template <int kValue>
+struct Products {};
+template <int kValue>
+struct Stages {};
+template <int kM, int kN>
+struct Cluster {};
+template <int kValue>
+struct CtasPerSm {};
+template <int kValue>
+struct TurnBlocks {};
+
+// Microseconds of a step of 64 of K, of a tile, of a tile's GELU and of its residual.
+struct StepUs {
+  float value;
+};
+struct TileUs {
+  float value;
+};
+struct GeluUs {
+  float value;
+};
+struct ResidualUs {
+  float value;
+};
+
+// What MakeKernel makes of its arguments.
+template <typename Warpgroups_, typename Columns_, typename Products_, typename Stages_, typename Cluster_,
+          typename CtasPerSm_, typename TurnBlocks_>
+struct ShapeOf;
+template <int kWarpgroups, int kColumns, int kProducts, int kStages, int kClusterM, int kClusterN, int kCtasPerSm,
+          int kTurnBlocks>
+struct ShapeOf<Warpgroups<kWarpgroups>, Columns<kColumns>, Products<kProducts>, Stages<kStages>,
+               Cluster<kClusterM, kClusterN>, CtasPerSm<kCtasPerSm>, TurnBlocks<kTurnBlocks>> {
+  using Type = GemmSm90Shape<kWarpgroups, kColumns, kProducts, kStages, kClusterM, kClusterN, kCtasPerSm, kTurnBlocks>;
+};
+
+// A row of a table.
+template <typename T, typename Warpgroups_, typename Columns_, typename Products_, typename Stages_, typename Cluster_,
+          typename CtasPerSm_, typename TurnBlocks_ = TurnBlocks<0>>
+constexpr GemmKernelEntry MakeKernel(StepUs step, TileUs tile, GeluUs gelu, ResidualUs residual) {
+  using S = typename ShapeOf<Warpgroups_, Columns_, Products_, Stages_, Cluster_, CtasPerSm_, TurnBlocks_>::Type;
+  GemmKernelEntry kernel;
+  kernel.launch = Launch<T, S>;
+  kernel.resident = ResidentOf<GemmKernel<T, S>, S::kCm * S::kCn, S::kThreads, S::kShared>;
+  kernel.rows = S::kRows, kernel.columns = S::kColumns;
+  kernel.cluster_m = S::kCm, kernel.cluster_n = S::kCn;
+  kernel.ctas = S::kCtas;
+  kernel.step = step.value, kernel.tile = tile.value, kernel.gelu = gelu.value, kernel.residual = residual.value;
+  return kernel;
 }
 
 }  // namespace gemm90

@@ -4,8 +4,9 @@
 namespace stof {
 namespace cuda {
 
-const GemmSm90Kernel* FindGemmSm90Bf16(bool pair) {
-  return pair ? kGemmPairs<__nv_bfloat16> : kGemmSingles<__nv_bfloat16>;
+GemmKernelTable FindGemmSm90Bf16(bool pair) {
+  if (pair) return gemm90::kGemmPairs<__nv_bfloat16>;
+  return gemm90::kGemmSingles<__nv_bfloat16>;
 }
 
 }  // namespace cuda

@@ -7,32 +7,44 @@
 
 namespace stof {
 namespace cuda {
+namespace gemm90 {
 
-// With what the model takes them to cost (microseconds; docs/design/gemm.md says how it was fitted): a step of 64 of K,
-// a tile, a tile's GELU and its residual.
+// Their costs are those of the model (docs/design/gemm.md says how they were fitted).
 template <typename T>
-constexpr GemmSm90Kernel kGemmSingles[] = {
-    gemm90::Describe<T, gemm90::GemmSm90Shape<2, 256, 1, 4, 2, 1, 1>>(0.647f, 1.71f, 2.09f, 2.64f),
-    gemm90::Describe<T, gemm90::GemmSm90Shape<2, 128, 1, 3, 2, 1, 2>>(0.420f, 0.03f, 1.69f, 1.79f),
-    gemm90::Describe<T, gemm90::GemmSm90Shape<2, 192, 1, 4, 2, 1, 1>>(0.492f, 1.27f, 1.80f, 1.67f),
-    gemm90::Describe<T, gemm90::GemmSm90Shape<1, 64, 1, 6, 1, 1, 2>>(0.228f, 0.00f, 0.29f, 0.00f),
-    gemm90::Describe<T, gemm90::GemmSm90Shape<2, 128, 1, 3, 1, 1, 2>>(0.494f, 0.00f, 0.38f, 0.00f),
-    gemm90::Describe<T, gemm90::GemmSm90Shape<1, 192, 1, 4, 1, 1, 1>>(0.375f, 0.28f, 1.52f, 0.00f),
-    gemm90::Describe<T, gemm90::GemmSm90Shape<2, 128, 1, 6, 2, 1, 1, 2>>(0.385f, 0.43f, 1.02f, 1.96f),
-    gemm90::Describe<T, gemm90::GemmSm90Shape<2, 192, 1, 5, 2, 1, 1, 2>>(0.533f, 0.71f, 2.09f, 5.52f),
-    {},
+constexpr GemmKernelEntry kGemmSingles[] = {
+    MakeKernel<T, Warpgroups<2>, Columns<256>, Products<1>, Stages<4>, Cluster<2, 1>, CtasPerSm<1>>(
+        StepUs{0.647f}, TileUs{1.71f}, GeluUs{2.09f}, ResidualUs{2.64f}),
+    MakeKernel<T, Warpgroups<2>, Columns<128>, Products<1>, Stages<3>, Cluster<2, 1>, CtasPerSm<2>>(
+        StepUs{0.420f}, TileUs{0.03f}, GeluUs{1.69f}, ResidualUs{1.79f}),
+    MakeKernel<T, Warpgroups<2>, Columns<192>, Products<1>, Stages<4>, Cluster<2, 1>, CtasPerSm<1>>(
+        StepUs{0.492f}, TileUs{1.27f}, GeluUs{1.80f}, ResidualUs{1.67f}),
+    MakeKernel<T, Warpgroups<1>, Columns<64>, Products<1>, Stages<6>, Cluster<1, 1>, CtasPerSm<2>>(
+        StepUs{0.228f}, TileUs{0.00f}, GeluUs{0.29f}, ResidualUs{0.00f}),
+    MakeKernel<T, Warpgroups<2>, Columns<128>, Products<1>, Stages<3>, Cluster<1, 1>, CtasPerSm<2>>(
+        StepUs{0.494f}, TileUs{0.00f}, GeluUs{0.38f}, ResidualUs{0.00f}),
+    MakeKernel<T, Warpgroups<1>, Columns<192>, Products<1>, Stages<4>, Cluster<1, 1>, CtasPerSm<1>>(
+        StepUs{0.375f}, TileUs{0.28f}, GeluUs{1.52f}, ResidualUs{0.00f}),
+    MakeKernel<T, Warpgroups<2>, Columns<128>, Products<1>, Stages<6>, Cluster<2, 1>, CtasPerSm<1>, TurnBlocks<2>>(
+        StepUs{0.385f}, TileUs{0.43f}, GeluUs{1.02f}, ResidualUs{1.96f}),
+    MakeKernel<T, Warpgroups<2>, Columns<192>, Products<1>, Stages<5>, Cluster<2, 1>, CtasPerSm<1>, TurnBlocks<2>>(
+        StepUs{0.533f}, TileUs{0.71f}, GeluUs{2.09f}, ResidualUs{5.52f}),
 };
 
 template <typename T>
-constexpr GemmSm90Kernel kGemmPairs[] = {
-    gemm90::Describe<T, gemm90::GemmSm90Shape<2, 128, 2, 4, 2, 1, 1>>(0.699f, 0.65f, 0.65f, 0.00f),
-    gemm90::Describe<T, gemm90::GemmSm90Shape<2, 64, 2, 3, 2, 1, 2>>(0.449f, 0.00f, 0.00f, 0.00f),
-    gemm90::Describe<T, gemm90::GemmSm90Shape<1, 64, 2, 4, 1, 1, 2>>(0.326f, 0.00f, 0.00f, 0.00f),
-    gemm90::Describe<T, gemm90::GemmSm90Shape<2, 64, 2, 3, 1, 1, 2>>(0.471f, 0.00f, 0.00f, 0.00f),
-    gemm90::Describe<T, gemm90::GemmSm90Shape<2, 64, 2, 5, 2, 1, 1, 3>>(0.623f, 0.04f, 0.06f, 0.36f),
-    {},
+constexpr GemmKernelEntry kGemmPairs[] = {
+    MakeKernel<T, Warpgroups<2>, Columns<128>, Products<2>, Stages<4>, Cluster<2, 1>, CtasPerSm<1>>(
+        StepUs{0.699f}, TileUs{0.65f}, GeluUs{0.65f}, ResidualUs{0.00f}),
+    MakeKernel<T, Warpgroups<2>, Columns<64>, Products<2>, Stages<3>, Cluster<2, 1>, CtasPerSm<2>>(
+        StepUs{0.449f}, TileUs{0.00f}, GeluUs{0.00f}, ResidualUs{0.00f}),
+    MakeKernel<T, Warpgroups<1>, Columns<64>, Products<2>, Stages<4>, Cluster<1, 1>, CtasPerSm<2>>(
+        StepUs{0.326f}, TileUs{0.00f}, GeluUs{0.00f}, ResidualUs{0.00f}),
+    MakeKernel<T, Warpgroups<2>, Columns<64>, Products<2>, Stages<3>, Cluster<1, 1>, CtasPerSm<2>>(
+        StepUs{0.471f}, TileUs{0.00f}, GeluUs{0.00f}, ResidualUs{0.00f}),
+    MakeKernel<T, Warpgroups<2>, Columns<64>, Products<2>, Stages<5>, Cluster<2, 1>, CtasPerSm<1>, TurnBlocks<3>>(
+        StepUs{0.623f}, TileUs{0.04f}, GeluUs{0.06f}, ResidualUs{0.36f}),
 };
 
+}  // namespace gemm90
 }  // namespace cuda
 }  // namespace stof
 #endif  // STOF_CUDA_GEMM_SM90_CONFIGS_CUH_

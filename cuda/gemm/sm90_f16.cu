@@ -4,7 +4,10 @@
 namespace stof {
 namespace cuda {
 
-const GemmSm90Kernel* FindGemmSm90F16(bool pair) { return pair ? kGemmPairs<__half> : kGemmSingles<__half>; }
+GemmKernelTable FindGemmSm90F16(bool pair) {
+  if (pair) return gemm90::kGemmPairs<__half>;
+  return gemm90::kGemmSingles<__half>;
+}
 
 }  // namespace cuda
 }  // namespace stof

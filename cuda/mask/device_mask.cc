@@ -280,7 +280,7 @@ Status DeviceMaskCache::Get(const MaskExpr& expr, uint64_t hash, const ExprSizes
   if (form.group > 1 && mask->layout_h > 1) {
     auto groups = std::make_shared<const BlockMask>(StackHeads(*mask, form.group));
     stacked = StackingPays(LongestRow(*groups), LongestRow(*mask), form.group, sizes.B * (sizes.H / form.group),
-                           form.multiprocessors);
+                           form.sm_count);
     if (stacked) mask = std::move(groups);
   }
   auto made = std::make_shared<MaskEntry>();

@@ -32,7 +32,7 @@ struct MaskForm {
   bool fragments = false;  // bits in the order of fragments.h
   // Query heads of a key head whose rows may be stacked (stacked_mask.h), and the number of SMs, which decides it.
   int64_t group = 1;
-  int multiprocessors = 0;
+  int sm_count = 0;
 };
 
 // A block mask in device memory, with the event of its upload.

@@ -102,10 +102,10 @@ BlockMask StackHeads(const BlockMask& mask, int64_t group) {
   return mask.layout_h == 1 ? mask : Stack(mask, group).Make();
 }
 
-bool StackingPays(int64_t stacked_tiles, int64_t tiles, int64_t group, int64_t groups, int multiprocessors) {
+bool StackingPays(int64_t stacked_tiles, int64_t tiles, int64_t group, int64_t groups, int sm_count) {
   // Clusters of eight CTAs saturate the memory from half of the SMs on.
   constexpr int64_t kCluster = 8;
-  return 2 * kCluster * groups >= multiprocessors || 4 * stacked_tiles <= 3 * group * tiles;
+  return 2 * kCluster * groups >= sm_count || 4 * stacked_tiles <= 3 * group * tiles;
 }
 
 }  // namespace cuda

@@ -15,7 +15,7 @@ BlockMask StackHeads(const BlockMask& mask, int64_t group);
 
 // Whether stacking is faster, by the tiles of the longest row of the stacked mask and of the other one. A group never
 // has more tiles than its heads together, but fewer CTAs share them.
-bool StackingPays(int64_t stacked_tiles, int64_t tiles, int64_t group, int64_t groups, int multiprocessors);
+bool StackingPays(int64_t stacked_tiles, int64_t tiles, int64_t group, int64_t groups, int sm_count);
 
 }  // namespace cuda
 }  // namespace stof

@@ -121,9 +121,7 @@ def test_points(tool: ModuleType, tmp_path: Path) -> None:
 def test_list_that_cannot_be_read(tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     listed = Path("cuda/attention/sm90/instantiations/d64.cu")
     (tmp_path / listed).parent.mkdir(parents=True)
-    (tmp_path / listed).write_text(
-        (ROOT / listed).read_text().replace("Sm90Shape<64, 256,  64,", "Sm90Shape<64, kM,  64,")
-    )
+    (tmp_path / listed).write_text((ROOT / listed).read_text().replace("Tile<256, 64>", "Tile<kM, 64>"))
     monkeypatch.setattr(tool, "HERE", tmp_path)
     with pytest.raises(SystemExit, match=r"d64\.cu lists 10 kernels, of which 9 could be read: adapt _ENTRY"):
         tool.kernels_of(64)

@@ -341,7 +341,7 @@ TEST(TrtPlannedMaskMemory) {
     cuda::MaskCuts cuts(program, sizes, cuda::MaskTile(), cuda::kMostMaskBytes);
     cuda::MaskBuild build;
     build.program = &program, build.sizes = sizes;
-    build.multiprocessors = 132;
+    build.sm_count = 132;
     CHECK(cuts.Next(&build.part));  // the largest
     const bool few = args.S <= cuda::kDecodeQueries && args.dtype != DType::kF32;
     for (const int m : {64, 128, 192, 256}) {

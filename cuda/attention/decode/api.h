@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Parameters of the decode kernels: attention of few queries.
+// The family of decode kernels: attention of few queries.
 #ifndef STOF_CUDA_ATTENTION_DECODE_API_H_
 #define STOF_CUDA_ATTENTION_DECODE_API_H_
 
-#include "cuda/attention/params.h"
+#include "cuda/attention/kernel_table.h"
 
 namespace stof {
 namespace cuda {
@@ -28,40 +28,45 @@ struct DecodeParams {
   int32_t row_begin = -1, row_full = 0, row_end = 0;
 };
 
-struct DecodeKernel {
-  int rows = 0;                                                        // query rows of a CTA
-  int ctas = 0;                                                        // resident on an SM
-  int (*launch)(const DecodeParams& params, void* stream) = nullptr;   // nullptr: no such kernel
+// The split-KV kernel: `splits` CTAs for a row block, then the combine kernel. ctas_per_sm of its KernelEntry: how many
+// CTAs are resident on an SM.
+struct SplitKvCode : KernelCode {
+  int (*launch)(const DecodeParams& params, void* stream) = nullptr;
   int (*combine)(const DecodeParams& params, void* stream) = nullptr;  // runs next where there are several splits
 };
-// The split-KV kernel for the larger of D and Dv, and rows = heads * S.
-DecodeKernel FindDecode(DType dtype, int head_size, int64_t rows);
 
 // The kernel whose `splits` CTAs are a thread block cluster: it needs neither workspace nor a combine kernel; compute
 // capability 9.0.
 constexpr int kClusterSizes = 4;  // 1, 2, 4, 8
-struct ClusterKernel {
-  int rows = 0;                                                       // query rows of a CTA
-  int tiles_at_once = 0;                                              // KV tiles that a CTA works on at once
-  int (*launch)(const DecodeParams& params, void* stream) = nullptr;  // nullptr: no such kernel
+struct ClusterCode : KernelCode {
+  int tiles_at_once = 0;  // KV tiles that a CTA works on at once
+  int (*launch)(const DecodeParams& params, void* stream) = nullptr;
   // clusters[i]: the number of clusters of 2^i CTAs that the current device runs at once; zeros: it cannot.
   void (*clusters)(int (&clusters)[kClusterSizes]) = nullptr;
 };
-ClusterKernel FindCluster(DType dtype, int head_size, int64_t rows);
+
+// A table has both kernels, in this order. `rows` of an entry: query rows of a CTA.
+constexpr int kSplitKv = 0, kCluster = 1;
+
+extern const KernelFamily kDecodeFamily;
+
+// For packed_queries = heads * S.
+KernelTable FindDecodeF16(const KernelProblem& problem);
+KernelTable FindDecodeBf16(const KernelProblem& problem);
+KernelTable FindDecodeF32(const KernelProblem& problem);
 
 struct DecodeChoice {
   bool cluster = false;      // the cluster kernel
   int splits = 1;            // CTAs of a row block
   double nanoseconds = 0.0;  // by the model
 };
-// Chooses the number of splits, and the kernel. tiles: KV tiles of a tile row; blocks: row blocks; clusters: as above.
-// num_splits.cc has the models. only: 0 forces split-KV, 1 forces clusters where the device has room
-// for them.
-DecodeChoice ChooseSplits(const DecodeKernel& kernel, const AttentionParams& params, int item_bytes, int64_t tiles,
-                          int64_t blocks, int sm_count);
-DecodeChoice ChooseDecode(const DecodeKernel& kernel, const AttentionParams& params, int item_bytes, int64_t tiles,
-                          int64_t blocks, int sm_count, int tiles_at_once, const int (&clusters)[kClusterSizes],
-                          int only_flagged = -1);
+// Chooses the number of splits, and the kernel. ctas_per_sm: of the split-KV kernel; tiles: KV tiles of a tile row;
+// blocks: row blocks; clusters: as above. num_splits.cc has the models. only: kSplitKv, or kCluster where the device
+// has room for clusters; -1: the faster one.
+DecodeChoice ChooseSplits(int ctas_per_sm, const AttentionParams& params, int item_bytes, int64_t tiles, int64_t blocks,
+                          int sm_count);
+DecodeChoice ChooseDecode(int ctas_per_sm, const AttentionParams& params, int item_bytes, int64_t tiles, int64_t blocks,
+                          int sm_count, int tiles_at_once, const int (&clusters)[kClusterSizes], int only = -1);
 
 }  // namespace cuda
 }  // namespace stof

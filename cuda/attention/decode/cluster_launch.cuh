@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Launches the cluster kernel, and lists its shapes.
+// Launches the cluster kernel; the tables of the decode kernels.
 #ifndef STOF_CUDA_ATTENTION_DECODE_CLUSTER_LAUNCH_CUH_
 #define STOF_CUDA_ATTENTION_DECODE_CLUSTER_LAUNCH_CUH_
 
@@ -98,17 +98,42 @@ struct ClusterLauncher {
     void* arguments[] = {&copy};
     return static_cast<int>(cudaLaunchKernelExC(&config, Kernel(), arguments));
   }
-
-  static ClusterKernel Make() { return {S::kRows, S::kTilesAtOnce, Run, Clusters}; }
 };
 
+template <int kHead, typename T, int kBlocks>
+constexpr ClusterCode MakeClusterCode() {
+  using Launcher = ClusterLauncher<kHead, T, kBlocks>;
+  ClusterCode code;
+  code.tiles_at_once = Launcher::S::kTilesAtOnce;
+  code.launch = Launcher::Run;
+  code.clusters = Launcher::Clusters;
+  return code;
+}
+template <int kHead, typename T, int kBlocks>
+constexpr ClusterCode kClusterCode = MakeClusterCode<kHead, T, kBlocks>();
+
+template <int kHead, typename T, int kBlocks>
+constexpr KernelEntry MakeClusterKernel() {
+  using S = ClusterShape<kHead, T, kBlocks>;
+  KernelEntry kernel;
+  kernel.name = "decode-cluster";
+  kernel.head_size = kHead;
+  kernel.rows = S::kRows, kernel.keys = kTileKeys;
+  kernel.code = &kClusterCode<kHead, T, kBlocks>;
+  return kernel;
+}
+
+// kBlocks: blocks of 8 query rows that a CTA computes.
+template <int kHead, typename T, int kBlocks>
+constexpr KernelEntry kDecodeKernels[] = {MakeSplitKvKernel<kHead, T, kBlocks>(),
+                                          MakeClusterKernel<kHead, T, kBlocks>()};
+
 template <typename T>
-ClusterKernel FindClusterOf(int head_size, int64_t rows) {
-  const bool few = rows <= 8;
-  if (head_size <= 64) return few ? ClusterLauncher<64, T, 1>::Make() : ClusterLauncher<64, T, 2>::Make();
-  if (head_size <= 128) return few ? ClusterLauncher<128, T, 1>::Make() : ClusterLauncher<128, T, 2>::Make();
-  if (head_size <= 256) return ClusterLauncher<256, T, 1>::Make();
-  return {};
+KernelTable FindDecode(const KernelProblem& problem) {
+  const bool few = problem.packed_queries <= 8;
+  if (problem.head_size <= 64) return few ? kDecodeKernels<64, T, 1> : kDecodeKernels<64, T, 2>;
+  if (problem.head_size <= 128) return few ? kDecodeKernels<128, T, 1> : kDecodeKernels<128, T, 2>;
+  return kDecodeKernels<256, T, 1>;
 }
 
 }  // namespace cuda

@@ -8,8 +8,8 @@
 namespace stof {
 namespace cuda {
 
-DecodeChoice ChooseSplits(const DecodeKernel& kernel, const AttentionParams& params, int item_bytes, int64_t tiles,
-                          int64_t blocks, int sm_count) {
+DecodeChoice ChooseSplits(int ctas_per_sm, const AttentionParams& params, int item_bytes, int64_t tiles, int64_t blocks,
+                          int sm_count) {
   // Nanoseconds and bytes: bandwidth of an SM, latency of a load, the combine kernel and one split of its loop. A CTA
   // has two buffers of 16 keys a warp in flight, kBusy of the time.
   constexpr double kBandwidth = 22, kLatency = 800, kCombine = 3000, kStep = 45, kBusy = 0.4;
@@ -18,7 +18,7 @@ DecodeChoice ChooseSplits(const DecodeKernel& kernel, const AttentionParams& par
   const int64_t key_bytes = int64_t{params.D + params.Dv} * item_bytes;
   const auto tile = static_cast<double>(kTileKeys * key_bytes);
   const double in_flight = kBusy * static_cast<double>(2 * kWarps * std::min(8 * key_bytes, kLargestBuffer));
-  const int64_t slots = int64_t{kernel.ctas} * sm_count;
+  const int64_t slots = int64_t{ctas_per_sm} * sm_count;
   DecodeChoice best;
   best.nanoseconds = std::numeric_limits<double>::infinity();
   for (int64_t splits = 1; splits <= std::min<int64_t>(std::max<int64_t>(tiles, 1), kMostDecodeSplits); ++splits) {
@@ -33,9 +33,8 @@ DecodeChoice ChooseSplits(const DecodeKernel& kernel, const AttentionParams& par
   return best;
 }
 
-DecodeChoice ChooseDecode(const DecodeKernel& kernel, const AttentionParams& params, int item_bytes, int64_t tiles,
-                          int64_t blocks, int sm_count, int tiles_at_once, const int (&clusters)[kClusterSizes],
-                          int only_flagged) {
+DecodeChoice ChooseDecode(int ctas_per_sm, const AttentionParams& params, int item_bytes, int64_t tiles, int64_t blocks,
+                          int sm_count, int tiles_at_once, const int (&clusters)[kClusterSizes], int only) {
   // The cluster kernel: everything up to the end of the first step of 64 keys times `tiles_at_once`; combining; each
   // further step; the same in fp32. The bandwidth of all CTAs together, with keys and values of 512 bytes and more, and
   // of fewer.
@@ -43,9 +42,9 @@ DecodeChoice ChooseDecode(const DecodeKernel& kernel, const AttentionParams& par
   constexpr double kBandwidth = 2950, kNarrowBandwidth = 2650;
   const double bandwidth = int64_t{params.D + params.Dv} * item_bytes >= 512 ? kBandwidth : kNarrowBandwidth;
   const double start = item_bytes == 4 ? kStart32 : kStart, step = item_bytes == 4 ? kStep32 : kStep;
-  DecodeChoice best = ChooseSplits(kernel, params, item_bytes, tiles, blocks, sm_count);
-  if (only_flagged == 0) return best;
-  if (only_flagged == 1) best.nanoseconds = std::numeric_limits<double>::infinity();
+  DecodeChoice best = ChooseSplits(ctas_per_sm, params, item_bytes, tiles, blocks, sm_count);
+  if (only == kSplitKv) return best;
+  if (only == kCluster) best.nanoseconds = std::numeric_limits<double>::infinity();
   const auto bytes = static_cast<double>(blocks * tiles * kTileKeys * (params.D + params.Dv) * item_bytes);
   for (int i = 0; i < kClusterSizes; ++i) {
     if (clusters[i] == 0) continue;

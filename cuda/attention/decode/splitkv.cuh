@@ -461,18 +461,25 @@ int LaunchDecode(const DecodeParams& params, void* stream) {
 }
 
 template <int kHead, typename T, int kBlocks>
-DecodeKernel MakeDecode() {
-  using S = DecodeShape<kHead, T, kBlocks>;
-  return {S::kRows, S::kCtas, LaunchDecode<kHead, T, kBlocks>, LaunchCombine<T>};
+constexpr SplitKvCode MakeSplitKvCode() {
+  SplitKvCode code;
+  code.launch = LaunchDecode<kHead, T, kBlocks>;
+  code.combine = LaunchCombine<T>;
+  return code;
 }
+template <int kHead, typename T, int kBlocks>
+constexpr SplitKvCode kSplitKvCode = MakeSplitKvCode<kHead, T, kBlocks>();
 
-template <typename T>
-DecodeKernel FindDecodeOf(int head_size, int64_t rows) {
-  const bool few = rows <= 8;
-  if (head_size <= 64) return few ? MakeDecode<64, T, 1>() : MakeDecode<64, T, 2>();
-  if (head_size <= 128) return few ? MakeDecode<128, T, 1>() : MakeDecode<128, T, 2>();
-  if (head_size <= 256) return MakeDecode<256, T, 1>();
-  return {};
+template <int kHead, typename T, int kBlocks>
+constexpr KernelEntry MakeSplitKvKernel() {
+  using S = DecodeShape<kHead, T, kBlocks>;
+  KernelEntry kernel;
+  kernel.name = "decode-splitkv";
+  kernel.head_size = kHead;
+  kernel.rows = S::kRows, kernel.keys = kTileKeys;
+  kernel.ctas_per_sm = S::kCtas;
+  kernel.code = &kSplitKvCode<kHead, T, kBlocks>;
+  return kernel;
 }
 
 }  // namespace cuda

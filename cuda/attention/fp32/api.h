@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Parameters and list of the attention kernels for fp32 tensors.
+// The family of kernels for fp32 tensors.
 #ifndef STOF_CUDA_ATTENTION_FP32_API_H_
 #define STOF_CUDA_ATTENTION_FP32_API_H_
 
-#include "cuda/attention/params.h"
+#include "cuda/attention/kernel_table.h"
 
 namespace stof {
 namespace cuda {
@@ -19,19 +19,21 @@ struct Fp32Params {
   const float* value_factors = nullptr;  // [B, G, tiles]: value = (high + low / 2^11) * factor
 };
 
-struct Fp32Kernel {
-  int head = 0;    // elements of a row of the tiles; D and Dv fit it
+struct Fp32Code : KernelCode {
   int planes = 0;  // 2: high and low parts; 1: high parts alone
   // score_mod: with softcap or a bias. Both launch on the stream.
   int (*split)(const Fp32Params& params, void* stream) = nullptr;
-  int (*launch)(const Fp32Params& params, bool score_mod, void* stream) = nullptr;  // nullptr: no such kernel
+  int (*launch)(const Fp32Params& params, bool score_mod, void* stream) = nullptr;
 };
-// For the larger of D and Dv. exact: the error of fp32, else that of TF32.
-Fp32Kernel FindFp32(int head_size, bool exact);
 
-// Bytes of the tiles and factors, and their addresses in a workspace aligned to 16 bytes.
-size_t Fp32WorkspaceBytes(const Fp32Kernel& kernel, const AttentionParams& params);
-void PlaceFp32Workspace(const Fp32Kernel& kernel, void* memory, Fp32Params* params);
+extern const KernelFamily kFp32Family;
+
+KernelTable FindFp32D32(const KernelProblem& problem);
+KernelTable FindFp32D64(const KernelProblem& problem);
+KernelTable FindFp32D96(const KernelProblem& problem);
+KernelTable FindFp32D128(const KernelProblem& problem);
+KernelTable FindFp32D192(const KernelProblem& problem);
+KernelTable FindFp32D256(const KernelProblem& problem);
 
 }  // namespace cuda
 }  // namespace stof

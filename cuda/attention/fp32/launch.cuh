@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Launches the fp32 kernel with as many stages as the shared memory of the device holds.
+// Launches the fp32 kernel with as many stages as the shared memory of the device holds; its tables.
 #ifndef STOF_CUDA_ATTENTION_FP32_LAUNCH_CUH_
 #define STOF_CUDA_ATTENTION_FP32_LAUNCH_CUH_
 
@@ -126,10 +126,33 @@ int LaunchFp32(const Fp32Params& params, bool score_mod, void* stream) {
   return code == kTooLittleMemory ? static_cast<int>(cudaErrorInvalidConfiguration) : code;
 }
 
+template <int kHead, int kPlanes>
+constexpr Fp32Code MakeFp32Code() {
+  Fp32Code code;
+  code.planes = kPlanes;
+  code.split = SplitFp32<kHead, kPlanes>;
+  code.launch = LaunchFp32<kHead, kPlanes>;
+  return code;
+}
+template <int kHead, int kPlanes>
+constexpr Fp32Code kFp32Code = MakeFp32Code<kHead, kPlanes>();
+
+template <int kHead, int kPlanes>
+constexpr KernelEntry MakeFp32Kernel() {
+  KernelEntry kernel;
+  kernel.name = "fp32";
+  kernel.head_size = kHead;
+  kernel.rows = kTileRows, kernel.keys = kTileKeys;
+  kernel.code = &kFp32Code<kHead, kPlanes>;
+  return kernel;
+}
+template <int kHead, int kPlanes>
+constexpr KernelEntry kFp32Kernels[] = {MakeFp32Kernel<kHead, kPlanes>()};
+
+// With the error of fp32, else that of TF32.
 template <int kHead>
-Fp32Kernel MakeFp32Kernel(bool exact) {
-  if (exact) return {kHead, 2, SplitFp32<kHead, 2>, LaunchFp32<kHead, 2>};
-  return {kHead, 1, SplitFp32<kHead, 1>, LaunchFp32<kHead, 1>};
+KernelTable FindFp32(const KernelProblem& problem) {
+  return problem.allows_tf32 ? kFp32Kernels<kHead, 1> : kFp32Kernels<kHead, 2>;
 }
 
 }  // namespace cuda

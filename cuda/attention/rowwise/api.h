@@ -1,18 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// The row-wise attention kernels, for sparse masks of scattered keys.
+// The family of row-wise kernels, for sparse masks of scattered keys.
 #ifndef STOF_CUDA_ATTENTION_ROWWISE_API_H_
 #define STOF_CUDA_ATTENTION_ROWWISE_API_H_
 
-#include "cuda/attention/params.h"
+#include "cuda/attention/kernel_table.h"
 
 namespace stof {
 namespace cuda {
 
 constexpr int kRowwiseTile = 64;  // m and n of their block mask
 
-// The kernel for the larger of D and Dv; nullptr: there is none. D, Dv, strides and addresses are multiples of 16
-// bytes. score_mod: with softcap or a bias.
-Launch FindRowwise(DType dtype, int head_size, bool score_mod);
+using RowwiseCode = LaunchCode<AttentionParams>;
+
+// D, Dv, strides and addresses are multiples of 16 bytes.
+extern const KernelFamily kRowwiseFamily;
+
+KernelTable FindRowwise(const KernelProblem& problem);
 
 }  // namespace cuda
 }  // namespace stof

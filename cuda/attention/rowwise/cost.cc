@@ -61,7 +61,7 @@ double PredictRowwise(const MaskCounts& counts, int64_t rows, int head_bytes, in
   return kLaunch + std::max(all / sm_count, static_cast<double>(counts.most_keys) * kSerialKey);
 }
 
-double PredictSm80(const MaskCounts& counts, int head_bytes, bool fp32, int sm_count) {
+double PredictTiled(const MaskCounts& counts, int head_bytes, bool fp32, int sm_count) {
   const double tile = fp32 ? kFp32Tile + kFp32Byte * head_bytes : kSm80Tile + kSm80Byte * head_bytes;
   return tile * static_cast<double>(counts.tiles) / sm_count;
 }

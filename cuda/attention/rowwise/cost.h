@@ -22,7 +22,7 @@ MaskCounts CountPairs(const BlockMask& mask, int64_t B, int64_t H);
 // of tiles with kRowwiseTile rows; rows: of all batches and heads; head_bytes: of one key.
 double PredictRowwise(const MaskCounts& counts, int64_t rows, int head_bytes, int sm_count);
 // The same for the sm_80 kernel, or the fp32 kernel. counts: of their tiles, all of which count as partial.
-double PredictSm80(const MaskCounts& counts, int head_bytes, bool fp32, int sm_count);
+double PredictTiled(const MaskCounts& counts, int head_bytes, bool fp32, int sm_count);
 
 }  // namespace cuda
 }  // namespace stof

@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Parameters and list of the sm_90a attention kernels.
+// The family of sm_90a kernels: their parameters and tables.
 #ifndef STOF_CUDA_ATTENTION_SM90_API_H_
 #define STOF_CUDA_ATTENTION_SM90_API_H_
 
 #include <cuda.h>
 #include <vector_types.h>
 
-#include <string>
-
+#include "cuda/attention/kernel_table.h"
 #include "cuda/attention/params.h"
 #include "cuda/schedule/tile_schedule.h"
 
@@ -43,31 +42,19 @@ struct Sm90Params {
   int32_t dynamic_begin = 0, dynamic_end = 0;
 };
 
-// What a kernel does to scores before the mask: nothing but a positive scale; softcap, a relative bias and any scale;
-// or these and a bias of every query-key pair.
-enum class ScoreMod { kNone, kRelativeBias, kFullBias };
+using Sm90Code = LaunchCode<Sm90Params>;
 
-using LaunchSm90 = int (*)(const Sm90Params& params, void* stream);
+// Rows of its tables have costs that were measured on an H100 SXM (docs/design/attention-cuda.md). There is none in a
+// build without sm_90a, and for ScoreMod::kFullBias with heads above 128.
+extern const KernelFamily kSm90Family;
 
-// One compiled kernel. Its costs were measured on an H100 SXM (docs/design/attention-cuda.md).
-struct Sm90Kernel {
-  int rows = 0, keys = 0;  // of a tile
-  int ctas_per_sm = 0;
-  int head = 0;  // elements of a head in its tiles; D and Dv fit it
-  TileCost cost;
-  LaunchSm90 launch = nullptr;  // nullptr: the end of a list
-};
-// The name in plans and in the attribute `kernel`: "sm90-128x64x2" has 128 query rows, 64 keys and 2 CTAs an SM.
-std::string KernelName(const Sm90Kernel& kernel);
-// The list of kernels for a head size, rounded up to 64, 128, 192 or 256. It is empty in a build without sm_90a, and
-// for ScoreMod::kFullBias with heads above 128.
-const Sm90Kernel* FindSm90(int head_size, bool bf16, ScoreMod score_mod);
-
-// Whether TMA can read the full bias, if there is one: contiguous keys, rows aligned to 16 bytes.
-bool CanReadBias(const AttentionParams& params);
+KernelTable FindSm90D64(const KernelProblem& problem);
+KernelTable FindSm90D128(const KernelProblem& problem);
+KernelTable FindSm90D192(const KernelProblem& problem);
+KernelTable FindSm90D256(const KernelProblem& problem);
 
 // Sets the TMA maps and coordinate factors of params from its `attention`, for a kernel's tile. False where the driver
-// has no TMA, or a tensor cannot be described: a bias, say, whose rows are not aligned to 16 bytes.
+// has no TMA, or a tensor cannot be described.
 bool MakeTensorMaps(bool bf16, int tile_rows, int tile_keys, Sm90Params* params);
 
 }  // namespace cuda

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Launches the sm_90a kernels, and makes the entries of their lists.
+// Launches the sm_90a kernels, and makes the rows of their tables.
 #ifndef STOF_CUDA_ATTENTION_SM90_LAUNCH_CUH_
 #define STOF_CUDA_ATTENTION_SM90_LAUNCH_CUH_
 
@@ -32,23 +32,82 @@ int Launch(const Sm90Params& params, void* stream) {
 // Cost of a half tile in percent of its tile row: where a CTA has its SM alone, and where it shares it.
 constexpr int64_t kHalfTilePct = 74, kHalfTileSharedPct = 86;
 
-// An entry of a kernel list. row, full, partial: nanoseconds of a prologue and epilogue, a full and a partial KV tile.
-// ns_per_mib, solo_speed_pct: as in TileCost.
+// ---- the named numbers of a table's rows ----
+// Sm90Shape. Stages: buffers of keys and values; QueryStages: buffers of queries; Splits: pipelines that share the keys
+// of a work tile.
+template <int kValue>
+struct Head {};
+template <int kRows, int kKeys>
+struct Tile {};
+template <int kValue>
+struct Stages {};
+template <int kValue>
+struct QueryStages {};
+template <int kValue>
+struct Pipelines {};
+template <int kValue>
+struct Splits {};
+
+// TileCost: nanoseconds of a prologue and epilogue, of a full and of a partial KV tile, of a MiB of keys and values;
+// the speed of a CTA alone on its SM in percent.
+struct RowNs {
+  int64_t value;
+};
+struct FullNs {
+  int64_t value;
+};
+struct PartialNs {
+  int64_t value;
+};
+struct NsPerMib {
+  int64_t value = 0;
+};
+struct SoloPct {
+  int64_t value = 100;
+};
+
 template <typename S, typename T>
-constexpr Sm90Kernel MakeKernel(int64_t row, int64_t full, int64_t partial, int64_t ns_per_mib = 0,
-                                int64_t solo_speed_pct = 100) {
-  const int64_t half = S::kPipelines == 1 ? kHalfTilePct : kHalfTileSharedPct;
-  const TileCost cost = {row,
-                         full,
-                         partial,
-                         S::kSplit,
-                         ns_per_mib,
-                         S::kSplitsRows,
-                         S::kHalfTiles ? half : 0,
-                         S::kDynamic,
-                         S::kPipelines / S::kSplit,
-                         solo_speed_pct};
-  return {S::kM, S::kN, S::kPipelines / S::kSplit, S::kHead, cost, Launch<S, T>};
+constexpr Sm90Code kCode(Launch<S, T>);
+
+template <typename S, typename T>
+constexpr KernelEntry MakeKernelOf(RowNs row, FullNs full, PartialNs partial, NsPerMib per_mib, SoloPct solo) {
+  KernelEntry kernel;
+  kernel.name = "sm90";
+  kernel.head_size = S::kHead;
+  kernel.rows = S::kM, kernel.keys = S::kN;
+  kernel.ctas_per_sm = S::kPipelines / S::kSplit;
+  kernel.is_scheduled = true;
+  kernel.cost.row = row.value, kernel.cost.full = full.value, kernel.cost.partial = partial.value;
+  kernel.cost.split_kv = S::kSplit;
+  kernel.cost.ns_per_mib = per_mib.value;
+  kernel.cost.can_split_rows = S::kSplitsRows;
+  if (S::kHalfTiles) kernel.cost.half_tile_pct = S::kPipelines == 1 ? kHalfTilePct : kHalfTileSharedPct;
+  kernel.cost.dynamic = S::kDynamic;
+  kernel.cost.ctas_per_sm = kernel.ctas_per_sm;
+  kernel.cost.solo_speed_pct = solo.value;
+  kernel.code = &kCode<S, T>;
+  return kernel;
+}
+
+// What MakeKernel makes of its arguments.
+template <typename Head_, typename Tile_, typename Stages_, typename QueryStages_, typename Pipelines_,
+          typename Splits_, ScoreMod kScoreMod, bool kPingPongEnds, bool kDynamic>
+struct ShapeOf;
+template <int kHead, int kRows, int kKeys, int kStages, int kQueryStages, int kPipelines, int kSplits,
+          ScoreMod kScoreMod, bool kPingPongEnds, bool kDynamic>
+struct ShapeOf<Head<kHead>, Tile<kRows, kKeys>, Stages<kStages>, QueryStages<kQueryStages>, Pipelines<kPipelines>,
+               Splits<kSplits>, kScoreMod, kPingPongEnds, kDynamic> {
+  using Type =
+      Sm90Shape<kHead, kRows, kKeys, kStages, kQueryStages, kPipelines, kSplits, kScoreMod, kPingPongEnds, kDynamic>;
+};
+
+// A row of a table.
+template <typename T, typename Head_, typename Tile_, typename Stages_, typename QueryStages_, typename Pipelines_,
+          typename Splits_ = Splits<1>, ScoreMod kScoreMod = ScoreMod::kNone, bool kPingPongEnds = false,
+          bool kDynamic = false>
+constexpr KernelEntry MakeKernel(RowNs row, FullNs full, PartialNs partial, NsPerMib per_mib = {}, SoloPct solo = {}) {
+  using Shape = ShapeOf<Head_, Tile_, Stages_, QueryStages_, Pipelines_, Splits_, kScoreMod, kPingPongEnds, kDynamic>;
+  return MakeKernelOf<typename Shape::Type, T>(row, full, partial, per_mib, solo);
 }
 
 }  // namespace sm90

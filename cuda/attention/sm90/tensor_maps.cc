@@ -54,14 +54,6 @@ bool Describe(const View& view, CUtensorMapDataType type, uint32_t box_rows, CUt
 
 }  // namespace
 
-bool CanReadBias(const AttentionParams& p) {
-  if (p.bias == nullptr) return true;
-  const int64_t unit = p.bias_is_float != 0 ? 4 : 8;  // elements of 16 bytes
-  const auto wrong = [unit](int64_t stride, int64_t count) { return count > 1 && stride % unit != 0; };
-  return (p.bias_stride_k == 1 || p.T == 1) && !wrong(p.bias_stride_q, p.S) && !wrong(p.bias_stride_h, p.H) &&
-         !wrong(p.bias_stride_b, p.B) && reinterpret_cast<uintptr_t>(p.bias) % 16 == 0;
-}
-
 bool MakeTensorMaps(bool bf16, int tile_rows, int tile_keys, Sm90Params* params) {
   const auto rows = static_cast<uint32_t>(tile_rows), keys = static_cast<uint32_t>(tile_keys);
   const AttentionParams& p = params->attention;
@@ -69,7 +61,6 @@ bool MakeTensorMaps(bool bf16, int tile_rows, int tile_keys, Sm90Params* params)
   if (p.bias != nullptr) {
     // A row that all queries share is loaded once.
     const bool one_row = p.S == 1 || p.bias_stride_q == 0;
-    if (!CanReadBias(p)) return false;
     params->bias_one_row = one_row ? 1 : 0;
     const View view = {p.bias, p.T, one_row ? 1 : p.S, p.H, p.B, {p.bias_stride_b, p.bias_stride_h, p.bias_stride_q}};
     if (!Describe(view, p.bias_is_float != 0 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : half, one_row ? 1 : rows,

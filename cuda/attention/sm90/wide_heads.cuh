@@ -10,21 +10,24 @@ namespace stof {
 namespace cuda {
 namespace sm90 {
 
-// kKeys: keys of a tile of 128 query rows. The costs are nanoseconds, as for MakeKernel.
-template <int kHead, int kKeys, int kRowCost, int kFullCost, int kPartialCost>
+// kRow, kFull, kPartial: nanoseconds, as RowNs, FullNs and PartialNs.
+template <typename Head_, typename Tile_, int64_t kRow, int64_t kFull, int64_t kPartial>
 struct WideHeads {
   template <typename T, ScoreMod kScoreMod>
-  static constexpr Sm90Kernel kKernels[] = {
-      MakeKernel<Sm90Shape<kHead, 128, kKeys, 2, 1, 1, 1, kScoreMod>, T>(kRowCost, kFullCost, kPartialCost),
-      {},
+  static constexpr KernelEntry kKernels[] = {
+      MakeKernel<T, Head_, Tile_, Stages<2>, QueryStages<1>, Pipelines<1>, Splits<1>, kScoreMod>(
+          RowNs{kRow}, FullNs{kFull}, PartialNs{kPartial}),
   };
-  static const Sm90Kernel* Find(bool bf16, ScoreMod score_mod) {
-    static constexpr Sm90Kernel kNone;
-    if (score_mod == ScoreMod::kFullBias) return &kNone;
-    if (score_mod == ScoreMod::kRelativeBias) {
-      return bf16 ? kKernels<__nv_bfloat16, ScoreMod::kRelativeBias> : kKernels<__half, ScoreMod::kRelativeBias>;
+  static KernelTable Find(const KernelProblem& problem) {
+    const bool bf16 = problem.dtype == DType::kBF16;
+    switch (problem.score_mod()) {
+      case ScoreMod::kFullBias:
+        return KernelTable();
+      case ScoreMod::kRelativeBias:
+        return bf16 ? kKernels<__nv_bfloat16, ScoreMod::kRelativeBias> : kKernels<__half, ScoreMod::kRelativeBias>;
+      default:
+        return bf16 ? kKernels<__nv_bfloat16, ScoreMod::kNone> : kKernels<__half, ScoreMod::kNone>;
     }
-    return bf16 ? kKernels<__nv_bfloat16, ScoreMod::kNone> : kKernels<__half, ScoreMod::kNone>;
   }
 };
 

@@ -312,15 +312,15 @@ int LaunchMaskBuild(const MaskBuild& build, void* memory, void* stream, DeviceMa
   const bool early = MayStartEarly();
   const int64_t rows = l.tables * l.rows, all = rows * l.columns;
   // What counts is cleared by all.
-  const int64_t clearing = std::min<int64_t>(CeilDiv(rows, 4 * kThreads), build.multiprocessors);
+  const int64_t clearing = std::min<int64_t>(CeilDiv(rows, 4 * kThreads), build.sm_count);
   const int64_t ctas = std::max<int64_t>({1, p.summary_ctas + p.side_ctas, clearing});
   int error = Start(Prepare, p, ctas, kThreads, shared, on, false);
   if (error != 0) return error;
   const int64_t pieces = rows * CeilDiv(l.columns, kDecided);
   error = Start(kernels.decide, p, CeilDiv(pieces, kFewThreads / 32), kFewThreads, shared, on, early);
   if (error != 0) return error;
-  error = Start(kernels.evaluate, p, std::min<int64_t>(all, int64_t{kEvaluating / p.m} * build.multiprocessors), p.m,
-                shared, on, early);
+  error = Start(kernels.evaluate, p, std::min<int64_t>(all, int64_t{kEvaluating / p.m} * build.sm_count), p.m, shared,
+                on, early);
   if (error != 0) return error;
   error = Start(kernels.list, p, CeilDiv(rows, kFewThreads / 64), kFewThreads, 0, on, early);
   if (error != 0) return error;

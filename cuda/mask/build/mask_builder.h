@@ -33,7 +33,7 @@ struct MaskBuild {
   ExprSizes sizes;  // of the whole problem
   MaskPart part;
   MaskTile tile;
-  int multiprocessors = 1;
+  int sm_count = 1;
   int32_t* invalid = nullptr;  // becomes 1 where the program cannot be evaluated; nullptr: it is proven
 };
 

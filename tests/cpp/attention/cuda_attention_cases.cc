@@ -60,9 +60,9 @@ Tables OperandsOnDevice(const Case& c, const MaskData& data, std::vector<void*>*
   return operands;
 }
 
-// kernels: those for compute capability 9.0 to take, by turns; -1: the one that is chosen. repeats: of each, at least
-// two, which give the same bits; the first two are also compared with the definition.
-void RunOnCuda(const Case& c, uint64_t seed, const std::vector<int>& kernels, int repeats) {
+// kernels: those to force, by turns; "": the one that is chosen. repeats: of each, at least two, which give the same
+// bits; the first two are also compared with the definition.
+void RunOnCuda(const Case& c, uint64_t seed, const std::vector<std::string>& kernels, int repeats) {
   const std::string description = Text("cuda, seed ", seed, " ", Describe(c));
   Random random(seed);
   const MaskData data = DrawMask(c, &random);
@@ -135,7 +135,6 @@ void RunOnCuda(const Case& c, uint64_t seed, const std::vector<int>& kernels, in
   const Status sized = PlanCudaAttention(args, padded, mask, sizes, operands, &planned);
   CHECK(sized.ok(), description, ": ", sized.message());
   const Answer answer = Attend(dense);
-  const Chosen restore(-1);
   const std::vector<char> poison = output.bytes;
   std::vector<char> first;
   Lse lse(c);
@@ -143,9 +142,10 @@ void RunOnCuda(const Case& c, uint64_t seed, const std::vector<int>& kernels, in
   args.lse_stride_b = lse.stride_b, args.lse_stride_h = lse.stride_h;
   const auto each = static_cast<size_t>(repeats);
   for (size_t run = 0; run < each * kernels.size(); ++run) {
-    const int kernel = kernels[run / each], repeat = static_cast<int>(run % each);
-    cuda::ForceKernel(kernel);
-    const std::string where = Text(description, ", kernel ", kernel);
+    const std::string& kernel = kernels[run / each];
+    const int repeat = static_cast<int>(run % each);
+    const ForcedKernel forced(kernel);
+    const std::string where = Text(description, ", kernel '", kernel, "'");
     CHECK(cudaMemcpy(output_bytes, poison.data(), poison.size(), cudaMemcpyHostToDevice) == cudaSuccess);
     // Asked for in one of the two runs that are compared, whose outputs are the same.
     const bool asked = !split && repeat < 2 && (repeat == 0) == (seed % 2 == 0);
@@ -183,6 +183,15 @@ void RunOnCuda(const Case& c, uint64_t seed, const std::vector<int>& kernels, in
 }
 
 }  // namespace
+
+cuda::KernelTable ScheduledKernels(int head_size) {
+  cuda::KernelProblem problem;
+  problem.capability = 90;
+  problem.head_size = head_size;
+  cuda::KernelTable kernels;
+  cuda::FindFamily(cuda::KernelRole::kScheduled, problem, &kernels);
+  return kernels;
+}
 
 std::vector<Case> CudaCases() {
   std::vector<Case> cases = ListedCases();
@@ -231,7 +240,7 @@ std::vector<Case> CudaLargeScoreCases(bool fp16_bf16) {
   return cases;
 }
 
-void RunCudaCases(const std::vector<Case>& cases, const std::vector<int>& kernels, int repeats) {
+void RunCudaCases(const std::vector<Case>& cases, const std::vector<std::string>& kernels, int repeats) {
   int devices = 0;
   CHECK(cudaGetDeviceCount(&devices) == cudaSuccess && devices > 0, "no CUDA device");
   int64_t ran = 0;
@@ -256,11 +265,11 @@ void RunCudaCases(const std::vector<Case>& cases, const std::vector<int>& kernel
   CHECK(failed == 0, failed, " of ", ran, " cases failed, the first:", failures);
 }
 
-std::vector<int> FirstKernels(int count) {
-  std::vector<int> kernels;
+std::vector<std::string> FirstKernels(int count) {
+  std::vector<std::string> kernels;
   const char* only = std::getenv("STOF_CUDA_KERNEL");
   for (int kernel = 0; kernel < count; ++kernel) {
-    if (only == nullptr || std::atoi(only) == kernel) kernels.push_back(kernel);
+    if (only == nullptr || std::atoi(only) == kernel) kernels.push_back(std::to_string(kernel));
   }
   return kernels;
 }

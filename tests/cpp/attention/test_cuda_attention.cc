@@ -10,7 +10,7 @@
 namespace stof::test::attention {
 namespace {
 
-void Cuda() { RunCudaCases(CudaCases(), {-1}); }
+void Cuda() { RunCudaCases(CudaCases(), {""}); }
 
 // Every case as fp32 has it, of all head sizes and alignments, and lengths around the kernel's tiles.
 std::vector<Case> CudaFp32Cases() {
@@ -37,7 +37,7 @@ std::vector<Case> CudaFp32Cases() {
   return cases;
 }
 
-void CudaFp32() { RunCudaCases(CudaFp32Cases(), {-1}); }
+void CudaFp32() { RunCudaCases(CudaFp32Cases(), {""}); }
 
 // The row-wise kernel, of all types.
 void CudaRows() {
@@ -47,14 +47,14 @@ void CudaRows() {
     cases.push_back(c);
   }
   for (Case& c : cases) c.kernel = "rows";
-  RunCudaCases(cases, {-1});
+  RunCudaCases(cases, {""});
 }
 
 void CudaTf32() {
   std::vector<Case> cases = CudaFp32Cases();
   for (Case& c : cases) c.tf32 = true, c.wild = false;
   rounded_otherwise = 0;
-  RunCudaCases(cases, {-1});
+  RunCudaCases(cases, {""});
   // Not of few queries, nor of rows with one key or none.
   const char* sample = std::getenv("STOF_SAMPLE");
   const int64_t ran = static_cast<int64_t>(cases.size()) / std::max(1, sample == nullptr ? 1 : std::atoi(sample));
@@ -104,8 +104,8 @@ void CudaDecode() {
     c.cuda = true;
     cases.push_back(c);
   }
-  std::vector<int> kinds = FirstKernels(2);
-  if (kinds.size() > 1) kinds.push_back(-1);
+  std::vector<std::string> kinds = FirstKernels(2);
+  if (kinds.size() > 1) kinds.push_back("");
   RunCudaCases(cases, kinds);
 }
 
@@ -122,7 +122,7 @@ void CudaLargeScores() {
     }
   }
   for (const Case& c : CudaLargeScoreCases(false)) cases.push_back(c);
-  RunCudaCases(cases, {-1});
+  RunCudaCases(cases, {""});
 }
 
 TEST(CudaAttentionEqualsTheDefinition) { Cuda(); }
@@ -134,8 +134,8 @@ TEST(CudaDecodeEqualsTheDefinition) { CudaDecode(); }
 
 // Every tenth case 50 times: fp16 and bf16 by the choice, the sm_80 and the row-wise kernel; fp32.
 TEST(CudaRepeatsGiveTheSameBits) {
-  for (const char* kernel : {"", "sm80", "rows"}) RunCudaCases(EveryTenth(CudaCases(), kernel), {-1}, kRepeats);
-  RunCudaCases(EveryTenth(CudaFp32Cases(), ""), {-1}, kRepeats);
+  for (const char* kernel : {"", "sm80", "rows"}) RunCudaCases(EveryTenth(CudaCases(), kernel), {""}, kRepeats);
+  RunCudaCases(EveryTenth(CudaFp32Cases(), ""), {""}, kRepeats);
 }
 
 }  // namespace

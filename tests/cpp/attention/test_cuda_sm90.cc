@@ -6,7 +6,6 @@
 #include <cstdlib>
 #include <utility>
 
-#include "cuda/attention/sm90/api.h"
 #include "cuda/schedule/tile_schedule.h"
 #include "plugins/core/contract/cuda_backend.h"
 #include "tests/cpp/attention/cuda_attention_cases.h"
@@ -44,7 +43,7 @@ std::vector<Case> Sm90Cases() {
 
 // How many cases have dynamic tiles with this kernel for heads of 65 to 128 elements and so many SMs.
 int64_t CountDynamic(const std::vector<Case>& cases, int kernel, int sm_count) {
-  const cuda::Sm90Kernel& own = cuda::FindSm90(128, false, cuda::ScoreMod::kNone)[kernel];
+  const cuda::KernelEntry& own = ScheduledKernels(128)[kernel];
   int64_t count = 0;
   for (size_t i = 0; i < cases.size(); ++i) {
     const Case& c = cases[i];
@@ -67,9 +66,9 @@ int64_t CountDynamic(const std::vector<Case>& cases, int kernel, int sm_count) {
 // Each of these kernels, or the one in STOF_CUDA_KERNEL. With few STOF_CUDA_MULTIPROCESSORS kernel 4 has dynamic tiles.
 void CudaSm90() {
   const std::vector<Case> cases = Sm90Cases();
-  const std::vector<int> kernels = FirstKernels(10);
+  const std::vector<std::string> kernels = FirstKernels(10);
   const char* few = std::getenv("STOF_CUDA_MULTIPROCESSORS");
-  if (few != nullptr && kernels == std::vector<int>{4}) {
+  if (few != nullptr && kernels == std::vector<std::string>{"4"}) {
     const int64_t drawn = CountDynamic(cases, 4, std::atoi(few));
     CHECK(drawn >= 5, "only ", drawn, " cases have dynamic tiles");
   }
@@ -144,10 +143,10 @@ void CudaLargeScoresSm90() {
     c.scores = turn % 3 == 0 ? Scores::kSteps : Scores::kSpikes, c.exponent = 8 + turn % 12 * 2;
     ++turn;
   }
-  RunCudaCases(splits, {3, 5, -1});
+  RunCudaCases(splits, {"3", "5", ""});
 }
 
-void CudaSm90Splits() { RunCudaCases(Sm90SplitCases(), {3, 4, 5, 9, -1}); }
+void CudaSm90Splits() { RunCudaCases(Sm90SplitCases(), {"3", "4", "5", "9", ""}); }
 
 // Runs with split rows that share one workspace, back to back without synchronization, and as a graph. Each kernel may
 // start while the previous one ends, and must not overwrite what that still reads.
@@ -172,7 +171,7 @@ void CudaSm90SplitsInTurn() {
   CHECK(MakeAttentionMask("k <= q + 3900", {}, &mask).ok());
   const ExprSizes sizes = {1, kHeads, kRows, kKeys, 0};
   int64_t cases = 0;
-  for (const auto& [size, kernel] : {std::pair<int64_t, int>(64, 5), {128, 3}}) {
+  for (const auto& [size, kernel] : {std::pair<int64_t, const char*>(64, "sm90-64x64x4"), {128, "sm90-64x64x2"}}) {
     const int64_t outputs = kHeads * kRows * size;
     const auto random_fp16 = [&](int64_t count) {
       std::vector<uint16_t> values(static_cast<size_t>(count));
@@ -216,7 +215,7 @@ void CudaSm90SplitsInTurn() {
       }
       return all;
     };
-    const Chosen chosen(kernel);
+    const ForcedKernel forced(kernel);
     shared.taken = 0;
     clear();
     for (const AttentionArgs& run : runs) {
@@ -311,7 +310,7 @@ TEST(CudaSplitsSm90InTurn) { CudaSm90SplitsInTurn(); }
 // Every tenth case 50 times by each kernel.
 TEST(CudaRepeatsOfSm90GiveTheSameBits) {
   RunCudaCases(EveryTenth(Sm90Cases(), ""), FirstKernels(10), kRepeats);
-  RunCudaCases(EveryTenth(Sm90SplitCases(), ""), {3, 5, -1}, kRepeats);
+  RunCudaCases(EveryTenth(Sm90SplitCases(), ""), {"3", "5", ""}, kRepeats);
 }
 
 }  // namespace

@@ -9,20 +9,16 @@ namespace {
 constexpr int kSmCount = 132;
 
 int Splits(int64_t tiles, int64_t blocks, int ctas = 3, int size = 128) {
-  cuda::DecodeKernel kernel;
-  kernel.ctas = ctas;
   cuda::AttentionParams params;
   params.D = params.Dv = size;
-  return cuda::ChooseSplits(kernel, params, 2, tiles, blocks, kSmCount).splits;
+  return cuda::ChooseSplits(ctas, params, 2, tiles, blocks, kSmCount).splits;
 }
 
 cuda::DecodeChoice Choose(int64_t tiles, int64_t blocks, const int (&clusters)[cuda::kClusterSizes], int size = 128,
                           int only = -1) {
-  cuda::DecodeKernel kernel;
-  kernel.ctas = size == 128 ? 3 : 4;
   cuda::AttentionParams params;
   params.D = params.Dv = size;
-  return cuda::ChooseDecode(kernel, params, 2, tiles, blocks, kSmCount, 2, clusters, only);
+  return cuda::ChooseDecode(size == 128 ? 3 : 4, params, 2, tiles, blocks, kSmCount, 2, clusters, only);
 }
 
 }  // namespace

@@ -93,7 +93,7 @@ TEST(RowwiseIsChosenWhereKeysAreScattered) {
     const cuda::MaskCounts tiled = cuda::CountPairs(BuiltMask(it.text, sizes, 128, 64), 1, it.H);
     const cuda::MaskCounts fine = cuda::CountPairs(BuiltMask(it.text, sizes, 64, 64), 1, it.H);
     const double rows = cuda::PredictRowwise(fine, it.H * it.S, it.head_bytes, kSmCount);
-    const double tiles = cuda::PredictSm80(tiled, it.head_bytes, it.fp32, kSmCount);
+    const double tiles = cuda::PredictTiled(tiled, it.head_bytes, it.fp32, kSmCount);
     CHECK((rows < tiles) == it.rows, it.text, " head bytes ", it.head_bytes, ": rows ", rows, " ns, tiles ", tiles);
   }
   CountCases(static_cast<int64_t>(known.size()));

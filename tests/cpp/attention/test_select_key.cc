@@ -34,7 +34,7 @@ std::vector<std::function<void(Key*)>> ProblemChanges() {
           [](Key* k) { ++k->problem.sm_count; }};
 }
 
-const cuda::Sm90Kernel* Address(uintptr_t at) { return reinterpret_cast<const cuda::Sm90Kernel*>(at); }
+const cuda::KernelEntry* Address(uintptr_t at) { return reinterpret_cast<const cuda::KernelEntry*>(at); }
 
 TEST(SelectKeysDifferByEveryField) {
   auto changes = ProblemChanges<SelectKey>();

@@ -11,7 +11,7 @@
 #include <memory>
 #include <set>
 
-#include "cuda/attention/select.h"
+#include "cuda/attention/kernel_request.h"
 #include "cuda/common/graph_capture.h"
 #include "cuda/mask/build/mask_builder.h"
 #include "cuda/mask/device_mask.h"
@@ -181,7 +181,7 @@ int BuildAndCompare(const RandomMask& mask, const cuda::MaskInputs& inputs, cons
   CHECK(status.ok(), where, ": ", status.message());
   cuda::MaskCuts cuts(program, mask.sizes, tile, most);
   cuda::MaskBuild build;
-  build.program = &program, build.sizes = mask.sizes, build.tile = tile, build.multiprocessors = 4;
+  build.program = &program, build.sizes = mask.sizes, build.tile = tile, build.sm_count = 4;
   Blocks blocks;
   build.invalid = static_cast<int32_t*>(blocks.Take(4));
   CHECK_CUDA(cudaMemset(build.invalid, 0, 4));
@@ -652,8 +652,8 @@ TEST(CudaMasksAreNotHeldForLoading) {
 // their values may where a whole tile of every kernel is forbidden (640 keys here).
 TEST(CudaNonFiniteInputsStayWhereTheyAre) {
   int cases = 0;
-  for (int kernel = -1; kernel < 3; ++kernel) {
-    cuda::ForceKernel(kernel);
+  for (const char* kernel : {"", "0", "1", "2"}) {
+    CHECK(cuda::ForceKernel(kernel).ok(), kernel);
     for (const bool dynamic : {false, true}) {
       Small small(dynamic ? "k < lengths[b]" : "k < 640", 1, 2, 300, 1280);
       const std::vector<int64_t> lengths = {640};
@@ -679,17 +679,17 @@ TEST(CudaNonFiniteInputsStayWhereTheyAre) {
       for (size_t i = 0; i < output.size(); ++i) {
         const size_t row = i / 64 % 300;
         if (row == 19) {  // all scores are -inf: taken for a row without keys
-          CHECK(output[i] == 0, "kernel ", kernel, " dynamic ", dynamic, " row 19: ", output[i]);
+          CHECK(output[i] == 0, "kernel '", kernel, "' dynamic ", dynamic, " row 19: ", output[i]);
           continue;
         }
         const bool is_nan = (output[i] & 0x7fff) > 0x7c00;
-        CHECK(row == 17 || row == 18 ? is_nan : output[i] == 0x3c00, "kernel ", kernel, " dynamic ", dynamic, " row ",
+        CHECK(row == 17 || row == 18 ? is_nan : output[i] == 0x3c00, "kernel '", kernel, "' dynamic ", dynamic, " row ",
               row, ": ", output[i]);
       }
       ++cases;
     }
   }
-  cuda::ForceKernel(-1);
+  cuda::ReleaseKernel();
   CountCases(cases);
 }
 

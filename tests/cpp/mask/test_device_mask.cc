@@ -64,7 +64,7 @@ MaskForm Rows() {
 
 MaskForm FewQueries(int64_t group) {
   MaskForm form;
-  form.m = cuda::kDecodeTileRows, form.group = group, form.multiprocessors = 132;
+  form.m = cuda::kDecodeTileRows, form.group = group, form.sm_count = 132;
   return form;
 }
 

@@ -8,8 +8,6 @@
 #include <memory>
 #include <vector>
 
-#include "cuda/attention/select.h"
-#include "cuda/attention/sm90/api.h"
 #include "cuda/schedule/tile_schedule.h"
 #include "plugins/core/contract/cuda_backend.h"
 #include "plugins/core/mask/block_mask_builder.h"
@@ -21,7 +19,7 @@ namespace stof {
 namespace {
 
 constexpr int64_t kHeads = 32, kRows = 8192, kSize = 128, kCount = kHeads * kRows * kSize;
-constexpr int kDynamic = 4, kOther = 0;  // kernels of heads of 128
+constexpr char kDynamic[] = "sm90-128x64x1", kStatic[] = "sm90-128x128x1";  // kernels of heads of 128
 using Values16 = std::vector<uint16_t>;
 
 struct Device {
@@ -68,9 +66,11 @@ TEST(CudaDynamicTilesInTurnAndConcurrently) {
   CHECK(MakeAttentionMask(text, {}, &mask).ok());
   const ExprSizes sizes = {1, kHeads, kRows, kRows, 0};
   // The schedule has dynamic tiles.
-  const cuda::Sm90Kernel* kernels = cuda::FindSm90(kSize, false, cuda::ScoreMod::kNone);
-  for (int i = 0; i <= kDynamic; ++i) CHECK(kernels[i].launch != nullptr, "no kernel ", i, " for 9.0 in this build");
-  const cuda::Sm90Kernel& kernel = kernels[kDynamic];
+  cuda::KernelRequest request;
+  request.name = kDynamic;
+  const cuda::KernelEntry* const found = cuda::FindRequested(test::attention::ScheduledKernels(kSize), request);
+  CHECK(found != nullptr, "no kernel ", kDynamic, " in this build");
+  const cuda::KernelEntry& kernel = *found;
   BlockMask block;
   CHECK(BuildBlockMask(mask->parts.fixed, sizes, kernel.rows, kernel.keys, &block).ok());
   int sm_count = 0, major = 0;
@@ -106,10 +106,10 @@ TEST(CudaDynamicTilesInTurnAndConcurrently) {
   };
   clear();
   {
-    const test::attention::Chosen chosen(kOther);
+    const test::attention::ForcedKernel forced(kStatic);
     queue(1, device.streams[0]);
   }
-  const test::attention::Chosen chosen(kDynamic);
+  const test::attention::ForcedKernel forced(kDynamic);
   queue(0, device.streams[0]);
   CHECK(cudaDeviceSynchronize() == cudaSuccess);
   const Values16 alone = Read(outputs[0]), other = Read(outputs[1]);

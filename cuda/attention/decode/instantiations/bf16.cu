@@ -4,8 +4,7 @@
 namespace stof {
 namespace cuda {
 
-DecodeKernel FindDecodeBF16(int head_size, int64_t rows) { return FindDecodeOf<__nv_bfloat16>(head_size, rows); }
-ClusterKernel FindClusterBF16(int head_size, int64_t rows) { return FindClusterOf<__nv_bfloat16>(head_size, rows); }
+KernelTable FindDecodeBf16(const KernelProblem& problem) { return FindDecode<__nv_bfloat16>(problem); }
 
 }  // namespace cuda
 }  // namespace stof

@@ -4,8 +4,7 @@
 namespace stof {
 namespace cuda {
 
-DecodeKernel FindDecodeF16(int head_size, int64_t rows) { return FindDecodeOf<__half>(head_size, rows); }
-ClusterKernel FindClusterF16(int head_size, int64_t rows) { return FindClusterOf<__half>(head_size, rows); }
+KernelTable FindDecodeF16(const KernelProblem& problem) { return FindDecode<__half>(problem); }
 
 }  // namespace cuda
 }  // namespace stof

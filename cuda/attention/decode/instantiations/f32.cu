@@ -4,8 +4,7 @@
 namespace stof {
 namespace cuda {
 
-DecodeKernel FindDecodeF32(int head_size, int64_t rows) { return FindDecodeOf<float>(head_size, rows); }
-ClusterKernel FindClusterF32(int head_size, int64_t rows) { return FindClusterOf<float>(head_size, rows); }
+KernelTable FindDecodeF32(const KernelProblem& problem) { return FindDecode<float>(problem); }
 
 }  // namespace cuda
 }  // namespace stof

@@ -4,7 +4,7 @@
 namespace stof {
 namespace cuda {
 
-Fp32Kernel FindFp32D128(bool exact) { return MakeFp32Kernel<128>(exact); }
+KernelTable FindFp32D128(const KernelProblem& problem) { return FindFp32<128>(problem); }
 
 }  // namespace cuda
 }  // namespace stof

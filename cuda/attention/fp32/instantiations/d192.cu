@@ -4,7 +4,7 @@
 namespace stof {
 namespace cuda {
 
-Fp32Kernel FindFp32D192(bool exact) { return MakeFp32Kernel<192>(exact); }
+KernelTable FindFp32D192(const KernelProblem& problem) { return FindFp32<192>(problem); }
 
 }  // namespace cuda
 }  // namespace stof

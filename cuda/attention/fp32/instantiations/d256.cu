@@ -4,7 +4,7 @@
 namespace stof {
 namespace cuda {
 
-Fp32Kernel FindFp32D256(bool exact) { return MakeFp32Kernel<256>(exact); }
+KernelTable FindFp32D256(const KernelProblem& problem) { return FindFp32<256>(problem); }
 
 }  // namespace cuda
 }  // namespace stof

@@ -4,7 +4,7 @@
 namespace stof {
 namespace cuda {
 
-Fp32Kernel FindFp32D32(bool exact) { return MakeFp32Kernel<32>(exact); }
+KernelTable FindFp32D32(const KernelProblem& problem) { return FindFp32<32>(problem); }
 
 }  // namespace cuda
 }  // namespace stof

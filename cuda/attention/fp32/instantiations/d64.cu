@@ -4,7 +4,7 @@
 namespace stof {
 namespace cuda {
 
-Fp32Kernel FindFp32D64(bool exact) { return MakeFp32Kernel<64>(exact); }
+KernelTable FindFp32D64(const KernelProblem& problem) { return FindFp32<64>(problem); }
 
 }  // namespace cuda
 }  // namespace stof

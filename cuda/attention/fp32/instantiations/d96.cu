@@ -4,7 +4,7 @@
 namespace stof {
 namespace cuda {
 
-Fp32Kernel FindFp32D96(bool exact) { return MakeFp32Kernel<96>(exact); }
+KernelTable FindFp32D96(const KernelProblem& problem) { return FindFp32<96>(problem); }
 
 }  // namespace cuda
 }  // namespace stof

@@ -1,13 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "cuda/attention/sm80/kernel.cuh"
+#include "cuda/attention/sm80/table.cuh"
 
 namespace stof {
 namespace cuda {
 
-Launch FindSm80D160(bool bf16, bool score_mod) {
-  if (bf16) return score_mod ? LaunchSm80<160, __nv_bfloat16, true> : LaunchSm80<160, __nv_bfloat16, false>;
-  return score_mod ? LaunchSm80<160, __half, true> : LaunchSm80<160, __half, false>;
-}
+KernelTable FindSm80D160(const KernelProblem& problem) { return FindSm80<160>(problem); }
 
 }  // namespace cuda
 }  // namespace stof

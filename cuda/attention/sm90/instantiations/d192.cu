@@ -3,11 +3,18 @@
 
 namespace stof {
 namespace cuda {
+namespace sm90 {
+namespace {
 
-// WideHeads: head size, keys of a tile; nanoseconds of a tile row, a full and a partial tile.
-const Sm90Kernel* FindSm90D192(bool bf16, ScoreMod score_mod) {
-  return sm90::WideHeads<192, 96, 3000, 1570, 1680>::Find(bf16, score_mod);
-}
+constexpr RowNs kRow{3000};
+constexpr FullNs kFull{1570};
+constexpr PartialNs kPartial{1680};
+using Kernels = WideHeads<Head<192>, Tile<128, 96>, kRow.value, kFull.value, kPartial.value>;
+
+}  // namespace
+}  // namespace sm90
+
+KernelTable FindSm90D192(const KernelProblem& problem) { return sm90::Kernels::Find(problem); }
 
 }  // namespace cuda
 }  // namespace stof

@@ -3,11 +3,18 @@
 
 namespace stof {
 namespace cuda {
+namespace sm90 {
+namespace {
 
-// WideHeads: head size, keys of a tile; nanoseconds of a tile row, a full and a partial tile.
-const Sm90Kernel* FindSm90D256(bool bf16, ScoreMod score_mod) {
-  return sm90::WideHeads<256, 64, 3000, 1390, 1480>::Find(bf16, score_mod);
-}
+constexpr RowNs kRow{3000};
+constexpr FullNs kFull{1390};
+constexpr PartialNs kPartial{1480};
+using Kernels = WideHeads<Head<256>, Tile<128, 64>, kRow.value, kFull.value, kPartial.value>;
+
+}  // namespace
+}  // namespace sm90
+
+KernelTable FindSm90D256(const KernelProblem& problem) { return sm90::Kernels::Find(problem); }
 
 }  // namespace cuda
 }  // namespace stof

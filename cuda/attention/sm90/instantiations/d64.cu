@@ -3,52 +3,67 @@
 
 namespace stof {
 namespace cuda {
+namespace sm90 {
+namespace {
 
-using sm90::kPingPong;
-using sm90::MakeKernel;
-using sm90::Sm90Shape;
-
-// clang-format off
-// Sm90Shape: head size, query rows, keys, stages, query stages, pipelines, splits; score modification, then options.
-// Costs (TileCost) in nanoseconds: tile row, full tile, partial tile, MiB of keys and values; solo speed in percent.
 template <typename T>
-constexpr Sm90Kernel kKernels[] = {
-    MakeKernel<Sm90Shape<64, 256,  64, 6, 2, 1, 1>, T>(2516,  826,  948,  71),
-    MakeKernel<Sm90Shape<64, 128,  64, 4, 2, 2, 1, ScoreMod::kNone, kPingPong>, T>(1889,  911, 1153,  45),
-    MakeKernel<Sm90Shape<64, 128, 128, 4, 2, 1, 1>, T>(1529, 1015, 1085, 207),
-    MakeKernel<Sm90Shape<64,  64,  64, 2, 1, 4, 4>, T>(1916, 1032, 1126,  84),
-    MakeKernel<Sm90Shape<64,  64, 128, 2, 2, 2, 1>, T>(1469, 1201, 1301,  36, 182),
-    MakeKernel<Sm90Shape<64,  64,  64, 2, 2, 4, 1>, T>(2290, 1283, 1283,  43, 318),
-    MakeKernel<Sm90Shape<64, 192,  64, 6, 2, 1, 1>, T>(1753,  725,  831),
-    MakeKernel<Sm90Shape<64,  64, 128, 2, 1, 2, 2>, T>(1028, 1328, 1411,  68),
-    MakeKernel<Sm90Shape<64, 192, 128, 3, 2, 1, 1>, T>(1469, 1459, 1569,  71),
-    MakeKernel<Sm90Shape<64,  64, 128, 2, 1, 3, 1>, T>(3251, 1707, 1754, 204, 159),
-    {},
+constexpr KernelEntry kKernels[] = {
+    MakeKernel<T, Head<64>, Tile<256, 64>, Stages<6>, QueryStages<2>, Pipelines<1>>(RowNs{2516}, FullNs{826},
+                                                                                    PartialNs{948}, NsPerMib{71}),
+    MakeKernel<T, Head<64>, Tile<128, 64>, Stages<4>, QueryStages<2>, Pipelines<2>, Splits<1>, ScoreMod::kNone,
+               kPingPong>(RowNs{1889}, FullNs{911}, PartialNs{1153}, NsPerMib{45}),
+    MakeKernel<T, Head<64>, Tile<128, 128>, Stages<4>, QueryStages<2>, Pipelines<1>>(RowNs{1529}, FullNs{1015},
+                                                                                     PartialNs{1085}, NsPerMib{207}),
+    MakeKernel<T, Head<64>, Tile<64, 64>, Stages<2>, QueryStages<1>, Pipelines<4>, Splits<4>>(
+        RowNs{1916}, FullNs{1032}, PartialNs{1126}, NsPerMib{84}),
+    MakeKernel<T, Head<64>, Tile<64, 128>, Stages<2>, QueryStages<2>, Pipelines<2>>(
+        RowNs{1469}, FullNs{1201}, PartialNs{1301}, NsPerMib{36}, SoloPct{182}),
+    MakeKernel<T, Head<64>, Tile<64, 64>, Stages<2>, QueryStages<2>, Pipelines<4>>(
+        RowNs{2290}, FullNs{1283}, PartialNs{1283}, NsPerMib{43}, SoloPct{318}),
+    MakeKernel<T, Head<64>, Tile<192, 64>, Stages<6>, QueryStages<2>, Pipelines<1>>(RowNs{1753}, FullNs{725},
+                                                                                    PartialNs{831}),
+    MakeKernel<T, Head<64>, Tile<64, 128>, Stages<2>, QueryStages<1>, Pipelines<2>, Splits<2>>(
+        RowNs{1028}, FullNs{1328}, PartialNs{1411}, NsPerMib{68}),
+    MakeKernel<T, Head<64>, Tile<192, 128>, Stages<3>, QueryStages<2>, Pipelines<1>>(RowNs{1469}, FullNs{1459},
+                                                                                     PartialNs{1569}, NsPerMib{71}),
+    MakeKernel<T, Head<64>, Tile<64, 128>, Stages<2>, QueryStages<1>, Pipelines<3>>(
+        RowNs{3251}, FullNs{1707}, PartialNs{1754}, NsPerMib{204}, SoloPct{159}),
 };
 
 // With softcap, relative bias, or a scale <= 0.
 template <typename T>
-constexpr Sm90Kernel kRelativeBias[] = {
-    MakeKernel<Sm90Shape<64, 192,  64, 6, 2, 1, 1, ScoreMod::kRelativeBias>, T>(2600, 1207, 1495),
-    MakeKernel<Sm90Shape<64,  64, 128, 2, 1, 2, 2, ScoreMod::kRelativeBias>, T>(2240, 1680, 2100),
-    {},
+constexpr KernelEntry kRelativeBias[] = {
+    MakeKernel<T, Head<64>, Tile<192, 64>, Stages<6>, QueryStages<2>, Pipelines<1>, Splits<1>, ScoreMod::kRelativeBias>(
+        RowNs{2600}, FullNs{1207}, PartialNs{1495}),
+    MakeKernel<T, Head<64>, Tile<64, 128>, Stages<2>, QueryStages<1>, Pipelines<2>, Splits<2>, ScoreMod::kRelativeBias>(
+        RowNs{2240}, FullNs{1680}, PartialNs{2100}),
 };
 
 // With these and a full bias.
 template <typename T>
-constexpr Sm90Kernel kFullBias[] = {
-    MakeKernel<Sm90Shape<64, 192,  64, 3, 1, 1, 1, ScoreMod::kFullBias>, T>(2600, 1540, 1740),
-    MakeKernel<Sm90Shape<64,  64,  64, 2, 1, 2, 2, ScoreMod::kFullBias>, T>(1400, 1210, 1410),
-    {},
+constexpr KernelEntry kFullBias[] = {
+    MakeKernel<T, Head<64>, Tile<192, 64>, Stages<3>, QueryStages<1>, Pipelines<1>, Splits<1>, ScoreMod::kFullBias>(
+        RowNs{2600}, FullNs{1540}, PartialNs{1740}),
+    MakeKernel<T, Head<64>, Tile<64, 64>, Stages<2>, QueryStages<1>, Pipelines<2>, Splits<2>, ScoreMod::kFullBias>(
+        RowNs{1400}, FullNs{1210}, PartialNs{1410}),
 };
 
-// clang-format on
-
-const Sm90Kernel* FindSm90D64(bool bf16, ScoreMod score_mod) {
-  if (score_mod == ScoreMod::kFullBias) return bf16 ? kFullBias<__nv_bfloat16> : kFullBias<__half>;
-  if (score_mod == ScoreMod::kRelativeBias) return bf16 ? kRelativeBias<__nv_bfloat16> : kRelativeBias<__half>;
-  return bf16 ? kKernels<__nv_bfloat16> : kKernels<__half>;
+KernelTable Find(const KernelProblem& problem) {
+  const bool bf16 = problem.dtype == DType::kBF16;
+  switch (problem.score_mod()) {
+    case ScoreMod::kFullBias:
+      return bf16 ? kFullBias<__nv_bfloat16> : kFullBias<__half>;
+    case ScoreMod::kRelativeBias:
+      return bf16 ? kRelativeBias<__nv_bfloat16> : kRelativeBias<__half>;
+    default:
+      return bf16 ? kKernels<__nv_bfloat16> : kKernels<__half>;
+  }
 }
+
+}  // namespace
+}  // namespace sm90
+
+KernelTable FindSm90D64(const KernelProblem& problem) { return sm90::Find(problem); }
 
 }  // namespace cuda
 }  // namespace stof

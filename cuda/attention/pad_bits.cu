@@ -1,49 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Finds compiled attention kernels by head size; packs key padding masks into bits.
+// Packs key padding masks into bits.
 #include <cuda_runtime.h>
 
-#include "cuda/attention/sm90/api.h"
+#include "cuda/attention/params.h"
 
 namespace stof {
 namespace cuda {
-
-Launch FindSm80D32(bool bf16, bool score_mod);
-Launch FindSm80D64(bool bf16, bool score_mod);
-Launch FindSm80D96(bool bf16, bool score_mod);
-Launch FindSm80D128(bool bf16, bool score_mod);
-Launch FindSm80D160(bool bf16, bool score_mod);
-Launch FindSm80D192(bool bf16, bool score_mod);
-Launch FindSm80D256(bool bf16, bool score_mod);
-
-Launch FindSm80(int head_size, bool bf16, bool score_mod) {
-  if (head_size <= 32) return FindSm80D32(bf16, score_mod);
-  if (head_size <= 64) return FindSm80D64(bf16, score_mod);
-  if (head_size <= 96) return FindSm80D96(bf16, score_mod);
-  if (head_size <= 128) return FindSm80D128(bf16, score_mod);
-  if (head_size <= 160) return FindSm80D160(bf16, score_mod);
-  if (head_size <= 192) return FindSm80D192(bf16, score_mod);
-  if (head_size <= 256) return FindSm80D256(bf16, score_mod);
-  return nullptr;
-}
-
-#if defined(STOF_SM90)
-const Sm90Kernel* FindSm90D64(bool bf16, ScoreMod score_mod);
-const Sm90Kernel* FindSm90D128(bool bf16, ScoreMod score_mod);
-const Sm90Kernel* FindSm90D192(bool bf16, ScoreMod score_mod);
-const Sm90Kernel* FindSm90D256(bool bf16, ScoreMod score_mod);
-
-const Sm90Kernel* FindSm90(int head_size, bool bf16, ScoreMod score_mod) {
-  if (head_size <= 64) return FindSm90D64(bf16, score_mod);
-  if (head_size <= 128) return FindSm90D128(bf16, score_mod);
-  if (head_size <= 192) return FindSm90D192(bf16, score_mod);
-  return FindSm90D256(bf16, score_mod);
-}
-#else
-const Sm90Kernel* FindSm90(int, bool, ScoreMod) {
-  static constexpr Sm90Kernel kNone;
-  return &kNone;
-}
-#endif
 
 namespace {
 

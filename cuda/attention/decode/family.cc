@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: Apache-2.0
+// Runs the decode kernels: chooses one and its splits, gets workspace for them.
+#include <memory>
+#include <string>
+
+#include "cuda/attention/decode/api.h"
+#include "cuda/attention/job.h"
+
+namespace stof {
+namespace cuda {
+namespace {
+
+KernelTable Find(const KernelProblem& problem) {
+  if (problem.dtype == DType::kF16) return FindDecodeF16(problem);
+  return problem.dtype == DType::kBF16 ? FindDecodeBf16(problem) : FindDecodeF32(problem);
+}
+
+MaskForm FormOf(const AttentionJob& job) {
+  MaskForm form;
+  form.m = kDecodeTileRows;
+  const AttentionArgs& args = job.args();
+  const int64_t group = args.H / args.G;
+  if (group * args.S > kDecodeQueries) return form;
+  form.group = group;
+  form.sm_count = job.device().sm_count;
+  return form;
+}
+
+// The kernel and its shape depend on the mask: whether query heads that share keys can be packed.
+Status Run(AttentionJob* job, const KernelEntry&) {
+  const AttentionArgs& args = job->args();
+  DecodeParams params;
+  std::shared_ptr<const MaskEntry> entry;
+  STOF_RETURN_IF_ERROR(job->PreparePadding());
+  STOF_RETURN_IF_ERROR(job->GetMask(FormOf(*job), job->params(), &entry));
+  params.attention = *job->params();
+  const int64_t group = args.H / args.G;
+  params.stacked = entry != nullptr && entry->stacked() ? 1 : 0;
+  const bool alike = params.attention.has_mask == 0 || params.attention.mask.layout_h == 1 || params.stacked != 0;
+  params.heads = static_cast<int32_t>(alike ? group : 1);
+  KernelProblem problem = job->problem();
+  problem.packed_queries = params.heads * args.S;
+  const KernelTable kernels = Find(problem);
+  const KernelEntry& split_kv = kernels[kSplitKv];
+  const auto& split_kv_code = split_kv.code_as<SplitKvCode>();
+  const auto& cluster_code = kernels[kCluster].code_as<ClusterCode>();
+  const int64_t tiles = entry == nullptr ? (args.T + kTileKeys - 1) / kTileKeys : entry->longest_row();
+  const int64_t blocks =
+      args.B * args.G * (group / params.heads) * ((problem.packed_queries + split_kv.rows - 1) / split_kv.rows);
+  if (entry != nullptr && entry->one_row()) {
+    params.row_begin = 0, params.row_full = entry->one_row_full(), params.row_end = static_cast<int32_t>(tiles);
+  }
+  const int item = args.dtype == DType::kF32 ? 4 : 2;
+  int clusters[kClusterSizes] = {};
+  if (job->device().capability >= 90) cluster_code.clusters(clusters);
+  const KernelEntry* const requested = FindRequested(kernels, job->request());
+  const int only = requested == nullptr ? -1 : static_cast<int>(requested - kernels.begin());
+  const DecodeChoice choice = ChooseDecode(split_kv.ctas_per_sm, params.attention, item, tiles, blocks,
+                                           job->device().sm_count, cluster_code.tiles_at_once, clusters, only);
+  params.splits = choice.splits;
+  // The combine step finds fully masked rows; if they attend all keys, a second pass computes them.
+  const bool second = job->NeedsEmptyRowPass(params.attention.has_mask != 0, entry.get());
+  const int64_t rows = args.B * args.H * args.S;
+  // A workspace of fixed size may be too small for the fastest number of splits.
+  while ((params.splits > 1 && !choice.cluster) || second) {
+    const int64_t parts = choice.cluster ? 0 : rows * params.splits;
+    const int64_t sums = 4 * parts * args.Dv, states = 8 * parts;
+    const auto bytes = static_cast<size_t>(sums + states + 4 * rows);
+    auto* memory = static_cast<char*>(job->GetWorkspace(0, 2, bytes));
+    if (memory == nullptr && parts > 0 && params.splits > 1) {
+      params.splits /= 2;
+      continue;
+    }
+    if (memory == nullptr)
+      return Status::Error("no device memory for " + std::to_string(bytes) + " bytes of split outputs");
+    if (parts > 0) {
+      params.split_stats = reinterpret_cast<float*>(memory);
+      params.split_output = reinterpret_cast<float*>(memory + states);
+    }
+    if (second) params.empty_rows = reinterpret_cast<int32_t*>(memory + states + sums);
+    break;
+  }
+  const auto launch = choice.cluster ? cluster_code.launch : split_kv_code.launch;
+  for (params.second_pass = 0; params.second_pass <= (second ? 1 : 0); ++params.second_pass) {
+    STOF_RETURN_IF_ERROR(CheckLaunch(launch(params, job->stream())));
+    if (params.split_output != nullptr) {
+      STOF_RETURN_IF_ERROR(CheckLaunch(split_kv_code.combine(params, job->stream())));
+    }
+    params.attention.lse = nullptr;  // already stored
+  }
+  return Status();
+}
+
+Status Prepare(AttentionJob* job, const KernelEntry&) {
+  std::shared_ptr<const MaskEntry> entry;
+  return job->GetMask(FormOf(*job), job->params(), &entry);
+}
+
+constexpr KernelFamily MakeFamily() {
+  KernelFamily family;
+  family.role = KernelRole::kDecode;
+  family.takes_16_bit = family.takes_fp32 = true;
+  family.most_queries = kDecodeQueries;
+  family.needs_aligned_rows = true;
+  family.find = Find, family.run = Run, family.prepare = Prepare;
+  return family;
+}
+
+}  // namespace
+
+const KernelFamily kDecodeFamily = MakeFamily();
+
+}  // namespace cuda
+}  // namespace stof

@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: Apache-2.0
+// The table type of all families of attention kernels: what a family supports, its compiled kernels, how they are run.
+// Plain C++.
+#ifndef STOF_CUDA_ATTENTION_KERNEL_TABLE_H_
+#define STOF_CUDA_ATTENTION_KERNEL_TABLE_H_
+
+#include <cstdint>
+#include <limits>
+#include <string>
+
+#include "cuda/attention/params.h"
+#include "cuda/schedule/tile_schedule.h"
+#include "plugins/core/base/status.h"
+#include "plugins/core/contract/op.h"
+
+namespace stof {
+namespace cuda {
+
+class AttentionJob;
+
+// What a kernel does to scores before the mask: nothing but a positive scale; softcap, a relative bias and any scale;
+// or these and a bias of every query-key pair.
+enum class ScoreMod { kNone, kRelativeBias, kFullBias };
+
+// What decides which compiled kernels can compute a problem.
+struct KernelProblem {
+  int capability = 80;  // of the device: 10 * major + minor
+  DType dtype = DType::kF16;
+  int head_size = 0;                 // the larger of D and Dv
+  int64_t queries = 0;               // S
+  int64_t packed_queries = 0;        // decode kernels: query rows of all heads that a CTA packs
+  bool has_softcap_or_bias = false;  // softcap, a relative or a full bias
+  bool has_full_bias = false;
+  bool has_positive_scale = true;
+  bool allows_tf32 = false;      // fp32: matmuls may have the error of TF32
+  bool has_aligned_rows = true;  // query, key and value can be read 16 bytes at a time
+  bool has_aligned_bias = true;  // TMA can read the full bias, if there is one
+
+  ScoreMod score_mod() const {
+    if (has_full_bias) return ScoreMod::kFullBias;
+    return has_softcap_or_bias || !has_positive_scale ? ScoreMod::kRelativeBias : ScoreMod::kNone;
+  }
+};
+
+// The functions that launch a kernel. Each family derives its own type. Launchers give a CUDA error code, 0 for none.
+struct KernelCode {};
+// The code of families with one launcher.
+template <typename Params>
+struct LaunchCode : KernelCode {
+  using Function = int (*)(const Params& params, void* stream);
+  constexpr explicit LaunchCode(Function function) : launch(function) {}
+  Function launch;
+};
+
+// One compiled kernel: a row of a family's table.
+struct KernelEntry {
+  const char* name = "";   // of the kernel; where is_scheduled, of its family, and KernelName adds the tile
+  int head_size = 0;       // elements of a head in its tiles; D and Dv fit it
+  int rows = 0, keys = 0;  // of a tile
+  int ctas_per_sm = 1;
+  bool is_scheduled = false;  // it runs a tile schedule, by which its time is predicted
+  TileCost cost;              // where is_scheduled
+  const KernelCode* code = nullptr;
+
+  template <typename Code>
+  const Code& code_as() const {
+    return static_cast<const Code&>(*code);
+  }
+};
+using KernelTable = ArrayView<KernelEntry>;
+
+// The name in plans, in the attribute `kernel` and in STOF_CUDA_KERNEL: "sm80", or with the tile: "sm90-128x64x2" has
+// 128 query rows, 64 keys and 2 CTAs an SM.
+inline std::string KernelName(const KernelEntry& kernel) {
+  if (!kernel.is_scheduled) return kernel.name;
+  return std::string(kernel.name) + "-" + std::to_string(kernel.rows) + "x" + std::to_string(kernel.keys) + "x" +
+         std::to_string(kernel.ctas_per_sm);
+}
+
+// When a family is considered (ChooseKernel).
+enum class KernelRole {
+  kDecode,     // few queries
+  kScheduled,  // persistent CTAs with a tile schedule: the fastest one where some fit
+  kTiled,      // one CTA for each tile row: where no other kernel fits
+  kRowwise,    // sparse masks of scattered keys
+};
+
+// A family of kernels: a folder of cuda/attention/, and a line in families.cc.
+struct KernelFamily {
+  KernelRole role = KernelRole::kTiled;
+
+  // ---- what it supports ----
+  int least_capability = 80, most_capability = std::numeric_limits<int>::max();
+  bool takes_16_bit = false;  // fp16 and bf16
+  bool takes_fp32 = false;
+  int least_head_size = 1, most_head_size = 256;
+  int64_t most_queries = std::numeric_limits<int64_t>::max();
+  bool needs_aligned_rows = false, needs_aligned_bias = false;
+
+  // ---- its kernels ----
+  // The table for the problem's dtype, head size and score modification; empty: there is none. The device and the
+  // limits above are checked by FindKernels.
+  KernelTable (*find)(const KernelProblem& problem) = nullptr;
+  // Queues a run on the job's stream.
+  Status (*run)(AttentionJob* job, const KernelEntry& kernel) = nullptr;
+  // Makes the block masks that `run` needs.
+  Status (*prepare)(AttentionJob* job, const KernelEntry& kernel) = nullptr;
+};
+
+// The kernels of a family that can compute the problem.
+inline KernelTable FindKernels(const KernelFamily& family, const KernelProblem& problem) {
+  const bool fits = problem.capability >= family.least_capability && problem.capability <= family.most_capability &&
+                    (problem.dtype == DType::kF32 ? family.takes_fp32 : family.takes_16_bit) &&
+                    problem.head_size >= family.least_head_size && problem.head_size <= family.most_head_size &&
+                    problem.queries <= family.most_queries &&
+                    (problem.has_aligned_rows || !family.needs_aligned_rows) &&
+                    (problem.has_aligned_bias || !family.needs_aligned_bias);
+  return fits ? family.find(problem) : KernelTable();
+}
+
+// Tables by head size, in rising order: the one of the first size that holds the problem's.
+struct HeadSizeTable {
+  int head_size;
+  KernelTable (*find)(const KernelProblem& problem);
+};
+template <int kCount>
+KernelTable FindByHeadSize(const HeadSizeTable (&tables)[kCount], const KernelProblem& problem) {
+  for (const HeadSizeTable& table : tables) {
+    if (problem.head_size <= table.head_size) return table.find(problem);
+  }
+  return KernelTable();
+}
+
+}  // namespace cuda
+}  // namespace stof
+#endif  // STOF_CUDA_ATTENTION_KERNEL_TABLE_H_

@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+// Runs the sm_90a kernels: persistent CTAs with a tile schedule.
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <string>
+
+#include "cuda/attention/job.h"
+#include "cuda/attention/sm90/api.h"
+
+namespace stof {
+namespace cuda {
+namespace {
+
+#if defined(STOF_SM90)
+constexpr HeadSizeTable kTables[] = {{64, FindSm90D64}, {128, FindSm90D128}, {192, FindSm90D192}, {256, FindSm90D256}};
+
+KernelTable Find(const KernelProblem& problem) { return FindByHeadSize(kTables, problem); }
+#else
+KernelTable Find(const KernelProblem&) { return KernelTable(); }
+#endif
+
+// Whether the problem is so large that L2 is cold: little of what a kernel reads first is in it, as the previous kernel
+// has evicted it. STOF_CUDA_COLD=1 is for tests, whose problems are small.
+bool IsL2Cold(int64_t bytes, int64_t l2_bytes) {
+  static const bool always = [] {
+    const char* const text = std::getenv("STOF_CUDA_COLD");
+    return text != nullptr && std::strcmp(text, "1") == 0;
+  }();
+  return always || bytes > l2_bytes / 4 * 3;
+}
+
+// Sets the tile schedule, and workspace for split rows.
+Status SetSchedule(AttentionJob* job, const KernelEntry& kernel, const MaskEntry& entry, Sm90Params* params) {
+  params->ctas = entry.ctas();
+  params->tiles = entry.tiles(), params->starts = entry.starts();
+  params->split_rows = entry.split_rows(), params->split_row_count = entry.split_row_count();
+  if (entry.dynamic_begin() < entry.dynamic_end()) {
+    params->dynamic_begin = entry.dynamic_begin(), params->dynamic_end = entry.dynamic_end();
+    STOF_RETURN_IF_ERROR(entry.tile_counters().Get(job->stream(), job->keeper(), &params->tile_counter));
+  }
+  if (entry.splits() == 0) return Status();
+  const auto bytes = static_cast<size_t>(entry.splits() * SplitBytes(kernel.head_size));
+  auto* memory = static_cast<char*>(job->GetWorkspace(0, 3, bytes));
+  if (memory == nullptr) {
+    return Status::Error("no device memory for " + std::to_string(bytes) + " bytes of split rows");
+  }
+  params->split_output = reinterpret_cast<float*>(memory);
+  params->split_stats = reinterpret_cast<float2*>(memory + entry.splits() * 64 * 4 * kernel.head_size);
+  return Status();
+}
+
+Status Run(AttentionJob* job, const KernelEntry& kernel) {
+  const AttentionArgs& args = job->args();
+  const SelectionProblem& selection = job->selection();
+  Sm90Params params;
+  params.attention = *job->params();
+  if (!MakeTensorMaps(job->is_bf16(), kernel.rows, kernel.keys, &params)) return job->RunTiled();
+  const MaskForm form = MaskFormOf(kernel, selection);
+  const int64_t count = args.B * args.H * ((args.S + kernel.rows - 1) / kernel.rows);
+  params.half_tiles = UsesHalfTiles(form.cost, count, form.ctas) ? 1 : 0;
+  params.ctas = static_cast<int32_t>(std::min<int64_t>(form.ctas, count << params.half_tiles));
+  params.l2_heads = static_cast<int32_t>(std::min<int64_t>(selection.l2_heads, std::numeric_limits<int32_t>::max()));
+  const int64_t bytes = selection.kv_bytes + 2 * args.B * args.H * args.S * (args.D + args.Dv);
+  params.cold_l2 = IsL2Cold(bytes, job->device().l2_bytes) ? 1 : 0;
+  std::shared_ptr<const MaskEntry> entry;
+  STOF_RETURN_IF_ERROR(job->GetMask(form, &params.attention, &entry));
+  if (entry != nullptr && entry->tiles() != nullptr) STOF_RETURN_IF_ERROR(SetSchedule(job, kernel, *entry, &params));
+  // Fully masked rows that attend all keys are left to a second kernel.
+  const bool second = job->NeedsEmptyRowPass(params.attention.has_mask != 0, entry.get());
+  STOF_RETURN_IF_ERROR(job->PreparePadding(second, &params.attention.pad_bits, &params.empty_flags));
+  STOF_RETURN_IF_ERROR(CheckLaunch(kernel.code_as<Sm90Code>().launch(params, job->stream())));
+  return second ? job->RunTiledForEmptyRows(params.attention.pad_bits, params.empty_flags) : Status();
+}
+
+Status Prepare(AttentionJob* job, const KernelEntry& kernel) {
+  std::shared_ptr<const MaskEntry> entry;
+  STOF_RETURN_IF_ERROR(job->GetMask(MaskFormOf(kernel, job->selection()), job->params(), &entry));
+  return job->empty_rows_attend_all() ? job->PrepareTiled() : Status();
+}
+
+constexpr KernelFamily MakeFamily() {
+  KernelFamily family;
+  family.role = KernelRole::kScheduled;
+  family.least_capability = family.most_capability = 90;  // wgmma and setmaxnreg exist on 9.0 alone
+  family.takes_16_bit = true;
+  family.least_head_size = 33;  // narrower heads would fill half of a tile with zeros
+  family.needs_aligned_bias = true;
+  family.find = Find, family.run = Run, family.prepare = Prepare;
+  return family;
+}
+
+}  // namespace
+
+const KernelFamily kSm90Family = MakeFamily();
+
+}  // namespace cuda
+}  // namespace stof
