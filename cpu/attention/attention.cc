@@ -9,6 +9,7 @@
 
 #include "cpu/isa.h"
 #include "cpu/kernel_table.h"
+#include "plugins/core/contract/attention_limits.h"
 
 namespace stof {
 namespace {
@@ -224,8 +225,6 @@ void Join(const Job& job, int64_t first, int64_t last, void* scratch) {
   for (int64_t i = first; i < last; ++i) job.kernels.join(job.problem, i, scratch);
 }
 
-bool IsFloat(DType dtype) { return dtype == DType::kF32 || dtype == DType::kF16 || dtype == DType::kBF16; }
-
 Status Check(const AttentionArgs& args, const CpuAttentionConfig& config) {
   if (!IsCpuIsaSupported(config.isa)) return Status::Error("this machine lacks the instruction set of the config");
   if (config.m < 1 || config.n < 32 || config.n % 32 != 0 || config.n > cpu::kMaxTileKeys) {
@@ -234,7 +233,10 @@ Status Check(const AttentionArgs& args, const CpuAttentionConfig& config) {
   if (!IsFloat(args.dtype) || (args.bias != nullptr && !IsFloat(args.bias_dtype))) {
     return Status::Error("the CPU kernel takes fp32, fp16 and bf16");
   }
-  if (args.D < 1 || args.D > 256 || args.Dv < 1 || args.Dv > 256) return Status::Error("head sizes are 1 to 256");
+  const HeadSizes sizes = AttentionLimits::HeadSizesOf(Target::kCpu, args.dtype);
+  if (!sizes.Has(args.D) || !sizes.Has(args.Dv)) {
+    return Status::Error("head sizes are 1 to " + std::to_string(sizes.largest));
+  }
   if (args.B < 0 || args.S < 0 || args.T < 0 || args.G < 1 || args.H % args.G != 0) {
     return Status::Error("H must be a multiple of G, and sizes not negative");
   }

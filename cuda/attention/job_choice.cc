@@ -7,6 +7,7 @@
 #include "cuda/attention/decode/api.h"
 #include "cuda/attention/job.h"
 #include "cuda/attention/rowwise/api.h"
+#include "plugins/core/contract/attention_limits.h"
 
 namespace stof {
 namespace cuda {
@@ -114,7 +115,11 @@ Status KernelNames(int64_t head_size, DType dtype, std::string* names) {
   STOF_RETURN_IF_ERROR(GetDeviceProperties(&properties));
   names->clear();
   if (dtype != DType::kF16 && dtype != DType::kBF16) return Status();
-  if (head_size < 1 || head_size > 256) return Status::Error("head sizes must be 1 to 256");
+  // Kernels pad smaller sizes: only the largest one limits them here.
+  const int64_t largest = AttentionLimits::HeadSizesOf(Target::kCuda, dtype).largest;
+  if (head_size < 1 || head_size > largest) {
+    return Status::Error("head sizes must be 1 to " + std::to_string(largest));
+  }
   *names = std::string(kSm80Name) + " " + kRowwiseName;
   if (properties.capability != 90 || head_size <= kNarrowHead) return Status();
   const bool bf16 = dtype == DType::kBF16;

@@ -180,10 +180,18 @@ Status CreateAttention(const AttributeReader& attributes, std::unique_ptr<Op>* o
   return Status();
 }
 
+std::vector<OpLimit> ListLimits(Target target, DType dtype) {
+  const HeadSizes sizes = AttentionLimits::HeadSizesOf(target, dtype);
+  return {{"largest_head_size", sizes.largest},
+          {"head_size_multiple_of", sizes.multiple_of},
+          {"most_heads", AttentionLimits::kMostHeads},
+          {"most_length", AttentionLimits::kMostLength},
+          {"most_operands", AttentionLimits::kMostOperands}};
+}
+
 }  // namespace
 
 const OpDescription* AttentionDescription() {
-  static constexpr DType kTypes[] = {DType::kF32, DType::kF16, DType::kBF16};
   static constexpr AttributeDescription kAttributes[] = {
       {"mask", AttributeType::kString},      {"mask_id", AttributeType::kInt},
       {"scale", AttributeType::kFloat},      {"softcap", AttributeType::kFloat},
@@ -197,12 +205,14 @@ const OpDescription* AttentionDescription() {
     OpDescription d;
     d.name = "StofAttention";
     d.typed_inputs = kTypedInputs;
-    d.optional_inputs = kMostOperands;
+    d.optional_inputs = AttentionLimits::kMostOperands;
     d.optional_outputs = 1;
     d.optional_type = DType::kF32;
-    d.types = kTypes;
-    d.cuda_types = kTypes;
+    d.types = AttentionLimits::kTypes;
+    d.cuda_types = AttentionLimits::kTypes;
     d.attributes = kAttributes;
+    d.roles = AttentionLimits::kRoles;
+    d.limits = ListLimits;
     d.create = CreateAttention;
     d.shape_rule = AttentionOutputShape;
     return d;

@@ -7,9 +7,7 @@
 namespace stof {
 namespace {
 
-constexpr int64_t kMaxHeadSize = 256;
-constexpr int64_t kMaxHeads = 65536;
-constexpr const char* kLayoutNames[] = {"BHSD", "BSHD", "BSN"};
+using Limits = AttentionLimits;
 
 // Sizes of one tensor in problem terms: batch, heads, positions, head size, and the strides that reach them from the
 // first element that is meant.
@@ -76,12 +74,6 @@ const void* Begin(const Tensor& tensor, const Sized& sized) {
 
 }  // namespace
 
-std::string ShapeText(const Tensor& tensor) {
-  std::string text = "[";
-  for (int i = 0; i < tensor.rank; ++i) text += (i > 0 ? ", " : "") + std::to_string(tensor.dims[i]);
-  return text + "]";
-}
-
 Status BindQueryKeyValue(const AttentionAttributes& attributes, const Tensor* inputs, int input_count,
                          AttentionArgs* args) {
   if (input_count != kTypedInputs + static_cast<int>(attributes.operands.size())) {
@@ -89,7 +81,7 @@ Status BindQueryKeyValue(const AttentionAttributes& attributes, const Tensor* in
                          std::to_string(kTypedInputs + attributes.operands.size()));
   }
   const DType dtype = inputs[0].dtype;
-  if (dtype != DType::kF32 && dtype != DType::kF16 && dtype != DType::kBF16) {
+  if (!IsFloat(dtype)) {
     return Status::Error("query has data type " + std::to_string(static_cast<int>(dtype)) +
                          ", expected fp32, fp16 or bf16");
   }
@@ -117,15 +109,18 @@ Status BindQueryKeyValue(const AttentionAttributes& attributes, const Tensor* in
   if (q.heads > 0 && (k.heads < 1 || q.heads % k.heads != 0)) {
     return Status::Error("the number of query heads is no multiple of that of key heads: " + shapes());
   }
-  if (q.d < 1 || q.d > kMaxHeadSize || v.d < 1 || v.d > kMaxHeadSize) {
-    return Status::Error("head sizes must be 1 to 256: " + shapes());
+  // The CPU takes every size that any target takes.
+  const HeadSizes sizes = Limits::HeadSizesOf(Target::kCpu, dtype);
+  if (!sizes.Has(q.d) || !sizes.Has(v.d)) {
+    return Status::Error("head sizes must be 1 to " + std::to_string(sizes.largest) + ": " + shapes());
   }
-  if (q.s > MaskExpr::kMaxSize || k.s > MaskExpr::kMaxSize) {
+  if (q.s > Limits::kMostLength || k.s > Limits::kMostLength) {
     return Status::Error("lengths must be at most 2^22: " + shapes());
   }
   // So that no product of sizes overflows: an empty tensor may have any batch size at no cost.
-  if (q.b > MaskExpr::kMaxSize || q.heads > kMaxHeads || k.heads > kMaxHeads) {
-    return Status::Error("batch size must be at most 2^22 and heads at most 65536: " + shapes());
+  if (q.b > Limits::kMostLength || q.heads > Limits::kMostHeads || k.heads > Limits::kMostHeads) {
+    return Status::Error("batch size must be at most 2^22 and heads at most " + std::to_string(Limits::kMostHeads) +
+                         ": " + shapes());
   }
   args->B = q.b;
   args->H = q.heads;

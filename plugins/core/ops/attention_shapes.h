@@ -11,11 +11,6 @@
 
 namespace stof {
 
-constexpr int kTypedInputs = 3;  // query, key and value; operands follow
-constexpr const char* kTensorNames[] = {"query", "key", "value"};
-
-std::string ShapeText(const Tensor& tensor);
-
 // Shapes, types and strides of query, key and value.
 Status BindQueryKeyValue(const AttentionAttributes& attributes, const Tensor* inputs, int input_count,
                          AttentionArgs* args);

@@ -58,9 +58,7 @@ class StofChainOp final : public Op {
 
   int InputCount() const override { return std::max(1, chain_.inputs); }
   int OutputCount() const override { return static_cast<int>(chain_.outputs.size()); }
-  bool IsTypeAllowed(int, DType dtype, DType) const override {
-    return dtype == DType::kF32 || dtype == DType::kF16 || dtype == DType::kBF16;
-  }
+  bool IsTypeAllowed(int, DType dtype, DType) const override { return IsFloat(dtype); }
   Status PlanDevice(const Tensor* inputs, int input_count, DevicePlan* plan) const override {
     *plan = DevicePlan();
     std::shared_ptr<BoundToShapes> bound;
@@ -87,9 +85,7 @@ class StofChainOp final : public Op {
 
   void SetOutputTypes(const DType* types, int count) override {
     for (size_t i = 0; i < std::min(chain_.outputs.size(), static_cast<size_t>(count)); ++i) {
-      if (types[i] == DType::kF32 || types[i] == DType::kF16 || types[i] == DType::kBF16) {
-        chain_.outputs[i].type = types[i];
-      }
+      if (IsFloat(types[i])) chain_.outputs[i].type = types[i];
     }
   }
 
