@@ -105,8 +105,7 @@ Status CheckCudaAttention(const AttentionArgs& args) {
   const HeadSizes sizes = AttentionLimits::HeadSizesOf(Target::kCuda, args.dtype);
   if (args.dtype == DType::kF32) return CheckRows(args);
   if (sizes.largest == 0) {
-    return Status::Error("the CUDA kernels take fp32, fp16 and bf16, found data type " +
-                         std::to_string(static_cast<int>(args.dtype)));
+    return Status::Error("the CUDA kernels take fp32, fp16 and bf16, found data type " + TypeText(args.dtype));
   }
   if (!sizes.Has(args.D) || !sizes.Has(args.Dv)) {
     return Status::Error("the CUDA kernels take head sizes that are multiples of " + std::to_string(sizes.multiple_of) +

@@ -75,6 +75,9 @@ inline Tensor TensorOfShape(DType dtype, const std::vector<int64_t>& dims) {
   return tensor;
 }
 
+// An element type for messages: its number in onnx.TensorProto.DataType.
+inline std::string TypeText(DType dtype) { return std::to_string(static_cast<int>(dtype)); }
+
 // "[2, 3]", for messages.
 inline std::string ShapeText(const Tensor& tensor) {
   std::string text = "[";

@@ -32,7 +32,7 @@ std::string TypesOf(const OpDescription& op, Target target) {
       limits = Join(op.limits(target, dtype),
                     [](const stof::OpLimit& limit) { return Member(limit.name, std::to_string(limit.value)); });
     }
-    return Member(std::to_string(static_cast<int>(dtype)), Object(limits));
+    return Member(stof::TypeText(dtype), Object(limits));
   };
   return Object(Member("types", Object(Join(op.TypesOn(target), limits_of))));
 }

@@ -140,7 +140,7 @@ class Binder {
       const std::string name = "x" + std::to_string(i);
       if (tensor.dtype == DType::kUndefined) return Status::Error("input " + name + " is missing");
       if (read && !IsFloat(tensor.dtype)) {
-        return Status::Error("input " + name + " has data type " + std::to_string(static_cast<int>(tensor.dtype)) +
+        return Status::Error("input " + name + " has data type " + TypeText(tensor.dtype) +
                              ", expected fp32, fp16 or bf16");
       }
       Wide elements = 1;

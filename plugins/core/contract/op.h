@@ -72,6 +72,13 @@ struct RunContext {
   int kernel = 0;
   // The operator's; nullptr: what captured graphs read stays for ever.
   Keeper* keeper = nullptr;
+
+  // Allocates a workspace, or says that there is no memory. Of 0 bytes it is nullptr.
+  Status Allocate(size_t bytes, void** workspace) const {
+    *workspace = bytes == 0 ? nullptr : allocate(self, bytes);
+    if (bytes == 0 || *workspace != nullptr) return Status();
+    return Status::Error("no memory for a workspace of " + std::to_string(bytes) + " bytes");
+  }
 };
 
 // A run on a device, as far as types and shapes decide it.

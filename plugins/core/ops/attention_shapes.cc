@@ -66,6 +66,15 @@ Status Measure(const Tensor& tensor, TensorLayout layout, const char* name, int6
   return Status();
 }
 
+DimRule HeadsRule(const AttentionAttributes& attributes) {
+  const TensorLayout query = attributes.layout[0];
+  if (query != TensorLayout::kBSN) return {0, query == TensorLayout::kBHSD ? 1 : 2, -1};
+  return {-1, 0, attributes.num_heads > 0 ? attributes.num_heads : -1};
+}
+DimRule LengthRule(const AttentionAttributes& attributes) {
+  return {0, attributes.layout[0] == TensorLayout::kBHSD ? 2 : 1, -1};
+}
+
 // The address of the first head that the operator reads; a tensor without elements may have no data.
 const void* Begin(const Tensor& tensor, const Sized& sized) {
   if (tensor.data == nullptr || sized.b == 0 || sized.s == 0) return tensor.data;
@@ -82,15 +91,13 @@ Status BindQueryKeyValue(const AttentionAttributes& attributes, const Tensor* in
   }
   const DType dtype = inputs[0].dtype;
   if (!IsFloat(dtype)) {
-    return Status::Error("query has data type " + std::to_string(static_cast<int>(dtype)) +
-                         ", expected fp32, fp16 or bf16");
+    return Status::Error("query has data type " + TypeText(dtype) + ", expected fp32, fp16 or bf16");
   }
   Sized sized[3];
   for (int i = 0; i < 3; ++i) {
     if (inputs[i].dtype != dtype) {
-      return Status::Error(std::string(kTensorNames[i]) + " has data type " +
-                           std::to_string(static_cast<int>(inputs[i].dtype)) + ", expected that of query, " +
-                           std::to_string(static_cast<int>(dtype)));
+      return Status::Error(std::string(kTensorNames[i]) + " has data type " + TypeText(inputs[i].dtype) +
+                           ", expected that of query, " + TypeText(dtype));
     }
     const int64_t heads = i == 0 ? attributes.num_heads : attributes.kv_num_heads;
     STOF_RETURN_IF_ERROR(
@@ -148,30 +155,45 @@ Status BindQueryKeyValue(const AttentionAttributes& attributes, const Tensor* in
   return Status();
 }
 
-void SetOutput(const AttentionArgs& args, TensorLayout layout, Tensor* output) {
-  output->dtype = args.dtype;
-  output->rank = layout == TensorLayout::kBSN ? 3 : 4;
-  const int64_t bhsd[] = {args.B, args.H, args.S, args.Dv};
-  const int64_t bshd[] = {args.B, args.S, args.H, args.Dv};
-  const int64_t bsn[] = {args.B, args.S, args.H * args.Dv, 0};
-  const int64_t* dims = layout == TensorLayout::kBHSD ? bhsd : layout == TensorLayout::kBSHD ? bshd : bsn;
-  std::copy(dims, dims + output->rank, output->dims);
-}
-
-void SetLse(const AttentionArgs& args, Tensor* lse) {
-  lse->dtype = DType::kF32;
-  lse->rank = 3;
-  lse->dims[0] = args.B, lse->dims[1] = args.H, lse->dims[2] = args.S;
-}
-
 Status CheckOutput(const char* name, const Tensor& found, const Tensor& expected) {
   if (found.dtype == expected.dtype && found.rank == expected.rank &&
       std::equal(expected.dims, expected.dims + expected.rank, found.dims)) {
     return Status();
   }
   return Status::Error(std::string(name) + " has shape " + ShapeText(found) + " and data type " +
-                       std::to_string(static_cast<int>(found.dtype)) + ", expected " + ShapeText(expected) + " and " +
-                       std::to_string(static_cast<int>(expected.dtype)));
+                       TypeText(found.dtype) + ", expected " + ShapeText(expected) + " and " +
+                       TypeText(expected.dtype));
+}
+
+std::vector<DimRule> LseRules(const AttentionAttributes& attributes) {
+  return {{0, 0, -1}, HeadsRule(attributes), LengthRule(attributes)};
+}
+
+std::vector<DimRule> OutputRules(const AttentionAttributes& attributes) {
+  const DimRule batch = {0, 0, -1}, heads = HeadsRule(attributes), length = LengthRule(attributes);
+  // Value's last dimension, divided by its number of heads in BSN.
+  const bool flat = attributes.layout[2] == TensorLayout::kBSN;
+  const int64_t value_heads = attributes.packed[2].total > 0 ? attributes.packed[2].total : attributes.kv_num_heads;
+  DimRule head_size = flat ? DimRule{2, 2, -1, 1, value_heads} : DimRule{2, 3, -1};
+  if (flat && value_heads == 0) head_size = {-1, 0, -1};
+  switch (attributes.layout[3]) {
+    case TensorLayout::kBHSD:
+      return {batch, heads, length, head_size};
+    case TensorLayout::kBSHD:
+      return {batch, length, heads, head_size};
+    default:
+      break;
+  }
+  DimRule both = head_size;  // H · Dv
+  if (attributes.num_heads > 0) {
+    both.times = attributes.num_heads;
+  } else if (heads.input < 0) {
+    both = {-1, 0, -1};
+  } else {
+    both.by_input = heads.input;
+    both.by_axis = heads.axis;
+  }
+  return {batch, length, both};
 }
 
 std::vector<DimRule> AttentionOutputShape(const AttributeReader& attributes, const int* ranks, int rank_count,
@@ -181,35 +203,8 @@ std::vector<DimRule> AttentionOutputShape(const AttributeReader& attributes, con
   for (int i = 0; i < 3; ++i) {
     if (ranks[i] != (parsed.layout[i] == TensorLayout::kBSN ? 3 : 4)) return {};
   }
-  const TensorLayout query = parsed.layout[0];
-  const DimRule batch = {0, 0, -1};
-  const DimRule length = {0, query == TensorLayout::kBHSD ? 2 : 1, -1};
-  DimRule heads = {-1, 0, parsed.num_heads > 0 ? parsed.num_heads : -1};
-  if (query != TensorLayout::kBSN) heads = {0, query == TensorLayout::kBHSD ? 1 : 2, -1};
-  if (index == 1) return parsed.lse ? std::vector<DimRule>{batch, heads, length} : std::vector<DimRule>();
-  // Value's last dimension, divided by its number of heads in BSN.
-  const bool flat = parsed.layout[2] == TensorLayout::kBSN;
-  const int64_t value_heads = parsed.packed[2].total > 0 ? parsed.packed[2].total : parsed.kv_num_heads;
-  DimRule head_size = flat ? DimRule{2, 2, -1, 1, value_heads} : DimRule{2, 3, -1};
-  if (flat && value_heads == 0) head_size = {-1, 0, -1};
-  switch (parsed.layout[3]) {
-    case TensorLayout::kBHSD:
-      return {batch, heads, length, head_size};
-    case TensorLayout::kBSHD:
-      return {batch, length, heads, head_size};
-    default:
-      break;
-  }
-  DimRule both = head_size;  // H · Dv
-  if (parsed.num_heads > 0) {
-    both.times = parsed.num_heads;
-  } else if (heads.input < 0) {
-    both = {-1, 0, -1};
-  } else {
-    both.by_input = heads.input;
-    both.by_axis = heads.axis;
-  }
-  return {batch, length, both};
+  if (index == 0) return OutputRules(parsed);
+  return parsed.lse ? LseRules(parsed) : std::vector<DimRule>();
 }
 
 }  // namespace stof

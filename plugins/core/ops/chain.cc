@@ -135,10 +135,8 @@ class StofChainOp final : public Op {
     }
     const std::shared_ptr<const cpu::ChainProgram> program = bound->Program(chain_, threads);
     const size_t bytes = CpuChainWorkspace(*program, threads);
-    void* workspace = context.allocate(context.self, bytes);
-    if (workspace == nullptr) {
-      return Status::Error("no memory for a workspace of " + std::to_string(bytes) + " bytes");
-    }
+    void* workspace = nullptr;
+    STOF_RETURN_IF_ERROR(context.Allocate(bytes, &workspace));
     CpuChain({from, to}, *program, workspace, context.parallel);
     return Status();
   }
@@ -154,8 +152,8 @@ class StofChainOp final : public Op {
   static Status CheckOutput(const Tensor& tensor, const BoundOutput& bound, int index) {
     const std::string name = "output y" + std::to_string(index);
     if (tensor.dtype != bound.dtype) {
-      return Status::Error(name + " has data type " + std::to_string(static_cast<int>(tensor.dtype)) +
-                           ", but the chain gives " + std::to_string(static_cast<int>(bound.dtype)));
+      return Status::Error(name + " has data type " + TypeText(tensor.dtype) + ", but the chain gives " +
+                           TypeText(bound.dtype));
     }
     if (tensor.rank != bound.rank || !std::equal(bound.dims, bound.dims + bound.rank, tensor.dims)) {
       return Status::Error(name + " has another shape than the chain gives");

@@ -140,8 +140,7 @@ class StofGemmOp final : public Op {
     STOF_RETURN_IF_ERROR(CheckInputCount(input_count));
     const Tensor &a = inputs[0], &b = inputs[1];
     if (!IsFloat(a.dtype)) {
-      return Status::Error("input 0 (a) has data type " + std::to_string(static_cast<int>(a.dtype)) +
-                           ", expected fp32, fp16 or bf16");
+      return Status::Error("input 0 (a) has data type " + TypeText(a.dtype) + ", expected fp32, fp16 or bf16");
     }
     if (a.rank < 2) return Status::Error("input 0 (a) has shape " + ShapeText(a) + ", expected [..., M, K]");
     int64_t count = 0;
@@ -182,8 +181,7 @@ class StofGemmOp final : public Op {
         "input " + std::to_string(epilogue_.InputOf(number)) + " (x" + std::to_string(number) + ")";
     if (tensor.dtype == DType::kUndefined) return Status::Error(name + " is missing, but the epilogue reads it");
     if (!IsFloat(tensor.dtype)) {
-      return Status::Error(name + " has data type " + std::to_string(static_cast<int>(tensor.dtype)) +
-                           ", expected fp32, fp16 or bf16");
+      return Status::Error(name + " has data type " + TypeText(tensor.dtype) + ", expected fp32, fp16 or bf16");
     }
     int64_t count = 0;
     STOF_RETURN_IF_ERROR(Count(tensor, name.c_str(), &count));
@@ -378,11 +376,7 @@ class StofGemmOp final : public Op {
         STOF_RETURN_IF_ERROR(BindChain(chain, bound_inputs, chain.inputs, &bound));
         program = CompileCpuChain(chain, bound, isa, threads);
         compiled = block.M;
-        const size_t bytes = CpuChainWorkspace(*program, threads);
-        chain_workspace = context.allocate(context.self, bytes);
-        if (chain_workspace == nullptr) {
-          return Status::Error("no memory for a workspace of " + std::to_string(bytes) + " bytes");
-        }
+        STOF_RETURN_IF_ERROR(context.Allocate(CpuChainWorkspace(*program, threads), &chain_workspace));
       }
       void* to[kChainMostOutputs] = {static_cast<char*>(output.data) + m * sizes.N * size};
       CpuChain({from, to}, *program, chain_workspace, context.parallel);
