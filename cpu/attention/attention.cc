@@ -9,13 +9,13 @@
 
 #include "cpu/isa.h"
 #include "cpu/kernel_table.h"
+#include "plugins/core/base/integers.h"
+#include "plugins/core/contract/attention_limits.h"
 
 namespace stof {
 namespace {
 
 constexpr int64_t kLine = 64;
-
-int64_t RoundUp(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
 
 // Up to this many query rows are not worth packing the keys for: packing reads and writes them once more, and a
 // register block of kStrip rows would stay half empty.
@@ -46,8 +46,8 @@ cpu::AttentionProblem MakeProblem(const AttentionArgs& args, const CpuAttentionC
   problem.args = &args;
   problem.m = config.m;
   problem.n = config.n;
-  problem.tile_rows = (args.S + config.m - 1) / config.m;
-  problem.key_tiles = (args.T + config.n - 1) / config.n;
+  problem.tile_rows = CeilDiv(args.S, config.m);
+  problem.key_tiles = CeilDiv(args.T, config.n);
   problem.panels = (args.T + cpu::kPanel - 1) / cpu::kPanel;
   if (args.elements != nullptr) {
     const int64_t tile_bytes = int64_t{config.m} * config.n / 8;
@@ -60,7 +60,7 @@ cpu::AttentionProblem MakeProblem(const AttentionArgs& args, const CpuAttentionC
     problem.partial_stride = RoundUp(2 + args.Dv, kLine / 4);
     const int64_t most = kPartialBytes / std::max<int64_t>(1, args.B * args.H * args.S * problem.partial_stride * 4);
     problem.chunk_tiles = std::max(problem.chunk_tiles, problem.key_tiles / std::max<int64_t>(1, most) + 1);
-    problem.chunks = std::max<int64_t>(1, (problem.key_tiles + problem.chunk_tiles - 1) / problem.chunk_tiles);
+    problem.chunks = std::max<int64_t>(1, CeilDiv(problem.key_tiles, problem.chunk_tiles));
     return problem;
   }
   // Rows that are not dense use few sets of the L1 cache: a quarter of them at 12 heads × 64 × 4 B. Loads that cross a
@@ -200,7 +200,7 @@ void Run(Job* job, int64_t count, int64_t step, const Parallel& parallel,
   job->step = step;
   job->work = work;
   job->next = 0;
-  const int64_t workers = std::min<int64_t>(std::max(1, parallel.threads), (count + step - 1) / step);
+  const int64_t workers = std::min<int64_t>(std::max(1, parallel.threads), CeilDiv(count, step));
   if (workers <= 1 || parallel.run == nullptr) {
     if (workers > 0) RunWorker(job, 0);
   } else {
@@ -224,8 +224,6 @@ void Join(const Job& job, int64_t first, int64_t last, void* scratch) {
   for (int64_t i = first; i < last; ++i) job.kernels.join(job.problem, i, scratch);
 }
 
-bool IsFloat(DType dtype) { return dtype == DType::kF32 || dtype == DType::kF16 || dtype == DType::kBF16; }
-
 Status Check(const AttentionArgs& args, const CpuAttentionConfig& config) {
   if (!IsCpuIsaSupported(config.isa)) return Status::Error("this machine lacks the instruction set of the config");
   if (config.m < 1 || config.n < 32 || config.n % 32 != 0 || config.n > cpu::kMaxTileKeys) {
@@ -234,11 +232,14 @@ Status Check(const AttentionArgs& args, const CpuAttentionConfig& config) {
   if (!IsFloat(args.dtype) || (args.bias != nullptr && !IsFloat(args.bias_dtype))) {
     return Status::Error("the CPU kernel takes fp32, fp16 and bf16");
   }
-  if (args.D < 1 || args.D > 256 || args.Dv < 1 || args.Dv > 256) return Status::Error("head sizes are 1 to 256");
+  const HeadSizes sizes = AttentionLimits::HeadSizesOf(Target::kCpu, args.dtype);
+  if (!sizes.Has(args.D) || !sizes.Has(args.Dv)) {
+    return Status::Error("head sizes are 1 to " + std::to_string(sizes.largest));
+  }
   if (args.B < 0 || args.S < 0 || args.T < 0 || args.G < 1 || args.H % args.G != 0) {
     return Status::Error("H must be a multiple of G, and sizes not negative");
   }
-  if (args.B * args.H * ((args.S + config.m - 1) / config.m) >= int64_t{1} << 32) return Status::Error("too many rows");
+  if (args.B * args.H * CeilDiv(args.S, config.m) >= int64_t{1} << 32) return Status::Error("too many rows");
   if (args.mask != nullptr &&
       (args.mask->m != config.m || args.mask->n != config.n || args.mask->S != args.S || args.mask->T != args.T)) {
     return Status::Error("the block mask was built for another tile or other sizes");
@@ -260,7 +261,7 @@ CpuAttentionConfig ChooseCpuAttention(const AttentionArgs& args, int threads) {
   if (args.T > config.n) config.n = 128;
   // Whole strips; fewer rows where threads would get less than four items each.
   config.m = 96;
-  while (config.m > 24 && args.B * args.H * ((args.S + config.m - 1) / config.m) < 4 * int64_t{threads}) config.m /= 2;
+  while (config.m > 24 && args.B * args.H * CeilDiv(args.S, config.m) < 4 * int64_t{threads}) config.m /= 2;
   return config;
 }
 

@@ -9,6 +9,7 @@
 #include "cpu/chain/row_offsets.h"
 #include "cpu/chain/worker.h"
 #include "cpu/kernel_table.h"
+#include "plugins/core/base/integers.h"
 
 namespace stof {
 namespace cpu {
@@ -18,7 +19,7 @@ namespace {
 constexpr double kWorthAThread = 60e3;  // simple operations: some 10 us
 
 int64_t PiecesOf(const ChainProgram& p) {
-  if (p.columns) return p.bound.rows * ((p.bound.n + kColumns - 1) / kColumns);
+  if (p.columns) return p.bound.rows * CeilDiv(p.bound.n, kColumns);
   return p.bound.rows / p.run * BatchesOfRun(p);
 }
 

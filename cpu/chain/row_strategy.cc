@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "cpu/chain/compiler.h"
+#include "plugins/core/base/integers.h"
 
 namespace stof {
 namespace cpu {
@@ -26,8 +27,8 @@ void ChainCompiler::Choose() {
     p_.batch = std::max(p_.batch, 1);
   }
   ChooseRun();
-  const int64_t strips = n <= kStrip + kStrip / 2 ? 1 : (n + kStrip - 1) / kStrip;
-  p_.strip = ((n + strips - 1) / strips + 15) / 16 * 16;
+  const int64_t strips = n <= kStrip + kStrip / 2 ? 1 : CeilDiv(n, kStrip);
+  p_.strip = RoundUp(CeilDiv(n, strips), 16);
   p_.columns = phases_ == 1 && p_.batch == 1 && n >= 2 * kColumns && rows < 8 * threads_;
   if (phases_ == 1) {
     for (const ChainNode& node : nodes_) p_.columns = p_.columns && !IsReduction(node.op);
@@ -129,8 +130,8 @@ void ChainCompiler::ChooseRun() {
     if (run * bound_.n < kRunElements) first = 0, run = p_.run;
     Pitches(first);
     p_.run = run;
-    const int64_t batches = (run + p_.batch - 1) / p_.batch;
-    p_.batch = static_cast<int>((run + batches - 1) / batches);
+    const int64_t batches = CeilDiv(run, p_.batch);
+    p_.batch = static_cast<int>(CeilDiv(run, batches));
   }
 }
 

@@ -11,6 +11,7 @@
 #include <new>
 
 #include "cpu/kernel_table.h"
+#include "plugins/core/base/integers.h"
 
 namespace stof {
 namespace {
@@ -55,7 +56,7 @@ void CpuPackedWeights::Free::operator()(float* panels) const {
 bool CpuPackedWeights::Pack(CpuIsa isa, const float* b0, const float* b1, int64_t stride, int64_t N, int64_t K) {
   panels_.reset();
   const cpu::PackedGemmKernels& kernels = *cpu::KernelsOf(isa).packed_gemm;
-  const int64_t padded = (N + kernels.vector - 1) / kernels.vector * kernels.vector;
+  const int64_t padded = RoundUp(N, kernels.vector);
   // Narrow weights would be mostly zeros.
   if (N <= 0 || K <= 0 || padded > 2 * N) return false;
   const int64_t products = b1 != nullptr ? 2 : 1;
@@ -92,15 +93,15 @@ void CpuPackedGemm(const CpuPackedGemmArgs& args, const CpuPackedWeights& weight
   problem.panels = weights.panels();
   problem.N = weights.N(), problem.K = weights.K(), problem.products = weights.count();
   // Blocks of as many rows each, in whole tiles.
-  int64_t blocks = (args.M + cpu::kPackedRows - 1) / cpu::kPackedRows;
-  const int64_t even = (args.M + blocks - 1) / blocks;
-  problem.block = std::min(cpu::kPackedRows, (even + kernels.rows - 1) / kernels.rows * kernels.rows);
-  blocks = (args.M + problem.block - 1) / problem.block;
+  int64_t blocks = CeilDiv(args.M, cpu::kPackedRows);
+  const int64_t even = CeilDiv(args.M, blocks);
+  problem.block = std::min(cpu::kPackedRows, RoundUp(even, kernels.rows));
+  blocks = CeilDiv(args.M, problem.block);
   Job job;
   job.problem = &problem;
   job.kernels = &kernels;
   job.workspace = static_cast<float*>(workspace);
-  job.panels = (problem.N + kernels.columns - 1) / kernels.columns;
+  job.panels = CeilDiv(problem.N, kernels.columns);
   const int64_t count = blocks * job.panels;
   const double work = 2.0 * static_cast<double>(args.M) * static_cast<double>(problem.N * problem.products) *
                       static_cast<double>(problem.K);

@@ -6,6 +6,7 @@
 
 #include "cuda/attention/families.h"
 #include "cuda/attention/job.h"
+#include "plugins/core/contract/attention_limits.h"
 
 namespace stof {
 namespace cuda {
@@ -88,7 +89,11 @@ Status ListKernels(int64_t head_size, DType dtype, std::string* names) {
   STOF_RETURN_IF_ERROR(GetDeviceProperties(&properties));
   names->clear();
   if (dtype != DType::kF16 && dtype != DType::kBF16) return Status();
-  if (head_size < 1 || head_size > 256) return Status::Error("head sizes must be 1 to 256");
+  // Kernels pad smaller sizes: only the largest one limits them here.
+  const int64_t largest = AttentionLimits::HeadSizesOf(Target::kCuda, dtype).largest;
+  if (head_size < 1 || head_size > largest) {
+    return Status::Error("head sizes must be 1 to " + std::to_string(largest));
+  }
   KernelProblem problem;
   problem.capability = properties.capability;
   problem.dtype = dtype;

@@ -8,6 +8,7 @@
 #include "cuda/attention/decode/api.h"
 #include "cuda/mask/program/mask_program.h"
 #include "cuda/schedule/tile_schedule.h"
+#include "plugins/core/contract/attention_limits.h"
 #include "plugins/core/contract/cuda_backend.h"
 
 namespace stof {
@@ -101,15 +102,15 @@ Status PlanMask(const AttentionArgs& args, const AttentionMask& mask, const Expr
 }  // namespace
 
 Status CheckCudaAttention(const AttentionArgs& args) {
+  const HeadSizes sizes = AttentionLimits::HeadSizesOf(Target::kCuda, args.dtype);
   if (args.dtype == DType::kF32) return CheckRows(args);
-  if (args.dtype != DType::kF16 && args.dtype != DType::kBF16) {
-    return Status::Error("the CUDA kernels take fp32, fp16 and bf16, found data type " +
-                         std::to_string(static_cast<int>(args.dtype)));
+  if (sizes.largest == 0) {
+    return Status::Error("the CUDA kernels take fp32, fp16 and bf16, found data type " + TypeText(args.dtype));
   }
-  // Rows are copied 16 bytes at a time.
-  if (args.D % 8 != 0 || args.Dv % 8 != 0 || std::max(args.D, args.Dv) > 256) {
-    return Status::Error("the CUDA kernels take head sizes that are multiples of 8 up to 256, found " +
-                         std::to_string(args.D) + " and " + std::to_string(args.Dv));
+  if (!sizes.Has(args.D) || !sizes.Has(args.Dv)) {
+    return Status::Error("the CUDA kernels take head sizes that are multiples of " + std::to_string(sizes.multiple_of) +
+                         " up to " + std::to_string(sizes.largest) + ", found " + std::to_string(args.D) + " and " +
+                         std::to_string(args.Dv));
   }
   for (const Strides* stride : {&args.query_stride, &args.key_stride, &args.value_stride, &args.output_stride}) {
     if (stride->b % 8 != 0 || stride->h % 8 != 0 || stride->s % 8 != 0) {

@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "plugins/core/contract/dim_rule.h"
 #include "plugins/ort/adapter.h"
 #include "plugins/ort/attributes.h"
 #include "plugins/ort/errors.h"
@@ -21,28 +22,27 @@ OrtStatus* InferOne(const Registration& self, OrtShapeInferContext* context, con
   const OrtApi* api = self.api;
   const auto rules = self.description->shape_rule(attributes, ranks.data(), static_cast<int>(ranks.size()), index);
   if (rules.empty()) return nullptr;
+  std::vector<std::vector<int64_t>> dims(inputs.size());
+  for (const DimRule& rule : rules) {
+    for (const int input : {rule.input, rule.by_input}) {
+      if (input < 0 || !dims[input].empty()) continue;
+      dims[input].resize(static_cast<size_t>(ranks[input]));
+      STOF_ORT_RETURN(api->GetDimensions(inputs[input], dims[input].data(), dims[input].size()));
+    }
+  }
   std::vector<int64_t> sizes(rules.size(), -1);
   std::vector<const char*> symbols(rules.size(), "");
   for (size_t i = 0; i < rules.size(); ++i) {
     sizes[i] = rules[i].value;
     if (rules[i].input < 0) continue;
     const auto rank = static_cast<size_t>(ranks[rules[i].input]);
-    std::vector<int64_t> dims(rank);
     std::vector<const char*> names(rank, "");
-    STOF_ORT_RETURN(api->GetDimensions(inputs[rules[i].input], dims.data(), rank));
     STOF_ORT_RETURN(api->GetSymbolicDimensions(inputs[rules[i].input], names.data(), rank));
-    const int64_t size = dims[rules[i].axis];
-    const bool scaled = rules[i].times != rules[i].over || rules[i].by_input >= 0;
     // A model may claim any size; one that overflows is unknown, and refused when the node runs.
-    int64_t times = 0;
-    sizes[i] = size >= 0 && !__builtin_mul_overflow(size, rules[i].times, &times) ? times / rules[i].over : -1;
-    if (rules[i].by_input >= 0) {
-      std::vector<int64_t> by(static_cast<size_t>(ranks[rules[i].by_input]));
-      STOF_ORT_RETURN(api->GetDimensions(inputs[rules[i].by_input], by.data(), by.size()));
-      const int64_t factor = by[static_cast<size_t>(rules[i].by_axis)];
-      if (sizes[i] < 0 || factor < 0 || __builtin_mul_overflow(sizes[i], factor, &sizes[i])) sizes[i] = -1;
-    }
-    if (size < 0 && !scaled && names[rules[i].axis] != nullptr) symbols[i] = names[rules[i].axis];
+    sizes[i] = EvaluateRule(rules[i], [&](int input, int axis) { return dims[input][axis]; });
+    const bool scaled = rules[i].times != rules[i].over || rules[i].by_input >= 0;
+    const bool known = dims[rules[i].input][rules[i].axis] >= 0;
+    if (!known && !scaled && names[rules[i].axis] != nullptr) symbols[i] = names[rules[i].axis];
   }
   // ONNX Runtime takes a dimension of -1 without a symbol for a size, so an unknown one leaves the whole shape open.
   for (size_t i = 0; i < sizes.size(); ++i) {

@@ -7,6 +7,7 @@ Both are compared with the formula in fp64, and the operator bit for bit with it
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -248,14 +249,13 @@ def test_shapes_of_a_model_with_it() -> None:
 def test_a_library_without_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     assert has_packed()
 
-    def ignores(*_: object) -> None:
-        """As one does that never asks for the attribute."""
-
-    def missing(*_: object) -> None:
+    def missing() -> None:
         raise LibraryError("there is no library")
 
-    for op in (ignores, missing):
-        monkeypatch.setattr("stof.runtime.library.Op", op)
+    earlier = SimpleNamespace()  # without stof_op_limits
+    other = SimpleNamespace(stof_op_limits=lambda: b'{"StofAttention": {"attributes": ["mask"]}}')
+    for found in (lambda: earlier, lambda: other, missing):
+        monkeypatch.setattr("stof.runtime.library.library", found)
         assert not has_packed()
 
 

@@ -170,6 +170,26 @@ TEST(CApiRefusesOperators) {
   CountCases(25);
 }
 
+// The Python tests parse it and compare every number with the fallback.
+TEST(CApiListsLimits) {
+  const char* const text = stof_op_limits();
+  CHECK(text == stof_op_limits());
+  const std::string all = text;
+  for (const char* part :
+       {"{\"StofAttention\": {\"attributes\": [\"mask\", \"mask_id\"", "\"packed\"", "\"roles\": [\"pad\", \"bias\"",
+        "\"targets\": {\"cpu\": {\"types\": {\"1\": {\"largest_head_size\": 256, \"head_size_multiple_of\": 1, ",
+        "\"10\": {\"largest_head_size\": 256, \"head_size_multiple_of\": 8, \"most_heads\": 65536, "
+        "\"most_length\": 4194304, \"most_operands\": 13}, \"16\"",
+        "\"tensorrt\": {\"types\": {\"1\": {\"largest_head_size\": 256",
+        "\"StofChain\": {\"attributes\": [\"chain\", \"chain_id\"], \"roles\": [], \"targets\": {\"cpu\": {}, "
+        "\"cuda\": {}, ",
+        "\"cuda\": {\"types\": {\"10\": {}, \"16\": {}}}"}) {
+    CHECK(all.find(part) != std::string::npos, part, " is not in ", all);
+  }
+  CHECK(std::count(all.begin(), all.end(), '{') == std::count(all.begin(), all.end(), '}'), all);
+  CountCases(8);
+}
+
 // Nothing is thrown across the border, and no thread is left behind.
 TEST(CApiSurvivesWithoutMemory) {
   CHECK(stof_read_bandwidth(1, SIZE_MAX, 0) == 0);

@@ -17,6 +17,7 @@
 #include "tests/cpp/fixtures.h"
 #include "tests/cpp/mask/random_expr.h"
 #include "tests/cpp/memory.h"
+#include "tests/cpp/shape_rules.h"
 
 namespace stof::test {
 namespace {
@@ -146,6 +147,7 @@ Status RunOp(const Problem& p, const OpDescription& description, Array* output, 
   STOF_RETURN_IF_ERROR(op->Prepare(constants.data(), count));
   Tensor shape;
   STOF_RETURN_IF_ERROR(op->InferOutputs(tensors.data(), count, &shape, 1));
+  CheckShapeRules(description, p.attributes, tensors, shape, 0);
   *output = MakeArray(shape.dtype, std::vector<int64_t>(shape.dims, shape.dims + shape.rank));
   Memory memory;
   RunContext context;

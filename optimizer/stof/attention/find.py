@@ -11,6 +11,7 @@ from functools import partial
 import onnx
 
 from stof.attention.layouts import OperandLayout, layout_candidates
+from stof.attention.limits import element_types, largest_head_size
 from stof.attention.move_paths import ONE
 from stof.attention.scores import Scores, ScoreWalk
 from stof.attention.shape_sources import ShapeSources
@@ -24,9 +25,6 @@ from stof.graph.names import FreshNames
 from stof.mask.site import AttentionSite, Finding, MaskTerm, TermKind
 from stof.symbolic import Int, Symbolic, integer
 from stof.symbolic.tensor import Shape
-
-_DTYPES = frozenset({onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16})
-_LARGEST_HEAD = 256
 
 
 @dataclass(frozen=True)
@@ -326,9 +324,10 @@ def _choose_layouts(
     if not outputs:
         raise UnsupportedError("the result of the second MatMul is not [B, H, S, D]")
     failure: UnsupportedError | None = None
+    types = element_types()
     for output in outputs:
         own = [[x for x in found if x.dtype == output.dtype] for found in (queries, keys, values)]
-        if output.dtype not in _DTYPES or not all(own):
+        if output.dtype not in types or not all(own):
             failure = failure or UnsupportedError(
                 f"query, key and value have element types {queries[0].dtype}, {keys[0].dtype}, {values[0].dtype}, "
                 f"the result has {output.dtype}; expected one of fp32, fp16 and bf16"
@@ -370,8 +369,8 @@ def _check_heads(query: OperandLayout, key: OperandLayout, value: OperandLayout)
         raise UnsupportedError(f"key has length {key.rows}, value {value.rows}")
     if key.size != query.size:
         raise UnsupportedError(f"query has head size {query.size}, key {key.size}")
-    if max(query.size, value.size) > _LARGEST_HEAD:
-        raise UnsupportedError(f"head size {max(query.size, value.size)}, at most {_LARGEST_HEAD} is supported")
+    if max(query.size, value.size) > (largest := largest_head_size()):
+        raise UnsupportedError(f"head size {max(query.size, value.size)}, at most {largest} is supported")
     if value.scale != 1.0:
         raise UnsupportedError(f"the values are scaled by {value.scale}")
 

@@ -129,6 +129,8 @@ def library() -> ctypes.CDLL:
     except OSError as error:
         raise LibraryError(f"{path} does not load: {error}") from error
     found.stof_build_info.restype = ctypes.c_char_p
+    if hasattr(found, "stof_op_limits"):
+        found.stof_op_limits.restype = ctypes.c_char_p
     found.stof_mask_hash.restype = ctypes.c_uint64
     found.stof_mask_print.restype = ctypes.c_size_t
     found.stof_fma_rate.restype = ctypes.c_double
@@ -156,13 +158,25 @@ def has_gemm() -> bool:
         return False
 
 
-def has_packed() -> bool:
-    """Whether the library's StofAttention reads heads among others; one that knows nothing of it ignores the attribute."""
+def op_limits() -> dict[str, Any]:
+    """What each operator takes, by its name: ``stof_op_limits`` in plugins/core/c_api/c_api.h has the keys.
+
+    Empty without a library, and for one of an earlier version, which cannot be asked.
+    """
     try:
-        Op("StofAttention", {"packed": [0]})
-    except LibraryError as error:
-        return "packed" in str(error)
-    return False
+        ask = getattr(library(), "stof_op_limits", None)
+    except LibraryError:
+        return {}
+    if ask is None:
+        return {}
+    found = json.loads(ask().decode())
+    assert isinstance(found, dict)
+    return found
+
+
+def has_packed() -> bool:
+    """Whether the library's StofAttention reads the heads of packed tensors: a library that does not ignores ``packed``."""
+    return "packed" in op_limits().get("StofAttention", {}).get("attributes", ())
 
 
 def gemm_form(epilogue: str, pair: int) -> tuple[str, str]:

@@ -47,6 +47,9 @@ constexpr int64_t SizeOf(DType dtype) {
   }
 }
 
+// Whether a type is one of those that the operators compute in.
+constexpr bool IsFloat(DType dtype) { return dtype == DType::kF32 || dtype == DType::kF16 || dtype == DType::kBF16; }
+
 constexpr int kMaxRank = 8;
 
 // A dense row-major tensor. data is nullptr where only type and shape are known, and where the tensor has no element.
@@ -70,6 +73,16 @@ inline Tensor TensorOfShape(DType dtype, const std::vector<int64_t>& dims) {
   tensor.rank = static_cast<int32_t>(dims.size());
   std::copy(dims.begin(), dims.end(), tensor.dims);
   return tensor;
+}
+
+// An element type for messages: its number in onnx.TensorProto.DataType.
+inline std::string TypeText(DType dtype) { return std::to_string(static_cast<int>(dtype)); }
+
+// "[2, 3]", for messages.
+inline std::string ShapeText(const Tensor& tensor) {
+  std::string text = "[";
+  for (int i = 0; i < tensor.rank; ++i) text += (i > 0 ? ", " : "") + std::to_string(tensor.dims[i]);
+  return text + "]";
 }
 
 // Tensors by the role that an attribute gives them: the operands that a mask reads.

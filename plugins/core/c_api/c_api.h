@@ -79,6 +79,14 @@ STOF_EXPORT void stof_op_destroy(stof_op* op);
 STOF_EXPORT int stof_op_run(stof_op* op, const stof_tensor* inputs, int input_count, stof_tensor* outputs,
                             int output_count, int threads, char* error, size_t error_size);
 
+/* What the operators take, as JSON in static storage. Needs no device; a build without CUDA kernels gives the limits of
+ * those kernels, too. Keys may be added; none changes its meaning or goes. Limits of `types` are those of inputs of one
+ * type (onnx.TensorProto.DataType); an operator without types of its own has no `types`.
+ * {"StofAttention": {"attributes": ["mask", ...], "roles": ["pad", ...],
+ *                    "targets": {"cpu": {"types": {"1": {"largest_head_size": 256, ...}, ...}}, "cuda": ...,
+ *                                "tensorrt": ...}}, "StofChain": ..., ...} */
+STOF_EXPORT const char* stof_op_limits(void);
+
 /* Whether the CUDA kernels of StofGemm have this epilogue (docs/reference/gemm-format.md): 0, and the form's words
  * separated by blanks; 1, and why not, which begins with "CUDA:" where the description itself is right. Needs no
  * device. */

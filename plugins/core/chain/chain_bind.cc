@@ -13,12 +13,6 @@ using Wide = __int128;  // no product of three 63-bit numbers overflows silently
 
 constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
 
-std::string Shape(const Tensor& tensor) {
-  std::string text = "[";
-  for (int i = 0; i < tensor.rank; ++i) text += (i > 0 ? ", " : "") + std::to_string(tensor.dims[i]);
-  return text + "]";
-}
-
 Status AtLine(int line, const std::string& message) {
   return Status::Error("chain, line " + std::to_string(line) + ": " + message);
 }
@@ -145,19 +139,19 @@ class Binder {
       if (!named && !read) continue;
       const std::string name = "x" + std::to_string(i);
       if (tensor.dtype == DType::kUndefined) return Status::Error("input " + name + " is missing");
-      if (read && tensor.dtype != DType::kF32 && tensor.dtype != DType::kF16 && tensor.dtype != DType::kBF16) {
-        return Status::Error("input " + name + " has data type " + std::to_string(static_cast<int>(tensor.dtype)) +
+      if (read && !IsFloat(tensor.dtype)) {
+        return Status::Error("input " + name + " has data type " + TypeText(tensor.dtype) +
                              ", expected fp32, fp16 or bf16");
       }
       Wide elements = 1;
       bool none = false;
       for (int d = 0; d < tensor.rank; ++d) {
         if (tensor.dims[d] < 0) {
-          return Status::Error("input " + name + " has shape " + Shape(tensor) + ", expected sizes of 0 or more");
+          return Status::Error("input " + name + " has shape " + ShapeText(tensor) + ", expected sizes of 0 or more");
         }
         none = none || tensor.dims[d] == 0;
         if (tensor.dims[d] > 0) elements *= tensor.dims[d];
-        if (elements > kMost / 8) return Status::Error("input " + name + " is too large: " + Shape(tensor));
+        if (elements > kMost / 8) return Status::Error("input " + name + " is too large: " + ShapeText(tensor));
       }
     }
     return Status();
@@ -174,7 +168,7 @@ class Binder {
         const Tensor& tensor = inputs_[axis.input];
         const std::string name = "x" + std::to_string(axis.input);
         if (axis.dim >= tensor.rank) {
-          return AtLine(1, "axis " + axis.name + ": found input " + name + " of shape " + Shape(tensor) +
+          return AtLine(1, "axis " + axis.name + ": found input " + name + " of shape " + ShapeText(tensor) +
                                ", expected a dimension " + std::to_string(axis.dim));
         }
         size = tensor.dims[axis.dim];
@@ -258,7 +252,7 @@ class Binder {
     bound.dtype = tensor.dtype;
     if (tensor.rank != static_cast<int>(read.index.size())) {
       return AtLine(read.line, "found " + std::to_string(read.index.size()) + " indices of " + name +
-                                   ", expected one for each dimension of its shape " + Shape(tensor));
+                                   ", expected one for each dimension of its shape " + ShapeText(tensor));
     }
     Box box;
     for (size_t i = 0; i < chain_.nodes.size(); ++i) {
@@ -328,7 +322,7 @@ class Binder {
     if (first >= 0 && last < tensor.dims[dim]) return Status();
     return AtLine(line, "found an index of " + std::to_string(first) + " to " + std::to_string(last) +
                             " in dimension " + std::to_string(dim) + " of " + name + ", expected 0 to " +
-                            std::to_string(tensor.dims[dim] - 1) + " (its shape is " + Shape(tensor) + ")");
+                            std::to_string(tensor.dims[dim] - 1) + " (its shape is " + ShapeText(tensor) + ")");
   }
 
   Status Output(int which) {

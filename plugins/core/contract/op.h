@@ -72,6 +72,13 @@ struct RunContext {
   int kernel = 0;
   // The operator's; nullptr: what captured graphs read stays for ever.
   Keeper* keeper = nullptr;
+
+  // Allocates a workspace, or says that there is no memory. Of 0 bytes it is nullptr.
+  Status Allocate(size_t bytes, void** workspace) const {
+    *workspace = bytes == 0 ? nullptr : allocate(self, bytes);
+    if (bytes == 0 || *workspace != nullptr) return Status();
+    return Status::Error("no memory for a workspace of " + std::to_string(bytes) + " bytes");
+  }
 };
 
 // A run on a device, as far as types and shapes decide it.
@@ -101,8 +108,13 @@ struct DimRule {
 class Op {
  public:
   virtual ~Op() = default;
-  // input_count tensors with dtype and dims, of which constant ones also have data (it lives only during the call).
-  virtual Status Prepare(const Tensor* inputs, int input_count) = 0;
+  // input_count tensors with dtype and dims, of which constant ones also have data (it lives only during the call). The
+  // default checks their number.
+  virtual Status Prepare(const Tensor* inputs, int input_count) {
+    (void)inputs;
+    if (input_count >= InputCount()) return Status();
+    return Status::Error("has " + std::to_string(input_count) + " inputs, expected " + std::to_string(InputCount()));
+  }
   // The types that the runtime gives the outputs of a variadic operator. They may be wider than the operator's own:
   // ONNX Runtime turns fp16 nodes without fp16 neighbours into fp32. kUndefined: not known.
   virtual void SetOutputTypes(const DType* types, int count) { (void)types, (void)count; }
@@ -115,13 +127,24 @@ class Op {
   // How many inputs and outputs the attributes ask for.
   virtual int InputCount() const = 0;
   virtual int OutputCount() const { return 1; }
-  // Whether input `index` may be of type dtype beside typed inputs of type `typed`.
-  virtual bool IsTypeAllowed(int index, DType dtype, DType typed) const = 0;
+  // Whether input `index` may be of type dtype beside typed inputs of type `typed`. The default: of that type alone.
+  virtual bool IsTypeAllowed(int index, DType dtype, DType typed) const {
+    return index >= 0 && index < InputCount() && dtype == typed;
+  }
   // Plans a run on a device with these types and shapes (no data), or says why no kernel takes them. Works in builds
-  // without kernels and on machines without a device, too.
-  virtual Status PlanDevice(const Tensor* inputs, int input_count, DevicePlan* plan) const = 0;
+  // without kernels and on machines without a device, too. The default checks types and shapes, for one kernel without
+  // workspace.
+  virtual Status PlanDevice(const Tensor* inputs, int input_count, DevicePlan* plan) const {
+    *plan = DevicePlan();
+    std::vector<Tensor> outputs(static_cast<size_t>(OutputCount()));
+    return InferOutputs(inputs, input_count, outputs.data(), OutputCount());
+  }
   // Brings to the current device what a run with these shapes reads besides its inputs, and the code of its kernels.
-  virtual Status PrepareDevice(const Tensor* inputs, int input_count, int kernel) const = 0;
+  // The default: nothing.
+  virtual Status PrepareDevice(const Tensor* inputs, int input_count, int kernel) const {
+    (void)inputs, (void)input_count, (void)kernel;
+    return Status();
+  }
 
   // ---- for runtimes that know shapes when they make a node ----
   // Called once, before the first run: makes what a run with these types and shapes would make first. Where they are
@@ -136,6 +159,16 @@ class Op {
 struct AttributeDescription {
   const char* name;
   AttributeType type;
+};
+
+// What runs a node, as `stof-optimize --target` names it.
+enum class Target : int32_t { kCpu, kCuda, kTensorRt };
+constexpr const char* kTargetNames[] = {"cpu", "cuda", "tensorrt"};
+
+// A number that limits what an operator takes.
+struct OpLimit {
+  const char* name;
+  int64_t value;
 };
 
 // A view of a constant array.
@@ -179,6 +212,10 @@ struct OpDescription {
   DType (*output_type)(const AttributeReader& attributes, int index) = nullptr;
   ArrayView<AttributeDescription> attributes;
   Status (*create)(const AttributeReader& attributes, std::unique_ptr<Op>* op) = nullptr;
+  // Roles that optional inputs may have, where an attribute gives them roles.
+  ArrayView<const char*> roles;
+  // The limits of a node with typed inputs of type dtype on a target, which stof_op_limits gives out; nullptr: none.
+  std::vector<OpLimit> (*limits)(Target target, DType dtype) = nullptr;
   // Symbolic shape of output `index` from the ranks of the typed inputs; an empty result means unknown.
   std::vector<DimRule> (*shape_rule)(const AttributeReader& attributes, const int* ranks, int rank_count,
                                      int index) = nullptr;
@@ -186,6 +223,7 @@ struct OpDescription {
   constexpr DType OutputType(int index, DType typed) const { return index < outputs ? typed : optional_type; }
   // Whether the operator runs on a device, which runtimes without a CPU want.
   constexpr bool has_cuda_kernels() const { return cuda_types.size() > 0; }
+  constexpr const ArrayView<DType>& TypesOn(Target target) const { return target == Target::kCpu ? types : cuda_types; }
 };
 
 // Every operator of the library; the adapters loop over it.

@@ -87,8 +87,7 @@ Status FindOperand(const ExprOperand& operand, const Tables& given, const Tensor
                          std::to_string(operand.rank));
   }
   if (!operand.table && !operand.boolean && tensor.dtype != DType::kI32 && tensor.dtype != DType::kI64) {
-    return Status::Error(operand.name + " has data type " + std::to_string(static_cast<int>(tensor.dtype)) +
-                         ", expected int32 or int64");
+    return Status::Error(operand.name + " has data type " + TypeText(tensor.dtype) + ", expected int32 or int64");
   }
   *found = &tensor;
   return Status();

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <unordered_map>
 
+#include "plugins/core/base/integers.h"
 #include "plugins/core/host/hash.h"
 #include "plugins/core/mask/expr_eval.h"
 
@@ -42,7 +43,7 @@ class Builder {
         nodes_(static_cast<int64_t>(expr.nodes().size())),
         m_(m),
         n_(n),
-        columns_((sizes.T + n - 1) / n),
+        columns_(CeilDiv(sizes.T, n)),
         words_(static_cast<size_t>(m) * static_cast<size_t>(n) / 32),
         tile_(words_),
         rows_(static_cast<size_t>(mask->rows)) {}
@@ -256,7 +257,7 @@ Status BuildBlockMask(const MaskExpr& expr, const ExprSizes& sizes, int m, int n
   mask->P = sizes.P;
   mask->m = m;
   mask->n = n;
-  mask->rows = static_cast<int32_t>((sizes.S + m - 1) / m);
+  mask->rows = static_cast<int32_t>(CeilDiv(sizes.S, m));
   mask->layout_b = expr.Uses(ExprOp::kB) ? static_cast<int32_t>(sizes.B) : 1;
   mask->layout_h = expr.Uses(ExprOp::kH) ? static_cast<int32_t>(sizes.H) : 1;
   const auto most = static_cast<double>(bounds.bytes) / 4;

@@ -49,7 +49,7 @@ Status CopyData(const Tensor& tensor, int64_t count, ExprOperand* operand) {
       return Status();
     }
     default:
-      return Status::Error(operand->name + " has data type " + std::to_string(static_cast<int>(tensor.dtype)) +
+      return Status::Error(operand->name + " has data type " + TypeText(tensor.dtype) +
                            ", expected bool, uint8, int32 or int64");
   }
 }

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <limits>
 
+#include "plugins/core/base/integers.h"
+
 namespace stof {
 namespace {
 
@@ -119,7 +121,7 @@ Interval ExprEvaluator::LookupInterval(const ExprNode& node) const {
     }
     if (operand.table) {  // whole blocks by their summaries
       constexpr int64_t kBlock = ExprOperand::kBlock;
-      const int64_t head = (first + kBlock - 1) / kBlock;
+      const int64_t head = CeilDiv(first, kBlock);
       const int64_t tail = (last + 1) / kBlock;
       scan(first, head * kBlock);
       for (int64_t block = head; block < tail; ++block) {

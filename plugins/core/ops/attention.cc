@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "plugins/core/contract/cuda_backend.h"
+#include "plugins/core/contract/dim_rule.h"
 #include "plugins/core/mask/block_mask_cache.h"
 #include "plugins/core/ops/attention_op.h"
 #include "plugins/core/ops/attention_operands.h"
@@ -29,8 +30,7 @@ Status AttentionOp::InferOutputs(const Tensor* inputs, int input_count, Tensor* 
   STOF_RETURN_IF_ERROR(CheckOutputCount(output_count));
   AttentionArgs args;
   STOF_RETURN_IF_ERROR(BindQueryKeyValue(attributes_, inputs, input_count, &args));
-  SetOutput(args, attributes_.layout[3], &outputs[0]);
-  if (output_count > 1) SetLse(args, &outputs[1]);
+  for (int i = 0; i < output_count; ++i) outputs[i] = OutputOf(inputs, i);
   return Status();
 }
 
@@ -39,14 +39,11 @@ Status AttentionOp::Run(const Tensor* inputs, int input_count, const Tensor* out
   Problem problem;
   STOF_RETURN_IF_ERROR(BindQueryKeyValue(attributes_, inputs, input_count, &problem.args));
   AttentionArgs& args = problem.args;
-  Tensor expected;
   STOF_RETURN_IF_ERROR(CheckOutputCount(output_count));
-  SetOutput(args, attributes_.layout[3], &expected);
+  const Tensor expected = OutputOf(inputs, 0);
   STOF_RETURN_IF_ERROR(CheckOutput("output", outputs[0], expected));
   if (output_count > 1) {
-    Tensor lse;
-    SetLse(args, &lse);
-    STOF_RETURN_IF_ERROR(CheckOutput("lse", outputs[1], lse));
+    STOF_RETURN_IF_ERROR(CheckOutput("lse", outputs[1], OutputOf(inputs, 1)));
     args.lse = static_cast<float*>(outputs[1].data);
     args.lse_stride_b = args.H * args.S, args.lse_stride_h = args.S;
   }
@@ -93,6 +90,11 @@ bool AttentionOp::IsTypeAllowed(int index, DType dtype, DType typed) const {
   if (role == "relative_bias") return dtype == DType::kF32;
   const bool integer = dtype == DType::kI32 || dtype == DType::kI64;
   return integer || (IsTableName(role) && (dtype == DType::kBool || dtype == DType::kU8));
+}
+
+Tensor AttentionOp::OutputOf(const Tensor* inputs, int index) const {
+  return index == 0 ? TensorByRules(inputs[0].dtype, output_rules_, inputs)
+                    : TensorByRules(DType::kF32, lse_rules_, inputs);
 }
 
 Status AttentionOp::CheckOutputCount(int count) const {
@@ -163,10 +165,8 @@ Status AttentionOp::RunOnCpu(const AttentionMask& mask, const ExprSizes& sizes, 
     }
   }
   const size_t bytes = CpuAttentionWorkspace(*args, config, threads);
-  void* workspace = bytes == 0 ? nullptr : context.allocate(context.self, bytes);
-  if (bytes != 0 && workspace == nullptr) {
-    return Status::Error("no memory for a workspace of " + std::to_string(bytes) + " bytes");
-  }
+  void* workspace = nullptr;
+  STOF_RETURN_IF_ERROR(context.Allocate(bytes, &workspace));
   STOF_RETURN_IF_ERROR(CpuAttention(*args, config, workspace, context.parallel));
   return elements == nullptr ? Status() : elements->status();
 }
@@ -180,10 +180,18 @@ Status CreateAttention(const AttributeReader& attributes, std::unique_ptr<Op>* o
   return Status();
 }
 
+std::vector<OpLimit> ListLimits(Target target, DType dtype) {
+  const HeadSizes sizes = AttentionLimits::HeadSizesOf(target, dtype);
+  return {{"largest_head_size", sizes.largest},
+          {"head_size_multiple_of", sizes.multiple_of},
+          {"most_heads", AttentionLimits::kMostHeads},
+          {"most_length", AttentionLimits::kMostLength},
+          {"most_operands", AttentionLimits::kMostOperands}};
+}
+
 }  // namespace
 
 const OpDescription* AttentionDescription() {
-  static constexpr DType kTypes[] = {DType::kF32, DType::kF16, DType::kBF16};
   static constexpr AttributeDescription kAttributes[] = {
       {"mask", AttributeType::kString},      {"mask_id", AttributeType::kInt},
       {"scale", AttributeType::kFloat},      {"softcap", AttributeType::kFloat},
@@ -197,12 +205,14 @@ const OpDescription* AttentionDescription() {
     OpDescription d;
     d.name = "StofAttention";
     d.typed_inputs = kTypedInputs;
-    d.optional_inputs = kMostOperands;
+    d.optional_inputs = AttentionLimits::kMostOperands;
     d.optional_outputs = 1;
     d.optional_type = DType::kF32;
-    d.types = kTypes;
-    d.cuda_types = kTypes;
+    d.types = AttentionLimits::kTypes;
+    d.cuda_types = AttentionLimits::kTypes;
     d.attributes = kAttributes;
+    d.roles = AttentionLimits::kRoles;
+    d.limits = ListLimits;
     d.create = CreateAttention;
     d.shape_rule = AttentionOutputShape;
     return d;

@@ -10,14 +10,17 @@
 #include <vector>
 
 #include "plugins/core/contract/attention.h"
+#include "plugins/core/contract/attention_limits.h"
 #include "plugins/core/contract/op.h"
 #include "plugins/core/mask/attention_mask.h"
 
 namespace stof {
 
-constexpr int kMostOperands = 13;
+constexpr int kTypedInputs = 3;  // query, key and value; operands follow
+constexpr const char* kTensorNames[] = {"query", "key", "value"};
 
 enum class TensorLayout : uint8_t { kBHSD, kBSHD, kBSN };
+constexpr const char* kLayoutNames[] = {"BHSD", "BSHD", "BSN"};
 
 // The heads of a packed BSN tensor that belong to the operator: as many as it has of it, from `first` on, of `total`.
 struct PackedHeads {

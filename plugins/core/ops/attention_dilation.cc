@@ -8,8 +8,6 @@
 namespace stof {
 namespace {
 
-constexpr int64_t kMostHeads = 65536;
-
 struct View {
   int64_t heads;
   Strides* stride;
@@ -46,7 +44,8 @@ bool SplitByResidue(const AttentionMask& mask, AttentionArgs* args, ExprSizes* s
   } else {
     return false;
   }
-  if (m > kMostHeads || H > kMostHeads || B > MaskExpr::kMaxSize) return false;
+  using Limits = AttentionLimits;
+  if (m > Limits::kMostHeads || H > Limits::kMostHeads || B > Limits::kMostLength) return false;
   for (const View& v : views) {
     if (classes == kAsHeads) v.stride->b = v.stride->h, v.stride->h = v.stride->s;
     if (classes == kAsBatches) v.stride->b = v.stride->s;

@@ -17,7 +17,11 @@ constexpr int64_t kUncachedRows = 8;
 
 class AttentionOp final : public Op {
  public:
-  explicit AttentionOp(AttentionAttributes attributes) : attributes_(std::move(attributes)), mask_(attributes_.mask) {}
+  explicit AttentionOp(AttentionAttributes attributes)
+      : attributes_(std::move(attributes)),
+        output_rules_(OutputRules(attributes_)),
+        lse_rules_(LseRules(attributes_)),
+        mask_(attributes_.mask) {}
 
   Status Prepare(const Tensor* inputs, int input_count) override;
   Status InferOutputs(const Tensor* inputs, int input_count, Tensor* outputs, int output_count) const override;
@@ -59,6 +63,8 @@ class AttentionOp final : public Op {
 
   // ---- attention.cc ----
   Status CheckOutputCount(int count) const;
+  // Type and shape of an output: 0 the output, 1 lse. Query, key and value are checked.
+  Tensor OutputOf(const Tensor* inputs, int index) const;
   // Callers of the C ABI, and graphs without schema checks, may pass tensors without data. On a device the tables of a
   // mask need none: they were given before. An lse without data is not computed.
   Status CheckData(const Tensor* inputs, const Tensor& output, bool on_cuda) const;
@@ -78,6 +84,7 @@ class AttentionOp final : public Op {
   Status PrepareDeviceFor(std::vector<Tensor> inputs, int kernel, bool known, bool keep) const;
 
   AttentionAttributes attributes_;
+  std::vector<DimRule> output_rules_, lse_rules_;
   AttentionMaskSource mask_;
   PreparedMask prepared_;
   mutable Keeper keeper_;

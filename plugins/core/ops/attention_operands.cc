@@ -11,8 +11,7 @@ namespace {
 
 Status BindBias(const Tensor& bias, AttentionArgs* args) {
   if (bias.dtype != args->dtype && bias.dtype != DType::kF32) {
-    return Status::Error("bias has data type " + std::to_string(static_cast<int>(bias.dtype)) +
-                         ", expected that of query or fp32");
+    return Status::Error("bias has data type " + TypeText(bias.dtype) + ", expected that of query or fp32");
   }
   const int64_t want[] = {args->B, args->H, args->S, args->T};
   int64_t* strides[] = {&args->bias_stride_b, &args->bias_stride_h, &args->bias_stride_q, &args->bias_stride_k};
@@ -38,8 +37,7 @@ Status BindBias(const Tensor& bias, AttentionArgs* args) {
 
 Status BindRelativeBias(const Tensor& bias, AttentionArgs* args) {
   if (bias.dtype != DType::kF32) {
-    return Status::Error("relative_bias has data type " + std::to_string(static_cast<int>(bias.dtype)) +
-                         ", expected fp32");
+    return Status::Error("relative_bias has data type " + TypeText(bias.dtype) + ", expected fp32");
   }
   if (bias.rank != 2 || (bias.dims[0] != 1 && bias.dims[0] != args->H) || bias.dims[1] % 2 != 1) {
     return Status::Error("relative_bias has shape " + ShapeText(bias) + ", expected [1 or " + std::to_string(args->H) +
@@ -53,8 +51,7 @@ Status BindRelativeBias(const Tensor& bias, AttentionArgs* args) {
 
 Status BindSink(const Tensor& sink, AttentionArgs* args) {
   if (sink.dtype != args->dtype && sink.dtype != DType::kF32) {
-    return Status::Error("sink has data type " + std::to_string(static_cast<int>(sink.dtype)) +
-                         ", expected that of query or fp32");
+    return Status::Error("sink has data type " + TypeText(sink.dtype) + ", expected that of query or fp32");
   }
   if (sink.rank != 1 || sink.dims[0] != args->H) {
     return Status::Error("sink has shape " + ShapeText(sink) + ", expected [" + std::to_string(args->H) + "]");
@@ -76,7 +73,7 @@ Status CheckPad(const Tensor& pad, int64_t B, int64_t T) {
                          std::to_string(T) + "]");
   }
   if (!IsPadType(pad.dtype)) {
-    return Status::Error("pad has data type " + std::to_string(static_cast<int>(pad.dtype)) +
+    return Status::Error("pad has data type " + TypeText(pad.dtype) +
                          ", expected bool, uint8, int8, int32, int64, fp32 or fp16");
   }
   return Status();

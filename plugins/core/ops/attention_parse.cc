@@ -10,9 +10,9 @@
 namespace stof {
 namespace {
 
-constexpr int64_t kMaxHeads = 65536;
+using Limits = AttentionLimits;
+
 constexpr size_t kMostQuoted = 64;  // bytes of an attribute in a message
-constexpr const char* kLayoutNames[] = {"BHSD", "BSHD", "BSN"};
 
 std::vector<std::string> Words(const std::string& text) {
   std::istringstream stream(text);
@@ -38,16 +38,15 @@ Status ParseLayouts(const std::string& text, std::array<TensorLayout, 4>* layout
 }
 
 bool KnownRole(const std::string& role) {
-  static constexpr const char* kRoles[] = {"pad",       "bias",      "relative_bias", "sink",
-                                           "segment_q", "segment_k", "lengths",       "unused"};
-  return std::find(std::begin(kRoles), std::end(kRoles), role) != std::end(kRoles) ||
+  return std::find(std::begin(Limits::kRoles), std::end(Limits::kRoles), role) != std::end(Limits::kRoles) ||
          (role.size() >= 6 && role.size() <= 9 && role.compare(0, 5, "table") == 0 &&
           role.find_first_not_of("0123456789", 5) == std::string::npos);
 }
 
 Status CheckRoles(const std::vector<std::string>& roles) {
-  if (roles.size() > static_cast<size_t>(kMostOperands)) {
-    return Status::Error("attribute operands has " + std::to_string(roles.size()) + " roles, expected at most 13");
+  if (roles.size() > static_cast<size_t>(Limits::kMostOperands)) {
+    return Status::Error("attribute operands has " + std::to_string(roles.size()) + " roles, expected at most " +
+                         std::to_string(Limits::kMostOperands));
   }
   for (size_t i = 0; i < roles.size(); ++i) {
     if (!KnownRole(roles[i])) {
@@ -69,15 +68,14 @@ Status ParsePacked(const AttributeReader& attributes, AttentionAttributes* parse
     return Status::Error("attribute packed has " + std::to_string(numbers.size()) +
                          " numbers, expected 6: the first head and the number of heads of query, key and value");
   }
-  static constexpr const char* kNames[] = {"query", "key", "value"};
   for (size_t i = 0; i < parsed->packed.size(); ++i) {
     const PackedHeads packed = {numbers[2 * i], numbers[2 * i + 1]};
     const auto wrong = [&](const std::string& expected) {
       return Status::Error("attribute packed has first head " + std::to_string(packed.first) + " of " +
-                           std::to_string(packed.total) + " for " + kNames[i] + ", expected " + expected);
+                           std::to_string(packed.total) + " for " + kTensorNames[i] + ", expected " + expected);
     };
-    if (packed.first < 0 || packed.total < 1 || packed.total > kMaxHeads || packed.first >= packed.total) {
-      return wrong("a head of 1 to 65536, counted from 0");
+    if (packed.first < 0 || packed.total < 1 || packed.total > Limits::kMostHeads || packed.first >= packed.total) {
+      return wrong("a head of 1 to " + std::to_string(Limits::kMostHeads) + ", counted from 0");
     }
     const bool bsn = parsed->layout[i] == TensorLayout::kBSN;
     if (!bsn && packed.first != 0) {
@@ -118,8 +116,9 @@ Status ParseAttention(const AttributeReader& attributes, AttentionAttributes* pa
   attributes.Int("num_heads", &a.num_heads);
   attributes.Int("kv_num_heads", &a.kv_num_heads);
   for (int64_t heads : {a.num_heads, a.kv_num_heads}) {
-    if (heads < 0 || heads > kMaxHeads) {
-      return Status::Error("a number of heads of " + std::to_string(heads) + ", expected 0 to 65536");
+    if (heads < 0 || heads > Limits::kMostHeads) {
+      return Status::Error("a number of heads of " + std::to_string(heads) + ", expected 0 to " +
+                           std::to_string(Limits::kMostHeads));
     }
   }
   STOF_RETURN_IF_ERROR(ParsePacked(attributes, &a));

@@ -2,6 +2,7 @@
 // StofAttention before a run: plans for runtimes that plan ahead, and preparation of what a first run would make.
 #include <algorithm>
 
+#include "plugins/core/base/integers.h"
 #include "plugins/core/contract/cuda_backend.h"
 #include "plugins/core/mask/block_mask_cache.h"
 #include "plugins/core/ops/attention_op.h"
@@ -41,7 +42,7 @@ Status AttentionOp::PlanDevice(const Tensor* inputs, int input_count, DevicePlan
   const int64_t m = problem.mask->modulus;
   if (problem.args.S / m >= kMinResidueLength && problem.args.T / m >= kMinResidueLength && m > 1) {
     AttentionArgs parts = problem.args;
-    parts.B *= m, parts.S = (parts.S + m - 1) / m, parts.T = (parts.T + m - 1) / m;
+    parts.B *= m, parts.S = CeilDiv(parts.S, m), parts.T = CeilDiv(parts.T, m);
     size_t workspace = 0;
     const ExprSizes sizes = {parts.B, parts.H, parts.S, parts.T, 0};
     if (PlanCudaAttention(parts, false, *problem.mask->of_residue, sizes, problem.given, &workspace).ok()) {
@@ -97,7 +98,7 @@ Status AttentionOp::PrepareHost(const Tensor* inputs, int input_count, int threa
   const CpuAttentionConfig config = ChooseCpuAttention(args, std::max(1, threads));
   const MaskExpr& fixed = problem.mask->parts.fixed;
   const int64_t tables = (fixed.Uses(ExprOp::kB) ? args.B : 1) * (fixed.Uses(ExprOp::kH) ? args.H : 1);
-  const int64_t tiles = ((args.S + config.m - 1) / config.m) * ((args.T + config.n - 1) / config.n);  // to 2^34
+  const int64_t tiles = CeilDiv(args.S, config.m) * CeilDiv(args.T, config.n);  // to 2^34
   if (tiles > kMostPreparedWork || tables * tiles * static_cast<int64_t>(fixed.nodes().size()) > kMostPreparedWork) {
     return Status();
   }

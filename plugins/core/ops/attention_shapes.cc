@@ -7,9 +7,7 @@
 namespace stof {
 namespace {
 
-constexpr int64_t kMaxHeadSize = 256;
-constexpr int64_t kMaxHeads = 65536;
-constexpr const char* kLayoutNames[] = {"BHSD", "BSHD", "BSN"};
+using Limits = AttentionLimits;
 
 // Sizes of one tensor in problem terms: batch, heads, positions, head size, and the strides that reach them from the
 // first element that is meant.
@@ -68,6 +66,15 @@ Status Measure(const Tensor& tensor, TensorLayout layout, const char* name, int6
   return Status();
 }
 
+DimRule HeadsRule(const AttentionAttributes& attributes) {
+  const TensorLayout query = attributes.layout[0];
+  if (query != TensorLayout::kBSN) return {0, query == TensorLayout::kBHSD ? 1 : 2, -1};
+  return {-1, 0, attributes.num_heads > 0 ? attributes.num_heads : -1};
+}
+DimRule LengthRule(const AttentionAttributes& attributes) {
+  return {0, attributes.layout[0] == TensorLayout::kBHSD ? 2 : 1, -1};
+}
+
 // The address of the first head that the operator reads; a tensor without elements may have no data.
 const void* Begin(const Tensor& tensor, const Sized& sized) {
   if (tensor.data == nullptr || sized.b == 0 || sized.s == 0) return tensor.data;
@@ -76,12 +83,6 @@ const void* Begin(const Tensor& tensor, const Sized& sized) {
 
 }  // namespace
 
-std::string ShapeText(const Tensor& tensor) {
-  std::string text = "[";
-  for (int i = 0; i < tensor.rank; ++i) text += (i > 0 ? ", " : "") + std::to_string(tensor.dims[i]);
-  return text + "]";
-}
-
 Status BindQueryKeyValue(const AttentionAttributes& attributes, const Tensor* inputs, int input_count,
                          AttentionArgs* args) {
   if (input_count != kTypedInputs + static_cast<int>(attributes.operands.size())) {
@@ -89,16 +90,14 @@ Status BindQueryKeyValue(const AttentionAttributes& attributes, const Tensor* in
                          std::to_string(kTypedInputs + attributes.operands.size()));
   }
   const DType dtype = inputs[0].dtype;
-  if (dtype != DType::kF32 && dtype != DType::kF16 && dtype != DType::kBF16) {
-    return Status::Error("query has data type " + std::to_string(static_cast<int>(dtype)) +
-                         ", expected fp32, fp16 or bf16");
+  if (!IsFloat(dtype)) {
+    return Status::Error("query has data type " + TypeText(dtype) + ", expected fp32, fp16 or bf16");
   }
   Sized sized[3];
   for (int i = 0; i < 3; ++i) {
     if (inputs[i].dtype != dtype) {
-      return Status::Error(std::string(kTensorNames[i]) + " has data type " +
-                           std::to_string(static_cast<int>(inputs[i].dtype)) + ", expected that of query, " +
-                           std::to_string(static_cast<int>(dtype)));
+      return Status::Error(std::string(kTensorNames[i]) + " has data type " + TypeText(inputs[i].dtype) +
+                           ", expected that of query, " + TypeText(dtype));
     }
     const int64_t heads = i == 0 ? attributes.num_heads : attributes.kv_num_heads;
     STOF_RETURN_IF_ERROR(
@@ -117,15 +116,18 @@ Status BindQueryKeyValue(const AttentionAttributes& attributes, const Tensor* in
   if (q.heads > 0 && (k.heads < 1 || q.heads % k.heads != 0)) {
     return Status::Error("the number of query heads is no multiple of that of key heads: " + shapes());
   }
-  if (q.d < 1 || q.d > kMaxHeadSize || v.d < 1 || v.d > kMaxHeadSize) {
-    return Status::Error("head sizes must be 1 to 256: " + shapes());
+  // The CPU takes every size that any target takes.
+  const HeadSizes sizes = Limits::HeadSizesOf(Target::kCpu, dtype);
+  if (!sizes.Has(q.d) || !sizes.Has(v.d)) {
+    return Status::Error("head sizes must be 1 to " + std::to_string(sizes.largest) + ": " + shapes());
   }
-  if (q.s > MaskExpr::kMaxSize || k.s > MaskExpr::kMaxSize) {
+  if (q.s > Limits::kMostLength || k.s > Limits::kMostLength) {
     return Status::Error("lengths must be at most 2^22: " + shapes());
   }
   // So that no product of sizes overflows: an empty tensor may have any batch size at no cost.
-  if (q.b > MaskExpr::kMaxSize || q.heads > kMaxHeads || k.heads > kMaxHeads) {
-    return Status::Error("batch size must be at most 2^22 and heads at most 65536: " + shapes());
+  if (q.b > Limits::kMostLength || q.heads > Limits::kMostHeads || k.heads > Limits::kMostHeads) {
+    return Status::Error("batch size must be at most 2^22 and heads at most " + std::to_string(Limits::kMostHeads) +
+                         ": " + shapes());
   }
   args->B = q.b;
   args->H = q.heads;
@@ -153,30 +155,45 @@ Status BindQueryKeyValue(const AttentionAttributes& attributes, const Tensor* in
   return Status();
 }
 
-void SetOutput(const AttentionArgs& args, TensorLayout layout, Tensor* output) {
-  output->dtype = args.dtype;
-  output->rank = layout == TensorLayout::kBSN ? 3 : 4;
-  const int64_t bhsd[] = {args.B, args.H, args.S, args.Dv};
-  const int64_t bshd[] = {args.B, args.S, args.H, args.Dv};
-  const int64_t bsn[] = {args.B, args.S, args.H * args.Dv, 0};
-  const int64_t* dims = layout == TensorLayout::kBHSD ? bhsd : layout == TensorLayout::kBSHD ? bshd : bsn;
-  std::copy(dims, dims + output->rank, output->dims);
-}
-
-void SetLse(const AttentionArgs& args, Tensor* lse) {
-  lse->dtype = DType::kF32;
-  lse->rank = 3;
-  lse->dims[0] = args.B, lse->dims[1] = args.H, lse->dims[2] = args.S;
-}
-
 Status CheckOutput(const char* name, const Tensor& found, const Tensor& expected) {
   if (found.dtype == expected.dtype && found.rank == expected.rank &&
       std::equal(expected.dims, expected.dims + expected.rank, found.dims)) {
     return Status();
   }
   return Status::Error(std::string(name) + " has shape " + ShapeText(found) + " and data type " +
-                       std::to_string(static_cast<int>(found.dtype)) + ", expected " + ShapeText(expected) + " and " +
-                       std::to_string(static_cast<int>(expected.dtype)));
+                       TypeText(found.dtype) + ", expected " + ShapeText(expected) + " and " +
+                       TypeText(expected.dtype));
+}
+
+std::vector<DimRule> LseRules(const AttentionAttributes& attributes) {
+  return {{0, 0, -1}, HeadsRule(attributes), LengthRule(attributes)};
+}
+
+std::vector<DimRule> OutputRules(const AttentionAttributes& attributes) {
+  const DimRule batch = {0, 0, -1}, heads = HeadsRule(attributes), length = LengthRule(attributes);
+  // Value's last dimension, divided by its number of heads in BSN.
+  const bool flat = attributes.layout[2] == TensorLayout::kBSN;
+  const int64_t value_heads = attributes.packed[2].total > 0 ? attributes.packed[2].total : attributes.kv_num_heads;
+  DimRule head_size = flat ? DimRule{2, 2, -1, 1, value_heads} : DimRule{2, 3, -1};
+  if (flat && value_heads == 0) head_size = {-1, 0, -1};
+  switch (attributes.layout[3]) {
+    case TensorLayout::kBHSD:
+      return {batch, heads, length, head_size};
+    case TensorLayout::kBSHD:
+      return {batch, length, heads, head_size};
+    default:
+      break;
+  }
+  DimRule both = head_size;  // H · Dv
+  if (attributes.num_heads > 0) {
+    both.times = attributes.num_heads;
+  } else if (heads.input < 0) {
+    both = {-1, 0, -1};
+  } else {
+    both.by_input = heads.input;
+    both.by_axis = heads.axis;
+  }
+  return {batch, length, both};
 }
 
 std::vector<DimRule> AttentionOutputShape(const AttributeReader& attributes, const int* ranks, int rank_count,
@@ -186,35 +203,8 @@ std::vector<DimRule> AttentionOutputShape(const AttributeReader& attributes, con
   for (int i = 0; i < 3; ++i) {
     if (ranks[i] != (parsed.layout[i] == TensorLayout::kBSN ? 3 : 4)) return {};
   }
-  const TensorLayout query = parsed.layout[0];
-  const DimRule batch = {0, 0, -1};
-  const DimRule length = {0, query == TensorLayout::kBHSD ? 2 : 1, -1};
-  DimRule heads = {-1, 0, parsed.num_heads > 0 ? parsed.num_heads : -1};
-  if (query != TensorLayout::kBSN) heads = {0, query == TensorLayout::kBHSD ? 1 : 2, -1};
-  if (index == 1) return parsed.lse ? std::vector<DimRule>{batch, heads, length} : std::vector<DimRule>();
-  // Value's last dimension, divided by its number of heads in BSN.
-  const bool flat = parsed.layout[2] == TensorLayout::kBSN;
-  const int64_t value_heads = parsed.packed[2].total > 0 ? parsed.packed[2].total : parsed.kv_num_heads;
-  DimRule head_size = flat ? DimRule{2, 2, -1, 1, value_heads} : DimRule{2, 3, -1};
-  if (flat && value_heads == 0) head_size = {-1, 0, -1};
-  switch (parsed.layout[3]) {
-    case TensorLayout::kBHSD:
-      return {batch, heads, length, head_size};
-    case TensorLayout::kBSHD:
-      return {batch, length, heads, head_size};
-    default:
-      break;
-  }
-  DimRule both = head_size;  // H · Dv
-  if (parsed.num_heads > 0) {
-    both.times = parsed.num_heads;
-  } else if (heads.input < 0) {
-    both = {-1, 0, -1};
-  } else {
-    both.by_input = heads.input;
-    both.by_axis = heads.axis;
-  }
-  return {batch, length, both};
+  if (index == 0) return OutputRules(parsed);
+  return parsed.lse ? LseRules(parsed) : std::vector<DimRule>();
 }
 
 }  // namespace stof

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Types and shapes of StofAttention's query, key, value and outputs: binds inputs to the kernels' arguments, checks
-// them against the attributes, and infers the outputs, by sizes or, where a model knows none, by rules over symbols.
+// them against the attributes, and has the rules for the outputs, of known and of symbolic sizes.
 #ifndef STOF_PLUGINS_CORE_OPS_ATTENTION_SHAPES_H_
 #define STOF_PLUGINS_CORE_OPS_ATTENTION_SHAPES_H_
 
@@ -11,18 +11,13 @@
 
 namespace stof {
 
-constexpr int kTypedInputs = 3;  // query, key and value; operands follow
-constexpr const char* kTensorNames[] = {"query", "key", "value"};
-
-std::string ShapeText(const Tensor& tensor);
-
 // Shapes, types and strides of query, key and value.
 Status BindQueryKeyValue(const AttentionAttributes& attributes, const Tensor* inputs, int input_count,
                          AttentionArgs* args);
 
-// Types and shapes of the outputs.
-void SetOutput(const AttentionArgs& args, TensorLayout layout, Tensor* output);
-void SetLse(const AttentionArgs& args, Tensor* lse);
+// The outputs' shapes, for inputs of the ranks that their layouts have.
+std::vector<DimRule> OutputRules(const AttentionAttributes& attributes);
+std::vector<DimRule> LseRules(const AttentionAttributes& attributes);
 Status CheckOutput(const char* name, const Tensor& found, const Tensor& expected);
 
 // OpDescription::shape_rule.

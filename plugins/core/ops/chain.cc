@@ -58,9 +58,7 @@ class StofChainOp final : public Op {
 
   int InputCount() const override { return std::max(1, chain_.inputs); }
   int OutputCount() const override { return static_cast<int>(chain_.outputs.size()); }
-  bool IsTypeAllowed(int, DType dtype, DType) const override {
-    return dtype == DType::kF32 || dtype == DType::kF16 || dtype == DType::kBF16;
-  }
+  bool IsTypeAllowed(int, DType dtype, DType) const override { return IsFloat(dtype); }
   Status PlanDevice(const Tensor* inputs, int input_count, DevicePlan* plan) const override {
     *plan = DevicePlan();
     std::shared_ptr<BoundToShapes> bound;
@@ -87,9 +85,7 @@ class StofChainOp final : public Op {
 
   void SetOutputTypes(const DType* types, int count) override {
     for (size_t i = 0; i < std::min(chain_.outputs.size(), static_cast<size_t>(count)); ++i) {
-      if (types[i] == DType::kF32 || types[i] == DType::kF16 || types[i] == DType::kBF16) {
-        chain_.outputs[i].type = types[i];
-      }
+      if (IsFloat(types[i])) chain_.outputs[i].type = types[i];
     }
   }
 
@@ -139,10 +135,8 @@ class StofChainOp final : public Op {
     }
     const std::shared_ptr<const cpu::ChainProgram> program = bound->Program(chain_, threads);
     const size_t bytes = CpuChainWorkspace(*program, threads);
-    void* workspace = context.allocate(context.self, bytes);
-    if (workspace == nullptr) {
-      return Status::Error("no memory for a workspace of " + std::to_string(bytes) + " bytes");
-    }
+    void* workspace = nullptr;
+    STOF_RETURN_IF_ERROR(context.Allocate(bytes, &workspace));
     CpuChain({from, to}, *program, workspace, context.parallel);
     return Status();
   }
@@ -158,8 +152,8 @@ class StofChainOp final : public Op {
   static Status CheckOutput(const Tensor& tensor, const BoundOutput& bound, int index) {
     const std::string name = "output y" + std::to_string(index);
     if (tensor.dtype != bound.dtype) {
-      return Status::Error(name + " has data type " + std::to_string(static_cast<int>(tensor.dtype)) +
-                           ", but the chain gives " + std::to_string(static_cast<int>(bound.dtype)));
+      return Status::Error(name + " has data type " + TypeText(tensor.dtype) + ", but the chain gives " +
+                           TypeText(bound.dtype));
     }
     if (tensor.rank != bound.rank || !std::equal(bound.dims, bound.dims + bound.rank, tensor.dims)) {
       return Status::Error(name + " has another shape than the chain gives");

@@ -17,14 +17,6 @@ constexpr int64_t kMost = std::numeric_limits<int64_t>::max() / 8;
 constexpr int64_t kMostOnDevice = std::numeric_limits<int32_t>::max() - 256;
 constexpr int kFurtherInputs = kChainMostInputs - 1;
 
-bool IsFloat(DType dtype) { return dtype == DType::kF32 || dtype == DType::kF16 || dtype == DType::kBF16; }
-
-std::string Shape(const Tensor& tensor) {
-  std::string text = "[";
-  for (int i = 0; i < tensor.rank; ++i) text += (i > 0 ? ", " : "") + std::to_string(tensor.dims[i]);
-  return text + "]";
-}
-
 Status ParseAttributes(const AttributeReader& attributes, GemmEpilogue* epilogue) {
   std::string text;
   int64_t pair = 0, id = 0;
@@ -41,11 +33,11 @@ Status Count(const Tensor& tensor, const char* name, int64_t* count) {
   bool none = false;
   for (int i = 0; i < tensor.rank; ++i) {
     if (tensor.dims[i] < 0) {
-      return Status::Error(std::string(name) + " has shape " + Shape(tensor) + ", expected sizes of 0 or more");
+      return Status::Error(std::string(name) + " has shape " + ShapeText(tensor) + ", expected sizes of 0 or more");
     }
     none = none || tensor.dims[i] == 0;
     if (tensor.dims[i] > 0 && __builtin_mul_overflow(*count, tensor.dims[i], count)) *count = kMost + 1;
-    if (*count > kMost) return Status::Error(std::string(name) + " is too large: " + Shape(tensor));
+    if (*count > kMost) return Status::Error(std::string(name) + " is too large: " + ShapeText(tensor));
   }
   if (none) *count = 0;
   return Status();
@@ -88,8 +80,8 @@ class StofGemmOp final : public Op {
     const Tensor& output = outputs[0];
     if (output.dtype != expected.dtype || output.rank != expected.rank ||
         !std::equal(expected.dims, expected.dims + expected.rank, output.dims)) {
-      return Status::Error("the output has shape " + Shape(output) + " or another type, expected " + Shape(expected) +
-                           " of a's type");
+      return Status::Error("the output has shape " + ShapeText(output) + " or another type, expected " +
+                           ShapeText(expected) + " of a's type");
     }
     if (sizes.M == 0 || sizes.N == 0) return Status();
     for (int i = 0; i < InputCount(); ++i) {
@@ -118,7 +110,6 @@ class StofGemmOp final : public Op {
     plan->workspace = std::max(plan->workspace, kGemmWorkspace);
     return Status();
   }
-  Status PrepareDevice(const Tensor*, int, int) const override { return Status(); }
   // A runtime that prepares nodes allows the first run of a shape to take its time.
   Status PrepareNode(const Tensor*, int, bool on_cuda, int) override {
     may_wait_ = on_cuda;
@@ -149,10 +140,9 @@ class StofGemmOp final : public Op {
     STOF_RETURN_IF_ERROR(CheckInputCount(input_count));
     const Tensor &a = inputs[0], &b = inputs[1];
     if (!IsFloat(a.dtype)) {
-      return Status::Error("input 0 (a) has data type " + std::to_string(static_cast<int>(a.dtype)) +
-                           ", expected fp32, fp16 or bf16");
+      return Status::Error("input 0 (a) has data type " + TypeText(a.dtype) + ", expected fp32, fp16 or bf16");
     }
-    if (a.rank < 2) return Status::Error("input 0 (a) has shape " + Shape(a) + ", expected [..., M, K]");
+    if (a.rank < 2) return Status::Error("input 0 (a) has shape " + ShapeText(a) + ", expected [..., M, K]");
     int64_t count = 0;
     STOF_RETURN_IF_ERROR(Count(a, "input 0 (a)", &count));
     sizes->K = a.dims[a.rank - 1];
@@ -164,7 +154,7 @@ class StofGemmOp final : public Op {
       if (weight.dtype != a.dtype) return Status::Error(name + " is of another type than a, expected the same");
       STOF_RETURN_IF_ERROR(Count(weight, name.c_str(), &count));
       if (weight.rank != 2 || weight.dims[0] != sizes->K || (w == 2 && weight.dims[1] != b.dims[1])) {
-        return Status::Error(name + " has shape " + Shape(weight) +
+        return Status::Error(name + " has shape " + ShapeText(weight) +
                              ", expected [K, N] with K = " + std::to_string(sizes->K) +
                              (w == 2 ? " and N = " + std::to_string(b.dims[1]) : std::string()));
       }
@@ -172,7 +162,7 @@ class StofGemmOp final : public Op {
     sizes->N = b.dims[1];
     if (epilogue_.pair == GemmPair::kHalves) {
       if (sizes->N % 2 != 0) {
-        return Status::Error("input 1 (b) has shape " + Shape(b) + ", expected two halves of columns");
+        return Status::Error("input 1 (b) has shape " + ShapeText(b) + ", expected two halves of columns");
       }
       sizes->N /= 2;
     }
@@ -191,8 +181,7 @@ class StofGemmOp final : public Op {
         "input " + std::to_string(epilogue_.InputOf(number)) + " (x" + std::to_string(number) + ")";
     if (tensor.dtype == DType::kUndefined) return Status::Error(name + " is missing, but the epilogue reads it");
     if (!IsFloat(tensor.dtype)) {
-      return Status::Error(name + " has data type " + std::to_string(static_cast<int>(tensor.dtype)) +
-                           ", expected fp32, fp16 or bf16");
+      return Status::Error(name + " has data type " + TypeText(tensor.dtype) + ", expected fp32, fp16 or bf16");
     }
     int64_t count = 0;
     STOF_RETURN_IF_ERROR(Count(tensor, name.c_str(), &count));
@@ -221,7 +210,7 @@ class StofGemmOp final : public Op {
         break;
     }
     if (right) return Status();
-    return Status::Error(name + " has shape " + Shape(tensor) + ", expected " + expected + Shape(output));
+    return Status::Error(name + " has shape " + ShapeText(tensor) + ", expected " + expected + ShapeText(output));
   }
 
   // A further input without the dimensions that make no difference here.
@@ -387,11 +376,7 @@ class StofGemmOp final : public Op {
         STOF_RETURN_IF_ERROR(BindChain(chain, bound_inputs, chain.inputs, &bound));
         program = CompileCpuChain(chain, bound, isa, threads);
         compiled = block.M;
-        const size_t bytes = CpuChainWorkspace(*program, threads);
-        chain_workspace = context.allocate(context.self, bytes);
-        if (chain_workspace == nullptr) {
-          return Status::Error("no memory for a workspace of " + std::to_string(bytes) + " bytes");
-        }
+        STOF_RETURN_IF_ERROR(context.Allocate(CpuChainWorkspace(*program, threads), &chain_workspace));
       }
       void* to[kChainMostOutputs] = {static_cast<char*>(output.data) + m * sizes.N * size};
       CpuChain({from, to}, *program, chain_workspace, context.parallel);

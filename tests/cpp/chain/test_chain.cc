@@ -24,6 +24,7 @@
 #include "tests/cpp/chain/chain_reference.h"
 #include "tests/cpp/fixtures.h"
 #include "tests/cpp/memory.h"
+#include "tests/cpp/shape_rules.h"
 
 namespace stof::test {
 namespace {
@@ -129,6 +130,9 @@ Status RunOp(const std::string& text, const std::vector<ChainArray>& arrays, int
   const auto outputs = static_cast<int>(chain.outputs.size());
   std::vector<Tensor> tensors(static_cast<size_t>(outputs));
   STOF_RETURN_IF_ERROR(op->InferOutputs(inputs.data(), count, tensors.data(), outputs));
+  for (int i = 0; i < outputs; ++i) {
+    CheckShapeRules(Description(), TextAttribute("chain", text), inputs, tensors[static_cast<size_t>(i)], i);
+  }
   results->clear();
   results->resize(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {

@@ -9,6 +9,7 @@
 #include "tests/cpp/chain/chain_reference.h"
 #include "tests/cpp/gemm/gemm_cases.h"
 #include "tests/cpp/memory.h"
+#include "tests/cpp/shape_rules.h"
 
 namespace stof::test {
 namespace {
@@ -24,6 +25,7 @@ Status RunCpu(const std::string& text, int pair, const std::vector<Host>& inputs
   const int count = static_cast<int>(tensors.size());
   STOF_RETURN_IF_ERROR(op->Prepare(tensors.data(), count));
   STOF_RETURN_IF_ERROR(op->InferOutputs(tensors.data(), count, output, 1));
+  CheckShapeRules(Description(), Attributes(text, pair), tensors, *output, 0);
   const int64_t size = output->Elements() * SizeOf(output->dtype);
   if (size > (int64_t{1} << 30)) return Status::Error("an output too large for a test");
   bytes->assign(static_cast<size_t>(size) + begin + kBand, static_cast<char>(0xff));

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from stof.attention.limits import limits_of, type_names
 from stof.mask.site import AttentionSite, LiftedMask, tables_of
 from stof.runtime.library import LibraryError, Mask
 
@@ -56,11 +57,14 @@ def predict(site: AttentionSite, mask: LiftedMask, length: int) -> Prediction:
 
 def why_not(site: AttentionSite, mask: LiftedMask) -> list[str]:
     """The reasons against running a site on this build's kernels; empty when there are none."""
+    types = limits_of("cpu")
+    limits = types.get(site.dtype, next(iter(types.values())))
+    sizes, largest = (site.head_size, site.value_head_size), limits.largest_head_size
     reasons = []
-    if not 1 <= site.head_size <= 256 or not 1 <= site.value_head_size <= 256:
-        reasons.append(f"head size {site.head_size} / {site.value_head_size}, expected 1 to 256")
-    if site.dtype not in (1, 10, 16):
-        reasons.append(f"element type {site.dtype}, expected fp32, fp16 or bf16")
-    if len(mask.tables) + len(mask.operands) + bool(mask.bias) > 13:
-        reasons.append("more than 13 operands")
+    if not all(1 <= size <= largest for size in sizes):
+        reasons.append(f"head size {sizes[0]} / {sizes[1]}, expected 1 to {largest}")
+    if site.dtype not in types:
+        reasons.append(f"element type {site.dtype}, expected {type_names(types, 'or')}")
+    if len(mask.tables) + len(mask.operands) + bool(mask.bias) > limits.most_operands:
+        reasons.append(f"more than {limits.most_operands} operands")
     return reasons

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stof.attention.decide.cost_cpu import Prediction, tile_density
+from stof.attention.limits import limits_of, type_names
 from stof.mask.site import AttentionSite, LiftedMask
 
 _TILE = (128, 64)  # query rows × keys of most kernels
@@ -88,7 +89,15 @@ def predict(site: AttentionSite, mask: LiftedMask, length: int, device: DeviceRa
 
 def why_not(site: AttentionSite) -> list[str]:
     """The reasons, beyond those of every target, against running a site on the CUDA kernels."""
-    sizes = (site.head_size, site.value_head_size)
-    if site.dtype != _FLOAT and any(size % 8 for size in sizes):
-        return [f"head size {sizes[0]} / {sizes[1]}, expected multiples of 8 in fp16 and bf16 on CUDA"]
-    return []
+    types = limits_of("cuda")
+    if site.dtype not in types:
+        return []  # refused on every target
+    limits, sizes = types[site.dtype], (site.head_size, site.value_head_size)
+    unit, largest = limits.head_size_multiple_of, limits.largest_head_size
+    reasons = []
+    if any(size % unit for size in sizes):
+        same = type_names((t for t in types if types[t].head_size_multiple_of == unit), "and")
+        reasons.append(f"head size {sizes[0]} / {sizes[1]}, expected multiples of {unit} in {same} on CUDA")
+    if max(sizes) > largest:
+        reasons.append(f"head size {sizes[0]} / {sizes[1]}, expected at most {largest} on CUDA")
+    return reasons

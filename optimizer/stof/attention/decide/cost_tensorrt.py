@@ -13,21 +13,13 @@ import math
 import numpy as np
 from onnx import TensorProto
 
+from stof.attention.limits import limits_of, operand_roles
 from stof.mask.expression import CAUSAL
 from stof.mask.site import AttentionSite, LiftedMask
 
 _HALVES = frozenset({TensorProto.FLOAT16, TensorProto.BFLOAT16})
 _TABLE = 1 << 26  # bytes of a table in an attribute
 _FULL = 0.999  # from this share of tiles on nothing is skipped
-
-# What the plugin's kernels take (CheckCudaAttention in cuda/attention/limits.cc): head sizes by element type, as the
-# largest one and what divides them all, and what a mask may read besides tables.
-HEAD_SIZES: dict[int, tuple[int, int]] = {
-    TensorProto.FLOAT: (256, 1),
-    TensorProto.FLOAT16: (256, 8),
-    TensorProto.BFLOAT16: (256, 8),
-}
-VECTORS = frozenset({"pad", "segment_q", "segment_k", "lengths"})
 
 
 def leave(site: AttentionSite, mask: LiftedMask, density: float) -> str:
@@ -51,17 +43,18 @@ def leave(site: AttentionSite, mask: LiftedMask, density: float) -> str:
 
 def why_not(site: AttentionSite, mask: LiftedMask) -> list[str]:
     """The reasons against running a site on the plugin's kernels; empty when there are none."""
-    limits = HEAD_SIZES.get(site.dtype)
-    if limits is None:
+    types = limits_of("tensorrt")
+    if site.dtype not in types:
         found = TensorProto.DataType.Name(site.dtype)
-        wanted = " or ".join(TensorProto.DataType.Name(t) for t in HEAD_SIZES)
+        wanted = " or ".join(TensorProto.DataType.Name(t) for t in types)
         return [f"element type {found}, expected {wanted} on a GPU: convert the model before it is optimized"]
     reasons = []
-    sizes = (site.head_size, site.value_head_size)
-    if max(sizes) > limits[0] or any(n % limits[1] for n in sizes):
-        expected = f"multiples of {limits[1]} up to {limits[0]}" if limits[1] > 1 else f"at most {limits[0]}"
+    sizes, limits = (site.head_size, site.value_head_size), types[site.dtype]
+    unit, largest = limits.head_size_multiple_of, limits.largest_head_size
+    if max(sizes) > largest or any(n % unit for n in sizes):
+        expected = f"multiples of {unit} up to {largest}" if unit > 1 else f"at most {largest}"
         reasons.append(f"head size {sizes[0]} / {sizes[1]}, expected {expected} on a GPU")
-    if others := sorted({o.role for o in mask.operands} - VECTORS):
+    if others := sorted({o.role for o in mask.operands} - operand_roles()):
         reasons.append(f"the mask reads {', '.join(others)} at run time, which the plugin's kernels do not")
     for name, kind, shape, _ in mask.tables:
         dtype = np.dtype(kind)

@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the operators take, for callers that choose before they make a node.
+#include <string>
+
+#include "plugins/core/c_api/c_api.h"
+#include "plugins/core/contract/op.h"
+#include "plugins/core/host/fork_guard.h"
+
+namespace {
+
+using stof::DType;
+using stof::OpDescription;
+using stof::Target;
+
+// "a, b, c" of what `print` makes of each item. Names are C identifiers: nothing is escaped.
+template <typename List, typename Print>
+std::string Join(const List& items, Print print) {
+  std::string text;
+  for (const auto& item : items) text += (text.empty() ? "" : ", ") + print(item);
+  return text;
+}
+
+std::string Quote(const std::string& name) { return "\"" + name + "\""; }
+std::string Member(const std::string& name, const std::string& value) { return Quote(name) + ": " + value; }
+std::string Object(const std::string& members) { return "{" + members + "}"; }
+
+std::string TypesOf(const OpDescription& op, Target target) {
+  if (op.is_variadic) return Object("");
+  const auto limits_of = [&](DType dtype) {
+    std::string limits;
+    if (op.limits != nullptr) {
+      limits = Join(op.limits(target, dtype),
+                    [](const stof::OpLimit& limit) { return Member(limit.name, std::to_string(limit.value)); });
+    }
+    return Member(stof::TypeText(dtype), Object(limits));
+  };
+  return Object(Member("types", Object(Join(op.TypesOn(target), limits_of))));
+}
+
+std::string LimitsOf(const OpDescription& op) {
+  const std::string attributes = Join(op.attributes, [](const auto& attribute) { return Quote(attribute.name); });
+  const std::string roles = Join(op.roles, [](const char* role) { return Quote(role); });
+  std::string targets;
+  for (const Target target : {Target::kCpu, Target::kCuda, Target::kTensorRt}) {
+    targets += targets.empty() ? "" : ", ";
+    targets += Member(stof::kTargetNames[static_cast<int>(target)], TypesOf(op, target));
+  }
+  return Member(op.name, Object(Member("attributes", "[" + attributes + "]") + ", " +
+                                Member("roles", "[" + roles + "]") + ", " + Member("targets", Object(targets))));
+}
+
+std::string AllLimits() {
+  int count = 0;
+  const OpDescription* const* ops = stof::AllOps(&count);
+  std::string text;
+  for (int i = 0; i < count; ++i) text += (i > 0 ? ", " : "") + LimitsOf(*ops[i]);
+  return Object(text);
+}
+
+}  // namespace
+
+extern "C" const char* stof_op_limits(void) {
+  static stof::ProcessWide<const std::string> limits;
+  return limits.Get(AllLimits).c_str();
+}

@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+// What StofAttention takes. These numbers are written here alone: the operator, the checks of the CPU and CUDA kernels
+// and stof_op_limits (for Python) read them. Host only; needs no device.
+#ifndef STOF_PLUGINS_CORE_CONTRACT_ATTENTION_LIMITS_H_
+#define STOF_PLUGINS_CORE_CONTRACT_ATTENTION_LIMITS_H_
+
+#include <cstdint>
+
+#include "plugins/core/base/types.h"
+#include "plugins/core/contract/op.h"
+#include "plugins/core/mask/expr.h"
+
+namespace stof {
+
+// Head sizes of query, key and value: 1 to `largest`, multiples of `multiple_of`.
+struct HeadSizes {
+  int64_t largest = 0;  // 0: the target does not take the type
+  int64_t multiple_of = 1;
+
+  constexpr bool Has(int64_t size) const { return size >= 1 && size <= largest && size % multiple_of == 0; }
+};
+
+struct AttentionLimits {
+  // Element types of query, key, value and output, on every target.
+  static constexpr DType kTypes[] = {DType::kF32, DType::kF16, DType::kBF16};
+  static constexpr int64_t kLargestHeadSize = 256;  // of all targets and types
+  static constexpr int64_t kMostHeads = 65536;
+  // The largest batch and length. Masks have the same limit.
+  static constexpr int64_t kMostLength = MaskExpr::kMaxSize;
+  static constexpr int kMostOperands = 13;
+  // Words of attribute `operands`, beside table0, table1, ...
+  static constexpr const char* kRoles[] = {"pad",       "bias",      "relative_bias", "sink",
+                                           "segment_q", "segment_k", "lengths",       "unused"};
+
+  static constexpr HeadSizes HeadSizesOf(Target target, DType dtype) {
+    if (!IsFloat(dtype)) return {};
+    // The CUDA kernels, which the TensorRT plugin runs, too, copy rows 16 bytes at a time; those of fp32 can do
+    // without.
+    const bool copies_vectors = target != Target::kCpu && dtype != DType::kF32;
+    return {kLargestHeadSize, copies_vectors ? 8 : 1};
+  }
+};
+
+}  // namespace stof
+#endif  // STOF_PLUGINS_CORE_CONTRACT_ATTENTION_LIMITS_H_
