@@ -10,8 +10,8 @@
 namespace stof {
 
 // ISA(enumerator, name, CPU features, and the namespaces of its kernels: attention, chain, GEMM, packed GEMM), from the
-// least to the best. A set may run the kernels of a lesser one. Processors other than x86-64 run the portable kernels
-// alone.
+// least to the best: a set's features include those of the sets before it. A set may run the kernels of a lesser one.
+// Processors other than x86-64 run the portable kernels alone.
 #define STOF_CPU_ISAS(ISA)                                                                                            \
   ISA(kPortable, "portable", true, portable, portable, portable, portable)                                            \
   ISA(kAvx2, "avx2", STOF_HAS("avx2") && STOF_HAS("fma") && STOF_HAS("f16c"), avx2, avx2, avx2, avx2)                 \

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The CPU attention kernel alone: GFLOP/s on the pairs that the mask allows and on the tiles that hold one, beside the
 // FMA rate of the same run. Rounds of all rows are interleaved with the FMA loop; the figures are minima.
-//   bench_attention [--rows NAME[,NAME]] [--threads N] [--rounds N] [--tile MxN] [--isa portable|avx2|avx512]
+//   bench_attention [--rows ROW[,ROW]] [--threads N] [--rounds N] [--tile MxN] [--isa NAME]
+// NAME is an instruction set of cpu/isa.h.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>

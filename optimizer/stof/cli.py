@@ -52,12 +52,12 @@ def _parser() -> argparse.ArgumentParser:
         "--products",
         choices=("on", "off"),
         default="on",
-        help="whether a matmul may be fused with its epilogue (on CUDA; on the CPU where --tune found a gain)",
+        help="whether StofGemm may take a matmul with its epilogue (on CUDA; on the CPU where --tune found a gain)",
     )
     parser.add_argument(
         "--tune", type=_seconds, metavar="SECONDS", help="measure, for so long, instead of predicting: kernels, chains"
     )
-    parser.add_argument("--allow-tf32", action="store_true", help="round fp32 matmuls as TF32 does, on CUDA")
+    parser.add_argument("--allow-tf32", action="store_true", help="compute fp32 attention's matmuls in TF32, on CUDA")
     parser.add_argument("--plan", type=Path, metavar="FILE", help="apply a saved plan instead of choosing")
     parser.add_argument("--save-plan", type=Path, metavar="FILE", help="save the choices as JSON, with --dry-run too")
     parser.add_argument(

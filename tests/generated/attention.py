@@ -120,6 +120,8 @@ class _Maker(Operands):
             self.terms.append((allowed.name, form.apply))
             x = b.op("Where", name, x, fill) if form.apply == "keep" else b.op("Where", name, fill, x)
             self.allowed = allowed if form.apply == "keep" else b.join("Not", "b", allowed)
+        elif form.apply == "multiply":
+            x = self._multiplied(x, renderer.allowed())
         else:
             for t in renderer.additive(self.fill):
                 x = self._added(x, t)
@@ -156,6 +158,21 @@ class _Maker(Operands):
             lowest = LOWEST[FP16 if self.dtype == FP16 and not form.widened else FP32]
             x = b.op("Max", x, self.number(lowest, FP32 if form.widened else None))
         return x
+
+    def _multiplied(self, x: str, allowed: Tensor) -> str:
+        """``x * m + log(m)`` or ``x * m + (1 - m) * fill`` with m the mask as 0 and 1."""
+        b, narrow = self.b, self.dtype == FP16 and not self.form.widened
+        self.terms.append((allowed.name, "keep"))
+        self.allowed = allowed
+        m = replace(allowed, name=b.op("Cast", allowed.name, to=FP16 if narrow else FP32), kind="f")
+        name = self._three(m) if self.form.three else m.name
+        product = b.op("Mul", *b.choice([(x, name), (name, x)]))
+        if math.isinf(self.fill):
+            added = b.op("Log", name)
+        else:
+            number = self.number(self.fill, None if narrow else FP32)
+            added = b.op("Mul", b.op("Sub", self.number(1.0, None if narrow else FP32), name), number)
+        return b.op("Add", *b.choice([(product, added), (added, product)]))
 
     def _three(self, t: Tensor) -> str:
         """A mask for scores [B*H, S, T]."""

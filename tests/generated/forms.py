@@ -17,7 +17,8 @@ class Form:
     layout: str = "bhsd"  # of inputs and output: bhsd, bshd, bsn, packed
     lengths: str = "self"  # self, cross (S and T differ), past (the queries are the last S of T)
     scale: str = "mul"  # mul, div, split, query, key, after (the mask is scaled, too)
-    apply: str = "add"  # add, left (mask + scores), keep, drop, sub, guarded (Max with finfo.min)
+    # add, left (mask + scores), keep, drop, sub, guarded (Max with finfo.min), multiply (scores * m + log(m))
+    apply: str = "add"
     guard: str = ""  # nan, row, pairs (the weights are masked again)
     written: bool = False  # the softmax as exponentials divided by their sum
     key: str = "bhds"  # how the key is transposed: bhds, at once, 3-D
@@ -44,6 +45,7 @@ FORMS = {
     "Where keeps": Form(apply="keep"),
     "Where drops": Form(apply="drop"),
     "scores - mask": Form(apply="sub"),
+    "scores * mask + log(mask)": Form(apply="multiply"),
     "Max with lowest": Form(apply="guarded"),
     "NaN guard": Form(guard="nan"),
     "row guard": Form(guard="row", apply="keep"),

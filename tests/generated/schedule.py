@@ -92,6 +92,8 @@ def spec(plan: Plan) -> Spec:
     fills = [lowest, lowest, float("-inf"), -1e4 if form.half else -1e9, -1e4]
     if form.apply in ("keep", "drop") or form.node == "bool":
         fills = [lowest, float("-inf")]
+    if form.apply == "multiply":
+        fills = [float("-inf"), float("-inf"), -1e4]
     if form.guard == "nan":
         fills = [float("-inf")]
     if form.apply == "guarded":

@@ -120,6 +120,13 @@ def test_environment_variables_are_those_of_the_sources() -> None:
     assert documented - named - {"STOF_CUDA"} == set()  # STOF_CUDA is CMake's
 
 
+def test_instruction_sets_are_those_of_the_list() -> None:
+    names = re.findall(r'ISA\(k\w+, "(\w+)"', (ROOT / "cpu/isa.h").read_text())
+    page = (ROOT / "docs/reference/environment.md").read_text()
+    (row,) = re.findall(r"^\| `STOF_CPU_ISA` .*$", page, re.MULTILINE)
+    assert re.findall(r"`(\w+)`", row) == ["STOF_CPU_ISA", *names]
+
+
 def test_plan_of_the_docs_is_a_plan() -> None:
     text = (ROOT / "docs/reference/plan-format.md").read_text()
     found = plan.parse(text[text.index("```json") + len("```json") : text.index("```\n\n## The file")], PLAN_FORMATS)

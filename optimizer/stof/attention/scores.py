@@ -218,7 +218,10 @@ class ScoreWalk:
     def _mask_by_product(
         self, node: onnx.NodeProto, product: str, added: str, sign: float, scores: Scores, depth: int
     ) -> Scores | None:
-        """Of ``scores * m + (1 - m) * fill`` with m 0 or 1: a Where by m, as GPT and TensorFlow models spell it."""
+        """Of ``scores * m + x`` with m 0 or 1 and x 0 where m is 1: a Where by m.
+
+        GPT and TensorFlow models add ``(1 - m) * fill``, others ``log(m)``, whose fill is -inf.
+        """
         mul = self.index.producer(product)
         if mul is None or mul.op_type != "Mul" or not is_standard(mul):
             return None
@@ -357,7 +360,10 @@ ON_SCORES: tuple[Rule, ...] = (
 
 
 def _find_fill(symbolic: Symbolic, mask: str, added: str, sign: float) -> float | None:
-    """The number that is added (times ``sign``) where ``mask`` is 0; None unless 0 is added wherever it is 1."""
+    """The number that is added (times ``sign``) where ``mask`` is 0.
+
+    None unless ``mask`` is 0 or 1 and 0 is added wherever it is 1. ``log(mask)`` adds -inf.
+    """
     stored = symbolic.constant(mask), symbolic.constant(added)
     if stored[0] is not None and stored[1] is not None:
         return _find_constant_fill(*stored, sign)
@@ -370,9 +376,11 @@ def _find_fill(symbolic: Symbolic, mask: str, added: str, sign: float) -> float 
         return None
     one, other = (split_cases(to_real(t.at(project(probe, t.shape)))) for t in (factors, terms))
     fills: set[float] = set()
+    masked, filled = ({c for c, _ in cases} for cases in (one, other))
     for c1, m in one:
         for c2, x in other:
-            if all_of([c1, c2]) == FALSE:
+            # The cases of a tensor exclude each other, so two conditions that are cases of one tensor never meet.
+            if all_of([c1, c2]) == FALSE or (c1 != c2 and (c2 in masked or c1 in filled)):
                 continue
             if not isinstance(m, float) or not isinstance(x, float) or m not in (0.0, 1.0) or (m == 1.0 and x != 0.0):
                 return None

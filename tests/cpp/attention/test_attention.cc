@@ -169,39 +169,16 @@ void SumLongRows(CpuIsa isa) {
   }
 }
 
-void PortableLarge() { RunLargeScores(CpuIsa::kPortable); }
-void Avx2Large() { RunLargeScores(CpuIsa::kAvx2); }
-void Avx512Large() { RunLargeScores(CpuIsa::kAvx512); }
-void Portable() { RunTable(CpuIsa::kPortable); }
-void Avx2() { RunTable(CpuIsa::kAvx2); }
-void Avx512() { RunTable(CpuIsa::kAvx512); }
-void PortableLeft() { LeaveTiles(CpuIsa::kPortable); }
-void Avx2Left() { LeaveTiles(CpuIsa::kAvx2); }
-void Avx512Left() { LeaveTiles(CpuIsa::kAvx512); }
-void PortableRounding() { RoundFp16AndBf16(CpuIsa::kPortable); }
-void Avx2Rounding() { RoundFp16AndBf16(CpuIsa::kAvx2); }
-void Avx512Rounding() { RoundFp16AndBf16(CpuIsa::kAvx512); }
-void PortableLong() { SumLongRows(CpuIsa::kPortable); }
-void Avx2Long() { SumLongRows(CpuIsa::kAvx2); }
-void Avx512Long() { SumLongRows(CpuIsa::kAvx512); }
-
 // Registers the tests of each instruction set of this machine.
 const bool registered = [] {
-  static constexpr Test kRows[][5] = {{{"AttentionEqualsTheDefinition[portable]", Portable},
-                                       {"AttentionOfLargeScores[portable]", PortableLarge},
-                                       {"AttentionEvaluatesTilesItself[portable]", PortableLeft},
-                                       {"AttentionRoundsFp16AndBf16ToEven[portable]", PortableRounding},
-                                       {"AttentionSumsLongRows[portable]", PortableLong}},
-                                      {{"AttentionEqualsTheDefinition[avx2]", Avx2},
-                                       {"AttentionOfLargeScores[avx2]", Avx2Large},
-                                       {"AttentionEvaluatesTilesItself[avx2]", Avx2Left},
-                                       {"AttentionRoundsFp16AndBf16ToEven[avx2]", Avx2Rounding},
-                                       {"AttentionSumsLongRows[avx2]", Avx2Long}},
-                                      {{"AttentionEqualsTheDefinition[avx512]", Avx512},
-                                       {"AttentionOfLargeScores[avx512]", Avx512Large},
-                                       {"AttentionEvaluatesTilesItself[avx512]", Avx512Left},
-                                       {"AttentionRoundsFp16AndBf16ToEven[avx512]", Avx512Rounding},
-                                       {"AttentionSumsLongRows[avx512]", Avx512Long}}};
+#define STOF_TESTS(id, name, features, attention, chain, gemm, packed_gemm)              \
+  {{"AttentionEqualsTheDefinition[" name "]", [] { RunTable(CpuIsa::id); }},             \
+   {"AttentionOfLargeScores[" name "]", [] { RunLargeScores(CpuIsa::id); }},             \
+   {"AttentionEvaluatesTilesItself[" name "]", [] { LeaveTiles(CpuIsa::id); }},          \
+   {"AttentionRoundsFp16AndBf16ToEven[" name "]", [] { RoundFp16AndBf16(CpuIsa::id); }}, \
+   {"AttentionSumsLongRows[" name "]", [] { SumLongRows(CpuIsa::id); }}},
+  static constexpr Test kRows[][5] = {STOF_CPU_ISAS(STOF_TESTS)};
+#undef STOF_TESTS
   for (int isa = 0; isa <= static_cast<int>(BestCpuIsa()); ++isa) {
     AllTests().insert(AllTests().end(), std::begin(kRows[isa]), std::end(kRows[isa]));
   }

@@ -149,7 +149,6 @@ void RunCase(CpuIsa isa, const Packed& p, Random* random) {
 }
 
 void RunIsa(CpuIsa isa) {
-  if (isa > BestCpuIsa()) return;
   const int64_t rows[] = {1, 2, 5, 6, 7, 8, 9, 13, 16, 127, 128, 129, 137, 260};
   const int64_t columns[] = {8, 16, 24, 25, 47, 48, 49, 63, 64, 95, 96, 97, 144, 200};
   const int64_t depths[] = {1, 2, 3, 4, 5, 16, 63, 255, 767, 768, 769, 1537};
@@ -161,9 +160,15 @@ void RunIsa(CpuIsa isa) {
   }
 }
 
-TEST(PackedPortable) { RunIsa(CpuIsa::kPortable); }
-TEST(PackedAvx2) { RunIsa(CpuIsa::kAvx2); }
-TEST(PackedAvx512) { RunIsa(CpuIsa::kAvx512); }
+// Registers the test of each instruction set of this machine.
+const bool registered = [] {
+#define STOF_TEST(id, name, features, attention, chain, gemm, packed_gemm) \
+  {"PackedEqualsTheDefinition[" name "]", [] { RunIsa(CpuIsa::id); }},
+  static constexpr Test kRows[] = {STOF_CPU_ISAS(STOF_TEST)};
+#undef STOF_TEST
+  for (int isa = 0; isa <= static_cast<int>(BestCpuIsa()); ++isa) AllTests().push_back(kRows[isa]);
+  return true;
+}();
 
 // Epilogues that only add do so in registers, with the last slab of K.
 TEST(PackedAddsInRegisters) {

@@ -28,6 +28,7 @@ from stof.mask.check.subgraph_hash import SubgraphHashes
 from stof.mask.evaluate import allowed_by_mask, allowed_by_term, check_no_bias
 from stof.mask.relative_bias.distance_table import spread
 from stof.mask.site import AttentionSite, LiftedMask, MaskTerm, TermKind
+from stof.mask.strength import LOWEST
 from stof.symbolic import Symbolic
 from stof.symbolic.facts import dtype_kind
 
@@ -165,18 +166,23 @@ class MaskChecker:
     def _check_factors(
         self, site: AttentionSite, mask: LiftedMask, case: Case, seed: int, numbers: frozenset[str]
     ) -> None:
-        """Runs the factor of the weights behind the softmax, if there is one, on inputs that hold more than 0 and 1.
+        """Runs what scores, and weights behind the softmax, are multiplied by on inputs that hold more than 0 and 1.
 
         Raises:
             UnsupportedError: when it is more than 0 and 1 then.
         """
-        guard = site.pair_guard
-        if guard is None or guard.fill is not None:
+        # A selection that is no condition is a factor of the scores.
+        factors = [t for t in site.terms if t.kind is not TermKind.ADD and self.symbolic.dtype(t.tensor) in LOWEST]
+        names = {t.tensor: "scores" for t in factors}
+        if site.pair_guard is not None and site.pair_guard.fill is None:
+            names[site.pair_guard.tensor] = "attention weights"
+        if not names:
             return
         feeds, sizes = self.runner.draw(site, mask, case, seed)
-        (value,) = self.runner.run([guard.tensor], _with_numbers(feeds, numbers, seed), sizes)
-        if not np.isin(value, (0, 1)).all():
-            raise UnsupportedError(f"{guard.tensor!r} multiplies the attention weights by more than 0 and 1")
+        values = self.runner.run(list(names), _with_numbers(feeds, numbers, seed), sizes)
+        for (name, what), value in zip(names.items(), values, strict=True):
+            if not np.isin(value, (0, 1)).all():
+                raise UnsupportedError(f"{name!r} multiplies the {what} by more than 0 and 1")
 
     def fills(self, site: AttentionSite, mask: LiftedMask) -> list[float]:
         """The values of forbidden entries, found by running the terms once; for terms that could not be lifted.
