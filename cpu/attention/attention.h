@@ -49,7 +49,7 @@ struct AttentionKernels {
 };
 
 #define STOF_DECLARE(isa)                          \
-  namespace isa {                                  \
+  namespace isa::attention {                       \
   extern const AttentionKernels kAttentionKernels; \
   }
 STOF_CPU_KERNEL_NAMESPACES(STOF_DECLARE)

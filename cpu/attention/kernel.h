@@ -9,7 +9,7 @@
 
 namespace stof {
 namespace cpu {
-namespace STOF_ISA {
+namespace STOF_ISA::attention {
 
 size_t ScratchBytes(const AttentionProblem& problem) { return Scratch(problem, nullptr).size; }
 
@@ -80,7 +80,7 @@ void Join(const AttentionProblem& problem, int64_t row, void* memory) {
   worker.Finish();
 }
 
-}  // namespace STOF_ISA
+}  // namespace STOF_ISA::attention
 }  // namespace cpu
 }  // namespace stof
 #endif  // STOF_CPU_ATTENTION_KERNEL_H_

@@ -11,7 +11,7 @@
 
 namespace stof {
 namespace cpu {
-namespace STOF_ISA {
+namespace STOF_ISA::attention {
 
 using V = Simd::V;
 constexpr int kWidth = Simd::kWidth;
@@ -180,7 +180,7 @@ inline void PackPanel(const float* rows, int64_t stride, int64_t count, int64_t 
   }
 }
 
-}  // namespace STOF_ISA
+}  // namespace STOF_ISA::attention
 }  // namespace cpu
 }  // namespace stof
 #endif  // STOF_CPU_ATTENTION_REGISTER_BLOCK_H_

@@ -9,7 +9,7 @@
 
 namespace stof {
 namespace cpu {
-namespace STOF_ISA {
+namespace STOF_ISA::attention {
 
 constexpr float kNoStart[kStrip] = {};
 
@@ -302,7 +302,7 @@ inline void Worker<kDirect>::LoadPairs(int64_t row, int64_t key0, int keys) cons
   }
 }
 
-}  // namespace STOF_ISA
+}  // namespace STOF_ISA::attention
 }  // namespace cpu
 }  // namespace stof
 #endif  // STOF_CPU_ATTENTION_SCORES_H_

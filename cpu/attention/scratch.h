@@ -12,7 +12,7 @@
 
 namespace stof {
 namespace cpu {
-namespace STOF_ISA {
+namespace STOF_ISA::attention {
 
 constexpr float kInf = __builtin_inff();
 // Strips that share one pass over a key tile: their queries, scores and outputs (6 KiB each at D = 64) and a panel of
@@ -112,7 +112,7 @@ inline void CopyValues(const char* head, int64_t key0, int64_t rows, const Atten
            Least(rows, args.T - key0), args.Dv, ldo, to);
 }
 
-}  // namespace STOF_ISA
+}  // namespace STOF_ISA::attention
 }  // namespace cpu
 }  // namespace stof
 #endif  // STOF_CPU_ATTENTION_SCRATCH_H_

@@ -14,7 +14,7 @@
 
 namespace stof {
 namespace cpu {
-namespace STOF_ISA {
+namespace STOF_ISA::attention {
 
 template <bool kDirect>
 class Worker {
@@ -380,7 +380,7 @@ class Worker {
   int64_t fetch_ = 0;  // lines at a time
 };
 
-}  // namespace STOF_ISA
+}  // namespace STOF_ISA::attention
 }  // namespace cpu
 }  // namespace stof
 #endif  // STOF_CPU_ATTENTION_TILE_WORKER_H_

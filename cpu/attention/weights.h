@@ -9,7 +9,7 @@
 
 namespace stof {
 namespace cpu {
-namespace STOF_ISA {
+namespace STOF_ISA::attention {
 
 // The row max is raised only when a score exceeds it by this much; weights stay below e^5.5 = 245, and the output is
 // rescaled a few times per row instead of at every new maximum.
@@ -155,7 +155,7 @@ inline void Worker<kDirect>::AddBlock(int64_t left, const float* p, const Strip&
   }
 }
 
-}  // namespace STOF_ISA
+}  // namespace STOF_ISA::attention
 }  // namespace cpu
 }  // namespace stof
 #endif  // STOF_CPU_ATTENTION_WEIGHTS_H_

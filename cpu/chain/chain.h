@@ -48,7 +48,7 @@ struct ChainKernels {
   void (*store)(const float* from, DType dtype, int64_t n, void* to);
 };
 #define STOF_DECLARE(isa)                  \
-  namespace isa {                          \
+  namespace isa::chain {                   \
   extern const ChainKernels kChainKernels; \
   }
 STOF_CPU_KERNEL_NAMESPACES(STOF_DECLARE)
