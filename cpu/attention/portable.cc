@@ -7,7 +7,7 @@ namespace stof {
 namespace cpu {
 namespace portable::attention {
 
-const AttentionKernels kAttentionKernels = {ScratchBytes, Prepare, Pack, TileRow, Chunk, Join};
+const AttentionKernels kAttentionKernels = {ScratchBytes, Prepare, Pack, AttendTileRow, AttendSplit, CombineSplits};
 
 }  // namespace portable::attention
 }  // namespace cpu
