@@ -18,7 +18,8 @@ namespace stof {
   ISA(kAvx512, "avx512", STOF_HAS("avx512f") && STOF_HAS("avx512bw") && STOF_HAS("avx512dq") && STOF_HAS("avx512vl"), \
       avx512, avx512, avx2, avx512)
 
-// The namespaces that kernels are compiled in: DECLARE(namespace).
+// The namespaces that kernels are compiled in: DECLARE(namespace). Each operator has one of its own inside, such as
+// avx2::attention. Two operators' functions of one name would be one symbol, and the linker would keep one of them.
 #define STOF_CPU_KERNEL_NAMESPACES(DECLARE) DECLARE(portable) DECLARE(avx2) DECLARE(avx512)
 
 enum class CpuIsa : int32_t {

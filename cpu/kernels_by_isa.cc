@@ -15,9 +15,9 @@ namespace {
 #else
 #define STOF_KERNELS_OF(isa) portable  // the others are not compiled
 #endif
-#define STOF_TABLE(id, name, features, attention, chain, gemm, packed_gemm)                \
-  {&STOF_KERNELS_OF(attention)::kAttentionKernels, &STOF_KERNELS_OF(chain)::kChainKernels, \
-   &STOF_KERNELS_OF(gemm)::GemmBlock, &STOF_KERNELS_OF(packed_gemm)::kPackedGemmKernels},
+#define STOF_TABLE(id, name, features, attention_isa, chain_isa, gemm_isa, packed_gemm_isa)                          \
+  {&STOF_KERNELS_OF(attention_isa)::attention::kAttentionKernels, &STOF_KERNELS_OF(chain_isa)::chain::kChainKernels, \
+   &STOF_KERNELS_OF(gemm_isa)::gemm::GemmBlock, &STOF_KERNELS_OF(packed_gemm_isa)::packed_gemm::kPackedGemmKernels},
 constexpr KernelTable kTables[] = {STOF_CPU_ISAS(STOF_TABLE)};
 
 }  // namespace

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Everything that CI runs, from an empty environment: lint, types, build, C++ tests, Python tests, sanitizers, wheel.
-# With STOF_TEST_ALL=1 also what needs torch (a 2 GB environment of its own): that the stored graphs are what it exports.
+# With STOF_TEST_ALL=1 also other optimization levels, and what needs torch (a 2 GB environment of its own): that the stored
+# graphs are what it exports.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${1:-python3}
@@ -92,6 +93,17 @@ wait $asan || failed=1
 cat build/asan/ctest.log
 [ $failed = 0 ]
 end
+
+# What the compiler inlines must not change results.
+if [ "${STOF_TEST_ALL:-0}" = 1 ]; then
+  begin 'optimization levels'
+  for preset in o2 o0; do
+    cmake --preset $preset
+    cmake --build --preset $preset --target stof_tests
+    ctest --preset $preset
+  done
+  end
+fi
 
 # Optimized models, built by TensorRT for RTX with the plugin library and without.
 begin 'TensorRT engines'

@@ -20,9 +20,9 @@ constexpr int64_t kLine = 64;
 // Up to this many query rows are not worth packing the keys for: packing reads and writes them once more, and a
 // register block of kStrip rows would stay half empty.
 constexpr int64_t kDirectRows = 4;
-// Keys of a chunk (a KV split). With several heads per key head a chunk stays in L2 (512 keys × 64 × 2 × 4 B = 256 KiB)
+// Keys of a KV split. With several heads per key head a split stays in L2 (512 keys × 64 × 2 × 4 B = 256 KiB)
 // until the last of them has read it. Else it only has to be long against the few hundred bytes of a partial result.
-constexpr int64_t kSharedChunk = 512, kChunk = 2048;
+constexpr int64_t kSharedSplitKeys = 512, kSplitKeys = 2048;
 
 // Where every row's key tiles fit half an L2, each worker packs the tiles that it meets. A packed copy of all keys
 // would go through memory, which costs more (107 cycles a key on Zen 3) than packing in the cache (about 20).
@@ -30,7 +30,7 @@ constexpr int64_t kRingBytes = 512 << 10;
 
 // Bytes of element masks that a worker evaluates and keeps for the other heads of the same rows.
 constexpr int64_t kElementBytes = 2 << 20;
-// Bytes of the partial results of rows that are split into chunks of keys.
+// Bytes of the partial results of split-KV rows.
 constexpr int64_t kPartialBytes = 64 << 20;
 
 int64_t MostTiles(const AttentionArgs& args, int64_t key_tiles) {
@@ -55,12 +55,12 @@ cpu::AttentionProblem MakeProblem(const AttentionArgs& args, const CpuAttentionC
   }
   problem.direct = args.S <= kDirectRows && args.S <= config.m;
   if (problem.direct) {
-    const int64_t chunk = args.H > args.G ? kSharedChunk : kChunk;
-    problem.chunk_tiles = std::max<int64_t>(1, chunk / config.n);
+    const int64_t split = args.H > args.G ? kSharedSplitKeys : kSplitKeys;
+    problem.split_tiles = std::max<int64_t>(1, split / config.n);
     problem.partial_stride = RoundUp(2 + args.Dv, kLine / 4);
     const int64_t most = kPartialBytes / std::max<int64_t>(1, args.B * args.H * args.S * problem.partial_stride * 4);
-    problem.chunk_tiles = std::max(problem.chunk_tiles, problem.key_tiles / std::max<int64_t>(1, most) + 1);
-    problem.chunks = std::max<int64_t>(1, CeilDiv(problem.key_tiles, problem.chunk_tiles));
+    problem.split_tiles = std::max(problem.split_tiles, problem.key_tiles / std::max<int64_t>(1, most) + 1);
+    problem.splits = std::max<int64_t>(1, CeilDiv(problem.key_tiles, problem.split_tiles));
     return problem;
   }
   // Rows that are not dense use few sets of the L1 cache: a quarter of them at 12 heads × 64 × 4 B. Loads that cross a
@@ -75,7 +75,7 @@ cpu::AttentionProblem MakeProblem(const AttentionArgs& args, const CpuAttentionC
 
 int64_t Items(const cpu::AttentionProblem& problem) {
   const AttentionArgs& args = *problem.args;
-  return problem.direct ? args.B * args.G * problem.chunks : args.B * args.H * problem.tile_rows;
+  return problem.direct ? args.B * args.G * problem.splits : args.B * args.H * problem.tile_rows;
 }
 
 struct Layout {
@@ -93,8 +93,8 @@ Layout MakeLayout(const cpu::AttentionProblem& problem, const cpu::AttentionKern
   };
   if (args.pad != nullptr) layout.pad = take(args.B * problem.key_tiles * problem.n / 8);
   if (problem.direct) {
-    if (problem.chunks > 1)
-      layout.partial = take(args.B * args.H * args.S * problem.chunks * problem.partial_stride * 4);
+    if (problem.splits > 1)
+      layout.partial = take(args.B * args.H * args.S * problem.splits * problem.partial_stride * 4);
   } else {
     layout.order = take(Items(problem) * 4);
     if (problem.ring_tiles == 0) {
@@ -211,17 +211,17 @@ void Run(Job* job, int64_t count, int64_t step, const Parallel& parallel,
 void Pack(const Job& job, int64_t first, int64_t last, void* scratch) {
   job.kernels.pack(job.problem, first, last, scratch);
 }
-void AttendRows(const Job& job, int64_t first, int64_t last, void* scratch) {
+void AttendTileRows(const Job& job, int64_t first, int64_t last, void* scratch) {
   for (int64_t i = first; i < last; ++i) {
     const int64_t next = i + 1 < last ? int64_t{job.order[i + 1]} : -1;
-    job.kernels.tile_row(job.problem, job.order[i], next, scratch);
+    job.kernels.attend_tile_row(job.problem, job.order[i], next, scratch);
   }
 }
-void AttendChunks(const Job& job, int64_t first, int64_t last, void* scratch) {
-  for (int64_t i = first; i < last; ++i) job.kernels.chunk(job.problem, i, scratch);
+void AttendSplits(const Job& job, int64_t first, int64_t last, void* scratch) {
+  for (int64_t i = first; i < last; ++i) job.kernels.attend_split(job.problem, i, scratch);
 }
-void Join(const Job& job, int64_t first, int64_t last, void* scratch) {
-  for (int64_t i = first; i < last; ++i) job.kernels.join(job.problem, i, scratch);
+void CombineSplits(const Job& job, int64_t first, int64_t last, void* scratch) {
+  for (int64_t i = first; i < last; ++i) job.kernels.combine_splits(job.problem, i, scratch);
 }
 
 Status Check(const AttentionArgs& args, const CpuAttentionConfig& config) {
@@ -288,9 +288,9 @@ Status CpuAttention(const AttentionArgs& args, const CpuAttentionConfig& config,
   uint32_t* order = reinterpret_cast<uint32_t*>(base + layout.order);
   Job job{problem, kernels, base + layout.scratch, layout.scratch_each, order};
   if (problem.direct) {
-    if (problem.chunks > 1) problem.partial = reinterpret_cast<float*>(base + layout.partial);
-    Run(&job, Items(problem), 1, parallel, AttendChunks);
-    if (problem.chunks > 1) Run(&job, args.B * args.H * args.S, 1, parallel, Join);
+    if (problem.splits > 1) problem.partial = reinterpret_cast<float*>(base + layout.partial);
+    Run(&job, Items(problem), 1, parallel, AttendSplits);
+    if (problem.splits > 1) Run(&job, args.B * args.H * args.S, 1, parallel, CombineSplits);
     return Status();
   }
   args.elements != nullptr ? RowsOutermost(problem, order) : SortItems(problem, order);
@@ -301,7 +301,8 @@ Status CpuAttention(const AttentionArgs& args, const CpuAttentionConfig& config,
     Run(&job, panels, std::clamp<int64_t>(panels / (4 * int64_t{threads}), 1, 64), parallel, Pack);
   }
   // Long steps: neighbours share keys, and each prefetches for the next one. But the last steps must be short.
-  Run(&job, Items(problem), std::clamp<int64_t>(Items(problem) / (16 * int64_t{threads}), 1, 8), parallel, AttendRows);
+  Run(&job, Items(problem), std::clamp<int64_t>(Items(problem) / (16 * int64_t{threads}), 1, 8), parallel,
+      AttendTileRows);
   return Status();
 }
 

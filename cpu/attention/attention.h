@@ -13,7 +13,7 @@ namespace stof {
 namespace cpu {
 
 constexpr int kPanel = 16;         // keys that are packed side by side, one 64-byte line per element of the head
-constexpr int kStrip = 6;          // query rows of a register block
+constexpr int kStrip = 6;          // query rows of a register block, as m_r of a BLIS microkernel
 constexpr int kMaxTileKeys = 256;  // n
 
 // One call. Filled by the dispatcher, read by the kernels.
@@ -25,13 +25,13 @@ struct AttentionProblem {
   int64_t panels = 0;                   // ceil(T / kPanel)
   bool direct = false;                  // few queries: keys are read in place, row by row
   const uint32_t* pad_bits = nullptr;   // [B, key_tiles, n / 32], 0 beyond T; nullptr: no key is padded
-  int64_t ring_tiles = 0;               // > 0: each worker packs the key tiles it meets into a ring of so many
+  int64_t ring_tiles = 0;               // > 0: each worker packs the key tiles it meets into a ring buffer of so many
   int64_t element_slots = 0;            // tiles of AttentionArgs::elements that each worker keeps
   bool pack_values = false;             // values are not read in place: another type, or rows that are not dense
   float* packed_keys = nullptr;         // ring_tiles = 0: [B, G, panels, D, kPanel]
   float* packed_values = nullptr;       // likewise, pack_values: [B, G, panels, kPanel, Dv rounded up to kPanel]
-  int64_t chunk_tiles = 0, chunks = 1;  // direct: key tiles of a chunk
-  float* partial = nullptr;             // direct, chunks > 1: [B, H, S, chunks, partial_stride], max, sum, output
+  int64_t split_tiles = 0, splits = 1;  // direct: key tiles of a split
+  float* partial = nullptr;             // direct, splits > 1: [B, H, S, splits, partial_stride], max, sum, output
   int64_t partial_stride = 0;
 };
 
@@ -40,16 +40,16 @@ struct AttentionKernels {
   void (*prepare)(const AttentionProblem& problem, void* scratch);  // before a worker's first item
   // Packs panels [first, last) of the B * G * panels there are into packed_keys and packed_values.
   void (*pack)(const AttentionProblem& problem, int64_t first, int64_t last, void* scratch);
-  // Item of B * H * tile_rows; next is the worker's next one, or -1.
-  void (*tile_row)(const AttentionProblem& problem, int64_t item, int64_t next, void* scratch);
-  // Direct: item of B * G * chunks.
-  void (*chunk)(const AttentionProblem& problem, int64_t item, void* scratch);
-  // Direct, chunks > 1: combines the partial results of one of B * H * S rows.
-  void (*join)(const AttentionProblem& problem, int64_t row, void* scratch);
+  // Attends one tile row, item of B * H * tile_rows; next is the worker's next one, or -1.
+  void (*attend_tile_row)(const AttentionProblem& problem, int64_t item, int64_t next, void* scratch);
+  // Direct: attends one KV split, item of B * G * splits.
+  void (*attend_split)(const AttentionProblem& problem, int64_t item, void* scratch);
+  // Direct, splits > 1: combines the partial results of one of B * H * S rows.
+  void (*combine_splits)(const AttentionProblem& problem, int64_t row, void* scratch);
 };
 
 #define STOF_DECLARE(isa)                          \
-  namespace isa {                                  \
+  namespace isa::attention {                       \
   extern const AttentionKernels kAttentionKernels; \
   }
 STOF_CPU_KERNEL_NAMESPACES(STOF_DECLARE)

@@ -7,11 +7,11 @@
 
 namespace stof {
 namespace cpu {
-namespace avx512 {
+namespace avx512::attention {
 
-const AttentionKernels kAttentionKernels = {ScratchBytes, Prepare, Pack, TileRow, Chunk, Join};
+const AttentionKernels kAttentionKernels = {ScratchBytes, Prepare, Pack, AttendTileRow, AttendSplit, CombineSplits};
 
-}  // namespace avx512
+}  // namespace avx512::attention
 }  // namespace cpu
 }  // namespace stof
 #endif

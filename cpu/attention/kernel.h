@@ -9,7 +9,7 @@
 
 namespace stof {
 namespace cpu {
-namespace STOF_ISA {
+namespace STOF_ISA::attention {
 
 size_t ScratchBytes(const AttentionProblem& problem) { return Scratch(problem, nullptr).size; }
 
@@ -38,49 +38,49 @@ void Pack(const AttentionProblem& problem, int64_t first, int64_t last, void* me
   }
 }
 
-void TileRow(const AttentionProblem& problem, int64_t item, int64_t next, void* memory) {
+void AttendTileRow(const AttentionProblem& problem, int64_t item, int64_t next, void* memory) {
   const AttentionArgs& args = *problem.args;
   const int64_t heads = args.H * problem.tile_rows, rows = problem.tile_rows;
   Worker<false> worker(problem, memory);
   const int64_t row0 = item % rows * problem.m;
-  worker.Begin(item / heads, item / rows % args.H, row0, Least(problem.m, args.S - row0));
-  if (next >= 0) worker.LookAhead(next / heads, next / rows % args.H, next % rows * problem.m);
-  worker.Sweep(0, problem.key_tiles, false);
+  worker.Begin(item / heads, item / rows % args.H, row0, Min(problem.m, args.S - row0));
+  if (next >= 0) worker.QueuePrefetch(next / heads, next / rows % args.H, next % rows * problem.m);
+  worker.AttendTiles(0, problem.key_tiles, false);
   worker.Finish();
 }
 
-float* PartialOf(const AttentionProblem& problem, int64_t row, int64_t chunk) {
-  return problem.partial + (row * problem.chunks + chunk) * problem.partial_stride;
+float* PartialOf(const AttentionProblem& problem, int64_t row, int64_t split) {
+  return problem.partial + (row * problem.splits + split) * problem.partial_stride;
 }
 
-void Chunk(const AttentionProblem& problem, int64_t item, void* memory) {
+void AttendSplit(const AttentionProblem& problem, int64_t item, void* memory) {
   const AttentionArgs& args = *problem.args;
-  const int64_t chunk = item % problem.chunks;
-  const int64_t g = item / problem.chunks % args.G, b = item / problem.chunks / args.G;
-  const int64_t heads = args.H / args.G, first = chunk * problem.chunk_tiles;
+  const int64_t split = item % problem.splits;
+  const int64_t g = item / problem.splits % args.G, b = item / problem.splits / args.G;
+  const int64_t heads = args.H / args.G, first = split * problem.split_tiles;
   Worker<true> worker(problem, memory);
   for (int64_t h = g * heads; h < (g + 1) * heads; ++h) {
     worker.Begin(b, h, 0, args.S);
-    worker.Sweep(first, Least(first + problem.chunk_tiles, problem.key_tiles), false);
-    if (problem.chunks == 1) {
+    worker.AttendTiles(first, Min(first + problem.split_tiles, problem.key_tiles), false);
+    if (problem.splits == 1) {
       worker.Finish();
       continue;
     }
     for (int64_t r = 0; r < args.S; ++r) {
-      worker.StorePartial(static_cast<int>(r), PartialOf(problem, (b * args.H + h) * args.S + r, chunk));
+      worker.StorePartial(static_cast<int>(r), PartialOf(problem, (b * args.H + h) * args.S + r, split));
     }
   }
 }
 
-void Join(const AttentionProblem& problem, int64_t row, void* memory) {
+void CombineSplits(const AttentionProblem& problem, int64_t row, void* memory) {
   const AttentionArgs& args = *problem.args;
   Worker<true> worker(problem, memory);
   worker.Begin(row / args.S / args.H, row / args.S % args.H, row % args.S, 1);
-  worker.JoinPartials(PartialOf(problem, row, 0), problem.chunks, problem.partial_stride);
+  worker.CombinePartials(PartialOf(problem, row, 0), problem.splits, problem.partial_stride);
   worker.Finish();
 }
 
-}  // namespace STOF_ISA
+}  // namespace STOF_ISA::attention
 }  // namespace cpu
 }  // namespace stof
 #endif  // STOF_CPU_ATTENTION_KERNEL_H_

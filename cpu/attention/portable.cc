@@ -5,10 +5,10 @@
 
 namespace stof {
 namespace cpu {
-namespace portable {
+namespace portable::attention {
 
-const AttentionKernels kAttentionKernels = {ScratchBytes, Prepare, Pack, TileRow, Chunk, Join};
+const AttentionKernels kAttentionKernels = {ScratchBytes, Prepare, Pack, AttendTileRow, AttendSplit, CombineSplits};
 
-}  // namespace portable
+}  // namespace portable::attention
 }  // namespace cpu
 }  // namespace stof

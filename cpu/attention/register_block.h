@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Register blocks of the attention kernel. Included once per instruction set, with STOF_ISA its namespace and STOF_SIMD
-// the header of its Simd.
+// Register-blocked microkernels of attention: QK^T and PV of a few query rows with all accumulators in registers, their
+// exp, and the packing of keys. Included once per instruction set, with STOF_ISA its namespace and STOF_SIMD the header
+// of its Simd.
 #ifndef STOF_CPU_ATTENTION_REGISTER_BLOCK_H_
 #define STOF_CPU_ATTENTION_REGISTER_BLOCK_H_
 
@@ -11,7 +12,7 @@
 
 namespace stof {
 namespace cpu {
-namespace STOF_ISA {
+namespace STOF_ISA::attention {
 
 using V = Simd::V;
 constexpr int kWidth = Simd::kWidth;
@@ -19,9 +20,9 @@ constexpr int kVectors = Simd::kVectors;
 constexpr float kLog2E = 1.44269504088896340736f;
 
 inline int64_t RoundUp(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
-inline int64_t Least(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t Min(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// Keys [first, last) of a tile.
+// A run of adjacent keys of a tile, [first, last).
 struct Run {
   int first, last;
 };
@@ -73,8 +74,8 @@ inline V TanhFromExponent(V x) {
   return Simd::Div(e, Simd::Add(e, Simd::Set1(2.0f)));
 }
 
-// s[kRows, kBlock vectors] = q[kRows, size] · keys + start[kRows]. A vector holds kWidth of the kPanel keys of a packed
-// panel.
+// QK^T: s[kRows, kBlock vectors] = q[kRows, size] · keys + start[kRows]. A vector holds kWidth of the kPanel keys of a
+// packed panel.
 template <int kRows, int kBlock>
 __attribute__((noinline)) void Scores(const float* q, int64_t ldq, int64_t size, const float* keys,
                                       int64_t panel_stride, const float* start, float* s, int64_t lds) {
@@ -106,8 +107,9 @@ __attribute__((noinline)) void Scores(const float* q, int64_t ldq, int64_t size,
   }
 }
 
-// o[kRows, kBlock vectors] += p[kRows, keys of the runs] · v. The tile's matmul is summed by itself first: in one chain
-// of additions through all keys the terms of a long row would lose their low bits, each time in the same direction.
+// PV: o[kRows, kBlock vectors] += p[kRows, keys of the runs] · v. The tile's matmul is summed by itself first: in one
+// chain of additions through all keys the terms of a long row would lose their low bits, each time in the same
+// direction.
 template <int kRows, int kBlock>
 __attribute__((noinline)) void AddValues(const float* p, int64_t ldp, const Run* runs, int count, const float* v,
                                          int64_t ldv, float* o, int64_t ldo) {
@@ -180,7 +182,7 @@ inline void PackPanel(const float* rows, int64_t stride, int64_t count, int64_t 
   }
 }
 
-}  // namespace STOF_ISA
+}  // namespace STOF_ISA::attention
 }  // namespace cpu
 }  // namespace stof
 #endif  // STOF_CPU_ATTENTION_REGISTER_BLOCK_H_

@@ -9,7 +9,7 @@
 
 namespace stof {
 namespace cpu {
-namespace STOF_ISA {
+namespace STOF_ISA::attention {
 
 constexpr float kNoStart[kStrip] = {};
 
@@ -56,10 +56,10 @@ inline bool Worker<kDirect>::FindMask(int64_t tile, const uint32_t* bits, bool u
     for (int64_t w = 0; w < count; ++w) {
       uint32_t word = sources[0][r * strides[0] + w] & sources[1][r * strides[1] + w];
       if (used == 3) word &= sources[2][r * strides[2] + w];
-      scratch_.words_joined[r * count + w] = word;
+      scratch_.words_combined[r * count + w] = word;
     }
   }
-  words_ = scratch_.words_joined;
+  words_ = scratch_.words_combined;
   word_stride_ = count;
   return true;
 }
@@ -93,7 +93,7 @@ void Worker<kDirect>::FindPanels(int keys, Strip* strip) const {
     return;
   }
   strip->active = 0;
-  const int last = static_cast<int>(Least(strip->row + kRows, rows_));
+  const int last = static_cast<int>(Min(strip->row + kRows, rows_));
   for (int w = 0; w < problem_.n / 32; ++w) {
     uint32_t any = 0, all = ~0u;
     for (int r = strip->row; r < last; ++r) {
@@ -114,7 +114,7 @@ void Worker<kDirect>::FindPanels(int keys, Strip* strip) const {
     Run* run = &strip->runs[strip->run_count++];
     run->first = p * kPanel;
     while (p < panels && (strip->active >> p & 1u) != 0) ++p;
-    run->last = static_cast<int>(Least(p * kPanel, keys));
+    run->last = static_cast<int>(Min(p * kPanel, keys));
   }
 }
 
@@ -127,7 +127,7 @@ inline const float* Worker<kDirect>::PackedTile(int64_t tile) const {
   float* const keys = scratch_.ring + slot * panels * size;
   if (scratch_.ring_of[slot] == wanted) return keys;
   scratch_.ring_of[slot] = wanted;
-  const int64_t first = tile * panels, end = Least(first + panels, problem_.panels);
+  const int64_t first = tile * panels, end = Min(first + panels, problem_.panels);
   for (int64_t p = first; p < end; ++p) PackKeys(keys_, p, args_, scratch_, keys + (p - first) * size);
   if (problem_.pack_values) {
     CopyValues(values_, tile * problem_.n, problem_.n, args_, scratch_.ldo,
@@ -165,8 +165,8 @@ inline void Worker<kDirect>::PackedScores(const Strip* strips, int begin, int en
     const int p = __builtin_ctz(any);
     const int length = __builtin_ctz(~(any >> p));
     // A block of one panel has too few accumulators to hide the latency of an FMA: five are three and two.
-    const int block = length == kBlockPanels + 1 && kBlockPanels > 2 ? kBlockPanels - 1
-                                                                     : static_cast<int>(Least(length, kBlockPanels));
+    const int block =
+        length == kBlockPanels + 1 && kBlockPanels > 2 ? kBlockPanels - 1 : static_cast<int>(Min(length, kBlockPanels));
     const uint32_t here = (1u << block) - 1u;
     any &= ~(here << p);
     for (int i = begin; i < end; ++i) {
@@ -228,7 +228,7 @@ inline void Worker<kDirect>::DirectScores(const Strip& strip, const float* keys,
 template <bool kDirect>
 void Worker<kDirect>::Adjust(const Strip& strip, float* s, int64_t key0, int keys) const {
   const V forbidden = Simd::Set1(-kInf);
-  const int rows = static_cast<int>(Least(kRows, rows_ - strip.row));
+  const int rows = static_cast<int>(Min(kRows, rows_ - strip.row));
   if (args_.softcap > 0.0f) {
     const V cap = Simd::Set1(args_.softcap), argument = Simd::Set1(2.0f * kLog2E / args_.softcap);
     for (int r = 0; r < rows; ++r) {
@@ -302,7 +302,7 @@ inline void Worker<kDirect>::LoadPairs(int64_t row, int64_t key0, int keys) cons
   }
 }
 
-}  // namespace STOF_ISA
+}  // namespace STOF_ISA::attention
 }  // namespace cpu
 }  // namespace stof
 #endif  // STOF_CPU_ATTENTION_SCORES_H_

@@ -12,12 +12,12 @@
 
 namespace stof {
 namespace cpu {
-namespace STOF_ISA {
+namespace STOF_ISA::attention {
 
 constexpr float kInf = __builtin_inff();
 // Strips that share one pass over a key tile: their queries, scores and outputs (6 KiB each at D = 64) and a panel of
 // keys (4 KiB) fit the 32 KiB L1, so that keys and values come from L2 once per 24 rows instead of once per 6.
-constexpr int kGroup = 4;
+constexpr int kStripsPerPass = 4;
 
 // The memory of one worker.
 struct Scratch {
@@ -33,7 +33,7 @@ struct Scratch {
     ring_values = Take<float>(problem.pack_values ? problem.ring_tiles * problem.n * ldo : 0);
     q = Take<float>(rows * ldq);
     o = Take<float>(rows * ldo);
-    s = Take<float>((problem.direct ? 1 : kGroup * kStrip) * static_cast<int64_t>(problem.n));
+    s = Take<float>((problem.direct ? 1 : kStripsPerPass * kStrip) * static_cast<int64_t>(problem.n));
     max = Take<float>(rows);
     start = Take<float>(rows);
     sum = Take<float>(rows * kWidth);
@@ -41,7 +41,7 @@ struct Scratch {
     row = Take<float>(ldo);
     mean = Take<float>(ldo);
     empty = Take<uint8_t>(rows);
-    words_joined = Take<uint32_t>(problem.m * words);
+    words_combined = Take<uint32_t>(problem.m * words);
     words_dynamic = Take<uint32_t>(problem.m * words);
     words_tail = Take<uint32_t>(words);
     elements_of = Take<int64_t>(problem.element_slots);
@@ -59,7 +59,7 @@ struct Scratch {
   int64_t* ring_of;  // (b * G + g) * key_tiles + tile of the packed keys in a slot of the ring, or -1
   float *ring, *ring_values, *q, *o, *s, *max, *start, *sum, *bias, *row, *mean, *values, *keys;
   uint8_t* empty;
-  uint32_t *words_joined, *words_dynamic, *words_tail;
+  uint32_t *words_combined, *words_dynamic, *words_tail;
   // Of tiles that AttentionArgs::elements gave: which one a slot holds, what it is, and its element mask.
   int64_t* elements_of;
   uint8_t* elements_kind;
@@ -95,7 +95,7 @@ inline void CopyRows(const char* from, DType dtype, int64_t stride, int64_t rows
 
 // One panel of a head.
 inline void PackKeys(const char* head, int64_t panel, const AttentionArgs& args, const Scratch& scratch, float* to) {
-  const int64_t key0 = panel * kPanel, count = Least(kPanel, args.T - key0);
+  const int64_t key0 = panel * kPanel, count = Min(kPanel, args.T - key0);
   const char* from = head + SizeOf(args.dtype) * key0 * args.key_stride.s;
   if (args.dtype == DType::kF32) {
     PackPanel(reinterpret_cast<const float*>(from), args.key_stride.s, count, args.D, to);
@@ -109,10 +109,10 @@ inline void PackKeys(const char* head, int64_t panel, const AttentionArgs& args,
 inline void CopyValues(const char* head, int64_t key0, int64_t rows, const AttentionArgs& args, int64_t ldo,
                        float* to) {
   CopyRows(head + SizeOf(args.dtype) * key0 * args.value_stride.s, args.dtype, args.value_stride.s,
-           Least(rows, args.T - key0), args.Dv, ldo, to);
+           Min(rows, args.T - key0), args.Dv, ldo, to);
 }
 
-}  // namespace STOF_ISA
+}  // namespace STOF_ISA::attention
 }  // namespace cpu
 }  // namespace stof
 #endif  // STOF_CPU_ATTENTION_SCRATCH_H_

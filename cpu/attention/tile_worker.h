@@ -14,12 +14,12 @@
 
 namespace stof {
 namespace cpu {
-namespace STOF_ISA {
+namespace STOF_ISA::attention {
 
 template <bool kDirect>
 class Worker {
   static constexpr int kRows = kDirect ? 1 : kStrip;  // of a strip
-  static constexpr int kStrips = kDirect ? 1 : kGroup;
+  static constexpr int kStrips = kDirect ? 1 : kStripsPerPass;
 
  public:
   Worker(const AttentionProblem& problem, void* scratch)
@@ -35,21 +35,21 @@ class Worker {
     values_ =
         static_cast<const char*>(args_.value) + item_size_ * (b * args_.value_stride.b + g_ * args_.value_stride.h);
     group_ = b * args_.G + g_;
-    ahead_.Clear();
+    prefetch_.Clear();
     LoadQueries();
     Clear();
   }
 
   // Plans to prefetch what the next item, of these rows, reads and writes and this one does not bring into the cache.
-  void LookAhead(int64_t b, int64_t h, int64_t row0) {
-    const int64_t g = h / (args_.H / args_.G), rows = Least(problem_.m, args_.S - row0);
+  void QueuePrefetch(int64_t b, int64_t h, int64_t row0) {
+    const int64_t g = h / (args_.H / args_.G), rows = Min(problem_.m, args_.S - row0);
     const auto row = [this](const void* base, const Strides& stride, int64_t batch, int64_t head, int64_t position) {
       return static_cast<const char*>(base) + item_size_ * (batch * stride.b + head * stride.h + position * stride.s);
     };
-    ahead_.Add(row(args_.query, args_.query_stride, b, h, row0), item_size_ * args_.query_stride.s, rows,
-               item_size_ * args_.D);
-    ahead_.Add(row(args_.output, args_.output_stride, b, h, row0), item_size_ * args_.output_stride.s, rows,
-               item_size_ * args_.Dv);
+    prefetch_.Add(row(args_.query, args_.query_stride, b, h, row0), item_size_ * args_.query_stride.s, rows,
+                  item_size_ * args_.D);
+    prefetch_.Add(row(args_.output, args_.output_stride, b, h, row0), item_size_ * args_.output_stride.s, rows,
+                  item_size_ * args_.Dv);
     int64_t first = 0, last = 0, tiles = problem_.key_tiles;
     if (args_.mask != nullptr) {
       const int64_t here = MaskRow(b_, h_, row0_), there = MaskRow(b, h, row0);
@@ -59,20 +59,20 @@ class Worker {
         int64_t from = 0, to = 0;
         TileRange(there, &from, &to);
         for (int64_t tile = from > last ? from : last; tile < to && tile < last + 2; ++tile) {
-          const int64_t key0 = tile * problem_.n, keys = Least(problem_.n, args_.T - key0);
-          ahead_.Add(row(args_.key, args_.key_stride, b, g, key0), item_size_ * args_.key_stride.s, keys,
-                     item_size_ * args_.D);
-          ahead_.Add(row(args_.value, args_.value_stride, b, g, key0), item_size_ * args_.value_stride.s, keys,
-                     item_size_ * args_.Dv);
+          const int64_t key0 = tile * problem_.n, keys = Min(problem_.n, args_.T - key0);
+          prefetch_.Add(row(args_.key, args_.key_stride, b, g, key0), item_size_ * args_.key_stride.s, keys,
+                        item_size_ * args_.D);
+          prefetch_.Add(row(args_.value, args_.value_stride, b, g, key0), item_size_ * args_.value_stride.s, keys,
+                        item_size_ * args_.Dv);
         }
       }
     }
     const int64_t steps = tiles * ((rows_ + kRows - 1) / kRows);
-    fetch_ = steps > 0 ? (ahead_.lines() + steps - 1) / steps : 0;
+    lines_per_step_ = steps > 0 ? (prefetch_.lines() + steps - 1) / steps : 0;
   }
 
   // Key tiles [first, last) that the mask keeps. unmasked: all of them, every key.
-  void Sweep(int64_t first, int64_t last, bool unmasked) {
+  void AttendTiles(int64_t first, int64_t last, bool unmasked) {
     const BlockMask* mask = args_.mask;
     if (mask == nullptr || unmasked) {
       for (int64_t tile = first; tile < last; ++tile) {
@@ -115,7 +115,7 @@ class Worker {
     }
     if (!all) return;
     Clear();
-    Sweep(0, problem_.key_tiles, true);
+    AttendTiles(0, problem_.key_tiles, true);
     for (int r = 0; r < rows_; ++r) {
       if (!scratch_.empty[r]) continue;
       const float sum = Simd::ReduceAdd(Simd::Load(scratch_.sum + r * kWidth));
@@ -130,15 +130,15 @@ class Worker {
     for (int64_t d = 0; d < args_.Dv; ++d) to[2 + d] = scratch_.o[r * scratch_.ldo + d];
   }
   // Direct: combines partial results into the state of row 0, in their order.
-  void JoinPartials(const float* parts, int64_t count, int64_t stride) {
+  void CombinePartials(const float* partials, int64_t count, int64_t stride) {
     float max = -kInf;
-    for (int64_t i = 0; i < count; ++i) max = parts[i * stride] > max ? parts[i * stride] : max;
+    for (int64_t i = 0; i < count; ++i) max = partials[i * stride] > max ? partials[i * stride] : max;
     for (int64_t i = 0; i < count; ++i) {
-      const float* part = parts + i * stride;
+      const float* partial = partials + i * stride;
       // A partial result without a maximum holds zeros, or NaN, which has to stay.
-      const float scale = part[0] == -kInf || part[0] == max ? 1.0f : ExpScalar(part[0] - max);
-      scratch_.sum[0] += part[1] * scale;
-      for (int64_t d = 0; d < args_.Dv; ++d) scratch_.o[d] += part[2 + d] * scale;
+      const float scale = partial[0] == -kInf || partial[0] == max ? 1.0f : ExpScalar(partial[0] - max);
+      scratch_.sum[0] += partial[1] * scale;
+      for (int64_t d = 0; d < args_.Dv; ++d) scratch_.o[d] += partial[2 + d] * scale;
     }
     scratch_.max[0] = max;
   }
@@ -154,7 +154,7 @@ class Worker {
     *first = *last = 0;
     if (begin == end) return;
     *first = mask.key_tile[begin < full ? begin : full];
-    if (full < end) *first = Least(*first, mask.key_tile[full]);
+    if (full < end) *first = Min(*first, mask.key_tile[full]);
     if (begin < full) *last = mask.key_tile[full - 1] + 1;
     if (full < end && mask.key_tile[end - 1] >= *last) *last = mask.key_tile[end - 1] + 1;
   }
@@ -231,7 +231,7 @@ class Worker {
   void Tile(int64_t tile, const uint32_t* bits, bool unmasked) {
     if (!FindMask(tile, bits, unmasked)) return;
     const int64_t key0 = tile * problem_.n;
-    const int keys = static_cast<int>(Least(problem_.n, args_.T - key0));
+    const int keys = static_cast<int>(Min(problem_.n, args_.T - key0));
     const float* values = reinterpret_cast<const float*>(values_) + key0 * args_.value_stride.s;
     int64_t ldv = args_.value_stride.s;
     const float* packed = kDirect ? nullptr : PackedTile(tile);
@@ -277,7 +277,7 @@ class Worker {
           Adjust(strips[i], s, key0, keys);
           Softmax(strips[i], s);
         }
-        ahead_.Fetch(fetch_);
+        prefetch_.Fetch(lines_per_step_);
       }
       Values(strips, count, values, ldv);
     }
@@ -316,7 +316,7 @@ class Worker {
 
   // ---- cpu/attention/weights.h ----
   __attribute__((noinline)) bool Softmax(const Strip& strip, float* s);
-  template <bool kApart>
+  template <bool kHasOffset>
   void Weights(const Strip& strip, int rows, const float* bases, float* s);
   __attribute__((noinline)) bool ClearStarts(const Strip& strip, int rows, const V* high);
   __attribute__((noinline)) void Rescale(const Strip& strip, int rows, const V* high);
@@ -356,7 +356,7 @@ class Worker {
     // In blocks, so that the rounding of a long sum stays near that of a short one.
     for (int64_t first = 0; first < args_.T; first += 256) {
       for (int64_t d = 0; d < args_.Dv; ++d) scratch_.o[d] = 0.0f;
-      for (int64_t k = first; k < Least(first + 256, args_.T); ++k) {
+      for (int64_t k = first; k < Min(first + 256, args_.T); ++k) {
         ToFloats(values_ + item_size_ * k * args_.value_stride.s, args_.dtype, args_.Dv, scratch_.row);
         for (int64_t d = 0; d < args_.Dv; ++d) scratch_.o[d] += scratch_.row[d];
       }
@@ -376,11 +376,11 @@ class Worker {
   int64_t group_ = 0;  // b * G + g
   const uint32_t* words_ = nullptr;
   int64_t word_stride_ = 0;
-  Ahead ahead_;
-  int64_t fetch_ = 0;  // lines at a time
+  PrefetchQueue prefetch_;
+  int64_t lines_per_step_ = 0;  // cache lines to prefetch after each strip of a tile
 };
 
-}  // namespace STOF_ISA
+}  // namespace STOF_ISA::attention
 }  // namespace cpu
 }  // namespace stof
 #endif  // STOF_CPU_ATTENTION_TILE_WORKER_H_

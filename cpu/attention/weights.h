@@ -9,13 +9,14 @@
 
 namespace stof {
 namespace cpu {
-namespace STOF_ISA {
+namespace STOF_ISA::attention {
 
-// The row max is raised only when a score exceeds it by this much; weights stay below e^5.5 = 245, and the output is
-// rescaled a few times per row instead of at every new maximum.
-constexpr float kSlack = 5.5f;
-// Scores start at minus the row max, which saves a subtraction from each. Not where later scores may be far from the
-// row max: they would lose their low bits. A bias of -10000 leaves the max far below them, large scores far above.
+// Conditional rescaling: the row max is raised only when a score exceeds it by this much. Weights stay below
+// e^5.5 = 245, and the output is rescaled a few times per row instead of at every new maximum.
+constexpr float kRescaleThreshold = 5.5f;
+// The accumulators of QK^T start at minus the row max, which saves a subtraction from each. Not where later scores may
+// be far from the row max: they would lose their low bits. A bias of -10000 leaves the max far below them, large scores
+// far above.
 constexpr float kLowestStart = -16.0f, kHighestStart = 128.0f;
 
 // Turns scores into weights and updates row sums; rescales the rows whose max has grown much. Works on whole panels:
@@ -23,46 +24,46 @@ constexpr float kLowestStart = -16.0f, kHighestStart = 128.0f;
 // start: the start is 0 now, and they have to be computed again.
 template <bool kDirect>
 bool Worker<kDirect>::Softmax(const Strip& strip, float* s) {
-  constexpr int kParts = kPanel / kWidth;
+  constexpr int kVectorsPerPanel = kPanel / kWidth;
   const int64_t lds = problem_.n;
   const int runs = strip.run_count;
   const float* max = scratch_.max + strip.row;
   float* start = scratch_.start + strip.row;
-  const int rows = static_cast<int>(Least(kRows, rows_ - strip.row));
+  const int rows = static_cast<int>(Min(kRows, rows_ - strip.row));
   V high[kRows] = {};
   auto exceeded = Simd::Greater(Simd::Set1(0.0f), Simd::Set1(0.0f));
   for (int r = 0; r < rows; ++r) {
-    V x[kParts];
+    V x[kVectorsPerPanel];
 #pragma GCC unroll 4
-    for (int j = 0; j < kParts; ++j) x[j] = Simd::Set1(-kInf);
+    for (int j = 0; j < kVectorsPerPanel; ++j) x[j] = Simd::Set1(-kInf);
     for (int i = 0; i < runs; ++i) {
       const float* at = s + r * lds + strip.runs[i].first;
       const float* const end = s + r * lds + strip.runs[i].last;
       for (; at < end; at += kPanel) {
 #pragma GCC unroll 4
-        for (int j = 0; j < kParts; ++j) x[j] = Simd::Max(x[j], Simd::Load(at + j * kWidth));
+        for (int j = 0; j < kVectorsPerPanel; ++j) x[j] = Simd::Max(x[j], Simd::Load(at + j * kWidth));
       }
     }
 #pragma GCC unroll 4
-    for (int j = 1; j < kParts; ++j) x[0] = Simd::Max(x[0], x[j]);
+    for (int j = 1; j < kVectorsPerPanel; ++j) x[0] = Simd::Max(x[0], x[j]);
     high[r] = x[0];
-    exceeded = Simd::Or(exceeded, Simd::Greater(x[0], Simd::Set1(max[r] + start[r] + kSlack)));
+    exceeded = Simd::Or(exceeded, Simd::Greater(x[0], Simd::Set1(max[r] + start[r] + kRescaleThreshold)));
   }
   const bool raised = Simd::Any(exceeded);
   if (raised) {
     if (ClearStarts(strip, rows, high)) return false;
     Rescale(strip, rows, high);
   }
-  float base[kRows] = {};  // what these scores still exceed their distance to the maximum by
-  bool apart = false;
+  float offset[kRows] = {};  // to subtract from the scores: row max + start, 0 where the start is minus the row max
+  bool has_offset = false;
   for (int r = 0; r < rows; ++r) {
-    base[r] = max[r] == -kInf ? 0.0f : max[r] + start[r];
-    apart |= base[r] != 0.0f;
+    offset[r] = max[r] == -kInf ? 0.0f : max[r] + start[r];
+    has_offset |= offset[r] != 0.0f;
   }
-  if (apart) {
-    Weights<true>(strip, rows, base, s);
+  if (has_offset) {
+    Weights<true>(strip, rows, offset, s);
   } else {
-    Weights<false>(strip, rows, base, s);
+    Weights<false>(strip, rows, offset, s);
   }
   if (!raised) return true;
   for (int r = 0; r < rows; ++r) start[r] = max[r] >= kLowestStart && max[r] <= kHighestStart ? -max[r] : 0.0f;
@@ -70,21 +71,21 @@ bool Worker<kDirect>::Softmax(const Strip& strip, float* s) {
 }
 
 template <bool kDirect>
-template <bool kApart>
-inline void Worker<kDirect>::Weights(const Strip& strip, int rows, const float* bases, float* s) {
-  constexpr int kParts = kPanel / kWidth;
+template <bool kHasOffset>
+inline void Worker<kDirect>::Weights(const Strip& strip, int rows, const float* offsets, float* s) {
+  constexpr int kVectorsPerPanel = kPanel / kWidth;
   for (int r = 0; r < rows; ++r) {
     float* sum_at = scratch_.sum + (strip.row + r) * kWidth;
-    const V base = Simd::Set1(bases[r]);
+    const V offset = Simd::Set1(offsets[r]);
     V sum = Simd::Set1(0.0f);  // of the tile, as in AddValues
     for (int i = 0; i < strip.run_count; ++i) {
       float* at = s + r * problem_.n + strip.runs[i].first;
       const float* const end = s + r * problem_.n + strip.runs[i].last;
       for (; at < end; at += kPanel) {
 #pragma GCC unroll 4
-        for (int j = 0; j < kParts; ++j) {
+        for (int j = 0; j < kVectorsPerPanel; ++j) {
           V x = Simd::Load(at + j * kWidth);
-          if constexpr (kApart) x = Simd::Sub(x, base);
+          if constexpr (kHasOffset) x = Simd::Sub(x, offset);
           const V p = Exp(x);
           Simd::Store(at + j * kWidth, p);
           sum = Simd::Add(sum, p);
@@ -113,7 +114,7 @@ void Worker<kDirect>::Rescale(const Strip& strip, int rows, const V* high) {
   for (int r = 0; r < rows; ++r) {
     float* max = scratch_.max + strip.row + r;
     const float old = *max, now = Simd::ReduceMax(high[r]) - scratch_.start[strip.row + r];
-    if (!(now > old + kSlack)) continue;
+    if (!(now > old + kRescaleThreshold)) continue;
     *max = now;
     if (old == -kInf) continue;  // sum and output hold zeros, or NaN, which has to stay
     const V scale = Simd::Set1(ExpScalar(old - now));
@@ -129,7 +130,7 @@ inline void Worker<kDirect>::Values(const Strip* strips, int count, const float*
   const int64_t size = RoundUp(args_.Dv, kWidth) / kWidth;
   constexpr int kBlock = kDirect ? 8 : kVectors;
   for (int64_t d = 0; d < size; d += kBlock) {
-    const int64_t left = Least(kBlock, size - d);
+    const int64_t left = Min(kBlock, size - d);
     for (int i = 0; i < count; ++i) {
       const float* p = scratch_.s + i * kRows * static_cast<int64_t>(problem_.n);
       float* o = scratch_.o + strips[i].row * scratch_.ldo + d * kWidth;
@@ -155,7 +156,7 @@ inline void Worker<kDirect>::AddBlock(int64_t left, const float* p, const Strip&
   }
 }
 
-}  // namespace STOF_ISA
+}  // namespace STOF_ISA::attention
 }  // namespace cpu
 }  // namespace stof
 #endif  // STOF_CPU_ATTENTION_WEIGHTS_H_

@@ -6,11 +6,11 @@
 
 namespace stof {
 namespace cpu {
-namespace avx2 {
+namespace avx2::chain {
 
 const ChainKernels kChainKernels = STOF_CHAIN_KERNELS;
 
-}  // namespace avx2
+}  // namespace avx2::chain
 }  // namespace cpu
 }  // namespace stof
 #endif

@@ -6,11 +6,11 @@
 
 namespace stof {
 namespace cpu {
-namespace avx512 {
+namespace avx512::chain {
 
 const ChainKernels kChainKernels = STOF_CHAIN_KERNELS;
 
-}  // namespace avx512
+}  // namespace avx512::chain
 }  // namespace cpu
 }  // namespace stof
 #endif

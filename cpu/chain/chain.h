@@ -48,7 +48,7 @@ struct ChainKernels {
   void (*store)(const float* from, DType dtype, int64_t n, void* to);
 };
 #define STOF_DECLARE(isa)                  \
-  namespace isa {                          \
+  namespace isa::chain {                   \
   extern const ChainKernels kChainKernels; \
   }
 STOF_CPU_KERNEL_NAMESPACES(STOF_DECLARE)
@@ -103,7 +103,7 @@ struct ChainPhase {
 constexpr int64_t kNoPitch = INT64_MIN;
 
 // Elements of each row of a read or an output, `count` of them from `first` on, that are prefetched one batch ahead.
-struct ChainAhead {
+struct ChainPrefetch {
   bool output = false;
   int which = 0;
   int64_t first = 0, count = 0;
@@ -128,7 +128,7 @@ struct ChainProgram {
   // Of a read or an output: elements between neighbouring rows of a run; kNoPitch where these are not the same.
   std::vector<int64_t> read_pitch, output_pitch;
   bool straight = false;  // the offsets of a batch's first row give those of all others
-  std::vector<ChainAhead> ahead;
+  std::vector<ChainPrefetch> prefetches;
   int64_t steps = 1;     // of a batch
   int64_t run = 1;       // consecutive rows, of which batches are taken
   int batch = 1;         // rows at a time; more than 1 only where a row is one strip
@@ -138,8 +138,8 @@ struct ChainProgram {
   int64_t floats = 0;    // of a worker's memory
 };
 
-// Plans the prefetches of a compiled program: `ahead` and `steps`.
-void PlanAhead(ChainProgram* program);
+// Plans the prefetches of a compiled program: `prefetches` and `steps`.
+void PlanPrefetches(ChainProgram* program);
 void CompileChain(const Chain& chain, const BoundChain& bound, int threads, ChainProgram* program);
 
 }  // namespace cpu

@@ -52,7 +52,7 @@ void ChainCompiler::Run() {
   for (phase_ = 0; phase_ < phases_; ++phase_) Phase();
   for (size_t i = 0; i < chain_.outputs.size(); ++i) RowOutput(static_cast<int>(i));
   Place();
-  PlanAhead(&p_);
+  PlanPrefetches(&p_);
 }
 
 // Turns small powers into products, and reductions of no element into their values.

@@ -18,7 +18,7 @@
 
 namespace stof {
 namespace cpu {
-namespace STOF_ISA {
+namespace STOF_ISA::chain {
 
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;
@@ -381,7 +381,7 @@ inline V RoundBf16(V x) {
   return x != x ? Float((bits & 0xffff0000) | 0x400000) : Float(rounded);
 }
 
-}  // namespace STOF_ISA
+}  // namespace STOF_ISA::chain
 }  // namespace cpu
 }  // namespace stof
 #endif  // STOF_CPU_CHAIN_FUNCTIONS_H_

@@ -9,7 +9,7 @@
 
 namespace stof {
 namespace cpu {
-namespace STOF_ISA {
+namespace STOF_ISA::chain {
 
 template <int kArity, int kSingle, typename F>
 inline void Map(float* dst, const float* a, const float* b, const float* c, int64_t n, const ChainRows& rows, F f) {
@@ -261,7 +261,7 @@ inline void StoreStrip(const float* from, DType dtype, int64_t n, void* target) 
    ToFloats,                    \
    StoreStrip}
 
-}  // namespace STOF_ISA
+}  // namespace STOF_ISA::chain
 }  // namespace cpu
 }  // namespace stof
 #endif  // STOF_CPU_CHAIN_KERNELS_H_

@@ -4,10 +4,10 @@
 
 namespace stof {
 namespace cpu {
-namespace portable {
+namespace portable::chain {
 
 const ChainKernels kChainKernels = STOF_CHAIN_KERNELS;
 
-}  // namespace portable
+}  // namespace portable::chain
 }  // namespace cpu
 }  // namespace stof

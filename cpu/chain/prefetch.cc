@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Finds the rows of a program's batches that the hardware does not prefetch. docs/design/fused-chains.md has the gain
-// of prefetching them one batch ahead.
+// of prefetching them one batch prefetches.
 #include <algorithm>
 
 #include "cpu/chain/chain.h"
@@ -9,8 +9,8 @@ namespace stof {
 namespace cpu {
 namespace {
 
-// Whether each row is read once, and its elements are contiguous.
-bool IsMetOnce(const BoundChain& bound, const int64_t* stride) {
+// Whether each row is read or written once, and its elements are contiguous.
+bool IsAccessedOnce(const BoundChain& bound, const int64_t* stride) {
   const int last = bound.axes - 1;
   for (int axis = 0; axis < last; ++axis) {
     if (stride[axis] == 0 && bound.size[axis] > 1) return false;
@@ -18,8 +18,8 @@ bool IsMetOnce(const BoundChain& bound, const int64_t* stride) {
   return stride[last] == 1;
 }
 
-// Whether a read's row overlaps another one's.
-bool Joins(const BoundChain& bound, const ChainAhead& own, ChainAhead* known) {
+// Merges a read's row into another one's that it overlaps or continues. False: they are apart.
+bool TryMerge(const BoundChain& bound, const ChainPrefetch& own, ChainPrefetch* known) {
   const BoundRead &x = bound.reads[static_cast<size_t>(own.which)], &y = bound.reads[static_cast<size_t>(known->which)];
   if (x.input != y.input || !x.parts.empty() || !y.parts.empty()) return false;
   if (!std::equal(x.stride, x.stride + bound.axes, y.stride)) return false;
@@ -34,28 +34,28 @@ bool Joins(const BoundChain& bound, const ChainAhead& own, ChainAhead* known) {
 }  // namespace
 
 // Prefetches short rows that are read once and not in the order of memory. Where all are, the hardware prefetches them.
-void PlanAhead(ChainProgram* program) {
+void PlanPrefetches(ChainProgram* program) {
   if (!program->straight || program->batch == 1) return;
   const BoundChain& bound = program->bound;
   const int last = bound.axes - 1;
-  std::vector<ChainAhead>& ahead = program->ahead;
+  std::vector<ChainPrefetch>& prefetches = program->prefetches;
   bool gaps = false;
   for (size_t i = 0; i < bound.reads.size(); ++i) {
     const BoundRead& read = bound.reads[i];
     const int64_t first = read.first[last], count = read.last[last] + 1 - first;
-    if (read.never || count < 1 || !IsMetOnce(bound, read.stride)) continue;
+    if (read.never || count < 1 || !IsAccessedOnce(bound, read.stride)) continue;
     gaps = gaps || program->read_pitch[i] != bound.n;
-    const ChainAhead own = {false, static_cast<int>(i), first, count};
-    bool joined = false;
-    for (size_t k = 0; k < ahead.size() && !joined; ++k) joined = Joins(bound, own, &ahead[k]);
-    if (!joined) ahead.push_back(own);
+    const ChainPrefetch own = {false, static_cast<int>(i), first, count};
+    bool merged = false;
+    for (size_t k = 0; k < prefetches.size() && !merged; ++k) merged = TryMerge(bound, own, &prefetches[k]);
+    if (!merged) prefetches.push_back(own);
   }
   for (size_t i = 0; i < bound.outputs.size(); ++i) {
-    if (!IsMetOnce(bound, bound.outputs[i].stride)) continue;
+    if (!IsAccessedOnce(bound, bound.outputs[i].stride)) continue;
     gaps = gaps || program->output_pitch[i] != bound.n;
-    ahead.push_back({true, static_cast<int>(i), 0, bound.n});
+    prefetches.push_back({true, static_cast<int>(i), 0, bound.n});
   }
-  if (!gaps) return ahead.clear();
+  if (!gaps) return prefetches.clear();
   program->steps = 0;
   for (const ChainPhase& phase : program->phases) {
     for (const ChainPiece& piece : phase.pieces) {

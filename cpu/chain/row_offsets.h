@@ -20,11 +20,11 @@ inline void Worker::Index(int64_t row, int64_t* index) const {
   }
 }
 
-inline void Worker::LookAhead(const Batch& batch) {
+inline void Worker::QueuePrefetch(const Batch& batch) {
   int64_t index[kChainMostAxes] = {};
   Index(batch.first, index);
-  ahead_.Clear();
-  for (const ChainAhead& a : p_.ahead) {
+  prefetch_.Clear();
+  for (const ChainPrefetch& a : p_.prefetches) {
     const auto which = static_cast<size_t>(a.which);
     int64_t place = a.first, pitch = 0, size = 0;
     const char* base = nullptr;
@@ -39,9 +39,9 @@ inline void Worker::LookAhead(const Batch& batch) {
       base = static_cast<const char*>(job_.inputs[read.input]);
       pitch = p_.read_pitch[which], size = SizeOf(read.dtype);
     }
-    ahead_.Add(base + place * size, pitch * size, batch.count, a.count * size);
+    prefetch_.Add(base + place * size, pitch * size, batch.count, a.count * size);
   }
-  fetch_ = (ahead_.lines() + p_.steps - 1) / p_.steps;
+  lines_per_step_ = (prefetch_.lines() + p_.steps - 1) / p_.steps;
 }
 
 // Computes the offsets of rows first to first + count - 1.

@@ -106,7 +106,7 @@ class Worker {
         for (int64_t i = begin; i < end; ++i) {
           const Batch batch = BatchOf(i);
           Locate(batch.first, batch.count);
-          if (!p_.ahead.empty() && i + 1 < end) LookAhead(BatchOf(i + 1));
+          if (!p_.prefetches.empty() && i + 1 < end) QueuePrefetch(BatchOf(i + 1));
           Rows(0, n_);
         }
       }
@@ -144,7 +144,7 @@ class Worker {
 
   // ---- cpu/chain/row_offsets.h ----
   void Index(int64_t row, int64_t* index) const;
-  void LookAhead(const Batch& batch);
+  void QueuePrefetch(const Batch& batch);
   void Locate(int64_t first, int count);
   // Of a row of the batch: what has a pitch is known of the first one alone.
   int64_t ReadPlace(size_t r, int row) const { return Place(places_.read, r, p_.read_pitch[r], row); }
@@ -175,7 +175,7 @@ class Worker {
           width_ = std::min(p_.strip, last - column_);
           Point();
           for (const ChainStep& step : piece.element) {
-            ahead_.Fetch(fetch_);
+            prefetch_.Fetch(lines_per_step_);
             Step(step);
           }
         }
@@ -350,10 +350,10 @@ class Worker {
   float* floats_ = nullptr;
   int64_t n_ = 0;
   int outer_ = 0;
-  portable::Ahead ahead_;
-  int64_t fetch_ = 0;   // lines at a time
-  int count_ = 0;       // rows of the batch
-  int64_t column_ = 0;  // of the strip
+  portable::PrefetchQueue prefetch_;
+  int64_t lines_per_step_ = 0;  // cache lines to prefetch after each step
+  int count_ = 0;               // rows of the batch
+  int64_t column_ = 0;          // of the strip
   int64_t width_ = 0;
 };
 

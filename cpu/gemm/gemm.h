@@ -22,7 +22,7 @@ constexpr int64_t kGemmFloats = (kGemmBlockRows + kGemmBlockColumns) * kGemmDept
 // Computes output[m0 ..., n0 ...], one block. workspace: kGemmFloats.
 using GemmBlockFunction = void (*)(const CpuGemmArgs& args, int64_t m0, int64_t n0, float* workspace);
 #define STOF_DECLARE(isa)                                                            \
-  namespace isa {                                                                    \
+  namespace isa::gemm {                                                              \
   void GemmBlock(const CpuGemmArgs& args, int64_t m0, int64_t n0, float* workspace); \
   }
 STOF_CPU_KERNEL_NAMESPACES(STOF_DECLARE)

@@ -12,7 +12,7 @@
 
 namespace stof {
 namespace cpu {
-namespace STOF_ISA {
+namespace STOF_ISA::gemm {
 
 constexpr int kGemmRows = 6;  // of a tile in registers
 constexpr int kGemmColumns = Simd::kVectors * Simd::kWidth;
@@ -76,7 +76,7 @@ void GemmBlock(const CpuGemmArgs& p, int64_t m0, int64_t n0, float* workspace) {
   }
 }
 
-}  // namespace STOF_ISA
+}  // namespace STOF_ISA::gemm
 }  // namespace cpu
 }  // namespace stof
 #endif  // STOF_CPU_GEMM_KERNEL_H_

@@ -36,7 +36,7 @@ struct PackedGemmKernels {
   void (*run)(const PackedGemmProblem& problem, int64_t m0, int64_t panel, float* workspace);
 };
 #define STOF_DECLARE(isa)                            \
-  namespace isa {                                    \
+  namespace isa::packed_gemm {                       \
   extern const PackedGemmKernels kPackedGemmKernels; \
   }
 STOF_CPU_KERNEL_NAMESPACES(STOF_DECLARE)

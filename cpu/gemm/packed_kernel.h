@@ -13,7 +13,9 @@
 
 namespace stof {
 namespace cpu {
-namespace STOF_ISA {
+namespace STOF_ISA::packed_gemm {
+
+using namespace chain;  // the epilogue's vectors and functions
 
 constexpr int kTileRows = STOF_TILE_ROWS;
 constexpr int kTileVectors = STOF_TILE_VECTORS;
@@ -243,7 +245,7 @@ void PackPanel(const float* b, int64_t stride, int64_t K, int64_t wide, float* p
 
 const PackedGemmKernels kPackedGemmKernels = {kTileColumns, Simd::kWidth, kTileRows, PackPanel, RunPanel};
 
-}  // namespace STOF_ISA
+}  // namespace STOF_ISA::packed_gemm
 }  // namespace cpu
 }  // namespace stof
 #endif  // STOF_CPU_GEMM_PACKED_KERNEL_H_

@@ -9,12 +9,12 @@ namespace stof {
 namespace cpu {
 namespace STOF_ISA {
 
-// Rows to fetch into the L2 cache, a few lines at a time between computations: the hardware's prefetchers stop at the
-// end of a page and do not see rows that are a page apart.
-class Ahead {
+// A queue of rows to prefetch into the L2 cache, a few cache lines at a time between computations. Hardware prefetchers
+// stop at the end of a page and do not see rows that are a page apart.
+class PrefetchQueue {
  public:
   void Clear() { count_ = block_ = 0, row_ = line_ = 0, total_ = 0; }
-  // Ignored where the list is full.
+  // Does nothing where the queue is full.
   void Add(const void* at, int64_t stride, int64_t rows, int64_t bytes) {
     if (count_ == kMost || rows <= 0) return;
     Block* block = &blocks_[count_++];

@@ -13,7 +13,7 @@ namespace cuda {
 // Whether this process may use CUDA through this library: no process that it was forked from has done so.
 inline bool IsCudaUsable() {
   static SingleProcess process;
-  return process.Enter();
+  return process.Claim();
 }
 
 inline Status CheckCudaProcess() {

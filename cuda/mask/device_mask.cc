@@ -203,7 +203,7 @@ Status MaskEntry::Upload(const BlockMask& mask, const ExprSizes& sizes, const Ma
     starts_ = reinterpret_cast<const CtaStart*>(base + starts);
     ctas_ = plan.ctas();
     dynamic_begin_ = plan.begin.back(), dynamic_end_ = static_cast<int32_t>(plan.tiles.size());
-    tile_counters_.Begin(reinterpret_cast<int32_t*>(static_cast<char*>(memory_) + counts));
+    tile_counters_.SetMemory(reinterpret_cast<int32_t*>(static_cast<char*>(memory_) + counts));
     split_rows_ = reinterpret_cast<const SplitRow*>(base + cut);
     split_row_count_ = static_cast<int32_t>(plan.split_rows.size());
     splits_ = plan.splits();

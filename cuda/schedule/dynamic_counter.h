@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Atomic tile counters in device memory, for dynamic tile scheduling.
+// Atomic tile counters in device memory. Dynamic tile scheduling: CTAs fetch the index of their next work tile from
+// one.
 #ifndef STOF_CUDA_SCHEDULE_DYNAMIC_COUNTER_H_
 #define STOF_CUDA_SCHEDULE_DYNAMIC_COUNTER_H_
 
@@ -32,8 +33,9 @@ class TileCounters {
   TileCounters(const TileCounters&) = delete;
   TileCounters& operator=(const TileCounters&) = delete;
   ~TileCounters();
-  // zeros: kStreams * kStride of them in device memory, which outlive this.
-  void Begin(int32_t* zeros) { zeros_ = zeros; }
+  // zeros: kStreams * kStride of them in device memory, which outlive this. The first counters lie there.
+  void SetMemory(int32_t* zeros) { zeros_ = zeros; }
+  // The counter of a launch on this stream. nullptr while kernels are only loaded.
   Status Get(cudaStream_t stream, Keeper* keeper, int32_t** counter) const;
 
  private:

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Improves an LPT schedule by local search: CTAs exchange tile rows until their loads are nearly equal. Plain C++.
+// Rebalance: improves an LPT (longest processing time first) schedule by local search, where CTAs exchange tile rows
+// until their loads are nearly equal. All on the host, no work stealing at run time. Plain C++.
 #ifndef STOF_CUDA_SCHEDULE_REBALANCE_H_
 #define STOF_CUDA_SCHEDULE_REBALANCE_H_
 
@@ -17,7 +18,7 @@ struct CostedTile {
   WorkTile tile;       // as a schedule encodes it
 };
 
-// A work tile that a CTA has.
+// A work tile in the list of one CTA.
 struct Assignment {
   const CostedTile* tile;
   size_t group;  // the phase or L2 head group in which it runs

@@ -22,7 +22,7 @@ void CountCases(int64_t cases) { case_count += cases; }
 double Effort() {
 #if defined(__SANITIZE_THREAD__)  // it looks for races, which every case has; numbers are the other builds' part
   return 0.04;
-#elif defined(__SANITIZE_ADDRESS__)
+#elif defined(__SANITIZE_ADDRESS__) || !defined(__OPTIMIZE__)
   return 0.2;
 #else
   return 1.0;

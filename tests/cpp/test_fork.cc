@@ -260,13 +260,13 @@ TEST(ForkedChildRunsOperators) {
 
 TEST(SingleProcessIsThatOfItsFirstUser) {
   SingleProcess used, unused;
-  CHECK(used.Enter() && used.Enter());
+  CHECK(used.Claim() && used.Claim());
   InChild([&] {
-    CHECK(!used.Enter() && !used.Enter());
-    CHECK(unused.Enter() && unused.Enter());
-    InChild([&] { CHECK(!used.Enter() && !unused.Enter()); });
+    CHECK(!used.Claim() && !used.Claim());
+    CHECK(unused.Claim() && unused.Claim());
+    InChild([&] { CHECK(!used.Claim() && !unused.Claim()); });
   });
-  CHECK(used.Enter() && unused.Enter());
+  CHECK(used.Claim() && unused.Claim());
   CountCases(8);
 }
 

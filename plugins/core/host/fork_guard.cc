@@ -8,7 +8,7 @@ namespace {
 
 std::atomic<uint64_t> generation{0};
 
-// Runs in the child before fork() returns there, while it has one thread.
+// The atfork handler of the child: runs before fork() returns there, while it has one thread.
 void CountFork() { generation.fetch_add(1, std::memory_order_relaxed); }
 
 // When the library is loaded, thus before any of its state exists. Without memory for it nothing else would work.

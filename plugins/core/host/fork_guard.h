@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// State that a child of fork() can use. The child has one thread, the one that forked, and a copy of all memory: the
-// work of other threads stays half done there, and a lock that another thread held is never released.
+// Fork safety: state that a child of fork() can use, by way of a pthread_atfork handler. The child has a copy of all
+// memory but only the thread that forked. Work of other threads stays half done, and locks that they held are never
+// released.
 #ifndef STOF_PLUGINS_CORE_HOST_FORK_GUARD_H_
 #define STOF_PLUGINS_CORE_HOST_FORK_GUARD_H_
 
@@ -13,14 +14,14 @@
 
 namespace stof {
 
-// The number of forks between the process that loaded the library and this one. Work that a thread of another
-// generation has begun is never finished in this process.
+// The number of forks between the process that loaded the library and this one. Work that was begun in another
+// generation is never finished in this process: its thread is not here.
 uint64_t ForkGeneration();
 
-// A value that the process makes once, when it is first asked for, and never destroys: threads may outlive static
-// objects. A function-local static with an initializer would not do: after a fork during the initialization the child
-// waits for a thread that it does not have. Declare it `static ProcessWide<T> name;`, which needs no initialization at
-// run time. Two threads that ask first both make a value; one of the two is dropped.
+// A singleton that is initialized lazily, without a lock, and never destroyed: threads may outlive static objects.
+// Declare it `static ProcessWide<T> name;`, which needs no initialization at run time. Threads that race to be first
+// each make a value; one is kept. A function-local static with an initializer has a lock: after a fork during the
+// initialization the child would wait for a thread that it does not have.
 template <typename T>
 class ProcessWide {
  public:
@@ -43,8 +44,8 @@ class ProcessWide {
   std::atomic<T*> value_{nullptr};
 };
 
-// A value behind a mutex. In a child of fork() the mutex is free, and the value is what it was; but a new T where a
-// thread that the child does not have was changing it. The old one is then left alone, without its destructor.
+// A value behind a mutex. In a child of fork() the mutex is unlocked. The value is what it was, or a new T if another
+// thread held the mutex at the fork. The old value is then leaked: it may be half changed.
 template <typename T>
 class ForkSafe {
  public:
@@ -52,7 +53,7 @@ class ForkSafe {
   ForkSafe(const ForkSafe&) = delete;
   ForkSafe& operator=(const ForkSafe&) = delete;
   ~ForkSafe() {
-    if (!changing_ || generation_.load(std::memory_order_relaxed) == ForkGeneration()) value()->~T();
+    if (!is_locked_ || generation_.load(std::memory_order_relaxed) == ForkGeneration()) value()->~T();
   }
 
   // The value, for as long as the Access lives. Not recursive.
@@ -71,46 +72,46 @@ class ForkSafe {
   Access Lock() { return Access(this); }
 
  private:
-  static constexpr uint64_t kRenewing = uint64_t{1} << 63;
+  static constexpr uint64_t kResetting = uint64_t{1} << 63;
 
   T* value() { return std::launder(reinterpret_cast<T*>(&memory_)); }
   void Acquire() {
     const uint64_t now = ForkGeneration();
     for (uint64_t seen = generation_.load(std::memory_order_acquire); seen != now;) {
-      if (seen == (now | kRenewing)) {  // by another thread of this process
+      if (seen == (now | kResetting)) {  // another thread of this process resets it
         std::this_thread::yield();
         seen = generation_.load(std::memory_order_acquire);
-      } else if (generation_.compare_exchange_weak(seen, now | kRenewing, std::memory_order_acq_rel,
+      } else if (generation_.compare_exchange_weak(seen, now | kResetting, std::memory_order_acq_rel,
                                                    std::memory_order_acquire)) {
-        Renew((seen & kRenewing) != 0);
+        Reset((seen & kResetting) != 0);
         generation_.store(seen = now, std::memory_order_release);
       }
     }
     mutex_.lock();
-    changing_ = true;
+    is_locked_ = true;
   }
   void Release() {
-    changing_ = false;
+    is_locked_ = false;
     mutex_.unlock();
   }
-  void Renew(bool half_renewed) {
+  void Reset(bool was_resetting) {
     new (&mutex_) std::mutex;
-    if (changing_ || half_renewed) new (&memory_) T();
-    changing_ = false;
+    if (is_locked_ || was_resetting) new (&memory_) T();
+    is_locked_ = false;
   }
 
   std::mutex mutex_;
-  bool changing_ = false;  // somebody holds the mutex
+  bool is_locked_ = false;  // a thread holds the mutex
   std::atomic<uint64_t> generation_;
   alignas(T) unsigned char memory_[sizeof(T)];
 };
 
-// A resource of the first process that uses it, such as a CUDA context: children that are forked later cannot use it.
+// A resource that only the first process to use it may use, such as a CUDA context. Children forked later may not.
 class SingleProcess {
  public:
   constexpr SingleProcess() = default;
-  // False in a child of the first process.
-  bool Enter() {
+  // Whether this process may use it: the first to ask may, its children may not.
+  bool Claim() {
     const uint64_t own = ForkGeneration() + 1;
     uint64_t first = 0;
     return first_.compare_exchange_strong(first, own, std::memory_order_acq_rel) || first == own;

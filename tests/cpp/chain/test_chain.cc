@@ -578,7 +578,7 @@ TEST(ChainLooksAhead) {
     cpu::ChainProgram program;
     cpu::CompileChain(chain, bound, 1, &program);
     std::vector<std::string> found;
-    for (const cpu::ChainAhead& a : program.ahead) {
+    for (const cpu::ChainPrefetch& a : program.prefetches) {
       const int64_t at = a.first + (a.output ? 0 : bound.reads[static_cast<size_t>(a.which)].constant);
       const int tensor = a.output ? a.which : bound.reads[static_cast<size_t>(a.which)].input;
       found.push_back((a.output ? "y" : "x") + std::to_string(tensor) + " " + std::to_string(at) + " + " +

@@ -24,7 +24,7 @@ using cuda::TileCounters;
 struct Counts {
   std::vector<int32_t> zeros = std::vector<int32_t>(TileCounters::kStreams * TileCounters::kStride, 0);
   TileCounters counts;
-  Counts() { counts.Begin(zeros.data()); }
+  Counts() { counts.SetMemory(zeros.data()); }
   bool IsZero(const int32_t* count) const { return count >= zeros.data() && count < zeros.data() + zeros.size(); }
   // A kernel that uses the counter leaves it 0.
   int32_t* Get(cudaStream_t stream, Keeper* keeper = nullptr) const {
