@@ -17,10 +17,11 @@ from stof.files import open_regular, temporary_file
 from stof.graph.check_text import check_text
 from stof.graph.external_data import DataCopier, all_tensors, check_external, data_to_copy, is_external
 from stof.graph.index import DOMAIN, STANDARD_DOMAINS, describe, is_standard, opset_of, topological_order
+from stof.graph.old_opsets import OLDEST_CONVERTED, convert_opset
 from stof.graph.protobuf import replace_nodes
 
 LARGEST_OPSET = 26
-SMALLEST_OPSET = 13
+SMALLEST_OPSET = 13  # older ones are converted to it
 _IR_OF_DEFAULTS = 4  # first IR version in which an initializer need not be an input
 _LARGEST_FILE = (1 << 31) - 1  # bytes of a protobuf
 _KNOWN_DOMAINS = frozenset({*STANDARD_DOMAINS, "ai.onnx.ml", "com.microsoft", "ai.onnx.preview.training", DOMAIN})
@@ -33,7 +34,7 @@ _PLAIN_TYPES = frozenset(
 
 
 def load(path: Path) -> onnx.ModelProto:
-    """Reads a model without its external data.
+    """Reads a model without its external data. One of an old opset is converted.
 
     Raises:
         ArgumentError: when there is no such file.
@@ -64,7 +65,7 @@ def load(path: Path) -> onnx.ModelProto:
     _drop_constant_inputs(model)
     _check_edges(path, model.graph)
     check_external(path, model)
-    return model
+    return convert_opset(path, model, SMALLEST_OPSET) if opset_of(model) < SMALLEST_OPSET else model
 
 
 def _drop_constant_inputs(model: onnx.ModelProto) -> None:
@@ -82,16 +83,13 @@ def _drop_constant_inputs(model: onnx.ModelProto) -> None:
 
 
 def _check_opsets(path: Path, model: onnx.ModelProto) -> None:
-    expected = f"{SMALLEST_OPSET} to {LARGEST_OPSET}"
+    expected = f"{OLDEST_CONVERTED} to {LARGEST_OPSET}"
     standard = [e.version for e in model.opset_import if e.domain in STANDARD_DOMAINS]
     if not standard:
         raise ModelError(f"{path} imports no opset of the standard domain, expected {expected}")
     for version in standard:
-        if not SMALLEST_OPSET <= version <= LARGEST_OPSET:
-            raise ModelError(
-                f"{path} has opset {version}, expected {expected}; "
-                "convert it with onnx.version_converter or export it again"
-            )
+        if not OLDEST_CONVERTED <= version <= LARGEST_OPSET:
+            raise ModelError(f"{path} has opset {version}, expected {expected}; export it again")
     known = _KNOWN_DOMAINS | {f.domain for f in model.functions} | {e.domain for e in model.opset_import}
     for node in model.graph.node:
         if node.domain not in known:

@@ -16,6 +16,7 @@ from stof.symbolic.algebra.overflow import guard_overflow
 from stof.symbolic.algebra.terms import Int, dim, integer, subterms, var
 from stof.symbolic.dimension_names import parse_dimension
 from stof.symbolic.facts import Fact, RuleContext, dtype_kind
+from stof.symbolic.onnx_inference import OnnxInference
 from stof.symbolic.rules import contrib, fused_attention, quantized, standard, stof_ops
 from stof.symbolic.tensor import EQUALS, Shape, SymTensor, computed_tensor, constant_tensor, input_tensor, kind_of
 
@@ -54,6 +55,7 @@ class Symbolic:
     def __init__(self, model: onnx.ModelProto, inlined: Symbolic | None = None, *, vectors: bool = False) -> None:
         self._facts: dict[str, Fact] = {}
         self._inlined = inlined
+        self._onnx = OnnxInference(model.opset_import, model.ir_version)
         rules = standard.RULES | fused_attention.STANDARD | quantized.STANDARD
         self._rules = {
             **dict.fromkeys(STANDARD_DOMAINS, rules),
@@ -102,15 +104,17 @@ class Symbolic:
                 found = [_fold_fact(name, fact) for name, fact in zip(node.output, made, strict=False)]
             except (ValueError, IndexError, TypeError, KeyError, ArithmeticError, MemoryError) as error:
                 reason = f"{node.op_type} {node.name!r}: {error}"
+        inferred = self._infer_by_onnx(node, rule is None, found)
         for i, name in enumerate(node.output):
             if not name:
                 continue
             fact = found[i] if found is not None and i < len(found) else Fact()
             if rule is None and self._inlined is not None:
                 fact = Fact(self._inlined.dtype(name), self._inlined.shape(name))
-            if fact.shape is None and name in self._declared:
-                declared = self._declared[name]
-                fact = Fact(fact.dtype or declared.elem_type, _declared_shape(name, declared))
+            if fact.shape is None and inferred is not None:
+                fact = Fact(fact.dtype or inferred[i].dtype, inferred[i].shape)
+            if name in self._declared:
+                fact = _with_declared(fact, name, self._declared[name])
             if fact.value is None and node.op_type in _REDUCING:
                 fact = self._runtime_fact(name, node, fact)
                 if node.op_type == "CumSum" and _is_running_sum(context):
@@ -127,6 +131,15 @@ class Symbolic:
                 ]
                 fact = Fact(fact.dtype, fact.shape, None, reason or next((c for c in causes if c), "") or node.op_type)
             self._facts[name] = fact
+
+    def _infer_by_onnx(self, node: onnx.NodeProto, no_rule: bool, found: list[Fact] | None) -> list[Fact] | None:
+        """ONNX's facts of a node without a rule, or whose rule knows no shape although the shapes of all inputs are known."""
+        if not no_rule:
+            if found is not None and all(f.shape is not None for f in found[: len(node.output)]):
+                return None
+            if any(n and (n not in self._facts or self._facts[n].shape is None) for n in node.input):
+                return None
+        return self._onnx.infer(node, self._facts)
 
     def _visit_branches(self, node: onnx.NodeProto) -> None:
         """The facts of an If: those of its branch where the condition is constant, else the shapes that both branches share."""
@@ -297,6 +310,20 @@ def _declared_shape(name: str, tensor: onnx.TypeProto.Tensor) -> Shape | None:
         else dim(f"{name}#{i}")
         for i, d in enumerate(tensor.shape.dim)
     )
+
+
+def _with_declared(fact: Fact, name: str, tensor: onnx.TypeProto.Tensor) -> Fact:
+    """A fact in which the sizes that nobody knows are those that the model declares."""
+    shape = _declared_shape(name, tensor)
+    if shape is None or (fact.shape is not None and len(fact.shape) != len(shape)):
+        return fact
+    if fact.shape is None:
+        return Fact(fact.dtype or tensor.elem_type, shape)
+    unknown = {dim(f"{name}#{i}") for i in range(len(shape))}
+    if not unknown & set(fact.shape):
+        return fact
+    merged = tuple(other if own in unknown else own for own, other in zip(fact.shape, shape, strict=True))
+    return Fact(fact.dtype, merged, fact.value, fact.reason) if fact.value is None else fact
 
 
 def _initializer_fact(tensor: onnx.TensorProto) -> Fact:

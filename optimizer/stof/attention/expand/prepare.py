@@ -8,6 +8,7 @@ import onnx
 from stof.attention.expand.contrib import expand_contrib_attention, expand_multi_head
 from stof.attention.expand.gqa import expand_group_query
 from stof.attention.expand.onnx_attention import expand_onnx_attention
+from stof.attention.expand.softmax_wrappers import unwrap_softmaxes
 from stof.attention.expand.working_copy import Expander, FusedNode, WorkingCopy, expand_nodes
 from stof.errors import UnsupportedError
 from stof.graph.index import domain_of
@@ -32,7 +33,7 @@ _EXPANDERS: dict[tuple[str, str], Expander] = {
 
 def prepare(model: onnx.ModelProto) -> WorkingCopy:
     """Makes the working copy of a model."""
-    base = inline(model, {("", "Softmax"), *_EXPANDERS})
+    base = unwrap_softmaxes(inline(model, {("", "Softmax"), *_EXPANDERS}))
     inlined = inline_all(base)
     return expand_nodes(model, base, _EXPANDERS, None if inlined is base else Symbolic(inlined))
 
@@ -44,7 +45,7 @@ def prepare_subgraph(model: onnx.ModelProto, inlined: Symbolic | None) -> Workin
         model: the subgraph, with the outer nodes that it depends on.
         inlined: shapes of the whole model with all functions inlined, where some are left.
     """
-    return expand_nodes(model, model, _EXPANDERS, inlined)
+    return expand_nodes(model, unwrap_softmaxes(model), _EXPANDERS, inlined)
 
 
 def is_fused(node: onnx.NodeProto) -> bool:

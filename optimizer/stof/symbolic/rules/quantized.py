@@ -7,7 +7,7 @@ from onnx import TensorProto
 
 from stof.symbolic.facts import Fact, Rule, RuleContext
 from stof.symbolic.rules.broadcasting import broadcast
-from stof.symbolic.rules.shape_only import as_first
+from stof.symbolic.rules.shape_only import as_first, conv_shape
 from stof.symbolic.tensor import Shape
 
 _FLOAT, _UINT8, _INT32 = int(TensorProto.FLOAT), int(TensorProto.UINT8), int(TensorProto.INT32)
@@ -48,6 +48,16 @@ def _qlinear_matmul(context: RuleContext) -> list[Fact]:
     return [Fact(context.fact(7).dtype or _UINT8, _matmul_shape(context.shape(0), context.shape(3)))]
 
 
+def _conv_integer(context: RuleContext) -> list[Fact] | None:
+    shape = conv_shape(context)
+    return None if shape is None else [Fact(_INT32, shape)]
+
+
+def _qlinear_conv(context: RuleContext) -> list[Fact] | None:
+    shape = conv_shape(context, 3)
+    return None if shape is None else [Fact(context.fact(7).dtype or _UINT8, shape)]
+
+
 def _qlinear_binary(context: RuleContext) -> list[Fact]:
     a, b = context.shape(0), context.shape(3)
     return [Fact(context.fact(0).dtype, None if a is None or b is None else broadcast([a, b]))]
@@ -67,6 +77,8 @@ STANDARD: dict[str, Rule] = {
     "QuantizeLinear": _quantize,
     "DequantizeLinear": _dequantize,
     "MatMulInteger": _matmul_integer,
+    "ConvInteger": _conv_integer,
+    "QLinearConv": _qlinear_conv,
     "QLinearMatMul": _qlinear_matmul,
     # ONNX Runtime's optimizer writes it in the standard domain.
     "SimplifiedLayerNormalization": as_first,

@@ -38,8 +38,9 @@ def _window(context: RuleContext, sizes: Shape, kernel: list[int]) -> Shape | No
     return tuple(result)
 
 
-def _conv(context: RuleContext) -> list[Fact] | None:
-    data, weight = context.shape(0), context.shape(1)
+def conv_shape(context: RuleContext, weight_place: int = 1) -> Shape | None:
+    """The output of a convolution, whose weight is the input of that number."""
+    data, weight = context.shape(0), context.shape(weight_place)
     if data is None or weight is None or len(data) < 3:
         return None
     kernel = [d.constant for d in weight[2:]]
@@ -47,7 +48,24 @@ def _conv(context: RuleContext) -> list[Fact] | None:
         return None
     context.equate(data[1], weight[1] * integer(context.number("group", 1)))
     sizes = _window(context, data[2:], [k for k in kernel if k is not None])
-    return None if sizes is None else [Fact(context.fact(0).dtype, (data[0], weight[0], *sizes))]
+    return None if sizes is None else (data[0], weight[0], *sizes)
+
+
+def _conv(context: RuleContext) -> list[Fact] | None:
+    shape = conv_shape(context)
+    return None if shape is None else [Fact(context.fact(0).dtype, shape)]
+
+
+def _stft(context: RuleContext) -> list[Fact] | None:
+    """[B, samples(, 1)] to [B, frames, bins, 2]."""
+    signal, step, window = context.shape(0), context.fixed_ints(1), context.shape(2)
+    given = context.fixed_ints(3)
+    length = given[0] if given else window[0].constant if window else None
+    if signal is None or len(signal) < 2 or not step or step[0] < 1 or length is None or length < 1:
+        return None
+    frames = floor_div(signal[1] + integer(-length), step[0]) + ONE
+    bins = length // 2 + 1 if context.number("onesided", 1) else length
+    return [Fact(context.fact(0).dtype, (signal[0], frames, integer(bins), integer(2)))]
 
 
 def _pool(context: RuleContext) -> list[Fact] | None:
@@ -238,6 +256,7 @@ RULES: dict[str, Rule] = {
     "Mean": _broadcast,
     "Sum": _broadcast,
     "Conv": _conv,
+    "STFT": _stft,
     "ConvTranspose": _conv_transpose,
     "AveragePool": _pool,
     "MaxPool": _pool,
