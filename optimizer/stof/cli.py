@@ -32,6 +32,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("model", type=Path, nargs="?", help="the ONNX file; never modified")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: <name>.stof.onnx beside the input")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write the report as an HTML page for people")
     parser.add_argument("--dry-run", action="store_true", help="report only, write no model")
     parser.add_argument(
         "--explain", nargs="?", const="*", metavar="SITE", help="say how far each site got, write no model"
@@ -57,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--tune", type=_seconds, metavar="SECONDS", help="measure, for so long, instead of predicting: kernels, chains"
     )
+    parser.add_argument("--time", action="store_true", help="time the original and the result, for 20 seconds")
     parser.add_argument("--allow-tf32", action="store_true", help="compute fp32 attention's matmuls in TF32, on CUDA")
     parser.add_argument("--plan", type=Path, metavar="FILE", help="apply a saved plan instead of choosing")
     parser.add_argument("--save-plan", type=Path, metavar="FILE", help="save the choices as JSON, with --dry-run too")
@@ -165,6 +167,8 @@ def _run(arguments: argparse.Namespace) -> int:
         target=arguments.target,
         allow_tf32=arguments.allow_tf32,
         json=arguments.json,
+        report=arguments.report,
+        time=arguments.time,
         dry_run=arguments.dry_run,
         explain=arguments.explain,
         verify=not arguments.no_verify,
@@ -189,7 +193,7 @@ def _run(arguments: argparse.Namespace) -> int:
     try:
         say(*lines)
     except OutputError as error:
-        written = [str(f) for f in (report.output, options.json, options.save_plan) if f is not None]
+        written = [str(f) for f in (report.output, options.json, options.report, options.save_plan) if f is not None]
         if not written:
             raise
         complain(f"stof-optimize: {error}; written: {', '.join(written)}")

@@ -16,6 +16,8 @@ class Options:
     capability: int = 0  # of the CUDA device to predict for, 10 x major + minor; 0: the one at hand
     allow_tf32: bool = False
     json: Path | None = None
+    report: Path | None = None  # an HTML page for people
+    time: bool = False  # whether the original and the result are timed in ONNX Runtime, once it is written
     dry_run: bool = False
     explain: str | None = None  # "*" or a candidate, as in ``only``: report only, and say how far it got
     verify: bool = True

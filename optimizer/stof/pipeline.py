@@ -14,6 +14,7 @@ from stof.execution.session_process import RuntimeFailure, has_onnxruntime
 from stof.files import check_outputs, write_text
 from stof.graph.external_data import check_output_folder, data_to_copy, external_files
 from stof.graph.load_save import load, save
+from stof.html_report import to_html
 from stof.op_rewrite import Job
 from stof.ops import OPS
 from stof.options import Options
@@ -68,6 +69,7 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
         raise ArgumentError(
             "verification needs onnxruntime, which is not installed: pip install onnxruntime, or use --no-verify"
         )
+    _check_time_option(options, report.dry_run)
     selections = dict(zip((op.key for op in OPS), select(options, [op.names for op in OPS]), strict=True))
     plan = _load_plan(options)
     with _timed(report, "load"), _as_model_error(source):
@@ -95,6 +97,17 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
     _save_plan({s.op.key: s.decided.plan for s in stages}, options)
 
 
+def _check_time_option(options: Options, dry_run: bool) -> None:
+    if not options.time:
+        return
+    if options.target != "cpu":
+        raise ArgumentError(f"--time measures on the CPU; for --target {options.target} use stof-bench")
+    if dry_run:
+        raise ArgumentError("--time needs a model that is written; leave --dry-run and --explain out")
+    if not has_onnxruntime():
+        raise ArgumentError("--time needs onnxruntime, which is not installed: pip install onnxruntime")
+
+
 def _load_plan(options: Options) -> Plan | None:
     if options.plan is None:
         return None
@@ -115,7 +128,12 @@ def _save_plan(entries: dict[str, tuple[PlanEntry, ...]], options: Options) -> N
 def _check_files(
     read: dict[str, Path], target: Path, options: Options, dry_run: bool, copies: Mapping[str, Path] | None = None
 ) -> None:
-    written = {"report": options.json, "saved plan": options.save_plan, "output": None if dry_run else target}
+    written = {
+        "report": options.json,
+        "HTML report": options.report,
+        "saved plan": options.save_plan,
+        "output": None if dry_run else target,
+    }
     if options.plan is not None:
         read = {**read, "plan": options.plan}
     if options.tune:
@@ -126,6 +144,8 @@ def _check_files(
 def _write_report(report: Report, options: Options) -> None:
     if options.json is not None:
         write_text("report", options.json, [report.to_json()])
+    if options.report is not None:
+        write_text("HTML report", options.report, [to_html(report)])
 
 
 @contextmanager
@@ -182,4 +202,21 @@ def _verify_and_write(report: Report, job: Job, stages: list[Stage], target: Pat
     with _timed(report, "write"):
         save(final, target, job.source)
     report.output = str(target)
+    if job.options.time:
+        with _timed(report, "time"):
+            _time_models(report, job, stages, target)
     return stages
+
+
+def _time_models(report: Report, job: Job, stages: list[Stage], target: Path) -> None:
+    """Times the original and the written model. What hinders is a note: the model is verified and written."""
+    from stof.verification.model_inputs import default_inputs
+    from stof.verification.model_times import NotTimedError, time_models
+
+    try:
+        checks = filter(None, (s.op.site_checks(job, s.decided) for s in stages))
+        known = next((i for c in checks if (i := c.model_inputs()) is not None), None)
+        inputs = known or default_inputs(job.model)
+        report.times = time_models(job.source, target, inputs, job.options.shapes)
+    except (NotTimedError, RuntimeFailure, StofError, KeyError, MemoryError, TypeError, ValueError) as error:
+        report.notes += (f"not timed: {explained(error)}",)

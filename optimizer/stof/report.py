@@ -13,6 +13,7 @@ from stof.errors import shown
 from stof.selection import CandidateNames, owner_of
 
 if TYPE_CHECKING:
+    from stof.verification.model_times import ModelTimes
     from stof.verification.result import Comparison, Verification
 
 _MAX_LINES = 4
@@ -28,6 +29,89 @@ class Row(Protocol):
     @property
     def reason(self) -> str:
         """Why it was replaced or left."""
+
+
+@dataclass(frozen=True)
+class PageRow:
+    """One candidate in a table of the report's page.
+
+    Attributes:
+        name: the candidate's.
+        replaced: whether it became a node of the op.
+        cells: what the table's columns hold, as plain text.
+    """
+
+    name: str
+    replaced: bool
+    cells: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PageTable:
+    """The candidates of an op for the report's page, in the order of the graph.
+
+    Attributes:
+        title: what they are: "Attention sites".
+        columns: headings of the cells behind name and result.
+        rows: one for each candidate.
+        code: the columns whose cells are code, by index.
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[PageRow, ...]
+    code: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class TileGrid:
+    """One mask, or some heads of it, as tiles: ``#`` all, ``+`` some, ``.`` none of a tile's pairs may attend.
+
+    Attributes:
+        label: which heads; empty where all are alike.
+        rows: a text for each row of tiles, queries from the top to the bottom; a character for each tile.
+    """
+
+    label: str
+    rows: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class MaskPicture:
+    """A distinct mask for the report's page.
+
+    Attributes:
+        title: the mask's kind.
+        mask: its text.
+        facts: short sentences: where it is used, which share of tiles is computed.
+        queries: rows S that the grids show.
+        keys: columns T that the grids show.
+        grids: one or, where heads differ, a few.
+    """
+
+    title: str
+    mask: str
+    facts: tuple[str, ...]
+    queries: int
+    keys: int
+    grids: tuple[TileGrid, ...]
+
+
+@dataclass(frozen=True)
+class Gain:
+    """The time of replaced nodes over that of the op: one bar of the report's page.
+
+    Attributes:
+        label: what was replaced.
+        count: how many times.
+        factor: the quotient of the times.
+        measured: whether they were measured, not predicted.
+    """
+
+    label: str
+    count: int
+    factor: float
+    measured: bool
 
 
 class Section(ABC):
@@ -62,6 +146,20 @@ class Section(ABC):
         """Lines below the rows of all sections."""
         return []
 
+    def page_table(self) -> PageTable:
+        """The rows for the report's page."""
+        kind = self.names.kind
+        rows = (PageRow(f"{kind} {i}", row.replaced, (row.reason,)) for i, row in enumerate(self.rows))
+        return PageTable(f"{kind[:1].upper()}{kind[1:]}s", ("reason",), tuple(rows))
+
+    def page_pictures(self) -> Sequence[MaskPicture]:
+        """The distinct masks for the report's page."""
+        return ()
+
+    def page_gains(self) -> Sequence[Gain]:
+        """Predicted and measured gains for the report's page, one for each kind of candidate."""
+        return ()
+
     def nothing_to_do(self) -> str:
         """Why no candidate is replaced; empty where other sections say it."""
         return ""
@@ -86,6 +184,7 @@ class Report:
     nodes_after: int = 0
     dry_run: bool = False
     verification: Verification | None = None
+    times: ModelTimes | None = None  # of the whole models, with --time
     seconds: dict[str, float] = field(default_factory=dict)
     library: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()  # what this installation lacks for the target
@@ -124,6 +223,7 @@ class Report:
         data |= {name: getattr(self, name) for name in own}
         if self.verification is not None:
             data["verification"] = {**asdict(self.verification), "ok": not self.verification.failures}
+        data["times"] = None if self.times is None else self.times.to_json()
         return strict_json.dumps(data, indent=2, default=str)
 
     def to_text(self) -> str:
@@ -136,6 +236,12 @@ class Report:
         if self.nodes_after:
             lines += ["", f"nodes: {self.nodes_before} -> {self.nodes_after}"]
         lines += self._verification_lines()
+        if self.times is not None:
+            before, after = self.times.original, self.times.optimized
+            lines.append(
+                f"measured: {1e3 * before.best:.4g} ms -> {1e3 * after.best:.4g} ms, {self.times.speedup:.2f}x "
+                f"({self.times.inputs}; best of {after.runs} runs by turns)"
+            )
         if self.output:
             lines.append(f"written: {self.output}")
         elif self.replaced:
@@ -165,14 +271,14 @@ class Report:
             worst = max(sites, key=lambda c: c.difference / c.budget if c.budget else 0.0)
             lines.append(
                 f"verified: {len(sites)} sites against fp64, worst error {worst.difference:.2e} of {worst.budget:.2e} allowed; "
-                f"{_describe_coverage(sites)}"
+                f"{describe_coverage(sites)}"
             )
         if outputs:
             worst = max(outputs, key=lambda c: c.difference / c.budget if c.budget else 0.0)
             lines.append(
                 f"verified: {len(outputs)} outputs against the original, worst difference {worst.difference:.2e} of "
                 f"{worst.budget:.2e} allowed ({v.seconds:.1f} s{'' if v.complete else ', cut short by the budget'}); "
-                f"{_describe_coverage(outputs)}"
+                f"{describe_coverage(outputs)}"
             )
             lines += _undefined_lines(outputs)
         if v.expanded:
@@ -187,7 +293,7 @@ class Report:
         return lines
 
 
-def _describe_coverage(comparisons: Sequence[Comparison]) -> str:
+def describe_coverage(comparisons: Sequence[Comparison]) -> str:
     """Which elements were compared, and why others were not."""
     given = [c.coverage for c in comparisons]
     elements, compared = sum(c.elements for c in given), sum(c.compared for c in given)

@@ -8,7 +8,8 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from stof.report import Section
+from stof.mask.draw_masks import MaskDrawing
+from stof.report import Gain, MaskPicture, PageRow, PageTable, Section, TileGrid
 from stof.selection import CandidateNames, NamedCandidate
 
 KEY = "sites"
@@ -51,11 +52,18 @@ class SiteReport:
 
 @dataclass
 class SiteSection(Section):
-    """The sites of a model, and pictures of their masks: rows of tiles, by the mask's text."""
+    """The sites of a model.
+
+    Attributes:
+        rows: each site, and each softmax that is none.
+        pictures: rows of tiles, by the mask's text, for the terminal and JSON.
+        drawings: larger pictures for the report's page, by the mask's text; empty where no page is asked for.
+    """
 
     names = NAMES
     rows: list[SiteReport] = field(default_factory=list)
     pictures: dict[str, list[str]] = field(default_factory=dict)
+    drawings: dict[str, MaskDrawing] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return {KEY: [asdict(row) for row in self.rows], "pictures": self.pictures}
@@ -77,6 +85,35 @@ class SiteSection(Section):
             lines += ["", f"  {mask or 'every pair'}   (# all, + some, . no pair of a tile)"]
             lines += [f"    {row}" for row in rows]
         return lines
+
+    def page_table(self) -> PageTable:
+        columns = ("mask", "heads", "tiles", "predicted", "why")
+        return PageTable("Attention sites", columns, tuple(map(_page_row, self.rows)), frozenset({0}))
+
+    def page_pictures(self) -> list[MaskPicture]:
+        return [self._picture(mask, drawing) for mask, drawing in self.drawings.items()]
+
+    def page_gains(self) -> list[Gain]:
+        groups: dict[tuple[str, str, int, float], int] = defaultdict(int)
+        for s in self.rows:
+            if s.replaced and s.predicted_gain is not None:
+                groups[(s.family, s.heads, s.length, s.predicted_gain)] += 1
+        return [
+            Gain(f"attention, {family}, {heads}, S = {length}", count, gain, False)
+            for (family, heads, length, gain), count in groups.items()
+        ]
+
+    def _picture(self, mask: str, drawing: MaskDrawing) -> MaskPicture:
+        rows = [s for s in self.rows if s.replaced and s.mask == mask]
+        sizes = {(s.tile_density, s.length): None for s in rows}
+        facts = [f"{len(rows)} site{'' if len(rows) == 1 else 's'}"]
+        facts += [
+            f"{_percent(share)} of tiles computed at S = {length}" for share, length in sizes if share is not None
+        ]
+        facts += [drawing.note] if drawing.note else []
+        title = next((s.family for s in rows), "mask")
+        grids = tuple(TileGrid(label, rows) for label, rows in drawing.grids)
+        return MaskPicture(title, mask or "every pair", tuple(facts), drawing.length, drawing.length, grids)
 
     def nothing_to_do(self) -> str:
         if not self.rows:
@@ -110,6 +147,20 @@ def _group_lines(group: list[SiteReport]) -> list[str]:
     ]
     lines += [f"        note: {n}" for n in first.notes]
     return lines
+
+
+def _page_row(s: SiteReport) -> PageRow:
+    if not s.replaced:
+        return PageRow(s.site, False, (s.mask, s.heads, "", "", f"{s.step.value}: {s.reason}"))
+    heads = f"{s.heads}, D = {s.head_size}"
+    tiles = "" if s.tile_density is None else _percent(s.tile_density)
+    gain = "" if s.predicted_gain is None else f"{s.predicted_gain:.1f}x at S = {s.length}"
+    words = [f"kernel {s.kernel}", s.form, f"empty rows: {s.empty_rows}", *s.notes]
+    return PageRow(s.site, True, (s.mask or "every pair", heads, tiles, gain, "; ".join(filter(None, words))))
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g} %" if share < 0.1 else f"{100 * share:.0f} %"
 
 
 def _explained_lines(s: SiteReport) -> list[str]:

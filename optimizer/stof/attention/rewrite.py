@@ -29,6 +29,7 @@ from stof.attention.subgraphs import Scope, emit_scopes, find_scopes
 from stof.graph.external_data import read_constants
 from stof.graph.index import DOMAIN, all_nodes
 from stof.graph.names import FreshNames
+from stof.mask.draw_masks import draw_masks
 from stof.mask.expression import MaskExpression
 from stof.mask.families import picture
 from stof.mask.site import tables_of
@@ -119,6 +120,8 @@ class AttentionRewrite(OpRewrite[tuple[Scope, ...], AttentionDecisions]):
         section = SiteSection([*refused, *(c.report for c in choices)])
         decided = AttentionDecisions(found, tuple(choices), section)
         section.pictures = _pictures(decided.rewrites)
+        if job.options.report is not None:
+            section.drawings = draw_masks((r.site, r.mask) for r in decided.rewrites)
         return decided
 
     def emit(self, job: Job, model: onnx.ModelProto, decided: AttentionDecisions) -> onnx.ModelProto:

@@ -53,6 +53,26 @@ class VerifiedSession:
             raise _make_time_limit_error("run", self._name, self._budget) from None
 
 
+def file_session(path: Path, *, library: bool, seconds: float) -> Session:
+    """A session of a model file, as an application makes one: with graph optimizations and prepacked weights.
+
+    Raises:
+        RuntimeFailure: what ONNX Runtime raises.
+        TimeoutError: when it takes longer than so many seconds.
+    """
+    with _utf8_path(path.parent) as folder:
+        spec = SessionSpec(
+            f"{folder}/{path.name}",
+            library=str(library_path()) if library else "",
+            without=_optimizers_left_out(),
+        )
+        return create_session(spec, seconds)
+
+
+def _optimizers_left_out() -> tuple[str, ...]:
+    return ("AttentionFusion",) if runtime_version() < _FUSION_ABORTS else ()
+
+
 def _seconds_allowed(budget: float) -> float:
     """What a session's creation or a run may take."""
     return max(_LEAST_SECONDS, _BUDGETS * budget)
@@ -150,7 +170,7 @@ class Sessions:
             library=str(library_path()) if library else "",
             optimizations="all" if optimized else "none",
             entries=tuple(entries),
-            without=("AttentionFusion",) if runtime_version() < _FUSION_ABORTS else (),
+            without=_optimizers_left_out(),
         )
         name = "the optimized model" if library else "the original"
         try:

@@ -19,13 +19,14 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from stof.errors import ArgumentError
 from stof.execution.channel import Channel
-from stof.execution.session_worker import Create, Created, Failure, Request, Run, SessionSpec, Version
+from stof.execution.session_worker import Create, Created, Failure, Measure, Request, Run, SessionSpec, Version
 
 # The first argument is no path: the folder that Python puts first with -c is not looked into before it is gone.
 _START = (
@@ -80,7 +81,7 @@ class _SessionProcess:
     def end(self) -> None:
         self._finalizer()
 
-    def request(self, body: Create | Run | Version | None, seconds: float | None) -> Any:
+    def request(self, body: Create | Run | Measure | Version | None, seconds: float | None) -> Any:
         """The process's answer to a request. On any error but a refusal, an interrupt for instance, the process is ended."""
         released = tuple(self.released_sessions.popleft() for _ in range(len(self.released_sessions)))
         try:
@@ -127,6 +128,23 @@ def _kill_process(owner: int, popen: subprocess.Popen[bytes], connection: Any, l
     popen.wait()
 
 
+@dataclass(frozen=True)
+class TimingLimits:
+    """How long models are timed.
+
+    Attributes:
+        seconds: after which no further round begins.
+        end: seconds after which the process is ended.
+        most_rounds: how many rounds there are at most.
+        least_rounds: how many there are where the process is not ended before.
+    """
+
+    seconds: float
+    end: float
+    most_rounds: int
+    least_rounds: int
+
+
 class Session:
     """A session in the process of the calling thread.
 
@@ -154,6 +172,23 @@ class Session:
         found = self._process.request(
             Run(self._number, None if outputs is None else tuple(outputs), dict(feeds)), seconds
         )
+        assert isinstance(found, list)
+        return found
+
+    def measure(
+        self, others: Sequence[Session], feeds: Mapping[str, np.ndarray], limits: TimingLimits
+    ) -> list[list[float]]:
+        """Seconds of runs of this session and others of its process, which run by turns after a warm-up.
+
+        Raises:
+            RuntimeFailure: what ONNX Runtime raises, or its process ended.
+            TimeoutError: when it takes longer than ``limits.end``.
+        """
+        if any(s._process is not self._process for s in others):
+            raise ValueError("sessions of several processes")
+        numbers = (self._number, *(s._number for s in others))
+        body = Measure(numbers, dict(feeds), limits.seconds, limits.most_rounds, limits.least_rounds)
+        found = self._process.request(body, limits.end)
         assert isinstance(found, list)
         return found
 

@@ -10,6 +10,7 @@ import fcntl
 import os
 import signal
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -65,6 +66,25 @@ class Run:
 
 
 @dataclass(frozen=True)
+class Measure:
+    """Asks for the times of sessions that run by turns; the answer is a list of seconds for each.
+
+    Attributes:
+        numbers: the sessions.
+        feeds: the inputs of all of them.
+        seconds: after which no further round begins; the warm-up counts.
+        most_rounds: how many rounds there are at most.
+        least_rounds: how many there are in any case.
+    """
+
+    numbers: tuple[int, ...]
+    feeds: Mapping[str, np.ndarray]
+    seconds: float
+    most_rounds: int
+    least_rounds: int
+
+
+@dataclass(frozen=True)
 class Version:
     """Asks for ONNX Runtime's version."""
 
@@ -74,7 +94,7 @@ class Request:
     """One of the above, after sessions that nobody needs any more are gone."""
 
     released: tuple[int, ...]
-    body: Create | Run | Version | None
+    body: Create | Run | Measure | Version | None
 
 
 @dataclass(frozen=True)
@@ -126,18 +146,37 @@ def _end_with(parent: int) -> None:
     fcntl.fcntl(parent, fcntl.F_SETFL, fcntl.fcntl(parent, fcntl.F_GETFL) | os.O_ASYNC)
 
 
-def _answer(body: Create | Run | Version | None, sessions: dict[int, Any]) -> object:
+def _answer(body: Create | Run | Measure | Version | None, sessions: dict[int, Any]) -> object:
     if isinstance(body, Create):
         session = _Evaluator(body.spec) if body.spec.reference else _Session(body.spec)
         sessions[body.number] = session
         return session.names
     if isinstance(body, Run):
         return sessions[body.number].run(body.outputs, body.feeds)
+    if isinstance(body, Measure):
+        return _measure(body, [sessions[number] for number in body.numbers])
     if isinstance(body, Version):
         import onnxruntime as ort
 
         return str(ort.__version__)
     return None
+
+
+def _measure(body: Measure, sessions: Sequence[Any]) -> list[list[float]]:
+    deadline = time.perf_counter() + body.seconds
+    feeds = dict(body.feeds)
+    for session in sessions:  # the first run allocates memory and builds block masks
+        session.run(None, feeds)
+    found: list[list[float]] = [[] for _ in sessions]
+    for number in range(body.most_rounds):
+        if number >= body.least_rounds and time.perf_counter() >= deadline:
+            break
+        for i in range(len(sessions)):
+            turn = (i + number) % len(sessions)  # each goes first once
+            start = time.perf_counter()
+            sessions[turn].run(None, feeds)
+            found[turn].append(time.perf_counter() - start)
+    return found
 
 
 class _Session:

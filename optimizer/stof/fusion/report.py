@@ -10,7 +10,7 @@ from typing import Any
 from stof.fusion.apply import ChainReport
 from stof.fusion.decide.selection import NAMES
 from stof.fusion.plan_entry import ChainPlan
-from stof.report import Section
+from stof.report import Gain, PageRow, PageTable, Section
 from stof.selection import NamedCandidate
 
 KEY = "chains"
@@ -44,6 +44,23 @@ class ChainSection(Section):
             else:
                 lines.append(f"  kept  {len(group)} x {first.operators}: {first.reason}")
         return lines
+
+    def page_table(self) -> PageTable:
+        rows = (
+            PageRow(c.chain, c.replaced, (c.operators, _gain(c).removeprefix(", "), "" if c.replaced else c.reason))
+            for c in self.rows
+        )
+        return PageTable("Fused chains", ("operators", "gain", "why"), tuple(rows), frozenset({0}))
+
+    def page_gains(self) -> list[Gain]:
+        groups: dict[tuple[str, float, bool], int] = defaultdict(int)
+        for c in self.rows:
+            if c.replaced and c.gain is not None:
+                groups[(c.operators, c.gain, c.measured)] += 1
+        return [
+            Gain(f"chain of {operators}", count, gain, measured)
+            for (operators, gain, measured), count in groups.items()
+        ]
 
     def explain_rows(self, pattern: str) -> list[str]:
         reports = {row.chain: row for row in self.rows}

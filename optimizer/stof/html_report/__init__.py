@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report as one self-contained HTML page."""
+
+from stof.html_report.page import to_html
+
+__all__ = ["to_html"]

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verification on the page: one line for the summary, and a table of comparisons, failures first."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from stof.html_report import elements as e
+from stof.report import Report, describe_coverage
+
+if TYPE_CHECKING:
+    from stof.verification.result import Comparison, Verification
+
+_MOST_ROWS = 300
+
+
+def verification_words(report: Report) -> tuple[str, str, str]:
+    """The value of the summary's card, the words below it, and the card's kind."""
+    found = report.verification
+    if found is None:
+        return "not verified", "a dry run" if report.dry_run else "" if report.replaced else "nothing was replaced", ""
+    count = len(found.comparisons)
+    if failed := len(found.failures):
+        return "failed", f"{failed} of {count} comparisons", "bad"
+    cut = "" if found.complete else ", cut short by the budget"
+    return "passed", f"{count} comparisons in {found.seconds:.1f} s{cut}", "good"
+
+
+def verification_part(report: Report) -> str:
+    """The comparisons as a table; empty where there are none."""
+    found = report.verification
+    if found is None or not found.comparisons:
+        return ""
+    ranked = sorted(found.comparisons, key=lambda c: (c.ok, not c.site, -_share(c)))
+    rows = [_row(c) for c in ranked[:_MOST_ROWS]]
+    left = ranked[_MOST_ROWS:]
+    worst_left = max(map(_share, left), default=0.0)
+    more = f"{len(left)} more comparisons, the worst at {100 * worst_left:.3g} % of what is allowed."
+    headings = ("result", "what", "difference", "allowed", "share", "compared")
+    worst = max(map(_share, ranked))
+    summary = f"{len(ranked)} comparisons, the worst at {100 * worst:.3g} % of what is allowed"
+    return "".join(
+        [
+            e.tag("h2", "Verification"),
+            *(e.tag("p", e.text(words), class_="quiet") for words in _sentences(found)),
+            e.table(headings, rows, summary),
+            e.tag("p", e.text(more), class_="quiet") if left else "",
+        ]
+    )
+
+
+def _sentences(found: Verification) -> list[str]:
+    sites = sum(bool(c.site) for c in found.comparisons)
+    words = [
+        f"{sites} comparisons of single sites with fp64, {len(found.comparisons) - sites} of outputs with the original's."
+    ]
+    if not found.complete:
+        words.append("The budget ended verification before all inputs were run (--verify-budget).")
+    if found.expanded:
+        words.append("ONNX Runtime refuses fused attention nodes of the original: it ran with them expanded.")
+    if found.widened:
+        words.append("Half precision: both models ran widened to fp32, the operator of each site in its own type.")
+    if found.suspects:
+        words.append(f"Sites that make outputs differ together: {', '.join(found.suspects)}.")
+    return words
+
+
+def _share(comparison: Comparison) -> float:
+    """The difference over what is allowed."""
+    if not comparison.difference and comparison.ok:
+        return 0.0
+    share = comparison.difference / comparison.budget if comparison.budget else math.inf
+    return math.inf if math.isnan(share) else share
+
+
+def _row(comparison: Comparison) -> list[str]:
+    share = _share(comparison)
+    width = f"width:{100 * min(1.0, share):.1f}%"
+    meter = e.tag("span", e.tag("i", class_="" if share <= 1 else "over", style=width), class_="meter")
+    percent = f"{100 * share:.3g} %" if math.isfinite(share) else "over"
+    what = e.text(comparison.what) + (
+        e.tag("div", e.text(comparison.detail, 1000), class_="quiet") if comparison.detail else ""
+    )
+    coverage = describe_coverage([comparison])
+    return [
+        e.tag("td", e.pill("equal", "good") if comparison.ok else e.pill("differs", "bad"), class_="short"),
+        e.tag("td", what, class_="text long"),
+        e.tag("td", f"{comparison.difference:.2e}", class_="number"),
+        e.tag("td", f"{comparison.budget:.2e}", class_="number"),
+        e.tag("td", meter + percent, class_="short"),
+        e.tag("td", e.text(coverage), class_="text"),
+    ]

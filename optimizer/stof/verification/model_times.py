@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times the original and the optimized model in ONNX Runtime's CPU provider, by turns and on the same inputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from stof.errors import UnsupportedError
+from stof.execution.case import Case, Padding
+from stof.execution.inputs import InputMaker
+from stof.execution.ort_sessions import file_session
+from stof.execution.session_process import TimingLimits, release_sessions
+from stof.graph.external_data import external_files
+from stof.symbolic.algebra.sizes import evaluate
+from stof.verification.model_inputs import ModelInputs
+
+SECONDS = 20.0  # after which no further round begins
+_LIMITS = TimingLimits(seconds=SECONDS, end=3 * SECONDS, most_rounds=20, least_rounds=3)
+_LOAD_SECONDS = 60.0
+_LENGTHS = (2048, 1024, 512, 256, 128)  # of which the longest that runs fast enough is timed
+_FLOPS = 3e10  # a second, of two cores
+_RUNS = 2 * (1 + _LIMITS.least_rounds)
+_COPIES = 2  # of weights in a session: as they are, and in the layout of kernels
+_SCORES = 3  # tensors of the size of scores that unfused attention holds at a time
+
+
+class NotTimedError(Exception):
+    """Why models are not timed, for a note of the report."""
+
+
+@dataclass(frozen=True)
+class RunTimes:
+    """Seconds of the runs of one model.
+
+    Attributes:
+        best: the least.
+        median: the median.
+        runs: how many there were.
+    """
+
+    best: float
+    median: float
+    runs: int
+
+
+@dataclass(frozen=True)
+class ModelTimes:
+    """The times of both models.
+
+    Attributes:
+        inputs: batch and length, for people.
+        original: of the original.
+        optimized: of the optimized model.
+    """
+
+    inputs: str
+    original: RunTimes
+    optimized: RunTimes
+
+    @property
+    def speedup(self) -> float:
+        """The original's best time over the optimized model's."""
+        return self.original.best / max(self.optimized.best, 1e-12)
+
+    def to_json(self) -> dict[str, Any]:
+        """Every fact by its key in the report's JSON."""
+        return {**asdict(self), "speedup": self.speedup}
+
+
+def time_models(
+    original: Path,
+    optimized: Path,
+    inputs: ModelInputs,
+    shapes: Mapping[str, tuple[int, int]],
+    limits: TimingLimits = _LIMITS,
+) -> ModelTimes:
+    """Times two model files.
+
+    Args:
+        original: the first one.
+        optimized: the second one, with stof's operators.
+        inputs: draws the inputs of both.
+        shapes: the ranges in use of the inputs' dimensions, by name.
+        limits: how long.
+
+    Raises:
+        NotTimedError: when memory or time do not suffice.
+        RuntimeFailure: what ONNX Runtime raises.
+    """
+    weights = sum(_file_bytes(path, inputs) for path in (original, optimized))
+    case = _choose_case(inputs, shapes, weights)
+    feeds = inputs.maker.draw(case, np.random.default_rng(0))
+    try:
+        first = file_session(original.absolute(), library=False, seconds=_LOAD_SECONDS)
+        second = file_session(optimized.absolute(), library=True, seconds=_LOAD_SECONDS)
+        samples = first.measure([second], feeds, limits)
+        del first, second
+    except TimeoutError:
+        raise NotTimedError(f"it takes more than {limits.end:.0f} s at {case}") from None
+    finally:
+        release_sessions()
+    before, after = (RunTimes(min(s), median(s), len(s)) for s in samples)
+    return ModelTimes(str(case), before, after)
+
+
+def _file_bytes(path: Path, inputs: ModelInputs) -> int:
+    data = [path.parent / name for name in external_files(inputs.working)]
+    return path.stat().st_size + sum(p.stat().st_size for p in data if p.is_file())
+
+
+def _choose_case(inputs: ModelInputs, shapes: Mapping[str, tuple[int, int]], weights: int) -> Case:
+    """The longest inputs for which time and memory suffice, within the ranges in use; the shortest anyway where memory does.
+
+    Raises:
+        NotTimedError: when memory suffices for none.
+    """
+    tokens = SECONDS / _RUNS * _FLOPS / (2 * max(1, weights // 8))  # 4 bytes a weight, in two files
+    memory = 0
+    for length in _LENGTHS:
+        other = tuple((name, min(max(low, length), high)) for name, (low, high) in shapes.items())
+        case = Case(1, length, Padding.NONE, tuple((n, s) for n, s in other if s != length))
+        batch = math.prod(size for name, size in other if name in inputs.maker.batch_names)
+        if length > tokens / batch and length != _LENGTHS[-1]:
+            continue
+        memory = _COPIES * weights + _SCORES * 4 * _score_elements(inputs.maker, case)
+        if memory <= _available_bytes() // 2:
+            return case
+    raise NotTimedError(f"two sessions need about {memory >> 20} MiB, more than half of the memory that is free")
+
+
+def _score_elements(maker: InputMaker, case: Case) -> int:
+    """Elements of the largest scores at a case; 0 where they are not known."""
+    sizes = maker.sizes(case)
+    found = [0]
+    for shape in maker.shapes:
+        try:
+            found.append(math.prod(evaluate(d, sizes) for d in shape))
+        except (KeyError, UnsupportedError):
+            continue
+    return max(found)
+
+
+def _available_bytes() -> int:
+    """Memory that is free without swapping."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return 1 << 62
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), 1 << 62)
