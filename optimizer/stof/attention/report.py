@@ -87,7 +87,7 @@ class SiteSection(Section):
         return lines
 
     def page_table(self) -> PageTable:
-        columns = ("mask", "heads", "tiles", "predicted", "why")
+        columns = ("mask", "heads", "tiles", "predicted", "details")
         return PageTable("Attention sites", columns, tuple(map(_page_row, self.rows)), frozenset({0}))
 
     def page_pictures(self) -> list[MaskPicture]:
@@ -154,8 +154,9 @@ def _page_row(s: SiteReport) -> PageRow:
         return PageRow(s.site, False, (s.mask, s.heads, "", "", f"{s.step.value}: {s.reason}"))
     heads = f"{s.heads}, D = {s.head_size}"
     tiles = "" if s.tile_density is None else _percent(s.tile_density)
-    gain = "" if s.predicted_gain is None else f"{s.predicted_gain:.1f}x at S = {s.length}"
-    words = [f"kernel {s.kernel}", s.form, f"empty rows: {s.empty_rows}", *s.notes]
+    gain = "" if s.predicted_gain is None else f"{s.predicted_gain:.1f}×"
+    length = f"tiles and gain at S = {s.length}" if tiles or gain else ""
+    words = [f"kernel {s.kernel}", s.form, f"empty rows: {s.empty_rows}", length, *s.notes]
     return PageRow(s.site, True, (s.mask or "every pair", heads, tiles, gain, "; ".join(filter(None, words))))
 
 

@@ -50,7 +50,7 @@ class ChainSection(Section):
             PageRow(c.chain, c.replaced, (c.operators, _gain(c).removeprefix(", "), "" if c.replaced else c.reason))
             for c in self.rows
         )
-        return PageTable("Fused chains", ("operators", "gain", "why"), tuple(rows), frozenset({0}))
+        return PageTable("Fused chains", ("operators", "gain", "details"), tuple(rows), frozenset({0}))
 
     def page_gains(self) -> list[Gain]:
         groups: dict[tuple[str, float, bool], int] = defaultdict(int)

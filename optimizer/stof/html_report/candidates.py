@@ -13,6 +13,8 @@ from stof.report import PageRow, PageTable
 _MOST_SINGLE = 200  # rows of their own
 _MOST_ROWS = 1000
 _LONG = 40  # characters from which on a column is wide
+_LONG_CODE = 24
+_SHORT_NAME = 26  # characters of names that are kept on one line
 # The number of a layer in names of modules: "/model/layers.3/attn/Softmax", "encoder.block.7.attention".
 _LAYER = re.compile(r"(?:^|[^a-z])(?:layers?|blocks?|stages?|h)[./_](\d{1,5})(?=[^0-9]|$)", re.IGNORECASE)
 
@@ -28,39 +30,69 @@ class _Line:
 def candidate_table(table: PageTable, dry_run: bool) -> str:
     """The table as HTML."""
     lines = [_Line(i, (row,)) for i, row in enumerate(table.rows)]
-    if len(lines) > _MOST_SINGLE:
+    if is_merged := len(lines) > _MOST_SINGLE:
         lines = _merge(lines)
     left = sum(len(line.rows) for line in lines[_MOST_ROWS:])
     lines = lines[:_MOST_ROWS]
     layers = [_layers(line.rows) for line in lines]
-    has_layers = any(layers)
-    columns = [i for i, _ in enumerate(table.columns) if any(line.rows[0].cells[i] for line in lines)]
-    headings = ["#", *(["layer"] if has_layers else []), "name", "result", *(table.columns[i] for i in columns)]
-    wide = {i for i in columns if any(len(line.rows[0].cells[i]) > _LONG for line in lines)}
-    cells = []
-    for line, layer in zip(lines, layers, strict=True):
-        row = line.rows[0]
-        count = f"{line.number}" if len(line.rows) == 1 else f"{len(line.rows)} ×"
-        name = row.name if len(line.rows) == 1 else f"{row.name} ... {line.rows[-1].name}"
-        done = "can be replaced" if dry_run else "replaced"
-        cells.append(
-            [
-                e.tag("td", count, class_="number"),
-                *([e.tag("td", e.text(layer), class_="short")] if has_layers else []),
-                e.tag("td", e.tag("code", e.text(name)), class_="text"),
-                e.tag("td", e.pill(done, "good") if row.replaced else e.pill("kept", "kept"), class_="short"),
-                *(_cell(row.cells[i], i in table.code, i in wide) for i in columns),
-            ]
-        )
+    columns = [
+        _Column(i, i in table.code, [line.rows[0].cells[i] for line in lines]) for i in range(len(table.columns))
+    ]
+    columns = [c for c in columns if any(c.texts)]
+    headings = [
+        "row",
+        *(["layer"] if any(layers) else []),
+        "name",
+        "result",
+        *(table.columns[c.index] for c in columns),
+    ]
+    rows = []
+    for i, line in enumerate(lines):
+        cells = [e.tag("td", str(line.number) if len(line.rows) == 1 else f"{len(line.rows)} ×", class_="number")]
+        if any(layers):
+            cells.append(e.tag("td", e.text(layers[i]), class_="short"))
+        cells += [_name_cell(line), _result_cell(line, dry_run)]
+        rows.append(cells + [c.cell(i, shortens=not is_merged) for c in columns])
     replaced = sum(row.replaced for row in table.rows)
     summary = f"{len(table.rows)} rows, {replaced} of them replaced"
     more = e.tag("p", e.text(f"{left} more rows are in the report as JSON (--json)."), class_="quiet") if left else ""
-    return e.table(headings, cells, summary) + more
+    return e.table(headings, rows, summary) + more
 
 
-def _cell(words: str, is_code: bool, is_wide: bool) -> str:
-    content = e.tag("code", e.text(words)) if is_code and words else e.text(words)
-    return e.tag("td", content, class_="text long" if is_wide and not is_code else "text" if is_wide else "short")
+def _name_cell(line: _Line) -> str:
+    first, last = line.rows[0].name, line.rows[-1].name
+    name = first if len(line.rows) == 1 else f"{first} ... {last}"
+    return e.tag("td", e.tag("code", e.text(name)), class_="short" if len(name) <= _SHORT_NAME else "text")
+
+
+def _result_cell(line: _Line, dry_run: bool) -> str:
+    if not line.rows[0].replaced:
+        return e.tag("td", e.pill("kept", "kept"), class_="short")
+    return e.tag("td", e.pill("can be replaced" if dry_run else "replaced", "good"), class_="short")
+
+
+class _Column:
+    """One column of the table: its texts, line by line."""
+
+    def __init__(self, index: int, is_code: bool, texts: Sequence[str]) -> None:
+        self.index = index
+        self.is_code = is_code
+        self.texts = texts
+        self.is_wide = any(len(words) > (_LONG_CODE if is_code else _LONG) for words in texts)
+        self.first: dict[str, int] = {}  # the line that has a text first
+        for i, words in enumerate(texts):
+            self.first.setdefault(words, i)
+
+    def cell(self, i: int, shortens: bool) -> str:
+        """The cell of a line; ``shortens``: of a long text that an earlier line has it says only which."""
+        words = self.texts[i]
+        if shortens and len(words) > _LONG and not self.is_code and self.first[words] < i:
+            return e.tag("td", f"as row {self.first[words]}", class_="short quiet")
+        if self.is_code:
+            return e.tag(
+                "td", e.tag("code", e.text(words)) if words else "", class_="text" if self.is_wide else "short"
+            )
+        return e.tag("td", e.text(words), class_="text long" if self.is_wide else "short")
 
 
 def _merge(lines: Sequence[_Line]) -> list[_Line]:

@@ -50,7 +50,7 @@ def _header(report: Report) -> str:
     lede = [", ".join(headlines), _result_words(report, sections)]
     cards = [_section_card(report, s) for s in sections if s.rows]
     if report.nodes_after:
-        change = f"{report.nodes_after - report.nodes_before:+d} nodes of the main graph"
+        change = f"{report.nodes_after - report.nodes_before:+d} in the main graph".replace("-", "−")
         cards.append(e.card("Nodes", f"{report.nodes_before} → {report.nodes_after}", change))
     cards += [_speed_card(report, sections), _verification_card(report)]
     return "".join(

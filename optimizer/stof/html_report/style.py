@@ -65,7 +65,7 @@ th, td { text-align: left; vertical-align: top; padding: 0.4rem 0.7rem; border-b
 th { color: var(--quiet); font-weight: 600; white-space: nowrap; background: var(--card); }
 tbody tr:last-child td { border-bottom: 0; }
 td.text { min-width: 9rem; max-width: 30rem; overflow-wrap: anywhere; }
-td.long { min-width: 17rem; } td.short { white-space: nowrap; }
+td.long { min-width: 14rem; } td.short { white-space: nowrap; }
 td.number { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
 .pill { display: inline-block; border-radius: 99px; padding: 0 0.55rem; white-space: nowrap; }
 .pill { font-size: 0.8rem; font-weight: 600; }
