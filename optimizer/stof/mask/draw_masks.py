@@ -54,6 +54,8 @@ def _draw(site: AttentionSite, mask: LiftedMask) -> MaskDrawing:
     notes = [f"a cell is {found.cell} × {found.cell} pairs" if found.cell > 1 else "a cell is one pair", found.assumed]
     if mask.expression.without_padding() != mask.expression:
         notes.append("padding is left out")
+    if mask.expression.without_padding().vectors:
+        notes.append("what the mask reads in a run decides which other tiles are skipped")
     if left := len(found.grids) - len(shown):
         notes.append(f"{left} more pattern{'' if left == 1 else 's'} of heads")
     grids = tuple((_label(g) if several else "", g.rows) for g in shown)
