@@ -108,7 +108,9 @@ def test_faults_of_a_page_are_seen(tmp_path: Path) -> None:
 
 def test_what_overflows_is_seen(tmp_path: Path) -> None:
     page = tmp_path / "wide.html"
-    page.write_text("<!DOCTYPE html><html><body><main><p style='width:600px;font-size:5px'>wide</p></main></body></html>")
+    page.write_text(
+        "<!DOCTYPE html><html><body><main><p style='width:600px;font-size:5px'>wide</p></main></body></html>"
+    )
     look = look_at(page, 400, tmp_path)
     assert look.scroll_width > 400
     assert look.beyond

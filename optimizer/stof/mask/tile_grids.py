@@ -43,7 +43,7 @@ class MaskGrids:
         length: S = T.
         cell: rows and columns of a tile.
         grids: of heads that are alike.
-        assumed: what run-time operands hold in the picture, for people; or empty.
+        assumed: what run-time operands hold in the picture, and which heads it leaves out, for people; or empty.
     """
 
     length: int
@@ -73,7 +73,11 @@ def tile_grids(
     if vectors or is_whole:
         length = min(length, _LONGEST_AT_ONCE)
     runtime, assumed = _example_operands(vectors, length)
-    heads = min(heads, max(1, _MOST_PAIRS // length**2)) if "h" in shown.reads else 1
+    if "h" not in shown.reads:
+        heads = 1
+    elif heads > (most := max(1, _MOST_PAIRS // length**2)):
+        assumed = ", ".join(filter(None, (assumed, f"the first {most} of {heads} heads")))
+        heads = most
     batches = min(_BATCHES, max(1, _MOST_PAIRS // (heads * length**2))) if "b" in shown.reads and not vectors else 1
     mask = Mask(shown.text, tables)
     height = length if is_whole else _cell(length)

@@ -79,7 +79,7 @@ def time_models(
     optimized: Path,
     inputs: ModelInputs,
     shapes: Mapping[str, tuple[int, int]],
-    limits: TimingLimits = _LIMITS,
+    limits: TimingLimits | None = None,
 ) -> ModelTimes:
     """Times two model files.
 
@@ -88,12 +88,13 @@ def time_models(
         optimized: the second one, with stof's operators.
         inputs: draws the inputs of both.
         shapes: the ranges in use of the inputs' dimensions, by name.
-        limits: how long.
+        limits: how long; by default about 20 seconds.
 
     Raises:
         NotTimedError: when memory or time do not suffice.
         RuntimeFailure: what ONNX Runtime raises.
     """
+    limits = limits or _LIMITS
     weights = sum(_file_bytes(path, inputs) for path in (original, optimized))
     case = _choose_case(inputs, shapes, weights)
     feeds = inputs.maker.draw(case, np.random.default_rng(0))

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times of whole models: what is measured, on which inputs, within which limits, and how it is reported."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+from tests.helpers.several_masks import model_with_masks
+
+import stof
+from stof import cli
+from stof.execution.ort_sessions import file_session
+from stof.execution.session_process import RuntimeFailure, TimingLimits
+from stof.options import Options
+from stof.verification import model_times
+from stof.verification.model_inputs import default_inputs
+from stof.verification.model_times import NotTimedError, time_models
+
+QUICK = TimingLimits(seconds=0.5, end=30.0, most_rounds=5, least_rounds=2)
+
+
+def loop_model(rounds: str) -> onnx.ModelProto:
+    """A model that adds 1 so often; without an end where rounds is empty."""
+    return onnx.parser.parse_model(
+        f"""<ir_version: 8, opset_import: ["": 18]>
+        g (float[1,S] x) => (float[1,S] y) {{
+            most = Constant <value = int64 {{{rounds}}}> ()
+            go = Constant <value = bool {{1}}> ()
+            y = Loop (most, go, x) <body = b (int64 i, bool c, float[1,S] a) => (bool d, float[1,S] r) {{
+                d = Identity (c)
+                one = Constant <value = float {{1.0}}> ()
+                r = Add (a, one)
+            }}>
+        }}"""
+    )
+
+
+@pytest.fixture
+def put(tmp_path: Path) -> Callable[[str, onnx.ModelProto], Path]:
+    def write(name: str, model: onnx.ModelProto) -> Path:
+        onnx.save(model, str(tmp_path / name))
+        return tmp_path / name
+
+    return write
+
+
+# ---- the measurement ----
+def test_the_slower_model_takes_longer(put: Callable[..., Path]) -> None:
+    slow, fast = loop_model("20000"), loop_model("20")
+    found = time_models(put("slow.onnx", slow), put("fast.onnx", fast), default_inputs(slow), {}, QUICK)
+    assert found.original.best > 5 * found.optimized.best
+    assert found.speedup == found.original.best / found.optimized.best
+    assert found.original.best <= found.original.median
+    assert 2 <= found.original.runs == found.optimized.runs <= 5
+
+
+def test_rounds_end_with_the_time(put: Callable[..., Path]) -> None:
+    model = loop_model("300000")
+    path = put("model.onnx", model)
+    limits = TimingLimits(seconds=0.0, end=60.0, most_rounds=1000, least_rounds=3)
+    assert time_models(path, path, default_inputs(model), {}, limits).original.runs == 3
+
+
+def test_a_model_without_an_end_is_ended(put: Callable[..., Path]) -> None:
+    model = loop_model("9223372036854775807")
+    path = put("model.onnx", model)
+    start = time.monotonic()
+    with pytest.raises(NotTimedError, match="more than 1 s"):
+        time_models(path, path, default_inputs(model), {}, TimingLimits(1.0, 1.0, 5, 1))
+    assert time.monotonic() - start < 30
+
+
+def test_sessions_take_turns(put: Callable[..., Path]) -> None:
+    first, second = (file_session(put(f"{n}.onnx", loop_model(n)), library=False, seconds=60.0) for n in ("2", "3"))
+    feeds = {"x": np.zeros((1, 4), np.float32)}
+    samples = first.measure([second], feeds, QUICK)
+    assert [len(s) for s in samples] == [5, 5]
+    assert all(seconds > 0 for s in samples for seconds in s)
+    with pytest.raises(RuntimeFailure):
+        first.measure([second], {"x": np.zeros(3, np.float32)}, QUICK)
+    assert second.run(None, feeds, 60.0)[0].tolist() == [[3.0] * 4]  # they still run
+
+
+# ---- which inputs ----
+@pytest.mark.parametrize(
+    ("shapes", "words"),
+    [
+        ({}, "batch 1, length 2048"),
+        ({"S": (16, 64)}, "S 64"),
+        ({"S": (300, 300)}, "S 300"),
+        ({"S": (4000, 9000)}, "S 4000"),
+    ],
+)
+def test_lengths_are_those_in_use(shapes: dict[str, tuple[int, int]], words: str, put: Callable[..., Path]) -> None:
+    model = loop_model("2")
+    path = put("model.onnx", model)
+    assert words in time_models(path, path, default_inputs(model), shapes, QUICK).inputs
+
+
+def test_large_models_are_timed_at_short_lengths(put: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = loop_model("2")
+    path = put("model.onnx", model)
+    monkeypatch.setattr(model_times, "_FLOPS", 2000.0)
+    assert "length 128" in time_models(path, path, default_inputs(model), {}, QUICK).inputs
+
+
+def test_memory_of_the_machine_is_respected(put: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_with_masks("causal")
+    path = put("model.onnx", model)
+    scores = 4 * 2048 * 2048 * 4  # bytes of 4 heads
+    monkeypatch.setattr(model_times, "_available_bytes", lambda: 3 * scores)
+    assert "length 1024" in time_models(path, path, default_inputs(model), {}, QUICK).inputs
+    monkeypatch.setattr(model_times, "_available_bytes", lambda: 100)
+    with pytest.raises(NotTimedError, match="more than half of the memory that is free"):
+        time_models(path, path, default_inputs(model), {}, QUICK)
+
+
+# ---- the option ----
+def test_option_reports_times(
+    tmp_path: Path, put: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(model_times, "_LIMITS", QUICK)
+    model, found, page = (
+        put("model.onnx", model_with_masks("window", "causal")),
+        tmp_path / "r.json",
+        tmp_path / "r.html",
+    )
+    arguments = ["--time", "--json", str(found), "--report", str(page), "--verify-budget", "5"]
+    assert cli.main([str(model), *arguments]) == 0
+    assert "measured: " in capsys.readouterr().out
+    data = json.loads(found.read_text())
+    times = data["times"]
+    assert times.keys() == {"inputs", "original", "optimized", "speedup"}
+    assert times["original"].keys() == times["optimized"].keys() == {"best", "median", "runs"}
+    assert times["speedup"] == pytest.approx(times["original"]["best"] / times["optimized"]["best"])
+    assert "time" in data["seconds"]
+    assert "Measured speed-up" in page.read_text()
+
+
+def test_without_the_option_nothing_is_timed(put: Callable[..., Path]) -> None:
+    report = stof.optimize(put("model.onnx", model_with_masks("causal")), options=Options(verify=False))
+    assert report.times is None
+    assert json.loads(report.to_json())["times"] is None
+    assert "measured" not in report.to_text()
+
+
+@pytest.mark.parametrize("error", [NotTimedError("too large"), RuntimeFailure("no kernel"), MemoryError()])
+def test_what_hinders_is_a_note(error: Exception, put: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(model_times, "time_models", fail)
+    report = stof.optimize(put("model.onnx", model_with_masks("causal")), options=Options(time=True, verify_budget=2.0))
+    assert report.times is None
+    assert report.output is not None
+    assert any(note.startswith("not timed: ") and str(error) in note for note in report.notes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--dry-run"], "--time needs a model that is written"),
+        (["--explain"], "--time needs a model that is written"),
+        (["--target", "cuda"], "--time measures on the CPU"),
+        (["--target", "tensorrt"], "--time measures on the CPU"),
+    ],
+)
+def test_options_that_exclude_it(arguments: list[str], words: str, put: Callable[..., Path], capsys: Any) -> None:
+    model = put("model.onnx", model_with_masks("causal"))
+    assert cli.main([str(model), "--time", *arguments]) == 1
+    assert words in capsys.readouterr().err
+    assert [p.name for p in model.parent.iterdir() if p.is_file()] == ["model.onnx"]
+
+
+def test_it_needs_onnxruntime(put: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr("stof.pipeline.has_onnxruntime", lambda: False)
+    assert cli.main([str(put("model.onnx", model_with_masks("causal"))), "--time", "--no-verify"]) == 1
+    assert "--time needs onnxruntime" in capsys.readouterr().err
