@@ -15,6 +15,7 @@ import pytest
 import stof
 from stof import Options, cli, plan
 from stof.ops import PLAN_FORMATS
+from stof.verification.model_times import ModelTimes, RunTimes
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
@@ -142,6 +143,7 @@ def test_report_keys_are_those_of_the_docs(narrow: Callable[[str], Path], tmp_pa
     assert report["chains"]
     first = report["verification"]["comparisons"][0]
     objects = (report, report["sites"][0], report["chains"][0], report["verification"], first, first["coverage"])
-    keys = {key for found in (*objects, report["library"]) for key in found}
+    times = ModelTimes("", RunTimes(1.0, 1.0, 1), RunTimes(1.0, 1.0, 1)).to_json()
+    keys = {key for found in (*objects, report["library"], times, times["original"]) for key in found}
     tables = re.findall(r"^\| (`.*?) \|", (ROOT / "docs/reference/report-format.md").read_text(), re.MULTILINE)
     assert {key for cell in tables for key in re.findall(r"`(\w+)`", cell)} == keys

@@ -63,7 +63,7 @@ def test_the_slower_model_takes_longer(put: Callable[..., Path]) -> None:
 
 
 def test_rounds_end_with_the_time(put: Callable[..., Path]) -> None:
-    model = loop_model("300000")
+    model = loop_model("30000")
     path = put("model.onnx", model)
     limits = TimingLimits(seconds=0.0, end=60.0, most_rounds=1000, least_rounds=3)
     assert time_models(path, path, default_inputs(model), {}, limits).original.runs == 3

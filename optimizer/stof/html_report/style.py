@@ -31,7 +31,7 @@ code, .code { font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, monosp
 .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(10.5rem, 1fr)); gap: 0.75rem; margin-top: 1.25rem; }
 .card { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 0.8rem 1rem; min-width: 0; }
 .card .label { color: var(--quiet); font-size: 0.85rem; }
-.card .value { font-size: 1.45rem; font-weight: 650; line-height: 1.3; overflow-wrap: anywhere; }
+.card .value { font-size: clamp(1.15rem, 4.5vw, 1.45rem); font-weight: 650; line-height: 1.3; overflow-wrap: anywhere; }
 .card .more { color: var(--quiet); font-size: 0.85rem; overflow-wrap: anywhere; }
 .good .value { color: var(--good); } .bad .value { color: var(--bad); }
 .masks { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(17rem, 100%), 1fr)); gap: 0.75rem; }

@@ -84,7 +84,7 @@ def _row(comparison: Comparison) -> list[str]:
     )
     coverage = describe_coverage([comparison])
     return [
-        e.tag("td", e.pill("equal", "good") if comparison.ok else e.pill("differs", "bad"), class_="short"),
+        e.tag("td", e.pill("passed", "good") if comparison.ok else e.pill("failed", "bad"), class_="short"),
         e.tag("td", what, class_="text long"),
         e.tag("td", f"{comparison.difference:.2e}", class_="number"),
         e.tag("td", f"{comparison.budget:.2e}", class_="number"),
