@@ -225,7 +225,7 @@ def test_ignored_signals_stay_ignored(tmp_path: Path, start: Callable[..., Run])
 def test_an_endless_original_ends_without_a_signal(
     budget: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sessions, "_LEAST_SECONDS", 1.0)
+    monkeypatch.setattr(run_limits, "GRACE", 4.0)
     path = model(tmp_path, LOOP)
     for chains in ("off", "on"):
         assert cli.main([str(path), "--verify-budget", budget, "--chains", chains]) == 2

@@ -55,7 +55,7 @@ class VerifiedModels:
         self._verifier = verifier
         self._source: Path | None = source  # while the file is what is run of the original
         self._twins: Twins | None = None
-        self.sessions = Sessions(source.parent.resolve(), scratch, verifier.budget)
+        self.sessions = Sessions(source.parent.resolve(), scratch, verifier.limits)
         self.feeds = verifier.inputs.draw(verifier.cases)
         self.reference, self.final, self.floor = verifier.original, final, _FLOOR
         if self._is_half():
