@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from stof.verification.result import Verification
 
 _LONGEST_REASON = 300
+_SHARE = 0.7  # of the time, for a verification after which rewrites may be dropped
 
 
 @dataclass(frozen=True)
@@ -135,12 +136,12 @@ class _Attempts:
         return outcome
 
     def _share(self, stages: Sequence[Stage]) -> RunLimits:
-        """The limits of one verification: half of what is left where another one may have to follow."""
+        """The limits of one verification: a part of what is left where another one may have to follow."""
         if self.limits is None:
             options = stages[-1].job.options
             self.limits = RunLimits(options.verify_budget, options.verify_memory)
         left = max(0.0, self.limits.start + self.limits.budget - time.monotonic())
-        return self.limits.share(left / 2 if any(can_drop(s) for s in stages) else left)
+        return self.limits.share(_SHARE * left if any(can_drop(s) for s in stages) else left)
 
 
 def _verify(stages: Sequence[Stage], folder: Path, typed_attributes: TypedAttributes, limits: RunLimits) -> _Outcome:

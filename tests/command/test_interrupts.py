@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 
 import stof
 from stof import cli
-from stof.execution import ort_sessions as sessions
+from stof.execution import run_limits
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(stof.__file__).parents[1])}
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
@@ -225,13 +226,13 @@ def test_ignored_signals_stay_ignored(tmp_path: Path, start: Callable[..., Run])
 def test_an_endless_original_ends_without_a_signal(
     budget: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(run_limits, "GRACE", 4.0)
+    monkeypatch.setattr(run_limits, "GRACE", 1.0)
     path = model(tmp_path, LOOP)
     for chains in ("off", "on"):
         assert cli.main([str(path), "--verify-budget", budget, "--chains", chains]) == 2
         errors = capsys.readouterr().err
         assert errors.count("\n") == 1
-        assert "verification was ended: ONNX Runtime took longer than 1 s to " in errors
+        assert re.search(r"verification was ended: ONNX Runtime took longer than [01]\.\d s to ", errors)
         assert "the original, which may be endless. Nothing was written" in errors
         assert [p.name for p in tmp_path.iterdir()] == ["m.onnx"]
 

@@ -70,7 +70,7 @@ def _described_limits(step: str, name: str, limits: RunLimits) -> Iterator[None]
         yield
     except TimeoutError:
         raise TimeLimit(
-            f"verification was ended: ONNX Runtime took longer than {time.monotonic() - start:.0f} s to {step} {name}, which "
+            f"verification was ended: ONNX Runtime took longer than {time.monotonic() - start:.1f} s to {step} {name}, which "
             f"may be endless. Nothing was written; where it is slow, raise --verify-budget ({limits.budget:g} s), or leave "
             "verification out with --no-verify"
         ) from None
@@ -90,12 +90,14 @@ class Sessions:
         weights: the folder of the model's external data.
         scratch: a folder to write into.
         limits: of time and memory.
+        lean: memory is short: tensors are freed at their last use, which takes time.
     """
 
-    def __init__(self, weights: Path, scratch: Path, limits: RunLimits) -> None:
+    def __init__(self, weights: Path, scratch: Path, limits: RunLimits, *, lean: bool = False) -> None:
         self.weights = weights.absolute()
         self.scratch = scratch.absolute()
         self.limits = limits
+        self.lean = lean
 
     def make(self, model: onnx.ModelProto | Path, *, optimized: bool, library: bool) -> VerifiedSession:
         """A session on the CPU provider.
@@ -167,7 +169,7 @@ class Sessions:
             optimizations="all" if optimized else "none",
             entries=tuple(entries),
             without=("AttentionFusion",) if runtime_version() < _FUSION_ABORTS else (),
-            lean=True,
+            lean=self.lean,
         )
         name = "the optimized model" if library else "the original"
         with _described_limits("load", name, self.limits):

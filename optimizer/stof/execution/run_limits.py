@@ -11,7 +11,7 @@ from pathlib import Path
 
 GRACE = 4.0  # seconds beyond the budget after which a run is ended; the first inputs run even with a budget of 0
 _LEAST = 0.05  # seconds that a run may take when none are left: sockets and Python need some
-_FIRST = 0.4  # of all time, until the first run has to end: two further runs take as long
+_FIRST = 0.45  # of all time, until the first run has to end: two further runs take as long
 _NO_LIMIT = 1 << 60  # what control groups without a limit say, in one way or another
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 

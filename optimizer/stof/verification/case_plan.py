@@ -10,6 +10,7 @@ import onnx
 
 from stof.execution.case import Case
 from stof.execution.run_limits import RunLimits, resident_bytes, show_bytes
+from stof.symbolic import Symbolic
 from stof.verification.memory_estimate import MemoryEstimate, RunEstimate
 from stof.verification.model_inputs import ModelInputs
 from stof.verification.result import SkippedCase
@@ -31,7 +32,8 @@ class CasePlan:
     def __init__(self, inputs: ModelInputs, limits: RunLimits, model: onnx.ModelProto | None = None) -> None:
         self._inputs = inputs
         self._limits = limits
-        self._estimate = MemoryEstimate(model or inputs.working, inputs.symbolic)
+        symbolic = inputs.symbolic if model is None else Symbolic(model)
+        self._estimate = MemoryEstimate(model or inputs.working, symbolic)
         self._known: dict[Case, RunEstimate] = {}
         self._held = resident_bytes()
 
@@ -60,3 +62,7 @@ class CasePlan:
             elif fits not in found:
                 found.append(fits)
         return found, skipped
+
+    def rows(self, cases: Sequence[Case]) -> int:
+        """The batch rows of the selected cases, which are fewer where memory is short."""
+        return sum(c.batch for c in self.select(cases)[0])

@@ -62,6 +62,10 @@ class SiteChecks(ABC):
         """As :meth:`compare`, for sites in subgraphs, which are run by themselves."""
         return []
 
+    def cores(self) -> list[Sequence[str]]:
+        """For each site of the main graph the nodes that it replaces, by their first outputs in ``working``."""
+        return []
+
     def rounding_variants(self, working: onnx.ModelProto, dtype: Callable[[str], int]) -> list[onnx.ModelProto]:
         """Further legal forms of the original's working copy, where its own rounding at the sites is large."""
         return []

@@ -35,11 +35,13 @@ from stof.verification.quantization import find_quantizers, quantizer_noise
 from stof.verification.reference_runs import CaseSession, ReferenceRuns, run_reference
 from stof.verification.result import Comparison, SkippedCase, Verification
 from stof.verification.site_checks import EmittedSites
+from stof.verification.sliced_attention import slice_attention
 from stof.verification.suspects import find_suspects
 from stof.verification.verified_models import VerifiedModels
 
 _FLOPS = 3e10  # a second, of two cores
 _ROUNDINGS = 3  # runs that show what rounding does to a model
+_TIGHT = 0.6  # of the memory: beyond it, memory that the runtime keeps for later runs is too much
 _SPREADS = 2  # runs that show the steps of a quantized model
 # Shares of all time after which these end: sites; runs of the original with graph optimizations; further ones.
 _SITES_END, _LEGAL_END, _SPREAD_END = 0.7, 0.8, 0.85
@@ -63,6 +65,8 @@ class Verifier:
 
     Attributes:
         plan: estimates the cases.
+        sliced: the original with attention on slices of its queries, where memory is short; else None.
+        is_tight: whether a case needs most of the memory.
         faults: after a run, the failed comparisons of sites, by the key of the op at fault.
         suspected: after a run, the key of the op among whose sites the search was; empty where there was none.
     """
@@ -83,9 +87,24 @@ class Verifier:
         known = (s.checks.model_inputs() for s in sites)
         self.inputs = next((i for i in known if i is not None), None) or default_inputs(original)
         self.plan = CasePlan(self.inputs, limits)
-        self.cases, self.skipped = self.plan.select(self.inputs.cases(_affordable(original, limits.budget)))
+        wanted = self.inputs.cases(_affordable(original, limits.budget))
+        self.sliced = None if self.plan.rows(wanted) == sum(c.batch for c in wanted) else self._slice(wanted)
+        self.cases, self.skipped = self.plan.select(wanted)
+        needed = max((self.plan.needed_bytes(c) for c in self.cases), default=0)
+        self.is_tight = needed > _TIGHT * limits.memory
         self.faults: dict[str, list[Comparison]] = {}
         self.suspected = ""
+
+    def _slice(self, wanted: Sequence[Case]) -> onnx.ModelProto | None:
+        """The original with attention on slices of its queries, where more of the wanted cases fit then."""
+        own = [s.checks for s in self.sites if s.checks.working is self.original is self.inputs.working]
+        cores = [core for checks in own for core in checks.cores()]
+        sliced = slice_attention(self.original, cores, self.inputs.symbolic) if cores else None
+        plan = None if sliced is None else CasePlan(self.inputs, self.limits, sliced)
+        if plan is None or plan.rows(wanted) <= self.plan.rows(wanted):
+            return None
+        self.plan = plan
+        return sliced
 
     def run(self, source: Path, final: onnx.ModelProto, scratch: Path) -> Verification:
         """Every comparison; stops early, and says so, when the budget is spent.
@@ -140,6 +159,7 @@ class _Run:
         self.limits = verifier.limits
         self.result = Verification(memory=self.limits.memory, skipped=list(verifier.skipped))
         self.result.complete = not verifier.skipped
+        self.result.sliced = verifier.sliced is not None
         self.result.quantized = bool(find_quantizers(verifier.original))
         self.models = VerifiedModels(verifier, source, final, scratch, self.result)
         self.compared: dict[int, list[Comparison]] = {}

@@ -23,9 +23,10 @@ class RowSample:
 
     def pick(self, array: np.ndarray) -> np.ndarray:
         """The sampled part of what broadcasts to [B, H, S, ...], of at most four axes."""
-        array = array.reshape([1] * (4 - array.ndim) + list(array.shape))
-        array = array if array.shape[1] == 1 else array[:, self.heads]
-        return array if array.shape[2] == 1 else array[:, :, self.rows]
+        found: np.ndarray = np.expand_dims(array, tuple(range(4 - array.ndim)))
+        _, heads, rows = found.shape[:3]
+        found = found if heads == 1 else found[:, self.heads]
+        return found if rows == 1 else found[:, :, self.rows]
 
 
 def choose_rows(away: np.ndarray, empty: np.ndarray, keys: int, most: int = MOST_SCORES) -> RowSample | None:

@@ -130,6 +130,9 @@ class AttentionChecks(SiteChecks):
             return
         yield from self._compare(scope, emitted, captured)
 
+    def cores(self) -> list[Sequence[str]]:
+        return [r.site.nodes for r in self.scopes[0].rewrites(self.rewrites)]
+
     def rounding_variants(self, working: onnx.ModelProto, dtype: Callable[[str], int]) -> list[onnx.ModelProto]:
         soft = [r.site for r in self.scopes[0].rewrites(self.rewrites) if _absorbs(r)]
         exact = compute_in_fp64(working, [s.nodes for s in soft], dtype) if soft else None

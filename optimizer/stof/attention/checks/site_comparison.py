@@ -174,8 +174,8 @@ def site_exactly(
         added = None if added is None else term.apply(added, value)
     leaks = np.zeros(1, bool)  # of pairs
     if added is not None:
-        is_clean: np.ndarray = np.isfinite(k).all(-1) & np.isfinite(v).all(-1)
-        leaks = (added <= FORBIDDING_VALUE) & ~is_clean[:, :, None, :]
+        is_clean = np.isfinite(k).all(-1, keepdims=True) & np.isfinite(v).all(-1, keepdims=True)
+        leaks = (added <= FORBIDDING_VALUE) & ~np.swapaxes(is_clean, 2, 3)
         scores = np.where(leaks & ~(scores < np.inf), added, scores)
     tops = scores.max(-1, initial=-np.inf)
     if site.sink is not None:
