@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from stof.errors import ArgumentError
+from stof.execution.run_limits import parse_bytes
 from stof.files import remove_temporaries
 from stof.interrupts import ended_by_signals, report_interrupt
 from stof.options import Options
@@ -76,6 +77,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--verify-budget", type=_seconds, default=45.0, metavar="SECONDS", help="time for verification (45)"
     )
+    parser.add_argument(
+        "--verify-memory",
+        type=_bytes,
+        default=0,
+        metavar="BYTES",
+        help="memory for verification, 2G for instance (half of what is free)",
+    )
     parser.add_argument("--no-verify", action="store_true", help="write without running the model")
     parser.add_argument(
         "--empty-rows", choices=("exact", "ignore"), default="exact", help="rows in which no key is allowed"
@@ -92,6 +100,13 @@ def _seconds(text: str) -> float:
 
 
 _seconds.__name__ = "number of seconds"  # argparse names the type in its message
+
+
+def _bytes(text: str) -> int:
+    return parse_bytes(text)
+
+
+_bytes.__name__ = "number of bytes"
 
 
 def _pairs(items: Sequence[str], option: str) -> dict[str, str]:
@@ -173,6 +188,7 @@ def _run(arguments: argparse.Namespace) -> int:
         explain=arguments.explain,
         verify=not arguments.no_verify,
         verify_budget=arguments.verify_budget,
+        verify_memory=arguments.verify_memory,
         only=tuple(arguments.only),
         skip=tuple(arguments.skip),
         shapes=_shapes(arguments.shape),

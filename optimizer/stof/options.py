@@ -22,6 +22,7 @@ class Options:
     explain: str | None = None  # "*" or a candidate, as in ``only``: report only, and say how far it got
     verify: bool = True
     verify_budget: float = 45.0  # seconds
+    verify_memory: int = 0  # bytes for verification; 0: half of what is free
     only: tuple[str, ...] = ()  # names, numbers or patterns of sites; of chains behind "chain:"
     skip: tuple[str, ...] = ()  # likewise
     shapes: dict[str, tuple[int, int]] = field(default_factory=dict)  # dimension name -> least, most

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import onnx
 
 from stof.errors import ArgumentError, ModelError, VerifyError, explained
+from stof.execution.run_limits import RunLimits
 from stof.execution.session_process import RuntimeFailure, release_sessions
 from stof.execution.upcast import TypedAttributes
 from stof.files import temporary_folder
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from stof.verification.result import Verification
 
 _LONGEST_REASON = 300
+_SHARE = 0.7  # of the time, for a verification after which rewrites may be dropped
 
 
 @dataclass(frozen=True)
@@ -118,21 +121,30 @@ class _Attempts:
         self.folder = folder
         self.typed_attributes = {k: widen for op in ops for k, widen in op.typed_attributes.items()}
         self.seconds = 0.0
+        self.limits: RunLimits | None = None
 
     def verify(self, stages: Sequence[Stage]) -> _Outcome:
         """What a verification finds; nothing where nothing is replaced."""
         if not any(s.decided.has_replaced for s in stages):
             return _Outcome()
         try:
-            outcome = _verify(stages, self.folder, self.typed_attributes)
+            outcome = _verify(stages, self.folder, self.typed_attributes, self._share(stages))
         except RuntimeFailure as error:
             return _Outcome(failure=f"ONNX Runtime does not run the model: {str(error)[:_LONGEST_REASON]}", error=error)
         assert outcome.verification is not None
         self.seconds += outcome.verification.seconds
         return outcome
 
+    def _share(self, stages: Sequence[Stage]) -> RunLimits:
+        """The limits of one verification: a part of what is left where another one may have to follow."""
+        if self.limits is None:
+            options = stages[-1].job.options
+            self.limits = RunLimits(options.verify_budget, options.verify_memory)
+        left = max(0.0, self.limits.start + self.limits.budget - time.monotonic())
+        return self.limits.share(_SHARE * left if any(can_drop(s) for s in stages) else left)
 
-def _verify(stages: Sequence[Stage], folder: Path, typed_attributes: TypedAttributes) -> _Outcome:
+
+def _verify(stages: Sequence[Stage], folder: Path, typed_attributes: TypedAttributes, limits: RunLimits) -> _Outcome:
     job, final = stages[-1].job, stages[-1].model
     # A tenth of all imports, which --no-verify and --dry-run do not need.
     from stof.verification.site_checks import EmittedSites
@@ -144,7 +156,7 @@ def _verify(stages: Sequence[Stage], folder: Path, typed_attributes: TypedAttrib
             checks = [(s, s.op.site_checks(job, s.decided)) for s in stages]
             sites = [EmittedSites(s.op.key, c, s.model) for s, c in checks if c is not None]
             searches = not any(can_drop(s) for s in stages)
-            verifier = Verifier(job.model, sites, job.options.verify_budget, searches, typed_attributes)
+            verifier = Verifier(job.model, sites, limits, searches, typed_attributes)
             found = verifier.run(job.source, final, scratch)
     except OSError as error:
         raise ArgumentError(

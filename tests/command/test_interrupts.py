@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,11 +17,12 @@ import pytest
 
 import stof
 from stof import cli
-from stof.execution import ort_sessions as sessions
+from stof.execution import run_limits
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(stof.__file__).parents[1])}
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
-WATCHDOG = 100.0  # seconds; less than what verification allows an endless run
+WATCHDOG = 100.0  # seconds
+SLACK = 3.0  # seconds that a busy machine takes to end a process
 # Windowed attention; END is a number that the output needs.
 ATTENTION = """
 <ir_version: 8, opset_import: ["": 18]>
@@ -82,6 +84,18 @@ def before(owner, name, step):
 step, how = sys.argv[1].split()
 if step == "run":
     before(sessions.VerifiedSession, "run", step)
+if step == "load":
+    from stof import pipeline
+    before(pipeline, "load", step)
+if step == "match":
+    from stof import pipeline
+    before(pipeline, "rewrite", step)
+if step == "check":
+    from stof.mask.check import run_masks
+    before(run_masks, "create_session", step)
+if step == "oracle":
+    from stof.attention.checks import site_comparison
+    before(site_comparison, "site_exactly", step)
 if step == "write":
     before(files.TemporaryFile, "replace", step)
 if step == "remove":
@@ -200,6 +214,23 @@ def test_what_hides_signals_is_ended(number: signal.Signals, tmp_path: Path, sta
     await_end(worker)
 
 
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("step", ["load", "match", "check", "oracle"])
+@pytest.mark.parametrize("how", ["waits", "computes"])
+def test_each_phase_ends_within_a_second(
+    how: str, step: str, number: signal.Signals, tmp_path: Path, start: Callable[..., Run]
+) -> None:
+    """Between instructions, and within native code that hides signals."""
+    run = start(f"{step} {how}", model(tmp_path))
+    worker = run.reach(step)
+    sent = time.monotonic()
+    run.process.send_signal(number)
+    check_interrupted(run, number, tmp_path)
+    assert time.monotonic() - sent < 1.0 + SLACK
+    if worker:
+        await_end(worker)
+
+
 def test_a_second_signal_does_not_cut_the_cleaning_up_short(tmp_path: Path, start: Callable[..., Run]) -> None:
     run = start("remove waits", model(tmp_path))
     run.reach("remove")  # the probe whether the folder can be written
@@ -225,13 +256,13 @@ def test_ignored_signals_stay_ignored(tmp_path: Path, start: Callable[..., Run])
 def test_an_endless_original_ends_without_a_signal(
     budget: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sessions, "_LEAST_SECONDS", 1.0)
+    monkeypatch.setattr(run_limits, "GRACE", 1.0)
     path = model(tmp_path, LOOP)
     for chains in ("off", "on"):
         assert cli.main([str(path), "--verify-budget", budget, "--chains", chains]) == 2
         errors = capsys.readouterr().err
         assert errors.count("\n") == 1
-        assert "verification was ended: ONNX Runtime took longer than 1 s to " in errors
+        assert re.search(r"verification was ended: ONNX Runtime took longer than [01]\.\d s to ", errors)
         assert "the original, which may be endless. Nothing was written" in errors
         assert [p.name for p in tmp_path.iterdir()] == ["m.onnx"]
 

@@ -19,6 +19,7 @@ import stof
 from stof import cli
 from stof.execution import ort_sessions as sessions
 from stof.execution.ort_sessions import Sessions
+from stof.execution.run_limits import RunLimits
 from stof.execution.session_worker import SessionSpec
 from stof.graph.external_data import read_constants
 from stof.graph.load_save import load
@@ -205,7 +206,7 @@ def test_old_runtimes_read_through_links(tmp_path: Path, monkeypatch: pytest.Mon
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)])
     seen: list[Path] = []
 
-    def fake(spec: SessionSpec, seconds: float) -> None:
+    def fake(spec: SessionSpec, seconds: float, memory: int) -> None:
         assert isinstance(spec.model, str)
         path = Path(spec.model)
         seen.append(path)
@@ -215,7 +216,7 @@ def test_old_runtimes_read_through_links(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(sessions, "runtime_version", lambda: (1, 18))
     monkeypatch.setattr(sessions, "create_session", fake)
     for _ in range(2):
-        Sessions(folder, scratch, 45.0).make(model, optimized=True, library=False)
+        Sessions(folder, scratch, RunLimits(45.0)).make(model, optimized=True, library=False)
     assert len(seen) == 2
     assert {p.parent for p in seen} == {scratch}
     assert (folder / "model.onnx").read_bytes() == content.tobytes()

@@ -11,9 +11,11 @@ import select
 import socket
 import tempfile
 import time
+from collections.abc import Callable
 
 _ALIGNMENT = 64  # of arrays, as kernels like them
 _COUNT = array.array("Q").itemsize
+_LOOK = 0.05  # seconds between looks at what the other process does
 
 
 class Channel:
@@ -51,14 +53,18 @@ class Channel:
         finally:
             os.close(descriptor)
 
-    def receive(self, seconds: float | None = None) -> object:
+    def receive(self, seconds: float | None = None, watch: Callable[[], None] | None = None) -> object:
         """The next object; its arrays lie in the memory that the sender wrote them to.
+
+        Args:
+            seconds: to wait; None is no limit.
+            watch: called every 50 ms meanwhile; what it raises ends the waiting.
 
         Raises:
             EOFError: when the other end is closed.
             TimeoutError: when nothing has come in this time.
         """
-        self._wait(seconds)
+        self._wait(seconds, watch)
         try:
             _, descriptors, _, _ = socket.recv_fds(self._socket, 1, 1)
         except ConnectionError:
@@ -77,15 +83,18 @@ class Channel:
             offset = _aligned(offset + size)
         return pickle.loads(blocks[0], buffers=blocks[1:])
 
-    def _wait(self, seconds: float | None) -> None:
+    def _wait(self, seconds: float | None, watch: Callable[[], None] | None) -> None:
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         end = None if seconds is None else time.monotonic() + seconds
         while True:
             # A time in milliseconds has 31 bits.
             left = None if end is None else min(max(0.0, end - time.monotonic()), 1e6)
-            if poll.poll(None if left is None else 1000 * left):
+            step = left if watch is None else _LOOK if left is None else min(left, _LOOK)
+            if poll.poll(None if step is None else 1000 * step):
                 return
+            if watch is not None:
+                watch()
             if end is not None and time.monotonic() >= end:
                 raise TimeoutError(f"it takes longer than {seconds:g} s")
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,8 @@ from typing import Any
 import numpy as np
 import onnx
 
-from stof.errors import ArgumentError, VerifyError
+from stof.errors import ArgumentError
+from stof.execution.run_limits import MemoryLimit, RunLimits, TimeLimit
 from stof.execution.session_process import Session, create_session, runtime_version
 from stof.execution.session_worker import SessionSpec
 from stof.files import is_utf8, open_regular
@@ -23,34 +25,42 @@ from stof.runtime.library import library_path
 _FOLDER_OPTION = (1, 21)
 # Before it, this fusion ends the process at a LayerNormalization without bias, which ModernBERT has.
 _FUSION_ABORTS = (1, 19)
-# A session or a run of the first and the last inputs may take this many budgets, or seconds where the budget is small.
-_BUDGETS, _LEAST_SECONDS = 4.0, 60.0
 
 
 class VerifiedSession:
-    """A session whose runs end, with verification, when they take too long."""
+    """A session whose runs end at the limits of a verification."""
 
-    def __init__(self, session: Session, name: str, budget: float) -> None:
+    def __init__(self, session: Session, name: str, limits: RunLimits) -> None:
         self._session = session
         self._name = name
-        self._budget = budget
+        self._limits = limits
 
     @property
     def outputs(self) -> tuple[str, ...]:
         """Names."""
         return self._session.outputs
 
-    def run(self, outputs: Sequence[str] | None, feeds: Mapping[str, np.ndarray]) -> list[Any]:
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can run; a limit ends the process that holds it."""
+        return self._session.is_alive
+
+    def run(
+        self, outputs: Sequence[str] | None, feeds: Mapping[str, np.ndarray], until: float | None = None
+    ) -> list[Any]:
         """The outputs of these names, by default all.
+
+        Args:
+            outputs: names.
+            feeds: the inputs by name.
+            until: the moment at which the run has to be over, by default the end of the verification.
 
         Raises:
             RuntimeFailure: what ONNX Runtime raises.
-            VerifyError: when it takes too long.
+            LimitReached: when it takes too long, or too much memory.
         """
-        try:
-            return self._session.run(outputs, feeds, _seconds_allowed(self._budget))
-        except TimeoutError:
-            raise _make_time_limit_error("run", self._name, self._budget) from None
+        with _described_limits("run", self._name, self._limits):
+            return self._session.run(outputs, feeds, self._limits.seconds_left(until), self._limits.memory)
 
 
 def file_session(path: Path, *, library: bool, seconds: float) -> Session:
@@ -73,17 +83,22 @@ def _optimizers_left_out() -> tuple[str, ...]:
     return ("AttentionFusion",) if runtime_version() < _FUSION_ABORTS else ()
 
 
-def _seconds_allowed(budget: float) -> float:
-    """What a session's creation or a run may take."""
-    return max(_LEAST_SECONDS, _BUDGETS * budget)
-
-
-def _make_time_limit_error(step: str, name: str, budget: float) -> VerifyError:
-    return VerifyError(
-        f"verification was ended: ONNX Runtime took longer than {_seconds_allowed(budget):.0f} s to {step} {name}, which may be "
-        f"endless. Nothing was written; where it is slow, raise --verify-budget ({budget:g} s, of which one run may take "
-        f"{_BUDGETS:g}, and {_LEAST_SECONDS:g} s anyway), or leave verification out with --no-verify"
-    )
+@contextmanager
+def _described_limits(step: str, name: str, limits: RunLimits) -> Iterator[None]:
+    start = time.monotonic()
+    try:
+        yield
+    except TimeoutError:
+        raise TimeLimit(
+            f"verification was ended: ONNX Runtime took longer than {time.monotonic() - start:.1f} s to {step} {name}, which "
+            f"may be endless. Nothing was written; where it is slow, raise --verify-budget ({limits.asked:g} s), or leave "
+            "verification out with --no-verify"
+        ) from None
+    except MemoryLimit as error:
+        raise MemoryLimit(
+            f"verification was ended: to {step} {name}, {error}. Nothing was written; raise --verify-memory, or leave "
+            "verification out with --no-verify"
+        ) from None
 
 
 class Sessions:
@@ -94,21 +109,24 @@ class Sessions:
     Args:
         weights: the folder of the model's external data.
         scratch: a folder to write into.
-        budget: seconds for verification; a few times as long may a session's creation or a run take.
+        limits: of time and memory.
+        lean: memory is short: tensors are freed at their last use, which takes time.
     """
 
-    def __init__(self, weights: Path, scratch: Path, budget: float) -> None:
+    def __init__(self, weights: Path, scratch: Path, limits: RunLimits, *, lean: bool = False) -> None:
         self.weights = weights.absolute()
         self.scratch = scratch.absolute()
-        self.budget = budget
+        self.limits = limits
+        self.lean = lean
 
     def make(self, model: onnx.ModelProto | Path, *, optimized: bool, library: bool) -> VerifiedSession:
         """A session on the CPU provider.
 
         Raises:
             RuntimeFailure: what ONNX Runtime raises.
-            VerifyError: when it takes too long.
+            LimitReached: when it takes too long, or too much memory.
         """
+        self.limits.check_time()
         # Copies of weights in the kernels' own layout would double the memory for runs that are not timed.
         entries = [("session.disable_prepacking", "1")]
         if isinstance(model, Path):
@@ -171,13 +189,12 @@ class Sessions:
             optimizations="all" if optimized else "none",
             entries=tuple(entries),
             without=_optimizers_left_out(),
+            lean=self.lean,
         )
         name = "the optimized model" if library else "the original"
-        try:
-            session = create_session(spec, _seconds_allowed(self.budget))
-        except TimeoutError:
-            raise _make_time_limit_error("load", name, self.budget) from None
-        return VerifiedSession(session, name, self.budget)
+        with _described_limits("load", name, self.limits):
+            session = create_session(spec, self.limits.seconds_left(), self.limits.memory)
+        return VerifiedSession(session, name, self.limits)
 
 
 @contextmanager

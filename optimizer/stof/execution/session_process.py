@@ -20,12 +20,14 @@ import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from stof.errors import ArgumentError
 from stof.execution.channel import Channel
+from stof.execution.run_limits import MemoryLimit, resident_bytes, show_bytes
 from stof.execution.session_worker import Create, Created, Failure, Measure, Request, Run, SessionSpec, Version
 
 # The first argument is no path: the folder that Python puts first with -c is not looked into before it is gone.
@@ -81,12 +83,18 @@ class _SessionProcess:
     def end(self) -> None:
         self._finalizer()
 
-    def request(self, body: Create | Run | Measure | Version | None, seconds: float | None) -> Any:
-        """The process's answer to a request. On any error but a refusal, an interrupt for instance, the process is ended."""
+    def request(self, body: Create | Run | Measure | Version | None, seconds: float | None, memory: int = 0) -> Any:
+        """The process's answer to a request. On any error but a refusal, an interrupt for instance, the process is ended.
+
+        Args:
+            body: the request.
+            seconds: to wait for the answer.
+            memory: bytes that both processes may hold meanwhile; 0 is no limit.
+        """
         released = tuple(self.released_sessions.popleft() for _ in range(len(self.released_sessions)))
         try:
             self.channel.send(Request(released, body))
-            answer = self.channel.receive(seconds)
+            answer = self.channel.receive(seconds, partial(self._check_memory, memory) if memory else None)
         except (EOFError, ConnectionError):
             raise RuntimeFailure(f"the process that runs ONNX Runtime {self._describe_end()}") from None
         except TimeoutError:
@@ -103,6 +111,16 @@ class _SessionProcess:
         if isinstance(answer, Failure):
             raise RuntimeFailure(answer.words)
         return answer
+
+    def _check_memory(self, most: int) -> None:
+        """Raises where both processes hold more than so many bytes.
+
+        Resident memory is what a machine runs out of. Limits of the kernel count address space (RLIMIT_AS, RLIMIT_DATA), of
+        which allocators and threads reserve far more than they use.
+        """
+        held = resident_bytes(self.popen.pid) + resident_bytes()
+        if held > most:
+            raise MemoryLimit(f"it needs more than {show_bytes(most)} of memory")
 
     def _describe_end(self) -> str:
         """How the process ended, for a message: its exit status or the signal."""
@@ -153,24 +171,42 @@ class Session:
         outputs: names.
     """
 
-    def __init__(self, process: _SessionProcess, spec: SessionSpec, seconds: float | None) -> None:
+    def __init__(self, process: _SessionProcess, spec: SessionSpec, seconds: float | None, memory: int = 0) -> None:
         self._process = process
         self._number = next(process.session_numbers)
-        created = process.request(Create(self._number, spec), seconds)
+        created = process.request(Create(self._number, spec), seconds, memory)
         assert isinstance(created, Created)
         self.inputs, self.outputs = created.inputs, created.outputs
 
-    def run(self, outputs: Sequence[str] | None, feeds: Mapping[str, np.ndarray], seconds: float | None) -> list[Any]:
+    @property
+    def is_alive(self) -> bool:
+        """Whether its process still runs."""
+        return self._process.is_alive
+
+    def run(
+        self,
+        outputs: Sequence[str] | None,
+        feeds: Mapping[str, np.ndarray],
+        seconds: float | None,
+        memory: int = 0,
+    ) -> list[Any]:
         """The outputs of these names, by default all.
+
+        Args:
+            outputs: names.
+            feeds: the inputs by name.
+            seconds: that it may take.
+            memory: bytes that both processes may hold meanwhile; 0 is no limit.
 
         Raises:
             RuntimeFailure: what ONNX Runtime raises, or its process ended.
             TimeoutError: when it takes longer.
+            MemoryLimit: when it needs more memory.
         """
         if not self._process.is_alive:
             raise RuntimeFailure("the process that runs ONNX Runtime has ended")
         found = self._process.request(
-            Run(self._number, None if outputs is None else tuple(outputs), dict(feeds)), seconds
+            Run(self._number, None if outputs is None else tuple(outputs), dict(feeds)), seconds, memory
         )
         assert isinstance(found, list)
         return found
@@ -212,14 +248,15 @@ def _thread_process() -> _SessionProcess:
     return _thread_state.process
 
 
-def create_session(spec: SessionSpec, seconds: float | None) -> Session:
+def create_session(spec: SessionSpec, seconds: float | None, memory: int = 0) -> Session:
     """Makes a session.
 
     Raises:
         RuntimeFailure: what ONNX Runtime raises, or its process ended.
         TimeoutError: when it takes longer than so many seconds; None is no limit.
+        MemoryLimit: when both processes hold more than so many bytes; 0 is no limit.
     """
-    return Session(_thread_process(), spec, seconds)
+    return Session(_thread_process(), spec, seconds, memory)
 
 
 def runtime_version() -> tuple[int, int]:

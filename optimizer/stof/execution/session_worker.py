@@ -35,6 +35,7 @@ class SessionSpec:
         without: optimizers that are not to run.
         optimized_path: where the optimized model is written, "" for nowhere.
         reference: onnx's own evaluator instead of ONNX Runtime.
+        lean: tensors are freed at their last use, rather than kept for later ones: slower, with a lower peak of memory.
     """
 
     model: str | bytes
@@ -46,6 +47,7 @@ class SessionSpec:
     without: tuple[str, ...] = ()
     optimized_path: str = ""
     reference: bool = False
+    lean: bool = False
 
 
 @dataclass(frozen=True)
@@ -192,6 +194,9 @@ class _Session:
             "extended": levels.ORT_ENABLE_EXTENDED,
             "all": levels.ORT_ENABLE_ALL,
         }[spec.optimizations]
+        if spec.lean:
+            options.enable_cpu_mem_arena = False
+            options.enable_mem_pattern = False
         for key, value in spec.entries:
             options.add_session_config_entry(key, value)
         if spec.library:

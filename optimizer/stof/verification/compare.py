@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -12,6 +13,9 @@ from stof.verification.result import Comparison, Coverage
 
 MODEL_FACTOR = 4.0  # difference ≤ 4 × that of two legal runs + 1e-6 of the output's range
 _ENOUGH = 64  # elements whose range tells how large an output is
+_MOST_ALLOWED = 0.1  # of an output's spread: more allows anything, and compares nothing
+_LEAST_SPREAD = 0.01  # of the largest number, of numbers that are nearly the same
+_BLOCK = 1 << 20  # elements that are looked at together, in fp64
 
 
 def compare_outputs(
@@ -24,6 +28,7 @@ def compare_outputs(
     expanded: Sequence[np.ndarray] = (),
     *,
     undefined: bool = False,
+    padded: np.ndarray | None = None,
 ) -> Comparison:
     """What was found beside the original's own runs.
 
@@ -36,13 +41,41 @@ def compare_outputs(
         found: the optimized model's.
         expanded: runs of another graph that means the same; how far they are from its first one is allowed as well.
         undefined: whether the optimized model may be finite where the original is NaN.
+        padded: of [B, S], the queries that are padding. An output [B, S, ...] that differs is compared without them.
     """
+    everything = _compare(case, floor, name, plain, legal, found, expanded, undefined)
+    shape = plain.shape
+    if everything.ok or padded is None or shape[:2] != padded.shape or found.shape != shape or not padded.any():
+        return everything
+    rows = ~padded
+    real = _compare(
+        case, floor, name, plain[rows], [x[rows] for x in legal], found[rows], [x[rows] for x in expanded], undefined
+    )
+    if not real.ok:
+        return everything
+    left_out = int(np.prod(shape[2:])) * int(padded.sum())
+    # Batch rows are lost with the first two axes in one.
+    return replace(real, coverage=replace(real.coverage, padded=left_out, rows=()))
+
+
+def _compare(
+    case: Case,
+    floor: float,
+    name: str,
+    plain: np.ndarray,
+    legal: Sequence[np.ndarray],
+    found: np.ndarray,
+    expanded: Sequence[np.ndarray],
+    undefined: bool,
+) -> Comparison:
     what = f"output {name!r}, {case}"
+    if any(x.shape != plain.shape for x in legal):
+        detail = "runs of the original itself give outputs of other lengths"
+        return Comparison(what, 0.0, 0.0, True, detail=detail, comparable=False, coverage=Coverage(0))
     if found.shape != plain.shape:
         return Comparison(what, np.inf, 0.0, False, detail=f"shape {found.shape}, expected {plain.shape}")
     if plain.dtype.kind != "f":
-        same = any(np.array_equal(found, x) for x in (plain, *legal))
-        return Comparison(what, 0.0 if same else np.inf, 0.0, same, coverage=Coverage(plain.size))
+        return _compare_exactly(what, plain, legal, found)
     alone = np.isnan(plain) & np.isfinite(found) & undefined
     odd = (np.isfinite(found) != np.isfinite(plain)) & ~alone
     if odd.any():
@@ -51,20 +84,60 @@ def compare_outputs(
     compared, only = int(good.sum()), int(alone.sum())
     rows = tuple(int(i) for i in np.unique(np.argwhere(alone)[:, 0])) if only and alone.ndim > 1 else ()
     coverage = Coverage(compared, plain.size - compared - only, undefined=only, rows=rows)
-    first, *others = (x[good].astype(np.float64) for x in (plain, *legal))
-    own = found[good].astype(np.float64)
+    low, high = _extremes(plain, good)
+    largest = max(abs(low), abs(high))
     # The range of a few numbers can be small by chance, and of one it is 0.
-    span = float(first.max() - first.min()) if first.size >= _ENOUGH else float(np.abs(first).max(initial=0.0))
+    span = high - low if compared >= _ENOUGH else largest
     # Of a few numbers, legal runs that happen to agree tell little.
-    floor *= MODEL_FACTOR if first.size < _ENOUGH else 1.0
-    rounded_by = [np.abs(first - x) for x in others]
+    floor *= MODEL_FACTOR if compared < _ENOUGH else 1.0
+    rounded_by = [_largest_difference(plain, x, good) for x in legal]
     for x in expanded[1:]:
-        both = good & np.isfinite(expanded[0]) & np.isfinite(x)
-        rounded_by.append(np.abs(x[both].astype(np.float64) - expanded[0][both]))
-    budget = MODEL_FACTOR * max(float(x.max(initial=0.0)) for x in rounded_by) + floor * span
+        rounded_by.append(_largest_difference(expanded[0], x, good & np.isfinite(expanded[0]) & np.isfinite(x)))
+    budget = MODEL_FACTOR * max(rounded_by, default=0.0) + floor * span
     # Any legal run may be the nearest one.
-    difference = min(float(np.abs(own - x).max(initial=0.0)) for x in (first, *others))
-    return Comparison(what, difference, budget, difference <= budget, coverage=coverage)
+    difference = min(_largest_difference(found, x, good) for x in (plain, *legal))
+    spread = max(_deviation(plain, good) if compared >= _ENOUGH else largest, _LEAST_SPREAD * largest)
+    comparable = budget <= _MOST_ALLOWED * spread or not compared or not budget
+    return Comparison(what, difference, budget, difference <= budget, coverage=coverage, comparable=comparable)
+
+
+def _compare_exactly(what: str, plain: np.ndarray, legal: Sequence[np.ndarray], found: np.ndarray) -> Comparison:
+    """Numbers that rounding cannot change; where it does, in runs of the original, as many of them may change here."""
+    coverage = Coverage(plain.size)
+    if any(np.array_equal(found, x) for x in (plain, *legal)):
+        return Comparison(what, 0.0, 0.0, True, coverage=coverage)
+    flips = max((int((plain != x).sum()) for x in legal), default=0)
+    if not flips:
+        return Comparison(what, np.inf, 0.0, False, coverage=coverage)
+    changed = min(int((found != x).sum()) for x in (plain, *legal))
+    detail = f"{changed} of {plain.size} elements change, {flips} between runs of the original"
+    allowed = MODEL_FACTOR * flips
+    return Comparison(what, changed, allowed, changed <= allowed, detail=detail, comparable=False, coverage=coverage)
+
+
+def _blocks(good: np.ndarray, *arrays: np.ndarray) -> Iterator[list[np.ndarray]]:
+    """Chosen elements in fp64, some at a time: copies of whole outputs would be several times as large as these."""
+    flat = [x.reshape(-1) for x in arrays]
+    chosen = good.reshape(-1)
+    for start in range(0, chosen.size, _BLOCK):
+        part = slice(start, start + _BLOCK)
+        yield [x[part][chosen[part]].astype(np.float64) for x in flat]
+
+
+def _largest_difference(one: np.ndarray, other: np.ndarray, good: np.ndarray) -> float:
+    return max((float(np.abs(a - b).max(initial=0.0)) for a, b in _blocks(good, one, other)), default=0.0)
+
+
+def _extremes(array: np.ndarray, good: np.ndarray) -> tuple[float, float]:
+    found = [(float(x.min()), float(x.max())) for (x,) in _blocks(good, array) if x.size]
+    return (min(low for low, _ in found), max(high for _, high in found)) if found else (0.0, 0.0)
+
+
+def _deviation(array: np.ndarray, good: np.ndarray) -> float:
+    """The standard deviation."""
+    count = max(1, int(good.sum()))
+    mean = sum(float(x.sum()) for (x,) in _blocks(good, array)) / count
+    return float(np.sqrt(sum(float(np.square(x - mean).sum()) for (x,) in _blocks(good, array)) / count))
 
 
 def find_undefined_outputs(by_case: Sequence[Sequence[Comparison]], names: Sequence[str]) -> list[Comparison]:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,6 +38,14 @@ class ModelInputs:
     def draw(self, cases: Sequence[Case]) -> list[dict[str, np.ndarray]]:
         """The inputs of each case, the same at each call."""
         return [self.maker.draw(c, np.random.default_rng(i)) for i, c in enumerate(cases)]
+
+    def padded_queries(self, case: Case, feed: Mapping[str, np.ndarray]) -> np.ndarray | None:
+        """Which positions [B, S] are padding by all masks of that shape among the inputs; None where nothing says it."""
+        masks = [name for name in sorted(self.maker.pads) if name in feed and feed[name].ndim == 2]
+        if case.padding is Padding.NONE or not masks:
+            return None
+        found = [(feed[n] == 0) != (n in self.maker.forbidding) for n in masks]
+        return np.logical_and.reduce(found) if len({x.shape for x in found}) == 1 else None
 
 
 def default_inputs(model: onnx.ModelProto) -> ModelInputs:

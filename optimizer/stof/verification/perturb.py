@@ -16,7 +16,10 @@ _OFF = 2.0**-21
 
 @dataclass(frozen=True)
 class Noisy:
-    """A tensor: its element type, the size of its last axis, and about how large its numbers get."""
+    """A tensor: its element type, the size of its last axis, and about how large its numbers get.
+
+    With a ``largest`` of 0 every number is off in its own last places, whatever its size.
+    """
 
     dtype: int
     channels: int
@@ -47,9 +50,10 @@ def _make_noise_nodes(
     for name in names:
         noisy = tensors[name]
         # Added, not multiplied: what is rounded to a scale of its own does not change when all of it is scaled.
-        numbers = _OFF * noisy.largest * rng.uniform(-1, 1, noisy.channels)
+        noise = _OFF * rng.uniform(-1, 1, noisy.channels)
+        numbers, op = (noise * noisy.largest, "Add") if noisy.largest else (1 + noise, "Mul")
         value = numpy_helper.from_array(numbers.astype(helper.tensor_dtype_to_np_dtype(noisy.dtype)))
         constant = f"{name}/stof_noise"
         found.append(helper.make_node("Constant", [], [constant], value=value))
-        found.append(helper.make_node("Add", [f"{name}/stof_exact", constant], [name]))
+        found.append(helper.make_node(op, [f"{name}/stof_exact", constant], [name]))
     return found

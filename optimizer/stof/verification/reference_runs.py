@@ -4,23 +4,51 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stof.execution.case import Counts, Padding
+from stof.execution.case import Case, Counts, Padding
 from stof.execution.ort_sessions import VerifiedSession
+from stof.execution.run_limits import LimitReached
 from stof.execution.session_process import RuntimeFailure
 from stof.verification.model_inputs import BATCH_WITH_ALL_PADDING
-from stof.verification.result import Verification
+from stof.verification.result import SkippedCase, Verification
 from stof.verification.verified_models import VerifiedModels
 
 if TYPE_CHECKING:
     from stof.verification.verifier import Verifier
 
 _RUNS = 3  # of each case: here, with graph optimizations, and optimized
+_SHARE = 0.5  # of all time, after which the runs of the original are over
+
+
+class CaseSession:
+    """A session that is made when it is needed, and again after a limit has ended the process that held it."""
+
+    def __init__(self, make: Callable[[], VerifiedSession]) -> None:
+        self._make = make
+        self._session: VerifiedSession | None = None
+
+    def get(self) -> VerifiedSession:
+        """The session.
+
+        Raises:
+            RuntimeFailure: what ONNX Runtime raises.
+            LimitReached: when that takes too long, or too much memory.
+        """
+        if self._session is None or not self._session.is_alive:
+            self._session = None
+            self._session = self._make()
+        return self._session
+
+    def run(
+        self, outputs: Sequence[str] | None, feeds: Mapping[str, np.ndarray], until: float | None = None
+    ) -> list[np.ndarray]:
+        """As a session runs."""
+        return self.get().run(outputs, feeds, until)
 
 
 @dataclass(frozen=True)
@@ -31,7 +59,7 @@ class ReferenceRuns:
         ran: the cases that ran, by number.
         feeds: the inputs of each of them.
         plain: the outputs of each of them.
-        captured: inputs and tensors at the sites of the first one.
+        captured: inputs and tensors at the sites of the first one; empty where none of the tensors could be had.
     """
 
     ran: list[int]
@@ -45,6 +73,7 @@ def run_reference(verifier: Verifier, models: VerifiedModels, result: Verificati
 
     Raises:
         RuntimeFailure: when no case runs.
+        LimitReached: when none runs in time, or in the memory that there is.
     """
     return _Reference(verifier, models, result).run()
 
@@ -52,6 +81,7 @@ def run_reference(verifier: Verifier, models: VerifiedModels, result: Verificati
 class _Reference:
     def __init__(self, verifier: Verifier, models: VerifiedModels, result: Verification) -> None:
         self.verifier = verifier
+        self.limits = verifier.limits
         self.models = models
         self.result = result
         self.feeds = models.feeds
@@ -59,75 +89,103 @@ class _Reference:
         self.wanted = list(dict.fromkeys(t for checks in own for t in checks.tensors()))
         self.outputs = [o.name for o in verifier.original.graph.output]
         self.captured: dict[str, np.ndarray] = {}
-        self.seconds_per_token = 0.0
+        self.seconds_per_byte = 0.0
 
     def run(self) -> ReferenceRuns:
-        model = self.models.with_outputs(self.models.probed, self.wanted)
-        session = self.models.sessions.make(model, optimized=False, library=False)
-        del model
-        if (
-            self.models.probed is not self.models.reference
-        ):  # sites inside fused nodes are seen in the working copy alone
-            self._capture(session, 0)
-            session = self.models.sessions.make(self.models.reference, optimized=False, library=False)
+        is_probed = self.models.probed is self.models.reference
+        session = CaseSession(self._make_probe)
+        limit: LimitReached | None = None
+        if not is_probed:  # sites inside fused nodes are seen in the working copy alone
+            try:
+                self._capture(session, 0, self.limits.first_end)
+            except LimitReached as error:
+                limit = error
+            session = CaseSession(self._make_reference)
         ran: list[int] = []
         plain: list[list[np.ndarray]] = []
         failure: RuntimeFailure | None = None
         for i in range(len(self.verifier.cases)):
-            if not self._is_affordable(i):
-                self.result.complete = False
+            if (self.limits.is_over() and limit is not None) or not self._is_affordable(i):
+                self._skip(i, "time")
                 continue
             try:
                 plain.append(self._run_case(session, i))
             except RuntimeFailure as error:  # stored masks limit the length from above, computed ones from below
                 failure = failure or error
                 continue
+            except LimitReached as error:
+                limit = limit or error
+                self._skip(i, error.kind)
+                continue
             ran.append(i)
-        if failure is not None and not ran:
-            raise failure
+        if not ran and (failure or limit) is not None:
+            raise limit or failure  # type: ignore[misc]
         return ReferenceRuns(ran, [self.feeds[i] for i in ran], plain, self.captured)
+
+    def _make_probe(self) -> VerifiedSession:
+        model = self.models.with_outputs(self.models.probed, self.wanted)
+        return self.models.sessions.make(model, optimized=False, library=False)
+
+    def _make_reference(self) -> VerifiedSession:
+        return self.models.sessions.make(self.models.reference, optimized=False, library=False)
+
+    def _skip(self, i: int, reason: str) -> None:
+        self.result.complete = False
+        self.result.skipped.append(SkippedCase(str(self.verifier.cases[i]), reason))
 
     def _is_affordable(self, i: int) -> bool:
         case = self.verifier.cases[i]
+        seconds = self._seconds(case)
         if i in (0, len(self.feeds) - 1) or case.padding is Padding.LEAST:
+            # It runs anyway, but with a row alone where all of them would not end in time.
+            if case.batch > 1 and time.monotonic() + seconds > self.limits.end:
+                self._draw(i, replace(case, batch=1))
             return True
-        seconds = _RUNS * self.seconds_per_token * case.batch * case.length
-        return time.monotonic() + seconds <= self.verifier.deadline
+        return time.monotonic() + seconds <= self.limits.deadline
 
-    def _run_case(self, session: VerifiedSession, i: int) -> list[np.ndarray]:
-        case = self.verifier.cases[i]
+    def _seconds(self, case: Case) -> float:
+        """What all runs of a case take, going by the first one."""
+        return _RUNS * self.seconds_per_byte * self.verifier.plan.estimate(case).total
+
+    def _draw(self, i: int, case: Case) -> None:
+        """Puts another case in the place of one."""
+        self.verifier.cases[i] = case
+        drawn = self.verifier.inputs.draw([case])[0]
+        self.feeds[i] = {n: x.astype(self.feeds[i][n].dtype) for n, x in drawn.items()}
+
+    def _run_case(self, session: CaseSession, i: int) -> list[np.ndarray]:
+        until = self.limits.moment(_SHARE) if self.seconds_per_byte else self.limits.first_end
+        # The last and shortest case may still run where the first one took too long.
+        until = max(until, time.monotonic() + 0.1 * self.limits.total)
+        session.get()  # what that takes is no time of the case
         start = time.monotonic()
         is_first = not self.captured and self.models.probed is self.models.reference
         if is_first:
-            everything = self._capture(session, i)
+            everything = self._capture(session, i, until)
             found = [everything[n] for n in self.outputs]
         else:
-            found = self._run_with_keys(session, i)
+            found = self._run_with_keys(session, i, until)
         seconds = time.monotonic() - start
-        if is_first or not self.seconds_per_token:
-            self.seconds_per_token = seconds / (case.batch * case.length)
+        if is_first or not self.seconds_per_byte:
+            self.seconds_per_byte = seconds / max(1, self.verifier.plan.estimate(self.verifier.cases[i]).total)
         # What is left of the budget also pays for the two other runs of what ran already.
-        self.verifier.deadline -= (_RUNS - 1) * seconds
+        self.limits.deadline -= (_RUNS - 1) * seconds
         return found
 
-    def _capture(self, session: VerifiedSession, i: int) -> dict[str, np.ndarray]:
+    def _capture(self, session: CaseSession, i: int, until: float) -> dict[str, np.ndarray]:
         """All outputs of a case, with the tensors at sites among them, which are kept."""
-        names = list(session.outputs)
-        everything = dict(zip(names, session.run(names, self.feeds[i]), strict=True))
+        names = list(session.get().outputs)
+        everything = dict(zip(names, session.run(names, self.feeds[i], until), strict=True))
         self.captured = {**self.feeds[i], **{n: everything[n] for n in self.wanted if n in everything}}
         return everything
 
-    def _run_with_keys(self, session: VerifiedSession, i: int) -> list[np.ndarray]:
+    def _run_with_keys(self, session: CaseSession, i: int, until: float) -> list[np.ndarray]:
         """The outputs of a case; where the original does not run without any key, of one with keys in its place."""
-        found: list[np.ndarray]
         try:
-            found = session.run(self.outputs, self.feeds[i])
+            return session.run(self.outputs, self.feeds[i], until)
         except RuntimeFailure:
-            cases = self.verifier.cases
-            if cases[i].batch != BATCH_WITH_ALL_PADDING:
+            case = self.verifier.cases[i]
+            if case.batch != BATCH_WITH_ALL_PADDING:
                 raise
-            cases[i] = replace(cases[i], batch=2, counts=Counts.USUAL)
-            drawn = self.verifier.inputs.draw([cases[i]])[0]
-            self.feeds[i] = {n: x.astype(self.feeds[i][n].dtype) for n, x in drawn.items()}
-            found = session.run(self.outputs, self.feeds[i])
-        return found
+            self._draw(i, replace(case, batch=2, counts=Counts.USUAL))
+            return session.run(self.outputs, self.feeds[i], until)

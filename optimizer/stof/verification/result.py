@@ -15,11 +15,15 @@ class Coverage:
     ignored: int = 0  # of rows without a key that may differ
     undefined: int = 0  # NaN in the original alone
     rows: tuple[int, ...] = ()  # of the batch, in which those are
+    padded: int = 0  # of queries that are padding, where only these differ
+    left_out: int = 0  # in rows of a large site that are not sampled
+    sampled_rows: int = 0  # of a large site: how many rows were compared, of
+    all_rows: int = 0  # so many; 0: every row
 
     @property
     def elements(self) -> int:
         """All of them."""
-        return self.compared + self.nonfinite + self.ignored + self.undefined
+        return self.compared + self.nonfinite + self.ignored + self.undefined + self.padded + self.left_out
 
 
 @dataclass(frozen=True)
@@ -33,10 +37,19 @@ class Comparison:
     site: str = ""
     detail: str = ""
     coverage: Coverage = Coverage(0)
+    comparable: bool = True  # False: runs of the original differ so much that the comparison says nothing
 
     def message(self) -> str:
         """The comparison in a message about its failure."""
         return f"{self.what} differs by {self.difference:.3e}, allowed {self.budget:.3e}{self.detail and '; '}{self.detail}"
+
+
+@dataclass(frozen=True)
+class SkippedCase:
+    """Inputs that were not run, and why: ``memory``, ``time``, or what the runtime said."""
+
+    case: str
+    reason: str
 
 
 @dataclass
@@ -48,6 +61,12 @@ class Verification:
     complete: bool = True
     widened: bool = False  # a half-precision model, compared as its fp32 twin
     expanded: bool = False  # the runtime refuses the original's fused nodes: it was compared with them expanded
+    quantized: bool = False  # the original quantizes dynamically: roundings become steps
+    sliced: bool = False  # for less memory, attention of the original ran on slices of its queries
+    memory: int = 0  # bytes that the processes might hold together
+    cases: list[str] = field(default_factory=list)  # inputs whose outputs were compared
+    skipped: list[SkippedCase] = field(default_factory=list)
+    sites_left: int = 0  # how many sites no time was left for
     # Without a faulty site: a smallest set found of sites whose replacement together makes outputs differ, and whether that
     # set suffices (False: the search ended before, and others have to be replaced as well).
     suspects: tuple[str, ...] = ()
@@ -57,6 +76,11 @@ class Verification:
     def failures(self) -> list[Comparison]:
         """The comparisons that do not hold."""
         return [c for c in self.comparisons if not c.ok]
+
+    @property
+    def has_evidence(self) -> bool:
+        """Whether something was compared that could have differed: a site, or an output."""
+        return any(c.comparable for c in self.comparisons)
 
     def faulty_sites(self) -> list[str]:
         """The sites at fault, by name."""

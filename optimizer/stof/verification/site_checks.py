@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,8 +42,13 @@ class SiteChecks(ABC):
         """The tensors of ``working`` by which sites are compared."""
 
     @abstractmethod
-    def compare(self, emitted: onnx.ModelProto, captured: Tensors) -> list[Comparison]:
-        """Every site's node beside what it replaces. ``captured``: values of :meth:`tensors` and of the model's inputs."""
+    def compare(self, emitted: onnx.ModelProto, captured: Tensors) -> Iterable[Comparison]:
+        """Every site's node beside what it replaces, one after the other: the caller may stop where no time is left.
+
+        Args:
+            emitted: the model with the nodes.
+            captured: values of :meth:`tensors` and of the model's inputs.
+        """
 
     @abstractmethod
     def emit(self, sites: Sequence[str]) -> onnx.ModelProto:
@@ -53,8 +58,12 @@ class SiteChecks(ABC):
         """Inputs of the whole model that reach the sites; None where any inputs do."""
         return None
 
-    def compare_subgraphs(self, emitted: onnx.ModelProto, case: Case, run: Run) -> list[Comparison]:
+    def compare_subgraphs(self, emitted: onnx.ModelProto, case: Case, run: Run) -> Iterable[Comparison]:
         """As :meth:`compare`, for sites in subgraphs, which are run by themselves."""
+        return []
+
+    def cores(self) -> list[Sequence[str]]:
+        """For each site of the main graph the nodes that it replaces, by their first outputs in ``working``."""
         return []
 
     def rounding_variants(self, working: onnx.ModelProto, dtype: Callable[[str], int]) -> list[onnx.ModelProto]:

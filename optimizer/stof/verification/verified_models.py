@@ -55,9 +55,11 @@ class VerifiedModels:
         self._verifier = verifier
         self._source: Path | None = source  # while the file is what is run of the original
         self._twins: Twins | None = None
-        self.sessions = Sessions(source.parent.resolve(), scratch, verifier.budget)
+        self.sessions = Sessions(source.parent.resolve(), scratch, verifier.limits, lean=verifier.is_tight)
         self.feeds = verifier.inputs.draw(verifier.cases)
-        self.reference, self.final, self.floor = verifier.original, final, _FLOOR
+        self.reference, self.final, self.floor = verifier.sliced or verifier.original, final, _FLOOR
+        if verifier.sliced is not None:
+            self._source = None
         if self._is_half():
             result.widened = True
             result.comparisons.extend(self._compare_unwidened(source))

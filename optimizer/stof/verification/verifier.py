@@ -16,25 +16,35 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import onnx
 
-from stof.execution.case import Padding
+from stof.errors import VerifyError
+from stof.execution.case import Case, Padding
 from stof.execution.ort_sessions import VerifiedSession
+from stof.execution.run_limits import LimitReached, RunLimits, show_bytes
 from stof.execution.upcast import TypedAttributes
+from stof.verification.case_plan import CasePlan
 from stof.verification.compare import compare_outputs, find_undefined_outputs
 from stof.verification.model_inputs import default_inputs
 from stof.verification.perturb import Noisy, perturb
-from stof.verification.reference_runs import ReferenceRuns, run_reference
-from stof.verification.result import Comparison, Verification
+from stof.verification.quantization import find_quantizers, quantizer_noise
+from stof.verification.reference_runs import CaseSession, ReferenceRuns, run_reference
+from stof.verification.result import Comparison, SkippedCase, Verification
 from stof.verification.site_checks import EmittedSites
+from stof.verification.sliced_attention import slice_attention
 from stof.verification.suspects import find_suspects
 from stof.verification.verified_models import VerifiedModels
 
 _FLOPS = 3e10  # a second, of two cores
 _ROUNDINGS = 3  # runs that show what rounding does to a model
+_TIGHT = 0.6  # of the memory: beyond it, memory that the runtime keeps for later runs is too much
+_SPREADS = 2  # runs that show the steps of a quantized model
+# Shares of all time after which these end: sites; runs of the original with graph optimizations; further ones.
+_SITES_END, _LEGAL_END, _SPREAD_END = 0.7, 0.8, 0.85
 
 
 def _affordable(model: onnx.ModelProto, seconds: float) -> float:
@@ -49,11 +59,14 @@ class Verifier:
     Args:
         original: the model as it was read.
         sites: the site checks of the ops that have some, in the order in which the ops were emitted.
-        budget: seconds after which no further case is begun; ort_sessions.py has what a single run may take.
+        limits: of time and memory.
         searches: whether to search for the sites that make outputs differ where no site does by itself.
         typed_attributes: of the operators that may be in the models.
 
     Attributes:
+        plan: estimates the cases.
+        sliced: the original with attention on slices of its queries, where memory is short; else None.
+        is_tight: whether a case needs most of the memory.
         faults: after a run, the failed comparisons of sites, by the key of the op at fault.
         suspected: after a run, the key of the op among whose sites the search was; empty where there was none.
     """
@@ -62,21 +75,36 @@ class Verifier:
         self,
         original: onnx.ModelProto,
         sites: Sequence[EmittedSites],
-        budget: float,
+        limits: RunLimits,
         searches: bool = True,
         typed_attributes: TypedAttributes | None = None,
     ) -> None:
         self.original = original
         self.sites = tuple(sites)
-        self.budget = budget
+        self.limits = limits
         self.searches = searches
         self.typed_attributes = typed_attributes or {}
-        self.deadline = time.monotonic() + budget
         known = (s.checks.model_inputs() for s in sites)
         self.inputs = next((i for i in known if i is not None), None) or default_inputs(original)
-        self.cases = self.inputs.cases(_affordable(original, budget))
+        self.plan = CasePlan(self.inputs, limits)
+        wanted = self.inputs.cases(_affordable(original, limits.budget))
+        self.sliced = None if self.plan.has_room(wanted) else self._slice(wanted)
+        self.cases, self.skipped = self.plan.select(wanted)
+        needed = max((self.plan.needed_bytes(c) for c in self.cases), default=0)
+        self.is_tight = needed > _TIGHT * limits.memory
         self.faults: dict[str, list[Comparison]] = {}
         self.suspected = ""
+
+    def _slice(self, wanted: Sequence[Case]) -> onnx.ModelProto | None:
+        """The original with attention on slices of its queries, where more of the wanted cases fit then."""
+        own = [s.checks for s in self.sites if s.checks.working is self.original is self.inputs.working]
+        cores = [core for checks in own for core in checks.cores()]
+        sliced = slice_attention(self.original, cores, self.inputs.symbolic) if cores else None
+        plan = None if sliced is None else CasePlan(self.inputs, self.limits, sliced)
+        if plan is None or plan.rows(wanted) <= self.plan.rows(wanted):
+            return None
+        self.plan = plan
+        return sliced
 
     def run(self, source: Path, final: onnx.ModelProto, scratch: Path) -> Verification:
         """Every comparison; stops early, and says so, when the budget is spent.
@@ -85,57 +113,151 @@ class Verifier:
             source: the file that the original was read from.
             final: the optimized model, without external data.
             scratch: a folder to write into, on a disk with room for the model.
+
+        Raises:
+            RuntimeFailure: when ONNX Runtime does not run the original.
+            VerifyError: when not one output could be compared within the limits.
         """
         start = time.monotonic()
-        run = _Run(self, source, final, scratch)
-        run.compare_sites()
-        run.add_legal_runs()
-        compared, wrong = run.compare_outputs()
-        if wrong is not None and run.may_be_rounding():
-            run.add_perturbed_runs()
-            compared, wrong = run.compare_outputs()
-        run.result.comparisons.extend(compared)
-        if wrong is not None and run.may_be_rounding() and self.searches:
-            run.search_suspects(wrong)
+        if not self.cases:
+            raise VerifyError(_describe_memory(self.skipped, self.limits.memory))
+        run = None
+        try:
+            run = _Run(self, source, final, scratch)
+            run.compare()
+        except LimitReached as error:
+            if run is None or not run.compared:
+                raise VerifyError(str(error)) from error
+            run.result.complete = False
+        run.collect()
+        if not run.result.has_evidence:
+            raise VerifyError(
+                "verification compared nothing: runs of the original itself differ as much as its outputs vary, and no site "
+                "was compared. Nothing was written; --no-verify leaves verification out"
+            )
         run.result.seconds = time.monotonic() - start
         return run.result
 
 
+def _describe_memory(skipped: Sequence[SkippedCase], memory: int) -> str:
+    least = skipped[-1] if skipped else SkippedCase("no inputs", "")
+    return (
+        f"the model cannot be verified in {show_bytes(memory)} of memory: no inputs fit ({least.case}: {least.reason}). "
+        "Nothing was written; raise --verify-memory, or leave verification out with --no-verify"
+    )
+
+
 class _Run:
-    """One verification: the models, and what was run of them."""
+    """One verification: the models, and what was run of them.
+
+    Attributes:
+        compared: the comparisons of outputs, by the number of the case that ran.
+    """
 
     def __init__(self, verifier: Verifier, source: Path, final: onnx.ModelProto, scratch: Path) -> None:
         self.verifier = verifier
-        self.result = Verification()
+        self.limits = verifier.limits
+        self.result = Verification(memory=self.limits.memory, skipped=list(verifier.skipped))
+        self.result.complete = not verifier.skipped
+        self.result.sliced = verifier.sliced is not None
+        self.result.quantized = bool(find_quantizers(verifier.original))
         self.models = VerifiedModels(verifier, source, final, scratch, self.result)
+        self.compared: dict[int, list[Comparison]] = {}
+        start = time.monotonic()
         self.reference: ReferenceRuns = run_reference(verifier, self.models, self.result)
+        self.reference_seconds = time.monotonic() - start
         # Runs of the original, any of which may be the nearest one, by case; and runs of its expanded form.
-        self.legal: list[list[list[np.ndarray]]] = []
+        self.legal: list[list[list[np.ndarray]]] = [[] for _ in self.reference.feeds]
         self.expanded: list[list[list[np.ndarray]]] = [[] for _ in self.reference.feeds]
 
+    def compare(self) -> None:
+        """Sites, then outputs, and where these differ, why.
+
+        Raises:
+            LimitReached: when a limit ends it; ``compared`` has what was compared until then.
+        """
+        self.compare_sites()
+        self.add_legal_runs()
+        wrong = self.compare_outputs(range(len(self.legal)))
+        if wrong and self.may_be_rounding():
+            self.add_perturbed_runs(wrong)
+            wrong = self.compare_outputs(wrong)
+        if wrong and self.may_be_rounding() and self.verifier.searches:
+            self.search_suspects(wrong[0])
+
+    def collect(self) -> None:
+        """Puts what was compared into the result."""
+        by_case = [self.compared[i] for i in sorted(self.compared)]
+        self.result.comparisons.extend(c for comparisons in by_case for c in comparisons)
+        self.result.comparisons.extend(find_undefined_outputs(by_case, self._output_names()))
+        self.result.cases = [str(self._case(i)) for i in sorted(self.compared)]
+        left = [str(self._case(i)) for i in range(len(self.legal)) if i not in self.compared]
+        self.result.skipped.extend(SkippedCase(case, "time") for case in left)
+        self.result.complete = self.result.complete and not left
+
     def compare_sites(self) -> None:
-        """Asks the ops to compare their sites."""
+        """Asks the ops to compare their sites, as long as there is time."""
+        limits = self.limits
+        # Two further runs of what ran are to come.
+        end = min(max(limits.end - 2 * self.reference_seconds, limits.moment(0.6)), limits.moment(_SITES_END))
         for sites in self.verifier.sites:
             checks = sites.checks
-            captured = self.reference.captured
-            if checks.working is not self.verifier.inputs.working:
-                captured = self._capture(sites)
-            found = checks.compare(sites.emitted, captured)
-            found += checks.compare_subgraphs(sites.emitted, self.verifier.cases[0], self._run_subgraph)
+            try:
+                found = self._compare_sites_of(sites, end)
+            except LimitReached:
+                found = []
+            # Sites without a comparison of their own are left to the outputs.
+            if time.monotonic() >= end:
+                left = len(set(checks.sites) - {c.site for c in found})
+                self.result.sites_left += left
+                self.result.complete = self.result.complete and not left
             self.result.comparisons.extend(found)
             if failed := [c for c in found if not c.ok]:
                 self.verifier.faults[sites.op] = failed
 
+    def _compare_sites_of(self, sites: EmittedSites, end: float) -> list[Comparison]:
+        checks = sites.checks
+        captured = self.reference.captured
+        if checks.working is not self.verifier.inputs.working:
+            captured = self._capture(sites, end)
+        found: list[Comparison] = []
+        if not captured:
+            self.result.sites_left += len(checks.sites)
+            self.result.complete = False
+            return found
+        inside = checks.compare_subgraphs(sites.emitted, self.verifier.cases[0], self._run_subgraph)
+        for comparison in chain(checks.compare(sites.emitted, captured), inside):
+            found.append(comparison)
+            if time.monotonic() >= end:
+                break
+        return found
+
     def add_legal_runs(self) -> None:
         """Runs the original with graph optimizations, and further legal forms of it without."""
-        session = self.models.original_session()
-        self.legal = [[session.run(None, f)] for f in self.reference.feeds]
+        session = CaseSession(self.models.original_session)
+        for i in self._order():
+            if any(self.legal) and time.monotonic() >= self.limits.moment(_LEGAL_END):
+                continue
+            try:
+                # The last one to run may take longer than the others.
+                until = self.limits.moment(_LEGAL_END) if any(self.legal) else None
+                self.legal[i] = [session.run(None, self.reference.feeds[i], until)]
+            except LimitReached:
+                if not any(self.legal):
+                    raise
         del session
+        ran = [i for i, runs in enumerate(self.legal) if runs]
+        end = self.limits.moment(_SPREAD_END)
         for sites in self.verifier.sites:
-            self._run_also(sites.checks.rounding_variants(self.models.probed, self.models.dtype))
+            self._run_also(sites.checks.rounding_variants(self.models.probed, self.models.dtype), ran, end)
+        if self.result.quantized:
+            inputs = self.verifier.inputs
+            noise = quantizer_noise(inputs.working, inputs.symbolic)
+            noise = {name: self.models.widen_noise(noisy) for name, noisy in noise.items()}
+            self._run_also([perturb(self.models.probed, noise, seed) for seed in range(_SPREADS)], ran, end)
 
-    def add_perturbed_runs(self) -> None:
-        """Runs whose sites are off by what the op and the nodes that it replaces may differ by.
+    def add_perturbed_runs(self, wrong: Sequence[int]) -> None:
+        """Runs whose sites are off by what the op and the nodes that it replaces may differ by, of cases that differ.
 
         Runs of a graph in which nothing can be fused agree to the last bit, and say nothing of rounding. Those of a quantized
         one do not show its steps.
@@ -144,19 +266,24 @@ class _Run:
         for sites in self.verifier.sites:
             outputs |= sites.checks.rounding_errors(self.reference.captured)
         outputs = {name: self.models.widen_noise(noisy) for name, noisy in outputs.items()}
-        self._run_also([perturb(self.models.probed, outputs, seed) for seed in range(_ROUNDINGS)])
+        self._run_also([perturb(self.models.probed, outputs, seed) for seed in range(_ROUNDINGS)], wrong)
 
     def may_be_rounding(self) -> bool:
         """Whether sites were replaced of which none differs by itself."""
         return any(s.checks.sites for s in self.verifier.sites) and not self.result.faulty_sites()
 
-    def compare_outputs(self) -> tuple[list[Comparison], int | None]:
-        """The outputs of the optimized model in each case, and the first case in which one is wrong."""
-        session = self.models.sessions.make(self.models.final, optimized=True, library=True)
-        by_case = [self._compare_case(session, i) for i in range(len(self.reference.plain))]
-        wrong = next((i for i, comparisons in enumerate(by_case) if not all(c.ok for c in comparisons)), None)
-        undefined = find_undefined_outputs(by_case, self._output_names())
-        return [c for comparisons in by_case for c in comparisons] + undefined, wrong
+    def compare_outputs(self, cases: Sequence[int]) -> list[int]:
+        """Compares the outputs of the optimized model, and gives the cases in which one is wrong."""
+        session = CaseSession(self._make_final)
+        for i in [i for i in self._order() if i in set(cases) and self.legal[i]]:
+            if self.compared and self.limits.is_over():
+                continue
+            try:
+                self.compared[i] = self._compare_case(session, i)
+            except LimitReached:
+                if not self.compared:
+                    raise
+        return [i for i in sorted(self.compared) if not all(c.ok for c in self.compared[i])]
 
     def search_suspects(self, wrong: int) -> None:
         """Searches for the sites that make outputs differ together, in a case in which they do.
@@ -166,49 +293,67 @@ class _Run:
 
         def fails(sites: EmittedSites, some: Sequence[str]) -> bool:
             model = self.models.twin(sites.checks.emit(some))
-            session = self.models.sessions.make(model, optimized=True, library=True)
+            session = CaseSession(lambda: self.models.sessions.make(model, optimized=True, library=True))
             return not all(c.ok for c in self._compare_case(session, wrong))
 
         first, *others = [s for s in self.verifier.sites if s.checks.sites]
         suspected = next((s for s in reversed(others) if not fails(s, ())), first)
+        self.verifier.suspected = suspected.op
         found, self.result.suspects_suffice = find_suspects(suspected.checks.sites, partial(fails, suspected))
         self.result.suspects = tuple(found)
-        self.verifier.suspected = suspected.op
+
+    def _order(self) -> list[int]:
+        """The cases that ran: the first and the last one before the others, for which there may be no time."""
+        numbers = list(range(len(self.reference.plain)))
+        return [*numbers[:1], *numbers[1:][-1:], *numbers[1:-1]]
+
+    def _case(self, i: int) -> Case:
+        return self.verifier.cases[self.reference.ran[i]]
+
+    def _make_final(self) -> VerifiedSession:
+        return self.models.sessions.make(self.models.final, optimized=True, library=True)
 
     def _output_names(self) -> list[str]:
         return [o.name for o in self.verifier.original.graph.output]
 
-    def _compare_case(self, session: VerifiedSession, i: int) -> list[Comparison]:
+    def _compare_case(self, session: CaseSession, i: int) -> list[Comparison]:
         names, runs = self._output_names(), self.reference
         own = zip(*self.expanded[i], strict=True) if self.expanded[i] else [()] * len(names)
         found = session.run(None, runs.feeds[i])
         tensors = zip(names, runs.plain[i], zip(*self.legal[i], strict=True), found, own, strict=True)
-        case = self.verifier.cases[runs.ran[i]]
+        case = self._case(i)
         undefined = self.verifier.inputs.may_carry_nan and case.padding in (Padding.LEFT, Padding.RIGHT)
-        return [compare_outputs(case, self.models.floor, *t, undefined=undefined) for t in tensors]
+        padded = None if self.result.faulty_sites() else self.verifier.inputs.padded_queries(case, runs.feeds[i])
+        return [compare_outputs(case, self.models.floor, *t, undefined=undefined, padded=padded) for t in tensors]
 
-    def _run_also(self, others: Sequence[onnx.ModelProto]) -> None:
-        """Runs further legal forms of the original.
+    def _run_also(self, others: Sequence[onnx.ModelProto], cases: Sequence[int], until: float | None = None) -> None:
+        """Runs further legal forms of the original, as far as there is time.
 
         With fused nodes expanded, what a run shows is how far rounding takes the expanded graph from itself: that the
         expansion is not what the nodes compute is no reason to allow more.
         """
         is_expanded = self.models.probed is not self.models.reference
-        if others and is_expanded and not self.expanded[0]:
+        if others and is_expanded and not any(self.expanded):
             others = [self.models.probed, *others]
+        runs = self.expanded if is_expanded else self.legal
         for other in others:
-            session = self.models.sessions.make(other, optimized=False, library=False)
-            for found, feed in zip(self.expanded if is_expanded else self.legal, self.reference.feeds, strict=True):
-                found.append(session.run(None, feed))
+            session = CaseSession(partial(self.models.sessions.make, other, optimized=False, library=False))
+            for i in cases:
+                if until is not None and time.monotonic() >= until:
+                    return
+                try:
+                    runs[i].append(session.run(None, self.reference.feeds[i], until))
+                except LimitReached:
+                    return
             del session
 
-    def _capture(self, sites: EmittedSites) -> Mapping[str, np.ndarray]:
+    def _capture(self, sites: EmittedSites, until: float) -> Mapping[str, np.ndarray]:
         """The tensors of sites that were found in another model than the original's working copy."""
         feed, checks = self.reference.feeds[0], sites.checks
         model = self.models.with_outputs(self.models.twin(checks.working), checks.tensors(), checks.symbolic)
         session = self.models.sessions.make(model, optimized=False, library=True)
         names = list(session.outputs)
-        return {**feed, **dict(zip(names, session.run(names, feed), strict=True))}
+        return {**feed, **dict(zip(names, session.run(names, feed, until), strict=True))}
 
     def _run_subgraph(
         self, model: onnx.ModelProto, wanted: Sequence[str], feed: Mapping[str, np.ndarray]

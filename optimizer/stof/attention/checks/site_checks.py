@@ -7,7 +7,7 @@ own nodes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -21,6 +21,7 @@ from stof.attention.subgraphs import Scope, emit_scopes, graph_at
 from stof.errors import VerifyError
 from stof.execution.case import Case, Counts, Padding
 from stof.execution.inputs import InputMaker
+from stof.execution.run_limits import LimitReached
 from stof.mask.check.run_masks import tensors_by_role
 from stof.mask.expression import MaskExpression
 from stof.mask.site import EmptyRows, Layout, TermKind
@@ -101,14 +102,15 @@ class AttentionChecks(SiteChecks):
     def tensors(self) -> list[str]:
         return self._tensors(self.scopes[0])
 
-    def compare(self, emitted: onnx.ModelProto, captured: Mapping[str, np.ndarray]) -> list[Comparison]:
+    def compare(self, emitted: onnx.ModelProto, captured: Mapping[str, np.ndarray]) -> Iterator[Comparison]:
         return self._compare(self.scopes[0], emitted, captured)
 
-    def compare_subgraphs(self, emitted: onnx.ModelProto, case: Case, run: Run) -> list[Comparison]:
-        inside = [scope for scope in self.scopes[1:] if scope.rewrites(self.rewrites)]
-        return [c for scope in inside for c in self._compare_inside(scope, emitted, case, run)]
+    def compare_subgraphs(self, emitted: onnx.ModelProto, case: Case, run: Run) -> Iterator[Comparison]:
+        for scope in self.scopes[1:]:
+            if scope.rewrites(self.rewrites):
+                yield from self._compare_inside(scope, emitted, case, run)
 
-    def _compare_inside(self, scope: Scope, emitted: onnx.ModelProto, case: Case, run: Run) -> list[Comparison]:
+    def _compare_inside(self, scope: Scope, emitted: onnx.ModelProto, case: Case, run: Run) -> Iterator[Comparison]:
         """The sites of a subgraph, whether an input leads into it or not."""
         some = scope.rewrites(self.rewrites)
         model = onnx.ModelProto()
@@ -120,12 +122,16 @@ class AttentionChecks(SiteChecks):
         try:
             maker = InputMaker(scope.prepared.model, scope.symbolic, *tensors_by_role((r.site, r.mask) for r in some))
             captured = run(model, wanted, maker.draw(case, np.random.default_rng(0)))
-        except VerifyError:
+        except (VerifyError, LimitReached):
             raise
         except Exception as error:  # whatever the runtime raises, and inputs that cannot be drawn
             detail = f"the {scope.description} cannot be run by itself: {error}"
-            return [Comparison(f"site {r.site.name!r}", np.inf, 0.0, False, r.site.name, detail) for r in some]
-        return self._compare(scope, emitted, captured)
+            yield from (Comparison(f"site {r.site.name!r}", np.inf, 0.0, False, r.site.name, detail) for r in some)
+            return
+        yield from self._compare(scope, emitted, captured)
+
+    def cores(self) -> list[Sequence[str]]:
+        return [r.site.nodes for r in self.scopes[0].rewrites(self.rewrites)]
 
     def rounding_variants(self, working: onnx.ModelProto, dtype: Callable[[str], int]) -> list[onnx.ModelProto]:
         soft = [r.site for r in self.scopes[0].rewrites(self.rewrites) if _absorbs(r)]
@@ -160,7 +166,9 @@ class AttentionChecks(SiteChecks):
         drawn = [n for n in found if n not in initializers]
         return [n for n in dict.fromkeys([*heads, *drawn]) if n not in given]
 
-    def _compare(self, scope: Scope, emitted: onnx.ModelProto, captured: Mapping[str, np.ndarray]) -> list[Comparison]:
+    def _compare(
+        self, scope: Scope, emitted: onnx.ModelProto, captured: Mapping[str, np.ndarray]
+    ) -> Iterator[Comparison]:
         graph = graph_at(emitted, scope.path)
         rewrites = scope.rewrites(self.rewrites)
         writers = {o: n for n in graph.node for o in n.output}
@@ -179,7 +187,6 @@ class AttentionChecks(SiteChecks):
             }
         )
         known = {**constants, **captured}
-        found = []
         for rewrite in rewrites:
             site = rewrite.site
             node = writers[site.output]
@@ -189,7 +196,7 @@ class AttentionChecks(SiteChecks):
             if mask != rewrite.mask.expression.text:
                 # Windows longer than any input that is tried show nowhere else.
                 detail = f"the node's mask is {mask!r}"
-                found.append(Comparison(f"site {site.name!r}", np.inf, 0.0, False, site.name, detail))
+                yield Comparison(f"site {site.name!r}", np.inf, 0.0, False, site.name, detail)
                 continue
             if site.sink is not None and site.sink in known:  # the emitted graph may reshape it
                 place = str(attributes_of(node)["operands"]).split().index("sink")
@@ -205,8 +212,7 @@ class AttentionChecks(SiteChecks):
             tensors = (site.query.tensor, site.key.tensor, site.value.tensor)
             own = {n: rounded(x, site.dtype) if n in {*tensors, site.output} else x for n, x in known.items()}
             inputs = [*tensors, *node.input[3:]]
-            found.append(compare_site(site, node, inputs, own, known[site.output], self.ignore_empty_rows))
-        return found
+            yield compare_site(site, node, inputs, own, known[site.output], self.ignore_empty_rows)
 
 
 def _absorbs(rewrite: Rewrite) -> bool:

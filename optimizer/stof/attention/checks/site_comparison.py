@@ -12,6 +12,7 @@ import numpy as np
 import onnx
 from onnx import helper
 
+from stof.attention.checks.row_sample import RowSample, choose_rows
 from stof.attention.function_body import OP
 from stof.execution.upcast import HALF
 from stof.mask.site import FORBIDDING_VALUE, AttentionSite, EmptyRows, Layout, Operand, heads_in_one
@@ -48,15 +49,15 @@ def compare_site(
 ) -> Comparison:
     """The op on the tensors of ``known`` beside fp64 on the same, and beside what the original computed.
 
-    Where NaN that forbidden keys carry makes the original NaN, fp32 in its place tells how much rounding is allowed.
+    Of a large site some rows are compared (row_sample.py). Where NaN that forbidden keys carry makes the original NaN, fp32
+    in its place tells how much rounding is allowed.
     """
-    reference = site_exactly(site, known)
-    exact, tops = reference.output, reference.tops
-    in_single = partial(site_exactly, site, known, np.float32)
+    given = site, known
     site, known = _multiplied(site, known)
     original = known[site.output]
     if site.output_flat:
-        outer = exact.shape[2] if site.output_perm else exact.shape[0]
+        scores = _scores_shape(site, known)
+        outer = scores[2] if site.output_perm else scores[0]
         original, computed = (x.reshape(outer, -1, x.shape[-1]) for x in (original, computed))
     if site.output_perm:
         back = np.argsort(site.output_perm)
@@ -78,6 +79,14 @@ def compare_site(
         return Comparison(what, np.inf, 0.0, False, site.name, str(error))
     mine = _bhsd(found, site.output_layout, site.num_heads)
     own = _bhsd(computed, site.output_layout, site.num_heads)
+    shape, total = own.shape, own.size
+    empty = ~np.isfinite(own).all(-1) | (mine == 0).all(-1)
+    sample = choose_rows(_rows_away(mine, own), empty, _scores_shape(site, known)[3])
+    if sample is not None:
+        mine, own = sample.pick(mine), sample.pick(own)
+    reference = site_exactly(*given, sample=sample)
+    in_single = partial(site_exactly, *given, np.float32, sample)
+    exact, tops = reference.output, reference.tops
     leaked = np.isnan(own) & np.isfinite(mine) & np.isfinite(exact) & reference.leaks[..., None]
     if leaked.any():
         own = np.where(leaked, in_single().output.astype(own.dtype), own)
@@ -103,56 +112,85 @@ def compare_site(
     for part in (good & rows[..., None], good & ~rows[..., None]) if soft else (good,):
         budget = SITE_FACTOR * float(base[part].max(initial=0.0)) + _budget_ulp(original)
         worst = float(errors[part].max(initial=0.0))
-        where = tuple(int(i) for i in np.unravel_index(int(np.argmax(np.where(part, errors, 0))), errors.shape))
+        where = _position(np.unravel_index(int(np.argmax(np.where(part, errors, 0))), errors.shape), sample)
         found_in.append((worst, budget, f"largest at (b, h, q, d) = {where}" if worst > budget else ""))
     worst, budget, detail = max(found_in, key=lambda x: x[0] / x[1] if x[1] else float(x[0] > 0))
     compared = int(good.sum())
     ignored = int((np.isfinite(own) & ~good).sum())
-    coverage = Coverage(compared, own.size - compared - ignored, ignored)
+    coverage = Coverage(compared, own.size - compared - ignored, ignored, left_out=total - own.size)
+    if sample is not None:
+        coverage = replace(coverage, sampled_rows=own[..., 0].size, all_rows=int(np.prod(shape[:3])))
     return Comparison(what, worst, budget, worst <= budget, site.name, detail, coverage)
 
 
+def _scores_shape(site: AttentionSite, known: Mapping[str, np.ndarray]) -> tuple[int, int, int, int]:
+    """B, H, S, T."""
+    query, key = _laid_out(known, site.query), _laid_out(known, site.key)
+    rows, keys = (x.shape[2 if o.layout is Layout.BHSD else 1] for x, o in ((query, site.query), (key, site.key)))
+    return query.shape[0], site.num_heads, rows, keys
+
+
+def _rows_away(mine: np.ndarray, own: np.ndarray) -> np.ndarray:
+    """How far two outputs are apart in each row [B, H, S]: infinite where elements are finite in one of them alone."""
+    with np.errstate(invalid="ignore"):
+        away = np.abs(mine.astype(np.float32) - own.astype(np.float32))
+    away = np.where(np.isfinite(away), away, np.where(np.isfinite(mine) == np.isfinite(own), 0.0, np.inf))
+    found: np.ndarray = away.max(-1, initial=0.0)
+    return found
+
+
+def _position(where: Sequence[Any], sample: RowSample | None) -> tuple[int, ...]:
+    """An element's (b, h, q, d) in the whole output."""
+    b, h, q, d = (int(i) for i in where)
+    return (b, h, q, d) if sample is None else (b, int(sample.heads[h]), int(sample.rows[q]), d)
+
+
 def site_exactly(
-    site: AttentionSite, known: Mapping[str, np.ndarray], dtype: type[np.floating[Any]] = np.float64
+    site: AttentionSite,
+    known: Mapping[str, np.ndarray],
+    dtype: type[np.floating[Any]] = np.float64,
+    sample: RowSample | None = None,
 ) -> Exact:
-    """The site from its captured tensors in fp64, or another type.
+    """The site from its captured tensors in fp64, or another type; of a sample its rows and heads alone.
 
     Reads what the graph itself adds to the scores, never the lifted expression.
     """
-    q = _bhsd(_laid_out(known, site.query), site.query.layout, site.num_heads).astype(dtype)
-    k = _bhsd(_laid_out(known, site.key), site.key.layout, site.kv_num_heads).astype(dtype)
-    v = _bhsd(_laid_out(known, site.value), site.value.layout, site.kv_num_heads).astype(dtype)
-    repeat = site.num_heads // site.kv_num_heads
-    k, v = np.repeat(k, repeat, axis=1), np.repeat(v, repeat, axis=1)
-    scores = np.einsum("bhsd,bhtd->bhst", q, k) * dtype(site.scale)
+    pick = sample.pick if sample is not None else np.asarray
+    heads = sample.heads if sample is not None else np.arange(site.num_heads)
+    q = pick(_bhsd(_laid_out(known, site.query), site.query.layout, site.num_heads)).astype(dtype)
+    shared = heads // (site.num_heads // site.kv_num_heads)  # the head of key and value of each head
+    k = _bhsd(_laid_out(known, site.key), site.key.layout, site.kv_num_heads)[:, shared].astype(dtype)
+    v = _bhsd(_laid_out(known, site.value), site.value.layout, site.kv_num_heads)[:, shared].astype(dtype)
+    scores = np.matmul(q, k.swapaxes(2, 3)) * dtype(site.scale)
     if site.query_factor is not None:
-        factor = known[site.query_factor[1]].astype(dtype)
+        factor = pick(known[site.query_factor[1]]).astype(dtype)
         scores = scores * factor if site.query_factor[0] == "Mul" else scores / factor
     if site.softcap:
         scores = dtype(site.softcap) * np.tanh(scores / dtype(site.softcap))
     added = None if np.isfinite(k).all() and np.isfinite(v).all() else np.zeros_like(scores)  # to scores of 0
     for term in site.terms:
-        value = term.spread(known[term.tensor], len(q))
+        value = pick(term.spread(known[term.tensor], len(q)))
         scores = term.apply(scores, value)
         added = None if added is None else term.apply(added, value)
     leaks = np.zeros(1, bool)  # of pairs
     if added is not None:
-        leaks = (added <= FORBIDDING_VALUE) & ~(np.isfinite(k).all(-1) & np.isfinite(v).all(-1))[:, :, None, :]
+        is_clean = np.isfinite(k).all(-1, keepdims=True) & np.isfinite(v).all(-1, keepdims=True)
+        leaks = (added <= FORBIDDING_VALUE) & ~np.swapaxes(is_clean, 2, 3)
         scores = np.where(leaks & ~(scores < np.inf), added, scores)
     tops = scores.max(-1, initial=-np.inf)
     if site.sink is not None:
         logits = np.array(site.sink_values) if site.sink_values else known[site.sink]
-        column = logits.astype(dtype).reshape(1, -1, 1, 1)
+        column = pick(logits.astype(dtype).reshape(1, -1, 1, 1))
         scores = np.concatenate([scores, np.broadcast_to(column, (*scores.shape[:3], 1))], axis=-1)
     with np.errstate(all="ignore"):
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
     weights = weights[..., : k.shape[2]]
     odd = ~np.isfinite(v)
-    output = np.einsum("bhst,bhtd->bhsd", weights, np.where(odd, dtype(0), v))
+    output = np.matmul(weights, np.where(odd, dtype(0), v))
     if odd.any():
         counts = ~leaks | (weights != 0)
-        output[np.einsum("bhst,bhtd->bhsd", counts.astype(np.float32), odd.astype(np.float32)) > 0] = np.nan
+        output[np.matmul(counts.astype(np.float32), odd.astype(np.float32)) > 0] = np.nan
     return Exact(output, tops, np.broadcast_to(leaks.any(-1), tops.shape))
 
 

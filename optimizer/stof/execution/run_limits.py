@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a verification may take: wall time, and memory of this process and of the one that holds its sessions."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from pathlib import Path
+
+GRACE = 4.0  # seconds beyond the budget after which a run is ended; the first inputs run even with a budget of 0
+_LEAST = 0.05  # seconds that a run may take when none are left: sockets and Python need some
+_FIRST = 0.45  # of all time, until the first run has to end: two further runs take as long
+_NO_LIMIT = 1 << 60  # what control groups without a limit say, in one way or another
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+class LimitReached(Exception):
+    """A run was ended at a limit, or not begun. The message says at which, and what to do.
+
+    Attributes:
+        kind: the limit in a word.
+    """
+
+    kind = ""
+
+
+class TimeLimit(LimitReached):
+    """No time is left."""
+
+    kind = "time"
+
+
+class MemoryLimit(LimitReached):
+    """The processes would need more memory than they may have."""
+
+    kind = "memory"
+
+
+class RunLimits:
+    """The time and memory of one verification.
+
+    Args:
+        budget: seconds after which nothing optional is begun.
+        memory: bytes that this process and the one with the sessions may hold together; 0: half of what is free.
+        end: the moment, of ``time.monotonic``, at which all runs are ended; by default shortly after the budget.
+
+    Attributes:
+        asked: the budget of the whole verification, for messages.
+        deadline: the moment at which no further inputs are begun; those that ran take from it what they still need.
+        end: the moment at which runs are ended.
+    """
+
+    def __init__(self, budget: float, memory: int = 0, end: float | None = None) -> None:
+        self.budget = self.asked = budget
+        self.start = time.monotonic()
+        self.deadline = self.start + budget
+        self.end = self.deadline + GRACE if end is None else end
+        self.memory = memory or default_memory()
+
+    def share(self, budget: float) -> RunLimits:
+        """Limits of a part of this verification, which ends with it."""
+        found = RunLimits(budget, self.memory, min(self.end, time.monotonic() + budget + GRACE))
+        found.asked = self.asked
+        return found
+
+    @property
+    def total(self) -> float:
+        """Seconds from the start to the end."""
+        return self.end - self.start
+
+    def seconds_left(self, until: float | None = None) -> float:
+        """What a run may take that has to end at a moment, by default at the end."""
+        return max(_LEAST, (self.end if until is None else min(until, self.end)) - time.monotonic())
+
+    def is_over(self) -> bool:
+        """Whether nothing may begin."""
+        return time.monotonic() >= self.end
+
+    def moment(self, share: float) -> float:
+        """The moment at which a share of the time is over."""
+        return self.start + share * self.total
+
+    @property
+    def first_end(self) -> float:
+        """The moment at which the first run has to be over."""
+        return self.moment(_FIRST)
+
+    def check_time(self) -> None:
+        """Raises :class:`TimeLimit` when the time is over."""
+        if self.is_over():
+            raise TimeLimit(
+                f"verification was ended after {self.asked:g} s and nothing was compared. Nothing was written; raise "
+                "--verify-budget, or leave verification out with --no-verify"
+            )
+
+
+def resident_bytes(process: int | str = "self") -> int:
+    """The memory that a process holds; 0 where it is gone, or the system does not say."""
+    try:
+        return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def free_memory(root: Path = Path("/")) -> int:
+    """Bytes that are free on this machine, and within the control groups of this process; 0 where nothing tells.
+
+    Args:
+        root: of the file system that says it.
+    """
+    found = []
+    with contextlib.suppress(OSError, ValueError):
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        found += [int(x.split()[1]) << 10 for x in lines if x.startswith("MemAvailable:")]
+    for folder in _control_groups(root):
+        for limit, use in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+            with contextlib.suppress(OSError, ValueError):  # "max" is no number
+                most = int((folder / limit).read_text())
+                if most < _NO_LIMIT:
+                    found.append(max(0, most - int((folder / use).read_text()) + _reclaimable(folder)))
+    return min(found, default=0)
+
+
+def _reclaimable(folder: Path) -> int:
+    """The use of a control group that is cached files, which the system takes back where it needs memory."""
+    with contextlib.suppress(OSError, ValueError):
+        words = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return int(words.get("total_inactive_file", words.get("inactive_file", 0)))
+    return 0
+
+
+def _control_groups(root: Path) -> list[Path]:
+    """The folders of the control groups that limit this process, from its own to the outermost; of version 1 and 2."""
+    found: list[Path] = []
+    with contextlib.suppress(OSError, ValueError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:
+                mounts = [root / "sys/fs/cgroup", root / "sys/fs/cgroup/unified"]
+            elif "memory" in controllers.split(","):
+                mounts = [root / "sys/fs/cgroup/memory"]
+            else:
+                continue
+            for mount in mounts:
+                own = mount / path.strip("/")  # within a container the path may be of the machine's
+                found += [own, *(p for p in own.parents if p.is_relative_to(mount)), mount]
+    return list(dict.fromkeys(found))
+
+
+def default_memory() -> int:
+    """The memory that a verification may have: what this process holds, and half of what is free."""
+    free = free_memory()
+    return resident_bytes() + free // 2 if free else _NO_LIMIT
+
+
+def parse_bytes(text: str) -> int:
+    """A number of bytes from text such as ``2G``, ``512M`` or ``1000000``.
+
+    Raises:
+        ValueError: where it is none.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if found is None or not (number := int(float(found[1]) * _UNITS[found[2].upper()])):
+        raise ValueError(text)
+    return number
+
+
+def show_bytes(number: float) -> str:
+    """Bytes for people: MiB, or GiB."""
+    return f"{number / 2**30:.1f} GiB" if number >= 2**30 else f"{number / 2**20:.0f} MiB"
