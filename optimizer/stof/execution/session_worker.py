@@ -137,7 +137,10 @@ def main(connection: int, parent: int) -> None:
         except Exception as error:  # whatever the runtime raises
             answer = Failure(explained(error) or type(error).__name__)
         del request  # and with it the memory of the inputs
-        channel.send(answer)
+        try:
+            channel.send(answer)
+        except ConnectionError:  # the other process has ended, in the moment before the signal of its pipe arrives
+            return
         del answer
 
 

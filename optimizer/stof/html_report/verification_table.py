@@ -20,10 +20,10 @@ def verification_words(report: Report) -> tuple[str, str, str]:
     found = report.verification
     if found is None:
         return "not verified", "a dry run" if report.dry_run else "" if report.replaced else "nothing was replaced", ""
-    count = len(found.comparisons)
+    count = sum(c.comparable for c in found.comparisons)
     if failed := len(found.failures):
         return "failed", f"{failed} of {count} comparisons", "bad"
-    cut = "" if found.complete else ", cut short by the budget"
+    cut = "" if found.complete else ", cut short"
     return "passed", f"{count} comparisons in {found.seconds:.1f} s{cut}", "good"
 
 
@@ -56,7 +56,11 @@ def _sentences(found: Verification) -> list[str]:
         f"{sites} comparisons of single sites with fp64, {len(found.comparisons) - sites} of outputs with the original's."
     ]
     if not found.complete:
-        words.append("The budget ended verification before all inputs were run (--verify-budget).")
+        words.append("A limit ended verification before all inputs were run (--verify-budget, --verify-memory).")
+    if others := sum(not c.comparable for c in found.comparisons):
+        words.append(
+            f"{others} outputs are not comparable: the original's own runs differ by as much as the numbers vary."
+        )
     if found.expanded:
         words.append("ONNX Runtime refuses fused attention nodes of the original: it ran with them expanded.")
     if found.widened:
@@ -84,10 +88,16 @@ def _row(comparison: Comparison) -> list[str]:
     )
     coverage = describe_coverage([comparison])
     return [
-        e.tag("td", e.pill("passed", "good") if comparison.ok else e.pill("failed", "bad"), class_="short"),
+        e.tag("td", _verdict(comparison), class_="short"),
         e.tag("td", what, class_="text long"),
         e.tag("td", f"{comparison.difference:.2e}", class_="number"),
         e.tag("td", f"{comparison.budget:.2e}", class_="number"),
         e.tag("td", meter + percent, class_="short"),
         e.tag("td", e.text(coverage), class_="text"),
     ]
+
+
+def _verdict(comparison: Comparison) -> str:
+    if not comparison.ok:
+        return e.pill("failed", "bad")
+    return e.pill("passed", "good") if comparison.comparable else e.pill("not comparable", "")
