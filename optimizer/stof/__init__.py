@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from stof.runtime.library import build_info, library_path, register
+from stof.runtime.library import build_info, get_library_path, library_path, register
 
 if TYPE_CHECKING:
     from stof.options import Options
     from stof.pipeline import optimize
 
 __version__ = "0.1.0"
-__all__ = ["Options", "__version__", "build_info", "library_path", "optimize", "register"]
+__all__ = ["Options", "__version__", "build_info", "get_library_path", "library_path", "optimize", "register"]
 
 
 def __getattr__(name: str) -> Any:

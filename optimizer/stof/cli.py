@@ -16,6 +16,7 @@ from stof.options import Options
 from stof.terminal import OutputError, Parser, complain, run_command, say
 
 _GARBAGE = 50_000  # new objects before the next look for what cannot be reached
+_TARGETS = {"CPUExecutionProvider": "cpu", "CUDAExecutionProvider": "cuda", "TensorrtExecutionProvider": "tensorrt"}
 _LATER = {
     "sparsify": "--sparsify is not in this version; it optimizes the masks that a model already has",
     "sparse_mlp": "--sparse-mlp is not in this version; it optimizes attention only",
@@ -36,9 +37,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--explain", nargs="?", const="*", metavar="SITE", help="say how far each site got, write no model"
     )
-    parser.add_argument(
-        "--target", choices=("cpu", "cuda", "tensorrt"), default="cpu", help="what choices are tuned for"
-    )
+    parser.add_argument("--target", choices=("cpu", "cuda", "tensorrt"), help="what choices are tuned for (cpu)")
+    parser.add_argument("--provider", choices=tuple(_TARGETS), help="the same, by ONNX Runtime's execution provider")
     parser.add_argument(
         "--shape", action="append", default=[], metavar="NAME=N[..M]", help="range of a dimension in use, for choices"
     )
@@ -69,8 +69,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--mask", action="append", default=[], metavar="SITE=EXPR", help="state a site's mask; it is checked"
     )
-    parser.add_argument("--sparsify", metavar="SPEC", help="impose a pattern on a dense model")
-    parser.add_argument("--sparse-mlp", type=Path, metavar="DIR", help="sparse MLPs from predictors")
+    parser.add_argument("--sparsify", metavar="SPEC", help=argparse.SUPPRESS)
+    parser.add_argument("--sparse-mlp", type=Path, metavar="DIR", help=argparse.SUPPRESS)
     parser.add_argument(
         "--verify-budget", type=_seconds, default=45.0, metavar="SECONDS", help="time for verification (45)"
     )
@@ -115,6 +115,16 @@ def _shapes(items: Sequence[str]) -> dict[str, tuple[int, int]]:
         if not 0 < found[name][0] <= found[name][1]:
             raise ArgumentError(f"--shape {name}={text}: expected 0 < N <= M")
     return found
+
+
+def _target(arguments: argparse.Namespace) -> str:
+    """The target that --target and --provider name."""
+    target, provider = arguments.target, arguments.provider
+    if target is not None and provider is not None and _TARGETS[provider] != target:
+        raise ArgumentError(
+            f"--target {target} and --provider {provider} disagree: the provider is target {_TARGETS[provider]}; give one"
+        )
+    return str(target or _TARGETS.get(provider, "cpu"))
 
 
 def _version() -> list[str]:
@@ -162,7 +172,7 @@ def _run(arguments: argparse.Namespace) -> int:
             raise ArgumentError(words)
     options = Options(
         output=arguments.output,
-        target=arguments.target,
+        target=_target(arguments),
         allow_tf32=arguments.allow_tf32,
         json=arguments.json,
         dry_run=arguments.dry_run,
