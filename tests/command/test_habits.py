@@ -89,9 +89,10 @@ def help_text(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_help_lists_what_works_and_nothing_else(
-    help_text: str, model: Path, capsys: pytest.CaptureFixture[str]
+    help_text: str, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An option is listed exactly where the command does not answer that it is of another version."""
+    monkeypatch.chdir(model.parent)  # some options write a file
     listed = set(re.findall(r"--[a-z][a-z0-9-]*", help_text))
     for action in cli._parser()._actions:
         for option in (o for o in action.option_strings if o.startswith("--") and o not in ("--help", "--version")):
@@ -130,3 +131,18 @@ def test_only_an_extra_of_its_own_needs_a_compiler(project: dict[str, dict[str, 
     assert [name for name, needs in extras.items() if "pycuda" in needs] == ["pycuda"]
     for name in ("gpu", "trt"):
         assert "cuda-python" in extras[name]
+
+
+def test_first_lines_of_the_readme_install_for_each_runtime(
+    project: dict[str, dict[str, dict[str, list[str]]]],
+) -> None:
+    first = (ROOT / "README.md").read_text().partition("![")[0]
+    commands = re.findall(r"^(.*)pip install '\.\[(.+)\]' +# (.+)$", first, re.MULTILINE)
+    assert [name for _, _, name in commands] == ["ONNX Runtime on the CPU", "ONNX Runtime with CUDA", "TensorRT"]
+    extras = project["project"]["optional-dependencies"]
+    needs = [{n.partition(">")[0] for e in names.split(",") for n in extras[e]} for _, names, _ in commands]
+    assert ["onnxruntime" in n or "onnxruntime-gpu" in n for n in needs] == [True] * 3  # each can verify
+    assert "onnxruntime-gpu" in needs[1]
+    assert "tensorrt" in needs[2]
+    assert [prefix for prefix, _, _ in commands] == ["", *["CMAKE_ARGS=-DSTOF_CUDA=ON "] * 2]
+    assert first.count("\n") < 25
