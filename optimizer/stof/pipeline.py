@@ -13,7 +13,7 @@ from stof.errors import ArgumentError, ModelError, StofError, VerifyError, expla
 from stof.execution.session_process import RuntimeFailure, has_onnxruntime
 from stof.files import check_outputs, write_text
 from stof.graph.external_data import check_output_folder, data_to_copy, external_files
-from stof.graph.load_save import load, save
+from stof.graph.load_save import copy_model, load, save
 from stof.op_rewrite import Job
 from stof.ops import OPS
 from stof.options import Options
@@ -34,8 +34,9 @@ def optimize(model: str | Path, output: str | Path | None = None, options: Optio
 
     Args:
         model: the ONNX file; it is never modified. External data must lie beside it.
-        output: the file to write, by default ``<name>.stof.onnx`` beside the input. Nothing is written when there is no
-            site to replace, or with ``options.dry_run``.
+        output: the file to write, by default ``<name>.stof.onnx`` beside the input. When there is nothing to replace, a
+            file that is named here or in ``options`` becomes a copy of the input, and the default one is not written.
+            ``options.dry_run`` writes neither.
         options: see :class:`stof.options.Options`.
 
     Raises:
@@ -52,6 +53,8 @@ def optimize(model: str | Path, output: str | Path | None = None, options: Optio
     try:
         with deep_recursion():
             _optimize(report, source, target, options)
+            if report.output is None and not report.dry_run and (output or options.output):
+                _copy(report, source, target)
     except VerifyError:
         _write_report(report, options)
         raise
@@ -93,6 +96,15 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
         with _runtime_failures_as_model_errors(source):
             stages = _verify_and_write(report, job, stages, target)
     _save_plan({s.op.key: s.decided.plan for s in stages}, options)
+
+
+def _copy(report: Report, source: Path, target: Path) -> None:
+    """Copies a model with nothing to do to the output that the user named, which a build tool for instance waits for."""
+    model = load(source)  # again: in the first one, small external data has become part of the model
+    check_output_folder(model, target, source)
+    with _timed(report, "write"):
+        copy_model(model, target, source)
+    report.output, report.copied = str(target), True
 
 
 def _load_plan(options: Options) -> Plan | None:

@@ -81,6 +81,7 @@ class Report:
 
     model: str
     output: str | None = None
+    copied: bool = False  # nothing was replaced: the output is a copy of the model
     sections: dict[str, Section] = field(default_factory=dict)
     nodes_before: int = 0
     nodes_after: int = 0
@@ -120,7 +121,7 @@ class Report:
         data: dict[str, Any] = {"model": self.model, "output": self.output}
         for section in self.sections.values():
             data |= section.to_json()
-        own = ("nodes_before", "nodes_after", "dry_run", "verification", "seconds", "library", "notes")
+        own = ("copied", "nodes_before", "nodes_after", "dry_run", "verification", "seconds", "library", "notes")
         data |= {name: getattr(self, name) for name in own}
         if self.verification is not None:
             data["verification"] = {**asdict(self.verification), "ok": not self.verification.failures}
@@ -136,13 +137,15 @@ class Report:
         if self.nodes_after:
             lines += ["", f"nodes: {self.nodes_before} -> {self.nodes_after}"]
         lines += self._verification_lines()
+        reasons = ", ".join(r for r in (s.nothing_to_do() for s in sections) if r)
+        if self.copied:
+            lines.append(f"nothing to do: {reasons}; the model was copied as it is")
         if self.output:
             lines.append(f"written: {self.output}")
         elif self.replaced:
             lines.append("dry run: no file was written")
         else:
-            reasons = [r for r in (s.nothing_to_do() for s in sections) if r]
-            lines.append(f"nothing to do: {', '.join(reasons)}; no file was written")
+            lines.append(f"nothing to do: {reasons}; no file was written")
         lines += [f"hint: {hint}" for s in sections for hint in s.hints()]
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(map(shown, lines))
@@ -157,7 +160,7 @@ class Report:
     def _verification_lines(self) -> list[str]:
         v = self.verification
         if v is None:
-            return ["not verified"] if self.output else []
+            return ["not verified"] if self.output and not self.copied else []
         sites = [c for c in v.comparisons if c.site]
         outputs = [c for c in v.comparisons if not c.site]
         lines = []
