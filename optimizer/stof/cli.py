@@ -130,6 +130,7 @@ def _target(arguments: argparse.Namespace) -> str:
 def _version() -> list[str]:
     """The version, and for each part of an installation whether it is there or what adds it."""
     import stof
+    from stof.execution.captured_messages import import_onnxruntime
     from stof.installation import CUDA, missing
     from stof.tensorrt.module import TensorrtError, plugin_lacks_cuda, plugin_path
 
@@ -138,8 +139,7 @@ def _version() -> list[str]:
         f"stof {stof.__version__}, backends {', '.join(info['backends'])}, CPU {info['cpu_isa']}, {info['build_id']}"
     ]
     try:
-        import onnxruntime as ort
-
+        ort = import_onnxruntime()
         lines.append(f"ONNX Runtime: {ort.__version__}, {', '.join(ort.get_available_providers())}")
     except ImportError as error:
         absent = isinstance(error, ModuleNotFoundError) and error.name == "onnxruntime"
