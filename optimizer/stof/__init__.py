@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """stof: sparse attention for exported ONNX Transformers.
 
-``optimize`` rewrites a model; ``register`` lets an ONNX Runtime session run it.
+``optimize`` rewrites a model, in a file or in memory; ``register`` lets an ONNX Runtime session run it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from stof.runtime.library import build_info, get_library_path, library_path, register
 
 if TYPE_CHECKING:
+    from stof.api import optimize
     from stof.options import Options
-    from stof.pipeline import optimize
 
 __version__ = "0.1.0"
 __all__ = ["Options", "__version__", "build_info", "get_library_path", "library_path", "optimize", "register"]
@@ -21,7 +21,7 @@ __all__ = ["Options", "__version__", "build_info", "get_library_path", "library_
 def __getattr__(name: str) -> Any:
     # onnx and its companions are loaded when they are needed: `import stof; stof.register(...)` stays light.
     if name == "optimize":
-        from stof.pipeline import optimize
+        from stof.api import optimize
 
         return optimize
     if name == "Options":

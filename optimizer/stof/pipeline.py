@@ -48,12 +48,28 @@ def optimize(model: str | Path, output: str | Path | None = None, options: Optio
     source = Path(model)
     # Not by with_name, which raises a ValueError of its own for "." and "/".
     target = Path(output or options.output or source.parent / f"{source.stem}.stof.onnx")
-    report = Report(str(source), dry_run=options.dry_run or options.explain is not None, library=build_info())
+    return run(source, target, options, str(source), copies_unchanged=bool(output or options.output))
+
+
+def run(
+    source: Path, target: Path, options: Options, name: str, *, copies_unchanged: bool, is_output: bool = True
+) -> Report:
+    """Does the steps for one file; :func:`optimize` has the errors.
+
+    Args:
+        source: the model's file.
+        target: the file to write.
+        options: the settings; their ``output`` does not count.
+        name: of the model in the report.
+        copies_unchanged: a model with nothing to replace is copied to ``target``.
+        is_output: ``target`` is an output of the user's, which the report names; else a temporary file.
+    """
+    report = Report(name, dry_run=options.dry_run or options.explain is not None, library=build_info())
     report.notes = missing_for(options, report.library)
     try:
         with deep_recursion():
             _optimize(report, source, target, options)
-            if report.output is None and not report.dry_run and (output or options.output):
+            if report.output is None and not report.dry_run and copies_unchanged:
                 _copy(report, source, target)
     except VerifyError:
         _write_report(report, options)
@@ -61,6 +77,8 @@ def optimize(model: str | Path, output: str | Path | None = None, options: Optio
     except OSError as error:  # a full disk where temporary files lie, for instance
         place = f"{error.filename}: " if error.filename else ""
         raise ArgumentError(f"{source} cannot be optimized: {place}{error.strerror or error}") from error
+    if not is_output:
+        report.output = None
     _write_report(report, options)
     return report
 

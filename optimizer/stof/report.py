@@ -143,7 +143,7 @@ class Report:
         if self.output:
             lines.append(f"written: {self.output}")
         elif self.replaced:
-            lines.append("dry run: no file was written")
+            lines.append("dry run: no file was written" if self.dry_run else "the optimized model is returned")
         else:
             lines.append(f"nothing to do: {reasons}; no file was written")
         lines += [f"hint: {hint}" for s in sections for hint in s.hints()]
