@@ -13,6 +13,7 @@ from stof.errors import ArgumentError
 from stof.files import remove_temporaries
 from stof.interrupts import ended_by_signals, report_interrupt
 from stof.options import Options
+from stof.progress import step_log
 from stof.terminal import OutputError, Parser, complain, run_command, say
 
 _GARBAGE = 50_000  # new objects before the next look for what cannot be reached
@@ -78,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--empty-rows", choices=("exact", "ignore"), default="exact", help="rows in which no key is allowed"
     )
+    parser.add_argument("-q", "--quiet", action="store_true", help="no progress lines on standard error")
     parser.add_argument("--version", action="store_true", help="version, and which parts are installed")
     return parser
 
@@ -192,7 +194,8 @@ def _run(arguments: argparse.Namespace) -> int:
     )
     from stof.pipeline import optimize
 
-    report = optimize(arguments.model, options=options)
+    with step_log("stof-optimize", quiet=arguments.quiet):
+        report = optimize(arguments.model, options=options)
     lines = report.to_text().split("\n")
     if arguments.explain is not None:
         lines += ["", *report.explain(arguments.explain).split("\n")]

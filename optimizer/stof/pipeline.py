@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from stof import progress
 from stof.errors import ArgumentError, ModelError, StofError, VerifyError, explained
 from stof.execution.session_process import RuntimeFailure, has_onnxruntime
 from stof.files import check_outputs, write_text
@@ -193,7 +194,8 @@ def _timed_step(report: Report, source: Path, step: str) -> Iterator[None]:
 @contextmanager
 def _timed(report: Report, step: str) -> Iterator[None]:
     start = time.monotonic()
-    yield
+    with progress.step(step):
+        yield
     report.seconds[step] = time.monotonic() - start
 
 
@@ -204,7 +206,8 @@ def _verify_and_write(report: Report, job: Job, stages: list[Stage], target: Pat
         The stages as they were written.
     """
     if job.options.verify:
-        stages = verify_stages(report, OPS, stages, target.parent)
+        with progress.step("verify"):
+            stages = verify_stages(report, OPS, stages, target.parent)
     if not any(s.decided.has_replaced for s in stages):
         return stages
     final = stages[-1].model
