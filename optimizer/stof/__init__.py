@@ -12,10 +12,20 @@ from stof.runtime.library import build_info, get_library_path, library_path, reg
 
 if TYPE_CHECKING:
     from stof.api import optimize
+    from stof.api.folder import optimize_folder
     from stof.options import Options
 
 __version__ = "0.1.0"
-__all__ = ["Options", "__version__", "build_info", "get_library_path", "library_path", "optimize", "register"]
+__all__ = [
+    "Options",
+    "__version__",
+    "build_info",
+    "get_library_path",
+    "library_path",
+    "optimize",
+    "optimize_folder",
+    "register",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -24,6 +34,10 @@ def __getattr__(name: str) -> Any:
         from stof.api import optimize
 
         return optimize
+    if name == "optimize_folder":
+        from stof.api.folder import optimize_folder
+
+        return optimize_folder
     if name == "Options":
         from stof.options import Options
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command ``stof-optimize``. Exit 0: written, or nothing to do; 1 arguments; 2 verification; 3 model."""
+"""The command ``stof-optimize``. Exit 0: written, copied, or nothing to do; 1 arguments; 2 verification; 3 model."""
 
 from __future__ import annotations
 
@@ -29,10 +29,16 @@ def _parser() -> argparse.ArgumentParser:
         prog="stof-optimize",
         allow_abbrev=False,
         description="Writes an equivalent ONNX model in which masked attention skips the blocks that the mask forbids.",
-        epilog="exit status: 0 written or nothing to do, 1 wrong arguments, 2 verification failed, 3 model not supported",
+        epilog="exit status: 0 written, copied or nothing to do, 1 wrong arguments, 2 verification failed, 3 model not supported",
     )
-    parser.add_argument("model", type=Path, nargs="?", help="the ONNX file; never modified")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: <name>.stof.onnx beside the input")
+    parser.add_argument("model", type=Path, nargs="?", help="the ONNX file, or a folder; never modified")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="PATH",
+        help="default: <name>.stof.onnx beside the input; for a folder: the new one",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
     parser.add_argument("--dry-run", action="store_true", help="report only, write no model")
     parser.add_argument(
@@ -192,6 +198,8 @@ def _run(arguments: argparse.Namespace) -> int:
         plan=arguments.plan,
         save_plan=arguments.save_plan,
     )
+    if arguments.model.is_dir():
+        return _run_folder(arguments, options)
     from stof.pipeline import optimize
 
     with step_log("stof-optimize", quiet=arguments.quiet):
@@ -207,6 +215,26 @@ def _run(arguments: argparse.Namespace) -> int:
             raise
         complain(f"stof-optimize: {error}; written: {', '.join(written)}")
     return 0
+
+
+def _run_folder(arguments: argparse.Namespace, options: Options) -> int:
+    from stof.api.folder import optimize_folder
+
+    with step_log("stof-optimize", quiet=arguments.quiet):
+        report = optimize_folder(arguments.model, options=options)
+    lines = report.to_text().split("\n")
+    if arguments.explain is not None:
+        lines += ["", *report.explain(arguments.explain).split("\n")]
+    try:
+        say(*lines)
+    except OutputError as error:
+        written = [str(f) for f in (report.output, options.json) if f is not None]
+        if not written:
+            raise
+        complain(f"stof-optimize: {error}; written: {', '.join(written)}")
+    if report.failures:
+        complain(f"stof-optimize: {report.failure}")
+    return report.exit_code
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -130,14 +130,13 @@ class Report:
     def to_text(self) -> str:
         """A table by kind of candidate, a picture of each distinct mask, and what was verified."""
         sections = self.sections.values()
-        headlines = [h for h in (s.headline(self.dry_run) for s in sections) if h]
-        lines = [f"{self.model}: {', '.join(headlines)}"]
+        lines = [f"{self.model}: {self._headline()}"]
         lines += [line for s in sections for line in s.lines()]
         lines += [line for s in sections for line in s.mask_pictures()]
         if self.nodes_after:
             lines += ["", f"nodes: {self.nodes_before} -> {self.nodes_after}"]
         lines += self._verification_lines()
-        reasons = ", ".join(r for r in (s.nothing_to_do() for s in sections) if r)
+        reasons = self._nothing_to_do()
         if self.copied:
             lines.append(f"nothing to do: {reasons}; the model was copied as it is")
         if self.output:
@@ -149,6 +148,20 @@ class Report:
         lines += [f"hint: {hint}" for s in sections for hint in s.hints()]
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(map(shown, lines))
+
+    def summary(self) -> str:
+        """One line: what was replaced, or why nothing was, and whether it was verified."""
+        if not self.replaced:
+            return f"nothing to do: {self._nothing_to_do()}{'; copied' if self.copied else ''}"
+        if self.dry_run:
+            return self._headline()
+        return f"{self._headline()}; {'not verified' if self.verification is None else 'verified'}"
+
+    def _headline(self) -> str:
+        return ", ".join(h for h in (s.headline(self.dry_run) for s in self.sections.values()) if h)
+
+    def _nothing_to_do(self) -> str:
+        return ", ".join(r for r in (s.nothing_to_do() for s in self.sections.values()) if r)
 
     def explain(self, pattern: str) -> str:
         """How far candidates got: a line for each step that they passed, and the reason where they stopped."""
