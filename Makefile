@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 PYTHON ?= python3
-.PHONY: quickstart test test-all wheel clean
+.PHONY: quickstart test test-all wheel wheel-cuda clean
 
 quickstart:
 	bash tools/quickstart.sh $(PYTHON)
@@ -14,5 +14,8 @@ test-all:
 wheel:
 	bash tools/wheel.sh $(PYTHON)
 
+wheel-cuda:
+	bash tools/wheel_cuda.sh $(PYTHON)
+
 clean:
-	rm -rf build dist .venv .venv-test .venv-plain .venv-wheel .venv-export .venv-trt-*
+	rm -rf build dist .venv .venv-test .venv-plain .venv-wheel .venv-wheel-tools .venv-export .venv-trt-*

@@ -31,6 +31,12 @@ def _no_cache_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("STOF_CACHE", str(tmp_path / "own-cache" / "tuning.sqlite"))
 
 
+@pytest.fixture(autouse=True)
+def _no_progress_of_slow_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of over 15 s logs its steps; tests of messages must not depend on how long it takes."""
+    monkeypatch.setattr("stof.progress._LOG_EVERY", 3600.0)
+
+
 # How long one example takes says something about the machine, not about stof.
 hypothesis.settings.register_profile("stof", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("stof")

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Usage: quickstart.sh [PYTHON]
 # Installs stof into .venv, fills an exported ModernBERT-base with random weights, optimizes it and times both.
-# Needs Python 3.10 or later with venv, a C++17 compiler, 4 GB of memory and 1.5 GB of disk. Nothing outside this folder
+# Needs Python 3.11 or later with venv, a C++17 compiler, 4 GB of memory and 1.5 GB of disk. Nothing outside this folder
 # is changed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -20,9 +20,9 @@ fail() {
 began=$SECONDS
 step() { printf '\n== %s (%d s so far)\n' "$1" $((SECONDS - began)); }
 
-command -v "$python" >/dev/null || fail "no $python; install Python 3.10 or later, or run make quickstart PYTHON=..."
-"$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
-  fail "$("$python" --version) is too old; run make quickstart PYTHON=... with Python 3.10 or later"
+command -v "$python" >/dev/null || fail "no $python; install Python 3.11 or later, or run make quickstart PYTHON=..."
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+  fail "$("$python" --version) is too old; run make quickstart PYTHON=... with Python 3.11 or later"
 "$python" -c 'import ensurepip, venv' 2>/dev/null || fail "$python has no venv; on Debian: apt-get install python3-venv"
 found=
 for compiler in ${CXX:+"$CXX"} c++ g++ clang++; do

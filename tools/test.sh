@@ -15,7 +15,7 @@ begin setup
 bin=$PWD/.venv-test/bin
 "$bin/python" -m pip install -q --upgrade pip
 "$bin/python" -m pip install -q 'numpy>=1.24' 'onnx==1.23.2' 'onnx-graphsurgeon==0.6.1' 'onnxruntime==1.31.1' \
-  'onnxscript==0.7.2' 'sympy' 'ml_dtypes' 'pytest>=8' 'pytest-xdist>=3.6' 'hypothesis>=6' 'mypy==2.4.1' 'ruff==0.17.5' 'clang-format==23.1.5' cmake ninja
+  'onnxscript==0.7.2' 'onnx-ir==1.1.0' 'sympy' 'ml_dtypes' 'pytest>=8' 'pytest-xdist>=3.6' 'hypothesis>=6' 'mypy==2.4.1' 'ruff==0.17.5' 'clang-format==23.1.5' cmake ninja 'scikit-build-core>=0.10'
 export PATH=$bin:$PATH
 # Tests look at the report's page in a browser. Where there is none and none can be installed, they are skipped.
 if ! command -v chromium google-chrome >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then

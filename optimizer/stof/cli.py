@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command ``stof-optimize``. Exit 0: written, or nothing to do; 1 arguments; 2 verification; 3 model."""
+"""The command ``stof-optimize``. Exit 0: written, copied, or nothing to do; 1 arguments; 2 verification; 3 model."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from stof.execution.run_limits import parse_bytes
 from stof.files import remove_temporaries
 from stof.interrupts import ended_by_signals, report_interrupt
 from stof.options import Options
+from stof.progress import step_log
 from stof.terminal import OutputError, Parser, complain, run_command, say
 
 _GARBAGE = 50_000  # new objects before the next look for what cannot be reached
+_TARGETS = {"CPUExecutionProvider": "cpu", "CUDAExecutionProvider": "cuda", "TensorrtExecutionProvider": "tensorrt"}
 _LATER = {
     "sparsify": "--sparsify is not in this version; it optimizes the masks that a model already has",
     "sparse_mlp": "--sparse-mlp is not in this version; it optimizes attention only",
@@ -28,19 +30,24 @@ def _parser() -> argparse.ArgumentParser:
         prog="stof-optimize",
         allow_abbrev=False,
         description="Writes an equivalent ONNX model in which masked attention skips the blocks that the mask forbids.",
-        epilog="exit status: 0 written or nothing to do, 1 wrong arguments, 2 verification failed, 3 model not supported",
+        epilog="exit status: 0 written, copied or nothing to do, 1 wrong arguments, 2 verification failed, 3 model not supported",
     )
-    parser.add_argument("model", type=Path, nargs="?", help="the ONNX file; never modified")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: <name>.stof.onnx beside the input")
+    parser.add_argument("model", type=Path, nargs="?", help="the ONNX file, or a folder; never modified")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="PATH",
+        help="default: <name>.stof.onnx beside the input; for a folder: the new one",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write the report as an HTML page for people")
     parser.add_argument("--dry-run", action="store_true", help="report only, write no model")
     parser.add_argument(
         "--explain", nargs="?", const="*", metavar="SITE", help="say how far each site got, write no model"
     )
-    parser.add_argument(
-        "--target", choices=("cpu", "cuda", "tensorrt"), default="cpu", help="what choices are tuned for"
-    )
+    parser.add_argument("--target", choices=("cpu", "cuda", "tensorrt"), help="what choices are tuned for (cpu)")
+    parser.add_argument("--provider", choices=tuple(_TARGETS), help="the same, by ONNX Runtime's execution provider")
     parser.add_argument(
         "--shape", action="append", default=[], metavar="NAME=N[..M]", help="range of a dimension in use, for choices"
     )
@@ -72,8 +79,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--mask", action="append", default=[], metavar="SITE=EXPR", help="state a site's mask; it is checked"
     )
-    parser.add_argument("--sparsify", metavar="SPEC", help="impose a pattern on a dense model")
-    parser.add_argument("--sparse-mlp", type=Path, metavar="DIR", help="sparse MLPs from predictors")
+    parser.add_argument("--sparsify", metavar="SPEC", help=argparse.SUPPRESS)
+    parser.add_argument("--sparse-mlp", type=Path, metavar="DIR", help=argparse.SUPPRESS)
     parser.add_argument(
         "--verify-budget", type=_seconds, default=45.0, metavar="SECONDS", help="time for verification (45)"
     )
@@ -88,6 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--empty-rows", choices=("exact", "ignore"), default="exact", help="rows in which no key is allowed"
     )
+    parser.add_argument("-q", "--quiet", action="store_true", help="no progress lines on standard error")
     parser.add_argument("--version", action="store_true", help="version, and which parts are installed")
     return parser
 
@@ -134,9 +142,20 @@ def _shapes(items: Sequence[str]) -> dict[str, tuple[int, int]]:
     return found
 
 
+def _target(arguments: argparse.Namespace) -> str:
+    """The target that --target and --provider name."""
+    target, provider = arguments.target, arguments.provider
+    if target is not None and provider is not None and _TARGETS[provider] != target:
+        raise ArgumentError(
+            f"--target {target} and --provider {provider} disagree: the provider is target {_TARGETS[provider]}; give one"
+        )
+    return str(target or _TARGETS.get(provider, "cpu"))
+
+
 def _version() -> list[str]:
     """The version, and for each part of an installation whether it is there or what adds it."""
     import stof
+    from stof.execution.captured_messages import import_onnxruntime
     from stof.installation import CUDA, missing
     from stof.tensorrt.module import TensorrtError, plugin_lacks_cuda, plugin_path
 
@@ -145,8 +164,7 @@ def _version() -> list[str]:
         f"stof {stof.__version__}, backends {', '.join(info['backends'])}, CPU {info['cpu_isa']}, {info['build_id']}"
     ]
     try:
-        import onnxruntime as ort
-
+        ort = import_onnxruntime()
         lines.append(f"ONNX Runtime: {ort.__version__}, {', '.join(ort.get_available_providers())}")
     except ImportError as error:
         absent = isinstance(error, ModuleNotFoundError) and error.name == "onnxruntime"
@@ -179,7 +197,7 @@ def _run(arguments: argparse.Namespace) -> int:
             raise ArgumentError(words)
     options = Options(
         output=arguments.output,
-        target=arguments.target,
+        target=_target(arguments),
         allow_tf32=arguments.allow_tf32,
         json=arguments.json,
         report=arguments.report,
@@ -200,9 +218,12 @@ def _run(arguments: argparse.Namespace) -> int:
         plan=arguments.plan,
         save_plan=arguments.save_plan,
     )
+    if arguments.model.is_dir():
+        return _run_folder(arguments, options)
     from stof.pipeline import optimize
 
-    report = optimize(arguments.model, options=options)
+    with step_log("stof-optimize", quiet=arguments.quiet):
+        report = optimize(arguments.model, options=options)
     lines = report.to_text().split("\n")
     if arguments.explain is not None:
         lines += ["", *report.explain(arguments.explain).split("\n")]
@@ -214,6 +235,26 @@ def _run(arguments: argparse.Namespace) -> int:
             raise
         complain(f"stof-optimize: {error}; written: {', '.join(written)}")
     return 0
+
+
+def _run_folder(arguments: argparse.Namespace, options: Options) -> int:
+    from stof.api.folder import optimize_folder
+
+    with step_log("stof-optimize", quiet=arguments.quiet):
+        report = optimize_folder(arguments.model, options=options)
+    lines = report.to_text().split("\n")
+    if arguments.explain is not None:
+        lines += ["", *report.explain(arguments.explain).split("\n")]
+    try:
+        say(*lines)
+    except OutputError as error:
+        written = [str(f) for f in (report.output, options.json) if f is not None]
+        if not written:
+            raise
+        complain(f"stof-optimize: {error}; written: {', '.join(written)}")
+    if report.failures:
+        complain(f"stof-optimize: {report.failure}")
+    return report.exit_code
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,11 +9,12 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from stof import progress
 from stof.errors import ArgumentError, ModelError, StofError, VerifyError, explained
 from stof.execution.session_process import RuntimeFailure, has_onnxruntime
 from stof.files import check_outputs, write_text
 from stof.graph.external_data import check_output_folder, data_to_copy, external_files
-from stof.graph.load_save import load, save
+from stof.graph.load_save import copy_model, load, save
 from stof.html_report import to_html
 from stof.op_rewrite import Job
 from stof.ops import OPS
@@ -35,8 +36,9 @@ def optimize(model: str | Path, output: str | Path | None = None, options: Optio
 
     Args:
         model: the ONNX file; it is never modified. External data must lie beside it.
-        output: the file to write, by default ``<name>.stof.onnx`` beside the input. Nothing is written when there is no
-            site to replace, or with ``options.dry_run``.
+        output: the file to write, by default ``<name>.stof.onnx`` beside the input. When there is nothing to replace, a
+            file that is named here or in ``options`` becomes a copy of the input, and the default one is not written.
+            ``options.dry_run`` writes neither.
         options: see :class:`stof.options.Options`.
 
     Raises:
@@ -48,17 +50,37 @@ def optimize(model: str | Path, output: str | Path | None = None, options: Optio
     source = Path(model)
     # Not by with_name, which raises a ValueError of its own for "." and "/".
     target = Path(output or options.output or source.parent / f"{source.stem}.stof.onnx")
-    report = Report(str(source), dry_run=options.dry_run or options.explain is not None, library=build_info())
+    return run(source, target, options, str(source), copies_unchanged=bool(output or options.output))
+
+
+def run(
+    source: Path, target: Path, options: Options, name: str, *, copies_unchanged: bool, is_output: bool = True
+) -> Report:
+    """Does the steps for one file; :func:`optimize` has the errors.
+
+    Args:
+        source: the model's file.
+        target: the file to write.
+        options: the settings; their ``output`` does not count.
+        name: of the model in the report.
+        copies_unchanged: a model with nothing to replace is copied to ``target``.
+        is_output: ``target`` is an output of the user's, which the report names; else a temporary file.
+    """
+    report = Report(name, dry_run=options.dry_run or options.explain is not None, library=build_info())
     report.notes = missing_for(options, report.library)
     try:
         with deep_recursion():
             _optimize(report, source, target, options)
+            if report.output is None and not report.dry_run and copies_unchanged:
+                _copy(report, source, target)
     except VerifyError:
         _write_report(report, options)
         raise
     except OSError as error:  # a full disk where temporary files lie, for instance
         place = f"{error.filename}: " if error.filename else ""
         raise ArgumentError(f"{source} cannot be optimized: {place}{error.strerror or error}") from error
+    if not is_output:
+        report.output = None
     _write_report(report, options)
     return report
 
@@ -106,6 +128,15 @@ def _check_time_option(options: Options, dry_run: bool) -> None:
         raise ArgumentError("--time needs a model that is written; leave --dry-run and --explain out")
     if not has_onnxruntime():
         raise ArgumentError("--time needs onnxruntime, which is not installed: pip install onnxruntime")
+
+
+def _copy(report: Report, source: Path, target: Path) -> None:
+    """Copies a model with nothing to do to the output that the user named, which a build tool for instance waits for."""
+    model = load(source)  # again: in the first one, small external data has become part of the model
+    check_output_folder(model, target, source)
+    with _timed(report, "write"):
+        copy_model(model, target, source)
+    report.output, report.copied = str(target), True
 
 
 def _load_plan(options: Options) -> Plan | None:
@@ -183,7 +214,8 @@ def _timed_step(report: Report, source: Path, step: str) -> Iterator[None]:
 @contextmanager
 def _timed(report: Report, step: str) -> Iterator[None]:
     start = time.monotonic()
-    yield
+    with progress.step(step):
+        yield
     report.seconds[step] = time.monotonic() - start
 
 
@@ -194,7 +226,8 @@ def _verify_and_write(report: Report, job: Job, stages: list[Stage], target: Pat
         The stages as they were written.
     """
     if job.options.verify:
-        stages = verify_stages(report, OPS, stages, target.parent)
+        with progress.step("verify"):
+            stages = verify_stages(report, OPS, stages, target.parent)
     if not any(s.decided.has_replaced for s in stages):
         return stages
     final = stages[-1].model

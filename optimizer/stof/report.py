@@ -179,6 +179,7 @@ class Report:
 
     model: str
     output: str | None = None
+    copied: bool = False  # nothing was replaced: the output is a copy of the model
     sections: dict[str, Section] = field(default_factory=dict)
     nodes_before: int = 0
     nodes_after: int = 0
@@ -219,7 +220,7 @@ class Report:
         data: dict[str, Any] = {"model": self.model, "output": self.output}
         for section in self.sections.values():
             data |= section.to_json()
-        own = ("nodes_before", "nodes_after", "dry_run", "verification", "seconds", "library", "notes")
+        own = ("copied", "nodes_before", "nodes_after", "dry_run", "verification", "seconds", "library", "notes")
         data |= {name: getattr(self, name) for name in own}
         if self.verification is not None:
             data["verification"] = {**asdict(self.verification), "ok": not self.verification.failures}
@@ -229,8 +230,7 @@ class Report:
     def to_text(self) -> str:
         """A table by kind of candidate, a picture of each distinct mask, and what was verified."""
         sections = self.sections.values()
-        headlines = [h for h in (s.headline(self.dry_run) for s in sections) if h]
-        lines = [f"{self.model}: {', '.join(headlines)}"]
+        lines = [f"{self.model}: {self._headline()}"]
         lines += [line for s in sections for line in s.lines()]
         lines += [line for s in sections for line in s.mask_pictures()]
         if self.nodes_after:
@@ -242,16 +242,32 @@ class Report:
                 f"measured: {1e3 * before.best:.4g} ms -> {1e3 * after.best:.4g} ms, {self.times.speedup:.2f}x "
                 f"({self.times.inputs}; best of {after.runs} runs by turns)"
             )
+        reasons = self._nothing_to_do()
+        if self.copied:
+            lines.append(f"nothing to do: {reasons}; the model was copied as it is")
         if self.output:
             lines.append(f"written: {self.output}")
         elif self.replaced:
-            lines.append("dry run: no file was written")
+            lines.append("dry run: no file was written" if self.dry_run else "the optimized model is returned")
         else:
-            reasons = [r for r in (s.nothing_to_do() for s in sections) if r]
-            lines.append(f"nothing to do: {', '.join(reasons)}; no file was written")
+            lines.append(f"nothing to do: {reasons}; no file was written")
         lines += [f"hint: {hint}" for s in sections for hint in s.hints()]
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(map(shown, lines))
+
+    def summary(self) -> str:
+        """One line: what was replaced, or why nothing was, and whether it was verified."""
+        if not self.replaced:
+            return f"nothing to do: {self._nothing_to_do()}{'; copied' if self.copied else ''}"
+        if self.dry_run:
+            return self._headline()
+        return f"{self._headline()}; {'not verified' if self.verification is None else 'verified'}"
+
+    def _headline(self) -> str:
+        return ", ".join(h for h in (s.headline(self.dry_run) for s in self.sections.values()) if h)
+
+    def _nothing_to_do(self) -> str:
+        return ", ".join(r for r in (s.nothing_to_do() for s in self.sections.values()) if r)
 
     def explain(self, pattern: str) -> str:
         """How far candidates got: a line for each step that they passed, and the reason where they stopped."""
@@ -263,7 +279,7 @@ class Report:
     def _verification_lines(self) -> list[str]:
         v = self.verification
         if v is None:
-            return ["not verified"] if self.output else []
+            return ["not verified"] if self.output and not self.copied else []
         sites = [c for c in v.comparisons if c.site]
         outputs = [c for c in v.comparisons if not c.site and c.comparable]
         others = [c for c in v.comparisons if not c.comparable]

@@ -101,6 +101,7 @@ if step == "write":
 if step == "remove":
     before(files, "_remove", step)
 del sys.argv[1]
+sys.argv.append("--quiet")
 sys.exit(cli.main())
 """
 

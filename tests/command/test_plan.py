@@ -206,7 +206,7 @@ def test_a_model_that_was_optimized_before(narrow: Callable[[str], Path], capsys
     once, twice, saved = (path.with_name(n) for n in ("once.onnx", "twice.onnx", "plan.json"))
     assert cli.main([str(path), "-o", str(once), "--skip", "1"]) == 0
     assert cli.main([str(once), "-o", str(twice), "--save-plan", str(saved)]) == 0
-    assert not twice.exists()
+    assert twice.read_bytes() == once.read_bytes()
     assert "optimize the model from which it was made" in capsys.readouterr().out
     sites = load(saved, PLAN_FORMATS).entries["sites"]
     assert [s.replace for s in sites] == [False, False]

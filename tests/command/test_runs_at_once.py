@@ -57,7 +57,7 @@ if step == "session":
     before(sessions.Sessions, "make", step)
 if step == "sleep":
     before(external_data.time, "sleep", step)
-sys.exit(cli.main(sys.argv[2:]))
+sys.exit(cli.main([*sys.argv[2:], "--quiet"]))
 """
 
 

@@ -144,6 +144,9 @@ def test_report_keys_are_those_of_the_docs(narrow: Callable[[str], Path], tmp_pa
     first = report["verification"]["comparisons"][0]
     objects = (report, report["sites"][0], report["chains"][0], report["verification"], first, first["coverage"])
     times = ModelTimes("", RunTimes(1.0, 1.0, 1), RunTimes(1.0, 1.0, 1)).to_json()
-    keys = {key for found in (*objects, report["library"], times, times["original"]) for key in found}
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "out.onnx").rename(tmp_path / "folder" / "out.onnx")
+    folder = json.loads(stof.optimize_folder(tmp_path / "folder", tmp_path / "new").to_json())
+    keys = {key for found in (*objects, report["library"], times, times["original"], folder) for key in found}
     tables = re.findall(r"^\| (`.*?) \|", (ROOT / "docs/reference/report-format.md").read_text(), re.MULTILINE)
     assert {key for cell in tables for key in re.findall(r"`(\w+)`", cell)} == keys

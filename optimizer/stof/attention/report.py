@@ -16,7 +16,7 @@ KEY = "sites"
 NAMES = CandidateNames("site")
 
 
-class Step(str, enum.Enum):
+class Step(enum.StrEnum):
     """The step at which a softmax was left as it is, in order, or ``DONE``."""
 
     MATCH = "match"

@@ -24,7 +24,7 @@ _LARGEST_INPUT = 1 << 22
 _LONGEST_CHAIN = 16
 _SIDES = 257  # sizes of a side of an image that are tried
 _DECIDES = 1000.0  # what a number of an input adds to scores where it says whether a key counts
-_OPERATE = {"Add": np.add, "Sub": np.subtract, "Mul": np.multiply, "Div": np.divide}
+_OPERATE: dict[str, np.ufunc] = {"Add": np.add, "Sub": np.subtract, "Mul": np.multiply, "Div": np.divide}
 _THROUGH = frozenset({"Cast", "Identity", "Reshape", "Unsqueeze", "Squeeze", "Expand", "Flatten", "Transpose"})
 # Where fused nodes read numbers of keys, and which they take: from the first one on, to all keys and the second one. ONNX
 # Runtime's CPU provider refuses others or, where it does not ask, reads and writes outside of its tensors.
@@ -340,7 +340,7 @@ def _source(index: GraphIndex, tensor: str) -> str:
 
 def _switch(index: GraphIndex, symbolic: Symbolic, tensor: str) -> tuple[str, bool] | None:
     """The tensor of zeros and ones that what is added to scores is made of, ``(1 - mask) * -10000``; whether ones forbid."""
-    steps: list[tuple[np.ufunc, np.ndarray | None, np.ndarray | None]] = []
+    steps: list[tuple[np.ufunc, np.float64 | None, np.float64 | None]] = []
     for _ in range(_LONGEST_CHAIN):
         node = index.producer(tensor)
         if node is None:

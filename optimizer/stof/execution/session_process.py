@@ -4,6 +4,9 @@
 ONNX Runtime cannot cancel a run, or the creation of a session, which computes constants: a model may hold an endless Loop.
 Each thread that makes a session has a child process of its own. The process waits for requests, and ends with the thread or
 with the whole parent, however that one ends.
+
+What ONNX Runtime logs does not reach the terminal: an error that it raises says the same, and a run that succeeds has tried
+inputs that the model refuses.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from stof.errors import ArgumentError
+from stof.execution.captured_messages import CapturedMessages
 from stof.execution.channel import Channel
 from stof.execution.run_limits import MemoryLimit, resident_bytes, show_bytes
 from stof.execution.session_worker import Create, Created, Failure, Measure, Request, Run, SessionSpec, Version
@@ -52,6 +56,7 @@ class _SessionProcess:
         self.session_numbers = itertools.count()
         own, other = Channel.pair()
         read, write = os.pipe()
+        messages = CapturedMessages()
         try:
             command = [sys.executable, "-c", _START, str(other.fileno()), str(read), *map(str, sys.path)]
             # A session of the operating system's: what a terminal sends goes to the caller, who then ends this process.
@@ -59,12 +64,14 @@ class _SessionProcess:
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
+                stderr=messages.descriptor,
                 pass_fds=(other.fileno(), read),
                 start_new_session=True,
             )
         except BaseException as error:
             own.close()
             os.close(write)
+            messages.close()
             if isinstance(error, OSError):
                 raise ArgumentError(f"no process for ONNX Runtime can be started: {error.strerror}") from error
             raise
@@ -72,9 +79,10 @@ class _SessionProcess:
             other.close()
             os.close(read)
         self.popen = popen
+        self.messages = messages
         self.channel = Channel(own)
         # Called at the end of the thread that it belongs to, or of the whole process.
-        self._finalizer = weakref.finalize(self, _kill_process, self.owner, popen, own, write)
+        self._finalizer = weakref.finalize(self, _kill_process, self.owner, popen, own, write, messages)
 
     @property
     def is_alive(self) -> bool:
@@ -92,6 +100,7 @@ class _SessionProcess:
             memory: bytes that both processes may hold meanwhile; 0 is no limit.
         """
         released = tuple(self.released_sessions.popleft() for _ in range(len(self.released_sessions)))
+        self.messages.clear()
         try:
             self.channel.send(Request(released, body))
             answer = self.channel.receive(seconds, partial(self._check_memory, memory) if memory else None)
@@ -109,7 +118,10 @@ class _SessionProcess:
             self.end()
             raise
         if isinstance(answer, Failure):
-            raise RuntimeFailure(answer.words)
+            failure = RuntimeFailure(answer.words)
+            if found := self.messages.text():
+                failure.add_note(f"ONNX Runtime's messages:\n{found}")  # for STOF_TRACEBACK
+            raise failure
         return answer
 
     def _check_memory(self, most: int) -> None:
@@ -129,20 +141,25 @@ class _SessionProcess:
         except subprocess.TimeoutExpired:  # it closed its end, and hangs
             status = 0
         finally:
+            summary = self.messages.summary()
             self.end()
+        last = f"; its last message: {summary}" if summary else ""
         if status >= 0:
-            return f"ended with status {status}"
+            return f"ended with status {status}{last}"
         name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
-        return f"was ended by {name}" + ("; there may be too little memory" if name == "SIGKILL" else "")
+        return f"was ended by {name}" + ("; there may be too little memory" if name == "SIGKILL" else "") + last
 
 
-def _kill_process(owner: int, popen: subprocess.Popen[bytes], connection: Any, lifeline: int) -> None:
+def _kill_process(
+    owner: int, popen: subprocess.Popen[bytes], connection: Any, lifeline: int, messages: CapturedMessages
+) -> None:
     if owner != os.getpid():  # a forked child, which has copies of the descriptors and did not start the process
         popen.returncode = 0
         return
     popen.kill()
     connection.close()
     os.close(lifeline)
+    messages.close()
     popen.wait()
 
 

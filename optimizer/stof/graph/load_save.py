@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from google.protobuf.message import DecodeError, EncodeError  # type: ignore[imp
 from onnx import TensorProto
 
 from stof.errors import ArgumentError, ModelError
-from stof.files import open_regular, temporary_file
+from stof.files import TemporaryFile, open_regular, temporary_file
 from stof.graph.check_text import check_text
 from stof.graph.external_data import DataCopier, all_tensors, check_external, data_to_copy, is_external
 from stof.graph.index import DOMAIN, STANDARD_DOMAINS, describe, is_standard, opset_of, topological_order
@@ -211,6 +212,29 @@ def save(model: onnx.ModelProto, path: Path, source: Path) -> None:
         ArgumentError: when the output cannot be written, or is the input.
         ModelError: when the model does not fit into a file, or its external data is not as long as it was.
     """
+    try:
+        data = model.SerializeToString(deterministic=True)
+    except (EncodeError, ValueError) as error:
+        raise ModelError(f"{path} would exceed the 2 GB of a protobuf: store the weights as external data") from error
+    _write(model, path, source, lambda new: new.write(data))
+
+
+def copy_model(model: onnx.ModelProto, path: Path, source: Path) -> None:
+    """Copies a model's file byte by byte, completely or not at all, and its external data as :func:`save` does.
+
+    Args:
+        model: the model as it was read from ``source``.
+        path: the new file.
+        source: the model's file.
+
+    Raises:
+        ArgumentError: when the output cannot be written, is the input, or the input changes meanwhile.
+        ModelError: when the model's external data is not as long as it was.
+    """
+    _write(model, path, source, lambda new: new.copy(source))
+
+
+def _write(model: onnx.ModelProto, path: Path, source: Path, fill: Callable[[TemporaryFile], None]) -> None:
     if path.exists() and source.exists() and path.samefile(source):
         raise ArgumentError(f"the output {path} is the input; choose another file with -o")
     if path.is_dir():
@@ -218,14 +242,10 @@ def save(model: onnx.ModelProto, path: Path, source: Path) -> None:
     if not path.parent.is_dir():
         raise ArgumentError(f"the folder {path.parent} does not exist; make it, or choose another output with -o")
     try:
-        data = model.SerializeToString(deterministic=True)
-    except (EncodeError, ValueError) as error:
-        raise ModelError(f"{path} would exceed the 2 GB of a protobuf: store the weights as external data") from error
-    try:
         with temporary_file(path.parent) as new, DataCopier(new) as copier:
             for copy in data_to_copy(model, path, source):
                 copier.stage(copy)
-            new.write(data)
+            fill(new)
             copier.publish()
             check_external(path, model)
             new.replace(path)

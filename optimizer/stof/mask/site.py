@@ -21,7 +21,7 @@ from stof.symbolic.algebra.terms import Int
 FORBIDDING_VALUE = -1e4
 
 
-class Layout(str, enum.Enum):
+class Layout(enum.StrEnum):
     """Memory order of a 4-D (or packed 3-D) query, key, value or output tensor."""
 
     BHSD = "BHSD"
@@ -29,7 +29,7 @@ class Layout(str, enum.Enum):
     BSN = "BSN"
 
 
-class EmptyRows(str, enum.Enum):
+class EmptyRows(enum.StrEnum):
     """What a query without an allowed key gives (docs/reference/operators.md)."""
 
     ZERO = "zero"
@@ -38,7 +38,7 @@ class EmptyRows(str, enum.Enum):
     ALL = "all"
 
 
-class OperandView(str, enum.Enum):
+class OperandView(enum.StrEnum):
     """How a tensor of the graph becomes a run-time operand."""
 
     SAME = "same"
@@ -48,7 +48,7 @@ class OperandView(str, enum.Enum):
     TURNED = "turned"  # [L, B]
 
 
-class TermKind(str, enum.Enum):
+class TermKind(enum.StrEnum):
     """How a tensor of the graph changes the scores [B, H, S, T] before the softmax."""
 
     ADD = "add"  # scores + tensor

@@ -57,6 +57,15 @@ def library_path() -> Path:
     )
 
 
+def get_library_path() -> str:
+    """The path of the plugin library as text, as ``onnxruntime_extensions.get_library_path()`` gives it.
+
+    Raises:
+        LibraryError: when there is none.
+    """
+    return str(library_path())
+
+
 def register(options: Any) -> None:
     """Registers the operators with an ``onnxruntime.SessionOptions``.
 

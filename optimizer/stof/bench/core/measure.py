@@ -150,7 +150,7 @@ def machine(threads: int) -> dict[str, Any]:
         "library": info["build_id"],
         "compiler": info["compiler"],
         "versions": {"python": platform.python_version(), "stof": info["version"], **_versions()},
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
     }
 
 

@@ -252,4 +252,4 @@ class WorkerPool:
 
 def now() -> str:
     """The date of a record."""
-    return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")

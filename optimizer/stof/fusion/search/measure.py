@@ -12,6 +12,7 @@ import onnx
 from onnx import helper
 
 from stof.errors import UnsupportedError
+from stof.execution.captured_messages import import_onnxruntime
 from stof.fusion.emit import make_call
 from stof.fusion.fusion_graph import FusionGraph
 from stof.fusion.search.measure_cuda import cuda_seconds
@@ -231,8 +232,7 @@ class Timer:
         return np.array(known, dtype).reshape(shape)
 
     def _options(self) -> Any:
-        import onnxruntime as ort
-
+        ort = import_onnxruntime()
         options = ort.SessionOptions()
         options.log_severity_level = 4
         options.intra_op_num_threads = self.threads
@@ -242,8 +242,7 @@ class Timer:
         return options
 
     def _session(self, model: onnx.ModelProto) -> Any:
-        import onnxruntime as ort
-
+        ort = import_onnxruntime()
         # Without this, ONNX Runtime prints the error with names of the model, and tries again.
         return ort.InferenceSession(
             model.SerializeToString(), self._options(), providers=["CPUExecutionProvider"], enable_fallback=0

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import onnx
 
+from stof.execution.captured_messages import import_onnxruntime
+
 _MOST_COPIES = 16
 _COPIED_BYTES = 64 << 20  # most bytes of all copies' inputs
 _ROUNDS = 5
@@ -25,8 +27,7 @@ def has_cuda_provider() -> bool:
     """Whether the installed ONNX Runtime runs on CUDA."""
     if importlib.util.find_spec("onnxruntime") is None:
         return False
-    import onnxruntime as ort
-
+    ort = import_onnxruntime()
     return _PROVIDER in ort.get_available_providers()
 
 
@@ -44,8 +45,7 @@ def cuda_seconds(
     Raises:
         Exception: whatever the runtime raises.
     """
-    import onnxruntime as ort
-
+    ort = import_onnxruntime()
     size = sum(a.nbytes for a in feeds.values())
     copies = max(1, min(_MOST_COPIES, _COPIED_BYTES // max(1, size)))
     text = repeat_model(model, copies).SerializeToString()
