@@ -46,9 +46,7 @@ class _Graph:
 
     def model(self, width: int, output: str) -> onnx.ModelProto:
         """A model of the input ``x`` [B, S, width], whose output is as large."""
-        given, written = (
-            helper.make_tensor_value_info(n, TensorProto.FLOAT, ["B", "S", width]) for n in ("x", output)
-        )
+        given, written = (helper.make_tensor_value_info(n, TensorProto.FLOAT, ["B", "S", width]) for n in ("x", output))
         graph = helper.make_graph(self.nodes, "large", [given], [written], self.initializers)
         return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
 
