@@ -34,6 +34,17 @@ if TYPE_CHECKING:
     from stof.verification.site_checks import SiteChecks
 
 
+@dataclass
+class Tuning:
+    """How much of the time of ``--tune`` is used up, by the ops together.
+
+    Attributes:
+        spent: seconds.
+    """
+
+    spent: float = 0.0
+
+
 @dataclass(frozen=True)
 class Job:
     """One optimization, as the steps of every op see it.
@@ -46,6 +57,7 @@ class Job:
         plan: the plan to apply; None where there is none.
         selections: the candidates that options name, by the key of their op.
         step: times a step for the report, and turns what a damaged graph makes fail into a ``ModelError``.
+        tuning: the time that measurements took so far.
     """
 
     options: Options
@@ -55,6 +67,7 @@ class Job:
     plan: Plan | None
     step: Callable[[str], AbstractContextManager[None]]
     selections: Mapping[str, Selection] = field(default_factory=dict)
+    tuning: Tuning = field(default_factory=Tuning)
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,7 @@ def replace_sites(
     for rewrite in rewrites:
         variant, number = function.variant(rewrite)
         _replace_site(editor, symbolic, rewrite, variant, number, function.slots)
+    editor.place_inserted()
     pruner.prune()
     return editor.finish()
 
@@ -134,7 +135,7 @@ def _replace_site(
 ) -> None:
     site = rewrite.site
     output = editor.tensors[site.output]
-    node_index = next(i for i, n in enumerate(editor.graph.nodes) if n is output.inputs[0])
+    replaced = output.inputs[0]
     extra: list[gs.Node] = []
     operands = build_operands(editor, symbolic, (rewrite.site, rewrite.mask), slots, extra, rewrite.tensorrt)
     layouts = [layout.value for layout in variant.layouts]
@@ -194,7 +195,7 @@ def _replace_site(
         nodes += _split_batch_axis(editor, site, last, output)
     if site.output_grouped:
         _reshape_heads(editor, nodes, last, (site.output_layout, 1), site.output_grouped, output)
-    editor.graph.nodes[node_index:node_index] = nodes
+    editor.insert_before(replaced, nodes)
     if not site.output_joined and not site.output_grouped:
         editor.declare(site.output, site.dtype, _output_shape(site))
 

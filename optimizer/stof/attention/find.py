@@ -75,7 +75,7 @@ def find_sites(
                 raise UnsupportedError(f"no output of the graph depends on its result {site.output!r}")
             sites.append(site)
             # Later sites must read this result, or nothing would need the node that writes it.
-            index.materialized |= {site.output}
+            index.materialized.add(site.output)
         except UnsupportedError as error:
             findings.append(Finding(name, False, str(error), {"softmax": weights}))
     if softmaxes is None:

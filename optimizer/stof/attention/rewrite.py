@@ -116,6 +116,7 @@ class AttentionRewrite(OpRewrite[tuple[Scope, ...], AttentionDecisions]):
                     job.selections[KEY],
                 )
                 choices += [decider.decide(site) for site in scope.sites]
+            job.tuning.spent += target.tuned_seconds
         refused = [SiteReport(f.site, False, f.reason) for scope in found for f in scope.findings]
         section = SiteSection([*refused, *(c.report for c in choices)])
         decided = AttentionDecisions(found, tuple(choices), section)

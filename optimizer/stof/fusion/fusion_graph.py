@@ -37,8 +37,11 @@ class FusionGraph:
     policy: ChainPolicy = field(default_factory=ChainPolicy)
     shape_reads: ShapeReads = ShapeReads.ASSUME_FUSED
     nodes: Sequence[onnx.NodeProto] = field(init=False)
+    kinds: Sequence[str] = field(init=False)  # of each node, see ``kind_of_node``
+    data: Sequence[tuple[str, ...]] = field(init=False)  # the tensors whose data a node reads
     writer: dict[str, int] = field(init=False)  # index of the node that writes a tensor
     readers: dict[str, list[int]] = field(init=False)  # indices of the nodes that read a tensor
+    data_readers: dict[str, list[int]] = field(init=False)  # indices of the nodes that read a tensor's data
     kept_tensors: set[str] = field(init=False)  # graph outputs, and what subgraphs capture
     constants: set[str] = field(init=False)  # initializers, and what is computed from them alone
     uncertain_shapes: set[str] = field(init=False)  # tensors that a Slice may make shorter than their stated shape
@@ -46,24 +49,32 @@ class FusionGraph:
     chains: dict[Region, FusedChain | RefusedRegion] = field(default_factory=dict)  # every region translated so far
     _element_counts: dict[str, Int] = field(default_factory=dict)
     _data: set[str] | None = None
+    _numbers: dict[str, bool] = field(default_factory=dict)
+    _reads: dict[int, list[str]] = field(default_factory=dict)  # the tensors that nodes of ``readers`` read
 
     def __post_init__(self) -> None:
         graph = self.model.graph
         index = GraphIndex(graph)
         self.nodes = list(graph.node)
+        self.kinds = [kind_of_node(n) for n in self.nodes]
+        self.data = [tuple(n.input[k] for k in data_inputs(n)) for n in self.nodes]
         self.writer = {o: i for i, n in enumerate(self.nodes) for o in n.output if o}
         self.readers = {}
         for i, node in enumerate(self.nodes):
             for name in dict.fromkeys(node.input):
                 if name:
                     self.readers.setdefault(name, []).append(i)
+        self.data_readers = {}
+        for i, names in enumerate(self.data):
+            for name in dict.fromkeys(names):
+                self.data_readers.setdefault(name, []).append(i)
         self.kept_tensors = index.outputs | index.captured
         self.constants = {t.name for t in graph.initializer} - index.inputs
         for node in self.nodes:
             if all(n in self.constants for n in node.input if n) and not _has_subgraph(node):
                 self.constants.update(o for o in node.output if o)
         self.uncertain_shapes = self._find_uncertain_shapes()
-        self.memory_bound = [i for i, n in enumerate(self.nodes) if self._is_memory_bound(n)]
+        self.memory_bound = [i for i in range(len(self.nodes)) if self._is_memory_bound(i)]
         if self.policy.uses_tensorrt_plugins:
             attention = self._find_unfused_attention(set(self.memory_bound))
             self.memory_bound = [i for i in self.memory_bound if i not in attention]
@@ -115,10 +126,7 @@ class FusionGraph:
     def _find_readers(self, fused: Iterable[int]) -> dict[str, list[int]]:
         """The nodes that read each tensor, of those still needed once the ``fused`` ones are parts of chains."""
         inside = set(fused)
-        read = [
-            dict.fromkeys([n.input[k] for k in data_inputs(n)] if i in inside else _tensors_read(n))
-            for i, n in enumerate(self.nodes)
-        ]
+        read = [dict.fromkeys(self.data[i] if i in inside else _tensors_read(n)) for i, n in enumerate(self.nodes)]
         pending = [self.writer[n] for n in self.kept_tensors if n in self.writer]
         live: set[int] = set()
         while pending:
@@ -130,15 +138,24 @@ class FusionGraph:
         for i in sorted(live):
             for name in read[i]:
                 found.setdefault(name, []).append(i)
+        self._reads = {i: list(read[i]) for i in live}
         return found
 
     def shape_substitutes(self, node_indices: Collection[int]) -> dict[str, str]:
         """For tensors that other nodes read only by Shape: a tensor of equal shape that stays when these nodes are fused."""
         own = set(node_indices)
-        written = {o for p in own for o in self.nodes[p].output if self._is_read_outside(o, own)}
+        written = {o for p in own for o in self.nodes[p].output if self.is_read_outside(o, own)}
+        return self.find_shape_substitutes(own, written, lambda: self.inputs(own))
+
+    def find_shape_substitutes(
+        self, own: Collection[int], written: Collection[str], inputs: Callable[[], set[str]]
+    ) -> dict[str, str]:
+        """The same for nodes of which it is known what others read of them, and what they read."""
         shape_only = {o for o in written if o not in self.kept_tensors and self._is_read_by_shape_only(o, own)}
-        staying = [*sorted(self.inputs(own)), *sorted(written - shape_only)]
-        found = {}
+        found: dict[str, str] = {}
+        if not shape_only:
+            return found
+        staying = [*sorted(inputs()), *sorted(o for o in written if o not in shape_only)]
         for name in shape_only:
             shape = self.symbolic.shape(name)
             same = next((n for n in staying if self.symbolic.shape(n) == shape), None)
@@ -146,20 +163,21 @@ class FusionGraph:
                 found[name] = same
         return found
 
-    def _is_read_outside(self, name: str, own: set[int]) -> bool:
+    def is_read_outside(self, name: str, own: Collection[int]) -> bool:
+        """Whether a tensor is an output of the graph, or read by nodes that are not among ``own``, a set."""
         return bool(name) and (name in self.kept_tensors or any(r not in own for r in self.readers.get(name, ())))
 
-    def _is_read_by_shape_only(self, name: str, own: set[int]) -> bool:
+    def _is_read_by_shape_only(self, name: str, own: Collection[int]) -> bool:
         return all(self.nodes[r].op_type == "Shape" for r in self.readers.get(name, ()) if r not in own)
 
-    def _is_memory_bound(self, node: onnx.NodeProto) -> bool:
-        kind = kind_of_node(node)
+    def _is_memory_bound(self, index: int) -> bool:
+        node, kind = self.nodes[index], self.kinds[index]
         if not kind or any(o in self.constants for o in node.output):
             return False
         written = [o for o in node.output if o and (o in self.readers or o in self.kept_tensors)]
-        for name in [*written, *(node.input[i] for i in data_inputs(node))]:
+        for name in [*written, *self.data[index]]:
             shape = self.symbolic.shape(name)
-            if self.symbolic.dtype(name) not in {*TYPES, TensorProto.BOOL} and not self._is_number(name):
+            if self.symbolic.dtype(name) not in {*TYPES, TensorProto.BOOL} and not self.is_number(name):
                 return False
             if shape is None:
                 return False
@@ -167,12 +185,16 @@ class FusionGraph:
             return False
         if node.op_type == "Dropout" and may_drop(node, self.symbolic.constant):
             return False
-        if node.op_type == "Gather" and not self._is_number(node.input[1]):
+        if node.op_type == "Gather" and not self.is_number(node.input[1]):
             return False
         return kind == "moving" or self.symbolic.dtype(node.output[0]) in {*TYPES, TensorProto.BOOL}
 
-    def _is_number(self, name: str) -> bool:
-        return as_number(self.symbolic.constant(name)) is not None
+    def is_number(self, name: str) -> bool:
+        """Whether a tensor is a constant of one element."""
+        known = self._numbers.get(name)
+        if known is None:
+            known = self._numbers[name] = as_number(self.symbolic.constant(name)) is not None
+        return known
 
     def outputs(self, node_indices: Collection[int]) -> tuple[str, ...]:
         """The tensors that these nodes write and other nodes, or the graph's outputs, read."""
@@ -182,14 +204,14 @@ class FusionGraph:
             o
             for p in sorted(own)
             for o in self.nodes[p].output
-            if o not in substitutes and self._is_read_outside(o, own)
+            if o not in substitutes and self.is_read_outside(o, own)
         )
 
     def inputs(self, node_indices: Collection[int]) -> set[str]:
         """The data tensors that these nodes read and do not write, constants of one element left out."""
         own = set(node_indices)
-        read = {self.nodes[p].input[i] for p in own for i in data_inputs(self.nodes[p])}
-        return {n for n in read if self.writer.get(n) not in own and not self._is_number(n)}
+        read = {n for p in own for n in self.data[p]}
+        return {n for n in read if self.writer.get(n) not in own and not self.is_number(n)}
 
     def depends_on_data(self, node_indices: Collection[int]) -> bool:
         """Whether these nodes compute with the values of the model's inputs, rather than with shapes and constants."""
@@ -227,22 +249,15 @@ class FusionGraph:
             self._element_counts[name] = element_count(self.symbolic.shape(name) or ())
         return self._element_counts[name]
 
-    def recomputes_broadcast(self, node_indices: Collection[int]) -> bool:
-        """Whether a kernel of these nodes would compute elements again that broadcasting repeats, row statistics apart."""
-        computed: set[str] = set()
-        for p in sorted(node_indices):
-            node = self.nodes[p]
-            kind = kind_of_node(node)
-            given = [node.input[i] for i in data_inputs(node)]
-            if kind in ("elementwise", "rowwise") or node.op_type == "Expand":
-                whole = self.symbolic.shape(node.output[0]) or ()
-                if any(n in computed and self._is_broadcast(n, whole) for n in given):
-                    return True
-            if kind != "moving" or any(n in computed for n in given):
-                computed.update(node.output)
-        return False
+    def data_readers_among(self, name: str, node_indices: Collection[int]) -> list[int]:
+        """Those of some nodes, a set, that read a tensor's data."""
+        readers = self.data_readers.get(name, ())
+        if len(readers) > len(node_indices):
+            return [p for p in node_indices if name in self.data[p]]
+        return [p for p in readers if p in node_indices]
 
-    def _is_broadcast(self, name: str, whole: Shape) -> bool:
+    def is_broadcast(self, name: str, whole: Shape) -> bool:
+        """Whether a tensor is broadcast to a shape, its last axis left out."""
         shape = self.symbolic.shape(name) or ()
         own = (integer(1),) * (len(whole) - len(shape)) + shape
         return own[:-1] != whole[:-1]
@@ -266,8 +281,11 @@ class FusionGraph:
 
     def producers(self, index: int) -> Iterator[int]:
         """The indices of the nodes whose data a node reads."""
-        node = self.nodes[index]
-        return (self.writer[n] for n in (node.input[i] for i in data_inputs(node)) if n in self.writer)
+        return (self.writer[n] for n in self.data[index] if n in self.writer)
+
+    def read_nodes(self, index: int) -> Iterator[int]:
+        """The indices of the nodes of which this one is a consumer."""
+        return (self.writer[n] for n in self._reads.get(index, ()) if n in self.writer)
 
     def consumers(self, index: int) -> Iterator[int]:
         """The indices of the nodes that read a node's outputs."""

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from stof.errors import UnsupportedError
+from stof.fusion.contracted_graph import ContractedGraph
 from stof.fusion.description.format import MOST_INPUTS, MOST_OUTPUTS, MOST_REDUCTIONS
-from stof.fusion.element_ops import FREE, NORMS, TYPES, kind_of_node
+from stof.fusion.element_ops import FREE, NORMS, TYPES
 from stof.fusion.function_body import make_branch
 from stof.fusion.fusion_graph import FusionGraph
 from stof.fusion.gemm import is_fusable_matmul, translate_gemm
+from stof.fusion.node_group import NodeGroup, join_groups, make_group
 from stof.fusion.tensorrt_plugin import check_plugin
 from stof.fusion.translate import FusedChain, RefusedRegion, Region, translate
 from stof.graph.index import opset_of
@@ -128,14 +130,9 @@ class _RegionMerger:
         self.graph = graph
         self.only_translatable = only_translatable
         self.group = {p: p for p in node_indices}  # by node: its group's first node
-        self.members: dict[int, frozenset[int]] = {p: frozenset([p]) for p in self.group}
+        self.groups = {p: make_group(graph, p) for p in self.group}
         self.refused_unions: set[frozenset[int]] = set()
-        # By node, or by a group's first node: the nodes that it reaches, as bits. A group is reached and left as a whole.
-        self.reach: dict[int, int] = {}
-        for p in reversed(range(len(graph.nodes))):
-            self.reach[p] = 1 << p
-            for q in graph.consumers(p):
-                self.reach[p] |= self.reach[q]
+        self.contracted = ContractedGraph(graph.consumers, graph.read_nodes)
 
     def run(self) -> list[frozenset[int]]:
         """Merges until nothing more can be merged; returns the groups in the order of the graph."""
@@ -145,7 +142,7 @@ class _RegionMerger:
             for index in sorted(self.group):
                 while self._grow(index):
                     changed = True
-        return sorted(self.members.values(), key=min)
+        return sorted((g.members for g in self.groups.values()), key=min)
 
     def _grow(self, index: int) -> bool:
         """Merges a node's group with the groups that it reads: all at once, or one of them."""
@@ -157,49 +154,45 @@ class _RegionMerger:
                 return True
         return False
 
-    def _merge(self, groups: Sequence[int]) -> bool:
-        union = frozenset().union(*(self.members[g] for g in groups))
-        if union in self.refused_unions:
+    def _merge(self, names: Sequence[int]) -> bool:
+        groups = [self.groups[n] for n in names]
+        members = frozenset().union(*(g.members for g in groups))
+        if members in self.refused_unions:
             return False
-        if not (self._fits(union) and self._is_convex(union)) or (
-            self.only_translatable and not self._translates(union)
+        union = self._join(groups) if self._has_room(groups) else None
+        if (
+            union is None
+            or not self.contracted.is_convex(names)
+            or (self.only_translatable and not self._translates(union))
         ):
-            self.refused_unions.add(union)
+            self.refused_unions.add(members)
             return False
-        first = min(groups)
-        for g in groups:
-            del self.members[g]
-        self.members[first] = union
-        for p in union:
-            self.group[p] = first
-        inside = sum(1 << p for p in union)
-        reached = 0
-        for g in groups:
-            reached |= self.reach.pop(g)
-        self.reach[first] = reached
-        for unit, bits in self.reach.items():
-            if bits & inside:
-                self.reach[unit] = bits | reached
+        first = self.contracted.merge(names)
+        for n in names:
+            del self.groups[n]
+        self.groups[first] = union
+        self.group.update(dict.fromkeys(members, first))
         return True
 
-    def _translates(self, union: Collection[int]) -> bool:
+    def _translates(self, union: NodeGroup) -> bool:
         try:
-            _translate(self.graph, Region(tuple(sorted(union)), self.graph.outputs(union)))
+            _translate(self.graph, Region(tuple(sorted(union.members)), union.outputs(self.graph)))
         except UnsupportedError:
             return False
         return True
 
-    def _fits(self, union: Collection[int]) -> bool:
-        """Whether a union is within the limits of the format and of one kernel."""
-        graph = self.graph
-        outputs = graph.outputs(union)
-        nodes = [graph.nodes[p] for p in union]
-        reductions = sum(kind_of_node(n) in ("reducing", "rowwise") for n in nodes)
-        if not 0 < len(outputs) <= MOST_OUTPUTS or len(graph.inputs(union)) > MOST_INPUTS:
-            return False
-        if len(nodes) > _MOST_NODES or 2 * reductions > MOST_REDUCTIONS or not self._has_common_axes(outputs):
-            return False
-        return not graph.recomputes_broadcast(union)
+    def _has_room(self, groups: Sequence[NodeGroup]) -> bool:
+        """Whether a union is within the limits of the format, as far as numbers of nodes say."""
+        nodes = sum(len(g.members) for g in groups)
+        return nodes <= _MOST_NODES and 2 * sum(g.reductions for g in groups) <= MOST_REDUCTIONS
+
+    def _join(self, groups: Sequence[NodeGroup]) -> NodeGroup | None:
+        """The union of groups; None where one kernel cannot compute it."""
+        union = join_groups(self.graph, groups)
+        if union is None or len(union.inputs(self.graph)) > MOST_INPUTS:
+            return None
+        outputs = union.outputs(self.graph)
+        return union if 0 < len(outputs) <= MOST_OUTPUTS and self._has_common_axes(outputs) else None
 
     def _has_common_axes(self, outputs: Sequence[str]) -> bool:
         """Whether all outputs have as many elements as the largest, or one for each of its rows."""
@@ -213,9 +206,3 @@ class _RegionMerger:
             if count != largest and length is not None:
                 row_lengths.add(length)
         return len(row_lengths) <= 1
-
-    def _is_convex(self, union: frozenset[int]) -> bool:
-        """Whether no path leaves the union and comes back; other groups count as one node."""
-        inside = sum(1 << p for p in union)
-        behind = {q for p in union for q in self.graph.consumers(p) if q not in union}
-        return not any(self.reach[self.group.get(q, q)] & inside for q in behind)

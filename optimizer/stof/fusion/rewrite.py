@@ -79,7 +79,7 @@ class FusionRewrite(OpRewrite[FusionCandidates, FusionDecisions]):
     plan_format = EntryFormat("chain", read_chain_plan)
 
     def find(self, job: Job, model: Callable[[], onnx.ModelProto]) -> FusionCandidates | LeftOut:
-        decider = make_chain_decider(job.options, job.library)
+        decider = make_chain_decider(job.options, job.library, spent=job.tuning.spent)
         selection = ChainSelection(job.selections[KEY], _plan_entries(job))
         if decider is None and selection.planned and job.options.chains != "off":
             decider = refuse_all

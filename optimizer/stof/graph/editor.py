@@ -34,6 +34,8 @@ class Editor:
             self._tensor_names.reserve(node_tensors(node))
         self._shared: dict[tuple[str, tuple[int, ...], bytes], gs.Constant] = {}
         self._infos: list[onnx.ValueInfoProto] = []
+        self._declared = {v.name for v in (*model.graph.value_info, *model.graph.output)}
+        self._inserted: dict[int, list[gs.Node]] = {}
 
     def fresh_node_name(self, name: str) -> str:
         """A node name like ``name`` that no other node has."""
@@ -48,8 +50,7 @@ class Editor:
 
     def declare(self, name: str, dtype: int, shape: list[int | str]) -> None:
         """Adds value_info for a tensor of the original that has none."""
-        known = {v.name for v in (*self.model.graph.value_info, *self.model.graph.output)}
-        if name not in known:
+        if name not in self._declared:
             self._infos.append(helper.make_tensor_value_info(name, dtype, shape))
 
     def initializer(self, name: str, array: np.ndarray) -> gs.Constant:
@@ -71,6 +72,14 @@ class Editor:
     ) -> gs.Node:
         """A new node of the standard domain; the caller puts it into the graph."""
         return gs.Node(op, self.fresh_node_name(name), dict(attributes), inputs, outputs)
+
+    def insert_before(self, node: gs.Node, nodes: list[gs.Node]) -> None:
+        """Puts new nodes in front of a node of the original, with the next :meth:`place_inserted`."""
+        self._inserted.setdefault(id(node), []).extend(nodes)
+
+    def place_inserted(self) -> None:
+        """Puts inserted nodes into the graph, in one pass for all of them."""
+        self.graph.nodes = [n for node in self.graph.nodes for n in (*self._inserted.pop(id(node), ()), node)]
 
     def finish(self) -> onnx.ModelProto:
         """The edited graph in a copy of the original model."""

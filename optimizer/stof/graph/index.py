@@ -31,7 +31,7 @@ class GraphIndex:
     ) -> None:
         self.graph = graph
         self.fused_nodes = fused_nodes or {}
-        self.materialized = materialized
+        self.materialized = set(materialized)
         self.outputs = {o.name for o in graph.output}
         self.inputs = {i.name for i in graph.input}
         self._producer = producers(graph.node)

@@ -170,7 +170,7 @@ def has_gemm() -> bool:
 def op_limits() -> dict[str, Any]:
     """What each operator takes, by its name: ``stof_op_limits`` in plugins/core/c_api/c_api.h has the keys.
 
-    Empty without a library, and for one of an earlier version, which cannot be asked.
+    Empty without a library, and for one of an earlier version, which cannot be asked. Callers do not change it.
     """
     try:
         ask = getattr(library(), "stof_op_limits", None)
@@ -178,7 +178,13 @@ def op_limits() -> dict[str, Any]:
         return {}
     if ask is None:
         return {}
-    found = json.loads(ask().decode())
+    return _parse_limits(ask())
+
+
+@functools.lru_cache(maxsize=4)
+def _parse_limits(text: bytes) -> dict[str, Any]:
+    """Each site asks for limits several times, and a library has one text."""
+    found = json.loads(text.decode())
     assert isinstance(found, dict)
     return found
 

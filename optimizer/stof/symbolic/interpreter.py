@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import onnx
@@ -18,9 +20,19 @@ from stof.symbolic.dimension_names import parse_dimension
 from stof.symbolic.facts import Fact, RuleContext, dtype_kind
 from stof.symbolic.onnx_inference import OnnxInference
 from stof.symbolic.rules import contrib, fused_attention, quantized, standard, stof_ops
-from stof.symbolic.tensor import EQUALS, Shape, SymTensor, computed_tensor, constant_tensor, input_tensor, kind_of
+from stof.symbolic.tensor import (
+    EQUALS,
+    Shape,
+    SymTensor,
+    computed_tensor,
+    constant_tensor,
+    input_tensor,
+    kind_of,
+    stored_tensor,
+)
 
 LARGEST_FOLDED = 1 << 24  # most elements of a constant that are read into memory
+_LARGEST_KEPT = 1 << 16  # most bytes of a stored constant whose array is kept beside the model's own
 # Operators over whole axes: their result is no function of one input element. From inputs with values they make a tensor
 # that is computed at run time, and that later values read by name like a model input.
 _REDUCING = frozenset(
@@ -119,7 +131,7 @@ class Symbolic:
                 fact = self._runtime_fact(name, node, fact)
                 if node.op_type == "CumSum" and _is_running_sum(context):
                     self.running_sums[name] = node.input[0]
-            if self._vectors and i == 0 and (fact.value is None or fact.value.constant is None):
+            if self._vectors and i == 0 and (fact.value is None or not fact.value.is_constant):
                 fact = self._run_on_constants(name, node) or fact
             if self._vectors and self._is_vector(fact):
                 assert fact.shape is not None
@@ -183,9 +195,10 @@ class Symbolic:
 
     def _run_on_constants(self, name: str, node: onnx.NodeProto) -> Fact | None:
         """The constant result of a node with constant inputs, computed by running it; None where it has others or is large."""
-        given = {n: self.constant(n) for n in node.input if n}
-        arrays = {n: a for n, a in given.items() if a is not None}
-        if not arrays or len(arrays) < len(given) or sum(a.size for a in arrays.values()) > _LARGEST_RUN:
+        given = {n for n in node.input if n}
+        if not given or not all(self.is_constant(n) for n in given):
+            return None
+        if sum(_count(self._facts[n]) for n in given) > _LARGEST_RUN:
             return None
         if not is_standard(node) or any(a.type in _SUBGRAPHS for a in node.attribute):
             return None
@@ -193,6 +206,7 @@ class Symbolic:
             return None
         from onnx.reference import ReferenceEvaluator
 
+        arrays = {n: a for n in node.input if (a := self.constant(n)) is not None}
         inputs = [helper.make_tensor_value_info(n, self.dtype(n), a.shape) for n, a in arrays.items()]
         output = helper.make_tensor_value_info(name, TensorProto.UNDEFINED, None)
         graph = helper.make_graph([node], "constant", inputs, [output])
@@ -214,7 +228,7 @@ class Symbolic:
         A function of one element of another vector does not count: it keeps its value.
         """
         value = fact.value
-        if value is None or value.kind == "f" or value.constant is not None or fact.shape is None:
+        if value is None or value.kind == "f" or value.is_constant or fact.shape is None:
             return False
         long = [d for d in fact.shape if d.constant != 1]
         if len(long) > 2 or (len(long) == 2 and (long[0] not in self._batches or long[1] == long[0])):
@@ -261,6 +275,11 @@ class Symbolic:
     def reason(self, name: str) -> str:
         """Why ``value`` is None: the operator without a symbolic value."""
         return self._facts.get(name, Fact()).reason
+
+    def is_constant(self, name: str) -> bool:
+        """Whether a tensor depends on neither sizes nor inputs, and its value is known."""
+        fact = self._facts.get(name)
+        return fact is not None and fact.value is not None and fact.value.is_constant
 
     def constant(self, name: str) -> np.ndarray | None:
         """The value of a tensor that does not depend on sizes and inputs."""
@@ -332,7 +351,16 @@ def _initializer_fact(tensor: onnx.TensorProto) -> Fact:
     kind = dtype_kind(tensor.data_type)
     if kind is None or is_external(tensor) or count > LARGEST_FOLDED:
         return Fact(tensor.data_type, shape, None, "a weight")
+    if len(tensor.raw_data) > _LARGEST_KEPT:
+        read = partial(numpy_helper.to_array, tensor)
+        return Fact(tensor.data_type, shape, stored_tensor(tensor.name, tensor.dims, kind, read))
     return Fact(tensor.data_type, shape, constant_tensor(tensor.name, numpy_helper.to_array(tensor)))
+
+
+def _count(fact: Fact) -> int:
+    """The number of elements of a constant."""
+    sizes = None if fact.value is None else fact.value.sizes()
+    return 0 if sizes is None else math.prod(sizes)
 
 
 def _guard_fact(node: onnx.NodeProto, fact: Fact) -> Fact:
@@ -344,7 +372,7 @@ def _guard_fact(node: onnx.NodeProto, fact: Fact) -> Fact:
 
 
 def _fold_fact(name: str, fact: Fact) -> Fact:
-    return fact if fact.value is None or fact.value.constant is not None or not name else _fold_small(name, fact)
+    return fact if fact.value is None or fact.value.is_constant or not name else _fold_small(name, fact)
 
 
 def _fold_small(name: str, fact: Fact) -> Fact:
@@ -376,4 +404,4 @@ def _fold_small(name: str, fact: Fact) -> Fact:
         constant = array.astype(dtype)
     if array.size and bool(np.all(array == array.reshape(-1)[0])):
         return Fact(fact.dtype, fact.shape, constant_tensor(name, constant))
-    return Fact(fact.dtype, fact.shape, replace(value, constant=constant))
+    return Fact(fact.dtype, fact.shape, replace(value, source=constant))

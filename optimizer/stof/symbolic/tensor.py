@@ -32,7 +32,7 @@ class SymTensor:
     shape: Shape
     kind: str  # "i", "b" or "f"
     function: Callable[[Index], Scalar]
-    constant: np.ndarray | None = None  # the array, where nothing symbolic is left
+    source: np.ndarray | Callable[[], np.ndarray] | None = None  # the constant, or what reads it
     memo: dict[Index, Scalar] = field(default_factory=dict, repr=False)
 
     def at(self, index: Index) -> Scalar:
@@ -42,6 +42,16 @@ class SymTensor:
             found = coerce(self.function(index), self.kind)
             self.memo[index] = found
         return found
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether nothing symbolic is left."""
+        return self.source is not None
+
+    @property
+    def constant(self) -> np.ndarray | None:
+        """The array, where nothing symbolic is left. A large one is read anew each time: ask ``is_constant`` first."""
+        return self.source() if callable(self.source) else self.source
 
     @property
     def rank(self) -> int:
@@ -110,6 +120,19 @@ def constant_tensor(name: str, array: np.ndarray) -> SymTensor:
         return Real("table", (name, where) if ends is None else (name, where, ends))
 
     return SymTensor(shape, kind, function, array)
+
+
+def stored_tensor(name: str, shape: Sequence[int], kind: str, read: Callable[[], np.ndarray]) -> SymTensor:
+    """A constant of which no copy is kept before an element is asked for: most weights are never looked at.
+
+    Args:
+        name: its name.
+        shape: its shape.
+        kind: the kind of its elements.
+        read: gives the array.
+    """
+    kept = lru_cache(maxsize=1)(lambda: constant_tensor(name, read()))
+    return SymTensor(tuple(integer(n) for n in shape), kind, lambda index: kept().function(index), read)
 
 
 def _limits(array: np.ndarray) -> tuple[float, float] | None:

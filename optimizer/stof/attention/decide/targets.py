@@ -39,6 +39,11 @@ class Target:
         self.options = options
         self.isa = isa
 
+    @property
+    def tuned_seconds(self) -> float:
+        """The seconds of ``--tune`` that measurements of sites took."""
+        return 0.0
+
     def why_not(self, site: AttentionSite, mask: LiftedMask) -> list[str]:
         """The reasons against running a site on the kernels; empty when there are none."""
         return cost_cpu.why_not(site, mask)
@@ -71,7 +76,12 @@ class CudaTarget(Target):
 
     @cached_property
     def tuner(self) -> Tuner:
-        return Tuner(self.options.tune)
+        # Chains are measured after sites, in the time that these leave: at least half of it.
+        return Tuner(self.options.tune if self.options.chains == "off" else self.options.tune / 2)
+
+    @property
+    def tuned_seconds(self) -> float:
+        return self.tuner.spent if "tuner" in self.__dict__ else 0.0
 
     def why_not(self, site: AttentionSite, mask: LiftedMask) -> list[str]:
         return super().why_not(site, mask) + cost_cuda.why_not(site)

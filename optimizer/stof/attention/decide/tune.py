@@ -57,6 +57,7 @@ class Tuner:
         self.clock = clock
         self.end = clock() + seconds
         self.measure = measure or time_kernel
+        self.spent = 0.0  # seconds of measurements
         self.known: dict[str, Tuned] = {}
 
     def tune(self, site: AttentionSite, mask: LiftedMask, batch: int, lengths: Sequence[int]) -> Tuned:
@@ -90,11 +91,14 @@ class Tuner:
                     if self.clock() >= self.end:
                         whole = False
                         continue
+                    start = self.clock()
                     try:
                         microseconds = self.measure(site, mask, batch, length, name)
                     except LibraryError:  # a table of another length, too little memory: the model chooses there
                         whole = False
                         continue
+                    finally:
+                        self.spent += self.clock() - start
                     known[name] = microseconds * 1e-6
                     self.cache.put(own, name, known[name])
                 times[name] = known[name] * 1e6

@@ -22,7 +22,7 @@ from stof.fusion.plan_entry import ChainPlan
 from stof.fusion.policy import EpilogueForms, MergeDecider
 from stof.fusion.search.cost import AnalyticalCost, MachineModel, SegmentedRegion
 from stof.fusion.search.engine import SearchLimits, search
-from stof.fusion.search.measure import Timer, evaluate_shapes
+from stof.fusion.search.measure import TimeOverError, Timer, evaluate_shapes
 from stof.fusion.search.measure_cuda import has_cuda_provider
 from stof.fusion.search.space import FusionScheme, Segment, Setting, decode, encode, fused_segments, longest_scheme
 from stof.fusion.translate import FusedChain
@@ -35,6 +35,7 @@ from stof.tuning_cache import Cache, cache_path, device_name, has_cache
 
 LEAST_GAIN = 1.03  # of a chain, at every size that was measured
 LEAST_GAIN_INTERLEAVED = 1.01  # the same where chain and original ran in turns, as with matmuls, whose gains are small
+_GRACE = 2.0  # seconds after the deadline in which a measurement may end that has begun
 _RANKED = SearchLimits(schemes=256)
 _ORIGINAL = "original"
 # Cache entries beside the measurements of a region: the seconds of --tune that its search had ...
@@ -48,9 +49,15 @@ _CONFIG = re.compile(f"([0-9a-f]+)({_MATMULS_ALONE}?{_NORMS_ALONE}?)")
 
 
 def make_chain_decider(
-    options: Options, library: Mapping[str, Any], clock: Callable[[], float] = time.monotonic
+    options: Options, library: Mapping[str, Any], clock: Callable[[], float] = time.monotonic, spent: float = 0.0
 ) -> ChainDecider | None:
-    """The decider that options ask for; None where no chain is looked for. ``clock`` gives the seconds of ``--tune``.
+    """The decider that options ask for; None where no chain is looked for.
+
+    Args:
+        options: the user's.
+        library: ``build_info()``.
+        clock: gives the seconds of ``--tune``.
+        spent: seconds of ``--tune`` that other measurements took.
 
     Raises:
         ArgumentError: when ``--tune`` has no cache to use, or no device.
@@ -76,7 +83,7 @@ def make_chain_decider(
         if options.tune:
             raise
         return otherwise  # a cache was not asked for
-    return MeasuredDecider(options, cache, clock() + options.tune, otherwise, clock=clock)
+    return MeasuredDecider(options, cache, clock() + max(0.0, options.tune - spent), otherwise, clock=clock)
 
 
 def find_epilogue_forms(options: Options, planned: Sequence[ChainPlan] | None = None) -> EpilogueForms | None:
@@ -169,6 +176,8 @@ class MeasuredDecider:
                 if not resume(interrupt):
                     raise
                 self.deadline = 0.0  # the best so far, and no further measurement
+            except TimeOverError:
+                pass  # what was measured decides, as where the time is over before a region's turn
             except UnsupportedError as error:
                 reason = str(error)
             finally:
@@ -231,7 +240,8 @@ class MeasuredDecider:
         """Times the original, the whole region as a chain, and the best schemes of the searches."""
         region = SegmentedRegion.of_chain(graph, chain)
         provider = "CUDA" if self.options.target == "cuda" else "CPU"
-        timers = [Timer(graph, s, provider) for s in self.sizes]
+        left = max(0.0, self._seconds_left()) + _GRACE
+        timers = [Timer(graph, s, provider, seconds_left=left) for s in self.sizes]
         whole = region.whole_scheme
         self._time(region, timers, problems, None)
         self._time(region, timers, problems, whole)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -30,6 +32,10 @@ _FLUSH_BYTES = 1 << 26  # fill the caches
 _LARGEST = 1 << 28  # bytes of all inputs and constants
 _MOST_RANDOM = 1 << 20  # random numbers of an input, which it repeats
 _MOST_CONSTANT = 64  # elements of a constant that stays a constant
+
+
+class TimeOverError(UnsupportedError):
+    """The time for measurements was over before one was complete."""
 
 
 def part_model(
@@ -132,6 +138,7 @@ class Timer:
         provider: "CPU" or "CUDA".
         threads: 0 is the runtime's default.
         clock: gives seconds, for runs on the CPU.
+        seconds_left: after this many seconds no run begins, and a first run is ended. Its graph may be of any size.
     """
 
     def __init__(
@@ -141,12 +148,14 @@ class Timer:
         provider: str = "CPU",
         threads: int = 0,
         clock: Callable[[], float] = time.perf_counter,
+        seconds_left: float = math.inf,
     ) -> None:
         self.graph = graph
         self.sizes = sizes
         self.provider = provider
         self.threads = threads
         self.clock = clock
+        self.end = clock() + seconds_left
         self.rng = np.random.default_rng(0)
 
     def seconds(self, node_indices: Sequence[int], chains: Sequence[FusedChain], outputs: Sequence[str]) -> float:
@@ -154,13 +163,18 @@ class Timer:
 
         Raises:
             UnsupportedError: when they cannot be run alone.
+            TimeOverError: when the time is over.
         """
         model, feeds = self._part(node_indices, chains, outputs)
         try:
+            self._check_time()
             if self.provider == "CUDA":
                 return cuda_seconds(model, feeds, evaluate_shapes(self.graph, outputs, self.sizes), self._options())
-            return _least(self._session(model), feeds, self.clock)
+            return self._least(self._session(model), feeds)
+        except UnsupportedError:
+            raise
         except Exception as error:  # whatever the runtime raises
+            self._check_time()  # a run that was ended
             raise UnsupportedError(f"it cannot be run by itself: {error}") from error
 
     def interleaved_seconds(
@@ -182,12 +196,13 @@ class Timer:
 
         Raises:
             UnsupportedError: when a candidate cannot be run alone.
+            TimeOverError: when the time is over before the fewest turns.
         """
         try:
             parts = [self._part(node_indices, chains, outputs, len(candidates)) for chains in candidates]
             sessions = [(self._session(model), feeds) for model, feeds in parts]
             for session, feeds in sessions:
-                session.run(None, feeds)
+                self._warm_up(session, feeds)
             best = [float("inf")] * len(sessions)
             flush = np.zeros(_FLUSH_BYTES >> 2, np.float32)
             start, turn = self.clock(), 0
@@ -195,9 +210,7 @@ class Timer:
                 for i in range(len(sessions)):
                     k = (i + turn) % len(sessions)
                     flush += 1.0
-                    begin = self.clock()
-                    sessions[k][0].run(None, sessions[k][1])
-                    best[k] = min(best[k], self.clock() - begin)
+                    best[k] = min(best[k], self._time_run(*sessions[k], 0.0 if turn == 0 else best[k]))
                 turn += 1
                 if turn >= _FEWEST_RUNS and is_over():
                     break
@@ -205,7 +218,46 @@ class Timer:
         except UnsupportedError:
             raise
         except Exception as error:  # whatever the runtime raises
+            self._check_time()  # a run that was ended
             raise UnsupportedError(f"it cannot be run by itself: {error}") from error
+
+    def _check_time(self, needed: float = 0.0) -> None:
+        if self.clock() + needed > self.end:
+            raise TimeOverError("the time for measurements was over")
+
+    def _warm_up(self, session: Any, feeds: Mapping[str, np.ndarray]) -> None:
+        """The first run of a session, which is ended when the time is over: nobody knows how long it takes."""
+        import onnxruntime as ort
+
+        self._check_time()
+        if self.end == math.inf:
+            session.run(None, feeds)
+            return
+        options = ort.RunOptions()
+        alarm = threading.Timer(self.end - self.clock(), setattr, (options, "terminate", True))
+        alarm.daemon = True
+        alarm.start()
+        try:
+            session.run(None, feeds, options)
+        finally:
+            alarm.cancel()
+
+    def _time_run(self, session: Any, feeds: Mapping[str, np.ndarray], needed: float) -> float:
+        """The seconds of one run, which takes about ``needed``: it does not begin where there is less time."""
+        self._check_time(needed)
+        start = self.clock()
+        session.run(None, feeds)
+        return self.clock() - start
+
+    def _least(self, session: Any, feeds: Mapping[str, np.ndarray]) -> float:
+        given = dict(feeds)
+        for _ in range(2):
+            self._warm_up(session, given)
+        best, spent, runs = float("inf"), 0.0, 0
+        while runs < _FEWEST_RUNS or (spent < _SECONDS and runs < _MOST_RUNS):
+            took = self._time_run(session, given, best if runs else 0.0)
+            best, spent, runs = min(best, took), spent + took, runs + 1
+        return best
 
     def _part(
         self, node_indices: Sequence[int], chains: Sequence[FusedChain], outputs: Sequence[str], together: int = 1
@@ -247,16 +299,3 @@ class Timer:
         return ort.InferenceSession(
             model.SerializeToString(), self._options(), providers=["CPUExecutionProvider"], enable_fallback=0
         )
-
-
-def _least(session: Any, feeds: Mapping[str, np.ndarray], clock: Callable[[], float]) -> float:
-    given = dict(feeds)
-    for _ in range(2):
-        session.run(None, given)
-    best, spent, runs = float("inf"), 0.0, 0
-    while runs < _FEWEST_RUNS or (spent < _SECONDS and runs < _MOST_RUNS):
-        start = clock()
-        session.run(None, given)
-        took = clock() - start
-        best, spent, runs = min(best, took), spent + took, runs + 1
-    return best

@@ -49,7 +49,7 @@ def probe(shape: Shape) -> tuple[Index, dict[str, float]]:
 
 def guard_overflow(tensor: SymTensor, dtype: int) -> SymTensor:
     """The tensor, with unknown elements if one of them may not fit the type."""
-    if tensor.constant is not None or tensor.kind == "b":
+    if tensor.is_constant or tensor.kind == "b":
         return tensor
     known: list[bool] = []  # the answer, computed at the first use
 

@@ -29,11 +29,11 @@ class _Hashed:
     """Base of terms, which share subterms many times over: hash and weight are computed once for each object."""
 
     def __hash__(self) -> int:
-        known = self.__dict__.get("_hash")
-        if known is None:
+        try:
+            known: int = self.__dict__["_hash"]
+        except KeyError:
             known = hash((type(self).__name__, *(v for k, v in self.__dict__.items() if not k.startswith("_"))))
             self.__dict__["_hash"] = known
-        assert isinstance(known, int)
         return known
 
     @property

@@ -30,7 +30,7 @@ def _cumsum(context: RuleContext) -> list[Fact] | None:
     along = axis[0] % len(data)
     exclusive, reverse = (bool(context.number(n, 0)) for n in ("exclusive", "reverse"))
     if not _is_constant_along(value, {along}):
-        if value.constant is None:
+        if not value.is_constant:
             return [Fact(fact.dtype, data)]  # of a mask: the positions of the keys that are not padding
         total = _cumulative_sum(value, along, exclusive, reverse)
         return [Fact(fact.dtype, data, constant_tensor(context.node.output[0], total))]
@@ -62,9 +62,10 @@ def _nonzero(context: RuleContext) -> list[Fact] | None:
     if value is None:
         return None
     if not _is_constant_along(value, set(range(len(data)))):
-        if value.constant is None:
+        stored = value.constant
+        if stored is None:
             return None
-        array = np.array(np.nonzero(value.constant), np.int64)
+        array = np.array(np.nonzero(stored), np.int64)
         shape = (rank, integer(array.shape[1]))
         return [Fact(TensorProto.INT64, shape, constant_tensor(context.node.output[0], array))]
     element = value.at((ZERO,) * len(data))

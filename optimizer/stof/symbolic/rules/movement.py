@@ -237,7 +237,7 @@ def _concat(context: RuleContext) -> list[Fact] | None:
         def element(i: int) -> Scalar:
             own = position - starts[i]
             size = tensors[i].shape[axis].constant
-            if tensors[i].constant is not None and own.constant is None and size is not None and count > 1:
+            if tensors[i].is_constant and own.constant is None and size is not None and count > 1:
                 # Keeps look-ups within a stored part where another part is selected.
                 own = rebuild("max", (rebuild("min", (own, integer(size - 1))), ZERO))
             return tensors[i].at((*index[:axis], own, *index[axis + 1 :]))

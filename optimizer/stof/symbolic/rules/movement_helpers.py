@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from stof.symbolic.algebra.divisions import floor_mod
 from stof.symbolic.algebra.int_bounds import may_be_negative
 from stof.symbolic.algebra.terms import Atom, Int, integer, subterms
@@ -12,6 +14,7 @@ from stof.symbolic.tensor import Shape, SymTensor
 ONE = integer(1)
 
 
+@lru_cache(maxsize=1 << 14)
 def element_count(shape: Shape) -> Int:
     """The number of elements."""
     result = ONE
