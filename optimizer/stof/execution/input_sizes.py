@@ -24,17 +24,23 @@ class InputSizes:
         symbolic: shapes, and sizes that are equal in a valid run.
         shapes: of the model's inputs.
         scores: the shapes of scores, with queries and keys last.
+
+    Attributes:
+        lengths: the numbers of queries and keys of all scores.
+        batch_names: dimensions that count rows of a batch.
     """
 
     def __init__(self, symbolic: Symbolic, shapes: Sequence[Sequence[Int]], scores: Sequence[Sequence[Int]]) -> None:
         self._symbolic = symbolic
         self._shapes = shapes
-        self._scores = list(dict.fromkeys(d for shape in scores for d in shape if _divides(d)))
+        self._divided = list(dict.fromkeys(d for shape in scores for d in shape if _divides(d)))
         self.lengths = list(dict.fromkeys(d for shape in scores for d in shape[-2:]))
         # Sizes that strides and windows make; others are made to agree one by one.
         self._whole = [p for p in symbolic.equalities if _divides(p[0]) or _divides(p[1])]
         self.batch_names = self._find_batch_names()
-        self.fixed: dict[str, int] = {}  # what a run has shown that dimensions must be
+        self.scores = scores
+        self.fixed: dict[str, int] = {}  # what failed runs have shown that dimensions must be
+        self.most: dict[str, int] = {}  # likewise, may be at most
 
     def _find_batch_names(self) -> set[str]:
         """Dimensions that lead: of a vector, unless others have it behind their batch, or it is equal to such lengths."""
@@ -64,6 +70,7 @@ class InputSizes:
         self._fit_scores(found, case, stated)
         self._agree(found, case, set(stated))
         self._settle(found)
+        found |= {name: min(found[name], most) for name, most in self.most.items() if name in found}
         return found | stated
 
     def _fit_scores(self, sizes: dict[str, int], case: Case, stated: Mapping[str, int]) -> None:
@@ -152,7 +159,7 @@ class InputSizes:
             with contextlib.suppress(UnsupportedError, ZeroDivisionError):
                 if evaluate(one, sizes) != evaluate(other, sizes):
                     found += [one, other]
-        for size in self._scores:
+        for size in self._divided:
             with contextlib.suppress(UnsupportedError, ZeroDivisionError):
                 if evaluate(size, sizes) < 1:
                     found.append(size)
