@@ -159,22 +159,37 @@ class Report:
         if v is None:
             return ["not verified"] if self.output else []
         sites = [c for c in v.comparisons if c.site]
-        outputs = [c for c in v.comparisons if not c.site]
+        outputs = [c for c in v.comparisons if not c.site and c.comparable]
+        others = [c for c in v.comparisons if not c.comparable]
         lines = []
         if sites:
             worst = max(sites, key=lambda c: c.difference / c.budget if c.budget else 0.0)
+            left = f"; no time was left for {v.sites_left} more" if v.sites_left else ""
             lines.append(
                 f"verified: {len(sites)} sites against fp64, worst error {worst.difference:.2e} of {worst.budget:.2e} allowed; "
-                f"{_describe_coverage(sites)}"
+                f"{_describe_coverage(sites)}{left}"
             )
         if outputs:
             worst = max(outputs, key=lambda c: c.difference / c.budget if c.budget else 0.0)
             lines.append(
                 f"verified: {len(outputs)} outputs against the original, worst difference {worst.difference:.2e} of "
-                f"{worst.budget:.2e} allowed ({v.seconds:.1f} s{'' if v.complete else ', cut short by the budget'}); "
-                f"{_describe_coverage(outputs)}"
+                f"{worst.budget:.2e} allowed ({v.seconds:.1f} s{_describe_end(v)}); {_describe_coverage(outputs)}"
             )
             lines += _undefined_lines(outputs)
+        if others:
+            worst = max(others, key=lambda c: c.budget)
+            lines.append(
+                f"not comparable at the model's outputs: {len(others)} outputs, in which the original's own runs differ by as "
+                f"much as the numbers vary ({worst.what}: {worst.detail or f'up to {worst.budget / 4:.2e}'})"
+            )
+        lines += _skipped_lines(v)
+        if v.quantized:
+            lines.append(
+                "          (dynamically quantized: compared beside the spread of the original's own runs; an argmax or a length "
+                "that is decided by rounding may flip)"
+            )
+        if v.sliced:
+            lines.append("          (to fit the memory, the original's attention ran on slices of its queries)")
         if v.expanded:
             lines.append(
                 "          (ONNX Runtime refuses fused attention nodes of the original: it ran with them expanded to "
@@ -187,19 +202,43 @@ class Report:
         return lines
 
 
+def _describe_end(v: Verification) -> str:
+    """What ended a verification early: a limit."""
+    if v.complete:
+        return ""
+    by_memory = any(s.reason.startswith("memory") for s in v.skipped)
+    by_time = v.sites_left or any(not s.reason.startswith("memory") for s in v.skipped)
+    names = [name for name, holds in (("budget", by_time or not by_memory), ("memory", by_memory)) if holds]
+    return f", cut short by the {' and the '.join(names)}"
+
+
+def _skipped_lines(v: Verification) -> list[str]:
+    """Which inputs were not run, and why."""
+    if not v.skipped:
+        return []
+    ran = f"{len(v.cases)} of {len(v.cases) + len(v.skipped)} sets of inputs were compared"
+    words = "; ".join(f"{s.case} ({s.reason})" for s in v.skipped[:_MAX_LINES])
+    more = "; ..." if len(v.skipped) > _MAX_LINES else ""
+    return [f"          {ran}; not {words}{more}"]
+
+
 def _describe_coverage(comparisons: Sequence[Comparison]) -> str:
     """Which elements were compared, and why others were not."""
     given = [c.coverage for c in comparisons]
     elements, compared = sum(c.elements for c in given), sum(c.compared for c in given)
+    rows = [(c.sampled_rows, c.all_rows) for c in given if c.all_rows]
+    elements -= sum(c.left_out for c in given)
+    sampled = f" of {sum(n for n, _ in rows)} of {sum(m for _, m in rows)} rows of large sites" if rows else ""
     if compared == elements:
-        return "every element was compared"
+        return f"every element{sampled} was compared"
     reasons = {
         "NaN or infinite in both": sum(c.nonfinite for c in given),
         "NaN in the original alone": sum(c.undefined for c in given),
         "in rows without a key": sum(c.ignored for c in given),
+        "of padded queries, which alone differ": sum(c.padded for c in given),
     }
     words = " and ".join(f"{number} are {reason}" for reason, number in reasons.items() if number)
-    return f"of {elements} elements {compared} were compared, {words}"
+    return f"of {elements} elements{sampled} {compared} were compared, {words}"
 
 
 def _undefined_lines(outputs: Sequence[Comparison]) -> list[str]:
