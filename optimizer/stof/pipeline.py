@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from stof.errors import ArgumentError, ModelError, StofError, VerifyError, explained
+from stof.execution.given_inputs import GivenFeed, InputSource, read_given_inputs
 from stof.execution.session_process import RuntimeFailure, has_onnxruntime
 from stof.files import check_outputs, write_text
 from stof.graph.external_data import check_output_folder, data_to_copy, external_files
@@ -29,7 +31,12 @@ from stof.tuning_cache import cache_path
 from stof.verify_stages import verify_stages
 
 
-def optimize(model: str | Path, output: str | Path | None = None, options: Options | None = None) -> Report:
+def optimize(
+    model: str | Path,
+    output: str | Path | None = None,
+    options: Options | None = None,
+    inputs: InputSource | None = None,
+) -> Report:
     """Writes an equivalent model with sparse attention.
 
     Args:
@@ -37,6 +44,8 @@ def optimize(model: str | Path, output: str | Path | None = None, options: Optio
         output: the file to write, by default ``<name>.stof.onnx`` beside the input. Nothing is written when there is no
             site to replace, or with ``options.dry_run``.
         options: see :class:`stof.options.Options`.
+        inputs: what verification runs on before drawn inputs: arrays by name, several of these, a callable that gives some,
+            or what ``options.inputs`` takes, which it replaces.
 
     Raises:
         ArgumentError: wrong arguments, an output that cannot be written.
@@ -44,6 +53,8 @@ def optimize(model: str | Path, output: str | Path | None = None, options: Optio
         VerifyError: the result differs from the original; nothing was written but the report.
     """
     options = options or Options()
+    if inputs is not None:
+        options = replace(options, inputs=inputs)
     source = Path(model)
     # Not by with_name, which raises a ValueError of its own for "." and "/".
     target = Path(output or options.output or source.parent / f"{source.stem}.stof.onnx")
@@ -75,6 +86,7 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
     data = {f"external data {name!r}": source.parent / name for name in sorted(external_files(graph))}
     copies = {f"external data {c.location!r}": c.target for c in data_to_copy(graph, target, source)}
     _check_files(data, target, options, report.dry_run, copies)
+    given = read_given_inputs(options.inputs, graph)
     job = Job(options, source, graph, report.library, plan, partial(_timed_step, report, source), selections)
     report.sections = {op.key: op.empty_section() for op in OPS}
     for op in OPS:
@@ -91,7 +103,7 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
     if not report.dry_run and any(s.decided.has_replaced for s in stages):
         check_output_folder(stages[-1].model, target, source)
         with _runtime_failures_as_model_errors(source):
-            stages = _verify_and_write(report, job, stages, target)
+            stages = _verify_and_write(report, job, stages, target, given)
     _save_plan({s.op.key: s.decided.plan for s in stages}, options)
 
 
@@ -167,14 +179,16 @@ def _timed(report: Report, step: str) -> Iterator[None]:
     report.seconds[step] = time.monotonic() - start
 
 
-def _verify_and_write(report: Report, job: Job, stages: list[Stage], target: Path) -> list[Stage]:
+def _verify_and_write(
+    report: Report, job: Job, stages: list[Stage], target: Path, given: Sequence[GivenFeed]
+) -> list[Stage]:
     """Verifies and writes the model, without rewrites that change its outputs.
 
     Returns:
         The stages as they were written.
     """
     if job.options.verify:
-        stages = verify_stages(report, OPS, stages, target.parent)
+        stages = verify_stages(report, OPS, stages, target.parent, given)
     if not any(s.decided.has_replaced for s in stages):
         return stages
     final = stages[-1].model

@@ -138,11 +138,12 @@ def _read_tensor(path: Path, names: list[str]) -> tuple[str, np.ndarray]:
 @contextmanager
 def _current_folder_first() -> Iterator[None]:
     """Modules are looked for in the current folder, too, which a command's Python does not do."""
-    sys.path.insert(0, os.getcwd())
+    folder = str(Path.cwd())
+    sys.path.insert(0, folder)
     try:
         yield
     finally:
-        sys.path.pop(0)
+        sys.path.remove(folder)
 
 
 def _find_callable(text: str) -> Callable[[], Any]:

@@ -31,7 +31,7 @@ class InputNarrower:
         self._numbers_tried: dict[str, int] = {}
 
     def narrow(self, model: onnx.ModelProto, message: str, case: Case, feed: Mapping[str, np.ndarray]) -> bool:
-        """Whether other inputs will be drawn.
+        """Changes what is drawn, and says whether anything was changed.
 
         Args:
             model: the one that did not run.
@@ -47,7 +47,7 @@ class InputNarrower:
         nodes = _find_nodes(model.graph, failure)
         names = self._find_integers(index, nodes, feed)
         return (
-            self._narrow_ranges(failure, names, feed)
+            (failure.is_of_values and self._narrow_ranges(failure, names, feed))
             or self._narrow_sizes(failure, case)
             or self._try_numbers(names or self._find_integers(index, model.graph.node, feed), case)
         )
@@ -85,8 +85,11 @@ class InputNarrower:
         for one, other in failure.unequal:
             for found, wanted in sorted([(one, other), (other, one)], reverse=True):
                 names = [n for n, size in free.items() if size == found]
-                if names:
+                if names and found > wanted:  # shorter cases stay as they are
+                    dimensions.most |= dict.fromkeys(names, wanted)
+                elif names:
                     dimensions.fixed |= dict.fromkeys(names, wanted)
+                if names:
                     return True
         if failure.high is not None and failure.value is not None and failure.value > failure.high >= 0:
             names = [n for n, size in free.items() if size > failure.high + 1]

@@ -13,6 +13,9 @@ _VALUES = re.compile(
 )
 _RANGE = re.compile(rf"\[\s*{_NUMBER}\s*,\s*{_NUMBER}\s*\]")
 _LENGTH = re.compile(rf"seq_length ?= ?{_NUMBER}|axis dim value \[{_NUMBER}\]")
+_REFUSES_VALUE = re.compile(
+    r"out of (?:data )?(?:bounds?|range)|must be (?:with)?in|invalid ind|sequence_lens|sequence length|axis dim value"
+)
 _SHAPES = re.compile(r"\{([\d,]*)\}[^{}]*\{([\d,]*)\}")
 _PAIRS = re.compile(rf"(?:other than 1\. |dimensions of |Got: ?){_NUMBER} ?(?:by|and|Expected:?) ?{_NUMBER}")
 
@@ -28,6 +31,7 @@ class RunFailure:
         low: the least number that is allowed.
         high: the largest one.
         unequal: pairs of sizes that should be equal.
+        is_of_values: whether the message is about numbers that an input holds.
     """
 
     op: str = ""
@@ -36,6 +40,7 @@ class RunFailure:
     low: int | None = None
     high: int | None = None
     unequal: tuple[tuple[int, int], ...] = ()
+    is_of_values: bool = False
 
 
 def parse_failure(message: str) -> RunFailure:
@@ -47,7 +52,13 @@ def parse_failure(message: str) -> RunFailure:
     if length:
         low, high = 1, int(length[1] or length[2])
     return RunFailure(
-        node[1] if node else "", node[2] if node else "", int(value[1]) if value else None, low, high, _unequal(words)
+        op=node[1] if node else "",
+        node=node[2] if node else "",
+        value=int(value[1]) if value else None,
+        low=low,
+        high=high,
+        unequal=_unequal(words),
+        is_of_values=_REFUSES_VALUE.search(words) is not None,
     )
 
 

@@ -124,16 +124,25 @@ class ModelInputs:
             for i, c in enumerate(cases)
         ]
 
-    def narrow(self, model: onnx.ModelProto, message: str, case: Case, feed: Mapping[str, np.ndarray]) -> bool:
-        """Whether other inputs are drawn from now on, going by a run that failed.
+    def narrow(self, model: onnx.ModelProto, message: str, case: Case, feed: Mapping[str, np.ndarray]) -> Case | None:
+        """Draws other inputs from now on, going by a run that failed.
 
         Args:
             model: the one that did not run.
             message: ONNX Runtime's.
             case: the sizes of the inputs.
             feed: the inputs.
+
+        Returns:
+            The case to draw in this one's place, None where nothing else is known to try.
         """
-        return not case.given and self._narrower.narrow(model, message, case, feed)
+        if case.given:
+            return None
+        before = self.maker.sizes(case)
+        if not self._narrower.narrow(model, message, case, feed):
+            return None
+        changed = {n: size for n, size in self.maker.sizes(case).items() if size != before[n]}
+        return replace(case, other=tuple({**dict(case.other), **changed}.items()))
 
     def explain_refusal(self, case: Case, feed: Mapping[str, np.ndarray], message: str) -> InputsRefusedError:
         """The error for a model that runs on none of the inputs.
