@@ -24,13 +24,20 @@ class InputSizes:
         symbolic: shapes, and sizes that are equal in a valid run.
         shapes: of the model's inputs.
         scores: the shapes of scores, with queries and keys last.
+        row_lengths: shapes of inputs that hold the lengths of rows, each with the size that bounds them.
 
     Attributes:
         lengths: the numbers of queries and keys of all scores.
         batch_names: dimensions that count rows of a batch.
     """
 
-    def __init__(self, symbolic: Symbolic, shapes: Sequence[Sequence[Int]], scores: Sequence[Sequence[Int]]) -> None:
+    def __init__(
+        self,
+        symbolic: Symbolic,
+        shapes: Sequence[Sequence[Int]],
+        scores: Sequence[Sequence[Int]],
+        row_lengths: Sequence[tuple[Sequence[Int], Int]] = (),
+    ) -> None:
         self._symbolic = symbolic
         self._shapes = shapes
         self._divided = list(dict.fromkeys(d for shape in scores for d in shape if _divides(d)))
@@ -38,6 +45,9 @@ class InputSizes:
         # Sizes that strides and windows make; others are made to agree one by one.
         self._whole = [p for p in symbolic.equalities if _divides(p[0]) or _divides(p[1])]
         self.batch_names = self._find_batch_names()
+        for shape, most in row_lengths:
+            self.batch_names -= size_names(most)
+            self.batch_names |= size_names(shape[0]) if len(shape) == 1 else set()
         self.scores = scores
         self.fixed: dict[str, int] = {}  # what failed runs have shown that dimensions must be
         self.most: dict[str, int] = {}  # likewise, may be at most

@@ -349,7 +349,7 @@ def find_constant_steps(
     index: GraphIndex, tensor: str, constant: Callable[[str], np.ndarray | None]
 ) -> tuple[str, list[tuple[np.ufunc, np.ndarray | None, np.ndarray | None]]]:
     """The tensor that another one is computed from element by element with constants, and the steps, the last one first."""
-    operate_by_op = {"Add": np.add, "Sub": np.subtract, "Mul": np.multiply, "Div": np.divide}
+    operate_by_op: dict[str, np.ufunc] = {"Add": np.add, "Sub": np.subtract, "Mul": np.multiply, "Div": np.divide}
     steps: list[tuple[np.ufunc, np.ndarray | None, np.ndarray | None]] = []
     for _ in range(_LONGEST_CHAIN):
         node = index.producer(tensor)

@@ -85,10 +85,25 @@ class InputMaker:
         if scores is None:
             softmaxes = (symbolic.shape(n.output[0]) for n in model.graph.node if n.op_type == "Softmax")
             scores = [s for s in softmaxes if s is not None]
-        self.dimensions = InputSizes(symbolic, [symbolic.shape(i.name) or () for i in self.inputs], scores)
+        self.dimensions = InputSizes(
+            symbolic, [symbolic.shape(i.name) or () for i in self.inputs], scores, self._row_lengths()
+        )
+        sized = {a.args[0] for pair in symbolic.equalities for size in pair for a in size.atoms() if a.kind == "read"}
+        # Numbers of keys of which a graph takes the largest as the length of its masks.
+        self.longest = find_inputs_behind(index, frozenset(map(str, sized)), given) & self.counts
         # What failed runs have shown: the ends of ranges, and numbers of inputs about which the graph says nothing.
         self.narrowed: dict[str, tuple[int, int]] = {}
         self.numbers: dict[str, int] = {}
+
+    def _row_lengths(self) -> list[tuple[Sequence[Int], Int]]:
+        """The shapes of inputs that state the lengths of rows, as recurrent layers read them, and their largest values."""
+        found: list[tuple[Sequence[Int], Int]] = []
+        for value in self.inputs:
+            if dtype_kind(value.type.tensor_type.elem_type) == "i":
+                ends = [b.high for b in self.uses.bounds(value.name) if b.use is Use.LENGTH and b.is_hard]
+                shape = self.symbolic.shape(value.name) or ()
+                found += [(shape, end) for end in ends if end is not None]
+        return found
 
     @property
     def rows(self) -> dict[str, int | None]:
@@ -136,6 +151,8 @@ class InputMaker:
         most = evaluate(self.limits[name], sizes)
         counts = np.asarray(rng.integers(min(1, most), most, dims, endpoint=True))
         flat = counts.reshape(-1)
+        if name in self.longest:
+            flat[:1] = most
         flat[2:3] = min(1, most)  # a third row has one key, as with padding
         if case.padding is Padding.LEAST:
             flat[:] = most
@@ -219,6 +236,8 @@ class InputMaker:
         if use in (Use.SLOT, Use.INDEX) and high is None:
             soft = [b.range(sizes)[1] for b in bounds if b.use is use]
             high = min((end for end in soft if end is not None), default=None)
+        if use in (Use.SLOT, Use.INDEX) and low is not None and high is not None and high >= 0:
+            low = max(low, 0)  # what is computed from an index is counted from the end at most
         match use:
             case Use.SLOT if high is not None:
                 return drawn_values.draw_slots(dims, low or 0, high, rng)
