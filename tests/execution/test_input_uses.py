@@ -157,6 +157,9 @@ _LENGTHS = {
 # Inputs that become sizes, axes or counts: whatever is drawn has to run.
 _OTHERS = {
     "the shape of Reshape": "(float[B, S, 4] x, int64[3] n) => (float y) { y = Reshape (x, n) }",
+    "a size within a shape": """(float[1, 8, 4] x, int64 n) => (float y)
+        <int64[1] two = {2}, int64[1] rest = {-1}, int64[1] axis = {0}> {
+        m = Unsqueeze (n, axis) s = Concat <axis = 0> (m, rest, two, two) y = Reshape (x, s) }""",
     "the shape of Expand": "(float[B, S] x, int64[2] n) => (float y) { y = Expand (x, n) }",
     "the shape of ConstantOfShape": "(int64[2] n) => (float y) { y = ConstantOfShape (n) }",
     "repeats of Tile": "(float[B, S] x, int64[2] n) => (float y) { y = Tile (x, n) }",

@@ -98,9 +98,10 @@ def _read_named(text: str, names: list[str]) -> Iterator[GivenFeed]:
 
 def _read_npz(path: Path) -> GivenFeed:
     try:
-        with np.load(path, allow_pickle=False) as archive:
-            if not isinstance(archive, np.lib.npyio.NpzFile):
-                raise ArgumentError(f"--inputs {path}: one array without a name; expected a .npz file (numpy.savez)")
+        archive = np.load(path, allow_pickle=False)
+        if not isinstance(archive, np.lib.npyio.NpzFile):
+            raise ArgumentError(f"--inputs {path}: one array without a name; expected a .npz file (numpy.savez)")
+        with archive:
             return GivenFeed(str(path), {name: archive[name] for name in archive.files})
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise ArgumentError(f"--inputs {path}: no .npz file that can be read ({explained(error)})") from error

@@ -121,7 +121,9 @@ def _shrink(failure: RunFailure, values: np.ndarray, is_own: bool) -> tuple[int,
     least, most = int(values.min()), int(values.max())
     value, low, high = failure.value, failure.low, failure.high
     if value is not None and high is not None and value > high:
-        found = least, high if is_own else most - (value - high)
+        # Beside another number the excess is the same in both; what is multiplied is not that simple.
+        excess = value - high
+        found = least, high if is_own else most - excess if most - excess >= least else most // 2
     elif value is not None and low is not None and value < low:
         found = (low if is_own else least + low - value), most
     elif high is not None and most > high:

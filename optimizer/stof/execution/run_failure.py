@@ -9,12 +9,14 @@ from dataclasses import dataclass
 _NODE = re.compile(r"while running (\w+) node\. Name:'([^']*)'")
 _NUMBER = r"(-?\d{1,18})"
 _VALUES = re.compile(
-    rf"(?:idx ?= ?|indices? ?= ?|index ?= ?|Actual value is |sequence length: |value ?= ?|k argument \[){_NUMBER}"
+    rf"(?:idx ?= ?|indices? ?= ?|index ?= ?|Actual value is |sequence length: |value ?=? ?|k argument \[){_NUMBER}"
 )
-_RANGE = re.compile(rf"\[\s*{_NUMBER}\s*,\s*{_NUMBER}\s*\]")
+_RANGE = re.compile(rf"\[\s*{_NUMBER}\s*,\s*{_NUMBER}\s*([\])])")
 _LENGTH = re.compile(rf"seq_length ?= ?{_NUMBER}|axis dim value \[{_NUMBER}\]")
 _REFUSES_VALUE = re.compile(
     r"out of (?:data )?(?:bounds?|range)|must be (?:with)?in|invalid ind|sequence_lens|sequence length|axis dim value"
+    r"|exceeds [^.]*range",
+    re.IGNORECASE,
 )
 _SHAPES = re.compile(r"\{([\d,]*)\}[^{}]*\{([\d,]*)\}")
 _PAIRS = re.compile(rf"(?:other than 1\. |dimensions of |Got: ?){_NUMBER} ?(?:by|and|Expected:?) ?{_NUMBER}")
@@ -48,7 +50,7 @@ def parse_failure(message: str) -> RunFailure:
     node = _NODE.search(message)
     words = message[node.end() :] if node else message
     value, ends, length = _VALUES.search(words), _RANGE.search(words), _LENGTH.search(words)
-    low, high = (int(ends[1]), int(ends[2])) if ends else (None, None)
+    low, high = (int(ends[1]), int(ends[2]) - (ends[3] == ")")) if ends else (None, None)
     if length:
         low, high = 1, int(length[1] or length[2])
     return RunFailure(
