@@ -21,7 +21,8 @@ from stof.execution import run_limits
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(stof.__file__).parents[1])}
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
-WATCHDOG = 100.0  # seconds; less than what verification allows an endless run
+WATCHDOG = 100.0  # seconds
+SLACK = 3.0  # seconds that a busy machine takes to end a process
 # Windowed attention; END is a number that the output needs.
 ATTENTION = """
 <ir_version: 8, opset_import: ["": 18]>
@@ -83,6 +84,18 @@ def before(owner, name, step):
 step, how = sys.argv[1].split()
 if step == "run":
     before(sessions.VerifiedSession, "run", step)
+if step == "load":
+    from stof import pipeline
+    before(pipeline, "load", step)
+if step == "match":
+    from stof import pipeline
+    before(pipeline, "rewrite", step)
+if step == "check":
+    from stof.mask.check import run_masks
+    before(run_masks, "create_session", step)
+if step == "oracle":
+    from stof.attention.checks import site_comparison
+    before(site_comparison, "site_exactly", step)
 if step == "write":
     before(files.TemporaryFile, "replace", step)
 if step == "remove":
@@ -199,6 +212,23 @@ def test_what_hides_signals_is_ended(number: signal.Signals, tmp_path: Path, sta
     run.process.send_signal(number)
     check_interrupted(run, number, tmp_path)
     await_end(worker)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("step", ["load", "match", "check", "oracle"])
+@pytest.mark.parametrize("how", ["waits", "computes"])
+def test_each_phase_ends_within_a_second(
+    how: str, step: str, number: signal.Signals, tmp_path: Path, start: Callable[..., Run]
+) -> None:
+    """Between instructions, and within native code that hides signals."""
+    run = start(f"{step} {how}", model(tmp_path))
+    worker = run.reach(step)
+    sent = time.monotonic()
+    run.process.send_signal(number)
+    check_interrupted(run, number, tmp_path)
+    assert time.monotonic() - sent < 1.0 + SLACK
+    if worker:
+        await_end(worker)
 
 
 def test_a_second_signal_does_not_cut_the_cleaning_up_short(tmp_path: Path, start: Callable[..., Run]) -> None:

@@ -71,7 +71,7 @@ def _described_limits(step: str, name: str, limits: RunLimits) -> Iterator[None]
     except TimeoutError:
         raise TimeLimit(
             f"verification was ended: ONNX Runtime took longer than {time.monotonic() - start:.1f} s to {step} {name}, which "
-            f"may be endless. Nothing was written; where it is slow, raise --verify-budget ({limits.budget:g} s), or leave "
+            f"may be endless. Nothing was written; where it is slow, raise --verify-budget ({limits.asked:g} s), or leave "
             "verification out with --no-verify"
         ) from None
     except MemoryLimit as error:

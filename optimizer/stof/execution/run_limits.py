@@ -47,12 +47,13 @@ class RunLimits:
         end: the moment, of ``time.monotonic``, at which all runs are ended; by default shortly after the budget.
 
     Attributes:
+        asked: the budget of the whole verification, for messages.
         deadline: the moment at which no further inputs are begun; those that ran take from it what they still need.
         end: the moment at which runs are ended.
     """
 
     def __init__(self, budget: float, memory: int = 0, end: float | None = None) -> None:
-        self.budget = budget
+        self.budget = self.asked = budget
         self.start = time.monotonic()
         self.deadline = self.start + budget
         self.end = self.deadline + GRACE if end is None else end
@@ -60,7 +61,9 @@ class RunLimits:
 
     def share(self, budget: float) -> RunLimits:
         """Limits of a part of this verification, which ends with it."""
-        return RunLimits(budget, self.memory, min(self.end, time.monotonic() + budget + GRACE))
+        found = RunLimits(budget, self.memory, min(self.end, time.monotonic() + budget + GRACE))
+        found.asked = self.asked
+        return found
 
     @property
     def total(self) -> float:
@@ -87,7 +90,10 @@ class RunLimits:
     def check_time(self) -> None:
         """Raises :class:`TimeLimit` when the time is over."""
         if self.is_over():
-            raise TimeLimit(f"verification was ended after {self.total:.0f} s")
+            raise TimeLimit(
+                f"verification was ended after {self.asked:g} s and nothing was compared. Nothing was written; raise "
+                "--verify-budget, or leave verification out with --no-verify"
+            )
 
 
 def resident_bytes(process: int | str = "self") -> int:

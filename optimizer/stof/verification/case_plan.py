@@ -17,6 +17,9 @@ from stof.verification.result import SkippedCase
 
 _PROCESS = 128 << 20  # bytes of the process that runs sessions, before it has one
 _WEIGHTS = 3  # copies: the model as it is read, the session's, and what is written of it
+_RUNS = 3  # of each case
+_RATE = 1e9  # bytes of tensors that a slow machine computes in a second
+_CHEAP = 64 << 20  # bytes that never take long
 _OUTPUTS = 6  # of a case: of the original's runs, of the optimized model's, and what is on its way between processes
 
 
@@ -49,12 +52,12 @@ class CasePlan:
         return self._held + _PROCESS + _WEIGHTS * self._estimate.weights + run.peak + _OUTPUTS * run.outputs
 
     def select(self, cases: Sequence[Case]) -> tuple[list[Case], list[SkippedCase]]:
-        """The cases that fit, of fewer rows where those of a batch do not; and the others, with the reason."""
+        """The cases that fit, of fewer rows where those of a batch do not or take long; and the others, with the reason."""
         found: list[Case] = []
         skipped: list[SkippedCase] = []
         for case in cases:
             tried = [replace(case, batch=n) for n in dict.fromkeys((case.batch, 2, 1)) if n <= case.batch]
-            fits = next((c for c in tried if self.needed_bytes(c) <= self._limits.memory), None)
+            fits = next((c for c in tried if self._is_quick(c) and self.needed_bytes(c) <= self._limits.memory), None)
             if fits is None:
                 least = self.needed_bytes(tried[-1])
                 reason = f"memory: about {show_bytes(least)} of {show_bytes(self._limits.memory)}"
@@ -63,6 +66,15 @@ class CasePlan:
                 found.append(fits)
         return found, skipped
 
+    def _is_quick(self, case: Case) -> bool:
+        """Whether a batch is worth its time; one row always is."""
+        total = self.estimate(case).total
+        return case.batch == 1 or total <= max(_CHEAP, _RATE * self._limits.budget / _RUNS)
+
     def rows(self, cases: Sequence[Case]) -> int:
         """The batch rows of the selected cases, which are fewer where memory is short."""
         return sum(c.batch for c in self.select(cases)[0])
+
+    def has_room(self, cases: Sequence[Case]) -> bool:
+        """Whether all rows of all cases fit into the memory."""
+        return all(self.needed_bytes(c) <= self._limits.memory for c in cases)

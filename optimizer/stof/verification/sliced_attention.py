@@ -6,18 +6,22 @@ Rows of attention do not depend on each other. ONNX Runtime frees the scores of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 
 import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
+from stof.errors import UnsupportedError
 from stof.graph.index import is_standard
 from stof.symbolic import Symbolic
+from stof.symbolic.algebra.sizes import evaluate, size_names
+from stof.symbolic.algebra.terms import Int
 
 _ELEMENTWISE = frozenset({"Abs", "Add", "Cast", "Clip", "Div", "Dropout", "Exp", "Identity", "IsInf", "IsNaN", "Max"})
 _ELEMENTWISE |= {"Min", "Mul", "Neg", "Not", "Or", "Softmax", "Sub", "Tanh", "Where", "And"}
-_SCORES = 1 << 24  # elements of the scores of a slice
+_SCORES = 1 << 23  # elements of the scores of a slice
 _MOST_SLICES = 64
 _LEAST_OPSET = 13  # Softmax of one axis, Slice with inputs
 
@@ -66,7 +70,7 @@ class _Core:
         if output is None or shape is None or len(shape) < 2 or shape[-2].constant is None:
             return False
         self.rows = int(shape[-2].constant)
-        per_row = int(np.prod([d.constant or 1 for d in (*shape[:-2], shape[-1])], dtype=np.int64))
+        per_row = math.prod(_at_one(d) for d in (*shape[:-2], shape[-1]))
         count = min(_MOST_SLICES, self.rows, -(-self.rows * per_row // _SCORES))
         if count < 2:
             return False
@@ -155,6 +159,14 @@ class _Core:
         if all(t.name != name for t in (*self.graph.initializer, *self.constants)):
             self.constants.append(numpy_helper.from_array(np.array([number], np.int64), name))
         return name
+
+
+def _at_one(size: Int) -> int:
+    """A size where dimensions that have a name are 1, as batches are where memory is short."""
+    try:
+        return max(1, evaluate(size, dict.fromkeys(size_names(size), 1)))
+    except (UnsupportedError, ZeroDivisionError):
+        return 1
 
 
 def _last_axis(node: onnx.NodeProto, rank: int) -> bool:

@@ -95,7 +95,7 @@ class Verifier:
         self.inputs = replace(drawn, given=tuple(given), shapes=shapes or {})
         self.plan = CasePlan(self.inputs, limits)
         wanted = self.inputs.select_cases(_affordable(original, limits.budget))
-        self.sliced = None if self.plan.rows(wanted) == sum(c.batch for c in wanted) else self._slice(wanted)
+        self.sliced = None if self.plan.has_room(wanted) else self._slice(wanted)
         self.cases, self.skipped = self.plan.select(wanted)
         needed = max((self.plan.needed_bytes(c) for c in self.cases), default=0)
         self.is_tight = needed > _TIGHT * limits.memory
