@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 
 from stof.errors import UnsupportedError
-from stof.execution.value_steps import Step, pull_back
+from stof.execution.value_steps import ValueStep, pull_back
 from stof.graph.index import GraphIndex, all_nodes, domain_of, subgraphs
 from stof.symbolic import Symbolic
 from stof.symbolic.algebra.sizes import evaluate
@@ -28,7 +28,7 @@ _COMPARES = frozenset({"Less", "LessOrEqual", "Greater", "GreaterOrEqual"})
 _GENERATES = frozenset({"GreedySearch", "BeamSearch", "Sampling"})
 
 
-class Use(Enum):
+class InputUse(Enum):
     """What is read, those first that decide where an input is read in several ways."""
 
     SLOT = "slots that are written"
@@ -52,10 +52,10 @@ class Bound:
         is_hard: whether ONNX Runtime refuses other values.
     """
 
-    use: Use
+    use: InputUse
     low: Int | None
     high: Int | None
-    steps: tuple[Step, ...] = ()
+    steps: tuple[ValueStep, ...] = ()
     is_hard: bool = True
 
     def range(self, sizes: Mapping[str, int]) -> tuple[int | None, int | None]:
@@ -95,14 +95,14 @@ class InputUses:
 
     def rows(self, name: str) -> int | None:
         """The rows of the smallest table of fixed size that an input indexes, None if it indexes none."""
-        ends = [b.range({})[1] for b in self.bounds(name) if b.use in (Use.INDEX, Use.SLOT) and b.is_hard]
+        ends = [b.range({})[1] for b in self.bounds(name) if b.use in (InputUse.INDEX, InputUse.SLOT) and b.is_hard]
         return min((end + 1 for end in ends if end is not None), default=None)
 
     def _readers(self, tensor: str) -> list[onnx.NodeProto]:
         return [*self._index.consumers(tensor), *self._inner.get(tensor, ())]
 
     def _walk(self, name: str) -> Iterator[Bound]:
-        pending: list[tuple[str, tuple[Step, ...]]] = [(name, ())]
+        pending: list[tuple[str, tuple[ValueStep, ...]]] = [(name, ())]
         seen = {name}
         while pending:
             tensor, steps = pending.pop()
@@ -125,7 +125,7 @@ class InputUses:
         shape = self.shape(node.input[place]) if place < len(node.input) else None
         return shape[axis] if shape is not None and -len(shape) <= axis < len(shape) else None
 
-    def _required(self, node: onnx.NodeProto, place: int) -> Iterator[tuple[Use, Int | None, Int | None, bool]]:
+    def _required(self, node: onnx.NodeProto, place: int) -> Iterator[tuple[InputUse, Int | None, Int | None, bool]]:
         """What a node requires of an operand."""
         op, domain = node.op_type, domain_of(node)
         attributes = {a.name: a for a in node.attribute}
@@ -133,103 +133,103 @@ class InputUses:
         def number(name: str, default: int = 0) -> int:
             return attributes[name].i if name in attributes else default
 
-        def indices(use: Use, table: int, axis: int) -> Iterator[tuple[Use, Int | None, Int | None, bool]]:
+        def indices(use: InputUse, table: int, axis: int) -> Iterator[tuple[InputUse, Int | None, Int | None, bool]]:
             size = self._size(node, table, axis)
             yield use, integer(0), None if size is None else size - integer(1), size is not None
 
         match domain, op, place:
             case "", ("Gather" | "GatherElements"), 1:
-                yield from indices(Use.INDEX, 0, number("axis"))
+                yield from indices(InputUse.INDEX, 0, number("axis"))
             case "", ("ScatterElements" | "Scatter"), 1:
-                yield from indices(Use.SLOT, 0, number("axis"))
+                yield from indices(InputUse.SLOT, 0, number("axis"))
             case "", ("GatherND" | "ScatterND"), 1:
                 shape = self.shape(node.input[1])
                 count = shape[-1].constant if shape else None
                 for axis in range(count or 1):
-                    use = Use.SLOT if op == "ScatterND" else Use.INDEX
+                    use = InputUse.SLOT if op == "ScatterND" else InputUse.INDEX
                     yield from indices(use, 0, number("batch_dims") + axis)
             case "", "TensorScatter", 2:
                 axis = number("axis", -2)
                 past, update = self._size(node, 0, axis), self._size(node, 1, axis)
-                yield Use.INDEX, integer(0), None if past is None or update is None else past - update, True
+                yield InputUse.INDEX, integer(0), None if past is None or update is None else past - update, True
             case "", "OneHot", 0:
                 depth = self.symbolic.constant(node.input[1])
                 if depth is not None:
-                    yield Use.INDEX, integer(0), integer(int(depth.reshape(-1)[0]) - 1), False
+                    yield InputUse.INDEX, integer(0), integer(int(depth.reshape(-1)[0]) - 1), False
             case "", ("RNN" | "GRU" | "LSTM"), 4:
-                yield Use.LENGTH, integer(1), self._size(node, 0, number("layout")), True
+                yield InputUse.LENGTH, integer(1), self._size(node, 0, number("layout")), True
             case "", "ReverseSequence", 1:
-                yield Use.LENGTH, integer(1), self._size(node, 0, number("time_axis")), True
+                yield InputUse.LENGTH, integer(1), self._size(node, 0, number("time_axis")), True
             case "", "TopK", 1:
-                yield Use.SIZE, integer(1), self._size(node, 0, number("axis", -1)), True
+                yield InputUse.SIZE, integer(1), self._size(node, 0, number("axis", -1)), True
             case "", ("Div" | "Mod"), 1:
-                yield Use.VALUE, integer(1), None, True
+                yield InputUse.VALUE, integer(1), None, True
             case "", "Range", 0:
-                yield Use.VALUE, integer(0), integer(0), False
+                yield InputUse.VALUE, integer(0), integer(0), False
             case "", "Range", 1:
-                yield Use.LENGTH, integer(1), None, False
+                yield InputUse.LENGTH, integer(1), None, False
             case "", "Range", 2:
-                yield Use.VALUE, integer(1), integer(1), True
+                yield InputUse.VALUE, integer(1), integer(1), True
             case "", ("Reshape" | "Expand" | "ConstantOfShape" | "Tile"), _ if place == (op != "ConstantOfShape"):
-                yield Use.SHAPE, integer(1), None, False
+                yield InputUse.SHAPE, integer(1), None, False
             case "", "Slice", 1:
-                yield Use.VALUE, integer(0), integer(0), False
+                yield InputUse.VALUE, integer(0), integer(0), False
             case "", "Slice", 2:
-                yield Use.LENGTH, integer(1), self._size(node, 0, self._slice_axis(node)), False
+                yield InputUse.LENGTH, integer(1), self._size(node, 0, self._slice_axis(node)), False
             case "", ("CumSum" | "Squeeze" | "Unsqueeze" | "Pad" | "Trilu"), 1:
-                yield Use.VALUE, integer(0), integer(0), False
+                yield InputUse.VALUE, integer(0), integer(0), False
             case "", _, (0 | 1) if op in _COMPARES:
                 size = self._size(node, 1 - place, -1)
                 if size is None or size.constant != 1:
-                    yield Use.LENGTH, integer(1), size, False
+                    yield InputUse.LENGTH, integer(1), size, False
             case "", "RotaryEmbedding", 3:
-                yield from indices(Use.INDEX, 1, 0)
+                yield from indices(InputUse.INDEX, 1, 0)
             case "com.microsoft", "RotaryEmbedding", 1:
                 rows, length = self._size(node, 2, 0), self._size(node, 0, -2)
                 shape = self.shape(node.input[1])
                 is_offset = shape is not None and len(shape) == 1
                 least = integer(1) if not is_offset or length is None else length
-                yield Use.INDEX, integer(0), None if rows is None else rows - least, True
+                yield InputUse.INDEX, integer(0), None if rows is None else rows - least, True
             case "com.microsoft", ("EmbedLayerNormalization" | "QEmbedLayerNormalization"), (0 | 1):
-                yield from indices(Use.INDEX, (2, 4)[place], 0)
+                yield from indices(InputUse.INDEX, (2, 4)[place], 0)
             case "com.microsoft", "EmbedLayerNormalization", 8:
-                yield from indices(Use.INDEX, 3, 0)
+                yield from indices(InputUse.INDEX, 3, 0)
             case "com.microsoft", "EmbedLayerNormalization", 7:
-                yield Use.MASK, integer(0), integer(1), False
+                yield InputUse.MASK, integer(0), integer(1), False
             case "com.microsoft", "GatherBlockQuantized", 1:
-                yield from indices(Use.INDEX, 0, number("gather_axis"))
+                yield from indices(InputUse.INDEX, 0, number("gather_axis"))
             case "com.microsoft", "GroupQueryAttention", 6:
                 past, new = self._size(node, 3, 2), self._size(node, 1, 1)
                 total = None if new is None else new if past is None else past + new
-                yield Use.LENGTH, integer(1), total, False
+                yield InputUse.LENGTH, integer(1), total, False
             case "com.microsoft", "GroupQueryAttention", 9:
-                yield from indices(Use.INDEX, 7, 0)
+                yield from indices(InputUse.INDEX, 7, 0)
             case "com.microsoft", _, _ if op in _GENERATES:
                 yield from self._required_by_generation(node, place)
 
     def _required_by_generation(
         self, node: onnx.NodeProto, place: int
-    ) -> Iterator[tuple[Use, Int | None, Int | None, bool]]:
+    ) -> Iterator[tuple[InputUse, Int | None, Int | None, bool]]:
         """The operands of nodes that generate tokens: a prompt, the lengths of the result, numbers of beams, masks."""
         is_beam = node.op_type == "BeamSearch"
         if place == 1:
             length = self._size(node, 0, 1)
             few = None if length is None else length + integer(4)
-            yield Use.VALUE, few, few, True
+            yield InputUse.VALUE, few, few, True
         elif place == 2 or place == (4 if is_beam else -1):
-            yield Use.VALUE, integer(1), integer(1), True
+            yield InputUse.VALUE, integer(1), integer(1), True
         elif place == 3 and is_beam:
-            yield Use.VALUE, integer(2), integer(2), True
+            yield InputUse.VALUE, integer(2), integer(2), True
         elif place in ((7, 8) if is_beam else (4, 5)):  # words that are allowed
-            yield Use.VALUE, integer(1), integer(1), False
+            yield InputUse.VALUE, integer(1), integer(1), False
         elif place == (9 if is_beam else 6):
-            yield Use.MASK, integer(0), integer(1), False
+            yield InputUse.MASK, integer(0), integer(1), False
 
     def _slice_axis(self, node: onnx.NodeProto) -> int:
         axes = self.symbolic.constant(node.input[3]) if len(node.input) > 3 and node.input[3] else None
         return 0 if axes is None or axes.size != 1 else int(axes.reshape(-1)[0])
 
-    def _continue(self, node: onnx.NodeProto, place: int) -> Iterator[tuple[str, Step | None]]:
+    def _continue(self, node: onnx.NodeProto, place: int) -> Iterator[tuple[str, ValueStep | None]]:
         """Tensors whose elements are those of an operand, or are computed from them one by one."""
         op = node.op_type
         if node.attribute and (inner := self._inner_input(node, place)):
@@ -241,50 +241,50 @@ class InputUses:
         elif op == "ScatterND" and place == 2:
             yield node.output[0], None
         elif op == "Neg":
-            yield node.output[0], Step("from", integer(0))
+            yield node.output[0], ValueStep("from", integer(0))
         elif op == "Range" and place < 2:
-            yield node.output[0], Step("add", integer(-place))
+            yield node.output[0], ValueStep("add", integer(-place))
         elif op == "Clip" and place == 0:
             yield node.output[0], None if (step := self._clip_step(node)) is None else step
         elif op in ("Add", "Sub", "Mul", "Div", "Mod", "Min", "Max") and len(node.input) == 2:
             yield node.output[0], self._arithmetic_step(node, place)
 
-    def _arithmetic_step(self, node: onnx.NodeProto, place: int) -> Step | None:
+    def _arithmetic_step(self, node: onnx.NodeProto, place: int) -> ValueStep | None:
         other = node.input[1 - place]
         known = self.symbolic.constant(other)
         value = known.reshape(-1) if known is not None and known.size else None
         if value is None or value.dtype.kind not in "iuf" or not np.isfinite(value.astype(np.float64)).all():
             shape = self.shape(other)
             # Most likely positions beside an offset.
-            return Step("spread", shape[-1]) if node.op_type == "Add" and shape else None
+            return ValueStep("spread", shape[-1]) if node.op_type == "Add" and shape else None
         least, most = int(np.floor(value.min())), int(np.ceil(value.max()))
         match node.op_type, place:
             case "Add", _:
-                return Step("add", integer(most))
+                return ValueStep("add", integer(most))
             case "Sub", 0:
-                return Step("add", integer(-least))
+                return ValueStep("add", integer(-least))
             case "Sub", 1:
-                return Step("from", integer(least))
+                return ValueStep("from", integer(least))
             case "Mul", _:
-                return Step("times", integer(most))
+                return ValueStep("times", integer(most))
             case "Div", 0:
-                return Step("over", integer(least))
+                return ValueStep("over", integer(least))
             case "Mod", 0:
-                return Step("modulo", integer(least))
+                return ValueStep("modulo", integer(least))
             case "Max", _:
-                return Step("least", integer(most))
+                return ValueStep("least", integer(most))
             case "Min", _:
-                return Step("most", integer(least))
+                return ValueStep("most", integer(least))
         return None
 
-    def _clip_step(self, node: onnx.NodeProto) -> Step | None:
+    def _clip_step(self, node: onnx.NodeProto) -> ValueStep | None:
         ends: list[Int | None] = []
         for place, name in ((1, "min"), (2, "max")):
             given = self.symbolic.constant(node.input[place]) if len(node.input) > place and node.input[place] else None
             attribute = next((a.f for a in node.attribute if a.name == name), None)
             end = attribute if given is None or not given.size else float(given.reshape(-1)[0])
             ends.append(integer(int(end)) if end is not None and abs(end) < 1 << 62 else None)
-        return Step("clip", ends[0], ends[1])
+        return ValueStep("clip", ends[0], ends[1])
 
     def _inner_input(self, node: onnx.NodeProto, place: int) -> str:
         """The subgraph's tensor that stands for an operand of its node."""

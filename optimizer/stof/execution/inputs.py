@@ -14,7 +14,7 @@ from stof.execution import drawn_values
 from stof.execution.case import Case, Counts, Padding
 from stof.execution.fused_counts import find_fused_counts
 from stof.execution.input_sizes import InputSizes
-from stof.execution.input_uses import Use, find_constant_steps, find_inputs_behind, find_source, input_uses
+from stof.execution.input_uses import InputUse, find_constant_steps, find_inputs_behind, find_source, input_uses
 from stof.graph.index import GraphIndex
 from stof.symbolic import Symbolic
 from stof.symbolic.algebra.piecewise import reads_input
@@ -100,7 +100,7 @@ class InputMaker:
         found: list[tuple[Sequence[Int], Int]] = []
         for value in self.inputs:
             if dtype_kind(value.type.tensor_type.elem_type) == "i":
-                ends = [b.high for b in self.uses.bounds(value.name) if b.use is Use.LENGTH and b.is_hard]
+                ends = [b.high for b in self.uses.bounds(value.name) if b.use is InputUse.LENGTH and b.is_hard]
                 shape = self.symbolic.shape(value.name) or ()
                 found += [(shape, end) for end in ends if end is not None]
         return found
@@ -232,28 +232,28 @@ class InputMaker:
         if name in self.numbers:
             return np.full(dims, self.numbers[name])
         bounds = self.uses.bounds(name)
-        use = min((b.use for b in bounds), key=list(Use).index, default=None)
-        if use in (Use.SLOT, Use.INDEX) and high is None:
+        use = min((b.use for b in bounds), key=list(InputUse).index, default=None)
+        if use in (InputUse.SLOT, InputUse.INDEX) and high is None:
             soft = [b.range(sizes)[1] for b in bounds if b.use is use]
             high = min((end for end in soft if end is not None), default=None)
-        if use in (Use.SLOT, Use.INDEX) and low is not None and high is not None and high >= 0:
+        if use in (InputUse.SLOT, InputUse.INDEX) and low is not None and high is not None and high >= 0:
             low = max(low, 0)  # what is computed from an index is counted from the end at most
         match use:
-            case Use.SLOT if high is not None:
+            case InputUse.SLOT if high is not None:
                 return drawn_values.draw_slots(dims, low or 0, high, rng)
-            case Use.INDEX if high is not None:
+            case InputUse.INDEX if high is not None:
                 return drawn_values.draw_indices(dims, low or 0, high, rng)
-            case Use.MASK:
+            case InputUse.MASK:
                 return drawn_values.draw_padding(dims, case, rng, True)
-            case Use.LENGTH | Use.SIZE if self._has_one_a_row(name) or any(b.is_hard for b in bounds):
+            case InputUse.LENGTH | InputUse.SIZE if self._has_one_a_row(name) or any(b.is_hard for b in bounds):
                 own = [b.range(sizes) for b in bounds if b.use is use]
                 least = max((end for end, _ in own if end is not None), default=1)
                 known = min((end for _, end in own if end is not None), default=self._longest(case, sizes))
                 most = max(least, known if high is None else min(known, high))
                 return drawn_values.draw_lengths(dims, least, most, case, rng)
-            case Use.SHAPE:
+            case InputUse.SHAPE:
                 return self._shape_values(name, dims)
-            case Use.VALUE:
+            case InputUse.VALUE:
                 number = max((end for b in bounds if (end := b.range(sizes)[0]) is not None), default=0)
                 return np.full(dims, number)
         return drawn_values.draw_positions(dims, low, high)

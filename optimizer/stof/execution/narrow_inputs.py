@@ -9,12 +9,12 @@ import numpy as np
 import onnx
 
 from stof.execution.case import Case
-from stof.execution.input_uses import Use, find_inputs_behind
+from stof.execution.input_uses import InputUse, find_inputs_behind
 from stof.execution.inputs import InputMaker
 from stof.execution.run_failure import RunFailure, parse_failure
 from stof.graph.index import GraphIndex, node_tensors
 
-_INDEXED = (Use.SLOT, Use.INDEX)
+_INDEXED = (InputUse.SLOT, InputUse.INDEX)
 
 
 class InputNarrower:
@@ -68,7 +68,7 @@ class InputNarrower:
         changed = False
         for name in own or names:
             uses = [b.use for b in self._maker.uses.bounds(name)]
-            if not own and uses and not any(use in _INDEXED or use is Use.LENGTH for use in uses):
+            if not own and uses and not any(use in _INDEXED or use is InputUse.LENGTH for use in uses):
                 continue
             found = _shrink(failure, feed[name], is_own=bool(own))
             if found is not None and found != self._maker.narrowed.get(name):

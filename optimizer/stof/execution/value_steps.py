@@ -14,7 +14,7 @@ Range = tuple[int | None, int | None]
 
 
 @dataclass(frozen=True)
-class Step:
+class ValueStep:
     """One step, of elements x and a number n.
 
     Kinds: ``add`` (x + n), ``from`` (n - x), ``times`` (x * n), ``over`` (x // n), ``modulo`` (x % n), ``least`` (max(x, n)),
@@ -26,7 +26,7 @@ class Step:
     end: Int | None = None
 
 
-def pull_back(steps: Sequence[Step], low: int | None, high: int | None, sizes: Mapping[str, int]) -> Range:
+def pull_back(steps: Sequence[ValueStep], low: int | None, high: int | None, sizes: Mapping[str, int]) -> Range:
     """The range of x for which all steps give numbers from ``low`` to ``high``; None is no end."""
     found: Range = low, high
     for step in reversed(steps):
@@ -37,7 +37,7 @@ def pull_back(steps: Sequence[Step], low: int | None, high: int | None, sizes: M
     return found
 
 
-def _before(step: Step, low: int | None, high: int | None, sizes: Mapping[str, int]) -> Range:
+def _before(step: ValueStep, low: int | None, high: int | None, sizes: Mapping[str, int]) -> Range:
     if step.kind == "clip":
         least, most = (None if n is None else evaluate(n, sizes) for n in (step.number, step.end))
         return _drop_ends(low, high, least, most)
