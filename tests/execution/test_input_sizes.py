@@ -76,6 +76,18 @@ def test_the_first_of_many_stages_is_not_far_longer() -> None:
     assert sizes["H"] >= 32
 
 
+@pytest.mark.parametrize("words", [600, 7000])
+def test_the_words_of_a_classifier_are_no_length(words: int) -> None:
+    model = with_tables(
+        parse(
+            f"""(float[B, 4, N] audio) => (float y, float z) <float[4, 4, 8] w, float[4, {words}] v> {{
+            c = Conv <strides = [8]> (audio, w) x = Transpose <perm = [0, 2, 1]> (c) {_ATTEND}
+            logits = MatMul (x, v) z = Softmax <axis = -1> (logits) }}"""
+        )
+    )
+    assert InputMaker(model, Symbolic(model), frozenset()).sizes(Case(2, 53, Padding.NONE)) == {"B": 2, "N": 8 * 53}
+
+
 def test_plain_lengths_stay_those_of_the_case() -> None:
     model = with_tables(parse(f"(float[B, S, 4] x) => (float y) {{ {_ATTEND} }}"))
     maker = InputMaker(model, Symbolic(model), frozenset())
@@ -142,6 +154,14 @@ def test_one_side_in_use_decides_the_other() -> None:
     sizes = maker.sizes(case)
     assert sizes["H"] == 320
     assert (sizes["H"] // 16) * (sizes["W"] // 16) <= 53 + 20
+
+
+@pytest.mark.parametrize(("added", "count"), [("", 2), (", int64[B, 8] ids", 4), (", bool[B, 8] keep", 4)])
+def test_padding_counts_only_where_inputs_have_some(added: str, count: int) -> None:
+    paddings = [Case(2, n, p) for n, p in ((53, Padding.LEFT), (9, Padding.RIGHT), (70, Padding.NONE))]
+    cases = [*paddings, Case(1, 9, Padding.NONE)]
+    graph = f"(float[B, 8, 4] x{added}) => (float y) {{ {_ATTEND} }}"
+    assert len(inputs_of(graph, cases).select_cases(1e6)) == count
 
 
 def test_equal_cases_run_once() -> None:

@@ -168,6 +168,9 @@ _OTHERS = {
         s = Slice (x, zero, n, axis) y = ReduceMax <keepdims = 0> (s) }""",
     "the start of Slice": """(float[B, S] x, int64[1] n) => (float y) <int64[1] end = {1000}, int64[1] axis = {1}> {
         s = Slice (x, n, end, axis) y = ReduceMax <keepdims = 0> (s) }""",
+    "the number of rounds of Loop": """(int64 n, float[2] x) => (float y) <bool go = {1}> {
+        y = Loop (n, go, x) <body = b (int64 i, bool c, float[2] u) => (bool d, float[2] v) {
+        d = Identity (c) v = Add (u, u) }> }""",
     "the axis of CumSum": "(float[B, S] x, int64 n) => (float y) { y = CumSum (x, n) }",
     "a divisor": "(int64[B, S] x, int64[B, S] n) => (int64 y) { y = Div (x, n) }",
     "the step of Range": "(int64 n) => (int64 y) <int64 zero = {0}, int64 end = {9}> { y = Range (zero, end, n) }",

@@ -41,13 +41,15 @@ class InputSizes:
         self._symbolic = symbolic
         self._shapes = shapes
         self._divided = list(dict.fromkeys(d for shape in scores for d in shape if _divides(d)))
-        self.lengths = list(dict.fromkeys(d for shape in scores for d in shape[-2:]))
         # Sizes that strides and windows make; others are made to agree one by one.
         self._whole = [p for p in symbolic.equalities if _divides(p[0]) or _divides(p[1])]
         self.batch_names = self._find_batch_names()
         for shape, most in row_lengths:
             self.batch_names -= size_names(most)
             self.batch_names |= size_names(shape[0]) if len(shape) == 1 else set()
+        # Words of a classifier are no length, nor is what counts rows of a batch.
+        dims = dict.fromkeys(d for shape in scores for d in shape[-2:])
+        self.lengths = [d for d in dims if (names := size_names(d)) and not names & self.batch_names]
         self.scores = scores
         self.fixed: dict[str, int] = {}  # what failed runs have shown that dimensions must be
         self.most: dict[str, int] = {}  # likewise, may be at most

@@ -164,6 +164,8 @@ class InputUses:
                 yield InputUse.SIZE, integer(1), self._size(node, 0, number("axis", -1)), True
             case "", ("Div" | "Mod"), 1:
                 yield InputUse.VALUE, integer(1), None, True
+            case "", "Loop", 0:
+                yield InputUse.VALUE, integer(2), None, False
             case "", "Range", 0:
                 yield InputUse.VALUE, integer(0), integer(0), False
             case "", "Range", 1:

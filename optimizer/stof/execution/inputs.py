@@ -88,7 +88,8 @@ class InputMaker:
         self.dimensions = InputSizes(
             symbolic, [symbolic.shape(i.name) or () for i in self.inputs], scores, self._row_lengths()
         )
-        sized = {a.args[0] for pair in symbolic.equalities for size in pair for a in size.atoms() if a.kind == "read"}
+        sizes = [size for pair in symbolic.equalities for size in pair] if self.counts else []
+        sized = {atom.args[0] for size in sizes for atom in size.atoms() if atom.kind == "read"}
         # Numbers of keys of which a graph takes the largest as the length of its masks.
         self.longest = find_inputs_behind(index, frozenset(map(str, sized)), given) & self.counts
         # What failed runs have shown: the ends of ranges, and numbers of inputs about which the graph says nothing.

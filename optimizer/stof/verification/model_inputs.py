@@ -23,6 +23,9 @@ BATCH_WITH_ALL_PADDING = 4  # rows of a batch, of which the last one is all padd
 _LENGTHS = (53, 9)
 _CHEAP_BYTES = 64 << 20  # of one site's scores, up to which a batch has more than two rows
 _FEW_TOKENS = 256  # that any model can be given
+_FLOATS = frozenset(
+    {onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16, onnx.TensorProto.DOUBLE}
+)
 _MOST_SHOWN = 12  # inputs of a message
 
 
@@ -62,7 +65,18 @@ class ModelInputs:
         if given and not self._can_draw():
             return given
         drawn = [self._limit_rows(self._limit_sizes(case), tokens) for case in self.cases(tokens)]
-        return [*given, *dict.fromkeys(drawn)]
+        return [*given, *self._drop_repetitions(drawn)]
+
+    def _drop_repetitions(self, cases: Sequence[Case]) -> list[Case]:
+        """One case of each kind of inputs: where all sizes are fixed, lengths and padding may change nothing."""
+        maker = self.maker
+        is_padded = any(v.type.tensor_type.elem_type not in _FLOATS for v in maker.inputs)
+        is_padded = is_padded or bool(maker.pads or maker.switches)
+        found: dict[object, Case] = {}
+        for case in cases:
+            kind = tuple(sorted(maker.sizes(case).items())), case.counts, case.padding if is_padded else None
+            found.setdefault(kind, case)
+        return list(found.values())
 
     def _can_draw(self) -> bool:
         return all(self.symbolic.shape(value.name) is not None for value in self.maker.inputs)
