@@ -44,6 +44,11 @@ class RunFailure:
     unequal: tuple[tuple[int, int], ...] = ()
     is_of_values: bool = False
 
+    @property
+    def is_of_inputs(self) -> bool:
+        """Whether other inputs may run: a node refused its operands, or the model its inputs."""
+        return bool(self.op or self.unequal or self.is_of_values)
+
 
 def parse_failure(message: str) -> RunFailure:
     """What a message says; what it does not say, or says in words that are not known, is left out."""

@@ -13,6 +13,7 @@ import numpy as np
 from stof.errors import ArgumentError
 from stof.execution.case import Case, Counts, Padding
 from stof.execution.ort_sessions import VerifiedSession
+from stof.execution.run_failure import parse_failure
 from stof.execution.run_limits import LimitReached
 from stof.execution.session_process import RuntimeFailure
 from stof.verification.model_inputs import BATCH_WITH_ALL_PADDING
@@ -182,7 +183,7 @@ class _Reference:
     def _explain(self, i: int, failure: RuntimeFailure | None) -> Exception:
         """The error for a case that does not run."""
         assert failure is not None
-        if not self.has_loaded:
+        if not self.has_loaded or not parse_failure(str(failure)).is_of_inputs:
             return failure
         return self.verifier.inputs.explain_refusal(self.verifier.cases[i], self.feeds[i], str(failure))
 
