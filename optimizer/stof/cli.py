@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--target", choices=("cpu", "cuda", "tensorrt"), help="what choices are tuned for (cpu)")
     parser.add_argument("--provider", choices=tuple(_TARGETS), help="the same, by ONNX Runtime's execution provider")
     parser.add_argument(
-        "--shape", action="append", default=[], metavar="NAME=N[..M]", help="range of a dimension in use, for choices"
+        "--shape", action="append", default=[], metavar="NAME=N[..M]", help="range of a dimension in use"
     )
     parser.add_argument(
         "--chains",
@@ -90,6 +90,13 @@ def _parser() -> argparse.ArgumentParser:
         default=0,
         metavar="BYTES",
         help="memory for verification, 2G for instance (half of what is free)",
+    )
+    parser.add_argument(
+        "--inputs",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="inputs to verify on: .npz, folder of input_*.pb, or module:function; repeatable",
     )
     parser.add_argument("--no-verify", action="store_true", help="write without running the model")
     parser.add_argument(
@@ -207,6 +214,7 @@ def _run(arguments: argparse.Namespace) -> int:
         verify=not arguments.no_verify,
         verify_budget=arguments.verify_budget,
         verify_memory=arguments.verify_memory,
+        inputs=tuple(arguments.inputs),
         only=tuple(arguments.only),
         skip=tuple(arguments.skip),
         shapes=_shapes(arguments.shape),

@@ -75,6 +75,10 @@ class ModelError(StofError):
     exit_code = 3
 
 
+class InputsRefusedError(ModelError):
+    """ONNX Runtime runs the original on none of the inputs."""
+
+
 class UnsupportedError(StofError):
     """A site that stof cannot rewrite; carries the reason, becomes a finding in the report."""
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from stof.execution.given_inputs import InputSource
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,7 @@ class Options:
     verify: bool = True
     verify_budget: float = 45.0  # seconds
     verify_memory: int = 0  # bytes for verification; 0: half of what is free
+    inputs: InputSource = ()  # what verification runs on before drawn inputs: paths, "module:function"; see given_inputs.py
     only: tuple[str, ...] = ()  # names, numbers or patterns of sites; of chains behind "chain:"
     skip: tuple[str, ...] = ()  # likewise
     shapes: dict[str, tuple[int, int]] = field(default_factory=dict)  # dimension name -> least, most

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 from stof import progress
 from stof.errors import ArgumentError, ModelError, StofError, VerifyError, explained
+from stof.execution.given_inputs import GivenFeed, read_given_inputs
 from stof.execution.session_process import RuntimeFailure, has_onnxruntime
 from stof.files import check_outputs, write_text
 from stof.graph.external_data import check_output_folder, data_to_copy, external_files
@@ -99,6 +100,7 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
     data = {f"external data {name!r}": source.parent / name for name in sorted(external_files(graph))}
     copies = {f"external data {c.location!r}": c.target for c in data_to_copy(graph, target, source)}
     _check_files(data, target, options, report.dry_run, copies)
+    given = read_given_inputs(options.inputs, graph)
     job = Job(options, source, graph, report.library, plan, partial(_timed_step, report, source), selections)
     report.sections = {op.key: op.empty_section() for op in OPS}
     for op in OPS:
@@ -115,7 +117,7 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
     if not report.dry_run and any(s.decided.has_replaced for s in stages):
         check_output_folder(stages[-1].model, target, source)
         with _runtime_failures_as_model_errors(source):
-            stages = _verify_and_write(report, job, stages, target)
+            stages = _verify_and_write(report, job, stages, target, given)
     _save_plan({s.op.key: s.decided.plan for s in stages}, options)
 
 
@@ -219,7 +221,9 @@ def _timed(report: Report, step: str) -> Iterator[None]:
     report.seconds[step] = time.monotonic() - start
 
 
-def _verify_and_write(report: Report, job: Job, stages: list[Stage], target: Path) -> list[Stage]:
+def _verify_and_write(
+    report: Report, job: Job, stages: list[Stage], target: Path, given: Sequence[GivenFeed]
+) -> list[Stage]:
     """Verifies and writes the model, without rewrites that change its outputs.
 
     Returns:
@@ -227,7 +231,7 @@ def _verify_and_write(report: Report, job: Job, stages: list[Stage], target: Pat
     """
     if job.options.verify:
         with progress.step("verify"):
-            stages = verify_stages(report, OPS, stages, target.parent)
+            stages = verify_stages(report, OPS, stages, target.parent, given)
     if not any(s.decided.has_replaced for s in stages):
         return stages
     final = stages[-1].model

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import onnx
 
-from stof.errors import ArgumentError, ModelError, VerifyError, explained
+from stof.errors import ArgumentError, InputsRefusedError, ModelError, VerifyError, explained
+from stof.execution.given_inputs import GivenFeed
 from stof.execution.run_limits import RunLimits
 from stof.execution.session_process import RuntimeFailure, release_sessions
 from stof.execution.upcast import TypedAttributes
@@ -46,7 +47,13 @@ class _Outcome:
     error: RuntimeFailure | None = None
 
 
-def verify_stages(report: Report, ops: Sequence[OpRewrite[Any, Any]], stages: list[Stage], folder: Path) -> list[Stage]:
+def verify_stages(
+    report: Report,
+    ops: Sequence[OpRewrite[Any, Any]],
+    stages: list[Stage],
+    folder: Path,
+    given: Sequence[GivenFeed] = (),
+) -> list[Stage]:
     """Verifies the model, and drops rewrites until its outputs are right.
 
     An op whose sites differ is dropped. Where no site does, each op that can be is dropped by itself, the last one first; the
@@ -57,6 +64,7 @@ def verify_stages(report: Report, ops: Sequence[OpRewrite[Any, Any]], stages: li
         ops: all ops whose operators may be in the model.
         stages: of those that the options do not leave out.
         folder: for temporary files, on a disk with room for the model.
+        given: sets of inputs of the user's.
 
     Returns:
         The stages without what was dropped.
@@ -65,7 +73,7 @@ def verify_stages(report: Report, ops: Sequence[OpRewrite[Any, Any]], stages: li
         VerifyError: when outputs differ by rewrites that cannot be dropped.
         RuntimeFailure: when ONNX Runtime cannot load or run one of the models.
     """
-    attempt = _Attempts(ops, folder)
+    attempt = _Attempts(ops, folder, given)
     outcome = attempt.verify(stages)
     while outcome.failure:
         tried: list[tuple[list[Stage], _Outcome]] = []
@@ -115,10 +123,12 @@ class _Attempts:
     Args:
         ops: all ops.
         folder: for temporary files.
+        given: sets of inputs of the user's.
     """
 
-    def __init__(self, ops: Sequence[OpRewrite[Any, Any]], folder: Path) -> None:
+    def __init__(self, ops: Sequence[OpRewrite[Any, Any]], folder: Path, given: Sequence[GivenFeed]) -> None:
         self.folder = folder
+        self.given = given
         self.typed_attributes = {k: widen for op in ops for k, widen in op.typed_attributes.items()}
         self.seconds = 0.0
         self.limits: RunLimits | None = None
@@ -128,7 +138,7 @@ class _Attempts:
         if not any(s.decided.has_replaced for s in stages):
             return _Outcome()
         try:
-            outcome = _verify(stages, self.folder, self.typed_attributes, self._share(stages))
+            outcome = _verify(stages, self.folder, self.typed_attributes, self._share(stages), self.given)
         except RuntimeFailure as error:
             return _Outcome(failure=f"ONNX Runtime does not run the model: {str(error)[:_LONGEST_REASON]}", error=error)
         assert outcome.verification is not None
@@ -144,7 +154,13 @@ class _Attempts:
         return self.limits.share(_SHARE * left if any(can_drop(s) for s in stages) else left)
 
 
-def _verify(stages: Sequence[Stage], folder: Path, typed_attributes: TypedAttributes, limits: RunLimits) -> _Outcome:
+def _verify(
+    stages: Sequence[Stage],
+    folder: Path,
+    typed_attributes: TypedAttributes,
+    limits: RunLimits,
+    given: Sequence[GivenFeed],
+) -> _Outcome:
     job, final = stages[-1].job, stages[-1].model
     # A tenth of all imports, which --no-verify and --dry-run do not need.
     from stof.verification.site_checks import EmittedSites
@@ -156,17 +172,19 @@ def _verify(stages: Sequence[Stage], folder: Path, typed_attributes: TypedAttrib
             checks = [(s, s.op.site_checks(job, s.decided)) for s in stages]
             sites = [EmittedSites(s.op.key, c, s.model) for s, c in checks if c is not None]
             searches = not any(can_drop(s) for s in stages)
-            verifier = Verifier(job.model, sites, limits, searches, typed_attributes)
+            verifier = Verifier(job.model, sites, limits, searches, typed_attributes, given, job.options.shapes)
             found = verifier.run(job.source, final, scratch)
     except OSError as error:
         raise ArgumentError(
             f"files for verification cannot be written to {folder}: {error.strerror or error}; make room there, "
             "choose another folder with -o, or leave verification out with --no-verify"
         ) from error
+    except InputsRefusedError as error:
+        raise InputsRefusedError(f"{job.source} was not verified: {error}") from error
     except (KeyError, MemoryError, TypeError, ValueError) as error:  # inputs that cannot be drawn or are too large
         raise ModelError(
-            f"{job.source} cannot be verified ({type(error).__name__}: {explained(error)}); --no-verify leaves that out. "
-            "Nothing was written"
+            f"{job.source} cannot be verified ({type(error).__name__}: {explained(error)}); give inputs with --inputs FILE, or "
+            "leave verification out with --no-verify. Nothing was written"
         ) from error
     finally:
         release_sessions()

@@ -116,9 +116,9 @@ def test_memory_of_the_machine_is_respected(put: Callable[..., Path], monkeypatc
     model = model_with_masks("causal")
     path = put("model.onnx", model)
     scores = 4 * 2048 * 2048 * 4  # bytes of 4 heads
-    monkeypatch.setattr(model_times, "_available_bytes", lambda: 3 * scores)
+    monkeypatch.setattr(model_times, "free_memory", lambda: 3 * scores)
     assert "length 1024" in time_models(path, path, default_inputs(model), {}, QUICK).inputs
-    monkeypatch.setattr(model_times, "_available_bytes", lambda: 100)
+    monkeypatch.setattr(model_times, "free_memory", lambda: 100)
     with pytest.raises(NotTimedError, match="more than half of the memory that is free"):
         time_models(path, path, default_inputs(model), {}, QUICK)
 

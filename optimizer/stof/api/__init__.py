@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar, overload
 
@@ -11,6 +12,7 @@ import onnx
 
 from stof.api.in_memory import is_model, optimize_model
 from stof.errors import ArgumentError
+from stof.execution.given_inputs import InputSource
 from stof.options import Options
 from stof.pipeline import optimize as optimize_file
 from stof.report import Report
@@ -23,28 +25,51 @@ Model = TypeVar("Model", onnx.ModelProto, "onnx_ir.Model")
 
 
 @overload
-def optimize(model: Model, output: PathLike, options: Options | None = None) -> Report: ...
+def optimize(
+    model: Model, output: PathLike, options: Options | None = None, *, inputs: InputSource | None = None
+) -> Report: ...
 
 
 @overload
 def optimize(
-    model: Model, output: None = None, options: Options | None = None, *, return_report: Literal[False] = False
+    model: Model,
+    output: None = None,
+    options: Options | None = None,
+    *,
+    inputs: InputSource | None = None,
+    return_report: Literal[False] = False,
 ) -> Model: ...
 
 
 @overload
 def optimize(
-    model: Model, output: None = None, options: Options | None = None, *, return_report: Literal[True]
+    model: Model,
+    output: None = None,
+    options: Options | None = None,
+    *,
+    inputs: InputSource | None = None,
+    return_report: Literal[True],
 ) -> tuple[Model, Report]: ...
 
 
 # The last one: where protobuf has no types, type checkers take a ModelProto for a path, too.
 @overload
-def optimize(model: PathLike, output: PathLike | None = None, options: Options | None = None) -> Report: ...
+def optimize(
+    model: PathLike,
+    output: PathLike | None = None,
+    options: Options | None = None,
+    *,
+    inputs: InputSource | None = None,
+) -> Report: ...
 
 
 def optimize(
-    model: object, output: PathLike | None = None, options: Options | None = None, *, return_report: bool = False
+    model: object,
+    output: PathLike | None = None,
+    options: Options | None = None,
+    *,
+    inputs: InputSource | None = None,
+    return_report: bool = False,
 ) -> object:
     """Makes an equivalent model with sparse attention, in a file or in memory.
 
@@ -55,6 +80,8 @@ def optimize(
             When there is nothing to replace, a file that is named here or in ``options`` becomes a copy of the input, and
             the default one is not written. ``options.dry_run`` writes neither.
         options: see :class:`stof.options.Options`.
+        inputs: what verification runs on before drawn inputs: arrays by name, several of these, a callable that gives some,
+            or what ``options.inputs`` takes, which it replaces.
         return_report: of a model in memory without an output, give the report, too.
 
     Returns:
@@ -67,6 +94,8 @@ def optimize(
         ModelError: the input is no model that can be read, or none that ONNX Runtime can run.
         VerifyError: the result differs from the original; nothing was written but the report of ``options.json``.
     """
+    if inputs is not None:
+        options = replace(options or Options(), inputs=inputs)
     if isinstance(model, str | os.PathLike):
         if return_report:
             raise ArgumentError("return_report is for models in memory; of a file the report is returned anyway")

@@ -31,6 +31,7 @@ _OF_ONE_MODEL = {
     "plan": "--plan",
     "save_plan": "--save-plan",
     "report": "--report",
+    "inputs": "--inputs",
 }
 
 

@@ -30,15 +30,18 @@ class Counts(Enum):
 
 @dataclass(frozen=True)
 class Case:
-    """One set of inputs: batch size, length, padding, numbers of keys."""
+    """One set of inputs: batch size, length, padding, numbers of keys; or one that a user gives."""
 
     batch: int
     length: int
     padding: Padding
     other: tuple[tuple[str, int], ...] = ()  # dimensions of another length
     counts: Counts = Counts.USUAL
+    given: str = ""  # where a user's inputs come from; empty where they are drawn
 
     def __str__(self) -> str:
+        if self.given:
+            return f"inputs {self.given}"
         pad = "" if self.padding is Padding.NONE else f", padded {self.padding.value}"
         other = "".join(f", {name} {size}" for name, size in self.other)
         counts = "" if self.counts is Counts.USUAL else f", {self.counts.value}"

@@ -1,39 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs for a model that nobody described: ranges of indices from the tables that they look up, padding for masks."""
+"""Inputs for a model that nobody described: ranges of integers from the nodes that read them, padding for masks."""
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import onnx
 from onnx import helper
 
-from stof.errors import UnsupportedError
+from stof.execution import drawn_values
 from stof.execution.case import Case, Counts, Padding
-from stof.graph.index import GraphIndex, all_nodes, domain_of, node_tensors
+from stof.execution.fused_counts import find_fused_counts
+from stof.execution.input_sizes import InputSizes
+from stof.execution.input_uses import InputUse, find_constant_steps, find_inputs_behind, find_source, input_uses
+from stof.graph.index import GraphIndex
 from stof.symbolic import Symbolic
 from stof.symbolic.algebra.piecewise import reads_input
 from stof.symbolic.algebra.sizes import evaluate, size_names
 from stof.symbolic.algebra.terms import Int, integer
 from stof.symbolic.facts import dtype_kind
 
-_LARGEST_INPUT = 1 << 22
-_LONGEST_CHAIN = 16
-_SIDES = 257  # sizes of a side of an image that are tried
 _DECIDES = 1000.0  # what a number of an input adds to scores where it says whether a key counts
-_OPERATE: dict[str, np.ufunc] = {"Add": np.add, "Sub": np.subtract, "Mul": np.multiply, "Div": np.divide}
-_THROUGH = frozenset({"Cast", "Identity", "Reshape", "Unsqueeze", "Squeeze", "Expand", "Flatten", "Transpose"})
-# Where fused nodes read numbers of keys, and which they take: from the first one on, to all keys and the second one. ONNX
-# Runtime's CPU provider refuses others or, where it does not ask, reads and writes outside of its tensors.
-_TAKEN: dict[tuple[str, str, int], tuple[int, int | None]] = {
-    ("", "Attention", 6): (0, 0),
-    ("com.microsoft", "Attention", 3): (0, None),
-    ("com.microsoft", "GroupQueryAttention", 5): (0, -1),  # of the last key, not of keys
-    ("com.microsoft", "MultiHeadAttention", 4): (0, None),
-}
+_FEW = 4  # numbers of an input that are scales rather than data
 
 
 class InputMaker:
@@ -51,6 +41,7 @@ class InputMaker:
         index: of the model's graph, where there is one already.
         fused: the graph with its fused nodes, where a runtime is to run these on the inputs: they refuse some numbers of
             keys, and read and write elsewhere in memory with others.
+        scores: the shapes of the scores whose lengths cases state, by default those of all softmaxes.
     """
 
     def __init__(
@@ -65,145 +56,64 @@ class InputMaker:
         added: frozenset[str] = frozenset(),
         index: GraphIndex | None = None,
         fused: onnx.GraphProto | None = None,
+        scores: Sequence[Sequence[Int]] | None = None,
     ) -> None:
         self.model = model
         self.symbolic = symbolic
         self.limits = limits or {}
         self._divides: bool | None = None
-        index = index or GraphIndex(model.graph)
+        self._index = index or GraphIndex(model.graph)
+        index = self._index
+        self.uses = input_uses(index, symbolic)
         initializers = {t.name for t in model.graph.initializer}
         # Defaults that a caller may override are drawn where masks read them.
         defaults = initializers - pads - set(self.limits) - segments
         self.inputs = [i for i in model.graph.input if i.name not in defaults]
-        self.rows = {i.name: _table_rows(index, symbolic, i.name) for i in self.inputs}
         given = {i.name for i in self.inputs}
         self.counts = frozenset(self.limits) & given  # inputs that masks read as numbers of keys
         read = self.counts | (looking & given)
-        self.taken = _taken_counts(fused, symbolic, read) if read and fused is not None else {}
-        self.from_end = {n for n in looking & given if self.rows[n] is not None} - set(self.taken)
+        self.taken = find_fused_counts(fused, symbolic, read) if read and fused is not None else {}
+        self.from_end = {n for n in looking & given if self.uses.rows(n) is not None} - set(self.taken)
         # Numbers of keys that are counted are counted in padding masks.
-        self.pads = _behind(index, pads | (frozenset(self.limits) - given), given)
+        self.pads = find_inputs_behind(index, pads | (frozenset(self.limits) - given), given)
         self.forbidding = forbidding & given
-        self.added = frozenset(source for name in added if (source := _source(index, name)) in given)
+        self.added = frozenset(source for name in added if (source := find_source(index, name)) in given)
         switches = [_switch(index, symbolic, name) for name in sorted(added)]
         self.switches = {name: forbids for name, forbids in filter(None, switches) if name in given}
         self.documents = (segments & given) - self.pads
-        self.restarting = _behind(index, segments - given, given) - self.pads
-        softmaxes = (symbolic.shape(n.output[0]) for n in model.graph.node if n.op_type == "Softmax")
-        self.shapes = [s for s in softmaxes if s is not None]
-        self.scores = list(dict.fromkeys(d for shape in self.shapes for d in shape if _divides(d)))
-        # Sizes that strides and windows make; others are made to agree one by one.
-        self.whole = [p for p in symbolic.equalities if _divides(p[0]) or _divides(p[1])]
-        self.batch_names = self._batch_names()
-
-    def _batch_names(self) -> set[str]:
-        """Dimensions that lead: of a vector, unless others have it behind their batch, or it is equal to such lengths."""
-        shapes = [s for i in self.inputs if (s := self.symbolic.shape(i.name))]
-        found, alone = (
-            {str(s[0].atom.args[0]) for s in shapes if (len(s) > 1) == several and s[0].atom is not None}
-            for several in (True, False)
+        self.restarting = find_inputs_behind(index, segments - given, given) - self.pads
+        if scores is None:
+            softmaxes = (symbolic.shape(n.output[0]) for n in model.graph.node if n.op_type == "Softmax")
+            scores = [s for s in softmaxes if s is not None]
+        self.dimensions = InputSizes(
+            symbolic, [symbolic.shape(i.name) or () for i in self.inputs], scores, self._row_lengths()
         )
-        behind = {n for s in shapes for d in s[1:] for n in size_names(d)}
-        pairs = [p for pair in self.symbolic.equalities for p in (pair, pair[::-1])]
-        equal = {n for one, other in pairs if size_names(other) & behind for n in size_names(one)}
-        return found | (alone - behind - equal)
+        sizes = [size for pair in symbolic.equalities for size in pair] if self.counts else []
+        sized = {atom.args[0] for size in sizes for atom in size.atoms() if atom.kind == "read"}
+        # Numbers of keys of which a graph takes the largest as the length of its masks.
+        self.longest = find_inputs_behind(index, frozenset(map(str, sized)), given) & self.counts
+        # What failed runs have shown: the ends of ranges, and numbers of inputs about which the graph says nothing.
+        self.narrowed: dict[str, tuple[int, int]] = {}
+        self.numbers: dict[str, int] = {}
 
-    def sizes(self, case: Case) -> dict[str, int]:
-        """Every dimension name at a case: leading ones are batches, all others lengths."""
-        found: dict[str, int] = {}
+    def _row_lengths(self) -> list[tuple[Sequence[Int], Int]]:
+        """The shapes of inputs that state the lengths of rows, as recurrent layers read them, and their largest values."""
+        found: list[tuple[Sequence[Int], Int]] = []
         for value in self.inputs:
-            for dim in self.symbolic.shape(value.name) or ():
-                for atom in dim.atoms():
-                    name = str(atom.args[0])
-                    found[name] = case.batch if name in self.batch_names else case.length
-                    if name.isdigit():  # what some exporters call a size that they took for dynamic and found fixed
-                        found[name] = int(name)
-        for size in self._lengths():
-            names = size_names(size) - self.batch_names
-            least = _least(size, names, case.batch, case.length)
-            found |= {name: max(found.get(name, 1), least) for name in names}
-        other = {name: size for name, size in case.other if name in found}
-        found |= other
-        self._agree(found, case, set(other))
-        self._settle(found)
-        return found | other
-
-    def _lengths(self) -> list[Int]:
-        """Lengths of scores that strides make shorter than the input: samples that become frames."""
-        return list(dict.fromkeys(d for shape in self.shapes for d in shape[-2:] if _divides(d)))
-
-    def _agree(self, sizes: dict[str, int], case: Case, solved: set[str]) -> None:
-        """Makes sizes agree that must be equal in a valid run: the mask's length and that of past and new keys, say.
-
-        What is solved stays.
-        """
-        for pair in self.symbolic.equalities:
-            for alone, other in (pair, pair[::-1]):
-                if alone.constant is not None:
-                    solved |= self._fix(other, alone.constant, sizes, solved, case)
-                atom = alone.atom
-                name = "" if atom is None or atom.kind != "size" else str(atom.args[0])
-                used = {str(a.args[0]) for a in other.atoms() if a.kind == "size"}
-                if name not in sizes or name in solved | used or not used <= set(sizes) or name in self.batch_names:
-                    continue
-                lengths = sorted(used - self.batch_names - solved)
-                if len(lengths) > 1:  # different ones, lest a past as long as the queries hide which is which
-                    sizes[lengths[0]] = case.length // 2 + 1
-                try:
-                    found = evaluate(other, sizes)
-                except UnsupportedError:
-                    continue
-                if found < 1:
-                    continue
-                sizes[name] = found
-                solved |= {name, *used}
-                break
-
-    def _settle(self, sizes: dict[str, int]) -> None:
-        """Makes lengths larger until all sizes agree and scores are not empty: an image of whole windows, say."""
-        wrong = self._disagreeing(sizes)
-        names = set().union(*(size_names(size) for size in wrong)) & set(sizes)
-        names = {n for n in names - self.batch_names if not n.isdigit()}
-        least = max((sizes[n] for n in names), default=0)
-        for length in range(least, least + _SIDES) if names else []:
-            tried = {**sizes, **dict.fromkeys(names, length)}
-            if not self._disagreeing(tried):
-                sizes |= tried
-                return
-        if wrong:
-            self.whole = []  # no sizes make them agree: they are not looked for again
-
-    def _disagreeing(self, sizes: dict[str, int]) -> list[Int]:
-        """Sizes that are equal in a valid run and are not, and sizes of scores that are nothing."""
-        found: list[Int] = []
-        for one, other in self.whole:
-            with contextlib.suppress(UnsupportedError, ZeroDivisionError):
-                if evaluate(one, sizes) != evaluate(other, sizes):
-                    found += [one, other]
-        for size in self.scores:
-            with contextlib.suppress(UnsupportedError, ZeroDivisionError):
-                if evaluate(size, sizes) < 1:
-                    found.append(size)
+            if dtype_kind(value.type.tensor_type.elem_type) == "i":
+                ends = [b.high for b in self.uses.bounds(value.name) if b.use is InputUse.LENGTH and b.is_hard]
+                shape = self.symbolic.shape(value.name) or ()
+                found += [(shape, end) for end in ends if end is not None]
         return found
 
-    def _fix(self, size: Int, wanted: int, sizes: dict[str, int], solved: set[str], case: Case) -> set[str]:
-        """Gives dimensions the value with which a size is a constant: patches of an image, one for each stored position."""
-        names = size_names(size) - self.batch_names
-        if not names or names & solved or not names <= set(sizes):
-            return set()
-        # All of them alike; or one of another size, as an image that is not square.
-        first, *_ = sorted(names)
-        for given in [{}, *({first: n} for n in range(1, _SIDES))] if len(names) > 1 else [{}]:
-            rest = names - set(given)
-            found = {**given, **dict.fromkeys(rest, _least(size, rest, case.batch, wanted, given))}
-            try:
-                reached = evaluate(size, {**dict.fromkeys(size_names(size), case.batch), **found})
-            except UnsupportedError:
-                return set()
-            if reached == wanted:
-                sizes |= found
-                return names
-        return set()
+    @property
+    def rows(self) -> dict[str, int | None]:
+        """The rows of the smallest table that each input indexes, None if it indexes none."""
+        return {i.name: self.uses.rows(i.name) for i in self.inputs}
+
+    def sizes(self, case: Case) -> dict[str, int]:
+        """Every dimension name at a case: leading ones are batches, all others lengths of scores."""
+        return self.dimensions.choose(case)
 
     def draw(self, case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
         """One set of inputs by name."""
@@ -216,18 +126,34 @@ class InputMaker:
             dims = [evaluate(d, sizes) for d in shape]
             dtype = np.dtype(helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type))
             if value.name in self.counts:
-                most = evaluate(self.limits[value.name], sizes)
-                feeds[value.name] = self._counts(value.name, dims, dtype, most, case, rng)
-                continue
-            feeds[value.name] = self._draw_one(value.name, dims, dtype, case, rng)
+                feeds[value.name] = self._counts(value.name, dims, dtype, case, sizes, rng)
+            else:
+                feeds[value.name] = self._draw_one(value.name, dims, dtype, case, sizes, rng)
         return feeds
 
+    def range(self, name: str, sizes: Mapping[str, int]) -> tuple[int | None, int | None]:
+        """What an integer input may hold at these sizes for ONNX Runtime to run; None is no end."""
+        ends = [b.range(sizes) for b in self.uses.bounds(name) if b.is_hard]
+        ends += [self.narrowed[name]] if name in self.narrowed else []
+        low = max((low for low, _ in ends if low is not None), default=None)
+        high = min((high for _, high in ends if high is not None), default=None)
+        return low, high if high is None or low is None else max(low, high)
+
     def _counts(
-        self, name: str, dims: list[int], dtype: np.dtype, most: int, case: Case, rng: np.random.Generator
+        self,
+        name: str,
+        dims: list[int],
+        dtype: np.dtype,
+        case: Case,
+        sizes: Mapping[str, int],
+        rng: np.random.Generator,
     ) -> np.ndarray:
-        """Numbers of keys, of which there are ``most``; or flags."""
+        """Numbers of keys; or flags."""
+        most = evaluate(self.limits[name], sizes)
         counts = np.asarray(rng.integers(min(1, most), most, dims, endpoint=True))
         flat = counts.reshape(-1)
+        if name in self.longest:
+            flat[:1] = most
         flat[2:3] = min(1, most)  # a third row has one key, as with padding
         if case.padding is Padding.LEAST:
             flat[:] = most
@@ -240,9 +166,10 @@ class InputMaker:
             }[case.counts]
             if low >= 0 or dtype.kind not in "bu":
                 flat[::-1][::2] = rng.integers(low, high, len(flat[::2]), endpoint=True)
-        rows = self.rows[name]
-        if rows is not None:
-            counts = np.clip(counts, -rows if name in self.from_end else 0, rows - 1)
+        first, last = self.range(name, sizes)
+        if first is not None or last is not None:
+            rows = self.uses.rows(name)
+            counts = np.clip(counts, -rows if rows is not None and name in self.from_end else first, last)
         if name in self.taken:
             least, more = self.taken[name]
             counts = np.clip(counts, least, None if more is None else max(most + more, least))
@@ -263,101 +190,99 @@ class InputMaker:
         return element is None or reads_input(element)
 
     def _draw_one(
-        self, name: str, dims: list[int], dtype: np.dtype, case: Case, rng: np.random.Generator
+        self,
+        name: str,
+        dims: list[int],
+        dtype: np.dtype,
+        case: Case,
+        sizes: Mapping[str, int],
+        rng: np.random.Generator,
     ) -> np.ndarray:
         if name in self.pads or name in self.switches:
-            mask = _padding(dims, case, rng, self._counts_divide())
+            mask = drawn_values.draw_padding(dims, case, rng, self._counts_divide())
             forbids = name in self.forbidding or self.switches.get(name, False)
             return (1 - mask if forbids else mask).astype(dtype)
-        if dtype.kind == "b" and all(d.constant == 1 for d in self.symbolic.shape(name) or ()):
+        is_static = all(d.constant is not None for d in self.symbolic.shape(name) or ())
+        if dtype.kind == "b" and is_static and math.prod(dims) == 1:
             # A switch, which an If reads: on in the first case of all, off in the last one.
             on = case.padding is Padding.LEFT or (case.padding is Padding.NONE and case.batch > 1)
             return np.full(dims, on, dtype)
         if dtype.kind == "b":
             # Most likely a mask, and a stated one may forget it.
-            return _padding(dims, case, rng, self._counts_divide()).astype(dtype)
+            return drawn_values.draw_padding(dims, case, rng, self._counts_divide()).astype(dtype)
         if name in self.documents or name in self.restarting:
-            ids, places = _documents(dims, rng)
-            limit = self.rows[name] or 1 << 30
+            ids, places = drawn_values.draw_documents(dims, rng)
+            last = self.range(name, sizes)[1]
+            limit = 1 << 30 if last is None else last + 1
             found = (ids if name in self.documents else places) % limit
             if name in self.from_end and dtype.kind == "i" and found.ndim:
                 found[::-1][::2] -= limit  # in the last row, and every second one before it
             return found.astype(dtype)
         if dtype.kind in "iu":
-            rows = self.rows[name]
-            if rows is not None:
-                return rng.integers(0, rows, dims).astype(dtype)
-            # Neither a look-up nor a mask: positions, the common meaning of what is left.
-            return np.broadcast_to(np.arange(dims[-1]) if dims else 0, dims).astype(dtype)
+            return self._integers(name, dims, case, sizes, rng).astype(dtype)
+        if is_static and len(dims) <= 1 and math.prod(dims) <= _FEW:
+            return drawn_values.draw_factors(dims, rng).astype(dtype)
         numbers = rng.standard_normal(dims).astype(dtype)
-        return _with_masked(numbers, rng) if name in self.added and len(dims) > 1 else numbers
+        return drawn_values.mask_entries(numbers, rng) if name in self.added and len(dims) > 1 else numbers
 
+    def _integers(
+        self, name: str, dims: list[int], case: Case, sizes: Mapping[str, int], rng: np.random.Generator
+    ) -> np.ndarray:
+        """Integers by the use that says most about them; where no node says anything, positions."""
+        low, high = self.range(name, sizes)
+        if name in self.numbers:
+            return np.full(dims, self.numbers[name])
+        bounds = self.uses.bounds(name)
+        use = min((b.use for b in bounds), key=list(InputUse).index, default=None)
+        if use in (InputUse.SLOT, InputUse.INDEX) and high is None:
+            soft = [b.range(sizes)[1] for b in bounds if b.use is use]
+            high = min((end for end in soft if end is not None), default=None)
+        if use in (InputUse.SLOT, InputUse.INDEX) and low is not None and high is not None and high >= 0:
+            low = max(low, 0)  # what is computed from an index is counted from the end at most
+        match use:
+            case InputUse.SLOT if high is not None:
+                return drawn_values.draw_slots(dims, low or 0, high, rng)
+            case InputUse.INDEX if high is not None:
+                return drawn_values.draw_indices(dims, low or 0, high, rng)
+            case InputUse.MASK:
+                return drawn_values.draw_padding(dims, case, rng, True)
+            case InputUse.LENGTH | InputUse.SIZE if self._has_one_a_row(name) or any(b.is_hard for b in bounds):
+                own = [b.range(sizes) for b in bounds if b.use is use]
+                least = max((end for end, _ in own if end is not None), default=1)
+                known = min((end for _, end in own if end is not None), default=self._longest(case, sizes))
+                most = max(least, known if high is None else min(known, high))
+                return drawn_values.draw_lengths(dims, least, most, case, rng)
+            case InputUse.SHAPE:
+                return self._shape_values(name, dims)
+            case InputUse.VALUE:
+                number = max((end for b in bounds if (end := b.range(sizes)[0]) is not None), default=0)
+                return np.full(dims, number)
+        return drawn_values.draw_positions(dims, low, high)
 
-def _taken_counts(
-    graph: onnx.GraphProto, symbolic: Symbolic, inputs: frozenset[str]
-) -> dict[str, tuple[int, int | None]]:
-    """The numbers of keys that fused nodes take, by input: from the first one to all keys and the second one, if any.
+    def _has_one_a_row(self, name: str) -> bool:
+        """Whether an input has one number for each row of a batch, or one for all: others that are compared are positions."""
+        shape = self.symbolic.shape(name) or ()
+        names = size_names(shape[0]) if shape else set()
+        return all(d.constant == 1 for d in shape[1:]) and names <= self.dimensions.batch_names
 
-    Of inputs that lead to other numbers of fused nodes, from one key to all are taken.
-    """
-    index = GraphIndex(graph)
-    found: dict[str, tuple[int, int | None]] = {}
+    def _longest(self, case: Case, sizes: Mapping[str, int]) -> int:
+        """The largest length of an input: that of rows whose own lengths are given beside them."""
+        names = set(sizes) - self.dimensions.batch_names
+        return max((sizes[n] for n in names), default=case.length)
 
-    def restrict(name: str, least: int, most: int | None) -> None:
-        known, end = found.get(name, (least, most))
-        found[name] = max(known, least), most if end is None else end if most is None else min(end, most)
-
-    for node in graph.node:
-        for part in all_nodes([node]):
-            if not domain_of(part) and part.op_type != "Attention":
-                continue
-            if part is not node:  # in a subgraph, whose own tensors have no values here
-                for name in _behind(index, frozenset(node_tensors(node)), set(inputs)):
-                    restrict(name, 1, 0)
-                continue
-            for place, operand in enumerate(node.input):
-                if symbolic.dtype(operand) not in (0, onnx.TensorProto.INT32, onnx.TensorProto.INT64):
-                    continue
-                taken = _TAKEN.get((domain_of(node), node.op_type, place))
-                source = _source(index, operand)
-                if taken is not None and source in inputs:
-                    restrict(source, *taken)
-                    continue
-                for name in _behind(index, frozenset({operand}), set(inputs)):
-                    restrict(name, 1, 0)
-    return found
-
-
-def _source(index: GraphIndex, tensor: str) -> str:
-    """The tensor from whose elements a tensor is moved together."""
-    for _ in range(_LONGEST_CHAIN):
-        node = index.producer(tensor)
-        if node is None or node.op_type not in _THROUGH:
-            break
-        tensor = node.input[0]
-    return tensor
+    def _shape_values(self, name: str, dims: list[int]) -> np.ndarray:
+        """A shape that changes nothing: ones, and for Reshape the sizes that there are."""
+        found = np.ones(dims, np.int64)
+        readers = {n.op_type for n in self._index.consumers(name)}
+        if readers == {"Reshape"} and found.ndim:
+            found[:] = 0
+            found[-1:] = -1
+        return found
 
 
 def _switch(index: GraphIndex, symbolic: Symbolic, tensor: str) -> tuple[str, bool] | None:
     """The tensor of zeros and ones that what is added to scores is made of, ``(1 - mask) * -10000``; whether ones forbid."""
-    steps: list[tuple[np.ufunc, np.float64 | None, np.float64 | None]] = []
-    for _ in range(_LONGEST_CHAIN):
-        node = index.producer(tensor)
-        if node is None:
-            break
-        operate = _OPERATE.get(node.op_type)
-        if operate is not None and not domain_of(node):
-            given = [symbolic.constant(name) for name in node.input]
-            open_places = [place for place, value in enumerate(given) if value is None]
-            if len(open_places) != 1 or any(g is not None and (g.size == 0 or np.ptp(g) != 0) for g in given):
-                break
-            left, right = (g if g is None else np.float64(g.reshape(-1)[0]) for g in given)
-            steps.append((operate, left, right))
-            tensor = node.input[open_places[0]]
-        elif node.op_type in _THROUGH:
-            tensor = node.input[0]
-        else:
-            break
+    tensor, steps = find_constant_steps(index, tensor, symbolic.constant)
     values = np.array([0.0, 1.0])
     with np.errstate(all="ignore"):
         for operate, left, right in reversed(steps):
@@ -366,106 +291,3 @@ def _switch(index: GraphIndex, symbolic: Symbolic, tensor: str) -> tuple[str, bo
     if not _DECIDES <= apart < math.inf or dtype_kind(symbolic.dtype(tensor)) != "f":
         return None
     return tensor, bool(values[1] < values[0])
-
-
-def _with_masked(numbers: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Some entries the lowest number, and some rows all of them, but none of the first batch's first row."""
-    masked = (rng.random(numbers.shape) < 0.3) | (rng.random((*numbers.shape[:-1], 1)) < 0.2)
-    masked.reshape(-1, numbers.shape[-1])[:1] = False
-    if numbers.dtype.kind != "f":  # bfloat16
-        return numbers
-    return np.where(masked, np.finfo(numbers.dtype).min, numbers).astype(numbers.dtype)
-
-
-def _padding(dims: list[int], case: Case, rng: np.random.Generator, least: bool) -> np.ndarray:
-    """0 where a key is padded; ``least``: one key is left in every row."""
-    mask = np.ones(dims, np.int64)
-    if case.padding is Padding.NONE or not dims or dims[-1] < 2:
-        return mask
-    for number, row in enumerate(mask.reshape(-1, dims[-1])[1 if len(mask) > 1 else 0 :]):
-        count = int(rng.integers(1, max(2, dims[-1] // 2)))
-        if case.padding is Padding.LEAST:
-            count = 1 - number % 2
-        elif number == 1:  # a third one has one key left, so that rows of a window have none
-            count = dims[-1] - 1
-        elif number == 2:  # a fourth one is all padding
-            count = dims[-1] - least
-        if case.padding is Padding.LEFT:
-            row[:count] = 0
-        else:
-            row[dims[-1] - count :] = 0
-    return mask
-
-
-def _documents(dims: list[int], rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Numbers of documents that lie side by side in each row, and positions that begin again with each."""
-    ids, places = np.zeros(dims, np.int64), np.zeros(dims, np.int64)
-    length = dims[-1] if dims else 0
-    if length:
-        for row, at in zip(ids.reshape(-1, length), places.reshape(-1, length), strict=True):
-            starts = np.union1d([0], rng.integers(0, length, int(rng.integers(1, 4))))
-            row[:] = np.searchsorted(starts, np.arange(length), side="right") - 1
-            at[:] = np.arange(length) - starts[row]
-    return ids, places
-
-
-def _divides(size: Int) -> bool:
-    return any(a.kind in ("div", "mod") for a in size.atoms())
-
-
-def _least(size: Int, names: set[str], batch: int, wanted: int, given: Mapping[str, int] | None = None) -> int:
-    """The least value of dimensions with which a size that grows with them is as large as wanted, others as ``given``."""
-
-    def reaches(n: int) -> bool:
-        others = {**dict.fromkeys(size_names(size), batch), **(given or {})}
-        return evaluate(size, {**others, **dict.fromkeys(names, n)}) >= wanted
-
-    try:
-        high = 1
-        while not reaches(high):
-            high *= 2
-            if high > _LARGEST_INPUT:
-                return 1
-        low = high // 2
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if reaches(middle) else (middle, high)
-    except UnsupportedError:
-        return 1
-    return high
-
-
-def _behind(index: GraphIndex, tensors: frozenset[str], given: set[str]) -> frozenset[str]:
-    """The model inputs on whose data tensors depend."""
-    found: set[str] = set()
-    seen: set[str] = set()
-    pending = list(tensors)
-    while pending:
-        name = pending.pop()
-        if name in seen or not name:
-            continue
-        seen.add(name)
-        node = index.producer(name)
-        if name in given:
-            found.add(name)
-        elif node is not None and node.op_type != "Shape":
-            pending.extend(node.input)
-    return frozenset(found)
-
-
-def _table_rows(index: GraphIndex, symbolic: Symbolic, name: str) -> int | None:
-    """The rows of the smallest table that an input indexes, None if it indexes none."""
-    found: list[int] = []
-    pending, seen = [name], {name}
-    while pending:
-        tensor = pending.pop()
-        for node in index.consumers(tensor):
-            if node.op_type in ("Gather", "GatherElements") and len(node.input) > 1 and node.input[1] == tensor:
-                shape = symbolic.shape(node.input[0])
-                axis = next((a.i for a in node.attribute if a.name == "axis"), 0)
-                if shape is not None and shape[axis].constant is not None:
-                    found.append(shape[axis].constant or 1)
-            elif node.op_type in _THROUGH and node.output[0] not in seen:
-                seen.add(node.output[0])
-                pending.append(node.output[0])
-    return min(found) if found else None

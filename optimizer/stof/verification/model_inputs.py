@@ -1,20 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs on which the optimized model and the original are compared."""
+"""Inputs on which the optimized model and the original are compared: those that a user gives, and drawn ones."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 import onnx
 
+from stof.errors import InputsRefusedError, UnsupportedError
 from stof.execution.case import Case, Padding
+from stof.execution.given_inputs import GivenFeed
 from stof.execution.inputs import InputMaker
+from stof.execution.narrow_inputs import InputNarrower
 from stof.symbolic import Symbolic
+from stof.symbolic.algebra.sizes import evaluate
 
 BATCH_WITH_ALL_PADDING = 4  # rows of a batch, of which the last one is all padding
 _LENGTHS = (53, 9)
+_CHEAP_BYTES = 64 << 20  # of one site's scores, up to which a batch has more than two rows
+_FEW_TOKENS = 256  # that any model can be given
+_FLOATS = frozenset(
+    {onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16, onnx.TensorProto.DOUBLE}
+)
+_MOST_SHOWN = 12  # inputs of a message
 
 
 @dataclass(frozen=True)
@@ -27,6 +39,8 @@ class ModelInputs:
         maker: draws inputs.
         cases: sets of inputs, those most likely to expose errors first; long ones have at most so many tokens.
         may_carry_nan: whether NaN of queries without a key may spread further in the original than in the result.
+        given: sets of inputs of the user's, which come first.
+        shapes: the least and the largest size in use of dimensions, by name.
     """
 
     working: onnx.ModelProto
@@ -34,10 +48,131 @@ class ModelInputs:
     maker: InputMaker
     cases: Callable[[float], list[Case]]
     may_carry_nan: bool = False
+    given: tuple[GivenFeed, ...] = ()
+    shapes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+    @cached_property
+    def _narrower(self) -> InputNarrower:
+        return InputNarrower(self.maker)
+
+    def select_cases(self, tokens: float) -> list[Case]:
+        """The user's sets of inputs, then drawn ones with sizes in use and as many rows as are cheap.
+
+        Args:
+            tokens: how many a set may have.
+        """
+        given = [self._describe_given(feed) for feed in self.given]
+        if given and not self._can_draw():
+            return given
+        drawn = [self._limit_rows(self._limit_sizes(case), tokens) for case in self.cases(tokens)]
+        return [*given, *self._drop_repetitions(drawn)]
+
+    def _drop_repetitions(self, cases: Sequence[Case]) -> list[Case]:
+        """One case of each kind of inputs: where all sizes are fixed, lengths and padding may change nothing."""
+        maker = self.maker
+        is_padded = any(v.type.tensor_type.elem_type not in _FLOATS for v in maker.inputs)
+        is_padded = is_padded or bool(maker.pads or maker.switches)
+        found: dict[object, Case] = {}
+        for case in cases:
+            kind = tuple(sorted(maker.sizes(case).items())), case.counts, case.padding if is_padded else None
+            found.setdefault(kind, case)
+        return list(found.values())
+
+    def _can_draw(self) -> bool:
+        return all(self.symbolic.shape(value.name) is not None for value in self.maker.inputs)
+
+    def _limit_sizes(self, case: Case) -> Case:
+        """A case with the dimensions that the user has limited in their ranges."""
+        if not self.shapes:
+            return case
+        sizes = self.maker.sizes(case)
+        limited = {n: min(max(sizes[n], low), high) for n, (low, high) in self.shapes.items() if n in sizes}
+        changed = {n: size for n, size in limited.items() if size != sizes[n]}
+        # What is in range stays as it is, also where it was chosen to agree with what is not.
+        kept = {n: size for n, size in limited.items() if changed and n not in changed}
+        return replace(case, other=tuple({**kept, **dict(case.other), **changed}.items()))
+
+    def _limit_rows(self, case: Case, tokens: float) -> Case:
+        """A case with fewer rows where the scores of one site are large, or there are many tokens."""
+        least = 2 if case.padding is Padding.LEAST else 1
+        for batch in sorted({case.batch, 2, 1}, reverse=True):
+            tried = replace(case, batch=batch)
+            if least <= batch <= case.batch and (batch == least or self._is_cheap(tried, tokens)):
+                return tried
+        return case
+
+    def _is_cheap(self, case: Case, tokens: float) -> bool:
+        sizes = self.maker.sizes(case)
+        largest, longest = 0, 0
+        for shape in self.maker.dimensions.scores:
+            try:
+                dims = [evaluate(d, sizes) for d in shape]
+            except (UnsupportedError, ZeroDivisionError):
+                continue
+            largest = max(largest, 4 * math.prod(dims))
+            longest = max(longest, *dims[-2:]) if len(dims) > 1 else longest
+        affordable = case.batch * longest <= max(tokens, _FEW_TOKENS)
+        return affordable and (case.batch <= 2 or largest <= _CHEAP_BYTES)
+
+    def _describe_given(self, feed: GivenFeed) -> Case:
+        """The sizes of a user's inputs, and whether they are padded."""
+        sizes: dict[str, int] = {}
+        for name, array in feed.arrays.items():
+            for dim, size in zip(self.symbolic.shape(name) or (), array.shape, strict=False):
+                if dim.atom is not None and dim.atom.kind == "size":
+                    sizes.setdefault(str(dim.atom.args[0]), size)
+        batches = [n for name, n in sizes.items() if name in self.maker.dimensions.batch_names]
+        lengths = [n for name, n in sizes.items() if name not in self.maker.dimensions.batch_names]
+        masks = [n for n in self.maker.pads | set(self.maker.switches) if n in feed.arrays]
+        is_padded = bool(self.maker.counts) or any(np.ptp(feed.arrays[n]) for n in masks if feed.arrays[n].size)
+        padding = Padding.RIGHT if is_padded else Padding.NONE
+        return Case(
+            max(batches, default=1), max(lengths, default=1), padding, tuple(sizes.items()), given=feed.label
+        )  # fmt: skip
 
     def draw(self, cases: Sequence[Case]) -> list[dict[str, np.ndarray]]:
         """The inputs of each case, the same at each call."""
-        return [self.maker.draw(c, np.random.default_rng(i)) for i, c in enumerate(cases)]
+        given = {feed.label: feed.arrays for feed in self.given}
+        return [
+            dict(given[c.given]) if c.given else self.maker.draw(c, np.random.default_rng(i))
+            for i, c in enumerate(cases)
+        ]
+
+    def narrow(self, model: onnx.ModelProto, message: str, case: Case, feed: Mapping[str, np.ndarray]) -> Case | None:
+        """Draws other inputs from now on, going by a run that failed.
+
+        Args:
+            model: the one that did not run.
+            message: ONNX Runtime's.
+            case: the sizes of the inputs.
+            feed: the inputs.
+
+        Returns:
+            The case to draw in this one's place, None where nothing else is known to try.
+        """
+        if case.given:
+            return None
+        before = self.maker.sizes(case)
+        if not self._narrower.narrow(model, message, case, feed):
+            return None
+        changed = {n: size for n, size in self.maker.sizes(case).items() if size != before[n]}
+        return replace(case, other=tuple({**dict(case.other), **changed}.items()))
+
+    def explain_refusal(self, case: Case, feed: Mapping[str, np.ndarray], message: str) -> InputsRefusedError:
+        """The error for a model that runs on none of the inputs.
+
+        Args:
+            case: the inputs that were tried last.
+            feed: their arrays.
+            message: ONNX Runtime's.
+        """
+        shown = [_describe_array(name, feed[name]) for name in list(feed)[:_MOST_SHOWN]]
+        more = f"; and {len(feed) - len(shown)} more" if len(feed) > len(shown) else ""
+        return InputsRefusedError(
+            f"ONNX Runtime does not run the original on any inputs that stof drew. Tried {case}: {'; '.join(shown)}{more}. "
+            f"ONNX Runtime says: {message}. Give inputs that it runs on with --inputs FILE (.npz, a folder of "
+            "input_*.pb, or module:function), or use --no-verify; nothing was written"
+        )
 
     def padded_queries(self, case: Case, feed: Mapping[str, np.ndarray]) -> np.ndarray | None:
         """Which positions [B, S] are padding by all masks of that shape among the inputs; None where nothing says it."""
@@ -56,3 +191,12 @@ def default_inputs(model: onnx.ModelProto) -> ModelInputs:
 
 def _default_cases(tokens: float) -> list[Case]:
     return [Case(2 if 2 * length <= tokens else 1, length, Padding.NONE) for length in _LENGTHS]
+
+
+def _describe_array(name: str, array: np.ndarray) -> str:
+    """Name, type, shape and range."""
+    numbers = array[np.isfinite(array)] if array.dtype.kind == "f" else array
+    values = f" of {numbers.min():.4g} to {numbers.max():.4g}" if numbers.size and array.dtype.kind in "iuf" else ""
+    if array.dtype.kind in "iu" and array.size:
+        values = f" of {array.min()} to {array.max()}"
+    return f"{name!r} {array.dtype} {list(array.shape)}{values}"

@@ -16,6 +16,7 @@ from stof.errors import UnsupportedError
 from stof.execution.case import Case, Padding
 from stof.execution.inputs import InputMaker
 from stof.execution.ort_sessions import file_session
+from stof.execution.run_limits import free_memory
 from stof.execution.session_process import TimingLimits, release_sessions
 from stof.graph.external_data import external_files
 from stof.symbolic.algebra.sizes import evaluate
@@ -127,11 +128,11 @@ def _choose_case(inputs: ModelInputs, shapes: Mapping[str, tuple[int, int]], wei
     for length in _LENGTHS:
         other = tuple((name, min(max(low, length), high)) for name, (low, high) in shapes.items())
         case = Case(1, length, Padding.NONE, tuple((n, s) for n, s in other if s != length))
-        batch = math.prod(size for name, size in other if name in inputs.maker.batch_names)
+        batch = math.prod(size for name, size in other if name in inputs.maker.dimensions.batch_names)
         if length > tokens / batch and length != _LENGTHS[-1]:
             continue
         memory = _COPIES * weights + _SCORES * 4 * _score_elements(inputs.maker, case)
-        if memory <= _available_bytes() // 2:
+        if memory <= (free_memory() or 1 << 62) // 2  # 0: nothing tells:
             return case
     raise NotTimedError(f"two sessions need about {memory >> 20} MiB, more than half of the memory that is free")
 
@@ -140,18 +141,9 @@ def _score_elements(maker: InputMaker, case: Case) -> int:
     """Elements of the largest scores at a case; 0 where they are not known."""
     sizes = maker.sizes(case)
     found = [0]
-    for shape in maker.shapes:
+    for shape in maker.dimensions.scores:
         try:
             found.append(math.prod(evaluate(d, sizes) for d in shape))
         except (KeyError, UnsupportedError):
             continue
     return max(found)
-
-
-def _available_bytes() -> int:
-    """Memory that is free without swapping."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return 1 << 62
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), 1 << 62)

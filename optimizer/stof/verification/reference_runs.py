@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from stof.errors import ArgumentError
 from stof.execution.case import Case, Counts, Padding
 from stof.execution.ort_sessions import VerifiedSession
+from stof.execution.run_failure import parse_failure
 from stof.execution.run_limits import LimitReached
 from stof.execution.session_process import RuntimeFailure
 from stof.verification.model_inputs import BATCH_WITH_ALL_PADDING
@@ -72,7 +74,9 @@ def run_reference(verifier: Verifier, models: VerifiedModels, result: Verificati
     """Runs the cases for which there is time, the first and the last one always.
 
     Raises:
-        RuntimeFailure: when no case runs.
+        RuntimeFailure: when the original cannot be loaded.
+        InputsRefusedError: when no case runs.
+        ArgumentError: when inputs that the user gives do not run.
         LimitReached: when none runs in time, or in the memory that there is.
     """
     return _Reference(verifier, models, result).run()
@@ -90,6 +94,7 @@ class _Reference:
         self.outputs = [o.name for o in verifier.original.graph.output]
         self.captured: dict[str, np.ndarray] = {}
         self.seconds_per_byte = 0.0
+        self.has_loaded = False
 
     def run(self) -> ReferenceRuns:
         is_probed = self.models.probed is self.models.reference
@@ -104,14 +109,17 @@ class _Reference:
         ran: list[int] = []
         plain: list[list[np.ndarray]] = []
         failure: RuntimeFailure | None = None
+        refused = 0
         for i in range(len(self.verifier.cases)):
             if (self.limits.is_over() and limit is not None) or not self._is_affordable(i):
                 self._skip(i, "time")
                 continue
             try:
-                plain.append(self._run_case(session, i))
+                has_drawn = any(not self.verifier.cases[r].given for r in ran)
+                plain.append(self._run_redrawn(session, i, may_redraw=not has_drawn))
             except RuntimeFailure as error:  # stored masks limit the length from above, computed ones from below
-                failure = failure or error
+                if failure is None:
+                    failure, refused = error, i
                 continue
             except LimitReached as error:
                 limit = limit or error
@@ -119,7 +127,7 @@ class _Reference:
                 continue
             ran.append(i)
         if not ran and (failure or limit) is not None:
-            raise limit or failure  # type: ignore[misc]
+            raise limit or self._explain(refused, failure)
         return ReferenceRuns(ran, [self.feeds[i] for i in ran], plain, self.captured)
 
     def _make_probe(self) -> VerifiedSession:
@@ -152,6 +160,32 @@ class _Reference:
         self.verifier.cases[i] = case
         drawn = self.verifier.inputs.draw([case])[0]
         self.feeds[i] = {n: x.astype(self.feeds[i][n].dtype) for n, x in drawn.items()}
+
+    def _run_redrawn(self, session: CaseSession, i: int, may_redraw: bool) -> list[np.ndarray]:
+        """The outputs of a case, which is drawn otherwise as long as the original refuses its inputs."""
+        session.get()
+        self.has_loaded = True
+        while True:
+            try:
+                return self._run_case(session, i)
+            except RuntimeFailure as error:
+                case = self.verifier.cases[i]
+                if case.given:
+                    raise ArgumentError(f"inputs {case.given}: the model does not run on them: {error}") from error
+                inputs, model = self.verifier.inputs, self.models.reference
+                other = inputs.narrow(model, str(error), case, self.feeds[i]) if may_redraw else None
+                if other is None or self.limits.is_over():
+                    raise
+                self.verifier.cases[i] = other
+                for later in range(i, len(self.feeds)):
+                    self._draw(later, self.verifier.cases[later])
+
+    def _explain(self, i: int, failure: RuntimeFailure | None) -> Exception:
+        """The error for a case that does not run."""
+        assert failure is not None
+        if not self.has_loaded or not parse_failure(str(failure)).is_of_inputs:
+            return failure
+        return self.verifier.inputs.explain_refusal(self.verifier.cases[i], self.feeds[i], str(failure))
 
     def _run_case(self, session: CaseSession, i: int) -> list[np.ndarray]:
         until = self.limits.moment(_SHARE) if self.seconds_per_byte else self.limits.first_end

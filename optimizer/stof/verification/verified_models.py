@@ -12,8 +12,9 @@ import numpy as np
 import onnx
 from onnx import helper
 
-from stof.execution.case import Case
+from stof.execution.case import Counts
 from stof.execution.ort_sessions import Sessions, VerifiedSession
+from stof.execution.run_failure import parse_failure
 from stof.execution.session_process import RuntimeFailure
 from stof.execution.upcast import BF16, HALF, Twins, holds
 from stof.symbolic import Symbolic
@@ -66,7 +67,7 @@ class VerifiedModels:
             self._widen(scratch)
         is_original = verifier.inputs.working is verifier.original
         self.probed = self.reference if is_original else self.twin(verifier.inputs.working)
-        if self.probed is not self.reference and not self._runs(self.reference, self.feeds[0]):
+        if self.probed is not self.reference and not self._runs_redrawn():
             self._run_otherwise(result)
 
     def twin(self, model: onnx.ModelProto) -> onnx.ModelProto:
@@ -152,7 +153,7 @@ class VerifiedModels:
 
     def _run_otherwise(self, result: Verification) -> None:
         """Makes a reference that runs of an original that does not: on batches of one row, or with fused nodes expanded."""
-        single = [Case(1, c.length, c.padding) for c in self._verifier.cases]
+        single = [c if c.given else replace(c, batch=1, counts=Counts.USUAL) for c in self._verifier.cases]
         alone = [self.widen_feed(f) for f in self._verifier.inputs.draw(single)]
         if self._runs(self.reference, alone[0]):  # some fused nodes take a past with one row only
             self._verifier.cases, self.feeds = single, alone
@@ -160,10 +161,26 @@ class VerifiedModels:
             result.expanded = True
             self._source, self.reference = None, self.probed
 
+    def _runs_redrawn(self) -> bool:
+        """Whether the original runs on the first inputs, which are drawn otherwise where it refuses their numbers."""
+        inputs, cases = self._verifier.inputs, self._verifier.cases
+        while (error := self._refusal(self.reference, self.feeds[0])) is not None:
+            is_of_values = parse_failure(str(error)).is_of_values
+            other = inputs.narrow(self.reference, str(error), cases[0], self.feeds[0]) if is_of_values else None
+            if other is None:
+                return False
+            cases[0] = other
+            self.feeds = [self.widen_feed(f) for f in inputs.draw(cases)]
+        return True
+
     def _runs(self, model: onnx.ModelProto, feed: Mapping[str, np.ndarray]) -> bool:
         """Whether the runtime has every node of a model."""
+        return self._refusal(model, feed) is None
+
+    def _refusal(self, model: onnx.ModelProto, feed: Mapping[str, np.ndarray]) -> RuntimeFailure | None:
+        """What the runtime says about a model or its inputs; None where it runs."""
         try:
             self.sessions.make(model, optimized=False, library=False).run(None, feed)
-        except RuntimeFailure:
-            return False
-        return True
+        except RuntimeFailure as error:
+            return error
+        return None

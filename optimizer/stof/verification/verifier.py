@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -24,6 +25,7 @@ import onnx
 
 from stof.errors import VerifyError
 from stof.execution.case import Case, Padding
+from stof.execution.given_inputs import GivenFeed
 from stof.execution.ort_sessions import VerifiedSession
 from stof.execution.run_limits import LimitReached, RunLimits, show_bytes
 from stof.execution.upcast import TypedAttributes
@@ -62,6 +64,8 @@ class Verifier:
         limits: of time and memory.
         searches: whether to search for the sites that make outputs differ where no site does by itself.
         typed_attributes: of the operators that may be in the models.
+        given: sets of inputs of the user's.
+        shapes: the least and the largest size in use of dimensions, by name.
 
     Attributes:
         plan: estimates the cases.
@@ -78,6 +82,8 @@ class Verifier:
         limits: RunLimits,
         searches: bool = True,
         typed_attributes: TypedAttributes | None = None,
+        given: Sequence[GivenFeed] = (),
+        shapes: Mapping[str, tuple[int, int]] | None = None,
     ) -> None:
         self.original = original
         self.sites = tuple(sites)
@@ -85,9 +91,10 @@ class Verifier:
         self.searches = searches
         self.typed_attributes = typed_attributes or {}
         known = (s.checks.model_inputs() for s in sites)
-        self.inputs = next((i for i in known if i is not None), None) or default_inputs(original)
+        drawn = next((i for i in known if i is not None), None) or default_inputs(original)
+        self.inputs = replace(drawn, given=tuple(given), shapes=shapes or {})
         self.plan = CasePlan(self.inputs, limits)
-        wanted = self.inputs.cases(_affordable(original, limits.budget))
+        wanted = self.inputs.select_cases(_affordable(original, limits.budget))
         self.sliced = None if self.plan.has_room(wanted) else self._slice(wanted)
         self.cases, self.skipped = self.plan.select(wanted)
         needed = max((self.plan.needed_bytes(c) for c in self.cases), default=0)

@@ -77,7 +77,8 @@ class AttentionChecks(SiteChecks):
         added = frozenset(t.tensor for r in rewrites for t in r.mask.by_data if t.kind is TermKind.ADD)
         read = tensors_by_role((r.site, r.mask) for r in rewrites)
         fused = scopes[0].prepared.base.graph
-        self.inputs = InputMaker(self.working, self.symbolic, *read, added=added, fused=fused)
+        scores = [r.site.dims for r in scopes[0].rewrites(rewrites)] or None  # softmaxes of others state no lengths
+        self.inputs = InputMaker(self.working, self.symbolic, *read, added=added, fused=fused, scores=scores)
         self.may_carry_nan = any(r.mask.operands or r.mask.by_data for r in rewrites)
 
     def model_inputs(self) -> ModelInputs:

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Narrows what inputs are drawn from after ONNX Runtime has refused some."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import onnx
+
+from stof.execution.case import Case
+from stof.execution.input_uses import InputUse, find_inputs_behind
+from stof.execution.inputs import InputMaker
+from stof.execution.run_failure import RunFailure, parse_failure
+from stof.graph.index import GraphIndex, node_tensors
+
+_INDEXED = (InputUse.SLOT, InputUse.INDEX)
+
+
+class InputNarrower:
+    """Changes how an :class:`InputMaker` draws, going by failed runs.
+
+    Args:
+        maker: draws the inputs.
+        most: how often it may change.
+    """
+
+    def __init__(self, maker: InputMaker, most: int = 8) -> None:
+        self._maker = maker
+        self._left = most
+        self._numbers_tried: dict[str, int] = {}
+
+    def narrow(self, model: onnx.ModelProto, message: str, case: Case, feed: Mapping[str, np.ndarray]) -> bool:
+        """Changes what is drawn, and says whether anything was changed.
+
+        Args:
+            model: the one that did not run.
+            message: ONNX Runtime's.
+            case: the sizes of the inputs.
+            feed: the inputs.
+        """
+        if self._left <= 0:
+            return False
+        self._left -= 1
+        failure = parse_failure(message)
+        index = GraphIndex(model.graph)
+        nodes = _find_nodes(model.graph, failure)
+        names = self._find_integers(index, nodes, feed)
+        return (
+            (failure.is_of_values and self._narrow_ranges(failure, names, feed))
+            or self._narrow_sizes(failure, case)
+            or self._try_numbers(names or self._find_integers(index, model.graph.node, feed), case)
+        )
+
+    def _find_integers(
+        self, index: GraphIndex, nodes: Iterable[onnx.NodeProto], feed: Mapping[str, np.ndarray]
+    ) -> list[str]:
+        """The integer inputs behind nodes whose numbers are free: masks and numbers of keys are not."""
+        maker = self._maker
+        masks = maker.pads | set(maker.switches) | maker.counts
+        given = {n for n, x in feed.items() if x.dtype.kind in "iu" and x.size and n not in masks}
+        tensors = frozenset(t for node in nodes for t in node_tensors(node))
+        return sorted(find_inputs_behind(index, tensors, given))
+
+    def _narrow_ranges(self, failure: RunFailure, names: list[str], feed: Mapping[str, np.ndarray]) -> bool:
+        """Shrinks the ranges of the inputs that hold the number at fault, or lead to it."""
+        own = [n for n in names if failure.value is not None and failure.value in feed[n]]
+        changed = False
+        for name in own or names:
+            uses = [b.use for b in self._maker.uses.bounds(name)]
+            if not own and uses and not any(use in _INDEXED or use is InputUse.LENGTH for use in uses):
+                continue
+            found = _shrink(failure, feed[name], is_own=bool(own))
+            if found is not None and found != self._maker.narrowed.get(name):
+                self._maker.narrowed[name] = found
+                self._maker.numbers.pop(name, None)
+                changed = True
+        return changed
+
+    def _narrow_sizes(self, failure: RunFailure, case: Case) -> bool:
+        """Makes dimensions as large as what they have to agree with, or small enough for a table of positions."""
+        dimensions = self._maker.dimensions
+        sizes = self._maker.sizes(case)
+        free = {n: size for n, size in sizes.items() if n not in dimensions.batch_names and n not in dict(case.other)}
+        for one, other in failure.unequal:
+            for found, wanted in sorted([(one, other), (other, one)], reverse=True):
+                names = [n for n, size in free.items() if size == found]
+                if names and found > wanted:  # shorter cases stay as they are
+                    dimensions.most |= dict.fromkeys(names, wanted)
+                elif names:
+                    dimensions.fixed |= dict.fromkeys(names, wanted)
+                if names:
+                    return True
+        if failure.high is not None and failure.value is not None and failure.value > failure.high >= 0:
+            names = [n for n, size in free.items() if size > failure.high + 1]
+            dimensions.most |= dict.fromkeys(names, failure.high + 1)
+            return bool(names)
+        return False
+
+    def _try_numbers(self, names: list[str], case: Case) -> bool:
+        """Other numbers for inputs of which the graph says nothing: none, one, as many as positions or rows."""
+        numbers = list(dict.fromkeys((0, 1, case.length, case.batch)))
+        changed = False
+        for name in names:
+            place = self._numbers_tried.get(name, 0)
+            if place < len(numbers) and not any(b.use in _INDEXED for b in self._maker.uses.bounds(name)):
+                self._numbers_tried[name] = place + 1
+                self._maker.numbers[name] = numbers[place]
+                changed = True
+        return changed
+
+
+def _find_nodes(graph: onnx.GraphProto, failure: RunFailure) -> list[onnx.NodeProto]:
+    """The nodes that a failure may be of; subgraphs count as their node."""
+    named = [n for n in graph.node if failure.node and n.name == failure.node]
+    return named or [n for n in graph.node if n.op_type == failure.op]
+
+
+def _shrink(failure: RunFailure, values: np.ndarray, is_own: bool) -> tuple[int, int] | None:
+    """The range that is left of an input's values."""
+    least, most = int(values.min()), int(values.max())
+    value, low, high = failure.value, failure.low, failure.high
+    if value is not None and high is not None and value > high:
+        # Beside another number the excess is the same in both; what is multiplied is not that simple.
+        excess = value - high
+        found = least, high if is_own else most - excess if most - excess >= least else most // 2
+    elif value is not None and low is not None and value < low:
+        found = (low if is_own else least + low - value), most
+    elif high is not None and most > high:
+        found = least, high
+    elif value is not None and is_own and value > 0:
+        found = least, value - 1 if value == least else max(least, value // 2)
+    elif most > least or most > 0:
+        found = min(least, most // 2), most // 2
+    else:
+        return None
+    return max(0, min(found)), max(0, found[1])
