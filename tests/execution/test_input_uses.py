@@ -212,6 +212,48 @@ def test_indices_are_in_their_tables(name: str) -> None:
     assert len(set(values.tolist())) > 1
 
 
+# Of later opsets.
+_LATER = {
+    "positions of the standard's RotaryEmbedding": (
+        """(float[B, 2, S, 8] x, int64[B, S] i) => (float y) <float[64, 4] c, float[64, 4] s> {
+        y = RotaryEmbedding (x, c, s, i) }""",
+        23,
+        63,
+    ),
+    "where TensorScatter writes": (
+        "(float[B, 2, P, 4] x, float[B, 2, 3, 4] u, int64[B] i) => (float y) { y = TensorScatter (x, u, i) }",
+        24,
+        None,
+    ),
+    "where TensorScatter writes along another axis": (
+        "(float[B, 2, 4, P] x, float[B, 2, 4, 2] u, int64[B] i) => (float y) { y = TensorScatter <axis = -1> (x, u, i) }",
+        24,
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _LATER)
+def test_indices_of_later_operators(name: str) -> None:
+    graph, opset, most = _LATER[name]
+    model = with_tables(parse(graph, opset))
+    feeds = draw(model)
+    for feed in feeds:
+        run(model, feed)
+    values = np.concatenate([feed["i"].reshape(-1) for feed in feeds])
+    assert values.min() >= 0
+    assert len(set(values.tolist())) > 1
+    assert most is None or values.max() == most
+
+
+def test_the_total_length_of_grouped_queries_counts_past_and_new_keys() -> None:
+    model = parse("""(float[B, S, 16] q, float[B, S, 8] k, float[B, S, 8] v, float[B, 1, P, 8] pk, float[B, 1, P, 8] pv,
+        int32[B] seqlens, int32 total) => (float y, float nk, float nv) {
+        y, nk, nv = com.microsoft.GroupQueryAttention <num_heads = 2, kv_num_heads = 1> (q, k, v, pk, pv, seqlens, total) }""")
+    for feed in draw(model):
+        assert feed["total"] == feed["pk"].shape[2] + feed["k"].shape[1]
+
+
 @pytest.mark.parametrize("name", _SLOTS)
 def test_slots_are_in_range_and_differ(name: str) -> None:
     model = parse(_SLOTS[name])

@@ -66,6 +66,11 @@ class InputSizes:
         equal = {n for one, other in pairs if size_names(other) & behind for n in size_names(one)}
         return found | (alone - behind - equal)
 
+    @property
+    def changed_names(self) -> set[str]:
+        """Dimensions whose sizes failed runs have changed."""
+        return {*self.fixed, *self.most}
+
     def choose(self, case: Case) -> dict[str, int]:
         """Every dimension name at a case: leading ones are batches, all others lengths."""
         found: dict[str, int] = {}

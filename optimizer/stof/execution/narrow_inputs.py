@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 
 import numpy as np
 import onnx
 
+from stof.errors import UnsupportedError
 from stof.execution.case import Case
 from stof.execution.input_uses import InputUse, find_inputs_behind
 from stof.execution.inputs import InputMaker
 from stof.execution.run_failure import RunFailure, parse_failure
 from stof.graph.index import GraphIndex, node_tensors
+from stof.symbolic.algebra.sizes import evaluate
 
 _INDEXED = (InputUse.SLOT, InputUse.INDEX)
 
@@ -29,6 +32,7 @@ class InputNarrower:
         self._maker = maker
         self._left = most
         self._numbers_tried: dict[str, int] = {}
+        self._last_message = ""
 
     def narrow(self, model: onnx.ModelProto, message: str, case: Case, feed: Mapping[str, np.ndarray]) -> bool:
         """Changes what is drawn, and says whether anything was changed.
@@ -44,10 +48,12 @@ class InputNarrower:
         self._left -= 1
         failure = parse_failure(message)
         index = GraphIndex(model.graph)
-        nodes = _find_nodes(model.graph, failure)
+        nodes = self._find_nodes(model.graph, failure, self._maker.sizes(case))
         names = self._find_integers(index, nodes, feed)
+        # The same number again: it does not come from these inputs.
+        is_repeated, self._last_message = message == self._last_message, message
         return (
-            (failure.is_of_values and self._narrow_ranges(failure, names, feed))
+            (failure.is_of_values and not is_repeated and self._narrow_ranges(failure, names, feed))
             or self._narrow_sizes(failure, case)
             or self._try_numbers(names or self._find_integers(index, model.graph.node, feed), case)
         )
@@ -61,6 +67,24 @@ class InputNarrower:
         given = {n for n, x in feed.items() if x.dtype.kind in "iu" and x.size and n not in masks}
         tensors = frozenset(t for node in nodes for t in node_tensors(node))
         return sorted(find_inputs_behind(index, tensors, given))
+
+    def _find_nodes(
+        self, graph: onnx.GraphProto, failure: RunFailure, sizes: Mapping[str, int]
+    ) -> list[onnx.NodeProto]:
+        """The nodes that a failure may be of; subgraphs count as their node."""
+        named = [n for n in graph.node if failure.node and n.name == failure.node]
+        alike = named or [n for n in graph.node if n.op_type == failure.op]
+        if failure.low is None or failure.high is None or failure.low != -failure.high - 1:
+            return alike
+        # Of nodes without a name, those whose table has as many rows as the message says.
+        return [n for n in alike if failure.high + 1 in self._table_sizes(n, sizes)] or alike
+
+    def _table_sizes(self, node: onnx.NodeProto, sizes: Mapping[str, int]) -> set[int]:
+        found = set()
+        for dim in self._maker.symbolic.shape(node.input[0]) or ():
+            with contextlib.suppress(UnsupportedError, ZeroDivisionError):
+                found.add(evaluate(dim, sizes))
+        return found
 
     def _narrow_ranges(self, failure: RunFailure, names: list[str], feed: Mapping[str, np.ndarray]) -> bool:
         """Shrinks the ranges of the inputs that hold the number at fault, or lead to it."""
@@ -108,12 +132,6 @@ class InputNarrower:
                 self._maker.numbers[name] = numbers[place]
                 changed = True
         return changed
-
-
-def _find_nodes(graph: onnx.GraphProto, failure: RunFailure) -> list[onnx.NodeProto]:
-    """The nodes that a failure may be of; subgraphs count as their node."""
-    named = [n for n in graph.node if failure.node and n.name == failure.node]
-    return named or [n for n in graph.node if n.op_type == failure.op]
 
 
 def _shrink(failure: RunFailure, values: np.ndarray, is_own: bool) -> tuple[int, int] | None:

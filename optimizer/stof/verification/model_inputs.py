@@ -138,25 +138,24 @@ class ModelInputs:
             for i, c in enumerate(cases)
         ]
 
-    def narrow(self, model: onnx.ModelProto, message: str, case: Case, feed: Mapping[str, np.ndarray]) -> Case | None:
-        """Draws other inputs from now on, going by a run that failed.
+    def narrow(self, model: onnx.ModelProto, message: str, case: Case, feed: Mapping[str, np.ndarray]) -> bool:
+        """Draws other inputs from now on, going by a run that failed; False where nothing else is known to try.
 
         Args:
             model: the one that did not run.
             message: ONNX Runtime's.
             case: the sizes of the inputs.
             feed: the inputs.
-
-        Returns:
-            The case to draw in this one's place, None where nothing else is known to try.
         """
+        return not case.given and self._narrower.narrow(model, message, case, feed)
+
+    def restate(self, case: Case) -> Case:
+        """The case that names the sizes which failed runs have changed."""
         if case.given:
-            return None
-        before = self.maker.sizes(case)
-        if not self._narrower.narrow(model, message, case, feed):
-            return None
-        changed = {n: size for n, size in self.maker.sizes(case).items() if size != before[n]}
-        return replace(case, other=tuple({**dict(case.other), **changed}.items()))
+            return case
+        sizes, changed = self.maker.sizes(case), self.maker.dimensions.changed_names
+        stated = {name: sizes[name] for name in sorted(changed & set(sizes)) if sizes[name] != case.length}
+        return replace(case, other=tuple({**dict(case.other), **stated}.items()))
 
     def explain_refusal(self, case: Case, feed: Mapping[str, np.ndarray], message: str) -> InputsRefusedError:
         """The error for a model that runs on none of the inputs.

@@ -173,12 +173,11 @@ class _Reference:
                 if case.given:
                     raise ArgumentError(f"inputs {case.given}: the model does not run on them: {error}") from error
                 inputs, model = self.verifier.inputs, self.models.reference
-                other = inputs.narrow(model, str(error), case, self.feeds[i]) if may_redraw else None
-                if other is None or self.limits.is_over():
+                may_redraw = may_redraw and not self.limits.is_over()
+                if not may_redraw or not inputs.narrow(model, str(error), case, self.feeds[i]):
                     raise
-                self.verifier.cases[i] = other
                 for later in range(i, len(self.feeds)):
-                    self._draw(later, self.verifier.cases[later])
+                    self._draw(later, inputs.restate(self.verifier.cases[later]))
 
     def _explain(self, i: int, failure: RuntimeFailure | None) -> Exception:
         """The error for a case that does not run."""

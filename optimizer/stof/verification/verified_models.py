@@ -166,10 +166,9 @@ class VerifiedModels:
         inputs, cases = self._verifier.inputs, self._verifier.cases
         while (error := self._refusal(self.reference, self.feeds[0])) is not None:
             is_of_values = parse_failure(str(error)).is_of_values
-            other = inputs.narrow(self.reference, str(error), cases[0], self.feeds[0]) if is_of_values else None
-            if other is None:
+            if not is_of_values or not inputs.narrow(self.reference, str(error), cases[0], self.feeds[0]):
                 return False
-            cases[0] = other
+            cases[:] = [inputs.restate(c) for c in cases]
             self.feeds = [self.widen_feed(f) for f in inputs.draw(cases)]
         return True
 
