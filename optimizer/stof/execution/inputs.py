@@ -95,6 +95,9 @@ class InputMaker:
         # Sizes that strides and windows make; others are made to agree one by one.
         self.whole = [p for p in symbolic.equalities if _divides(p[0]) or _divides(p[1])]
         self.batch_names = self._batch_names()
+        sized = {a.args[0] for pair in symbolic.equalities for size in pair for a in size.atoms() if a.kind == "read"}
+        # Numbers of keys of which a graph takes the largest as the length of its masks.
+        self.longest = _behind(index, frozenset(map(str, sized)), given) & self.counts
 
     def _batch_names(self) -> set[str]:
         """Dimensions that lead: of a vector, unless others have it behind their batch, or it is equal to such lengths."""
@@ -228,6 +231,8 @@ class InputMaker:
         """Numbers of keys, of which there are ``most``; or flags."""
         counts = np.asarray(rng.integers(min(1, most), most, dims, endpoint=True))
         flat = counts.reshape(-1)
+        if name in self.longest:
+            flat[:1] = most
         flat[2:3] = min(1, most)  # a third row has one key, as with padding
         if case.padding is Padding.LEAST:
             flat[:] = most

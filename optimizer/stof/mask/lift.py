@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -114,11 +114,12 @@ def _lift(symbolic: Symbolic, site: AttentionSite, as_bias: Collection[MaskTerm]
     operands: dict[str, RuntimeOperand] = {}
     names = GraphNames(
         _size_names(site),
-        lambda tensor, indices, boolean: bind_operand(symbolic, operands, tensor, indices, boolean),
+        lambda tensor, indices, boolean: bind_operand(symbolic, operands, tensor, indices, boolean, site.dims[3]),
         lambda name: _table(symbolic, tables, name),
     )
     expression = to_expression(allowed, names)
     notes = [t.note for t in terms if t.note is not None]
+    notes += _notes_of_longest(symbolic, site, operands)
     fills = [f for t in terms for f in t.fills]
     has_bias = any(t.stays_bias for t in terms)
     if has_bias and any(math.isfinite(f) for f in fills):
@@ -136,6 +137,21 @@ def _lift(symbolic: Symbolic, site: AttentionSite, as_bias: Collection[MaskTerm]
         family=describe(expression),
         notes=tuple(notes),
     )
+
+
+def _notes_of_longest(
+    symbolic: Symbolic, site: AttentionSite, operands: Mapping[str, RuntimeOperand]
+) -> list[MaskNote]:
+    """A note where the graph makes a mask as long as the largest of the numbers of keys.
+
+    Such a mask of another length does not run, but for the length 1, which broadcasts.
+    """
+    lasts = [shape[-1] for t in site.terms if (shape := symbolic.shape(t.tensor))]
+    if "lengths" not in operands or not any(a.kind == "read" for last in lasts for a in last.atoms()):
+        return []
+    tensor = operands["lengths"].tensor
+    text = f"the largest number in {tensor} is taken to be the number of keys: the graph makes its mask of that length"
+    return [MaskNote(NoteReason.LONGEST_IS_ALL, text, tensor)]
 
 
 def _table(symbolic: Symbolic, derived: dict[str, np.ndarray], name: str) -> np.ndarray:
@@ -209,7 +225,9 @@ def _lift_term(symbolic: Symbolic, site: AttentionSite, term: MaskTerm, tables: 
     if found.allowed == TRUE:
         return found
     names = GraphNames(
-        _size_names(site), lambda *read: bind_operand(symbolic, {}, *read), lambda n: _table(symbolic, tables, n)
+        _size_names(site),
+        lambda tensor, at, boolean: bind_operand(symbolic, {}, tensor, at, boolean, site.dims[3]),
+        lambda n: _table(symbolic, tables, n),
     )
     try:
         to_expression(_domain(site).simplify(found.allowed), names)
