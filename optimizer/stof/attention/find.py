@@ -13,7 +13,7 @@ import onnx
 from stof.attention.layouts import OperandLayout, layout_candidates
 from stof.attention.limits import element_types, largest_head_size
 from stof.attention.move_paths import ONE
-from stof.attention.other_softmaxes import explain_other_softmax
+from stof.attention.other_softmaxes import explain_other_softmax, name_default_inputs
 from stof.attention.scores import Scores, ScoreWalk
 from stof.attention.shape_sources import ShapeSources
 from stof.attention.sinks import Sink, find_sink
@@ -78,7 +78,8 @@ def find_sites(
             # Later sites must read this result, or nothing would need the node that writes it.
             index.materialized |= {site.output}
         except UnsupportedError as error:
-            reason = explain_other_softmax(index, symbolic, softmax.node) or str(error)
+            reason = explain_other_softmax(index, symbolic, softmax.node)
+            reason = reason or f"{error}{name_default_inputs(index, softmax.node)}"
             findings.append(Finding(name, False, reason, {"softmax": weights}))
     if softmaxes is None:
         findings.extend(_find_in_functions(model, names))

@@ -6,12 +6,14 @@ Asked only after matching has failed: a layout or a mask that is not supported m
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import onnx
 
 from stof.graph.index import GraphIndex, describe, is_standard
 from stof.symbolic import Symbolic
+from stof.symbolic.tensor import SMALL
 
 _MOST_NODES = 64  # of a walk: scores are a few nodes away from their product
 _PRODUCTS = frozenset({"MatMul", "Gemm", "FusedMatMul", "Einsum", "Conv", "FusedConv", "ConvTranspose", "ConvInteger"})
@@ -86,6 +88,36 @@ def explain_other_softmax(index: GraphIndex, symbolic: Symbolic, softmax: onnx.N
     return None
 
 
+def name_default_inputs(index: GraphIndex, softmax: onnx.NodeProto) -> str:
+    """Words on the small initializers near a softmax that are also graph inputs; empty where there are none.
+
+    A caller may override them, so that shapes, axes and scales which they hold are not known.
+    """
+    found: dict[str, None] = {}
+    pending, seen = [*softmax.output, *softmax.input], set[str]()
+    while pending and len(seen) < _MOST_NODES:
+        name = pending.pop(0)
+        if name in seen:
+            continue
+        seen.add(name)
+        tensor = index.initializers.get(name)
+        if tensor is not None and name in index.inputs and math.prod(tensor.dims) <= SMALL:
+            found[name] = None
+        node = index.producer(name)
+        pending.extend(node.input if node is not None else ())
+        if name == softmax.output[0]:
+            pending.extend(n for user in index.consumers(name) for n in (*user.input, *user.output))
+    if not found:
+        return ""
+    first, *others = found
+    if others:
+        return (
+            f"; the initializers {first!r} and {len(others)} more are among the graph's inputs, where a caller may override "
+            "them: remove them from the inputs"
+        )
+    return f"; the initializer {first!r} is among the graph's inputs, where a caller may override it: remove it from the inputs"
+
+
 def _quantizes_weights(index: GraphIndex, tensor: str) -> onnx.NodeProto | None:
     """The node that turns the weights into integers, where one does."""
     users = index.consumers(tensor)
@@ -144,4 +176,4 @@ def _is_weight(index: GraphIndex, symbolic: Symbolic, tensor: str) -> bool:
         tensor = node.input[0]
     if node is not None:
         return node.op_type in ("Constant", "ConstantOfShape") or symbolic.constant(tensor) is not None
-    return tensor in index.constants
+    return tensor in index.initializers

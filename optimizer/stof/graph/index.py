@@ -45,9 +45,9 @@ class GraphIndex:
         self.captured = {name for node in graph.node if node.attribute for name in captured_tensors(node)}
 
     @cached_property
-    def constants(self) -> set[str]:
-        """The initializers that no caller can override."""
-        return {t.name for t in self.graph.initializer} - self.inputs
+    def initializers(self) -> dict[str, onnx.TensorProto]:
+        """The graph's initializers by name; those among its inputs are defaults, which a caller may override."""
+        return {t.name: t for t in self.graph.initializer}
 
     def producer(self, tensor: str) -> onnx.NodeProto | None:
         """The node that writes a tensor."""
