@@ -200,12 +200,15 @@ def element_of_pair(tensor: SymTensor, site: AttentionSite, term: MaskTerm) -> I
 
 
 def weaker_terms(symbolic: Symbolic, site: AttentionSite) -> list[MaskTerm]:
-    """Tensors [.., 1, T] that forbid less than another mask does: -10000 for padding beside -inf for later keys.
+    """Tensors that give fully masked rows the graph's result as biases, where the expression forbids the rest.
 
-    A fully masked query attends to the keys that only these tensors forbid. As biases they give that result.
+    Either [.., 1, T] that forbid less than another mask does: -10000 for padding beside -inf for later keys. A fully masked
+    query attends to the keys that only these tensors forbid.
+    Or, where another mask replaces scores by the lowest number, those that add it: both together are -inf.
     """
-    found = []
+    found, lowest = [], []
     strongest = 0.0
+    replaces = False
     for term in site.terms:
         try:
             fills = read_term(symbolic, site, term, {}).fills
@@ -216,7 +219,14 @@ def weaker_terms(symbolic: Symbolic, site: AttentionSite) -> list[MaskTerm]:
         is_row = len(shape) >= 2 and all(d.constant == 1 for d in shape[1:-1])
         if term.kind is TermKind.ADD and is_row and fills and min(fills) > ABSORBING:
             found.append(term)
-    return found if strongest <= ABSORBING else []
+        is_lowest = bool(fills) and math.isfinite(min(fills)) and max(fills) <= ABSORBING
+        if term.kind is not TermKind.ADD:
+            replaces |= is_lowest
+        elif is_lowest:
+            lowest.append(term)
+    if found and strongest <= ABSORBING:
+        return found
+    return lowest if replaces else []
 
 
 def _lift_term(symbolic: Symbolic, site: AttentionSite, term: MaskTerm, tables: dict[str, np.ndarray]) -> _TermMask:
