@@ -97,7 +97,7 @@ REFUSED = {
         "float[B,7] x",
         "float[B,7] out",
         "out = Softmax (x)",
-        "rank 2",
+        "no attention but a classifier: the scores are rows of one matrix",
     ),
     "a gate over experts": (
         "float[B,S,7] x, float[7,8] w",

@@ -96,4 +96,42 @@ def test_initializers_among_the_inputs(version: int, tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"  # defaults that a caller may override: the scale is not known
     onnx.save(model, path)
     report = stof.optimize(path, tmp_path / "out.onnx")
-    assert not any(s.replaced for s in report.sites)
+    (site,) = report.sites
+    assert not site.replaced
+    assert "among the graph's inputs, where a caller may override" in site.reason
+
+
+def test_one_default_is_named_and_a_large_one_is_no_cause(tmp_path: Path) -> None:
+    model = _model()
+    scale = next(t for t in model.graph.initializer if t.name == "lowest")
+    model.graph.input.append(helper.make_tensor_value_info(scale.name, scale.data_type, scale.dims))
+    path = tmp_path / "model.onnx"
+    onnx.save(model, path)
+    (site,) = stof.optimize(path, tmp_path / "out.onnx").sites
+    assert not site.replaced
+    assert "the initializer 'lowest' is among the graph's inputs" in site.reason
+
+
+def test_weights_among_the_inputs_are_still_replaced_around(tmp_path: Path) -> None:
+    model = _model()
+    table = numpy_helper.from_array(np.ones((4, 8, 8), np.float32), "table")
+    model.graph.initializer.append(table)
+    model.graph.input.append(helper.make_tensor_value_info("table", table.data_type, table.dims))
+    for node in model.graph.node:
+        for i, name in enumerate(node.input):
+            if name == "v":
+                node.input[i] = "turned"
+    model.graph.node.insert(0, helper.make_node("MatMul", ["v", "table"], ["turned"]))
+    _check(model, tmp_path)
+
+
+def test_a_classifier_of_such_weights_is_called_one(tmp_path: Path) -> None:
+    model = onnx.parser.parse_model(
+        """<ir_version: 8, opset_import: ["" : 18]>
+        g (float[B, S, 8] x, float[8, 5] w) => (float[B, S, 5] y) { s = MatMul (x, w)  y = Softmax <axis = -1> (s) }"""
+    )
+    model.graph.initializer.append(numpy_helper.from_array(np.ones((8, 5), np.float32), "w"))
+    path = tmp_path / "model.onnx"
+    onnx.save(model, path)
+    (site,) = stof.optimize(path, tmp_path / "out.onnx").sites
+    assert site.reason == "no attention but a classifier: the scores are a product with the weight 'w'"

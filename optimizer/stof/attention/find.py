@@ -13,6 +13,7 @@ import onnx
 from stof.attention.layouts import OperandLayout, layout_candidates
 from stof.attention.limits import element_types, largest_head_size
 from stof.attention.move_paths import ONE
+from stof.attention.other_softmaxes import explain_other_softmax, name_default_inputs
 from stof.attention.scores import Scores, ScoreWalk
 from stof.attention.shape_sources import ShapeSources
 from stof.attention.sinks import Sink, find_sink
@@ -77,7 +78,9 @@ def find_sites(
             # Later sites must read this result, or nothing would need the node that writes it.
             index.materialized.add(site.output)
         except UnsupportedError as error:
-            findings.append(Finding(name, False, str(error), {"softmax": weights}))
+            reason = explain_other_softmax(index, symbolic, softmax.node)
+            reason = reason or f"{error}{name_default_inputs(index, softmax.node)}"
+            findings.append(Finding(name, False, reason, {"softmax": weights}))
     if softmaxes is None:
         findings.extend(_find_in_functions(model, names))
     return sites, findings
@@ -107,9 +110,10 @@ def _match_site(
     sink = find_sink(index, symbolic, softmax)
     start = softmax.input[0] if sink is None else sink.scores
     shape = symbolic.shape(start)
-    if shape is None or len(shape) not in (3, 4, 5):
-        rank = "unknown rank" if shape is None else f"rank {len(shape)}"
-        raise UnsupportedError(f"the softmax works on a tensor of {rank}, expected [B, H, S, T] or [B*H, S, T]")
+    if shape is None:
+        raise UnsupportedError("the shape of the scores is unknown")
+    if len(shape) not in (3, 4, 5):
+        raise UnsupportedError(f"the scores have {len(shape)} axes, expected batch, heads, queries and keys")
     axis = next((a.i for a in softmax.attribute if a.name == "axis"), -1)
     if axis % len(shape) != len(shape) - 1:
         raise UnsupportedError(f"the softmax runs along axis {axis}, expected the last")

@@ -18,6 +18,7 @@ from stof.mask.site import EmptyRows, Layout
 from stof.mask.to_onnx import ScoreSizes
 
 OP = "StofAttention"
+_CAST_LIKE = 15  # the first opset with the operator
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def make_attention_function(variants: Sequence[Variant], opset: int, lse: bool =
     slots = len(variants[0].roles)
     inputs = ["query", "key", "value", *[f"operand{i}" for i in range(slots)]]
     dtypes = {v.dtype for v in variants}
-    if len(dtypes) > 1 and opset < 15:
+    if len(dtypes) > 1 and opset < _CAST_LIKE:
         raise UnsupportedError(f"sites of different element types need opset 15 for their function body, found {opset}")
     frame = _Frame(variants[0].layouts, variants[0].grouped, dtypes.pop() if len(dtypes) == 1 else None, opset)
     scores = frame.scores()
@@ -193,7 +194,7 @@ class _Frame:
         """Nodes that write ``output`` from weights [B, H, S, T]."""
         b = self.builder
         tensor = b.add("MatMul", [weights, self.value])
-        if self.dtype is None:
+        if self.dtype is None or b.opset >= _CAST_LIKE:  # a converter to fp16 changes the types around a call
             tensor = b.add("CastLike", [tensor, "query"])
         elif self.dtype != TensorProto.FLOAT:
             tensor = b.add("Cast", [tensor], to=self.dtype)

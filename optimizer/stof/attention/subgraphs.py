@@ -84,11 +84,12 @@ def _attention_subgraphs(
                 own = (*path, (node.output[0], attribute.name, j))
                 if any(is_softmax(n) or is_fused(n) for n in inner.node):
                     yield own, f"{attribute.name} of {describe(node)}", before, inner
+                names = _own_names(inner)
                 inside = _OuterGraphs(
                     before.nodes,
-                    (*before.inputs, *inner.input),
-                    (*before.initializers, *inner.initializer),
-                    (*before.infos, *inner.value_info),
+                    (*(i for i in before.inputs if i.name not in names), *inner.input),
+                    (*(t for t in before.initializers if t.name not in names), *inner.initializer),
+                    (*(v for v in before.infos if v.name not in names), *inner.value_info),
                 )
                 yield from _attention_subgraphs(inner, inside, own)
 
@@ -118,6 +119,12 @@ def _search_subgraph(
     )
     own = {o for n in graph.node for o in n.output}
     left = [f for f in prepared.findings if f.details.get("output") in own]
+    hidden = sorted(_own_names(graph) & {name for n in flat.graph.node[:outer_count] for name in node_tensors(n)})
+    if hidden:
+        reason = f"{description} has a tensor {hidden[0]!r}, as a graph around it has, on which it depends, too"
+        findings = [Finding(f.site, False, reason, f.details) for f in findings]
+        findings += [Finding(s.name, False, reason, {"softmax": s.softmax}) for s in sites]
+        sites = []
     return Scope(path, description, prepared, outer_count, symbolic, tuple(sites), (*left, *findings))
 
 
@@ -127,8 +134,13 @@ def _first_inner_node(prepared: WorkingCopy, outer_count: int) -> int:
 
 
 def _flatten(base: onnx.ModelProto, around: _OuterGraphs, graph: onnx.GraphProto) -> tuple[onnx.ModelProto, int]:
-    """The subgraph as a model of its own, and how many of its first nodes belong to outer graphs."""
+    """The subgraph as a model of its own, and how many of its first nodes belong to outer graphs.
+
+    Its own names hide outer ones: the decoder of a search has inputs that are called like those of the model.
+    """
+    own = _own_names(graph)
     read = {n for node in graph.node for n in node_tensors(node)} | {o.name for o in graph.output}
+    read -= own
     outer: list[onnx.NodeProto] = []
     for node in reversed(around.nodes):
         if read & set(node.output):
@@ -139,11 +151,18 @@ def _flatten(base: onnx.ModelProto, around: _OuterGraphs, graph: onnx.GraphProto
     result.functions.extend(base.functions)
     result.graph.name = graph.name or "subgraph"
     result.graph.node.extend([*outer, *graph.node])
-    result.graph.input.extend([*around.inputs, *graph.input])
-    result.graph.initializer.extend(t for t in (*around.initializers, *graph.initializer) if t.name in read)
-    result.graph.value_info.extend([*around.infos, *graph.value_info])
+    result.graph.input.extend([*(i for i in around.inputs if i.name not in own), *graph.input])
+    result.graph.initializer.extend(t for t in around.initializers if t.name in read - own)
+    result.graph.initializer.extend(graph.initializer)
+    result.graph.value_info.extend([*(v for v in around.infos if v.name not in own), *graph.value_info])
     result.graph.output.extend(graph.output)
     return result, len(outer)
+
+
+def _own_names(graph: onnx.GraphProto) -> set[str]:
+    """The tensors that a graph itself gives a name."""
+    named = {v.name for v in (*graph.input, *graph.initializer)}
+    return named | {o for n in graph.node for o in n.output if o}
 
 
 def emit_scopes(scopes: Sequence[Scope], rewrites: Sequence[Rewrite]) -> onnx.ModelProto:

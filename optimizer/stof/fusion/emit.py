@@ -23,6 +23,7 @@ from stof.symbolic import Symbolic
 from stof.symbolic.dimension_names import declared_dim
 
 GEMM = "StofGemm"
+_FLOATS = frozenset({onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16})
 
 # description, input types, output types
 ChainSignature = tuple[str, tuple[int, ...], tuple[int, ...]]
@@ -109,7 +110,8 @@ def emit_chains(
         if tensorrt:
             calls = [made[c.region.node_indices[-1]] for c in group]
             result.graph.value_info.extend(complete_calls(calls, dtypes, len(branches)))
-        functions.append(make_function(branches, dtypes, inputs, opset, op, number, tensorrt))
+        likes = [None if tensorrt else _find_input_of_type(group, symbolic, d) for d in dtypes]
+        functions.append(make_function(branches, dtypes, inputs, opset, op, number, tensorrt, likes))
     gone = {p for c in chains for p in c.region.node_indices}
     indices = [i for i in range(len(nodes)) if i in made or i not in gone]
     kept = [made.get(i) or _redirect_shape(nodes[i], shape_substitutes or {}) for i in indices]
@@ -132,6 +134,16 @@ def _declare(graph: onnx.GraphProto, symbolic: Symbolic, chains: Sequence[FusedC
             if name not in known:
                 shape = [declared_dim(d) for d in symbolic.shape(name) or ()]
                 graph.value_info.append(helper.make_tensor_value_info(name, dtype, shape))
+
+
+def _find_input_of_type(chains: Sequence[FusedChain], symbolic: Symbolic, dtype: int) -> int | None:
+    """The first input that has a float type in all chains; None where there is none."""
+    if dtype not in _FLOATS:
+        return None
+    for i in range(min(len(c.inputs) for c in chains)):
+        if all(symbolic.dtype(c.inputs[i]) == dtype for c in chains):
+            return i
+    return None
 
 
 def _redirect_shape(node: onnx.NodeProto, substitutes: Mapping[str, str]) -> onnx.NodeProto:

@@ -20,6 +20,7 @@ from stof.symbolic import Int, Symbolic
 OP = "StofChain"
 _FLOAT = int(TensorProto.FLOAT)
 _WITH_SHAPE_INPUT = frozenset({"Reshape", "Expand"})
+_CAST_LIKE = 15  # the first opset with the operator
 _LARGEST_CONSTANT = 4096  # elements of axes, sizes and numbers
 
 
@@ -202,6 +203,7 @@ def make_function(
     op: str = OP,
     number: str = "chain_id",
     bits: bool = False,
+    likes: Sequence[int | None] = (),
 ) -> onnx.FunctionProto:
     """The local function of an operator, ``stof::StofChain``; an attribute selects a branch.
 
@@ -214,6 +216,8 @@ def make_function(
         number: the attribute that selects a branch.
         bits: select by the number's bits, each an attribute of its own (:func:`bits_of`). TensorRT's parser reads them as
             constant conditions and skips the other branches, in which the shapes of a call would not fit.
+        likes: for each output an input of its type in all calls, None where there is none. The output is cast to the type
+            of that input, so that a model loads after its conversion to fp16.
     """
     nodes: list[onnx.NodeProto] = []
     chosen: list[str] = []
@@ -237,7 +241,10 @@ def make_function(
     results = _select_branch(branches, 0, len(branches), chosen if bits else "".join(chosen), dtypes, builder)
     nodes += builder.nodes
     outputs = [f"y{i}" for i in range(len(dtypes))]
-    nodes += [helper.make_node("Identity", [r], [y], name=y) for r, y in zip(results, outputs, strict=True)]
+    for i, (result, output) in enumerate(zip(results, outputs, strict=True)):
+        like = likes[i] if likes and opset >= _CAST_LIKE else None
+        op_type, given = ("Identity", [result]) if like is None else ("CastLike", [result, names[like]])
+        nodes.append(helper.make_node(op_type, given, [output], name=output))
     attributes = [c.removesuffix("_value") for c in chosen]
     return helper.make_function(DOMAIN, op, names, outputs, nodes, [helper.make_opsetid("", opset)], attributes)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 
 import onnx
 
@@ -42,6 +43,11 @@ class GraphIndex:
                     self._consumers[name].append(node)
         # Subgraphs of If and Loop read outer tensors without naming them as inputs.
         self.captured = {name for node in graph.node if node.attribute for name in captured_tensors(node)}
+
+    @cached_property
+    def initializers(self) -> dict[str, onnx.TensorProto]:
+        """The graph's initializers by name; those among its inputs are defaults, which a caller may override."""
+        return {t.name: t for t in self.graph.initializer}
 
     def producer(self, tensor: str) -> onnx.NodeProto | None:
         """The node that writes a tensor."""

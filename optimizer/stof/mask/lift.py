@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -114,11 +114,12 @@ def _lift(symbolic: Symbolic, site: AttentionSite, as_bias: Collection[MaskTerm]
     operands: dict[str, RuntimeOperand] = {}
     names = GraphNames(
         _size_names(site),
-        lambda tensor, indices, boolean: bind_operand(symbolic, operands, tensor, indices, boolean),
+        lambda tensor, indices, boolean: bind_operand(symbolic, operands, tensor, indices, boolean, site.dims[3]),
         lambda name: _table(symbolic, tables, name),
     )
     expression = to_expression(allowed, names)
     notes = [t.note for t in terms if t.note is not None]
+    notes += _notes_of_longest(symbolic, site, operands)
     fills = [f for t in terms for f in t.fills]
     has_bias = any(t.stays_bias for t in terms)
     if has_bias and any(math.isfinite(f) for f in fills):
@@ -136,6 +137,21 @@ def _lift(symbolic: Symbolic, site: AttentionSite, as_bias: Collection[MaskTerm]
         family=describe(expression),
         notes=tuple(notes),
     )
+
+
+def _notes_of_longest(
+    symbolic: Symbolic, site: AttentionSite, operands: Mapping[str, RuntimeOperand]
+) -> list[MaskNote]:
+    """A note where the graph makes a mask as long as the largest of the numbers of keys.
+
+    Such a mask of another length does not run, but for the length 1, which broadcasts.
+    """
+    lasts = [shape[-1] for t in site.terms if (shape := symbolic.shape(t.tensor))]
+    if "lengths" not in operands or not any(a.kind == "read" for last in lasts for a in last.atoms()):
+        return []
+    tensor = operands["lengths"].tensor
+    text = f"the largest number in {tensor} is taken to be the number of keys: the graph makes its mask of that length"
+    return [MaskNote(NoteReason.LONGEST_IS_ALL, text, tensor)]
 
 
 def _table(symbolic: Symbolic, derived: dict[str, np.ndarray], name: str) -> np.ndarray:
@@ -184,12 +200,15 @@ def element_of_pair(tensor: SymTensor, site: AttentionSite, term: MaskTerm) -> I
 
 
 def weaker_terms(symbolic: Symbolic, site: AttentionSite) -> list[MaskTerm]:
-    """Tensors [.., 1, T] that forbid less than another mask does: -10000 for padding beside -inf for later keys.
+    """Tensors that give fully masked rows the graph's result as biases, where the expression forbids the rest.
 
-    A fully masked query attends to the keys that only these tensors forbid. As biases they give that result.
+    Either [.., 1, T] that forbid less than another mask does: -10000 for padding beside -inf for later keys. A fully masked
+    query attends to the keys that only these tensors forbid.
+    Or, where another mask replaces scores by the lowest number, those that add it: both together are -inf.
     """
-    found = []
+    found, lowest = [], []
     strongest = 0.0
+    replaces = False
     for term in site.terms:
         try:
             fills = read_term(symbolic, site, term, {}).fills
@@ -200,7 +219,14 @@ def weaker_terms(symbolic: Symbolic, site: AttentionSite) -> list[MaskTerm]:
         is_row = len(shape) >= 2 and all(d.constant == 1 for d in shape[1:-1])
         if term.kind is TermKind.ADD and is_row and fills and min(fills) > ABSORBING:
             found.append(term)
-    return found if strongest <= ABSORBING else []
+        is_lowest = bool(fills) and math.isfinite(min(fills)) and max(fills) <= ABSORBING
+        if term.kind is not TermKind.ADD:
+            replaces |= is_lowest
+        elif is_lowest:
+            lowest.append(term)
+    if found and strongest <= ABSORBING:
+        return found
+    return lowest if replaces else []
 
 
 def _lift_term(symbolic: Symbolic, site: AttentionSite, term: MaskTerm, tables: dict[str, np.ndarray]) -> _TermMask:
@@ -209,7 +235,9 @@ def _lift_term(symbolic: Symbolic, site: AttentionSite, term: MaskTerm, tables: 
     if found.allowed == TRUE:
         return found
     names = GraphNames(
-        _size_names(site), lambda *read: bind_operand(symbolic, {}, *read), lambda n: _table(symbolic, tables, n)
+        _size_names(site),
+        lambda tensor, at, boolean: bind_operand(symbolic, {}, tensor, at, boolean, site.dims[3]),
+        lambda n: _table(symbolic, tables, n),
     )
     try:
         to_expression(_domain(site).simplify(found.allowed), names)

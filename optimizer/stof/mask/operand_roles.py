@@ -24,10 +24,12 @@ def bind_operand(
     tensor: str,
     indices: Sequence[Int],
     boolean: bool,
+    keys: Int,
 ) -> tuple[str, int | None]:
     """The role of a tensor that a mask reads, and its axis of positions, None where it has one number for each batch.
 
     ``operands`` are those bound so far, by role; the new one is added. ``boolean``: its elements are compared with 0.
+    ``keys`` is T, the length that vectors by keys must have.
 
     Raises:
         UnsupportedError: for a tensor that is no operand of the operator, or a second one of its role.
@@ -57,6 +59,8 @@ def bind_operand(
         role = "lengths"
     else:
         role = _role_of_vector(operands, RuntimeOperand("pad", tensor, view), indices[axis], boolean)
+        if role != "segment_q" and shape is not None and _differ(shape[axis], keys):
+            raise UnsupportedError(f"the mask reads {tensor!r}, which has not one element for each key")
     operand = RuntimeOperand(role, tensor, view)
     if operands.setdefault(role, operand) != operand:
         raise UnsupportedError(f"the mask reads {operands[role].tensor!r} and {tensor!r} as {role}; only one can be")
@@ -69,6 +73,14 @@ def _role_of_vector(operands: dict[str, RuntimeOperand], pad: RuntimeOperand, in
     if boolean and (operands.get("pad") == pad or ("pad" not in operands and not reads_query)):
         return "pad"
     return "segment_q" if reads_query else "segment_k"
+
+
+def _differ(one: Int, other: Int) -> bool:
+    """Whether two sizes are different in every run: keys are padding with tokens before it, say."""
+    rest = one - other
+    if any(a.kind != "size" for a in rest.atoms()):
+        return False
+    return bool(rest.terms) and len({c > 0 for _, c in rest.terms}) == 1
 
 
 def _variables(index: Int) -> set[str]:

@@ -229,6 +229,7 @@ class NoteReason(enum.Enum):
     BIAS_MAY_FORBID = enum.auto()  # a bias may leave a row without a key
     DIFFERENT_STRENGTHS = enum.auto()  # masks that are added forbid with different numbers
     BIAS_TABLE = enum.auto()  # biases become a table by distance
+    LONGEST_IS_ALL = enum.auto()  # the largest number of keys is taken to be all of them
 
 
 @dataclass(frozen=True)

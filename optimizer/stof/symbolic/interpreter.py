@@ -15,7 +15,8 @@ from onnx import TensorProto, helper, numpy_helper
 from stof.graph.external_data import is_external
 from stof.graph.index import STANDARD_DOMAINS, is_standard
 from stof.symbolic.algebra.overflow import guard_overflow
-from stof.symbolic.algebra.terms import Int, dim, integer, subterms, var
+from stof.symbolic.algebra.piecewise import split_cases
+from stof.symbolic.algebra.terms import Int, dim, integer, subterms, to_real, var
 from stof.symbolic.dimension_names import parse_dimension
 from stof.symbolic.facts import Fact, RuleContext, dtype_kind
 from stof.symbolic.onnx_inference import OnnxInference
@@ -136,7 +137,9 @@ class Symbolic:
             if self._vectors and self._is_vector(fact):
                 assert fact.shape is not None
                 assert fact.value is not None
-                fact = replace(fact, value=computed_tensor(name, fact.shape, fact.value.kind))
+                # Padding with ones before it counts as 0 and 1, as padding itself does.
+                tensor = input_tensor if _is_zero_or_one(fact.value) else computed_tensor
+                fact = replace(fact, value=tensor(name, fact.shape, fact.value.kind))
             if fact.value is None:
                 causes = [
                     self._facts[n].reason for n in node.input if n in self._facts and self._facts[n].value is None
@@ -305,6 +308,14 @@ class Symbolic:
         if isinstance(element, Int):
             return None if element.constant is None else float(element.constant)
         return float(str(element.args[0])) if element.kind == "const" else None
+
+
+def _is_zero_or_one(value: SymTensor) -> bool:
+    """Whether integers are 0 or 1 where integer inputs are."""
+    if value.kind != "i":
+        return False
+    element = value.at(tuple(var(f"any{i}") for i in range(value.rank)))
+    return {x for _, x in split_cases(to_real(element))} <= {0.0, 1.0}
 
 
 def _is_running_sum(context: RuleContext) -> bool:

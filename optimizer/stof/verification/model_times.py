@@ -132,7 +132,7 @@ def _choose_case(inputs: ModelInputs, shapes: Mapping[str, tuple[int, int]], wei
         if length > tokens / batch and length != _LENGTHS[-1]:
             continue
         memory = _COPIES * weights + _SCORES * 4 * _score_elements(inputs.maker, case)
-        if memory <= (free_memory() or 1 << 62) // 2  # 0: nothing tells:
+        if memory <= (free_memory() or 1 << 62) // 2:  # 0: nothing tells
             return case
     raise NotTimedError(f"two sessions need about {memory >> 20} MiB, more than half of the memory that is free")
 

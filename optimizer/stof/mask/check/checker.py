@@ -223,14 +223,22 @@ class MaskChecker:
         return total, allowed, past
 
     def run_terms(
-        self, site: AttentionSite, mask: LiftedMask, terms: Sequence[MaskTerm], case: Case, seed: int
+        self,
+        site: AttentionSite,
+        mask: LiftedMask,
+        terms: Sequence[MaskTerm],
+        case: Case,
+        seed: int,
+        drawn_for: LiftedMask | None = None,
     ) -> tuple[list[np.ndarray], np.ndarray]:
         """The tensors of terms as they broadcast to [B, H, S, T], and the pairs that the lifted mask allows.
+
+        ``drawn_for`` is a mask whose padding is drawn, where it is not that of ``mask``.
 
         Raises:
             UnsupportedError: when they cannot be run at these sizes.
         """
-        feeds, sizes = self.runner.draw(site, mask, case, seed)
+        feeds, sizes = self.runner.draw(site, drawn_for or mask, case, seed)
         B, H, S, T = score_sizes(site, sizes)
         allowed, _ = allowed_by_mask(site, mask, self.runner.with_computed(mask, feeds, sizes), (B, H, S, T))
         return self.runner.values(site, terms, feeds, sizes), allowed

@@ -13,12 +13,15 @@ from stof.errors import UnsupportedError
 from stof.execution.case import Case, Counts, Padding
 from stof.mask.check.checker import MaskChecker
 from stof.mask.check.sizes import cases_of_counts, cases_of_cross_attention, choose_lengths
-from stof.mask.lift import read_term
+from stof.mask.evaluate import allowed_by_term
+from stof.mask.lift import lift, read_term
 from stof.mask.site import AttentionSite, EmptyRows, LiftedMask, MaskTerm, NoteReason
 from stof.mask.strength import UNDERFLOW
 from stof.symbolic import Symbolic
 
 _SCORE = 32.0  # the largest score that -1e9 absorbs
+_SPREAD = 3.0  # of drawn scores
+_TOLERANCE = 1e-2  # of weights: scores beside -10000 have three digits
 
 
 def check_empty_rows(checker: MaskChecker, site: AttentionSite, mask: LiftedMask) -> None:
@@ -43,16 +46,17 @@ def check_empty_rows(checker: MaskChecker, site: AttentionSite, mask: LiftedMask
     most = choose_lengths(mask.expression.literals)[-1]
     cases = [Case(3, most, Padding.LEFT), Case(3, most, Padding.RIGHT), Case(3, 7, Padding.LEFT)]
     cases += cases_of_cross_attention(site, most)
+    drawn = _with_biases_lifted(checker.symbolic, site, mask)
     # Rows of two scores can be rare: many paddings of short inputs, some of which leave a block or a band without a key.
     # Without padding it is the length, and that of the past, that can leave a row without a key.
-    if mask.operands:
+    if drawn.operands:
         cases += [Case(12, n, side) for n in (7, 12, 17, 26) for side in (Padding.LEFT, Padding.RIGHT)]
     else:
         cases += [Case(1, n, Padding.NONE, other) for n in range(1, 33) for other in _queries(site)]
     cases += cases_of_counts(mask, 4, (7, 12, 17))
     for seed, case in enumerate(cases):
         try:
-            values, allowed = checker.run_terms(site, mask, known, case, seed)
+            values, allowed = checker.run_terms(site, mask, known, case, seed, drawn)
         except UnsupportedError:
             if case.other or case.counts is not Counts.USUAL:  # no valid pair of lengths, or number of keys
                 continue
@@ -69,7 +73,60 @@ def check_empty_rows(checker: MaskChecker, site: AttentionSite, mask: LiftedMask
                     f"a query without any key gives {words} in the graph, where masks of different strength are added, and "
                     f"{mask.empty_rows.value!r} in the operator; --empty-rows ignore accepts that"
                 )
+        if not _gives_same_weights(checker.symbolic, site, mask, known, values, allowed):
+            raise UnsupportedError(
+                "a query without any key gives another mixture of values in the graph, where masks of different strength are "
+                "added, than a bias gives in the operator; --empty-rows ignore accepts that"
+            )
     checker.checked_rows.add(key)
+
+
+def _with_biases_lifted(symbolic: Symbolic, site: AttentionSite, mask: LiftedMask) -> LiftedMask:
+    """The mask with what its biases forbid, where an expression has it: it says which inputs are padding."""
+    if not mask.bias:
+        return mask
+    try:
+        return lift(symbolic, site)
+    except UnsupportedError:
+        return mask
+
+
+def _gives_same_weights(
+    symbolic: Symbolic,
+    site: AttentionSite,
+    mask: LiftedMask,
+    terms: tuple[MaskTerm, ...],
+    values: list[np.ndarray],
+    allowed: np.ndarray,
+) -> bool:
+    """Whether rows all of whose allowed keys a bias forbids have the graph's weights where that bias is added to scores.
+
+    The operator gives the keys that its expression forbids no weight. In the graph these may be as high as the others.
+    """
+    biases = [(t, v) for t, v in zip(terms, values, strict=True) if t in mask.bias and _forbids(symbolic, site, t)]
+    left = allowed
+    for term, value in biases:
+        left = left & allowed_by_term(term, value, symbolic.dtype(term.tensor))
+    rows = allowed.any(axis=-1) & ~left.any(axis=-1)
+    if not rows.any():
+        return True
+    scores = np.random.default_rng(0).normal(0, _SPREAD, allowed.shape).astype(np.float32)
+    own = scores
+    with np.errstate(over="ignore"):
+        for term, value in zip(terms, values, strict=True):
+            scores = term.apply(scores, value)
+            own = term.apply(own, value) if term in mask.bias else own
+    if site.floored:
+        scores, own = (np.maximum(x, np.finfo(np.float32).min) for x in (scores, own))
+    own = np.where(allowed, own, np.float32(-np.inf))
+    return np.allclose(_softmax(scores[rows]), _softmax(own[rows]), atol=_TOLERANCE, equal_nan=True)
+
+
+def _softmax(rows: np.ndarray) -> np.ndarray:
+    with np.errstate(invalid="ignore"):
+        exponentials = np.exp(rows - rows.max(axis=-1, keepdims=True))
+    found: np.ndarray = exponentials / exponentials.sum(axis=-1, keepdims=True)
+    return found
 
 
 def _forbids(symbolic: Symbolic, site: AttentionSite, term: MaskTerm) -> bool:
