@@ -172,7 +172,7 @@ class InputUses:
                 yield InputUse.LENGTH, integer(1), None, False
             case "", "Range", 2:
                 yield InputUse.VALUE, integer(1), integer(1), True
-            case "", ("Reshape" | "Expand" | "ConstantOfShape" | "Tile"), _ if place == (op != "ConstantOfShape"):
+            case ("", ("Reshape" | "Expand" | "Tile"), 1) | ("", "ConstantOfShape", 0):
                 yield InputUse.SHAPE, integer(1), None, False
             case "", "Slice", 1:
                 yield InputUse.VALUE, integer(0), integer(0), False
