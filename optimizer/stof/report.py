@@ -179,7 +179,6 @@ class Report:
 
     model: str
     output: str | None = None
-    copied: bool = False  # nothing was replaced: the output is a copy of the model
     sections: dict[str, Section] = field(default_factory=dict)
     nodes_before: int = 0
     nodes_after: int = 0
@@ -189,6 +188,7 @@ class Report:
     seconds: dict[str, float] = field(default_factory=dict)
     library: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()  # what this installation lacks for the target
+    copied: bool = False  # nothing was replaced: the output is a copy of the model
 
     def rows(self, key: str) -> list[Any]:
         """The rows of an op by its key; empty where the op looked for nothing."""

@@ -289,7 +289,12 @@ def test_page_is_written_when_verification_fails(tmp_path: Path, monkeypatch: py
     from stof.verification import verifier
 
     wrong = Comparison("output", 1.0, 0.0, False, coverage=Coverage(1))
-    monkeypatch.setattr(verifier._Run, "compare_outputs", lambda run: ([wrong], None))
+
+    def compare_outputs(run: Any, cases: object) -> list[int]:
+        run.result.comparisons.append(wrong)
+        return []
+
+    monkeypatch.setattr(verifier._Run, "compare_outputs", compare_outputs)
     page = tmp_path / "page.html"
     with pytest.raises(VerifyError):
         stof.optimize(write_model(tmp_path, "causal"), options=Options(report=page))

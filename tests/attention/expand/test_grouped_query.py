@@ -161,9 +161,9 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str, tmp_path: Path) -> None:
-    """What cannot be expanded is left, with the reason; nothing is written."""
+    """What cannot be expanded is left, with the reason; the model is copied."""
     graph, reason = REFUSED[name]
-    report, target = forced(graph, tmp_path)
+    report, _ = forced(graph, tmp_path)
     assert [(s.site, s.replaced) for s in report.sites] == [("node", False)]
     assert reason in report.sites[0].reason
-    assert not target.exists()
+    assert report.copied
