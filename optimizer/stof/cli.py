@@ -6,8 +6,9 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from stof.errors import ArgumentError
 from stof.execution.run_limits import parse_bytes
@@ -16,6 +17,10 @@ from stof.interrupts import ended_by_signals, report_interrupt
 from stof.options import Options
 from stof.progress import step_log
 from stof.terminal import OutputError, Parser, complain, run_command, say
+
+if TYPE_CHECKING:
+    from stof.api.folder import FolderReport
+    from stof.report import Report
 
 _GARBAGE = 50_000  # new objects before the next look for what cannot be reached
 _TARGETS = {"CPUExecutionProvider": "cpu", "CUDAExecutionProvider": "cuda", "TensorrtExecutionProvider": "tensorrt"}
@@ -232,17 +237,22 @@ def _run(arguments: argparse.Namespace) -> int:
 
     with step_log("stof-optimize", quiet=arguments.quiet):
         report = optimize(arguments.model, options=options)
+    _say_report(report, arguments.explain, (report.output, options.json, options.report, options.save_plan))
+    return 0
+
+
+def _say_report(report: Report | FolderReport, explain: str | None, outputs: Iterable[str | Path | None]) -> None:
+    """Prints a report. Where it cannot be printed, what was written is said instead."""
     lines = report.to_text().split("\n")
-    if arguments.explain is not None:
-        lines += ["", *report.explain(arguments.explain).split("\n")]
+    if explain is not None:
+        lines += ["", *report.explain(explain).split("\n")]
     try:
         say(*lines)
     except OutputError as error:
-        written = [str(f) for f in (report.output, options.json, options.report, options.save_plan) if f is not None]
+        written = [str(f) for f in outputs if f is not None]
         if not written:
             raise
         complain(f"stof-optimize: {error}; written: {', '.join(written)}")
-    return 0
 
 
 def _run_folder(arguments: argparse.Namespace, options: Options) -> int:
@@ -250,16 +260,7 @@ def _run_folder(arguments: argparse.Namespace, options: Options) -> int:
 
     with step_log("stof-optimize", quiet=arguments.quiet):
         report = optimize_folder(arguments.model, options=options)
-    lines = report.to_text().split("\n")
-    if arguments.explain is not None:
-        lines += ["", *report.explain(arguments.explain).split("\n")]
-    try:
-        say(*lines)
-    except OutputError as error:
-        written = [str(f) for f in (report.output, options.json) if f is not None]
-        if not written:
-            raise
-        complain(f"stof-optimize: {error}; written: {', '.join(written)}")
+    _say_report(report, arguments.explain, (report.output, options.json))
     if report.failures:
         complain(f"stof-optimize: {report.failure}")
     return report.exit_code

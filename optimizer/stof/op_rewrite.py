@@ -106,7 +106,7 @@ class Decisions(ABC):
 
     @property
     def changes_model(self) -> bool:
-        """Whether there is something to emit; else the op is passed over, and the model before it is the model after it."""
+        """Whether there is something to emit. Without it, the op leaves the model as it is."""
         return self.has_replaced
 
     def undo(self, reason: str) -> Decisions | None:

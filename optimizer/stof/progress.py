@@ -67,7 +67,9 @@ class StepLog:
         self._clock = clock
         self._lock = threading.Lock()
         self._steps: list[tuple[str, float]] = []  # those that have begun, the innermost last, with their start
-        self._held: list[str] | None = []  # lines of a run that may turn out to be short; None: it did not
+        self._held: (
+            list[str] | None
+        ) = []  # lines held back until the command has run for long; None: they are printed at once
         self._is_shown = False
 
     def begin(self, step: str) -> None:
@@ -148,7 +150,7 @@ def step_log(program: str, *, quiet: bool) -> Iterator[None]:
 
 @contextmanager
 def step(name: str) -> Iterator[None]:
-    """A step of a run, which a command's log tells; nothing in other programs."""
+    """A step of an optimization, for the log of a command. Without such a log it does nothing."""
     log = _log
     if log is None:
         yield

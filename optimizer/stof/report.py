@@ -240,7 +240,7 @@ class Report:
             before, after = self.times.original, self.times.optimized
             lines.append(
                 f"measured: {1e3 * before.best:.4g} ms -> {1e3 * after.best:.4g} ms, {self.times.speedup:.2f}x "
-                f"({self.times.inputs}; best of {after.runs} runs by turns)"
+                f"({self.times.inputs}; best of {after.runs} alternating runs)"
             )
         reasons = self._nothing_to_do()
         if self.copied:

@@ -231,7 +231,7 @@ class Session:
     def measure(
         self, others: Sequence[Session], feeds: Mapping[str, np.ndarray], limits: TimingLimits
     ) -> list[list[float]]:
-        """Seconds of runs of this session and others of its process, which run by turns after a warm-up.
+        """Measures this session and others of its process, which run alternately after a warm-up, in seconds.
 
         Raises:
             RuntimeFailure: what ONNX Runtime raises, or its process ended.

@@ -69,7 +69,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Measure:
-    """Asks for the times of sessions that run by turns; the answer is a list of seconds for each.
+    """Asks for the times of sessions that run alternately; the answer is a list of seconds for each.
 
     Attributes:
         numbers: the sessions.

@@ -108,7 +108,7 @@ def _speed_part(report: Report) -> str:
         return ""
     left = len(gains) - _MOST_BARS
     more = e.tag("p", e.text(f"{left} more kinds are in the tables below."), class_="quiet") if left > 0 else ""
-    words = "Best times of runs by turns. " if report.times is not None else ""
+    words = "Best times of alternating runs. " if report.times is not None else ""
     if gains:
         words += "Predicted and measured gains of an operator count the nodes that it replaces, not the whole model."
     lede = e.tag("p", e.text(words), class_="quiet")

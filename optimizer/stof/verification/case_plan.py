@@ -41,7 +41,7 @@ class CasePlan:
         self._held = resident_bytes()
 
     def estimate(self, case: Case) -> RunEstimate:
-        """The tensors of a run at a case."""
+        """The tensors that a run of a case makes."""
         if case not in self._known:
             self._known[case] = self._estimate.run(self._inputs.maker.sizes(case))
         return self._known[case]

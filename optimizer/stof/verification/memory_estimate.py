@@ -68,7 +68,7 @@ class MemoryEstimate:
         self._itemsize = {name: _itemsize(symbolic.dtype(name)) for name in self._dims}
 
     def run(self, sizes: Mapping[str, int]) -> RunEstimate:
-        """The tensors of a run at the sizes of dimensions."""
+        """The tensors that a run with these sizes of dimensions makes."""
         known: dict[Int, int] = {}
         alive: dict[str, int] = {}
         held = peak = total = 0
