@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+// Attention over a KV cache: the step in front of attention, which rotates queries and keys and appends to the cache.
+#ifndef STOF_PLUGINS_CORE_CONTRACT_CACHED_ATTENTION_H_
+#define STOF_PLUGINS_CORE_CONTRACT_CACHED_ATTENTION_H_
+
+#include <cstdint>
+
+#include "plugins/core/base/status.h"
+#include "plugins/core/base/types.h"
+
+namespace stof {
+
+struct RunContext;  // plugins/core/contract/op.h
+
+// The new tokens of B sequences, and the caches that they are appended to. All tensors have type dtype. On a device all
+// pointers are device addresses. Strides count elements; the D elements of a head are contiguous.
+struct CacheAppendArgs {
+  int64_t B = 0, H = 0, G = 0, S = 0, D = 0;
+  DType dtype = DType::kF32;
+  const void* query = nullptr;  // [B, H, S, D] by strides
+  const void* key = nullptr;    // [B, G, S, D]
+  const void* value = nullptr;  // [B, G, S, D]
+  Strides query_stride, key_stride, value_stride;
+  const void* past_key = nullptr;  // [B, G, past_capacity, D], dense; nullptr: no past
+  const void* past_value = nullptr;
+  int64_t past_capacity = 0;
+  // [B, G, capacity, D], dense; equal to past_key where the runtime gives one buffer, and then past_capacity is equal.
+  void* present_key = nullptr;
+  void* present_value = nullptr;
+  int64_t capacity = 0;
+  const int32_t* seqlens = nullptr;  // [B], valid keys after this step, minus 1
+  bool is_first_prompt = false;      // no sequence has a past: all new tokens begin at 0
+  // A sliding-window cache of this window; 0: the cache holds all positions.
+  int64_t sliding_window = 0;
+  // ---- rotary embedding; cos nullptr: none ----
+  const void* cos = nullptr;  // [rotary_rows, rotary_size / 2], of type dtype
+  const void* sin = nullptr;
+  int64_t rotary_rows = 0, rotary_size = 0;
+  bool is_interleaved = false;
+  const int64_t* position_ids = nullptr;  // [B, S]; nullptr: n[b] + i
+  // ---- RMS norm before it; nullptr: none ----
+  const void* query_norm = nullptr;  // [D]
+  const void* key_norm = nullptr;
+  float epsilon = 1e-6f;
+  // ---- results ----
+  // [B, H, S, D], dense: the rotated queries; nullptr: queries are used as they are (no rotary embedding, no norm).
+  void* rotated_query = nullptr;
+  // [B]: the cache row of the first new token of each sequence. For a sliding-window cache after its rows have moved.
+  // On a device: where seqlens is illegal, the row that keeps all accesses in bounds.
+  int32_t* first_row = nullptr;
+  // [B], devices alone: 1 where seqlens or a position is illegal, so that outputs of the sequence shall be NaN.
+  int32_t* is_invalid = nullptr;
+};
+
+// ---- CPU ----
+// Checks seqlens and positions, and fills the caches, rotated_query and first_row. An error names the input and value.
+Status CpuAppendToCache(const CacheAppendArgs& args, const Parallel& parallel);
+
+// ---- CUDA ----
+struct CachedAttentionBackend {
+  // Queues one kernel on context.stream that does the same.
+  Status (*append)(const CacheAppendArgs& args, const RunContext& context) = nullptr;
+};
+
+}  // namespace stof
+#endif  // STOF_PLUGINS_CORE_CONTRACT_CACHED_ATTENTION_H_
