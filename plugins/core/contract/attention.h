@@ -55,6 +55,9 @@ struct AttentionArgs {
   // The static conjuncts, asked for the partial tiles of `mask` without bits, and for all tiles where `mask` is
   // nullptr.
   const DynamicMask* elements = nullptr;
+  // Attention over a KV cache, on the CPU alone: [B], the keys of each sequence that exist, 0 to T. What lies behind them
+  // is not read. `elements` is the whole mask then, and knows the positions of the queries.
+  const int32_t* key_counts = nullptr;
 };
 
 // ---- CPU ----
