@@ -47,8 +47,10 @@ Status TooLong() { return Status::Error("the mask has more than 4096 nodes"); }
 
 // expr and k <= q.
 Status AddCausal(const MaskExpr& expr, MaskExpr* causal) {
+  // Blank text is parsed as True.
+  const bool allows_all = expr.empty() || expr.nodes()[static_cast<size_t>(expr.root())].op == ExprOp::kTrue;
   const std::vector<int> conjuncts = expr.Conjuncts();
-  if (!expr.empty() &&
+  if (!allows_all &&
       std::any_of(conjuncts.begin(), conjuncts.end(), [&](int conjunct) { return IsCausal(expr, conjunct); })) {
     *causal = expr;
     return Status();
@@ -56,10 +58,10 @@ Status AddCausal(const MaskExpr& expr, MaskExpr* causal) {
   ExprBuilder builder;
   for (const auto& operand : expr.operands()) builder.AddOperand(operand);
   int root = -1;
-  if (!expr.empty()) root = CopyNodes(expr, &builder, CopyNode)[static_cast<size_t>(expr.root())];
+  if (!allows_all) root = CopyNodes(expr, &builder, CopyNode)[static_cast<size_t>(expr.root())];
   const int key = builder.Add(ExprOp::kK);
   const int condition = builder.Add(ExprOp::kLe, {key, builder.Add(ExprOp::kQ)});
-  root = expr.empty() ? condition : builder.Add(ExprOp::kAnd, {root, condition});
+  root = allows_all ? condition : builder.Add(ExprOp::kAnd, {root, condition});
   if (root < 0) return TooLong();
   *causal = builder.Build(root);
   return Status();
@@ -92,6 +94,47 @@ Status MoveQueries(const MaskExpr& expr, MaskExpr* moved) {
   return Status();
 }
 
+// Finds the bounds of q - k where every conjunct is one.
+bool FindRange(const MaskExpr& expr, int64_t* window_left) {
+  const std::vector<ExprNode>& nodes = expr.nodes();
+  for (const ExprOp op : {ExprOp::kS, ExprOp::kT, ExprOp::kP}) {
+    if (expr.Uses(op)) return false;
+  }
+  const ExprSizes any = {1, 1, 1, 1, 0};
+  std::vector<Affine> forms(nodes.size());
+  std::vector<uint8_t> is_affine(nodes.size(), 0);
+  for (size_t i = 0; i < nodes.size(); ++i) {
+    const Affine* arguments[2] = {nullptr, nullptr};
+    for (int c = 0; c < std::min<int>(nodes[i].arity, 2); ++c) {
+      const auto child = static_cast<size_t>(nodes[i].child[c]);
+      if (is_affine[child] != 0) arguments[c] = &forms[child];
+    }
+    is_affine[i] = CombineAffine(nodes[i], arguments[0], arguments[1], any, &forms[i]) ? 1 : 0;
+  }
+  int64_t least = -1, most = -1;  // of q - k; -1: none
+  for (const int conjunct : expr.Conjuncts()) {
+    const ExprNode& node = nodes[static_cast<size_t>(conjunct)];
+    const Affine& form = forms[static_cast<size_t>(conjunct)];  // left minus right
+    const bool is_less = node.op == ExprOp::kLt || node.op == ExprOp::kLe;
+    const bool is_greater = node.op == ExprOp::kGt || node.op == ExprOp::kGe;
+    if ((!is_less && !is_greater) || is_affine[static_cast<size_t>(conjunct)] == 0) return false;
+    if (form.b != 0 || form.h != 0 || form.q + form.k != 0 || (form.q != 1 && form.q != -1)) return false;
+    const int64_t strict = node.op == ExprOp::kLt || node.op == ExprOp::kGt ? 1 : 0;
+    // is_less: form.q (q - k) + constant <= -strict.
+    if (is_less == (form.q == 1)) {
+      const int64_t bound = -form.q * form.constant - strict;
+      most = most < 0 ? bound : std::min(most, bound);
+      if (bound < 0) return false;
+    } else {
+      const int64_t bound = -form.q * form.constant + strict;
+      if (bound > 0) return false;
+      least = std::max(least, bound);
+    }
+  }
+  *window_left = most;
+  return least == 0;
+}
+
 }  // namespace
 
 Status MakeCachedMask(const std::string& text, const Tables& tables, CachedMask* mask) {
@@ -106,6 +149,7 @@ Status MakeCachedMask(const std::string& text, const Tables& tables, CachedMask*
   STOF_RETURN_IF_ERROR(AddCausal(given, &mask->expr));
   STOF_RETURN_IF_ERROR(MoveQueries(mask->expr, &moved));
   mask->on_device = MakeAttentionMask(moved);
+  mask->is_range = FindRange(mask->expr, &mask->window_left);
   return Status();
 }
 

@@ -22,6 +22,9 @@ struct CachedMask {
   MaskExpr expr;
   // The same with q counted from 0 and P read from the operand kFirstPositions, for kernels that have it on a device.
   std::shared_ptr<const AttentionMask> on_device;
+  // Where the mask is `k <= q` and at most a window to the left: how far that reaches, -1 without one.
+  bool is_range = false;
+  int64_t window_left = -1;
 };
 
 // Parses a mask and adds `k <= q` where no conjunct says it. An error where it reads T, whose value differs by

@@ -367,6 +367,11 @@ Status CachedAttentionOp::Run(const Tensor* inputs, int input_count, const Tenso
   if (all.Has(in::kSink)) given.emplace_back("sink", inputs[in::kSink]);
   const Tensor* pad = nullptr;
   STOF_RETURN_IF_ERROR(BindOperands(MaskParts(), &given, context, &step.attention, &pad));
+  if (mask->is_range) {
+    step.attention.first_rows = a.first_row;
+    step.attention.window_left = mask->window_left;
+  }
+  step.attention.is_invalid = a.is_invalid;
   STOF_RETURN_IF_ERROR(context.on_cuda ? RunOnCuda(*mask, given, context, &step) : RunOnCpu(*mask, context, &step));
   if (!a.is_staged) return Status();
   CacheKeepArgs keep;
