@@ -32,9 +32,11 @@ struct CacheAppendArgs {
   bool is_first_prompt = false;      // no sequence has a past: all new tokens begin at 0
   // A sliding-window cache of this window; 0: the cache holds all positions.
   int64_t sliding_window = 0;
-  // A sliding-window step of several tokens: present is a staging buffer of at least past_capacity + S rows, so that no
-  // row moves. The rows of past are copied to its front, and the new ones follow.
-  bool is_staged = false;
+  // Where a step of a sliding-window cache drops rows that its own queries attend: [B, G, staging_capacity, D], dense.
+  // They get all rows of past and new tokens, and attention reads them in the place of present. nullptr: none.
+  void* staging_key = nullptr;
+  void* staging_value = nullptr;
+  int64_t staging_capacity = 0;
   // ---- rotary embedding; cos nullptr: none ----
   const void* cos = nullptr;  // [rotary_rows, rotary_size / 2], of type dtype
   const void* sin = nullptr;
@@ -48,46 +50,25 @@ struct CacheAppendArgs {
   // ---- results ----
   // [B, H, S, D], dense: the rotated queries; nullptr: queries are used as they are (no rotary embedding, no norm).
   void* rotated_query = nullptr;
-  // [B]: the cache row of the first new token of each sequence. For a sliding-window cache after its rows have moved.
+  // [B]: the row of the first new token of each sequence, in staging where given, else in present. For a sliding-window
+  // cache after its rows have moved; negative where present does not keep that token.
   // On a device: where seqlens is illegal, the row that keeps all accesses in bounds.
   int32_t* first_row = nullptr;
   // [B], devices alone: 1 where seqlens or a position is illegal, so that outputs of the sequence shall be NaN.
   int32_t* is_invalid = nullptr;
 };
 
-// The end of a staged step: the rows that a sliding-window cache holds afterwards go from the staging buffer to
-// present.
-struct CacheKeepArgs {
-  int64_t B = 0, G = 0, S = 0, D = 0;
-  DType dtype = DType::kF32;
-  const void* staged_key = nullptr;  // [B, G, staged_rows, D], dense, as the append step left them
-  const void* staged_value = nullptr;
-  int64_t staged_rows = 0;
-  void* present_key = nullptr;  // [B, G, capacity, D]
-  void* present_value = nullptr;
-  int64_t capacity = 0;
-  const int32_t* seqlens = nullptr;    // as CacheAppendArgs
-  const int32_t* first_row = nullptr;  // [B], of the append step
-  int64_t sliding_window = 0;
-};
-
-// Rows that a sliding-window cache holds after `keys` positions: the L of docs/reference/cached-attention.md.
-constexpr int64_t ResidentRows(int64_t keys, int64_t capacity, int64_t window) {
-  if (keys <= capacity) return keys;
-  const int64_t evicted = capacity - window + 1;  // at once
-  return keys - evicted * ((keys - capacity + evicted - 1) / evicted);
-}
-
 // ---- CPU ----
+// The staging_capacity that a step needs, 0 where present keeps all rows that its queries attend. Reads sizes, seqlens,
+// is_first_prompt and sliding_window; illegal seqlens count as nothing.
+int64_t CpuCacheStagingRows(const CacheAppendArgs& args);
 // Checks seqlens and positions, and fills the caches, rotated_query and first_row. An error names the input and value.
 Status CpuAppendToCache(const CacheAppendArgs& args, const Parallel& parallel);
-void CpuKeepResidentRows(const CacheKeepArgs& args);
 
 // ---- CUDA ----
 struct CachedAttentionBackend {
   // Queues one kernel on context.stream that does the same.
   Status (*append)(const CacheAppendArgs& args, const RunContext& context) = nullptr;
-  Status (*keep_resident_rows)(const CacheKeepArgs& args, const RunContext& context) = nullptr;
 };
 
 }  // namespace stof

@@ -72,6 +72,11 @@ struct Step {
   bool is_packed = false;
 };
 
+// Lengths are on the device: a step of several tokens is staged whether it drops rows or not.
+int64_t CudaStagingRows(const CacheAppendArgs& args) {
+  return args.sliding_window > 0 && args.S > 1 ? args.past_capacity + args.S : 0;
+}
+
 class CachedAttentionOp final : public Op {
  public:
   explicit CachedAttentionOp(CachedAttentionAttributes attributes) : attributes_(std::move(attributes)) {}
@@ -314,21 +319,21 @@ Status CachedAttentionOp::Allocate(const RunContext& context, Step* step) const 
     t.query_stride = {a.H * a.S * a.D, a.S * a.D, a.D};
   }
   // Several tokens at once may evict keys that the first of them attend.
-  if (a.sliding_window > 0 && a.S > 1) {
-    const int64_t rows = a.past_capacity + a.S;
+  a.staging_capacity = context.on_cuda ? CudaStagingRows(a) : CpuCacheStagingRows(a);
+  if (a.staging_capacity > 0) {
     int64_t bytes = 0;
-    if (__builtin_mul_overflow(a.B * a.G * a.D * item, rows, &bytes)) {
+    if (__builtin_mul_overflow(a.B * a.G * a.D * item, a.staging_capacity, &bytes)) {
       return Status::Error("the staging buffer of a sliding-window cache is too large");
     }
-    STOF_RETURN_IF_ERROR(allocate(bytes, &a.present_key));
-    STOF_RETURN_IF_ERROR(allocate(bytes, &a.present_value));
-    a.capacity = rows;
-    a.is_staged = true;
+    STOF_RETURN_IF_ERROR(allocate(bytes, &a.staging_key));
+    STOF_RETURN_IF_ERROR(allocate(bytes, &a.staging_value));
   }
-  t.key = a.present_key;
-  t.value = a.present_value;
-  t.key_stride = t.value_stride = {a.G * a.capacity * a.D, a.capacity * a.D, a.D};
-  if (a.sliding_window > 0) t.T = std::min(step->total, a.capacity);
+  const bool is_staged = a.staging_capacity > 0;
+  const int64_t rows = is_staged ? a.staging_capacity : a.capacity;
+  t.key = is_staged ? a.staging_key : a.present_key;
+  t.value = is_staged ? a.staging_value : a.present_value;
+  t.key_stride = t.value_stride = {a.G * rows * a.D, rows * a.D, a.D};
+  if (a.sliding_window > 0) t.T = std::min(step->total, rows);
   return Status();
 }
 
@@ -372,23 +377,7 @@ Status CachedAttentionOp::Run(const Tensor* inputs, int input_count, const Tenso
     step.attention.window_left = mask->window_left;
   }
   step.attention.is_invalid = a.is_invalid;
-  STOF_RETURN_IF_ERROR(context.on_cuda ? RunOnCuda(*mask, given, context, &step) : RunOnCpu(*mask, context, &step));
-  if (!a.is_staged) return Status();
-  CacheKeepArgs keep;
-  keep.B = a.B, keep.G = a.G, keep.S = a.S, keep.D = a.D;
-  keep.dtype = a.dtype;
-  keep.staged_key = a.present_key;
-  keep.staged_value = a.present_value;
-  keep.staged_rows = a.capacity;
-  keep.present_key = outputs[1].data;
-  keep.present_value = outputs[2].data;
-  keep.capacity = a.past_capacity;
-  keep.seqlens = a.seqlens;
-  keep.first_row = a.first_row;
-  keep.sliding_window = a.sliding_window;
-  if (context.on_cuda) return FindCudaBackend()->cached_attention.keep_resident_rows(keep, context);
-  CpuKeepResidentRows(keep);
-  return Status();
+  return context.on_cuda ? RunOnCuda(*mask, given, context, &step) : RunOnCpu(*mask, context, &step);
 }
 
 Status CachedAttentionOp::RunOnCpu(const CachedMask& mask, const RunContext& context, Step* step) const {
