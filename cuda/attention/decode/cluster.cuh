@@ -104,6 +104,7 @@ class ClusterDecode {
 
  private:
   __device__ int64_t RowOf(int row) const { return PackedRow(p_, b_, head0_, row); }
+  __device__ __forceinline__ bool HasRange() const { return params_.first_rows != nullptr; }
   __device__ bool HasEmptyRow() const {
     for (int i = 0; i < rows_; ++i) {
       if (params_.empty_rows[RowOf(block_ * S::kRows + i)] != 0) return true;
@@ -126,7 +127,10 @@ class ClusterDecode {
   };
   __device__ void FindSplit() {
     int begin = 0, end = (p_.T + kTileKeys - 1) / kTileKeys;
-    if (masked_) {
+    if (HasRange()) {
+      range_ = MakeKeyRange(ReadWord(params_.first_rows + b_), params_.window_left, p_.T);
+      FindTiles(range_, p_.S, p_.T, &begin, &end);
+    } else if (masked_) {
       begin = params_.row_begin, full_ = params_.row_full, end = params_.row_end;
       if (begin < 0) {
         const DeviceMask& mask = p_.mask;
@@ -147,7 +151,9 @@ class ClusterDecode {
     const int at = next + S::kTilesAtOnce * lane_;
     found->tile = at, found->bits = -1, found->keys = 0;
     if (at >= end_) return;
-    if (masked_) {
+    if (HasRange()) {
+      found->bits = IsFullTile(range_, p_.S, at) ? -1 : 0;
+    } else if (masked_) {
       found->tile = ReadWord(p_.mask.key_tile + at);
       if (at < full_) found->bits = ReadWord(p_.mask.bits_id + at);
     }
@@ -181,7 +187,7 @@ class ClusterDecode {
     const int from = __ffs(static_cast<int>(live_tiles_)) - 1;
     live_tiles_ &= live_tiles_ - 1;
     tile_ = __shfl_sync(~0u, current_tiles_.tile, from);
-    const int bits = masked_ ? __shfl_sync(~0u, current_tiles_.bits, from) : -1;
+    const int bits = masked_ || HasRange() ? __shfl_sync(~0u, current_tiles_.bits, from) : -1;
     const uint32_t keys = __shfl_sync(~0u, current_tiles_.keys, from);
     const uint32_t to = steps_ + static_cast<uint32_t>(4 * (loaded_ % S::kStepSlots) * S::kStepWords);
     ++loaded_;
@@ -191,9 +197,15 @@ class ClusterDecode {
     if (bits >= 0 && lane_ < S::kRows) {
       int head = 0, query = 0;
       HeadAndQuery(lane_, &head, &query);
-      const int row = MaskRow(params_, head - head0_, query);
-      const int64_t word = (static_cast<int64_t>(bits) * kDecodeTileRows + row) * 2 + first_ / 32;
-      CopyWord(to + static_cast<uint32_t>(16 + 4 * lane_), p_.mask.bits + word);
+      const uint32_t own = to + static_cast<uint32_t>(16 + 4 * lane_);
+      if (HasRange()) {
+        const uint32_t allowed = BitsOfKeys(range_, query, tile_ * kTileKeys + first_ / 32 * 32);
+        asm volatile("st.shared.u32 [%0], %1;" ::"r"(own), "r"(allowed) : "memory");
+      } else {
+        const int row = MaskRow(params_, head - head0_, query);
+        const int64_t word = (static_cast<int64_t>(bits) * kDecodeTileRows + row) * 2 + first_ / 32;
+        CopyWord(own, p_.mask.bits + word);
+      }
     }
   }
 
@@ -306,6 +318,8 @@ class ClusterDecode {
   int b_, head0_, block_, rows_, split_, warp_, lane_, first_;  // first_: the first key of the warp in a tile
   int next_ = 0, end_ = 0, full_ = 0, tile_ = -1;
   int loaded_ = 0, stage_ = 0, consumed_ = 0;  // steps loaded; positions in the ring
+  KeyRange range_;
+  int32_t invalid_ = 0;  // ReadInvalid
   bool masked_, padded_;
   float scale_;
   const T *key_, *value_;

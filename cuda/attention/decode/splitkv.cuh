@@ -59,16 +59,21 @@ class Decode {
                                                              : p_.pad_bits + static_cast<int64_t>(b_) * tiles * 2;
     masked_ = p_.has_mask != 0 && params.second_pass == 0;
     int begin = 0, end = tiles;
-    if (masked_) {
+    if (HasRange()) {
+      range_ = MakeKeyRange(params.first_rows[b_], params.window_left, p_.T);
+      FindTiles(range_, p_.S, p_.T, &begin, &end);
+    } else if (masked_) {
       const DeviceMask& mask = p_.mask;
       const int table = mask.layout[LayoutPlace(params, b_, head0_)];
       begin = mask.row_ptr[table * mask.rows];
       full_ = mask.full_begin[table * mask.rows];
       end = mask.row_end[table * mask.rows];
     }
-    const int share = (end - begin + params.splits - 1) / params.splits;
-    next_ = min(end, begin + split_ * share);
-    end_ = min(end, next_ + share);
+    // A range may be far shorter than the keys that the host chose the splits for: they share what there is.
+    const int share = (end - begin) / params.splits, more = (end - begin) % params.splits;
+    next_ = begin + split_ * share + min(split_, more);
+    end_ = next_ + share + (split_ < more ? 1 : 0);
+    has_tiles_ = next_ < end_;
     next_ += warp_ / S::kWarpsPerTile;
     first_key_ = warp_ % S::kWarpsPerTile * 16 * S::kGroups;
     scale_ = HasScoreMod(p_) ? p_.scale : p_.scale * kLog2E;
@@ -85,6 +90,7 @@ class Decode {
 
   __device__ void Run() {
     if (params_.second_pass != 0 && !HasEmptyRow()) return;
+    if (params_.split_output != nullptr && !has_tiles_) return StoreNoKeys();
     LoadQueries();
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
@@ -128,6 +134,7 @@ class Decode {
 
  private:
   __device__ int64_t RowOf(int row) const { return PackedRow(p_, b_, head0_, row); }
+  __device__ __forceinline__ bool HasRange() const { return params_.first_rows != nullptr; }
   __device__ bool HasEmptyRow() const {
     for (int i = 0; i < S::kRows; ++i) {
       const int row = block_ * S::kRows + i;
@@ -152,6 +159,7 @@ class Decode {
         entry.bits = at < full_ ? p_.mask.bits_id[at] : -1;
       } else {
         entry.tile = at;
+        if (HasRange()) entry.bits = IsFullTile(range_, p_.S, at) ? -1 : 0;
       }
       const int key = entry.tile * kTileKeys + first_key_ / 32 * 32;
       if (pad_ != nullptr) {
@@ -315,7 +323,11 @@ class Decode {
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
       uint32_t word[2] = {entry.pad, entry.pad};
-      if (entry.bits >= 0) {
+      if (entry.bits >= 0 && HasRange()) {
+        const int key = entry.tile * kTileKeys + first_key_ / 32 * 32;
+        word[0] &= BitsOfKeys(range_, query_[n][0], key);
+        word[1] &= BitsOfKeys(range_, query_[n][1], key);
+      } else if (entry.bits >= 0) {
         const uint32_t* bits = p_.mask.bits + static_cast<int64_t>(entry.bits) * kDecodeTileRows * 2 + first_key_ / 32;
         word[0] &= __ldg(bits + 2 * MaskRow(params_, head_[n][0] - head0_, query_[n][0]));
         word[1] &= __ldg(bits + 2 * MaskRow(params_, head_[n][1] - head0_, query_[n][1]));
@@ -368,7 +380,17 @@ class Decode {
     }
   }
 
-  // ---- epilogue: combines the warps ----
+  // ---- epilogue ----
+  // Of a split without a tile: the combine kernel then reads no output.
+  __device__ void StoreNoKeys() const {
+    const int rows = min(S::kRows, params_.heads * p_.S - block_ * S::kRows);
+    for (int row = threadIdx.x; row < rows; row += S::kThreads) {
+      const int64_t part = RowOf(block_ * S::kRows + row) * params_.splits + split_;
+      params_.split_stats[2 * part] = -INFINITY, params_.split_stats[2 * part + 1] = 0.0f;
+    }
+  }
+
+  // Combines the warps.
   __device__ void CombineWarps() {
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
@@ -403,6 +425,7 @@ class Decode {
     }
     __syncthreads();
     const int rows = min(S::kRows, params_.heads * p_.S - block_ * S::kRows);
+    const bool is_invalid = params_.split_output == nullptr && ReadInvalid(params_, b_) != 0;
     for (int at = threadIdx.x; at < rows * p_.Dv; at += S::kThreads) {
       const int row = at / p_.Dv, d = at % p_.Dv;
       float x = 0.0f;
@@ -419,9 +442,9 @@ class Decode {
       const int h = head0_ + whole / p_.S;
       T* to = static_cast<T*>(p_.output) + b_ * p_.output_stride.b + h * p_.output_stride.h +
               whole % p_.S * p_.output_stride.s;
-      const float row_sum = total == 0.0f ? 0.0f : total + SinkWeight<T>(p_, h, top);
+      const float row_sum = is_invalid ? NAN : total == 0.0f ? 0.0f : total + SinkWeight<T>(p_, h, top);
       if (d == 0) StoreLse<T>(p_, b_, h, whole % p_.S, top, row_sum);
-      to[d] = FromFloat<T>(total == 0.0f ? EmptyValue(p_) : x / row_sum);
+      to[d] = FromFloat<T>(total == 0.0f && !is_invalid ? EmptyValue(p_) : x / row_sum);
     }
   }
 
@@ -430,7 +453,8 @@ class Decode {
   Shared& shared_;
   int b_, head0_, block_, split_, warp_, lane_, next_, end_, first_key_;
   int full_ = 0;
-  bool masked_;
+  KeyRange range_;
+  bool masked_, has_tiles_;
   float scale_;
   const T *key_, *value_;
   const uint32_t* pad_;
