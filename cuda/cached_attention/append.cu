@@ -3,9 +3,9 @@
 // append to the cache, copy of the past where it lies in another buffer. The host reads no length: CTAs find the rows
 // of their sequence in seqlens (cache_rows.h).
 //
-// CTAs have three roles, in this order: a CTA a sequence checks lengths and positions; token CTAs give each head of
-// each token a warp; copy CTAs bring past rows into another buffer, or slide CTAs move the rows of a sliding-window
-// cache to its front and append behind them.
+// Each CTA has one task. In this order there are CTAs that check lengths and positions, one a sequence; that give each
+// head of each token a warp; that clear values behind those of a sequence; that copy the past into another buffer, or
+// slide the rows of a sliding-window cache to its front and append behind them.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -30,12 +30,13 @@ constexpr int kSliceElements = 32;  // of a head: what a slide CTA moves
 constexpr int kCopied = 8;          // pieces that a thread of a copy CTA has in flight
 constexpr int kMoved = 16;          // and of a slide CTA
 constexpr int64_t kMostCopyCtas = 2048;
+constexpr int64_t kMostTileKeys = 128;  // of a KV tile of an attention kernel
 
 struct AppendParams {
   CacheAppendArgs args;
   CacheShape shape;
   int32_t slots = 0;  // heads of a token that token CTAs compute: queries, then keys and values unless slide CTAs do
-  int64_t token_ctas = 0, copy_ctas = 0;
+  int64_t token_ctas = 0, clear_ctas = 0, copy_ctas = 0;
   int64_t copy_chunks = 0;  // of a head
 };
 
@@ -59,9 +60,6 @@ template <>
 __device__ __forceinline__ __nv_bfloat16 Round<__nv_bfloat16>(float x) {
   return __float2bfloat16_rn(x);
 }
-__device__ __forceinline__ float Widen(float x) { return x; }
-__device__ __forceinline__ float Widen(__half x) { return __half2float(x); }
-__device__ __forceinline__ float Widen(__nv_bfloat16 x) { return __bfloat162float(x); }
 
 // kSize: elements of a piece. kSlides: there are slide CTAs, whose registers other launches shall not pay for.
 template <typename T, int kSize, bool kSlides>
@@ -79,6 +77,8 @@ class Append {
     cta -= args_.B;
     if (cta < params_.token_ctas) return AppendTokens(cta);
     cta -= params_.token_ctas;
+    if (cta < params_.clear_ctas) return ClearBehind(cta);
+    cta -= params_.clear_ctas;
     if constexpr (kSlides) {
       Slide(cta);
     } else {
@@ -107,7 +107,7 @@ class Append {
     }
     const int any = __syncthreads_or(is_wrong ? 1 : 0);
     if (threadIdx.x != 0) return;
-    if (args_.first_row != nullptr) args_.first_row[b] = static_cast<int32_t>(rows.first_row);
+    if (args_.first_row != nullptr) args_.first_row[b] = static_cast<int32_t>(is_staged() ? rows.held : rows.first_row);
     if (args_.is_invalid != nullptr) args_.is_invalid[b] = any != 0 ? 1 : 0;
   }
 
@@ -122,28 +122,36 @@ class Append {
     const CacheRows rows = RowsOf(b);
     if (slot < queries) {
       T* const to = static_cast<T*>(args_.rotated_query) + ((b * args_.H + slot) * args_.S + i) * args_.D;
-      Transform(kQuery, rows, b, slot, i, to, 0, static_cast<int>(args_.D));
+      Transform(kQuery, rows, b, slot, i, to, nullptr, 0, static_cast<int>(args_.D));
       return;
     }
     const int head = (slot - queries) / 2;
     Store((slot - queries) % 2 == 0 ? kKey : kValue, rows, b, head, i, 0, static_cast<int>(args_.D));
   }
 
-  // The rows of a head in present.
+  // The rows of a key or value head in present, and in staging.
   __device__ T* Present(Kind kind, int64_t b, int64_t g) const {
     return static_cast<T*>(kind == kKey ? args_.present_key : args_.present_value) +
            (b * args_.G + g) * args_.capacity * args_.D;
   }
-  // Stores elements [begin, end) of a new key or value in its row of the cache.
+  __device__ T* Staging(Kind kind, int64_t b, int64_t g) const {
+    return static_cast<T*>(kind == kKey ? args_.staging_key : args_.staging_value) +
+           (b * args_.G + g) * args_.staging_capacity * args_.D;
+  }
+  __device__ bool is_staged() const { return args_.staging_key != nullptr; }
+  // Stores elements [begin, end) of a new key or value in its row of the cache, and of staging.
   __device__ void Store(Kind kind, const CacheRows& rows, int64_t b, int64_t g, int64_t i, int begin, int end) {
-    const int64_t row = rows.first_row + i;
-    if (rows.is_invalid || row < 0 || row >= args_.capacity) return;
-    Transform(kind, rows, b, g, i, Present(kind, b, g) + row * args_.D, begin, end);
+    if (rows.is_invalid) return;
+    const int64_t row = rows.first_row + i, staged = rows.held + i;
+    T* const to = row >= 0 && row < args_.capacity ? Present(kind, b, g) + row * args_.D : nullptr;
+    T* const other = is_staged() && staged < args_.staging_capacity ? Staging(kind, b, g) + staged * args_.D : nullptr;
+    Transform(kind, rows, b, g, i, to, other, begin, end);
   }
 
-  // Norm and rotary embedding of one head of one token by a warp; stores elements [begin, end) to `to`.
-  __device__ void Transform(Kind kind, const CacheRows& rows, int64_t b, int64_t head, int64_t i, T* to, int begin,
-                            int end) {
+  // Norm and rotary embedding of one head of one token by a warp. Stores elements [begin, end) to `to` and `other`,
+  // each of which may be nullptr.
+  __device__ void Transform(Kind kind, const CacheRows& rows, int64_t b, int64_t head, int64_t i, T* to, T* other,
+                            int begin, int end) {
     const int size = static_cast<int>(args_.D);
     const Strides& stride = kind == kQuery ? args_.query_stride : kind == kKey ? args_.key_stride : args_.value_stride;
     const auto* from = static_cast<const T*>(kind == kQuery ? args_.query
@@ -159,7 +167,7 @@ class Append {
       if (d >= size) continue;
       const PieceOf piece = *reinterpret_cast<const PieceOf*>(from + d);
 #pragma unroll
-      for (int e = 0; e < kSize; ++e) x[p][e] = Widen(piece.at[e]);
+      for (int e = 0; e < kSize; ++e) x[p][e] = ToFloat(piece.at[e]);
     }
     const auto* norm = static_cast<const T*>(kind == kQuery ? args_.query_norm : args_.key_norm);
     if (kind != kValue && norm != nullptr) Normalize(norm, size, x);
@@ -171,7 +179,8 @@ class Append {
       PieceOf piece;
 #pragma unroll
       for (int e = 0; e < kSize; ++e) piece.at[e] = Round<T>(x[p][e]);
-      *reinterpret_cast<PieceOf*>(to + d) = piece;
+      if (to != nullptr) *reinterpret_cast<PieceOf*>(to + d) = piece;
+      if (other != nullptr) *reinterpret_cast<PieceOf*>(other + d) = piece;
     }
   }
 
@@ -190,7 +199,7 @@ class Append {
       const int d = (32 * p + lane_) * kSize;
 #pragma unroll
       for (int e = 0; e < kSize; ++e) {
-        if (d < size) x[p][e] = x[p][e] * factor * Widen(weight[d + e]);
+        if (d < size) x[p][e] = x[p][e] * factor * ToFloat(weight[d + e]);
       }
     }
   }
@@ -228,25 +237,27 @@ class Append {
         const bool is_first = args_.is_interleaved ? d % 2 == 0 : d < half;
         const int pair = args_.is_interleaved ? d / 2 : is_first ? d : d - half;
         const int partner = args_.is_interleaved ? d ^ 1 : is_first ? d + half : d - half;
-        const float turned = row_[partner] * Widen(sin[pair]);
-        x[p][e] = x[p][e] * Widen(cos[pair]) + (is_first ? -turned : turned);
+        const float turned = row_[partner] * ToFloat(sin[pair]);
+        x[p][e] = x[p][e] * ToFloat(cos[pair]) + (is_first ? -turned : turned);
       }
     }
   }
 
-  // ---- copy CTAs: the kept rows of a head are contiguous in both buffers ----
+  // ---- copy CTAs: the rows of a head are contiguous in all buffers ----
   __device__ void CopyPast(int64_t cta) {
     const int64_t heads = args_.B * args_.G * 2;
     for (int64_t at = cta; at < heads * params_.copy_chunks; at += params_.copy_ctas) {
-      const int64_t head = at / params_.copy_chunks, begin = at % params_.copy_chunks * (kThreads * kCopied);
-      const int64_t bg = head / 2;
-      const CacheRows rows = RowsOf(bg / args_.G);
-      const int64_t end = rows.kept * args_.D / kSize;  // pieces
+      const int64_t head = at / params_.copy_chunks, bg = head / 2, b = bg / args_.G, g = bg % args_.G;
+      const Kind kind = head % 2 == 0 ? kKey : kValue;
+      const CacheRows rows = RowsOf(b);
+      const int64_t row = args_.D / kSize;  // pieces
+      const int64_t kept_from = rows.kept_from * row, end = rows.is_invalid ? 0 : rows.held * row;
+      const int64_t begin = at % params_.copy_chunks * (kThreads * kCopied) + (is_staged() ? 0 : kept_from);
       if (begin >= end) continue;
-      const auto* from =
-          reinterpret_cast<const PieceOf*>(static_cast<const T*>(head % 2 == 0 ? args_.past_key : args_.past_value) +
-                                           (bg * args_.past_capacity + rows.kept_from) * args_.D);
-      auto* to = reinterpret_cast<PieceOf*>(Present(head % 2 == 0 ? kKey : kValue, bg / args_.G, bg % args_.G));
+      const auto* from = reinterpret_cast<const PieceOf*>(
+          static_cast<const T*>(kind == kKey ? args_.past_key : args_.past_value) + bg * args_.past_capacity * args_.D);
+      auto* to = reinterpret_cast<PieceOf*>(Present(kind, b, g));
+      auto* staging = is_staged() ? reinterpret_cast<PieceOf*>(Staging(kind, b, g)) : nullptr;
       PieceOf held[kCopied];
 #pragma unroll
       for (int n = 0; n < kCopied; ++n) {
@@ -256,7 +267,9 @@ class Append {
 #pragma unroll
       for (int n = 0; n < kCopied; ++n) {
         const int64_t piece = begin + n * kThreads + threadIdx.x;
-        if (piece < end) to[piece] = held[n];
+        if (piece >= end) continue;
+        if (staging != nullptr) staging[piece] = held[n];
+        if (piece >= kept_from) to[piece - kept_from] = held[n];
       }
     }
   }
@@ -270,32 +283,55 @@ class Append {
     const Kind kind = head % 2 == 0 ? kKey : kValue;
     const CacheRows rows = RowsOf(b);
     if (rows.is_invalid) return;
-    if (rows.kept_from > 0) MoveToFront(Present(kind, b, g), rows, begin, end);
-    // No row of a token is read by the move after its last barrier.
+    if (is_staged() || rows.kept_from > 0) {
+      MoveToFront(Present(kind, b, g), is_staged() ? Staging(kind, b, g) : nullptr, rows, begin, end);
+    }
+    // After its last barrier the move reads no row any more.
     for (int64_t i = warp_; i < args_.S; i += kWarps) Store(kind, rows, b, g, i, begin, end);
+    if (kind == kValue && !is_staged()) Clear(Present(kind, b, g), rows.first_row + args_.S, begin, end);
   }
 
-  // Moves rows [kept_from, kept_from + kept) to [0, kept), in ascending order. What a chunk writes lies before all rows
-  // that later chunks read: one barrier a chunk orders its reads before its writes.
-  __device__ void MoveToFront(T* head, const CacheRows& rows, int begin, int end) {
+  // Moves rows [kept_from, held) to the front, in ascending order, and copies rows [0, held) to staging where there is
+  // one. What a chunk writes lies before all rows that later chunks read: one barrier a chunk orders its reads before
+  // its writes.
+  __device__ void MoveToFront(T* head, T* staging, const CacheRows& rows, int begin, int end) {
     constexpr int kAcross = kSliceElements / kSize, kDown = kThreads / kAcross;
     const int d = begin + static_cast<int>(threadIdx.x) % kAcross * kSize;
-    const int down = static_cast<int>(threadIdx.x) / kAcross;
-    for (int64_t first = 0; first < rows.kept; first += kDown * kMoved) {
+    const int64_t down = static_cast<int>(threadIdx.x) / kAcross;
+    for (int64_t first = staging != nullptr ? 0 : rows.kept_from; first < rows.held; first += kDown * kMoved) {
       PieceOf held[kMoved];
 #pragma unroll
       for (int n = 0; n < kMoved; ++n) {
         const int64_t row = first + n * kDown + down;
-        if (row < rows.kept && d < end) {
-          held[n] = *reinterpret_cast<const PieceOf*>(head + (rows.kept_from + row) * args_.D + d);
-        }
+        if (row < rows.held && d < end) held[n] = *reinterpret_cast<const PieceOf*>(head + row * args_.D + d);
       }
       __syncthreads();
 #pragma unroll
       for (int n = 0; n < kMoved; ++n) {
-        const int64_t row = first + n * kDown + down;
-        if (row < rows.kept && d < end) *reinterpret_cast<PieceOf*>(head + row * args_.D + d) = held[n];
+        const int64_t row = first + n * kDown + down, to = row - rows.kept_from;
+        if (row >= rows.held || d >= end) continue;
+        if (staging != nullptr) *reinterpret_cast<PieceOf*>(staging + row * args_.D + d) = held[n];
+        if (to >= 0 && rows.kept_from > 0) *reinterpret_cast<PieceOf*>(head + to * args_.D + d) = held[n];
       }
+    }
+  }
+
+  // ---- clear CTAs: value rows behind those of a sequence ----
+  __device__ void ClearBehind(int64_t bg) {
+    const int64_t b = bg / args_.G, g = bg % args_.G;
+    const CacheRows rows = RowsOf(b);
+    if (rows.is_invalid) return;
+    const int64_t behind = args_.S + (is_staged() ? rows.held : rows.first_row);
+    Clear(is_staged() ? Staging(kValue, b, g) : Present(kValue, b, g), behind, 0, static_cast<int>(args_.D));
+  }
+  // Elements [begin, end) of rows from `first` on.
+  __device__ void Clear(T* head, int64_t first, int begin, int end) const {
+    const int64_t capacity = is_staged() ? args_.staging_capacity : args_.capacity;
+    const int64_t behind = min(min(first + kMostTileKeys - 1, args_.clear_end), capacity);
+    const int width = end - begin;
+    const int64_t start = max(first, int64_t{0});
+    for (int64_t at = threadIdx.x; at < (behind - start) * width; at += kThreads) {
+      head[(start + at / width) * args_.D + begin + at % width] = Round<T>(0.0f);
     }
   }
 
@@ -348,6 +384,10 @@ Status Check(const CacheAppendArgs& args) {
     return Status::Error("the cache holds " + std::to_string(args.capacity) +
                          " positions, expected at least its sliding window of " + std::to_string(args.sliding_window));
   }
+  if (args.staging_key != nullptr && args.staging_capacity < args.past_capacity + args.S) {
+    return Status::Error("staging holds " + std::to_string(args.staging_capacity) + " rows, expected at least " +
+                         std::to_string(args.past_capacity + args.S));
+  }
   if (args.cos != nullptr &&
       (args.rotary_rows < 1 || args.rotary_size < 2 || args.rotary_size > args.D || args.rotary_size % 2 != 0)) {
     return Status::Error("a rotary table of " + std::to_string(args.rotary_rows) + " rows for " +
@@ -369,12 +409,13 @@ int LaunchFor(AppendParams params, void* stream, bool* is_too_large) {
   params.token_ctas = ceil_div(args.B * args.S * params.slots, kWarps);
   int64_t slide_ctas = 0;
   if (slides) slide_ctas = args.B * args.G * 2 * ceil_div(args.D, kSliceElements);
+  if (args.clear_end > 0 && (!slides || args.staging_key != nullptr)) params.clear_ctas = args.B * args.G;
   if (!is_in_place && !args.is_first_prompt) {
-    const int64_t pieces = std::min(args.past_capacity, args.capacity) * args.D / (is_aligned ? kSize : 1);
+    const int64_t pieces = args.past_capacity * args.D / (is_aligned ? kSize : 1);
     params.copy_chunks = ceil_div(pieces, kThreads * kCopied);
     params.copy_ctas = std::min(args.B * args.G * 2 * params.copy_chunks, kMostCopyCtas);
   }
-  const int64_t ctas = args.B + params.token_ctas + params.copy_ctas + slide_ctas;
+  const int64_t ctas = args.B + params.token_ctas + params.clear_ctas + params.copy_ctas + slide_ctas;
   *is_too_large = ctas > std::numeric_limits<int32_t>::max() / kWarps;  // 32 bits count warps
   if (*is_too_large) return 0;
   const auto launch = is_aligned ? (slides ? Launch<T, kSize, true> : Launch<T, kSize, false>)

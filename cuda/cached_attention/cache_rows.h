@@ -19,14 +19,15 @@ struct CacheShape {
   bool is_first_prompt = false;
 };
 
-// Rows of present are those of one step: past rows [kept_from, kept_from + kept) become rows [0, kept), and token i row
-// first_row + i, unless that lies outside of the cache.
+// A step of one sequence. Past rows [kept_from, held) become rows [0, held - kept_from) of present, and token i row
+// first_row + i, unless that lies outside of the cache. In staging they are rows [0, held) and held + i.
 struct CacheRows {
   int64_t past = 0;   // keys before this step, which is the position of token 0
   int64_t valid = 0;  // tokens that are not padding
-  int64_t kept_from = 0, kept = 0;
+  int64_t held = 0;   // rows of the past
+  int64_t kept_from = 0;
   int64_t first_row = 0;
-  bool is_invalid = false;  // no row may be written; first_row keeps reads in bounds
+  bool is_invalid = false;  // no row may be written; held and first_row keep reads in bounds
 };
 
 // How many of the first `keys` positions a cache no longer holds.
@@ -43,8 +44,8 @@ STOF_HD inline CacheRows FindCacheRows(const CacheShape& shape, int32_t seqlen) 
   rows.past = shape.is_first_prompt ? 0 : total - shape.S;
   rows.valid = total - rows.past;
   const int64_t dropped = DroppedRows(shape, total), dropped_before = DroppedRows(shape, rows.past);
-  const int64_t held = rows.past - dropped_before;
-  rows.is_invalid = total < 1 || rows.past < 0 || rows.valid > shape.S || held > shape.past_capacity ||
+  rows.held = rows.past - dropped_before;
+  rows.is_invalid = total < 1 || rows.past < 0 || rows.valid > shape.S || rows.held > shape.past_capacity ||
                     (shape.sliding_window == 0 && rows.past + shape.S > shape.capacity);
   if (rows.is_invalid) {
     const int64_t most =
@@ -52,12 +53,11 @@ STOF_HD inline CacheRows FindCacheRows(const CacheShape& shape, int32_t seqlen) 
     rows.past = rows.past > most ? most : rows.past;
     rows.past = rows.past < 0 ? 0 : rows.past;
     rows.valid = shape.S;
-    rows.first_row = rows.past;
+    rows.held = rows.first_row = rows.past;
     return rows;
   }
   rows.first_row = rows.past - dropped;
-  rows.kept = rows.first_row > 0 ? rows.first_row : 0;
-  rows.kept_from = rows.kept > 0 ? dropped - dropped_before : 0;
+  rows.kept_from = rows.first_row > 0 ? dropped - dropped_before : rows.held;
   return rows;
 }
 

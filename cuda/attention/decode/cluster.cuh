@@ -50,6 +50,7 @@ class ClusterDecode {
     padded_ = p_.pad_bits != nullptr && params.second_pass == 0;
     masked_ = p_.has_mask != 0 && params.second_pass == 0;
     scale_ = HasScoreMod(p_) ? p_.scale : p_.scale * kLog2E;
+    keys_ = p_.T;
     const auto base = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
     ring_ = base + static_cast<uint32_t>(S::kRing + warp_ * S::kStages * S::kStageBytes);
     queries_ = base + S::kQueries;
@@ -130,6 +131,7 @@ class ClusterDecode {
     if (HasRange()) {
       range_ = MakeKeyRange(ReadWord(params_.first_rows + b_), params_.window_left, p_.T);
       FindTiles(range_, p_.S, p_.T, &begin, &end);
+      keys_ = EndOfKeys(range_, p_.S, p_.T);
     } else if (masked_) {
       begin = params_.row_begin, full_ = params_.row_full, end = params_.row_end;
       if (begin < 0) {
@@ -162,7 +164,7 @@ class ClusterDecode {
       const auto* bits = reinterpret_cast<const int32_t*>(p_.pad_bits + b_ * words + 2 * found->tile + first_ / 32);
       found->keys = static_cast<uint32_t>(ReadWord(bits)) >> first_ % 32 & 0xffffu;
     } else {
-      const int left = p_.T - found->tile * kTileKeys - first_;
+      const int left = keys_ - found->tile * kTileKeys - first_;
       found->keys = left >= S::kWarpKeys ? 0xffffu : left <= 0 ? 0u : (1u << left) - 1u;
     }
   }
@@ -243,7 +245,7 @@ class ClusterDecode {
     const uint32_t across = static_cast<uint32_t>(lane_) % kAcross, down = static_cast<uint32_t>(lane_) / kAcross;
     const int64_t stride = kKeys ? p_.key_stride.s : p_.value_stride.s;
     const T* from = (kKeys ? key_ : value_) + (key0 + static_cast<int64_t>(down)) * stride + S::kPerLoad * across;
-    const int size = kKeys ? p_.D : p_.Dv, left = p_.T - key0 - static_cast<int>(down);
+    const int size = kKeys ? p_.D : p_.Dv, left = keys_ - key0 - static_cast<int>(down);
 #pragma unroll
     for (uint32_t row = 0; row < 16; row += kDown) {
 #pragma unroll
@@ -317,6 +319,7 @@ class ClusterDecode {
   char* shared_;
   int b_, head0_, block_, rows_, split_, warp_, lane_, first_;  // first_: the first key of the warp in a tile
   int next_ = 0, end_ = 0, full_ = 0, tile_ = -1;
+  int keys_;                                   // that may be read
   int loaded_ = 0, stage_ = 0, consumed_ = 0;  // steps loaded; positions in the ring
   KeyRange range_;
   int32_t invalid_ = 0;  // ReadInvalid

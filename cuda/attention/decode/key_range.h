@@ -27,12 +27,17 @@ STOF_HD inline KeyRange MakeKeyRange(int32_t first_row, int32_t window_left, int
   return range;
 }
 
+// The first key behind those of all queries. What a cache holds from there on may be anything, NaN included.
+STOF_HD inline int32_t EndOfKeys(const KeyRange& range, int32_t S, int32_t T) {
+  const int32_t end = range.first + S;
+  return end < 0 ? 0 : end > T ? T : end;
+}
+
 // KV tiles [begin, end) that hold all keys of S queries.
 STOF_HD inline void FindTiles(const KeyRange& range, int32_t S, int32_t T, int32_t* begin, int32_t* end) {
-  const int32_t low = range.first - range.window_left, high = range.first + S;
-  const int32_t first_key = low < 0 ? 0 : low > T ? T : low, end_key = high < 0 ? 0 : high > T ? T : high;
-  *begin = first_key / kTileKeys;
-  *end = (end_key + kTileKeys - 1) / kTileKeys;
+  const int32_t low = range.first - range.window_left;
+  *begin = (low < 0 ? 0 : low > T ? T : low) / kTileKeys;
+  *end = (EndOfKeys(range, S, T) + kTileKeys - 1) / kTileKeys;
   if (*end < *begin) *end = *begin;
 }
 
