@@ -101,9 +101,12 @@ struct AttentionBackend {
   Status (*list_kernels)(int64_t head_size, DType dtype, std::string* names) = nullptr;
 };
 
-// These two work without a device, and in builds without CUDA kernels, too.
+// These work without a device, and in builds without CUDA kernels, too.
 // Why no CUDA kernel takes a problem. Pointers that are not null are checked for alignment.
 Status CheckCudaAttention(const AttentionArgs& args);
+// Whether AttentionBackend::run reads no key or value outside of the range that first_rows gives. Else the values of
+// all keys must be finite, also of those that the mask forbids.
+bool ReadsKeyRangeAlone(const AttentionArgs& args);
 // For runtimes that plan memory ahead: how many bytes AttentionBackend::run asks RunContext::allocate for at most,
 // blocks rounded up to 64. It grows with every size. pad: there is a key padding mask. operands: as for `run`; their
 // data is not read.

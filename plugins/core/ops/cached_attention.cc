@@ -427,6 +427,8 @@ Status CachedAttentionOp::RunOnCuda(const CachedMask& mask, const Tables& given,
     return Status::Error("the tables of the mask are no constants, which the CUDA kernels need them to be");
   }
   CacheAppendArgs& a = step->append;
+  STOF_RETURN_IF_ERROR(CheckCudaAttention(step->attention));  // before the cache changes
+  if (!ReadsKeyRangeAlone(step->attention)) a.clear_end = step->attention.T;
   STOF_RETURN_IF_ERROR(backend->cached_attention.append(a, context));
   if (a.B == 0 || a.S == 0) return Status();
   Tables operands = given;
