@@ -2,13 +2,14 @@
 // The CPU attention kernel alone: GFLOP/s on the pairs that the mask allows and on the tiles that hold one, beside the
 // FMA rate of the same run. Rows of a KV cache go round as many layers as a memory cache does not hold. Rounds of all
 // rows are interleaved with the FMA loop; the figures are minima.
-//   bench_attention [--rows ROW[,ROW]] [--threads N] [--rounds N] [--tile MxN] [--isa NAME]
+//   bench_attention [--rows ROW[,ROW]] [--threads N] [--rounds N] [--tile MxN] [--isa NAME] [--cpu-time]
 // NAME is an instruction set of cpu/isa.h.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <ctime>
 #include <memory>
 #include <random>
 #include <string>
@@ -67,7 +68,12 @@ constexpr Case kCases[] = {
     {"cache-chunk", "k <= q", 1, 32, 8, 256, 8192, 128, false, 2},
 };
 
-double Now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+// --cpu-time: CPU seconds of the process, for a machine that others use, too; with one thread they are those of a run.
+bool counts_cpu_time = false;
+double Now() {
+  if (counts_cpu_time) return static_cast<double>(std::clock()) / CLOCKS_PER_SEC;
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
 
 void* Aligned(size_t bytes) { return std::aligned_alloc(64, (bytes / 64 + 1) * 64); }
 
@@ -185,6 +191,7 @@ int Main(int argc, char** argv) {
   std::string rows;
   int threads = 1, rounds = 5, m = 0, n = 0;
   CpuIsa isa = BestCpuIsa();
+  if (argc % 2 == 0 && std::strcmp(argv[argc - 1], "--cpu-time") == 0) counts_cpu_time = true;
   for (int i = 1; i + 1 < argc; i += 2) {
     if (std::strcmp(argv[i], "--rows") == 0) rows = "," + std::string(argv[i + 1]) + ",";
     if (std::strcmp(argv[i], "--threads") == 0) threads = std::atoi(argv[i + 1]);
