@@ -297,7 +297,7 @@ class Worker {
       }
       if (count == 0) continue;
       if (kInPlace) {
-        // The values of this tile come to the L2 cache during its scores, the keys of the next one during its output.
+        // The values of this tile come to the L2 cache during its scores.
         InPlaceScores(strips[0], keys_in_place, ldk, first == 0 ? Ahead(values_, args_.value_stride.s, tile) : nullptr);
       } else {
         PackedScores(strips, 0, count, packed);
@@ -316,7 +316,8 @@ class Worker {
         }
         prefetch_.Fetch(lines_per_step_);
       }
-      Values(strips, count, values, ldv, kInPlace && first == 0 ? Ahead(keys_, args_.key_stride.s, next_) : nullptr);
+      // And the keys of the next one during its output, where that has time: beside one row.
+      Values(strips, count, values, ldv, kInPlace && rows_ == 1 ? Ahead(keys_, args_.key_stride.s, next_) : nullptr);
     }
   }
 
