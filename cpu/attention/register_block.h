@@ -141,11 +141,10 @@ inline void Prefetch(const char* at, int64_t bytes) {
 
 // PV: o[kRows, kBlock vectors] += p[kRows, keys of the runs] · v. The tile's matmul is summed by itself first: in one
 // chain of additions through all keys the terms of a long row would lose their low bits, each time in the same
-// direction. kAhead: brings as much to the L2 cache from where `ahead` has rows of ahead_stride bytes.
+// direction. kAhead: brings as many bytes from `ahead` on to the L2 cache, one after the other.
 template <int kRows, int kBlock, bool kAhead = false>
 __attribute__((noinline)) void AddValues(const float* p, int64_t ldp, const Run* runs, int count, const float* v,
-                                         int64_t ldv, float* o, int64_t ldo, const char* ahead = nullptr,
-                                         int64_t ahead_stride = 0) {
+                                         int64_t ldv, float* o, int64_t ldo, const char* ahead = nullptr) {
   V sum[kRows][kBlock];
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
@@ -160,7 +159,7 @@ __attribute__((noinline)) void AddValues(const float* p, int64_t ldp, const Run*
       V x[kBlock];
 #pragma GCC unroll 8
       for (int j = 0; j < kBlock; ++j) x[j] = Simd::Load(value + j * kWidth);
-      if constexpr (kAhead) Prefetch(ahead + k * ahead_stride, kBlock * kWidth * 4);
+      if constexpr (kAhead) Prefetch(ahead + k * kBlock * kWidth * 4, kBlock * kWidth * 4);
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
         const V w = Simd::Set1(p[r * ldp + k]);

@@ -256,7 +256,7 @@ class Worker {
     }
   }
 
-  // Where the rows of a tile begin that will be read soon; nullptr: nowhere, or in a copy that is read at once.
+  // Where the rows of a tile begin that will be read soon; nullptr: there are none, or they are copied first.
   const char* Ahead(const char* head, int64_t stride, int64_t tile) const {
     const bool is_copied = head == values_ ? scratch_.copy_values : scratch_.copy_keys;
     if (tile < 0 || is_copied || (tile + 1) * problem_.n > key_end_) return nullptr;
@@ -316,8 +316,10 @@ class Worker {
         }
         prefetch_.Fetch(lines_per_step_);
       }
-      // And the keys of the next one during its output, where that has time: beside one row.
-      Values(strips, count, values, ldv, kInPlace && rows_ == 1 ? Ahead(keys_, args_.key_stride.s, next_) : nullptr);
+      // And the keys of the next one during its output, in the order of their addresses.
+      const bool is_dense = args_.key_stride.s == args_.D;
+      Values(strips, count, values, ldv,
+             kInPlace && first == 0 && is_dense ? Ahead(keys_, args_.key_stride.s, next_) : nullptr);
     }
   }
 

@@ -134,7 +134,7 @@ inline void Worker<kInPlace>::Values(const Strip* strips, int count, const float
   const int block = !kInPlace ? kVectors : rows > 2 ? kVectors : rows > 1 ? 4 : 8;
   for (int64_t d = 0; d < size; d += block) {
     const int64_t left = Min(block, size - d);
-    const char* next = ahead == nullptr ? nullptr : ahead + d * kWidth * 4;
+    const char* next = ahead == nullptr ? nullptr : ahead + d * kWidth * 4 * problem_.n;
     for (int i = 0; i < count; ++i) {
       const float* p = scratch_.s + i * kRows * static_cast<int64_t>(problem_.n);
       float* o = scratch_.o + strips[i].row * scratch_.ldo + d * kWidth;
@@ -169,7 +169,7 @@ inline void Worker<kInPlace>::AddBlock(int64_t left, const float* p, const Strip
   if constexpr (kInPlace) {
     if (ahead != nullptr) {
       return AddValues<kHeight, kBlock, true>(p, problem_.n, strip.runs, strip.run_count, v, ldv, o, scratch_.ldo,
-                                              ahead, item_size_ * args_.key_stride.s);
+                                              ahead);
     }
   }
   AddValues<kHeight, kBlock>(p, problem_.n, strip.runs, strip.run_count, v, ldv, o, scratch_.ldo);

@@ -5,6 +5,7 @@
 //   bench_attention [--rows ROW[,ROW]] [--threads N] [--rounds N] [--tile MxN] [--isa NAME] [--cpu-time]
 // NAME is an instruction set of cpu/isa.h.
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -103,6 +104,7 @@ struct Row {
   int layer = 0;
   Buffer query, key, value, output, workspace;
   double pairs = 0, tile_pairs = 0, keys = 0, best = 1e9;
+  double read = 1e9;  // seconds that a plain sum over the keys and values of a layer takes, of a KV cache
 
   void TakeNextLayer() {
     const int64_t elements = args.B * args.G * args.T * args.D * (layer = (layer + 1) % what->layers);
@@ -110,6 +112,34 @@ struct Row {
     args.value = static_cast<float*>(value.get()) + elements;
   }
 };
+
+// Adds up the keys and values of each head that a query of the row may attend, as 64-bit words.
+void Sum(Row* row, const Parallel& parallel) {
+  struct Job {
+    const Row* row;
+    std::atomic<int64_t> next{0};
+    std::atomic<uint64_t> total{0};
+  } job{row};
+  const auto work = [](void* user, size_t) {
+    Job& j = *static_cast<Job*>(user);
+    const AttentionArgs& a = j.row->args;
+    const int64_t words = static_cast<int64_t>(j.row->keys) * a.D / 2, heads = a.B * a.G, pieces = 16;
+    for (int64_t i = j.next++; i < 2 * heads * pieces; i = j.next++) {
+      const int64_t head = i / pieces % heads, first = words * (i % pieces) / pieces / 8 * 8;
+      const int64_t last = words * (i % pieces + 1) / pieces / 8 * 8;
+      const void* base = i < heads * pieces ? a.key : a.value;
+      const auto* from = static_cast<const uint64_t*>(base) + (head + 1) * a.T * a.D / 2 - words;
+      uint64_t sums[8] = {};
+      for (int64_t w = first; w < last; w += 8) {
+        for (int l = 0; l < 8; ++l) sums[l] += from[w + l];
+      }
+      for (const uint64_t sum : sums) j.total += sum;
+    }
+  };
+  const double begin = Now();
+  parallel.run(parallel.self, work, static_cast<size_t>(parallel.threads), &job);
+  row->read = std::min(row->read, Now() - begin);
+}
 
 void Exit(const char* row, const Status& status) {
   if (status.ok()) return;
@@ -223,22 +253,26 @@ int Main(int argc, char** argv) {
         row->best = std::min(row->best, Now() - begin);
         Exit(row->what->name, status);
         row->TakeNextLayer();
+        if (row->what->layers == 1) continue;
+        Sum(row.get(), pool.view());
+        row->TakeNextLayer();
       }
     }
   }
   const double bandwidth = stof_read_bandwidth(threads, size_t{256} << 20, 0.2);
   std::printf("threads %d, FMA %.1f GFLOP/s, read %.1f GB/s\n", threads, fma, bandwidth);
-  std::printf("%-14s %-8s %10s %9s %9s %8s %8s %7s\n", "row", "tile", "ms", "useful", "on tiles", "% of FMA", "% tiles",
-              "GB/s");
+  std::printf("%-14s %-8s %10s %9s %9s %8s %8s %7s %7s\n", "row", "tile", "ms", "useful", "on tiles", "% of FMA",
+              "% tiles", "GB/s", "% read");
   for (const auto& row : table) {
     const double heads = static_cast<double>(row->args.B * row->args.H);
     const double flop = 4.0 * heads * static_cast<double>(row->args.D) / row->best * 1e-9;
     const double bytes = 8.0 * static_cast<double>(row->args.B * row->args.G * row->args.D) * row->keys;
     char tile[24];
     std::snprintf(tile, sizeof(tile), "%dx%d", row->config.m, row->config.n);
-    std::printf("%-14s %-8s %10.3f %9.1f %9.1f %8.1f %8.1f %7.1f\n", row->what->name, tile, row->best * 1e3,
+    std::printf("%-14s %-8s %10.3f %9.1f %9.1f %8.1f %8.1f %7.1f %7.1f\n", row->what->name, tile, row->best * 1e3,
                 flop * row->pairs, flop * row->tile_pairs, 100 * flop * row->pairs / fma,
-                100 * flop * row->tile_pairs / fma, bytes / row->best * 1e-9);
+                100 * flop * row->tile_pairs / fma, bytes / row->best * 1e-9,
+                row->read < 1e9 ? 100 * row->read / row->best : 0.0);
   }
   return 0;
 }
