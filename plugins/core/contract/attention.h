@@ -56,10 +56,13 @@ struct AttentionArgs {
   // nullptr.
   const DynamicMask* elements = nullptr;
   // ---- attention over a KV cache ----
-  // [B]: the key at the position of query 0 of each sequence. Where it is given, query i may attend the keys
-  // first_rows[b] + i - window_left to first_rows[b] + i alone. The mask says the same: a kernel may use either.
-  // nullptr: the mask alone counts.
+  // [B]: the key at the position of query 0 of each sequence; nullptr: there is no cache.
   const int32_t* first_rows = nullptr;
+  // [B], the CPU alone: keys from here on hold anything, NaN included, and are forbidden. nullptr: there are none.
+  const int32_t* key_ends = nullptr;
+  // Whether query i attends exactly the keys first_rows[b] + i - window_left to first_rows[b] + i (that are before
+  // key_ends[b]). The mask says the same: a kernel may use either. CUDA kernels get first_rows in this case alone.
+  bool is_key_range = false;
   int64_t window_left = -1;  // -1: no bound
   // [B], devices alone: outputs of a sequence are NaN where it is not 0. nullptr: it is 0 for all.
   const int32_t* is_invalid = nullptr;
