@@ -74,7 +74,7 @@ void CheckCache(const Case& c, const Run& run, const Buffer& before_key, const B
         const int64_t at = ((b * c.G + g) * c.capacity + row) * c.D;
         const std::string here = Text(where, " sequence ", b, " group ", g, " row ", row);
         if (row >= static_cast<int64_t>(held.size())) {  // not valid: as it was, in a sliding-window cache anything
-          if (c.window > 0 || (c.cuda && row < past + c.S)) continue;
+          if (c.window > 0 || row < total + c.free_rows) continue;
           CHECK(present_key.Equals(at, before_key, at, c.D) && present_value.Equals(at, before_value, at, c.D), here);
           continue;
         }

@@ -27,7 +27,7 @@ struct Case {
   int64_t rotary = 0;
   bool is_interleaved = false, has_positions = false, has_norm = false, is_packed = false;
   int64_t window = 0;
-  bool cuda = false;  // rows of padding may be written
+  int64_t free_rows = 0;  // rows behind the valid ones that may be written
 
   bool is_first_prompt() const { return !tokens.empty(); }
   int64_t tokens_of(int64_t b) const { return tokens.empty() ? S : tokens[static_cast<size_t>(b)]; }

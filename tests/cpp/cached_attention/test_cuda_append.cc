@@ -189,7 +189,7 @@ TEST(CudaAppendEqualsTheDefinition) {
     }
   }
   for (size_t i = 0; i < cases.size(); ++i) {
-    cases[i].cuda = true;
+    cases[i].free_rows = cases[i].S;  // of padding
     RunCase(cases[i], i);
   }
 }
@@ -205,7 +205,7 @@ TEST(CudaAppendFlagsIllegalLengths) {
           if (is_legal) continue;
           Case c;
           c.B = 3, c.S = S, c.D = 64, c.dtype = DType::kF16, c.past = {5, 9, 12}, c.is_shared = is_shared;
-          c.window = window, c.capacity = window > 0 ? 24 : 60, c.cuda = true;
+          c.window = window, c.capacity = window > 0 ? 24 : 60;
           if (S == 3) c.rotary = 32;
           const std::string where = Text("seqlens ", seqlen, " ", Describe(c));
           CudaRun found(c, 3);
@@ -232,13 +232,24 @@ TEST(CudaAppendFlagsIllegalLengths) {
   }
 }
 
+// A sequence is illegal where it has more keys than the longest one is said to have.
+TEST(CudaAppendFlagsMoreThanTheMostKeys) {
+  for (const int64_t window : {0, 16}) {
+    Case c;
+    c.past = {5, 9}, c.window = window, c.capacity = 24;
+    CudaRun found(c, 8);
+    CHECK(found.Append(c, [](CacheAppendArgs* args) { args->most_keys = 9; }).ok());
+    CHECK(found.is_invalid == (std::vector<int32_t>{0, 1}), window);
+    CountCases(1);
+  }
+}
+
 // A position beyond the rotary table flags its sequence, and makes query and key NaN; those of padding do not.
 TEST(CudaAppendFlagsIllegalPositions) {
   for (const int64_t position :
        {int64_t{-1}, int64_t{700}, std::numeric_limits<int64_t>::min(), std::numeric_limits<int64_t>::max()}) {
     Case c;
-    c.B = 2, c.S = 3, c.D = 64, c.past = {0, 0}, c.tokens = {3, 2}, c.rotary = 64, c.has_positions = true,
-    c.cuda = true;
+    c.B = 2, c.S = 3, c.D = 64, c.past = {0, 0}, c.tokens = {3, 2}, c.rotary = 64, c.has_positions = true;
     CudaRun padded(c, 4);
     padded.run.positions[5] = position;
     CHECK(padded.Append(c, nullptr).ok());
@@ -263,7 +274,7 @@ TEST(CudaAppendClearsBehindTheNewRows) {
       for (const int64_t S : {1, 5}) {
         Case c;
         c.B = 2, c.S = S, c.D = 40, c.past = {5, 100}, c.dtype = DType::kBF16;
-        c.window = window, c.capacity = window > 0 ? 80 : 300, c.cuda = true;
+        c.window = window, c.capacity = window > 0 ? 80 : 300;
         const std::string where = Text("clear_end ", clear_end, " ", Describe(c));
         CudaRun found(c, 5);
         CHECK(found.Append(c, [&](CacheAppendArgs* args) { args->clear_end = clear_end; }).ok(), where);
@@ -281,10 +292,10 @@ TEST(CudaAppendClearsBehindTheNewRows) {
             }
           }
         }
+        CountCases(1);
         if (clear_end > 0 || window > 0) continue;
         CheckCache(c, found.run, found.before_key, found.before_value, found.run.present_key, found.run.present_value,
                    where);
-        CountCases(1);
       }
     }
   }
@@ -293,7 +304,7 @@ TEST(CudaAppendClearsBehindTheNewRows) {
 TEST(CudaAppendRefusesSizes) {
   const auto expect = [](const std::string& expected, const std::function<void(CacheAppendArgs*)>& change) {
     Case c;
-    c.rotary = 8, c.cuda = true;
+    c.rotary = 8;
     CudaRun found(c, 1);
     const Status status = found.Append(c, change);
     CHECK(!status.ok() && status.message().find(expected) != std::string::npos, "found: ", status.message(),
