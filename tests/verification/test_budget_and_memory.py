@@ -21,7 +21,7 @@ from onnx import TensorProto, helper, numpy_helper
 import stof
 from stof import cli
 from stof.execution import run_limits
-from stof.execution.run_limits import MemoryLimit, RunLimits, free_memory, parse_bytes, resident_bytes
+from stof.execution.run_limits import MemoryLimit, PeakMemory, RunLimits, free_memory, parse_bytes, resident_bytes
 from stof.execution.session_process import create_session, end_process
 from stof.execution.session_worker import SessionSpec
 from stof.symbolic import Symbolic
@@ -109,6 +109,49 @@ def test_a_run_that_takes_more_memory_is_ended() -> None:
     assert not small.is_alive
     again = create_session(_expanding(1), 60.0)
     assert np.isfinite(again.run(None, feed, 60.0, bound)[0])
+
+
+def test_a_run_that_nobody_watched_is_refused_by_its_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs that are over before the first look: only what is read when the answer arrives shows what they took."""
+    monkeypatch.setattr("stof.execution.channel._LOOK", 600.0)
+    feed = {"x": np.asarray(1e-9, np.float32)}
+    for _ in range(3):
+        end_process()
+        session = create_session(_expanding(300), 60.0)
+        with pytest.raises(MemoryLimit, match="more than"):
+            session.run(None, feed, 60.0, resident_bytes() + (300 << 20))
+        assert not session.is_alive
+
+
+def test_what_earlier_runs_and_sessions_took_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stof.execution.channel._LOOK", 600.0)
+    end_process()
+    feed = {"x": np.asarray(1e-9, np.float32)}
+    large, small = (create_session(_expanding(n), 60.0) for n in (500, 1))
+    assert np.isfinite(large.run(None, feed, 60.0)[0])  # without a limit, as the check of a mask runs
+    bound = resident_bytes() + (300 << 20)
+    del large
+    assert np.isfinite(small.run(None, feed, 60.0, bound)[0])
+
+
+def test_the_peak_of_a_process_is_that_since_it_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = os.getpid()
+    before = np.ones(100 << 20, np.uint8)
+    del before
+    peak = PeakMemory(own)
+    first = peak.peak_bytes()
+    assert first < resident_bytes() + (20 << 20)
+    between = np.ones(100 << 20, np.uint8)
+    del between
+    assert peak.peak_bytes() >= first + (90 << 20)
+    assert PeakMemory(1 << 30).peak_bytes() == 0  # no such process
+    # Where the peak may not be reset, one from before tells nothing, and a new one does.
+    monkeypatch.setattr("stof.execution.run_limits._RESET_PEAK", "refused")
+    peak = PeakMemory(own)
+    assert peak.peak_bytes() < resident_bytes() + (20 << 20)
+    between = np.ones(400 << 20, np.uint8)
+    del between
+    assert peak.peak_bytes() >= first + (380 << 20)
 
 
 def test_tensors_that_are_alive_are_counted() -> None:
