@@ -20,12 +20,16 @@ from onnx import TensorProto, helper, numpy_helper
 
 import stof
 from stof import cli
+from stof.attention.checks.site_checks import AttentionChecks
 from stof.execution import run_limits
+from stof.execution.case import Case, Padding
 from stof.execution.run_limits import MemoryLimit, PeakMemory, RunLimits, free_memory, parse_bytes, resident_bytes
 from stof.execution.session_process import create_session, end_process
 from stof.execution.session_worker import SessionSpec
 from stof.symbolic import Symbolic
-from stof.verification.memory_estimate import MemoryEstimate
+from stof.verification.case_plan import CasePlan
+from stof.verification.memory_estimate import MemoryEstimate, RunEstimate
+from stof.verification.model_inputs import ModelInputs, default_inputs
 from stof.verification.sliced_attention import slice_attention
 
 _NODE = helper.make_node
@@ -327,6 +331,47 @@ def test_estimates_that_are_too_low_end_at_the_bound(
     assert cli.main([str(path), "--verify-memory", "30M"]) == 2
     errors = capsys.readouterr().err
     assert "it needs more than 30 MiB of memory" in errors
+    assert not path.with_suffix(".stof.onnx").exists()
+
+
+def test_slow_estimates_leave_cases_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is prepared takes time of the budget, too; the first and the last case are estimated anyway."""
+    model = _attention(64, 2)
+    estimate = MemoryEstimate.run
+
+    def slow(self: MemoryEstimate, sizes: dict[str, int]) -> RunEstimate:
+        time.sleep(0.3)
+        return estimate(self, sizes)
+
+    monkeypatch.setattr(MemoryEstimate, "run", slow)
+    inputs = default_inputs(model)
+    cases = [Case(1, n, Padding.NONE) for n in (7, 8, 9, 10, 11)]
+    start = time.monotonic()
+    found, skipped = CasePlan(inputs, RunLimits(0.4, 1 << 40)).select(cases)
+    assert time.monotonic() - start < 10
+    assert found == [cases[0], cases[-1]]
+    assert [(s.case, s.reason) for s in skipped] == [(str(c), "time") for c in cases[1:-1]]
+    found, skipped = CasePlan(inputs, RunLimits(60.0, 1 << 40)).select(cases)
+    assert (found, skipped) == (cases, [])
+
+
+def test_a_slow_preparation_ends_in_time(
+    narrow: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run_limits, "GRACE", 0.5)
+    checks = AttentionChecks.model_inputs
+
+    def slow(self: AttentionChecks) -> ModelInputs:
+        time.sleep(0.7)
+        return checks(self)
+
+    monkeypatch.setattr(AttentionChecks, "model_inputs", slow)
+    monkeypatch.setattr(CasePlan, "select", lambda *_: pytest.fail("there is no time for it"))
+    path = narrow("bert.dynamo.sdpa")
+    assert cli.main([str(path), "--verify-budget", "0"]) == 2
+    errors = capsys.readouterr().err
+    assert "verification was ended after 0 s and nothing was compared" in errors
+    assert "raise --verify-budget" in errors
     assert not path.with_suffix(".stof.onnx").exists()
 
 
