@@ -55,6 +55,14 @@ struct AttentionArgs {
   // The static conjuncts, asked for the partial tiles of `mask` without bits, and for all tiles where `mask` is
   // nullptr.
   const DynamicMask* elements = nullptr;
+  // ---- attention over a KV cache ----
+  // [B]: the key at the position of query 0 of each sequence. Where it is given, query i may attend the keys
+  // first_rows[b] + i - window_left to first_rows[b] + i alone. The mask says the same: a kernel may use either.
+  // nullptr: the mask alone counts.
+  const int32_t* first_rows = nullptr;
+  int64_t window_left = -1;  // -1: no bound
+  // [B], devices alone: outputs of a sequence are NaN where it is not 0. nullptr: it is 0 for all.
+  const int32_t* is_invalid = nullptr;
 };
 
 // ---- CPU ----
