@@ -67,7 +67,9 @@ class Shape:
         return found | self.other
 
 
-def node_of(shape: Shape, prefix: str = "", outputs: tuple[str, ...] = ("output", "present_key", "present_value")) -> Any:
+def node_of(
+    shape: Shape, prefix: str = "", outputs: tuple[str, ...] = ("output", "present_key", "present_value")
+) -> Any:
     """The node, whose tensors have names with a prefix; lengths are shared by all."""
     names = [_name(n, prefix) if n in shape.given else "" for n in INPUTS]
     while not names[-1]:

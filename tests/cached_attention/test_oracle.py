@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from gqa_models import Shape, draw_step, feeds_of, model_of, session
 
-from stof.cached_attention.checks.oracle import compute_step, resident_rows
+from stof.cached_attention.checks.oracle import compute_step
+from stof.cached_attention.site import resident_rows
 
 SHAPES = {
     "plain": Shape(),

@@ -12,6 +12,7 @@ REPORT_LENGTH = 4096  # keys in the cache at which the report's gain is given
 # ONNX Runtime's CPU kernel reads keys and values once for each query head, and all of them beside a window. A head that was
 # just read comes from a nearer cache, at this share of the time of a first read.
 _REREAD = 0.35
+_FIXED = 128  # keys that take as long as what a step does besides attention
 # On a CUDA device the runtime's kernels skip keys outside of windows, too; what is left are rates of the kernels, the
 # runtime's time over the operator's: 1 / 0.95 dense, 1 / 0.83 with a window of 1024.
 _CUDA_DENSE, _CUDA_WINDOW = 1.05, 1.2
@@ -30,4 +31,4 @@ def predict_gain(site: CacheSite, target: str) -> tuple[float, int]:
         return (_CUDA_WINDOW if is_narrow else _CUDA_DENSE), length
     group = site.num_heads // site.kv_num_heads
     keys = min(site.window, length) if site.window else length
-    return (1 + _REREAD * (group - 1)) * length / keys, length
+    return ((1 + _REREAD * (group - 1)) * length + _FIXED) / (keys + _FIXED), length

@@ -80,9 +80,7 @@ def _rewrite_node(
     node.attribute.extend(helper.make_attribute(name, value) for name, value in attributes.items())
 
 
-def _zero_sink(
-    graph: onnx.GraphProto, site: CacheSite, tensors: FreshNames, sinks: dict[tuple[int, int], str]
-) -> str:
+def _zero_sink(graph: onnx.GraphProto, site: CacheSite, tensors: FreshNames, sinks: dict[tuple[int, int], str]) -> str:
     """A sink of zeros [H], which adds one to each denominator; sites share it."""
     key = site.num_heads, site.dtype
     if key not in sinks:

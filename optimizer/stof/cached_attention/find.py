@@ -110,7 +110,9 @@ def _read_site(name: str, node: onnx.NodeProto, index: GraphIndex, symbolic: Sym
     _check_caches(symbolic, node, past, (groups, head_size))
     capacity = past[2]
     if sliding and capacity.constant is not None and capacity.constant < window:
-        raise UnsupportedError(f"its sliding-window cache has {capacity.constant} rows, fewer than the window of {window}")
+        raise UnsupportedError(
+            f"its sliding-window cache has {capacity.constant} rows, fewer than the window of {window}"
+        )
     rotary = _rotary_size(symbolic, node, head_size) if attributes.get("do_rotary", 0) else 0
     _check_vectors(symbolic, node, heads, head_size)
     return CacheSite(
@@ -180,7 +182,9 @@ def _refuse_attributes(node: onnx.NodeProto) -> tuple[int, bool]:
     if sliding and window < 0:
         raise UnsupportedError("sliding_window_cache is 1, and local_window_size is not given")
     if sliding and input_of(node, 10):
-        raise UnsupportedError("sliding_window_cache is 1 beside attention_bias, which has columns of positions that are gone")
+        raise UnsupportedError(
+            "sliding_window_cache is 1 beside attention_bias, which has columns of positions that are gone"
+        )
     return max(window, 0), sliding
 
 
@@ -231,7 +235,9 @@ def _check_types(symbolic: Symbolic, node: onnx.NodeProto, dtype: int, head_size
     if not 1 <= head_size <= limits.largest_head_size:
         raise UnsupportedError(f"no kernel: head size {head_size}, expected 1 to {limits.largest_head_size}")
     if head_size % limits.head_size_multiple_of:
-        raise UnsupportedError(f"no kernel: head size {head_size}, expected a multiple of {limits.head_size_multiple_of}")
+        raise UnsupportedError(
+            f"no kernel: head size {head_size}, expected a multiple of {limits.head_size_multiple_of}"
+        )
 
 
 def _check_caches(symbolic: Symbolic, node: onnx.NodeProto, past: tuple[Int, ...], sizes: tuple[int, int]) -> None:

@@ -86,5 +86,3 @@ def _select(variants: Sequence[CacheVariant], i: int, outputs: Sequence[str]) ->
             "If", [same], list(outputs), name=f"s{i}_choice", then_branch=graphs[0], else_branch=graphs[1]
         ),
     ]
-
-

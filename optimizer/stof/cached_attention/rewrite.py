@@ -135,9 +135,7 @@ class CacheRewrite(OpRewrite[CacheModel, CacheDecisions]):
             section.pictures = _pictures(sites)
         return CacheDecisions(found, section, tuple(sites))
 
-    def _reason_kept(
-        self, job: Job, candidate: CacheCandidate, index: int, sites: Sequence[CacheSite]
-    ) -> str:
+    def _reason_kept(self, job: Job, candidate: CacheCandidate, index: int, sites: Sequence[CacheSite]) -> str:
         """Why a candidate stays as it is; empty where it is replaced.
 
         Raises:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import onnx
 from onnx import helper
 
@@ -104,9 +105,7 @@ class CacheSite:
     @property
     def heads(self) -> str:
         """The head counts for people."""
-        return f"{self.num_heads} heads" + (
-            f" on {self.kv_num_heads}" if self.kv_num_heads != self.num_heads else ""
-        )
+        return f"{self.num_heads} heads" + (f" on {self.kv_num_heads}" if self.kv_num_heads != self.num_heads else "")
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -139,3 +138,10 @@ def output_of(node: onnx.NodeProto, index: int) -> str:
 def attributes_of(node: onnx.NodeProto) -> dict[str, Any]:
     """A node's attributes by name; strings as bytes."""
     return {a.name: helper.get_attribute_value(a) for a in node.attribute}
+
+
+def resident_rows(lengths: np.ndarray, capacity: int, window: int) -> np.ndarray:
+    """The rows [B] that a sliding-window cache of so many rows holds after ``lengths`` [B] positions."""
+    step = capacity - window + 1
+    moved = lengths - step * -(-(lengths - capacity) // step)
+    return np.asarray(np.where(lengths <= capacity, lengths, moved))

@@ -6,13 +6,12 @@ It knows causal masks and windows, as GroupQueryAttention has them, and never re
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-Round = Callable[[np.ndarray], np.ndarray]
+from stof.cached_attention.site import resident_rows
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ class CacheStep:
 
     @property
     def before(self) -> np.ndarray:
-        """n [B]: the keys of each sequence before this step."""
+        """The keys n [B] of each sequence before this step."""
         queries = self.query.shape[1]
         return np.zeros_like(self.lengths) if self.total == queries else self.lengths - queries
 
@@ -106,13 +105,6 @@ class CacheStepResult:
     output: np.ndarray
     key: np.ndarray
     value: np.ndarray
-
-
-def resident_rows(lengths: np.ndarray, capacity: int, window: int) -> np.ndarray:
-    """The rows [B] that a sliding-window cache of so many rows holds after ``lengths`` [B] positions."""
-    step = capacity - window + 1
-    moved = lengths - step * -(-(lengths - capacity) // step)
-    return np.asarray(np.where(lengths <= capacity, lengths, moved))
 
 
 def compute_step(
