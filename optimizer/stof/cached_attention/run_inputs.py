@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx
@@ -69,6 +69,12 @@ class CacheInputMaker(InputMaker):
     def _is_single(self, name: str) -> bool:
         shape = self.symbolic.shape(name)
         return shape is not None and all(d.constant == 1 for d in shape)
+
+    def sizes(self, case: Case) -> dict[str, int]:
+        """Every dimension name at a case; where it states no sizes, those of a prompt that fills the cache."""
+        prompt = self._limit(_Step(case.batch, case.length, case.length, 0, False))
+        stated = {**dict(self._case(prompt).other), **dict(case.other)}
+        return super().sizes(replace(case, other=tuple(stated.items())))
 
     def draw(self, case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
         """One set of inputs by name, in which lengths, masks and positions agree."""
