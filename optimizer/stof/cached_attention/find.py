@@ -36,7 +36,9 @@ _ATTRIBUTES = frozenset(
         *("k_quant_type", "v_quant_type", "kv_cache_bit_width"),
     }
 )
-_LARGEST = 1 << 31  # that head counts and windows are below
+_MOST_HEADS = 1 << 16
+_LARGEST_WINDOW = 1 << 22  # as lengths
+_SOFTCAPS = (1e-30, 1e30)
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ def _read_site(name: str, node: onnx.NodeProto, index: GraphIndex, symbolic: Sym
     window, sliding = _refuse_attributes(node)
     attributes = attributes_of(node)
     heads, groups = (int(attributes.get(n, 0)) for n in ("num_heads", "kv_num_heads"))
-    if not 0 < groups <= heads < _LARGEST or heads % groups:
+    if not 0 < groups <= heads <= _MOST_HEADS or heads % groups:
         raise UnsupportedError(f"it has {heads} query heads on {groups} key heads, expected a multiple of them")
     query = _shape(symbolic, node, 0, 3)
     past = _shape(symbolic, node, 3, 4)
@@ -175,9 +177,12 @@ def _refuse_attributes(node: onnx.NodeProto) -> tuple[int, bool]:
     for name in ("scale", "softcap", "qk_norm_epsilon"):
         if not math.isfinite(attributes.get(name, 0.0)) or attributes.get(name, 0.0) < 0:
             raise UnsupportedError(f"{name} is {attributes[name]}, expected a number from 0 on")
+    softcap = attributes.get("softcap", 0.0)
+    if softcap and not _SOFTCAPS[0] <= softcap <= _SOFTCAPS[1]:
+        raise UnsupportedError(f"softcap is {softcap}, expected 0 or {_SOFTCAPS[0]:g} to {_SOFTCAPS[1]:g}")
     window = attributes.get("local_window_size", -1)
-    if window == 0 or not -1 <= window < _LARGEST:
-        raise UnsupportedError(f"local_window_size is {window}, expected -1 or a number from 1 on")
+    if window == 0 or not -1 <= window <= _LARGEST_WINDOW:
+        raise UnsupportedError(f"local_window_size is {window}, expected -1 or 1 to {_LARGEST_WINDOW}")
     sliding = attributes.get("sliding_window_cache", 0) == 1
     if sliding and window < 0:
         raise UnsupportedError("sliding_window_cache is 1, and local_window_size is not given")
