@@ -174,7 +174,8 @@ class CacheInputMaker(InputMaker):
         for site in self.sites:
             if site.total is not None:
                 _assign(values, site.total, step.total, batches)
-        for site in self.sites:
+        # A size that both kinds of caches share is that of a full one: a sliding-window cache may have more rows.
+        for site in sorted(self.sites, key=lambda s: s.sliding):
             rows = step.total + step.slack if not site.sliding else site.window + min(step.slack, site.window)
             _assign(values, site.capacity, rows, batches)
             for name in ("past_key", "past_value"):
