@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import onnx
-from onnx import helper
+from onnx import TensorProto, helper
 
 from stof.execution import drawn_values
 from stof.execution.case import Case, Counts, Padding
@@ -24,6 +24,7 @@ from stof.symbolic.algebra.terms import Int, integer
 from stof.symbolic.facts import dtype_kind
 
 _DECIDES = 1000.0  # what a number of an input adds to scores where it says whether a key counts
+_FLOATS = frozenset({int(TensorProto.FLOAT), int(TensorProto.FLOAT16), int(TensorProto.BFLOAT16)})
 _FEW = 4  # numbers of an input that are scales rather than data
 
 
@@ -125,11 +126,15 @@ class InputMaker:
         """Every dimension name at a case: leading ones are batches, all others lengths of scores."""
         return self.dimensions.choose(case)
 
-    def draw(self, case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
-        """One set of inputs by name."""
+    def draw(
+        self, case: Case, rng: np.random.Generator, needed: Collection[str] | None = None
+    ) -> dict[str, np.ndarray]:
+        """One set of inputs by name; of float inputs those that are ``needed``, None: all of them."""
         sizes = self.sizes(case)
         feeds = {}
         for value in self.inputs:
+            if needed is not None and value.name not in needed and value.type.tensor_type.elem_type in _FLOATS:
+                continue  # caches may be large
             shape = self.symbolic.shape(value.name)
             if shape is None:
                 raise ValueError(f"input {value.name!r} is no tensor of known rank")
