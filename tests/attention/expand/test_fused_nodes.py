@@ -157,7 +157,7 @@ STANDARD = {
     ),
     "causal at the end of a cache": (
         standard((*FOUR, None, None, None, Given("n", ("B",), INT64, 1, "U")), {"is_causal": 1}),
-        "S + k <= lengths[b] + q and k + 1 <= lengths[b]",
+        "S + k <= lengths[b] + q",
     ),
     "a softmax of another precision": (standard(SELF, {"softmax_precision": 1, "is_causal": 1}), "k <= q"),
 }
