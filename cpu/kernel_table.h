@@ -11,12 +11,14 @@ namespace stof {
 struct CpuGemmArgs;
 namespace cpu {
 
+struct AppendKernels;
 struct AttentionKernels;
 struct ChainKernels;
 struct PackedGemmKernels;
 
 struct KernelTable {
   const AttentionKernels* attention;
+  const AppendKernels* append;  // of the namespaces of attention
   const ChainKernels* chain;
   void (*gemm_block)(const CpuGemmArgs& args, int64_t m0, int64_t n0, float* workspace);
   const PackedGemmKernels* packed_gemm;

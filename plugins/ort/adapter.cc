@@ -30,7 +30,9 @@ void Fill(const OrtApi* api, const OpDescription& description, DType type, const
     if (Self(op).description->is_variadic) return INPUT_OUTPUT_VARIADIC;
     return i < static_cast<size_t>(Self(op).description->typed_inputs) ? INPUT_OUTPUT_REQUIRED : INPUT_OUTPUT_OPTIONAL;
   };
-  r.GetInputMemoryType = [](const OrtCustomOp*, size_t) { return OrtMemTypeDefault; };
+  r.GetInputMemoryType = [](const OrtCustomOp* op, size_t i) {
+    return (Self(op).description->host_inputs >> i & 1u) != 0 ? OrtMemTypeCPUInput : OrtMemTypeDefault;
+  };
   r.GetOutputTypeCount = [](const OrtCustomOp* op) -> size_t {
     const OpDescription& description = *Self(op).description;
     return description.is_variadic ? 1 : description.outputs + description.optional_outputs;

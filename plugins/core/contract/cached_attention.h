@@ -32,6 +32,14 @@ struct CacheAppendArgs {
   bool is_first_prompt = false;      // no sequence has a past: all new tokens begin at 0
   // A sliding-window cache of this window; 0: the cache holds all positions.
   int64_t sliding_window = 0;
+  // Where a step of a sliding-window cache drops rows that its own queries attend: [B, G, staging_capacity, D], dense.
+  // They get all rows of past and new tokens, and attention reads them in the place of present. nullptr: none.
+  void* staging_key = nullptr;
+  void* staging_value = nullptr;
+  int64_t staging_capacity = 0;
+  // Devices alone: value rows behind the new ones become zeros, up to this row and as many as a KV tile may hold, where
+  // attention multiplies values of masked keys by zero (ReadsKeyRangeAlone in contract/attention.h). 0: none.
+  int64_t clear_end = 0;
   // ---- rotary embedding; cos nullptr: none ----
   const void* cos = nullptr;  // [rotary_rows, rotary_size / 2], of type dtype
   const void* sin = nullptr;
@@ -45,7 +53,8 @@ struct CacheAppendArgs {
   // ---- results ----
   // [B, H, S, D], dense: the rotated queries; nullptr: queries are used as they are (no rotary embedding, no norm).
   void* rotated_query = nullptr;
-  // [B]: the cache row of the first new token of each sequence. For a sliding-window cache after its rows have moved.
+  // [B]: the row of the first new token of each sequence, in staging where given, else in present. For a sliding-window
+  // cache after its rows have moved; negative where present does not keep that token.
   // On a device: where seqlens is illegal, the row that keeps all accesses in bounds.
   int32_t* first_row = nullptr;
   // [B], devices alone: 1 where seqlens or a position is illegal, so that outputs of the sequence shall be NaN.
@@ -53,6 +62,9 @@ struct CacheAppendArgs {
 };
 
 // ---- CPU ----
+// The staging_capacity that a step needs, 0 where present keeps all rows that its queries attend. Reads sizes, seqlens,
+// is_first_prompt and sliding_window; illegal seqlens count as nothing.
+int64_t CpuCacheStagingRows(const CacheAppendArgs& args);
 // Checks seqlens and positions, and fills the caches, rotated_query and first_row. An error names the input and value.
 Status CpuAppendToCache(const CacheAppendArgs& args, const Parallel& parallel);
 

@@ -9,6 +9,7 @@
 
 #include "plugins/core/base/status.h"
 #include "plugins/core/contract/attention.h"
+#include "plugins/core/contract/cached_attention.h"
 #include "plugins/core/contract/chain.h"
 #include "plugins/core/contract/gemm.h"
 #include "plugins/core/contract/op.h"
@@ -47,6 +48,7 @@ struct CudaBackend {
 
   // ---- operators: one member each ----
   AttentionBackend attention;
+  CachedAttentionBackend cached_attention;
   ChainBackend chain;
   GemmBackend gemm;
 };

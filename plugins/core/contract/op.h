@@ -201,6 +201,10 @@ struct OpDescription {
   // of those that the attributes do not ask for.
   int optional_outputs = 0;
   DType optional_type = DType::kUndefined;
+  // Bit i: input i is in host memory, on every target.
+  uint64_t host_inputs = 0;
+  // Whether TensorRT gets a plugin of it. Its plugins update no tensor in place and read no value in host memory.
+  bool has_tensorrt_plugin = true;
   // Possible T, and those of the CUDA kernels.
   ArrayView<DType> types;
   ArrayView<DType> cuda_types;
@@ -216,7 +220,8 @@ struct OpDescription {
   ArrayView<const char*> roles;
   // The limits of a node with typed inputs of type dtype on a target, which stof_op_limits gives out; nullptr: none.
   std::vector<OpLimit> (*limits)(Target target, DType dtype) = nullptr;
-  // Symbolic shape of output `index` from the ranks of the typed inputs; an empty result means unknown.
+  // Symbolic shape of output `index` from the ranks of the typed inputs; an empty result means unknown. nullptr: no
+  // shape is known before a run.
   std::vector<DimRule> (*shape_rule)(const AttributeReader& attributes, const int* ranks, int rank_count,
                                      int index) = nullptr;
 

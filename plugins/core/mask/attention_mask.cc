@@ -30,7 +30,9 @@ uint64_t SeedOfProcess() {
   });
 }
 
-std::shared_ptr<const AttentionMask> MakeFromExpr(const MaskExpr& expr) {
+}  // namespace
+
+std::shared_ptr<const AttentionMask> MakeAttentionMask(const MaskExpr& expr) {
   auto made = std::make_shared<AttentionMask>();
   made->parts = SplitMask(expr);
   made->fixed_hash = made->parts.fixed.Hash(SeedOfProcess());
@@ -41,18 +43,16 @@ std::shared_ptr<const AttentionMask> MakeFromExpr(const MaskExpr& expr) {
     const ResidueMask residues = FindResidues(made->parts.fixed);
     if (residues.modulus > 1) {
       made->modulus = residues.modulus;
-      made->of_residue = MakeFromExpr(residues.expr);
+      made->of_residue = MakeAttentionMask(residues.expr);
     }
   }
   return made;
 }
 
-}  // namespace
-
 Status MakeAttentionMask(const std::string& text, const Tables& tables, std::shared_ptr<const AttentionMask>* mask) {
   MaskExpr expr;
   STOF_RETURN_IF_ERROR(MaskExpr::Parse(text, tables, &expr));
-  *mask = MakeFromExpr(expr);
+  *mask = MakeAttentionMask(expr);
   return Status();
 }
 

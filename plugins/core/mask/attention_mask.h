@@ -43,6 +43,7 @@ struct AttentionMask {
 };
 
 Status MakeAttentionMask(const std::string& text, const Tables& tables, std::shared_ptr<const AttentionMask>* mask);
+std::shared_ptr<const AttentionMask> MakeAttentionMask(const MaskExpr& expr);
 // The tensor given for an operand of an expression; checks its rank, and the data type of a vector.
 Status FindOperand(const ExprOperand& operand, const Tables& given, const Tensor** found);
 

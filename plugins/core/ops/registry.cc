@@ -5,6 +5,7 @@
 
 #include "plugins/core/host/fork_guard.h"
 #include "plugins/core/ops/attention.h"
+#include "plugins/core/ops/cached_attention.h"
 #include "plugins/core/ops/chain.h"
 #include "plugins/core/ops/gemm.h"
 
@@ -12,7 +13,7 @@ namespace stof {
 namespace {
 
 using Describe = const OpDescription* (*)();
-constexpr Describe kOps[] = {AttentionDescription, ChainDescription, GemmDescription};
+constexpr Describe kOps[] = {AttentionDescription, CachedAttentionDescription, ChainDescription, GemmDescription};
 constexpr size_t kOpCount = std::size(kOps);
 
 }  // namespace

@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+// Between the dispatcher of the append step (append.cc) and its kernels for each instruction set.
+#ifndef STOF_CPU_CACHED_ATTENTION_APPEND_H_
+#define STOF_CPU_CACHED_ATTENTION_APPEND_H_
+
+#include <cstdint>
+
+#include "cpu/isa.h"
+#include "plugins/core/contract/cached_attention.h"
+
+namespace stof {
+namespace cpu {
+
+constexpr int64_t kLargestHead = 256;  // of a row that a kernel holds on its stack
+
+// What a step does to the cache of one sequence. Rows count from the front of the cache.
+struct CacheStep {
+  int64_t past = 0;       // keys before the step, n[b]
+  int64_t tokens = 0;     // new tokens that are valid: S, fewer in a padded first prompt
+  int64_t held = 0;       // rows of them that the past cache holds, from row 0 on
+  int64_t dropped = 0;    // the first rows of past and new tokens that the present cache does not keep
+  int64_t first_row = 0;  // of token 0, in the cache that new tokens are written to
+};
+
+// One call. Filled by the dispatcher, read by the kernels.
+struct AppendProblem {
+  const CacheAppendArgs* args = nullptr;
+  const CacheStep* steps = nullptr;  // [B]
+  // Where new tokens go: staging, or present.
+  void* key = nullptr;
+  void* value = nullptr;
+  int64_t capacity = 0;
+};
+
+struct AppendKernels {
+  // Norm, rotary embedding and append of new tokens [first, last) of B * S.
+  void (*append)(const AppendProblem& problem, int64_t first, int64_t last);
+};
+
+// CpuAppendToCache with the kernels of one instruction set.
+Status AppendToCache(const CacheAppendArgs& args, CpuIsa isa, const Parallel& parallel);
+
+#define STOF_DECLARE(isa)                    \
+  namespace isa::cached_attention {          \
+  extern const AppendKernels kAppendKernels; \
+  }
+STOF_CPU_KERNEL_NAMESPACES(STOF_DECLARE)
+#undef STOF_DECLARE
+
+}  // namespace cpu
+}  // namespace stof
+#endif  // STOF_CPU_CACHED_ATTENTION_APPEND_H_

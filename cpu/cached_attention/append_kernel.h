@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: Apache-2.0
+// RMS norm and rotary embedding of new queries and keys, which go to the KV cache with their values. Included once per
+// instruction set, with STOF_ISA its namespace and STOF_SIMD the header of its Simd.
+#ifndef STOF_CPU_CACHED_ATTENTION_APPEND_KERNEL_H_
+#define STOF_CPU_CACHED_ATTENTION_APPEND_KERNEL_H_
+
+#include <cstdint>
+#include <cstring>
+
+#include "cpu/cached_attention/append.h"
+#include "cpu/simd/convert.h"
+#include STOF_SIMD
+
+namespace stof {
+namespace cpu {
+namespace STOF_ISA::cached_attention {
+
+using V = Simd::V;
+constexpr int kWidth = Simd::kWidth;
+
+// One row in fp32, padded to whole vectors by zeros.
+struct Row {
+  alignas(64) float x[kLargestHead];
+  void Load(const void* from, DType dtype, int64_t count) {
+    ToFloats(from, dtype, count, x);
+    for (int64_t i = count; i < kLargestHead && i % kWidth != 0; ++i) x[i] = 0.0f;
+  }
+};
+
+// x / sqrt(mean(x^2) + epsilon) * weight
+inline void Normalize(const Row& weight, int64_t size, float epsilon, Row* row) {
+  V squares = Simd::Set1(0.0f);
+  for (int64_t d = 0; d < size; d += kWidth) {
+    const V x = Simd::Load(row->x + d);
+    squares = Simd::Fma(x, x, squares);
+  }
+  const float mean = Simd::ReduceAdd(squares) / static_cast<float>(size);
+  const V factor = Simd::Set1(1.0f / __builtin_sqrtf(mean + epsilon));
+  for (int64_t d = 0; d < size; d += kWidth) {
+    Simd::Store(row->x + d, Simd::Mul(Simd::Mul(Simd::Load(row->x + d), factor), Simd::Load(weight.x + d)));
+  }
+}
+
+// Rotates the first 2 * half elements: element i with element i + half, or neighbours where interleaved.
+inline void Rotate(const Row& cos, const Row& sin, int64_t half, bool is_interleaved, Row* row) {
+  float* const x = row->x;
+  if (is_interleaved) {
+    for (int64_t i = 0; i < half; ++i) {
+      const float a = x[2 * i], b = x[2 * i + 1];
+      x[2 * i] = a * cos.x[i] - b * sin.x[i];
+      x[2 * i + 1] = b * cos.x[i] + a * sin.x[i];
+    }
+    return;
+  }
+  int64_t i = 0;
+  for (; i + kWidth <= half; i += kWidth) {
+    const V a = Simd::Load(x + i), b = Simd::Load(x + half + i);
+    const V c = Simd::Load(cos.x + i), s = Simd::Load(sin.x + i);
+    Simd::Store(x + i, Simd::Sub(Simd::Mul(a, c), Simd::Mul(b, s)));
+    Simd::Store(x + half + i, Simd::Fma(b, c, Simd::Mul(a, s)));
+  }
+  for (; i < half; ++i) {
+    const float a = x[i], b = x[half + i];
+    x[i] = a * cos.x[i] - b * sin.x[i];
+    x[half + i] = b * cos.x[i] + a * sin.x[i];
+  }
+}
+
+// One worker's rows.
+class Appender {
+ public:
+  explicit Appender(const AppendProblem& problem)
+      : problem_(problem), args_(*problem.args), item_size_(SizeOf(args_.dtype)), row_size_(args_.D * item_size_) {
+    if (args_.query_norm != nullptr) query_weight_.Load(args_.query_norm, args_.dtype, args_.D);
+    if (args_.key_norm != nullptr) key_weight_.Load(args_.key_norm, args_.dtype, args_.D);
+  }
+
+  void Append(int64_t b, int64_t i) {
+    const CacheStep& step = problem_.steps[b];
+    if (args_.cos != nullptr) LoadRotation(b, i, step);
+    if (args_.rotated_query != nullptr) {
+      for (int64_t h = 0; h < args_.H; ++h) {
+        Transform(At(args_.query, args_.query_stride, b, h, i), args_.query_norm != nullptr ? &query_weight_ : nullptr,
+                  static_cast<char*>(args_.rotated_query) + ((b * args_.H + h) * args_.S + i) * row_size_);
+      }
+    }
+    const int64_t to = step.first_row + i;
+    if (i >= step.tokens || to < 0) return;
+    for (int64_t g = 0; g < args_.G; ++g) {
+      const int64_t at = ((b * args_.G + g) * problem_.capacity + to) * row_size_;
+      Transform(At(args_.key, args_.key_stride, b, g, i), args_.key_norm != nullptr ? &key_weight_ : nullptr,
+                static_cast<char*>(problem_.key) + at);
+      std::memcpy(static_cast<char*>(problem_.value) + at, At(args_.value, args_.value_stride, b, g, i),
+                  static_cast<size_t>(row_size_));
+    }
+  }
+
+ private:
+  const char* At(const void* base, const Strides& stride, int64_t b, int64_t head, int64_t i) const {
+    return static_cast<const char*>(base) + (b * stride.b + head * stride.h + i * stride.s) * item_size_;
+  }
+
+  // Of the token's position. Those of padding are free, but reads stay in the table.
+  void LoadRotation(int64_t b, int64_t i, const CacheStep& step) {
+    int64_t position = args_.position_ids != nullptr ? args_.position_ids[b * args_.S + i] : step.past + i;
+    position = position < 0 ? 0 : position >= args_.rotary_rows ? args_.rotary_rows - 1 : position;
+    const int64_t half = args_.rotary_size / 2, at = position * half * item_size_;
+    cos_.Load(static_cast<const char*>(args_.cos) + at, args_.dtype, half);
+    sin_.Load(static_cast<const char*>(args_.sin) + at, args_.dtype, half);
+  }
+
+  void Transform(const char* from, const Row* weight, char* to) {
+    if (weight == nullptr && args_.cos == nullptr) {
+      std::memcpy(to, from, static_cast<size_t>(row_size_));
+      return;
+    }
+    row_.Load(from, args_.dtype, args_.D);
+    if (weight != nullptr) Normalize(*weight, args_.D, args_.epsilon, &row_);
+    if (args_.cos != nullptr) Rotate(cos_, sin_, args_.rotary_size / 2, args_.is_interleaved, &row_);
+    FromFloats(row_.x, args_.dtype, args_.D, to);
+  }
+
+  const AppendProblem& problem_;
+  const CacheAppendArgs& args_;
+  const int64_t item_size_, row_size_;
+  Row query_weight_, key_weight_, cos_, sin_, row_;
+};
+
+void Append(const AppendProblem& problem, int64_t first, int64_t last) {
+  Appender appender(problem);
+  const int64_t rows = problem.args->S;
+  for (int64_t t = first; t < last; ++t) appender.Append(t / rows, t % rows);
+}
+
+}  // namespace STOF_ISA::cached_attention
+}  // namespace cpu
+}  // namespace stof
+#endif  // STOF_CPU_CACHED_ATTENTION_APPEND_KERNEL_H_

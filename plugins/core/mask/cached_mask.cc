@@ -1,0 +1,208 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "plugins/core/mask/cached_mask.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "plugins/core/host/hash.h"
+#include "plugins/core/mask/expr_affine.h"
+#include "plugins/core/mask/expr_builder.h"
+
+namespace stof {
+namespace {
+
+// Copies the nodes of an expression, each by `copy(node, to)`, which has the children's new indices in node.child.
+template <typename Copy>
+std::vector<int> CopyNodes(const MaskExpr& expr, ExprBuilder* to, Copy copy) {
+  std::vector<int> placed(expr.nodes().size(), -1);
+  for (size_t i = 0; i < placed.size(); ++i) {
+    ExprNode node = expr.nodes()[i];
+    for (int c = 0; c < node.arity; ++c) node.child[c] = placed[static_cast<size_t>(node.child[c])];
+    placed[i] = copy(node, to);
+  }
+  return placed;
+}
+
+int CopyNode(const ExprNode& node, ExprBuilder* to) {
+  if (node.op == ExprOp::kConst) return to->AddConstant(node.value);
+  if (node.op == ExprOp::kLookup) return to->AddLookup(node.operand, node.child, node.arity);
+  switch (node.arity) {
+    case 0:
+      return to->Add(node.op);
+    case 1:
+      return to->Add(node.op, {node.child[0]});
+    default:
+      return to->Add(node.op, {node.child[0], node.child[1]});
+  }
+}
+
+bool IsCausal(const MaskExpr& expr, int conjunct) {
+  const ExprNode& node = expr.nodes()[static_cast<size_t>(conjunct)];
+  if (node.op != ExprOp::kLe) return false;
+  return expr.nodes()[static_cast<size_t>(node.child[0])].op == ExprOp::kK &&
+         expr.nodes()[static_cast<size_t>(node.child[1])].op == ExprOp::kQ;
+}
+
+Status TooLong() { return Status::Error("the mask has more than 4096 nodes"); }
+
+// expr and k <= q.
+Status AddCausal(const MaskExpr& expr, MaskExpr* causal) {
+  // Blank text is parsed as True.
+  const bool allows_all = expr.empty() || expr.nodes()[static_cast<size_t>(expr.root())].op == ExprOp::kTrue;
+  const std::vector<int> conjuncts = expr.Conjuncts();
+  if (!allows_all &&
+      std::any_of(conjuncts.begin(), conjuncts.end(), [&](int conjunct) { return IsCausal(expr, conjunct); })) {
+    *causal = expr;
+    return Status();
+  }
+  ExprBuilder builder;
+  for (const auto& operand : expr.operands()) builder.AddOperand(operand);
+  int root = -1;
+  if (!allows_all) root = CopyNodes(expr, &builder, CopyNode)[static_cast<size_t>(expr.root())];
+  const int key = builder.Add(ExprOp::kK);
+  const int condition = builder.Add(ExprOp::kLe, {key, builder.Add(ExprOp::kQ)});
+  root = allows_all ? condition : builder.Add(ExprOp::kAnd, {root, condition});
+  if (root < 0) return TooLong();
+  *causal = builder.Build(root);
+  return Status();
+}
+
+// The expression for queries that count from 0, with their first positions as a run-time operand.
+Status MoveQueries(const MaskExpr& expr, MaskExpr* moved) {
+  ExprBuilder builder;
+  for (const auto& operand : expr.operands()) builder.AddOperand(operand);
+  auto first = std::make_shared<ExprOperand>();
+  first->name = kFirstPositions;
+  first->rank = 1;
+  first->hash = HashBytes(kFirstPositions, std::strlen(kFirstPositions), 0);
+  const int operand = builder.AddOperand(std::move(first));
+  const auto position = [operand](ExprBuilder* to) {
+    const int indices[4] = {to->Add(ExprOp::kB), -1, -1, -1};
+    return indices[0] < 0 ? -1 : to->AddLookup(operand, indices, 1);
+  };
+  const std::vector<int> placed = CopyNodes(expr, &builder, [&position](const ExprNode& node, ExprBuilder* to) {
+    if (node.op == ExprOp::kP) return position(to);
+    if (node.op == ExprOp::kQ) {
+      const int at = position(to);
+      return to->Add(ExprOp::kAdd, {at, to->Add(ExprOp::kQ)});
+    }
+    return CopyNode(node, to);
+  });
+  const int root = placed[static_cast<size_t>(expr.root())];
+  if (root < 0) return TooLong();
+  *moved = builder.Build(root);
+  return Status();
+}
+
+// Finds the bounds of q - k where every conjunct is one.
+bool FindRange(const MaskExpr& expr, int64_t* window_left) {
+  const std::vector<ExprNode>& nodes = expr.nodes();
+  for (const ExprOp op : {ExprOp::kS, ExprOp::kT, ExprOp::kP}) {
+    if (expr.Uses(op)) return false;
+  }
+  const ExprSizes any = {1, 1, 1, 1, 0};
+  std::vector<Affine> forms(nodes.size());
+  std::vector<uint8_t> is_affine(nodes.size(), 0);
+  for (size_t i = 0; i < nodes.size(); ++i) {
+    const Affine* arguments[2] = {nullptr, nullptr};
+    for (int c = 0; c < std::min<int>(nodes[i].arity, 2); ++c) {
+      const auto child = static_cast<size_t>(nodes[i].child[c]);
+      if (is_affine[child] != 0) arguments[c] = &forms[child];
+    }
+    is_affine[i] = CombineAffine(nodes[i], arguments[0], arguments[1], any, &forms[i]) ? 1 : 0;
+  }
+  int64_t least = -1, most = -1;  // of q - k; -1: none
+  for (const int conjunct : expr.Conjuncts()) {
+    const ExprNode& node = nodes[static_cast<size_t>(conjunct)];
+    const Affine& form = forms[static_cast<size_t>(conjunct)];  // left minus right
+    const bool is_less = node.op == ExprOp::kLt || node.op == ExprOp::kLe;
+    const bool is_greater = node.op == ExprOp::kGt || node.op == ExprOp::kGe;
+    if ((!is_less && !is_greater) || is_affine[static_cast<size_t>(conjunct)] == 0) return false;
+    if (form.b != 0 || form.h != 0 || form.q + form.k != 0 || (form.q != 1 && form.q != -1)) return false;
+    const int64_t strict = node.op == ExprOp::kLt || node.op == ExprOp::kGt ? 1 : 0;
+    // is_less: form.q (q - k) + constant <= -strict.
+    if (is_less == (form.q == 1)) {
+      const int64_t bound = -form.q * form.constant - strict;
+      most = most < 0 ? bound : std::min(most, bound);
+      if (bound < 0) return false;
+    } else {
+      const int64_t bound = -form.q * form.constant + strict;
+      if (bound > 0) return false;
+      least = std::max(least, bound);
+    }
+  }
+  *window_left = most;
+  return least == 0;
+}
+
+}  // namespace
+
+Status MakeCachedMask(const std::string& text, const Tables& tables, CachedMask* mask) {
+  MaskExpr given, moved;
+  STOF_RETURN_IF_ERROR(MaskExpr::Parse(text, tables, &given));
+  if (given.Uses(ExprOp::kT)) {
+    return Status::Error("the mask reads T, expected positions and P: sequences have different numbers of keys");
+  }
+  if (given.UsesRuntime()) {
+    return Status::Error("the mask reads a run-time operand, expected positions and tables");
+  }
+  STOF_RETURN_IF_ERROR(AddCausal(given, &mask->expr));
+  STOF_RETURN_IF_ERROR(MoveQueries(mask->expr, &moved));
+  mask->on_device = MakeAttentionMask(moved);
+  mask->is_range = FindRange(mask->expr, &mask->window_left);
+  return Status();
+}
+
+bool IsOfDistances(const MaskExpr& expr) {
+  // A node is moved by a shift of all positions unless its affine form, or each of its arguments, stays the same.
+  const std::vector<ExprNode>& nodes = expr.nodes();
+  const ExprSizes any = {1, 1, 1, 1, 0};
+  std::vector<Affine> forms(nodes.size());
+  std::vector<uint8_t> is_affine(nodes.size(), 0), reads_sizes(nodes.size(), 0), stays(nodes.size(), 0);
+  for (size_t i = 0; i < nodes.size(); ++i) {
+    const ExprNode& node = nodes[i];
+    const Affine* arguments[2] = {nullptr, nullptr};
+    bool all_stay = true;
+    reads_sizes[i] = node.op == ExprOp::kP || node.op == ExprOp::kT ? 1 : 0;
+    for (int c = 0; c < node.arity; ++c) {
+      const auto child = static_cast<size_t>(node.child[c]);
+      if (c < 2 && is_affine[child] != 0) arguments[c] = &forms[child];
+      all_stay = all_stay && stays[child] != 0;
+      reads_sizes[i] |= reads_sizes[child];
+    }
+    is_affine[i] = CombineAffine(node, arguments[0], arguments[1], any, &forms[i]) ? 1 : 0;
+    stays[i] = reads_sizes[i] == 0 && (is_affine[i] != 0 ? forms[i].q + forms[i].k == 0 : all_stay) ? 1 : 0;
+  }
+  return expr.empty() || stays[static_cast<size_t>(expr.root())] != 0;
+}
+
+Status BoundCachedMask::Make(const MaskExpr& expr, const ExprSizes& sizes, const int32_t* first, const int32_t* ends,
+                             std::unique_ptr<BoundCachedMask>* bound) {
+  std::unique_ptr<BoundCachedMask> made(new BoundCachedMask(sizes, expr.Uses(ExprOp::kH)));
+  for (int64_t b = 0; b < sizes.B; ++b) {
+    ExprSizes own = sizes;
+    own.P = first[b];
+    own.T = ends[b];
+    made->keys_.push_back(own.T);
+    made->sequence_.emplace_back();
+    STOF_RETURN_IF_ERROR(BoundDynamicMask::Make(expr, own, {}, &made->sequence_.back()));
+  }
+  *bound = std::move(made);
+  return Status();
+}
+
+Status BoundCachedMask::status() const {
+  for (const auto& sequence : sequence_) STOF_RETURN_IF_ERROR(sequence->status());
+  return Status();
+}
+
+int BoundCachedMask::Tile(const void* self, int64_t b, int64_t h, int64_t row0, int64_t key0, int m, int n,
+                          uint32_t* bits) {
+  const auto& bound = *static_cast<const BoundCachedMask*>(self);
+  const auto at = static_cast<size_t>(b);
+  if (key0 >= bound.keys_[at] || row0 >= bound.sizes_.S) return 0;
+  const DynamicMask* mask = bound.sequence_[at]->view();
+  return mask->tile(mask->self, b, h, row0, key0, m, n, bits);
+}
+
+}  // namespace stof

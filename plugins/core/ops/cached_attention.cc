@@ -1,0 +1,487 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "plugins/core/ops/cached_attention.h"
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "plugins/core/contract/attention.h"
+#include "plugins/core/contract/attention_limits.h"
+#include "plugins/core/contract/cached_attention.h"
+#include "plugins/core/contract/cuda_backend.h"
+#include "plugins/core/host/fork_guard.h"
+#include "plugins/core/mask/cached_mask.h"
+#include "plugins/core/ops/attention_operands.h"
+#include "plugins/core/ops/attention_shapes.h"
+
+namespace stof {
+namespace {
+
+namespace in = cached_input;
+using Limits = AttentionLimits;
+
+constexpr int kOutputs = 3;
+constexpr const char* kOutputNames[kOutputs] = {"output", "present_key", "present_value"};
+
+// The inputs of a node, of which any may be left out.
+class Inputs {
+ public:
+  Inputs(const Tensor* tensors, int count) : tensors_(tensors), count_(count) {}
+  bool Has(int i) const { return i < count_ && tensors_[i].dtype != DType::kUndefined; }
+  const Tensor& operator[](int i) const { return tensors_[i]; }
+  int count() const { return count_; }
+
+ private:
+  const Tensor* tensors_;
+  int count_;
+};
+
+Status Unexpected(int input, const Tensor& found, const std::string& expected) {
+  return Status::Error(std::string(in::kNames[input]) + " has shape " + ShapeText(found) + " and data type " +
+                       TypeText(found.dtype) + ", expected " + expected);
+}
+
+// Type and exact shape of an input that is there.
+Status CheckInput(const Inputs& inputs, int input, DType dtype, const std::vector<int64_t>& dims) {
+  if (!inputs.Has(input)) return Status::Error(std::string(in::kNames[input]) + " is missing");
+  const Tensor& found = inputs[input];
+  const Tensor expected = TensorOfShape(dtype, dims);
+  if (found.dtype == dtype && found.rank == expected.rank &&
+      std::equal(found.dims, found.dims + found.rank, expected.dims)) {
+    return Status();
+  }
+  return Unexpected(input, found, ShapeText(expected) + " and " + TypeText(dtype));
+}
+
+// Two inputs that stand together.
+Status CheckPair(const Inputs& inputs, int first, int second) {
+  if (inputs.Has(first) == inputs.Has(second)) return Status();
+  const int missing = inputs.Has(first) ? second : first;
+  return Status::Error(std::string(in::kNames[missing]) + " is missing, expected it beside " +
+                       in::kNames[missing == first ? second : first]);
+}
+
+// One run: the step in front, and attention over the cache.
+struct Step {
+  CacheAppendArgs append;
+  AttentionArgs attention;
+  int64_t total = 0;
+  bool is_packed = false;
+};
+
+// Lengths are on the device: a step of several tokens is staged whether it drops rows or not.
+int64_t CudaStagingRows(const CacheAppendArgs& args) {
+  return args.sliding_window > 0 && args.S > 1 ? args.past_capacity + args.S : 0;
+}
+
+class CachedAttentionOp final : public Op {
+ public:
+  explicit CachedAttentionOp(CachedAttentionAttributes attributes) : attributes_(std::move(attributes)) {}
+
+  Status Prepare(const Tensor* inputs, int input_count) override;
+  Status InferOutputs(const Tensor* inputs, int input_count, Tensor* outputs, int output_count) const override;
+  Status Run(const Tensor* inputs, int input_count, const Tensor* outputs, int output_count,
+             const RunContext& context) const override;
+  int InputCount() const override { return in::kTotal + 1; }
+  int OutputCount() const override { return kOutputs; }
+
+ private:
+  // Checks every input, and fills sizes, strides and addresses.
+  Status Bind(const Inputs& inputs, Step* step) const;
+  Status BindQueryKeyValue(const Inputs& inputs, Step* step) const;
+  Status BindCache(const Inputs& inputs, Step* step) const;
+  Status BindRotary(const Inputs& inputs, Step* step) const;
+  Status GetMask(const Inputs& inputs, std::shared_ptr<const CachedMask>* mask) const;
+  // Memory of the step, and the attention's query, key and value.
+  Status Allocate(const RunContext& context, Step* step) const;
+  Status RunOnCpu(const CachedMask& mask, const RunContext& context, Step* step) const;
+  Status RunOnCuda(const CachedMask& mask, const Tables& given, const RunContext& context, Step* step) const;
+
+  CachedAttentionAttributes attributes_;
+  std::shared_ptr<const CachedMask> mask_;  // nullptr: its tables are not constant
+  mutable Keeper keeper_;
+};
+
+Status CachedAttentionOp::Prepare(const Tensor* inputs, int input_count) {
+  if (input_count < in::kTotal + 1 || input_count > in::kCount) {
+    return Status::Error("has " + std::to_string(input_count) + " inputs, expected " + std::to_string(in::kTotal + 1) +
+                         " to " + std::to_string(in::kCount));
+  }
+  Tables tables;
+  const Inputs all(inputs, input_count);
+  for (int i = in::kTables; i < input_count; ++i) {
+    if (all.Has(i)) tables.emplace_back(in::kNames[i], inputs[i]);
+  }
+  auto mask = std::make_shared<CachedMask>();
+  const Status status = MakeCachedMask(attributes_.mask, tables, mask.get());
+  // Without its tables the mask may be one that reads a run-time operand: parsed in each run.
+  if (!status.ok()) return tables.size() + in::kTables < static_cast<size_t>(input_count) ? Status() : status;
+  if (attributes_.sliding_window > 0 && !IsOfDistances(mask->expr)) {
+    return Status::Error("attribute mask is not one of distances (q - k) alone, which a sliding-window cache demands");
+  }
+  mask_ = std::move(mask);
+  return Status();
+}
+
+Status CachedAttentionOp::GetMask(const Inputs& inputs, std::shared_ptr<const CachedMask>* mask) const {
+  *mask = mask_;
+  if (*mask != nullptr) return Status();
+  Tables tables;
+  for (int i = in::kTables; i < inputs.count(); ++i) {
+    if (inputs.Has(i)) tables.emplace_back(in::kNames[i], inputs[i]);
+  }
+  auto made = std::make_shared<CachedMask>();
+  STOF_RETURN_IF_ERROR(MakeCachedMask(attributes_.mask, tables, made.get()));
+  if (attributes_.sliding_window > 0 && !IsOfDistances(made->expr)) {
+    return Status::Error("attribute mask is not one of distances (q - k) alone, which a sliding-window cache demands");
+  }
+  *mask = std::move(made);
+  return Status();
+}
+
+Status CachedAttentionOp::BindQueryKeyValue(const Inputs& inputs, Step* step) const {
+  if (!inputs.Has(in::kQuery)) return Status::Error("query is missing");
+  const Tensor& query = inputs[in::kQuery];
+  const int64_t H = attributes_.num_heads, G = attributes_.kv_num_heads;
+  STOF_RETURN_IF_ERROR(CheckPair(inputs, in::kKey, in::kValue));
+  step->is_packed = !inputs.Has(in::kKey);
+  const int64_t heads = step->is_packed ? H + 2 * G : H;
+  if (!IsFloat(query.dtype) || query.rank != 3 || query.dims[2] % heads != 0) {
+    return Unexpected(in::kQuery, query,
+                      "fp32, fp16 or bf16 and [B, S, " + std::to_string(heads) + " x head size]" +
+                          (step->is_packed ? ", packed as key is absent" : ""));
+  }
+  CacheAppendArgs& a = step->append;
+  a.B = query.dims[0], a.S = query.dims[1], a.D = query.dims[2] / heads, a.H = H, a.G = G;
+  a.dtype = query.dtype;
+  const HeadSizes sizes = Limits::HeadSizesOf(Target::kCpu, a.dtype);
+  if (!sizes.Has(a.D)) {
+    return Unexpected(in::kQuery, query, "a head size of 1 to " + std::to_string(sizes.largest));
+  }
+  if (a.B > Limits::kMostLength || a.S > Limits::kMostLength) {
+    return Unexpected(in::kQuery, query, "a batch and a length of at most 2^22");
+  }
+  a.query = query.data;
+  a.query_stride = {a.S * query.dims[2], a.D, query.dims[2]};
+  if (step->is_packed) {
+    const int64_t bytes = SizeOf(a.dtype);
+    const auto* data = static_cast<const char*>(query.data);
+    a.key = data == nullptr ? nullptr : data + H * a.D * bytes;
+    a.value = data == nullptr ? nullptr : data + (H + G) * a.D * bytes;
+    a.key_stride = a.value_stride = a.query_stride;
+    return Status();
+  }
+  for (const int i : {in::kKey, in::kValue}) {
+    STOF_RETURN_IF_ERROR(CheckInput(inputs, i, a.dtype, {a.B, a.S, G * a.D}));
+  }
+  a.key = inputs[in::kKey].data;
+  a.value = inputs[in::kValue].data;
+  a.key_stride = a.value_stride = {a.S * G * a.D, a.D, G * a.D};
+  return Status();
+}
+
+Status CachedAttentionOp::BindCache(const Inputs& inputs, Step* step) const {
+  CacheAppendArgs& a = step->append;
+  STOF_RETURN_IF_ERROR(CheckInput(inputs, in::kSeqlens, DType::kI32, {a.B}));
+  a.seqlens = static_cast<const int32_t*>(inputs[in::kSeqlens].data);
+  if (!inputs.Has(in::kTotal)) return Status::Error("total_sequence_length is missing");
+  const Tensor& total = inputs[in::kTotal];
+  if (total.dtype != DType::kI32 || total.rank > 1 || total.Elements() != 1) {
+    return Unexpected(in::kTotal, total, "one int32");
+  }
+  if (total.data == nullptr) return Status::Error("total_sequence_length has no data in host memory");
+  step->total = *static_cast<const int32_t*>(total.data);
+  if (step->total < a.S || step->total > Limits::kMostLength) {
+    return Status::Error("total_sequence_length is " + std::to_string(step->total) + ", expected " +
+                         std::to_string(a.S) + " (the length of query) to 2^22");
+  }
+  a.is_first_prompt = step->total == a.S;
+  STOF_RETURN_IF_ERROR(CheckPair(inputs, in::kPastKey, in::kPastValue));
+  a.sliding_window = attributes_.sliding_window;
+  if (inputs.Has(in::kPastKey)) {
+    const Tensor& past = inputs[in::kPastKey];
+    const std::string form = "[" + std::to_string(a.B) + ", " + std::to_string(a.G) + ", capacity, " +
+                             std::to_string(a.D) + "] and data type " + TypeText(a.dtype);
+    if (past.dtype != a.dtype || past.rank != 4 || past.dims[0] != a.B || past.dims[1] != a.G || past.dims[3] != a.D ||
+        past.dims[2] > Limits::kMostLength) {
+      return Unexpected(in::kPastKey, past, form);
+    }
+    a.past_capacity = past.dims[2];
+    STOF_RETURN_IF_ERROR(CheckInput(inputs, in::kPastValue, a.dtype, {a.B, a.G, a.past_capacity, a.D}));
+    if (a.past_capacity > 0) {
+      a.past_key = past.data;
+      a.past_value = inputs[in::kPastValue].data;
+    }
+    if (a.sliding_window > a.past_capacity) {
+      return Unexpected(
+          in::kPastKey, past,
+          "a capacity of at least the window of attribute sliding_window_cache, " + std::to_string(a.sliding_window));
+    }
+  } else if (a.sliding_window > 0) {
+    return Status::Error("past_key is missing, expected it beside attribute sliding_window_cache");
+  }
+  a.capacity = a.sliding_window > 0 ? a.past_capacity : std::max(a.past_capacity, step->total);
+  return Status();
+}
+
+Status CachedAttentionOp::BindRotary(const Inputs& inputs, Step* step) const {
+  CacheAppendArgs& a = step->append;
+  STOF_RETURN_IF_ERROR(CheckPair(inputs, in::kQueryNorm, in::kKeyNorm));
+  if (inputs.Has(in::kQueryNorm)) {
+    for (const int i : {in::kQueryNorm, in::kKeyNorm}) STOF_RETURN_IF_ERROR(CheckInput(inputs, i, a.dtype, {a.D}));
+    a.query_norm = inputs[in::kQueryNorm].data;
+    a.key_norm = inputs[in::kKeyNorm].data;
+    a.epsilon = attributes_.epsilon;
+  }
+  if (!attributes_.do_rotary) return Status();
+  for (const int i : {in::kCos, in::kSin}) {
+    if (!inputs.Has(i)) return Status::Error(std::string(in::kNames[i]) + " is missing, expected it with do_rotary");
+  }
+  const Tensor& cos = inputs[in::kCos];
+  if (cos.dtype != a.dtype || cos.rank != 2 || cos.dims[1] < 1 || 2 * cos.dims[1] > a.D) {
+    return Unexpected(in::kCos, cos,
+                      "[positions, at most " + std::to_string(a.D / 2) + "] and data type " + TypeText(a.dtype));
+  }
+  STOF_RETURN_IF_ERROR(CheckInput(inputs, in::kSin, a.dtype, {cos.dims[0], cos.dims[1]}));
+  a.cos = cos.data;
+  a.sin = inputs[in::kSin].data;
+  a.rotary_rows = cos.dims[0];
+  a.rotary_size = 2 * cos.dims[1];
+  a.is_interleaved = attributes_.is_interleaved;
+  if (inputs.Has(in::kPositions)) {
+    STOF_RETURN_IF_ERROR(CheckInput(inputs, in::kPositions, DType::kI64, {a.B, a.S}));
+    a.position_ids = static_cast<const int64_t*>(inputs[in::kPositions].data);
+  }
+  return Status();
+}
+
+Status CachedAttentionOp::Bind(const Inputs& inputs, Step* step) const {
+  if (inputs.count() < in::kTotal + 1 || inputs.count() > in::kCount) {
+    return Status::Error("has " + std::to_string(inputs.count()) + " inputs, expected " +
+                         std::to_string(in::kTotal + 1) + " to " + std::to_string(in::kCount));
+  }
+  for (const int reserved : {in::kKeyScale, in::kValueScale, in::kQuerySeqlens}) {
+    if (inputs.Has(reserved)) {
+      return Status::Error(std::string(in::kNames[reserved]) + " is given, expected none: this build does not read it");
+    }
+  }
+  STOF_RETURN_IF_ERROR(BindQueryKeyValue(inputs, step));
+  STOF_RETURN_IF_ERROR(BindCache(inputs, step));
+  STOF_RETURN_IF_ERROR(BindRotary(inputs, step));
+  const CacheAppendArgs& a = step->append;
+  if (a.sliding_window > 0 && inputs.Has(in::kBias)) {
+    return Status::Error("attention_bias is given, expected none beside attribute sliding_window_cache");
+  }
+  AttentionArgs& t = step->attention;
+  t.B = a.B, t.H = a.H, t.G = a.G, t.S = a.S, t.D = a.D, t.Dv = a.D;
+  t.T = step->total;
+  t.dtype = a.dtype;
+  t.scale = attributes_.scale != 0.0f ? attributes_.scale : 1.0f / std::sqrt(static_cast<float>(a.D));
+  t.softcap = attributes_.softcap;
+  t.kernel = attributes_.kernel.c_str();
+  t.output_stride = {a.S * a.H * a.D, a.D, a.H * a.D};
+  return Status();
+}
+
+Status CachedAttentionOp::InferOutputs(const Tensor* inputs, int input_count, Tensor* outputs, int output_count) const {
+  if (output_count != kOutputs) {
+    return Status::Error("has " + std::to_string(output_count) +
+                         " outputs, expected output, present_key and present_value");
+  }
+  Step step;
+  STOF_RETURN_IF_ERROR(Bind(Inputs(inputs, input_count), &step));
+  const CacheAppendArgs& a = step.append;
+  outputs[0] = TensorOfShape(a.dtype, {a.B, a.S, a.H * a.D});
+  outputs[1] = outputs[2] = TensorOfShape(a.dtype, {a.B, a.G, a.capacity, a.D});
+  return Status();
+}
+
+Status CachedAttentionOp::Allocate(const RunContext& context, Step* step) const {
+  CacheAppendArgs& a = step->append;
+  AttentionArgs& t = step->attention;
+  const auto allocate = [&context](int64_t bytes, auto** pointer) {
+    void* memory = nullptr;
+    STOF_RETURN_IF_ERROR(context.Allocate(static_cast<size_t>(bytes), &memory));
+    *pointer = static_cast<std::remove_pointer_t<decltype(pointer)>>(memory);
+    return Status();
+  };
+  const int64_t item = SizeOf(a.dtype);
+  STOF_RETURN_IF_ERROR(allocate(a.B * 4, &a.first_row));
+  if (context.on_cuda) STOF_RETURN_IF_ERROR(allocate(a.B * 4, &a.is_invalid));
+  t.query = a.query;
+  t.query_stride = a.query_stride;
+  if (a.cos != nullptr || a.query_norm != nullptr) {
+    STOF_RETURN_IF_ERROR(allocate(a.B * a.H * a.S * a.D * item, &a.rotated_query));
+    t.query = a.rotated_query;
+    t.query_stride = {a.H * a.S * a.D, a.S * a.D, a.D};
+  }
+  // Several tokens at once may evict keys that the first of them attend.
+  a.staging_capacity = context.on_cuda ? CudaStagingRows(a) : CpuCacheStagingRows(a);
+  if (a.staging_capacity > 0) {
+    int64_t bytes = 0;
+    if (__builtin_mul_overflow(a.B * a.G * a.D * item, a.staging_capacity, &bytes)) {
+      return Status::Error("the staging buffer of a sliding-window cache is too large");
+    }
+    STOF_RETURN_IF_ERROR(allocate(bytes, &a.staging_key));
+    STOF_RETURN_IF_ERROR(allocate(bytes, &a.staging_value));
+  }
+  const bool is_staged = a.staging_capacity > 0;
+  const int64_t rows = is_staged ? a.staging_capacity : a.capacity;
+  t.key = is_staged ? a.staging_key : a.present_key;
+  t.value = is_staged ? a.staging_value : a.present_value;
+  t.key_stride = t.value_stride = {a.G * rows * a.D, rows * a.D, a.D};
+  if (a.sliding_window > 0) t.T = std::min(step->total, rows);
+  return Status();
+}
+
+Status CachedAttentionOp::Run(const Tensor* inputs, int input_count, const Tensor* outputs, int output_count,
+                              const RunContext& context) const {
+  const Inputs all(inputs, input_count);
+  Step step;
+  Tensor expected[kOutputs];
+  STOF_RETURN_IF_ERROR(InferOutputs(inputs, input_count, expected, output_count));
+  STOF_RETURN_IF_ERROR(Bind(all, &step));
+  for (int i = 0; i < kOutputs; ++i) STOF_RETURN_IF_ERROR(CheckOutput(kOutputNames[i], outputs[i], expected[i]));
+  std::shared_ptr<const CachedMask> mask;
+  STOF_RETURN_IF_ERROR(GetMask(all, &mask));
+  if (expected[0].Elements() == 0 && expected[1].Elements() == 0) return Status();
+  for (int i = 0; i < input_count; ++i) {
+    if (all.Has(i) && inputs[i].data == nullptr && inputs[i].Elements() > 0) {
+      return Status::Error(std::string(in::kNames[i]) + " has no data");
+    }
+  }
+  for (int i = 0; i < kOutputs; ++i) {
+    if (outputs[i].data == nullptr && expected[i].Elements() > 0) {
+      return Status::Error(std::string(kOutputNames[i]) + " has no data");
+    }
+  }
+  CacheAppendArgs& a = step.append;
+  if ((a.past_key != nullptr && a.past_key == outputs[1].data) !=
+      (a.past_value != nullptr && a.past_value == outputs[2].data)) {
+    return Status::Error("past and present share the buffer of keys or of values alone, expected both or none");
+  }
+  a.present_key = outputs[1].data;
+  a.present_value = outputs[2].data;
+  STOF_RETURN_IF_ERROR(Allocate(context, &step));
+  step.attention.output = outputs[0].data;
+  Tables given;
+  if (all.Has(in::kBias)) given.emplace_back("bias", inputs[in::kBias]);
+  if (all.Has(in::kSink)) given.emplace_back("sink", inputs[in::kSink]);
+  const Tensor* pad = nullptr;
+  STOF_RETURN_IF_ERROR(BindOperands(MaskParts(), &given, context, &step.attention, &pad));
+  step.attention.is_key_range = mask->is_range;
+  step.attention.window_left = mask->window_left;
+  if (!context.on_cuda || mask->is_range) step.attention.first_rows = a.first_row;
+  step.attention.is_invalid = a.is_invalid;
+  return context.on_cuda ? RunOnCuda(*mask, given, context, &step) : RunOnCpu(*mask, context, &step);
+}
+
+Status CachedAttentionOp::RunOnCpu(const CachedMask& mask, const RunContext& context, Step* step) const {
+  CacheAppendArgs& a = step->append;
+  AttentionArgs& t = step->attention;
+  for (int64_t b = 0; b < a.B; ++b) {
+    const int64_t keys = int64_t{a.seqlens[b]} + 1;
+    const int64_t least = a.is_first_prompt ? 1 : a.S;
+    if (keys < least || keys > step->total) {
+      return Status::Error("seqlens_k[" + std::to_string(b) + "] is " + std::to_string(a.seqlens[b]) + ", expected " +
+                           std::to_string(least - 1) + " to " + std::to_string(step->total - 1) +
+                           ", as total_sequence_length is " + std::to_string(step->total));
+    }
+    const int64_t past = a.is_first_prompt ? 0 : keys - a.S;
+    if (a.sliding_window == 0 && past > a.past_capacity) {
+      return Status::Error("seqlens_k[" + std::to_string(b) + "] is " + std::to_string(a.seqlens[b]) + ": " +
+                           std::to_string(past) + " keys of the past, expected at most the capacity of past_key, " +
+                           std::to_string(a.past_capacity));
+    }
+  }
+  STOF_RETURN_IF_ERROR(CpuAppendToCache(a, context.parallel));
+  if (a.B == 0 || a.S == 0) return Status();
+  std::vector<int32_t> ends(static_cast<size_t>(a.B));
+  for (int64_t b = 0; b < a.B; ++b) {
+    // Of a first prompt all but its padding.
+    const int64_t tokens = a.is_first_prompt ? int64_t{a.seqlens[b]} + 1 : a.S;
+    ends[static_cast<size_t>(b)] = static_cast<int32_t>(a.first_row[b] + tokens);
+  }
+  t.key_ends = ends.data();
+  t.T = *std::max_element(ends.begin(), ends.end());
+  const ExprSizes sizes = {a.B, a.H, a.S, t.T, 0};
+  std::unique_ptr<BoundCachedMask> bound;
+  STOF_RETURN_IF_ERROR(BoundCachedMask::Make(mask.expr, sizes, a.first_row, t.key_ends, &bound));
+  t.dynamic = bound->view();
+  const int threads = std::max(1, context.parallel.threads);
+  const CpuAttentionConfig config = ChooseCpuAttention(t, threads);
+  void* workspace = nullptr;
+  STOF_RETURN_IF_ERROR(context.Allocate(CpuAttentionWorkspace(t, config, threads), &workspace));
+  STOF_RETURN_IF_ERROR(CpuAttention(t, config, workspace, context.parallel));
+  return bound->status();
+}
+
+Status CachedAttentionOp::RunOnCuda(const CachedMask& mask, const Tables& given, const RunContext& context,
+                                    Step* step) const {
+  const CudaBackend* backend = FindCudaBackend();
+  if (backend == nullptr) return Status::Error(kNoCudaKernels);
+  if (mask_ == nullptr) {
+    return Status::Error("the tables of the mask are no constants, which the CUDA kernels need them to be");
+  }
+  CacheAppendArgs& a = step->append;
+  STOF_RETURN_IF_ERROR(CheckCudaAttention(step->attention));  // before the cache changes
+  if (!ReadsKeyRangeAlone(step->attention)) a.clear_end = step->attention.T;
+  STOF_RETURN_IF_ERROR(backend->cached_attention.append(a, context));
+  if (a.B == 0 || a.S == 0) return Status();
+  Tables operands = given;
+  operands.emplace_back(kFirstPositions, TensorOfShape(DType::kI32, {a.B}));
+  operands.back().second.data = a.first_row;
+  const ExprSizes sizes = {a.B, a.H, a.S, step->attention.T, 0};
+  RunContext own = context;
+  if (own.keeper == nullptr) own.keeper = &keeper_;
+  return backend->attention.run(step->attention, nullptr, *mask.on_device, sizes, operands, own);
+}
+
+Status CreateCachedAttention(const AttributeReader& attributes, std::unique_ptr<Op>* op) {
+  CachedAttentionAttributes parsed;
+  STOF_RETURN_IF_ERROR(ParseCachedAttention(attributes, &parsed));
+  *op = std::make_unique<CachedAttentionOp>(std::move(parsed));
+  return Status();
+}
+
+std::vector<OpLimit> ListLimits(Target target, DType dtype) {
+  const HeadSizes sizes = Limits::HeadSizesOf(target, dtype);
+  return {{"largest_head_size", sizes.largest},
+          {"head_size_multiple_of", sizes.multiple_of},
+          {"most_heads", Limits::kMostHeads},
+          {"most_length", Limits::kMostLength},
+          {"most_tables", in::kMostTables}};
+}
+
+}  // namespace
+
+const OpDescription* CachedAttentionDescription() {
+  static constexpr AttributeDescription kAttributes[] = {
+      {"mask", AttributeType::kString},           {"mask_id", AttributeType::kInt},
+      {"scale", AttributeType::kFloat},           {"softcap", AttributeType::kFloat},
+      {"num_heads", AttributeType::kInt},         {"kv_num_heads", AttributeType::kInt},
+      {"do_rotary", AttributeType::kInt},         {"rotary_interleaved", AttributeType::kInt},
+      {"qk_norm_epsilon", AttributeType::kFloat}, {"sliding_window_cache", AttributeType::kInt},
+      {"kernel", AttributeType::kString}};
+  static constexpr OpDescription description = [] {
+    OpDescription d;
+    d.name = "StofCachedAttention";
+    d.typed_inputs = 1;
+    d.optional_inputs = in::kCount - 1;
+    d.outputs = kOutputs;
+    d.types = Limits::kTypes;
+    d.cuda_types = Limits::kTypes;
+    d.host_inputs = uint64_t{1} << in::kTotal;
+    d.has_tensorrt_plugin = false;
+    d.attributes = kAttributes;
+    d.limits = ListLimits;
+    d.create = CreateCachedAttention;
+    return d;
+  }();
+  return &description;
+}
+
+}  // namespace stof

@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+// StofCachedAttention: docs/reference/cached-attention.md is its contract.
+#ifndef STOF_PLUGINS_CORE_OPS_CACHED_ATTENTION_H_
+#define STOF_PLUGINS_CORE_OPS_CACHED_ATTENTION_H_
+
+#include <cstdint>
+#include <string>
+
+#include "plugins/core/contract/op.h"
+
+namespace stof {
+
+// The inputs by index: those of GroupQueryAttention, and the tables of the mask.
+namespace cached_input {
+constexpr int kQuery = 0, kKey = 1, kValue = 2, kPastKey = 3, kPastValue = 4, kSeqlens = 5, kTotal = 6, kCos = 7,
+              kSin = 8, kPositions = 9, kBias = 10, kSink = 11, kKeyScale = 12, kValueScale = 13, kQueryNorm = 14,
+              kKeyNorm = 15, kQuerySeqlens = 16, kTables = 17;
+constexpr int kMostTables = 4;
+constexpr int kCount = kTables + kMostTables;
+constexpr const char* kNames[kCount] = {"query",
+                                        "key",
+                                        "value",
+                                        "past_key",
+                                        "past_value",
+                                        "seqlens_k",
+                                        "total_sequence_length",
+                                        "cos_cache",
+                                        "sin_cache",
+                                        "position_ids",
+                                        "attention_bias",
+                                        "head_sink",
+                                        "k_scale",
+                                        "v_scale",
+                                        "q_norm_weight",
+                                        "k_norm_weight",
+                                        "query_seqlens",
+                                        "table0",
+                                        "table1",
+                                        "table2",
+                                        "table3"};
+}  // namespace cached_input
+
+struct CachedAttentionAttributes {
+  std::string mask;
+  float scale = 0.0f;  // 0: 1 / sqrt(D)
+  float softcap = 0.0f;
+  int64_t num_heads = 0;
+  int64_t kv_num_heads = 0;
+  bool do_rotary = false;
+  bool is_interleaved = false;
+  float epsilon = 1e-6f;
+  int64_t sliding_window = 0;  // of a sliding-window cache; 0: the cache holds all positions
+  std::string kernel;
+};
+Status ParseCachedAttention(const AttributeReader& attributes, CachedAttentionAttributes* parsed);
+
+const OpDescription* CachedAttentionDescription();
+
+}  // namespace stof
+#endif  // STOF_PLUGINS_CORE_OPS_CACHED_ATTENTION_H_
