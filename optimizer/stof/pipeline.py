@@ -103,12 +103,14 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
     given = read_given_inputs(options.inputs, graph)
     job = Job(options, source, graph, report.library, plan, partial(_timed_step, report, source), selections)
     report.sections = {op.key: op.empty_section() for op in OPS}
-    for op in OPS:
-        if (earlier := op.find_earlier_result(job)) is not None:
-            selections[op.key].check(earlier.candidates)
-            report.sections[op.key] = earlier.section
-            _save_plan({op.key: earlier.plan}, options)
-            return
+    earlier = {op.key: found for op in OPS if (found := op.find_earlier_result(job)) is not None}
+    if earlier:
+        for key, found in earlier.items():
+            selections[key].check(found.candidates)
+            report.sections[key] = found.section
+        empty: dict[str, tuple[PlanEntry, ...]] = {op.key: () for op in OPS if op.plan_format.required}
+        _save_plan(empty | {key: found.plan for key, found in earlier.items()}, options)
+        return
     if plan is not None and plan.target != options.target:
         raise ArgumentError(f"the plan is for target {plan.target}, not {options.target}; use --target {plan.target}")
     stages = rewrite(job, OPS)

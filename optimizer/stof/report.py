@@ -358,6 +358,7 @@ def describe_coverage(comparisons: Sequence[Comparison]) -> str:
         "NaN in the original alone": sum(c.undefined for c in given),
         "in rows without a key": sum(c.ignored for c in given),
         "of padded queries, which alone differ": sum(c.padded for c in given),
+        "in rows without a token": sum(c.unused for c in given),
     }
     words = " and ".join(f"{number} are {reason}" for reason, number in reasons.items() if number)
     return f"of {elements} elements{sampled} {compared} were compared, {words}"

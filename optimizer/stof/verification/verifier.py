@@ -330,8 +330,18 @@ class _Run:
         tensors = zip(names, runs.plain[i], zip(*self.legal[i], strict=True), found, own, strict=True)
         case = self._case(i)
         undefined = self.verifier.inputs.may_carry_nan and case.padding in (Padding.LEFT, Padding.RIGHT)
-        padded = None if self.result.faulty_sites() else self.verifier.inputs.padded_queries(case, runs.feeds[i])
-        return [compare_outputs(case, self.models.floor, *t, undefined=undefined, padded=padded) for t in tensors]
+        inputs, feed = self.verifier.inputs, runs.feeds[i]
+        padded = None if self.result.faulty_sites() else inputs.padded_queries(case, feed)
+        compared = []
+        for name, plain, *others in tensors:
+            held = inputs.cache_rows(name, feed, plain.shape)
+            some = None if held is not None else padded
+            compared.append(
+                compare_outputs(
+                    case, self.models.floor, name, plain, *others, undefined=undefined, padded=some, held=held
+                )
+            )
+        return compared
 
     def _run_also(self, others: Sequence[onnx.ModelProto], cases: Sequence[int], until: float | None = None) -> None:
         """Runs further legal forms of the original, as far as there is time.
