@@ -428,6 +428,7 @@ Status CachedAttentionOp::RunOnCuda(const CachedMask& mask, const Tables& given,
   }
   CacheAppendArgs& a = step->append;
   STOF_RETURN_IF_ERROR(CheckCudaAttention(step->attention));  // before the cache changes
+  a.most_keys = step->total;
   if (!ReadsKeyRangeAlone(step->attention)) a.clear_end = step->attention.T;
   STOF_RETURN_IF_ERROR(backend->cached_attention.append(a, context));
   if (a.B == 0 || a.S == 0) return Status();
