@@ -6,6 +6,7 @@
 
 #include "cuda/attention/job.h"
 #include "cuda/attention/kernel_request.h"
+#include "cuda/cached_attention/append.h"
 #include "cuda/chain/run.h"
 #include "cuda/common/graph_capture.h"
 #include "cuda/common/one_process.h"
@@ -57,6 +58,18 @@ AttentionArgs ArgsOf(const AttentionArgs& whole, const cuda::MaskPart& part) {
   return args;
 }
 
+// Sets outputs to NaN: all where *invalid is not 0, or by batch those of each invalid[b].
+Status MarkInvalid(const int32_t* invalid, bool is_by_batch, const AttentionArgs& args, const RunContext& context) {
+  int error = cuda::LaunchInvalidate(invalid, is_by_batch, args.output, SizeOf(args.dtype), args.output_stride, args.B,
+                                     args.H, args.S, args.Dv, context.stream);
+  if (error == 0 && args.lse != nullptr) {
+    error =
+        cuda::LaunchInvalidate(invalid, is_by_batch, args.lse, sizeof(float), {args.lse_stride_b, args.lse_stride_h, 1},
+                               args.B, args.H, args.S, 1, context.stream);
+  }
+  return ToStatus(static_cast<cudaError_t>(error), "launch of the kernel that marks an output");
+}
+
 // Attention under a mask that is made on the device, part by part.
 Status RunAttentionInParts(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask,
                            const ExprSizes& sizes, const Tables& operands, const RunContext& context) {
@@ -87,18 +100,12 @@ Status RunAttentionInParts(const AttentionArgs& args, const Tensor* pad, const A
             .Run());
   }
   if (build.invalid == nullptr) return Status();
-  int error = cuda::LaunchInvalidate(build.invalid, args.output, SizeOf(args.dtype), args.output_stride, args.B, args.H,
-                                     args.S, args.Dv, context.stream);
-  if (error == 0 && args.lse != nullptr) {
-    error = cuda::LaunchInvalidate(build.invalid, args.lse, sizeof(float), {args.lse_stride_b, args.lse_stride_h, 1},
-                                   args.B, args.H, args.S, 1, context.stream);
-  }
-  return ToStatus(static_cast<cudaError_t>(error), "launch of the kernel that marks an output");
+  return MarkInvalid(build.invalid, false, args, context);
 }
 
-Status RunAttention(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
-                    const Tables& operands, const RunContext& context) {
-  STOF_RETURN_IF_ERROR(CheckCudaAttention(args));
+// Attention by its mask alone, without first_rows and is_invalid.
+Status RunByMask(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
+                 const Tables& operands, const RunContext& context) {
   if (args.T > 0 && !mask.parts.dynamic.empty()) {
     return RunAttentionInParts(args, pad, mask, sizes, operands, context);
   }
@@ -109,6 +116,19 @@ Status RunAttention(const AttentionArgs& args, const Tensor* pad, const Attentio
   const Status in_parts = RunAttentionInParts(args, pad, mask, sizes, operands, context);
   if (in_parts.ok()) return in_parts;
   return Status::Error(status.message() + "; nor can it be made on the device: " + in_parts.message());
+}
+
+Status RunAttention(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
+                    const Tables& operands, const RunContext& context) {
+  STOF_RETURN_IF_ERROR(CheckCudaAttention(args));
+  if (ReadsKeyRangeAlone(args)) {
+    const cuda::MaskPart all = {0, args.B, 0, args.H, 0, args.S};
+    return cuda::AttentionJob(args, pad, mask, sizes, operands, all, nullptr, context).RunKeyRange();
+  }
+  AttentionArgs by_mask = args;
+  by_mask.first_rows = by_mask.is_invalid = nullptr;
+  STOF_RETURN_IF_ERROR(RunByMask(by_mask, pad, mask, sizes, operands, context));
+  return args.is_invalid == nullptr ? Status() : MarkInvalid(args.is_invalid, true, args, context);
 }
 
 Status DescribeDevice(std::string* name, int32_t* capability) {
@@ -151,9 +171,10 @@ uint64_t HashKernelChoice(const AttentionArgs& args, const Tensor* pad, const At
                           static_cast<int64_t>(args.dtype), static_cast<int64_t>(args.empty_rows)}) {
     mix(x);
   }
-  for (const bool x : {args.allow_tf32, args.softcap > 0.0f, args.scale > 0.0f, args.bias != nullptr,
-                       args.relative_bias != nullptr, args.sink != nullptr, args.lse != nullptr, pad != nullptr,
-                       mask.parts.fixed.empty(), mask.parts.dynamic.empty()}) {
+  for (const bool x :
+       {args.allow_tf32, args.softcap > 0.0f, args.scale > 0.0f, args.bias != nullptr, args.relative_bias != nullptr,
+        args.sink != nullptr, args.lse != nullptr, pad != nullptr, mask.parts.fixed.empty(), mask.parts.dynamic.empty(),
+        args.first_rows != nullptr, args.window_left >= 0, args.is_invalid != nullptr}) {
     mix(x ? 1 : 0);
   }
   if (pad != nullptr) mix(static_cast<int64_t>(pad->dtype));
@@ -234,6 +255,8 @@ constexpr CudaBackend MakeBackend() {
   backend.chain.make_state = cuda::MakeDeviceChain;
   backend.chain.prepare = kChecked<&cuda::ReadyChain>;
   backend.chain.run = kChecked<&cuda::RunChain>;
+
+  backend.cached_attention.append = kChecked<&cuda::AppendToCache>;
 
   backend.gemm.run = kChecked<&cuda::RunGemm>;
   backend.gemm.plan_workspace = kChecked<&cuda::PlanGemmWorkspace>;

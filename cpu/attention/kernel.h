@@ -30,11 +30,13 @@ void Pack(const AttentionProblem& problem, int64_t first, int64_t last, void* me
     const int64_t at = (b * args.G + g) * problem.panels + panel;
     const char* keys =
         static_cast<const char*>(args.key) + SizeOf(args.dtype) * (b * args.key_stride.b + g * args.key_stride.h);
-    PackKeys(keys, panel, args, scratch, problem.packed_keys + at * args.D * kPanel);
+    const int64_t end = KeyEnd(args, b);
+    PackKeys(keys, panel, end, args, scratch, problem.packed_keys + at * args.D * kPanel);
     if (!problem.pack_values) continue;
     const char* values =
         static_cast<const char*>(args.value) + SizeOf(args.dtype) * (b * args.value_stride.b + g * args.value_stride.h);
-    CopyValues(values, panel * kPanel, kPanel, args, scratch.ldo, problem.packed_values + at * kPanel * scratch.ldo);
+    CopyValues(values, panel * kPanel, kPanel, end, args, scratch.ldo,
+               problem.packed_values + at * kPanel * scratch.ldo);
   }
 }
 

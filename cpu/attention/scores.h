@@ -128,9 +128,9 @@ inline const float* Worker<kDirect>::PackedTile(int64_t tile) const {
   if (scratch_.ring_of[slot] == wanted) return keys;
   scratch_.ring_of[slot] = wanted;
   const int64_t first = tile * panels, end = Min(first + panels, problem_.panels);
-  for (int64_t p = first; p < end; ++p) PackKeys(keys_, p, args_, scratch_, keys + (p - first) * size);
+  for (int64_t p = first; p < end; ++p) PackKeys(keys_, p, key_end_, args_, scratch_, keys + (p - first) * size);
   if (problem_.pack_values) {
-    CopyValues(values_, tile * problem_.n, problem_.n, args_, scratch_.ldo,
+    CopyValues(values_, tile * problem_.n, problem_.n, key_end_, args_, scratch_.ldo,
                scratch_.ring_values + slot * problem_.n * scratch_.ldo);
   }
   return keys;

@@ -77,6 +77,11 @@ struct Scratch {
   char* bytes_;
 };
 
+// The keys of a sequence that may be read.
+inline int64_t KeyEnd(const AttentionArgs& args, int64_t b) {
+  return args.key_ends == nullptr ? args.T : Min(args.T, args.key_ends[b]);
+}
+
 // The keys that exist in the last key tile.
 inline void FillTailWords(const AttentionProblem& problem, uint32_t* words) {
   const int64_t tail = problem.args->T - (problem.key_tiles - 1) * problem.n;
@@ -93,9 +98,10 @@ inline void CopyRows(const char* from, DType dtype, int64_t stride, int64_t rows
   }
 }
 
-// One panel of a head.
-inline void PackKeys(const char* head, int64_t panel, const AttentionArgs& args, const Scratch& scratch, float* to) {
-  const int64_t key0 = panel * kPanel, count = Min(kPanel, args.T - key0);
+// One panel of a head, zeros from key `end` on.
+inline void PackKeys(const char* head, int64_t panel, int64_t end, const AttentionArgs& args, const Scratch& scratch,
+                     float* to) {
+  const int64_t key0 = panel * kPanel, count = end > key0 ? Min(kPanel, end - key0) : 0;
   const char* from = head + SizeOf(args.dtype) * key0 * args.key_stride.s;
   if (args.dtype == DType::kF32) {
     PackPanel(reinterpret_cast<const float*>(from), args.key_stride.s, count, args.D, to);
@@ -105,11 +111,11 @@ inline void PackKeys(const char* head, int64_t panel, const AttentionArgs& args,
   }
 }
 
-// Values of up to `rows` keys from key0 on, as floats with rows of ldo.
-inline void CopyValues(const char* head, int64_t key0, int64_t rows, const AttentionArgs& args, int64_t ldo,
-                       float* to) {
+// Values of up to `rows` keys from key0 to `end`, as floats with rows of ldo.
+inline void CopyValues(const char* head, int64_t key0, int64_t rows, int64_t end, const AttentionArgs& args,
+                       int64_t ldo, float* to) {
   CopyRows(head + SizeOf(args.dtype) * key0 * args.value_stride.s, args.dtype, args.value_stride.s,
-           Min(rows, args.T - key0), args.Dv, ldo, to);
+           Min(rows, end - key0), args.Dv, ldo, to);
 }
 
 }  // namespace STOF_ISA::attention

@@ -35,6 +35,7 @@ class Worker {
     values_ =
         static_cast<const char*>(args_.value) + item_size_ * (b * args_.value_stride.b + g_ * args_.value_stride.h);
     group_ = b * args_.G + g_;
+    key_end_ = KeyEnd(args_, b);
     prefetch_.Clear();
     LoadQueries();
     Clear();
@@ -59,7 +60,7 @@ class Worker {
         int64_t from = 0, to = 0;
         TileRange(there, &from, &to);
         for (int64_t tile = from > last ? from : last; tile < to && tile < last + 2; ++tile) {
-          const int64_t key0 = tile * problem_.n, keys = Min(problem_.n, args_.T - key0);
+          const int64_t key0 = tile * problem_.n, keys = Min(problem_.n, key_end_ - key0);
           prefetch_.Add(row(args_.key, args_.key_stride, b, g, key0), item_size_ * args_.key_stride.s, keys,
                         item_size_ * args_.D);
           prefetch_.Add(row(args_.value, args_.value_stride, b, g, key0), item_size_ * args_.value_stride.s, keys,
@@ -229,14 +230,14 @@ class Worker {
 
   // ---- a tile ----
   void Tile(int64_t tile, const uint32_t* bits, bool unmasked) {
-    if (!FindMask(tile, bits, unmasked)) return;
     const int64_t key0 = tile * problem_.n;
-    const int keys = static_cast<int>(Min(problem_.n, args_.T - key0));
+    if (key0 >= key_end_ || !FindMask(tile, bits, unmasked)) return;
+    const int keys = static_cast<int>(Min(problem_.n, key_end_ - key0));
     const float* values = reinterpret_cast<const float*>(values_) + key0 * args_.value_stride.s;
     int64_t ldv = args_.value_stride.s;
     const float* packed = kDirect ? nullptr : PackedTile(tile);
     if (scratch_.copy_values) {
-      CopyValues(values_, key0, keys, args_, scratch_.ldo, scratch_.values);
+      CopyValues(values_, key0, keys, key_end_, args_, scratch_.ldo, scratch_.values);
       values = scratch_.values;
       ldv = scratch_.ldo;
     } else if (!kDirect && problem_.pack_values) {
@@ -373,7 +374,8 @@ class Worker {
   int rows_ = 0;
   const char* keys_ = nullptr;
   const char* values_ = nullptr;
-  int64_t group_ = 0;  // b * G + g
+  int64_t group_ = 0;    // b * G + g
+  int64_t key_end_ = 0;  // keys from here on are not read
   const uint32_t* words_ = nullptr;
   int64_t word_stride_ = 0;
   PrefetchQueue prefetch_;

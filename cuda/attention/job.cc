@@ -63,6 +63,15 @@ Status AttentionJob::Run() {
   return choice.family->run(this, *choice.kernel);
 }
 
+Status AttentionJob::RunKeyRange() {
+  STOF_RETURN_IF_ERROR(Describe());
+  STOF_RETURN_IF_ERROR(GetKernelRequest(args_.kernel, context_.kernel, &request_));
+  KernelTable kernels;
+  const KernelFamily* const family = FindFamily(KernelRole::kDecode, problem_, &kernels);
+  if (family == nullptr) return Status::Error("no decode kernel for head size " + std::to_string(problem_.head_size));
+  return family->run(this, kernels[0]);
+}
+
 Status AttentionJob::Prepare() {
   pins_mask_ = context_.keeper != nullptr;
   STOF_RETURN_IF_ERROR(Describe());

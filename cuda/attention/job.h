@@ -46,6 +46,9 @@ class AttentionJob {
                const Tables& operands, const MaskPart& part, DeviceBuild* build, const RunContext& context);
 
   Status Run();
+  // Runs a decode kernel by the range of keys of args.first_rows, whatever kernel is requested among others:
+  // ReadsKeyRangeAlone(args) holds.
+  Status RunKeyRange();
   // Makes the masks that Run needs. The keeper, if there is one, holds them.
   Status Prepare();
   // The number of kernels that RunContext::kernel chooses from: the tiled one, then the scheduled ones; 0: there is no
@@ -93,8 +96,6 @@ class AttentionJob {
   Status Describe();
   // Also sets request_.
   Status Choose(KernelChoice* choice);
-  // Whether rows can be read 16 bytes at a time. CheckCudaAttention ensures it for fp16 and bf16.
-  bool HasAlignedRows() const;
 
   // ---- cuda/attention/job_memory.cc ----
   Status MakeMask(const MaskForm& form, AttentionParams* params);

@@ -41,7 +41,7 @@ Status AttentionJob::Describe() {
   // The plain kernels take the row max before the scale, which must be positive for that.
   p.has_positive_scale = args_.scale > 0.0f;
   p.allows_tf32 = args_.allow_tf32;
-  p.has_aligned_rows = HasAlignedRows();
+  p.has_aligned_rows = HasAlignedRows(args_);
   p.has_aligned_bias = HasAlignedBias(params_);
 
   SelectionProblem& s = selection_;
@@ -70,18 +70,6 @@ Status AttentionJob::CountKernels(int* kernels) {
   FindFamily(KernelRole::kScheduled, problem_, &scheduled);
   *kernels = scheduled.size() == 0 ? 0 : 1 + scheduled.size();
   return Status();
-}
-
-bool AttentionJob::HasAlignedRows() const {
-  if (args_.dtype != DType::kF32) return true;
-  bool aligned = args_.D % 4 == 0 && args_.Dv % 4 == 0;
-  for (const Strides* stride : {&args_.query_stride, &args_.key_stride, &args_.value_stride}) {
-    aligned = aligned && stride->b % 4 == 0 && stride->h % 4 == 0 && stride->s % 4 == 0;
-  }
-  for (const void* base : {args_.query, args_.key, args_.value}) {
-    aligned = aligned && reinterpret_cast<uintptr_t>(base) % 16 == 0;
-  }
-  return aligned;
 }
 
 Status ListKernels(int64_t head_size, DType dtype, std::string* names) {

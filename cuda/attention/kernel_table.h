@@ -42,6 +42,19 @@ struct KernelProblem {
   }
 };
 
+// Whether rows of query, key and value can be read 16 bytes at a time. CheckCudaAttention ensures it for fp16 and bf16.
+inline bool HasAlignedRows(const AttentionArgs& args) {
+  if (args.dtype != DType::kF32) return true;
+  bool aligned = args.D % 4 == 0 && args.Dv % 4 == 0;
+  for (const Strides* stride : {&args.query_stride, &args.key_stride, &args.value_stride}) {
+    aligned = aligned && stride->b % 4 == 0 && stride->h % 4 == 0 && stride->s % 4 == 0;
+  }
+  for (const void* base : {args.query, args.key, args.value}) {
+    aligned = aligned && reinterpret_cast<uintptr_t>(base) % 16 == 0;
+  }
+  return aligned;
+}
+
 // The functions that launch a kernel. Each family derives its own type. Launchers give a CUDA error code, 0 for none.
 struct KernelCode {};
 // The code of families with one launcher.

@@ -125,6 +125,11 @@ Status CheckCudaAttention(const AttentionArgs& args) {
   return CheckRows(args);
 }
 
+bool ReadsKeyRangeAlone(const AttentionArgs& args) {
+  return args.first_rows != nullptr && args.is_key_range && args.T > 0 && args.S <= cuda::kDecodeQueries &&
+         args.empty_rows <= EmptyRows::kNan && cuda::HasAlignedRows(args);
+}
+
 Status PlanCudaAttention(const AttentionArgs& args, bool pad, const AttentionMask& mask, const ExprSizes& sizes,
                          const Tables& operands, size_t* workspace) {
   STOF_RETURN_IF_ERROR(CheckCudaAttention(args));

@@ -41,6 +41,26 @@ int LoadKernel(int shared_bytes) {
   return 0;
 }
 
+// Whether programmatic dependent launch works for a kernel: the device's code must be compiled for compute
+// capability 9.0 or later.
+template <typename Params, void (*kKernel)(const Params)>
+bool CanStartEarly() {
+  static std::atomic<uint64_t> asked{0}, early{0};  // a bit for each of the first 64 devices
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess || device >= 64) return false;
+  const uint64_t bit = uint64_t{1} << device;
+  if ((asked.load(std::memory_order_acquire) & bit) == 0) {
+    cudaFuncAttributes attributes = {};
+    if (cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kKernel)) != cudaSuccess) {
+      cudaGetLastError();  // not to be found by others
+      return false;
+    }
+    if (attributes.ptxVersion >= 90 && attributes.binaryVersion >= 90) early.fetch_or(bit, std::memory_order_relaxed);
+    asked.fetch_or(bit, std::memory_order_release);
+  }
+  return (early.load(std::memory_order_relaxed) & bit) != 0;
+}
+
 // Launches a kernel and gives the error of this launch; <<<>>> gives the thread's last error, whoever caused it.
 //
 // early: programmatic dependent launch. The kernel may start before the previous one has ended, and waits for it before

@@ -68,7 +68,7 @@ def answer(monkeypatch: pytest.MonkeyPatch, **numbers: int) -> None:
 
 
 def test_the_library_answers_with_the_fallback() -> None:
-    assert set(op_limits()) == {"StofAttention", "StofChain", "StofGemm"}
+    assert set(op_limits()) == {"StofAttention", "StofCachedAttention", "StofChain", "StofGemm"}
     assert set(op_limits()["StofAttention"]["targets"]) == set(limits.FALLBACK)
     for target, expected in limits.FALLBACK.items():
         assert limits.limits_of(target) == expected, target

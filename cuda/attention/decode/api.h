@@ -3,6 +3,7 @@
 #ifndef STOF_CUDA_ATTENTION_DECODE_API_H_
 #define STOF_CUDA_ATTENTION_DECODE_API_H_
 
+#include "cuda/attention/decode/key_range.h"
 #include "cuda/attention/kernel_table.h"
 
 namespace stof {
@@ -26,6 +27,11 @@ struct DecodeParams {
   // The one tile row of a mask that all heads and batches share: entries [row_begin, row_end), full ones from row_full
   // on. row_begin -1: the device reads them. Only the cluster kernel uses this.
   int32_t row_begin = -1, row_full = 0, row_end = 0;
+  // In place of a mask: query i of a sequence attends keys first_rows[b] + i - window_left to first_rows[b] + i
+  // (key_range.h). nullptr: the mask counts.
+  const int32_t* first_rows = nullptr;  // [B]
+  int32_t window_left = kNoWindow;
+  const int32_t* is_invalid = nullptr;  // [B]: where it is not 0, outputs are NaN; nullptr: nowhere
 };
 
 // The split-KV kernel: `splits` CTAs for a row block, then the combine kernel. ctas_per_sm of its KernelEntry: how many

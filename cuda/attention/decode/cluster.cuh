@@ -50,6 +50,7 @@ class ClusterDecode {
     padded_ = p_.pad_bits != nullptr && params.second_pass == 0;
     masked_ = p_.has_mask != 0 && params.second_pass == 0;
     scale_ = HasScoreMod(p_) ? p_.scale : p_.scale * kLog2E;
+    keys_ = p_.T;
     const auto base = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
     ring_ = base + static_cast<uint32_t>(S::kRing + warp_ * S::kStages * S::kStageBytes);
     queries_ = base + S::kQueries;
@@ -104,6 +105,7 @@ class ClusterDecode {
 
  private:
   __device__ int64_t RowOf(int row) const { return PackedRow(p_, b_, head0_, row); }
+  __device__ __forceinline__ bool HasRange() const { return params_.first_rows != nullptr; }
   __device__ bool HasEmptyRow() const {
     for (int i = 0; i < rows_; ++i) {
       if (params_.empty_rows[RowOf(block_ * S::kRows + i)] != 0) return true;
@@ -126,7 +128,11 @@ class ClusterDecode {
   };
   __device__ void FindSplit() {
     int begin = 0, end = (p_.T + kTileKeys - 1) / kTileKeys;
-    if (masked_) {
+    if (HasRange()) {
+      range_ = MakeKeyRange(ReadWord(params_.first_rows + b_), params_.window_left, p_.T);
+      FindTiles(range_, p_.S, p_.T, &begin, &end);
+      keys_ = EndOfKeys(range_, p_.S, p_.T);
+    } else if (masked_) {
       begin = params_.row_begin, full_ = params_.row_full, end = params_.row_end;
       if (begin < 0) {
         const DeviceMask& mask = p_.mask;
@@ -147,7 +153,9 @@ class ClusterDecode {
     const int at = next + S::kTilesAtOnce * lane_;
     found->tile = at, found->bits = -1, found->keys = 0;
     if (at >= end_) return;
-    if (masked_) {
+    if (HasRange()) {
+      found->bits = IsFullTile(range_, p_.S, at) ? -1 : 0;
+    } else if (masked_) {
       found->tile = ReadWord(p_.mask.key_tile + at);
       if (at < full_) found->bits = ReadWord(p_.mask.bits_id + at);
     }
@@ -156,7 +164,7 @@ class ClusterDecode {
       const auto* bits = reinterpret_cast<const int32_t*>(p_.pad_bits + b_ * words + 2 * found->tile + first_ / 32);
       found->keys = static_cast<uint32_t>(ReadWord(bits)) >> first_ % 32 & 0xffffu;
     } else {
-      const int left = p_.T - found->tile * kTileKeys - first_;
+      const int left = keys_ - found->tile * kTileKeys - first_;
       found->keys = left >= S::kWarpKeys ? 0xffffu : left <= 0 ? 0u : (1u << left) - 1u;
     }
   }
@@ -181,7 +189,7 @@ class ClusterDecode {
     const int from = __ffs(static_cast<int>(live_tiles_)) - 1;
     live_tiles_ &= live_tiles_ - 1;
     tile_ = __shfl_sync(~0u, current_tiles_.tile, from);
-    const int bits = masked_ ? __shfl_sync(~0u, current_tiles_.bits, from) : -1;
+    const int bits = masked_ || HasRange() ? __shfl_sync(~0u, current_tiles_.bits, from) : -1;
     const uint32_t keys = __shfl_sync(~0u, current_tiles_.keys, from);
     const uint32_t to = steps_ + static_cast<uint32_t>(4 * (loaded_ % S::kStepSlots) * S::kStepWords);
     ++loaded_;
@@ -191,9 +199,15 @@ class ClusterDecode {
     if (bits >= 0 && lane_ < S::kRows) {
       int head = 0, query = 0;
       HeadAndQuery(lane_, &head, &query);
-      const int row = MaskRow(params_, head - head0_, query);
-      const int64_t word = (static_cast<int64_t>(bits) * kDecodeTileRows + row) * 2 + first_ / 32;
-      CopyWord(to + static_cast<uint32_t>(16 + 4 * lane_), p_.mask.bits + word);
+      const uint32_t own = to + static_cast<uint32_t>(16 + 4 * lane_);
+      if (HasRange()) {
+        const uint32_t allowed = BitsOfKeys(range_, query, tile_ * kTileKeys + first_ / 32 * 32);
+        asm volatile("st.shared.u32 [%0], %1;" ::"r"(own), "r"(allowed) : "memory");
+      } else {
+        const int row = MaskRow(params_, head - head0_, query);
+        const int64_t word = (static_cast<int64_t>(bits) * kDecodeTileRows + row) * 2 + first_ / 32;
+        CopyWord(own, p_.mask.bits + word);
+      }
     }
   }
 
@@ -231,7 +245,7 @@ class ClusterDecode {
     const uint32_t across = static_cast<uint32_t>(lane_) % kAcross, down = static_cast<uint32_t>(lane_) / kAcross;
     const int64_t stride = kKeys ? p_.key_stride.s : p_.value_stride.s;
     const T* from = (kKeys ? key_ : value_) + (key0 + static_cast<int64_t>(down)) * stride + S::kPerLoad * across;
-    const int size = kKeys ? p_.D : p_.Dv, left = p_.T - key0 - static_cast<int>(down);
+    const int size = kKeys ? p_.D : p_.Dv, left = keys_ - key0 - static_cast<int>(down);
 #pragma unroll
     for (uint32_t row = 0; row < 16; row += kDown) {
 #pragma unroll
@@ -305,7 +319,10 @@ class ClusterDecode {
   char* shared_;
   int b_, head0_, block_, rows_, split_, warp_, lane_, first_;  // first_: the first key of the warp in a tile
   int next_ = 0, end_ = 0, full_ = 0, tile_ = -1;
+  int keys_;                                   // that may be read
   int loaded_ = 0, stage_ = 0, consumed_ = 0;  // steps loaded; positions in the ring
+  KeyRange range_;
+  int32_t invalid_ = 0;  // ReadInvalid
   bool masked_, padded_;
   float scale_;
   const T *key_, *value_;

@@ -11,6 +11,7 @@ namespace cuda {
 
 template <int kHead, typename T, int kBlocks>
 __device__ void ClusterDecode<kHead, T, kBlocks>::CombineWarps() {
+  invalid_ = ReadInvalid(params_, b_);
   __syncwarp();  // all lanes have read the ring
 #pragma unroll
   for (int n = 0; n < kBlocks; ++n) {
@@ -75,7 +76,7 @@ template <int kHead, typename T, int kBlocks>
 __device__ void ClusterDecode<kHead, T, kBlocks>::StoreOutput(int row, int d, const float4& x, const float2& all) {
   const int whole = block_ * S::kRows + row;
   const int64_t index = RowOf(whole);
-  const bool empty = all.y == 0.0f;
+  const bool empty = all.y == 0.0f && invalid_ == 0;
   if (params_.empty_rows != nullptr) {
     if (params_.second_pass != 0 && params_.empty_rows[index] == 0) return;
     if (params_.second_pass == 0 && d == 0) params_.empty_rows[index] = empty ? 1 : 0;
@@ -84,7 +85,7 @@ __device__ void ClusterDecode<kHead, T, kBlocks>::StoreOutput(int row, int d, co
   T* to = static_cast<T*>(p_.output) + b_ * p_.output_stride.b + h * p_.output_stride.h +
           whole % p_.S * p_.output_stride.s + d;
   const float values[4] = {x.x, x.y, x.z, x.w};
-  const float row_sum = empty ? 0.0f : all.y + SinkWeight<T>(p_, h, all.x);
+  const float row_sum = invalid_ != 0 ? NAN : empty ? 0.0f : all.y + SinkWeight<T>(p_, h, all.x);
   if (d == 0) StoreLse<T>(p_, b_, h, whole % p_.S, all.x, row_sum);
 #pragma unroll
   for (int i = 0; i < 4; ++i) to[i] = FromFloat<T>(empty ? EmptyValue(p_) : values[i] / row_sum);

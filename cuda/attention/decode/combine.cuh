@@ -16,6 +16,7 @@ namespace cuda {
 template <typename T>
 __global__ void __launch_bounds__(128) DecodeCombine(const __grid_constant__ DecodeParams params) {
   constexpr int kWarps = 4;
+  constexpr float kNoKeys = -1.0f;  // in place of a weight
   __shared__ float weight[kMostDecodeSplits], reduced[2][kWarps], part[kWarps][256];
   const AttentionParams& p = params.attention;
   const int64_t row = blockIdx.x;
@@ -34,7 +35,8 @@ __global__ void __launch_bounds__(128) DecodeCombine(const __grid_constant__ Dec
   __syncthreads();
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) top = fmaxf(top, reduced[0][w]);
-  const float own = maximum == -INFINITY ? 0.0f : Exp2(maximum - top);
+  // A split without a key has stored no output.
+  const float own = maximum == -INFINITY ? (sum == 0.0f ? kNoKeys : 0.0f) : Exp2(maximum - top);
   if (split < params.splits) weight[split] = own;
   sum *= own;
 #pragma unroll
@@ -44,13 +46,15 @@ __global__ void __launch_bounds__(128) DecodeCombine(const __grid_constant__ Dec
   float total = 0.0f;
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) total += reduced[1][w];
-  const bool empty = total == 0.0f;
+  const bool is_invalid = ReadInvalid(params, static_cast<int>(row / p.S / p.H)) != 0;
+  const bool empty = total == 0.0f && !is_invalid;
   if (params.empty_rows != nullptr && params.second_pass == 0 && threadIdx.x == 0)
     params.empty_rows[row] = empty ? 1 : 0;
   for (int d = lane; d < p.Dv; d += 32) {
     float x = 0.0f;
 #pragma unroll 4
     for (int i = warp; i < params.splits; i += kWarps) {
+      if (weight[i] == kNoKeys) continue;
       x = fmaf(params.split_output[(row * params.splits + i) * p.Dv + d], weight[i], x);
     }
     part[warp][d] = x;
@@ -59,7 +63,7 @@ __global__ void __launch_bounds__(128) DecodeCombine(const __grid_constant__ Dec
   const int h = static_cast<int>(row / p.S % p.H), s = static_cast<int>(row % p.S);
   const int b = static_cast<int>(row / p.S / p.H);
   T* to = static_cast<T*>(p.output) + b * p.output_stride.b + h * p.output_stride.h + s * p.output_stride.s;
-  const float row_sum = total + (empty ? 0.0f : SinkWeight<T>(p, h, top));
+  const float row_sum = is_invalid ? NAN : total + (empty ? 0.0f : SinkWeight<T>(p, h, top));
   if (threadIdx.x == 0) StoreLse<T>(p, b, h, s, top, row_sum);
   for (int d = threadIdx.x; d < p.Dv; d += 128) {
     float x = 0.0f;

@@ -69,6 +69,11 @@ __device__ __forceinline__ int MaskRow(const DecodeParams& params, int packed_he
   return params.stacked != 0 ? packed_head * params.attention.S + query : query;
 }
 
+// Not 0: the outputs of a sequence are to be NaN. Callers compare it where they need it: the load takes its time.
+__device__ __forceinline__ int32_t ReadInvalid(const DecodeParams& params, int b) {
+  return params.is_invalid == nullptr ? 0 : params.is_invalid[b];
+}
+
 __device__ __forceinline__ bool HasScoreMod(const AttentionParams& p) {
   return p.softcap > 0.0f || p.bias != nullptr || p.relative_bias != nullptr;
 }

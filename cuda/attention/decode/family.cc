@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Runs the decode kernels: chooses one and its splits, gets workspace for them.
+#include <algorithm>
 #include <memory>
 #include <string>
 
@@ -32,7 +33,15 @@ Status Run(AttentionJob* job, const KernelEntry&) {
   DecodeParams params;
   std::shared_ptr<const MaskEntry> entry;
   STOF_RETURN_IF_ERROR(job->PreparePadding());
-  STOF_RETURN_IF_ERROR(job->GetMask(FormOf(*job), job->params(), &entry));
+  const bool has_range = args.first_rows != nullptr;
+  if (has_range) {
+    params.first_rows = args.first_rows;
+    params.window_left =
+        args.window_left < 0 ? kNoWindow : static_cast<int32_t>(std::min<int64_t>(args.window_left, kNoWindow));
+    params.is_invalid = args.is_invalid;
+  } else {
+    STOF_RETURN_IF_ERROR(job->GetMask(FormOf(*job), job->params(), &entry));
+  }
   params.attention = *job->params();
   const int64_t group = args.H / args.G;
   params.stacked = entry != nullptr && entry->stacked() ? 1 : 0;
@@ -44,7 +53,9 @@ Status Run(AttentionJob* job, const KernelEntry&) {
   const KernelEntry& split_kv = kernels[kSplitKv];
   const auto& split_kv_code = split_kv.code_as<SplitKvCode>();
   const auto& cluster_code = kernels[kCluster].code_as<ClusterCode>();
-  const int64_t tiles = entry == nullptr ? (args.T + kTileKeys - 1) / kTileKeys : entry->longest_row();
+  const int64_t tiles = has_range          ? MostTiles(args.window_left, args.S, args.T)
+                        : entry == nullptr ? (args.T + kTileKeys - 1) / kTileKeys
+                                           : entry->longest_row();
   const int64_t blocks =
       args.B * args.G * (group / params.heads) * ((problem.packed_queries + split_kv.rows - 1) / split_kv.rows);
   if (entry != nullptr && entry->one_row()) {

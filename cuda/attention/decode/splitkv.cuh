@@ -59,16 +59,21 @@ class Decode {
                                                              : p_.pad_bits + static_cast<int64_t>(b_) * tiles * 2;
     masked_ = p_.has_mask != 0 && params.second_pass == 0;
     int begin = 0, end = tiles;
-    if (masked_) {
+    if (HasRange()) {
+      full_ = MakeKeyRange(params.first_rows[b_], params.window_left, p_.T).first;
+      FindTiles(range(), p_.S, p_.T, &begin, &end);
+    } else if (masked_) {
       const DeviceMask& mask = p_.mask;
       const int table = mask.layout[LayoutPlace(params, b_, head0_)];
       begin = mask.row_ptr[table * mask.rows];
       full_ = mask.full_begin[table * mask.rows];
       end = mask.row_end[table * mask.rows];
     }
-    const int share = (end - begin + params.splits - 1) / params.splits;
-    next_ = min(end, begin + split_ * share);
-    end_ = min(end, next_ + share);
+    // A range may be far shorter than the keys that the host chose the splits for: they share what there is.
+    const int share = (end - begin) / params.splits, more = (end - begin) % params.splits;
+    next_ = begin + split_ * share + min(split_, more);
+    end_ = next_ + share + (split_ < more ? 1 : 0);
+    has_tiles_ = next_ < end_;
     next_ += warp_ / S::kWarpsPerTile;
     first_key_ = warp_ % S::kWarpsPerTile * 16 * S::kGroups;
     scale_ = HasScoreMod(p_) ? p_.scale : p_.scale * kLog2E;
@@ -85,6 +90,7 @@ class Decode {
 
   __device__ void Run() {
     if (params_.second_pass != 0 && !HasEmptyRow()) return;
+    if (params_.split_output != nullptr && !has_tiles_) return StoreNoKeys();
     LoadQueries();
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
@@ -128,6 +134,8 @@ class Decode {
 
  private:
   __device__ int64_t RowOf(int row) const { return PackedRow(p_, b_, head0_, row); }
+  __device__ __forceinline__ bool HasRange() const { return params_.first_rows != nullptr; }
+  __device__ __forceinline__ KeyRange range() const { return {full_, params_.window_left}; }
   __device__ bool HasEmptyRow() const {
     for (int i = 0; i < S::kRows; ++i) {
       const int row = block_ * S::kRows + i;
@@ -140,7 +148,7 @@ class Decode {
   struct Entry {
     int tile = -1;       // -1: none is left
     int bits = -1;       // index of its element mask; -1: every key
-    uint32_t pad = ~0u;  // padding bits of the 32 keys around those of the warp
+    uint32_t pad = ~0u;  // of the 32 keys around those of the warp: which exist and are no padding
   };
   __device__ __forceinline__ Entry Next() {
     Entry entry;
@@ -152,14 +160,15 @@ class Decode {
         entry.bits = at < full_ ? p_.mask.bits_id[at] : -1;
       } else {
         entry.tile = at;
+        if (HasRange()) entry.bits = IsFullTile(range(), p_.S, at) ? -1 : 0;
       }
       const int key = entry.tile * kTileKeys + first_key_ / 32 * 32;
       if (pad_ != nullptr) {
         entry.pad = pad_[2 * entry.tile + first_key_ / 32];
         if (entry.pad == 0) continue;
-      } else if (key + 32 > p_.T) {
-        if (key >= p_.T) continue;
-        entry.pad = (1u << (p_.T - key)) - 1u;
+      } else if (const int keys = HasRange() ? EndOfKeys(range(), p_.S, p_.T) : p_.T; key + 32 > keys) {
+        if (key >= keys) continue;
+        entry.pad = (1u << (keys - key)) - 1u;
       }
       return entry;
     }
@@ -185,7 +194,9 @@ class Decode {
   // Lane l loads chunks l % 4, l % 4 + 4, ... of keys l / 4 and l / 4 + 8.
   __device__ __forceinline__ void FetchKeys(const Entry& entry, int buffer) {
     if (entry.tile < 0) return;
-    const int key0 = entry.tile * kTileKeys + first_key_ + (S::kHalfBuffers ? 0 : 16 * buffer) + lane_ / 4;
+    const int place = first_key_ + (S::kHalfBuffers ? 0 : 16 * buffer) + lane_ / 4;
+    const int key0 = entry.tile * kTileKeys + place;
+    const uint32_t there = entry.pad >> place % 32;
     const int chunk0 = S::kHalfBuffers ? buffer * S::kChunks : 0;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -194,7 +205,7 @@ class Decode {
 #pragma unroll
       for (int c = 0; c < S::kChunks; ++c) {
         const int d = S::kPerLoad * (4 * (chunk0 + c) + lane_ % 4);
-        LoadOnce(buffer_[buffer][i * S::kChunks + c], row + d, key < p_.T && d < p_.D);
+        LoadOnce(buffer_[buffer][i * S::kChunks + c], row + d, (there >> 8 * i & 1u) != 0 && d < p_.D);
       }
     }
   }
@@ -203,7 +214,9 @@ class Decode {
     return kFloat ? 4 * i + lane_ % 4 : 2 * (lane_ % 4) + i % 2 + i / 2 * 8;
   }
   __device__ __forceinline__ void FetchValues(const Entry& entry, int buffer) {
-    const int key0 = entry.tile * kTileKeys + first_key_ + (S::kHalfBuffers ? 0 : 16 * buffer);
+    const int place = first_key_ + (S::kHalfBuffers ? 0 : 16 * buffer);
+    const int key0 = entry.tile * kTileKeys + place;
+    const uint32_t there = entry.pad >> place % 32;
     constexpr int kWide = S::kChunks / 2;
     const int chunk0 = S::kHalfBuffers ? buffer * kWide : 0;
 #pragma unroll
@@ -213,7 +226,7 @@ class Decode {
 #pragma unroll
       for (int c = 0; c < kWide; ++c) {
         const int d = S::kPerLoad * (8 * (chunk0 + c) + lane_ / 4);
-        LoadOnce(buffer_[buffer][i * kWide + c], row + d, key < p_.T && d < p_.Dv);
+        LoadOnce(buffer_[buffer][i * kWide + c], row + d, (there >> ValueKey(i) & 1u) != 0 && d < p_.Dv);
       }
     }
   }
@@ -315,7 +328,11 @@ class Decode {
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
       uint32_t word[2] = {entry.pad, entry.pad};
-      if (entry.bits >= 0) {
+      if (entry.bits >= 0 && HasRange()) {
+        const int key = entry.tile * kTileKeys + first_key_ / 32 * 32;
+        word[0] &= BitsOfKeys(range(), query_[n][0], key);
+        word[1] &= BitsOfKeys(range(), query_[n][1], key);
+      } else if (entry.bits >= 0) {
         const uint32_t* bits = p_.mask.bits + static_cast<int64_t>(entry.bits) * kDecodeTileRows * 2 + first_key_ / 32;
         word[0] &= __ldg(bits + 2 * MaskRow(params_, head_[n][0] - head0_, query_[n][0]));
         word[1] &= __ldg(bits + 2 * MaskRow(params_, head_[n][1] - head0_, query_[n][1]));
@@ -368,7 +385,17 @@ class Decode {
     }
   }
 
-  // ---- epilogue: combines the warps ----
+  // ---- epilogue ----
+  // Of a split without a tile: the combine kernel then reads no output.
+  __device__ void StoreNoKeys() const {
+    const int rows = min(S::kRows, params_.heads * p_.S - block_ * S::kRows);
+    for (int row = threadIdx.x; row < rows; row += S::kThreads) {
+      const int64_t part = RowOf(block_ * S::kRows + row) * params_.splits + split_;
+      params_.split_stats[2 * part] = -INFINITY, params_.split_stats[2 * part + 1] = 0.0f;
+    }
+  }
+
+  // Combines the warps.
   __device__ void CombineWarps() {
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
@@ -403,6 +430,7 @@ class Decode {
     }
     __syncthreads();
     const int rows = min(S::kRows, params_.heads * p_.S - block_ * S::kRows);
+    const bool is_invalid = params_.split_output == nullptr && ReadInvalid(params_, b_) != 0;
     for (int at = threadIdx.x; at < rows * p_.Dv; at += S::kThreads) {
       const int row = at / p_.Dv, d = at % p_.Dv;
       float x = 0.0f;
@@ -419,9 +447,9 @@ class Decode {
       const int h = head0_ + whole / p_.S;
       T* to = static_cast<T*>(p_.output) + b_ * p_.output_stride.b + h * p_.output_stride.h +
               whole % p_.S * p_.output_stride.s;
-      const float row_sum = total == 0.0f ? 0.0f : total + SinkWeight<T>(p_, h, top);
+      const float row_sum = is_invalid ? NAN : total == 0.0f ? 0.0f : total + SinkWeight<T>(p_, h, top);
       if (d == 0) StoreLse<T>(p_, b_, h, whole % p_.S, top, row_sum);
-      to[d] = FromFloat<T>(total == 0.0f ? EmptyValue(p_) : x / row_sum);
+      to[d] = FromFloat<T>(total == 0.0f && !is_invalid ? EmptyValue(p_) : x / row_sum);
     }
   }
 
@@ -429,8 +457,8 @@ class Decode {
   const AttentionParams& p_;
   Shared& shared_;
   int b_, head0_, block_, split_, warp_, lane_, next_, end_, first_key_;
-  int full_ = 0;
-  bool masked_;
+  int full_ = 0;  // where the entries of full tiles begin; under a range `first` of it, to save a register
+  bool masked_, has_tiles_;
   float scale_;
   const T *key_, *value_;
   const uint32_t* pad_;

@@ -475,12 +475,13 @@ __global__ void __launch_bounds__(kFewThreads) ListTiles(const __grid_constant__
 }
 
 template <typename Word>
-__global__ void Invalidate(const int32_t* invalid, Word* output, Strides stride, int64_t H, int64_t S, int64_t Dv,
-                           int64_t count) {
-  if (*invalid == 0) return;
+__global__ void Invalidate(const int32_t* invalid, int64_t flag_stride, Word* output, Strides stride, int64_t H,
+                           int64_t S, int64_t Dv, int64_t count) {
+  if (flag_stride == 0 && *invalid == 0) return;
   const int64_t threads = int64_t{gridDim.x} * blockDim.x;
   for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += threads) {
     const int64_t row = i / Dv, bh = row / S;
+    if (invalid[bh / H * flag_stride] == 0) continue;
     // All bits but the sign's: NaN in every type.
     output[bh / H * stride.b + bh % H * stride.h + row % S * stride.s + i % Dv] =
         static_cast<Word>(static_cast<Word>(~Word{0}) >> 1);

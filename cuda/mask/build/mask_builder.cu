@@ -4,9 +4,9 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <atomic>
 #include <numeric>
 
+#include "cuda/common/launch.cuh"
 #include "cuda/mask/build/kernels.cuh"
 #include "cuda/mask/build/mask_builder.h"
 #include "cuda/mask/fragments.h"
@@ -161,24 +161,6 @@ int Start(Kernel kernel, const Build& build, int64_t ctas, int threads, size_t s
   return static_cast<int>(cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), arguments));
 }
 
-// Whether programmatic dependent launch works: the device's code must be compiled for compute capability 9.0 or later.
-bool MayStartEarly() {
-  static std::atomic<uint64_t> asked{0}, early{0};  // a bit for each of the first 64 devices
-  int device = 0;
-  if (cudaGetDevice(&device) != cudaSuccess || device >= 64) return false;
-  const uint64_t bit = uint64_t{1} << device;
-  if ((asked.load(std::memory_order_acquire) & bit) == 0) {
-    cudaFuncAttributes attributes = {};
-    if (cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(ListTiles<false>)) != cudaSuccess) {
-      cudaGetLastError();  // not to be found by others
-      return false;
-    }
-    if (attributes.ptxVersion >= 90 && attributes.binaryVersion >= 90) early.fetch_or(bit, std::memory_order_relaxed);
-    asked.fetch_or(bit, std::memory_order_release);
-  }
-  return (early.load(std::memory_order_relaxed) & bit) != 0;
-}
-
 }  // namespace
 
 MaskCuts::MaskCuts(const MaskProgram& program, const ExprSizes& sizes, const MaskTile& tile, int64_t most)
@@ -309,7 +291,7 @@ int LaunchMaskBuild(const MaskBuild& build, void* memory, void* stream, DeviceMa
         reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
     if (allowed != cudaSuccess) return static_cast<int>(allowed);
   }
-  const bool early = MayStartEarly();
+  const bool early = CanStartEarly<Build, ListTiles<false>>();
   const int64_t rows = l.tables * l.rows, all = rows * l.columns;
   // What counts is cleared by all.
   const int64_t clearing = std::min<int64_t>(CeilDiv(rows, 4 * kThreads), build.sm_count);
@@ -334,14 +316,15 @@ int LaunchMaskBuild(const MaskBuild& build, void* memory, void* stream, DeviceMa
   return 0;
 }
 
-int LaunchInvalidate(const int32_t* invalid, void* output, int64_t size, const Strides& stride, int64_t B, int64_t H,
-                     int64_t S, int64_t Dv, void* stream) {
+int LaunchInvalidate(const int32_t* invalid, bool is_by_batch, void* output, int64_t size, const Strides& stride,
+                     int64_t B, int64_t H, int64_t S, int64_t Dv, void* stream) {
   Strides strides = stride;
+  int64_t flag_stride = is_by_batch ? 1 : 0;
   int64_t count = B * H * S * Dv;
   const int64_t ctas = std::min<int64_t>(CeilDiv(count, 256), 1024);
   const void* kernel = size == 2 ? reinterpret_cast<const void*>(Invalidate<uint16_t>)
                                  : reinterpret_cast<const void*>(Invalidate<uint32_t>);
-  void* arguments[] = {&invalid, &output, &strides, &H, &S, &Dv, &count};
+  void* arguments[] = {&invalid, &flag_stride, &output, &strides, &H, &S, &Dv, &count};
   return static_cast<int>(cudaLaunchKernel(kernel, dim3(static_cast<unsigned>(ctas)), dim3(256), arguments, 0,
                                            static_cast<cudaStream_t>(stream)));
 }

@@ -59,8 +59,9 @@ size_t MaskBytes(const MaskBuild& build);
 int LaunchMaskBuild(const MaskBuild& build, void* memory, void* stream, DeviceMask* mask);
 
 // Sets every element of an output [B, H, S, Dv] of floats of `size` bytes, 2 or 4, to NaN where *invalid is not 0.
-int LaunchInvalidate(const int32_t* invalid, void* output, int64_t size, const Strides& stride, int64_t B, int64_t H,
-                     int64_t S, int64_t Dv, void* stream);
+// is_by_batch: invalid[b] counts for batch b.
+int LaunchInvalidate(const int32_t* invalid, bool is_by_batch, void* output, int64_t size, const Strides& stride,
+                     int64_t B, int64_t H, int64_t S, int64_t Dv, void* stream);
 
 }  // namespace cuda
 }  // namespace stof

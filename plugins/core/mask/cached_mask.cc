@@ -176,13 +176,13 @@ bool IsOfDistances(const MaskExpr& expr) {
   return expr.empty() || stays[static_cast<size_t>(expr.root())] != 0;
 }
 
-Status BoundCachedMask::Make(const MaskExpr& expr, const ExprSizes& sizes, const int32_t* first,
+Status BoundCachedMask::Make(const MaskExpr& expr, const ExprSizes& sizes, const int32_t* first, const int32_t* ends,
                              std::unique_ptr<BoundCachedMask>* bound) {
   std::unique_ptr<BoundCachedMask> made(new BoundCachedMask(sizes, expr.Uses(ExprOp::kH)));
   for (int64_t b = 0; b < sizes.B; ++b) {
     ExprSizes own = sizes;
     own.P = first[b];
-    own.T = first[b] + sizes.S;
+    own.T = ends[b];
     made->keys_.push_back(own.T);
     made->sequence_.emplace_back();
     STOF_RETURN_IF_ERROR(BoundDynamicMask::Make(expr, own, {}, &made->sequence_.back()));

@@ -37,8 +37,8 @@ bool IsOfDistances(const MaskExpr& expr);
 // A mask for one run on the CPU, evaluated tile by tile with the first position and length of each sequence.
 class BoundCachedMask {
  public:
-  // first[b]: the position of query 0; a sequence has first[b] + S keys. sizes: of the run, T and P aside.
-  static Status Make(const MaskExpr& expr, const ExprSizes& sizes, const int32_t* first,
+  // first[b]: the position of query 0; ends[b]: the number of keys. sizes: of the run, T and P aside.
+  static Status Make(const MaskExpr& expr, const ExprSizes& sizes, const int32_t* first, const int32_t* ends,
                      std::unique_ptr<BoundCachedMask>* bound);
   const DynamicMask* view() const { return &view_; }
   Status status() const;

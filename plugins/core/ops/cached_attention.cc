@@ -372,10 +372,9 @@ Status CachedAttentionOp::Run(const Tensor* inputs, int input_count, const Tenso
   if (all.Has(in::kSink)) given.emplace_back("sink", inputs[in::kSink]);
   const Tensor* pad = nullptr;
   STOF_RETURN_IF_ERROR(BindOperands(MaskParts(), &given, context, &step.attention, &pad));
-  if (mask->is_range) {
-    step.attention.first_rows = a.first_row;
-    step.attention.window_left = mask->window_left;
-  }
+  step.attention.is_key_range = mask->is_range;
+  step.attention.window_left = mask->window_left;
+  if (!context.on_cuda || mask->is_range) step.attention.first_rows = a.first_row;
   step.attention.is_invalid = a.is_invalid;
   return context.on_cuda ? RunOnCuda(*mask, given, context, &step) : RunOnCpu(*mask, context, &step);
 }
@@ -400,10 +399,17 @@ Status CachedAttentionOp::RunOnCpu(const CachedMask& mask, const RunContext& con
   }
   STOF_RETURN_IF_ERROR(CpuAppendToCache(a, context.parallel));
   if (a.B == 0 || a.S == 0) return Status();
-  t.T = *std::max_element(a.first_row, a.first_row + a.B) + a.S;
+  std::vector<int32_t> ends(static_cast<size_t>(a.B));
+  for (int64_t b = 0; b < a.B; ++b) {
+    // Of a first prompt all but its padding.
+    const int64_t tokens = a.is_first_prompt ? int64_t{a.seqlens[b]} + 1 : a.S;
+    ends[static_cast<size_t>(b)] = static_cast<int32_t>(a.first_row[b] + tokens);
+  }
+  t.key_ends = ends.data();
+  t.T = *std::max_element(ends.begin(), ends.end());
   const ExprSizes sizes = {a.B, a.H, a.S, t.T, 0};
   std::unique_ptr<BoundCachedMask> bound;
-  STOF_RETURN_IF_ERROR(BoundCachedMask::Make(mask.expr, sizes, a.first_row, &bound));
+  STOF_RETURN_IF_ERROR(BoundCachedMask::Make(mask.expr, sizes, a.first_row, t.key_ends, &bound));
   t.dynamic = bound->view();
   const int threads = std::max(1, context.parallel.threads);
   const CpuAttentionConfig config = ChooseCpuAttention(t, threads);
@@ -421,6 +427,9 @@ Status CachedAttentionOp::RunOnCuda(const CachedMask& mask, const Tables& given,
     return Status::Error("the tables of the mask are no constants, which the CUDA kernels need them to be");
   }
   CacheAppendArgs& a = step->append;
+  STOF_RETURN_IF_ERROR(CheckCudaAttention(step->attention));  // before the cache changes
+  a.most_keys = step->total;
+  if (!ReadsKeyRangeAlone(step->attention)) a.clear_end = step->attention.T;
   STOF_RETURN_IF_ERROR(backend->cached_attention.append(a, context));
   if (a.B == 0 || a.S == 0) return Status();
   Tables operands = given;

@@ -233,15 +233,16 @@ class MaskChecker:
     ) -> tuple[list[np.ndarray], np.ndarray]:
         """The tensors of terms as they broadcast to [B, H, S, T], and the pairs that the lifted mask allows.
 
-        ``drawn_for`` is a mask whose padding is drawn, where it is not that of ``mask``.
+        B and H are 1 where batches and heads share their masks. ``drawn_for`` is a mask whose padding is drawn, where it is not that of ``mask``.
 
         Raises:
             UnsupportedError: when they cannot be run at these sizes.
         """
         feeds, sizes = self.runner.draw(site, drawn_for or mask, case, seed)
-        B, H, S, T = score_sizes(site, sizes)
-        allowed, _ = allowed_by_mask(site, mask, self.runner.with_computed(mask, feeds, sizes), (B, H, S, T))
-        return self.runner.values(site, terms, feeds, sizes), allowed
+        values = self.runner.values(site, terms, feeds, sizes)
+        shape = _distinct_shape(mask, values, score_sizes(site, sizes))
+        allowed, _ = allowed_by_mask(site, mask, self.runner.with_computed(mask, feeds, sizes), shape)
+        return values, allowed
 
     def _compare(
         self,
