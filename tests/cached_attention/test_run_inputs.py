@@ -22,10 +22,10 @@ from stof.verification.model_inputs import ModelInputs
 GENAI = Shape(packed=True, rotary=16)
 
 
-def checks_of(model: onnx.ModelProto) -> CacheChecks:
+def checks_of(model: onnx.ModelProto, shapes: dict[str, tuple[int, int]] | None = None) -> CacheChecks:
     symbolic = Symbolic(model)
     sites = [c.site for c in find_candidates(model, symbolic, "cpu") if c.site is not None]
-    return CacheChecks(model, model, symbolic, sites)
+    return CacheChecks(model, model, symbolic, sites, shapes)
 
 
 def drawn(model: onnx.ModelProto) -> tuple[ModelInputs, list[Case], list[dict[str, np.ndarray]]]:
@@ -112,6 +112,22 @@ def test_a_case_without_sizes() -> None:
     assert feed["past_key"].shape == (1, 2, 32, 16)
     assert feed["query"].shape[1] == 32
     session(model, library=False).run(None, feed)
+
+
+@pytest.mark.parametrize("shapes", [{"T": (200, 300)}, {"T": (4, 8)}, {"C": (100, 100)}, {"S": (6, 6)}, {"B": (2, 2)}])
+def test_limits_of_a_user(shapes: dict[str, tuple[int, int]]) -> None:
+    """Sizes that ``--shape`` limits stay in their ranges, and the runtime takes what follows."""
+    model = model_of(GENAI, masks=True)
+    inputs = replace(checks_of(model, shapes).model_inputs(), shapes=shapes)
+    made = session(model, library=False)
+    cases = inputs.select_cases(1e9)
+    for feed in inputs.draw(cases):
+        sizes = dict(zip("BT", feed["attention_mask"].shape, strict=True))
+        sizes |= {"S": feed["query"].shape[1], "C": feed["past_key"].shape[2]}
+        (name,) = shapes
+        assert shapes[name][0] <= sizes[name] <= shapes[name][1]
+        made.run(None, feed)
+    assert len(cases) > (shapes.get("S") is None)
 
 
 def test_lengths_of_inputs() -> None:

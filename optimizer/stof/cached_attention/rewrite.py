@@ -174,8 +174,9 @@ class CacheRewrite(OpRewrite[CacheModel, CacheDecisions]):
         # A tenth of all imports, which --no-verify and --dry-run do not need.
         from stof.cached_attention.checks.site_checks import CacheChecks
 
-        assert decided.found.symbolic is not None
-        return CacheChecks(job.model, decided.found.model, decided.found.symbolic, decided.sites)
+        found = decided.found
+        assert found.symbolic is not None
+        return CacheChecks(job.model, found.model, found.symbolic, decided.sites, job.options.shapes)
 
 
 def _reason_impossible(job: Job, candidate: CacheCandidate, sites: Sequence[CacheSite]) -> str:
