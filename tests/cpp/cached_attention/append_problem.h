@@ -16,6 +16,8 @@
 
 namespace stof::test::cached_attention {
 
+constexpr int64_t kRotaryRows = 900;  // of the tables: more than any step's keys
+
 struct Case {
   int64_t B = 2, H = 4, G = 2, S = 1, D = 16;
   DType dtype = DType::kF32;
@@ -76,7 +78,7 @@ struct Run {
         past_value(c.dtype, past_key.count()),
         present_key(c.dtype, c.B * c.G * c.capacity * c.D),
         present_value(c.dtype, present_key.count()),
-        cos(c.dtype, 700 * c.rotary / 2),
+        cos(c.dtype, kRotaryRows * c.rotary / 2),
         sin(c.dtype, cos.count()),
         query_norm(c.dtype, c.D),
         key_norm(c.dtype, c.D),
@@ -86,7 +88,7 @@ struct Run {
     for (Buffer* buffer : {&present_key, &present_value, &rotated}) buffer->Poison();
     for (int64_t b = 0; b < c.B; ++b) {
       seqlens.push_back(static_cast<int32_t>(c.past[static_cast<size_t>(b)] + c.tokens_of(b) - 1));
-      for (int64_t i = 0; i < c.S; ++i) positions.push_back(random.Range(0, 699));
+      for (int64_t i = 0; i < c.S; ++i) positions.push_back(random.Range(0, kRotaryRows - 1));
     }
     if (c.has_past && c.is_shared) present_key = past_key, present_value = past_value;
   }
@@ -121,7 +123,7 @@ struct Run {
     args.sliding_window = c.window;
     if (c.rotary > 0) {
       args.cos = cos.data(), args.sin = sin.data();
-      args.rotary_rows = 700, args.rotary_size = c.rotary, args.is_interleaved = c.is_interleaved;
+      args.rotary_rows = kRotaryRows, args.rotary_size = c.rotary, args.is_interleaved = c.is_interleaved;
       if (c.has_positions) args.position_ids = positions.data();
     }
     if (c.has_norm) args.query_norm = query_norm.data(), args.key_norm = key_norm.data(), args.epsilon = 1e-5f;

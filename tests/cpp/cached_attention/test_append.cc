@@ -129,8 +129,8 @@ TEST(CacheAppendRefusesIllegalLengths) {
   ExpectError(c, "no memory for the rotated queries",
               [](CacheAppendArgs* args, Run*) { args->rotated_query = nullptr; });
   c.has_positions = true;
-  ExpectError(c, "position_ids[1, 0] is 700, but cos_cache has 700 rows",
-              [](CacheAppendArgs*, Run* run) { run->positions[1] = 700; });
+  ExpectError(c, "position_ids[1, 0] is 900, but cos_cache has 900 rows",
+              [](CacheAppendArgs*, Run* run) { run->positions[1] = kRotaryRows; });
   ExpectError(c, "position_ids[0, 0] is -1", [](CacheAppendArgs*, Run* run) { run->positions[0] = -1; });
   c.has_positions = false;
   c.is_shared = false;

@@ -247,7 +247,7 @@ TEST(CudaAppendFlagsMoreThanTheMostKeys) {
 // A position beyond the rotary table flags its sequence, and makes query and key NaN; those of padding do not.
 TEST(CudaAppendFlagsIllegalPositions) {
   for (const int64_t position :
-       {int64_t{-1}, int64_t{700}, std::numeric_limits<int64_t>::min(), std::numeric_limits<int64_t>::max()}) {
+       {int64_t{-1}, kRotaryRows, std::numeric_limits<int64_t>::min(), std::numeric_limits<int64_t>::max()}) {
     Case c;
     c.B = 2, c.S = 3, c.D = 64, c.past = {0, 0}, c.tokens = {3, 2}, c.rotary = 64, c.has_positions = true;
     CudaRun padded(c, 4);

@@ -175,8 +175,8 @@ class Node {
     total_ = static_cast<int32_t>(step_.total);
     inputs[in::kTotal] = Describe(&total_, DType::kI32, {1});
     if (c_.rotary > 0) {
-      inputs[in::kCos] = Describe(upload(run.cos), c_.dtype, {700, c_.rotary / 2});
-      inputs[in::kSin] = Describe(upload(run.sin), c_.dtype, {700, c_.rotary / 2});
+      inputs[in::kCos] = Describe(upload(run.cos), c_.dtype, {kRotaryRows, c_.rotary / 2});
+      inputs[in::kSin] = Describe(upload(run.sin), c_.dtype, {kRotaryRows, c_.rotary / 2});
       if (c_.has_positions) {
         inputs[in::kPositions] = Describe(memory.Upload(run.positions.data(), run.positions.size() * sizeof(int64_t)),
                                           DType::kI64, {c_.B, c_.S});
