@@ -86,8 +86,14 @@ def end_one(model: Path, sent: signal.Signals, moment: float, inputs: dict[str, 
 
 
 def _session_of(pid: int) -> list[int]:
-    """Living processes whose environment says that this run started them: their parent, or their session, is gone."""
-    time.sleep(0.2)
+    """Processes that still live a second after a run, and that it started: their parent, or their session, is gone."""
+    end = time.monotonic() + SECONDS_TO_END
+    while (found := _living_of(pid)) and time.monotonic() < end:
+        time.sleep(0.05)
+    return found
+
+
+def _living_of(pid: int) -> list[int]:
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
