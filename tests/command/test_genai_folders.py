@@ -23,6 +23,7 @@ MANY = 100_000
 BUILT = """{
     "model": {
         "bos_token_id": 1,
+        "context_length": 64,
         "decoder": {
             "session_options": {
                 "log_id": "onnxruntime-genai",
