@@ -267,7 +267,7 @@ def test_a_saved_plan_is_applied(tmp_path: Path) -> None:
     _, first = optimized(model, tmp_path, Options(save_plan=saved, skip=("cache:1",)))
     plan = load(saved, PLAN_FORMATS)
     assert plan.entries["caches"] == (
-        CachePlan("layer0/node", True, 1.242),
+        CachePlan("layer0/node", True, 1.339),
         CachePlan("layer1/node", False, reason="left out by --skip"),
     )
     again = tmp_path / "again.json"
