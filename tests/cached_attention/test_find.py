@@ -208,7 +208,9 @@ def test_nodes_in_subgraphs_stay() -> None:
         infos = [replace_name(i, f"{word}_{i.name}") for i in inner]
         graphs.append(helper.make_graph([own], word, [], infos))
     model.graph.input.append(helper.make_tensor_value_info("flag", TensorProto.BOOL, []))
-    choose = helper.make_node("If", ["flag"], list(node.output), name="choose", then_branch=graphs[0], else_branch=graphs[1])
+    choose = helper.make_node(
+        "If", ["flag"], list(node.output), name="choose", then_branch=graphs[0], else_branch=graphs[1]
+    )
     model.graph.node.append(choose)
     assert [c.reason for c in found_in(model)] == [
         "it lies in a subgraph of If node 'choose', where caches are not replaced"
@@ -219,5 +221,3 @@ def replace_name(info: onnx.ValueInfoProto, name: str) -> onnx.ValueInfoProto:
     found = onnx.ValueInfoProto.FromString(info.SerializeToString())
     found.name = name
     return found
-
-
