@@ -27,6 +27,7 @@ class FakeGenerator:
         assert ids.dtype == np.int32
         assert (ids >= 3).all()
         assert (ids < 100).all()
+        time.sleep(1e-4)
         self.model.appended.append(len(ids))
         self.count += len(ids)
 

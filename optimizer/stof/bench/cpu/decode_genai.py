@@ -99,7 +99,7 @@ def measure_contexts(folders: dict[str, Path], contexts: Sequence[int], tokens: 
                 "genai": og.__version__,
                 "tokens": tokens,
                 "same_tokens": same,
-                "prompt": {"tokens": len(ids), "seconds": {k: round(v, 4) for k, v in prompt.items()}},
+                "prompt": {"tokens": len(ids), "seconds": {k: round(v, 6) for k, v in prompt.items()}},
                 "seconds": {k: round(min(v[_WARM:]), 6) for k, v in samples.items()},
                 "median_seconds": {k: round(median(v[_WARM:]), 6) for k, v in samples.items()},
                 # Of all threads: what says something where other processes take the cores.
