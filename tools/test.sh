@@ -76,7 +76,7 @@ end
 
 begin 'old runtimes'
 runtimes=(1.18.1)
-[ "${STOF_TEST_ALL:-0}" = 1 ] && runtimes+=(1.22.1 1.23.2 1.31.1)
+[ "${STOF_TEST_ALL:-0}" = 1 ] && runtimes+=(1.22.1 1.23.2 1.31.1 1.32.0)
 bash tools/test_runtimes.sh "$bin/python" build/dev/libstof_ort.so "${runtimes[@]}"
 end
 

@@ -16,22 +16,33 @@ constexpr int kPanel = 16;         // keys that are packed side by side, one 64-
 constexpr int kStrip = 6;          // query rows of a register block, as m_r of a BLIS microkernel
 constexpr int kMaxTileKeys = 256;  // n
 
+// The key tiles that the queries of one sequence may attend, and their KV splits where queries are few.
+struct SequenceTiles {
+  int64_t first = 0, last = 0;           // all lie in [first, last)
+  int64_t first_item = 0;                // few queries: number of the first of its B * G * splits items
+  int64_t splits = 1;                    // few queries
+  const int32_t* split_begin = nullptr;  // few queries: [splits + 1] the tile that a split begins with
+};
+
 // One call. Filled by the dispatcher, read by the kernels.
 struct AttentionProblem {
   const AttentionArgs* args = nullptr;
   int m = 0, n = 0;
-  int64_t tile_rows = 0;                // ceil(S / m)
-  int64_t key_tiles = 0;                // ceil(T / n)
-  int64_t panels = 0;                   // ceil(T / kPanel)
-  bool direct = false;                  // few queries: keys are read in place, row by row
-  const uint32_t* pad_bits = nullptr;   // [B, key_tiles, n / 32], 0 beyond T; nullptr: no key is padded
-  int64_t ring_tiles = 0;               // > 0: each worker packs the key tiles it meets into a ring buffer of so many
-  int64_t element_slots = 0;            // tiles of AttentionArgs::elements that each worker keeps
-  bool pack_values = false;             // values are not read in place: another type, or rows that are not dense
-  float* packed_keys = nullptr;         // ring_tiles = 0: [B, G, panels, D, kPanel]
-  float* packed_values = nullptr;       // likewise, pack_values: [B, G, panels, kPanel, Dv rounded up to kPanel]
-  int64_t split_tiles = 0, splits = 1;  // direct: key tiles of a split
-  float* partial = nullptr;             // direct, splits > 1: [B, H, S, splits, partial_stride], max, sum, output
+  int64_t tile_rows = 0;                     // ceil(S / m)
+  int64_t key_tiles = 0;                     // ceil(T / n)
+  int64_t panels = 0;                        // of the packed keys of a sequence
+  bool few_queries = false;                  // they are attended in KV splits, several heads at once (GQA packing)
+  bool in_place = false;                     // few queries: so few rows that keys are not packed
+  int64_t packed_heads = 1;                  // few queries: query heads of a group that share an item
+  const SequenceTiles* sequences = nullptr;  // [B]
+  const uint32_t* pad_bits = nullptr;        // [B, key_tiles, n / 32], 0 beyond T; nullptr: no key is padded
+  int64_t ring_tiles = 0;          // > 0: each worker packs the key tiles it meets into a ring buffer of so many
+  int64_t element_slots = 0;       // tiles of AttentionArgs::elements that each worker keeps
+  bool pack_values = false;        // values are not read in place: another type, or rows that are not dense
+  float* packed_keys = nullptr;    // ring_tiles = 0: [B, G, panels, D, kPanel]
+  float* packed_values = nullptr;  // likewise, pack_values: [B, G, panels, kPanel, Dv rounded up to kPanel]
+  int64_t most_splits = 1;         // few queries: of a sequence
+  float* partial = nullptr;        // most_splits > 1: [B, H, S, most_splits, partial_stride], max, sum, output
   int64_t partial_stride = 0;
 };
 
@@ -42,9 +53,9 @@ struct AttentionKernels {
   void (*pack)(const AttentionProblem& problem, int64_t first, int64_t last, void* scratch);
   // Attends one tile row, item of B * H * tile_rows; next is the worker's next one, or -1.
   void (*attend_tile_row)(const AttentionProblem& problem, int64_t item, int64_t next, void* scratch);
-  // Direct: attends one KV split, item of B * G * splits.
+  // Few queries: attends one KV split of the heads of one item.
   void (*attend_split)(const AttentionProblem& problem, int64_t item, void* scratch);
-  // Direct, splits > 1: combines the partial results of one of B * H * S rows.
+  // Few queries, splits > 1: combines the partial results of one of B * H * S rows.
   void (*combine_splits)(const AttentionProblem& problem, int64_t row, void* scratch);
 };
 

@@ -18,7 +18,6 @@ void Prepare(const AttentionProblem& problem, void* memory) {
   *scratch.mean_of = -1;
   for (int64_t i = 0; i < problem.ring_tiles; ++i) scratch.ring_of[i] = -1;
   for (int64_t i = 0; i < problem.element_slots; ++i) scratch.elements_of[i] = -1;
-  FillTailWords(problem, scratch.words_tail);
 }
 
 void Pack(const AttentionProblem& problem, int64_t first, int64_t last, void* memory) {
@@ -26,16 +25,18 @@ void Pack(const AttentionProblem& problem, int64_t first, int64_t last, void* me
   const Scratch scratch(problem, memory);
   // Heads are innermost, since exporters leave them side by side: a page of keys is met once, not once per head.
   for (int64_t i = first; i < last; ++i) {
-    const int64_t g = i % args.G, panel = i / args.G % problem.panels, b = i / args.G / problem.panels;
-    const int64_t at = (b * args.G + g) * problem.panels + panel;
+    const int64_t g = i % args.G, b = i / args.G / problem.panels;
+    const int64_t packed = i / args.G % problem.panels, keys_of_b = KeyCount(args, b);
+    const int64_t panel = problem.sequences[b].first * (problem.n / kPanel) + packed;
+    if (panel * kPanel >= Min(keys_of_b, problem.sequences[b].last * problem.n)) continue;
+    const int64_t at = (b * args.G + g) * problem.panels + packed;
     const char* keys =
         static_cast<const char*>(args.key) + SizeOf(args.dtype) * (b * args.key_stride.b + g * args.key_stride.h);
-    const int64_t end = KeyEnd(args, b);
-    PackKeys(keys, panel, end, args, scratch, problem.packed_keys + at * args.D * kPanel);
+    PackKeys(keys, panel, keys_of_b, args, scratch, problem.packed_keys + at * args.D * kPanel);
     if (!problem.pack_values) continue;
     const char* values =
         static_cast<const char*>(args.value) + SizeOf(args.dtype) * (b * args.value_stride.b + g * args.value_stride.h);
-    CopyValues(values, panel * kPanel, kPanel, end, args, scratch.ldo,
+    CopyValues(values, panel * kPanel, Min(kPanel, keys_of_b - panel * kPanel), args, scratch.ldo,
                problem.packed_values + at * kPanel * scratch.ldo);
   }
 }
@@ -45,41 +46,60 @@ void AttendTileRow(const AttentionProblem& problem, int64_t item, int64_t next, 
   const int64_t heads = args.H * problem.tile_rows, rows = problem.tile_rows;
   Worker<false> worker(problem, memory);
   const int64_t row0 = item % rows * problem.m;
-  worker.Begin(item / heads, item / rows % args.H, row0, Min(problem.m, args.S - row0));
+  worker.Begin(item / heads, item / rows % args.H, 1, row0, Min(problem.m, args.S - row0));
   if (next >= 0) worker.QueuePrefetch(next / heads, next / rows % args.H, next % rows * problem.m);
   worker.AttendTiles(0, problem.key_tiles, false);
   worker.Finish();
 }
 
 float* PartialOf(const AttentionProblem& problem, int64_t row, int64_t split) {
-  return problem.partial + (row * problem.splits + split) * problem.partial_stride;
+  return problem.partial + (row * problem.most_splits + split) * problem.partial_stride;
 }
 
-void AttendSplit(const AttentionProblem& problem, int64_t item, void* memory) {
+template <bool kInPlace>
+void AttendSplitOf(const AttentionProblem& problem, int64_t b, int64_t item, void* memory) {
   const AttentionArgs& args = *problem.args;
-  const int64_t split = item % problem.splits;
-  const int64_t g = item / problem.splits % args.G, b = item / problem.splits / args.G;
-  const int64_t heads = args.H / args.G, first = split * problem.split_tiles;
-  Worker<true> worker(problem, memory);
-  for (int64_t h = g * heads; h < (g + 1) * heads; ++h) {
-    worker.Begin(b, h, 0, args.S);
-    worker.AttendTiles(first, Min(first + problem.split_tiles, problem.key_tiles), false);
-    if (problem.splits == 1) {
+  const SequenceTiles& sequence = problem.sequences[b];
+  const int64_t split = item % sequence.splits, heads = problem.packed_heads;
+  const int64_t g = item / sequence.splits, group = args.H / args.G;
+  Worker<kInPlace> worker(problem, memory);
+  for (int64_t h = g * group; h < (g + 1) * group; h += heads) {
+    worker.Begin(b, h, heads, 0, args.S);
+    worker.AttendTiles(sequence.split_begin[split], sequence.split_begin[split + 1], false);
+    if (sequence.splits == 1) {
       worker.Finish();
       continue;
     }
-    for (int64_t r = 0; r < args.S; ++r) {
+    for (int64_t r = 0; r < heads * args.S; ++r) {
       worker.StorePartial(static_cast<int>(r), PartialOf(problem, (b * args.H + h) * args.S + r, split));
     }
   }
 }
 
-void CombineSplits(const AttentionProblem& problem, int64_t row, void* memory) {
+void AttendSplit(const AttentionProblem& problem, int64_t item, void* memory) {
+  int64_t b = 0, end = problem.args->B;  // the last sequence whose items begin at or before this one
+  while (end - b > 1) {
+    const int64_t middle = (b + end) / 2;
+    (problem.sequences[middle].first_item <= item ? b : end) = middle;
+  }
+  item -= problem.sequences[b].first_item;
+  problem.in_place ? AttendSplitOf<true>(problem, b, item, memory) : AttendSplitOf<false>(problem, b, item, memory);
+}
+
+template <bool kInPlace>
+void CombineSplitsOf(const AttentionProblem& problem, int64_t row, int64_t splits, void* memory) {
   const AttentionArgs& args = *problem.args;
-  Worker<true> worker(problem, memory);
-  worker.Begin(row / args.S / args.H, row / args.S % args.H, row % args.S, 1);
-  worker.CombinePartials(PartialOf(problem, row, 0), problem.splits, problem.partial_stride);
+  Worker<kInPlace> worker(problem, memory);
+  worker.Begin(row / args.S / args.H, row / args.S % args.H, 1, row % args.S, 1);
+  worker.CombinePartials(PartialOf(problem, row, 0), splits, problem.partial_stride);
   worker.Finish();
+}
+
+void CombineSplits(const AttentionProblem& problem, int64_t row, void* memory) {
+  const int64_t splits = problem.sequences[row / problem.args->S / problem.args->H].splits;
+  if (splits == 1) return;
+  problem.in_place ? CombineSplitsOf<true>(problem, row, splits, memory)
+                   : CombineSplitsOf<false>(problem, row, splits, memory);
 }
 
 }  // namespace STOF_ISA::attention

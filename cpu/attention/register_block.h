@@ -107,12 +107,45 @@ __attribute__((noinline)) void Scores(const float* q, int64_t ldq, int64_t size,
   }
 }
 
+// QK^T of keys in place: s[kRows, kKeys] = q[kRows, size] · keys[kKeys, size] + start[kRows]; size is whole vectors.
+template <int kRows, int kKeys>
+inline void DotRows(const float* q, int64_t ldq, int64_t size, const float* keys, int64_t ldk, const float* start,
+                    float* s, int64_t lds) {
+  V sum[kRows][kKeys];
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+    for (int j = 0; j < kKeys; ++j) sum[r][j] = Simd::Set1(0.0f);
+  }
+  for (int64_t d = 0; d < size; d += kWidth) {
+    V key[kKeys];
+#pragma GCC unroll 8
+    for (int j = 0; j < kKeys; ++j) key[j] = Simd::Load(keys + j * ldk + d);
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+      const V x = Simd::Load(q + r * ldq + d);
+#pragma GCC unroll 8
+      for (int j = 0; j < kKeys; ++j) sum[r][j] = Simd::Fma(x, key[j], sum[r][j]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+    for (int j = 0; j < kKeys; ++j) s[r * lds + j] = start[r] + Simd::ReduceAdd(sum[r][j]);
+  }
+}
+
+inline void Prefetch(const char* at, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
+}
+
 // PV: o[kRows, kBlock vectors] += p[kRows, keys of the runs] · v. The tile's matmul is summed by itself first: in one
 // chain of additions through all keys the terms of a long row would lose their low bits, each time in the same
-// direction.
-template <int kRows, int kBlock>
+// direction. kAhead: brings as much to the L2 cache from where `ahead` has rows of ahead_stride bytes.
+template <int kRows, int kBlock, bool kAhead = false>
 __attribute__((noinline)) void AddValues(const float* p, int64_t ldp, const Run* runs, int count, const float* v,
-                                         int64_t ldv, float* o, int64_t ldo) {
+                                         int64_t ldv, float* o, int64_t ldo, const char* ahead = nullptr,
+                                         int64_t ahead_stride = 0) {
   V sum[kRows][kBlock];
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
@@ -127,6 +160,7 @@ __attribute__((noinline)) void AddValues(const float* p, int64_t ldp, const Run*
       V x[kBlock];
 #pragma GCC unroll 8
       for (int j = 0; j < kBlock; ++j) x[j] = Simd::Load(value + j * kWidth);
+      if constexpr (kAhead) Prefetch(ahead + k * ahead_stride, kBlock * kWidth * 4);
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
         const V w = Simd::Set1(p[r * ldp + k]);

@@ -13,8 +13,8 @@ namespace STOF_ISA::attention {
 
 constexpr float kNoStart[kStrip] = {};
 
-template <bool kDirect>
-inline bool Worker<kDirect>::FindMask(int64_t tile, const uint32_t* bits, bool unmasked) {
+template <bool kInPlace>
+inline bool Worker<kInPlace>::FindMask(int64_t tile, const uint32_t* bits, bool unmasked) {
   const int64_t count = problem_.n / 32;
   const uint32_t* sources[3];
   int64_t strides[3];
@@ -23,7 +23,7 @@ inline bool Worker<kDirect>::FindMask(int64_t tile, const uint32_t* bits, bool u
     sources[used] = bits;
     strides[used++] = count;
   }
-  const bool beyond = (tile + 1) * problem_.n > args_.T;
+  const int64_t keys = key_count_ - tile * problem_.n;
   if (problem_.pad_bits != nullptr && !unmasked) {
     const uint32_t* pad = problem_.pad_bits + (b_ * problem_.key_tiles + tile) * count;
     uint32_t any = 0, all = ~0u;
@@ -36,7 +36,8 @@ inline bool Worker<kDirect>::FindMask(int64_t tile, const uint32_t* bits, bool u
       sources[used] = pad;
       strides[used++] = 0;
     }
-  } else if (beyond && bits == nullptr) {
+  } else if (keys < problem_.n && bits == nullptr) {
+    FillTailWords(keys, count, scratch_.words_tail);
     sources[used] = scratch_.words_tail;
     strides[used++] = 0;
   }
@@ -52,7 +53,7 @@ inline bool Worker<kDirect>::FindMask(int64_t tile, const uint32_t* bits, bool u
   words_ = used == 0 ? nullptr : sources[0];
   word_stride_ = used == 0 ? 0 : strides[0];
   if (used < 2) return true;
-  for (int64_t r = 0; r < rows_; ++r) {
+  for (int64_t r = 0; r < queries_; ++r) {
     for (int64_t w = 0; w < count; ++w) {
       uint32_t word = sources[0][r * strides[0] + w] & sources[1][r * strides[1] + w];
       if (used == 3) word &= sources[2][r * strides[2] + w];
@@ -64,8 +65,8 @@ inline bool Worker<kDirect>::FindMask(int64_t tile, const uint32_t* bits, bool u
   return true;
 }
 
-template <bool kDirect>
-bool Worker<kDirect>::FindElements(int64_t tile, const uint32_t** bits) const {
+template <bool kInPlace>
+bool Worker<kInPlace>::FindElements(int64_t tile, const uint32_t** bits) const {
   const DynamicMask& elements = *args_.elements;
   const int64_t head = (elements.by_batch ? b_ : 0) * args_.H + (elements.by_head ? h_ : 0);
   const int64_t wanted = (head * problem_.tile_rows + row0_ / problem_.m) * problem_.key_tiles + tile;
@@ -81,8 +82,8 @@ bool Worker<kDirect>::FindElements(int64_t tile, const uint32_t** bits) const {
   return scratch_.elements_kind[slot] != 0;
 }
 
-template <bool kDirect>
-void Worker<kDirect>::FindPanels(int keys, Strip* strip) const {
+template <bool kInPlace>
+void Worker<kInPlace>::FindPanels(int keys, Strip* strip) const {
   const int panels = (keys + kPanel - 1) / kPanel;
   strip->partial = 0;
   if (words_ == nullptr) {
@@ -97,7 +98,7 @@ void Worker<kDirect>::FindPanels(int keys, Strip* strip) const {
   for (int w = 0; w < problem_.n / 32; ++w) {
     uint32_t any = 0, all = ~0u;
     for (int r = strip->row; r < last; ++r) {
-      const uint32_t word = words_[r * word_stride_ + w];
+      const uint32_t word = words_[QueryOf(r) * word_stride_ + w];
       any |= word;
       all &= word;
     }
@@ -119,41 +120,45 @@ void Worker<kDirect>::FindPanels(int keys, Strip* strip) const {
 }
 
 // The packed keys of a tile; with a ring, its values are packed with them.
-template <bool kDirect>
-inline const float* Worker<kDirect>::PackedTile(int64_t tile) const {
+template <bool kInPlace>
+inline const float* Worker<kInPlace>::PackedTile(int64_t tile) const {
   const int64_t panels = problem_.n / kPanel, size = args_.D * kPanel;
-  if (problem_.ring_tiles == 0) return problem_.packed_keys + (group_ * problem_.panels + tile * panels) * size;
+  if (problem_.ring_tiles == 0) {
+    return problem_.packed_keys + (group_ * problem_.panels + (tile - problem_.sequences[b_].first) * panels) * size;
+  }
   const int64_t slot = tile % problem_.ring_tiles, wanted = group_ * problem_.key_tiles + tile;
   float* const keys = scratch_.ring + slot * panels * size;
   if (scratch_.ring_of[slot] == wanted) return keys;
   scratch_.ring_of[slot] = wanted;
-  const int64_t first = tile * panels, end = Min(first + panels, problem_.panels);
-  for (int64_t p = first; p < end; ++p) PackKeys(keys_, p, key_end_, args_, scratch_, keys + (p - first) * size);
+  const int64_t key0 = tile * problem_.n, count = Min(problem_.n, key_count_ - key0);
+  for (int64_t p = 0; p * kPanel < count; ++p) {
+    PackKeys(keys_, tile * panels + p, key_count_, args_, scratch_, keys + p * size);
+  }
   if (problem_.pack_values) {
-    CopyValues(values_, tile * problem_.n, problem_.n, key_end_, args_, scratch_.ldo,
-               scratch_.ring_values + slot * problem_.n * scratch_.ldo);
+    CopyValues(values_, key0, count, args_, scratch_.ldo, scratch_.ring_values + slot * problem_.n * scratch_.ldo);
   }
   return keys;
 }
 
-template <bool kDirect>
-inline const float* Worker<kDirect>::PackedValues(int64_t tile) const {
+template <bool kInPlace>
+inline const float* Worker<kInPlace>::PackedValues(int64_t tile) const {
   const int64_t size = problem_.n * scratch_.ldo;
   if (problem_.ring_tiles > 0) return scratch_.ring_values + tile % problem_.ring_tiles * size;
-  return problem_.packed_values + group_ * problem_.panels * kPanel * scratch_.ldo + tile * size;
+  const int64_t first = problem_.sequences[b_].first;
+  return problem_.packed_values + group_ * problem_.panels * kPanel * scratch_.ldo + (tile - first) * size;
 }
 
-template <bool kDirect>
+template <bool kInPlace>
 template <int kBlock>
-inline void Worker<kDirect>::StripScores(int rows, const float* q, int64_t ldq, int64_t size, const float* keys,
-                                         int64_t stride, const float* start, float* s, int64_t lds) {
+inline void Worker<kInPlace>::StripScores(int rows, const float* q, int64_t ldq, int64_t size, const float* keys,
+                                          int64_t stride, const float* start, float* s, int64_t lds) {
   if (rows > 4) return Scores<kStrip, kBlock>(q, ldq, size, keys, stride, start, s, lds);
   if (rows > 2) return Scores<4, kBlock>(q, ldq, size, keys, stride, start, s, lds);
   Scores<2, kBlock>(q, ldq, size, keys, stride, start, s, lds);
 }
 
-template <bool kDirect>
-inline void Worker<kDirect>::PackedScores(const Strip* strips, int begin, int end, const float* keys) const {
+template <bool kInPlace>
+inline void Worker<kInPlace>::PackedScores(const Strip* strips, int begin, int end, const float* keys) const {
   const int64_t stride = args_.D * kPanel;
   const int64_t ldq = scratch_.ldq, lds = problem_.n, size = args_.D;
   constexpr int kBlockKeys = kVectors * kWidth;
@@ -195,38 +200,44 @@ inline void Worker<kDirect>::PackedScores(const Strip* strips, int begin, int en
   }
 }
 
-template <bool kDirect>
-inline void Worker<kDirect>::DirectScores(const Strip& strip, const float* keys, int64_t ldk) const {
+template <bool kInPlace>
+inline void Worker<kInPlace>::InPlaceScores(const Strip& strip, const float* keys, int64_t ldk,
+                                            const char* ahead) const {
   const float* q = scratch_.q + strip.row * scratch_.ldq;
-  const float start = args_.softcap > 0.0f ? 0.0f : scratch_.start[strip.row];
+  const float* start = args_.softcap > 0.0f ? kNoStart : scratch_.start + strip.row;
+  const int64_t lds = problem_.n, stride = item_size_ * args_.value_stride.s, bytes = item_size_ * args_.Dv;
   const int64_t size = RoundUp(args_.D, kWidth);
+  const int rows = rows_ - strip.row;
+  const auto block = [&](int k, auto count) {
+    constexpr int kKeys = decltype(count)::value;
+    if (ahead != nullptr) {
+      for (int j = 0; j < kKeys; ++j) Prefetch(ahead + (k + j) * stride, bytes);
+    }
+    const float* key = keys + k * ldk;
+    if (rows > 2) return DotRows<4, kKeys>(q, scratch_.ldq, size, key, ldk, start, scratch_.s + k, lds);
+    if (rows > 1) return DotRows<2, kKeys>(q, scratch_.ldq, size, key, ldk, start, scratch_.s + k, lds);
+    DotRows<1, kKeys>(q, scratch_.ldq, size, key, ldk, start, scratch_.s + k, lds);
+  };
   for (int i = 0; i < strip.run_count; ++i) {
     int k = strip.runs[i].first;
-    for (; k + 8 <= strip.runs[i].last; k += 8) {
-      V sum[8];
-#pragma GCC unroll 8
-      for (int j = 0; j < 8; ++j) sum[j] = Simd::Set1(0.0f);
-      for (int64_t d = 0; d < size; d += kWidth) {
-        const V x = Simd::Load(q + d);
-#pragma GCC unroll 8
-        for (int j = 0; j < 8; ++j) sum[j] = Simd::Fma(x, Simd::Load(keys + (k + j) * ldk + d), sum[j]);
-      }
-#pragma GCC unroll 8
-      for (int j = 0; j < 8; ++j) scratch_.s[k + j] = start + Simd::ReduceAdd(sum[j]);
+    const int last = strip.runs[i].last;
+    if (rows > 2) {
+      for (; k + 2 <= last; k += 2) block(k, Keys<2>());
+    } else if (rows > 1) {
+      for (; k + 4 <= last; k += 4) block(k, Keys<4>());
+    } else {
+      for (; k + 8 <= last; k += 8) block(k, Keys<8>());
     }
-    for (; k < strip.runs[i].last; ++k) {
-      V sum = Simd::Set1(0.0f);
-      for (int64_t d = 0; d < size; d += kWidth)
-        sum = Simd::Fma(Simd::Load(q + d), Simd::Load(keys + k * ldk + d), sum);
-      scratch_.s[k] = start + Simd::ReduceAdd(sum);
+    for (; k < last; ++k) block(k, Keys<1>());
+    for (; k % kPanel != 0; ++k) {
+      for (int r = 0; r < (rows > 2 ? 4 : rows); ++r) scratch_.s[r * lds + k] = -kInf;
     }
-    for (; k % kPanel != 0; ++k) scratch_.s[k] = -kInf;
   }
 }
 
 // Softcap, bias and mask.
-template <bool kDirect>
-void Worker<kDirect>::Adjust(const Strip& strip, float* s, int64_t key0, int keys) const {
+template <bool kInPlace>
+void Worker<kInPlace>::Adjust(const Strip& strip, float* s, int64_t key0, int keys) const {
   const V forbidden = Simd::Set1(-kInf);
   const int rows = static_cast<int>(Min(kRows, rows_ - strip.row));
   if (args_.softcap > 0.0f) {
@@ -240,7 +251,7 @@ void Worker<kDirect>::Adjust(const Strip& strip, float* s, int64_t key0, int key
   }
   if (args_.bias != nullptr || args_.relative_bias != nullptr) {
     for (int r = 0; r < rows; ++r) {
-      LoadBias(row0_ + strip.row + r, key0, keys);
+      LoadBias(strip.row + r, key0, keys);
       ForEachVector(strip, s + r * problem_.n, [&](float* at, int column) {
         const V x = Simd::Load(at), bias = Simd::Load(scratch_.bias + column);
         Simd::Store(at, Simd::WhereEqual(bias, forbidden, forbidden, Simd::Add(x, bias)));
@@ -250,7 +261,7 @@ void Worker<kDirect>::Adjust(const Strip& strip, float* s, int64_t key0, int key
   for (uint32_t left = strip.partial; left != 0; left &= left - 1u) {
     const int column = __builtin_ctz(left) * kPanel;
     for (int r = 0; r < rows; ++r) {
-      const uint32_t word = words_[(strip.row + r) * word_stride_ + column / 32] >> (column % 32);
+      const uint32_t word = words_[QueryOf(strip.row + r) * word_stride_ + column / 32] >> (column % 32);
       float* at = s + r * problem_.n + column;
       for (int c = 0; c < kPanel; c += kWidth)
         Simd::Store(at + c, Simd::Where(word >> c, Simd::Load(at + c), forbidden));
@@ -258,29 +269,30 @@ void Worker<kDirect>::Adjust(const Strip& strip, float* s, int64_t key0, int key
   }
 }
 
-template <bool kDirect>
+template <bool kInPlace>
 template <typename F>
-inline void Worker<kDirect>::ForEachVector(const Strip& strip, float* s, F f) const {
+inline void Worker<kInPlace>::ForEachVector(const Strip& strip, float* s, F f) const {
   for (int i = 0; i < strip.run_count; ++i) {
     for (int c = strip.runs[i].first; c < strip.runs[i].last; c += kWidth) f(s + c, c);
   }
 }
 
-// The sum of a row's biases.
-template <bool kDirect>
-inline void Worker<kDirect>::LoadBias(int64_t row, int64_t key0, int keys) const {
+// The sum of the biases of row r.
+template <bool kInPlace>
+inline void Worker<kInPlace>::LoadBias(int r, int64_t key0, int keys) const {
+  const int64_t h = HeadOf(r), row = row0_ + QueryOf(r);
   if (args_.bias != nullptr) {
-    LoadPairs(row, key0, keys);
+    LoadPairs(h, row, key0, keys);
   } else {
     for (int k = 0; k < keys; ++k) scratch_.bias[k] = 0.0f;
   }
-  if (args_.relative_bias != nullptr) AddRelative(row, key0, keys);
+  if (args_.relative_bias != nullptr) AddRelative(h, row, key0, keys);
   for (int k = keys; k % kPanel != 0; ++k) scratch_.bias[k] = 0.0f;
 }
 
-template <bool kDirect>
-inline void Worker<kDirect>::AddRelative(int64_t row, int64_t key0, int keys) const {
-  const float* table = args_.relative_bias + h_ * args_.relative_bias_stride_h;
+template <bool kInPlace>
+inline void Worker<kInPlace>::AddRelative(int64_t h, int64_t row, int64_t key0, int keys) const {
+  const float* table = args_.relative_bias + h * args_.relative_bias_stride_h;
   const int64_t size = args_.relative_bias_size;
   const int64_t first = key0 - (args_.query_position + row) + size / 2;  // entry of key 0, before it is clamped
   const int low = static_cast<int>(Clamp(-first, 0, keys)), high = static_cast<int>(Clamp(size - first, low, keys));
@@ -290,10 +302,10 @@ inline void Worker<kDirect>::AddRelative(int64_t row, int64_t key0, int keys) co
   for (int k = high; k < keys; ++k) to[k] += table[size - 1];
 }
 
-template <bool kDirect>
-inline void Worker<kDirect>::LoadPairs(int64_t row, int64_t key0, int keys) const {
+template <bool kInPlace>
+inline void Worker<kInPlace>::LoadPairs(int64_t h, int64_t row, int64_t key0, int keys) const {
   const int64_t at =
-      b_ * args_.bias_stride_b + h_ * args_.bias_stride_h + row * args_.bias_stride_q + key0 * args_.bias_stride_k;
+      b_ * args_.bias_stride_b + h * args_.bias_stride_h + row * args_.bias_stride_q + key0 * args_.bias_stride_k;
   float* to = scratch_.bias;
   if (args_.bias_stride_k == 1) {
     ToFloats(static_cast<const char*>(args_.bias) + at * SizeOf(args_.bias_dtype), args_.bias_dtype, keys, to);

@@ -19,11 +19,14 @@ constexpr float kInf = __builtin_inff();
 // keys (4 KiB) fit the 32 KiB L1, so that keys and values come from L2 once per 24 rows instead of once per 6.
 constexpr int kStripsPerPass = 4;
 
+// Query rows that share a pass over the keys of a tile where these are read in place.
+constexpr int kInPlaceStrip = 4;
+
 // The memory of one worker.
 struct Scratch {
   Scratch(const AttentionProblem& problem, void* base) : bytes_(reinterpret_cast<char*>(base)) {
     const AttentionArgs& args = *problem.args;
-    const int64_t rows = problem.direct ? problem.m : RoundUp(problem.m, kStrip);
+    const int64_t rows = RoundUp(problem.m * problem.packed_heads, problem.in_place ? kInPlaceStrip : kStrip);
     const int64_t words = problem.n / 32;
     ldq = RoundUp(args.D, kPanel);
     ldo = RoundUp(args.Dv, kPanel);
@@ -33,7 +36,7 @@ struct Scratch {
     ring_values = Take<float>(problem.pack_values ? problem.ring_tiles * problem.n * ldo : 0);
     q = Take<float>(rows * ldq);
     o = Take<float>(rows * ldo);
-    s = Take<float>((problem.direct ? 1 : kStripsPerPass * kStrip) * static_cast<int64_t>(problem.n));
+    s = Take<float>((problem.in_place ? kInPlaceStrip : kStripsPerPass * kStrip) * static_cast<int64_t>(problem.n));
     max = Take<float>(rows);
     start = Take<float>(rows);
     sum = Take<float>(rows * kWidth);
@@ -47,8 +50,10 @@ struct Scratch {
     elements_of = Take<int64_t>(problem.element_slots);
     elements_kind = Take<uint8_t>(problem.element_slots);
     elements = Take<uint32_t>(problem.element_slots * problem.m * words);
-    copy_values = problem.direct && (args.dtype != DType::kF32 || args.Dv % kWidth != 0);
-    copy_keys = problem.direct && (args.dtype != DType::kF32 || args.D % kWidth != 0);
+    has_runs = args.elements != nullptr && args.elements->runs != nullptr;
+    runs = Take<KeyTileRun>(has_runs ? problem.key_tiles : 0);
+    copy_values = problem.in_place && (args.dtype != DType::kF32 || args.Dv % kWidth != 0);
+    copy_keys = problem.in_place && (args.dtype != DType::kF32 || args.D % kWidth != 0);
     values = Take<float>(copy_values ? problem.n * ldo : 0);
     keys = Take<float>(copy_keys ? problem.n * ldq : args.dtype != DType::kF32 ? kPanel * ldq : 0);
     size = static_cast<size_t>(bytes_ - reinterpret_cast<char*>(base));
@@ -64,7 +69,8 @@ struct Scratch {
   int64_t* elements_of;
   uint8_t* elements_kind;
   uint32_t* elements;
-  bool copy_values, copy_keys;
+  KeyTileRun* runs;  // of the rows that are attended
+  bool copy_values, copy_keys, has_runs;
   size_t size;
 
  private:
@@ -77,18 +83,16 @@ struct Scratch {
   char* bytes_;
 };
 
-// The keys of a sequence that may be read.
-inline int64_t KeyEnd(const AttentionArgs& args, int64_t b) {
-  return args.key_ends == nullptr ? args.T : Min(args.T, args.key_ends[b]);
+// Bits of the first `count` keys of a tile.
+inline void FillTailWords(int64_t count, int64_t words, uint32_t* bits) {
+  for (int64_t w = 0; w < words; ++w) {
+    const int64_t keys = count - 32 * w;
+    bits[w] = keys >= 32 ? ~0u : keys <= 0 ? 0u : (1u << keys) - 1u;
+  }
 }
 
-// The keys that exist in the last key tile.
-inline void FillTailWords(const AttentionProblem& problem, uint32_t* words) {
-  const int64_t tail = problem.args->T - (problem.key_tiles - 1) * problem.n;
-  for (int64_t w = 0; w < problem.n / 32; ++w) {
-    const int64_t keys = tail - 32 * w;
-    words[w] = keys >= 32 ? ~0u : keys <= 0 ? 0u : (1u << keys) - 1u;
-  }
+inline int64_t KeyCount(const AttentionArgs& args, int64_t b) {
+  return args.key_counts == nullptr ? args.T : args.key_counts[b];
 }
 
 inline void CopyRows(const char* from, DType dtype, int64_t stride, int64_t rows, int64_t size, int64_t ld, float* to) {
@@ -98,10 +102,10 @@ inline void CopyRows(const char* from, DType dtype, int64_t stride, int64_t rows
   }
 }
 
-// One panel of a head, zeros from key `end` on.
-inline void PackKeys(const char* head, int64_t panel, int64_t end, const AttentionArgs& args, const Scratch& scratch,
+// One panel of a head that has `keys` keys.
+inline void PackKeys(const char* head, int64_t panel, int64_t keys, const AttentionArgs& args, const Scratch& scratch,
                      float* to) {
-  const int64_t key0 = panel * kPanel, count = end > key0 ? Min(kPanel, end - key0) : 0;
+  const int64_t key0 = panel * kPanel, count = Min(kPanel, keys - key0);
   const char* from = head + SizeOf(args.dtype) * key0 * args.key_stride.s;
   if (args.dtype == DType::kF32) {
     PackPanel(reinterpret_cast<const float*>(from), args.key_stride.s, count, args.D, to);
@@ -111,11 +115,11 @@ inline void PackKeys(const char* head, int64_t panel, int64_t end, const Attenti
   }
 }
 
-// Values of up to `rows` keys from key0 to `end`, as floats with rows of ldo.
-inline void CopyValues(const char* head, int64_t key0, int64_t rows, int64_t end, const AttentionArgs& args,
-                       int64_t ldo, float* to) {
-  CopyRows(head + SizeOf(args.dtype) * key0 * args.value_stride.s, args.dtype, args.value_stride.s,
-           Min(rows, end - key0), args.Dv, ldo, to);
+// Values of `rows` keys from key0 on, as floats with rows of ldo.
+inline void CopyValues(const char* head, int64_t key0, int64_t rows, const AttentionArgs& args, int64_t ldo,
+                       float* to) {
+  CopyRows(head + SizeOf(args.dtype) * key0 * args.value_stride.s, args.dtype, args.value_stride.s, rows, args.Dv, ldo,
+           to);
 }
 
 }  // namespace STOF_ISA::attention

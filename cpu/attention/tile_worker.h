@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One worker of the attention kernel: a tile of query rows of one head against the key tiles that its mask keeps.
+// One worker of the attention kernel: query rows of one head, or few of several heads of a group, against the key tiles
+// that their mask keeps.
 // scores.h and weights.h have its members for one tile.
 #ifndef STOF_CPU_ATTENTION_TILE_WORKER_H_
 #define STOF_CPU_ATTENTION_TILE_WORKER_H_
@@ -16,26 +17,29 @@ namespace stof {
 namespace cpu {
 namespace STOF_ISA::attention {
 
-template <bool kDirect>
+template <bool kInPlace>
 class Worker {
-  static constexpr int kRows = kDirect ? 1 : kStrip;  // of a strip
-  static constexpr int kStrips = kDirect ? 1 : kStripsPerPass;
+  static constexpr int kRows = kInPlace ? kInPlaceStrip : kStrip;  // of a strip
+  static constexpr int kStrips = kInPlace ? 1 : kStripsPerPass;
 
  public:
   Worker(const AttentionProblem& problem, void* scratch)
       : problem_(problem), args_(*problem.args), scratch_(problem, scratch), item_size_(SizeOf(args_.dtype)) {}
 
-  void Begin(int64_t b, int64_t h, int64_t row0, int64_t rows) {
+  // Queries [row0, row0 + rows) of heads [h, h + heads) of one group. Row r is query row0 + r % rows of head
+  // h + r / rows.
+  void Begin(int64_t b, int64_t h, int64_t heads, int64_t row0, int64_t rows) {
     b_ = b;
     h_ = h;
     g_ = h / (args_.H / args_.G);
     row0_ = row0;
-    rows_ = static_cast<int>(rows);
+    queries_ = static_cast<int>(rows);
+    rows_ = static_cast<int>(heads * rows);
+    key_count_ = KeyCount(args_, b);
     keys_ = static_cast<const char*>(args_.key) + item_size_ * (b * args_.key_stride.b + g_ * args_.key_stride.h);
     values_ =
         static_cast<const char*>(args_.value) + item_size_ * (b * args_.value_stride.b + g_ * args_.value_stride.h);
     group_ = b * args_.G + g_;
-    key_end_ = KeyEnd(args_, b);
     prefetch_.Clear();
     LoadQueries();
     Clear();
@@ -60,7 +64,7 @@ class Worker {
         int64_t from = 0, to = 0;
         TileRange(there, &from, &to);
         for (int64_t tile = from > last ? from : last; tile < to && tile < last + 2; ++tile) {
-          const int64_t key0 = tile * problem_.n, keys = Min(problem_.n, key_end_ - key0);
+          const int64_t key0 = tile * problem_.n, keys = Min(problem_.n, key_count_ - key0);
           prefetch_.Add(row(args_.key, args_.key_stride, b, g, key0), item_size_ * args_.key_stride.s, keys,
                         item_size_ * args_.D);
           prefetch_.Add(row(args_.value, args_.value_stride, b, g, key0), item_size_ * args_.value_stride.s, keys,
@@ -75,9 +79,12 @@ class Worker {
   // Key tiles [first, last) that the mask keeps. unmasked: all of them, every key.
   void AttendTiles(int64_t first, int64_t last, bool unmasked) {
     const BlockMask* mask = args_.mask;
+    last = Min(last, (key_count_ + problem_.n - 1) / problem_.n);
+    if (mask == nullptr && !unmasked && scratch_.has_runs) return AttendRuns(first, last);
     if (mask == nullptr || unmasked) {
       for (int64_t tile = first; tile < last; ++tile) {
         const uint32_t* bits = nullptr;
+        next_ = tile + 1 < last ? tile + 1 : -1;
         if (args_.elements == nullptr || unmasked || FindElements(tile, &bits)) Tile(tile, bits, unmasked);
       }
       return;
@@ -88,6 +95,7 @@ class Worker {
     const int64_t full = mask->full_begin[row], end = mask->row_ptr[row + 1];
     for (int64_t i = LowerBound(tiles, mask->row_ptr[row], full, first); i < full && tiles[i] < last; ++i) {
       const uint32_t* bits = nullptr;
+      next_ = i + 1 < full && tiles[i + 1] < last ? int64_t{tiles[i + 1]} : -1;
       if (mask->bits_id[i] >= 0) {
         bits = mask->bits.data() + mask->bits_id[i] * words;
       } else if (!FindElements(tiles[i], &bits)) {
@@ -95,8 +103,10 @@ class Worker {
       }
       Tile(tiles[i], bits, false);
     }
-    for (int64_t i = LowerBound(tiles, full, end, first); i < end && tiles[i] < last; ++i)
+    for (int64_t i = LowerBound(tiles, full, end, first); i < end && tiles[i] < last; ++i) {
+      next_ = i + 1 < end && tiles[i + 1] < last ? int64_t{tiles[i + 1]} : -1;
       Tile(tiles[i], nullptr, false);
+    }
   }
 
   // Writes the rows; fully masked ones by the policy of empty_rows.
@@ -124,13 +134,13 @@ class Worker {
     }
   }
 
-  // Direct: one row's maximum, sum and output, not divided.
+  // Few queries: one row's maximum, sum and output, not divided.
   void StorePartial(int r, float* to) {
     to[0] = scratch_.max[r];
     to[1] = Simd::ReduceAdd(Simd::Load(scratch_.sum + r * kWidth));
     for (int64_t d = 0; d < args_.Dv; ++d) to[2 + d] = scratch_.o[r * scratch_.ldo + d];
   }
-  // Direct: combines partial results into the state of row 0, in their order.
+  // Few queries: combines partial results into the state of row 0, in their order.
   void CombinePartials(const float* partials, int64_t count, int64_t stride) {
     float max = -kInf;
     for (int64_t i = 0; i < count; ++i) max = partials[i * stride] > max ? partials[i * stride] : max;
@@ -145,6 +155,24 @@ class Worker {
   }
 
  private:
+  int64_t HeadOf(int r) const { return r < queries_ ? h_ : h_ + r / queries_; }
+  int QueryOf(int r) const { return r < queries_ ? r : r % queries_; }  // counted from row0_
+
+  void AttendRuns(int64_t first, int64_t last) {
+    if (first >= last) return;
+    const DynamicMask& elements = *args_.elements;
+    const int64_t count =
+        elements.runs(elements.self, b_, h_, row0_, problem_.m, problem_.n, first, last, scratch_.runs);
+    for (int64_t i = 0; i < count; ++i) {
+      const KeyTileRun run = scratch_.runs[i];
+      for (int64_t tile = run.first; tile < run.last; ++tile) {
+        const uint32_t* bits = nullptr;
+        next_ = tile + 1 < run.last ? tile + 1 : i + 1 < count ? int64_t{scratch_.runs[i + 1].first} : -1;
+        if (run.is_full || FindElements(tile, &bits)) Tile(tile, bits, false);
+      }
+    }
+  }
+
   int64_t MaskRow(int64_t b, int64_t h, int64_t row0) const {
     return static_cast<int64_t>(args_.mask->TableOf(b, h)) * args_.mask->rows + row0 / problem_.m;
   }
@@ -179,25 +207,24 @@ class Worker {
   // The sink's part of a row sum. Clamped at e^88, where all other weights vanish beside it.
   float SinkWeight(int r) const {
     if (args_.sink == nullptr) return 0.0f;
-    const float x = ToFloat(args_.sink, args_.sink_dtype, h_) - scratch_.max[r];
+    const float x = ToFloat(args_.sink, args_.sink_dtype, HeadOf(r)) - scratch_.max[r];
     return ExpScalar(x > kMostExponent ? kMostExponent : x);
   }
 
   // Stores the log-sum-exp of a row, the sink included; -inf without keys and sink.
   __attribute__((noinline)) void StoreLogSum(int r, float sum) const {
     const float max = sum == 0.0f ? -kInf : scratch_.max[r];
-    const float sink = args_.sink == nullptr ? -kInf : ToFloat(args_.sink, args_.sink_dtype, h_);
+    const float sink = args_.sink == nullptr ? -kInf : ToFloat(args_.sink, args_.sink_dtype, HeadOf(r));
     const float top = max > sink ? max : sink;  // the logarithm is small beside it, wherever the scores lie
     float lse = top;
     if (sum != 0.0f) lse += __builtin_logf(sum * ExpScalar(max - top) + ExpScalar(sink - top));
-    args_.lse[b_ * args_.lse_stride_b + h_ * args_.lse_stride_h + row0_ + r] = lse;
+    args_.lse[b_ * args_.lse_stride_b + HeadOf(r) * args_.lse_stride_h + row0_ + QueryOf(r)] = lse;
   }
 
   int PaddedRows() const { return (rows_ + kRows - 1) / kRows * kRows; }
 
   __attribute__((noinline)) void LoadQueries() {
-    const char* query =
-        static_cast<const char*>(args_.query) + item_size_ * (b_ * args_.query_stride.b + h_ * args_.query_stride.h);
+    const char* query = static_cast<const char*>(args_.query) + item_size_ * b_ * args_.query_stride.b;
     const V factor = Simd::Set1(args_.scale);
     const bool plain = args_.dtype == DType::kF32 && args_.D % kPanel == 0;
     for (int r = 0; r < PaddedRows(); ++r) {
@@ -205,7 +232,8 @@ class Worker {
       const float* from = to;
       int64_t d = 0;
       if (r < rows_) {
-        const char* row = query + item_size_ * (row0_ + r) * args_.query_stride.s;
+        const char* row =
+            query + item_size_ * (HeadOf(r) * args_.query_stride.h + (row0_ + QueryOf(r)) * args_.query_stride.s);
         if (plain) {
           from = reinterpret_cast<const float*>(row);
         } else {
@@ -228,28 +256,35 @@ class Worker {
     }
   }
 
+  // Where the rows of a tile begin that will be read soon; nullptr: nowhere, or in a copy that is read at once.
+  const char* Ahead(const char* head, int64_t stride, int64_t tile) const {
+    const bool is_copied = head == values_ ? scratch_.copy_values : scratch_.copy_keys;
+    if (tile < 0 || is_copied || (tile + 1) * problem_.n > key_count_) return nullptr;
+    return head + item_size_ * tile * problem_.n * stride;
+  }
+
   // ---- a tile ----
   void Tile(int64_t tile, const uint32_t* bits, bool unmasked) {
+    if (!FindMask(tile, bits, unmasked)) return;
     const int64_t key0 = tile * problem_.n;
-    if (key0 >= key_end_ || !FindMask(tile, bits, unmasked)) return;
-    const int keys = static_cast<int>(Min(problem_.n, key_end_ - key0));
+    const int keys = static_cast<int>(Min(problem_.n, key_count_ - key0));
     const float* values = reinterpret_cast<const float*>(values_) + key0 * args_.value_stride.s;
     int64_t ldv = args_.value_stride.s;
-    const float* packed = kDirect ? nullptr : PackedTile(tile);
+    const float* packed = kInPlace ? nullptr : PackedTile(tile);
     if (scratch_.copy_values) {
-      CopyValues(values_, key0, keys, key_end_, args_, scratch_.ldo, scratch_.values);
+      CopyValues(values_, key0, keys, args_, scratch_.ldo, scratch_.values);
       values = scratch_.values;
       ldv = scratch_.ldo;
-    } else if (!kDirect && problem_.pack_values) {
+    } else if (!kInPlace && problem_.pack_values) {
       values = PackedValues(tile);
       ldv = scratch_.ldo;
     }
-    const float* direct_keys = reinterpret_cast<const float*>(keys_) + key0 * args_.key_stride.s;
+    const float* keys_in_place = reinterpret_cast<const float*>(keys_) + key0 * args_.key_stride.s;
     int64_t ldk = args_.key_stride.s;
-    if (kDirect && scratch_.copy_keys) {
+    if (kInPlace && scratch_.copy_keys) {
       CopyRows(keys_ + item_size_ * key0 * args_.key_stride.s, args_.dtype, args_.key_stride.s, keys, args_.D,
                scratch_.ldq, scratch_.keys);
-      direct_keys = scratch_.keys;
+      keys_in_place = scratch_.keys;
       ldk = scratch_.ldq;
     }
     for (int first = 0; first < rows_; first += kStrips * kRows) {
@@ -261,8 +296,9 @@ class Worker {
         count += strips[count].active != 0;
       }
       if (count == 0) continue;
-      if (kDirect) {
-        DirectScores(strips[0], direct_keys, ldk);
+      if (kInPlace) {
+        // The values of this tile come to the L2 cache during its scores, the keys of the next one during its output.
+        InPlaceScores(strips[0], keys_in_place, ldk, first == 0 ? Ahead(values_, args_.value_stride.s, tile) : nullptr);
       } else {
         PackedScores(strips, 0, count, packed);
       }
@@ -270,8 +306,8 @@ class Worker {
         float* s = scratch_.s + i * kRows * static_cast<int64_t>(problem_.n);
         Adjust(strips[i], s, key0, keys);
         if (__builtin_expect(!Softmax(strips[i], s), 0)) {
-          if (kDirect) {
-            DirectScores(strips[i], direct_keys, ldk);
+          if (kInPlace) {
+            InPlaceScores(strips[i], keys_in_place, ldk, nullptr);
           } else {
             PackedScores(strips, i, i + 1, packed);
           }
@@ -280,7 +316,7 @@ class Worker {
         }
         prefetch_.Fetch(lines_per_step_);
       }
-      Values(strips, count, values, ldv);
+      Values(strips, count, values, ldv, kInPlace && first == 0 ? Ahead(keys_, args_.key_stride.s, next_) : nullptr);
     }
   }
 
@@ -291,6 +327,11 @@ class Worker {
     uint32_t active = 0;   // panels in which one of its rows may attend a key
     uint32_t partial = 0;  // panels in which not all of its rows may attend all keys
     Run runs[kMaxTileKeys / kPanel / 2 + 1];
+  };
+
+  template <int kCount>
+  struct Keys {
+    static constexpr int value = kCount;
   };
 
   // ---- cpu/attention/scores.h ----
@@ -306,14 +347,14 @@ class Worker {
   static void StripScores(int rows, const float* q, int64_t ldq, int64_t size, const float* keys, int64_t stride,
                           const float* start, float* s, int64_t lds);
   void PackedScores(const Strip* strips, int begin, int end, const float* keys) const;
-  void DirectScores(const Strip& strip, const float* keys, int64_t ldk) const;
+  void InPlaceScores(const Strip& strip, const float* keys, int64_t ldk, const char* ahead) const;
   __attribute__((noinline)) void Adjust(const Strip& strip, float* s, int64_t key0, int keys) const;
   template <typename F>
   void ForEachVector(const Strip& strip, float* s, F f) const;
-  void LoadBias(int64_t row, int64_t key0, int keys) const;
-  void AddRelative(int64_t row, int64_t key0, int keys) const;
+  void LoadBias(int r, int64_t key0, int keys) const;
+  void AddRelative(int64_t h, int64_t row, int64_t key0, int keys) const;
   static int64_t Clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
-  void LoadPairs(int64_t row, int64_t key0, int keys) const;
+  void LoadPairs(int64_t h, int64_t row, int64_t key0, int keys) const;
 
   // ---- cpu/attention/weights.h ----
   __attribute__((noinline)) bool Softmax(const Strip& strip, float* s);
@@ -321,14 +362,16 @@ class Worker {
   void Weights(const Strip& strip, int rows, const float* bases, float* s);
   __attribute__((noinline)) bool ClearStarts(const Strip& strip, int rows, const V* high);
   __attribute__((noinline)) void Rescale(const Strip& strip, int rows, const V* high);
-  void Values(const Strip* strips, int count, const float* values, int64_t ldv) const;
+  void Values(const Strip* strips, int count, const float* values, int64_t ldv, const char* ahead) const;
   template <int kHeight, int kBlock>
-  void AddBlock(int64_t left, const float* p, const Strip& strip, const float* v, int64_t ldv, float* o) const;
+  void AddBlock(int64_t left, const float* p, const Strip& strip, const float* v, int64_t ldv, float* o,
+                const char* ahead) const;
 
   // ---- output ----
   char* OutputRow(int r) const {
     return static_cast<char*>(args_.output) +
-           item_size_ * (b_ * args_.output_stride.b + h_ * args_.output_stride.h + (row0_ + r) * args_.output_stride.s);
+           item_size_ * (b_ * args_.output_stride.b + HeadOf(r) * args_.output_stride.h +
+                         (row0_ + QueryOf(r)) * args_.output_stride.s);
   }
   void WriteRow(int r, float factor) const {
     const V scale = Simd::Set1(factor);
@@ -340,7 +383,7 @@ class Worker {
     if (!plain) FromFloats(scratch_.row, args_.dtype, args_.Dv, OutputRow(r));
   }
   void WriteEmptyRow(int r) {
-    if (args_.empty_rows == EmptyRows::kMean && args_.T > 0) {
+    if (args_.empty_rows == EmptyRows::kMean && key_count_ > 0) {
       FindMean();
       FromFloats(scratch_.mean, args_.dtype, args_.Dv, OutputRow(r));
       return;
@@ -355,15 +398,15 @@ class Worker {
     *scratch_.mean_of = group_;
     for (int64_t d = 0; d < args_.Dv; ++d) scratch_.mean[d] = 0.0f;
     // In blocks, so that the rounding of a long sum stays near that of a short one.
-    for (int64_t first = 0; first < args_.T; first += 256) {
+    for (int64_t first = 0; first < key_count_; first += 256) {
       for (int64_t d = 0; d < args_.Dv; ++d) scratch_.o[d] = 0.0f;
-      for (int64_t k = first; k < Min(first + 256, args_.T); ++k) {
+      for (int64_t k = first; k < Min(first + 256, key_count_); ++k) {
         ToFloats(values_ + item_size_ * k * args_.value_stride.s, args_.dtype, args_.Dv, scratch_.row);
         for (int64_t d = 0; d < args_.Dv; ++d) scratch_.o[d] += scratch_.row[d];
       }
       for (int64_t d = 0; d < args_.Dv; ++d) scratch_.mean[d] += scratch_.o[d];
     }
-    for (int64_t d = 0; d < args_.Dv; ++d) scratch_.mean[d] /= static_cast<float>(args_.T);
+    for (int64_t d = 0; d < args_.Dv; ++d) scratch_.mean[d] /= static_cast<float>(key_count_);
   }
 
   const AttentionProblem& problem_;
@@ -371,11 +414,12 @@ class Worker {
   Scratch scratch_;
   const int64_t item_size_;
   int64_t b_ = 0, h_ = 0, g_ = 0, row0_ = 0;
-  int rows_ = 0;
+  int rows_ = 0, queries_ = 0;  // rows of all heads, of one head
+  int64_t key_count_ = 0;       // keys that exist
+  int64_t next_ = -1;           // the key tile after the current one, as far as it is known
   const char* keys_ = nullptr;
   const char* values_ = nullptr;
-  int64_t group_ = 0;    // b * G + g
-  int64_t key_end_ = 0;  // keys from here on are not read
+  int64_t group_ = 0;  // b * G + g
   const uint32_t* words_ = nullptr;
   int64_t word_stride_ = 0;
   PrefetchQueue prefetch_;

@@ -22,8 +22,8 @@ constexpr float kLowestStart = -16.0f, kHighestStart = 128.0f;
 // Turns scores into weights and updates row sums; rescales the rows whose max has grown much. Works on whole panels:
 // keys beyond T are masked. False, and nothing is done, where scores are so large that they lost low bits to their
 // start: the start is 0 now, and they have to be computed again.
-template <bool kDirect>
-bool Worker<kDirect>::Softmax(const Strip& strip, float* s) {
+template <bool kInPlace>
+bool Worker<kInPlace>::Softmax(const Strip& strip, float* s) {
   constexpr int kVectorsPerPanel = kPanel / kWidth;
   const int64_t lds = problem_.n;
   const int runs = strip.run_count;
@@ -70,9 +70,9 @@ bool Worker<kDirect>::Softmax(const Strip& strip, float* s) {
   return true;
 }
 
-template <bool kDirect>
+template <bool kInPlace>
 template <bool kHasOffset>
-inline void Worker<kDirect>::Weights(const Strip& strip, int rows, const float* offsets, float* s) {
+inline void Worker<kInPlace>::Weights(const Strip& strip, int rows, const float* offsets, float* s) {
   constexpr int kVectorsPerPanel = kPanel / kWidth;
   for (int r = 0; r < rows; ++r) {
     float* sum_at = scratch_.sum + (strip.row + r) * kWidth;
@@ -97,8 +97,8 @@ inline void Worker<kDirect>::Weights(const Strip& strip, int rows, const float* 
 }
 
 // Sets the starts of rows to 0 whose scores exceed them by far. Whether there is such a row.
-template <bool kDirect>
-bool Worker<kDirect>::ClearStarts(const Strip& strip, int rows, const V* high) {
+template <bool kInPlace>
+bool Worker<kInPlace>::ClearStarts(const Strip& strip, int rows, const V* high) {
   bool any = false;
   for (int r = 0; r < rows; ++r) {
     float& start = scratch_.start[strip.row + r];
@@ -109,8 +109,8 @@ bool Worker<kDirect>::ClearStarts(const Strip& strip, int rows, const V* high) {
   return any;
 }
 
-template <bool kDirect>
-void Worker<kDirect>::Rescale(const Strip& strip, int rows, const V* high) {
+template <bool kInPlace>
+void Worker<kInPlace>::Rescale(const Strip& strip, int rows, const V* high) {
   for (int r = 0; r < rows; ++r) {
     float* max = scratch_.max + strip.row + r;
     const float old = *max, now = Simd::ReduceMax(high[r]) - scratch_.start[strip.row + r];
@@ -125,35 +125,54 @@ void Worker<kDirect>::Rescale(const Strip& strip, int rows, const V* high) {
   }
 }
 
-template <bool kDirect>
-inline void Worker<kDirect>::Values(const Strip* strips, int count, const float* values, int64_t ldv) const {
+template <bool kInPlace>
+inline void Worker<kInPlace>::Values(const Strip* strips, int count, const float* values, int64_t ldv,
+                                     const char* ahead) const {
   const int64_t size = RoundUp(args_.Dv, kWidth) / kWidth;
-  constexpr int kBlock = kDirect ? 8 : kVectors;
-  for (int64_t d = 0; d < size; d += kBlock) {
-    const int64_t left = Min(kBlock, size - d);
+  const int rows = rows_ - strips[0].row;
+  // In place few rows leave registers for more columns.
+  const int block = !kInPlace ? kVectors : rows > 2 ? kVectors : rows > 1 ? 4 : 8;
+  for (int64_t d = 0; d < size; d += block) {
+    const int64_t left = Min(block, size - d);
+    const char* next = ahead == nullptr ? nullptr : ahead + d * kWidth * 4;
     for (int i = 0; i < count; ++i) {
       const float* p = scratch_.s + i * kRows * static_cast<int64_t>(problem_.n);
       float* o = scratch_.o + strips[i].row * scratch_.ldo + d * kWidth;
-      if (kDirect || rows_ - strips[i].row > 4) {
-        AddBlock<kRows, kBlock>(left, p, strips[i], values + d * kWidth, ldv, o);
+      const float* v = values + d * kWidth;
+      if constexpr (kInPlace) {
+        if (rows > 2) {
+          AddBlock<4, kVectors>(left, p, strips[i], v, ldv, o, next);
+        } else if (rows > 1) {
+          AddBlock<2, 4>(left, p, strips[i], v, ldv, o, next);
+        } else {
+          AddBlock<1, 8>(left, p, strips[i], v, ldv, o, next);
+        }
+      } else if (rows_ - strips[i].row > 4) {
+        AddBlock<kRows, kVectors>(left, p, strips[i], v, ldv, o, nullptr);
       } else if (rows_ - strips[i].row > 2) {
-        AddBlock<4, kBlock>(left, p, strips[i], values + d * kWidth, ldv, o);
+        AddBlock<4, kVectors>(left, p, strips[i], v, ldv, o, nullptr);
       } else {
-        AddBlock<2, kBlock>(left, p, strips[i], values + d * kWidth, ldv, o);
+        AddBlock<2, kVectors>(left, p, strips[i], v, ldv, o, nullptr);
       }
     }
   }
 }
 
-template <bool kDirect>
+template <bool kInPlace>
 template <int kHeight, int kBlock>
-inline void Worker<kDirect>::AddBlock(int64_t left, const float* p, const Strip& strip, const float* v, int64_t ldv,
-                                      float* o) const {
-  if (left == kBlock) {
-    AddValues<kHeight, kBlock>(p, problem_.n, strip.runs, strip.run_count, v, ldv, o, scratch_.ldo);
-  } else if constexpr (kBlock > 1) {
-    AddBlock<kHeight, kBlock - 1>(left, p, strip, v, ldv, o);
+inline void Worker<kInPlace>::AddBlock(int64_t left, const float* p, const Strip& strip, const float* v, int64_t ldv,
+                                       float* o, const char* ahead) const {
+  if (left != kBlock) {
+    if constexpr (kBlock > 1) AddBlock<kHeight, kBlock - 1>(left, p, strip, v, ldv, o, ahead);
+    return;
   }
+  if constexpr (kInPlace) {
+    if (ahead != nullptr) {
+      return AddValues<kHeight, kBlock, true>(p, problem_.n, strip.runs, strip.run_count, v, ldv, o, scratch_.ldo,
+                                              ahead, item_size_ * args_.key_stride.s);
+    }
+  }
+  AddValues<kHeight, kBlock>(p, problem_.n, strip.runs, strip.run_count, v, ldv, o, scratch_.ldo);
 }
 
 }  // namespace STOF_ISA::attention

@@ -118,6 +118,8 @@ REFUSED: dict[str, tuple[Callable[[onnx.NodeProto], None], str]] = {
     "no window": (attribute("local_window_size", 0), "local_window_size is 0"),
     "a negative window": (attribute("local_window_size", -7), "local_window_size is -7"),
     "slides without window": (attribute("sliding_window_cache", 1), "local_window_size is not given"),
+    "a type": (attribute("local_window_size", 4.0), "its attribute local_window_size is 4.0, expected an integer"),
+    "another type": (attribute("k_quant_type", 1), "its attribute k_quant_type is 1, expected a string"),
     "infinite scale": (attribute("scale", float("inf")), "scale is inf"),
     "negative softcap": (attribute("softcap", -1.0), "softcap is -1.0"),
     "tiny softcap": (attribute("softcap", 1e-35), "softcap is 1"),

@@ -10,7 +10,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 from stof.cached_attention.function_body import CacheVariant, make_cache_function
-from stof.cached_attention.site import INPUT_INDEX, INPUTS, MICROSOFT, OP, OUTPUTS, CacheSite
+from stof.cached_attention.site import INPUT_INDEX, MICROSOFT, OP, OUTPUTS, CacheSite
 from stof.graph.index import DOMAIN, all_nodes, node_tensors, opset_of
 from stof.graph.local_functions import add_functions, check_absent
 from stof.graph.names import FreshNames
@@ -40,9 +40,7 @@ def emit_caches(model: onnx.ModelProto, sites: Sequence[CacheSite]) -> onnx.Mode
         if site is None:
             continue
         number = variants.setdefault(CacheVariant.of(site), len(variants))
-        inputs = [site.input(name) for name in INPUTS]
-        if not site.does_rotary:
-            inputs[INPUT_INDEX["cos_cache"]] = inputs[INPUT_INDEX["sin_cache"]] = ""
+        inputs = site.read_inputs
         if site.has_zero_sink:
             inputs[INPUT_INDEX["head_sink"]] = _zero_sink(graph, site, tensors, sinks)
         while not inputs[-1]:

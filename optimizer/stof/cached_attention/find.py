@@ -29,13 +29,13 @@ from stof.graph.names import FreshNames
 from stof.symbolic import Int, Symbolic, integer
 from stof.symbolic.algebra.piecewise import to_int
 
-_ATTRIBUTES = frozenset(
-    {
-        *("num_heads", "kv_num_heads", "scale", "softcap", "do_rotary", "rotary_interleaved", "causal"),
-        *("local_window_size", "smooth_softmax", "sliding_window_cache", "qk_norm_epsilon", "qk_output"),
-        *("k_quant_type", "v_quant_type", "kv_cache_bit_width"),
-    }
-)
+# The attributes of the schema, with their types.
+_ATTRIBUTES: dict[str, type] = {
+    **dict.fromkeys(("num_heads", "kv_num_heads", "local_window_size", "do_rotary", "rotary_interleaved"), int),
+    **dict.fromkeys(("causal", "smooth_softmax", "sliding_window_cache", "qk_output", "kv_cache_bit_width"), int),
+    **dict.fromkeys(("scale", "softcap", "qk_norm_epsilon"), float),
+    **dict.fromkeys(("k_quant_type", "v_quant_type"), bytes),
+}
 _MOST_HEADS = 1 << 16
 _LARGEST_WINDOW = 1 << 22  # as lengths
 _SOFTCAPS = (1e-30, 1e30)
@@ -165,8 +165,12 @@ def _refuse_signature(node: onnx.NodeProto, index: GraphIndex) -> None:
 def _refuse_attributes(node: onnx.NodeProto) -> tuple[int, bool]:
     """The window, 0 for none, and whether the cache slides."""
     attributes = attributes_of(node)
-    if unknown := sorted(set(attributes) - _ATTRIBUTES):
+    if unknown := sorted(set(attributes) - set(_ATTRIBUTES)):
         raise UnsupportedError(f"it has attribute {unknown[0]!r}, whose meaning is not known")
+    for name, value in attributes.items():
+        if not isinstance(value, _ATTRIBUTES[name]):
+            words = {int: "an integer", float: "a float", bytes: "a string"}
+            raise UnsupportedError(f"its attribute {name} is {value!r}, expected {words[_ATTRIBUTES[name]]}")
     for name in ("k_quant_type", "v_quant_type"):
         if (kind := attributes.get(name, b"NONE")) not in (b"", b"NONE"):
             raise UnsupportedError(f"its cache is quantized: {name} is {kind.decode(errors='replace')!r}")

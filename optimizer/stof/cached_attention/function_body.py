@@ -31,7 +31,7 @@ class CacheVariant:
     def of(cls, site: CacheSite) -> CacheVariant:
         """The variant of a site."""
         attributes = sorted(site.node.attribute, key=lambda a: str(a.name))
-        given = tuple(bool(site.input(name)) for name in INPUTS)
+        given = tuple(bool(name) for name in site.read_inputs)
         return cls(tuple(a.SerializeToString(deterministic=True) for a in attributes), given, site.dtype)
 
     def node(self, name: str, outputs: Sequence[str]) -> onnx.NodeProto:

@@ -22,7 +22,7 @@ from stof.graph.index import DOMAIN, all_nodes
 from stof.graph.inline import inline, inline_all
 from stof.graph.names import FreshNames
 from stof.mask.expression import MaskExpression
-from stof.mask.families import describe, picture
+from stof.mask.families import picture
 from stof.op_rewrite import Decisions, Job, OpRewrite
 from stof.plan import EntryFormat
 from stof.report import MaskPicture, TileGrid
@@ -174,8 +174,9 @@ class CacheRewrite(OpRewrite[CacheModel, CacheDecisions]):
         # A tenth of all imports, which --no-verify and --dry-run do not need.
         from stof.cached_attention.checks.site_checks import CacheChecks
 
-        assert decided.found.symbolic is not None
-        return CacheChecks(job.model, decided.found.model, decided.found.symbolic, decided.sites)
+        found = decided.found
+        assert found.symbolic is not None
+        return CacheChecks(job.model, found.model, found.symbolic, decided.sites, job.options.shapes)
 
 
 def _reason_impossible(job: Job, candidate: CacheCandidate, sites: Sequence[CacheSite]) -> str:
@@ -232,7 +233,8 @@ def _pictures(sites: Sequence[CacheSite]) -> list[MaskPicture]:
         facts = [f"{len(own)} attention{'' if len(own) == 1 else 's'} over a KV cache", f"a prompt of {length} tokens"]
         with suppress(Exception):  # a picture is decoration
             grid = TileGrid("", tuple(picture(expression, length=length)))
-            found.append(MaskPicture(describe(expression), mask, tuple(facts), length, length, (grid,)))
+            title = f"causal, window of {own[0].window} keys" if own[0].window else "causal"
+            found.append(MaskPicture(title, mask, tuple(facts), length, length, (grid,)))
     return found
 
 

@@ -22,6 +22,7 @@ from stof.symbolic.algebra.sizes import evaluate, size_names
 
 _LONGEST_WINDOW = 640  # windows above are longer than any input that is drawn
 _DEFAULT_WINDOW = 16
+_UNLIMITED = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,19 @@ class CacheInputMaker(InputMaker):
         symbolic: its facts.
         sites: those that are replaced.
         lengths: reads lengths from inputs.
+        shapes: the least and the largest size in use of dimensions, by name.
     """
 
     def __init__(
-        self, model: onnx.ModelProto, symbolic: Symbolic, sites: Sequence[CacheSite], lengths: RunLengths
+        self,
+        model: onnx.ModelProto,
+        symbolic: Symbolic,
+        sites: Sequence[CacheSite],
+        lengths: RunLengths,
+        shapes: Mapping[str, tuple[int, int]] | None = None,
     ) -> None:
         self.sites = tuple(sites)
+        self.limits_of_user = shapes or {}
         self.lengths_of = lengths
         index = GraphIndex(model.graph)
         given = {i.name for i in model.graph.input}
@@ -72,8 +80,8 @@ class CacheInputMaker(InputMaker):
 
     def sizes(self, case: Case) -> dict[str, int]:
         """Every dimension name at a case; where it states no sizes, those of a prompt that fills the cache."""
-        prompt = self._limit(_Step(case.batch, case.length, case.length, 0, False))
-        stated = {**dict(self._case(prompt).other), **dict(case.other)}
+        prompt = _Step(case.batch, case.length, case.length, 0, False)
+        stated = {**dict(self._case(self._limit(prompt) or prompt).other), **dict(case.other)}
         return super().sizes(replace(case, other=tuple(stated.items())))
 
     def draw(self, case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
@@ -142,29 +150,48 @@ class CacheInputMaker(InputMaker):
         wanted = [
             _Step(3, 11, 11, 10, pads_prompts),
             _Step(3, 1, above, 5, True),
-            # ONNX Runtime takes several tokens behind a past of one sequence alone.
             _Step(1, 5, above + 7, 3, False),
             _Step(2 if 2 * above <= tokens else 1, above, above, 0, False),
             _Step(2, 1, 9, 6, True),
         ]
-        found = [self._case(self._limit(step)) for step in wanted]
-        return list(dict.fromkeys(found))
+        found = [self._case(limited) for step in wanted if (limited := self._limit(step)) is not None]
+        return list(dict.fromkeys(found or [self._case(step) for step in wanted]))
 
-    def _limit(self, step: _Step) -> _Step:
-        """A step within the fixed sizes of queries, caches and rotary tables."""
-        queries, total = step.queries, step.total
-        fixed = {s.queries.constant for s in self.sites} - {None}
-        if fixed:
-            queries = next(iter(fixed)) or queries
-        capacities = [s.capacity.constant for s in self.sites if s.capacity.constant and not s.sliding]
-        tables = [self.symbolic.shape(s.input("cos_cache")) for s in self.sites if s.does_rotary]
-        rows = [shape[0].constant for shape in tables if shape is not None and shape[0].constant]
-        ends = [n for n in (*capacities, *rows) if n is not None]
-        most = min(ends, default=max(total, queries))
-        is_prompt = step.queries == step.total
-        total = min(max(total, queries), max(most, 1))
-        queries = min(queries, total)
-        return _Step(step.batch, total if is_prompt and not fixed else queries, total, step.slack, step.ragged)
+    def _limit(self, step: _Step) -> _Step | None:
+        """A step within fixed sizes, rotary tables and the user's limits; None where there is none of its kind."""
+        sites = self.sites
+        least, most = self._range([s.queries for s in sites])
+        fewest, longest = self._range([s.total for s in sites if s.total is not None])
+        least_rows, rows = self._range([s.capacity for s in sites if not s.sliding])
+        tables = [self.symbolic.shape(s.input("cos_cache")) for s in sites if s.does_rotary]
+        positions = [shape[0].constant for shape in tables if shape is not None and shape[0].constant]
+        longest = min([longest, rows, *positions])
+        low, high = self._range([s.batch for s in sites])
+        batch = min(max(step.batch, low), high)
+        if step.queries == step.total:
+            fewest, longest = max(least, fewest), min(most, longest)
+            total = queries = min(max(step.total, fewest), longest)
+        else:
+            queries = min(max(step.queries, least), most)
+            total = min(max(step.total, fewest, queries), longest)
+        if queries > 1 and queries != total and low <= 1:
+            batch = 1  # ONNX Runtime takes several tokens behind a past of one sequence alone
+        is_refused = queries > 1 and queries != total and batch > 1
+        if total < max(1, fewest, queries) or is_refused:
+            return None
+        slack = min(max(step.slack, least_rows - total), rows - total)
+        return _Step(batch, queries, total, slack, step.ragged)
+
+    def _range(self, sizes: Sequence[Int]) -> tuple[int, int]:
+        """The least and the largest value that sizes may have: fixed ones, and those that the user limits."""
+        low, high = 1, _UNLIMITED
+        for size in sizes:
+            if size.constant:
+                low, high = max(low, size.constant), min(high, size.constant)
+            elif size.atom is not None and str(size.atom.args[0]) in self.limits_of_user:
+                least, most = self.limits_of_user[str(size.atom.args[0])]
+                low, high = max(low, least), min(high, most)
+        return low, high
 
     def _case(self, step: _Step) -> Case:
         values: dict[str, int] = {}
@@ -174,7 +201,8 @@ class CacheInputMaker(InputMaker):
         for site in self.sites:
             if site.total is not None:
                 _assign(values, site.total, step.total, batches)
-        for site in self.sites:
+        # A size that both kinds of caches share is that of a full one: a sliding-window cache may have more rows.
+        for site in sorted(self.sites, key=lambda s: s.sliding):
             rows = step.total + step.slack if not site.sliding else site.window + min(step.slack, site.window)
             _assign(values, site.capacity, rows, batches)
             for name in ("past_key", "past_value"):

@@ -63,6 +63,14 @@ class CacheSite:
         return input_of(self.node, INPUT_INDEX[name])
 
     @property
+    def read_inputs(self) -> list[str]:
+        """The node's tensors in the order of ``INPUTS``, empty where one is absent or the node does not read it."""
+        found = [self.input(name) for name in INPUTS]
+        if not self.does_rotary:
+            found[INPUT_INDEX["cos_cache"]] = found[INPUT_INDEX["sin_cache"]] = ""
+        return found
+
+    @property
     def attributes(self) -> dict[str, Any]:
         """The node's attributes by name; strings as bytes."""
         return attributes_of(self.node)

@@ -67,6 +67,9 @@ class Verifier:
         given: sets of inputs of the user's.
         shapes: the least and the largest size in use of dimensions, by name.
 
+    Raises:
+        TimeLimit: when the time is over before anything can run.
+
     Attributes:
         plan: estimates the cases.
         sliced: the original with attention on slices of its queries, where memory is short; else None.
@@ -90,11 +93,14 @@ class Verifier:
         self.limits = limits
         self.searches = searches
         self.typed_attributes = typed_attributes or {}
+        limits.check_time()  # what is prepared counts: graphs may be large
         known = (s.checks.model_inputs() for s in sites)
         drawn = next((i for i in known if i is not None), None) or default_inputs(original)
         self.inputs = replace(drawn, given=tuple(given), shapes=shapes or {})
         self.plan = CasePlan(self.inputs, limits)
+        limits.check_time()
         wanted = self.inputs.select_cases(_affordable(original, limits.budget))
+        limits.check_time()
         self.sliced = None if self.plan.has_room(wanted) else self._slice(wanted)
         self.cases, self.skipped = self.plan.select(wanted)
         needed = max((self.plan.needed_bytes(c) for c in self.cases), default=0)

@@ -13,7 +13,7 @@
 namespace stof {
 
 // So few query rows are evaluated directly: in decode T grows with every step, and no entry would be used twice.
-constexpr int64_t kUncachedRows = 8;
+constexpr int64_t kUncachedRows = 16;
 
 class AttentionOp final : public Op {
  public:

@@ -154,7 +154,7 @@ def compute_step(
         for cache, source in zip(caches, whole, strict=True):
             cache[b, :, :end] = source[:, source.shape[1] - end :]
         shared = np.arange(heads) // (heads // groups)
-        scores = np.einsum("hqd,hkd->hqk", query[b], keys[shared]) * scale
+        scores = np.matmul(query[b], keys[shared].swapaxes(1, 2)) * scale
         if step.softcap:
             scores = dtype(step.softcap) * np.tanh(scores / dtype(step.softcap))
         if step.bias is not None:
@@ -163,7 +163,7 @@ def compute_step(
         distance = (first + np.arange(queries))[:, None] - (origin + np.arange(keys.shape[1]))[None]
         allowed = (distance >= 0) & ((distance < step.window) if step.window else True)
         scores = np.where(allowed[None], scores, -np.inf)
-        output[b] = np.einsum("hqk,hkd->hqd", _weights(scores, step, dtype), values[shared])
+        output[b] = np.matmul(_weights(scores, step, dtype), values[shared])
     merged = store(output.transpose(0, 2, 1, 3).reshape(batch, queries, heads * size))
     return CacheStepResult(merged, caches[0], caches[1])
 

@@ -47,10 +47,16 @@ class CacheChecks(SiteChecks):
         base: the original with the functions inlined that hold such nodes; rewrites start from it.
         symbolic: facts of ``base``.
         cache_sites: what was replaced.
+        shapes: the least and the largest size in use of dimensions, by name.
     """
 
     def __init__(
-        self, original: onnx.ModelProto, base: onnx.ModelProto, symbolic: Symbolic, cache_sites: Sequence[CacheSite]
+        self,
+        original: onnx.ModelProto,
+        base: onnx.ModelProto,
+        symbolic: Symbolic,
+        cache_sites: Sequence[CacheSite],
+        shapes: Mapping[str, tuple[int, int]] | None = None,
     ) -> None:
         expanded = expand_norms(base, cache_sites)
         # Verification runs the original itself where it is no copy.
@@ -61,7 +67,7 @@ class CacheChecks(SiteChecks):
         self.types = frozenset(s.dtype for s in cache_sites)
         self._base = base
         self._lengths = RunLengths(base, symbolic, cache_sites)
-        self._maker = CacheInputMaker(base, symbolic, cache_sites, self._lengths)
+        self._maker = CacheInputMaker(base, symbolic, cache_sites, self._lengths, shapes)
 
     def model_inputs(self) -> ModelInputs:
         return ModelInputs(self.working, self.symbolic, self._maker, self._cases, rows=self._lengths)
