@@ -122,6 +122,39 @@ def test_outputs_that_do_not_say_what_is_padding(tmp_path: Path) -> None:
     assert "padded" not in report.verification.cases[0]
 
 
+def test_inputs_of_the_user(tmp_path: Path) -> None:
+    """Lengths are read from them, and rows of caches beyond are not compared."""
+    model = model_of(GENAI, masks=True)
+    step = draw_step(GENAI, [12, 7], 1, 16)
+    feeds = feeds_of(GENAI, step)
+    mask = (np.arange(12)[None] < step.lengths[:, None]).astype(np.int64)
+    given = {n: a for n, a in feeds.items() if n not in ("seqlens_k", "total")} | {"attention_mask": mask}
+    np.savez(tmp_path / "inputs.npz", **given)
+    report, _ = optimized(model, tmp_path, Options(inputs=(tmp_path / "inputs.npz",)))
+    assert report.replaced == 1
+    assert report.verification is not None
+    (first, *_) = [c for c in report.verification.comparisons if "present_key" in c.what and "inputs.npz" in c.what]
+    assert first.coverage.unused == (2 * 16 - 12 - 7) * 2 * 16
+    assert first.coverage.compared == (12 + 7) * 2 * 16
+
+
+def test_chains_beside_caches(tmp_path: Path) -> None:
+    """Operators around the node become chains; both ops are verified."""
+    model = model_of(Shape(), masks=True)
+    rest = list(model.graph.node)
+    del model.graph.node[:]
+    norm = helper.make_node("LayerNormalization", ["sum", "weight", "shift"], ["normed"], axis=-1)
+    model.graph.node.extend([*rest, helper.make_node("Add", ["output", "query"], ["sum"]), norm])
+    for name in ("weight", "shift"):
+        numbers = np.random.default_rng(0).standard_normal(64).astype(np.float32)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(numbers, name))
+    model.graph.output.append(helper.make_tensor_value_info("normed", TensorProto.FLOAT, ["B", "S", 64]))
+    report, found = optimized(model, tmp_path, Options(chains="on"))
+    assert {n.op_type for n in found.graph.node} >= {OP, "StofChain"}
+    assert report.verification is not None
+    assert not report.verification.failures
+
+
 def test_nodes_in_functions_are_inlined(tmp_path: Path) -> None:
     model = model_of(GENAI, masks=True)
     node = model.graph.node.pop()
@@ -234,7 +267,7 @@ def test_a_saved_plan_is_applied(tmp_path: Path) -> None:
     _, first = optimized(model, tmp_path, Options(save_plan=saved, skip=("cache:1",)))
     plan = load(saved, PLAN_FORMATS)
     assert plan.entries["caches"] == (
-        CachePlan("layer0/node", True, 1.339),
+        CachePlan("layer0/node", True, 1.242),
         CachePlan("layer1/node", False, reason="left out by --skip"),
     )
     again = tmp_path / "again.json"
