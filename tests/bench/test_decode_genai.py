@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 from stof.bench import cli
+from stof.bench.core.results import store_all
 from stof.bench.cpu import decode_genai
+from stof.bench.cpu.tables import document
 
 
 class FakeGenerator:
@@ -117,3 +119,14 @@ def test_a_folder_that_the_runtime_refuses_is_named(folder: Path, capsys: pytest
         assert cli.main([*arguments, "--results", str(results)]) == 1
     assert f"ONNX Runtime GenAI refuses {refused}: no library" in capsys.readouterr().err
     assert not results.exists()
+
+
+def test_the_page_of_numbers_has_a_row_for_each_context(folder: Path) -> None:
+    records = decode_genai.measure_contexts({"original": folder, "optimized": folder}, [100, 1200], 5, 2)
+    for record, original in zip(records, (0.02, 0.5), strict=True):
+        record["machine"]["fma_gflops"] = 1.0
+        record["seconds"] = {"original": original, "optimized": 0.01}
+        record["cpu_seconds"] = {"original": 0.3, "optimized": 0.1}
+    store_all(folder.parent / "results" / "decode-genai.json", records[::-1])
+    page = document(folder.parent / "results")
+    assert "| model | 100 | 2 | 50.0 | 100.0 | 2.00 | 3.00 |\n| model | 1200 | 2 | 2.0 | 100.0 | 50.00 | 3.00 |" in page
