@@ -61,7 +61,7 @@ def refuse_decoder_masked(fused: FusedNode) -> None:
         raise UnsupportedError("it reads keys by cache_indirection, as beam search orders them, which is not expanded")
     if fused.input(5):
         raise UnsupportedError(f"it appends its token in place to past_key {fused.input(5)!r}{_COPIED}")
-    raise UnsupportedError("it is for one token, for which nothing is gained: use MultiHeadAttention for more")
+    raise UnsupportedError("it is for one token at a time, which is not expanded; MultiHeadAttention is")
 
 
 def expand_contrib_attention(fused: FusedNode) -> None:
