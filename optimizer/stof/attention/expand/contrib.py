@@ -29,10 +29,7 @@ from stof.errors import UnsupportedError
 from stof.graph.node_builder import Builder
 from stof.symbolic import Int, integer
 
-_REASONS = {
-    "cache_indirection": "it reads keys in the order of beam search, which is not expanded",
-    "past_sequence_length": "its cache has room for more keys than there are",
-}
+_COPIED = ": its cache has room for more keys than there are, and standard operators would copy all of it in each step"
 _FILL = -10000.0  # mask_filter_value where the node has none
 _ATTENTION_ATTRIBUTES = (
     *("do_rotary", "mask_filter_value", "num_heads", "past_present_share_buffer", "qkv_hidden_sizes"),
@@ -49,34 +46,22 @@ def expand_multi_head(fused: FusedNode) -> None:
     """
     fused.check_signature(("mask_filter_value", "num_heads", "scale", "unidirectional"), 10, 4)
     node = _ContribExpander(fused)
-    node.refuse_unsupported({3: "qk"}, {9: "cache_indirection"})
+    node.refuse_unsupported({3: "qk"}, {9: "cache_indirection", 8: "past_sequence_length"})
     query, key, value = node.separate()
-    past, filled = fused.past(6, 7), fused.input(8)
-    if filled and not past[0]:
-        raise UnsupportedError(f"it has past_sequence_length {filled!r} and no past_key")
-    node.finish(query, key, value, fused.input(4), fused.input(5), past, filled=filled)
+    node.finish(query, key, value, fused.input(4), fused.input(5), fused.past(6, 7))
 
 
-def expand_decoder_masked(fused: FusedNode) -> None:
-    """Appends primitive nodes that compute the outputs of a DecoderMaskedMultiHeadAttention: one token, a shared cache.
+def refuse_decoder_masked(fused: FusedNode) -> None:
+    """Refuses a DecoderMaskedMultiHeadAttention, which is for one token.
 
     Raises:
-        UnsupportedError: when the node cannot be expanded, with the reason.
+        UnsupportedError: always.
     """
-    attributes = ("mask_filter_value", "num_heads", "output_qk", "past_present_share_buffer", "scale")
-    fused.check_signature(attributes, 11, 4)
-    node = _ContribExpander(fused)
-    node.refuse_unsupported({3: "qk"}, {9: "cache_indirection"})
-    past, filled = fused.past(5, 6), fused.input(7)
-    if not past[0] or not filled or not node.attributes.get("past_present_share_buffer"):
-        raise UnsupportedError(
-            "it has no cache that it shares with past_sequence_length keys in it: use MultiHeadAttention"
-        )
-    rows = require_shape(node.symbolic, fused.input(0), "query", (3,))[1]
-    if rows.constant != 1:
-        raise UnsupportedError(f"it is for one token, and its query has {rows}")
-    query, key, value = node.separate(bias_input=10)
-    node.finish(query, key, value, fused.input(3), fused.input(4), past, filled=filled)
+    if fused.input(9):
+        raise UnsupportedError("it reads keys by cache_indirection, as beam search orders them, which is not expanded")
+    if fused.input(5):
+        raise UnsupportedError(f"it appends its token in place to past_key {fused.input(5)!r}{_COPIED}")
+    raise UnsupportedError("it is for one token at a time, which is not expanded; MultiHeadAttention is")
 
 
 def expand_contrib_attention(fused: FusedNode) -> None:
@@ -89,7 +74,7 @@ def expand_contrib_attention(fused: FusedNode) -> None:
     node = _ContribExpander(fused)
     node.refuse_unsupported({}, {6: "past_sequence_length"})
     if node.attributes.get("past_present_share_buffer"):
-        raise UnsupportedError("its past and present share a buffer, which has room for more keys than there are")
+        raise UnsupportedError(f"its past and present share a buffer{_COPIED}")
     if node.attributes.get("do_rotary"):
         raise UnsupportedError("it rotates query and key, which is not expanded")
     if not fused.input(2):
@@ -124,13 +109,17 @@ class _ContribExpander:
                 raise UnsupportedError(f"its output {name} [B, H, S, T] is used")
         for i, name in inputs.items():
             if self.fused.input(i):
-                raise UnsupportedError(f"it has input {name}: {_REASONS[name]}")
+                raise UnsupportedError(
+                    "it reads keys by cache_indirection, as beam search orders them, which is not expanded"
+                    if name == "cache_indirection"
+                    else f"it has input {name}, so it appends in place{_COPIED}"
+                )
 
-    def separate(self, bias_input: int = 3) -> tuple[str, str, str]:
-        """Query, key and value [B, heads, length, size] of a MultiHeadAttention, whose projection bias is that input."""
+    def separate(self) -> tuple[str, str, str]:
+        """Query, key and value [B, heads, length, size] of a MultiHeadAttention."""
         b, fused = self.builder, self.fused
         query, key, value = (fused.input(i) for i in range(3))
-        bias = fused.input(bias_input)
+        bias = fused.input(3)
         shape = require_shape(self.symbolic, query, "query", (3, 5))
         if len(shape) == 5:  # [B, S, H, 3, D]
             self._refuse_bias(bias, "packed query, key and value")
@@ -199,30 +188,13 @@ class _ContribExpander:
         bias: str,
         past: tuple[str, str],
         joined_present: bool = False,
-        filled: str = "",
     ) -> None:
-        """Appends the past in front of keys and values, the masks, the attention core and the node's outputs.
-
-        ``filled``: the number of keys in the past, which has room for the new ones.
-        """
+        """Appends the past in front of keys and values, the masks, the attention core and the node's outputs."""
         b, fused = self.builder, self.fused
-        sizes = _OperandSizes(self, past[0])
-        masks = []
-        first = ""
-        if filled:
-            if len(self.symbolic.shape(fused.input(1)) or ()) != 3:
-                raise UnsupportedError("it has a cache with room for more keys, and new ones that are packed or a cache")
-            if padding or bias:
-                raise UnsupportedError(
-                    f"it has {padding or bias!r} for the keys that there are, beside a cache with room for more"
-                )
-            first = b.add("Reshape", [b.add("Cast", [filled], to=TensorProto.INT64), b.constant([1])])
-            end = b.add("Add", [first, axis_size(b, key, 2)])
-            key, value = (self._write(p, t, first) for p, t in zip(past, (key, value), strict=True))
-            if not self.attributes.get("unidirectional"):  # else a query's own key is the last one
-                masks.append(ScoreMask(b.add("Less", [positions(b, axis_size(b, key, 2)), end]), boolean=True))
-        elif past[0]:
+        sizes = _OperandSizes(self)
+        if past[0]:
             key, value = (b.add("Concat", [p, t], axis=2) for p, t in zip(past, (key, value), strict=True))
+        masks = []
         if padding:
             masks.append(self._padding_mask(padding, key, sizes))
         if bias:
@@ -233,10 +205,9 @@ class _ContribExpander:
                     f"it is unidirectional with {sizes.rows} queries and {sizes.keys} keys without a past: which keys come "
                     "before a query is not defined"
                 )
-            offset = first or (axis_size(b, past[0], 2) if past[0] else None)
+            offset = axis_size(b, past[0], 2) if past[0] else None
             for mask in band_masks(b, query, key, Band(right=0), offset):
-                # With a cache that has room, every query has its own key.
-                masks.append(mask if first else ScoreMask(mask.tensor, True, _LOWEST))
+                masks.append(ScoreMask(mask.tensor, True, _LOWEST))
         scale = float(self.attributes.get("scale", 0.0)) or 1.0 / float(np.sqrt(sizes.size))
         core = AttentionCore(query, key, value, self.heads, self.heads, scale, self.dtype, masks=masks)
         fused.set_output(0, merge_heads(b, append_attention(b, core, fused.name), self.heads * sizes.width))
@@ -246,13 +217,6 @@ class _ContribExpander:
         elif not joined_present:
             fused.set_output(1, key)
             fused.set_output(2, value)
-
-    def _write(self, past: str, new: str, first: str) -> str:
-        """A cache [B, H, C, D] with new rows [B, H, S, D] from ``first`` on, which ONNX Runtime writes in place."""
-        b = self.builder
-        rows = b.add("Add", [positions(b, axis_size(b, new, 2)), first])
-        places = b.add("Expand", [b.unsqueeze(rows, [1]), b.add("Shape", [new])])
-        return b.add("ScatterElements", [past, places, new], axis=2)
 
     def _bias(self, bias: str) -> ScoreMask:
         require_shape(self.symbolic, bias, "attention_bias", (4,))
@@ -288,7 +252,7 @@ class _ContribExpander:
 class _OperandSizes:
     """Symbolic sizes of a node: batch, rows (queries), keys, past, all_keys; head size of queries and keys, and of values."""
 
-    def __init__(self, node: _ContribExpander, past_key: str) -> None:
+    def __init__(self, node: _ContribExpander) -> None:
         symbolic, fused = node.symbolic, node.fused
         first = require_shape(symbolic, fused.input(0), "input 0", (3, 5))
         self.batch, self.rows = first[0], first[1]
@@ -301,7 +265,7 @@ class _OperandSizes:
             past = symbolic.shape(fused.input(4))
             self.past = past[3] if past is not None else integer(0)
         else:
-            past = symbolic.shape(past_key)
+            past = symbolic.shape(fused.input(6))
             self.past = past[2] if past is not None else integer(0)
             self.keys, widths = self._key_sizes(node, first, heads)
         self.size = require_size(widths[0].divide(heads), "the head size")
