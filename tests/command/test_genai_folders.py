@@ -188,6 +188,19 @@ def test_an_optimized_folder_is_optimized_again(tmp_path: Path) -> None:
     assert once == twice
 
 
+def test_sessions_on_a_gpu_are_told_what_is_missing(tmp_path: Path) -> None:
+    source = folder(tmp_path / "in", BUILT, "model.onnx")
+    where = f"{GENAI_CONFIG}: model.decoder.session_options names the provider cuda"
+    for target, is_noted in (("cpu", True), ("cuda", False)):
+        options = stof.Options(verify=False, target=target)
+        notes = stof.optimize_folder(source, tmp_path / target, options).notes
+        assert (f"{where}; --target cuda makes the choices for a GPU" in notes) == is_noted
+        lacks = [n for n in notes if n.startswith(f"{where}, and the library has no CUDA kernels, which are ")]
+        assert len(lacks) == ("cuda" not in stof.build_info()["backends"])
+    text = BUILT.replace('[ { "cuda": {} } ]', '"cuda"')
+    assert stof.optimize_folder(folder(tmp_path / "other", text, "model.onnx"), tmp_path / "new", NO_VERIFY).notes == []
+
+
 def test_files_that_are_not_there_are_noted(tmp_path: Path) -> None:
     model = {"decoder": {"filename": "model.onnx"}, "vision": {"filename": "vision.onnx"}}
     source = folder(tmp_path / "in", {"model": model}, "model.onnx")
