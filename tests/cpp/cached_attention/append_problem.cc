@@ -2,6 +2,7 @@
 #include "tests/cpp/cached_attention/append_problem.h"
 
 #include <cmath>
+#include <cstdlib>
 
 namespace stof::test::cached_attention {
 
@@ -98,6 +99,11 @@ void CheckCache(const Case& c, const Run& run, const Buffer& before_key, const B
       }
     }
   }
+}
+
+bool IsSampled(uint64_t number) {
+  const char* const sample = std::getenv("STOF_SAMPLE");
+  return sample == nullptr || number % std::max<uint64_t>(1, std::strtoull(sample, nullptr, 10)) == 0;
 }
 
 std::vector<Case> DrawCases(int count) {

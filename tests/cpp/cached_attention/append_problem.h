@@ -148,5 +148,8 @@ void CheckCache(const Case& c, const Run& run, const Buffer& before_key, const B
 
 std::vector<Case> DrawCases(int count);
 
+// STOF_SAMPLE=n: every n-th case is run, for slow tools.
+bool IsSampled(uint64_t number);
+
 }  // namespace stof::test::cached_attention
 #endif  // STOF_TESTS_CPP_CACHED_ATTENTION_APPEND_PROBLEM_H_

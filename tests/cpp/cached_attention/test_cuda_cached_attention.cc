@@ -379,6 +379,7 @@ struct ForcedKernel {
 };
 
 void RunStep(const Step& step, uint64_t seed, int64_t illegal = -1, int32_t seqlen = 0) {
+  if (!IsSampled(seed)) return;
   const std::string where = Text("seed ", seed, " ", Describe(step));
   const ForcedKernel forced(step.kernel);
   Node node(step, seed);

@@ -121,15 +121,20 @@ TEST(CachedMaskTiles) {
       ends.push_back(first.back() + static_cast<int32_t>(random.Range(1, sizes.S)));
       sizes.T = std::max<int64_t>(sizes.T, ends.back());
     }
-    std::unique_ptr<BoundDynamicMask> bound;
-    const Status status = BoundDynamicMask::MakeForCache(mask.expr, sizes, {first.data(), ends.data()}, {}, &bound);
+    std::unique_ptr<BoundCachedMask> bound;
+    const Status status = BoundCachedMask::Make(mask.expr, sizes, first.data(), ends.data(), &bound);
     CHECK(status.ok(), status.message());
     Tensor positions = TensorOfShape(DType::kI32, {sizes.B});
     positions.data = first.data();
     std::unique_ptr<BoundDynamicMask> moved;
     const MaskExpr& fixed = mask.on_device->parts.fixed;
     CHECK(BoundDynamicMask::Make(mask.on_device->parts.dynamic, sizes, {{kFirstPositions, positions}}, &moved).ok());
+    const MaskParts& prompt = mask.of_first_prompt->parts;
+    CHECK(prompt.dynamic.empty() && !prompt.pad, mask.expr.Print(), " of a first prompt: ", prompt.dynamic.Print());
     const int64_t b = random.Range(0, 2), h = random.Range(0, 1);
+    const int64_t query = random.Range(0, sizes.S - 1), other = random.Range(0, sizes.S - 1);
+    CHECK(Allowed(prompt.fixed, sizes, {}, b, h, query, other) == Allowed(mask.expr, sizes, {}, b, h, query, other),
+          mask.expr.Print(), " of a first prompt at ", b, ", ", query, ", ", other);
     const int64_t row0 = random.Range(0, (sizes.S - 1) / kM) * kM, key0 = random.Range(0, (sizes.T - 1) / kN) * kN;
     uint32_t bits[kM], bits_moved[kM];
     const int kind = bound->view()->tile(bound->view()->self, b, h, row0, key0, kM, kN, bits);
