@@ -15,7 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-PRECISIONS = ("fp32", "int4")
+# By name: the builder's precision, and its extra options.
+PRECISIONS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "fp32": ("fp32", ()),
+    "int4": ("int4", ()),  # activations are rounded to 8 bits in each run
+    "int4a32": ("int4", ("accuracy_level=1",)),  # activations stay fp32
+}
 VOCABULARY = 512
 WINDOW = 64  # of sliding windows: prompts of 300 tokens exceed it
 _LOCAL = "sliding_attention"
@@ -205,8 +210,9 @@ def write(name: str, folder: Path, seed: int = 0) -> Path:
     with tempfile.TemporaryDirectory() as scratch:
         checkpoint, cache = Path(scratch) / "checkpoint", Path(scratch) / "cache"
         _write_checkpoint(DECODERS[architecture], checkpoint, seed)
-        given = ("", str(checkpoint), str(folder), precision, "cpu", str(cache))
-        options = parse_extra_options(*given, list(DECODERS[architecture].options))
+        kind, more = PRECISIONS[precision]
+        given = ("", str(checkpoint), str(folder), kind, "cpu", str(cache))
+        options = parse_extra_options(*given, [*DECODERS[architecture].options, *more])
         _flatten_rotary_settings(options["hf_details"]["hf_config"])
         create_model(*given, **options)
     config = folder / "genai_config.json"

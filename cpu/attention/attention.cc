@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "cpu/attention/plan.h"
 #include "cpu/isa.h"
 #include "cpu/kernel_table.h"
 #include "plugins/core/base/integers.h"
@@ -17,196 +18,6 @@ namespace stof {
 namespace {
 
 constexpr int64_t kLine = 64;
-
-// Few queries: their rows of all heads of a group share a pass over the keys, which are split along their length. More
-// are only few beside many keys.
-constexpr int64_t kFewRows = 4, kMostFewRows = 16, kManyKeys = 256;
-// Up to this many rows are not worth packing the keys for: packing moves each key once more.
-constexpr int64_t kInPlaceRows = 8;
-constexpr int64_t kMostPackedRows = 512;
-// Keys of a KV split: enough to make the few hundred bytes of a partial result cheap, few enough to keep threads busy.
-// Where the heads of a group pass over the keys one by one, a split stays in L2 (512 keys × 64 × 2 × 4 B = 256 KiB).
-constexpr int64_t kLeastSplitKeys = 256, kMostSplitKeys = 2048, kSharedSplitKeys = 512;
-// So many items are worth longer splits.
-constexpr int64_t kManyItems = 256;
-
-// Where every row's key tiles fit half an L2, each worker packs the tiles that it meets. A packed copy of all keys
-// would go through memory, which costs more (107 cycles a key on Zen 3) than packing in the cache (about 20).
-constexpr int64_t kRingBytes = 512 << 10;
-
-// Bytes of element masks that a worker evaluates and keeps for the other heads of the same rows.
-constexpr int64_t kElementBytes = 2 << 20;
-// Tile rows whose key tiles are counted to choose the size of a ring.
-constexpr int64_t kSampledRows = 64;
-// Bytes of the partial results of split-KV rows.
-constexpr int64_t kPartialBytes = 64 << 20;
-
-int64_t KeyCount(const AttentionArgs& args, int64_t b) {
-  return args.key_counts == nullptr ? args.T : args.key_counts[b];
-}
-
-bool HasRuns(const AttentionArgs& args) {
-  return args.mask == nullptr && args.elements != nullptr && args.elements->runs != nullptr;
-}
-
-// A call as the kernels see it, and what that refers to.
-class Plan {
- public:
-  Plan(const AttentionArgs& args, const CpuAttentionConfig& config) : args_(args) {
-    problem_.args = &args;
-    problem_.m = config.m;
-    problem_.n = config.n;
-    problem_.tile_rows = CeilDiv(args.S, config.m);
-    problem_.key_tiles = CeilDiv(args.T, config.n);
-    if (args.elements != nullptr) {
-      const int64_t tile_bytes = int64_t{config.m} * config.n / 8;
-      problem_.element_slots =
-          std::clamp<int64_t>(kElementBytes / tile_bytes, 1, std::max<int64_t>(1, problem_.key_tiles));
-    }
-    // Rows that are not dense use few sets of the L1 cache: a quarter of them at 12 heads × 64 × 4 B. Loads that cross
-    // a cache line take twice as long.
-    problem_.pack_values = args.dtype != DType::kF32 || args.Dv % cpu::kPanel != 0 || args.value_stride.s != args.Dv ||
-                           reinterpret_cast<uintptr_t>(args.value) % kLine != 0;
-    if (HasRuns(args)) runs_.resize(static_cast<size_t>(problem_.key_tiles));
-    sequences_.resize(static_cast<size_t>(args.B));
-    for (int64_t b = 0; b < args.B; ++b) FindTiles(b, &sequences_[static_cast<size_t>(b)]);
-    problem_.few_queries =
-        args.S <= config.m && (args.S <= kFewRows || (args.S <= kMostFewRows && args.T >= kManyKeys));
-    problem_.few_queries ? PlanFewQueries() : PlanTileRows();
-    problem_.sequences = sequences_.data();
-  }
-
-  cpu::AttentionProblem* problem() { return &problem_; }
-  int64_t Items() const { return problem_.few_queries ? split_items_ : args_.B * args_.H * problem_.tile_rows; }
-
- private:
-  // Calls visit(run) for the key tiles in [first, last) that rows of one head may attend.
-  template <typename Visit>
-  void ForEachRun(int64_t b, int64_t h, int64_t row0, int64_t rows, const Visit& visit) {
-    const DynamicMask& mask = *args_.elements;
-    const int64_t count =
-        mask.runs(mask.self, b, h, row0, static_cast<int>(rows), problem_.n, 0, problem_.key_tiles, runs_.data());
-    for (int64_t i = 0; i < count; ++i) visit(runs_[static_cast<size_t>(i)]);
-  }
-
-  // The key tiles that a sequence's queries may attend: all that exist where that is not known cheaply.
-  void FindTiles(int64_t b, cpu::SequenceTiles* sequence) {
-    sequence->last = CeilDiv(KeyCount(args_, b), problem_.n);
-    const bool all_keys = args_.empty_rows == EmptyRows::kAll || args_.empty_rows == EmptyRows::kMean;
-    if (!HasRuns(args_) || args_.elements->by_head || all_keys) return;
-    int64_t first = sequence->last, last = 0;
-    ForEachRun(b, 0, 0, args_.S, [&](const KeyTileRun& run) {
-      first = std::min<int64_t>(first, run.first);
-      last = std::max<int64_t>(last, run.last);
-    });
-    sequence->first = std::min(first, last);
-    sequence->last = last;
-  }
-
-  // Heads whose rows go together: as many of a group as have the same mask, and few enough for a worker's memory.
-  int64_t PackedHeads() const {
-    const bool by_head = (args_.mask != nullptr && args_.mask->layout_h > 1) ||
-                         (args_.dynamic != nullptr && args_.dynamic->by_head) ||
-                         (args_.elements != nullptr && args_.elements->by_head);
-    if (by_head) return 1;
-    const int64_t group = args_.H / args_.G;
-    int64_t heads = std::min(group, std::max<int64_t>(1, kMostPackedRows / args_.S));
-    while (group % heads != 0) --heads;
-    return heads;
-  }
-
-  void PlanFewQueries() {
-    problem_.packed_heads = PackedHeads();
-    problem_.in_place = problem_.packed_heads * args_.S <= kInPlaceRows;
-    const bool shares = problem_.packed_heads < args_.H / args_.G;  // items go through their keys more than once
-    problem_.partial_stride = RoundUp(2 + args_.Dv, kLine / 4);
-    // The tiles of each sequence; where lists of runs are short, those that are attended.
-    std::vector<int64_t> counts;
-    int64_t total = 0;
-    for (int64_t b = 0; b < args_.B; ++b) {
-      const cpu::SequenceTiles& sequence = sequences_[static_cast<size_t>(b)];
-      counts.push_back(sequence.last - sequence.first);
-      if (HasRuns(args_) && !args_.elements->by_head) {
-        counts.back() = 0;
-        ForEachRun(b, 0, 0, args_.S, [&](const KeyTileRun& run) { counts.back() += run.last - run.first; });
-      }
-      total += counts.back();
-    }
-    // The length of a split must not depend on the number of threads, so that results do not.
-    int64_t length =
-        std::clamp(total * args_.G / kManyItems, kLeastSplitKeys / problem_.n, kMostSplitKeys / problem_.n);
-    if (shares) length = std::min(length, kSharedSplitKeys / problem_.n);
-    const int64_t most =
-        kPartialBytes / std::max<int64_t>(1, args_.B * args_.H * args_.S * problem_.partial_stride * 4);
-    length = std::max(length, problem_.key_tiles / std::max<int64_t>(1, most) + 1);
-    for (int64_t b = 0; b < args_.B; ++b) Split(b, counts[static_cast<size_t>(b)], length);
-    for (cpu::SequenceTiles& sequence : sequences_) {
-      sequence.split_begin = split_begins_.data() + sequence.first_item;
-      sequence.first_item = split_items_;
-      split_items_ += args_.G * sequence.splits;
-      problem_.most_splits = std::max(problem_.most_splits, sequence.splits);
-    }
-    if (!problem_.in_place) problem_.ring_tiles = shares ? length : 1;
-  }
-
-  // Cuts the `count` tiles of a sequence into splits of equal length; first_item is their place in split_begins_.
-  void Split(int64_t b, int64_t count, int64_t length) {
-    cpu::SequenceTiles& sequence = sequences_[static_cast<size_t>(b)];
-    sequence.splits = std::max<int64_t>(1, CeilDiv(count, length));
-    sequence.first_item = static_cast<int64_t>(split_begins_.size());
-    split_begins_.push_back(static_cast<int32_t>(sequence.first));
-    int64_t seen = 0, next = 1;  // tiles before, and the split that begins next
-    const auto pass = [&](int64_t first, int64_t last) {
-      for (; next < sequence.splits && next * count / sequence.splits < seen + last - first; ++next) {
-        split_begins_.push_back(static_cast<int32_t>(first + next * count / sequence.splits - seen));
-      }
-      seen += last - first;
-    };
-    if (HasRuns(args_) && !args_.elements->by_head) {
-      ForEachRun(b, 0, 0, args_.S, [&](const KeyTileRun& run) { pass(run.first, run.last); });
-    } else {
-      pass(sequence.first, sequence.last);
-    }
-    split_begins_.push_back(static_cast<int32_t>(sequence.last));
-  }
-
-  void PlanTileRows() {
-    int64_t tiles = 0;
-    for (const cpu::SequenceTiles& sequence : sequences_) tiles = std::max(tiles, sequence.last - sequence.first);
-    problem_.panels = CeilDiv(std::min(tiles * problem_.n, args_.T), cpu::kPanel);
-    const int64_t most = MostTiles();
-    const int64_t packed = args_.D + (problem_.pack_values ? args_.Dv : 0);
-    if (most * problem_.n * packed * 4 <= kRingBytes) problem_.ring_tiles = std::max<int64_t>(1, most);
-  }
-
-  // The most key tiles of a tile row; where runs are listed, of some of them.
-  int64_t MostTiles() {
-    int64_t most = 0;
-    if (args_.empty_rows == EmptyRows::kAll) return problem_.key_tiles;
-    if (args_.mask != nullptr) {
-      const std::vector<int32_t>& row_ptr = args_.mask->row_ptr;
-      for (size_t r = 0; r + 1 < row_ptr.size(); ++r) most = std::max<int64_t>(most, row_ptr[r + 1] - row_ptr[r]);
-      return most;
-    }
-    if (!HasRuns(args_)) return problem_.key_tiles;
-    const int64_t rows = args_.B * args_.H * problem_.tile_rows, samples = std::min(rows, kSampledRows);
-    for (int64_t i = 0; i < samples; ++i) {
-      const int64_t item = rows - 1 - i * rows / samples, head = item / problem_.tile_rows;
-      int64_t tiles = 0;
-      ForEachRun(head / args_.H, head % args_.H, item % problem_.tile_rows * problem_.m, problem_.m,
-                 [&](const KeyTileRun& run) { tiles += run.last - run.first; });
-      most = std::max(most, tiles);
-    }
-    return most;
-  }
-
-  const AttentionArgs& args_;
-  cpu::AttentionProblem problem_;
-  std::vector<KeyTileRun> runs_;
-  std::vector<cpu::SequenceTiles> sequences_;
-  std::vector<int32_t> split_begins_;
-  int64_t split_items_ = 0;
-};
 
 struct Layout {
   int64_t pad = 0, order = 0, keys = 0, values = 0, partial = 0, scratch = 0, total = 0;  // byte offsets
@@ -245,7 +56,7 @@ void FillPadBits(const cpu::AttentionProblem& problem, uint32_t* bits) {
   const int64_t words = problem.key_tiles * problem.n / 32;
   for (int64_t b = 0; b < args.B; ++b) {
     const uint8_t* pad = args.pad + b * args.T;
-    const int64_t keys = KeyCount(args, b);
+    const int64_t keys = cpu::EndOfKeys(args, b);
     for (int64_t w = 0; w < words; ++w) {
       uint32_t word = 0;
       for (int64_t k = 32 * w; k < std::min(32 * w + 32, keys); ++k) word |= uint32_t{pad[k] != 0} << (k - 32 * w);
@@ -378,9 +189,9 @@ Status Check(const AttentionArgs& args, const CpuAttentionConfig& config) {
       (args.mask->m != config.m || args.mask->n != config.n || args.mask->S != args.S || args.mask->T != args.T)) {
     return Status::Error("the block mask was built for another tile or other sizes");
   }
-  for (int64_t b = 0; args.key_counts != nullptr && b < args.B; ++b) {
-    if (args.mask == nullptr && args.key_counts[b] >= 0 && args.key_counts[b] <= args.T) continue;
-    return Status::Error("sequence " + std::to_string(b) + " has " + std::to_string(args.key_counts[b]) +
+  for (int64_t b = 0; args.key_ends != nullptr && b < args.B; ++b) {
+    if (args.mask == nullptr && args.key_ends[b] >= 0 && args.key_ends[b] <= args.T) continue;
+    return Status::Error("sequence " + std::to_string(b) + " has " + std::to_string(args.key_ends[b]) +
                          " keys, expected 0 to " + std::to_string(args.T) + " and no block mask");
   }
   return Status();
@@ -392,7 +203,7 @@ CpuAttentionConfig ChooseCpuAttention(const AttentionArgs& args, int threads) {
   CpuAttentionConfig config;
   config.isa = BestCpuIsa();
   config.n = 64;
-  if (args.S <= kFewRows || (args.S <= kMostFewRows && args.T >= kManyKeys)) {
+  if (cpu::AreFewQueries(args)) {
     config.m = static_cast<int>(std::max<int64_t>(1, args.S));
     return config;
   }
@@ -406,7 +217,7 @@ CpuAttentionConfig ChooseCpuAttention(const AttentionArgs& args, int threads) {
 
 size_t CpuAttentionWorkspace(const AttentionArgs& args, const CpuAttentionConfig& config, int threads) {
   if (!Check(args, config).ok()) return 0;
-  Plan plan(args, config);
+  cpu::AttentionPlan plan(args, config);
   const cpu::AttentionKernels& kernels = *cpu::KernelsOf(config.isa).attention;
   return static_cast<size_t>(MakeLayout(*plan.problem(), plan.Items(), kernels, std::max(1, threads)).total);
 }
@@ -416,7 +227,7 @@ Status CpuAttention(const AttentionArgs& args, const CpuAttentionConfig& config,
   STOF_RETURN_IF_ERROR(Check(args, config));
   if (args.B == 0 || args.H == 0 || args.S == 0) return Status();
   const cpu::AttentionKernels& kernels = *cpu::KernelsOf(config.isa).attention;
-  Plan plan(args, config);
+  cpu::AttentionPlan plan(args, config);
   cpu::AttentionProblem& problem = *plan.problem();
   const int64_t items = plan.Items();
   const int threads = std::max(1, parallel.threads);

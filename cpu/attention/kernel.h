@@ -26,17 +26,17 @@ void Pack(const AttentionProblem& problem, int64_t first, int64_t last, void* me
   // Heads are innermost, since exporters leave them side by side: a page of keys is met once, not once per head.
   for (int64_t i = first; i < last; ++i) {
     const int64_t g = i % args.G, b = i / args.G / problem.panels;
-    const int64_t packed = i / args.G % problem.panels, keys_of_b = KeyCount(args, b);
+    const int64_t packed = i / args.G % problem.panels, end = KeyEnd(args, b);
     const int64_t panel = problem.sequences[b].first * (problem.n / kPanel) + packed;
-    if (panel * kPanel >= Min(keys_of_b, problem.sequences[b].last * problem.n)) continue;
+    if (panel * kPanel >= Min(end, problem.sequences[b].last * problem.n)) continue;
     const int64_t at = (b * args.G + g) * problem.panels + packed;
     const char* keys =
         static_cast<const char*>(args.key) + SizeOf(args.dtype) * (b * args.key_stride.b + g * args.key_stride.h);
-    PackKeys(keys, panel, keys_of_b, args, scratch, problem.packed_keys + at * args.D * kPanel);
+    PackKeys(keys, panel, end, args, scratch, problem.packed_keys + at * args.D * kPanel);
     if (!problem.pack_values) continue;
     const char* values =
         static_cast<const char*>(args.value) + SizeOf(args.dtype) * (b * args.value_stride.b + g * args.value_stride.h);
-    CopyValues(values, panel * kPanel, Min(kPanel, keys_of_b - panel * kPanel), args, scratch.ldo,
+    CopyValues(values, panel * kPanel, Min(kPanel, end - panel * kPanel), args, scratch.ldo,
                problem.packed_values + at * kPanel * scratch.ldo);
   }
 }

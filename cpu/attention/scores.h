@@ -23,7 +23,7 @@ inline bool Worker<kInPlace>::FindMask(int64_t tile, const uint32_t* bits, bool 
     sources[used] = bits;
     strides[used++] = count;
   }
-  const int64_t keys = key_count_ - tile * problem_.n;
+  const int64_t keys = key_end_ - tile * problem_.n;
   if (problem_.pad_bits != nullptr && !unmasked) {
     const uint32_t* pad = problem_.pad_bits + (b_ * problem_.key_tiles + tile) * count;
     uint32_t any = 0, all = ~0u;
@@ -130,9 +130,9 @@ inline const float* Worker<kInPlace>::PackedTile(int64_t tile) const {
   float* const keys = scratch_.ring + slot * panels * size;
   if (scratch_.ring_of[slot] == wanted) return keys;
   scratch_.ring_of[slot] = wanted;
-  const int64_t key0 = tile * problem_.n, count = Min(problem_.n, key_count_ - key0);
+  const int64_t key0 = tile * problem_.n, count = Min(problem_.n, key_end_ - key0);
   for (int64_t p = 0; p * kPanel < count; ++p) {
-    PackKeys(keys_, tile * panels + p, key_count_, args_, scratch_, keys + p * size);
+    PackKeys(keys_, tile * panels + p, key_end_, args_, scratch_, keys + p * size);
   }
   if (problem_.pack_values) {
     CopyValues(values_, key0, count, args_, scratch_.ldo, scratch_.ring_values + slot * problem_.n * scratch_.ldo);

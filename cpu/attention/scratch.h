@@ -91,8 +91,8 @@ inline void FillTailWords(int64_t count, int64_t words, uint32_t* bits) {
   }
 }
 
-inline int64_t KeyCount(const AttentionArgs& args, int64_t b) {
-  return args.key_counts == nullptr ? args.T : args.key_counts[b];
+inline int64_t KeyEnd(const AttentionArgs& args, int64_t b) {
+  return args.key_ends == nullptr ? args.T : args.key_ends[b];
 }
 
 inline void CopyRows(const char* from, DType dtype, int64_t stride, int64_t rows, int64_t size, int64_t ld, float* to) {

@@ -35,7 +35,7 @@ class Worker {
     row0_ = row0;
     queries_ = static_cast<int>(rows);
     rows_ = static_cast<int>(heads * rows);
-    key_count_ = KeyCount(args_, b);
+    key_end_ = KeyEnd(args_, b);
     keys_ = static_cast<const char*>(args_.key) + item_size_ * (b * args_.key_stride.b + g_ * args_.key_stride.h);
     values_ =
         static_cast<const char*>(args_.value) + item_size_ * (b * args_.value_stride.b + g_ * args_.value_stride.h);
@@ -64,7 +64,7 @@ class Worker {
         int64_t from = 0, to = 0;
         TileRange(there, &from, &to);
         for (int64_t tile = from > last ? from : last; tile < to && tile < last + 2; ++tile) {
-          const int64_t key0 = tile * problem_.n, keys = Min(problem_.n, key_count_ - key0);
+          const int64_t key0 = tile * problem_.n, keys = Min(problem_.n, key_end_ - key0);
           prefetch_.Add(row(args_.key, args_.key_stride, b, g, key0), item_size_ * args_.key_stride.s, keys,
                         item_size_ * args_.D);
           prefetch_.Add(row(args_.value, args_.value_stride, b, g, key0), item_size_ * args_.value_stride.s, keys,
@@ -79,7 +79,7 @@ class Worker {
   // Key tiles [first, last) that the mask keeps. unmasked: all of them, every key.
   void AttendTiles(int64_t first, int64_t last, bool unmasked) {
     const BlockMask* mask = args_.mask;
-    last = Min(last, (key_count_ + problem_.n - 1) / problem_.n);
+    last = Min(last, (key_end_ + problem_.n - 1) / problem_.n);
     if (mask == nullptr && !unmasked && scratch_.has_runs) return AttendRuns(first, last);
     if (mask == nullptr || unmasked) {
       for (int64_t tile = first; tile < last; ++tile) {
@@ -259,7 +259,7 @@ class Worker {
   // Where the rows of a tile begin that will be read soon; nullptr: nowhere, or in a copy that is read at once.
   const char* Ahead(const char* head, int64_t stride, int64_t tile) const {
     const bool is_copied = head == values_ ? scratch_.copy_values : scratch_.copy_keys;
-    if (tile < 0 || is_copied || (tile + 1) * problem_.n > key_count_) return nullptr;
+    if (tile < 0 || is_copied || (tile + 1) * problem_.n > key_end_) return nullptr;
     return head + item_size_ * tile * problem_.n * stride;
   }
 
@@ -267,7 +267,7 @@ class Worker {
   void Tile(int64_t tile, const uint32_t* bits, bool unmasked) {
     if (!FindMask(tile, bits, unmasked)) return;
     const int64_t key0 = tile * problem_.n;
-    const int keys = static_cast<int>(Min(problem_.n, key_count_ - key0));
+    const int keys = static_cast<int>(Min(problem_.n, key_end_ - key0));
     const float* values = reinterpret_cast<const float*>(values_) + key0 * args_.value_stride.s;
     int64_t ldv = args_.value_stride.s;
     const float* packed = kInPlace ? nullptr : PackedTile(tile);
@@ -297,7 +297,7 @@ class Worker {
       }
       if (count == 0) continue;
       if (kInPlace) {
-        // The values of this tile come to the L2 cache during its scores, the keys of the next one during its output.
+        // The values of this tile come to the L2 cache during its scores.
         InPlaceScores(strips[0], keys_in_place, ldk, first == 0 ? Ahead(values_, args_.value_stride.s, tile) : nullptr);
       } else {
         PackedScores(strips, 0, count, packed);
@@ -316,7 +316,8 @@ class Worker {
         }
         prefetch_.Fetch(lines_per_step_);
       }
-      Values(strips, count, values, ldv, kInPlace && first == 0 ? Ahead(keys_, args_.key_stride.s, next_) : nullptr);
+      // And the keys of the next one during its output, where that has time: beside one row.
+      Values(strips, count, values, ldv, kInPlace && rows_ == 1 ? Ahead(keys_, args_.key_stride.s, next_) : nullptr);
     }
   }
 
@@ -383,7 +384,7 @@ class Worker {
     if (!plain) FromFloats(scratch_.row, args_.dtype, args_.Dv, OutputRow(r));
   }
   void WriteEmptyRow(int r) {
-    if (args_.empty_rows == EmptyRows::kMean && key_count_ > 0) {
+    if (args_.empty_rows == EmptyRows::kMean && key_end_ > 0) {
       FindMean();
       FromFloats(scratch_.mean, args_.dtype, args_.Dv, OutputRow(r));
       return;
@@ -398,15 +399,15 @@ class Worker {
     *scratch_.mean_of = group_;
     for (int64_t d = 0; d < args_.Dv; ++d) scratch_.mean[d] = 0.0f;
     // In blocks, so that the rounding of a long sum stays near that of a short one.
-    for (int64_t first = 0; first < key_count_; first += 256) {
+    for (int64_t first = 0; first < key_end_; first += 256) {
       for (int64_t d = 0; d < args_.Dv; ++d) scratch_.o[d] = 0.0f;
-      for (int64_t k = first; k < Min(first + 256, key_count_); ++k) {
+      for (int64_t k = first; k < Min(first + 256, key_end_); ++k) {
         ToFloats(values_ + item_size_ * k * args_.value_stride.s, args_.dtype, args_.Dv, scratch_.row);
         for (int64_t d = 0; d < args_.Dv; ++d) scratch_.o[d] += scratch_.row[d];
       }
       for (int64_t d = 0; d < args_.Dv; ++d) scratch_.mean[d] += scratch_.o[d];
     }
-    for (int64_t d = 0; d < args_.Dv; ++d) scratch_.mean[d] /= static_cast<float>(key_count_);
+    for (int64_t d = 0; d < args_.Dv; ++d) scratch_.mean[d] /= static_cast<float>(key_end_);
   }
 
   const AttentionProblem& problem_;
@@ -415,7 +416,7 @@ class Worker {
   const int64_t item_size_;
   int64_t b_ = 0, h_ = 0, g_ = 0, row0_ = 0;
   int rows_ = 0, queries_ = 0;  // rows of all heads, of one head
-  int64_t key_count_ = 0;       // keys that exist
+  int64_t key_end_ = 0;         // keys that exist
   int64_t next_ = -1;           // the key tile after the current one, as far as it is known
   const char* keys_ = nullptr;
   const char* values_ = nullptr;

@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // The CPU attention kernel alone: GFLOP/s on the pairs that the mask allows and on the tiles that hold one, beside the
-// FMA rate of the same run. Rounds of all rows are interleaved with the FMA loop; the figures are minima.
-//   bench_attention [--rows ROW[,ROW]] [--threads N] [--rounds N] [--tile MxN] [--isa NAME]
+// FMA rate of the same run. Rows of a KV cache go round as many layers as a memory cache does not hold. Rounds of all
+// rows are interleaved with the FMA loop; the figures are minima.
+//   bench_attention [--rows ROW[,ROW]] [--threads N] [--rounds N] [--tile MxN] [--isa NAME] [--cpu-time]
 // NAME is an instruction set of cpu/isa.h.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <ctime>
 #include <memory>
 #include <random>
 #include <string>
@@ -18,6 +20,7 @@
 #include "plugins/core/contract/attention.h"
 #include "plugins/core/host/thread_pool.h"
 #include "plugins/core/mask/block_mask_builder.h"
+#include "plugins/core/mask/cached_mask.h"
 #include "plugins/core/mask/expr.h"
 
 namespace stof {
@@ -27,8 +30,11 @@ struct Case {
   const char* name;
   const char* mask;  // empty: dense
   int64_t B, H, G, S, T, D;
-  bool bshd;  // heads between positions: rows stride H * D, as exporters' projections leave them
+  bool bshd;       // heads between positions: rows stride H * D, as exporters' projections leave them
+  int layers = 1;  // more: attention over KV caches, each run over the next one's; the mask is in absolute positions
 };
+
+constexpr int kLayers = 8;
 
 constexpr Case kCases[] = {
     {"dense", "", 1, 12, 12, 4096, 4096, 64, false},
@@ -50,9 +56,24 @@ constexpr Case kCases[] = {
     {"decode", "", 1, 12, 12, 1, 32768, 64, false},
     {"decode-gqa", "", 1, 32, 8, 1, 32768, 128, false},
     {"decode-small", "", 1, 12, 12, 1, 1024, 64, false},
+    {"cache", "k <= q", 1, 32, 8, 1, 16384, 128, false, kLayers},
+    {"cache-g1", "k <= q", 1, 32, 1, 1, 16384, 128, false, kLayers},
+    {"cache-g32", "k <= q", 1, 32, 32, 1, 16384, 128, false, kLayers},
+    {"cache-d64", "k <= q", 1, 32, 8, 1, 16384, 64, false, kLayers},
+    {"cache-s4", "k <= q", 1, 32, 8, 4, 16384, 128, false, kLayers},
+    {"cache-s16", "k <= q", 1, 32, 8, 16, 16384, 128, false, kLayers},
+    {"cache-w1024", "k <= q and q - k < 1024", 1, 32, 8, 1, 16384, 128, false, kLayers},
+    {"cache-1k", "k <= q", 1, 32, 8, 1, 1024, 128, false, kLayers},
+    {"cache-prefill", "k <= q and q - k < 1024", 1, 32, 8, 8192, 8192, 128, false, 2},
+    {"cache-chunk", "k <= q", 1, 32, 8, 256, 8192, 128, false, 2},
 };
 
-double Now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+// --cpu-time: CPU seconds of the process, for a machine that others use, too; with one thread they are those of a run.
+bool counts_cpu_time = false;
+double Now() {
+  if (counts_cpu_time) return static_cast<double>(std::clock()) / CLOCKS_PER_SEC;
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
 
 void* Aligned(size_t bytes) { return std::aligned_alloc(64, (bytes / 64 + 1) * 64); }
 
@@ -65,7 +86,9 @@ Buffer Random(int64_t count, uint32_t seed) {
   Buffer buffer(Aligned(static_cast<size_t>(count) * 4));
   std::mt19937 random(seed);
   std::normal_distribution<float> normal;
-  for (int64_t i = 0; i < count; ++i) static_cast<float*>(buffer.get())[i] = normal(random);
+  float* const values = static_cast<float*>(buffer.get());
+  constexpr int64_t kDrawn = int64_t{1} << 20;  // more repeat these
+  for (int64_t i = 0; i < count; ++i) values[i] = i < kDrawn ? normal(random) : values[i - kDrawn];
   return buffer;
 }
 
@@ -74,9 +97,49 @@ struct Row {
   AttentionArgs args;
   CpuAttentionConfig config;
   BlockMask mask;
+  MaskExpr expr;
+  std::vector<int32_t> first, ends;  // of a KV cache
+  std::unique_ptr<BoundCachedMask> cached;
+  int layer = 0;
   Buffer query, key, value, output, workspace;
-  double pairs = 0, tile_pairs = 0, best = 1e9;
+  double pairs = 0, tile_pairs = 0, keys = 0, best = 1e9;
+
+  void TakeNextLayer() {
+    const int64_t elements = args.B * args.G * args.T * args.D * (layer = (layer + 1) % what->layers);
+    args.key = static_cast<float*>(key.get()) + elements;
+    args.value = static_cast<float*>(value.get()) + elements;
+  }
 };
+
+void Exit(const char* row, const Status& status) {
+  if (status.ok()) return;
+  std::fprintf(stderr, "%s: %s\n", row, status.message().c_str());
+  std::exit(1);
+}
+
+// Every query row's keys, counted one by one.
+void BindCache(const Case& what, Row* row) {
+  AttentionArgs& a = row->args;
+  Exit(what.name, MaskExpr::Parse(what.mask, {}, &row->expr));
+  row->first.assign(static_cast<size_t>(what.B), static_cast<int32_t>(what.T - what.S));
+  row->ends.assign(static_cast<size_t>(what.B), static_cast<int32_t>(what.T));
+  const ExprSizes sizes = {what.B, what.H, what.S, what.T, 0};
+  Exit(what.name, BoundCachedMask::Make(row->expr, sizes, row->first.data(), row->ends.data(), &row->cached));
+  a.elements = row->cached->view();
+  a.key_ends = row->ends.data();
+  ExprSizes own = sizes;
+  own.P = row->first[0];
+  ExprEvaluator evaluator(row->expr, own, {});
+  std::vector<uint8_t> allowed(static_cast<size_t>(what.T)), any(allowed.size(), 0);
+  row->pairs = 0;
+  for (int64_t i = 0; i < what.S; ++i) {
+    evaluator.Row(0, 0, own.P + i, 0, what.T, allowed.data());
+    for (size_t k = 0; k < any.size(); ++k) row->pairs += allowed[k], any[k] |= allowed[k];
+  }
+  row->tile_pairs = row->pairs;
+  row->keys = 0;
+  for (const uint8_t one : any) row->keys += one;
+}
 
 void Prepare(const Case& what, int threads, int m, int n, CpuIsa isa, Row* row) {
   row->what = &what;
@@ -90,8 +153,8 @@ void Prepare(const Case& what, int threads, int m, int n, CpuIsa isa, Row* row) 
   a.query_stride = a.output_stride = strides(what.H, what.S);
   a.key_stride = a.value_stride = strides(what.G, what.T);
   row->query = Random(what.B * what.H * what.S * what.D, 1);
-  row->key = Random(what.B * what.G * what.T * what.D, 2);
-  row->value = Random(what.B * what.G * what.T * what.D, 3);
+  row->key = Random(what.layers * what.B * what.G * what.T * what.D, 2);
+  row->value = Random(what.layers * what.B * what.G * what.T * what.D, 3);
   row->output.reset(Aligned(static_cast<size_t>(what.B * what.H * what.S * what.D) * 4));
   a.query = row->query.get(), a.key = row->key.get(), a.value = row->value.get(), a.output = row->output.get();
   row->config = ChooseCpuAttention(a, threads);
@@ -99,16 +162,16 @@ void Prepare(const Case& what, int threads, int m, int n, CpuIsa isa, Row* row) 
   if (n > 0) row->config.n = n;
   row->config.isa = isa;
   row->pairs = row->tile_pairs = static_cast<double>(what.S) * static_cast<double>(what.T);
-  if (what.mask[0] != 0) {
-    MaskExpr expr;
+  row->keys = static_cast<double>(what.T);
+  if (what.layers > 1) {
+    BindCache(what, row);
+  } else if (what.mask[0] != 0) {
+    MaskExpr& expr = row->expr;
     ExprSizes sizes;
     sizes.B = what.B, sizes.H = what.H, sizes.S = what.S, sizes.T = what.T, sizes.P = what.T - what.S;
     Status status = MaskExpr::Parse(what.mask, {}, &expr);
     if (status.ok()) status = BuildBlockMask(expr, sizes, row->config.m, row->config.n, &row->mask);
-    if (!status.ok()) {
-      std::fprintf(stderr, "%s\n", status.message().c_str());
-      std::exit(1);
-    }
+    Exit(what.name, status);
     a.mask = &row->mask;
     row->pairs = 0;
     const int64_t words = int64_t{row->mask.m} * row->mask.n / 32;
@@ -128,6 +191,7 @@ int Main(int argc, char** argv) {
   std::string rows;
   int threads = 1, rounds = 5, m = 0, n = 0;
   CpuIsa isa = BestCpuIsa();
+  if (argc % 2 == 0 && std::strcmp(argv[argc - 1], "--cpu-time") == 0) counts_cpu_time = true;
   for (int i = 1; i + 1 < argc; i += 2) {
     if (std::strcmp(argv[i], "--rows") == 0) rows = "," + std::string(argv[i + 1]) + ",";
     if (std::strcmp(argv[i], "--threads") == 0) threads = std::atoi(argv[i + 1]);
@@ -157,10 +221,8 @@ int Main(int argc, char** argv) {
         const double begin = Now();
         const Status status = CpuAttention(row->args, row->config, row->workspace.get(), pool.view());
         row->best = std::min(row->best, Now() - begin);
-        if (!status.ok()) {
-          std::fprintf(stderr, "%s: %s\n", row->what->name, status.message().c_str());
-          return 1;
-        }
+        Exit(row->what->name, status);
+        row->TakeNextLayer();
       }
     }
   }
@@ -171,7 +233,7 @@ int Main(int argc, char** argv) {
   for (const auto& row : table) {
     const double heads = static_cast<double>(row->args.B * row->args.H);
     const double flop = 4.0 * heads * static_cast<double>(row->args.D) / row->best * 1e-9;
-    const double bytes = 8.0 * static_cast<double>(row->args.B * row->args.G * row->args.T * row->args.D);
+    const double bytes = 8.0 * static_cast<double>(row->args.B * row->args.G * row->args.D) * row->keys;
     char tile[24];
     std::snprintf(tile, sizeof(tile), "%dx%d", row->config.m, row->config.n);
     std::printf("%-14s %-8s %10.3f %9.1f %9.1f %8.1f %8.1f %7.1f\n", row->what->name, tile, row->best * 1e3,

@@ -201,6 +201,11 @@ class Report:
         return self.rows("sites")
 
     @property
+    def caches(self) -> list[Any]:
+        """The rows of attention over a KV cache (:class:`stof.cached_attention.report.CacheReport`)."""
+        return self.rows("caches")
+
+    @property
     def chains(self) -> list[Any]:
         """The rows of fused chains (:class:`stof.fusion.apply.ChainReport`)."""
         return self.rows("chains")

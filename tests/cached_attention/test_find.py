@@ -118,6 +118,8 @@ REFUSED: dict[str, tuple[Callable[[onnx.NodeProto], None], str]] = {
     "no window": (attribute("local_window_size", 0), "local_window_size is 0"),
     "a negative window": (attribute("local_window_size", -7), "local_window_size is -7"),
     "slides without window": (attribute("sliding_window_cache", 1), "local_window_size is not given"),
+    "a flag": (attribute("smooth_softmax", 2), "its attribute smooth_softmax is 2, expected 0 or 1"),
+    "a large flag": (attribute("do_rotary", 1 << 40), "its attribute do_rotary is 1099511627776, expected 0 or 1"),
     "a type": (attribute("local_window_size", 4.0), "its attribute local_window_size is 4.0, expected an integer"),
     "another type": (attribute("k_quant_type", 1), "its attribute k_quant_type is 1, expected a string"),
     "infinite scale": (attribute("scale", float("inf")), "scale is inf"),

@@ -43,12 +43,13 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("steps", STEPS)
-@pytest.mark.parametrize("name", SHAPES)
+# A bias of each row needs several.
+PAIRS = [(n, s) for n in SHAPES for s in STEPS if SHAPES[n].bias[0] < 2 or len(STEPS[s][0]) > 1]
+
+
+@pytest.mark.parametrize(("name", "steps"), PAIRS)
 def test_oracle_is_the_runtime(name: str, steps: str) -> None:
     shape, (lengths, queries, capacity) = SHAPES[name], STEPS[steps]
-    if shape.bias[0] > 1 and len(lengths) == 1:
-        pytest.skip("a batch of one row")
     step = draw_step(shape, lengths, queries, capacity, seed=len(name) + queries)
     found = session(model_of(shape), library=False).run(None, feeds_of(shape, step))
     exact = compute_step(step)

@@ -69,7 +69,7 @@ def test_replaced_and_verified(name: str, tmp_path: Path) -> None:
     """Every node is replaced, sites and outputs are compared, and no drawn input is refused."""
     model = VERIFIED[name]
     report, found = optimized(model, tmp_path)
-    rows = report.rows("caches")
+    rows = report.caches
     assert [(r.replaced, r.reason) for r in rows] == [(True, "replaced")] * len(rows)
     assert set(ops_of(found)) == {OP}
     verification = report.verification
@@ -122,6 +122,39 @@ def test_outputs_that_do_not_say_what_is_padding(tmp_path: Path) -> None:
     assert "padded" not in report.verification.cases[0]
 
 
+def test_inputs_of_the_user(tmp_path: Path) -> None:
+    """Lengths are read from them, and rows of caches beyond are not compared."""
+    model = model_of(GENAI, masks=True)
+    step = draw_step(GENAI, [12, 7], 1, 16)
+    feeds = feeds_of(GENAI, step)
+    mask = (np.arange(12)[None] < step.lengths[:, None]).astype(np.int64)
+    given = {n: a for n, a in feeds.items() if n not in ("seqlens_k", "total")} | {"attention_mask": mask}
+    np.savez(tmp_path / "inputs.npz", **given)
+    report, _ = optimized(model, tmp_path, Options(inputs=(tmp_path / "inputs.npz",)))
+    assert report.replaced == 1
+    assert report.verification is not None
+    (first, *_) = [c for c in report.verification.comparisons if "present_key" in c.what and "inputs.npz" in c.what]
+    assert first.coverage.unused == (2 * 16 - 12 - 7) * 2 * 16
+    assert first.coverage.compared == (12 + 7) * 2 * 16
+
+
+def test_chains_beside_caches(tmp_path: Path) -> None:
+    """Operators around the node become chains; both ops are verified."""
+    model = model_of(Shape(), masks=True)
+    rest = list(model.graph.node)
+    del model.graph.node[:]
+    norm = helper.make_node("LayerNormalization", ["sum", "weight", "shift"], ["normed"], axis=-1)
+    model.graph.node.extend([*rest, helper.make_node("Add", ["output", "query"], ["sum"]), norm])
+    for name in ("weight", "shift"):
+        numbers = np.random.default_rng(0).standard_normal(64).astype(np.float32)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(numbers, name))
+    model.graph.output.append(helper.make_tensor_value_info("normed", TensorProto.FLOAT, ["B", "S", 64]))
+    report, found = optimized(model, tmp_path, Options(chains="on"))
+    assert {n.op_type for n in found.graph.node} >= {OP, "StofChain"}
+    assert report.verification is not None
+    assert not report.verification.failures
+
+
 def test_nodes_in_functions_are_inlined(tmp_path: Path) -> None:
     model = model_of(GENAI, masks=True)
     node = model.graph.node.pop()
@@ -169,7 +202,7 @@ def test_beside_attention_sites(tmp_path: Path) -> None:
     assert {c.site for c in report.verification.comparisons if c.site} == {"layer0/node", "layer1/node", "softmax"}
     again, _ = optimized(found, tmp_path)
     assert not again.replaced
-    assert [r.reason for r in again.rows("caches")] == [f"is {OP} already"] * 2
+    assert [r.reason for r in again.caches] == [f"is {OP} already"] * 2
     assert [s.reason for s in again.sites] == ["is StofAttention already"]
 
 
@@ -179,7 +212,7 @@ def test_left_to_attention_sites(tmp_path: Path) -> None:
     value = next(i for i in model.graph.input if i.name == "attention_mask")
     value.type.tensor_type.shape.dim[1].dim_param = "C + S"
     report, _ = optimized(model, tmp_path, Options(skip=("cache:node",), dry_run=True))
-    assert [(r.replaced, r.reason) for r in report.rows("caches")] == [(False, "left out by --skip")]
+    assert [(r.replaced, r.reason) for r in report.caches] == [(False, "left out by --skip")]
     assert [s.site for s in report.sites] == ["node"]
 
 
@@ -194,7 +227,7 @@ def test_left_to_attention_sites(tmp_path: Path) -> None:
 )
 def test_selection(options: Options, replaced: list[bool], tmp_path: Path) -> None:
     report, found = optimized(model_of(GENAI, GENAI, masks=True), tmp_path, options)
-    assert [r.replaced for r in report.rows("caches")] == replaced
+    assert [r.replaced for r in report.caches] == replaced
     assert [op == OP for op in ops_of(found)] == replaced
 
 
@@ -211,21 +244,21 @@ def test_targets(tmp_path: Path) -> None:
     report, _ = optimized(model, tmp_path, Options(target="cuda"))
     assert report.replaced == 1
     report, found = optimized(model, tmp_path, Options(target="tensorrt", verify=False))
-    assert "has no TensorRT plugin" in report.rows("caches")[0].reason
+    assert "has no TensorRT plugin" in report.caches[0].reason
     assert ops_of(found) == ["GroupQueryAttention"]
 
 
 def test_two_element_types(tmp_path: Path) -> None:
     """All calls share one function body."""
     report, _ = optimized(model_of(Shape(), Shape(dtype="float16"), masks=True), tmp_path, Options(verify=False))
-    assert [r.replaced for r in report.rows("caches")] == [True, False]
-    assert "its element type is not that of 'layer0/node'" in report.rows("caches")[1].reason
+    assert [r.replaced for r in report.caches] == [True, False]
+    assert "its element type is not that of 'layer0/node'" in report.caches[1].reason
 
 
 def test_a_library_of_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rewrite, "op_limits", lambda: {"StofAttention": {}})
     report, _ = optimized(model_of(GENAI, masks=True), tmp_path)
-    assert "the plugin library has no StofCachedAttention" in report.rows("caches")[0].reason
+    assert "the plugin library has no StofCachedAttention" in report.caches[0].reason
 
 
 def test_a_saved_plan_is_applied(tmp_path: Path) -> None:
@@ -234,14 +267,14 @@ def test_a_saved_plan_is_applied(tmp_path: Path) -> None:
     _, first = optimized(model, tmp_path, Options(save_plan=saved, skip=("cache:1",)))
     plan = load(saved, PLAN_FORMATS)
     assert plan.entries["caches"] == (
-        CachePlan("layer0/node", True, 1.339),
+        CachePlan("layer0/node", True, 1.242),
         CachePlan("layer1/node", False, reason="left out by --skip"),
     )
     again = tmp_path / "again.json"
     report, second = optimized(model, tmp_path, Options(plan=saved, save_plan=again))
     assert second == first
     assert again.read_bytes() == saved.read_bytes()
-    assert [r.reason for r in report.rows("caches")] == ["replaced", "left out by --skip"]
+    assert [r.reason for r in report.caches] == ["replaced", "left out by --skip"]
 
 
 def applied(plan: Plan, model: onnx.ModelProto, folder: Path) -> Report:
@@ -252,11 +285,11 @@ def applied(plan: Plan, model: onnx.ModelProto, folder: Path) -> Report:
 def test_plans(tmp_path: Path) -> None:
     model = model_of(GENAI, GENAI, masks=True)
     only = Plan({"sites": (), "caches": (CachePlan("layer1/node", True),)})
-    assert [r.reason for r in applied(only, model, tmp_path).rows("caches")] == ["not in the plan", "replaced"]
+    assert [r.reason for r in applied(only, model, tmp_path).caches] == ["not in the plan", "replaced"]
     older = Plan({"sites": ()})
-    assert [r.replaced for r in applied(older, model, tmp_path).rows("caches")] == [True, True]
+    assert [r.replaced for r in applied(older, model, tmp_path).caches] == [True, True]
     kept = Plan({"sites": (), "caches": (CachePlan("layer0/node", False),)})
-    reasons = [r.reason for r in applied(kept, model, tmp_path).rows("caches")]
+    reasons = [r.reason for r in applied(kept, model, tmp_path).caches]
     assert reasons == ["left as it is by the plan", "not in the plan"]
     with pytest.raises(ArgumentError, match="the plan has cache 'x', which the model does not have"):
         applied(Plan({"sites": (), "caches": (CachePlan("x", True),)}), model, tmp_path)
@@ -331,7 +364,7 @@ def test_an_optimized_model(tmp_path: Path) -> None:
     report, twice = optimized(once, tmp_path, Options(save_plan=saved))
     assert twice == once
     assert report.copied
-    first, second = (r.reason for r in report.rows("caches"))
+    first, second = (r.reason for r in report.caches)
     assert first == f"is {OP} already"
     assert "optimize the model from which it was made" in second
     report, _ = optimized(once, tmp_path, Options(plan=saved))
@@ -377,7 +410,7 @@ def test_faults_are_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     wrong_emission(monkeypatch, FAULTS[name])
     report, found = optimized(model_of(Shape(rotary=16, sink=True, norms=name == "epsilon"), masks=True), tmp_path)
     assert ops_of(found) == ["GroupQueryAttention"]
-    (row,) = report.rows("caches")
+    (row,) = report.caches
     assert not row.replaced
     assert "site 'node' differs by" in row.reason
 
@@ -391,4 +424,4 @@ def test_faults_of_caches_are_found_at_outputs(tmp_path: Path, monkeypatch: pyte
     wrong_emission(monkeypatch, swap)
     report, found = optimized(model_of(Shape(), masks=True), tmp_path)
     assert ops_of(found) == ["GroupQueryAttention"]
-    assert "output 'present_key'" in report.rows("caches")[0].reason
+    assert "output 'present_key'" in report.caches[0].reason

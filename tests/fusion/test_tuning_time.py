@@ -66,9 +66,9 @@ def test_tuning_ends_in_time(
     report = optimize(narrow("bert.dynamo.sdpa"), options=Options(tune=SECONDS, verify=False))
     assert made
     assert SECONDS <= clock.now - start <= SECONDS + ALLOWED
-    left = [h for h in report.sections["chains"].hints() if "were over before" in h]
+    left = [h for h in report.sections["chains"].hints() if "s of --tune were over" in h]
     assert len(left) == 1, report.to_text()
-    assert "different regions were measured fully" in report.to_text()
+    assert "different regions were not measured, or not fully" in report.to_text()
     unmeasured = [c for c in report.chains if "of --tune were over" in c.reason]
     assert unmeasured or session < 0.1
 

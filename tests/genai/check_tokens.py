@@ -12,12 +12,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
+import onnx
 from generation import Generation, GenerationError, generate
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,6 +50,7 @@ class Outcome:
         differing: how many rows of the batch got other tokens.
         spread: the largest difference of logits between two legal runs of the original; 0 where it was not needed.
         error: the largest difference of stof's logits from the original's, with the original's tokens forced; likewise.
+        is_damaged: a wrong mask was put into the optimized folder, which has to be found.
         faults: what is wrong, in words.
     """
 
@@ -56,14 +59,17 @@ class Outcome:
     differing: int = 0
     spread: float = 0.0
     error: float = 0.0
+    is_damaged: bool = False
     faults: list[str] = field(default_factory=list)
 
     def line(self) -> str:
         """A row of the table."""
-        same = "same tokens"
+        same = "same tokens" if not self.faults else ""
+        if self.is_damaged:
+            same = "" if self.faults else "the damage was found"
         if self.differing:
             same = f"{self.differing} rows differ, error {self.error:.1e}, spread {self.spread:.1e}"
-        return f"{self.name:14} {self.lengths!s:16} {same:50} {'; '.join(self.faults) or 'pass'}"
+        return f"{self.name:24} {self.lengths!s:16} {same:50} {'; '.join(self.faults) or 'pass'}"
 
 
 def _forced_logits(folder: Path, prompts: list[np.ndarray], tokens: np.ndarray, **how: object) -> np.ndarray:
@@ -139,12 +145,39 @@ def _optimize(source: Path, target: Path) -> str:
     return "" if found["registrations"] else "the library is not registered"
 
 
+def _build(name: str, folder: Path) -> None:
+    """Builds a model folder; in a process of its own, since the builder says much."""
+    command = [sys.executable, str(ROOT / "models/genai.py"), "-o", str(folder), name]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{name} cannot be built: {done.stderr[-1000:]}")
+
+
+def _damage(target: Path, damaged: Path) -> None:
+    """Copies an optimized folder; its attention forgets all but the last 16 keys."""
+    shutil.copytree(target, damaged, dirs_exist_ok=True)
+    model = onnx.load(damaged / "model.onnx", load_external_data=False)
+    for node in model.graph.node:
+        if node.domain == "stof":
+            for attribute in [a for a in node.attribute if a.name == "mask"]:
+                node.attribute.remove(attribute)
+            node.attribute.append(onnx.helper.make_attribute("mask", "k <= q and q - k < 16"))
+    (damaged / "model.onnx").write_bytes(model.SerializeToString())
+
+
+def _check_damage(name: str, folder: Path, count: int) -> Outcome:
+    """A damaged folder has to be found: what is allowed for rounding allows no wrong mask."""
+    damaged = folder / f"{name}.damaged"
+    _damage(folder / f"{name}.stof", damaged)
+    found = check(name, folder / name, damaged, (40,), count)
+    return Outcome(name, (40,), is_damaged=True, faults=[] if found.faults else ["the damage was not found"])
+
+
 def _check_folder(name: str, folder: Path, count: int) -> list[Outcome]:
     source, target = folder / name, folder / f"{name}.stof"
     if not (source / "genai_config.json").is_file():
-        genai.write(name, source)
-    if target.exists():
-        subprocess.run(["rm", "-rf", str(target)], check=True)
+        _build(name, folder)
+    shutil.rmtree(target, ignore_errors=True)
     if fault := _optimize(source, target):
         return [Outcome(name, (), faults=[fault])]
     outcomes = []
@@ -158,7 +191,7 @@ def _check_folder(name: str, folder: Path, count: int) -> list[Outcome]:
                 continue
             if len(set(lengths)) > 1:
                 break
-    return outcomes
+    return [*outcomes, _check_damage(name, folder, count)]
 
 
 def main() -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``stof-bench attention | sites | model | search | merge | table | plot``."""
+"""``stof-bench attention | decode | sites | model | decode-genai | search | merge | table | plot``."""
 
 from __future__ import annotations
 
@@ -52,6 +52,11 @@ def _parser() -> Parser:
     )
     attention.add_argument("--again", type=int, default=0, metavar="N", help="time points that lose N times more")
     attention.add_argument("--limit", type=float, metavar="SECONDS", help="of --device cuda: begin no point after that")
+    decode = commands.add_parser("decode", help="steps of a decoder beside GroupQueryAttention, on a CPU")
+    decode.add_argument("--lengths", nargs="+", type=int, default=None, metavar="T", help="default: all")
+    decode.add_argument("--batches", nargs="+", type=int, default=None, metavar="B", help="default: all")
+    decode.add_argument("--heads", nargs="+", type=int, default=None, metavar="G", help="of keys; default: all")
+    decode.add_argument("--sizes", nargs="+", type=int, default=None, metavar="D", help="of a head; default: all")
     sites = commands.add_parser("sites", help="the first models' attention shapes beside ONNX Runtime's own nodes")
     sites.add_argument("--lengths", nargs="+", type=int, default=list(cases.SITE_LENGTHS), metavar="S")
     model = commands.add_parser("model", help="a whole model before and after stof-optimize")
@@ -66,6 +71,13 @@ def _parser() -> Parser:
     model.add_argument("--prepared", type=Path, metavar="DIR", help="of --device cuda: fp16 graphs without weights")
     model.add_argument("--lock", type=Path, metavar="FILE", help="of --device cuda: processes with it time in turns")
     model.add_argument("--prepare", action="store_true", help="write them, which needs no GPU, and end")
+    generation = commands.add_parser(
+        "decode-genai", help="a model folder of ONNX Runtime GenAI before and after, on the CPU"
+    )
+    generation.add_argument("folder", type=Path, help="the model folder (models/genai.py builds some)")
+    generation.add_argument("--contexts", nargs="+", type=int, default=[512, 4096, 16384], metavar="T")
+    generation.add_argument("--tokens", type=int, default=32, metavar="N", help="timed at each context (32)")
+    generation.add_argument("--optimized", type=Path, metavar="DIR", help="default: made when it is not there")
     search = commands.add_parser("search", help="the search for fusion schemes beside others, region by region")
     search.add_argument(
         "model", type=Path, nargs="?", help="an .onnx file; without, spaces of stored graphs are enumerated"
@@ -75,10 +87,12 @@ def _parser() -> Parser:
     search.add_argument("--length", type=int, default=128, metavar="S")
     search.add_argument("--measured", action="store_true", help="times on this device in place of the analytical cost")
     search.add_argument("--seed", type=int, default=0)
-    for command in (attention, sites, model):
-        command.add_argument("--threads", nargs="+", type=int, default=[1, 2] if command is not model else [2])
-        command.add_argument("--rounds", type=int, default=None, help="default: 5 on a CPU, 7 on a GPU")
+    for command in (attention, decode, sites, model, generation):
+        several = command in (attention, decode, sites)
+        command.add_argument("--threads", nargs="+", type=int, default=[1, 2] if several else [2])
         command.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
+    for command in (attention, decode, sites, model):
+        command.add_argument("--rounds", type=int, default=None, help="default: 5 on a CPU, 7 on a GPU")
     merge = commands.add_parser("merge", help="results that another machine wrote, into those here")
     merge.add_argument("found", type=Path, metavar="DIR", help="the folder that the other machine wrote")
     merge.add_argument("results", type=Path, metavar="INTO", help="for instance docs/results/h100")
@@ -118,7 +132,8 @@ def _run(arguments: argparse.Namespace) -> int:
         return _attention_on_gpu(arguments)
     if arguments.command == "model" and (arguments.device == "cuda" or arguments.prepare):
         return _models_on_gpu(arguments)
-    arguments.rounds = arguments.rounds or measure.ROUNDS
+    if "rounds" in arguments:
+        arguments.rounds = arguments.rounds or measure.ROUNDS
     if len(arguments.threads) > 1:
         return _each_thread_count(arguments)
     threads: int = arguments.threads[0]
@@ -126,8 +141,14 @@ def _run(arguments: argparse.Namespace) -> int:
     match arguments.command:
         case "attention":
             return _attention(arguments, threads)
+        case "decode":
+            return _decode(arguments, threads)
         case "sites":
             return _sites(arguments, threads)
+        case "decode-genai":
+            from stof.bench.cpu import decode_genai
+
+            return decode_genai.run(arguments, threads)
         case _:
             from stof.bench.cpu.models import run
 
@@ -182,6 +203,22 @@ def _attention(arguments: argparse.Namespace, threads: int) -> int:
             if arguments.peers is None:
                 store(arguments.results / "attention-cpu.json", record)
             say(*describe_record(record))
+    return 0
+
+
+def _decode(arguments: argparse.Namespace, threads: int) -> int:
+    from stof.bench.core.results import store
+    from stof.bench.cpu import decode
+
+    for point in decode.points():
+        chosen = (
+            (arguments.lengths, point.T), (arguments.batches, point.B), (arguments.heads, point.G), (arguments.sizes, point.D)
+        )  # fmt: skip
+        if not all(values is None or value in values for values, value in chosen):
+            continue
+        record = decode.measure_point(point, threads, arguments.rounds)
+        store(arguments.results / "decode-cpu.json", record)
+        say(decode.describe_record(point, record))
     return 0
 
 

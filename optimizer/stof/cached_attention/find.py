@@ -36,6 +36,10 @@ _ATTRIBUTES: dict[str, type] = {
     **dict.fromkeys(("scale", "softcap", "qk_norm_epsilon"), float),
     **dict.fromkeys(("k_quant_type", "v_quant_type"), bytes),
 }
+_FLAGS = {
+    **dict.fromkeys(("do_rotary", "rotary_interleaved", "causal", "sliding_window_cache"), (0, 1)),
+    "smooth_softmax": (-1, 0, 1),  # -1: not given
+}
 _MOST_HEADS = 1 << 16
 _LARGEST_WINDOW = 1 << 22  # as lengths
 _SOFTCAPS = (1e-30, 1e30)
@@ -171,6 +175,9 @@ def _refuse_attributes(node: onnx.NodeProto) -> tuple[int, bool]:
         if not isinstance(value, _ATTRIBUTES[name]):
             words = {int: "an integer", float: "a float", bytes: "a string"}
             raise UnsupportedError(f"its attribute {name} is {value!r}, expected {words[_ATTRIBUTES[name]]}")
+    for name, allowed in _FLAGS.items():
+        if attributes.get(name, 0) not in allowed:
+            raise UnsupportedError(f"its attribute {name} is {attributes[name]}, expected 0 or 1")
     for name in ("k_quant_type", "v_quant_type"):
         if (kind := attributes.get(name, b"NONE")) not in (b"", b"NONE"):
             raise UnsupportedError(f"its cache is quantized: {name} is {kind.decode(errors='replace')!r}")

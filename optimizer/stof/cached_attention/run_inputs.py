@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -84,9 +84,11 @@ class CacheInputMaker(InputMaker):
         stated = {**dict(self._case(self._limit(prompt) or prompt).other), **dict(case.other)}
         return super().sizes(replace(case, other=tuple(stated.items())))
 
-    def draw(self, case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    def draw(
+        self, case: Case, rng: np.random.Generator, needed: Collection[str] | None = None
+    ) -> dict[str, np.ndarray]:
         """One set of inputs by name, in which lengths, masks and positions agree."""
-        feed = super().draw(case, rng)
+        feed = super().draw(case, rng, needed)
         for name in self._total_inputs:
             self._set_number(feed, name, self.sites[0].input("total_sequence_length"), np.array(case.length))
         seen: set[str] = set()

@@ -34,11 +34,25 @@ from stof.execution.channel import Channel
 from stof.execution.run_limits import MemoryLimit, PeakMemory, resident_bytes, show_bytes
 from stof.execution.session_worker import Create, Created, Failure, Measure, Request, Run, SessionSpec, Version
 
-# The first argument is no path: the folder that Python puts first with -c is not looked into before it is gone.
-_START = (
-    "import sys; connection, parent = map(int, sys.argv[1:3]); sys.path[:] = sys.argv[3:]; "
-    "from stof.execution.session_worker import main; main(connection, parent)"
-)
+# What the process runs: its arguments are a socket, the end of a pipe that nobody writes to, and the paths of imports. The first
+# argument is no path: the folder that Python puts first with -c is not looked into before it is gone.
+# The kernel ends the process when the pipe closes, also within native code; if it closed before, no signal comes. That is stated
+# first: to import NumPy takes a while, in which the parent may end.
+_START = """
+import sys
+connection, parent = map(int, sys.argv[1:3])
+sys.path[:] = sys.argv[3:]
+import fcntl, os, select, signal
+signal.signal(signal.SIGIO, signal.SIG_DFL)
+fcntl.fcntl(parent, fcntl.F_SETOWN, os.getpid())
+fcntl.fcntl(parent, fcntl.F_SETFL, fcntl.fcntl(parent, fcntl.F_GETFL) | os.O_ASYNC)
+closed = select.poll()
+closed.register(parent, select.POLLIN)
+if closed.poll(0):
+    sys.exit()
+from stof.execution.session_worker import main
+main(connection)
+"""
 
 
 class RuntimeFailure(Exception):

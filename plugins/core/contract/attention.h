@@ -58,11 +58,11 @@ struct AttentionArgs {
   // ---- attention over a KV cache ----
   // [B]: the key at the position of query 0 of each sequence; nullptr: there is no cache.
   const int32_t* first_rows = nullptr;
-  // [B], the CPU alone: the keys of each sequence that exist, 0 to T. What lies behind them is not read. `elements` is
-  // the whole mask then, and knows the positions of the queries.
-  const int32_t* key_counts = nullptr;
+  // [B], the CPU alone: keys from here on hold anything, NaN included, and are not read. nullptr: there are none. The
+  // mask is in `elements` then, and `mask` is nullptr.
+  const int32_t* key_ends = nullptr;
   // Whether query i attends exactly the keys first_rows[b] + i - window_left to first_rows[b] + i (that are before
-  // key_counts[b]). The mask says the same: a kernel may use either. CUDA kernels get first_rows in this case alone.
+  // key_ends[b]). The mask says the same: a kernel may use either. CUDA kernels get first_rows in this case alone.
   bool is_key_range = false;
   int64_t window_left = -1;  // -1: no bound
   // [B], devices alone: first_rows[b] is seqlens[b] + 1 - S where is_invalid[b] is 0. The previous kernel of the stream

@@ -6,8 +6,6 @@
 #include <exception>
 #include <new>
 #include <random>
-#include <unordered_map>
-#include <unordered_set>
 
 #include "plugins/core/base/integers.h"
 #include "plugins/core/host/hash.h"
@@ -96,83 +94,40 @@ Status FindOperand(const ExprOperand& operand, const Tables& given, const Tensor
   return Status();
 }
 
-BoundDynamicMask::BoundDynamicMask(const MaskExpr& expr, const ExprSizes& sizes, const CacheRows& rows,
-                                   std::vector<ExprBinding> bindings)
-    : expr_(expr),
-      sizes_(sizes),
-      rows_(rows),
-      bindings_(std::move(bindings)),
-      view_{&BoundDynamicMask::Tile, this, rows.first != nullptr || expr.Uses(ExprOp::kB), expr.Uses(ExprOp::kH),
-            &BoundDynamicMask::Runs} {
-  std::unordered_map<int32_t, size_t> known;
-  for (int64_t b = 0; rows_.first != nullptr && b < sizes.B; ++b) {
-    stock_of_.push_back(known.emplace(rows_.first[b], known.size()).first->second);
-  }
-  stocks_.resize(std::max<size_t>(1, known.size()));
-}
-
-Status BoundDynamicMask::Bind(const MaskExpr& expr, const Tables& given, std::vector<ExprBinding>* bindings) {
-  bindings->resize(expr.operands().size());
-  for (size_t i = 0; i < bindings->size(); ++i) {
+Status BoundDynamicMask::Make(const MaskExpr& expr, const ExprSizes& sizes, const Tables& given,
+                              std::unique_ptr<BoundDynamicMask>* bound) {
+  std::vector<ExprBinding> bindings(expr.operands().size());
+  for (size_t i = 0; i < bindings.size(); ++i) {
     const ExprOperand& operand = *expr.operands()[i];
     if (operand.table) continue;
     const Tensor* found = nullptr;
     STOF_RETURN_IF_ERROR(FindOperand(operand, given, &found));
-    ExprBinding& binding = (*bindings)[i];
-    binding.data = found->data;
-    binding.dtype = found->dtype;
-    binding.rank = found->rank;
-    std::copy(found->dims, found->dims + found->rank, binding.dims);
+    const Tensor& tensor = *found;
+    bindings[i].data = tensor.data;
+    bindings[i].dtype = tensor.dtype;
+    bindings[i].rank = tensor.rank;
+    std::copy(tensor.dims, tensor.dims + tensor.rank, bindings[i].dims);
   }
-  return Status();
-}
-
-Status BoundDynamicMask::Make(const MaskExpr& expr, const ExprSizes& sizes, const Tables& given,
-                              std::unique_ptr<BoundDynamicMask>* bound) {
-  std::vector<ExprBinding> bindings;
-  STOF_RETURN_IF_ERROR(Bind(expr, given, &bindings));
   STOF_RETURN_IF_ERROR(expr.Check(sizes, &bindings));
-  bound->reset(new BoundDynamicMask(expr, sizes, CacheRows(), std::move(bindings)));
+  bound->reset(new BoundDynamicMask(expr, sizes, std::move(bindings)));
   return Status();
 }
 
-Status BoundDynamicMask::MakeForCache(const MaskExpr& expr, const ExprSizes& sizes, const CacheRows& rows,
-                                      const Tables& given, std::unique_ptr<BoundDynamicMask>* bound) {
-  std::vector<ExprBinding> bindings;
-  STOF_RETURN_IF_ERROR(Bind(expr, given, &bindings));
-  std::unordered_set<int32_t> checked;
-  for (int64_t b = 0; b < sizes.B; ++b) {
-    if (rows.count[b] < 0 || rows.count[b] > sizes.T) {
-      return Status::Error("sequence " + std::to_string(b) + " has " + std::to_string(rows.count[b]) +
-                           " keys, expected 0 to " + std::to_string(sizes.T));
-    }
-    if (!checked.insert(rows.first[b]).second) continue;
-    ExprSizes own = sizes;
-    own.P = rows.first[b];
-    STOF_RETURN_IF_ERROR(expr.Check(own, &bindings));
-  }
-  bound->reset(new BoundDynamicMask(expr, sizes, rows, std::move(bindings)));
-  return Status();
-}
-
-BoundDynamicMask::Evaluator BoundDynamicMask::Take(int64_t b) const {
+std::unique_ptr<ExprEvaluator> BoundDynamicMask::Take() const {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    std::vector<Evaluator>& stock = stocks_[StockOf(b)];
-    if (!stock.empty()) {
-      Evaluator evaluator = std::move(stock.back());
-      stock.pop_back();
+    if (!stock_.empty()) {
+      auto evaluator = std::move(stock_.back());
+      stock_.pop_back();
       return evaluator;
     }
   }
-  ExprSizes sizes = sizes_;
-  sizes.P = FirstQuery(b);
-  return std::make_unique<ExprEvaluator>(expr_, sizes, bindings_);
+  return std::make_unique<ExprEvaluator>(expr_, sizes_, bindings_);
 }
 
-void BoundDynamicMask::Return(int64_t b, Evaluator evaluator) const {
+void BoundDynamicMask::Return(std::unique_ptr<ExprEvaluator> evaluator) const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  stocks_[StockOf(b)].push_back(std::move(evaluator));
+  stock_.push_back(std::move(evaluator));
 }
 
 int BoundDynamicMask::Tile(const void* self, int64_t b, int64_t h, int64_t row0, int64_t key0, int m, int n,
@@ -203,29 +158,26 @@ Status BoundDynamicMask::status() const {
 
 int BoundDynamicMask::Evaluate(int64_t b, int64_t h, int64_t row0, int64_t key0, int m, int n, uint32_t* bits) const {
   const int64_t rows = std::min<int64_t>(m, sizes_.S - row0);
-  const int64_t keys = std::min<int64_t>(n, KeyCount(b) - key0);
-  if (keys <= 0) return 0;
-  const int64_t q0 = FirstQuery(b) + row0;
-  auto evaluator = Take(b);
-  const ExprBox box = {b, b, h, h, q0, q0 + rows - 1, key0, key0 + keys - 1};
+  const int64_t keys = std::min<int64_t>(n, sizes_.T - key0);
+  auto evaluator = Take();
+  const ExprBox box = {b, b, h, h, sizes_.P + row0, sizes_.P + row0 + rows - 1, key0, key0 + keys - 1};
   const Verdict verdict = evaluator->Classify(box);
   int result = verdict == Verdict::kNone ? 0 : 2;
   if (verdict == Verdict::kMixed || (verdict == Verdict::kAll && keys < n)) {
     std::fill(bits, bits + static_cast<size_t>(m) * static_cast<size_t>(n) / 32, 0u);
-    const int64_t ones = evaluator->Tile(b, h, q0, key0, rows, keys, n / 32, bits);
+    const int64_t ones = evaluator->Tile(b, h, sizes_.P + row0, key0, rows, keys, n / 32, bits);
     result = ones == 0 ? 0 : ones == rows * n ? 2 : 1;
   }
-  Return(b, std::move(evaluator));
+  Return(std::move(evaluator));
   return result;
 }
 
 int64_t BoundDynamicMask::List(int64_t b, int64_t h, int64_t row0, int m, int n, int64_t first, int64_t last,
                                KeyTileRun* runs) const {
-  const int64_t rows = std::min<int64_t>(m, sizes_.S - row0);
-  const int64_t keys = KeyCount(b), q0 = FirstQuery(b) + row0;
-  last = std::min(last, CeilDiv(keys, n));
+  const int64_t rows = std::min<int64_t>(m, sizes_.S - row0), q0 = sizes_.P + row0;
+  last = std::min(last, CeilDiv(sizes_.T, n));
   if (first >= last || rows <= 0) return 0;
-  auto evaluator = Take(b);
+  auto evaluator = Take();
   int64_t count = 0;
   const auto add = [&](int64_t begin, int64_t end, bool is_full) {
     KeyTileRun* const before = count > 0 ? &runs[count - 1] : nullptr;
@@ -235,12 +187,12 @@ int64_t BoundDynamicMask::List(int64_t b, int64_t h, int64_t row0, int m, int n,
       runs[count++] = {static_cast<int32_t>(begin), static_cast<int32_t>(end), is_full};
     }
   };
-  // Bisection: pending holds the ends of the ranges that were split, of half the size each time.
+  // Bisection: pending holds the ends of the ranges that were split, each at most half of the one before.
   int64_t pending[64];
   int depth = 0;
   int64_t begin = first, end = last;
   for (;;) {
-    const ExprBox box = {b, b, h, h, q0, q0 + rows - 1, begin * n, std::min(end * n, keys) - 1};
+    const ExprBox box = {b, b, h, h, q0, q0 + rows - 1, begin * n, std::min(end * n, sizes_.T) - 1};
     const Verdict verdict = evaluator->Classify(box);
     if (verdict == Verdict::kMixed && end - begin > 1) {
       pending[depth++] = end;
@@ -252,7 +204,7 @@ int64_t BoundDynamicMask::List(int64_t b, int64_t h, int64_t row0, int m, int n,
     begin = end;
     end = pending[--depth];
   }
-  Return(b, std::move(evaluator));
+  Return(std::move(evaluator));
   return count;
 }
 

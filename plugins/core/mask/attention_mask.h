@@ -63,54 +63,37 @@ class AttentionMaskSource {
   mutable ForkSafe<std::shared_ptr<const AttentionMask>> last_;
 };
 
-// Where the sequences of a run lie in a KV cache.
-struct CacheRows {
-  const int32_t* first = nullptr;  // [B]: the position of query 0, from 0 on
-  const int32_t* count = nullptr;  // [B]: keys that exist, at most T
-};
-
 // An expression bound to one run's operands, for kernels that ask for it tile by tile. Evaluators hold scratch memory:
 // tiles of different threads share a small stock of them.
 class BoundDynamicMask {
  public:
   static Status Make(const MaskExpr& expr, const ExprSizes& sizes, const Tables& given,
                      std::unique_ptr<BoundDynamicMask>* bound);
-  // For attention over a KV cache: P of sequence b is rows.first[b], and keys from rows.count[b] on are not allowed.
-  // sizes.P is not read; the arrays must outlive what is bound.
-  static Status MakeForCache(const MaskExpr& expr, const ExprSizes& sizes, const CacheRows& rows, const Tables& given,
-                             std::unique_ptr<BoundDynamicMask>* bound);
   const DynamicMask* view() const { return &view_; }
   // An error where memory for an evaluator was missing: the tile function cannot fail, and an exception would end the
   // process on a pool's thread.
   Status status() const;
 
  private:
-  using Evaluator = std::unique_ptr<ExprEvaluator>;
-
-  BoundDynamicMask(const MaskExpr& expr, const ExprSizes& sizes, const CacheRows& rows,
-                   std::vector<ExprBinding> bindings);
-  static Status Bind(const MaskExpr& expr, const Tables& given, std::vector<ExprBinding>* bindings);
+  BoundDynamicMask(const MaskExpr& expr, const ExprSizes& sizes, std::vector<ExprBinding> bindings)
+      : expr_(expr),
+        sizes_(sizes),
+        bindings_(std::move(bindings)),
+        view_{&BoundDynamicMask::Tile, this, expr.Uses(ExprOp::kB), expr.Uses(ExprOp::kH), &BoundDynamicMask::Runs} {}
   static int Tile(const void* self, int64_t b, int64_t h, int64_t row0, int64_t key0, int m, int n, uint32_t* bits);
   static int64_t Runs(const void* self, int64_t b, int64_t h, int64_t row0, int m, int n, int64_t first, int64_t last,
                       KeyTileRun* runs);
-  int Evaluate(int64_t b, int64_t h, int64_t row0, int64_t key0, int m, int n, uint32_t* bits) const;
   int64_t List(int64_t b, int64_t h, int64_t row0, int m, int n, int64_t first, int64_t last, KeyTileRun* runs) const;
-
-  int64_t FirstQuery(int64_t b) const { return rows_.first == nullptr ? sizes_.P : rows_.first[b]; }
-  int64_t KeyCount(int64_t b) const { return rows_.count == nullptr ? sizes_.T : rows_.count[b]; }
-  // Evaluators know P, so sequences of the same P share them.
-  size_t StockOf(int64_t b) const { return stock_of_.empty() ? 0 : stock_of_[static_cast<size_t>(b)]; }
-  Evaluator Take(int64_t b) const;
-  void Return(int64_t b, Evaluator evaluator) const;
+  int Evaluate(int64_t b, int64_t h, int64_t row0, int64_t key0, int m, int n, uint32_t* bits) const;
+  std::unique_ptr<ExprEvaluator> Take() const;
+  void Return(std::unique_ptr<ExprEvaluator> evaluator) const;
 
   const MaskExpr& expr_;
   ExprSizes sizes_;
-  CacheRows rows_;
   std::vector<ExprBinding> bindings_;
   DynamicMask view_;
-  std::vector<size_t> stock_of_;  // [B], with rows
   mutable std::mutex mutex_;
-  mutable std::vector<std::vector<Evaluator>> stocks_;
+  mutable std::vector<std::unique_ptr<ExprEvaluator>> stock_;
   mutable std::atomic<bool> failed_{false};
 };
 

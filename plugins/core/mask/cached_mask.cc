@@ -177,4 +177,42 @@ bool IsOfDistances(const MaskExpr& expr) {
   return expr.empty() || stays[static_cast<size_t>(expr.root())] != 0;
 }
 
+Status BoundCachedMask::Make(const MaskExpr& expr, const ExprSizes& sizes, const int32_t* first, const int32_t* ends,
+                             std::unique_ptr<BoundCachedMask>* bound) {
+  std::unique_ptr<BoundCachedMask> made(new BoundCachedMask(sizes, expr.Uses(ExprOp::kH)));
+  for (int64_t b = 0; b < sizes.B; ++b) {
+    ExprSizes own = sizes;
+    own.P = first[b];
+    own.T = ends[b];
+    made->keys_.push_back(own.T);
+    made->sequence_.emplace_back();
+    STOF_RETURN_IF_ERROR(BoundDynamicMask::Make(expr, own, {}, &made->sequence_.back()));
+  }
+  *bound = std::move(made);
+  return Status();
+}
+
+Status BoundCachedMask::status() const {
+  for (const auto& sequence : sequence_) STOF_RETURN_IF_ERROR(sequence->status());
+  return Status();
+}
+
+int BoundCachedMask::Tile(const void* self, int64_t b, int64_t h, int64_t row0, int64_t key0, int m, int n,
+                          uint32_t* bits) {
+  const auto& bound = *static_cast<const BoundCachedMask*>(self);
+  const auto at = static_cast<size_t>(b);
+  if (key0 >= bound.keys_[at] || row0 >= bound.sizes_.S) return 0;
+  const DynamicMask* mask = bound.sequence_[at]->view();
+  return mask->tile(mask->self, b, h, row0, key0, m, n, bits);
+}
+
+int64_t BoundCachedMask::Runs(const void* self, int64_t b, int64_t h, int64_t row0, int m, int n, int64_t first,
+                              int64_t last, KeyTileRun* runs) {
+  const auto& bound = *static_cast<const BoundCachedMask*>(self);
+  const auto at = static_cast<size_t>(b);
+  if (bound.keys_[at] == 0 || row0 >= bound.sizes_.S) return 0;
+  const DynamicMask* mask = bound.sequence_[at]->view();
+  return mask->runs(mask->self, b, h, row0, m, n, first, last, runs);
+}
+
 }  // namespace stof

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// The mask of attention over a KV cache. Its queries begin at a position of each sequence that only a run knows. On the
-// CPU BoundDynamicMask::MakeForCache binds it.
+// The mask of attention over a KV cache. Its queries begin at a position of each sequence that only a run knows.
 #ifndef STOF_PLUGINS_CORE_MASK_CACHED_MASK_H_
 #define STOF_PLUGINS_CORE_MASK_CACHED_MASK_H_
 
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "plugins/core/base/status.h"
 #include "plugins/core/base/types.h"
@@ -35,6 +35,27 @@ Status MakeCachedMask(const std::string& text, const Tables& tables, CachedMask*
 
 // Whether an expression is one of distances q - k alone: no other use of positions.
 bool IsOfDistances(const MaskExpr& expr);
+
+// A mask for one run on the CPU, evaluated tile by tile with the first position and length of each sequence.
+class BoundCachedMask {
+ public:
+  // first[b]: the position of query 0; ends[b]: the number of keys. sizes: of the run, T and P aside.
+  static Status Make(const MaskExpr& expr, const ExprSizes& sizes, const int32_t* first, const int32_t* ends,
+                     std::unique_ptr<BoundCachedMask>* bound);
+  const DynamicMask* view() const { return &view_; }
+  Status status() const;
+
+ private:
+  BoundCachedMask(const ExprSizes& sizes, bool by_head) : sizes_(sizes), view_{&Tile, this, true, by_head, &Runs} {}
+  static int Tile(const void* self, int64_t b, int64_t h, int64_t row0, int64_t key0, int m, int n, uint32_t* bits);
+  static int64_t Runs(const void* self, int64_t b, int64_t h, int64_t row0, int m, int n, int64_t first, int64_t last,
+                      KeyTileRun* runs);
+
+  ExprSizes sizes_;
+  std::vector<int64_t> keys_;                                // of each sequence
+  std::vector<std::unique_ptr<BoundDynamicMask>> sequence_;  // likewise
+  DynamicMask view_;
+};
 
 }  // namespace stof
 #endif  // STOF_PLUGINS_CORE_MASK_CACHED_MASK_H_

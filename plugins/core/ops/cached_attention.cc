@@ -399,17 +399,17 @@ Status CachedAttentionOp::RunOnCpu(const CachedMask& mask, const RunContext& con
   }
   STOF_RETURN_IF_ERROR(CpuAppendToCache(a, context.parallel));
   if (a.B == 0 || a.S == 0) return Status();
-  std::vector<int32_t> counts(static_cast<size_t>(a.B));
+  std::vector<int32_t> ends(static_cast<size_t>(a.B));
   for (int64_t b = 0; b < a.B; ++b) {
     // Of a first prompt all but its padding.
     const int64_t tokens = a.is_first_prompt ? int64_t{a.seqlens[b]} + 1 : a.S;
-    counts[static_cast<size_t>(b)] = static_cast<int32_t>(a.first_row[b] + tokens);
+    ends[static_cast<size_t>(b)] = static_cast<int32_t>(a.first_row[b] + tokens);
   }
-  t.key_counts = counts.data();
-  t.T = *std::max_element(counts.begin(), counts.end());
+  t.key_ends = ends.data();
+  t.T = *std::max_element(ends.begin(), ends.end());
   const ExprSizes sizes = {a.B, a.H, a.S, t.T, 0};
-  std::unique_ptr<BoundDynamicMask> bound;
-  STOF_RETURN_IF_ERROR(BoundDynamicMask::MakeForCache(mask.expr, sizes, {a.first_row, counts.data()}, {}, &bound));
+  std::unique_ptr<BoundCachedMask> bound;
+  STOF_RETURN_IF_ERROR(BoundCachedMask::Make(mask.expr, sizes, a.first_row, t.key_ends, &bound));
   t.elements = bound->view();
   const int threads = std::max(1, context.parallel.threads);
   const CpuAttentionConfig config = ChooseCpuAttention(t, threads);

@@ -14,7 +14,7 @@
 #include "cpu/cached_attention/append.h"
 #include "plugins/core/contract/attention.h"
 #include "plugins/core/host/thread_pool.h"
-#include "plugins/core/mask/attention_mask.h"
+#include "plugins/core/mask/cached_mask.h"
 #include "tests/cpp/attention/reference.h"
 #include "tests/cpp/check.h"
 #include "tests/cpp/fixtures.h"
@@ -173,7 +173,7 @@ class Step {
       counts.push_back(static_cast<int32_t>(first_rows_[static_cast<size_t>(b)] + c_.tokens_of(b)));
       args.T = std::max<int64_t>(args.T, counts.back());
     }
-    args.key_counts = counts.data();
+    args.key_ends = counts.data();
     if (c_.has_sink) args.sink = sink_.data(), args.sink_dtype = c_.dtype;
     const Bytes bias = c_.has_bias ? Drawn(c_.dtype, c_.H * c_.S * args.T, 2, &random_) : Bytes();
     if (c_.has_bias) {
@@ -187,8 +187,8 @@ class Step {
     const Answer answer = stof::test::Attend(Reference(args, counts, bias));
     Bytes first;
     for (const Parallel& parallel : {Parallel{}, team}) {
-      std::unique_ptr<BoundDynamicMask> mask;
-      status = BoundDynamicMask::MakeForCache(expr, sizes, {first_rows_.data(), counts.data()}, {}, &mask);
+      std::unique_ptr<BoundCachedMask> mask;
+      status = BoundCachedMask::Make(expr, sizes, first_rows_.data(), counts.data(), &mask);
       CHECK(status.ok(), where, ": ", status.message());
       args.elements = mask->view();
       CpuAttentionConfig config = ChooseCpuAttention(args, 3);
@@ -374,9 +374,8 @@ TEST(CacheMaskListsItsTiles) {
     const int64_t S = random.Range(1, 200), T = random.Range(1, 900);
     const std::vector<int32_t> first = {static_cast<int32_t>(random.Range(0, 700)), 0};
     const std::vector<int32_t> count = {static_cast<int32_t>(random.Range(0, T)), static_cast<int32_t>(T)};
-    std::unique_ptr<BoundDynamicMask> bound;
-    const Status status =
-        BoundDynamicMask::MakeForCache(expr, {2, 3, S, T, 0}, {first.data(), count.data()}, {}, &bound);
+    std::unique_ptr<BoundCachedMask> bound;
+    const Status status = BoundCachedMask::Make(expr, {2, 3, S, T, 0}, first.data(), count.data(), &bound);
     CHECK(status.ok(), status.message());
     const DynamicMask& view = *bound->view();
     const int m = static_cast<int>(random.Range(1, 50)), n = 32 * static_cast<int>(random.Range(1, 3));
@@ -410,17 +409,11 @@ TEST(CacheAttentionRefusesIllegalCounts) {
   for (const int32_t illegal : {-1, 7}) {
     AttentionArgs args;
     args.B = 2, args.H = args.G = 1, args.S = 1, args.T = 6, args.D = args.Dv = 8;
-    const std::vector<int32_t> counts = {6, illegal}, first = {5, 5};
-    args.key_counts = counts.data();
+    const std::vector<int32_t> ends = {6, illegal};
+    args.key_ends = ends.data();
     const Status status = CpuAttention(args, ChooseCpuAttention(args, 1), nullptr, Parallel{});
     CHECK(!status.ok() && status.message().find("sequence 1 has " + std::to_string(illegal)) != std::string::npos,
           status.message());
-    MaskExpr expr;
-    CHECK(MaskExpr::Parse("k <= q", {}, &expr).ok());
-    std::unique_ptr<BoundDynamicMask> bound;
-    const Status made =
-        BoundDynamicMask::MakeForCache(expr, {2, 1, 1, 6, 0}, {first.data(), counts.data()}, {}, &bound);
-    CHECK(!made.ok() && made.message().find("expected 0 to 6") != std::string::npos, made.message());
     CountCases(1);
   }
 }

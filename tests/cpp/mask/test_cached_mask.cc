@@ -121,8 +121,8 @@ TEST(CachedMaskTiles) {
       ends.push_back(first.back() + static_cast<int32_t>(random.Range(1, sizes.S)));
       sizes.T = std::max<int64_t>(sizes.T, ends.back());
     }
-    std::unique_ptr<BoundDynamicMask> bound;
-    const Status status = BoundDynamicMask::MakeForCache(mask.expr, sizes, {first.data(), ends.data()}, {}, &bound);
+    std::unique_ptr<BoundCachedMask> bound;
+    const Status status = BoundCachedMask::Make(mask.expr, sizes, first.data(), ends.data(), &bound);
     CHECK(status.ok(), status.message());
     Tensor positions = TensorOfShape(DType::kI32, {sizes.B});
     positions.data = first.data();

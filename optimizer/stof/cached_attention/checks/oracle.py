@@ -153,8 +153,9 @@ def compute_step(
         end = int(step.rows[b])
         for cache, source in zip(caches, whole, strict=True):
             cache[b, :, :end] = source[:, source.shape[1] - end :]
-        shared = np.arange(heads) // (heads // groups)
-        scores = np.matmul(query[b], keys[shared].swapaxes(1, 2)) * scale
+        # Heads of one group lie beside each other.
+        grouped = query[b].reshape(groups, -1, size)
+        scores = np.matmul(grouped, keys.swapaxes(1, 2)).reshape(heads, queries, -1) * scale
         if step.softcap:
             scores = dtype(step.softcap) * np.tanh(scores / dtype(step.softcap))
         if step.bias is not None:
@@ -163,7 +164,8 @@ def compute_step(
         distance = (first + np.arange(queries))[:, None] - (origin + np.arange(keys.shape[1]))[None]
         allowed = (distance >= 0) & ((distance < step.window) if step.window else True)
         scores = np.where(allowed[None], scores, -np.inf)
-        output[b] = np.matmul(_weights(scores, step, dtype), values[shared])
+        weights = _weights(scores, step, dtype).reshape(groups, -1, keys.shape[1])
+        output[b] = np.matmul(weights, values).reshape(heads, queries, size)
     merged = store(output.transpose(0, 2, 1, 3).reshape(batch, queries, heads * size))
     return CacheStepResult(merged, caches[0], caches[1])
 

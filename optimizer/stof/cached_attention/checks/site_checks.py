@@ -35,7 +35,9 @@ _FACTOR = 2.0  # operator error ≤ 2 × that of the contract in the site's own 
 _ORIGINAL_FACTOR = 16.0  # the runtime's kernels sum in other orders
 _ULPS = 4
 _EPSILON = {"float32": 1.2e-7, "float16": 9.8e-4, "bfloat16": 7.9e-3}
-_LONGEST_WINDOW = 640
+_LONGEST_WINDOW = 1100  # whose end pasts reach beyond
+_MOST_ELEMENTS = 1 << 20  # of a cache behind which a step is computed, unless one sequence has more
+_PERIOD = 65537  # numbers of a drawn cache; no size of a head divides it
 _POISON = 1e4  # what buffers hold before a run
 
 
@@ -305,26 +307,27 @@ def _steps(captured: CacheStep) -> Iterator[tuple[str, CacheStep]]:
 def _behind_past(captured: CacheStep, queries: int, longest: int) -> CacheStep:
     """A step of the first tokens of a captured one behind pasts, the longest of so many keys."""
     rng = np.random.default_rng(queries)
-    batch = len(captured.lengths)
+    assert captured.past_key is not None
+    row = (longest + queries) * captured.past_key.shape[1] * captured.past_key.shape[3]
+    batch = max(1, min(len(captured.lengths), _MOST_ELEMENTS // row))
     before = np.array([longest, *rng.integers(0, longest, batch - 1, endpoint=True)], np.int64)
     lengths = before + queries
     total = int(lengths.max())
     if captured.sliding:
-        assert captured.past_key is not None
         capacity = int(captured.past_key.shape[2])
     else:
         capacity = total + 3
     sources = [captured.past_key, captured.past_value]
-    pasts = [_fill_cache(x, capacity, rng, captured.query.dtype) for x in sources if x is not None]
+    pasts = [_fill_cache(x[:batch], capacity, rng, captured.query.dtype) for x in sources if x is not None]
 
     def cut(array: np.ndarray | None) -> np.ndarray | None:
-        return None if array is None else np.ascontiguousarray(array[:, :queries])
+        return None if array is None else np.ascontiguousarray(array[:batch, :queries])
 
     query = cut(captured.query)
     assert query is not None
     bias = captured.bias
     if bias is not None:
-        bias = np.resize(bias, (*bias.shape[:2], queries, total))
+        bias = np.resize(bias, (min(batch, bias.shape[0]), bias.shape[1], queries, total))
     positions = None if captured.position_ids is None else before[:, None] + np.arange(queries)[None]
     return replace(
         captured,
@@ -341,10 +344,10 @@ def _behind_past(captured: CacheStep, queries: int, longest: int) -> CacheStep:
 
 
 def _fill_cache(past: np.ndarray, capacity: int, rng: np.random.Generator, dtype: np.dtype) -> np.ndarray:
-    """A cache of so many rows, with numbers as large as those of a captured one."""
+    """A cache of so many rows, which all differ, with numbers as large as those of a captured one."""
     spread = float(past.astype(np.float32).std()) if past.size else 0.0
     shape = (past.shape[0], past.shape[1], capacity, past.shape[3])
-    return (rng.standard_normal(shape) * (spread or 1.0)).astype(dtype)
+    return np.resize((rng.standard_normal(_PERIOD) * (spread or 1.0)).astype(dtype), shape)
 
 
 def _in_type(step: CacheStep, dtype: np.dtype) -> CacheStep:

@@ -361,8 +361,8 @@ def describe_left_out(decider: ChainDecider) -> str:
     """Which regions --tune left out for want of time, for the report; empty where none, or where nothing was to be measured."""
     if not isinstance(decider, MeasuredDecider) or not decider.left_out:
         return ""
-    left, asked = len(decider.left_out), len(decider.asked)
-    return f"the {decider.options.tune:g} s of --tune were over before {left} of {asked} different regions were measured fully"
+    left, asked, seconds = len(decider.left_out), len(decider.asked), decider.options.tune
+    return f"the {seconds:g} s of --tune were over: {left} of {asked} different regions were not measured, or not fully"
 
 
 def _segments(config: str, count: int, fused_alone: Mapping[str, Sequence[Segment]]) -> tuple[Segment, ...]:
