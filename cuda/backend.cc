@@ -126,7 +126,7 @@ Status RunAttention(const AttentionArgs& args, const Tensor* pad, const Attentio
     return cuda::AttentionJob(args, pad, mask, sizes, operands, all, nullptr, context).RunKeyRange();
   }
   AttentionArgs by_mask = args;
-  by_mask.first_rows = by_mask.is_invalid = nullptr;
+  by_mask.first_rows = by_mask.is_invalid = by_mask.seqlens = nullptr;
   STOF_RETURN_IF_ERROR(RunByMask(by_mask, pad, mask, sizes, operands, context));
   return args.is_invalid == nullptr ? Status() : MarkInvalid(args.is_invalid, true, args, context);
 }
@@ -174,7 +174,7 @@ uint64_t HashKernelChoice(const AttentionArgs& args, const Tensor* pad, const At
   for (const bool x :
        {args.allow_tf32, args.softcap > 0.0f, args.scale > 0.0f, args.bias != nullptr, args.relative_bias != nullptr,
         args.sink != nullptr, args.lse != nullptr, pad != nullptr, mask.parts.fixed.empty(), mask.parts.dynamic.empty(),
-        args.first_rows != nullptr, args.window_left >= 0, args.is_invalid != nullptr}) {
+        args.first_rows != nullptr, args.window_left >= 0, args.is_invalid != nullptr, args.seqlens != nullptr}) {
     mix(x ? 1 : 0);
   }
   if (pad != nullptr) mix(static_cast<int64_t>(pad->dtype));

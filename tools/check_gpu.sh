@@ -76,6 +76,9 @@ if wave 1; then
   suite table-8.0-128-rows 75 CudaAttentionEquals STOF_CUDA_CAPABILITY=80 STOF_CUDA_SM80_ROWS=128
   suite decode 75 CudaDecode
   suite decode-8.0 75 CudaDecode STOF_CUDA_CAPABILITY=80
+  suite append 75 CudaAppend
+  suite cached 100 CudaCachedAttention
+  suite cached-8.0 100 CudaCachedAttention STOF_CUDA_CAPABILITY=80
   suite fp32 75 CudaFp32
   suite fp32-128-rows 75 CudaFp32 STOF_CUDA_FP32_ROWS=128
   suite tf32-128-rows 75 CudaTf32 STOF_CUDA_FP32_ROWS=128
@@ -148,6 +151,9 @@ if wave 2; then
 fi
 if wave 3 && [ -n "$sanitizer" ]; then
   suite memcheck-decode 80 CudaDecode memcheck STOF_SAMPLE=9
+  suite memcheck-append 80 CudaAppend memcheck STOF_SAMPLE=5
+  suite memcheck-cached 80 CudaCachedAttention memcheck STOF_SAMPLE=9
+  suite racecheck-append 80 CudaAppend racecheck STOF_SAMPLE=17
   [ "$capability" = 9.0 ] && suite memcheck-9.0 80 CudaAttentionSm90 memcheck STOF_CUDA_COLD=1 STOF_SAMPLE=13
   [ "$capability" = 9.0 ] && suite memcheck-9.0-drawn 80 CudaAttentionSm90 memcheck STOF_CUDA_KERNEL=4 STOF_CUDA_MULTIPROCESSORS=2 STOF_SAMPLE=9
   [ "$capability" = 9.0 ] && suite memcheck-9.0-splits 80 CudaSplitsSm90 memcheck STOF_CUDA_COLD=1 STOF_SAMPLE=7

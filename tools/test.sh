@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Everything that CI runs, from an empty environment: lint, types, build, C++ tests, Python tests, sanitizers, wheel.
-# With STOF_TEST_ALL=1 also other optimization levels, and what needs torch (a 2 GB environment of its own): that the stored
-# graphs are what it exports.
+# With STOF_TEST_ALL=1 also other optimization levels, and what needs torch (2 GB environments of their own): that the stored
+# graphs are what it exports, that ONNX Runtime GenAI generates the same tokens.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${1:-python3}
@@ -76,7 +76,7 @@ end
 
 begin 'old runtimes'
 runtimes=(1.18.1)
-[ "${STOF_TEST_ALL:-0}" = 1 ] && runtimes+=(1.22.1 1.23.2 1.31.1)
+[ "${STOF_TEST_ALL:-0}" = 1 ] && runtimes+=(1.22.1 1.23.2 1.31.1 1.32.0)
 bash tools/test_runtimes.sh "$bin/python" build/dev/libstof_ort.so "${runtimes[@]}"
 end
 
@@ -123,6 +123,19 @@ end
 if [ "${STOF_TEST_ALL:-0}" = 1 ]; then
   begin packages
   STOF_LIBRARY=$PWD/build/dev/libstof_ort.so PYTHONPATH=optimizer python tests/packages/check.py
+  end
+fi
+
+# Model folders with random weights: ONNX Runtime GenAI gives the tokens that it gave before.
+if [ "${STOF_TEST_ALL:-0}" = 1 ]; then
+  begin 'tokens (GenAI)'
+  [ -x .venv-genai/bin/python ] || "$python" -m venv .venv-genai
+  .venv-genai/bin/python -m pip install -q --upgrade pip
+  .venv-genai/bin/python -m pip install -q -r tests/genai/requirements.txt
+  export STOF_LIBRARY=$PWD/build/dev/libstof_ort.so
+  .venv-genai/bin/python tests/genai/check_tokens.py
+  PYTHONPATH=optimizer:. .venv-genai/bin/python -m pytest -q tests/command/test_genai_folders.py
+  unset STOF_LIBRARY
   end
 fi
 

@@ -430,8 +430,12 @@ Status AppendToCache(const CacheAppendArgs& args, const RunContext& context) {
   if (args.B == 0 || args.S == 0) return Status();
   AppendParams params;
   params.args = args;
-  params.shape = {args.S, args.past_key == nullptr ? 0 : args.past_capacity, args.capacity, args.sliding_window,
-                  args.is_first_prompt};
+  params.shape.S = args.S;
+  params.shape.past_capacity = args.past_key == nullptr ? 0 : args.past_capacity;
+  params.shape.capacity = args.capacity;
+  params.shape.sliding_window = args.sliding_window;
+  params.shape.most_keys = args.most_keys;
+  params.shape.is_first_prompt = args.is_first_prompt;
   bool is_too_large = false;
   int error = 0;
   switch (args.dtype) {

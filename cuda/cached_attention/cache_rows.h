@@ -16,6 +16,7 @@ struct CacheShape {
   int64_t past_capacity = 0;  // 0: no past
   int64_t capacity = 0;
   int64_t sliding_window = 0;
+  int64_t most_keys = 0;  // 0: any number
   bool is_first_prompt = false;
 };
 
@@ -45,7 +46,8 @@ STOF_HD inline CacheRows FindCacheRows(const CacheShape& shape, int32_t seqlen) 
   rows.valid = total - rows.past;
   const int64_t dropped = DroppedRows(shape, total), dropped_before = DroppedRows(shape, rows.past);
   rows.held = rows.past - dropped_before;
-  rows.is_invalid = total < 1 || rows.past < 0 || rows.valid > shape.S || rows.held > shape.past_capacity ||
+  rows.is_invalid = total < 1 || (shape.most_keys > 0 && total > shape.most_keys) || rows.past < 0 ||
+                    rows.valid > shape.S || rows.held > shape.past_capacity ||
                     (shape.sliding_window == 0 && rows.past + shape.S > shape.capacity);
   if (rows.is_invalid) {
     const int64_t most =

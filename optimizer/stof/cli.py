@@ -76,7 +76,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--plan", type=Path, metavar="FILE", help="apply a saved plan instead of choosing")
     parser.add_argument("--save-plan", type=Path, metavar="FILE", help="save the choices as JSON, with --dry-run too")
     parser.add_argument(
-        "--only", action="append", default=[], metavar="SITE", help="site name, pattern or number; repeatable"
+        "--only",
+        action="append",
+        default=[],
+        metavar="SITE",
+        help="site name, pattern or number; cache:NAME and chain:NAME name others; repeatable",
     )
     parser.add_argument(
         "--skip", action="append", default=[], metavar="SITE", help="likewise, to leave sites as they are"

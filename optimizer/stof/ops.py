@@ -6,8 +6,9 @@ from __future__ import annotations
 from typing import Any
 
 from stof.attention.rewrite import ATTENTION
+from stof.cached_attention.rewrite import CACHED_ATTENTION
 from stof.fusion.rewrite import FUSION
 from stof.op_rewrite import OpRewrite
 
-OPS: tuple[OpRewrite[Any, Any], ...] = (ATTENTION, FUSION)
+OPS: tuple[OpRewrite[Any, Any], ...] = (CACHED_ATTENTION, ATTENTION, FUSION)
 PLAN_FORMATS = {op.key: op.plan_format for op in OPS}

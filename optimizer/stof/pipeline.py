@@ -15,7 +15,8 @@ from stof.execution.given_inputs import GivenFeed, read_given_inputs
 from stof.execution.session_process import RuntimeFailure, has_onnxruntime
 from stof.files import check_outputs, write_text
 from stof.graph.external_data import check_output_folder, data_to_copy, external_files
-from stof.graph.load_save import copy_model, load, save
+from stof.graph.index import opset_of
+from stof.graph.load_save import copy_model, load, load_with_opset, save
 from stof.html_report import to_html
 from stof.op_rewrite import Job
 from stof.ops import OPS
@@ -96,19 +97,21 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
     selections = dict(zip((op.key for op in OPS), select(options, [op.names for op in OPS]), strict=True))
     plan = _load_plan(options)
     with _timed(report, "load"), _as_model_error(source):
-        graph = load(source)
+        graph, opset = load_with_opset(source)
     data = {f"external data {name!r}": source.parent / name for name in sorted(external_files(graph))}
     copies = {f"external data {c.location!r}": c.target for c in data_to_copy(graph, target, source)}
     _check_files(data, target, options, report.dry_run, copies)
     given = read_given_inputs(options.inputs, graph)
     job = Job(options, source, graph, report.library, plan, partial(_timed_step, report, source), selections)
     report.sections = {op.key: op.empty_section() for op in OPS}
-    for op in OPS:
-        if (earlier := op.find_earlier_result(job)) is not None:
-            selections[op.key].check(earlier.candidates)
-            report.sections[op.key] = earlier.section
-            _save_plan({op.key: earlier.plan}, options)
-            return
+    earlier = {op.key: found for op in OPS if (found := op.find_earlier_result(job)) is not None}
+    if earlier:
+        for key, found in earlier.items():
+            selections[key].check(found.candidates)
+            report.sections[key] = found.section
+        empty: dict[str, tuple[PlanEntry, ...]] = {op.key: () for op in OPS if op.plan_format.required}
+        _save_plan(empty | {key: found.plan for key, found in earlier.items()}, options)
+        return
     if plan is not None and plan.target != options.target:
         raise ArgumentError(f"the plan is for target {plan.target}, not {options.target}; use --target {plan.target}")
     stages = rewrite(job, OPS)
@@ -118,6 +121,8 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
         check_output_folder(stages[-1].model, target, source)
         with _runtime_failures_as_model_errors(source):
             stages = _verify_and_write(report, job, stages, target, given)
+    if opset < opset_of(graph) and any(s.decided.has_replaced for s in stages):
+        report.converted_opset = (opset, opset_of(graph))
     _save_plan({s.op.key: s.decided.plan for s in stages}, options)
 
 

@@ -189,6 +189,7 @@ class Report:
     library: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()  # what this installation lacks for the target
     copied: bool = False  # nothing was replaced: the output is a copy of the model
+    converted_opset: tuple[int, int] | None = None  # opsets of the model and of the result, where it was converted
 
     def rows(self, key: str) -> list[Any]:
         """The rows of an op by its key; empty where the op looked for nothing."""
@@ -198,6 +199,11 @@ class Report:
     def sites(self) -> list[Any]:
         """The rows of attention sites (:class:`stof.attention.report.SiteReport`)."""
         return self.rows("sites")
+
+    @property
+    def caches(self) -> list[Any]:
+        """The rows of attention over a KV cache (:class:`stof.cached_attention.report.CacheReport`)."""
+        return self.rows("caches")
 
     @property
     def chains(self) -> list[Any]:
@@ -224,6 +230,8 @@ class Report:
         data |= {name: getattr(self, name) for name in own}
         if self.verification is not None:
             data["verification"] = {**asdict(self.verification), "ok": not self.verification.failures}
+        opsets = self.converted_opset
+        data["converted_opset"] = None if opsets is None else dict(zip(("from", "to"), opsets, strict=True))
         data["times"] = None if self.times is None else self.times.to_json()
         return strict_json.dumps(data, indent=2, default=str)
 
@@ -235,12 +243,15 @@ class Report:
         lines += [line for s in sections for line in s.mask_pictures()]
         if self.nodes_after:
             lines += ["", f"nodes: {self.nodes_before} -> {self.nodes_after}"]
+        if self.converted_opset is not None:
+            before, after = self.converted_opset
+            lines.append(f"opset: {before} -> {after} (the model was converted by onnx.version_converter)")
         lines += self._verification_lines()
         if self.times is not None:
-            before, after = self.times.original, self.times.optimized
+            original, optimized = self.times.original, self.times.optimized
             lines.append(
-                f"measured: {1e3 * before.best:.4g} ms -> {1e3 * after.best:.4g} ms, {self.times.speedup:.2f}x "
-                f"({self.times.inputs}; best of {after.runs} alternating runs)"
+                f"measured: {1e3 * original.best:.4g} ms -> {1e3 * optimized.best:.4g} ms, {self.times.speedup:.2f}x "
+                f"({self.times.inputs}; best of {optimized.runs} alternating runs)"
             )
         reasons = self._nothing_to_do()
         if self.copied:
@@ -358,6 +369,7 @@ def describe_coverage(comparisons: Sequence[Comparison]) -> str:
         "NaN in the original alone": sum(c.undefined for c in given),
         "in rows without a key": sum(c.ignored for c in given),
         "of padded queries, which alone differ": sum(c.padded for c in given),
+        "in rows without a token": sum(c.unused for c in given),
     }
     words = " and ".join(f"{number} are {reason}" for reason, number in reasons.items() if number)
     return f"of {elements} elements{sampled} {compared} were compared, {words}"

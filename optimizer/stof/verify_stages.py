@@ -13,7 +13,7 @@ import onnx
 
 from stof.errors import ArgumentError, InputsRefusedError, ModelError, VerifyError, explained
 from stof.execution.given_inputs import GivenFeed
-from stof.execution.run_limits import RunLimits
+from stof.execution.run_limits import LimitReached, RunLimits
 from stof.execution.session_process import RuntimeFailure, release_sessions
 from stof.execution.upcast import TypedAttributes
 from stof.files import temporary_folder
@@ -169,8 +169,11 @@ def _verify(
     try:
         _check_inputs(job, final)
         with temporary_folder(folder) as scratch:
-            checks = [(s, s.op.site_checks(job, s.decided)) for s in stages]
-            sites = [EmittedSites(s.op.key, c, s.model) for s, c in checks if c is not None]
+            sites = []
+            for stage in stages:
+                limits.check_time()
+                if (checks := stage.op.site_checks(job, stage.decided)) is not None:
+                    sites.append(EmittedSites(stage.op.key, checks, stage.model))
             searches = not any(can_drop(s) for s in stages)
             verifier = Verifier(job.model, sites, limits, searches, typed_attributes, given, job.options.shapes)
             found = verifier.run(job.source, final, scratch)
@@ -179,6 +182,8 @@ def _verify(
             f"files for verification cannot be written to {folder}: {error.strerror or error}; make room there, "
             "choose another folder with -o, or leave verification out with --no-verify"
         ) from error
+    except LimitReached as error:  # while it was prepared
+        raise VerifyError(str(error)) from error
     except InputsRefusedError as error:
         raise InputsRefusedError(f"{job.source} was not verified: {error}") from error
     except (KeyError, MemoryError, TypeError, ValueError) as error:  # inputs that cannot be drawn or are too large

@@ -86,6 +86,7 @@ CASES = [
     *small("long", (1024,), heads=8),
     *small("bits", (256,)),
     *small("decode", (1024, 2048), heads=8),
+    *small("cached", (1500,), heads=8),
 ]
 
 
@@ -154,6 +155,9 @@ def test_grids() -> None:
     assert len(list(cases.grid("masks"))) == 3 * 8 + 5 * 2 + 3 * 2
     assert len(list(cases.grid("long"))) == 8 * 5 * 2
     assert len(list(cases.grid("decode"))) == 3 * 8
+    assert len(list(cases.grid("cached"))) == 27 + 22
+    assert max(4 * c.B * c.G * c.T * c.D for c in cases.grid("cached")) < 31e9
+    assert {c.T for c in cases.grid("cached", ["causal-1024"], batches=[64])} == {8192, 16384, 114688}
     assert {str(c) for c in cases.grid("paper", ["causal"], [512], [8])} == {"paper causal B8 H12 S512 D64 fp16"}
     keys = [tuple(c.key) for g in cases.GRIDS for c in cases.grid(g)]
     assert len(set(keys)) == len(keys)
@@ -229,11 +233,13 @@ def test_ceilings() -> None:
         tiles = {
             "D64 float16": {"density": {"tiles": 1000}, "peers": {"stof": {"us": us}, "torch-cudnn": {"missing": ""}}}
         }
-        return {"rates": {"device": "a GPU", "versions": {}, "launch": launch, "copy": copy}, "tiles": tiles}
+        rates = {"device": "a GPU", "versions": {}, "launch": launch, "copy": copy, "read": 2 * copy}
+        return {"rates": rates, "tiles": tiles}
 
     found = run.ceilings([anchor(2e-6, 3e12, 9.0), anchor(1e-6, 2e12, 8.0)])
     assert found["launch_us"] == 1.0
     assert found["copy_gbps"] == 3000.0
+    assert found["read_gbps"] == 6000.0
     assert found["tile_ns"] == {"D64 float16": 8.0}
     with pytest.raises(RuntimeError, match="no clock"):
         run.ceilings([{"rates": "no clock", "tiles": {}}])

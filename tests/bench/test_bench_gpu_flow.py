@@ -14,9 +14,11 @@ from typing import Any, ClassVar
 import pytest
 
 from stof.bench.cli import main
+from stof.bench.core.candidate import Candidate
 from stof.bench.core.case import AttentionCase
 from stof.bench.core.results import merge, read, store_all
 from stof.bench.gpu import candidates, cases, point, run, tables, timing
+from stof.bench.gpu.device_runner import DeviceRunner, runner_of
 from stof.bench.gpu.problem import GpuProblem
 
 torch = pytest.importorskip("torch")
@@ -98,8 +100,25 @@ def anchors(us: float) -> dict[str, Any]:
     """A machine whose full tiles of 64 take a nanosecond."""
     peers = {"stof": {"us": us}}
     dense = {"density": {"tiles": int(us * 1000)}, "peers": peers}
-    rates = {"device": "a device", "versions": {"torch": "2"}, "launch": 1e-6, "copy": 1e12}
+    rates = {"device": "a device", "versions": {"torch": "2"}, "launch": 1e-6, "copy": 1e12, "read": 2e12}
     return {"rates": rates, "tiles": {"D64 float16": dense}}
+
+
+def test_point_of_a_cache(device: None) -> None:
+    """Its roofline is the rate of reads, and rows say how much of that they reach."""
+    case = dataclasses.replace(next(cases.grid("cached", ["dense"], [1024], [1])), H=2, G=1)
+
+    def build(problem: GpuProblem, stream: Any) -> DeviceRunner:
+        attend = torch.nn.functional.scaled_dot_product_attention
+        return runner_of(problem, "BHSD", lambda q, k, v: attend(q, k, v, enable_gqa=True))
+
+    made = point.Point(case, [Candidate("sdpa", "torch SDPA", build)], Stream())
+    record = run._complete(made.measure(rounds=2), [anchors(8.0)])
+    row = record["peers"]["sdpa"]
+    assert row["error"] < 1e-2
+    read_us = record["bytes"] / 2e12 * 1e6
+    assert record["roof_us"] == pytest.approx(1 + read_us, abs=1e-3)
+    assert row["read_share"] == pytest.approx(read_us / row["us"], abs=1e-4)
 
 
 def test_point(device: None, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from build import write  # noqa: E402
 
 MODELS = ("narrow/bert.dynamo.sdpa", "narrow/modernbert.dynamo.sdpa", "narrow/embeddinggemma.dynamo.sdpa")
 SECONDS_TO_END = 1.0
+MARK = "STOF_ENDED_AT_RANDOM"  # in the environment of each run and its processes: others may run beside them
 LONGEST_RUN = 300.0
 
 
@@ -41,7 +42,10 @@ def prepare(folder: Path) -> list[Path]:
 
 def start(model: Path) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "stof.cli", str(model), "-o", str(model.with_name("result.onnx"))]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
+    environment = {**os.environ, MARK: str(os.getpid())}
+    return subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True, env=environment
+    )
 
 
 def digest(path: Path) -> str:
@@ -80,26 +84,31 @@ def end_one(model: Path, sent: signal.Signals, moment: float, inputs: dict[str, 
         faults.append(f"a traceback: {said.decode(errors='replace')[-300:]}")
     if seconds > SECONDS_TO_END:
         faults.append(f"it took {seconds:.2f} s to end")
-    if children := _session_of(process.pid):
+    if children := _left_by_run():
         faults.append(f"processes left: {children}")
     return faults
 
 
-def _session_of(pid: int) -> list[int]:
-    """Living processes whose environment says that this run started them: their parent, or their session, is gone."""
-    time.sleep(0.2)
+def _left_by_run() -> list[int]:
+    """Processes of a run that still live a second after it."""
+    end = time.monotonic() + SECONDS_TO_END
+    while (found := _living_of_runs()) and time.monotonic() < end:
+        time.sleep(0.05)
+    return found
+
+
+def _living_of_runs() -> list[int]:
+    """Processes that inherited the mark of this script's runs."""
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
         try:
-            state = (entry / "stat").read_text().rpartition(")")[2].split()
-            command = (entry / "cmdline").read_bytes()
+            is_zombie = (entry / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+            is_ours = f"{MARK}={os.getpid()}".encode() in (entry / "environ").read_bytes().split(b"\0")
         except OSError:
             continue
-        # Fields after the name: state, parent, group, session.
-        mine = int(state[3]) == pid or (int(state[1]) == 1 and b"session_worker" in command)
-        if mine and state[0] != "Z" and int(entry.name) != os.getpid():
+        if is_ours and not is_zombie:
             found.append(int(entry.name))
     return found
 

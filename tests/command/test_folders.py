@@ -20,6 +20,7 @@ import stof
 from stof import cli
 from stof.errors import ArgumentError, ModelError
 from stof.files import TemporaryFile
+from stof.runtime.library import LIBRARY
 
 PLAIN = "kt = Add (q, k)\nout = Add (kt, v)"
 WIDTH = 200
@@ -76,6 +77,7 @@ def genai(folder: Path) -> Path:
 
 STYLES = [optimum, sentence_transformers, genai]
 ATTENTION_IN = {"optimum": "encoder_model.onnx", "sentence_transformers": "onnx/model.onnx", "genai": "model.onnx"}
+LIBRARY_IN = {style: str(Path(model).parent / LIBRARY) for style, model in ATTENTION_IN.items()}
 
 
 def names(folder: Path) -> set[str]:
@@ -100,10 +102,12 @@ def test_a_folder_becomes_another_one(make: Any, tmp_path: Path, capsys: pytest.
     printed = capsys.readouterr()
     assert printed.err == ""
     assert snapshot(source) == before
-    assert names(target) == names(source)
+    library = LIBRARY_IN[make.__name__]
+    assert names(target) == names(source) | {library}
+    assert (target / library).read_bytes() == stof.library_path().read_bytes()
     changed = {n for n in names(source) if (source / n).read_bytes() != (target / n).read_bytes()}
     optimized = ATTENTION_IN[make.__name__]
-    assert changed == {optimized}
+    assert changed == ({optimized, "genai_config.json"} if make is genai else {optimized})
     assert "StofAttention" in [n.op_type for n in onnx.load(target / optimized).graph.node]
     for name in (n for n in names(source) if n.endswith(".onnx")):
         np.testing.assert_allclose(outputs(target / name), outputs(source / name), atol=1e-4)
@@ -118,6 +122,7 @@ def test_a_folder_becomes_another_one(make: Any, tmp_path: Path, capsys: pytest.
     data = json.loads(report.read_text())
     assert (data["folder"], data["output"], data["exit_status"]) == (str(source), str(target), 0)
     assert sorted(data["files"]) == models
+    assert data["libraries"] == [library]
     assert data["files"][optimized]["output"] == str(target / optimized)
     assert data["files"][optimized]["sites"][0]["replaced"] is True
     assert sorted(data["others"]) == sorted(n for n in names(source) if not n.endswith((".onnx", "data")))
@@ -135,7 +140,7 @@ def test_external_data_that_no_result_needs_stays_behind(tmp_path: Path) -> None
     put(tmp_path / "in" / "n.onnx", PLAIN, data="n.data")
     report = stof.optimize_folder(tmp_path / "in", tmp_path / "out", stof.Options(verify=False))
     assert report.exit_code == 0
-    assert names(tmp_path / "out") == {"m.onnx", "n.onnx", "n.data"}
+    assert names(tmp_path / "out") == {"m.onnx", "n.onnx", "n.data", LIBRARY}
 
 
 def test_links_of_a_cache_become_files(tmp_path: Path) -> None:
@@ -149,7 +154,8 @@ def test_links_of_a_cache_become_files(tmp_path: Path) -> None:
     stof.optimize_folder(source, tmp_path / "out", stof.Options(verify=False))
     found = list((tmp_path / "out").rglob("*"))
     assert not any(p.is_symlink() for p in found)
-    assert names(tmp_path / "out") == names(blobs) | {f"more/{n}" for n in names(tmp_path / "other")}
+    models = names(blobs) | {f"more/{n}" for n in names(tmp_path / "other")}
+    assert names(tmp_path / "out") == models | {LIBRARY, f"more/onnx/{LIBRARY}"}
 
 
 def test_modes_are_kept_and_hidden_files_copied(tmp_path: Path) -> None:
@@ -167,7 +173,7 @@ def test_an_empty_folder_is_taken_and_a_link_to_one(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "empty")
     report = stof.optimize_folder(source, tmp_path / "link", stof.Options(verify=False))
     assert report.output == str(tmp_path / "empty")
-    assert names(tmp_path / "empty") == names(source)
+    assert names(tmp_path / "empty") == names(source) | {LIBRARY}
     assert (tmp_path / "link").is_symlink()
 
 

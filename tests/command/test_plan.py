@@ -17,12 +17,20 @@ import stof
 from stof import cli
 from stof.attention.decide import cost_cpu as cost
 from stof.attention.plan_entry import SitePlan
+from stof.cached_attention.plan_entry import CachePlan
 from stof.errors import ArgumentError
 from stof.ops import PLAN_FORMATS
 from stof.plan import Plan, load, parse
 
 WINDOW = "abs(q - k) <= 16 and pad[b, k]"
 
+cache_plans = st.builds(
+    CachePlan,
+    cache=st.text(min_size=1),
+    replace=st.just(True),
+    predicted_gain=st.none() | st.integers(0, 10_000_000).map(lambda n: n / 1000),
+    reason=st.text(),
+) | st.builds(CachePlan, cache=st.text(min_size=1), replace=st.just(False), reason=st.text())
 site_plans = st.builds(
     SitePlan,
     site=st.text(min_size=1),
@@ -35,7 +43,10 @@ site_plans = st.builds(
 ) | st.builds(SitePlan, site=st.text(min_size=1), replace=st.just(False), reason=st.text())
 plans = st.builds(
     Plan,
-    st.lists(site_plans, max_size=5, unique_by=lambda s: s.site).map(lambda sites: {"sites": tuple(sites)}),
+    st.fixed_dictionaries(
+        {"sites": st.lists(site_plans, max_size=5, unique_by=lambda s: s.site).map(tuple)},
+        optional={"caches": st.lists(cache_plans, max_size=3, unique_by=lambda c: c.cache).map(tuple)},
+    ).map(lambda entries: {key: entries[key] for key in PLAN_FORMATS if key in entries}),
     st.sampled_from(["cpu", "cuda", "tensorrt"]),
 )
 
@@ -66,7 +77,7 @@ def changed(**fields: Any) -> str:
         (changed(version=2), "plan of version 2, expected 1"),
         (changed(version=None), "plan of version None, expected 1"),
         (changed(target="rocm"), "has target 'rocm', expected one of cpu, cuda, tensorrt"),
-        (changed(more=1), "has field 'more', expected only chains, format, sites, target, version"),
+        (changed(more=1), "has field 'more', expected only caches, chains, format, sites, target, version"),
         (changed(sites={}), "has sites {}, expected list"),
         (changed(sites=[3]), r"sites\[0\] is 3, expected an object"),
         (changed(sites=[{"site": "a"}]), r"sites\[0\] has no field 'replace'"),

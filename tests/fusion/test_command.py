@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ import onnxruntime as ort
 import pytest
 
 import stof
-from stof.fusion.apply import FusionResult, fuse_chains
+from stof.fusion.apply import ChainReport, FusionResult, fuse_chains
 from stof.fusion.decide.measured import LEAST_GAIN_INTERLEAVED, MeasuredDecider, make_chain_decider
 from stof.options import Options
 from stof.pipeline import optimize
@@ -177,7 +178,13 @@ def test_a_real_measurement(narrow: Callable[[str], Path], cache: Path, monkeypa
     model = narrow("bert.dynamo.sdpa")
     first = optimize(model, options=Options(tune=2.0, verify=False))
     again = optimize(model, options=Options(verify=False))
-    assert [(c.replaced, c.reason) for c in first.chains] == [(c.replaced, c.reason) for c in again.chains]
+
+    def outcome(chain: ChainReport) -> tuple[bool, float | None, str]:
+        # The first run had no time for some regions, the second one does not measure: they say so in other words.
+        unmeasured = re.search("(no chain of it )?was not measured", chain.reason)
+        return chain.replaced, chain.gain, unmeasured[0] if unmeasured else chain.reason
+
+    assert list(map(outcome, first.chains)) == list(map(outcome, again.chains))
     assert any(c.gain is not None for c in first.chains)
     assert stof.build_info()["build_id"] in _texts(cache)
 

@@ -17,6 +17,7 @@ from stof.attention.expand.prepare import prepare
 from stof.attention.expand.working_copy import WorkingCopy
 from stof.attention.plan_entry import SitePlan
 from stof.attention.report import Step
+from stof.cached_attention.plan_entry import CachePlan
 from stof.options import Options
 from stof.plan import Plan
 from stof.report import Report
@@ -115,14 +116,17 @@ def expanded(model: onnx.ModelProto) -> WorkingCopy:
 
 
 def forced(model: onnx.ModelProto, folder: Path) -> tuple[Report, Path]:
-    """Optimizes a model as far as it can be, whatever is predicted, with verification."""
+    """Replaces the attention sites that can be, whatever is predicted, with verification; nodes with a cache are expanded."""
     source, target, plan = (folder / n for n in ("model.onnx", "optimized.onnx", "plan.json"))
     onnx.save(model, source)
     found = stof.optimize(source, options=Options(dry_run=True))
+    caches = tuple(CachePlan(row.cache, False, reason="left to attention sites") for row in found.rows("caches"))
+    if caches:
+        found = stof.optimize(source, options=Options(dry_run=True, skip=("cache:*",)))
     entries = [
         SitePlan(s.site, s.step in (Step.COST, Step.DONE), s.mask, reason=s.reason)
         for s in found.sites
         if s.index is not None
     ]
-    Plan({"sites": tuple(entries)}).save(plan)
+    Plan({"caches": caches, "sites": tuple(entries)}).save(plan)
     return stof.optimize(source, target, Options(plan=plan)), target

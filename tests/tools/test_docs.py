@@ -7,6 +7,7 @@ import json
 import re
 import runpy
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 
 import stof
 from stof import Options, cli, plan
+from stof.cached_attention.report import CacheReport
 from stof.ops import PLAN_FORMATS
 from stof.verification.model_times import ModelTimes, RunTimes
 
@@ -133,6 +135,7 @@ def test_plan_of_the_docs_is_a_plan() -> None:
     found = plan.parse(text[text.index("```json") + len("```json") : text.index("```\n\n## The file")], PLAN_FORMATS)
     assert plan.parse(found.to_json(), PLAN_FORMATS) == found
     assert [entry.replace for entry in found.entries["sites"]] == [True, False]
+    assert found.entries["caches"]
     assert found.entries["chains"]
 
 
@@ -142,7 +145,8 @@ def test_report_keys_are_those_of_the_docs(narrow: Callable[[str], Path], tmp_pa
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["chains"]
     first = report["verification"]["comparisons"][0]
-    objects = (report, report["sites"][0], report["chains"][0], report["verification"], first, first["coverage"])
+    row = asdict(CacheReport("", None, False, ""))
+    objects = (report, row, report["sites"][0], report["chains"][0], report["verification"], first, first["coverage"])
     times = ModelTimes("", RunTimes(1.0, 1.0, 1), RunTimes(1.0, 1.0, 1)).to_json()
     (tmp_path / "folder").mkdir()
     (tmp_path / "out.onnx").rename(tmp_path / "folder" / "out.onnx")

@@ -20,12 +20,16 @@ from onnx import TensorProto, helper, numpy_helper
 
 import stof
 from stof import cli
+from stof.attention.checks.site_checks import AttentionChecks
 from stof.execution import run_limits
-from stof.execution.run_limits import MemoryLimit, RunLimits, free_memory, parse_bytes, resident_bytes
+from stof.execution.case import Case, Padding
+from stof.execution.run_limits import MemoryLimit, PeakMemory, RunLimits, free_memory, parse_bytes, resident_bytes
 from stof.execution.session_process import create_session, end_process
 from stof.execution.session_worker import SessionSpec
 from stof.symbolic import Symbolic
-from stof.verification.memory_estimate import MemoryEstimate
+from stof.verification.case_plan import CasePlan
+from stof.verification.memory_estimate import MemoryEstimate, RunEstimate
+from stof.verification.model_inputs import ModelInputs, default_inputs
 from stof.verification.sliced_attention import slice_attention
 
 _NODE = helper.make_node
@@ -109,6 +113,49 @@ def test_a_run_that_takes_more_memory_is_ended() -> None:
     assert not small.is_alive
     again = create_session(_expanding(1), 60.0)
     assert np.isfinite(again.run(None, feed, 60.0, bound)[0])
+
+
+def test_a_run_that_nobody_watched_is_refused_by_its_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs that are over before the first look: only what is read when the answer arrives shows what they took."""
+    monkeypatch.setattr("stof.execution.channel._LOOK", 600.0)
+    feed = {"x": np.asarray(1e-9, np.float32)}
+    for _ in range(3):
+        end_process()
+        session = create_session(_expanding(300), 60.0)
+        with pytest.raises(MemoryLimit, match="more than"):
+            session.run(None, feed, 60.0, resident_bytes() + (300 << 20))
+        assert not session.is_alive
+
+
+def test_what_earlier_runs_and_sessions_took_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stof.execution.channel._LOOK", 600.0)
+    end_process()
+    feed = {"x": np.asarray(1e-9, np.float32)}
+    large, small = (create_session(_expanding(n), 60.0) for n in (500, 1))
+    assert np.isfinite(large.run(None, feed, 60.0)[0])  # without a limit, as the check of a mask runs
+    bound = resident_bytes() + (300 << 20)
+    del large
+    assert np.isfinite(small.run(None, feed, 60.0, bound)[0])
+
+
+def test_the_peak_of_a_process_is_that_since_it_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = os.getpid()
+    before = np.ones(100 << 20, np.uint8)
+    del before
+    peak = PeakMemory(own)
+    first = peak.peak_bytes()
+    assert first < resident_bytes() + (20 << 20)
+    between = np.ones(100 << 20, np.uint8)
+    del between
+    assert peak.peak_bytes() >= first + (90 << 20)
+    assert PeakMemory(1 << 30).peak_bytes() == 0  # no such process
+    # Where the peak may not be reset, one from before tells nothing, and a new one does.
+    monkeypatch.setattr("stof.execution.run_limits._RESET_PEAK", "refused")
+    peak = PeakMemory(own)
+    assert peak.peak_bytes() < resident_bytes() + (20 << 20)
+    between = np.ones(400 << 20, np.uint8)
+    del between
+    assert peak.peak_bytes() >= first + (380 << 20)
 
 
 def test_tensors_that_are_alive_are_counted() -> None:
@@ -284,6 +331,47 @@ def test_estimates_that_are_too_low_end_at_the_bound(
     assert cli.main([str(path), "--verify-memory", "30M"]) == 2
     errors = capsys.readouterr().err
     assert "it needs more than 30 MiB of memory" in errors
+    assert not path.with_suffix(".stof.onnx").exists()
+
+
+def test_slow_estimates_leave_cases_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is prepared takes time of the budget, too; the first and the last case are estimated anyway."""
+    model = _attention(64, 2)
+    estimate = MemoryEstimate.run
+
+    def slow(self: MemoryEstimate, sizes: dict[str, int]) -> RunEstimate:
+        time.sleep(0.3)
+        return estimate(self, sizes)
+
+    monkeypatch.setattr(MemoryEstimate, "run", slow)
+    inputs = default_inputs(model)
+    cases = [Case(1, n, Padding.NONE) for n in (7, 8, 9, 10, 11)]
+    start = time.monotonic()
+    found, skipped = CasePlan(inputs, RunLimits(0.4, 1 << 40)).select(cases)
+    assert time.monotonic() - start < 10
+    assert found == [cases[0], cases[-1]]
+    assert [(s.case, s.reason) for s in skipped] == [(str(c), "time") for c in cases[1:-1]]
+    found, skipped = CasePlan(inputs, RunLimits(60.0, 1 << 40)).select(cases)
+    assert (found, skipped) == (cases, [])
+
+
+def test_a_slow_preparation_ends_in_time(
+    narrow: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run_limits, "GRACE", 0.5)
+    checks = AttentionChecks.model_inputs
+
+    def slow(self: AttentionChecks) -> ModelInputs:
+        time.sleep(0.7)
+        return checks(self)
+
+    monkeypatch.setattr(AttentionChecks, "model_inputs", slow)
+    monkeypatch.setattr(CasePlan, "select", lambda *_: pytest.fail("there is no time for it"))
+    path = narrow("bert.dynamo.sdpa")
+    assert cli.main([str(path), "--verify-budget", "0"]) == 2
+    errors = capsys.readouterr().err
+    assert "verification was ended after 0 s and nothing was compared" in errors
+    assert "raise --verify-budget" in errors
     assert not path.with_suffix(".stof.onnx").exists()
 
 

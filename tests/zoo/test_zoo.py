@@ -105,6 +105,26 @@ def test_what_is_written_runs_without_the_library(name: str, tmp_path: Path) -> 
         compare(name, model, found, library="")
 
 
+@pytest.mark.parametrize("name", ["zoo/gpt-neo.torchscript.eager", "zoo/openai-gpt.dynamo.eager"])
+def test_two_levels_of_masks_differ_at_padded_queries_alone(name: str, tmp_path: Path) -> None:
+    """Rows without a key under two masks of different strength: docs/reference/attention-forms.md."""
+    model = zoo_inputs.filled(name)
+    path, written = tmp_path / "model.onnx", tmp_path / "out.onnx"
+    onnx.save(model, str(path))
+    report = stof.optimize(path, written, Options(verify_budget=5, ignore_empty_rows=True))
+    assert [s.replaced for s in report.sites] == [True, True]
+    plain = zoo_inputs.session(model, optimized=False)
+    found = zoo_inputs.session(onnx.load(str(written)), library=str(stof.library_path()))
+    for side in ("left", "right", ""):
+        feed = zoo_inputs.feeds(name, model, 2, 45, side, seed=7)
+        (hidden, *_), (other, *_) = (s.run(None, feed) for s in (plain, found))
+        real = feed["attention_mask"].astype(bool)
+        assert (~real).any() == bool(side)
+        away = np.abs(hidden - other).max(-1)
+        assert away[real].max() <= TOLERANCE["float32"] * np.abs(hidden).max()
+        assert side != "left" or away[~real].max() > 1e-2  # else nothing is to be ignored
+
+
 def compare(name: str, model: onnx.ModelProto, optimized: onnx.ModelProto, library: str | None = None) -> None:
     """Both models on inputs of batch 2 at length 45, padded left, right and not at all; ``library`` "" is none."""
     dtype = zoo_inputs.build.manifest()[name].get("dtype", "float32")

@@ -31,6 +31,7 @@ struct DecodeParams {
   // (key_range.h). nullptr: the mask counts.
   const int32_t* first_rows = nullptr;  // [B]
   int32_t window_left = kNoWindow;
+  const int32_t* seqlens = nullptr;     // AttentionArgs::seqlens; only the cluster kernel reads ahead
   const int32_t* is_invalid = nullptr;  // [B]: where it is not 0, outputs are NaN; nullptr: nowhere
 };
 

@@ -58,12 +58,17 @@ class ClusterDecode {
   }
 
   __device__ void Run() {
-    WaitForPrevious();
+    const bool reads_ahead = params_.seqlens != nullptr && HasRange();
+    if (!reads_ahead) WaitForPrevious();
+    FindSplit();
+    if (reads_ahead) {
+      PrefetchTiles();
+      WaitForPrevious();
+    }
     LetNextStart();
     if (params_.second_pass != 0 && !HasEmptyRow()) return;  // uniform in a cluster
     if (params_.splits > 1) ArriveAtCluster();               // tells the others that this CTA runs
     CopyQueries();
-    FindSplit();
     ReadTiles(next_, &current_tiles_);
     ReadTiles(next_ + kStride, &next_tiles_);
     live_tiles_ = LiveTiles(current_tiles_, next_);
@@ -129,7 +134,10 @@ class ClusterDecode {
   __device__ void FindSplit() {
     int begin = 0, end = (p_.T + kTileKeys - 1) / kTileKeys;
     if (HasRange()) {
-      range_ = MakeKeyRange(ReadWord(params_.first_rows + b_), params_.window_left, p_.T);
+      // Of a sequence that is invalid it may be any row.
+      const int first = params_.seqlens != nullptr ? max(ReadWord(params_.seqlens + b_), -kNoWindow) + 1 - p_.S
+                                                   : ReadWord(params_.first_rows + b_);
+      range_ = MakeKeyRange(first, params_.window_left, p_.T);
       FindTiles(range_, p_.S, p_.T, &begin, &end);
       keys_ = EndOfKeys(range_, p_.S, p_.T);
     } else if (masked_) {
@@ -212,6 +220,17 @@ class ClusterDecode {
   }
 
   // ---- memory ----
+  // Brings what the warp loads first into L2 while the previous kernel, which writes other rows, still runs.
+  __device__ void PrefetchTiles() const {
+    constexpr int kSteps = (S::kStages + 1) / 2;
+    const int step = lane_ / S::kWarpKeys;  // two at a time
+    for (int i = step; i < kSteps; i += 32 / S::kWarpKeys) {
+      const int tile = next_ + i * S::kTilesAtOnce, key = tile * kTileKeys + first_ + lane_ % S::kWarpKeys;
+      if (tile >= end_ || key >= keys_) continue;
+      PrefetchRow(key_ + key * p_.key_stride.s, p_.D * static_cast<int>(sizeof(T)));
+      PrefetchRow(value_ + key * p_.value_stride.s, p_.Dv * static_cast<int>(sizeof(T)));
+    }
+  }
   __device__ void CopyQueries() {
     for (int at = warp_; at < kBlocks * S::kChunks; at += S::kWarps) {
       const int n = at / S::kChunks, c = at % S::kChunks;

@@ -74,6 +74,13 @@ __device__ __forceinline__ uint4 ReadChunk(uint32_t from) {
   return x;
 }
 
+// Brings a row into L2; address and size are multiples of 16 bytes.
+__device__ __forceinline__ void PrefetchRow(const void* from, int bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+#endif
+}
+
 // For data of the previous kernel: the compiler may move __ldg in front of the wait for it.
 __device__ __forceinline__ int32_t ReadWord(const int32_t* from) {
   int32_t x;

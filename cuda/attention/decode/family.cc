@@ -39,6 +39,7 @@ Status Run(AttentionJob* job, const KernelEntry&) {
     params.window_left =
         args.window_left < 0 ? kNoWindow : static_cast<int32_t>(std::min<int64_t>(args.window_left, kNoWindow));
     params.is_invalid = args.is_invalid;
+    params.seqlens = args.seqlens;
   } else {
     STOF_RETURN_IF_ERROR(job->GetMask(FormOf(*job), job->params(), &entry));
   }

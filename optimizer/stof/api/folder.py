@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizes each model of a folder, as Optimum, sentence-transformers and ONNX Runtime GenAI write them, into a new one."""
+"""Optimizes each model of a folder, as Optimum, sentence-transformers and ONNX Runtime GenAI write them, into a new one.
+
+The plugin library is copied beside models that need it, and ONNX Runtime GenAI's configuration registers it.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,8 @@ from typing import Any
 import onnx
 
 from stof import progress, strict_json
+from stof.api.genai_config import GENAI_CONFIG, GenaiConfig, show_key
+from stof.api.library_copies import plan_copies, read_configs
 from stof.errors import ArgumentError, StofError, shown
 from stof.files import check_outputs, stat_file, temporary_file, temporary_folder, write_text
 from stof.graph.external_data import external_files
@@ -21,6 +26,7 @@ from stof.graph.load_save import load
 from stof.options import Options
 from stof.pipeline import run
 from stof.report import Report
+from stof.runtime.library import library_path
 
 _SUFFIX = ".onnx"
 # Options that name sites or hold decisions of one model.
@@ -46,6 +52,9 @@ class FolderReport:
         reports: of models, by their path in the folder.
         failures: the errors of models, likewise.
         others: paths of files that are no models, nor external data of models.
+        libraries: paths of copies of the plugin library.
+        registrations: by the path of a ``genai_config.json``, its keys that name the library.
+        notes: what the user should know.
     """
 
     folder: str
@@ -54,6 +63,9 @@ class FolderReport:
     reports: dict[str, Report] = field(default_factory=dict)
     failures: dict[str, StofError] = field(default_factory=dict)
     others: list[str] = field(default_factory=list)
+    libraries: list[str] = field(default_factory=list)
+    registrations: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def exit_code(self) -> int:
@@ -75,13 +87,30 @@ class FolderReport:
             else:
                 lines.append(f"{name}: {self.reports[name].summary()}")
         if self.output:
-            lines += [f"{len(self.others)} other files: copied", f"written: {self.output}"]
+            lines += [f"{len(self.others)} other files: copied", *self._library_lines(), f"written: {self.output}"]
         elif self.dry_run:
             lines.append("dry run: no file was written")
         else:
             lines.append(self.failure)
-        notes = dict.fromkeys(note for report in self.reports.values() for note in report.notes)
+        notes = dict.fromkeys([*self.notes, *(note for report in self.reports.values() for note in report.notes)])
         return "\n".join(shown(line) for line in [*lines, *(f"note: {note}" for note in notes)])
+
+    def _library_lines(self) -> list[str]:
+        """Where the plugin library is, and who registers it."""
+        folders = {Path(config).parent for config in self.registrations}
+        lines = []
+        for name in self.libraries:
+            path = Path(self.output or "", name)
+            how = (
+                "onnxruntime_genai loads it by itself"
+                if Path(name).parent in folders
+                else f"register it with the session's options: options.register_custom_ops_library({str(path)!r})"
+            )
+            lines.append(f"{name}: copied; {how}")
+        return lines + [
+            f"{config}: {', '.join(keys)} {'is' if len(keys) == 1 else 'are'} set"
+            for config, keys in self.registrations.items()
+        ]
 
     def explain(self, pattern: str) -> str:
         """How far the candidates of each model got."""
@@ -100,6 +129,9 @@ class FolderReport:
             "exit_status": self.exit_code,
             "files": dict(sorted(files.items())),
             "others": self.others,
+            "libraries": self.libraries,
+            "registrations": self.registrations,
+            "notes": self.notes,
         }
         return strict_json.dumps(data, indent=2, default=str)
 
@@ -110,7 +142,9 @@ def optimize_folder(
     """Optimizes each ``.onnx`` file in a folder and below into another folder, and copies all other files.
 
     The new folder appears whole or not at all: when one model fails, nothing is written, and the report has the errors of
-    all models. A model with nothing to replace is copied. External data is copied once, where a model needs it.
+    all models. A model with nothing to replace is copied. External data is copied once, where a model needs it. Where a
+    result holds stof's operators, the plugin library is copied too: beside a ``genai_config.json`` that names the model,
+    which then registers it, else beside the model.
 
     Args:
         folder: the folder; it is never modified.
@@ -119,7 +153,8 @@ def optimize_folder(
             are seconds for one model.
 
     Raises:
-        ArgumentError: wrong arguments, a folder that cannot be written, files that cannot be copied.
+        ArgumentError: wrong arguments, a folder that cannot be written, files that cannot be copied, a ``genai_config.json``
+            that the runtime would not read.
     """
     options = options or Options()
     source = Path(folder)
@@ -143,17 +178,24 @@ def optimize_folder(
     if options.json is not None:
         check_outputs({f"input {f}": source / f for f in files}, {"report": options.json})
     report = FolderReport(str(source), dry_run=is_dry)
+    configs = read_configs(source, files)
+    report.notes += [
+        f"{folder / GENAI_CONFIG}: {show_key(s.key)} is {str(s.model)!r}, which is not in the folder"
+        for folder, config in configs.items()
+        for s in config.sessions
+        if not (source / folder / s.model).is_file()
+    ]
     steps = _FolderRun(source, models, options, report)
     if target is None or is_dry:
         steps.optimize_into(None, source)
     else:
-        _write(steps, files, target)
+        _write(steps, files, target, configs)
     if options.json is not None:
         write_text("report", options.json, [report.to_json()])
     return report
 
 
-def _write(steps: _FolderRun, files: Sequence[Path], target: Path) -> None:
+def _write(steps: _FolderRun, files: Sequence[Path], target: Path, configs: Mapping[Path, GenaiConfig]) -> None:
     report = steps.report
     try:
         with temporary_folder(target.parent) as scratch:
@@ -164,10 +206,15 @@ def _write(steps: _FolderRun, files: Sequence[Path], target: Path) -> None:
                 for model in report.reports.values():
                     model.output, model.copied = None, False
                 return
+            copies = plan_copies(new, steps.models, configs, steps.target)
             for path in files:
-                if path not in steps.models and path not in steps.data:
+                if path not in steps.models and path not in steps.data and path not in copies.libraries:
                     _copy(steps.source / path, new / path)
                     report.others.append(str(path))
+            copies.write(new, library_path())
+            report.notes += copies.notes
+            report.libraries = [str(p) for p in copies.libraries]
+            report.registrations = {str(p): keys for p, keys in copies.keys.items()}
             new.rename(target)  # takes the place of an empty folder, too
     except OSError as error:
         raise ArgumentError(
@@ -191,6 +238,7 @@ class _FolderRun:
         source: the folder.
         models: paths in it.
         data: paths of the models' external data in it, which they bring along.
+        target: what choices are made for.
         report: gets the results.
     """
 
@@ -199,6 +247,7 @@ class _FolderRun:
         self.models = frozenset(models)
         self.data: set[Path] = set()
         self.report = report
+        self.target = options.target
         self._dimensions: dict[Path, set[str]] = {}
         for path in models:
             with contextlib.suppress(StofError):  # optimization will say so

@@ -86,6 +86,11 @@ def _runtime_operand(
         shape = editor.initializer("stof_shape", np.array([-1], np.int64))
         extra.append(editor.node("Reshape", out.name, [tensor, shape], [out]))
         tensor = out
+    if operand.at is not None:
+        out = editor.variable(f"stof_{operand.role}", dtype)
+        place = editor.initializer("stof_position", np.array(operand.at, np.int64))
+        extra.append(editor.node("Gather", out.name, [tensor, place], [out], axis=1))
+        tensor = out
     is_padding = operand.role == "pad"
     if dtype not in (_PAD_TYPES if is_padding else _INTEGERS):
         dtype = int(TensorProto.BOOL if is_padding else TensorProto.INT64)

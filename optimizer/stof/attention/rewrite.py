@@ -91,8 +91,9 @@ class AttentionRewrite(OpRewrite[tuple[Scope, ...], AttentionDecisions]):
 
     def find(self, job: Job, model: Callable[[], onnx.ModelProto]) -> tuple[Scope, ...]:
         with job.step("match"):
-            read_constants(job.source, job.model)
-            scopes = tuple(find_scopes(prepare(job.model)))
+            before = model()
+            read_constants(job.source, before)
+            scopes = tuple(find_scopes(prepare(before)))
         sites = [site for scope in scopes for site in scope.sites]
         job.selections[KEY].check(_candidates(scopes))
         check_masks(job.options, sites)

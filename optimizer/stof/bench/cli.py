@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``stof-bench attention | decode | sites | model | search | merge | table | plot``."""
+"""``stof-bench attention | decode | sites | model | decode-genai | search | merge | table | plot``."""
 
 from __future__ import annotations
 
@@ -71,6 +71,13 @@ def _parser() -> Parser:
     model.add_argument("--prepared", type=Path, metavar="DIR", help="of --device cuda: fp16 graphs without weights")
     model.add_argument("--lock", type=Path, metavar="FILE", help="of --device cuda: processes with it time in turns")
     model.add_argument("--prepare", action="store_true", help="write them, which needs no GPU, and end")
+    generation = commands.add_parser(
+        "decode-genai", help="a model folder of ONNX Runtime GenAI before and after, on the CPU"
+    )
+    generation.add_argument("folder", type=Path, help="the model folder (models/genai.py builds some)")
+    generation.add_argument("--contexts", nargs="+", type=int, default=[512, 4096, 16384], metavar="T")
+    generation.add_argument("--tokens", type=int, default=32, metavar="N", help="timed at each context (32)")
+    generation.add_argument("--optimized", type=Path, metavar="DIR", help="default: made when it is not there")
     search = commands.add_parser("search", help="the search for fusion schemes beside others, region by region")
     search.add_argument(
         "model", type=Path, nargs="?", help="an .onnx file; without, spaces of stored graphs are enumerated"
@@ -80,10 +87,12 @@ def _parser() -> Parser:
     search.add_argument("--length", type=int, default=128, metavar="S")
     search.add_argument("--measured", action="store_true", help="times on this device in place of the analytical cost")
     search.add_argument("--seed", type=int, default=0)
-    for command in (attention, decode, sites, model):
-        command.add_argument("--threads", nargs="+", type=int, default=[1, 2] if command is not model else [2])
-        command.add_argument("--rounds", type=int, default=None, help="default: 5 on a CPU, 7 on a GPU")
+    for command in (attention, decode, sites, model, generation):
+        several = command in (attention, decode, sites)
+        command.add_argument("--threads", nargs="+", type=int, default=[1, 2] if several else [2])
         command.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
+    for command in (attention, decode, sites, model):
+        command.add_argument("--rounds", type=int, default=None, help="default: 5 on a CPU, 7 on a GPU")
     merge = commands.add_parser("merge", help="results that another machine wrote, into those here")
     merge.add_argument("found", type=Path, metavar="DIR", help="the folder that the other machine wrote")
     merge.add_argument("results", type=Path, metavar="INTO", help="for instance docs/results/h100")
@@ -123,7 +132,8 @@ def _run(arguments: argparse.Namespace) -> int:
         return _attention_on_gpu(arguments)
     if arguments.command == "model" and (arguments.device == "cuda" or arguments.prepare):
         return _models_on_gpu(arguments)
-    arguments.rounds = arguments.rounds or measure.ROUNDS
+    if "rounds" in arguments:
+        arguments.rounds = arguments.rounds or measure.ROUNDS
     if len(arguments.threads) > 1:
         return _each_thread_count(arguments)
     threads: int = arguments.threads[0]
@@ -135,6 +145,10 @@ def _run(arguments: argparse.Namespace) -> int:
             return _decode(arguments, threads)
         case "sites":
             return _sites(arguments, threads)
+        case "decode-genai":
+            from stof.bench.cpu import decode_genai
+
+            return decode_genai.run(arguments, threads)
         case _:
             from stof.bench.cpu.models import run
 

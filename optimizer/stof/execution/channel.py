@@ -58,7 +58,7 @@ class Channel:
 
         Args:
             seconds: to wait; None is no limit.
-            watch: called every 50 ms meanwhile; what it raises ends the waiting.
+            watch: called every 50 ms meanwhile, and once when the object is there; what it raises ends the waiting.
 
         Raises:
             EOFError: when the other end is closed.
@@ -91,10 +91,11 @@ class Channel:
             # A time in milliseconds has 31 bits.
             left = None if end is None else min(max(0.0, end - time.monotonic()), 1e6)
             step = left if watch is None else _LOOK if left is None else min(left, _LOOK)
-            if poll.poll(None if step is None else 1000 * step):
-                return
+            has_come = bool(poll.poll(None if step is None else 1000 * step))
             if watch is not None:
                 watch()
+            if has_come:
+                return
             if end is not None and time.monotonic() >= end:
                 raise TimeoutError(f"it takes longer than {seconds:g} s")
 

@@ -84,3 +84,10 @@ def draw_positions(dims: list[int], low: int | None, high: int | None) -> np.nda
     first = 0 if low is None else low
     count = max(1, (_UNBOUNDED if high is None else high) - first + 1)
     return np.broadcast_to(first + np.arange(dims[-1]) % count if dims else np.asarray(first), dims)
+
+
+def draw_next_positions(dims: list[int], low: int, high: int, rng: np.random.Generator) -> np.ndarray:
+    """Positions one after the other along the last axis, from a random one on; again from ``low`` where ``high`` is passed."""
+    span, count = max(1, high - low + 1), dims[-1] if dims else 1
+    first = int(rng.integers(0, max(0, span - count), endpoint=True))
+    return low + (first + draw_positions(dims, 0, None)) % span

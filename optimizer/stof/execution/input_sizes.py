@@ -14,6 +14,7 @@ from stof.symbolic.algebra.terms import Int
 
 _LARGEST_INPUT = 1 << 22
 _SIDES = 257  # sizes of a side of an image that are tried
+_ONE_TOKEN = 10  # below this length a step of a static cache is one token
 _EXCESS, _SHORT = 4, 512  # scores may be so many times as long as the case, and so long anyway
 
 
@@ -25,6 +26,7 @@ class InputSizes:
         shapes: of the model's inputs.
         scores: the shapes of scores, with queries and keys last.
         row_lengths: shapes of inputs that hold the lengths of rows, each with the size that bounds them.
+        caches: the capacity of each static cache, and how many positions a step writes to it.
 
     Attributes:
         lengths: the numbers of queries and keys of all scores.
@@ -37,9 +39,11 @@ class InputSizes:
         shapes: Sequence[Sequence[Int]],
         scores: Sequence[Sequence[Int]],
         row_lengths: Sequence[tuple[Sequence[Int], Int]] = (),
+        caches: Sequence[tuple[Int, Int]] = (),
     ) -> None:
         self._symbolic = symbolic
         self._shapes = shapes
+        self._caches = list(dict.fromkeys(caches))
         self._divided = list(dict.fromkeys(d for shape in scores for d in shape if _divides(d)))
         # Sizes that strides and windows make; others are made to agree one by one.
         self._whole = [p for p in symbolic.equalities if _divides(p[0]) or _divides(p[1])]
@@ -85,6 +89,7 @@ class InputSizes:
         stated = {name: size for name, size in stated.items() if name in found}
         found |= stated
         self._fit_scores(found, case, stated)
+        self._leave_room(found, case, stated)
         self._agree(found, case, set(stated))
         self._settle(found)
         found |= {name: min(found[name], most) for name, most in self.most.items() if name in found}
@@ -110,6 +115,21 @@ class InputSizes:
         sizes |= {name: max(options) for name, options in wanted.items()}
         if self._longest(sizes) > max(_EXCESS * case.length, _SHORT):
             sizes |= {name: min(options) for name, options in wanted.items()}
+
+    def _leave_room(self, sizes: dict[str, int], case: Case, stated: Mapping[str, int]) -> None:
+        """Makes steps shorter than the caches that they write to, which then have keys before them. Short cases are one token."""
+        free = set(sizes) - set(stated) - self.batch_names
+        for capacity, new in self._caches:
+            for size, other in ((capacity, new), (new, capacity)):
+                name = "" if size.atom is None or size.atom.kind != "size" else str(size.atom.args[0])
+                if name not in free or name in size_names(other) or not size_names(other) <= set(sizes):
+                    continue
+                limit = evaluate(other, sizes)
+                if size is new:
+                    step = 1 if case.length < _ONE_TOKEN else case.length // 3
+                    sizes[name] = max(1, min(step, limit // 2))
+                elif other.constant is not None:
+                    sizes[name] = max(sizes[name], 2 * limit)
 
     def _multiplies(self, size: Int) -> bool:
         """Whether a size is a product of dimensions, also of parts of them."""

@@ -151,7 +151,10 @@ class InputUses:
             case "", "TensorScatter", 2:
                 axis = number("axis", -2)
                 past, update = self._size(node, 0, axis), self._size(node, 1, axis)
-                yield InputUse.INDEX, integer(0), None if past is None or update is None else past - update, True
+                if "mode" in attributes and attributes["mode"].s == b"circular":  # positions wrap
+                    yield InputUse.INDEX, integer(0), None if past is None else past + past, True
+                else:
+                    yield InputUse.INDEX, integer(0), None if past is None or update is None else past - update, True
             case "", "OneHot", 0:
                 depth = self.symbolic.constant(node.input[1])
                 if depth is not None:

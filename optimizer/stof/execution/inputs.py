@@ -4,17 +4,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import onnx
-from onnx import helper
+from onnx import TensorProto, helper
 
 from stof.execution import drawn_values
 from stof.execution.case import Case, Counts, Padding
 from stof.execution.fused_counts import find_fused_counts
 from stof.execution.input_sizes import InputSizes
 from stof.execution.input_uses import InputUse, find_constant_steps, find_inputs_behind, find_source, input_uses
+from stof.execution.static_caches import find_filled_lengths, find_static_caches
 from stof.graph.index import GraphIndex
 from stof.symbolic import Symbolic
 from stof.symbolic.algebra.piecewise import reads_input
@@ -23,6 +24,7 @@ from stof.symbolic.algebra.terms import Int, integer
 from stof.symbolic.facts import dtype_kind
 
 _DECIDES = 1000.0  # what a number of an input adds to scores where it says whether a key counts
+_FLOATS = frozenset({int(TensorProto.FLOAT), int(TensorProto.FLOAT16), int(TensorProto.BFLOAT16)})
 _FEW = 4  # numbers of an input that are scales rather than data
 
 
@@ -74,8 +76,13 @@ class InputMaker:
         read = self.counts | (looking & given)
         self.taken = find_fused_counts(fused, symbolic, read) if read and fused is not None else {}
         self.from_end = {n for n in looking & given if self.uses.rows(n) is not None} - set(self.taken)
-        # Numbers of keys that are counted are counted in padding masks.
-        self.pads = find_inputs_behind(index, pads | (frozenset(self.limits) - given), given)
+        caches = find_static_caches(index, symbolic, given)
+        self.filled = find_filled_lengths(index if fused is None else GraphIndex(fused), symbolic, given)
+        # Numbers of keys that are counted are counted in padding masks, or from where a static cache is written.
+        vectors = {n for n in given if dtype_kind(symbolic.dtype(n)) == "i" and len(symbolic.shape(n) or ()) < 2}
+        self.writes = find_inputs_behind(index, frozenset(c.first for c in caches), vectors)
+        self.pads = find_inputs_behind(index, pads, given)
+        self.pads |= find_inputs_behind(index, frozenset(self.limits) - given, given) - self.writes
         self.forbidding = forbidding & given
         self.added = frozenset(source for name in added if (source := find_source(index, name)) in given)
         switches = [_switch(index, symbolic, name) for name in sorted(added)]
@@ -86,7 +93,11 @@ class InputMaker:
             softmaxes = (symbolic.shape(n.output[0]) for n in model.graph.node if n.op_type == "Softmax")
             scores = [s for s in softmaxes if s is not None]
         self.dimensions = InputSizes(
-            symbolic, [symbolic.shape(i.name) or () for i in self.inputs], scores, self._row_lengths()
+            symbolic,
+            [symbolic.shape(i.name) or () for i in self.inputs],
+            scores,
+            self._row_lengths(),
+            [(c.capacity, c.new) for c in caches],
         )
         sizes = [size for pair in symbolic.equalities for size in pair] if self.counts else []
         sized = {atom.args[0] for size in sizes for atom in size.atoms() if atom.kind == "read"}
@@ -115,20 +126,33 @@ class InputMaker:
         """Every dimension name at a case: leading ones are batches, all others lengths of scores."""
         return self.dimensions.choose(case)
 
-    def draw(self, case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
-        """One set of inputs by name."""
+    def draw(
+        self, case: Case, rng: np.random.Generator, needed: Collection[str] | None = None
+    ) -> dict[str, np.ndarray]:
+        """One set of inputs by name; of float inputs those that are ``needed``, None: all of them."""
         sizes = self.sizes(case)
         feeds = {}
         for value in self.inputs:
+            if needed is not None and value.name not in needed and value.type.tensor_type.elem_type in _FLOATS:
+                continue  # caches may be large
             shape = self.symbolic.shape(value.name)
             if shape is None:
                 raise ValueError(f"input {value.name!r} is no tensor of known rank")
             dims = [evaluate(d, sizes) for d in shape]
             dtype = np.dtype(helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type))
-            if value.name in self.counts:
+            low, high = self.range(value.name, sizes) if value.name in self.writes else (None, None)
+            if low is not None and high is not None:
+                draw = drawn_values.draw_indices if self._is_of_rows(value.name) else drawn_values.draw_next_positions
+                feeds[value.name] = draw(dims, max(low, 0), high, rng).astype(dtype)
+            elif value.name in self.counts:
                 feeds[value.name] = self._counts(value.name, dims, dtype, case, sizes, rng)
             else:
                 feeds[value.name] = self._draw_one(value.name, dims, dtype, case, sizes, rng)
+        if case.counts is Counts.USUAL:
+            for name, cache in self.filled.items():
+                ends = (feeds[cache.first] if cache.first else np.zeros(1, np.int64)) + evaluate(cache.new, sizes)
+                ends = np.minimum(ends, evaluate(cache.capacity, sizes))  # positions of a circular cache go on
+                feeds[name] = np.broadcast_to(ends, feeds[name].shape).astype(feeds[name].dtype)
         return feeds
 
     def range(self, name: str, sizes: Mapping[str, int]) -> tuple[int | None, int | None]:
@@ -258,6 +282,12 @@ class InputMaker:
                 number = max((end for b in bounds if (end := b.range(sizes)[0]) is not None), default=0)
                 return np.full(dims, number)
         return drawn_values.draw_positions(dims, low, high)
+
+    def _is_of_rows(self, name: str) -> bool:
+        """Whether an input is one number, or a vector of one number for each row of a batch: others are positions."""
+        return all(
+            d.constant == 1 or size_names(d) & self.dimensions.batch_names for d in self.symbolic.shape(name) or ()
+        )
 
     def _has_one_a_row(self, name: str) -> bool:
         """Whether an input has one number for each row of a batch, or one for all: others that are compared are positions."""

@@ -13,6 +13,7 @@ GRACE = 4.0  # seconds beyond the budget after which a run is ended; the first i
 _LEAST = 0.05  # seconds that a run may take when none are left: sockets and Python need some
 _FIRST = 0.45  # of all time, until the first run has to end: two further runs take as long
 _NO_LIMIT = 1 << 60  # what control groups without a limit say, in one way or another
+_RESET_PEAK = "5"  # proc(5), clear_refs: the peak becomes what is held now
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -101,6 +102,37 @@ def resident_bytes(process: int | str = "self") -> int:
     try:
         return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
+        return 0
+
+
+class PeakMemory:
+    """The most memory that a process has held since this object was made, also between two looks at it.
+
+    The kernel keeps the peak of a process's whole life (VmHWM). Where it may not be reset, a peak from before tells nothing,
+    and what the process holds at a look counts.
+
+    Args:
+        process: its number.
+    """
+
+    def __init__(self, process: int) -> None:
+        self._process = process
+        self._start = 0
+        try:
+            Path(f"/proc/{process}/clear_refs").write_text(_RESET_PEAK)
+        except OSError:  # a hardened system, or the process is gone
+            self._start = self._read()
+
+    def peak_bytes(self) -> int:
+        """The peak so far; 0 where the process is gone, or the system does not say."""
+        peak = self._read()
+        return max(resident_bytes(self._process), peak if peak > self._start else 0)
+
+    def _read(self) -> int:
+        with contextlib.suppress(OSError, ValueError):
+            for line in Path(f"/proc/{self._process}/status").read_text().splitlines():
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) << 10
         return 0
 
 

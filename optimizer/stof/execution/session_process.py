@@ -31,14 +31,28 @@ import numpy as np
 from stof.errors import ArgumentError
 from stof.execution.captured_messages import CapturedMessages
 from stof.execution.channel import Channel
-from stof.execution.run_limits import MemoryLimit, resident_bytes, show_bytes
+from stof.execution.run_limits import MemoryLimit, PeakMemory, resident_bytes, show_bytes
 from stof.execution.session_worker import Create, Created, Failure, Measure, Request, Run, SessionSpec, Version
 
-# The first argument is no path: the folder that Python puts first with -c is not looked into before it is gone.
-_START = (
-    "import sys; connection, parent = map(int, sys.argv[1:3]); sys.path[:] = sys.argv[3:]; "
-    "from stof.execution.session_worker import main; main(connection, parent)"
-)
+# What the process runs: its arguments are a socket, the end of a pipe that nobody writes to, and the paths of imports. The first
+# argument is no path: the folder that Python puts first with -c is not looked into before it is gone.
+# The kernel ends the process when the pipe closes, also within native code; if it closed before, no signal comes. That is stated
+# first: to import NumPy takes a while, in which the parent may end.
+_START = """
+import sys
+connection, parent = map(int, sys.argv[1:3])
+sys.path[:] = sys.argv[3:]
+import fcntl, os, select, signal
+signal.signal(signal.SIGIO, signal.SIG_DFL)
+fcntl.fcntl(parent, fcntl.F_SETOWN, os.getpid())
+fcntl.fcntl(parent, fcntl.F_SETFL, fcntl.fcntl(parent, fcntl.F_GETFL) | os.O_ASYNC)
+closed = select.poll()
+closed.register(parent, select.POLLIN)
+if closed.poll(0):
+    sys.exit()
+from stof.execution.session_worker import main
+main(connection)
+"""
 
 
 class RuntimeFailure(Exception):
@@ -99,11 +113,14 @@ class _SessionProcess:
             seconds: to wait for the answer.
             memory: bytes that both processes may hold meanwhile; 0 is no limit.
         """
+        if memory and body is not None and self.released_sessions:
+            self.request(None, seconds)  # the memory of earlier sessions is none of this request's
         released = tuple(self.released_sessions.popleft() for _ in range(len(self.released_sessions)))
         self.messages.clear()
+        watch = partial(self._check_memory, PeakMemory(self.popen.pid), memory) if memory else None
         try:
             self.channel.send(Request(released, body))
-            answer = self.channel.receive(seconds, partial(self._check_memory, memory) if memory else None)
+            answer = self.channel.receive(seconds, watch)
         except (EOFError, ConnectionError):
             raise RuntimeFailure(f"the process that runs ONNX Runtime {self._describe_end()}") from None
         except TimeoutError:
@@ -124,14 +141,15 @@ class _SessionProcess:
             raise failure
         return answer
 
-    def _check_memory(self, most: int) -> None:
-        """Raises where both processes hold more than so many bytes.
+    def _check_memory(self, sessions: PeakMemory, most: int) -> None:
+        """Raises where both processes need more than so many bytes: this one now, that of the sessions at its peak.
+
+        A short run is over before anybody looks, but its peak stays. This process only waits meanwhile.
 
         Resident memory is what a machine runs out of. Limits of the kernel count address space (RLIMIT_AS, RLIMIT_DATA), of
         which allocators and threads reserve far more than they use.
         """
-        held = resident_bytes(self.popen.pid) + resident_bytes()
-        if held > most:
+        if sessions.peak_bytes() + resident_bytes() > most:
             raise MemoryLimit(f"it needs more than {show_bytes(most)} of memory")
 
     def _describe_end(self) -> str:

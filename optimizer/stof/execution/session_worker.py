@@ -6,9 +6,6 @@ It imports little, since its start is part of a user's first run.
 
 from __future__ import annotations
 
-import fcntl
-import os
-import signal
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -114,14 +111,12 @@ class Failure:
     words: str
 
 
-def main(connection: int, parent: int) -> None:
+def main(connection: int) -> None:
     """Serves requests until the other end closes.
 
     Args:
         connection: the descriptor of a socket.
-        parent: the descriptor of a pipe's end that nobody writes to; the other end closes with the parent.
     """
-    _end_with(parent)
     channel = Channel(socket.socket(fileno=connection))
     sessions: dict[int, Any] = {}
     while True:
@@ -142,13 +137,6 @@ def main(connection: int, parent: int) -> None:
         except ConnectionError:  # the other process has ended, in the moment before the signal of its pipe arrives
             return
         del answer
-
-
-def _end_with(parent: int) -> None:
-    """The kernel ends this process when the pipe closes, also within a run or a session's creation."""
-    signal.signal(signal.SIGIO, signal.SIG_DFL)
-    fcntl.fcntl(parent, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(parent, fcntl.F_SETFL, fcntl.fcntl(parent, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 def _answer(body: Create | Run | Measure | Version | None, sessions: dict[int, Any]) -> object:

@@ -23,11 +23,13 @@ class ChainSection(Section):
     Attributes:
         rows: each chain, and each region that is none.
         plans: each region that could become chains, in the order by which options number them.
+        tuning: which regions ``--tune`` left out for want of time; empty: none.
     """
 
     names = NAMES
     rows: list[ChainReport] = field(default_factory=list)
     plans: tuple[ChainPlan, ...] = ()
+    tuning: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return {KEY: [asdict(row) for row in self.rows]}
@@ -61,6 +63,9 @@ class ChainSection(Section):
             Gain(f"chain of {operators}", count, gain, measured)
             for (operators, gain, measured), count in groups.items()
         ]
+
+    def hints(self) -> list[str]:
+        return [f"{self.tuning}; a run with more seconds goes on where this one ended"] if self.tuning else []
 
     def explain_rows(self, pattern: str) -> list[str]:
         reports = {row.chain: row for row in self.rows}

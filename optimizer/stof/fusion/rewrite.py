@@ -12,7 +12,13 @@ import onnx
 from stof.execution.upcast import TypedAttributes
 from stof.fusion.apply import FusionResult, fuse_chains
 from stof.fusion.decide.decision import ChainDecider
-from stof.fusion.decide.measured import find_epilogue_forms, find_merge_decider, make_chain_decider, refuse_all
+from stof.fusion.decide.measured import (
+    describe_left_out,
+    find_epilogue_forms,
+    find_merge_decider,
+    make_chain_decider,
+    refuse_all,
+)
 from stof.fusion.decide.selection import NAMES, ChainSelection
 from stof.fusion.description.widen import widen_description
 from stof.fusion.emit import GEMM
@@ -42,10 +48,11 @@ class FusionDecisions(Decisions):
 
     before: onnx.ModelProto
     result: FusionResult
+    tuning: str = ""  # which regions --tune left out for want of time
 
     @property
     def section(self) -> ChainSection:
-        return ChainSection(list(self.result.reports), self.result.plans)
+        return ChainSection(list(self.result.reports), self.result.plans, self.tuning)
 
     @property
     def plan(self) -> tuple[ChainPlan, ...]:
@@ -99,7 +106,7 @@ class FusionRewrite(OpRewrite[FusionCandidates, FusionDecisions]):
         )
         with job.step("chains"):
             result = fuse_chains(found.model, found.decider, policy, found.selection)
-        return FusionDecisions(found.model, result)
+        return FusionDecisions(found.model, result, describe_left_out(found.decider))
 
     def emit(self, job: Job, model: onnx.ModelProto, decided: FusionDecisions) -> onnx.ModelProto:
         if model is not decided.before:

@@ -41,6 +41,11 @@ def load(path: Path) -> onnx.ModelProto:
         ArgumentError: when there is no such file.
         ModelError: when it is no ONNX model or one that cannot be optimized, with what was found.
     """
+    return load_with_opset(path)[0]
+
+
+def load_with_opset(path: Path) -> tuple[onnx.ModelProto, int]:
+    """The model as :func:`load` gives it, and the opset of the standard domain in the file, before it was converted."""
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -66,7 +71,8 @@ def load(path: Path) -> onnx.ModelProto:
     _drop_constant_inputs(model)
     _check_edges(path, model.graph)
     check_external(path, model)
-    return convert_opset(path, model, SMALLEST_OPSET) if opset_of(model) < SMALLEST_OPSET else model
+    opset = opset_of(model)
+    return (convert_opset(path, model, SMALLEST_OPSET) if opset < SMALLEST_OPSET else model), opset
 
 
 def _drop_constant_inputs(model: onnx.ModelProto) -> None:

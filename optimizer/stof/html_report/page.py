@@ -52,6 +52,8 @@ def _header(report: Report) -> str:
     if report.nodes_after:
         change = f"{report.nodes_after - report.nodes_before:+d} in the main graph".replace("-", "−")
         cards.append(e.card("Nodes", f"{report.nodes_before} → {report.nodes_after}", change))
+    if report.converted_opset is not None:
+        cards.append(e.card("Opset", "{} → {}".format(*report.converted_opset), "the model was converted"))
     cards += [_speed_card(report, sections), _verification_card(report)]
     return "".join(
         [

@@ -55,16 +55,26 @@ def bind_operand(
             f"the mask reads {tensor!r} of shape [{words}] at ({at}); only vectors with one "
             "axis of positions, [B, length] or [length], and numbers for each batch, [B] or one, can be operands"
         )
+    place = None if axis is None or shape is None or boolean else _fixed_position(indices[axis], shape[axis])
+    axis = axis if place is None else None
     if axis is None:
         role = "lengths"
     else:
         role = _role_of_vector(operands, RuntimeOperand("pad", tensor, view), indices[axis], boolean)
         if role != "segment_q" and shape is not None and _differ(shape[axis], keys):
             raise UnsupportedError(f"the mask reads {tensor!r}, which has not one element for each key")
-    operand = RuntimeOperand(role, tensor, view)
+    operand = RuntimeOperand(role, tensor, view, place)
     if operands.setdefault(role, operand) != operand:
         raise UnsupportedError(f"the mask reads {operands[role].tensor!r} and {tensor!r} as {role}; only one can be")
     return role, axis
+
+
+def _fixed_position(index: Int, size: Int) -> int | None:
+    """The one position at which a vector is read, counted from its end where that is negative; None where there are several."""
+    if index.constant is not None:
+        return index.constant
+    from_end = (index - size).constant
+    return from_end if from_end is not None and from_end < 0 else None
 
 
 def _role_of_vector(operands: dict[str, RuntimeOperand], pad: RuntimeOperand, index: Int, boolean: bool) -> str:

@@ -188,14 +188,22 @@ class AttentionSite:
 
 @dataclass(frozen=True)
 class RuntimeOperand:
-    """A run-time vector that the expression reads, taken from a tensor of the graph."""
+    """A run-time vector that the expression reads, taken from a tensor of the graph.
+
+    ``at``: the element of each row that is read, where a vector of positions gives one number: a cache's first new position.
+    """
 
     role: str  # "pad", "segment_q", ...
     tensor: str
     view: OperandView = OperandView.SAME
+    at: int | None = None
 
     def laid(self, array: np.ndarray) -> np.ndarray:
         """The tensor's value as the op takes it: [B or 1, L], or [B or 1] of lengths."""
+        whole = self._rows(array)
+        return whole if self.at is None else whole[:, self.at]
+
+    def _rows(self, array: np.ndarray) -> np.ndarray:
         match self.view:
             case OperandView.ROW:
                 return array.reshape(1, -1)

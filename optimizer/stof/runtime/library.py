@@ -377,9 +377,9 @@ class Op:
         if self._handle:
             library().stof_op_destroy(self._handle)
 
-    def run(self, inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray], threads: int = 1) -> None:
-        """Runs into ``outputs``, whose shapes must be the op's own."""
-        given = (Tensor * len(inputs))(*[tensor_of(a) for a in inputs])
+    def run(self, inputs: Sequence[np.ndarray | None], outputs: Sequence[np.ndarray], threads: int = 1) -> None:
+        """Runs into ``outputs``, whose shapes must be the op's own. None is an input that is absent."""
+        given = (Tensor * len(inputs))(*[Tensor() if a is None else tensor_of(a) for a in inputs])
         results = (Tensor * len(outputs))(*[tensor_of(a) for a in outputs])
         call("stof_op_run", self._handle, given, len(inputs), results, len(outputs), threads)
 

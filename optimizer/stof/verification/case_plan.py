@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -52,19 +53,28 @@ class CasePlan:
         return self._held + _PROCESS + _WEIGHTS * self._estimate.weights + run.peak + _OUTPUTS * run.outputs
 
     def select(self, cases: Sequence[Case]) -> tuple[list[Case], list[SkippedCase]]:
-        """The cases that fit, of fewer rows where those of a batch do not or take long; and the others, with the reason."""
-        found: list[Case] = []
-        skipped: list[SkippedCase] = []
-        for case in cases:
+        """The cases that fit, of fewer rows where those of a batch do not or take long; and the others, with the reason.
+
+        Estimates take time, too: those of other cases than the first and the last one only begin within the budget.
+        """
+        selected: dict[int, Case] = {}
+        skipped: dict[int, SkippedCase] = {}
+        numbers = range(len(cases))
+        for number in [*numbers[:1], *numbers[1:][-1:], *numbers[1:-1]]:  # as they run
+            case = cases[number]
+            if selected and time.monotonic() >= self._limits.deadline:
+                skipped[number] = SkippedCase(str(case), "time")
+                continue
             tried = [replace(case, batch=n) for n in dict.fromkeys((case.batch, 2, 1)) if n <= case.batch]
             fits = next((c for c in tried if self._is_quick(c) and self.needed_bytes(c) <= self._limits.memory), None)
             if fits is None:
                 least = self.needed_bytes(tried[-1])
                 reason = f"memory: about {show_bytes(least)} of {show_bytes(self._limits.memory)}"
-                skipped.append(SkippedCase(str(tried[-1]), reason))
-            elif fits not in found:
-                found.append(fits)
-        return found, skipped
+                skipped[number] = SkippedCase(str(tried[-1]), reason)
+            else:
+                selected[number] = fits
+        found = list(dict.fromkeys(selected[i] for i in sorted(selected)))
+        return found, [skipped[i] for i in sorted(skipped)]
 
     def _is_quick(self, case: Case) -> bool:
         """Whether a batch is worth its time; one row always is."""
@@ -77,4 +87,4 @@ class CasePlan:
 
     def has_room(self, cases: Sequence[Case]) -> bool:
         """Whether all rows of all cases fit into the memory."""
-        return all(self.needed_bytes(c) <= self._limits.memory for c in cases)
+        return all(self._limits.is_over() or self.needed_bytes(c) <= self._limits.memory for c in cases)

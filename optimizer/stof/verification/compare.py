@@ -29,6 +29,7 @@ def compare_outputs(
     *,
     undefined: bool = False,
     padded: np.ndarray | None = None,
+    held: np.ndarray | None = None,
 ) -> Comparison:
     """What was found beside the original's own runs.
 
@@ -42,7 +43,10 @@ def compare_outputs(
         expanded: runs of another graph that means the same; how far they are from its first one is allowed as well.
         undefined: whether the optimized model may be finite where the original is NaN.
         padded: of [B, S], the queries that are padding. An output [B, S, ...] that differs is compared without them.
+        held: of a KV cache [B, heads, rows, size], the rows [B, rows] that hold keys. Others are not compared.
     """
+    if held is not None and held.shape == (plain.shape[0], plain.shape[2]) and found.shape == plain.shape:
+        return _compare_cache(case, floor, name, plain, legal, found, expanded, undefined, held)
     everything = _compare(case, floor, name, plain, legal, found, expanded, undefined)
     shape = plain.shape
     if everything.ok or padded is None or shape[:2] != padded.shape or found.shape != shape or not padded.any():
@@ -56,6 +60,29 @@ def compare_outputs(
     left_out = int(np.prod(shape[2:])) * int(padded.sum())
     # Batch rows are lost with the first two axes in one.
     return replace(real, coverage=replace(real.coverage, padded=left_out, rows=()))
+
+
+def _compare_cache(
+    case: Case,
+    floor: float,
+    name: str,
+    plain: np.ndarray,
+    legal: Sequence[np.ndarray],
+    found: np.ndarray,
+    expanded: Sequence[np.ndarray],
+    undefined: bool,
+    held: np.ndarray,
+) -> Comparison:
+    """The rows of a KV cache that hold keys."""
+
+    def pick(array: np.ndarray) -> np.ndarray:
+        return array.swapaxes(1, 2)[held] if array.shape == plain.shape else array
+
+    some = _compare(
+        case, floor, name, pick(plain), list(map(pick, legal)), pick(found), list(map(pick, expanded)), undefined
+    )
+    unused = plain.size - pick(plain).size
+    return replace(some, coverage=replace(some.coverage, unused=unused, rows=()))
 
 
 def _compare(

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 import onnx
@@ -29,6 +30,16 @@ _FLOATS = frozenset(
 _MOST_SHOWN = 12  # inputs of a message
 
 
+class OutputRows(Protocol):
+    """Which rows of outputs mean something in a run, by an op that reads it from the run's inputs."""
+
+    def padded_queries(self, feed: Mapping[str, np.ndarray]) -> np.ndarray | None:
+        """Which queries [B, S] are padding; None where nothing says it."""
+
+    def cache_rows(self, output: str, feed: Mapping[str, np.ndarray], rows: int) -> np.ndarray | None:
+        """Which of the rows [B, ``rows``] of a KV cache hold keys; None where the output is none, or nothing says it."""
+
+
 @dataclass(frozen=True)
 class ModelInputs:
     """How inputs of a model are drawn, by an op that knows what they mean.
@@ -41,6 +52,7 @@ class ModelInputs:
         may_carry_nan: whether NaN of queries without a key may spread further in the original than in the result.
         given: sets of inputs of the user's, which come first.
         shapes: the least and the largest size in use of dimensions, by name.
+        rows: which rows of outputs mean something; None: all but those of padding masks.
     """
 
     working: onnx.ModelProto
@@ -50,6 +62,7 @@ class ModelInputs:
     may_carry_nan: bool = False
     given: tuple[GivenFeed, ...] = ()
     shapes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    rows: OutputRows | None = None
 
     @cached_property
     def _narrower(self) -> InputNarrower:
@@ -174,12 +187,20 @@ class ModelInputs:
         )
 
     def padded_queries(self, case: Case, feed: Mapping[str, np.ndarray]) -> np.ndarray | None:
-        """Which positions [B, S] are padding by all masks of that shape among the inputs; None where nothing says it."""
+        """Which positions [B, S] are padding, by the op or all masks of that shape; None where nothing says it."""
+        if case.padding is Padding.NONE:
+            return None
+        if self.rows is not None:
+            return self.rows.padded_queries(feed)
         masks = [name for name in sorted(self.maker.pads) if name in feed and feed[name].ndim == 2]
-        if case.padding is Padding.NONE or not masks:
+        if not masks:
             return None
         found = [(feed[n] == 0) != (n in self.maker.forbidding) for n in masks]
         return np.logical_and.reduce(found) if len({x.shape for x in found}) == 1 else None
+
+    def cache_rows(self, output: str, feed: Mapping[str, np.ndarray], shape: Sequence[int]) -> np.ndarray | None:
+        """Which rows [B, rows] of an output [B, heads, rows, size] hold keys; None where it is no KV cache."""
+        return self.rows.cache_rows(output, feed, shape[2]) if self.rows is not None and len(shape) == 4 else None
 
 
 def default_inputs(model: onnx.ModelProto) -> ModelInputs:

@@ -16,6 +16,7 @@ class Coverage:
     undefined: int = 0  # NaN in the original alone
     rows: tuple[int, ...] = ()  # of the batch, in which those are
     padded: int = 0  # of queries that are padding, where only these differ
+    unused: int = 0  # in rows of a KV cache without a key, and at its sites of padded queries
     left_out: int = 0  # in rows of a large site that are not sampled
     sampled_rows: int = 0  # of a large site: how many rows were compared, of
     all_rows: int = 0  # so many; 0: every row
@@ -23,7 +24,9 @@ class Coverage:
     @property
     def elements(self) -> int:
         """All of them."""
-        return self.compared + self.nonfinite + self.ignored + self.undefined + self.padded + self.left_out
+        return (
+            self.compared + self.nonfinite + self.ignored + self.undefined + self.padded + self.unused + self.left_out
+        )
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,7 @@ class VerifiedModels:
         self._source: Path | None = source  # while the file is what is run of the original
         self._twins: Twins | None = None
         self.sessions = Sessions(source.parent.resolve(), scratch, verifier.limits, lean=verifier.is_tight)
+        verifier.limits.check_time()
         self.feeds = verifier.inputs.draw(verifier.cases)
         self.reference, self.final, self.floor = verifier.sliced or verifier.original, final, _FLOOR
         if verifier.sliced is not None:

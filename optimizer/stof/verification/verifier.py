@@ -67,6 +67,9 @@ class Verifier:
         given: sets of inputs of the user's.
         shapes: the least and the largest size in use of dimensions, by name.
 
+    Raises:
+        TimeLimit: when the time is over before anything can run.
+
     Attributes:
         plan: estimates the cases.
         sliced: the original with attention on slices of its queries, where memory is short; else None.
@@ -90,11 +93,14 @@ class Verifier:
         self.limits = limits
         self.searches = searches
         self.typed_attributes = typed_attributes or {}
+        limits.check_time()  # what is prepared counts: graphs may be large
         known = (s.checks.model_inputs() for s in sites)
         drawn = next((i for i in known if i is not None), None) or default_inputs(original)
         self.inputs = replace(drawn, given=tuple(given), shapes=shapes or {})
         self.plan = CasePlan(self.inputs, limits)
+        limits.check_time()
         wanted = self.inputs.select_cases(_affordable(original, limits.budget))
+        limits.check_time()
         self.sliced = None if self.plan.has_room(wanted) else self._slice(wanted)
         self.cases, self.skipped = self.plan.select(wanted)
         needed = max((self.plan.needed_bytes(c) for c in self.cases), default=0)
@@ -330,8 +336,18 @@ class _Run:
         tensors = zip(names, runs.plain[i], zip(*self.legal[i], strict=True), found, own, strict=True)
         case = self._case(i)
         undefined = self.verifier.inputs.may_carry_nan and case.padding in (Padding.LEFT, Padding.RIGHT)
-        padded = None if self.result.faulty_sites() else self.verifier.inputs.padded_queries(case, runs.feeds[i])
-        return [compare_outputs(case, self.models.floor, *t, undefined=undefined, padded=padded) for t in tensors]
+        inputs, feed = self.verifier.inputs, runs.feeds[i]
+        padded = None if self.result.faulty_sites() else inputs.padded_queries(case, feed)
+        compared = []
+        for name, plain, *others in tensors:
+            held = inputs.cache_rows(name, feed, plain.shape)
+            some = None if held is not None else padded
+            compared.append(
+                compare_outputs(
+                    case, self.models.floor, name, plain, *others, undefined=undefined, padded=some, held=held
+                )
+            )
+        return compared
 
     def _run_also(self, others: Sequence[onnx.ModelProto], cases: Sequence[int], until: float | None = None) -> None:
         """Runs further legal forms of the original, as far as there is time.

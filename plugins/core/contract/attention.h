@@ -65,6 +65,10 @@ struct AttentionArgs {
   // key_ends[b]). The mask says the same: a kernel may use either. CUDA kernels get first_rows in this case alone.
   bool is_key_range = false;
   int64_t window_left = -1;  // -1: no bound
+  // [B], devices alone: first_rows[b] is seqlens[b] + 1 - S where is_invalid[b] is 0. The previous kernel of the stream
+  // writes neither seqlens nor keys and values before first_rows, so that they may be read before it ends. nullptr: it
+  // may write them.
+  const int32_t* seqlens = nullptr;
   // [B], devices alone: outputs of a sequence are NaN where it is not 0. nullptr: it is 0 for all.
   const int32_t* is_invalid = nullptr;
 };

@@ -37,6 +37,8 @@ struct CacheAppendArgs {
   void* staging_key = nullptr;
   void* staging_value = nullptr;
   int64_t staging_capacity = 0;
+  // Devices alone: the keys of the longest sequence after this step, and longer ones are illegal; 0: any length.
+  int64_t most_keys = 0;
   // Devices alone: value rows behind the new ones become zeros, up to this row and as many as a KV tile may hold, where
   // attention multiplies values of masked keys by zero (ReadsKeyRangeAlone in contract/attention.h). 0: none.
   int64_t clear_end = 0;

@@ -228,7 +228,10 @@ struct OpDescription {
   constexpr DType OutputType(int index, DType typed) const { return index < outputs ? typed : optional_type; }
   // Whether the operator runs on a device, which runtimes without a CPU want.
   constexpr bool has_cuda_kernels() const { return cuda_types.size() > 0; }
-  constexpr const ArrayView<DType>& TypesOn(Target target) const { return target == Target::kCpu ? types : cuda_types; }
+  constexpr ArrayView<DType> TypesOn(Target target) const {
+    if (target == Target::kTensorRt && !has_tensorrt_plugin) return {};
+    return target == Target::kCpu ? types : cuda_types;
+  }
 };
 
 // Every operator of the library; the adapters loop over it.

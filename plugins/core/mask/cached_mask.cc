@@ -149,6 +149,7 @@ Status MakeCachedMask(const std::string& text, const Tables& tables, CachedMask*
   STOF_RETURN_IF_ERROR(AddCausal(given, &mask->expr));
   STOF_RETURN_IF_ERROR(MoveQueries(mask->expr, &moved));
   mask->on_device = MakeAttentionMask(moved);
+  mask->of_first_prompt = MakeAttentionMask(mask->expr);
   mask->is_range = FindRange(mask->expr, &mask->window_left);
   return Status();
 }

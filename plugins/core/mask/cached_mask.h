@@ -22,6 +22,8 @@ struct CachedMask {
   MaskExpr expr;
   // The same with q counted from 0 and P read from the operand kFirstPositions, for kernels that have it on a device.
   std::shared_ptr<const AttentionMask> on_device;
+  // The same for a first prompt, whose queries begin at position 0: it reads no run-time operand.
+  std::shared_ptr<const AttentionMask> of_first_prompt;
   // Where the mask is `k <= q` and at most a window to the left: how far that reaches, -1 without one.
   bool is_range = false;
   int64_t window_left = -1;

@@ -428,15 +428,23 @@ Status CachedAttentionOp::RunOnCuda(const CachedMask& mask, const Tables& given,
   }
   CacheAppendArgs& a = step->append;
   STOF_RETURN_IF_ERROR(CheckCudaAttention(step->attention));  // before the cache changes
+  a.most_keys = step->total;
   if (!ReadsKeyRangeAlone(step->attention)) a.clear_end = step->attention.T;
+  // In one buffer that holds all positions the append step writes new rows alone.
+  const bool is_in_place = a.past_key != nullptr && a.past_key == a.present_key;
+  if (is_in_place && a.sliding_window == 0 && !a.is_first_prompt) step->attention.seqlens = a.seqlens;
   STOF_RETURN_IF_ERROR(backend->cached_attention.append(a, context));
   if (a.B == 0 || a.S == 0) return Status();
-  Tables operands = given;
-  operands.emplace_back(kFirstPositions, TensorOfShape(DType::kI32, {a.B}));
-  operands.back().second.data = a.first_row;
   const ExprSizes sizes = {a.B, a.H, a.S, step->attention.T, 0};
   RunContext own = context;
   if (own.keeper == nullptr) own.keeper = &keeper_;
+  // A constant mask has a tile schedule, and its block mask is made once.
+  if (a.is_first_prompt) {
+    return backend->attention.run(step->attention, nullptr, *mask.of_first_prompt, sizes, given, own);
+  }
+  Tables operands = given;
+  operands.emplace_back(kFirstPositions, TensorOfShape(DType::kI32, {a.B}));
+  operands.back().second.data = a.first_row;
   return backend->attention.run(step->attention, nullptr, *mask.on_device, sizes, operands, own);
 }
 

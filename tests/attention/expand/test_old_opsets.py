@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +12,13 @@ import pytest
 from fused_attention_nodes import forced, run, same
 from onnx import numpy_helper, parser
 
+import stof
 from stof.errors import ModelError
 from stof.graph.external_data import is_external
 from stof.graph.index import opset_of
 from stof.graph.load_save import SMALLEST_OPSET, load
 from stof.graph.old_opsets import OLDEST_CONVERTED
+from stof.options import Options
 
 OPSETS = range(OLDEST_CONVERTED, SMALLEST_OPSET)
 # Axes and ratios are attributes. Padding is added to scores, since these opsets have no Where of their own before 9.
@@ -68,6 +71,31 @@ def test_old_opset(opset: int, tmp_path: Path) -> None:
     assert opset_of(onnx.load(target)) == SMALLEST_OPSET
     for library in (True, False):
         same(run(target, feeds(), library=library), run(original, feeds()))
+
+
+def test_the_report_says_that_the_model_was_converted(tmp_path: Path) -> None:
+    path, page = tmp_path / "old.onnx", tmp_path / "report.html"
+    onnx.save(old_model(11), str(path))
+    report = stof.optimize(path, options=Options(report=page, verify_budget=5.0))
+    assert report.output
+    assert report.converted_opset == (11, SMALLEST_OPSET)
+    assert json.loads(report.to_json())["converted_opset"] == {"from": 11, "to": SMALLEST_OPSET}
+    assert f"opset: 11 -> {SMALLEST_OPSET} (the model was converted" in report.to_text()
+    assert f"11 → {SMALLEST_OPSET}" in page.read_text()
+    assert "the model was converted" in page.read_text()
+    # Where nothing is replaced, what is copied keeps its opset.
+    kept = stof.optimize(path, tmp_path / "copy.onnx", Options(skip=("*",)))
+    assert kept.copied
+    assert opset_of(onnx.load(tmp_path / "copy.onnx")) == 11
+    assert kept.converted_opset is None
+    onnx.save(old_model(SMALLEST_OPSET - 1), str(path))
+    new = onnx.version_converter.convert_version(onnx.load(path), 17)
+    onnx.save(new, str(path))
+    plain = stof.optimize(path, options=Options(report=page, verify_budget=5.0))
+    assert plain.output
+    assert json.loads(plain.to_json())["converted_opset"] is None
+    assert "opset:" not in plain.to_text()
+    assert "converted" not in page.read_text()
 
 
 def test_weights_that_are_inputs(tmp_path: Path) -> None:

@@ -29,6 +29,11 @@ from stof.errors import UnsupportedError
 from stof.graph.node_builder import Builder
 from stof.symbolic import Int, integer
 
+_REASONS = {
+    "cache_indirection": "it reads keys in the order of beam search, which is not expanded",
+    # ONNX Runtime's CUDA provider stores the keys of such caches in another order than its CPU provider.
+    "past_sequence_length": "how its cache lies in memory depends on the provider, and it reads no more keys than there are",
+}
 _FILL = -10000.0  # mask_filter_value where the node has none
 _ATTENTION_ATTRIBUTES = (
     *("do_rotary", "mask_filter_value", "num_heads", "past_present_share_buffer", "qkv_hidden_sizes"),
@@ -45,9 +50,22 @@ def expand_multi_head(fused: FusedNode) -> None:
     """
     fused.check_signature(("mask_filter_value", "num_heads", "scale", "unidirectional"), 10, 4)
     node = _ContribExpander(fused)
-    node.refuse_unsupported({3: "qk"}, {8: "past_sequence_length", 9: "cache_indirection"})
+    node.refuse_unsupported({3: "qk"}, {9: "cache_indirection", 8: "past_sequence_length"})
     query, key, value = node.separate()
     node.finish(query, key, value, fused.input(4), fused.input(5), fused.past(6, 7))
+
+
+def refuse_decoder_masked(fused: FusedNode) -> None:
+    """Refuses a DecoderMaskedMultiHeadAttention, which is for one token.
+
+    Raises:
+        UnsupportedError: always.
+    """
+    if fused.input(9):
+        raise UnsupportedError(f"it has input cache_indirection: {_REASONS['cache_indirection']}")
+    if fused.input(5):
+        raise UnsupportedError(f"it has input past_key: {_REASONS['past_sequence_length']}")
+    raise UnsupportedError("it is for one token at a time, which is not expanded; MultiHeadAttention is")
 
 
 def expand_contrib_attention(fused: FusedNode) -> None:
@@ -60,7 +78,7 @@ def expand_contrib_attention(fused: FusedNode) -> None:
     node = _ContribExpander(fused)
     node.refuse_unsupported({}, {6: "past_sequence_length"})
     if node.attributes.get("past_present_share_buffer"):
-        raise UnsupportedError("its past and present share a buffer, which has room for more keys than there are")
+        raise UnsupportedError(f"its past and present share a buffer: {_REASONS['past_sequence_length']}")
     if node.attributes.get("do_rotary"):
         raise UnsupportedError("it rotates query and key, which is not expanded")
     if not fused.input(2):
@@ -95,7 +113,7 @@ class _ContribExpander:
                 raise UnsupportedError(f"its output {name} [B, H, S, T] is used")
         for i, name in inputs.items():
             if self.fused.input(i):
-                raise UnsupportedError(f"it has input {name}: its cache has room for more keys than there are")
+                raise UnsupportedError(f"it has input {name}: {_REASONS[name]}")
 
     def separate(self) -> tuple[str, str, str]:
         """Query, key and value [B, heads, length, size] of a MultiHeadAttention."""

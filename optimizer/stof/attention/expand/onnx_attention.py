@@ -74,8 +74,9 @@ class _OnnxAttentionExpander:
             )
         present, past, keys = self._present(key, value, shapes[1][1 if packed else 2])
         offset, lengths = self._offset(query, past)
-        masks = [*self._masks(keys), *band_masks(b, query, present[0], self._band(), offset)]
-        if lengths is not None:
+        band = self._band()
+        masks = [*self._masks(keys), *band_masks(b, query, present[0], band, offset)]
+        if lengths is not None and band.right != 0:  # a query's own key is a valid one
             masks.append(ScoreMask(b.add("Less", [positions(b, axis_size(b, present[0], 2)), lengths]), boolean=True))
         core = AttentionCore(
             query,

@@ -42,13 +42,14 @@ def document(results: Path) -> str:
     lines = [_HEAD]
     for folder in [results, *sorted(p for p in results.iterdir() if p.is_dir())]:
         attention, sites, models = (read(folder / f"{n}-cpu.json") for n in ("attention", "sites", "models"))
+        decoders = read(folder / "decode-genai.json")
         gpu = gpu_tables.device(folder)
         if gpu is not None:
             lines += [f"## {gpu}", "", *gpu_tables.summary_lines(folder, results)]
-        if attention or sites or models:
-            machine = (attention or sites or models)[0]["machine"]
-            lines += [f"## {machine['device']}, {machine['isa']}", "", _machine([*attention, *sites, *models])]
-            lines += [*_attention(attention), *_sites(sites), *_models(models)]
+        if found := [*attention, *sites, *models, *decoders]:
+            machine = found[0]["machine"]
+            lines += [f"## {machine['device']}, {machine['isa']}", "", _machine(found)]
+            lines += [*_attention(attention), *_sites(sites), *_models(models), *_decoders(decoders)]
     lines += _search(read(results / "search.json"))
     return "\n".join(lines).rstrip() + "\n"
 
@@ -149,6 +150,26 @@ def _models(records: Sequence[Record]) -> list[str]:
         )  # fmt: skip
     about = "**Models**: `stof-bench model NAME`, fp32, end to end, best of interleaved warm runs."
     return [about, "", table([*head, "memory above the weights"], rows)]
+
+
+def _decoders(records: Sequence[Record]) -> list[str]:
+    if not records:
+        return []
+    rows = []
+    for record in sorted(records, key=lambda r: (r["model"], r["machine"]["threads"], r["shape"]["context"])):
+        seconds, worked = record["seconds"], record["cpu_seconds"]
+        rows.append(
+            [
+                record["model"], str(record["shape"]["context"]), str(record["machine"]["threads"]),
+                *(f"{1 / seconds[k]:.1f}" for k in ("original", "optimized")),
+                f"{seconds['original'] / seconds['optimized']:.2f}", f"{worked['original'] / worked['optimized']:.2f}",
+            ]
+        )  # fmt: skip
+    about = (
+        "**Decoders**: `stof-bench decode-genai`, through ONNX Runtime GenAI, one sequence, best of interleaved tokens."
+    )
+    head = ["model", "context", "threads", "original, tokens/s", "optimized", "times faster", "times less CPU time"]
+    return [about, "", table(head, rows)]
 
 
 def _search(records: Sequence[Record]) -> list[str]:

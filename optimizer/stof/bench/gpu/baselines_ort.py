@@ -15,6 +15,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from stof.bench.core.candidate import Unavailable, require
+from stof.bench.gpu.cached import new_rows
 from stof.bench.gpu.device_runner import DeviceRunner, need_dense, need_scores, window
 from stof.bench.gpu.problem import GpuProblem
 from stof.mask.expression import CAUSAL
@@ -181,11 +182,10 @@ def group_query(problem: GpuProblem, stream: Any) -> DeviceRunner:
     cached = case.S < case.T
 
     def inputs(i: int) -> dict[str, Any]:
-        found = _packed(problem, i) | {"lengths": lengths}
-        if cached:
-            found |= {n: found[n][:, case.T - case.S :] for n in "kv"}
-            found |= {"past_k": problem.sets()[i][1], "past_v": problem.sets()[i][2]}
-        return found
+        if not cached:
+            return _packed(problem, i) | {"lengths": lengths}
+        _, k, v = problem.sets()[i]
+        return dict(zip("qkv", new_rows(problem, i), strict=True)) | {"past_k": k, "past_v": v, "lengths": lengths}
 
     present: dict[int, dict[str, Any]] = {}
 

@@ -16,6 +16,7 @@ from stof.bench.gpu.device_runner import DeviceRunner, need_dense, need_scores, 
 from stof.bench.gpu.problem import TILE, GpuProblem
 
 _LONGEST_MATH = 512
+_MOST_COPIED = 8 << 30  # bytes of inputs that are held in a second layout
 
 
 def cudnn(problem: GpuProblem, stream: Any) -> DeviceRunner:
@@ -40,6 +41,8 @@ def flash(problem: GpuProblem, stream: Any) -> DeviceRunner:
     sides = window(case)
     if sides is None:
         raise Unavailable("expresses causal masks and windows only")
+    if problem.bytes > _MOST_COPIED:
+        raise Unavailable(f"reads another layout: timed up to {_MOST_COPIED >> 30} GiB of keys and values")
     operator = problem.torch.ops.aten._flash_attention_forward
     causal = sides == (-1, 0)
     left, right = (None if n < 0 or causal else n for n in sides)

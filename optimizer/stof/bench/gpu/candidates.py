@@ -7,21 +7,18 @@ import functools
 from typing import Any
 
 from stof.bench.core.candidate import Candidate, Unavailable, require, select
-from stof.bench.gpu import baselines_jit, baselines_ort, baselines_torch
+from stof.bench.gpu import baselines_jit, baselines_ort, baselines_torch, cached
+from stof.bench.gpu.cached import on_device
 from stof.bench.gpu.cases import GRIDS
 from stof.bench.gpu.device_runner import DeviceRunner, GpuCandidate
 from stof.bench.gpu.problem import GpuProblem
 from stof.installation import CUDA, how_to_add
-from stof.runtime.cuda import CudaOp, DeviceTensor, kernel_names
+from stof.runtime.cuda import CudaOp, kernel_names
 from stof.runtime.library import build_info
 
 _WORKSPACE = 64 << 20
 _FEW_QUERIES = 16  # up to that many, the decode kernel runs
 _FULL_ROWS = 0.1  # density of elements above which the row-wise kernel is not timed
-
-
-def _device(tensor: Any) -> DeviceTensor:
-    return DeviceTensor(tensor.data_ptr(), str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 
 @functools.cache
@@ -33,6 +30,8 @@ def _workspace() -> Any:
 
 def stof_alone(problem: GpuProblem, stream: Any, kernel: str = "") -> DeviceRunner:
     """The library through its C ABI, by a named kernel or by the one that its selector takes."""
+    if problem.case.grid == "cached":
+        return cached.stof_cached(problem, _workspace(), stream)
     if "cuda" not in build_info()["backends"]:
         raise Unavailable(f"this build of the library has no CUDA kernels; {how_to_add(CUDA)}")
     case, torch = problem.case, problem.torch
@@ -51,8 +50,8 @@ def stof_alone(problem: GpuProblem, stream: Any, kernel: str = "") -> DeviceRunn
         release()
         for given in problem.sets():
             outputs.append(torch.full_like(given[0], float("nan")))
-            inputs = [_device(t) for t in given]
-            calls.append(op.bind(inputs, [_device(outputs[-1])], stream.cuda_stream, _device(workspace)))
+            inputs = [on_device(t) for t in given]
+            calls.append(op.bind(inputs, [on_device(outputs[-1])], stream.cuda_stream, on_device(workspace)))
 
     def release() -> None:
         calls.clear()
@@ -81,14 +80,16 @@ CANDIDATES: tuple[GpuCandidate, ...] = (
     Candidate("torch-flash", "torch FlashAttention 2", baselines_torch.flash, GRIDS),
     Candidate("torch-efficient", "torch SDPA, memory-efficient + mask", baselines_torch.efficient, _USUAL),
     Candidate("torch-math", "torch SDPA, math + mask", baselines_torch.math, ("paper",)),
-    Candidate("torch-flex", "torch FlexAttention, compiled", baselines_torch.flex, GRIDS),
+    Candidate(
+        "torch-flex", "torch FlexAttention, compiled", baselines_torch.flex, tuple(g for g in GRIDS if g != "cached")
+    ),
     Candidate("flash-4", "FlashAttention 4", baselines_jit.flash4, ("masks", "paper", "long")),
     Candidate(
         "flash-4-blocks", "FlashAttention 4, blocks and a mask function", baselines_jit.flash4_blocks, ("masks",)
     ),
     Candidate("cudnn-flex", "cuDNN flex attention", baselines_jit.cudnn_flex, ("masks", "paper", "long")),
     Candidate("ort-mha", "ONNX Runtime MultiHeadAttention + bias", baselines_ort.multi_head, ("paper", "long")),
-    Candidate("ort-gqa", "ONNX Runtime GroupQueryAttention", baselines_ort.group_query, _USUAL),
+    Candidate("ort-gqa", "ONNX Runtime GroupQueryAttention", baselines_ort.group_query, (*_USUAL, "cached")),
     Candidate("ort-attention-23", "ONNX Runtime Attention-23, bool mask", baselines_ort.attention_23, _USUAL),
     Candidate("ort-exported", "ONNX Runtime, as exported", baselines_ort.exported, ("paper",)),
 )

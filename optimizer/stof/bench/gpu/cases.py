@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The points of the GPU grids: masks (three problems), paper (short and medium, D = 64), long (D = 128), decode (one query)
-and bits (an element mask in every tile).
+"""The points of the GPU grids: masks (three problems), paper (short and medium, D = 64), long (D = 128), decode (one query),
+cached (one query that is appended to a KV cache) and bits (an element mask in every tile).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from stof.bench.core.case import AttentionCase, named_mask
 
-GRIDS = ("masks", "paper", "long", "decode", "bits")
+GRIDS = ("masks", "paper", "long", "decode", "bits", "cached")
 MASKS = (
     "dense", "causal", "window-128", "causal-1024", "longformer-128", "bigbird-23", "s2", "dilated-256",
 )  # fmt: skip
@@ -32,6 +32,19 @@ BITS_SHAPES = (
 )  # fmt: skip
 DECODE_MASKS = ("dense", "causal-1024", "s2")
 DECODE_LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+CACHED_MASKS = ("dense", "causal-1024")
+# B, H, G, T, D: caches of 4 MiB to 28 GiB. Windows are timed where T is at least 4096.
+CACHED_SHAPES = (
+    (1, 32, 8, 1024, 128), (1, 32, 8, 4096, 128), (1, 32, 8, 16384, 128), (1, 32, 8, 65536, 128),
+    (1, 32, 8, 131072, 128), (1, 32, 32, 16384, 128), (1, 32, 32, 32768, 64), (1, 32, 8, 8192, 64),
+    (1, 8, 1, 8192, 256), (1, 8, 4, 131072, 256),
+    (8, 32, 8, 1024, 128), (8, 32, 8, 4096, 128), (8, 32, 8, 16384, 128), (8, 32, 8, 131072, 128),
+    (8, 32, 1, 8192, 128), (8, 32, 32, 4096, 128), (8, 12, 12, 2048, 64), (8, 8, 4, 8192, 256),
+    (32, 32, 8, 1024, 128), (32, 32, 8, 4096, 128), (32, 32, 8, 32768, 128), (32, 32, 4, 8192, 64),
+    (32, 16, 8, 4096, 256),
+    (64, 32, 8, 1024, 128), (64, 32, 8, 8192, 128), (64, 16, 1, 16384, 128), (64, 32, 8, 114688, 128),
+)  # fmt: skip
+_SHORT_CACHE = 4096
 
 
 def grid(
@@ -79,6 +92,14 @@ def grid(
                 for length in kept(DECODE_LENGTHS, lengths):
                     expression, tables = named_mask(kind, length)
                     yield AttentionCase(name, kind, expression, 1, 32, 8, 1, length, 128, "float16", tables)
+        case "cached":
+            for B, H, G, length, D in CACHED_SHAPES:
+                if not kept([length], lengths) or not kept([B], batches):
+                    continue
+                for kind in named(CACHED_MASKS):
+                    if kind == "dense" or length >= _SHORT_CACHE:
+                        expression, tables = named_mask(kind, length)
+                        yield AttentionCase(name, kind, expression, B, H, G, 1, length, D, "float16", tables)
         case "bits":
             for B, H, S, D in BITS_SHAPES:
                 for kind in named(("bits",)) if kept([S], lengths) else []:

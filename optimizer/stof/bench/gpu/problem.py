@@ -58,7 +58,7 @@ class GpuProblem(AttentionProblem):
         case = self.case
         held = 4 * case.B * (case.H * case.S + case.G * case.T) * case.D
         count = min(_MOST_SETS, math.ceil(_PAST_L2 / self.bytes), _MOST_BYTES // held)
-        self.count = max(2, count)
+        self.count = max(1 if held > _MOST_BYTES else 2, count)  # one such set exceeds L2 by itself
         self._layouts.clear()
 
     def sets(self, layout: str = "BHSD") -> list[tuple[Any, Any, Any]]:

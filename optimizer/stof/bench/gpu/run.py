@@ -18,6 +18,8 @@ from stof.terminal import say
 
 _WORKERS = 16
 _STORED = 25
+_MOST_MEMORY = 64 << 30  # bytes of the device that all workers hold while they build
+_COPIES = 3  # of keys and values that a worker holds then
 
 
 def run(cases: Sequence[AttentionCase], plan: PointPlan, results: Path, limit: float | None, again: int = 0) -> int:
@@ -34,7 +36,8 @@ def run(cases: Sequence[AttentionCase], plan: PointPlan, results: Path, limit: f
     if not cases:
         raise ValueError("no point of the grids is left by --masks, --lengths and --batches")
     start = time.monotonic()
-    workers = max(1, min(_WORKERS, os.cpu_count() or 1, len(cases)))
+    largest = max(4 * c.B * c.G * c.T * c.D for c in cases)  # bytes of keys and values
+    workers = max(1, min(_WORKERS, os.cpu_count() or 1, len(cases), _MOST_MEMORY // (_COPIES * largest)))
     pool = WorkerPool(workers, plan)
     records: dict[int, Record] = {}
     lost: list[str] = []
@@ -43,7 +46,7 @@ def run(cases: Sequence[AttentionCase], plan: PointPlan, results: Path, limit: f
         lost += [f"{cases[n]}: {reason}" for n, reason in failed.items()]
         built = time.monotonic() - start
         say(f"{len(cases) - len(failed)} points built and checked by {workers} processes in {built:.0f} s")
-        shapes = sorted({(c.D, c.dtype) for c in cases})
+        shapes = sorted({(c.D, c.dtype) for c in cases if c.grid != "cached"})
         anchors = [pool.anchors(shapes)]
         for number, case in enumerate(cases):
             if number in failed:
@@ -96,7 +99,7 @@ def _store(results: Path, records: Sequence[Record]) -> None:
 
 
 def ceilings(anchors: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The best of the measurements before and after: launch and copy rates, and the time of a full tile by D and dtype.
+    """The best of the measurements before and after: launch, copy and read rates, and the time of a full tile by D and dtype.
 
     Raises:
         RuntimeError: when nothing was measured.
@@ -109,6 +112,7 @@ def ceilings(anchors: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "versions": rates[0]["versions"],
         "launch_us": round(min(r["launch"] for r in rates) * 1e6, 3),
         "copy_gbps": round(max(r["copy"] for r in rates) * 1e-9, 1),
+        "read_gbps": round(max(r["read"] for r in rates) * 1e-9, 1),
         "tile_ns": {},
         "dense_us": {},
     }
@@ -127,16 +131,23 @@ def ceilings(anchors: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _complete(record: Record, anchors: Sequence[dict[str, Any]]) -> Record:
-    """The record with the machine and the roofline: launch + max(bytes / copy rate, tiles × time of a full tile)."""
+    """The record with the machine and the roofline: launch + max(bytes / rate, tiles × time of a full tile).
+
+    The rate is that of a copy, or of reads in the cached grid, whose rows also get their share of it: read_share.
+    """
     machine = ceilings(anchors)
     name = f"D{record['shape']['D']} {record['shape']['dtype']}"
     tile = machine["tile_ns"].get(name)
-    memory = record["bytes"] / machine["copy_gbps"] * 1e-3
+    # A step of a decoder writes next to nothing.
+    rate = machine["read_gbps" if record["grid"] == "cached" else "copy_gbps"]
+    memory = record["bytes"] / rate * 1e-3
     compute = record["density"]["tiles"] * tile * 1e-3 if tile is not None else 0.0
     if record["shape"]["S"] == 1:
         compute = 0.0  # one row of a tile: only its bytes count
     roof = machine["launch_us"] + max(memory, compute)
     rows = {n: {**r, "roofline": round(roof / r["us"], 4)} if "us" in r else r for n, r in record["peers"].items()}
+    if record["grid"] == "cached":
+        rows = {n: {**r, "read_share": round(memory / r["us"], 4)} if "us" in r else r for n, r in rows.items()}
     info = build_info()
     kept = {"library": info["build_id"], "compiler": info["compiler"], "architectures": info["cuda_architectures"]}
     date = record.get("machine", {}).get("date", now())

@@ -145,6 +145,21 @@ def empty_launch(stream: Any) -> float:
     return interleave_launches([timed])[0].median
 
 
+def read_rate(stream: Any, size: int = 2 << 30) -> float:
+    """Bytes a second of the fastest of three reductions of a large tensor: what a kernel that only reads may reach."""
+    torch: Any = require("torch")
+    source = torch.empty(size // 4, dtype=torch.float32, device="cuda").normal_()
+    rows = source.reshape(-1, 1 << 14)
+    candidates = [
+        CapturedLaunches(lambda _: torch.sum(source), 1, stream),
+        CapturedLaunches(lambda _: torch.amax(rows, 1), 1, stream),
+        CapturedLaunches(lambda _: torch.sum(rows, 1), 1, stream),
+    ]
+    for candidate in candidates:
+        candidate.capture()
+    return size / min(t.median for t in interleave_launches(candidates))
+
+
 def copy_rate(stream: Any, size: int = 1 << 30) -> float:
     """Bytes a second, read and written, of the faster of the driver's copy and an element-wise kernel."""
     torch: Any = require("torch")

@@ -54,7 +54,7 @@ def _worker(channel: Connection, plan: PointPlan) -> None:
     """Answers (verb, number, case) with (number, answer) until the channel closes."""
     from stof.bench.gpu.candidates import ANCHORS, find
     from stof.bench.gpu.point import Point
-    from stof.bench.gpu.timing import copy_rate, empty_launch
+    from stof.bench.gpu.timing import copy_rate, empty_launch, read_rate
 
     try:
         torch: Any = require("torch")
@@ -86,7 +86,8 @@ def _worker(channel: Connection, plan: PointPlan) -> None:
                     channel.send((number, record))
                 case _:
                     facts = {"device": torch.cuda.get_device_name(), "versions": versions()}
-                    channel.send((number, {**facts, "launch": empty_launch(stream), "copy": copy_rate(stream)}))
+                    rates = {"launch": empty_launch(stream), "copy": copy_rate(stream), "read": read_rate(stream)}
+                    channel.send((number, facts | rates))
         except Exception as failure:  # one point's failure is its answer; the process works on
             channel.send((number, _words(failure)))
 
@@ -226,7 +227,7 @@ class WorkerPool:
         return found
 
     def anchors(self, shapes: Sequence[tuple[int, str]]) -> dict[str, Any]:
-        """Launch time, copy rate, and the dense problem of each (D, dtype): the current ceilings of the machine."""
+        """Launch time, copy and read rates, and the dense problem of each (D, dtype): the current ceilings of the machine."""
         found: dict[str, Any] = {"rates": self._anyone("rates", _RATES, None), "tiles": {}}
         for D, dtype in shapes:
             found["tiles"][f"D{D} {dtype}"] = self._anyone("anchor", _ANCHOR, anchor(D, dtype))

@@ -155,6 +155,10 @@ class MeasuredDecider:
     region_number: tuple[int, int] = (0, 0)  # of the current region, and how many different ones there are
     progress: Progress = field(default_factory=Progress)
     clock: Callable[[], float] = time.monotonic  # of the deadlines
+    asked: set[ChainSignature] = field(default_factory=set)  # the regions that were to be measured
+    left_out: set[ChainSignature] = field(
+        default_factory=set
+    )  # those for which the time was over before their search ended
 
     def __call__(self, graph: FusionGraph, chain: FusedChain, key: ChainSignature, left: int) -> ChainDecision:
         """Takes what was measured to be best at every size; each region gets an equal part of the time left."""
@@ -182,10 +186,20 @@ class MeasuredDecider:
                 reason = str(error)
             finally:
                 self.progress.close()
+        self._count(key, problems, reason)
         if self.otherwise is not None and not all(_ORIGINAL in self.cache.of(p) for p in problems):
             return self.otherwise(graph, chain, key, left)
         region = SegmentedRegion.of_chain(graph, chain)
         return self._decide(problems, len(region.node_indices), reason, self.fused_alone(region))
+
+    def _count(self, key: ChainSignature, problems: Sequence[Mapping[str, Any]], reason: str) -> None:
+        """Counts a region of a run that measures: whether its time sufficed."""
+        if self.options.tune and not reason:
+            self.asked.add(key)
+            if all(_SEARCHED in self.cache.of(p) for p in problems):
+                self.left_out.discard(key)
+            else:
+                self.left_out.add(key)
 
     @property
     def machine(self) -> MachineModel:
@@ -325,17 +339,30 @@ class MeasuredDecider:
     ) -> ChainDecision:
         known = [self.cache.of(p) for p in problems]
         if not all(_ORIGINAL in k for k in known):
-            return ChainDecision((), reason or "was not measured on this device: --tune SECONDS measures")
+            return ChainDecision((), reason or self._words_unmeasured())
         segments = {c: _segments(c, count, fused_alone) for c in known[0] if all(c in k for k in known)}
         gains = {c: [k[_ORIGINAL] / k[c] for k in known] for c, fused in segments.items() if fused}
         if not gains:
-            return ChainDecision((), reason or "no chain of it was measured on this device: --tune SECONDS measures")
+            return ChainDecision((), reason or f"no chain of it {self._words_unmeasured()}")
         least = LEAST_GAIN_INTERLEAVED if all(_INTERLEAVED in k for k in known) else LEAST_GAIN
         best = max(gains, key=lambda c: (min(gains[c]) >= least, math.prod(gains[c]), c))
         gain = math.prod(gains[best]) ** (1 / len(known))
         if min(gains[best]) < least:
             return ChainDecision((), f"measured {min(gains[best]):.2f}x of the original's speed", gain, True)
         return ChainDecision(segments[best], "", gain, True)
+
+    def _words_unmeasured(self) -> str:
+        if self.options.tune:
+            return f"was not measured: the {self.options.tune:g} s of --tune were over"
+        return "was not measured on this device: --tune SECONDS measures"
+
+
+def describe_left_out(decider: ChainDecider) -> str:
+    """Which regions --tune left out for want of time, for the report; empty where none, or where nothing was to be measured."""
+    if not isinstance(decider, MeasuredDecider) or not decider.left_out:
+        return ""
+    left, asked, seconds = len(decider.left_out), len(decider.asked), decider.options.tune
+    return f"the {seconds:g} s of --tune were over: {left} of {asked} different regions were not measured, or not fully"
 
 
 def _segments(config: str, count: int, fused_alone: Mapping[str, Sequence[Segment]]) -> tuple[Segment, ...]:

@@ -138,7 +138,8 @@ class Timer:
         provider: "CPU" or "CUDA".
         threads: 0 is the runtime's default.
         clock: gives seconds, for runs on the CPU.
-        seconds_left: after this many seconds no run begins, and a first run is ended. Its graph may be of any size.
+        seconds_left: after this many seconds no session and no run begins, and a first run is ended. Its graph may be of
+            any size.
     """
 
     def __init__(
@@ -165,6 +166,7 @@ class Timer:
             UnsupportedError: when they cannot be run alone.
             TimeOverError: when the time is over.
         """
+        self._check_time()
         model, feeds = self._part(node_indices, chains, outputs)
         try:
             self._check_time()
@@ -199,8 +201,12 @@ class Timer:
             TimeOverError: when the time is over before the fewest turns.
         """
         try:
-            parts = [self._part(node_indices, chains, outputs, len(candidates)) for chains in candidates]
-            sessions = [(self._session(model), feeds) for model, feeds in parts]
+            sessions: list[tuple[Any, dict[str, np.ndarray]]] = []
+            for chains in candidates:
+                self._check_time()
+                model, feeds = self._part(node_indices, chains, outputs, len(candidates))
+                self._check_time()
+                sessions.append((self._session(model), feeds))
             for session, feeds in sessions:
                 self._warm_up(session, feeds)
             best = [float("inf")] * len(sessions)

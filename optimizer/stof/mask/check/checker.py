@@ -107,8 +107,12 @@ class MaskChecker:
         numbers = mask.expression.literals | constants_of(self.symbolic, sources)
         if mask.relative is not None:
             numbers |= {mask.relative.size // 2 + 1}
-        chosen = choose_lengths(numbers)
-        cases = cases_of_lengths(site, mask, chosen, numbers)
+        # Where all terms stay biases, runs show only that they fit the scores: at few lengths, the graph's own ones last.
+        lifts_nothing = not is_stated and self._lifts_nothing(site, mask, terms)
+        chosen = choose_lengths(() if lifts_nothing else numbers)
+        cases = cases_of_lengths(site, mask, chosen, () if lifts_nothing else numbers)
+        further = [*short_cases(chosen), *(cases_of_lengths(site, mask, choose_lengths(numbers), ()) * lifts_nothing)]
+        certain = 0 if lifts_nothing else len(cases)  # these are compared whatever the others show
         compared, limit = 0, math.inf
         failure: DoesNotRunError | None = None
         known: set[tuple[object, ...]] = set()
@@ -123,8 +127,8 @@ class MaskChecker:
             self._compare(site, mask, terms, case, seed, is_stated)
             known.add(given)
 
-        for number, case in enumerate([*cases, *short_cases(chosen)]):
-            if case.length >= limit or (number >= len(cases) and compared >= _MIN_LENGTHS):
+        for number, case in enumerate([*cases, *further]):
+            if case.length >= limit or (number >= certain and compared >= _MIN_LENGTHS):
                 continue
             try:
                 compare(case, number)
@@ -141,6 +145,12 @@ class MaskChecker:
             with contextlib.suppress(DoesNotRunError):
                 compare(case, 0)
         self._passed.add(key)
+
+    @staticmethod
+    def _lifts_nothing(site: AttentionSite, mask: LiftedMask, terms: Sequence[MaskTerm]) -> bool:
+        """Whether the operator computes nothing of a mask itself: every term is handed to it as a bias."""
+        handed = all(t in mask.bias for t in terms)
+        return handed and mask.expression.allows_all and mask.relative is None and site.row_guard is None
 
     def find_binary_inputs(self, site: AttentionSite, mask: LiftedMask) -> list[str]:
         """The integer inputs behind a site's padding that must hold 0 and 1 only, because the graph computes with them.
@@ -233,15 +243,17 @@ class MaskChecker:
     ) -> tuple[list[np.ndarray], np.ndarray]:
         """The tensors of terms as they broadcast to [B, H, S, T], and the pairs that the lifted mask allows.
 
-        ``drawn_for`` is a mask whose padding is drawn, where it is not that of ``mask``.
+        B and H are 1 where batches and heads share their masks. ``drawn_for`` is a mask whose padding is drawn, where it is
+        not that of ``mask``.
 
         Raises:
             UnsupportedError: when they cannot be run at these sizes.
         """
         feeds, sizes = self.runner.draw(site, drawn_for or mask, case, seed)
-        B, H, S, T = score_sizes(site, sizes)
-        allowed, _ = allowed_by_mask(site, mask, self.runner.with_computed(mask, feeds, sizes), (B, H, S, T))
-        return self.runner.values(site, terms, feeds, sizes), allowed
+        values = self.runner.values(site, terms, feeds, sizes)
+        shape = _distinct_shape(mask, values, score_sizes(site, sizes))
+        allowed, _ = allowed_by_mask(site, mask, self.runner.with_computed(mask, feeds, sizes), shape)
+        return values, allowed
 
     def _compare(
         self,

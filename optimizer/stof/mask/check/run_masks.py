@@ -94,8 +94,11 @@ class MaskRunner:
 
     def sources_of(self, site: AttentionSite) -> set[str]:
         """The tensors on whose data the mask tensors of a site depend."""
+        return self._sources([t.tensor for t in site.terms])
+
+    def _sources(self, tensors: Iterable[str]) -> set[str]:
         seen: set[str] = set()
-        pending = [t.tensor for t in site.terms]
+        pending = list(tensors)
         while pending:
             name = pending.pop()
             if name in seen:
@@ -120,7 +123,7 @@ class MaskRunner:
     def draw(
         self, site: AttentionSite, mask: LiftedMask, case: Case, seed: int
     ) -> tuple[dict[str, np.ndarray], dict[str, int]]:
-        """Inputs of the model, and the sizes of its dimensions.
+        """Inputs of the model on which masks and guards of the site depend, and the sizes of the model's dimensions.
 
         Raises:
             UnsupportedError: when they cannot be made.
@@ -128,8 +131,10 @@ class MaskRunner:
         pads, limits, segments, forbidding, indexing = tensors_by_role([(site, mask)])
         pads |= self._float_vectors(site)
         maker = InputMaker(self.model, self.symbolic, pads, limits, segments, forbidding, indexing, index=self.index)
+        guards = [site.row_guard or "", "" if site.pair_guard is None else site.pair_guard.tensor]
+        needed = self._sources([t.tensor for t in site.terms] + [o.tensor for o in mask.operands] + guards)
         try:
-            return maker.draw(case, np.random.default_rng(seed)), maker.sizes(case)
+            return maker.draw(case, np.random.default_rng(seed), needed), maker.sizes(case)
         except (ValueError, MemoryError) as error:
             raise UnsupportedError(f"no inputs can be made to check the mask: {error}") from error
 

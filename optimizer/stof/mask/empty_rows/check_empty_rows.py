@@ -35,6 +35,8 @@ def check_empty_rows(checker: MaskChecker, site: AttentionSite, mask: LiftedMask
     differs = any(n.reason is NoteReason.DIFFERENT_STRENGTHS for n in mask.notes)  # within one tensor, too
     if not differs and len(forbidding) < 2:
         return
+    if not differs and _are_infinite(checker.symbolic, site) and mask.empty_rows in (EmptyRows.ZERO, EmptyRows.NAN):
+        return
     guarded = site.zeroed or site.row_guard is not None or site.pair_guard is not None
     if mask.expression.allows_all or guarded or site.sink is not None:
         return
@@ -133,6 +135,14 @@ def _forbids(symbolic: Symbolic, site: AttentionSite, term: MaskTerm) -> bool:
     """Whether a term that stays a bias forbids: it may tell keys apart that another mask forbids, too."""
     try:
         return bool(read_term(symbolic, site, term, {}).fills)
+    except UnsupportedError:
+        return False
+
+
+def _are_infinite(symbolic: Symbolic, site: AttentionSite) -> bool:
+    """Whether all masks are known and forbid by -inf alone, so that nothing tells forbidden keys apart."""
+    try:
+        return all(np.isneginf(read_term(symbolic, site, t, {}).fills).all() for t in site.terms)
     except UnsupportedError:
         return False
 

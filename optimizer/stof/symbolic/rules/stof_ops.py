@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from stof.symbolic.algebra.terms import integer
+from stof.symbolic.algebra.terms import Int, integer
 from stof.symbolic.facts import Fact, Rule, RuleContext
+from stof.symbolic.tensor import Shape
 
 
 def _attention(context: RuleContext) -> list[Fact] | None:
@@ -29,4 +30,32 @@ def _attention(context: RuleContext) -> list[Fact] | None:
     return [Fact(dtype, shape)]
 
 
-RULES: dict[str, Rule] = {"StofAttention": _attention}
+def _cached_attention(context: RuleContext) -> list[Fact] | None:
+    query, past = context.shape(0), context.shape(3)
+    dtype = context.fact(0).dtype
+    heads, groups = context.number("num_heads", 0), context.number("kv_num_heads", 0)
+    if query is None or len(query) != 3 or heads < 1 or groups < 1:
+        return [Fact(dtype), Fact(dtype), Fact(dtype)]
+    size = query[2].divide(integer(heads if context.has(1) else heads + 2 * groups))
+    if size is None:
+        return [Fact(dtype), Fact(dtype), Fact(dtype)]
+    output = Fact(dtype, (query[0], query[1], size * integer(heads)))
+    rows = _present_rows(context, past)
+    present = Fact(dtype, None if rows is None else (query[0], integer(groups), rows, size))
+    return [output, present, present]
+
+
+def _present_rows(context: RuleContext, past: Shape | None) -> Int | None:
+    """The rows of a cache after a step: those of the past or, where it may grow, the larger of these and the total."""
+    if past is not None and len(past) == 4 and context.number("sliding_window_cache", 0):
+        return past[2]
+    total = context.ints(6)
+    if total is None or len(total) != 1 or total[0].constant is None:
+        return None
+    if not context.has(3):
+        return total[0]
+    rows = past[2].constant if past is not None and len(past) == 4 else None
+    return None if rows is None else integer(max(rows, total[0].constant))
+
+
+RULES: dict[str, Rule] = {"StofAttention": _attention, "StofCachedAttention": _cached_attention}

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""StofCachedAttention in NumPy, in fp64 or another type: the contract of docs/reference/cached-attention.md for one step.
+
+It knows causal masks and windows, as GroupQueryAttention has them, and never reads the emitted mask expression.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from stof.cached_attention.site import resident_rows
+
+
+@dataclass(frozen=True)
+class CacheStep:
+    """One step of B sequences. Arrays have the layouts of the contract; all floats one type T.
+
+    Attributes:
+        query: [B, S, H·D], or packed [B, S, (H + 2G)·D], and then ``key`` and ``value`` are None.
+        key: [B, S, G·D].
+        value: likewise.
+        past_key: [B, G, C, D]; None: no past.
+        past_value: likewise.
+        lengths: [B], valid keys after this step.
+        total: total_sequence_length; S says that no sequence has a past.
+        num_heads: H.
+        kv_num_heads: G.
+        window: W, the keys that a query attends to at most; 0: all.
+        sliding: the cache holds the last positions only.
+        scale: of the scores; 0: 1/sqrt(D).
+        softcap: 0: none.
+        cos: [M, R / 2]; None: no rotary embedding.
+        sin: likewise.
+        interleaved: rotates neighbours, not halves.
+        position_ids: [B, S]; None: n[b] + i.
+        bias: [B or 1, H or 1, S, total].
+        sink: [H].
+        query_norm: [D].
+        key_norm: likewise.
+        epsilon: of the norms.
+    """
+
+    query: np.ndarray
+    key: np.ndarray | None
+    value: np.ndarray | None
+    past_key: np.ndarray | None
+    past_value: np.ndarray | None
+    lengths: np.ndarray
+    total: int
+    num_heads: int
+    kv_num_heads: int
+    window: int = 0
+    sliding: bool = False
+    scale: float = 0.0
+    softcap: float = 0.0
+    cos: np.ndarray | None = None
+    sin: np.ndarray | None = None
+    interleaved: bool = False
+    position_ids: np.ndarray | None = None
+    bias: np.ndarray | None = None
+    sink: np.ndarray | None = None
+    query_norm: np.ndarray | None = None
+    key_norm: np.ndarray | None = None
+    epsilon: float = 1e-6
+
+    @property
+    def before(self) -> np.ndarray:
+        """The keys n [B] of each sequence before this step."""
+        queries = self.query.shape[1]
+        return np.zeros_like(self.lengths) if self.total == queries else self.lengths - queries
+
+    @property
+    def capacity(self) -> int:
+        """The rows of present: those of past where they suffice."""
+        rows = 0 if self.past_key is None else int(self.past_key.shape[2])
+        return rows if self.sliding else max(rows, self.total)
+
+    @property
+    def rows(self) -> np.ndarray:
+        """The rows [B] of present that hold keys after this step."""
+        return self.resident(self.lengths)
+
+    def resident(self, lengths: np.ndarray) -> np.ndarray:
+        """How many of the last positions a cache holds after so many [B]."""
+        if not self.sliding:
+            return lengths
+        return resident_rows(lengths, self.capacity, self.window)
+
+    @property
+    def padded(self) -> np.ndarray:
+        """Which queries [B, S] are padding of a first prompt; their outputs mean nothing."""
+        queries = self.query.shape[1]
+        if self.total != queries:
+            return np.zeros((len(self.lengths), queries), bool)
+        return np.asarray(np.arange(queries)[None] >= self.lengths[:, None])
+
+
+@dataclass(frozen=True)
+class CacheStepResult:
+    """Output [B, S, H·D], and the caches [B, G, capacity, D], in which rows that mean nothing are NaN."""
+
+    output: np.ndarray
+    key: np.ndarray
+    value: np.ndarray
+
+
+def compute_step(
+    step: CacheStep, dtype: type[np.floating[Any]] = np.float64, storage: np.dtype | None = None
+) -> CacheStepResult:
+    """The results of a step.
+
+    Args:
+        step: its inputs.
+        dtype: what is computed in.
+        storage: the type that rotated queries, keys and the output are rounded to; None: they are not.
+    """
+
+    def store(array: np.ndarray) -> np.ndarray:
+        return array if storage is None else array.astype(storage).astype(dtype)
+
+    heads, groups = step.num_heads, step.kv_num_heads
+    query, key, value = (x.astype(dtype) for x in _split_heads(step))
+    batch, _, queries, size = query.shape
+    before = step.before
+    if step.query_norm is not None and step.key_norm is not None:
+        query, key = (
+            _normalize(x, w.astype(dtype), dtype(step.epsilon))
+            for x, w in ((query, step.query_norm), (key, step.key_norm))
+        )
+    if step.cos is not None:
+        places = step.position_ids
+        if places is None:
+            places = before[:, None] + np.arange(queries)[None]
+        query, key = (_rotate(x, step, places, dtype) for x in (query, key))
+    query, key = store(query), store(key)
+    scale = dtype(step.scale or 1.0 / np.sqrt(size))
+    output = np.zeros((batch, heads, queries, size), dtype)
+    caches = [np.full((batch, groups, step.capacity, size), np.nan, dtype) for _ in range(2)]
+    held = step.resident(before)
+    for b in range(batch):
+        count, first = int(step.lengths[b]), int(before[b])
+        new = min(queries, count - first)  # tokens that are no padding
+        rows = int(held[b])
+        whole = []
+        for past, fresh in ((step.past_key, key), (step.past_value, value)):
+            old = np.zeros((groups, 0, size), dtype) if past is None else past[b, :, :rows].astype(dtype)
+            whole.append(np.concatenate([old, fresh[b, :, :new]], axis=1))
+        keys, values = whole
+        origin = first - rows  # the position of the first key
+        end = int(step.rows[b])
+        for cache, source in zip(caches, whole, strict=True):
+            cache[b, :, :end] = source[:, source.shape[1] - end :]
+        # Heads of one group lie beside each other.
+        grouped = query[b].reshape(groups, -1, size)
+        scores = np.matmul(grouped, keys.swapaxes(1, 2)).reshape(heads, queries, -1) * scale
+        if step.softcap:
+            scores = dtype(step.softcap) * np.tanh(scores / dtype(step.softcap))
+        if step.bias is not None:
+            bias = step.bias[b if len(step.bias) > 1 else 0].astype(dtype)
+            scores = scores + bias[:, :, origin : origin + keys.shape[1]]
+        distance = (first + np.arange(queries))[:, None] - (origin + np.arange(keys.shape[1]))[None]
+        allowed = (distance >= 0) & ((distance < step.window) if step.window else True)
+        scores = np.where(allowed[None], scores, -np.inf)
+        weights = _weights(scores, step, dtype).reshape(groups, -1, keys.shape[1])
+        output[b] = np.matmul(weights, values).reshape(heads, queries, size)
+    merged = store(output.transpose(0, 2, 1, 3).reshape(batch, queries, heads * size))
+    return CacheStepResult(merged, caches[0], caches[1])
+
+
+def _weights(scores: np.ndarray, step: CacheStep, dtype: type[np.floating[Any]]) -> np.ndarray:
+    """The softmax of scores [H, S, T]; rows without an allowed key are 0."""
+    top = scores.max(-1, keepdims=True, initial=-np.inf)
+    sink = None if step.sink is None else step.sink.astype(dtype).reshape(-1, 1, 1)
+    if sink is not None:
+        top = np.maximum(top, sink)
+    top = np.where(np.isfinite(top), top, dtype(0))
+    weights = np.exp(scores - top)
+    total = weights.sum(-1, keepdims=True)
+    if sink is not None:
+        total = total + np.exp(sink - top)
+    return np.asarray(weights / np.where(total > 0, total, dtype(1)))
+
+
+def _split_heads(step: CacheStep) -> list[np.ndarray]:
+    """Query, key and value as [B, heads, S, D]."""
+    heads, groups = step.num_heads, step.kv_num_heads
+    if step.key is None or step.value is None:
+        size = step.query.shape[2] // (heads + 2 * groups)
+        parts = np.split(step.query, [heads * size, (heads + groups) * size], axis=2)
+    else:
+        parts = [step.query, step.key, step.value]
+    counts = (heads, groups, groups)
+    return [x.reshape(*x.shape[:2], n, -1).transpose(0, 2, 1, 3) for x, n in zip(parts, counts, strict=True)]
+
+
+def _normalize(x: np.ndarray, weight: np.ndarray, epsilon: np.floating[Any]) -> np.ndarray:
+    """The RMS norm of each head."""
+    return np.asarray(x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + epsilon) * weight)
+
+
+def _rotate(x: np.ndarray, step: CacheStep, places: np.ndarray, dtype: type[np.floating[Any]]) -> np.ndarray:
+    """The rotary embedding of [B, heads, S, D] at places [B, S]; positions of padding beyond the table count as its last."""
+    assert step.cos is not None
+    assert step.sin is not None
+    places = np.clip(places, 0, len(step.cos) - 1)
+    cos, sin = (table.astype(dtype)[places][:, None] for table in (step.cos, step.sin))
+    half = cos.shape[-1]
+    rotated, rest = x[..., : 2 * half], x[..., 2 * half :]
+    pairs = (slice(0, None, 2), slice(1, None, 2)) if step.interleaved else (slice(0, half), slice(half, None))
+    one, other = (rotated[..., p] for p in pairs)
+    found = np.empty_like(rotated)
+    found[..., pairs[0]] = one * cos - other * sin
+    found[..., pairs[1]] = other * cos + one * sin
+    return np.concatenate([found, rest], axis=-1)

@@ -1,0 +1,376 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cache sites before verification: the operator on captured tensors beside the contract in fp64, outputs and caches.
+
+A prompt is captured at each site. From its tensors three steps are made: the prompt itself, several tokens and one token
+behind pasts of different lengths. The original's output of the prompt is held against fp64, too: it says whether the contract
+is what the node means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import helper
+
+from stof.cached_attention.checks.expand_norms import expand_norms
+from stof.cached_attention.checks.oracle import CacheStep, CacheStepResult, compute_step
+from stof.cached_attention.emit import emit_caches
+from stof.cached_attention.run_inputs import CacheInputMaker
+from stof.cached_attention.run_lengths import RunLengths
+from stof.cached_attention.site import OP, CacheSite
+from stof.execution.case import Case
+from stof.runtime.library import LibraryError, Op
+from stof.symbolic import Symbolic
+from stof.verification.compare import describe_nonfinite
+from stof.verification.model_inputs import ModelInputs
+from stof.verification.perturb import Noisy
+from stof.verification.result import Comparison, Coverage
+from stof.verification.site_checks import SiteChecks
+
+_FACTOR = 2.0  # operator error ≤ 2 × that of the contract in the site's own type + 4 ulp
+_ORIGINAL_FACTOR = 16.0  # the runtime's kernels sum in other orders
+_ULPS = 4
+_EPSILON = {"float32": 1.2e-7, "float16": 9.8e-4, "bfloat16": 7.9e-3}
+_LONGEST_WINDOW = 1100  # whose end pasts reach beyond
+_MOST_ELEMENTS = 1 << 20  # of a cache behind which a step is computed, unless one sequence has more
+_PERIOD = 65537  # numbers of a drawn cache; no size of a head divides it
+_POISON = 1e4  # what buffers hold before a run
+
+
+class CacheChecks(SiteChecks):
+    """The nodes of a model that became StofCachedAttention.
+
+    Args:
+        original: the model as it was read.
+        base: the original with the functions inlined that hold such nodes; rewrites start from it.
+        symbolic: facts of ``base``.
+        cache_sites: what was replaced.
+        shapes: the least and the largest size in use of dimensions, by name.
+    """
+
+    def __init__(
+        self,
+        original: onnx.ModelProto,
+        base: onnx.ModelProto,
+        symbolic: Symbolic,
+        cache_sites: Sequence[CacheSite],
+        shapes: Mapping[str, tuple[int, int]] | None = None,
+    ) -> None:
+        expanded = expand_norms(base, cache_sites)
+        # Verification runs the original itself where it is no copy.
+        self.working = original if base is original and expanded is base else expanded
+        self.symbolic = symbolic if expanded is base else Symbolic(expanded)
+        self.cache_sites = tuple(cache_sites)
+        self.sites = tuple(s.name for s in cache_sites)
+        self.types = frozenset(s.dtype for s in cache_sites)
+        self._base = base
+        self._lengths = RunLengths(base, symbolic, cache_sites)
+        self._maker = CacheInputMaker(base, symbolic, cache_sites, self._lengths, shapes)
+
+    def model_inputs(self) -> ModelInputs:
+        return ModelInputs(self.working, self.symbolic, self._maker, self._cases, rows=self._lengths)
+
+    def _cases(self, tokens: float) -> list[Case]:
+        # ONNX Runtime refuses padded prompts over sliding-window caches.
+        pads = self._says_padding() and not any(s.sliding for s in self.cache_sites)
+        return self._maker.steps(tokens, pads)
+
+    def _says_padding(self) -> bool:
+        """Whether every output but caches is [B, S, ...], so that rows of padded queries can be left out."""
+        presents = {o for s in self.cache_sites for o in s.node.output[1:3]}
+        batches, queries = {s.batch for s in self.cache_sites}, {s.queries for s in self.cache_sites}
+        for output in self._base.graph.output:
+            shape = self.symbolic.shape(output.name)
+            if output.name in presents:
+                continue
+            if shape is None or len(shape) < 2 or shape[0] not in batches or shape[1] not in queries:
+                return False
+        return True
+
+    def tensors(self) -> list[str]:
+        given = {i.name for i in self._base.graph.input}
+        found = [t for s in self.cache_sites for t in (*s.node.input, *s.node.output[:2]) if t]
+        return [t for t in dict.fromkeys(found) if t not in given]
+
+    def emit(self, sites: Sequence[str]) -> onnx.ModelProto:
+        return emit_caches(self._base, [s for s in self.cache_sites if s.name in set(sites)])
+
+    def rounding_errors(self, captured: Mapping[str, np.ndarray]) -> dict[str, Noisy]:
+        found = {}
+        for site in self.cache_sites:
+            output, key = site.node.output[:2]
+            found[output] = Noisy(site.dtype, site.num_heads * site.head_size, _largest_of(captured.get(output)))
+            if site.does_rotary or site.input("k_norm_weight"):
+                rows = captured.get(key)
+                held = None if rows is None else self._lengths.cache_rows(key, captured, rows.shape[2])
+                rows = rows.swapaxes(1, 2)[held] if rows is not None and held is not None else rows
+                found[key] = Noisy(site.dtype, site.head_size, _largest_of(rows))
+        return found
+
+    def compare(self, emitted: onnx.ModelProto, captured: Mapping[str, np.ndarray]) -> Iterator[Comparison]:
+        writers = {o: n for n in emitted.graph.node for o in n.output}
+        stored = {t.name: t for t in emitted.graph.initializer if t.data_location != onnx.TensorProto.EXTERNAL}
+        for site in self.cache_sites:
+            node = writers[site.node.output[0]]
+            attributes = _attributes_of(node)
+            what = f"site {site.name!r}"
+            if attributes.get("mask") != site.mask:
+                # Windows longer than any input that is tried show nowhere else.
+                detail = f"the node's mask is {attributes.get('mask')!r}, expected {site.mask!r}"
+                yield Comparison(what, np.inf, 0.0, False, site.name, detail)
+                continue
+            known = dict(captured)
+            for name in node.input:
+                if name and name not in known and name in stored:
+                    known[name] = onnx.numpy_helper.to_array(stored[name])
+            step = _captured_step(site, node, known)
+            if step is not None:
+                yield compare_cache_site(site, attributes, step, captured.get(site.node.output[0]))
+
+
+def _largest_of(array: np.ndarray | None) -> float:
+    """The largest finite number of an array, 1 where it is not known."""
+    return 1.0 if array is None else float(np.abs(array[np.isfinite(array)]).max(initial=0.0))
+
+
+def _captured_step(site: CacheSite, node: onnx.NodeProto, known: Mapping[str, np.ndarray]) -> CacheStep | None:
+    """The step of a node by its tensors; None where one of them is not known."""
+    if any(name and name not in known for name in node.input):
+        return None
+    arrays = {i: known[name] for i, name in enumerate(node.input) if name}
+    return CacheStep(
+        query=arrays[0],
+        key=arrays.get(1),
+        value=arrays.get(2),
+        past_key=arrays.get(3),
+        past_value=arrays.get(4),
+        lengths=arrays[5].astype(np.int64) + 1,
+        total=int(arrays[6].reshape(-1)[0]),
+        num_heads=site.num_heads,
+        kv_num_heads=site.kv_num_heads,
+        window=site.window,
+        sliding=site.sliding,
+        scale=site.scale,
+        softcap=site.softcap,
+        cos=arrays.get(7),
+        sin=arrays.get(8),
+        interleaved=bool(site.attributes.get("rotary_interleaved", 0)),
+        position_ids=arrays.get(9),
+        bias=arrays.get(10),
+        sink=arrays.get(11),
+        query_norm=arrays.get(14),
+        key_norm=arrays.get(15),
+        epsilon=site.norm_epsilon,
+    )
+
+
+def compare_cache_site(
+    site: CacheSite,
+    attributes: Mapping[str, int | float | str],
+    captured: CacheStep,
+    original: np.ndarray | None,
+) -> Comparison:
+    """The operator beside the contract in fp64, in the worst of the steps that are made of a captured one.
+
+    Args:
+        site: the node that was replaced.
+        attributes: of the node in its place.
+        captured: a step of the original.
+        original: what that computed, or None.
+    """
+    what = f"site {site.name!r}"
+    dtype = np.dtype(helper.tensor_dtype_to_np_dtype(site.dtype))
+    if original is not None and (failure := _compare_original(what, site, captured, original)) is not None:
+        return failure
+    own = _in_type(captured, dtype)
+    worst: Comparison | None = None
+    total = Coverage(0)
+    for label, step in _steps(own):
+        found = _compare_step(what, site, attributes, label, step)
+        if not found.ok:
+            return found
+        total = replace(
+            total, compared=total.compared + found.coverage.compared, unused=total.unused + found.coverage.unused
+        )
+        if worst is None or found.difference * worst.budget > worst.difference * found.budget:
+            worst = found
+    assert worst is not None
+    return replace(worst, coverage=total)
+
+
+def _compare_original(what: str, site: CacheSite, step: CacheStep, original: np.ndarray) -> Comparison | None:
+    """A failure where the node that is replaced does not compute the contract."""
+    rows = ~step.padded
+    exact, single = compute_step(step), compute_step(step, np.float32)
+    away = np.abs(original.astype(np.float64) - exact.output)[rows]
+    budget = _ORIGINAL_FACTOR * (
+        _largest(single.output, exact.output, rows) + _ulps(exact.output[rows], original.dtype)
+    )
+    if np.isfinite(away).all() and float(away.max(initial=0.0)) <= budget:
+        return None
+    detail = "the node that is replaced computes something else than the operator's contract"
+    return Comparison(what, float(away.max(initial=0.0)), budget, False, site.name, detail)
+
+
+def _compare_step(
+    what: str, site: CacheSite, attributes: Mapping[str, int | float | str], label: str, step: CacheStep
+) -> Comparison:
+    """Output and caches of one step; rows that mean nothing are left out."""
+    exact, single = compute_step(step), compute_step(step, np.float32, step.query.dtype)
+    try:
+        found = run_step(attributes, step)
+    except LibraryError as error:
+        return Comparison(what, np.inf, 0.0, False, site.name, f"{label}: {error}")
+    held = np.arange(step.capacity)[None] < step.rows[:, None]
+    picks = [
+        ("output", exact.output, single.output, found.output, ~step.padded),
+        *(
+            (name, *(getattr(x, field).swapaxes(1, 2) for x in (exact, single, found)), held)
+            for name, field in (("present_key", "key"), ("present_value", "value"))
+        ),
+    ]
+    results = []
+    for name, wanted, rounded, mine, rows in picks:
+        place = f"{label}, {name}"
+        odd = ~np.isfinite(mine[rows].astype(np.float32))
+        if odd.any():
+            detail = f"{place}: {describe_nonfinite(odd, mine[rows], wanted[rows])}"
+            return Comparison(what, np.inf, 0.0, False, site.name, detail)
+        away = float(np.abs(mine[rows].astype(np.float64) - wanted[rows]).max(initial=0.0))
+        budget = _FACTOR * _largest(rounded, wanted, rows) + _ulps(wanted[rows], step.query.dtype)
+        coverage = Coverage(int(mine[rows].size), unused=int(mine[~rows].size) if name == "output" else 0)
+        detail = place if away > budget else ""
+        results.append(Comparison(what, away, budget, away <= budget, site.name, detail, coverage))
+    worst = max(results, key=lambda c: c.difference / c.budget if c.budget else float(c.difference > 0))
+    whole = Coverage(sum(c.coverage.compared for c in results), unused=results[0].coverage.unused)
+    return replace(worst, coverage=whole)
+
+
+def _largest(one: np.ndarray, other: np.ndarray, rows: np.ndarray) -> float:
+    return float(np.abs(one[rows].astype(np.float64) - other[rows]).max(initial=0.0))
+
+
+def _ulps(array: np.ndarray, dtype: np.dtype) -> float:
+    return _ULPS * _EPSILON.get(dtype.name, 1.2e-7) * float(np.abs(array).max(initial=0.0))
+
+
+def run_step(attributes: Mapping[str, int | float | str], step: CacheStep) -> CacheStepResult:
+    """The operator of the library on a step, into buffers that hold large numbers before.
+
+    Raises:
+        LibraryError: what the operator refuses.
+    """
+    inputs: list[np.ndarray | None] = [
+        step.query,
+        step.key,
+        step.value,
+        step.past_key,
+        step.past_value,
+        (step.lengths - 1).astype(np.int32),
+        np.array(step.total, np.int32),
+        step.cos,
+        step.sin,
+        None if step.position_ids is None else step.position_ids.astype(np.int64),
+        step.bias,
+        step.sink,
+        None,
+        None,
+        step.query_norm,
+        step.key_norm,
+    ]
+    while inputs[-1] is None:
+        inputs.pop()
+    batch, queries = step.query.shape[:2]
+    assert step.past_key is not None
+    size = step.past_key.shape[3]
+    dtype = step.query.dtype
+    output = np.full((batch, queries, step.num_heads * size), _POISON, dtype)
+    caches = [np.full((batch, step.kv_num_heads, step.capacity, size), _POISON, dtype) for _ in range(2)]
+    given = [None if x is None else np.ascontiguousarray(x) for x in inputs]
+    Op(OP, attributes).run(given, [output, *caches], threads=2)
+    return CacheStepResult(output, caches[0], caches[1])
+
+
+def _steps(captured: CacheStep) -> Iterator[tuple[str, CacheStep]]:
+    """The captured step, and others of its tensors: several tokens and one token behind pasts of different lengths."""
+    yield "the captured step", captured
+    if captured.past_key is None:
+        return
+    queries = captured.query.shape[1]
+    window = min(captured.window, _LONGEST_WINDOW)
+    longest = (window or 16) + 21
+    if captured.cos is not None:
+        longest = min(longest, len(captured.cos) - queries)
+    if longest < 1:
+        return
+    for label, count in (("several tokens behind a past", queries), ("one token behind a past", 1)):
+        if count <= queries and (count > 1 or label.startswith("one")):
+            yield label, _behind_past(captured, count, longest)
+
+
+def _behind_past(captured: CacheStep, queries: int, longest: int) -> CacheStep:
+    """A step of the first tokens of a captured one behind pasts, the longest of so many keys."""
+    rng = np.random.default_rng(queries)
+    assert captured.past_key is not None
+    row = (longest + queries) * captured.past_key.shape[1] * captured.past_key.shape[3]
+    batch = max(1, min(len(captured.lengths), _MOST_ELEMENTS // row))
+    before = np.array([longest, *rng.integers(0, longest, batch - 1, endpoint=True)], np.int64)
+    lengths = before + queries
+    total = int(lengths.max())
+    if captured.sliding:
+        capacity = int(captured.past_key.shape[2])
+    else:
+        capacity = total + 3
+    sources = [captured.past_key, captured.past_value]
+    pasts = [_fill_cache(x[:batch], capacity, rng, captured.query.dtype) for x in sources if x is not None]
+
+    def cut(array: np.ndarray | None) -> np.ndarray | None:
+        return None if array is None else np.ascontiguousarray(array[:batch, :queries])
+
+    query = cut(captured.query)
+    assert query is not None
+    bias = captured.bias
+    if bias is not None:
+        bias = np.resize(bias, (min(batch, bias.shape[0]), bias.shape[1], queries, total))
+    positions = None if captured.position_ids is None else before[:, None] + np.arange(queries)[None]
+    return replace(
+        captured,
+        query=query,
+        key=cut(captured.key),
+        value=cut(captured.value),
+        past_key=pasts[0],
+        past_value=pasts[1],
+        lengths=lengths,
+        total=total,
+        position_ids=positions,
+        bias=bias,
+    )
+
+
+def _fill_cache(past: np.ndarray, capacity: int, rng: np.random.Generator, dtype: np.dtype) -> np.ndarray:
+    """A cache of so many rows, which all differ, with numbers as large as those of a captured one."""
+    spread = float(past.astype(np.float32).std()) if past.size else 0.0
+    shape = (past.shape[0], past.shape[1], capacity, past.shape[3])
+    return np.resize((rng.standard_normal(_PERIOD) * (spread or 1.0)).astype(dtype), shape)
+
+
+def _in_type(step: CacheStep, dtype: np.dtype) -> CacheStep:
+    """The step with floats in the site's own type, where the model ran widened."""
+    changed: dict[str, Any] = {
+        name: array.astype(dtype)
+        for name, array in vars(step).items()
+        if isinstance(array, np.ndarray) and array.dtype == np.float32 and dtype != np.float32
+    }
+    return replace(step, **changed) if changed else step
+
+
+def _attributes_of(node: onnx.NodeProto) -> dict[str, int | float | str]:
+    found: dict[str, int | float | str] = {}
+    for attribute in node.attribute:
+        value = helper.get_attribute_value(attribute)
+        found[attribute.name] = value.decode() if isinstance(value, bytes) else value
+    return found

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over a KV cache as an op of the pipeline: GroupQueryAttention with past and present becomes StofCachedAttention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import onnx
+
+from stof.cached_attention.cost import predict_gain
+from stof.cached_attention.emit import emit_caches
+from stof.cached_attention.find import CacheCandidate, find_candidates, has_cache, is_group_query
+from stof.cached_attention.plan_entry import CachePlan, read_cache_plan
+from stof.cached_attention.report import KEY, NAMES, CacheReport, CacheSection
+from stof.cached_attention.site import GROUP_QUERY, MICROSOFT, OP, CacheSite
+from stof.errors import ArgumentError, ModelError
+from stof.graph.external_data import read_constants
+from stof.graph.index import DOMAIN, all_nodes
+from stof.graph.inline import inline, inline_all
+from stof.graph.names import FreshNames
+from stof.mask.expression import MaskExpression
+from stof.mask.families import picture
+from stof.op_rewrite import Decisions, Job, OpRewrite
+from stof.plan import EntryFormat
+from stof.report import MaskPicture, TileGrid
+from stof.runtime.library import op_limits
+from stof.selection import NamedCandidate, list_candidates
+from stof.symbolic import Symbolic
+
+if TYPE_CHECKING:
+    from stof.cached_attention.checks.site_checks import CacheChecks
+
+_PICTURE_LENGTH = 4096
+
+
+@dataclass(frozen=True, eq=False)
+class CacheModel:
+    """A model with its candidates.
+
+    Attributes:
+        model: with the functions inlined that hold candidates.
+        symbolic: its facts; None where there is no candidate.
+        candidates: in the order of the graph.
+    """
+
+    model: onnx.ModelProto
+    symbolic: Symbolic | None = None
+    candidates: tuple[CacheCandidate, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class CacheDecisions(Decisions):
+    """The candidates of a model, with what becomes of each."""
+
+    found: CacheModel
+    caches: CacheSection
+    sites: tuple[CacheSite, ...] = ()
+
+    @property
+    def section(self) -> CacheSection:
+        return self.caches
+
+    @property
+    def plan(self) -> tuple[CachePlan, ...]:
+        return tuple(
+            CachePlan(r.cache, r.replaced, r.predicted_gain, "" if r.replaced else r.reason) for r in self.caches.rows
+        )
+
+    @property
+    def candidates(self) -> tuple[NamedCandidate, ...]:
+        return tuple(NamedCandidate(r.cache, r.index) for r in self.caches.rows)
+
+    @property
+    def has_replaced(self) -> bool:
+        return bool(self.sites)
+
+    def undo(self, reason: str) -> CacheDecisions:
+        return replace(self, caches=self.caches.without(reason), sites=())
+
+
+class CacheRewrite(OpRewrite[CacheModel, CacheDecisions]):
+    """Finds GroupQueryAttention with a KV cache. Every node that the operator can do is replaced: it never reads more."""
+
+    key = KEY
+    op_types = frozenset({OP})
+    names = NAMES
+    plan_format = EntryFormat("cache", read_cache_plan)
+
+    def find(self, job: Job, model: Callable[[], onnx.ModelProto]) -> CacheModel:
+        before = model()
+        nodes = [*all_nodes(before.graph.node), *(n for f in before.functions for n in all_nodes(f.node))]
+        found = CacheModel(before)
+        if any(is_group_query(n) and has_cache(n) for n in nodes):
+            with job.step("caches"):
+                read_constants(job.source, before)
+                base = inline(before, {(MICROSOFT, GROUP_QUERY)})
+                inlined = inline_all(base)
+                symbolic = Symbolic(base, None if inlined is base else Symbolic(inlined))
+                found = CacheModel(base, symbolic, tuple(find_candidates(base, symbolic, job.options.target)))
+        self._check_plan(job, found)
+        return found
+
+    def _check_plan(self, job: Job, found: CacheModel) -> None:
+        """Refuses a plan of another model.
+
+        Raises:
+            ArgumentError: naming the entry.
+        """
+        names = [c.name for c in found.candidates]
+        for entry in job.plan.entries.get(KEY, ()) if job.plan is not None else ():
+            if entry.name not in names:
+                known = list_candidates(NAMES, [NamedCandidate(n, i) for i, n in enumerate(names)])
+                raise ArgumentError(
+                    f"the plan has cache {entry.name!r}, which the model does not have: it is of another model or export; "
+                    f"{known}"
+                )
+
+    def decide(self, job: Job, found: CacheModel) -> CacheDecisions:
+        rows: list[CacheReport] = []
+        sites: list[CacheSite] = []
+        for index, candidate in enumerate(found.candidates):
+            row = _describe(candidate, index)
+            if reason := self._reason_kept(job, candidate, index, sites):
+                rows.append(replace(row, reason=reason))
+                continue
+            assert candidate.site is not None
+            gain, length = predict_gain(candidate.site, job.options.target)
+            rows.append(replace(row, replaced=True, reason="replaced", predicted_gain=round(gain, 3), length=length))
+            sites.append(candidate.site)
+        section = CacheSection(rows)
+        if job.options.report is not None:
+            section.pictures = _pictures(sites)
+        return CacheDecisions(found, section, tuple(sites))
+
+    def _reason_kept(self, job: Job, candidate: CacheCandidate, index: int, sites: Sequence[CacheSite]) -> str:
+        """Why a candidate stays as it is; empty where it is replaced.
+
+        Raises:
+            ModelError: when the plan replaces what cannot be.
+        """
+        if reason := job.selections[KEY].reason_left_out(NamedCandidate(candidate.name, index)):
+            return reason
+        has_entries = job.plan is not None and KEY in job.plan.entries
+        entry = job.plan.of(KEY, candidate.name) if job.plan is not None else None
+        if has_entries and entry is None:
+            return "not in the plan"
+        if isinstance(entry, CachePlan) and not entry.replace:
+            return entry.reason or "left as it is by the plan"
+        reason = _reason_impossible(job, candidate, sites)
+        if reason and entry is not None:
+            raise ModelError(
+                f"the plan replaces cache {candidate.name!r}, which cannot be: {reason}; set its replace to false"
+            )
+        return reason
+
+    def emit(self, job: Job, model: onnx.ModelProto, decided: CacheDecisions) -> onnx.ModelProto:
+        with job.step("emit"):
+            return emit_caches(decided.found.model, decided.sites)
+
+    def empty_section(self) -> CacheSection:
+        return CacheSection()
+
+    def find_earlier_result(self, job: Job) -> CacheDecisions | None:
+        if not any(_is_done(n) for n in all_nodes(job.model.graph.node)):
+            return None
+        return CacheDecisions(CacheModel(job.model), CacheSection(_rows_of_optimized(job.model)))
+
+    def site_checks(self, job: Job, decided: CacheDecisions) -> CacheChecks | None:
+        if not decided.sites:
+            return None
+        # A tenth of all imports, which --no-verify and --dry-run do not need.
+        from stof.cached_attention.checks.site_checks import CacheChecks
+
+        found = decided.found
+        assert found.symbolic is not None
+        return CacheChecks(job.model, found.model, found.symbolic, decided.sites, job.options.shapes)
+
+
+def _reason_impossible(job: Job, candidate: CacheCandidate, sites: Sequence[CacheSite]) -> str:
+    """Why a candidate cannot be replaced on the target; empty where it can."""
+    if candidate.site is None:
+        return candidate.reason
+    if job.options.target == "tensorrt":
+        return f"{OP} has no TensorRT plugin: plugins cannot append to a cache in place"
+    if (limits := op_limits()) and OP not in limits:
+        return f"the plugin library has no {OP}; install one of this version"
+    if sites and sites[0].dtype != candidate.site.dtype:
+        return f"its element type is not that of {sites[0].name!r}: the calls share one function body"
+    return ""
+
+
+def _describe(candidate: CacheCandidate, index: int) -> CacheReport:
+    site = candidate.site
+    if site is None:
+        return CacheReport(candidate.name, index, False, candidate.reason)
+    return CacheReport(candidate.name, index, False, "", site.mask, site.heads, site.head_size, site.features)
+
+
+def _is_done(node: onnx.NodeProto) -> bool:
+    return node.domain == DOMAIN and node.op_type == OP
+
+
+def _rows_of_optimized(model: onnx.ModelProto) -> list[CacheReport]:
+    """What there is in a model that was optimized before: its operators, and nodes with a cache that were left."""
+    functions = [f for f in model.functions if f.domain != DOMAIN]
+    found: list[CacheReport] = []
+    names = FreshNames()
+    for node in [*all_nodes(model.graph.node), *(n for f in functions for n in all_nodes(f.node))]:
+        if _is_done(node):
+            mask = next((a.s.decode(errors="replace") for a in node.attribute if a.name == "mask"), "")
+            name = names.make(node.name or OP)
+            found.append(CacheReport(name, len(found), False, f"is {OP} already", mask))
+        elif is_group_query(node) and has_cache(node):
+            name = names.make(node.name or f"{node.op_type} of {node.output[0]}")
+            reason = (
+                f"the model holds {OP} already, and its calls share one function: optimize the model from which it was "
+                "made, where all nodes can be replaced together"
+            )
+            found.append(CacheReport(name, len(found), False, reason))
+    return found
+
+
+def _pictures(sites: Sequence[CacheSite]) -> list[MaskPicture]:
+    """Each distinct mask over a prompt, for the report's page."""
+    found = []
+    for mask in dict.fromkeys(s.mask for s in sites):
+        own = [s for s in sites if s.mask == mask]
+        expression = MaskExpression.parse(mask)
+        length = min(_PICTURE_LENGTH, max(64, 4 * own[0].window)) if own[0].window else _PICTURE_LENGTH
+        facts = [f"{len(own)} attention{'' if len(own) == 1 else 's'} over a KV cache", f"a prompt of {length} tokens"]
+        with suppress(Exception):  # a picture is decoration
+            grid = TileGrid("", tuple(picture(expression, length=length)))
+            title = f"causal, window of {own[0].window} keys" if own[0].window else "causal"
+            found.append(MaskPicture(title, mask, tuple(facts), length, length, (grid,)))
+    return found
+
+
+CACHED_ATTENTION = CacheRewrite()

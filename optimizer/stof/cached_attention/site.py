@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cache site: a GroupQueryAttention node that reads and writes a KV cache, with the facts that decisions need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import helper
+
+from stof.symbolic import Int
+
+MICROSOFT, GROUP_QUERY = "com.microsoft", "GroupQueryAttention"
+OP = "StofCachedAttention"
+# The inputs of GroupQueryAttention; StofCachedAttention has the same at the same indices.
+INPUTS = (
+    *("query", "key", "value", "past_key", "past_value", "seqlens_k", "total_sequence_length"),
+    *("cos_cache", "sin_cache", "position_ids", "attention_bias", "head_sink", "k_scale", "v_scale"),
+    *("q_norm_weight", "k_norm_weight"),
+)
+OUTPUTS = ("output", "present_key", "present_value")
+INPUT_INDEX = {name: i for i, name in enumerate(INPUTS)}
+
+
+@dataclass(frozen=True)
+class CacheSite:
+    """A node that can be replaced.
+
+    Attributes:
+        name: for options, plans and reports.
+        node: the GroupQueryAttention.
+        num_heads: H.
+        kv_num_heads: G.
+        head_size: D.
+        dtype: ONNX element type T of query and caches.
+        window: W, the keys that a query attends to at most; 0: all before it.
+        sliding: the cache holds the last positions only (``sliding_window_cache``).
+        rotary_size: R, the elements of a head that are rotated; 0: none, or not known before the run.
+        batch: B.
+        queries: S.
+        capacity: rows C of the past.
+        total: total_sequence_length where it follows from sizes.
+    """
+
+    name: str
+    node: onnx.NodeProto
+    num_heads: int
+    kv_num_heads: int
+    head_size: int
+    dtype: int
+    window: int
+    sliding: bool
+    rotary_size: int
+    batch: Int
+    queries: Int
+    capacity: Int
+    total: Int | None
+
+    def input(self, name: str) -> str:
+        """The tensor of an input by its name in ``INPUTS``; empty where it is absent."""
+        return input_of(self.node, INPUT_INDEX[name])
+
+    @property
+    def read_inputs(self) -> list[str]:
+        """The node's tensors in the order of ``INPUTS``, empty where one is absent or the node does not read it."""
+        found = [self.input(name) for name in INPUTS]
+        if not self.does_rotary:
+            found[INPUT_INDEX["cos_cache"]] = found[INPUT_INDEX["sin_cache"]] = ""
+        return found
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """The node's attributes by name; strings as bytes."""
+        return attributes_of(self.node)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether query, key and value lie in one tensor."""
+        return not self.input("key")
+
+    @property
+    def does_rotary(self) -> bool:
+        """Whether new queries and keys are rotated."""
+        return bool(self.attributes.get("do_rotary", 0))
+
+    @property
+    def has_zero_sink(self) -> bool:
+        """Whether one is added to the denominator of each softmax, which a sink of zeros does."""
+        return self.attributes.get("smooth_softmax", 0) == 1 and not self.input("head_sink")
+
+    @property
+    def scale(self) -> float:
+        """The factor of the scores; 0: 1/sqrt(D)."""
+        return float(self.attributes.get("scale", 0.0))
+
+    @property
+    def softcap(self) -> float:
+        """The soft limit of the scores; 0: none."""
+        return float(self.attributes.get("softcap", 0.0))
+
+    @property
+    def norm_epsilon(self) -> float:
+        """What the RMS norms of queries and keys add to the mean square."""
+        return float(self.attributes.get("qk_norm_epsilon", 1e-6))
+
+    @property
+    def mask(self) -> str:
+        """The mask expression in absolute positions."""
+        return f"k <= q and q - k < {self.window}" if self.window else "k <= q"
+
+    @property
+    def heads(self) -> str:
+        """The head counts for people."""
+        return f"{self.num_heads} heads" + (f" on {self.kv_num_heads}" if self.kv_num_heads != self.num_heads else "")
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """What the node does besides attention, for people."""
+        rotary = f"rotary of {self.rotary_size}" if self.rotary_size else "rotary"
+        interleaved = ", interleaved" if self.attributes.get("rotary_interleaved", 0) else ""
+        found = {
+            "packed QKV": self.is_packed,
+            "q/k norm": bool(self.input("q_norm_weight")),
+            rotary + interleaved: self.does_rotary,
+            "sinks": bool(self.input("head_sink")),
+            "smooth softmax": self.has_zero_sink,
+            f"softcap {self.softcap:g}": bool(self.softcap),
+            "bias": bool(self.input("attention_bias")),
+            "sliding-window cache": self.sliding,
+        }
+        return tuple(name for name, holds in found.items() if holds)
+
+
+def input_of(node: onnx.NodeProto, index: int) -> str:
+    """An input's tensor; empty where it is absent."""
+    return str(node.input[index]) if index < len(node.input) else ""
+
+
+def output_of(node: onnx.NodeProto, index: int) -> str:
+    """An output's tensor; empty where the node does not write it."""
+    return str(node.output[index]) if index < len(node.output) else ""
+
+
+def attributes_of(node: onnx.NodeProto) -> dict[str, Any]:
+    """A node's attributes by name; strings as bytes."""
+    return {a.name: helper.get_attribute_value(a) for a in node.attribute}
+
+
+def resident_rows(lengths: np.ndarray, capacity: int, window: int) -> np.ndarray:
+    """The rows [B] that a sliding-window cache of so many rows holds after ``lengths`` [B] positions."""
+    step = capacity - window + 1
+    moved = lengths - step * -(-(lengths - capacity) // step)
+    return np.asarray(np.where(lengths <= capacity, lengths, moved))

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is predicted of one token: bytes of the cache that are read, no loss anywhere."""
+
+from __future__ import annotations
+
+import pytest
+from gqa_models import Shape, model_of
+
+from stof.cached_attention.cost import predict_gain
+from stof.cached_attention.find import find_candidates
+from stof.symbolic import Symbolic
+
+
+def gain_of(shape: Shape, target: str = "cpu", capacity: int | str = "C") -> tuple[float, int]:
+    model = model_of(shape, capacity=capacity)
+    (candidate,) = find_candidates(model, Symbolic(model), target)
+    assert candidate.site is not None
+    return predict_gain(candidate.site, target)
+
+
+def test_dense_caches() -> None:
+    """Gains grow with the heads that share a key; without sharing there is none on the CPU."""
+    gains = [gain_of(Shape(H=8, G=g))[0] for g in (8, 4, 2, 1)]
+    assert gains[0] == 1.0
+    assert gains == sorted(gains)
+    assert gains[-1] > 2
+
+
+def test_windows() -> None:
+    """The window's keys are read, not the cache's; a window beyond the cache changes nothing."""
+    assert gain_of(Shape(window=1024))[0] > 3
+    assert gain_of(Shape(window=1 << 20)) == gain_of(Shape())
+    assert gain_of(Shape(window=64))[0] > gain_of(Shape(window=1024))[0]
+
+
+@pytest.mark.parametrize(("capacity", "length"), [(100, 100), (1 << 20, 4096), ("C", 4096), (0, 4096)])
+def test_length(capacity: int | str, length: int) -> None:
+    assert gain_of(Shape(), capacity=capacity)[1] == length
+
+
+def test_sliding_window_caches() -> None:
+    """There is nothing outside of the window."""
+    gain, length = gain_of(Shape(window=64, sliding=True), capacity=80)
+    assert length == 80
+    assert 1 < gain < 2
+
+
+def test_cuda() -> None:
+    """The runtime's kernels skip keys, too."""
+    dense, window = (gain_of(Shape(window=w), "cuda")[0] for w in (0, 1024))
+    assert 1 < dense < window < 1.5

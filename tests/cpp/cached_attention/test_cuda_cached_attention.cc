@@ -1,0 +1,562 @@
+// SPDX-License-Identifier: Apache-2.0
+// StofCachedAttention on a GPU: outputs and caches against the definition in double precision, with ragged lengths and
+// NaN in every row of a cache that holds no key; illegal lengths; captured graphs.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <map>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "cuda/attention/kernel_request.h"
+#include "plugins/core/contract/op.h"
+#include "plugins/core/ops/cached_attention.h"
+#include "tests/cpp/cached_attention/append_problem.h"
+#include "tests/cpp/check.h"
+
+namespace stof::test::cached_attention {
+namespace {
+
+namespace in = cached_input;
+
+#define CHECK_CUDA(call)                                                 \
+  do {                                                                   \
+    const cudaError_t error = (call);                                    \
+    CHECK(error == cudaSuccess, #call, ": ", cudaGetErrorString(error)); \
+  } while (0)
+
+// Masks of the op by text, with what they mean beside k <= q.
+struct Mask {
+  const char* text;
+  bool (*is_allowed)(int64_t h, int64_t q, int64_t k);
+  bool is_of_distances;
+};
+constexpr Mask kMasks[] = {
+    {"k <= q", [](int64_t, int64_t, int64_t) { return true; }, true},
+    {"k <= q and q - k < 16", [](int64_t, int64_t q, int64_t k) { return q - k < 16; }, true},
+    {"k <= q and q - k < 200", [](int64_t, int64_t q, int64_t k) { return q - k < 200; }, true},
+    {"q - k < 4 or k % 3 == 0", [](int64_t, int64_t q, int64_t k) { return q - k < 4 || k % 3 == 0; }, false},
+    {"k <= q and (k % 4 != h % 4 or k == q)", [](int64_t h, int64_t q, int64_t k) { return k % 4 != h % 4 || k == q; },
+     false},
+};
+
+// An append problem, and what the op computes with it.
+struct Step {
+  Case c;
+  int mask = 0;
+  int64_t total = 0;  // total_sequence_length
+  float softcap = 0;
+  bool has_sink = false, has_bias = false;
+  const char* kernel = "";  // forced
+};
+
+std::string Describe(const Step& step) {
+  return Text(Describe(step.c), " mask ", kMasks[step.mask].text, " total ", step.total, " softcap ", step.softcap,
+              " sink ", step.has_sink, " bias ", step.has_bias, " kernel '", step.kernel, "'");
+}
+
+class Attributes final : public AttributeReader {
+ public:
+  std::map<std::string, int64_t> ints;
+  std::map<std::string, float> floats;
+  std::map<std::string, std::string> strings;
+  bool Int(const char* name, int64_t* value) const override { return Find(ints, name, value); }
+  bool Float(const char* name, float* value) const override { return Find(floats, name, value); }
+  bool String(const char* name, std::string* value) const override { return Find(strings, name, value); }
+  bool Ints(const char*, std::vector<int64_t>*) const override { return false; }
+
+ private:
+  template <typename T>
+  static bool Find(const std::map<std::string, T>& map, const char* name, T* value) {
+    const auto found = map.find(name);
+    if (found == map.end()) return false;
+    *value = found->second;
+    return true;
+  }
+};
+
+std::unique_ptr<Op> MakeOp(const Step& step) {
+  const Case& c = step.c;
+  Attributes attributes;
+  attributes.ints = {{"num_heads", c.H},
+                     {"kv_num_heads", c.G},
+                     {"do_rotary", c.rotary > 0 ? 1 : 0},
+                     {"rotary_interleaved", c.is_interleaved ? 1 : 0},
+                     {"sliding_window_cache", c.window}};
+  attributes.floats = {{"softcap", step.softcap}, {"qk_norm_epsilon", 1e-5f}};
+  attributes.strings = {{"mask", kMasks[step.mask].text}};
+  std::unique_ptr<Op> op;
+  const Status status = CachedAttentionDescription()->create(attributes, &op);
+  CHECK(status.ok(), status.message());
+  return op;
+}
+
+// Device memory: blocks of their own, so that compute-sanitizer sees every access beyond, or one arena that a captured
+// graph keeps.
+class DeviceMemory {
+ public:
+  explicit DeviceMemory(size_t arena = 0) : arena_bytes_(arena) {
+    if (arena > 0) CHECK_CUDA(cudaMalloc(&arena_, arena));
+  }
+  DeviceMemory(const DeviceMemory&) = delete;
+  DeviceMemory& operator=(const DeviceMemory&) = delete;
+  ~DeviceMemory() {
+    cudaFree(arena_);
+    for (void* block : blocks_) cudaFree(block);
+  }
+  void* Take(size_t bytes) {
+    void* block = nullptr;
+    CHECK_CUDA(cudaMalloc(&block, std::max<size_t>(bytes, 1)));
+    blocks_.push_back(block);
+    return block;
+  }
+  void* Upload(const void* from, size_t bytes) {
+    void* const block = Take(bytes);
+    CHECK_CUDA(cudaMemcpy(block, from, bytes, cudaMemcpyHostToDevice));
+    return block;
+  }
+  // RunContext::allocate.
+  static void* Allocate(void* self, size_t bytes) {
+    auto& own = *static_cast<DeviceMemory*>(self);
+    void* block = nullptr;
+    if (own.arena_ == nullptr) {
+      block = own.Take(bytes);
+    } else if (own.used_ + bytes <= own.arena_bytes_) {
+      block = static_cast<char*>(own.arena_) + own.used_;
+      own.used_ += (bytes + 63) / 64 * 64;
+    }
+    own.workspace_.push_back(block);
+    return block;
+  }
+  void ResetArena() { used_ = 0, workspace_.clear(); }
+  // What the op allocated, in its order: first_row, is_invalid, rotated queries if any, staging if any, then others.
+  const std::vector<void*>& workspace() const { return workspace_; }
+
+ private:
+  void* arena_ = nullptr;
+  size_t arena_bytes_, used_ = 0;
+  std::vector<void*> blocks_, workspace_;
+};
+
+Tensor Describe(void* data, DType dtype, const std::vector<int64_t>& dims) {
+  Tensor tensor = TensorOfShape(dtype, dims);
+  tensor.data = data;
+  return tensor;
+}
+
+// One node on the device, and its tensors.
+class Node {
+ public:
+  Node(const Step& step, uint64_t seed, size_t arena = 0)
+      : step_(step), c_(step_.c), run(c_, seed), memory(arena), op(MakeOp(step_)) {
+    for (int64_t h = 0; h < c_.H; ++h) sink.push_back(Rounded(c_.dtype, run.random.Unit()));
+    for (int64_t i = 0; i < c_.B * c_.H * c_.S * step_.total && step_.has_bias; ++i) {
+      bias.push_back(Rounded(c_.dtype, 2 * run.random.Unit()));
+    }
+    PoisonRowsWithoutKeys();
+    before_key = run.present_key, before_value = run.present_value;
+    inputs.resize(in::kCount);
+    SetTokens();
+    const auto upload = [this](Buffer& buffer) { return memory.Upload(buffer.data(), buffer.bytes().size()); };
+    void* const present[2] = {upload(run.present_key), upload(run.present_value)};
+    if (c_.has_past) {
+      const std::vector<int64_t> dims = {c_.B, c_.G, Run::past_rows(c_), c_.D};
+      inputs[in::kPastKey] = Describe(c_.is_shared ? present[0] : upload(run.past_key), c_.dtype, dims);
+      inputs[in::kPastValue] = Describe(c_.is_shared ? present[1] : upload(run.past_value), c_.dtype, dims);
+    }
+    inputs[in::kSeqlens] =
+        Describe(memory.Upload(run.seqlens.data(), run.seqlens.size() * sizeof(int32_t)), DType::kI32, {c_.B});
+    total_ = static_cast<int32_t>(step_.total);
+    inputs[in::kTotal] = Describe(&total_, DType::kI32, {1});
+    if (c_.rotary > 0) {
+      inputs[in::kCos] = Describe(upload(run.cos), c_.dtype, {kRotaryRows, c_.rotary / 2});
+      inputs[in::kSin] = Describe(upload(run.sin), c_.dtype, {kRotaryRows, c_.rotary / 2});
+      if (c_.has_positions) {
+        inputs[in::kPositions] = Describe(memory.Upload(run.positions.data(), run.positions.size() * sizeof(int64_t)),
+                                          DType::kI64, {c_.B, c_.S});
+      }
+    }
+    if (c_.has_norm) {
+      inputs[in::kQueryNorm] = Describe(upload(run.query_norm), c_.dtype, {c_.D});
+      inputs[in::kKeyNorm] = Describe(upload(run.key_norm), c_.dtype, {c_.D});
+    }
+    if (step_.has_sink) inputs[in::kSink] = UploadFloats(sink, {c_.H});
+    if (step_.has_bias) inputs[in::kBias] = UploadFloats(bias, {c_.B, c_.H, c_.S, step_.total});
+    const int64_t bytes = c_.B * c_.S * c_.H * c_.D * SizeOfFloat(c_.dtype);
+    outputs.push_back(Describe(memory.Take(static_cast<size_t>(bytes)), c_.dtype, {c_.B, c_.S, c_.H * c_.D}));
+    for (void* cache : present) outputs.push_back(Describe(cache, c_.dtype, {c_.B, c_.G, c_.capacity, c_.D}));
+    CHECK_CUDA(cudaMemset(outputs[0].data, 0xff, static_cast<size_t>(bytes)));
+    const Status status = op->Prepare(inputs.data(), static_cast<int>(inputs.size()));
+    CHECK(status.ok(), Describe(step_), ": ", status.message());
+  }
+
+  // The new tokens in the form of the op's inputs.
+  void SetTokens() {
+    const int64_t N = c_.H + 2 * c_.G, item = SizeOfFloat(c_.dtype);
+    const char* const all = static_cast<const char*>(run.tokens.data());
+    const auto set = [&](int input, int64_t head, int64_t heads) {
+      std::vector<char> part;
+      for (int64_t row = 0; row < c_.B * c_.S; ++row) {
+        const char* const from = all + (row * N + head) * c_.D * item;
+        part.insert(part.end(), from, from + heads * c_.D * item);
+      }
+      Tensor& tensor = inputs[static_cast<size_t>(input)];
+      if (tensor.data == nullptr) {
+        tensor = Describe(memory.Take(part.size()), c_.dtype, {c_.B, c_.S, heads * c_.D});
+      }
+      CHECK_CUDA(cudaMemcpy(tensor.data, part.data(), part.size(), cudaMemcpyHostToDevice));
+    };
+    if (is_packed) return set(in::kQuery, 0, N);
+    set(in::kQuery, 0, c_.H), set(in::kKey, c_.H, c_.G), set(in::kValue, c_.H + c_.G, c_.G);
+  }
+  // Another step over the caches on the device: its lengths before it, and new tokens.
+  void Advance(const std::vector<int64_t>& past) {
+    step_.c.past = past;
+    run.tokens.Draw(&run.random);
+    for (size_t b = 0; b < past.size(); ++b) run.seqlens[b] = static_cast<int32_t>(past[b] + c_.S - 1);
+    SetTokens(), SetLengths();
+    const int64_t count = c_.B * c_.G * c_.capacity * c_.D;
+    run.past_key = before_key = Download(outputs[1].data, count);
+    run.past_value = before_value = Download(outputs[2].data, count);
+  }
+  void SetLengths() {
+    CHECK_CUDA(cudaMemcpy(inputs[in::kSeqlens].data, run.seqlens.data(), run.seqlens.size() * sizeof(int32_t),
+                          cudaMemcpyHostToDevice));
+  }
+
+  Status Queue(cudaStream_t stream) {
+    memory.ResetArena();
+    RunContext context;
+    context.on_cuda = true;
+    context.stream = stream;
+    context.allocate = DeviceMemory::Allocate;
+    context.self = &memory;
+    return op->Run(inputs.data(), static_cast<int>(inputs.size()), outputs.data(), static_cast<int>(outputs.size()),
+                   context);
+  }
+
+  Buffer Download(const void* from, int64_t count) const {
+    Buffer buffer(c_.dtype, count);
+    CHECK_CUDA(cudaMemcpy(buffer.data(), from, buffer.bytes().size(), cudaMemcpyDeviceToHost));
+    return buffer;
+  }
+
+  // The caches, then attention over what the device holds: errors of rounding are those of attention alone. Sequences
+  // other than `illegal` are checked, that one is NaN.
+  void Check(const std::string& where, int64_t illegal = -1) {
+    const int64_t staged = c_.window > 0 && c_.S > 1 ? Run::past_rows(c_) + c_.S : 0;
+    const int64_t capacity = staged > 0 ? staged : c_.capacity;
+    const std::vector<void*>& workspace = memory.workspace();
+    const bool is_rotated = c_.rotary > 0 || c_.has_norm;
+    const size_t staging = is_rotated ? 3 : 2;
+    std::vector<int32_t> first(static_cast<size_t>(c_.B));
+    CHECK_CUDA(cudaMemcpy(first.data(), workspace[0], first.size() * sizeof(int32_t), cudaMemcpyDeviceToHost));
+    const int64_t count = c_.B * c_.G * capacity * c_.D;
+    const Buffer key = Download(staged > 0 ? workspace[staging] : outputs[1].data, count);
+    const Buffer value = Download(staged > 0 ? workspace[staging + 1] : outputs[2].data, count);
+    const Buffer output = Download(outputs[0].data, c_.B * c_.S * c_.H * c_.D);
+    const Buffer rotated = is_rotated ? Download(workspace[2], output.count()) : Buffer(c_.dtype, 0);
+    for (int64_t b = 0; b < c_.B; ++b) {
+      if (b == illegal) {
+        for (int64_t i = 0; i < c_.S * c_.H * c_.D; ++i) {
+          CHECK(std::isnan(output.Get(b * c_.S * c_.H * c_.D + i)), where, ": element ", i,
+                " of an illegal sequence is ", output.Get(b * c_.S * c_.H * c_.D + i));
+        }
+        continue;
+      }
+      CheckSequence(b, first[static_cast<size_t>(b)], key, value, capacity, rotated, output, where);
+    }
+  }
+  void CheckCaches(const std::string& where) {
+    const int64_t count = c_.B * c_.G * c_.capacity * c_.D;
+    CheckCache(c_, run, before_key, before_value, Download(outputs[1].data, count), Download(outputs[2].data, count),
+               where);
+  }
+
+ private:
+  Tensor UploadFloats(const std::vector<double>& values, const std::vector<int64_t>& dims) {
+    Buffer buffer(c_.dtype, static_cast<int64_t>(values.size()));
+    for (int64_t i = 0; i < buffer.count(); ++i) buffer.Set(i, values[static_cast<size_t>(i)]);
+    return Describe(memory.Upload(buffer.data(), buffer.bytes().size()), c_.dtype, dims);
+  }
+
+  // NaN in all rows that hold no key.
+  void PoisonRowsWithoutKeys() {
+    const auto poison = [this](Buffer* buffer, int64_t rows, bool keeps_past) {
+      const auto row = static_cast<size_t>(c_.D * SizeOfFloat(c_.dtype));
+      auto* const bytes = static_cast<char*>(buffer->data());
+      for (int64_t head = 0; head < c_.B * c_.G; ++head) {
+        const auto held = static_cast<int64_t>(Held(c_, c_.past[static_cast<size_t>(head / c_.G)]).size());
+        for (int64_t r = keeps_past ? held : 0; r < rows; ++r) {
+          std::memset(bytes + static_cast<size_t>(head * rows + r) * row, 0xff, row);
+        }
+      }
+    };
+    if (!c_.is_shared)
+      poison(&run.past_key, Run::past_rows(c_), true), poison(&run.past_value, Run::past_rows(c_), true);
+    const bool keeps_past = c_.has_past && c_.is_shared;
+    poison(&run.present_key, c_.capacity, keeps_past), poison(&run.present_value, c_.capacity, keeps_past);
+  }
+
+  void CheckSequence(int64_t b, int64_t first, const Buffer& key, const Buffer& value, int64_t capacity,
+                     const Buffer& rotated, const Buffer& output, const std::string& where) const {
+    const int64_t tokens = c_.tokens_of(b), past = c_.past[static_cast<size_t>(b)], origin = past - first;
+    Dense dense;
+    dense.H = c_.H, dense.G = c_.G, dense.S = tokens, dense.T = first + tokens, dense.D = dense.Dv = c_.D;
+    dense.scale = static_cast<double>(1.0f / std::sqrt(static_cast<float>(c_.D)));
+    dense.softcap = static_cast<double>(step_.softcap);
+    if (step_.has_sink) dense.sink = sink;
+    double largest = 0;
+    for (int64_t h = 0; h < c_.H; ++h) {
+      for (int64_t i = 0; i < tokens; ++i) {
+        for (int64_t d = 0; d < c_.D; ++d) {
+          dense.query.push_back(rotated.count() > 0 ? rotated.Get(((b * c_.H + h) * c_.S + i) * c_.D + d)
+                                                    : run.tokens.Get(run.token(c_, b, h, i) + d));
+        }
+        for (int64_t k = 0; k < dense.T; ++k) {
+          const int64_t position = k + origin;
+          dense.allowed.push_back(k <= first + i && kMasks[step_.mask].is_allowed(h, past + i, position) ? 1 : 0);
+          if (step_.has_bias) {
+            dense.bias.push_back(bias[static_cast<size_t>(((b * c_.H + h) * c_.S + i) * step_.total + k)]);
+          }
+        }
+      }
+    }
+    for (int64_t g = 0; g < c_.G; ++g) {
+      for (int64_t at = 0; at < dense.T * c_.D; ++at) {
+        dense.key.push_back(key.Get((b * c_.G + g) * capacity * c_.D + at));
+        dense.value.push_back(value.Get((b * c_.G + g) * capacity * c_.D + at));
+        largest = std::max(largest, std::abs(dense.value.back()));
+      }
+    }
+    const Answer answer = Attend(dense);
+    for (int64_t h = 0; h < c_.H; ++h) {
+      for (int64_t i = 0; i < c_.S; ++i) {
+        for (int64_t d = 0; d < c_.D; ++d) {
+          const double got = output.Get(((b * c_.S + i) * c_.H + h) * c_.D + d);
+          const auto place = [&] { return Text(where, ": b ", b, " h ", h, " row ", i, " d ", d); };
+          if (i >= tokens) {
+            CHECK(!std::isnan(got), place(), " of padding is NaN");
+            continue;
+          }
+          const int64_t row = h * tokens + i;
+          const double want = answer.output[static_cast<size_t>(row * c_.D + d)];
+          const double magnitude = answer.magnitude[static_cast<size_t>(row)];
+          const double tolerance = Tolerance(c_.dtype, magnitude, dense.T, largest, want) +
+                                   CudaTolerance(c_.dtype, magnitude, dense.T, largest);
+          CHECK(std::abs(got - want) <= tolerance, place(), ": ", got, ", expected ", want, " ± ", tolerance);
+        }
+      }
+    }
+  }
+
+  Step step_;
+  const Case& c_;
+  int32_t total_ = 0;
+
+ public:
+  Run run;
+  DeviceMemory memory;
+  std::unique_ptr<Op> op;
+  bool is_packed = run.random.OneIn(2);
+  std::vector<double> sink, bias;
+  std::vector<Tensor> inputs, outputs;
+  Buffer before_key = run.present_key, before_value = run.present_value;
+};
+
+// Forces a kernel of few queries while it lives.
+struct ForcedKernel {
+  explicit ForcedKernel(const char* kernel) { CHECK(cuda::ForceKernel(kernel).ok(), kernel); }
+  ForcedKernel(const ForcedKernel&) = delete;
+  ForcedKernel& operator=(const ForcedKernel&) = delete;
+  ~ForcedKernel() { cuda::ReleaseKernel(); }
+};
+
+void RunStep(const Step& step, uint64_t seed, int64_t illegal = -1, int32_t seqlen = 0) {
+  if (!IsSampled(seed)) return;
+  const std::string where = Text("seed ", seed, " ", Describe(step));
+  const ForcedKernel forced(step.kernel);
+  Node node(step, seed);
+  if (illegal >= 0) node.run.seqlens[static_cast<size_t>(illegal)] = seqlen, node.SetLengths();
+  const Status status = node.Queue(nullptr);
+  CHECK(status.ok(), where, ": ", status.message());
+  CHECK_CUDA(cudaDeviceSynchronize());
+  if (illegal < 0) node.CheckCaches(where);
+  node.Check(where, illegal);
+  CountCases(1);
+}
+
+int64_t MostKeys(const Case& c) {
+  int64_t most = 0;
+  for (int64_t b = 0; b < c.B; ++b) most = std::max(most, c.past[static_cast<size_t>(b)] + c.tokens_of(b));
+  return most;
+}
+
+// Lengths, sizes and options of one step: S new tokens behind `past` keys of the longest sequence.
+Step DrawStep(int64_t S, int64_t past, Random* random) {
+  Step step;
+  Case& c = step.c;
+  c.is_packed = true;  // the form of Run; Node gives the op either form
+  c.B = random->Range(1, 3), c.S = S;
+  c.D = random->Pick(std::vector<int64_t>{64, 64, 96, 128, 128, 256});
+  c.dtype = random->Pick(std::vector<DType>{DType::kF16, DType::kBF16, DType::kF32});
+  std::tie(c.H, c.G) =
+      random->Pick(std::vector<std::pair<int64_t, int64_t>>{{8, 1}, {8, 2}, {4, 4}, {6, 2}, {16, 1}, {32, 32}, {5, 1}});
+  if (S > 16) c.H = std::min<int64_t>(c.H, 8), c.G = c.H == 8 ? 2 : c.G <= c.H ? c.G : c.H;
+  c.past.clear();
+  const bool is_padded = past == 0 && S > 1 && random->OneIn(2);
+  for (int64_t b = 0; b < c.B; ++b) {
+    c.past.push_back(past == 0 ? 0 : b == 0 ? past : random->Range(0, past));
+    if (is_padded) c.tokens.push_back(b == 0 ? S : random->Range(1, S));
+  }
+  step.mask = static_cast<int>(random->Range(0, 4));
+  step.total = is_padded || past == 0 ? S : MostKeys(c) + (random->OneIn(3) ? 77 : 0);
+  c.is_shared = random->OneIn(2);
+  c.has_past = past > 0 || random->OneIn(2);
+  c.capacity = step.total;
+  if (c.is_shared && c.has_past) c.capacity += random->Pick(std::vector<int64_t>{0, 1, 300});
+  if (past > 16 && random->OneIn(4)) {
+    step.mask = 1, c.window = 16, c.is_shared = random->OneIn(2);
+    c.capacity = random->Pick(std::vector<int64_t>{16, 32});
+    step.total = MostKeys(c);
+  }
+  if (!random->OneIn(3)) {
+    c.rotary = random->OneIn(2) ? c.D : 32;
+    c.is_interleaved = random->OneIn(3), c.has_positions = random->OneIn(3);
+    c.has_norm = random->OneIn(3);
+  }
+  step.softcap = random->OneIn(4) ? 5.0f : 0.0f;
+  step.has_sink = random->OneIn(4);
+  step.has_bias = c.window == 0 && random->OneIn(5);
+  c.free_rows = S + 127;  // of padding, and cleared ones
+  return step;
+}
+
+TEST(CudaCachedAttentionEqualsTheDefinition) {
+  Random random(40);
+  uint64_t seed = 0;
+  for (const int64_t S : {1, 3, 16}) {
+    for (const int64_t past : {0, 1, 60, 517}) {
+      for (int i = 0; i < Cases(12); ++i) {
+        const Step step = DrawStep(S, past, &random);
+        for (const char* kernel : {"", "0", "1"}) {
+          Step forced = step;
+          forced.kernel = kernel;
+          RunStep(forced, seed);
+        }
+        ++seed;
+      }
+    }
+  }
+}
+
+TEST(CudaCachedAttentionOfChunks) {
+  Random random(41);
+  uint64_t seed = 0;
+  for (const int64_t S : {17, 70, 300}) {
+    for (const int64_t past : {0, 1, 517}) {
+      for (int i = 0; i < Cases(S == 300 ? 4 : 6); ++i) RunStep(DrawStep(S, past, &random), seed++);
+    }
+  }
+}
+
+// Lengths that are far shorter than the capacity by which the host chooses splits.
+TEST(CudaCachedAttentionOfShortSequencesInLongCaches) {
+  uint64_t seed = 0;
+  for (const DType dtype : {DType::kF16, DType::kF32}) {
+    for (const int64_t D : {64, 128}) {
+      for (const char* kernel : {"0", "1", ""}) {
+        for (const int mask : {0, 2, 3}) {
+          Step step;
+          Case& c = step.c;
+          c.is_packed = true;
+          c.B = 2, c.H = 8, c.G = 1, c.D = D, c.dtype = dtype, c.past = {0, 300}, c.capacity = 20000;
+          step.total = 20000, step.mask = mask, step.kernel = kernel;
+          c.free_rows = 128;
+          RunStep(step, seed++);
+        }
+      }
+    }
+  }
+}
+
+// Every output of a sequence of illegal length is NaN, and the others are right, in every path.
+TEST(CudaCachedAttentionMarksIllegalLengths) {
+  uint64_t seed = 0;
+  for (const int64_t S : {1, 3, 40}) {
+    for (const int mask : {0, 1, 3}) {
+      for (const char* kernel : {"0", "1"}) {
+        // Beyond the capacity, and beyond total_sequence_length.
+        for (const int32_t seqlen : {std::numeric_limits<int32_t>::min(), -1, static_cast<int32_t>(S) - 2, 120,
+                                     static_cast<int32_t>(S) + 59, std::numeric_limits<int32_t>::max()}) {
+          Step step;
+          Case& c = step.c;
+          c.is_packed = true;
+          c.B = 3, c.S = S, c.H = 4, c.G = 2, c.D = 64, c.dtype = DType::kF16, c.past = {30, 7, 59};
+          c.rotary = S == 3 ? 64 : 0;
+          c.capacity = 120, step.total = 59 + S, step.mask = mask, step.kernel = S > 16 ? "" : kernel;
+          c.free_rows = S + 127;
+          RunStep(step, seed++, 1, seqlen);
+        }
+      }
+    }
+  }
+}
+
+// One captured graph, 100 steps: only device memory changes between them.
+void RunCaptured(Step step, const std::string& name) {
+  Case& c = step.c;
+  c.is_packed = true;
+  c.B = 2, c.H = 8, c.G = 2, c.rotary = 64, c.free_rows = 128;
+  c.past = {0, 13};
+  step.total = c.window > 0 ? 200 : c.capacity;
+  cudaStream_t stream = nullptr;
+  CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  Node node(step, 9, size_t{64} << 20);
+  // A run before loads the kernels; its step is the first one again.
+  CHECK(node.Queue(stream).ok(), name);
+  CHECK_CUDA(cudaStreamSynchronize(stream));
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t executable = nullptr;
+  CHECK_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+  const Status status = node.Queue(stream);
+  CHECK(status.ok(), name, ": ", status.message());
+  CHECK_CUDA(cudaStreamEndCapture(stream, &graph));
+  CHECK_CUDA(cudaGraphInstantiate(&executable, graph, 0));
+  for (int i = 0; i < 100; ++i) {
+    node.Advance({i, 13 + i});
+    CHECK_CUDA(cudaGraphLaunch(executable, stream));
+    CHECK_CUDA(cudaStreamSynchronize(stream));
+    node.CheckCaches(Text(name, " step ", i));
+    node.Check(Text(name, " step ", i));
+    CountCases(1);
+  }
+  CHECK_CUDA(cudaGraphExecDestroy(executable));
+  CHECK_CUDA(cudaGraphDestroy(graph));
+  CHECK_CUDA(cudaStreamDestroy(stream));
+}
+
+TEST(CudaCachedAttentionInACapturedGraph) {
+  for (const char* kernel : {"0", "1"}) {
+    for (const int mask : {0, 1, 3}) {
+      Step step;
+      step.c.D = 128, step.c.dtype = DType::kF16, step.c.capacity = 3000, step.mask = mask;
+      const ForcedKernel forced(kernel);
+      RunCaptured(step, Text("mask ", mask, " kernel ", kernel));
+    }
+  }
+  for (const int64_t capacity : {16, 24}) {
+    Step step;
+    step.c.D = 64, step.c.dtype = DType::kBF16, step.c.capacity = capacity, step.c.window = 16, step.mask = 1;
+    RunCaptured(step, Text("sliding window, capacity ", capacity));
+  }
+}
+
+}  // namespace
+}  // namespace stof::test::cached_attention
