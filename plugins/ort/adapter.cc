@@ -54,7 +54,8 @@ void Fill(const OrtApi* api, const OpDescription& description, DType type, const
   r.CreateKernelV2 = CreateKernel;
   r.KernelComputeV2 = Compute;
   r.KernelDestroy = DestroyKernel;
-  r.InferOutputShapeFn = InferShapes;
+  // ONNX Runtime up to 1.23 ends the process in it where an input is left out.
+  if (description.shape_rule != nullptr) r.InferOutputShapeFn = InferShapes;
 }
 
 }  // namespace stof::ort

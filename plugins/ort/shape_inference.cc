@@ -94,7 +94,6 @@ OrtStatus* InferLists(const Registration& self, OrtShapeInferContext* context, c
 
 OrtStatus* ORT_API_CALL InferShapes(const OrtCustomOp* op, OrtShapeInferContext* context) {
   const Registration& self = Self(op);
-  if (self.description->shape_rule == nullptr) return nullptr;
   try {
     const InferAttributes attributes(self.api, context);
     if (self.description->is_variadic) return InferLists(self, context, attributes);

@@ -86,7 +86,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_one_sequence_grows_from_context_to_context(folder: Path) -> None:
-    records = decode_genai.measure_contexts({"original": folder, "optimized": folder}, [100, 1200], 5, 2)
+    records = list(decode_genai.measure_contexts({"original": folder, "optimized": folder}, [100, 1200], 5, 2))
     assert [r["shape"]["context"] for r in records] == [100, 1200]
     assert [r["prompt"]["tokens"] for r in records] == [100, 1200 - 108]
     assert [r["same_tokens"] for r in records] == [8, 8]
@@ -107,7 +107,7 @@ def test_one_sequence_grows_from_context_to_context(folder: Path) -> None:
 )
 def test_contexts_that_cannot_be(contexts: list[int], words: str, folder: Path) -> None:
     with pytest.raises(ValueError, match=words):
-        decode_genai.measure_contexts({"original": folder, "optimized": folder}, contexts, 5, 1)
+        list(decode_genai.measure_contexts({"original": folder, "optimized": folder}, contexts, 5, 1))
 
 
 def test_a_folder_that_the_runtime_refuses_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,7 +122,7 @@ def test_a_folder_that_the_runtime_refuses_is_named(folder: Path, capsys: pytest
 
 
 def test_the_page_of_numbers_has_a_row_for_each_context(folder: Path) -> None:
-    records = decode_genai.measure_contexts({"original": folder, "optimized": folder}, [100, 1200], 5, 2)
+    records = list(decode_genai.measure_contexts({"original": folder, "optimized": folder}, [100, 1200], 5, 2))
     for record, original in zip(records, (0.02, 0.5), strict=True):
         record["machine"]["fma_gflops"] = 1.0
         record["seconds"] = {"original": original, "optimized": 0.01}

@@ -122,6 +122,16 @@ def test_outputs_that_do_not_say_what_is_padding(tmp_path: Path) -> None:
     assert "padded" not in report.verification.cases[0]
 
 
+def test_rounding_alone_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of the original agree to the last bit, and the kernels round otherwise: perturbed runs say how far that goes."""
+    monkeypatch.setattr("stof.verification.verified_models._FLOOR", 1e-9)
+    report, _ = optimized(model_of(GENAI, replace(GENAI, norms=True), masks=True), tmp_path)
+    assert report.replaced == 2
+    assert report.verification is not None
+    compared = [c for c in report.verification.comparisons if "layer0/present_key" in c.what]
+    assert all(0 < c.difference < c.budget < 1e-4 for c in compared if "S 1," not in c.what)
+
+
 def test_inputs_of_the_user(tmp_path: Path) -> None:
     """Lengths are read from them, and rows of caches beyond are not compared."""
     model = model_of(GENAI, masks=True)
@@ -267,7 +277,7 @@ def test_a_saved_plan_is_applied(tmp_path: Path) -> None:
     _, first = optimized(model, tmp_path, Options(save_plan=saved, skip=("cache:1",)))
     plan = load(saved, PLAN_FORMATS)
     assert plan.entries["caches"] == (
-        CachePlan("layer0/node", True, 1.242),
+        CachePlan("layer0/node", True, 1.339),
         CachePlan("layer1/node", False, reason="left out by --skip"),
     )
     again = tmp_path / "again.json"

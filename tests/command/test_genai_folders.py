@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tests.command.test_cli import refused, snapshot
 from tests.command.test_folders import PLAIN, names, outputs, put
 
@@ -186,6 +188,19 @@ def test_an_optimized_folder_is_optimized_again(tmp_path: Path) -> None:
     assert once == twice
 
 
+def test_sessions_on_a_gpu_are_told_what_is_missing(tmp_path: Path) -> None:
+    source = folder(tmp_path / "in", BUILT, "model.onnx")
+    where = f"{GENAI_CONFIG}: model.decoder.session_options names the provider cuda"
+    for target, is_noted in (("cpu", True), ("cuda", False)):
+        options = stof.Options(verify=False, target=target)
+        notes = stof.optimize_folder(source, tmp_path / target, options).notes
+        assert (f"{where}; --target cuda makes the choices for a GPU" in notes) == is_noted
+        lacks = [n for n in notes if n.startswith(f"{where}, and the library has no CUDA kernels, which are ")]
+        assert len(lacks) == ("cuda" not in stof.build_info()["backends"])
+    text = BUILT.replace('[ { "cuda": {} } ]', '"cuda"')
+    assert stof.optimize_folder(folder(tmp_path / "other", text, "model.onnx"), tmp_path / "new", NO_VERIFY).notes == []
+
+
 def test_files_that_are_not_there_are_noted(tmp_path: Path) -> None:
     model = {"decoder": {"filename": "model.onnx"}, "vision": {"filename": "vision.onnx"}}
     source = folder(tmp_path / "in", {"model": model}, "model.onnx")
@@ -260,6 +275,42 @@ def test_hostile_keys_reach_no_terminal(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError) as caught:
         stof.optimize_folder(source, tmp_path / "out", NO_VERIFY)
     assert "\x1b" not in str(caught.value)
+
+
+NAMES = st.sampled_from(
+    ["model", "decoder", "draft", "pipeline", "vision", "filename", "session_options", "custom_ops_library", '"é\n']
+)
+LEAVES = st.none() | st.booleans() | st.integers() | st.sampled_from(["a.onnx", "../a.onnx", "", LIBRARY, "\\ü]}"])
+TREES = st.recursive(
+    LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=5), max_leaves=25
+)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(model=st.dictionaries(NAMES, TREES, max_size=5), indent=st.sampled_from([None, 0, 3]))
+def test_whatever_a_configuration_holds_is_read_or_refused(
+    model: dict[str, Any], indent: int | None, tmp_path: Path
+) -> None:
+    data = {"model": {**model, "speech": {"filename": "a.onnx"}}, "search": [{}, [], "}"]}
+    refusal = ""
+    (tmp_path / GENAI_CONFIG).write_text(json.dumps(data, indent=indent, ensure_ascii=False))
+    try:
+        config = read_genai_config(tmp_path / GENAI_CONFIG)
+        text, keys = config.add_library({Path("a.onnx")}, LIBRARY)
+    except ArgumentError as error:
+        refusal = str(error)
+    if refusal:
+        assert GENAI_CONFIG in refusal
+        return
+    (tmp_path / GENAI_CONFIG).write_text(text)
+    written = read_genai_config(tmp_path / GENAI_CONFIG)
+    assert {s.library for s in written.sessions if s.model == Path("a.onnx")} == {LIBRARY}
+    assert [(s.key, s.model, s.options) for s in written.sessions] == [
+        (s.key, s.model, s.options) for s in config.sessions
+    ]
+    assert keys
+    assert json.loads(text)["search"] == data["search"]
+    assert written.add_library({Path("a.onnx")}, LIBRARY) == (text, keys)
 
 
 # ---- the runtime itself ----

@@ -86,7 +86,7 @@ if step == "run":
     before(sessions.VerifiedSession, "run", step)
 if step == "load":
     from stof import pipeline
-    before(pipeline, "load", step)
+    before(pipeline, "load_with_opset", step)
 if step == "match":
     from stof import pipeline
     before(pipeline, "rewrite", step)

@@ -452,6 +452,13 @@ def test_substitution() -> None:
     assert mask.substitute({"k": Constant(3)}).text == "3 <= q and -3 // 2 != T - 2 and pad[b, 3]"
 
 
+def test_lengths_as_a_number() -> None:
+    mask = MaskExpression.parse("S + k <= lengths[b] + q and pad[b, k] and segment_q[b, q] < max(lengths[b], 3)")
+    found = mask.with_lengths(40)
+    assert found.text == "S + k <= 40 + q and pad[b, k] and segment_q[b, q] < max(40, 3)"
+    assert MaskExpression.parse("k <= q").with_lengths(40) == MaskExpression.parse("k <= q")
+
+
 def test_a_picture_leaves_out_padding() -> None:
     for text in ("k <= q", "k <= q and pad[b, k]", "not pad[b, k] and k <= q"):
         assert picture(MaskExpression.parse(text))[:2] == ["+...............", "#+.............."]

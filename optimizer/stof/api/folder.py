@@ -206,12 +206,13 @@ def _write(steps: _FolderRun, files: Sequence[Path], target: Path, configs: Mapp
                 for model in report.reports.values():
                     model.output, model.copied = None, False
                 return
-            copies = plan_copies(new, steps.models, configs)
+            copies = plan_copies(new, steps.models, configs, steps.target)
             for path in files:
                 if path not in steps.models and path not in steps.data and path not in copies.libraries:
                     _copy(steps.source / path, new / path)
                     report.others.append(str(path))
             copies.write(new, library_path())
+            report.notes += copies.notes
             report.libraries = [str(p) for p in copies.libraries]
             report.registrations = {str(p): keys for p, keys in copies.keys.items()}
             new.rename(target)  # takes the place of an empty folder, too
@@ -237,6 +238,7 @@ class _FolderRun:
         source: the folder.
         models: paths in it.
         data: paths of the models' external data in it, which they bring along.
+        target: what choices are made for.
         report: gets the results.
     """
 
@@ -245,6 +247,7 @@ class _FolderRun:
         self.models = frozenset(models)
         self.data: set[Path] = set()
         self.report = report
+        self.target = options.target
         self._dimensions: dict[Path, set[str]] = {}
         for path in models:
             with contextlib.suppress(StofError):  # optimization will say so

@@ -39,12 +39,14 @@ class GenaiSession:
         model: its path in the model folder.
         options: the key of the ``session_options`` that it takes; there may be none yet.
         library: the ``custom_ops_library`` of these; None: none.
+        providers: the names in their ``provider_options``; empty: the CPU.
     """
 
     key: Key
     model: Path
     options: Key
     library: str | None
+    providers: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,8 @@ def read_genai_config(path: Path) -> GenaiConfig:
         path_in_folder = _path_in_folder(name, (*key, _FILE), found[_FILE])
         has_own = _OPTIONS in found or key in (_DECODER, _DRAFT)
         options = (*(key if has_own else _DECODER), _OPTIONS)
-        sessions.append(GenaiSession((*key, _FILE), path_in_folder, options, _find_library(name, options, data)))
+        library, providers = _find_options(name, options, data)
+        sessions.append(GenaiSession((*key, _FILE), path_in_folder, options, library, providers))
     return GenaiConfig(name, text, tuple(sessions))
 
 
@@ -172,8 +175,8 @@ def _path_in_folder(name: str, key: Key, value: object) -> Path:
     return Path(*parts)
 
 
-def _find_library(name: str, options: Key, data: object) -> str | None:
-    """The library of the options at a key; None where there is none, or no options."""
+def _find_options(name: str, options: Key, data: object) -> tuple[str | None, tuple[str, ...]]:
+    """Library and providers of the options at a key; nothing where there are no options."""
     at = data
     for i, part in enumerate(options):
         if isinstance(part, int) and isinstance(at, list):
@@ -181,12 +184,15 @@ def _find_library(name: str, options: Key, data: object) -> str | None:
         else:
             members = _object(name, options[:i], at)
             if part not in members:
-                return None
+                return None, ()
             at = members[str(part)]
-    library = _object(name, options, at).get(_LIBRARY, "")
+    found = _object(name, options, at)
+    library = found.get(_LIBRARY, "")
     if not isinstance(library, str):
         raise ArgumentError(f"{name}: {show_key((*options, _LIBRARY))} is {_kind(library)}, expected a string")
-    return library or None
+    given = found.get("provider_options", [])
+    providers = [str(k) for p in given if isinstance(p, dict) for k in p] if isinstance(given, list) else []
+    return library or None, tuple(providers)
 
 
 # ---- editing ----

@@ -7,11 +7,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from stof.api.genai_config import GENAI_CONFIG, GenaiConfig, read_genai_config
+from stof.api.genai_config import GENAI_CONFIG, GenaiConfig, GenaiSession, read_genai_config, show_key
 from stof.files import temporary_file
 from stof.graph.index import DOMAIN
 from stof.graph.load_save import load
-from stof.runtime.library import LIBRARY
+from stof.installation import CUDA, missing
+from stof.runtime.library import LIBRARY, build_info, library_path
 
 
 @dataclass
@@ -22,11 +23,13 @@ class LibraryCopies:
         libraries: paths of copies of the library in the folder.
         texts: configurations that register one, by their paths.
         keys: the keys that were set in them.
+        notes: what sessions that run on a GPU lack.
     """
 
     libraries: list[Path] = field(default_factory=list)
     texts: dict[Path, str] = field(default_factory=dict)
     keys: dict[Path, tuple[str, ...]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     def write(self, folder: Path, library: Path) -> None:
         """Copies the library, and writes the configurations over those that are there.
@@ -56,7 +59,9 @@ def read_configs(folder: Path, files: Iterable[Path]) -> dict[Path, GenaiConfig]
     return {path.parent: read_genai_config(folder / path) for path in files if path.name == GENAI_CONFIG}
 
 
-def plan_copies(folder: Path, models: Iterable[Path], configs: Mapping[Path, GenaiConfig]) -> LibraryCopies:
+def plan_copies(
+    folder: Path, models: Iterable[Path], configs: Mapping[Path, GenaiConfig], target: str
+) -> LibraryCopies:
     """Finds the models that hold stof's operators, and where these need the library.
 
     ONNX Runtime GenAI looks for a library in the model folder: one copy beside the configuration serves all of its sessions.
@@ -65,6 +70,7 @@ def plan_copies(folder: Path, models: Iterable[Path], configs: Mapping[Path, Gen
         folder: the folder with the results.
         models: paths of models in it.
         configs: by the model folder that each describes.
+        target: what choices were made for.
 
     Raises:
         ArgumentError: for a session that registers another library.
@@ -77,8 +83,23 @@ def plan_copies(folder: Path, models: Iterable[Path], configs: Mapping[Path, Gen
         named = {s.model for s in config.sessions if at / s.model in holders}
         if named:
             copies.texts[at / GENAI_CONFIG], copies.keys[at / GENAI_CONFIG] = config.add_library(named, LIBRARY)
+            copies.notes += _missing_on_gpu(at / GENAI_CONFIG, [s for s in config.sessions if s.model in named], target)
             served |= {at / path for path in named}
             folders.add(at)
     folders |= {path.parent for path in holders - served}
     copies.libraries = [at / LIBRARY for at in sorted(folders)]
     return copies
+
+
+def _missing_on_gpu(config: Path, sessions: Iterable[GenaiSession], target: str) -> list[str]:
+    """Notes on sessions of CUDA that an operator of the CPU would slow down."""
+    found = next((s for s in sessions if "cuda" in s.providers), None)
+    if found is None:
+        return []
+    where = f"{config}: {show_key(found.options)} names the provider cuda"
+    notes = []
+    if "cuda" not in build_info()["backends"]:
+        notes.append(f"{where}, and the library has no CUDA kernels, which are {missing(CUDA, library_path().parent)}")
+    if target != "cuda":
+        notes.append(f"{where}; --target cuda makes the choices for a GPU")
+    return notes

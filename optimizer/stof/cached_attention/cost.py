@@ -11,7 +11,7 @@ from stof.cached_attention.site import CacheSite
 REPORT_LENGTH = 4096  # keys in the cache at which the report's gain is given
 # ONNX Runtime's CPU kernel reads keys and values once for each query head, and all of them beside a window. A head that was
 # just read comes from a nearer cache, at this share of the time of a first read.
-_REREAD = 0.25
+_REREAD = 0.35
 _FIXED = 128  # keys that take as long as what a step does besides attention
 # On a CUDA device the runtime's kernels skip keys outside of windows, too; what is left are rates of the kernels, the
 # runtime's time over the operator's: 1 / 0.95 dense, 1 / 0.83 with a window of 1024.

@@ -181,20 +181,15 @@ class MaskExpression:
         """The expression with integers in the place of indices and sizes, by their names."""
 
         def combine(node: Node, children: Sequence[Node]) -> Node:
-            match node:
-                case Name():
-                    return values.get(node.name, node)
-                case Unary(symbol="-"):
-                    return negative(children[0])
-                case Unary():
-                    return Unary(node.symbol, children[0])
-                case Binary():
-                    return Binary(node.symbol, children[0], children[1])
-                case Call():
-                    return Call(node.name, tuple(children))
-                case Lookup():
-                    return Lookup(node.name, tuple(children))
-            return node
+            return values.get(node.name, node) if isinstance(node, Name) else _rebuild(node, children)
+
+        return MaskExpression(fold(self.root, combine))
+
+    def with_lengths(self, count: int) -> MaskExpression:
+        """The expression with a number in the place of ``lengths[b]``."""
+
+        def combine(node: Node, children: Sequence[Node]) -> Node:
+            return Constant(count) if isinstance(node, Lookup) and node.name == "lengths" else _rebuild(node, children)
 
         return MaskExpression(fold(self.root, combine))
 
@@ -240,6 +235,22 @@ EVERY_PAIR = MaskExpression()
 CAUSAL = MaskExpression(Binary("<=", K, Q))
 PADDING = MaskExpression(Lookup("pad", (B, K)))
 _FROM_QUERY, _FROM_KEY = Binary("-", Q, K), Binary("-", K, Q)
+
+
+def _rebuild(node: Node, children: Sequence[Node]) -> Node:
+    """A node with others in the place of its operands."""
+    match node:
+        case Unary(symbol="-"):
+            return negative(children[0])
+        case Unary():
+            return Unary(node.symbol, children[0])
+        case Binary():
+            return Binary(node.symbol, children[0], children[1])
+        case Call():
+            return Call(node.name, tuple(children))
+        case Lookup():
+            return Lookup(node.name, tuple(children))
+    return node
 
 
 def _all_of(conditions: Iterable[Node]) -> MaskExpression:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stof.attention.limits import limits_of, type_names
+from stof.mask.expression import MaskExpression
 from stof.mask.site import AttentionSite, LiftedMask, tables_of
 from stof.runtime.library import LibraryError, Mask
 
@@ -35,11 +36,23 @@ class Prediction:
 
 
 def tile_density(mask: LiftedMask, heads: int, length: int, tile: tuple[int, int] = _TILE) -> float:
-    """The share of tiles (query rows × keys) that the static part of a mask leaves to compute, at S = T = ``length``."""
+    """The share of tiles (query rows × keys) that a mask leaves to compute, at S = T = ``length``.
+
+    Run-time operands forbid nothing, but for ``lengths``.
+    """
     if mask.expression.allows_all:
         return 1.0
+    # A cache is empty before a prompt of S = T tokens and full after it: ``lengths`` may mean either.
+    counts = (0, length) if "lengths" in mask.expression.reads else (0,)
+    found = [_tile_density(mask, mask.expression.with_lengths(n), heads, length, tile) for n in counts]
+    return min((density for density in found if density > 0), default=1.0)
+
+
+def _tile_density(
+    mask: LiftedMask, expression: MaskExpression, heads: int, length: int, tile: tuple[int, int]
+) -> float:
     try:
-        parsed = Mask(mask.expression.text, tables_of(mask))
+        parsed = Mask(expression.text, tables_of(mask))
         return parsed.block_mask(1, heads, length, length, *tile).tile_density(length)
     except LibraryError:  # tables of fixed size do not stretch to every length: nothing is known there
         return 1.0

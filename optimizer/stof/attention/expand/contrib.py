@@ -29,7 +29,11 @@ from stof.errors import UnsupportedError
 from stof.graph.node_builder import Builder
 from stof.symbolic import Int, integer
 
-_COPIED = ": its cache has room for more keys than there are, and standard operators would copy all of it in each step"
+_REASONS = {
+    "cache_indirection": "it reads keys in the order of beam search, which is not expanded",
+    # ONNX Runtime's CUDA provider stores the keys of such caches in another order than its CPU provider.
+    "past_sequence_length": "how its cache lies in memory depends on the provider, and it reads no more keys than there are",
+}
 _FILL = -10000.0  # mask_filter_value where the node has none
 _ATTENTION_ATTRIBUTES = (
     *("do_rotary", "mask_filter_value", "num_heads", "past_present_share_buffer", "qkv_hidden_sizes"),
@@ -58,10 +62,10 @@ def refuse_decoder_masked(fused: FusedNode) -> None:
         UnsupportedError: always.
     """
     if fused.input(9):
-        raise UnsupportedError("it reads keys by cache_indirection, as beam search orders them, which is not expanded")
+        raise UnsupportedError(f"it has input cache_indirection: {_REASONS['cache_indirection']}")
     if fused.input(5):
-        raise UnsupportedError(f"it appends its token in place to past_key {fused.input(5)!r}{_COPIED}")
-    raise UnsupportedError("it is for one token, for which nothing is gained: use MultiHeadAttention for more")
+        raise UnsupportedError(f"it has input past_key: {_REASONS['past_sequence_length']}")
+    raise UnsupportedError("it is for one token at a time, which is not expanded; MultiHeadAttention is")
 
 
 def expand_contrib_attention(fused: FusedNode) -> None:
@@ -74,7 +78,7 @@ def expand_contrib_attention(fused: FusedNode) -> None:
     node = _ContribExpander(fused)
     node.refuse_unsupported({}, {6: "past_sequence_length"})
     if node.attributes.get("past_present_share_buffer"):
-        raise UnsupportedError(f"its past and present share a buffer{_COPIED}")
+        raise UnsupportedError(f"its past and present share a buffer: {_REASONS['past_sequence_length']}")
     if node.attributes.get("do_rotary"):
         raise UnsupportedError("it rotates query and key, which is not expanded")
     if not fused.input(2):
@@ -109,11 +113,7 @@ class _ContribExpander:
                 raise UnsupportedError(f"its output {name} [B, H, S, T] is used")
         for i, name in inputs.items():
             if self.fused.input(i):
-                raise UnsupportedError(
-                    "it reads keys by cache_indirection, as beam search orders them, which is not expanded"
-                    if name == "cache_indirection"
-                    else f"it has input {name}, so it appends in place{_COPIED}"
-                )
+                raise UnsupportedError(f"it has input {name}: {_REASONS[name]}")
 
     def separate(self) -> tuple[str, str, str]:
         """Query, key and value [B, heads, length, size] of a MultiHeadAttention."""

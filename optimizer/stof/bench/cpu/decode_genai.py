@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -48,8 +48,8 @@ def run(arguments: argparse.Namespace, threads: int) -> int:
     return 0
 
 
-def measure_contexts(folders: dict[str, Path], contexts: Sequence[int], tokens: int, threads: int) -> list[Record]:
-    """Measures one sequence that grows from context to context.
+def measure_contexts(folders: dict[str, Path], contexts: Sequence[int], tokens: int, threads: int) -> Iterator[Record]:
+    """Measures one sequence that grows from context to context; gives a record at each.
 
     Args:
         folders: the model folders, "original" and "optimized".
@@ -69,7 +69,6 @@ def measure_contexts(folders: dict[str, Path], contexts: Sequence[int], tokens: 
     generators = {name: _make_generator(og, folder, threads, length) for name, folder in folders.items()}
     rng = np.random.default_rng(0)
     given = 0
-    records = []
     for context in contexts:
         ids = rng.integers(_FIRST_TOKEN, config["vocab_size"], context - given).astype(np.int32)
         rates = measure.rates(threads)
@@ -89,24 +88,21 @@ def measure_contexts(folders: dict[str, Path], contexts: Sequence[int], tokens: 
             same += first == second
         rates = measure.best_rates(rates, measure.rates(threads))
         given = context + _WARM + tokens
-        records.append(
-            {
-                "key": [folders["original"].name, context, threads],
-                "grid": "decode-genai",
-                "model": folders["original"].name,
-                "shape": {"B": 1, "context": context},
-                "machine": {**measure.machine(threads), **rates},
-                "genai": og.__version__,
-                "tokens": tokens,
-                "same_tokens": same,
-                "prompt": {"tokens": len(ids), "seconds": {k: round(v, 6) for k, v in prompt.items()}},
-                "seconds": {k: round(min(v[_WARM:]), 6) for k, v in samples.items()},
-                "median_seconds": {k: round(median(v[_WARM:]), 6) for k, v in samples.items()},
-                # Of all threads: what says something where other processes take the cores.
-                "cpu_seconds": {k: round(median(v[_WARM:]), 6) for k, v in worked.items()},
-            }
-        )
-    return records
+        yield {
+            "key": [folders["original"].name, context, threads],
+            "grid": "decode-genai",
+            "model": folders["original"].name,
+            "shape": {"B": 1, "context": context},
+            "machine": {**measure.machine(threads), **rates},
+            "genai": og.__version__,
+            "tokens": tokens,
+            "same_tokens": same,
+            "prompt": {"tokens": len(ids), "seconds": {k: round(v, 6) for k, v in prompt.items()}},
+            "seconds": {k: round(min(v[_WARM:]), 6) for k, v in samples.items()},
+            "median_seconds": {k: round(median(v[_WARM:]), 6) for k, v in samples.items()},
+            # Of all threads: what says something where other processes take the cores.
+            "cpu_seconds": {k: round(median(v[_WARM:]), 6) for k, v in worked.items()},
+        }
 
 
 def _check_contexts(contexts: Sequence[int], tokens: int, most: int) -> None:

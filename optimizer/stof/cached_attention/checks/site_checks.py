@@ -93,7 +93,7 @@ class CacheChecks(SiteChecks):
 
     def tensors(self) -> list[str]:
         given = {i.name for i in self._base.graph.input}
-        found = [t for s in self.cache_sites for t in (*s.node.input, s.node.output[0]) if t]
+        found = [t for s in self.cache_sites for t in (*s.node.input, *s.node.output[:2]) if t]
         return [t for t in dict.fromkeys(found) if t not in given]
 
     def emit(self, sites: Sequence[str]) -> onnx.ModelProto:
@@ -102,10 +102,13 @@ class CacheChecks(SiteChecks):
     def rounding_errors(self, captured: Mapping[str, np.ndarray]) -> dict[str, Noisy]:
         found = {}
         for site in self.cache_sites:
-            name = site.node.output[0]
-            known = captured.get(name)
-            largest = 1.0 if known is None else float(np.abs(known[np.isfinite(known)]).max(initial=0.0))
-            found[name] = Noisy(site.dtype, site.num_heads * site.head_size, largest)
+            output, key = site.node.output[:2]
+            found[output] = Noisy(site.dtype, site.num_heads * site.head_size, _largest_of(captured.get(output)))
+            if site.does_rotary or site.input("k_norm_weight"):
+                rows = captured.get(key)
+                held = None if rows is None else self._lengths.cache_rows(key, captured, rows.shape[2])
+                rows = rows.swapaxes(1, 2)[held] if rows is not None and held is not None else rows
+                found[key] = Noisy(site.dtype, site.head_size, _largest_of(rows))
         return found
 
     def compare(self, emitted: onnx.ModelProto, captured: Mapping[str, np.ndarray]) -> Iterator[Comparison]:
@@ -127,6 +130,11 @@ class CacheChecks(SiteChecks):
             step = _captured_step(site, node, known)
             if step is not None:
                 yield compare_cache_site(site, attributes, step, captured.get(site.node.output[0]))
+
+
+def _largest_of(array: np.ndarray | None) -> float:
+    """The largest finite number of an array, 1 where it is not known."""
+    return 1.0 if array is None else float(np.abs(array[np.isfinite(array)]).max(initial=0.0))
 
 
 def _captured_step(site: CacheSite, node: onnx.NodeProto, known: Mapping[str, np.ndarray]) -> CacheStep | None:

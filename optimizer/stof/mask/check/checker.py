@@ -243,7 +243,8 @@ class MaskChecker:
     ) -> tuple[list[np.ndarray], np.ndarray]:
         """The tensors of terms as they broadcast to [B, H, S, T], and the pairs that the lifted mask allows.
 
-        B and H are 1 where batches and heads share their masks. ``drawn_for`` is a mask whose padding is drawn, where it is not that of ``mask``.
+        B and H are 1 where batches and heads share their masks. ``drawn_for`` is a mask whose padding is drawn, where it is
+        not that of ``mask``.
 
         Raises:
             UnsupportedError: when they cannot be run at these sizes.

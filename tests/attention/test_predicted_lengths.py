@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predictions of masks that read lengths: a prompt of S = T tokens fills an empty cache, whatever the lengths count."""
+
+from __future__ import annotations
+
+import pytest
+
+from stof.attention.decide.cost_cpu import tile_density
+from stof.mask.expression import MaskExpression
+from stof.mask.site import LiftedMask, RuntimeOperand
+
+LENGTH = 4096
+# mask: one of the same pairs in a prompt
+ALIKE = {
+    "S + k <= lengths[b] + q": "k <= q",  # keys after the step
+    "k <= lengths[b] + q": "k <= q",  # before it
+    "k <= lengths[b] + q and pad[b, k]": "k <= q",
+    "S + k <= lengths[b] + q and lengths[b] + q <= S + k + 99": "k <= q and q - k <= 99",
+    "k + 1 <= lengths[b]": "",
+    "k + 1 <= lengths[b] + S": "",
+    "k <= q and k + 1 <= lengths[b]": "k <= q",
+}
+
+
+def mask(text: str) -> LiftedMask:
+    expression = MaskExpression.parse(text) if text else MaskExpression.parse("True")
+    roles = sorted(expression.reads & {"lengths", "pad"})
+    return LiftedMask(expression, tuple(RuntimeOperand(r, r) for r in roles))
+
+
+@pytest.mark.parametrize("text", ALIKE)
+def test_a_prompt(text: str) -> None:
+    wanted = tile_density(mask(ALIKE[text]), 2, LENGTH)
+    assert tile_density(mask(text), 2, LENGTH) == pytest.approx(wanted)
+
+
+def test_lengths_that_allow_nothing() -> None:
+    """Nothing is known then: all tiles count."""
+    assert tile_density(mask("lengths[b] == 3 and k < q"), 2, LENGTH) == 1.0
