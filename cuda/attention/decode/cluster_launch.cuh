@@ -8,7 +8,7 @@
 #include <mutex>
 
 #include "cuda/attention/decode/cluster.cuh"
-#include "cuda/attention/decode/splitkv.cuh"
+#include "cuda/attention/decode/splitkv_launch.cuh"
 
 namespace stof {
 namespace cuda {
