@@ -160,11 +160,13 @@ void BindCache(const Case& what, Row* row) {
   ExprSizes own = sizes;
   own.P = row->first[0];
   ExprEvaluator evaluator(row->expr, own, {});
-  std::vector<uint8_t> allowed(static_cast<size_t>(what.T)), any(allowed.size(), 0);
+  const auto keys = static_cast<size_t>(what.T);
+  std::vector<uint8_t> allowed(keys, 0);
+  std::vector<uint8_t> any(keys, 0);
   row->pairs = 0;
   for (int64_t i = 0; i < what.S; ++i) {
     evaluator.Row(0, 0, own.P + i, 0, what.T, allowed.data());
-    for (size_t k = 0; k < any.size(); ++k) row->pairs += allowed[k], any[k] |= allowed[k];
+    for (size_t k = 0; k < keys; ++k) row->pairs += allowed[k], any[k] |= allowed[k];
   }
   row->tile_pairs = row->pairs;
   row->keys = 0;
