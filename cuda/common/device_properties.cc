@@ -39,6 +39,12 @@ Status GetDeviceProperties(DeviceProperties* properties) {
     STOF_RETURN_IF_ERROR(
         ToStatus(cudaDeviceGetAttribute(&found.sm_count, cudaDevAttrMultiProcessorCount, device), "device"));
     found.l2_bytes = l2;
+    // Without them the cost models take an H100's.
+    int kilohertz = 0, bits = 0;
+    if (cudaDeviceGetAttribute(&kilohertz, cudaDevAttrMemoryClockRate, device) == cudaSuccess &&
+        cudaDeviceGetAttribute(&bits, cudaDevAttrGlobalMemoryBusWidth, device) == cudaSuccess) {
+      found.peak_bandwidth = 2e-6 * kilohertz * bits / 8;
+    }
     found.capability = 10 * major + minor;
     // Tests run a kernel on a device that has a better one, and small problems with many tile rows a CTA.
     const int most = Limit("STOF_CUDA_CAPABILITY");

@@ -14,6 +14,7 @@ struct DeviceProperties {
   int capability = 0;  // 10 * major + minor
   int sm_count = 0;
   int64_t l2_bytes = 0;
+  double peak_bandwidth = 0.0;  // of its memory, bytes a nanosecond; 0: not known
 };
 
 // Those of the current device. STOF_CUDA_CAPABILITY and STOF_CUDA_MULTIPROCESSORS lower them, for tests.

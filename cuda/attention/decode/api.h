@@ -5,6 +5,7 @@
 
 #include "cuda/attention/decode/key_range.h"
 #include "cuda/attention/kernel_table.h"
+#include "cuda/common/device_properties.h"
 
 namespace stof {
 namespace cuda {
@@ -71,9 +72,10 @@ struct DecodeChoice {
 // blocks: row blocks; clusters: as above. num_splits.cc has the models. only: kSplitKv, or kCluster where the device
 // has room for clusters; -1: the faster one.
 DecodeChoice ChooseSplits(int ctas_per_sm, const AttentionParams& params, int item_bytes, int64_t tiles, int64_t blocks,
-                          int sm_count);
+                          const DeviceProperties& device);
 DecodeChoice ChooseDecode(int ctas_per_sm, const AttentionParams& params, int item_bytes, int64_t tiles, int64_t blocks,
-                          int sm_count, int tiles_at_once, const int (&clusters)[kClusterSizes], int only = -1);
+                          const DeviceProperties& device, int tiles_at_once, const int (&clusters)[kClusterSizes],
+                          int only = -1);
 
 }  // namespace cuda
 }  // namespace stof

@@ -67,8 +67,8 @@ Status Run(AttentionJob* job, const KernelEntry&) {
   if (job->device().capability >= 90) cluster_code.clusters(clusters);
   const KernelEntry* const requested = FindRequested(kernels, job->request());
   const int only = requested == nullptr ? -1 : static_cast<int>(requested - kernels.begin());
-  const DecodeChoice choice = ChooseDecode(split_kv.ctas_per_sm, params.attention, item, tiles, blocks,
-                                           job->device().sm_count, cluster_code.tiles_at_once, clusters, only);
+  const DecodeChoice choice = ChooseDecode(split_kv.ctas_per_sm, params.attention, item, tiles, blocks, job->device(),
+                                           cluster_code.tiles_at_once, clusters, only);
   params.splits = choice.splits;
   // The combine step finds fully masked rows; if they attend all keys, a second pass computes them.
   const bool second = job->NeedsEmptyRowPass(params.attention.has_mask != 0, entry.get());

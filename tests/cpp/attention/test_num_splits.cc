@@ -7,18 +7,19 @@ namespace stof::test {
 namespace {
 
 constexpr int kSmCount = 132;
+constexpr cuda::DeviceProperties kDevice = {90, kSmCount, 50 << 20, 3352};  // an H100
 
 int Splits(int64_t tiles, int64_t blocks, int ctas = 3, int size = 128) {
   cuda::AttentionParams params;
   params.D = params.Dv = size;
-  return cuda::ChooseSplits(ctas, params, 2, tiles, blocks, kSmCount).splits;
+  return cuda::ChooseSplits(ctas, params, 2, tiles, blocks, kDevice).splits;
 }
 
 cuda::DecodeChoice Choose(int64_t tiles, int64_t blocks, const int (&clusters)[cuda::kClusterSizes], int size = 128,
                           int only = -1) {
   cuda::AttentionParams params;
   params.D = params.Dv = size;
-  return cuda::ChooseDecode(size == 128 ? 3 : 4, params, 2, tiles, blocks, kSmCount, 2, clusters, only);
+  return cuda::ChooseDecode(size == 128 ? 3 : 4, params, 2, tiles, blocks, kDevice, 2, clusters, only);
 }
 
 }  // namespace
