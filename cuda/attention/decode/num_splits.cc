@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Chooses the number of splits of decode attention, and between its kernels. Plain C++.
 #include <algorithm>
+#include <cmath>
 #include <limits>
 
 #include "cuda/attention/decode/api.h"
@@ -21,10 +22,10 @@ double BandwidthFactor(const DeviceProperties& device) {
 
 DecodeChoice ChooseSplits(int ctas_per_sm, const AttentionParams& params, int item_bytes, int64_t tiles, int64_t blocks,
                           const DeviceProperties& device) {
-  // Nanoseconds and bytes: bandwidth of all SMs, latency of a load, the combine kernel and one split of its loop. A CTA
-  // has two buffers of 16 keys a warp in flight, kBusy of the time.
+  // Nanoseconds and bytes: bandwidth of all SMs, latency of a load, the combine kernel and one split of its loop, by
+  // the head size. A CTA has two buffers of 16 keys a warp in flight, kBusy of the time.
   const double bandwidth = 2904 * BandwidthFactor(device);
-  constexpr double kLatency = 800, kCombine = 3000, kStep = 45, kBusy = 0.4;
+  constexpr double kLatency = 800, kCombine = 3000, kStep = 0.5, kBusy = 0.5;
   constexpr double kStart = 5000;
   constexpr int64_t kWarps = 4, kLargestBuffer = 8192;
   const int64_t key_bytes = int64_t{params.D + params.Dv} * item_bytes;
@@ -36,10 +37,12 @@ DecodeChoice ChooseSplits(int ctas_per_sm, const AttentionParams& params, int it
   for (int64_t splits = 1; splits <= std::min<int64_t>(std::max<int64_t>(tiles, 1), kMostDecodeSplits); ++splits) {
     const int64_t ctas = blocks * splits, waves = (ctas + slots - 1) / slots;
     const auto active = static_cast<double>(std::min(ctas, slots));
-    const double each = std::max(tile * active / bandwidth, tile / in_flight * kLatency);
+    // An SM with one CTA more than another ends later: half way between an even share and that of the fullest SM.
+    const double fullest = std::ceil(active / device.sm_count) * device.sm_count;
+    const double each = std::max(tile * (active + fullest) / 2 / bandwidth, tile / in_flight * kLatency);
     double time =
         kStart + static_cast<double>(waves) * (kLatency + static_cast<double>((tiles + splits - 1) / splits) * each);
-    if (splits > 1) time += kCombine + kStep * static_cast<double>(splits);
+    if (splits > 1) time += kCombine + kStep * static_cast<double>(params.Dv * splits);
     if (time < best.nanoseconds) best = {false, static_cast<int>(splits), time};
   }
   return best;
@@ -50,11 +53,11 @@ DecodeChoice ChooseDecode(int ctas_per_sm, const AttentionParams& params, int it
                           int only) {
   // The cluster kernel: everything up to the end of the first step of 64 keys times `tiles_at_once`; combining; each
   // further step; the same in fp32. The bandwidth of all CTAs together, with keys and values of 512 bytes and more, and
-  // of fewer.
+  // of fewer; clusters of several gain less by an H200's bandwidth than single CTAs.
   constexpr double kStart = 5400, kCombineTime = 1900, kStep = 1430, kStart32 = 8000, kStep32 = 5000;
   constexpr double kBandwidth = 2950, kNarrowBandwidth = 2650;
-  const double bandwidth =
-      BandwidthFactor(device) * (int64_t{params.D + params.Dv} * item_bytes >= 512 ? kBandwidth : kNarrowBandwidth);
+  const double measured = int64_t{params.D + params.Dv} * item_bytes >= 512 ? kBandwidth : kNarrowBandwidth;
+  const double factor = BandwidthFactor(device);
   const double start = item_bytes == 4 ? kStart32 : kStart, step = item_bytes == 4 ? kStep32 : kStep;
   DecodeChoice best = ChooseSplits(ctas_per_sm, params, item_bytes, tiles, blocks, device);
   if (only == kSplitKv) return best;
@@ -65,6 +68,7 @@ DecodeChoice ChooseDecode(int ctas_per_sm, const AttentionParams& params, int it
     const int64_t ctas = int64_t{1} << i, waves = (blocks + clusters[i] - 1) / clusters[i];
     const int64_t steps = std::max<int64_t>(1, (tiles + ctas * tiles_at_once - 1) / (ctas * tiles_at_once));
     const double own = static_cast<double>(waves) * (start + step * static_cast<double>(steps - 1));
+    const double bandwidth = measured * (ctas == 1 ? factor : std::sqrt(factor));
     const double time = std::max(own, start + bytes / bandwidth) + (ctas > 1 ? kCombineTime : 0.0);
     if (time < best.nanoseconds) best = {true, static_cast<int>(ctas), time};
   }
