@@ -151,7 +151,8 @@ def _load_plan(options: Options) -> Plan | None:
         return None
     plan = load_plan(options.plan, {op.key: op.plan_format for op in OPS})
     if options.tune and not any(op.has_to_measure(options, plan) for op in OPS):
-        kinds = " and ".join(f"{op.names.kind}s" for op in OPS)
+        *first, last = (f"{op.names.kind}s" for op in OPS)
+        kinds = f"{', '.join(first)} and {last}"
         raise ArgumentError(
             f"--tune has nothing to measure: {options.plan} decides all {kinds}; leave --tune or --plan out"
         )

@@ -62,7 +62,7 @@ class CasePlan:
         numbers = range(len(cases))
         for number in [*numbers[:1], *numbers[1:][-1:], *numbers[1:-1]]:  # as they run
             case = cases[number]
-            if selected and time.monotonic() >= self._limits.deadline:
+            if number not in (0, numbers[-1]) and time.monotonic() >= self._limits.deadline:
                 skipped[number] = SkippedCase(str(case), "time")
                 continue
             tried = [replace(case, batch=n) for n in dict.fromkeys((case.batch, 2, 1)) if n <= case.batch]
