@@ -16,6 +16,7 @@ from stof.files import remove_temporaries
 from stof.interrupts import ended_by_signals, report_interrupt
 from stof.options import Options
 from stof.progress import step_log
+from stof.selection import EVERY_ATTENTION
 from stof.terminal import OutputError, Parser, complain, run_command, say
 
 if TYPE_CHECKING:
@@ -49,7 +50,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--report", type=Path, metavar="FILE", help="write the report as an HTML page for people")
     parser.add_argument("--dry-run", action="store_true", help="report only, write no model")
     parser.add_argument(
-        "--explain", nargs="?", const="*", metavar="SITE", help="say how far each site got, write no model"
+        "--explain",
+        nargs="?",
+        const=EVERY_ATTENTION,
+        metavar="SITE",
+        help="say how far each site, or attention over a KV cache, got; write no model",
     )
     parser.add_argument("--target", choices=("cpu", "cuda", "tensorrt"), help="what choices are tuned for (cpu)")
     parser.add_argument("--provider", choices=tuple(_TARGETS), help="the same, by ONNX Runtime's execution provider")
@@ -203,9 +208,13 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.version:
         say(*_version())
         return 0
-    if arguments.model is None and arguments.explain not in (None, "*") and Path(arguments.explain).is_file():
+    if (
+        arguments.model is None
+        and arguments.explain not in (None, EVERY_ATTENTION)
+        and Path(arguments.explain).exists()
+    ):
         # `--explain model.onnx`: the optional SITE has taken the model's place.
-        arguments.model, arguments.explain = Path(arguments.explain), "*"
+        arguments.model, arguments.explain = Path(arguments.explain), EVERY_ATTENTION
     if arguments.model is None:
         raise ArgumentError("no model given (see stof-optimize --help)")
     for name, words in _LATER.items():

@@ -23,7 +23,9 @@ class Options:
     report: Path | None = None  # an HTML page for people
     time: bool = False  # whether the original and the result are timed in ONNX Runtime, once it is written
     dry_run: bool = False
-    explain: str | None = None  # "*" or a candidate, as in ``only``: report only, and say how far it got
+    explain: str | None = (
+        None  # report only, and say how far candidates got: a pattern as in ``only``; "*": all attention
+    )
     verify: bool = True
     verify_budget: float = 45.0  # seconds
     verify_memory: int = 0  # bytes for verification; 0: half of what is free

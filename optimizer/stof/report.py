@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from stof import strict_json
 from stof.errors import shown
-from stof.selection import CandidateNames, owner_of
+from stof.selection import EVERY_ATTENTION, CandidateNames, owner_of
 
 if TYPE_CHECKING:
     from stof.verification.model_times import ModelTimes
@@ -120,9 +120,11 @@ class Section(ABC):
     Attributes:
         names: how options and messages name the op's candidates.
         rows: a row for each candidate, and for others that are none for a reason.
+        is_explained_by_default: whether ``--explain`` without a pattern lists the op's candidates.
     """
 
     names: ClassVar[CandidateNames]
+    is_explained_by_default: ClassVar[bool] = False
     rows: Sequence[Row]
 
     @property
@@ -281,10 +283,17 @@ class Report:
         return ", ".join(r for r in (s.nothing_to_do() for s in self.sections.values()) if r)
 
     def explain(self, pattern: str) -> str:
-        """How far candidates got: a line for each step that they passed, and the reason where they stopped."""
+        """How far candidates got: a line for each step that they passed, and the reason where they stopped.
+
+        Args:
+            pattern: which candidates; ``*``: all attention, with a KV cache and without.
+        """
         sections = self.sections.values()
-        owner = owner_of(pattern, [s.names for s in sections])
-        own = [s for s in sections if s.names is owner]
+        if pattern == EVERY_ATTENTION:
+            own = [s for s in sections if s.is_explained_by_default]
+        else:
+            owner = owner_of(pattern, [s.names for s in sections])
+            own = [s for s in sections if s.names is owner]
         return "\n".join(shown(line) for s in own for line in s.explain_rows(pattern.removeprefix(s.names.prefix)))
 
     def _verification_lines(self) -> list[str]:

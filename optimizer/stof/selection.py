@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from stof.errors import ArgumentError
 from stof.options import Options
 
+EVERY_ATTENTION = "*"  # the pattern of ``--explain`` without one
 _MOST_NAMES = 4  # that a message lists
 
 
@@ -111,7 +112,7 @@ def select(options: Options, names: Sequence[CandidateNames]) -> list[Selection]
     Raises:
         ArgumentError: when a pattern is for no op.
     """
-    explained = () if options.explain in (None, "*") else (str(options.explain),)
+    explained = () if options.explain in (None, EVERY_ATTENTION) else (str(options.explain),)
     own: dict[tuple[str, CandidateNames], list[str]] = {}
     for option, patterns in (("--only", options.only), ("--skip", options.skip), ("--explain", explained)):
         for pattern in patterns:

@@ -349,6 +349,11 @@ def test_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "k &lt;= q and q - k &lt; 64" in words
     assert "one token over a cache of 4096 keys" in words
     assert "causal, window of 64 keys" in words
+    assert cli.main([str(path), "--explain"]) == 0
+    out = capsys.readouterr().out
+    assert [line for line in out.splitlines() if line.startswith("cache ")] == [
+        f"cache {i}  layer{i}/node" for i in range(3)
+    ]
     assert cli.main([str(path), "--explain", "cache:2"]) == 0
     assert "cache 2  layer2/node\n  stopped: causal is 0" in capsys.readouterr().out
     assert cli.main([str(path), "--explain", "cache:0"]) == 0

@@ -283,7 +283,8 @@ def test_folders_that_cannot_be_the_output(tmp_path: Path, capsys: pytest.Captur
         (["--mask", "0=k <= q"], "--mask is for one model"),
         (["--plan", "plan.json"], "--plan is for one model"),
         (["--save-plan", "plan.json"], "--save-plan is for one model"),
-        (["--explain", "0"], "--explain SITE is for one model"),
+        (["--explain", "nothing"], "--explain 'nothing' names no site of the models in"),
+        (["--explain", "cache:0"], "--explain 'cache:0' names no cache of the models in"),
         (["--shape", "length=4"], "--shape 'length' is no symbolic dimension of the models' inputs; these are: S"),
         (["--json", "IN/config.json"], "is the input config.json"),
         (["--json", "OUT/report.json"], "of the report does not exist"),
@@ -329,6 +330,28 @@ def test_reports_alone_write_nothing(
     assert ("site 0  attention_0" in out) == (option == "--explain")
     assert snapshot(tmp_path) == before
     assert not (tmp_path / "out").exists()
+
+
+def test_explain_takes_a_pattern(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A pattern may name a site of some models: the others are left out. Both places of the option are taken."""
+    source = optimum(tmp_path / "in")
+    for arguments in ([str(source), "--explain", "attention_*"], [str(source), "--explain", "0"]):
+        assert cli.main(arguments) == 0
+        out = capsys.readouterr().out
+        assert "\nencoder_model.onnx:\nsite 0  attention_0\n" in out
+        assert "\ndecoder_model.onnx:\n" not in out
+    assert cli.main(["--explain", str(source)]) == 0
+    assert "\nencoder_model.onnx:\nsite 0  attention_0\n" in capsys.readouterr().out
+
+
+def test_explain_where_a_model_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The pattern may name a site of the model that failed: its error is reported, not the pattern."""
+    source = optimum(tmp_path / "in")
+    (source / "broken.onnx").write_bytes(b"none")
+    assert cli.main([str(source), "--explain", "nothing"]) == 3
+    captured = capsys.readouterr()
+    assert "broken.onnx: failed: " in captured.out
+    assert "names no site" not in captured.err
 
 
 def test_shapes_are_for_the_models_that_have_them(tmp_path: Path) -> None:

@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.cached_attention.gqa_models import Shape, model_of
 from tests.command.test_cli import refused, snapshot
 from tests.command.test_folders import PLAIN, names, outputs, put
 
@@ -77,6 +79,22 @@ def test_the_library_is_named_and_every_other_byte_stays(tmp_path: Path, capsys:
     assert f"{GENAI_CONFIG}: {key} is set" in lines
     report = json.loads((tmp_path / "report.json").read_text())
     assert (report["libraries"], report["registrations"]) == ([LIBRARY], {GENAI_CONFIG: [key]})
+
+
+def test_explain_lists_caches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = folder(tmp_path / "in", BUILT, "encoder.onnx")
+    onnx.save(model_of(Shape(), Shape(other={"causal": 0}), masks=True), source / "model.onnx")
+    kept = "cache 1  layer1/node\n  stopped: causal is 0"
+    assert cli.main([str(source), "--explain"]) == 0
+    out = capsys.readouterr().out
+    assert "\nencoder.onnx:\nsite 0  attention_0\n" in out
+    assert "\nmodel.onnx:\ncache 0  layer0/node\n  match  4 heads on 2, D = 16" in out
+    assert kept in out
+    assert cli.main([str(source), "--explain", "cache:*1*"]) == 0
+    out = capsys.readouterr().out
+    assert f"\nmodel.onnx:\n{kept}" in out
+    assert "cache 0" not in out
+    assert "\nencoder.onnx:\n" not in out
 
 
 def test_without_operators_there_is_no_library(tmp_path: Path) -> None:

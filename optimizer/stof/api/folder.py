@@ -27,6 +27,7 @@ from stof.options import Options
 from stof.pipeline import run
 from stof.report import Report
 from stof.runtime.library import library_path
+from stof.selection import EVERY_ATTENTION, owner_of
 
 _SUFFIX = ".onnx"
 # Options that name sites or hold decisions of one model.
@@ -113,8 +114,9 @@ class FolderReport:
         ]
 
     def explain(self, pattern: str) -> str:
-        """How far the candidates of each model got."""
-        return "\n".join(f"{shown(name)}:\n{report.explain(pattern)}" for name, report in self.reports.items())
+        """How far candidates of each model got; models without one that the pattern names are left out."""
+        by_model = {name: report.explain(pattern) for name, report in self.reports.items()}
+        return "\n".join(f"{shown(name)}:\n{text}" for name, text in by_model.items() if text)
 
     def to_json(self) -> str:
         """Every fact as JSON; ``files`` has the report of each model by its path."""
@@ -149,8 +151,8 @@ def optimize_folder(
     Args:
         folder: the folder; it is never modified.
         output: the new folder, which does not exist or is empty. It may be None where ``options`` asks for a report alone.
-        options: for each model. ``shapes`` may name dimensions that only some models have; ``tune`` and ``verify_budget``
-            are seconds for one model.
+        options: for each model. ``shapes`` may name dimensions, and ``explain`` candidates, that only some models have;
+            ``tune`` and ``verify_budget`` are seconds for one model.
 
     Raises:
         ArgumentError: wrong arguments, a folder that cannot be written, files that cannot be copied, a ``genai_config.json``
@@ -188,6 +190,7 @@ def optimize_folder(
     steps = _FolderRun(source, models, options, report)
     if target is None or is_dry:
         steps.optimize_into(None, source)
+        _check_explanation(report, options.explain)
     else:
         _write(steps, files, target, configs)
     if options.json is not None:
@@ -254,7 +257,9 @@ class _FolderRun:
                 model = load(source / path)
                 self.data |= {Path(os.path.normpath(path.parent / location)) for location in external_files(model)}
                 self._dimensions[path] = _dimensions_of(model)
-        self._options = replace(options, output=None, json=None)
+        # A pattern may name candidates of some models alone: it is checked when all are analyzed.
+        explain = None if options.explain is None else EVERY_ATTENTION
+        self._options = replace(options, output=None, json=None, explain=explain)
         self._check_shapes(options.shapes)
 
     def _check_shapes(self, shapes: Mapping[str, tuple[int, int]]) -> None:
@@ -300,8 +305,17 @@ def _check_options(options: Options) -> None:
     for name, option in _OF_ONE_MODEL.items():
         if getattr(options, name):
             raise ArgumentError(f"{option} is for one model; give the .onnx file instead of the folder")
-    if options.explain not in (None, "*"):
-        raise ArgumentError("--explain SITE is for one model; give the .onnx file, or leave SITE out")
+
+
+def _check_explanation(report: FolderReport, pattern: str | None) -> None:
+    """Refuses a pattern that names no candidate of any model. Models that failed may have had one."""
+    if pattern in (None, EVERY_ATTENTION) or report.failures or report.explain(pattern):
+        return
+    names = {s.names: None for r in report.reports.values() for s in r.sections.values()}
+    owner = owner_of(pattern, names)
+    kind = "candidate" if owner is None else owner.kind
+    others = "".join(f"; {n.prefix}NAME names a {n.kind}" for n in names if n is not owner and n.prefix)
+    raise ArgumentError(f"--explain {pattern!r} names no {kind} of the models in {report.folder}{others}")
 
 
 def _check_target(source: Path, target: Path) -> None:

@@ -61,6 +61,7 @@ class SiteSection(Section):
     """
 
     names = NAMES
+    is_explained_by_default = True
     rows: list[SiteReport] = field(default_factory=list)
     pictures: dict[str, list[str]] = field(default_factory=dict)
     drawings: dict[str, MaskDrawing] = field(default_factory=dict)

@@ -41,6 +41,7 @@ class CacheSection(Section):
     """
 
     names = NAMES
+    is_explained_by_default = True
     rows: list[CacheReport] = field(default_factory=list)
     pictures: list[MaskPicture] = field(default_factory=list)
 
