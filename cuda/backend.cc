@@ -121,7 +121,7 @@ Status RunByMask(const AttentionArgs& args, const Tensor* pad, const AttentionMa
 Status RunAttention(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
                     const Tables& operands, const RunContext& context) {
   STOF_RETURN_IF_ERROR(CheckCudaAttention(args));
-  if (ReadsKeyRangeAlone(args)) {
+  if (IsLimitedToKeyRange(args)) {
     const cuda::MaskPart all = {0, args.B, 0, args.H, 0, args.S};
     return cuda::AttentionJob(args, pad, mask, sizes, operands, all, nullptr, context).RunKeyRange();
   }

@@ -203,7 +203,7 @@ CpuAttentionConfig ChooseCpuAttention(const AttentionArgs& args, int threads) {
   CpuAttentionConfig config;
   config.isa = BestCpuIsa();
   config.n = 64;
-  if (cpu::AreFewQueries(args)) {
+  if (cpu::HasFewQueries(args)) {
     config.m = static_cast<int>(std::max<int64_t>(1, args.S));
     return config;
   }

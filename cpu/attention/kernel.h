@@ -26,7 +26,7 @@ void Pack(const AttentionProblem& problem, int64_t first, int64_t last, void* me
   // Heads are innermost, since exporters leave them side by side: a page of keys is met once, not once per head.
   for (int64_t i = first; i < last; ++i) {
     const int64_t g = i % args.G, b = i / args.G / problem.panels;
-    const int64_t packed = i / args.G % problem.panels, end = KeyEnd(args, b);
+    const int64_t packed = i / args.G % problem.panels, end = EndOfKeys(args, b);
     const int64_t panel = problem.sequences[b].first * (problem.n / kPanel) + packed;
     if (panel * kPanel >= Min(end, problem.sequences[b].last * problem.n)) continue;
     const int64_t at = (b * args.G + g) * problem.panels + packed;

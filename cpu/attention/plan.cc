@@ -36,7 +36,7 @@ constexpr int64_t kPartialBytes = 64 << 20;
 
 }  // namespace
 
-bool AreFewQueries(const AttentionArgs& args) {
+bool HasFewQueries(const AttentionArgs& args) {
   return args.S <= kFewRows || (args.S <= kMostFewRows && args.T >= kManyKeys);
 }
 
@@ -58,7 +58,7 @@ AttentionPlan::AttentionPlan(const AttentionArgs& args, const CpuAttentionConfig
   if (HasRuns()) runs_.resize(static_cast<size_t>(problem_.key_tiles));
   sequences_.resize(static_cast<size_t>(args.B));
   for (int64_t b = 0; b < args.B; ++b) FindTiles(b, &sequences_[static_cast<size_t>(b)]);
-  problem_.few_queries = args.S <= config.m && AreFewQueries(args);
+  problem_.few_queries = args.S <= config.m && HasFewQueries(args);
   problem_.few_queries ? PlanFewQueries() : PlanTileRows();
   problem_.sequences = sequences_.data();
 }

@@ -19,7 +19,7 @@ inline int64_t EndOfKeys(const AttentionArgs& args, int64_t b) {
 }
 
 // Whether the queries of a call are so few that the keys' way from memory counts.
-bool AreFewQueries(const AttentionArgs& args);
+bool HasFewQueries(const AttentionArgs& args);
 
 // A call as the kernels see it, and what that refers to. args must outlive it.
 class AttentionPlan {

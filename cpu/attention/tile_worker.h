@@ -35,7 +35,7 @@ class Worker {
     row0_ = row0;
     queries_ = static_cast<int>(rows);
     rows_ = static_cast<int>(heads * rows);
-    key_end_ = KeyEnd(args_, b);
+    key_end_ = EndOfKeys(args_, b);
     keys_ = static_cast<const char*>(args_.key) + item_size_ * (b * args_.key_stride.b + g_ * args_.key_stride.h);
     values_ =
         static_cast<const char*>(args_.value) + item_size_ * (b * args_.value_stride.b + g_ * args_.value_stride.h);

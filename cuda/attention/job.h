@@ -47,7 +47,7 @@ class AttentionJob {
 
   Status Run();
   // Runs a decode kernel by the range of keys of args.first_rows, whatever kernel is requested among others:
-  // ReadsKeyRangeAlone(args) holds.
+  // IsLimitedToKeyRange(args) holds.
   Status RunKeyRange();
   // Makes the masks that Run needs. The keeper, if there is one, holds them.
   Status Prepare();

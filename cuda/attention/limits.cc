@@ -125,7 +125,7 @@ Status CheckCudaAttention(const AttentionArgs& args) {
   return CheckRows(args);
 }
 
-bool ReadsKeyRangeAlone(const AttentionArgs& args) {
+bool IsLimitedToKeyRange(const AttentionArgs& args) {
   return args.first_rows != nullptr && args.is_key_range && args.T > 0 && args.S <= cuda::kDecodeQueries &&
          args.empty_rows <= EmptyRows::kNan && cuda::HasAlignedRows(args);
 }

@@ -27,8 +27,8 @@ namespace {
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kLargestHead = 256;
 constexpr int kSliceElements = 32;  // of a head: what a slide CTA moves
-constexpr int kCopied = 8;          // pieces that a thread of a copy CTA has in flight
-constexpr int kMoved = 16;          // and of a slide CTA
+constexpr int kCopyPieces = 8;          // pieces that a thread of a copy CTA has in flight
+constexpr int kSlidePieces = 16;          // and of a slide CTA
 constexpr int64_t kMostCopyCtas = 2048;
 constexpr int64_t kMostTileKeys = 128;  // of a KV tile of an attention kernel
 
@@ -40,10 +40,10 @@ struct AppendParams {
   int64_t copy_chunks = 0;  // of a head
 };
 
-// kSize elements that are loaded and stored at once.
-template <typename T, int kSize>
-struct alignas(sizeof(T) * kSize) Piece {
-  T at[kSize];
+// kPieceElements elements that are loaded and stored at once.
+template <typename T, int kPieceElements>
+struct alignas(sizeof(T) * kPieceElements) Piece {
+  T at[kPieceElements];
 };
 
 template <typename T>
@@ -61,11 +61,11 @@ __device__ __forceinline__ __nv_bfloat16 Round<__nv_bfloat16>(float x) {
   return __float2bfloat16_rn(x);
 }
 
-// kSize: elements of a piece. kSlides: there are slide CTAs, whose registers other launches shall not pay for.
-template <typename T, int kSize, bool kSlides>
+// kPieceElements: elements of a piece. kSlides: there are slide CTAs, whose registers other launches shall not pay for.
+template <typename T, int kPieceElements, bool kSlides>
 class Append {
-  using PieceOf = Piece<T, kSize>;
-  static constexpr int kPieces = kLargestHead / (32 * kSize);  // of a lane
+  using PieceOf = Piece<T, kPieceElements>;
+  static constexpr int kPieces = kLargestHead / (32 * kPieceElements);  // of a lane
 
  public:
   __device__ Append(const AppendParams& params, float (*rows)[kLargestHead])
@@ -100,7 +100,7 @@ class Append {
     const CacheRows rows = RowsOf(b);
     bool is_wrong = rows.is_invalid;
     if (args_.cos != nullptr && !is_wrong) {
-      for (int64_t token = threadIdx.x; token < rows.valid; token += kThreads) {
+      for (int64_t token = threadIdx.x; token < rows.tokens; token += kThreads) {
         const int64_t position = PositionOf(rows, b, token);
         is_wrong = is_wrong || position < 0 || position >= args_.rotary_rows;
       }
@@ -158,47 +158,47 @@ class Append {
                                              : kind == kKey ? args_.key
                                                             : args_.value) +
                        b * stride.b + head * stride.h + i * stride.s;
-    float x[kPieces][kSize];
+    float x[kPieces][kPieceElements];
 #pragma unroll
     for (int p = 0; p < kPieces; ++p) {
-      const int d = (32 * p + lane_) * kSize;
+      const int d = (32 * p + lane_) * kPieceElements;
 #pragma unroll
-      for (int e = 0; e < kSize; ++e) x[p][e] = 0.0f;
+      for (int e = 0; e < kPieceElements; ++e) x[p][e] = 0.0f;
       if (d >= size) continue;
       const PieceOf piece = *reinterpret_cast<const PieceOf*>(from + d);
 #pragma unroll
-      for (int e = 0; e < kSize; ++e) x[p][e] = ToFloat(piece.at[e]);
+      for (int e = 0; e < kPieceElements; ++e) x[p][e] = ToFloat(piece.at[e]);
     }
     const auto* norm = static_cast<const T*>(kind == kQuery ? args_.query_norm : args_.key_norm);
     if (kind != kValue && norm != nullptr) Normalize(norm, size, x);
-    if (kind != kValue && args_.cos != nullptr) Rotate(PositionOf(rows, b, i), i < rows.valid, size, x);
+    if (kind != kValue && args_.cos != nullptr) Rotate(PositionOf(rows, b, i), i < rows.tokens, size, x);
 #pragma unroll
     for (int p = 0; p < kPieces; ++p) {
-      const int d = (32 * p + lane_) * kSize;
+      const int d = (32 * p + lane_) * kPieceElements;
       if (d < begin || d >= end) continue;
       PieceOf piece;
 #pragma unroll
-      for (int e = 0; e < kSize; ++e) piece.at[e] = Round<T>(x[p][e]);
+      for (int e = 0; e < kPieceElements; ++e) piece.at[e] = Round<T>(x[p][e]);
       if (to != nullptr) *reinterpret_cast<PieceOf*>(to + d) = piece;
       if (other != nullptr) *reinterpret_cast<PieceOf*>(other + d) = piece;
     }
   }
 
-  __device__ void Normalize(const T* weight, int size, float (&x)[kPieces][kSize]) const {
+  __device__ void Normalize(const T* weight, int size, float (&x)[kPieces][kPieceElements]) const {
     float sum = 0.0f;
 #pragma unroll
     for (int p = 0; p < kPieces; ++p) {
 #pragma unroll
-      for (int e = 0; e < kSize; ++e) sum = fmaf(x[p][e], x[p][e], sum);
+      for (int e = 0; e < kPieceElements; ++e) sum = fmaf(x[p][e], x[p][e], sum);
     }
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
     const float factor = 1.0f / sqrtf(sum / static_cast<float>(size) + args_.epsilon);
 #pragma unroll
     for (int p = 0; p < kPieces; ++p) {
-      const int d = (32 * p + lane_) * kSize;
+      const int d = (32 * p + lane_) * kPieceElements;
 #pragma unroll
-      for (int e = 0; e < kSize; ++e) {
+      for (int e = 0; e < kPieceElements; ++e) {
         if (d < size) x[p][e] = x[p][e] * factor * ToFloat(weight[d + e]);
       }
     }
@@ -206,12 +206,12 @@ class Append {
 
   // Element d turns with its partner, which another lane may have: the row goes through shared memory. Beyond the table
   // a token becomes NaN, so that later steps do not attend a wrong key; padding may have any position.
-  __device__ void Rotate(int64_t position, bool is_token, int size, float (&x)[kPieces][kSize]) {
+  __device__ void Rotate(int64_t position, bool is_token, int size, float (&x)[kPieces][kPieceElements]) {
     if (position < 0 || position >= args_.rotary_rows) {
 #pragma unroll
       for (int p = 0; p < kPieces; ++p) {
 #pragma unroll
-        for (int e = 0; e < kSize; ++e) x[p][e] = is_token ? NAN : x[p][e];
+        for (int e = 0; e < kPieceElements; ++e) x[p][e] = is_token ? NAN : x[p][e];
       }
       return;
     }
@@ -221,9 +221,9 @@ class Append {
     __syncwarp();  // all lanes have read the row of the last token
 #pragma unroll
     for (int p = 0; p < kPieces; ++p) {
-      const int d = (32 * p + lane_) * kSize;
+      const int d = (32 * p + lane_) * kPieceElements;
 #pragma unroll
-      for (int e = 0; e < kSize; ++e) {
+      for (int e = 0; e < kPieceElements; ++e) {
         if (d < size) row_[d + e] = x[p][e];
       }
     }
@@ -231,8 +231,8 @@ class Append {
 #pragma unroll
     for (int p = 0; p < kPieces; ++p) {
 #pragma unroll
-      for (int e = 0; e < kSize; ++e) {
-        const int d = (32 * p + lane_) * kSize + e;
+      for (int e = 0; e < kPieceElements; ++e) {
+        const int d = (32 * p + lane_) * kPieceElements + e;
         if (d >= 2 * half) continue;
         const bool is_first = args_.is_interleaved ? d % 2 == 0 : d < half;
         const int pair = args_.is_interleaved ? d / 2 : is_first ? d : d - half;
@@ -250,22 +250,22 @@ class Append {
       const int64_t head = at / params_.copy_chunks, bg = head / 2, b = bg / args_.G, g = bg % args_.G;
       const Kind kind = head % 2 == 0 ? kKey : kValue;
       const CacheRows rows = RowsOf(b);
-      const int64_t row = args_.D / kSize;  // pieces
+      const int64_t row = args_.D / kPieceElements;  // pieces
       const int64_t kept_from = rows.kept_from * row, end = rows.is_invalid ? 0 : rows.held * row;
-      const int64_t begin = at % params_.copy_chunks * (kThreads * kCopied) + (is_staged() ? 0 : kept_from);
+      const int64_t begin = at % params_.copy_chunks * (kThreads * kCopyPieces) + (is_staged() ? 0 : kept_from);
       if (begin >= end) continue;
       const auto* from = reinterpret_cast<const PieceOf*>(
           static_cast<const T*>(kind == kKey ? args_.past_key : args_.past_value) + bg * args_.past_capacity * args_.D);
       auto* to = reinterpret_cast<PieceOf*>(Present(kind, b, g));
       auto* staging = is_staged() ? reinterpret_cast<PieceOf*>(Staging(kind, b, g)) : nullptr;
-      PieceOf held[kCopied];
+      PieceOf held[kCopyPieces];
 #pragma unroll
-      for (int n = 0; n < kCopied; ++n) {
+      for (int n = 0; n < kCopyPieces; ++n) {
         const int64_t piece = begin + n * kThreads + threadIdx.x;
         if (piece < end) held[n] = from[piece];
       }
 #pragma unroll
-      for (int n = 0; n < kCopied; ++n) {
+      for (int n = 0; n < kCopyPieces; ++n) {
         const int64_t piece = begin + n * kThreads + threadIdx.x;
         if (piece >= end) continue;
         if (staging != nullptr) staging[piece] = held[n];
@@ -295,19 +295,19 @@ class Append {
   // one. What a chunk writes lies before all rows that later chunks read: one barrier a chunk orders its reads before
   // its writes.
   __device__ void MoveToFront(T* head, T* staging, const CacheRows& rows, int begin, int end) {
-    constexpr int kAcross = kSliceElements / kSize, kDown = kThreads / kAcross;
-    const int d = begin + static_cast<int>(threadIdx.x) % kAcross * kSize;
+    constexpr int kAcross = kSliceElements / kPieceElements, kDown = kThreads / kAcross;
+    const int d = begin + static_cast<int>(threadIdx.x) % kAcross * kPieceElements;
     const int64_t down = static_cast<int>(threadIdx.x) / kAcross;
-    for (int64_t first = staging != nullptr ? 0 : rows.kept_from; first < rows.held; first += kDown * kMoved) {
-      PieceOf held[kMoved];
+    for (int64_t first = staging != nullptr ? 0 : rows.kept_from; first < rows.held; first += kDown * kSlidePieces) {
+      PieceOf held[kSlidePieces];
 #pragma unroll
-      for (int n = 0; n < kMoved; ++n) {
+      for (int n = 0; n < kSlidePieces; ++n) {
         const int64_t row = first + n * kDown + down;
         if (row < rows.held && d < end) held[n] = *reinterpret_cast<const PieceOf*>(head + row * args_.D + d);
       }
       __syncthreads();
 #pragma unroll
-      for (int n = 0; n < kMoved; ++n) {
+      for (int n = 0; n < kSlidePieces; ++n) {
         const int64_t row = first + n * kDown + down, to = row - rows.kept_from;
         if (row >= rows.held || d >= end) continue;
         if (staging != nullptr) *reinterpret_cast<PieceOf*>(staging + row * args_.D + d) = held[n];
@@ -341,17 +341,17 @@ class Append {
   float* const row_;
 };
 
-template <typename T, int kSize, bool kSlides>
+template <typename T, int kPieceElements, bool kSlides>
 __global__ void __launch_bounds__(kThreads) AppendKernel(const __grid_constant__ AppendParams params) {
   __shared__ float rows[kWarps][kLargestHead];
   WaitForPrevious();
   LetNextStart();
-  Append<T, kSize, kSlides>(params, rows).Run();
+  Append<T, kPieceElements, kSlides>(params, rows).Run();
 }
 
-template <typename T, int kSize, bool kSlides>
+template <typename T, int kPieceElements, bool kSlides>
 int Launch(const AppendParams& params, int64_t ctas, void* stream) {
-  constexpr auto kKernel = AppendKernel<T, kSize, kSlides>;
+  constexpr auto kKernel = AppendKernel<T, kPieceElements, kSlides>;
   return LaunchKernel<AppendParams, kKernel>(params, static_cast<unsigned>(ctas), kThreads, 0, stream,
                                              CanStartEarly<AppendParams, kKernel>());
 }
@@ -400,8 +400,8 @@ Status Check(const CacheAppendArgs& args) {
 template <typename T>
 int LaunchFor(AppendParams params, void* stream, bool* is_too_large) {
   const CacheAppendArgs& args = params.args;
-  constexpr int kSize = 4;
-  const bool is_aligned = HasAlignedRows(args, kSize);
+  constexpr int kPieceElements = 4;
+  const bool is_aligned = HasAlignedRows(args, kPieceElements);
   const bool is_in_place = args.past_key == args.present_key || args.past_key == nullptr;
   const bool slides = args.sliding_window > 0 && args.past_key != nullptr && is_in_place && !args.is_first_prompt;
   const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
@@ -411,14 +411,14 @@ int LaunchFor(AppendParams params, void* stream, bool* is_too_large) {
   if (slides) slide_ctas = args.B * args.G * 2 * ceil_div(args.D, kSliceElements);
   if (args.clear_end > 0 && (!slides || args.staging_key != nullptr)) params.clear_ctas = args.B * args.G;
   if (!is_in_place && !args.is_first_prompt) {
-    const int64_t pieces = args.past_capacity * args.D / (is_aligned ? kSize : 1);
-    params.copy_chunks = ceil_div(pieces, kThreads * kCopied);
+    const int64_t pieces = args.past_capacity * args.D / (is_aligned ? kPieceElements : 1);
+    params.copy_chunks = ceil_div(pieces, kThreads * kCopyPieces);
     params.copy_ctas = std::min(args.B * args.G * 2 * params.copy_chunks, kMostCopyCtas);
   }
   const int64_t ctas = args.B + params.token_ctas + params.clear_ctas + params.copy_ctas + slide_ctas;
   *is_too_large = ctas > std::numeric_limits<int32_t>::max() / kWarps;  // 32 bits count warps
   if (*is_too_large) return 0;
-  const auto launch = is_aligned ? (slides ? Launch<T, kSize, true> : Launch<T, kSize, false>)
+  const auto launch = is_aligned ? (slides ? Launch<T, kPieceElements, true> : Launch<T, kPieceElements, false>)
                                  : (slides ? Launch<T, 1, true> : Launch<T, 1, false>);
   return launch(params, ctas, stream);
 }

@@ -24,7 +24,7 @@ struct CacheShape {
 // first_row + i, unless that lies outside of the cache. In staging they are rows [0, held) and held + i.
 struct CacheRows {
   int64_t past = 0;   // keys before this step, which is the position of token 0
-  int64_t valid = 0;  // tokens that are not padding
+  int64_t tokens = 0;  // new ones that are not padding
   int64_t held = 0;   // rows of the past
   int64_t kept_from = 0;
   int64_t first_row = 0;
@@ -43,18 +43,18 @@ STOF_HD inline CacheRows FindCacheRows(const CacheShape& shape, int32_t seqlen) 
   CacheRows rows;
   const int64_t total = int64_t{seqlen} + 1;
   rows.past = shape.is_first_prompt ? 0 : total - shape.S;
-  rows.valid = total - rows.past;
+  rows.tokens = total - rows.past;
   const int64_t dropped = DroppedRows(shape, total), dropped_before = DroppedRows(shape, rows.past);
   rows.held = rows.past - dropped_before;
   rows.is_invalid = total < 1 || (shape.most_keys > 0 && total > shape.most_keys) || rows.past < 0 ||
-                    rows.valid > shape.S || rows.held > shape.past_capacity ||
+                    rows.tokens > shape.S || rows.held > shape.past_capacity ||
                     (shape.sliding_window == 0 && rows.past + shape.S > shape.capacity);
   if (rows.is_invalid) {
     const int64_t most =
         shape.capacity - shape.S < shape.past_capacity ? shape.capacity - shape.S : shape.past_capacity;
     rows.past = rows.past > most ? most : rows.past;
     rows.past = rows.past < 0 ? 0 : rows.past;
-    rows.valid = shape.S;
+    rows.tokens = shape.S;
     rows.held = rows.first_row = rows.past;
     return rows;
   }

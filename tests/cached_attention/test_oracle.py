@@ -8,7 +8,7 @@ import pytest
 from gqa_models import Shape, draw_step, feeds_of, model_of, session
 
 from stof.cached_attention.checks.oracle import compute_step
-from stof.cached_attention.site import resident_rows
+from stof.cached_attention.site import count_held_rows
 
 SHAPES = {
     "plain": Shape(),
@@ -84,11 +84,11 @@ def test_sliding_window_caches(shape: Shape, capacity: int) -> None:
         key, value = found[1:]
 
 
-def test_resident_rows_of_the_layout() -> None:
+def test_held_rows_of_the_layout() -> None:
     """The rows that stay: all of them, then between the window and the capacity."""
     lengths = np.arange(1, 60)
     for capacity, window in ((6, 6), (9, 6), (22, 6)):
-        rows = resident_rows(lengths, capacity, window)
+        rows = count_held_rows(lengths, capacity, window)
         assert (rows[lengths <= capacity] == lengths[lengths <= capacity]).all()
         beyond = rows[lengths > capacity]
         assert beyond.min() == window

@@ -99,10 +99,10 @@ def read_genai_config(path: Path) -> GenaiConfig:
         data = strict_json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ArgumentError(f"{name} is no JSON: {error}") from error
-    model = _object(name, ("model",), _object(name, (), data).get("model", {}))
+    model = _check_object(name, ("model",), _check_object(name, (), data).get("model", {}))
     sessions = []
-    for key, found in _models(name, ("model",), model):
-        path_in_folder = _path_in_folder(name, (*key, _FILE), found[_FILE])
+    for key, found in _find_models(name, ("model",), model):
+        path_in_folder = _check_path(name, (*key, _FILE), found[_FILE])
         has_own = _OPTIONS in found or key in (_DECODER, _DRAFT)
         options = (*(key if has_own else _DECODER), _OPTIONS)
         library, providers = _find_options(name, options, data)
@@ -115,7 +115,7 @@ def show_key(key: Key) -> str:
     return "".join(f"[{k}]" if isinstance(k, int) else f".{k}" for k in key).removeprefix(".") or "the file"
 
 
-def _models(
+def _find_models(
     name: str, key: Key, value: Mapping[str, object], depth: int = 0
 ) -> Iterator[tuple[Key, Mapping[str, object]]]:
     """Each object at a key and below that names the file of a model."""
@@ -127,18 +127,18 @@ def _models(
         if inner == "pipeline" and isinstance(found, list):
             for i, stage in enumerate(found):
                 at = (*key, inner, i)
-                yield from _models(name, at, _object(name, at, stage), depth + 1)
+                yield from _find_models(name, at, _check_object(name, at, stage), depth + 1)
         elif inner != _OPTIONS and isinstance(found, dict):
-            yield from _models(name, (*key, inner), found, depth + 1)
+            yield from _find_models(name, (*key, inner), found, depth + 1)
 
 
-def _object(name: str, key: Key, value: object) -> dict[str, object]:
+def _check_object(name: str, key: Key, value: object) -> dict[str, object]:
     if not isinstance(value, dict):
-        raise ArgumentError(f"{name}: {show_key(key)} is {_kind(value)}, expected an object")
+        raise ArgumentError(f"{name}: {show_key(key)} is {_describe_kind(value)}, expected an object")
     return value
 
 
-def _kind(value: object) -> str:
+def _describe_kind(value: object) -> str:
     kinds = {
         bool: "a boolean",
         int: "a number",
@@ -150,14 +150,14 @@ def _kind(value: object) -> str:
     return kinds.get(type(value), "null")
 
 
-def _path_in_folder(name: str, key: Key, value: object) -> Path:
+def _check_path(name: str, key: Key, value: object) -> Path:
     """The path that a configuration names, without ``.`` and ``..``.
 
     Raises:
         ArgumentError: where it is none, or leads out of the folder: the new folder would not hold that file.
     """
     if not isinstance(value, str) or not value or "\0" in value:
-        what = repr(value) if isinstance(value, str) else _kind(value)
+        what = repr(value) if isinstance(value, str) else _describe_kind(value)
         raise ArgumentError(f"{name}: {show_key(key)} is {what}, expected the name of a file")
     given, parts = PurePosixPath(value), list[str]()
     is_outside = given.is_absolute() or bool(PureWindowsPath(value).drive)
@@ -182,14 +182,14 @@ def _find_options(name: str, options: Key, data: object) -> tuple[str | None, tu
         if isinstance(part, int) and isinstance(at, list):
             at = at[part]
         else:
-            members = _object(name, options[:i], at)
+            members = _check_object(name, options[:i], at)
             if part not in members:
                 return None, ()
             at = members[str(part)]
-    found = _object(name, options, at)
+    found = _check_object(name, options, at)
     library = found.get(_LIBRARY, "")
     if not isinstance(library, str):
-        raise ArgumentError(f"{name}: {show_key((*options, _LIBRARY))} is {_kind(library)}, expected a string")
+        raise ArgumentError(f"{name}: {show_key((*options, _LIBRARY))} is {_describe_kind(library)}, expected a string")
     given = found.get("provider_options", [])
     providers = [str(k) for p in given if isinstance(p, dict) for k in p] if isinstance(given, list) else []
     return library or None, tuple(providers)
@@ -201,9 +201,9 @@ def _set_member(text: str, key: Key, value: str) -> str:
     start = _skip_space(text, 0)
     for i, part in enumerate(key):
         if isinstance(part, int):
-            start = _elements(text, start)[part]
+            start = _find_elements(text, start)[part]
             continue
-        members = _members(text, start)
+        members = _find_members(text, start)
         if part in members:
             start, end = members[part]
             continue
@@ -217,7 +217,7 @@ def _set_member(text: str, key: Key, value: str) -> str:
     return f"{text[:start]}{json.dumps(value)}{text[end:]}"
 
 
-def _members(text: str, start: int) -> dict[str, tuple[int, int]]:
+def _find_members(text: str, start: int) -> dict[str, tuple[int, int]]:
     """Start and end of the values of the object that begins at ``start``, by their names."""
     found = {}
     at = _skip_space(text, start + 1)
@@ -230,7 +230,7 @@ def _members(text: str, start: int) -> dict[str, tuple[int, int]]:
     return found
 
 
-def _elements(text: str, start: int) -> list[int]:
+def _find_elements(text: str, start: int) -> list[int]:
     """Starts of the elements of the array that begins at ``start``."""
     found = []
     at = _skip_space(text, start + 1)

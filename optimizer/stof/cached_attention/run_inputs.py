@@ -226,11 +226,11 @@ def _assign(values: dict[str, int], size: Int, wanted: int, batches: set[str]) -
         values[name] = wanted
         return
     least = find_least(size, names, 1, wanted, values)
-    rest = _at(size, {**values, name: 0})
+    rest = _evaluate(size, {**values, name: 0})
     values[name] = 0 if rest == wanted else least
 
 
-def _at(size: Int, values: Mapping[str, int]) -> int | None:
+def _evaluate(size: Int, values: Mapping[str, int]) -> int | None:
     try:
         return evaluate(size, values)
     except UnsupportedError:  # a name without a value

@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 from onnx import helper
 
-from stof.cached_attention.site import CacheSite, resident_rows
+from stof.cached_attention.site import CacheSite, count_held_rows
 from stof.graph.external_data import is_external
 from stof.graph.index import is_standard, producers, subgraphs
 from stof.symbolic import Symbolic
@@ -66,7 +66,7 @@ class RunLengths:
         keys = None if site is None else self.keys(site, feed)
         if site is None or keys is None:
             return None
-        held = resident_rows(keys, rows, site.window) if site.sliding else keys
+        held = count_held_rows(keys, rows, site.window) if site.sliding else keys
         return np.asarray(np.arange(rows)[None] < held[:, None])
 
     def size(self, size: Any, feed: Feed) -> int | None:

@@ -148,7 +148,7 @@ def attributes_of(node: onnx.NodeProto) -> dict[str, Any]:
     return {a.name: helper.get_attribute_value(a) for a in node.attribute}
 
 
-def resident_rows(lengths: np.ndarray, capacity: int, window: int) -> np.ndarray:
+def count_held_rows(lengths: np.ndarray, capacity: int, window: int) -> np.ndarray:
     """The rows [B] that a sliding-window cache of so many rows holds after ``lengths`` [B] positions."""
     step = capacity - window + 1
     moved = lengths - step * -(-(lengths - capacity) // step)

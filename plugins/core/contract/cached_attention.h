@@ -40,7 +40,7 @@ struct CacheAppendArgs {
   // Devices alone: the keys of the longest sequence after this step, and longer ones are illegal; 0: any length.
   int64_t most_keys = 0;
   // Devices alone: value rows behind the new ones become zeros, up to this row and as many as a KV tile may hold, where
-  // attention multiplies values of masked keys by zero (ReadsKeyRangeAlone in contract/attention.h). 0: none.
+  // attention multiplies values of masked keys by zero (IsLimitedToKeyRange in contract/attention.h). 0: none.
   int64_t clear_end = 0;
   // ---- rotary embedding; cos nullptr: none ----
   const void* cos = nullptr;  // [rotary_rows, rotary_size / 2], of type dtype

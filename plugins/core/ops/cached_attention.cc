@@ -429,7 +429,7 @@ Status CachedAttentionOp::RunOnCuda(const CachedMask& mask, const Tables& given,
   CacheAppendArgs& a = step->append;
   STOF_RETURN_IF_ERROR(CheckCudaAttention(step->attention));  // before the cache changes
   a.most_keys = step->total;
-  if (!ReadsKeyRangeAlone(step->attention)) a.clear_end = step->attention.T;
+  if (!IsLimitedToKeyRange(step->attention)) a.clear_end = step->attention.T;
   // In one buffer that holds all positions the append step writes new rows alone.
   const bool is_in_place = a.past_key != nullptr && a.past_key == a.present_key;
   if (is_in_place && a.sliding_window == 0 && !a.is_first_prompt) step->attention.seqlens = a.seqlens;

@@ -44,7 +44,7 @@ TEST(CacheRowsEqualACacheOfSingleTokens) {
     CHECK(rows.is_invalid == (!fits || static_cast<int64_t>(before.size()) > shape.past_capacity), where);
     CountCases(1);
     if (rows.is_invalid) continue;
-    CHECK(rows.past == past && rows.valid == total - past && rows.held == static_cast<int64_t>(before.size()), where);
+    CHECK(rows.past == past && rows.tokens == total - past && rows.held == static_cast<int64_t>(before.size()), where);
     const int64_t origin = after.empty() ? 0 : after[0];
     CHECK(rows.first_row == past - origin, where, ": ", rows.first_row);
     const auto kept = std::find(before.begin(), before.end(), origin);

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from stof.cached_attention.site import resident_rows
+from stof.cached_attention.site import count_held_rows
 
 
 @dataclass(frozen=True)
@@ -81,13 +81,13 @@ class CacheStep:
     @property
     def rows(self) -> np.ndarray:
         """The rows [B] of present that hold keys after this step."""
-        return self.resident(self.lengths)
+        return self.count_held(self.lengths)
 
-    def resident(self, lengths: np.ndarray) -> np.ndarray:
+    def count_held(self, lengths: np.ndarray) -> np.ndarray:
         """How many of the last positions a cache holds after so many [B]."""
         if not self.sliding:
             return lengths
-        return resident_rows(lengths, self.capacity, self.window)
+        return count_held_rows(lengths, self.capacity, self.window)
 
     @property
     def padded(self) -> np.ndarray:
@@ -139,7 +139,7 @@ def compute_step(
     scale = dtype(step.scale or 1.0 / np.sqrt(size))
     output = np.zeros((batch, heads, queries, size), dtype)
     caches = [np.full((batch, groups, step.capacity, size), np.nan, dtype) for _ in range(2)]
-    held = step.resident(before)
+    held = step.count_held(before)
     for b in range(batch):
         count, first = int(step.lengths[b]), int(before[b])
         new = min(queries, count - first)  # tokens that are no padding
