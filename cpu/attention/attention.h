@@ -16,12 +16,12 @@ constexpr int kPanel = 16;         // keys that are packed side by side, one 64-
 constexpr int kStrip = 6;          // query rows of a register block, as m_r of a BLIS microkernel
 constexpr int kMaxTileKeys = 256;  // n
 
-// The key tiles that the queries of one sequence may attend, and their KV splits where queries are few.
+// The key tiles that the queries of one sequence may attend; where queries are few, also their KV splits.
 struct SequenceTiles {
   int64_t first = 0, last = 0;           // all lie in [first, last)
-  int64_t first_item = 0;                // few queries: number of the first of its B * G * splits items
+  int64_t first_item = 0;                // few queries: index of the first of its G * splits items
   int64_t splits = 1;                    // few queries
-  const int32_t* split_begin = nullptr;  // few queries: [splits + 1] the tile that a split begins with
+  const int32_t* split_begin = nullptr;  // few queries: [splits + 1], the first tile of each split
 };
 
 // One call. Filled by the dispatcher, read by the kernels.
@@ -31,8 +31,8 @@ struct AttentionProblem {
   int64_t tile_rows = 0;                     // ceil(S / m)
   int64_t key_tiles = 0;                     // ceil(T / n)
   int64_t panels = 0;                        // of the packed keys of a sequence
-  bool few_queries = false;                  // they are attended in KV splits, several heads at once (GQA packing)
-  bool in_place = false;                     // few queries: so few rows that keys are not packed
+  bool few_queries = false;                  // the path of KV splits and GQA packing
+  bool in_place = false;                     // few queries: keys are read in place, not packed
   int64_t packed_heads = 1;                  // few queries: query heads of a group that share an item
   const SequenceTiles* sequences = nullptr;  // [B]
   const uint32_t* pad_bits = nullptr;        // [B, key_tiles, n / 32], 0 beyond T; nullptr: no key is padded

@@ -11,16 +11,16 @@ namespace {
 
 constexpr int64_t kLine = 64;
 
-// Few queries: their rows of all heads of a group share a pass over the keys, which are split along their length. More
-// are only few beside many keys.
+// Up to kFewRows queries take the path of few queries (GQA packing, KV splits); up to kMostFewRows do with kManyKeys
+// keys or more.
 constexpr int64_t kFewRows = 4, kMostFewRows = 16, kManyKeys = 256;
-// Up to this many rows are not worth packing the keys for: packing moves each key once more.
+// Up to this many rows read keys in place: packing, which moves each key once more, does not pay.
 constexpr int64_t kInPlaceRows = 8;
 constexpr int64_t kMostPackedRows = 512;
 // Keys of a KV split: enough to make the few hundred bytes of a partial result cheap, few enough to keep threads busy.
 // Where the heads of a group pass over the keys one by one, a split stays in L2 (512 keys × 64 × 2 × 4 B = 256 KiB).
 constexpr int64_t kLeastSplitKeys = 256, kMostSplitKeys = 2048, kSharedSplitKeys = 512;
-// So many items are worth longer splits.
+// With more items than this, splits may be longer.
 constexpr int64_t kManyItems = 256;
 
 // Where every row's key tiles fit half an L2, each worker packs the tiles that it meets. A packed copy of all keys
@@ -102,9 +102,9 @@ int64_t AttentionPlan::PackedHeads() const {
 void AttentionPlan::PlanFewQueries() {
   problem_.packed_heads = PackedHeads();
   problem_.in_place = problem_.packed_heads * args_.S <= kInPlaceRows;
-  const bool shares = problem_.packed_heads < args_.H / args_.G;  // items go through their keys more than once
+  const bool rereads_keys = problem_.packed_heads < args_.H / args_.G;  // several items read the same keys
   problem_.partial_stride = RoundUp(2 + args_.Dv, kLine / 4);
-  // The tiles of each sequence; where lists of runs are short, those that are attended.
+  // The number of tiles of each sequence; with common runs only those that are attended.
   std::vector<int64_t> counts;
   int64_t total = 0;
   for (int64_t b = 0; b < args_.B; ++b) {
@@ -118,7 +118,7 @@ void AttentionPlan::PlanFewQueries() {
   }
   // The length of a split must not depend on the number of threads, so that results do not.
   int64_t length = std::clamp(total * args_.G / kManyItems, kLeastSplitKeys / problem_.n, kMostSplitKeys / problem_.n);
-  if (shares) length = std::min(length, kSharedSplitKeys / problem_.n);
+  if (rereads_keys) length = std::min(length, kSharedSplitKeys / problem_.n);
   const int64_t most = kPartialBytes / std::max<int64_t>(1, args_.B * args_.H * args_.S * problem_.partial_stride * 4);
   length = std::max(length, problem_.key_tiles / std::max<int64_t>(1, most) + 1);
   for (int64_t b = 0; b < args_.B; ++b) Split(b, counts[static_cast<size_t>(b)], length);
@@ -128,7 +128,7 @@ void AttentionPlan::PlanFewQueries() {
     split_items_ += args_.G * sequence.splits;
     problem_.most_splits = std::max(problem_.most_splits, sequence.splits);
   }
-  if (!problem_.in_place) problem_.ring_tiles = shares ? length : 1;
+  if (!problem_.in_place) problem_.ring_tiles = rereads_keys ? length : 1;
 }
 
 void AttentionPlan::Split(int64_t b, int64_t count, int64_t length) {
@@ -136,7 +136,7 @@ void AttentionPlan::Split(int64_t b, int64_t count, int64_t length) {
   sequence.splits = std::max<int64_t>(1, CeilDiv(count, length));
   sequence.first_item = static_cast<int64_t>(split_begins_.size());
   split_begins_.push_back(static_cast<int32_t>(sequence.first));
-  int64_t seen = 0, next = 1;  // tiles before, and the split that begins next
+  int64_t seen = 0, next = 1;  // tiles that were passed, and the number of the next split
   const auto pass = [&](int64_t first, int64_t last) {
     for (; next < sequence.splits && next * count / sequence.splits < seen + last - first; ++next) {
       split_begins_.push_back(static_cast<int32_t>(first + next * count / sequence.splits - seen));

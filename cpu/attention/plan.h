@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a call of attention on the CPU does, before any of it runs: the key tiles of each sequence, how few queries are
-// split along the keys, and how keys are packed.
+// Plans a call of attention on the CPU: the key tiles of each sequence, KV splits where queries are few, and the
+// packing of keys.
 #ifndef STOF_CPU_ATTENTION_PLAN_H_
 #define STOF_CPU_ATTENTION_PLAN_H_
 
@@ -13,15 +13,15 @@
 namespace stof {
 namespace cpu {
 
-// The keys of a sequence that may be read.
+// The number of keys of a sequence. Later rows of a cache are not read.
 inline int64_t EndOfKeys(const AttentionArgs& args, int64_t b) {
   return args.key_ends == nullptr ? args.T : args.key_ends[b];
 }
 
-// Whether the queries of a call are so few that the keys' way from memory counts.
+// Whether a call has so few queries that it is bound by reading keys from memory.
 bool HasFewQueries(const AttentionArgs& args);
 
-// A call as the kernels see it, and what that refers to. args must outlive it.
+// The AttentionProblem of a call, and the arrays that it points to. args must outlive it.
 class AttentionPlan {
  public:
   AttentionPlan(const AttentionArgs& args, const CpuAttentionConfig& config);
@@ -32,22 +32,23 @@ class AttentionPlan {
   int64_t Items() const { return problem_.few_queries ? split_items_ : args_.B * args_.H * problem_.tile_rows; }
 
  private:
-  // Whether the mask lists the key tiles of rows.
+  // Whether the mask can list the key tiles of rows as runs.
   bool HasRuns() const;
-  // And those of a sequence are the same for all of its heads.
+  // Whether it does, and all heads of a sequence have the same runs.
   bool HasCommonRuns() const { return HasRuns() && !args_.elements->by_head; }
   // Calls visit(run) for the key tiles that rows of one head may attend.
   template <typename Visit>
   void ForEachRun(int64_t b, int64_t h, int64_t row0, int64_t rows, const Visit& visit);
-  // The key tiles that a sequence's queries may attend: all that exist where that is not known cheaply.
+  // Finds the key tiles that a sequence's queries may attend: all of its tiles where no common runs bound them.
   void FindTiles(int64_t b, SequenceTiles* sequence);
-  // Heads whose rows go together: as many of a group as have the same mask, and few enough for a worker's memory.
+  // How many heads of a group share an item (GQA packing): they have one mask, and fit a worker's memory.
   int64_t PackedHeads() const;
   void PlanFewQueries();
-  // Cuts the `count` tiles of a sequence into splits of equal length; first_item is their place in split_begins_.
+  // Divides the `count` tiles of a sequence into splits of equal length. Until all are known, first_item is the index
+  // of the sequence's first split in split_begins_.
   void Split(int64_t b, int64_t count, int64_t length);
   void PlanTileRows();
-  // The most key tiles of a tile row; where runs are listed, of some of them.
+  // The most key tiles of a tile row. Where the mask lists runs, only a sample of the rows is counted.
   int64_t MostTiles();
 
   const AttentionArgs& args_;

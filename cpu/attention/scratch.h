@@ -91,6 +91,7 @@ inline void FillTailWords(int64_t count, int64_t words, uint32_t* bits) {
   }
 }
 
+// As in plan.h, compiled for the instruction set.
 inline int64_t EndOfKeys(const AttentionArgs& args, int64_t b) {
   return args.key_ends == nullptr ? args.T : args.key_ends[b];
 }

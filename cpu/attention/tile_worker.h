@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One worker of the attention kernel: query rows of one head, or few of several heads of a group, against the key tiles
-// that their mask keeps.
-// scores.h and weights.h have its members for one tile.
+// One worker of the attention kernel. It attends query rows of one head, or a few of several heads of a group, to the
+// key tiles that their mask keeps. scores.h and weights.h define its members for one tile.
 #ifndef STOF_CPU_ATTENTION_TILE_WORKER_H_
 #define STOF_CPU_ATTENTION_TILE_WORKER_H_
 
@@ -45,7 +44,7 @@ class Worker {
     Clear();
   }
 
-  // Plans to prefetch what the next item, of these rows, reads and writes and this one does not bring into the cache.
+  // Queues prefetches for the next item, which begins at row0: what it reads and writes, and this item does not.
   void QueuePrefetch(int64_t b, int64_t h, int64_t row0) {
     const int64_t g = h / (args_.H / args_.G), rows = Min(problem_.m, args_.S - row0);
     const auto row = [this](const void* base, const Strides& stride, int64_t batch, int64_t head, int64_t position) {
@@ -256,7 +255,7 @@ class Worker {
     }
   }
 
-  // Where the rows of a tile begin that will be read soon; nullptr: there are none, or they are copied first.
+  // The first row of a tile that is read next, for prefetching; nullptr: there is none, or its rows are copied first.
   const char* Ahead(const char* head, int64_t stride, int64_t tile) const {
     const bool is_copied = head == values_ ? scratch_.copy_values : scratch_.copy_keys;
     if (tile < 0 || is_copied || (tile + 1) * problem_.n > key_end_) return nullptr;
@@ -297,7 +296,7 @@ class Worker {
       }
       if (count == 0) continue;
       if (kInPlace) {
-        // The values of this tile come to the L2 cache during its scores.
+        // While scores are computed, the values of this tile are prefetched into L2.
         InPlaceScores(strips[0], keys_in_place, ldk, first == 0 ? Ahead(values_, args_.value_stride.s, tile) : nullptr);
       } else {
         PackedScores(strips, 0, count, packed);
@@ -316,7 +315,7 @@ class Worker {
         }
         prefetch_.Fetch(lines_per_step_);
       }
-      // And the keys of the next one during its output, in the order of their addresses.
+      // While values are added, the keys of the next tile are, in the order of their addresses.
       const bool is_dense = args_.key_stride.s == args_.D;
       Values(strips, count, values, ldv,
              kInPlace && first == 0 && is_dense ? Ahead(keys_, args_.key_stride.s, next_) : nullptr);
@@ -418,7 +417,7 @@ class Worker {
   const int64_t item_size_;
   int64_t b_ = 0, h_ = 0, g_ = 0, row0_ = 0;
   int rows_ = 0, queries_ = 0;  // rows of all heads, of one head
-  int64_t key_end_ = 0;         // keys that exist
+  int64_t key_end_ = 0;         // the number of keys of the sequence
   int64_t next_ = -1;           // the key tile after the current one, as far as it is known
   const char* keys_ = nullptr;
   const char* values_ = nullptr;

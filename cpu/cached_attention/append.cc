@@ -28,7 +28,7 @@ std::string LengthText(const CacheAppendArgs& args, int64_t b) {
   return "seqlens_k[" + std::to_string(b) + "] is " + std::to_string(args.seqlens[b]);
 }
 
-// Rows of a cache of all positions below n, or of a sliding-window cache: the last L of them.
+// How many of n positions the cache holds: all, or of a sliding-window cache the last ones.
 int64_t RowsHeld(const CacheAppendArgs& args, int64_t n) {
   if (args.sliding_window == 0 || n <= args.capacity) return n;
   const int64_t block = args.capacity - args.sliding_window + 1;  // positions that are dropped at once
@@ -132,7 +132,7 @@ Status CheckPositions(const CacheAppendArgs& args, int64_t b, const CacheStep& s
   return Status();
 }
 
-// Items that workers take from a counter in steps.
+// Work on items, which workers fetch from an atomic counter in steps.
 template <typename Work>
 struct Job {
   const Work& work;
@@ -149,7 +149,7 @@ struct Job {
   }
 };
 
-// work(first, last) over [0, count), where an item moves about `bytes` bytes.
+// Calls work(first, last) over [0, count) on several threads. bytes: about what an item moves.
 template <typename Work>
 void ForEach(int64_t count, int64_t bytes, const Parallel& parallel, const Work& work) {
   if (count <= 0) return;
@@ -160,7 +160,7 @@ void ForEach(int64_t count, int64_t bytes, const Parallel& parallel, const Work&
   parallel.run(parallel.self, Job<Work>::Run, static_cast<size_t>(workers), &job);
 }
 
-// Rows of each sequence from one cache to another, keys and values: `rows` of them from row `from` on to row 0.
+// The caches that MoveRows copies between.
 struct RowMove {
   const void* from_key;
   const void* from_value;
@@ -169,6 +169,7 @@ struct RowMove {
   void* to_value;
   int64_t to_capacity;
 };
+// Moves rows of each sequence, of keys and of values, to row 0 on. rows_of(b): the first row, and their number.
 template <typename RowsOf>
 void MoveRows(const CacheAppendArgs& args, const RowMove& move, const Parallel& parallel, const RowsOf& rows_of) {
   const int64_t row = args.D * SizeOf(args.dtype);
@@ -197,7 +198,7 @@ int64_t CpuCacheStagingRows(const CacheAppendArgs& args) {
     if (CheckLength(args, b).ok()) rows = std::max(rows, StagingRows(args, MakeStep(args, b)));
   }
   if (rows == 0) return 0;
-  for (int64_t b = 0; b < args.B; ++b) {  // then all sequences go through it
+  for (int64_t b = 0; b < args.B; ++b) {  // one sequence needs staging: all take it
     if (!CheckLength(args, b).ok()) continue;
     const CacheStep step = MakeStep(args, b);
     rows = std::max(rows, step.held + step.tokens);

@@ -11,13 +11,13 @@
 namespace stof {
 namespace cpu {
 
-constexpr int64_t kLargestHead = 256;  // of a row that a kernel holds on its stack
+constexpr int64_t kLargestHead = 256;  // elements of a head that a kernel holds on its stack
 
 // What a step does to the cache of one sequence. Rows count from the front of the cache.
 struct CacheStep {
   int64_t past = 0;       // keys before the step, n[b]
   int64_t tokens = 0;     // new tokens that are valid: S, fewer in a padded first prompt
-  int64_t held = 0;       // rows of them that the past cache holds, from row 0 on
+  int64_t held = 0;       // rows that the past cache holds, from row 0 on; below `past` where it slides
   int64_t dropped = 0;    // the first rows of past and new tokens that the present cache does not keep
   int64_t first_row = 0;  // of token 0, in the cache that new tokens are written to
 };

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// RMS norm and rotary embedding of new queries and keys, which go to the KV cache with their values. Included once per
-// instruction set, with STOF_ISA its namespace and STOF_SIMD the header of its Simd.
+// RMS norm and rotary embedding of new queries and keys; appends keys and values to the KV cache. Included once for
+// each instruction set, with STOF_ISA its namespace and STOF_SIMD the header of its Simd.
 #ifndef STOF_CPU_CACHED_ATTENTION_APPEND_KERNEL_H_
 #define STOF_CPU_CACHED_ATTENTION_APPEND_KERNEL_H_
 
@@ -66,7 +66,7 @@ inline void Rotate(const Row& cos, const Row& sin, int64_t half, bool is_interle
   }
 }
 
-// One worker's rows.
+// Transforms and appends the tokens of one worker.
 class Appender {
  public:
   explicit Appender(const AppendProblem& problem)
@@ -100,7 +100,7 @@ class Appender {
     return static_cast<const char*>(base) + (b * stride.b + head * stride.h + i * stride.s) * item_size_;
   }
 
-  // Of the token's position. Those of padding are free, but reads stay in the table.
+  // Loads cos and sin of the token's position. Positions of padding may be any number: reads stay in the table.
   void LoadRotation(int64_t b, int64_t i, const CacheStep& step) {
     int64_t position = args_.position_ids != nullptr ? args_.position_ids[b * args_.S + i] : step.past + i;
     position = position < 0 ? 0 : position >= args_.rotary_rows ? args_.rotary_rows - 1 : position;

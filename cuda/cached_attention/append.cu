@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// The step in front of attention over a KV cache, in one kernel: RMS norm and rotary embedding of queries and keys,
-// append to the cache, copy of the past where it lies in another buffer. The host reads no length: CTAs find the rows
-// of their sequence in seqlens (cache_rows.h).
+// The append step of attention over a KV cache, in one kernel: RMS norm and rotary embedding of queries and keys,
+// append to the cache, copy of the past where it is another buffer. The host reads no length: CTAs find the rows of
+// their sequence by seqlens (cache_rows.h).
 //
-// Each CTA has one task. In this order there are CTAs that check lengths and positions, one a sequence; that give each
-// head of each token a warp; that clear values behind those of a sequence; that copy the past into another buffer, or
-// slide the rows of a sliding-window cache to its front and append behind them.
+// Each CTA has one task. In the order of blockIdx:
+//   check CTAs, one a sequence: length and positions
+//   token CTAs: norm, rotary embedding and append; a warp for each head of each token
+//   clear CTAs, one a KV head: zero the values behind those of the sequence
+//   copy CTAs: copy the past into another buffer; or
+//   slide CTAs: move the rows of a sliding-window cache to its front, and append behind them
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -27,15 +30,15 @@ namespace {
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kLargestHead = 256;
 constexpr int kSliceElements = 32;  // of a head: what a slide CTA moves
-constexpr int kCopyPieces = 8;          // pieces that a thread of a copy CTA has in flight
-constexpr int kSlidePieces = 16;          // and of a slide CTA
+constexpr int kCopyPieces = 8;      // pieces that a thread of a copy CTA has in flight
+constexpr int kSlidePieces = 16;    // pieces that a thread of a slide CTA has in flight
 constexpr int64_t kMostCopyCtas = 2048;
 constexpr int64_t kMostTileKeys = 128;  // of a KV tile of an attention kernel
 
 struct AppendParams {
   CacheAppendArgs args;
   CacheShape shape;
-  int32_t slots = 0;  // heads of a token that token CTAs compute: queries, then keys and values unless slide CTAs do
+  int32_t slots = 0;  // heads of a token for token CTAs: queries, then keys and values unless slide CTAs append these
   int64_t token_ctas = 0, clear_ctas = 0, copy_ctas = 0;
   int64_t copy_chunks = 0;  // of a head
 };
@@ -61,7 +64,7 @@ __device__ __forceinline__ __nv_bfloat16 Round<__nv_bfloat16>(float x) {
   return __float2bfloat16_rn(x);
 }
 
-// kPieceElements: elements of a piece. kSlides: there are slide CTAs, whose registers other launches shall not pay for.
+// kSlides: there are slide CTAs. They need more registers than other launches should take.
 template <typename T, int kPieceElements, bool kSlides>
 class Append {
   using PieceOf = Piece<T, kPieceElements>;
@@ -95,7 +98,7 @@ class Append {
     return args_.position_ids != nullptr ? args_.position_ids[b * args_.S + token] : rows.past + token;
   }
 
-  // ---- a CTA a sequence: first_row and is_invalid ----
+  // ---- check CTAs: first_row and is_invalid ----
   __device__ void Check(int64_t b) {
     const CacheRows rows = RowsOf(b);
     bool is_wrong = rows.is_invalid;
@@ -204,8 +207,8 @@ class Append {
     }
   }
 
-  // Element d turns with its partner, which another lane may have: the row goes through shared memory. Beyond the table
-  // a token becomes NaN, so that later steps do not attend a wrong key; padding may have any position.
+  // Rotates elements with their partners, which other lanes may have: the row goes through shared memory. A token
+  // beyond the table becomes NaN, so that later steps do not attend a wrong key. Padding may have any position.
   __device__ void Rotate(int64_t position, bool is_token, int size, float (&x)[kPieces][kPieceElements]) {
     if (position < 0 || position >= args_.rotary_rows) {
 #pragma unroll
@@ -243,7 +246,7 @@ class Append {
     }
   }
 
-  // ---- copy CTAs: the rows of a head are contiguous in all buffers ----
+  // ---- copy CTAs: a chunk of the past rows of a head, which are contiguous in all buffers ----
   __device__ void CopyPast(int64_t cta) {
     const int64_t heads = args_.B * args_.G * 2;
     for (int64_t at = cta; at < heads * params_.copy_chunks; at += params_.copy_ctas) {
@@ -286,13 +289,13 @@ class Append {
     if (is_staged() || rows.kept_from > 0) {
       MoveToFront(Present(kind, b, g), is_staged() ? Staging(kind, b, g) : nullptr, rows, begin, end);
     }
-    // After its last barrier the move reads no row any more.
+    // The move has read all of its rows before its last barrier.
     for (int64_t i = warp_; i < args_.S; i += kWarps) Store(kind, rows, b, g, i, begin, end);
     if (kind == kValue && !is_staged()) Clear(Present(kind, b, g), rows.first_row + args_.S, begin, end);
   }
 
   // Moves rows [kept_from, held) to the front, in ascending order, and copies rows [0, held) to staging where there is
-  // one. What a chunk writes lies before all rows that later chunks read: one barrier a chunk orders its reads before
+  // one. A chunk writes rows before all that later chunks read. So one barrier a chunk suffices, between its reads and
   // its writes.
   __device__ void MoveToFront(T* head, T* staging, const CacheRows& rows, int begin, int end) {
     constexpr int kAcross = kSliceElements / kPieceElements, kDown = kThreads / kAcross;
@@ -356,7 +359,7 @@ int Launch(const AppendParams& params, int64_t ctas, void* stream) {
                                              CanStartEarly<AppendParams, kKernel>());
 }
 
-// Whether all rows can be read and written kPiece elements at a time.
+// Whether all rows can be read and written `piece` elements at a time.
 bool HasAlignedRows(const CacheAppendArgs& args, int64_t piece) {
   bool is_aligned = args.D % piece == 0;
   for (const Strides* stride : {&args.query_stride, &args.key_stride, &args.value_stride}) {

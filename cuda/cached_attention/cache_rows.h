@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which rows of a KV cache a step reads and writes for one sequence. The kernel and the host's tests share it.
+// Which rows of a KV cache a step reads and writes for one sequence. Shared by the kernel and the host's tests.
 #ifndef STOF_CUDA_CACHED_ATTENTION_CACHE_ROWS_H_
 #define STOF_CUDA_CACHED_ATTENTION_CACHE_ROWS_H_
 
@@ -20,22 +20,22 @@ struct CacheShape {
   bool is_first_prompt = false;
 };
 
-// A step of one sequence. Past rows [kept_from, held) become rows [0, held - kept_from) of present, and token i row
-// first_row + i, unless that lies outside of the cache. In staging they are rows [0, held) and held + i.
+// A step of one sequence. Past rows [kept_from, held) become rows [0, held - kept_from) of present. Token i becomes row
+// first_row + i, unless that is outside of the cache. In staging, past rows are [0, held) and token i is row held + i.
 struct CacheRows {
-  int64_t past = 0;   // keys before this step, which is the position of token 0
-  int64_t tokens = 0;  // new ones that are not padding
-  int64_t held = 0;   // rows of the past
-  int64_t kept_from = 0;
-  int64_t first_row = 0;
+  int64_t past = 0;         // keys before this step, which is the position of token 0
+  int64_t tokens = 0;       // new ones that are not padding
+  int64_t held = 0;         // rows that the past cache holds
+  int64_t kept_from = 0;    // the first of them that present keeps
+  int64_t first_row = 0;    // of token 0 in present; negative where present does not keep it
   bool is_invalid = false;  // no row may be written; held and first_row keep reads in bounds
 };
 
 // How many of the first `keys` positions a cache no longer holds.
 STOF_HD inline int64_t DroppedRows(const CacheShape& shape, int64_t keys) {
   if (shape.sliding_window == 0 || keys <= shape.capacity) return 0;
-  const int64_t step = shape.capacity - shape.sliding_window + 1;
-  return (keys - shape.capacity + step - 1) / step * step;
+  const int64_t block = shape.capacity - shape.sliding_window + 1;  // positions that are dropped at once
+  return (keys - shape.capacity + block - 1) / block * block;
 }
 
 // seqlen: valid keys after this step, minus 1. It may be any number.

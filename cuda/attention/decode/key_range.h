@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The keys that the queries of a sequence attend over a KV cache: a range that only the device knows. The kernels and
-// the host's tests share it.
+// Key range: the keys of a KV cache that the queries of a sequence attend, which only the device knows. Shared by the
+// kernels and the host's tests.
 #ifndef STOF_CUDA_ATTENTION_DECODE_KEY_RANGE_H_
 #define STOF_CUDA_ATTENTION_DECODE_KEY_RANGE_H_
 
@@ -12,14 +12,14 @@
 namespace stof {
 namespace cuda {
 
-constexpr int32_t kNoWindow = 1 << 28;  // as window_left: beyond every key
+constexpr int32_t kNoWindow = 1 << 28;  // a window_left beyond every key
 
 // Query i attends keys first + i - window_left to first + i, of T keys.
 struct KeyRange {
   int32_t first = 0, window_left = kNoWindow;
 };
 
-// first_row: any number; beyond all keys it changes nothing.
+// first_row may be any number: it is clamped far outside of the keys, where no result depends on it.
 STOF_HD inline KeyRange MakeKeyRange(int32_t first_row, int32_t window_left, int32_t T) {
   KeyRange range;
   range.first = first_row < -kNoWindow ? -kNoWindow : first_row > T + kNoWindow ? T + kNoWindow : first_row;
@@ -27,13 +27,13 @@ STOF_HD inline KeyRange MakeKeyRange(int32_t first_row, int32_t window_left, int
   return range;
 }
 
-// The first key behind those of all queries. What a cache holds from there on may be anything, NaN included.
+// The first key behind those of all queries. From there on a cache may hold anything, NaN included.
 STOF_HD inline int32_t EndOfKeys(const KeyRange& range, int32_t S, int32_t T) {
   const int32_t end = range.first + S;
   return end < 0 ? 0 : end > T ? T : end;
 }
 
-// KV tiles [begin, end) that hold all keys of S queries.
+// Finds the KV tiles [begin, end) that hold all keys of S queries.
 STOF_HD inline void FindTiles(const KeyRange& range, int32_t S, int32_t T, int32_t* begin, int32_t* end) {
   const int32_t low = range.first - range.window_left;
   *begin = (low < 0 ? 0 : low > T ? T : low) / kTileKeys;
@@ -47,7 +47,7 @@ STOF_HD inline bool IsFullTile(const KeyRange& range, int32_t S, int32_t tile) {
   return key + kTileKeys - 1 <= range.first && key >= range.first + S - 1 - range.window_left;
 }
 
-// Bit i: whether a query attends key + i.
+// The element mask of 32 keys. Bit i: the query attends key + i.
 STOF_HD inline uint32_t BitsOfKeys(const KeyRange& range, int32_t query, int32_t key) {
   const int32_t high = range.first + query - key, low = high - range.window_left;
   const uint32_t up_to = high < 0 ? 0u : high >= 31 ? ~0u : (2u << high) - 1u;
@@ -55,7 +55,7 @@ STOF_HD inline uint32_t BitsOfKeys(const KeyRange& range, int32_t query, int32_t
   return up_to & from;
 }
 
-// The most KV tiles that a range may take.
+// The most KV tiles that the range of S queries may take.
 inline int64_t MostTiles(int64_t window_left, int64_t S, int64_t T) {
   const int64_t all = (T + kTileKeys - 1) / kTileKeys;
   if (window_left < 0) return all;

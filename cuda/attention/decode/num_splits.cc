@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Chooses the number of splits of decode attention, and between its kernels. Plain C++.
+// Chooses the number of splits of decode attention, and between the split-KV and the cluster kernel. Plain C++.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -22,8 +22,8 @@ double BandwidthFactor(const DeviceProperties& device) {
 
 DecodeChoice ChooseSplits(int ctas_per_sm, const AttentionParams& params, int item_bytes, int64_t tiles, int64_t blocks,
                           const DeviceProperties& device) {
-  // Nanoseconds and bytes: bandwidth of all SMs, latency of a load, the combine kernel and one split of its loop, by
-  // the head size. A CTA has two buffers of 16 keys a warp in flight, kBusy of the time.
+  // In nanoseconds and bytes: the bandwidth of all SMs, the latency of a load, the combine kernel, and its time for
+  // each split and value. A CTA has two buffers of 16 keys a warp, which are in flight for a share kBusy of the time.
   const double bandwidth = 2904 * BandwidthFactor(device);
   constexpr double kLatency = 800, kCombine = 3000, kStep = 0.5, kBusy = 0.5;
   constexpr double kStart = 5000;
@@ -37,7 +37,7 @@ DecodeChoice ChooseSplits(int ctas_per_sm, const AttentionParams& params, int it
   for (int64_t splits = 1; splits <= std::min<int64_t>(std::max<int64_t>(tiles, 1), kMostDecodeSplits); ++splits) {
     const int64_t ctas = blocks * splits, waves = (ctas + slots - 1) / slots;
     const auto active = static_cast<double>(std::min(ctas, slots));
-    // An SM with one CTA more than another ends later: half way between an even share and that of the fullest SM.
+    // An SM with one CTA more than others ends later: the mean of an even share and that of the fullest SM.
     const double fullest = std::ceil(active / device.sm_count) * device.sm_count;
     const double each = std::max(tile * (active + fullest) / 2 / bandwidth, tile / in_flight * kLatency);
     double time =
@@ -51,9 +51,9 @@ DecodeChoice ChooseSplits(int ctas_per_sm, const AttentionParams& params, int it
 DecodeChoice ChooseDecode(int ctas_per_sm, const AttentionParams& params, int item_bytes, int64_t tiles, int64_t blocks,
                           const DeviceProperties& device, int tiles_at_once, const int (&clusters)[kClusterSizes],
                           int only) {
-  // The cluster kernel: everything up to the end of the first step of 64 keys times `tiles_at_once`; combining; each
-  // further step; the same in fp32. The bandwidth of all CTAs together, with keys and values of 512 bytes and more, and
-  // of fewer; clusters of several gain less by an H200's bandwidth than single CTAs.
+  // The cluster kernel, in nanoseconds. kStart: up to the end of the first step of 64 keys times `tiles_at_once`.
+  // kStep: each further step. Both again for fp32. The bandwidth of all CTAs is lower where keys and values have fewer
+  // than 512 bytes. Clusters of several CTAs gain less by an H200's bandwidth than single CTAs.
   constexpr double kStart = 5400, kCombineTime = 1900, kStep = 1430, kStart32 = 8000, kStep32 = 5000;
   constexpr double kBandwidth = 2950, kNarrowBandwidth = 2650;
   const double measured = int64_t{params.D + params.Dv} * item_bytes >= 512 ? kBandwidth : kNarrowBandwidth;

@@ -68,7 +68,7 @@ class Decode {
       full_ = mask.full_begin[table * mask.rows];
       end = mask.row_end[table * mask.rows];
     }
-    // A range may be far shorter than the keys that the host chose the splits for: they share what there is.
+    // The range may be far shorter than the length for which the host chose the splits: its tiles are divided evenly.
     const int share = (end - begin) / params.splits, more = (end - begin) % params.splits;
     next_ = begin + split_ * share + min(split_, more);
     end_ = next_ + share + (split_ < more ? 1 : 0);
@@ -385,7 +385,7 @@ class Decode {
   }
 
   // ---- epilogue ----
-  // Of a split without a tile: the combine kernel then reads no output.
+  // Stores the statistics of a split without a tile. The combine kernel then reads no output of it.
   __device__ void StoreNoKeys() const {
     const int rows = min(S::kRows, params_.heads * p_.S - block_ * S::kRows);
     for (int row = threadIdx.x; row < rows; row += S::kThreads) {
@@ -456,7 +456,7 @@ class Decode {
   const AttentionParams& p_;
   Shared& shared_;
   int b_, head0_, block_, split_, warp_, lane_, next_, end_, first_key_;
-  int full_ = 0;  // where the entries of full tiles begin; under a range `first` of it, to save a register
+  int full_ = 0;  // where the entries of full tiles begin; with a key range its `first`, to save a register
   bool masked_, has_tiles_;
   float scale_;
   const T *key_, *value_;

@@ -24,7 +24,7 @@ _LIBRARY = "custom_ops_library"
 _OPTIONS = "session_options"
 _FILE = "filename"
 _DECODER: Key = ("model", "decoder")  # sessions without options of their own take the decoder's
-_DRAFT: Key = ("model", "draft")  # the one that does not
+_DRAFT: Key = ("model", "draft")  # but a draft model never takes the decoder's
 _MOST_DEPTH = 64
 _SPACE = re.compile(r"[ \t\r\n]*")
 _parse_value = json.JSONDecoder().raw_decode
@@ -218,7 +218,7 @@ def _set_member(text: str, key: Key, value: str) -> str:
 
 
 def _find_members(text: str, start: int) -> dict[str, tuple[int, int]]:
-    """Start and end of the values of the object that begins at ``start``, by their names."""
+    """Start and end of each value of the object that begins at ``start``, by the member's name."""
     found = {}
     at = _skip_space(text, start + 1)
     while text[at] != "}":

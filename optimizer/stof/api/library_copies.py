@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of the plugin library in a folder of models: where they have to lie, and which configurations register them."""
+"""Copies of the plugin library in a folder of models: where they are needed, and which configurations register them."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def plan_copies(
 
 
 def _missing_on_gpu(config: Path, sessions: Iterable[GenaiSession], target: str) -> list[str]:
-    """Notes on sessions of CUDA that an operator of the CPU would slow down."""
+    """Notes on sessions with the provider cuda for which the library, or the choices, are for the CPU alone."""
     found = next((s for s in sessions if "cuda" in s.providers), None)
     if found is None:
         return []

@@ -1,20 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The predicted gain of one decoding step, in relative terms. A step is bound by the bytes of the cache that it reads.
-
-docs/reference/cached-attention.md is the contract; the constants are ratios of measured times. Only ratios are used.
-"""
+"""The predicted gain of one decoding step, which is bound by reading the cache. The constants are ratios of measured times."""
 
 from __future__ import annotations
 
 from stof.cached_attention.site import CacheSite
 
 REPORT_LENGTH = 4096  # keys in the cache at which the report's gain is given
-# ONNX Runtime's CPU kernel reads keys and values once for each query head, and all of them beside a window. A head that was
-# just read comes from a nearer cache, at this share of the time of a first read.
+# ONNX Runtime's CPU kernel reads keys and values once for each query head, also those outside of a window. The further heads
+# of a group find them in a CPU cache, at this share of the time of the first read.
 _REREAD = 0.35
-_FIXED = 128  # keys that take as long as what a step does besides attention
-# On a CUDA device the runtime's kernels skip keys outside of windows, too; what is left are rates of the kernels, the
-# runtime's time over the operator's: 1 / 0.95 dense, 1 / 0.83 with a window of 1024.
+_FIXED = 128  # the time of a step besides reading the cache, in keys
+# On a CUDA device the runtime's kernels skip keys outside of windows, too. What differs is the kernels' speed: the runtime's
+# time over the operator's, without a window and with one of 1024 keys.
 _CUDA_DENSE, _CUDA_WINDOW = 1.05, 1.2
 
 

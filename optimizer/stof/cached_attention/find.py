@@ -97,10 +97,10 @@ def _nodes(graph: onnx.GraphProto) -> Iterator[tuple[onnx.NodeProto, onnx.NodePr
 
 
 def _read_site(name: str, node: onnx.NodeProto, index: GraphIndex, symbolic: Symbolic, target: str) -> CacheSite:
-    """The facts of a node.
+    """The site of a node.
 
     Raises:
-        UnsupportedError: with what the operator does not do.
+        UnsupportedError: naming what the operator does not support.
     """
     _refuse_signature(node, index)
     window, sliding = _refuse_attributes(node)
@@ -167,7 +167,7 @@ def _refuse_signature(node: onnx.NodeProto, index: GraphIndex) -> None:
 
 
 def _refuse_attributes(node: onnx.NodeProto) -> tuple[int, bool]:
-    """The window, 0 for none, and whether the cache slides."""
+    """Checks the attributes. Returns the window, 0 for none, and whether it is a sliding-window cache."""
     attributes = attributes_of(node)
     if unknown := sorted(set(attributes) - set(_ATTRIBUTES)):
         raise UnsupportedError(f"it has attribute {unknown[0]!r}, whose meaning is not known")
@@ -184,7 +184,7 @@ def _refuse_attributes(node: onnx.NodeProto) -> tuple[int, bool]:
     if width := attributes.get("kv_cache_bit_width", 0):
         raise UnsupportedError(f"its cache is quantized: kv_cache_bit_width is {width}")
     if not attributes.get("causal", 1):
-        raise UnsupportedError("causal is 0: queries attend to keys behind them, and a cache has none yet")
+        raise UnsupportedError("causal is 0: queries attend later keys, which the cache does not hold yet")
     for name in ("scale", "softcap", "qk_norm_epsilon"):
         if not math.isfinite(attributes.get(name, 0.0)) or attributes.get(name, 0.0) < 0:
             raise UnsupportedError(f"{name} is {attributes[name]}, expected a number from 0 on")
@@ -199,7 +199,7 @@ def _refuse_attributes(node: onnx.NodeProto) -> tuple[int, bool]:
         raise UnsupportedError("sliding_window_cache is 1, and local_window_size is not given")
     if sliding and input_of(node, 10):
         raise UnsupportedError(
-            "sliding_window_cache is 1 beside attention_bias, which has columns of positions that are gone"
+            "sliding_window_cache is 1 beside attention_bias, which also has columns for positions that the cache has dropped"
         )
     return max(window, 0), sliding
 

@@ -33,7 +33,7 @@ class CacheReport:
 
 @dataclass
 class CacheSection(Section):
-    """The nodes with a cache of a model.
+    """The report of a model's GroupQueryAttention nodes with a KV cache.
 
     Attributes:
         rows: a row for each, in the order of the graph.

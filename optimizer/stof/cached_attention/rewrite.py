@@ -53,7 +53,7 @@ class CacheModel:
 
 @dataclass(frozen=True, eq=False)
 class CacheDecisions(Decisions):
-    """The candidates of a model, with what becomes of each."""
+    """The decision for each candidate of a model."""
 
     found: CacheModel
     caches: CacheSection
@@ -82,7 +82,7 @@ class CacheDecisions(Decisions):
 
 
 class CacheRewrite(OpRewrite[CacheModel, CacheDecisions]):
-    """Finds GroupQueryAttention with a KV cache. Every node that the operator can do is replaced: it never reads more."""
+    """Replaces GroupQueryAttention with a KV cache, wherever the operator supports the node: it never reads more of the cache."""
 
     key = KEY
     op_types = frozenset({OP})
@@ -204,7 +204,7 @@ def _is_done(node: onnx.NodeProto) -> bool:
 
 
 def _rows_of_optimized(model: onnx.ModelProto) -> list[CacheReport]:
-    """What there is in a model that was optimized before: its operators, and nodes with a cache that were left."""
+    """The rows of a model that was optimized before: its operators, and the nodes with a cache that were kept."""
     functions = [f for f in model.functions if f.domain != DOMAIN]
     found: list[CacheReport] = []
     names = FreshNames()

@@ -27,7 +27,7 @@ _UNLIMITED = 1 << 22
 
 @dataclass(frozen=True)
 class _Step:
-    """Sizes of a step: rows of the batch, new tokens, keys after it, rows of the cache beyond these; whether it is ragged."""
+    """Sizes of a step: batch, new tokens, keys after it, further rows of the cache; ragged: sequences differ in length."""
 
     batch: int
     queries: int
@@ -122,7 +122,7 @@ class CacheInputMaker(InputMaker):
                 self._set_number(feed, name, site.input("seqlens_k"), keys - 1)
 
     def _set_number(self, feed: dict[str, np.ndarray], name: str, tensor: str, wanted: np.ndarray) -> None:
-        """Sets an input so that a tensor, which is the input and a constant at most, is what is wanted."""
+        """Sets an input so that a tensor, which is that input or its sum with a constant, has the wanted value."""
         shape, dtype = feed[name].shape, feed[name].dtype
         feed[name] = np.array(np.broadcast_to(wanted, shape), dtype)
         found = self.lengths_of.read(tensor, feed)
@@ -141,7 +141,7 @@ class CacheInputMaker(InputMaker):
             feed[source] = (before[:, None] + np.arange(queries)[None]).astype(feed[source].dtype)
 
     def steps(self, tokens: float, pads_prompts: bool) -> list[Case]:
-        """Sets of inputs: a padded prompt, one token of ragged sequences, a chunk, a prompt beyond the windows.
+        """The cases to run: a padded prompt, one token of ragged sequences, several tokens behind a past, a prompt beyond a window.
 
         Args:
             tokens: how many a set may have.
@@ -217,7 +217,7 @@ class CacheInputMaker(InputMaker):
 
 
 def _assign(values: dict[str, int], size: Int, wanted: int, batches: set[str]) -> None:
-    """Gives the one free name of a size the value with which the size is what is wanted."""
+    """Sets the one free name of a size to the value at which the size is the wanted one."""
     names = size_names(size) - set(values) - batches
     if len(names) != 1:
         return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many keys each sequence has in a run, read from the run's inputs: what ``seqlens_k`` and the total become."""
+"""How many keys each sequence has in a run: ``seqlens_k`` and the total, computed from the run's inputs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Feed = Mapping[str, np.ndarray]
 
 
 class RunLengths:
-    """Computes the lengths of sites from inputs, and says which rows of outputs mean something.
+    """Computes the lengths of sites from inputs, and which rows of outputs are defined.
 
     Args:
         model: that the sites are nodes of.
@@ -98,7 +98,7 @@ class _TensorReader:
 
     @classmethod
     def make(cls, model: onnx.ModelProto, symbolic: Symbolic, tensor: str) -> _TensorReader | None:
-        """A reader; None where the nodes are many, or others than standard ones."""
+        """A reader; None where it takes many nodes, or nodes that are not of the ONNX standard."""
         from onnx.reference import ReferenceEvaluator
 
         graph = model.graph

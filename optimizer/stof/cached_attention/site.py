@@ -87,7 +87,7 @@ class CacheSite:
 
     @property
     def has_zero_sink(self) -> bool:
-        """Whether one is added to the denominator of each softmax, which a sink of zeros does."""
+        """Whether the node adds one to the denominator of each softmax (``smooth_softmax``), as a sink of zeros does."""
         return self.attributes.get("smooth_softmax", 0) == 1 and not self.input("head_sink")
 
     @property
@@ -149,7 +149,7 @@ def attributes_of(node: onnx.NodeProto) -> dict[str, Any]:
 
 
 def count_held_rows(lengths: np.ndarray, capacity: int, window: int) -> np.ndarray:
-    """The rows [B] that a sliding-window cache of so many rows holds after ``lengths`` [B] positions."""
+    """How many rows [B] a sliding-window cache of ``capacity`` rows holds after ``lengths`` [B] positions."""
     step = capacity - window + 1
     moved = lengths - step * -(-(lengths - capacity) // step)
     return np.asarray(np.where(lengths <= capacity, lengths, moved))

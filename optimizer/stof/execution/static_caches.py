@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Static KV caches in a graph: buffers with room for more keys than there are, to which each step writes its own."""
+"""Static KV caches in a graph: buffers of fixed capacity, into which each step writes its new keys or values."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class StaticCache:
     Attributes:
         buffer: the buffer before the step.
         output: the buffer after it.
-        capacity: the positions that it has room for.
-        new: the positions that a step writes.
-        first: the tensor of the first positions that are written, "" where it is 0.
+        capacity: how many positions it has room for.
+        new: how many positions a step writes.
+        first: the tensor of the first position that is written; empty: it is 0.
     """
 
     buffer: str
@@ -36,7 +36,7 @@ class StaticCache:
 
 
 def find_static_caches(index: GraphIndex, symbolic: Symbolic, inputs: set[str]) -> list[StaticCache]:
-    """The model inputs that nodes of the main graph write to at run-time positions."""
+    """The static caches that are model inputs, written to by nodes of the main graph."""
     found = [_read_write(node, symbolic) for node in index.graph.node if node.input]
     return [c for c in found if c is not None and find_source(index, c.buffer) in inputs]
 
@@ -66,7 +66,7 @@ def _read_write(node: onnx.NodeProto, symbolic: Symbolic) -> StaticCache | None:
 
 
 def find_filled_lengths(index: GraphIndex, symbolic: Symbolic, inputs: set[str]) -> dict[str, StaticCache]:
-    """Inputs that state how far caches are filled after a step, as fused attention reads them.
+    """The model inputs that state how many keys caches hold after a step: ``nonpad_kv_seqlen`` of Attention.
 
     Returns:
         For each of them its cache, whose ``first`` is an input, too.

@@ -56,18 +56,18 @@ struct AttentionArgs {
   // nullptr.
   const DynamicMask* elements = nullptr;
   // ---- attention over a KV cache ----
-  // [B]: the key at the position of query 0 of each sequence; nullptr: there is no cache.
+  // [B]: the index of the key at the position of query 0 of each sequence; nullptr: there is no cache.
   const int32_t* first_rows = nullptr;
-  // [B], the CPU alone: keys from here on hold anything, NaN included, and are not read. nullptr: there are none. The
-  // mask is in `elements` then, and `mask` is nullptr.
+  // [B], the CPU alone: the number of keys of each sequence. Later rows may hold anything, NaN included, and are not
+  // read. The mask is then in `elements`, and `mask` is nullptr. nullptr: T for all.
   const int32_t* key_ends = nullptr;
   // Whether query i attends exactly the keys first_rows[b] + i - window_left to first_rows[b] + i (that are before
   // key_ends[b]). The mask says the same: a kernel may use either. CUDA kernels get first_rows in this case alone.
   bool is_key_range = false;
   int64_t window_left = -1;  // -1: no bound
   // [B], devices alone: first_rows[b] is seqlens[b] + 1 - S where is_invalid[b] is 0. The previous kernel of the stream
-  // writes neither seqlens nor keys and values before first_rows, so that they may be read before it ends. nullptr: it
-  // may write them.
+  // writes neither seqlens nor keys and values below first_rows: they may be read before it ends. nullptr: it may write
+  // them.
   const int32_t* seqlens = nullptr;
   // [B], devices alone: outputs of a sequence are NaN where it is not 0. nullptr: it is 0 for all.
   const int32_t* is_invalid = nullptr;
@@ -109,8 +109,8 @@ struct AttentionBackend {
 // These work without a device, and in builds without CUDA kernels, too.
 // Why no CUDA kernel takes a problem. Pointers that are not null are checked for alignment.
 Status CheckCudaAttention(const AttentionArgs& args);
-// Whether AttentionBackend::run reads no key or value outside of the range that first_rows gives. Else the values of
-// all keys must be finite, also of those that the mask forbids.
+// Whether AttentionBackend::run reads no key or value outside of the range that first_rows gives. Otherwise the values
+// of all keys must be finite, also of those that the mask forbids.
 bool IsLimitedToKeyRange(const AttentionArgs& args);
 // For runtimes that plan memory ahead: how many bytes AttentionBackend::run asks RunContext::allocate for at most,
 // blocks rounded up to 64. It grows with every size. pad: there is a key padding mask. operands: as for `run`; their

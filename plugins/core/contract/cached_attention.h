@@ -30,17 +30,17 @@ struct CacheAppendArgs {
   int64_t capacity = 0;
   const int32_t* seqlens = nullptr;  // [B], valid keys after this step, minus 1
   bool is_first_prompt = false;      // no sequence has a past: all new tokens begin at 0
-  // A sliding-window cache of this window; 0: the cache holds all positions.
+  // The window of a sliding-window cache; 0: the cache holds all positions.
   int64_t sliding_window = 0;
-  // Where a step of a sliding-window cache drops rows that its own queries attend: [B, G, staging_capacity, D], dense.
-  // They get all rows of past and new tokens, and attention reads them in the place of present. nullptr: none.
+  // [B, G, staging_capacity, D], dense: all rows of past and new tokens, which attention reads in place of present. For
+  // a step of a sliding-window cache that drops rows which its own queries attend. nullptr: none.
   void* staging_key = nullptr;
   void* staging_value = nullptr;
   int64_t staging_capacity = 0;
-  // Devices alone: the keys of the longest sequence after this step, and longer ones are illegal; 0: any length.
+  // Devices alone: the most keys of a sequence after this step; longer sequences are illegal. 0: any length.
   int64_t most_keys = 0;
-  // Devices alone: value rows behind the new ones become zeros, up to this row and as many as a KV tile may hold, where
-  // attention multiplies values of masked keys by zero (IsLimitedToKeyRange in contract/attention.h). 0: none.
+  // Devices alone: value rows behind the new ones become zeros, below this row and within a KV tile. For attention that
+  // multiplies values of masked keys by zero (not IsLimitedToKeyRange, contract/attention.h). 0: none.
   int64_t clear_end = 0;
   // ---- rotary embedding; cos nullptr: none ----
   const void* cos = nullptr;  // [rotary_rows, rotary_size / 2], of type dtype
@@ -53,26 +53,26 @@ struct CacheAppendArgs {
   const void* key_norm = nullptr;
   float epsilon = 1e-6f;
   // ---- results ----
-  // [B, H, S, D], dense: the rotated queries; nullptr: queries are used as they are (no rotary embedding, no norm).
+  // [B, H, S, D], dense: normalized and rotated queries; nullptr: there is no rotary embedding and no norm.
   void* rotated_query = nullptr;
-  // [B]: the row of the first new token of each sequence, in staging where given, else in present. For a sliding-window
-  // cache after its rows have moved; negative where present does not keep that token.
-  // On a device: where seqlens is illegal, the row that keeps all accesses in bounds.
+  // [B]: the row of the first new token of each sequence, in staging where given, else in present. It is the row after
+  // a sliding-window cache has moved its rows; negative where present does not keep that token. On a device: where
+  // seqlens is illegal, a row that keeps all accesses in bounds.
   int32_t* first_row = nullptr;
-  // [B], devices alone: 1 where seqlens or a position is illegal, so that outputs of the sequence shall be NaN.
+  // [B], devices alone: 1 where seqlens or a position is illegal: the outputs of that sequence must be NaN.
   int32_t* is_invalid = nullptr;
 };
 
 // ---- CPU ----
-// The staging_capacity that a step needs, 0 where present keeps all rows that its queries attend. Reads sizes, seqlens,
-// is_first_prompt and sliding_window; illegal seqlens count as nothing.
+// The staging_capacity that a step needs; 0: present keeps all rows that its queries attend. Reads sizes, seqlens,
+// is_first_prompt and sliding_window; sequences with illegal seqlens are left out.
 int64_t CpuCacheStagingRows(const CacheAppendArgs& args);
 // Checks seqlens and positions, and fills the caches, rotated_query and first_row. An error names the input and value.
 Status CpuAppendToCache(const CacheAppendArgs& args, const Parallel& parallel);
 
 // ---- CUDA ----
 struct CachedAttentionBackend {
-  // Queues one kernel on context.stream that does the same.
+  // Queues one kernel on context.stream that does what CpuAppendToCache does.
   Status (*append)(const CacheAppendArgs& args, const RunContext& context) = nullptr;
 };
 

@@ -11,7 +11,8 @@
 namespace stof {
 namespace {
 
-// Copies the nodes of an expression, each by `copy(node, to)`, which has the children's new indices in node.child.
+// Copies the nodes of an expression, each by `copy(node, to)`, and returns their new indices. node.child holds those of
+// the children.
 template <typename Copy>
 std::vector<int> CopyNodes(const MaskExpr& expr, ExprBuilder* to, Copy copy) {
   std::vector<int> placed(expr.nodes().size(), -1);
@@ -45,7 +46,7 @@ bool IsCausal(const MaskExpr& expr, int conjunct) {
 
 Status TooLong() { return Status::Error("the mask has more than 4096 nodes"); }
 
-// expr and k <= q.
+// Adds the conjunct k <= q where it is missing.
 Status AddCausal(const MaskExpr& expr, MaskExpr* causal) {
   // Blank text is parsed as True.
   const bool allows_all = expr.empty() || expr.nodes()[static_cast<size_t>(expr.root())].op == ExprOp::kTrue;
@@ -67,7 +68,7 @@ Status AddCausal(const MaskExpr& expr, MaskExpr* causal) {
   return Status();
 }
 
-// The expression for queries that count from 0, with their first positions as a run-time operand.
+// Rewrites absolute q as a run-time operand, the first position of the sequence, plus q counted from 0.
 Status MoveQueries(const MaskExpr& expr, MaskExpr* moved) {
   ExprBuilder builder;
   for (const auto& operand : expr.operands()) builder.AddOperand(operand);
@@ -94,7 +95,7 @@ Status MoveQueries(const MaskExpr& expr, MaskExpr* moved) {
   return Status();
 }
 
-// Finds the bounds of q - k where every conjunct is one.
+// Finds the window of a mask whose conjuncts all bound q - k. False: it is another mask.
 bool FindRange(const MaskExpr& expr, int64_t* window_left) {
   const std::vector<ExprNode>& nodes = expr.nodes();
   for (const ExprOp op : {ExprOp::kS, ExprOp::kT, ExprOp::kP}) {
@@ -155,7 +156,7 @@ Status MakeCachedMask(const std::string& text, const Tables& tables, CachedMask*
 }
 
 bool IsOfDistances(const MaskExpr& expr) {
-  // A node is moved by a shift of all positions unless its affine form, or each of its arguments, stays the same.
+  // A shift of all positions keeps the value of a node whose affine form, or each of whose arguments, it keeps.
   const std::vector<ExprNode>& nodes = expr.nodes();
   const ExprSizes any = {1, 1, 1, 1, 0};
   std::vector<Affine> forms(nodes.size());

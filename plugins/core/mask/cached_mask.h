@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The mask of attention over a KV cache. Its queries begin at a position of each sequence that only a run knows.
+// The mask of attention over a KV cache. Only a run knows the position of each sequence's first query.
 #ifndef STOF_PLUGINS_CORE_MASK_CACHED_MASK_H_
 #define STOF_PLUGINS_CORE_MASK_CACHED_MASK_H_
 
@@ -14,7 +14,7 @@
 
 namespace stof {
 
-// The name by which a device mask reads the first positions, [B]: the operand of that role of StofAttention.
+// The operand by which a device mask reads the first positions [B]. StofAttention's operand of this name has that role.
 constexpr char kFirstPositions[] = "lengths";
 
 struct CachedMask {
@@ -24,16 +24,16 @@ struct CachedMask {
   std::shared_ptr<const AttentionMask> on_device;
   // The same for a first prompt, whose queries begin at position 0: it reads no run-time operand.
   std::shared_ptr<const AttentionMask> of_first_prompt;
-  // Where the mask is `k <= q` and at most a window to the left: how far that reaches, -1 without one.
+  // Whether the mask is `k <= q`, alone or with a window to the left.
   bool is_range = false;
-  int64_t window_left = -1;
+  int64_t window_left = -1;  // is_range: the largest q - k that is allowed; -1: any
 };
 
-// Parses a mask and adds `k <= q` where no conjunct says it. An error where it reads T, whose value differs by
-// sequence, or a run-time operand.
+// Parses a mask and adds `k <= q` where it is no conjunct. Reading a run-time operand is an error, and so is reading T,
+// which differs by sequence.
 Status MakeCachedMask(const std::string& text, const Tables& tables, CachedMask* mask);
 
-// Whether an expression is one of distances q - k alone: no other use of positions.
+// Whether an expression uses positions only as distances q - k.
 bool IsOfDistances(const MaskExpr& expr);
 
 // A mask for one run on the CPU, evaluated tile by tile with the first position and length of each sequence.
@@ -52,7 +52,7 @@ class BoundCachedMask {
                       KeyTileRun* runs);
 
   ExprSizes sizes_;
-  std::vector<int64_t> keys_;                                // of each sequence
+  std::vector<int64_t> keys_;                                // [B], of each sequence
   std::vector<std::unique_ptr<BoundDynamicMask>> sequence_;  // likewise
   DynamicMask view_;
 };

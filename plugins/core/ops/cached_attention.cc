@@ -26,7 +26,7 @@ using Limits = AttentionLimits;
 constexpr int kOutputs = 3;
 constexpr const char* kOutputNames[kOutputs] = {"output", "present_key", "present_value"};
 
-// The inputs of a node, of which any may be left out.
+// The inputs of a node; Has(i) says whether optional input i is given.
 class Inputs {
  public:
   Inputs(const Tensor* tensors, int count) : tensors_(tensors), count_(count) {}
@@ -56,7 +56,7 @@ Status CheckInput(const Inputs& inputs, int input, DType dtype, const std::vecto
   return Unexpected(input, found, ShapeText(expected) + " and " + TypeText(dtype));
 }
 
-// Two inputs that stand together.
+// Two inputs of which both or none are given.
 Status CheckPair(const Inputs& inputs, int first, int second) {
   if (inputs.Has(first) == inputs.Has(second)) return Status();
   const int missing = inputs.Has(first) ? second : first;
@@ -64,7 +64,7 @@ Status CheckPair(const Inputs& inputs, int first, int second) {
                        in::kNames[missing == first ? second : first]);
 }
 
-// One run: the step in front, and attention over the cache.
+// The arguments of one run: of the append step, and of attention over the cache.
 struct Step {
   CacheAppendArgs append;
   AttentionArgs attention;
@@ -72,7 +72,7 @@ struct Step {
   bool is_packed = false;
 };
 
-// Lengths are on the device: a step of several tokens is staged whether it drops rows or not.
+// The host does not know the lengths: a step of several tokens is staged whether it drops rows or not.
 int64_t CudaStagingRows(const CacheAppendArgs& args) {
   return args.sliding_window > 0 && args.S > 1 ? args.past_capacity + args.S : 0;
 }
@@ -95,7 +95,7 @@ class CachedAttentionOp final : public Op {
   Status BindCache(const Inputs& inputs, Step* step) const;
   Status BindRotary(const Inputs& inputs, Step* step) const;
   Status GetMask(const Inputs& inputs, std::shared_ptr<const CachedMask>* mask) const;
-  // Memory of the step, and the attention's query, key and value.
+  // Allocates the step's memory, and sets the query, key and value of attention.
   Status Allocate(const RunContext& context, Step* step) const;
   Status RunOnCpu(const CachedMask& mask, const RunContext& context, Step* step) const;
   Status RunOnCuda(const CachedMask& mask, const Tables& given, const RunContext& context, Step* step) const;
@@ -117,7 +117,7 @@ Status CachedAttentionOp::Prepare(const Tensor* inputs, int input_count) {
   }
   auto mask = std::make_shared<CachedMask>();
   const Status status = MakeCachedMask(attributes_.mask, tables, mask.get());
-  // Without its tables the mask may be one that reads a run-time operand: parsed in each run.
+  // A table that is no constant is not known here. Each run then parses the mask.
   if (!status.ok()) return tables.size() + in::kTables < static_cast<size_t>(input_count) ? Status() : status;
   if (attributes_.sliding_window > 0 && !IsOfDistances(mask->expr)) {
     return Status::Error("attribute mask is not one of distances (q - k) alone, which a sliding-window cache demands");
@@ -318,7 +318,7 @@ Status CachedAttentionOp::Allocate(const RunContext& context, Step* step) const 
     t.query = a.rotated_query;
     t.query_stride = {a.H * a.S * a.D, a.S * a.D, a.D};
   }
-  // Several tokens at once may evict keys that the first of them attend.
+  // A step of several tokens may drop rows that its first tokens attend.
   a.staging_capacity = context.on_cuda ? CudaStagingRows(a) : CpuCacheStagingRows(a);
   if (a.staging_capacity > 0) {
     int64_t bytes = 0;
@@ -401,7 +401,7 @@ Status CachedAttentionOp::RunOnCpu(const CachedMask& mask, const RunContext& con
   if (a.B == 0 || a.S == 0) return Status();
   std::vector<int32_t> ends(static_cast<size_t>(a.B));
   for (int64_t b = 0; b < a.B; ++b) {
-    // Of a first prompt all but its padding.
+    // Padding of a first prompt has no keys.
     const int64_t tokens = a.is_first_prompt ? int64_t{a.seqlens[b]} + 1 : a.S;
     ends[static_cast<size_t>(b)] = static_cast<int32_t>(a.first_row[b] + tokens);
   }
@@ -430,7 +430,7 @@ Status CachedAttentionOp::RunOnCuda(const CachedMask& mask, const Tables& given,
   STOF_RETURN_IF_ERROR(CheckCudaAttention(step->attention));  // before the cache changes
   a.most_keys = step->total;
   if (!IsLimitedToKeyRange(step->attention)) a.clear_end = step->attention.T;
-  // In one buffer that holds all positions the append step writes new rows alone.
+  // Where past and present are one buffer of all positions, the append step writes new rows alone.
   const bool is_in_place = a.past_key != nullptr && a.past_key == a.present_key;
   if (is_in_place && a.sliding_window == 0 && !a.is_first_prompt) step->attention.seqlens = a.seqlens;
   STOF_RETURN_IF_ERROR(backend->cached_attention.append(a, context));
@@ -438,7 +438,7 @@ Status CachedAttentionOp::RunOnCuda(const CachedMask& mask, const Tables& given,
   const ExprSizes sizes = {a.B, a.H, a.S, step->attention.T, 0};
   RunContext own = context;
   if (own.keeper == nullptr) own.keeper = &keeper_;
-  // A constant mask has a tile schedule, and its block mask is made once.
+  // The mask of a first prompt is constant: its block mask is made once, and kernels with a tile schedule take it.
   if (a.is_first_prompt) {
     return backend->attention.run(step->attention, nullptr, *mask.of_first_prompt, sizes, given, own);
   }

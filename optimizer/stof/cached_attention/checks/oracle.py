@@ -84,14 +84,14 @@ class CacheStep:
         return self.count_held(self.lengths)
 
     def count_held(self, lengths: np.ndarray) -> np.ndarray:
-        """How many of the last positions a cache holds after so many [B]."""
+        """How many rows [B] the cache holds after ``lengths`` [B] positions."""
         if not self.sliding:
             return lengths
         return count_held_rows(lengths, self.capacity, self.window)
 
     @property
     def padded(self) -> np.ndarray:
-        """Which queries [B, S] are padding of a first prompt; their outputs mean nothing."""
+        """Which queries [B, S] are padding of a first prompt; their outputs are undefined."""
         queries = self.query.shape[1]
         if self.total != queries:
             return np.zeros((len(self.lengths), queries), bool)
@@ -100,7 +100,7 @@ class CacheStep:
 
 @dataclass(frozen=True)
 class CacheStepResult:
-    """Output [B, S, H·D], and the caches [B, G, capacity, D], in which rows that mean nothing are NaN."""
+    """Output [B, S, H·D], and the caches [B, G, capacity, D], in which undefined rows are NaN."""
 
     output: np.ndarray
     key: np.ndarray

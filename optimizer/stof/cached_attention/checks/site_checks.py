@@ -203,7 +203,7 @@ def compare_cache_site(
 
 
 def _compare_original(what: str, site: CacheSite, step: CacheStep, original: np.ndarray) -> Comparison | None:
-    """A failure where the node that is replaced does not compute the contract."""
+    """A failed comparison where the replaced node differs from the contract; None where it agrees."""
     rows = ~step.padded
     exact, single = compute_step(step), compute_step(step, np.float32)
     away = np.abs(original.astype(np.float64) - exact.output)[rows]
@@ -212,14 +212,14 @@ def _compare_original(what: str, site: CacheSite, step: CacheStep, original: np.
     )
     if np.isfinite(away).all() and float(away.max(initial=0.0)) <= budget:
         return None
-    detail = "the node that is replaced computes something else than the operator's contract"
+    detail = "the replaced node computes something else than the operator's contract"
     return Comparison(what, float(away.max(initial=0.0)), budget, False, site.name, detail)
 
 
 def _compare_step(
     what: str, site: CacheSite, attributes: Mapping[str, int | float | str], label: str, step: CacheStep
 ) -> Comparison:
-    """Output and caches of one step; rows that mean nothing are left out."""
+    """Compares output and caches of one step; undefined rows are left out."""
     exact, single = compute_step(step), compute_step(step, np.float32, step.query.dtype)
     try:
         found = run_step(attributes, step)
@@ -259,7 +259,7 @@ def _ulps(array: np.ndarray, dtype: np.dtype) -> float:
 
 
 def run_step(attributes: Mapping[str, int | float | str], step: CacheStep) -> CacheStepResult:
-    """The operator of the library on a step, into buffers that hold large numbers before.
+    """Runs the library's operator on a step, into buffers that were filled with large numbers.
 
     Raises:
         LibraryError: what the operator refuses.
@@ -296,7 +296,7 @@ def run_step(attributes: Mapping[str, int | float | str], step: CacheStep) -> Ca
 
 
 def _steps(captured: CacheStep) -> Iterator[tuple[str, CacheStep]]:
-    """The captured step, and others of its tensors: several tokens and one token behind pasts of different lengths."""
+    """The captured step, and steps made of its tensors: several tokens, and one token, behind pasts of different lengths."""
     yield "the captured step", captured
     if captured.past_key is None:
         return
