@@ -132,19 +132,19 @@ Status CheckPositions(const CacheAppendArgs& args, int64_t b, const CacheStep& s
   return Status();
 }
 
-// Work on items, which workers fetch from an atomic counter in steps.
+// A loop over items, which workers fetch from an atomic counter in steps.
 template <typename Work>
-struct Job {
+struct ItemLoop {
   const Work& work;
   int64_t count, step;
   std::atomic<int64_t> next{0};
 
   static void Run(void* user, size_t) {
-    Job& job = *static_cast<Job*>(user);
+    ItemLoop& loop = *static_cast<ItemLoop*>(user);
     for (;;) {
-      const int64_t first = job.next.fetch_add(job.step, std::memory_order_relaxed);
-      if (first >= job.count) return;
-      job.work(first, std::min(job.count, first + job.step));
+      const int64_t first = loop.next.fetch_add(loop.step, std::memory_order_relaxed);
+      if (first >= loop.count) return;
+      loop.work(first, std::min(loop.count, first + loop.step));
     }
   }
 };
@@ -156,8 +156,8 @@ void ForEach(int64_t count, int64_t bytes, const Parallel& parallel, const Work&
   const int64_t step = std::max<int64_t>(1, kBytesPerWorker / std::max<int64_t>(1, bytes));
   const int64_t workers = std::min<int64_t>(std::max(1, parallel.threads), CeilDiv(count, step));
   if (workers <= 1 || parallel.run == nullptr) return work(0, count);
-  Job<Work> job{work, count, step};
-  parallel.run(parallel.self, Job<Work>::Run, static_cast<size_t>(workers), &job);
+  ItemLoop<Work> loop{work, count, step};
+  parallel.run(parallel.self, ItemLoop<Work>::Run, static_cast<size_t>(workers), &loop);
 }
 
 // The caches that MoveRows copies between.

@@ -18,8 +18,8 @@ namespace STOF_ISA::cached_attention {
 using V = Simd::V;
 constexpr int kWidth = Simd::kWidth;
 
-// One row in fp32, padded to whole vectors by zeros.
-struct Row {
+// A row of at most a head in fp32 (query, key, norm weight, cos, sin), padded to whole vectors by zeros.
+struct HeadRow {
   alignas(64) float x[kLargestHead];
   void Load(const void* from, DType dtype, int64_t count) {
     ToFloats(from, dtype, count, x);
@@ -28,7 +28,7 @@ struct Row {
 };
 
 // x / sqrt(mean(x^2) + epsilon) * weight
-inline void Normalize(const Row& weight, int64_t size, float epsilon, Row* row) {
+inline void Normalize(const HeadRow& weight, int64_t size, float epsilon, HeadRow* row) {
   V squares = Simd::Set1(0.0f);
   for (int64_t d = 0; d < size; d += kWidth) {
     const V x = Simd::Load(row->x + d);
@@ -42,7 +42,7 @@ inline void Normalize(const Row& weight, int64_t size, float epsilon, Row* row) 
 }
 
 // Rotates the first 2 * half elements: element i with element i + half, or neighbours where interleaved.
-inline void Rotate(const Row& cos, const Row& sin, int64_t half, bool is_interleaved, Row* row) {
+inline void Rotate(const HeadRow& cos, const HeadRow& sin, int64_t half, bool is_interleaved, HeadRow* row) {
   float* const x = row->x;
   if (is_interleaved) {
     for (int64_t i = 0; i < half; ++i) {
@@ -109,7 +109,7 @@ class Appender {
     sin_.Load(static_cast<const char*>(args_.sin) + at, args_.dtype, half);
   }
 
-  void Transform(const char* from, const Row* weight, char* to) {
+  void Transform(const char* from, const HeadRow* weight, char* to) {
     if (weight == nullptr && args_.cos == nullptr) {
       std::memcpy(to, from, static_cast<size_t>(row_size_));
       return;
@@ -123,7 +123,7 @@ class Appender {
   const AppendProblem& problem_;
   const CacheAppendArgs& args_;
   const int64_t item_size_, row_size_;
-  Row query_weight_, key_weight_, cos_, sin_, row_;
+  HeadRow query_weight_, key_weight_, cos_, sin_, row_;
 };
 
 void Append(const AppendProblem& problem, int64_t first, int64_t last) {

@@ -21,8 +21,9 @@ const std::vector<nvinfer1::IPluginCreatorInterface*>& Creators() {
     int count = 0;
     const stof::OpDescription* const* ops = stof::AllOps(&count);
     for (int i = 0; i < count; ++i) {
-      if (ops[i]->has_cuda_kernels() && ops[i]->has_tensorrt_plugin)
+      if (ops[i]->has_cuda_kernels() && ops[i]->has_tensorrt_plugin) {
         creators.push_back(new stof::trt::Creator(*ops[i]));
+      }
     }
     return creators;
   });

@@ -141,7 +141,7 @@ class CacheInputMaker(InputMaker):
             feed[source] = (before[:, None] + np.arange(queries)[None]).astype(feed[source].dtype)
 
     def steps(self, tokens: float, pads_prompts: bool) -> list[Case]:
-        """The cases to run: a padded prompt, one token of ragged sequences, several tokens behind a past, a prompt beyond a window.
+        """Cases: a padded prompt, one token of ragged sequences, several tokens behind a past, a prompt beyond the windows.
 
         Args:
             tokens: how many a set may have.

@@ -37,7 +37,7 @@ class RunLengths:
         self._readers: dict[str, _TensorReader | None] = {}
 
     def keys(self, site: CacheSite, feed: Feed) -> np.ndarray | None:
-        """The valid keys [B] after the run; None where the inputs do not say it."""
+        """The number of valid keys [B] after the run; None where it cannot be computed from the inputs."""
         found = self.read(site.input("seqlens_k"), feed)
         return None if found is None or found.ndim != 1 else found.astype(np.int64) + 1
 
@@ -49,7 +49,7 @@ class RunLengths:
         return None if reader is None else reader.read(feed)
 
     def padded_queries(self, feed: Feed) -> np.ndarray | None:
-        """Which queries [B, S] are padding of a first prompt, by all sites; None where nothing says it."""
+        """Which queries [B, S] are padding of a first prompt, by all sites; None where that is not known."""
         found: list[np.ndarray] = []
         for site in {(s.input("seqlens_k"), s.queries): s for s in self._sites}.values():
             keys, queries = self.keys(site, feed), self.size(site.queries, feed)

@@ -31,10 +31,10 @@ _MOST_SHOWN = 12  # inputs of a message
 
 
 class OutputRows(Protocol):
-    """Which rows of outputs mean something in a run, by an op that reads it from the run's inputs."""
+    """Which rows of outputs are defined in a run. An op computes it from the run's inputs."""
 
     def padded_queries(self, feed: Mapping[str, np.ndarray]) -> np.ndarray | None:
-        """Which queries [B, S] are padding; None where nothing says it."""
+        """Which queries [B, S] are padding; None where that is not known."""
 
     def cache_rows(self, output: str, feed: Mapping[str, np.ndarray], rows: int) -> np.ndarray | None:
         """Which of the rows [B, ``rows``] of a KV cache hold keys; None where the output is none, or nothing says it."""
@@ -52,7 +52,7 @@ class ModelInputs:
         may_carry_nan: whether NaN of queries without a key may spread further in the original than in the result.
         given: sets of inputs of the user's, which come first.
         shapes: the least and the largest size in use of dimensions, by name.
-        rows: which rows of outputs mean something; None: all but those of padding masks.
+        rows: which rows of outputs are defined; None: all but those of padding masks.
     """
 
     working: onnx.ModelProto
@@ -187,7 +187,7 @@ class ModelInputs:
         )
 
     def padded_queries(self, case: Case, feed: Mapping[str, np.ndarray]) -> np.ndarray | None:
-        """Which positions [B, S] are padding, by the op or all masks of that shape; None where nothing says it."""
+        """Which positions [B, S] are padding, by the op or all masks of that shape; None where that is not known."""
         if case.padding is Padding.NONE:
             return None
         if self.rows is not None:
