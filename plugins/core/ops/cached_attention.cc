@@ -94,7 +94,7 @@ class CachedAttentionOp final : public Op {
   Status BindQueryKeyValue(const Inputs& inputs, Step* step) const;
   Status BindCache(const Inputs& inputs, Step* step) const;
   Status BindRotary(const Inputs& inputs, Step* step) const;
-  Status GetMask(const Inputs& inputs, std::shared_ptr<const CachedMask>* mask) const;
+  Status MakeMask(const Inputs& inputs, std::shared_ptr<const CachedMask>* mask) const;
   // Allocates the step's memory, and sets the query, key and value of attention.
   Status Allocate(const RunContext& context, Step* step) const;
   Status RunOnCpu(const CachedMask& mask, const RunContext& context, Step* step) const;
@@ -110,25 +110,17 @@ Status CachedAttentionOp::Prepare(const Tensor* inputs, int input_count) {
     return Status::Error("has " + std::to_string(input_count) + " inputs, expected " + std::to_string(in::kTotal + 1) +
                          " to " + std::to_string(in::kCount));
   }
-  Tables tables;
   const Inputs all(inputs, input_count);
-  for (int i = in::kTables; i < input_count; ++i) {
-    if (all.Has(i)) tables.emplace_back(in::kNames[i], inputs[i]);
-  }
-  auto mask = std::make_shared<CachedMask>();
-  const Status status = MakeCachedMask(attributes_.mask, tables, mask.get());
+  const Status status = MakeMask(all, &mask_);
+  if (status.ok()) return status;
   // A table that is no constant is not known here. Each run then parses the mask.
-  if (!status.ok()) return tables.size() + in::kTables < static_cast<size_t>(input_count) ? Status() : status;
-  if (attributes_.sliding_window > 0 && !IsOfDistances(mask->expr)) {
-    return Status::Error("attribute mask is not one of distances (q - k) alone, which a sliding-window cache demands");
+  for (int i = in::kTables; i < input_count; ++i) {
+    if (!all.Has(i)) return Status();
   }
-  mask_ = std::move(mask);
-  return Status();
+  return status;
 }
 
-Status CachedAttentionOp::GetMask(const Inputs& inputs, std::shared_ptr<const CachedMask>* mask) const {
-  *mask = mask_;
-  if (*mask != nullptr) return Status();
+Status CachedAttentionOp::MakeMask(const Inputs& inputs, std::shared_ptr<const CachedMask>* mask) const {
   Tables tables;
   for (int i = in::kTables; i < inputs.count(); ++i) {
     if (inputs.Has(i)) tables.emplace_back(in::kNames[i], inputs[i]);
@@ -345,8 +337,8 @@ Status CachedAttentionOp::Run(const Tensor* inputs, int input_count, const Tenso
   STOF_RETURN_IF_ERROR(InferOutputs(inputs, input_count, expected, output_count));
   STOF_RETURN_IF_ERROR(Bind(all, &step));
   for (int i = 0; i < kOutputs; ++i) STOF_RETURN_IF_ERROR(CheckOutput(kOutputNames[i], outputs[i], expected[i]));
-  std::shared_ptr<const CachedMask> mask;
-  STOF_RETURN_IF_ERROR(GetMask(all, &mask));
+  std::shared_ptr<const CachedMask> mask = mask_;
+  if (mask == nullptr) STOF_RETURN_IF_ERROR(MakeMask(all, &mask));
   if (expected[0].Elements() == 0 && expected[1].Elements() == 0) return Status();
   for (int i = 0; i < input_count; ++i) {
     if (all.Has(i) && inputs[i].data == nullptr && inputs[i].Elements() > 0) {
@@ -362,6 +354,11 @@ Status CachedAttentionOp::Run(const Tensor* inputs, int input_count, const Tenso
   if ((a.past_key != nullptr && a.past_key == outputs[1].data) !=
       (a.past_value != nullptr && a.past_value == outputs[2].data)) {
     return Status::Error("past and present share the buffer of keys or of values alone, expected both or none");
+  }
+  if (a.past_key != nullptr && a.past_key == outputs[1].data && a.capacity > a.past_capacity) {
+    return Status::Error("total_sequence_length is " + std::to_string(step.total) +
+                         ", expected at most the capacity of past_key, " + std::to_string(a.past_capacity) +
+                         ", which is the buffer of present_key, too");
   }
   a.present_key = outputs[1].data;
   a.present_value = outputs[2].data;
