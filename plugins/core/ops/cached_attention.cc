@@ -368,10 +368,15 @@ Status CachedAttentionOp::Run(const Tensor* inputs, int input_count, const Tenso
   STOF_RETURN_IF_ERROR(Allocate(context, &step));
   step.attention.output = outputs[0].data;
   Tables given;
-  if (all.Has(in::kBias)) given.emplace_back("bias", inputs[in::kBias]);
-  if (all.Has(in::kSink)) given.emplace_back("sink", inputs[in::kSink]);
-  const Tensor* pad = nullptr;
-  STOF_RETURN_IF_ERROR(BindOperands(MaskParts(), &given, context, &step.attention, &pad));
+  for (const auto& [input, role] : {std::pair(in::kBias, "bias"), std::pair(in::kSink, "sink")}) {
+    if (!all.Has(input)) continue;
+    Tables operand;
+    operand.emplace_back(role, inputs[input]);
+    const Tensor* pad = nullptr;
+    const Status status = BindOperands(MaskParts(), &operand, context, &step.attention, &pad);
+    if (!status.ok()) return Status::Error(std::string(in::kNames[input]) + ": " + status.message());
+    given.push_back(operand.front());
+  }
   step.attention.is_key_range = mask->is_range;
   step.attention.window_left = mask->window_left;
   if (!context.on_cuda || mask->is_range) step.attention.first_rows = a.first_row;
