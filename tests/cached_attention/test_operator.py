@@ -14,7 +14,7 @@ import pytest
 from onnx import TensorProto, helper
 from tests.cached_attention.oracle import DecoderStep, run_step
 
-from stof.runtime.library import Op, library_path
+from stof.runtime.library import LibraryError, Op, library_path
 
 NAMES = (
     "query", "key", "value", "past_key", "past_value", "seqlens_k", "total_sequence_length", "cos_cache", "sin_cache",
@@ -384,3 +384,30 @@ def test_a_step_without_tokens_copies_the_cache(attributes: dict[str, Any]) -> N
     for before, after in zip(past, outputs[1:], strict=True):
         for b, keys in enumerate((3, 5)):
             np.testing.assert_array_equal(after[b, :, :keys], before[b, :, :keys])
+
+
+@pytest.mark.parametrize(
+    ("buffers", "message"),  # first elements of past_key, past_value, present_key and present_value in one array
+    [
+        ((0, 96, 96, 0), "past_key and present_value overlap in memory, expected a buffer each"),
+        ((0, 96, 192, 192), "present_key and present_value overlap in memory, expected a buffer each"),
+        ((0, 96, 80, 192), "past_key and present_key overlap in memory, expected one buffer or two"),
+        ((0, 96, 0, 192), "share the buffer of keys or of values alone"),
+        ((0, 0, 0, 0), "present_key and present_value overlap in memory"),
+        ((0, 96, 0, 96), ""),
+        ((0, 0, 96, 192), ""),
+    ],
+)
+def test_caches_that_overlap_are_refused(buffers: tuple[int, ...], message: str) -> None:
+    memory = np.random.default_rng(5).standard_normal(400).astype(np.float32)
+    past_key, past_value, present_key, present_value = (memory[i : i + 96].reshape(2, 1, 6, 8) for i in buffers)
+    query, lengths = np.ones((2, 1, 24), np.float32), np.array([2, 4], np.int32)
+    inputs = [query, None, None, past_key, past_value, lengths, np.array(5, np.int32)]
+    outputs = [np.full((2, 1, 8), np.nan, np.float32), present_key, present_value]
+    op = Op("StofCachedAttention", {"num_heads": 1, "kv_num_heads": 1})
+    if message:
+        with pytest.raises(LibraryError, match=message):
+            op.run(inputs, outputs)
+        return
+    op.run(inputs, outputs)
+    assert np.isfinite(outputs[0]).all()

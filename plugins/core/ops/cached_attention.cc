@@ -358,11 +358,9 @@ Status CachedAttentionOp::Run(const Tensor* inputs, int input_count, const Tenso
       return Status::Error(std::string(kOutputNames[i]) + " has no data");
     }
   }
+  const bool has_past = all.Has(in::kPastKey);
+  STOF_RETURN_IF_ERROR(CheckCacheBuffers(has_past ? inputs + in::kPastKey : nullptr, outputs + 1));
   CacheAppendArgs& a = step.append;
-  if ((a.past_key != nullptr && a.past_key == outputs[1].data) !=
-      (a.past_value != nullptr && a.past_value == outputs[2].data)) {
-    return Status::Error("past and present share the buffer of keys or of values alone, expected both or none");
-  }
   a.present_key = outputs[1].data;
   a.present_value = outputs[2].data;
   STOF_RETURN_IF_ERROR(Allocate(context, &step));
