@@ -63,7 +63,9 @@ Status CheckSizes(const CacheAppendArgs& args) {
     return Status::Error("H must be a multiple of G, and sizes not negative");
   }
   const bool rotates = args.cos != nullptr || args.query_norm != nullptr || args.key_norm != nullptr;
-  if (rotates && args.rotated_query == nullptr) return Status::Error("there is no memory for the rotated queries");
+  if (rotates && args.rotated_query == nullptr && args.B > 0 && args.S > 0) {
+    return Status::Error("there is no memory for the rotated queries");
+  }
   if (args.cos != nullptr && (args.sin == nullptr || args.rotary_size % 2 != 0 || args.rotary_size < 2 ||
                               args.rotary_size > args.D || args.rotary_rows < 1)) {
     return Status::Error("cos_cache rotates " + std::to_string(args.rotary_size) + " elements of a head of " +

@@ -14,7 +14,7 @@ import pytest
 from onnx import TensorProto, helper
 from tests.cached_attention.oracle import DecoderStep, run_step
 
-from stof.runtime.library import library_path
+from stof.runtime.library import LibraryError, Op, library_path
 
 NAMES = (
     "query", "key", "value", "past_key", "past_value", "seqlens_k", "total_sequence_length", "cos_cache", "sin_cache",
@@ -299,8 +299,11 @@ WRONG: dict[str, tuple[dict[str, npt.NDArray[Any]], str]] = {
         "cos_cache",
     ),
     "a wide rotary table": ({n: np.ones((30, 17), np.float32) for n in ("cos_cache", "sin_cache")}, "cos_cache"),
-    "a bias of another width": ({"attention_bias": np.zeros((1, 1, 1, 7), np.float32)}, "bias has shape"),
-    "sinks of other heads": ({"head_sink": np.zeros(3, np.float32)}, "sink has shape"),
+    "a bias of another width": (
+        {"attention_bias": np.zeros((1, 1, 1, 7), np.float32)},
+        "attention_bias: bias has shape",
+    ),
+    "sinks of other heads": ({"head_sink": np.zeros(3, np.float32)}, "head_sink: sink has shape"),
     "quantized caches": ({"k_scale": np.ones(1, np.float32)}, "k_scale is given, expected none"),
 }
 
@@ -358,3 +361,53 @@ def test_wrong_attributes_are_named(attributes: dict[str, Any], message: str) ->
     model = helper.make_model(graph, opset_imports=opsets, ir_version=9).SerializeToString()
     with pytest.raises(Exception, match=message):
         _session(model)
+
+
+@pytest.mark.parametrize(
+    "attributes", [{"do_rotary": 1}, {"do_rotary": 1, "sliding_window_cache": 4, "mask": "q - k < 4"}]
+)
+def test_a_step_without_tokens_copies_the_cache(attributes: dict[str, Any]) -> None:
+    rng = np.random.default_rng(4)
+    past = [rng.standard_normal((2, 1, 6, 8)).astype(np.float32) for _ in range(2)]
+    tables = [np.ones((6, 4), np.float32)] * 2
+    inputs = [
+        np.zeros((2, 0, 24), np.float32),
+        None,
+        None,
+        *past,
+        np.array([2, 4], np.int32),
+        np.array(5, np.int32),
+        *tables,
+    ]
+    outputs = [np.zeros((2, 0, 8), np.float32), *(np.full((2, 1, 6, 8), np.nan, np.float32) for _ in range(2))]
+    Op("StofCachedAttention", {"num_heads": 1, "kv_num_heads": 1, **attributes}).run(inputs, outputs)
+    for before, after in zip(past, outputs[1:], strict=True):
+        for b, keys in enumerate((3, 5)):
+            np.testing.assert_array_equal(after[b, :, :keys], before[b, :, :keys])
+
+
+@pytest.mark.parametrize(
+    ("buffers", "message"),  # first elements of past_key, past_value, present_key and present_value in one array
+    [
+        ((0, 96, 96, 0), "past_key and present_value overlap in memory, expected a buffer each"),
+        ((0, 96, 192, 192), "present_key and present_value overlap in memory, expected a buffer each"),
+        ((0, 96, 80, 192), "past_key and present_key overlap in memory, expected one buffer or two"),
+        ((0, 96, 0, 192), "share the buffer of keys or of values alone"),
+        ((0, 0, 0, 0), "present_key and present_value overlap in memory"),
+        ((0, 96, 0, 96), ""),
+        ((0, 0, 96, 192), ""),
+    ],
+)
+def test_caches_that_overlap_are_refused(buffers: tuple[int, ...], message: str) -> None:
+    memory = np.random.default_rng(5).standard_normal(400).astype(np.float32)
+    past_key, past_value, present_key, present_value = (memory[i : i + 96].reshape(2, 1, 6, 8) for i in buffers)
+    query, lengths = np.ones((2, 1, 24), np.float32), np.array([2, 4], np.int32)
+    inputs = [query, None, None, past_key, past_value, lengths, np.array(5, np.int32)]
+    outputs = [np.full((2, 1, 8), np.nan, np.float32), present_key, present_value]
+    op = Op("StofCachedAttention", {"num_heads": 1, "kv_num_heads": 1})
+    if message:
+        with pytest.raises(LibraryError, match=message):
+            op.run(inputs, outputs)
+        return
+    op.run(inputs, outputs)
+    assert np.isfinite(outputs[0]).all()

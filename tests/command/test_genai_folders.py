@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -235,6 +236,31 @@ def test_a_library_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None
     with pytest.raises(ArgumentError, match="cannot be written: Is a directory"):
         stof.optimize_folder(source, tmp_path / "out", NO_VERIFY)
     assert {p.name for p in tmp_path.iterdir() if p.name != "own-cache"} == {"in"}
+
+
+@pytest.mark.parametrize("name", [LIBRARY, GENAI_CONFIG])
+def test_weights_are_not_written_over(name: str, tmp_path: Path) -> None:
+    """Sessions would read the bytes of what is written as weights: ONNX Runtime checks sizes alone."""
+    source = folder(tmp_path / "in", BUILT, "model.onnx")
+    put(source / "model.onnx", data="weights")
+    weights = (source / "weights").read_bytes()
+    (source / "weights").unlink()
+    model = onnx.load(source / "model.onnx", load_external_data=False)
+    # Behind the configuration's text, spaces are weights, too.
+    (source / name).write_bytes(BUILT.encode().ljust(len(weights)) if name == GENAI_CONFIG else weights)
+    for tensor in model.graph.initializer:
+        for entry in tensor.external_data:
+            entry.value = name if entry.key == "location" else entry.value
+    onnx.save(model, source / "model.onnx")
+    with pytest.raises(ArgumentError, match=re.escape(f"the weights of model.onnx are in {name}, where ")):
+        stof.optimize_folder(source, tmp_path / "out", NO_VERIFY)
+    assert {p.name for p in tmp_path.iterdir() if p.name != "own-cache"} == {"in"}
+
+
+def test_a_model_of_a_long_name_is_noted(tmp_path: Path) -> None:
+    source = folder(tmp_path / "in", {"model": {"decoder": {"filename": "x" * 300}}}, "model.onnx")
+    report = stof.optimize_folder(source, tmp_path / "out", NO_VERIFY)
+    assert report.notes == [f"{GENAI_CONFIG}: model.decoder.filename is '{'x' * 300}', which is not in the folder"]
 
 
 @pytest.mark.parametrize(

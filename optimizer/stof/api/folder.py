@@ -181,11 +181,12 @@ def optimize_folder(
         check_outputs({f"input {f}": source / f for f in files}, {"report": options.json})
     report = FolderReport(str(source), dry_run=is_dry)
     configs = read_configs(source, files)
+    known = frozenset(files)
     report.notes += [
         f"{folder / GENAI_CONFIG}: {show_key(s.key)} is {str(s.model)!r}, which is not in the folder"
         for folder, config in configs.items()
         for s in config.sessions
-        if not (source / folder / s.model).is_file()
+        if folder / s.model not in known
     ]
     steps = _FolderRun(source, models, options, report)
     if target is None or is_dry:

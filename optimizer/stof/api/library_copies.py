@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from stof.api.genai_config import GENAI_CONFIG, GenaiConfig, GenaiSession, read_genai_config, show_key
+from stof.errors import ArgumentError
 from stof.files import temporary_file
+from stof.graph.external_data import external_files
 from stof.graph.index import DOMAIN
 from stof.graph.load_save import load
 from stof.installation import CUDA, missing
@@ -73,9 +76,15 @@ def plan_copies(
         target: what choices were made for.
 
     Raises:
-        ArgumentError: for a session that registers another library.
+        ArgumentError: for a session that registers another library; where weights lie in a file that would be written over.
     """
-    holders = {path for path in models if any(o.domain == DOMAIN for o in load(folder / path).opset_import)}
+    holders: set[Path] = set()
+    data: dict[Path, Path] = {}  # external data in the folder, with a model that reads it
+    for path in models:
+        model = load(folder / path)
+        data |= {Path(os.path.normpath(path.parent / location)): path for location in external_files(model)}
+        if any(o.domain == DOMAIN for o in model.opset_import):
+            holders.add(path)
     copies = LibraryCopies()
     served: set[Path] = set()
     folders: set[Path] = set()
@@ -88,6 +97,12 @@ def plan_copies(
             folders.add(at)
     folders |= {path.parent for path in holders - served}
     copies.libraries = [at / LIBRARY for at in sorted(folders)]
+    for path in (*copies.libraries, *copies.texts):
+        if path in data:
+            what = "the plugin library is written" if path.name == LIBRARY else "the library is named"
+            raise ArgumentError(
+                f"the weights of {data[path]} are in {path}, where {what}; save that model with another file of external data"
+            )
     return copies
 
 

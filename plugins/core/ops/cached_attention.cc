@@ -350,11 +350,9 @@ Status CachedAttentionOp::Run(const Tensor* inputs, int input_count, const Tenso
       return Status::Error(std::string(kOutputNames[i]) + " has no data");
     }
   }
+  const bool has_past = all.Has(in::kPastKey);
+  STOF_RETURN_IF_ERROR(CheckCacheBuffers(has_past ? inputs + in::kPastKey : nullptr, outputs + 1));
   CacheAppendArgs& a = step.append;
-  if ((a.past_key != nullptr && a.past_key == outputs[1].data) !=
-      (a.past_value != nullptr && a.past_value == outputs[2].data)) {
-    return Status::Error("past and present share the buffer of keys or of values alone, expected both or none");
-  }
   if (a.past_key != nullptr && a.past_key == outputs[1].data && a.capacity > a.past_capacity) {
     return Status::Error("total_sequence_length is " + std::to_string(step.total) +
                          ", expected at most the capacity of past_key, " + std::to_string(a.past_capacity) +
@@ -365,10 +363,15 @@ Status CachedAttentionOp::Run(const Tensor* inputs, int input_count, const Tenso
   STOF_RETURN_IF_ERROR(Allocate(context, &step));
   step.attention.output = outputs[0].data;
   Tables given;
-  if (all.Has(in::kBias)) given.emplace_back("bias", inputs[in::kBias]);
-  if (all.Has(in::kSink)) given.emplace_back("sink", inputs[in::kSink]);
-  const Tensor* pad = nullptr;
-  STOF_RETURN_IF_ERROR(BindOperands(MaskParts(), &given, context, &step.attention, &pad));
+  for (const auto& [input, role] : {std::pair(in::kBias, "bias"), std::pair(in::kSink, "sink")}) {
+    if (!all.Has(input)) continue;
+    Tables operand;
+    operand.emplace_back(role, inputs[input]);
+    const Tensor* pad = nullptr;
+    const Status status = BindOperands(MaskParts(), &operand, context, &step.attention, &pad);
+    if (!status.ok()) return Status::Error(std::string(in::kNames[input]) + ": " + status.message());
+    given.push_back(operand.front());
+  }
   step.attention.is_key_range = mask->is_range;
   step.attention.window_left = mask->window_left;
   if (!context.on_cuda || mask->is_range) step.attention.first_rows = a.first_row;

@@ -54,6 +54,10 @@ struct CachedAttentionAttributes {
 };
 Status ParseCachedAttention(const AttributeReader& attributes, CachedAttentionAttributes* parsed);
 
+// Past and present may be one buffer, of keys and of values alike; any other overlap would lose rows. Each array is the
+// tensor of keys, then that of values; past may be nullptr.
+Status CheckCacheBuffers(const Tensor* past, const Tensor* present);
+
 const OpDescription* CachedAttentionDescription();
 
 }  // namespace stof
