@@ -46,26 +46,30 @@ bool IsCausal(const MaskExpr& expr, int conjunct) {
 
 Status TooLong() { return Status::Error("the mask has more than 4096 nodes"); }
 
-// Adds the conjunct k <= q where it is missing.
-Status AddCausal(const MaskExpr& expr, MaskExpr* causal) {
-  // Blank text is parsed as True.
+// expr and the condition that `add` appends; of blank text, which is parsed as True, the condition alone.
+template <typename Add>
+Status AddConjunct(const MaskExpr& expr, Add add, MaskExpr* sum) {
   const bool allows_all = expr.empty() || expr.nodes()[static_cast<size_t>(expr.root())].op == ExprOp::kTrue;
-  const std::vector<int> conjuncts = expr.Conjuncts();
-  if (!allows_all &&
-      std::any_of(conjuncts.begin(), conjuncts.end(), [&](int conjunct) { return IsCausal(expr, conjunct); })) {
-    *causal = expr;
-    return Status();
-  }
   ExprBuilder builder;
   for (const auto& operand : expr.operands()) builder.AddOperand(operand);
   int root = -1;
   if (!allows_all) root = CopyNodes(expr, &builder, CopyNode)[static_cast<size_t>(expr.root())];
-  const int key = builder.Add(ExprOp::kK);
-  const int condition = builder.Add(ExprOp::kLe, {key, builder.Add(ExprOp::kQ)});
+  const int condition = add(&builder);
   root = allows_all ? condition : builder.Add(ExprOp::kAnd, {root, condition});
   if (root < 0) return TooLong();
-  *causal = builder.Build(root);
+  *sum = builder.Build(root);
   return Status();
+}
+
+int AddCausal(ExprBuilder* to) {
+  const int key = to->Add(ExprOp::kK);
+  return to->Add(ExprOp::kLe, {key, to->Add(ExprOp::kQ)});
+}
+
+int AddWindow(int64_t window, ExprBuilder* to) {
+  const int query = to->Add(ExprOp::kQ);
+  const int distance = to->Add(ExprOp::kSub, {query, to->Add(ExprOp::kK)});
+  return to->Add(ExprOp::kLt, {distance, to->AddConstant(window)});
 }
 
 // Rewrites absolute q as a run-time operand, the first position of the sequence, plus q counted from 0.
@@ -138,7 +142,7 @@ bool FindRange(const MaskExpr& expr, int64_t* window_left) {
 
 }  // namespace
 
-Status MakeCachedMask(const std::string& text, const Tables& tables, CachedMask* mask) {
+Status MakeCachedMask(const std::string& text, const Tables& tables, int64_t window, CachedMask* mask) {
   MaskExpr given, moved;
   STOF_RETURN_IF_ERROR(MaskExpr::Parse(text, tables, &given));
   if (given.Uses(ExprOp::kT)) {
@@ -147,7 +151,19 @@ Status MakeCachedMask(const std::string& text, const Tables& tables, CachedMask*
   if (given.UsesRuntime()) {
     return Status::Error("the mask reads a run-time operand, expected positions and tables");
   }
-  STOF_RETURN_IF_ERROR(AddCausal(given, &mask->expr));
+  const std::vector<int> conjuncts = given.empty() ? std::vector<int>() : given.Conjuncts();
+  const auto is_causal = [&given](int conjunct) { return IsCausal(given, conjunct); };
+  mask->expr = given;
+  if (std::none_of(conjuncts.begin(), conjuncts.end(), is_causal)) {
+    STOF_RETURN_IF_ERROR(AddConjunct(given, AddCausal, &mask->expr));
+  }
+  int64_t reach = -1;
+  const bool has_reach = FindRange(mask->expr, &reach) && reach >= 0;
+  if (window > 0 && (!has_reach || reach >= window)) {
+    const MaskExpr causal = mask->expr;
+    const auto add = [window](ExprBuilder* to) { return AddWindow(window, to); };
+    STOF_RETURN_IF_ERROR(AddConjunct(causal, add, &mask->expr));
+  }
   STOF_RETURN_IF_ERROR(MoveQueries(mask->expr, &moved));
   mask->on_device = MakeAttentionMask(moved);
   mask->of_first_prompt = MakeAttentionMask(mask->expr);

@@ -31,7 +31,9 @@ struct CachedMask {
 
 // Parses a mask and adds `k <= q` where it is no conjunct. Reading a run-time operand is an error, and so is reading T,
 // which differs by sequence.
-Status MakeCachedMask(const std::string& text, const Tables& tables, CachedMask* mask);
+// window: of a sliding-window cache, which adds `q - k < window` likewise, since how many older keys the cache holds
+// depends on the step; 0: none.
+Status MakeCachedMask(const std::string& text, const Tables& tables, int64_t window, CachedMask* mask);
 
 // Whether an expression uses positions only as distances q - k.
 bool IsOfDistances(const MaskExpr& expr);

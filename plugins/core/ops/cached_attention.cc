@@ -126,7 +126,7 @@ Status CachedAttentionOp::MakeMask(const Inputs& inputs, std::shared_ptr<const C
     if (inputs.Has(i)) tables.emplace_back(in::kNames[i], inputs[i]);
   }
   auto made = std::make_shared<CachedMask>();
-  STOF_RETURN_IF_ERROR(MakeCachedMask(attributes_.mask, tables, made.get()));
+  STOF_RETURN_IF_ERROR(MakeCachedMask(attributes_.mask, tables, attributes_.sliding_window, made.get()));
   if (attributes_.sliding_window > 0 && !IsOfDistances(made->expr)) {
     return Status::Error("attribute mask is not one of distances (q - k) alone, which a sliding-window cache demands");
   }

@@ -9,9 +9,9 @@
 namespace stof::test {
 namespace {
 
-CachedMask Make(const std::string& text) {
+CachedMask Make(const std::string& text, int64_t window = 0) {
   CachedMask mask;
-  const Status status = MakeCachedMask(text, {}, &mask);
+  const Status status = MakeCachedMask(text, {}, window, &mask);
   CHECK(status.ok(), text, ": ", status.message());
   return mask;
 }
@@ -21,6 +21,14 @@ TEST(CachedMasksAreCausal) {
   CHECK(Make("k <= q").expr.Print() == "k <= q");
   CHECK(Make("q - k < 4").expr.Print() == "q - k < 4 and k <= q");
   CHECK(Make("k <= q or k < 4").expr.Print() == "(k <= q or k < 4) and k <= q");
+}
+
+TEST(MasksOfSlidingWindowCachesEndAtTheWindow) {
+  CHECK(Make("", 16).expr.Print() == "k <= q and q - k < 16" && Make("", 16).window_left == 15);
+  CHECK(Make("k <= q and q - k < 16", 16).expr.Print() == "k <= q and q - k < 16");
+  CHECK(Make("k <= q and q - k < 9", 16).window_left == 8);
+  CHECK(Make("k <= q and q - k < 40", 16).window_left == 15);
+  CHECK(Make("k <= q and (q - k) % 2 == 0", 16).expr.Print() == "k <= q and (q - k) % 2 == 0 and q - k < 16");
 }
 
 TEST(CachedMasksAreRefused) {
@@ -33,7 +41,7 @@ TEST(CachedMasksAreRefused) {
   };
   for (const auto& [text, message] : cases) {
     CachedMask mask;
-    const Status status = MakeCachedMask(text, {}, &mask);
+    const Status status = MakeCachedMask(text, {}, 0, &mask);
     CHECK(!status.ok() && status.message().find(message) != std::string::npos, text, ": ", status.message());
   }
 }
