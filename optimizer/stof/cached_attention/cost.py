@@ -6,6 +6,7 @@ docs/reference/cached-attention.md is the contract; the constants are ratios of 
 
 from __future__ import annotations
 
+from stof.cached_attention.block_layout import BlockLayout
 from stof.cached_attention.site import CacheSite
 
 REPORT_LENGTH = 4096  # keys in the cache at which the report's gain is given
@@ -26,9 +27,20 @@ def predict_gain(site: CacheSite, target: str) -> tuple[float, int]:
         length = capacity or site.window
     elif capacity:
         length = min(length, capacity)
+    if site.layout is not None:
+        return _predict_sparse(site, site.layout, min(length, site.layout.length), target)
     is_narrow = 0 < site.window < length and not site.sliding
     if target == "cuda":
         return (_CUDA_WINDOW if is_narrow else _CUDA_DENSE), length
     group = site.num_heads // site.kv_num_heads
     keys = min(site.window, length) if site.window else length
+    return ((1 + _REREAD * (group - 1)) * length + _FIXED) / (keys + _FIXED), length
+
+
+def _predict_sparse(site: CacheSite, layout: BlockLayout, length: int, target: str) -> tuple[float, int]:
+    """The gain over SparseAttention: its CPU kernel reads all keys and masks scores, that of CUDA reads the blocks."""
+    if target == "cuda":
+        return 1.0, length
+    group = site.num_heads // site.kv_num_heads
+    keys = layout.count_read_keys(length, site.num_heads, site.kv_num_heads)
     return ((1 + _REREAD * (group - 1)) * length + _FIXED) / (keys + _FIXED), length

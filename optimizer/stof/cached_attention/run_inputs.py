@@ -119,7 +119,7 @@ class CacheInputMaker(InputMaker):
                 feed[name] = (np.arange(mask.shape[1])[None] < keys[:, None]).astype(mask.dtype)
         for name in self._length_inputs:
             if feed[name].shape == keys.shape:
-                self._set_number(feed, name, site.input("seqlens_k"), keys - 1)
+                self._set_number(feed, name, site.input("seqlens_k"), keys - site.uncounted_keys)
 
     def _set_number(self, feed: dict[str, np.ndarray], name: str, tensor: str, wanted: np.ndarray) -> None:
         """Sets an input so that a tensor, which is the input and a constant at most, is what is wanted."""
@@ -147,8 +147,8 @@ class CacheInputMaker(InputMaker):
             tokens: how many a set may have.
             pads_prompts: whether prompts of a batch may have different lengths, with padding to the right.
         """
-        windows = [s.window for s in self.sites if 0 < s.window <= _LONGEST_WINDOW]
-        above = max(windows, default=_DEFAULT_WINDOW) + 37
+        lengths = [s.window if s.layout is None else s.layout.first_sparse_length for s in self.sites]
+        above = max([x for x in lengths if 0 < x <= _LONGEST_WINDOW], default=_DEFAULT_WINDOW) + 37
         wanted = [
             _Step(3, 11, 11, 10, pads_prompts),
             _Step(3, 1, above, 5, True),
@@ -156,6 +156,10 @@ class CacheInputMaker(InputMaker):
             _Step(2 if 2 * above <= tokens else 1, above, above, 0, False),
             _Step(2, 1, 9, 6, True),
         ]
+        if any(s.layout is not None for s in self.sites):
+            # Where a sequence is shorter than the total, ONNX Runtime's CPU kernel of SparseAttention writes its weights to one
+            # offset and reads them from another. Site checks compare lengths that differ.
+            wanted = [replace(step, ragged=False) for step in wanted]
         found = [self._case(limited) for step in wanted if (limited := self._limit(step)) is not None]
         return list(dict.fromkeys(found or [self._case(step) for step in wanted]))
 
@@ -167,7 +171,8 @@ class CacheInputMaker(InputMaker):
         least_rows, rows = self._range([s.capacity for s in sites if not s.sliding])
         tables = [self.symbolic.shape(s.input("cos_cache")) for s in sites if s.does_rotary]
         positions = [shape[0].constant for shape in tables if shape is not None and shape[0].constant]
-        longest = min([longest, rows, *positions])
+        described = [s.layout.length for s in sites if s.layout is not None]
+        longest = min([longest, rows, *positions, *described])
         low, high = self._range([s.batch for s in sites])
         batch = min(max(step.batch, low), high)
         if step.queries == step.total:

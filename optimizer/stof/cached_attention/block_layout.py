@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The block layouts of a SparseAttention: read from CSR arrays, and written as a mask expression.
+
+Layout h % L says which key blocks the query blocks of head h attend. Local blocks beside a vertical stride become a short
+expression, proven equal for every block; any other layout becomes a table that the expression indexes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from stof.errors import UnsupportedError
+from stof.mask.expression import MaskExpression
+
+BLOCK_SIZES = (16, 32, 64, 128)  # those of the operator's schema
+_MOST_BLOCKS = 1 << 28  # pairs of blocks in all layouts, a byte each
+_CAUSAL = "k <= q"
+
+
+@dataclass(frozen=True, eq=False)
+class BlockLayout:
+    """Layouts, and the mask that says the same.
+
+    Attributes:
+        allowed: bool [L, blocks, blocks]; none of them above the diagonal.
+        block_size: positions of a block.
+        mask: the expression in absolute positions, with ``k <= q``.
+        table: what the expression reads as table0, or None.
+    """
+
+    allowed: np.ndarray
+    block_size: int
+    mask: str
+    table: np.ndarray | None
+
+    @property
+    def blocks(self) -> int:
+        """The blocks of a layout's row."""
+        return int(self.allowed.shape[1])
+
+    @property
+    def length(self) -> int:
+        """The positions that the layouts describe; SparseAttention refuses longer sequences."""
+        return self.blocks * self.block_size
+
+    @property
+    def first_sparse_length(self) -> int:
+        """The positions up to the first query block that leaves out a key block; 0: none does."""
+        counts = self.allowed.sum(2) < 1 + np.arange(self.blocks)
+        rows = np.flatnonzero(counts.any(0))
+        return (int(rows[0]) + 1) * self.block_size if rows.size else 0
+
+    def has_mixed_groups(self, heads: int, groups: int) -> bool:
+        """Whether query heads that share a key head have different layouts."""
+        numbers = np.arange(heads).reshape(groups, -1) % len(self.allowed)
+        return any((self.allowed[row] != self.allowed[row[:1]]).any() for row in np.unique(numbers, axis=0))
+
+    def count_read_keys(self, length: int, heads: int, groups: int) -> float:
+        """The keys of a key head that the last of ``length`` positions reads: the union of its query heads, on average."""
+        row = (length - 1) // self.block_size
+        numbers = np.arange(heads).reshape(groups, -1) % len(self.allowed)
+        read = self.allowed[numbers, row].any(1)
+        beyond = (row + 1) * self.block_size - length
+        return float((read.sum(1) * self.block_size - read[:, row] * beyond).mean())
+
+    def describe(self, heads: int, groups: int) -> tuple[str, ...]:
+        """Facts for people."""
+        count, blocks = len(self.allowed), self.blocks
+        share = 100 * self.allowed.sum(dtype=np.int64) / (count * blocks * (blocks + 1) / 2)
+        layouts = f"{count} layout{'' if count == 1 else 's'} of {blocks} blocks of {self.block_size}"
+        found = [f"{layouts}, {share:.3g} % of the causal blocks"]
+        if self.has_mixed_groups(heads, groups):
+            found.append("query heads of a key head differ")
+        return tuple(found)
+
+
+def read_layout(rows: np.ndarray, columns: np.ndarray, block_size: int, heads: int) -> BlockLayout:
+    """The layouts of CSR arrays.
+
+    Args:
+        rows: int32 [L, blocks + 1], where each row of blocks begins in ``columns``.
+        columns: int32 [L, most], the key blocks of the rows, then padding.
+        block_size: positions of a block.
+        heads: query heads, which use the layouts cyclically.
+
+    Raises:
+        UnsupportedError: naming the input and the value that is wrong.
+    """
+    for name, array in (("block_row_indices", rows), ("block_col_indices", columns)):
+        if array.dtype != np.int32 or array.ndim != 2:
+            raise UnsupportedError(f"{name} is {array.dtype} {list(array.shape)}, expected int32 with 2 axes")
+    count, blocks = rows.shape[0], rows.shape[1] - 1
+    if not count or blocks < 1 or heads % count:
+        raise UnsupportedError(
+            f"block_row_indices has shape {list(rows.shape)}, expected a divisor of {heads} heads and at least 2 columns"
+        )
+    if columns.shape[0] != count:
+        raise UnsupportedError(f"block_col_indices has {columns.shape[0]} layouts, block_row_indices {count}")
+    if count * blocks * blocks > _MOST_BLOCKS:
+        raise UnsupportedError(f"block_row_indices has {count} layouts of {blocks} blocks, whose table exceeds 256 MiB")
+    allowed = np.zeros((count, blocks, blocks), bool)
+    for i in range(count):
+        _read_rows(i, rows[i].astype(np.int64), columns[i].astype(np.int64), allowed[i])
+    mask, table = _express(allowed, block_size, heads)
+    return BlockLayout(allowed, block_size, mask, table)
+
+
+def _read_rows(layout: int, starts: np.ndarray, columns: np.ndarray, allowed: np.ndarray) -> None:
+    """Sets the blocks of one layout."""
+    where = f"block_row_indices[{layout}]"
+    if starts[0] != 0:
+        raise UnsupportedError(f"{where} begins with {starts[0]}, expected 0")
+    counts = np.diff(starts)
+    if (counts < 0).any():
+        i = int(np.argmax(counts < 0)) + 1
+        raise UnsupportedError(f"{where} has {starts[i]} at {i}, behind {starts[i - 1]}: its entries must not descend")
+    if starts[-1] > len(columns):
+        raise UnsupportedError(f"{where} ends with {starts[-1]}, and block_col_indices has {len(columns)} columns")
+    if (counts == 0).any():
+        row = int(np.argmax(counts == 0))
+        raise UnsupportedError(f"{where} names no block in row {row}: its queries attend no key")
+    row_of = np.repeat(np.arange(len(counts)), counts)
+    found = columns[: starts[-1]]
+    outside = (found < 0) | (found > row_of)
+    if outside.any():
+        i = int(np.argmax(outside))
+        raise UnsupportedError(
+            f"block_col_indices[{layout}] has {found[i]} in row {row_of[i]}, expected 0 to {row_of[i]}, the diagonal"
+        )
+    unordered = (np.diff(found) <= 0) & (np.diff(row_of) == 0)
+    if unordered.any():
+        i = int(np.argmax(unordered))
+        raise UnsupportedError(
+            f"block_col_indices[{layout}] has {found[i + 1]} behind {found[i]} in row {row_of[i]}: blocks must ascend"
+        )
+    allowed[row_of, found] = True
+
+
+def _express(allowed: np.ndarray, block_size: int, heads: int) -> tuple[str, np.ndarray | None]:
+    """The mask expression of layouts, and its table."""
+    if (allowed == np.tri(allowed.shape[1], dtype=bool)).all():
+        return _CAUSAL, None
+    for condition, table in _short_conditions(allowed, block_size):
+        if _is_equal(condition, table, allowed, block_size, heads):
+            return _text(condition), table
+    layout = f"h % {len(allowed)}" if len(allowed) > 1 else "0"
+    return _text(f"table0[{layout}, q // {block_size}, k // {block_size}]"), allowed
+
+
+def _text(condition: str) -> str:
+    return f"({condition}) and {_CAUSAL}" if " or " in condition else f"{condition} and {_CAUSAL}"
+
+
+def _short_conditions(allowed: np.ndarray, block_size: int) -> list[tuple[str, np.ndarray | None]]:
+    """Conditions of local blocks and a vertical stride that may be what layouts say."""
+    count, blocks = allowed.shape[:2]
+    distances = [d for d in range(blocks) if not allowed[:, np.arange(d, blocks), np.arange(blocks - d)].all()]
+    local = distances[0]  # some block is left out
+    near = f"q // {block_size} - k // {block_size} < {local}"
+    columns = [np.flatnonzero(layout[-1, : max(blocks - local, 0)]) for layout in allowed]
+    if not any(c.size for c in columns):
+        return [(near, None)]
+    gaps = {int(g) for c in columns for g in np.diff(c)}
+    if len(gaps) > 1 or not local:
+        return []
+    stride = gaps.pop() if gaps else blocks
+    residues = [int(c[0]) % stride if c.size else None for c in columns]
+    found: list[tuple[str, np.ndarray | None]] = []
+    known = {i: r for i, r in enumerate(residues) if r is not None}
+    first, start = next(iter(known.items()))
+    block = f"k // {block_size}"
+    for step in range(stride):
+        base = (start + first * step) % stride
+        if all((base - i * step) % stride == r for i, r in known.items()):
+            head = "h" if count * step % stride == 0 else f"h % {count}"
+            found.append((f"{near} or {_shift(block, head, step, stride)} % {stride} == {base}", None))
+    unseen = blocks - local  # a residue whose first block no row reaches
+    if len(known) == count or unseen < stride:
+        table = np.array([unseen if r is None else r for r in residues], np.int64)
+        layout = f"h % {count}" if count > 1 else "0"
+        found.append((f"{near} or {block} % {stride} == table0[{layout}]", table))
+    return found
+
+
+def _shift(block: str, head: str, step: int, stride: int) -> str:
+    """The block moved by a step for each head, in the direction with the smaller number."""
+    if step == 0:
+        return block
+    sign, number = ("+", step) if 2 * step <= stride else ("-", stride - step)
+    return f"({block} {sign} {head if number == 1 else f'{head} * {number}'})"
+
+
+def _is_equal(condition: str, table: np.ndarray | None, allowed: np.ndarray, block_size: int, heads: int) -> bool:
+    """Whether a condition, which positions enter by their blocks alone, says what the layouts say, in every block."""
+    expression = MaskExpression.parse(_text(condition), {} if table is None else {"table0": table})
+    blocks = allowed.shape[1]
+    k = np.arange(blocks)[None] * block_size
+    rows = max(1, (1 << 22) // blocks)
+    for h in range(heads):
+        for i in range(0, blocks, rows):
+            wanted = allowed[h % len(allowed), i : i + rows]
+            q = np.arange(i, min(i + rows, blocks))[:, None] * block_size
+            values = {"h": h, "q": q, "k": k, "table0": table}
+            if not np.array_equal(np.broadcast_to(expression.evaluate(values), wanted.shape), wanted):
+                return False
+    return True
