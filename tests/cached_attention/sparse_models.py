@@ -70,7 +70,9 @@ class SparseShape:
         return int(self.layout.shape[1]) * self.block
 
 
-def sparse_model(*shapes: SparseShape, capacity: int | str = "C", masks: bool = False, **changed: Any) -> onnx.ModelProto:
+def sparse_model(
+    *shapes: SparseShape, capacity: int | str = "C", masks: bool = False, **changed: Any
+) -> onnx.ModelProto:
     """Nodes beside each other, each with layouts of its own; ``changed`` replaces arrays ``rows`` and ``columns``.
 
     ``masks``: lengths are counted in an attention mask, as onnxruntime-genai's graphs do.

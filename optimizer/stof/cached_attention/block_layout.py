@@ -165,23 +165,39 @@ def _short_conditions(allowed: np.ndarray, block_size: int) -> list[tuple[str, n
     gaps = {int(g) for c in columns for g in np.diff(c)}
     if len(gaps) > 1 or not local:
         return []
-    stride = gaps.pop() if gaps else blocks
-    residues = [int(c[0]) % stride if c.size else None for c in columns]
-    found: list[tuple[str, np.ndarray | None]] = []
-    known = {i: r for i, r in enumerate(residues) if r is not None}
+    firsts = {i: int(c[0]) for i, c in enumerate(columns) if c.size}
+    reach = blocks - local  # columns that some row tells from local blocks
+    if gaps:
+        strides = list(gaps)
+    else:  # each layout shows one column at most: the stride reaches beyond
+        usual = [count << n for n in range((2 * blocks).bit_length()) if count << n <= 2 * blocks]
+        strides = [s for s in (*usual, blocks) if s >= reach]
+    found = [(f"{near} or {word}", None) for s in strides for word in _moved_columns(firsts, count, s, block_size)]
+    return [*found, *_listed_columns(near, firsts, count, strides[-1], reach, block_size)]
+
+
+def _moved_columns(firsts: dict[int, int], count: int, stride: int, block_size: int) -> list[str]:
+    """Conditions of columns that move by a step from layout to layout, as those layouts do that show a column."""
+    known = {i: c % stride for i, c in firsts.items()}
     first, start = next(iter(known.items()))
-    block = f"k // {block_size}"
+    found = []
     for step in range(stride):
         base = (start + first * step) % stride
         if all((base - i * step) % stride == r for i, r in known.items()):
             head = "h" if count * step % stride == 0 else f"h % {count}"
-            found.append((f"{near} or {_shift(block, head, step, stride)} % {stride} == {base}", None))
-    unseen = blocks - local  # a residue whose first block no row reaches
-    if len(known) == count or unseen < stride:
-        table = np.array([unseen if r is None else r for r in residues], np.int64)
-        layout = f"h % {count}" if count > 1 else "0"
-        found.append((f"{near} or {block} % {stride} == table0[{layout}]", table))
+            found.append(f"{_shift(f'k // {block_size}', head, step, stride)} % {stride} == {base}")
     return found
+
+
+def _listed_columns(
+    near: str, firsts: dict[int, int], count: int, stride: int, reach: int, block_size: int
+) -> list[tuple[str, np.ndarray | None]]:
+    """The condition of columns that a table lists for each layout."""
+    if len(firsts) < count and reach >= stride:  # no residue stands for a layout without columns
+        return []
+    table = np.array([firsts[i] % stride if i in firsts else reach for i in range(count)], np.int64)
+    layout = f"h % {count}" if count > 1 else "0"
+    return [(f"{near} or k // {block_size} % {stride} == table0[{layout}]", table)]
 
 
 def _shift(block: str, head: str, step: int, stride: int) -> str:

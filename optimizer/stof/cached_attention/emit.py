@@ -130,7 +130,7 @@ class _BlockInputs:
         """Puts the nodes before their first readers."""
         if not self._nodes:
             return
-        before = {output: node for output, node in self._nodes}
+        before = dict(self._nodes)
         nodes = [n for node in self._graph.node for n in (before.get(node.output[0] if node.output else ""), node) if n]
         del self._graph.node[:]
         self._graph.node.extend(nodes)

@@ -45,12 +45,14 @@ class CacheVariant:
         """The variant of a site."""
         attributes = sorted(site.node.attribute, key=lambda a: str(a.name))
         given = tuple(bool(name) for name in site.read_inputs)
-        return cls(site.node.op_type, tuple(a.SerializeToString(deterministic=True) for a in attributes), given, site.dtype)
+        return cls(
+            site.node.op_type, tuple(a.SerializeToString(deterministic=True) for a in attributes), given, site.dtype
+        )
 
     def nodes(self, name: str, outputs: Sequence[str]) -> list[onnx.NodeProto]:
         """The node, with the function's own names as inputs, behind what computes its lengths."""
         inputs = [name if given else "" for name, given in zip(OP_INPUTS, self.given, strict=True)]
-        before = []
+        before: list[onnx.NodeProto] = []
         if self.op_type == SPARSE:
             before, inputs = self._sparse_inputs(name, inputs)
         while not inputs[-1]:

@@ -229,7 +229,9 @@ def _pictures(sites: Sequence[CacheSite]) -> list[MaskPicture]:
     for mask in dict.fromkeys(s.mask for s in sites):
         own = [s for s in sites if s.mask == mask]
         layout = own[0].layout
-        expression = MaskExpression.parse(mask, {} if layout is None or layout.table is None else {"table0": layout.table})
+        expression = MaskExpression.parse(
+            mask, {} if layout is None or layout.table is None else {"table0": layout.table}
+        )
         length = min(_PICTURE_LENGTH, max(64, 4 * own[0].window)) if own[0].window else _PICTURE_LENGTH
         length = length if layout is None else min(length, layout.length)
         facts = [f"{len(own)} attention{'' if len(own) == 1 else 's'} over a KV cache", f"a prompt of {length} tokens"]

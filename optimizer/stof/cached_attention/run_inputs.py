@@ -72,6 +72,9 @@ class CacheInputMaker(InputMaker):
         self._total_inputs = sorted(
             n for n in find_inputs_behind(index, totals, given) if n not in self.masks and self._is_single(n)
         )
+        self._behind = {
+            t: find_inputs_behind(index, frozenset({t}), given) for t in (s.input("seqlens_k") for s in sites)
+        }
         self._length_inputs = sorted(n for n in behind if len(symbolic.shape(n) or ()) == 1)
 
     def _is_single(self, name: str) -> bool:
@@ -118,7 +121,7 @@ class CacheInputMaker(InputMaker):
             if mask.shape[0] == batch:
                 feed[name] = (np.arange(mask.shape[1])[None] < keys[:, None]).astype(mask.dtype)
         for name in self._length_inputs:
-            if feed[name].shape == keys.shape:
+            if feed[name].shape == keys.shape and name in self._behind[site.input("seqlens_k")]:
                 self._set_number(feed, name, site.input("seqlens_k"), keys - site.uncounted_keys)
 
     def _set_number(self, feed: dict[str, np.ndarray], name: str, tensor: str, wanted: np.ndarray) -> None:
