@@ -221,6 +221,18 @@ EXPRESSIONS = {
     "step 2": (strided(24, 2, 8, 4, step=2), "(q // 16 - k // 16 < 2 or (k // 16 + h * 2) % 8 == 7) and k <= q"),
     "step back": (strided(24, 2, 8, 8, step=7), "(q // 16 - k // 16 < 2 or (k // 16 - h) % 8 == 7) and k <= q"),
     "cycle of layouts": (strided(24, 2, 8, 4), "(q // 16 - k // 16 < 2 or (k // 16 + h % 4) % 8 == 7) and k <= q"),
+    "one for each key head": (
+        np.repeat(strided(24, 2, 8, 4, step=2), 2, axis=0),
+        "(q // 16 - k // 16 < 2 or (k // 16 + h // 2 * 2) % 8 == 7) and k <= q",
+    ),
+    "runs in a cycle": (
+        np.repeat(strided(24, 2, 8, 2), 2, axis=0),
+        "(q // 16 - k // 16 < 2 or (k // 16 + h % 4 // 2) % 8 == 7) and k <= q",
+    ),
+    "equal layouts": (
+        np.repeat(strided(12, 2, 4, 1), 8, axis=0),
+        "(q // 16 - k // 16 < 2 or k // 16 % 4 == 3) and k <= q",
+    ),
     "columns that rows do not reach": (
         strided(7, 2, 8, 8),
         "(q // 16 - k // 16 < 2 or (k // 16 + h) % 8 == 7) and k <= q",
@@ -250,7 +262,7 @@ def test_one_block_more_or_less(change: tuple[int, int, int]) -> None:
     layout = strided(12, 2, 4, 8)
     layout[change] ^= True
     mask, table = expression_of(layout)
-    assert mask == "table0[h % 8, q // 16, k // 16] and k <= q"
+    assert mask == "table0[h, q // 16, k // 16] and k <= q"
     assert table is not None
     np.testing.assert_array_equal(table, layout)
 
@@ -267,6 +279,20 @@ def test_expressions_say_what_layouts_say(seed: int) -> None:
     expression = stof.mask.expression.MaskExpression.parse(mask, {} if table is None else {"table0": table})
     found = np.broadcast_to(expression.evaluate({"h": h, "q": q, "k": k, "table0": table}), (8, q.size, k.size))
     np.testing.assert_array_equal(found, layout[h % count, q // 16, k // 16] & (k <= q))
+
+
+def test_tables_of_layouts_that_repeat() -> None:
+    """A table holds each layout of a run or a cycle once."""
+    layouts = random_layouts(6, 2)
+    for given, index in ((np.repeat(layouts, 2, axis=0), "h % 4 // 2"), (np.tile(layouts, (2, 1, 1)), "h % 2")):
+        mask, table = expression_of(given)
+        assert mask == f"table0[{index}, q // 16, k // 16] and k <= q"
+        assert table is not None
+        np.testing.assert_array_equal(table, layouts)
+    mask, table = expression_of(np.repeat(layouts[:1], 4, axis=0))
+    assert mask == "table0[0, q // 16, k // 16] and k <= q"
+    assert table is not None
+    assert table.shape == (1, 6, 6)
 
 
 def test_heads_of_a_group() -> None:

@@ -138,23 +138,55 @@ def _read_rows(layout: int, starts: np.ndarray, columns: np.ndarray, allowed: np
     allowed[row_of, found] = True
 
 
+@dataclass(frozen=True)
+class _Distinct:
+    """Layouts without the repetitions of equal ones.
+
+    Attributes:
+        allowed: [count, blocks, blocks].
+        index: the expression of a head's layout.
+        number: the same plus a multiple of the count, without a cycle over heads.
+    """
+
+    allowed: np.ndarray
+    index: str
+    number: str
+
+    @classmethod
+    def of(cls, allowed: np.ndarray, heads: int) -> _Distinct:
+        """Finds the shortest cycle, and in it the longest run of equal layouts, as for the query heads of a key head."""
+        known: dict[bytes, int] = {}
+        ids = [known.setdefault(np.packbits(x).tobytes(), len(known)) for x in allowed]
+        cycle = next(p for p in _divisors(len(ids)) if ids == ids[:p] * (len(ids) // p))
+        if cycle == 1:
+            return cls(allowed[:1], "0", "0")
+        run = next(r for r in reversed(_divisors(cycle)) if all(ids[i] == ids[i // r * r] for i in range(cycle)))
+        share = "" if run == 1 else f" // {run}"
+        return cls(allowed[:cycle:run], ("h" if cycle == heads else f"h % {cycle}") + share, f"h{share}")
+
+
+def _divisors(number: int) -> list[int]:
+    return [i for i in range(1, number + 1) if number % i == 0]
+
+
 def _express(allowed: np.ndarray, block_size: int, heads: int) -> tuple[str, np.ndarray | None]:
     """The mask expression of layouts, and its table."""
     if (allowed == np.tri(allowed.shape[1], dtype=bool)).all():
         return _CAUSAL, None
-    for condition, table in _short_conditions(allowed, block_size):
+    distinct = _Distinct.of(allowed, heads)
+    for condition, table in _short_conditions(distinct, block_size):
         if _is_equal(condition, table, allowed, block_size, heads):
             return _text(condition), table
-    layout = f"h % {len(allowed)}" if len(allowed) > 1 else "0"
-    return _text(f"table0[{layout}, q // {block_size}, k // {block_size}]"), allowed
+    return _text(f"table0[{distinct.index}, q // {block_size}, k // {block_size}]"), distinct.allowed
 
 
 def _text(condition: str) -> str:
     return f"({condition}) and {_CAUSAL}" if " or " in condition else f"{condition} and {_CAUSAL}"
 
 
-def _short_conditions(allowed: np.ndarray, block_size: int) -> list[tuple[str, np.ndarray | None]]:
+def _short_conditions(distinct: _Distinct, block_size: int) -> list[tuple[str, np.ndarray | None]]:
     """Conditions of local blocks and a vertical stride that may be what layouts say."""
+    allowed = distinct.allowed
     count, blocks = allowed.shape[:2]
     distances = [d for d in range(blocks) if not allowed[:, np.arange(d, blocks), np.arange(blocks - d)].all()]
     local = distances[0]  # some block is left out
@@ -172,11 +204,11 @@ def _short_conditions(allowed: np.ndarray, block_size: int) -> list[tuple[str, n
     else:  # each layout shows one column at most: the stride reaches beyond
         usual = [count << n for n in range((2 * blocks).bit_length()) if count << n <= 2 * blocks]
         strides = [s for s in (*usual, blocks) if s >= reach]
-    found = [(f"{near} or {word}", None) for s in strides for word in _moved_columns(firsts, count, s, block_size)]
-    return [*found, *_listed_columns(near, firsts, count, strides[-1], reach, block_size)]
+    found = [(f"{near} or {word}", None) for s in strides for word in _moved_columns(distinct, firsts, s, block_size)]
+    return [*found, *_listed_columns(distinct, near, firsts, strides[-1], reach, block_size)]
 
 
-def _moved_columns(firsts: dict[int, int], count: int, stride: int, block_size: int) -> list[str]:
+def _moved_columns(distinct: _Distinct, firsts: dict[int, int], stride: int, block_size: int) -> list[str]:
     """Conditions of columns that move by a step from layout to layout, as those layouts do that show a column."""
     known = {i: c % stride for i, c in firsts.items()}
     first, start = next(iter(known.items()))
@@ -184,20 +216,20 @@ def _moved_columns(firsts: dict[int, int], count: int, stride: int, block_size: 
     for step in range(stride):
         base = (start + first * step) % stride
         if all((base - i * step) % stride == r for i, r in known.items()):
-            head = "h" if count * step % stride == 0 else f"h % {count}"
+            head = distinct.number if len(distinct.allowed) * step % stride == 0 else distinct.index
             found.append(f"{_shift(f'k // {block_size}', head, step, stride)} % {stride} == {base}")
     return found
 
 
 def _listed_columns(
-    near: str, firsts: dict[int, int], count: int, stride: int, reach: int, block_size: int
+    distinct: _Distinct, near: str, firsts: dict[int, int], stride: int, reach: int, block_size: int
 ) -> list[tuple[str, np.ndarray | None]]:
     """The condition of columns that a table lists for each layout."""
+    count = len(distinct.allowed)
     if len(firsts) < count and reach >= stride:  # no residue stands for a layout without columns
         return []
     table = np.array([firsts[i] % stride if i in firsts else reach for i in range(count)], np.int64)
-    layout = f"h % {count}" if count > 1 else "0"
-    return [(f"{near} or k // {block_size} % {stride} == table0[{layout}]", table)]
+    return [(f"{near} or k // {block_size} % {stride} == table0[{distinct.index}]", table)]
 
 
 def _shift(block: str, head: str, step: int, stride: int) -> str:
