@@ -12,6 +12,8 @@ from gqa_models import TABLE_ROWS, TYPES, Shape, draw_step
 from onnx import TensorProto, helper, numpy_helper
 
 from stof.cached_attention.checks.oracle import CacheStep
+from stof.cached_attention.find import CacheCandidate, find_candidates
+from stof.symbolic import Symbolic
 
 
 def strided(blocks: int, local: int, stride: int, layouts: int, step: int = 1, offset: int = 1) -> np.ndarray:
@@ -149,3 +151,10 @@ def sparse_feeds(shape: SparseShape, step: CacheStep) -> dict[str, np.ndarray]:
         "total": np.array([step.total], np.int32),
     }  # fmt: skip
     return {n: a for n, a in arrays.items() if a is not None}
+
+
+def candidates_of(model: onnx.ModelProto) -> list[CacheCandidate]:
+    return find_candidates(model, Symbolic(model), "cpu")
+
+
+STRIDED = SparseShape(strided(8, 2, 4, 4), packed=True, rotary=16)

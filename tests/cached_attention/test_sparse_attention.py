@@ -12,24 +12,25 @@ import onnx
 import pytest
 from gqa_models import Shape, model_of, run_shared, session
 from onnx import helper
-from sparse_models import SparseShape, draw_sparse_step, random_layouts, sparse_feeds, sparse_model, strided
+from sparse_models import (
+    STRIDED,
+    SparseShape,
+    candidates_of,
+    draw_sparse_step,
+    random_layouts,
+    sparse_feeds,
+    sparse_model,
+    strided,
+)
 
 import stof
 from stof.cached_attention.checks import site_checks
 from stof.cached_attention.checks.oracle import CacheStep, compute_step
 from stof.cached_attention.emit import emit_caches
-from stof.cached_attention.find import CacheCandidate, find_candidates
 from stof.cached_attention.site import OP
 from stof.execution.shared_buffers import find_shared_buffers
 from stof.options import Options
 from stof.report import Report
-from stof.symbolic import Symbolic
-
-STRIDED = SparseShape(strided(8, 2, 4, 4), packed=True, rotary=16)
-
-
-def candidates_of(model: onnx.ModelProto) -> list[CacheCandidate]:
-    return find_candidates(model, Symbolic(model), "cpu")
 
 
 def emitted(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -205,96 +206,6 @@ def test_attributes_of_several_kinds() -> None:
         assert largest_error(found[3 * i : 3 * i + 3], step) < 3e-6
 
 
-def expression_of(layout: np.ndarray, block: int = 16, heads: int = 8) -> tuple[str, np.ndarray | None]:
-    shape = SparseShape(layout, block=block, H=heads, G=heads)
-    (candidate,) = candidates_of(sparse_model(shape))
-    assert candidate.site is not None
-    assert candidate.site.layout is not None
-    return candidate.site.mask, candidate.site.layout.table
-
-
-EXPRESSIONS = {
-    "dense": (np.tril(np.ones((2, 6, 6), bool)), "k <= q"),
-    "local": (strided(9, 3, 64, 1, offset=1), "q // 16 - k // 16 < 3 and k <= q"),
-    "one layout": (strided(12, 2, 4, 1), "(q // 16 - k // 16 < 2 or k // 16 % 4 == 3) and k <= q"),
-    "a step for each head": (strided(12, 2, 8, 8), "(q // 16 - k // 16 < 2 or (k // 16 + h) % 8 == 7) and k <= q"),
-    "step 2": (strided(24, 2, 8, 4, step=2), "(q // 16 - k // 16 < 2 or (k // 16 + h * 2) % 8 == 7) and k <= q"),
-    "step back": (strided(24, 2, 8, 8, step=7), "(q // 16 - k // 16 < 2 or (k // 16 - h) % 8 == 7) and k <= q"),
-    "cycle of layouts": (strided(24, 2, 8, 4), "(q // 16 - k // 16 < 2 or (k // 16 + h % 4) % 8 == 7) and k <= q"),
-    "one for each key head": (
-        np.repeat(strided(24, 2, 8, 4, step=2), 2, axis=0),
-        "(q // 16 - k // 16 < 2 or (k // 16 + h // 2 * 2) % 8 == 7) and k <= q",
-    ),
-    "runs in a cycle": (
-        np.repeat(strided(24, 2, 8, 2), 2, axis=0),
-        "(q // 16 - k // 16 < 2 or (k // 16 + h % 4 // 2) % 8 == 7) and k <= q",
-    ),
-    "equal layouts": (
-        np.repeat(strided(12, 2, 4, 1), 8, axis=0),
-        "(q // 16 - k // 16 < 2 or k // 16 % 4 == 3) and k <= q",
-    ),
-    "columns that rows do not reach": (
-        strided(7, 2, 8, 8),
-        "(q // 16 - k // 16 < 2 or (k // 16 + h) % 8 == 7) and k <= q",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", EXPRESSIONS)
-def test_short_expressions(name: str) -> None:
-    layout, wanted = EXPRESSIONS[name]
-    assert expression_of(layout) == (wanted, None)
-
-
-def test_residues_without_a_step() -> None:
-    """Heads whose columns do not move evenly read them from a table of numbers."""
-    i, j = np.indices((12, 12))
-    layout = (i >= j) & ((i - j < 2) | (j % 5 == np.array([0, 3, 4, 1])[:, None, None]))
-    mask, table = expression_of(layout)
-    assert mask == "(q // 16 - k // 16 < 2 or k // 16 % 5 == table0[h % 4]) and k <= q"
-    assert table is not None
-    np.testing.assert_array_equal(table, [0, 3, 4, 1])
-
-
-@pytest.mark.parametrize("change", [(0, 11, 4), (3, 9, 0), (7, 11, 11)])
-def test_one_block_more_or_less(change: tuple[int, int, int]) -> None:
-    """A layout that a short expression misses in one block alone becomes a table."""
-    layout = strided(12, 2, 4, 8)
-    layout[change] ^= True
-    mask, table = expression_of(layout)
-    assert mask == "table0[h, q // 16, k // 16] and k <= q"
-    assert table is not None
-    np.testing.assert_array_equal(table, layout)
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_expressions_say_what_layouts_say(seed: int) -> None:
-    """Random strides, steps and sizes, evaluated at every position."""
-    rng = np.random.default_rng(seed)
-    blocks, count = int(rng.integers(2, 14)), int(rng.choice([1, 2, 4, 8]))
-    stride = int(rng.integers(2, 9))
-    layout = strided(blocks, int(rng.integers(1, 4)), stride, count, int(rng.integers(0, stride)), int(rng.integers(9)))
-    mask, table = expression_of(layout)
-    h, q, k = np.ogrid[:8, : blocks * 16, : blocks * 16]
-    expression = stof.mask.expression.MaskExpression.parse(mask, {} if table is None else {"table0": table})
-    found = np.broadcast_to(expression.evaluate({"h": h, "q": q, "k": k, "table0": table}), (8, q.size, k.size))
-    np.testing.assert_array_equal(found, layout[h % count, q // 16, k // 16] & (k <= q))
-
-
-def test_tables_of_layouts_that_repeat() -> None:
-    """A table holds each layout of a run or a cycle once."""
-    layouts = random_layouts(6, 2)
-    for given, index in ((np.repeat(layouts, 2, axis=0), "h % 4 // 2"), (np.tile(layouts, (2, 1, 1)), "h % 2")):
-        mask, table = expression_of(given)
-        assert mask == f"table0[{index}, q // 16, k // 16] and k <= q"
-        assert table is not None
-        np.testing.assert_array_equal(table, layouts)
-    mask, table = expression_of(np.repeat(layouts[:1], 4, axis=0))
-    assert mask == "table0[0, q // 16, k // 16] and k <= q"
-    assert table is not None
-    assert table.shape == (1, 6, 6)
-
-
 def test_heads_of_a_group() -> None:
     """The report says where query heads of one key head differ, which makes the group read the union."""
 
@@ -324,106 +235,6 @@ def test_positions_beyond_the_layouts() -> None:
                 run_shared(mine, feeds)
         else:
             assert largest_error(run_shared(mine, feeds), step) < 3e-6
-
-
-def reason_of(model: onnx.ModelProto) -> str:
-    (candidate,) = candidates_of(model)
-    assert candidate.site is None
-    return candidate.reason
-
-
-BLOCKS = np.tril(np.ones((1, 3, 3), bool))
-ROWS, COLUMNS = np.array([[0, 1, 3, 6]], np.int32), np.array([[0, 0, 1, 0, 1, 2]], np.int32)
-
-
-def changed(array: np.ndarray, index: int, value: int) -> np.ndarray:
-    found = array.copy()
-    found[0, index] = value
-    return found
-
-
-DAMAGED: dict[str, tuple[dict[str, np.ndarray], str]] = {
-    "negative": ({"columns": changed(COLUMNS, 2, -1)}, r"block_col_indices\[0\] has -1 in row 1, expected 0 to 1"),
-    "beyond": ({"columns": changed(COLUMNS, 5, 3)}, r"block_col_indices\[0\] has 3 in row 2, expected 0 to 2"),
-    "above the diagonal": ({"columns": changed(COLUMNS, 0, 2)}, r"block_col_indices\[0\] has 2 in row 0"),
-    "huge": ({"columns": changed(COLUMNS, 1, 2**31 - 1)}, r"block_col_indices\[0\] has 2147483647 in row 1"),
-    "twice": ({"columns": changed(COLUMNS, 4, 0)}, r"block_col_indices\[0\] has 0 behind 0 in row 2"),
-    "not ascending": (
-        {"columns": np.array([[0, 1, 0, 0, 1, 2]], np.int32)},
-        r"block_col_indices\[0\] has 0 behind 1 in row 1: blocks must ascend",
-    ),
-    "first": ({"rows": changed(ROWS, 0, 1)}, r"block_row_indices\[0\] begins with 1, expected 0"),
-    "descending": ({"rows": changed(ROWS, 2, 0)}, r"block_row_indices\[0\] has 0 at 2, behind 1"),
-    "too many": ({"rows": changed(ROWS, 3, 7)}, r"block_row_indices\[0\] ends with 7, .* has 6 columns"),
-    "an empty row": ({"rows": changed(ROWS, 1, 0)}, r"block_row_indices\[0\] names no block in row 0"),
-    "layouts": (
-        {"rows": np.repeat(ROWS, 3, axis=0)},
-        r"block_row_indices has shape \[3, 4\], expected a divisor of 4 heads",
-    ),
-    "no layout": ({"rows": np.zeros((0, 4), np.int32)}, r"block_row_indices has shape \[0, 4\]"),
-    "no block": ({"rows": np.zeros((1, 1), np.int32)}, r"block_row_indices has shape \[1, 1\]"),
-    "other layouts": ({"columns": np.repeat(COLUMNS, 2, axis=0)}, "block_col_indices has 2 layouts, .* 1"),
-    "rank": ({"columns": COLUMNS[0]}, r"block_col_indices is int32 \[6\], expected int32 with 2 axes"),
-    "type": ({"rows": ROWS.astype(np.int64)}, r"block_row_indices is int64 \[1, 4\]"),
-    "too large": ({"rows": np.zeros((1, 20001), np.int32)}, "1 layouts of 20000 blocks, whose table exceeds 256 MiB"),
-}
-
-
-@pytest.mark.parametrize("name", DAMAGED)
-def test_damaged_layouts(name: str) -> None:
-    arrays, words = DAMAGED[name]
-    with pytest.raises(AssertionError, match=words):
-        raise AssertionError(reason_of(sparse_model(SparseShape(BLOCKS), **arrays)))
-
-
-def test_the_layouts_that_are_damaged_are_fine_otherwise() -> None:
-    (candidate,) = candidates_of(sparse_model(SparseShape(BLOCKS), rows=ROWS, columns=COLUMNS))
-    assert candidate.site is not None
-    assert candidate.site.mask == "k <= q"
-
-
-def test_layouts_that_are_run_time_data() -> None:
-    model = sparse_model(SparseShape(BLOCKS))
-    stored = next(t for t in model.graph.initializer if t.name == "columns")
-    model.graph.initializer.remove(stored)
-    model.graph.input.append(helper.make_tensor_value_info("columns", onnx.TensorProto.INT32, [1, 6]))
-    assert reason_of(model) == "its layouts are run-time data: block_col_indices 'columns' is no constant"
-
-
-def with_input(index: int, name: str) -> onnx.ModelProto:
-    model = sparse_model(replace(STRIDED, rotary=16))
-    inputs = model.graph.node[0].input
-    while len(inputs) <= index:
-        inputs.append("")
-    inputs[index] = name
-    return model
-
-
-NODES = {
-    "block size": (sparse_model(replace(STRIDED, block=48)), "sparse_block_size is 48, expected 16, 32, 64 or 128"),
-    "attribute": (
-        sparse_model(replace(STRIDED, other={"causal": 1})),
-        "attribute 'causal', whose meaning is not known",
-    ),
-    "type": (sparse_model(replace(STRIDED, other={"do_rotary": 1.0})), "do_rotary is 1.0, expected an integer"),
-    "flag": (
-        sparse_model(replace(STRIDED, other={"rotary_interleaved": 2})),
-        "rotary_interleaved is 2, expected 0 or 1",
-    ),
-    "scale": (sparse_model(replace(STRIDED, other={"scale": float("nan")})), "scale is nan"),
-    "heads": (sparse_model(replace(STRIDED, H=5, G=2)), "5 query heads on 2 key heads"),
-    "input": (with_input(11, "total"), "it has input 11, 'total', whose meaning is not known"),
-    "no past": (with_input(3, ""), "it has no input past_key"),
-    "no lengths": (with_input(8, ""), "it has no input key_total_sequence_lengths"),
-    "half a pair": (with_input(10, ""), "it has input cos_cache and no sin_cache"),
-    "key alone": (with_input(1, "query"), "it has input key and no value"),
-}
-
-
-@pytest.mark.parametrize("name", NODES)
-def test_nodes_that_are_refused(name: str) -> None:
-    model, words = NODES[name]
-    assert words in reason_of(model)
 
 
 @pytest.mark.parametrize("what", ["table", "mask"])
@@ -468,6 +279,44 @@ def test_shared_buffers() -> None:
     assert find_shared_buffers(model_of(Shape())) == ()
     model.graph.node[0].input[4] = "past_key"  # one buffer cannot be two outputs
     assert find_shared_buffers(model) == pairs[:1]
+
+
+def in_a_function(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model's node in a local function whose inputs have another order."""
+    found = onnx.ModelProto()
+    found.CopyFrom(model)
+    node = found.graph.node[0]
+    inputs = [n for n in reversed(node.input) if n]
+    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("com.microsoft", 1)]
+    body = helper.make_function("own", "Layer", inputs, list(node.output), [node], opsets)
+    call = helper.make_node("Layer", inputs, list(node.output), name="call", domain="own")
+    del found.graph.node[:]
+    found.graph.node.append(call)
+    found.functions.append(body)
+    found.opset_import.append(helper.make_opsetid("own", 1))
+    return found
+
+
+def test_a_node_in_a_function(tmp_path: Path) -> None:
+    model = in_a_function(sparse_model(STRIDED))
+    assert sorted(find_shared_buffers(model)) == [("past_key", "present_key"), ("past_value", "present_value")]
+    report, found = optimized(model, tmp_path)
+    assert [r.reason for r in report.caches] == ["replaced"]
+    assert OP in [n.op_type for n in found.graph.node]
+    assert report.verification is not None
+    assert report.verification.complete
+
+
+def test_a_function_that_calls_itself() -> None:
+    model = in_a_function(sparse_model(STRIDED))
+    model.functions[0].node.append(model.graph.node[0])
+    assert len(find_shared_buffers(model)) == 2
+
+
+def test_times_of_whole_models(tmp_path: Path) -> None:
+    """The original runs in sessions of its own file, too."""
+    report, _ = optimized(sparse_model(STRIDED, masks=True), tmp_path, time=True)
+    assert report.times is not None
 
 
 def test_reports(tmp_path: Path) -> None:

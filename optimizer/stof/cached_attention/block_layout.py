@@ -16,6 +16,7 @@ from stof.mask.expression import MaskExpression
 
 BLOCK_SIZES = (16, 32, 64, 128)  # those of the operator's schema
 _MOST_BLOCKS = 1 << 28  # pairs of blocks in all layouts, a byte each
+_MOST_CHECKED = 1 << 33  # pairs of blocks of all heads that an expression is evaluated at, for a minute at most
 _CAUSAL = "k <= q"
 
 
@@ -188,8 +189,8 @@ def _short_conditions(distinct: _Distinct, block_size: int) -> list[tuple[str, n
     """Conditions of local blocks and a vertical stride that may be what layouts say."""
     allowed = distinct.allowed
     count, blocks = allowed.shape[:2]
-    distances = [d for d in range(blocks) if not allowed[:, np.arange(d, blocks), np.arange(blocks - d)].all()]
-    local = distances[0]  # some block is left out
+    # Some block is left out.
+    local = next(d for d in range(blocks) if not allowed[:, np.arange(d, blocks), np.arange(blocks - d)].all())
     near = f"q // {block_size} - k // {block_size} < {local}"
     columns = [np.flatnonzero(layout[-1, : max(blocks - local, 0)]) for layout in allowed]
     if not any(c.size for c in columns):
@@ -246,7 +247,10 @@ def _is_equal(condition: str, table: np.ndarray | None, allowed: np.ndarray, blo
     blocks = allowed.shape[1]
     k = np.arange(blocks)[None] * block_size
     rows = max(1, (1 << 22) // blocks)
-    for h in range(heads):
+    numbers = range(heads if "h" in expression.reads else len(allowed))
+    if len(numbers) * blocks * blocks > _MOST_CHECKED:
+        return False
+    for h in numbers:
         for i in range(0, blocks, rows):
             wanted = allowed[h % len(allowed), i : i + rows]
             q = np.arange(i, min(i + rows, blocks))[:, None] * block_size

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import onnx
 
 from stof.attention.limits import limits_of, type_names
+from stof.cached_attention.block_layout import BlockLayout
 from stof.cached_attention.site import (
     GROUP_QUERY,
     INPUTS,
@@ -23,7 +24,7 @@ from stof.cached_attention.site import (
     input_of,
     output_of,
 )
-from stof.cached_attention.sparse_node import as_group_query, check_sparse, is_sparse, read_node_layout
+from stof.cached_attention.sparse_node import LayoutKey, as_group_query, check_sparse, is_sparse, read_node_layout
 from stof.errors import UnsupportedError
 from stof.graph.index import GraphIndex, all_nodes, describe, domain_of, subgraphs
 from stof.graph.names import FreshNames
@@ -81,6 +82,7 @@ def find_candidates(model: onnx.ModelProto, symbolic: Symbolic, target: str) -> 
     index = GraphIndex(model.graph)
     names = FreshNames()
     found: list[CacheCandidate] = []
+    layouts: dict[LayoutKey, BlockLayout] = {}
     for node, outer in _nodes(model.graph):
         if not reads_cache(node):
             continue
@@ -88,7 +90,7 @@ def find_candidates(model: onnx.ModelProto, symbolic: Symbolic, target: str) -> 
         try:
             if outer is not None:
                 raise UnsupportedError(f"it lies in a subgraph of {describe(outer)}, where caches are not replaced")
-            found.append(CacheCandidate(name, _read_site(name, node, index, symbolic, target)))
+            found.append(CacheCandidate(name, _read_site(name, node, index, symbolic, target, layouts)))
         except UnsupportedError as error:
             found.append(CacheCandidate(name, None, str(error)))
     return found
@@ -102,7 +104,14 @@ def _nodes(graph: onnx.GraphProto) -> Iterator[tuple[onnx.NodeProto, onnx.NodePr
             yield from ((n, node) for n in all_nodes(inner.node))
 
 
-def _read_site(name: str, node: onnx.NodeProto, index: GraphIndex, symbolic: Symbolic, target: str) -> CacheSite:
+def _read_site(
+    name: str,
+    node: onnx.NodeProto,
+    index: GraphIndex,
+    symbolic: Symbolic,
+    target: str,
+    layouts: dict[LayoutKey, BlockLayout],
+) -> CacheSite:
     """The facts of a node.
 
     Raises:
@@ -146,7 +155,7 @@ def _read_site(name: str, node: onnx.NodeProto, index: GraphIndex, symbolic: Sym
         query[1],
         capacity,
         _total(symbolic, input_of(node, 6)),
-        read_node_layout(original, symbolic, heads) if is_sparse(original) else None,
+        read_node_layout(original, symbolic, heads, layouts) if is_sparse(original) else None,
     )
 
 

@@ -6,6 +6,7 @@ Source: the operator's schema and CPU kernel in ONNX Runtime 1.31.
 
 from __future__ import annotations
 
+import hashlib
 import math
 
 import onnx
@@ -33,6 +34,7 @@ _NAMES = {
     **{index: name for name, index in SPARSE_INDEX.items()},
     **{SPARSE_ROWS: "block_row_indices", SPARSE_COLUMNS: "block_col_indices", 8: "key_total_sequence_lengths"},
 }
+LayoutKey = tuple[bytes, bytes, int, int]  # of row and column indices, the block size, the heads
 _INTEGERS = ("num_heads", "kv_num_heads", "sparse_block_size", "do_rotary", "rotary_interleaved")
 
 
@@ -93,8 +95,16 @@ def _check_attributes(node: onnx.NodeProto) -> None:
         raise UnsupportedError(f"sparse_block_size is {size}, expected 16, 32, 64 or 128")
 
 
-def read_node_layout(node: onnx.NodeProto, symbolic: Symbolic, heads: int) -> BlockLayout:
+def read_node_layout(
+    node: onnx.NodeProto, symbolic: Symbolic, heads: int, known: dict[LayoutKey, BlockLayout]
+) -> BlockLayout:
     """The layouts of a node that was checked.
+
+    Args:
+        node: the SparseAttention.
+        symbolic: facts of its model.
+        heads: query heads.
+        known: layouts of nodes before, which gets these: layers share them, and reading takes a second.
 
     Raises:
         UnsupportedError: when they are no constants, or damaged.
@@ -105,4 +115,9 @@ def read_node_layout(node: onnx.NodeProto, symbolic: Symbolic, heads: int) -> Bl
         if array is None:
             raise UnsupportedError(f"its layouts are run-time data: {_NAMES[i]} {node.input[i]!r} is no constant")
         arrays.append(array)
-    return read_layout(arrays[0], arrays[1], int(attributes_of(node)["sparse_block_size"]), heads)
+    size = int(attributes_of(node)["sparse_block_size"])
+    digests = [hashlib.sha256(f"{a.dtype}{a.shape}".encode() + a.tobytes()).digest() for a in arrays]
+    key = digests[0], digests[1], size, heads
+    if key not in known:
+        known[key] = read_layout(arrays[0], arrays[1], size, heads)
+    return known[key]
