@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import helper
-from sparse_models import STRIDED, SparseShape, candidates_of, random_layouts, sparse_model, strided
+from sparse_models import STRIDED, SparseShape, candidates_of, csr, random_layouts, sparse_model, strided
 
 from stof.mask.expression import MaskExpression
 
@@ -202,3 +202,26 @@ NODES = {
 def test_nodes_that_are_refused(name: str) -> None:
     model, words = NODES[name]
     assert words in reason_of(model)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_damage(seed: int) -> None:
+    """Arrays with random entries are refused with a reason, or read as what they say."""
+    rng = np.random.default_rng(seed)
+    values = np.array([-(2**31), -1, 0, 1, 2, 3, 4, 9, 2**31 - 1])
+    refused = 0
+    for _ in range(60):
+        rows, columns = csr(random_layouts(4, 2, int(rng.integers(1 << 30))))
+        for array in (rows, columns)[: int(rng.integers(1, 3))]:
+            array.flat[rng.integers(array.size)] = rng.choice(values)
+        (candidate,) = candidates_of(sparse_model(SparseShape(BLOCKS), rows=rows, columns=columns))
+        if candidate.site is None:
+            refused += 1
+            assert candidate.reason.startswith(("block_row_indices", "block_col_indices"))
+            continue
+        assert candidate.site.layout is not None
+        wanted = np.zeros((2, 4, 4), bool)
+        for layout, row in np.ndindex(2, 4):
+            wanted[layout, row, columns[layout, rows[layout, row] : rows[layout, row + 1]]] = True
+        np.testing.assert_array_equal(candidate.site.layout.allowed, wanted)
+    assert 5 < refused < 60
