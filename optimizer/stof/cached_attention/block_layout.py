@@ -61,8 +61,25 @@ class BlockLayout:
     def count_read_keys(self, length: int, heads: int, groups: int) -> float:
         """The keys of a key head that the last of ``length`` positions reads: the union of its query heads, on average."""
         row = (length - 1) // self.block_size
-        numbers = np.arange(heads).reshape(groups, -1) % len(self.allowed)
-        read = self.allowed[numbers, row].any(1)
+        return self._count_keys(length, np.asarray(self._rows_of_groups(row, heads, groups).any(1)))
+
+    def count_attended_keys(self, length: int, heads: int) -> float:
+        """The keys that the last of ``length`` positions attends, on average over query heads."""
+        row = (length - 1) // self.block_size
+        return self._count_keys(length, self._rows_of_groups(row, heads, heads)[:, 0])
+
+    @property
+    def varies_by_head(self) -> bool:
+        """Whether heads have different layouts, so that the mask reads h."""
+        return bool((self.allowed != self.allowed[:1]).any())
+
+    def _rows_of_groups(self, row: int, heads: int, groups: int) -> np.ndarray:
+        """The key blocks [groups, heads of a group, blocks] of a query block."""
+        return np.asarray(self.allowed[np.arange(heads).reshape(groups, -1) % len(self.allowed), row])
+
+    def _count_keys(self, length: int, read: np.ndarray) -> float:
+        """The keys before a length in blocks that are read [n, blocks], on average."""
+        row = (length - 1) // self.block_size
         beyond = (row + 1) * self.block_size - length
         return float((read.sum(1) * self.block_size - read[:, row] * beyond).mean())
 

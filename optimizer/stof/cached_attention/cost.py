@@ -14,6 +14,7 @@ REPORT_LENGTH = 4096  # keys in the cache at which the report's gain is given
 # just read comes from a nearer cache, at this share of the time of a first read.
 _REREAD = 0.35
 _FIXED = 128  # keys that take as long as what a step does besides attention
+_MASKED = 1.25  # the time of its SparseAttention, which computes and masks all scores, over GroupQueryAttention's
 # On a CUDA device the runtime's kernels skip keys outside of windows, too; what is left are rates of the kernels, the
 # runtime's time over the operator's: 1 / 0.95 dense, 1 / 0.83 with a window of 1024.
 _CUDA_DENSE, _CUDA_WINDOW = 1.05, 1.2
@@ -43,4 +44,8 @@ def _predict_sparse(site: CacheSite, layout: BlockLayout, length: int, target: s
         return 1.0, length
     group = site.num_heads // site.kv_num_heads
     keys = layout.count_read_keys(length, site.num_heads, site.kv_num_heads)
-    return ((1 + _REREAD * (group - 1)) * length + _FIXED) / (keys + _FIXED), length
+    if layout.varies_by_head:
+        # Heads of a group are packed only where the mask does not read h; others go over their keys one by one.
+        keys += _REREAD * (group * layout.count_attended_keys(length, site.num_heads) - keys)
+    runtime = _MASKED * (1 + _REREAD * (group - 1)) * length
+    return (runtime + _FIXED) / (keys + _FIXED), length
