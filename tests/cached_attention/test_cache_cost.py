@@ -54,7 +54,7 @@ def test_cuda() -> None:
 
 
 def test_block_sparse() -> None:
-    """The predicted gains are within a third of those measured (docs/lab/cpu-experiments.md), at 4096 keys."""
+    """The predicted gains are within a third of those that the constants were fitted to, at 4096 keys."""
     by_query = strided(64, 8, 16, 16)
     by_key = np.repeat(strided(64, 8, 16, 8, step=2), 4, axis=0)
     for layout, measured in ((by_query[:1], 14.6), (by_key, 6.3), (by_query, 5.4)):
