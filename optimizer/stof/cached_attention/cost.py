@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from stof.cached_attention.block_layout import BlockLayout
 from stof.cached_attention.site import CacheSite
 
 REPORT_LENGTH = 4096  # keys in the cache at which the report's gain is given
@@ -10,6 +11,7 @@ REPORT_LENGTH = 4096  # keys in the cache at which the report's gain is given
 # of a group find them in a CPU cache, at this share of the time of the first read.
 _REREAD = 0.35
 _FIXED = 128  # the time of a step besides reading the cache, in keys
+_MASKED = 1.25  # the time of its SparseAttention, which computes and masks all scores, over GroupQueryAttention's
 # On a CUDA device the runtime's kernels skip keys outside of windows, too. What differs is the kernels' speed: the runtime's
 # time over the operator's, without a window and with one of 1024 keys.
 _CUDA_DENSE, _CUDA_WINDOW = 1.05, 1.2
@@ -23,9 +25,24 @@ def predict_gain(site: CacheSite, target: str) -> tuple[float, int]:
         length = capacity or site.window
     elif capacity:
         length = min(length, capacity)
+    if site.layout is not None:
+        return _predict_sparse(site, site.layout, min(length, site.layout.length), target)
     is_narrow = 0 < site.window < length and not site.sliding
     if target == "cuda":
         return (_CUDA_WINDOW if is_narrow else _CUDA_DENSE), length
     group = site.num_heads // site.kv_num_heads
     keys = min(site.window, length) if site.window else length
     return ((1 + _REREAD * (group - 1)) * length + _FIXED) / (keys + _FIXED), length
+
+
+def _predict_sparse(site: CacheSite, layout: BlockLayout, length: int, target: str) -> tuple[float, int]:
+    """The gain over SparseAttention: its CPU kernel reads all keys and masks scores, that of CUDA reads the blocks."""
+    if target == "cuda":
+        return 1.0, length
+    group = site.num_heads // site.kv_num_heads
+    keys = layout.count_read_keys(length, site.num_heads, site.kv_num_heads)
+    if layout.varies_by_head:
+        # Heads of a group are packed only where the mask does not read h; others go over their keys one by one.
+        keys += _REREAD * (group * layout.count_attended_keys(length, site.num_heads) - keys)
+    runtime = _MASKED * (1 + _REREAD * (group - 1)) * length
+    return (runtime + _FIXED) / (keys + _FIXED), length

@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
 import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
+from stof.cached_attention.block_layout import BlockLayout
 from stof.cached_attention.function_body import CacheVariant, make_cache_function
-from stof.cached_attention.site import INPUT_INDEX, MICROSOFT, OP, OUTPUTS, CacheSite
+from stof.cached_attention.site import INPUT_INDEX, MICROSOFT, OP, OP_INPUTS, OUTPUTS, CacheSite
 from stof.graph.index import DOMAIN, all_nodes, node_tensors, opset_of
 from stof.graph.local_functions import add_functions, check_absent
 from stof.graph.names import FreshNames
@@ -18,7 +20,7 @@ from stof.graph.protobuf import copy_model
 
 
 def emit_caches(model: onnx.ModelProto, sites: Sequence[CacheSite]) -> onnx.ModelProto:
-    """A copy of the model in which the node of every site is a StofCachedAttention, at the same index.
+    """A copy of the model in which the node of every site is a StofCachedAttention; nodes before it give it lengths.
 
     Raises:
         UnsupportedError: when the model holds the operator already.
@@ -34,6 +36,7 @@ def emit_caches(model: onnx.ModelProto, sites: Sequence[CacheSite]) -> onnx.Mode
     tensors.reserve(i.name for i in graph.input)
     variants: dict[CacheVariant, int] = {}
     sinks: dict[tuple[int, int], str] = {}
+    blocks = _BlockInputs(graph, names, tensors)
     most = 0
     for node in graph.node:
         site = by_output.get(node.output[0]) if node.output else None
@@ -43,10 +46,14 @@ def emit_caches(model: onnx.ModelProto, sites: Sequence[CacheSite]) -> onnx.Mode
         inputs = site.read_inputs
         if site.has_zero_sink:
             inputs[INPUT_INDEX["head_sink"]] = _zero_sink(graph, site, tensors, sinks)
+        if site.layout is not None:
+            inputs[INPUT_INDEX["seqlens_k"]] = blocks.last_keys(inputs[INPUT_INDEX["seqlens_k"]], node)
+            inputs[OP_INPUTS.index("table0")] = blocks.table(site.layout)
         while not inputs[-1]:
             inputs.pop()
         most = max(most, len(inputs))
         _rewrite_node(node, site, names, inputs, number)
+    blocks.insert_nodes()
     contrib = next((int(e.version) for e in found.opset_import if e.domain == MICROSOFT), 1)
     add_functions(found, [make_cache_function(list(variants), most, opset_of(model), contrib)])
     return found
@@ -86,3 +93,44 @@ def _zero_sink(graph: onnx.GraphProto, site: CacheSite, tensors: FreshNames, sin
         zeros = np.zeros(site.num_heads, helper.tensor_dtype_to_np_dtype(site.dtype))
         graph.initializer.append(numpy_helper.from_array(zeros, sinks[key]))
     return sinks[key]
+
+
+class _BlockInputs:
+    """What nodes in place of SparseAttention read besides its tensors; nodes with equal lengths or layouts share it."""
+
+    def __init__(self, graph: onnx.GraphProto, names: FreshNames, tensors: FreshNames) -> None:
+        self._graph, self._names, self._tensors = graph, names, tensors
+        self._tables: dict[tuple[tuple[int, ...], str, bytes], str] = {}
+        self._last_keys: dict[str, str] = {}
+        self._one = ""
+        self._nodes: list[tuple[str, onnx.NodeProto]] = []  # each with the output of the node that it stands before
+
+    def last_keys(self, lengths: str, reader: onnx.NodeProto) -> str:
+        """The indices of the last keys [B], from the numbers of keys."""
+        if not self._one:
+            self._one = self._tensors.make("stof_one")
+            self._graph.initializer.append(numpy_helper.from_array(np.array([1], np.int32), self._one))
+        if lengths not in self._last_keys:
+            found = self._last_keys[lengths] = self._tensors.make("stof_seqlens_k")
+            node = helper.make_node("Sub", [lengths, self._one], [found], name=self._names.make(found))
+            self._nodes.append((reader.output[0], node))
+        return self._last_keys[lengths]
+
+    def table(self, layout: BlockLayout) -> str:
+        """The table of a mask; empty where it reads none."""
+        if layout.table is None:
+            return ""
+        key = layout.table.shape, str(layout.table.dtype), hashlib.sha256(layout.table.tobytes()).digest()
+        if key not in self._tables:
+            self._tables[key] = self._tensors.make("stof_block_table")
+            self._graph.initializer.append(numpy_helper.from_array(layout.table, self._tables[key]))
+        return self._tables[key]
+
+    def insert_nodes(self) -> None:
+        """Puts the nodes before their first readers."""
+        if not self._nodes:
+            return
+        before = dict(self._nodes)
+        nodes = [n for node in self._graph.node for n in (before.get(node.output[0] if node.output else ""), node) if n]
+        del self._graph.node[:]
+        self._graph.node.extend(nodes)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds GroupQueryAttention nodes with a KV cache, and says why some cannot be replaced.
+"""Finds GroupQueryAttention and SparseAttention nodes with a KV cache, and says why some cannot be replaced.
 
 Source: the operator's schema in ONNX Runtime 1.31 and 1.32. A node without past or without present has no cache: attention
 sites cover it.
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import onnx
 
 from stof.attention.limits import limits_of, type_names
+from stof.cached_attention.block_layout import BlockLayout
 from stof.cached_attention.site import (
     GROUP_QUERY,
     INPUTS,
@@ -23,6 +24,7 @@ from stof.cached_attention.site import (
     input_of,
     output_of,
 )
+from stof.cached_attention.sparse_node import LayoutKey, as_group_query, check_sparse, is_sparse, read_node_layout
 from stof.errors import UnsupportedError
 from stof.graph.index import GraphIndex, all_nodes, describe, domain_of, subgraphs
 from stof.graph.names import FreshNames
@@ -47,7 +49,7 @@ _SOFTCAPS = (1e-30, 1e30)
 
 @dataclass(frozen=True)
 class CacheCandidate:
-    """A GroupQueryAttention node with a cache: a site, or the reason why it cannot be replaced."""
+    """A node with a cache: a site, or the reason why it cannot be replaced."""
 
     name: str
     site: CacheSite | None
@@ -64,6 +66,11 @@ def has_cache(node: onnx.NodeProto) -> bool:
     return any(input_of(node, i) for i in (3, 4)) and any(output_of(node, i) for i in (1, 2))
 
 
+def reads_cache(node: onnx.NodeProto) -> bool:
+    """Whether a node is attention over a KV cache, of a kind that the operator replaces."""
+    return is_sparse(node) or (is_group_query(node) and has_cache(node))
+
+
 def find_candidates(model: onnx.ModelProto, symbolic: Symbolic, target: str) -> list[CacheCandidate]:
     """The nodes with a cache, in the order of the graph; those of subgraphs are refused.
 
@@ -75,14 +82,15 @@ def find_candidates(model: onnx.ModelProto, symbolic: Symbolic, target: str) -> 
     index = GraphIndex(model.graph)
     names = FreshNames()
     found: list[CacheCandidate] = []
+    layouts: dict[LayoutKey, BlockLayout] = {}
     for node, outer in _nodes(model.graph):
-        if not is_group_query(node) or not has_cache(node):
+        if not reads_cache(node):
             continue
         name = names.make(node.name or f"{node.op_type} of {node.output[0] or output_of(node, 1)}")
         try:
             if outer is not None:
                 raise UnsupportedError(f"it lies in a subgraph of {describe(outer)}, where caches are not replaced")
-            found.append(CacheCandidate(name, _read_site(name, node, index, symbolic, target)))
+            found.append(CacheCandidate(name, _read_site(name, node, index, symbolic, target, layouts)))
         except UnsupportedError as error:
             found.append(CacheCandidate(name, None, str(error)))
     return found
@@ -96,14 +104,26 @@ def _nodes(graph: onnx.GraphProto) -> Iterator[tuple[onnx.NodeProto, onnx.NodePr
             yield from ((n, node) for n in all_nodes(inner.node))
 
 
-def _read_site(name: str, node: onnx.NodeProto, index: GraphIndex, symbolic: Symbolic, target: str) -> CacheSite:
+def _read_site(
+    name: str,
+    node: onnx.NodeProto,
+    index: GraphIndex,
+    symbolic: Symbolic,
+    target: str,
+    layouts: dict[LayoutKey, BlockLayout],
+) -> CacheSite:
     """The site of a node.
 
     Raises:
         UnsupportedError: naming what the operator does not support.
     """
-    _refuse_signature(node, index)
-    window, sliding = _refuse_attributes(node)
+    original, window, sliding = node, 0, False
+    if is_sparse(original):
+        check_sparse(original)
+        node = as_group_query(original)
+    else:
+        _refuse_signature(node, index)
+        window, sliding = _refuse_attributes(node)
     attributes = attributes_of(node)
     heads, groups = (int(attributes.get(n, 0)) for n in ("num_heads", "kv_num_heads"))
     if not 0 < groups <= heads <= _MOST_HEADS or heads % groups:
@@ -123,7 +143,7 @@ def _read_site(name: str, node: onnx.NodeProto, index: GraphIndex, symbolic: Sym
     _check_vectors(symbolic, node, heads, head_size)
     return CacheSite(
         name,
-        node,
+        original,
         heads,
         groups,
         head_size,
@@ -135,6 +155,7 @@ def _read_site(name: str, node: onnx.NodeProto, index: GraphIndex, symbolic: Sym
         query[1],
         capacity,
         _total(symbolic, input_of(node, 6)),
+        read_node_layout(original, symbolic, heads, layouts) if is_sparse(original) else None,
     )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The function body of StofCachedAttention: the GroupQueryAttention that was replaced, which runs without the library.
+"""The function body of StofCachedAttention: the node that was replaced, which runs without the library.
 
 The body of one variant is the node itself, so that a runtime can still give past and present one buffer. Several variants
 are branches of an If on ``mask_id``, and an attribute selects one for each call.
@@ -10,10 +10,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import onnx
 from onnx import helper
 
-from stof.cached_attention.site import GROUP_QUERY, INPUTS, MICROSOFT, OP, OUTPUTS, CacheSite
+from stof.cached_attention.site import (
+    INPUT_INDEX,
+    MICROSOFT,
+    OP,
+    OP_INPUTS,
+    OUTPUTS,
+    SPARSE,
+    SPARSE_COLUMNS,
+    SPARSE_INDEX,
+    SPARSE_ROWS,
+    CacheSite,
+)
 from stof.graph.index import DOMAIN
 
 _MASK_ID = "mask_id"
@@ -21,8 +33,9 @@ _MASK_ID = "mask_id"
 
 @dataclass(frozen=True)
 class CacheVariant:
-    """What the body of a call depends on: the node's attributes, serialized in order, and which inputs it has."""
+    """What the body of a call depends on: the node's type and attributes, serialized in order, and which inputs it has."""
 
+    op_type: str
     attributes: tuple[bytes, ...]
     given: tuple[bool, ...]
     dtype: int
@@ -32,16 +45,36 @@ class CacheVariant:
         """The variant of a site."""
         attributes = sorted(site.node.attribute, key=lambda a: str(a.name))
         given = tuple(bool(name) for name in site.read_inputs)
-        return cls(tuple(a.SerializeToString(deterministic=True) for a in attributes), given, site.dtype)
+        return cls(
+            site.node.op_type, tuple(a.SerializeToString(deterministic=True) for a in attributes), given, site.dtype
+        )
 
-    def node(self, name: str, outputs: Sequence[str]) -> onnx.NodeProto:
-        """The node, with the function's own names as inputs."""
-        inputs = [name if given else "" for name, given in zip(INPUTS, self.given, strict=True)]
+    def nodes(self, name: str, outputs: Sequence[str]) -> list[onnx.NodeProto]:
+        """The node, with the function's own names as inputs, behind what computes its lengths."""
+        inputs = [name if given else "" for name, given in zip(OP_INPUTS, self.given, strict=True)]
+        before: list[onnx.NodeProto] = []
+        if self.op_type == SPARSE:
+            before, inputs = self._sparse_inputs(name, inputs)
         while not inputs[-1]:
             inputs.pop()
-        node = helper.make_node(GROUP_QUERY, inputs, list(outputs), name=name, domain=MICROSOFT)
+        node = helper.make_node(self.op_type, inputs, list(outputs), name=name, domain=MICROSOFT)
         node.attribute.extend(onnx.AttributeProto.FromString(a) for a in self.attributes)
-        return node
+        return [*before, node]
+
+    def _sparse_inputs(self, name: str, given: Sequence[str]) -> tuple[list[onnx.NodeProto], list[str]]:
+        """The inputs of a SparseAttention, and the nodes that compute its numbers of keys."""
+        one, lengths = f"{name}_one", f"{name}_lengths"
+        stored = onnx.numpy_helper.from_array(np.array([1], np.int32), one)
+        nodes = [
+            helper.make_node("Constant", [], [one], name=one, value=stored),
+            helper.make_node("Add", ["seqlens_k", one], [lengths], name=lengths),
+        ]
+        inputs = [""] * (max(SPARSE_INDEX.values()) + 1)
+        for own, index in SPARSE_INDEX.items():
+            inputs[index] = given[INPUT_INDEX[own]]
+        inputs[SPARSE_INDEX["seqlens_k"]] = lengths
+        inputs[SPARSE_ROWS], inputs[SPARSE_COLUMNS] = "table1", "table2"
+        return nodes, inputs
 
 
 def make_cache_function(
@@ -58,25 +91,25 @@ def make_cache_function(
     opsets = [helper.make_opsetid("", opset), helper.make_opsetid(MICROSOFT, contrib_version)]
     read: list[str] = []
     if len(variants) == 1:
-        nodes = [variants[0].node("variant0", OUTPUTS)]
+        nodes = variants[0].nodes("variant0", OUTPUTS)
     else:
         number = helper.make_node("Constant", [], [_MASK_ID], name=_MASK_ID)
         reference = number.attribute.add()
         reference.name, reference.ref_attr_name, reference.type = "value_int", _MASK_ID, onnx.AttributeProto.INT
         nodes = [number, *_select(variants, 0, OUTPUTS)]
         read = [_MASK_ID]
-    return helper.make_function(DOMAIN, OP, list(INPUTS[:inputs]), list(OUTPUTS), nodes, opsets, read)
+    return helper.make_function(DOMAIN, OP, list(OP_INPUTS[:inputs]), list(OUTPUTS), nodes, opsets, read)
 
 
 def _select(variants: Sequence[CacheVariant], i: int, outputs: Sequence[str]) -> list[onnx.NodeProto]:
     """Nodes that write the outputs: by variant i if ``mask_id`` is i, else by a later one."""
     if i + 1 == len(variants):
-        return [variants[i].node(f"variant{i}", outputs)]
+        return variants[i].nodes(f"variant{i}", outputs)
     index, same = f"s{i}_i", f"s{i}_same"
     graphs = []
     for word in ("then", "else"):
         own = [f"{word}{i}_{name}" for name in OUTPUTS]
-        inner = [variants[i].node(f"variant{i}", own)] if word == "then" else _select(variants, i + 1, own)
+        inner = variants[i].nodes(f"variant{i}", own) if word == "then" else _select(variants, i + 1, own)
         infos = [helper.make_tensor_value_info(name, variants[i].dtype, None) for name in own]
         graphs.append(helper.make_graph(inner, f"{word}{i}", [], infos))
     return [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over a KV cache as an op of the pipeline: GroupQueryAttention with past and present becomes StofCachedAttention."""
+"""Attention over a KV cache as an op of the pipeline: nodes with past and present become StofCachedAttention."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import onnx
 
 from stof.cached_attention.cost import predict_gain
 from stof.cached_attention.emit import emit_caches
-from stof.cached_attention.find import CacheCandidate, find_candidates, has_cache, is_group_query
+from stof.cached_attention.find import CacheCandidate, find_candidates, reads_cache
 from stof.cached_attention.plan_entry import CachePlan, read_cache_plan
 from stof.cached_attention.report import KEY, NAMES, CacheReport, CacheSection
-from stof.cached_attention.site import GROUP_QUERY, MICROSOFT, OP, CacheSite
+from stof.cached_attention.site import GROUP_QUERY, MICROSOFT, OP, SPARSE, CacheSite
 from stof.errors import ArgumentError, ModelError
 from stof.graph.external_data import read_constants
 from stof.graph.index import DOMAIN, all_nodes
@@ -82,7 +82,7 @@ class CacheDecisions(Decisions):
 
 
 class CacheRewrite(OpRewrite[CacheModel, CacheDecisions]):
-    """Replaces GroupQueryAttention with a KV cache, wherever the operator supports the node: it never reads more of the cache."""
+    """Replaces attention nodes with a KV cache, wherever the operator supports the node: it never reads more of the cache."""
 
     key = KEY
     op_types = frozenset({OP})
@@ -93,10 +93,10 @@ class CacheRewrite(OpRewrite[CacheModel, CacheDecisions]):
         before = model()
         nodes = [*all_nodes(before.graph.node), *(n for f in before.functions for n in all_nodes(f.node))]
         found = CacheModel(before)
-        if any(is_group_query(n) and has_cache(n) for n in nodes):
+        if any(reads_cache(n) for n in nodes):
             with job.step("caches"):
                 read_constants(job.source, before)
-                base = inline(before, {(MICROSOFT, GROUP_QUERY)})
+                base = inline(before, {(MICROSOFT, GROUP_QUERY), (MICROSOFT, SPARSE)})
                 inlined = inline_all(base)
                 symbolic = Symbolic(base, None if inlined is base else Symbolic(inlined))
                 found = CacheModel(base, symbolic, tuple(find_candidates(base, symbolic, job.options.target)))
@@ -213,7 +213,7 @@ def _rows_of_optimized(model: onnx.ModelProto) -> list[CacheReport]:
             mask = next((a.s.decode(errors="replace") for a in node.attribute if a.name == "mask"), "")
             name = names.make(node.name or OP)
             found.append(CacheReport(name, len(found), False, f"is {OP} already", mask))
-        elif is_group_query(node) and has_cache(node):
+        elif reads_cache(node):
             name = names.make(node.name or f"{node.op_type} of {node.output[0]}")
             reason = (
                 f"the model holds {OP} already, and its calls share one function: optimize the model from which it was "
@@ -228,12 +228,17 @@ def _pictures(sites: Sequence[CacheSite]) -> list[MaskPicture]:
     found = []
     for mask in dict.fromkeys(s.mask for s in sites):
         own = [s for s in sites if s.mask == mask]
-        expression = MaskExpression.parse(mask)
+        layout = own[0].layout
+        expression = MaskExpression.parse(
+            mask, {} if layout is None or layout.table is None else {"table0": layout.table}
+        )
         length = min(_PICTURE_LENGTH, max(64, 4 * own[0].window)) if own[0].window else _PICTURE_LENGTH
+        length = length if layout is None else min(length, layout.length)
         facts = [f"{len(own)} attention{'' if len(own) == 1 else 's'} over a KV cache", f"a prompt of {length} tokens"]
         with suppress(Exception):  # a picture is decoration
             grid = TileGrid("", tuple(picture(expression, length=length)))
             title = f"causal, window of {own[0].window} keys" if own[0].window else "causal"
+            title = title if layout is None else f"causal, blocks of {layout.block_size}"
             found.append(MaskPicture(title, mask, tuple(facts), length, length, (grid,)))
     return found
 

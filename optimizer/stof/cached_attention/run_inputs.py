@@ -72,6 +72,9 @@ class CacheInputMaker(InputMaker):
         self._total_inputs = sorted(
             n for n in find_inputs_behind(index, totals, given) if n not in self.masks and self._is_single(n)
         )
+        self._behind = {
+            t: find_inputs_behind(index, frozenset({t}), given) for t in (s.input("seqlens_k") for s in sites)
+        }
         self._length_inputs = sorted(n for n in behind if len(symbolic.shape(n) or ()) == 1)
 
     def _is_single(self, name: str) -> bool:
@@ -118,8 +121,8 @@ class CacheInputMaker(InputMaker):
             if mask.shape[0] == batch:
                 feed[name] = (np.arange(mask.shape[1])[None] < keys[:, None]).astype(mask.dtype)
         for name in self._length_inputs:
-            if feed[name].shape == keys.shape:
-                self._set_number(feed, name, site.input("seqlens_k"), keys - 1)
+            if feed[name].shape == keys.shape and name in self._behind[site.input("seqlens_k")]:
+                self._set_number(feed, name, site.input("seqlens_k"), keys - site.uncounted_keys)
 
     def _set_number(self, feed: dict[str, np.ndarray], name: str, tensor: str, wanted: np.ndarray) -> None:
         """Sets an input so that a tensor, which is that input or its sum with a constant, has the wanted value."""
@@ -147,8 +150,8 @@ class CacheInputMaker(InputMaker):
             tokens: how many a set may have.
             pads_prompts: whether prompts of a batch may have different lengths, with padding to the right.
         """
-        windows = [s.window for s in self.sites if 0 < s.window <= _LONGEST_WINDOW]
-        above = max(windows, default=_DEFAULT_WINDOW) + 37
+        lengths = [s.window if s.layout is None else s.layout.first_sparse_length for s in self.sites]
+        above = max([x for x in lengths if 0 < x <= _LONGEST_WINDOW], default=_DEFAULT_WINDOW) + 37
         wanted = [
             _Step(3, 11, 11, 10, pads_prompts),
             _Step(3, 1, above, 5, True),
@@ -156,6 +159,10 @@ class CacheInputMaker(InputMaker):
             _Step(2 if 2 * above <= tokens else 1, above, above, 0, False),
             _Step(2, 1, 9, 6, True),
         ]
+        if any(s.layout is not None for s in self.sites):
+            # Where a sequence is shorter than the total, ONNX Runtime's CPU kernel of SparseAttention writes its weights to one
+            # offset and reads them from another. Site checks compare lengths that differ.
+            wanted = [replace(step, ragged=False) for step in wanted]
         found = [self._case(limited) for step in wanted if (limited := self._limit(step)) is not None]
         return list(dict.fromkeys(found or [self._case(step) for step in wanted]))
 
@@ -167,7 +174,8 @@ class CacheInputMaker(InputMaker):
         least_rows, rows = self._range([s.capacity for s in sites if not s.sliding])
         tables = [self.symbolic.shape(s.input("cos_cache")) for s in sites if s.does_rotary]
         positions = [shape[0].constant for shape in tables if shape is not None and shape[0].constant]
-        longest = min([longest, rows, *positions])
+        described = [s.layout.length for s in sites if s.layout is not None]
+        longest = min([longest, rows, *positions, *described])
         low, high = self._range([s.batch for s in sites])
         batch = min(max(step.batch, low), high)
         if step.queries == step.total:

@@ -39,7 +39,7 @@ class RunLengths:
     def keys(self, site: CacheSite, feed: Feed) -> np.ndarray | None:
         """The number of valid keys [B] after the run; None where it cannot be computed from the inputs."""
         found = self.read(site.input("seqlens_k"), feed)
-        return None if found is None or found.ndim != 1 else found.astype(np.int64) + 1
+        return None if found is None or found.ndim != 1 else found.astype(np.int64) + site.uncounted_keys
 
     def read(self, tensor: str, feed: Feed) -> np.ndarray | None:
         """A small integer tensor that is computed from inputs and sizes; None where it cannot be."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache site: a GroupQueryAttention node that reads and writes a KV cache, with the facts that decisions need."""
+"""A cache site: an attention node that reads and writes a KV cache, with the facts that decisions need."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import numpy as np
 import onnx
 from onnx import helper
 
+from stof.cached_attention.block_layout import BlockLayout
 from stof.symbolic import Int
 
-MICROSOFT, GROUP_QUERY = "com.microsoft", "GroupQueryAttention"
+MICROSOFT, GROUP_QUERY, SPARSE = "com.microsoft", "GroupQueryAttention", "SparseAttention"
 OP = "StofCachedAttention"
 # The inputs of GroupQueryAttention; StofCachedAttention has the same at the same indices.
 INPUTS = (
@@ -22,6 +23,14 @@ INPUTS = (
 )
 OUTPUTS = ("output", "present_key", "present_value")
 INPUT_INDEX = {name: i for i, name in enumerate(INPUTS)}
+# All inputs of StofCachedAttention.
+OP_INPUTS = (*INPUTS, "query_seqlens", "table0", "table1", "table2", "table3")
+# Where SparseAttention has the inputs of GroupQueryAttention; its lengths count keys, not the last key.
+SPARSE_INDEX = {
+    **{name: i for i, name in enumerate(INPUTS[:5])},
+    **{"total_sequence_length": 7, "seqlens_k": 8, "cos_cache": 9, "sin_cache": 10},
+}
+SPARSE_ROWS, SPARSE_COLUMNS = 5, 6  # the inputs of SparseAttention with its layouts
 
 
 @dataclass(frozen=True)
@@ -30,7 +39,7 @@ class CacheSite:
 
     Attributes:
         name: for options, plans and reports.
-        node: the GroupQueryAttention.
+        node: the GroupQueryAttention or SparseAttention.
         num_heads: H.
         kv_num_heads: G.
         head_size: D.
@@ -42,6 +51,7 @@ class CacheSite:
         queries: S.
         capacity: rows C of the past.
         total: total_sequence_length where it follows from sizes.
+        layout: the blocks that the heads of a SparseAttention attend; None: all.
     """
 
     name: str
@@ -57,18 +67,31 @@ class CacheSite:
     queries: Int
     capacity: Int
     total: Int | None
+    layout: BlockLayout | None = None
 
     def input(self, name: str) -> str:
         """The tensor of an input by its name in ``INPUTS``; empty where it is absent."""
-        return input_of(self.node, INPUT_INDEX[name])
+        index = INPUT_INDEX[name] if self.layout is None else SPARSE_INDEX.get(name)
+        return "" if index is None else input_of(self.node, index)
+
+    @property
+    def uncounted_keys(self) -> int:
+        """The valid keys of a sequence minus its element of ``seqlens_k``."""
+        return 1 if self.layout is None else 0
 
     @property
     def read_inputs(self) -> list[str]:
-        """The node's tensors in the order of ``INPUTS``, empty where one is absent or the node does not read it."""
+        """The node's tensors in the order of ``OP_INPUTS``, empty where one is absent or the node does not read it.
+
+        The layouts of a SparseAttention are table1 and table2: the function body reads them, the mask does not.
+        """
         found = [self.input(name) for name in INPUTS]
         if not self.does_rotary:
             found[INPUT_INDEX["cos_cache"]] = found[INPUT_INDEX["sin_cache"]] = ""
-        return found
+        layouts = ["", ""]
+        if self.layout is not None:
+            layouts = [input_of(self.node, i) for i in (SPARSE_ROWS, SPARSE_COLUMNS)]
+        return [*found, "", "", *layouts, ""]
 
     @property
     def attributes(self) -> dict[str, Any]:
@@ -108,6 +131,8 @@ class CacheSite:
     @property
     def mask(self) -> str:
         """The mask expression in absolute positions."""
+        if self.layout is not None:
+            return self.layout.mask
         return f"k <= q and q - k < {self.window}" if self.window else "k <= q"
 
     @property
@@ -130,7 +155,8 @@ class CacheSite:
             "bias": bool(self.input("attention_bias")),
             "sliding-window cache": self.sliding,
         }
-        return tuple(name for name, holds in found.items() if holds)
+        blocks = () if self.layout is None else self.layout.describe(self.num_heads, self.kv_num_heads)
+        return (*(name for name, holds in found.items() if holds), *blocks)
 
 
 def input_of(node: onnx.NodeProto, index: int) -> str:

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from stof.errors import ArgumentError
 from stof.execution.run_limits import MemoryLimit, RunLimits, TimeLimit
 from stof.execution.session_process import Session, create_session, runtime_version
 from stof.execution.session_worker import SessionSpec
+from stof.execution.shared_buffers import find_shared_buffers
 from stof.files import is_utf8, open_regular
 from stof.graph.external_data import all_tensors, external_files, is_external
 from stof.runtime.library import library_path
@@ -75,8 +77,26 @@ def file_session(path: Path, *, library: bool, seconds: float) -> Session:
             f"{folder}/{path.name}",
             library=str(library_path()) if library else "",
             without=_optimizers_left_out(),
+            shared_buffers=_shared_buffers_of(path),
         )
         return create_session(spec, seconds)
+
+
+def _shared_buffers_of(path: Path) -> tuple[tuple[str, str], ...]:
+    """Those of a file, which may be large: it is parsed only where it names an operator that has some."""
+    with open_regular(path) as file, suppress(ValueError):  # an empty file
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as raw:
+            if raw.find(b"SparseAttention") < 0:
+                return ()
+        return find_shared_buffers(_read_graph(path))
+    return ()
+
+
+def _read_graph(path: Path) -> onnx.ModelProto:
+    """A model without its external data."""
+    with open_regular(path) as file:
+        model: onnx.ModelProto = onnx.ModelProto.FromString(file.read())
+    return model
 
 
 def _optimizers_left_out() -> tuple[str, ...]:
@@ -127,29 +147,28 @@ class Sessions:
             LimitReached: when it takes too long, or too much memory.
         """
         self.limits.check_time()
+        shared = _shared_buffers_of(model) if isinstance(model, Path) else find_shared_buffers(model)
         # Copies of weights in the kernels' own layout would double the memory for runs that are not timed.
         entries = [("session.disable_prepacking", "1")]
         if isinstance(model, Path):
             if is_utf8(model):
-                return self._session(str(model.absolute()), entries, optimized, library)
-            with open_regular(model) as file:  # ONNX Runtime takes names in UTF-8 only, but bytes, too
-                read: onnx.ModelProto = onnx.ModelProto.FromString(file.read())
-            model = read
+                return self._session(str(model.absolute()), entries, optimized, library, shared)
+            model = _read_graph(model)  # ONNX Runtime takes names in UTF-8 only, but bytes, too
         files = sorted(external_files(model))
         if all((self.scratch / name).exists() for name in files):
             # By way of a file, since the serialized model and the parsed one need not be in memory at once.
-            return self._from_file(model, entries, optimized, library)
+            return self._from_file(model, entries, optimized, library, shared)
         if runtime_version() >= _FOLDER_OPTION:
             model, folder = self._relocate_data(model, files)
             with _utf8_path(folder) as text:
                 entries.append(("session.model_external_initializers_file_folder_path", text))
-                return self._session(model.SerializeToString(), entries, optimized, library)
+                return self._session(model.SerializeToString(), entries, optimized, library, shared)
         for name in files:  # versions without that option follow links, which later ones refuse
             link = self.scratch / name
             link.parent.mkdir(parents=True, exist_ok=True)
             if not link.is_symlink():
                 link.symlink_to(self.weights / name)
-        return self._from_file(model, entries, optimized, library)
+        return self._from_file(model, entries, optimized, library, shared)
 
     def _relocate_data(self, model: onnx.ModelProto, files: Sequence[str]) -> tuple[onnx.ModelProto, Path]:
         """The model and the folder of its data, without links that lead out of it, which runtimes refuse."""
@@ -166,7 +185,12 @@ class Sessions:
         return located, folder
 
     def _from_file(
-        self, model: onnx.ModelProto, entries: list[tuple[str, str]], optimized: bool, library: bool
+        self,
+        model: onnx.ModelProto,
+        entries: list[tuple[str, str]],
+        optimized: bool,
+        library: bool,
+        shared: tuple[tuple[str, str], ...],
     ) -> VerifiedSession:
         path = self.scratch / "model.onnx"
         while path.exists():  # a link to external data of that name
@@ -174,14 +198,19 @@ class Sessions:
         try:
             path.write_bytes(model.SerializeToString())
             with _utf8_path(path.parent) as folder:
-                return self._session(f"{folder}/{path.name}", entries, optimized, library)
+                return self._session(f"{folder}/{path.name}", entries, optimized, library, shared)
         except OSError as error:
             raise ArgumentError(f"{path} cannot be written for verification: {error.strerror}") from error
         finally:
             path.unlink(missing_ok=True)
 
     def _session(
-        self, model: str | bytes, entries: list[tuple[str, str]], optimized: bool, library: bool
+        self,
+        model: str | bytes,
+        entries: list[tuple[str, str]],
+        optimized: bool,
+        library: bool,
+        shared: tuple[tuple[str, str], ...],
     ) -> VerifiedSession:
         spec = SessionSpec(
             model,
@@ -190,6 +219,7 @@ class Sessions:
             entries=tuple(entries),
             without=_optimizers_left_out(),
             lean=self.lean,
+            shared_buffers=shared,
         )
         name = "the optimized model" if library else "the original"
         with _described_limits("load", name, self.limits):

@@ -33,6 +33,7 @@ class SessionSpec:
         optimized_path: where the optimized model is written, "" for nowhere.
         reference: onnx's own evaluator instead of ONNX Runtime.
         lean: tensors are freed at their last use, rather than kept for later ones: slower, with a lower peak of memory.
+        shared_buffers: pairs of an input and an output that are one buffer in a run.
     """
 
     model: str | bytes
@@ -45,6 +46,7 @@ class SessionSpec:
     optimized_path: str = ""
     reference: bool = False
     lean: bool = False
+    shared_buffers: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -203,9 +205,31 @@ class _Session:
         )
         inputs, outputs = self._session.get_inputs(), self._session.get_outputs()
         self.names = Created(tuple(i.name for i in inputs), tuple(o.name for o in outputs))
+        self._shared = {output: name for name, output in spec.shared_buffers}
 
     def run(self, outputs: Sequence[str] | None, feeds: Mapping[str, np.ndarray]) -> list[Any]:
+        if self._shared:
+            return self._run_shared(outputs, feeds)
         return list(self._session.run(outputs, dict(feeds)))
+
+    def _run_shared(self, outputs: Sequence[str] | None, feeds: Mapping[str, np.ndarray]) -> list[Any]:
+        """The outputs, some of which are written over copies of inputs."""
+        from onnxruntime import OrtValue
+
+        binding = self._session.io_binding()
+        buffers = set(self._shared.values())
+        values = {n: OrtValue.ortvalue_from_numpy(x.copy() if n in buffers else x) for n, x in feeds.items()}
+        for name, value in values.items():
+            binding.bind_ortvalue_input(name, value)
+        wanted = self.names.outputs if outputs is None else tuple(outputs)
+        for name in dict.fromkeys((*wanted, *self._shared)):
+            if name in self._shared:
+                binding.bind_ortvalue_output(name, values[self._shared[name]])
+            else:
+                binding.bind_output(name)
+        self._session.run_with_iobinding(binding)
+        found = dict(zip(dict.fromkeys((*wanted, *self._shared)), binding.get_outputs(), strict=True))
+        return [np.array(found[n].numpy()) for n in wanted]
 
 
 class _Evaluator:

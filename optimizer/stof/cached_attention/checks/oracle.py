@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """StofCachedAttention in NumPy, in fp64 or another type: the contract of docs/reference/cached-attention.md for one step.
 
-It knows causal masks and windows, as GroupQueryAttention has them, and never reads the emitted mask expression.
+It knows causal masks, windows and block layouts, as the runtime's nodes have them, and never reads the emitted mask
+expression.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ class CacheStep:
         query_norm: [D].
         key_norm: likewise.
         epsilon: of the norms.
+        layout: [L, blocks, blocks]: whether the queries of a block attend the keys of a block, for heads h % L; None: all.
+        block_size: positions of a block.
     """
 
     query: np.ndarray
@@ -65,6 +68,8 @@ class CacheStep:
     query_norm: np.ndarray | None = None
     key_norm: np.ndarray | None = None
     epsilon: float = 1e-6
+    layout: np.ndarray | None = None
+    block_size: int = 0
 
     @property
     def before(self) -> np.ndarray:
@@ -163,11 +168,20 @@ def compute_step(
             scores = scores + bias[:, :, origin : origin + keys.shape[1]]
         distance = (first + np.arange(queries))[:, None] - (origin + np.arange(keys.shape[1]))[None]
         allowed = (distance >= 0) & ((distance < step.window) if step.window else True)
-        scores = np.where(allowed[None], scores, -np.inf)
+        pairs = allowed[None] & _allowed_blocks(step, first + np.arange(queries), origin + np.arange(keys.shape[1]))
+        scores = np.where(pairs, scores, -np.inf)
         weights = _weights(scores, step, dtype).reshape(groups, -1, keys.shape[1])
         output[b] = np.matmul(weights, values).reshape(heads, queries, size)
     merged = store(output.transpose(0, 2, 1, 3).reshape(batch, queries, heads * size))
     return CacheStepResult(merged, caches[0], caches[1])
+
+
+def _allowed_blocks(step: CacheStep, rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Which pairs of positions [H, rows, keys] lie in blocks that are attended."""
+    if step.layout is None:
+        return np.ones((1, 1, 1), bool)
+    layouts = step.layout[np.arange(step.num_heads) % len(step.layout)]
+    return np.asarray(layouts[:, (rows // step.block_size)[:, None], (keys // step.block_size)[None]])
 
 
 def _weights(scores: np.ndarray, step: CacheStep, dtype: type[np.floating[Any]]) -> np.ndarray:

@@ -21,7 +21,7 @@ from stof.cached_attention.checks.oracle import CacheStep, CacheStepResult, comp
 from stof.cached_attention.emit import emit_caches
 from stof.cached_attention.run_inputs import CacheInputMaker
 from stof.cached_attention.run_lengths import RunLengths
-from stof.cached_attention.site import OP, CacheSite
+from stof.cached_attention.site import INPUT_INDEX, INPUTS, OP, OP_INPUTS, CacheSite, input_of
 from stof.execution.case import Case
 from stof.runtime.library import LibraryError, Op
 from stof.symbolic import Symbolic
@@ -38,6 +38,7 @@ _EPSILON = {"float32": 1.2e-7, "float16": 9.8e-4, "bfloat16": 7.9e-3}
 _LONGEST_WINDOW = 1100  # whose end pasts reach beyond
 _MOST_ELEMENTS = 1 << 20  # of a cache behind which a step is computed, unless one sequence has more
 _PERIOD = 65537  # numbers of a drawn cache; no size of a head divides it
+_LENGTHS, _TABLE = INPUT_INDEX["seqlens_k"], OP_INPUTS.index("table0")
 _POISON = 1e4  # what buffers hold before a run
 
 
@@ -127,9 +128,14 @@ class CacheChecks(SiteChecks):
             for name in node.input:
                 if name and name not in known and name in stored:
                     known[name] = onnx.numpy_helper.to_array(stored[name])
+            table = known.get(input_of(node, _TABLE))
+            if site.layout is not None and not _is_same_table(table, site.layout.table):
+                detail = f"the node's table0 {input_of(node, _TABLE)!r} is not that of its mask"
+                yield Comparison(what, np.inf, 0.0, False, site.name, detail)
+                continue
             step = _captured_step(site, node, known)
             if step is not None:
-                yield compare_cache_site(site, attributes, step, captured.get(site.node.output[0]))
+                yield compare_cache_site(site, attributes, step, captured.get(site.node.output[0]), table)
 
 
 def _largest_of(array: np.ndarray | None) -> float:
@@ -139,16 +145,19 @@ def _largest_of(array: np.ndarray | None) -> float:
 
 def _captured_step(site: CacheSite, node: onnx.NodeProto, known: Mapping[str, np.ndarray]) -> CacheStep | None:
     """The step of a node by its tensors; None where one of them is not known."""
-    if any(name and name not in known for name in node.input):
+    names = dict(enumerate(node.input[: len(INPUTS)]))
+    names[_LENGTHS] = site.input("seqlens_k")
+    if any(name and name not in known for name in names.values()):
         return None
-    arrays = {i: known[name] for i, name in enumerate(node.input) if name}
+    arrays = {i: known[name] for i, name in names.items() if name}
+    layout = site.layout
     return CacheStep(
         query=arrays[0],
         key=arrays.get(1),
         value=arrays.get(2),
         past_key=arrays.get(3),
         past_value=arrays.get(4),
-        lengths=arrays[5].astype(np.int64) + 1,
+        lengths=arrays[_LENGTHS].astype(np.int64) + site.uncounted_keys,
         total=int(arrays[6].reshape(-1)[0]),
         num_heads=site.num_heads,
         kv_num_heads=site.kv_num_heads,
@@ -165,7 +174,15 @@ def _captured_step(site: CacheSite, node: onnx.NodeProto, known: Mapping[str, np
         query_norm=arrays.get(14),
         key_norm=arrays.get(15),
         epsilon=site.norm_epsilon,
+        layout=None if layout is None else layout.allowed,
+        block_size=0 if layout is None else layout.block_size,
     )
+
+
+def _is_same_table(found: np.ndarray | None, wanted: np.ndarray | None) -> bool:
+    if found is None or wanted is None:
+        return found is wanted
+    return found.dtype == wanted.dtype and np.array_equal(found, wanted)
 
 
 def compare_cache_site(
@@ -173,6 +190,7 @@ def compare_cache_site(
     attributes: Mapping[str, int | float | str],
     captured: CacheStep,
     original: np.ndarray | None,
+    table: np.ndarray | None = None,
 ) -> Comparison:
     """The operator beside the contract in fp64, in the worst of the steps that are made of a captured one.
 
@@ -181,6 +199,7 @@ def compare_cache_site(
         attributes: of the node in its place.
         captured: a step of the original.
         original: what that computed, or None.
+        table: what the node's mask reads as table0.
     """
     what = f"site {site.name!r}"
     dtype = np.dtype(helper.tensor_dtype_to_np_dtype(site.dtype))
@@ -190,7 +209,7 @@ def compare_cache_site(
     worst: Comparison | None = None
     total = Coverage(0)
     for label, step in _steps(own):
-        found = _compare_step(what, site, attributes, label, step)
+        found = _compare_step(what, site, attributes, label, step, table)
         if not found.ok:
             return found
         total = replace(
@@ -217,12 +236,17 @@ def _compare_original(what: str, site: CacheSite, step: CacheStep, original: np.
 
 
 def _compare_step(
-    what: str, site: CacheSite, attributes: Mapping[str, int | float | str], label: str, step: CacheStep
+    what: str,
+    site: CacheSite,
+    attributes: Mapping[str, int | float | str],
+    label: str,
+    step: CacheStep,
+    table: np.ndarray | None,
 ) -> Comparison:
     """Compares output and caches of one step; undefined rows are left out."""
     exact, single = compute_step(step), compute_step(step, np.float32, step.query.dtype)
     try:
-        found = run_step(attributes, step)
+        found = run_step(attributes, step) if table is None else run_step(attributes, step, table)
     except LibraryError as error:
         return Comparison(what, np.inf, 0.0, False, site.name, f"{label}: {error}")
     held = np.arange(step.capacity)[None] < step.rows[:, None]
@@ -258,7 +282,9 @@ def _ulps(array: np.ndarray, dtype: np.dtype) -> float:
     return _ULPS * _EPSILON.get(dtype.name, 1.2e-7) * float(np.abs(array).max(initial=0.0))
 
 
-def run_step(attributes: Mapping[str, int | float | str], step: CacheStep) -> CacheStepResult:
+def run_step(
+    attributes: Mapping[str, int | float | str], step: CacheStep, table: np.ndarray | None = None
+) -> CacheStepResult:
     """Runs the library's operator on a step, into buffers that were filled with large numbers.
 
     Raises:
@@ -281,6 +307,8 @@ def run_step(attributes: Mapping[str, int | float | str], step: CacheStep) -> Ca
         None,
         step.query_norm,
         step.key_norm,
+        None,
+        table,
     ]
     while inputs[-1] is None:
         inputs.pop()
@@ -301,8 +329,10 @@ def _steps(captured: CacheStep) -> Iterator[tuple[str, CacheStep]]:
     if captured.past_key is None:
         return
     queries = captured.query.shape[1]
-    window = min(captured.window, _LONGEST_WINDOW)
-    longest = (window or 16) + 21
+    longest = (min(captured.window, _LONGEST_WINDOW) or 16) + 21
+    if captured.layout is not None:
+        described = captured.layout.shape[1] * captured.block_size
+        longest = min(_longest_sparse(captured.layout, captured.block_size), described - queries)
     if captured.cos is not None:
         longest = min(longest, len(captured.cos) - queries)
     if longest < 1:
@@ -310,6 +340,13 @@ def _steps(captured: CacheStep) -> Iterator[tuple[str, CacheStep]]:
     for label, count in (("several tokens behind a past", queries), ("one token behind a past", 1)):
         if count <= queries and (count > 1 or label.startswith("one")):
             yield label, _behind_past(captured, count, longest)
+
+
+def _longest_sparse(layout: np.ndarray, block_size: int) -> int:
+    """The keys of a past that reaches two blocks beyond the first block that a query leaves out."""
+    missing = (layout.sum(2) < 1 + np.arange(layout.shape[1])).any(0)
+    first = int(np.argmax(missing)) if missing.any() else 0
+    return min((first + 2) * block_size + 5, _LONGEST_WINDOW)
 
 
 def _behind_past(captured: CacheStep, queries: int, longest: int) -> CacheStep:

@@ -94,4 +94,5 @@ CONTRIB: dict[str, Rule] = {
     "Attention": _contrib_attention,
     "GroupQueryAttention": _grouped,
     "MultiHeadAttention": _multi_head,
+    "SparseAttention": _grouped,
 }

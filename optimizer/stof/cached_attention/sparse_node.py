@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SparseAttention of domain com.microsoft: its signature, checked, and its inputs at the indices of GroupQueryAttention.
+
+Source: the operator's schema and CPU kernel in ONNX Runtime 1.31.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import onnx
+from onnx import helper
+
+from stof.cached_attention.block_layout import BLOCK_SIZES, BlockLayout, read_layout
+from stof.cached_attention.site import (
+    GROUP_QUERY,
+    INPUTS,
+    MICROSOFT,
+    OUTPUTS,
+    SPARSE,
+    SPARSE_COLUMNS,
+    SPARSE_INDEX,
+    SPARSE_ROWS,
+    attributes_of,
+    input_of,
+    output_of,
+)
+from stof.errors import UnsupportedError
+from stof.graph.index import domain_of
+from stof.symbolic import Symbolic
+
+_NAMES = {
+    **{index: name for name, index in SPARSE_INDEX.items()},
+    **{SPARSE_ROWS: "block_row_indices", SPARSE_COLUMNS: "block_col_indices", 8: "key_total_sequence_lengths"},
+}
+LayoutKey = tuple[bytes, bytes, int, int]  # of row and column indices, the block size, the heads
+_INTEGERS = ("num_heads", "kv_num_heads", "sparse_block_size", "do_rotary", "rotary_interleaved")
+
+
+def is_sparse(node: onnx.NodeProto) -> bool:
+    """Whether a node is ONNX Runtime's SparseAttention; it always has a cache."""
+    return domain_of(node) == MICROSOFT and node.op_type == SPARSE
+
+
+def as_group_query(node: onnx.NodeProto) -> onnx.NodeProto:
+    """A GroupQueryAttention with the inputs and attributes that both have, for checks; ``seqlens_k`` still counts keys."""
+    inputs = [input_of(node, SPARSE_INDEX[name]) if name in SPARSE_INDEX else "" for name in INPUTS]
+    found = helper.make_node(GROUP_QUERY, inputs, list(node.output), name=node.name, domain=MICROSOFT)
+    found.attribute.extend(a for a in node.attribute if a.name != "sparse_block_size")
+    return found
+
+
+def check_sparse(node: onnx.NodeProto) -> None:
+    """Checks inputs, outputs and attributes by themselves.
+
+    Raises:
+        UnsupportedError: with what is unknown, missing or wrong.
+    """
+    for i, name in enumerate(node.input):
+        if name and i not in _NAMES:
+            raise UnsupportedError(f"it has input {i}, {name!r}, whose meaning is not known")
+    for i, name in enumerate(node.output):
+        if name and i >= len(OUTPUTS):
+            raise UnsupportedError(f"it has output {i}, {name!r}, whose meaning is not known")
+    for one, other in ((1, 2), (9, 10)):
+        if bool(input_of(node, one)) != bool(input_of(node, other)):
+            given, missing = (one, other) if input_of(node, one) else (other, one)
+            raise UnsupportedError(f"it has input {_NAMES[given]} and no {_NAMES[missing]}")
+    for i in (0, 3, 4, 5, 6, 7, 8):
+        if not input_of(node, i):
+            raise UnsupportedError(f"it has no input {_NAMES[i]}")
+    for i, name in enumerate(OUTPUTS):
+        if not output_of(node, i):
+            raise UnsupportedError(f"it does not write {name}")
+    _check_attributes(node)
+
+
+def _check_attributes(node: onnx.NodeProto) -> None:
+    attributes = attributes_of(node)
+    for name, value in attributes.items():
+        if name not in (*_INTEGERS, "scale"):
+            raise UnsupportedError(f"it has attribute {name!r}, whose meaning is not known")
+        if not isinstance(value, float if name == "scale" else int):
+            raise UnsupportedError(
+                f"its attribute {name} is {value!r}, expected {'a float' if name == 'scale' else 'an integer'}"
+            )
+    for name in ("do_rotary", "rotary_interleaved"):
+        if attributes.get(name, 0) not in (0, 1):
+            raise UnsupportedError(f"its attribute {name} is {attributes[name]}, expected 0 or 1")
+    scale = attributes.get("scale", 0.0)
+    if not math.isfinite(scale) or scale < 0:
+        raise UnsupportedError(f"scale is {scale}, expected a number from 0 on")
+    if (size := attributes.get("sparse_block_size", 0)) not in BLOCK_SIZES:
+        raise UnsupportedError(f"sparse_block_size is {size}, expected 16, 32, 64 or 128")
+
+
+def read_node_layout(
+    node: onnx.NodeProto, symbolic: Symbolic, heads: int, known: dict[LayoutKey, BlockLayout]
+) -> BlockLayout:
+    """The layouts of a node that was checked.
+
+    Args:
+        node: the SparseAttention.
+        symbolic: facts of its model.
+        heads: query heads.
+        known: layouts of nodes before, which gets these: layers share them, and reading takes a second.
+
+    Raises:
+        UnsupportedError: when they are no constants, or damaged.
+    """
+    arrays = []
+    for i in (SPARSE_ROWS, SPARSE_COLUMNS):
+        array = symbolic.constant(node.input[i])
+        if array is None:
+            raise UnsupportedError(f"its layouts are run-time data: {_NAMES[i]} {node.input[i]!r} is no constant")
+        arrays.append(array)
+    size = int(attributes_of(node)["sparse_block_size"])
+    digests = [hashlib.sha256(f"{a.dtype}{a.shape}".encode() + a.tobytes()).digest() for a in arrays]
+    key = digests[0], digests[1], size, heads
+    if key not in known:
+        known[key] = read_layout(arrays[0], arrays[1], size, heads)
+    return known[key]
