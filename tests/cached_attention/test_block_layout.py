@@ -91,7 +91,7 @@ def test_expressions_say_what_layouts_say(seed: int) -> None:
 
 
 def test_tables_of_layouts_that_repeat() -> None:
-    """A table holds each layout of a run or a cycle once."""
+    """A table holds repeated layouts once, whether they repeat in sequence or in cycles."""
     layouts = random_layouts(6, 2)
     for given, index in ((np.repeat(layouts, 2, axis=0), "h % 4 // 2"), (np.tile(layouts, (2, 1, 1)), "h % 2")):
         mask, table = expression_of(given)

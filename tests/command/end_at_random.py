@@ -90,7 +90,7 @@ def end_one(model: Path, sent: signal.Signals, moment: float, inputs: dict[str, 
 
 
 def _left_by_run() -> list[int]:
-    """Processes of a run that still live a second after it."""
+    """A run's processes that still live one second after its end."""
     end = time.monotonic() + SECONDS_TO_END
     while (found := _living_of_runs()) and time.monotonic() < end:
         time.sleep(0.05)

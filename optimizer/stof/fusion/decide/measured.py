@@ -193,7 +193,7 @@ class MeasuredDecider:
         return self._decide(problems, len(region.node_indices), reason, self.fused_alone(region))
 
     def _count(self, key: ChainSignature, problems: Sequence[Mapping[str, Any]], reason: str) -> None:
-        """Counts a region of a run that measures: whether its time sufficed."""
+        """Counts a region by whether the time sufficed to measure it."""
         if self.options.tune and not reason:
             self.asked.add(key)
             if all(_SEARCHED in self.cache.of(p) for p in problems):
