@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows that attend by a weaker mask: a second StofAttention node computes them, the first one all others.
+
+Each query has a number in every run: how many of the masks, from the strictest on, leave it no key. The second node reads it as
+``segment_q``, so that it skips every tile without such rows; ``Where`` takes its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import onnx
+import onnx_graphsurgeon as gs
+from onnx import TensorProto, helper, numpy_helper
+
+from stof.graph.editor import Editor
+from stof.graph.index import opset_of
+from stof.graph.node_builder import Builder
+from stof.mask.expression import MaskExpression
+from stof.mask.expression_nodes import TRUE, B, Binary, Constant, Lookup, Node, Q, join
+from stof.mask.site import AttentionSite, EmptyRows, Layout, LiftedMask, RuntimeOperand
+from stof.mask.to_onnx import ScoreSizes
+
+_BOOLEAN = frozenset({"And", "Or", "Not", "Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual"})
+
+
+def strictest_mask(mask: LiftedMask) -> LiftedMask:
+    """The mask of the first node: without weaker ones. What it gives for fully masked rows is replaced."""
+    if mask.weaker is None:
+        return mask
+    return replace(_reading_less(mask, mask.expression), weaker=None, empty_rows=EmptyRows.ZERO)
+
+
+def weaker_mask(mask: LiftedMask) -> LiftedMask:
+    """The mask of the second node. Its run-time operand ``segment_q`` is made by :class:`RowNumbers`."""
+    assert mask.weaker is not None
+    conditions = []
+    for number, expression in enumerate(mask.weaker.expressions, 1):
+        condition: Node = Binary("==", Lookup("segment_q", (B, Q)), Constant(number))
+        conditions.append(condition if expression.root == TRUE else join("and", [condition, expression.root]))
+    found = _reading_less(mask, MaskExpression(join("or", conditions)))
+    if not mask.weaker.keeps_scores:
+        found = replace(found, bias=(), by_data=(), relative=None)
+    return replace(found, weaker=None)
+
+
+def weaker_site(site: AttentionSite, mask: LiftedMask) -> AttentionSite:
+    """The site as the second node computes it: without scores where all of a row are the same number."""
+    assert mask.weaker is not None
+    return site if mask.weaker.keeps_scores else replace(site, scale=0.0, softcap=0.0)
+
+
+def _reading_less(mask: LiftedMask, expression: MaskExpression) -> LiftedMask:
+    """The mask with another expression, and what that reads."""
+    return replace(
+        mask,
+        expression=expression,
+        operands=tuple(o for o in mask.operands if o.role in expression.reads),
+        tables=tuple(t for t in mask.tables if t[0] in expression.reads),
+    )
+
+
+def number_rows(masks: Sequence[np.ndarray]) -> np.ndarray:
+    """How many of some masks, bool [B, H, S, T], leave each row no key, from the first on: int64 [B, S]."""
+    found = np.zeros((masks[0].shape[0], masks[0].shape[2]), np.int64)
+    for number, allowed in enumerate(masks):
+        found += (found == number) & ~allowed[:, 0].any(axis=-1)
+    return found
+
+
+MakeOperand = Callable[[RuntimeOperand, list[gs.Node]], gs.Tensor]
+
+
+class RowNumbers:
+    """Nodes that number the rows of sites; sites with the same masks of the same operands share them.
+
+    Args:
+        editor: of the graph with the sites.
+        make_operand: appends the nodes that bring a run-time operand into the operator's shape.
+    """
+
+    def __init__(self, editor: Editor, make_operand: MakeOperand) -> None:
+        self.editor = editor
+        self.make_operand = make_operand
+        self.known: dict[tuple[object, ...], tuple[gs.Tensor, gs.Tensor]] = {}
+
+    def find(
+        self,
+        site: AttentionSite,
+        mask: LiftedMask,
+        heads: Mapping[str, gs.Tensor],
+        layouts: Sequence[Layout],
+        nodes: list[gs.Node],
+    ) -> tuple[gs.Tensor, gs.Tensor]:
+        """The rows' numbers int32 [B or 1, S], and as booleans whether they are 0; new nodes are appended.
+
+        ``heads`` are the tensors ``query`` and ``key`` as the operator reads them, in ``layouts``.
+        """
+        assert mask.weaker is not None
+        # The last mask needs none: rows that it leaves no key are fully masked in the second node, too.
+        expressions = (mask.expression, *mask.weaker.expressions[:-1])
+        # Padding has the length of keys and of as many queries, and belongs to all layers.
+        is_square = site.dims[2] == site.dims[3] and [o.role for o in mask.operands] == ["pad"]
+        sources = {} if is_square else heads
+        key = (expressions, mask.operands, mask.tables, site.query_offset, *(t.name for t in sources.values()))
+        if key not in self.known:
+            self.known[key] = self._make(expressions, site, mask, sources, layouts, nodes)
+        return self.known[key]
+
+    def _make(
+        self,
+        expressions: Sequence[MaskExpression],
+        site: AttentionSite,
+        mask: LiftedMask,
+        heads: Mapping[str, gs.Tensor],
+        layouts: Sequence[Layout],
+        nodes: list[gs.Node],
+    ) -> tuple[gs.Tensor, gs.Tensor]:
+        read = frozenset[str]().union(*(e.reads for e in expressions))
+        operands = {o.role: self.make_operand(o, nodes) for o in mask.operands if o.role in read or not heads}
+        given = {f"given_{role}": tensor for role, tensor in (*heads.items(), *operands.items())}
+        b = Builder(opset_of(self.editor.model), "made_")
+        names = {role: f"given_{role}" for role in operands}
+        for name, dtype, shape, data in mask.tables:
+            if name in read:
+                names[name] = b.constant(np.frombuffer(data, np.dtype(dtype)).reshape(shape), np.dtype(dtype))
+        sizes = _sizes(b, site, layouts, is_square=not heads)
+        total = ""
+        for expression in expressions:
+            allowed = b.add("Cast", [expression.to_onnx(b, sizes, names)], to=TensorProto.INT32)
+            count = b.add("ReduceSum", [allowed, b.constant([-1])], keepdims=1)  # a maximum over no keys is an error
+            missing = b.add("Cast", [b.add("Equal", [count, b.constant(0, np.int32)])], to=TensorProto.INT32)
+            # A row that a mask leaves a key has one under all weaker masks.
+            total = b.add("Add", [total, missing]) if total else missing
+        flat = b.add("Squeeze", [total, b.constant([1, 3])])
+        rows = b.add("Concat", [b.constant([1]), b.unsqueeze(sizes.S, [0])], axis=0)
+        numbers = b.add("Expand", [flat, rows])
+        is_usual = b.add("Equal", [numbers, b.constant(0, np.int32)])
+        made = _import_nodes(self.editor, b.nodes, given, nodes)
+        return made[numbers], made[is_usual]
+
+
+def _sizes(b: Builder, site: AttentionSite, layouts: Sequence[Layout], *, is_square: bool) -> ScoreSizes:
+    """The sizes of the scores: those of the padding [B or 1, T] where S is T, else of query and key."""
+
+    def size(tensor: str, axis: int) -> str:
+        return b.add("Gather", [b.add("Shape", [tensor]), b.constant(axis)])
+
+    if is_square:
+        rows = keys = size("given_pad", 1)
+        batch = size("given_pad", 0)
+    else:
+        rows, keys = (
+            size(f"given_{n}", 2 if layout is Layout.BHSD else 1)
+            for n, layout in zip(("query", "key"), layouts, strict=False)
+        )
+        batch = size("given_query", 0)
+    past = b.add("Sub", [keys, rows]) if site.query_offset else b.constant(0)
+    return ScoreSizes(batch, b.constant(1), rows, keys, past)
+
+
+def select_rows(
+    editor: Editor, is_usual: gs.Tensor, layout: Layout, both: Sequence[gs.Tensor], result: gs.Tensor
+) -> list[gs.Node]:
+    """Nodes that write the rows of the first of two results where they are usual, of the second elsewhere."""
+    axes = {Layout.BHSD: [1, 3], Layout.BSHD: [2, 3], Layout.BSN: [2]}[layout]
+    wide = editor.variable("stof_rows_wide", TensorProto.BOOL)
+    where = editor.initializer("stof_axes", np.array(axes, np.int64))
+    return [
+        editor.node("Unsqueeze", wide.name, [is_usual, where], [wide]),
+        editor.node("Where", result.name, [wide, *both], [result]),
+    ]
+
+
+def _import_nodes(
+    editor: Editor, protos: Sequence[onnx.NodeProto], given: Mapping[str, gs.Tensor], nodes: list[gs.Node]
+) -> dict[str, gs.Tensor]:
+    """Appends nodes of a builder to those of an edit; returns the tensors by the builder's names."""
+    found: dict[str, gs.Tensor] = dict(given)
+    types: dict[str, int] = {}
+    for proto in protos:
+        attributes = {a.name: helper.get_attribute_value(a) for a in proto.attribute}
+        out = proto.output[0]
+        if proto.op_type == "Constant":
+            array = numpy_helper.to_array(attributes["value"])
+            types[out] = helper.np_dtype_to_tensor_dtype(array.dtype)
+            found[out] = editor.initializer("stof_rows", array)
+            continue
+        first = types.get(proto.input[0], TensorProto.INT64)
+        types[out] = (
+            attributes["to"]
+            if proto.op_type == "Cast"
+            else TensorProto.BOOL
+            if proto.op_type in _BOOLEAN
+            else TensorProto.INT64
+            if proto.op_type == "Shape"
+            else first
+        )
+        variable = editor.variable(f"stof_rows_{proto.op_type.lower()}", types[out])
+        nodes.append(
+            editor.node(proto.op_type, variable.name, [found[n] for n in proto.input], [variable], **attributes)
+        )
+        found[out] = variable
+    return found
