@@ -12,7 +12,7 @@ import onnx
 import onnx_graphsurgeon as gs
 from onnx import TensorProto
 
-from stof.attention.fully_masked_rows import RowNumbers, select_rows, strictest_mask, weaker_mask, weaker_site
+from stof.attention.fully_masked_rows import RowNumbers, join_rows, strictest_mask, weaker_mask, weaker_site
 from stof.attention.function_body import OP, Variant, make_attention_function
 from stof.attention.op_inputs import NEUTRAL, build_operands, runtime_operand
 from stof.attention.prune import Pruner
@@ -90,7 +90,7 @@ def replace_sites(
     """A copy of the model in which sites of the main graph are replaced."""
     editor = Editor(model)
     pruner = Pruner(editor, symbolic, [r.site for r in rewrites])
-    numbers = RowNumbers(editor, lambda o, nodes: runtime_operand(editor, symbolic, o, nodes, function.tensorrt))
+    numbers = RowNumbers(editor, lambda o, nodes: runtime_operand(editor, symbolic, o, nodes, function.tensorrt), function.tensorrt)
     for rewrite in rewrites:
         _replace_site(editor, symbolic, rewrite, function, numbers)
     editor.place_inserted()
@@ -185,7 +185,7 @@ def _replace_site(
         both = [editor.variable(f"{site.output}_{word}", site.dtype) for word in ("strict", "weaker")]
         for part, given_operands, tensor in zip(parts, ({}, {"segment_q": number}), both, strict=True):
             nodes.append(_node(editor, symbolic, part, function, inputs, given_operands, tensor, nodes))
-        nodes += select_rows(editor, is_usual, layouts[3], both, result)
+        nodes += join_rows(editor, is_usual, layouts[3], both, parts[1].mask.empty_rows, result)
     if result is not written:
         _convert_layout(editor, nodes, result, site.dtype, wanted, sizes[3], written)
     if perm:

@@ -2,7 +2,7 @@
 """Rows that attend by a weaker mask: a second StofAttention node computes them, the first one all others.
 
 Each query has a number in every run: how many of the masks, from the strictest on, leave it no key. The second node reads it as
-``segment_q``, so that it skips every tile without such rows; ``Where`` takes its rows.
+``segment_q``, so that it skips every tile without such rows. Then both are joined.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from onnx import TensorProto, helper, numpy_helper
 from stof.graph.editor import Editor
 from stof.graph.index import opset_of
 from stof.graph.node_builder import Builder
-from stof.mask.expression import MaskExpression
+from stof.mask.expression import PADDING, MaskExpression
 from stof.mask.expression_nodes import TRUE, B, Binary, Constant, Lookup, Node, Q, join
 from stof.mask.site import AttentionSite, EmptyRows, Layout, LiftedMask, RuntimeOperand
 from stof.mask.to_onnx import ScoreSizes
@@ -79,11 +79,13 @@ class RowNumbers:
     Args:
         editor: of the graph with the sites.
         make_operand: appends the nodes that bring a run-time operand into the operator's shape.
+        tensorrt: whether TensorRT's parser reads the model.
     """
 
-    def __init__(self, editor: Editor, make_operand: MakeOperand) -> None:
+    def __init__(self, editor: Editor, make_operand: MakeOperand, tensorrt: bool) -> None:
         self.editor = editor
         self.make_operand = make_operand
+        self.tensorrt = tensorrt
         self.known: dict[tuple[object, ...], tuple[gs.Tensor, gs.Tensor]] = {}
 
     def find(
@@ -127,19 +129,55 @@ class RowNumbers:
             if name in read:
                 names[name] = b.constant(np.frombuffer(data, np.dtype(dtype)).reshape(shape), np.dtype(dtype))
         sizes = _sizes(b, site, layouts, is_square=not heads)
+        # Each query has its own position among the keys, and TensorRT sums no integers.
+        counts = (not heads or bool(site.query_offset)) and not self.tensorrt
         total = ""
         for expression in expressions:
-            allowed = b.add("Cast", [expression.to_onnx(b, sizes, names)], to=TensorProto.INT32)
-            count = b.add("ReduceSum", [allowed, b.constant([-1])], keepdims=1)  # a maximum over no keys is an error
-            missing = b.add("Cast", [b.add("Equal", [count, b.constant(0, np.int32)])], to=TensorProto.INT32)
+            found = _count_padded_window(b, expression, sizes, names) if counts else None
+            keys = _count_keys(b, expression, sizes, names) if found is None else found
+            missing = b.add("Cast", [b.add("Equal", [keys, b.constant(0, np.int32)])], to=TensorProto.INT32)
             # A row that a mask leaves a key has one under all weaker masks.
             total = b.add("Add", [total, missing]) if total else missing
-        flat = b.add("Squeeze", [total, b.constant([1, 3])])
-        rows = b.add("Concat", [b.constant([1]), b.unsqueeze(sizes.S, [0])], axis=0)
-        numbers = b.add("Expand", [flat, rows])
-        is_usual = b.add("Equal", [numbers, b.constant(0, np.int32)])
+        if all("q" not in e.reads for e in expressions):
+            rows = b.add("Concat", [b.constant([1]), b.unsqueeze(sizes.S, [0])], axis=0)
+            total = b.add("Expand", [total, rows])
+        is_usual = b.add("Equal", [total, b.constant(0, np.int32)])
         made = _import_nodes(self.editor, b.nodes, given, nodes)
-        return made[numbers], made[is_usual]
+        return made[total], made[is_usual]
+
+
+def _count_keys(b: Builder, expression: MaskExpression, sizes: ScoreSizes, names: Mapping[str, str]) -> str:
+    """The number of keys that a mask leaves each row, int32 [B or 1, S or 1]; takes an element for every pair."""
+    every = b.constant(np.ones((1, 1, 1, 1), np.bool_), np.bool_)  # brings the mask to four axes
+    allowed = b.add("And", [expression.to_onnx(b, sizes, names), every])
+    allowed = b.add("Cast", [allowed], to=TensorProto.INT32)
+    counts = b.add("ReduceSum", [allowed, b.constant([3])], keepdims=1)  # a maximum over no keys is an error
+    return b.add("Squeeze", [counts, b.constant([1, 3])])
+
+
+def _count_padded_window(b: Builder, expression: MaskExpression, sizes: ScoreSizes, names: Mapping[str, str]) -> str | None:
+    """The same for a window over padded keys, from running sums of the padding; None for other masks.
+
+    Queries stand at positions of keys.
+    """
+    window = expression.window()
+    if window is None or expression.vectors != {"pad"} or expression.conjuncts.count(PADDING.root) != 1:
+        return None
+    left, right = window
+    keys = b.add("Cast", [b.add("Cast", [names["pad"]], to=TensorProto.BOOL)], to=TensorProto.INT32)
+    if left < 0 and right < 0:
+        return b.add("ReduceSum", [keys, b.constant([1])], keepdims=1)
+    sums = b.add("CumSum", [keys, b.constant(1)])
+    zero, one = b.constant(0), b.constant(1)
+    queries = b.add("Range", [sizes.P, sizes.T, one])
+    last = b.add("Sub", [sizes.T, one])
+    ends = last if right < 0 else b.add("Min", [b.add("Add", [queries, b.constant(right)]), last])
+    found = b.add("Gather", [sums, b.unsqueeze(ends, [0]) if right < 0 else ends], axis=1)
+    if left < 0:
+        return found
+    starts = b.add("Max", [b.add("Sub", [queries, b.constant(left)]), zero])
+    before = b.add("Gather", [b.add("Sub", [sums, keys]), starts], axis=1)
+    return b.add("Sub", [found, before])
 
 
 def _sizes(b: Builder, site: AttentionSite, layouts: Sequence[Layout], *, is_square: bool) -> ScoreSizes:
@@ -161,10 +199,20 @@ def _sizes(b: Builder, site: AttentionSite, layouts: Sequence[Layout], *, is_squ
     return ScoreSizes(batch, b.constant(1), rows, keys, past)
 
 
-def select_rows(
-    editor: Editor, is_usual: gs.Tensor, layout: Layout, both: Sequence[gs.Tensor], result: gs.Tensor
+def join_rows(
+    editor: Editor,
+    is_usual: gs.Tensor,
+    layout: Layout,
+    both: Sequence[gs.Tensor],
+    empty_rows: EmptyRows,
+    result: gs.Tensor,
 ) -> list[gs.Node]:
-    """Nodes that write the rows of the first of two results where they are usual, of the second elsewhere."""
+    """Nodes that write the rows of the first of two results where they are usual, of the second elsewhere.
+
+    ``empty_rows``: what the second result gives for other rows than its own; the first gives zeros.
+    """
+    if empty_rows is EmptyRows.ZERO:  # half the memory traffic of Where in ONNX Runtime
+        return [editor.node("Add", result.name, list(both), [result])]
     axes = {Layout.BHSD: [1, 3], Layout.BSHD: [2, 3], Layout.BSN: [2]}[layout]
     wide = editor.variable("stof_rows_wide", TensorProto.BOOL)
     where = editor.initializer("stof_axes", np.array(axes, np.int64))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from onnx import TensorProto
@@ -19,7 +19,9 @@ from onnx import TensorProto
 from stof.errors import UnsupportedError
 from stof.mask.document_ids import use_equal_counts
 from stof.mask.empty_rows.from_fills import has_different_strengths, policy_from_fills, policy_with_bias
+from stof.mask.empty_rows.key_proof import leaves_a_key
 from stof.mask.empty_rows.levels import Forbidding, condition_down_to, find_levels
+from stof.mask.expression import MaskExpression
 from stof.mask.families import describe
 from stof.mask.from_condition import B, GraphNames, H, K, Q, to_expression
 from stof.mask.operand_roles import bind_operand
@@ -146,7 +148,7 @@ def _lift(symbolic: Symbolic, site: AttentionSite, as_bias: Collection[MaskTerm]
         )
     elif has_different_strengths(site, fills):
         notes.append(_DIFFERENT_STRENGTHS)
-    return LiftedMask(
+    mask = LiftedMask(
         expression=expression,
         operands=tuple(operands[role] for role in sorted(operands)),
         tables=tuple((n, str(a.dtype), tuple(a.shape), a.tobytes()) for n, a in names.tables.items()),
@@ -156,6 +158,28 @@ def _lift(symbolic: Symbolic, site: AttentionSite, as_bias: Collection[MaskTerm]
         empty_rows=policy if weaker else policy_with_bias(site, policy, forbids=bool(fills), has_bias=has_bias),
         family=describe(expression),
         notes=tuple(notes),
+    )
+    return _without_unreached(site, mask)
+
+
+def _without_unreached(site: AttentionSite, mask: LiftedMask) -> LiftedMask:
+    """The mask without weaker masks that no row needs, since one before them leaves every row a key; and a note about them."""
+    if mask.weaker is None:
+        return mask
+    needed: list[MaskExpression] = []
+    is_certain = False
+    for expression in mask.weaker.expressions:
+        needed.append(expression)
+        if is_certain := leaves_a_key(site, replace(mask, expression=expression)):
+            break
+    keys = " else ".join(f"'{e}'" for e in needed)
+    note = MaskNote(NoteReason.WEAKER_MASKS, f"a query that the mask leaves no key attends to those of {keys}")
+    return replace(
+        mask,
+        weaker=replace(mask.weaker, expressions=tuple(needed)),
+        # Scores may be -inf in a row that has a key.
+        empty_rows=EmptyRows.ZERO if is_certain and not mask.weaker.keeps_scores else mask.empty_rows,
+        notes=(*mask.notes, note),
     )
 
 

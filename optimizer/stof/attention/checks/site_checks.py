@@ -232,9 +232,9 @@ class AttentionChecks(SiteChecks):
 def _nodes_of(writers: Mapping[str, onnx.NodeProto], output: str) -> list[onnx.NodeProto]:
     """The operator's nodes that a site became, behind conversions of its layout: two where one computes fully masked rows."""
     node = writers[output]
-    while node.op_type not in (OP, "Where"):
+    while node.op_type not in (OP, "Add", "Where"):
         node = writers[node.input[0]]
-    return [node] if node.op_type == OP else [writers[n] for n in node.input[1:]]
+    return [node] if node.op_type == OP else [writers[n] for n in node.input[-2:]]
 
 
 def _row_numbers(rewrite: Rewrite, known: Mapping[str, np.ndarray]) -> np.ndarray | None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -234,19 +234,23 @@ class SiteDecider:
         try:
             check_empty_rows(self.checker, site, mask)
         except UnsupportedError:
-            return self._lift_weaker(site, as_bias) or mask
+            return self._lift_with_levels(site, as_bias) or mask
         return mask
 
-    def _lift_weaker(self, site: AttentionSite, as_bias: Sequence[MaskTerm]) -> LiftedMask | None:
-        """The mask with what fully masked rows attend: by a bias of one row for all queries, by weaker masks, by any bias."""
+    def _lift_with_levels(self, site: AttentionSite, as_bias: Sequence[MaskTerm]) -> LiftedMask | None:
+        """The mask with what fully masked rows attend: by a bias that all queries share, by weaker masks, by any bias."""
         shapes = [self.symbolic.shape(t.tensor) or () for t in as_bias]
-        is_small = bool(shapes) and all(d.constant == 1 for shape in shapes for d in shape[-2:-1])
-        if not is_small:
+        is_shared = all(d.constant == 1 for shape in shapes for d in shape[-2:-1])
+        ways: list[Callable[[], LiftedMask]] = [lambda: lift(self.symbolic, site, with_weaker=True)]
+        if as_bias:
+            ways.insert(0 if is_shared else 1, lambda: lift(self.symbolic, site, as_bias))
+        found: LiftedMask | None = None
+        for way in ways:
             with contextlib.suppress(UnsupportedError):
-                found = lift(self.symbolic, site, with_weaker=True)
+                found = way()
                 check_empty_rows(self.checker, site, found)
                 return found
-        return lift(self.symbolic, site, as_bias) if as_bias else None
+        return found
 
     def _mask_of_plan(self, site: AttentionSite, entry: SitePlan) -> LiftedMask:
         try:
