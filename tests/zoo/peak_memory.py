@@ -43,20 +43,16 @@ def read_costs() -> dict[str, Cost]:
 
 def resident_mb(root: int) -> float:
     """Resident memory of a process and its descendants in MiB; pages that they share count for each of them."""
-    parents: dict[int, int] = {}
-    sizes: dict[int, float] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:  # it has ended
-                continue
-            parents[int(entry.name)] = int(fields[1])
-            sizes[int(entry.name)] = int(fields[21]) * _PAGE_MB
-    tree = {root}
-    while more := {child for child, parent in parents.items() if parent in tree} - tree:
-        tree |= more
-    return sum(sizes.get(process, 0.0) for process in tree)
+    total, pending = 0.0, [str(root)]
+    while pending:
+        process = Path("/proc") / pending.pop()
+        try:
+            total += int((process / "statm").read_text().split()[1]) * _PAGE_MB
+            for task in (process / "task").iterdir():  # the thread that started a child has it
+                pending += (task / "children").read_text().split()
+        except OSError:  # it has ended
+            continue
+    return total
 
 
 def measure(command: list[str]) -> Cost:
