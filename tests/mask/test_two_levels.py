@@ -124,7 +124,8 @@ FORMS = {
         (-1e4, _LOWEST),
     ),
     "-10000 twice, which keeps the scores": Form(
-        "    early = Where (causal, null, soft)\n    first = Add (scores, early)\n" + _PADDING.replace("lowest", "soft"),
+        "    early = Where (causal, null, soft)\n    first = Add (scores, early)\n"
+        + _PADDING.replace("lowest", "soft"),
         "k <= q and pad[b, k]",
         ("k <= q or pad[b, k]",),
         lambda causal, window, real, blocks: (causal, real),

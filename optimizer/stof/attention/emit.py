@@ -12,7 +12,6 @@ import onnx
 import onnx_graphsurgeon as gs
 from onnx import TensorProto
 
-from stof.attention.fully_masked_rows import RowNumbers, join_rows, strictest_mask, weaker_mask, weaker_site
 from stof.attention.function_body import OP, Variant, make_attention_function
 from stof.attention.op_inputs import NEUTRAL, build_operands, runtime_operand
 from stof.attention.prune import Pruner
@@ -21,6 +20,7 @@ from stof.graph.editor import Editor
 from stof.graph.index import DOMAIN, opset_of
 from stof.graph.local_functions import add_functions, check_absent
 from stof.graph.protobuf import copy_model
+from stof.mask.empty_rows.weaker_rows import RowNumbers, join_rows, strictest_mask, weaker_mask, weaker_site
 from stof.mask.site import AttentionSite, Layout, LiftedMask, Operand
 from stof.symbolic import Symbolic
 from stof.symbolic.dimension_names import declared_dim
@@ -90,7 +90,9 @@ def replace_sites(
     """A copy of the model in which sites of the main graph are replaced."""
     editor = Editor(model)
     pruner = Pruner(editor, symbolic, [r.site for r in rewrites])
-    numbers = RowNumbers(editor, lambda o, nodes: runtime_operand(editor, symbolic, o, nodes, function.tensorrt), function.tensorrt)
+    numbers = RowNumbers(
+        editor, lambda o, nodes: runtime_operand(editor, symbolic, o, nodes, function.tensorrt), function.tensorrt
+    )
     for rewrite in rewrites:
         _replace_site(editor, symbolic, rewrite, function, numbers)
     editor.place_inserted()

@@ -22,7 +22,6 @@ from stof.attention.checks.site_comparison import (
     rounded,
 )
 from stof.attention.emit import Rewrite, parts_of
-from stof.attention.fully_masked_rows import number_rows
 from stof.attention.function_body import OP
 from stof.attention.subgraphs import Scope, emit_scopes, graph_at
 from stof.errors import VerifyError
@@ -30,6 +29,7 @@ from stof.execution.case import Case, Counts, Padding
 from stof.execution.inputs import InputMaker
 from stof.execution.run_limits import LimitReached
 from stof.mask.check.run_masks import tensors_by_role
+from stof.mask.empty_rows.weaker_rows import number_rows
 from stof.mask.evaluate import allowed_by_mask
 from stof.mask.expression import MaskExpression
 from stof.mask.site import EmptyRows, Layout, TermKind

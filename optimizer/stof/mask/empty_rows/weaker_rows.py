@@ -155,7 +155,9 @@ def _count_keys(b: Builder, expression: MaskExpression, sizes: ScoreSizes, names
     return b.add("Squeeze", [counts, b.constant([1, 3])])
 
 
-def _count_padded_window(b: Builder, expression: MaskExpression, sizes: ScoreSizes, names: Mapping[str, str]) -> str | None:
+def _count_padded_window(
+    b: Builder, expression: MaskExpression, sizes: ScoreSizes, names: Mapping[str, str]
+) -> str | None:
     """The same for a window over padded keys, from running sums of the padding; None for other masks.
 
     Queries stand at positions of keys.
