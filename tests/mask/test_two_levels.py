@@ -14,6 +14,7 @@ import pytest
 from onnx import numpy_helper
 
 import stof
+from stof.options import Options
 
 _HEAD = """<ir_version: 9, opset_import: ["" : 18]>
 g (float[B, 4, S, 8] q, float[B, 4, S, 8] k, float[B, 4, S, 8] v, int64[B, S] mask) => (float[B, 4, S, 8] y) {
@@ -27,6 +28,8 @@ g (float[B, 4, S, 8] q, float[B, 4, S, 8] k, float[B, 4, S, 8] v, int64[B, S] ma
     distance = Sub (rows, i)
     near = Less (distance, five)
     window = And (causal, near)
+    itself = Equal (i, rows)
+    other = Not (itself)
     block = Div (i, four)
     row_block = Div (rows, four)
     blocks = Equal (block, row_block)
@@ -123,6 +126,12 @@ FORMS = {
         lambda causal, window, real, blocks: (blocks, real),
         (-1e4, _LOWEST),
     ),
+    "earlier keys beside padding, where a row may have no key at all": Form(
+        "    early = And (causal, other)\n    first = Where (early, scores, lowest)\n" + _PADDING,
+        "k <= q - 1 and pad[b, k]",
+        ("k <= q - 1 or pad[b, k]",),
+        lambda causal, window, real, blocks: (causal & ~np.eye(causal.shape[-1], dtype=bool), real),
+    ),
     "-10000 twice, which keeps the scores": Form(
         "    early = Where (causal, null, soft)\n    first = Add (scores, early)\n"
         + _PADDING.replace("lowest", "soft"),
@@ -137,7 +146,10 @@ FORMS = {
 
 
 def _model(nodes: str) -> onnx.ModelProto:
-    model = onnx.parser.parse_model(_HEAD + nodes + _TAIL)
+    return _with_constants(onnx.parser.parse_model(_HEAD + nodes + _TAIL))
+
+
+def _with_constants(model: onnx.ModelProto) -> onnx.ModelProto:
     lowest = np.float32(np.finfo(np.float32).min)
     constants = {
         "zero": np.array(0),
@@ -177,7 +189,8 @@ def _attend(form: Form, feeds: dict[str, np.ndarray]) -> np.ndarray:
     scores = np.where(first, scores, scores + form.fills[0] if form.adds else form.fills[0])
     scores = scores + np.where(second, 0, form.fills[1])
     scores[scores < 1.5 * _LOWEST] = -np.inf
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    with np.errstate(invalid="ignore"):  # a row of -inf is NaN
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
     found: np.ndarray = weights / weights.sum(-1, keepdims=True) @ v
     return found
 
@@ -190,7 +203,10 @@ def test_rows_without_a_key_get_what_the_graph_gives(name: str, tmp_path: Path) 
     (site,) = stof.optimize(path, out).sites
     assert site.replaced, site.reason
     assert site.mask == form.mask
-    assert any(note.endswith(" else ".join(f"'{w}'" for w in form.weaker)) for note in site.notes), site.notes
+    keys = " else ".join(f"'{w}'" for w in form.weaker)
+    assert [n for n in site.notes if "no key" in n] == [
+        f"a query that the mask leaves no key attends to those of {keys}"
+    ]
     rng = np.random.default_rng(0)
     for length in (1, 9, 40):
         feeds: dict[str, np.ndarray] = {
@@ -202,7 +218,7 @@ def test_rows_without_a_key_get_what_the_graph_gives(name: str, tmp_path: Path) 
         mask[3] = 0
         feeds["mask"] = mask
         want = _attend(form, feeds)
-        assert np.isfinite(want).all()
+        assert np.isfinite(want).all() == ("no key at all" not in name)
         np.testing.assert_allclose(_run(path, feeds, False), want, atol=form.tolerance)
         for library in (True, False):
             np.testing.assert_allclose(_run(out, feeds, library), want, atol=form.tolerance)
@@ -210,3 +226,99 @@ def test_rows_without_a_key_get_what_the_graph_gives(name: str, tmp_path: Path) 
         feeds = {n: np.zeros(size, np.float32) for n in ("q", "k", "v")}
         feeds["mask"] = np.zeros((size[0], size[2]), np.int64)
         assert _run(out, feeds, True).shape == size
+
+
+# Queries behind a past: row i stands at position T - S + i.
+_PAST = """<ir_version: 9, opset_import: ["" : 18]>
+g (float[B, 4, S, 8] q, float[B, 4, %s, 8] k, float[B, 4, %s, 8] v, %s int64[B, T] mask) => (float[B, 4, S, 8] y) {
+    %s
+    size_k = Shape <start = 2, end = 3> (key)
+    keys = Squeeze (size_k)
+    size_q = Shape <start = 2, end = 3> (q)
+    count = Squeeze (size_q)
+    past = Sub (keys, count)
+    i = Range (zero, keys, one)
+    own = Range (past, keys, one)
+    rows = Unsqueeze (own, ones)
+    causal = LessOrEqual (i, rows)
+    kept = Cast <to = 9> (mask)
+    real = Unsqueeze (kept, middle)
+    distance = Sub (rows, i)
+    near = Less (distance, five)
+    window = And (causal, near)
+    kt = Transpose <perm = [0, 1, 3, 2]> (key)
+    scores = MatMul (q, kt)
+    first = Where (window, scores, soft)
+    added = Where (real, null, lowest)
+    masked = Add (first, added)
+    p = Softmax <axis = -1> (masked)
+    y = MatMul (p, value)
+}"""
+_CACHE = "float[B, 4, P, 8] pk, float[B, 4, P, 8] pv,"
+_JOINED = "key = Concat <axis = 2> (pk, k) value = Concat <axis = 2> (pv, v)"
+PASTS = {
+    "keys of another length": _PAST % ("T", "T", "", "key = Identity (k) value = Identity (v)"),
+    "a cache": _PAST % ("S", "S", _CACHE, _JOINED),
+}
+
+
+@pytest.mark.parametrize("name", PASTS)
+def test_queries_behind_a_past(name: str, tmp_path: Path) -> None:
+    path, out = tmp_path / "model.onnx", tmp_path / "out.onnx"
+    onnx.save(_with_constants(onnx.parser.parse_model(PASTS[name])), path)
+    (site,) = stof.optimize(path, out).sites
+    assert site.mask == (_NEAR if name == "a cache" else "S + k <= T + q and T + q <= S + k + 4 and pad[b, k]")
+    rng = np.random.default_rng(1)
+    for rows, keys in ((1, 30), (7, 30), (12, 12)):
+        shapes = {"q": rows, "k": keys, "v": keys}
+        if name == "a cache":
+            shapes = {"q": rows, "k": rows, "v": rows, "pk": keys - rows, "pv": keys - rows}
+        feeds = {n: rng.standard_normal((3, 4, size, 8)).astype(np.float32) for n, size in shapes.items()}
+        mask = np.ones((3, keys), np.int64)
+        mask[1, -6:] = 0  # the last windows are padding alone
+        mask[2] = 0
+        feeds["mask"] = mask
+        want = _run(path, feeds, False)
+        for library in (True, False):
+            np.testing.assert_allclose(_run(out, feeds, library), want, atol=3e-6)
+
+
+def test_a_plan_keeps_what_rows_without_a_key_attend(tmp_path: Path) -> None:
+    path, out = tmp_path / "model.onnx", tmp_path / "out.onnx"
+    onnx.save(_model(FORMS["-10000 beside padding, as OpenAI-GPT"].nodes), path)
+    plan = tmp_path / "plan.json"
+    stof.optimize(path, options=Options(verify=False, dry_run=True, save_plan=plan))
+    (site,) = stof.optimize(path, out, Options(plan=plan)).sites
+    assert site.replaced
+    nodes = [n for n in onnx.load(out).graph.node if n.op_type == "StofAttention"]
+    masks = [next(a.s.decode() for a in n.attribute if a.name == "mask") for n in nodes]
+    assert masks == ["k <= q and pad[b, k]", "segment_q[b, q] == 1 and pad[b, k] or segment_q[b, q] == 2"]
+
+
+def test_layers_share_the_numbers_of_their_rows(tmp_path: Path) -> None:
+    """And without padding the second node reads no row as its own."""
+    nodes = FORMS["a window beside a causal mask, as GPT-Neo"].nodes
+    model = _model(nodes)
+    again = [onnx.NodeProto.FromString(n.SerializeToString()) for n in model.graph.node]
+    start = next(i for i, n in enumerate(again) if n.op_type == "Transpose")
+    for node in again[start:]:
+        node.input[:] = ["y" if n == "q" else f"{n}_2" if n in _written(again[start:]) else n for n in node.input]
+        node.output[:] = [f"{n}_2" for n in node.output]
+        if node.op_type != "LessOrEqual":
+            model.graph.node.append(node)
+    model.graph.output[0].name = "y_2"
+    path, out = tmp_path / "model.onnx", tmp_path / "out.onnx"
+    onnx.save(model, path)
+    assert [s.replaced for s in stof.optimize(path, out, Options(verify=False)).sites] == [True, True]
+    found = onnx.load(out).graph.node
+    assert [n.op_type for n in found].count("StofAttention") == 4
+    assert [n.op_type for n in found].count("CumSum") == 1
+    assert len({n.input[3 + _roles(n).index("segment_q")] for n in found if "segment_q" in _roles(n)}) == 1
+
+
+def _written(nodes: list[onnx.NodeProto]) -> set[str]:
+    return {o.removesuffix("_2") for n in nodes for o in n.output}
+
+
+def _roles(node: onnx.NodeProto) -> list[str]:
+    return next((a.s.decode().split() for a in node.attribute if a.name == "operands"), [])

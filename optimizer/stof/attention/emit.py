@@ -80,7 +80,7 @@ def parts_of(rewrite: Rewrite) -> list[Rewrite]:
     first = replace(rewrite, mask=strictest_mask(rewrite.mask))
     if rewrite.mask.weaker is None:
         return [first]
-    site, mask = weaker_site(rewrite.site, rewrite.mask), weaker_mask(rewrite.mask)
+    site, mask = weaker_site(rewrite.site, rewrite.mask), weaker_mask(rewrite.site, rewrite.mask)
     return [first, replace(rewrite, site=site, mask=mask, hints=())]
 
 

@@ -142,10 +142,6 @@ def _lift(symbolic: Symbolic, site: AttentionSite, as_bias: Collection[MaskTerm]
         if "segment_q" in operands or any("h" in e.reads for e in (expression, *weaker.expressions)):
             raise UnsupportedError("which rows are fully masked differs by head, or a vector of queries says it")
         policy = EmptyRows.ZERO if site.nan_guard else EmptyRows.NAN
-        keys = " else ".join(f"'{e}'" for e in weaker.expressions)
-        notes.append(
-            MaskNote(NoteReason.WEAKER_MASKS, f"a query that the mask leaves no key attends to those of {keys}")
-        )
     elif has_different_strengths(site, fills):
         notes.append(_DIFFERENT_STRENGTHS)
     mask = LiftedMask(

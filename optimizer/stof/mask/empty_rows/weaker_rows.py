@@ -19,7 +19,7 @@ from stof.graph.editor import Editor
 from stof.graph.index import opset_of
 from stof.graph.node_builder import Builder
 from stof.mask.expression import PADDING, MaskExpression
-from stof.mask.expression_nodes import TRUE, B, Binary, Constant, Lookup, Node, Q, join
+from stof.mask.expression_nodes import TRUE, B, Binary, Constant, Lookup, Name, Node, Q, join
 from stof.mask.site import AttentionSite, EmptyRows, Layout, LiftedMask, RuntimeOperand
 from stof.mask.to_onnx import ScoreSizes
 
@@ -33,12 +33,13 @@ def strictest_mask(mask: LiftedMask) -> LiftedMask:
     return replace(_reading_less(mask, mask.expression), weaker=None, empty_rows=EmptyRows.ZERO)
 
 
-def weaker_mask(mask: LiftedMask) -> LiftedMask:
+def weaker_mask(site: AttentionSite, mask: LiftedMask) -> LiftedMask:
     """The mask of the second node. Its run-time operand ``segment_q`` is made by :class:`RowNumbers`."""
     assert mask.weaker is not None
+    row: Node = Binary("-", Q, Name("P")) if site.query_offset else Q
     conditions = []
     for number, expression in enumerate(mask.weaker.expressions, 1):
-        condition: Node = Binary("==", Lookup("segment_q", (B, Q)), Constant(number))
+        condition: Node = Binary("==", Lookup("segment_q", (B, row)), Constant(number))
         conditions.append(condition if expression.root == TRUE else join("and", [condition, expression.root]))
     found = _reading_less(mask, MaskExpression(join("or", conditions)))
     if not mask.weaker.keeps_scores:
@@ -142,7 +143,7 @@ class RowNumbers:
             rows = b.add("Concat", [b.constant([1]), b.unsqueeze(sizes.S, [0])], axis=0)
             total = b.add("Expand", [total, rows])
         is_usual = b.add("Equal", [total, b.constant(0, np.int32)])
-        made = _import_nodes(self.editor, b.nodes, given, nodes)
+        made = _import_nodes(self.editor, _needed(b.nodes, [total, is_usual]), given, nodes)
         return made[total], made[is_usual]
 
 
@@ -222,6 +223,17 @@ def join_rows(
         editor.node("Unsqueeze", wide.name, [is_usual, where], [wide]),
         editor.node("Where", result.name, [wide, *both], [result]),
     ]
+
+
+def _needed(protos: Sequence[onnx.NodeProto], outputs: Sequence[str]) -> list[onnx.NodeProto]:
+    """The nodes on which some tensors depend."""
+    read = set(outputs)
+    found = []
+    for proto in reversed(protos):
+        if read & set(proto.output):
+            found.append(proto)
+            read.update(proto.input)
+    return found[::-1]
 
 
 def _import_nodes(
