@@ -11,6 +11,7 @@ from onnx import helper, numpy_helper
 
 from stof.cached_attention.function_body import CacheVariant, make_cache_function
 from stof.cached_attention.site import INPUT_INDEX, MICROSOFT, OP, OUTPUTS, CacheSite
+from stof.graph.dead_code import remove_dead_code
 from stof.graph.index import DOMAIN, all_nodes, node_tensors, opset_of
 from stof.graph.local_functions import add_functions, check_absent
 from stof.graph.names import FreshNames
@@ -43,11 +44,15 @@ def emit_caches(model: onnx.ModelProto, sites: Sequence[CacheSite]) -> onnx.Mode
         inputs = site.read_inputs
         if site.has_zero_sink:
             inputs[INPUT_INDEX["head_sink"]] = _zero_sink(graph, site, tensors, sinks)
+        if tables := site.table_inputs:
+            inputs += ["", *tables]  # query_seqlens is reserved
         while not inputs[-1]:
             inputs.pop()
         most = max(most, len(inputs))
         _rewrite_node(node, site, names, inputs, number)
     contrib = next((int(e.version) for e in found.opset_import if e.domain == MICROSOFT), 1)
+    if any(s.declared is not None for s in sites):
+        remove_dead_code(graph, model.graph)  # biases of declared patterns
     add_functions(found, [make_cache_function(list(variants), most, opset_of(model), contrib)])
     return found
 

@@ -147,7 +147,7 @@ class CacheInputMaker(InputMaker):
             tokens: how many a set may have.
             pads_prompts: whether prompts of a batch may have different lengths, with padding to the right.
         """
-        windows = [s.window for s in self.sites if 0 < s.window <= _LONGEST_WINDOW]
+        windows = [s.reach for s in self.sites if 0 < s.reach <= _LONGEST_WINDOW]
         above = max(windows, default=_DEFAULT_WINDOW) + 37
         wanted = [
             _Step(3, 11, 11, 10, pads_prompts),

@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 from onnx import helper
 
+from stof.sparsify.sparsity import DeclaredPattern
 from stof.symbolic import Int
 
 MICROSOFT, GROUP_QUERY = "com.microsoft", "GroupQueryAttention"
@@ -20,6 +21,8 @@ INPUTS = (
     *("cos_cache", "sin_cache", "position_ids", "attention_bias", "head_sink", "k_scale", "v_scale"),
     *("q_norm_weight", "k_norm_weight"),
 )
+# Of StofCachedAttention besides: reserved, and the constants of the mask.
+OWN_INPUTS = (*INPUTS, "query_seqlens", *(f"table{i}" for i in range(4)))
 OUTPUTS = ("output", "present_key", "present_value")
 INPUT_INDEX = {name: i for i, name in enumerate(INPUTS)}
 
@@ -42,6 +45,7 @@ class CacheSite:
         queries: S.
         capacity: rows C of the past.
         total: total_sequence_length where it follows from sizes.
+        declared: the pattern that --sparsify puts on it; its bias is an input of the node. None: none.
     """
 
     name: str
@@ -57,9 +61,12 @@ class CacheSite:
     queries: Int
     capacity: Int
     total: Int | None
+    declared: DeclaredPattern | None = None
 
     def input(self, name: str) -> str:
         """The tensor of an input by its name in ``INPUTS``; empty where it is absent."""
+        if name == "attention_bias" and self.declared is not None:
+            return self.declared.own_bias  # the other one is the pattern
         return input_of(self.node, INPUT_INDEX[name])
 
     @property
@@ -108,7 +115,20 @@ class CacheSite:
     @property
     def mask(self) -> str:
         """The mask expression in absolute positions."""
+        if self.declared is not None:
+            return self.declared.pattern.mask.text
         return f"k <= q and q - k < {self.window}" if self.window else "k <= q"
+
+    @property
+    def table_inputs(self) -> list[str]:
+        """The tensors of the mask's tables, in the order of ``table0``."""
+        tables = {} if self.declared is None else self.declared.tables
+        return [tables[name] for name in sorted(tables)]
+
+    @property
+    def reach(self) -> int:
+        """Keys beyond which the mask shows what it forbids: the window, or those of a declared pattern; 0: none."""
+        return self.window if self.declared is None else self.declared.pattern.reach
 
     @property
     def heads(self) -> str:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """StofCachedAttention in NumPy, in fp64 or another type: the contract of docs/reference/cached-attention.md for one step.
 
-It knows causal masks and windows, as GroupQueryAttention has them, and never reads the emitted mask expression.
+It knows causal masks and windows, as GroupQueryAttention has them, and never reads the emitted mask expression. A declared
+pattern is evaluated in NumPy from the pattern itself.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any
 import numpy as np
 
 from stof.cached_attention.site import resident_rows
+from stof.sparsify.measure import allowed_pairs
+from stof.sparsify.patterns import Pattern
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class CacheStep:
         query_norm: [D].
         key_norm: likewise.
         epsilon: of the norms.
+        pattern: a declared condition on (h, q, k) besides; None: none.
     """
 
     query: np.ndarray
@@ -65,6 +69,7 @@ class CacheStep:
     query_norm: np.ndarray | None = None
     key_norm: np.ndarray | None = None
     epsilon: float = 1e-6
+    pattern: Pattern | None = None
 
     @property
     def before(self) -> np.ndarray:
@@ -163,7 +168,11 @@ def compute_step(
             scores = scores + bias[:, :, origin : origin + keys.shape[1]]
         distance = (first + np.arange(queries))[:, None] - (origin + np.arange(keys.shape[1]))[None]
         allowed = (distance >= 0) & ((distance < step.window) if step.window else True)
-        scores = np.where(allowed[None], scores, -np.inf)
+        kept = np.broadcast_to(allowed[None], scores.shape)
+        if step.pattern is not None:
+            places = first + np.arange(queries), origin + np.arange(keys.shape[1])
+            kept = kept & np.stack([allowed_pairs(step.pattern, h, *places) for h in range(heads)])
+        scores = np.where(kept, scores, -np.inf)
         weights = _weights(scores, step, dtype).reshape(groups, -1, keys.shape[1])
         output[b] = np.matmul(weights, values).reshape(heads, queries, size)
     merged = store(output.transpose(0, 2, 1, 3).reshape(batch, queries, heads * size))

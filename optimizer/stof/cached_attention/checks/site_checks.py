@@ -165,6 +165,7 @@ def _captured_step(site: CacheSite, node: onnx.NodeProto, known: Mapping[str, np
         query_norm=arrays.get(14),
         key_norm=arrays.get(15),
         epsilon=site.norm_epsilon,
+        pattern=None if site.declared is None else site.declared.pattern,
     )
 
 
@@ -281,6 +282,8 @@ def run_step(attributes: Mapping[str, int | float | str], step: CacheStep) -> Ca
         None,
         step.query_norm,
         step.key_norm,
+        None,
+        *(step.pattern.tables[name] for name in sorted(step.pattern.tables if step.pattern is not None else ())),
     ]
     while inputs[-1] is None:
         inputs.pop()
@@ -301,7 +304,7 @@ def _steps(captured: CacheStep) -> Iterator[tuple[str, CacheStep]]:
     if captured.past_key is None:
         return
     queries = captured.query.shape[1]
-    window = min(captured.window, _LONGEST_WINDOW)
+    window = min(captured.window if captured.pattern is None else captured.pattern.reach, _LONGEST_WINDOW)
     longest = (window or 16) + 21
     if captured.cos is not None:
         longest = min(longest, len(captured.cos) - queries)
