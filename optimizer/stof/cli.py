@@ -94,10 +94,16 @@ def _parser() -> argparse.ArgumentParser:
         'mask="...", or a pattern file',
     )
     parser.add_argument(
-        "--prompts", type=Path, metavar="FILE", help="measure by how much --sparsify changes next tokens: token ids or texts"
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="measure by how much --sparsify changes next tokens: token ids or texts",
     )
     parser.add_argument(
-        "--max-kl", type=_divergence, metavar="X", help="largest mean KL divergence on --prompts to write a model with (0.1)"
+        "--max-kl",
+        type=_divergence,
+        metavar="X",
+        help="largest mean KL divergence on --prompts to write a model with (0.1)",
     )
     parser.add_argument("--force", action="store_true", help="write the model beyond --max-kl, too")
     parser.add_argument("--sparse-mlp", type=Path, metavar="DIR", help=argparse.SUPPRESS)

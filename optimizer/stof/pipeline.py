@@ -110,7 +110,9 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
     report.sections = {op.key: op.empty_section() for op in OPS}
     earlier = {op.key: found for op in OPS if (found := op.find_earlier_result(job)) is not None}
     if earlier and options.sparsify:
-        raise ArgumentError("--sparsify is for a dense model, and this one was optimized before; give the one it was made from")
+        raise ArgumentError(
+            "--sparsify is for a dense model, and this one was optimized before; give the one it was made from"
+        )
     if earlier:
         for key, found in earlier.items():
             selections[key].check(found.candidates)
@@ -128,6 +130,9 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
         check_output_folder(stages[-1].model, target, source)
         with _runtime_failures_as_model_errors(source):
             stages = _verify_and_write(report, job, stages, target, given)
+    if report.sparsity is not None:
+        taken = {e.name for s in stages for e in s.decided.plan if e.replace}
+        report.sparsity.mark_written(taken, "nothing was replaced, and outputs are those of the original")
     if opset < opset_of(graph) and any(s.decided.has_replaced for s in stages):
         report.converted_opset = (opset, opset_of(graph))
     _save_plan({s.op.key: s.decided.plan for s in stages}, options, job.sparsity.digest if job.sparsity else "")

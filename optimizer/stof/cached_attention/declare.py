@@ -129,4 +129,3 @@ class _Patterns:
         found = copy_with_nodes(self.base, nodes)
         found.graph.initializer.extend(self._initializers)
         return found
-

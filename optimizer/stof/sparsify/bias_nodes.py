@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pattern as the attention_bias of a GroupQueryAttention: standard ONNX nodes that add a large negative number to what it forbids."""
+"""A pattern as the attention_bias of a GroupQueryAttention: standard ONNX nodes, a large negative number for what it forbids."""
 
 from __future__ import annotations
 

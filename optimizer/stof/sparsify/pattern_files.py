@@ -109,7 +109,7 @@ def _read_duo(folder: Path, options: _Options) -> LayerPatterns:
     config = _json_object(config_path)
     sizes = {}
     for key, least in (("sink_size", 0), ("recent_size", 1)):
-        value = config.get(key)
+        value: Any = config.get(key)
         if not _is_integer(value) or not least <= value <= MOST_POSITIONS:
             raise ArgumentError(
                 f"{config_path} has {key} {strict_json.dumps(value)}, expected an integer from {least} to {MOST_POSITIONS}"
@@ -123,12 +123,12 @@ def _read_duo(folder: Path, options: _Options) -> LayerPatterns:
         found = []
         for column, word in enumerate(line.split()):
             try:
-                value = float(word)
+                share = float(word)
             except ValueError:
-                value = math.nan
-            if not math.isfinite(value):
+                share = math.nan
+            if not math.isfinite(share):
                 raise ArgumentError(f"{path} has {word!r} in line {number + 1}, column {column + 1}, expected a number")
-            found.append(value > threshold)
+            found.append(share > threshold)
         width = width or len(found)
         if len(found) != width or width > _MOST_HEADS or len(rows) == _MOST_LAYERS:
             raise ArgumentError(f"{path} has {len(found)} numbers in line {number + 1}, expected {width}")
@@ -177,7 +177,9 @@ def _read_head(where: str, entry: object, takes_first: bool) -> tuple[tuple[int,
         raise ArgumentError(f"{where} is {_short(entry)}, expected [kind, v, s, score]")
     kind, vertical, slash = entry[:3]
     if kind == "block_sparse":
-        raise ArgumentError(f"{where} is 'block_sparse': its blocks follow from each prompt, and no pattern states them")
+        raise ArgumentError(
+            f"{where} is 'block_sparse': its blocks follow from each prompt, and no pattern states them"
+        )
     if kind not in ("vertical_and_slash", "stream_llm"):
         raise ArgumentError(f"{where} is {kind!r}, expected 'vertical_and_slash' or 'stream_llm'")
     found = []
@@ -218,16 +220,22 @@ def _read_blocks(path: Path, options: _Options) -> HeadPattern | LayerPatterns:
     blocks = blocks.astype(bool)
     rows, columns = blocks.shape[-2:]
     if columns < rows:
-        raise ArgumentError(f"{path} has blocks with {rows} query and {columns} key blocks, expected as many key blocks")
+        raise ArgumentError(
+            f"{path} has blocks with {rows} query and {columns} key blocks, expected as many key blocks"
+        )
     if rows * block > MOST_POSITIONS:
         raise ArgumentError(f"{path} has {rows} blocks of {block}, expected up to {MOST_POSITIONS} tokens")
     empty = ~(blocks & np.tri(rows, columns, dtype=bool)).any(-1)
     if empty.any():
         place = [int(x) for x in np.argwhere(empty)[0]]
-        raise ArgumentError(f"{path}: query blocks {place} of blocks have no key block; set their own one, the diagonal")
+        raise ArgumentError(
+            f"{path}: query blocks {place} of blocks have no key block; set their own one, the diagonal"
+        )
     if blocks.ndim == 3:
         return BlockPattern(blocks, block, str(path))
-    return LayerPatterns(str(path), tuple(BlockPattern(own, block, f"{path}: layer {i}") for i, own in enumerate(blocks)))
+    return LayerPatterns(
+        str(path), tuple(BlockPattern(own, block, f"{path}: layer {i}") for i, own in enumerate(blocks))
+    )
 
 
 def _block_size(path: Path, arrays: Mapping[str, np.ndarray], options: _Options) -> int:

@@ -70,10 +70,12 @@ class HeadPattern(ABC):
     Attributes:
         label: for reports.
         reach: tokens that show the whole pattern: beyond them it repeats, or has no more entries.
+        horizon: tokens that the pattern is stated for, 0: any number.
     """
 
     label: str
     reach: int
+    horizon: int = 0
 
     @abstractmethod
     def condition(self, heads: HeadCounts, tables: Tables) -> str:
@@ -243,6 +245,11 @@ class BlockPattern(HeadPattern):
 
     @property
     def reach(self) -> int:  # type: ignore[override]
+        """The tokens that the table has, and one block behind them."""
+        return (int(self.blocks.shape[1]) + 1) * self.block
+
+    @property
+    def horizon(self) -> int:  # type: ignore[override]
         """The tokens that the table has."""
         return int(self.blocks.shape[1]) * self.block
 
@@ -315,10 +322,11 @@ class Pattern:
 
     Attributes:
         condition: on (h, q, k), without ``k <= q``.
-        tables: the constants that it looks up.
         heads: of the attention.
         label: for reports.
         reach: tokens that show the whole pattern.
+        tables: the constants that it looks up.
+        horizon: tokens that it is stated for, 0: any number.
     """
 
     condition: MaskExpression
@@ -326,6 +334,7 @@ class Pattern:
     label: str
     reach: int
     tables: Mapping[str, np.ndarray] = field(default_factory=dict)
+    horizon: int = 0
 
     @property
     def mask(self) -> MaskExpression:
@@ -369,4 +378,5 @@ def build_pattern(parts: Sequence[tuple[range | None, HeadPattern]], heads: Head
         raise ArgumentError(f"--sparsify makes no legal mask: {error}") from None
     label = "; ".join(dict.fromkeys(p.label for _, p in parts))
     reach = min(MOST_POSITIONS, max(p.reach for _, p in parts))
-    return Pattern(condition, heads, label, reach, tables.arrays)
+    horizon = min((p.horizon for _, p in parts if p.horizon), default=0)
+    return Pattern(condition, heads, label, reach, tables.arrays, horizon)

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from stof.sparsify.measure import LENGTH, PatternFacts
+from stof.sparsify.measure import PatternFacts
 from stof.sparsify.patterns import Pattern
 
 
@@ -22,10 +23,12 @@ class SparsifiedSite:
         reason: why it is as before; empty where it has a pattern.
         pattern: the pattern's label.
         mask: the whole mask expression.
+        length: tokens of a prompt that densities are of.
         density: allowed pairs over causal ones.
         read_density: the same for keys that some query head of a group attends: what is read.
         is_per_kv_head: whether the query heads of each group attend the same keys.
         is_cache_efficient: whether a key that one query drops is attended by no later one.
+        is_by_bias: no operator took it, so that a bias forbids pairs, and every pair is computed.
     """
 
     site: str
@@ -34,10 +37,12 @@ class SparsifiedSite:
     reason: str = ""
     pattern: str = ""
     mask: str = ""
+    length: int = 0
     density: float = 1.0
     read_density: float = 1.0
     is_per_kv_head: bool = True
     is_cache_efficient: bool = True
+    is_by_bias: bool = False
 
     @classmethod
     def of(cls, site: str, layer: int, pattern: Pattern, facts: PatternFacts) -> SparsifiedSite:
@@ -121,6 +126,17 @@ class SparsityReport:
             return "--sparsify changes nothing"
         return f"OUTPUTS CHANGE: --sparsify puts a pattern on {self.sparsified} of {len(self.rows)} attentions"
 
+    def mark_written(self, replaced: Collection[str], reason: str) -> None:
+        """Says which attentions an operator took.
+
+        Args:
+            replaced: their names. None: no model with patterns is written.
+            reason: for attentions without a pattern then.
+        """
+        if not replaced:
+            self.rows = [SparsifiedSite(r.site, r.layer, False, reason) if r.sparsified else r for r in self.rows]
+        self.rows = [replace(r, is_by_bias=r.sparsified and r.site not in replaced) for r in self.rows]
+
     def lines(self) -> list[str]:
         """A line for each kind of row, and the loss."""
         groups: dict[SparsifiedSite, list[SparsifiedSite]] = defaultdict(list)
@@ -138,8 +154,7 @@ class SparsityReport:
         """Every fact by its key."""
         loss = None if self.loss is None else asdict(self.loss)
         rows = [asdict(row) for row in self.rows]
-        return {"spec": self.spec, "outputs_change": bool(self.sparsified), "density_length": LENGTH,
-                "sites": rows, "loss": loss}  # fmt: skip
+        return {"spec": self.spec, "outputs_change": bool(self.sparsified), "sites": rows, "loss": loss}
 
 
 def _without_place(row: SparsifiedSite) -> SparsifiedSite:
@@ -151,13 +166,14 @@ def _group_lines(group: list[SparsifiedSite]) -> list[str]:
     layers = ", ".join(_ranges([r.layer for r in group]))
     if not first.sparsified:
         return [f"  dense layer {layers}: {first.reason}"]
-    share = f"keeps {100 * first.density:.2f} % of the causal pairs at {LENGTH} tokens"
+    share = f"keeps {100 * first.density:.2f} % of the causal pairs at {first.length} tokens"
     if first.is_per_kv_head:
         heads = "per KV head"
     else:
         heads = f"heads of a group differ: their union is read, {100 * first.read_density:.2f} %"
     cache = "KV-cache efficient" if first.is_cache_efficient else "not KV-cache efficient: later tokens return to keys"
-    return [f"  pattern on layer {layers}: {first.pattern}", f"        {share}; {heads}; {cache}"]
+    bias = ["        every pair is computed, and a bias forbids some: no operator took it"] if first.is_by_bias else []
+    return [f"  pattern on layer {layers}: {first.pattern}", f"        {share}; {heads}; {cache}", *bias]
 
 
 def _ranges(numbers: list[int]) -> list[str]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The text of --sparsify: clauses, each a pattern with the layers and KV heads that it is for.
 
-A specification is clauses with ``;`` between them. A clause is fields ``key=value`` with ``,`` between them, behind ``s2:`` or the
-path of a file where it has one. Texts in double quotes may hold both signs.
+A specification is clauses with ``;`` between them. A clause is fields ``key=value`` with ``,`` between them, behind ``s2:`` or
+the path of a file where it has one. Texts in double quotes may hold both signs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FIELDS = {
     "mask": ("mask",),
 }
 _MOST_TEXT = 1 << 16
-_EXPECTED = "s2:local=N,stride=N, window=N, mask=\"...\" or the path of a pattern file"
+_EXPECTED = 's2:local=N,stride=N, window=N, mask="..." or the path of a pattern file'
 
 
 @dataclass(frozen=True)

@@ -170,8 +170,8 @@ def compute_step(
         allowed = (distance >= 0) & ((distance < step.window) if step.window else True)
         kept = np.broadcast_to(allowed[None], scores.shape)
         if step.pattern is not None:
-            places = first + np.arange(queries), origin + np.arange(keys.shape[1])
-            kept = kept & np.stack([allowed_pairs(step.pattern, h, *places) for h in range(heads)])
+            rows_of, columns = first + np.arange(queries), origin + np.arange(keys.shape[1])
+            kept = kept & np.stack([allowed_pairs(step.pattern, h, rows_of, columns) for h in range(heads)])
         scores = np.where(kept, scores, -np.inf)
         weights = _weights(scores, step, dtype).reshape(groups, -1, keys.shape[1])
         output[b] = np.matmul(weights, values).reshape(heads, queries, size)

@@ -265,6 +265,7 @@ def run_step(attributes: Mapping[str, int | float | str], step: CacheStep) -> Ca
     Raises:
         LibraryError: what the operator refuses.
     """
+    tables = {} if step.pattern is None else step.pattern.tables
     inputs: list[np.ndarray | None] = [
         step.query,
         step.key,
@@ -283,7 +284,7 @@ def run_step(attributes: Mapping[str, int | float | str], step: CacheStep) -> Ca
         step.query_norm,
         step.key_norm,
         None,
-        *(step.pattern.tables[name] for name in sorted(step.pattern.tables if step.pattern is not None else ())),
+        *(tables[name] for name in sorted(tables)),
     ]
     while inputs[-1] is None:
         inputs.pop()
