@@ -28,6 +28,7 @@ from stof.recursion import deep_recursion
 from stof.report import Report
 from stof.runtime.library import build_info
 from stof.selection import select
+from stof.sparsify.prompts import read_prompts
 from stof.sparsify.report import SparsityReport
 from stof.sparsify.sparsity import Sparsity
 from stof.sparsify.spec import parse_spec
@@ -145,6 +146,10 @@ def _declare(report: Report, job: Job) -> Job:
         ArgumentError: when they do not fit the model, or are others than those of the plan.
     """
     if job.options.sparsify:
+        if job.options.prompts is not None:
+            read_prompts(job.options.prompts, [job.source.parent])  # faults before long steps
+            if not has_onnxruntime():
+                raise ArgumentError("--prompts needs onnxruntime, which is not installed: pip install onnxruntime")
         sparsity = Sparsity(parse_spec(job.options.sparsify), SparsityReport(job.options.sparsify))
         job = replace(job, sparsity=sparsity)
         with job.step("sparsify"):
@@ -274,6 +279,7 @@ def _verify_and_write(
     if not any(s.decided.has_replaced for s in stages):
         return stages
     final = stages[-1].model
+    _measure_loss(report, job, stages, target)
     report.nodes_after = len(final.graph.node)
     with _timed(report, "write"):
         save(final, target, job.source)
@@ -282,6 +288,27 @@ def _verify_and_write(
         with _timed(report, "time"):
             _time_models(report, job, stages, target)
     return stages
+
+
+def _measure_loss(report: Report, job: Job, stages: Sequence[Stage], target: Path) -> None:
+    """Measures the loss of --sparsify on --prompts.
+
+    Raises:
+        VerifyError: when it is above --max-kl.
+    """
+    path = job.options.prompts
+    if path is None or report.sparsity is None or not report.sparsity.sparsified:
+        return
+    from stof.prompt_loss import check_loss, measure_loss
+    from stof.verification.model_inputs import default_inputs
+
+    prompts = read_prompts(path, [job.source.parent])
+    with _timed(report, "prompts"):
+        checks = filter(None, (s.op.site_checks(job, s.decided) for s in stages))
+        known = next((i for c in checks if (i := c.model_inputs()) is not None), None)
+        inputs = known or default_inputs(job.model)
+        report.sparsity.loss = measure_loss(job.source, stages[-1].model, inputs, prompts, target.parent, job.options)
+    check_loss(report.sparsity.loss, job.options)
 
 
 def _time_models(report: Report, job: Job, stages: list[Stage], target: Path) -> None:
