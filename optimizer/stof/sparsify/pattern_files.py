@@ -6,9 +6,7 @@ Every fault is an ArgumentError that names the file, the key and the value.
 
 from __future__ import annotations
 
-import io
 import math
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +16,8 @@ import numpy as np
 
 from stof import strict_json
 from stof.errors import ArgumentError
-from stof.files import read_bytes, read_text
+from stof.files import read_text
+from stof.sparsify.archives import read_arrays
 from stof.sparsify.patterns import (
     BLOCKS,
     MOST_POSITIONS,
@@ -29,7 +28,6 @@ from stof.sparsify.patterns import (
 )
 
 HEADS_FILE, CONFIG_FILE = "full_attention_heads.tsv", "config.json"
-_MOST_BYTES = 1 << 28
 _MOST_LAYERS = 4096
 _MOST_HEADS = 1 << 12
 
@@ -202,15 +200,11 @@ def _read_head(where: str, entry: object, takes_first: bool) -> tuple[tuple[int,
 
 def _read_blocks(path: Path, options: _Options) -> HeadPattern | LayerPatterns:
     """Array ``blocks`` [heads, M, N] or [layers, heads, M, N], and ``block_size``."""
-    try:
-        with np.load(io.BytesIO(read_bytes("block table", path, _MOST_BYTES)), allow_pickle=False) as archive:
-            if unknown := sorted(set(archive.files) - {"blocks", "block_size"}):
-                raise ArgumentError(f"{path} has array {unknown[0]!r}, expected blocks and block_size")
-            if "blocks" not in archive.files:
-                raise ArgumentError(f"{path} has no array 'blocks'")
-            arrays = {n: archive[n] for n in archive.files}
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile, KeyError) as error:
-        raise ArgumentError(f"{path} is no .npz file of arrays: {error}") from None
+    arrays = read_arrays("block table", path)
+    if unknown := sorted(set(arrays) - {"blocks", "block_size"}):
+        raise ArgumentError(f"{path} has array {unknown[0]!r}, expected blocks and block_size")
+    if "blocks" not in arrays:
+        raise ArgumentError(f"{path} has no array 'blocks'")
     blocks = arrays["blocks"]
     if blocks.dtype != np.bool_ and not (blocks.dtype.kind in "iu" and np.isin(blocks, (0, 1)).all()):
         raise ArgumentError(f"{path} has blocks of {blocks.dtype}, expected booleans, or 0 and 1")

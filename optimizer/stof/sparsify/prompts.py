@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import io
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,10 +11,10 @@ import numpy as np
 
 from stof import strict_json
 from stof.errors import ArgumentError
-from stof.files import read_bytes, read_text
+from stof.files import read_text
+from stof.sparsify.archives import read_arrays
 
 TOKENIZER = "tokenizer.json"
-_MOST_BYTES = 1 << 28
 _MOST_PROMPTS = 4096
 _EXPECTED = "expected .npy or .npz with integer arrays [S] or [B, S], .json with lists of ids or texts, or .txt"
 
@@ -51,11 +49,7 @@ def read_prompts(path: Path, folders: Sequence[Path]) -> list[np.ndarray]:
 
 
 def _read_arrays(path: Path) -> list[np.ndarray]:
-    try:
-        loaded = np.load(io.BytesIO(read_bytes("prompts", path, _MOST_BYTES)), allow_pickle=False)
-        arrays = {n: loaded[n] for n in loaded.files} if isinstance(loaded, np.lib.npyio.NpzFile) else {"": loaded}
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile, KeyError) as error:
-        raise ArgumentError(f"--prompts {path} cannot be read: {error}") from None
+    arrays = read_arrays("prompts", path)
     found: list[np.ndarray] = []
     for name, array in arrays.items():
         if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
