@@ -129,7 +129,8 @@ class StridedPattern(HeadPattern):
         if self.relative:
             strided = f"max(0, {query} - {key} - {self.local - 1}) % {self.stride} == 0"
         else:
-            moved = "" if self.homogeneous else f" + ({head}) * {max(1, self.stride // count)}"
+            step = max(1, self.stride // count)
+            moved = "" if self.homogeneous else f" + ({head}) * {step}" if step > 1 else f" + {head}"
             start = f" + {self.offset}" if self.offset else ""
             strided = f"({key}{moved}{start}) % {self.stride} == 0"
         found = f"{query} - {key} < {self.local} or {strided}"
