@@ -86,7 +86,10 @@ def declare_on_sites(job: Job, key: str) -> Job:
     model = _add_biases(main.prepared.expand_for([p.site for p in placed]), placed)
     # Stated masks are checked against the graph, and are shorter than what is recovered of it; they cannot have tables.
     stated = {p.site.name: p.mask for p in placed if not p.declared.pattern.tables}
-    return replace(job, model=model, options=replace(job.options, masks={**stated, **job.options.masks}))
+    # A query of padding without a key gives another mixture where biases of mask and pattern add up. Nobody reads it.
+    ignores = job.options.ignore_empty_rows or any(MaskExpression.parse(p.mask).vectors for p in placed)
+    options = replace(job.options, masks={**stated, **job.options.masks}, ignore_empty_rows=ignores)
+    return replace(job, model=model, options=options)
 
 
 class _Reasons:
