@@ -276,7 +276,8 @@ class Report:
             return f"nothing to do: {self._nothing_to_do()}{'; copied' if self.copied else ''}"
         if self.dry_run:
             return self._headline()
-        return f"{self._headline()}; {'not verified' if self.verification is None else 'verified'}"
+        loss = [] if self.sparsity is None or self.sparsity.loss is None else self.sparsity.loss.lines()[:1]
+        return "; ".join([self._headline(), "not verified" if self.verification is None else "verified", *loss])
 
     def _headline(self) -> str:
         sparsity = [] if self.sparsity is None else [self.sparsity.headline]

@@ -19,8 +19,8 @@ from stof.attention.decide.site_decider import (
     check_shapes,
 )
 from stof.attention.decide.targets import target_of
-from stof.attention.declare import declare_on_sites
 from stof.attention.emit import Rewrite
+from stof.attention.expand.declare import declare_on_sites
 from stof.attention.expand.prepare import is_fused, prepare
 from stof.attention.find import is_softmax
 from stof.attention.function_body import OP
