@@ -278,3 +278,27 @@ def test_a_model_without_causal_attention_stays(tmp_path: Path, capsys: pytest.C
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)]), tmp_path / "m.onnx")
     assert cli.main([str(tmp_path / "m.onnx"), "--sparsify", "window=3"]) == 0
     assert "no causal attention that takes a pattern" in capsys.readouterr().out
+
+
+def test_the_page_says_that_outputs_change(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    options = ["--sparsify", "window=20", "--max-kl", "100", "--report", str(page)]
+    assert run_prompts(decoder(tmp_path), tmp_path, *options)[0] == 0
+    text = page.read_text()
+    assert "OUTPUTS CHANGE: --sparsify puts a pattern on 1 of 1 attentions" in text
+    assert "loss on 2 prompts, 600 tokens" in text
+
+
+def test_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each model of a folder gets the pattern, and its line has the loss."""
+    (tmp_path / "in").mkdir()
+    decoder(tmp_path / "in")
+    prompts = put(tmp_path / "prompts.json", IDS.tolist())
+    words = [str(tmp_path / "in"), "-o", str(tmp_path / "new"), "--sparsify", "window=20", "--prompts", str(prompts)]
+    assert cli.main(words) == 2
+    assert not (tmp_path / "new").exists()
+    assert "--sparsify changes outputs too much" in capsys.readouterr().out
+    assert cli.main([*words, "--force"]) == 0
+    line = capsys.readouterr().out.splitlines()[0]
+    assert "OUTPUTS CHANGE" in line
+    assert "verified; loss on 2 prompts, 600 tokens: KL divergence" in line
