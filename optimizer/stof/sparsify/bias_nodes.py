@@ -54,6 +54,11 @@ def emit_pattern_bias(
     absolute = mask.substitute({"q": Binary("+", _BEFORE, Q)})
     sizes = ScoreSizes(B=batch, H=b.constant(num_heads), S=queries, T=total, P=b.constant(0))
     allowed = emit_mask(b, absolute.root, sizes, {"lengths": before, **tables})
+    return emit_bias(b, allowed, dtype)
+
+
+def emit_bias(builder: Builder, allowed: str, dtype: int) -> str:
+    """A node that gives 0 where a condition holds, else a large negative number; ``dtype`` is its ONNX element type."""
     numpy_type = helper.tensor_dtype_to_np_dtype(dtype)
-    low = _FORBIDDING.get(dtype, _OTHERS)
-    return b.add("Where", [allowed, b.constant(0, numpy_type), b.constant(low, numpy_type)])
+    low = builder.constant(_FORBIDDING.get(dtype, _OTHERS), numpy_type)
+    return builder.add("Where", [allowed, builder.constant(0, numpy_type), low])

@@ -61,7 +61,7 @@ def measure_pattern(pattern: Pattern) -> PatternFacts:
         start: np.ndarray | None = None
         for member in members:
             head = g * heads.group + member
-            sample, square = (_allowed(pattern, head, *x) for x in ((rows, np.arange(whole)), (first, first)))
+            sample, square = (allowed_pairs(pattern, head, *x) for x in ((rows, np.arange(whole)), (first, first)))
             _check_rows(pattern, head, rows, sample)
             _check_rows(pattern, head, first, square)
             kept += float(sample.sum())
@@ -70,8 +70,8 @@ def measure_pattern(pattern: Pattern) -> PatternFacts:
             start = square
             union = sample if union is None else union | sample
             if is_efficient:
-                is_efficient = _never_returns(_allowed(pattern, head, small, small), small) and _never_returns(
-                    _allowed(pattern, head, every, columns), columns
+                is_efficient = _never_returns(allowed_pairs(pattern, head, small, small), small) and _never_returns(
+                    allowed_pairs(pattern, head, every, columns), columns
                 )
         assert union is not None
         read += float(union.sum())
@@ -80,11 +80,7 @@ def measure_pattern(pattern: Pattern) -> PatternFacts:
 
 
 def allowed_pairs(pattern: Pattern, head: int, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Which keys each query of a head attends, bool [queries, keys]."""
-    return _allowed(pattern, head, queries, keys)
-
-
-def _allowed(pattern: Pattern, head: int, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Which keys each query of a head attends, bool [queries, keys], by their positions."""
     values = {"h": np.int64(head), "q": queries[:, None], "k": keys[None], **pattern.tables}
     causal = keys[None] <= queries[:, None]
     return np.asarray(np.broadcast_to(pattern.condition.evaluate(values), causal.shape) & causal)

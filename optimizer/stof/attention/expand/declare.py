@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import numpy as np
 import onnx
-from onnx import helper, numpy_helper
+from onnx import numpy_helper
 
 from stof.attention.decide.site_decider import SiteDecider
 from stof.attention.decide.targets import target_of
@@ -27,12 +26,11 @@ from stof.mask.site import AttentionSite
 from stof.mask.to_onnx import ScoreSizes, emit_mask
 from stof.op_rewrite import Job
 from stof.selection import NamedCandidate
+from stof.sparsify.bias_nodes import emit_bias
 from stof.sparsify.patterns import CAUSAL, HeadCounts, Pattern
 from stof.sparsify.sparsity import DeclaredPattern
 
 _PREFIX = "stof_pattern_"
-_FORBIDDING = {int(onnx.TensorProto.FLOAT16): -65504.0}
-_OTHERS = -1e30
 
 
 @dataclass(frozen=True)
@@ -171,6 +169,4 @@ def _emit_bias(b: Builder, pattern: Pattern, site: AttentionSite, scores: str, t
     past = b.add("Sub", [keys, queries]) if site.query_offset else b.constant(0)
     sizes = ScoreSizes(B=b.constant(1), H=b.constant(site.num_heads), S=queries, T=keys, P=past)
     allowed = emit_mask(b, pattern.mask.root, sizes, tables)
-    numpy_type = helper.tensor_dtype_to_np_dtype(site.dtype)
-    low = np.array(_FORBIDDING.get(site.dtype, _OTHERS), numpy_type)
-    return b.add("Where", [allowed, b.constant(np.zeros((), numpy_type), numpy_type), b.constant(low, numpy_type)])
+    return emit_bias(b, allowed, site.dtype)
