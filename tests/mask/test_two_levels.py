@@ -12,6 +12,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 from onnx import numpy_helper
+from onnxruntime.transformers.float16 import convert_float_to_float16
 
 import stof
 from stof.options import Options
@@ -322,3 +323,67 @@ def _written(nodes: list[onnx.NodeProto]) -> set[str]:
 
 def _roles(node: onnx.NodeProto) -> list[str]:
     return next((a.s.decode().split() for a in node.attribute if a.name == "operands"), [])
+
+
+def _feeds(length: int) -> dict[str, np.ndarray]:
+    """Two batch rows, of which the second is padded at both ends."""
+    rng = np.random.default_rng(length)
+    feeds: dict[str, np.ndarray] = {n: rng.standard_normal((2, 4, length, 8)).astype(np.float32) for n in "qkv"}
+    feeds["mask"] = np.ones((2, length), np.int64)
+    feeds["mask"][1, : length // 3] = 0
+    feeds["mask"][1, -length // 4 :] = 0
+    return feeds
+
+
+def test_tensorrt_gets_no_running_sums(tmp_path: Path) -> None:
+    """Its parser takes them for floats alone."""
+    form = FORMS["a window beside a causal mask, as GPT-Neo"]
+    path, out = tmp_path / "model.onnx", tmp_path / "out.onnx"
+    onnx.save(_model(form.nodes), path)
+    stof.optimize(path, out, Options(target="tensorrt", verify=False))
+    assert {"CumSum", "StofAttention"} & {n.op_type for n in onnx.load(out).graph.node} == {"StofAttention"}
+    feeds = _feeds(30)
+    for library in (True, False):
+        np.testing.assert_allclose(_run(out, feeds, library), _attend(form, feeds), atol=form.tolerance)
+
+
+def test_a_converter_to_half_precision_keeps_both_nodes(tmp_path: Path) -> None:
+    form = FORMS["-10000 beside padding, as OpenAI-GPT"]
+    path, out, half = tmp_path / "model.onnx", tmp_path / "out.onnx", tmp_path / "half.onnx"
+    onnx.save(_model(form.nodes), path)
+    stof.optimize(path, out, Options(verify=False))
+    onnx.save(convert_float_to_float16(onnx.load(out), keep_io_types=True), half)
+    feeds = _feeds(30)
+    for library in (True, False):
+        np.testing.assert_allclose(_run(half, feeds, library), _attend(form, feeds), atol=5e-3)
+
+
+def test_half_precision_is_kept(tmp_path: Path) -> None:
+    """-65504 absorbs scores in fp16 arithmetic, and not in fp32, which runtimes may use in its place."""
+    path = tmp_path / "model.onnx"
+    onnx.save(convert_float_to_float16(_model(FORMS["a window beside a causal mask, as GPT-Neo"].nodes)), path)
+    (site,) = stof.optimize(path, tmp_path / "out.onnx").sites
+    assert not site.replaced
+    assert "a query without any key" in site.reason
+    assert "--empty-rows ignore" in site.reason
+
+
+def test_masks_that_differ_by_head_are_kept(tmp_path: Path) -> None:
+    """Which rows have no key then differs by head; the second node has one number for a row of all heads."""
+    nodes = """
+    distances = Unsqueeze (distance, first_axis)
+    heads = Range (zero, four, one)
+    by_head = Unsqueeze (heads, lasts)
+    far = LessOrEqual (distances, by_head)
+    own = And (causal, far)
+    first = Where (own, scores, lowest)
+    added = Where (real, null, lowest)
+    masked = Add (first, added)"""
+    model = onnx.parser.parse_model(_HEAD + nodes + _TAIL)
+    axes = {"lasts": np.array([1, 2]), "first_axis": np.array([0])}
+    model.graph.initializer.extend(numpy_helper.from_array(a, n) for n, a in axes.items())
+    path = tmp_path / "model.onnx"
+    onnx.save(_with_constants(model), path)
+    (site,) = stof.optimize(path, tmp_path / "out.onnx").sites
+    assert not site.replaced
+    assert "a query without any key" in site.reason
