@@ -307,8 +307,9 @@ def _measure_loss(report: Report, job: Job, stages: Sequence[Stage], target: Pat
         checks = filter(None, (s.op.site_checks(job, s.decided) for s in stages))
         known = next((i for c in checks if (i := c.model_inputs()) is not None), None)
         inputs = known or default_inputs(job.model)
-        report.sparsity.loss = measure_loss(job.source, stages[-1].model, inputs, prompts, target.parent, job.options)
-    check_loss(report.sparsity.loss, job.options)
+        found = measure_loss(job.source, stages[-1].model, inputs, prompts, target.parent, job.options)
+        report.sparsity.loss, report.sparsity.decode_loss = found
+    check_loss(report.sparsity, job.options)
 
 
 def _time_models(report: Report, job: Job, stages: list[Stage], target: Path) -> None:

@@ -84,10 +84,11 @@ class Loss:
     agreement: float
     buckets: tuple[Bucket, ...]
 
-    def lines(self) -> list[str]:
+    def lines(self, what: str = "loss") -> list[str]:
         """A line for all positions, and one for each bucket."""
+        prompts = f"{self.prompts} prompt{'' if self.prompts == 1 else 's'}"
         head = (
-            f"loss on {self.prompts} prompts, {self.tokens} tokens: KL divergence {self.kl:.4g}, next-token agreement "
+            f"{what} on {prompts}, {self.tokens} tokens: KL divergence {self.kl:.4g}, next-token agreement "
             f"{100 * self.agreement:.2f} %"
         )
         return [
@@ -107,12 +108,14 @@ class SparsityReport:
     Attributes:
         spec: the text of the option.
         rows: a row for each attention that it could be for.
-        loss: measured on prompts; None where there were none.
+        loss: measured on whole prompts; None where there were none.
+        decode_loss: measured on single tokens over the cache; None where there is none.
     """
 
     spec: str
     rows: list[SparsifiedSite] = field(default_factory=list)
     loss: Loss | None = None
+    decode_loss: Loss | None = None
 
     @property
     def sparsified(self) -> int:
@@ -147,14 +150,19 @@ class SparsityReport:
             return ["  the model has no causal attention that takes a pattern"]
         if self.sparsified:
             measured = self.loss.lines() if self.loss is not None else []
+            measured += self.decode_loss.lines("loss of decoding") if self.decode_loss is not None else []
             found += measured or ["loss: not measured; --prompts FILE measures it"]
         return found
 
     def to_json(self) -> dict[str, Any]:
         """Every fact by its key."""
-        loss = None if self.loss is None else asdict(self.loss)
-        rows = [asdict(row) for row in self.rows]
-        return {"spec": self.spec, "outputs_change": bool(self.sparsified), "sites": rows, "loss": loss}
+        return {
+            "spec": self.spec,
+            "outputs_change": bool(self.sparsified),
+            "sites": [asdict(row) for row in self.rows],
+            "loss": None if self.loss is None else asdict(self.loss),
+            "decode_loss": None if self.decode_loss is None else asdict(self.decode_loss),
+        }
 
 
 def _without_place(row: SparsifiedSite) -> SparsifiedSite:
