@@ -94,6 +94,33 @@ def test_what_is_said_of_heads_and_caches(kind: str) -> None:
     assert 0 < facts.density <= facts.read_density <= 1
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_have_the_patterns_of_their_heads(kind: str, ranks: int) -> None:
+    """The graph of a rank has some KV heads of the model, whose pattern is stated."""
+    rows = np.arange(SIZE)
+    found = []
+    for rank in range(ranks):
+        heads = HeadCounts(HEADS.H // ranks, HEADS.G // ranks, rank * HEADS.G // ranks, HEADS.G)
+        pattern = whole(KINDS[kind][0], heads)
+        found += [allowed_pairs(pattern, h, rows, rows) for h in range(heads.H)]
+        assert all(len(t) <= heads.H for t in pattern.tables.values())
+    np.testing.assert_array_equal(np.stack(found), wanted(kind))
+
+
+def test_a_text_with_heads_on_a_rank() -> None:
+    pattern = whole(TextPattern("k == q or k % 8 == h"), HeadCounts(4, 2, 2, 4))
+    rows = np.arange(40)
+    for h in range(4):
+        mask = (rows[None] == rows[:, None]) | ((rows % 8 == 4 + h)[None] & (rows[None] <= rows[:, None]))
+        np.testing.assert_array_equal(allowed_pairs(pattern, h, rows, rows), mask)
+
+
+def test_the_causal_mask_is_stated_once() -> None:
+    assert whole(TextPattern("k <= q and q - k < 9")).mask.text == "k <= q and q - k < 9"
+    assert whole(TextPattern("q - k < 9")).mask.text == "k <= q and q - k < 9"
+
+
 def test_density_is_the_share_of_causal_pairs() -> None:
     facts = measure_pattern(whole(WindowPattern(1024, 128)))
     size = 32768
@@ -131,7 +158,7 @@ def test_parts_of_the_kv_heads_and_the_rest() -> None:
     ("pattern", "message"),
     [
         (TextPattern("k % 2 == 0 and q - k > 3"), "query 0 of head 0 has no key"),
-        (StridedPattern(1, 4, 16, dense_heads=5), "dense_heads is 5, the attention has 4 heads"),
+        (StridedPattern(1, 4, 16, dense_heads=5), "dense_heads=5, expected up to 4, the heads of the attention"),
         (StreamingPattern((True, False), 4, 30, "heads.tsv"), "heads.tsv has 2 heads, the attention has 4 KV heads"),
         (BlockPattern(TABLE[:3], 32, "t.npz"), r"t.npz has 3 heads, expected 1, 4 \(KV heads\) or 8"),
         (slash([[1], [2]], [[1], [2]]), "has 2 heads, expected"),

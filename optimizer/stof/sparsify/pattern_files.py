@@ -86,7 +86,7 @@ class _Options:
     def __init__(self, path: Path, values: Mapping[str, str], known: tuple[str, ...]) -> None:
         self.path, self.values = path, values
         if unknown := sorted(set(values) - set(known)):
-            expected = ", ".join((*known, "layers", "dense_layers", "heads"))
+            expected = ", ".join((*known, "layers", "dense_layers", "heads", "active_heads"))
             raise ArgumentError(f"--sparsify {path} has key {unknown[0]!r}, expected {expected}")
 
     def error(self, key: str, expected: str) -> ArgumentError:
