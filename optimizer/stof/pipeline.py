@@ -145,6 +145,8 @@ def _declare(report: Report, job: Job) -> Job:
     Raises:
         ArgumentError: when they do not fit the model, or are others than those of the plan.
     """
+    if not job.options.max_kl >= 0:
+        raise ArgumentError(f"max_kl is {job.options.max_kl}, expected a number from 0 on")
     if job.options.sparsify:
         if job.options.prompts is not None:
             read_prompts(job.options.prompts, [job.source.parent])  # faults before long steps

@@ -29,7 +29,7 @@ TABLE = np.random.default_rng(3).random((4, 6, 6)) < 0.4
 TABLE |= np.eye(6, dtype=bool)
 TABLE_8 = np.concatenate([TABLE, ~TABLE | np.eye(6, dtype=bool)])
 COLUMNS = [[0, 3, 50], [7], [], [1, 299]]
-DIAGONALS = [[1, 2, 9], [], [100, 64], [5]]
+DIAGONALS = [[1, 2, 9], [], [64, 100], [5]]
 
 
 def slash(columns: list[list[int]], diagonals: list[list[int]]) -> VerticalSlashPattern:

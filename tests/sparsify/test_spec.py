@@ -256,7 +256,7 @@ def test_faults_of_block_tables(arrays: dict[str, Any], message: str, tmp_path: 
 
 
 def test_an_archive_that_would_exhaust_memory(tmp_path: Path) -> None:
-    np.savez_compressed(tmp_path / "t.npz", blocks=np.zeros((1, 1 << 15, 1 << 14), bool))
+    np.savez_compressed(tmp_path / "t.npz", blocks=np.zeros((1, 1 << 15, (1 << 13) + 1), bool))
     assert (tmp_path / "t.npz").stat().st_size < 1 << 22
     with pytest.raises(ArgumentError, match=r"bytes of arrays, expected up to"):
         parse_spec(str(tmp_path / "t.npz"))
@@ -264,7 +264,7 @@ def test_an_archive_that_would_exhaust_memory(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_archive(tmp_path: Path) -> None:
     (tmp_path / "t.npz").write_bytes(b"PK\x03\x04 and no more")
-    with pytest.raises(ArgumentError, match=r"t\.npz holds no arrays"):
+    with pytest.raises(ArgumentError, match=r"t\.npz holds no arrays that can be read"):
         parse_spec(str(tmp_path / "t.npz"))
     np.save(tmp_path / "a.npy", TABLE)
     (tmp_path / "a.npy").rename(tmp_path / "b.npz")

@@ -22,6 +22,7 @@ from stof.mask.expression_parser import MaskSyntaxError
 BLOCKS = (16, 32, 64, 128)
 MOST_TABLES = 4  # that an operator takes
 MOST_POSITIONS = 1 << 22  # as sizes of a mask
+_MOST_MARKS = 1 << 28  # bytes of a table of columns or diagonals
 CAUSAL = MaskExpression.parse("k <= q")
 _INDICES = {"h", "q", "k"}
 
@@ -326,13 +327,13 @@ class VerticalSlashPattern(HeadPattern):
     """Single key columns and diagonals for each head (vertical-slash); the query's own key is always attended.
 
     Attributes:
-        columns: for each head the keys that all later queries attend.
-        diagonals: for each head the distances q - k that are attended.
+        columns: for each head the keys that all later queries attend, in ascending order.
+        diagonals: for each head the distances q - k that are attended, in ascending order.
         source: what states it, for messages.
     """
 
-    columns: tuple[tuple[int, ...], ...]
-    diagonals: tuple[tuple[int, ...], ...]
+    columns: tuple[Sequence[int], ...]
+    diagonals: tuple[Sequence[int], ...]
     source: str = "the pattern"
 
     @property
@@ -344,24 +345,31 @@ class VerticalSlashPattern(HeadPattern):
     @property
     def reach(self) -> int:  # type: ignore[override]
         """Behind the last column and diagonal."""
-        return 1 + max((x for some in (*self.columns, *self.diagonals) for x in some), default=0)
+        return _end_of((*self.columns, *self.diagonals))
 
     def condition(self, heads: HeadCounts, tables: Tables) -> str:
         own, head = heads.rows_of(len(self.columns), self.source)
         found = []
-        for lists, place in ((self.columns[own], "k"), (_with_own_key(self.diagonals[own]), "q - k")):
-            size = 1 + max((x for some in lists for x in some), default=0)
+        for lists, place in ((self.columns[own], "k"), (self.diagonals[own], "q - k")):
+            size = _end_of(lists)
+            if len(lists) * size > _MOST_MARKS:
+                raise ArgumentError(
+                    f"{self.source} has {len(lists)} heads and {place} up to {size - 1}: their table exceeds 256 MiB"
+                )
             marks = np.zeros((len(lists), size), bool)
             for row, some in zip(marks, lists, strict=True):
-                row[list(some)] = True
+                row[np.asarray(some, np.int64)] = True
+            if place == "q - k":
+                marks[:, 0] = True  # the query's own key
             if marks.any():
                 table = tables.add(marks)
                 found.append(f"{place} < {size} and {table}[{head}, max(0, min({place}, {size - 1}))]")
         return " or ".join(f"({x})" for x in found)
 
 
-def _with_own_key(diagonals: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    return [(0, *some) for some in diagonals]
+def _end_of(lists: Sequence[Sequence[int]]) -> int:
+    """One behind the largest number of ascending lists."""
+    return 1 + max((some[-1] for some in lists if some), default=0)
 
 
 @dataclass(frozen=True, eq=False)

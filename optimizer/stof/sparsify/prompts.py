@@ -16,6 +16,7 @@ from stof.sparsify.archives import read_arrays
 
 TOKENIZER = "tokenizer.json"
 _MOST_PROMPTS = 4096
+_MOST_ID = 1 << 31  # as int32 has it
 _EXPECTED = "expected .npy or .npz with integer arrays [S] or [B, S], .json with lists of ids or texts, or .txt"
 
 
@@ -43,9 +44,9 @@ def read_prompts(path: Path, folders: Sequence[Path]) -> list[np.ndarray]:
     for i, ids in enumerate(found):
         if not ids.size:
             raise ArgumentError(f"--prompts {path}: prompt {i} has no token")
-        if ids.min() < 0:
-            raise ArgumentError(f"--prompts {path}: prompt {i} has token id {int(ids.min())}, expected ids from 0 on")
-    return found
+        if outside := [int(x) for x in (ids.min(), ids.max()) if not 0 <= x < _MOST_ID]:
+            raise ArgumentError(f"--prompts {path}: prompt {i} has token id {outside[0]}, expected 0 to {_MOST_ID - 1}")
+    return [ids.astype(np.int64) for ids in found]
 
 
 def _read_arrays(path: Path) -> list[np.ndarray]:
@@ -55,7 +56,7 @@ def _read_arrays(path: Path) -> list[np.ndarray]:
         if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
             what = f"array {name!r}" if name else "an array"
             raise ArgumentError(f"--prompts {path} has {what} of {array.dtype} {list(array.shape)}; {_EXPECTED}")
-        found += list(np.atleast_2d(array.astype(np.int64)))
+        found += list(np.atleast_2d(array))
     return found
 
 
@@ -77,7 +78,7 @@ def _read_json(path: Path, folders: Sequence[Path]) -> list[np.ndarray]:
 
 
 def _is_id(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 31
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63
 
 
 def _encode(path: Path, texts: Sequence[str], folders: Sequence[Path]) -> list[np.ndarray]:
