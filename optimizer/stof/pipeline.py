@@ -123,7 +123,7 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
         return
     if plan is not None and plan.target != options.target:
         raise ArgumentError(f"the plan is for target {plan.target}, not {options.target}; use --target {plan.target}")
-    job = _declare(report, job)
+    job = _declare(report, job, target)
     stages = rewrite(job, OPS)
     report.sections |= {s.op.key: s.decided.section for s in stages}
     report.nodes_before = len(graph.graph.node)
@@ -139,11 +139,11 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
     _save_plan({s.op.key: s.decided.plan for s in stages}, options, job.sparsity.digest if job.sparsity else "")
 
 
-def _declare(report: Report, job: Job) -> Job:
+def _declare(report: Report, job: Job, target: Path) -> Job:
     """The job with the patterns of --sparsify.
 
     Raises:
-        ArgumentError: when they do not fit the model, or are others than those of the plan.
+        ArgumentError: when they do not fit the model, are others than those of the plan, or an output would replace their file.
     """
     if not job.options.max_kl >= 0:
         raise ArgumentError(f"max_kl is {job.options.max_kl}, expected a number from 0 on")
@@ -152,7 +152,11 @@ def _declare(report: Report, job: Job) -> Job:
             read_prompts(job.options.prompts, [job.source.parent])  # faults before long steps
             if not has_onnxruntime():
                 raise ArgumentError("--prompts needs onnxruntime, which is not installed: pip install onnxruntime")
-        sparsity = Sparsity(parse_spec(job.options.sparsify), SparsityReport(job.options.sparsify))
+        spec = parse_spec(job.options.sparsify)
+        read = {f"pattern file {path}": path for path in spec.files}
+        read |= {"prompts file": job.options.prompts} if job.options.prompts is not None else {}
+        _check_files(read, target, job.options, report.dry_run)
+        sparsity = Sparsity(spec, SparsityReport(job.options.sparsify))
         job = replace(job, sparsity=sparsity)
         with job.step("sparsify"):
             for op in OPS:

@@ -330,6 +330,29 @@ def test_wrong_options(options: list[str], message: str, tmp_path: Path, capsys:
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["-o", "--json", "--save-plan"])
+@pytest.mark.parametrize("name", ["prompts.npy", "table.npz", "heads/config.json"])
+def test_what_is_read_is_not_overwritten(
+    option: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = decoder(tmp_path)
+    prompts = put(tmp_path / "prompts.npy", IDS)
+    table = put(tmp_path / "table.npz", {"blocks": np.ones((1, 2, 2), bool), "block_size": 64})
+    (tmp_path / "heads").mkdir()
+    put(tmp_path / "heads" / "config.json", {"sink_size": 1, "recent_size": 5})
+    (tmp_path / "heads" / "full_attention_heads.tsv").write_text("1 0\n")
+    before = (tmp_path / name).read_bytes()
+    spec = str(table) if not name.startswith("heads") else str(tmp_path / "heads")
+    assert (
+        cli.main(
+            [str(path), "--no-verify", "--sparsify", spec, "--prompts", str(prompts), option, str(tmp_path / name)]
+        )
+        == 1
+    )
+    assert "choose another file" in capsys.readouterr().err
+    assert (tmp_path / name).read_bytes() == before
+
+
 def test_a_plan_is_of_its_patterns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, plan = str(decoder(tmp_path)), str(tmp_path / "plan.json")
     first = [path, "-o", str(tmp_path / "a.onnx"), "--no-verify", "--sparsify", "window=20"]

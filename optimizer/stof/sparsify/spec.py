@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from stof.errors import ArgumentError
-from stof.sparsify.pattern_files import LayerPatterns, read_pattern_file
+from stof.sparsify.pattern_files import CONFIG_FILE, HEADS_FILE, LayerPatterns, read_pattern_file
 from stof.sparsify.patterns import (
     BLOCKS,
     MOST_POSITIONS,
@@ -90,6 +90,7 @@ class Clause:
         dense_layers: those that stay dense.
         heads: the KV heads of the whole model that it is for; None: all.
         active_heads: those that the graph has; None: all.
+        file: that the pattern was read from, or its folder; None: none.
     """
 
     pattern: HeadPattern | LayerPatterns
@@ -97,6 +98,7 @@ class Clause:
     dense_layers: tuple[Slice, ...] = ()
     heads: Slice | None = None
     active_heads: ActiveHeads | None = None
+    file: Path | None = None
 
     def pattern_of(self, layer: int, count: int) -> HeadPattern | None:
         """The pattern of one of so many layers; None where it stays dense.
@@ -124,6 +126,14 @@ class SparsitySpec:
 
     text: str
     clauses: tuple[Clause, ...]
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files that patterns were read from."""
+        named = [c.file for c in self.clauses if c.file is not None]
+        return tuple(
+            f for path in named for f in ((path / HEADS_FILE, path / CONFIG_FILE) if path.is_dir() else (path,))
+        )
 
     def resolve(self, layer: int, count: int, heads: HeadCounts) -> Pattern | None:
         """The pattern of an attention; None where it stays dense.
@@ -192,7 +202,8 @@ def _parse_clause(text: str) -> Clause:
     if "=" not in items[0] or Path(items[0]).exists():
         fields = _Fields(text, items[1:], "")
         options = {k: v for k, v in fields.values.items() if k not in _PLACES}
-        return fields.clause(read_pattern_file(Path(items[0].strip()), options))
+        path = Path(items[0].strip())
+        return replace(fields.clause(read_pattern_file(path, options)), file=path)
     kinds = {"window": "window", "sink": "window", "mask": "mask", **dict.fromkeys(_PLACES, "")}
     if key not in kinds:
         raise ArgumentError(f"--sparsify {text!r} begins with {key!r}, expected {_EXPECTED}")
