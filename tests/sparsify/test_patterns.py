@@ -121,6 +121,12 @@ def test_the_causal_mask_is_stated_once() -> None:
     assert whole(TextPattern("q - k < 9")).mask.text == "k <= q and q - k < 9"
 
 
+def test_patterns_of_distances_alone() -> None:
+    kinds = {kind for kind, (pattern, _) in KINDS.items() if whole(pattern).is_of_distances}
+    assert kinds == {"window", "diagonals"}
+    assert not whole(TextPattern("q - k < 9 or k - q > 3 and k < 5")).is_of_distances
+
+
 def test_density_is_the_share_of_causal_pairs() -> None:
     facts = measure_pattern(whole(WindowPattern(1024, 128)))
     size = 32768

@@ -16,7 +16,7 @@ import numpy as np
 
 from stof.errors import ArgumentError
 from stof.mask.expression import MaskExpression
-from stof.mask.expression_nodes import Binary, Constant, H
+from stof.mask.expression_nodes import Binary, Constant, H, K, Node, Q, fold
 from stof.mask.expression_parser import MaskSyntaxError
 
 BLOCKS = (16, 32, 64, 128)
@@ -301,7 +301,8 @@ class BlockPattern(HeadPattern):
     @property
     def label(self) -> str:  # type: ignore[override]
         """Sizes of the table."""
-        return f"block table {' x '.join(map(str, self.blocks.shape))}, blocks of {self.block}"
+        sizes = " x ".join(map(str, self.blocks.shape))
+        return f"block table {sizes}, blocks of {self.block}; dense from token {self.horizon} on"
 
     @property
     def reach(self) -> int:  # type: ignore[override]
@@ -396,6 +397,15 @@ class Pattern:
     def mask(self) -> MaskExpression:
         """The whole mask, with ``k <= q``."""
         return self.condition if CAUSAL.root in self.condition.conjuncts else CAUSAL & self.condition
+
+    @property
+    def is_of_distances(self) -> bool:
+        """Whether it reads positions as distances ``q - k`` alone, so that moving both by any number changes nothing."""
+
+        def reads_position(node: Node, children: Sequence[bool]) -> bool:
+            return node in (Q, K) or (any(children) and node not in (Binary("-", Q, K), Binary("-", K, Q)))
+
+        return not fold(self.condition.root, reads_position)
 
     @property
     def key(self) -> tuple[object, ...]:

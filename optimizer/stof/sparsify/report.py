@@ -29,6 +29,7 @@ class SparsifiedSite:
         is_per_kv_head: whether the query heads of each group attend the same keys.
         is_cache_efficient: whether a key that one query drops is attended by no later one.
         is_by_bias: no operator took it, so that a bias forbids pairs, and every pair is computed.
+        needs_right_padding: sequences are padded, and positions count columns of the scores, not tokens.
     """
 
     site: str
@@ -43,11 +44,15 @@ class SparsifiedSite:
     is_per_kv_head: bool = True
     is_cache_efficient: bool = True
     is_by_bias: bool = False
+    needs_right_padding: bool = False
 
     @classmethod
-    def of(cls, site: str, layer: int, pattern: Pattern, facts: PatternFacts) -> SparsifiedSite:
+    def of(
+        cls, site: str, layer: int, pattern: Pattern, facts: PatternFacts, *, needs_right_padding: bool = False
+    ) -> SparsifiedSite:
         """The row of an attention that has a pattern."""
-        return cls(site, layer, True, "", pattern.label, pattern.mask.text, **asdict(facts))
+        found = cls(site, layer, True, "", pattern.label, pattern.mask.text, **asdict(facts))
+        return replace(found, needs_right_padding=needs_right_padding)
 
 
 @dataclass(frozen=True)
@@ -180,8 +185,13 @@ def _group_lines(group: list[SparsifiedSite]) -> list[str]:
     else:
         heads = f"heads of a group differ: their union is read, {100 * first.read_density:.2f} %"
     cache = "KV-cache efficient" if first.is_cache_efficient else "not KV-cache efficient: later tokens return to keys"
+    padding = (
+        ["        positions count columns of the scores: pad sequences to the right"]
+        if first.needs_right_padding
+        else []
+    )
     bias = ["        every pair is computed, and a bias forbids some: no operator took it"] if first.is_by_bias else []
-    return [f"  pattern on layer {layers}: {first.pattern}", f"        {share}; {heads}; {cache}", *bias]
+    return [f"  pattern on layer {layers}: {first.pattern}", f"        {share}; {heads}; {cache}", *padding, *bias]
 
 
 def _ranges(numbers: list[int]) -> list[str]:
