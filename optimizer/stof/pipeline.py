@@ -28,7 +28,7 @@ from stof.recursion import deep_recursion
 from stof.report import Report
 from stof.runtime.library import build_info
 from stof.selection import select
-from stof.sparsify.prompts import read_prompts
+from stof.sparsify.prompts import check_vocabulary, read_prompts
 from stof.sparsify.report import SparsityReport
 from stof.sparsify.sparsity import Sparsity
 from stof.sparsify.spec import parse_spec
@@ -149,7 +149,8 @@ def _declare(report: Report, job: Job, target: Path) -> Job:
         raise ArgumentError(f"max_kl is {job.options.max_kl}, expected a number from 0 on")
     if job.options.sparsify:
         if job.options.prompts is not None:
-            read_prompts(job.options.prompts, [job.source.parent])  # faults before long steps
+            prompts = read_prompts(job.options.prompts, [job.source.parent])  # faults before long steps
+            check_vocabulary(job.options.prompts, prompts, job.model.graph)
             if not has_onnxruntime():
                 raise ArgumentError("--prompts needs onnxruntime, which is not installed: pip install onnxruntime")
         spec = parse_spec(job.options.sparsify)

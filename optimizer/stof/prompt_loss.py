@@ -19,11 +19,12 @@ from stof.execution.session_process import RuntimeFailure, release_sessions
 from stof.files import temporary_folder
 from stof.options import Options
 from stof.sparsify.loss import LossMeter, bucket_limits
+from stof.sparsify.prompts import TOKENS
 from stof.sparsify.report import Loss, SparsityReport
 from stof.verification.model_inputs import ModelInputs
 
 _SECONDS = 86400.0  # prompts take as long as they take
-_TOKENS, _LOGITS, _POSITIONS = "input_ids", "logits", "position_ids"
+_LOGITS, _POSITIONS = "logits", "position_ids"
 _STEPS = 8  # tokens, the last ones of each bucket, that are decoded
 Feed = dict[str, np.ndarray]
 
@@ -149,14 +150,14 @@ def _check_shapes(one: np.ndarray, other: np.ndarray, count: int) -> None:
 def _feed(maker: InputMaker, ids: np.ndarray, case: Case | None = None, before: int = 0) -> Feed:
     """The inputs of tokens that so many others come before."""
     feed = maker.draw(case or Case(1, len(ids), Padding.NONE), np.random.default_rng(0))
-    tokens = feed.get(_TOKENS)
+    tokens = feed.get(TOKENS)
     if tokens is None or tokens.dtype.kind != "i" or tokens.ndim != 2:
-        raise ArgumentError(f"--prompts needs a model with integer input {_TOKENS!r} [B, S], which this one has not")
+        raise ArgumentError(f"--prompts needs a model with integer input {TOKENS!r} [B, S], which this one has not")
     if tokens.shape != (1, len(ids)):
         raise ArgumentError(
-            f"--prompts: a prompt has {len(ids)} tokens, the model's {_TOKENS!r} is {list(tokens.shape)}"
+            f"--prompts: a prompt has {len(ids)} tokens, the model's {TOKENS!r} is {list(tokens.shape)}"
         )
-    feed[_TOKENS] = ids[None].astype(tokens.dtype)
+    feed[TOKENS] = ids[None].astype(tokens.dtype)
     positions = feed.get(_POSITIONS)
     if positions is not None and positions.dtype.kind == "i" and positions.shape == tokens.shape:
         feed[_POSITIONS] = (before + np.arange(len(ids)))[None].astype(positions.dtype)

@@ -41,7 +41,7 @@ KINDS: dict[str, tuple[HeadPattern, np.ndarray]] = {
     "s2, block 64": (StridedPattern(1, 3, 64), masks.s2(4, SIZE, 1, 3, 64)),
     "s2, block 128": (StridedPattern(1, 2, 128), masks.s2(4, SIZE, 1, 2, 128)),
     "s2, stride of many heads": (StridedPattern(2, 16, 16), masks.s2(4, SIZE, 2, 16, 16)),
-    "s2, offset": (StridedPattern(2, 5, 16, offset=3), masks.s2(4, SIZE, 2, 5, 16, offset=3)),
+    "s2, offset": (StridedPattern(2, 5, 32, offset=3), masks.s2(4, SIZE, 2, 5, 32, offset=3)),
     "s2, relative": (StridedPattern(2, 3, 16, relative=True), masks.s2(4, SIZE, 2, 3, 16, relative=True)),
     "s2, homogeneous": (StridedPattern(2, 4, 16, homogeneous=True), masks.s2(4, SIZE, 2, 4, 16, homogeneous=True)),
     "s2, dense heads": (StridedPattern(2, 4, 16, dense_heads=1), masks.s2(4, SIZE, 2, 4, 16, dense_heads=1)),

@@ -296,21 +296,27 @@ def test_models_that_take_no_prompts(
     assert not target.exists()
 
 
-def test_a_token_that_the_model_does_not_know(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("is_table_known", [True, False])
+def test_a_token_that_the_model_does_not_know(
+    is_table_known: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Refused before the model is optimized where the embedding is a table of the graph, else when the model runs."""
     path = decoder(tmp_path)
-    prompts = put(tmp_path / "p.json", [[1, 2, WORDS + 5]])
-    words = [
-        str(path),
-        "-o",
-        str(tmp_path / "out.onnx"),
-        "--no-verify",
-        "--sparsify",
-        "window=2",
-        "--prompts",
-        str(prompts),
-    ]
-    assert cli.main(words) == 1
-    assert f"a model does not run on prompt 0 of 3 tokens, with ids from 1 to {WORDS + 5}" in capsys.readouterr().err
+    if not is_table_known:
+        model = onnx.load(path)
+        model.graph.node.insert(0, helper.make_node("Identity", ["embedding"], ["copy"]))
+        next(n for n in model.graph.node if n.op_type == "Gather").input[0] = "copy"
+        onnx.save(model, path)
+    prompts = put(tmp_path / "p.json", [[1, 2], [1, 2, WORDS + 5]])
+    words = [path, "-o", tmp_path / "out.onnx", "--no-verify", "--sparsify", "window=2", "--prompts", prompts]
+    assert cli.main([*map(str, words)]) == 1
+    expected = f"a model does not run on prompt 1 of 3 tokens, with ids from 1 to {WORDS + 5}"
+    if is_table_known:
+        expected = (
+            f"p.json: prompt 1 has token id {WORDS + 5}, expected 0 to {WORDS - 1}: the model's embedding 'embedding'"
+        )
+    assert expected in capsys.readouterr().err
+    assert not (tmp_path / "out.onnx").exists()
 
 
 @pytest.mark.parametrize(
