@@ -158,6 +158,13 @@ def test_a_body_with_a_dense_mask_would_be_found(tmp_path: Path, monkeypatch: py
     np.testing.assert_allclose(reference, exact(step, wanted("s2")), atol=3e-5, rtol=1e-4)
 
 
+def test_the_body_has_no_dead_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runtimes warn of constants that nothing reads, at each load of the model."""
+    (function,) = optimized("window and sinks", tmp_path, monkeypatch).functions
+    read = {name for node in function.node for name in node.input} | set(function.output)
+    assert [n.name for n in function.node if not read.intersection(n.output)] == []
+
+
 def test_layers_with_and_without_a_pattern(tmp_path: Path) -> None:
     """The variants of one function body: dense, and two patterns."""
     shape = Shape(packed=True, rotary=16)
