@@ -404,3 +404,4 @@ def test_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = capsys.readouterr().out.splitlines()[0]
     assert "OUTPUTS CHANGE" in line
     assert "verified; loss on 2 prompts, 600 tokens: KL divergence" in line
+    assert "; loss of decoding on 2 prompts, 32 tokens: KL divergence" in line

@@ -154,10 +154,18 @@ class SparsityReport:
         if not self.rows:
             return ["  the model has no causal attention that takes a pattern"]
         if self.sparsified:
-            measured = self.loss.lines() if self.loss is not None else []
-            measured += self.decode_loss.lines("loss of decoding") if self.decode_loss is not None else []
+            measured = [line for lines in self._loss_lines() for line in lines]
             found += measured or ["loss: not measured; --prompts FILE measures it"]
         return found
+
+    @property
+    def loss_headlines(self) -> list[str]:
+        """A line for each loss that was measured."""
+        return [lines[0] for lines in self._loss_lines()]
+
+    def _loss_lines(self) -> list[list[str]]:
+        losses = (("loss", self.loss), ("loss of decoding", self.decode_loss))
+        return [loss.lines(what) for what, loss in losses if loss is not None]
 
     def to_json(self) -> dict[str, Any]:
         """Every fact by its key."""
