@@ -278,7 +278,7 @@ class Report:
             return f"nothing to do: {self._nothing_to_do()}{'; copied' if self.copied else ''}"
         if self.dry_run:
             return self._headline()
-        loss = [] if self.sparsity is None or self.sparsity.loss is None else self.sparsity.loss.lines()[:1]
+        loss = [] if self.sparsity is None else self.sparsity.loss_headlines
         return "; ".join([self._headline(), "not verified" if self.verification is None else "verified", *loss])
 
     def _headline(self) -> str:

@@ -47,6 +47,7 @@ class CacheStep:
         layout: [L, blocks, blocks]: whether the queries of a block attend the keys of a block, for heads h % L; None: all.
         block_size: positions of a block.
         pattern: a declared condition on (h, q, k) besides; None: none.
+        tables: what the operator's mask looks up, from table0 on; nothing here reads them.
     """
 
     query: np.ndarray
@@ -74,6 +75,7 @@ class CacheStep:
     layout: np.ndarray | None = None
     block_size: int = 0
     pattern: Pattern | None = None
+    tables: tuple[np.ndarray, ...] = ()
 
     @property
     def before(self) -> np.ndarray:
