@@ -7,5 +7,6 @@ Needs PyTorch 2.6 or later, which ``import stof`` does not load.
 from stof.torch.attention import attention
 from stof.torch.block_mask import MaskWithTables, from_block_mask
 from stof.torch.merge import merge
+from stof.torch.translation import translation_table
 
-__all__ = ["MaskWithTables", "attention", "from_block_mask", "merge"]
+__all__ = ["MaskWithTables", "attention", "from_block_mask", "merge", "translation_table"]

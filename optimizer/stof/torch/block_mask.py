@@ -52,8 +52,6 @@ def to_mask(mask: Any) -> tuple[str, Mapping[str, Any]]:
         return mask, {}
     if isinstance(mask, MaskWithTables):
         return mask.text, mask.tables
-    if isinstance(mask, MaskExpression):
-        return mask.text, {}
     if isinstance(mask, FlexBlockMask):
         if torch.compiler.is_compiling():
             raise ArgumentError(

@@ -88,7 +88,8 @@ def run_attention(
     laid = [_with_layout(t) for t in (query, key, value)]
     # Tables belong to the operator: they are read in host memory, and copied from a device in each call.
     given = [
-        (t.detach().cpu() if is_table_name(r) else t.detach()).contiguous() for r, t in zip(roles, operands, strict=True)
+        (t.detach().cpu() if is_table_name(r) else t.detach()).contiguous()
+        for r, t in zip(roles, operands, strict=True)
     ]
     attributes: dict[str, int | float | str] = {
         "mask": settings.mask,

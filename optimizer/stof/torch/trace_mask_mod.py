@@ -106,7 +106,9 @@ class _Tracer:
                 case "output":
                     return _condition(self._value(node.args[0]))
                 case _:
-                    raise UnsupportedError(f"the mask function has a {node.op} {node.target}, of which no expression is known")
+                    raise UnsupportedError(
+                        f"the mask function has a {node.op} {node.target}, of which no expression is known"
+                    )
         raise AssertionError("a traced function has an output")
 
     def _captured(self, name: str) -> Any:
@@ -118,7 +120,9 @@ class _Tracer:
         if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
             raise UnsupportedError(f"the mask function reads a tensor of {tensor.dtype}; expected integers or booleans")
         if tensor.numel() > MOST_TABLE_ELEMENTS:
-            raise UnsupportedError(f"the mask function reads a tensor of {tensor.numel()} elements, expected at most 2^28")
+            raise UnsupportedError(
+                f"the mask function reads a tensor of {tensor.numel()} elements, expected at most 2^28"
+            )
         if tensor.dim() == 0:
             return _scalar(tensor.item())
         self.constants[name] = tensor.cpu().contiguous().numpy()
@@ -133,7 +137,9 @@ class _Tracer:
 
     def _call(self, node: Any) -> Any:
         name = str(node.target).removeprefix("aten.").split(".")[0]
-        arguments = [self._value(a) if not isinstance(a, list | tuple) else [self._value(x) for x in a] for a in node.args]
+        arguments = [
+            self._value(a) if not isinstance(a, list | tuple) else [self._value(x) for x in a] for a in node.args
+        ]
         if name in _OPERATORS:
             return _OPERATORS[name](*[a for a in arguments if not isinstance(a, float) or _refuse(node, a)])
         match name:
@@ -192,7 +198,9 @@ class _Captured:
 
     def at(self, indices: Sequence[Int]) -> Any:
         if len(indices) > len(self.shape):
-            raise UnsupportedError(f"the mask function has {len(indices)} indices for a tensor of shape {list(self.shape)}")
+            raise UnsupportedError(
+                f"the mask function has {len(indices)} indices for a tensor of shape {list(self.shape)}"
+            )
         found = self.indices + tuple(_from_end(i, n) for i, n in zip(indices, self.shape, strict=False))
         rest = self.shape[len(indices) :]
         if rest:
@@ -237,7 +245,9 @@ def _number(value: Any) -> Int:
 def _divisor(value: Any) -> int:
     number = _number(value).constant
     if not number:
-        raise UnsupportedError("the mask function divides by what is no constant besides 0, of which no expression is known")
+        raise UnsupportedError(
+            "the mask function divides by what is no constant besides 0, of which no expression is known"
+        )
     return number
 
 
