@@ -12,7 +12,7 @@ import torch
 
 from stof.errors import ArgumentError
 from stof.mask.expression_nodes import is_table_name
-from stof.torch.block_mask import MaskWithTables, to_mask
+from stof.torch.block_mask import to_mask
 from stof.torch.operator import attention_op
 
 

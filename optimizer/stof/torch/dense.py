@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ class _Chunk:
     Attributes:
         rows: of the queries.
         allowed: the pairs that the mask allows.
-        empty: the rows without an allowed key, [.., rows, 1].
+        empty: the rows without an allowed key, [.., rows, 1]; None where there are none.
         scores: scaled and capped.
         slope: the derivative of the cap at each score; None where there is no cap.
     """
@@ -66,7 +67,7 @@ class DenseAttention:
             is_condition = role == "pad" or tensor.dtype == torch.bool
             values[role] = tensor != 0 if is_condition else tensor.long()
         self.past = values["P"]
-        self.allows = MaskExpression.parse(settings.mask).as_function(values)
+        self.allows = _parse(settings.mask).as_function(values)
 
     def forward(self) -> tuple[Any, Any]:
         """Output [B, H, S, Dv] and LSE [B, H, S]."""
@@ -98,19 +99,22 @@ class DenseAttention:
 
     def _grad_scores(self, chunk: _Chunk, weights: Any, upper: Any, grad_lse: Any) -> Any:
         """The gradient of query @ key^T."""
-        if self.settings.empty_rows == "mean":  # the weights of fully masked rows are constants
-            weights = weights.masked_fill(chunk.empty, 0)
+        empty_rows = self.settings.empty_rows
         inner = upper @ self.value.transpose(-1, -2)
+        if chunk.empty is not None:
+            grad_lse = grad_lse.masked_fill(chunk.empty, 0)
+            if empty_rows in ("mean", "nan"):  # their weights are constants
+                weights = weights.masked_fill(chunk.empty, 0)
         delta = (weights * inner).sum(-1, keepdim=True)
-        found = weights * (inner - delta + grad_lse.masked_fill(chunk.empty, 0))
-        reached = chunk.allowed | chunk.empty if self.settings.empty_rows == "all" else chunk.allowed
-        found = found.masked_fill(~reached, 0)
+        found = (inner - delta).add_(grad_lse).mul_(weights)  # 0 where the mask forbids, as the weights
         if chunk.slope is not None:
-            found = found * chunk.slope
-        return found * self.settings.scale
+            found.mul_(chunk.slope)
+        return found.mul_(self.settings.scale)
 
     def _weights(self, chunk: _Chunk, masked: Any) -> Any:
         weights = torch.softmax(masked, -1)
+        if chunk.empty is None:
+            return weights
         match self.settings.empty_rows:
             case "zero":
                 return weights.masked_fill(chunk.empty, 0)
@@ -138,7 +142,11 @@ class DenseAttention:
             found = self.allows(b[:, None, None, None], h[:, None, None], q[:, None], k)
             allowed = torch.as_tensor(found, device=self.device).broadcast_to(self.B, self.H, len(q), self.T)
             allowed = allowed.reshape(*shape, len(q), self.T)
-            yield _Chunk(rows, query, allowed, ~allowed.any(-1, keepdim=True), scores, slope)
+            empty = ~allowed.any(-1, keepdim=True)
+            yield _Chunk(rows, query, allowed, empty if bool(empty.any()) else None, scores, slope)
+
+
+_parse = lru_cache(maxsize=64)(MaskExpression.parse)
 
 
 def _minimum(left: Any, right: Any) -> Any:
