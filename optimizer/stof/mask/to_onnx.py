@@ -56,14 +56,19 @@ class ScoreSizes:
     P: str
 
 
-def emit_mask(builder: Builder, root: Node, sizes: ScoreSizes, operands: Mapping[str, str]) -> str:
+def emit_mask(
+    builder: Builder, root: Node, sizes: ScoreSizes, operands: Mapping[str, str], *, tables_have_rank: bool = False
+) -> str:
     """Nodes that compute a condition as booleans that broadcast to [B, H, S, T]; returns the tensor's name.
+
+    ``tables_have_rank``: every table is a tensor of as many axes as the expression has indices for it. Then axes stay apart
+    where they can. A function body has slots, which other calls fill with tensors of any rank.
 
     Raises:
         ModelError: when an operand is missing.
     """
     # The padding vector gets its axes by one Unsqueeze, without indices.
-    return fold(root, _Emitter(builder, sizes, operands).emit, lambda node: node == _KEY_PADDING)
+    return fold(root, _Emitter(builder, sizes, operands, tables_have_rank).emit, lambda node: node == _KEY_PADDING)
 
 
 def _is_natural(node: Node) -> bool:
@@ -93,7 +98,10 @@ def _is_natural(node: Node) -> bool:
 
 
 class _Emitter:
-    def __init__(self, builder: Builder, sizes: ScoreSizes, operands: Mapping[str, str]) -> None:
+    def __init__(
+        self, builder: Builder, sizes: ScoreSizes, operands: Mapping[str, str], tables_have_rank: bool
+    ) -> None:
+        self.tables_have_rank = tables_have_rank
         self.builder = builder
         self.sizes = sizes
         self.operands = operands
@@ -171,7 +179,7 @@ class _Emitter:
             else position
             for position, size, index in zip(indices, sizes, node.indices, strict=True)
         ]
-        axes = _separate_axes(node)
+        axes = _separate_axes(node) if self.tables_have_rank else None
         if axes is not None:
             return self.gather_each_axis(tensor, positions, axes)
         flat = positions[0]

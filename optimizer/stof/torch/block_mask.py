@@ -53,11 +53,6 @@ def to_mask(mask: Any) -> tuple[str, Mapping[str, Any]]:
     if isinstance(mask, MaskWithTables):
         return mask.text, mask.tables
     if isinstance(mask, FlexBlockMask):
-        if torch.compiler.is_compiling():
-            raise ArgumentError(
-                "mask is a BlockMask in a compiled function, which cannot translate it: "
-                "call stof.torch.from_block_mask(block_mask) outside of it and give its result"
-            )
         found = from_block_mask(mask)
         return found.text, found.tables
     raise ArgumentError(f"mask is a {type(mask).__name__}, expected a mask expression, a BlockMask or None")
@@ -81,7 +76,7 @@ def from_block_mask(block_mask: Any) -> MaskWithTables:
     return found
 
 
-def _translate(block_mask: Any) -> MaskWithTables:
+def _translate_now(block_mask: Any) -> MaskWithTables:
     blocks = _Blocks(block_mask)
     try:
         expression, tables = trace_mask_mod(block_mask.mask_mod, block_mask.kv_indices.device)
@@ -120,6 +115,13 @@ def _with_table(block_mask: Any, blocks: _Blocks, reason: StofError) -> MaskWith
     table = np.ascontiguousarray(allowed.reshape([shape[a] for a in axes] + list(shape[2:])))
     indices = (*(Name("bh"[a]) for a in axes), Name("q"), Name("k"))
     return _with_tensors(MaskExpression(Lookup("table0", indices)), {"table0": table}, str(reason))
+
+
+# A compiled function reads what is known of a BlockMask, and cannot trace this.
+_translate = torch.compiler.disable(
+    _translate_now,
+    reason="a BlockMask is translated outside of compiled functions: call stof.torch.from_block_mask(block_mask) before",
+)
 
 
 class _Blocks:

@@ -54,7 +54,7 @@ class ExportedAttention:
             role: b.add("Cast", [t], to=TensorProto.INT64) if role in self.narrow_tables else t
             for role, t in self.operands.items()
         }
-        allowed = expression.to_onnx(b, sizes, operands)
+        allowed = expression.to_onnx(b, sizes, operands, tables_have_rank=True)
         minus = self._number(b, -np.inf)
         masked = b.add("Where", [allowed, scores, minus])
         weights = self._weights(b, scores, masked, allowed, minus)
