@@ -31,7 +31,8 @@ import stof.torch  # noqa: E402
 SPECIFICATION = "s2:local=1,stride=2,block=16"
 MASK = "k <= q and (q // 16 == k // 16 or (k // 16 + h // 2) % 2 == 0)"
 OTHER_SPECIFICATION = "s2:local=1,stride=4,block=16"
-VOCABULARY, PERIOD, LENGTH = 64, 40, 120
+# The builder takes a layer with as many outputs as the vocabulary has words for the last one: no other size is 48.
+VOCABULARY, PERIOD, LENGTH = 48, 40, 120
 AGREEMENT = 0.99
 _CONFIG = {
     "vocab_size": VOCABULARY,

@@ -34,6 +34,8 @@ TABLES = {
     3: torch.tensor([0, 3, 1, 5], dtype=torch.int32),
 }
 TOLERANCE = 1e-5
+# PyTorch's exporter warns of its own.
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 class Model(torch.nn.Module):
@@ -100,7 +102,6 @@ def exported() -> onnx.ModelProto:
     return found
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_the_exported_model_is_standard_and_right(exported: onnx.ModelProto) -> None:
     assert {node.domain for node in exported.graph.node} == {""}
     assert not exported.functions
@@ -112,7 +113,6 @@ def test_the_exported_model_is_standard_and_right(exported: onnx.ModelProto) -> 
             np.testing.assert_allclose(found, wanted, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_the_optimizer_finds_each_mask_again(exported: onnx.ModelProto) -> None:
     optimized = stof.optimize(exported, options=Options())
     calls = [node for node in optimized.graph.node if node.op_type == OP]

@@ -95,7 +95,7 @@ def _check_operand(role: str, tensor: Any, device: Any, sizes: dict[str, Any]) -
     if tensor.device != device:
         raise ArgumentError(f"{role} is on {tensor.device}, expected that of q, {device}")
     axes = {"pad": "BT", "segment_q": "BS", "segment_k": "BT", "lengths": "B"}[role]
-    wanted = [sizes[axis] for axis in axes]
+    expected = [sizes[axis] for axis in axes]
     shape = list(tensor.shape)
-    if len(shape) != len(wanted) or shape[1:] != wanted[1:] or (shape[0] != 1 and shape[0] != wanted[0]):
-        raise ArgumentError(f"{role} has shape {shape}, expected {wanted}, or 1 in place of the batch")
+    if len(shape) != len(expected) or shape[1:] != expected[1:] or (shape[0] != 1 and shape[0] != expected[0]):
+        raise ArgumentError(f"{role} has shape {shape}, expected {expected}, or 1 in place of the batch")

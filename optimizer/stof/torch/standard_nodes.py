@@ -14,6 +14,13 @@ from stof.mask.expression import MaskExpression
 from stof.mask.to_onnx import ScoreSizes
 from stof.torch.arguments import AttentionSettings
 
+# The lowest finite numbers.
+_LOWEST = {
+    TensorProto.FLOAT: float(np.finfo(np.float32).min),
+    TensorProto.FLOAT16: float(np.finfo(np.float16).min),
+    TensorProto.BFLOAT16: -float.fromhex("0x1.fep127"),
+}
+
 
 @dataclass(frozen=True)
 class ExportedAttention:
@@ -66,10 +73,8 @@ class ExportedAttention:
                 weights = b.add("Softmax", [masked], axis=-1)
                 return b.add("Where", [b.add("IsNaN", [weights]), self._number(b, 0), weights])
             case "mean":  # the lowest finite number: a row of it has equal weights
-                lowest = np.finfo(np.float16 if self.dtype == TensorProto.FLOAT16 else np.float32).min
-                if self.dtype == TensorProto.BFLOAT16:
-                    lowest = -3.3895313892515355e38
-                return b.add("Softmax", [b.add("Where", [allowed, scores, self._number(b, float(lowest))])], axis=-1)
+                lowest = self._number(b, _LOWEST.get(self.dtype, _LOWEST[TensorProto.FLOAT]))
+                return b.add("Softmax", [b.add("Where", [allowed, scores, lowest])], axis=-1)
             case "all":
                 is_empty = b.add("Equal", [b.reduce_max(masked, -1), minus])
                 return b.add("Softmax", [b.add("Where", [is_empty, scores, masked])], axis=-1)
