@@ -121,7 +121,7 @@ def test_the_optimizer_finds_each_mask_again(exported: onnx.ModelProto) -> None:
         "k <= q and ((k // 8 + h) % 3 == 2 or q // 8 <= k // 8 + 1)",
         "k <= q - 1 and q != 5",
         "k <= q and table0[h, q // 16, k // 16]",
-        "k <= q and table1[h] <= k",
+        "k <= q and table0[h] <= k",
         "k <= q and pad[b, k]",
         "abs(q - k) <= 7",
         "",

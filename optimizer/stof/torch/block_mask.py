@@ -142,11 +142,11 @@ class _Blocks:
         B, H = self.listed.shape[:2]
         if (B == 1 and "b" in expression.reads) or (H == 1 and "h" in expression.reads):
             return bool(self.listed.all() and not self.full.any())  # the blocks of one batch or head serve all
-        m, n = self.size
+        (m, n), (S, T) = self.size, self.lengths
         if n % 32:
             return False
         try:
-            found = Mask(expression.text, tables).block_mask(B, H, *self.lengths, m, n)
+            found = Mask(expression.text, tables).block_mask(B, H, S, T, m, n)
         except LibraryError as error:
             raise UnsupportedError(str(error)) from error
         allowed, full = np.zeros_like(self.listed), np.zeros_like(self.listed)

@@ -15,7 +15,7 @@ from stof.mask.to_onnx import ScoreSizes
 from stof.torch.arguments import AttentionSettings
 
 # The lowest finite numbers.
-_LOWEST = {
+_LOWEST: dict[int, float] = {
     TensorProto.FLOAT: float(np.finfo(np.float32).min),
     TensorProto.FLOAT16: float(np.finfo(np.float16).min),
     TensorProto.BFLOAT16: -float.fromhex("0x1.fep127"),

@@ -47,7 +47,7 @@ def trace_mask_mod(mask_mod: Callable[..., Any], device: Any) -> tuple[MaskExpre
     return expression, {name: _as_table(array) for name, array in names.tables.items()}
 
 
-class _IndexByTensors(TorchFunctionMode):
+class _IndexByTensors(TorchFunctionMode):  # type: ignore[misc]  # of Any, where PyTorch is missing
     """Looks elements up by ``aten.index``: Python's subscript would ask for the values of the indices."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -62,7 +62,7 @@ class _IndexByTensors(TorchFunctionMode):
 
 def _is_scalar_index(index: Any) -> bool:
     if isinstance(index, torch.Tensor):
-        return index.dim() == 0 and index.dtype != torch.bool
+        return bool(index.dim() == 0 and index.dtype != torch.bool)
     return isinstance(index, int) and not isinstance(index, bool)
 
 

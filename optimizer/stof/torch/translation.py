@@ -28,7 +28,7 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         ArgumentError: without onnxscript, which PyTorch's exporter needs.
     """
     try:
-        import onnxscript
+        from onnxscript import evaluator
     except ImportError as error:
         raise ArgumentError("the export to ONNX needs the package onnxscript: pip install onnxscript") from error
 
@@ -45,7 +45,8 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         query_offset: bool,
     ) -> Any:
         settings = AttentionSettings(mask, roles, scale, softcap, empty_rows, query_offset)
-        return _translate(onnxscript.evaluator.default().opset, (query, key, value), operands, settings)
+        recorder: Any = evaluator.default()  # PyTorch's, which has the opset that it writes
+        return _translate(recorder.opset, (query, key, value), operands, settings)
 
     return {_overload(): attention}
 
