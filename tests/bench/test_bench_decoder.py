@@ -17,7 +17,7 @@ from stof.bench.decoder.devices import HostDevice
 from stof.bench.decoder.graph import WEIGHTS, Decoder, DecoderShape, build_decoder
 from stof.bench.decoder.measure_decoder import DecoderPlan, describe_record, measure_decoder
 from stof.bench.decoder.run import plan_of
-from stof.bench.decoder.steps import Caches, Step, StepTensors
+from stof.bench.decoder.steps import Caches, DecoderStep, DecoderTensors
 from stof.bench.decoder.variants import (
     CACHED,
     VARIANTS,
@@ -31,7 +31,13 @@ from stof.bench.decoder.variants import (
 from stof.mask.expression import CAUSAL, MaskExpression
 
 SHAPE = DecoderShape(32, 4, 2, 16, 48, 24, 2, 64, "float32")
-PLAN = DecoderPlan(SHAPE, (Step(2, 1, 40, 40), Step(1, 1, 9, 40)), Step(1, 16, 16, 16), Step(1, 20, 20, 32), 1)
+PLAN = DecoderPlan(
+    SHAPE,
+    (DecoderStep(2, 1, 40, 40), DecoderStep(1, 1, 9, 40)),
+    DecoderStep(1, 16, 16, 16),
+    DecoderStep(1, 20, 20, 32),
+    1,
+)
 DENSE = tuple(v for v in VARIANTS if v.name in ("gqa", "stof"))
 PATTERN = replace(next(v for v in VARIANTS if v.name == "stof-sinks"), sparsify="window=5,sink=2")
 WINDOWED = (
@@ -114,8 +120,8 @@ def test_graph_is_the_decoder_that_numpy_computes(tmp_path: Path, window: int) -
     # Of the token behind a prompt, too: what the cache holds is then read.
     for variant in variants:
         session = device.session(str(tmp_path / variant.file), stof=variant.optimized)
-        for step, given in ((Step(2, 18, 18, 40), ids[:, :18]), (Step(2, 1, 19, 40), ids[:, 18:])):
-            tensors = StepTensors(device, SHAPE, step, caches)
+        for step, given in ((DecoderStep(2, 18, 18, 40), ids[:, :18]), (DecoderStep(2, 1, 19, 40), ids[:, 18:])):
+            tensors = DecoderTensors(device, SHAPE, step, caches)
             tensors._given["input_ids"][:] = given
             device.run(session, tensors.bind(session))
             expected = decoder_in_numpy(weights, ids[:, : step.length], window)
@@ -266,7 +272,7 @@ def test_plan_holds_larger_batches_as_far_as_caches_fit() -> None:
     assert steps == [(1, 16384, 16384), (1, 131072, 131072), (8, 16384, 16384), (2, 131072, 131072), (1, 16384, 131072)]
     assert max(plan.shape.cache_bytes(s.batch, s.capacity) for s in plan.tokens) < 30e9
     assert plan.shape.positions == 131072
-    assert plan.prompt == Step(1, 32768, 32768, 32768)
+    assert plan.prompt == DecoderStep(1, 32768, 32768, 32768)
 
 
 def test_command_stores_records_of_prepared_graphs(

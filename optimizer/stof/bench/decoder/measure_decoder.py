@@ -15,11 +15,20 @@ from stof.bench.core.measure import Timing
 from stof.bench.core.results import Record
 from stof.bench.decoder.devices import Device
 from stof.bench.decoder.graph import Decoder, DecoderShape
-from stof.bench.decoder.steps import Caches, Step, StepTensors
-from stof.bench.decoder.variants import CACHED, ORIGINAL, S2, VARIANTS, Variant, cache_bytes_read, masks_of, pair_share
+from stof.bench.decoder.steps import Caches, DecoderStep, DecoderTensors
+from stof.bench.decoder.variants import (
+    CACHED,
+    ORIGINAL,
+    S2,
+    VARIANTS,
+    DecoderVariant,
+    cache_bytes_read,
+    masks_of,
+    pair_share,
+)
 
 ALLOWED = 0.02  # of the range of values, between fp16 results of two legal runs
-_S2_SPEEDUP = 8  # of attention in a prompt, by which the bound of issue S2 is stated
+_S2_SPEEDUP = 8  # of attention in a prompt, by which the bound of S2 is stated
 _CHECKED_LAYER = "key"
 
 
@@ -36,9 +45,9 @@ class DecoderPlan:
     """
 
     shape: DecoderShape
-    tokens: tuple[Step, ...]
-    prompt: Step | None
-    check: Step
+    tokens: tuple[DecoderStep, ...]
+    prompt: DecoderStep | None
+    check: DecoderStep
     rounds: int
 
 
@@ -53,11 +62,11 @@ class _Sessions:
         self.missing: dict[str, str] = {}
         self.notes: dict[str, str] = {}
 
-    def path(self, variant: Variant) -> Path:
+    def path(self, variant: DecoderVariant) -> Path:
         """The variant's file."""
         return self._folder / variant.file
 
-    def make(self, variant: Variant, captures: bool = True) -> None:
+    def make(self, variant: DecoderVariant, captures: bool = True) -> None:
         """Makes a session, if possible one whose runs are captured."""
         name, path = variant.name, str(self.path(variant))
         self.found.pop(name, None)
@@ -72,12 +81,12 @@ class _Sessions:
         else:
             self.captures |= {name} if captures else set()
 
-    def give_up_capture(self, variant: Variant, failure: Exception) -> None:
+    def give_up_capture(self, variant: DecoderVariant, failure: Exception) -> None:
         """Makes the session again, whose runs are then timed without a captured graph."""
         self.notes[f"{variant.name} is not captured"] = reason(failure)
         self.make(variant, captures=False)
 
-    def leave_out(self, variant: Variant, why: str) -> None:
+    def leave_out(self, variant: DecoderVariant, why: str) -> None:
         """Times the variant no more."""
         self.found.pop(variant.name, None)
         self.missing[variant.name] = why
@@ -89,7 +98,7 @@ def reason(failure: Exception) -> str:
 
 
 def measure_decoder(
-    plan: DecoderPlan, decoder: Decoder, device: Device, folder: Path, variants: Sequence[Variant] = VARIANTS
+    plan: DecoderPlan, decoder: Decoder, device: Device, folder: Path, variants: Sequence[DecoderVariant] = VARIANTS
 ) -> Iterator[Record]:
     """Measures the prompt, then every token; gives a record of each.
 
@@ -108,7 +117,7 @@ def measure_decoder(
             sessions.make(variant)
     errors = _check(plan, device, sessions, variants)
 
-    def complete(record: Record, step: Step) -> Record:
+    def complete(record: Record, step: DecoderStep) -> Record:
         shape = plan.shape
         kind = "prompt" if step.is_prompt else "token"
         return {
@@ -138,7 +147,7 @@ def measure_decoder(
     values = max((math.prod(plan.shape.cache_shape(s.batch, s.capacity)) for s in plan.tokens), default=0)
     caches = Caches(device, plan.shape, values)
     for number, step in enumerate(plan.tokens, 1):
-        tensors = StepTensors(device, plan.shape, step, caches)
+        tensors = DecoderTensors(device, plan.shape, step, caches)
         found = _time(plan, device, sessions, tensors, variants, number)
         record = _times(found, variants)
         record["weight_bytes"] = decoder.read_bytes
@@ -157,13 +166,13 @@ def _time(
     plan: DecoderPlan,
     device: Device,
     sessions: _Sessions,
-    tensors: StepTensors,
-    variants: Sequence[Variant],
+    tensors: DecoderTensors,
+    variants: Sequence[DecoderVariant],
     graph: int,
 ) -> dict[str, Timing]:
     """Times a step of all variants in turns. Where ``graph`` is not 0, a run replays the captured graph of that number."""
 
-    def first_run(variant: Variant) -> Callable[[], None]:
+    def first_run(variant: DecoderVariant) -> Callable[[], None]:
         session = sessions.found[variant.name]
         binding = tensors.bind(session)
         number = graph if variant.name in sessions.captures else 0
@@ -192,7 +201,7 @@ def _time(
     return dict(zip(calls, device.time(list(calls.values()), plan.rounds), strict=True)) if calls else {}
 
 
-def _times(found: dict[str, Timing], variants: Sequence[Variant]) -> Record:
+def _times(found: dict[str, Timing], variants: Sequence[DecoderVariant]) -> Record:
     """Times, and ratios to the fastest baseline of the same attention and to that of dense attention."""
     ratios: dict[str, dict[str, float]] = {}
     for variant in variants:
@@ -213,11 +222,11 @@ def _times(found: dict[str, Timing], variants: Sequence[Variant]) -> Record:
 
 
 def _measure_prompt(
-    plan: DecoderPlan, step: Step, device: Device, sessions: _Sessions, variants: Sequence[Variant]
+    plan: DecoderPlan, step: DecoderStep, device: Device, sessions: _Sessions, variants: Sequence[DecoderVariant]
 ) -> Record:
     """Times a first prompt, and the part of attention in the dense runs, from which the bound of S2 follows."""
     caches = Caches(device, plan.shape, math.prod(plan.shape.cache_shape(step.batch, step.capacity)))
-    tensors = StepTensors(device, plan.shape, step, caches)
+    tensors = DecoderTensors(device, plan.shape, step, caches)
     found = _time(plan, device, sessions, tensors, variants, 0)
     for session in sessions.found.values():
         device.release(session, tensors.bind(session))
@@ -250,7 +259,7 @@ def _measure_prompt(
     return record
 
 
-def _share_by_difference(record: Record, dense: Variant, variants: Sequence[Variant]) -> float | None:
+def _share_by_difference(record: Record, dense: DecoderVariant, variants: Sequence[DecoderVariant]) -> float | None:
     """Attention's part of a dense run, from the run of a variant of it that keeps few pairs."""
     sparse = [v for v in variants if v.name in record["us"] and v.optimized and record["kept_pairs"][v.name] < 0.2]
     if not sparse:
@@ -260,15 +269,17 @@ def _share_by_difference(record: Record, dense: Variant, variants: Sequence[Vari
     return float((own - record["us"][name]) / own / (1 - record["kept_pairs"][name]))
 
 
-def _check(plan: DecoderPlan, device: Device, sessions: _Sessions, variants: Sequence[Variant]) -> dict[str, float]:
+def _check(
+    plan: DecoderPlan, device: Device, sessions: _Sessions, variants: Sequence[DecoderVariant]
+) -> dict[str, float]:
     """Compares a prompt and the token behind it with the baseline; a declared pattern with its function body.
 
     Variants that differ are not timed. A body that the runtime refuses is noted.
     """
     shape, prompt = plan.shape, plan.check
     caches = Caches(device, shape, math.prod(shape.cache_shape(prompt.batch, prompt.capacity)))
-    token = Step(prompt.batch, 1, prompt.length + 1, prompt.capacity)
-    steps = [StepTensors(device, shape, step, caches) for step in (prompt, token)]
+    token = DecoderStep(prompt.batch, 1, prompt.length + 1, prompt.capacity)
+    steps = [DecoderTensors(device, shape, step, caches) for step in (prompt, token)]
 
     def results(session: Any) -> list[np.ndarray]:
         found = []

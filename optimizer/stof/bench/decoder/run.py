@@ -13,8 +13,8 @@ from stof.bench.core.results import store
 from stof.bench.decoder.devices import CudaDevice, Device, HostDevice
 from stof.bench.decoder.graph import DecoderShape, build_decoder
 from stof.bench.decoder.measure_decoder import DecoderPlan, describe_record, measure_decoder
-from stof.bench.decoder.steps import Step
-from stof.bench.decoder.variants import VARIANTS, Variant, file_size, write_graphs, write_weights
+from stof.bench.decoder.steps import DecoderStep
+from stof.bench.decoder.variants import VARIANTS, DecoderVariant, file_size, write_graphs, write_weights
 from stof.files import temporary_folder
 from stof.terminal import say
 
@@ -55,12 +55,12 @@ def plan_of(
             batch = batches[batch_number] if batches is not None else 1
             if batches is None and batch_number:
                 batch = min(_LARGER_BATCH, _MOST_CACHE // shape.cache_bytes(1, length))
-            steps.append(Step(batch, 1, length, length))
+            steps.append(DecoderStep(batch, 1, length, length))
     if batches is None and len(lengths) > 1:
-        steps.append(Step(1, 1, lengths[0], lengths[-1]))  # a short sequence in caches for long ones
+        steps.append(DecoderStep(1, 1, lengths[0], lengths[-1]))  # a short sequence in caches for long ones
     return DecoderPlan(
-        shape, tuple(dict.fromkeys(steps)), Step(1, prompt, prompt, prompt) if prompt else None,
-        Step(1, check, check, check + 64), rounds,
+        shape, tuple(dict.fromkeys(steps)), DecoderStep(1, prompt, prompt, prompt) if prompt else None,
+        DecoderStep(1, check, check, check + 64), rounds,
     )  # fmt: skip
 
 
@@ -97,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _measure(
-    plan: DecoderPlan, device: Device, arguments: argparse.Namespace, variants: list[Variant], start: float
+    plan: DecoderPlan, device: Device, arguments: argparse.Namespace, variants: list[DecoderVariant], start: float
 ) -> bool:
     """Measures one decoder; whether something is missing."""
     is_incomplete = False

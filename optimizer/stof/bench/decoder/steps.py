@@ -16,7 +16,7 @@ _LARGEST_SEED = 1 << 16
 
 
 @dataclass(frozen=True)
-class Step:
+class DecoderStep:
     """A step of B sequences of one length.
 
     Attributes:
@@ -58,10 +58,10 @@ class Caches:
         return {name: self._device.address(buffer) for name, buffer in self.buffers.items()}
 
 
-class StepTensors:
+class DecoderTensors:
     """The tensors of a step, which all variants share: inputs, caches that are past and present at once, logits."""
 
-    def __init__(self, device: Device, shape: DecoderShape, step: Step, caches: Caches) -> None:
+    def __init__(self, device: Device, shape: DecoderShape, step: DecoderStep, caches: Caches) -> None:
         rng = np.random.default_rng(step.length)
         columns = step.tokens if step.is_prompt else step.capacity
         mask = np.zeros((step.batch, columns), np.int64)

@@ -26,7 +26,7 @@ _NORM_SPREAD = 0.1
 
 
 @dataclass(frozen=True)
-class Variant:
+class DecoderVariant:
     """One of the decoder's files.
 
     Attributes:
@@ -56,18 +56,20 @@ class Variant:
 
 
 VARIANTS = (
-    Variant("gqa", "GroupQueryAttention"),
-    Variant("gqa-no-xqa", "GroupQueryAttention without XQA", xqa=False, file_of="gqa"),
-    Variant("stof", "stof-optimize", optimized=True, baseline="gqa"),
-    Variant("gqa-window", f"GroupQueryAttention, window {WINDOW}", WINDOW),
-    Variant("gqa-window-no-xqa", f"GroupQueryAttention without XQA, window {WINDOW}", WINDOW, xqa=False, file_of="gqa-window"),
-    Variant("stof-window", f"stof-optimize, window {WINDOW}", WINDOW, optimized=True, baseline="gqa-window"),
-    Variant("stof-s2", f"stof-optimize --sparsify {S2}", optimized=True, sparsify=S2, baseline="gqa"),
-    Variant("stof-sinks", f"stof-optimize --sparsify {SINKS}", optimized=True, sparsify=SINKS, baseline="gqa"),
+    DecoderVariant("gqa", "GroupQueryAttention"),
+    DecoderVariant("gqa-no-xqa", "GroupQueryAttention without XQA", xqa=False, file_of="gqa"),
+    DecoderVariant("stof", "stof-optimize", optimized=True, baseline="gqa"),
+    DecoderVariant("gqa-window", f"GroupQueryAttention, window {WINDOW}", WINDOW),
+    DecoderVariant("gqa-window-no-xqa", f"GroupQueryAttention without XQA, window {WINDOW}", WINDOW, xqa=False, file_of="gqa-window"),
+    DecoderVariant("stof-window", f"stof-optimize, window {WINDOW}", WINDOW, optimized=True, baseline="gqa-window"),
+    DecoderVariant("stof-s2", f"stof-optimize --sparsify {S2}", optimized=True, sparsify=S2, baseline="gqa"),
+    DecoderVariant("stof-sinks", f"stof-optimize --sparsify {SINKS}", optimized=True, sparsify=SINKS, baseline="gqa"),
 )  # fmt: skip
 
 
-def write_graphs(shape: DecoderShape, target: str, folder: Path, variants: Sequence[Variant] = VARIANTS) -> Decoder:
+def write_graphs(
+    shape: DecoderShape, target: str, folder: Path, variants: Sequence[DecoderVariant] = VARIANTS
+) -> Decoder:
     """Writes the file of every variant; returns the decoder of the first.
 
     ``target`` is "cpu" or "cuda", as of stof-optimize. All files name the same file of weights. Where there is none yet,
