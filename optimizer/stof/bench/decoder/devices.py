@@ -22,7 +22,7 @@ _SLICE = 10e-3  # seconds of captured runs that are timed at once
 _MOST_RUNS = 8
 
 
-class Device(Protocol):
+class DecoderDevice(Protocol):
     """A device; buffers are arrays of its own kind at addresses that do not change."""
 
     name: str  # as ONNX Runtime has it
@@ -58,7 +58,7 @@ class Device(Protocol):
         """Bytes a second that a kernel reads at most."""
 
     def machine(self) -> dict[str, Any]:
-        """Device, library and versions, for a record."""
+        """DecoderDevice, library and versions, for a record."""
 
 
 class HostDevice:

@@ -13,7 +13,7 @@ import numpy as np
 
 from stof.bench.core.measure import Timing
 from stof.bench.core.results import Record
-from stof.bench.decoder.devices import Device
+from stof.bench.decoder.devices import DecoderDevice
 from stof.bench.decoder.graph import Decoder, DecoderShape
 from stof.bench.decoder.steps import Caches, DecoderStep, DecoderTensors
 from stof.bench.decoder.variants import (
@@ -54,7 +54,7 @@ class DecoderPlan:
 class _Sessions:
     """The sessions of a decoder's variants, and why others have none."""
 
-    def __init__(self, device: Device, folder: Path) -> None:
+    def __init__(self, device: DecoderDevice, folder: Path) -> None:
         self._device = device
         self._folder = folder
         self.found: dict[str, Any] = {}
@@ -98,7 +98,11 @@ def reason(failure: Exception) -> str:
 
 
 def measure_decoder(
-    plan: DecoderPlan, decoder: Decoder, device: Device, folder: Path, variants: Sequence[DecoderVariant] = VARIANTS
+    plan: DecoderPlan,
+    decoder: Decoder,
+    device: DecoderDevice,
+    folder: Path,
+    variants: Sequence[DecoderVariant] = VARIANTS,
 ) -> Iterator[Record]:
     """Measures the prompt, then every token; gives a record of each.
 
@@ -164,7 +168,7 @@ def measure_decoder(
 
 def _time(
     plan: DecoderPlan,
-    device: Device,
+    device: DecoderDevice,
     sessions: _Sessions,
     tensors: DecoderTensors,
     variants: Sequence[DecoderVariant],
@@ -222,7 +226,7 @@ def _times(found: dict[str, Timing], variants: Sequence[DecoderVariant]) -> Reco
 
 
 def _measure_prompt(
-    plan: DecoderPlan, step: DecoderStep, device: Device, sessions: _Sessions, variants: Sequence[DecoderVariant]
+    plan: DecoderPlan, step: DecoderStep, device: DecoderDevice, sessions: _Sessions, variants: Sequence[DecoderVariant]
 ) -> Record:
     """Times a first prompt, and the part of attention in the dense runs, from which the bound of S2 follows."""
     caches = Caches(device, plan.shape, math.prod(plan.shape.cache_shape(step.batch, step.capacity)))
@@ -270,7 +274,7 @@ def _share_by_difference(record: Record, dense: DecoderVariant, variants: Sequen
 
 
 def _check(
-    plan: DecoderPlan, device: Device, sessions: _Sessions, variants: Sequence[DecoderVariant]
+    plan: DecoderPlan, device: DecoderDevice, sessions: _Sessions, variants: Sequence[DecoderVariant]
 ) -> dict[str, float]:
     """Compares a prompt and the token behind it with the baseline; a declared pattern with its function body.
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from stof.bench.core import measure
 from stof.bench.core.results import store
-from stof.bench.decoder.devices import CudaDevice, Device, HostDevice
+from stof.bench.decoder.devices import CudaDevice, DecoderDevice, HostDevice
 from stof.bench.decoder.graph import DecoderShape, build_decoder
 from stof.bench.decoder.measure_decoder import DecoderPlan, describe_record, measure_decoder
 from stof.bench.decoder.steps import DecoderStep
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"no variant {', '.join(sorted(unknown))}; there are {known}")
     if arguments.device == "cpu":
         variants = [v for v in variants if v.xqa]
-    device: Device | None = None
+    device: DecoderDevice | None = None
     if not arguments.prepare and arguments.device == "cuda":
         device = CudaDevice()
     elif not arguments.prepare:
@@ -97,7 +97,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _measure(
-    plan: DecoderPlan, device: Device, arguments: argparse.Namespace, variants: list[DecoderVariant], start: float
+    plan: DecoderPlan,
+    device: DecoderDevice,
+    arguments: argparse.Namespace,
+    variants: list[DecoderVariant],
+    start: float,
 ) -> bool:
     """Measures one decoder; whether something is missing."""
     is_incomplete = False

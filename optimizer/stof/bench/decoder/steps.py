@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from onnx import TensorProto
 
-from stof.bench.decoder.devices import Device
+from stof.bench.decoder.devices import DecoderDevice
 from stof.bench.decoder.graph import ELEMENT, DecoderShape
 
 _LARGEST_SEED = 1 << 16
@@ -45,7 +45,7 @@ class DecoderStep:
 class Caches:
     """Random keys and values of all layers, in one buffer each, for steps of different shapes: each takes its first part."""
 
-    def __init__(self, device: Device, shape: DecoderShape, values: int) -> None:
+    def __init__(self, device: DecoderDevice, shape: DecoderShape, values: int) -> None:
         self._device = device
         self.buffers = {
             f"{layer}.{kind}": device.normal([values], shape.dtype, _LARGEST_SEED + 2 * layer + number)
@@ -61,7 +61,7 @@ class Caches:
 class DecoderTensors:
     """The tensors of a step, which all variants share: inputs, caches that are past and present at once, logits."""
 
-    def __init__(self, device: Device, shape: DecoderShape, step: DecoderStep, caches: Caches) -> None:
+    def __init__(self, device: DecoderDevice, shape: DecoderShape, step: DecoderStep, caches: Caches) -> None:
         rng = np.random.default_rng(step.length)
         columns = step.tokens if step.is_prompt else step.capacity
         mask = np.zeros((step.batch, columns), np.int64)

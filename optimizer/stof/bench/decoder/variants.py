@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from stof.bench.decoder.devices import Device
+from stof.bench.decoder.devices import DecoderDevice
 from stof.bench.decoder.graph import RANDOM, WEIGHTS, Decoder, DecoderShape, build_decoder, matrix_gain, rotary_table
 from stof.files import write_bytes
 from stof.mask.expression import CAUSAL, MaskExpression
@@ -60,11 +60,17 @@ VARIANTS = (
     DecoderVariant("gqa-no-xqa", "GroupQueryAttention without XQA", xqa=False, file_of="gqa"),
     DecoderVariant("stof", "stof-optimize", optimized=True, baseline="gqa"),
     DecoderVariant("gqa-window", f"GroupQueryAttention, window {WINDOW}", WINDOW),
-    DecoderVariant("gqa-window-no-xqa", f"GroupQueryAttention without XQA, window {WINDOW}", WINDOW, xqa=False, file_of="gqa-window"),
+    DecoderVariant(
+        "gqa-window-no-xqa",
+        f"GroupQueryAttention without XQA, window {WINDOW}",
+        WINDOW,
+        xqa=False,
+        file_of="gqa-window",
+    ),
     DecoderVariant("stof-window", f"stof-optimize, window {WINDOW}", WINDOW, optimized=True, baseline="gqa-window"),
     DecoderVariant("stof-s2", f"stof-optimize --sparsify {S2}", optimized=True, sparsify=S2, baseline="gqa"),
     DecoderVariant("stof-sinks", f"stof-optimize --sparsify {SINKS}", optimized=True, sparsify=SINKS, baseline="gqa"),
-)  # fmt: skip
+)
 
 
 def write_graphs(
@@ -108,7 +114,7 @@ def write_graphs(
     return decoder
 
 
-def write_weights(decoder: Decoder, device: Device, folder: Path) -> None:
+def write_weights(decoder: Decoder, device: DecoderDevice, folder: Path) -> None:
     """Writes the file of weights. The device draws the matrices; the others are the same on every machine."""
     folder.mkdir(parents=True, exist_ok=True)
     _write_file(decoder, folder)
