@@ -254,11 +254,9 @@ class Report:
             lines.append(f"opset: {before} -> {after} (the model was converted by onnx.version_converter)")
         lines += self._verification_lines()
         if self.times is not None:
-            original, optimized = self.times.original, self.times.optimized
-            lines.append(
-                f"measured: {1e3 * original.best:.4g} ms -> {1e3 * optimized.best:.4g} ms, {self.times.speedup:.2f}x "
-                f"({self.times.inputs}; best of {optimized.runs} alternating runs)"
-            )
+            lines.append(f"measured: {self.times.to_text()}")
+            if self.times.token is not None:
+                lines.append(f"measured, one token behind a past: {self.times.token.to_text()}")
         reasons = self._nothing_to_do()
         if self.copied:
             lines.append(f"nothing to do: {reasons}; the model was copied as it is")

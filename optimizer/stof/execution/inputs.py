@@ -126,6 +126,20 @@ class InputMaker:
         """Every dimension name at a case: leading ones are batches, all others lengths of scores."""
         return self.dimensions.choose(case)
 
+    def token_case(self, keys: int) -> Case | None:
+        """A step of one token, behind ``keys - 1`` others in a KV cache; None where the model has no cache that is known.
+
+        Here these are models whose keys are a past and the new ones, as exporters concatenate them.
+        """
+        for shape in self.dimensions.scores:
+            if len(shape) < 2:
+                continue
+            queries, past = size_names(shape[-2]), shape[-1] - shape[-2]
+            names = size_names(past)
+            if len(queries) == len(names) == 1 and past.atom is not None and keys > 1:
+                return Case(1, keys, Padding.NONE, ((*queries, 1), (*names, keys - 1)))
+        return None
+
     def draw(
         self, case: Case, rng: np.random.Generator, needed: Collection[str] | None = None
     ) -> dict[str, np.ndarray]:

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,7 +17,7 @@ from stof.execution.case import Case, Padding
 from stof.execution.inputs import InputMaker
 from stof.execution.ort_sessions import file_session
 from stof.execution.run_limits import free_memory
-from stof.execution.session_process import TimingLimits, release_sessions
+from stof.execution.session_process import RuntimeFailure, Session, TimingLimits, release_sessions
 from stof.graph.external_data import external_files
 from stof.symbolic.algebra.sizes import evaluate
 from stof.verification.model_inputs import ModelInputs
@@ -59,20 +59,31 @@ class ModelTimes:
         inputs: batch and length, for people.
         original: of the original.
         optimized: of the optimized model.
+        token: those of a step of one token behind a past; None: the model has no KV cache that is known.
     """
 
     inputs: str
     original: RunTimes
     optimized: RunTimes
+    token: ModelTimes | None = None
 
     @property
     def speedup(self) -> float:
         """The original's best time over the optimized model's."""
         return self.original.best / max(self.optimized.best, 1e-12)
 
+    def to_text(self) -> str:
+        """Both times, the speed-up and the inputs in one line."""
+        return (
+            f"{1e3 * self.original.best:.4g} ms -> {1e3 * self.optimized.best:.4g} ms, {self.speedup:.2f}x "
+            f"({self.inputs}; best of {self.optimized.runs} alternating runs)"
+        )
+
     def to_json(self) -> dict[str, Any]:
         """Every fact by its key in the report's JSON."""
-        return {**asdict(self), "speedup": self.speedup}
+        data = {**asdict(self), "speedup": self.speedup}
+        del data["token"]
+        return data if self.token is None else {**data, "token": self.token.to_json()}
 
 
 def time_models(
@@ -103,13 +114,30 @@ def time_models(
         first = file_session(original.absolute(), library=False, seconds=_LOAD_SECONDS)
         second = file_session(optimized.absolute(), library=True, seconds=_LOAD_SECONDS)
         samples = first.measure([second], feeds, limits)
+        token = inputs.maker.token_case(case.length)
+        of_token = None if token is None else _time_token(first, second, inputs, token, limits)
         del first, second
     except TimeoutError:
         raise NotTimedError(f"it takes more than {limits.end:.0f} s at {case}") from None
     finally:
         release_sessions()
+    return replace(_times(case, samples), token=of_token)
+
+
+def _times(case: Case, samples: Sequence[Sequence[float]]) -> ModelTimes:
     before, after = (RunTimes(min(s), median(s), len(s)) for s in samples)
     return ModelTimes(str(case), before, after)
+
+
+def _time_token(
+    first: Session, second: Session, inputs: ModelInputs, case: Case, limits: TimingLimits
+) -> ModelTimes | None:
+    """Times one token; None where it does not run, as the times of the prompt are there already."""
+    feeds = inputs.maker.draw(case, np.random.default_rng(1))
+    try:
+        return _times(case, first.measure([second], feeds, limits))
+    except (RuntimeFailure, TimeoutError):
+        return None
 
 
 def _file_bytes(path: Path, inputs: ModelInputs) -> int:
