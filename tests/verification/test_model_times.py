@@ -13,10 +13,12 @@ import numpy as np
 import onnx
 import onnx.parser
 import pytest
+from tests.cached_attention.gqa_models import Shape, model_of
 from tests.helpers.several_masks import model_with_masks
 
 import stof
 from stof import cli
+from stof.api.folder import optimize_folder
 from stof.execution.case import Case, Padding
 from stof.execution.ort_sessions import file_session
 from stof.execution.session_process import RuntimeFailure, TimingLimits
@@ -153,7 +155,7 @@ def test_one_token_behind_a_past_is_timed_beside_the_prompt(put: Callable[..., P
     found = time_models(path, path, default_inputs(model), {}, QUICK)
     assert found.token is not None
     assert found.token.original.best < found.original.best
-    assert "measured" not in found.token.to_text()
+    assert "behind 2047 others" in found.token.to_text()
     assert found.to_json()["token"]["speedup"] == found.token.speedup
 
 
@@ -199,6 +201,20 @@ def test_option_reports_times(
     assert times["speedup"] == pytest.approx(times["original"]["best"] / times["optimized"]["best"])
     assert "time" in data["seconds"]
     assert "Measured speed-up" in page.read_text()
+
+
+def test_reports_have_a_line_for_one_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_times, "_LIMITS", QUICK)
+    folder = tmp_path / "decoder"
+    folder.mkdir()
+    onnx.save(model_of(Shape(packed=True, rotary=16)), str(folder / "model.onnx"))
+    report = stof.optimize(folder / "model.onnx", options=Options(verify=False, time=True))
+    assert report.times is not None
+    assert report.times.token is not None
+    lines = [line for line in report.to_text().splitlines() if line.startswith("measured")]
+    assert [line.split(":")[0] for line in lines] == ["measured", "measured, one token"]
+    found = optimize_folder(folder, tmp_path / "out", Options(verify=False, time=True)).to_text()
+    assert "\n  measured, one token: " in found
 
 
 def test_without_the_option_nothing_is_timed(put: Callable[..., Path]) -> None:

@@ -87,6 +87,11 @@ class CacheInputMaker(InputMaker):
         stated = {**dict(self._case(self._limit(prompt) or prompt).other), **dict(case.other)}
         return super().sizes(replace(case, other=tuple(stated.items())))
 
+    def prompt_case(self, tokens: int) -> Case:
+        """One sequence without a past, within rotary tables and sizes of the model."""
+        prompt = _Step(1, tokens, tokens, 0, False)
+        return self._case(self._limit(prompt) or prompt)
+
     def token_case(self, keys: int) -> Case | None:
         """A step of one token, behind ``keys - 1`` others or fewer; None where sizes of the model rule it out."""
         step = self._limit(_Step(1, 1, keys, 0, False))
