@@ -148,6 +148,16 @@ if [ "${STOF_TEST_ALL:-0}" = 1 ]; then
   end
 fi
 
+# Folders that Optimum exports, of random weights, likewise.
+if [ "${STOF_TEST_ALL:-0}" = 1 ]; then
+  begin 'tokens (Optimum)'
+  [ -x .venv-optimum/bin/python ] || "$python" -m venv .venv-optimum
+  .venv-optimum/bin/python -m pip install -q --upgrade pip
+  .venv-optimum/bin/python -m pip install -q -r tests/optimum/requirements.txt
+  STOF_LIBRARY=$PWD/build/dev/libstof_ort.so .venv-optimum/bin/python tests/optimum/check_generation.py
+  end
+fi
+
 # Runs that end at random moments, by SIGKILL and SIGTERM.
 if [ "${STOF_TEST_ALL:-0}" = 1 ]; then
   begin 'ended runs'

@@ -89,6 +89,16 @@ class CacheInputMaker(InputMaker):
         stated = {**dict(self._case(self._limit(prompt) or prompt).other), **dict(case.other)}
         return super().sizes(replace(case, other=tuple(stated.items())))
 
+    def prompt_case(self, tokens: int) -> Case:
+        """One sequence without a past, within rotary tables and sizes of the model."""
+        prompt = _Step(1, tokens, tokens, 0, False)
+        return self._case(self._limit(prompt) or prompt)
+
+    def token_case(self, keys: int) -> Case | None:
+        """A step of one token, behind ``keys - 1`` others or fewer; None where sizes of the model rule it out."""
+        step = self._limit(_Step(1, 1, keys, 0, False))
+        return None if step is None or step.queries > 1 or step.total == 1 else self._case(step)
+
     def draw(
         self, case: Case, rng: np.random.Generator, needed: Collection[str] | None = None
     ) -> dict[str, np.ndarray]:
