@@ -14,6 +14,7 @@
 
 namespace stof {
 
+class KeyColumns;      // plugins/core/mask/key_columns.h
 struct AttentionMask;  // plugins/core/mask/attention_mask.h
 struct ExprSizes;      // plugins/core/mask/expr.h
 struct RunContext;     // plugins/core/contract/op.h
@@ -55,6 +56,10 @@ struct AttentionArgs {
   // The static conjuncts, asked for the partial tiles of `mask` without bits, and for all tiles where `mask` is
   // nullptr.
   const DynamicMask* elements = nullptr;
+  // The CPU alone: the first columns->packed() of the T keys are copies of these columns, which the kernel gathers. key
+  // and value hold the other keys, and the masks are over all T. nullptr: none. Then there is no padding and no bias,
+  // and fully masked rows attend nothing.
+  const KeyColumns* columns = nullptr;
   // ---- attention over a KV cache ----
   // [B]: the index of the key at the position of query 0 of each sequence; nullptr: there is no cache.
   const int32_t* first_rows = nullptr;

@@ -90,7 +90,12 @@ Status AttentionOp::PrepareHost(const Tensor* inputs, int input_count, int threa
   STOF_RETURN_IF_ERROR(BindQueryKeyValue(attributes_, inputs, input_count, &problem.args));
   STOF_RETURN_IF_ERROR(Complete(inputs, false, &problem));
   if (attributes_.operands.empty() && !attributes_.lse) problem.Split();
-  const AttentionArgs& args = problem.args;
+  AttentionArgs& args = problem.args;
+  std::shared_ptr<const ColumnSource::Gathered> gathered;
+  if (attributes_.operands.empty() && CanGatherColumns(*problem.mask, args, &gathered)) {
+    problem.mask = gathered->mask;
+    args.T = problem.sizes.T = args.T + gathered->columns->packed();
+  }
   if (problem.mask->parts.fixed.empty() || args.B * args.H * args.T == 0 || args.S <= kUncachedRows ||
       args.B * args.H > kMostPreparedTables) {
     return Status();

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "plugins/core/base/integers.h"
 #include "plugins/core/contract/attention.h"
 #include "plugins/core/contract/attention_limits.h"
 #include "plugins/core/contract/cached_attention.h"
@@ -130,6 +131,8 @@ Status CachedAttentionOp::MakeMask(const Inputs& inputs, std::shared_ptr<const C
   if (attributes_.sliding_window > 0 && !IsOfDistances(made->expr)) {
     return Status::Error("attribute mask is not one of distances (q - k) alone, which a sliding-window cache demands");
   }
+  const int64_t group = attributes_.num_heads / attributes_.kv_num_heads;
+  if (AreHeadsAlike(made->expr, attributes_.num_heads, group)) made->alike_heads = group;
   *mask = std::move(made);
   return Status();
 }
@@ -379,6 +382,43 @@ Status CachedAttentionOp::Run(const Tensor* inputs, int input_count, const Tenso
   return context.on_cuda ? RunOnCuda(*mask, given, context, &step) : RunOnCpu(*mask, context, &step);
 }
 
+namespace {
+
+// Binds the mask of a run on the CPU. Where gathering its key columns pays, the key axis of attention begins with them.
+Status BindMask(const CachedMask& mask, const CacheAppendArgs& a, AttentionArgs* t, std::vector<int32_t>* ends,
+                std::unique_ptr<BoundCachedMask>* bound) {
+  ExprSizes sizes = {a.B, a.H, a.S, t->T, 0};
+  const auto make = [&](const MaskExpr& expr, const ColumnSplit* split, const KeyColumns* columns) {
+    STOF_RETURN_IF_ERROR(
+        BoundCachedMask::Make(expr, sizes, a.first_row, ends->data(), bound, mask.alike_heads, split, columns));
+    t->elements = (*bound)->view();
+    return Status();
+  };
+  if (mask.columns == nullptr) return make(mask.expr, nullptr, nullptr);
+  // Those of a cache that grows by a row a step stay for many steps, unless they read tables, which may end.
+  constexpr int64_t kUnit = 4096;
+  const ColumnSplit& split = mask.columns->split();
+  const int64_t rows = std::max(a.capacity, t->T);
+  const int64_t length = split.columns.operands().empty() ? std::min(RoundUp(rows, kUnit), MaskExpr::kMaxSize) : rows;
+  const auto gathered = mask.columns->Get(a.H, a.G, length, -1);
+  const KeyColumns* columns = gathered->columns.get();
+  if (gathered->mask != nullptr && t->bias == nullptr) {
+    const auto packed = static_cast<int32_t>(columns->packed());
+    const AttentionArgs plain = *t;
+    for (int32_t& end : *ends) end += packed;
+    t->columns = columns;
+    t->T += packed;
+    sizes.T = t->T;
+    if (make(gathered->mask->parts.fixed, nullptr, nullptr).ok()) return Status();
+    for (int32_t& end : *ends) end -= packed;
+    *t = plain;
+    sizes.T = t->T;
+  }
+  return make(mask.expr, &split, columns);
+}
+
+}  // namespace
+
 Status CachedAttentionOp::RunOnCpu(const CachedMask& mask, const RunContext& context, Step* step) const {
   CacheAppendArgs& a = step->append;
   AttentionArgs& t = step->attention;
@@ -407,10 +447,8 @@ Status CachedAttentionOp::RunOnCpu(const CachedMask& mask, const RunContext& con
   }
   t.key_ends = ends.data();
   t.T = *std::max_element(ends.begin(), ends.end());
-  const ExprSizes sizes = {a.B, a.H, a.S, t.T, 0};
   std::unique_ptr<BoundCachedMask> bound;
-  STOF_RETURN_IF_ERROR(BoundCachedMask::Make(mask.expr, sizes, a.first_row, t.key_ends, &bound));
-  t.elements = bound->view();
+  STOF_RETURN_IF_ERROR(BindMask(mask, a, &t, &ends, &bound));
   const int threads = std::max(1, context.parallel.threads);
   const CpuAttentionConfig config = ChooseCpuAttention(t, threads);
   void* workspace = nullptr;
