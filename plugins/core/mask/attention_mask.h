@@ -14,22 +14,13 @@
 #include "plugins/core/base/status.h"
 #include "plugins/core/base/types.h"
 #include "plugins/core/host/fork_guard.h"
+#include "plugins/core/mask/cache_slot.h"
 #include "plugins/core/mask/dynamic_mask.h"
 #include "plugins/core/mask/expr.h"
 #include "plugins/core/mask/expr_eval.h"
 #include "plugins/core/mask/key_columns.h"
 
 namespace stof {
-
-// A slot for one thing that a backend has made of a mask, for its next run; several threads may ask.
-class MaskCacheSlot {
- public:
-  std::shared_ptr<const void> Get() const { return *what_.Lock(); }
-  void Set(std::shared_ptr<const void> what) const { what_.Lock()->swap(what); }
-
- private:
-  mutable ForkSafe<std::shared_ptr<const void>> what_;
-};
 
 // An expression ready to run: its conjuncts, the key of the block mask cache, and the tables it reads.
 struct AttentionMask {

@@ -144,6 +144,13 @@ Status MakeCachedMask(const std::string& text, const Tables& tables, int64_t win
   mask->is_range = FindRange(mask->expr, &mask->window_left);
   auto columns = std::make_shared<const ColumnSource>(mask->expr);
   mask->columns = columns->has_columns() ? std::move(columns) : nullptr;
+  if (mask->columns != nullptr && !mask->columns->split().rest.empty()) {
+    const ColumnSplit& split = mask->columns->split();
+    int64_t base = 0, range = 0;
+    if (FindRange(split.base, &base) && base < 0 && FindRange(split.base_and_rest, &range)) {
+      mask->column_window = range;
+    }
+  }
   return Status();
 }
 

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "plugins/core/base/status.h"
@@ -25,6 +26,9 @@ struct CachedMask {
   // The same for a first prompt, whose queries begin at position 0: it reads no run-time operand.
   std::shared_ptr<const AttentionMask> of_first_prompt;
   std::shared_ptr<const ColumnSource> columns;  // its key columns; nullptr: none
+  // columns, where the other keys of a query are a range: those with q - k of at most this. -1: the mask is another
+  // one.
+  int64_t column_window = -1;
   // As many neighbouring heads have the same mask: the operator sets it to 1 or H / G.
   int64_t alike_heads = 1;
   // Whether the mask is `k <= q`, alone or with a window to the left.
@@ -52,6 +56,8 @@ class BoundCachedMask {
                      const ColumnSplit* split = nullptr, const KeyColumns* columns = nullptr);
   const DynamicMask* view() const { return &view_; }
   Status status() const;
+  // Holds what the expressions of Make belong to as long as this lives.
+  void Keep(std::shared_ptr<const void> owner) { owner_ = std::move(owner); }
 
  private:
   BoundCachedMask(const ExprSizes& sizes, bool by_head, int64_t alike_heads, const KeyColumns* columns)
@@ -63,6 +69,7 @@ class BoundCachedMask {
   int64_t ListByColumns(int64_t b, int64_t h, int64_t row0, int m, int n, int64_t first, int64_t last,
                         KeyTileRun* runs) const;
 
+  std::shared_ptr<const void> owner_;
   ExprSizes sizes_;
   const KeyColumns* columns_;                                // nullptr: none
   std::vector<int64_t> keys_;                                // [B], of each sequence

@@ -283,6 +283,8 @@ Status KeyColumns::Make(const MaskExpr& columns, int64_t heads, int64_t kv_heads
     found->most_ = std::max(found->most_, static_cast<int64_t>(keys.size()));
     found->keys_.push_back(std::move(keys));
   }
+  found->total_ = total;
+  found->tile_keys_ = kTile * tiles;
   found->are_sparse_ = total > 0 && kSparse * total <= kTile * tiles && lists * found->packed() * 8 <= kMostBytes;
   *made = std::move(found);
   return Status();
@@ -361,10 +363,15 @@ bool MakeGatheredMask(const ColumnSplit& split, const KeyColumns& columns, int64
 
 std::shared_ptr<const ColumnSource::Gathered> ColumnSource::Get(int64_t heads, int64_t kv_heads, int64_t length,
                                                                 int64_t keys) const {
-  std::shared_ptr<const Gathered> known = *last_.Lock();
-  if (known != nullptr && known->heads == heads && known->kv_heads == kv_heads && known->length == length &&
-      known->keys == keys) {
-    return known;
+  {
+    const auto known = known_.Lock();
+    const auto found = std::find_if(known->begin(), known->end(), [&](const auto& one) {
+      return one->heads == heads && one->kv_heads == kv_heads && one->length == length && one->keys == keys;
+    });
+    if (found != known->end()) {
+      std::rotate(known->begin(), found, found + 1);
+      return known->front();
+    }
   }
   auto made = std::make_shared<Gathered>();
   made->heads = heads, made->kv_heads = kv_heads, made->length = length, made->keys = keys;
@@ -378,7 +385,13 @@ std::shared_ptr<const ColumnSource::Gathered> ColumnSource::Get(int64_t heads, i
       made->mask = MakeAttentionMask(mask, false);
     }
   }
-  *last_.Lock() = made;
+  std::shared_ptr<const Gathered> dropped;  // freed after the lock: its device memory may have to wait
+  const auto known = known_.Lock();
+  if (known->size() == kMostKnown) {
+    dropped = std::move(known->back());
+    known->pop_back();
+  }
+  known->insert(known->begin(), made);
   return made;
 }
 

@@ -11,6 +11,7 @@
 
 #include "plugins/core/base/status.h"
 #include "plugins/core/host/fork_guard.h"
+#include "plugins/core/mask/cache_slot.h"
 #include "plugins/core/mask/expr.h"
 
 namespace stof {
@@ -54,14 +55,20 @@ class KeyColumns {
   // The most columns of a list, and those padded to kAlign.
   int64_t most() const { return most_; }
   int64_t packed() const;
+  // Columns of all lists together, and keys of the tiles of 64 that hold one.
+  int64_t total() const { return total_; }
+  int64_t tile_keys() const { return tile_keys_; }
   // Whether gathering single columns reads clearly less than the tiles of 64 keys that hold one.
   bool are_sparse() const { return are_sparse_; }
+  // For cuda/mask/device_columns.h.
+  const MaskCacheSlot& on_device() const { return on_device_; }
 
  private:
   std::vector<std::vector<int32_t>> keys_;
   std::vector<uint64_t> words_;
-  int64_t length_ = 0, word_count_ = 0, most_ = 0;
+  int64_t length_ = 0, word_count_ = 0, most_ = 0, total_ = 0, tile_keys_ = 0;
   bool are_sparse_ = false;
+  MaskCacheSlot on_device_;
 };
 
 // The mask over an axis of columns.packed() gathered columns and then all keys. Column i of head h allows what
@@ -87,7 +94,8 @@ class ColumnSource {
  private:
   bool has_columns_ = false;
   ColumnSplit split_;
-  mutable ForkSafe<std::shared_ptr<const Gathered>> last_;
+  static constexpr size_t kMostKnown = 4;                                 // sizes
+  mutable ForkSafe<std::vector<std::shared_ptr<const Gathered>>> known_;  // most recent first
 };
 
 }  // namespace stof

@@ -49,9 +49,9 @@ Status AttentionOp::PlanDevice(const Tensor* inputs, int input_count, DevicePlan
       plan->workspace = std::max(plan->workspace, workspace);
     }
   }
-  // The fp32 kernels split keys and values into 16-bit terms first.
-  plan->runs_several_kernels =
-      pad != nullptr || !problem.mask->parts.dynamic.empty() || problem.args.dtype == DType::kF32;
+  // Key columns are gathered first. The fp32 kernels split keys and values into 16-bit terms first.
+  plan->runs_several_kernels = pad != nullptr || !problem.mask->parts.dynamic.empty() ||
+                               problem.args.dtype == DType::kF32 || problem.mask->columns != nullptr;
   const CudaBackend* backend = FindCudaBackend();
   plan->kernels = backend == nullptr ? 0 : backend->attention.count_kernels(problem.args);
   return Status();

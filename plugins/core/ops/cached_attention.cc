@@ -8,7 +8,6 @@
 #include <utility>
 #include <vector>
 
-#include "plugins/core/base/integers.h"
 #include "plugins/core/contract/attention.h"
 #include "plugins/core/contract/attention_limits.h"
 #include "plugins/core/contract/cached_attention.h"
@@ -17,6 +16,7 @@
 #include "plugins/core/mask/cached_mask.h"
 #include "plugins/core/ops/attention_operands.h"
 #include "plugins/core/ops/attention_shapes.h"
+#include "plugins/core/ops/cached_attention_columns.h"
 
 namespace stof {
 namespace {
@@ -382,43 +382,6 @@ Status CachedAttentionOp::Run(const Tensor* inputs, int input_count, const Tenso
   return context.on_cuda ? RunOnCuda(*mask, given, context, &step) : RunOnCpu(*mask, context, &step);
 }
 
-namespace {
-
-// Binds the mask of a run on the CPU. Where gathering its key columns pays, the key axis of attention begins with them.
-Status BindMask(const CachedMask& mask, const CacheAppendArgs& a, AttentionArgs* t, std::vector<int32_t>* ends,
-                std::unique_ptr<BoundCachedMask>* bound) {
-  ExprSizes sizes = {a.B, a.H, a.S, t->T, 0};
-  const auto make = [&](const MaskExpr& expr, const ColumnSplit* split, const KeyColumns* columns) {
-    STOF_RETURN_IF_ERROR(
-        BoundCachedMask::Make(expr, sizes, a.first_row, ends->data(), bound, mask.alike_heads, split, columns));
-    t->elements = (*bound)->view();
-    return Status();
-  };
-  if (mask.columns == nullptr) return make(mask.expr, nullptr, nullptr);
-  // Those of a cache that grows by a row a step stay for many steps, unless they read tables, which may end.
-  constexpr int64_t kUnit = 4096;
-  const ColumnSplit& split = mask.columns->split();
-  const int64_t rows = std::max(a.capacity, t->T);
-  const int64_t length = split.columns.operands().empty() ? std::min(RoundUp(rows, kUnit), MaskExpr::kMaxSize) : rows;
-  const auto gathered = mask.columns->Get(a.H, a.G, length, -1);
-  const KeyColumns* columns = gathered->columns.get();
-  if (gathered->mask != nullptr && t->bias == nullptr) {
-    const auto packed = static_cast<int32_t>(columns->packed());
-    const AttentionArgs plain = *t;
-    for (int32_t& end : *ends) end += packed;
-    t->columns = columns;
-    t->T += packed;
-    sizes.T = t->T;
-    if (make(gathered->mask->parts.fixed, nullptr, nullptr).ok()) return Status();
-    for (int32_t& end : *ends) end -= packed;
-    *t = plain;
-    sizes.T = t->T;
-  }
-  return make(mask.expr, &split, columns);
-}
-
-}  // namespace
-
 Status CachedAttentionOp::RunOnCpu(const CachedMask& mask, const RunContext& context, Step* step) const {
   CacheAppendArgs& a = step->append;
   AttentionArgs& t = step->attention;
@@ -445,10 +408,9 @@ Status CachedAttentionOp::RunOnCpu(const CachedMask& mask, const RunContext& con
     const int64_t tokens = a.is_first_prompt ? int64_t{a.seqlens[b]} + 1 : a.S;
     ends[static_cast<size_t>(b)] = static_cast<int32_t>(a.first_row[b] + tokens);
   }
-  t.key_ends = ends.data();
   t.T = *std::max_element(ends.begin(), ends.end());
   std::unique_ptr<BoundCachedMask> bound;
-  STOF_RETURN_IF_ERROR(BindMask(mask, a, &t, &ends, &bound));
+  STOF_RETURN_IF_ERROR(BindMaskOnCpu(mask, a, &t, &ends, &bound));
   const int threads = std::max(1, context.parallel.threads);
   const CpuAttentionConfig config = ChooseCpuAttention(t, threads);
   void* workspace = nullptr;
@@ -465,6 +427,10 @@ Status CachedAttentionOp::RunOnCuda(const CachedMask& mask, const Tables& given,
     return Status::Error("the tables of the mask are no constants, which the CUDA kernels need them to be");
   }
   CacheAppendArgs& a = step->append;
+  RunContext own = context;
+  if (own.keeper == nullptr) own.keeper = &keeper_;
+  std::shared_ptr<const ColumnSource::Gathered> columns;
+  STOF_RETURN_IF_ERROR(UseKeyColumnsOnDevice(mask, a, backend->attention, own, &step->attention, &columns));
   STOF_RETURN_IF_ERROR(CheckCudaAttention(step->attention));  // before the cache changes
   a.most_keys = step->total;
   if (!IsLimitedToKeyRange(step->attention)) a.clear_end = step->attention.T;
@@ -474,8 +440,6 @@ Status CachedAttentionOp::RunOnCuda(const CachedMask& mask, const Tables& given,
   STOF_RETURN_IF_ERROR(backend->cached_attention.append(a, context));
   if (a.B == 0 || a.S == 0) return Status();
   const ExprSizes sizes = {a.B, a.H, a.S, step->attention.T, 0};
-  RunContext own = context;
-  if (own.keeper == nullptr) own.keeper = &keeper_;
   // The mask of a first prompt is constant: its block mask is made once, and kernels with a tile schedule take it.
   if (a.is_first_prompt) {
     return backend->attention.run(step->attention, nullptr, *mask.of_first_prompt, sizes, given, own);
