@@ -103,24 +103,37 @@ inline void CopyRows(const char* from, DType dtype, int64_t stride, int64_t rows
   }
 }
 
-// One panel of a head that has `keys` keys.
-inline void PackKeys(const char* head, int64_t panel, int64_t keys, const AttentionArgs& args, const Scratch& scratch,
-                     float* to) {
-  const int64_t key0 = panel * kPanel, count = Min(kPanel, keys - key0);
-  const char* from = head + SizeOf(args.dtype) * key0 * args.key_stride.s;
+// Rows of keys or values.
+struct Rows {
+  const char* data;
+  int64_t stride;  // in elements
+  // `count` rows further.
+  Rows From(int64_t count, int64_t item_size) const { return {data + item_size * count * stride, stride}; }
+};
+// Rows of the keys, or of the values, of a tile: gathered columns come first. head: those of the other keys of KV head
+// `group`, which is b * G + g.
+inline Rows RowsOfTile(const AttentionProblem& problem, const char* head, int64_t stride, const char* columns,
+                       int64_t size, int64_t group, int64_t tile) {
+  const int64_t item = SizeOf(problem.args->dtype), n = problem.n;
+  if (tile < problem.column_tiles) {
+    return {columns + item * size * n * (group * problem.column_tiles + tile), size};
+  }
+  return {head + item * stride * n * (tile - problem.column_tiles), stride};
+}
+
+// Packs one panel of `count` keys.
+inline void PackKeys(const Rows& from, int64_t count, const AttentionArgs& args, const Scratch& scratch, float* to) {
   if (args.dtype == DType::kF32) {
-    PackPanel(reinterpret_cast<const float*>(from), args.key_stride.s, count, args.D, to);
+    PackPanel(reinterpret_cast<const float*>(from.data), from.stride, count, args.D, to);
   } else {
-    CopyRows(from, args.dtype, args.key_stride.s, count, args.D, scratch.ldq, scratch.keys);
+    CopyRows(from.data, args.dtype, from.stride, count, args.D, scratch.ldq, scratch.keys);
     PackPanel(scratch.keys, scratch.ldq, count, args.D, to);
   }
 }
 
-// Values of `rows` keys from key0 on, as floats with rows of ldo.
-inline void CopyValues(const char* head, int64_t key0, int64_t rows, const AttentionArgs& args, int64_t ldo,
-                       float* to) {
-  CopyRows(head + SizeOf(args.dtype) * key0 * args.value_stride.s, args.dtype, args.value_stride.s, rows, args.Dv, ldo,
-           to);
+// Values of `count` keys, as floats with rows of ldo.
+inline void CopyValues(const Rows& from, int64_t count, const AttentionArgs& args, int64_t ldo, float* to) {
+  CopyRows(from.data, args.dtype, from.stride, count, args.Dv, ldo, to);
 }
 
 }  // namespace STOF_ISA::attention

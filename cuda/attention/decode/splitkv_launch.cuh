@@ -11,14 +11,14 @@
 namespace stof {
 namespace cuda {
 
-template <int kHead, typename T, int kBlocks>
+template <int kHead, typename T, int kBlocks, bool kColumns>
 int LaunchDecode(const DecodeParams& params, void* stream) {
   using S = DecodeShape<kHead, T, kBlocks>;
   const AttentionParams& p = params.attention;
   const int64_t blocks = (int64_t{params.heads} * p.S + S::kRows - 1) / S::kRows * (p.H / p.G / params.heads);
   DecodeParams copy = params;
   void* arguments[] = {&copy};
-  return static_cast<int>(cudaLaunchKernel(reinterpret_cast<const void*>(DecodeAttention<kHead, T, kBlocks>),
+  return static_cast<int>(cudaLaunchKernel(reinterpret_cast<const void*>(DecodeAttention<kHead, T, kBlocks, kColumns>),
                                            dim3(static_cast<unsigned>(int64_t{p.B} * p.G * params.splits * blocks)),
                                            dim3(S::kThreads), arguments, 0, static_cast<cudaStream_t>(stream)));
 }
@@ -26,7 +26,8 @@ int LaunchDecode(const DecodeParams& params, void* stream) {
 template <int kHead, typename T, int kBlocks>
 constexpr SplitKvCode MakeSplitKvCode() {
   SplitKvCode code;
-  code.launch = LaunchDecode<kHead, T, kBlocks>;
+  code.launch = LaunchDecode<kHead, T, kBlocks, false>;
+  code.launch_columns = LaunchDecode<kHead, T, kBlocks, true>;
   code.combine = LaunchCombine<T>;
   return code;
 }
