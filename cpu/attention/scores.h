@@ -132,10 +132,10 @@ inline const float* Worker<kInPlace>::PackedTile(int64_t tile) const {
   scratch_.ring_of[slot] = wanted;
   const int64_t key0 = tile * problem_.n, count = Min(problem_.n, key_end_ - key0);
   for (int64_t p = 0; p * kPanel < count; ++p) {
-    PackKeys(keys_, tile * panels + p, key_end_, args_, scratch_, keys + p * size);
+    PackKeys(keys_, b_, tile * panels + p, key_end_, args_, scratch_, keys + p * size);
   }
   if (problem_.pack_values) {
-    CopyValues(values_, key0, count, args_, scratch_.ldo, scratch_.ring_values + slot * problem_.n * scratch_.ldo);
+    CopyValues(values_, b_, key0, count, args_, scratch_.ldo, scratch_.ring_values + slot * problem_.n * scratch_.ldo);
   }
   return keys;
 }

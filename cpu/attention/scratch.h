@@ -52,8 +52,8 @@ struct Scratch {
     elements = Take<uint32_t>(problem.element_slots * problem.m * words);
     has_runs = args.elements != nullptr && args.elements->runs != nullptr;
     runs = Take<KeyTileRun>(has_runs ? problem.key_tiles : 0);
-    copy_values = problem.in_place && (args.dtype != DType::kF32 || args.Dv % kWidth != 0);
-    copy_keys = problem.in_place && (args.dtype != DType::kF32 || args.D % kWidth != 0);
+    copy_values = problem.in_place && (args.dtype != DType::kF32 || args.Dv % kWidth != 0 || problem.has_short_pages);
+    copy_keys = problem.in_place && (args.dtype != DType::kF32 || args.D % kWidth != 0 || problem.has_short_pages);
     values = Take<float>(copy_values ? problem.n * ldo : 0);
     keys = Take<float>(copy_keys ? problem.n * ldq : args.dtype != DType::kF32 ? kPanel * ldq : 0);
     size = static_cast<size_t>(bytes_ - reinterpret_cast<char*>(base));
@@ -96,6 +96,17 @@ inline int64_t EndOfKeys(const AttentionArgs& args, int64_t b) {
   return args.key_ends == nullptr ? args.T : args.key_ends[b];
 }
 
+// The address of row `at` of sequence b. head: of row 0 of a key or value head, or with pages of that on page 0.
+inline const char* RowAt(const AttentionArgs& args, const char* head, const Strides& stride, int64_t b, int64_t at) {
+  int64_t offset = at * stride.s;
+  if (args.pages.given()) {
+    const KeyPages& pages = args.pages;
+    const int64_t page = at >> pages.shift;
+    offset = pages.table[b * pages.columns + page] * pages.stride + (at - (page << pages.shift)) * stride.s;
+  }
+  return head + SizeOf(args.dtype) * offset;
+}
+
 inline void CopyRows(const char* from, DType dtype, int64_t stride, int64_t rows, int64_t size, int64_t ld, float* to) {
   for (int64_t i = 0; i < rows; ++i) {
     ToFloats(from + i * stride * SizeOf(dtype), dtype, size, to + i * ld);
@@ -103,11 +114,22 @@ inline void CopyRows(const char* from, DType dtype, int64_t stride, int64_t rows
   }
 }
 
-// One panel of a head that has `keys` keys.
-inline void PackKeys(const char* head, int64_t panel, int64_t keys, const AttentionArgs& args, const Scratch& scratch,
-                     float* to) {
+// Copies rows of a key or value head, which may lie on several pages.
+inline void CopyRowsOf(const AttentionArgs& args, const char* head, const Strides& stride, int64_t b, int64_t first,
+                       int64_t rows, int64_t size, int64_t ld, float* to) {
+  for (int64_t done = 0; done < rows;) {
+    const int64_t at = first + done, page = int64_t{1} << args.pages.shift;
+    const int64_t count = args.pages.given() ? Min(rows - done, page - (at & (page - 1))) : rows - done;
+    CopyRows(RowAt(args, head, stride, b, at), args.dtype, stride.s, count, size, ld, to + done * ld);
+    done += count;
+  }
+}
+
+// One panel of a head of sequence b, which has `keys` keys. A panel lies on one page.
+inline void PackKeys(const char* head, int64_t b, int64_t panel, int64_t keys, const AttentionArgs& args,
+                     const Scratch& scratch, float* to) {
   const int64_t key0 = panel * kPanel, count = Min(kPanel, keys - key0);
-  const char* from = head + SizeOf(args.dtype) * key0 * args.key_stride.s;
+  const char* from = RowAt(args, head, args.key_stride, b, key0);
   if (args.dtype == DType::kF32) {
     PackPanel(reinterpret_cast<const float*>(from), args.key_stride.s, count, args.D, to);
   } else {
@@ -117,10 +139,9 @@ inline void PackKeys(const char* head, int64_t panel, int64_t keys, const Attent
 }
 
 // Values of `rows` keys from key0 on, as floats with rows of ldo.
-inline void CopyValues(const char* head, int64_t key0, int64_t rows, const AttentionArgs& args, int64_t ldo,
+inline void CopyValues(const char* head, int64_t b, int64_t key0, int64_t rows, const AttentionArgs& args, int64_t ldo,
                        float* to) {
-  CopyRows(head + SizeOf(args.dtype) * key0 * args.value_stride.s, args.dtype, args.value_stride.s, rows, args.Dv, ldo,
-           to);
+  CopyRowsOf(args, head, args.value_stride, b, key0, rows, args.Dv, ldo, to);
 }
 
 }  // namespace STOF_ISA::attention

@@ -256,10 +256,10 @@ class Worker {
   }
 
   // The first row of a tile that is read next, for prefetching; nullptr: there is none, or its rows are copied first.
-  const char* Ahead(const char* head, int64_t stride, int64_t tile) const {
+  const char* Ahead(const char* head, const Strides& stride, int64_t tile) const {
     const bool is_copied = head == values_ ? scratch_.copy_values : scratch_.copy_keys;
     if (tile < 0 || is_copied || (tile + 1) * problem_.n > key_end_) return nullptr;
-    return head + item_size_ * tile * problem_.n * stride;
+    return RowAt(args_, head, stride, b_, tile * problem_.n);
   }
 
   // ---- a tile ----
@@ -267,22 +267,21 @@ class Worker {
     if (!FindMask(tile, bits, unmasked)) return;
     const int64_t key0 = tile * problem_.n;
     const int keys = static_cast<int>(Min(problem_.n, key_end_ - key0));
-    const float* values = reinterpret_cast<const float*>(values_) + key0 * args_.value_stride.s;
+    const auto* values = reinterpret_cast<const float*>(RowAt(args_, values_, args_.value_stride, b_, key0));
     int64_t ldv = args_.value_stride.s;
     const float* packed = kInPlace ? nullptr : PackedTile(tile);
     if (scratch_.copy_values) {
-      CopyValues(values_, key0, keys, args_, scratch_.ldo, scratch_.values);
+      CopyValues(values_, b_, key0, keys, args_, scratch_.ldo, scratch_.values);
       values = scratch_.values;
       ldv = scratch_.ldo;
     } else if (!kInPlace && problem_.pack_values) {
       values = PackedValues(tile);
       ldv = scratch_.ldo;
     }
-    const float* keys_in_place = reinterpret_cast<const float*>(keys_) + key0 * args_.key_stride.s;
+    const auto* keys_in_place = reinterpret_cast<const float*>(RowAt(args_, keys_, args_.key_stride, b_, key0));
     int64_t ldk = args_.key_stride.s;
     if (kInPlace && scratch_.copy_keys) {
-      CopyRows(keys_ + item_size_ * key0 * args_.key_stride.s, args_.dtype, args_.key_stride.s, keys, args_.D,
-               scratch_.ldq, scratch_.keys);
+      CopyRowsOf(args_, keys_, args_.key_stride, b_, key0, keys, args_.D, scratch_.ldq, scratch_.keys);
       keys_in_place = scratch_.keys;
       ldk = scratch_.ldq;
     }
@@ -297,7 +296,7 @@ class Worker {
       if (count == 0) continue;
       if (kInPlace) {
         // While scores are computed, the values of this tile are prefetched into L2.
-        InPlaceScores(strips[0], keys_in_place, ldk, first == 0 ? Ahead(values_, args_.value_stride.s, tile) : nullptr);
+        InPlaceScores(strips[0], keys_in_place, ldk, first == 0 ? Ahead(values_, args_.value_stride, tile) : nullptr);
       } else {
         PackedScores(strips, 0, count, packed);
       }
@@ -318,7 +317,7 @@ class Worker {
       // While values are added, the keys of the next tile are, in the order of their addresses.
       const bool is_dense = args_.key_stride.s == args_.D;
       Values(strips, count, values, ldv,
-             kInPlace && first == 0 && is_dense ? Ahead(keys_, args_.key_stride.s, next_) : nullptr);
+             kInPlace && first == 0 && is_dense ? Ahead(keys_, args_.key_stride, next_) : nullptr);
     }
   }
 
@@ -403,7 +402,7 @@ class Worker {
     for (int64_t first = 0; first < key_end_; first += 256) {
       for (int64_t d = 0; d < args_.Dv; ++d) scratch_.o[d] = 0.0f;
       for (int64_t k = first; k < Min(first + 256, key_end_); ++k) {
-        ToFloats(values_ + item_size_ * k * args_.value_stride.s, args_.dtype, args_.Dv, scratch_.row);
+        ToFloats(RowAt(args_, values_, args_.value_stride, b_, k), args_.dtype, args_.Dv, scratch_.row);
         for (int64_t d = 0; d < args_.Dv; ++d) scratch_.o[d] += scratch_.row[d];
       }
       for (int64_t d = 0; d < args_.Dv; ++d) scratch_.mean[d] += scratch_.o[d];
