@@ -125,6 +125,8 @@ Status CheckCudaAttention(const AttentionArgs& args);
 // Whether AttentionBackend::run reads no key or value outside of the range that first_rows gives. Otherwise the values
 // of all keys must be finite, also of those that the mask forbids.
 bool IsLimitedToKeyRange(const AttentionArgs& args);
+// Whether AttentionBackend::run takes these keys and values in `pages` (AttentionArgs): few queries, aligned rows.
+bool CanReadPages(const AttentionArgs& args);
 // For runtimes that plan memory ahead: how many bytes AttentionBackend::run asks RunContext::allocate for at most,
 // blocks rounded up to 64. It grows with every size. pad: there is a key padding mask. operands: as for `run`; their
 // data is not read.

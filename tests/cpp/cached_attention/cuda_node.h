@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -18,6 +17,7 @@
 #include "plugins/core/ops/cached_attention.h"
 #include "tests/cpp/cached_attention/append_problem.h"
 #include "tests/cpp/check.h"
+#include "tests/cpp/map_attributes.h"
 
 namespace stof::test::cached_attention {
 
@@ -59,29 +59,9 @@ inline std::string Describe(const Step& step) {
               " sink ", step.has_sink, " bias ", step.has_bias, " kernel '", step.kernel, "'");
 }
 
-class Attributes final : public AttributeReader {
- public:
-  std::map<std::string, int64_t> ints;
-  std::map<std::string, float> floats;
-  std::map<std::string, std::string> strings;
-  bool Int(const char* name, int64_t* value) const override { return Find(ints, name, value); }
-  bool Float(const char* name, float* value) const override { return Find(floats, name, value); }
-  bool String(const char* name, std::string* value) const override { return Find(strings, name, value); }
-  bool Ints(const char*, std::vector<int64_t>*) const override { return false; }
-
- private:
-  template <typename T>
-  static bool Find(const std::map<std::string, T>& map, const char* name, T* value) {
-    const auto found = map.find(name);
-    if (found == map.end()) return false;
-    *value = found->second;
-    return true;
-  }
-};
-
 inline std::unique_ptr<Op> MakeOp(const Step& step) {
   const Case& c = step.c;
-  Attributes attributes;
+  MapAttributes attributes;
   attributes.ints = {{"num_heads", c.H},
                      {"kv_num_heads", c.G},
                      {"do_rotary", c.rotary > 0 ? 1 : 0},
