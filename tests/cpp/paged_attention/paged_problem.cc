@@ -116,6 +116,7 @@ Problem::Problem(const Case& given, uint64_t seed)
   const auto loose = static_cast<int32_t>(c.metadata == Metadata::kLoose ? random.Range(1, 20) : 0);
   metadata = {static_cast<int32_t>(std::max<int64_t>(1, c.most_tokens())) + loose,
               static_cast<int32_t>(std::max<int64_t>(1, c.most_keys())) + 30 * loose, 0};
+  if (!c.bounds.empty()) metadata = c.bounds;
   FillTable();
   FillCaches();
 }
@@ -123,10 +124,11 @@ Problem::Problem(const Case& given, uint64_t seed)
 void Problem::FillTable() {
   int64_t most = 0;
   for (int64_t b = 0; b < c.B(); ++b) most = std::max(most, c.keys_of(b));
-  columns = CeilDiv(std::max<int64_t>(most, 1), c.block) + random.Range(0, 2);
+  columns = std::max(c.least_columns, CeilDiv(std::max<int64_t>(most, 1), c.block) + random.Range(0, 2));
   const auto owned = [&](int64_t b) { return c.ring > 0 ? c.ring : CeilDiv(c.keys_of(b), c.block); };
   blocks = 3;
   for (int64_t b = 0; b < c.B(); ++b) blocks += owned(b);
+  blocks = std::max(blocks, c.least_blocks);
   std::vector<int32_t> ids;
   for (int32_t id = 0; id < blocks; ++id) ids.push_back(id);
   for (size_t i = ids.size(); i-- > 1;)

@@ -53,6 +53,9 @@ struct Case {
   bool is_interleaved = false;
   float softcap = 0;
   Metadata metadata = Metadata::kNone;
+  // Of the table and the cache at least, and bounds in attention_metadata: for runs of equal shapes.
+  int64_t least_columns = 0, least_blocks = 0;
+  std::vector<int32_t> bounds;
 
   int64_t B() const { return static_cast<int64_t>(past.size()); }
   int64_t keys_of(int64_t b) const { return past[static_cast<size_t>(b)] + tokens[static_cast<size_t>(b)]; }
