@@ -20,6 +20,7 @@
 #include "cuda/mask/device_columns.h"
 #include "cuda/mask/device_mask.h"
 #include "cuda/mask/program/program_cache.h"
+#include "cuda/paged_attention/append.h"
 #include "plugins/core/contract/cuda_backend.h"
 #include "plugins/core/host/hash.h"
 
@@ -56,6 +57,8 @@ AttentionArgs ArgsOf(const AttentionArgs& whole, const cuda::MaskPart& part) {
               SizeOf(whole.bias_dtype));
   if (whole.relative_bias != nullptr) args.relative_bias += part.h * whole.relative_bias_stride_h;
   args.query_position += part.row;
+  if (whole.pages.given()) args.pages.table += part.b * whole.pages.columns;
+  if (whole.key_ends != nullptr) args.key_ends += part.b;
   args.sink = Advance(whole.sink, part.h, SizeOf(whole.sink_dtype));
   if (whole.lse != nullptr) args.lse += part.b * whole.lse_stride_b + part.h * whole.lse_stride_h + part.row;
   return args;
@@ -142,7 +145,7 @@ Status RunAttention(const AttentionArgs& args, const Tensor* pad, const Attentio
   STOF_RETURN_IF_ERROR(CheckCudaAttention(args));
   if (IsLimitedToKeyRange(args)) {
     const cuda::MaskPart all = {0, args.B, 0, args.H, 0, args.S};
-    return cuda::AttentionJob(args, pad, mask, sizes, operands, all, nullptr, context).RunKeyRange();
+    return cuda::AttentionJob(args, pad, mask, sizes, operands, all, nullptr, context).RunDecode();
   }
   AttentionArgs by_mask = args;
   by_mask.first_rows = by_mask.is_invalid = by_mask.seqlens = nullptr;
@@ -295,6 +298,10 @@ constexpr CudaBackend MakeBackend() {
   backend.chain.run = kChecked<&cuda::RunChain>;
 
   backend.cached_attention.append = kChecked<&cuda::AppendToCache>;
+  backend.paged_attention.read_counts = kChecked<&cuda::ReadCounts>;
+  backend.paged_attention.append = kChecked<&cuda::AppendToPages>;
+  backend.paged_attention.gather = kChecked<&cuda::GatherPages>;
+  backend.paged_attention.unpad = kChecked<&cuda::UnpadTokens>;
 
   backend.gemm.run = kChecked<&cuda::RunGemm>;
   backend.gemm.plan_workspace = kChecked<&cuda::PlanGemmWorkspace>;

@@ -36,6 +36,9 @@ struct DecodeParams {
   DeviceColumns columns;                // attended beside the range
   const int32_t* seqlens = nullptr;     // AttentionArgs::seqlens; only the cluster kernel reads ahead
   const int32_t* is_invalid = nullptr;  // [B]: where it is not 0, outputs are NaN; nullptr: nowhere
+  // Keys and values in pages, key_ends[b] of each sequence. Only FindPagedDecode's kernels read them.
+  KeyPages pages;
+  const int32_t* key_ends = nullptr;
 };
 
 // The split-KV kernel: `splits` CTAs for a row block, then the combine kernel. ctas_per_sm of its KernelEntry: how many
@@ -67,6 +70,10 @@ extern const KernelFamily kDecodeFamily;
 KernelTable FindDecodeF16(const KernelProblem& problem);
 KernelTable FindDecodeBf16(const KernelProblem& problem);
 KernelTable FindDecodeF32(const KernelProblem& problem);
+// The split-KV kernel for keys and values in pages, alone in its table.
+KernelTable FindPagedDecodeF16(const KernelProblem& problem);
+KernelTable FindPagedDecodeBf16(const KernelProblem& problem);
+KernelTable FindPagedDecodeF32(const KernelProblem& problem);
 
 struct DecodeChoice {
   bool cluster = false;      // the cluster kernel

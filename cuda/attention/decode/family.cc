@@ -15,6 +15,10 @@ KernelTable Find(const KernelProblem& problem) {
   if (problem.dtype == DType::kF16) return FindDecodeF16(problem);
   return problem.dtype == DType::kBF16 ? FindDecodeBf16(problem) : FindDecodeF32(problem);
 }
+KernelTable FindPaged(const KernelProblem& problem) {
+  if (problem.dtype == DType::kF16) return FindPagedDecodeF16(problem);
+  return problem.dtype == DType::kBF16 ? FindPagedDecodeBf16(problem) : FindPagedDecodeF32(problem);
+}
 
 MaskForm FormOf(const AttentionJob& job) {
   MaskForm form;
@@ -65,10 +69,15 @@ Status Run(AttentionJob* job, const KernelEntry&) {
   params.heads = static_cast<int32_t>(alike ? group : 1);
   KernelProblem problem = job->problem();
   problem.packed_queries = params.heads * args.S;
-  const KernelTable kernels = Find(problem);
+  const bool is_paged = args.pages.given();
+  params.pages = args.pages;
+  params.key_ends = args.key_ends;
+  const KernelTable kernels = is_paged ? FindPaged(problem) : Find(problem);
   const KernelEntry& split_kv = kernels[kSplitKv];
   const auto& split_kv_code = split_kv.code_as<SplitKvCode>();
-  const auto& cluster_code = kernels[kCluster].code_as<ClusterCode>();
+  // No cluster kernel reads pages.
+  static constexpr ClusterCode kNoClusters;
+  const ClusterCode& cluster_code = is_paged ? kNoClusters : kernels[kCluster].code_as<ClusterCode>();
   const int64_t tiles = has_range          ? MostTiles(args.window_left, args.S, args.T) + MostColumnTiles(params)
                         : entry == nullptr ? (args.T + kTileKeys - 1) / kTileKeys
                                            : entry->longest_row();
@@ -80,11 +89,11 @@ Status Run(AttentionJob* job, const KernelEntry&) {
   const int item = args.dtype == DType::kF32 ? 4 : 2;
   int clusters[kClusterSizes] = {};
   const bool has_columns = params.columns.lists > 0;
-  if (job->device().capability >= 90) {
+  if (job->device().capability >= 90 && !is_paged) {
     has_columns ? cluster_code.clusters_columns(clusters) : cluster_code.clusters(clusters);
   }
   const KernelEntry* const requested = FindRequested(kernels, job->request());
-  const int only = requested == nullptr ? -1 : static_cast<int>(requested - kernels.begin());
+  const int only = is_paged ? kSplitKv : requested == nullptr ? -1 : static_cast<int>(requested - kernels.begin());
   const DecodeChoice choice = ChooseDecode(split_kv.ctas_per_sm, params.attention, item, tiles, blocks, job->device(),
                                            cluster_code.tiles_at_once, clusters, only);
   params.splits = choice.splits;

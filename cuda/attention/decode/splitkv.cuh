@@ -21,11 +21,20 @@
 namespace stof {
 namespace cuda {
 
-// kColumns: key columns beside the key range (key_range.h).
-template <int kHead, typename T, int kBlocks, bool kColumns>
+// Where the kernel reads keys and values.
+enum class KeySource {
+  kCache,    // rows one behind the other
+  kColumns,  // likewise, with key columns beside the key range (key_range.h)
+  // Pages (DecodeParams::pages). A page holds 16 rows or more, those that a warp loads at once. Their page is looked up
+  // a step ahead.
+  kPages
+};
+
+template <int kHead, typename T, int kBlocks, KeySource kSource>
 class Decode {
   using S = DecodeShape<kHead, T, kBlocks>;
   static constexpr bool kFloat = sizeof(T) == 4;
+  static constexpr bool kColumns = kSource == KeySource::kColumns, kPaged = kSource == KeySource::kPages;
   static constexpr int kScores = S::kGroups;
 
  public:
@@ -54,14 +63,15 @@ class Decode {
     lane_ = threadIdx.x % 32;
     key_ = static_cast<const T*>(p_.key) + b_ * p_.key_stride.b + g * p_.key_stride.h;
     value_ = static_cast<const T*>(p_.value) + b_ * p_.value_stride.b + g * p_.value_stride.h;
-    const int tiles = (p_.T + kTileKeys - 1) / kTileKeys;
+    if constexpr (kPaged) keys_ = max(0, min(p_.T, params.key_ends[b_]));
+    const int tiles = (Keys() + kTileKeys - 1) / kTileKeys;
     pad_ = p_.pad_bits == nullptr || params.second_pass != 0 ? nullptr
                                                              : p_.pad_bits + static_cast<int64_t>(b_) * tiles * 2;
     masked_ = p_.has_mask != 0 && params.second_pass == 0;
     int begin = 0, end = tiles;
     if (HasRange()) {
-      full_ = MakeKeyRange(params.first_rows[b_], params.window_left, p_.T).first;
-      FindTiles(range(), p_.S, p_.T, &begin, &end);
+      full_ = MakeKeyRange(params.first_rows[b_], params.window_left, Keys()).first;
+      FindTiles(range(), p_.S, Keys(), &begin, &end);
       if constexpr (kColumns) {
         const DeviceColumns& columns = params.columns;
         const int list = columns.lists == 1 ? 0 : g;
@@ -144,6 +154,14 @@ class Decode {
 
  private:
   __device__ int64_t RowOf(int row) const { return PackedRow(p_, b_, head0_, row); }
+  // The number of keys of the sequence.
+  __device__ __forceinline__ int Keys() const {
+    if constexpr (kPaged) {
+      return keys_;
+    } else {
+      return p_.T;
+    }
+  }
   __device__ __forceinline__ bool HasRange() const { return params_.first_rows != nullptr; }
   __device__ __forceinline__ KeyRange range() const { return {full_, params_.window_left}; }
   __device__ bool HasEmptyRow() const {
@@ -156,10 +174,32 @@ class Decode {
 
   // ---- KV tiles ----
   struct Entry {
-    int tile = -1;       // -1: none is left
-    int bits = -1;       // index of its element mask; -1: every key
-    uint32_t pad = ~0u;  // of the 32 keys around those of the warp: which exist and are no padding
+    int tile = -1;         // -1: none is left
+    int bits = -1;         // index of its element mask; -1: every key
+    uint32_t pad = ~0u;    // of the 32 keys around those of the warp: which exist and are no padding
+    int page[S::kGroups];  // kPaged: of each group of 16 keys of the warp
   };
+  __device__ __forceinline__ void FindPages(Entry* entry) const {
+    const KeyPages& pages = params_.pages;
+    const int32_t* const table = pages.table + b_ * pages.columns;
+#pragma unroll
+    for (int g = 0; g < S::kGroups; ++g) {
+      const int key = entry->tile * kTileKeys + first_key_ + 16 * g;
+      const int page = key < keys_ ? __ldg(table + (key >> pages.shift)) : 0;
+      entry->page[g] = page >= 0 && page < pages.pages ? page : 0;
+    }
+  }
+  // The address of a key or value row of the group that fills a buffer.
+  __device__ __forceinline__ const T* RowAt(const T* head, int64_t stride, const Entry& entry, int buffer,
+                                            int key) const {
+    if constexpr (kPaged) {
+      const KeyPages& pages = params_.pages;
+      const int in_page = key & ((1 << pages.shift) - 1);
+      return head + entry.page[S::kHalfBuffers ? 0 : buffer] * pages.stride + in_page * stride;
+    } else {
+      return head + key * stride;
+    }
+  }
   __device__ __forceinline__ Entry Next() {
     Entry entry;
     while (next_ < end_) {
@@ -192,10 +232,11 @@ class Decode {
       if (pad_ != nullptr) {
         entry.pad = pad_[2 * entry.tile + first_key_ / 32];
         if (entry.pad == 0) continue;
-      } else if (const int keys = HasRange() ? EndOfKeys(range(), p_.S, p_.T) : p_.T; key + 32 > keys) {
+      } else if (const int keys = HasRange() ? EndOfKeys(range(), p_.S, Keys()) : Keys(); key + 32 > keys) {
         if (key >= keys) continue;
         entry.pad = (1u << (keys - key)) - 1u;
       }
+      if constexpr (kPaged) FindPages(&entry);
       return entry;
     }
     entry.tile = -1;
@@ -236,7 +277,7 @@ class Decode {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int key = KeyAt(entry, place + 8 * i, (there >> 8 * i & 1u) != 0);
-      const T* row = key_ + key * p_.key_stride.s;
+      const T* row = RowAt(key_, p_.key_stride.s, entry, buffer, key);
 #pragma unroll
       for (int c = 0; c < S::kChunks; ++c) {
         const int d = S::kPerLoad * (4 * (chunk0 + c) + lane_ % 4);
@@ -256,7 +297,7 @@ class Decode {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int key = KeyAt(entry, place + ValueKey(i), (there >> ValueKey(i) & 1u) != 0);
-      const T* row = value_ + key * p_.value_stride.s;
+      const T* row = RowAt(value_, p_.value_stride.s, entry, buffer, key);
 #pragma unroll
       for (int c = 0; c < kWide; ++c) {
         const int d = S::kPerLoad * (8 * (chunk0 + c) + lane_ / 4);
@@ -502,6 +543,7 @@ class Decode {
   const int32_t* list_ = nullptr;
   const uint32_t* words_ = nullptr;
   int b_, head0_, block_, split_, warp_, lane_, next_, end_, first_key_;
+  int keys_ = 0;  // kPaged: of the sequence
   int full_ = 0;  // where the entries of full tiles begin; with a key range its `first`, to save a register
   bool masked_, has_tiles_;
   float scale_;
@@ -513,10 +555,10 @@ class Decode {
   float max_[kBlocks][2], sum_[kBlocks][2];
 };
 
-template <int kHead, typename T, int kBlocks, bool kColumns>
+template <int kHead, typename T, int kBlocks, KeySource kSource>
 __global__ void __launch_bounds__(DecodeShape<kHead, T, kBlocks>::kThreads, DecodeShape<kHead, T, kBlocks>::kCtas)
     DecodeAttention(const __grid_constant__ DecodeParams params) {
-  using Kernel = Decode<kHead, T, kBlocks, kColumns>;
+  using Kernel = Decode<kHead, T, kBlocks, kSource>;
   __shared__ typename Kernel::Shared shared;
   Kernel(params, shared).Run();
 }

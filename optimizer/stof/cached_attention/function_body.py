@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import onnx
@@ -114,6 +115,17 @@ class CacheVariant:
         return builder.add("Sum" if is_branch else "Add", [bias, own]) if own else bias
 
 
+class BodyVariant(Protocol):
+    """One variant of a function body: the nodes of one kind of call."""
+
+    @property
+    def dtype(self) -> int:
+        """The element type of the outputs."""
+
+    def nodes(self, name: str, opset: int, outputs: Sequence[str]) -> list[onnx.NodeProto]:
+        """Nodes that write the outputs from the function's inputs; ``name`` is a prefix of their own names."""
+
+
 def make_cache_function(
     variants: Sequence[CacheVariant], inputs: int, opset: int, contrib_version: int
 ) -> onnx.FunctionProto:
@@ -125,27 +137,48 @@ def make_cache_function(
         opset: of the standard domain.
         contrib_version: of domain com.microsoft.
     """
+    return make_variant_function(OP, OP_INPUTS[:inputs], OUTPUTS, variants, opset, contrib_version)
+
+
+def make_variant_function(
+    op: str,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    variants: Sequence[BodyVariant],
+    opset: int,
+    contrib_version: int,
+) -> onnx.FunctionProto:
+    """The local function of an operator; where there are several variants, ``mask_id`` selects one for each call.
+
+    Args:
+        op: the operator, of domain ``stof``.
+        inputs: names of the inputs that calls have at most.
+        outputs: names of the outputs.
+        variants: distinct; ``mask_id`` is the index.
+        opset: of the standard domain.
+        contrib_version: of domain com.microsoft.
+    """
     opsets = [helper.make_opsetid("", opset), helper.make_opsetid(MICROSOFT, contrib_version)]
     read: list[str] = []
     if len(variants) == 1:
-        nodes = variants[0].nodes("variant0", opset, OUTPUTS)
+        nodes = variants[0].nodes("variant0", opset, outputs)
     else:
         number = helper.make_node("Constant", [], [_MASK_ID], name=_MASK_ID)
         reference = number.attribute.add()
         reference.name, reference.ref_attr_name, reference.type = "value_int", _MASK_ID, onnx.AttributeProto.INT
-        nodes = [number, *_select(variants, 0, opset, OUTPUTS)]
+        nodes = [number, *_select(variants, 0, opset, outputs)]
         read = [_MASK_ID]
-    return helper.make_function(DOMAIN, OP, list(OP_INPUTS[:inputs]), list(OUTPUTS), nodes, opsets, read)
+    return helper.make_function(DOMAIN, op, list(inputs), list(outputs), nodes, opsets, read)
 
 
-def _select(variants: Sequence[CacheVariant], i: int, opset: int, outputs: Sequence[str]) -> list[onnx.NodeProto]:
+def _select(variants: Sequence[BodyVariant], i: int, opset: int, outputs: Sequence[str]) -> list[onnx.NodeProto]:
     """Nodes that write the outputs: by variant i if ``mask_id`` is i, else by a later one."""
     if i + 1 == len(variants):
         return variants[i].nodes(f"variant{i}", opset, outputs, is_branch=True)
     index, same = f"s{i}_i", f"s{i}_same"
     graphs = []
     for word in ("then", "else"):
-        own = [f"{word}{i}_{name}" for name in OUTPUTS]
+        own = [f"{word}{i}_{name}" for name in outputs]
         if word == "then":
             inner = variants[i].nodes(f"variant{i}", opset, own, is_branch=True)
         else:
