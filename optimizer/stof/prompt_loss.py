@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -119,7 +119,7 @@ def _decode(maker: CacheInputMaker, models: Sequence[VerifiedSession], ids: np.n
             pasts: Feed = {}
             for (a, b), case in zip(spans, cases, strict=True):
                 assert case is not None
-                feed = {**_feed(maker, ids[a:b], case, before=a), **pasts}
+                feed = {**_feed(maker, ids[a:b], case, before=a, known=pasts), **pasts}
                 logits, *presents = model.run([_LOGITS, *caches.values()], feed)
                 pasts = dict(zip(caches, presents, strict=True))
                 if a:
@@ -147,9 +147,15 @@ def _check_shapes(one: np.ndarray, other: np.ndarray, count: int) -> None:
         )
 
 
-def _feed(maker: InputMaker, ids: np.ndarray, case: Case | None = None, before: int = 0) -> Feed:
-    """The inputs of tokens that so many others come before."""
-    feed = maker.draw(case or Case(1, len(ids), Padding.NONE), np.random.default_rng(0))
+def _feed(
+    maker: InputMaker, ids: np.ndarray, case: Case | None = None, before: int = 0, known: Collection[str] = ()
+) -> Feed:
+    """The inputs of tokens that so many others come before; those that are known need not be drawn."""
+    case = case or Case(1, len(ids), Padding.NONE)
+    needed = {v.name for v in maker.inputs}.difference(known)
+    feed = maker.draw(case, np.random.default_rng(0), needed)
+    if known and isinstance(maker, CacheInputMaker) and not maker.knows_lengths(feed):  # they follow from caches
+        feed = maker.draw(case, np.random.default_rng(0))
     tokens = feed.get(TOKENS)
     if tokens is None or tokens.dtype.kind != "i" or tokens.ndim != 2:
         raise ArgumentError(f"--prompts needs a model with integer input {TOKENS!r} [B, S], which this one has not")

@@ -118,6 +118,14 @@ def test_verified(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     optimized(kind, tmp_path, monkeypatch, shape, verify=True)
 
 
+def test_the_bias_of_bfloat16_is_selected_in_fp32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No CPU provider has Where for bf16."""
+    shape = Shape(H=8, G=4, D=16, dtype="bfloat16")
+    model = optimized("blocks", tmp_path, monkeypatch, shape)
+    with pytest.raises(Exception, match="implementation for GroupQueryAttention"):  # the nodes before it have one
+        session(model, library=False)
+
+
 def test_another_mask_in_the_result_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The operator with a shorter window than declared fails at its site."""
     from stof.cached_attention import rewrite

@@ -27,9 +27,12 @@ SHAPE = Shape(H=H, G=G, D=D, packed=True, rotary=16)
 
 def decoder(
     folder: Path, *, strength: float = 1.0, fixed: int | None = None, logits: str = "logits", last: bool = False,
-    shape: Shape = SHAPE, capacity: int | str = "C",
+    shape: Shape = SHAPE, capacity: int | str = "C", grows: bool = False,
 ) -> Path:  # fmt: skip
-    """Tokens, embedding, attention over a cache, logits, as decoders have them; ``last``: those of the last token alone."""
+    """Tokens, embedding, attention over a cache, logits, as decoders have them.
+
+    ``last``: logits of the last token alone. ``grows``: the total is the rows of the past and the new tokens.
+    """
     rng = np.random.default_rng(1)
     model = model_of(shape, masks=True, capacity=capacity)
     graph = model.graph
@@ -45,6 +48,18 @@ def decoder(
     sizes = ["B", "S" if fixed is None else fixed]
     graph.input.extend([helper.make_tensor_value_info("input_ids", TensorProto.INT64, sizes), *kept])
     graph.node.insert(0, helper.make_node("Gather", ["embedding", "input_ids"], ["query"]))
+    if grows:
+        place = next(i for i, n in enumerate(graph.node) if "length" in n.output)
+        graph.node.pop(place)
+        for node in reversed(
+            [
+                helper.make_node("Shape", ["past_key"], ["rows_of_past"], start=2, end=3),
+                helper.make_node("Shape", ["input_ids"], ["new_tokens"], start=1, end=2),
+                helper.make_node("Add", ["rows_of_past", "new_tokens"], ["sum_of_rows"]),
+                helper.make_node("Squeeze", ["sum_of_rows"], ["length"]),
+            ]
+        ):
+            graph.node.insert(place, node)
     if last:
         numbers = {"first": [-1], "behind": [1 << 31], "axis": [1]}
         graph.initializer.extend(numpy_helper.from_array(np.array(a), n) for n, a in numbers.items())
@@ -254,6 +269,7 @@ def test_too_large_a_loss_in_decoding(
     [
         {"last": True},
         {"capacity": 320},
+        {"grows": True},
         {"shape": Shape(H=H, G=G, D=D, packed=True, rotary=16, positions=True)},
     ],
 )

@@ -115,6 +115,8 @@ def test_heads_of_a_rank() -> None:
         "s2:local=2,stride=4,block=16,dense_heads=1,active_heads=2:4/4", masks.s2(4, SIZE, 2, 4, 16, dense_heads=1)[2:]
     )
     assert parse_spec("window=9,heads=0:2,active_heads=2:4/4").resolve(0, 2, HEADS) is None
+    # Layers that stay dense may have other heads.
+    assert parse_spec("window=9,dense_layers=0,active_heads=0:1/2").resolve(0, 2, HEADS) is None
 
 
 def duo(folder: Path, table: str = "1.0\t0.2\n0.1\t0.9\n", config: Any = None) -> Path:

@@ -191,6 +191,11 @@ class CacheInputMaker(InputMaker):
         is_same = found is not None and replace(found, slack=step.slack) == step
         return self._case(found) if found is not None and is_same else None
 
+    def knows_lengths(self, feed: Mapping[str, np.ndarray]) -> bool:
+        """Whether lengths follow from these inputs, so that ``draw`` has made them agree."""
+        totals = (self.lengths_of.read(s.input("total_sequence_length"), feed) for s in self.sites)
+        return all(self.lengths_of.keys(s, feed) is not None for s in self.sites) and all(t is not None for t in totals)
+
     def caches(self) -> dict[str, str]:
         """The output with the present of each input with a past; empty where some cache is no input or no output."""
         found = {s.input(n): o for s in self.sites for n, o in zip(_PASTS, s.node.output[1:3], strict=True)}

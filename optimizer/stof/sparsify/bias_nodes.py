@@ -73,7 +73,9 @@ def _live_nodes(nodes: Sequence[onnx.NodeProto], output: str) -> list[onnx.NodeP
 
 
 def emit_bias(builder: Builder, allowed: str, dtype: int) -> str:
-    """A node that gives 0 where a condition holds, else a large negative number; ``dtype`` is its ONNX element type."""
-    numpy_type = helper.tensor_dtype_to_np_dtype(dtype)
+    """Nodes that give 0 where a condition holds, else a large negative number; ``dtype`` is their ONNX element type."""
+    selected = TensorProto.FLOAT if dtype == TensorProto.BFLOAT16 else dtype  # few runtimes have Where for bf16
+    numpy_type = helper.tensor_dtype_to_np_dtype(selected)
     low = builder.constant(_FORBIDDING.get(dtype, _OTHERS), numpy_type)
-    return builder.add("Where", [allowed, builder.constant(0, numpy_type), low])
+    bias = builder.add("Where", [allowed, builder.constant(0, numpy_type), low])
+    return bias if selected == dtype else builder.add("Cast", [bias], to=dtype)

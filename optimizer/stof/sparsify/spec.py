@@ -148,12 +148,12 @@ class SparsitySpec:
         """
         parts: list[tuple[range | None, HeadPattern]] = []
         taken: set[int] = set()
-        if (active := next((c.active_heads for c in self.clauses if c.active_heads), None)) is not None:
-            heads = active.counts(heads)
+        active = next((c.active_heads for c in self.clauses if c.active_heads), None)
         for clause in self.clauses:
             pattern = clause.pattern_of(layer, count)
             if pattern is None:
                 continue
+            heads = heads if active is None else active.counts(heads)
             some = None if clause.heads is None else _own_heads(clause.heads, heads)
             own = set(range(heads.G) if some is None else some)
             if not own:
