@@ -22,6 +22,7 @@ from stof.options import Options
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import count_sites
+import peak_memory
 import zoo_inputs
 import zoo_table
 
@@ -66,6 +67,13 @@ def test_the_page_is_of_the_results() -> None:
     rows = zoo_table.read_rows()
     assert zoo_table.PAGE.read_text() == zoo_table.page(rows)
     assert zoo_table.RESULTS.read_text() == zoo_table.write_rows(rows)
+
+
+def test_default_runs_are_small() -> None:
+    """What peak_memory.py has measured: all graphs, status 0, at most 4 GiB."""
+    costs = peak_memory.read_costs()
+    assert list(costs) == zoo_inputs.names()
+    assert not {n: c for n, c in costs.items() if c.status or c.peak_mb > peak_memory.MOST_MB}
 
 
 @pytest.mark.parametrize("name", chosen())

@@ -132,8 +132,8 @@ def _cost_lines() -> list[str]:
         "",
         "## What a run takes",
         "",
-        f"`tests/zoo/peak_memory.py` runs `stof-optimize` with default options on {len(costs)} of the graphs, the largest among "
-        "them: [zoo-memory.json](../results/zoo-memory.json).",
+        f"`tests/zoo/peak_memory.py` runs `stof-optimize` with default options on {len(costs)} graphs: "
+        "[zoo-memory.json](../results/zoo-memory.json).",
         "",
         "| | median | most | graph |",
         "|---|---|---|---|",
