@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 _GARBAGE = 50_000  # new objects before the next look for what cannot be reached
 _TARGETS = {"CPUExecutionProvider": "cpu", "CUDAExecutionProvider": "cuda", "TensorrtExecutionProvider": "tensorrt"}
 _LATER = {
-    "sparsify": "--sparsify is not in this version; it optimizes the masks that a model already has",
     "sparse_mlp": "--sparse-mlp is not in this version; it optimizes attention only",
 }
 
@@ -93,7 +92,25 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--mask", action="append", default=[], metavar="SITE=EXPR", help="state a site's mask; it is checked"
     )
-    parser.add_argument("--sparsify", metavar="SPEC", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--sparsify",
+        metavar="SPEC",
+        help="put a sparse pattern on dense causal attention; OUTPUTS CHANGE: s2:local=16,stride=8, window=4096,sink=128, "
+        'mask="...", or a pattern file',
+    )
+    parser.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="measure by how much --sparsify changes next tokens: token ids or texts",
+    )
+    parser.add_argument(
+        "--max-kl",
+        type=_divergence,
+        metavar="X",
+        help="largest mean KL divergence on --prompts to write a model with (0.1)",
+    )
+    parser.add_argument("--force", action="store_true", help="write the model beyond --max-kl, too")
     parser.add_argument("--sparse-mlp", type=Path, metavar="DIR", help=argparse.SUPPRESS)
     parser.add_argument(
         "--verify-budget", type=_seconds, default=45.0, metavar="SECONDS", help="time for verification (45)"
@@ -128,6 +145,14 @@ def _seconds(text: str) -> float:
     return value
 
 
+def _divergence(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise ValueError
+    return value
+
+
+_divergence.__name__ = "number from 0 on"
 _seconds.__name__ = "number of seconds"  # argparse names the type in its message
 
 
@@ -220,7 +245,12 @@ def _run(arguments: argparse.Namespace) -> int:
     for name, words in _LATER.items():
         if getattr(arguments, name) is not None:
             raise ArgumentError(words)
+    _check_sparsify(arguments)
     options = Options(
+        sparsify=arguments.sparsify or "",
+        prompts=arguments.prompts,
+        max_kl=0.1 if arguments.max_kl is None else arguments.max_kl,
+        force=arguments.force,
         output=arguments.output,
         target=_target(arguments),
         allow_tf32=arguments.allow_tf32,
@@ -252,6 +282,18 @@ def _run(arguments: argparse.Namespace) -> int:
         report = optimize(arguments.model, options=options)
     _say_report(report, arguments.explain, (report.output, options.json, options.report, options.save_plan))
     return 0
+
+
+def _check_sparsify(arguments: argparse.Namespace) -> None:
+    """Refuses options of --sparsify without it."""
+    if arguments.sparsify == "":
+        raise ArgumentError("--sparsify is empty; expected a pattern such as s2:local=16,stride=8")
+    needs = {"--prompts": ("--sparsify", arguments.sparsify), "--max-kl": ("--prompts", arguments.prompts)}
+    needs["--force"] = needs["--max-kl"]
+    for option, (other, value) in needs.items():
+        given = getattr(arguments, option.lstrip("-").replace("-", "_"))
+        if given not in (None, False) and value is None:
+            raise ArgumentError(f"{option} is for {other}, which is not given")
 
 
 def _say_report(report: Report | FolderReport, explain: str | None, outputs: Iterable[str | Path | None]) -> None:

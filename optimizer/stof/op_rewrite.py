@@ -28,6 +28,7 @@ from stof.options import Options
 from stof.plan import EntryFormat, Plan, PlanEntry
 from stof.report import Section
 from stof.selection import CandidateNames, NamedCandidate, Selection
+from stof.sparsify.sparsity import Sparsity
 
 if TYPE_CHECKING:
     from stof.verification.result import Verification
@@ -58,6 +59,7 @@ class Job:
         selections: the candidates that options name, by the key of their op.
         step: times a step for the report, and turns what a damaged graph makes fail into a ``ModelError``.
         tuning: the time that measurements took so far.
+        sparsity: what --sparsify puts on attentions; ``model`` has it then. None: nothing.
     """
 
     options: Options
@@ -68,6 +70,7 @@ class Job:
     step: Callable[[str], AbstractContextManager[None]]
     selections: Mapping[str, Selection] = field(default_factory=dict)
     tuning: Tuning = field(default_factory=Tuning)
+    sparsity: Sparsity | None = None
 
 
 @dataclass(frozen=True)
@@ -138,6 +141,14 @@ class OpRewrite(ABC, Generic[Found, Decided]):
     names: CandidateNames
     plan_format: EntryFormat
     typed_attributes: TypedAttributes = MappingProxyType({})
+
+    def declare(self, job: Job) -> Job:
+        """The job with a model whose candidates have the patterns that ``job.sparsity`` has for them.
+
+        Raises:
+            ArgumentError: when a pattern does not fit the model.
+        """
+        return job
 
     @abstractmethod
     def find(self, job: Job, model: Callable[[], onnx.ModelProto]) -> Found | LeftOut:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +28,10 @@ from stof.recursion import deep_recursion
 from stof.report import Report
 from stof.runtime.library import build_info
 from stof.selection import select
+from stof.sparsify.prompts import read_prompts
+from stof.sparsify.report import SparsityReport
+from stof.sparsify.sparsity import Sparsity
+from stof.sparsify.spec import parse_spec
 from stof.stages import Stage, rewrite
 from stof.target_support import missing_for
 from stof.tuning_cache import cache_path
@@ -105,6 +110,10 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
     job = Job(options, source, graph, report.library, plan, partial(_timed_step, report, source), selections)
     report.sections = {op.key: op.empty_section() for op in OPS}
     earlier = {op.key: found for op in OPS if (found := op.find_earlier_result(job)) is not None}
+    if earlier and options.sparsify:
+        raise ArgumentError(
+            "--sparsify is for a dense model, and this one was optimized before; give the one it was made from"
+        )
     if earlier:
         for key, found in earlier.items():
             selections[key].check(found.candidates)
@@ -114,6 +123,7 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
         return
     if plan is not None and plan.target != options.target:
         raise ArgumentError(f"the plan is for target {plan.target}, not {options.target}; use --target {plan.target}")
+    job = _declare(report, job)
     stages = rewrite(job, OPS)
     report.sections |= {s.op.key: s.decided.section for s in stages}
     report.nodes_before = len(graph.graph.node)
@@ -121,9 +131,37 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
         check_output_folder(stages[-1].model, target, source)
         with _runtime_failures_as_model_errors(source):
             stages = _verify_and_write(report, job, stages, target, given)
+    if report.sparsity is not None:
+        taken = {e.name for s in stages for e in s.decided.plan if e.replace}
+        report.sparsity.mark_written(taken, "nothing was replaced, and outputs are those of the original")
     if opset < opset_of(graph) and any(s.decided.has_replaced for s in stages):
         report.converted_opset = (opset, opset_of(graph))
-    _save_plan({s.op.key: s.decided.plan for s in stages}, options)
+    _save_plan({s.op.key: s.decided.plan for s in stages}, options, job.sparsity.digest if job.sparsity else "")
+
+
+def _declare(report: Report, job: Job) -> Job:
+    """The job with the patterns of --sparsify.
+
+    Raises:
+        ArgumentError: when they do not fit the model, or are others than those of the plan.
+    """
+    if job.options.sparsify:
+        if job.options.prompts is not None:
+            read_prompts(job.options.prompts, [job.source.parent])  # faults before long steps
+            if not has_onnxruntime():
+                raise ArgumentError("--prompts needs onnxruntime, which is not installed: pip install onnxruntime")
+        sparsity = Sparsity(parse_spec(job.options.sparsify), SparsityReport(job.options.sparsify))
+        job = replace(job, sparsity=sparsity)
+        with job.step("sparsify"):
+            for op in OPS:
+                job = op.declare(job)
+        report.sparsity = sparsity.report
+    stated = "" if job.plan is None else job.plan.sparsity
+    found = "" if job.sparsity is None else job.sparsity.digest
+    if job.plan is not None and stated != found:
+        has = "patterns of --sparsify that are not those given" if stated else "no patterns of --sparsify"
+        raise ArgumentError(f"the plan has {has}; give the --sparsify that it was saved with")
+    return job
 
 
 def _check_time_option(options: Options, dry_run: bool) -> None:
@@ -159,9 +197,9 @@ def _load_plan(options: Options) -> Plan | None:
     return plan
 
 
-def _save_plan(entries: dict[str, tuple[PlanEntry, ...]], options: Options) -> None:
+def _save_plan(entries: dict[str, tuple[PlanEntry, ...]], options: Options, sparsity: str = "") -> None:
     if options.save_plan is not None:
-        Plan(entries, options.target).save(options.save_plan)
+        Plan(entries, options.target, sparsity).save(options.save_plan)
 
 
 def _check_files(
@@ -241,6 +279,7 @@ def _verify_and_write(
     if not any(s.decided.has_replaced for s in stages):
         return stages
     final = stages[-1].model
+    _measure_loss(report, job, stages, target)
     report.nodes_after = len(final.graph.node)
     with _timed(report, "write"):
         save(final, target, job.source)
@@ -249,6 +288,27 @@ def _verify_and_write(
         with _timed(report, "time"):
             _time_models(report, job, stages, target)
     return stages
+
+
+def _measure_loss(report: Report, job: Job, stages: Sequence[Stage], target: Path) -> None:
+    """Measures the loss of --sparsify on --prompts.
+
+    Raises:
+        VerifyError: when it is above --max-kl.
+    """
+    path = job.options.prompts
+    if path is None or report.sparsity is None or not report.sparsity.sparsified:
+        return
+    from stof.prompt_loss import check_loss, measure_loss
+    from stof.verification.model_inputs import default_inputs
+
+    prompts = read_prompts(path, [job.source.parent])
+    with _timed(report, "prompts"):
+        checks = filter(None, (s.op.site_checks(job, s.decided) for s in stages))
+        known = next((i for c in checks if (i := c.model_inputs()) is not None), None)
+        inputs = known or default_inputs(job.model)
+        report.sparsity.loss = measure_loss(job.source, stages[-1].model, inputs, prompts, target.parent, job.options)
+    check_loss(report.sparsity.loss, job.options)
 
 
 def _time_models(report: Report, job: Job, stages: list[Stage], target: Path) -> None:

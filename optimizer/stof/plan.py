@@ -59,6 +59,7 @@ class Plan:
 
     entries: Mapping[str, tuple[PlanEntry, ...]]
     target: str = "cpu"
+    sparsity: str = ""  # digest of the patterns of --sparsify
 
     def of(self, key: str, name: str) -> PlanEntry | None:
         """The decision for a candidate of an op."""
@@ -67,6 +68,7 @@ class Plan:
     def to_json(self) -> str:
         """The plan as text; :func:`parse` reads it back."""
         data: dict[str, Any] = {"format": FORMAT, "version": VERSION, "target": self.target}
+        data |= {"sparsity": self.sparsity} if self.sparsity else {}
         data |= {key: [e.to_json() for e in entries] for key, entries in self.entries.items()}
         return strict_json.dumps(data, indent=2)
 
@@ -104,7 +106,7 @@ def parse(text: str, formats: Mapping[str, EntryFormat], where: str = "plan") ->
         raise ArgumentError(
             f"{where} is a plan of version {data.get('version')!r}, expected {VERSION}; save it again with this stof"
         )
-    fields = Fields(where, "", data, {"format", "version", "target", *formats})
+    fields = Fields(where, "", data, {"format", "version", "target", "sparsity", *formats})
     target = fields.text("target", "cpu", TARGETS)
     entries: dict[str, tuple[PlanEntry, ...]] = {}
     for key, form in formats.items():
@@ -119,7 +121,7 @@ def parse(text: str, formats: Mapping[str, EntryFormat], where: str = "plan") ->
                 )
             found[entry.name] = entry
         entries[key] = tuple(found.values())
-    return Plan(entries, target)
+    return Plan(entries, target, fields.text("sparsity", ""))
 
 
 class Fields:

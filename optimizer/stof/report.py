@@ -13,6 +13,7 @@ from stof.errors import shown
 from stof.selection import EVERY_ATTENTION, CandidateNames, owner_of
 
 if TYPE_CHECKING:
+    from stof.sparsify.report import SparsityReport
     from stof.verification.model_times import ModelTimes
     from stof.verification.result import Comparison, Verification
 
@@ -191,6 +192,7 @@ class Report:
     library: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()  # what this installation lacks for the target
     copied: bool = False  # nothing was replaced: the output is a copy of the model
+    sparsity: SparsityReport | None = None  # what --sparsify did
     converted_opset: tuple[int, int] | None = None  # opsets of the model and of the result, where it was converted
 
     def rows(self, key: str) -> list[Any]:
@@ -234,6 +236,7 @@ class Report:
             data["verification"] = {**asdict(self.verification), "ok": not self.verification.failures}
         opsets = self.converted_opset
         data["converted_opset"] = None if opsets is None else dict(zip(("from", "to"), opsets, strict=True))
+        data["sparsify"] = None if self.sparsity is None else self.sparsity.to_json()
         data["times"] = None if self.times is None else self.times.to_json()
         return strict_json.dumps(data, indent=2, default=str)
 
@@ -242,6 +245,7 @@ class Report:
         sections = self.sections.values()
         lines = [f"{self.model}: {self._headline()}"]
         lines += [line for s in sections for line in s.lines()]
+        lines += self.sparsity.lines() if self.sparsity is not None else []
         lines += [line for s in sections for line in s.mask_pictures()]
         if self.nodes_after:
             lines += ["", f"nodes: {self.nodes_before} -> {self.nodes_after}"]
@@ -274,10 +278,12 @@ class Report:
             return f"nothing to do: {self._nothing_to_do()}{'; copied' if self.copied else ''}"
         if self.dry_run:
             return self._headline()
-        return f"{self._headline()}; {'not verified' if self.verification is None else 'verified'}"
+        loss = [] if self.sparsity is None or self.sparsity.loss is None else self.sparsity.loss.lines()[:1]
+        return "; ".join([self._headline(), "not verified" if self.verification is None else "verified", *loss])
 
     def _headline(self) -> str:
-        return ", ".join(h for h in (s.headline(self.dry_run) for s in self.sections.values()) if h)
+        sparsity = [] if self.sparsity is None else [self.sparsity.headline]
+        return ", ".join(h for h in (*sparsity, *(s.headline(self.dry_run) for s in self.sections.values())) if h)
 
     def _nothing_to_do(self) -> str:
         return ", ".join(r for r in (s.nothing_to_do() for s in self.sections.values()) if r)

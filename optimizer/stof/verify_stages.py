@@ -175,7 +175,16 @@ def _verify(
                 if (checks := stage.op.site_checks(job, stage.decided)) is not None:
                     sites.append(EmittedSites(stage.op.key, checks, stage.model))
             searches = not any(can_drop(s) for s in stages)
-            verifier = Verifier(job.model, sites, limits, searches, typed_attributes, given, job.options.shapes)
+            verifier = Verifier(
+                job.model,
+                sites,
+                limits,
+                searches,
+                typed_attributes,
+                given,
+                job.options.shapes,
+                is_from_file=job.sparsity is None,
+            )
             found = verifier.run(job.source, final, scratch)
     except OSError as error:
         raise ArgumentError(

@@ -17,6 +17,7 @@ import stof
 from stof import Options, cli, plan
 from stof.cached_attention.report import CacheReport
 from stof.ops import PLAN_FORMATS
+from stof.sparsify.report import Bucket, Loss, SparsifiedSite, SparsityReport
 from stof.verification.model_times import ModelTimes, RunTimes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -146,7 +147,19 @@ def test_report_keys_are_those_of_the_docs(narrow: Callable[[str], Path], tmp_pa
     assert report["chains"]
     first = report["verification"]["comparisons"][0]
     row = asdict(CacheReport("", None, False, ""))
-    objects = (report, row, report["sites"][0], report["chains"][0], report["verification"], first, first["coverage"])
+    bucket = Bucket(0, 1, 1, 0.0, 1.0)
+    sparsity = SparsityReport("", [SparsifiedSite("", 0, False)], Loss(1, 1, 0.0, 1.0, (bucket,))).to_json()
+    sparsified = (sparsity, sparsity["sites"][0], sparsity["loss"], sparsity["loss"]["buckets"][0])
+    objects = (
+        *sparsified,
+        report,
+        row,
+        report["sites"][0],
+        report["chains"][0],
+        report["verification"],
+        first,
+        first["coverage"],
+    )
     times = ModelTimes("", RunTimes(1.0, 1.0, 1), RunTimes(1.0, 1.0, 1)).to_json()
     (tmp_path / "folder").mkdir()
     (tmp_path / "out.onnx").rename(tmp_path / "folder" / "out.onnx")

@@ -20,6 +20,7 @@ from stof.attention.decide.site_decider import (
 )
 from stof.attention.decide.targets import target_of
 from stof.attention.emit import Rewrite
+from stof.attention.expand.declare import declare_on_sites
 from stof.attention.expand.prepare import is_fused, prepare
 from stof.attention.find import is_softmax
 from stof.attention.function_body import OP
@@ -88,6 +89,9 @@ class AttentionRewrite(OpRewrite[tuple[Scope, ...], AttentionDecisions]):
     op_types = frozenset({OP})
     names = NAMES
     plan_format = EntryFormat("site", read_site_plan, required=True)
+
+    def declare(self, job: Job) -> Job:
+        return declare_on_sites(job, KEY)
 
     def find(self, job: Job, model: Callable[[], onnx.ModelProto]) -> tuple[Scope, ...]:
         with job.step("match"):

@@ -27,6 +27,10 @@ def predict_gain(site: CacheSite, target: str) -> tuple[float, int]:
         length = min(length, capacity)
     if site.layout is not None:
         return _predict_sparse(site, site.layout, min(length, site.layout.length), target)
+    if site.declared is not None:
+        keys = site.declared.facts.read_density * length
+        rate = _CUDA_DENSE if target == "cuda" else 1 + _REREAD * (site.num_heads // site.kv_num_heads - 1)
+        return (rate * length + _FIXED) / (keys + _FIXED), length
     is_narrow = 0 < site.window < length and not site.sliding
     if target == "cuda":
         return (_CUDA_WINDOW if is_narrow else _CUDA_DENSE), length

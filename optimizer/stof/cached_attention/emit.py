@@ -13,6 +13,7 @@ from onnx import helper, numpy_helper
 from stof.cached_attention.block_layout import BlockLayout
 from stof.cached_attention.function_body import CacheVariant, make_cache_function
 from stof.cached_attention.site import INPUT_INDEX, MICROSOFT, OP, OP_INPUTS, OUTPUTS, CacheSite
+from stof.graph.dead_code import remove_dead_code
 from stof.graph.index import DOMAIN, all_nodes, node_tensors, opset_of
 from stof.graph.local_functions import add_functions, check_absent
 from stof.graph.names import FreshNames
@@ -49,12 +50,16 @@ def emit_caches(model: onnx.ModelProto, sites: Sequence[CacheSite]) -> onnx.Mode
         if site.layout is not None:
             inputs[INPUT_INDEX["seqlens_k"]] = blocks.last_keys(inputs[INPUT_INDEX["seqlens_k"]], node)
             inputs[OP_INPUTS.index("table0")] = blocks.table(site.layout)
+        for i, table in enumerate(site.table_inputs):
+            inputs[OP_INPUTS.index(f"table{i}")] = table
         while not inputs[-1]:
             inputs.pop()
         most = max(most, len(inputs))
         _rewrite_node(node, site, names, inputs, number)
     blocks.insert_nodes()
     contrib = next((int(e.version) for e in found.opset_import if e.domain == MICROSOFT), 1)
+    if any(s.declared is not None for s in sites):
+        remove_dead_code(graph, model.graph)  # biases of declared patterns
     add_functions(found, [make_cache_function(list(variants), most, opset_of(model), contrib)])
     return found
 

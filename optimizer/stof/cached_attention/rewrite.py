@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import onnx
 
 from stof.cached_attention.cost import predict_gain
+from stof.cached_attention.declare import declare_patterns
 from stof.cached_attention.emit import emit_caches
 from stof.cached_attention.find import CacheCandidate, find_candidates, reads_cache
 from stof.cached_attention.plan_entry import CachePlan, read_cache_plan
@@ -89,6 +90,9 @@ class CacheRewrite(OpRewrite[CacheModel, CacheDecisions]):
     names = NAMES
     plan_format = EntryFormat("cache", read_cache_plan)
 
+    def declare(self, job: Job) -> Job:
+        return declare_patterns(job, KEY)
+
     def find(self, job: Job, model: Callable[[], onnx.ModelProto]) -> CacheModel:
         before = model()
         nodes = [*all_nodes(before.graph.node), *(n for f in before.functions for n in all_nodes(f.node))]
@@ -99,7 +103,8 @@ class CacheRewrite(OpRewrite[CacheModel, CacheDecisions]):
                 base = inline(before, {(MICROSOFT, GROUP_QUERY), (MICROSOFT, SPARSE)})
                 inlined = inline_all(base)
                 symbolic = Symbolic(base, None if inlined is base else Symbolic(inlined))
-                found = CacheModel(base, symbolic, tuple(find_candidates(base, symbolic, job.options.target)))
+                candidates = find_candidates(base, symbolic, job.options.target)
+                found = CacheModel(base, symbolic, tuple(_with_pattern(job, c) for c in candidates))
         self._check_plan(job, found)
         return found
 
@@ -192,6 +197,15 @@ def _reason_impossible(job: Job, candidate: CacheCandidate, sites: Sequence[Cach
     return ""
 
 
+def _with_pattern(job: Job, candidate: CacheCandidate) -> CacheCandidate:
+    """The candidate with the pattern that --sparsify declared."""
+    site = candidate.site
+    declared = None if job.sparsity is None or site is None else job.sparsity.patterns.get(site.node.output[0])
+    if site is None or declared is None:
+        return candidate
+    return replace(candidate, site=replace(site, declared=declared))
+
+
 def _describe(candidate: CacheCandidate, index: int) -> CacheReport:
     site = candidate.site
     if site is None:
@@ -226,20 +240,22 @@ def _rows_of_optimized(model: onnx.ModelProto) -> list[CacheReport]:
 def _pictures(sites: Sequence[CacheSite]) -> list[MaskPicture]:
     """Each distinct mask over a prompt, for the report's page."""
     found = []
-    for mask in dict.fromkeys(s.mask for s in sites):
-        own = [s for s in sites if s.mask == mask]
-        layout = own[0].layout
-        expression = MaskExpression.parse(
-            mask, {} if layout is None or layout.table is None else {"table0": layout.table}
-        )
-        length = min(_PICTURE_LENGTH, max(64, 4 * own[0].window)) if own[0].window else _PICTURE_LENGTH
-        length = length if layout is None else min(length, layout.length)
+    drawn: dict[object, list[CacheSite]] = {}
+    for site in sites:
+        drawn.setdefault(site.mask if site.declared is None else site.declared.pattern.key, []).append(site)
+    for own in drawn.values():
+        reach, declared = own[0].reach, own[0].declared
+        length = min(_PICTURE_LENGTH, max(64, 4 * reach)) if reach else _PICTURE_LENGTH
+        length = length if own[0].layout is None else min(length, own[0].layout.length)
         facts = [f"{len(own)} attention{'' if len(own) == 1 else 's'} over a KV cache", f"a prompt of {length} tokens"]
         with suppress(Exception):  # a picture is decoration
-            grid = TileGrid("", tuple(picture(expression, length=length)))
+            grid = TileGrid("", tuple(picture(MaskExpression.parse(own[0].mask), own[0].mask_tables, length=length)))
             title = f"causal, window of {own[0].window} keys" if own[0].window else "causal"
-            title = title if layout is None else f"causal, blocks of {layout.block_size}"
-            found.append(MaskPicture(title, mask, tuple(facts), length, length, (grid,)))
+            if own[0].layout is not None:
+                title = f"causal, blocks of {own[0].layout.block_size}"
+            if declared is not None:
+                title, facts = f"declared: {declared.pattern.label}", [*facts, "head 0"]
+            found.append(MaskPicture(title, own[0].mask, tuple(facts), length, length, (grid,)))
     return found
 
 

@@ -150,7 +150,7 @@ class CacheInputMaker(InputMaker):
             tokens: how many a set may have.
             pads_prompts: whether prompts of a batch may have different lengths, with padding to the right.
         """
-        lengths = [s.window if s.layout is None else s.layout.first_sparse_length for s in self.sites]
+        lengths = [s.reach if s.layout is None else s.layout.first_sparse_length for s in self.sites]
         above = max([x for x in lengths if 0 < x <= _LONGEST_WINDOW], default=_DEFAULT_WINDOW) + 37
         wanted = [
             _Step(3, 11, 11, 10, pads_prompts),

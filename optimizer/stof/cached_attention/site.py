@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import onnx
 from onnx import helper
 
 from stof.cached_attention.block_layout import BlockLayout
+from stof.sparsify.sparsity import DeclaredPattern
 from stof.symbolic import Int
 
 MICROSOFT, GROUP_QUERY, SPARSE = "com.microsoft", "GroupQueryAttention", "SparseAttention"
@@ -52,6 +54,7 @@ class CacheSite:
         capacity: rows C of the past.
         total: total_sequence_length where it follows from sizes.
         layout: the blocks that the heads of a SparseAttention attend; None: all.
+        declared: the pattern that --sparsify puts on it; its bias is an input of the node. None: none.
     """
 
     name: str
@@ -68,9 +71,12 @@ class CacheSite:
     capacity: Int
     total: Int | None
     layout: BlockLayout | None = None
+    declared: DeclaredPattern | None = None
 
     def input(self, name: str) -> str:
         """The tensor of an input by its name in ``INPUTS``; empty where it is absent."""
+        if name == "attention_bias" and self.declared is not None:
+            return self.declared.own_bias  # the other one is the pattern
         index = INPUT_INDEX[name] if self.layout is None else SPARSE_INDEX.get(name)
         return "" if index is None else input_of(self.node, index)
 
@@ -133,7 +139,27 @@ class CacheSite:
         """The mask expression in absolute positions."""
         if self.layout is not None:
             return self.layout.mask
+        if self.declared is not None:
+            return self.declared.pattern.mask.text
         return f"k <= q and q - k < {self.window}" if self.window else "k <= q"
+
+    @property
+    def table_inputs(self) -> list[str]:
+        """The tensors of the mask's tables, in the order of ``table0``."""
+        tables = {} if self.declared is None else self.declared.tables
+        return [tables[name] for name in sorted(tables)]
+
+    @property
+    def mask_tables(self) -> Mapping[str, np.ndarray]:
+        """The tables that the mask reads, by name."""
+        if self.layout is not None:
+            return {} if self.layout.table is None else {"table0": self.layout.table}
+        return {} if self.declared is None else self.declared.pattern.tables
+
+    @property
+    def reach(self) -> int:
+        """Keys beyond which the mask shows what it forbids: the window, or those of a declared pattern; 0: none."""
+        return self.window if self.declared is None else self.declared.pattern.reach
 
     @property
     def heads(self) -> str:

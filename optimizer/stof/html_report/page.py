@@ -48,6 +48,8 @@ def _header(report: Report) -> str:
     sections = list(report.sections.values())
     headlines = [h for h in (s.headline(report.dry_run) for s in sections) if h]
     lede = [", ".join(headlines), _result_words(report, sections)]
+    if report.sparsity is not None:  # outputs change: nothing comes before that
+        lede = [report.sparsity.headline, *lede, *map(str.strip, report.sparsity.lines())]
     cards = [_section_card(report, s) for s in sections if s.rows]
     if report.nodes_after:
         change = f"{report.nodes_after - report.nodes_before:+d} in the main graph".replace("-", "−")

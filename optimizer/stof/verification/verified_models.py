@@ -60,11 +60,11 @@ class VerifiedModels:
         verifier.limits.check_time()
         self.feeds = verifier.inputs.draw(verifier.cases)
         self.reference, self.final, self.floor = verifier.sliced or verifier.original, final, _FLOOR
-        if verifier.sliced is not None:
+        if verifier.sliced is not None or not verifier.is_from_file:
             self._source = None
         if self._is_half():
             result.widened = True
-            result.comparisons.extend(self._compare_unwidened(source))
+            result.comparisons.extend(self._compare_unwidened(source if verifier.is_from_file else verifier.original))
             self._widen(scratch)
         is_original = verifier.inputs.working is verifier.original
         self.probed = self.reference if is_original else self.twin(verifier.inputs.working)
@@ -137,7 +137,7 @@ class VerifiedModels:
                     found[name] = array
         return found
 
-    def _compare_unwidened(self, source: Path) -> list[Comparison]:
+    def _compare_unwidened(self, source: Path | onnx.ModelProto) -> list[Comparison]:
         """Whether a model that is compared widened runs in its own types where the original does, without comparing."""
         feed = self.feeds[-1]
         try:

@@ -66,6 +66,7 @@ class Verifier:
         typed_attributes: of the operators that may be in the models.
         given: sets of inputs of the user's.
         shapes: the least and the largest size in use of dimensions, by name.
+        is_from_file: the original is what its file holds; else it was changed since, and runs from memory.
 
     Raises:
         TimeLimit: when the time is over before anything can run.
@@ -87,8 +88,10 @@ class Verifier:
         typed_attributes: TypedAttributes | None = None,
         given: Sequence[GivenFeed] = (),
         shapes: Mapping[str, tuple[int, int]] | None = None,
+        is_from_file: bool = True,
     ) -> None:
         self.original = original
+        self.is_from_file = is_from_file
         self.sites = tuple(sites)
         self.limits = limits
         self.searches = searches

@@ -2,7 +2,7 @@
 """StofCachedAttention in NumPy, in fp64 or another type: the contract of docs/reference/cached-attention.md for one step.
 
 It knows causal masks, windows and block layouts, as the runtime's nodes have them, and never reads the emitted mask
-expression.
+expression. A declared pattern is evaluated in NumPy from the pattern itself.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 
 from stof.cached_attention.site import count_held_rows
+from stof.sparsify.measure import allowed_pairs
+from stof.sparsify.patterns import Pattern
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class CacheStep:
         epsilon: of the norms.
         layout: [L, blocks, blocks]: whether the queries of a block attend the keys of a block, for heads h % L; None: all.
         block_size: positions of a block.
+        pattern: a declared condition on (h, q, k) besides; None: none.
     """
 
     query: np.ndarray
@@ -70,6 +73,7 @@ class CacheStep:
     epsilon: float = 1e-6
     layout: np.ndarray | None = None
     block_size: int = 0
+    pattern: Pattern | None = None
 
     @property
     def before(self) -> np.ndarray:
@@ -168,7 +172,10 @@ def compute_step(
             scores = scores + bias[:, :, origin : origin + keys.shape[1]]
         distance = (first + np.arange(queries))[:, None] - (origin + np.arange(keys.shape[1]))[None]
         allowed = (distance >= 0) & ((distance < step.window) if step.window else True)
-        pairs = allowed[None] & _allowed_blocks(step, first + np.arange(queries), origin + np.arange(keys.shape[1]))
+        row_numbers, columns = first + np.arange(queries), origin + np.arange(keys.shape[1])
+        pairs = allowed[None] & _allowed_blocks(step, row_numbers, columns)
+        if step.pattern is not None:
+            pairs = pairs & np.stack([allowed_pairs(step.pattern, h, row_numbers, columns) for h in range(heads)])
         scores = np.where(pairs, scores, -np.inf)
         weights = _weights(scores, step, dtype).reshape(groups, -1, keys.shape[1])
         output[b] = np.matmul(weights, values).reshape(heads, queries, size)

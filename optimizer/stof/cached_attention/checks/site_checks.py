@@ -176,6 +176,7 @@ def _captured_step(site: CacheSite, node: onnx.NodeProto, known: Mapping[str, np
         epsilon=site.norm_epsilon,
         layout=None if layout is None else layout.allowed,
         block_size=0 if layout is None else layout.block_size,
+        pattern=None if site.declared is None else site.declared.pattern,
     )
 
 
@@ -290,6 +291,7 @@ def run_step(
     Raises:
         LibraryError: what the operator refuses.
     """
+    tables = [table] if step.pattern is None else [t for _, t in sorted(step.pattern.tables.items())]
     inputs: list[np.ndarray | None] = [
         step.query,
         step.key,
@@ -308,7 +310,7 @@ def run_step(
         step.query_norm,
         step.key_norm,
         None,
-        table,
+        *tables,
     ]
     while inputs[-1] is None:
         inputs.pop()
@@ -329,7 +331,8 @@ def _steps(captured: CacheStep) -> Iterator[tuple[str, CacheStep]]:
     if captured.past_key is None:
         return
     queries = captured.query.shape[1]
-    longest = (min(captured.window, _LONGEST_WINDOW) or 16) + 21
+    window = min(captured.window if captured.pattern is None else captured.pattern.reach, _LONGEST_WINDOW)
+    longest = (window or 16) + 21
     if captured.layout is not None:
         described = captured.layout.shape[1] * captured.block_size
         longest = min(_longest_sparse(captured.layout, captured.block_size), described - queries)

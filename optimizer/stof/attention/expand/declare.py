@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts declared patterns on causal attention without a cache: as a bias that is added to the scores.
+
+The ops then find the pattern as a mask of the graph, and what they do not take computes every pair, with the bias.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import onnx
+from onnx import numpy_helper
+
+from stof.attention.decide.site_decider import SiteDecider
+from stof.attention.decide.targets import target_of
+from stof.attention.expand.prepare import prepare
+from stof.attention.find import is_softmax
+from stof.attention.subgraphs import Scope, find_scopes
+from stof.errors import StofError
+from stof.graph.external_data import read_constants
+from stof.graph.index import all_nodes, node_tensors, opset_of, producers
+from stof.graph.node_builder import Builder
+from stof.graph.protobuf import copy_node, copy_with_nodes
+from stof.mask.expression import MaskExpression
+from stof.mask.site import AttentionSite
+from stof.mask.to_onnx import ScoreSizes, emit_mask
+from stof.op_rewrite import Job
+from stof.selection import NamedCandidate
+from stof.sparsify.bias_nodes import emit_bias
+from stof.sparsify.patterns import CAUSAL, HeadCounts, Pattern
+from stof.sparsify.sparsity import DeclaredPattern
+
+_PREFIX = "stof_pattern_"
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """A pattern, and the softmax whose scores get its bias."""
+
+    site: AttentionSite
+    softmax: str  # its output
+    declared: DeclaredPattern
+    mask: str  # the site's own one, and the pattern
+
+
+def declare_on_sites(job: Job, key: str) -> Job:
+    """The job with a model in which the causal sites that --sparsify names have their pattern.
+
+    Where the model has attention over a KV cache, that alone counts layers, and nothing is done here.
+
+    Args:
+        job: the optimization; its ``sparsity`` gets rows and patterns.
+        key: of the op, for its selection.
+
+    Raises:
+        ArgumentError: when a pattern is one of other layers or heads.
+    """
+    sparsity = job.sparsity
+    if sparsity is None or sparsity.report.rows:
+        return job
+    read_constants(job.source, job.model)
+    main, *inner = find_scopes(prepare(job.model))
+    layer = 0
+    placed: list[_Placed] = []
+    count = sum(len(s.sites) for s in (main, *inner))
+    reasons = _Reasons(job, main)
+    for scope in (main, *inner):
+        for site in scope.sites:
+            reason = job.selections[key].reason_left_out(NamedCandidate(site.name, site.index))
+            reason = reason or ("it lies in a subgraph" if scope.path else reasons.why_not(site))
+            found = sparsity.pattern_of(layer, count, HeadCounts(site.num_heads, site.kv_num_heads))
+            if reason or found is None:
+                sparsity.keep_dense(site.name, layer, reason or "--sparsify leaves it dense")
+            else:
+                softmax = reasons.softmax_of(site)
+                assert softmax is not None
+                declared = DeclaredPattern(*found, tables={})
+                sparsity.put(site.name, layer, softmax.output[0], declared)
+                mask = MaskExpression.parse(reasons.masks[site.name]) & declared.pattern.condition
+                placed.append(_Placed(site, softmax.output[0], declared, mask.text))
+            layer += 1
+    if not placed:
+        return job
+    model = _add_biases(main.prepared.expand_for([p.site for p in placed]), placed)
+    # Stated masks are checked against the graph, and are shorter than what is recovered of it; they cannot have tables.
+    stated = {p.site.name: p.mask for p in placed if not p.declared.pattern.tables}
+    # A query of padding without a key gives another mixture where biases of mask and pattern add up. Nobody reads it.
+    ignores = job.options.ignore_empty_rows or any(MaskExpression.parse(p.mask).vectors for p in placed)
+    options = replace(job.options, masks={**stated, **job.options.masks}, ignore_empty_rows=ignores)
+    return replace(job, model=model, options=options)
+
+
+class _Reasons:
+    """Why sites of the main graph take no pattern."""
+
+    def __init__(self, job: Job, scope: Scope) -> None:
+        self.masks: dict[str, str] = {}  # of sites that take a pattern
+        self._symbolic = scope.symbolic
+        self._writers = producers(scope.prepared.model.graph.node)
+        target = target_of(replace(job.options, tune=0.0), str(job.library.get("cpu_isa", "")))
+        options = replace(job.options, tune=0.0)
+        self._decider = SiteDecider(scope.prepared.model, scope.symbolic, options, None, target, job.source.parent)
+
+    def softmax_of(self, site: AttentionSite) -> onnx.NodeProto | None:
+        """The softmax of a site; None where it has several."""
+        found = [n for name in site.nodes if (n := self._writers.get(name)) is not None and is_softmax(n)]
+        return found[0] if len(found) == 1 else None
+
+    def why_not(self, site: AttentionSite) -> str:
+        """Empty where the mask is ``k <= q``, and padding at most."""
+        softmax = self.softmax_of(site)
+        shape = None if softmax is None else self._symbolic.shape(softmax.input[0])
+        if softmax is None or shape is None or tuple(shape) != site.dims:
+            return "its scores are no tensor [B, H, S, T] in front of a softmax"
+        try:
+            row = self._decider.decide(site).report
+        except StofError as error:
+            return str(error)
+        mask = MaskExpression.parse(row.mask).without_padding() if row.mask else None
+        if mask is None or mask != CAUSAL:
+            found = f": {row.mask}" if row.mask else "" if not row.reason else f": {row.reason}"
+            return f"its mask is no plain causal one{found}"
+        self.masks[site.name] = row.mask
+        return ""
+
+
+def _add_biases(model: onnx.ModelProto, placed: list[_Placed]) -> onnx.ModelProto:
+    """A copy of a model in which the scores of softmaxes get the biases of patterns."""
+    by_softmax = {p.softmax: p for p in placed}
+    taken = {t for n in all_nodes(model.graph.node) for t in node_tensors(n)}
+    taken |= {t.name for t in model.graph.initializer} | {i.name for i in model.graph.input}
+    prefix = _PREFIX
+    while any(t.startswith(prefix) for t in taken):
+        prefix += "_"
+    b = Builder(opset_of(model), prefix)
+    tables: dict[tuple[object, ...], str] = {}
+    initializers: list[onnx.TensorProto] = []
+    biases: dict[tuple[object, ...], str] = {}
+    nodes: list[onnx.NodeProto] = []
+    for node in model.graph.node:
+        own = by_softmax.get(node.output[0]) if node.output else None
+        if own is None:
+            nodes.append(node)
+            continue
+        start = len(b.nodes)
+        pattern, site = own.declared.pattern, own.site
+        names = {}
+        for name, array in pattern.tables.items():
+            content = (array.dtype.str, array.shape, array.tobytes())
+            if content not in tables:
+                tables[content] = f"{prefix}table{len(tables)}"
+                initializers.append(numpy_helper.from_array(array, tables[content]))
+            names[name] = tables[content]
+        key = (pattern.key, tuple(map(str, site.dims[2:])), site.query_offset, site.dtype)
+        if key not in biases:
+            biases[key] = _emit_bias(b, pattern, site, node.input[0], names)
+        changed = copy_node(node)
+        changed.input[0] = b.add("Add", [node.input[0], biases[key]])
+        nodes += [*b.nodes[start:], changed]
+    found = copy_with_nodes(model, nodes)
+    found.graph.initializer.extend(initializers)
+    return found
+
+
+def _emit_bias(b: Builder, pattern: Pattern, site: AttentionSite, scores: str, tables: dict[str, str]) -> str:
+    """Nodes that compute the bias [1, H or 1, S, T] of a pattern."""
+    shape = b.add("Shape", [scores])
+    queries, keys = (b.add("Gather", [shape, b.constant(axis)], axis=0) for axis in (2, 3))
+    past = b.add("Sub", [keys, queries]) if site.query_offset else b.constant(0)
+    sizes = ScoreSizes(B=b.constant(1), H=b.constant(site.num_heads), S=queries, T=keys, P=past)
+    allowed = emit_mask(b, pattern.mask.root, sizes, tables)
+    return emit_bias(b, allowed, site.dtype)

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arrays of .npy and .npz files that may be damaged or made to exhaust memory."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from pathlib import Path
+
+import numpy as np
+
+from stof.errors import ArgumentError
+from stof.files import read_bytes
+
+_MOST_BYTES = 1 << 28
+
+
+def read_arrays(what: str, path: Path) -> dict[str, np.ndarray]:
+    """The arrays of an .npz by their names, or that of an .npy under an empty one.
+
+    Raises:
+        ArgumentError: when the file is none, or holds more than 256 MiB.
+    """
+    data = read_bytes(what, path, _MOST_BYTES)
+    try:
+        if data.startswith(b"PK"):
+            held = sum(member.file_size for member in zipfile.ZipFile(io.BytesIO(data)).infolist())
+            if held > _MOST_BYTES:
+                raise ArgumentError(f"{path} holds {held} bytes of arrays, expected up to {_MOST_BYTES}")
+        loaded = np.load(io.BytesIO(data), allow_pickle=False)
+        return {n: loaded[n] for n in loaded.files} if isinstance(loaded, np.lib.npyio.NpzFile) else {"": loaded}
+    except (ValueError, OSError, EOFError, MemoryError, zipfile.BadZipFile, KeyError, NotImplementedError) as error:
+        raise ArgumentError(f"{path} holds no arrays: {error}") from None

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""By how much next-token distributions differ: KL divergence and agreement, by position."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from stof.sparsify.report import Bucket, Loss
+
+_FIRST_END, _GROWTH = 256, 4  # buckets end at 256, 1024, 4096 ...
+
+
+@dataclass
+class LossMeter:
+    """Collects positions of prompts.
+
+    Attributes:
+        prompts: how many were added.
+    """
+
+    prompts: int = 0
+    _positions: list[np.ndarray] = field(default_factory=list)
+    _kl: list[np.ndarray] = field(default_factory=list)
+    _agrees: list[np.ndarray] = field(default_factory=list)
+
+    def add(self, original: np.ndarray, result: np.ndarray, positions: np.ndarray) -> None:
+        """Adds the logits [S, V] of both models at positions [S] of a prompt."""
+        self.prompts += 1
+        self._positions.append(positions)
+        self._kl.append(kl_divergence(original, result))
+        self._agrees.append(original.argmax(-1) == result.argmax(-1))
+
+    def loss(self) -> Loss:
+        """The loss of what was added, which is one position at least."""
+        positions, kl, agrees = (np.concatenate(x) for x in (self._positions, self._kl, self._agrees))
+        buckets = []
+        first, end = 0, _FIRST_END
+        while first <= int(positions.max()):
+            own = (positions >= first) & (positions < end)
+            if own.any():
+                buckets.append(Bucket(first, end, int(own.sum()), float(kl[own].mean()), float(agrees[own].mean())))
+            first, end = end, end * _GROWTH
+        return Loss(self.prompts, len(kl), float(kl.mean()), float(agrees.mean()), tuple(buckets))
+
+
+def kl_divergence(original: np.ndarray, result: np.ndarray) -> np.ndarray:
+    """KL(original || result) [S] of the softmax of logits [S, V], in nats; infinite where logits are no numbers."""
+    found = np.empty(len(original))
+    for i, (one, other) in enumerate(zip(original, result, strict=True)):  # by rows: vocabularies are large
+        p, q = _log_softmax(one.astype(np.float64)), _log_softmax(other.astype(np.float64))
+        kept = np.isfinite(p)
+        with np.errstate(invalid="ignore"):
+            value = float((np.exp(p[kept]) * (p[kept] - q[kept])).sum())
+        found[i] = max(value, 0.0) if np.isfinite(value) and kept.any() and not np.isnan(q).any() else np.inf
+    return found
+
+
+def _log_softmax(x: np.ndarray) -> np.ndarray:
+    with np.errstate(invalid="ignore"):
+        shifted = x - x.max()
+        return np.asarray(shifted - np.log(np.exp(shifted).sum()))

@@ -1,0 +1,383 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sparse patterns as mask expressions: which keys each head attends besides what the causal mask forbids.
+
+A pattern is written per KV head g = h // (H // G), so that the query heads of a group read the same keys. Positions are absolute:
+they count from the first token of each sequence.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from stof.errors import ArgumentError
+from stof.mask.expression import MaskExpression
+from stof.mask.expression_parser import MaskSyntaxError
+
+BLOCKS = (16, 32, 64, 128)
+MOST_TABLES = 4  # that an operator takes
+MOST_POSITIONS = 1 << 22  # as sizes of a mask
+CAUSAL = MaskExpression.parse("k <= q")
+_INDICES = {"h", "q", "k"}
+
+
+@dataclass(frozen=True)
+class HeadCounts:
+    """The heads of an attention: H query heads on G KV heads."""
+
+    H: int
+    G: int
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.H // self.G
+
+    @property
+    def kv_head(self) -> str:
+        """The KV head of query head h, as text of an expression."""
+        return "h" if self.group == 1 else f"h // {self.group}"
+
+
+class Tables:
+    """The constants that an expression looks up; equal ones share a name."""
+
+    def __init__(self) -> None:
+        self.arrays: dict[str, np.ndarray] = {}
+
+    def add(self, array: np.ndarray) -> str:
+        """The name of a constant.
+
+        Raises:
+            ArgumentError: when there are too many.
+        """
+        for name, known in self.arrays.items():
+            if known.dtype == array.dtype and np.array_equal(known, array):
+                return name
+        if len(self.arrays) == MOST_TABLES:
+            raise ArgumentError(f"--sparsify puts more than {MOST_TABLES} tables on one attention; use fewer clauses")
+        name = f"table{len(self.arrays)}"
+        self.arrays[name] = array
+        return name
+
+
+class HeadPattern(ABC):
+    """A pattern before the heads of an attention are known.
+
+    Attributes:
+        label: for reports.
+        reach: tokens that show the whole pattern: beyond them it repeats, or has no more entries.
+        horizon: tokens that the pattern is stated for, 0: any number.
+    """
+
+    label: str
+    reach: int
+    horizon: int = 0
+
+    @abstractmethod
+    def condition(self, heads: HeadCounts, tables: Tables) -> str:
+        """The condition on (h, q, k) for k <= q, as text; it adds what it looks up to ``tables``.
+
+        Raises:
+            ArgumentError: when the pattern is one of other heads.
+        """
+
+
+@dataclass(frozen=True)
+class StridedPattern(HeadPattern):
+    """Local blocks and a vertical stride, as S2-Attention has them; all lengths but ``block`` count blocks.
+
+    Attributes:
+        local: key blocks before and with the query's own that are attended.
+        stride: every so many key blocks one is attended. 1 is dense.
+        block: tokens of a block.
+        offset: moves the attended blocks of all heads.
+        relative: the stride counts from the end of the local blocks, not from the first token.
+        homogeneous: heads do not differ; else each is moved by max(1, stride // G) blocks.
+        dense_heads: so many KV heads, the last ones, are dense.
+        by_query_head: heads are query heads, so that the heads of a group differ.
+    """
+
+    local: int
+    stride: int
+    block: int = 64
+    offset: int = 0
+    relative: bool = False
+    homogeneous: bool = False
+    dense_heads: int = 0
+    by_query_head: bool = False
+
+    @property
+    def label(self) -> str:  # type: ignore[override]
+        """Local blocks, stride and block size."""
+        kind = "relative" if self.relative else "vertical"
+        return f"local {self.local} + {kind} stride {self.stride}, blocks of {self.block}"
+
+    @property
+    def reach(self) -> int:  # type: ignore[override]
+        """Behind the local blocks, two strides."""
+        return (self.local + 2 * self.stride) * self.block
+
+    def condition(self, heads: HeadCounts, tables: Tables) -> str:
+        head, count = ("h", heads.H) if self.by_query_head else (heads.kv_head, heads.G)
+        if self.dense_heads > count:
+            raise ArgumentError(f"--sparsify: dense_heads is {self.dense_heads}, the attention has {count} heads")
+        query, key = f"q // {self.block}", f"k // {self.block}"
+        if self.relative:
+            strided = f"max(0, {query} - {key} - {self.local - 1}) % {self.stride} == 0"
+        else:
+            step = max(1, self.stride // count)
+            moved = "" if self.homogeneous else f" + ({head}) * {step}" if step > 1 else f" + {head}"
+            start = f" + {self.offset}" if self.offset else ""
+            strided = f"({key}{moved}{start}) % {self.stride} == 0"
+        found = f"{query} - {key} < {self.local} or {strided}"
+        return f"{found} or {head} >= {count - self.dense_heads}" if self.dense_heads else found
+
+
+@dataclass(frozen=True)
+class WindowPattern(HeadPattern):
+    """The last ``window`` keys, and the first ``sink`` ones (attention sinks)."""
+
+    window: int
+    sink: int = 0
+
+    @property
+    def label(self) -> str:  # type: ignore[override]
+        """Window and sink."""
+        return f"window {self.window}" + (f" + {self.sink} sinks" if self.sink else "")
+
+    @property
+    def reach(self) -> int:  # type: ignore[override]
+        """Window and sink."""
+        return self.window + self.sink
+
+    def condition(self, heads: HeadCounts, tables: Tables) -> str:
+        return f"q - k < {self.window}" + (f" or k < {self.sink}" if self.sink else "")
+
+
+@dataclass(frozen=True)
+class TextPattern(HeadPattern):
+    """A mask expression on (h, q, k).
+
+    Raises:
+        ArgumentError: for a text that is none, or reads more.
+    """
+
+    text: str
+
+    def __post_init__(self) -> None:
+        try:
+            found = MaskExpression.parse(self.text)
+        except MaskSyntaxError as error:
+            raise ArgumentError(f'--sparsify: mask="{self.text}" is no mask expression: {error}') from None
+        if found.allows_all:
+            raise ArgumentError('--sparsify: mask="" allows every pair; state a condition on h, q and k')
+        if others := sorted(found.reads - _INDICES):
+            raise ArgumentError(f'--sparsify: mask="{self.text}" reads {others[0]!r}, expected h, q and k only')
+
+    @property
+    def label(self) -> str:  # type: ignore[override]
+        """The text."""
+        return self.text
+
+    @property
+    def reach(self) -> int:  # type: ignore[override]
+        """By its largest constant."""
+        return 2 * max(MaskExpression.parse(self.text).literals, default=16)
+
+    def condition(self, heads: HeadCounts, tables: Tables) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
+class StreamingPattern(HeadPattern):
+    """Some KV heads are dense, the others attend sinks and a window (DuoAttention).
+
+    Attributes:
+        dense: whether each KV head is dense.
+        sink: first keys.
+        window: last keys.
+        source: what states it, for messages.
+    """
+
+    dense: tuple[bool, ...]
+    sink: int
+    window: int
+    source: str = ""
+
+    @property
+    def label(self) -> str:  # type: ignore[override]
+        """Window, sink and the number of dense heads."""
+        return f"window {self.window} + {self.sink} sinks, {sum(self.dense)} of {len(self.dense)} KV heads dense"
+
+    @property
+    def reach(self) -> int:  # type: ignore[override]
+        """Window and sink."""
+        return self.window + self.sink
+
+    def condition(self, heads: HeadCounts, tables: Tables) -> str:
+        if len(self.dense) != heads.G:
+            raise ArgumentError(f"{self.source} has {len(self.dense)} heads, the attention has {heads.G} KV heads")
+        table = tables.add(np.array(self.dense))
+        return f"q - k < {self.window} or k < {self.sink} or {table}[{heads.kv_head}]"
+
+
+@dataclass(frozen=True, eq=False)
+class BlockPattern(HeadPattern):
+    """A table of blocks for each head; positions behind the table are dense.
+
+    Attributes:
+        blocks: bool [heads, query blocks, key blocks]; heads are G, H or 1.
+        block: tokens of a block.
+        source: what states it, for messages.
+    """
+
+    blocks: np.ndarray
+    block: int = 64
+    source: str = "the block table"
+
+    @property
+    def label(self) -> str:  # type: ignore[override]
+        """Sizes of the table."""
+        return f"block table {' x '.join(map(str, self.blocks.shape))}, blocks of {self.block}"
+
+    @property
+    def reach(self) -> int:  # type: ignore[override]
+        """The tokens that the table has, and one block behind them."""
+        return (int(self.blocks.shape[1]) + 1) * self.block
+
+    @property
+    def horizon(self) -> int:  # type: ignore[override]
+        """The tokens that the table has."""
+        return int(self.blocks.shape[1]) * self.block
+
+    def condition(self, heads: HeadCounts, tables: Tables) -> str:
+        count, rows, columns = self.blocks.shape
+        head = _head_index(heads, count, self.source)
+        table = tables.add(np.ascontiguousarray(self.blocks))
+        inside = f"min(q // {self.block}, {rows - 1}), min(k // {self.block}, {columns - 1})"
+        behind = f"q >= {rows * self.block}" + (f" or k >= {columns * self.block}" if columns < rows else "")
+        return f"{table}[{head}, {inside}] or {behind}"
+
+
+@dataclass(frozen=True)
+class VerticalSlashPattern(HeadPattern):
+    """Single key columns and diagonals for each head (vertical-slash); the query's own key is always attended.
+
+    Attributes:
+        columns: for each head the keys that all later queries attend.
+        diagonals: for each head the distances q - k that are attended.
+        source: what states it, for messages.
+    """
+
+    columns: tuple[tuple[int, ...], ...]
+    diagonals: tuple[tuple[int, ...], ...]
+    source: str = "the pattern"
+
+    @property
+    def label(self) -> str:  # type: ignore[override]
+        """The most columns and diagonals of a head."""
+        most = [max(map(len, x), default=0) for x in (self.columns, self.diagonals)]
+        return f"vertical-slash, up to {most[0]} columns and {most[1]} diagonals a head"
+
+    @property
+    def reach(self) -> int:  # type: ignore[override]
+        """Behind the last column and diagonal."""
+        return 1 + max((x for some in (*self.columns, *self.diagonals) for x in some), default=0)
+
+    def condition(self, heads: HeadCounts, tables: Tables) -> str:
+        head = _head_index(heads, len(self.columns), self.source)
+        found = []
+        for lists, place in ((self.columns, "k"), (_with_own_key(self.diagonals), "q - k")):
+            size = 1 + max((x for some in lists for x in some), default=0)
+            marks = np.zeros((len(lists), size), bool)
+            for row, some in zip(marks, lists, strict=True):
+                row[list(some)] = True
+            if marks.any():
+                table = tables.add(marks)
+                found.append(f"{place} < {size} and {table}[{head}, max(0, min({place}, {size - 1}))]")
+        return " or ".join(f"({x})" for x in found)
+
+
+def _with_own_key(diagonals: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    return [(0, *some) for some in diagonals]
+
+
+def _head_index(heads: HeadCounts, count: int, source: str) -> str:
+    """The index into a table of so many heads: KV heads, query heads, or one for all."""
+    if count == heads.G:
+        return heads.kv_head
+    if count == heads.H:
+        return "h"
+    if count == 1:
+        return "0"
+    raise ArgumentError(f"{source} has {count} heads, expected 1, {heads.G} (KV heads) or {heads.H} (query heads)")
+
+
+@dataclass(frozen=True, eq=False)
+class Pattern:
+    """The pattern of one attention.
+
+    Attributes:
+        condition: on (h, q, k), without ``k <= q``.
+        heads: of the attention.
+        label: for reports.
+        reach: tokens that show the whole pattern.
+        tables: the constants that it looks up.
+        horizon: tokens that it is stated for, 0: any number.
+    """
+
+    condition: MaskExpression
+    heads: HeadCounts
+    label: str
+    reach: int
+    tables: Mapping[str, np.ndarray] = field(default_factory=dict)
+    horizon: int = 0
+
+    @property
+    def mask(self) -> MaskExpression:
+        """The whole mask, with ``k <= q``."""
+        return CAUSAL & self.condition
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for patterns that allow the same by the same text."""
+        tables = tuple((n, a.dtype.str, a.shape, a.tobytes()) for n, a in self.tables.items())
+        return self.condition.text, self.heads, tables
+
+
+def build_pattern(parts: Sequence[tuple[range | None, HeadPattern]], heads: HeadCounts) -> Pattern:
+    """The pattern of an attention from those of some of its KV heads; other heads are dense.
+
+    Args:
+        parts: KV heads, None for all, each with their pattern. No head is in two of them.
+        heads: of the attention.
+
+    Raises:
+        ArgumentError: when a pattern is one of other heads, or the text becomes too long.
+    """
+    tables = Tables()
+    texts: list[str] = []
+    others: list[str] = []
+    for some, pattern in parts:
+        text = pattern.condition(heads, tables)
+        if some is None or len(some) == heads.G:
+            texts.append(text)
+            continue
+        head = heads.kv_head
+        texts.append(f"({text}) and {head} >= {some.start} and {head} < {some.stop}")
+        others.append(f"({head} < {some.start} or {head} >= {some.stop})")
+    if len(others) == len(parts):
+        texts.append(" and ".join(others))
+    whole = " or ".join(f"({t})" for t in texts)
+    try:
+        condition = MaskExpression.parse(whole, tables.arrays)
+    except MaskSyntaxError as error:
+        raise ArgumentError(f"--sparsify makes no legal mask: {error}") from None
+    label = "; ".join(dict.fromkeys(p.label for _, p in parts))
+    reach = min(MOST_POSITIONS, max(p.reach for _, p in parts))
+    horizon = min((p.horizon for _, p in parts if p.horizon), default=0)
+    return Pattern(condition, heads, label, reach, tables.arrays, horizon)

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the report says of --sparsify: the pattern of each attention, and by how much outputs change."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from stof.sparsify.measure import PatternFacts
+from stof.sparsify.patterns import Pattern
+
+
+@dataclass(frozen=True)
+class SparsifiedSite:
+    """An attention that --sparsify could be for.
+
+    Attributes:
+        site: its name.
+        layer: its index in the order of the graph.
+        sparsified: whether it has a pattern now.
+        reason: why it is as before; empty where it has a pattern.
+        pattern: the pattern's label.
+        mask: the whole mask expression.
+        length: tokens of a prompt that densities are of.
+        density: allowed pairs over causal ones.
+        read_density: the same for keys that some query head of a group attends: what is read.
+        is_per_kv_head: whether the query heads of each group attend the same keys.
+        is_cache_efficient: whether a key that one query drops is attended by no later one.
+        is_by_bias: no operator took it, so that a bias forbids pairs, and every pair is computed.
+    """
+
+    site: str
+    layer: int
+    sparsified: bool
+    reason: str = ""
+    pattern: str = ""
+    mask: str = ""
+    length: int = 0
+    density: float = 1.0
+    read_density: float = 1.0
+    is_per_kv_head: bool = True
+    is_cache_efficient: bool = True
+    is_by_bias: bool = False
+
+    @classmethod
+    def of(cls, site: str, layer: int, pattern: Pattern, facts: PatternFacts) -> SparsifiedSite:
+        """The row of an attention that has a pattern."""
+        return cls(site, layer, True, "", pattern.label, pattern.mask.text, **asdict(facts))
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """The loss over positions from ``first`` to before ``end``, over ``count`` tokens.
+
+    Attributes:
+        kl: mean KL divergence of the next-token distributions, original against result, in nats.
+        agreement: share of tokens after which both rank the same token first.
+    """
+
+    first: int
+    end: int
+    count: int
+    kl: float
+    agreement: float
+
+
+@dataclass(frozen=True)
+class Loss:
+    """By how much next-token distributions change on prompts.
+
+    Attributes:
+        prompts: how many ran.
+        tokens: how many positions were compared.
+        kl: the mean KL divergence of all positions, in nats.
+        agreement: the share of all positions with the same first token.
+        buckets: by position.
+    """
+
+    prompts: int
+    tokens: int
+    kl: float
+    agreement: float
+    buckets: tuple[Bucket, ...]
+
+    def lines(self) -> list[str]:
+        """A line for all positions, and one for each bucket."""
+        head = (
+            f"loss on {self.prompts} prompts, {self.tokens} tokens: KL divergence {self.kl:.4g}, next-token agreement "
+            f"{100 * self.agreement:.2f} %"
+        )
+        return [
+            head,
+            *(
+                f"  positions {b.first} to {b.end - 1}: KL divergence {b.kl:.4g}, agreement {100 * b.agreement:.2f} %, "
+                f"{b.count} tokens"
+                for b in self.buckets
+            ),
+        ]
+
+
+@dataclass
+class SparsityReport:
+    """What --sparsify did.
+
+    Attributes:
+        spec: the text of the option.
+        rows: a row for each attention that it could be for.
+        loss: measured on prompts; None where there were none.
+    """
+
+    spec: str
+    rows: list[SparsifiedSite] = field(default_factory=list)
+    loss: Loss | None = None
+
+    @property
+    def sparsified(self) -> int:
+        """How many attentions have a pattern."""
+        return sum(r.sparsified for r in self.rows)
+
+    @property
+    def headline(self) -> str:
+        """For the report's first line."""
+        if not self.sparsified:
+            return "--sparsify changes nothing"
+        return f"OUTPUTS CHANGE: --sparsify puts a pattern on {self.sparsified} of {len(self.rows)} attentions"
+
+    def mark_written(self, replaced: Collection[str], reason: str) -> None:
+        """Says which attentions an operator took.
+
+        Args:
+            replaced: their names. None: no model with patterns is written.
+            reason: for attentions without a pattern then.
+        """
+        if not replaced:
+            self.rows = [SparsifiedSite(r.site, r.layer, False, reason) if r.sparsified else r for r in self.rows]
+        self.rows = [replace(r, is_by_bias=r.sparsified and r.site not in replaced) for r in self.rows]
+
+    def lines(self) -> list[str]:
+        """A line for each kind of row, and the loss."""
+        groups: dict[SparsifiedSite, list[SparsifiedSite]] = defaultdict(list)
+        for row in self.rows:
+            groups[_without_place(row)].append(row)
+        found = [line for group in groups.values() for line in _group_lines(group)]
+        if not self.rows:
+            return ["  the model has no causal attention that takes a pattern"]
+        if self.sparsified:
+            measured = self.loss.lines() if self.loss is not None else []
+            found += measured or ["loss: not measured; --prompts FILE measures it"]
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """Every fact by its key."""
+        loss = None if self.loss is None else asdict(self.loss)
+        rows = [asdict(row) for row in self.rows]
+        return {"spec": self.spec, "outputs_change": bool(self.sparsified), "sites": rows, "loss": loss}
+
+
+def _without_place(row: SparsifiedSite) -> SparsifiedSite:
+    return SparsifiedSite(**{**asdict(row), "site": "", "layer": 0})
+
+
+def _group_lines(group: list[SparsifiedSite]) -> list[str]:
+    first = group[0]
+    layers = ", ".join(_ranges([r.layer for r in group]))
+    if not first.sparsified:
+        return [f"  dense layer {layers}: {first.reason}"]
+    share = f"keeps {100 * first.density:.2f} % of the causal pairs at {first.length} tokens"
+    if first.is_per_kv_head:
+        heads = "per KV head"
+    else:
+        heads = f"heads of a group differ: their union is read, {100 * first.read_density:.2f} %"
+    cache = "KV-cache efficient" if first.is_cache_efficient else "not KV-cache efficient: later tokens return to keys"
+    bias = ["        every pair is computed, and a bias forbids some: no operator took it"] if first.is_by_bias else []
+    return [f"  pattern on layer {layers}: {first.pattern}", f"        {share}; {heads}; {cache}", *bias]
+
+
+def _ranges(numbers: list[int]) -> list[str]:
+    """Sorted numbers as texts, neighbours as ranges."""
+    found: list[list[int]] = []
+    for n in numbers:
+        if found and n == found[-1][1] + 1:
+            found[-1][1] = n
+        else:
+            found.append([n, n])
+    return [str(a) if a == b else f"{a} to {b}" for a, b in found]

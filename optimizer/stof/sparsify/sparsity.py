@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The patterns of one model: a step of the pipeline puts them on attentions, and the ops read them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from stof.sparsify.measure import PatternFacts, measure_pattern
+from stof.sparsify.patterns import HeadCounts, Pattern
+from stof.sparsify.report import SparsifiedSite, SparsityReport
+from stof.sparsify.spec import SparsitySpec
+
+
+@dataclass(frozen=True)
+class DeclaredPattern:
+    """The pattern of one attention of a model.
+
+    Attributes:
+        pattern: what it allows.
+        facts: its costs.
+        tables: the initializer of each table by the name that the expression has for it.
+        own_bias: the bias that the attention has besides; empty: none.
+    """
+
+    pattern: Pattern
+    facts: PatternFacts
+    tables: Mapping[str, str]
+    own_bias: str = ""
+
+
+@dataclass
+class Sparsity:
+    """What --sparsify does to one model.
+
+    Attributes:
+        spec: what is asked for.
+        report: gets a row for each attention.
+        patterns: by the first output of the attention's node, in the model that the ops rewrite.
+    """
+
+    spec: SparsitySpec
+    report: SparsityReport
+    patterns: dict[str, DeclaredPattern] = field(default_factory=dict)
+    _facts: dict[tuple[object, ...], PatternFacts] = field(default_factory=dict)
+
+    def pattern_of(self, layer: int, count: int, heads: HeadCounts) -> tuple[Pattern, PatternFacts] | None:
+        """The pattern of an attention and its costs; None where it stays dense.
+
+        Raises:
+            ArgumentError: as :meth:`SparsitySpec.resolve`, and for a pattern with a query without keys.
+        """
+        pattern = self.spec.resolve(layer, count, heads)
+        if pattern is None:
+            return None
+        if pattern.key not in self._facts:
+            self._facts[pattern.key] = measure_pattern(pattern)
+        return pattern, self._facts[pattern.key]
+
+    def keep_dense(self, site: str, layer: int, reason: str) -> None:
+        """Reports an attention without a pattern."""
+        self.report.rows.append(SparsifiedSite(site, layer, False, reason))
+
+    def put(self, site: str, layer: int, output: str, declared: DeclaredPattern) -> None:
+        """Reports and keeps the pattern of an attention."""
+        self.report.rows.append(SparsifiedSite.of(site, layer, declared.pattern, declared.facts))
+        self.patterns[output] = declared
+
+    @property
+    def digest(self) -> str:
+        """A hash of all patterns and their places, by which a plan tells that it is of the same ones."""
+        found = hashlib.sha256()
+        for output, declared in self.patterns.items():
+            found.update(repr((output, declared.pattern.key)).encode("utf-8", "surrogateescape"))
+        return found.hexdigest()[:16]
