@@ -93,8 +93,7 @@ Status CachedAttentionOp::MakeMask(const Inputs& inputs, std::shared_ptr<const C
   if (attributes_.sliding_window > 0 && !IsOfDistances(made->expr)) {
     return Status::Error("attribute mask is not one of distances (q - k) alone, which a sliding-window cache demands");
   }
-  const int64_t group = attributes_.num_heads / attributes_.kv_num_heads;
-  if (AreHeadsAlike(made->expr, attributes_.num_heads, group)) made->alike_heads = group;
+  STOF_RETURN_IF_ERROR(CompareHeads(attributes_.num_heads, attributes_.kv_num_heads, made.get()));
   *mask = std::move(made);
   return Status();
 }
@@ -388,15 +387,17 @@ Status CachedAttentionOp::RunOnCuda(const CachedMask& mask, const Tables& given,
   if (is_in_place && a.sliding_window == 0 && !a.is_first_prompt) step->attention.seqlens = a.seqlens;
   STOF_RETURN_IF_ERROR(backend->cached_attention.append(a, context));
   if (a.B == 0 || a.S == 0) return Status();
-  const ExprSizes sizes = {a.B, a.H, a.S, step->attention.T, 0};
+  AttentionArgs& t = step->attention;
+  const bool is_packed = !a.is_first_prompt && PackGroups(mask, &t);
+  const ExprSizes sizes = {a.B, t.H, t.S, t.T, 0};
   // The mask of a first prompt is constant: its block mask is made once, and kernels with a tile schedule take it.
   if (a.is_first_prompt) {
-    return backend->attention.run(step->attention, nullptr, *mask.of_first_prompt, sizes, given, own);
+    return backend->attention.run(t, nullptr, *mask.of_first_prompt, sizes, given, own);
   }
   Tables operands = given;
   operands.emplace_back(kFirstPositions, TensorOfShape(DType::kI32, {a.B}));
   operands.back().second.data = a.first_row;
-  return backend->attention.run(step->attention, nullptr, *mask.on_device, sizes, operands, own);
+  return backend->attention.run(t, nullptr, is_packed ? *mask.of_groups : *mask.on_device, sizes, operands, own);
 }
 
 Status CreateCachedAttention(const AttributeReader& attributes, std::unique_ptr<Op>* op) {

@@ -45,9 +45,12 @@ inline constexpr Mask kMasks[] = {
      [](int64_t h, int64_t q, int64_t k) { return q - k < 128 || (k / 64 + h / 4) % 4 == 0; }, false},
     {"k <= q and (q - k < 40 or (k // 48 + h // 4) % 3 == 0)",
      [](int64_t h, int64_t q, int64_t k) { return q - k < 40 || (k / 48 + h / 4) % 3 == 0; }, false},
+    // Heads of a group are alike; relative strides are no columns.
+    {"k <= q and (q - k < 16 or (q // 8 - k // 8 + h // 4) % 5 == 0)",
+     [](int64_t h, int64_t q, int64_t k) { return q - k < 16 || (q / 8 - k / 8 + h / 4) % 5 == 0; }, false},
     {"k <= q and (k < 4 or q - k < 33)", [](int64_t, int64_t q, int64_t k) { return k < 4 || q - k < 33; }, false},
 };
-constexpr int kFirstColumnMask = 5, kColumnMasks = 5;
+constexpr int kFirstColumnMask = 5, kColumnMasks = 6;
 
 // An append problem, and what the op computes with it.
 struct Step {
