@@ -10,11 +10,11 @@ import onnx
 from onnx import helper
 
 from stof.cached_attention.function_body import make_variant_function
+from stof.cached_attention.paged.site import INPUTS, MICROSOFT, OP, OP_INPUTS, OUTPUTS, PAGED, PagedSite
 from stof.graph.index import DOMAIN, all_nodes, opset_of
 from stof.graph.local_functions import add_functions, check_absent
 from stof.graph.names import FreshNames
 from stof.graph.protobuf import copy_model
-from stof.paged_attention.site import INPUTS, MICROSOFT, OP, OP_INPUTS, OUTPUTS, PAGED, PagedSite
 
 
 @dataclass(frozen=True)
