@@ -60,8 +60,10 @@ template <bool kInPlace>
 void AttendSplitOf(const AttentionProblem& problem, int64_t b, int64_t item, void* memory) {
   const AttentionArgs& args = *problem.args;
   const SequenceTiles& sequence = problem.sequences[b];
-  const int64_t split = item % sequence.splits, heads = problem.packed_heads;
-  const int64_t g = item / sequence.splits, group = args.H / args.G;
+  // Heads lie side by side in a row of a page: items of the same keys follow each other.
+  const bool is_paged = args.pages.given();
+  const int64_t split = is_paged ? item / args.G : item % sequence.splits, heads = problem.packed_heads;
+  const int64_t g = is_paged ? item % args.G : item / sequence.splits, group = args.H / args.G;
   Worker<kInPlace> worker(problem, memory);
   for (int64_t h = g * group; h < (g + 1) * group; h += heads) {
     worker.Begin(b, h, heads, 0, args.S);
