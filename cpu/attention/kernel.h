@@ -86,6 +86,14 @@ void AttendSplit(const AttentionProblem& problem, int64_t item, void* memory) {
     (problem.kv_splits[middle].first_item <= item ? at : end) = middle;
   }
   item -= problem.kv_splits[at].first_item;
+  if (problem.args->pages.given() && problem.run_lists == 1) {
+    // Heads lie side by side in a row of a page, and have equally many splits: items of the same keys follow each
+    // other.
+    const int64_t heads = problem.args->G, splits = problem.kv_splits[at].count;
+    const int64_t of_sequence = at % heads * splits + item;
+    at = at / heads * heads + of_sequence % heads;
+    item = of_sequence / heads;
+  }
   problem.in_place ? AttendSplitOf<true>(problem, at, item, memory) : AttendSplitOf<false>(problem, at, item, memory);
 }
 

@@ -343,8 +343,8 @@ class Report:
             lines.append("          (to fit the memory, the original's attention ran on slices of its queries)")
         if v.expanded:
             lines.append(
-                "          (ONNX Runtime refuses fused attention nodes of the original: it ran with them expanded to "
-                "the nodes that the ONNX standard defines them by)"
+                "          (ONNX Runtime does not run fused attention nodes of the original: it ran with them expanded to "
+                "standard nodes)"
             )
         if v.widened:
             lines.append(

@@ -12,7 +12,7 @@ import onnxruntime as ort
 from onnx import TensorProto, helper
 
 import stof
-from stof.paged_attention.oracle import PagedStep
+from stof.cached_attention.paged.oracle import PagedStep
 
 INPUTS = ("query", "key", "value", "key_cache", "value_cache", "cumulative", "past", "table", "cos", "sin", "slots",
           "sink", "q_norm", "k_norm", "k_scale", "v_scale", "metadata")  # fmt: skip

@@ -13,7 +13,7 @@ from paged_models import INPUTS as NAMES
 from paged_models import Shape, model_of, node_of
 
 from stof.cached_attention.find import CacheCandidate, find_candidates
-from stof.paged_attention.site import INPUTS, OUTPUTS, PagedSite
+from stof.cached_attention.paged.site import INPUTS, OUTPUTS, PagedSite
 from stof.runtime.library import op_limits
 from stof.symbolic import Symbolic
 

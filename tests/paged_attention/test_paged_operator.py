@@ -11,11 +11,11 @@ from onnx import helper
 from paged_models import Shape, draw_step, feeds_of, model_of, run_shared, session
 
 from stof.cached_attention.find import find_candidates
-from stof.paged_attention.checks import run_paged_step
-from stof.paged_attention.emit import emit_pages
-from stof.paged_attention.expand import expand_pages
-from stof.paged_attention.oracle import PagedStep, compute_paged_step
-from stof.paged_attention.site import PagedSite
+from stof.cached_attention.paged.checks import run_paged_step
+from stof.cached_attention.paged.emit import emit_pages
+from stof.cached_attention.paged.expand import expand_pages
+from stof.cached_attention.paged.oracle import PagedStep, compute_paged_step
+from stof.cached_attention.paged.site import PagedSite
 from stof.runtime.library import LibraryError, Op
 from stof.symbolic import Symbolic
 

@@ -16,13 +16,13 @@ from paged_models import Shape, draw_step, feeds_of, model_of, session
 import stof
 from stof import cli
 from stof.cached_attention.find import find_candidates
+from stof.cached_attention.paged import checks, emit
+from stof.cached_attention.paged.oracle import compute_paged_step
+from stof.cached_attention.paged.run_inputs import PagedInputMaker
+from stof.cached_attention.paged.site import OP, PagedSite
 from stof.graph.names import FreshNames
 from stof.html_report import to_html
 from stof.options import Options
-from stof.paged_attention import checks, emit
-from stof.paged_attention.oracle import compute_paged_step
-from stof.paged_attention.run_inputs import PagedInputMaker
-from stof.paged_attention.site import OP, PagedSite
 from stof.report import Report
 from stof.symbolic import Symbolic
 

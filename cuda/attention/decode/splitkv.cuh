@@ -16,6 +16,7 @@
 #include "cuda/attention/decode/api.h"
 #include "cuda/attention/decode/common.cuh"
 #include "cuda/attention/decode/splitkv_shape.cuh"
+#include "cuda/attention/decode/warp_pages.cuh"
 #include "cuda/attention/sm80/shape.cuh"
 
 namespace stof {
@@ -155,13 +156,7 @@ class Decode {
  private:
   __device__ int64_t RowOf(int row) const { return PackedRow(p_, b_, head0_, row); }
   // The number of keys of the sequence.
-  __device__ __forceinline__ int Keys() const {
-    if constexpr (kPaged) {
-      return keys_;
-    } else {
-      return p_.T;
-    }
-  }
+  __device__ __forceinline__ int Keys() const { return kPaged ? keys_ : p_.T; }
   __device__ __forceinline__ bool HasRange() const { return params_.first_rows != nullptr; }
   __device__ __forceinline__ KeyRange range() const { return {full_, params_.window_left}; }
   __device__ bool HasEmptyRow() const {
@@ -174,28 +169,16 @@ class Decode {
 
   // ---- KV tiles ----
   struct Entry {
-    int tile = -1;         // -1: none is left
-    int bits = -1;         // index of its element mask; -1: every key
-    uint32_t pad = ~0u;    // of the 32 keys around those of the warp: which exist and are no padding
-    int page[S::kGroups];  // kPaged: of each group of 16 keys of the warp
+    int tile = -1;                // -1: none is left
+    int bits = -1;                // index of its element mask; -1: every key
+    uint32_t pad = ~0u;           // of the 32 keys around those of the warp: which exist and are no padding
+    WarpPages<S::kGroups> pages;  // kPaged
   };
-  __device__ __forceinline__ void FindPages(Entry* entry) const {
-    const KeyPages& pages = params_.pages;
-    const int32_t* const table = pages.table + b_ * pages.columns;
-#pragma unroll
-    for (int g = 0; g < S::kGroups; ++g) {
-      const int key = entry->tile * kTileKeys + first_key_ + 16 * g;
-      const int page = key < keys_ ? __ldg(table + (key >> pages.shift)) : 0;
-      entry->page[g] = page >= 0 && page < pages.pages ? page : 0;
-    }
-  }
   // The address of a key or value row of the group that fills a buffer.
   __device__ __forceinline__ const T* RowAt(const T* head, int64_t stride, const Entry& entry, int buffer,
                                             int key) const {
     if constexpr (kPaged) {
-      const KeyPages& pages = params_.pages;
-      const int in_page = key & ((1 << pages.shift) - 1);
-      return head + entry.page[S::kHalfBuffers ? 0 : buffer] * pages.stride + in_page * stride;
+      return head + entry.pages.OffsetOf(params_.pages, S::kHalfBuffers ? 0 : buffer, key, stride);
     } else {
       return head + key * stride;
     }
@@ -236,7 +219,7 @@ class Decode {
         if (key >= keys) continue;
         entry.pad = (1u << (keys - key)) - 1u;
       }
-      if constexpr (kPaged) FindPages(&entry);
+      if constexpr (kPaged) entry.pages.Find(params_.pages, b_, entry.tile * kTileKeys + first_key_, keys_);
       return entry;
     }
     entry.tile = -1;

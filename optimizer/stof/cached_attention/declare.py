@@ -12,6 +12,7 @@ import onnx
 from onnx import numpy_helper
 
 from stof.cached_attention.find import CacheCandidate, find_candidates, reads_cache
+from stof.cached_attention.paged.site import PAGED, PagedSite
 from stof.cached_attention.site import GROUP_QUERY, INPUT_INDEX, MICROSOFT, SPARSE, CacheSite
 from stof.graph.external_data import read_constants
 from stof.graph.index import all_nodes, node_tensors, opset_of
@@ -19,7 +20,6 @@ from stof.graph.inline import inline, inline_all
 from stof.graph.node_builder import Builder
 from stof.graph.protobuf import copy_node, copy_with_nodes
 from stof.op_rewrite import Job
-from stof.paged_attention.site import PAGED, PagedSite
 from stof.selection import NamedCandidate
 from stof.sparsify.bias_nodes import StepTensors, emit_pattern_bias
 from stof.sparsify.patterns import HeadCounts, Pattern

@@ -15,6 +15,8 @@ import onnx
 
 from stof.attention.limits import limits_of, type_names
 from stof.cached_attention.block_layout import BlockLayout
+from stof.cached_attention.paged.find import read_paged_site, reads_pages
+from stof.cached_attention.paged.site import PagedSite
 from stof.cached_attention.site import (
     GROUP_QUERY,
     INPUTS,
@@ -28,8 +30,6 @@ from stof.cached_attention.sparse_node import LayoutKey, as_group_query, check_s
 from stof.errors import UnsupportedError
 from stof.graph.index import GraphIndex, all_nodes, describe, domain_of, subgraphs
 from stof.graph.names import FreshNames
-from stof.paged_attention.find import read_paged_site, reads_pages
-from stof.paged_attention.site import PagedSite
 from stof.symbolic import Int, Symbolic, integer
 from stof.symbolic.algebra.piecewise import to_int
 

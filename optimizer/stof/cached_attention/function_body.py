@@ -122,8 +122,15 @@ class BodyVariant(Protocol):
     def dtype(self) -> int:
         """The element type of the outputs."""
 
-    def nodes(self, name: str, opset: int, outputs: Sequence[str]) -> list[onnx.NodeProto]:
-        """Nodes that write the outputs from the function's inputs; ``name`` is a prefix of their own names."""
+    def nodes(self, name: str, opset: int, outputs: Sequence[str], *, is_branch: bool = False) -> list[onnx.NodeProto]:
+        """Nodes that write the outputs from the function's inputs.
+
+        Args:
+            name: prefix of the nodes' names.
+            opset: of the standard domain.
+            outputs: names of the outputs.
+            is_branch: calls of other variants get these nodes, too.
+        """
 
 
 def make_cache_function(

@@ -14,6 +14,9 @@ from stof.cached_attention.cost import predict_gain
 from stof.cached_attention.declare import declare_patterns
 from stof.cached_attention.emit import emit_caches
 from stof.cached_attention.find import CacheCandidate, find_candidates, reads_cache
+from stof.cached_attention.paged.emit import emit_pages
+from stof.cached_attention.paged.site import OP as PAGED_OP
+from stof.cached_attention.paged.site import PAGED, PagedSite
 from stof.cached_attention.plan_entry import CachePlan, read_cache_plan
 from stof.cached_attention.report import KEY, NAMES, CacheReport, CacheSection
 from stof.cached_attention.site import GROUP_QUERY, MICROSOFT, OP, SPARSE, CacheSite
@@ -25,9 +28,6 @@ from stof.graph.names import FreshNames
 from stof.mask.expression import MaskExpression
 from stof.mask.families import picture
 from stof.op_rewrite import Decisions, Job, OpRewrite
-from stof.paged_attention.emit import emit_pages
-from stof.paged_attention.site import OP as PAGED_OP
-from stof.paged_attention.site import PAGED, PagedSite
 from stof.plan import EntryFormat
 from stof.report import MaskPicture, TileGrid
 from stof.runtime.library import op_limits
@@ -191,7 +191,7 @@ class CacheRewrite(OpRewrite[CacheModel, CacheDecisions]):
             return None
         # A tenth of all imports, which --no-verify and --dry-run do not need.
         from stof.cached_attention.checks.site_checks import CacheChecks
-        from stof.paged_attention.checks import PagedChecks
+        from stof.cached_attention.paged.checks import PagedChecks
 
         found = decided.found
         assert found.symbolic is not None

@@ -13,10 +13,10 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
+from stof.cached_attention.paged.site import PagedSite
 from stof.graph.index import node_tensors, opset_of
 from stof.graph.node_builder import Builder
 from stof.graph.protobuf import copy_with_nodes
-from stof.paged_attention.site import PagedSite
 
 _FORBIDDEN = -1e30  # a score that adds nothing
 

@@ -12,10 +12,10 @@ from typing import Any
 import onnx
 
 from stof.attention.limits import limits_of, type_names
+from stof.cached_attention.paged.site import INPUT_INDEX, INPUTS, MICROSOFT, OUTPUTS, PAGED, PagedSite, input_of
 from stof.cached_attention.site import attributes_of, output_of
 from stof.errors import UnsupportedError
 from stof.graph.index import GraphIndex, domain_of
-from stof.paged_attention.site import INPUT_INDEX, INPUTS, MICROSOFT, OUTPUTS, PAGED, PagedSite, input_of
 from stof.symbolic import Int, Symbolic, integer
 
 _ATTRIBUTES: dict[str, type] = {

@@ -10,11 +10,11 @@ import onnx
 from onnx import helper
 
 from stof.cached_attention.function_body import make_variant_function
+from stof.cached_attention.paged.site import INPUTS, MICROSOFT, OP, OP_INPUTS, OUTPUTS, PAGED, PagedSite
 from stof.graph.index import DOMAIN, all_nodes, opset_of
 from stof.graph.local_functions import add_functions, check_absent
 from stof.graph.names import FreshNames
 from stof.graph.protobuf import copy_model
-from stof.paged_attention.site import INPUTS, MICROSOFT, OP, OP_INPUTS, OUTPUTS, PAGED, PagedSite
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class PagedVariant:
         serialized = tuple(a.SerializeToString(deterministic=True) for a in attributes)
         return cls(serialized, tuple(bool(site.input(name)) for name in INPUTS), site.dtype)
 
-    def nodes(self, name: str, opset: int, outputs: Sequence[str]) -> list[onnx.NodeProto]:
-        """The node, with the function's own names as inputs."""
+    def nodes(self, name: str, opset: int, outputs: Sequence[str], *, is_branch: bool = False) -> list[onnx.NodeProto]:
+        """The node, with the function's own names as inputs; the same where it is a branch."""
         inputs = [name if given else "" for name, given in zip(INPUTS, self.given, strict=True)]
         while not inputs[-1]:
             inputs.pop()

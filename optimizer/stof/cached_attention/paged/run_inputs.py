@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 import onnx
 
+from stof.cached_attention.paged.site import PagedSite
 from stof.execution.case import Case, Padding
 from stof.execution.input_uses import find_source
 from stof.execution.inputs import InputMaker
 from stof.graph.index import GraphIndex
-from stof.paged_attention.site import PagedSite
 from stof.symbolic import Int, Symbolic
 
 _DEFAULT_WINDOW, _LONGEST_WINDOW = 16, 640

@@ -15,13 +15,13 @@ import numpy as np
 import onnx
 from onnx import helper
 
+from stof.cached_attention.paged.emit import emit_pages
+from stof.cached_attention.paged.expand import expand_pages
+from stof.cached_attention.paged.oracle import PagedStep, PagedStepResult, compute_paged_step
+from stof.cached_attention.paged.run_inputs import PagedInputMaker
+from stof.cached_attention.paged.site import INPUT_INDEX, INPUTS, OP, PagedSite
 from stof.cached_attention.site import attributes_of, input_of
 from stof.execution.case import Case
-from stof.paged_attention.emit import emit_pages
-from stof.paged_attention.expand import expand_pages
-from stof.paged_attention.oracle import PagedStep, PagedStepResult, compute_paged_step
-from stof.paged_attention.run_inputs import PagedInputMaker
-from stof.paged_attention.site import INPUT_INDEX, INPUTS, OP, PagedSite
 from stof.runtime.library import LibraryError, Op
 from stof.symbolic import Symbolic
 from stof.verification.compare import describe_nonfinite
