@@ -202,3 +202,9 @@ def test_threads_give_the_same_result() -> None:
     finally:
         torch.set_num_threads(before)
     np.testing.assert_allclose(one, two, atol=1e-6)
+
+
+def test_a_missing_pytorch_is_named() -> None:
+    code = "import sys; sys.modules['torch'] = None; import stof.torch"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "ImportError: stof.torch needs PyTorch 2.7 or later: pip install" in done.stderr

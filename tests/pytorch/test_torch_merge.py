@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import onnx
+import onnxruntime as ort
 import pytest
 import torch
 from torch_oracle import attention_fp64, pairs
@@ -78,3 +80,47 @@ def test_one_part_is_itself() -> None:
 def test_wrong_parts(outputs: list[Any], lses: list[Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         stof.torch.merge(outputs, lses)
+
+
+# The nodes of docs/guide/pytorch.md: lses [P, B, H, S] and outputs [P, B, H, S, D], of P parts.
+MERGE = """
+<ir_version: 10, opset_import: ["" : 18]>
+merge (float[P,B,H,S] lses, float[P,B,H,S,D] outputs) => (float[B,H,S,D] output, float[B,H,S] lse) {
+  axis0 = Constant <value = int64[1] {0}> ()
+  last = Constant <value = int64[1] {-1}> ()
+  lowest = Constant <value = float {-3.4028235e38}> ()
+  minus = Constant <value = float {-inf}> ()
+  least = Constant <value = float {1e-37}> ()
+  nothing = Constant <value = float {0.0}> ()
+  largest = ReduceMax <keepdims = 0> (lses, axis0)
+  m = Max (largest, lowest)
+  distance = Sub (lses, m)
+  w = Exp (distance)
+  wide = Unsqueeze (w, last)
+  none = Equal (lses, minus)
+  nones = Unsqueeze (none, last)
+  parts = Where (nones, nothing, outputs)
+  weighted = Mul (wide, parts)
+  sum = ReduceSum <keepdims = 0> (weighted, axis0)
+  total = ReduceSum <keepdims = 0> (w, axis0)
+  some = Max (total, least)
+  wide_total = Unsqueeze (some, last)
+  output = Div (sum, wide_total)
+  logarithm = Log (total)
+  lse = Add (m, logarithm)
+}
+"""
+
+
+def test_the_merge_in_standard_operators_is_the_same() -> None:
+    q, k, v = draw(torch.float32)
+    parts = [partial(q, k, v, start, end, "nan") for start, end in PARTS]
+    outputs, lses = (torch.stack(found) for found in zip(*parts, strict=True))
+    assert outputs.isnan().any()
+    session = ort.InferenceSession(
+        onnx.parser.parse_model(MERGE).SerializeToString(), providers=["CPUExecutionProvider"]
+    )
+    output, lse = session.run(None, {"lses": lses.numpy(), "outputs": outputs.numpy()})
+    expected, expected_lse = stof.torch.merge(list(outputs), list(lses))
+    torch.testing.assert_close(torch.from_numpy(output), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(torch.from_numpy(lse), expected_lse, rtol=0, atol=1e-6)

@@ -68,7 +68,17 @@ def emit_mask(
         ModelError: when an operand is missing.
     """
     # The padding vector gets its axes by one Unsqueeze, without indices.
-    return fold(root, _Emitter(builder, sizes, operands, tables_have_rank).emit, lambda node: node == _KEY_PADDING)
+    emitter = _Emitter(builder, sizes, operands, tables_have_rank, _boolean_tables(root))
+    return fold(root, emitter.emit, lambda node: node == _KEY_PADDING)
+
+
+def _boolean_tables(root: Node) -> frozenset[str]:
+    """The tables whose elements stand where a condition does."""
+    found = [root]
+    for node in in_order(root):
+        if isinstance(node, Unary | Binary) and node.symbol in ("and", "or", "not"):
+            found += node.children
+    return frozenset(node.name for node in found if isinstance(node, Lookup) and node.is_table)
 
 
 def _is_natural(node: Node) -> bool:
@@ -99,9 +109,15 @@ def _is_natural(node: Node) -> bool:
 
 class _Emitter:
     def __init__(
-        self, builder: Builder, sizes: ScoreSizes, operands: Mapping[str, str], tables_have_rank: bool
+        self,
+        builder: Builder,
+        sizes: ScoreSizes,
+        operands: Mapping[str, str],
+        tables_have_rank: bool,
+        boolean_tables: frozenset[str],
     ) -> None:
         self.tables_have_rank = tables_have_rank
+        self.boolean_tables = boolean_tables
         self.builder = builder
         self.sizes = sizes
         self.operands = operands
@@ -164,12 +180,11 @@ class _Emitter:
         if node.name not in self.operands:
             raise ModelError(f"mask expression reads {node.name!r}, which is no operand")
         tensor = self.operands[node.name]
-        if node.is_padding:
-            tensor = builder.add("Cast", [tensor], to=TensorProto.BOOL)
+        # Slots of a function body hold tensors of other types for other calls, and runtimes infer types in every branch.
+        is_condition = node.is_padding or node.name in self.boolean_tables
+        tensor = builder.add("Cast", [tensor], to=TensorProto.BOOL if is_condition else TensorProto.INT64)
         if node == _KEY_PADDING:
             return builder.unsqueeze(tensor, [1, 2])
-        if not node.is_padding and not node.is_table:
-            tensor = builder.add("Cast", [tensor], to=TensorProto.INT64)
         shape = builder.add("Shape", [tensor])
         sizes = [builder.add("Gather", [shape, builder.constant(axis)]) for axis in range(len(indices))]
         positions = [

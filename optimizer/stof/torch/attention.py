@@ -50,7 +50,7 @@ def attention(
         tables: ``table0``, ``table1``, ... that the expression reads: tensors of bool, uint8, int32 or int64, or arrays.
             They are constants of the call, best kept on the CPU.
         pad: key padding mask [B or 1, T], non-zero for real keys. The expression reads it as ``pad[b, k]``.
-        segment_q: integers [B or 1, S] that the expression reads as ``segment_q[b, q]``.
+        segment_q: integers [B or 1, S] that the expression reads as ``segment_q[b, q - P]``; P is 0 without an offset.
         segment_k: integers [B or 1, T] that the expression reads as ``segment_k[b, k]``.
         lengths: integers [B or 1] that the expression reads as ``lengths[b]``.
         empty_rows: what a query without an allowed key gives: ``zero``, ``nan``, ``mean`` or ``all``.

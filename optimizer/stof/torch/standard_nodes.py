@@ -33,7 +33,6 @@ class ExportedAttention:
         head_sizes: D of the key and Dv of the value.
         dtype: ONNX element type of query, key and value.
         operands: tensors of the operands by role.
-        narrow_tables: tables of integers below int64, which the mask's arithmetic needs wide.
     """
 
     settings: AttentionSettings
@@ -42,7 +41,6 @@ class ExportedAttention:
     head_sizes: tuple[int, int]
     dtype: int
     operands: Mapping[str, str]
-    narrow_tables: frozenset[str] = frozenset()
 
     def add_nodes(self, b: Builder, query: str, key: str, value: str) -> tuple[str, str]:
         """Appends the nodes; returns the names of output [B, H, S, Dv] and LSE [B, H, S]."""
@@ -57,11 +55,7 @@ class ExportedAttention:
         expression = MaskExpression.parse(self.settings.mask)
         if expression.allows_all:
             return b.add("MatMul", [b.add("Softmax", [scores], axis=-1), value]), self._lse(b, scores)
-        operands = {
-            role: b.add("Cast", [t], to=TensorProto.INT64) if role in self.narrow_tables else t
-            for role, t in self.operands.items()
-        }
-        allowed = expression.to_onnx(b, sizes, operands, tables_have_rank=True)
+        allowed = expression.to_onnx(b, sizes, self.operands, tables_have_rank=True)
         minus = self._number(b, -np.inf)
         masked = b.add("Where", [allowed, scores, minus])
         weights = self._weights(b, scores, masked, allowed, minus)

@@ -6,16 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from onnx import TensorProto, helper
+from onnx import helper
 
 from stof.errors import ArgumentError
 from stof.graph.node_builder import Builder
-from stof.mask.expression_nodes import is_table_name
 from stof.torch.arguments import AttentionSettings
 from stof.torch.operator import attention_op
 from stof.torch.standard_nodes import ExportedAttention
-
-_NARROW = (TensorProto.UINT8, TensorProto.INT32)
 
 
 def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
@@ -69,7 +66,6 @@ def _translate(
         (_fixed(key, 3, "k"), _fixed(value, 3, "v")),
         int(query.dtype),
         names,
-        frozenset(r for r, t in zip(names, operands, strict=True) if is_table_name(r) and int(t.dtype) in _NARROW),
     )
     builder = Builder(opset.version, "")
     output, lse = call.add_nodes(builder, "query", "key", "value")

@@ -108,8 +108,8 @@ STOF_EXPORT int stof_op_run_cuda(stof_op* op, const stof_tensor* inputs, int inp
                                  int output_count, void* workspace, size_t workspace_size, void* stream, char* error,
                                  size_t error_size);
 
-/* Likewise, with memory that `allocate` gives for `bytes` (at least 64-byte aligned; NULL: there is none) on demand, from
- * this thread and before the function returns. Each block must stay alive and unshared until the work is done. */
+/* Likewise, with memory that `allocate` gives for `bytes` (at least 64-byte aligned; NULL: there is none) on demand,
+ * from this thread and before the function returns. Each block must stay alive and unshared until the work is done. */
 typedef void* (*stof_allocate)(void* context, size_t bytes);
 STOF_EXPORT int stof_op_run_cuda_allocating(stof_op* op, const stof_tensor* inputs, int input_count,
                                             stof_tensor* outputs, int output_count, stof_allocate allocate,

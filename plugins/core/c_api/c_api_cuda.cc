@@ -43,8 +43,8 @@ int stof_op_prepare(stof_op* op, const stof_tensor* inputs, int input_count, cha
 int stof_op_run_cuda(stof_op* op, const stof_tensor* inputs, int input_count, stof_tensor* outputs, int output_count,
                      void* workspace, size_t workspace_size, void* stream, char* error, size_t error_size) {
   Workspace space(workspace, workspace_size);
-  return stof_op_run_cuda_allocating(op, inputs, input_count, outputs, output_count, Workspace::Allocate, &space, stream,
-                                     error, error_size);
+  return stof_op_run_cuda_allocating(op, inputs, input_count, outputs, output_count, Workspace::Allocate, &space,
+                                     stream, error, error_size);
 }
 
 int stof_op_run_cuda_allocating(stof_op* op, const stof_tensor* inputs, int input_count, stof_tensor* outputs,
