@@ -15,7 +15,7 @@ import pytest
 from stof.bench.cli import main
 from stof.bench.decoder.devices import HostDevice
 from stof.bench.decoder.graph import WEIGHTS, Decoder, DecoderShape, build_decoder
-from stof.bench.decoder.measure_decoder import DecoderPlan, describe_record, measure_decoder
+from stof.bench.decoder.measure_decoder import DecoderPlan, describe_record, measure_decoder, summarize
 from stof.bench.decoder.run import plan_of
 from stof.bench.decoder.steps import Caches, DecoderStep, DecoderTensors
 from stof.bench.decoder.variants import (
@@ -264,6 +264,26 @@ def test_variant_whose_runs_cannot_be_captured_is_timed_without(tmp_path: Path, 
     assert set(device.graphs["stof"]) == {0}
     # A captured graph of its own for every shape, and none for prompts.
     assert set(device.graphs["gqa"]) == {0, 1, 2}
+
+
+def test_summary_has_the_least_of_each_figure() -> None:
+    def token(B: int, T: int, ratio: float, share: float) -> dict[str, Any]:
+        shape = {"B": B, "G": 8, "T": T, "capacity": T}
+        faster = {"stof": {"same attention": ratio, "dense": 9.0}, "stof-s2": {"dense": 9.0}}
+        return {"step": "token", "shape": shape, "times_faster": faster, "of_bound": {"stof": share}}
+
+    prompt = {
+        "step": "prompt",
+        "shape": {"B": 1, "G": 8, "T": 64, "capacity": 64},
+        "bounds": {"stof-s2 over gqa": {"bound": 1.6, "times_faster": 1.4, "of_bound": 0.875}},
+    }
+    records = [prompt, token(1, 32, 1.2, 0.5), token(1, 64, 1.1, 0.9), token(4, 64, 1.3, 0.8)]
+    assert summarize(records) == [
+        "least a token, dense, over GroupQueryAttention: 1.100 (B1 G8 T64 in 64)",
+        "least a token at 64, stof, of the byte bound: 0.800 (B4 G8 T64 in 64)",
+        "least a prompt, stof-s2 over gqa, of 1 / (1 - p + p/8): 0.875 (B1 G8 T64 in 64)",
+    ]
+    assert summarize([]) == []
 
 
 def test_plan_holds_larger_batches_as_far_as_caches_fit() -> None:

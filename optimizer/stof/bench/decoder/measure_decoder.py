@@ -351,3 +351,27 @@ def describe_record(record: Record) -> list[str]:
         )
     found += [f"  missing: {k}: {v}" for k, v in record["missing"].items()]
     return [*found, *(f"  note: {k}: {v}" for k, v in record["notes"].items())]
+
+
+def summarize(records: Sequence[Record]) -> list[str]:
+    """The least value of each figure that has a goal, and where it is."""
+    tokens = [r for r in records if r["step"] == "token"]
+    longest = max((r["shape"]["T"] for r in tokens), default=0)
+    found: dict[str, list[tuple[float, str]]] = {}
+
+    def add(what: str, value: float | None, record: Record) -> None:
+        if value is not None:
+            s = record["shape"]
+            found.setdefault(what, []).append((value, f"B{s['B']} G{s['G']} T{s['T']} in {s['capacity']}"))
+
+    for record in tokens:
+        for name, what in (("stof", "dense"), ("stof-window", "window")):
+            ratio = record["times_faster"].get(name, {}).get("same attention")
+            add(f"a token, {what}, over GroupQueryAttention", ratio, record)
+        for name, share in record["of_bound"].items():
+            if record["shape"]["T"] == longest:
+                add(f"a token at {longest}, {name}, of the byte bound", share, record)
+    for record in records:
+        for name, bound in record.get("bounds", {}).items():
+            add(f"a prompt, {name}, of 1 / (1 - p + p/{_S2_SPEEDUP})", bound["of_bound"], record)
+    return [f"least {what}: {value:.3f} ({where})" for what, (value, where) in ((k, min(v)) for k, v in found.items())]

@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 
 from stof.bench.core import measure
-from stof.bench.core.results import store
+from stof.bench.core.results import Record, store
 from stof.bench.decoder.devices import CudaDevice, DecoderDevice, HostDevice
 from stof.bench.decoder.graph import DecoderShape, build_decoder
-from stof.bench.decoder.measure_decoder import DecoderPlan, describe_record, measure_decoder
+from stof.bench.decoder.measure_decoder import DecoderPlan, describe_record, measure_decoder, summarize
 from stof.bench.decoder.steps import DecoderStep
 from stof.bench.decoder.variants import VARIANTS, DecoderVariant, file_size, write_graphs, write_weights
 from stof.files import temporary_folder
@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
         measure.pin(arguments.threads[0])
         device = HostDevice(arguments.threads[0])
     start = time.monotonic()
-    incomplete = False
+    records: list[Record] = []
     for kv_heads in arguments.heads or HEADS[arguments.device]:
         lengths = tuple(arguments.lengths or LENGTHS[arguments.device])
         batches = tuple(arguments.batches) if arguments.batches else None
@@ -91,9 +91,10 @@ def run(arguments: argparse.Namespace) -> int:
             write_graphs(plan.shape, arguments.device, folder, variants)
             say(str(folder))
             continue
-        incomplete |= _measure(plan, device, arguments, variants, start)
+        records += _measure(plan, device, arguments, variants, start)
         gc.collect()
-    return 3 if incomplete else 0
+    say(*summarize(records))
+    return 3 if any(r["missing"] for r in records) else 0
 
 
 def _measure(
@@ -102,9 +103,9 @@ def _measure(
     arguments: argparse.Namespace,
     variants: list[DecoderVariant],
     start: float,
-) -> bool:
-    """Measures one decoder; whether something is missing."""
-    is_incomplete = False
+) -> list[Record]:
+    """Measures one decoder, prints and stores each record."""
+    found: list[Record] = []
     with temporary_folder() as folder:
         decoder = build_decoder(plan.shape)
         write_weights(decoder, device, folder)
@@ -120,8 +121,8 @@ def _measure(
         for record in measure_decoder(plan, decoder, device, folder, variants):
             store(arguments.results / f"decoder-{arguments.device}.json", record)
             say(*describe_record(record), f"  at {time.monotonic() - start:.0f} s")
-            is_incomplete |= bool(record["missing"])
-    return is_incomplete
+            found.append(record)
+    return found
 
 
 def _folder_of(prepared: Path, plan: DecoderPlan) -> Path:
