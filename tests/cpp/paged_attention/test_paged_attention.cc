@@ -4,6 +4,7 @@
 #include <cstring>
 #include <functional>
 #include <limits>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -124,7 +125,7 @@ struct Wrong {
   std::function<void(Problem*, CpuRun*)> change;
 };
 
-void CheckRefused(const Case& c, const Wrong& wrong, bool is_checked_before = false) {
+void CheckRefused(const Case& c, const Wrong& wrong) {
   Problem problem(c, 7);
   CpuRun run(&problem);
   wrong.change(&problem, &run);
@@ -133,7 +134,6 @@ void CheckRefused(const Case& c, const Wrong& wrong, bool is_checked_before = fa
   CHECK(!status.ok(), wrong.message, " was accepted");
   CHECK(status.message().find(wrong.message) != std::string::npos, status.message(), "; expected ", wrong.message);
   CHECK(run.key.bytes() == key.bytes() && run.value.bytes() == value.bytes(), wrong.message, ": a cache changed");
-  (void)is_checked_before;
   CountCases(1);
 }
 
