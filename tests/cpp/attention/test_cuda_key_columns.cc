@@ -14,13 +14,13 @@
 #include "tests/cpp/attention/reference.h"
 #include "tests/cpp/cached_attention/cuda_node.h"
 #include "tests/cpp/check.h"
+#include "tests/cpp/device_memory.h"
+#include "tests/cpp/map_attributes.h"
 
 namespace stof::test::attention {
 namespace {
 
-using cached_attention::Attributes;
 using cached_attention::Buffer;
-using cached_attention::DeviceMemory;
 
 struct ColumnMask {
   const char* text;
@@ -65,7 +65,7 @@ void CheckGathered(const ColumnCase& c) {
 void RunCase(const ColumnCase& c, uint64_t seed) {
   CheckGathered(c);
   Random random(seed);
-  Attributes attributes;
+  MapAttributes attributes;
   attributes.strings = {{"mask", kMasks[c.mask].text}, {"operands", c.has_sink ? "sink" : ""}};
   attributes.ints = {{"query_offset", 1}};
   std::unique_ptr<Op> op;
