@@ -4,6 +4,8 @@
 
 #include <string>
 
+#include "cuda/attention/decode/api.h"
+#include "cuda/attention/dequantize.h"
 #include "cuda/attention/job.h"
 #include "cuda/attention/kernel_request.h"
 #include "cuda/cached_attention/append.h"
@@ -121,6 +123,11 @@ Status RunByMask(const AttentionArgs& args, const Tensor* pad, const AttentionMa
 Status RunAttention(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
                     const Tables& operands, const RunContext& context) {
   STOF_RETURN_IF_ERROR(CheckCudaAttention(args));
+  if (IsQuantized(args.kv_dtype) && !cuda::CanReadQuantized(args)) {
+    AttentionArgs plain;
+    STOF_RETURN_IF_ERROR(cuda::Dequantize(args, context, &plain));
+    return RunAttention(plain, pad, mask, sizes, operands, context);
+  }
   if (IsLimitedToKeyRange(args)) {
     const cuda::MaskPart all = {0, args.B, 0, args.H, 0, args.S};
     return cuda::AttentionJob(args, pad, mask, sizes, operands, all, nullptr, context).RunKeyRange();
@@ -166,9 +173,10 @@ uint64_t HashKernelChoice(const AttentionArgs& args, const Tensor* pad, const At
     while (x > int64_t{1} << power) ++power;
     return x <= 0 ? -1 : power;
   };
-  for (const int64_t x : {int64_t{device}, about(sizes.B), sizes.H, args.G, about(sizes.S), about(sizes.T),
-                          about(sizes.P), args.D, args.Dv, int64_t{request.tactic}, int64_t{request.number},
-                          static_cast<int64_t>(args.dtype), static_cast<int64_t>(args.empty_rows)}) {
+  for (const int64_t x :
+       {int64_t{device}, about(sizes.B), sizes.H, args.G, about(sizes.S), about(sizes.T), about(sizes.P), args.D,
+        args.Dv, int64_t{request.tactic}, int64_t{request.number}, static_cast<int64_t>(args.dtype),
+        static_cast<int64_t>(args.kv_dtype), static_cast<int64_t>(args.empty_rows)}) {
     mix(x);
   }
   for (const bool x :

@@ -177,6 +177,13 @@ Status Check(const AttentionArgs& args, const CpuAttentionConfig& config) {
   if (!IsFloat(args.dtype) || (args.bias != nullptr && !IsFloat(args.bias_dtype))) {
     return Status::Error("the CPU kernel takes fp32, fp16 and bf16");
   }
+  if (KvType(args) != args.dtype) {
+    const bool has_mean = args.empty_rows == EmptyRows::kMean || args.empty_rows == EmptyRows::kAll;
+    if (!IsQuantized(args.kv_dtype) || args.key_scale.data == nullptr || args.value_scale.data == nullptr || has_mean) {
+      return Status::Error(
+          "quantized keys and values are int8 or fp8 with scales, and attended by no fully masked row");
+    }
+  }
   const HeadSizes sizes = AttentionLimits::HeadSizesOf(Target::kCpu, args.dtype);
   if (!sizes.Has(args.D) || !sizes.Has(args.Dv)) {
     return Status::Error("head sizes are 1 to " + std::to_string(sizes.largest));

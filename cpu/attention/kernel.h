@@ -31,11 +31,11 @@ void Pack(const AttentionProblem& problem, int64_t first, int64_t last, void* me
     if (panel * kPanel >= Min(end, problem.sequences[b].last * problem.n)) continue;
     const int64_t at = (b * args.G + g) * problem.panels + packed;
     const char* keys =
-        static_cast<const char*>(args.key) + SizeOf(args.dtype) * (b * args.key_stride.b + g * args.key_stride.h);
+        static_cast<const char*>(args.key) + SizeOf(KvType(args)) * (b * args.key_stride.b + g * args.key_stride.h);
     PackKeys(keys, panel, end, args, scratch, problem.packed_keys + at * args.D * kPanel);
     if (!problem.pack_values) continue;
-    const char* values =
-        static_cast<const char*>(args.value) + SizeOf(args.dtype) * (b * args.value_stride.b + g * args.value_stride.h);
+    const char* values = static_cast<const char*>(args.value) +
+                         SizeOf(KvType(args)) * (b * args.value_stride.b + g * args.value_stride.h);
     CopyValues(values, panel * kPanel, Min(kPanel, end - panel * kPanel), args, scratch.ldo,
                problem.packed_values + at * kPanel * scratch.ldo);
   }

@@ -205,7 +205,7 @@ inline void Worker<kInPlace>::InPlaceScores(const Strip& strip, const float* key
                                             const char* ahead) const {
   const float* q = scratch_.q + strip.row * scratch_.ldq;
   const float* start = args_.softcap > 0.0f ? kNoStart : scratch_.start + strip.row;
-  const int64_t lds = problem_.n, stride = item_size_ * args_.value_stride.s, bytes = item_size_ * args_.Dv;
+  const int64_t lds = problem_.n, stride = stored_size_ * args_.value_stride.s, bytes = stored_size_ * args_.Dv;
   const int64_t size = RoundUp(args_.D, kWidth);
   const int rows = rows_ - strip.row;
   const auto block = [&](int k, auto count) {

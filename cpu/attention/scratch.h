@@ -8,7 +8,7 @@
 
 #include "cpu/attention/attention.h"
 #include "cpu/attention/register_block.h"
-#include "cpu/simd/convert.h"
+#include "cpu/simd/quantized.h"
 
 namespace stof {
 namespace cpu {
@@ -52,10 +52,11 @@ struct Scratch {
     elements = Take<uint32_t>(problem.element_slots * problem.m * words);
     has_runs = args.elements != nullptr && args.elements->runs != nullptr;
     runs = Take<KeyTileRun>(has_runs ? problem.key_tiles : 0);
-    copy_values = problem.in_place && (args.dtype != DType::kF32 || args.Dv % kWidth != 0);
-    copy_keys = problem.in_place && (args.dtype != DType::kF32 || args.D % kWidth != 0);
+    const bool is_float = KvType(args) == DType::kF32;
+    copy_values = problem.in_place && (!is_float || args.Dv % kWidth != 0);
+    copy_keys = problem.in_place && (!is_float || args.D % kWidth != 0);
     values = Take<float>(copy_values ? problem.n * ldo : 0);
-    keys = Take<float>(copy_keys ? problem.n * ldq : args.dtype != DType::kF32 ? kPanel * ldq : 0);
+    keys = Take<float>(copy_keys ? problem.n * ldq : is_float ? 0 : kPanel * ldq);
     size = static_cast<size_t>(bytes_ - reinterpret_cast<char*>(base));
   }
 
@@ -98,7 +99,7 @@ inline int64_t EndOfKeys(const AttentionArgs& args, int64_t b) {
 
 inline void CopyRows(const char* from, DType dtype, int64_t stride, int64_t rows, int64_t size, int64_t ld, float* to) {
   for (int64_t i = 0; i < rows; ++i) {
-    ToFloats(from + i * stride * SizeOf(dtype), dtype, size, to + i * ld);
+    KvToFloats(from + i * stride * SizeOf(dtype), dtype, size, to + i * ld);
     for (int64_t d = size; d < ld; ++d) to[i * ld + d] = 0.0f;
   }
 }
@@ -107,11 +108,12 @@ inline void CopyRows(const char* from, DType dtype, int64_t stride, int64_t rows
 inline void PackKeys(const char* head, int64_t panel, int64_t keys, const AttentionArgs& args, const Scratch& scratch,
                      float* to) {
   const int64_t key0 = panel * kPanel, count = Min(kPanel, keys - key0);
-  const char* from = head + SizeOf(args.dtype) * key0 * args.key_stride.s;
-  if (args.dtype == DType::kF32) {
+  const DType dtype = KvType(args);
+  const char* from = head + SizeOf(dtype) * key0 * args.key_stride.s;
+  if (dtype == DType::kF32) {
     PackPanel(reinterpret_cast<const float*>(from), args.key_stride.s, count, args.D, to);
   } else {
-    CopyRows(from, args.dtype, args.key_stride.s, count, args.D, scratch.ldq, scratch.keys);
+    CopyRows(from, dtype, args.key_stride.s, count, args.D, scratch.ldq, scratch.keys);
     PackPanel(scratch.keys, scratch.ldq, count, args.D, to);
   }
 }
@@ -119,8 +121,8 @@ inline void PackKeys(const char* head, int64_t panel, int64_t keys, const Attent
 // Values of `rows` keys from key0 on, as floats with rows of ldo.
 inline void CopyValues(const char* head, int64_t key0, int64_t rows, const AttentionArgs& args, int64_t ldo,
                        float* to) {
-  CopyRows(head + SizeOf(args.dtype) * key0 * args.value_stride.s, args.dtype, args.value_stride.s, rows, args.Dv, ldo,
-           to);
+  const DType dtype = KvType(args);
+  CopyRows(head + SizeOf(dtype) * key0 * args.value_stride.s, dtype, args.value_stride.s, rows, args.Dv, ldo, to);
 }
 
 }  // namespace STOF_ISA::attention

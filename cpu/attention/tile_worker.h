@@ -23,7 +23,11 @@ class Worker {
 
  public:
   Worker(const AttentionProblem& problem, void* scratch)
-      : problem_(problem), args_(*problem.args), scratch_(problem, scratch), item_size_(SizeOf(args_.dtype)) {}
+      : problem_(problem),
+        args_(*problem.args),
+        scratch_(problem, scratch),
+        item_size_(SizeOf(args_.dtype)),
+        stored_size_(SizeOf(KvType(args_))) {}
 
   // Queries [row0, row0 + rows) of heads [h, h + heads) of one group. Row r is query row0 + r % rows of head
   // h + r / rows.
@@ -35,9 +39,9 @@ class Worker {
     queries_ = static_cast<int>(rows);
     rows_ = static_cast<int>(heads * rows);
     key_end_ = EndOfKeys(args_, b);
-    keys_ = static_cast<const char*>(args_.key) + item_size_ * (b * args_.key_stride.b + g_ * args_.key_stride.h);
+    keys_ = static_cast<const char*>(args_.key) + stored_size_ * (b * args_.key_stride.b + g_ * args_.key_stride.h);
     values_ =
-        static_cast<const char*>(args_.value) + item_size_ * (b * args_.value_stride.b + g_ * args_.value_stride.h);
+        static_cast<const char*>(args_.value) + stored_size_ * (b * args_.value_stride.b + g_ * args_.value_stride.h);
     group_ = b * args_.G + g_;
     prefetch_.Clear();
     LoadQueries();
@@ -47,13 +51,14 @@ class Worker {
   // Queues prefetches for the next item, which begins at row0: what it reads and writes, and this item does not.
   void QueuePrefetch(int64_t b, int64_t h, int64_t row0) {
     const int64_t g = h / (args_.H / args_.G), rows = Min(problem_.m, args_.S - row0);
-    const auto row = [this](const void* base, const Strides& stride, int64_t batch, int64_t head, int64_t position) {
-      return static_cast<const char*>(base) + item_size_ * (batch * stride.b + head * stride.h + position * stride.s);
+    const auto row = [](const void* base, int64_t item, const Strides& stride, int64_t batch, int64_t head,
+                        int64_t position) {
+      return static_cast<const char*>(base) + item * (batch * stride.b + head * stride.h + position * stride.s);
     };
-    prefetch_.Add(row(args_.query, args_.query_stride, b, h, row0), item_size_ * args_.query_stride.s, rows,
+    prefetch_.Add(row(args_.query, item_size_, args_.query_stride, b, h, row0), item_size_ * args_.query_stride.s, rows,
                   item_size_ * args_.D);
-    prefetch_.Add(row(args_.output, args_.output_stride, b, h, row0), item_size_ * args_.output_stride.s, rows,
-                  item_size_ * args_.Dv);
+    prefetch_.Add(row(args_.output, item_size_, args_.output_stride, b, h, row0), item_size_ * args_.output_stride.s,
+                  rows, item_size_ * args_.Dv);
     int64_t first = 0, last = 0, tiles = problem_.key_tiles;
     if (args_.mask != nullptr) {
       const int64_t here = MaskRow(b_, h_, row0_), there = MaskRow(b, h, row0);
@@ -64,10 +69,10 @@ class Worker {
         TileRange(there, &from, &to);
         for (int64_t tile = from > last ? from : last; tile < to && tile < last + 2; ++tile) {
           const int64_t key0 = tile * problem_.n, keys = Min(problem_.n, key_end_ - key0);
-          prefetch_.Add(row(args_.key, args_.key_stride, b, g, key0), item_size_ * args_.key_stride.s, keys,
-                        item_size_ * args_.D);
-          prefetch_.Add(row(args_.value, args_.value_stride, b, g, key0), item_size_ * args_.value_stride.s, keys,
-                        item_size_ * args_.Dv);
+          prefetch_.Add(row(args_.key, stored_size_, args_.key_stride, b, g, key0), stored_size_ * args_.key_stride.s,
+                        keys, stored_size_ * args_.D);
+          prefetch_.Add(row(args_.value, stored_size_, args_.value_stride, b, g, key0),
+                        stored_size_ * args_.value_stride.s, keys, stored_size_ * args_.Dv);
         }
       }
     }
@@ -242,7 +247,13 @@ class Worker {
       }
       for (; d < scratch_.ldq; ++d) to[d] = 0.0f;
       for (d = 0; d < scratch_.ldq; d += kWidth) Simd::Store(to + d, Simd::Mul(Simd::Load(from + d), factor));
+      if (args_.key_scale.data != nullptr && r < rows_) ScaleRow(args_.key_scale, args_.D, to);
     }
+  }
+  // Applies the scales of quantized keys to a query, or of values to an output.
+  void ScaleRow(const KvScale& scale, int64_t size, float* row) const {
+    const float* const own = scale.data + g_ * scale.stride_g;
+    for (int64_t d = 0; d < size; ++d) row[d] *= own[d * scale.stride_d];
   }
 
   void Clear() {
@@ -259,7 +270,7 @@ class Worker {
   const char* Ahead(const char* head, int64_t stride, int64_t tile) const {
     const bool is_copied = head == values_ ? scratch_.copy_values : scratch_.copy_keys;
     if (tile < 0 || is_copied || (tile + 1) * problem_.n > key_end_) return nullptr;
-    return head + item_size_ * tile * problem_.n * stride;
+    return head + stored_size_ * tile * problem_.n * stride;
   }
 
   // ---- a tile ----
@@ -281,7 +292,7 @@ class Worker {
     const float* keys_in_place = reinterpret_cast<const float*>(keys_) + key0 * args_.key_stride.s;
     int64_t ldk = args_.key_stride.s;
     if (kInPlace && scratch_.copy_keys) {
-      CopyRows(keys_ + item_size_ * key0 * args_.key_stride.s, args_.dtype, args_.key_stride.s, keys, args_.D,
+      CopyRows(keys_ + stored_size_ * key0 * args_.key_stride.s, KvType(args_), args_.key_stride.s, keys, args_.D,
                scratch_.ldq, scratch_.keys);
       keys_in_place = scratch_.keys;
       ldk = scratch_.ldq;
@@ -382,6 +393,7 @@ class Worker {
     for (int64_t d = 0; d < scratch_.ldo; d += kWidth) {
       Simd::Store(to + d, Simd::Mul(Simd::Load(scratch_.o + r * scratch_.ldo + d), scale));
     }
+    if (args_.value_scale.data != nullptr) ScaleRow(args_.value_scale, args_.Dv, to);
     if (!plain) FromFloats(scratch_.row, args_.dtype, args_.Dv, OutputRow(r));
   }
   void WriteEmptyRow(int r) {
@@ -414,7 +426,7 @@ class Worker {
   const AttentionProblem& problem_;
   const AttentionArgs& args_;
   Scratch scratch_;
-  const int64_t item_size_;
+  const int64_t item_size_, stored_size_;  // of query and output, of key and value
   int64_t b_ = 0, h_ = 0, g_ = 0, row0_ = 0;
   int rows_ = 0, queries_ = 0;  // rows of all heads, of one head
   int64_t key_end_ = 0;         // the number of keys of the sequence

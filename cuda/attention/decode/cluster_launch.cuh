@@ -125,7 +125,7 @@ constexpr KernelEntry MakeClusterKernel() {
 
 // kBlocks: blocks of 8 query rows that a CTA computes.
 template <int kHead, typename T, int kBlocks>
-constexpr KernelEntry kDecodeKernels[] = {MakeSplitKvKernel<kHead, T, kBlocks>(),
+constexpr KernelEntry kDecodeKernels[] = {MakeSplitKvKernel<kHead, T, T, kBlocks>(),
                                           MakeClusterKernel<kHead, T, kBlocks>()};
 
 template <typename T>

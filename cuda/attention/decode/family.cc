@@ -12,6 +12,12 @@ namespace cuda {
 namespace {
 
 KernelTable Find(const KernelProblem& problem) {
+  if (IsQuantized(problem.kv_dtype)) {
+    const bool is_int8 = problem.kv_dtype == DType::kI8;
+    if (problem.dtype == DType::kF16) return is_int8 ? FindDecodeF16Int8(problem) : FindDecodeF16Float8(problem);
+    if (problem.dtype == DType::kBF16) return is_int8 ? FindDecodeBf16Int8(problem) : FindDecodeBf16Float8(problem);
+    return KernelTable();
+  }
   if (problem.dtype == DType::kF16) return FindDecodeF16(problem);
   return problem.dtype == DType::kBF16 ? FindDecodeBf16(problem) : FindDecodeF32(problem);
 }
@@ -53,7 +59,7 @@ Status Run(AttentionJob* job, const KernelEntry&) {
   const KernelTable kernels = Find(problem);
   const KernelEntry& split_kv = kernels[kSplitKv];
   const auto& split_kv_code = split_kv.code_as<SplitKvCode>();
-  const auto& cluster_code = kernels[kCluster].code_as<ClusterCode>();
+  const auto* const cluster_code = kernels.size() > kCluster ? &kernels[kCluster].code_as<ClusterCode>() : nullptr;
   const int64_t tiles = has_range          ? MostTiles(args.window_left, args.S, args.T)
                         : entry == nullptr ? (args.T + kTileKeys - 1) / kTileKeys
                                            : entry->longest_row();
@@ -62,13 +68,14 @@ Status Run(AttentionJob* job, const KernelEntry&) {
   if (entry != nullptr && entry->one_row()) {
     params.row_begin = 0, params.row_full = entry->one_row_full(), params.row_end = static_cast<int32_t>(tiles);
   }
-  const int item = args.dtype == DType::kF32 ? 4 : 2;
+  params.key_scale = args.key_scale, params.value_scale = args.value_scale;
+  const auto item = static_cast<int>(SizeOf(KvType(args)));
   int clusters[kClusterSizes] = {};
-  if (job->device().capability >= 90) cluster_code.clusters(clusters);
+  if (cluster_code != nullptr && job->device().capability >= 90) cluster_code->clusters(clusters);
   const KernelEntry* const requested = FindRequested(kernels, job->request());
   const int only = requested == nullptr ? -1 : static_cast<int>(requested - kernels.begin());
   const DecodeChoice choice = ChooseDecode(split_kv.ctas_per_sm, params.attention, item, tiles, blocks, job->device(),
-                                           cluster_code.tiles_at_once, clusters, only);
+                                           cluster_code == nullptr ? 1 : cluster_code->tiles_at_once, clusters, only);
   params.splits = choice.splits;
   // The combine step finds fully masked rows; if they attend all keys, a second pass computes them.
   const bool second = job->NeedsEmptyRowPass(params.attention.has_mask != 0, entry.get());
@@ -92,7 +99,7 @@ Status Run(AttentionJob* job, const KernelEntry&) {
     if (second) params.empty_rows = reinterpret_cast<int32_t*>(memory + states + sums);
     break;
   }
-  const auto launch = choice.cluster ? cluster_code.launch : split_kv_code.launch;
+  const auto launch = choice.cluster ? cluster_code->launch : split_kv_code.launch;
   for (params.second_pass = 0; params.second_pass <= (second ? 1 : 0); ++params.second_pass) {
     STOF_RETURN_IF_ERROR(CheckLaunch(launch(params, job->stream())));
     if (params.split_output != nullptr) {
@@ -111,7 +118,7 @@ Status Prepare(AttentionJob* job, const KernelEntry&) {
 constexpr KernelFamily MakeFamily() {
   KernelFamily family;
   family.role = KernelRole::kDecode;
-  family.takes_16_bit = family.takes_fp32 = true;
+  family.takes_16_bit = family.takes_fp32 = family.takes_quantized = true;
   family.most_queries = kDecodeQueries;
   family.needs_aligned_rows = true;
   family.find = Find, family.run = Run, family.prepare = Prepare;

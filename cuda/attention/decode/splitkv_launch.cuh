@@ -11,38 +11,55 @@
 namespace stof {
 namespace cuda {
 
-template <int kHead, typename T, int kBlocks>
+template <int kHead, typename T, typename Stored, int kBlocks>
 int LaunchDecode(const DecodeParams& params, void* stream) {
-  using S = DecodeShape<kHead, T, kBlocks>;
+  using S = DecodeShape<kHead, T, Stored, kBlocks>;
   const AttentionParams& p = params.attention;
   const int64_t blocks = (int64_t{params.heads} * p.S + S::kRows - 1) / S::kRows * (p.H / p.G / params.heads);
   DecodeParams copy = params;
   void* arguments[] = {&copy};
-  return static_cast<int>(cudaLaunchKernel(reinterpret_cast<const void*>(DecodeAttention<kHead, T, kBlocks>),
+  return static_cast<int>(cudaLaunchKernel(reinterpret_cast<const void*>(DecodeAttention<kHead, T, Stored, kBlocks>),
                                            dim3(static_cast<unsigned>(int64_t{p.B} * p.G * params.splits * blocks)),
                                            dim3(S::kThreads), arguments, 0, static_cast<cudaStream_t>(stream)));
 }
 
-template <int kHead, typename T, int kBlocks>
+template <int kHead, typename T, typename Stored, int kBlocks>
 constexpr SplitKvCode MakeSplitKvCode() {
   SplitKvCode code;
-  code.launch = LaunchDecode<kHead, T, kBlocks>;
+  code.launch = LaunchDecode<kHead, T, Stored, kBlocks>;
   code.combine = LaunchCombine<T>;
   return code;
 }
-template <int kHead, typename T, int kBlocks>
-constexpr SplitKvCode kSplitKvCode = MakeSplitKvCode<kHead, T, kBlocks>();
+template <int kHead, typename T, typename Stored, int kBlocks>
+constexpr SplitKvCode kSplitKvCode = MakeSplitKvCode<kHead, T, Stored, kBlocks>();
 
-template <int kHead, typename T, int kBlocks>
+template <int kHead, typename T, typename Stored, int kBlocks>
 constexpr KernelEntry MakeSplitKvKernel() {
-  using S = DecodeShape<kHead, T, kBlocks>;
+  using S = DecodeShape<kHead, T, Stored, kBlocks>;
   KernelEntry kernel;
   kernel.name = "decode-splitkv";
   kernel.head_size = kHead;
   kernel.rows = S::kRows, kernel.keys = kTileKeys;
   kernel.ctas_per_sm = S::kCtas;
-  kernel.code = &kSplitKvCode<kHead, T, kBlocks>;
+  kernel.code = &kSplitKvCode<kHead, T, Stored, kBlocks>;
   return kernel;
+}
+
+// The tables of quantized keys and values: there is no cluster kernel. kBlocks: blocks of 8 query rows that a CTA
+// computes.
+template <int kHead, typename T, typename Stored, int kBlocks>
+constexpr KernelEntry kQuantizedDecodeKernels[] = {MakeSplitKvKernel<kHead, T, Stored, kBlocks>()};
+
+template <typename T, typename Stored>
+KernelTable FindQuantizedDecode(const KernelProblem& problem) {
+  const bool few = problem.packed_queries <= 8;
+  if (problem.head_size <= 64) {
+    return few ? kQuantizedDecodeKernels<64, T, Stored, 1> : kQuantizedDecodeKernels<64, T, Stored, 2>;
+  }
+  if (problem.head_size <= 128) {
+    return few ? kQuantizedDecodeKernels<128, T, Stored, 1> : kQuantizedDecodeKernels<128, T, Stored, 2>;
+  }
+  return kQuantizedDecodeKernels<256, T, Stored, 1>;
 }
 
 }  // namespace cuda

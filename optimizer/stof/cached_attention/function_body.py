@@ -47,6 +47,7 @@ class CacheVariant:
     attributes: tuple[bytes, ...]
     given: tuple[bool, ...]
     dtype: int
+    cache_dtype: int
     num_heads: int = 0
     pattern: str = ""
 
@@ -56,7 +57,7 @@ class CacheVariant:
         attributes = sorted(site.node.attribute, key=lambda a: str(a.name))
         given = tuple(bool(name) for name in site.read_inputs)
         serialized = tuple(a.SerializeToString(deterministic=True) for a in attributes)
-        variant = cls(site.node.op_type, serialized, given, site.dtype)
+        variant = cls(site.node.op_type, serialized, given, site.dtype, site.cache_dtype)
         return variant if site.declared is None else replace(variant, num_heads=site.num_heads, pattern=site.mask)
 
     def nodes(self, name: str, opset: int, outputs: Sequence[str]) -> list[onnx.NodeProto]:
@@ -135,7 +136,8 @@ def _select(variants: Sequence[CacheVariant], i: int, opset: int, outputs: Seque
             inner = variants[i].nodes(f"variant{i}", opset, own)
         else:
             inner = _select(variants, i + 1, opset, own)
-        infos = [helper.make_tensor_value_info(name, variants[i].dtype, None) for name in own]
+        types = (variants[i].dtype, variants[i].cache_dtype, variants[i].cache_dtype)
+        infos = [helper.make_tensor_value_info(n, t, None) for n, t in zip(own, types, strict=True)]
         graphs.append(helper.make_graph(inner, f"{word}{i}", [], infos))
     return [
         helper.make_node("Constant", [], [index], name=index, value_int=i),
