@@ -53,8 +53,9 @@ struct Scratch {
     has_runs = args.elements != nullptr && args.elements->runs != nullptr;
     runs = Take<KeyTileRun>(has_runs ? problem.key_tiles : 0);
     const bool is_float = KvType(args) == DType::kF32;
-    copy_values = problem.in_place && (!is_float || args.Dv % kWidth != 0);
-    copy_keys = problem.in_place && (!is_float || args.D % kWidth != 0);
+    const bool is_converted_as_loaded = is_float || IsQuantized(KvType(args));
+    copy_values = problem.in_place && (!is_converted_as_loaded || args.Dv % kWidth != 0);
+    copy_keys = problem.in_place && (!is_converted_as_loaded || args.D % kWidth != 0);
     values = Take<float>(copy_values ? problem.n * ldo : 0);
     keys = Take<float>(copy_keys ? problem.n * ldq : is_float ? 0 : kPanel * ldq);
     size = static_cast<size_t>(bytes_ - reinterpret_cast<char*>(base));
@@ -104,25 +105,38 @@ inline void CopyRows(const char* from, DType dtype, int64_t stride, int64_t rows
   }
 }
 
-// One panel of a head that has `keys` keys.
-inline void PackKeys(const char* head, int64_t panel, int64_t keys, const AttentionArgs& args, const Scratch& scratch,
-                     float* to) {
-  const int64_t key0 = panel * kPanel, count = Min(kPanel, keys - key0);
+// Rows of keys or values.
+struct Rows {
+  const char* data;
+  int64_t stride;  // in elements
+  // `count` rows further.
+  Rows From(int64_t count, int64_t item_size) const { return {data + item_size * count * stride, stride}; }
+};
+// Rows of the keys, or of the values, of a tile: gathered columns come first. head: those of the other keys of KV head
+// `group`, which is b * G + g.
+inline Rows RowsOfTile(const AttentionProblem& problem, const char* head, int64_t stride, const char* columns,
+                       int64_t size, int64_t group, int64_t tile) {
+  const int64_t item = SizeOf(KvType(*problem.args)), n = problem.n;
+  if (tile < problem.column_tiles) {
+    return {columns + item * size * n * (group * problem.column_tiles + tile), size};
+  }
+  return {head + item * stride * n * (tile - problem.column_tiles), stride};
+}
+
+// Packs one panel of `count` keys.
+inline void PackKeys(const Rows& from, int64_t count, const AttentionArgs& args, const Scratch& scratch, float* to) {
   const DType dtype = KvType(args);
-  const char* from = head + SizeOf(dtype) * key0 * args.key_stride.s;
   if (dtype == DType::kF32) {
-    PackPanel(reinterpret_cast<const float*>(from), args.key_stride.s, count, args.D, to);
+    PackPanel(reinterpret_cast<const float*>(from.data), from.stride, count, args.D, to);
   } else {
-    CopyRows(from, dtype, args.key_stride.s, count, args.D, scratch.ldq, scratch.keys);
+    CopyRows(from.data, dtype, from.stride, count, args.D, scratch.ldq, scratch.keys);
     PackPanel(scratch.keys, scratch.ldq, count, args.D, to);
   }
 }
 
-// Values of `rows` keys from key0 on, as floats with rows of ldo.
-inline void CopyValues(const char* head, int64_t key0, int64_t rows, const AttentionArgs& args, int64_t ldo,
-                       float* to) {
-  const DType dtype = KvType(args);
-  CopyRows(head + SizeOf(dtype) * key0 * args.value_stride.s, dtype, args.value_stride.s, rows, args.Dv, ldo, to);
+// Values of `count` keys, as floats with rows of ldo.
+inline void CopyValues(const Rows& from, int64_t count, const AttentionArgs& args, int64_t ldo, float* to) {
+  CopyRows(from.data, KvType(args), from.stride, count, args.Dv, ldo, to);
 }
 
 }  // namespace STOF_ISA::attention

@@ -97,6 +97,14 @@ inline void StoredToFloats(const Stored* from, int64_t count, float* to) {
   for (; i < count; ++i) to[i] = ToFloat(from[i]);
 }
 
+// Calls use(data) with data as fp32, int8 or fp8 values.
+template <typename Use>
+inline void AsStored(const void* data, DType dtype, const Use& use) {
+  if (dtype == DType::kI8) return use(static_cast<const int8_t*>(data));
+  if (dtype == DType::kF8E4M3) return use(static_cast<const Float8*>(data));
+  use(static_cast<const float*>(data));
+}
+
 // Values of any type that keys and values may have.
 inline void KvToFloats(const void* source, DType dtype, int64_t count, float* to) {
   if (dtype == DType::kI8) return StoredToFloats(static_cast<const int8_t*>(source), count, to);

@@ -25,7 +25,8 @@
 namespace stof {
 namespace cuda {
 
-template <int kHead, typename T, typename Stored, int kBlocks>
+// kColumns: key columns beside the key range (key_range.h).
+template <int kHead, typename T, typename Stored, int kBlocks, bool kColumns>
 class Decode {
   using S = DecodeShape<kHead, T, Stored, kBlocks>;
   static constexpr bool kFloat = sizeof(T) == 4;
@@ -66,6 +67,16 @@ class Decode {
     if (HasRange()) {
       full_ = MakeKeyRange(params.first_rows[b_], params.window_left, p_.T).first;
       FindTiles(range(), p_.S, p_.T, &begin, &end);
+      if constexpr (kColumns) {
+        const DeviceColumns& columns = params.columns;
+        const int list = columns.lists == 1 ? 0 : g;
+        list_ = columns.list + static_cast<int64_t>(list) * columns.stride;
+        words_ = columns.words + static_cast<int64_t>(list) * 2 * columns.tiles;
+        const int below = __ldg(columns.below + static_cast<int64_t>(list) * (columns.tiles + 1) + begin);
+        entries_ = MakeColumnEntries(below, columns.gathers != 0, begin);
+        end += entries_.tiles - begin;
+        begin = 0;
+      }
     } else if (masked_) {
       const DeviceMask& mask = p_.mask;
       const int table = mask.layout[LayoutPlace(params, b_, head0_)];
@@ -159,7 +170,23 @@ class Decode {
     while (next_ < end_) {
       const int at = next_;
       next_ += S::kTilesAtOnce;
-      if (masked_) {
+      if constexpr (kColumns) {
+        if (at < entries_.tiles) {
+          entry.bits = -1;
+          if (params_.columns.gathers != 0) {
+            entry.tile = at + kGathered;
+            entry.pad = BitsOfColumns(entries_, at, first_key_ / 32 * 32);
+          } else {
+            entry.tile = __ldg(list_ + at);
+            entry.pad = __ldg(words_ + 2 * entry.tile + first_key_ / 32);
+          }
+          if (entry.pad == 0) continue;
+          return entry;
+        }
+        entry.tile = entries_.range_begin + at - entries_.tiles;
+        entry.bits = IsFullTile(range(), p_.S, entry.tile) ? -1 : 0;
+        entry.pad = ~0u;
+      } else if (masked_) {
         entry.tile = p_.mask.key_tile[at];
         entry.bits = at < full_ ? p_.mask.bits_id[at] : -1;
       } else {
@@ -178,6 +205,16 @@ class Decode {
     }
     entry.tile = -1;
     return entry;
+  }
+
+  // The key at a place of an entry, whose bit of pad is set.
+  __device__ __forceinline__ int KeyAt(const Entry& entry, int place, bool is_there) const {
+    if constexpr (kColumns) {
+      if (entry.tile >= kGathered) {
+        return is_there ? __ldg(list_ + (entry.tile - kGathered) * kTileKeys + place) : 0;
+      }
+    }
+    return entry.tile * kTileKeys + place;
   }
 
   // ---- memory ----
@@ -231,12 +268,11 @@ class Decode {
   __device__ __forceinline__ void FetchKeys(const Entry& entry, int buffer) {
     if (entry.tile < 0) return;
     const int place = first_key_ + (S::kHalfBuffers ? 0 : 16 * buffer) + lane_ / 4;
-    const int key0 = entry.tile * kTileKeys + place;
     const uint32_t there = entry.pad >> place % 32;
     const int chunk0 = S::kHalfBuffers ? buffer * S::kChunks : 0;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int key = key0 + 8 * i;
+      const int key = KeyAt(entry, place + 8 * i, (there >> 8 * i & 1u) != 0);
       const Stored* row = key_ + key * p_.key_stride.s;
 #pragma unroll
       for (int c = 0; c < S::kChunks; ++c) {
@@ -251,13 +287,12 @@ class Decode {
   }
   __device__ __forceinline__ void FetchValues(const Entry& entry, int buffer) {
     const int place = first_key_ + (S::kHalfBuffers ? 0 : 16 * buffer);
-    const int key0 = entry.tile * kTileKeys + place;
     const uint32_t there = entry.pad >> place % 32;
     constexpr int kWide = S::kChunks / 2;
     const int chunk0 = S::kHalfBuffers ? buffer * kWide : 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int key = key0 + ValueKey(i);
+      const int key = KeyAt(entry, place + ValueKey(i), (there >> ValueKey(i) & 1u) != 0);
       const Stored* row = value_ + key * p_.value_stride.s;
 #pragma unroll
       for (int c = 0; c < kWide; ++c) {
@@ -387,8 +422,14 @@ class Decode {
       uint32_t word[2] = {entry.pad, entry.pad};
       if (entry.bits >= 0 && HasRange()) {
         const int key = entry.tile * kTileKeys + first_key_ / 32 * 32;
-        word[0] &= BitsOfKeys(range(), query_[n][0], key);
-        word[1] &= BitsOfKeys(range(), query_[n][1], key);
+        uint32_t columns = 0;
+        if constexpr (kColumns) columns = __ldg(words_ + 2 * entry.tile + first_key_ / 32);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          uint32_t own = BitsOfKeys(range(), query_[n][r], key);
+          if constexpr (kColumns) own |= columns & BitsUpToQuery(range(), query_[n][r], key);
+          word[r] &= own;
+        }
       } else if (entry.bits >= 0) {
         const uint32_t* bits = p_.mask.bits + static_cast<int64_t>(entry.bits) * kDecodeTileRows * 2 + first_key_ / 32;
         word[0] &= __ldg(bits + 2 * MaskRow(params_, head_[n][0] - head0_, query_[n][0]));
@@ -511,9 +552,14 @@ class Decode {
     }
   }
 
+  static constexpr int kGathered = 1 << 24;  // added to the index of an entry of gathered columns
+
   const DecodeParams& params_;
   const AttentionParams& p_;
   Shared& shared_;
+  ColumnEntries entries_;
+  const int32_t* list_ = nullptr;
+  const uint32_t* words_ = nullptr;
   int b_, head0_, block_, split_, warp_, lane_, next_, end_, first_key_;
   int full_ = 0;  // where the entries of full tiles begin; with a key range its `first`, to save a register
   bool masked_, has_tiles_;
@@ -526,11 +572,11 @@ class Decode {
   float max_[kBlocks][2], sum_[kBlocks][2];
 };
 
-template <int kHead, typename T, typename Stored, int kBlocks>
+template <int kHead, typename T, typename Stored, int kBlocks, bool kColumns>
 __global__ void __launch_bounds__(DecodeShape<kHead, T, Stored, kBlocks>::kThreads,
                                   DecodeShape<kHead, T, Stored, kBlocks>::kCtas)
     DecodeAttention(const __grid_constant__ DecodeParams params) {
-  using Kernel = Decode<kHead, T, Stored, kBlocks>;
+  using Kernel = Decode<kHead, T, Stored, kBlocks, kColumns>;
   __shared__ typename Kernel::Shared shared;
   Kernel(params, shared).Run();
 }

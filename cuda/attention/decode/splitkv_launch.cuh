@@ -11,22 +11,24 @@
 namespace stof {
 namespace cuda {
 
-template <int kHead, typename T, typename Stored, int kBlocks>
+template <int kHead, typename T, typename Stored, int kBlocks, bool kColumns>
 int LaunchDecode(const DecodeParams& params, void* stream) {
   using S = DecodeShape<kHead, T, Stored, kBlocks>;
   const AttentionParams& p = params.attention;
   const int64_t blocks = (int64_t{params.heads} * p.S + S::kRows - 1) / S::kRows * (p.H / p.G / params.heads);
   DecodeParams copy = params;
   void* arguments[] = {&copy};
-  return static_cast<int>(cudaLaunchKernel(reinterpret_cast<const void*>(DecodeAttention<kHead, T, Stored, kBlocks>),
-                                           dim3(static_cast<unsigned>(int64_t{p.B} * p.G * params.splits * blocks)),
-                                           dim3(S::kThreads), arguments, 0, static_cast<cudaStream_t>(stream)));
+  return static_cast<int>(
+      cudaLaunchKernel(reinterpret_cast<const void*>(DecodeAttention<kHead, T, Stored, kBlocks, kColumns>),
+                       dim3(static_cast<unsigned>(int64_t{p.B} * p.G * params.splits * blocks)), dim3(S::kThreads),
+                       arguments, 0, static_cast<cudaStream_t>(stream)));
 }
 
 template <int kHead, typename T, typename Stored, int kBlocks>
 constexpr SplitKvCode MakeSplitKvCode() {
   SplitKvCode code;
-  code.launch = LaunchDecode<kHead, T, Stored, kBlocks>;
+  code.launch = LaunchDecode<kHead, T, Stored, kBlocks, false>;
+  code.launch_columns = LaunchDecode<kHead, T, Stored, kBlocks, true>;
   code.combine = LaunchCombine<T>;
   return code;
 }

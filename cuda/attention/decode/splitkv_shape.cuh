@@ -33,7 +33,9 @@ struct DecodeShape {
   static constexpr int kQueriesPerLoad = kPerLoad / kPerQueryLoad;  // query chunks for a chunk of keys
   static constexpr int kOutputs = kHead / 16;                       // blocks of 16 output elements
   static constexpr int kRegisters = kHead * static_cast<int>(sizeof(Stored)) * kBlocks;
-  static constexpr int kCtas = kRegisters <= 128 ? 4 : kRegisters <= 256 ? 3 : 2;  // CTAs an SM
+  // CTAs an SM. What quantized values are converted to takes registers besides.
+  static constexpr bool kHasFewRegisters = sizeof(Stored) == 1 && (kBlocks > 1 || kHead > 128);
+  static constexpr int kCtas = (kRegisters <= 128 ? 4 : kRegisters <= 256 ? 3 : 2) - (kHasFewRegisters ? 1 : 0);
 };
 
 // Loads 16 or 8 bytes that are read once; zeros where not `valid`.

@@ -15,6 +15,7 @@
 
 namespace stof {
 
+class KeyColumns;      // plugins/core/mask/key_columns.h
 struct AttentionMask;  // plugins/core/mask/attention_mask.h
 struct ExprSizes;      // plugins/core/mask/expr.h
 struct RunContext;     // plugins/core/contract/op.h
@@ -60,6 +61,10 @@ struct AttentionArgs {
   // The static conjuncts, asked for the partial tiles of `mask` without bits, and for all tiles where `mask` is
   // nullptr.
   const DynamicMask* elements = nullptr;
+  // The CPU alone: the first columns->packed() of the T keys are copies of these columns, which the kernel gathers. key
+  // and value hold the other keys, and the masks are over all T. nullptr: none. Then there is no padding and no bias,
+  // and fully masked rows attend nothing.
+  const KeyColumns* columns = nullptr;
   // ---- attention over a KV cache ----
   // [B]: the index of the key at the position of query 0 of each sequence; nullptr: there is no cache.
   const int32_t* first_rows = nullptr;
@@ -70,6 +75,9 @@ struct AttentionArgs {
   // key_ends[b]). The mask says the same: a kernel may use either. CUDA kernels get first_rows in this case alone.
   bool is_key_range = false;
   int64_t window_left = -1;  // -1: no bound
+  // Devices alone: beside the key range, each query attends those of these columns that are before it. They are of T
+  // keys or more, and IsLimitedToKeyRange holds. nullptr: none.
+  const KeyColumns* range_columns = nullptr;
   // [B], devices alone: first_rows[b] is seqlens[b] + 1 - S where is_invalid[b] is 0. The previous kernel of the stream
   // writes neither seqlens nor keys and values below first_rows: they may be read before it ends. nullptr: it may write
   // them.
@@ -104,6 +112,9 @@ struct AttentionBackend {
   // reads no run-time vector.
   Status (*run)(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
                 const Tables& operands, const RunContext& context) = nullptr;
+  // Uploads key columns, which AttentionArgs::range_columns may then be. They stay as long as the KeyColumns. is_ready
+  // false: the stream is captured, and they are not on the device yet.
+  Status (*upload_columns)(const KeyColumns& columns, const RunContext& context, bool* is_ready) = nullptr;
   // Makes the block mask that the first `run` with these sizes would make, on a stream of its own, and has the driver
   // load the kernels. Pointers of args, pad and operands are not followed: only their presence and alignment count.
   // context: kernel, and keeper where the mask shall live as long as that.

@@ -16,6 +16,7 @@
 #include "plugins/core/mask/cached_mask.h"
 #include "plugins/core/ops/attention_operands.h"
 #include "plugins/core/ops/attention_shapes.h"
+#include "plugins/core/ops/cached_attention_columns.h"
 
 namespace stof {
 namespace {
@@ -130,6 +131,8 @@ Status CachedAttentionOp::MakeMask(const Inputs& inputs, std::shared_ptr<const C
   if (attributes_.sliding_window > 0 && !IsOfDistances(made->expr)) {
     return Status::Error("attribute mask is not one of distances (q - k) alone, which a sliding-window cache demands");
   }
+  const int64_t group = attributes_.num_heads / attributes_.kv_num_heads;
+  if (AreHeadsAlike(made->expr, attributes_.num_heads, group)) made->alike_heads = group;
   *mask = std::move(made);
   return Status();
 }
@@ -406,12 +409,9 @@ Status CachedAttentionOp::RunOnCpu(const CachedMask& mask, const RunContext& con
     const int64_t tokens = a.is_first_prompt ? int64_t{a.seqlens[b]} + 1 : a.S;
     ends[static_cast<size_t>(b)] = static_cast<int32_t>(a.first_row[b] + tokens);
   }
-  t.key_ends = ends.data();
   t.T = *std::max_element(ends.begin(), ends.end());
-  const ExprSizes sizes = {a.B, a.H, a.S, t.T, 0};
   std::unique_ptr<BoundCachedMask> bound;
-  STOF_RETURN_IF_ERROR(BoundCachedMask::Make(mask.expr, sizes, a.first_row, t.key_ends, &bound));
-  t.elements = bound->view();
+  STOF_RETURN_IF_ERROR(BindMaskOnCpu(mask, a, &t, &ends, &bound));
   const int threads = std::max(1, context.parallel.threads);
   const CpuAttentionConfig config = ChooseCpuAttention(t, threads);
   void* workspace = nullptr;
@@ -428,6 +428,10 @@ Status CachedAttentionOp::RunOnCuda(const CachedMask& mask, const Tables& given,
     return Status::Error("the tables of the mask are no constants, which the CUDA kernels need them to be");
   }
   CacheAppendArgs& a = step->append;
+  RunContext own = context;
+  if (own.keeper == nullptr) own.keeper = &keeper_;
+  std::shared_ptr<const ColumnSource::Gathered> columns;
+  STOF_RETURN_IF_ERROR(UseKeyColumnsOnDevice(mask, a, backend->attention, own, &step->attention, &columns));
   STOF_RETURN_IF_ERROR(CheckCudaAttention(step->attention));  // before the cache changes
   a.most_keys = step->total;
   if (!IsLimitedToKeyRange(step->attention)) a.clear_end = step->attention.T;
@@ -437,8 +441,6 @@ Status CachedAttentionOp::RunOnCuda(const CachedMask& mask, const Tables& given,
   STOF_RETURN_IF_ERROR(backend->cached_attention.append(a, context));
   if (a.B == 0 || a.S == 0) return Status();
   const ExprSizes sizes = {a.B, a.H, a.S, step->attention.T, 0};
-  RunContext own = context;
-  if (own.keeper == nullptr) own.keeper = &keeper_;
   // The mask of a first prompt is constant: its block mask is made once, and kernels with a tile schedule take it.
   if (a.is_first_prompt) {
     return backend->attention.run(step->attention, nullptr, *mask.of_first_prompt, sizes, given, own);

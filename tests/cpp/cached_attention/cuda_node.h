@@ -42,7 +42,17 @@ inline constexpr Mask kMasks[] = {
     {"q - k < 4 or k % 3 == 0", [](int64_t, int64_t q, int64_t k) { return q - k < 4 || k % 3 == 0; }, false},
     {"k <= q and (k % 4 != h % 4 or k == q)", [](int64_t h, int64_t q, int64_t k) { return k % 4 != h % 4 || k == q; },
      false},
+    // With key columns: single keys, per KV head of groups of 1, 2 and 4; strided blocks; sinks.
+    {"q - k < 20 or k % 37 == 0", [](int64_t, int64_t q, int64_t k) { return q - k < 20 || k % 37 == 0; }, false},
+    {"k <= q and (q - k < 70 or (k + 5 * (h // 4)) % 23 == 0)",
+     [](int64_t h, int64_t q, int64_t k) { return q - k < 70 || (k + 5 * (h / 4)) % 23 == 0; }, false},
+    {"k <= q and (q - k < 128 or (k // 64 + h // 4) % 4 == 0)",
+     [](int64_t h, int64_t q, int64_t k) { return q - k < 128 || (k / 64 + h / 4) % 4 == 0; }, false},
+    {"k <= q and (q - k < 40 or (k // 48 + h // 4) % 3 == 0)",
+     [](int64_t h, int64_t q, int64_t k) { return q - k < 40 || (k / 48 + h / 4) % 3 == 0; }, false},
+    {"k <= q and (k < 4 or q - k < 33)", [](int64_t, int64_t q, int64_t k) { return k < 4 || q - k < 33; }, false},
 };
+constexpr int kFirstColumnMask = 5, kColumnMasks = 5;
 
 // An append problem, and what the op computes with it.
 struct Step {
