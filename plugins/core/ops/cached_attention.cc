@@ -271,13 +271,11 @@ Status CachedAttentionOp::Bind(const Inputs& inputs, Step* step) const {
     return Status::Error("attention_bias is given, expected none beside attribute sliding_window_cache");
   }
   AttentionArgs& t = step->attention;
-  t.B = a.B, t.H = a.H, t.G = a.G, t.S = a.S, t.D = a.D, t.Dv = a.D;
-  t.T = step->total;
+  t.B = a.B, t.H = a.H, t.G = a.G, t.S = a.S, t.T = step->total, t.D = t.Dv = a.D;
   t.dtype = a.dtype;
   if (IsQuantized(CacheType(a))) t.kv_dtype = a.cache_dtype, t.key_scale = a.key_scale, t.value_scale = a.value_scale;
   t.scale = attributes_.scale != 0.0f ? attributes_.scale : 1.0f / std::sqrt(static_cast<float>(a.D));
-  t.softcap = attributes_.softcap;
-  t.kernel = attributes_.kernel.c_str();
+  t.softcap = attributes_.softcap, t.kernel = attributes_.kernel.c_str();
   t.output_stride = {a.S * a.H * a.D, a.D, a.H * a.D};
   return Status();
 }
