@@ -8,17 +8,13 @@
 #include <cstring>
 
 #include "cpu/simd/convert.h"
+#include "plugins/core/base/float8.h"
 #include "plugins/core/contract/kv_scale.h"
 #include STOF_SIMD
 
 namespace stof {
 namespace cpu {
 namespace STOF_ISA {
-
-// An fp8 value in memory: sign, 4 bits of exponent with bias 7, 3 of the significand; 0x7f and 0xff are NaN.
-struct Float8 {
-  uint8_t bits;
-};
 
 inline float ToFloat(int8_t x) { return static_cast<float>(x); }
 inline float ToFloat(Float8 x) {

@@ -5,8 +5,8 @@
 #include <cstdint>
 
 #include "cuda/attention/dequantize.h"
-#include "cuda/common/mma_sm80.cuh"
 #include "cuda/common/quantized.cuh"
+#include "cuda/common/round.cuh"
 #include "cuda/common/status.h"
 
 namespace stof {
@@ -30,21 +30,6 @@ struct DequantizeParams {
   int64_t B = 0, G = 0, T = 0;
 };
 
-template <typename T>
-__device__ __forceinline__ T RoundTo(float x);
-template <>
-__device__ __forceinline__ float RoundTo<float>(float x) {
-  return x;
-}
-template <>
-__device__ __forceinline__ __half RoundTo<__half>(float x) {
-  return __float2half_rn(x);
-}
-template <>
-__device__ __forceinline__ __nv_bfloat16 RoundTo<__nv_bfloat16>(float x) {
-  return __float2bfloat16_rn(x);
-}
-
 // blockIdx.y: keys or values. A thread takes kPiece neighbours of a row, 4 or 1.
 template <typename T, typename Stored, int kPiece>
 __global__ void __launch_bounds__(kThreads) DequantizeKernel(const __grid_constant__ DequantizeParams params) {
@@ -66,7 +51,7 @@ __global__ void __launch_bounds__(kThreads) DequantizeKernel(const __grid_consta
     UnpackFloats(word, x, Stored());
     const float* const scale = source.scale.data + g * source.scale.stride_g;
 #pragma unroll
-    for (int e = 0; e < kPiece; ++e) to[e] = RoundTo<T>(x[e] * scale[(d + e) * source.scale.stride_d]);
+    for (int e = 0; e < kPiece; ++e) to[e] = Round<T>(x[e] * scale[(d + e) * source.scale.stride_d]);
   }
 }
 

@@ -21,7 +21,7 @@
 #include "cuda/cached_attention/cache_rows.h"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/mma_sm80.cuh"
-#include "cuda/common/quantized.cuh"
+#include "cuda/common/round.cuh"
 #include "cuda/common/status.h"
 #include "plugins/core/contract/op.h"
 
@@ -50,31 +50,6 @@ template <typename T, int kPieceElements>
 struct alignas(sizeof(T) * kPieceElements) Piece {
   T at[kPieceElements];
 };
-
-template <typename T>
-__device__ __forceinline__ T Round(float x);
-template <>
-__device__ __forceinline__ float Round<float>(float x) {
-  return x;
-}
-template <>
-__device__ __forceinline__ __half Round<__half>(float x) {
-  return __float2half_rn(x);
-}
-template <>
-__device__ __forceinline__ __nv_bfloat16 Round<__nv_bfloat16>(float x) {
-  return __float2bfloat16_rn(x);
-}
-
-// Rounds to the type of a quantized cache: nearest even, saturating. NaN becomes 127 in int8 and stays NaN in fp8.
-template <>
-__device__ __forceinline__ int8_t Round<int8_t>(float x) {
-  return static_cast<int8_t>(__float2int_rn(fmaxf(fminf(x, 127.0f), -128.0f)));
-}
-template <>
-__device__ __forceinline__ Float8 Round<Float8>(float x) {
-  return {__nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3)};
-}
 
 // T: the type of new tokens. Stored: that of the caches and of staging.
 // kSlides: there are slide CTAs. They need more registers than other launches should take.

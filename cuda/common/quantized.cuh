@@ -10,13 +10,10 @@
 
 #include <cstdint>
 
+#include "plugins/core/base/float8.h"
+
 namespace stof {
 namespace cuda {
-
-// An fp8 value in memory.
-struct Float8 {
-  uint8_t bits;
-};
 
 template <typename Pair>
 __device__ __forceinline__ uint32_t BitsOf(const Pair& pair) {

@@ -11,6 +11,8 @@
 //
 // Quantized keys and values (int8, fp8) become fp16 or bf16 behind the load, exactly. Their scales are folded into
 // queries and scores, and into the output.
+//
+// Over 500 lines: one class, whose members share registers.
 #ifndef STOF_CUDA_ATTENTION_DECODE_SPLITKV_CUH_
 #define STOF_CUDA_ATTENTION_DECODE_SPLITKV_CUH_
 
