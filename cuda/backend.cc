@@ -22,6 +22,7 @@
 #include "cuda/mask/device_columns.h"
 #include "cuda/mask/device_mask.h"
 #include "cuda/mask/program/program_cache.h"
+#include "cuda/paged_attention/append.h"
 #include "plugins/core/contract/cuda_backend.h"
 #include "plugins/core/host/hash.h"
 
@@ -58,6 +59,8 @@ AttentionArgs ArgsOf(const AttentionArgs& whole, const cuda::MaskPart& part) {
               SizeOf(whole.bias_dtype));
   if (whole.relative_bias != nullptr) args.relative_bias += part.h * whole.relative_bias_stride_h;
   args.query_position += part.row;
+  if (whole.pages.given()) args.pages.table += part.b * whole.pages.columns;
+  if (whole.key_ends != nullptr) args.key_ends += part.b;
   args.sink = Advance(whole.sink, part.h, SizeOf(whole.sink_dtype));
   if (whole.lse != nullptr) args.lse += part.b * whole.lse_stride_b + part.h * whole.lse_stride_h + part.row;
   return args;
@@ -131,9 +134,12 @@ Status RunGathered(const AttentionArgs& args, const Tensor* pad, const Attention
   std::shared_ptr<const cuda::DeviceColumnsEntry> entry;
   STOF_RETURN_IF_ERROR(cuda::GetDeviceColumns(*gathered.columns->columns, context, &entry));
   if (entry == nullptr) return Status();
-  *is_gathered = true;
   STOF_RETURN_IF_ERROR(cuda::GatherColumns(args, entry->view(), context, &gathered));
-  return RunByMask(gathered.args, nullptr, gathered.mask(), gathered.sizes, {}, context);
+  const Status status = RunByMask(gathered.args, nullptr, gathered.mask(), gathered.sizes, {}, context);
+  // A captured stream cannot upload the block mask of the longer axis. It can build that of the mask itself.
+  if (!status.ok() && cuda::Captured(context.stream)) return Status();
+  *is_gathered = status.ok();
+  return status;
 }
 
 Status RunAttention(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
@@ -146,7 +152,7 @@ Status RunAttention(const AttentionArgs& args, const Tensor* pad, const Attentio
   }
   if (IsLimitedToKeyRange(args)) {
     const cuda::MaskPart all = {0, args.B, 0, args.H, 0, args.S};
-    return cuda::AttentionJob(args, pad, mask, sizes, operands, all, nullptr, context).RunKeyRange();
+    return cuda::AttentionJob(args, pad, mask, sizes, operands, all, nullptr, context).RunDecode();
   }
   AttentionArgs by_mask = args;
   by_mask.first_rows = by_mask.is_invalid = by_mask.seqlens = nullptr;
@@ -302,6 +308,10 @@ constexpr CudaBackend MakeBackend() {
   backend.chain.run = kChecked<&cuda::RunChain>;
 
   backend.cached_attention.append = kChecked<&cuda::AppendToCache>;
+  backend.paged_attention.read_counts = kChecked<&cuda::ReadCounts>;
+  backend.paged_attention.append = kChecked<&cuda::AppendToPages>;
+  backend.paged_attention.gather = kChecked<&cuda::GatherPages>;
+  backend.paged_attention.unpad = kChecked<&cuda::UnpadTokens>;
 
   backend.gemm.run = kChecked<&cuda::RunGemm>;
   backend.gemm.plan_workspace = kChecked<&cuda::PlanGemmWorkspace>;

@@ -49,6 +49,7 @@ struct AttentionProblem {
   const uint32_t* pad_bits = nullptr;  // [B, key_tiles, n / 32], 0 beyond T; nullptr: no key is padded
   int64_t ring_tiles = 0;              // > 0: each worker packs the key tiles it meets into a ring buffer of so many
   int64_t element_slots = 0;           // tiles of AttentionArgs::elements that each worker keeps
+  bool has_short_pages = false;        // the keys of a tile may lie on several pages: they are never read in place
   bool pack_values = false;            // values are not read in place: another type, or rows that are not dense
   float* packed_keys = nullptr;        // ring_tiles = 0: [B, G, panels, D, kPanel]
   float* packed_values = nullptr;      // likewise, pack_values: [B, G, panels, kPanel, Dv rounded up to kPanel]

@@ -33,16 +33,14 @@ void Pack(const AttentionProblem& problem, int64_t first, int64_t last, void* me
     const int64_t item_size = SizeOf(KvType(args)), count = Min(kPanel, end - panel * kPanel);
     const int64_t tile = panel * kPanel / problem.n, row = panel * kPanel % problem.n;
     const char* keys = static_cast<const char*>(args.key) + item_size * (b * args.key_stride.b + g * args.key_stride.h);
-    const Rows key_rows =
-        RowsOfTile(problem, keys, args.key_stride.s, problem.column_keys, args.D, b * args.G + g, tile);
-    PackKeys(key_rows.From(row, item_size), count, args, scratch, problem.packed_keys + at * args.D * kPanel);
+    const Rows key_rows = RowsOfTile(problem, keys, args.key_stride.s, problem.column_keys, args.D, b, g, tile);
+    PackKeys(key_rows.From(row), count, args, scratch, problem.packed_keys + at * args.D * kPanel);
     if (!problem.pack_values) continue;
     const char* values =
         static_cast<const char*>(args.value) + item_size * (b * args.value_stride.b + g * args.value_stride.h);
     const Rows value_rows =
-        RowsOfTile(problem, values, args.value_stride.s, problem.column_values, args.Dv, b * args.G + g, tile);
-    CopyValues(value_rows.From(row, item_size), count, args, scratch.ldo,
-               problem.packed_values + at * kPanel * scratch.ldo);
+        RowsOfTile(problem, values, args.value_stride.s, problem.column_values, args.Dv, b, g, tile);
+    CopyValues(value_rows.From(row), count, args, scratch.ldo, problem.packed_values + at * kPanel * scratch.ldo);
   }
 }
 
@@ -88,6 +86,14 @@ void AttendSplit(const AttentionProblem& problem, int64_t item, void* memory) {
     (problem.kv_splits[middle].first_item <= item ? at : end) = middle;
   }
   item -= problem.kv_splits[at].first_item;
+  if (problem.args->pages.given() && problem.run_lists == 1) {
+    // Heads lie side by side in a row of a page, and have equally many splits: items of the same keys follow each
+    // other.
+    const int64_t heads = problem.args->G, splits = problem.kv_splits[at].count;
+    const int64_t of_sequence = at % heads * splits + item;
+    at = at / heads * heads + of_sequence % heads;
+    item = of_sequence / heads;
+  }
   problem.in_place ? AttendSplitOf<true>(problem, at, item, memory) : AttendSplitOf<false>(problem, at, item, memory);
 }
 

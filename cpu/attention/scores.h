@@ -133,7 +133,7 @@ inline const float* Worker<kInPlace>::PackedTile(int64_t tile) const {
   const int64_t key0 = tile * problem_.n, count = Min(problem_.n, key_end_ - key0);
   const Rows rows = KeyRows(tile);
   for (int64_t p = 0; p * kPanel < count; ++p) {
-    PackKeys(rows.From(p * kPanel, stored_size_), Min(kPanel, count - p * kPanel), args_, scratch_, keys + p * size);
+    PackKeys(rows.From(p * kPanel), Min(kPanel, count - p * kPanel), args_, scratch_, keys + p * size);
   }
   if (problem_.pack_values) {
     CopyValues(ValueRows(tile), count, args_, scratch_.ldo, scratch_.ring_values + slot * problem_.n * scratch_.ldo);
@@ -213,7 +213,7 @@ inline void Worker<kInPlace>::InPlaceScores(const Strip& strip, const Stored* ke
   const auto block = [&](int k, auto count) {
     constexpr int kKeys = decltype(count)::value;
     if (ahead.data != nullptr) {
-      for (int j = 0; j < kKeys; ++j) Prefetch(ahead.data + (k + j) * stride, bytes);
+      for (int j = 0; j < kKeys; ++j) Prefetch(ahead.At(0) + (k + j) * stride, bytes);
     }
     const Stored* key = keys + k * ldk;
     if (rows > 2) return DotRows<4, kKeys>(q, scratch_.ldq, size, key, ldk, start, scratch_.s + k, lds);

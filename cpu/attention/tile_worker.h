@@ -292,12 +292,12 @@ class Worker {
   }
 
   Rows KeyRows(int64_t tile) const {
-    return RowsOfTile(problem_, keys_, args_.key_stride.s, problem_.column_keys, args_.D, group_, tile);
+    return RowsOfTile(problem_, keys_, args_.key_stride.s, problem_.column_keys, args_.D, b_, g_, tile);
   }
   Rows ValueRows(int64_t tile) const {
-    return RowsOfTile(problem_, values_, args_.value_stride.s, problem_.column_values, args_.Dv, group_, tile);
+    return RowsOfTile(problem_, values_, args_.value_stride.s, problem_.column_values, args_.Dv, b_, g_, tile);
   }
-  static constexpr Rows kNoRows = {nullptr, 0};
+  static constexpr Rows kNoRows = {};
   // Whether the rows of a tile that is read next shall be prefetched: it has n keys, and they are not copied first.
   bool CanPrefetch(int64_t tile, bool is_copied) const {
     return tile >= 0 && !is_copied && (tile + 1) * problem_.n <= key_end_;
@@ -319,7 +319,7 @@ class Worker {
     const int keys = static_cast<int>(Min(problem_.n, key_end_ - key0));
     const Rows value_rows = ValueRows(tile), key_rows = KeyRows(tile);
     // Rows in place have the type of keys and values; copied and packed ones are floats.
-    const void* values = value_rows.data;
+    const void* values = value_rows.At(0);
     int64_t ldv = value_rows.stride;
     const bool are_values_copied = scratch_.copy_values || (!kInPlace && problem_.pack_values);
     const DType value_type = are_values_copied ? DType::kF32 : KvType(args_);
@@ -332,11 +332,11 @@ class Worker {
       values = PackedValues(tile);
       ldv = scratch_.ldo;
     }
-    const void* keys_in_place = key_rows.data;
+    const void* keys_in_place = key_rows.At(0);
     int64_t ldk = key_rows.stride;
     const DType key_type = scratch_.copy_keys ? DType::kF32 : KvType(args_);
     if (kInPlace && scratch_.copy_keys) {
-      CopyRows(key_rows.data, KvType(args_), key_rows.stride, keys, args_.D, scratch_.ldq, scratch_.keys);
+      CopyRows(key_rows, KvType(args_), keys, args_.D, scratch_.ldq, scratch_.keys);
       keys_in_place = scratch_.keys;
       ldk = scratch_.ldq;
     }
@@ -373,7 +373,7 @@ class Worker {
       // While values are added, the keys of the next tile are, in the order of their addresses.
       const bool is_dense = args_.key_stride.s == args_.D;
       const bool is_ahead = kInPlace && first == 0 && is_dense && CanPrefetch(next_, scratch_.copy_keys);
-      const char* const ahead = is_ahead ? KeyRows(next_).data : nullptr;
+      const char* const ahead = is_ahead ? KeyRows(next_).At(0) : nullptr;
       if constexpr (kInPlace) {
         AsStored(values, value_type, [&](const auto* stored) { Values(strips, count, stored, ldv, ahead); });
       } else {
@@ -455,12 +455,13 @@ class Worker {
   void FindMean() {
     if (*scratch_.mean_of == group_) return;
     *scratch_.mean_of = group_;
+    const Rows rows = RowsOfHead(args_, values_, args_.value_stride.s, b_);
     for (int64_t d = 0; d < args_.Dv; ++d) scratch_.mean[d] = 0.0f;
     // In blocks, so that the rounding of a long sum stays near that of a short one.
     for (int64_t first = 0; first < key_end_; first += 256) {
       for (int64_t d = 0; d < args_.Dv; ++d) scratch_.o[d] = 0.0f;
       for (int64_t k = first; k < Min(first + 256, key_end_); ++k) {
-        ToFloats(values_ + item_size_ * k * args_.value_stride.s, args_.dtype, args_.Dv, scratch_.row);
+        ToFloats(rows.At(k), args_.dtype, args_.Dv, scratch_.row);
         for (int64_t d = 0; d < args_.Dv; ++d) scratch_.o[d] += scratch_.row[d];
       }
       for (int64_t d = 0; d < args_.Dv; ++d) scratch_.mean[d] += scratch_.o[d];

@@ -47,9 +47,9 @@ class AttentionJob {
                const Tables& operands, const MaskPart& part, DeviceBuild* build, const RunContext& context);
 
   Status Run();
-  // Runs a decode kernel by the range of keys of args.first_rows, whatever kernel is requested among others:
-  // IsLimitedToKeyRange(args) holds.
-  Status RunKeyRange();
+  // Runs a decode kernel, whatever kernel is requested among others: by the range of keys of args.first_rows, where
+  // IsLimitedToKeyRange(args) holds, or over args.pages, where CanReadPages(args) does.
+  Status RunDecode();
   // Makes the masks that Run needs. The keeper, if there is one, holds them.
   Status Prepare();
   // The number of kernels that RunContext::kernel chooses from: the tiled one, then the scheduled ones; 0: there is no

@@ -150,6 +150,11 @@ bool IsLimitedToKeyRange(const AttentionArgs& args) {
          args.empty_rows <= EmptyRows::kNan && cuda::HasAlignedRows(args);
 }
 
+bool CanReadPages(const AttentionArgs& args) {
+  return args.T > 0 && args.S <= cuda::kDecodeQueries && args.empty_rows <= EmptyRows::kNan &&
+         cuda::HasAlignedRows(args);
+}
+
 Status PlanCudaAttention(const AttentionArgs& args, bool pad, const AttentionMask& mask, const ExprSizes& sizes,
                          const Tables& operands, size_t* workspace) {
   STOF_RETURN_IF_ERROR(CheckCudaAttention(args));

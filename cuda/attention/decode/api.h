@@ -37,6 +37,9 @@ struct DecodeParams {
   const int32_t* seqlens = nullptr;     // AttentionArgs::seqlens; only the cluster kernel reads ahead
   const int32_t* is_invalid = nullptr;  // [B]: where it is not 0, outputs are NaN; nullptr: nowhere
   KvScale key_scale, value_scale;       // of quantized keys and values
+  // Keys and values in pages, key_ends[b] of each sequence. Only FindPagedDecode's kernels read them.
+  KeyPages pages;
+  const int32_t* key_ends = nullptr;
 };
 
 // Whether the decode kernels read quantized keys and values: 16 elements at a time. Others are dequantized first.
@@ -80,11 +83,15 @@ extern const KernelFamily kDecodeFamily;
 KernelTable FindDecodeF16(const KernelProblem& problem);
 KernelTable FindDecodeBf16(const KernelProblem& problem);
 KernelTable FindDecodeF32(const KernelProblem& problem);
-// Of quantized keys and values: the split-KV kernel alone.
+// The split-KV kernel for quantized keys and values, alone in its table.
 KernelTable FindDecodeF16Int8(const KernelProblem& problem);
 KernelTable FindDecodeF16Float8(const KernelProblem& problem);
 KernelTable FindDecodeBf16Int8(const KernelProblem& problem);
 KernelTable FindDecodeBf16Float8(const KernelProblem& problem);
+// The split-KV kernel for keys and values in pages, alone in its table.
+KernelTable FindPagedDecodeF16(const KernelProblem& problem);
+KernelTable FindPagedDecodeBf16(const KernelProblem& problem);
+KernelTable FindPagedDecodeF32(const KernelProblem& problem);
 
 struct DecodeChoice {
   bool cluster = false;      // the cluster kernel

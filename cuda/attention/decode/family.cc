@@ -21,6 +21,10 @@ KernelTable Find(const KernelProblem& problem) {
   if (problem.dtype == DType::kF16) return FindDecodeF16(problem);
   return problem.dtype == DType::kBF16 ? FindDecodeBf16(problem) : FindDecodeF32(problem);
 }
+KernelTable FindPaged(const KernelProblem& problem) {
+  if (problem.dtype == DType::kF16) return FindPagedDecodeF16(problem);
+  return problem.dtype == DType::kBF16 ? FindPagedDecodeBf16(problem) : FindPagedDecodeF32(problem);
+}
 
 MaskForm FormOf(const AttentionJob& job) {
   MaskForm form;
@@ -71,10 +75,16 @@ Status Run(AttentionJob* job, const KernelEntry&) {
   params.heads = static_cast<int32_t>(alike ? group : 1);
   KernelProblem problem = job->problem();
   problem.packed_queries = params.heads * args.S;
-  const KernelTable kernels = Find(problem);
+  const bool is_paged = args.pages.given();
+  params.pages = args.pages;
+  params.key_ends = args.key_ends;
+  const KernelTable kernels = is_paged ? FindPaged(problem) : Find(problem);
   const KernelEntry& split_kv = kernels[kSplitKv];
   const auto& split_kv_code = split_kv.code_as<SplitKvCode>();
-  const auto* const cluster_code = kernels.size() > kCluster ? &kernels[kCluster].code_as<ClusterCode>() : nullptr;
+  // No cluster kernel reads pages, or quantized keys and values.
+  static constexpr ClusterCode kNoClusters;
+  const bool has_clusters = kernels.size() > kCluster;
+  const ClusterCode& cluster_code = has_clusters ? kernels[kCluster].code_as<ClusterCode>() : kNoClusters;
   const int64_t tiles = has_range          ? MostTiles(args.window_left, args.S, args.T) + MostColumnTiles(params)
                         : entry == nullptr ? (args.T + kTileKeys - 1) / kTileKeys
                                            : entry->longest_row();
@@ -87,13 +97,13 @@ Status Run(AttentionJob* job, const KernelEntry&) {
   const auto item = static_cast<int>(SizeOf(KvType(args)));
   int clusters[kClusterSizes] = {};
   const bool has_columns = params.columns.lists > 0;
-  if (cluster_code != nullptr && job->device().capability >= 90) {
-    has_columns ? cluster_code->clusters_columns(clusters) : cluster_code->clusters(clusters);
+  if (job->device().capability >= 90 && has_clusters) {
+    has_columns ? cluster_code.clusters_columns(clusters) : cluster_code.clusters(clusters);
   }
   const KernelEntry* const requested = FindRequested(kernels, job->request());
-  const int only = requested == nullptr ? -1 : static_cast<int>(requested - kernels.begin());
+  const int only = !has_clusters ? kSplitKv : requested == nullptr ? -1 : static_cast<int>(requested - kernels.begin());
   const DecodeChoice choice = ChooseDecode(split_kv.ctas_per_sm, params.attention, item, tiles, blocks, job->device(),
-                                           cluster_code == nullptr ? 1 : cluster_code->tiles_at_once, clusters, only);
+                                           cluster_code.tiles_at_once, clusters, only);
   params.splits = choice.splits;
   // The combine step finds fully masked rows; if they attend all keys, a second pass computes them.
   const bool second = job->NeedsEmptyRowPass(params.attention.has_mask != 0, entry.get());
@@ -117,7 +127,7 @@ Status Run(AttentionJob* job, const KernelEntry&) {
     if (second) params.empty_rows = reinterpret_cast<int32_t*>(memory + states + sums);
     break;
   }
-  const auto launch = choice.cluster ? (has_columns ? cluster_code->launch_columns : cluster_code->launch)
+  const auto launch = choice.cluster ? (has_columns ? cluster_code.launch_columns : cluster_code.launch)
                                      : (has_columns ? split_kv_code.launch_columns : split_kv_code.launch);
   for (params.second_pass = 0; params.second_pass <= (second ? 1 : 0); ++params.second_pass) {
     STOF_RETURN_IF_ERROR(CheckLaunch(launch(params, job->stream())));

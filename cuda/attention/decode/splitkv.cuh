@@ -21,18 +21,28 @@
 #include "cuda/attention/decode/api.h"
 #include "cuda/attention/decode/common.cuh"
 #include "cuda/attention/decode/splitkv_shape.cuh"
+#include "cuda/attention/decode/warp_pages.cuh"
 #include "cuda/attention/sm80/shape.cuh"
 #include "cuda/common/quantized.cuh"
 
 namespace stof {
 namespace cuda {
 
-// kColumns: key columns beside the key range (key_range.h).
-template <int kHead, typename T, typename Stored, int kBlocks, bool kColumns>
+// Where the kernel reads keys and values.
+enum class KeySource {
+  kCache,    // rows one behind the other
+  kColumns,  // likewise, with key columns beside the key range (key_range.h)
+  // Pages (DecodeParams::pages). A page holds 16 rows or more, those that a warp loads at once. Their page is looked up
+  // a step ahead.
+  kPages
+};
+
+template <int kHead, typename T, typename Stored, int kBlocks, KeySource kSource>
 class Decode {
   using S = DecodeShape<kHead, T, Stored, kBlocks>;
   static constexpr bool kFloat = sizeof(T) == 4;
   static constexpr bool kQuantized = sizeof(Stored) == 1;
+  static constexpr bool kColumns = kSource == KeySource::kColumns, kPaged = kSource == KeySource::kPages;
   static constexpr int kScores = S::kGroups;
 
  public:
@@ -61,14 +71,15 @@ class Decode {
     lane_ = threadIdx.x % 32;
     key_ = static_cast<const Stored*>(p_.key) + b_ * p_.key_stride.b + g * p_.key_stride.h;
     value_ = static_cast<const Stored*>(p_.value) + b_ * p_.value_stride.b + g * p_.value_stride.h;
-    const int tiles = (p_.T + kTileKeys - 1) / kTileKeys;
+    if constexpr (kPaged) keys_ = max(0, min(p_.T, params.key_ends[b_]));
+    const int tiles = (Keys() + kTileKeys - 1) / kTileKeys;
     pad_ = p_.pad_bits == nullptr || params.second_pass != 0 ? nullptr
                                                              : p_.pad_bits + static_cast<int64_t>(b_) * tiles * 2;
     masked_ = p_.has_mask != 0 && params.second_pass == 0;
     int begin = 0, end = tiles;
     if (HasRange()) {
-      full_ = MakeKeyRange(params.first_rows[b_], params.window_left, p_.T).first;
-      FindTiles(range(), p_.S, p_.T, &begin, &end);
+      full_ = MakeKeyRange(params.first_rows[b_], params.window_left, Keys()).first;
+      FindTiles(range(), p_.S, Keys(), &begin, &end);
       if constexpr (kColumns) {
         const DeviceColumns& columns = params.columns;
         const int list = columns.lists == 1 ? 0 : g;
@@ -151,6 +162,8 @@ class Decode {
 
  private:
   __device__ int64_t RowOf(int row) const { return PackedRow(p_, b_, head0_, row); }
+  // The number of keys of the sequence.
+  __device__ __forceinline__ int Keys() const { return kPaged ? keys_ : p_.T; }
   __device__ __forceinline__ bool HasRange() const { return params_.first_rows != nullptr; }
   __device__ __forceinline__ KeyRange range() const { return {full_, params_.window_left}; }
   __device__ bool HasEmptyRow() const {
@@ -163,10 +176,20 @@ class Decode {
 
   // ---- KV tiles ----
   struct Entry {
-    int tile = -1;       // -1: none is left
-    int bits = -1;       // index of its element mask; -1: every key
-    uint32_t pad = ~0u;  // of the 32 keys around those of the warp: which exist and are no padding
+    int tile = -1;                // -1: none is left
+    int bits = -1;                // index of its element mask; -1: every key
+    uint32_t pad = ~0u;           // of the 32 keys around those of the warp: which exist and are no padding
+    WarpPages<S::kGroups> pages;  // kPaged
   };
+  // The address of a key or value row of the group that fills a buffer.
+  __device__ __forceinline__ const Stored* RowAt(const Stored* head, int64_t stride, const Entry& entry, int buffer,
+                                                 int key) const {
+    if constexpr (kPaged) {
+      return head + entry.pages.OffsetOf(params_.pages, S::kHalfBuffers ? 0 : buffer, key, stride);
+    } else {
+      return head + key * stride;
+    }
+  }
   __device__ __forceinline__ Entry Next() {
     Entry entry;
     while (next_ < end_) {
@@ -199,10 +222,11 @@ class Decode {
       if (pad_ != nullptr) {
         entry.pad = pad_[2 * entry.tile + first_key_ / 32];
         if (entry.pad == 0) continue;
-      } else if (const int keys = HasRange() ? EndOfKeys(range(), p_.S, p_.T) : p_.T; key + 32 > keys) {
+      } else if (const int keys = HasRange() ? EndOfKeys(range(), p_.S, Keys()) : Keys(); key + 32 > keys) {
         if (key >= keys) continue;
         entry.pad = (1u << (keys - key)) - 1u;
       }
+      if constexpr (kPaged) entry.pages.Find(params_.pages, b_, entry.tile * kTileKeys + first_key_, keys_);
       return entry;
     }
     entry.tile = -1;
@@ -275,7 +299,7 @@ class Decode {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int key = KeyAt(entry, place + 8 * i, (there >> 8 * i & 1u) != 0);
-      const Stored* row = key_ + key * p_.key_stride.s;
+      const Stored* row = RowAt(key_, p_.key_stride.s, entry, buffer, key);
 #pragma unroll
       for (int c = 0; c < S::kChunks; ++c) {
         const int d = S::kPerLoad * (4 * (chunk0 + c) + lane_ % 4);
@@ -295,7 +319,7 @@ class Decode {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int key = KeyAt(entry, place + ValueKey(i), (there >> ValueKey(i) & 1u) != 0);
-      const Stored* row = value_ + key * p_.value_stride.s;
+      const Stored* row = RowAt(value_, p_.value_stride.s, entry, buffer, key);
 #pragma unroll
       for (int c = 0; c < kWide; ++c) {
         const int d = S::kPerLoad * (8 * (chunk0 + c) + lane_ / 4);
@@ -563,6 +587,7 @@ class Decode {
   const int32_t* list_ = nullptr;
   const uint32_t* words_ = nullptr;
   int b_, head0_, block_, split_, warp_, lane_, next_, end_, first_key_;
+  int keys_ = 0;  // kPaged: of the sequence
   int full_ = 0;  // where the entries of full tiles begin; with a key range its `first`, to save a register
   bool masked_, has_tiles_;
   float scale_;
@@ -574,11 +599,11 @@ class Decode {
   float max_[kBlocks][2], sum_[kBlocks][2];
 };
 
-template <int kHead, typename T, typename Stored, int kBlocks, bool kColumns>
+template <int kHead, typename T, typename Stored, int kBlocks, KeySource kSource>
 __global__ void __launch_bounds__(DecodeShape<kHead, T, Stored, kBlocks>::kThreads,
                                   DecodeShape<kHead, T, Stored, kBlocks>::kCtas)
     DecodeAttention(const __grid_constant__ DecodeParams params) {
-  using Kernel = Decode<kHead, T, Stored, kBlocks, kColumns>;
+  using Kernel = Decode<kHead, T, Stored, kBlocks, kSource>;
   __shared__ typename Kernel::Shared shared;
   Kernel(params, shared).Run();
 }

@@ -11,7 +11,7 @@
 namespace stof {
 namespace cuda {
 
-template <int kHead, typename T, typename Stored, int kBlocks, bool kColumns>
+template <int kHead, typename T, typename Stored, int kBlocks, KeySource kSource>
 int LaunchDecode(const DecodeParams& params, void* stream) {
   using S = DecodeShape<kHead, T, Stored, kBlocks>;
   const AttentionParams& p = params.attention;
@@ -19,23 +19,25 @@ int LaunchDecode(const DecodeParams& params, void* stream) {
   DecodeParams copy = params;
   void* arguments[] = {&copy};
   return static_cast<int>(
-      cudaLaunchKernel(reinterpret_cast<const void*>(DecodeAttention<kHead, T, Stored, kBlocks, kColumns>),
+      cudaLaunchKernel(reinterpret_cast<const void*>(DecodeAttention<kHead, T, Stored, kBlocks, kSource>),
                        dim3(static_cast<unsigned>(int64_t{p.B} * p.G * params.splits * blocks)), dim3(S::kThreads),
                        arguments, 0, static_cast<cudaStream_t>(stream)));
 }
 
-template <int kHead, typename T, typename Stored, int kBlocks>
+template <int kHead, typename T, typename Stored, int kBlocks, KeySource kSource>
 constexpr SplitKvCode MakeSplitKvCode() {
   SplitKvCode code;
-  code.launch = LaunchDecode<kHead, T, Stored, kBlocks, false>;
-  code.launch_columns = LaunchDecode<kHead, T, Stored, kBlocks, true>;
+  code.launch = LaunchDecode<kHead, T, Stored, kBlocks, kSource>;
+  if constexpr (kSource == KeySource::kCache) {
+    code.launch_columns = LaunchDecode<kHead, T, Stored, kBlocks, KeySource::kColumns>;
+  }
   code.combine = LaunchCombine<T>;
   return code;
 }
-template <int kHead, typename T, typename Stored, int kBlocks>
-constexpr SplitKvCode kSplitKvCode = MakeSplitKvCode<kHead, T, Stored, kBlocks>();
+template <int kHead, typename T, typename Stored, int kBlocks, KeySource kSource>
+constexpr SplitKvCode kSplitKvCode = MakeSplitKvCode<kHead, T, Stored, kBlocks, kSource>();
 
-template <int kHead, typename T, typename Stored, int kBlocks>
+template <int kHead, typename T, typename Stored, int kBlocks, KeySource kSource>
 constexpr KernelEntry MakeSplitKvKernel() {
   using S = DecodeShape<kHead, T, Stored, kBlocks>;
   KernelEntry kernel;
@@ -43,14 +45,13 @@ constexpr KernelEntry MakeSplitKvKernel() {
   kernel.head_size = kHead;
   kernel.rows = S::kRows, kernel.keys = kTileKeys;
   kernel.ctas_per_sm = S::kCtas;
-  kernel.code = &kSplitKvCode<kHead, T, Stored, kBlocks>;
+  kernel.code = &kSplitKvCode<kHead, T, Stored, kBlocks, kSource>;
   return kernel;
 }
 
-// The tables of quantized keys and values: there is no cluster kernel. kBlocks: blocks of 8 query rows that a CTA
-// computes.
+// The table of the kernel for quantized keys and values.
 template <int kHead, typename T, typename Stored, int kBlocks>
-constexpr KernelEntry kQuantizedDecodeKernels[] = {MakeSplitKvKernel<kHead, T, Stored, kBlocks>()};
+constexpr KernelEntry kQuantizedDecodeKernels[] = {MakeSplitKvKernel<kHead, T, Stored, kBlocks, KeySource::kCache>()};
 
 template <typename T, typename Stored>
 KernelTable FindQuantizedDecode(const KernelProblem& problem) {
@@ -62,6 +63,18 @@ KernelTable FindQuantizedDecode(const KernelProblem& problem) {
     return few ? kQuantizedDecodeKernels<128, T, Stored, 1> : kQuantizedDecodeKernels<128, T, Stored, 2>;
   }
   return kQuantizedDecodeKernels<256, T, Stored, 1>;
+}
+
+// The table of the kernel for keys and values in pages.
+template <int kHead, typename T, int kBlocks>
+constexpr KernelEntry kPagedDecodeKernels[] = {MakeSplitKvKernel<kHead, T, T, kBlocks, KeySource::kPages>()};
+
+template <typename T>
+KernelTable FindPagedDecode(const KernelProblem& problem) {
+  const bool few = problem.packed_queries <= 8;
+  if (problem.head_size <= 64) return few ? kPagedDecodeKernels<64, T, 1> : kPagedDecodeKernels<64, T, 2>;
+  if (problem.head_size <= 128) return few ? kPagedDecodeKernels<128, T, 1> : kPagedDecodeKernels<128, T, 2>;
+  return kPagedDecodeKernels<256, T, 1>;
 }
 
 }  // namespace cuda

@@ -22,6 +22,17 @@ struct RunContext;     // plugins/core/contract/op.h
 
 enum class EmptyRows : int32_t { kZero = 0, kNan = 1, kMean = 2, kAll = 3 };
 
+// Keys and values in pages, as a paged KV cache holds them: the rows of a sequence lie in the pages that its row of a
+// block table names. `key` and `value` are then the addresses of page 0, and the batch strides are 0.
+struct KeyPages {
+  const int32_t* table = nullptr;  // [B, columns]; nullptr: keys and values are not in pages
+  int64_t columns = 0;
+  int64_t pages = 0;   // of the cache: entries are below it, and on devices others are read as 0
+  int64_t stride = 0;  // elements between pages
+  int shift = 0;       // a page holds 2^shift rows, 16 at least
+  bool given() const { return table != nullptr; }
+};
+
 struct AttentionArgs {
   int64_t B = 0, H = 0, G = 0, S = 0, T = 0, D = 0, Dv = 0;
   DType dtype = DType::kF32;  // of query, key, value, output
@@ -68,9 +79,11 @@ struct AttentionArgs {
   // ---- attention over a KV cache ----
   // [B]: the index of the key at the position of query 0 of each sequence; nullptr: there is no cache.
   const int32_t* first_rows = nullptr;
-  // [B], the CPU alone: the number of keys of each sequence. Later rows may hold anything, NaN included, and are not
-  // read. The mask is then in `elements`, and `mask` is nullptr. nullptr: T for all.
+  // [B], the CPU, and devices with `pages`: the number of keys of each sequence. Later rows may hold anything, NaN
+  // included, and are not read. The mask is then in `elements`, and `mask` is nullptr. nullptr: T for all.
   const int32_t* key_ends = nullptr;
+  // Read by the CPU kernels, and on devices by the split-KV kernel, which then runs whatever the other arguments say.
+  KeyPages pages;
   // Whether query i attends exactly the keys first_rows[b] + i - window_left to first_rows[b] + i (that are before
   // key_ends[b]). The mask says the same: a kernel may use either. CUDA kernels get first_rows in this case alone.
   bool is_key_range = false;
@@ -133,6 +146,8 @@ Status CheckCudaAttention(const AttentionArgs& args);
 // Whether AttentionBackend::run reads no key or value outside of the range that first_rows gives. Otherwise the values
 // of all keys must be finite, also of those that the mask forbids.
 bool IsLimitedToKeyRange(const AttentionArgs& args);
+// Whether AttentionBackend::run takes these keys and values in `pages` (AttentionArgs): few queries, aligned rows.
+bool CanReadPages(const AttentionArgs& args);
 // For runtimes that plan memory ahead: how many bytes AttentionBackend::run asks RunContext::allocate for at most,
 // blocks rounded up to 64. It grows with every size. pad: there is a key padding mask. operands: as for `run`; their
 // data is not read.

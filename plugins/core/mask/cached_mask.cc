@@ -46,8 +46,10 @@ int AddWindow(int64_t window, ExprBuilder* to) {
   return to->Add(ExprOp::kLt, {distance, to->AddConstant(window)});
 }
 
-// Rewrites absolute q as a run-time operand, the first position of the sequence, plus q counted from 0.
-Status MoveQueries(const MaskExpr& expr, MaskExpr* moved) {
+// Reads the positions of queries from a run-time operand: `replace(node, position, to)` copies a node, where position
+// adds the position of query 0 of the sequence.
+template <typename Replace>
+Status MoveQueries(const MaskExpr& expr, const Replace& replace, MaskExpr* moved) {
   ExprBuilder builder;
   for (const auto& operand : expr.operands()) builder.AddOperand(operand);
   auto first = std::make_shared<ExprOperand>();
@@ -59,18 +61,25 @@ Status MoveQueries(const MaskExpr& expr, MaskExpr* moved) {
     const int indices[4] = {to->Add(ExprOp::kB), -1, -1, -1};
     return indices[0] < 0 ? -1 : to->AddLookup(operand, indices, 1);
   };
-  const std::vector<int> placed = CopyNodes(expr, &builder, [&position](const ExprNode& node, ExprBuilder* to) {
+  const std::vector<int> placed =
+      CopyNodes(expr, &builder, [&](const ExprNode& node, ExprBuilder* to) { return replace(node, position, to); });
+  const int root = placed[static_cast<size_t>(expr.root())];
+  if (root < 0) return TooLong();
+  *moved = builder.Build(root);
+  return Status();
+}
+
+// Rewrites absolute q as the first position of the sequence plus q counted from 0.
+Status CountQueriesFromZero(const MaskExpr& expr, MaskExpr* moved) {
+  const auto replace = [](const ExprNode& node, const auto& position, ExprBuilder* to) {
     if (node.op == ExprOp::kP) return position(to);
     if (node.op == ExprOp::kQ) {
       const int at = position(to);
       return to->Add(ExprOp::kAdd, {at, to->Add(ExprOp::kQ)});
     }
     return CopyNode(node, to);
-  });
-  const int root = placed[static_cast<size_t>(expr.root())];
-  if (root < 0) return TooLong();
-  *moved = builder.Build(root);
-  return Status();
+  };
+  return MoveQueries(expr, replace, moved);
 }
 
 // Finds the window of a mask whose conjuncts all bound q - k. False: it is another mask.
@@ -138,7 +147,7 @@ Status MakeCachedMask(const std::string& text, const Tables& tables, int64_t win
     const auto add = [window](ExprBuilder* to) { return AddWindow(window, to); };
     STOF_RETURN_IF_ERROR(AddConjunct(causal, add, &mask->expr));
   }
-  STOF_RETURN_IF_ERROR(MoveQueries(mask->expr, &moved));
+  STOF_RETURN_IF_ERROR(CountQueriesFromZero(mask->expr, &moved));
   mask->on_device = MakeAttentionMask(moved);
   mask->of_first_prompt = MakeAttentionMask(mask->expr);
   mask->is_range = FindRange(mask->expr, &mask->window_left);
@@ -151,6 +160,37 @@ Status MakeCachedMask(const std::string& text, const Tables& tables, int64_t win
       mask->column_window = range;
     }
   }
+  return Status();
+}
+
+Status CompareHeads(int64_t heads, int64_t kv_heads, CachedMask* mask) {
+  const MaskExpr& expr = mask->expr;
+  const int64_t group = heads / kv_heads;
+  if (!AreHeadsAlike(expr, heads, group)) return Status();
+  mask->alike_heads = group;
+  // An axis of size 1 takes every h, but no product of it.
+  const bool broadcasts = std::any_of(expr.nodes().begin(), expr.nodes().end(), [&expr](const ExprNode& node) {
+    for (int c = 0; node.op == ExprOp::kLookup && c < node.arity; ++c) {
+      if (expr.nodes()[static_cast<size_t>(node.child[c])].op == ExprOp::kH &&
+          expr.operands()[static_cast<size_t>(node.operand)]->dims[c] == 1) {
+        return true;
+      }
+    }
+    return false;
+  });
+  if (group == 1 || !expr.Uses(ExprOp::kH) || broadcasts) return Status();
+  const auto replace = [group](const ExprNode& node, const auto& position, ExprBuilder* to) {
+    if (node.op == ExprOp::kP || node.op == ExprOp::kQ) return position(to);
+    if (node.op == ExprOp::kS) return to->AddConstant(1);
+    if (node.op == ExprOp::kH) {
+      const int head = to->Add(ExprOp::kH);
+      return to->Add(ExprOp::kMul, {head, to->AddConstant(group)});
+    }
+    return CopyNode(node, to);
+  };
+  MaskExpr moved;
+  STOF_RETURN_IF_ERROR(MoveQueries(expr, replace, &moved));
+  mask->of_groups = MakeAttentionMask(moved);
   return Status();
 }
 

@@ -29,8 +29,12 @@ struct CachedMask {
   // columns, where the other keys of a query are a range: those with q - k of at most this. -1: the mask is another
   // one.
   int64_t column_window = -1;
-  // As many neighbouring heads have the same mask: the operator sets it to 1 or H / G.
+  // ---- set by CompareHeads ----
+  // As many neighbouring heads have the same mask: 1 or H / G.
   int64_t alike_heads = 1;
+  // Of a step of one token on a device, for kernels that take the query heads of a group as its queries: h is the KV
+  // head, and every row has the token's position. nullptr: heads differ, or the mask does not read h.
+  std::shared_ptr<const AttentionMask> of_groups;
   // Whether the mask is `k <= q`, alone or with a window to the left.
   bool is_range = false;
   int64_t window_left = -1;  // is_range: the largest q - k that is allowed; -1: any
@@ -41,6 +45,9 @@ struct CachedMask {
 // window: of a sliding-window cache, which adds `q - k < window` likewise, since how many older keys the cache holds
 // depends on the step; 0: none.
 Status MakeCachedMask(const std::string& text, const Tables& tables, int64_t window, CachedMask* mask);
+
+// Sets alike_heads and of_groups.
+Status CompareHeads(int64_t heads, int64_t kv_heads, CachedMask* mask);
 
 // Whether an expression uses positions only as distances q - k.
 bool IsOfDistances(const MaskExpr& expr);

@@ -68,4 +68,21 @@ Status UseKeyColumnsOnDevice(const CachedMask& mask, const CacheAppendArgs& appe
   return Status();
 }
 
+bool PackGroups(const CachedMask& mask, AttentionArgs* attention) {
+  AttentionArgs& args = *attention;
+  constexpr int64_t kMostHeads = 16;  // more are no few queries
+  const int64_t group = args.H / args.G;
+  if (mask.of_groups == nullptr || args.S != 1 || args.is_key_range || group > kMostHeads || args.sink != nullptr ||
+      args.bias != nullptr) {
+    return false;
+  }
+  for (Strides* stride : {&args.query_stride, &args.output_stride}) {
+    stride->s = stride->h;
+    stride->h *= group;
+  }
+  args.H = args.G;
+  args.S = group;
+  return true;
+}
+
 }  // namespace stof

@@ -25,5 +25,9 @@ Status UseKeyColumnsOnDevice(const CachedMask& mask, const CacheAppendArgs& appe
                              const RunContext& context, AttentionArgs* attention,
                              std::shared_ptr<const ColumnSource::Gathered>* columns);
 
+// Where the heads of a group have one mask that reads h, a step of one token takes them as queries of their KV head, so
+// that keys are read once for all of them. False, and nothing changes, in other cases.
+bool PackGroups(const CachedMask& mask, AttentionArgs* attention);
+
 }  // namespace stof
 #endif  // STOF_PLUGINS_CORE_OPS_CACHED_ATTENTION_COLUMNS_H_

@@ -131,14 +131,14 @@ TEST(CudaCachedAttentionOfKeyColumns) {
 TEST(CudaCachedAttentionOfKeyColumnsInLongCaches) {
   uint64_t seed = 0;
   for (const DType dtype : {DType::kF16, DType::kF32}) {
-    for (const int64_t D : {64, 128, 256}) {
+    for (const int64_t D : {64, 128}) {
       for (const char* kernel : {"0", "1", ""}) {
         for (int mask = kFirstColumnMask; mask < kFirstColumnMask + kColumnMasks; ++mask) {
           Step step;
           Case& c = step.c;
           c.is_packed = true;
-          c.B = 3, c.H = 8, c.G = 2, c.D = D, c.dtype = dtype, c.past = {0, 300, 6000}, c.capacity = 20000;
-          step.total = 20000, step.mask = mask, step.kernel = kernel;
+          c.B = 2, c.H = 8, c.G = 2, c.D = D, c.dtype = dtype, c.past = {300, 5000}, c.capacity = 6500;
+          step.total = 6500, step.mask = mask, step.kernel = kernel;
           c.free_rows = 128;
           RunStep(step, seed++);
         }

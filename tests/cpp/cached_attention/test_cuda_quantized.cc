@@ -151,7 +151,7 @@ class QuantizedNode {
  private:
   void Upload() {
     const QuantizedCase& c = c_;
-    Attributes attributes;
+    MapAttributes attributes;
     attributes.ints = {{"num_heads", c.H},
                        {"kv_num_heads", c.G},
                        {"do_rotary", c.rotary > 0 ? 1 : 0},

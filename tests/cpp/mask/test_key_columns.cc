@@ -40,7 +40,7 @@ TEST(MasksAreSplitAtTheirColumns) {
     CHECK(split.rest.Print() == one.rest, one.text, ": ", split.rest.Print());
     CHECK(split.columns.Print() == one.columns, one.text, ": ", split.columns.Print());
   }
-  for (const char* text : {"k <= q", "q - k < 9 or k % S == 0 and q > 3", "q - k < 9 or k < P", "q - k < 9 or b == 0",
+  for (const char* text : {"k <= q", "q - k < 9 or k < S and q > 3", "q - k < 9 or k < P", "q - k < 9 or b == 0",
                            "k <= q and (q - k < 9 or (q + k) % 4 == 0)", "True", "h == 0"}) {
     ColumnSplit split;
     CHECK(!SplitColumns(Parse(text), &split), text, " has columns ", split.columns.Print());
@@ -142,6 +142,37 @@ TEST(GatheredMasksEqualTheMask) {
   }
   CHECK(gathered > count / 4, gathered);
   CountCases(gathered);
+}
+
+// The mask of a step for kernels that pack groups: h is the KV head, and rows have one position.
+TEST(MasksOfGroupsEqualTheMask) {
+  for (const char* text : {"k <= q and (q - k < 5 or (q // 4 - k // 4 + h // 4) % 3 == 0)", "k < q - h // 4 * S",
+                           "k <= P and k % 3 == h // 4"}) {
+    CachedMask mask;
+    CHECK(MakeCachedMask(text, {}, 0, &mask).ok() && CompareHeads(8, 2, &mask).ok());
+    CHECK(mask.alike_heads == 4 && mask.of_groups != nullptr, text);
+    const MaskParts& parts = mask.of_groups->parts;
+    for (int32_t past = 0; past < 40; ++past) {
+      std::vector<int64_t> first = {past};
+      Tensor positions = TensorOfShape(DType::kI64, {1});
+      positions.data = first.data();
+      const ExprSizes own = {1, 8, 1, past + 1, past}, packed = {1, 2, 4, past + 1, 0};
+      for (int64_t h = 0; h < 8; ++h) {
+        for (int64_t k = 0; k <= past; ++k) {
+          bool found = true;
+          for (const MaskExpr* part : {&parts.fixed, &parts.dynamic}) {
+            if (part->empty()) continue;
+            found = found && Allowed(*part, packed, Bind(*part, {{kFirstPositions, positions}}), 0, h / 4, h % 4, k);
+          }
+          CHECK(found == Allowed(mask.expr, own, {}, 0, h, past, k), text, " at ", h, ", ", past, ", ", k);
+        }
+      }
+    }
+  }
+  for (const char* text : {"k <= q", "k <= q and k % 3 == h"}) {
+    CachedMask mask;
+    CHECK(MakeCachedMask(text, {}, 0, &mask).ok() && CompareHeads(8, 2, &mask).ok() && mask.of_groups == nullptr, text);
+  }
 }
 
 // Runs by key columns have the tiles that the expression has, and are full only where all keys are allowed.

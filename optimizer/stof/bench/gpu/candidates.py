@@ -7,7 +7,7 @@ import functools
 from typing import Any
 
 from stof.bench.core.candidate import Candidate, Unavailable, require, select
-from stof.bench.gpu import baselines_jit, baselines_ort, baselines_sparse, baselines_torch, cached
+from stof.bench.gpu import baselines_flashinfer, baselines_jit, baselines_ort, baselines_sparse, baselines_torch, cached
 from stof.bench.gpu.cached import on_device
 from stof.bench.gpu.cases import GRIDS
 from stof.bench.gpu.device_runner import DeviceRunner, GpuCandidate
@@ -91,6 +91,13 @@ CANDIDATES: tuple[GpuCandidate, ...] = (
     Candidate("cudnn-flex", "cuDNN flex attention", baselines_jit.cudnn_flex, ("masks", "paper", "long")),
     Candidate("ort-mha", "ONNX Runtime MultiHeadAttention + bias", baselines_ort.multi_head, ("paper", "long")),
     Candidate("ort-gqa", "ONNX Runtime GroupQueryAttention", baselines_ort.group_query, (*_USUAL, "cached")),
+    Candidate("flashinfer", "FlashInfer decode", baselines_flashinfer.flashinfer_decode, ("cached",)),
+    Candidate(
+        "flashinfer-tensor-cores",
+        "FlashInfer decode on tensor cores",
+        functools.partial(baselines_flashinfer.flashinfer_decode, tensor_cores=True),
+        ("cached",),
+    ),
     Candidate(
         "ort-gqa-dense",
         "ONNX Runtime GroupQueryAttention, dense",

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Binds the scales of quantized caches, for StofCachedAttention.
+// Checks KV caches: which buffers are one, for StofCachedAttention and StofPagedAttention, and the scales of quantized
+// caches.
 #include <cstdint>
 #include <string>
 
@@ -7,6 +8,13 @@
 
 namespace stof {
 namespace {
+
+bool Overlap(const Tensor& first, const Tensor& second) {
+  const auto begin = [](const Tensor& t) { return reinterpret_cast<uintptr_t>(t.data); };
+  const auto bytes = [](const Tensor& t) { return static_cast<uintptr_t>(t.Elements() * SizeOf(t.dtype)); };
+  if (bytes(first) == 0 || bytes(second) == 0) return false;
+  return begin(first) < begin(second) + bytes(second) && begin(second) < begin(first) + bytes(first);
+}
 
 // [G * D], [G, D], [G, 1, D] or [1, G, 1, D].
 bool IsPerChannel(const Tensor& scale, int64_t G, int64_t D) {
@@ -49,6 +57,27 @@ Status Bind(const char* name, const Tensor* found, const CacheAppendArgs& args, 
 }
 
 }  // namespace
+
+Status CheckCacheBuffers(const Tensor* past, const Tensor* present, const CacheNames& names) {
+  if (Overlap(present[0], present[1])) {
+    return Status::Error(std::string(names.present[0]) + " and " + names.present[1] +
+                         " overlap in memory, expected a buffer each");
+  }
+  if (past == nullptr) return Status();
+  bool share[2];
+  for (int i = 0; i < 2; ++i) share[i] = past[i].data == present[i].data && Overlap(past[i], present[i]);
+  if (share[0] != share[1]) {
+    return Status::Error("past and present share the buffer of keys or of values alone, expected both or none");
+  }
+  for (int i = 0; i < 2; ++i) {
+    for (int k = 0; k < 2; ++k) {
+      if (!Overlap(past[i], present[k]) || (i == k && share[i])) continue;
+      return Status::Error(std::string(names.past[i]) + " and " + names.present[k] + " overlap in memory, expected " +
+                           (i == k ? "one buffer or two" : "a buffer each"));
+    }
+  }
+  return Status();
+}
 
 Status BindScales(const Tensor* key_scale, const Tensor* value_scale, CacheAppendArgs* args) {
   STOF_RETURN_IF_ERROR(Bind("k_scale", key_scale, *args, &args->key_scale));
