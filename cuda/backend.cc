@@ -6,6 +6,8 @@
 #include <string>
 
 #include "cuda/attention/columns/gather.h"
+#include "cuda/attention/decode/api.h"
+#include "cuda/attention/dequantize.h"
 #include "cuda/attention/job.h"
 #include "cuda/attention/kernel_request.h"
 #include "cuda/cached_attention/append.h"
@@ -143,6 +145,11 @@ Status RunGathered(const AttentionArgs& args, const Tensor* pad, const Attention
 Status RunAttention(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
                     const Tables& operands, const RunContext& context) {
   STOF_RETURN_IF_ERROR(CheckCudaAttention(args));
+  if (IsQuantized(args.kv_dtype) && !cuda::CanReadQuantized(args)) {
+    AttentionArgs plain;
+    STOF_RETURN_IF_ERROR(cuda::Dequantize(args, context, &plain));
+    return RunAttention(plain, pad, mask, sizes, operands, context);
+  }
   if (IsLimitedToKeyRange(args)) {
     const cuda::MaskPart all = {0, args.B, 0, args.H, 0, args.S};
     return cuda::AttentionJob(args, pad, mask, sizes, operands, all, nullptr, context).RunDecode();
@@ -150,7 +157,9 @@ Status RunAttention(const AttentionArgs& args, const Tensor* pad, const Attentio
   AttentionArgs by_mask = args;
   by_mask.first_rows = by_mask.is_invalid = by_mask.seqlens = nullptr;
   bool is_gathered = false;
-  STOF_RETURN_IF_ERROR(RunGathered(by_mask, pad, mask, sizes, context, &is_gathered));
+  if (!IsQuantized(args.kv_dtype)) {
+    STOF_RETURN_IF_ERROR(RunGathered(by_mask, pad, mask, sizes, context, &is_gathered));
+  }
   if (!is_gathered) STOF_RETURN_IF_ERROR(RunByMask(by_mask, pad, mask, sizes, operands, context));
   return args.is_invalid == nullptr ? Status() : MarkInvalid(args.is_invalid, true, args, context);
 }
@@ -197,9 +206,10 @@ uint64_t HashKernelChoice(const AttentionArgs& args, const Tensor* pad, const At
     while (x > int64_t{1} << power) ++power;
     return x <= 0 ? -1 : power;
   };
-  for (const int64_t x : {int64_t{device}, about(sizes.B), sizes.H, args.G, about(sizes.S), about(sizes.T),
-                          about(sizes.P), args.D, args.Dv, int64_t{request.tactic}, int64_t{request.number},
-                          static_cast<int64_t>(args.dtype), static_cast<int64_t>(args.empty_rows)}) {
+  for (const int64_t x :
+       {int64_t{device}, about(sizes.B), sizes.H, args.G, about(sizes.S), about(sizes.T), about(sizes.P), args.D,
+        args.Dv, int64_t{request.tactic}, int64_t{request.number}, static_cast<int64_t>(args.dtype),
+        static_cast<int64_t>(args.kv_dtype), static_cast<int64_t>(args.empty_rows)}) {
     mix(x);
   }
   for (const bool x :

@@ -20,6 +20,7 @@ PRECISIONS: dict[str, tuple[str, tuple[str, ...]]] = {
     "fp32": ("fp32", ()),
     "int4": ("int4", ()),  # activations are rounded to 8 bits in each run
     "int4a32": ("int4", ("accuracy_level=1",)),  # activations stay fp32
+    "int8kv": ("fp32", ("kv_cache_quant_scheme=int8_per_channel",)),  # caches of int8
 }
 VOCABULARY = 512
 WINDOW = 64  # of sliding windows: prompts of 300 tokens exceed it
@@ -168,6 +169,18 @@ def _write_checkpoint(decoder: Decoder, folder: Path, seed: int) -> None:
     write_tokenizer(folder, settings["vocab_size"])
 
 
+def _write_scales(decoder: Decoder, path: Path, seed: int) -> None:
+    """Random scales of quantized caches, a file that the builder reads: one for each layer and channel."""
+    import numpy as np
+
+    settings = {**_SIZES, **decoder.settings}
+    channels = settings["num_key_value_heads"] * settings.get("head_dim", 32)
+    rng = np.random.default_rng(seed)
+    shape = (settings["num_hidden_layers"], channels)
+    scales = {f"{name}_scales": rng.uniform(0.02, 0.06, shape).tolist() for name in "kv"}
+    path.write_text(json.dumps({"scales": scales}))
+
+
 def _add_packed_experts(path: Path, config: Any) -> None:
     """Adds random MXFP4 weights of experts: of gpt-oss, the builder packs int4 from these alone."""
     import torch
@@ -209,6 +222,10 @@ def write(name: str, folder: Path, seed: int = 0) -> Path:
     with tempfile.TemporaryDirectory() as scratch:
         checkpoint = Path(scratch) / "checkpoint"
         _write_checkpoint(DECODERS[architecture], checkpoint, seed)
+        if any(option.startswith("kv_cache_quant_scheme") for option in more):
+            scales = Path(scratch) / "scales.json"
+            _write_scales(DECODERS[architecture], scales, seed)
+            more = (*more, f"kv_cache_scale_file={scales}")
         build(checkpoint, folder, kind, (*DECODERS[architecture].options, *more))
     return folder
 

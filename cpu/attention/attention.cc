@@ -39,7 +39,7 @@ Layout MakeLayout(const cpu::AttentionProblem& problem, int64_t items, const cpu
   };
   if (args.pad != nullptr) layout.pad = take(args.B * problem.key_tiles * problem.n / 8);
   if (problem.column_tiles > 0) {
-    const int64_t rows = args.B * args.G * problem.column_tiles * problem.n * SizeOf(args.dtype);
+    const int64_t rows = args.B * args.G * problem.column_tiles * problem.n * SizeOf(KvType(args));
     layout.column_keys = take(rows * args.D);
     layout.column_values = take(rows * args.Dv);
   }
@@ -167,7 +167,7 @@ void Run(Job* job, int64_t count, int64_t step, const Parallel& parallel,
 void GatherColumns(const Job& job, int64_t first, int64_t last, void* /*scratch*/) {
   const cpu::AttentionProblem& problem = job.problem;
   const AttentionArgs& args = *problem.args;
-  const int64_t item = SizeOf(args.dtype), rows = problem.column_tiles * problem.n;
+  const int64_t item = SizeOf(KvType(args)), rows = problem.column_tiles * problem.n;
   const auto gather = [&](const void* from, const Strides& stride, int64_t size, int64_t at,
                           const std::vector<int32_t>& keys, int64_t count, const char* to) {
     char* out = const_cast<char*>(to) + item * size * rows * at;  // a part of the workspace
@@ -209,6 +209,13 @@ Status Check(const AttentionArgs& args, const CpuAttentionConfig& config) {
   }
   if (!IsFloat(args.dtype) || (args.bias != nullptr && !IsFloat(args.bias_dtype))) {
     return Status::Error("the CPU kernel takes fp32, fp16 and bf16");
+  }
+  if (KvType(args) != args.dtype) {
+    const bool has_mean = args.empty_rows == EmptyRows::kMean || args.empty_rows == EmptyRows::kAll;
+    if (!IsQuantized(args.kv_dtype) || args.key_scale.data == nullptr || args.value_scale.data == nullptr || has_mean) {
+      return Status::Error(
+          "quantized keys and values are int8 or fp8 with scales, and attended by no fully masked row");
+    }
   }
   const HeadSizes sizes = AttentionLimits::HeadSizesOf(Target::kCpu, args.dtype);
   if (!sizes.Has(args.D) || !sizes.Has(args.Dv)) {

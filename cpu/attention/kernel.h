@@ -30,7 +30,7 @@ void Pack(const AttentionProblem& problem, int64_t first, int64_t last, void* me
     const int64_t panel = problem.sequences[b].first * (problem.n / kPanel) + packed;
     if (panel * kPanel >= Min(end, problem.sequences[b].last * problem.n)) continue;
     const int64_t at = (b * args.G + g) * problem.panels + packed;
-    const int64_t item_size = SizeOf(args.dtype), count = Min(kPanel, end - panel * kPanel);
+    const int64_t item_size = SizeOf(KvType(args)), count = Min(kPanel, end - panel * kPanel);
     const int64_t tile = panel * kPanel / problem.n, row = panel * kPanel % problem.n;
     const char* keys = static_cast<const char*>(args.key) + item_size * (b * args.key_stride.b + g * args.key_stride.h);
     const Rows key_rows = RowsOfTile(problem, keys, args.key_stride.s, problem.column_keys, args.D, b, g, tile);

@@ -56,7 +56,7 @@ AttentionPlan::AttentionPlan(const AttentionArgs& args, const CpuAttentionConfig
   problem_.has_short_pages = args.pages.given() && (int64_t{1} << args.pages.shift) < config.n;
   // Rows that are not dense use few sets of the L1 cache: a quarter of them at 12 heads × 64 × 4 B. Loads that cross
   // a cache line take twice as long.
-  problem_.pack_values = args.dtype != DType::kF32 || args.Dv % kPanel != 0 || args.value_stride.s != args.Dv ||
+  problem_.pack_values = KvType(args) != DType::kF32 || args.Dv % kPanel != 0 || args.value_stride.s != args.Dv ||
                          reinterpret_cast<uintptr_t>(args.value) % kLine != 0 || problem_.has_short_pages;
   if (HasRuns()) runs_.resize(static_cast<size_t>(problem_.key_tiles));
   sequences_.resize(static_cast<size_t>(args.B));

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "cpu/attention/attention.h"
+#include "cpu/simd/quantized.h"
 #include STOF_SIMD
 
 namespace stof {
@@ -108,8 +109,9 @@ __attribute__((noinline)) void Scores(const float* q, int64_t ldq, int64_t size,
 }
 
 // QK^T of keys in place: s[kRows, kKeys] = q[kRows, size] · keys[kKeys, size] + start[kRows]; size is whole vectors.
-template <int kRows, int kKeys>
-inline void DotRows(const float* q, int64_t ldq, int64_t size, const float* keys, int64_t ldk, const float* start,
+// Stored: float, or a quantized type, which becomes fp32 as it is loaded.
+template <int kRows, int kKeys, typename Stored>
+inline void DotRows(const float* q, int64_t ldq, int64_t size, const Stored* keys, int64_t ldk, const float* start,
                     float* s, int64_t lds) {
   V sum[kRows][kKeys];
 #pragma GCC unroll 4
@@ -120,7 +122,7 @@ inline void DotRows(const float* q, int64_t ldq, int64_t size, const float* keys
   for (int64_t d = 0; d < size; d += kWidth) {
     V key[kKeys];
 #pragma GCC unroll 8
-    for (int j = 0; j < kKeys; ++j) key[j] = Simd::Load(keys + j * ldk + d);
+    for (int j = 0; j < kKeys; ++j) key[j] = LoadFloats(keys + j * ldk + d);
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
       const V x = Simd::Load(q + r * ldq + d);
@@ -141,9 +143,9 @@ inline void Prefetch(const char* at, int64_t bytes) {
 
 // PV: o[kRows, kBlock vectors] += p[kRows, keys of the runs] · v. The tile's matmul is summed by itself first: in one
 // chain of additions through all keys the terms of a long row would lose their low bits, each time in the same
-// direction. kAhead: brings as many bytes from `ahead` on to the L2 cache, one after the other.
-template <int kRows, int kBlock, bool kAhead = false>
-__attribute__((noinline)) void AddValues(const float* p, int64_t ldp, const Run* runs, int count, const float* v,
+// direction. kAhead: brings as many bytes from `ahead` on to the L2 cache, one after the other. Stored: as of DotRows.
+template <int kRows, int kBlock, bool kAhead, typename Stored>
+__attribute__((noinline)) void AddValues(const float* p, int64_t ldp, const Run* runs, int count, const Stored* v,
                                          int64_t ldv, float* o, int64_t ldo, const char* ahead = nullptr) {
   V sum[kRows][kBlock];
 #pragma GCC unroll 8
@@ -153,13 +155,14 @@ __attribute__((noinline)) void AddValues(const float* p, int64_t ldp, const Run*
   }
   for (int i = 0; i < count; ++i) {
     const int64_t last = runs[i].last;
-    const float* value = v + runs[i].first * ldv;
+    const Stored* value = v + runs[i].first * ldv;
 #pragma GCC unroll 4
     for (int64_t k = runs[i].first; k < last; ++k, value += ldv) {
       V x[kBlock];
 #pragma GCC unroll 8
-      for (int j = 0; j < kBlock; ++j) x[j] = Simd::Load(value + j * kWidth);
-      if constexpr (kAhead) Prefetch(ahead + k * kBlock * kWidth * 4, kBlock * kWidth * 4);
+      for (int j = 0; j < kBlock; ++j) x[j] = LoadFloats(value + j * kWidth);
+      constexpr int64_t kBytes = kBlock * kWidth * static_cast<int64_t>(sizeof(Stored));
+      if constexpr (kAhead) Prefetch(ahead + k * kBytes, kBytes);
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
         const V w = Simd::Set1(p[r * ldp + k]);

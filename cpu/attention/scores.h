@@ -202,11 +202,12 @@ inline void Worker<kInPlace>::PackedScores(const Strip* strips, int begin, int e
 }
 
 template <bool kInPlace>
-inline void Worker<kInPlace>::InPlaceScores(const Strip& strip, const float* keys, int64_t ldk,
+template <typename Stored>
+inline void Worker<kInPlace>::InPlaceScores(const Strip& strip, const Stored* keys, int64_t ldk,
                                             const Rows& ahead) const {
   const float* q = scratch_.q + strip.row * scratch_.ldq;
   const float* start = args_.softcap > 0.0f ? kNoStart : scratch_.start + strip.row;
-  const int64_t lds = problem_.n, stride = item_size_ * ahead.stride, bytes = item_size_ * args_.Dv;
+  const int64_t lds = problem_.n, stride = stored_size_ * ahead.stride, bytes = stored_size_ * args_.Dv;
   const int64_t size = RoundUp(args_.D, kWidth);
   const int rows = rows_ - strip.row;
   const auto block = [&](int k, auto count) {
@@ -214,7 +215,7 @@ inline void Worker<kInPlace>::InPlaceScores(const Strip& strip, const float* key
     if (ahead.data != nullptr) {
       for (int j = 0; j < kKeys; ++j) Prefetch(ahead.At(0) + (k + j) * stride, bytes);
     }
-    const float* key = keys + k * ldk;
+    const Stored* key = keys + k * ldk;
     if (rows > 2) return DotRows<4, kKeys>(q, scratch_.ldq, size, key, ldk, start, scratch_.s + k, lds);
     if (rows > 1) return DotRows<2, kKeys>(q, scratch_.ldq, size, key, ldk, start, scratch_.s + k, lds);
     DotRows<1, kKeys>(q, scratch_.ldq, size, key, ldk, start, scratch_.s + k, lds);

@@ -8,7 +8,7 @@
 
 #include "cpu/attention/attention.h"
 #include "cpu/attention/register_block.h"
-#include "cpu/simd/convert.h"
+#include "cpu/simd/quantized.h"
 
 namespace stof {
 namespace cpu {
@@ -52,10 +52,12 @@ struct Scratch {
     elements = Take<uint32_t>(problem.element_slots * problem.m * words);
     has_runs = args.elements != nullptr && args.elements->runs != nullptr;
     runs = Take<KeyTileRun>(has_runs ? problem.key_tiles : 0);
-    copy_values = problem.in_place && (args.dtype != DType::kF32 || args.Dv % kWidth != 0 || problem.has_short_pages);
-    copy_keys = problem.in_place && (args.dtype != DType::kF32 || args.D % kWidth != 0 || problem.has_short_pages);
+    const bool is_float = KvType(args) == DType::kF32;
+    const bool is_converted_as_loaded = is_float || IsQuantized(KvType(args));
+    copy_values = problem.in_place && (!is_converted_as_loaded || args.Dv % kWidth != 0 || problem.has_short_pages);
+    copy_keys = problem.in_place && (!is_converted_as_loaded || args.D % kWidth != 0 || problem.has_short_pages);
     values = Take<float>(copy_values ? problem.n * ldo : 0);
-    keys = Take<float>(copy_keys ? problem.n * ldq : args.dtype != DType::kF32 ? kPanel * ldq : 0);
+    keys = Take<float>(copy_keys ? problem.n * ldq : is_float ? 0 : kPanel * ldq);
     size = static_cast<size_t>(bytes_ - reinterpret_cast<char*>(base));
   }
 
@@ -98,7 +100,7 @@ inline int64_t EndOfKeys(const AttentionArgs& args, int64_t b) {
 
 inline void CopyRows(const char* from, DType dtype, int64_t stride, int64_t rows, int64_t size, int64_t ld, float* to) {
   for (int64_t i = 0; i < rows; ++i) {
-    ToFloats(from + i * stride * SizeOf(dtype), dtype, size, to + i * ld);
+    KvToFloats(from + i * stride * SizeOf(dtype), dtype, size, to + i * ld);
     for (int64_t d = size; d < ld; ++d) to[i * ld + d] = 0.0f;
   }
 }
@@ -139,13 +141,13 @@ struct Rows {
 };
 // All rows of a key or value head. head: of row 0, with pages of that on page 0.
 inline Rows RowsOfHead(const AttentionArgs& args, const char* head, int64_t stride, int64_t b) {
-  return {head, stride, SizeOf(args.dtype), args.pages.given() ? &args.pages : nullptr, b};
+  return {head, stride, SizeOf(KvType(args)), args.pages.given() ? &args.pages : nullptr, b};
 }
 // Rows of the keys, or of the values, of a tile of KV head g: gathered columns come first. head: of row 0 of that head.
 inline Rows RowsOfTile(const AttentionProblem& problem, const char* head, int64_t stride, const char* columns,
                        int64_t size, int64_t b, int64_t g, int64_t tile) {
   const AttentionArgs& args = *problem.args;
-  const int64_t item = SizeOf(args.dtype), n = problem.n;
+  const int64_t item = SizeOf(KvType(args)), n = problem.n;
   if (tile < problem.column_tiles) {
     return {columns + item * size * n * ((b * args.G + g) * problem.column_tiles + tile), size, item};
   }
@@ -162,17 +164,18 @@ inline void CopyRows(const Rows& from, DType dtype, int64_t rows, int64_t size, 
 
 // Packs one panel of `count` keys, which lies on one page.
 inline void PackKeys(const Rows& from, int64_t count, const AttentionArgs& args, const Scratch& scratch, float* to) {
-  if (args.dtype == DType::kF32) {
+  const DType dtype = KvType(args);
+  if (dtype == DType::kF32) {
     PackPanel(reinterpret_cast<const float*>(from.At(0)), from.stride, count, args.D, to);
   } else {
-    CopyRows(from, args.dtype, count, args.D, scratch.ldq, scratch.keys);
+    CopyRows(from, dtype, count, args.D, scratch.ldq, scratch.keys);
     PackPanel(scratch.keys, scratch.ldq, count, args.D, to);
   }
 }
 
 // Values of `count` keys, as floats with rows of ldo.
 inline void CopyValues(const Rows& from, int64_t count, const AttentionArgs& args, int64_t ldo, float* to) {
-  CopyRows(from, args.dtype, count, args.Dv, ldo, to);
+  CopyRows(from, KvType(args), count, args.Dv, ldo, to);
 }
 
 }  // namespace STOF_ISA::attention

@@ -23,7 +23,11 @@ class Worker {
 
  public:
   Worker(const AttentionProblem& problem, void* scratch)
-      : problem_(problem), args_(*problem.args), scratch_(problem, scratch), item_size_(SizeOf(args_.dtype)) {}
+      : problem_(problem),
+        args_(*problem.args),
+        scratch_(problem, scratch),
+        item_size_(SizeOf(args_.dtype)),
+        stored_size_(SizeOf(KvType(args_))) {}
 
   // Queries [row0, row0 + rows) of heads [h, h + heads) of one group. Row r is query row0 + r % rows of head
   // h + r / rows.
@@ -35,9 +39,9 @@ class Worker {
     queries_ = static_cast<int>(rows);
     rows_ = static_cast<int>(heads * rows);
     key_end_ = EndOfKeys(args_, b);
-    keys_ = static_cast<const char*>(args_.key) + item_size_ * (b * args_.key_stride.b + g_ * args_.key_stride.h);
+    keys_ = static_cast<const char*>(args_.key) + stored_size_ * (b * args_.key_stride.b + g_ * args_.key_stride.h);
     values_ =
-        static_cast<const char*>(args_.value) + item_size_ * (b * args_.value_stride.b + g_ * args_.value_stride.h);
+        static_cast<const char*>(args_.value) + stored_size_ * (b * args_.value_stride.b + g_ * args_.value_stride.h);
     group_ = b * args_.G + g_;
     prefetch_.Clear();
     LoadQueries();
@@ -47,13 +51,14 @@ class Worker {
   // Queues prefetches for the next item, which begins at row0: what it reads and writes, and this item does not.
   void QueuePrefetch(int64_t b, int64_t h, int64_t row0) {
     const int64_t g = h / (args_.H / args_.G), rows = Min(problem_.m, args_.S - row0);
-    const auto row = [this](const void* base, const Strides& stride, int64_t batch, int64_t head, int64_t position) {
-      return static_cast<const char*>(base) + item_size_ * (batch * stride.b + head * stride.h + position * stride.s);
+    const auto row = [](const void* base, int64_t item, const Strides& stride, int64_t batch, int64_t head,
+                        int64_t position) {
+      return static_cast<const char*>(base) + item * (batch * stride.b + head * stride.h + position * stride.s);
     };
-    prefetch_.Add(row(args_.query, args_.query_stride, b, h, row0), item_size_ * args_.query_stride.s, rows,
+    prefetch_.Add(row(args_.query, item_size_, args_.query_stride, b, h, row0), item_size_ * args_.query_stride.s, rows,
                   item_size_ * args_.D);
-    prefetch_.Add(row(args_.output, args_.output_stride, b, h, row0), item_size_ * args_.output_stride.s, rows,
-                  item_size_ * args_.Dv);
+    prefetch_.Add(row(args_.output, item_size_, args_.output_stride, b, h, row0), item_size_ * args_.output_stride.s,
+                  rows, item_size_ * args_.Dv);
     int64_t first = 0, last = 0, tiles = problem_.key_tiles;
     if (args_.mask != nullptr) {
       const int64_t here = MaskRow(b_, h_, row0_), there = MaskRow(b, h, row0);
@@ -66,10 +71,10 @@ class Worker {
         for (int64_t tile = from > last ? from : last; tile < to && tile < last + 2; ++tile) {
           const int64_t keys = Min(problem_.n, key_end_ - tile * problem_.n);
           const int64_t key0 = (tile - problem_.column_tiles) * problem_.n;
-          prefetch_.Add(row(args_.key, args_.key_stride, b, g, key0), item_size_ * args_.key_stride.s, keys,
-                        item_size_ * args_.D);
-          prefetch_.Add(row(args_.value, args_.value_stride, b, g, key0), item_size_ * args_.value_stride.s, keys,
-                        item_size_ * args_.Dv);
+          prefetch_.Add(row(args_.key, stored_size_, args_.key_stride, b, g, key0), stored_size_ * args_.key_stride.s,
+                        keys, stored_size_ * args_.D);
+          prefetch_.Add(row(args_.value, stored_size_, args_.value_stride, b, g, key0),
+                        stored_size_ * args_.value_stride.s, keys, stored_size_ * args_.Dv);
         }
       }
     }
@@ -267,7 +272,13 @@ class Worker {
       }
       for (; d < scratch_.ldq; ++d) to[d] = 0.0f;
       for (d = 0; d < scratch_.ldq; d += kWidth) Simd::Store(to + d, Simd::Mul(Simd::Load(from + d), factor));
+      if (args_.key_scale.data != nullptr && r < rows_) ScaleRow(args_.key_scale, args_.D, to);
     }
+  }
+  // Applies the scales of quantized keys to a query, or of values to an output.
+  void ScaleRow(const KvScale& scale, int64_t size, float* row) const {
+    const float* const own = scale.data + g_ * scale.stride_g;
+    for (int64_t d = 0; d < size; ++d) row[d] *= own[d * scale.stride_d];
   }
 
   void Clear() {
@@ -292,14 +303,26 @@ class Worker {
     return tile >= 0 && !is_copied && (tile + 1) * problem_.n <= key_end_;
   }
 
+  // A strip of rows in a key tile.
+  struct Strip {
+    int row = 0;  // first of its rows in the row tile
+    int run_count = 0;
+    uint32_t active = 0;   // panels in which one of its rows may attend a key
+    uint32_t partial = 0;  // panels in which not all of its rows may attend all keys
+    Run runs[kMaxTileKeys / kPanel / 2 + 1];
+  };
+
   // ---- a tile ----
   void Tile(int64_t tile, const uint32_t* bits, bool unmasked) {
     if (!FindMask(tile, bits, unmasked)) return;
     const int64_t key0 = tile * problem_.n;
     const int keys = static_cast<int>(Min(problem_.n, key_end_ - key0));
     const Rows value_rows = ValueRows(tile), key_rows = KeyRows(tile);
-    const float* values = reinterpret_cast<const float*>(value_rows.At(0));
+    // Rows in place have the type of keys and values; copied and packed ones are floats.
+    const void* values = value_rows.At(0);
     int64_t ldv = value_rows.stride;
+    const bool are_values_copied = scratch_.copy_values || (!kInPlace && problem_.pack_values);
+    const DType value_type = are_values_copied ? DType::kF32 : KvType(args_);
     const float* packed = kInPlace ? nullptr : PackedTile(tile);
     if (scratch_.copy_values) {
       CopyValues(value_rows, keys, args_, scratch_.ldo, scratch_.values);
@@ -309,10 +332,11 @@ class Worker {
       values = PackedValues(tile);
       ldv = scratch_.ldo;
     }
-    const float* keys_in_place = reinterpret_cast<const float*>(key_rows.At(0));
+    const void* keys_in_place = key_rows.At(0);
     int64_t ldk = key_rows.stride;
+    const DType key_type = scratch_.copy_keys ? DType::kF32 : KvType(args_);
     if (kInPlace && scratch_.copy_keys) {
-      CopyRows(key_rows, args_.dtype, keys, args_.D, scratch_.ldq, scratch_.keys);
+      CopyRows(key_rows, KvType(args_), keys, args_.D, scratch_.ldq, scratch_.keys);
       keys_in_place = scratch_.keys;
       ldk = scratch_.ldq;
     }
@@ -328,7 +352,7 @@ class Worker {
       if (kInPlace) {
         // While scores are computed, the values of this tile are prefetched into L2.
         const bool is_ahead = first == 0 && CanPrefetch(tile, scratch_.copy_values);
-        InPlaceScores(strips[0], keys_in_place, ldk, is_ahead ? value_rows : kNoRows);
+        ScoresInPlace(strips[0], keys_in_place, key_type, ldk, is_ahead ? value_rows : kNoRows);
       } else {
         PackedScores(strips, 0, count, packed);
       }
@@ -337,7 +361,7 @@ class Worker {
         Adjust(strips[i], s, key0, keys);
         if (__builtin_expect(!Softmax(strips[i], s), 0)) {
           if (kInPlace) {
-            InPlaceScores(strips[i], keys_in_place, ldk, kNoRows);
+            ScoresInPlace(strips[i], keys_in_place, key_type, ldk, kNoRows);
           } else {
             PackedScores(strips, i, i + 1, packed);
           }
@@ -349,18 +373,17 @@ class Worker {
       // While values are added, the keys of the next tile are, in the order of their addresses.
       const bool is_dense = args_.key_stride.s == args_.D;
       const bool is_ahead = kInPlace && first == 0 && is_dense && CanPrefetch(next_, scratch_.copy_keys);
-      Values(strips, count, values, ldv, is_ahead ? KeyRows(next_).At(0) : nullptr);
+      const char* const ahead = is_ahead ? KeyRows(next_).At(0) : nullptr;
+      if constexpr (kInPlace) {
+        AsStored(values, value_type, [&](const auto* stored) { Values(strips, count, stored, ldv, ahead); });
+      } else {
+        Values(strips, count, static_cast<const float*>(values), ldv, ahead);
+      }
     }
   }
-
-  // A strip of rows in a key tile.
-  struct Strip {
-    int row = 0;  // first of its rows in the row tile
-    int run_count = 0;
-    uint32_t active = 0;   // panels in which one of its rows may attend a key
-    uint32_t partial = 0;  // panels in which not all of its rows may attend all keys
-    Run runs[kMaxTileKeys / kPanel / 2 + 1];
-  };
+  void ScoresInPlace(const Strip& strip, const void* keys, DType dtype, int64_t ldk, const Rows& ahead) const {
+    AsStored(keys, dtype, [&](const auto* stored) { InPlaceScores(strip, stored, ldk, ahead); });
+  }
 
   template <int kCount>
   struct Keys {
@@ -380,7 +403,8 @@ class Worker {
   static void StripScores(int rows, const float* q, int64_t ldq, int64_t size, const float* keys, int64_t stride,
                           const float* start, float* s, int64_t lds);
   void PackedScores(const Strip* strips, int begin, int end, const float* keys) const;
-  void InPlaceScores(const Strip& strip, const float* keys, int64_t ldk, const Rows& ahead) const;
+  template <typename Stored>
+  void InPlaceScores(const Strip& strip, const Stored* keys, int64_t ldk, const Rows& ahead) const;
   __attribute__((noinline)) void Adjust(const Strip& strip, float* s, int64_t key0, int keys) const;
   template <typename F>
   void ForEachVector(const Strip& strip, float* s, F f) const;
@@ -395,9 +419,10 @@ class Worker {
   void Weights(const Strip& strip, int rows, const float* bases, float* s);
   __attribute__((noinline)) bool ClearStarts(const Strip& strip, int rows, const V* high);
   __attribute__((noinline)) void Rescale(const Strip& strip, int rows, const V* high);
-  void Values(const Strip* strips, int count, const float* values, int64_t ldv, const char* ahead) const;
-  template <int kHeight, int kBlock>
-  void AddBlock(int64_t left, const float* p, const Strip& strip, const float* v, int64_t ldv, float* o,
+  template <typename Stored>
+  void Values(const Strip* strips, int count, const Stored* values, int64_t ldv, const char* ahead) const;
+  template <int kHeight, int kBlock, typename Stored>
+  void AddBlock(int64_t left, const float* p, const Strip& strip, const Stored* v, int64_t ldv, float* o,
                 const char* ahead) const;
 
   // ---- output ----
@@ -413,6 +438,7 @@ class Worker {
     for (int64_t d = 0; d < scratch_.ldo; d += kWidth) {
       Simd::Store(to + d, Simd::Mul(Simd::Load(scratch_.o + r * scratch_.ldo + d), scale));
     }
+    if (args_.value_scale.data != nullptr) ScaleRow(args_.value_scale, args_.Dv, to);
     if (!plain) FromFloats(scratch_.row, args_.dtype, args_.Dv, OutputRow(r));
   }
   void WriteEmptyRow(int r) {
@@ -446,7 +472,7 @@ class Worker {
   const AttentionProblem& problem_;
   const AttentionArgs& args_;
   Scratch scratch_;
-  const int64_t item_size_;
+  const int64_t item_size_, stored_size_;  // of query and output, of key and value
   int64_t b_ = 0, h_ = 0, g_ = 0, row0_ = 0;
   int rows_ = 0, queries_ = 0;  // rows of all heads, of one head
   int64_t key_end_ = 0;         // the number of keys of the sequence

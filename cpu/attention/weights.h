@@ -126,19 +126,21 @@ void Worker<kInPlace>::Rescale(const Strip& strip, int rows, const V* high) {
 }
 
 template <bool kInPlace>
-inline void Worker<kInPlace>::Values(const Strip* strips, int count, const float* values, int64_t ldv,
+template <typename Stored>
+inline void Worker<kInPlace>::Values(const Strip* strips, int count, const Stored* values, int64_t ldv,
                                      const char* ahead) const {
+  constexpr int64_t kStored = sizeof(Stored);
   const int64_t size = RoundUp(args_.Dv, kWidth) / kWidth;
   const int rows = rows_ - strips[0].row;
   // In place few rows leave registers for more columns.
   const int block = !kInPlace ? kVectors : rows > 2 ? kVectors : rows > 1 ? 4 : 8;
   for (int64_t d = 0; d < size; d += block) {
     const int64_t left = Min(block, size - d);
-    const char* next = ahead == nullptr ? nullptr : ahead + d * kWidth * 4 * problem_.n;
+    const char* next = ahead == nullptr ? nullptr : ahead + d * kWidth * kStored * problem_.n;
     for (int i = 0; i < count; ++i) {
       const float* p = scratch_.s + i * kRows * static_cast<int64_t>(problem_.n);
       float* o = scratch_.o + strips[i].row * scratch_.ldo + d * kWidth;
-      const float* v = values + d * kWidth;
+      const Stored* v = values + d * kWidth;
       if constexpr (kInPlace) {
         if (rows > 2) {
           AddBlock<4, kVectors>(left, p, strips[i], v, ldv, o, next);
@@ -159,8 +161,8 @@ inline void Worker<kInPlace>::Values(const Strip* strips, int count, const float
 }
 
 template <bool kInPlace>
-template <int kHeight, int kBlock>
-inline void Worker<kInPlace>::AddBlock(int64_t left, const float* p, const Strip& strip, const float* v, int64_t ldv,
+template <int kHeight, int kBlock, typename Stored>
+inline void Worker<kInPlace>::AddBlock(int64_t left, const float* p, const Strip& strip, const Stored* v, int64_t ldv,
                                        float* o, const char* ahead) const {
   if (left != kBlock) {
     if constexpr (kBlock > 1) AddBlock<kHeight, kBlock - 1>(left, p, strip, v, ldv, o, ahead);
@@ -172,7 +174,7 @@ inline void Worker<kInPlace>::AddBlock(int64_t left, const float* p, const Strip
                                               ahead);
     }
   }
-  AddValues<kHeight, kBlock>(p, problem_.n, strip.runs, strip.run_count, v, ldv, o, scratch_.ldo);
+  AddValues<kHeight, kBlock, false>(p, problem_.n, strip.runs, strip.run_count, v, ldv, o, scratch_.ldo);
 }
 
 }  // namespace STOF_ISA::attention

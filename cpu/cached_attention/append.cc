@@ -57,6 +57,13 @@ int64_t StagingRows(const CacheAppendArgs& args, const CacheStep& step) {
 
 Status cpu::CheckAppendSizes(const CacheAppendArgs& args) {
   if (!IsFloat(args.dtype)) return Status::Error("the CPU kernel takes fp32, fp16 and bf16");
+  const bool is_quantized = IsQuantized(CacheType(args));
+  if (!is_quantized && CacheType(args) != args.dtype) {
+    return Status::Error("the CPU kernel takes caches of the type of query, int8 and fp8 e4m3fn");
+  }
+  if (is_quantized && (args.key_scale.data == nullptr || args.value_scale.data == nullptr)) {
+    return Status::Error("quantized caches need k_scale and v_scale");
+  }
   if (args.D < 1 || args.D > AttentionLimits::kLargestHeadSize) {
     return Status::Error("the head size is " + std::to_string(args.D) + ", expected 1 to " +
                          std::to_string(AttentionLimits::kLargestHeadSize));
@@ -178,7 +185,7 @@ struct RowMove {
 // Moves rows of each sequence, of keys and of values, to row 0 on. rows_of(b): the first row, and their number.
 template <typename RowsOf>
 void MoveRows(const CacheAppendArgs& args, const RowMove& move, const Parallel& parallel, const RowsOf& rows_of) {
-  const int64_t row = args.D * SizeOf(args.dtype);
+  const int64_t row = args.D * SizeOf(CacheType(args));
   int64_t most = 0;
   for (int64_t b = 0; b < args.B; ++b) most = std::max(most, rows_of(b).second);
   if (most == 0) return;

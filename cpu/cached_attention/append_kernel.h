@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// RMS norm and rotary embedding of new queries and keys; appends keys and values to the KV cache. Included once for
-// each instruction set, with STOF_ISA its namespace and STOF_SIMD the header of its Simd.
+// RMS norm and rotary embedding of new queries and keys; appends keys and values to the KV cache, quantized where the
+// cache is. Included once for each instruction set, with STOF_ISA its namespace and STOF_SIMD the header of its Simd.
 #ifndef STOF_CPU_CACHED_ATTENTION_APPEND_KERNEL_H_
 #define STOF_CPU_CACHED_ATTENTION_APPEND_KERNEL_H_
 
@@ -9,6 +9,7 @@
 
 #include "cpu/cached_attention/append.h"
 #include "cpu/simd/convert.h"
+#include "cpu/simd/quantized.h"
 #include STOF_SIMD
 
 namespace stof {
@@ -71,7 +72,11 @@ inline void Rotate(const HeadRow& cos, const HeadRow& sin, int64_t offset, int64
 class Appender {
  public:
   explicit Appender(const AppendProblem& problem)
-      : problem_(problem), args_(*problem.args), item_size_(SizeOf(args_.dtype)), row_size_(args_.D * item_size_) {
+      : problem_(problem),
+        args_(*problem.args),
+        item_size_(SizeOf(args_.dtype)),
+        row_size_(args_.D * item_size_),
+        stored_size_(args_.D * SizeOf(CacheType(args_))) {
     if (args_.query_norm != nullptr) query_weight_.Load(args_.query_norm, args_.dtype, args_.D);
     if (args_.key_norm != nullptr) key_weight_.Load(args_.key_norm, args_.dtype, args_.D);
   }
@@ -87,11 +92,20 @@ class Appender {
     }
     if (rows.cache < 0) return;
     for (int64_t g = 0; g < args_.G; ++g) {
-      const int64_t at = (rows.cache + g * rows.cache_step) * row_size_;
-      Transform(At(args_.key, args_.key_stride, b, g, i), args_.key_norm != nullptr ? &key_weight_ : nullptr,
-                static_cast<char*>(problem_.key) + at);
-      std::memcpy(static_cast<char*>(problem_.value) + at, At(args_.value, args_.value_stride, b, g, i),
-                  static_cast<size_t>(row_size_));
+      const int64_t at = (rows.cache + g * rows.cache_step) * stored_size_;
+      char* const key = static_cast<char*>(problem_.key) + at;
+      char* const value = static_cast<char*>(problem_.value) + at;
+      const char* const new_key = At(args_.key, args_.key_stride, b, g, i);
+      const char* const new_value = At(args_.value, args_.value_stride, b, g, i);
+      const HeadRow* const weight = args_.key_norm != nullptr ? &key_weight_ : nullptr;
+      if (IsQuantized(CacheType(args_))) {
+        Transform(new_key, weight, reinterpret_cast<char*>(rounded_));
+        Quantize(reinterpret_cast<const char*>(rounded_), args_.key_scale, g, key);
+        Quantize(new_value, args_.value_scale, g, value);
+      } else {
+        Transform(new_key, weight, key);
+        std::memcpy(value, new_value, static_cast<size_t>(row_size_));
+      }
     }
   }
 
@@ -139,10 +153,21 @@ class Appender {
     FromFloats(row_.x, args_.dtype, args_.D, to);
   }
 
+  // Quantizes a row of type dtype of KV head g.
+  void Quantize(const char* from, const KvScale& scale, int64_t g, char* to) {
+    for (int64_t d = 0; d < args_.D; ++d) {
+      inverse_.x[d] = InverseScale(scale.data[g * scale.stride_g + d * scale.stride_d]);
+    }
+    row_.Load(from, args_.dtype, args_.D);
+    QuantizeRow(row_.x, inverse_.x, args_.cache_dtype, args_.D, to);
+  }
+
   const AppendProblem& problem_;
   const CacheAppendArgs& args_;
-  const int64_t item_size_, row_size_;
-  HeadRow query_weight_, key_weight_, cos_, sin_, row_;
+  const int64_t item_size_, row_size_;  // of a new token
+  const int64_t stored_size_;           // of a row of the cache
+  HeadRow query_weight_, key_weight_, cos_, sin_, row_, inverse_;
+  alignas(64) float rounded_[kLargestHead];  // a key of type dtype
 };
 
 void Append(const AppendProblem& problem, int64_t first, int64_t last) {

@@ -33,6 +33,7 @@ Status AttentionJob::Describe() {
   KernelProblem& p = problem_;
   p.capability = device_.capability;
   p.dtype = args_.dtype;
+  p.kv_dtype = args_.kv_dtype;
   p.head_size = static_cast<int>(std::max(args_.D, args_.Dv));
   p.queries = args_.S;
   p.packed_queries = args_.H / std::max<int64_t>(1, args_.G) * args_.S;
@@ -50,7 +51,7 @@ Status AttentionJob::Describe() {
   s.hash = mask_.fixed_hash;
   s.sizes = {args_.B, args_.H, args_.S, args_.T, sizes_.P};
   s.group_size = args_.H / std::max<int64_t>(1, args_.G);
-  const int64_t item = SizeOf(args_.dtype), head = std::max<int64_t>(1, item * args_.T * (args_.D + args_.Dv));
+  const int64_t item = SizeOf(KvType(args_)), head = std::max<int64_t>(1, item * args_.T * (args_.D + args_.Dv));
   s.l2_heads = std::max<int64_t>(1, device_.l2_bytes / 2 / head) * s.group_size;
   s.kv_bytes = args_.B * args_.G * head;
   s.head_bytes = static_cast<int>(p.head_size * item);

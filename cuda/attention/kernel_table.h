@@ -26,10 +26,11 @@ enum class ScoreMod { kNone, kRelativeBias, kFullBias };
 struct KernelProblem {
   int capability = 80;  // of the device: 10 * major + minor
   DType dtype = DType::kF16;
-  int head_size = 0;                 // the larger of D and Dv
-  int64_t queries = 0;               // S
-  int64_t packed_queries = 0;        // decode kernels: query rows of all heads that a CTA packs
-  bool has_softcap_or_bias = false;  // softcap, a relative or a full bias
+  DType kv_dtype = DType::kUndefined;  // of quantized keys and values; else kUndefined
+  int head_size = 0;                   // the larger of D and Dv
+  int64_t queries = 0;                 // S
+  int64_t packed_queries = 0;          // decode kernels: query rows of all heads that a CTA packs
+  bool has_softcap_or_bias = false;    // softcap, a relative or a full bias
   bool has_full_bias = false;
   bool has_positive_scale = true;
   bool allows_tf32 = false;      // fp32: matmuls may have the error of TF32
@@ -106,6 +107,7 @@ struct KernelFamily {
   int least_capability = 80, most_capability = std::numeric_limits<int>::max();
   bool takes_16_bit = false;  // fp16 and bf16
   bool takes_fp32 = false;
+  bool takes_quantized = false;  // keys and values, beside 16-bit queries
   int least_head_size = 1, most_head_size = 256;
   int64_t most_queries = std::numeric_limits<int64_t>::max();
   bool needs_aligned_rows = false, needs_aligned_bias = false;
@@ -124,6 +126,7 @@ struct KernelFamily {
 inline KernelTable FindKernels(const KernelFamily& family, const KernelProblem& problem) {
   const bool fits = problem.capability >= family.least_capability && problem.capability <= family.most_capability &&
                     (problem.dtype == DType::kF32 ? family.takes_fp32 : family.takes_16_bit) &&
+                    (family.takes_quantized || !IsQuantized(problem.kv_dtype)) &&
                     problem.head_size >= family.least_head_size && problem.head_size <= family.most_head_size &&
                     problem.queries <= family.most_queries &&
                     (problem.has_aligned_rows || !family.needs_aligned_rows) &&

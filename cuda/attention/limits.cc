@@ -112,6 +112,12 @@ Status PlanMask(const AttentionArgs& args, const AttentionMask& mask, const Expr
 }  // namespace
 
 Status CheckCudaAttention(const AttentionArgs& args) {
+  if (KvType(args) != args.dtype) {
+    const bool has_mean = args.empty_rows == EmptyRows::kMean || args.empty_rows == EmptyRows::kAll;
+    if (!IsQuantized(args.kv_dtype) || has_mean) {
+      return Status::Error("quantized keys and values are int8 or fp8, and attended by no fully masked row");
+    }
+  }
   const HeadSizes sizes = AttentionLimits::HeadSizesOf(Target::kCuda, args.dtype);
   if (args.dtype == DType::kF32) return CheckRows(args);
   if (sizes.largest == 0) {
@@ -122,12 +128,16 @@ Status CheckCudaAttention(const AttentionArgs& args) {
                          " up to " + std::to_string(sizes.largest) + ", found " + std::to_string(args.D) + " and " +
                          std::to_string(args.Dv));
   }
+  // Quantized keys and values that the kernels do not read as they are become dense and aligned ones.
+  const bool is_quantized = IsQuantized(args.kv_dtype);
   for (const Strides* stride : {&args.query_stride, &args.key_stride, &args.value_stride, &args.output_stride}) {
+    if (is_quantized && (stride == &args.key_stride || stride == &args.value_stride)) continue;
     if (stride->b % 8 != 0 || stride->h % 8 != 0 || stride->s % 8 != 0) {
       return Status::Error("rows of query, key, value and output must begin at multiples of 16 bytes");
     }
   }
   for (const void* base : {args.query, args.key, args.value, static_cast<const void*>(args.output)}) {
+    if (is_quantized && (base == args.key || base == args.value)) continue;
     if (reinterpret_cast<uintptr_t>(base) % 16 != 0) {
       return Status::Error("query, key, value and output must be aligned to 16 bytes");
     }

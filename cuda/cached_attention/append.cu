@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <limits>
 #include <string>
+#include <type_traits>
 
 #include "cuda/cached_attention/append.h"
 #include "cuda/cached_attention/cache_rows.h"
@@ -42,10 +43,11 @@ struct AppendParams {
   int64_t copy_chunks = 0;  // of a head
 };
 
+// T: the type of new tokens. Stored: that of the caches and of staging.
 // kSlides: there are slide CTAs. They need more registers than other launches should take.
-template <typename T, int kPieceElements, bool kSlides>
+template <typename T, typename Stored, int kPieceElements, bool kSlides>
 class Append {
-  using PieceOf = Piece<T, kPieceElements>;
+  using StoredPiece = Piece<Stored, kPieceElements>;
 
  public:
   __device__ Append(const AppendParams& params, float (*rows)[kLargestHead])
@@ -102,7 +104,7 @@ class Append {
     const CacheRows rows = RowsOf(b);
     if (slot < queries) {
       T* const to = static_cast<T*>(args_.rotated_query) + ((b * args_.H + slot) * args_.S + i) * args_.D;
-      Transform(kQuery, rows, b, slot, i, to, nullptr, 0, static_cast<int>(args_.D));
+      Transform<T>(kQuery, rows, b, slot, i, to, nullptr, 0, static_cast<int>(args_.D));
       return;
     }
     const int head = (slot - queries) / 2;
@@ -110,12 +112,12 @@ class Append {
   }
 
   // The rows of a key or value head in present, and in staging.
-  __device__ T* Present(Kind kind, int64_t b, int64_t g) const {
-    return static_cast<T*>(kind == kKey ? args_.present_key : args_.present_value) +
+  __device__ Stored* Present(Kind kind, int64_t b, int64_t g) const {
+    return static_cast<Stored*>(kind == kKey ? args_.present_key : args_.present_value) +
            (b * args_.G + g) * args_.capacity * args_.D;
   }
-  __device__ T* Staging(Kind kind, int64_t b, int64_t g) const {
-    return static_cast<T*>(kind == kKey ? args_.staging_key : args_.staging_value) +
+  __device__ Stored* Staging(Kind kind, int64_t b, int64_t g) const {
+    return static_cast<Stored*>(kind == kKey ? args_.staging_key : args_.staging_value) +
            (b * args_.G + g) * args_.staging_capacity * args_.D;
   }
   __device__ bool is_staged() const { return args_.staging_key != nullptr; }
@@ -123,14 +125,16 @@ class Append {
   __device__ void Store(Kind kind, const CacheRows& rows, int64_t b, int64_t g, int64_t i, int begin, int end) {
     if (rows.is_invalid) return;
     const int64_t row = rows.first_row + i, staged = rows.held + i;
-    T* const to = row >= 0 && row < args_.capacity ? Present(kind, b, g) + row * args_.D : nullptr;
-    T* const other = is_staged() && staged < args_.staging_capacity ? Staging(kind, b, g) + staged * args_.D : nullptr;
-    Transform(kind, rows, b, g, i, to, other, begin, end);
+    Stored* const to = row >= 0 && row < args_.capacity ? Present(kind, b, g) + row * args_.D : nullptr;
+    Stored* const other =
+        is_staged() && staged < args_.staging_capacity ? Staging(kind, b, g) + staged * args_.D : nullptr;
+    Transform<Stored>(kind, rows, b, g, i, to, other, begin, end);
   }
 
   // Norm and rotary embedding of one head of one token by a warp. Stores elements [begin, end) to `to` and `other`,
-  // each of which may be nullptr.
-  __device__ void Transform(Kind kind, const CacheRows& rows, int64_t b, int64_t head, int64_t i, T* to, T* other,
+  // each of which may be nullptr; quantized where To is not T.
+  template <typename To>
+  __device__ void Transform(Kind kind, const CacheRows& rows, int64_t b, int64_t head, int64_t i, To* to, To* other,
                             int begin, int end) {
     const Strides& stride = kind == kQuery ? args_.query_stride : kind == kKey ? args_.key_stride : args_.value_stride;
     const auto* from = static_cast<const T*>(kind == kQuery ? args_.query
@@ -139,8 +143,10 @@ class Append {
                        b * stride.b + head * stride.h + i * stride.s;
     const auto* norm = static_cast<const T*>(kind == kQuery ? args_.query_norm : args_.key_norm);
     const bool rotates = kind != kValue && args_.cos != nullptr;
+    const KvScale& scale = kind == kKey ? args_.key_scale : args_.value_scale;
+    const float* const own = std::is_same<To, T>::value ? nullptr : scale.data + head * scale.stride_g;
     transform_.Run(from, kind == kValue ? nullptr : norm, rotates, rotates ? PositionOf(rows, b, i) : 0,
-                   i < rows.tokens, to, other, begin, end);
+                   i < rows.tokens, to, other, begin, end, own, scale.stride_d);
   }
 
   // ---- copy CTAs: a chunk of the past rows of a head, which are contiguous in all buffers ----
@@ -154,11 +160,12 @@ class Append {
       const int64_t kept_from = rows.kept_from * row, end = rows.is_invalid ? 0 : rows.held * row;
       const int64_t begin = at % params_.copy_chunks * (kThreads * kCopyPieces) + (is_staged() ? 0 : kept_from);
       if (begin >= end) continue;
-      const auto* from = reinterpret_cast<const PieceOf*>(
-          static_cast<const T*>(kind == kKey ? args_.past_key : args_.past_value) + bg * args_.past_capacity * args_.D);
-      auto* to = reinterpret_cast<PieceOf*>(Present(kind, b, g));
-      auto* staging = is_staged() ? reinterpret_cast<PieceOf*>(Staging(kind, b, g)) : nullptr;
-      PieceOf held[kCopyPieces];
+      const auto* from = reinterpret_cast<const StoredPiece*>(
+          static_cast<const Stored*>(kind == kKey ? args_.past_key : args_.past_value) +
+          bg * args_.past_capacity * args_.D);
+      auto* to = reinterpret_cast<StoredPiece*>(Present(kind, b, g));
+      auto* staging = is_staged() ? reinterpret_cast<StoredPiece*>(Staging(kind, b, g)) : nullptr;
+      StoredPiece held[kCopyPieces];
 #pragma unroll
       for (int n = 0; n < kCopyPieces; ++n) {
         const int64_t piece = begin + n * kThreads + threadIdx.x;
@@ -194,24 +201,24 @@ class Append {
   // Moves rows [kept_from, held) to the front, in ascending order, and copies rows [0, held) to staging where there is
   // one. A chunk writes rows before all that later chunks read. So one barrier a chunk suffices, between its reads and
   // its writes.
-  __device__ void MoveToFront(T* head, T* staging, const CacheRows& rows, int begin, int end) {
+  __device__ void MoveToFront(Stored* head, Stored* staging, const CacheRows& rows, int begin, int end) {
     constexpr int kAcross = kSliceElements / kPieceElements, kDown = kThreads / kAcross;
     const int d = begin + static_cast<int>(threadIdx.x) % kAcross * kPieceElements;
     const int64_t down = static_cast<int>(threadIdx.x) / kAcross;
     for (int64_t first = staging != nullptr ? 0 : rows.kept_from; first < rows.held; first += kDown * kSlidePieces) {
-      PieceOf held[kSlidePieces];
+      StoredPiece held[kSlidePieces];
 #pragma unroll
       for (int n = 0; n < kSlidePieces; ++n) {
         const int64_t row = first + n * kDown + down;
-        if (row < rows.held && d < end) held[n] = *reinterpret_cast<const PieceOf*>(head + row * args_.D + d);
+        if (row < rows.held && d < end) held[n] = *reinterpret_cast<const StoredPiece*>(head + row * args_.D + d);
       }
       __syncthreads();
 #pragma unroll
       for (int n = 0; n < kSlidePieces; ++n) {
         const int64_t row = first + n * kDown + down, to = row - rows.kept_from;
         if (row >= rows.held || d >= end) continue;
-        if (staging != nullptr) *reinterpret_cast<PieceOf*>(staging + row * args_.D + d) = held[n];
-        if (to >= 0 && rows.kept_from > 0) *reinterpret_cast<PieceOf*>(head + to * args_.D + d) = held[n];
+        if (staging != nullptr) *reinterpret_cast<StoredPiece*>(staging + row * args_.D + d) = held[n];
+        if (to >= 0 && rows.kept_from > 0) *reinterpret_cast<StoredPiece*>(head + to * args_.D + d) = held[n];
       }
     }
   }
@@ -225,13 +232,13 @@ class Append {
     Clear(is_staged() ? Staging(kValue, b, g) : Present(kValue, b, g), behind, 0, static_cast<int>(args_.D));
   }
   // Elements [begin, end) of rows from `first` on.
-  __device__ void Clear(T* head, int64_t first, int begin, int end) const {
+  __device__ void Clear(Stored* head, int64_t first, int begin, int end) const {
     const int64_t capacity = is_staged() ? args_.staging_capacity : args_.capacity;
     const int64_t behind = min(min(first + kMostTileKeys - 1, args_.clear_end), capacity);
     const int width = end - begin;
     const int64_t start = max(first, int64_t{0});
     for (int64_t at = threadIdx.x; at < (behind - start) * width; at += kThreads) {
-      head[(start + at / width) * args_.D + begin + at % width] = Round<T>(0.0f);
+      head[(start + at / width) * args_.D + begin + at % width] = Round<Stored>(0.0f);
     }
   }
 
@@ -241,17 +248,17 @@ class Append {
   HeadTransform<T, kPieceElements> transform_;
 };
 
-template <typename T, int kPieceElements, bool kSlides>
+template <typename T, typename Stored, int kPieceElements, bool kSlides>
 __global__ void __launch_bounds__(kThreads) AppendKernel(const __grid_constant__ AppendParams params) {
   __shared__ float rows[kWarps][kLargestHead];
   WaitForPrevious();
   LetNextStart();
-  Append<T, kPieceElements, kSlides>(params, rows).Run();
+  Append<T, Stored, kPieceElements, kSlides>(params, rows).Run();
 }
 
-template <typename T, int kPieceElements, bool kSlides>
+template <typename T, typename Stored, int kPieceElements, bool kSlides>
 int Launch(const AppendParams& params, int64_t ctas, void* stream) {
-  constexpr auto kKernel = AppendKernel<T, kPieceElements, kSlides>;
+  constexpr auto kKernel = AppendKernel<T, Stored, kPieceElements, kSlides>;
   return LaunchKernel<AppendParams, kKernel>(params, static_cast<unsigned>(ctas), kThreads, 0, stream,
                                              CanStartEarly<AppendParams, kKernel>());
 }
@@ -262,16 +269,28 @@ bool HasAlignedRows(const CacheAppendArgs& args, int64_t piece) {
   for (const Strides* stride : {&args.query_stride, &args.key_stride, &args.value_stride}) {
     is_aligned = is_aligned && stride->b % piece == 0 && stride->h % piece == 0 && stride->s % piece == 0;
   }
-  for (const void* base :
-       {args.query, args.key, args.value, args.past_key, args.past_value, static_cast<const void*>(args.present_key),
-        static_cast<const void*>(args.present_value), static_cast<const void*>(args.rotated_query)}) {
-    is_aligned =
-        is_aligned && reinterpret_cast<uintptr_t>(base) % static_cast<uintptr_t>(piece * SizeOf(args.dtype)) == 0;
+  const auto begins_aligned = [piece](const void* base, DType dtype) {
+    return reinterpret_cast<uintptr_t>(base) % static_cast<uintptr_t>(piece * SizeOf(dtype)) == 0;
+  };
+  for (const void* base : {args.query, args.key, args.value, static_cast<const void*>(args.rotated_query)}) {
+    is_aligned = is_aligned && begins_aligned(base, args.dtype);
+  }
+  for (const void* base : {args.past_key, args.past_value, static_cast<const void*>(args.present_key),
+                           static_cast<const void*>(args.present_value)}) {
+    is_aligned = is_aligned && begins_aligned(base, CacheType(args));
   }
   return is_aligned;
 }
 
 Status Check(const CacheAppendArgs& args) {
+  const DType stored = CacheType(args);
+  if (stored != args.dtype && !IsQuantized(stored)) {
+    return Status::Error("the CUDA kernel takes caches of the type of query, int8 and fp8 e4m3fn, found data type " +
+                         TypeText(stored));
+  }
+  if (IsQuantized(stored) && (args.key_scale.data == nullptr || args.value_scale.data == nullptr)) {
+    return Status::Error("quantized caches need k_scale and v_scale");
+  }
   if (args.D < 1 || args.D > kLargestHead) {
     return Status::Error("the CUDA kernel that appends to a cache takes head sizes up to " +
                          std::to_string(kLargestHead) + ", found " + std::to_string(args.D));
@@ -297,8 +316,8 @@ Status Check(const CacheAppendArgs& args) {
   return Status();
 }
 
-template <typename T>
-int LaunchFor(AppendParams params, void* stream, bool* is_too_large) {
+template <typename T, typename Stored>
+int LaunchAs(AppendParams params, void* stream, bool* is_too_large) {
   const CacheAppendArgs& args = params.args;
   constexpr int kPieceElements = 4;
   const bool is_aligned = HasAlignedRows(args, kPieceElements);
@@ -318,9 +337,18 @@ int LaunchFor(AppendParams params, void* stream, bool* is_too_large) {
   const int64_t ctas = args.B + params.token_ctas + params.clear_ctas + params.copy_ctas + slide_ctas;
   *is_too_large = ctas > std::numeric_limits<int32_t>::max() / kWarps;  // 32 bits count warps
   if (*is_too_large) return 0;
-  const auto launch = is_aligned ? (slides ? Launch<T, kPieceElements, true> : Launch<T, kPieceElements, false>)
-                                 : (slides ? Launch<T, 1, true> : Launch<T, 1, false>);
+  const auto launch =
+      is_aligned ? (slides ? Launch<T, Stored, kPieceElements, true> : Launch<T, Stored, kPieceElements, false>)
+                 : (slides ? Launch<T, Stored, 1, true> : Launch<T, Stored, 1, false>);
   return launch(params, ctas, stream);
+}
+
+template <typename T>
+int LaunchFor(const AppendParams& params, void* stream, bool* is_too_large) {
+  const DType stored = CacheType(params.args);
+  if (stored == DType::kI8) return LaunchAs<T, int8_t>(params, stream, is_too_large);
+  if (stored == DType::kF8E4M3) return LaunchAs<T, Float8>(params, stream, is_too_large);
+  return LaunchAs<T, T>(params, stream, is_too_large);
 }
 
 }  // namespace

@@ -6,8 +6,10 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/common/mma_sm80.cuh"
+#include "cuda/common/round.cuh"
 #include "plugins/core/contract/cached_attention.h"
 
 namespace stof {
@@ -21,21 +23,6 @@ struct alignas(sizeof(T) * kPieceElements) Piece {
   T at[kPieceElements];
 };
 
-template <typename T>
-__device__ __forceinline__ T Round(float x);
-template <>
-__device__ __forceinline__ float Round<float>(float x) {
-  return x;
-}
-template <>
-__device__ __forceinline__ __half Round<__half>(float x) {
-  return __float2half_rn(x);
-}
-template <>
-__device__ __forceinline__ __nv_bfloat16 Round<__nv_bfloat16>(float x) {
-  return __float2bfloat16_rn(x);
-}
-
 template <typename T, int kPieceElements>
 class HeadTransform {
   using PieceOf = Piece<T, kPieceElements>;
@@ -46,9 +33,12 @@ class HeadTransform {
   __device__ HeadTransform(const CacheAppendArgs& args, float* row) : args_(args), lane_(threadIdx.x % 32), row_(row) {}
 
   // Stores elements [begin, end) of the head at `from` to `to` and `other`, each of which may be nullptr. norm: the
-  // weight, or nullptr. rotates: by the table's row `position`; a token beyond the table becomes NaN.
-  __device__ void Run(const T* from, const T* norm, bool rotates, int64_t position, bool is_token, T* to, T* other,
-                      int begin, int end) {
+  // weight, or nullptr. rotates: by the table's row `position`; a token beyond the table becomes NaN. To is T, or a
+  // quantized type: rows are then rounded to T and quantized by `scale`, that of the head's first element.
+  template <typename To>
+  __device__ void Run(const T* from, const T* norm, bool rotates, int64_t position, bool is_token, To* to,
+                      typename std::common_type<To*>::type other, int begin, int end, const float* scale = nullptr,
+                      int64_t scale_stride = 0) {
     const int size = static_cast<int>(args_.D);
     float x[kPieces][kPieceElements];
 #pragma unroll
@@ -67,11 +57,19 @@ class HeadTransform {
     for (int p = 0; p < kPieces; ++p) {
       const int d = (32 * p + lane_) * kPieceElements;
       if (d < begin || d >= end) continue;
-      PieceOf piece;
+      Piece<To, kPieceElements> piece;
 #pragma unroll
-      for (int e = 0; e < kPieceElements; ++e) piece.at[e] = Round<T>(x[p][e]);
-      if (to != nullptr) *reinterpret_cast<PieceOf*>(to + d) = piece;
-      if (other != nullptr) *reinterpret_cast<PieceOf*>(other + d) = piece;
+      for (int e = 0; e < kPieceElements; ++e) {
+        if constexpr (std::is_same<To, T>::value) {
+          piece.at[e] = Round<T>(x[p][e]);
+        } else {
+          const float factor = scale[(d + e) * scale_stride];
+          const float inverse = factor != 0.0f ? __frcp_rn(factor) : 1.0f;  // InverseScale
+          piece.at[e] = Round<To>(__fmul_rn(ToFloat(Round<T>(x[p][e])), inverse));
+        }
+      }
+      if (to != nullptr) *reinterpret_cast<Piece<To, kPieceElements>*>(to + d) = piece;
+      if (other != nullptr) *reinterpret_cast<Piece<To, kPieceElements>*>(other + d) = piece;
     }
   }
 

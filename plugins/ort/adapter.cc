@@ -6,12 +6,13 @@
 
 namespace stof::ort {
 
-void Fill(const OrtApi* api, const OpDescription& description, DType type, const char* provider,
+void Fill(const OrtApi* api, const OpDescription& description, DType type, DType storage, const char* provider,
           Registration* registration) {
   Registration& r = *registration;
   static_cast<OrtCustomOp&>(r) = OrtCustomOp{};
   r.description = &description;
   r.type = type;
+  r.storage = storage;
   r.provider = provider;
   r.api = api;
   r.version = kApiVersion;
@@ -22,9 +23,10 @@ void Fill(const OrtApi* api, const OpDescription& description, DType type, const
     return Self(op).description->typed_inputs + Self(op).description->optional_inputs;
   };
   r.GetInputType = [](const OrtCustomOp* op, size_t i) {
-    return i < static_cast<size_t>(Self(op).description->typed_inputs)
-               ? static_cast<ONNXTensorElementDataType>(Self(op).type)
-               : ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
+    const OpDescription& description = *Self(op).description;
+    if (i < static_cast<size_t>(description.typed_inputs)) return static_cast<ONNXTensorElementDataType>(Self(op).type);
+    if ((description.storage_inputs >> i & 1u) != 0) return static_cast<ONNXTensorElementDataType>(Self(op).storage);
+    return ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
   };
   r.GetInputCharacteristic = [](const OrtCustomOp* op, size_t i) {
     if (Self(op).description->is_variadic) return INPUT_OUTPUT_VARIADIC;
@@ -38,7 +40,9 @@ void Fill(const OrtApi* api, const OpDescription& description, DType type, const
     return description.is_variadic ? 1 : description.outputs + description.optional_outputs;
   };
   r.GetOutputType = [](const OrtCustomOp* op, size_t i) {
-    return static_cast<ONNXTensorElementDataType>(Self(op).description->OutputType(static_cast<int>(i), Self(op).type));
+    const Registration& self = Self(op);
+    return static_cast<ONNXTensorElementDataType>(
+        self.description->OutputType(static_cast<int>(i), self.type, self.storage));
   };
   r.GetOutputCharacteristic = [](const OrtCustomOp* op, size_t i) {
     const OpDescription& description = *Self(op).description;

@@ -16,18 +16,19 @@ constexpr uint32_t kApiVersion = 18;
 
 constexpr int kMaxInputs = 32;  // of a node
 
-// One registration: an operator for one element type on one execution provider. `OrtCustomOp` comes first so that the
-// pointer that ONNX Runtime passes is also a pointer to this.
+// One registration: an operator for one pair of element types on one execution provider. `OrtCustomOp` comes first so
+// that the pointer that ONNX Runtime passes is also a pointer to this.
 struct Registration : OrtCustomOp {
   const OpDescription* description = nullptr;
   DType type = DType::kUndefined;
+  DType storage = DType::kUndefined;  // of what OpDescription::storage_inputs and storage_outputs name
   const OrtApi* api = nullptr;
   const char* provider = nullptr;  // nullptr: the CPU provider; else one that computes with CUDA
 };
 
 inline const Registration& Self(const OrtCustomOp* op) { return *static_cast<const Registration*>(op); }
 
-void Fill(const OrtApi* api, const OpDescription& description, DType type, const char* provider,
+void Fill(const OrtApi* api, const OpDescription& description, DType type, DType storage, const char* provider,
           Registration* registration);
 
 }  // namespace stof::ort

@@ -3,6 +3,7 @@
 #include <exception>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "plugins/core/contract/cuda_backend.h"
@@ -19,6 +20,17 @@ struct Domain {
   std::vector<std::unique_ptr<stof::ort::Registration>> registrations;
 };
 
+// The pairs of T and storage type that an operator is registered for. A node without a stored input takes the first one
+// of its T: that without another storage type.
+std::vector<std::pair<stof::DType, stof::DType>> TypesOf(const stof::OpDescription& op, bool cuda) {
+  std::vector<std::pair<stof::DType, stof::DType>> pairs;
+  for (const stof::DType type : cuda ? op.cuda_types : op.types) {
+    pairs.emplace_back(type, type);
+    for (const stof::DType storage : op.storage_types) pairs.emplace_back(type, storage);
+  }
+  return pairs;
+}
+
 OrtStatus* MakeDomain(const OrtApi* api, Domain* made) {
   made->api = api;
   if (OrtStatus* status = api->CreateCustomOpDomain("stof", &made->domain)) return status;
@@ -31,9 +43,9 @@ OrtStatus* MakeDomain(const OrtApi* api, Domain* made) {
          {static_cast<const char*>(nullptr), "CUDAExecutionProvider", "CudaPluginExecutionProvider"}) {
       const bool cuda = provider != nullptr;
       if (cuda && !has_cuda) continue;
-      for (const stof::DType type : cuda ? ops[i]->cuda_types : ops[i]->types) {
+      for (const auto& [type, storage] : TypesOf(*ops[i], cuda)) {
         made->registrations.push_back(std::make_unique<stof::ort::Registration>());
-        stof::ort::Fill(api, *ops[i], type, provider, made->registrations.back().get());
+        stof::ort::Fill(api, *ops[i], type, storage, provider, made->registrations.back().get());
         OrtStatus* status = api->CustomOpDomain_Add(made->domain, made->registrations.back().get());
         if (status != nullptr) {
           api->ReleaseCustomOpDomain(made->domain);

@@ -16,13 +16,18 @@ from stof.cached_attention.checks.oracle import CacheStep
 
 INPUTS = ("query", "key", "value", "past_key", "past_value", "seqlens_k", "total", "cos", "sin", "position_ids", "bias",
           "sink", "k_scale", "v_scale", "q_norm", "k_norm")  # fmt: skip
-TYPES = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
+TYPES = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16,
+         "int8": TensorProto.INT8, "float8": TensorProto.FLOAT8E4M3FN}  # fmt: skip
 TABLE_ROWS = 512
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A node: heads H on G of size D, and what it does; ``other`` are further attributes."""
+    """A node: heads H on G of size D, and what it does; ``other`` are further attributes.
+
+    ``cache`` is the type of quantized caches, empty where they are not; ``channels`` says whether keys and values have a scale
+    for each channel.
+    """
 
     H: int = 4
     G: int = 2
@@ -40,12 +45,14 @@ class Shape:
     smooth: bool = False
     norms: bool = False
     dtype: str = "float32"
+    cache: str = ""
+    channels: tuple[bool, bool] = (False, False)
     other: dict[str, Any] = field(default_factory=dict)
 
     @property
     def given(self) -> list[str]:
         """The inputs that the node has."""
-        absent = {"k_scale", "v_scale"}
+        absent = set() if self.cache else {"k_scale", "v_scale"}
         absent |= {"key", "value"} if self.packed else set()
         absent |= set() if self.rotary else {"cos", "sin"}
         absent |= set() if self.positions else {"position_ids"}
@@ -53,6 +60,10 @@ class Shape:
         absent |= set() if self.sink else {"sink"}
         absent |= set() if self.norms else {"q_norm", "k_norm"}
         return [n for n in INPUTS if n not in absent]
+
+    def scale_shape(self, i: int) -> list[int]:
+        """The shape of k_scale (0) or v_scale (1)."""
+        return [1, self.G, 1, self.D] if self.channels[i] else [1]
 
     @property
     def attributes(self) -> dict[str, Any]:
@@ -64,6 +75,9 @@ class Shape:
         found |= {"do_rotary": 1} if self.rotary else {}
         found |= {"rotary_interleaved": 1} if self.interleaved else {}
         found |= {"smooth_softmax": 1} if self.smooth else {}
+        if self.cache:
+            kinds = ["PER_CHANNEL" if own else "PER_TENSOR" for own in self.channels]
+            found |= {"k_quant_type": kinds[0], "v_quant_type": kinds[1], "kv_cache_bit_width": 8}
         return found | self.other
 
 
@@ -92,13 +106,16 @@ def model_of(*shapes: Shape, capacity: int | str = "C", masks: bool = False, ops
     for i, s in enumerate(shapes):
         prefix = f"layer{i}/" if len(shapes) > 1 else ""
         T = TYPES[s.dtype]
+        stored = TYPES[s.cache or s.dtype]
         width = (s.H + 2 * s.G) * s.D if s.packed else s.H * s.D
         dims: dict[str, tuple[int, list[int | str]]] = {
             "query": (T, ["B", "S", width]),
             "key": (T, ["B", "S", s.G * s.D]),
             "value": (T, ["B", "S", s.G * s.D]),
-            "past_key": (T, ["B", s.G, capacity, s.D]),
-            "past_value": (T, ["B", s.G, capacity, s.D]),
+            "past_key": (stored, ["B", s.G, capacity, s.D]),
+            "past_value": (stored, ["B", s.G, capacity, s.D]),
+            "k_scale": (TensorProto.FLOAT, list(s.scale_shape(0))),
+            "v_scale": (TensorProto.FLOAT, list(s.scale_shape(1))),
             "seqlens_k": (TensorProto.INT32, ["B"]),
             "total": (TensorProto.INT32, []),
             "cos": (T, [TABLE_ROWS, s.rotary // 2]),
@@ -115,7 +132,7 @@ def model_of(*shapes: Shape, capacity: int | str = "C", masks: bool = False, ops
         nodes.append(node_of(s, prefix))
         outputs.append(helper.make_tensor_value_info(f"{prefix}output", T, ["B", "S", s.H * s.D]))
         present = ["B", s.G, "present", s.D]
-        outputs += [helper.make_tensor_value_info(f"{prefix}present_{x}", T, present) for x in ("key", "value")]
+        outputs += [helper.make_tensor_value_info(f"{prefix}present_{x}", stored, present) for x in ("key", "value")]
     if masks:
         infos["attention_mask"] = helper.make_tensor_value_info("attention_mask", TensorProto.INT64, ["B", "T"])
         nodes = [*_length_nodes(), *nodes]
@@ -150,6 +167,16 @@ def draw_step(shape: Shape, lengths: list[int], queries: int, capacity: int, see
     def normal(*dims: int) -> np.ndarray:
         return rng.standard_normal(dims).astype(dtype)
 
+    def draw_cache() -> np.ndarray:
+        numbers = normal(B, shape.G, capacity, shape.D)
+        if not shape.cache:
+            return numbers
+        stored = helper.tensor_dtype_to_np_dtype(TYPES[shape.cache])
+        return np.clip(np.rint(40 * numbers.astype(np.float32)), -128, 127).astype(stored)
+
+    def draw_scale(i: int) -> np.ndarray | None:
+        return rng.uniform(0.01, 0.05, shape.scale_shape(i)).astype(np.float32) if shape.cache else None
+
     width = (shape.H + 2 * shape.G if shape.packed else shape.H) * shape.D
     angles = np.arange(TABLE_ROWS)[:, None] * 0.7 / (1 + np.arange(shape.rotary // 2)) if shape.rotary else None
     before = np.array(lengths) - queries if total != queries else np.zeros(B, np.int64)
@@ -158,8 +185,8 @@ def draw_step(shape: Shape, lengths: list[int], queries: int, capacity: int, see
         query=normal(B, queries, width),
         key=None if shape.packed else normal(B, queries, shape.G * shape.D),
         value=None if shape.packed else normal(B, queries, shape.G * shape.D),
-        past_key=normal(B, shape.G, capacity, shape.D),
-        past_value=normal(B, shape.G, capacity, shape.D),
+        past_key=draw_cache(),
+        past_value=draw_cache(),
         lengths=np.array(lengths, np.int64),
         total=total,
         num_heads=shape.H,
@@ -176,6 +203,8 @@ def draw_step(shape: Shape, lengths: list[int], queries: int, capacity: int, see
         sink=normal(shape.H) if shape.sink else np.zeros(shape.H, dtype) if shape.smooth else None,
         query_norm=(1 + 0.3 * normal(shape.D)).astype(dtype) if shape.norms else None,
         key_norm=(1 + 0.3 * normal(shape.D)).astype(dtype) if shape.norms else None,
+        key_scale=draw_scale(0),
+        value_scale=draw_scale(1),
     )
 
 
@@ -186,6 +215,7 @@ def feeds_of(shape: Shape, step: CacheStep, prefix: str = "") -> dict[str, np.nd
         "past_value": step.past_value, "seqlens_k": (step.lengths - 1).astype(np.int32),
         "total": np.array(step.total, np.int32), "cos": step.cos, "sin": step.sin, "position_ids": step.position_ids,
         "bias": step.bias, "sink": step.sink, "q_norm": step.query_norm, "k_norm": step.key_norm,
+        "k_scale": step.key_scale, "v_scale": step.value_scale,
     }  # fmt: skip
     return {_name(n, prefix): a for n in shape.given if (a := arrays[n]) is not None}
 

@@ -107,10 +107,14 @@ def given(index: int, name: str) -> Callable[[onnx.NodeProto], None]:
 
 
 REFUSED: dict[str, tuple[Callable[[onnx.NodeProto], None], str]] = {
-    "k_scale": (given(12, "query"), "its cache is quantized: it has input k_scale"),
-    "v_scale": (given(13, "query"), "its cache is quantized: it has input v_scale"),
-    "quantized keys": (attribute("k_quant_type", "PER_TENSOR"), "k_quant_type is 'PER_TENSOR'"),
-    "bit width": (attribute("kv_cache_bit_width", 4), "kv_cache_bit_width is 4"),
+    "k_scale": (given(12, "query"), "it has input k_scale, and k_quant_type is NONE"),
+    "v_scale": (given(13, "query"), "it has input v_scale, and v_quant_type is NONE"),
+    "quantized keys": (
+        attribute("k_quant_type", "PER_TENSOR"),
+        "it has no input k_scale, and k_quant_type is PER_TENSOR",
+    ),
+    "bit width": (attribute("kv_cache_bit_width", 4), "kv_cache_bit_width is 4, and k_quant_type is NONE"),
+    "a kind of scales": (attribute("k_quant_type", "PER_TOKEN"), "k_quant_type is 'PER_TOKEN', expected NONE"),
     "ragged queries": (given(16, "seqlens_k"), "it has input query_seqlens"),
     "another input": (given(17, "query"), "it has input 17, 'query', whose meaning is not known"),
     "another attribute": (attribute("turbo", 1), "attribute 'turbo', whose meaning is not known"),
@@ -144,6 +148,74 @@ def test_refused(name: str) -> None:
     model = model_of(Shape())
     change(model.graph.node[-1])
     assert words in reason_of(model)
+
+
+INT8 = Shape(cache="int8", channels=(True, False))
+
+
+def test_facts_of_quantized_caches() -> None:
+    (candidate,) = found_in(model_of(INT8))
+    site = candidate.site
+    assert site is not None
+    assert (site.dtype, site.cache_dtype, site.scales) == (TensorProto.FLOAT, TensorProto.INT8, ("channel", "tensor"))
+    assert site.features == ("int8 cache, scales of keys per channel, of values per tensor",)
+    (candidate,) = found_in(model_of(Shape(cache="float8", dtype="float16")), "cuda")
+    assert candidate.site is not None
+    assert candidate.site.features == ("fp8 cache, scales per tensor",)
+
+
+def typed(name: str, kind: int) -> Callable[[onnx.ModelProto], None]:
+    def change(model: onnx.ModelProto) -> None:
+        for value in model.graph.input:
+            if value.name == name:
+                value.type.tensor_type.elem_type = kind
+
+    return change
+
+
+def shaped(name: str, *dims: int) -> Callable[[onnx.ModelProto], None]:
+    def change(model: onnx.ModelProto) -> None:
+        for value in model.graph.input:
+            if value.name == name:
+                kind = value.type.tensor_type.elem_type
+                value.CopyFrom(helper.make_tensor_value_info(name, kind, list(dims)))
+
+    return change
+
+
+def on_node(change: Callable[[onnx.NodeProto], None]) -> Callable[[onnx.ModelProto], None]:
+    return lambda model: change(model.graph.node[-1])
+
+
+REFUSED_QUANTIZED: dict[str, tuple[Callable[[onnx.ModelProto], None], str]] = {
+    "4 bits": (on_node(attribute("kv_cache_bit_width", 4)), "its cache is quantized to 4 bits"),
+    "no bits": (on_node(attribute("kv_cache_bit_width", 0)), "its cache is quantized to 0 bits"),
+    "a scale is missing": (on_node(given(13, "")), "it has no input v_scale, and v_quant_type is PER_TENSOR"),
+    "uint8": (
+        typed("past_key", TensorProto.UINT8),
+        "its element type is UINT8 and INT8, expected INT8 or FLOAT8E4M3FN",
+    ),
+    "fp32": (typed("past_value", TensorProto.FLOAT), "its element type is INT8 and fp32, expected"),
+    "fp16 scales": (typed("k_scale", TensorProto.FLOAT16), "k_scale 'k_scale' is ['1', '2', '1', '16'] of fp16"),
+    "a scale a head": (shaped("k_scale", 1, 2, 1, 1), "expected [1, 2, 1, 16] or [32] of fp32"),
+    "two scales": (shaped("v_scale", 2), "v_scale 'v_scale' is ['2'] of fp32, expected one element of fp32"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_QUANTIZED)
+def test_refused_quantized_caches(name: str) -> None:
+    change, words = REFUSED_QUANTIZED[name]
+    model = model_of(INT8)
+    change(model)
+    assert words in reason_of(model)
+
+
+def test_keys_quantized_alone() -> None:
+    model = model_of(INT8)
+    node = model.graph.node[-1]
+    attribute("v_quant_type", "NONE")(node)
+    given(13, "")(node)
+    assert "one of keys and values is quantized alone" in reason_of(model)
 
 
 def test_refused_outputs() -> None:

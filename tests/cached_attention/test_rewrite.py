@@ -61,6 +61,9 @@ VERIFIED = {
     "fp16": model_of(replace(GENAI, dtype="float16"), masks=True),
     "bf16": model_of(replace(GENAI, dtype="bfloat16"), masks=True),
     "opset 13": model_of(Shape(norms=True), masks=True, opset=13),
+    "int8": model_of(replace(GENAI, cache="int8"), replace(GENAI, cache="int8", channels=(True, True)), masks=True),
+    "int8, fp16": model_of(replace(GENAI, cache="int8", dtype="float16", window=5), masks=True),
+    "int8, sliding": model_of(Shape(cache="int8", window=6, sliding=True, channels=(True, True)), masks=True),
 }
 
 

@@ -31,6 +31,9 @@ SHAPES = {
     "positions": Shape(rotary=16, positions=True),
     "fp16": Shape(dtype="float16", rotary=16),
     "bf16": Shape(dtype="bfloat16", packed=True),
+    "int8": Shape(cache="int8", rotary=16, channels=(True, True)),
+    "int8, sliding": Shape(cache="int8", window=6, sliding=True, packed=True),
+    "fp8": Shape(cache="float8", dtype="float16", channels=(True, False)),
 }
 
 
@@ -84,6 +87,22 @@ def with_change(monkeypatch: pytest.MonkeyPatch, change: Callable[[CacheStepResu
 def test_faults_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with_change(monkeypatch, CHANGES[name])
     found = compared(Shape(rotary=16))
+    assert not found.ok
+    assert "the captured step, " in found.detail
+
+
+QUANTIZED_CHANGES: dict[str, Callable[[CacheStepResult, CacheStep], None]] = {
+    "two steps": lambda r, s: r.key.__setitem__((0, 0, 3, 0), r.key[0, 0, 3, 0] + np.int8(2)),
+    "many elements by one step": lambda r, s: r.value.__setitem__((0, 0, 3), r.value[0, 0, 3] + np.int8(1)),
+    "an output": lambda r, s: r.output.__setitem__((0, 0, 3), r.output[0, 0, 3] + 1e-3),
+}
+
+
+@pytest.mark.parametrize("name", QUANTIZED_CHANGES)
+def test_faults_of_quantized_caches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of int8 differ by one step in few elements at most."""
+    with_change(monkeypatch, QUANTIZED_CHANGES[name])
+    found = compared(Shape(cache="int8", H=1, G=1, D=16))
     assert not found.ok
     assert "the captured step, " in found.detail
 

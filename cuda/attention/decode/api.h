@@ -36,10 +36,22 @@ struct DecodeParams {
   DeviceColumns columns;                // attended beside the range
   const int32_t* seqlens = nullptr;     // AttentionArgs::seqlens; only the cluster kernel reads ahead
   const int32_t* is_invalid = nullptr;  // [B]: where it is not 0, outputs are NaN; nullptr: nowhere
+  KvScale key_scale, value_scale;       // of quantized keys and values
   // Keys and values in pages, key_ends[b] of each sequence. Only FindPagedDecode's kernels read them.
   KeyPages pages;
   const int32_t* key_ends = nullptr;
 };
+
+// Whether the decode kernels read quantized keys and values: 16 elements at a time. Others are dequantized first.
+inline bool CanReadQuantized(const AttentionArgs& args) {
+  bool can = (args.dtype == DType::kF16 || args.dtype == DType::kBF16) && args.S <= kDecodeQueries && args.T > 0 &&
+             args.D % 16 == 0 && args.Dv % 16 == 0;
+  for (const Strides* stride : {&args.key_stride, &args.value_stride}) {
+    can = can && stride->b % 16 == 0 && stride->h % 16 == 0 && stride->s % 16 == 0;
+  }
+  for (const void* base : {args.key, args.value}) can = can && reinterpret_cast<uintptr_t>(base) % 16 == 0;
+  return can;
+}
 
 // The split-KV kernel: `splits` CTAs for a row block, then the combine kernel. ctas_per_sm of its KernelEntry: how many
 // CTAs are resident on an SM.
@@ -61,7 +73,8 @@ struct ClusterCode : KernelCode {
   void (*clusters_columns)(int (&clusters)[kClusterSizes]) = nullptr;
 };
 
-// A table has both kernels, in this order. `rows` of an entry: query rows of a CTA.
+// A table has both kernels, in this order; that of quantized keys and values only the first one. `rows` of an entry:
+// query rows of a CTA.
 constexpr int kSplitKv = 0, kCluster = 1;
 
 extern const KernelFamily kDecodeFamily;
@@ -70,6 +83,11 @@ extern const KernelFamily kDecodeFamily;
 KernelTable FindDecodeF16(const KernelProblem& problem);
 KernelTable FindDecodeBf16(const KernelProblem& problem);
 KernelTable FindDecodeF32(const KernelProblem& problem);
+// The split-KV kernel for quantized keys and values, alone in its table.
+KernelTable FindDecodeF16Int8(const KernelProblem& problem);
+KernelTable FindDecodeF16Float8(const KernelProblem& problem);
+KernelTable FindDecodeBf16Int8(const KernelProblem& problem);
+KernelTable FindDecodeBf16Float8(const KernelProblem& problem);
 // The split-KV kernel for keys and values in pages, alone in its table.
 KernelTable FindPagedDecodeF16(const KernelProblem& problem);
 KernelTable FindPagedDecodeBf16(const KernelProblem& problem);

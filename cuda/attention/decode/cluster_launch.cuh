@@ -128,7 +128,7 @@ constexpr KernelEntry MakeClusterKernel() {
 
 // kBlocks: blocks of 8 query rows that a CTA computes.
 template <int kHead, typename T, int kBlocks>
-constexpr KernelEntry kDecodeKernels[] = {MakeSplitKvKernel<kHead, T, kBlocks, KeySource::kCache>(),
+constexpr KernelEntry kDecodeKernels[] = {MakeSplitKvKernel<kHead, T, T, kBlocks, KeySource::kCache>(),
                                           MakeClusterKernel<kHead, T, kBlocks>()};
 
 template <typename T>

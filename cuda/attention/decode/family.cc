@@ -12,6 +12,12 @@ namespace cuda {
 namespace {
 
 KernelTable Find(const KernelProblem& problem) {
+  if (IsQuantized(problem.kv_dtype)) {
+    const bool is_int8 = problem.kv_dtype == DType::kI8;
+    if (problem.dtype == DType::kF16) return is_int8 ? FindDecodeF16Int8(problem) : FindDecodeF16Float8(problem);
+    if (problem.dtype == DType::kBF16) return is_int8 ? FindDecodeBf16Int8(problem) : FindDecodeBf16Float8(problem);
+    return KernelTable();
+  }
   if (problem.dtype == DType::kF16) return FindDecodeF16(problem);
   return problem.dtype == DType::kBF16 ? FindDecodeBf16(problem) : FindDecodeF32(problem);
 }
@@ -75,9 +81,10 @@ Status Run(AttentionJob* job, const KernelEntry&) {
   const KernelTable kernels = is_paged ? FindPaged(problem) : Find(problem);
   const KernelEntry& split_kv = kernels[kSplitKv];
   const auto& split_kv_code = split_kv.code_as<SplitKvCode>();
-  // No cluster kernel reads pages.
+  // No cluster kernel reads pages, or quantized keys and values.
   static constexpr ClusterCode kNoClusters;
-  const ClusterCode& cluster_code = is_paged ? kNoClusters : kernels[kCluster].code_as<ClusterCode>();
+  const bool has_clusters = kernels.size() > kCluster;
+  const ClusterCode& cluster_code = has_clusters ? kernels[kCluster].code_as<ClusterCode>() : kNoClusters;
   const int64_t tiles = has_range          ? MostTiles(args.window_left, args.S, args.T) + MostColumnTiles(params)
                         : entry == nullptr ? (args.T + kTileKeys - 1) / kTileKeys
                                            : entry->longest_row();
@@ -86,14 +93,15 @@ Status Run(AttentionJob* job, const KernelEntry&) {
   if (entry != nullptr && entry->one_row()) {
     params.row_begin = 0, params.row_full = entry->one_row_full(), params.row_end = static_cast<int32_t>(tiles);
   }
-  const int item = args.dtype == DType::kF32 ? 4 : 2;
+  params.key_scale = args.key_scale, params.value_scale = args.value_scale;
+  const auto item = static_cast<int>(SizeOf(KvType(args)));
   int clusters[kClusterSizes] = {};
   const bool has_columns = params.columns.lists > 0;
-  if (job->device().capability >= 90 && !is_paged) {
+  if (job->device().capability >= 90 && has_clusters) {
     has_columns ? cluster_code.clusters_columns(clusters) : cluster_code.clusters(clusters);
   }
   const KernelEntry* const requested = FindRequested(kernels, job->request());
-  const int only = is_paged ? kSplitKv : requested == nullptr ? -1 : static_cast<int>(requested - kernels.begin());
+  const int only = !has_clusters ? kSplitKv : requested == nullptr ? -1 : static_cast<int>(requested - kernels.begin());
   const DecodeChoice choice = ChooseDecode(split_kv.ctas_per_sm, params.attention, item, tiles, blocks, job->device(),
                                            cluster_code.tiles_at_once, clusters, only);
   params.splits = choice.splits;
@@ -139,7 +147,7 @@ Status Prepare(AttentionJob* job, const KernelEntry&) {
 constexpr KernelFamily MakeFamily() {
   KernelFamily family;
   family.role = KernelRole::kDecode;
-  family.takes_16_bit = family.takes_fp32 = true;
+  family.takes_16_bit = family.takes_fp32 = family.takes_quantized = true;
   family.most_queries = kDecodeQueries;
   family.needs_aligned_rows = true;
   family.find = Find, family.run = Run, family.prepare = Prepare;

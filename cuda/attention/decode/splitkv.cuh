@@ -8,6 +8,11 @@
 // scores^T = K Q^T and output^T = V^T weights^T, so that eight query rows fill the narrow side of the tensor cores. The
 // k-indices of both operands are permuted alike, so that what a lane has loaded is its operand. fp32 takes three TF32
 // matmuls, as a number is the sum of two TF32 values.
+//
+// Quantized keys and values (int8, fp8) become fp16 or bf16 behind the load, exactly. Their scales are folded into
+// queries and scores, and into the output.
+//
+// Over 500 lines: one class, whose members share registers.
 #ifndef STOF_CUDA_ATTENTION_DECODE_SPLITKV_CUH_
 #define STOF_CUDA_ATTENTION_DECODE_SPLITKV_CUH_
 
@@ -18,6 +23,7 @@
 #include "cuda/attention/decode/splitkv_shape.cuh"
 #include "cuda/attention/decode/warp_pages.cuh"
 #include "cuda/attention/sm80/shape.cuh"
+#include "cuda/common/quantized.cuh"
 
 namespace stof {
 namespace cuda {
@@ -31,10 +37,11 @@ enum class KeySource {
   kPages
 };
 
-template <int kHead, typename T, int kBlocks, KeySource kSource>
+template <int kHead, typename T, typename Stored, int kBlocks, KeySource kSource>
 class Decode {
-  using S = DecodeShape<kHead, T, kBlocks>;
+  using S = DecodeShape<kHead, T, Stored, kBlocks>;
   static constexpr bool kFloat = sizeof(T) == 4;
+  static constexpr bool kQuantized = sizeof(Stored) == 1;
   static constexpr bool kColumns = kSource == KeySource::kColumns, kPaged = kSource == KeySource::kPages;
   static constexpr int kScores = S::kGroups;
 
@@ -62,8 +69,8 @@ class Decode {
     head0_ = g * (p_.H / p_.G) + part * params.heads;
     warp_ = threadIdx.x / 32;
     lane_ = threadIdx.x % 32;
-    key_ = static_cast<const T*>(p_.key) + b_ * p_.key_stride.b + g * p_.key_stride.h;
-    value_ = static_cast<const T*>(p_.value) + b_ * p_.value_stride.b + g * p_.value_stride.h;
+    key_ = static_cast<const Stored*>(p_.key) + b_ * p_.key_stride.b + g * p_.key_stride.h;
+    value_ = static_cast<const Stored*>(p_.value) + b_ * p_.value_stride.b + g * p_.value_stride.h;
     if constexpr (kPaged) keys_ = max(0, min(p_.T, params.key_ends[b_]));
     const int tiles = (Keys() + kTileKeys - 1) / kTileKeys;
     pad_ = p_.pad_bits == nullptr || params.second_pass != 0 ? nullptr
@@ -175,8 +182,8 @@ class Decode {
     WarpPages<S::kGroups> pages;  // kPaged
   };
   // The address of a key or value row of the group that fills a buffer.
-  __device__ __forceinline__ const T* RowAt(const T* head, int64_t stride, const Entry& entry, int buffer,
-                                            int key) const {
+  __device__ __forceinline__ const Stored* RowAt(const Stored* head, int64_t stride, const Entry& entry, int buffer,
+                                                 int key) const {
     if constexpr (kPaged) {
       return head + entry.pages.OffsetOf(params_.pages, S::kHalfBuffers ? 0 : buffer, key, stride);
     } else {
@@ -237,16 +244,48 @@ class Decode {
   }
 
   // ---- memory ----
+  // The scale of element d of the KV head.
+  __device__ __forceinline__ float ScaleOf(const KvScale& scale, int d) const {
+    return scale.data[head0_ / (p_.H / p_.G) * scale.stride_g + d * scale.stride_d];
+  }
+  // The largest scale of the keys, which the scores are multiplied by. The queries take what the others are of it: no
+  // product leaves the range of T.
+  __device__ float FindLargestKeyScale() const {
+    if (params_.key_scale.stride_d == 0) return ScaleOf(params_.key_scale, 0);
+    float largest = 0.0f;
+    for (int d = lane_; d < p_.D; d += 32) largest = fmaxf(largest, fabsf(ScaleOf(params_.key_scale, d)));
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
+    return largest > 0.0f ? largest : 1.0f;
+  }
+  __device__ void ScaleQuery(float largest, int d, uint32_t (&x)[4]) const {
+    auto* const query = reinterpret_cast<T*>(x);
+#pragma unroll
+    for (int e = 0; e < S::kPerQueryLoad; ++e) {
+      query[e] = FromFloat<T>(ToFloat(query[e]) * (ScaleOf(params_.key_scale, d + e) / largest));
+    }
+  }
   __device__ void LoadQueries() {
     const int rows = params_.heads * p_.S;
+    float largest = 1.0f;
+    if constexpr (kQuantized) {
+      largest = FindLargestKeyScale();
+      scale_ *= largest;
+    }
     for (int at = warp_; at < kBlocks * S::kQueryChunks; at += S::kWarps) {
       const int n = at / S::kQueryChunks, c = at % S::kQueryChunks;
-      const int row = block_ * S::kRows + 8 * n + lane_ / 4, d = S::kPerLoad * (4 * c + lane_ % 4);
+      // The elements that a lane has of a chunk of keys are neighbours.
+      const int row = block_ * S::kRows + 8 * n + lane_ / 4;
+      const int d =
+          S::kPerLoad * (4 * (c / S::kQueriesPerLoad) + lane_ % 4) + S::kPerQueryLoad * (c % S::kQueriesPerLoad);
       const bool valid = row < rows && d < p_.D;
       const T* from = static_cast<const T*>(p_.query) + b_ * p_.query_stride.b;
       if (valid) from += (head0_ + row / p_.S) * p_.query_stride.h + row % p_.S * p_.query_stride.s + d;
       uint32_t x[4];
       LoadOnce(x, from, valid);
+      if constexpr (kQuantized) {
+        if (valid && params_.key_scale.stride_d != 0) ScaleQuery(largest, d, x);
+      }
       shared_.query[n][c][lane_] = make_uint4(x[0], x[1], x[2], x[3]);
     }
   }
@@ -260,7 +299,7 @@ class Decode {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int key = KeyAt(entry, place + 8 * i, (there >> 8 * i & 1u) != 0);
-      const T* row = RowAt(key_, p_.key_stride.s, entry, buffer, key);
+      const Stored* row = RowAt(key_, p_.key_stride.s, entry, buffer, key);
 #pragma unroll
       for (int c = 0; c < S::kChunks; ++c) {
         const int d = S::kPerLoad * (4 * (chunk0 + c) + lane_ % 4);
@@ -280,7 +319,7 @@ class Decode {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int key = KeyAt(entry, place + ValueKey(i), (there >> ValueKey(i) & 1u) != 0);
-      const T* row = RowAt(value_, p_.value_stride.s, entry, buffer, key);
+      const Stored* row = RowAt(value_, p_.value_stride.s, entry, buffer, key);
 #pragma unroll
       for (int c = 0; c < kWide; ++c) {
         const int d = S::kPerLoad * (8 * (chunk0 + c) + lane_ / 4);
@@ -291,22 +330,31 @@ class Decode {
 
   // ---- matmuls ----
   __device__ __forceinline__ void Scores(int buffer, float (&s)[kBlocks][4]) {
+    constexpr int kSteps = 2 * S::kQueriesPerLoad;  // matmuls for a load
     const int chunk0 = S::kHalfBuffers ? buffer * S::kChunks : 0;
 #pragma unroll
     for (int c = 0; c < S::kChunks; ++c) {
-      const uint32_t (&low)[4] = buffer_[buffer][c];
-      const uint32_t (&high)[4] = buffer_[buffer][S::kChunks + c];
+      const uint32_t (&low)[S::kWords] = buffer_[buffer][c];
+      const uint32_t (&high)[S::kWords] = buffer_[buffer][S::kChunks + c];
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const uint32_t a[4] = {low[2 * half], high[2 * half], low[2 * half + 1], high[2 * half + 1]};
-        uint32_t big[4], small[4];
+      for (int step = 0; step < kSteps; ++step) {
+        uint32_t a[4], big[4], small[4];
+        if constexpr (kQuantized) {
+          uint32_t upper[2], lower[2];
+          Unpack<T, Stored>::Run(low[step], upper);
+          Unpack<T, Stored>::Run(high[step], lower);
+          a[0] = upper[0], a[1] = lower[0], a[2] = upper[1], a[3] = lower[1];
+        } else {
+          a[0] = low[2 * step], a[1] = high[2 * step], a[2] = low[2 * step + 1], a[3] = high[2 * step + 1];
+        }
         if constexpr (kFloat) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) SplitTf32(a[e], &big[e], &small[e]);
         }
+        const int chunk = (chunk0 + c) * S::kQueriesPerLoad + step / 2;
 #pragma unroll
         for (int n = 0; n < kBlocks; ++n) {
-          const uint2 q = reinterpret_cast<const uint2*>(&shared_.query[n][chunk0 + c][lane_])[half];
+          const uint2 q = reinterpret_cast<const uint2*>(&shared_.query[n][chunk][lane_])[step % 2];
           if constexpr (kFloat) {
             uint32_t query_big[2], query_small[2];
             SplitTf32(q.x, &query_big[0], &query_small[0]);
@@ -364,15 +412,27 @@ class Decode {
 #pragma unroll
         for (int c = 0; c < kWide; ++c) {
 #pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            uint32_t a[4];
+          for (int pair = 0; pair < S::kPerLoad / 4; ++pair) {  // two blocks of 16 outputs
+            uint32_t x[4][2];
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-              const uint32_t x = buffer_[buffer][2 * i * kWide + c][j], y = buffer_[buffer][(2 * i + 1) * kWide + c][j];
-              a[2 * i] = __byte_perm(x, y, 0x5410);
-              a[2 * i + 1] = __byte_perm(x, y, 0x7632);
+            for (int i = 0; i < 4; ++i) {
+              const uint32_t (&loaded)[S::kWords] = buffer_[buffer][i * kWide + c];
+              if constexpr (kQuantized) {
+                Unpack<T, Stored>::Run(loaded[pair], x[i]);
+              } else {
+                x[i][0] = loaded[2 * pair], x[i][1] = loaded[2 * pair + 1];
+              }
             }
-            Mma<T>(o_[n][4 * (chunk0 + c) + j], a, b0, b1);
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+              uint32_t a[4];
+#pragma unroll
+              for (int i = 0; i < 2; ++i) {
+                a[2 * i] = __byte_perm(x[2 * i][j], x[2 * i + 1][j], 0x5410);
+                a[2 * i + 1] = __byte_perm(x[2 * i][j], x[2 * i + 1][j], 0x7632);
+              }
+              Mma<T>(o_[n][S::kPerLoad / 2 * (chunk0 + c) + 2 * pair + j], a, b0, b1);
+            }
           }
         }
       }
@@ -501,6 +561,7 @@ class Decode {
 #pragma unroll
       for (int w = 0; w < S::kWarps; ++w) x += shared_.output[w][row][d] * shared_.maximum[w][row];
       const int whole = block_ * S::kRows + row;
+      if constexpr (kQuantized) x *= ScaleOf(params_.value_scale, d);
       const float total = shared_.total[row], top = shared_.top[row];
       if (params_.split_output != nullptr) {
         const int64_t part = RowOf(whole) * params_.splits + split_;
@@ -530,18 +591,19 @@ class Decode {
   int full_ = 0;  // where the entries of full tiles begin; with a key range its `first`, to save a register
   bool masked_, has_tiles_;
   float scale_;
-  const T *key_, *value_;
+  const Stored *key_, *value_;
   const uint32_t* pad_;
   int head_[kBlocks][2], query_[kBlocks][2];
-  uint32_t buffer_[2][S::kLoads][4];
+  uint32_t buffer_[2][S::kLoads][S::kWords];
   float o_[kBlocks][S::kOutputs][4];
   float max_[kBlocks][2], sum_[kBlocks][2];
 };
 
-template <int kHead, typename T, int kBlocks, KeySource kSource>
-__global__ void __launch_bounds__(DecodeShape<kHead, T, kBlocks>::kThreads, DecodeShape<kHead, T, kBlocks>::kCtas)
+template <int kHead, typename T, typename Stored, int kBlocks, KeySource kSource>
+__global__ void __launch_bounds__(DecodeShape<kHead, T, Stored, kBlocks>::kThreads,
+                                  DecodeShape<kHead, T, Stored, kBlocks>::kCtas)
     DecodeAttention(const __grid_constant__ DecodeParams params) {
-  using Kernel = Decode<kHead, T, kBlocks, kSource>;
+  using Kernel = Decode<kHead, T, Stored, kBlocks, kSource>;
   __shared__ typename Kernel::Shared shared;
   Kernel(params, shared).Run();
 }

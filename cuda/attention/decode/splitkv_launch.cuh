@@ -11,46 +11,63 @@
 namespace stof {
 namespace cuda {
 
-template <int kHead, typename T, int kBlocks, KeySource kSource>
+template <int kHead, typename T, typename Stored, int kBlocks, KeySource kSource>
 int LaunchDecode(const DecodeParams& params, void* stream) {
-  using S = DecodeShape<kHead, T, kBlocks>;
+  using S = DecodeShape<kHead, T, Stored, kBlocks>;
   const AttentionParams& p = params.attention;
   const int64_t blocks = (int64_t{params.heads} * p.S + S::kRows - 1) / S::kRows * (p.H / p.G / params.heads);
   DecodeParams copy = params;
   void* arguments[] = {&copy};
-  return static_cast<int>(cudaLaunchKernel(reinterpret_cast<const void*>(DecodeAttention<kHead, T, kBlocks, kSource>),
-                                           dim3(static_cast<unsigned>(int64_t{p.B} * p.G * params.splits * blocks)),
-                                           dim3(S::kThreads), arguments, 0, static_cast<cudaStream_t>(stream)));
+  return static_cast<int>(
+      cudaLaunchKernel(reinterpret_cast<const void*>(DecodeAttention<kHead, T, Stored, kBlocks, kSource>),
+                       dim3(static_cast<unsigned>(int64_t{p.B} * p.G * params.splits * blocks)), dim3(S::kThreads),
+                       arguments, 0, static_cast<cudaStream_t>(stream)));
 }
 
-template <int kHead, typename T, int kBlocks, KeySource kSource>
+template <int kHead, typename T, typename Stored, int kBlocks, KeySource kSource>
 constexpr SplitKvCode MakeSplitKvCode() {
   SplitKvCode code;
-  code.launch = LaunchDecode<kHead, T, kBlocks, kSource>;
+  code.launch = LaunchDecode<kHead, T, Stored, kBlocks, kSource>;
   if constexpr (kSource == KeySource::kCache) {
-    code.launch_columns = LaunchDecode<kHead, T, kBlocks, KeySource::kColumns>;
+    code.launch_columns = LaunchDecode<kHead, T, Stored, kBlocks, KeySource::kColumns>;
   }
   code.combine = LaunchCombine<T>;
   return code;
 }
-template <int kHead, typename T, int kBlocks, KeySource kSource>
-constexpr SplitKvCode kSplitKvCode = MakeSplitKvCode<kHead, T, kBlocks, kSource>();
+template <int kHead, typename T, typename Stored, int kBlocks, KeySource kSource>
+constexpr SplitKvCode kSplitKvCode = MakeSplitKvCode<kHead, T, Stored, kBlocks, kSource>();
 
-template <int kHead, typename T, int kBlocks, KeySource kSource>
+template <int kHead, typename T, typename Stored, int kBlocks, KeySource kSource>
 constexpr KernelEntry MakeSplitKvKernel() {
-  using S = DecodeShape<kHead, T, kBlocks>;
+  using S = DecodeShape<kHead, T, Stored, kBlocks>;
   KernelEntry kernel;
   kernel.name = "decode-splitkv";
   kernel.head_size = kHead;
   kernel.rows = S::kRows, kernel.keys = kTileKeys;
   kernel.ctas_per_sm = S::kCtas;
-  kernel.code = &kSplitKvCode<kHead, T, kBlocks, kSource>;
+  kernel.code = &kSplitKvCode<kHead, T, Stored, kBlocks, kSource>;
   return kernel;
+}
+
+// The table of the kernel for quantized keys and values.
+template <int kHead, typename T, typename Stored, int kBlocks>
+constexpr KernelEntry kQuantizedDecodeKernels[] = {MakeSplitKvKernel<kHead, T, Stored, kBlocks, KeySource::kCache>()};
+
+template <typename T, typename Stored>
+KernelTable FindQuantizedDecode(const KernelProblem& problem) {
+  const bool few = problem.packed_queries <= 8;
+  if (problem.head_size <= 64) {
+    return few ? kQuantizedDecodeKernels<64, T, Stored, 1> : kQuantizedDecodeKernels<64, T, Stored, 2>;
+  }
+  if (problem.head_size <= 128) {
+    return few ? kQuantizedDecodeKernels<128, T, Stored, 1> : kQuantizedDecodeKernels<128, T, Stored, 2>;
+  }
+  return kQuantizedDecodeKernels<256, T, Stored, 1>;
 }
 
 // The table of the kernel for keys and values in pages.
 template <int kHead, typename T, int kBlocks>
-constexpr KernelEntry kPagedDecodeKernels[] = {MakeSplitKvKernel<kHead, T, kBlocks, KeySource::kPages>()};
+constexpr KernelEntry kPagedDecodeKernels[] = {MakeSplitKvKernel<kHead, T, T, kBlocks, KeySource::kPages>()};
 
 template <typename T>
 KernelTable FindPagedDecode(const KernelProblem& problem) {

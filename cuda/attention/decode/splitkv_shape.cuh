@@ -10,32 +10,47 @@
 namespace stof {
 namespace cuda {
 
-template <int kHead, typename T, int kBlocks>
+// T: the type of queries. Stored: that of keys and values, T or a quantized type.
+template <int kHead, typename T, typename Stored, int kBlocks>
 struct DecodeShape {
   static constexpr int kWarps = 4, kThreads = 32 * kWarps;
   static constexpr int kRows = 8 * kBlocks;
-  static constexpr int kPerLoad = 16 / static_cast<int>(sizeof(T));  // elements of a load
+  // Elements of a load, and its words: 16 bytes, unless eight lanes then load more than a row.
+  static constexpr int kWidest = 16 / static_cast<int>(sizeof(Stored));
+  static constexpr int kPerLoad = kWidest < kHead / 8 ? kWidest : kHead / 8;
+  static constexpr int kWords = kPerLoad * static_cast<int>(sizeof(Stored)) / 4;
   // Two register buffers take turns. Each holds 16 keys, or half of each of 16 keys where that needs too many
   // registers.
-  static constexpr bool kHalfBuffers = kHead * sizeof(T) * kBlocks > 512;
+  static constexpr bool kHalfBuffers = kHead * sizeof(Stored) * kBlocks > 512;
   static constexpr int kGroups = kHalfBuffers ? 1 : 2;  // groups of 16 keys in a step of a warp
   static constexpr int kChunks =
       kHead / (4 * kPerLoad) / (kHalfBuffers ? 2 : 1);  // loads of a key's row in a buffer, by 4 lanes
   static constexpr int kLoads = 2 * kChunks;            // loads of a lane into a buffer
   static constexpr int kWarpsPerTile = kTileKeys / (16 * kGroups);
   static constexpr int kTilesAtOnce = kWarps / kWarpsPerTile;  // KV tiles that a CTA works on at once
-  static constexpr int kQueryChunks = kHead / (4 * kPerLoad);
-  static constexpr int kOutputs = kHead / 16;  // blocks of 16 output elements
-  static constexpr int kRegisters = kHead * static_cast<int>(sizeof(T)) * kBlocks;
-  static constexpr int kCtas = kRegisters <= 128 ? 4 : kRegisters <= 256 ? 3 : 2;  // CTAs an SM
+  static constexpr int kPerQueryLoad = 16 / static_cast<int>(sizeof(T));
+  static constexpr int kQueryChunks = kHead / (4 * kPerQueryLoad);
+  static constexpr int kQueriesPerLoad = kPerLoad / kPerQueryLoad;  // query chunks for a chunk of keys
+  static constexpr int kOutputs = kHead / 16;                       // blocks of 16 output elements
+  static constexpr int kRegisters = kHead * static_cast<int>(sizeof(Stored)) * kBlocks;
+  // CTAs an SM. What quantized values are converted to takes registers besides.
+  static constexpr bool kHasFewRegisters = sizeof(Stored) == 1 && (kBlocks > 1 || kHead > 128);
+  static constexpr int kCtas = (kRegisters <= 128 ? 4 : kRegisters <= 256 ? 3 : 2) - (kHasFewRegisters ? 1 : 0);
 };
 
-// Loads 16 bytes that are read once; zeros where not `valid`.
+// Loads 16 or 8 bytes that are read once; zeros where not `valid`.
 __device__ __forceinline__ void LoadOnce(uint32_t (&r)[4], const void* from, bool valid) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.s32 p, %5, 0;\nmov.u32 %0, 0;\nmov.u32 %1, 0;\nmov.u32 %2, 0;\nmov.u32 %3, 0;\n"
       "@p ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
       : "=&r"(r[0]), "=&r"(r[1]), "=&r"(r[2]), "=&r"(r[3])
+      : "l"(from), "r"(static_cast<int>(valid)));
+}
+__device__ __forceinline__ void LoadOnce(uint32_t (&r)[2], const void* from, bool valid) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.s32 p, %3, 0;\nmov.u32 %0, 0;\nmov.u32 %1, 0;\n"
+      "@p ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];\n}"
+      : "=&r"(r[0]), "=&r"(r[1])
       : "l"(from), "r"(static_cast<int>(valid)));
 }
 

@@ -57,6 +57,7 @@ def _parser() -> Parser:
     decode.add_argument("--batches", nargs="+", type=int, default=None, metavar="B", help="default: all")
     decode.add_argument("--heads", nargs="+", type=int, default=None, metavar="G", help="of keys; default: all")
     decode.add_argument("--sizes", nargs="+", type=int, default=None, metavar="D", help="of a head; default: all")
+    decode.add_argument("--caches", nargs="+", default=None, metavar="TYPE", help="fp32, int8; default: both")
     sites = commands.add_parser("sites", help="the first models' attention shapes beside ONNX Runtime's own nodes")
     sites.add_argument("--lengths", nargs="+", type=int, default=list(cases.SITE_LENGTHS), metavar="S")
     model = commands.add_parser("model", help="a whole model before and after stof-optimize")
@@ -227,7 +228,8 @@ def _decode(arguments: argparse.Namespace, threads: int) -> int:
 
     for point in decode.points():
         chosen = (
-            (arguments.lengths, point.T), (arguments.batches, point.B), (arguments.heads, point.G), (arguments.sizes, point.D)
+            (arguments.lengths, point.T), (arguments.batches, point.B), (arguments.heads, point.G), (arguments.sizes, point.D),
+            (arguments.caches, point.cache)
         )  # fmt: skip
         if not all(values is None or value in values for values, value in chosen):
             continue

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import onnx
+from onnx import TensorProto
 
 from stof.attention.limits import limits_of, type_names
 from stof.cached_attention.block_layout import BlockLayout
@@ -19,8 +20,11 @@ from stof.cached_attention.paged.find import read_paged_site, reads_pages
 from stof.cached_attention.paged.site import PagedSite
 from stof.cached_attention.site import (
     GROUP_QUERY,
+    INPUT_INDEX,
     INPUTS,
     MICROSOFT,
+    OP,
+    QUANTIZED,
     CacheSite,
     attributes_of,
     input_of,
@@ -30,6 +34,7 @@ from stof.cached_attention.sparse_node import LayoutKey, as_group_query, check_s
 from stof.errors import UnsupportedError
 from stof.graph.index import GraphIndex, all_nodes, describe, domain_of, subgraphs
 from stof.graph.names import FreshNames
+from stof.runtime.library import op_limits
 from stof.symbolic import Int, Symbolic, integer
 from stof.symbolic.algebra.piecewise import to_int
 
@@ -47,6 +52,8 @@ _FLAGS = {
 _MOST_HEADS = 1 << 16
 _LARGEST_WINDOW = 1 << 22  # as lengths
 _SOFTCAPS = (1e-30, 1e30)
+_SCALES = {b"PER_TENSOR": "tensor", b"PER_CHANNEL": "channel"}
+_BITS = 8  # of a quantized element
 
 
 @dataclass(frozen=True)
@@ -139,7 +146,9 @@ def _read_site(
     past = _shape(symbolic, node, 3, 4)
     head_size = _head_size(symbolic, node, (heads, groups), query, past)
     dtype = symbolic.dtype(node.input[0])
-    _check_types(symbolic, node, dtype, head_size, target)
+    scales = _read_scales(node)
+    _check_types(symbolic, node, dtype, head_size, target, is_quantized=bool(scales))
+    quantized = _quantized_type(symbolic, node, scales, (groups, head_size)) if scales else 0
     _check_caches(symbolic, node, past, (groups, head_size))
     capacity = past[2]
     if sliding and capacity.constant is not None and capacity.constant < window:
@@ -163,6 +172,8 @@ def _read_site(
         capacity,
         _total(symbolic, input_of(node, 6)),
         read_node_layout(original, symbolic, heads, layouts) if is_sparse(original) else None,
+        quantized=quantized,
+        scales=scales or ("", ""),
     )
 
 
@@ -174,8 +185,6 @@ def _refuse_signature(node: onnx.NodeProto, index: GraphIndex) -> None:
             raise UnsupportedError("it has input query_seqlens: rows with different numbers of queries")
         if i >= len(INPUTS):
             raise UnsupportedError(f"it has input {i}, {name!r}, whose meaning is not known")
-        if INPUTS[i] in ("k_scale", "v_scale"):
-            raise UnsupportedError(f"its cache is quantized: it has input {INPUTS[i]}")
     for i, name in enumerate(node.output):
         if name and i == 3 and (name in index.outputs or name in index.captured or index.consumers(name)):
             raise UnsupportedError("its output output_qk [B, H, S, T] is used")
@@ -206,11 +215,6 @@ def _refuse_attributes(node: onnx.NodeProto) -> tuple[int, bool]:
     for name, allowed in _FLAGS.items():
         if attributes.get(name, 0) not in allowed:
             raise UnsupportedError(f"its attribute {name} is {attributes[name]}, expected 0 or 1")
-    for name in ("k_quant_type", "v_quant_type"):
-        if (kind := attributes.get(name, b"NONE")) not in (b"", b"NONE"):
-            raise UnsupportedError(f"its cache is quantized: {name} is {kind.decode(errors='replace')!r}")
-    if width := attributes.get("kv_cache_bit_width", 0):
-        raise UnsupportedError(f"its cache is quantized: kv_cache_bit_width is {width}")
     if not attributes.get("causal", 1):
         raise UnsupportedError("causal is 0: queries attend later keys, which the cache does not hold yet")
     for name in ("scale", "softcap", "qk_norm_epsilon"):
@@ -230,6 +234,58 @@ def _refuse_attributes(node: onnx.NodeProto) -> tuple[int, bool]:
             "sliding_window_cache is 1 beside attention_bias, which also has columns for positions that the cache has dropped"
         )
     return max(window, 0), sliding
+
+
+def _read_scales(node: onnx.NodeProto) -> tuple[str, str] | None:
+    """What has a scale of its own, of keys and of values: "tensor" or "channel"; None where the cache is not quantized."""
+    attributes = attributes_of(node)
+    width = attributes.get("kv_cache_bit_width", 0)
+    found: list[str] = []
+    for prefix in ("k", "v"):
+        kind, scale = attributes.get(f"{prefix}_quant_type") or b"NONE", input_of(node, INPUT_INDEX[f"{prefix}_scale"])
+        if kind not in (b"NONE", *_SCALES):
+            text = kind.decode(errors="replace")
+            raise UnsupportedError(f"{prefix}_quant_type is {text!r}, expected NONE, PER_TENSOR or PER_CHANNEL")
+        if (kind != b"NONE") != bool(scale):
+            has = f"it has input {prefix}_scale" if scale else f"it has no input {prefix}_scale"
+            raise UnsupportedError(f"{has}, and {prefix}_quant_type is {kind.decode()}")
+        found += [_SCALES[kind]] if scale else []
+    if len(found) == 1:
+        raise UnsupportedError("one of keys and values is quantized alone")
+    if found and width != _BITS:
+        raise UnsupportedError(f"its cache is quantized to {width} bits, and kernels read {_BITS} bits alone")
+    if not found and width:
+        raise UnsupportedError(f"kv_cache_bit_width is {width}, and k_quant_type is NONE")
+    return (found[0], found[1]) if found else None
+
+
+def _quantized_type(symbolic: Symbolic, node: onnx.NodeProto, scales: tuple[str, str], sizes: tuple[int, int]) -> int:
+    """The element type of quantized caches."""
+    kinds = [symbolic.dtype(node.input[i]) for i in (3, 4)]
+    taken = op_limits().get(OP, {}).get("storage_types", list(QUANTIZED) if not op_limits() else [])
+    if kinds[0] != kinds[1] or kinds[0] not in taken:
+        found = type_names(dict.fromkeys(kinds), "and").strip() if all(kinds) else "not known"
+        raise UnsupportedError(
+            f"its cache is quantized, and its element type is {found}, expected INT8 or FLOAT8E4M3FN"
+        )
+    for name, kind in zip(("k_scale", "v_scale"), scales, strict=True):
+        tensor = input_of(node, INPUT_INDEX[name])
+        shape = symbolic.shape(tensor)
+        dims = None if shape is None else [d.constant for d in shape]
+        own = symbolic.dtype(tensor)
+        groups, size = sizes
+        expected = {
+            "tensor": [[1] * rank for rank in range(5)],
+            "channel": [[groups * size], [groups, size], [groups, 1, size], [1, groups, 1, size]],
+        }[kind]
+        if dims is None or dims not in expected or own != TensorProto.FLOAT:
+            known = "of unknown shape" if shape is None else f"{[str(d) for d in shape]}"
+            wanted = "one element" if kind == "tensor" else f"[1, {groups}, 1, {size}] or [{groups * size}]"
+            raise UnsupportedError(
+                f"{name} {tensor!r} is {known} of {type_names([own], 'or').strip() if own else 'unknown type'}, expected "
+                f"{wanted} of fp32"
+            )
+    return kinds[0]
 
 
 def _shape(symbolic: Symbolic, node: onnx.NodeProto, i: int, rank: int) -> tuple[Int, ...]:
@@ -263,12 +319,16 @@ def _head_size(
     return number
 
 
-def _check_types(symbolic: Symbolic, node: onnx.NodeProto, dtype: int, head_size: int, target: str) -> None:
+def _check_types(
+    symbolic: Symbolic, node: onnx.NodeProto, dtype: int, head_size: int, target: str, *, is_quantized: bool
+) -> None:
     types = limits_of(target)
     if dtype not in types:
         found = type_names([dtype], "or") if dtype else "not known"
         raise UnsupportedError(f"the element type of query is {found.strip()}, expected {type_names(types, 'or')}")
     for i in (1, 2, 3, 4, 7, 8, 10, 11, 14, 15):
+        if is_quantized and i in (3, 4):
+            continue
         own = symbolic.dtype(node.input[i]) if input_of(node, i) else dtype
         if own not in (0, dtype):
             raise UnsupportedError(

@@ -52,6 +52,7 @@ class CacheVariant:
     attributes: tuple[bytes, ...]
     given: tuple[bool, ...]
     dtype: int
+    cache_dtype: int
     num_heads: int = 0
     pattern: str = ""
     tables: tuple[int, ...] = ()
@@ -62,7 +63,7 @@ class CacheVariant:
         attributes = sorted(site.node.attribute, key=lambda a: str(a.name))
         given = tuple(bool(name) for name in site.read_inputs)
         serialized = tuple(a.SerializeToString(deterministic=True) for a in attributes)
-        variant = cls(site.node.op_type, serialized, given, site.dtype)
+        variant = cls(site.node.op_type, serialized, given, site.dtype, site.cache_dtype)
         if site.layout is not None:
             return replace(variant, tables=(0, TensorProto.INT32, TensorProto.INT32))
         if site.declared is None:
@@ -120,7 +121,11 @@ class BodyVariant(Protocol):
 
     @property
     def dtype(self) -> int:
-        """The element type of the outputs."""
+        """The element type of the first output."""
+
+    @property
+    def cache_dtype(self) -> int:
+        """The element type of the other outputs."""
 
     def nodes(self, name: str, opset: int, outputs: Sequence[str], *, is_branch: bool = False) -> list[onnx.NodeProto]:
         """Nodes that write the outputs from the function's inputs.
@@ -190,7 +195,8 @@ def _select(variants: Sequence[BodyVariant], i: int, opset: int, outputs: Sequen
             inner = variants[i].nodes(f"variant{i}", opset, own, is_branch=True)
         else:
             inner = _select(variants, i + 1, opset, own)
-        infos = [helper.make_tensor_value_info(name, variants[i].dtype, None) for name in own]
+        types = (variants[i].dtype, *[variants[i].cache_dtype] * (len(own) - 1))
+        infos = [helper.make_tensor_value_info(n, t, None) for n, t in zip(own, types, strict=True)]
         graphs.append(helper.make_graph(inner, f"{word}{i}", [], infos))
     return [
         helper.make_node("Constant", [], [index], name=index, value_int=i),

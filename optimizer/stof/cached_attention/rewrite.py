@@ -216,6 +216,8 @@ def _reason_impossible(job: Job, candidate: CacheCandidate, sites: Sequence[Cach
         )
     if sites and sites[0].dtype != candidate.site.dtype:
         return f"its element type is not that of {sites[0].name!r}: the calls share one function body"
+    if sites and sites[0].cache_dtype != candidate.site.cache_dtype:
+        return f"the element type of its cache is not that of {sites[0].name!r}: the calls share one function body"
     return ""
 
 

@@ -24,6 +24,7 @@ _LONGEST_WINDOW = 640  # windows above are longer than any input that is drawn
 _DEFAULT_WINDOW = 16
 _UNLIMITED = 1 << 22
 _PASTS = ("past_key", "past_value")
+_DRAWN_SCALES = (0.01, 0.05)  # at which numbers near 1 neither vanish nor saturate
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,8 @@ class CacheInputMaker(InputMaker):
                 seen.add(tensor)
                 self._set_lengths(feed, site, case, rng)
             self._set_positions(feed, site)
+            if site.quantized:
+                _set_quantized(feed, site, rng)
         return feed
 
     def _set_lengths(self, feed: dict[str, np.ndarray], site: CacheSite, case: Case, rng: np.random.Generator) -> None:
@@ -257,6 +260,17 @@ class CacheInputMaker(InputMaker):
                         _assign(values, found, number, batches)
         padding = Padding.RIGHT if step.ragged and step.batch > 1 else Padding.NONE
         return Case(step.batch, step.total, padding, tuple(values.items()))
+
+
+def _set_quantized(feed: dict[str, np.ndarray], site: CacheSite, rng: np.random.Generator) -> None:
+    """Fills quantized caches that are inputs with numbers of their whole range; scales that are inputs are positive."""
+    for name in (site.input("past_key"), site.input("past_value")):
+        if name in feed:
+            numbers = rng.integers(-127, 127, feed[name].shape, endpoint=True)
+            feed[name] = numbers.astype(feed[name].dtype)
+    for name in (site.input("k_scale"), site.input("v_scale")):
+        if name in feed:
+            feed[name] = rng.uniform(*_DRAWN_SCALES, feed[name].shape).astype(feed[name].dtype)
 
 
 def _assign(values: dict[str, int], size: Int, wanted: int, batches: set[str]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import helper
+from onnx import TensorProto, helper
 
 from stof.cached_attention.block_layout import BlockLayout
 from stof.sparsify.sparsity import DeclaredPattern
@@ -33,6 +33,8 @@ SPARSE_INDEX = {
     **{"total_sequence_length": 7, "seqlens_k": 8, "cos_cache": 9, "sin_cache": 10},
 }
 SPARSE_ROWS, SPARSE_COLUMNS = 5, 6  # the inputs of SparseAttention with its layouts
+# The element types of quantized caches, with their names for people.
+QUANTIZED = {int(TensorProto.INT8): "int8", int(TensorProto.FLOAT8E4M3FN): "fp8"}
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class CacheSite:
         num_heads: H.
         kv_num_heads: G.
         head_size: D.
-        dtype: ONNX element type T of query and caches.
+        dtype: ONNX element type T of query, and of caches that are not quantized.
         window: W, the keys that a query attends to at most; 0: all before it.
         sliding: the cache holds the last positions only (``sliding_window_cache``).
         rotary_size: R, the elements of a head that are rotated; 0: none, or not known before the run.
@@ -55,6 +57,8 @@ class CacheSite:
         total: total_sequence_length where it follows from sizes.
         layout: the blocks that the heads of a SparseAttention attend; None: all.
         declared: the pattern that --sparsify puts on it; its bias is an input of the node. None: none.
+        quantized: the element type of quantized caches; 0: they have that of query.
+        scales: of quantized keys and values, "tensor" or "channel": what has a scale of its own.
     """
 
     name: str
@@ -72,6 +76,8 @@ class CacheSite:
     total: Int | None
     layout: BlockLayout | None = None
     declared: DeclaredPattern | None = None
+    quantized: int = 0
+    scales: tuple[str, str] = ("", "")
 
     def input(self, name: str) -> str:
         """The tensor of an input by its name in ``INPUTS``; empty where it is absent."""
@@ -79,6 +85,11 @@ class CacheSite:
             return self.declared.own_bias  # the other one is the pattern
         index = INPUT_INDEX[name] if self.layout is None else SPARSE_INDEX.get(name)
         return "" if index is None else input_of(self.node, index)
+
+    @property
+    def cache_dtype(self) -> int:
+        """The ONNX element type of the caches."""
+        return self.quantized or self.dtype
 
     @property
     def uncounted_keys(self) -> int:
@@ -180,9 +191,16 @@ class CacheSite:
             f"softcap {self.softcap:g}": bool(self.softcap),
             "bias": bool(self.input("attention_bias")),
             "sliding-window cache": self.sliding,
+            self._quantization: bool(self.quantized),
         }
         blocks = () if self.layout is None else self.layout.describe(self.num_heads, self.kv_num_heads)
         return (*(name for name, holds in found.items() if holds), *blocks)
+
+    @property
+    def _quantization(self) -> str:
+        keys, values = self.scales
+        scales = f"scales per {keys}" if keys == values else f"scales of keys per {keys}, of values per {values}"
+        return f"{QUANTIZED.get(self.quantized, '')} cache, {scales}"
 
 
 def input_of(node: onnx.NodeProto, index: int) -> str:

@@ -20,7 +20,7 @@ from stof.installation import CUDA, locate_library, missing
 
 LIBRARY = "libstof_ort.so"
 ERROR_SIZE = 1024
-# onnx.TensorProto.DataType of the NumPy types that the library reads; bfloat16 comes from ml_dtypes.
+# onnx.TensorProto.DataType of the NumPy types that the library reads; bfloat16 and float8_e4m3fn come from ml_dtypes.
 DTYPES = {
     "float32": 1,
     "uint8": 2,
@@ -31,6 +31,7 @@ DTYPES = {
     "float16": 10,
     "float64": 11,
     "bfloat16": 16,
+    "float8_e4m3fn": 17,
 }
 
 

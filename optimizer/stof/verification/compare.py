@@ -15,6 +15,7 @@ MODEL_FACTOR = 4.0  # difference ≤ 4 × that of two legal runs + 1e-6 of the o
 _ENOUGH = 64  # elements whose range tells how large an output is
 _MOST_ALLOWED = 0.1  # of an output's spread: more allows anything, and compares nothing
 _LEAST_SPREAD = 0.01  # of the largest number, of numbers that are nearly the same
+_FLIPS = 0.01  # of a quantized cache's elements, which may be one step away
 _BLOCK = 1 << 20  # elements that are looked at together, in fp64
 
 
@@ -78,11 +79,31 @@ def _compare_cache(
     def pick(array: np.ndarray) -> np.ndarray:
         return array.swapaxes(1, 2)[held] if array.shape == plain.shape else array
 
+    if plain.dtype.kind != "f" and plain.dtype == found.dtype:
+        some = _compare_quantized(case, name, pick(plain), list(map(pick, legal)), pick(found))
+        return replace(some, coverage=replace(some.coverage, unused=plain.size - pick(plain).size))
     some = _compare(
         case, floor, name, pick(plain), list(map(pick, legal)), pick(found), list(map(pick, expanded)), undefined
     )
     unused = plain.size - pick(plain).size
     return replace(some, coverage=replace(some.coverage, unused=unused, rows=()))
+
+
+def _compare_quantized(
+    case: Case, name: str, plain: np.ndarray, legal: Sequence[np.ndarray], found: np.ndarray
+) -> Comparison:
+    """Rows of a quantized cache: elements between two steps of the quantizer may be rounded either way."""
+    what = f"output {name!r}, {case}"
+    others = [x for x in (plain, *legal) if x.shape == plain.shape]
+    steps = [np.abs(found.astype(np.float64) - x.astype(np.float64)) for x in others]
+    nearest = min(steps, key=lambda x: float(x.max(initial=0.0)))
+    flips = int(np.count_nonzero(nearest))
+    among = max(int(np.count_nonzero(plain != x)) for x in others)
+    away = float(nearest.max(initial=0.0))
+    allowed = 1.0 + max(float(np.abs(plain.astype(np.float64) - x).max(initial=0.0)) for x in others)
+    ok = away <= allowed and flips <= 1 + max(_FLIPS * plain.size, MODEL_FACTOR * among)
+    detail = "" if ok else f"{flips} of {plain.size} elements of a quantized cache differ, by up to {away:.0f} steps"
+    return Comparison(what, away, allowed, ok, detail=detail, coverage=Coverage(plain.size))
 
 
 def _compare(

@@ -24,6 +24,7 @@ enum class DType : int32_t {
   kF16 = 10,
   kF64 = 11,
   kBF16 = 16,
+  kF8E4M3 = 17,  // FLOAT8E4M3FN
 };
 
 // Bytes of an element; 0 for kUndefined.
@@ -41,6 +42,7 @@ constexpr int64_t SizeOf(DType dtype) {
     case DType::kU8:
     case DType::kI8:
     case DType::kBool:
+    case DType::kF8E4M3:
       return 1;
     default:
       return 0;

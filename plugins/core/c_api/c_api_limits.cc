@@ -40,13 +40,16 @@ std::string TypesOf(const OpDescription& op, Target target) {
 std::string LimitsOf(const OpDescription& op) {
   const std::string attributes = Join(op.attributes, [](const auto& attribute) { return Quote(attribute.name); });
   const std::string roles = Join(op.roles, [](const char* role) { return Quote(role); });
+  const std::string storage = Join(op.storage_types, [](DType dtype) { return stof::TypeText(dtype); });
   std::string targets;
   for (const Target target : {Target::kCpu, Target::kCuda, Target::kTensorRt}) {
     targets += targets.empty() ? "" : ", ";
     targets += Member(stof::kTargetNames[static_cast<int>(target)], TypesOf(op, target));
   }
   return Member(op.name, Object(Member("attributes", "[" + attributes + "]") + ", " +
-                                Member("roles", "[" + roles + "]") + ", " + Member("targets", Object(targets))));
+                                Member("roles", "[" + roles + "]") + ", " +
+                                Member("storage_types", "[" + storage + "]") + ", " +
+                                Member("targets", Object(targets))));
 }
 
 std::string AllLimits() {

@@ -9,6 +9,7 @@
 
 #include "plugins/core/base/status.h"
 #include "plugins/core/base/types.h"
+#include "plugins/core/contract/kv_scale.h"
 #include "plugins/core/mask/block_mask.h"
 #include "plugins/core/mask/dynamic_mask.h"
 
@@ -34,7 +35,11 @@ struct KeyPages {
 
 struct AttentionArgs {
   int64_t B = 0, H = 0, G = 0, S = 0, T = 0, D = 0, Dv = 0;
-  DType dtype = DType::kF32;    // of query, key, value, output
+  DType dtype = DType::kF32;  // of query, key, value, output
+  // Of key and value where they are quantized: one of kQuantizedTypes, with both scales. kUndefined: they have dtype.
+  // Fully masked rows then attend nothing (empty_rows kZero or kNan).
+  DType kv_dtype = DType::kUndefined;
+  KvScale key_scale, value_scale;
   const void* query = nullptr;  // [B, H, S, D]
   const void* key = nullptr;    // [B, G, T, D]
   const void* value = nullptr;  // [B, G, T, Dv]
@@ -93,6 +98,11 @@ struct AttentionArgs {
   // [B], devices alone: outputs of a sequence are NaN where it is not 0. nullptr: it is 0 for all.
   const int32_t* is_invalid = nullptr;
 };
+
+// The element type of key and value.
+inline DType KvType(const AttentionArgs& args) {
+  return args.kv_dtype == DType::kUndefined ? args.dtype : args.kv_dtype;
+}
 
 // ---- CPU ----
 struct CpuAttentionConfig {

@@ -7,16 +7,22 @@
 
 #include "plugins/core/base/status.h"
 #include "plugins/core/base/types.h"
+#include "plugins/core/contract/kv_scale.h"
 
 namespace stof {
 
 struct RunContext;  // plugins/core/contract/op.h
 
-// The new tokens of B sequences, and the caches that they are appended to. All tensors have type dtype. On a device all
-// pointers are device addresses. Strides count elements; the D elements of a head are contiguous.
+// The new tokens of B sequences, and the caches that they are appended to. All tensors have type dtype, but for the
+// caches and staging: these have cache_dtype. On a device all pointers are device addresses. Strides count elements;
+// the D elements of a head are contiguous.
 struct CacheAppendArgs {
   int64_t B = 0, H = 0, G = 0, S = 0, D = 0;
   DType dtype = DType::kF32;
+  // One of kQuantizedTypes: keys (behind norm and rotary embedding) and values are rounded to dtype, then quantized by
+  // these scales. kUndefined: dtype.
+  DType cache_dtype = DType::kUndefined;
+  KvScale key_scale, value_scale;
   const void* query = nullptr;  // [B, H, S, D] by strides
   const void* key = nullptr;    // [B, G, S, D]
   const void* value = nullptr;  // [B, G, S, D]
@@ -63,6 +69,11 @@ struct CacheAppendArgs {
   // [B], devices alone: 1 where seqlens or a position is illegal: the outputs of that sequence must be NaN.
   int32_t* is_invalid = nullptr;
 };
+
+// The element type of the caches.
+inline DType CacheType(const CacheAppendArgs& args) {
+  return args.cache_dtype == DType::kUndefined ? args.dtype : args.cache_dtype;
+}
 
 // ---- CPU ----
 // The staging_capacity that a step needs; 0: present keeps all rows that its queries attend. Reads sizes, seqlens,

@@ -201,6 +201,9 @@ struct OpDescription {
   // of those that the attributes do not ask for.
   int optional_outputs = 0;
   DType optional_type = DType::kUndefined;
+  // Bit i: input or output i has T, or one of storage_types in its place, where it is given. All of them have one type.
+  uint64_t storage_inputs = 0, storage_outputs = 0;
+  ArrayView<DType> storage_types;
   // Bit i: input i is in host memory, on every target.
   uint64_t host_inputs = 0;
   // Whether TensorRT gets a plugin of it. Its plugins update no tensor in place and read no value in host memory.
@@ -225,7 +228,12 @@ struct OpDescription {
   std::vector<DimRule> (*shape_rule)(const AttributeReader& attributes, const int* ranks, int rank_count,
                                      int index) = nullptr;
 
-  constexpr DType OutputType(int index, DType typed) const { return index < outputs ? typed : optional_type; }
+  // The type of an output where T is `typed` and what is stored has type `storage`.
+  constexpr DType OutputType(int index, DType typed, DType storage) const {
+    if ((storage_outputs >> index & 1u) != 0) return storage;
+    return index < outputs ? typed : optional_type;
+  }
+  constexpr DType OutputType(int index, DType typed) const { return OutputType(index, typed, typed); }
   // Whether the operator runs on a device, which runtimes without a CPU want.
   constexpr bool has_cuda_kernels() const { return cuda_types.size() > 0; }
   constexpr ArrayView<DType> TypesOn(Target target) const {

@@ -159,13 +159,14 @@ Status CachedAttentionOp::BindCache(const Inputs& inputs, Step* step) const {
   if (inputs.Has(in::kPastKey)) {
     const Tensor& past = inputs[in::kPastKey];
     const std::string form = "[" + std::to_string(a.B) + ", " + std::to_string(a.G) + ", capacity, " +
-                             std::to_string(a.D) + "] and data type " + TypeText(a.dtype);
-    if (past.dtype != a.dtype || past.rank != 4 || past.dims[0] != a.B || past.dims[1] != a.G || past.dims[3] != a.D ||
-        past.dims[2] > Limits::kMostLength) {
+                             std::to_string(a.D) + "] and data type " + TypeText(a.dtype) + ", int8 or fp8 e4m3fn";
+    a.cache_dtype = past.dtype;
+    if ((past.dtype != a.dtype && !IsQuantized(past.dtype)) || past.rank != 4 || past.dims[0] != a.B ||
+        past.dims[1] != a.G || past.dims[3] != a.D || past.dims[2] > Limits::kMostLength) {
       return inputs.Unexpected(in::kPastKey, form);
     }
     a.past_capacity = past.dims[2];
-    STOF_RETURN_IF_ERROR(inputs.Check(in::kPastValue, a.dtype, {a.B, a.G, a.past_capacity, a.D}));
+    STOF_RETURN_IF_ERROR(inputs.Check(in::kPastValue, a.cache_dtype, {a.B, a.G, a.past_capacity, a.D}));
     if (a.past_capacity > 0) {
       a.past_key = past.data;
       a.past_value = inputs[in::kPastValue].data;
@@ -178,7 +179,8 @@ Status CachedAttentionOp::BindCache(const Inputs& inputs, Step* step) const {
     return Status::Error("past_key is missing, expected it beside attribute sliding_window_cache");
   }
   a.capacity = a.sliding_window > 0 ? a.past_capacity : std::max(a.past_capacity, step->total);
-  return Status();
+  const auto given = [&inputs](int i) { return inputs.Has(i) ? &inputs[i] : nullptr; };
+  return BindScales(given(in::kKeyScale), given(in::kValueScale), &a);
 }
 
 Status CachedAttentionOp::BindRotary(const Inputs& inputs, Step* step) const {
@@ -214,7 +216,7 @@ Status CachedAttentionOp::BindRotary(const Inputs& inputs, Step* step) const {
 
 Status CachedAttentionOp::Bind(const Inputs& inputs, Step* step) const {
   STOF_RETURN_IF_ERROR(inputs.CheckCount(in::kTotal + 1, in::kCount));
-  STOF_RETURN_IF_ERROR(inputs.CheckAbsent({in::kKeyScale, in::kValueScale, in::kQuerySeqlens}));
+  STOF_RETURN_IF_ERROR(inputs.CheckAbsent({in::kQuerySeqlens}));
   STOF_RETURN_IF_ERROR(BindQueryKeyValue(inputs, step));
   STOF_RETURN_IF_ERROR(BindCache(inputs, step));
   STOF_RETURN_IF_ERROR(BindRotary(inputs, step));
@@ -223,12 +225,11 @@ Status CachedAttentionOp::Bind(const Inputs& inputs, Step* step) const {
     return Status::Error("attention_bias is given, expected none beside attribute sliding_window_cache");
   }
   AttentionArgs& t = step->attention;
-  t.B = a.B, t.H = a.H, t.G = a.G, t.S = a.S, t.D = a.D, t.Dv = a.D;
-  t.T = step->total;
+  t.B = a.B, t.H = a.H, t.G = a.G, t.S = a.S, t.T = step->total, t.D = t.Dv = a.D;
   t.dtype = a.dtype;
+  if (IsQuantized(CacheType(a))) t.kv_dtype = a.cache_dtype, t.key_scale = a.key_scale, t.value_scale = a.value_scale;
   t.scale = attributes_.scale != 0.0f ? attributes_.scale : 1.0f / std::sqrt(static_cast<float>(a.D));
-  t.softcap = attributes_.softcap;
-  t.kernel = attributes_.kernel.c_str();
+  t.softcap = attributes_.softcap, t.kernel = attributes_.kernel.c_str();
   t.output_stride = {a.S * a.H * a.D, a.D, a.H * a.D};
   return Status();
 }
@@ -242,7 +243,7 @@ Status CachedAttentionOp::InferOutputs(const Tensor* inputs, int input_count, Te
   STOF_RETURN_IF_ERROR(Bind(Inputs(inputs, input_count, in::kNames), &step));
   const CacheAppendArgs& a = step.append;
   outputs[0] = TensorOfShape(a.dtype, {a.B, a.S, a.H * a.D});
-  outputs[1] = outputs[2] = TensorOfShape(a.dtype, {a.B, a.G, a.capacity, a.D});
+  outputs[1] = outputs[2] = TensorOfShape(CacheType(a), {a.B, a.G, a.capacity, a.D});
   return Status();
 }
 
@@ -269,7 +270,7 @@ Status CachedAttentionOp::Allocate(const RunContext& context, Step* step) const 
   a.staging_capacity = context.on_cuda ? CudaStagingRows(a) : CpuCacheStagingRows(a);
   if (a.staging_capacity > 0) {
     int64_t bytes = 0;
-    if (__builtin_mul_overflow(a.B * a.G * a.D * item, a.staging_capacity, &bytes)) {
+    if (__builtin_mul_overflow(a.B * a.G * a.D * SizeOf(CacheType(a)), a.staging_capacity, &bytes)) {
       return Status::Error("the staging buffer of a sliding-window cache is too large");
     }
     STOF_RETURN_IF_ERROR(allocate(bytes, &a.staging_key));
@@ -434,6 +435,9 @@ const OpDescription* CachedAttentionDescription() {
     d.outputs = kOutputs;
     d.types = Limits::kTypes;
     d.cuda_types = Limits::kTypes;
+    d.storage_inputs = uint64_t{3} << in::kPastKey;
+    d.storage_outputs = uint64_t{3} << 1;
+    d.storage_types = kQuantizedTypes;
     d.host_inputs = uint64_t{1} << in::kTotal;
     d.has_tensorrt_plugin = false;
     d.attributes = kAttributes;

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <string>
 
+#include "plugins/core/contract/cached_attention.h"
 #include "plugins/core/contract/op.h"
 
 namespace stof {
@@ -63,6 +64,9 @@ inline constexpr CacheNames kCachedNames = {{"past_key", "past_value"}, {"presen
 // Past and present may be one buffer, of keys and of values alike; any other overlap would lose rows. Each array is the
 // tensor of keys, then that of values; past may be nullptr.
 Status CheckCacheBuffers(const Tensor* past, const Tensor* present, const CacheNames& names);
+
+// Checks k_scale and v_scale, nullptr where absent, against the caches' type and the sizes in *args, and binds them.
+Status BindScales(const Tensor* key_scale, const Tensor* value_scale, CacheAppendArgs* args);
 
 const OpDescription* CachedAttentionDescription();
 

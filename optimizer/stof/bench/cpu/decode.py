@@ -24,6 +24,7 @@ _COLD_BYTES = 256 << 20  # of all layers together: several times the largest L3 
 _MOST_BYTES = 2 << 30
 _MOST_LAYERS = 256
 _DRAWN = 1 << 20  # random values; caches repeat them
+_SCALE = 0.03  # of quantized caches, whose numbers go up to 4
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class DecodePoint:
 
     Attributes:
         window: how many keys a query attends at most; 0 is dense.
+        cache: the type of the caches: "fp32", or "int8" with one scale for keys and one for values.
     """
 
     B: int
@@ -40,6 +42,17 @@ class DecodePoint:
     G: int
     window: int
     S: int = 1
+    cache: str = "fp32"
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the caches are."""
+        return self.cache != "fp32"
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of the keys and values of a position in a layer."""
+        return 2 * self.G * self.D * (1 if self.is_quantized else 4)
 
     @property
     def mask(self) -> str:
@@ -48,14 +61,14 @@ class DecodePoint:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the keys and values of a layer in fp32."""
-        return 8 * self.B * self.G * self.T * self.D
+        """Bytes of the keys and values of a layer."""
+        return self.B * self.T * self.row_bytes
 
     @property
     def read_bytes(self) -> int:
         """Bytes of the keys and values that the queries attend."""
         keys = min(self.T, self.window + self.S - 1) if self.window else self.T
-        return 8 * self.B * self.G * keys * self.D
+        return self.B * keys * self.row_bytes
 
     @property
     def layers(self) -> int:
@@ -72,16 +85,19 @@ class DecodePoint:
 
     def __str__(self) -> str:
         kind = f"window {self.window}" if self.window else "dense"
-        return f"B{self.B} H{_HEADS} G{self.G} S{self.S} T{self.T} D{self.D} {kind}"
+        cache = f" {self.cache}" if self.is_quantized else ""
+        return f"B{self.B} H{_HEADS} G{self.G} S{self.S} T{self.T} D{self.D} {kind}{cache}"
 
 
 def points() -> Iterator[DecodePoint]:
-    """The grid: decode steps, then a prompt under a window. Layers beyond 1 GiB are left out."""
+    """The grid: decode steps, a prompt under a window, and decode steps over int8 caches. Layers beyond 1 GiB are left out."""
     for B, T, window, D, G in itertools.product((1, 8), (1024, 4096, 16384), (0, 1024), (64, 128), (1, 8, 32)):
         point = DecodePoint(B, T, D, G, window)
         if point.cache_bytes <= 1 << 30 and window < T:
             yield point
     yield DecodePoint(1, 8192, 128, 8, 1024, S=8192)
+    for T, G in itertools.product((1024, 4096, 16384), (8, 32)):
+        yield DecodePoint(1, T, 128, G, 0, cache="int8")
 
 
 class _Problem:
@@ -100,11 +116,21 @@ class _Problem:
             "total_sequence_length": np.array(point.T, np.int32),
         }
         shape = (B, G, point.T, D)
+        stored = self.store(self._drawn)
+        if point.is_quantized:
+            scale = np.full(1, _SCALE, np.float32)
+            self.feeds |= {"k_scale": scale, "v_scale": scale}
         self.caches = [
-            [np.resize(np.roll(self._drawn, 7919 * (2 * layer + i)), shape) for i in range(2)]
+            [np.resize(np.roll(stored, 7919 * (2 * layer + i)), shape) for i in range(2)]
             for layer in range(point.layers)
         ]
         self.output = np.full((B, S, _HEADS * D), np.nan, np.float32)
+
+    def store(self, values: np.ndarray) -> np.ndarray:
+        """The values as the caches hold them."""
+        if not self.point.is_quantized:
+            return values
+        return np.clip(np.rint(values * np.float32(1 / _SCALE)), -128, 127).astype(np.int8)
 
     @cached_property
     def expected(self) -> np.ndarray:
@@ -113,7 +139,9 @@ class _Problem:
         D, G, S = point.D, point.G, point.S
         keys, values = (cache[0].astype(np.float64) for cache in self.caches[0])
         for cache, name in ((keys, "key"), (values, "value")):
-            cache[:, point.T - S :] = self.feeds[name][0].reshape(S, G, D).transpose(1, 0, 2)
+            cache[:, point.T - S :] = self.store(self.feeds[name][0]).reshape(S, G, D).transpose(1, 0, 2)
+        if point.is_quantized:
+            keys, values = keys * float(np.float32(_SCALE)), values * float(np.float32(_SCALE))
         query = self.feeds["query"][0, -1].reshape(_HEADS, D).astype(np.float64)
         first = max(0, point.T - point.window) if point.window else 0
         found = np.empty((_HEADS, D))
@@ -132,6 +160,7 @@ class _Problem:
 
 def _node(point: DecodePoint, op_type: str, domain: str, **attributes: Any) -> onnx.NodeProto:
     inputs = ["query", "key", "value", "past_key", "past_value", "seqlens_k", "total_sequence_length"]
+    inputs += [""] * 5 + ["k_scale", "v_scale"] if point.is_quantized else []
     outputs = ["output", "present_key", "present_value"]
     node: onnx.NodeProto = helper.make_node(
         op_type, inputs, outputs, domain=domain, num_heads=_HEADS, kv_num_heads=point.G, **attributes
@@ -140,7 +169,10 @@ def _node(point: DecodePoint, op_type: str, domain: str, **attributes: Any) -> o
 
 
 def _group_query(point: DecodePoint) -> onnx.NodeProto:
-    return _node(point, "GroupQueryAttention", "com.microsoft", local_window_size=point.window or -1)
+    attributes: dict[str, Any] = {"local_window_size": point.window or -1}
+    if point.is_quantized:
+        attributes |= {"k_quant_type": "PER_TENSOR", "v_quant_type": "PER_TENSOR", "kv_cache_bit_width": 8}
+    return _node(point, "GroupQueryAttention", "com.microsoft", **attributes)
 
 
 def _stof(point: DecodePoint) -> onnx.NodeProto:
@@ -159,9 +191,10 @@ def _runner(problem: _Problem, node: onnx.NodeProto, threads: int) -> Callable[[
     cache = [point.B, point.G, point.T, point.D]
     types = {a: helper.np_dtype_to_tensor_dtype(x.dtype) for a, x in problem.feeds.items()}
     inputs = [helper.make_tensor_value_info(n, types[n], x.shape) for n, x in problem.feeds.items()]
-    inputs += [helper.make_tensor_value_info(n, TensorProto.FLOAT, cache) for n in ("past_key", "past_value")]
+    stored = TensorProto.INT8 if point.is_quantized else TensorProto.FLOAT
+    inputs += [helper.make_tensor_value_info(n, stored, cache) for n in ("past_key", "past_value")]
     outputs = [helper.make_tensor_value_info("output", TensorProto.FLOAT, problem.output.shape)]
-    outputs += [helper.make_tensor_value_info(n, TensorProto.FLOAT, cache) for n in ("present_key", "present_value")]
+    outputs += [helper.make_tensor_value_info(n, stored, cache) for n in ("present_key", "present_value")]
     graph = helper.make_graph([node], "step", inputs, outputs)
     opsets = [helper.make_opsetid("", 20), helper.make_opsetid(node.domain, 1)]
     model = helper.make_model(graph, opset_imports=opsets)
@@ -174,8 +207,8 @@ def _runner(problem: _Problem, node: onnx.NodeProto, threads: int) -> Callable[[
             binding.bind_input(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
         binding.bind_output("output", "cpu", 0, np.float32, problem.output.shape, problem.output.ctypes.data)
         for name, array in (("key", keys), ("value", values)):
-            binding.bind_input(f"past_{name}", "cpu", 0, np.float32, array.shape, array.ctypes.data)
-            binding.bind_output(f"present_{name}", "cpu", 0, np.float32, array.shape, array.ctypes.data)
+            binding.bind_input(f"past_{name}", "cpu", 0, array.dtype, array.shape, array.ctypes.data)
+            binding.bind_output(f"present_{name}", "cpu", 0, array.dtype, array.shape, array.ctypes.data)
         bindings.append(binding)
     order = itertools.cycle(bindings)
     return lambda: found.run_with_iobinding(next(order))
@@ -213,8 +246,10 @@ def measure_point(point: DecodePoint, threads: int, rounds: int) -> Record:
             bandwidth=round(gbps / rates["read_gbps"], 3),
         )
     shape = {"B": point.B, "H": _HEADS, "G": point.G, "S": point.S, "T": point.T, "D": point.D, "dtype": "fp32"}
+    shape |= {"cache": point.cache} if point.is_quantized else {}
+    cache = [point.cache] if point.is_quantized else []
     return {
-        "key": [point.B, point.G, point.S, point.T, point.D, point.window, threads],
+        "key": [point.B, point.G, point.S, point.T, point.D, point.window, threads, *cache],
         "grid": "decode",
         "mask": point.mask,
         "shape": shape,

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from stof.cached_attention.checks.quantized import dequantize, is_quantized, quantize, scale_of
 from stof.cached_attention.site import count_held_rows
 from stof.sparsify.measure import allowed_pairs
 from stof.sparsify.patterns import Pattern
@@ -19,7 +20,7 @@ from stof.sparsify.patterns import Pattern
 
 @dataclass(frozen=True)
 class CacheStep:
-    """One step of B sequences. Arrays have the layouts of the contract; all floats one type T.
+    """One step of B sequences. Arrays have the layouts of the contract; all floats one type T, but for quantized caches.
 
     Attributes:
         query: [B, S, H·D], or packed [B, S, (H + 2G)·D], and then ``key`` and ``value`` are None.
@@ -48,6 +49,8 @@ class CacheStep:
         layout: [L, blocks, blocks]: whether the queries of a block attend the keys of a block, for heads h % L; None: all.
         block_size: positions of a block.
         pattern: a declared condition on (h, q, k) besides; None: none.
+        key_scale: fp32, of one element or one a channel [G·D] in any shape, where the caches are quantized.
+        value_scale: likewise.
         tables: what the operator's mask looks up, from table0 on; nothing here reads them.
     """
 
@@ -77,7 +80,14 @@ class CacheStep:
     layout: np.ndarray | None = None
     block_size: int = 0
     pattern: Pattern | None = None
+    key_scale: np.ndarray | None = None
+    value_scale: np.ndarray | None = None
     tables: tuple[np.ndarray, ...] = ()
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the caches are."""
+        return is_quantized(self.past_key)
 
     @property
     def before(self) -> np.ndarray:
@@ -113,7 +123,7 @@ class CacheStep:
 
 @dataclass(frozen=True)
 class CacheStepResult:
-    """Output [B, S, H·D], and the caches [B, G, capacity, D], in which undefined rows are NaN."""
+    """Output [B, S, H·D], and the caches [B, G, capacity, D], in which undefined rows are NaN, 0 in quantized ones."""
 
     output: np.ndarray
     key: np.ndarray
@@ -121,7 +131,10 @@ class CacheStepResult:
 
 
 def compute_step(
-    step: CacheStep, dtype: type[np.floating[Any]] = np.float64, storage: np.dtype | None = None
+    step: CacheStep,
+    dtype: type[np.floating[Any]] = np.float64,
+    storage: np.dtype | None = None,
+    held: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> CacheStepResult:
     """The results of a step.
 
@@ -129,6 +142,8 @@ def compute_step(
         step: its inputs.
         dtype: what is computed in.
         storage: the type that rotated queries, keys and the output are rounded to; None: they are not.
+        held: quantized caches after the step, whose rows are attended in place of those that are computed here. A number
+            between two steps of a quantizer is rounded either way, and the output depends on it.
     """
 
     def store(array: np.ndarray) -> np.ndarray:
@@ -151,21 +166,29 @@ def compute_step(
     query, key = store(query), store(key)
     scale = dtype(step.scale or 1.0 / np.sqrt(size))
     output = np.zeros((batch, heads, queries, size), dtype)
-    caches = [np.full((batch, groups, step.capacity, size), np.nan, dtype) for _ in range(2)]
-    held = step.count_held(before)
+    caches = [_empty_cache(step, (batch, groups, step.capacity, size), dtype) for _ in range(2)]
+    rows_before = step.count_held(before)
     for b in range(batch):
         count, first = int(step.lengths[b]), int(before[b])
         new = min(queries, count - first)  # tokens that are no padding
-        rows = int(held[b])
+        rows, end = int(rows_before[b]), int(step.rows[b])
         whole = []
-        for past, fresh in ((step.past_key, key), (step.past_value, value)):
+        scales = (step.key_scale, step.value_scale)
+        for i, (past, fresh) in enumerate(((step.past_key, key), (step.past_value, value))):
+            added, own_scale = fresh[b, :, :new], scales[i]
+            if step.is_quantized and past is not None and own_scale is not None:
+                factor = scale_of(own_scale, groups)
+                source = np.concatenate([past[b, :, :rows], quantize(added, factor, past.dtype)], axis=1)
+                caches[i][b, :, :end] = source[:, source.shape[1] - end :]
+                if held is not None:
+                    source[:, source.shape[1] - end :] = held[i][b, :, :end]
+                whole.append(dequantize(source, factor, dtype))
+                continue
             old = np.zeros((groups, 0, size), dtype) if past is None else past[b, :, :rows].astype(dtype)
-            whole.append(np.concatenate([old, fresh[b, :, :new]], axis=1))
+            whole.append(np.concatenate([old, added], axis=1))
+            caches[i][b, :, :end] = whole[i][:, whole[i].shape[1] - end :]
         keys, values = whole
         origin = first - rows  # the position of the first key
-        end = int(step.rows[b])
-        for cache, source in zip(caches, whole, strict=True):
-            cache[b, :, :end] = source[:, source.shape[1] - end :]
         # Heads of one group lie beside each other.
         grouped = query[b].reshape(groups, -1, size)
         scores = np.matmul(grouped, keys.swapaxes(1, 2)).reshape(heads, queries, -1) * scale
@@ -185,6 +208,12 @@ def compute_step(
         output[b] = np.matmul(weights, values).reshape(heads, queries, size)
     merged = store(output.transpose(0, 2, 1, 3).reshape(batch, queries, heads * size))
     return CacheStepResult(merged, caches[0], caches[1])
+
+
+def _empty_cache(step: CacheStep, shape: tuple[int, ...], dtype: type[np.floating[Any]]) -> np.ndarray:
+    if step.is_quantized and step.past_key is not None:
+        return np.zeros(shape, step.past_key.dtype)
+    return np.full(shape, np.nan, dtype)
 
 
 def _allowed_blocks(step: CacheStep, rows: np.ndarray, keys: np.ndarray) -> np.ndarray:

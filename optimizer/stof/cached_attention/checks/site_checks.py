@@ -18,6 +18,7 @@ from onnx import helper
 
 from stof.cached_attention.checks.expand_norms import expand_norms
 from stof.cached_attention.checks.oracle import CacheStep, CacheStepResult, compute_step
+from stof.cached_attention.checks.quantized import count_steps, is_quantized
 from stof.cached_attention.emit import emit_caches
 from stof.cached_attention.run_inputs import CacheInputMaker
 from stof.cached_attention.run_lengths import RunLengths
@@ -40,6 +41,8 @@ _MOST_ELEMENTS = 1 << 20  # of a cache behind which a step is computed, unless o
 _PERIOD = 65537  # numbers of a drawn cache; no size of a head divides it
 _LENGTHS = INPUT_INDEX["seqlens_k"]
 _POISON = 1e4  # what buffers hold before a run
+_QUANTIZED_POISON = 77.0  # likewise, of quantized caches
+_FLIPS = 0.01  # of a quantized cache's elements, which may be one step away: they lie between two steps
 
 
 class CacheChecks(SiteChecks):
@@ -94,7 +97,8 @@ class CacheChecks(SiteChecks):
 
     def tensors(self) -> list[str]:
         given = {i.name for i in self._base.graph.input}
-        found = [t for s in self.cache_sites for t in (*s.node.input, *s.node.output[:2]) if t]
+        # Of quantized caches both are needed: outputs depend on how they were rounded.
+        found = [t for s in self.cache_sites for t in (*s.node.input, *s.node.output[: 3 if s.quantized else 2]) if t]
         return [t for t in dict.fromkeys(found) if t not in given]
 
     def emit(self, sites: Sequence[str]) -> onnx.ModelProto:
@@ -105,12 +109,24 @@ class CacheChecks(SiteChecks):
         for site in self.cache_sites:
             output, key = site.node.output[:2]
             found[output] = Noisy(site.dtype, site.num_heads * site.head_size, _largest_of(captured.get(output)))
-            if site.does_rotary or site.input("k_norm_weight"):
+            if site.quantized:
+                found |= self._quantizer_inputs(site, captured)
+            elif site.does_rotary or site.input("k_norm_weight"):
                 rows = captured.get(key)
                 held = None if rows is None else self._lengths.cache_rows(key, captured, rows.shape[2])
                 rows = rows.swapaxes(1, 2)[held] if rows is not None and held is not None else rows
                 found[key] = Noisy(site.dtype, site.head_size, _largest_of(rows))
         return found
+
+    def _quantizer_inputs(self, site: CacheSite, captured: Mapping[str, np.ndarray]) -> dict[str, Noisy]:
+        """What is rounded to a quantized cache: a difference in the last place moves some elements by a step."""
+        counts = {"query": site.num_heads + 2 * site.kv_num_heads} if site.is_packed else {}
+        counts |= {} if site.is_packed else dict.fromkeys(("key", "value"), site.kv_num_heads)
+        tensors = {site.input(name): heads for name, heads in counts.items()}
+        return {
+            name: Noisy(site.dtype, heads * site.head_size, _largest_of(captured.get(name)))
+            for name, heads in tensors.items()
+        }
 
     def compare(self, emitted: onnx.ModelProto, captured: Mapping[str, np.ndarray]) -> Iterator[Comparison]:
         writers = {o: n for n in emitted.graph.node for o in n.output}
@@ -133,7 +149,8 @@ class CacheChecks(SiteChecks):
                 continue
             step = _captured_step(site, node, known)
             if step is not None:
-                yield compare_cache_site(site, attributes, step, captured.get(site.node.output[0]))
+                output, *caches = (captured.get(o) for o in site.node.output[:3])
+                yield compare_cache_site(site, attributes, step, output, caches)
 
 
 def _largest_of(array: np.ndarray | None) -> float:
@@ -175,6 +192,8 @@ def _captured_step(site: CacheSite, node: onnx.NodeProto, known: Mapping[str, np
         layout=None if layout is None else layout.allowed,
         block_size=0 if layout is None else layout.block_size,
         pattern=None if site.declared is None else site.declared.pattern,
+        key_scale=arrays.get(INPUT_INDEX["k_scale"]),
+        value_scale=arrays.get(INPUT_INDEX["v_scale"]),
         tables=tuple(table for _, table in sorted(site.mask_tables.items())),
     )
 
@@ -194,6 +213,7 @@ def compare_cache_site(
     attributes: Mapping[str, int | float | str],
     captured: CacheStep,
     original: np.ndarray | None,
+    caches: Sequence[np.ndarray | None] = (),
 ) -> Comparison:
     """The operator beside the contract in fp64, in the worst of the steps that are made of a captured one.
 
@@ -202,10 +222,11 @@ def compare_cache_site(
         attributes: of the node in its place.
         captured: a step of the original.
         original: what that computed, or None.
+        caches: present keys and values of the original, where they are quantized and known.
     """
     what = f"site {site.name!r}"
     dtype = np.dtype(helper.tensor_dtype_to_np_dtype(site.dtype))
-    if original is not None and (failure := _compare_original(what, site, captured, original)) is not None:
+    if original is not None and (failure := _compare_original(what, site, captured, original, caches)) is not None:
         return failure
     own = _in_type(captured, dtype)
     worst: Comparison | None = None
@@ -223,10 +244,21 @@ def compare_cache_site(
     return replace(worst, coverage=total)
 
 
-def _compare_original(what: str, site: CacheSite, step: CacheStep, original: np.ndarray) -> Comparison | None:
+def _compare_original(
+    what: str, site: CacheSite, step: CacheStep, original: np.ndarray, caches: Sequence[np.ndarray | None]
+) -> Comparison | None:
     """A failed comparison where the replaced node differs from the contract; None where it agrees."""
     rows = ~step.padded
-    exact, single = compute_step(step), compute_step(step, np.float32)
+    held = None
+    if step.is_quantized and len(caches) == 2 and caches[0] is not None and caches[1] is not None:
+        held = caches[0], caches[1]
+    exact, single = compute_step(step, held=held), compute_step(step, np.float32, held=held)
+    for name, wanted, found in zip(
+        ("present_key", "present_value"), (exact.key, exact.value), held or (), strict=False
+    ):
+        compared = _compare_quantized(what, site, name, wanted, found, step)
+        if not compared.ok:
+            return replace(compared, detail=f"the replaced node: {compared.detail}")
     away = np.abs(original.astype(np.float64) - exact.output)[rows]
     budget = _ORIGINAL_FACTOR * (
         _largest(single.output, exact.output, rows) + _ulps(exact.output[rows], original.dtype)
@@ -245,20 +277,21 @@ def _compare_step(
     step: CacheStep,
 ) -> Comparison:
     """Compares output and caches of one step; undefined rows are left out."""
-    exact, single = compute_step(step), compute_step(step, np.float32, step.query.dtype)
     try:
         found = run_step(attributes, step)
     except LibraryError as error:
         return Comparison(what, np.inf, 0.0, False, site.name, f"{label}: {error}")
+    caches = (found.key, found.value) if step.is_quantized else None
+    exact, single = compute_step(step, held=caches), compute_step(step, np.float32, step.query.dtype, caches)
     held = np.arange(step.capacity)[None] < step.rows[:, None]
-    picks = [
-        ("output", exact.output, single.output, found.output, ~step.padded),
-        *(
-            (name, *(getattr(x, field).swapaxes(1, 2) for x in (exact, single, found)), held)
-            for name, field in (("present_key", "key"), ("present_value", "value"))
-        ),
-    ]
+    picks = [("output", exact.output, single.output, found.output, ~step.padded)]
     results = []
+    for name, field in (("present_key", "key"), ("present_value", "value")):
+        wanted, rounded, mine = (getattr(x, field) for x in (exact, single, found))
+        if step.is_quantized:
+            results.append(_compare_quantized(what, site, f"{label}, {name}", wanted, mine, step))
+        else:
+            picks.append((name, *(x.swapaxes(1, 2) for x in (wanted, rounded, mine)), held))
     for name, wanted, rounded, mine, rows in picks:
         place = f"{label}, {name}"
         odd = ~np.isfinite(mine[rows].astype(np.float32))
@@ -271,8 +304,22 @@ def _compare_step(
         detail = place if away > budget else ""
         results.append(Comparison(what, away, budget, away <= budget, site.name, detail, coverage))
     worst = max(results, key=lambda c: c.difference / c.budget if c.budget else float(c.difference > 0))
-    whole = Coverage(sum(c.coverage.compared for c in results), unused=results[0].coverage.unused)
+    whole = Coverage(sum(c.coverage.compared for c in results), unused=max(c.coverage.unused for c in results))
     return replace(worst, coverage=whole)
+
+
+def _compare_quantized(
+    what: str, site: CacheSite, place: str, wanted: np.ndarray, found: np.ndarray, step: CacheStep
+) -> Comparison:
+    """Quantized caches: few elements may differ, and by one step of the quantizer alone."""
+    held = np.arange(step.capacity)[None] < step.rows[:, None]
+    steps = count_steps(wanted.swapaxes(1, 2)[held], found.swapaxes(1, 2)[held])
+    away, flips = float(steps.max(initial=0)), int(np.count_nonzero(steps))
+    ok = away <= 1 and flips <= 1 + _FLIPS * steps.size
+    detail = (
+        "" if ok else f"{place}: {flips} of {steps.size} elements differ, by up to {away:.0f} steps of the quantizer"
+    )
+    return Comparison(what, away, 1.0, ok, site.name, detail, Coverage(steps.size))
 
 
 def _largest(one: np.ndarray, other: np.ndarray, rows: np.ndarray) -> float:
@@ -302,8 +349,8 @@ def run_step(attributes: Mapping[str, int | float | str], step: CacheStep) -> Ca
         None if step.position_ids is None else step.position_ids.astype(np.int64),
         step.bias,
         step.sink,
-        None,
-        None,
+        step.key_scale,
+        step.value_scale,
         step.query_norm,
         step.key_norm,
         None,
@@ -316,7 +363,9 @@ def run_step(attributes: Mapping[str, int | float | str], step: CacheStep) -> Ca
     size = step.past_key.shape[3]
     dtype = step.query.dtype
     output = np.full((batch, queries, step.num_heads * size), _POISON, dtype)
-    caches = [np.full((batch, step.kv_num_heads, step.capacity, size), _POISON, dtype) for _ in range(2)]
+    shape = (batch, step.kv_num_heads, step.capacity, size)
+    poison = _QUANTIZED_POISON if step.is_quantized else _POISON
+    caches = [np.full(shape, poison).astype(step.past_key.dtype) for _ in range(2)]
     given = [None if x is None else np.ascontiguousarray(x) for x in inputs]
     Op(OP, attributes).run(given, [output, *caches], threads=2)
     return CacheStepResult(output, caches[0], caches[1])
@@ -363,7 +412,8 @@ def _behind_past(captured: CacheStep, queries: int, longest: int) -> CacheStep:
     else:
         capacity = total + 3
     sources = [captured.past_key, captured.past_value]
-    pasts = [_fill_cache(x[:batch], capacity, rng, captured.query.dtype) for x in sources if x is not None]
+    stored = captured.past_key.dtype if captured.is_quantized else captured.query.dtype
+    pasts = [_fill_cache(x[:batch], capacity, rng, stored) for x in sources if x is not None]
 
     def cut(array: np.ndarray | None) -> np.ndarray | None:
         return None if array is None else np.ascontiguousarray(array[:batch, :queries])
@@ -392,7 +442,8 @@ def _fill_cache(past: np.ndarray, capacity: int, rng: np.random.Generator, dtype
     """A cache of so many rows, which all differ, with numbers as large as those of a captured one."""
     spread = float(past.astype(np.float32).std()) if past.size else 0.0
     shape = (past.shape[0], past.shape[1], capacity, past.shape[3])
-    return np.resize((rng.standard_normal(_PERIOD) * (spread or 1.0)).astype(dtype), shape)
+    numbers = rng.standard_normal(_PERIOD) * (spread or 1.0)
+    return np.resize((np.clip(numbers, -127, 127) if is_quantized(past) else numbers).astype(dtype), shape)
 
 
 def _in_type(step: CacheStep, dtype: np.dtype) -> CacheStep:
@@ -400,7 +451,10 @@ def _in_type(step: CacheStep, dtype: np.dtype) -> CacheStep:
     changed: dict[str, Any] = {
         name: array.astype(dtype)
         for name, array in vars(step).items()
-        if isinstance(array, np.ndarray) and array.dtype == np.float32 and dtype != np.float32
+        if isinstance(array, np.ndarray)
+        and array.dtype == np.float32
+        and dtype != np.float32
+        and not name.endswith("_scale")  # of quantized caches: fp32 in any model
     }
     return replace(step, **changed) if changed else step
 

@@ -25,6 +25,11 @@ class PagedVariant:
     given: tuple[bool, ...]
     dtype: int
 
+    @property
+    def cache_dtype(self) -> int:
+        """The element type of the caches."""
+        return self.dtype
+
     @classmethod
     def of(cls, site: PagedSite) -> PagedVariant:
         """The variant of a site."""

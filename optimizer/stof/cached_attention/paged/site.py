@@ -66,6 +66,11 @@ class PagedSite:
         return input_of(self.node, INPUT_INDEX[name])
 
     @property
+    def cache_dtype(self) -> int:
+        """The ONNX element type of the caches."""
+        return self.dtype
+
+    @property
     def read_inputs(self) -> list[str]:
         """The tensors of ``OP_INPUTS``, empty where absent."""
         return [input_of(self.node, i) if i < len(INPUTS) else "" for i in range(len(OP_INPUTS))]

@@ -34,15 +34,16 @@ def _attention(context: RuleContext) -> list[Fact] | None:
 def _cached_attention(context: RuleContext) -> list[Fact] | None:
     query, past = context.shape(0), context.shape(3)
     dtype = context.fact(0).dtype
+    stored = context.fact(3).dtype if context.has(3) else dtype  # caches may be quantized
     heads, groups = context.number("num_heads", 0), context.number("kv_num_heads", 0)
     if query is None or len(query) != 3 or heads < 1 or groups < 1:
-        return [Fact(dtype), Fact(dtype), Fact(dtype)]
+        return [Fact(dtype), Fact(stored), Fact(stored)]
     size = query[2].divide(integer(heads if context.has(1) else heads + 2 * groups))
     if size is None:
-        return [Fact(dtype), Fact(dtype), Fact(dtype)]
+        return [Fact(dtype), Fact(stored), Fact(stored)]
     output = Fact(dtype, (query[0], query[1], size * integer(heads)))
     rows = _present_rows(context, past)
-    present = Fact(dtype, None if rows is None else (query[0], integer(groups), rows, size))
+    present = Fact(stored, None if rows is None else (query[0], integer(groups), rows, size))
     return [output, present, present]
 
 
