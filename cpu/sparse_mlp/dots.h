@@ -17,29 +17,16 @@ constexpr int kDotRows = 4;
 constexpr int kDotTokens = STOF_DOT_TOKENS;
 constexpr int64_t kSlabStride = kDotDepth + 16;  // rows of a multiple of 4 KiB would share cache sets
 
-// sums[i] += w[i] · x[i], and prefetches next[i]. Addresses beyond the weights do no harm to a prefetch.
+// sums[i] += w[i] · x[i].
 template <typename E>
 void DotPairs(const typename E::T* const (&w)[kDotRows], const float* const (&x)[kDotRows], int64_t depth,
-              const char* const (&next)[kDotRows], float (&sums)[kDotRows]) {
+              float (&sums)[kDotRows]) {
   V sum[kDotRows];
 #pragma GCC unroll 4
   for (int i = 0; i < kDotRows; ++i) sum[i] = Simd::Set1(0.0f);
-  constexpr int64_t kPerLine = std::max<int64_t>(kWidth, kLine / static_cast<int64_t>(sizeof(typename E::T)));
   int64_t k = 0;
-  for (; k + kPerLine <= depth; k += kPerLine) {
-#pragma GCC unroll 4
-    for (int i = 0; i < kDotRows; ++i) {
-      __builtin_prefetch(next[i] + k * static_cast<int64_t>(sizeof(typename E::T)), 0, 2);
-    }
-#pragma GCC unroll 16
-    for (int64_t j = 0; j < kPerLine; j += kWidth) {
-#pragma GCC unroll 4
-      for (int i = 0; i < kDotRows; ++i) {
-        sum[i] = Simd::Fma(E::Load(w[i] + k + j), Simd::Load(x[i] + k + j), sum[i]);
-      }
-    }
-  }
   for (; k + kWidth <= depth; k += kWidth) {
+#pragma GCC unroll 4
     for (int i = 0; i < kDotRows; ++i) sum[i] = Simd::Fma(E::Load(w[i] + k), Simd::Load(x[i] + k), sum[i]);
   }
   if (k < depth) {
@@ -50,10 +37,9 @@ void DotPairs(const typename E::T* const (&w)[kDotRows], const float* const (&x)
   for (int i = 0; i < kDotRows; ++i) sums[i] += Simd::ReduceAdd(sum[i]);
 }
 
-// sums[i * kMlpTokens + t] += w[i] · (x + t * stride), kTokens of them; prefetches next.
+// sums[i * kMlpTokens + t] += w[i] · (x + t * stride), kTokens of them.
 template <int kTokens>
-void DotTile(const float* const (&w)[kDotRows], const float* x, int64_t stride, int64_t depth, const char* const* next,
-             float* sums) {
+void DotTile(const float* const (&w)[kDotRows], const float* x, int64_t stride, int64_t depth, float* sums) {
   V sum[kDotRows][kTokens];
 #pragma GCC unroll 4
   for (int i = 0; i < kDotRows; ++i) {
@@ -62,10 +48,6 @@ void DotTile(const float* const (&w)[kDotRows], const float* x, int64_t stride, 
   }
   int64_t k = 0;
   for (; k + kWidth <= depth; k += kWidth) {
-    if (next != nullptr) {
-#pragma GCC unroll 4
-      for (int i = 0; i < kDotRows; ++i) __builtin_prefetch(next[i] + k * 4, 0, 2);
-    }
     V y[kTokens];
 #pragma GCC unroll 8
     for (int t = 0; t < kTokens; ++t) y[t] = Simd::Load(x + t * stride + k);
@@ -89,11 +71,11 @@ void DotTile(const float* const (&w)[kDotRows], const float* x, int64_t stride, 
 
 template <int kTokens = kDotTokens>
 void DotSomeTokens(int64_t tokens, const float* const (&w)[kDotRows], const float* x, int64_t stride, int64_t depth,
-                   const char* const* next, float* sums) {
+                   float* sums) {
   if constexpr (kTokens > 1) {
-    if (tokens < kTokens) return DotSomeTokens<kTokens - 1>(tokens, w, x, stride, depth, next, sums);
+    if (tokens < kTokens) return DotSomeTokens<kTokens - 1>(tokens, w, x, stride, depth, sums);
   }
-  DotTile<kTokens>(w, x, stride, depth, next, sums);
+  DotTile<kTokens>(w, x, stride, depth, sums);
 }
 
 // kDotRows rows and the tokens that need them.
@@ -102,10 +84,10 @@ class RowGroup {
   RowGroup(const DotProblem& problem, int64_t first, int64_t last)
       : p_(problem), count_(std::min<int64_t>(kDotRows, last - first)) {
     for (int i = 0; i < kDotRows; ++i) {
-      // Rows that are missing repeat the last one; what comes after the last rows is not prefetched.
+      // Rows that are missing repeat the last one.
       neuron_[i] = NeuronOf(std::min(first + i, last - 1));
       const int64_t after = std::min(first + kDotRows + i, p_.count - 1);
-      next_[i] = p_.rows.data + NeuronOf(after) * p_.rows.stride;
+      PrefetchStart(p_.rows.data + NeuronOf(after) * p_.rows.stride);
     }
     const uint64_t all = p_.tokens == kMlpTokens ? ~uint64_t{0} : (uint64_t{1} << p_.tokens) - 1;
     for (int64_t i = 0; i < count_; ++i) {
@@ -146,29 +128,25 @@ class RowGroup {
     uint8_t row, token;
   };
   int64_t NeuronOf(int64_t i) const { return p_.neurons != nullptr ? p_.neurons[i] : i; }
-  int64_t BytesTo(int64_t k) const { return p_.rows.bits > 0 ? k * p_.rows.bits / 8 : k * SizeOf(p_.rows.dtype); }
 
   // The slab of each row in fp32: in the weight, or in the buffer.
-  void LoadSlab(int64_t k0, int64_t depth, const float* (&w)[kDotRows], const char* (&next)[kDotRows]) {
+  void LoadSlab(int64_t k0, int64_t depth, const float* (&w)[kDotRows]) {
     for (int i = 0; i < kDotRows; ++i) {
-      next[i] = next_[i] + BytesTo(k0);
       if (p_.rows.bits == 0 && p_.rows.dtype == DType::kF32) {
         w[i] = reinterpret_cast<const float*>(p_.rows.data + neuron_[i] * p_.rows.stride) + k0;
         continue;
       }
       w[i] = slab_ + std::min<int64_t>(i, count_ - 1) * kSlabStride;
-      if (i < count_) LoadRow(p_.rows, neuron_[i], k0, depth, next[i], slab_ + i * kSlabStride);
+      if (i < count_) LoadRow(p_.rows, neuron_[i], k0, depth, slab_ + i * kSlabStride);
     }
   }
 
   void RunTile(int64_t k0, int64_t depth) {
     const float* w[kDotRows];
-    const char* next[kDotRows];
-    LoadSlab(k0, depth, w, next);
-    const bool is_read_here = p_.rows.bits == 0 && p_.rows.dtype == DType::kF32;
+    LoadSlab(k0, depth, w);
     for (int64_t t = 0; t < p_.tokens; t += kDotTokens) {
       DotSomeTokens(std::min<int64_t>(kDotTokens, p_.tokens - t), w, p_.x + t * p_.x_stride + k0, p_.x_stride, depth,
-                    is_read_here && t == 0 ? next : nullptr, sums_ + t);
+                    sums_ + t);
     }
   }
 
@@ -178,36 +156,30 @@ class RowGroup {
       return WithElement(p_.rows.dtype, [&](auto element) {
         using E = decltype(element);
         const typename E::T* rows[kDotRows];
-        const char* next[kDotRows];
         for (int i = 0; i < kDotRows; ++i) {
           rows[i] = reinterpret_cast<const typename E::T*>(p_.rows.data + neuron_[i] * p_.rows.stride) + k0;
-          next[i] = next_[i] + BytesTo(k0);
         }
-        Multiply<E>(rows, k0, depth, next);
+        Multiply<E>(rows, k0, depth);
       });
     }
     const float* w[kDotRows];
-    const char* next[kDotRows];
-    LoadSlab(k0, depth, w, next);
-    Multiply<F32>(w, k0, depth, nullptr);
+    LoadSlab(k0, depth, w);
+    Multiply<F32>(w, k0, depth);
   }
 
   template <typename E>
-  void Multiply(const typename E::T* const (&rows)[kDotRows], int64_t k0, int64_t depth, const char* const* ahead) {
+  void Multiply(const typename E::T* const (&rows)[kDotRows], int64_t k0, int64_t depth) {
     for (int64_t n = 0; n < pair_count_; n += kDotRows) {
       const typename E::T* w[kDotRows];
       const float* x[kDotRows];
-      const char* next[kDotRows];
       float sums[kDotRows];
       for (int i = 0; i < kDotRows; ++i) {
         const Pair& pair = pairs_[std::min(n + i, pair_count_ - 1)];
         w[i] = rows[pair.row];
         x[i] = p_.x + pair.token * p_.x_stride + k0;
         sums[i] = sums_[n + i];
-        // Those of the next group once; afterwards what is in the cache already.
-        next[i] = n == 0 && ahead != nullptr ? ahead[i] : reinterpret_cast<const char*>(w[i]);
       }
-      DotPairs<E>(w, x, depth, next, sums);
+      DotPairs<E>(w, x, depth, sums);
       for (int i = 0; i < kDotRows; ++i) sums_[n + i] = sums[i];
     }
   }
@@ -215,7 +187,6 @@ class RowGroup {
   const DotProblem& p_;
   const int64_t count_;
   int64_t neuron_[kDotRows];
-  const char* next_[kDotRows];
   Pair pairs_[kDotRows * kMlpTokens];
   int64_t pair_count_ = 0;
   float sums_[kDotRows * kMlpTokens];

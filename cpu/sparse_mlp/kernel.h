@@ -125,7 +125,7 @@ inline void LoadTokens(const void* from, DType dtype, int64_t count, int64_t pad
   std::fill(to + count, to + padded, 0.0f);
 }
 
-const SparseMlpKernels kSparseMlpKernels = {LoadTokens, Dots, Select, Hidden, Down};
+const SparseMlpKernels kSparseMlpKernels = {LoadTokens, Dots, Select, Hidden, Down, Finish};
 
 }  // namespace STOF_ISA::sparse_mlp
 }  // namespace cpu

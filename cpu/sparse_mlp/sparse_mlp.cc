@@ -36,13 +36,14 @@ class Layout {
     projected = Take(a.selection == SparseMlpSelection::kPredictor ? tokens * rank_stride : 0, sizeof(float));
     values = Take(tokens * a.F, sizeof(float));
     masks = Take(a.F, sizeof(uint64_t));
-    neurons = Take(a.F, sizeof(int32_t));
+    list_masks = Take(a.F, sizeof(uint64_t));
+    neurons = Take(a.F + 1, sizeof(int32_t));
     hidden = Take(tokens * a.F, sizeof(float));
-    sums = Take(a.dtype == DType::kF32 ? 0 : tokens * a.N, sizeof(float));
+    sums = Take(cpu::kMlpParts * tokens * a.N, sizeof(float));
   }
   bool is_copied = false;
   int64_t x_stride = 0, rank_stride = 0;
-  size_t x = 0, projected = 0, values = 0, masks = 0, neurons = 0, hidden = 0, sums = 0;
+  size_t x = 0, projected = 0, values = 0, masks = 0, list_masks = 0, neurons = 0, hidden = 0, sums = 0;
   size_t bytes = 0;
 
  private:
@@ -124,8 +125,10 @@ class Runner {
     b_.args = &a_;
     b_.values = At<float>(layout_.values);
     b_.masks = At<uint64_t>(layout_.masks);
+    b_.list_masks = At<uint64_t>(layout_.list_masks);
     b_.neurons = At<int32_t>(layout_.neurons);
     b_.hidden = At<float>(layout_.hidden);
+    b_.sums = At<float>(layout_.sums);
     b_.gate_dots.rows = RowsOf(a_, a_.gate_weight, a_.K, false);
     b_.up_dots.rows = RowsOf(a_, a_.up_weight, a_.K, false);
     b_.down = RowsOf(a_, a_.down_weight, a_.N, true);
@@ -136,7 +139,6 @@ class Runner {
     const int64_t item = SizeOf(a_.dtype);
     b_.tokens = last - first;
     b_.output = static_cast<char*>(a_.output) + first * a_.N * item;
-    b_.sums = a_.dtype == DType::kF32 ? reinterpret_cast<float*>(b_.output) : At<float>(layout_.sums);
     b_.gate = a_.gate == nullptr ? nullptr : static_cast<const char*>(a_.gate) + first * a_.F * item;
     if (b_.gate_dots.rows.data != nullptr || b_.up_dots.rows.data != nullptr) {
       LoadTokens(static_cast<const char*>(a_.input) + first * a_.K * item);
@@ -172,7 +174,7 @@ class Runner {
     for (DotProblem* dots : {&b_.gate_dots, &b_.up_dots}) {
       dots->x = x_, dots->x_stride = layout_.x_stride;
       dots->tokens = b_.tokens;
-      dots->neurons = b_.neurons, dots->masks = b_.masks;
+      dots->neurons = b_.neurons, dots->masks = b_.list_masks;
     }
   }
 
@@ -208,27 +210,43 @@ class Runner {
   }
 
   void MakeList() {
+    const uint64_t* const masks = At<uint64_t>(layout_.masks);
+    const int64_t block = std::max(cpu::kMlpPartBlock, a_.block_size);
     int64_t count = 0;
-    for (int64_t j = 0; j < a_.F; ++j) {
-      // An idle neuron is overwritten by the next one: no branch to mispredict.
-      const uint64_t mask = b_.masks[j];
-      b_.neurons[count] = static_cast<int32_t>(j);
-      b_.masks[count] = mask;
-      count += mask != 0 ? 1 : 0;
+    for (int64_t part = 0; part < cpu::kMlpParts; ++part) {
+      b_.part_begin[part] = count;
+      for (int64_t first = part * block; first < a_.F; first += cpu::kMlpParts * block) {
+        const int64_t last = std::min(a_.F, first + block);
+        for (int64_t j = first; j < last; ++j) {
+          // An idle neuron is overwritten by the next one: no branch to mispredict.
+          b_.neurons[count] = static_cast<int32_t>(j);
+          b_.list_masks[count] = masks[j];
+          count += masks[j] != 0 ? 1 : 0;
+        }
+      }
     }
+    b_.part_begin[cpu::kMlpParts] = count;
     b_.count = b_.gate_dots.count = b_.up_dots.count = count;
   }
 
   void Down() {
-    const int64_t row =
-        std::max<int64_t>(1, CeilDiv(a_.N * (b_.down.bits > 0 ? b_.down.bits : 8 * SizeOf(a_.dtype)), 8));
-    const int64_t workers = std::min<int64_t>(WorthOf(b_.count * row + b_.tokens * a_.N * 4), kMostWorkers);
-    const int64_t most = std::max<int64_t>(1, row / kLeastPiece);
-    int64_t pieces = std::min({workers, most, static_cast<int64_t>(std::max(1, parallel_.threads))});
+    const int64_t row = CeilDiv(a_.N * (b_.down.bits > 0 ? b_.down.bits : 8 * SizeOf(a_.dtype)), 8);
+    const int64_t workers = WorthOf(b_.count * row + b_.tokens * a_.N * 4);
+    // Whole rows for each thread, where there are as many parts as threads.
+    const int64_t pieces = std::clamp<int64_t>(std::min<int64_t>(workers, parallel_.threads) / cpu::kMlpParts, 1,
+                                               std::max<int64_t>(1, row / kLeastPiece));
     const int64_t columns = RoundUp(CeilDiv(a_.N, pieces), 64);
-    pieces = CeilDiv(a_.N, columns);
-    RunShares(parallel_, pieces, workers,
-              [this, columns](int64_t i) { kernels_.down(b_, i * columns, std::min(a_.N, (i + 1) * columns)); });
+    const int64_t count = CeilDiv(a_.N, columns);
+    RunShares(parallel_, count * cpu::kMlpParts, workers, [this, columns, count](int64_t i) {
+      const int64_t first = i % count * columns;
+      kernels_.down(b_, i / count, first, std::min(a_.N, first + columns));
+    });
+    constexpr int64_t kFinished = 4096;
+    const int64_t steps = CeilDiv(a_.N, kFinished);
+    RunShares(parallel_, b_.tokens * steps, WorthOf(b_.tokens * a_.N * 4), [this, steps](int64_t i) {
+      const int64_t first = i % steps * kFinished;
+      kernels_.finish(b_, i / steps, first, std::min(a_.N, first + kFinished));
+    });
   }
 
   const SparseMlpArgs& a_;

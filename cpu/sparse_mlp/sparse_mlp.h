@@ -15,6 +15,10 @@ namespace cpu {
 constexpr int64_t kMlpTokens = 64;
 // Neurons whose hidden values a worker computes at a time.
 constexpr int64_t kMlpNeurons = 32;
+// The sum over neurons has so many parts, which threads may compute: blocks of neurons are dealt among them in turns,
+// since neurons may be sorted by how often they are active. The order of additions follows from it.
+constexpr int64_t kMlpParts = 8;
+constexpr int64_t kMlpPartBlock = 64;  // neurons; more where more of them share a scale
 // Vectors of tokens begin on multiples of so many floats.
 constexpr int64_t kMlpPadding = 16;
 
@@ -49,14 +53,15 @@ struct MlpBlock {
   const char* gate = nullptr;  // of the first token; nullptr with a predictor
   DotProblem gate_dots, up_dots;
   NeuronRows down;
-  float* values = nullptr;  // [tokens, F]: activated gate values, or a predictor's scores
-  // Bit t: the neuron is active for token t. [F] at first, then of those in the list.
-  uint64_t* masks = nullptr;
-  // The neurons that are active for some token, in their order.
+  float* values = nullptr;    // [tokens, F]: activated gate values, or a predictor's scores
+  uint64_t* masks = nullptr;  // [F]: bit t: the neuron is active for token t
+  // The neurons that are active for some token: those of part p are [part_begin[p], part_begin[p + 1]), in their order.
   int64_t count = 0;
+  int64_t part_begin[kMlpParts + 1] = {};
   int32_t* neurons = nullptr;
+  uint64_t* list_masks = nullptr;
   float* hidden = nullptr;  // [count, tokens]
-  float* sums = nullptr;    // [tokens, N]
+  float* sums = nullptr;    // [kMlpParts, tokens, N]
   char* output = nullptr;   // of the first token
 };
 
@@ -71,8 +76,10 @@ struct SparseMlpKernels {
   void (*select)(const MlpBlock& block, int64_t first, int64_t last);
   // Hidden values of active neurons [first, last), at most kMlpNeurons.
   void (*hidden)(const MlpBlock& block, int64_t first, int64_t last);
-  // Columns [first, last) of the output.
-  void (*down)(const MlpBlock& block, int64_t first, int64_t last);
+  // Columns [first, last) of a part's sums; first is a multiple of kMlpPadding.
+  void (*down)(const MlpBlock& block, int64_t part, int64_t first, int64_t last);
+  // Columns [first, last) of a token's output, from the sums of all parts.
+  void (*finish)(const MlpBlock& block, int64_t token, int64_t first, int64_t last);
 };
 constexpr int64_t kMlpSelected = kMlpNeurons * 16;
 
