@@ -87,12 +87,20 @@ class RowGroup {
       // Rows that are missing repeat the last one.
       neuron_[i] = NeuronOf(std::min(first + i, last - 1));
       const int64_t after = std::min(first + kDotRows + i, p_.count - 1);
-      PrefetchStart(p_.rows.data + NeuronOf(after) * p_.rows.stride);
+      next_[i] = p_.rows.data + NeuronOf(after) * p_.rows.stride;
+      PrefetchStart(next_[i]);
     }
     const uint64_t all = p_.tokens == kMlpTokens ? ~uint64_t{0} : (uint64_t{1} << p_.tokens) - 1;
-    for (int64_t i = 0; i < count_; ++i) {
-      for (uint64_t mask = p_.masks == nullptr ? all : p_.masks[first + i]; mask != 0; mask &= mask - 1) {
-        pairs_[pair_count_++] = {static_cast<uint8_t>(i), static_cast<uint8_t>(__builtin_ctzll(mask))};
+    uint64_t masks[kDotRows] = {};
+    for (int64_t i = 0; i < count_; ++i) masks[i] = p_.masks == nullptr ? all : p_.masks[first + i];
+    // Neighbours in the list have different rows, so that several rows are read at a time.
+    for (bool is_done = false; !is_done;) {
+      is_done = true;
+      for (int64_t i = 0; i < count_; ++i) {
+        if (masks[i] == 0) continue;
+        pairs_[pair_count_++] = {static_cast<uint8_t>(i), static_cast<uint8_t>(__builtin_ctzll(masks[i]))};
+        masks[i] &= masks[i] - 1;
+        is_done = false;
       }
     }
   }
@@ -129,22 +137,30 @@ class RowGroup {
   };
   int64_t NeuronOf(int64_t i) const { return p_.neurons != nullptr ? p_.neurons[i] : i; }
 
-  // The slab of each row in fp32: in the weight, or in the buffer.
+  // The slab of each row in fp32, in a buffer: rows a multiple of 4 KiB apart would share cache sets.
   void LoadSlab(int64_t k0, int64_t depth, const float* (&w)[kDotRows]) {
-    for (int i = 0; i < kDotRows; ++i) {
-      if (p_.rows.bits == 0 && p_.rows.dtype == DType::kF32) {
-        w[i] = reinterpret_cast<const float*>(p_.rows.data + neuron_[i] * p_.rows.stride) + k0;
-        continue;
-      }
-      w[i] = slab_ + std::min<int64_t>(i, count_ - 1) * kSlabStride;
+    for (int64_t i = 0; i < kDotRows; ++i) {
+      w[i] = slab_ + std::min(i, count_ - 1) * kSlabStride;
       if (i < count_) LoadRow(p_.rows, neuron_[i], k0, depth, slab_ + i * kSlabStride);
     }
+  }
+
+  // Slabs of the next rows, to be prefetched between dot products; their cache lines.
+  int64_t Ahead(int64_t k0, int64_t depth) {
+    ahead_.Clear();
+    const auto bytes = [this](int64_t k) {
+      return p_.rows.bits > 0 ? k * p_.rows.bits / 8 : k * SizeOf(p_.rows.dtype);
+    };
+    for (const char* row : next_) ahead_.Add(row + bytes(k0), 0, 1, bytes(depth));
+    return ahead_.lines();
   }
 
   void RunTile(int64_t k0, int64_t depth) {
     const float* w[kDotRows];
     LoadSlab(k0, depth, w);
+    const int64_t lines = Ahead(k0, depth) * kDotTokens / p_.tokens + 1;
     for (int64_t t = 0; t < p_.tokens; t += kDotTokens) {
+      ahead_.Fetch(lines);
       DotSomeTokens(std::min<int64_t>(kDotTokens, p_.tokens - t), w, p_.x + t * p_.x_stride + k0, p_.x_stride, depth,
                     sums_ + t);
     }
@@ -169,7 +185,9 @@ class RowGroup {
 
   template <typename E>
   void Multiply(const typename E::T* const (&rows)[kDotRows], int64_t k0, int64_t depth) {
+    const int64_t lines = pair_count_ > count_ ? Ahead(k0, depth) * kDotRows / pair_count_ + 1 : 0;
     for (int64_t n = 0; n < pair_count_; n += kDotRows) {
+      ahead_.Fetch(lines);
       const typename E::T* w[kDotRows];
       const float* x[kDotRows];
       float sums[kDotRows];
@@ -187,6 +205,8 @@ class RowGroup {
   const DotProblem& p_;
   const int64_t count_;
   int64_t neuron_[kDotRows];
+  const char* next_[kDotRows];
+  PrefetchQueue ahead_;
   Pair pairs_[kDotRows * kMlpTokens];
   int64_t pair_count_ = 0;
   float sums_[kDotRows * kMlpTokens];

@@ -68,8 +68,10 @@ class DownGroup {
   // The rows are converted first, at most kDownColumns of them.
   void AddConverted(int64_t n, int64_t columns) {
     const float* rows[kDownRows];
+    // Pieces of rows are too short for the hardware to prefetch.
+    const int64_t bytes = b_.down.bits > 0 ? columns * b_.down.bits / 8 : columns * SizeOf(b_.down.dtype);
+    for (int64_t i = first_ + count_; i < std::min(end_, first_ + 2 * count_); ++i) ahead_.Add(Row(i, n), 0, 1, bytes);
     for (int64_t i = 0; i < count_; ++i) {
-      PrefetchStart(Row(std::min(first_ + count_ + i, end_ - 1), n));
       LoadDownRow(b_.down, b_.neurons[first_ + i], n, columns, converted_ + i * kDownColumns);
       rows[i] = converted_ + i * kDownColumns;
     }
@@ -84,6 +86,7 @@ class DownGroup {
 
   template <typename E>
   void AddTokens(const typename E::T* const* rows, int64_t n, int64_t columns) {
+    const int64_t lines = ahead_.lines() / b_.tokens + 1;
     for (int64_t t = 0; t < b_.tokens; ++t) {
       const typename E::T* needed[kDownRows];
       float h[kDownRows];
@@ -93,6 +96,7 @@ class DownGroup {
         needed[count] = rows[i];
         h[count++] = b_.hidden[(first_ + i) * b_.tokens + t];
       }
+      ahead_.Fetch(lines);
       if (count == 0) continue;
       AddSomeRows<E>(count, needed, h, columns, sums_ + t * b_.args->N + n);
     }
@@ -101,6 +105,7 @@ class DownGroup {
   const MlpBlock& b_;
   float* const sums_;
   const int64_t first_, count_, end_;
+  PrefetchQueue ahead_;
   alignas(64) float converted_[kDownRows * kDownColumns];
 };
 
@@ -108,9 +113,10 @@ inline void Down(const MlpBlock& b, int64_t part, int64_t begin, int64_t end) {
   const int64_t N = b.args->N, first = b.part_begin[part], last = b.part_begin[part + 1], count = last - first;
   float* const sums = b.sums + part * b.tokens * N;
   for (int64_t t = 0; t < b.tokens; ++t) std::fill(sums + t * N + begin, sums + t * N + end, 0.0f);
-  const bool is_in_place = b.down.bits == 0 && (b.down.dtype == DType::kF32 || b.tokens <= 2);
-  // Whole rows come from memory faster; the sums of many tokens fit the caches in pieces.
-  const int64_t step = is_in_place && b.tokens <= 4 ? std::max<int64_t>(1, end - begin) : kDownColumns;
+  // Whole rows come from memory faster. What several tokens read is copied in pieces that fit the caches: rows of a
+  // multiple of 4 KiB would share cache sets.
+  const bool is_in_place = b.down.bits == 0 && b.tokens <= 2;
+  const int64_t step = is_in_place ? std::max<int64_t>(1, end - begin) : kDownColumns;
   const int64_t groups = (count + kDownRows - 1) / kDownRows;
   for (int64_t n = begin; n < end; n += step) {
     const int64_t columns = std::min(step, end - n);

@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "cpu/simd/convert.h"
+#include "cpu/simd/prefetch.h"
 #include "cpu/sparse_mlp/sparse_mlp.h"
 #include STOF_SIMD
 

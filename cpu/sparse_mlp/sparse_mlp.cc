@@ -29,9 +29,10 @@ class Layout {
   explicit Layout(const SparseMlpArgs& a) {
     const int64_t tokens = std::min(a.T, kMlpTokens);
     const bool reads_input = a.gate_weight.data != nullptr || a.up_weight.data != nullptr;
-    is_copied = reads_input && (a.dtype != DType::kF32 || a.K % kMlpPadding != 0);
-    x_stride = is_copied ? RoundUp(a.K, kMlpPadding) : a.K;
-    rank_stride = RoundUp(a.R, kMlpPadding);
+    is_copied = reads_input && (a.dtype != DType::kF32 || a.K % kMlpPadding != 0 || tokens > 2);
+    // Tokens a multiple of 4 KiB apart would share cache sets.
+    x_stride = is_copied ? RoundUp(a.K, kMlpPadding) + kMlpPadding : a.K;
+    rank_stride = RoundUp(a.R, kMlpPadding) + kMlpPadding;
     x = Take(is_copied ? tokens * x_stride : 0, sizeof(float));
     projected = Take(a.selection == SparseMlpSelection::kPredictor ? tokens * rank_stride : 0, sizeof(float));
     values = Take(tokens * a.F, sizeof(float));
