@@ -213,8 +213,8 @@ class RowGroup {
   alignas(64) float slab_[kDotRows * kSlabStride];
 };
 
-inline void Dots(const DotProblem& problem, int64_t first, int64_t last, float* out, int64_t row_stride,
-                 int64_t token_stride) {
+inline void DotsFp32(const DotProblem& problem, int64_t first, int64_t last, float* out, int64_t row_stride,
+                     int64_t token_stride) {
   for (int64_t i = first; i < last; i += kDotRows) {
     RowGroup group(problem, i, last);
     group.Run(out + (i - first) * row_stride, row_stride, token_stride);

@@ -6,6 +6,7 @@
 #ifndef STOF_CPU_SPARSE_MLP_DOWN_H_
 #define STOF_CPU_SPARSE_MLP_DOWN_H_
 
+#include "cpu/sparse_mlp/down_int8.h"
 #include "cpu/sparse_mlp/elements.h"
 
 namespace stof {
@@ -110,6 +111,7 @@ class DownGroup {
 };
 
 inline void Down(const MlpBlock& b, int64_t part, int64_t begin, int64_t end) {
+  if (b.down.bits > 0 && b.args->accuracy_level == 4) return DownInt8(b, part, begin, end);
   const int64_t N = b.args->N, first = b.part_begin[part], last = b.part_begin[part + 1], count = last - first;
   float* const sums = b.sums + part * b.tokens * N;
   for (int64_t t = 0; t < b.tokens; ++t) std::fill(sums + t * N + begin, sums + t * N + end, 0.0f);

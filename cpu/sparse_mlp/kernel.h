@@ -5,11 +5,18 @@
 
 #include "cpu/chain/functions.h"
 #include "cpu/sparse_mlp/dots.h"
+#include "cpu/sparse_mlp/dots_int8.h"
 #include "cpu/sparse_mlp/down.h"
 
 namespace stof {
 namespace cpu {
 namespace STOF_ISA::sparse_mlp {
+
+inline void Dots(const DotProblem& p, int64_t first, int64_t last, float* out, int64_t row_stride,
+                 int64_t token_stride) {
+  return p.x_int8 != nullptr ? DotsInt8(p, first, last, out, row_stride, token_stride)
+                             : DotsFp32(p, first, last, out, row_stride, token_stride);
+}
 
 template <SparseMlpActivation kActivation>
 inline chain::V Activated(chain::V x) {
@@ -125,7 +132,7 @@ inline void LoadTokens(const void* from, DType dtype, int64_t count, int64_t pad
   std::fill(to + count, to + padded, 0.0f);
 }
 
-const SparseMlpKernels kSparseMlpKernels = {LoadTokens, Dots, Select, Hidden, Down, Finish};
+const SparseMlpKernels kSparseMlpKernels = {LoadTokens, QuantizeToken, Dots, Select, Hidden, Down, Finish};
 
 }  // namespace STOF_ISA::sparse_mlp
 }  // namespace cpu

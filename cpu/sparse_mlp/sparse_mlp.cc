@@ -33,6 +33,12 @@ class Layout {
     // Tokens a multiple of 4 KiB apart would share cache sets.
     x_stride = is_copied ? RoundUp(a.K, kMlpPadding) + kMlpPadding : a.K;
     rank_stride = RoundUp(a.R, kMlpPadding) + kMlpPadding;
+    is_int8 = reads_input && a.bits > 0 && a.accuracy_level == 4;
+    blocks = is_int8 ? CeilDiv(a.K, a.block_size) : 0;
+    int8_stride = blocks * a.block_size;
+    x_int8 = Take(tokens * int8_stride, sizeof(int8_t));
+    x_scales = Take(tokens * blocks, sizeof(float));
+    x_sums = Take(tokens * blocks, sizeof(float));
     x = Take(is_copied ? tokens * x_stride : 0, sizeof(float));
     projected = Take(a.selection == SparseMlpSelection::kPredictor ? tokens * rank_stride : 0, sizeof(float));
     values = Take(tokens * a.F, sizeof(float));
@@ -42,9 +48,10 @@ class Layout {
     hidden = Take(tokens * a.F, sizeof(float));
     sums = Take(cpu::kMlpParts * tokens * a.N, sizeof(float));
   }
-  bool is_copied = false;
-  int64_t x_stride = 0, rank_stride = 0;
-  size_t x = 0, projected = 0, values = 0, masks = 0, list_masks = 0, neurons = 0, hidden = 0, sums = 0;
+  bool is_copied = false, is_int8 = false;
+  int64_t x_stride = 0, rank_stride = 0, blocks = 0, int8_stride = 0;
+  size_t x_int8 = 0, x_scales = 0, x_sums = 0, x = 0, projected = 0, values = 0, masks = 0, list_masks = 0, neurons = 0,
+         hidden = 0, sums = 0;
   size_t bytes = 0;
 
  private:
@@ -172,8 +179,18 @@ class Runner {
       }
       x_ = to;
     }
+    auto* const values = At<int8_t>(layout_.x_int8);
+    auto *const scales = At<float>(layout_.x_scales), *const sums = At<float>(layout_.x_sums);
+    for (int64_t t = 0; t < b_.tokens && layout_.is_int8; ++t) {
+      kernels_.quantize(x_ + t * layout_.x_stride, a_.K, a_.bits, a_.block_size, values + t * layout_.int8_stride,
+                        scales + t * layout_.blocks, sums + t * layout_.blocks);
+    }
     for (DotProblem* dots : {&b_.gate_dots, &b_.up_dots}) {
       dots->x = x_, dots->x_stride = layout_.x_stride;
+      if (layout_.is_int8) {
+        dots->x_int8 = values, dots->x_scales = scales, dots->x_sums = sums;
+        dots->x_int8_stride = layout_.int8_stride, dots->x_scales_stride = layout_.blocks;
+      }
       dots->tokens = b_.tokens;
       dots->neurons = b_.neurons, dots->masks = b_.list_masks;
     }

@@ -40,6 +40,11 @@ struct DotProblem {
   NeuronRows rows;
   const float* x = nullptr;  // [tokens, x_stride], zeros from rows.size to the next multiple of kMlpPadding
   int64_t x_stride = 0;
+  // The tokens in int8, with the scale of each block of rows.block values, and that times the sum of its values.
+  // nullptr: they are multiplied in fp32.
+  const int8_t* x_int8 = nullptr;
+  const float *x_scales = nullptr, *x_sums = nullptr;
+  int64_t x_int8_stride = 0, x_scales_stride = 0;
   int64_t tokens = 0;
   int64_t count = 0;                 // of rows
   const int32_t* neurons = nullptr;  // row i is that of neurons[i]; nullptr: of neuron i
@@ -68,6 +73,8 @@ struct MlpBlock {
 struct SparseMlpKernels {
   // to[count] = from[count] in fp32, then zeros up to `padded`.
   void (*load)(const void* from, DType dtype, int64_t count, int64_t padded, float* to);
+  // A token of `size` values in int8, for DotProblem.
+  void (*quantize)(const float* x, int64_t size, int bits, int64_t block, int8_t* values, float* scales, float* sums);
   // out[(i - first) * row_stride + t * token_stride] = row i · token t, rows [first, last). Those that nobody needs are
   // arbitrary.
   void (*dots)(const DotProblem& problem, int64_t first, int64_t last, float* out, int64_t row_stride,

@@ -234,6 +234,7 @@ void Problem::Expect(std::vector<double>* output, std::vector<double>* tolerance
   // largest value of a block is a few times its mean.
   const double rounding = c.bits > 0 && c.accuracy_level == 4 ? 0.02 : 0.0;
   for (int64_t t = 0; t < c.T; ++t) {
+    std::vector<double> h(static_cast<size_t>(c.F)), h_error(static_cast<size_t>(c.F));
     for (int64_t j = 0; j < c.F; ++j) {
       double a = 0, error = 0, size_of_a = 0;
       if (c.has_predictor()) {
@@ -260,12 +261,26 @@ void Problem::Expect(std::vector<double>* output, std::vector<double>* tolerance
         Dot(input, t, up_weight, j, c.K, &up, &size_of_up);
         up_error = size_of_up * (8 * kRoundoff + rounding);
       }
-      const double h = a * up,
-                   h_error = error * std::fabs(up) + (std::fabs(a) + error) * up_error + std::fabs(h) * 8 * kRoundoff;
+      h[static_cast<size_t>(j)] = a * up;
+      h_error[static_cast<size_t>(j)] =
+          error * std::fabs(up) + (std::fabs(a) + error) * up_error + std::fabs(a * up) * 8 * kRoundoff;
+    }
+    for (int64_t j = 0; j < c.F; ++j) {
+      const double value = h[static_cast<size_t>(j)];
+      double off = h_error[static_cast<size_t>(j)];
+      if (off == 0 && value == 0) continue;
+      if (rounding > 0) {  // half a step in int8 of the largest value that shares the scale
+        const int64_t first = j / c.block * c.block;
+        double largest = 0;
+        for (int64_t i = first; i < std::min(c.F, first + c.block); ++i) {
+          largest = std::max(largest, std::fabs(h[static_cast<size_t>(i)]) + h_error[static_cast<size_t>(i)]);
+        }
+        off += largest / 254 * 1.001;
+      }
       for (int64_t n = 0; n < c.N; ++n) {
         const double w = At(down_weight, j * c.N + n);
-        (*output)[static_cast<size_t>(t * c.N + n)] += h * w;
-        size[static_cast<size_t>(t * c.N + n)] += h_error * std::fabs(w) + std::fabs(h * w) * 8 * kRoundoff;
+        (*output)[static_cast<size_t>(t * c.N + n)] += value * w;
+        size[static_cast<size_t>(t * c.N + n)] += off * std::fabs(w) + std::fabs(value * w) * 16 * kRoundoff;
       }
     }
   }
