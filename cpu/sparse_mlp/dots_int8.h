@@ -119,6 +119,36 @@ inline float MultiplyBlocksOneByOne(const uint8_t* q, int bits, const int8_t* x,
   return sum;
 }
 
+inline float MultiplyAll(const NeuronRows& rows, const uint8_t* q, const int8_t* x, const float* factors,
+                         int64_t blocks) {
+#if defined(__AVX2__)
+  if (rows.block >= kInt8Unit) {
+    return rows.bits == 4 ? MultiplyBlocks<4>(q, x, factors, blocks, rows.block)
+                          : MultiplyBlocks<8>(q, x, factors, blocks, rows.block);
+  }
+#endif
+  return MultiplyBlocksOneByOne(q, rows.bits, x, factors, blocks, rows.block);
+}
+
+// factors[n] = scales[n] * of[n]; returns the sum of scales[n] * zeros[n] * sums[n], zeros of nullptr all being `zero`.
+inline float ScaleBlocks(const float* scales, const float* zeros, float zero, const float* of, const float* sums,
+                         int64_t count, float* factors) {
+  V total = Simd::Set1(0.0f);
+  int64_t n = 0;
+  for (; n + kWidth <= count; n += kWidth) {
+    const V scale = Simd::Load(scales + n);
+    Simd::Store(factors + n, Simd::Mul(scale, Simd::Load(of + n)));
+    const V points = zeros != nullptr ? Simd::Load(zeros + n) : Simd::Set1(zero);
+    total = Simd::Fma(Simd::Mul(scale, points), Simd::Load(sums + n), total);
+  }
+  float correction = Simd::ReduceAdd(total);
+  for (; n < count; ++n) {
+    factors[n] = scales[n] * of[n];
+    correction += scales[n] * (zeros != nullptr ? zeros[n] : zero) * sums[n];
+  }
+  return correction;
+}
+
 // Row i and every token that needs it.
 inline void DotRowInt8(const DotProblem& p, int64_t i, float* out, int64_t token_stride) {
   const NeuronRows& rows = p.rows;
@@ -128,40 +158,37 @@ inline void DotRowInt8(const DotProblem& p, int64_t i, float* out, int64_t token
   const uint64_t all = p.tokens == kMlpTokens ? ~uint64_t{0} : (uint64_t{1} << p.tokens) - 1;
   const uint64_t mask = p.masks == nullptr ? all : p.masks[i];
   for (uint64_t left = mask; left != 0; left &= left - 1) out[__builtin_ctzll(left) * token_stride] = 0.0f;
-  float scales[kInt8Blocks], zeros[kInt8Blocks], factors[kInt8Blocks];
+  float converted[kInt8Blocks], zeros[kInt8Blocks], factors[kInt8Blocks];
+  const float zero = rows.bits == 4 ? 8.0f : 128.0f;
   const int64_t per_slab = kInt8Depth / rows.block;
   for (int64_t first = 0; first < blocks; first += per_slab) {
     const int64_t count = std::min(per_slab, blocks - first);
-    ToFloats(rows.scales + (neuron * blocks + first) * item, rows.dtype, count, scales);
-    if (rows.zero_points == nullptr) {
-      std::fill(zeros, zeros + count, rows.bits == 4 ? 8.0f : 128.0f);
-    } else {
+    const uint8_t* const q = row + first * rows.block * rows.bits / 8;
+    const char* const scales = rows.scales + (rows.has_row_scales ? neuron : neuron * blocks + first) * item;
+    const auto* own = reinterpret_cast<const float*>(scales);
+    if (!rows.has_row_scales && rows.dtype != DType::kF32) {
+      ToFloats(scales, rows.dtype, count, converted);
+      own = converted;
+    }
+    if (rows.zero_points != nullptr) {
       const uint8_t* const points = rows.zero_points + neuron * ((blocks * rows.bits + 7) / 8);
       for (int64_t n = 0; n < count; ++n) zeros[n] = QuantizedAt(points, rows.bits, first + n);
     }
-    const uint8_t* const q = row + first * rows.block * rows.bits / 8;
     for (uint64_t left = mask; left != 0; left &= left - 1) {
       const int t = __builtin_ctzll(left);
       const int8_t* const x = p.x_int8 + t * p.x_int8_stride + first * rows.block;
       const float* const token_scales = p.x_scales + t * p.x_scales_stride + first;
       const float* const token_sums = p.x_sums + t * p.x_scales_stride + first;
-      float correction = 0.0f;
-      for (int64_t n = 0; n < count; ++n) {
-        factors[n] = scales[n] * token_scales[n];
-        correction += scales[n] * zeros[n] * token_sums[n];
+      float& to = out[t * token_stride];
+      if (rows.has_row_scales) {
+        float sum = 0.0f;
+        for (int64_t n = 0; n < count; ++n) sum += token_sums[n];
+        to += ToFloat(scales, rows.dtype, 0) * (MultiplyAll(rows, q, x, token_scales, count) - zero * sum);
+        continue;
       }
-      float sum = 0.0f;
-#if defined(__AVX2__)
-      if (rows.block >= kInt8Unit) {
-        sum = rows.bits == 4 ? MultiplyBlocks<4>(q, x, factors, count, rows.block)
-                             : MultiplyBlocks<8>(q, x, factors, count, rows.block);
-      } else {
-        sum = MultiplyBlocksOneByOne(q, rows.bits, x, factors, count, rows.block);
-      }
-#else
-      sum = MultiplyBlocksOneByOne(q, rows.bits, x, factors, count, rows.block);
-#endif
-      out[t * token_stride] += sum - correction;
+      const float correction = ScaleBlocks(own, rows.zero_points != nullptr ? zeros : nullptr, zero, token_scales,
+                                           token_sums, count, factors);
+      to += MultiplyAll(rows, q, x, factors, count) - correction;
     }
   }
 }
@@ -170,7 +197,8 @@ inline void DotsInt8(const DotProblem& p, int64_t first, int64_t last, float* ou
                      int64_t token_stride) {
   constexpr int64_t kAhead = 4, kLine = 64;
   const NeuronRows& rows = p.rows;
-  const int64_t scale_bytes = (rows.size + rows.block - 1) / rows.block * SizeOf(rows.dtype);
+  const int64_t blocks = rows.has_row_scales ? 1 : (rows.size + rows.block - 1) / rows.block;
+  const int64_t scale_bytes = blocks * SizeOf(rows.dtype);
   for (int64_t i = first; i < last; ++i) {
     const int64_t ahead = std::min(i + kAhead, p.count - 1);
     const int64_t neuron = p.neurons != nullptr ? p.neurons[ahead] : ahead;

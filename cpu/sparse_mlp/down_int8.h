@@ -24,6 +24,7 @@ constexpr int64_t kInt8Step = 64;      // columns that are summed at a time
 struct QuantizedHidden {
   const uint8_t* rows[kMostGroup + 1];  // at the first column; an even number of them, the last one may be repeated
   int8_t values[kMostGroup + 1];        // 0 for a repeated row
+  int16_t pairs[kMostGroup / 2 + 1];    // two values side by side
   int64_t count = 0;                    // even
   float scale = 0.0f;
   float sum = 0.0f;  // of the values
@@ -49,9 +50,29 @@ inline void QuantizeHidden(const float* h, int64_t count, QuantizedHidden* to) {
   }
   to->count = count;
   if (count % 2 == 1) to->rows[count] = to->rows[count - 1], to->values[count] = 0, ++to->count;
+  for (int64_t i = 0; i < to->count; i += 2) {
+    const auto low = static_cast<uint8_t>(to->values[i]), high = static_cast<uint8_t>(to->values[i + 1]);
+    to->pairs[i / 2] = static_cast<int16_t>(low | high << 8);
+  }
   to->scale = has_nan ? std::nanf("") : scale;
   to->sum = static_cast<float>(sum);
 }
+
+// What comes next, at the first column: its lines are prefetched along the way.
+struct NextGroup {
+  const char* rows[kMostGroup];
+  int64_t count = 0;
+  const char* scales = nullptr;
+  int64_t scale_size = 0;
+
+  void Prefetch(int64_t n, int bits) const {
+    constexpr int64_t kLine = 64;
+    for (int64_t at = 0; at < kInt8Step * scale_size; at += kLine)
+      __builtin_prefetch(scales + n * scale_size + at, 0, 2);
+    if (n * bits / 8 % kLine != 0) return;
+    for (int64_t i = 0; i < count; ++i) __builtin_prefetch(rows[i] + n * bits / 8, 0, 2);
+  }
+};
 
 // Scales of a group, at the first column. zeros: nullptr: `zero` for all columns.
 template <typename E>
@@ -84,12 +105,6 @@ inline void AddDots(__m256i dots, const GroupScales<E>& group, int64_t n, const 
   _mm256_storeu_ps(sums + n, _mm256_fmadd_ps(factor, value, _mm256_loadu_ps(sums + n)));
 }
 
-// Two rows' values of a column side by side, times theirs.
-inline __m256i PairFactor(const QuantizedHidden& h, int64_t i) {
-  const auto low = static_cast<uint8_t>(h.values[i]), high = static_cast<uint8_t>(h.values[i + 1]);
-  return _mm256_set1_epi16(static_cast<int16_t>(low | high << 8));
-}
-
 // kInt8Step columns from n on, of 4 bits.
 template <typename E>
 inline void AddColumns4(const QuantizedHidden& h, const GroupScales<E>& group, int64_t n, float* sums) {
@@ -103,7 +118,7 @@ inline void AddColumns4(const QuantizedHidden& h, const GroupScales<E>& group, i
     for (int64_t i = first; i < std::min(h.count, first + kRows); i += 2) {
       const __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(h.rows[i] + n / 2));
       const __m256i b = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(h.rows[i + 1] + n / 2));
-      const __m256i factor = PairFactor(h, i);
+      const __m256i factor = _mm256_set1_epi16(h.pairs[i / 2]);
       const __m256i a_even = _mm256_and_si256(a, low), b_even = _mm256_and_si256(b, low);
       const __m256i a_odd = _mm256_and_si256(_mm256_srli_epi16(a, 4), low);
       const __m256i b_odd = _mm256_and_si256(_mm256_srli_epi16(b, 4), low);
@@ -149,10 +164,13 @@ inline void AddColumns8(const QuantizedHidden& h, const GroupScales<E>& group, i
 
 // sums[n] for columns [0, columns): those of the group's rows, which begin at an even column.
 template <typename E>
-void AddGroup(const QuantizedHidden& h, int bits, const GroupScales<E>& group, int64_t columns, float* sums) {
+void AddGroup(const QuantizedHidden& h, int bits, const GroupScales<E>& group, int64_t columns, const NextGroup* next,
+              float* sums) {
   int64_t n = 0;
+  (void)next;
 #if defined(__AVX2__)
   for (; n + kInt8Step <= columns; n += kInt8Step) {
+    if (next != nullptr) next->Prefetch(n, bits);
     if (bits == 4) {
       AddColumns4(h, group, n, sums);
     } else {
@@ -189,13 +207,15 @@ inline void DownInt8(const MlpBlock& b, int64_t part, int64_t begin, int64_t end
     const int64_t columns = std::min(step, end - n), bytes = n * down.bits / 8;
     for (int64_t first = b.part_begin[part]; first < last;) {
       const int64_t behind = end_of_group(first), group = b.neurons[first] / down.block;
+      NextGroup next_group;
       if (behind < last) {
-        const int64_t next = b.neurons[behind] / down.block;
-        PrefetchStart(down.scales + (next * N + n) * item);
-        for (int64_t i = behind; i < std::min(last, behind + 8); ++i) {
-          PrefetchStart(down.data + b.neurons[i] * down.stride + bytes);
+        next_group.scale_size = item;
+        next_group.scales = down.scales + (b.neurons[behind] / down.block * N + n) * item;
+        for (int64_t i = behind, end_of_next = end_of_group(behind); i < end_of_next; ++i) {
+          next_group.rows[next_group.count++] = down.data + b.neurons[i] * down.stride + bytes;
         }
       }
+      const NextGroup* next = behind < last ? &next_group : nullptr;
       for (int64_t t = 0; t < b.tokens; ++t) {
         float h[kMostGroup];
         int64_t count = 0;
@@ -211,8 +231,9 @@ inline void DownInt8(const MlpBlock& b, int64_t part, int64_t begin, int64_t end
           const GroupScales<E> scales = {reinterpret_cast<const typename E::T*>(down.scales) + group * N + n,
                                          down.zero_points == nullptr ? nullptr : down.zero_points + group * N + n,
                                          down.bits == 4 ? 8.0f : 128.0f};
-          AddGroup(hidden, down.bits, scales, columns, sums + t * N + n);
+          AddGroup(hidden, down.bits, scales, columns, next, sums + t * N + n);
         });
+        next = nullptr;
       }
       first = behind;
     }

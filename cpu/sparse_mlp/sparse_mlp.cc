@@ -39,6 +39,11 @@ class Layout {
     x_int8 = Take(tokens * int8_stride, sizeof(int8_t));
     x_scales = Take(tokens * blocks, sizeof(float));
     x_sums = Take(tokens * blocks, sizeof(float));
+    const int64_t longest = a.predictor_down.scales != nullptr ? std::max(a.K, a.R) : 0;
+    predictor_blocks = CeilDiv(longest, cpu::kPredictorBlock);
+    predictor_int8 = Take(tokens * predictor_blocks * cpu::kPredictorBlock, sizeof(int8_t));
+    predictor_scales = Take(tokens * predictor_blocks, sizeof(float));
+    predictor_sums = Take(tokens * predictor_blocks, sizeof(float));
     x = Take(is_copied ? tokens * x_stride : 0, sizeof(float));
     projected = Take(a.selection == SparseMlpSelection::kPredictor ? tokens * rank_stride : 0, sizeof(float));
     values = Take(tokens * a.F, sizeof(float));
@@ -49,7 +54,8 @@ class Layout {
     sums = Take(cpu::kMlpParts * tokens * a.N, sizeof(float));
   }
   bool is_copied = false, is_int8 = false;
-  int64_t x_stride = 0, rank_stride = 0, blocks = 0, int8_stride = 0;
+  int64_t x_stride = 0, rank_stride = 0, blocks = 0, int8_stride = 0, predictor_blocks = 0;
+  size_t predictor_int8 = 0, predictor_scales = 0, predictor_sums = 0;
   size_t x_int8 = 0, x_scales = 0, x_sums = 0, x = 0, projected = 0, values = 0, masks = 0, list_masks = 0, neurons = 0,
          hidden = 0, sums = 0;
   size_t bytes = 0;
@@ -113,12 +119,18 @@ NeuronRows RowsOf(const SparseMlpArgs& a, const SparseMlpWeight& weight, int64_t
   return rows;
 }
 
-NeuronRows PlainRows(const void* data, DType dtype, int64_t size) {
+// A factor of the predictor.
+NeuronRows PredictorRows(const SparseMlpArgs& a, const SparseMlpWeight& factor, int64_t size) {
   NeuronRows rows;
-  rows.data = static_cast<const char*>(data);
+  rows.data = static_cast<const char*>(factor.data);
   rows.size = size;
-  rows.dtype = dtype;
-  rows.stride = size * SizeOf(dtype);
+  rows.dtype = a.dtype;
+  rows.stride = size * SizeOf(a.dtype);
+  if (factor.scales == nullptr) return rows;
+  rows.bits = 8, rows.block = cpu::kPredictorBlock;
+  rows.scales = static_cast<const char*>(factor.scales);
+  rows.has_row_scales = true;
+  rows.stride = RoundUp(size, cpu::kPredictorBlock);
   return rows;
 }
 
@@ -200,16 +212,30 @@ class Runner {
   void Predict() {
     float* const projected = At<float>(layout_.projected);
     std::fill(projected, projected + b_.tokens * layout_.rank_stride, 0.0f);
-    DotProblem down;
-    down.rows = PlainRows(a_.predictor_down, a_.dtype, a_.K);
-    down.x = x_, down.x_stride = layout_.x_stride;
-    down.tokens = b_.tokens, down.count = a_.R;
+    const DotProblem down = PredictorDots(a_.predictor_down, x_, layout_.x_stride, a_.K, a_.R);
     RunDots(down, projected, 1, layout_.rank_stride);
-    DotProblem up;
-    up.rows = PlainRows(a_.predictor_up, a_.dtype, a_.R);
-    up.x = projected, up.x_stride = layout_.rank_stride;
-    up.tokens = b_.tokens, up.count = a_.F;
+    const DotProblem up = PredictorDots(a_.predictor_up, projected, layout_.rank_stride, a_.R, a_.F);
     RunDots(up, b_.values, 1, a_.F);
+  }
+
+  // Products of x with a factor of the predictor; x is quantized where the factor is.
+  DotProblem PredictorDots(const SparseMlpWeight& factor, const float* x, int64_t x_stride, int64_t size,
+                           int64_t count) {
+    DotProblem dots;
+    dots.rows = PredictorRows(a_, factor, size);
+    dots.x = x, dots.x_stride = x_stride;
+    dots.tokens = b_.tokens, dots.count = count;
+    if (dots.rows.bits == 0) return dots;
+    auto* const values = At<int8_t>(layout_.predictor_int8);
+    auto *const scales = At<float>(layout_.predictor_scales), *const sums = At<float>(layout_.predictor_sums);
+    dots.x_int8 = values, dots.x_scales = scales, dots.x_sums = sums;
+    dots.x_scales_stride = layout_.predictor_blocks;
+    dots.x_int8_stride = layout_.predictor_blocks * cpu::kPredictorBlock;
+    for (int64_t t = 0; t < b_.tokens; ++t) {
+      kernels_.quantize(x + t * x_stride, size, dots.rows.bits, dots.rows.block, values + t * dots.x_int8_stride,
+                        scales + t * dots.x_scales_stride, sums + t * dots.x_scales_stride);
+    }
+    return dots;
   }
 
   void RunDots(const DotProblem& problem, float* out, int64_t row_stride, int64_t token_stride) {

@@ -19,6 +19,8 @@ constexpr int64_t kMlpNeurons = 32;
 // since neurons may be sorted by how often they are active. The order of additions follows from it.
 constexpr int64_t kMlpParts = 8;
 constexpr int64_t kMlpPartBlock = 64;  // neurons; more where more of them share a scale
+// Values of a predictor's row and of a token that are multiplied at a time, where they are quantized.
+constexpr int64_t kPredictorBlock = 32;
 // Vectors of tokens begin on multiples of so many floats.
 constexpr int64_t kMlpPadding = 16;
 
@@ -31,7 +33,8 @@ struct NeuronRows {
   // Quantized values, else 0.
   int bits = 0;
   int64_t block = 0;
-  const char* scales = nullptr;
+  const char* scales = nullptr;  // of each block, or row
+  bool has_row_scales = false;
   const uint8_t* zero_points = nullptr;
 };
 

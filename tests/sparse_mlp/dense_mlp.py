@@ -15,7 +15,7 @@ Array = npt.NDArray[Any]
 NAMES = (
     "input", "gate", "gate_weight", "up_weight", "down_weight", "gate_bias", "up_bias", "down_bias", "threshold",
     "predictor_down", "predictor_up", "gate_scales", "gate_zero_points", "up_scales", "up_zero_points", "down_scales",
-    "down_zero_points",
+    "down_zero_points", "predictor_down_scales", "predictor_up_scales",
 )  # fmt: skip
 _ERF = np.vectorize(erf, otypes=[np.float64])
 
@@ -40,6 +40,7 @@ class Case:
     zero_points: bool = False
     level: int = 0
     thresholds: str = "one"  # or "each"
+    quantized_predictor: bool = False
 
     @property
     def tokens(self) -> int:
@@ -79,7 +80,8 @@ class Problem:
         c, f = self.case, {n: a.astype(np.float64) for n, a in self.feeds.items() if a.dtype != np.uint8}
         if c.selection == "predictor":
             x = f["input"].reshape(c.tokens, c.K)
-            scores = x @ f["predictor_down"].T @ f["predictor_up"].T
+            down, up = (f.get(n, self.weights.get(n)) for n in ("predictor_down", "predictor_up"))
+            scores = x @ down.T @ up.T
             gate = x @ self.weights["gate"].T + f.get("gate_bias", 0.0)
             return activate(c.activation, gate), ~(scores <= f["threshold"])
         a = activate(c.activation, f["gate"].reshape(c.tokens, c.F))
@@ -159,7 +161,9 @@ def draw(case: Case, seed: int = 0) -> Problem:
             gate = np.where(is_active, rng.choice([-1.0, 1.0], gate.shape) * size, 0.0)
         problem.feeds["gate"] = gate.astype(c.dtype)
     problem.feeds["input"] = normal(*c.lead, c.K) if c.up or c.selection == "predictor" else problem.feeds["gate"]
-    if c.selection == "predictor":
+    if c.quantized_predictor:
+        _quantized_predictor(rng, problem)
+    elif c.selection == "predictor":
         problem.feeds["predictor_down"], problem.feeds["predictor_up"] = normal(c.R, c.K), normal(c.F, c.R)
         x = problem.feeds["input"].reshape(c.tokens, c.K).astype(float)
         scores = x @ problem.feeds["predictor_down"].T.astype(float) @ problem.feeds["predictor_up"].T.astype(float)
@@ -168,6 +172,29 @@ def draw(case: Case, seed: int = 0) -> Problem:
         values = np.abs(activate(c.activation, problem.feeds["gate"].reshape(c.tokens, c.F).astype(float)))
         problem.feeds["threshold"] = _thresholds(c, values)
     return problem
+
+
+def _quantized_predictor(rng: np.random.Generator, problem: Problem) -> None:
+    """Draws one whose scores are far from the threshold: tokens are multiples of one, rows follow its projection."""
+    c, feeds = problem.case, problem.feeds
+    token = rng.standard_normal(c.K)
+    feeds["input"] = (rng.choice([-1.0, 0.5], (*c.lead, 1)) * token).astype(c.dtype)
+
+    def pad(values: Array) -> Array:
+        padded = rng.integers(0, 256, (values.shape[0], -(-values.shape[1] // 32) * 32), dtype=np.uint8)
+        padded[:, : values.shape[1]] = values
+        return padded
+
+    values = {"predictor_down": rng.integers(0, 256, (c.R, c.K), dtype=np.uint8)}
+    projected = (values["predictor_down"].astype(float) - 128) @ token
+    along = 100 * projected / np.abs(projected).max()
+    signs = np.where(rng.random((c.F, 1)) < c.density, 1, -1)
+    values["predictor_up"] = (128 + signs * along + rng.uniform(-20, 20, (c.F, c.R))).round().astype(np.uint8)
+    for name, drawn in values.items():
+        feeds[f"{name}_scales"] = rng.uniform(0.001, 0.002, drawn.shape[0]).astype(c.dtype)
+        problem.weights[name] = (drawn.astype(float) - 128) * feeds[f"{name}_scales"].astype(float)[:, None]
+        feeds[name] = pad(drawn)
+    feeds["threshold"] = np.zeros(1, np.float32)
 
 
 def _thresholds(case: Case, values: Array) -> Array:

@@ -147,6 +147,13 @@ def test_nan_scores_are_active() -> None:
     assert np.allclose(run(problem)[0], expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize(("K", "R"), [(100, 12), (32, 32), (1050, 70)])
+def test_quantized_predictors(K: int, R: int) -> None:
+    case = replace(GATED, K=K, R=R, selection="predictor", activation="silu", quantized_predictor=True)
+    for tokens, dtype, bits in ((1, np.float32, 0), (3, F16, 4), (20, BF16, 0)):
+        check(replace(case, lead=(tokens,), dtype=dtype, bits=bits))
+
+
 def test_infinite_weights_of_idle_neurons_are_not_read() -> None:
     problem = draw(replace(GATED, lead=(4,), density=0.1))
     idle = ~problem.active()[1].any(0)
@@ -245,12 +252,28 @@ def test_wrong_quantized_inputs_are_named(name: str, shape: tuple[int, ...], exp
         run(problem, feeds)
 
 
+@pytest.mark.parametrize(
+    ("name", "array", "message"),
+    [
+        ("predictor_up_scales", None, "predictor_up_scales is missing, expected it beside predictor_down_scales"),
+        ("predictor_up_scales", np.zeros(12, np.float32), r"predictor_up_scales has shape \[12\] .* \[150\]"),
+        ("predictor_down", np.zeros((12, 100), np.uint8), r"predictor_down has shape \[12, 100\] .* \[12, 128\]"),
+        ("predictor_up", np.zeros((150, 12), np.float32), r"predictor_up has shape .* \[150, 32\] and 2"),
+    ],
+)
+def test_wrong_quantized_predictors_are_named(name: str, array: Array | None, message: str) -> None:
+    problem = draw(replace(GATED, selection="predictor", quantized_predictor=True))
+    feeds = {n: a for n, a in (problem.feeds | {name: array}).items() if a is not None}
+    with pytest.raises(Exception, match=message):
+        run(problem, feeds)
+
+
 def test_the_number_of_inputs_is_checked() -> None:
     problem = draw(GATED)
     model = onnx.load_from_string(_model(problem, problem.feeds))
     node = next(n for n in model.graph.node if n.op_type == "StofSparseMLP")
     del node.input[4:]
-    with pytest.raises(Exception, match="has 4 inputs, expected 5 to 17"):
+    with pytest.raises(Exception, match="has 4 inputs, expected 5 to 19"):
         _session(model.SerializeToString())
 
 

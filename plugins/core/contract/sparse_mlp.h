@@ -19,10 +19,11 @@ constexpr const char* kSparseMlpActivations[] = {"none", "relu", "relu2", "gelu"
 enum class SparseMlpSelection : int32_t { kNonzero = 0, kMagnitude, kPredictor };
 constexpr const char* kSparseMlpSelections[] = {"nonzero", "magnitude", "predictor"};
 
-// A weight with a row for each neuron.
+// A weight with a row for each neuron, or a factor of the predictor.
 struct SparseMlpWeight {
-  const void* data = nullptr;         // nullptr: there is none
-  const void* scales = nullptr;       // of a quantized weight, of type SparseMlpArgs::dtype
+  const void* data = nullptr;  // nullptr: there is none
+  const void* scales =
+      nullptr;  // of a quantized weight, or of each row of a quantized predictor, of type SparseMlpArgs::dtype
   const void* zero_points = nullptr;  // nullptr: 2^(bits - 1)
 };
 
@@ -40,9 +41,9 @@ struct SparseMlpArgs {
   SparseMlpWeight gate_weight, up_weight, down_weight;
   const void *gate_bias = nullptr, *up_bias = nullptr, *down_bias = nullptr;  // nullptr: none
   const float* threshold = nullptr;
-  int64_t threshold_stride = 0;                                   // 0: one for all neurons, else 1
-  const void *predictor_down = nullptr, *predictor_up = nullptr;  // [R, K] and [F, R]
-  void* output = nullptr;                                         // [T, N]
+  int64_t threshold_stride = 0;                  // 0: one for all neurons, else 1
+  SparseMlpWeight predictor_down, predictor_up;  // [R, K] and [F, R]
+  void* output = nullptr;                        // [T, N]
 };
 
 size_t CpuSparseMlpWorkspace(const SparseMlpArgs& args);

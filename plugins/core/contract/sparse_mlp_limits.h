@@ -16,6 +16,8 @@ struct SparseMlpLimits {
   static constexpr int64_t kMostSize = (int64_t{1} << 31) - 1;
   static constexpr int64_t kSmallestBlock = 16;
   static constexpr int64_t kLargestBlock = 256;
+  // Rows of a quantized predictor are padded to a multiple of it.
+  static constexpr int64_t kPredictorMultiple = 32;
   static constexpr int kMostAccuracyLevel = 4;
 };
 

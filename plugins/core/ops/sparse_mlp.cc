@@ -183,6 +183,9 @@ class Binder {
       if (has_predictor && !Has(i)) return Missing(i, with);
       if (!has_predictor && Has(i)) return Superfluous(i, with);
     }
+    for (const int i : {in::kPredictorDownScales, in::kPredictorUpScales}) {
+      if (!has_predictor && Has(i)) return Superfluous(i, with);
+    }
     if (has_predictor && Has(in::kGate)) return Superfluous(in::kGate, with);
     if (!has_predictor) {
       if (!Has(in::kGate)) return Missing(in::kGate, with);
@@ -195,10 +198,26 @@ class Binder {
       const Tensor& down = inputs_[in::kPredictorDown];
       if (down.rank != 2 || !IsSize(down.dims[0])) return Unexpected(in::kPredictorDown, down, "[R, K]");
       a.R = down.dims[0];
-      STOF_RETURN_IF_ERROR(CheckInput(in::kPredictorDown, a.dtype, {a.R, a.K}));
-      STOF_RETURN_IF_ERROR(CheckInput(in::kPredictorUp, a.dtype, {a.F, a.R}));
-      a.predictor_down = At(in::kPredictorDown);
-      a.predictor_up = At(in::kPredictorUp);
+      const auto padded = [](int64_t size) { return RoundUp(size, Limits::kPredictorMultiple); };
+      const bool is_quantized = Has(in::kPredictorDownScales);
+      if (is_quantized != Has(in::kPredictorUpScales)) {
+        return Missing(
+            is_quantized ? in::kPredictorUpScales : in::kPredictorDownScales,
+            "beside " + std::string(in::kNames[is_quantized ? in::kPredictorDownScales : in::kPredictorUpScales]));
+      }
+      if (is_quantized) {
+        STOF_RETURN_IF_ERROR(CheckInput(in::kPredictorDown, DType::kU8, {a.R, padded(a.K)}));
+        STOF_RETURN_IF_ERROR(CheckInput(in::kPredictorUp, DType::kU8, {a.F, padded(a.R)}));
+        STOF_RETURN_IF_ERROR(CheckInput(in::kPredictorDownScales, a.dtype, {a.R}));
+        STOF_RETURN_IF_ERROR(CheckInput(in::kPredictorUpScales, a.dtype, {a.F}));
+        a.predictor_down.scales = At(in::kPredictorDownScales);
+        a.predictor_up.scales = At(in::kPredictorUpScales);
+      } else {
+        STOF_RETURN_IF_ERROR(CheckInput(in::kPredictorDown, a.dtype, {a.R, a.K}));
+        STOF_RETURN_IF_ERROR(CheckInput(in::kPredictorUp, a.dtype, {a.F, a.R}));
+      }
+      a.predictor_down.data = At(in::kPredictorDown);
+      a.predictor_up.data = At(in::kPredictorUp);
     }
     if (a.selection == SparseMlpSelection::kNonzero) {
       return Has(in::kThreshold) ? Superfluous(in::kThreshold, with) : Status();
@@ -234,6 +253,7 @@ class SparseMlpOp final : public Op {
       if (index == i) return dtype == DType::kU8;
     }
     if (is_quantized && index >= in::kGateWeight && index <= in::kDownWeight) return dtype == DType::kU8;
+    if ((index == in::kPredictorDown || index == in::kPredictorUp) && dtype == DType::kU8) return true;
     return index >= 0 && index < in::kCount && dtype == typed;
   }
 
@@ -299,6 +319,7 @@ std::vector<OpLimit> ListLimits(Target, DType) {
   return {{"most_size", Limits::kMostSize},
           {"smallest_block_size", Limits::kSmallestBlock},
           {"largest_block_size", Limits::kLargestBlock},
+          {"predictor_multiple_of", Limits::kPredictorMultiple},
           {"most_accuracy_level", Limits::kMostAccuracyLevel}};
 }
 

@@ -15,11 +15,26 @@ namespace sparse_mlp_input {
 constexpr int kInput = 0, kGate = 1, kGateWeight = 2, kUpWeight = 3, kDownWeight = 4, kGateBias = 5, kUpBias = 6,
               kDownBias = 7, kThreshold = 8, kPredictorDown = 9, kPredictorUp = 10, kGateScales = 11,
               kGateZeroPoints = 12, kUpScales = 13, kUpZeroPoints = 14, kDownScales = 15, kDownZeroPoints = 16,
-              kCount = 17;
-constexpr const char* kNames[kCount] = {
-    "input",          "gate",        "gate_weight",     "up_weight",    "down_weight", "gate_bias",        "up_bias",
-    "down_bias",      "threshold",   "predictor_down",  "predictor_up", "gate_scales", "gate_zero_points", "up_scales",
-    "up_zero_points", "down_scales", "down_zero_points"};
+              kPredictorDownScales = 17, kPredictorUpScales = 18, kCount = 19;
+constexpr const char* kNames[kCount] = {"input",
+                                        "gate",
+                                        "gate_weight",
+                                        "up_weight",
+                                        "down_weight",
+                                        "gate_bias",
+                                        "up_bias",
+                                        "down_bias",
+                                        "threshold",
+                                        "predictor_down",
+                                        "predictor_up",
+                                        "gate_scales",
+                                        "gate_zero_points",
+                                        "up_scales",
+                                        "up_zero_points",
+                                        "down_scales",
+                                        "down_zero_points",
+                                        "predictor_down_scales",
+                                        "predictor_up_scales"};
 }  // namespace sparse_mlp_input
 
 struct SparseMlpAttributes {

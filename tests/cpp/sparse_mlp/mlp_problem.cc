@@ -220,7 +220,7 @@ SparseMlpArgs Problem::Args(void* output) {
   }
   a.threshold = threshold.data();
   a.threshold_stride = c.has_thresholds ? 1 : 0;
-  a.predictor_down = predictor_down.data(), a.predictor_up = predictor_up.data();
+  a.predictor_down.data = predictor_down.data(), a.predictor_up.data = predictor_up.data();
   a.output = output;
   return a;
 }
