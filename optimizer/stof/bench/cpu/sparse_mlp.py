@@ -100,8 +100,14 @@ def rank(F: int) -> int:
 
 def points() -> Iterator[MlpPoint]:
     """The grid."""
-    for shape, mode, precision, density, tokens in itertools.product(SHAPES, MODES, PRECISIONS, DENSITIES, TOKENS):
+    for shape, mode, precision, tokens, density in itertools.product(SHAPES, MODES, PRECISIONS, TOKENS, DENSITIES):
         yield MlpPoint(shape, mode, precision, density, tokens)
+
+
+def _pack(values: Array) -> Array:
+    """Two 4-bit values in a byte, the first one in the low half."""
+    packed: Array = values[:, ::2] | values[:, 1::2] << 4
+    return packed
 
 
 class Layers:
@@ -137,14 +143,13 @@ class Layers:
                 continue
             values = self.rng.integers(0, 16, (F, K), dtype=np.uint8)
             scale = np.float32(1 / np.sqrt(21.25 * (F if name == "down" else K)))
-            pack = lambda q: q[:, ::2] | q[:, 1::2] << 4  # noqa: E731
             if name == "down":
-                found["down"] = pack(values)
-                found["down_dense"] = pack(np.ascontiguousarray(values.T)).reshape(K, F // _BLOCK, _BLOCK // 2)
+                found["down"] = _pack(values)
+                found["down_dense"] = _pack(np.ascontiguousarray(values.T)).reshape(K, F // _BLOCK, _BLOCK // 2)
                 found["down_scales"] = np.full((F // _BLOCK, K), scale, np.float32)
                 found["down_dense_scales"] = np.full((K, F // _BLOCK), scale, np.float32)
             else:
-                found[name] = pack(values).reshape(F, K // _BLOCK, _BLOCK // 2)
+                found[name] = _pack(values).reshape(F, K // _BLOCK, _BLOCK // 2)
                 found[f"{name}_scales"] = np.full((F, K // _BLOCK), scale, np.float32)
         return found
 
@@ -207,7 +212,9 @@ class Layers:
                 names[at] = f"{name}_scales" if name in names else ""
             if is_predicted:
                 names[17:19] = ["predictor_down_scales", "predictor_up_scales"]
-        attributes = {} if self.precision == "fp32" else {"bits": 4, "block_size": _BLOCK, "accuracy_level": _LEVEL}
+        attributes: dict[str, Any] = (
+            {} if self.precision == "fp32" else {"bits": 4, "block_size": _BLOCK, "accuracy_level": _LEVEL}
+        )
         selection = "predictor" if is_predicted else "nonzero"
         node = helper.make_node(
             "StofSparseMLP", names, ["y"], domain="stof", activation="relu", selection=selection, **attributes
