@@ -181,9 +181,8 @@ inline void DotRowInt8(const DotProblem& p, int64_t i, float* out, int64_t token
       const float* const token_sums = p.x_sums + t * p.x_scales_stride + first;
       float& to = out[t * token_stride];
       if (rows.has_row_scales) {
-        float sum = 0.0f;
-        for (int64_t n = 0; n < count; ++n) sum += token_sums[n];
-        to += ToFloat(scales, rows.dtype, 0) * (MultiplyAll(rows, q, x, token_scales, count) - zero * sum);
+        const float correction = first == 0 ? zero * p.x_totals[t] : 0.0f;
+        to += ToFloat(scales, rows.dtype, 0) * (MultiplyAll(rows, q, x, token_scales, count) - correction);
         continue;
       }
       const float correction = ScaleBlocks(own, rows.zero_points != nullptr ? zeros : nullptr, zero, token_scales,

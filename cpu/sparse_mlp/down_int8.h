@@ -16,45 +16,52 @@ namespace stof {
 namespace cpu {
 namespace STOF_ISA::sparse_mlp {
 
+constexpr int64_t kPieceRows = 16;     // 8 pairs of at most 2 * 15 * 127: an int16 holds their sum
 constexpr int64_t kMostGroup = 256;    // neurons that share a scale
 constexpr int64_t kInt8Columns = 512;  // of a piece
 constexpr int64_t kInt8Step = 64;      // columns that are summed at a time
 
-// The active neurons of a group for one token.
+// Some active neurons of a group for one token. Few rows at a time: those of a multiple of 4 KiB share cache sets.
 struct QuantizedHidden {
-  const uint8_t* rows[kMostGroup + 1];  // at the first column; an even number of them, the last one may be repeated
-  int8_t values[kMostGroup + 1];        // 0 for a repeated row
-  int16_t pairs[kMostGroup / 2 + 1];    // two values side by side
-  int64_t count = 0;                    // even
+  const uint8_t* rows[kPieceRows];  // at the first column; an even number of them, the last one may be repeated
+  int8_t values[kPieceRows];        // 0 for a repeated row
+  int16_t pairs[kPieceRows / 2];    // two values side by side
+  int64_t count = 0;                // even
   float scale = 0.0f;
   float sum = 0.0f;  // of the values
 };
 
-inline void QuantizeHidden(const float* h, int64_t count, QuantizedHidden* to) {
+// The scale of a group's hidden values, and what a value is multiplied by. NaN and infinity cannot be quantized: they
+// reach the result by the scale.
+inline void ScaleHidden(const float* h, int64_t count, float* scale, float* inverse) {
   float largest = 0.0f;
   bool has_nan = false;
   for (int64_t i = 0; i < count; ++i) {
     largest = std::max(largest, std::fabs(h[i]));
     has_nan = has_nan || h[i] != h[i];
   }
-  // NaN and infinity cannot be quantized: they reach the result by the scale.
   has_nan = has_nan || !(largest <= 3e38f);
-  const float scale = largest / 127.0f;
-  float inverse = scale > 0.0f && !has_nan ? 1.0f / scale : 0.0f;
-  if (!(inverse <= 3e38f)) inverse = 0.0f;
+  *scale = has_nan ? std::nanf("") : largest / 127.0f;
+  *inverse = *scale > 0.0f ? 1.0f / *scale : 0.0f;
+  if (!(*inverse <= 3e38f)) *inverse = 0.0f;
+}
+
+// Quantizes to->count values.
+inline void QuantizeHidden(const float* h, float inverse, QuantizedHidden* to) {
   int32_t sum = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    const int32_t q = has_nan ? 0 : static_cast<int32_t>(std::nearbyintf(h[i] * inverse));
+  for (int64_t i = 0; i < to->count; ++i) {
+    const int32_t q = inverse == 0.0f ? 0 : static_cast<int32_t>(std::nearbyintf(h[i] * inverse));
     to->values[i] = static_cast<int8_t>(q);
     sum += q;
   }
-  to->count = count;
-  if (count % 2 == 1) to->rows[count] = to->rows[count - 1], to->values[count] = 0, ++to->count;
+  if (to->count % 2 == 1) {
+    to->rows[to->count] = to->rows[to->count - 1];
+    to->values[to->count++] = 0;
+  }
   for (int64_t i = 0; i < to->count; i += 2) {
     const auto low = static_cast<uint8_t>(to->values[i]), high = static_cast<uint8_t>(to->values[i + 1]);
     to->pairs[i / 2] = static_cast<int16_t>(low | high << 8);
   }
-  to->scale = has_nan ? std::nanf("") : scale;
   to->sum = static_cast<float>(sum);
 }
 
@@ -108,38 +115,30 @@ inline void AddDots(__m256i dots, const GroupScales<E>& group, int64_t n, const 
 // kInt8Step columns from n on, of 4 bits.
 template <typename E>
 inline void AddColumns4(const QuantizedHidden& h, const GroupScales<E>& group, int64_t n, float* sums) {
-  constexpr int64_t kRows = 16;  // 8 pairs of at most 2 * 15 * 127: an int16 holds their sum
   const __m256i low = _mm256_set1_epi8(15);
-  __m256i dots[8];  // of eight columns each
-  for (auto& v : dots) v = _mm256_setzero_si256();
-  for (int64_t first = 0; first < h.count; first += kRows) {
-    __m256i even[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
-    __m256i odd[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
-    for (int64_t i = first; i < std::min(h.count, first + kRows); i += 2) {
-      const __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(h.rows[i] + n / 2));
-      const __m256i b = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(h.rows[i + 1] + n / 2));
-      const __m256i factor = _mm256_set1_epi16(h.pairs[i / 2]);
-      const __m256i a_even = _mm256_and_si256(a, low), b_even = _mm256_and_si256(b, low);
-      const __m256i a_odd = _mm256_and_si256(_mm256_srli_epi16(a, 4), low);
-      const __m256i b_odd = _mm256_and_si256(_mm256_srli_epi16(b, 4), low);
-      even[0] = _mm256_add_epi16(even[0], _mm256_maddubs_epi16(_mm256_unpacklo_epi8(a_even, b_even), factor));
-      even[1] = _mm256_add_epi16(even[1], _mm256_maddubs_epi16(_mm256_unpackhi_epi8(a_even, b_even), factor));
-      odd[0] = _mm256_add_epi16(odd[0], _mm256_maddubs_epi16(_mm256_unpacklo_epi8(a_odd, b_odd), factor));
-      odd[1] = _mm256_add_epi16(odd[1], _mm256_maddubs_epi16(_mm256_unpackhi_epi8(a_odd, b_odd), factor));
-    }
-    for (int i = 0; i < 2; ++i) {
-      // Columns 16 i ... 16 i + 15 in the low lanes, 32 more in the high ones.
-      const __m256i first8 = _mm256_unpacklo_epi16(even[i], odd[i]), second8 = _mm256_unpackhi_epi16(even[i], odd[i]);
-      const auto add = [&dots](int at, __m128i words) {
-        dots[at] = _mm256_add_epi32(dots[at], _mm256_cvtepi16_epi32(words));
-      };
-      add(2 * i, _mm256_castsi256_si128(first8));
-      add(2 * i + 1, _mm256_castsi256_si128(second8));
-      add(2 * i + 4, _mm256_extracti128_si256(first8, 1));
-      add(2 * i + 5, _mm256_extracti128_si256(second8, 1));
-    }
+  __m256i even[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
+  __m256i odd[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
+  for (int64_t i = 0; i < h.count; i += 2) {
+    const __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(h.rows[i] + n / 2));
+    const __m256i b = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(h.rows[i + 1] + n / 2));
+    const __m256i factor = _mm256_set1_epi16(h.pairs[i / 2]);
+    const __m256i a_even = _mm256_and_si256(a, low), b_even = _mm256_and_si256(b, low);
+    const __m256i a_odd = _mm256_and_si256(_mm256_srli_epi16(a, 4), low);
+    const __m256i b_odd = _mm256_and_si256(_mm256_srli_epi16(b, 4), low);
+    even[0] = _mm256_add_epi16(even[0], _mm256_maddubs_epi16(_mm256_unpacklo_epi8(a_even, b_even), factor));
+    even[1] = _mm256_add_epi16(even[1], _mm256_maddubs_epi16(_mm256_unpackhi_epi8(a_even, b_even), factor));
+    odd[0] = _mm256_add_epi16(odd[0], _mm256_maddubs_epi16(_mm256_unpacklo_epi8(a_odd, b_odd), factor));
+    odd[1] = _mm256_add_epi16(odd[1], _mm256_maddubs_epi16(_mm256_unpackhi_epi8(a_odd, b_odd), factor));
   }
-  for (int i = 0; i < 8; ++i) AddDots(dots[i], group, n + 8 * i, h, sums);
+  for (int i = 0; i < 2; ++i) {
+    // Columns 16 i ... 16 i + 15 in the low lanes, 32 more in the high ones.
+    const __m256i first8 = _mm256_unpacklo_epi16(even[i], odd[i]), second8 = _mm256_unpackhi_epi16(even[i], odd[i]);
+    const auto add = [&](int64_t at, __m128i words) { AddDots(_mm256_cvtepi16_epi32(words), group, n + at, h, sums); };
+    add(16 * i, _mm256_castsi256_si128(first8));
+    add(16 * i + 8, _mm256_castsi256_si128(second8));
+    add(16 * i + 32, _mm256_extracti128_si256(first8, 1));
+    add(16 * i + 40, _mm256_extracti128_si256(second8, 1));
+  }
 }
 
 // The same of 8 bits.
@@ -217,23 +216,30 @@ inline void DownInt8(const MlpBlock& b, int64_t part, int64_t begin, int64_t end
       }
       const NextGroup* next = behind < last ? &next_group : nullptr;
       for (int64_t t = 0; t < b.tokens; ++t) {
+        const uint8_t* rows[kMostGroup];
         float h[kMostGroup];
         int64_t count = 0;
         for (int64_t i = first; i < behind; ++i) {
           if ((b.list_masks[i] >> t & 1) == 0) continue;
-          hidden.rows[count] = reinterpret_cast<const uint8_t*>(down.data) + b.neurons[i] * down.stride + bytes;
+          rows[count] = reinterpret_cast<const uint8_t*>(down.data) + b.neurons[i] * down.stride + bytes;
           h[count++] = b.hidden[i * b.tokens + t];
         }
         if (count == 0) continue;
-        QuantizeHidden(h, count, &hidden);
-        WithElement(down.dtype, [&](auto element) {
-          using E = decltype(element);
-          const GroupScales<E> scales = {reinterpret_cast<const typename E::T*>(down.scales) + group * N + n,
-                                         down.zero_points == nullptr ? nullptr : down.zero_points + group * N + n,
-                                         down.bits == 4 ? 8.0f : 128.0f};
-          AddGroup(hidden, down.bits, scales, columns, next, sums + t * N + n);
-        });
-        next = nullptr;
+        float inverse = 0.0f;
+        ScaleHidden(h, count, &hidden.scale, &inverse);
+        for (int64_t i = 0; i < count; i += kPieceRows) {
+          hidden.count = std::min(kPieceRows, count - i);
+          std::copy(rows + i, rows + i + hidden.count, hidden.rows);
+          QuantizeHidden(h + i, inverse, &hidden);
+          WithElement(down.dtype, [&](auto element) {
+            using E = decltype(element);
+            const GroupScales<E> scales = {reinterpret_cast<const typename E::T*>(down.scales) + group * N + n,
+                                           down.zero_points == nullptr ? nullptr : down.zero_points + group * N + n,
+                                           down.bits == 4 ? 8.0f : 128.0f};
+            AddGroup(hidden, down.bits, scales, columns, next, sums + t * N + n);
+          });
+          next = nullptr;
+        }
       }
       first = behind;
     }

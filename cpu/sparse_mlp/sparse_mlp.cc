@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <numeric>
 
 #include "cpu/kernel_table.h"
 #include "plugins/core/base/integers.h"
@@ -234,7 +235,10 @@ class Runner {
     for (int64_t t = 0; t < b_.tokens; ++t) {
       kernels_.quantize(x + t * x_stride, size, dots.rows.bits, dots.rows.block, values + t * dots.x_int8_stride,
                         scales + t * dots.x_scales_stride, sums + t * dots.x_scales_stride);
+      const float* const own = sums + t * dots.x_scales_stride;
+      totals_[t] = std::accumulate(own, own + CeilDiv(size, dots.rows.block), 0.0f);
     }
+    dots.x_totals = totals_;
     return dots;
   }
 
@@ -299,6 +303,7 @@ class Runner {
   const Layout layout_;
   char* const workspace_;
   const float* x_ = nullptr;
+  float totals_[kMlpTokens] = {};
   MlpBlock b_;
 };
 

@@ -48,6 +48,7 @@ struct DotProblem {
   const int8_t* x_int8 = nullptr;
   const float *x_scales = nullptr, *x_sums = nullptr;
   int64_t x_int8_stride = 0, x_scales_stride = 0;
+  const float* x_totals = nullptr;  // [tokens], of all blocks' sums; where rows have one scale
   int64_t tokens = 0;
   int64_t count = 0;                 // of rows
   const int32_t* neurons = nullptr;  // row i is that of neurons[i]; nullptr: of neuron i
