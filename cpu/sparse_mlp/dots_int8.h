@@ -82,10 +82,11 @@ inline __m256i MultiplyUnit(const uint8_t* q, const int8_t* x) {
 }
 
 // Sum over blocks of factors[i] * (q · x of block i).
-template <int kBits>
+// kUnits: of a block; 0: any.
+template <int kBits, int kUnits>
 inline float MultiplyBlocks(const uint8_t* q, const int8_t* x, const float* factors, int64_t blocks, int64_t block) {
   __m256 sums[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
-  const int64_t units = block / kInt8Unit;
+  const int64_t units = kUnits > 0 ? kUnits : block / kInt8Unit;
   const auto add = [&](int64_t i, __m256* sum) {
     __m256i dots = MultiplyUnit<kBits>(q, x);
     q += kInt8Unit * kBits / 8, x += kInt8Unit;
@@ -122,9 +123,13 @@ inline float MultiplyBlocksOneByOne(const uint8_t* q, int bits, const int8_t* x,
 inline float MultiplyAll(const NeuronRows& rows, const uint8_t* q, const int8_t* x, const float* factors,
                          int64_t blocks) {
 #if defined(__AVX2__)
-  if (rows.block >= kInt8Unit) {
-    return rows.bits == 4 ? MultiplyBlocks<4>(q, x, factors, blocks, rows.block)
-                          : MultiplyBlocks<8>(q, x, factors, blocks, rows.block);
+  if (rows.block == kInt8Unit) {
+    return rows.bits == 4 ? MultiplyBlocks<4, 1>(q, x, factors, blocks, rows.block)
+                          : MultiplyBlocks<8, 1>(q, x, factors, blocks, rows.block);
+  }
+  if (rows.block > kInt8Unit) {
+    return rows.bits == 4 ? MultiplyBlocks<4, 0>(q, x, factors, blocks, rows.block)
+                          : MultiplyBlocks<8, 0>(q, x, factors, blocks, rows.block);
   }
 #endif
   return MultiplyBlocksOneByOne(q, rows.bits, x, factors, blocks, rows.block);
