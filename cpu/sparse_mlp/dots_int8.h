@@ -158,14 +158,14 @@ inline float ScaleBlocks(const float* scales, const float* zeros, float zero, co
 inline void DotRowInt8(const DotProblem& p, int64_t i, float* out, int64_t token_stride) {
   const NeuronRows& rows = p.rows;
   const int64_t neuron = p.neurons != nullptr ? p.neurons[i] : i;
-  const int64_t blocks = (rows.size + rows.block - 1) / rows.block, item = SizeOf(rows.dtype);
+  const int64_t blocks = rows.blocks, item = SizeOf(rows.dtype);
   const auto* const row = reinterpret_cast<const uint8_t*>(rows.data + neuron * rows.stride);
   const uint64_t all = p.tokens == kMlpTokens ? ~uint64_t{0} : (uint64_t{1} << p.tokens) - 1;
   const uint64_t mask = p.masks == nullptr ? all : p.masks[i];
   for (uint64_t left = mask; left != 0; left &= left - 1) out[__builtin_ctzll(left) * token_stride] = 0.0f;
   float converted[kInt8Blocks], zeros[kInt8Blocks], factors[kInt8Blocks];
   const float zero = rows.bits == 4 ? 8.0f : 128.0f;
-  const int64_t per_slab = kInt8Depth / rows.block;
+  const int64_t per_slab = kInt8Depth >> rows.block_shift;
   for (int64_t first = 0; first < blocks; first += per_slab) {
     const int64_t count = std::min(per_slab, blocks - first);
     const uint8_t* const q = row + first * rows.block * rows.bits / 8;
@@ -201,7 +201,7 @@ inline void DotsInt8(const DotProblem& p, int64_t first, int64_t last, float* ou
                      int64_t token_stride) {
   constexpr int64_t kAhead = 4, kLine = 64;
   const NeuronRows& rows = p.rows;
-  const int64_t blocks = rows.has_row_scales ? 1 : (rows.size + rows.block - 1) / rows.block;
+  const int64_t blocks = rows.has_row_scales ? 1 : rows.blocks;
   const int64_t scale_bytes = blocks * SizeOf(rows.dtype);
   for (int64_t i = first; i < last; ++i) {
     const int64_t ahead = std::min(i + kAhead, p.count - 1);

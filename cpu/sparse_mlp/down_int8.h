@@ -197,19 +197,19 @@ inline void DownInt8(const MlpBlock& b, int64_t part, int64_t begin, int64_t end
   for (int64_t t = 0; t < b.tokens; ++t) std::fill(sums + t * N + begin, sums + t * N + end, 0.0f);
   const int64_t step = b.tokens <= 2 ? std::max<int64_t>(1, end - begin) : kInt8Columns;
   const auto end_of_group = [&](int64_t i) {
-    const int64_t group = b.neurons[i] / down.block;
-    while (i < last && b.neurons[i] / down.block == group) ++i;
+    const int64_t group = b.neurons[i] >> down.block_shift;
+    while (i < last && b.neurons[i] >> down.block_shift == group) ++i;
     return i;
   };
   QuantizedHidden hidden;
   for (int64_t n = begin; n < end; n += step) {
     const int64_t columns = std::min(step, end - n), bytes = n * down.bits / 8;
     for (int64_t first = b.part_begin[part]; first < last;) {
-      const int64_t behind = end_of_group(first), group = b.neurons[first] / down.block;
+      const int64_t behind = end_of_group(first), group = b.neurons[first] >> down.block_shift;
       NextGroup next_group;
       if (behind < last) {
         next_group.scale_size = item;
-        next_group.scales = down.scales + (b.neurons[behind] / down.block * N + n) * item;
+        next_group.scales = down.scales + ((b.neurons[behind] >> down.block_shift) * N + n) * item;
         for (int64_t i = behind, end_of_next = end_of_group(behind); i < end_of_next; ++i) {
           next_group.rows[next_group.count++] = down.data + b.neurons[i] * down.stride + bytes;
         }

@@ -122,13 +122,13 @@ inline void LoadRow(const NeuronRows& rows, int64_t neuron, int64_t k0, int64_t 
     std::fill(to + depth, to + padded, 0.0f);
     return;
   }
-  const int64_t blocks = (rows.size + rows.block - 1) / rows.block;
+  const int64_t blocks = rows.blocks;
   const int64_t zero_bytes = (blocks * rows.bits + 7) / 8;
   const auto* values = reinterpret_cast<const uint8_t*>(row) + k0 * rows.bits / 8;
   const float usual = rows.bits == 4 ? 8.0f : 128.0f;
   uint8_t split[kMlpPadding];
   for (int64_t k = 0; k < padded; k += kMlpPadding) {
-    const int64_t block = (k0 + k) / rows.block;
+    const int64_t block = (k0 + k) >> rows.block_shift;
     const V scale = Simd::Set1(ToFloat(rows.scales, rows.dtype, neuron * blocks + block));
     const V zero = Simd::Set1(
         rows.zero_points == nullptr ? usual : QuantizedAt(rows.zero_points + neuron * zero_bytes, rows.bits, block));
@@ -148,7 +148,7 @@ inline void LoadDownRow(const NeuronRows& rows, int64_t neuron, int64_t first, i
     ToFloats(row + first * size, rows.dtype, count, to);
     return;
   }
-  const int64_t group = neuron / rows.block * rows.size + first;
+  const int64_t group = (neuron >> rows.block_shift) * rows.size + first;
   const char* const scales = rows.scales + group * SizeOf(rows.dtype);
   const uint8_t* const zeros = rows.zero_points == nullptr ? nullptr : rows.zero_points + group;
   const auto* const values = reinterpret_cast<const uint8_t*>(row);

@@ -106,6 +106,12 @@ void RunShares(const Parallel& parallel, int64_t count, int64_t workers, const F
       static_cast<size_t>(workers), &job);
 }
 
+void SetBlock(int64_t block, NeuronRows* rows) {
+  rows->block = block;
+  rows->block_shift = __builtin_ctzll(static_cast<uint64_t>(block));
+  rows->blocks = CeilDiv(rows->size, block);
+}
+
 NeuronRows RowsOf(const SparseMlpArgs& a, const SparseMlpWeight& weight, int64_t size, bool is_down) {
   NeuronRows rows;
   rows.data = static_cast<const char*>(weight.data);
@@ -113,7 +119,8 @@ NeuronRows RowsOf(const SparseMlpArgs& a, const SparseMlpWeight& weight, int64_t
   rows.dtype = a.dtype;
   rows.stride = size * SizeOf(a.dtype);
   if (weight.scales == nullptr) return rows;
-  rows.bits = a.bits, rows.block = a.block_size;
+  rows.bits = a.bits;
+  SetBlock(a.block_size, &rows);
   rows.scales = static_cast<const char*>(weight.scales);
   rows.zero_points = static_cast<const uint8_t*>(weight.zero_points);
   rows.stride = is_down ? CeilDiv(size * a.bits, 8) : CeilDiv(size, a.block_size) * a.block_size * a.bits / 8;
@@ -128,7 +135,8 @@ NeuronRows PredictorRows(const SparseMlpArgs& a, const SparseMlpWeight& factor, 
   rows.dtype = a.dtype;
   rows.stride = size * SizeOf(a.dtype);
   if (factor.scales == nullptr) return rows;
-  rows.bits = 8, rows.block = cpu::kPredictorBlock;
+  rows.bits = 8;
+  SetBlock(cpu::kPredictorBlock, &rows);
   rows.scales = static_cast<const char*>(factor.scales);
   rows.has_row_scales = true;
   rows.stride = RoundUp(size, cpu::kPredictorBlock);

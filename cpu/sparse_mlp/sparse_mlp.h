@@ -32,7 +32,9 @@ struct NeuronRows {
   DType dtype = DType::kF32;  // of values, or of the scales of quantized ones
   // Quantized values, else 0.
   int bits = 0;
-  int64_t block = 0;
+  int64_t block = 0;             // 2^block_shift
+  int block_shift = 0;           // divisions would cost as much as a short row
+  int64_t blocks = 0;            // of a row
   const char* scales = nullptr;  // of each block, or row
   bool has_row_scales = false;
   const uint8_t* zero_points = nullptr;
