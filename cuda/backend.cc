@@ -2,8 +2,10 @@
 // Fills the table of plugins/core/contract/cuda_backend.h, one entry for each operator.
 #include <cuda_runtime.h>
 
+#include <memory>
 #include <string>
 
+#include "cuda/attention/columns/gather.h"
 #include "cuda/attention/job.h"
 #include "cuda/attention/kernel_request.h"
 #include "cuda/cached_attention/append.h"
@@ -15,8 +17,10 @@
 #include "cuda/common/time_op.h"
 #include "cuda/gemm/run.h"
 #include "cuda/mask/build/mask_builder.h"
+#include "cuda/mask/device_columns.h"
 #include "cuda/mask/device_mask.h"
 #include "cuda/mask/program/program_cache.h"
+#include "cuda/paged_attention/append.h"
 #include "plugins/core/contract/cuda_backend.h"
 #include "plugins/core/host/hash.h"
 
@@ -53,6 +57,8 @@ AttentionArgs ArgsOf(const AttentionArgs& whole, const cuda::MaskPart& part) {
               SizeOf(whole.bias_dtype));
   if (whole.relative_bias != nullptr) args.relative_bias += part.h * whole.relative_bias_stride_h;
   args.query_position += part.row;
+  if (whole.pages.given()) args.pages.table += part.b * whole.pages.columns;
+  if (whole.key_ends != nullptr) args.key_ends += part.b;
   args.sink = Advance(whole.sink, part.h, SizeOf(whole.sink_dtype));
   if (whole.lse != nullptr) args.lse += part.b * whole.lse_stride_b + part.h * whole.lse_stride_h + part.row;
   return args;
@@ -118,17 +124,42 @@ Status RunByMask(const AttentionArgs& args, const Tensor* pad, const AttentionMa
   return Status::Error(status.message() + "; nor can it be made on the device: " + in_parts.message());
 }
 
+// Attention over gathered key columns and all keys, where that pays and the columns are on the device.
+Status RunGathered(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
+                   const RunContext& context, bool* is_gathered) {
+  cuda::GatheredAttention gathered;
+  if (!cuda::ChooseGathered(args, pad, mask, sizes, &gathered)) return Status();
+  std::shared_ptr<const cuda::DeviceColumnsEntry> entry;
+  STOF_RETURN_IF_ERROR(cuda::GetDeviceColumns(*gathered.columns->columns, context, &entry));
+  if (entry == nullptr) return Status();
+  STOF_RETURN_IF_ERROR(cuda::GatherColumns(args, entry->view(), context, &gathered));
+  const Status status = RunByMask(gathered.args, nullptr, gathered.mask(), gathered.sizes, {}, context);
+  // A captured stream cannot upload the block mask of the longer axis. It can build that of the mask itself.
+  if (!status.ok() && cuda::Captured(context.stream)) return Status();
+  *is_gathered = status.ok();
+  return status;
+}
+
 Status RunAttention(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
                     const Tables& operands, const RunContext& context) {
   STOF_RETURN_IF_ERROR(CheckCudaAttention(args));
   if (IsLimitedToKeyRange(args)) {
     const cuda::MaskPart all = {0, args.B, 0, args.H, 0, args.S};
-    return cuda::AttentionJob(args, pad, mask, sizes, operands, all, nullptr, context).RunKeyRange();
+    return cuda::AttentionJob(args, pad, mask, sizes, operands, all, nullptr, context).RunDecode();
   }
   AttentionArgs by_mask = args;
   by_mask.first_rows = by_mask.is_invalid = by_mask.seqlens = nullptr;
-  STOF_RETURN_IF_ERROR(RunByMask(by_mask, pad, mask, sizes, operands, context));
+  bool is_gathered = false;
+  STOF_RETURN_IF_ERROR(RunGathered(by_mask, pad, mask, sizes, context, &is_gathered));
+  if (!is_gathered) STOF_RETURN_IF_ERROR(RunByMask(by_mask, pad, mask, sizes, operands, context));
   return args.is_invalid == nullptr ? Status() : MarkInvalid(args.is_invalid, true, args, context);
+}
+
+Status UploadColumns(const KeyColumns& columns, const RunContext& context, bool* is_ready) {
+  std::shared_ptr<const cuda::DeviceColumnsEntry> entry;
+  const Status status = cuda::GetDeviceColumns(columns, context, &entry);
+  *is_ready = entry != nullptr;
+  return status;
 }
 
 Status DescribeDevice(std::string* name, int32_t* capability) {
@@ -202,8 +233,17 @@ Status PrepareAttention(const AttentionArgs& args, const Tensor* pad, const Atte
     cudaStream_t stream = nullptr;
     STOF_RETURN_IF_ERROR(cuda::UploadStream(&stream));
     context.stream = stream;
+    cuda::GatheredAttention gathered;
+    std::shared_ptr<const cuda::DeviceColumnsEntry> columns;
+    if (cuda::ChooseGathered(args, pad, mask, sizes, &gathered)) {
+      STOF_RETURN_IF_ERROR(cuda::GetDeviceColumns(*gathered.columns->columns, context, &columns));
+    }
+    const bool is_gathered = columns != nullptr;
     const cuda::MaskPart all = {0, args.B, 0, args.H, 0, args.S};
-    const Status status = cuda::AttentionJob(args, pad, mask, sizes, operands, all, nullptr, context).Prepare();
+    const Status status =
+        cuda::AttentionJob(is_gathered ? gathered.args : args, pad, is_gathered ? gathered.mask() : mask,
+                           is_gathered ? gathered.sizes : sizes, operands, all, nullptr, context)
+            .Prepare();
     if (!status.too_large()) STOF_RETURN_IF_ERROR(status);  // one that is too large is made by the run
   }
   return LoadKernels(args, pad, mask, sizes, operands, context);
@@ -248,6 +288,7 @@ constexpr CudaBackend MakeBackend() {
   backend.time_op = kChecked<&cuda::TimeOp>;
 
   backend.attention.run = kChecked<&RunAttention>;
+  backend.attention.upload_columns = kChecked<&UploadColumns>;
   backend.attention.prepare = kChecked<&PrepareAttention>;
   backend.attention.count_kernels = CountAttentionKernels;
   backend.attention.list_kernels = kChecked<&cuda::ListKernels>;
@@ -257,6 +298,10 @@ constexpr CudaBackend MakeBackend() {
   backend.chain.run = kChecked<&cuda::RunChain>;
 
   backend.cached_attention.append = kChecked<&cuda::AppendToCache>;
+  backend.paged_attention.read_counts = kChecked<&cuda::ReadCounts>;
+  backend.paged_attention.append = kChecked<&cuda::AppendToPages>;
+  backend.paged_attention.gather = kChecked<&cuda::GatherPages>;
+  backend.paged_attention.unpad = kChecked<&cuda::UnpadTokens>;
 
   backend.gemm.run = kChecked<&cuda::RunGemm>;
   backend.gemm.plan_workspace = kChecked<&cuda::PlanGemmWorkspace>;

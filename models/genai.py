@@ -126,7 +126,7 @@ def names() -> list[str]:
     return [f"{name}-{precision}" for name in DECODERS for precision in PRECISIONS]
 
 
-def _write_tokenizer(folder: Path, size: int) -> None:
+def write_tokenizer(folder: Path, size: int) -> None:
     """A tokenizer that knows ``size`` words: the builder copies it, and the runtime looks for it."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -165,7 +165,7 @@ def _write_checkpoint(decoder: Decoder, folder: Path, seed: int) -> None:
     model.save_pretrained(folder)
     if decoder.config == "GptOssConfig":
         _add_packed_experts(folder / "model.safetensors", config)
-    _write_tokenizer(folder, settings["vocab_size"])
+    write_tokenizer(folder, settings["vocab_size"])
 
 
 def _add_packed_experts(path: Path, config: Any) -> None:
@@ -202,23 +202,36 @@ def write(name: str, folder: Path, seed: int = 0) -> Path:
         folder: the model folder; it is made.
         seed: of the weights, the same in every precision.
     """
-    from onnxruntime_genai.models.builder import create_model, parse_extra_options
-
     architecture, _, precision = name.rpartition("-")
     if architecture not in DECODERS or precision not in PRECISIONS:
         raise SystemExit(f"no decoder {name!r}; --list shows the names")
+    kind, more = PRECISIONS[precision]
     with tempfile.TemporaryDirectory() as scratch:
-        checkpoint, cache = Path(scratch) / "checkpoint", Path(scratch) / "cache"
+        checkpoint = Path(scratch) / "checkpoint"
         _write_checkpoint(DECODERS[architecture], checkpoint, seed)
-        kind, more = PRECISIONS[precision]
-        given = ("", str(checkpoint), str(folder), kind, "cpu", str(cache))
-        options = parse_extra_options(*given, [*DECODERS[architecture].options, *more])
-        _flatten_rotary_settings(options["hf_details"]["hf_config"])
-        create_model(*given, **options)
+        build(checkpoint, folder, kind, (*DECODERS[architecture].options, *more))
+    return folder
+
+
+def build(checkpoint: Path, folder: Path, precision: str = "fp32", options: tuple[str, ...] = ()) -> None:
+    """Makes a model folder for the CPU by the builder.
+
+    Args:
+        checkpoint: a folder of transformers, with a tokenizer.
+        folder: the model folder; it is made.
+        precision: the builder's.
+        options: extra options of the builder.
+    """
+    from onnxruntime_genai.models.builder import create_model, parse_extra_options
+
+    with tempfile.TemporaryDirectory() as cache:
+        given = ("", str(checkpoint), str(folder), precision, "cpu", cache)
+        parsed = parse_extra_options(*given, list(options))
+        _flatten_rotary_settings(parsed["hf_details"]["hf_config"])
+        create_model(*given, **parsed)
     config = folder / "genai_config.json"
     if not json.loads(config.read_text())["search"].get("past_present_share_buffer"):
-        print(f"{name}: the builder does not share the buffers of past and present", file=sys.stderr)
-    return folder
+        print(f"{folder.name}: the builder does not share the buffers of past and present", file=sys.stderr)
 
 
 def main() -> int:

@@ -79,6 +79,8 @@ if wave 1; then
   suite append 75 CudaAppend
   suite cached 100 CudaCachedAttention
   suite cached-8.0 100 CudaCachedAttention STOF_CUDA_CAPABILITY=80
+  suite key-columns 150 CudaKeyColumns
+  suite key-columns-8.0 150 CudaKeyColumns STOF_CUDA_CAPABILITY=80
   suite fp32 75 CudaFp32
   suite fp32-128-rows 75 CudaFp32 STOF_CUDA_FP32_ROWS=128
   suite tf32-128-rows 75 CudaTf32 STOF_CUDA_FP32_ROWS=128

@@ -25,8 +25,8 @@ fi
 end
 
 begin lint
-ruff check optimizer models tests tools
-ruff format --check optimizer models tests tools
+ruff check optimizer models tests tools examples
+ruff format --check optimizer models tests tools examples
 git ls-files -z '*.cc' '*.h' '*.cu' '*.cuh' | xargs -0 clang-format --dry-run --Werror
 mypy
 end
@@ -134,8 +134,27 @@ if [ "${STOF_TEST_ALL:-0}" = 1 ]; then
   .venv-genai/bin/python -m pip install -q -r tests/genai/requirements.txt
   export STOF_LIBRARY=$PWD/build/dev/libstof_ort.so
   .venv-genai/bin/python tests/genai/check_tokens.py
+  PYTHONPATH=optimizer .venv-genai/bin/python tests/genai/check_trained_pattern.py
   PYTHONPATH=optimizer:. .venv-genai/bin/python -m pytest -q tests/command/test_genai_folders.py
   unset STOF_LIBRARY
+  end
+
+  # In the same environment. Without PyTorch nothing is collected, which is an error.
+  begin PyTorch
+  export STOF_LIBRARY=$PWD/build/dev/libstof_ort.so
+  .venv-genai/bin/python -m pytest -q tests/pytorch
+  PYTHONPATH=optimizer .venv-genai/bin/python examples/pytorch_s2.py
+  unset STOF_LIBRARY
+  end
+fi
+
+# Folders that Optimum exports, of random weights, likewise.
+if [ "${STOF_TEST_ALL:-0}" = 1 ]; then
+  begin 'tokens (Optimum)'
+  [ -x .venv-optimum/bin/python ] || "$python" -m venv .venv-optimum
+  .venv-optimum/bin/python -m pip install -q --upgrade pip
+  .venv-optimum/bin/python -m pip install -q -r tests/optimum/requirements.txt
+  STOF_LIBRARY=$PWD/build/dev/libstof_ort.so .venv-optimum/bin/python tests/optimum/check_generation.py
   end
 fi
 

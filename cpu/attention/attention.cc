@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <string>
 #include <vector>
 
@@ -13,6 +14,7 @@
 #include "cpu/kernel_table.h"
 #include "plugins/core/base/integers.h"
 #include "plugins/core/contract/attention_limits.h"
+#include "plugins/core/mask/key_columns.h"
 
 namespace stof {
 namespace {
@@ -20,7 +22,9 @@ namespace {
 constexpr int64_t kLine = 64;
 
 struct Layout {
-  int64_t pad = 0, order = 0, keys = 0, values = 0, partial = 0, scratch = 0, total = 0;  // byte offsets
+  // Byte offsets.
+  int64_t pad = 0, order = 0, keys = 0, values = 0, partial = 0, scratch = 0, column_keys = 0, column_values = 0,
+          total = 0;
   int64_t scratch_each = 0;
 };
 
@@ -34,6 +38,11 @@ Layout MakeLayout(const cpu::AttentionProblem& problem, int64_t items, const cpu
     return at;
   };
   if (args.pad != nullptr) layout.pad = take(args.B * problem.key_tiles * problem.n / 8);
+  if (problem.column_tiles > 0) {
+    const int64_t rows = args.B * args.G * problem.column_tiles * problem.n * SizeOf(args.dtype);
+    layout.column_keys = take(rows * args.D);
+    layout.column_values = take(rows * args.Dv);
+  }
   if (problem.few_queries) {
     if (problem.most_splits > 1) {
       layout.partial = take(args.B * args.H * args.S * problem.most_splits * problem.partial_stride * 4);
@@ -153,6 +162,30 @@ void Run(Job* job, int64_t count, int64_t step, const Parallel& parallel,
   }
 }
 
+// Gathers the columns of KV heads [first, last) of B * G. Of a tile that holds some, the other rows become zeros: their
+// weights are 0, which a NaN would not stay.
+void GatherColumns(const Job& job, int64_t first, int64_t last, void* /*scratch*/) {
+  const cpu::AttentionProblem& problem = job.problem;
+  const AttentionArgs& args = *problem.args;
+  const int64_t item = SizeOf(args.dtype), rows = problem.column_tiles * problem.n;
+  const auto gather = [&](const void* from, const Strides& stride, int64_t size, int64_t at,
+                          const std::vector<int32_t>& keys, int64_t count, const char* to) {
+    char* out = const_cast<char*>(to) + item * size * rows * at;  // a part of the workspace
+    const char* head = static_cast<const char*>(from) + item * (at / args.G * stride.b + at % args.G * stride.h);
+    const auto bytes = static_cast<size_t>(item * size);
+    for (int64_t i = 0; i < count; ++i, out += bytes) {
+      std::memcpy(out, head + item * stride.s * keys[static_cast<size_t>(i)], bytes);
+    }
+    std::memset(out, 0, bytes * static_cast<size_t>(RoundUp(count, problem.n) - count));
+  };
+  for (int64_t at = first; at < last; ++at) {
+    const std::vector<int32_t>& keys = args.columns->keys(args.columns->ListOf(at % args.G));
+    const int64_t end = cpu::EndOfKeys(args, at / args.G) - rows;  // of the keys behind the columns
+    const int64_t count = std::lower_bound(keys.begin(), keys.end(), end) - keys.begin();
+    gather(args.key, args.key_stride, args.D, at, keys, count, problem.column_keys);
+    gather(args.value, args.value_stride, args.Dv, at, keys, count, problem.column_values);
+  }
+}
 void Pack(const Job& job, int64_t first, int64_t last, void* scratch) {
   job.kernels.pack(job.problem, first, last, scratch);
 }
@@ -193,6 +226,12 @@ Status Check(const AttentionArgs& args, const CpuAttentionConfig& config) {
     if (args.mask == nullptr && args.key_ends[b] >= 0 && args.key_ends[b] <= args.T) continue;
     return Status::Error("sequence " + std::to_string(b) + " has " + std::to_string(args.key_ends[b]) +
                          " keys, expected 0 to " + std::to_string(args.T) + " and no block mask");
+  }
+  if (args.columns == nullptr) return Status();
+  if (args.columns->packed() % config.n != 0 || args.columns->packed() > args.T || args.pad != nullptr ||
+      args.bias != nullptr || args.relative_bias != nullptr || args.dynamic != nullptr ||
+      args.empty_rows == EmptyRows::kAll || args.empty_rows == EmptyRows::kMean) {
+    return Status::Error("gathered columns go with whole tiles, without padding and biases");
   }
   return Status();
 }
@@ -240,6 +279,11 @@ Status CpuAttention(const AttentionArgs& args, const CpuAttentionConfig& config,
   }
   uint32_t* order = reinterpret_cast<uint32_t*>(base + layout.order);
   Job job{problem, kernels, base + layout.scratch, layout.scratch_each, order};
+  if (problem.column_tiles > 0) {
+    problem.column_keys = base + layout.column_keys;
+    problem.column_values = base + layout.column_values;
+    Run(&job, args.B * args.G, 1, parallel, GatherColumns);
+  }
   if (problem.few_queries) {
     if (problem.most_splits > 1) problem.partial = reinterpret_cast<float*>(base + layout.partial);
     Run(&job, items, 1, parallel, AttendSplits);

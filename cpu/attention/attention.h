@@ -16,12 +16,16 @@ constexpr int kPanel = 16;         // keys that are packed side by side, one 64-
 constexpr int kStrip = 6;          // query rows of a register block, as m_r of a BLIS microkernel
 constexpr int kMaxTileKeys = 256;  // n
 
-// The key tiles that the queries of one sequence may attend; where queries are few, also their KV splits.
+// The key tiles that the queries of one sequence may attend: all lie in [first, last).
 struct SequenceTiles {
-  int64_t first = 0, last = 0;           // all lie in [first, last)
-  int64_t first_item = 0;                // few queries: index of the first of its G * splits items
-  int64_t splits = 1;                    // few queries
-  const int32_t* split_begin = nullptr;  // few queries: [splits + 1], the first tile of each split
+  int64_t first = 0, last = 0;
+};
+
+// Few queries: the KV splits of one KV head of a sequence, an item each.
+struct KvSplits {
+  int64_t first_item = 0;
+  int64_t count = 1;
+  const int32_t* begin = nullptr;  // [count + 1], the first tile of each split
 };
 
 // One call. Filled by the dispatcher, read by the kernels.
@@ -35,14 +39,26 @@ struct AttentionProblem {
   bool in_place = false;                     // few queries: keys are read in place, not packed
   int64_t packed_heads = 1;                  // few queries: query heads of a group that share an item
   const SequenceTiles* sequences = nullptr;  // [B]
-  const uint32_t* pad_bits = nullptr;        // [B, key_tiles, n / 32], 0 beyond T; nullptr: no key is padded
-  int64_t ring_tiles = 0;          // > 0: each worker packs the key tiles it meets into a ring buffer of so many
-  int64_t element_slots = 0;       // tiles of AttentionArgs::elements that each worker keeps
-  bool pack_values = false;        // values are not read in place: another type, or rows that are not dense
-  float* packed_keys = nullptr;    // ring_tiles = 0: [B, G, panels, D, kPanel]
-  float* packed_values = nullptr;  // likewise, pack_values: [B, G, panels, kPanel, Dv rounded up to kPanel]
-  int64_t most_splits = 1;         // few queries: of a sequence
-  float* partial = nullptr;        // most_splits > 1: [B, H, S, most_splits, partial_stride], max, sum, output
+  const KvSplits* kv_splits = nullptr;       // few queries: [B, G]
+  // Few queries: the runs of key tiles of list l of sequence b are [run_begin[i], run_begin[i + 1]) of `runs`, i = b *
+  // run_lists + l. A list is of one KV head, or of all where run_lists is 1. nullptr: the mask lists none, or heads of
+  // a group differ.
+  const KeyTileRun* runs = nullptr;
+  const int64_t* run_begin = nullptr;
+  int64_t run_lists = 1;
+  const uint32_t* pad_bits = nullptr;  // [B, key_tiles, n / 32], 0 beyond T; nullptr: no key is padded
+  int64_t ring_tiles = 0;              // > 0: each worker packs the key tiles it meets into a ring buffer of so many
+  int64_t element_slots = 0;           // tiles of AttentionArgs::elements that each worker keeps
+  bool has_short_pages = false;        // the keys of a tile may lie on several pages: they are never read in place
+  bool pack_values = false;            // values are not read in place: another type, or rows that are not dense
+  float* packed_keys = nullptr;        // ring_tiles = 0: [B, G, panels, D, kPanel]
+  float* packed_values = nullptr;      // likewise, pack_values: [B, G, panels, kPanel, Dv rounded up to kPanel]
+  // The first key tiles hold gathered columns (AttentionArgs::columns): [B, G, column_tiles * n, D or Dv], dense.
+  int64_t column_tiles = 0;
+  const char* column_keys = nullptr;
+  const char* column_values = nullptr;
+  int64_t most_splits = 1;   // few queries: of a KV head
+  float* partial = nullptr;  // most_splits > 1: [B, H, S, most_splits, partial_stride], max, sum, output
   int64_t partial_stride = 0;
 };
 

@@ -30,14 +30,17 @@ void Pack(const AttentionProblem& problem, int64_t first, int64_t last, void* me
     const int64_t panel = problem.sequences[b].first * (problem.n / kPanel) + packed;
     if (panel * kPanel >= Min(end, problem.sequences[b].last * problem.n)) continue;
     const int64_t at = (b * args.G + g) * problem.panels + packed;
-    const char* keys =
-        static_cast<const char*>(args.key) + SizeOf(args.dtype) * (b * args.key_stride.b + g * args.key_stride.h);
-    PackKeys(keys, panel, end, args, scratch, problem.packed_keys + at * args.D * kPanel);
+    const int64_t item_size = SizeOf(args.dtype), count = Min(kPanel, end - panel * kPanel);
+    const int64_t tile = panel * kPanel / problem.n, row = panel * kPanel % problem.n;
+    const char* keys = static_cast<const char*>(args.key) + item_size * (b * args.key_stride.b + g * args.key_stride.h);
+    const Rows key_rows = RowsOfTile(problem, keys, args.key_stride.s, problem.column_keys, args.D, b, g, tile);
+    PackKeys(key_rows.From(row), count, args, scratch, problem.packed_keys + at * args.D * kPanel);
     if (!problem.pack_values) continue;
     const char* values =
-        static_cast<const char*>(args.value) + SizeOf(args.dtype) * (b * args.value_stride.b + g * args.value_stride.h);
-    CopyValues(values, panel * kPanel, Min(kPanel, end - panel * kPanel), args, scratch.ldo,
-               problem.packed_values + at * kPanel * scratch.ldo);
+        static_cast<const char*>(args.value) + item_size * (b * args.value_stride.b + g * args.value_stride.h);
+    const Rows value_rows =
+        RowsOfTile(problem, values, args.value_stride.s, problem.column_values, args.Dv, b, g, tile);
+    CopyValues(value_rows.From(row), count, args, scratch.ldo, problem.packed_values + at * kPanel * scratch.ldo);
   }
 }
 
@@ -57,16 +60,15 @@ float* PartialOf(const AttentionProblem& problem, int64_t row, int64_t split) {
 }
 
 template <bool kInPlace>
-void AttendSplitOf(const AttentionProblem& problem, int64_t b, int64_t item, void* memory) {
+void AttendSplitOf(const AttentionProblem& problem, int64_t kv_head, int64_t split, void* memory) {
   const AttentionArgs& args = *problem.args;
-  const SequenceTiles& sequence = problem.sequences[b];
-  const int64_t split = item % sequence.splits, heads = problem.packed_heads;
-  const int64_t g = item / sequence.splits, group = args.H / args.G;
+  const KvSplits& splits = problem.kv_splits[kv_head];
+  const int64_t b = kv_head / args.G, g = kv_head % args.G, group = args.H / args.G, heads = problem.packed_heads;
   Worker<kInPlace> worker(problem, memory);
   for (int64_t h = g * group; h < (g + 1) * group; h += heads) {
     worker.Begin(b, h, heads, 0, args.S);
-    worker.AttendTiles(sequence.split_begin[split], sequence.split_begin[split + 1], false);
-    if (sequence.splits == 1) {
+    worker.AttendTiles(splits.begin[split], splits.begin[split + 1], false);
+    if (splits.count == 1) {
       worker.Finish();
       continue;
     }
@@ -77,13 +79,22 @@ void AttendSplitOf(const AttentionProblem& problem, int64_t b, int64_t item, voi
 }
 
 void AttendSplit(const AttentionProblem& problem, int64_t item, void* memory) {
-  int64_t b = 0, end = problem.args->B;  // the last sequence whose items begin at or before this one
-  while (end - b > 1) {
-    const int64_t middle = (b + end) / 2;
-    (problem.sequences[middle].first_item <= item ? b : end) = middle;
+  // The last KV head whose items begin at or before this one.
+  int64_t at = 0, end = problem.args->B * problem.args->G;
+  while (end - at > 1) {
+    const int64_t middle = (at + end) / 2;
+    (problem.kv_splits[middle].first_item <= item ? at : end) = middle;
   }
-  item -= problem.sequences[b].first_item;
-  problem.in_place ? AttendSplitOf<true>(problem, b, item, memory) : AttendSplitOf<false>(problem, b, item, memory);
+  item -= problem.kv_splits[at].first_item;
+  if (problem.args->pages.given() && problem.run_lists == 1) {
+    // Heads lie side by side in a row of a page, and have equally many splits: items of the same keys follow each
+    // other.
+    const int64_t heads = problem.args->G, splits = problem.kv_splits[at].count;
+    const int64_t of_sequence = at % heads * splits + item;
+    at = at / heads * heads + of_sequence % heads;
+    item = of_sequence / heads;
+  }
+  problem.in_place ? AttendSplitOf<true>(problem, at, item, memory) : AttendSplitOf<false>(problem, at, item, memory);
 }
 
 template <bool kInPlace>
@@ -96,7 +107,8 @@ void CombineSplitsOf(const AttentionProblem& problem, int64_t row, int64_t split
 }
 
 void CombineSplits(const AttentionProblem& problem, int64_t row, void* memory) {
-  const int64_t splits = problem.sequences[row / problem.args->S / problem.args->H].splits;
+  const AttentionArgs& args = *problem.args;
+  const int64_t splits = problem.kv_splits[row / args.S / (args.H / args.G)].count;
   if (splits == 1) return;
   problem.in_place ? CombineSplitsOf<true>(problem, row, splits, memory)
                    : CombineSplitsOf<false>(problem, row, splits, memory);

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "plugins/core/base/integers.h"
+#include "plugins/core/mask/key_columns.h"
 
 namespace stof {
 namespace cpu {
@@ -46,15 +47,17 @@ AttentionPlan::AttentionPlan(const AttentionArgs& args, const CpuAttentionConfig
   problem_.n = config.n;
   problem_.tile_rows = CeilDiv(args.S, config.m);
   problem_.key_tiles = CeilDiv(args.T, config.n);
+  if (args.columns != nullptr) problem_.column_tiles = args.columns->packed() / config.n;
   if (args.elements != nullptr) {
     const int64_t tile_bytes = int64_t{config.m} * config.n / 8;
     problem_.element_slots =
         std::clamp<int64_t>(kElementBytes / tile_bytes, 1, std::max<int64_t>(1, problem_.key_tiles));
   }
+  problem_.has_short_pages = args.pages.given() && (int64_t{1} << args.pages.shift) < config.n;
   // Rows that are not dense use few sets of the L1 cache: a quarter of them at 12 heads × 64 × 4 B. Loads that cross
   // a cache line take twice as long.
   problem_.pack_values = args.dtype != DType::kF32 || args.Dv % kPanel != 0 || args.value_stride.s != args.Dv ||
-                         reinterpret_cast<uintptr_t>(args.value) % kLine != 0;
+                         reinterpret_cast<uintptr_t>(args.value) % kLine != 0 || problem_.has_short_pages;
   if (HasRuns()) runs_.resize(static_cast<size_t>(problem_.key_tiles));
   sequences_.resize(static_cast<size_t>(args.B));
   for (int64_t b = 0; b < args.B; ++b) FindTiles(b, &sequences_[static_cast<size_t>(b)]);
@@ -88,15 +91,43 @@ void AttentionPlan::FindTiles(int64_t b, SequenceTiles* sequence) {
   sequence->last = last;
 }
 
+bool AttentionPlan::HasGroupRuns() const {
+  return HasRuns() && (!args_.elements->by_head || args_.elements->alike_heads == args_.H / args_.G);
+}
+
 int64_t AttentionPlan::PackedHeads() const {
-  const bool by_head = (args_.mask != nullptr && args_.mask->layout_h > 1) ||
-                       (args_.dynamic != nullptr && args_.dynamic->by_head) ||
-                       (args_.elements != nullptr && args_.elements->by_head);
-  if (by_head) return 1;
   const int64_t group = args_.H / args_.G;
-  int64_t heads = std::min(group, std::max<int64_t>(1, kMostPackedRows / args_.S));
+  int64_t alike = group;
+  if (args_.mask != nullptr && args_.mask->layout_h > 1) {
+    // Where bits are missing, heads with one table may differ.
+    if (args_.mask->left > 0 && (args_.elements == nullptr || args_.elements->by_head)) alike = 1;
+    for (int64_t b = 0; b < args_.mask->layout_b; ++b) {
+      for (int64_t h = 0; h < args_.H; ++h) {
+        if (args_.mask->TableOf(b, h) != args_.mask->TableOf(b, h - h % group)) alike = 1;
+      }
+    }
+  }
+  for (const DynamicMask* mask : {args_.dynamic, args_.elements}) {
+    if (mask != nullptr && mask->by_head && mask->alike_heads != group) alike = 1;
+  }
+  int64_t heads = std::min(alike, std::max<int64_t>(1, kMostPackedRows / args_.S));
   while (group % heads != 0) --heads;
   return heads;
+}
+
+void AttentionPlan::ListRuns() {
+  const int64_t lists = args_.elements->by_head ? args_.G : 1;
+  group_run_begin_.push_back(0);
+  for (int64_t b = 0; b < args_.B; ++b) {
+    for (int64_t list = 0; list < lists; ++list) {
+      ForEachRun(b, list * (args_.H / args_.G), 0, args_.S,
+                 [this](const KeyTileRun& run) { group_runs_.push_back(run); });
+      group_run_begin_.push_back(static_cast<int64_t>(group_runs_.size()));
+    }
+  }
+  problem_.runs = group_runs_.data();
+  problem_.run_begin = group_run_begin_.data();
+  problem_.run_lists = lists;
 }
 
 void AttentionPlan::PlanFewQueries() {
@@ -104,51 +135,69 @@ void AttentionPlan::PlanFewQueries() {
   problem_.in_place = problem_.packed_heads * args_.S <= kInPlaceRows;
   const bool rereads_keys = problem_.packed_heads < args_.H / args_.G;  // several items read the same keys
   problem_.partial_stride = RoundUp(2 + args_.Dv, kLine / 4);
-  // The number of tiles of each sequence; with common runs only those that are attended.
-  std::vector<int64_t> counts;
+  if (HasGroupRuns()) ListRuns();
+  // The runs of a KV head, and the number of its tiles; without lists all tiles of its sequence.
+  const auto runs_of = [this](int64_t b, int64_t g, KeyTileRun* all, int64_t* count) -> const KeyTileRun* {
+    if (problem_.runs == nullptr) {
+      const SequenceTiles& sequence = sequences_[static_cast<size_t>(b)];
+      *all = {static_cast<int32_t>(sequence.first), static_cast<int32_t>(sequence.last)};
+      *count = 1;
+      return all;
+    }
+    const auto list = static_cast<size_t>(b * problem_.run_lists + (problem_.run_lists == 1 ? 0 : g));
+    *count = group_run_begin_[list + 1] - group_run_begin_[list];
+    return group_runs_.data() + group_run_begin_[list];
+  };
+  std::vector<int64_t> tiles;  // [B, G]
   int64_t total = 0;
   for (int64_t b = 0; b < args_.B; ++b) {
-    const SequenceTiles& sequence = sequences_[static_cast<size_t>(b)];
-    counts.push_back(sequence.last - sequence.first);
-    if (HasCommonRuns()) {
-      counts.back() = 0;
-      ForEachRun(b, 0, 0, args_.S, [&](const KeyTileRun& run) { counts.back() += run.last - run.first; });
+    for (int64_t g = 0; g < args_.G; ++g) {
+      KeyTileRun all;
+      int64_t count = 0;
+      const KeyTileRun* runs = runs_of(b, g, &all, &count);
+      tiles.push_back(0);
+      for (int64_t i = 0; i < count; ++i) tiles.back() += runs[i].last - runs[i].first;
+      total += tiles.back();
     }
-    total += counts.back();
   }
   // The length of a split must not depend on the number of threads, so that results do not.
-  int64_t length = std::clamp(total * args_.G / kManyItems, kLeastSplitKeys / problem_.n, kMostSplitKeys / problem_.n);
+  int64_t length = std::clamp(total / kManyItems, kLeastSplitKeys / problem_.n, kMostSplitKeys / problem_.n);
   if (rereads_keys) length = std::min(length, kSharedSplitKeys / problem_.n);
   const int64_t most = kPartialBytes / std::max<int64_t>(1, args_.B * args_.H * args_.S * problem_.partial_stride * 4);
   length = std::max(length, problem_.key_tiles / std::max<int64_t>(1, most) + 1);
-  for (int64_t b = 0; b < args_.B; ++b) Split(b, counts[static_cast<size_t>(b)], length);
-  for (SequenceTiles& sequence : sequences_) {
-    sequence.split_begin = split_begins_.data() + sequence.first_item;
-    sequence.first_item = split_items_;
-    split_items_ += args_.G * sequence.splits;
-    problem_.most_splits = std::max(problem_.most_splits, sequence.splits);
+  std::vector<size_t> begins;
+  for (int64_t b = 0; b < args_.B; ++b) {
+    for (int64_t g = 0; g < args_.G; ++g) {
+      KeyTileRun all;
+      int64_t count = 0;
+      const KeyTileRun* runs = runs_of(b, g, &all, &count);
+      const int64_t own = tiles[static_cast<size_t>(b * args_.G + g)];
+      KvSplits splits;
+      splits.first_item = split_items_;
+      splits.count = std::max<int64_t>(1, CeilDiv(own, length));
+      split_items_ += splits.count;
+      problem_.most_splits = std::max(problem_.most_splits, splits.count);
+      begins.push_back(split_begins_.size());
+      Split(runs, count, own, splits.count);
+      kv_splits_.push_back(splits);
+    }
   }
+  for (size_t i = 0; i < begins.size(); ++i) kv_splits_[i].begin = split_begins_.data() + begins[i];
+  problem_.kv_splits = kv_splits_.data();
   if (!problem_.in_place) problem_.ring_tiles = rereads_keys ? length : 1;
 }
 
-void AttentionPlan::Split(int64_t b, int64_t count, int64_t length) {
-  SequenceTiles& sequence = sequences_[static_cast<size_t>(b)];
-  sequence.splits = std::max<int64_t>(1, CeilDiv(count, length));
-  sequence.first_item = static_cast<int64_t>(split_begins_.size());
-  split_begins_.push_back(static_cast<int32_t>(sequence.first));
+void AttentionPlan::Split(const KeyTileRun* runs, int64_t run_count, int64_t tiles, int64_t count) {
+  split_begins_.push_back(run_count == 0 ? 0 : runs[0].first);
   int64_t seen = 0, next = 1;  // tiles that were passed, and the number of the next split
-  const auto pass = [&](int64_t first, int64_t last) {
-    for (; next < sequence.splits && next * count / sequence.splits < seen + last - first; ++next) {
-      split_begins_.push_back(static_cast<int32_t>(first + next * count / sequence.splits - seen));
+  for (int64_t i = 0; i < run_count; ++i) {
+    const int64_t own = runs[i].last - runs[i].first;
+    for (; next < count && next * tiles / count < seen + own; ++next) {
+      split_begins_.push_back(static_cast<int32_t>(runs[i].first + next * tiles / count - seen));
     }
-    seen += last - first;
-  };
-  if (HasCommonRuns()) {
-    ForEachRun(b, 0, 0, args_.S, [&](const KeyTileRun& run) { pass(run.first, run.last); });
-  } else {
-    pass(sequence.first, sequence.last);
+    seen += own;
   }
-  split_begins_.push_back(static_cast<int32_t>(sequence.last));
+  split_begins_.push_back(run_count == 0 ? 0 : runs[run_count - 1].last);
 }
 
 void AttentionPlan::PlanTileRows() {

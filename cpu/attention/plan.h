@@ -34,6 +34,8 @@ class AttentionPlan {
  private:
   // Whether the mask can list the key tiles of rows as runs.
   bool HasRuns() const;
+  // Whether it does, and all heads of a group have the same runs.
+  bool HasGroupRuns() const;
   // Whether it does, and all heads of a sequence have the same runs.
   bool HasCommonRuns() const { return HasRuns() && !args_.elements->by_head; }
   // Calls visit(run) for the key tiles that rows of one head may attend.
@@ -44,9 +46,10 @@ class AttentionPlan {
   // How many heads of a group share an item (GQA packing): they have one mask, and fit a worker's memory.
   int64_t PackedHeads() const;
   void PlanFewQueries();
-  // Divides the `count` tiles of a sequence into splits of equal length. Until all are known, first_item is the index
-  // of the sequence's first split in split_begins_.
-  void Split(int64_t b, int64_t count, int64_t length);
+  // Few queries: lists the runs of each KV head, or of each sequence where all heads have the same.
+  void ListRuns();
+  // Divides the tiles of a KV head into `count` splits of equal length.
+  void Split(const KeyTileRun* runs, int64_t run_count, int64_t tiles, int64_t count);
   void PlanTileRows();
   // The most key tiles of a tile row. Where the mask lists runs, only a sample of the rows is counted.
   int64_t MostTiles();
@@ -55,6 +58,9 @@ class AttentionPlan {
   AttentionProblem problem_;
   std::vector<KeyTileRun> runs_;  // scratch
   std::vector<SequenceTiles> sequences_;
+  std::vector<KvSplits> kv_splits_;
+  std::vector<KeyTileRun> group_runs_;    // few queries
+  std::vector<int64_t> group_run_begin_;  // likewise: [B * lists + 1], indices into group_runs_
   std::vector<int32_t> split_begins_;
   int64_t split_items_ = 0;
 };

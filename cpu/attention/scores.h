@@ -68,7 +68,7 @@ inline bool Worker<kInPlace>::FindMask(int64_t tile, const uint32_t* bits, bool 
 template <bool kInPlace>
 bool Worker<kInPlace>::FindElements(int64_t tile, const uint32_t** bits) const {
   const DynamicMask& elements = *args_.elements;
-  const int64_t head = (elements.by_batch ? b_ : 0) * args_.H + (elements.by_head ? h_ : 0);
+  const int64_t head = (elements.by_batch ? b_ : 0) * args_.H + (elements.by_head ? h_ / elements.alike_heads : 0);
   const int64_t wanted = (head * problem_.tile_rows + row0_ / problem_.m) * problem_.key_tiles + tile;
   // Other heads of the same rows come next: see RowsOutermost in attention.cc.
   const int64_t slot = tile % problem_.element_slots;
@@ -131,11 +131,12 @@ inline const float* Worker<kInPlace>::PackedTile(int64_t tile) const {
   if (scratch_.ring_of[slot] == wanted) return keys;
   scratch_.ring_of[slot] = wanted;
   const int64_t key0 = tile * problem_.n, count = Min(problem_.n, key_end_ - key0);
+  const Rows rows = KeyRows(tile);
   for (int64_t p = 0; p * kPanel < count; ++p) {
-    PackKeys(keys_, tile * panels + p, key_end_, args_, scratch_, keys + p * size);
+    PackKeys(rows.From(p * kPanel), Min(kPanel, count - p * kPanel), args_, scratch_, keys + p * size);
   }
   if (problem_.pack_values) {
-    CopyValues(values_, key0, count, args_, scratch_.ldo, scratch_.ring_values + slot * problem_.n * scratch_.ldo);
+    CopyValues(ValueRows(tile), count, args_, scratch_.ldo, scratch_.ring_values + slot * problem_.n * scratch_.ldo);
   }
   return keys;
 }
@@ -202,16 +203,16 @@ inline void Worker<kInPlace>::PackedScores(const Strip* strips, int begin, int e
 
 template <bool kInPlace>
 inline void Worker<kInPlace>::InPlaceScores(const Strip& strip, const float* keys, int64_t ldk,
-                                            const char* ahead) const {
+                                            const Rows& ahead) const {
   const float* q = scratch_.q + strip.row * scratch_.ldq;
   const float* start = args_.softcap > 0.0f ? kNoStart : scratch_.start + strip.row;
-  const int64_t lds = problem_.n, stride = item_size_ * args_.value_stride.s, bytes = item_size_ * args_.Dv;
+  const int64_t lds = problem_.n, stride = item_size_ * ahead.stride, bytes = item_size_ * args_.Dv;
   const int64_t size = RoundUp(args_.D, kWidth);
   const int rows = rows_ - strip.row;
   const auto block = [&](int k, auto count) {
     constexpr int kKeys = decltype(count)::value;
-    if (ahead != nullptr) {
-      for (int j = 0; j < kKeys; ++j) Prefetch(ahead + (k + j) * stride, bytes);
+    if (ahead.data != nullptr) {
+      for (int j = 0; j < kKeys; ++j) Prefetch(ahead.At(0) + (k + j) * stride, bytes);
     }
     const float* key = keys + k * ldk;
     if (rows > 2) return DotRows<4, kKeys>(q, scratch_.ldq, size, key, ldk, start, scratch_.s + k, lds);

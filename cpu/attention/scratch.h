@@ -52,8 +52,8 @@ struct Scratch {
     elements = Take<uint32_t>(problem.element_slots * problem.m * words);
     has_runs = args.elements != nullptr && args.elements->runs != nullptr;
     runs = Take<KeyTileRun>(has_runs ? problem.key_tiles : 0);
-    copy_values = problem.in_place && (args.dtype != DType::kF32 || args.Dv % kWidth != 0);
-    copy_keys = problem.in_place && (args.dtype != DType::kF32 || args.D % kWidth != 0);
+    copy_values = problem.in_place && (args.dtype != DType::kF32 || args.Dv % kWidth != 0 || problem.has_short_pages);
+    copy_keys = problem.in_place && (args.dtype != DType::kF32 || args.D % kWidth != 0 || problem.has_short_pages);
     values = Take<float>(copy_values ? problem.n * ldo : 0);
     keys = Take<float>(copy_keys ? problem.n * ldq : args.dtype != DType::kF32 ? kPanel * ldq : 0);
     size = static_cast<size_t>(bytes_ - reinterpret_cast<char*>(base));
@@ -103,24 +103,76 @@ inline void CopyRows(const char* from, DType dtype, int64_t stride, int64_t rows
   }
 }
 
-// One panel of a head that has `keys` keys.
-inline void PackKeys(const char* head, int64_t panel, int64_t keys, const AttentionArgs& args, const Scratch& scratch,
-                     float* to) {
-  const int64_t key0 = panel * kPanel, count = Min(kPanel, keys - key0);
-  const char* from = head + SizeOf(args.dtype) * key0 * args.key_stride.s;
+// Rows of keys or values, one behind the other or in pages.
+struct Rows {
+  const char* data = nullptr;       // of the first row; with pages: of row 0 of the head on page 0
+  int64_t stride = 0;               // between rows of a piece, in elements
+  int64_t item_size = 0;            // bytes of an element
+  const KeyPages* pages = nullptr;  // nullptr: all rows are one piece
+  int64_t b = 0, first = 0;         // with pages: the sequence, and the position of the first row
+
+  // The address of a row.
+  const char* At(int64_t row) const {
+    int64_t offset = row * stride;
+    if (pages != nullptr) {
+      const int64_t at = first + row, page = at >> pages->shift;
+      offset = pages->table[b * pages->columns + page] * pages->stride + (at - (page << pages->shift)) * stride;
+    }
+    return data + item_size * offset;
+  }
+  // How many of `count` rows from `row` on lie one behind the other.
+  int64_t PieceFrom(int64_t row, int64_t count) const {
+    if (pages == nullptr) return count;
+    const int64_t page = int64_t{1} << pages->shift;
+    return Min(count, page - ((first + row) & (page - 1)));
+  }
+  // The rows without the first `count`.
+  Rows From(int64_t count) const {
+    Rows rest = *this;
+    if (pages == nullptr) {
+      rest.data = At(count);
+    } else {
+      rest.first += count;
+    }
+    return rest;
+  }
+};
+// All rows of a key or value head. head: of row 0, with pages of that on page 0.
+inline Rows RowsOfHead(const AttentionArgs& args, const char* head, int64_t stride, int64_t b) {
+  return {head, stride, SizeOf(args.dtype), args.pages.given() ? &args.pages : nullptr, b};
+}
+// Rows of the keys, or of the values, of a tile of KV head g: gathered columns come first. head: of row 0 of that head.
+inline Rows RowsOfTile(const AttentionProblem& problem, const char* head, int64_t stride, const char* columns,
+                       int64_t size, int64_t b, int64_t g, int64_t tile) {
+  const AttentionArgs& args = *problem.args;
+  const int64_t item = SizeOf(args.dtype), n = problem.n;
+  if (tile < problem.column_tiles) {
+    return {columns + item * size * n * ((b * args.G + g) * problem.column_tiles + tile), size, item};
+  }
+  return RowsOfHead(args, head, stride, b).From(n * (tile - problem.column_tiles));
+}
+
+inline void CopyRows(const Rows& from, DType dtype, int64_t rows, int64_t size, int64_t ld, float* to) {
+  for (int64_t done = 0; done < rows;) {
+    const int64_t count = from.PieceFrom(done, rows - done);
+    CopyRows(from.At(done), dtype, from.stride, count, size, ld, to + done * ld);
+    done += count;
+  }
+}
+
+// Packs one panel of `count` keys, which lies on one page.
+inline void PackKeys(const Rows& from, int64_t count, const AttentionArgs& args, const Scratch& scratch, float* to) {
   if (args.dtype == DType::kF32) {
-    PackPanel(reinterpret_cast<const float*>(from), args.key_stride.s, count, args.D, to);
+    PackPanel(reinterpret_cast<const float*>(from.At(0)), from.stride, count, args.D, to);
   } else {
-    CopyRows(from, args.dtype, args.key_stride.s, count, args.D, scratch.ldq, scratch.keys);
+    CopyRows(from, args.dtype, count, args.D, scratch.ldq, scratch.keys);
     PackPanel(scratch.keys, scratch.ldq, count, args.D, to);
   }
 }
 
-// Values of `rows` keys from key0 on, as floats with rows of ldo.
-inline void CopyValues(const char* head, int64_t key0, int64_t rows, const AttentionArgs& args, int64_t ldo,
-                       float* to) {
-  CopyRows(head + SizeOf(args.dtype) * key0 * args.value_stride.s, args.dtype, args.value_stride.s, rows, args.Dv, ldo,
-           to);
+// Values of `count` keys, as floats with rows of ldo.
+inline void CopyValues(const Rows& from, int64_t count, const AttentionArgs& args, int64_t ldo, float* to) {
+  CopyRows(from, args.dtype, count, args.Dv, ldo, to);
 }
 
 }  // namespace STOF_ISA::attention

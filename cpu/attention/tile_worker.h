@@ -62,8 +62,10 @@ class Worker {
       if (b == b_ && g == g_ && problem_.ring_tiles > 0) {
         int64_t from = 0, to = 0;
         TileRange(there, &from, &to);
+        if (from < problem_.column_tiles) from = problem_.column_tiles;
         for (int64_t tile = from > last ? from : last; tile < to && tile < last + 2; ++tile) {
-          const int64_t key0 = tile * problem_.n, keys = Min(problem_.n, key_end_ - key0);
+          const int64_t keys = Min(problem_.n, key_end_ - tile * problem_.n);
+          const int64_t key0 = (tile - problem_.column_tiles) * problem_.n;
           prefetch_.Add(row(args_.key, args_.key_stride, b, g, key0), item_size_ * args_.key_stride.s, keys,
                         item_size_ * args_.D);
           prefetch_.Add(row(args_.value, args_.value_stride, b, g, key0), item_size_ * args_.value_stride.s, keys,
@@ -157,16 +159,39 @@ class Worker {
   int64_t HeadOf(int r) const { return r < queries_ ? h_ : h_ + r / queries_; }
   int QueryOf(int r) const { return r < queries_ ? r : r % queries_; }  // counted from row0_
 
+  // The runs of the rows, of which only tiles in [first, last) count.
+  const KeyTileRun* FindRuns(int64_t first, int64_t last, int64_t* count) const {
+    if (problem_.runs == nullptr) {
+      const DynamicMask& elements = *args_.elements;
+      *count = elements.runs(elements.self, b_, h_, row0_, problem_.m, problem_.n, first, last, scratch_.runs);
+      return scratch_.runs;
+    }
+    const int64_t list = b_ * problem_.run_lists + (problem_.run_lists == 1 ? 0 : g_);
+    const int64_t end = problem_.run_begin[list + 1];
+    int64_t low = problem_.run_begin[list], high = end;
+    while (low < high) {
+      const int64_t middle = (low + high) / 2;
+      if (problem_.runs[middle].last <= first) {
+        low = middle + 1;
+      } else {
+        high = middle;
+      }
+    }
+    for (high = low; high < end && problem_.runs[high].first < last;) ++high;
+    *count = high - low;
+    return problem_.runs + low;
+  }
+
   void AttendRuns(int64_t first, int64_t last) {
     if (first >= last) return;
-    const DynamicMask& elements = *args_.elements;
-    const int64_t count =
-        elements.runs(elements.self, b_, h_, row0_, problem_.m, problem_.n, first, last, scratch_.runs);
+    int64_t count = 0;
+    const KeyTileRun* const runs = FindRuns(first, last, &count);
     for (int64_t i = 0; i < count; ++i) {
-      const KeyTileRun run = scratch_.runs[i];
+      const KeyTileRun run = {static_cast<int32_t>(runs[i].first < first ? first : runs[i].first),
+                              static_cast<int32_t>(Min(runs[i].last, last)), runs[i].is_full};
       for (int64_t tile = run.first; tile < run.last; ++tile) {
         const uint32_t* bits = nullptr;
-        next_ = tile + 1 < run.last ? tile + 1 : i + 1 < count ? int64_t{scratch_.runs[i + 1].first} : -1;
+        next_ = tile + 1 < run.last ? tile + 1 : i + 1 < count ? int64_t{runs[i + 1].first} : -1;
         if (run.is_full || FindElements(tile, &bits)) Tile(tile, bits, false);
       }
     }
@@ -255,11 +280,16 @@ class Worker {
     }
   }
 
-  // The first row of a tile that is read next, for prefetching; nullptr: there is none, or its rows are copied first.
-  const char* Ahead(const char* head, int64_t stride, int64_t tile) const {
-    const bool is_copied = head == values_ ? scratch_.copy_values : scratch_.copy_keys;
-    if (tile < 0 || is_copied || (tile + 1) * problem_.n > key_end_) return nullptr;
-    return head + item_size_ * tile * problem_.n * stride;
+  Rows KeyRows(int64_t tile) const {
+    return RowsOfTile(problem_, keys_, args_.key_stride.s, problem_.column_keys, args_.D, b_, g_, tile);
+  }
+  Rows ValueRows(int64_t tile) const {
+    return RowsOfTile(problem_, values_, args_.value_stride.s, problem_.column_values, args_.Dv, b_, g_, tile);
+  }
+  static constexpr Rows kNoRows = {};
+  // Whether the rows of a tile that is read next shall be prefetched: it has n keys, and they are not copied first.
+  bool CanPrefetch(int64_t tile, bool is_copied) const {
+    return tile >= 0 && !is_copied && (tile + 1) * problem_.n <= key_end_;
   }
 
   // ---- a tile ----
@@ -267,22 +297,22 @@ class Worker {
     if (!FindMask(tile, bits, unmasked)) return;
     const int64_t key0 = tile * problem_.n;
     const int keys = static_cast<int>(Min(problem_.n, key_end_ - key0));
-    const float* values = reinterpret_cast<const float*>(values_) + key0 * args_.value_stride.s;
-    int64_t ldv = args_.value_stride.s;
+    const Rows value_rows = ValueRows(tile), key_rows = KeyRows(tile);
+    const float* values = reinterpret_cast<const float*>(value_rows.At(0));
+    int64_t ldv = value_rows.stride;
     const float* packed = kInPlace ? nullptr : PackedTile(tile);
     if (scratch_.copy_values) {
-      CopyValues(values_, key0, keys, args_, scratch_.ldo, scratch_.values);
+      CopyValues(value_rows, keys, args_, scratch_.ldo, scratch_.values);
       values = scratch_.values;
       ldv = scratch_.ldo;
     } else if (!kInPlace && problem_.pack_values) {
       values = PackedValues(tile);
       ldv = scratch_.ldo;
     }
-    const float* keys_in_place = reinterpret_cast<const float*>(keys_) + key0 * args_.key_stride.s;
-    int64_t ldk = args_.key_stride.s;
+    const float* keys_in_place = reinterpret_cast<const float*>(key_rows.At(0));
+    int64_t ldk = key_rows.stride;
     if (kInPlace && scratch_.copy_keys) {
-      CopyRows(keys_ + item_size_ * key0 * args_.key_stride.s, args_.dtype, args_.key_stride.s, keys, args_.D,
-               scratch_.ldq, scratch_.keys);
+      CopyRows(key_rows, args_.dtype, keys, args_.D, scratch_.ldq, scratch_.keys);
       keys_in_place = scratch_.keys;
       ldk = scratch_.ldq;
     }
@@ -297,7 +327,8 @@ class Worker {
       if (count == 0) continue;
       if (kInPlace) {
         // While scores are computed, the values of this tile are prefetched into L2.
-        InPlaceScores(strips[0], keys_in_place, ldk, first == 0 ? Ahead(values_, args_.value_stride.s, tile) : nullptr);
+        const bool is_ahead = first == 0 && CanPrefetch(tile, scratch_.copy_values);
+        InPlaceScores(strips[0], keys_in_place, ldk, is_ahead ? value_rows : kNoRows);
       } else {
         PackedScores(strips, 0, count, packed);
       }
@@ -306,7 +337,7 @@ class Worker {
         Adjust(strips[i], s, key0, keys);
         if (__builtin_expect(!Softmax(strips[i], s), 0)) {
           if (kInPlace) {
-            InPlaceScores(strips[i], keys_in_place, ldk, nullptr);
+            InPlaceScores(strips[i], keys_in_place, ldk, kNoRows);
           } else {
             PackedScores(strips, i, i + 1, packed);
           }
@@ -317,8 +348,8 @@ class Worker {
       }
       // While values are added, the keys of the next tile are, in the order of their addresses.
       const bool is_dense = args_.key_stride.s == args_.D;
-      Values(strips, count, values, ldv,
-             kInPlace && first == 0 && is_dense ? Ahead(keys_, args_.key_stride.s, next_) : nullptr);
+      const bool is_ahead = kInPlace && first == 0 && is_dense && CanPrefetch(next_, scratch_.copy_keys);
+      Values(strips, count, values, ldv, is_ahead ? KeyRows(next_).At(0) : nullptr);
     }
   }
 
@@ -349,7 +380,7 @@ class Worker {
   static void StripScores(int rows, const float* q, int64_t ldq, int64_t size, const float* keys, int64_t stride,
                           const float* start, float* s, int64_t lds);
   void PackedScores(const Strip* strips, int begin, int end, const float* keys) const;
-  void InPlaceScores(const Strip& strip, const float* keys, int64_t ldk, const char* ahead) const;
+  void InPlaceScores(const Strip& strip, const float* keys, int64_t ldk, const Rows& ahead) const;
   __attribute__((noinline)) void Adjust(const Strip& strip, float* s, int64_t key0, int keys) const;
   template <typename F>
   void ForEachVector(const Strip& strip, float* s, F f) const;
@@ -398,12 +429,13 @@ class Worker {
   void FindMean() {
     if (*scratch_.mean_of == group_) return;
     *scratch_.mean_of = group_;
+    const Rows rows = RowsOfHead(args_, values_, args_.value_stride.s, b_);
     for (int64_t d = 0; d < args_.Dv; ++d) scratch_.mean[d] = 0.0f;
     // In blocks, so that the rounding of a long sum stays near that of a short one.
     for (int64_t first = 0; first < key_end_; first += 256) {
       for (int64_t d = 0; d < args_.Dv; ++d) scratch_.o[d] = 0.0f;
       for (int64_t k = first; k < Min(first + 256, key_end_); ++k) {
-        ToFloats(values_ + item_size_ * k * args_.value_stride.s, args_.dtype, args_.Dv, scratch_.row);
+        ToFloats(rows.At(k), args_.dtype, args_.Dv, scratch_.row);
         for (int64_t d = 0; d < args_.Dv; ++d) scratch_.o[d] += scratch_.row[d];
       }
       for (int64_t d = 0; d < args_.Dv; ++d) scratch_.mean[d] += scratch_.o[d];

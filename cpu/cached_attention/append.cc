@@ -53,7 +53,9 @@ int64_t StagingRows(const CacheAppendArgs& args, const CacheStep& step) {
   return first + step.dropped > wanted ? step.held + step.tokens : 0;
 }
 
-Status CheckSizes(const CacheAppendArgs& args) {
+}  // namespace
+
+Status cpu::CheckAppendSizes(const CacheAppendArgs& args) {
   if (!IsFloat(args.dtype)) return Status::Error("the CPU kernel takes fp32, fp16 and bf16");
   if (args.D < 1 || args.D > AttentionLimits::kLargestHeadSize) {
     return Status::Error("the head size is " + std::to_string(args.D) + ", expected 1 to " +
@@ -67,7 +69,7 @@ Status CheckSizes(const CacheAppendArgs& args) {
     return Status::Error("there is no memory for the rotated queries");
   }
   if (args.cos != nullptr && (args.sin == nullptr || args.rotary_size % 2 != 0 || args.rotary_size < 2 ||
-                              args.rotary_size > args.D || args.rotary_rows < 1)) {
+                              args.rotary_offset + args.rotary_size > args.D || args.rotary_rows < 1)) {
     return Status::Error("cos_cache rotates " + std::to_string(args.rotary_size) + " elements of a head of " +
                          std::to_string(args.D) + ", expected an even number up to that, and at least one row");
   }
@@ -85,6 +87,8 @@ Status CheckSizes(const CacheAppendArgs& args) {
   }
   return Status();
 }
+
+namespace {
 
 Status CheckLength(const CacheAppendArgs& args, int64_t b) {
   const int64_t total = int64_t{args.seqlens[b]} + 1;
@@ -212,8 +216,16 @@ Status CpuAppendToCache(const CacheAppendArgs& args, const Parallel& parallel) {
   return cpu::AppendToCache(args, BestCpuIsa(), parallel);
 }
 
+void cpu::AppendTokens(const AppendProblem& problem, CpuIsa isa, const Parallel& parallel) {
+  const CacheAppendArgs& args = *problem.args;
+  const int64_t token_bytes = (args.rotated_query != nullptr ? args.H + 2 * args.G : 2 * args.G) * args.D * 4;
+  const AppendKernels& kernels = *KernelsOf(isa).append;
+  ForEach(args.B * args.S, token_bytes, parallel,
+          [&](int64_t first, int64_t last) { kernels.append(problem, first, last); });
+}
+
 Status cpu::AppendToCache(const CacheAppendArgs& args, CpuIsa isa, const Parallel& parallel) {
-  STOF_RETURN_IF_ERROR(CheckSizes(args));
+  STOF_RETURN_IF_ERROR(CheckAppendSizes(args));
   std::vector<CacheStep> steps(static_cast<size_t>(args.B));
   for (int64_t b = 0; b < args.B; ++b) {
     STOF_RETURN_IF_ERROR(CheckLength(args, b));
@@ -244,10 +256,7 @@ Status cpu::AppendToCache(const CacheAppendArgs& args, CpuIsa isa, const Paralle
       return std::pair<int64_t, int64_t>(from, in_place && from == 0 ? 0 : std::max<int64_t>(0, step.held - from));
     });
   }
-  const int64_t token_bytes = (args.rotated_query != nullptr ? args.H + 2 * args.G : 2 * args.G) * args.D * 4;
-  const cpu::AppendKernels& kernels = *cpu::KernelsOf(isa).append;
-  ForEach(args.B * args.S, token_bytes, parallel,
-          [&](int64_t first, int64_t last) { kernels.append(problem, first, last); });
+  AppendTokens(problem, isa, parallel);
   if (staged) {
     const RowMove move = {args.staging_key, args.staging_value, args.staging_capacity,
                           args.present_key, args.present_value, args.capacity};

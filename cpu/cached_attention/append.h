@@ -26,6 +26,9 @@ struct CacheStep {
 struct AppendProblem {
   const CacheAppendArgs* args = nullptr;
   const CacheStep* steps = nullptr;  // [B]
+  // [S]: the row of each token in a cache of pages, [rows, G, D], -1: none. B is then 1, position_ids are given, and
+  // rotated_query is [S, H, D]. nullptr: the cache is no paged one.
+  const int64_t* slots = nullptr;
   // Where new tokens go: staging, or present.
   void* key = nullptr;
   void* value = nullptr;
@@ -36,6 +39,12 @@ struct AppendKernels {
   // Norm, rotary embedding and append of new tokens [first, last) of B * S.
   void (*append)(const AppendProblem& problem, int64_t first, int64_t last);
 };
+
+// Whether sizes, types and buffers fit the kernel. Lengths are not read.
+Status CheckAppendSizes(const CacheAppendArgs& args);
+
+// Calls the kernel for all tokens, on several threads.
+void AppendTokens(const AppendProblem& problem, CpuIsa isa, const Parallel& parallel);
 
 // CpuAppendToCache with the kernels of one instruction set.
 Status AppendToCache(const CacheAppendArgs& args, CpuIsa isa, const Parallel& parallel);

@@ -41,9 +41,10 @@ inline void Normalize(const HeadRow& weight, int64_t size, float epsilon, HeadRo
   }
 }
 
-// Rotates the first 2 * half elements: element i with element i + half, or neighbours where interleaved.
-inline void Rotate(const HeadRow& cos, const HeadRow& sin, int64_t half, bool is_interleaved, HeadRow* row) {
-  float* const x = row->x;
+// Rotates 2 * half elements from `offset` on: element i with element i + half, or neighbours where interleaved.
+inline void Rotate(const HeadRow& cos, const HeadRow& sin, int64_t offset, int64_t half, bool is_interleaved,
+                   HeadRow* row) {
+  float* const x = row->x + offset;
   if (is_interleaved) {
     for (int64_t i = 0; i < half; ++i) {
       const float a = x[2 * i], b = x[2 * i + 1];
@@ -76,18 +77,17 @@ class Appender {
   }
 
   void Append(int64_t b, int64_t i) {
-    const CacheStep& step = problem_.steps[b];
-    if (args_.cos != nullptr) LoadRotation(b, i, step);
+    const TokenRows rows = problem_.slots != nullptr ? PagedRows(i) : CachedRows(b, i);
+    if (args_.cos != nullptr) LoadRotation(rows.position);
     if (args_.rotated_query != nullptr) {
       for (int64_t h = 0; h < args_.H; ++h) {
         Transform(At(args_.query, args_.query_stride, b, h, i), args_.query_norm != nullptr ? &query_weight_ : nullptr,
-                  static_cast<char*>(args_.rotated_query) + ((b * args_.H + h) * args_.S + i) * row_size_);
+                  static_cast<char*>(args_.rotated_query) + (rows.query + h * rows.query_step) * row_size_);
       }
     }
-    const int64_t to = step.first_row + i;
-    if (i >= step.tokens || to < 0) return;
+    if (rows.cache < 0) return;
     for (int64_t g = 0; g < args_.G; ++g) {
-      const int64_t at = ((b * args_.G + g) * problem_.capacity + to) * row_size_;
+      const int64_t at = (rows.cache + g * rows.cache_step) * row_size_;
       Transform(At(args_.key, args_.key_stride, b, g, i), args_.key_norm != nullptr ? &key_weight_ : nullptr,
                 static_cast<char*>(problem_.key) + at);
       std::memcpy(static_cast<char*>(problem_.value) + at, At(args_.value, args_.value_stride, b, g, i),
@@ -100,9 +100,27 @@ class Appender {
     return static_cast<const char*>(base) + (b * stride.b + head * stride.h + i * stride.s) * item_size_;
   }
 
-  // Loads cos and sin of the token's position. Positions of padding may be any number: reads stay in the table.
-  void LoadRotation(int64_t b, int64_t i, const CacheStep& step) {
-    int64_t position = args_.position_ids != nullptr ? args_.position_ids[b * args_.S + i] : step.past + i;
+  // The rows of D elements that a token's heads take in rotated_query and in the cache.
+  struct TokenRows {
+    int64_t position;
+    int64_t query, query_step;  // of head 0, and between heads
+    int64_t cache, cache_step;  // likewise; cache -1: the token is not stored
+  };
+  TokenRows CachedRows(int64_t b, int64_t i) const {
+    const CacheStep& step = problem_.steps[b];
+    const int64_t to = step.first_row + i;
+    const bool is_stored = i < step.tokens && to >= 0;
+    return {args_.position_ids != nullptr ? args_.position_ids[b * args_.S + i] : step.past + i,
+            b * args_.H * args_.S + i, args_.S, is_stored ? b * args_.G * problem_.capacity + to : -1,
+            problem_.capacity};
+  }
+  TokenRows PagedRows(int64_t i) const {
+    const int64_t slot = problem_.slots[i];
+    return {args_.position_ids[i], i * args_.H, 1, slot < 0 ? -1 : slot * args_.G, 1};
+  }
+
+  // Loads cos and sin of a position. Those of padding may be any number: reads stay in the table.
+  void LoadRotation(int64_t position) {
     position = position < 0 ? 0 : position >= args_.rotary_rows ? args_.rotary_rows - 1 : position;
     const int64_t half = args_.rotary_size / 2, at = position * half * item_size_;
     cos_.Load(static_cast<const char*>(args_.cos) + at, args_.dtype, half);
@@ -116,7 +134,8 @@ class Appender {
     }
     row_.Load(from, args_.dtype, args_.D);
     if (weight != nullptr) Normalize(*weight, args_.D, args_.epsilon, &row_);
-    if (args_.cos != nullptr) Rotate(cos_, sin_, args_.rotary_size / 2, args_.is_interleaved, &row_);
+    if (args_.cos != nullptr)
+      Rotate(cos_, sin_, args_.rotary_offset, args_.rotary_size / 2, args_.is_interleaved, &row_);
     FromFloats(row_.x, args_.dtype, args_.D, to);
   }
 

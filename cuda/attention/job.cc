@@ -53,6 +53,7 @@ AttentionJob::AttentionJob(const AttentionArgs& args, const Tensor* pad, const A
       params_(ToParams(args)) {}
 
 Status AttentionJob::Run() {
+  if (args_.pages.given()) return RunDecode();
   STOF_RETURN_IF_ERROR(Describe());
   if (args_.T == 0) {  // without any key all rows are zeros, whatever the policy for fully masked rows
     params_.empty_rows = static_cast<int32_t>(EmptyRows::kZero);
@@ -63,7 +64,7 @@ Status AttentionJob::Run() {
   return choice.family->run(this, *choice.kernel);
 }
 
-Status AttentionJob::RunKeyRange() {
+Status AttentionJob::RunDecode() {
   STOF_RETURN_IF_ERROR(Describe());
   STOF_RETURN_IF_ERROR(GetKernelRequest(args_.kernel, context_.kernel, &request_));
   KernelTable kernels;

@@ -17,6 +17,7 @@
 #include "cuda/attention/select.h"
 #include "cuda/common/device_properties.h"
 #include "cuda/mask/build/mask_builder.h"
+#include "cuda/mask/device_columns.h"
 #include "cuda/mask/device_mask.h"
 #include "cuda/mask/program/mask_program.h"
 #include "plugins/core/mask/attention_mask.h"
@@ -46,9 +47,9 @@ class AttentionJob {
                const Tables& operands, const MaskPart& part, DeviceBuild* build, const RunContext& context);
 
   Status Run();
-  // Runs a decode kernel by the range of keys of args.first_rows, whatever kernel is requested among others:
-  // IsLimitedToKeyRange(args) holds.
-  Status RunKeyRange();
+  // Runs a decode kernel, whatever kernel is requested among others: by the range of keys of args.first_rows, where
+  // IsLimitedToKeyRange(args) holds, or over args.pages, where CanReadPages(args) does.
+  Status RunDecode();
   // Makes the masks that Run needs. The keeper, if there is one, holds them.
   Status Prepare();
   // The number of kernels that RunContext::kernel chooses from: the tiled one, then the scheduled ones; 0: there is no
@@ -80,6 +81,8 @@ class AttentionJob {
   bool NeedsEmptyRowPass(bool has_mask, const MaskEntry* entry) const;
 
   // ---- cuda/attention/job_memory.cc ----
+  // Key columns of args.T keys or more on the device; an error where the stream is captured and they are not there.
+  Status GetColumns(const KeyColumns& columns, std::shared_ptr<const DeviceColumnsEntry>* entry);
   // The block mask of this form. entry: of the cache; nullptr where the mask is built on the device.
   Status GetMask(const MaskForm& form, AttentionParams* params, std::shared_ptr<const MaskEntry>* entry);
   // Workspace for one use: the mask of m x n tiles, or with m = 0 by n: split fp32 operands (0), padding (1), decode

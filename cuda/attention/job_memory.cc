@@ -38,6 +38,15 @@ Status AttentionJob::GetMask(const MaskForm& form, AttentionParams* params, std:
   return MakeMask(form, params);
 }
 
+Status AttentionJob::GetColumns(const KeyColumns& columns, std::shared_ptr<const DeviceColumnsEntry>* entry) {
+  if (columns.length() < args_.T) {
+    return Status::Error("key columns of " + std::to_string(columns.length()) + " keys, expected those of " +
+                         std::to_string(args_.T));
+  }
+  STOF_RETURN_IF_ERROR(GetDeviceColumns(columns, context_, entry));
+  return *entry != nullptr ? Status() : Status::Error("key columns are not on the device, and the stream is captured");
+}
+
 void* AttentionJob::GetWorkspace(int m, int n, size_t bytes) {
   if (build_ == nullptr) return context_.allocate(context_.self, bytes);
   for (const DeviceBuild::Memory& held : build_->memory) {

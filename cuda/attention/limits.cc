@@ -60,6 +60,16 @@ int64_t Fp32Bytes(const AttentionArgs& args) {
   return tiles * (2 * int64_t{4} * cuda::kTileKeys * head + 4 * cuda::kTileKeys + 4);
 }
 
+// Gathered key columns: a longer copy of keys and values, and what kernels need more for it. Columns are gathered where
+// they are at most half of the keys.
+int64_t GatheredBytes(const AttentionArgs& args, const AttentionMask& mask) {
+  AttentionArgs longer = args;
+  longer.T = args.T + args.T / 2 + KeyColumns::kAlign;
+  const int64_t rows = args.B * args.G * longer.T * SizeOf(args.dtype);
+  const int64_t fp32 = args.dtype == DType::kF32 ? Rounded(Fp32Bytes(longer)) : 0;
+  return Rounded(rows * args.D) + Rounded(rows * args.Dv) + fp32 + Rounded(SplitRowBytes(longer, mask));
+}
+
 // An upper bound of cuda::MaskBytes for all kernels, which grows with every size. In doubles: the product of an empty
 // profile's sizes may overflow.
 int64_t MaskBound(const cuda::MaskProgram& program, const AttentionArgs& args) {
@@ -130,6 +140,11 @@ bool IsLimitedToKeyRange(const AttentionArgs& args) {
          args.empty_rows <= EmptyRows::kNan && cuda::HasAlignedRows(args);
 }
 
+bool CanReadPages(const AttentionArgs& args) {
+  return args.T > 0 && args.S <= cuda::kDecodeQueries && args.empty_rows <= EmptyRows::kNan &&
+         cuda::HasAlignedRows(args);
+}
+
 Status PlanCudaAttention(const AttentionArgs& args, bool pad, const AttentionMask& mask, const ExprSizes& sizes,
                          const Tables& operands, size_t* workspace) {
   STOF_RETURN_IF_ERROR(CheckCudaAttention(args));
@@ -143,6 +158,7 @@ Status PlanCudaAttention(const AttentionArgs& args, bool pad, const AttentionMas
   // A profile's largest shapes stand for its smaller ones, which may be decode shapes.
   const int64_t fp32 = args.dtype == DType::kF32 ? Rounded(Fp32Bytes(args)) : 0;
   total += std::max({Rounded(DecodeBytes(args)), fp32, Rounded(SplitRowBytes(args, mask))});
+  if (mask.columns != nullptr) total += GatheredBytes(args, mask);
   if (!mask.parts.dynamic.empty() && args.B > 0 && args.H > 0 && args.S > 0 && args.T > 0) {
     int64_t made = 0;
     STOF_RETURN_IF_ERROR(PlanMask(args, mask, sizes, operands, &made));

@@ -18,8 +18,8 @@
 
 #include "cuda/cached_attention/append.h"
 #include "cuda/cached_attention/cache_rows.h"
+#include "cuda/cached_attention/head_transform.cuh"
 #include "cuda/common/launch.cuh"
-#include "cuda/common/mma_sm80.cuh"
 #include "cuda/common/status.h"
 #include "plugins/core/contract/op.h"
 
@@ -28,7 +28,6 @@ namespace cuda {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
-constexpr int kLargestHead = 256;
 constexpr int kSliceElements = 32;  // of a head: what a slide CTA moves
 constexpr int kCopyPieces = 8;      // pieces that a thread of a copy CTA has in flight
 constexpr int kSlidePieces = 16;    // pieces that a thread of a slide CTA has in flight
@@ -43,36 +42,14 @@ struct AppendParams {
   int64_t copy_chunks = 0;  // of a head
 };
 
-// kPieceElements elements that are loaded and stored at once.
-template <typename T, int kPieceElements>
-struct alignas(sizeof(T) * kPieceElements) Piece {
-  T at[kPieceElements];
-};
-
-template <typename T>
-__device__ __forceinline__ T Round(float x);
-template <>
-__device__ __forceinline__ float Round<float>(float x) {
-  return x;
-}
-template <>
-__device__ __forceinline__ __half Round<__half>(float x) {
-  return __float2half_rn(x);
-}
-template <>
-__device__ __forceinline__ __nv_bfloat16 Round<__nv_bfloat16>(float x) {
-  return __float2bfloat16_rn(x);
-}
-
 // kSlides: there are slide CTAs. They need more registers than other launches should take.
 template <typename T, int kPieceElements, bool kSlides>
 class Append {
   using PieceOf = Piece<T, kPieceElements>;
-  static constexpr int kPieces = kLargestHead / (32 * kPieceElements);  // of a lane
 
  public:
   __device__ Append(const AppendParams& params, float (*rows)[kLargestHead])
-      : params_(params), args_(params.args), warp_(threadIdx.x / 32), lane_(threadIdx.x % 32), row_(rows[warp_]) {}
+      : params_(params), args_(params.args), warp_(threadIdx.x / 32), transform_(params.args, rows[warp_]) {}
 
   __device__ void Run() {
     int64_t cta = blockIdx.x;
@@ -155,95 +132,15 @@ class Append {
   // each of which may be nullptr.
   __device__ void Transform(Kind kind, const CacheRows& rows, int64_t b, int64_t head, int64_t i, T* to, T* other,
                             int begin, int end) {
-    const int size = static_cast<int>(args_.D);
     const Strides& stride = kind == kQuery ? args_.query_stride : kind == kKey ? args_.key_stride : args_.value_stride;
     const auto* from = static_cast<const T*>(kind == kQuery ? args_.query
                                              : kind == kKey ? args_.key
                                                             : args_.value) +
                        b * stride.b + head * stride.h + i * stride.s;
-    float x[kPieces][kPieceElements];
-#pragma unroll
-    for (int p = 0; p < kPieces; ++p) {
-      const int d = (32 * p + lane_) * kPieceElements;
-#pragma unroll
-      for (int e = 0; e < kPieceElements; ++e) x[p][e] = 0.0f;
-      if (d >= size) continue;
-      const PieceOf piece = *reinterpret_cast<const PieceOf*>(from + d);
-#pragma unroll
-      for (int e = 0; e < kPieceElements; ++e) x[p][e] = ToFloat(piece.at[e]);
-    }
     const auto* norm = static_cast<const T*>(kind == kQuery ? args_.query_norm : args_.key_norm);
-    if (kind != kValue && norm != nullptr) Normalize(norm, size, x);
-    if (kind != kValue && args_.cos != nullptr) Rotate(PositionOf(rows, b, i), i < rows.tokens, size, x);
-#pragma unroll
-    for (int p = 0; p < kPieces; ++p) {
-      const int d = (32 * p + lane_) * kPieceElements;
-      if (d < begin || d >= end) continue;
-      PieceOf piece;
-#pragma unroll
-      for (int e = 0; e < kPieceElements; ++e) piece.at[e] = Round<T>(x[p][e]);
-      if (to != nullptr) *reinterpret_cast<PieceOf*>(to + d) = piece;
-      if (other != nullptr) *reinterpret_cast<PieceOf*>(other + d) = piece;
-    }
-  }
-
-  __device__ void Normalize(const T* weight, int size, float (&x)[kPieces][kPieceElements]) const {
-    float sum = 0.0f;
-#pragma unroll
-    for (int p = 0; p < kPieces; ++p) {
-#pragma unroll
-      for (int e = 0; e < kPieceElements; ++e) sum = fmaf(x[p][e], x[p][e], sum);
-    }
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-    const float factor = 1.0f / sqrtf(sum / static_cast<float>(size) + args_.epsilon);
-#pragma unroll
-    for (int p = 0; p < kPieces; ++p) {
-      const int d = (32 * p + lane_) * kPieceElements;
-#pragma unroll
-      for (int e = 0; e < kPieceElements; ++e) {
-        if (d < size) x[p][e] = x[p][e] * factor * ToFloat(weight[d + e]);
-      }
-    }
-  }
-
-  // Rotates elements with their partners, which other lanes may have: the row goes through shared memory. A token
-  // beyond the table becomes NaN, so that later steps do not attend a wrong key. Padding may have any position.
-  __device__ void Rotate(int64_t position, bool is_token, int size, float (&x)[kPieces][kPieceElements]) {
-    if (position < 0 || position >= args_.rotary_rows) {
-#pragma unroll
-      for (int p = 0; p < kPieces; ++p) {
-#pragma unroll
-        for (int e = 0; e < kPieceElements; ++e) x[p][e] = is_token ? NAN : x[p][e];
-      }
-      return;
-    }
-    const int half = static_cast<int>(args_.rotary_size / 2);
-    const auto* cos = static_cast<const T*>(args_.cos) + position * half;
-    const auto* sin = static_cast<const T*>(args_.sin) + position * half;
-    __syncwarp();  // all lanes have read the row of the last token
-#pragma unroll
-    for (int p = 0; p < kPieces; ++p) {
-      const int d = (32 * p + lane_) * kPieceElements;
-#pragma unroll
-      for (int e = 0; e < kPieceElements; ++e) {
-        if (d < size) row_[d + e] = x[p][e];
-      }
-    }
-    __syncwarp();
-#pragma unroll
-    for (int p = 0; p < kPieces; ++p) {
-#pragma unroll
-      for (int e = 0; e < kPieceElements; ++e) {
-        const int d = (32 * p + lane_) * kPieceElements + e;
-        if (d >= 2 * half) continue;
-        const bool is_first = args_.is_interleaved ? d % 2 == 0 : d < half;
-        const int pair = args_.is_interleaved ? d / 2 : is_first ? d : d - half;
-        const int partner = args_.is_interleaved ? d ^ 1 : is_first ? d + half : d - half;
-        const float turned = row_[partner] * ToFloat(sin[pair]);
-        x[p][e] = x[p][e] * ToFloat(cos[pair]) + (is_first ? -turned : turned);
-      }
-    }
+    const bool rotates = kind != kValue && args_.cos != nullptr;
+    transform_.Run(from, kind == kValue ? nullptr : norm, rotates, rotates ? PositionOf(rows, b, i) : 0,
+                   i < rows.tokens, to, other, begin, end);
   }
 
   // ---- copy CTAs: a chunk of the past rows of a head, which are contiguous in all buffers ----
@@ -340,8 +237,8 @@ class Append {
 
   const AppendParams& params_;
   const CacheAppendArgs& args_;
-  const int warp_, lane_;
-  float* const row_;
+  const int warp_;
+  HeadTransform<T, kPieceElements> transform_;
 };
 
 template <typename T, int kPieceElements, bool kSlides>

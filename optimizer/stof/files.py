@@ -214,14 +214,14 @@ def read_bytes(name: str, path: Path, most: int | None = None) -> bytes:
         raise ArgumentError(f"the {name} {path} cannot be read: {_os_reason(error)}") from error
 
 
-def read_text(name: str, path: Path) -> str:
-    """The text of a file.
+def read_text(name: str, path: Path, most: int = _MOST_TEXT) -> str:
+    """The text of a file of at most so many bytes.
 
     Raises:
-        ArgumentError: naming the file, when it cannot be read or is no UTF-8 text.
+        ArgumentError: naming the file, when it cannot be read, is larger or is no UTF-8 text.
     """
     try:
-        return read_bytes(name, path, _MOST_TEXT).decode("utf-8")
+        return read_bytes(name, path, most).decode("utf-8")
     except UnicodeDecodeError as error:
         raise ArgumentError(f"the {name} {path} is no UTF-8 text: {error.reason} at byte {error.start}") from None
 

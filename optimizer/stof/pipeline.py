@@ -28,7 +28,7 @@ from stof.recursion import deep_recursion
 from stof.report import Report
 from stof.runtime.library import build_info
 from stof.selection import select
-from stof.sparsify.prompts import read_prompts
+from stof.sparsify.prompts import check_vocabulary, read_prompts
 from stof.sparsify.report import SparsityReport
 from stof.sparsify.sparsity import Sparsity
 from stof.sparsify.spec import parse_spec
@@ -123,7 +123,7 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
         return
     if plan is not None and plan.target != options.target:
         raise ArgumentError(f"the plan is for target {plan.target}, not {options.target}; use --target {plan.target}")
-    job = _declare(report, job)
+    job = _declare(report, job, target)
     stages = rewrite(job, OPS)
     report.sections |= {s.op.key: s.decided.section for s in stages}
     report.nodes_before = len(graph.graph.node)
@@ -139,18 +139,25 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
     _save_plan({s.op.key: s.decided.plan for s in stages}, options, job.sparsity.digest if job.sparsity else "")
 
 
-def _declare(report: Report, job: Job) -> Job:
+def _declare(report: Report, job: Job, target: Path) -> Job:
     """The job with the patterns of --sparsify.
 
     Raises:
-        ArgumentError: when they do not fit the model, or are others than those of the plan.
+        ArgumentError: when they do not fit the model, are others than those of the plan, or an output would replace their file.
     """
+    if not job.options.max_kl >= 0:
+        raise ArgumentError(f"max_kl is {job.options.max_kl}, expected a number from 0 on")
     if job.options.sparsify:
         if job.options.prompts is not None:
-            read_prompts(job.options.prompts, [job.source.parent])  # faults before long steps
+            prompts = read_prompts(job.options.prompts, [job.source.parent])  # faults before long steps
+            check_vocabulary(job.options.prompts, prompts, job.model.graph)
             if not has_onnxruntime():
                 raise ArgumentError("--prompts needs onnxruntime, which is not installed: pip install onnxruntime")
-        sparsity = Sparsity(parse_spec(job.options.sparsify), SparsityReport(job.options.sparsify))
+        spec = parse_spec(job.options.sparsify)
+        read = {f"pattern file {path}": path for path in spec.files}
+        read |= {"prompts file": job.options.prompts} if job.options.prompts is not None else {}
+        _check_files(read, target, job.options, report.dry_run)
+        sparsity = Sparsity(spec, SparsityReport(job.options.sparsify))
         job = replace(job, sparsity=sparsity)
         with job.step("sparsify"):
             for op in OPS:
@@ -307,8 +314,9 @@ def _measure_loss(report: Report, job: Job, stages: Sequence[Stage], target: Pat
         checks = filter(None, (s.op.site_checks(job, s.decided) for s in stages))
         known = next((i for c in checks if (i := c.model_inputs()) is not None), None)
         inputs = known or default_inputs(job.model)
-        report.sparsity.loss = measure_loss(job.source, stages[-1].model, inputs, prompts, target.parent, job.options)
-    check_loss(report.sparsity.loss, job.options)
+        found = measure_loss(job.source, stages[-1].model, inputs, prompts, target.parent, job.options)
+        report.sparsity.loss, report.sparsity.decode_loss = found
+    check_loss(report.sparsity, job.options)
 
 
 def _time_models(report: Report, job: Job, stages: list[Stage], target: Path) -> None:

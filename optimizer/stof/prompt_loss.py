@@ -1,27 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the original and the sparsified model on prompts, and measures by how much next tokens change."""
+"""Runs the original and the sparsified model on prompts and token by token, and measures how much next tokens change."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
 import onnx
 
+from stof.cached_attention.run_inputs import CacheInputMaker
 from stof.errors import ArgumentError, ModelError, VerifyError
 from stof.execution.case import Case, Padding
-from stof.execution.ort_sessions import Sessions
+from stof.execution.inputs import InputMaker
+from stof.execution.ort_sessions import Sessions, VerifiedSession
 from stof.execution.run_limits import LimitReached, RunLimits
 from stof.execution.session_process import RuntimeFailure, release_sessions
 from stof.files import temporary_folder
 from stof.options import Options
-from stof.sparsify.loss import LossMeter
-from stof.sparsify.report import Loss
+from stof.sparsify.loss import LossMeter, bucket_limits
+from stof.sparsify.prompts import TOKENS
+from stof.sparsify.report import Loss, SparsityReport
 from stof.verification.model_inputs import ModelInputs
 
 _SECONDS = 86400.0  # prompts take as long as they take
-_TOKENS, _LOGITS = "input_ids", "logits"
+_LOGITS, _POSITIONS = "logits", "position_ids"
+_STEPS = 8  # tokens, the last ones of each bucket, that are decoded
+Feed = dict[str, np.ndarray]
 
 
 def measure_loss(
@@ -31,8 +36,8 @@ def measure_loss(
     prompts: Sequence[np.ndarray],
     folder: Path,
     options: Options,
-) -> Loss:
-    """Runs both models on each prompt, alone and as a first prompt.
+) -> tuple[Loss, Loss | None]:
+    """Runs both models on each prompt: as a first prompt, and token by token behind prefixes, each over its own cache.
 
     Args:
         source: the file of the original.
@@ -42,71 +47,124 @@ def measure_loss(
         folder: for temporary files.
         options: memory for the runs.
 
+    Returns:
+        The loss of whole prompts, and that of decoding; None where the model has no cache, or all prompts have one token.
+
     Raises:
         ArgumentError: when the model has no input for tokens or no logits, or refuses a prompt.
         VerifyError: when memory does not suffice.
     """
-    meter = LossMeter()
+    whole, decoded = LossMeter(), LossMeter()
+    maker = inputs.maker
     try:
         with temporary_folder(folder) as scratch:
             limits = RunLimits(_SECONDS, options.verify_memory)
             sessions = Sessions(source.parent.resolve(), scratch, limits)
             original = sessions.make(source, optimized=True, library=False)
             result = sessions.make(final, optimized=True, library=True)
-            name = _logits_of(original.outputs)
+            _check_logits(original.outputs)
             for i, ids in enumerate(prompts):
-                feed = _feed(inputs, ids)
                 try:
-                    one, other = (np.asarray(s.run([name], feed)[0]) for s in (original, result))
+                    one, other = (_logits(s, _feed(maker, ids)) for s in (original, result))
+                    _check_shapes(one, other, len(ids))
+                    # Some models give the logits of the last token alone.
+                    whole.add(one[0], other[0], np.arange(len(ids))[-one.shape[1] :])
+                    if isinstance(maker, CacheInputMaker):
+                        _decode(maker, (original, result), ids, decoded)
                 except RuntimeFailure as error:
                     raise ArgumentError(
-                        f"--prompts {options.prompts}: a model does not run on prompt {i} of {len(ids)} tokens: {error}"
+                        f"--prompts {options.prompts}: a model does not run on prompt {i} of {len(ids)} tokens, with ids "
+                        f"from {ids.min()} to {ids.max()}: {error}"
                     ) from error
-                if one.ndim != 3 or one.shape != other.shape or one.shape[1] not in (1, len(ids)):
-                    raise ModelError(
-                        f"output {name!r} is {list(one.shape)} for a prompt of {len(ids)} tokens, expected [1, S, V]"
-                    )
-                # Some models give the logits of the last token alone.
-                meter.add(one[0], other[0], np.arange(len(ids))[-one.shape[1] :])
             del original, result
     except LimitReached as error:
         raise VerifyError(f"the loss could not be measured: {error}") from error
     finally:
         release_sessions()
-    return meter.loss()
+    return whole.loss(), decoded.loss() if decoded.prompts else None
 
 
-def check_loss(loss: Loss, options: Options) -> None:
-    """Refuses a loss above ``--max-kl``.
+def check_loss(report: SparsityReport, options: Options) -> None:
+    """Refuses a loss above ``--max-kl``, of whole prompts or of decoding.
 
     Raises:
         VerifyError: with both numbers.
     """
-    if loss.kl <= options.max_kl or options.force:
+    losses = [x for x in (report.loss, report.decode_loss) if x is not None]
+    worst = max(losses, key=lambda loss: loss.kl)
+    if worst.kl <= options.max_kl or options.force:
         return
+    of = "" if worst is report.loss else " in decoding"
     raise VerifyError(
-        f"--sparsify changes outputs too much: KL divergence {loss.kl:.4g} on {options.prompts}, --max-kl allows "
-        f"{options.max_kl:g}; next-token agreement is {100 * loss.agreement:.2f} %. Nothing was written; choose a denser "
+        f"--sparsify changes outputs too much: KL divergence {worst.kl:.4g}{of} on {options.prompts}, --max-kl allows "
+        f"{options.max_kl:g}; next-token agreement is {100 * worst.agreement:.2f} %. Nothing was written; choose a denser "
         "pattern, raise --max-kl, or write it anyway with --force"
     )
 
 
-def _logits_of(outputs: Sequence[str]) -> str:
+def _decode(maker: CacheInputMaker, models: Sequence[VerifiedSession], ids: np.ndarray, meter: LossMeter) -> None:
+    """Adds single tokens of a prompt, the last ones of each bucket; nothing where the model takes no such steps."""
+    caches = maker.caches()
+    positions: list[int] = []
+    found: list[list[np.ndarray]] = [[] for _ in models]
+    for start, limit in bucket_limits(len(ids)) if caches else ():
+        end = min(limit, len(ids))
+        first = max(start, end - _STEPS, 1)
+        spans = [(0, first), *((t, t + 1) for t in range(first, end))]
+        cases = [maker.case_of_step(b - a, b, len(ids)) for a, b in spans]
+        if first >= end or any(c is None for c in cases):
+            continue
+        positions += range(first, end)
+        for model, own in zip(models, found, strict=True):
+            pasts: Feed = {}
+            for (a, b), case in zip(spans, cases, strict=True):
+                assert case is not None
+                feed = {**_feed(maker, ids[a:b], case, before=a, known=pasts), **pasts}
+                logits, *presents = model.run([_LOGITS, *caches.values()], feed)
+                pasts = dict(zip(caches, presents, strict=True))
+                if a:
+                    own.append(np.asarray(logits)[0, -1:])
+    if positions:
+        one, other = (np.concatenate(x) for x in found)
+        meter.add(one, other, np.array(positions))
+
+
+def _check_logits(outputs: Sequence[str]) -> None:
     if _LOGITS not in outputs:
         raise ArgumentError(
             f"--prompts needs a model with output {_LOGITS!r}, which this one has not: {', '.join(outputs[:4])}"
         )
-    return _LOGITS
 
 
-def _feed(inputs: ModelInputs, ids: np.ndarray) -> Mapping[str, np.ndarray]:
-    """The inputs of a prompt."""
-    feed = inputs.maker.draw(Case(1, len(ids), Padding.NONE), np.random.default_rng(0))
-    tokens = feed.get(_TOKENS)
+def _logits(model: VerifiedSession, feed: Feed) -> np.ndarray:
+    return np.asarray(model.run([_LOGITS], feed)[0])
+
+
+def _check_shapes(one: np.ndarray, other: np.ndarray, count: int) -> None:
+    if one.ndim != 3 or one.shape != other.shape or one.shape[1] not in (1, count):
+        raise ModelError(
+            f"output {_LOGITS!r} is {list(one.shape)} for a prompt of {count} tokens, expected [1, {count}, V] or [1, 1, V]"
+        )
+
+
+def _feed(
+    maker: InputMaker, ids: np.ndarray, case: Case | None = None, before: int = 0, known: Collection[str] = ()
+) -> Feed:
+    """The inputs of tokens that so many others come before; those that are known need not be drawn."""
+    case = case or Case(1, len(ids), Padding.NONE)
+    needed = {v.name for v in maker.inputs}.difference(known)
+    feed = maker.draw(case, np.random.default_rng(0), needed)
+    if known and isinstance(maker, CacheInputMaker) and not maker.knows_lengths(feed):  # they follow from caches
+        feed = maker.draw(case, np.random.default_rng(0))
+    tokens = feed.get(TOKENS)
     if tokens is None or tokens.dtype.kind != "i" or tokens.ndim != 2:
-        raise ArgumentError(f"--prompts needs a model with integer input {_TOKENS!r} [B, S], which this one has not")
+        raise ArgumentError(f"--prompts needs a model with integer input {TOKENS!r} [B, S], which this one has not")
     if tokens.shape != (1, len(ids)):
         raise ArgumentError(
-            f"--prompts: a prompt has {len(ids)} tokens, the model's {_TOKENS!r} is {list(tokens.shape)}"
+            f"--prompts: a prompt has {len(ids)} tokens, the model's {TOKENS!r} is {list(tokens.shape)}"
         )
-    return {**feed, _TOKENS: ids[None].astype(tokens.dtype)}
+    feed[TOKENS] = ids[None].astype(tokens.dtype)
+    positions = feed.get(_POSITIONS)
+    if positions is not None and positions.dtype.kind == "i" and positions.shape == tokens.shape:
+        feed[_POSITIONS] = (before + np.arange(len(ids)))[None].astype(positions.dtype)
+    return feed

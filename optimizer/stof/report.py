@@ -240,6 +240,14 @@ class Report:
         data["times"] = None if self.times is None else self.times.to_json()
         return strict_json.dumps(data, indent=2, default=str)
 
+    def time_lines(self) -> list[str]:
+        """What --time measured: the whole model, and one token of a decoder."""
+        if self.times is None:
+            return []
+        token = self.times.token
+        of_token = [] if token is None else [f"measured, one token: {token.to_text()}"]
+        return [f"measured: {self.times.to_text()}", *of_token]
+
     def to_text(self) -> str:
         """A table by kind of candidate, a picture of each distinct mask, and what was verified."""
         sections = self.sections.values()
@@ -253,12 +261,7 @@ class Report:
             before, after = self.converted_opset
             lines.append(f"opset: {before} -> {after} (the model was converted by onnx.version_converter)")
         lines += self._verification_lines()
-        if self.times is not None:
-            original, optimized = self.times.original, self.times.optimized
-            lines.append(
-                f"measured: {1e3 * original.best:.4g} ms -> {1e3 * optimized.best:.4g} ms, {self.times.speedup:.2f}x "
-                f"({self.times.inputs}; best of {optimized.runs} alternating runs)"
-            )
+        lines += self.time_lines()
         reasons = self._nothing_to_do()
         if self.copied:
             lines.append(f"nothing to do: {reasons}; the model was copied as it is")
@@ -278,7 +281,7 @@ class Report:
             return f"nothing to do: {self._nothing_to_do()}{'; copied' if self.copied else ''}"
         if self.dry_run:
             return self._headline()
-        loss = [] if self.sparsity is None or self.sparsity.loss is None else self.sparsity.loss.lines()[:1]
+        loss = [] if self.sparsity is None else self.sparsity.loss_headlines
         return "; ".join([self._headline(), "not verified" if self.verification is None else "verified", *loss])
 
     def _headline(self) -> str:
@@ -340,8 +343,8 @@ class Report:
             lines.append("          (to fit the memory, the original's attention ran on slices of its queries)")
         if v.expanded:
             lines.append(
-                "          (ONNX Runtime refuses fused attention nodes of the original: it ran with them expanded to "
-                "the nodes that the ONNX standard defines them by)"
+                "          (ONNX Runtime does not run fused attention nodes of the original: it ran with them expanded to "
+                "standard nodes)"
             )
         if v.widened:
             lines.append(

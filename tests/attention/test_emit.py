@@ -331,3 +331,33 @@ def test_dead_readers_of_what_goes_go_too() -> None:
     before.graph.node[-1].name = "dead"
     after = assert_equivalent(before, *SIZES)
     assert [n.op_type for n in after.graph.node] == ["StofAttention"]
+
+
+def test_tables_of_different_types_share_a_slot() -> None:
+    """A runtime infers types in every branch of the function body, also in those that a call does not take."""
+    rng = np.random.default_rng(4)
+    allowed, first = rng.random((19, 19)) < 0.5, rng.integers(0, 9, 19)
+    allowed[:, 0], first[0] = True, 0
+    before = model(
+        PLAIN.replace("S", "19"),
+        "float[a,b,c,d] one, float[e,f,g,h] other",
+        """%kt
+        s1 = MatMul (q, kt)
+        least = Constant <value = float {-1e9}> ()
+        s2 = Where (allowed, s1, least)
+        p2 = Softmax (s2)
+        one = MatMul (p2, v)
+        columns = Constant <value = int64[19] {0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18}> ()
+        late = LessOrEqual (first, columns)
+        s3 = Where (late, s1, least)
+        p3 = Softmax (s3)
+        other = MatMul (p3, v)""",
+    )
+    before.graph.initializer.append(numpy_helper.from_array(allowed, "allowed"))
+    before.graph.initializer.append(numpy_helper.from_array(first.reshape(19, 1), "first"))
+    after = assert_equivalent(before, {"B": 2})
+    tables = [n for n in nodes(after)["one"].input if "table" in n] + [
+        n for n in nodes(after)["other"].input if "table" in n
+    ]
+    kinds = {i.name: i.data_type for i in after.graph.initializer}
+    assert len({kinds[name] for name in tables}) == 2

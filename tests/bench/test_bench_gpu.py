@@ -29,7 +29,8 @@ from stof.runtime.library import LibraryError, Mask, build_info
 
 torch = pytest.importorskip("torch")
 
-from stof.bench.gpu import baselines_jit, baselines_torch  # noqa: E402
+from stof.bench.gpu import baselines_jit, baselines_sparse, baselines_torch  # noqa: E402
+from stof.bench.gpu.device_runner import DeviceRunner  # noqa: E402
 from stof.bench.gpu.problem import GpuProblem  # noqa: E402
 
 
@@ -52,6 +53,10 @@ def numpy_mask(case: AttentionCase) -> np.ndarray:
         "longformer-128": (abs(q - k) <= 128) | (q < 64) | (k < 64),
         "dilated-256": (abs(q - k) <= 256) & ((q - k) % 2 == 0),
         "bits": (q - k) % 5 != 0,
+        "s2-4": (k <= q) & ((q // 64 - k // 64 < 8) | ((k // 64 + h // (case.H // case.G)) % 4 == 0)),
+        "s2-16": (k <= q) & ((q // 64 - k // 64 < 8) | ((k // 64 + h // (case.H // case.G)) % 16 == 0)),
+        "sinks-1024": (k <= q) & ((q - k < 1024) | (k < 4)),
+        "slash-37": (k <= q) & ((q - k < 96) | (k % 37 == 0)),
         "bigbird-23": (abs(q // 64 - k // 64) <= 1)
         | (q < 64)
         | (k < 64)
@@ -69,8 +74,8 @@ def small(grid: str, lengths: tuple[int, ...], heads: int = 4) -> list[Attention
     found = {}
     for case in cases.grid(grid):
         for length in lengths:
-            mask, tables = named_mask(case.name, length)
             groups = max(1, heads * case.G // case.H)
+            mask, tables = named_mask(case.name, length, heads // groups)
             sizes = {"H": heads, "G": groups, "T": length, "S": length if case.S > 1 else 1, "B": 1}
             made = dataclasses.replace(case, mask=mask, tables=tables, **sizes)
             found[str(made)] = made
@@ -86,6 +91,7 @@ CASES = [
     *small("long", (1024,), heads=8),
     *small("bits", (256,)),
     *small("decode", (1024, 2048), heads=8),
+    *small("s2", (1024,), heads=8),
     *small("cached", (1500,), heads=8),
 ]
 
@@ -96,7 +102,7 @@ def test_masks(case: AttentionCase) -> None:
     problem = GpuProblem(case, device="cpu")
     heads = case.H if problem.by_head else 1
     assert np.array_equal(problem.dense.numpy()[0], expected[:heads])
-    assert (heads == case.H) == (case.name == "s2")
+    assert (heads == case.H) == case.name.startswith("s2")
     assert problem.density.pairs == expected.sum() * case.B
     assert problem.density.element == pytest.approx(expected.mean())
     tiles = np.pad(expected, ((0, 0), (0, -case.S % 128), (0, -case.T % 128)))
@@ -156,6 +162,7 @@ def test_grids() -> None:
     assert len(list(cases.grid("long"))) == 8 * 5 * 2
     assert len(list(cases.grid("decode"))) == 3 * 8
     assert len(list(cases.grid("cached"))) == 27 + 22
+    assert len(list(cases.grid("s2"))) == 7 * 4 + 11
     assert max(4 * c.B * c.G * c.T * c.D for c in cases.grid("cached")) < 31e9
     assert {c.T for c in cases.grid("cached", ["causal-1024"], batches=[64])} == {8192, 16384, 114688}
     assert {str(c) for c in cases.grid("paper", ["causal"], [512], [8])} == {"paper causal B8 H12 S512 D64 fp16"}
@@ -422,3 +429,42 @@ def test_over_jit() -> None:
     assert summary.over_jit(records[1]) is None
     assert summary.row(records, extended=True)[-2:] == ["0.90", "0.90"]
     assert len(summary.row(records)) == len(summary.HEAD)
+
+
+def test_layouts_of_sparse_attention() -> None:
+    """Blocks of 64 that reproduce the mask below the diagonal; other masks are refused."""
+    case = next(c for c in CASES if c.grid == "s2" and c.name == "s2-4" and c.S == 1)
+    problem = GpuProblem(case, device="cpu")
+    found = baselines_sparse.layouts(problem)
+    i, j = np.indices((case.T // 64, case.T // 64))
+    for h in range(case.H):
+        expected = (i >= j) & ((i - j < 8) | ((j + h // (case.H // case.G)) % 4 == 0))
+        assert np.array_equal(found[h], expected)
+    rows, columns = baselines_sparse._csr(found)
+    assert [columns[1, rows[1, r] : rows[1, r + 1]].tolist() for r in range(3)] == [[0], [0, 1], [0, 1, 2]]
+    with pytest.raises(Unavailable, match="whole blocks"):
+        baselines_sparse.layouts(GpuProblem(dataclasses.replace(case, mask="k <= q and q - k < 100"), device="cpu"))
+
+
+def test_dense_in_place_of_a_mask() -> None:
+    """The candidate gets the problem's inputs under a causal mask, and is checked against that."""
+    case = next(c for c in CASES if c.grid == "s2" and c.S > 1)
+    problem = GpuProblem(case, device="cpu")
+    seen = []
+
+    def build(plain: GpuProblem, stream: object) -> DeviceRunner:
+        seen.append(plain)
+        return DeviceRunner(lambda i: None, lambda: None)
+
+    runner = baselines_sparse.dense(build)(problem, None)
+    plain = seen[0]
+    assert plain.case.mask == "k <= q"
+    assert plain.sets()[0][0] is problem.sets()[0][0]
+    problem.rotate()
+    assert plain.count == problem.count > 1
+    q, k, v = (x.double() for x in problem.sets()[0])
+    wide = (x.repeat_interleave(case.H // case.G, 1) for x in (k, v))
+    output = torch.nn.functional.scaled_dot_product_attention(q, *wide, is_causal=True)
+    assert runner.error is not None
+    assert runner.error(output) < 1e-12
+    assert problem.error(output) > 1e-2

@@ -184,3 +184,28 @@ def test_lengths_that_cannot_be_read(how: str) -> None:
     assert lengths_of(model).keys(site, feed) is None
     assert lengths_of(model).padded_queries(feed) is None
     assert lengths_of(model).cache_rows("present_key", feed, 5) is None
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_token_behind_a_past_runs_at_its_length(kind: str) -> None:
+    model = MODELS[kind]
+    inputs, _, _ = drawn(model)
+    case = inputs.maker.token_case(18)
+    assert case is not None
+    feeds = inputs.maker.draw(case, np.random.default_rng(0))
+    queries = feeds["query"]
+    assert queries.shape[:2] == (1, 1)
+    assert case.length == 18
+    keys = lengths_of(model).keys(checks_of(model).cache_sites[0], feeds)
+    assert keys is not None
+    assert keys.tolist() == [18]
+    session(model, library=False).run(None, feeds)
+
+
+def test_no_token_is_timed_of_prompts_alone() -> None:
+    model = model_of(GENAI)
+    for value in model.graph.input:
+        if value.name == "query":
+            value.type.tensor_type.shape.dim[1].Clear()
+            value.type.tensor_type.shape.dim[1].dim_value = 5
+    assert drawn(model)[0].maker.token_case(18) is None

@@ -22,6 +22,12 @@ from stof.mask.site import EmptyRows
 # The weights are rounded to half precision before the second product.
 TOLERANCE = {"float32": 5e-6, "float16": 2.0**-11 * 6, "bfloat16": 2.0**-8 * 6}
 
+# The masks of nodes that compute fully masked rows alone (docs/reference/attention-forms.md), where all scores are the same.
+FULLY_MASKED_ROWS = {
+    "one": "segment_q[b, q] == 1 and (k <= q and q - k <= 40 or k <= q and pad[b, k])",
+    "two": "segment_q[b, q] == 1 and pad[b, k] or segment_q[b, q] == 2",
+}
+
 
 def problems(rng: np.random.Generator) -> dict[str, tuple[Problem, tuple[str, ...]]]:
     """What the provider has to compute, by name, with the roles that are constants."""
@@ -62,6 +68,11 @@ def problems(rng: np.random.Generator) -> dict[str, tuple[Problem, tuple[str, ..
                 random_problem(rng, 3, 2, 200, size, dtype=kind, mask=by_length, operands=lengths),
                 (),
             )
+        for name, mask in FULLY_MASKED_ROWS.items():
+            vectors = {"segment_q": rng.integers(0, 3, (3, 200)), "pad": random_padding(rng, 3, 200)}
+            vectors["segment_q"][0] = 0  # no row is the node's own
+            weaker = random_problem(rng, 3, 4, 200, 64, dtype=kind, mask=mask, operands=vectors, scale=0.0)
+            found[f"{dtype} rows that attend by a weaker mask, {name}"] = (weaker, ())
         step = {"lengths": np.array([300, 150], np.int64)}
         found[f"{dtype} one query"] = (
             random_problem(rng, 2, 4, 1, 64, T=301, dtype=kind, mask="k <= q and q - k < 50", query_offset=True), ()

@@ -352,22 +352,49 @@ def test_evaluation_agrees_with_the_library() -> None:
         np.testing.assert_array_equal(evaluated(MaskExpression.parse(text), sizes, operands), wanted, text)
 
 
+def computed(
+    text: str, sizes: dict[str, int], operands: dict[str, np.ndarray], *, tables_have_rank: bool = False
+) -> np.ndarray:
+    """The mask by ONNX nodes, as it broadcasts to [B, H, S, T]."""
+    expression = MaskExpression.parse(text, TABLES)
+    builder = Builder(18, "m")
+    scalars = ScoreSizes(*(builder.constant(sizes[n]) for n in "BHSTP"))
+    given = {n: a for n, a in {**operands, **TABLES}.items() if n in expression.reads}
+    output = expression.to_onnx(builder, scalars, {n: n for n in given}, tables_have_rank=tables_have_rank)
+    inputs = [
+        helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(a.dtype), a.shape) for n, a in given.items()
+    ]
+    outputs = [helper.make_tensor_value_info(output, TensorProto.BOOL, None)]
+    graph = helper.make_graph(builder.nodes, "g", inputs, outputs)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
+    (found,) = ReferenceEvaluator(model).run(None, given)
+    return np.asarray(found)
+
+
 def test_nodes_compute_what_the_library_does() -> None:
-    for text, sizes, operands, wanted in drawn(60, seed=8):
-        expression = MaskExpression.parse(text, TABLES)
-        builder = Builder(18, "m")
-        scalars = ScoreSizes(*(builder.constant(sizes[n]) for n in "BHSTP"))
-        tables = {n: t if t.dtype == np.bool_ else t.astype(np.int64) for n, t in TABLES.items()}
-        given = {n: a for n, a in {**operands, **tables}.items() if n in expression.reads}
-        output = expression.to_onnx(builder, scalars, {n: n for n in given})
-        inputs = [
-            helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(a.dtype), a.shape)
-            for n, a in given.items()
-        ]
-        outputs = [helper.make_tensor_value_info(output, TensorProto.BOOL, None)]
-        graph = helper.make_graph(builder.nodes, "g", inputs, outputs)
-        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
-        (found,) = ReferenceEvaluator(model).run(None, given)
+    for i, (text, sizes, operands, wanted) in enumerate(drawn(60, seed=8)):
+        found = computed(text, sizes, operands, tables_have_rank=i % 2 == 1)
+        np.testing.assert_array_equal(np.broadcast_to(found, wanted.shape), wanted, text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "table0[q % 3, k % 3]",
+        "table0[1, k % 3] and not table0[q % 3, 2]",
+        "table0[k % 3, q % 3]",
+        "table0[h % 3, k % 3] or table1[q % 5] > 3",
+        "table12[b, h, q % 3, k % 4] != 0",
+        "table12[0, h, (q + k) % 3, 1] == 2",
+        "table1[(q - P) // 2 % 5] <= k",
+        "table1[S % 5] <= k",
+    ],
+)
+def test_nodes_of_tables_that_keep_their_axes(text: str) -> None:
+    sizes = {"B": 3, "H": 2, "S": 5, "T": 7, "P": 4}
+    wanted = Mask(text, TABLES).evaluate(*(sizes[n] for n in "BHSTP"))
+    for tables_have_rank in (False, True):
+        found = computed(text, sizes, {}, tables_have_rank=tables_have_rank)
         np.testing.assert_array_equal(np.broadcast_to(found, wanted.shape), wanted, text)
 
 

@@ -84,16 +84,19 @@ def operands(length: int) -> dict[str, np.ndarray]:
     return {n: rng.standard_normal((2, 4, length, 8)).astype(np.float32) for n in "qkv"}
 
 
-def test_levels_that_the_operator_does_not_know_are_left_alone(tmp_path: Path) -> None:
-    path = tmp_path / "model.onnx"
+def test_levels_that_a_stored_window_and_padding_make(tmp_path: Path) -> None:
+    path, written = tmp_path / "model.onnx", tmp_path / "out.onnx"
     onnx.save(parsed(_TWO_LEVELS), str(path))
-    (site,) = stof.optimize(path, tmp_path / "out.onnx").sites
-    assert not site.replaced
-    assert "a query without any key" in site.reason
-    assert "--empty-rows ignore" in site.reason
+    (site,) = stof.optimize(path, written).sites
+    assert site.mask == "k <= q and q - k <= 8 and pad[b, k]"
+    mask = np.ones((2, 40), np.int64)
+    mask[0, :12] = 0
+    mask[1, -12:] = 0
+    feeds = {**operands(40), "mask": mask}
+    np.testing.assert_allclose(run(written, feeds), run(path, feeds), atol=5e-6)
 
 
-def test_they_are_replaced_where_such_rows_may_differ(tmp_path: Path) -> None:
+def test_rows_without_a_key_may_differ_where_they_are_ignored(tmp_path: Path) -> None:
     path, written = tmp_path / "model.onnx", tmp_path / "out.onnx"
     onnx.save(parsed(_TWO_LEVELS), str(path))
     (site,) = stof.optimize(path, written, Options(ignore_empty_rows=True)).sites

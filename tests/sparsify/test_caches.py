@@ -86,6 +86,21 @@ def test_the_pattern_forbids_something_in_these_steps(kind: str) -> None:
     assert away.max() > 0.1
 
 
+@pytest.mark.parametrize("groups", [1, 8])
+def test_one_kv_head_and_one_for_each_query_head(groups: int, tmp_path: Path) -> None:
+    shape = Shape(H=8, G=groups, D=16)
+    onnx.save(model_of(shape), tmp_path / "model.onnx")
+    options = Options(sparsify="s2:local=2,stride=16,block=16", verify=False)
+    assert stof.optimize(tmp_path / "model.onnx", tmp_path / "out.onnx", options).replaced == 1
+    model = onnx.load(tmp_path / "out.onnx")
+    mask = masks.to_query_heads(masks.s2(groups, SIZE, 2, 16, 16), 8)
+    for lengths, queries in ((STEPS["long prompt"]), (STEPS["decode"])):
+        step = draw_step(shape, lengths, queries, 310, seed=5)
+        for library in (True, False):
+            found = session(model, library=library).run(None, feeds_of(shape, step))[0]
+            np.testing.assert_allclose(found, exact(step, mask), atol=3e-5, rtol=1e-4, err_msg=f"library {library}")
+
+
 @pytest.mark.parametrize("kind", ["s2", "blocks", "vertical-slash"])
 def test_half_precision(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = Shape(H=8, G=4, D=16, dtype="float16")
@@ -101,6 +116,14 @@ def test_verified(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     """Sites against fp64, and outputs against a dense model whose attention has the same mask; with everything a node does."""
     shape = Shape(H=8, G=4, D=32, packed=True, rotary=16, sink=True, softcap=3.0, bias=(1, 8))
     optimized(kind, tmp_path, monkeypatch, shape, verify=True)
+
+
+def test_the_bias_of_bfloat16_is_selected_in_fp32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No CPU provider has Where for bf16."""
+    shape = Shape(H=8, G=4, D=16, dtype="bfloat16")
+    model = optimized("blocks", tmp_path, monkeypatch, shape)
+    with pytest.raises(Exception, match="implementation for GroupQueryAttention"):  # the nodes before it have one
+        session(model, library=False)
 
 
 def test_another_mask_in_the_result_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,6 +164,13 @@ def test_a_body_with_a_dense_mask_would_be_found(tmp_path: Path, monkeypatch: py
     step = draw_step(PLAIN, [SIZE], SIZE, 310, seed=5)
     reference = session(seen[0], library=False).run(None, feeds_of(PLAIN, step))[0]
     np.testing.assert_allclose(reference, exact(step, wanted("s2")), atol=3e-5, rtol=1e-4)
+
+
+def test_the_body_has_no_dead_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runtimes warn of constants that nothing reads, at each load of the model."""
+    (function,) = optimized("window and sinks", tmp_path, monkeypatch).functions
+    read = {name for node in function.node for name in node.input} | set(function.output)
+    assert [n.name for n in function.node if not read.intersection(n.output)] == []
 
 
 def test_layers_with_and_without_a_pattern(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ TABLE = np.random.default_rng(3).random((4, 6, 6)) < 0.4
 TABLE |= np.eye(6, dtype=bool)
 TABLE_8 = np.concatenate([TABLE, ~TABLE | np.eye(6, dtype=bool)])
 COLUMNS = [[0, 3, 50], [7], [], [1, 299]]
-DIAGONALS = [[1, 2, 9], [], [100, 64], [5]]
+DIAGONALS = [[1, 2, 9], [], [64, 100], [5]]
 
 
 def slash(columns: list[list[int]], diagonals: list[list[int]]) -> VerticalSlashPattern:
@@ -41,7 +41,7 @@ KINDS: dict[str, tuple[HeadPattern, np.ndarray]] = {
     "s2, block 64": (StridedPattern(1, 3, 64), masks.s2(4, SIZE, 1, 3, 64)),
     "s2, block 128": (StridedPattern(1, 2, 128), masks.s2(4, SIZE, 1, 2, 128)),
     "s2, stride of many heads": (StridedPattern(2, 16, 16), masks.s2(4, SIZE, 2, 16, 16)),
-    "s2, offset": (StridedPattern(2, 5, 16, offset=3), masks.s2(4, SIZE, 2, 5, 16, offset=3)),
+    "s2, offset": (StridedPattern(2, 5, 32, offset=3), masks.s2(4, SIZE, 2, 5, 32, offset=3)),
     "s2, relative": (StridedPattern(2, 3, 16, relative=True), masks.s2(4, SIZE, 2, 3, 16, relative=True)),
     "s2, homogeneous": (StridedPattern(2, 4, 16, homogeneous=True), masks.s2(4, SIZE, 2, 4, 16, homogeneous=True)),
     "s2, dense heads": (StridedPattern(2, 4, 16, dense_heads=1), masks.s2(4, SIZE, 2, 4, 16, dense_heads=1)),
@@ -94,6 +94,39 @@ def test_what_is_said_of_heads_and_caches(kind: str) -> None:
     assert 0 < facts.density <= facts.read_density <= 1
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_have_the_patterns_of_their_heads(kind: str, ranks: int) -> None:
+    """The graph of a rank has some KV heads of the model, whose pattern is stated."""
+    rows = np.arange(SIZE)
+    found = []
+    for rank in range(ranks):
+        heads = HeadCounts(HEADS.H // ranks, HEADS.G // ranks, rank * HEADS.G // ranks, HEADS.G)
+        pattern = whole(KINDS[kind][0], heads)
+        found += [allowed_pairs(pattern, h, rows, rows) for h in range(heads.H)]
+        assert all(len(t) <= heads.H for t in pattern.tables.values())
+    np.testing.assert_array_equal(np.stack(found), wanted(kind))
+
+
+def test_a_text_with_heads_on_a_rank() -> None:
+    pattern = whole(TextPattern("k == q or k % 8 == h"), HeadCounts(4, 2, 2, 4))
+    rows = np.arange(40)
+    for h in range(4):
+        mask = (rows[None] == rows[:, None]) | ((rows % 8 == 4 + h)[None] & (rows[None] <= rows[:, None]))
+        np.testing.assert_array_equal(allowed_pairs(pattern, h, rows, rows), mask)
+
+
+def test_the_causal_mask_is_stated_once() -> None:
+    assert whole(TextPattern("k <= q and q - k < 9")).mask.text == "k <= q and q - k < 9"
+    assert whole(TextPattern("q - k < 9")).mask.text == "k <= q and q - k < 9"
+
+
+def test_patterns_of_distances_alone() -> None:
+    kinds = {kind for kind, (pattern, _) in KINDS.items() if whole(pattern).is_of_distances}
+    assert kinds == {"window", "diagonals"}
+    assert not whole(TextPattern("q - k < 9 or k - q > 3 and k < 5")).is_of_distances
+
+
 def test_density_is_the_share_of_causal_pairs() -> None:
     facts = measure_pattern(whole(WindowPattern(1024, 128)))
     size = 32768
@@ -131,7 +164,7 @@ def test_parts_of_the_kv_heads_and_the_rest() -> None:
     ("pattern", "message"),
     [
         (TextPattern("k % 2 == 0 and q - k > 3"), "query 0 of head 0 has no key"),
-        (StridedPattern(1, 4, 16, dense_heads=5), "dense_heads is 5, the attention has 4 heads"),
+        (StridedPattern(1, 4, 16, dense_heads=5), "dense_heads=5, expected up to 4, the heads of the attention"),
         (StreamingPattern((True, False), 4, 30, "heads.tsv"), "heads.tsv has 2 heads, the attention has 4 KV heads"),
         (BlockPattern(TABLE[:3], 32, "t.npz"), r"t.npz has 3 heads, expected 1, 4 \(KV heads\) or 8"),
         (slash([[1], [2]], [[1], [2]]), "has 2 heads, expected"),

@@ -22,12 +22,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cached_attention")
 from gqa_models import Shape, model_of, session
 
 WORDS, H, G, D = 31, 4, 2, 16
+SHAPE = Shape(H=H, G=G, D=D, packed=True, rotary=16)
 
 
-def decoder(folder: Path, *, strength: float = 1.0, fixed: int | None = None, logits: str = "logits") -> Path:
-    """Tokens, embedding, attention over a cache, logits, as decoders have them."""
+def decoder(
+    folder: Path, *, strength: float = 1.0, fixed: int | None = None, logits: str = "logits", last: bool = False,
+    shape: Shape = SHAPE, capacity: int | str = "C", grows: bool = False,
+) -> Path:  # fmt: skip
+    """Tokens, embedding, attention over a cache, logits, as decoders have them.
+
+    ``last``: logits of the last token alone. ``grows``: the total is the rows of the past and the new tokens.
+    """
     rng = np.random.default_rng(1)
-    model = model_of(Shape(H=H, G=G, D=D, packed=True, rotary=16), masks=True)
+    model = model_of(shape, masks=True, capacity=capacity)
     graph = model.graph
     width = (H + 2 * G) * D
     tables = {"embedding": rng.standard_normal((WORDS, width)), "head": rng.standard_normal((H * D, WORDS)) * strength}
@@ -38,13 +45,31 @@ def decoder(folder: Path, *, strength: float = 1.0, fixed: int | None = None, lo
     )
     kept = [i for i in graph.input if i.name not in ("query", "cos", "sin")]
     del graph.input[:]
-    shape = ["B", "S" if fixed is None else fixed]
-    graph.input.extend([helper.make_tensor_value_info("input_ids", TensorProto.INT64, shape), *kept])
+    sizes = ["B", "S" if fixed is None else fixed]
+    graph.input.extend([helper.make_tensor_value_info("input_ids", TensorProto.INT64, sizes), *kept])
     graph.node.insert(0, helper.make_node("Gather", ["embedding", "input_ids"], ["query"]))
-    graph.node.append(helper.make_node("MatMul", ["output", "head"], [logits]))
+    if grows:
+        place = next(i for i, n in enumerate(graph.node) if "length" in n.output)
+        graph.node.pop(place)
+        for node in reversed(
+            [
+                helper.make_node("Shape", ["past_key"], ["rows_of_past"], start=2, end=3),
+                helper.make_node("Shape", ["input_ids"], ["new_tokens"], start=1, end=2),
+                helper.make_node("Add", ["rows_of_past", "new_tokens"], ["sum_of_rows"]),
+                helper.make_node("Squeeze", ["sum_of_rows"], ["length"]),
+            ]
+        ):
+            graph.node.insert(place, node)
+    if last:
+        numbers = {"first": [-1], "behind": [1 << 31], "axis": [1]}
+        graph.initializer.extend(numpy_helper.from_array(np.array(a), n) for n, a in numbers.items())
+        graph.node.append(helper.make_node("Slice", ["output", "first", "behind", "axis"], ["rows"]))
+    graph.node.append(helper.make_node("MatMul", ["rows" if last else "output", "head"], [logits]))
     presents = list(graph.output)[1:]
     del graph.output[:]
-    graph.output.extend([helper.make_tensor_value_info(logits, TensorProto.FLOAT, ["B", shape[1], WORDS]), *presents])
+    graph.output.extend(
+        [helper.make_tensor_value_info(logits, TensorProto.FLOAT, ["B", 1 if last else sizes[1], WORDS]), *presents]
+    )
     onnx.save(model, folder / "model.onnx")
     return folder / "model.onnx"
 
@@ -183,10 +208,17 @@ def test_the_loss_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert loss["agreement"] == pytest.approx((p.argmax(-1) == q.argmax(-1)).mean(), abs=0.01)
     assert loss["kl"] > 1e-3
     assert [b["count"] for b in loss["buckets"]] == [512, 88]
+    # Teacher-forced steps compute what the prompt computes at their positions.
+    decoded = [*range(248, 256), *range(292, 300)]
+    loss = report["sparsify"]["decode_loss"]
+    assert loss["kl"] == pytest.approx((p * np.log(p / q))[:, decoded].sum(-1).mean(), rel=1e-3)
+    assert loss["agreement"] == (p.argmax(-1) == q.argmax(-1))[:, decoded].mean()
+    assert [(b["first"], b["count"]) for b in loss["buckets"]] == [(0, 16), (256, 16)]
     text = capsys.readouterr().out
     assert "OUTPUTS CHANGE: --sparsify puts a pattern on 1 of 1 attentions" in text.splitlines()[0]
     assert "loss on 2 prompts, 600 tokens: KL divergence" in text
     assert "positions 256 to 1023: KL divergence" in text
+    assert "loss of decoding on 2 prompts, 32 tokens: KL divergence" in text
 
 
 def test_a_pattern_that_keeps_all_has_no_loss(tmp_path: Path) -> None:
@@ -207,6 +239,63 @@ def test_too_large_a_loss_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert target.exists()
 
 
+def test_too_large_a_loss_in_decoding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A result that is right on whole prompts, and wrong in steps of one token."""
+    from stof.cached_attention import rewrite
+
+    emit = rewrite.emit_caches
+
+    def faulty(model: onnx.ModelProto, sites: object) -> onnx.ModelProto:
+        found = emit(model, sites)  # type: ignore[arg-type]
+        for node in found.graph.node:
+            for attribute in node.attribute:
+                if attribute.name == "mask":
+                    attribute.s = b"(" + attribute.s + b") and (S > 1 or k == q)"
+        return found
+
+    monkeypatch.setattr(rewrite, "emit_caches", faulty)
+    status, target, report = run_prompts(decoder(tmp_path), tmp_path, "--sparsify", "window=4096")
+    assert status == 2
+    assert not target.exists()
+    assert report["sparsify"]["loss"]["kl"] < 1e-5
+    assert report["sparsify"]["decode_loss"]["kl"] > 0.1
+    assert "in decoding on " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        {"last": True},
+        {"capacity": 320},
+        {"grows": True},
+        {"shape": Shape(H=H, G=G, D=D, packed=True, rotary=16, positions=True)},
+    ],
+)
+def test_decoding_of_other_models(made: dict[str, Any], tmp_path: Path) -> None:
+    """Logits of the last token alone, caches of a fixed size, positions as an input."""
+    options = ["--sparsify", "window=200", "--max-kl", "100"]
+    status, _, report = run_prompts(decoder(tmp_path, strength=0.1, **made), tmp_path, *options)
+    assert status == 0
+    found = report["sparsify"]
+    assert found["loss"]["tokens"] == (2 if "last" in made else 600)
+    assert found["decode_loss"]["tokens"] == 32
+    # The prompts' last tokens, and the last 8 steps: both are behind the window.
+    assert found["loss"]["buckets"][-1]["kl"] == pytest.approx(found["decode_loss"]["buckets"][-1]["kl"], rel=3)
+    assert found["decode_loss"]["buckets"][-1]["kl"] > 1e-5
+
+
+def test_prompts_of_one_token_have_no_steps(tmp_path: Path) -> None:
+    target, report, prompts = (tmp_path / n for n in ("out.onnx", "report.json", "p.json"))
+    put(prompts, [[3], [4]])
+    words = [decoder(tmp_path), "-o", target, "--json", report, "--no-verify", "--prompts", prompts]
+    assert cli.main([*map(str, words), "--sparsify", "window=2"]) == 0
+    found = json.loads(report.read_text())["sparsify"]
+    assert found["loss"]["tokens"] == 2
+    assert found["decode_loss"] is None
+
+
 @pytest.mark.parametrize(
     ("made", "message"),
     [
@@ -223,21 +312,27 @@ def test_models_that_take_no_prompts(
     assert not target.exists()
 
 
-def test_a_token_that_the_model_does_not_know(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("is_table_known", [True, False])
+def test_a_token_that_the_model_does_not_know(
+    is_table_known: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Refused before the model is optimized where the embedding is a table of the graph, else when the model runs."""
     path = decoder(tmp_path)
-    prompts = put(tmp_path / "p.json", [[1, 2, WORDS + 5]])
-    words = [
-        str(path),
-        "-o",
-        str(tmp_path / "out.onnx"),
-        "--no-verify",
-        "--sparsify",
-        "window=2",
-        "--prompts",
-        str(prompts),
-    ]
-    assert cli.main(words) == 1
-    assert "a model does not run on prompt 0 of 3 tokens" in capsys.readouterr().err
+    if not is_table_known:
+        model = onnx.load(path)
+        model.graph.node.insert(0, helper.make_node("Identity", ["embedding"], ["copy"]))
+        next(n for n in model.graph.node if n.op_type == "Gather").input[0] = "copy"
+        onnx.save(model, path)
+    prompts = put(tmp_path / "p.json", [[1, 2], [1, 2, WORDS + 5]])
+    words = [path, "-o", tmp_path / "out.onnx", "--no-verify", "--sparsify", "window=2", "--prompts", prompts]
+    assert cli.main([*map(str, words)]) == 1
+    expected = f"a model does not run on prompt 1 of 3 tokens, with ids from 1 to {WORDS + 5}"
+    if is_table_known:
+        expected = (
+            f"p.json: prompt 1 has token id {WORDS + 5}, expected 0 to {WORDS - 1}: the model's embedding 'embedding'"
+        )
+    assert expected in capsys.readouterr().err
+    assert not (tmp_path / "out.onnx").exists()
 
 
 @pytest.mark.parametrize(
@@ -255,6 +350,29 @@ def test_a_token_that_the_model_does_not_know(tmp_path: Path, capsys: pytest.Cap
 def test_wrong_options(options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([str(decoder(tmp_path)), *options]) == 1
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["-o", "--json", "--save-plan"])
+@pytest.mark.parametrize("name", ["prompts.npy", "table.npz", "heads/config.json"])
+def test_what_is_read_is_not_overwritten(
+    option: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = decoder(tmp_path)
+    prompts = put(tmp_path / "prompts.npy", IDS)
+    table = put(tmp_path / "table.npz", {"blocks": np.ones((1, 2, 2), bool), "block_size": 64})
+    (tmp_path / "heads").mkdir()
+    put(tmp_path / "heads" / "config.json", {"sink_size": 1, "recent_size": 5})
+    (tmp_path / "heads" / "full_attention_heads.tsv").write_text("1 0\n")
+    before = (tmp_path / name).read_bytes()
+    spec = str(table) if not name.startswith("heads") else str(tmp_path / "heads")
+    assert (
+        cli.main(
+            [str(path), "--no-verify", "--sparsify", spec, "--prompts", str(prompts), option, str(tmp_path / name)]
+        )
+        == 1
+    )
+    assert "choose another file" in capsys.readouterr().err
+    assert (tmp_path / name).read_bytes() == before
 
 
 def test_a_plan_is_of_its_patterns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -302,3 +420,4 @@ def test_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = capsys.readouterr().out.splitlines()[0]
     assert "OUTPUTS CHANGE" in line
     assert "verified; loss on 2 prompts, 600 tokens: KL divergence" in line
+    assert "; loss of decoding on 2 prompts, 32 tokens: KL divergence" in line

@@ -164,9 +164,23 @@ def test_padding_stays(tmp_path: Path) -> None:
     """A key padding mask and a pattern: positions count columns of the scores."""
     report, found = optimized(primitive(mask="padded"), tmp_path, "window=40,sink=7")
     assert report.replaced == 1
+    assert "positions count columns of the scores: pad sequences to the right" in report.to_text()
     feeds = draw()
     real = np.arange(SIZE)[None] < np.array([SIZE, 170])[:, None]
     mask = masks.window(H, SIZE, 40, 7) & real[:, None, None]
+    rows = real[:, None, :, None] & np.ones((1, H, 1, D), bool)
+    for library in (True, False):
+        mine = run(found, {**feeds, "real": real}, library=library)
+        np.testing.assert_allclose(mine[rows], exact(feeds, mask)[rows], atol=3e-5, rtol=1e-4)
+
+
+def test_windows_do_not_depend_on_where_padding_is(tmp_path: Path) -> None:
+    """Left padding moves queries and keys alike."""
+    report, found = optimized(primitive(mask="padded"), tmp_path, "window=40")
+    assert "pad sequences to the right" not in report.to_text()
+    feeds = draw()
+    real = np.arange(SIZE)[None] >= np.array([0, 130])[:, None]
+    mask = masks.window(H, SIZE, 40) & real[:, None, None]
     rows = real[:, None, :, None] & np.ones((1, H, 1, D), bool)
     for library in (True, False):
         mine = run(found, {**feeds, "real": real}, library=library)

@@ -89,6 +89,13 @@ def test_layers_and_heads() -> None:
         ("window=4,heads=2", "heads=2 selects from 2 heads"),
         ("window=4,heads=0+1", "has heads=0[+]1, expected one slice"),
         ("window=4;window=5", "two clauses are for KV head 0 of layer 0"),
+        ("window=4,active_heads=2:4", "has active_heads=2:4, expected the graph's KV heads and how many"),
+        ("window=4,active_heads=4:2/8", "has active_heads=4:2/8, expected"),
+        ("window=4,active_heads=6:9/8", "has active_heads=6:9/8, expected"),
+        ("window=4,active_heads=0:3/6", "active_heads=0:3/6 are 3 heads, the attention has 2 KV heads"),
+        ("window=4,heads=8,active_heads=2:4/8", "heads=8 selects from 8 heads"),
+        ("window=4,heads=0,active_heads=0:2/8;window=5,heads=1,active_heads=2:4/8", "2 different active_heads"),
+        ("window=4,active_heads=2:4/8;window=5,heads=3", "two clauses are for KV head 3 of layer 0"),
         ("none.json", "none.json"),
         ("absent", "'absent' is no file, and no pattern"),
     ],
@@ -96,6 +103,20 @@ def test_layers_and_heads() -> None:
 def test_faults_name_the_key_and_the_value(spec: str, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         parse_spec(spec).resolve(0, 2, HEADS)
+
+
+def test_heads_of_a_rank() -> None:
+    """KV heads 2 and 3 of 4: clauses and counts are those of the whole model."""
+    windows = np.concatenate([masks.window(1, SIZE, 9), masks.window(1, SIZE, 20)])
+    check("window=9,heads=0:3,active_heads=2:4/4;window=20,heads=3", windows)
+    check("window=9,heads=3:,active_heads=2:4/4", np.concatenate([masks.dense(1, SIZE), masks.window(1, SIZE, 9)]))
+    check("s2:local=2,stride=8,block=16,active_heads=2:4/4", masks.s2(4, SIZE, 2, 8, 16)[2:])
+    check(
+        "s2:local=2,stride=4,block=16,dense_heads=1,active_heads=2:4/4", masks.s2(4, SIZE, 2, 4, 16, dense_heads=1)[2:]
+    )
+    assert parse_spec("window=9,heads=0:2,active_heads=2:4/4").resolve(0, 2, HEADS) is None
+    # Layers that stay dense may have other heads.
+    assert parse_spec("window=9,dense_layers=0,active_heads=0:1/2").resolve(0, 2, HEADS) is None
 
 
 def duo(folder: Path, table: str = "1.0\t0.2\n0.1\t0.9\n", config: Any = None) -> Path:
@@ -237,7 +258,7 @@ def test_faults_of_block_tables(arrays: dict[str, Any], message: str, tmp_path: 
 
 
 def test_an_archive_that_would_exhaust_memory(tmp_path: Path) -> None:
-    np.savez_compressed(tmp_path / "t.npz", blocks=np.zeros((1, 1 << 15, 1 << 14), bool))
+    np.savez_compressed(tmp_path / "t.npz", blocks=np.zeros((1, 1 << 15, (1 << 13) + 1), bool))
     assert (tmp_path / "t.npz").stat().st_size < 1 << 22
     with pytest.raises(ArgumentError, match=r"bytes of arrays, expected up to"):
         parse_spec(str(tmp_path / "t.npz"))
@@ -245,7 +266,7 @@ def test_an_archive_that_would_exhaust_memory(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_archive(tmp_path: Path) -> None:
     (tmp_path / "t.npz").write_bytes(b"PK\x03\x04 and no more")
-    with pytest.raises(ArgumentError, match=r"t\.npz holds no arrays"):
+    with pytest.raises(ArgumentError, match=r"t\.npz holds no arrays that can be read"):
         parse_spec(str(tmp_path / "t.npz"))
     np.save(tmp_path / "a.npy", TABLE)
     (tmp_path / "a.npy").rename(tmp_path / "b.npz")

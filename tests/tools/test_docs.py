@@ -7,7 +7,7 @@ import json
 import re
 import runpy
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 
@@ -160,7 +160,8 @@ def test_report_keys_are_those_of_the_docs(narrow: Callable[[str], Path], tmp_pa
         first,
         first["coverage"],
     )
-    times = ModelTimes("", RunTimes(1.0, 1.0, 1), RunTimes(1.0, 1.0, 1)).to_json()
+    token = ModelTimes("", RunTimes(1.0, 1.0, 1), RunTimes(1.0, 1.0, 1))
+    times = replace(token, token=token).to_json()
     (tmp_path / "folder").mkdir()
     (tmp_path / "out.onnx").rename(tmp_path / "folder" / "out.onnx")
     folder = json.loads(stof.optimize_folder(tmp_path / "folder", tmp_path / "new").to_json())

@@ -13,10 +13,13 @@ import numpy as np
 import onnx
 import onnx.parser
 import pytest
+from tests.cached_attention.gqa_models import Shape, model_of
 from tests.helpers.several_masks import model_with_masks
 
 import stof
 from stof import cli
+from stof.api.folder import optimize_folder
+from stof.execution.case import Case, Padding
 from stof.execution.ort_sessions import file_session
 from stof.execution.session_process import RuntimeFailure, TimingLimits
 from stof.options import Options
@@ -123,6 +126,61 @@ def test_memory_of_the_machine_is_respected(put: Callable[..., Path], monkeypatc
         time_models(path, path, default_inputs(model), {}, QUICK)
 
 
+# ---- one token ----
+def concat_decoder() -> onnx.ModelProto:
+    """Causal attention over a past that is concatenated with the new keys, as exporters write it."""
+    return onnx.parser.parse_model(
+        """<ir_version: 8, opset_import: ["": 18]>
+        g (float[B,2,S,8] q, float[B,2,S,8] k, float[B,2,S,8] v, float[B,2,P,8] past_k, float[B,2,P,8] past_v)
+          => (float[B,2,S,8] y, float[B,2,T,8] keys, float[B,2,T,8] values) {
+            keys = Concat <axis = 2> (past_k, k)
+            values = Concat <axis = 2> (past_v, v)
+            kt = Transpose <perm = [0, 1, 3, 2]> (keys)
+            scores = MatMul (q, kt)
+            weights = Softmax <axis = -1> (scores)
+            y = MatMul (weights, values)
+        }"""
+    )
+
+
+def test_one_token_behind_a_past_is_timed_beside_the_prompt(put: Callable[..., Path]) -> None:
+    model = concat_decoder()
+    path = put("model.onnx", model)
+    maker = default_inputs(model).maker
+    case = maker.token_case(300)
+    assert case is not None
+    feeds = maker.draw(case, np.random.default_rng(0))
+    assert feeds["q"].shape == (1, 2, 1, 8)
+    assert feeds["past_k"].shape == feeds["past_v"].shape == (1, 2, 299, 8)
+    found = time_models(path, path, default_inputs(model), {}, QUICK)
+    assert found.token is not None
+    assert found.token.original.best < found.original.best
+    assert "behind 2047 others" in found.token.to_text()
+    assert found.to_json()["token"]["speedup"] == found.token.speedup
+
+
+def test_models_without_a_cache_have_no_token() -> None:
+    assert default_inputs(model_with_masks("causal")).maker.token_case(300) is None
+    assert default_inputs(loop_model("2")).maker.token_case(300) is None
+
+
+def test_token_that_does_not_run_leaves_the_times_of_the_prompt(
+    put: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = concat_decoder()
+    path = put("model.onnx", model)
+    inputs = default_inputs(model)
+    case = Case(1, 8, Padding.NONE, (("S", 1), ("P", 7)))
+    monkeypatch.setattr(inputs.maker, "token_case", lambda keys: case)
+    draw = inputs.maker.draw
+    monkeypatch.setattr(
+        inputs.maker, "draw", lambda c, rng: {n: a[:, :1] if c is case and n == "q" else a for n, a in draw(c, rng).items()}
+    )  # fmt: skip
+    found = time_models(path, path, inputs, {}, QUICK)
+    assert found.original.best > 0
+    assert found.token is None
+
+
 # ---- the option ----
 def test_option_reports_times(
     tmp_path: Path, put: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: Any
@@ -143,6 +201,20 @@ def test_option_reports_times(
     assert times["speedup"] == pytest.approx(times["original"]["best"] / times["optimized"]["best"])
     assert "time" in data["seconds"]
     assert "Measured speed-up" in page.read_text()
+
+
+def test_reports_have_a_line_for_one_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_times, "_LIMITS", QUICK)
+    folder = tmp_path / "decoder"
+    folder.mkdir()
+    onnx.save(model_of(Shape(packed=True, rotary=16)), str(folder / "model.onnx"))
+    report = stof.optimize(folder / "model.onnx", options=Options(verify=False, time=True))
+    assert report.times is not None
+    assert report.times.token is not None
+    lines = [line for line in report.to_text().splitlines() if line.startswith("measured")]
+    assert [line.split(":")[0] for line in lines] == ["measured", "measured, one token"]
+    found = optimize_folder(folder, tmp_path / "out", Options(verify=False, time=True)).to_text()
+    assert "\n  measured, one token: " in found
 
 
 def test_without_the_option_nothing_is_timed(put: Callable[..., Path]) -> None:

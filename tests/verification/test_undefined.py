@@ -16,7 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import stof
 from stof import cli
-from stof.attention.checks.site_comparison import compare_site, site_exactly
+from stof.attention.checks.site_comparison import OperatorCall, compare_site, site_exactly
 from stof.execution.case import Case, Padding
 from stof.mask.site import AttentionSite, Layout, MaskTerm, Operand, TermKind
 from stof.options import Options
@@ -274,7 +274,9 @@ def test_a_site_whose_forbidden_keys_hold_nan(fill: float, odd: str) -> None:
     def compared(expression: str) -> Any:
         attributes = {"mask": expression, "operands": "pad", "scale": 0.35, "empty_rows": "nan"}
         node = helper.make_node("StofAttention", ["q", "k", "v", "pad"], ["y"], domain="stof", **attributes)
-        return compare_site(site, node, ["q", "k", "v", "pad"], {**known, "pad": pad}, known["y"], False)
+        return compare_site(
+            site, [OperatorCall(node, ["q", "k", "v", "pad"])], {**known, "pad": pad}, known["y"], False
+        )
 
     right = compared("k <= q and pad[b, k]")
     assert right.ok, right

@@ -22,6 +22,7 @@ from stof.options import Options
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import count_sites
+import peak_memory
 import zoo_inputs
 import zoo_table
 
@@ -66,6 +67,13 @@ def test_the_page_is_of_the_results() -> None:
     rows = zoo_table.read_rows()
     assert zoo_table.PAGE.read_text() == zoo_table.page(rows)
     assert zoo_table.RESULTS.read_text() == zoo_table.write_rows(rows)
+
+
+def test_default_runs_are_small() -> None:
+    """What peak_memory.py has measured: all graphs, status 0, at most 4 GiB."""
+    costs = peak_memory.read_costs()
+    assert list(costs) == zoo_inputs.names()
+    assert not {n: c for n, c in costs.items() if c.status or c.peak_mb > peak_memory.MOST_MB}
 
 
 @pytest.mark.parametrize("name", chosen())
@@ -123,6 +131,33 @@ def test_two_levels_of_masks_differ_at_padded_queries_alone(name: str, tmp_path:
         away = np.abs(hidden - other).max(-1)
         assert away[real].max() <= TOLERANCE["float32"] * np.abs(hidden).max()
         assert side != "left" or away[~real].max() > 1e-2  # else nothing is to be ignored
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n for n in zoo_inputs.names() if n.startswith(("zoo/gpt-neo.", "zoo/openai-gpt."))]
+    if ALL
+    else ["zoo/gpt-neo.torchscript.eager", "zoo/openai-gpt.dynamo.eager"],
+)
+def test_two_levels_of_masks_give_every_row_of_the_original(name: str, tmp_path: Path) -> None:
+    """Every row beside the original in fp64, also those without a key and batch rows that are all padding."""
+    model = zoo_inputs.filled(name)
+    path, written = tmp_path / "model.onnx", tmp_path / "out.onnx"
+    onnx.save(model, str(path))
+    report = stof.optimize(path, written, Options(verify=False))
+    assert [s.replaced for s in report.sites] == [True, True]
+    exact = zoo_inputs.session(zoo_inputs.in_fp64(model), optimized=False)
+    optimized = onnx.load(str(written))
+    for library in (str(stof.library_path()), ""):
+        found = zoo_inputs.session(optimized, library=library)
+        for side in ("left", "right", "all"):
+            feed = zoo_inputs.feeds(name, model, 2, 45, side, seed=7)
+            if side == "all":
+                feed["attention_mask"][1] = 0
+            assert not feed["attention_mask"].all()
+            (want, *_), (got, *_) = (s.run(None, feed) for s in (exact, found))
+            assert want.dtype == np.float64
+            assert np.abs(got - want).max() <= 3e-6 * np.abs(want).max(), side
 
 
 def compare(name: str, model: onnx.ModelProto, optimized: onnx.ModelProto, library: str | None = None) -> None:

@@ -30,6 +30,25 @@ def filled(name: str) -> onnx.ModelProto:
     return build.fill(build.load_graph(name), seed=3)
 
 
+def in_fp64(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The graph with every fp32 tensor in fp64."""
+    wide = onnx.ModelProto()
+    wide.CopyFrom(model)
+    graph = wide.graph
+    for value in (*graph.input, *graph.output, *graph.value_info):
+        if value.type.tensor_type.elem_type == _FP32:
+            value.type.tensor_type.elem_type = TensorProto.DOUBLE
+    attributes = [a for holder in (graph, *wide.functions) for node in holder.node for a in node.attribute]
+    for tensor in (*graph.initializer, *(a.t for a in attributes if a.HasField("t"))):
+        if tensor.data_type == _FP32:
+            array = onnx.numpy_helper.to_array(tensor).astype(np.float64)
+            tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
+    for attribute in attributes:
+        if attribute.name in ("to", "stash_type") and attribute.i == _FP32:
+            attribute.i = TensorProto.DOUBLE
+    return wide
+
+
 def padding(rng: np.random.Generator, shape: Sequence[int], side: str) -> np.ndarray:
     """A 0/1 mask of which the second row, and every other, is padded on one side, or none (``side`` is empty)."""
     mask = np.ones(shape, np.int64)

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import onnx
 from count_sites import count
+from peak_memory import read_costs
 from zoo_inputs import build, filled, names
 
 import stof
@@ -119,7 +120,26 @@ def page(rows: dict[str, Row]) -> str:
         if r.replaced < r.sites:
             why = "; ".join(f"{count} × {reason}" for reason, count in r.left.items())
             lines.append(f"| {name} | {r.sites} | {r.replaced} | {why} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *_cost_lines()]) + "\n"
+
+
+def _cost_lines() -> list[str]:
+    """The section about memory, from what peak_memory.py has measured."""
+    costs = sorted(read_costs().items(), key=lambda item: -item[1].peak_mb)
+    seconds = sorted(cost.cpu_seconds for _, cost in costs)
+    (largest, cost), middle = costs[0], len(costs) // 2
+    return [
+        "",
+        "## What a run takes",
+        "",
+        f"`tests/zoo/peak_memory.py` runs `stof-optimize` with default options on {len(costs)} graphs: "
+        "[zoo-memory.json](../results/zoo-memory.json).",
+        "",
+        "| | median | most | graph |",
+        "|---|---|---|---|",
+        f"| resident memory of all processes, MiB | {costs[middle][1].peak_mb} | {cost.peak_mb} | {largest} |",
+        f"| CPU seconds | {seconds[middle]:g} | {seconds[-1]:g} | {max(costs, key=lambda item: item[1].cpu_seconds)[0]} |",
+    ]
 
 
 def main() -> int:

@@ -6,6 +6,7 @@
 #include "cuda/attention/decode/key_range.h"
 #include "cuda/attention/kernel_table.h"
 #include "cuda/common/device_properties.h"
+#include "cuda/mask/device_columns.h"
 
 namespace stof {
 namespace cuda {
@@ -32,14 +33,19 @@ struct DecodeParams {
   // (key_range.h). nullptr: the mask counts.
   const int32_t* first_rows = nullptr;  // [B]
   int32_t window_left = kNoWindow;
+  DeviceColumns columns;                // attended beside the range
   const int32_t* seqlens = nullptr;     // AttentionArgs::seqlens; only the cluster kernel reads ahead
   const int32_t* is_invalid = nullptr;  // [B]: where it is not 0, outputs are NaN; nullptr: nowhere
+  // Keys and values in pages, key_ends[b] of each sequence. Only FindPagedDecode's kernels read them.
+  KeyPages pages;
+  const int32_t* key_ends = nullptr;
 };
 
 // The split-KV kernel: `splits` CTAs for a row block, then the combine kernel. ctas_per_sm of its KernelEntry: how many
 // CTAs are resident on an SM.
 struct SplitKvCode : KernelCode {
   int (*launch)(const DecodeParams& params, void* stream) = nullptr;
+  int (*launch_columns)(const DecodeParams& params, void* stream) = nullptr;  // with key columns
   int (*combine)(const DecodeParams& params, void* stream) = nullptr;  // runs next where there are several splits
 };
 
@@ -49,8 +55,10 @@ constexpr int kClusterSizes = 4;  // 1, 2, 4, 8
 struct ClusterCode : KernelCode {
   int tiles_at_once = 0;  // KV tiles that a CTA works on at once
   int (*launch)(const DecodeParams& params, void* stream) = nullptr;
+  int (*launch_columns)(const DecodeParams& params, void* stream) = nullptr;  // with key columns
   // clusters[i]: the number of clusters of 2^i CTAs that the current device runs at once; zeros: it cannot.
   void (*clusters)(int (&clusters)[kClusterSizes]) = nullptr;
+  void (*clusters_columns)(int (&clusters)[kClusterSizes]) = nullptr;
 };
 
 // A table has both kernels, in this order. `rows` of an entry: query rows of a CTA.
@@ -62,6 +70,10 @@ extern const KernelFamily kDecodeFamily;
 KernelTable FindDecodeF16(const KernelProblem& problem);
 KernelTable FindDecodeBf16(const KernelProblem& problem);
 KernelTable FindDecodeF32(const KernelProblem& problem);
+// The split-KV kernel for keys and values in pages, alone in its table.
+KernelTable FindPagedDecodeF16(const KernelProblem& problem);
+KernelTable FindPagedDecodeBf16(const KernelProblem& problem);
+KernelTable FindPagedDecodeF32(const KernelProblem& problem);
 
 struct DecodeChoice {
   bool cluster = false;      // the cluster kernel

@@ -21,7 +21,8 @@
 namespace stof {
 namespace cuda {
 
-template <int kHead, typename T, int kBlocks>
+// kColumns: key columns beside the key range (key_range.h).
+template <int kHead, typename T, int kBlocks, bool kColumns>
 class ClusterDecode {
   using S = ClusterShape<kHead, T, kBlocks>;
   static constexpr bool kFloat = sizeof(T) == 4;
@@ -47,6 +48,12 @@ class ClusterDecode {
     first_ = warp_ * S::kWarpKeys % kTileKeys;
     key_ = static_cast<const T*>(p_.key) + b_ * p_.key_stride.b + g * p_.key_stride.h;
     value_ = static_cast<const T*>(p_.value) + b_ * p_.value_stride.b + g * p_.value_stride.h;
+    if constexpr (kColumns) {
+      const DeviceColumns& columns = params.columns;
+      const int list = columns.lists == 1 ? 0 : g;
+      list_ = columns.list + static_cast<int64_t>(list) * columns.stride;
+      words_ = columns.words + static_cast<int64_t>(list) * 2 * columns.tiles;
+    }
     padded_ = p_.pad_bits != nullptr && params.second_pass == 0;
     masked_ = p_.has_mask != 0 && params.second_pass == 0;
     scale_ = HasScoreMod(p_) ? p_.scale : p_.scale * kLog2E;
@@ -140,6 +147,14 @@ class ClusterDecode {
       range_ = MakeKeyRange(first, params_.window_left, p_.T);
       FindTiles(range_, p_.S, p_.T, &begin, &end);
       keys_ = EndOfKeys(range_, p_.S, p_.T);
+      if constexpr (kColumns) {
+        const DeviceColumns& columns = params_.columns;
+        const int list = columns.lists == 1 ? 0 : head0_ / (p_.H / p_.G);
+        const int below = __ldg(columns.below + static_cast<int64_t>(list) * (columns.tiles + 1) + begin);
+        entries_ = MakeColumnEntries(below, columns.gathers != 0, begin);
+        end += entries_.tiles - begin;
+        begin = 0;
+      }
     } else if (masked_) {
       begin = params_.row_begin, full_ = params_.row_full, end = params_.row_end;
       if (begin < 0) {
@@ -161,7 +176,22 @@ class ClusterDecode {
     const int at = next + S::kTilesAtOnce * lane_;
     found->tile = at, found->bits = -1, found->keys = 0;
     if (at >= end_) return;
-    if (HasRange()) {
+    if constexpr (kColumns) {
+      if (at < entries_.tiles) {
+        uint32_t keys;
+        if (params_.columns.gathers != 0) {
+          found->tile = at + kGathered;
+          keys = BitsOfColumns(entries_, at, first_ / 32 * 32);
+        } else {
+          found->tile = __ldg(list_ + at);
+          keys = __ldg(words_ + 2 * found->tile + first_ / 32);
+        }
+        found->keys = keys >> first_ % 32 & 0xffffu;
+        return;
+      }
+      found->tile = entries_.range_begin + at - entries_.tiles;
+      found->bits = IsFullTile(range_, p_.S, found->tile) ? -1 : 0;
+    } else if (HasRange()) {
       found->bits = IsFullTile(range_, p_.S, at) ? -1 : 0;
     } else if (masked_) {
       found->tile = ReadWord(p_.mask.key_tile + at);
@@ -180,7 +210,7 @@ class ClusterDecode {
   __device__ __forceinline__ uint32_t LiveTiles(const Tile& tiles, int first) const {
     const int count = (end_ - first + S::kTilesAtOnce - 1) / S::kTilesAtOnce;
     const uint32_t there = count >= 32 ? ~0u : count <= 0 ? 0u : (1u << count) - 1u;
-    return padded_ ? there & __ballot_sync(~0u, tiles.keys != 0) : there;
+    return padded_ || kColumns ? there & __ballot_sync(~0u, tiles.keys != 0) : there;
   }
   // Advances to the next KV tile; tile_ -1: there is none.
   __device__ __forceinline__ void AdvanceTile() {
@@ -209,7 +239,11 @@ class ClusterDecode {
       HeadAndQuery(lane_, &head, &query);
       const uint32_t own = to + static_cast<uint32_t>(16 + 4 * lane_);
       if (HasRange()) {
-        const uint32_t allowed = BitsOfKeys(range_, query, tile_ * kTileKeys + first_ / 32 * 32);
+        const int key = tile_ * kTileKeys + first_ / 32 * 32;
+        uint32_t allowed = BitsOfKeys(range_, query, key);
+        if constexpr (kColumns) {
+          allowed |= __ldg(words_ + 2 * tile_ + first_ / 32) & BitsUpToQuery(range_, query, key);
+        }
         asm volatile("st.shared.u32 [%0], %1;" ::"r"(own), "r"(allowed) : "memory");
       } else {
         const int row = MaskRow(params_, head - head0_, query);
@@ -225,8 +259,20 @@ class ClusterDecode {
     constexpr int kSteps = (S::kStages + 1) / 2;
     const int step = lane_ / S::kWarpKeys;  // two at a time
     for (int i = step; i < kSteps; i += 32 / S::kWarpKeys) {
-      const int tile = next_ + i * S::kTilesAtOnce, key = tile * kTileKeys + first_ + lane_ % S::kWarpKeys;
-      if (tile >= end_ || key >= keys_) continue;
+      const int at = next_ + i * S::kTilesAtOnce, place = first_ + lane_ % S::kWarpKeys;
+      if (at >= end_) continue;
+      int key = at * kTileKeys + place;
+      if constexpr (kColumns) {
+        if (at >= entries_.tiles) {
+          key = (entries_.range_begin + at - entries_.tiles) * kTileKeys + place;
+        } else if (params_.columns.gathers != 0) {
+          if (key >= entries_.columns) continue;
+          key = __ldg(list_ + key);
+        } else {
+          key = __ldg(list_ + at) * kTileKeys + place;
+        }
+      }
+      if (key >= keys_) continue;
       PrefetchRow(key_ + key * p_.key_stride.s, p_.D * static_cast<int>(sizeof(T)));
       PrefetchRow(value_ + key * p_.value_stride.s, p_.Dv * static_cast<int>(sizeof(T)));
     }
@@ -250,8 +296,12 @@ class ClusterDecode {
     if (kKeys) AdvanceTile();
     __syncwarp();  // all lanes have read the old stage
     if (tile_ >= 0) {
-      const int key0 = tile_ * kTileKeys + first_;
-      Copy<kKeys>(ring_ + static_cast<uint32_t>(stage_ * S::kStageBytes), key0);
+      const uint32_t to = ring_ + static_cast<uint32_t>(stage_ * S::kStageBytes);
+      if (kColumns && tile_ >= kGathered) {
+        CopyColumns<kKeys>(to, (tile_ - kGathered) * kTileKeys + first_);
+      } else {
+        Copy<kKeys>(to, tile_ * kTileKeys + first_);
+      }
     }
     CommitCopies();
     stage_ = stage_ + 1 == S::kStages ? 0 : stage_ + 1;
@@ -274,6 +324,27 @@ class ClusterDecode {
         CopyChunk(to + 16 * place, from + S::kPerLoad * chunk, there);
       }
       from += kDown * stride;
+    }
+  }
+  // The same of 16 gathered columns from list entry `first` on.
+  template <bool kKeys>
+  __device__ __forceinline__ void CopyColumns(uint32_t to, int first) const {
+    constexpr uint32_t kInRow = kHead / S::kPerLoad, kAcross = kInRow < 32 ? kInRow : 32, kDown = 32 / kAcross;
+    const uint32_t across = static_cast<uint32_t>(lane_) % kAcross, down = static_cast<uint32_t>(lane_) / kAcross;
+    const int64_t stride = kKeys ? p_.key_stride.s : p_.value_stride.s;
+    const T* const from = (kKeys ? key_ : value_) + S::kPerLoad * across;
+    const int size = kKeys ? p_.D : p_.Dv;
+#pragma unroll
+    for (uint32_t row = 0; row < 16; row += kDown) {
+      const int at = first + static_cast<int>(row | down);
+      const bool is_column = at < entries_.columns;
+      const T* const own = from + (is_column ? __ldg(list_ + at) : 0) * stride;
+#pragma unroll
+      for (uint32_t chunk = 0; chunk < kInRow; chunk += kAcross) {
+        const bool there = static_cast<int>(S::kPerLoad * (chunk + across)) < size && is_column;
+        const uint32_t place = kKeys ? KeyPlace(row | down, chunk | across) : ValuePlace(row | down, chunk | across);
+        CopyChunk(to + 16 * place, own + S::kPerLoad * chunk, there);
+      }
     }
   }
   // Positions in a stage, in units of 16 bytes: load i of lane l is 32 i + l, permuted so that neither writes of a row
@@ -333,9 +404,14 @@ class ClusterDecode {
   __device__ void CombineWarps();
   __device__ void StoreOutput(int row, int d, const float4& x, const float2& all);
 
+  static constexpr int kGathered = 1 << 24;  // added to the index of an entry of gathered columns
+
   const DecodeParams& params_;
   const AttentionParams& p_;
   char* shared_;
+  ColumnEntries entries_;
+  const int32_t* list_ = nullptr;
+  const uint32_t* words_ = nullptr;
   int b_, head0_, block_, rows_, split_, warp_, lane_, first_;  // first_: the first key of the warp in a tile
   int next_ = 0, end_ = 0, full_ = 0, tile_ = -1;
   int keys_;                                   // that may be read
@@ -358,12 +434,12 @@ class ClusterDecode {
 namespace stof {
 namespace cuda {
 
-template <int kHead, typename T, int kBlocks>
+template <int kHead, typename T, int kBlocks, bool kColumns>
 __global__ void __launch_bounds__(ClusterShape<kHead, T, kBlocks>::kThreads, ClusterShape<kHead, T, kBlocks>::kCtas)
     DecodeCluster(const __grid_constant__ DecodeParams params) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900  // code for earlier devices would never run
   extern __shared__ __align__(16) char decode_shared[];
-  ClusterDecode<kHead, T, kBlocks>(params, decode_shared).Run();
+  ClusterDecode<kHead, T, kBlocks, kColumns>(params, decode_shared).Run();
 #endif
 }
 

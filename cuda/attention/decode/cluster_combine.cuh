@@ -9,8 +9,8 @@
 namespace stof {
 namespace cuda {
 
-template <int kHead, typename T, int kBlocks>
-__device__ void ClusterDecode<kHead, T, kBlocks>::CombineWarps() {
+template <int kHead, typename T, int kBlocks, bool kColumns>
+__device__ void ClusterDecode<kHead, T, kBlocks, kColumns>::CombineWarps() {
   invalid_ = ReadInvalid(params_, b_);
   __syncwarp();  // all lanes have read the ring
 #pragma unroll
@@ -72,8 +72,9 @@ __device__ void ClusterDecode<kHead, T, kBlocks>::CombineWarps() {
 }
 
 // Normalizes and stores four elements of the output.
-template <int kHead, typename T, int kBlocks>
-__device__ void ClusterDecode<kHead, T, kBlocks>::StoreOutput(int row, int d, const float4& x, const float2& all) {
+template <int kHead, typename T, int kBlocks, bool kColumns>
+__device__ void ClusterDecode<kHead, T, kBlocks, kColumns>::StoreOutput(int row, int d, const float4& x,
+                                                                        const float2& all) {
   const int whole = block_ * S::kRows + row;
   const int64_t index = RowOf(whole);
   const bool empty = all.y == 0.0f && invalid_ == 0;

@@ -13,11 +13,11 @@
 namespace stof {
 namespace cuda {
 
-template <int kHead, typename T, int kBlocks>
+template <int kHead, typename T, int kBlocks, bool kColumns>
 struct ClusterLauncher {
   using S = ClusterShape<kHead, T, kBlocks>;
 
-  static const void* Kernel() { return reinterpret_cast<const void*>(DecodeCluster<kHead, T, kBlocks>); }
+  static const void* Kernel() { return reinterpret_cast<const void*>(DecodeCluster<kHead, T, kBlocks, kColumns>); }
 
   static cudaLaunchConfig_t Describe(int64_t ctas, cudaLaunchAttribute* cluster, int size, cudaStream_t stream) {
     cluster->id = cudaLaunchAttributeClusterDimension;
@@ -102,11 +102,14 @@ struct ClusterLauncher {
 
 template <int kHead, typename T, int kBlocks>
 constexpr ClusterCode MakeClusterCode() {
-  using Launcher = ClusterLauncher<kHead, T, kBlocks>;
+  using Launcher = ClusterLauncher<kHead, T, kBlocks, false>;
+  using ColumnLauncher = ClusterLauncher<kHead, T, kBlocks, true>;
   ClusterCode code;
   code.tiles_at_once = Launcher::S::kTilesAtOnce;
   code.launch = Launcher::Run;
+  code.launch_columns = ColumnLauncher::Run;
   code.clusters = Launcher::Clusters;
+  code.clusters_columns = ColumnLauncher::Clusters;
   return code;
 }
 template <int kHead, typename T, int kBlocks>
@@ -125,7 +128,7 @@ constexpr KernelEntry MakeClusterKernel() {
 
 // kBlocks: blocks of 8 query rows that a CTA computes.
 template <int kHead, typename T, int kBlocks>
-constexpr KernelEntry kDecodeKernels[] = {MakeSplitKvKernel<kHead, T, kBlocks>(),
+constexpr KernelEntry kDecodeKernels[] = {MakeSplitKvKernel<kHead, T, kBlocks, KeySource::kCache>(),
                                           MakeClusterKernel<kHead, T, kBlocks>()};
 
 template <typename T>

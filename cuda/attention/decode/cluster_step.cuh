@@ -10,8 +10,8 @@ namespace stof {
 namespace cuda {
 
 // ---- matmuls ----
-template <int kHead, typename T, int kBlocks>
-__device__ __forceinline__ void ClusterDecode<kHead, T, kBlocks>::Scores(float (&s)[kBlocks][4]) {
+template <int kHead, typename T, int kBlocks, bool kColumns>
+__device__ __forceinline__ void ClusterDecode<kHead, T, kBlocks, kColumns>::Scores(float (&s)[kBlocks][4]) {
   const uint32_t stage = OldestStage();
   float sums[2][kBlocks][4];  // two chains of matmuls
 #pragma unroll
@@ -60,8 +60,8 @@ __device__ __forceinline__ void ClusterDecode<kHead, T, kBlocks>::Scores(float (
   }
 }
 
-template <int kHead, typename T, int kBlocks>
-__device__ __forceinline__ void ClusterDecode<kHead, T, kBlocks>::AddValues(const float (&s)[kBlocks][4]) {
+template <int kHead, typename T, int kBlocks, bool kColumns>
+__device__ __forceinline__ void ClusterDecode<kHead, T, kBlocks, kColumns>::AddValues(const float (&s)[kBlocks][4]) {
   constexpr int kWide = S::kChunks / 2;
   const uint32_t stage =
       OldestStage() + 16 * ValueOrder(static_cast<uint32_t>(lane_) / 4, static_cast<uint32_t>(lane_) % 4);
@@ -132,8 +132,9 @@ __device__ __forceinline__ void ClusterDecode<kHead, T, kBlocks>::AddValues(cons
 }
 
 // ---- scores to weights; element e: key lane / 4 + 8 (e / 2), row 2 (lane % 4) + e % 2 ----
-template <int kHead, typename T, int kBlocks>
-__device__ __forceinline__ void ClusterDecode<kHead, T, kBlocks>::ApplyMaskAndBias(int step, float (&s)[kBlocks][4]) {
+template <int kHead, typename T, int kBlocks, bool kColumns>
+__device__ __forceinline__ void ClusterDecode<kHead, T, kBlocks, kColumns>::ApplyMaskAndBias(int step,
+                                                                                             float (&s)[kBlocks][4]) {
   const bool mean = params_.second_pass != 0 && static_cast<EmptyRows>(p_.empty_rows) == EmptyRows::kMean;
   const bool score_mod = HasScoreMod(p_);
   const uint32_t from = steps_ + static_cast<uint32_t>(4 * (step % S::kStepSlots) * S::kStepWords);
@@ -174,8 +175,8 @@ __device__ __forceinline__ void ClusterDecode<kHead, T, kBlocks>::ApplyMaskAndBi
   }
 }
 
-template <int kHead, typename T, int kBlocks>
-__device__ __forceinline__ void ClusterDecode<kHead, T, kBlocks>::Softmax(float (&s)[kBlocks][4]) {
+template <int kHead, typename T, int kBlocks, bool kColumns>
+__device__ __forceinline__ void ClusterDecode<kHead, T, kBlocks, kColumns>::Softmax(float (&s)[kBlocks][4]) {
   float high[kBlocks][2];
   bool raised = false;
 #pragma unroll

@@ -15,6 +15,10 @@ KernelTable Find(const KernelProblem& problem) {
   if (problem.dtype == DType::kF16) return FindDecodeF16(problem);
   return problem.dtype == DType::kBF16 ? FindDecodeBf16(problem) : FindDecodeF32(problem);
 }
+KernelTable FindPaged(const KernelProblem& problem) {
+  if (problem.dtype == DType::kF16) return FindPagedDecodeF16(problem);
+  return problem.dtype == DType::kBF16 ? FindPagedDecodeBf16(problem) : FindPagedDecodeF32(problem);
+}
 
 MaskForm FormOf(const AttentionJob& job) {
   MaskForm form;
@@ -27,11 +31,22 @@ MaskForm FormOf(const AttentionJob& job) {
   return form;
 }
 
+// KV tiles of key columns beside the range, if they are spread evenly over the keys of their list.
+int64_t MostColumnTiles(const DecodeParams& params) {
+  const DeviceColumns& columns = params.columns;
+  if (columns.lists == 0) return 0;
+  const int64_t entries =
+      columns.gathers != 0 ? (int64_t{columns.stride} + kTileKeys - 1) / kTileKeys : int64_t{columns.stride};
+  const int64_t keys = int64_t{columns.tiles} * kTileKeys;
+  return (entries * params.attention.T + keys - 1) / keys;
+}
+
 // The kernel and its shape depend on the mask: whether query heads that share keys can be packed.
 Status Run(AttentionJob* job, const KernelEntry&) {
   const AttentionArgs& args = job->args();
   DecodeParams params;
   std::shared_ptr<const MaskEntry> entry;
+  std::shared_ptr<const DeviceColumnsEntry> columns;
   STOF_RETURN_IF_ERROR(job->PreparePadding());
   const bool has_range = args.first_rows != nullptr;
   if (has_range) {
@@ -40,6 +55,10 @@ Status Run(AttentionJob* job, const KernelEntry&) {
         args.window_left < 0 ? kNoWindow : static_cast<int32_t>(std::min<int64_t>(args.window_left, kNoWindow));
     params.is_invalid = args.is_invalid;
     params.seqlens = args.seqlens;
+    if (args.range_columns != nullptr) {
+      STOF_RETURN_IF_ERROR(job->GetColumns(*args.range_columns, &columns));
+      params.columns = columns->view();
+    }
   } else {
     STOF_RETURN_IF_ERROR(job->GetMask(FormOf(*job), job->params(), &entry));
   }
@@ -50,11 +69,16 @@ Status Run(AttentionJob* job, const KernelEntry&) {
   params.heads = static_cast<int32_t>(alike ? group : 1);
   KernelProblem problem = job->problem();
   problem.packed_queries = params.heads * args.S;
-  const KernelTable kernels = Find(problem);
+  const bool is_paged = args.pages.given();
+  params.pages = args.pages;
+  params.key_ends = args.key_ends;
+  const KernelTable kernels = is_paged ? FindPaged(problem) : Find(problem);
   const KernelEntry& split_kv = kernels[kSplitKv];
   const auto& split_kv_code = split_kv.code_as<SplitKvCode>();
-  const auto& cluster_code = kernels[kCluster].code_as<ClusterCode>();
-  const int64_t tiles = has_range          ? MostTiles(args.window_left, args.S, args.T)
+  // No cluster kernel reads pages.
+  static constexpr ClusterCode kNoClusters;
+  const ClusterCode& cluster_code = is_paged ? kNoClusters : kernels[kCluster].code_as<ClusterCode>();
+  const int64_t tiles = has_range          ? MostTiles(args.window_left, args.S, args.T) + MostColumnTiles(params)
                         : entry == nullptr ? (args.T + kTileKeys - 1) / kTileKeys
                                            : entry->longest_row();
   const int64_t blocks =
@@ -64,9 +88,12 @@ Status Run(AttentionJob* job, const KernelEntry&) {
   }
   const int item = args.dtype == DType::kF32 ? 4 : 2;
   int clusters[kClusterSizes] = {};
-  if (job->device().capability >= 90) cluster_code.clusters(clusters);
+  const bool has_columns = params.columns.lists > 0;
+  if (job->device().capability >= 90 && !is_paged) {
+    has_columns ? cluster_code.clusters_columns(clusters) : cluster_code.clusters(clusters);
+  }
   const KernelEntry* const requested = FindRequested(kernels, job->request());
-  const int only = requested == nullptr ? -1 : static_cast<int>(requested - kernels.begin());
+  const int only = is_paged ? kSplitKv : requested == nullptr ? -1 : static_cast<int>(requested - kernels.begin());
   const DecodeChoice choice = ChooseDecode(split_kv.ctas_per_sm, params.attention, item, tiles, blocks, job->device(),
                                            cluster_code.tiles_at_once, clusters, only);
   params.splits = choice.splits;
@@ -92,7 +119,8 @@ Status Run(AttentionJob* job, const KernelEntry&) {
     if (second) params.empty_rows = reinterpret_cast<int32_t*>(memory + states + sums);
     break;
   }
-  const auto launch = choice.cluster ? cluster_code.launch : split_kv_code.launch;
+  const auto launch = choice.cluster ? (has_columns ? cluster_code.launch_columns : cluster_code.launch)
+                                     : (has_columns ? split_kv_code.launch_columns : split_kv_code.launch);
   for (params.second_pass = 0; params.second_pass <= (second ? 1 : 0); ++params.second_pass) {
     STOF_RETURN_IF_ERROR(CheckLaunch(launch(params, job->stream())));
     if (params.split_output != nullptr) {

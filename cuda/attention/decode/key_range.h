@@ -55,6 +55,28 @@ STOF_HD inline uint32_t BitsOfKeys(const KeyRange& range, int32_t query, int32_t
   return up_to & from;
 }
 
+// Of 32 keys those up to the query's own position.
+STOF_HD inline uint32_t BitsUpToQuery(const KeyRange& range, int32_t query, int32_t key) {
+  const int32_t high = range.first + query - key;
+  return high < 0 ? 0u : high >= 31 ? ~0u : (2u << high) - 1u;
+}
+
+// Beside the range, queries attend key columns before them. A split walks entries: first the columns that lie before
+// the KV tiles of the range, 64 gathered ones or one KV tile an entry, then the KV tiles of the range.
+struct ColumnEntries {
+  int32_t columns = 0;      // list entries before the range
+  int32_t tiles = 0;        // entries for them
+  int32_t range_begin = 0;  // the first KV tile of the range
+};
+STOF_HD inline ColumnEntries MakeColumnEntries(int32_t below, bool gathers, int32_t range_begin) {
+  return {below, gathers ? (below + kTileKeys - 1) / kTileKeys : below, range_begin};
+}
+// Bits of the `count` columns of a gathered entry from column `first` of it on, 32 at most.
+STOF_HD inline uint32_t BitsOfColumns(const ColumnEntries& entries, int32_t entry, int32_t first) {
+  const int32_t left = entries.columns - entry * kTileKeys - first;
+  return left >= 32 ? ~0u : left <= 0 ? 0u : (1u << left) - 1u;
+}
+
 // The most KV tiles that the range of S queries may take.
 inline int64_t MostTiles(int64_t window_left, int64_t S, int64_t T) {
   const int64_t all = (T + kTileKeys - 1) / kTileKeys;

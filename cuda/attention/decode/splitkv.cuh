@@ -16,15 +16,26 @@
 #include "cuda/attention/decode/api.h"
 #include "cuda/attention/decode/common.cuh"
 #include "cuda/attention/decode/splitkv_shape.cuh"
+#include "cuda/attention/decode/warp_pages.cuh"
 #include "cuda/attention/sm80/shape.cuh"
 
 namespace stof {
 namespace cuda {
 
-template <int kHead, typename T, int kBlocks>
+// Where the kernel reads keys and values.
+enum class KeySource {
+  kCache,    // rows one behind the other
+  kColumns,  // likewise, with key columns beside the key range (key_range.h)
+  // Pages (DecodeParams::pages). A page holds 16 rows or more, those that a warp loads at once. Their page is looked up
+  // a step ahead.
+  kPages
+};
+
+template <int kHead, typename T, int kBlocks, KeySource kSource>
 class Decode {
   using S = DecodeShape<kHead, T, kBlocks>;
   static constexpr bool kFloat = sizeof(T) == 4;
+  static constexpr bool kColumns = kSource == KeySource::kColumns, kPaged = kSource == KeySource::kPages;
   static constexpr int kScores = S::kGroups;
 
  public:
@@ -53,14 +64,25 @@ class Decode {
     lane_ = threadIdx.x % 32;
     key_ = static_cast<const T*>(p_.key) + b_ * p_.key_stride.b + g * p_.key_stride.h;
     value_ = static_cast<const T*>(p_.value) + b_ * p_.value_stride.b + g * p_.value_stride.h;
-    const int tiles = (p_.T + kTileKeys - 1) / kTileKeys;
+    if constexpr (kPaged) keys_ = max(0, min(p_.T, params.key_ends[b_]));
+    const int tiles = (Keys() + kTileKeys - 1) / kTileKeys;
     pad_ = p_.pad_bits == nullptr || params.second_pass != 0 ? nullptr
                                                              : p_.pad_bits + static_cast<int64_t>(b_) * tiles * 2;
     masked_ = p_.has_mask != 0 && params.second_pass == 0;
     int begin = 0, end = tiles;
     if (HasRange()) {
-      full_ = MakeKeyRange(params.first_rows[b_], params.window_left, p_.T).first;
-      FindTiles(range(), p_.S, p_.T, &begin, &end);
+      full_ = MakeKeyRange(params.first_rows[b_], params.window_left, Keys()).first;
+      FindTiles(range(), p_.S, Keys(), &begin, &end);
+      if constexpr (kColumns) {
+        const DeviceColumns& columns = params.columns;
+        const int list = columns.lists == 1 ? 0 : g;
+        list_ = columns.list + static_cast<int64_t>(list) * columns.stride;
+        words_ = columns.words + static_cast<int64_t>(list) * 2 * columns.tiles;
+        const int below = __ldg(columns.below + static_cast<int64_t>(list) * (columns.tiles + 1) + begin);
+        entries_ = MakeColumnEntries(below, columns.gathers != 0, begin);
+        end += entries_.tiles - begin;
+        begin = 0;
+      }
     } else if (masked_) {
       const DeviceMask& mask = p_.mask;
       const int table = mask.layout[LayoutPlace(params, b_, head0_)];
@@ -133,6 +155,8 @@ class Decode {
 
  private:
   __device__ int64_t RowOf(int row) const { return PackedRow(p_, b_, head0_, row); }
+  // The number of keys of the sequence.
+  __device__ __forceinline__ int Keys() const { return kPaged ? keys_ : p_.T; }
   __device__ __forceinline__ bool HasRange() const { return params_.first_rows != nullptr; }
   __device__ __forceinline__ KeyRange range() const { return {full_, params_.window_left}; }
   __device__ bool HasEmptyRow() const {
@@ -145,16 +169,42 @@ class Decode {
 
   // ---- KV tiles ----
   struct Entry {
-    int tile = -1;       // -1: none is left
-    int bits = -1;       // index of its element mask; -1: every key
-    uint32_t pad = ~0u;  // of the 32 keys around those of the warp: which exist and are no padding
+    int tile = -1;                // -1: none is left
+    int bits = -1;                // index of its element mask; -1: every key
+    uint32_t pad = ~0u;           // of the 32 keys around those of the warp: which exist and are no padding
+    WarpPages<S::kGroups> pages;  // kPaged
   };
+  // The address of a key or value row of the group that fills a buffer.
+  __device__ __forceinline__ const T* RowAt(const T* head, int64_t stride, const Entry& entry, int buffer,
+                                            int key) const {
+    if constexpr (kPaged) {
+      return head + entry.pages.OffsetOf(params_.pages, S::kHalfBuffers ? 0 : buffer, key, stride);
+    } else {
+      return head + key * stride;
+    }
+  }
   __device__ __forceinline__ Entry Next() {
     Entry entry;
     while (next_ < end_) {
       const int at = next_;
       next_ += S::kTilesAtOnce;
-      if (masked_) {
+      if constexpr (kColumns) {
+        if (at < entries_.tiles) {
+          entry.bits = -1;
+          if (params_.columns.gathers != 0) {
+            entry.tile = at + kGathered;
+            entry.pad = BitsOfColumns(entries_, at, first_key_ / 32 * 32);
+          } else {
+            entry.tile = __ldg(list_ + at);
+            entry.pad = __ldg(words_ + 2 * entry.tile + first_key_ / 32);
+          }
+          if (entry.pad == 0) continue;
+          return entry;
+        }
+        entry.tile = entries_.range_begin + at - entries_.tiles;
+        entry.bits = IsFullTile(range(), p_.S, entry.tile) ? -1 : 0;
+        entry.pad = ~0u;
+      } else if (masked_) {
         entry.tile = p_.mask.key_tile[at];
         entry.bits = at < full_ ? p_.mask.bits_id[at] : -1;
       } else {
@@ -165,14 +215,25 @@ class Decode {
       if (pad_ != nullptr) {
         entry.pad = pad_[2 * entry.tile + first_key_ / 32];
         if (entry.pad == 0) continue;
-      } else if (const int keys = HasRange() ? EndOfKeys(range(), p_.S, p_.T) : p_.T; key + 32 > keys) {
+      } else if (const int keys = HasRange() ? EndOfKeys(range(), p_.S, Keys()) : Keys(); key + 32 > keys) {
         if (key >= keys) continue;
         entry.pad = (1u << (keys - key)) - 1u;
       }
+      if constexpr (kPaged) entry.pages.Find(params_.pages, b_, entry.tile * kTileKeys + first_key_, keys_);
       return entry;
     }
     entry.tile = -1;
     return entry;
+  }
+
+  // The key at a place of an entry, whose bit of pad is set.
+  __device__ __forceinline__ int KeyAt(const Entry& entry, int place, bool is_there) const {
+    if constexpr (kColumns) {
+      if (entry.tile >= kGathered) {
+        return is_there ? __ldg(list_ + (entry.tile - kGathered) * kTileKeys + place) : 0;
+      }
+    }
+    return entry.tile * kTileKeys + place;
   }
 
   // ---- memory ----
@@ -194,13 +255,12 @@ class Decode {
   __device__ __forceinline__ void FetchKeys(const Entry& entry, int buffer) {
     if (entry.tile < 0) return;
     const int place = first_key_ + (S::kHalfBuffers ? 0 : 16 * buffer) + lane_ / 4;
-    const int key0 = entry.tile * kTileKeys + place;
     const uint32_t there = entry.pad >> place % 32;
     const int chunk0 = S::kHalfBuffers ? buffer * S::kChunks : 0;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int key = key0 + 8 * i;
-      const T* row = key_ + key * p_.key_stride.s;
+      const int key = KeyAt(entry, place + 8 * i, (there >> 8 * i & 1u) != 0);
+      const T* row = RowAt(key_, p_.key_stride.s, entry, buffer, key);
 #pragma unroll
       for (int c = 0; c < S::kChunks; ++c) {
         const int d = S::kPerLoad * (4 * (chunk0 + c) + lane_ % 4);
@@ -214,14 +274,13 @@ class Decode {
   }
   __device__ __forceinline__ void FetchValues(const Entry& entry, int buffer) {
     const int place = first_key_ + (S::kHalfBuffers ? 0 : 16 * buffer);
-    const int key0 = entry.tile * kTileKeys + place;
     const uint32_t there = entry.pad >> place % 32;
     constexpr int kWide = S::kChunks / 2;
     const int chunk0 = S::kHalfBuffers ? buffer * kWide : 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int key = key0 + ValueKey(i);
-      const T* row = value_ + key * p_.value_stride.s;
+      const int key = KeyAt(entry, place + ValueKey(i), (there >> ValueKey(i) & 1u) != 0);
+      const T* row = RowAt(value_, p_.value_stride.s, entry, buffer, key);
 #pragma unroll
       for (int c = 0; c < kWide; ++c) {
         const int d = S::kPerLoad * (8 * (chunk0 + c) + lane_ / 4);
@@ -329,8 +388,14 @@ class Decode {
       uint32_t word[2] = {entry.pad, entry.pad};
       if (entry.bits >= 0 && HasRange()) {
         const int key = entry.tile * kTileKeys + first_key_ / 32 * 32;
-        word[0] &= BitsOfKeys(range(), query_[n][0], key);
-        word[1] &= BitsOfKeys(range(), query_[n][1], key);
+        uint32_t columns = 0;
+        if constexpr (kColumns) columns = __ldg(words_ + 2 * entry.tile + first_key_ / 32);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          uint32_t own = BitsOfKeys(range(), query_[n][r], key);
+          if constexpr (kColumns) own |= columns & BitsUpToQuery(range(), query_[n][r], key);
+          word[r] &= own;
+        }
       } else if (entry.bits >= 0) {
         const uint32_t* bits = p_.mask.bits + static_cast<int64_t>(entry.bits) * kDecodeTileRows * 2 + first_key_ / 32;
         word[0] &= __ldg(bits + 2 * MaskRow(params_, head_[n][0] - head0_, query_[n][0]));
@@ -452,10 +517,16 @@ class Decode {
     }
   }
 
+  static constexpr int kGathered = 1 << 24;  // added to the index of an entry of gathered columns
+
   const DecodeParams& params_;
   const AttentionParams& p_;
   Shared& shared_;
+  ColumnEntries entries_;
+  const int32_t* list_ = nullptr;
+  const uint32_t* words_ = nullptr;
   int b_, head0_, block_, split_, warp_, lane_, next_, end_, first_key_;
+  int keys_ = 0;  // kPaged: of the sequence
   int full_ = 0;  // where the entries of full tiles begin; with a key range its `first`, to save a register
   bool masked_, has_tiles_;
   float scale_;
@@ -467,10 +538,10 @@ class Decode {
   float max_[kBlocks][2], sum_[kBlocks][2];
 };
 
-template <int kHead, typename T, int kBlocks>
+template <int kHead, typename T, int kBlocks, KeySource kSource>
 __global__ void __launch_bounds__(DecodeShape<kHead, T, kBlocks>::kThreads, DecodeShape<kHead, T, kBlocks>::kCtas)
     DecodeAttention(const __grid_constant__ DecodeParams params) {
-  using Kernel = Decode<kHead, T, kBlocks>;
+  using Kernel = Decode<kHead, T, kBlocks, kSource>;
   __shared__ typename Kernel::Shared shared;
   Kernel(params, shared).Run();
 }

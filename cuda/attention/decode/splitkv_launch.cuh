@@ -11,29 +11,32 @@
 namespace stof {
 namespace cuda {
 
-template <int kHead, typename T, int kBlocks>
+template <int kHead, typename T, int kBlocks, KeySource kSource>
 int LaunchDecode(const DecodeParams& params, void* stream) {
   using S = DecodeShape<kHead, T, kBlocks>;
   const AttentionParams& p = params.attention;
   const int64_t blocks = (int64_t{params.heads} * p.S + S::kRows - 1) / S::kRows * (p.H / p.G / params.heads);
   DecodeParams copy = params;
   void* arguments[] = {&copy};
-  return static_cast<int>(cudaLaunchKernel(reinterpret_cast<const void*>(DecodeAttention<kHead, T, kBlocks>),
+  return static_cast<int>(cudaLaunchKernel(reinterpret_cast<const void*>(DecodeAttention<kHead, T, kBlocks, kSource>),
                                            dim3(static_cast<unsigned>(int64_t{p.B} * p.G * params.splits * blocks)),
                                            dim3(S::kThreads), arguments, 0, static_cast<cudaStream_t>(stream)));
 }
 
-template <int kHead, typename T, int kBlocks>
+template <int kHead, typename T, int kBlocks, KeySource kSource>
 constexpr SplitKvCode MakeSplitKvCode() {
   SplitKvCode code;
-  code.launch = LaunchDecode<kHead, T, kBlocks>;
+  code.launch = LaunchDecode<kHead, T, kBlocks, kSource>;
+  if constexpr (kSource == KeySource::kCache) {
+    code.launch_columns = LaunchDecode<kHead, T, kBlocks, KeySource::kColumns>;
+  }
   code.combine = LaunchCombine<T>;
   return code;
 }
-template <int kHead, typename T, int kBlocks>
-constexpr SplitKvCode kSplitKvCode = MakeSplitKvCode<kHead, T, kBlocks>();
+template <int kHead, typename T, int kBlocks, KeySource kSource>
+constexpr SplitKvCode kSplitKvCode = MakeSplitKvCode<kHead, T, kBlocks, kSource>();
 
-template <int kHead, typename T, int kBlocks>
+template <int kHead, typename T, int kBlocks, KeySource kSource>
 constexpr KernelEntry MakeSplitKvKernel() {
   using S = DecodeShape<kHead, T, kBlocks>;
   KernelEntry kernel;
@@ -41,8 +44,20 @@ constexpr KernelEntry MakeSplitKvKernel() {
   kernel.head_size = kHead;
   kernel.rows = S::kRows, kernel.keys = kTileKeys;
   kernel.ctas_per_sm = S::kCtas;
-  kernel.code = &kSplitKvCode<kHead, T, kBlocks>;
+  kernel.code = &kSplitKvCode<kHead, T, kBlocks, kSource>;
   return kernel;
+}
+
+// The table of the kernel for keys and values in pages.
+template <int kHead, typename T, int kBlocks>
+constexpr KernelEntry kPagedDecodeKernels[] = {MakeSplitKvKernel<kHead, T, kBlocks, KeySource::kPages>()};
+
+template <typename T>
+KernelTable FindPagedDecode(const KernelProblem& problem) {
+  const bool few = problem.packed_queries <= 8;
+  if (problem.head_size <= 64) return few ? kPagedDecodeKernels<64, T, 1> : kPagedDecodeKernels<64, T, 2>;
+  if (problem.head_size <= 128) return few ? kPagedDecodeKernels<128, T, 1> : kPagedDecodeKernels<128, T, 2>;
+  return kPagedDecodeKernels<256, T, 1>;
 }
 
 }  // namespace cuda

@@ -80,13 +80,14 @@ class FolderReport:
         return f"{count} of {models} models failed; nothing was written" if count else ""
 
     def to_text(self) -> str:
-        """A line for each model, one for the other files, and what was written."""
+        """A line for each model and its times, one for the other files, and what was written."""
         lines = []
         for name in sorted({*self.reports, *self.failures}):
             if name in self.failures:
                 lines.append(f"{name}: failed: {self.failures[name]}")
             else:
                 lines.append(f"{name}: {self.reports[name].summary()}")
+                lines += [f"  {line}" for line in self.reports[name].time_lines()]
         if self.output:
             lines += [f"{len(self.others)} other files: copied", *self._library_lines(), f"written: {self.output}"]
         elif self.dry_run:

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx
@@ -13,13 +13,14 @@ import onnx_graphsurgeon as gs
 from onnx import TensorProto
 
 from stof.attention.function_body import OP, Variant, make_attention_function
-from stof.attention.op_inputs import NEUTRAL, build_operands
+from stof.attention.op_inputs import NEUTRAL, build_operands, runtime_operand
 from stof.attention.prune import Pruner
 from stof.attention.tensorrt_constants import constants_attribute
 from stof.graph.editor import Editor
 from stof.graph.index import DOMAIN, opset_of
 from stof.graph.local_functions import add_functions, check_absent
 from stof.graph.protobuf import copy_model
+from stof.mask.empty_rows.weaker_rows import RowNumbers, join_rows, strictest_mask, weaker_mask, weaker_site
 from stof.mask.site import AttentionSite, Layout, LiftedMask, Operand
 from stof.symbolic import Symbolic
 from stof.symbolic.dimension_names import declared_dim
@@ -53,14 +54,14 @@ class SharedFunction:
     """The local function that all StofAttention nodes of a model call: operand slots, layouts, variants of the body."""
 
     def __init__(self, rewrites: Sequence[Rewrite]) -> None:
-        self.slots = _slots(rewrites)
+        self.slots = _slots([part for r in rewrites for part in parts_of(r)])
         self.layouts = _common_layouts(rewrites)
         self.grouped = any(r.site.num_heads != r.site.kv_num_heads for r in rewrites)
         self.variants: dict[Variant, int] = {}
         self.tensorrt = any(r.tensorrt for r in rewrites)
 
     def variant(self, rewrite: Rewrite) -> tuple[Variant, int]:
-        """The variant of the body for a rewrite, and its ``mask_id``."""
+        """The variant of the body for a rewrite of one node, and its ``mask_id``."""
         found = _variant(rewrite, self.slots, self.layouts, self.grouped)
         return found, self.variants.setdefault(found, len(self.variants))
 
@@ -71,15 +72,29 @@ class SharedFunction:
         return model
 
 
+def parts_of(rewrite: Rewrite) -> list[Rewrite]:
+    """A rewrite as those of its nodes: one, or a second one for fully masked rows that attend by weaker masks.
+
+    The second mask reads ``segment_q``, which is among its operands only once it is made.
+    """
+    first = replace(rewrite, mask=strictest_mask(rewrite.mask))
+    if rewrite.mask.weaker is None:
+        return [first]
+    site, mask = weaker_site(rewrite.site, rewrite.mask), weaker_mask(rewrite.site, rewrite.mask)
+    return [first, replace(rewrite, site=site, mask=mask, hints=())]
+
+
 def replace_sites(
     model: onnx.ModelProto, symbolic: Symbolic, rewrites: Sequence[Rewrite], function: SharedFunction
 ) -> onnx.ModelProto:
     """A copy of the model in which sites of the main graph are replaced."""
     editor = Editor(model)
     pruner = Pruner(editor, symbolic, [r.site for r in rewrites])
+    numbers = RowNumbers(
+        editor, lambda o, nodes: runtime_operand(editor, symbolic, o, nodes, function.tensorrt), function.tensorrt
+    )
     for rewrite in rewrites:
-        variant, number = function.variant(rewrite)
-        _replace_site(editor, symbolic, rewrite, variant, number, function.slots)
+        _replace_site(editor, symbolic, rewrite, function, numbers)
     editor.place_inserted()
     pruner.prune()
     return editor.finish()
@@ -94,7 +109,7 @@ def _slots(rewrites: Sequence[Rewrite]) -> tuple[str, ...]:
 
 def _roles(rewrite: Rewrite) -> set[str]:
     mask = rewrite.mask
-    found = {o.role for o in mask.operands} | {t[0] for t in mask.tables}
+    found = {o.role for o in mask.operands} | {t[0] for t in mask.tables} | mask.expression.vectors
     found |= {"bias"} if mask.bias else set()
     found |= {"relative_bias"} if mask.relative is not None else set()
     return found | {"sink"} if rewrite.site.sink is not None else found
@@ -131,13 +146,78 @@ def _variant(rewrite: Rewrite, slots: Sequence[str], layouts: Layouts, grouped: 
 
 
 def _replace_site(
-    editor: Editor, symbolic: Symbolic, rewrite: Rewrite, variant: Variant, number: int, slots: Sequence[str]
+    editor: Editor, symbolic: Symbolic, rewrite: Rewrite, function: SharedFunction, numbers: RowNumbers
 ) -> None:
     site = rewrite.site
+    parts = parts_of(rewrite)
+    layouts = function.layouts
     output = editor.tensors[site.output]
     replaced = output.inputs[0]
     extra: list[gs.Node] = []
-    operands = build_operands(editor, symbolic, (rewrite.site, rewrite.mask), slots, extra, rewrite.tensorrt)
+    sizes = (
+        (site.num_heads, site.head_size),
+        (site.kv_num_heads, site.head_size),
+        (site.kv_num_heads, site.value_head_size),
+        (site.num_heads, site.value_head_size),
+    )
+    sources = (site.query, site.key, site.value)
+    given = [_in_layout(editor, extra, o, site.dtype, n) for o, (n, _) in zip(sources, sizes, strict=False)]
+    if site.query_factor is not None:
+        own = (site.query.layout, Layout.BHSD)
+        given[0] = _scale_query(
+            editor, extra, site, _convert_layout(editor, extra, given[0], site.dtype, own, sizes[0])
+        )
+    inputs = [
+        _convert_layout(editor, extra, tensor, site.dtype, (own, wanted), size)
+        for tensor, own, wanted, size in zip(given, _layouts(site), layouts, sizes, strict=False)
+    ]
+    output.inputs.clear()
+    wanted = (layouts[3], site.output_layout)
+    perm = list(site.output_perm)
+    is_reshaped = site.output_flat or site.output_joined or site.output_grouped
+    last = editor.variable(f"{site.output}_rows", site.dtype) if is_reshaped else output
+    written = editor.variable(f"{site.output}_laid", site.dtype) if perm else last
+    result = written if wanted[0] is wanted[1] else editor.variable(f"{site.output}_stof", site.dtype)
+    nodes = extra
+    if len(parts) == 1:
+        nodes.append(_node(editor, symbolic, parts[0], function, inputs, {}, result, nodes))
+    else:
+        heads = dict(zip(("query", "key"), inputs, strict=False))
+        number, is_usual = numbers.find(site, rewrite.mask, heads, layouts, nodes)
+        both = [editor.variable(f"{site.output}_{word}", site.dtype) for word in ("strict", "weaker")]
+        for part, given_operands, tensor in zip(parts, ({}, {"segment_q": number}), both, strict=True):
+            nodes.append(_node(editor, symbolic, part, function, inputs, given_operands, tensor, nodes))
+        nodes += join_rows(editor, is_usual, layouts[3], both, parts[1].mask.empty_rows, result)
+    if result is not written:
+        _convert_layout(editor, nodes, result, site.dtype, wanted, sizes[3], written)
+    if perm:
+        nodes.append(editor.node("Transpose", last.name, [written], [last], perm=perm))
+    if site.output_flat:
+        shape = editor.initializer("stof_shape", np.array([-1, site.num_heads * site.value_head_size], np.int64))
+        nodes.append(editor.node("Reshape", output.name, [last, shape], [output]))
+    if site.output_joined:
+        nodes += _split_batch_axis(editor, site, last, output)
+    if site.output_grouped:
+        _reshape_heads(editor, nodes, last, (site.output_layout, 1), site.output_grouped, output)
+    editor.insert_before(replaced, nodes)
+    if not site.output_joined and not site.output_grouped:
+        editor.declare(site.output, site.dtype, _output_shape(site))
+
+
+def _node(
+    editor: Editor,
+    symbolic: Symbolic,
+    part: Rewrite,
+    function: SharedFunction,
+    inputs: Sequence[gs.Tensor],
+    made: Mapping[str, gs.Tensor],
+    result: gs.Tensor,
+    extra: list[gs.Node],
+) -> gs.Node:
+    """The StofAttention node of a rewrite of one node; ``made`` are operands by role that are no tensors of the model."""
+    site = part.site
+    variant, number = function.variant(part)
+    operands = build_operands(editor, symbolic, (site, part.mask), function.slots, extra, part.tensorrt, made)
     layouts = [layout.value for layout in variant.layouts]
     # Slots that this variant does not read have the role `unused`.
     attributes = {
@@ -154,50 +234,12 @@ def _replace_site(
         "results": "",
         "plugin_namespace": DOMAIN,
         "plugin_version": "1",
-        **({"allow_tf32": 1} if rewrite.allow_tf32 and site.dtype == TensorProto.FLOAT else {}),
-        **dict(rewrite.hints),
-        **(constants_attribute(rewrite.mask, slots) if rewrite.tensorrt else {}),
+        **({"allow_tf32": 1} if part.allow_tf32 and site.dtype == TensorProto.FLOAT else {}),
+        **dict(part.hints),
+        **(constants_attribute(part.mask, function.slots) if part.tensorrt else {}),
     }
     name = editor.fresh_node_name(f"{_scope(site.name)}/{OP}")
-    sizes = (
-        (site.num_heads, site.head_size),
-        (site.kv_num_heads, site.head_size),
-        (site.kv_num_heads, site.value_head_size),
-        (site.num_heads, site.value_head_size),
-    )
-    sources = (site.query, site.key, site.value)
-    given = [_in_layout(editor, extra, o, site.dtype, n) for o, (n, _) in zip(sources, sizes, strict=False)]
-    if site.query_factor is not None:
-        own = (site.query.layout, Layout.BHSD)
-        given[0] = _scale_query(
-            editor, extra, site, _convert_layout(editor, extra, given[0], site.dtype, own, sizes[0])
-        )
-    inputs = [
-        _convert_layout(editor, extra, tensor, site.dtype, (own, wanted), size)
-        for tensor, own, wanted, size in zip(given, _layouts(site), variant.layouts, sizes, strict=False)
-    ]
-    output.inputs.clear()
-    wanted = (variant.layouts[3], site.output_layout)
-    perm = list(site.output_perm)
-    is_reshaped = site.output_flat or site.output_joined or site.output_grouped
-    last = editor.variable(f"{site.output}_rows", site.dtype) if is_reshaped else output
-    written = editor.variable(f"{site.output}_laid", site.dtype) if perm else last
-    result = written if wanted[0] is wanted[1] else editor.variable(f"{site.output}_stof", site.dtype)
-    nodes = [*extra, gs.Node(OP, name, attributes, [*inputs, *operands], [result], DOMAIN)]
-    if result is not written:
-        _convert_layout(editor, nodes, result, site.dtype, wanted, sizes[3], written)
-    if perm:
-        nodes.append(editor.node("Transpose", last.name, [written], [last], perm=perm))
-    if site.output_flat:
-        shape = editor.initializer("stof_shape", np.array([-1, site.num_heads * site.value_head_size], np.int64))
-        nodes.append(editor.node("Reshape", output.name, [last, shape], [output]))
-    if site.output_joined:
-        nodes += _split_batch_axis(editor, site, last, output)
-    if site.output_grouped:
-        _reshape_heads(editor, nodes, last, (site.output_layout, 1), site.output_grouped, output)
-    editor.insert_before(replaced, nodes)
-    if not site.output_joined and not site.output_grouped:
-        editor.declare(site.output, site.dtype, _output_shape(site))
+    return gs.Node(OP, name, attributes, [*inputs, *operands], [result], DOMAIN)
 
 
 def _in_layout(editor: Editor, nodes: list[gs.Node], operand: Operand, dtype: int, heads: int) -> gs.Tensor:

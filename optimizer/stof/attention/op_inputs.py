@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import onnx_graphsurgeon as gs
@@ -37,6 +37,7 @@ def build_operands(
     slots: Sequence[str],
     extra: list[gs.Node],
     tensorrt: bool,
+    made: Mapping[str, gs.Tensor],
 ) -> list[gs.Tensor]:
     """The tensors for a call's operand slots.
 
@@ -47,11 +48,10 @@ def build_operands(
         slots: the operand roles of the model's calls, in the order of inputs. Unused slots get a small constant.
         extra: new nodes that compute operands are appended here.
         tensorrt: whether TensorRT's parser reads the model.
+        made: operands by role that are no tensors of the model.
     """
     site, mask = found
-    given: dict[str, gs.Tensor] = {
-        o.role: _runtime_operand(editor, symbolic, o, extra, tensorrt) for o in mask.operands
-    }
+    given = {**made, **{o.role: runtime_operand(editor, symbolic, o, extra, tensorrt) for o in mask.operands}}
     for name, dtype, shape, data in mask.tables:
         array = np.frombuffer(data, np.dtype(dtype)).reshape(shape).copy()
         if tensorrt and array.dtype == np.uint8:
@@ -66,7 +66,7 @@ def build_operands(
     return [given[slot] if slot in given else _unused_operand(editor, slot) for slot in slots]
 
 
-def _runtime_operand(
+def runtime_operand(
     editor: Editor, symbolic: Symbolic, operand: RuntimeOperand, extra: list[gs.Node], tensorrt: bool
 ) -> gs.Tensor:
     """A run-time operand in the shape and one of the types that the op takes."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``stof-bench attention | decode | sparse-mlp | sites | model | decode-genai | search | merge | table | plot``."""
+"""``stof-bench attention | decode | sparse-mlp | sites | model | decoder | decode-genai | search | merge | table | plot``."""
 
 from __future__ import annotations
 
@@ -78,6 +78,17 @@ def _parser() -> Parser:
     model.add_argument("--prepared", type=Path, metavar="DIR", help="of --device cuda: fp16 graphs without weights")
     model.add_argument("--lock", type=Path, metavar="FILE", help="of --device cuda: processes with it time in turns")
     model.add_argument("--prepare", action="store_true", help="write them, which needs no GPU, and end")
+    decoder = commands.add_parser("decoder", help="a whole decoder of random weights, its tokens and a prompt")
+    decoder.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    decoder.add_argument("--lengths", nargs="+", type=int, default=None, metavar="T", help="keys behind a token")
+    decoder.add_argument(
+        "--batches", nargs="+", type=int, default=None, metavar="B", help="default: 1 and a larger one"
+    )
+    decoder.add_argument("--heads", nargs="+", type=int, default=None, metavar="G", help="of keys (8 and 32; CPU: 2)")
+    decoder.add_argument("--prompt", type=int, default=None, metavar="S", help="32768 (CPU: 1024); 0: none")
+    decoder.add_argument("--variants", nargs="+", default=None, metavar="NAME", help="default: all")
+    decoder.add_argument("--prepared", type=Path, metavar="DIR", help="optimized graphs, without weights")
+    decoder.add_argument("--prepare", action="store_true", help="write them, which needs no GPU, and end")
     generation = commands.add_parser(
         "decode-genai", help="a model folder of ONNX Runtime GenAI before and after, on the CPU"
     )
@@ -94,11 +105,11 @@ def _parser() -> Parser:
     search.add_argument("--length", type=int, default=128, metavar="S")
     search.add_argument("--measured", action="store_true", help="times on this device in place of the analytical cost")
     search.add_argument("--seed", type=int, default=0)
-    for command in (attention, decode, mlp, sites, model, generation):
+    for command in (attention, decode, mlp, sites, model, decoder, generation):
         several = command in (attention, decode, mlp, sites)
         command.add_argument("--threads", nargs="+", type=int, default=[1, 2] if several else [2])
         command.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
-    for command in (attention, decode, mlp, sites, model):
+    for command in (attention, decode, mlp, sites, model, decoder):
         command.add_argument("--rounds", type=int, default=None, help="default: 5 on a CPU, 7 on a GPU")
     merge = commands.add_parser("merge", help="results that another machine wrote, into those here")
     merge.add_argument("found", type=Path, metavar="DIR", help="the folder that the other machine wrote")
@@ -139,6 +150,10 @@ def _run(arguments: argparse.Namespace) -> int:
         return _attention_on_gpu(arguments)
     if arguments.command == "model" and (arguments.device == "cuda" or arguments.prepare):
         return _models_on_gpu(arguments)
+    if arguments.command == "decoder":
+        from stof.bench.decoder import run as decoder
+
+        return decoder.run(arguments)
     if "rounds" in arguments:
         arguments.rounds = arguments.rounds or measure.ROUNDS
     if len(arguments.threads) > 1:

@@ -12,6 +12,7 @@ import onnx
 from onnx import numpy_helper
 
 from stof.cached_attention.find import CacheCandidate, find_candidates, reads_cache
+from stof.cached_attention.paged.site import PAGED, PagedSite
 from stof.cached_attention.site import GROUP_QUERY, INPUT_INDEX, MICROSOFT, SPARSE, CacheSite
 from stof.graph.external_data import read_constants
 from stof.graph.index import all_nodes, node_tensors, opset_of
@@ -43,7 +44,7 @@ def declare_patterns(job: Job, key: str) -> Job:
     if sparsity is None or not any(reads_cache(n) for n in nodes):
         return job
     read_constants(job.source, before)
-    base = inline(before, {(MICROSOFT, GROUP_QUERY), (MICROSOFT, SPARSE)})
+    base = inline(before, {(MICROSOFT, GROUP_QUERY), (MICROSOFT, SPARSE), (MICROSOFT, PAGED)})
     inlined = inline_all(base)
     symbolic = Symbolic(base, None if inlined is base else Symbolic(inlined))
     candidates = find_candidates(base, symbolic, job.options.target)
@@ -53,7 +54,7 @@ def declare_patterns(job: Job, key: str) -> Job:
         site = candidate.site
         heads = None if site is None else HeadCounts(site.num_heads, site.kv_num_heads)
         found = None if heads is None else sparsity.pattern_of(layer, len(candidates), heads)
-        if reason or site is None or found is None:
+        if reason or site is None or found is None or isinstance(site, PagedSite):
             sparsity.keep_dense(candidate.name, layer, reason or "--sparsify leaves it dense")
             continue
         pattern, facts = found
@@ -67,6 +68,8 @@ def _reason_dense(candidate: CacheCandidate) -> str:
     """Why an attention takes no pattern; empty where it does."""
     if candidate.site is None:
         return candidate.reason
+    if isinstance(candidate.site, PagedSite):
+        return "its cache is paged: PagedAttention has no input for a pattern, so the result cannot be verified"
     if candidate.site.layout is not None:
         return "it has block layouts already (SparseAttention)"
     if candidate.site.sliding:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds GroupQueryAttention and SparseAttention nodes with a KV cache, and says why some cannot be replaced.
+"""Finds attention nodes with a KV cache, contiguous or paged, and says why some cannot be replaced.
 
 Source: the operator's schema in ONNX Runtime 1.31 and 1.32. A node without past or without present has no cache: attention
 sites cover it.
@@ -15,6 +15,8 @@ import onnx
 
 from stof.attention.limits import limits_of, type_names
 from stof.cached_attention.block_layout import BlockLayout
+from stof.cached_attention.paged.find import read_paged_site, reads_pages
+from stof.cached_attention.paged.site import PagedSite
 from stof.cached_attention.site import (
     GROUP_QUERY,
     INPUTS,
@@ -52,7 +54,7 @@ class CacheCandidate:
     """A node with a cache: a site, or the reason why it cannot be replaced."""
 
     name: str
-    site: CacheSite | None
+    site: CacheSite | PagedSite | None
     reason: str = ""
 
 
@@ -68,7 +70,7 @@ def has_cache(node: onnx.NodeProto) -> bool:
 
 def reads_cache(node: onnx.NodeProto) -> bool:
     """Whether a node is attention over a KV cache, of a kind that the operator replaces."""
-    return is_sparse(node) or (is_group_query(node) and has_cache(node))
+    return is_sparse(node) or reads_pages(node) or (is_group_query(node) and has_cache(node))
 
 
 def find_candidates(model: onnx.ModelProto, symbolic: Symbolic, target: str) -> list[CacheCandidate]:
@@ -90,7 +92,12 @@ def find_candidates(model: onnx.ModelProto, symbolic: Symbolic, target: str) -> 
         try:
             if outer is not None:
                 raise UnsupportedError(f"it lies in a subgraph of {describe(outer)}, where caches are not replaced")
-            found.append(CacheCandidate(name, _read_site(name, node, index, symbolic, target, layouts)))
+            site: CacheSite | PagedSite
+            if reads_pages(node):
+                site = read_paged_site(name, node, index, symbolic, target)
+            else:
+                site = _read_site(name, node, index, symbolic, target, layouts)
+            found.append(CacheCandidate(name, site))
         except UnsupportedError as error:
             found.append(CacheCandidate(name, None, str(error)))
     return found

@@ -4,16 +4,20 @@
 The body of one variant is the node itself, so that a runtime can still give past and present one buffer. Several variants
 are branches of an If on ``mask_id``, and an attribute selects one for each call. Where a pattern was declared, the body adds it
 as attention_bias, which a runtime either applies or refuses: none computes the dense attention.
+
+A runtime that inlines the function checks the types of every branch for every call. So every call has all tables that some
+branch reads, and branches read them with a cast.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import onnx
-from onnx import helper
+from onnx import TensorProto, helper
 
 from stof.cached_attention.site import (
     INPUT_INDEX,
@@ -40,7 +44,8 @@ _MASK_ID = "mask_id"
 class CacheVariant:
     """What the body of a call depends on: the node's type and attributes, serialized in order, and which inputs it has.
 
-    ``pattern`` is the mask that --sparsify declared, empty where none was.
+    ``pattern`` is the mask that --sparsify declared, empty where none was. ``tables`` are the element types of the tables that
+    the body reads, from table0 on; 0: it does not read that one.
     """
 
     op_type: str
@@ -49,6 +54,7 @@ class CacheVariant:
     dtype: int
     num_heads: int = 0
     pattern: str = ""
+    tables: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, site: CacheSite) -> CacheVariant:
@@ -57,46 +63,74 @@ class CacheVariant:
         given = tuple(bool(name) for name in site.read_inputs)
         serialized = tuple(a.SerializeToString(deterministic=True) for a in attributes)
         variant = cls(site.node.op_type, serialized, given, site.dtype)
-        return variant if site.declared is None else replace(variant, num_heads=site.num_heads, pattern=site.mask)
+        if site.layout is not None:
+            return replace(variant, tables=(0, TensorProto.INT32, TensorProto.INT32))
+        if site.declared is None:
+            return variant
+        types = tuple(helper.np_dtype_to_tensor_dtype(a.dtype) for _, a in sorted(site.mask_tables.items()))
+        return replace(variant, num_heads=site.num_heads, pattern=site.mask, tables=types)
 
-    def nodes(self, name: str, opset: int, outputs: Sequence[str]) -> list[onnx.NodeProto]:
-        """The node, with the function's own names as inputs, behind what computes its lengths and the pattern's bias."""
+    def nodes(self, name: str, opset: int, outputs: Sequence[str], *, is_branch: bool = False) -> list[onnx.NodeProto]:
+        """The node, with the function's own names as inputs, behind what computes its lengths and the pattern's bias.
+
+        Args:
+            name: prefix of the nodes' names.
+            opset: of the standard domain.
+            outputs: names of output, present_key and present_value.
+            is_branch: calls of other variants get these nodes, too, with tables of other types.
+        """
         inputs = [name if given else "" for name, given in zip(OP_INPUTS, self.given, strict=True)]
-        before: list[onnx.NodeProto] = []
+        builder = Builder(opset, f"{name}_")
+        tables = {f"table{i}": f"table{i}" for i, dtype in enumerate(self.tables) if dtype}
+        if is_branch:
+            tables = {n: builder.add("Cast", [n], to=self.tables[int(n[-1])]) for n in tables}
         if self.op_type == SPARSE:
-            before, inputs = self._sparse_inputs(name, inputs)
+            inputs = self._sparse_inputs(builder, inputs, tables)
         elif self.pattern:
-            builder = Builder(opset, f"{name}_")
-            inputs[INPUT_INDEX["attention_bias"]] = self._bias(builder, inputs[INPUT_INDEX["attention_bias"]])
-            before, inputs = builder.nodes, inputs[: len(INPUTS)]
+            index = INPUT_INDEX["attention_bias"]
+            inputs[index] = self._bias(builder, inputs[index], tables, is_branch=is_branch)
+            inputs = inputs[: len(INPUTS)]
+        before = builder.nodes
         while not inputs[-1]:
             inputs.pop()
         node = helper.make_node(self.op_type, inputs, list(outputs), name=name, domain=MICROSOFT)
         node.attribute.extend(onnx.AttributeProto.FromString(a) for a in self.attributes)
         return [*before, node]
 
-    def _sparse_inputs(self, name: str, given: Sequence[str]) -> tuple[list[onnx.NodeProto], list[str]]:
+    def _sparse_inputs(self, builder: Builder, given: Sequence[str], tables: Mapping[str, str]) -> list[str]:
         """The inputs of a SparseAttention, and the nodes that compute its numbers of keys."""
-        one, lengths = f"{name}_one", f"{name}_lengths"
-        stored = onnx.numpy_helper.from_array(np.array([1], np.int32), one)
-        nodes = [
-            helper.make_node("Constant", [], [one], name=one, value=stored),
-            helper.make_node("Add", ["seqlens_k", one], [lengths], name=lengths),
-        ]
         inputs = [""] * (max(SPARSE_INDEX.values()) + 1)
         for own, index in SPARSE_INDEX.items():
             inputs[index] = given[INPUT_INDEX[own]]
-        inputs[SPARSE_INDEX["seqlens_k"]] = lengths
-        inputs[SPARSE_ROWS], inputs[SPARSE_COLUMNS] = "table1", "table2"
-        return nodes, inputs
+        inputs[SPARSE_INDEX["seqlens_k"]] = builder.add("Add", ["seqlens_k", builder.constant([1], np.int32)])
+        inputs[SPARSE_ROWS], inputs[SPARSE_COLUMNS] = tables["table1"], tables["table2"]
+        return inputs
 
-    def _bias(self, builder: Builder, own: str) -> str:
+    def _bias(self, builder: Builder, own: str, tables: Mapping[str, str], *, is_branch: bool) -> str:
         """The pattern as attention_bias, added to the node's own one."""
-        tables = {name: name for name in OP_INPUTS if name.startswith("table")}
         tensors = StepTensors("query", "seqlens_k", "total_sequence_length")
         mask = MaskExpression.parse(self.pattern)
         bias = emit_pattern_bias(builder, mask, tensors, tables, self.num_heads, self.dtype)
-        return builder.add("Add", [own, bias]) if own else bias
+        # Calls of other variants may have no attention_bias: Sum, unlike Add, is legal without one of its inputs.
+        return builder.add("Sum" if is_branch else "Add", [bias, own]) if own else bias
+
+
+class BodyVariant(Protocol):
+    """One variant of a function body: the nodes of one kind of call."""
+
+    @property
+    def dtype(self) -> int:
+        """The element type of the outputs."""
+
+    def nodes(self, name: str, opset: int, outputs: Sequence[str], *, is_branch: bool = False) -> list[onnx.NodeProto]:
+        """Nodes that write the outputs from the function's inputs.
+
+        Args:
+            name: prefix of the nodes' names.
+            opset: of the standard domain.
+            outputs: names of the outputs.
+            is_branch: calls of other variants get these nodes, too.
+        """
 
 
 def make_cache_function(
@@ -110,29 +144,50 @@ def make_cache_function(
         opset: of the standard domain.
         contrib_version: of domain com.microsoft.
     """
+    return make_variant_function(OP, OP_INPUTS[:inputs], OUTPUTS, variants, opset, contrib_version)
+
+
+def make_variant_function(
+    op: str,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    variants: Sequence[BodyVariant],
+    opset: int,
+    contrib_version: int,
+) -> onnx.FunctionProto:
+    """The local function of an operator; where there are several variants, ``mask_id`` selects one for each call.
+
+    Args:
+        op: the operator, of domain ``stof``.
+        inputs: names of the inputs that calls have at most.
+        outputs: names of the outputs.
+        variants: distinct; ``mask_id`` is the index.
+        opset: of the standard domain.
+        contrib_version: of domain com.microsoft.
+    """
     opsets = [helper.make_opsetid("", opset), helper.make_opsetid(MICROSOFT, contrib_version)]
     read: list[str] = []
     if len(variants) == 1:
-        nodes = variants[0].nodes("variant0", opset, OUTPUTS)
+        nodes = variants[0].nodes("variant0", opset, outputs)
     else:
         number = helper.make_node("Constant", [], [_MASK_ID], name=_MASK_ID)
         reference = number.attribute.add()
         reference.name, reference.ref_attr_name, reference.type = "value_int", _MASK_ID, onnx.AttributeProto.INT
-        nodes = [number, *_select(variants, 0, opset, OUTPUTS)]
+        nodes = [number, *_select(variants, 0, opset, outputs)]
         read = [_MASK_ID]
-    return helper.make_function(DOMAIN, OP, list(OP_INPUTS[:inputs]), list(OUTPUTS), nodes, opsets, read)
+    return helper.make_function(DOMAIN, op, list(inputs), list(outputs), nodes, opsets, read)
 
 
-def _select(variants: Sequence[CacheVariant], i: int, opset: int, outputs: Sequence[str]) -> list[onnx.NodeProto]:
+def _select(variants: Sequence[BodyVariant], i: int, opset: int, outputs: Sequence[str]) -> list[onnx.NodeProto]:
     """Nodes that write the outputs: by variant i if ``mask_id`` is i, else by a later one."""
     if i + 1 == len(variants):
-        return variants[i].nodes(f"variant{i}", opset, outputs)
+        return variants[i].nodes(f"variant{i}", opset, outputs, is_branch=True)
     index, same = f"s{i}_i", f"s{i}_same"
     graphs = []
     for word in ("then", "else"):
-        own = [f"{word}{i}_{name}" for name in OUTPUTS]
+        own = [f"{word}{i}_{name}" for name in outputs]
         if word == "then":
-            inner = variants[i].nodes(f"variant{i}", opset, own)
+            inner = variants[i].nodes(f"variant{i}", opset, own, is_branch=True)
         else:
             inner = _select(variants, i + 1, opset, own)
         infos = [helper.make_tensor_value_info(name, variants[i].dtype, None) for name in own]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over a KV cache as an op of the pipeline: nodes with past and present become StofCachedAttention."""
+"""Attention over a KV cache as an op of the pipeline: nodes become StofCachedAttention, those over pages StofPagedAttention."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from stof.cached_attention.cost import predict_gain
 from stof.cached_attention.declare import declare_patterns
 from stof.cached_attention.emit import emit_caches
 from stof.cached_attention.find import CacheCandidate, find_candidates, reads_cache
+from stof.cached_attention.paged.emit import emit_pages
+from stof.cached_attention.paged.site import OP as PAGED_OP
+from stof.cached_attention.paged.site import PAGED, PagedSite
 from stof.cached_attention.plan_entry import CachePlan, read_cache_plan
 from stof.cached_attention.report import KEY, NAMES, CacheReport, CacheSection
 from stof.cached_attention.site import GROUP_QUERY, MICROSOFT, OP, SPARSE, CacheSite
@@ -32,7 +35,7 @@ from stof.selection import NamedCandidate, list_candidates
 from stof.symbolic import Symbolic
 
 if TYPE_CHECKING:
-    from stof.cached_attention.checks.site_checks import CacheChecks
+    from stof.verification.site_checks import SiteChecks
 
 _PICTURE_LENGTH = 4096
 
@@ -58,7 +61,7 @@ class CacheDecisions(Decisions):
 
     found: CacheModel
     caches: CacheSection
-    sites: tuple[CacheSite, ...] = ()
+    sites: tuple[CacheSite | PagedSite, ...] = ()
 
     @property
     def section(self) -> CacheSection:
@@ -86,7 +89,7 @@ class CacheRewrite(OpRewrite[CacheModel, CacheDecisions]):
     """Replaces attention nodes with a KV cache, wherever the operator supports the node: it never reads more of the cache."""
 
     key = KEY
-    op_types = frozenset({OP})
+    op_types = frozenset({OP, PAGED_OP})
     names = NAMES
     plan_format = EntryFormat("cache", read_cache_plan)
 
@@ -100,7 +103,7 @@ class CacheRewrite(OpRewrite[CacheModel, CacheDecisions]):
         if any(reads_cache(n) for n in nodes):
             with job.step("caches"):
                 read_constants(job.source, before)
-                base = inline(before, {(MICROSOFT, GROUP_QUERY), (MICROSOFT, SPARSE)})
+                base = inline(before, {(MICROSOFT, GROUP_QUERY), (MICROSOFT, SPARSE), (MICROSOFT, PAGED)})
                 inlined = inline_all(base)
                 symbolic = Symbolic(base, None if inlined is base else Symbolic(inlined))
                 candidates = find_candidates(base, symbolic, job.options.target)
@@ -125,22 +128,27 @@ class CacheRewrite(OpRewrite[CacheModel, CacheDecisions]):
 
     def decide(self, job: Job, found: CacheModel) -> CacheDecisions:
         rows: list[CacheReport] = []
-        sites: list[CacheSite] = []
+        sites: list[CacheSite | PagedSite] = []
         for index, candidate in enumerate(found.candidates):
             row = _describe(candidate, index)
             if reason := self._reason_kept(job, candidate, index, sites):
                 rows.append(replace(row, reason=reason))
                 continue
             assert candidate.site is not None
-            gain, length = predict_gain(candidate.site, job.options.target)
-            rows.append(replace(row, replaced=True, reason="replaced", predicted_gain=round(gain, 3), length=length))
+            row = replace(row, replaced=True, reason="replaced")
+            if isinstance(candidate.site, CacheSite):
+                gain, length = predict_gain(candidate.site, job.options.target)
+                row = replace(row, predicted_gain=round(gain, 3), length=length)
+            rows.append(row)
             sites.append(candidate.site)
         section = CacheSection(rows)
         if job.options.report is not None:
-            section.pictures = _pictures(sites)
+            section.pictures = _pictures([s for s in sites if isinstance(s, CacheSite)])
         return CacheDecisions(found, section, tuple(sites))
 
-    def _reason_kept(self, job: Job, candidate: CacheCandidate, index: int, sites: Sequence[CacheSite]) -> str:
+    def _reason_kept(
+        self, job: Job, candidate: CacheCandidate, index: int, sites: Sequence[CacheSite | PagedSite]
+    ) -> str:
         """Why a candidate stays as it is; empty where it is replaced.
 
         Raises:
@@ -163,7 +171,12 @@ class CacheRewrite(OpRewrite[CacheModel, CacheDecisions]):
 
     def emit(self, job: Job, model: onnx.ModelProto, decided: CacheDecisions) -> onnx.ModelProto:
         with job.step("emit"):
-            return emit_caches(decided.found.model, decided.sites)
+            found = decided.found.model
+            if caches := [s for s in decided.sites if isinstance(s, CacheSite)]:
+                found = emit_caches(found, caches)
+            if pages := [s for s in decided.sites if isinstance(s, PagedSite)]:
+                found = emit_pages(found, pages)
+            return found
 
     def empty_section(self) -> CacheSection:
         return CacheSection()
@@ -173,25 +186,34 @@ class CacheRewrite(OpRewrite[CacheModel, CacheDecisions]):
             return None
         return CacheDecisions(CacheModel(job.model), CacheSection(_rows_of_optimized(job.model)))
 
-    def site_checks(self, job: Job, decided: CacheDecisions) -> CacheChecks | None:
+    def site_checks(self, job: Job, decided: CacheDecisions) -> SiteChecks | None:
         if not decided.sites:
             return None
         # A tenth of all imports, which --no-verify and --dry-run do not need.
         from stof.cached_attention.checks.site_checks import CacheChecks
+        from stof.cached_attention.paged.checks import PagedChecks
 
         found = decided.found
         assert found.symbolic is not None
-        return CacheChecks(job.model, found.model, found.symbolic, decided.sites, job.options.shapes)
+        if pages := [s for s in decided.sites if isinstance(s, PagedSite)]:
+            return PagedChecks(found.model, found.symbolic, pages, job.options.shapes)
+        caches = [s for s in decided.sites if isinstance(s, CacheSite)]
+        return CacheChecks(job.model, found.model, found.symbolic, caches, job.options.shapes)
 
 
-def _reason_impossible(job: Job, candidate: CacheCandidate, sites: Sequence[CacheSite]) -> str:
+def _reason_impossible(job: Job, candidate: CacheCandidate, sites: Sequence[CacheSite | PagedSite]) -> str:
     """Why a candidate cannot be replaced on the target; empty where it can."""
     if candidate.site is None:
         return candidate.reason
+    op = PAGED_OP if isinstance(candidate.site, PagedSite) else OP
     if job.options.target == "tensorrt":
-        return f"{OP} has no TensorRT plugin: plugins cannot append to a cache in place"
-    if (limits := op_limits()) and OP not in limits:
-        return f"the plugin library has no {OP}; install one of this version"
+        return f"{op} has no TensorRT plugin: plugins cannot append to a cache in place"
+    if (limits := op_limits()) and op not in limits:
+        return f"the plugin library has no {op}; install one of this version"
+    if sites and type(sites[0]) is not type(candidate.site):
+        return (
+            f"its cache is not of the kind of {sites[0].name!r}: contiguous caches and pages are not verified together"
+        )
     if sites and sites[0].dtype != candidate.site.dtype:
         return f"its element type is not that of {sites[0].name!r}: the calls share one function body"
     return ""
@@ -201,7 +223,7 @@ def _with_pattern(job: Job, candidate: CacheCandidate) -> CacheCandidate:
     """The candidate with the pattern that --sparsify declared."""
     site = candidate.site
     declared = None if job.sparsity is None or site is None else job.sparsity.patterns.get(site.node.output[0])
-    if site is None or declared is None:
+    if site is None or declared is None or isinstance(site, PagedSite):
         return candidate
     return replace(candidate, site=replace(site, declared=declared))
 
@@ -214,7 +236,7 @@ def _describe(candidate: CacheCandidate, index: int) -> CacheReport:
 
 
 def _is_done(node: onnx.NodeProto) -> bool:
-    return node.domain == DOMAIN and node.op_type == OP
+    return node.domain == DOMAIN and node.op_type in (OP, PAGED_OP)
 
 
 def _rows_of_optimized(model: onnx.ModelProto) -> list[CacheReport]:
@@ -225,8 +247,8 @@ def _rows_of_optimized(model: onnx.ModelProto) -> list[CacheReport]:
     for node in [*all_nodes(model.graph.node), *(n for f in functions for n in all_nodes(f.node))]:
         if _is_done(node):
             mask = next((a.s.decode(errors="replace") for a in node.attribute if a.name == "mask"), "")
-            name = names.make(node.name or OP)
-            found.append(CacheReport(name, len(found), False, f"is {OP} already", mask))
+            name = names.make(node.name or node.op_type)
+            found.append(CacheReport(name, len(found), False, f"is {node.op_type} already", mask))
         elif reads_cache(node):
             name = names.make(node.name or f"{node.op_type} of {node.output[0]}")
             reason = (

@@ -23,6 +23,7 @@ from stof.symbolic.algebra.sizes import evaluate, size_names
 _LONGEST_WINDOW = 640  # windows above are longer than any input that is drawn
 _DEFAULT_WINDOW = 16
 _UNLIMITED = 1 << 22
+_PASTS = ("past_key", "past_value")
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ class CacheInputMaker(InputMaker):
             name: find_source(index, name) for s in sites for name in (s.input("seqlens_k"), s.input("position_ids"))
         }
         self._given = given
+        self._outputs = {o.name for o in model.graph.output}
         totals = frozenset(s.input("total_sequence_length") for s in sites)
         self._total_inputs = sorted(
             n for n in find_inputs_behind(index, totals, given) if n not in self.masks and self._is_single(n)
@@ -86,6 +88,16 @@ class CacheInputMaker(InputMaker):
         prompt = _Step(case.batch, case.length, case.length, 0, False)
         stated = {**dict(self._case(self._limit(prompt) or prompt).other), **dict(case.other)}
         return super().sizes(replace(case, other=tuple(stated.items())))
+
+    def prompt_case(self, tokens: int) -> Case:
+        """One sequence without a past, within rotary tables and sizes of the model."""
+        prompt = _Step(1, tokens, tokens, 0, False)
+        return self._case(self._limit(prompt) or prompt)
+
+    def token_case(self, keys: int) -> Case | None:
+        """A step of one token, behind ``keys - 1`` others or fewer; None where sizes of the model rule it out."""
+        step = self._limit(_Step(1, 1, keys, 0, False))
+        return None if step is None or step.queries > 1 or step.total == 1 else self._case(step)
 
     def draw(
         self, case: Case, rng: np.random.Generator, needed: Collection[str] | None = None
@@ -166,6 +178,29 @@ class CacheInputMaker(InputMaker):
         found = [self._case(limited) for step in wanted if (limited := self._limit(step)) is not None]
         return list(dict.fromkeys(found or [self._case(step) for step in wanted]))
 
+    def case_of_step(self, queries: int, total: int, rows: int) -> Case | None:
+        """The case of one sequence in a step; None where sizes are fixed to others.
+
+        Args:
+            queries: new tokens.
+            total: keys after the step.
+            rows: of the caches, where they are not fixed.
+        """
+        step = _Step(1, queries, total, rows - total, False)
+        found = self._limit(step)
+        is_same = found is not None and replace(found, slack=step.slack) == step
+        return self._case(found) if found is not None and is_same else None
+
+    def knows_lengths(self, feed: Mapping[str, np.ndarray]) -> bool:
+        """Whether lengths follow from these inputs, so that ``draw`` has made them agree."""
+        totals = (self.lengths_of.read(s.input("total_sequence_length"), feed) for s in self.sites)
+        return all(self.lengths_of.keys(s, feed) is not None for s in self.sites) and all(t is not None for t in totals)
+
+    def caches(self) -> dict[str, str]:
+        """The output with the present of each input with a past; empty where some cache is no input or no output."""
+        found = {s.input(n): o for s in self.sites for n, o in zip(_PASTS, s.node.output[1:3], strict=True)}
+        return found if set(found) <= self._given and set(found.values()) <= self._outputs else {}
+
     def _limit(self, step: _Step) -> _Step | None:
         """A step within fixed sizes, rotary tables and the user's limits; None where there is none of its kind."""
         sites = self.sites
@@ -215,7 +250,7 @@ class CacheInputMaker(InputMaker):
         for site in sorted(self.sites, key=lambda s: s.sliding):
             rows = step.total + step.slack if not site.sliding else site.window + min(step.slack, site.window)
             _assign(values, site.capacity, rows, batches)
-            for name in ("past_key", "past_value"):
+            for name in _PASTS:
                 _, groups, own, size = self.symbolic.shape(site.input(name)) or (None, None, None, None)
                 for found, number in ((groups, site.kv_num_heads), (own, rows), (size, site.head_size)):
                     if found is not None:

@@ -126,6 +126,24 @@ class InputMaker:
         """Every dimension name at a case: leading ones are batches, all others lengths of scores."""
         return self.dimensions.choose(case)
 
+    def prompt_case(self, tokens: int) -> Case:
+        """One sequence without a past, of so many tokens, or of as many as the model takes."""
+        return Case(1, tokens, Padding.NONE)
+
+    def token_case(self, keys: int) -> Case | None:
+        """A step of one token, behind ``keys - 1`` others in a KV cache; None where the model has no cache that is known.
+
+        Here these are models whose keys are a past and the new ones, as exporters concatenate them.
+        """
+        for shape in self.dimensions.scores:
+            if len(shape) < 2:
+                continue
+            queries, past = shape[-2], shape[-1] - shape[-2]
+            if all(d.atom is not None and d.atom.kind == "size" for d in (queries, past)) and keys > 1:
+                names = [next(iter(size_names(d))) for d in (queries, past)]
+                return Case(1, keys, Padding.NONE, ((names[0], 1), (names[1], keys - 1)))
+        return None
+
     def draw(
         self, case: Case, rng: np.random.Generator, needed: Collection[str] | None = None
     ) -> dict[str, np.ndarray]:

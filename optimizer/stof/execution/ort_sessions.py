@@ -15,6 +15,7 @@ import numpy as np
 import onnx
 
 from stof.errors import ArgumentError
+from stof.execution.collectives import as_lone_rank, may_hold_collectives
 from stof.execution.run_limits import MemoryLimit, RunLimits, TimeLimit
 from stof.execution.session_process import Session, create_session, runtime_version
 from stof.execution.session_worker import SessionSpec
@@ -151,9 +152,10 @@ class Sessions:
         # Copies of weights in the kernels' own layout would double the memory for runs that are not timed.
         entries = [("session.disable_prepacking", "1")]
         if isinstance(model, Path):
-            if is_utf8(model):
+            if is_utf8(model) and not may_hold_collectives(model):
                 return self._session(str(model.absolute()), entries, optimized, library, shared)
             model = _read_graph(model)  # ONNX Runtime takes names in UTF-8 only, but bytes, too
+        model = as_lone_rank(model)
         files = sorted(external_files(model))
         if all((self.scratch / name).exists() for name in files):
             # By way of a file, since the serialized model and the parsed one need not be in memory at once.

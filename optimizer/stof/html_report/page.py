@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from stof.html_report import elements as e
 from stof.html_report.candidates import candidate_table
 from stof.html_report.style import STYLE
 from stof.html_report.verification_table import verification_part, verification_words
 from stof.report import Gain, MaskPicture, Report, Section
+
+if TYPE_CHECKING:
+    from stof.verification.model_times import ModelTimes
 
 _MOST_BARS = 24
 # Even a text that were not escaped could load nothing and run nothing.
@@ -100,12 +104,10 @@ def _verification_card(report: Report) -> str:
 
 def _speed_part(report: Report) -> str:
     bars = []
-    if (times := report.times) is not None:
-        title = f"Whole model, measured in ONNX Runtime, {times.inputs}"
-        longest = max(times.original.best, times.optimized.best)
-        pairs = [("original", times.original.best), ("optimized", times.optimized.best)]
-        shares = [(label, seconds / longest, _milliseconds(seconds)) for label, seconds in pairs]
-        bars.append(_bars(title, f"{times.speedup:.2f}×", shares))
+    if report.times is not None:
+        bars.append(_time_bars("Whole model", report.times))
+        if report.times.token is not None:
+            bars.append(_time_bars("One token behind a past", report.times.token))
     gains = [g for s in report.sections.values() for g in s.page_gains()]
     bars += [_gain_bars(g) for g in gains[:_MOST_BARS]]
     if not bars:
@@ -118,6 +120,13 @@ def _speed_part(report: Report) -> str:
     lede = e.tag("p", e.text(words), class_="quiet")
     box = e.tag("div", e.tag("div", "".join(bars), class_="bars"), class_="card")
     return f"{e.tag('h2', 'Time before and after')}{lede}{box}{more}"
+
+
+def _time_bars(what: str, times: ModelTimes) -> str:
+    longest = max(times.original.best, times.optimized.best)
+    pairs = [("original", times.original.best), ("optimized", times.optimized.best)]
+    shares = [(label, seconds / longest, _milliseconds(seconds)) for label, seconds in pairs]
+    return _bars(f"{what}, measured in ONNX Runtime, {times.inputs}", f"{times.speedup:.2f}×", shares)
 
 
 def _gain_bars(gain: Gain) -> str:

@@ -62,7 +62,9 @@ def _sentences(found: Verification) -> list[str]:
             f"{others} outputs are not comparable: the original's own runs differ by as much as the numbers vary."
         )
     if found.expanded:
-        words.append("ONNX Runtime refuses fused attention nodes of the original: it ran with them expanded.")
+        words.append(
+            "ONNX Runtime does not run fused attention nodes of the original: it ran with them expanded to standard nodes."
+        )
     if found.widened:
         words.append("Half precision: both models ran widened to fp32, the operator of each site in its own type.")
     if found.suspects:

@@ -220,15 +220,18 @@ class MaskExpression:
 
         return allowed
 
-    def to_onnx(self, builder: Builder, sizes: ScoreSizes, operands: Mapping[str, str]) -> str:
+    def to_onnx(
+        self, builder: Builder, sizes: ScoreSizes, operands: Mapping[str, str], *, tables_have_rank: bool = False
+    ) -> str:
         """Nodes that compute the mask as booleans that broadcast to [B, H, S, T]; returns the tensor's name.
 
-        ``operands`` maps roles (``pad``, ``table0``, ...) to tensors. Opset 13 or later.
+        ``operands`` maps roles (``pad``, ``table0``, ...) to tensors. ``tables_have_rank``: the tables have as many axes as
+        the expression has indices for them, which function bodies do not know. Opset 13 or later.
 
         Raises:
             ModelError: when an operand is missing.
         """
-        return emit_mask(builder, self.root, sizes, operands)
+        return emit_mask(builder, self.root, sizes, operands, tables_have_rank=tables_have_rank)
 
 
 EVERY_PAIR = MaskExpression()

@@ -10,26 +10,32 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
+from onnx import TensorProto
 
 from stof.errors import UnsupportedError
 from stof.mask.document_ids import use_equal_counts
 from stof.mask.empty_rows.from_fills import has_different_strengths, policy_from_fills, policy_with_bias
+from stof.mask.empty_rows.key_proof import leaves_a_key
+from stof.mask.empty_rows.levels import Forbidding, condition_down_to, find_levels
+from stof.mask.expression import MaskExpression
 from stof.mask.families import describe
 from stof.mask.from_condition import B, GraphNames, H, K, Q, to_expression
 from stof.mask.operand_roles import bind_operand
 from stof.mask.site import (
     FORBIDDING_VALUE,
     AttentionSite,
+    EmptyRows,
     LiftedMask,
     MaskNote,
     MaskTerm,
     NoteReason,
     RuntimeOperand,
     TermKind,
+    WeakerMasks,
 )
 from stof.mask.strength import ABSORBING, forbidding_limit, forbids_softly
 from stof.mask.tables import band_of, replace_bands
@@ -65,8 +71,12 @@ class _TermMask:
     largest: float = 0.0  # number that is known to be added
 
 
-def lift(symbolic: Symbolic, site: AttentionSite, as_bias: Collection[MaskTerm] = ()) -> LiftedMask:
+def lift(
+    symbolic: Symbolic, site: AttentionSite, as_bias: Collection[MaskTerm] = (), *, with_weaker: bool = False
+) -> LiftedMask:
     """The mask of a site as an expression. The terms ``as_bias`` stay a bias, whatever they forbid.
+
+    ``with_weaker``: also the masks that fully masked rows attend by, where several forbid with finite numbers.
 
     A tensor that operators without a symbolic rule make of inputs may still be a vector for the expression to read.
 
@@ -76,14 +86,14 @@ def lift(symbolic: Symbolic, site: AttentionSite, as_bias: Collection[MaskTerm] 
     failure: UnsupportedError | None = None
     found: LiftedMask | None = None
     try:
-        found = _lift(symbolic, site, as_bias)
+        found = _lift(symbolic, site, as_bias, with_weaker)
     except UnsupportedError as error:
         failure = error
     unexplained = () if found is None else [t for t in found.by_data if t not in as_bias]
     if found is not None and not unexplained:
         return found
     with contextlib.suppress(UnsupportedError):
-        other = _lift(symbolic.coarse, site, as_bias)
+        other = _lift(symbolic.coarse, site, as_bias, with_weaker)
         if found is None or len(other.by_data) < len(found.by_data):
             return other
     if found is None:
@@ -92,7 +102,7 @@ def lift(symbolic: Symbolic, site: AttentionSite, as_bias: Collection[MaskTerm] 
     return found
 
 
-def _lift(symbolic: Symbolic, site: AttentionSite, as_bias: Collection[MaskTerm]) -> LiftedMask:
+def _lift(symbolic: Symbolic, site: AttentionSite, as_bias: Collection[MaskTerm], with_weaker: bool) -> LiftedMask:
     tables: dict[str, np.ndarray] = {}
     terms = [
         _TermMask(TRUE, (), True, _stays_bias(term), by_data=True)
@@ -125,18 +135,74 @@ def _lift(symbolic: Symbolic, site: AttentionSite, as_bias: Collection[MaskTerm]
     if has_bias and any(math.isfinite(f) for f in fills):
         notes.append(MAY_FORBID)
     policy = policy_from_fills(site, fills, [t.fills for t in terms])
-    if has_different_strengths(site, fills):
+    weaker = None
+    if with_weaker:
+        masks, keeps_scores = _weaker(symbolic, site, terms, simplify)
+        weaker = WeakerMasks(tuple(to_expression(c, names) for c in masks), keeps_scores)
+        if "segment_q" in operands or any("h" in e.reads for e in (expression, *weaker.expressions)):
+            raise UnsupportedError("which rows are fully masked differs by head, or a vector of queries says it")
+        policy = EmptyRows.ZERO if site.nan_guard else EmptyRows.NAN
+    elif has_different_strengths(site, fills):
         notes.append(_DIFFERENT_STRENGTHS)
-    return LiftedMask(
+    mask = LiftedMask(
         expression=expression,
         operands=tuple(operands[role] for role in sorted(operands)),
         tables=tuple((n, str(a.dtype), tuple(a.shape), a.tobytes()) for n, a in names.tables.items()),
         bias=tuple(term for term, found in zip(site.terms, terms, strict=True) if found.stays_bias),
         by_data=tuple(term for term, found in zip(site.terms, terms, strict=True) if found.by_data),
-        empty_rows=policy_with_bias(site, policy, forbids=bool(fills), has_bias=has_bias),
+        weaker=weaker,
+        empty_rows=policy if weaker else policy_with_bias(site, policy, forbids=bool(fills), has_bias=has_bias),
         family=describe(expression),
         notes=tuple(notes),
     )
+    return _without_unreached(site, mask)
+
+
+def _without_unreached(site: AttentionSite, mask: LiftedMask) -> LiftedMask:
+    """The mask without weaker masks that no row needs, since one before them leaves every row a key; and a note about them."""
+    if mask.weaker is None:
+        return mask
+    needed: list[MaskExpression] = []
+    is_certain = False
+    for expression in mask.weaker.expressions:
+        needed.append(expression)
+        if is_certain := leaves_a_key(site, replace(mask, expression=expression)):
+            break
+    keys = " else ".join(f"'{e}'" for e in needed)
+    note = MaskNote(NoteReason.WEAKER_MASKS, f"a query that the mask leaves no key attends to those of {keys}")
+    return replace(
+        mask,
+        weaker=replace(mask.weaker, expressions=tuple(needed)),
+        # Scores may be -inf in a row that has a key.
+        empty_rows=EmptyRows.ZERO if is_certain and not mask.weaker.keeps_scores else mask.empty_rows,
+        notes=(*mask.notes, note),
+    )
+
+
+def _weaker(
+    symbolic: Symbolic, site: AttentionSite, terms: Sequence[_TermMask], simplify: Callable[[Iterable[Cond]], Cond]
+) -> tuple[list[Cond], bool]:
+    """The pairs that fully masked rows attend, one condition after the other, and whether by their scores.
+
+    Raises:
+        UnsupportedError: where that depends on more than which terms forbid.
+    """
+    if any(symbolic.dtype(t.tensor) == TensorProto.FLOAT16 for t in site.terms) or site.dtype == TensorProto.FLOAT16:
+        raise UnsupportedError(
+            "the lowest number of fp16 absorbs scores in fp16 arithmetic alone, which runtimes replace"
+        )
+    allowed = [t.allowed for t in terms]
+
+    def is_possible(pairs: Forbidding) -> bool:
+        return simplify(negate(c) if i in pairs else c for i, c in enumerate(allowed)) != FALSE
+
+    levels = find_levels(site, [t.fills for t in terms], [t.stays_bias for t in terms], is_possible)
+    finite = [level for level in levels if math.isfinite(level.offset)]
+    lower = finite[1:]
+    if not lower or finite[0].pairs != (frozenset(),) or len({level.keeps_scores for level in lower}) > 1:
+        raise UnsupportedError("forbidden scores are all -inf, or partly scores and partly one number")
+    found = [condition_down_to(finite[: n + 1], allowed, is_possible) for n in range(1, len(finite))]
+    return [simplify([c]) for c in found], lower[0].keeps_scores
 
 
 def _notes_of_longest(

@@ -236,8 +236,21 @@ class NoteReason(enum.Enum):
     STAYS_BIAS = enum.auto()  # a tensor stays an additive bias
     BIAS_MAY_FORBID = enum.auto()  # a bias may leave a row without a key
     DIFFERENT_STRENGTHS = enum.auto()  # masks that are added forbid with different numbers
+    WEAKER_MASKS = enum.auto()  # which keys a fully masked row attends instead
     BIAS_TABLE = enum.auto()  # biases become a table by distance
     LONGEST_IS_ALL = enum.auto()  # the largest number of keys is taken to be all of them
+
+
+@dataclass(frozen=True)
+class WeakerMasks:
+    """What fully masked rows attend, where several masks forbid with finite numbers.
+
+    A row attends the keys of the first expression that leaves it one. ``keeps_scores``: by their scores; else with equal
+    weights, because every score of such a row became the same number.
+    """
+
+    expressions: tuple[MaskExpression, ...]
+    keeps_scores: bool
 
 
 @dataclass(frozen=True)
@@ -257,7 +270,8 @@ class LiftedMask:
     """The mask of one site as an expression, with what it reads at run time.
 
     ``tables`` maps table names to constants (stored as (name, dtype, shape, bytes) so that the value is hashable). ``bias``
-    lists the terms that stay an additive bias, ``relative`` those that became a table by distance.
+    lists the terms that stay an additive bias, ``relative`` those that became a table by distance. With ``weaker``,
+    ``empty_rows`` is about the rows that no mask of it leaves a key.
     """
 
     expression: MaskExpression = EVERY_PAIR
@@ -266,6 +280,7 @@ class LiftedMask:
     bias: tuple[MaskTerm, ...] = ()
     by_data: tuple[MaskTerm, ...] = ()  # those of ``bias`` that forbid by data of which no expression can be made
     relative: RelativeBias | None = None
+    weaker: WeakerMasks | None = None
     empty_rows: EmptyRows = EmptyRows.ZERO
     family: str = ""  # "window(64, 64)", "causal", ...
     density: float | None = None

@@ -12,6 +12,7 @@ from onnx import TensorProto
 from stof.errors import ModelError
 from stof.graph.node_builder import Builder
 from stof.mask.expression_nodes import (
+    INDICES,
     SIZES,
     B,
     Binary,
@@ -25,6 +26,7 @@ from stof.mask.expression_nodes import (
     Truth,
     Unary,
     fold,
+    in_order,
 )
 
 _OPERATORS = {
@@ -54,18 +56,68 @@ class ScoreSizes:
     P: str
 
 
-def emit_mask(builder: Builder, root: Node, sizes: ScoreSizes, operands: Mapping[str, str]) -> str:
+def emit_mask(
+    builder: Builder, root: Node, sizes: ScoreSizes, operands: Mapping[str, str], *, tables_have_rank: bool = False
+) -> str:
     """Nodes that compute a condition as booleans that broadcast to [B, H, S, T]; returns the tensor's name.
+
+    ``tables_have_rank``: every table is a tensor of as many axes as the expression has indices for it. Then axes stay apart
+    where they can. A function body has slots, which other calls fill with tensors of any rank.
 
     Raises:
         ModelError: when an operand is missing.
     """
     # The padding vector gets its axes by one Unsqueeze, without indices.
-    return fold(root, _Emitter(builder, sizes, operands).emit, lambda node: node == _KEY_PADDING)
+    emitter = _Emitter(builder, sizes, operands, tables_have_rank, _boolean_tables(root))
+    return fold(root, emitter.emit, lambda node: node == _KEY_PADDING)
+
+
+def _boolean_tables(root: Node) -> frozenset[str]:
+    """The tables whose elements stand where a condition does."""
+    found = [root]
+    for node in in_order(root):
+        if isinstance(node, Unary | Binary) and node.symbol in ("and", "or", "not"):
+            found += node.children
+    return frozenset(node.name for node in found if isinstance(node, Lookup) and node.is_table)
+
+
+def _is_natural(node: Node) -> bool:
+    """Whether an integer is shown to be at least 0 by its form alone: sizes and indices are."""
+
+    def combine(part: Node, sides: Sequence[bool]) -> bool:
+        match part:
+            case Constant(value=value):
+                return value >= 0
+            case Name():
+                return True
+            case Binary(symbol="+" | "*"):
+                return all(sides)
+            case Binary(symbol="//", right=Constant(value=divisor)):
+                return sides[0] and divisor > 0
+            case Binary(symbol="%", right=Constant(value=divisor)):
+                return divisor > 0
+            case Call(name="abs"):
+                return True
+            case Call(name="max"):
+                return any(sides)
+            case Call(name="min"):
+                return all(sides)
+        return False
+
+    return fold(node, combine)
 
 
 class _Emitter:
-    def __init__(self, builder: Builder, sizes: ScoreSizes, operands: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        builder: Builder,
+        sizes: ScoreSizes,
+        operands: Mapping[str, str],
+        tables_have_rank: bool,
+        boolean_tables: frozenset[str],
+    ) -> None:
+        self.tables_have_rank = tables_have_rank
+        self.boolean_tables = boolean_tables
         self.builder = builder
         self.sizes = sizes
         self.operands = operands
@@ -84,16 +136,19 @@ class _Emitter:
             case Unary():
                 return builder.add("Not" if node.symbol == "not" else "Neg", inputs)
             case Binary():
-                return self.binary(node.symbol, inputs)
+                return self.binary(node, inputs)
             case Call():
                 return builder.add(node.name.capitalize(), inputs)
             case Lookup():
                 return self.lookup(node, inputs)
         raise AssertionError(node)
 
-    def binary(self, symbol: str, inputs: Sequence[str]) -> str:
+    def binary(self, node: Binary, inputs: Sequence[str]) -> str:
+        symbol = node.symbol
         if symbol == "!=":
             return self.builder.add("Not", [self.builder.add("Equal", inputs)])
+        if symbol == "//" and _is_natural(node):
+            return self.builder.add("Div", inputs)
         if symbol == "//":  # integer Div truncates; without the remainder it is exact
             rest = self.builder.add("Mod", inputs)
             return self.builder.add("Div", [self.builder.add("Sub", [inputs[0], rest]), inputs[1]])
@@ -125,19 +180,55 @@ class _Emitter:
         if node.name not in self.operands:
             raise ModelError(f"mask expression reads {node.name!r}, which is no operand")
         tensor = self.operands[node.name]
-        if node.is_padding:
-            tensor = builder.add("Cast", [tensor], to=TensorProto.BOOL)
+        # Slots of a function body hold tensors of other types for other calls, and runtimes infer types in every branch.
+        is_condition = node.is_padding or node.name in self.boolean_tables
+        tensor = builder.add("Cast", [tensor], to=TensorProto.BOOL if is_condition else TensorProto.INT64)
         if node == _KEY_PADDING:
             return builder.unsqueeze(tensor, [1, 2])
-        if not node.is_padding and not node.is_table:
-            tensor = builder.add("Cast", [tensor], to=TensorProto.INT64)
         shape = builder.add("Shape", [tensor])
-        flat = ""
-        for axis, position in enumerate(indices):
-            size = builder.add("Gather", [shape, builder.constant(axis)])
-            if node.indices[axis] in (B, H):  # an axis of size 1 serves every batch or head
-                last = builder.add("Sub", [size, builder.constant(1)])
-                position = builder.add("Min", [position, last])
-            flat = builder.add("Add", [builder.add("Mul", [flat, size]), position]) if flat else position
+        sizes = [builder.add("Gather", [shape, builder.constant(axis)]) for axis in range(len(indices))]
+        positions = [
+            # An axis of size 1 serves every batch or head.
+            builder.add("Min", [position, builder.add("Sub", [size, builder.constant(1)])])
+            if index in (B, H)
+            else position
+            for position, size, index in zip(indices, sizes, node.indices, strict=True)
+        ]
+        axes = _separate_axes(node) if self.tables_have_rank else None
+        if axes is not None:
+            return self.gather_each_axis(tensor, positions, axes)
+        flat = positions[0]
+        for position, size in zip(positions[1:], sizes[1:], strict=True):
+            flat = builder.add("Add", [builder.add("Mul", [flat, size]), position])
         vector = builder.add("Reshape", [tensor, builder.constant([-1])])
         return builder.add("Gather", [vector, flat])
+
+    def gather_each_axis(self, tensor: str, positions: Sequence[str], axes: Sequence[int | None]) -> str:
+        """The elements of a tensor of which each axis is indexed by b, h, q or k alone, in that order, or by a number."""
+        builder = self.builder
+        for axis in reversed(range(len(positions))):
+            position = positions[axis]
+            if axes[axis] is not None:
+                position = builder.add("Reshape", [position, builder.constant([-1])])
+            tensor = builder.add("Gather", [tensor, position], axis=axis)
+        found = [axis for axis in axes if axis is not None]
+        missing = [a - found[0] for a in range(found[0], len(INDICES)) if a not in found] if found else []
+        return builder.unsqueeze(tensor, missing) if missing else tensor
+
+
+def _separate_axes(node: Lookup) -> list[int | None] | None:
+    """For each index of a table the number of the one of b, h, q and k that it reads, ascending; None where it reads none.
+
+    None in place of the list where an index reads several, or operands of the run, or where they do not ascend.
+    """
+    if not node.is_table:
+        return None
+    axes: list[int | None] = []
+    for index in node.indices:
+        parts = in_order(index)
+        names = {part.name for part in parts if isinstance(part, Name) and part.name in INDICES}
+        if len(names) > 1 or any(isinstance(part, Lookup) for part in parts):
+            return None
+        axes.append(INDICES.index(names.pop()) if names else None)
+    found = [axis for axis in axes if axis is not None]
+    return axes if found == sorted(set(found)) else None

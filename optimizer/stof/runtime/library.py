@@ -373,6 +373,11 @@ class Op:
         array = (_Attribute * max(1, len(items)))(*items)
         call("stof_op_create", op_type.encode(), array, len(items), ctypes.byref(self._handle))
 
+    @property
+    def handle(self) -> ctypes.c_void_p:
+        """The ``stof_op`` of the C ABI, which this object owns."""
+        return self._handle
+
     def __del__(self) -> None:
         if self._handle:
             library().stof_op_destroy(self._handle)

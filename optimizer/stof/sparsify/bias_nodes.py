@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import onnx
 from onnx import TensorProto, helper
 
 from stof.graph.node_builder import Builder
@@ -43,6 +44,7 @@ def emit_pattern_bias(
         dtype: ONNX element type of the bias.
     """
     b = builder
+    start = len(b.nodes)
     queries = b.add("Gather", [b.add("Shape", [tensors.query]), b.constant(1)], axis=0)
     batch = b.add("Gather", [b.add("Shape", [tensors.seqlens_k]), b.constant(0)], axis=0)
     scalar = b.constant(np.zeros(0, np.int64))
@@ -54,11 +56,26 @@ def emit_pattern_bias(
     absolute = mask.substitute({"q": Binary("+", _BEFORE, Q)})
     sizes = ScoreSizes(B=batch, H=b.constant(num_heads), S=queries, T=total, P=b.constant(0))
     allowed = emit_mask(b, absolute.root, sizes, {"lengths": before, **tables})
-    return emit_bias(b, allowed, dtype)
+    bias = emit_bias(b, allowed, dtype)
+    b.nodes[start:] = _live_nodes(b.nodes[start:], bias)
+    return bias
+
+
+def _live_nodes(nodes: Sequence[onnx.NodeProto], output: str) -> list[onnx.NodeProto]:
+    """The nodes that an output depends on; runtimes warn of sizes that the mask does not read."""
+    live = {output}
+    kept = []
+    for node in reversed(nodes):
+        if live.intersection(node.output):
+            live.update(node.input)
+            kept.append(node)
+    return kept[::-1]
 
 
 def emit_bias(builder: Builder, allowed: str, dtype: int) -> str:
-    """A node that gives 0 where a condition holds, else a large negative number; ``dtype`` is its ONNX element type."""
-    numpy_type = helper.tensor_dtype_to_np_dtype(dtype)
+    """Nodes that give 0 where a condition holds, else a large negative number; ``dtype`` is their ONNX element type."""
+    selected = TensorProto.FLOAT if dtype == TensorProto.BFLOAT16 else dtype  # few runtimes have Where for bf16
+    numpy_type = helper.tensor_dtype_to_np_dtype(selected)
     low = builder.constant(_FORBIDDING.get(dtype, _OTHERS), numpy_type)
-    return builder.add("Where", [allowed, builder.constant(0, numpy_type), low])
+    bias = builder.add("Where", [allowed, builder.constant(0, numpy_type), low])
+    return bias if selected == dtype else builder.add("Cast", [bias], to=dtype)

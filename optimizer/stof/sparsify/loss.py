@@ -36,13 +36,20 @@ class LossMeter:
         """The loss of what was added, which is one position at least."""
         positions, kl, agrees = (np.concatenate(x) for x in (self._positions, self._kl, self._agrees))
         buckets = []
-        first, end = 0, _FIRST_END
-        while first <= int(positions.max()):
+        for first, end in bucket_limits(int(positions.max()) + 1):
             own = (positions >= first) & (positions < end)
             if own.any():
                 buckets.append(Bucket(first, end, int(own.sum()), float(kl[own].mean()), float(agrees[own].mean())))
-            first, end = end, end * _GROWTH
         return Loss(self.prompts, len(kl), float(kl.mean()), float(agrees.mean()), tuple(buckets))
+
+
+def bucket_limits(tokens: int) -> list[tuple[int, int]]:
+    """First and end of each bucket that positions below ``tokens`` lie in."""
+    found = [(0, _FIRST_END)]
+    while found[-1][1] < tokens:
+        end = found[-1][1]
+        found.append((end, end * _GROWTH))
+    return found
 
 
 def kl_divergence(original: np.ndarray, result: np.ndarray) -> np.ndarray:

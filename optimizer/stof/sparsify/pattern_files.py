@@ -7,7 +7,7 @@ Every fault is an ArgumentError that names the file, the key and the value.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from stof.sparsify.patterns import (
 )
 
 HEADS_FILE, CONFIG_FILE = "full_attention_heads.tsv", "config.json"
+_MOST_TEXT = 64 << 20  # bytes of a JSON or a head table
 _MOST_LAYERS = 4096
 _MOST_HEADS = 1 << 12
 
@@ -86,7 +87,7 @@ class _Options:
     def __init__(self, path: Path, values: Mapping[str, str], known: tuple[str, ...]) -> None:
         self.path, self.values = path, values
         if unknown := sorted(set(values) - set(known)):
-            expected = ", ".join((*known, "layers", "dense_layers", "heads"))
+            expected = ", ".join((*known, "layers", "dense_layers", "heads", "active_heads"))
             raise ArgumentError(f"--sparsify {path} has key {unknown[0]!r}, expected {expected}")
 
     def error(self, key: str, expected: str) -> ArgumentError:
@@ -156,8 +157,8 @@ def _read_minference(path: Path, options: _Options) -> LayerPatterns:
         where = f"{path}: layer {layer}"
         if not isinstance(entry, dict) or not 0 < len(entry) <= _MOST_HEADS:
             raise ArgumentError(f"{where} is {_short(entry)}, expected an object with a list for each head")
-        columns: list[tuple[int, ...]] = []
-        diagonals: list[tuple[int, ...]] = []
+        columns: list[Sequence[int]] = []
+        diagonals: list[Sequence[int]] = []
         names = {str(h) for h in range(len(entry))}
         if unknown := sorted(set(entry) - names):
             raise ArgumentError(f"{where} has key {unknown[0]!r}, expected heads 0 to {len(entry) - 1}")
@@ -169,8 +170,8 @@ def _read_minference(path: Path, options: _Options) -> LayerPatterns:
     return LayerPatterns(str(path), tuple(layers))
 
 
-def _read_head(where: str, entry: object, takes_first: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Columns and diagonals of a head."""
+def _read_head(where: str, entry: object, takes_first: bool) -> tuple[Sequence[int], Sequence[int]]:
+    """Columns and diagonals of a head, in ascending order."""
     if not isinstance(entry, list) or not 3 <= len(entry) <= 4 or not isinstance(entry[0], str):
         raise ArgumentError(f"{where} is {_short(entry)}, expected [kind, v, s, score]")
     kind, vertical, slash = entry[:3]
@@ -180,7 +181,7 @@ def _read_head(where: str, entry: object, takes_first: bool) -> tuple[tuple[int,
         )
     if kind not in ("vertical_and_slash", "stream_llm"):
         raise ArgumentError(f"{where} is {kind!r}, expected 'vertical_and_slash' or 'stream_llm'")
-    found = []
+    found: list[Sequence[int]] = []
     for name, value in (("v", vertical), ("s", slash)):
         if isinstance(value, list) and kind == "vertical_and_slash":
             if not all(_is_integer(x) and 0 <= x < MOST_POSITIONS for x in value):
@@ -194,7 +195,7 @@ def _read_head(where: str, entry: object, takes_first: bool) -> tuple[tuple[int,
                 f"{where} has {name} {value}: so many columns and diagonals, chosen for each prompt. List them, or add "
                 "counts=first to take the first columns and the nearest diagonals"
             )
-        found.append(tuple(range(value)))
+        found.append(range(value))
     return found[0], found[1]
 
 
@@ -252,7 +253,7 @@ def _is_integer(value: object) -> bool:
 
 
 def _text(path: Path) -> str:
-    return read_text("pattern file", path)
+    return read_text("pattern file", path, _MOST_TEXT)
 
 
 def _json(path: Path) -> Any:

@@ -2,7 +2,8 @@
 """Sparse patterns as mask expressions: which keys each head attends besides what the causal mask forbids.
 
 A pattern is written per KV head g = h // (H // G), so that the query heads of a group read the same keys. Positions are absolute:
-they count from the first token of each sequence.
+they count from the first token of each sequence. Patterns are those of a whole model; the graph of one rank of a tensor-parallel
+export has some of its heads.
 """
 
 from __future__ import annotations
@@ -15,21 +16,30 @@ import numpy as np
 
 from stof.errors import ArgumentError
 from stof.mask.expression import MaskExpression
+from stof.mask.expression_nodes import Binary, Constant, H, K, Node, Q, fold
 from stof.mask.expression_parser import MaskSyntaxError
 
 BLOCKS = (16, 32, 64, 128)
 MOST_TABLES = 4  # that an operator takes
 MOST_POSITIONS = 1 << 22  # as sizes of a mask
+_MOST_MARKS = 1 << 28  # bytes of a table of columns or diagonals
 CAUSAL = MaskExpression.parse("k <= q")
 _INDICES = {"h", "q", "k"}
 
 
 @dataclass(frozen=True)
 class HeadCounts:
-    """The heads of an attention: H query heads on G KV heads."""
+    """The heads of an attention: H query heads on G KV heads.
+
+    Attributes:
+        first: the KV head of the whole model that is the graph's first one.
+        whole: KV heads of the whole model; 0: G, the graph has all.
+    """
 
     H: int
     G: int
+    first: int = 0
+    whole: int = 0
 
     @property
     def group(self) -> int:
@@ -37,9 +47,50 @@ class HeadCounts:
         return self.H // self.G
 
     @property
-    def kv_head(self) -> str:
-        """The KV head of query head h, as text of an expression."""
+    def all_kv_heads(self) -> int:
+        """KV heads of the whole model."""
+        return self.whole or self.G
+
+    @property
+    def all_query_heads(self) -> int:
+        """Query heads of the whole model."""
+        return self.all_kv_heads * self.group
+
+    @property
+    def own_kv_head(self) -> str:
+        """The graph's KV head of its query head h, as text of an expression."""
         return "h" if self.group == 1 else f"h // {self.group}"
+
+    @property
+    def kv_head(self) -> str:
+        """The whole model's KV head of the graph's query head h."""
+        return f"({self.own_kv_head} + {self.first})" if self.first else self.own_kv_head
+
+    @property
+    def query_head(self) -> str:
+        """The whole model's query head of the graph's query head h."""
+        return f"(h + {self.first * self.group})" if self.first else "h"
+
+    def rows_of(self, count: int, source: str) -> tuple[slice, str]:
+        """Which rows of a table with a row for each head of the whole model the graph needs, and the index into them.
+
+        Args:
+            count: rows: the KV heads, the query heads, or one for all.
+            source: what has them, for messages.
+
+        Raises:
+            ArgumentError: for any other count.
+        """
+        if count == self.all_kv_heads:
+            return slice(self.first, self.first + self.G), self.own_kv_head
+        if count == self.all_query_heads:
+            start = self.first * self.group
+            return slice(start, start + self.H), "h"
+        if count == 1:
+            return slice(0, 1), "0"
+        raise ArgumentError(
+            f"{source} has {count} heads, expected 1, {self.all_kv_heads} (KV heads) or {self.all_query_heads} (query heads)"
+        )
 
 
 class Tables:
@@ -122,9 +173,13 @@ class StridedPattern(HeadPattern):
         return (self.local + 2 * self.stride) * self.block
 
     def condition(self, heads: HeadCounts, tables: Tables) -> str:
-        head, count = ("h", heads.H) if self.by_query_head else (heads.kv_head, heads.G)
+        head, count = heads.kv_head, heads.all_kv_heads
+        if self.by_query_head:
+            head, count = heads.query_head, heads.all_query_heads
         if self.dense_heads > count:
-            raise ArgumentError(f"--sparsify: dense_heads is {self.dense_heads}, the attention has {count} heads")
+            raise ArgumentError(
+                f"--sparsify: dense_heads={self.dense_heads}, expected up to {count}, the heads of the attention"
+            )
         query, key = f"q // {self.block}", f"k // {self.block}"
         if self.relative:
             strided = f"max(0, {query} - {key} - {self.local - 1}) % {self.stride} == 0"
@@ -189,7 +244,10 @@ class TextPattern(HeadPattern):
         return 2 * max(MaskExpression.parse(self.text).literals, default=16)
 
     def condition(self, heads: HeadCounts, tables: Tables) -> str:
-        return self.text
+        if not heads.first:
+            return self.text
+        moved = Binary("+", H, Constant(heads.first * heads.group))
+        return MaskExpression.parse(self.text).substitute({"h": moved}).text
 
 
 @dataclass(frozen=True)
@@ -219,10 +277,11 @@ class StreamingPattern(HeadPattern):
         return self.window + self.sink
 
     def condition(self, heads: HeadCounts, tables: Tables) -> str:
-        if len(self.dense) != heads.G:
-            raise ArgumentError(f"{self.source} has {len(self.dense)} heads, the attention has {heads.G} KV heads")
-        table = tables.add(np.array(self.dense))
-        return f"q - k < {self.window} or k < {self.sink} or {table}[{heads.kv_head}]"
+        count = heads.all_kv_heads
+        if len(self.dense) != count:
+            raise ArgumentError(f"{self.source} has {len(self.dense)} heads, the attention has {count} KV heads")
+        table = tables.add(np.array(self.dense[heads.first : heads.first + heads.G]))
+        return f"q - k < {self.window} or k < {self.sink} or {table}[{heads.own_kv_head}]"
 
 
 @dataclass(frozen=True, eq=False)
@@ -242,7 +301,8 @@ class BlockPattern(HeadPattern):
     @property
     def label(self) -> str:  # type: ignore[override]
         """Sizes of the table."""
-        return f"block table {' x '.join(map(str, self.blocks.shape))}, blocks of {self.block}"
+        sizes = " x ".join(map(str, self.blocks.shape))
+        return f"block table {sizes}, blocks of {self.block}; dense from token {self.horizon} on"
 
     @property
     def reach(self) -> int:  # type: ignore[override]
@@ -256,8 +316,8 @@ class BlockPattern(HeadPattern):
 
     def condition(self, heads: HeadCounts, tables: Tables) -> str:
         count, rows, columns = self.blocks.shape
-        head = _head_index(heads, count, self.source)
-        table = tables.add(np.ascontiguousarray(self.blocks))
+        own, head = heads.rows_of(count, self.source)
+        table = tables.add(np.ascontiguousarray(self.blocks[own]))
         inside = f"min(q // {self.block}, {rows - 1}), min(k // {self.block}, {columns - 1})"
         behind = f"q >= {rows * self.block}" + (f" or k >= {columns * self.block}" if columns < rows else "")
         return f"{table}[{head}, {inside}] or {behind}"
@@ -268,13 +328,13 @@ class VerticalSlashPattern(HeadPattern):
     """Single key columns and diagonals for each head (vertical-slash); the query's own key is always attended.
 
     Attributes:
-        columns: for each head the keys that all later queries attend.
-        diagonals: for each head the distances q - k that are attended.
+        columns: for each head the keys that all later queries attend, in ascending order.
+        diagonals: for each head the distances q - k that are attended, in ascending order.
         source: what states it, for messages.
     """
 
-    columns: tuple[tuple[int, ...], ...]
-    diagonals: tuple[tuple[int, ...], ...]
+    columns: tuple[Sequence[int], ...]
+    diagonals: tuple[Sequence[int], ...]
     source: str = "the pattern"
 
     @property
@@ -286,35 +346,31 @@ class VerticalSlashPattern(HeadPattern):
     @property
     def reach(self) -> int:  # type: ignore[override]
         """Behind the last column and diagonal."""
-        return 1 + max((x for some in (*self.columns, *self.diagonals) for x in some), default=0)
+        return _end_of((*self.columns, *self.diagonals))
 
     def condition(self, heads: HeadCounts, tables: Tables) -> str:
-        head = _head_index(heads, len(self.columns), self.source)
+        own, head = heads.rows_of(len(self.columns), self.source)
         found = []
-        for lists, place in ((self.columns, "k"), (_with_own_key(self.diagonals), "q - k")):
-            size = 1 + max((x for some in lists for x in some), default=0)
+        for lists, place in ((self.columns[own], "k"), (self.diagonals[own], "q - k")):
+            size = _end_of(lists)
+            if len(lists) * size > _MOST_MARKS:
+                raise ArgumentError(
+                    f"{self.source} has {len(lists)} heads and {place} up to {size - 1}: their table exceeds 256 MiB"
+                )
             marks = np.zeros((len(lists), size), bool)
             for row, some in zip(marks, lists, strict=True):
-                row[list(some)] = True
+                row[np.asarray(some, np.int64)] = True
+            if place == "q - k":
+                marks[:, 0] = True  # the query's own key
             if marks.any():
                 table = tables.add(marks)
                 found.append(f"{place} < {size} and {table}[{head}, max(0, min({place}, {size - 1}))]")
         return " or ".join(f"({x})" for x in found)
 
 
-def _with_own_key(diagonals: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    return [(0, *some) for some in diagonals]
-
-
-def _head_index(heads: HeadCounts, count: int, source: str) -> str:
-    """The index into a table of so many heads: KV heads, query heads, or one for all."""
-    if count == heads.G:
-        return heads.kv_head
-    if count == heads.H:
-        return "h"
-    if count == 1:
-        return "0"
-    raise ArgumentError(f"{source} has {count} heads, expected 1, {heads.G} (KV heads) or {heads.H} (query heads)")
+def _end_of(lists: Sequence[Sequence[int]]) -> int:
+    """One behind the largest number of ascending lists."""
+    return 1 + max((some[-1] for some in lists if some), default=0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -340,7 +396,16 @@ class Pattern:
     @property
     def mask(self) -> MaskExpression:
         """The whole mask, with ``k <= q``."""
-        return CAUSAL & self.condition
+        return self.condition if CAUSAL.root in self.condition.conjuncts else CAUSAL & self.condition
+
+    @property
+    def is_of_distances(self) -> bool:
+        """Whether it reads positions as distances ``q - k`` alone, so that moving both by any number changes nothing."""
+
+        def reads_position(node: Node, children: Sequence[bool]) -> bool:
+            return node in (Q, K) or (any(children) and node not in (Binary("-", Q, K), Binary("-", K, Q)))
+
+        return not fold(self.condition.root, reads_position)
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -353,7 +418,7 @@ def build_pattern(parts: Sequence[tuple[range | None, HeadPattern]], heads: Head
     """The pattern of an attention from those of some of its KV heads; other heads are dense.
 
     Args:
-        parts: KV heads, None for all, each with their pattern. No head is in two of them.
+        parts: KV heads of the graph, None for all, each with their pattern. No head is in two of them.
         heads: of the attention.
 
     Raises:
@@ -367,7 +432,7 @@ def build_pattern(parts: Sequence[tuple[range | None, HeadPattern]], heads: Head
         if some is None or len(some) == heads.G:
             texts.append(text)
             continue
-        head = heads.kv_head
+        head = heads.own_kv_head
         texts.append(f"({text}) and {head} >= {some.start} and {head} < {some.stop}")
         others.append(f"({head} < {some.start} or {head} >= {some.stop})")
     if len(others) == len(parts):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 
 from stof import strict_json
 from stof.errors import ArgumentError
@@ -15,7 +16,9 @@ from stof.files import read_text
 from stof.sparsify.archives import read_arrays
 
 TOKENIZER = "tokenizer.json"
+TOKENS = "input_ids"  # the model's input
 _MOST_PROMPTS = 4096
+_MOST_ID = 1 << 31  # as int32 has it
 _EXPECTED = "expected .npy or .npz with integer arrays [S] or [B, S], .json with lists of ids or texts, or .txt"
 
 
@@ -43,9 +46,27 @@ def read_prompts(path: Path, folders: Sequence[Path]) -> list[np.ndarray]:
     for i, ids in enumerate(found):
         if not ids.size:
             raise ArgumentError(f"--prompts {path}: prompt {i} has no token")
-        if ids.min() < 0:
-            raise ArgumentError(f"--prompts {path}: prompt {i} has token id {int(ids.min())}, expected ids from 0 on")
-    return found
+        if outside := [int(x) for x in (ids.min(), ids.max()) if not 0 <= x < _MOST_ID]:
+            raise ArgumentError(f"--prompts {path}: prompt {i} has token id {outside[0]}, expected 0 to {_MOST_ID - 1}")
+    return [ids.astype(np.int64) for ids in found]
+
+
+def check_vocabulary(path: Path, prompts: Sequence[np.ndarray], graph: onnx.GraphProto) -> None:
+    """Refuses token ids beyond the rows of an embedding that the model looks them up in.
+
+    Raises:
+        ArgumentError: naming the file, the prompt and the id.
+    """
+    rows = {t.name: t.dims[0] for t in graph.initializer if t.dims}
+    lookups = [n for n in graph.node if n.op_type == "Gather" and list(n.input[1:2]) == [TOKENS]]
+    tables = [n.input[0] for n in lookups if not any(a.i for a in n.attribute)]  # axis 0
+    for table in (t for t in tables if t in rows):
+        for i, ids in enumerate(prompts):
+            if ids.max() >= rows[table]:
+                raise ArgumentError(
+                    f"--prompts {path}: prompt {i} has token id {int(ids.max())}, expected 0 to {rows[table] - 1}: the "
+                    f"model's embedding {table!r} has {rows[table]} rows"
+                )
 
 
 def _read_arrays(path: Path) -> list[np.ndarray]:
@@ -55,7 +76,7 @@ def _read_arrays(path: Path) -> list[np.ndarray]:
         if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
             what = f"array {name!r}" if name else "an array"
             raise ArgumentError(f"--prompts {path} has {what} of {array.dtype} {list(array.shape)}; {_EXPECTED}")
-        found += list(np.atleast_2d(array.astype(np.int64)))
+        found += list(np.atleast_2d(array))
     return found
 
 
@@ -77,7 +98,7 @@ def _read_json(path: Path, folders: Sequence[Path]) -> list[np.ndarray]:
 
 
 def _is_id(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 31
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63
 
 
 def _encode(path: Path, texts: Sequence[str], folders: Sequence[Path]) -> list[np.ndarray]:

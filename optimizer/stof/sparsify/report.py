@@ -29,6 +29,7 @@ class SparsifiedSite:
         is_per_kv_head: whether the query heads of each group attend the same keys.
         is_cache_efficient: whether a key that one query drops is attended by no later one.
         is_by_bias: no operator took it, so that a bias forbids pairs, and every pair is computed.
+        needs_right_padding: sequences are padded, and positions count columns of the scores, not tokens.
     """
 
     site: str
@@ -43,11 +44,15 @@ class SparsifiedSite:
     is_per_kv_head: bool = True
     is_cache_efficient: bool = True
     is_by_bias: bool = False
+    needs_right_padding: bool = False
 
     @classmethod
-    def of(cls, site: str, layer: int, pattern: Pattern, facts: PatternFacts) -> SparsifiedSite:
+    def of(
+        cls, site: str, layer: int, pattern: Pattern, facts: PatternFacts, *, needs_right_padding: bool = False
+    ) -> SparsifiedSite:
         """The row of an attention that has a pattern."""
-        return cls(site, layer, True, "", pattern.label, pattern.mask.text, **asdict(facts))
+        found = cls(site, layer, True, "", pattern.label, pattern.mask.text, **asdict(facts))
+        return replace(found, needs_right_padding=needs_right_padding)
 
 
 @dataclass(frozen=True)
@@ -84,10 +89,11 @@ class Loss:
     agreement: float
     buckets: tuple[Bucket, ...]
 
-    def lines(self) -> list[str]:
+    def lines(self, what: str = "loss") -> list[str]:
         """A line for all positions, and one for each bucket."""
+        prompts = f"{self.prompts} prompt{'' if self.prompts == 1 else 's'}"
         head = (
-            f"loss on {self.prompts} prompts, {self.tokens} tokens: KL divergence {self.kl:.4g}, next-token agreement "
+            f"{what} on {prompts}, {self.tokens} tokens: KL divergence {self.kl:.4g}, next-token agreement "
             f"{100 * self.agreement:.2f} %"
         )
         return [
@@ -107,12 +113,14 @@ class SparsityReport:
     Attributes:
         spec: the text of the option.
         rows: a row for each attention that it could be for.
-        loss: measured on prompts; None where there were none.
+        loss: measured on whole prompts; None where there were none.
+        decode_loss: measured on single tokens over the cache; None where there is none.
     """
 
     spec: str
     rows: list[SparsifiedSite] = field(default_factory=list)
     loss: Loss | None = None
+    decode_loss: Loss | None = None
 
     @property
     def sparsified(self) -> int:
@@ -146,15 +154,28 @@ class SparsityReport:
         if not self.rows:
             return ["  the model has no causal attention that takes a pattern"]
         if self.sparsified:
-            measured = self.loss.lines() if self.loss is not None else []
+            measured = [line for lines in self._loss_lines() for line in lines]
             found += measured or ["loss: not measured; --prompts FILE measures it"]
         return found
 
+    @property
+    def loss_headlines(self) -> list[str]:
+        """A line for each loss that was measured."""
+        return [lines[0] for lines in self._loss_lines()]
+
+    def _loss_lines(self) -> list[list[str]]:
+        losses = (("loss", self.loss), ("loss of decoding", self.decode_loss))
+        return [loss.lines(what) for what, loss in losses if loss is not None]
+
     def to_json(self) -> dict[str, Any]:
         """Every fact by its key."""
-        loss = None if self.loss is None else asdict(self.loss)
-        rows = [asdict(row) for row in self.rows]
-        return {"spec": self.spec, "outputs_change": bool(self.sparsified), "sites": rows, "loss": loss}
+        return {
+            "spec": self.spec,
+            "outputs_change": bool(self.sparsified),
+            "sites": [asdict(row) for row in self.rows],
+            "loss": None if self.loss is None else asdict(self.loss),
+            "decode_loss": None if self.decode_loss is None else asdict(self.decode_loss),
+        }
 
 
 def _without_place(row: SparsifiedSite) -> SparsifiedSite:
@@ -172,8 +193,13 @@ def _group_lines(group: list[SparsifiedSite]) -> list[str]:
     else:
         heads = f"heads of a group differ: their union is read, {100 * first.read_density:.2f} %"
     cache = "KV-cache efficient" if first.is_cache_efficient else "not KV-cache efficient: later tokens return to keys"
+    padding = (
+        ["        positions count columns of the scores: pad sequences to the right"]
+        if first.needs_right_padding
+        else []
+    )
     bias = ["        every pair is computed, and a bias forbids some: no operator took it"] if first.is_by_bias else []
-    return [f"  pattern on layer {layers}: {first.pattern}", f"        {share}; {heads}; {cache}", *bias]
+    return [f"  pattern on layer {layers}: {first.pattern}", f"        {share}; {heads}; {cache}", *padding, *bias]
 
 
 def _ranges(numbers: list[int]) -> list[str]:

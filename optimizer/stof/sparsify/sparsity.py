@@ -62,9 +62,19 @@ class Sparsity:
         """Reports an attention without a pattern."""
         self.report.rows.append(SparsifiedSite(site, layer, False, reason))
 
-    def put(self, site: str, layer: int, output: str, declared: DeclaredPattern) -> None:
-        """Reports and keeps the pattern of an attention."""
-        self.report.rows.append(SparsifiedSite.of(site, layer, declared.pattern, declared.facts))
+    def put(self, site: str, layer: int, output: str, declared: DeclaredPattern, *, is_padded: bool = False) -> None:
+        """Reports and keeps the pattern of an attention.
+
+        Args:
+            site: its name.
+            layer: its index.
+            output: the first output of its node.
+            declared: the pattern.
+            is_padded: its positions count columns, among which may be padding. Distances are the same anyway.
+        """
+        moves = is_padded and not declared.pattern.is_of_distances
+        row = SparsifiedSite.of(site, layer, declared.pattern, declared.facts, needs_right_padding=moves)
+        self.report.rows.append(row)
         self.patterns[output] = declared
 
     @property

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from stof.errors import ArgumentError
-from stof.sparsify.pattern_files import LayerPatterns, read_pattern_file
+from stof.sparsify.pattern_files import CONFIG_FILE, HEADS_FILE, LayerPatterns, read_pattern_file
 from stof.sparsify.patterns import (
     BLOCKS,
     MOST_POSITIONS,
@@ -27,7 +27,7 @@ from stof.sparsify.patterns import (
 )
 
 _S2 = "s2:"
-_PLACES = ("layers", "dense_layers", "heads")
+_PLACES = ("layers", "dense_layers", "heads", "active_heads")
 _FIELDS = {
     "s2": ("local", "stride", "block", "offset", "relative", "homogeneous", "dense_heads", "per"),
     "window": ("window", "sink"),
@@ -59,6 +59,28 @@ class Slice:
 
 
 @dataclass(frozen=True)
+class ActiveHeads:
+    """Which KV heads of the whole model the graph has, as one rank of a tensor-parallel export: ``8:16/32``."""
+
+    start: int
+    stop: int
+    whole: int
+
+    def counts(self, heads: HeadCounts) -> HeadCounts:
+        """The heads of an attention with their place in the whole model.
+
+        Raises:
+            ArgumentError: when the attention has another number of them.
+        """
+        if self.stop - self.start != heads.G:
+            raise ArgumentError(
+                f"--sparsify: active_heads={self.start}:{self.stop}/{self.whole} are {self.stop - self.start} heads, the "
+                f"attention has {heads.G} KV heads"
+            )
+        return HeadCounts(heads.H, heads.G, self.start, self.whole)
+
+
+@dataclass(frozen=True)
 class Clause:
     """One pattern, and where it is put.
 
@@ -66,13 +88,17 @@ class Clause:
         pattern: for the heads of each layer, or one for each layer.
         layers: those that it is for; empty: all.
         dense_layers: those that stay dense.
-        heads: the KV heads that it is for; None: all.
+        heads: the KV heads of the whole model that it is for; None: all.
+        active_heads: those that the graph has; None: all.
+        file: that the pattern was read from, or its folder; None: none.
     """
 
     pattern: HeadPattern | LayerPatterns
     layers: tuple[Slice, ...] = ()
     dense_layers: tuple[Slice, ...] = ()
     heads: Slice | None = None
+    active_heads: ActiveHeads | None = None
+    file: Path | None = None
 
     def pattern_of(self, layer: int, count: int) -> HeadPattern | None:
         """The pattern of one of so many layers; None where it stays dense.
@@ -101,6 +127,14 @@ class SparsitySpec:
     text: str
     clauses: tuple[Clause, ...]
 
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files that patterns were read from."""
+        named = [c.file for c in self.clauses if c.file is not None]
+        return tuple(
+            f for path in named for f in ((path / HEADS_FILE, path / CONFIG_FILE) if path.is_dir() else (path,))
+        )
+
     def resolve(self, layer: int, count: int, heads: HeadCounts) -> Pattern | None:
         """The pattern of an attention; None where it stays dense.
 
@@ -114,15 +148,20 @@ class SparsitySpec:
         """
         parts: list[tuple[range | None, HeadPattern]] = []
         taken: set[int] = set()
+        active = next((c.active_heads for c in self.clauses if c.active_heads), None)
         for clause in self.clauses:
             pattern = clause.pattern_of(layer, count)
             if pattern is None:
                 continue
-            some = None if clause.heads is None else clause.heads.of(heads.G, "heads")
+            heads = heads if active is None else active.counts(heads)
+            some = None if clause.heads is None else _own_heads(clause.heads, heads)
             own = set(range(heads.G) if some is None else some)
+            if not own:
+                continue  # heads of other ranks
             if both := sorted(taken & own):
                 raise ArgumentError(
-                    f"--sparsify: two clauses are for KV head {both[0]} of layer {layer}; part them by layers= or heads="
+                    f"--sparsify: two clauses are for KV head {both[0] + heads.first} of layer {layer}; part them by layers= "
+                    "or heads="
                 )
             taken |= own
             parts.append((some, pattern))
@@ -138,7 +177,18 @@ def parse_spec(text: str) -> SparsitySpec:
     if len(text) > _MOST_TEXT:
         raise ArgumentError(f"--sparsify has {len(text)} characters, expected up to {_MOST_TEXT}")
     clauses = tuple(_parse_clause(c.strip()) for c in _split(text, ";"))
+    if len(stated := {c.active_heads for c in clauses if c.active_heads is not None}) > 1:
+        raise ArgumentError(
+            f"--sparsify {text!r} has {len(stated)} different active_heads, expected one for all clauses"
+        )
     return SparsitySpec(text, clauses)
+
+
+def _own_heads(some: Slice, heads: HeadCounts) -> range:
+    """The graph's KV heads among those of a slice of the whole model's."""
+    chosen = some.of(heads.all_kv_heads, "heads")
+    start, stop = (min(max(x - heads.first, 0), heads.G) for x in (chosen.start, chosen.stop))
+    return range(start, stop)
 
 
 def _parse_clause(text: str) -> Clause:
@@ -152,7 +202,8 @@ def _parse_clause(text: str) -> Clause:
     if "=" not in items[0] or Path(items[0]).exists():
         fields = _Fields(text, items[1:], "")
         options = {k: v for k, v in fields.values.items() if k not in _PLACES}
-        return fields.clause(read_pattern_file(Path(items[0].strip()), options))
+        path = Path(items[0].strip())
+        return replace(fields.clause(read_pattern_file(path, options)), file=path)
     kinds = {"window": "window", "sink": "window", "mask": "mask", **dict.fromkeys(_PLACES, "")}
     if key not in kinds:
         raise ArgumentError(f"--sparsify {text!r} begins with {key!r}, expected {_EXPECTED}")
@@ -243,7 +294,20 @@ class _Fields:
         heads = self.slices("heads")
         if len(heads) > 1:
             raise self.error("heads", "one slice")
-        return Clause(pattern, self.slices("layers"), self.slices("dense_layers"), heads[0] if heads else None)
+        own = heads[0] if heads else None
+        return Clause(pattern, self.slices("layers"), self.slices("dense_layers"), own, self.active_heads())
+
+    def active_heads(self) -> ActiveHeads | None:
+        """The field ``active_heads``; None where it is absent."""
+        if "active_heads" not in self.values:
+            return None
+        match = re.fullmatch(r"([0-9]{1,6}):([0-9]{1,6})/([0-9]{1,6})", self.values["active_heads"])
+        start, stop, whole = map(int, match.groups()) if match else (0, 0, 0)
+        if not start < stop <= whole:
+            raise self.error(
+                "active_heads", "the graph's KV heads and how many the whole model has, 8:16/32 for instance"
+            )
+        return ActiveHeads(start, stop, whole)
 
 
 def _split(text: str, sign: str) -> list[str]:

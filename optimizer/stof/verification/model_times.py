@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from stof.errors import UnsupportedError
-from stof.execution.case import Case, Padding
+from stof.execution.case import Case
 from stof.execution.inputs import InputMaker
 from stof.execution.ort_sessions import file_session
 from stof.execution.run_limits import free_memory
-from stof.execution.session_process import TimingLimits, release_sessions
+from stof.execution.session_process import RuntimeFailure, Session, TimingLimits, release_sessions
 from stof.graph.external_data import external_files
 from stof.symbolic.algebra.sizes import evaluate
 from stof.verification.model_inputs import ModelInputs
@@ -56,23 +56,34 @@ class ModelTimes:
     """The times of both models.
 
     Attributes:
-        inputs: batch and length, for people.
+        inputs: batch and length, in words.
         original: of the original.
         optimized: of the optimized model.
+        token: those of a step of one token behind a past; None: the model has no KV cache that is known.
     """
 
     inputs: str
     original: RunTimes
     optimized: RunTimes
+    token: ModelTimes | None = None
 
     @property
     def speedup(self) -> float:
         """The original's best time over the optimized model's."""
         return self.original.best / max(self.optimized.best, 1e-12)
 
+    def to_text(self) -> str:
+        """Both times, the speed-up and the inputs in one line."""
+        return (
+            f"{1e3 * self.original.best:.4g} ms -> {1e3 * self.optimized.best:.4g} ms, {self.speedup:.2f}x "
+            f"({self.inputs}; best of {self.optimized.runs} alternating runs)"
+        )
+
     def to_json(self) -> dict[str, Any]:
         """Every fact by its key in the report's JSON."""
-        return {**asdict(self), "speedup": self.speedup}
+        data = {**asdict(self), "speedup": self.speedup}
+        del data["token"]
+        return data if self.token is None else {**data, "token": self.token.to_json()}
 
 
 def time_models(
@@ -97,19 +108,37 @@ def time_models(
     """
     limits = limits or _LIMITS
     weights = sum(_file_bytes(path, inputs) for path in (original, optimized))
-    case = _choose_case(inputs, shapes, weights)
+    case, words = _choose_case(inputs, shapes, weights)
     feeds = inputs.maker.draw(case, np.random.default_rng(0))
     try:
         first = file_session(original.absolute(), library=False, seconds=_LOAD_SECONDS)
         second = file_session(optimized.absolute(), library=True, seconds=_LOAD_SECONDS)
         samples = first.measure([second], feeds, limits)
+        token = inputs.maker.token_case(case.length)
+        of_token = None if token is None else _time_token(first, second, inputs, token, limits)
         del first, second
     except TimeoutError:
         raise NotTimedError(f"it takes more than {limits.end:.0f} s at {case}") from None
     finally:
         release_sessions()
+    return replace(_times(words, samples), token=of_token)
+
+
+def _times(inputs: str, samples: Sequence[Sequence[float]]) -> ModelTimes:
     before, after = (RunTimes(min(s), median(s), len(s)) for s in samples)
-    return ModelTimes(str(case), before, after)
+    return ModelTimes(inputs, before, after)
+
+
+def _time_token(
+    first: Session, second: Session, inputs: ModelInputs, case: Case, limits: TimingLimits
+) -> ModelTimes | None:
+    """Times one token; None where it does not run, as the times of the prompt are there already."""
+    feeds = inputs.maker.draw(case, np.random.default_rng(1))
+    try:
+        words = f"batch {case.batch}, behind {case.length - 1} others"
+        return _times(words, first.measure([second], feeds, limits))
+    except (RuntimeFailure, TimeoutError):
+        return None
 
 
 def _file_bytes(path: Path, inputs: ModelInputs) -> int:
@@ -117,8 +146,10 @@ def _file_bytes(path: Path, inputs: ModelInputs) -> int:
     return path.stat().st_size + sum(p.stat().st_size for p in data if p.is_file())
 
 
-def _choose_case(inputs: ModelInputs, shapes: Mapping[str, tuple[int, int]], weights: int) -> Case:
+def _choose_case(inputs: ModelInputs, shapes: Mapping[str, tuple[int, int]], weights: int) -> tuple[Case, str]:
     """The longest inputs for which time and memory suffice, within the ranges in use; the shortest anyway where memory does.
+
+    Returns the case, and its sizes in words.
 
     Raises:
         NotTimedError: when memory suffices for none.
@@ -127,13 +158,15 @@ def _choose_case(inputs: ModelInputs, shapes: Mapping[str, tuple[int, int]], wei
     memory = 0
     for length in _LENGTHS:
         other = tuple((name, min(max(low, length), high)) for name, (low, high) in shapes.items())
-        case = Case(1, length, Padding.NONE, tuple((n, s) for n, s in other if s != length))
+        prompt = inputs.maker.prompt_case(length)
+        own = tuple((n, s) for n, s in other if s != length)
+        case = replace(prompt, other=tuple({**dict(prompt.other), **dict(own)}.items()))
         batch = math.prod(size for name, size in other if name in inputs.maker.dimensions.batch_names)
         if length > tokens / batch and length != _LENGTHS[-1]:
             continue
         memory = _COPIES * weights + _SCORES * 4 * _score_elements(inputs.maker, case)
         if memory <= (free_memory() or 1 << 62) // 2:  # 0: nothing tells
-            return case
+            return case, str(replace(case, other=own))
     raise NotTimedError(f"two sessions need about {memory >> 20} MiB, more than half of the memory that is free")
 
 

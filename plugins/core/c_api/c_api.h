@@ -108,6 +108,13 @@ STOF_EXPORT int stof_op_run_cuda(stof_op* op, const stof_tensor* inputs, int inp
                                  int output_count, void* workspace, size_t workspace_size, void* stream, char* error,
                                  size_t error_size);
 
+/* Likewise, with memory that `allocate` gives for `bytes` (at least 64-byte aligned; NULL: there is none) on demand,
+ * from this thread and before the function returns. Each block must stay alive and unshared until the work is done. */
+typedef void* (*stof_allocate)(void* context, size_t bytes);
+STOF_EXPORT int stof_op_run_cuda_allocating(stof_op* op, const stof_tensor* inputs, int input_count,
+                                            stof_tensor* outputs, int output_count, stof_allocate allocate,
+                                            void* context, void* stream, char* error, size_t error_size);
+
 /* The current device: its name, and 10 * major + minor of its compute capability. */
 STOF_EXPORT int stof_cuda_device(char* name, size_t name_size, int32_t* capability, char* error, size_t error_size);
 /* Names of the attention kernels of the current device for a head size and an element type, separated by blanks, as the

@@ -42,17 +42,24 @@ int stof_op_prepare(stof_op* op, const stof_tensor* inputs, int input_count, cha
 
 int stof_op_run_cuda(stof_op* op, const stof_tensor* inputs, int input_count, stof_tensor* outputs, int output_count,
                      void* workspace, size_t workspace_size, void* stream, char* error, size_t error_size) {
+  Workspace space(workspace, workspace_size);
+  return stof_op_run_cuda_allocating(op, inputs, input_count, outputs, output_count, Workspace::Allocate, &space,
+                                     stream, error, error_size);
+}
+
+int stof_op_run_cuda_allocating(stof_op* op, const stof_tensor* inputs, int input_count, stof_tensor* outputs,
+                                int output_count, stof_allocate allocate, void* allocate_context, void* stream,
+                                char* error, size_t error_size) {
   return stof::RunGuarded(error, error_size, [&] {
     if (stof::FindCudaBackend() == nullptr) return Status::Error(stof::kNoCudaKernels);
-    STOF_RETURN_IF_ERROR(stof::CheckGiven({{"op", op}}));
+    STOF_RETURN_IF_ERROR(stof::CheckGiven({{"op", op}, {"allocate", reinterpret_cast<const void*>(allocate)}}));
     std::vector<stof::Tensor> in;
     std::vector<stof::Tensor> out;
     STOF_RETURN_IF_ERROR(stof::Convert(inputs, input_count, &in));
     STOF_RETURN_IF_ERROR(stof::Convert(outputs, output_count, &out));
-    Workspace space(workspace, workspace_size);
     stof::RunContext context;
-    context.allocate = Workspace::Allocate;
-    context.self = &space;
+    context.allocate = allocate;
+    context.self = allocate_context;
     context.on_cuda = true;
     context.stream = stream;
     return op->op->Run(in.data(), input_count, out.data(), output_count, context);

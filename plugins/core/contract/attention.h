@@ -14,11 +14,23 @@
 
 namespace stof {
 
+class KeyColumns;      // plugins/core/mask/key_columns.h
 struct AttentionMask;  // plugins/core/mask/attention_mask.h
 struct ExprSizes;      // plugins/core/mask/expr.h
 struct RunContext;     // plugins/core/contract/op.h
 
 enum class EmptyRows : int32_t { kZero = 0, kNan = 1, kMean = 2, kAll = 3 };
+
+// Keys and values in pages, as a paged KV cache holds them: the rows of a sequence lie in the pages that its row of a
+// block table names. `key` and `value` are then the addresses of page 0, and the batch strides are 0.
+struct KeyPages {
+  const int32_t* table = nullptr;  // [B, columns]; nullptr: keys and values are not in pages
+  int64_t columns = 0;
+  int64_t pages = 0;   // of the cache: entries are below it, and on devices others are read as 0
+  int64_t stride = 0;  // elements between pages
+  int shift = 0;       // a page holds 2^shift rows, 16 at least
+  bool given() const { return table != nullptr; }
+};
 
 struct AttentionArgs {
   int64_t B = 0, H = 0, G = 0, S = 0, T = 0, D = 0, Dv = 0;
@@ -55,16 +67,25 @@ struct AttentionArgs {
   // The static conjuncts, asked for the partial tiles of `mask` without bits, and for all tiles where `mask` is
   // nullptr.
   const DynamicMask* elements = nullptr;
+  // The CPU alone: the first columns->packed() of the T keys are copies of these columns, which the kernel gathers. key
+  // and value hold the other keys, and the masks are over all T. nullptr: none. Then there is no padding and no bias,
+  // and fully masked rows attend nothing.
+  const KeyColumns* columns = nullptr;
   // ---- attention over a KV cache ----
   // [B]: the index of the key at the position of query 0 of each sequence; nullptr: there is no cache.
   const int32_t* first_rows = nullptr;
-  // [B], the CPU alone: the number of keys of each sequence. Later rows may hold anything, NaN included, and are not
-  // read. The mask is then in `elements`, and `mask` is nullptr. nullptr: T for all.
+  // [B], the CPU, and devices with `pages`: the number of keys of each sequence. Later rows may hold anything, NaN
+  // included, and are not read. The mask is then in `elements`, and `mask` is nullptr. nullptr: T for all.
   const int32_t* key_ends = nullptr;
+  // Read by the CPU kernels, and on devices by the split-KV kernel, which then runs whatever the other arguments say.
+  KeyPages pages;
   // Whether query i attends exactly the keys first_rows[b] + i - window_left to first_rows[b] + i (that are before
   // key_ends[b]). The mask says the same: a kernel may use either. CUDA kernels get first_rows in this case alone.
   bool is_key_range = false;
   int64_t window_left = -1;  // -1: no bound
+  // Devices alone: beside the key range, each query attends those of these columns that are before it. They are of T
+  // keys or more, and IsLimitedToKeyRange holds. nullptr: none.
+  const KeyColumns* range_columns = nullptr;
   // [B], devices alone: first_rows[b] is seqlens[b] + 1 - S where is_invalid[b] is 0. The previous kernel of the stream
   // writes neither seqlens nor keys and values below first_rows: they may be read before it ends. nullptr: it may write
   // them.
@@ -94,6 +115,9 @@ struct AttentionBackend {
   // reads no run-time vector.
   Status (*run)(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
                 const Tables& operands, const RunContext& context) = nullptr;
+  // Uploads key columns, which AttentionArgs::range_columns may then be. They stay as long as the KeyColumns. is_ready
+  // false: the stream is captured, and they are not on the device yet.
+  Status (*upload_columns)(const KeyColumns& columns, const RunContext& context, bool* is_ready) = nullptr;
   // Makes the block mask that the first `run` with these sizes would make, on a stream of its own, and has the driver
   // load the kernels. Pointers of args, pad and operands are not followed: only their presence and alignment count.
   // context: kernel, and keeper where the mask shall live as long as that.
@@ -112,6 +136,8 @@ Status CheckCudaAttention(const AttentionArgs& args);
 // Whether AttentionBackend::run reads no key or value outside of the range that first_rows gives. Otherwise the values
 // of all keys must be finite, also of those that the mask forbids.
 bool IsLimitedToKeyRange(const AttentionArgs& args);
+// Whether AttentionBackend::run takes these keys and values in `pages` (AttentionArgs): few queries, aligned rows.
+bool CanReadPages(const AttentionArgs& args);
 // For runtimes that plan memory ahead: how many bytes AttentionBackend::run asks RunContext::allocate for at most,
 // blocks rounded up to 64. It grows with every size. pad: there is a key padding mask. operands: as for `run`; their
 // data is not read.

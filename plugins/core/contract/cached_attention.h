@@ -46,6 +46,7 @@ struct CacheAppendArgs {
   const void* cos = nullptr;  // [rotary_rows, rotary_size / 2], of type dtype
   const void* sin = nullptr;
   int64_t rotary_rows = 0, rotary_size = 0;
+  int64_t rotary_offset = 0;  // the first rotated element of a head
   bool is_interleaved = false;
   const int64_t* position_ids = nullptr;  // [B, S]; nullptr: n[b] + i
   // ---- RMS norm before it; nullptr: none ----

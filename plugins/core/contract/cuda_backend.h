@@ -13,6 +13,7 @@
 #include "plugins/core/contract/chain.h"
 #include "plugins/core/contract/gemm.h"
 #include "plugins/core/contract/op.h"
+#include "plugins/core/contract/paged_attention.h"
 #include "plugins/core/mask/attention_mask.h"
 
 namespace stof {
@@ -49,6 +50,7 @@ struct CudaBackend {
   // ---- operators: one member each ----
   AttentionBackend attention;
   CachedAttentionBackend cached_attention;
+  PagedAttentionBackend paged_attention;
   ChainBackend chain;
   GemmBackend gemm;
 };

@@ -33,7 +33,7 @@ uint64_t SeedOfProcess() {
 
 }  // namespace
 
-std::shared_ptr<const AttentionMask> MakeAttentionMask(const MaskExpr& expr) {
+std::shared_ptr<const AttentionMask> MakeAttentionMask(const MaskExpr& expr, bool has_columns) {
   auto made = std::make_shared<AttentionMask>();
   made->parts = SplitMask(expr);
   made->fixed_hash = made->parts.fixed.Hash(SeedOfProcess());
@@ -44,7 +44,11 @@ std::shared_ptr<const AttentionMask> MakeAttentionMask(const MaskExpr& expr) {
     const ResidueMask residues = FindResidues(made->parts.fixed);
     if (residues.modulus > 1) {
       made->modulus = residues.modulus;
-      made->of_residue = MakeAttentionMask(residues.expr);
+      made->of_residue = MakeAttentionMask(residues.expr, has_columns);
+    }
+    if (has_columns) {
+      auto columns = std::make_shared<const ColumnSource>(made->parts.fixed);
+      if (columns->has_columns()) made->columns = std::move(columns);
     }
   }
   return made;
@@ -95,7 +99,7 @@ Status FindOperand(const ExprOperand& operand, const Tables& given, const Tensor
 }
 
 Status BoundDynamicMask::Make(const MaskExpr& expr, const ExprSizes& sizes, const Tables& given,
-                              std::unique_ptr<BoundDynamicMask>* bound) {
+                              std::unique_ptr<BoundDynamicMask>* bound, int64_t alike_heads) {
   std::vector<ExprBinding> bindings(expr.operands().size());
   for (size_t i = 0; i < bindings.size(); ++i) {
     const ExprOperand& operand = *expr.operands()[i];
@@ -109,7 +113,7 @@ Status BoundDynamicMask::Make(const MaskExpr& expr, const ExprSizes& sizes, cons
     std::copy(tensor.dims, tensor.dims + tensor.rank, bindings[i].dims);
   }
   STOF_RETURN_IF_ERROR(expr.Check(sizes, &bindings));
-  bound->reset(new BoundDynamicMask(expr, sizes, std::move(bindings)));
+  bound->reset(new BoundDynamicMask(expr, sizes, std::move(bindings), alike_heads));
   return Status();
 }
 

@@ -14,21 +14,13 @@
 #include "plugins/core/base/status.h"
 #include "plugins/core/base/types.h"
 #include "plugins/core/host/fork_guard.h"
+#include "plugins/core/mask/cache_slot.h"
 #include "plugins/core/mask/dynamic_mask.h"
 #include "plugins/core/mask/expr.h"
 #include "plugins/core/mask/expr_eval.h"
+#include "plugins/core/mask/key_columns.h"
 
 namespace stof {
-
-// A slot for one thing that a backend has made of a mask, for its next run; several threads may ask.
-class MaskCacheSlot {
- public:
-  std::shared_ptr<const void> Get() const { return *what_.Lock(); }
-  void Set(std::shared_ptr<const void> what) const { what_.Lock()->swap(what); }
-
- private:
-  mutable ForkSafe<std::shared_ptr<const void>> what_;
-};
 
 // An expression ready to run: its conjuncts, the key of the block mask cache, and the tables it reads.
 struct AttentionMask {
@@ -40,10 +32,12 @@ struct AttentionMask {
   // dilation.h.
   int64_t modulus = 1;
   std::shared_ptr<const AttentionMask> of_residue;
+  std::shared_ptr<const ColumnSource> columns;  // nullptr: none
 };
 
 Status MakeAttentionMask(const std::string& text, const Tables& tables, std::shared_ptr<const AttentionMask>* mask);
-std::shared_ptr<const AttentionMask> MakeAttentionMask(const MaskExpr& expr);
+// has_columns: its key columns may be gathered.
+std::shared_ptr<const AttentionMask> MakeAttentionMask(const MaskExpr& expr, bool has_columns = true);
 // The tensor given for an operand of an expression; checks its rank, and the data type of a vector.
 Status FindOperand(const ExprOperand& operand, const Tables& given, const Tensor** found);
 
@@ -67,19 +61,21 @@ class AttentionMaskSource {
 // tiles of different threads share a small stock of them.
 class BoundDynamicMask {
  public:
+  // alike_heads: DynamicMask::alike_heads.
   static Status Make(const MaskExpr& expr, const ExprSizes& sizes, const Tables& given,
-                     std::unique_ptr<BoundDynamicMask>* bound);
+                     std::unique_ptr<BoundDynamicMask>* bound, int64_t alike_heads = 1);
   const DynamicMask* view() const { return &view_; }
   // An error where memory for an evaluator was missing: the tile function cannot fail, and an exception would end the
   // process on a pool's thread.
   Status status() const;
 
  private:
-  BoundDynamicMask(const MaskExpr& expr, const ExprSizes& sizes, std::vector<ExprBinding> bindings)
+  BoundDynamicMask(const MaskExpr& expr, const ExprSizes& sizes, std::vector<ExprBinding> bindings, int64_t alike_heads)
       : expr_(expr),
         sizes_(sizes),
         bindings_(std::move(bindings)),
-        view_{&BoundDynamicMask::Tile, this, expr.Uses(ExprOp::kB), expr.Uses(ExprOp::kH), &BoundDynamicMask::Runs} {}
+        view_{&BoundDynamicMask::Tile, this,       expr.Uses(ExprOp::kB), expr.Uses(ExprOp::kH),
+              &BoundDynamicMask::Runs, alike_heads} {}
   static int Tile(const void* self, int64_t b, int64_t h, int64_t row0, int64_t key0, int m, int n, uint32_t* bits);
   static int64_t Runs(const void* self, int64_t b, int64_t h, int64_t row0, int m, int n, int64_t first, int64_t last,
                       KeyTileRun* runs);

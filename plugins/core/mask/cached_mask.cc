@@ -6,36 +6,10 @@
 
 #include "plugins/core/host/hash.h"
 #include "plugins/core/mask/expr_affine.h"
-#include "plugins/core/mask/expr_builder.h"
+#include "plugins/core/mask/expr_rewrite.h"
 
 namespace stof {
 namespace {
-
-// Copies the nodes of an expression, each by `copy(node, to)`, and returns their new indices. node.child holds those of
-// the children.
-template <typename Copy>
-std::vector<int> CopyNodes(const MaskExpr& expr, ExprBuilder* to, Copy copy) {
-  std::vector<int> placed(expr.nodes().size(), -1);
-  for (size_t i = 0; i < placed.size(); ++i) {
-    ExprNode node = expr.nodes()[i];
-    for (int c = 0; c < node.arity; ++c) node.child[c] = placed[static_cast<size_t>(node.child[c])];
-    placed[i] = copy(node, to);
-  }
-  return placed;
-}
-
-int CopyNode(const ExprNode& node, ExprBuilder* to) {
-  if (node.op == ExprOp::kConst) return to->AddConstant(node.value);
-  if (node.op == ExprOp::kLookup) return to->AddLookup(node.operand, node.child, node.arity);
-  switch (node.arity) {
-    case 0:
-      return to->Add(node.op);
-    case 1:
-      return to->Add(node.op, {node.child[0]});
-    default:
-      return to->Add(node.op, {node.child[0], node.child[1]});
-  }
-}
 
 bool IsCausal(const MaskExpr& expr, int conjunct) {
   const ExprNode& node = expr.nodes()[static_cast<size_t>(conjunct)];
@@ -72,8 +46,10 @@ int AddWindow(int64_t window, ExprBuilder* to) {
   return to->Add(ExprOp::kLt, {distance, to->AddConstant(window)});
 }
 
-// Rewrites absolute q as a run-time operand, the first position of the sequence, plus q counted from 0.
-Status MoveQueries(const MaskExpr& expr, MaskExpr* moved) {
+// Reads the positions of queries from a run-time operand: `replace(node, position, to)` copies a node, where position
+// adds the position of query 0 of the sequence.
+template <typename Replace>
+Status MoveQueries(const MaskExpr& expr, const Replace& replace, MaskExpr* moved) {
   ExprBuilder builder;
   for (const auto& operand : expr.operands()) builder.AddOperand(operand);
   auto first = std::make_shared<ExprOperand>();
@@ -85,18 +61,25 @@ Status MoveQueries(const MaskExpr& expr, MaskExpr* moved) {
     const int indices[4] = {to->Add(ExprOp::kB), -1, -1, -1};
     return indices[0] < 0 ? -1 : to->AddLookup(operand, indices, 1);
   };
-  const std::vector<int> placed = CopyNodes(expr, &builder, [&position](const ExprNode& node, ExprBuilder* to) {
+  const std::vector<int> placed =
+      CopyNodes(expr, &builder, [&](const ExprNode& node, ExprBuilder* to) { return replace(node, position, to); });
+  const int root = placed[static_cast<size_t>(expr.root())];
+  if (root < 0) return TooLong();
+  *moved = builder.Build(root);
+  return Status();
+}
+
+// Rewrites absolute q as the first position of the sequence plus q counted from 0.
+Status CountQueriesFromZero(const MaskExpr& expr, MaskExpr* moved) {
+  const auto replace = [](const ExprNode& node, const auto& position, ExprBuilder* to) {
     if (node.op == ExprOp::kP) return position(to);
     if (node.op == ExprOp::kQ) {
       const int at = position(to);
       return to->Add(ExprOp::kAdd, {at, to->Add(ExprOp::kQ)});
     }
     return CopyNode(node, to);
-  });
-  const int root = placed[static_cast<size_t>(expr.root())];
-  if (root < 0) return TooLong();
-  *moved = builder.Build(root);
-  return Status();
+  };
+  return MoveQueries(expr, replace, moved);
 }
 
 // Finds the window of a mask whose conjuncts all bound q - k. False: it is another mask.
@@ -164,10 +147,50 @@ Status MakeCachedMask(const std::string& text, const Tables& tables, int64_t win
     const auto add = [window](ExprBuilder* to) { return AddWindow(window, to); };
     STOF_RETURN_IF_ERROR(AddConjunct(causal, add, &mask->expr));
   }
-  STOF_RETURN_IF_ERROR(MoveQueries(mask->expr, &moved));
+  STOF_RETURN_IF_ERROR(CountQueriesFromZero(mask->expr, &moved));
   mask->on_device = MakeAttentionMask(moved);
   mask->of_first_prompt = MakeAttentionMask(mask->expr);
   mask->is_range = FindRange(mask->expr, &mask->window_left);
+  auto columns = std::make_shared<const ColumnSource>(mask->expr);
+  mask->columns = columns->has_columns() ? std::move(columns) : nullptr;
+  if (mask->columns != nullptr && !mask->columns->split().rest.empty()) {
+    const ColumnSplit& split = mask->columns->split();
+    int64_t base = 0, range = 0;
+    if (FindRange(split.base, &base) && base < 0 && FindRange(split.base_and_rest, &range)) {
+      mask->column_window = range;
+    }
+  }
+  return Status();
+}
+
+Status CompareHeads(int64_t heads, int64_t kv_heads, CachedMask* mask) {
+  const MaskExpr& expr = mask->expr;
+  const int64_t group = heads / kv_heads;
+  if (!AreHeadsAlike(expr, heads, group)) return Status();
+  mask->alike_heads = group;
+  // An axis of size 1 takes every h, but no product of it.
+  const bool broadcasts = std::any_of(expr.nodes().begin(), expr.nodes().end(), [&expr](const ExprNode& node) {
+    for (int c = 0; node.op == ExprOp::kLookup && c < node.arity; ++c) {
+      if (expr.nodes()[static_cast<size_t>(node.child[c])].op == ExprOp::kH &&
+          expr.operands()[static_cast<size_t>(node.operand)]->dims[c] == 1) {
+        return true;
+      }
+    }
+    return false;
+  });
+  if (group == 1 || !expr.Uses(ExprOp::kH) || broadcasts) return Status();
+  const auto replace = [group](const ExprNode& node, const auto& position, ExprBuilder* to) {
+    if (node.op == ExprOp::kP || node.op == ExprOp::kQ) return position(to);
+    if (node.op == ExprOp::kS) return to->AddConstant(1);
+    if (node.op == ExprOp::kH) {
+      const int head = to->Add(ExprOp::kH);
+      return to->Add(ExprOp::kMul, {head, to->AddConstant(group)});
+    }
+    return CopyNode(node, to);
+  };
+  MaskExpr moved;
+  STOF_RETURN_IF_ERROR(MoveQueries(expr, replace, &moved));
+  mask->of_groups = MakeAttentionMask(moved);
   return Status();
 }
 
@@ -195,22 +218,35 @@ bool IsOfDistances(const MaskExpr& expr) {
 }
 
 Status BoundCachedMask::Make(const MaskExpr& expr, const ExprSizes& sizes, const int32_t* first, const int32_t* ends,
-                             std::unique_ptr<BoundCachedMask>* bound) {
-  std::unique_ptr<BoundCachedMask> made(new BoundCachedMask(sizes, expr.Uses(ExprOp::kH)));
+                             std::unique_ptr<BoundCachedMask>* bound, int64_t alike_heads, const ColumnSplit* split,
+                             const KeyColumns* columns) {
+  std::unique_ptr<BoundCachedMask> made(
+      new BoundCachedMask(sizes, expr.Uses(ExprOp::kH), alike_heads, split == nullptr ? nullptr : columns));
   for (int64_t b = 0; b < sizes.B; ++b) {
     ExprSizes own = sizes;
     own.P = first[b];
     own.T = ends[b];
     made->keys_.push_back(own.T);
-    made->sequence_.emplace_back();
-    STOF_RETURN_IF_ERROR(BoundDynamicMask::Make(expr, own, {}, &made->sequence_.back()));
+    const auto bind = [&own](const MaskExpr& part, auto* to) {
+      to->emplace_back();
+      return BoundDynamicMask::Make(part, own, {}, &to->back());
+    };
+    STOF_RETURN_IF_ERROR(bind(expr, &made->sequence_));
+    if (made->columns_ == nullptr) continue;
+    STOF_RETURN_IF_ERROR(bind(split->base, &made->base_));
+    STOF_RETURN_IF_ERROR(bind(split->base_and_rest, &made->base_and_rest_));
+    if (split->rest.empty()) made->base_and_rest_.back().reset();
   }
   *bound = std::move(made);
   return Status();
 }
 
 Status BoundCachedMask::status() const {
-  for (const auto& sequence : sequence_) STOF_RETURN_IF_ERROR(sequence->status());
+  for (const auto* masks : {&sequence_, &base_, &base_and_rest_}) {
+    for (const auto& mask : *masks) {
+      if (mask != nullptr) STOF_RETURN_IF_ERROR(mask->status());
+    }
+  }
   return Status();
 }
 
@@ -228,8 +264,65 @@ int64_t BoundCachedMask::Runs(const void* self, int64_t b, int64_t h, int64_t ro
   const auto& bound = *static_cast<const BoundCachedMask*>(self);
   const auto at = static_cast<size_t>(b);
   if (bound.keys_[at] == 0 || row0 >= bound.sizes_.S) return 0;
+  if (bound.columns_ != nullptr && n % KeyColumns::kTile == 0) {
+    return bound.ListByColumns(b, h, row0, m, n, first, last, runs);
+  }
   const DynamicMask* mask = bound.sequence_[at]->view();
   return mask->runs(mask->self, b, h, row0, m, n, first, last, runs);
+}
+
+namespace {
+
+// Walks the runs of a part of a mask tile by tile.
+class RunReader {
+ public:
+  // mask nullptr: no tile is allowed.
+  RunReader(const DynamicMask* mask, int64_t b, int64_t h, int64_t row0, int m, int n, int64_t first, int64_t last) {
+    if (mask == nullptr || first >= last) return;
+    runs_.resize(static_cast<size_t>(last - first));
+    count_ = mask->runs(mask->self, b, h, row0, m, n, first, last, runs_.data());
+  }
+  // Tiles have to be asked for in ascending order.
+  Verdict Of(int64_t tile) {
+    while (at_ < count_ && runs_[static_cast<size_t>(at_)].last <= tile) ++at_;
+    if (at_ == count_ || runs_[static_cast<size_t>(at_)].first > tile) return Verdict::kNone;
+    return runs_[static_cast<size_t>(at_)].is_full ? Verdict::kAll : Verdict::kMixed;
+  }
+
+ private:
+  std::vector<KeyTileRun> runs_;
+  int64_t count_ = 0, at_ = 0;
+};
+
+}  // namespace
+
+int64_t BoundCachedMask::ListByColumns(int64_t b, int64_t h, int64_t row0, int m, int n, int64_t first, int64_t last,
+                                       KeyTileRun* runs) const {
+  const auto at = static_cast<size_t>(b);
+  last = std::min(last, (keys_[at] + n - 1) / n);
+  const DynamicMask* rest = base_and_rest_[at] == nullptr ? nullptr : base_and_rest_[at]->view();
+  RunReader base(base_[at]->view(), b, h, row0, m, n, first, last), others(rest, b, h, row0, m, n, first, last);
+  const int64_t list = columns_->lists() == 1 ? 0 : h / (sizes_.H / columns_->lists());
+  const uint64_t* words = columns_->words(list);
+  const int64_t tile_words = n / KeyColumns::kTile;
+  int64_t count = 0;
+  for (int64_t tile = first; tile < last; ++tile) {
+    uint64_t any = 0, all = ~uint64_t{0};
+    for (int64_t w = tile * tile_words; w < (tile + 1) * tile_words; ++w) {
+      const uint64_t word = w < columns_->word_count() ? words[w] : 0;
+      any |= word;
+      all &= word;
+    }
+    const Verdict outer = any == 0 ? Verdict::kNone : base.Of(tile), inner = others.Of(tile);
+    if (outer == Verdict::kNone && inner == Verdict::kNone) continue;
+    const bool is_full = inner == Verdict::kAll || (outer == Verdict::kAll && all == ~uint64_t{0});
+    if (count > 0 && runs[count - 1].last == tile && runs[count - 1].is_full == is_full) {
+      ++runs[count - 1].last;
+    } else {
+      runs[count++] = {static_cast<int32_t>(tile), static_cast<int32_t>(tile + 1), is_full};
+    }
+  }
+  return count;
 }
 
 }  // namespace stof

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "plugins/core/base/status.h"
@@ -24,6 +25,16 @@ struct CachedMask {
   std::shared_ptr<const AttentionMask> on_device;
   // The same for a first prompt, whose queries begin at position 0: it reads no run-time operand.
   std::shared_ptr<const AttentionMask> of_first_prompt;
+  std::shared_ptr<const ColumnSource> columns;  // its key columns; nullptr: none
+  // columns, where the other keys of a query are a range: those with q - k of at most this. -1: the mask is another
+  // one.
+  int64_t column_window = -1;
+  // ---- set by CompareHeads ----
+  // As many neighbouring heads have the same mask: 1 or H / G.
+  int64_t alike_heads = 1;
+  // Of a step of one token on a device, for kernels that take the query heads of a group as its queries: h is the KV
+  // head, and every row has the token's position. nullptr: heads differ, or the mask does not read h.
+  std::shared_ptr<const AttentionMask> of_groups;
   // Whether the mask is `k <= q`, alone or with a window to the left.
   bool is_range = false;
   int64_t window_left = -1;  // is_range: the largest q - k that is allowed; -1: any
@@ -35,6 +46,9 @@ struct CachedMask {
 // depends on the step; 0: none.
 Status MakeCachedMask(const std::string& text, const Tables& tables, int64_t window, CachedMask* mask);
 
+// Sets alike_heads and of_groups.
+Status CompareHeads(int64_t heads, int64_t kv_heads, CachedMask* mask);
+
 // Whether an expression uses positions only as distances q - k.
 bool IsOfDistances(const MaskExpr& expr);
 
@@ -42,20 +56,33 @@ bool IsOfDistances(const MaskExpr& expr);
 class BoundCachedMask {
  public:
   // first[b]: the position of query 0; ends[b]: the number of keys. sizes: of the run, T and P aside.
+  // alike_heads: DynamicMask::alike_heads. columns: where given, the key columns of expr, which is split into `split`;
+  // they list tiles faster than the expression does.
   static Status Make(const MaskExpr& expr, const ExprSizes& sizes, const int32_t* first, const int32_t* ends,
-                     std::unique_ptr<BoundCachedMask>* bound);
+                     std::unique_ptr<BoundCachedMask>* bound, int64_t alike_heads = 1,
+                     const ColumnSplit* split = nullptr, const KeyColumns* columns = nullptr);
   const DynamicMask* view() const { return &view_; }
   Status status() const;
+  // Holds what the expressions of Make belong to as long as this lives.
+  void Keep(std::shared_ptr<const void> owner) { owner_ = std::move(owner); }
 
  private:
-  BoundCachedMask(const ExprSizes& sizes, bool by_head) : sizes_(sizes), view_{&Tile, this, true, by_head, &Runs} {}
+  BoundCachedMask(const ExprSizes& sizes, bool by_head, int64_t alike_heads, const KeyColumns* columns)
+      : sizes_(sizes), columns_(columns), view_{&Tile, this, true, by_head, &Runs, alike_heads} {}
   static int Tile(const void* self, int64_t b, int64_t h, int64_t row0, int64_t key0, int m, int n, uint32_t* bits);
   static int64_t Runs(const void* self, int64_t b, int64_t h, int64_t row0, int m, int n, int64_t first, int64_t last,
                       KeyTileRun* runs);
+  // The same by key columns.
+  int64_t ListByColumns(int64_t b, int64_t h, int64_t row0, int m, int n, int64_t first, int64_t last,
+                        KeyTileRun* runs) const;
 
+  std::shared_ptr<const void> owner_;
   ExprSizes sizes_;
+  const KeyColumns* columns_;                                // nullptr: none
   std::vector<int64_t> keys_;                                // [B], of each sequence
   std::vector<std::unique_ptr<BoundDynamicMask>> sequence_;  // likewise
+  // Of ColumnSplit, likewise; nullptr of an empty part.
+  std::vector<std::unique_ptr<BoundDynamicMask>> base_, base_and_rest_;
   DynamicMask view_;
 };
 

@@ -24,6 +24,8 @@ struct DynamicMask {
   // and at most last - first runs; returns their number. Takes time by the number of runs, not by that of tiles.
   int64_t (*runs)(const void* self, int64_t b, int64_t h, int64_t row0, int m, int n, int64_t first, int64_t last,
                   KeyTileRun* runs) = nullptr;
+  // by_head: heads i * alike_heads to (i + 1) * alike_heads - 1 have one mask. It divides H / G.
+  int64_t alike_heads = 1;
 };
 
 }  // namespace stof

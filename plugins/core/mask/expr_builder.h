@@ -53,6 +53,7 @@ class ExprBuilder {
     return static_cast<int>(expr_.operands_.size()) - 1;
   }
 
+  int size() const { return static_cast<int>(expr_.nodes_.size()); }
   ExprNode& node(int i) { return expr_.nodes_[static_cast<size_t>(i)]; }
   const ExprOperands& operands() const { return expr_.operands_; }
 

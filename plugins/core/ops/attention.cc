@@ -134,10 +134,31 @@ Status AttentionOp::Complete(const Tensor* inputs, bool on_cuda, Problem* proble
   return Status();
 }
 
+bool AttentionOp::CanGatherColumns(const AttentionMask& mask, const AttentionArgs& args,
+                                   std::shared_ptr<const ColumnSource::Gathered>* gathered) {
+  if (mask.columns == nullptr || args.S <= kUncachedRows || args.T == 0 || args.pad != nullptr ||
+      args.bias != nullptr || args.relative_bias != nullptr || args.dynamic != nullptr ||
+      args.empty_rows == EmptyRows::kMean || args.empty_rows == EmptyRows::kAll) {
+    return false;
+  }
+  *gathered = mask.columns->Get(args.H, args.G, args.T, args.T);
+  const KeyColumns* columns = (*gathered)->columns.get();
+  return (*gathered)->mask != nullptr && args.T + columns->packed() <= MaskExpr::kMaxSize;
+}
+
 Status AttentionOp::RunOnCpu(const AttentionMask& mask, const ExprSizes& sizes, const PreparedMask& prepared,
                              const RunContext& context, AttentionArgs* args) {
   const int threads = std::max(1, context.parallel.threads);
   CpuAttentionConfig config = ChooseCpuAttention(*args, threads);
+  std::shared_ptr<const ColumnSource::Gathered> gathered;
+  if (CanGatherColumns(mask, *args, &gathered)) {
+    AttentionArgs longer = *args;
+    longer.columns = gathered->columns.get();
+    longer.T += longer.columns->packed();
+    ExprSizes axis = sizes;
+    axis.T = longer.T;
+    return RunOnCpu(*gathered->mask, axis, prepared, context, &longer);
+  }
   const MaskExpr& fixed = mask.parts.fixed;
   std::shared_ptr<const BlockMask> shared;
   BlockMask direct;

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "plugins/core/mask/key_columns.h"
 #include "plugins/core/ops/attention.h"
 #include "plugins/core/ops/attention_shapes.h"
 
@@ -70,6 +71,10 @@ class AttentionOp final : public Op {
   Status CheckData(const Tensor* inputs, const Tensor& output, bool on_cuda) const;
   // Operands, mask and sizes of a problem with bound arguments.
   Status Complete(const Tensor* inputs, bool on_cuda, Problem* problem) const;
+  // Whether the key columns of a mask are gathered on the CPU. The mask of so few queries is evaluated in each run,
+  // which lists its tiles at the same cost.
+  static bool CanGatherColumns(const AttentionMask& mask, const AttentionArgs& args,
+                               std::shared_ptr<const ColumnSource::Gathered>* gathered);
   static Status RunOnCpu(const AttentionMask& mask, const ExprSizes& sizes, const PreparedMask& prepared,
                          const RunContext& context, AttentionArgs* args);
 

@@ -49,9 +49,9 @@ Status AttentionOp::PlanDevice(const Tensor* inputs, int input_count, DevicePlan
       plan->workspace = std::max(plan->workspace, workspace);
     }
   }
-  // The fp32 kernels split keys and values into 16-bit terms first.
-  plan->runs_several_kernels =
-      pad != nullptr || !problem.mask->parts.dynamic.empty() || problem.args.dtype == DType::kF32;
+  // Key columns are gathered first. The fp32 kernels split keys and values into 16-bit terms first.
+  plan->runs_several_kernels = pad != nullptr || !problem.mask->parts.dynamic.empty() ||
+                               problem.args.dtype == DType::kF32 || problem.mask->columns != nullptr;
   const CudaBackend* backend = FindCudaBackend();
   plan->kernels = backend == nullptr ? 0 : backend->attention.count_kernels(problem.args);
   return Status();
@@ -90,7 +90,12 @@ Status AttentionOp::PrepareHost(const Tensor* inputs, int input_count, int threa
   STOF_RETURN_IF_ERROR(BindQueryKeyValue(attributes_, inputs, input_count, &problem.args));
   STOF_RETURN_IF_ERROR(Complete(inputs, false, &problem));
   if (attributes_.operands.empty() && !attributes_.lse) problem.Split();
-  const AttentionArgs& args = problem.args;
+  AttentionArgs& args = problem.args;
+  std::shared_ptr<const ColumnSource::Gathered> gathered;
+  if (attributes_.operands.empty() && CanGatherColumns(*problem.mask, args, &gathered)) {
+    problem.mask = gathered->mask;
+    args.T = problem.sizes.T = args.T + gathered->columns->packed();
+  }
   if (problem.mask->parts.fixed.empty() || args.B * args.H * args.T == 0 || args.S <= kUncachedRows ||
       args.B * args.H > kMostPreparedTables) {
     return Status();

@@ -16,6 +16,8 @@
 #include "plugins/core/mask/cached_mask.h"
 #include "plugins/core/ops/attention_operands.h"
 #include "plugins/core/ops/attention_shapes.h"
+#include "plugins/core/ops/cached_attention_columns.h"
+#include "plugins/core/ops/named_inputs.h"
 
 namespace stof {
 namespace {
@@ -26,43 +28,7 @@ using Limits = AttentionLimits;
 constexpr int kOutputs = 3;
 constexpr const char* kOutputNames[kOutputs] = {"output", "present_key", "present_value"};
 
-// The inputs of a node; Has(i) says whether optional input i is given.
-class Inputs {
- public:
-  Inputs(const Tensor* tensors, int count) : tensors_(tensors), count_(count) {}
-  bool Has(int i) const { return i < count_ && tensors_[i].dtype != DType::kUndefined; }
-  const Tensor& operator[](int i) const { return tensors_[i]; }
-  int count() const { return count_; }
-
- private:
-  const Tensor* tensors_;
-  int count_;
-};
-
-Status Unexpected(int input, const Tensor& found, const std::string& expected) {
-  return Status::Error(std::string(in::kNames[input]) + " has shape " + ShapeText(found) + " and data type " +
-                       TypeText(found.dtype) + ", expected " + expected);
-}
-
-// Type and exact shape of an input that is there.
-Status CheckInput(const Inputs& inputs, int input, DType dtype, const std::vector<int64_t>& dims) {
-  if (!inputs.Has(input)) return Status::Error(std::string(in::kNames[input]) + " is missing");
-  const Tensor& found = inputs[input];
-  const Tensor expected = TensorOfShape(dtype, dims);
-  if (found.dtype == dtype && found.rank == expected.rank &&
-      std::equal(found.dims, found.dims + found.rank, expected.dims)) {
-    return Status();
-  }
-  return Unexpected(input, found, ShapeText(expected) + " and " + TypeText(dtype));
-}
-
-// Two inputs of which both or none are given.
-Status CheckPair(const Inputs& inputs, int first, int second) {
-  if (inputs.Has(first) == inputs.Has(second)) return Status();
-  const int missing = inputs.Has(first) ? second : first;
-  return Status::Error(std::string(in::kNames[missing]) + " is missing, expected it beside " +
-                       in::kNames[missing == first ? second : first]);
-}
+using Inputs = NamedInputs;
 
 // The arguments of one run: of the append step, and of attention over the cache.
 struct Step {
@@ -106,11 +72,8 @@ class CachedAttentionOp final : public Op {
 };
 
 Status CachedAttentionOp::Prepare(const Tensor* inputs, int input_count) {
-  if (input_count < in::kTotal + 1 || input_count > in::kCount) {
-    return Status::Error("has " + std::to_string(input_count) + " inputs, expected " + std::to_string(in::kTotal + 1) +
-                         " to " + std::to_string(in::kCount));
-  }
-  const Inputs all(inputs, input_count);
+  const Inputs all(inputs, input_count, in::kNames);
+  STOF_RETURN_IF_ERROR(all.CheckCount(in::kTotal + 1, in::kCount));
   const Status status = MakeMask(all, &mask_);
   if (status.ok()) return status;
   // A table that is no constant is not known here. Each run then parses the mask.
@@ -130,6 +93,7 @@ Status CachedAttentionOp::MakeMask(const Inputs& inputs, std::shared_ptr<const C
   if (attributes_.sliding_window > 0 && !IsOfDistances(made->expr)) {
     return Status::Error("attribute mask is not one of distances (q - k) alone, which a sliding-window cache demands");
   }
+  STOF_RETURN_IF_ERROR(CompareHeads(attributes_.num_heads, attributes_.kv_num_heads, made.get()));
   *mask = std::move(made);
   return Status();
 }
@@ -138,23 +102,22 @@ Status CachedAttentionOp::BindQueryKeyValue(const Inputs& inputs, Step* step) co
   if (!inputs.Has(in::kQuery)) return Status::Error("query is missing");
   const Tensor& query = inputs[in::kQuery];
   const int64_t H = attributes_.num_heads, G = attributes_.kv_num_heads;
-  STOF_RETURN_IF_ERROR(CheckPair(inputs, in::kKey, in::kValue));
+  STOF_RETURN_IF_ERROR(inputs.CheckPair(in::kKey, in::kValue));
   step->is_packed = !inputs.Has(in::kKey);
   const int64_t heads = step->is_packed ? H + 2 * G : H;
   if (!IsFloat(query.dtype) || query.rank != 3 || query.dims[2] % heads != 0) {
-    return Unexpected(in::kQuery, query,
-                      "fp32, fp16 or bf16 and [B, S, " + std::to_string(heads) + " x head size]" +
-                          (step->is_packed ? ", packed as key is absent" : ""));
+    return inputs.Unexpected(in::kQuery, "fp32, fp16 or bf16 and [B, S, " + std::to_string(heads) + " x head size]" +
+                                             (step->is_packed ? ", packed as key is absent" : ""));
   }
   CacheAppendArgs& a = step->append;
   a.B = query.dims[0], a.S = query.dims[1], a.D = query.dims[2] / heads, a.H = H, a.G = G;
   a.dtype = query.dtype;
   const HeadSizes sizes = Limits::HeadSizesOf(Target::kCpu, a.dtype);
   if (!sizes.Has(a.D)) {
-    return Unexpected(in::kQuery, query, "a head size of 1 to " + std::to_string(sizes.largest));
+    return inputs.Unexpected(in::kQuery, "a head size of 1 to " + std::to_string(sizes.largest));
   }
   if (a.B > Limits::kMostLength || a.S > Limits::kMostLength) {
-    return Unexpected(in::kQuery, query, "a batch and a length of at most 2^22");
+    return inputs.Unexpected(in::kQuery, "a batch and a length of at most 2^22");
   }
   a.query = query.data;
   a.query_stride = {a.S * query.dims[2], a.D, query.dims[2]};
@@ -167,7 +130,7 @@ Status CachedAttentionOp::BindQueryKeyValue(const Inputs& inputs, Step* step) co
     return Status();
   }
   for (const int i : {in::kKey, in::kValue}) {
-    STOF_RETURN_IF_ERROR(CheckInput(inputs, i, a.dtype, {a.B, a.S, G * a.D}));
+    STOF_RETURN_IF_ERROR(inputs.Check(i, a.dtype, {a.B, a.S, G * a.D}));
   }
   a.key = inputs[in::kKey].data;
   a.value = inputs[in::kValue].data;
@@ -177,12 +140,12 @@ Status CachedAttentionOp::BindQueryKeyValue(const Inputs& inputs, Step* step) co
 
 Status CachedAttentionOp::BindCache(const Inputs& inputs, Step* step) const {
   CacheAppendArgs& a = step->append;
-  STOF_RETURN_IF_ERROR(CheckInput(inputs, in::kSeqlens, DType::kI32, {a.B}));
+  STOF_RETURN_IF_ERROR(inputs.Check(in::kSeqlens, DType::kI32, {a.B}));
   a.seqlens = static_cast<const int32_t*>(inputs[in::kSeqlens].data);
   if (!inputs.Has(in::kTotal)) return Status::Error("total_sequence_length is missing");
   const Tensor& total = inputs[in::kTotal];
   if (total.dtype != DType::kI32 || total.rank > 1 || total.Elements() != 1) {
-    return Unexpected(in::kTotal, total, "one int32");
+    return inputs.Unexpected(in::kTotal, "one int32");
   }
   if (total.data == nullptr) return Status::Error("total_sequence_length has no data in host memory");
   step->total = *static_cast<const int32_t*>(total.data);
@@ -191,7 +154,7 @@ Status CachedAttentionOp::BindCache(const Inputs& inputs, Step* step) const {
                          std::to_string(a.S) + " (the length of query) to 2^22");
   }
   a.is_first_prompt = step->total == a.S;
-  STOF_RETURN_IF_ERROR(CheckPair(inputs, in::kPastKey, in::kPastValue));
+  STOF_RETURN_IF_ERROR(inputs.CheckPair(in::kPastKey, in::kPastValue));
   a.sliding_window = attributes_.sliding_window;
   if (inputs.Has(in::kPastKey)) {
     const Tensor& past = inputs[in::kPastKey];
@@ -199,18 +162,17 @@ Status CachedAttentionOp::BindCache(const Inputs& inputs, Step* step) const {
                              std::to_string(a.D) + "] and data type " + TypeText(a.dtype);
     if (past.dtype != a.dtype || past.rank != 4 || past.dims[0] != a.B || past.dims[1] != a.G || past.dims[3] != a.D ||
         past.dims[2] > Limits::kMostLength) {
-      return Unexpected(in::kPastKey, past, form);
+      return inputs.Unexpected(in::kPastKey, form);
     }
     a.past_capacity = past.dims[2];
-    STOF_RETURN_IF_ERROR(CheckInput(inputs, in::kPastValue, a.dtype, {a.B, a.G, a.past_capacity, a.D}));
+    STOF_RETURN_IF_ERROR(inputs.Check(in::kPastValue, a.dtype, {a.B, a.G, a.past_capacity, a.D}));
     if (a.past_capacity > 0) {
       a.past_key = past.data;
       a.past_value = inputs[in::kPastValue].data;
     }
     if (a.sliding_window > a.past_capacity) {
-      return Unexpected(
-          in::kPastKey, past,
-          "a capacity of at least the window of attribute sliding_window_cache, " + std::to_string(a.sliding_window));
+      return inputs.Unexpected(in::kPastKey, "a capacity of at least the window of attribute sliding_window_cache, " +
+                                                 std::to_string(a.sliding_window));
     }
   } else if (a.sliding_window > 0) {
     return Status::Error("past_key is missing, expected it beside attribute sliding_window_cache");
@@ -221,9 +183,9 @@ Status CachedAttentionOp::BindCache(const Inputs& inputs, Step* step) const {
 
 Status CachedAttentionOp::BindRotary(const Inputs& inputs, Step* step) const {
   CacheAppendArgs& a = step->append;
-  STOF_RETURN_IF_ERROR(CheckPair(inputs, in::kQueryNorm, in::kKeyNorm));
+  STOF_RETURN_IF_ERROR(inputs.CheckPair(in::kQueryNorm, in::kKeyNorm));
   if (inputs.Has(in::kQueryNorm)) {
-    for (const int i : {in::kQueryNorm, in::kKeyNorm}) STOF_RETURN_IF_ERROR(CheckInput(inputs, i, a.dtype, {a.D}));
+    for (const int i : {in::kQueryNorm, in::kKeyNorm}) STOF_RETURN_IF_ERROR(inputs.Check(i, a.dtype, {a.D}));
     a.query_norm = inputs[in::kQueryNorm].data;
     a.key_norm = inputs[in::kKeyNorm].data;
     a.epsilon = attributes_.epsilon;
@@ -234,32 +196,25 @@ Status CachedAttentionOp::BindRotary(const Inputs& inputs, Step* step) const {
   }
   const Tensor& cos = inputs[in::kCos];
   if (cos.dtype != a.dtype || cos.rank != 2 || cos.dims[1] < 1 || 2 * cos.dims[1] > a.D) {
-    return Unexpected(in::kCos, cos,
-                      "[positions, at most " + std::to_string(a.D / 2) + "] and data type " + TypeText(a.dtype));
+    return inputs.Unexpected(in::kCos,
+                             "[positions, at most " + std::to_string(a.D / 2) + "] and data type " + TypeText(a.dtype));
   }
-  STOF_RETURN_IF_ERROR(CheckInput(inputs, in::kSin, a.dtype, {cos.dims[0], cos.dims[1]}));
+  STOF_RETURN_IF_ERROR(inputs.Check(in::kSin, a.dtype, {cos.dims[0], cos.dims[1]}));
   a.cos = cos.data;
   a.sin = inputs[in::kSin].data;
   a.rotary_rows = cos.dims[0];
   a.rotary_size = 2 * cos.dims[1];
   a.is_interleaved = attributes_.is_interleaved;
   if (inputs.Has(in::kPositions)) {
-    STOF_RETURN_IF_ERROR(CheckInput(inputs, in::kPositions, DType::kI64, {a.B, a.S}));
+    STOF_RETURN_IF_ERROR(inputs.Check(in::kPositions, DType::kI64, {a.B, a.S}));
     a.position_ids = static_cast<const int64_t*>(inputs[in::kPositions].data);
   }
   return Status();
 }
 
 Status CachedAttentionOp::Bind(const Inputs& inputs, Step* step) const {
-  if (inputs.count() < in::kTotal + 1 || inputs.count() > in::kCount) {
-    return Status::Error("has " + std::to_string(inputs.count()) + " inputs, expected " +
-                         std::to_string(in::kTotal + 1) + " to " + std::to_string(in::kCount));
-  }
-  for (const int reserved : {in::kKeyScale, in::kValueScale, in::kQuerySeqlens}) {
-    if (inputs.Has(reserved)) {
-      return Status::Error(std::string(in::kNames[reserved]) + " is given, expected none: this build does not read it");
-    }
-  }
+  STOF_RETURN_IF_ERROR(inputs.CheckCount(in::kTotal + 1, in::kCount));
+  STOF_RETURN_IF_ERROR(inputs.CheckAbsent({in::kKeyScale, in::kValueScale, in::kQuerySeqlens}));
   STOF_RETURN_IF_ERROR(BindQueryKeyValue(inputs, step));
   STOF_RETURN_IF_ERROR(BindCache(inputs, step));
   STOF_RETURN_IF_ERROR(BindRotary(inputs, step));
@@ -284,7 +239,7 @@ Status CachedAttentionOp::InferOutputs(const Tensor* inputs, int input_count, Te
                          " outputs, expected output, present_key and present_value");
   }
   Step step;
-  STOF_RETURN_IF_ERROR(Bind(Inputs(inputs, input_count), &step));
+  STOF_RETURN_IF_ERROR(Bind(Inputs(inputs, input_count, in::kNames), &step));
   const CacheAppendArgs& a = step.append;
   outputs[0] = TensorOfShape(a.dtype, {a.B, a.S, a.H * a.D});
   outputs[1] = outputs[2] = TensorOfShape(a.dtype, {a.B, a.G, a.capacity, a.D});
@@ -331,7 +286,7 @@ Status CachedAttentionOp::Allocate(const RunContext& context, Step* step) const 
 
 Status CachedAttentionOp::Run(const Tensor* inputs, int input_count, const Tensor* outputs, int output_count,
                               const RunContext& context) const {
-  const Inputs all(inputs, input_count);
+  const Inputs all(inputs, input_count, in::kNames);
   Step step;
   Tensor expected[kOutputs];
   STOF_RETURN_IF_ERROR(InferOutputs(inputs, input_count, expected, output_count));
@@ -340,18 +295,14 @@ Status CachedAttentionOp::Run(const Tensor* inputs, int input_count, const Tenso
   std::shared_ptr<const CachedMask> mask = mask_;
   if (mask == nullptr) STOF_RETURN_IF_ERROR(MakeMask(all, &mask));
   if (expected[0].Elements() == 0 && expected[1].Elements() == 0) return Status();
-  for (int i = 0; i < input_count; ++i) {
-    if (all.Has(i) && inputs[i].data == nullptr && inputs[i].Elements() > 0) {
-      return Status::Error(std::string(in::kNames[i]) + " has no data");
-    }
-  }
+  STOF_RETURN_IF_ERROR(all.CheckData());
   for (int i = 0; i < kOutputs; ++i) {
     if (outputs[i].data == nullptr && expected[i].Elements() > 0) {
       return Status::Error(std::string(kOutputNames[i]) + " has no data");
     }
   }
   const bool has_past = all.Has(in::kPastKey);
-  STOF_RETURN_IF_ERROR(CheckCacheBuffers(has_past ? inputs + in::kPastKey : nullptr, outputs + 1));
+  STOF_RETURN_IF_ERROR(CheckCacheBuffers(has_past ? inputs + in::kPastKey : nullptr, outputs + 1, kCachedNames));
   CacheAppendArgs& a = step.append;
   if (a.past_key != nullptr && a.past_key == outputs[1].data && a.capacity > a.past_capacity) {
     return Status::Error("total_sequence_length is " + std::to_string(step.total) +
@@ -405,12 +356,9 @@ Status CachedAttentionOp::RunOnCpu(const CachedMask& mask, const RunContext& con
     const int64_t tokens = a.is_first_prompt ? int64_t{a.seqlens[b]} + 1 : a.S;
     ends[static_cast<size_t>(b)] = static_cast<int32_t>(a.first_row[b] + tokens);
   }
-  t.key_ends = ends.data();
   t.T = *std::max_element(ends.begin(), ends.end());
-  const ExprSizes sizes = {a.B, a.H, a.S, t.T, 0};
   std::unique_ptr<BoundCachedMask> bound;
-  STOF_RETURN_IF_ERROR(BoundCachedMask::Make(mask.expr, sizes, a.first_row, t.key_ends, &bound));
-  t.elements = bound->view();
+  STOF_RETURN_IF_ERROR(BindMaskOnCpu(mask, a, &t, &ends, &bound));
   const int threads = std::max(1, context.parallel.threads);
   const CpuAttentionConfig config = ChooseCpuAttention(t, threads);
   void* workspace = nullptr;
@@ -427,6 +375,10 @@ Status CachedAttentionOp::RunOnCuda(const CachedMask& mask, const Tables& given,
     return Status::Error("the tables of the mask are no constants, which the CUDA kernels need them to be");
   }
   CacheAppendArgs& a = step->append;
+  RunContext own = context;
+  if (own.keeper == nullptr) own.keeper = &keeper_;
+  std::shared_ptr<const ColumnSource::Gathered> columns;
+  STOF_RETURN_IF_ERROR(UseKeyColumnsOnDevice(mask, a, backend->attention, own, &step->attention, &columns));
   STOF_RETURN_IF_ERROR(CheckCudaAttention(step->attention));  // before the cache changes
   a.most_keys = step->total;
   if (!IsLimitedToKeyRange(step->attention)) a.clear_end = step->attention.T;
@@ -435,17 +387,17 @@ Status CachedAttentionOp::RunOnCuda(const CachedMask& mask, const Tables& given,
   if (is_in_place && a.sliding_window == 0 && !a.is_first_prompt) step->attention.seqlens = a.seqlens;
   STOF_RETURN_IF_ERROR(backend->cached_attention.append(a, context));
   if (a.B == 0 || a.S == 0) return Status();
-  const ExprSizes sizes = {a.B, a.H, a.S, step->attention.T, 0};
-  RunContext own = context;
-  if (own.keeper == nullptr) own.keeper = &keeper_;
+  AttentionArgs& t = step->attention;
+  const bool is_packed = !a.is_first_prompt && PackGroups(mask, &t);
+  const ExprSizes sizes = {a.B, t.H, t.S, t.T, 0};
   // The mask of a first prompt is constant: its block mask is made once, and kernels with a tile schedule take it.
   if (a.is_first_prompt) {
-    return backend->attention.run(step->attention, nullptr, *mask.of_first_prompt, sizes, given, own);
+    return backend->attention.run(t, nullptr, *mask.of_first_prompt, sizes, given, own);
   }
   Tables operands = given;
   operands.emplace_back(kFirstPositions, TensorOfShape(DType::kI32, {a.B}));
   operands.back().second.data = a.first_row;
-  return backend->attention.run(step->attention, nullptr, *mask.on_device, sizes, operands, own);
+  return backend->attention.run(t, nullptr, is_packed ? *mask.of_groups : *mask.on_device, sizes, operands, own);
 }
 
 Status CreateCachedAttention(const AttributeReader& attributes, std::unique_ptr<Op>* op) {

@@ -54,9 +54,15 @@ struct CachedAttentionAttributes {
 };
 Status ParseCachedAttention(const AttributeReader& attributes, CachedAttentionAttributes* parsed);
 
+// The tensors of a cache before a step and after it, for messages: that of keys, then that of values.
+struct CacheNames {
+  const char* past[2];
+  const char* present[2];
+};
+inline constexpr CacheNames kCachedNames = {{"past_key", "past_value"}, {"present_key", "present_value"}};
 // Past and present may be one buffer, of keys and of values alike; any other overlap would lose rows. Each array is the
 // tensor of keys, then that of values; past may be nullptr.
-Status CheckCacheBuffers(const Tensor* past, const Tensor* present);
+Status CheckCacheBuffers(const Tensor* past, const Tensor* present, const CacheNames& names);
 
 const OpDescription* CachedAttentionDescription();
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Checks which buffers of KV caches are one, for StofCachedAttention.
+// Checks which buffers of KV caches are one, for StofCachedAttention and StofPagedAttention.
 #include <cstdint>
 #include <string>
 
@@ -17,11 +17,10 @@ bool Overlap(const Tensor& first, const Tensor& second) {
 
 }  // namespace
 
-Status CheckCacheBuffers(const Tensor* past, const Tensor* present) {
-  constexpr const char* kPast[] = {"past_key", "past_value"};
-  constexpr const char* kPresent[] = {"present_key", "present_value"};
+Status CheckCacheBuffers(const Tensor* past, const Tensor* present, const CacheNames& names) {
   if (Overlap(present[0], present[1])) {
-    return Status::Error("present_key and present_value overlap in memory, expected a buffer each");
+    return Status::Error(std::string(names.present[0]) + " and " + names.present[1] +
+                         " overlap in memory, expected a buffer each");
   }
   if (past == nullptr) return Status();
   bool share[2];
@@ -32,7 +31,7 @@ Status CheckCacheBuffers(const Tensor* past, const Tensor* present) {
   for (int i = 0; i < 2; ++i) {
     for (int k = 0; k < 2; ++k) {
       if (!Overlap(past[i], present[k]) || (i == k && share[i])) continue;
-      return Status::Error(std::string(kPast[i]) + " and " + kPresent[k] + " overlap in memory, expected " +
+      return Status::Error(std::string(names.past[i]) + " and " + names.present[k] + " overlap in memory, expected " +
                            (i == k ? "one buffer or two" : "a buffer each"));
     }
   }

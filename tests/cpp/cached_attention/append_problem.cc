@@ -41,8 +41,8 @@ std::vector<double> Transformed(const Case& c, const Buffer& rows, int64_t at, c
     for (int64_t d = 0; d < c.D; ++d) x[static_cast<size_t>(d)] *= factor * weight->Get(d);
   }
   for (int64_t i = 0; i < c.rotary / 2; ++i) {
-    double& a = x[static_cast<size_t>(c.is_interleaved ? 2 * i : i)];
-    double& b = x[static_cast<size_t>(c.is_interleaved ? 2 * i + 1 : i + c.rotary / 2)];
+    double& a = x[static_cast<size_t>(c.rotary_offset + (c.is_interleaved ? 2 * i : i))];
+    double& b = x[static_cast<size_t>(c.rotary_offset + (c.is_interleaved ? 2 * i + 1 : i + c.rotary / 2))];
     const double cosine = cos.Get(position * (c.rotary / 2) + i), sine = sin.Get(position * (c.rotary / 2) + i);
     const double first = a * cosine - b * sine;
     b = b * cosine + a * sine;

@@ -26,7 +26,7 @@ struct Case {
   int64_t capacity = 16;
   bool is_shared = true;
   bool has_past = true;
-  int64_t rotary = 0;
+  int64_t rotary = 0, rotary_offset = 0;
   bool is_interleaved = false, has_positions = false, has_norm = false, is_packed = false;
   int64_t window = 0;
   int64_t free_rows = 0;  // rows behind the valid ones that may be written

@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -18,16 +17,12 @@
 #include "plugins/core/ops/cached_attention.h"
 #include "tests/cpp/cached_attention/append_problem.h"
 #include "tests/cpp/check.h"
+#include "tests/cpp/device_memory.h"
+#include "tests/cpp/map_attributes.h"
 
 namespace stof::test::cached_attention {
 
 namespace in = cached_input;
-
-#define CHECK_CUDA(call)                                                 \
-  do {                                                                   \
-    const cudaError_t error = (call);                                    \
-    CHECK(error == cudaSuccess, #call, ": ", cudaGetErrorString(error)); \
-  } while (0)
 
 // Masks of the op by text, with what they mean beside k <= q.
 struct Mask {
@@ -42,7 +37,20 @@ inline constexpr Mask kMasks[] = {
     {"q - k < 4 or k % 3 == 0", [](int64_t, int64_t q, int64_t k) { return q - k < 4 || k % 3 == 0; }, false},
     {"k <= q and (k % 4 != h % 4 or k == q)", [](int64_t h, int64_t q, int64_t k) { return k % 4 != h % 4 || k == q; },
      false},
+    // With key columns: single keys, per KV head of groups of 1, 2 and 4; strided blocks; sinks.
+    {"q - k < 20 or k % 37 == 0", [](int64_t, int64_t q, int64_t k) { return q - k < 20 || k % 37 == 0; }, false},
+    {"k <= q and (q - k < 70 or (k + 5 * (h // 4)) % 23 == 0)",
+     [](int64_t h, int64_t q, int64_t k) { return q - k < 70 || (k + 5 * (h / 4)) % 23 == 0; }, false},
+    {"k <= q and (q - k < 128 or (k // 64 + h // 4) % 4 == 0)",
+     [](int64_t h, int64_t q, int64_t k) { return q - k < 128 || (k / 64 + h / 4) % 4 == 0; }, false},
+    {"k <= q and (q - k < 40 or (k // 48 + h // 4) % 3 == 0)",
+     [](int64_t h, int64_t q, int64_t k) { return q - k < 40 || (k / 48 + h / 4) % 3 == 0; }, false},
+    // Heads of a group are alike; relative strides are no columns.
+    {"k <= q and (q - k < 16 or (q // 8 - k // 8 + h // 4) % 5 == 0)",
+     [](int64_t h, int64_t q, int64_t k) { return q - k < 16 || (q / 8 - k / 8 + h / 4) % 5 == 0; }, false},
+    {"k <= q and (k < 4 or q - k < 33)", [](int64_t, int64_t q, int64_t k) { return k < 4 || q - k < 33; }, false},
 };
+constexpr int kFirstColumnMask = 5, kColumnMasks = 6;
 
 // An append problem, and what the op computes with it.
 struct Step {
@@ -59,29 +67,9 @@ inline std::string Describe(const Step& step) {
               " sink ", step.has_sink, " bias ", step.has_bias, " kernel '", step.kernel, "'");
 }
 
-class Attributes final : public AttributeReader {
- public:
-  std::map<std::string, int64_t> ints;
-  std::map<std::string, float> floats;
-  std::map<std::string, std::string> strings;
-  bool Int(const char* name, int64_t* value) const override { return Find(ints, name, value); }
-  bool Float(const char* name, float* value) const override { return Find(floats, name, value); }
-  bool String(const char* name, std::string* value) const override { return Find(strings, name, value); }
-  bool Ints(const char*, std::vector<int64_t>*) const override { return false; }
-
- private:
-  template <typename T>
-  static bool Find(const std::map<std::string, T>& map, const char* name, T* value) {
-    const auto found = map.find(name);
-    if (found == map.end()) return false;
-    *value = found->second;
-    return true;
-  }
-};
-
 inline std::unique_ptr<Op> MakeOp(const Step& step) {
   const Case& c = step.c;
-  Attributes attributes;
+  MapAttributes attributes;
   attributes.ints = {{"num_heads", c.H},
                      {"kv_num_heads", c.G},
                      {"do_rotary", c.rotary > 0 ? 1 : 0},
@@ -94,53 +82,6 @@ inline std::unique_ptr<Op> MakeOp(const Step& step) {
   CHECK(status.ok(), status.message());
   return op;
 }
-
-// Device memory: blocks of their own, so that compute-sanitizer sees every access beyond, or one arena that a captured
-// graph keeps.
-class DeviceMemory {
- public:
-  explicit DeviceMemory(size_t arena = 0) : arena_bytes_(arena) {
-    if (arena > 0) CHECK_CUDA(cudaMalloc(&arena_, arena));
-  }
-  DeviceMemory(const DeviceMemory&) = delete;
-  DeviceMemory& operator=(const DeviceMemory&) = delete;
-  ~DeviceMemory() {
-    cudaFree(arena_);
-    for (void* block : blocks_) cudaFree(block);
-  }
-  void* Take(size_t bytes) {
-    void* block = nullptr;
-    CHECK_CUDA(cudaMalloc(&block, std::max<size_t>(bytes, 1)));
-    blocks_.push_back(block);
-    return block;
-  }
-  void* Upload(const void* from, size_t bytes) {
-    void* const block = Take(bytes);
-    CHECK_CUDA(cudaMemcpy(block, from, bytes, cudaMemcpyHostToDevice));
-    return block;
-  }
-  // RunContext::allocate.
-  static void* Allocate(void* self, size_t bytes) {
-    auto& own = *static_cast<DeviceMemory*>(self);
-    void* block = nullptr;
-    if (own.arena_ == nullptr) {
-      block = own.Take(bytes);
-    } else if (own.used_ + bytes <= own.arena_bytes_) {
-      block = static_cast<char*>(own.arena_) + own.used_;
-      own.used_ += (bytes + 63) / 64 * 64;
-    }
-    own.workspace_.push_back(block);
-    return block;
-  }
-  void ResetArena() { used_ = 0, workspace_.clear(); }
-  // What the op allocated, in its order: first_row, is_invalid, rotated queries if any, staging if any, then others.
-  const std::vector<void*>& workspace() const { return workspace_; }
-
- private:
-  void* arena_ = nullptr;
-  size_t arena_bytes_, used_ = 0;
-  std::vector<void*> blocks_, workspace_;
-};
 
 inline Tensor Describe(void* data, DType dtype, const std::vector<int64_t>& dims) {
   Tensor tensor = TensorOfShape(dtype, dims);
@@ -250,6 +191,7 @@ class Node {
   void Check(const std::string& where, int64_t illegal = -1) {
     const int64_t staged = c_.window > 0 && c_.S > 1 ? Run::past_rows(c_) + c_.S : 0;
     const int64_t capacity = staged > 0 ? staged : c_.capacity;
+    // In the op's order: first_row, is_invalid, rotated queries if any, staging if any, then others.
     const std::vector<void*>& workspace = memory.workspace();
     const bool is_rotated = c_.rotary > 0 || c_.has_norm;
     const size_t staging = is_rotated ? 3 : 2;

@@ -104,6 +104,49 @@ TEST(CudaCachedAttentionEqualsTheDefinition) {
   }
 }
 
+// Decode reads the key columns of each KV head beside the window. Every mask, by the choice and by each kernel.
+TEST(CudaCachedAttentionOfKeyColumns) {
+  Random random(43);
+  uint64_t seed = 0;
+  for (int mask = kFirstColumnMask; mask < kFirstColumnMask + kColumnMasks; ++mask) {
+    for (const int64_t S : {1, 3, 16, 70}) {
+      for (const int64_t past : {0, 1, 63, 64, 300, 700}) {
+        Step step = DrawStep(S, past, &random);
+        Case& c = step.c;
+        if (c.window > 0) c.window = 0, c.capacity = step.total = MostKeys(c) + 3, c.is_shared = true;
+        std::tie(c.H, c.G) = random.Pick(std::vector<std::pair<int64_t, int64_t>>{{8, 2}, {8, 8}, {4, 1}, {16, 4}});
+        step.mask = mask, step.has_bias = step.has_bias && random.OneIn(3);
+        for (const char* kernel : {"", "0", "1"}) {
+          step.kernel = S > 16 ? "" : kernel;
+          RunStep(step, seed);
+          if (S > 16) break;
+        }
+        ++seed;
+      }
+    }
+  }
+}
+
+// Many columns and splits, of sequences that are far shorter than the cache.
+TEST(CudaCachedAttentionOfKeyColumnsInLongCaches) {
+  uint64_t seed = 0;
+  for (const DType dtype : {DType::kF16, DType::kF32}) {
+    for (const int64_t D : {64, 128}) {
+      for (const char* kernel : {"0", "1", ""}) {
+        for (int mask = kFirstColumnMask; mask < kFirstColumnMask + kColumnMasks; ++mask) {
+          Step step;
+          Case& c = step.c;
+          c.is_packed = true;
+          c.B = 2, c.H = 8, c.G = 2, c.D = D, c.dtype = dtype, c.past = {300, 5000}, c.capacity = 6500;
+          step.total = 6500, step.mask = mask, step.kernel = kernel;
+          c.free_rows = 128;
+          RunStep(step, seed++);
+        }
+      }
+    }
+  }
+}
+
 TEST(CudaCachedAttentionOfChunks) {
   Random random(41);
   uint64_t seed = 0;
@@ -138,7 +181,7 @@ TEST(CudaCachedAttentionOfShortSequencesInLongCaches) {
 TEST(CudaCachedAttentionMarksIllegalLengths) {
   uint64_t seed = 0;
   for (const int64_t S : {1, 3, 40}) {
-    for (const int mask : {0, 1, 3}) {
+    for (const int mask : {0, 1, 3, kFirstColumnMask, kFirstColumnMask + 2}) {
       for (const char* kernel : {"0", "1"}) {
         // Beyond the capacity, and beyond total_sequence_length.
         for (const int32_t seqlen : {std::numeric_limits<int32_t>::min(), -1, static_cast<int32_t>(S) - 2, 120,
@@ -192,7 +235,7 @@ void RunCaptured(Step step, const std::string& name) {
 
 TEST(CudaCachedAttentionInACapturedGraph) {
   for (const char* kernel : {"0", "1"}) {
-    for (const int mask : {0, 1, 3}) {
+    for (const int mask : {0, 1, 3, kFirstColumnMask, kFirstColumnMask + 2}) {
       Step step;
       step.c.D = 128, step.c.dtype = DType::kF16, step.c.capacity = 3000, step.mask = mask;
       const ForcedKernel forced(kernel);

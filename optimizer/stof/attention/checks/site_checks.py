@@ -14,8 +14,14 @@ import numpy as np
 import onnx
 from onnx import helper
 
-from stof.attention.checks.site_comparison import attributes_of, compare_site, rounded
-from stof.attention.emit import Rewrite
+from stof.attention.checks.site_comparison import (
+    OperatorCall,
+    attributes_of,
+    compare_site,
+    heads_in_layout,
+    rounded,
+)
+from stof.attention.emit import Rewrite, parts_of
 from stof.attention.function_body import OP
 from stof.attention.subgraphs import Scope, emit_scopes, graph_at
 from stof.errors import VerifyError
@@ -23,6 +29,8 @@ from stof.execution.case import Case, Counts, Padding
 from stof.execution.inputs import InputMaker
 from stof.execution.run_limits import LimitReached
 from stof.mask.check.run_masks import tensors_by_role
+from stof.mask.empty_rows.weaker_rows import number_rows
+from stof.mask.evaluate import allowed_by_mask
 from stof.mask.expression import MaskExpression
 from stof.mask.site import EmptyRows, Layout, TermKind
 from stof.verification.fp64_reference import compute_in_fp64
@@ -86,7 +94,7 @@ class AttentionChecks(SiteChecks):
 
     def _cases(self, tokens: float) -> list[Case]:
         # A mask of -10000 takes digits from the scores of a row that is all padding, which the operator leaves them.
-        soft = any(r.mask.empty_rows is EmptyRows.ALL for r in self.rewrites)
+        soft = any(_absorbs_scores(r) for r in self.rewrites)
         found = cases([r.mask.expression for r in self.rewrites], tokens, 2 if soft else BATCH_WITH_ALL_PADDING)
         if self.inputs.counts and not soft and not self.ignore_empty_rows:
             *others, short = found
@@ -190,32 +198,65 @@ class AttentionChecks(SiteChecks):
         known = {**constants, **captured}
         for rewrite in rewrites:
             site = rewrite.site
-            node = writers[site.output]
-            while node.op_type != OP:  # the layout was converted
-                node = writers[node.input[0]]
-            mask = attributes_of(node).get("mask", "")
-            if mask != rewrite.mask.expression.text:
+            nodes = _nodes_of(writers, site.output)
+            masks = [part.mask for part in parts_of(rewrite)]
+            texts = [str(attributes_of(node).get("mask", "")) for node in nodes]
+            if texts != [m.expression.text for m in masks]:
                 # Windows longer than any input that is tried show nowhere else.
-                detail = f"the node's mask is {mask!r}"
+                detail = f"the masks of its nodes are {', '.join(map(repr, texts))}"
                 yield Comparison(f"site {site.name!r}", np.inf, 0.0, False, site.name, detail)
                 continue
-            if site.sink is not None and site.sink in known:  # the emitted graph may reshape it
-                place = str(attributes_of(node)["operands"]).split().index("sink")
-                known[node.input[3 + place]] = known[site.sink].reshape(-1)
-            roles = str(attributes_of(node)["operands"]).split()
-            for operand in rewrite.mask.operands:  # likewise
-                place = node.input[3 + roles.index(operand.role)]
-                if place not in known and operand.tensor in known:
-                    laid = operand.laid(known[operand.tensor])
-                    known[place] = laid if operand.role == "pad" else laid.astype(np.int64)
-            if not all(n in known for n in node.input[3:]):
+            rows = _row_numbers(rewrite, known)
+            for node, mask in zip(nodes, masks, strict=True):
+                places = dict(zip(str(attributes_of(node)["operands"]).split(), node.input[3:], strict=False))
+                if site.sink is not None and site.sink in known:  # the emitted graph may reshape it
+                    known[places["sink"]] = known[site.sink].reshape(-1)
+                for operand in mask.operands:  # likewise
+                    place = places[operand.role]
+                    if place not in known and operand.tensor in known:
+                        laid = operand.laid(known[operand.tensor])
+                        known[place] = laid if operand.role == "pad" else laid.astype(np.int64)
+                if rows is not None and rewrite.mask.weaker is not None and "segment_q" in places:
+                    known[places["segment_q"]] = rows
+            if not all(n in known for node in nodes for n in node.input[3:]):
                 continue  # a bias that the emitted graph adds up itself; the outputs tell
             tensors = (site.query.tensor, site.key.tensor, site.value.tensor)
             own = {n: rounded(x, site.dtype) if n in {*tensors, site.output} else x for n, x in known.items()}
-            inputs = [*tensors, *node.input[3:]]
-            yield compare_site(site, node, inputs, own, known[site.output], self.ignore_empty_rows)
+            second = None if rows is None else rows > 0
+            calls = [
+                OperatorCall(node, [*tensors, *node.input[3:]], second if i else None) for i, node in enumerate(nodes)
+            ]
+            yield compare_site(site, calls, own, known[site.output], self.ignore_empty_rows)
+
+
+def _nodes_of(writers: Mapping[str, onnx.NodeProto], output: str) -> list[onnx.NodeProto]:
+    """The operator's nodes that a site became, behind conversions of its layout: two where one computes fully masked rows."""
+    node = writers[output]
+    while node.op_type not in (OP, "Add", "Where"):
+        node = writers[node.input[0]]
+    return [node] if node.op_type == OP else [writers[n] for n in node.input[-2:]]
+
+
+def _row_numbers(rewrite: Rewrite, known: Mapping[str, np.ndarray]) -> np.ndarray | None:
+    """Which of its masks each row of a site attends by; None where it has one, or what they read is not known."""
+    site, mask = rewrite.site, rewrite.mask
+    if mask.weaker is None or not all(o.tensor in known for o in mask.operands):
+        return None
+    query, key = (
+        heads_in_layout(o.laid_out(known[o.tensor]), o.layout, n)
+        for o, n in ((site.query, site.num_heads), (site.key, site.kv_num_heads))
+    )
+    shape = (query.shape[0], 1, query.shape[2], key.shape[2])
+    expressions = (mask.expression, *mask.weaker.expressions[:-1])
+    return number_rows([allowed_by_mask(site, replace(mask, expression=e), known, shape)[0] for e in expressions])
 
 
 def _absorbs(rewrite: Rewrite) -> bool:
     """Whether large finite numbers may take digits from the scores of a whole row: the mask's own, or a caller's."""
-    return rewrite.mask.empty_rows is EmptyRows.ALL or any(t.kind is TermKind.ADD for t in rewrite.mask.by_data)
+    return _absorbs_scores(rewrite) or any(t.kind is TermKind.ADD for t in rewrite.mask.by_data)
+
+
+def _absorbs_scores(rewrite: Rewrite) -> bool:
+    """The same for the mask's own numbers."""
+    weaker = rewrite.mask.weaker
+    return rewrite.mask.empty_rows is EmptyRows.ALL or (weaker is not None and weaker.keeps_scores)

@@ -39,16 +39,28 @@ class Exact:
     leaks: np.ndarray
 
 
+@dataclass(frozen=True)
+class OperatorCall:
+    """A node of the operator, and the names of what it is run on.
+
+    ``rows``: those of the output that it computes, [B or 1, S]; None: all of them.
+    """
+
+    node: onnx.NodeProto
+    inputs: Sequence[str]
+    rows: np.ndarray | None = None
+
+
 def compare_site(
     site: AttentionSite,
-    node: onnx.NodeProto,
-    inputs: Sequence[str],
+    calls: Sequence[OperatorCall],
     known: Mapping[str, np.ndarray],
     computed: np.ndarray,
     ignore_empty_rows: bool,
 ) -> Comparison:
     """The op on the tensors of ``known`` beside fp64 on the same, and beside what the original computed.
 
+    ``calls``: a later one gives the rows that it computes in place of those of earlier ones.
     Of a large site some rows are compared (row_sample.py). Where NaN that forbidden keys carry makes the original NaN, fp32
     in its place tells how much rounding is allowed.
     """
@@ -67,18 +79,23 @@ def compare_site(
     if site.output_grouped:
         original, computed = (heads_in_one(a, site.output_layout) for a in (original, computed))
     operands = [_laid_out(known, o) for o in (site.query, site.key, site.value)]
-    arrays = [np.ascontiguousarray(a) for a in (*operands, *(known[n] for n in inputs[3:]))]
     layouts = (site.query.layout, site.key.layout, site.value.layout, site.output_layout)
-    attributes = {**attributes_of(node), "layout": " ".join(layout.value for layout in layouts)}
-    attributes.pop("packed", None)  # of the tensors that the node reads; these hold the site's heads alone
-    found = np.full(original.shape, np.nan, original.dtype)
+    mine = np.full(heads_in_layout(original, site.output_layout, site.num_heads).shape, np.nan, original.dtype)
     what = f"site {site.name!r}"
-    try:
-        Op(OP, attributes).run(arrays, [found], threads=2)
-    except Exception as error:  # the message of the op says what it refused
-        return Comparison(what, np.inf, 0.0, False, site.name, str(error))
-    mine = _bhsd(found, site.output_layout, site.num_heads)
-    own = _bhsd(computed, site.output_layout, site.num_heads)
+    policies = set()
+    for call in calls:
+        arrays = [np.ascontiguousarray(a) for a in (*operands, *(known[n] for n in call.inputs[3:]))]
+        attributes = {**attributes_of(call.node), "layout": " ".join(layout.value for layout in layouts)}
+        attributes.pop("packed", None)  # of the tensors that the node reads; these hold the site's heads alone
+        policies.add(attributes.get("empty_rows"))
+        found = np.full(original.shape, np.nan, original.dtype)
+        try:
+            Op(OP, attributes).run(arrays, [found], threads=2)
+        except Exception as error:  # the message of the op says what it refused
+            return Comparison(what, np.inf, 0.0, False, site.name, str(error))
+        given_rows = True if call.rows is None else call.rows[:, None, :, None]
+        mine = np.where(given_rows, heads_in_layout(found, site.output_layout, site.num_heads), mine)
+    own = heads_in_layout(computed, site.output_layout, site.num_heads)
     shape, total = own.shape, own.size
     empty = ~np.isfinite(own).all(-1) | (mine == 0).all(-1)
     sample = choose_rows(_rows_away(mine, own), empty, _scores_shape(site, known)[3])
@@ -100,7 +117,7 @@ def compare_site(
     rows = tops > _SOFT_FILL
     lost = float(away[~rows].max(initial=0.0))
     span = float(np.ptp(own[finite])) if finite.any() else 0.0
-    soft = attributes.get("empty_rows") == EmptyRows.ALL.value and lost <= _DIGITS * span
+    soft = EmptyRows.ALL.value in policies and lost <= _DIGITS * span
     if not soft:
         rows = tops > FORBIDDING_VALUE
     rest = np.nan if ignore_empty_rows else exact if soft else own.astype(np.float64)
@@ -157,10 +174,10 @@ def site_exactly(
     """
     pick = sample.pick if sample is not None else np.asarray
     heads = sample.heads if sample is not None else np.arange(site.num_heads)
-    q = pick(_bhsd(_laid_out(known, site.query), site.query.layout, site.num_heads)).astype(dtype)
+    q = pick(heads_in_layout(_laid_out(known, site.query), site.query.layout, site.num_heads)).astype(dtype)
     shared = heads // (site.num_heads // site.kv_num_heads)  # the head of key and value of each head
-    k = _bhsd(_laid_out(known, site.key), site.key.layout, site.kv_num_heads)[:, shared].astype(dtype)
-    v = _bhsd(_laid_out(known, site.value), site.value.layout, site.kv_num_heads)[:, shared].astype(dtype)
+    k = heads_in_layout(_laid_out(known, site.key), site.key.layout, site.kv_num_heads)[:, shared].astype(dtype)
+    v = heads_in_layout(_laid_out(known, site.value), site.value.layout, site.kv_num_heads)[:, shared].astype(dtype)
     scores = np.matmul(q, k.swapaxes(2, 3)) * dtype(site.scale)
     if site.query_factor is not None:
         factor = pick(known[site.query_factor[1]]).astype(dtype)
@@ -199,7 +216,7 @@ def _multiplied(site: AttentionSite, known: Mapping[str, np.ndarray]) -> tuple[A
     if site.query_factor is None:
         return site, known
     op, factor = site.query_factor
-    query = _bhsd(_laid_out(known, site.query), site.query.layout, site.num_heads)
+    query = heads_in_layout(_laid_out(known, site.query), site.query.layout, site.num_heads)
     scaled = query * known[factor] if op == "Mul" else query / known[factor]
     name = f"{site.query.tensor} {op} {factor}"
     return replace(site, query=Operand(name, Layout.BHSD), query_factor=None), {**known, name: scaled}
@@ -209,7 +226,8 @@ def _laid_out(known: Mapping[str, np.ndarray], operand: Operand) -> np.ndarray:
     return operand.laid_out(known[operand.tensor])
 
 
-def _bhsd(array: np.ndarray, layout: Layout, heads: int) -> np.ndarray:
+def heads_in_layout(array: np.ndarray, layout: Layout, heads: int) -> np.ndarray:
+    """A tensor in a layout as [B, heads, length, size]."""
     if layout is Layout.BSN:
         array = array.reshape(*array.shape[:2], heads, -1)
     return array if layout is Layout.BHSD else array.transpose(0, 2, 1, 3)

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from stof.mask.expression import MaskExpression
 from stof.mask.expression_parser import MaskSyntaxError
 from stof.mask.lift import lift, weaker_terms
 from stof.mask.relative_bias.lift import with_relative_bias
-from stof.mask.site import AttentionSite, EmptyRows, Finding, Layout, LiftedMask, Operand
+from stof.mask.site import AttentionSite, EmptyRows, Finding, Layout, LiftedMask, MaskTerm, NoteReason, Operand
 from stof.mask.stated_masks import state
 from stof.options import Options
 from stof.plan import Plan
@@ -227,14 +228,29 @@ class SiteDecider:
             return mask
         if equals := find_equal_strength(self.symbolic, site, mask):
             return lift(self.symbolic, site, equals)
-        weaker = weaker_terms(self.symbolic, site)
-        if not weaker:
+        as_bias = weaker_terms(self.symbolic, site)
+        if not as_bias and not any(n.reason is NoteReason.DIFFERENT_STRENGTHS for n in mask.notes):
             return mask
         try:
             check_empty_rows(self.checker, site, mask)
         except UnsupportedError:
-            return lift(self.symbolic, site, weaker)
+            return self._lift_with_levels(site, as_bias) or mask
         return mask
+
+    def _lift_with_levels(self, site: AttentionSite, as_bias: Sequence[MaskTerm]) -> LiftedMask | None:
+        """The mask with what fully masked rows attend: by a bias that all queries share, by weaker masks, by any bias."""
+        shapes = [self.symbolic.shape(t.tensor) or () for t in as_bias]
+        is_shared = all(d.constant == 1 for shape in shapes for d in shape[-2:-1])
+        ways: list[Callable[[], LiftedMask]] = [lambda: lift(self.symbolic, site, with_weaker=True)]
+        if as_bias:
+            ways.insert(0 if is_shared else 1, lambda: lift(self.symbolic, site, as_bias))
+        found: LiftedMask | None = None
+        for way in ways:
+            with contextlib.suppress(UnsupportedError):
+                found = way()
+                check_empty_rows(self.checker, site, found)
+                return found
+        return found
 
     def _mask_of_plan(self, site: AttentionSite, entry: SitePlan) -> LiftedMask:
         try:

@@ -75,7 +75,8 @@ def declare_on_sites(job: Job, key: str) -> Job:
                 softmax = reasons.softmax_of(site)
                 assert softmax is not None
                 declared = DeclaredPattern(*found, tables={})
-                sparsity.put(site.name, layer, softmax.output[0], declared)
+                is_padded = bool(MaskExpression.parse(reasons.masks[site.name]).vectors)
+                sparsity.put(site.name, layer, softmax.output[0], declared, is_padded=is_padded)
                 mask = MaskExpression.parse(reasons.masks[site.name]) & declared.pattern.condition
                 placed.append(_Placed(site, softmax.output[0], declared, mask.text))
             layer += 1

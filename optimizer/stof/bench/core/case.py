@@ -79,11 +79,11 @@ def random_blocks(length: int, block: int, fill: float, seed: int = 0) -> np.nda
     return np.random.default_rng(seed).random((count, count)) < fill
 
 
-def named_mask(name: str, length: int) -> tuple[str, dict[str, np.ndarray]]:
+def named_mask(name: str, length: int, group: int = 1) -> tuple[str, dict[str, np.ndarray]]:
     """The expression and tables of a mask, as docs/guide/benchmarks.md lists them.
 
     Longformer and BigBird take band = global = round(sqrt(length)), with one global range at the start. BigBird adds random
-    blocks of 64 x 64, 10 % of all, seed 0.
+    blocks of 64 x 64, 10 % of all, seed 0. Heads of a group of ``group`` have one S2 mask.
 
     Raises:
         KeyError: when there is no such mask.
@@ -123,6 +123,13 @@ def named_mask(name: str, length: int) -> tuple[str, dict[str, np.ndarray]]:
         return f"abs(q - k) <= {number}", {}
     if kind == "causal" and number.isdigit():
         return f"k <= q and q - k <= {int(number) - 1}", {}
+    if kind == "s2" and number.isdigit():
+        near = f"q // {_BLOCK} - k // {_BLOCK}"
+        return f"k <= q and ({near} < 8 or (k // {_BLOCK} + h // {group}) % {number} == 0)", {}
+    if kind == "sinks" and number.isdigit():
+        return f"k <= q and (q - k < {number} or k < 4)", {}
+    if kind == "slash" and number.isdigit():
+        return f"k <= q and (q - k < 96 or k % {number} == 0)", {}
     if kind == "random" and number.isdigit():
         table = random_blocks(length, _RANDOM_BLOCK, int(number) / 100)
         np.fill_diagonal(table, True)  # so that no query is without a key

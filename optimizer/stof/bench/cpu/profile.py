@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,10 +45,25 @@ def profile(
     model: str, feeds: Mapping[str, np.ndarray], threads: int, *, stof: bool, runs: int = 3
 ) -> list[list[NodeCall]]:
     """The nodes of ``runs`` warm runs."""
+
+    def run(found: Any) -> None:
+        found.run(None, dict(feeds))
+
+    return calls_of_runs(lambda prefix: session(model, threads, stof=stof, profile=prefix), run, runs)
+
+
+def calls_of_runs(made: Callable[[str], Any], run: Callable[[Any], None], runs: int = 3) -> list[list[NodeCall]]:
+    """The nodes of ``runs`` warm runs.
+
+    Args:
+        made: gives a session that writes its profile to files with a prefix.
+        run: runs a session once.
+        runs: how many.
+    """
     with temporary_folder() as folder:
-        found = session(model, threads, stof=stof, profile=str(folder / "run"))
+        found = made(str(folder / "run"))
         for _ in range(runs + 1):
-            found.run(None, dict(feeds))
+            run(found)
         events = json.loads(Path(found.end_profiling()).read_text())
     calls: list[list[NodeCall]] = [[]]
     for event in events:

@@ -22,7 +22,7 @@ from stof.mask.expression import CAUSAL
 from stof.runtime import library
 
 ELEMENT = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
-_MICROSOFT = "com.microsoft"
+MICROSOFT = "com.microsoft"
 
 
 def session(
@@ -67,7 +67,7 @@ def unsynchronized_run_options() -> Any:
 
 
 @dataclass
-class _Graph:
+class Graph:
     """A model of a few nodes.
 
     ``inputs`` gives the device tensors of a set by name; ``host`` are small inputs on the CPU.
@@ -91,7 +91,8 @@ def _element(tensor: Any) -> int:
     return int(names[str(tensor.dtype).removeprefix("torch.")])
 
 
-def _candidate(graph: _Graph, stream: Any) -> DeviceRunner:
+def graph_runner(graph: Graph, stream: Any) -> DeviceRunner:
+    """The model in a session that queues its work on the stream."""
     ort = require("onnxruntime")
     problem, case = graph.problem, graph.problem.case
     torch = problem.torch
@@ -165,10 +166,10 @@ def multi_head(problem: GpuProblem, stream: Any) -> DeviceRunner:
         return _packed(problem, i) | ({"bias": problem.additive} if "bias" in names else {})
 
     node = helper.make_node(
-        "MultiHeadAttention", names, ["y"], domain=_MICROSOFT, num_heads=case.H, unidirectional=int(causal),
+        "MultiHeadAttention", names, ["y"], domain=MICROSOFT, num_heads=case.H, unidirectional=int(causal),
         scale=problem.scale,
     )  # fmt: skip
-    return _candidate(_Graph(problem, [node], inputs, packed=True, domains=[(_MICROSOFT, 1)]), stream)
+    return graph_runner(Graph(problem, [node], inputs, packed=True, domains=[(MICROSOFT, 1)]), stream)
 
 
 def group_query(problem: GpuProblem, stream: Any) -> DeviceRunner:
@@ -201,14 +202,14 @@ def group_query(problem: GpuProblem, stream: Any) -> DeviceRunner:
     past = ["past_k", "past_v"] if cached else ["", ""]
     node = helper.make_node(
         "GroupQueryAttention", ["q", "k", "v", *past, "lengths", "total"], ["y", "present_k", "present_v"],
-        domain=_MICROSOFT, num_heads=case.H, kv_num_heads=case.G, scale=problem.scale,
+        domain=MICROSOFT, num_heads=case.H, kv_num_heads=case.G, scale=problem.scale,
         local_window_size=-1 if sides[0] < 0 else sides[0] + 1,
     )  # fmt: skip
-    graph = _Graph(
-        problem, [node], inputs, packed=True, domains=[(_MICROSOFT, 1)], others=others,
+    graph = Graph(
+        problem, [node], inputs, packed=True, domains=[(MICROSOFT, 1)], others=others,
         host={"total": np.array(case.T, np.int32)}, release=present.clear,
     )  # fmt: skip
-    return _candidate(graph, stream)
+    return graph_runner(graph, stream)
 
 
 def attention_23(problem: GpuProblem, stream: Any) -> DeviceRunner:
@@ -226,7 +227,7 @@ def attention_23(problem: GpuProblem, stream: Any) -> DeviceRunner:
     node = helper.make_node(
         "Attention", ["q", "k", "v", "mask"][: 4 if masked else 3], ["y"], is_causal=int(causal), scale=problem.scale
     )
-    return _candidate(_Graph(problem, [node], inputs, packed=False, opset=23), stream)
+    return graph_runner(Graph(problem, [node], inputs, packed=False, opset=23), stream)
 
 
 def exported(problem: GpuProblem, stream: Any) -> DeviceRunner:
@@ -254,7 +255,7 @@ def exported(problem: GpuProblem, stream: Any) -> DeviceRunner:
     def inputs(i: int) -> dict[str, Any]:
         return _plain(problem, i) | ({"bias": problem.additive} if case.mask else {})
 
-    return _candidate(_Graph(problem, nodes, inputs, packed=False, constants=[scale]), stream)
+    return graph_runner(Graph(problem, nodes, inputs, packed=False, constants=[scale]), stream)
 
 
 def stof_in_ort(problem: GpuProblem, stream: Any) -> DeviceRunner:
@@ -263,8 +264,8 @@ def stof_in_ort(problem: GpuProblem, stream: Any) -> DeviceRunner:
     tables = [numpy_helper.from_array(np.ascontiguousarray(case.tables[n]), n) for n in sorted(case.tables)]
     node = helper.make_node("StofAttention", ["q", "k", "v", *[t.name for t in tables]], ["y"], domain="stof")
     node.attribute.extend(helper.make_attribute(n, v) for n, v in attributes(problem).items())
-    return _candidate(
-        _Graph(problem, [node], lambda i: _plain(problem, i), packed=False, constants=tables, domains=[("stof", 1)]),
+    return graph_runner(
+        Graph(problem, [node], lambda i: _plain(problem, i), packed=False, constants=tables, domains=[("stof", 1)]),
         stream,
     )
 

@@ -7,7 +7,7 @@ import functools
 from typing import Any
 
 from stof.bench.core.candidate import Candidate, Unavailable, require, select
-from stof.bench.gpu import baselines_jit, baselines_ort, baselines_torch, cached
+from stof.bench.gpu import baselines_flashinfer, baselines_jit, baselines_ort, baselines_sparse, baselines_torch, cached
 from stof.bench.gpu.cached import on_device
 from stof.bench.gpu.cases import GRIDS
 from stof.bench.gpu.device_runner import DeviceRunner, GpuCandidate
@@ -30,7 +30,7 @@ def _workspace() -> Any:
 
 def stof_alone(problem: GpuProblem, stream: Any, kernel: str = "") -> DeviceRunner:
     """The library through its C ABI, by a named kernel or by the one that its selector takes."""
-    if problem.case.grid == "cached":
+    if problem.case.grid == "cached" or (problem.case.grid == "s2" and problem.case.S == 1):
         return cached.stof_cached(problem, _workspace(), stream)
     if "cuda" not in build_info()["backends"]:
         raise Unavailable(f"this build of the library has no CUDA kernels; {how_to_add(CUDA)}")
@@ -73,11 +73,12 @@ def each_kernel(problem: GpuProblem, stream: Any) -> list[tuple[str, DeviceRunne
 
 
 _USUAL = ("paper", "long", "decode")
+_DENSE_GRIDS = tuple(g for g in GRIDS if g != "s2")  # there they run dense
 CANDIDATES: tuple[GpuCandidate, ...] = (
     Candidate("stof", "stof", stof_alone, GRIDS),
     Candidate("stof-ort", "stof in ONNX Runtime", baselines_ort.stof_in_ort, _USUAL),
-    Candidate("torch-cudnn", "torch SDPA, cuDNN", baselines_torch.cudnn, GRIDS),
-    Candidate("torch-flash", "torch FlashAttention 2", baselines_torch.flash, GRIDS),
+    Candidate("torch-cudnn", "torch SDPA, cuDNN", baselines_torch.cudnn, _DENSE_GRIDS),
+    Candidate("torch-flash", "torch FlashAttention 2", baselines_torch.flash, _DENSE_GRIDS),
     Candidate("torch-efficient", "torch SDPA, memory-efficient + mask", baselines_torch.efficient, _USUAL),
     Candidate("torch-math", "torch SDPA, math + mask", baselines_torch.math, ("paper",)),
     Candidate(
@@ -90,6 +91,24 @@ CANDIDATES: tuple[GpuCandidate, ...] = (
     Candidate("cudnn-flex", "cuDNN flex attention", baselines_jit.cudnn_flex, ("masks", "paper", "long")),
     Candidate("ort-mha", "ONNX Runtime MultiHeadAttention + bias", baselines_ort.multi_head, ("paper", "long")),
     Candidate("ort-gqa", "ONNX Runtime GroupQueryAttention", baselines_ort.group_query, (*_USUAL, "cached")),
+    Candidate("flashinfer", "FlashInfer decode", baselines_flashinfer.flashinfer_decode, ("cached",)),
+    Candidate(
+        "flashinfer-tensor-cores",
+        "FlashInfer decode on tensor cores",
+        functools.partial(baselines_flashinfer.flashinfer_decode, tensor_cores=True),
+        ("cached",),
+    ),
+    Candidate(
+        "ort-gqa-dense",
+        "ONNX Runtime GroupQueryAttention, dense",
+        baselines_sparse.dense(baselines_ort.group_query),
+        ("s2",),
+    ),
+    Candidate("torch-cudnn-dense", "torch SDPA, cuDNN, dense", baselines_sparse.dense(baselines_torch.cudnn), ("s2",)),
+    Candidate(
+        "torch-flash-dense", "torch FlashAttention 2, dense", baselines_sparse.dense(baselines_torch.flash), ("s2",)
+    ),
+    Candidate("ort-sparse", "ONNX Runtime SparseAttention", baselines_sparse.sparse_attention, ("s2",)),
     Candidate("ort-attention-23", "ONNX Runtime Attention-23, bool mask", baselines_ort.attention_23, _USUAL),
     Candidate("ort-exported", "ONNX Runtime, as exported", baselines_ort.exported, ("paper",)),
 )

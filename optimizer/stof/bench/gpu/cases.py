@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The points of the GPU grids: masks (three problems), paper (short and medium, D = 64), long (D = 128), decode (one query),
-cached (one query that is appended to a KV cache) and bits (an element mask in every tile).
+cached (one query that is appended to a KV cache), bits (an element mask in every tile) and s2 (masks per KV head).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from stof.bench.core.case import AttentionCase, named_mask
 
-GRIDS = ("masks", "paper", "long", "decode", "bits", "cached")
+GRIDS = ("masks", "paper", "long", "decode", "bits", "cached", "s2")
 MASKS = (
     "dense", "causal", "window-128", "causal-1024", "longformer-128", "bigbird-23", "s2", "dilated-256",
 )  # fmt: skip
@@ -45,6 +45,19 @@ CACHED_SHAPES = (
     (64, 32, 8, 1024, 128), (64, 32, 8, 8192, 128), (64, 16, 1, 16384, 128), (64, 32, 8, 114688, 128),
 )  # fmt: skip
 _SHORT_CACHE = 4096
+S2_MASKS: tuple[str, ...] = ("s2-4", "s2-16", "sinks-1024", "slash-37")
+# B, H, G, T, D of a step.
+S2_STEPS = (
+    (1, 32, 8, 16384, 128), (1, 32, 8, 65536, 128), (1, 32, 8, 131072, 128), (1, 32, 32, 65536, 128),
+    (1, 32, 8, 65536, 64), (8, 32, 8, 65536, 128), (32, 32, 8, 16384, 128),
+)  # fmt: skip
+# B, H, G, S, D, dtype, masks of a prefill.
+S2_PREFILLS: tuple[tuple[int, int, int, int, int, str, tuple[str, ...]], ...] = (
+    (1, 20, 20, 6144, 96, "float16", ("slash-37",)),
+    (1, 32, 8, 8192, 128, "float16", S2_MASKS),
+    (1, 32, 8, 32768, 128, "bfloat16", S2_MASKS),
+    (4, 16, 16, 32768, 128, "bfloat16", ("s2-4", "s2-16")),
+)
 
 
 def grid(
@@ -100,6 +113,13 @@ def grid(
                     if kind == "dense" or length >= _SHORT_CACHE:
                         expression, tables = named_mask(kind, length)
                         yield AttentionCase(name, kind, expression, B, H, G, 1, length, D, "float16", tables)
+        case "s2":
+            sized = [(B, H, G, 1, T, D, "float16", S2_MASKS) for B, H, G, T, D in S2_STEPS]
+            sized += [(B, H, G, S, S, D, dtype, kinds) for B, H, G, S, D, dtype, kinds in S2_PREFILLS]
+            for B, H, G, S, length, D, dtype, masked in sized:
+                for kind in named(masked) if kept([length], lengths) and kept([B], batches) else []:
+                    expression, tables = named_mask(kind, length, H // G)
+                    yield AttentionCase(name, kind, expression, B, H, G, S, length, D, dtype, tables)
         case "bits":
             for B, H, S, D in BITS_SHAPES:
                 for kind in named(("bits",)) if kept([S], lengths) else []:

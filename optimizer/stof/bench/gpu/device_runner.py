@@ -26,6 +26,7 @@ class DeviceRunner:
         bind: takes new sets of inputs; runs before the first call.
         release: frees everything that refers to the inputs.
         keep: objects that the others need.
+        error: the difference of an output from what this candidate computes; None: from the problem's.
     """
 
     call: Callable[[int], Any]
@@ -33,6 +34,7 @@ class DeviceRunner:
     bind: Callable[[], None] = lambda: None
     release: Callable[[], None] = lambda: None
     keep: tuple[Any, ...] = ()
+    error: Callable[[Any], float] | None = None
 
 
 GpuCandidate = Candidate[GpuProblem, Any, DeviceRunner]  # built on a torch stream

@@ -133,20 +133,21 @@ def ceilings(anchors: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def _complete(record: Record, anchors: Sequence[dict[str, Any]]) -> Record:
     """The record with the machine and the roofline: launch + max(bytes / rate, tiles × time of a full tile).
 
-    The rate is that of a copy, or of reads in the cached grid, whose rows also get their share of it: read_share.
+    The rate is that of a copy. Steps of a decoder (cached, s2) have that of reads, and their share of it: read_share.
     """
     machine = ceilings(anchors)
     name = f"D{record['shape']['D']} {record['shape']['dtype']}"
     tile = machine["tile_ns"].get(name)
     # A step of a decoder writes next to nothing.
-    rate = machine["read_gbps" if record["grid"] == "cached" else "copy_gbps"]
+    is_step = record["grid"] in ("cached", "s2") and record["shape"]["S"] == 1
+    rate = machine["read_gbps" if is_step else "copy_gbps"]
     memory = record["bytes"] / rate * 1e-3
     compute = record["density"]["tiles"] * tile * 1e-3 if tile is not None else 0.0
     if record["shape"]["S"] == 1:
         compute = 0.0  # one row of a tile: only its bytes count
     roof = machine["launch_us"] + max(memory, compute)
     rows = {n: {**r, "roofline": round(roof / r["us"], 4)} if "us" in r else r for n, r in record["peers"].items()}
-    if record["grid"] == "cached":
+    if is_step:
         rows = {n: {**r, "read_share": round(memory / r["us"], 4)} if "us" in r else r for n, r in rows.items()}
     info = build_info()
     kept = {"library": info["build_id"], "compiler": info["compiler"], "architectures": info["cuda_architectures"]}

@@ -17,6 +17,7 @@ _ABOUT = {
     "long": "B1 H32 D128, bf16 with 32 key heads and fp16 with 8",
     "bits": "fp16, every tile partial: `(q - k) % 5 != 0`",
     "cached": "one query appended to a cache of T - 1 keys, fp16, B 1 to 64; roofline by the rate of reads",
+    "s2": "masks per KV head: local + vertical stride, sinks + window, vertical-slash; steps of a decoder and prefill",
     "decode": "one query after T - 1 cached keys, B1 H32 G8 D128 fp16",
 }
 # What a table of models shows of the variants that were timed.

@@ -100,7 +100,7 @@ def versions() -> dict[str, str]:
             found[name] = str(require(name).__version__)
         except (Unavailable, AttributeError, OSError):  # absent, a folder of that name, or a library that does not load
             found[name] = "missing"
-    for name in ("flash-attn-4", "nvidia-cudnn-frontend", "nvidia-cutlass-dsl"):
+    for name in ("flash-attn-4", "flashinfer-python", "nvidia-cudnn-frontend", "nvidia-cutlass-dsl"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     torch = require("torch")

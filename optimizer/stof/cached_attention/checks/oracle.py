@@ -38,6 +38,7 @@ class CacheStep:
         cos: [M, R / 2]; None: no rotary embedding.
         sin: likewise.
         interleaved: rotates neighbours, not halves.
+        rotary_offset: the first rotated element of a head; 0 but for pages.
         position_ids: [B, S]; None: n[b] + i.
         bias: [B or 1, H or 1, S, total].
         sink: [H].
@@ -47,6 +48,7 @@ class CacheStep:
         layout: [L, blocks, blocks]: whether the queries of a block attend the keys of a block, for heads h % L; None: all.
         block_size: positions of a block.
         pattern: a declared condition on (h, q, k) besides; None: none.
+        tables: what the operator's mask looks up, from table0 on; nothing here reads them.
     """
 
     query: np.ndarray
@@ -65,6 +67,7 @@ class CacheStep:
     cos: np.ndarray | None = None
     sin: np.ndarray | None = None
     interleaved: bool = False
+    rotary_offset: int = 0
     position_ids: np.ndarray | None = None
     bias: np.ndarray | None = None
     sink: np.ndarray | None = None
@@ -74,6 +77,7 @@ class CacheStep:
     layout: np.ndarray | None = None
     block_size: int = 0
     pattern: Pattern | None = None
+    tables: tuple[np.ndarray, ...] = ()
 
     @property
     def before(self) -> np.ndarray:
@@ -229,10 +233,10 @@ def _rotate(x: np.ndarray, step: CacheStep, places: np.ndarray, dtype: type[np.f
     places = np.clip(places, 0, len(step.cos) - 1)
     cos, sin = (table.astype(dtype)[places][:, None] for table in (step.cos, step.sin))
     half = cos.shape[-1]
-    rotated, rest = x[..., : 2 * half], x[..., 2 * half :]
+    before, rotated, rest = np.split(x, [step.rotary_offset, step.rotary_offset + 2 * half], axis=-1)
     pairs = (slice(0, None, 2), slice(1, None, 2)) if step.interleaved else (slice(0, half), slice(half, None))
     one, other = (rotated[..., p] for p in pairs)
     found = np.empty_like(rotated)
     found[..., pairs[0]] = one * cos - other * sin
     found[..., pairs[1]] = other * cos + one * sin
-    return np.concatenate([found, rest], axis=-1)
+    return np.concatenate([before, found, rest], axis=-1)

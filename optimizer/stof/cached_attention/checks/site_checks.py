@@ -38,7 +38,7 @@ _EPSILON = {"float32": 1.2e-7, "float16": 9.8e-4, "bfloat16": 7.9e-3}
 _LONGEST_WINDOW = 1100  # whose end pasts reach beyond
 _MOST_ELEMENTS = 1 << 20  # of a cache behind which a step is computed, unless one sequence has more
 _PERIOD = 65537  # numbers of a drawn cache; no size of a head divides it
-_LENGTHS, _TABLE = INPUT_INDEX["seqlens_k"], OP_INPUTS.index("table0")
+_LENGTHS = INPUT_INDEX["seqlens_k"]
 _POISON = 1e4  # what buffers hold before a run
 
 
@@ -128,14 +128,12 @@ class CacheChecks(SiteChecks):
             for name in node.input:
                 if name and name not in known and name in stored:
                     known[name] = onnx.numpy_helper.to_array(stored[name])
-            table = known.get(input_of(node, _TABLE))
-            if site.layout is not None and not _is_same_table(table, site.layout.table):
-                detail = f"the node's table0 {input_of(node, _TABLE)!r} is not that of its mask"
+            if detail := _fault_of_tables(site, node, known):
                 yield Comparison(what, np.inf, 0.0, False, site.name, detail)
                 continue
             step = _captured_step(site, node, known)
             if step is not None:
-                yield compare_cache_site(site, attributes, step, captured.get(site.node.output[0]), table)
+                yield compare_cache_site(site, attributes, step, captured.get(site.node.output[0]))
 
 
 def _largest_of(array: np.ndarray | None) -> float:
@@ -177,13 +175,18 @@ def _captured_step(site: CacheSite, node: onnx.NodeProto, known: Mapping[str, np
         layout=None if layout is None else layout.allowed,
         block_size=0 if layout is None else layout.block_size,
         pattern=None if site.declared is None else site.declared.pattern,
+        tables=tuple(table for _, table in sorted(site.mask_tables.items())),
     )
 
 
-def _is_same_table(found: np.ndarray | None, wanted: np.ndarray | None) -> bool:
-    if found is None or wanted is None:
-        return found is wanted
-    return found.dtype == wanted.dtype and np.array_equal(found, wanted)
+def _fault_of_tables(site: CacheSite, node: onnx.NodeProto, known: Mapping[str, np.ndarray]) -> str:
+    """What is wrong with the tables that the node's mask reads; empty where they are those of the site."""
+    for name, wanted in site.mask_tables.items():
+        tensor = input_of(node, OP_INPUTS.index(name))
+        found = known.get(tensor)
+        if found is None or found.dtype != wanted.dtype or not np.array_equal(found, wanted):
+            return f"the node's {name} {tensor!r} is not that of its mask"
+    return ""
 
 
 def compare_cache_site(
@@ -191,7 +194,6 @@ def compare_cache_site(
     attributes: Mapping[str, int | float | str],
     captured: CacheStep,
     original: np.ndarray | None,
-    table: np.ndarray | None = None,
 ) -> Comparison:
     """The operator beside the contract in fp64, in the worst of the steps that are made of a captured one.
 
@@ -200,7 +202,6 @@ def compare_cache_site(
         attributes: of the node in its place.
         captured: a step of the original.
         original: what that computed, or None.
-        table: what the node's mask reads as table0.
     """
     what = f"site {site.name!r}"
     dtype = np.dtype(helper.tensor_dtype_to_np_dtype(site.dtype))
@@ -210,7 +211,7 @@ def compare_cache_site(
     worst: Comparison | None = None
     total = Coverage(0)
     for label, step in _steps(own):
-        found = _compare_step(what, site, attributes, label, step, table)
+        found = _compare_step(what, site, attributes, label, step)
         if not found.ok:
             return found
         total = replace(
@@ -242,12 +243,11 @@ def _compare_step(
     attributes: Mapping[str, int | float | str],
     label: str,
     step: CacheStep,
-    table: np.ndarray | None,
 ) -> Comparison:
     """Compares output and caches of one step; undefined rows are left out."""
     exact, single = compute_step(step), compute_step(step, np.float32, step.query.dtype)
     try:
-        found = run_step(attributes, step) if table is None else run_step(attributes, step, table)
+        found = run_step(attributes, step)
     except LibraryError as error:
         return Comparison(what, np.inf, 0.0, False, site.name, f"{label}: {error}")
     held = np.arange(step.capacity)[None] < step.rows[:, None]
@@ -283,15 +283,12 @@ def _ulps(array: np.ndarray, dtype: np.dtype) -> float:
     return _ULPS * _EPSILON.get(dtype.name, 1.2e-7) * float(np.abs(array).max(initial=0.0))
 
 
-def run_step(
-    attributes: Mapping[str, int | float | str], step: CacheStep, table: np.ndarray | None = None
-) -> CacheStepResult:
+def run_step(attributes: Mapping[str, int | float | str], step: CacheStep) -> CacheStepResult:
     """Runs the library's operator on a step, into buffers that were filled with large numbers.
 
     Raises:
         LibraryError: what the operator refuses.
     """
-    tables = [table] if step.pattern is None else [t for _, t in sorted(step.pattern.tables.items())]
     inputs: list[np.ndarray | None] = [
         step.query,
         step.key,
@@ -310,7 +307,7 @@ def run_step(
         step.query_norm,
         step.key_norm,
         None,
-        *tables,
+        *step.tables,
     ]
     while inputs[-1] is None:
         inputs.pop()

@@ -80,6 +80,7 @@ class MaskChecker:
             tuple((o.role, o.view, self.hashes.of(o.tensor)) for o in mask.operands),
             None if site.row_guard is None else self.hashes.of(site.row_guard),
             mask.empty_rows,
+            mask.weaker,
             site.dims,
             site.query_offset,
             site.nan_guard,

@@ -7,6 +7,8 @@ the keys of the highest score. The op has four policies (docs/reference/operator
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from stof.errors import UnsupportedError
@@ -32,7 +34,8 @@ def check_empty_rows(checker: MaskChecker, site: AttentionSite, mask: LiftedMask
     """
     # One mask alone gives equal scores; a guard gives zeros whatever the scores are.
     forbidding = [t for t in site.terms if t not in mask.bias or _forbids(checker.symbolic, site, t)]
-    differs = any(n.reason is NoteReason.DIFFERENT_STRENGTHS for n in mask.notes)  # within one tensor, too
+    reasons = (NoteReason.DIFFERENT_STRENGTHS, NoteReason.WEAKER_MASKS)
+    differs = any(n.reason in reasons for n in mask.notes)  # within one tensor, too
     if not differs and len(forbidding) < 2:
         return
     if not differs and _are_infinite(checker.symbolic, site) and mask.empty_rows in (EmptyRows.ZERO, EmptyRows.NAN):
@@ -63,6 +66,9 @@ def check_empty_rows(checker: MaskChecker, site: AttentionSite, mask: LiftedMask
             if case.other or case.counts is not Counts.USUAL:  # no valid pair of lengths, or number of keys
                 continue
             raise
+        if mask.weaker is not None:
+            _check_weaker(checker, site, mask, known, values, allowed, (case, seed, drawn))
+            continue
         low, high = (_masked_scores(known, values, allowed.shape, score) for score in (0.0, _SCORE))
         if site.floored:
             low, high = (np.maximum(x, np.finfo(np.float32).min) for x in (low, high))
@@ -81,6 +87,44 @@ def check_empty_rows(checker: MaskChecker, site: AttentionSite, mask: LiftedMask
                 "added, than a bias gives in the operator; --empty-rows ignore accepts that"
             )
     checker.checked_rows.add(key)
+
+
+def _check_weaker(
+    checker: MaskChecker,
+    site: AttentionSite,
+    mask: LiftedMask,
+    terms: tuple[MaskTerm, ...],
+    values: list[np.ndarray],
+    allowed: np.ndarray,
+    drawn: tuple[Case, int, LiftedMask],
+) -> None:
+    """Compares the weights of fully masked rows with those that the weaker masks give.
+
+    Raises:
+        UnsupportedError: when they differ.
+    """
+    assert mask.weaker is not None
+    case, seed, drawn_for = drawn
+    rows = np.logical_not(allowed.any(axis=-1))
+    attended = np.zeros_like(allowed)
+    for expression in mask.weaker.expressions:
+        weaker = replace(mask, expression=expression)
+        _, pairs = checker.run_terms(site, weaker, terms, case, seed, drawn_for)
+        attended |= pairs & np.expand_dims(rows & ~attended.any(axis=-1), -1)
+    scores = np.random.default_rng(0).normal(0, _SPREAD, allowed.shape).astype(np.float32)
+    own = scores if mask.weaker.keeps_scores else np.zeros_like(scores)
+    with np.errstate(over="ignore"):
+        for term, value in zip(terms, values, strict=True):
+            scores = term.apply(scores, value)
+            own = term.apply(own, value) if mask.weaker.keeps_scores and term in mask.bias else own
+    if site.floored:
+        scores = np.maximum(scores, np.finfo(np.float32).min)
+    found, wanted = _softmax(scores[rows]), _softmax(np.where(attended, own, np.float32(-np.inf))[rows])
+    if not np.allclose(found, wanted, atol=_TOLERANCE, equal_nan=True):
+        raise UnsupportedError(
+            "a query without any key gives another mixture of values in the graph than the weaker masks give; --empty-rows "
+            "ignore accepts that"
+        )
 
 
 def _with_biases_lifted(symbolic: Symbolic, site: AttentionSite, mask: LiftedMask) -> LiftedMask:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shape rules of operators of domain com.microsoft that ONNX Runtime's optimizer writes."""
+"""Shape rules of operators of domain com.microsoft that ONNX Runtime's optimizer and its model builders write."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ def _matmul_nbits(context: RuleContext) -> list[Fact] | None:
 
 
 RULES: dict[str, Rule] = {
+    "AllReduce": as_first,
     "BiasGelu": as_first,
     "FastGelu": as_first,
     "FusedMatMul": _fused_matmul,

@@ -89,10 +89,23 @@ def _contrib_attention(context: RuleContext) -> list[Fact] | None:
     return [Fact(dtype, None if width is None else (x[0], x[1], width))]
 
 
+def paged_attention(context: RuleContext) -> list[Fact] | None:
+    """Facts of the outputs of StofPagedAttention, and of the PagedAttention that it replaces."""
+    query, caches = context.shape(0), [context.fact(i) for i in (3, 4)]
+    heads, groups = context.number("num_heads", 0), context.number("kv_num_heads", 0)
+    output = Fact(context.fact(0).dtype)
+    if query is not None and len(query) == 2 and heads >= 1 and groups >= 1:
+        size = query[1].divide(integer(heads if context.has(1) else heads + 2 * groups))
+        if size is not None:
+            output = Fact(output.dtype, (query[0], size * integer(heads)))
+    return [output, *caches]
+
+
 STANDARD: dict[str, Rule] = {"Attention": _attention}
 CONTRIB: dict[str, Rule] = {
     "Attention": _contrib_attention,
     "GroupQueryAttention": _grouped,
     "MultiHeadAttention": _multi_head,
+    "PagedAttention": paged_attention,
     "SparseAttention": _grouped,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from stof.symbolic.algebra.terms import Int, integer
 from stof.symbolic.facts import Fact, Rule, RuleContext
+from stof.symbolic.rules.fused_attention import paged_attention
 from stof.symbolic.tensor import Shape
 
 
@@ -58,4 +59,8 @@ def _present_rows(context: RuleContext, past: Shape | None) -> Int | None:
     return None if rows is None else integer(max(rows, total[0].constant))
 
 
-RULES: dict[str, Rule] = {"StofAttention": _attention, "StofCachedAttention": _cached_attention}
+RULES: dict[str, Rule] = {
+    "StofAttention": _attention,
+    "StofCachedAttention": _cached_attention,
+    "StofPagedAttention": paged_attention,
+}

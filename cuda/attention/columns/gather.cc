@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/attention/columns/gather.h"
+
+#include <cuda_runtime.h>
+
+#include <string>
+
+#include "cuda/attention/decode/api.h"
+#include "cuda/common/status.h"
+
+namespace stof {
+namespace cuda {
+
+bool ChooseGathered(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
+                    GatheredAttention* gathered) {
+  if (mask.columns == nullptr || pad != nullptr || mask.parts.pad || !mask.parts.dynamic.empty() ||
+      args.S <= kDecodeQueries || args.T == 0 || args.B == 0 || args.bias != nullptr || args.relative_bias != nullptr ||
+      args.empty_rows > EmptyRows::kNan || args.kernel[0] != '\0') {
+    return false;
+  }
+  gathered->columns = mask.columns->Get(args.H, args.G, args.T, args.T);
+  if (gathered->columns->mask == nullptr) return false;
+  const KeyColumns& columns = *gathered->columns->columns;
+  // Gathering saves pairs of queries and keys, and costs a copy of keys and values: as long as about 600 queries take
+  // at the rate of the tensor cores (500 TFLOP/s, 3.5 TB/s in fp16).
+  constexpr int64_t kQueriesOfCopy = 600;
+  const double saved =
+      static_cast<double>(columns.tile_keys() - columns.total()) / static_cast<double>(columns.lists());
+  const double copied = static_cast<double>(args.T) * static_cast<double>(args.G) / static_cast<double>(args.H);
+  if (saved * static_cast<double>(args.S) < static_cast<double>(kQueriesOfCopy) * copied) return false;
+  gathered->args = args;
+  gathered->sizes = sizes;
+  const int64_t rows = columns.packed() + args.T;
+  if (rows > MaskExpr::kMaxSize) return false;
+  gathered->args.T = gathered->sizes.T = rows;
+  gathered->args.key_stride = {args.G * rows * args.D, rows * args.D, args.D};
+  gathered->args.value_stride = {args.G * rows * args.Dv, rows * args.Dv, args.Dv};
+  gathered->args.key = gathered->args.value = nullptr;
+  return true;
+}
+
+Status GatherColumns(const AttentionArgs& args, const DeviceColumns& columns, const RunContext& context,
+                     GatheredAttention* gathered) {
+  const int64_t item = SizeOf(args.dtype);
+  GatherParams p;
+  p.from[0] = args.key, p.from[1] = args.value;
+  p.rows = gathered->args.T;
+  p.keys = static_cast<int32_t>(args.T), p.packed = static_cast<int32_t>(p.rows - args.T);
+  p.B = static_cast<int32_t>(args.B), p.G = static_cast<int32_t>(args.G);
+  p.columns = columns;
+  // The widest unit that all rows are made of.
+  const int64_t sizes[2] = {args.D, args.Dv};
+  const Strides strides[2] = {args.key_stride, args.value_stride};
+  const auto fits = [&](int64_t unit) {
+    for (int i = 0; i < 2; ++i) {
+      const Strides& stride = strides[i];
+      for (const int64_t elements : {sizes[i], stride.b, stride.h, stride.s}) {
+        if (elements * item % unit != 0) return false;
+      }
+      if (reinterpret_cast<uintptr_t>(p.from[i]) % static_cast<uintptr_t>(unit) != 0) return false;
+    }
+    return true;
+  };
+  p.unit = fits(16) ? 16 : static_cast<int32_t>(item);
+  const int64_t elements = p.unit / item;
+  for (int i = 0; i < 2; ++i) {
+    p.stride[i] = {strides[i].b / elements, strides[i].h / elements, strides[i].s / elements};
+    p.row[i] = sizes[i] / elements;
+    const auto bytes = static_cast<size_t>(args.B * args.G * p.rows * sizes[i] * item);
+    p.to[i] = context.allocate(context.self, bytes);
+    if (p.to[i] == nullptr)
+      return Status::Error("no device memory for " + std::to_string(bytes) + " bytes of key columns");
+  }
+  gathered->args.key = p.to[0], gathered->args.value = p.to[1];
+  return ToStatus(static_cast<cudaError_t>(LaunchGather(p, context.stream)),
+                  "launch of the kernel that gathers columns");
+}
+
+}  // namespace cuda
+}  // namespace stof

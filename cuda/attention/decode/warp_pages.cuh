@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+// The pages of the keys that a warp of the split-KV kernel loads: groups of 16 keys, each of which lies on one page.
+#ifndef STOF_CUDA_ATTENTION_DECODE_WARP_PAGES_CUH_
+#define STOF_CUDA_ATTENTION_DECODE_WARP_PAGES_CUH_
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "plugins/core/contract/attention.h"
+
+namespace stof {
+namespace cuda {
+
+template <int kGroups>
+struct WarpPages {
+  int page[kGroups];  // not set where keys are not in pages
+
+  // Looks up the groups from `first_key` on of a sequence that has `keys` keys. Entries outside of the cache, and
+  // groups behind the keys, give page 0.
+  __device__ __forceinline__ void Find(const KeyPages& pages, int sequence, int first_key, int keys) {
+    const int32_t* const table = pages.table + sequence * pages.columns;
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      const int key = first_key + 16 * g;
+      const int found = key < keys ? __ldg(table + (key >> pages.shift)) : 0;
+      page[g] = found >= 0 && found < pages.pages ? found : 0;
+    }
+  }
+
+  // Elements from row 0 of page 0 to the row of a key of a group.
+  __device__ __forceinline__ int64_t OffsetOf(const KeyPages& pages, int group, int key, int64_t stride) const {
+    return page[group] * pages.stride + (key & ((1 << pages.shift) - 1)) * stride;
+  }
+};
+
+}  // namespace cuda
+}  // namespace stof
+#endif  // STOF_CUDA_ATTENTION_DECODE_WARP_PAGES_CUH_

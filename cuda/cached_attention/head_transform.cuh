@@ -1,0 +1,145 @@
+// SPDX-License-Identifier: Apache-2.0
+// RMS norm and rotary embedding of one head of one token by a warp, for kernels that append to a KV cache.
+#ifndef STOF_CUDA_CACHED_ATTENTION_HEAD_TRANSFORM_CUH_
+#define STOF_CUDA_CACHED_ATTENTION_HEAD_TRANSFORM_CUH_
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "cuda/common/mma_sm80.cuh"
+#include "plugins/core/contract/cached_attention.h"
+
+namespace stof {
+namespace cuda {
+
+constexpr int kLargestHead = 256;
+
+// kPieceElements elements that are loaded and stored at once.
+template <typename T, int kPieceElements>
+struct alignas(sizeof(T) * kPieceElements) Piece {
+  T at[kPieceElements];
+};
+
+template <typename T>
+__device__ __forceinline__ T Round(float x);
+template <>
+__device__ __forceinline__ float Round<float>(float x) {
+  return x;
+}
+template <>
+__device__ __forceinline__ __half Round<__half>(float x) {
+  return __float2half_rn(x);
+}
+template <>
+__device__ __forceinline__ __nv_bfloat16 Round<__nv_bfloat16>(float x) {
+  return __float2bfloat16_rn(x);
+}
+
+template <typename T, int kPieceElements>
+class HeadTransform {
+  using PieceOf = Piece<T, kPieceElements>;
+  static constexpr int kPieces = kLargestHead / (32 * kPieceElements);  // of a lane
+
+ public:
+  // args: norm, rotary embedding and D count. row: kLargestHead floats of shared memory, of this warp alone.
+  __device__ HeadTransform(const CacheAppendArgs& args, float* row) : args_(args), lane_(threadIdx.x % 32), row_(row) {}
+
+  // Stores elements [begin, end) of the head at `from` to `to` and `other`, each of which may be nullptr. norm: the
+  // weight, or nullptr. rotates: by the table's row `position`; a token beyond the table becomes NaN.
+  __device__ void Run(const T* from, const T* norm, bool rotates, int64_t position, bool is_token, T* to, T* other,
+                      int begin, int end) {
+    const int size = static_cast<int>(args_.D);
+    float x[kPieces][kPieceElements];
+#pragma unroll
+    for (int p = 0; p < kPieces; ++p) {
+      const int d = (32 * p + lane_) * kPieceElements;
+#pragma unroll
+      for (int e = 0; e < kPieceElements; ++e) x[p][e] = 0.0f;
+      if (d >= size) continue;
+      const PieceOf piece = *reinterpret_cast<const PieceOf*>(from + d);
+#pragma unroll
+      for (int e = 0; e < kPieceElements; ++e) x[p][e] = ToFloat(piece.at[e]);
+    }
+    if (norm != nullptr) Normalize(norm, size, x);
+    if (rotates) Rotate(position, is_token, size, x);
+#pragma unroll
+    for (int p = 0; p < kPieces; ++p) {
+      const int d = (32 * p + lane_) * kPieceElements;
+      if (d < begin || d >= end) continue;
+      PieceOf piece;
+#pragma unroll
+      for (int e = 0; e < kPieceElements; ++e) piece.at[e] = Round<T>(x[p][e]);
+      if (to != nullptr) *reinterpret_cast<PieceOf*>(to + d) = piece;
+      if (other != nullptr) *reinterpret_cast<PieceOf*>(other + d) = piece;
+    }
+  }
+
+ private:
+  __device__ void Normalize(const T* weight, int size, float (&x)[kPieces][kPieceElements]) const {
+    float sum = 0.0f;
+#pragma unroll
+    for (int p = 0; p < kPieces; ++p) {
+#pragma unroll
+      for (int e = 0; e < kPieceElements; ++e) sum = fmaf(x[p][e], x[p][e], sum);
+    }
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+    const float factor = 1.0f / sqrtf(sum / static_cast<float>(size) + args_.epsilon);
+#pragma unroll
+    for (int p = 0; p < kPieces; ++p) {
+      const int d = (32 * p + lane_) * kPieceElements;
+#pragma unroll
+      for (int e = 0; e < kPieceElements; ++e) {
+        if (d < size) x[p][e] = x[p][e] * factor * ToFloat(weight[d + e]);
+      }
+    }
+  }
+
+  // Rotates elements with their partners, which other lanes may have: the row goes through shared memory. A token
+  // beyond the table becomes NaN, so that later steps do not attend a wrong key. Padding may have any position.
+  __device__ void Rotate(int64_t position, bool is_token, int size, float (&x)[kPieces][kPieceElements]) {
+    if (position < 0 || position >= args_.rotary_rows) {
+#pragma unroll
+      for (int p = 0; p < kPieces; ++p) {
+#pragma unroll
+        for (int e = 0; e < kPieceElements; ++e) x[p][e] = is_token ? NAN : x[p][e];
+      }
+      return;
+    }
+    const int half = static_cast<int>(args_.rotary_size / 2), offset = static_cast<int>(args_.rotary_offset);
+    const auto* cos = static_cast<const T*>(args_.cos) + position * half;
+    const auto* sin = static_cast<const T*>(args_.sin) + position * half;
+    __syncwarp();  // all lanes have read the row of the last token
+#pragma unroll
+    for (int p = 0; p < kPieces; ++p) {
+      const int d = (32 * p + lane_) * kPieceElements;
+#pragma unroll
+      for (int e = 0; e < kPieceElements; ++e) {
+        if (d < size) row_[d + e] = x[p][e];
+      }
+    }
+    __syncwarp();
+#pragma unroll
+    for (int p = 0; p < kPieces; ++p) {
+#pragma unroll
+      for (int e = 0; e < kPieceElements; ++e) {
+        const int d = (32 * p + lane_) * kPieceElements + e - offset;  // in the rotated part
+        if (d < 0 || d >= 2 * half) continue;
+        const bool is_first = args_.is_interleaved ? d % 2 == 0 : d < half;
+        const int pair = args_.is_interleaved ? d / 2 : is_first ? d : d - half;
+        const int partner = args_.is_interleaved ? d ^ 1 : is_first ? d + half : d - half;
+        const float turned = row_[offset + partner] * ToFloat(sin[pair]);
+        x[p][e] = x[p][e] * ToFloat(cos[pair]) + (is_first ? -turned : turned);
+      }
+    }
+  }
+
+  const CacheAppendArgs& args_;
+  const int lane_;
+  float* const row_;
+};
+
+}  // namespace cuda
+}  // namespace stof
+#endif  // STOF_CUDA_CACHED_ATTENTION_HEAD_TRANSFORM_CUH_

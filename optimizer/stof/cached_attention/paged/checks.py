@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Paged sites before verification: the operator on captured tensors beside the contract in fp64, outputs and caches.
+
+ONNX Runtime's CPU provider has no kernel of PagedAttention. The original runs with its nodes expanded to standard ones; what
+these compute is held against fp64, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import helper
+
+from stof.cached_attention.paged.emit import emit_pages
+from stof.cached_attention.paged.expand import expand_pages
+from stof.cached_attention.paged.oracle import PagedStep, PagedStepResult, compute_paged_step
+from stof.cached_attention.paged.run_inputs import PagedInputMaker
+from stof.cached_attention.paged.site import INPUT_INDEX, INPUTS, OP, PagedSite
+from stof.cached_attention.site import attributes_of, input_of
+from stof.execution.case import Case
+from stof.runtime.library import LibraryError, Op
+from stof.symbolic import Symbolic
+from stof.verification.compare import describe_nonfinite
+from stof.verification.model_inputs import ModelInputs
+from stof.verification.perturb import Noisy
+from stof.verification.result import Comparison, Coverage
+from stof.verification.site_checks import SiteChecks
+
+_FACTOR = 2.0  # operator error ≤ 2 × that of the contract in the site's own type + 4 ulp
+_ORIGINAL_FACTOR = 16.0  # the expanded nodes sum in other orders
+_ULPS = 4
+_EPSILON = {"float32": 1.2e-7, "float16": 9.8e-4, "bfloat16": 7.9e-3}
+_POISON = 1e4  # what buffers hold before a run
+
+
+class PagedChecks(SiteChecks):
+    """The nodes of a model that became StofPagedAttention.
+
+    Args:
+        base: the original with the functions inlined that hold such nodes; rewrites start from it.
+        symbolic: facts of ``base``.
+        paged_sites: what was replaced.
+        shapes: the least and the largest size in use of dimensions, by name.
+    """
+
+    def __init__(
+        self,
+        base: onnx.ModelProto,
+        symbolic: Symbolic,
+        paged_sites: Sequence[PagedSite],
+        shapes: Mapping[str, tuple[int, int]] | None = None,
+    ) -> None:
+        self.working = expand_pages(base, paged_sites)
+        self.symbolic = Symbolic(self.working)
+        self.paged_sites = tuple(paged_sites)
+        self.sites = tuple(s.name for s in paged_sites)
+        self.types = frozenset(s.dtype for s in paged_sites)
+        self._base = base
+        self._maker = PagedInputMaker(base, symbolic, paged_sites, shapes)
+
+    def model_inputs(self) -> ModelInputs:
+        return ModelInputs(self.working, self.symbolic, self._maker, self._cases)
+
+    def _cases(self, tokens: float) -> list[Case]:
+        return self._maker.steps(tokens)
+
+    def tensors(self) -> list[str]:
+        given = {i.name for i in self._base.graph.input}
+        found = [t for s in self.paged_sites for t in (*s.node.input, *s.node.output[:3]) if t]
+        return [t for t in dict.fromkeys(found) if t not in given]
+
+    def emit(self, sites: Sequence[str]) -> onnx.ModelProto:
+        return emit_pages(self._base, [s for s in self.paged_sites if s.name in set(sites)])
+
+    def rounding_errors(self, captured: Mapping[str, np.ndarray]) -> dict[str, Noisy]:
+        found = {}
+        for site in self.paged_sites:
+            array = captured.get(site.node.output[0])
+            largest = 1.0 if array is None else float(np.abs(array[np.isfinite(array)]).max(initial=0.0))
+            found[site.node.output[0]] = Noisy(site.dtype, site.num_heads * site.head_size, largest)
+        return found
+
+    def compare(self, emitted: onnx.ModelProto, captured: Mapping[str, np.ndarray]) -> Iterator[Comparison]:
+        writers = {o: n for n in emitted.graph.node for o in n.output}
+        stored = {t.name: t for t in emitted.graph.initializer if t.data_location != onnx.TensorProto.EXTERNAL}
+        for site in self.paged_sites:
+            node = writers[site.node.output[0]]
+            attributes = _attributes_of(node)
+            if attributes.get("mask") != site.mask:
+                detail = f"the node's mask is {attributes.get('mask')!r}, expected {site.mask!r}"
+                yield Comparison(f"site {site.name!r}", np.inf, 0.0, False, site.name, detail)
+                continue
+            known = dict(captured)
+            for name in node.input:
+                if name and name not in known and name in stored:
+                    known[name] = onnx.numpy_helper.to_array(stored[name])
+            if (step := _captured_step(site, node, known)) is not None:
+                yield compare_paged_site(site, attributes, step, captured.get(site.node.output[0]))
+
+
+def _captured_step(site: PagedSite, node: onnx.NodeProto, known: Mapping[str, np.ndarray]) -> PagedStep | None:
+    """The step of a node by its tensors; None where one of them is not known."""
+    if any(name and name not in known for name in node.input[: len(INPUTS)]):
+        return None
+    arrays = {n: known[input_of(node, i)] for n, i in INPUT_INDEX.items() if input_of(node, i)}
+    return PagedStep(
+        query=arrays["query"],
+        key=arrays.get("key"),
+        value=arrays.get("value"),
+        key_cache=arrays["key_cache"],
+        value_cache=arrays["value_cache"],
+        cumulative=arrays["cumulative_sequence_length"],
+        past=arrays["past_seqlens"],
+        table=arrays["block_table"],
+        num_heads=site.num_heads,
+        kv_num_heads=site.kv_num_heads,
+        window=site.window,
+        scale=site.scale,
+        softcap=site.softcap,
+        cos=arrays.get("cos_cache"),
+        sin=arrays.get("sin_cache"),
+        interleaved=site.is_interleaved,
+        rotary_offset=site.rotary_offset,
+        sink=arrays.get("head_sink"),
+        query_norm=arrays.get("q_norm_weight"),
+        key_norm=arrays.get("k_norm_weight"),
+        epsilon=site.norm_epsilon,
+    )
+
+
+def compare_paged_site(
+    site: PagedSite, attributes: Mapping[str, int | float | str], captured: PagedStep, original: np.ndarray | None
+) -> Comparison:
+    """The operator beside the contract in fp64.
+
+    Args:
+        site: the node that was replaced.
+        attributes: of the node in its place.
+        captured: a step of the original.
+        original: what its expanded nodes computed, or None.
+    """
+    what = f"site {site.name!r}"
+    if original is not None:
+        exact, single = compute_paged_step(captured), compute_paged_step(captured, np.float32)
+        away = float(np.abs(original.astype(np.float64) - exact.output).max(initial=0.0))
+        budget = _ORIGINAL_FACTOR * (_largest(single.output, exact.output) + _ulps(exact.output, original.dtype))
+        if not away <= budget:  # NaN, too
+            detail = "the replaced node computes something else than the operator's contract"
+            return Comparison(what, away, budget, False, site.name, detail)
+    dtype = np.dtype(helper.tensor_dtype_to_np_dtype(site.dtype))
+    step = _in_type(captured, dtype)
+    exact, single = compute_paged_step(step), compute_paged_step(step, np.float32, dtype)
+    try:
+        found = run_paged_step(attributes, step)
+    except LibraryError as error:
+        return Comparison(what, np.inf, 0.0, False, site.name, str(error))
+    results = []
+    for name in ("output", "key_cache", "value_cache"):
+        mine, wanted, rounded = (getattr(x, name) for x in (found, exact, single))
+        odd = ~np.isfinite(mine.astype(np.float32))
+        if odd.any():
+            detail = f"{name}: {describe_nonfinite(odd, mine, wanted)}"
+            return Comparison(what, np.inf, 0.0, False, site.name, detail)
+        away = _largest(mine, wanted)
+        budget = _FACTOR * _largest(rounded, wanted) + _ulps(wanted, dtype)
+        detail = name if away > budget else ""
+        results.append(Comparison(what, away, budget, away <= budget, site.name, detail, Coverage(int(mine.size))))
+    worst = max(results, key=lambda c: c.difference / c.budget if c.budget else float(c.difference > 0))
+    return replace(worst, coverage=Coverage(sum(c.coverage.compared for c in results)))
+
+
+def run_paged_step(attributes: Mapping[str, int | float | str], step: PagedStep) -> PagedStepResult:
+    """Runs the library's operator on a step, into buffers that were filled with large numbers.
+
+    Raises:
+        LibraryError: what the operator refuses.
+    """
+    inputs: list[np.ndarray | None] = [
+        *(step.query, step.key, step.value, step.key_cache, step.value_cache),
+        *(x.astype(np.int32) for x in (step.cumulative, step.past, step.table)),
+        *(step.cos, step.sin, None, step.sink, step.query_norm, step.key_norm),
+    ]
+    while inputs[-1] is None:
+        inputs.pop()
+    dtype = step.query.dtype
+    output = np.full((len(step.query), step.num_heads * step.key_cache.shape[3]), _POISON, dtype)
+    caches = [np.full(step.key_cache.shape, _POISON, dtype) for _ in range(2)]
+    given = [None if x is None else np.ascontiguousarray(x) for x in inputs]
+    Op(OP, attributes).run(given, [output, *caches], threads=2)
+    return PagedStepResult(output, caches[0], caches[1])
+
+
+def _largest(one: np.ndarray, other: np.ndarray) -> float:
+    return float(np.abs(one.astype(np.float64) - other).max(initial=0.0))
+
+
+def _ulps(array: np.ndarray, dtype: np.dtype) -> float:
+    return _ULPS * _EPSILON.get(dtype.name, 1.2e-7) * float(np.abs(array).max(initial=0.0))
+
+
+def _in_type(step: PagedStep, dtype: np.dtype) -> PagedStep:
+    """The step with floats in the site's own type, where the model ran widened."""
+    changed: dict[str, Any] = {
+        name: array.astype(dtype)
+        for name, array in vars(step).items()
+        if isinstance(array, np.ndarray) and array.dtype == np.float32 and dtype != np.float32
+    }
+    return replace(step, **changed) if changed else step
+
+
+def _attributes_of(node: onnx.NodeProto) -> dict[str, int | float | str]:
+    return {n: v.decode() if isinstance(v, bytes) else v for n, v in attributes_of(node).items()}

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arguments of the operator ``stof::attention``, and the checks that all of its implementations share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from stof.errors import ArgumentError
+from stof.mask.expression_nodes import is_table_name
+
+# The letters of shapes: B batch, H query heads, G key heads, S queries, T keys, D head size, Dv value head size.
+EMPTY_ROWS = ("zero", "nan", "mean", "all")
+_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_INTEGERS = (torch.int32, torch.int64)
+_OPERAND_TYPES = {
+    "pad": (torch.bool, torch.uint8, torch.int8, *_INTEGERS, torch.float32, torch.float16),
+    "segment_q": _INTEGERS,
+    "segment_k": _INTEGERS,
+    "lengths": _INTEGERS,
+    "table": (torch.bool, torch.uint8, *_INTEGERS),
+}
+
+
+@dataclass(frozen=True)
+class AttentionSettings:
+    """What a call of the operator says besides tensors (docs/reference/operators.md has the meaning of each).
+
+    ``roles`` names the operands in their order, separated by blanks.
+    """
+
+    mask: str
+    roles: str
+    scale: float
+    softcap: float
+    empty_rows: str
+    query_offset: bool
+
+
+def check_arguments(query: Any, key: Any, value: Any, operands: Sequence[Any], settings: AttentionSettings) -> None:
+    """Checks shapes, types and devices of a call.
+
+    Raises:
+        ArgumentError: naming the argument, what was found and what was expected.
+    """
+    for name, tensor in (("q", query), ("k", key), ("v", value)):
+        if tensor.dim() != 4:
+            axes = "[B, H, S, D]" if name == "q" else "[B, G, T, D]"
+            raise ArgumentError(f"{name} has shape {list(tensor.shape)}, expected four axes {axes}")
+        if tensor.dtype not in _TYPES:
+            raise ArgumentError(f"{name} has type {tensor.dtype}, expected fp32, fp16, bf16 or fp64")
+        if tensor.dtype != query.dtype:
+            raise ArgumentError(f"{name} has type {tensor.dtype}, expected that of q, {query.dtype}")
+        if tensor.device != query.device:
+            raise ArgumentError(f"{name} is on {tensor.device}, expected that of q, {query.device}")
+    if query.device.type not in ("cpu", "cuda", "meta"):
+        raise ArgumentError(f"q is on {query.device}, expected the CPU or a CUDA device")
+    B, H, S, D = query.shape
+    _, G, T, _ = key.shape
+    if key.shape[0] != B or key.shape[3] != D:
+        raise ArgumentError(f"k has shape {list(key.shape)}, expected [{B}, G, T, {D}] beside q {list(query.shape)}")
+    if value.shape[0] != B or value.shape[1] != G or value.shape[2] != T:
+        raise ArgumentError(f"v has shape {list(value.shape)}, expected [{B}, {G}, {T}, Dv] beside k {list(key.shape)}")
+    if G == 0 or H % G != 0:
+        raise ArgumentError(f"q has {H} heads and k has {G}, expected a multiple of the heads of k")
+    if settings.query_offset and S > T:
+        raise ArgumentError(f"q has {S} rows and k has {T}, expected at most as many rows as keys with query_offset")
+    _check_settings(settings)
+    for role, operand in zip(settings.roles.split(), operands, strict=True):
+        _check_operand(role, operand, query.device, {"B": B, "S": S, "T": T})
+
+
+def _check_settings(settings: AttentionSettings) -> None:
+    if settings.empty_rows not in EMPTY_ROWS:
+        raise ArgumentError(f"empty_rows is {settings.empty_rows!r}, expected {', '.join(EMPTY_ROWS)}")
+    if not settings.softcap >= 0:
+        raise ArgumentError(f"softcap is {settings.softcap}, expected 0 or more")
+    if settings.scale != settings.scale or abs(settings.scale) == float("inf"):
+        raise ArgumentError(f"scale is {settings.scale}, expected a finite number")
+
+
+def _check_operand(role: str, tensor: Any, device: Any, sizes: dict[str, Any]) -> None:
+    is_table = is_table_name(role)
+    types = _OPERAND_TYPES["table" if is_table else role]
+    if tensor.dtype not in types:
+        wanted = ", ".join(str(t).removeprefix("torch.") for t in types)
+        raise ArgumentError(f"{role} has type {tensor.dtype}, expected one of {wanted}")
+    if is_table:
+        if not 1 <= tensor.dim() <= 4:
+            raise ArgumentError(f"{role} has shape {list(tensor.shape)}, expected one to four axes")
+        return
+    if tensor.device != device:
+        raise ArgumentError(f"{role} is on {tensor.device}, expected that of q, {device}")
+    axes = {"pad": "BT", "segment_q": "BS", "segment_k": "BT", "lengths": "B"}[role]
+    expected = [sizes[axis] for axis in axes]
+    shape = list(tensor.shape)
+    if len(shape) != len(expected) or shape[1:] != expected[1:] or (shape[0] != 1 and shape[0] != expected[0]):
+        raise ArgumentError(f"{role} has shape {shape}, expected {expected}, or 1 in place of the batch")
