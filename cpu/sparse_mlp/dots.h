@@ -60,7 +60,7 @@ void DotTile(const float* const (&w)[kDotRows], const float* x, int64_t stride, 
   }
   if (k < depth) {
     for (int i = 0; i < kDotRows; ++i) {
-      const V row = LoadFirst<F32>(w[i] + k, depth - k);
+      const V row = LoadFirst<Fp32Element>(w[i] + k, depth - k);
       for (int t = 0; t < kTokens; ++t) sum[i][t] = Simd::Fma(row, Simd::Load(x + t * stride + k), sum[i][t]);
     }
   }
@@ -137,9 +137,15 @@ class RowGroup {
   };
   int64_t NeuronOf(int64_t i) const { return p_.neurons != nullptr ? p_.neurons[i] : i; }
 
-  // The slab of each row in fp32, in a buffer: rows a multiple of 4 KiB apart would share cache sets.
+  // The slab of each row in fp32. Many tokens read it from a buffer: rows a multiple of 4 KiB apart share cache sets.
   void LoadSlab(int64_t k0, int64_t depth, const float* (&w)[kDotRows]) {
+    constexpr int64_t kFewTokens = 8;
+    const bool is_in_place = p_.rows.bits == 0 && p_.rows.dtype == DType::kF32 && p_.tokens <= kFewTokens;
     for (int64_t i = 0; i < kDotRows; ++i) {
+      if (is_in_place) {
+        w[i] = reinterpret_cast<const float*>(p_.rows.data + neuron_[i] * p_.rows.stride) + k0;
+        continue;
+      }
       w[i] = slab_ + std::min(i, count_ - 1) * kSlabStride;
       if (i < count_) LoadRow(p_.rows, neuron_[i], k0, depth, slab_ + i * kSlabStride);
     }
@@ -180,7 +186,7 @@ class RowGroup {
     }
     const float* w[kDotRows];
     LoadSlab(k0, depth, w);
-    Multiply<F32>(w, k0, depth);
+    Multiply<Fp32Element>(w, k0, depth);
   }
 
   template <typename E>

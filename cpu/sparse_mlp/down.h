@@ -76,7 +76,7 @@ class DownGroup {
       LoadDownRow(b_.down, b_.neurons[first_ + i], n, columns, converted_ + i * kDownColumns);
       rows[i] = converted_ + i * kDownColumns;
     }
-    AddTokens<F32>(rows, n, columns);
+    AddTokens<Fp32Element>(rows, n, columns);
   }
 
  private:
@@ -115,9 +115,9 @@ inline void Down(const MlpBlock& b, int64_t part, int64_t begin, int64_t end) {
   const int64_t N = b.args->N, first = b.part_begin[part], last = b.part_begin[part + 1], count = last - first;
   float* const sums = b.sums + part * b.tokens * N;
   for (int64_t t = 0; t < b.tokens; ++t) std::fill(sums + t * N + begin, sums + t * N + end, 0.0f);
-  // Whole rows come from memory faster. What several tokens read is copied in pieces that fit the caches: rows of a
+  // Whole rows come from memory faster. What many tokens read is copied in pieces that fit the caches: rows of a
   // multiple of 4 KiB would share cache sets.
-  const bool is_in_place = b.down.bits == 0 && b.tokens <= 2;
+  const bool is_in_place = b.down.bits == 0 && b.tokens <= (b.down.dtype == DType::kF32 ? 8 : 2);
   const int64_t step = is_in_place ? std::max<int64_t>(1, end - begin) : kDownColumns;
   const int64_t groups = (count + kDownRows - 1) / kDownRows;
   for (int64_t n = begin; n < end; n += step) {

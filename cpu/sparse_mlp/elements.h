@@ -26,13 +26,13 @@ inline void PrefetchStart(const char* row) {
   for (int64_t i = 0; i < kLines; ++i) __builtin_prefetch(row + i * kLine, 0, 2);
 }
 
-struct F32 {
+struct Fp32Element {
   using T = float;
   static constexpr DType kType = DType::kF32;
   static V Load(const T* p) { return Simd::Load(p); }
 };
 
-struct F16 {
+struct Fp16Element {
   using T = uint16_t;
   static constexpr DType kType = DType::kF16;
   static V Load(const T* p) {
@@ -48,7 +48,7 @@ struct F16 {
   }
 };
 
-struct BF16 {
+struct Bf16Element {
   using T = uint16_t;
   static constexpr DType kType = DType::kBF16;
   static V Load(const T* p) {
@@ -77,9 +77,9 @@ inline V LoadFirst(const typename E::T* p, int64_t count) {
 // Calls function(E()) for the element type of a dtype.
 template <typename Function>
 inline void WithElement(DType dtype, Function function) {
-  if (dtype == DType::kF16) return function(F16());
-  if (dtype == DType::kBF16) return function(BF16());
-  return function(F32());
+  if (dtype == DType::kF16) return function(Fp16Element());
+  if (dtype == DType::kBF16) return function(Bf16Element());
+  return function(Fp32Element());
 }
 
 // kWidth bytes, each a value.

@@ -9,7 +9,7 @@
 #include "plugins/core/ops/chain.h"
 #include "plugins/core/ops/gemm.h"
 #include "plugins/core/ops/paged_attention.h"
-#include "plugins/core/ops/sparse_mlp.h"
+#include "plugins/core/ops/sparse_mlp/sparse_mlp.h"
 
 namespace stof {
 namespace {

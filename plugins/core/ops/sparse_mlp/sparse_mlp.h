@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // StofSparseMLP: docs/reference/sparse-mlp.md is its contract.
-#ifndef STOF_PLUGINS_CORE_OPS_SPARSE_MLP_H_
-#define STOF_PLUGINS_CORE_OPS_SPARSE_MLP_H_
+#ifndef STOF_PLUGINS_CORE_OPS_SPARSE_MLP_SPARSE_MLP_H_
+#define STOF_PLUGINS_CORE_OPS_SPARSE_MLP_SPARSE_MLP_H_
 
 #include <cstdint>
 
@@ -49,4 +49,4 @@ Status ParseSparseMlp(const AttributeReader& attributes, SparseMlpAttributes* pa
 const OpDescription* SparseMlpDescription();
 
 }  // namespace stof
-#endif  // STOF_PLUGINS_CORE_OPS_SPARSE_MLP_H_
+#endif  // STOF_PLUGINS_CORE_OPS_SPARSE_MLP_SPARSE_MLP_H_

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "plugins/core/ops/sparse_mlp.h"
+#include "plugins/core/ops/sparse_mlp/sparse_mlp.h"
 
 #include <algorithm>
 #include <memory>

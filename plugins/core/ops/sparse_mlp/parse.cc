@@ -5,7 +5,7 @@
 
 #include "plugins/core/contract/sparse_mlp_limits.h"
 #include "plugins/core/host/quoted.h"
-#include "plugins/core/ops/sparse_mlp.h"
+#include "plugins/core/ops/sparse_mlp/sparse_mlp.h"
 
 namespace stof {
 namespace {
