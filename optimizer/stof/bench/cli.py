@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``stof-bench attention | decode | sites | model | decoder | decode-genai | search | merge | table | plot``."""
+"""``stof-bench attention | decode | sparse-mlp | sites | model | decoder | decode-genai | search | merge | table | plot``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from stof.bench.core import measure
 from stof.bench.core.candidate import Unavailable, select
-from stof.bench.cpu import cases
+from stof.bench.cpu import cases, sparse_mlp
 from stof.bench.gpu.cases import GRIDS
 from stof.errors import ArgumentError
 from stof.files import write_text
@@ -58,6 +58,13 @@ def _parser() -> Parser:
     decode.add_argument("--heads", nargs="+", type=int, default=None, metavar="G", help="of keys; default: all")
     decode.add_argument("--sizes", nargs="+", type=int, default=None, metavar="D", help="of a head; default: all")
     decode.add_argument("--caches", nargs="+", default=None, metavar="TYPE", help="fp32, int8; default: both")
+    mlp = commands.add_parser("sparse-mlp", help="the MLP of active neurons beside the dense one, on a CPU")
+    mlp.add_argument("--device", choices=["cpu"], default="cpu")
+    mlp.add_argument("--shapes", nargs="+", choices=list(sparse_mlp.SHAPES), default=None, help="default: all")
+    mlp.add_argument("--modes", nargs="+", choices=sparse_mlp.MODES, default=None, help="default: all")
+    mlp.add_argument("--precisions", nargs="+", choices=sparse_mlp.PRECISIONS, default=None, help="default: all")
+    mlp.add_argument("--tokens", nargs="+", type=int, default=None, metavar="T", help="default: all")
+    mlp.add_argument("--densities", nargs="+", type=float, default=None, metavar="D", help="0 to 1; default: all")
     sites = commands.add_parser("sites", help="the first models' attention shapes beside ONNX Runtime's own nodes")
     sites.add_argument("--lengths", nargs="+", type=int, default=list(cases.SITE_LENGTHS), metavar="S")
     model = commands.add_parser("model", help="a whole model before and after stof-optimize")
@@ -99,11 +106,11 @@ def _parser() -> Parser:
     search.add_argument("--length", type=int, default=128, metavar="S")
     search.add_argument("--measured", action="store_true", help="times on this device in place of the analytical cost")
     search.add_argument("--seed", type=int, default=0)
-    for command in (attention, decode, sites, model, decoder, generation):
-        several = command in (attention, decode, sites)
+    for command in (attention, decode, mlp, sites, model, decoder, generation):
+        several = command in (attention, decode, mlp, sites)
         command.add_argument("--threads", nargs="+", type=int, default=[1, 2] if several else [2])
         command.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
-    for command in (attention, decode, sites, model, decoder):
+    for command in (attention, decode, mlp, sites, model, decoder):
         command.add_argument("--rounds", type=int, default=None, help="default: 5 on a CPU, 7 on a GPU")
     merge = commands.add_parser("merge", help="results that another machine wrote, into those here")
     merge.add_argument("found", type=Path, metavar="DIR", help="the folder that the other machine wrote")
@@ -159,6 +166,8 @@ def _run(arguments: argparse.Namespace) -> int:
             return _attention(arguments, threads)
         case "decode":
             return _decode(arguments, threads)
+        case "sparse-mlp":
+            return _sparse_mlp(arguments, threads)
         case "sites":
             return _sites(arguments, threads)
         case "decode-genai":
@@ -236,6 +245,24 @@ def _decode(arguments: argparse.Namespace, threads: int) -> int:
         record = decode.measure_point(point, threads, arguments.rounds)
         store(arguments.results / "decode-cpu.json", record)
         say(decode.describe_record(point, record))
+    return 0
+
+
+def _sparse_mlp(arguments: argparse.Namespace, threads: int) -> int:
+    from stof.bench.core.results import store
+
+    chosen = (arguments.shapes, arguments.modes, arguments.precisions, arguments.densities, arguments.tokens)
+    layers: sparse_mlp.Layers | None = None
+    for point in sparse_mlp.points():
+        own = (point.shape, point.mode, point.precision, point.density, point.T)
+        if not all(values is None or value in values for values, value in zip(chosen, own, strict=True)):
+            continue
+        if layers is None or (layers.shape, layers.mode, layers.precision) != own[:3]:
+            layers = None  # the memory of those before
+            layers = sparse_mlp.Layers(point.shape, point.mode, point.precision, threads)
+        record = sparse_mlp.measure_point(point, layers, arguments.rounds)
+        store(arguments.results / "sparse-mlp-cpu.json", record)
+        say(sparse_mlp.describe_record(point, record))
     return 0
 
 

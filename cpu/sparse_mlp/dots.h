@@ -1,0 +1,233 @@
+// SPDX-License-Identifier: Apache-2.0
+// Dot products of weight rows and tokens. Included once per instruction set, with STOF_DOT_TOKENS tokens in a tile.
+//
+// A dot product has one order of additions, whichever function computes it: slabs of kDotDepth values, each summed by
+// one vector accumulator. So a token's result does not depend on the other tokens.
+#ifndef STOF_CPU_SPARSE_MLP_DOTS_H_
+#define STOF_CPU_SPARSE_MLP_DOTS_H_
+
+#include "cpu/sparse_mlp/elements.h"
+
+namespace stof {
+namespace cpu {
+namespace STOF_ISA::sparse_mlp {
+
+constexpr int64_t kDotDepth = 1024;
+constexpr int kDotRows = 4;
+constexpr int kDotTokens = STOF_DOT_TOKENS;
+constexpr int64_t kSlabStride = kDotDepth + 16;  // rows of a multiple of 4 KiB would share cache sets
+
+// sums[i] += w[i] · x[i].
+template <typename E>
+void DotPairs(const typename E::T* const (&w)[kDotRows], const float* const (&x)[kDotRows], int64_t depth,
+              float (&sums)[kDotRows]) {
+  V sum[kDotRows];
+#pragma GCC unroll 4
+  for (int i = 0; i < kDotRows; ++i) sum[i] = Simd::Set1(0.0f);
+  int64_t k = 0;
+  for (; k + kWidth <= depth; k += kWidth) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kDotRows; ++i) sum[i] = Simd::Fma(E::Load(w[i] + k), Simd::Load(x[i] + k), sum[i]);
+  }
+  if (k < depth) {
+    for (int i = 0; i < kDotRows; ++i) {
+      sum[i] = Simd::Fma(LoadFirst<E>(w[i] + k, depth - k), Simd::Load(x[i] + k), sum[i]);
+    }
+  }
+  for (int i = 0; i < kDotRows; ++i) sums[i] += Simd::ReduceAdd(sum[i]);
+}
+
+// sums[i * kMlpTokens + t] += w[i] · (x + t * stride), kTokens of them.
+template <int kTokens>
+void DotTile(const float* const (&w)[kDotRows], const float* x, int64_t stride, int64_t depth, float* sums) {
+  V sum[kDotRows][kTokens];
+#pragma GCC unroll 4
+  for (int i = 0; i < kDotRows; ++i) {
+#pragma GCC unroll 8
+    for (int t = 0; t < kTokens; ++t) sum[i][t] = Simd::Set1(0.0f);
+  }
+  int64_t k = 0;
+  for (; k + kWidth <= depth; k += kWidth) {
+    V y[kTokens];
+#pragma GCC unroll 8
+    for (int t = 0; t < kTokens; ++t) y[t] = Simd::Load(x + t * stride + k);
+#pragma GCC unroll 4
+    for (int i = 0; i < kDotRows; ++i) {
+      const V row = Simd::Load(w[i] + k);
+#pragma GCC unroll 8
+      for (int t = 0; t < kTokens; ++t) sum[i][t] = Simd::Fma(row, y[t], sum[i][t]);
+    }
+  }
+  if (k < depth) {
+    for (int i = 0; i < kDotRows; ++i) {
+      const V row = LoadFirst<Fp32Element>(w[i] + k, depth - k);
+      for (int t = 0; t < kTokens; ++t) sum[i][t] = Simd::Fma(row, Simd::Load(x + t * stride + k), sum[i][t]);
+    }
+  }
+  for (int i = 0; i < kDotRows; ++i) {
+    for (int t = 0; t < kTokens; ++t) sums[i * kMlpTokens + t] += Simd::ReduceAdd(sum[i][t]);
+  }
+}
+
+template <int kTokens = kDotTokens>
+void DotSomeTokens(int64_t tokens, const float* const (&w)[kDotRows], const float* x, int64_t stride, int64_t depth,
+                   float* sums) {
+  if constexpr (kTokens > 1) {
+    if (tokens < kTokens) return DotSomeTokens<kTokens - 1>(tokens, w, x, stride, depth, sums);
+  }
+  DotTile<kTokens>(w, x, stride, depth, sums);
+}
+
+// kDotRows rows and the tokens that need them.
+class RowGroup {
+ public:
+  RowGroup(const DotProblem& problem, int64_t first, int64_t last)
+      : p_(problem), count_(std::min<int64_t>(kDotRows, last - first)) {
+    for (int i = 0; i < kDotRows; ++i) {
+      // Rows that are missing repeat the last one.
+      neuron_[i] = NeuronOf(std::min(first + i, last - 1));
+      const int64_t after = std::min(first + kDotRows + i, p_.count - 1);
+      next_[i] = p_.rows.data + NeuronOf(after) * p_.rows.stride;
+      PrefetchStart(next_[i]);
+    }
+    const uint64_t all = p_.tokens == kMlpTokens ? ~uint64_t{0} : (uint64_t{1} << p_.tokens) - 1;
+    uint64_t masks[kDotRows] = {};
+    for (int64_t i = 0; i < count_; ++i) masks[i] = p_.masks == nullptr ? all : p_.masks[first + i];
+    // Neighbours in the list have different rows, so that several rows are read at a time.
+    for (bool is_done = false; !is_done;) {
+      is_done = true;
+      for (int64_t i = 0; i < count_; ++i) {
+        if (masks[i] == 0) continue;
+        pairs_[pair_count_++] = {static_cast<uint8_t>(i), static_cast<uint8_t>(__builtin_ctzll(masks[i]))};
+        masks[i] &= masks[i] - 1;
+        is_done = false;
+      }
+    }
+  }
+
+  void Run(float* out, int64_t row_stride, int64_t token_stride) {
+    if (pair_count_ == 0) return;
+    // A tile computes what nobody needs, too, at nearly twice the rate.
+    const bool is_tile = p_.tokens > 2 && 2 * pair_count_ > kDotRows * p_.tokens;
+    std::fill(sums_, sums_ + kDotRows * kMlpTokens, 0.0f);
+    int64_t k0 = 0;
+    do {
+      const int64_t depth = std::min(kDotDepth, p_.rows.size - k0);
+      if (is_tile) {
+        RunTile(k0, depth);
+      } else {
+        RunPairs(k0, depth);
+      }
+      k0 += kDotDepth;
+    } while (k0 < p_.rows.size);
+    if (is_tile) {
+      for (int64_t i = 0; i < count_; ++i) {
+        for (int64_t t = 0; t < p_.tokens; ++t) out[i * row_stride + t * token_stride] = sums_[i * kMlpTokens + t];
+      }
+      return;
+    }
+    for (int64_t n = 0; n < pair_count_; ++n) {
+      out[pairs_[n].row * row_stride + pairs_[n].token * token_stride] = sums_[n];
+    }
+  }
+
+ private:
+  struct Pair {
+    uint8_t row, token;
+  };
+  int64_t NeuronOf(int64_t i) const { return p_.neurons != nullptr ? p_.neurons[i] : i; }
+
+  // The slab of each row in fp32. Many tokens read it from a buffer: rows a multiple of 4 KiB apart share cache sets.
+  void LoadSlab(int64_t k0, int64_t depth, const float* (&w)[kDotRows]) {
+    constexpr int64_t kFewTokens = 8;
+    const bool is_in_place = p_.rows.bits == 0 && p_.rows.dtype == DType::kF32 && p_.tokens <= kFewTokens;
+    for (int64_t i = 0; i < kDotRows; ++i) {
+      if (is_in_place) {
+        w[i] = reinterpret_cast<const float*>(p_.rows.data + neuron_[i] * p_.rows.stride) + k0;
+        continue;
+      }
+      w[i] = slab_ + std::min(i, count_ - 1) * kSlabStride;
+      if (i < count_) LoadRow(p_.rows, neuron_[i], k0, depth, slab_ + i * kSlabStride);
+    }
+  }
+
+  // Slabs of the next rows, to be prefetched between dot products; their cache lines.
+  int64_t Ahead(int64_t k0, int64_t depth) {
+    ahead_.Clear();
+    const auto bytes = [this](int64_t k) {
+      return p_.rows.bits > 0 ? k * p_.rows.bits / 8 : k * SizeOf(p_.rows.dtype);
+    };
+    for (const char* row : next_) ahead_.Add(row + bytes(k0), 0, 1, bytes(depth));
+    return ahead_.lines();
+  }
+
+  void RunTile(int64_t k0, int64_t depth) {
+    const float* w[kDotRows];
+    LoadSlab(k0, depth, w);
+    const int64_t lines = Ahead(k0, depth) * kDotTokens / p_.tokens + 1;
+    for (int64_t t = 0; t < p_.tokens; t += kDotTokens) {
+      ahead_.Fetch(lines);
+      DotSomeTokens(std::min<int64_t>(kDotTokens, p_.tokens - t), w, p_.x + t * p_.x_stride + k0, p_.x_stride, depth,
+                    sums_ + t);
+    }
+  }
+
+  void RunPairs(int64_t k0, int64_t depth) {
+    // A row that one token needs is converted on the way.
+    if (p_.rows.bits == 0 && (p_.rows.dtype == DType::kF32 || pair_count_ <= count_)) {
+      return WithElement(p_.rows.dtype, [&](auto element) {
+        using E = decltype(element);
+        const typename E::T* rows[kDotRows];
+        for (int i = 0; i < kDotRows; ++i) {
+          rows[i] = reinterpret_cast<const typename E::T*>(p_.rows.data + neuron_[i] * p_.rows.stride) + k0;
+        }
+        Multiply<E>(rows, k0, depth);
+      });
+    }
+    const float* w[kDotRows];
+    LoadSlab(k0, depth, w);
+    Multiply<Fp32Element>(w, k0, depth);
+  }
+
+  template <typename E>
+  void Multiply(const typename E::T* const (&rows)[kDotRows], int64_t k0, int64_t depth) {
+    const int64_t lines = pair_count_ > count_ ? Ahead(k0, depth) * kDotRows / pair_count_ + 1 : 0;
+    for (int64_t n = 0; n < pair_count_; n += kDotRows) {
+      ahead_.Fetch(lines);
+      const typename E::T* w[kDotRows];
+      const float* x[kDotRows];
+      float sums[kDotRows];
+      for (int i = 0; i < kDotRows; ++i) {
+        const Pair& pair = pairs_[std::min(n + i, pair_count_ - 1)];
+        w[i] = rows[pair.row];
+        x[i] = p_.x + pair.token * p_.x_stride + k0;
+        sums[i] = sums_[n + i];
+      }
+      DotPairs<E>(w, x, depth, sums);
+      for (int i = 0; i < kDotRows; ++i) sums_[n + i] = sums[i];
+    }
+  }
+
+  const DotProblem& p_;
+  const int64_t count_;
+  int64_t neuron_[kDotRows];
+  const char* next_[kDotRows];
+  PrefetchQueue ahead_;
+  Pair pairs_[kDotRows * kMlpTokens];
+  int64_t pair_count_ = 0;
+  float sums_[kDotRows * kMlpTokens];
+  alignas(64) float slab_[kDotRows * kSlabStride];
+};
+
+inline void DotsFp32(const DotProblem& problem, int64_t first, int64_t last, float* out, int64_t row_stride,
+                     int64_t token_stride) {
+  for (int64_t i = first; i < last; i += kDotRows) {
+    RowGroup group(problem, i, last);
+    group.Run(out + (i - first) * row_stride, row_stride, token_stride);
+  }
+}
+
+}  // namespace STOF_ISA::sparse_mlp
+}  // namespace cpu
+}  // namespace stof
+#endif  // STOF_CPU_SPARSE_MLP_DOTS_H_

@@ -1,0 +1,327 @@
+// SPDX-License-Identifier: Apache-2.0
+// The sparse MLP on the CPU: blocks of tokens, the list of active neurons, and the work of each thread.
+#include "cpu/sparse_mlp/sparse_mlp.h"
+
+#include <algorithm>
+#include <atomic>
+#include <numeric>
+
+#include "cpu/kernel_table.h"
+#include "plugins/core/base/integers.h"
+
+namespace stof {
+namespace {
+
+using cpu::DotProblem;
+using cpu::kMlpNeurons;
+using cpu::kMlpPadding;
+using cpu::kMlpTokens;
+using cpu::MlpBlock;
+using cpu::NeuronRows;
+using cpu::SparseMlpKernels;
+
+constexpr int64_t kMostWorkers = 64;
+constexpr int64_t kWorthAWorker = 64 << 10;  // bytes of weights, or values that are selected: a few us
+constexpr int64_t kLeastPiece = 256;         // bytes of a down row that a thread reads
+
+// Memory of a run, in one workspace.
+class Layout {
+ public:
+  explicit Layout(const SparseMlpArgs& a) {
+    const int64_t tokens = std::min(a.T, kMlpTokens);
+    const bool reads_input = a.gate_weight.data != nullptr || a.up_weight.data != nullptr;
+    is_copied = reads_input && (a.dtype != DType::kF32 || a.K % kMlpPadding != 0 || tokens > 2);
+    // Tokens a multiple of 4 KiB apart would share cache sets.
+    x_stride = is_copied ? RoundUp(a.K, kMlpPadding) + kMlpPadding : a.K;
+    rank_stride = RoundUp(a.R, kMlpPadding) + kMlpPadding;
+    is_int8 = reads_input && a.bits > 0 && a.accuracy_level == 4;
+    blocks = is_int8 ? CeilDiv(a.K, a.block_size) : 0;
+    int8_stride = blocks * a.block_size;
+    x_int8 = Take(tokens * int8_stride, sizeof(int8_t));
+    x_scales = Take(tokens * blocks, sizeof(float));
+    x_sums = Take(tokens * blocks, sizeof(float));
+    const int64_t longest = a.predictor_down.scales != nullptr ? std::max(a.K, a.R) : 0;
+    predictor_blocks = CeilDiv(longest, cpu::kPredictorBlock);
+    predictor_int8 = Take(tokens * predictor_blocks * cpu::kPredictorBlock, sizeof(int8_t));
+    predictor_scales = Take(tokens * predictor_blocks, sizeof(float));
+    predictor_sums = Take(tokens * predictor_blocks, sizeof(float));
+    x = Take(is_copied ? tokens * x_stride : 0, sizeof(float));
+    projected = Take(a.selection == SparseMlpSelection::kPredictor ? tokens * rank_stride : 0, sizeof(float));
+    values = Take(tokens * a.F, sizeof(float));
+    masks = Take(a.F, sizeof(uint64_t));
+    list_masks = Take(a.F, sizeof(uint64_t));
+    neurons = Take(a.F + 1, sizeof(int32_t));
+    hidden = Take(tokens * a.F, sizeof(float));
+    sums = Take(cpu::kMlpParts * tokens * a.N, sizeof(float));
+  }
+  bool is_copied = false, is_int8 = false;
+  int64_t x_stride = 0, rank_stride = 0, blocks = 0, int8_stride = 0, predictor_blocks = 0;
+  size_t predictor_int8 = 0, predictor_scales = 0, predictor_sums = 0;
+  size_t x_int8 = 0, x_scales = 0, x_sums = 0, x = 0, projected = 0, values = 0, masks = 0, list_masks = 0, neurons = 0,
+         hidden = 0, sums = 0;
+  size_t bytes = 0;
+
+ private:
+  size_t Take(int64_t count, size_t size) {
+    const size_t at = bytes;
+    bytes += (static_cast<size_t>(count) * size + 63) / 64 * 64;
+    return at;
+  }
+};
+
+struct alignas(64) Share {
+  std::atomic<int64_t> next{0};
+  int64_t end = 0;
+};
+
+// Runs function(i) for i in [0, count). A worker has consecutive numbers, so that it prefetches what it reads next, and
+// then takes those of others.
+template <typename Function>
+void RunShares(const Parallel& parallel, int64_t count, int64_t workers, const Function& function) {
+  workers = std::min({workers, count, kMostWorkers, static_cast<int64_t>(std::max(1, parallel.threads))});
+  if (workers <= 1 || parallel.run == nullptr) {
+    for (int64_t i = 0; i < count; ++i) function(i);
+    return;
+  }
+  struct Job {
+    const Function* function;
+    int64_t workers;
+    Share shares[kMostWorkers];
+  } job;
+  job.function = &function;
+  job.workers = workers;
+  for (int64_t w = 0; w < workers; ++w) {
+    job.shares[w].next = count * w / workers;
+    job.shares[w].end = count * (w + 1) / workers;
+  }
+  parallel.run(
+      parallel.self,
+      [](void* user, size_t worker) {
+        auto* const j = static_cast<Job*>(user);
+        for (int64_t w = 0; w < j->workers; ++w) {
+          Share& share = j->shares[(static_cast<int64_t>(worker) + w) % j->workers];
+          for (int64_t i = share.next.fetch_add(1); i < share.end; i = share.next.fetch_add(1)) (*j->function)(i);
+        }
+      },
+      static_cast<size_t>(workers), &job);
+}
+
+void SetBlock(int64_t block, NeuronRows* rows) {
+  rows->block = block;
+  rows->block_shift = __builtin_ctzll(static_cast<uint64_t>(block));
+  rows->blocks = CeilDiv(rows->size, block);
+}
+
+NeuronRows RowsOf(const SparseMlpArgs& a, const SparseMlpWeight& weight, int64_t size, bool is_down) {
+  NeuronRows rows;
+  rows.data = static_cast<const char*>(weight.data);
+  rows.size = size;
+  rows.dtype = a.dtype;
+  rows.stride = size * SizeOf(a.dtype);
+  if (weight.scales == nullptr) return rows;
+  rows.bits = a.bits;
+  SetBlock(a.block_size, &rows);
+  rows.scales = static_cast<const char*>(weight.scales);
+  rows.zero_points = static_cast<const uint8_t*>(weight.zero_points);
+  rows.stride = is_down ? CeilDiv(size * a.bits, 8) : CeilDiv(size, a.block_size) * a.block_size * a.bits / 8;
+  return rows;
+}
+
+// A factor of the predictor.
+NeuronRows PredictorRows(const SparseMlpArgs& a, const SparseMlpWeight& factor, int64_t size) {
+  NeuronRows rows;
+  rows.data = static_cast<const char*>(factor.data);
+  rows.size = size;
+  rows.dtype = a.dtype;
+  rows.stride = size * SizeOf(a.dtype);
+  if (factor.scales == nullptr) return rows;
+  rows.bits = 8;
+  SetBlock(cpu::kPredictorBlock, &rows);
+  rows.scales = static_cast<const char*>(factor.scales);
+  rows.has_row_scales = true;
+  rows.stride = RoundUp(size, cpu::kPredictorBlock);
+  return rows;
+}
+
+class Runner {
+ public:
+  Runner(const SparseMlpArgs& args, CpuIsa isa, void* workspace, const Parallel& parallel)
+      : a_(args),
+        kernels_(*cpu::KernelsOf(isa).sparse_mlp),
+        parallel_(parallel),
+        layout_(args),
+        workspace_(static_cast<char*>(workspace)) {
+    b_.args = &a_;
+    b_.values = At<float>(layout_.values);
+    b_.masks = At<uint64_t>(layout_.masks);
+    b_.list_masks = At<uint64_t>(layout_.list_masks);
+    b_.neurons = At<int32_t>(layout_.neurons);
+    b_.hidden = At<float>(layout_.hidden);
+    b_.sums = At<float>(layout_.sums);
+    b_.gate_dots.rows = RowsOf(a_, a_.gate_weight, a_.K, false);
+    b_.up_dots.rows = RowsOf(a_, a_.up_weight, a_.K, false);
+    b_.down = RowsOf(a_, a_.down_weight, a_.N, true);
+  }
+
+  // Tokens [first, last), at most kMlpTokens.
+  void Run(int64_t first, int64_t last) {
+    const int64_t item = SizeOf(a_.dtype);
+    b_.tokens = last - first;
+    b_.output = static_cast<char*>(a_.output) + first * a_.N * item;
+    b_.gate = a_.gate == nullptr ? nullptr : static_cast<const char*>(a_.gate) + first * a_.F * item;
+    if (b_.gate_dots.rows.data != nullptr || b_.up_dots.rows.data != nullptr) {
+      LoadTokens(static_cast<const char*>(a_.input) + first * a_.K * item);
+    }
+    if (a_.selection == SparseMlpSelection::kPredictor) Predict();
+    Select();
+    MakeList();
+    RunShares(parallel_, CeilDiv(b_.count, kMlpNeurons), WorthOf(HiddenBytes()),
+              [this](int64_t i) { kernels_.hidden(b_, i * kMlpNeurons, std::min(b_.count, (i + 1) * kMlpNeurons)); });
+    Down();
+  }
+
+ private:
+  template <typename T>
+  T* At(size_t offset) const {
+    return reinterpret_cast<T*>(workspace_ + offset);
+  }
+  static int64_t WorthOf(int64_t bytes) { return 1 + bytes / kWorthAWorker; }
+  int64_t HiddenBytes() const {
+    return b_.count * ((b_.gate_dots.rows.data != nullptr ? b_.gate_dots.rows.stride : 0) +
+                       (b_.up_dots.rows.data != nullptr ? b_.up_dots.rows.stride : 0) + b_.tokens * 8);
+  }
+
+  void LoadTokens(const char* input) {
+    x_ = reinterpret_cast<const float*>(input);
+    if (layout_.is_copied) {
+      float* const to = At<float>(layout_.x);
+      for (int64_t t = 0; t < b_.tokens; ++t) {
+        kernels_.load(input + t * a_.K * SizeOf(a_.dtype), a_.dtype, a_.K, layout_.x_stride, to + t * layout_.x_stride);
+      }
+      x_ = to;
+    }
+    auto* const values = At<int8_t>(layout_.x_int8);
+    auto *const scales = At<float>(layout_.x_scales), *const sums = At<float>(layout_.x_sums);
+    for (int64_t t = 0; t < b_.tokens && layout_.is_int8; ++t) {
+      kernels_.quantize(x_ + t * layout_.x_stride, a_.K, a_.bits, a_.block_size, values + t * layout_.int8_stride,
+                        scales + t * layout_.blocks, sums + t * layout_.blocks);
+    }
+    for (DotProblem* dots : {&b_.gate_dots, &b_.up_dots}) {
+      dots->x = x_, dots->x_stride = layout_.x_stride;
+      if (layout_.is_int8) {
+        dots->x_int8 = values, dots->x_scales = scales, dots->x_sums = sums;
+        dots->x_int8_stride = layout_.int8_stride, dots->x_scales_stride = layout_.blocks;
+      }
+      dots->tokens = b_.tokens;
+      dots->neurons = b_.neurons, dots->masks = b_.list_masks;
+    }
+  }
+
+  // values[t, j] = a predictor's scores.
+  void Predict() {
+    float* const projected = At<float>(layout_.projected);
+    std::fill(projected, projected + b_.tokens * layout_.rank_stride, 0.0f);
+    const DotProblem down = PredictorDots(a_.predictor_down, x_, layout_.x_stride, a_.K, a_.R);
+    RunDots(down, projected, 1, layout_.rank_stride);
+    const DotProblem up = PredictorDots(a_.predictor_up, projected, layout_.rank_stride, a_.R, a_.F);
+    RunDots(up, b_.values, 1, a_.F);
+  }
+
+  // Products of x with a factor of the predictor; x is quantized where the factor is.
+  DotProblem PredictorDots(const SparseMlpWeight& factor, const float* x, int64_t x_stride, int64_t size,
+                           int64_t count) {
+    DotProblem dots;
+    dots.rows = PredictorRows(a_, factor, size);
+    dots.x = x, dots.x_stride = x_stride;
+    dots.tokens = b_.tokens, dots.count = count;
+    if (dots.rows.bits == 0) return dots;
+    auto* const values = At<int8_t>(layout_.predictor_int8);
+    auto *const scales = At<float>(layout_.predictor_scales), *const sums = At<float>(layout_.predictor_sums);
+    dots.x_int8 = values, dots.x_scales = scales, dots.x_sums = sums;
+    dots.x_scales_stride = layout_.predictor_blocks;
+    dots.x_int8_stride = layout_.predictor_blocks * cpu::kPredictorBlock;
+    for (int64_t t = 0; t < b_.tokens; ++t) {
+      kernels_.quantize(x + t * x_stride, size, dots.rows.bits, dots.rows.block, values + t * dots.x_int8_stride,
+                        scales + t * dots.x_scales_stride, sums + t * dots.x_scales_stride);
+      const float* const own = sums + t * dots.x_scales_stride;
+      totals_[t] = std::accumulate(own, own + CeilDiv(size, dots.rows.block), 0.0f);
+    }
+    dots.x_totals = totals_;
+    return dots;
+  }
+
+  void RunDots(const DotProblem& problem, float* out, int64_t row_stride, int64_t token_stride) {
+    RunShares(parallel_, CeilDiv(problem.count, kMlpNeurons), WorthOf(problem.count * problem.rows.stride),
+              [&](int64_t i) {
+                const int64_t first = i * kMlpNeurons;
+                kernels_.dots(problem, first, std::min(problem.count, first + kMlpNeurons), out + first * row_stride,
+                              row_stride, token_stride);
+              });
+  }
+
+  void Select() {
+    RunShares(parallel_, CeilDiv(a_.F, cpu::kMlpSelected), WorthOf(a_.F * b_.tokens), [this](int64_t i) {
+      kernels_.select(b_, i * cpu::kMlpSelected, std::min(a_.F, (i + 1) * cpu::kMlpSelected));
+    });
+  }
+
+  void MakeList() {
+    const uint64_t* const masks = At<uint64_t>(layout_.masks);
+    const int64_t block = std::max(cpu::kMlpPartBlock, a_.block_size);
+    int64_t count = 0;
+    for (int64_t part = 0; part < cpu::kMlpParts; ++part) {
+      b_.part_begin[part] = count;
+      for (int64_t first = part * block; first < a_.F; first += cpu::kMlpParts * block) {
+        const int64_t last = std::min(a_.F, first + block);
+        for (int64_t j = first; j < last; ++j) {
+          // An idle neuron is overwritten by the next one: no branch to mispredict.
+          b_.neurons[count] = static_cast<int32_t>(j);
+          b_.list_masks[count] = masks[j];
+          count += masks[j] != 0 ? 1 : 0;
+        }
+      }
+    }
+    b_.part_begin[cpu::kMlpParts] = count;
+    b_.count = b_.gate_dots.count = b_.up_dots.count = count;
+  }
+
+  void Down() {
+    const int64_t row = CeilDiv(a_.N * (b_.down.bits > 0 ? b_.down.bits : 8 * SizeOf(a_.dtype)), 8);
+    const int64_t workers = WorthOf(b_.count * row + b_.tokens * a_.N * 4);
+    // Whole rows for each thread, where there are as many parts as threads.
+    const int64_t pieces = std::clamp<int64_t>(std::min<int64_t>(workers, parallel_.threads) / cpu::kMlpParts, 1,
+                                               std::max<int64_t>(1, row / kLeastPiece));
+    const int64_t columns = RoundUp(CeilDiv(a_.N, pieces), 64);
+    const int64_t count = CeilDiv(a_.N, columns);
+    RunShares(parallel_, count * cpu::kMlpParts, workers, [this, columns, count](int64_t i) {
+      const int64_t first = i % count * columns;
+      kernels_.down(b_, i / count, first, std::min(a_.N, first + columns));
+    });
+    constexpr int64_t kFinished = 4096;
+    const int64_t steps = CeilDiv(a_.N, kFinished);
+    RunShares(parallel_, b_.tokens * steps, WorthOf(b_.tokens * a_.N * 4), [this, steps](int64_t i) {
+      const int64_t first = i % steps * kFinished;
+      kernels_.finish(b_, i / steps, first, std::min(a_.N, first + kFinished));
+    });
+  }
+
+  const SparseMlpArgs& a_;
+  const SparseMlpKernels& kernels_;
+  const Parallel& parallel_;
+  const Layout layout_;
+  char* const workspace_;
+  const float* x_ = nullptr;
+  float totals_[kMlpTokens] = {};
+  MlpBlock b_;
+};
+
+}  // namespace
+
+size_t CpuSparseMlpWorkspace(const SparseMlpArgs& args) { return Layout(args).bytes; }
+
+void CpuSparseMlp(const SparseMlpArgs& args, CpuIsa isa, void* workspace, const Parallel& parallel) {
+  Runner runner(args, isa, workspace, parallel);
+  for (int64_t t = 0; t < args.T; t += kMlpTokens) runner.Run(t, std::min(args.T, t + kMlpTokens));
+}
+
+}  // namespace stof

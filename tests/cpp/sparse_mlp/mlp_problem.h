@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: Apache-2.0
+// Random sparse MLPs, and their definition in docs/reference/sparse-mlp.md, in double precision. For the kernels of all
+// devices.
+#ifndef STOF_TESTS_CPP_SPARSE_MLP_MLP_PROBLEM_H_
+#define STOF_TESTS_CPP_SPARSE_MLP_MLP_PROBLEM_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "plugins/core/contract/sparse_mlp.h"
+#include "tests/cpp/check.h"
+
+namespace stof::test::sparse_mlp {
+
+struct Case {
+  int64_t T = 1, K = 40, F = 70, N = 30, R = 9;
+  double density = 0.2;
+  DType dtype = DType::kF32;
+  SparseMlpActivation activation = SparseMlpActivation::kRelu;
+  SparseMlpSelection selection = SparseMlpSelection::kNonzero;
+  bool has_up = true, has_biases = false, has_thresholds = false;  // a threshold for each neuron
+  int bits = 0;
+  int64_t block = 32;
+  bool has_zero_points = false;
+  int accuracy_level = 0;
+
+  bool has_predictor() const { return selection == SparseMlpSelection::kPredictor; }
+};
+
+std::string Describe(const Case& c);
+
+// Numbers in a buffer of their own size, so that a sanitizer sees every access beyond, and what they mean.
+struct Values {
+  std::vector<char> bytes;
+  std::vector<double> values;
+  void* data() { return bytes.data(); }
+};
+
+struct Problem {
+  Problem(const Case& c, uint64_t seed);
+  SparseMlpArgs Args(void* output);
+  // The output, and how far a correct kernel may be from it.
+  void Expect(std::vector<double>* output, std::vector<double>* tolerance) const;
+
+  Case c;
+  Values input, gate, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias, predictor_down, predictor_up;
+  Values gate_scales, up_scales, down_scales, gate_zeros, up_zeros, down_zeros;
+  std::vector<float> threshold;
+
+ private:
+  Values Draw(int64_t count, double scale);
+  void DrawRows(int64_t size, Values* weight, Values* scales, Values* zeros);
+  void DrawDown();
+  void DrawGate();
+  void DrawThresholds();
+  std::vector<double> Scores() const;  // [T, F] of the predictor
+
+  Random random_;
+};
+
+std::vector<Case> DrawCases(int count);
+
+}  // namespace stof::test::sparse_mlp
+#endif  // STOF_TESTS_CPP_SPARSE_MLP_MLP_PROBLEM_H_

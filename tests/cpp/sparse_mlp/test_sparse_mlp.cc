@@ -1,0 +1,119 @@
+// SPDX-License-Identifier: Apache-2.0
+// The sparse MLP on the CPU against its definition in docs/reference/sparse-mlp.md, for every instruction set.
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cpu/isa.h"
+#include "plugins/core/host/thread_pool.h"
+#include "tests/cpp/attention/reference.h"
+#include "tests/cpp/memory.h"
+#include "tests/cpp/sparse_mlp/mlp_problem.h"
+
+namespace stof::test::sparse_mlp {
+namespace {
+
+// The output of a run, with a workspace of the size that is asked for; both are poisoned before.
+std::vector<char> Run(const SparseMlpArgs& given, CpuIsa isa, const Parallel& parallel) {
+  SparseMlpArgs args = given;
+  std::vector<char> output(static_cast<size_t>(args.T * args.N * SizeOf(args.dtype)), static_cast<char>(0xfe));
+  const size_t bytes = CpuSparseMlpWorkspace(args);
+  const std::unique_ptr<void, void (*)(void*)> workspace(std::aligned_alloc(64, bytes + 64), std::free);
+  std::memset(workspace.get(), 0xfe, bytes);
+  args.output = output.data();
+  CpuSparseMlp(args, isa, workspace.get(), parallel);
+  return output;
+}
+
+void CheckOutput(const Problem& problem, const std::vector<char>& found, const std::string& where) {
+  std::vector<double> expected, tolerance;
+  problem.Expect(&expected, &tolerance);
+  const int64_t item = SizeOfFloat(problem.c.dtype);
+  for (size_t i = 0; i < expected.size(); ++i) {
+    const double y = LoadFloat(problem.c.dtype, found.data() + static_cast<int64_t>(i) * item);
+    CHECK(std::fabs(y - expected[i]) <= tolerance[i], where, " element ", i, ": ", y, ", expected ", expected[i],
+          " +- ", tolerance[i]);
+  }
+}
+
+void RunTable(CpuIsa isa) {
+  ThreadPool pool(3);
+  Starved starved(pool.view());
+  const std::vector<Case> cases = DrawCases(Cases(250));
+  for (size_t i = 0; i < cases.size(); ++i) {
+    const std::string where = Text(CpuIsaName(isa), " seed ", i, " ", Describe(cases[i]));
+    Problem problem(cases[i], i);
+    const std::vector<char> found = Run(problem.Args(nullptr), isa, Parallel{});
+    CheckOutput(problem, found, where);
+    CHECK(Run(problem.Args(nullptr), isa, starved.view()) == found, where, ": 3 threads give other bits than 1");
+    CountCases(1);
+  }
+}
+
+// Every token alone gives the bits that it has among others.
+void RunTokensAlone(CpuIsa isa) {
+  for (const double density : {0.05, 0.5, 1.0}) {
+    for (const int bits : {0, 4, 8}) {
+      for (const DType dtype : {DType::kF32, DType::kBF16}) {
+        Case c;
+        c.T = 18, c.K = 1100, c.F = 150, c.N = 530, c.density = density, c.bits = bits, c.dtype = dtype;
+        c.accuracy_level = density < 0.5 ? 4 : 0;
+        Problem problem(c, 5);
+        SparseMlpArgs args = problem.Args(nullptr);
+        const std::vector<char> found = Run(args, isa, Parallel{});
+        const int64_t item = SizeOf(dtype);
+        for (const int64_t t : {int64_t{0}, int64_t{9}, c.T - 1}) {
+          SparseMlpArgs one = args;
+          one.T = 1;
+          one.input = static_cast<const char*>(args.input) + t * c.K * item;
+          one.gate = static_cast<const char*>(args.gate) + t * c.F * item;
+          const std::vector<char> alone = Run(one, isa, Parallel{});
+          CHECK(std::memcmp(alone.data(), found.data() + t * c.N * item, alone.size()) == 0, CpuIsaName(isa), " ",
+                Describe(c), " token ", t, " alone has other bits");
+          CountCases(1);
+        }
+      }
+    }
+  }
+}
+
+void RunEachIsa(void (*run)(CpuIsa isa)) {
+  for (const char* name : {"portable", "avx2", "avx512"}) {
+    CpuIsa isa{};
+    CHECK(FindCpuIsa(name, &isa), name);
+    if (IsCpuIsaSupported(isa)) run(isa);
+  }
+}
+
+TEST(SparseMlpTable) { RunEachIsa(RunTable); }
+TEST(SparseMlpTokensAlone) { RunEachIsa(RunTokensAlone); }
+
+// Rows of idle neurons are poisoned, and may not reach the output: they are not read.
+TEST(SparseMlpIdleRowsAreNotRead) {
+  RunEachIsa([](CpuIsa isa) {
+    for (const int64_t T : {1, 6}) {
+      Case c;
+      c.T = T, c.F = 300, c.density = 0.1;
+      Problem problem(c, 7);
+      const std::vector<char> expected = Run(problem.Args(nullptr), isa, Parallel{});
+      const float nan = std::numeric_limits<float>::quiet_NaN();
+      for (int64_t j = 0; j < c.F; ++j) {
+        bool is_active = false;
+        for (int64_t t = 0; t < T; ++t)
+          is_active = is_active || problem.gate.values[static_cast<size_t>(t * c.F + j)] > 0;
+        if (is_active) continue;
+        for (int64_t k = 0; k < c.K; ++k) std::memcpy(problem.up_weight.bytes.data() + (j * c.K + k) * 4, &nan, 4);
+        for (int64_t n = 0; n < c.N; ++n) std::memcpy(problem.down_weight.bytes.data() + (j * c.N + n) * 4, &nan, 4);
+      }
+      CHECK(Run(problem.Args(nullptr), isa, Parallel{}) == expected, CpuIsaName(isa), " T", T);
+      CountCases(1);
+    }
+  });
+}
+
+}  // namespace
+}  // namespace stof::test::sparse_mlp
