@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -355,6 +356,34 @@ class DataCopier:
         except OSError as error:
             raise _copy_error(copy, error) from error
         self._staged.append((copy, new))
+
+    def stage_new(self, folder: Path, pieces: Iterable[bytes], name: Callable[[str], str]) -> str:
+        """Writes a new file of external data under a temporary name.
+
+        Args:
+            folder: of the new model.
+            pieces: the file's bytes.
+            name: gives the file's name for a digest of its bytes, in hexadecimal digits.
+
+        Returns:
+            The name.
+
+        Raises:
+            OSError: when it cannot be written.
+        """
+        remove_leftovers(folder)
+        new = self._stack.enter_context(temporary_file(folder))
+        digest = hashlib.sha256()
+
+        def read() -> Iterator[bytes]:
+            for piece in pieces:
+                digest.update(piece)
+                yield piece
+
+        new.write(read())
+        found = name(digest.hexdigest())
+        self._staged.append((DataCopy(found, new.path, folder / found), new))
+        return found
 
     def publish(self) -> None:
         """Gives the copies their final names.
