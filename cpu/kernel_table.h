@@ -15,6 +15,7 @@ struct AppendKernels;
 struct AttentionKernels;
 struct ChainKernels;
 struct PackedGemmKernels;
+struct SparseMlpKernels;
 
 struct KernelTable {
   const AttentionKernels* attention;
@@ -22,6 +23,7 @@ struct KernelTable {
   const ChainKernels* chain;
   void (*gemm_block)(const CpuGemmArgs& args, int64_t m0, int64_t n0, float* workspace);
   const PackedGemmKernels* packed_gemm;
+  const SparseMlpKernels* sparse_mlp;  // of the namespaces of packed_gemm
 };
 const KernelTable& KernelsOf(CpuIsa isa);
 

@@ -27,6 +27,8 @@ function(operators_of object result)
     set(operators "gemm")
   elseif(object MATCHES "/cpu/gemm/packed_(portable|avx2|avx512)\\.")
     set(operators "packed_gemm|chain")  # epilogues compute with cpu/chain/functions.h
+  elseif(object MATCHES "/cpu/sparse_mlp/(portable|avx2|avx512)\\.")
+    set(operators "sparse_mlp|chain")  # activations, likewise
   endif()
   set(${result} "${operators}" PARENT_SCOPE)
 endfunction()

@@ -8,12 +8,14 @@
 #include "plugins/core/ops/cached_attention.h"
 #include "plugins/core/ops/chain.h"
 #include "plugins/core/ops/gemm.h"
+#include "plugins/core/ops/sparse_mlp.h"
 
 namespace stof {
 namespace {
 
 using Describe = const OpDescription* (*)();
-constexpr Describe kOps[] = {AttentionDescription, CachedAttentionDescription, ChainDescription, GemmDescription};
+constexpr Describe kOps[] = {AttentionDescription, CachedAttentionDescription, ChainDescription, GemmDescription,
+                             SparseMlpDescription};
 constexpr size_t kOpCount = std::size(kOps);
 
 }  // namespace

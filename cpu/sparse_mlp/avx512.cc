@@ -1,0 +1,9 @@
+// SPDX-License-Identifier: Apache-2.0
+// Empty where the compiler was not given avx512's flags: other processors build without it.
+#if defined(__AVX512F__)
+#define STOF_ISA avx512
+#define STOF_SIMD "cpu/simd/avx512.h"
+#define STOF_DOT_TOKENS 6
+// 4 × 6 accumulators, 6 operands and a row: 31 of 32 registers.
+#include "cpu/sparse_mlp/kernel.h"
+#endif

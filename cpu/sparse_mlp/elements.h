@@ -1,0 +1,183 @@
+// SPDX-License-Identifier: Apache-2.0
+// Values of weights as vectors of fp32, by the type that they are stored in. Included once per instruction set.
+#ifndef STOF_CPU_SPARSE_MLP_ELEMENTS_H_
+#define STOF_CPU_SPARSE_MLP_ELEMENTS_H_
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#include "cpu/simd/convert.h"
+#include "cpu/sparse_mlp/sparse_mlp.h"
+#include STOF_SIMD
+
+namespace stof {
+namespace cpu {
+namespace STOF_ISA::sparse_mlp {
+
+using V = Simd::V;
+constexpr int kWidth = Simd::kWidth;
+static_assert(kMlpPadding % kWidth == 0, "vectors of tokens are padded to whole vectors");
+constexpr int64_t kLine = 64;  // bytes of a cache line
+
+struct F32 {
+  using T = float;
+  static constexpr DType kType = DType::kF32;
+  static V Load(const T* p) { return Simd::Load(p); }
+};
+
+struct F16 {
+  using T = uint16_t;
+  static constexpr DType kType = DType::kF16;
+  static V Load(const T* p) {
+#if defined(__AVX512F__)
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(__F16C__)
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+    float x[kWidth];
+    for (int i = 0; i < kWidth; ++i) x[i] = HalfToFloat(p[i]);
+    return Simd::Load(x);
+#endif
+  }
+};
+
+struct BF16 {
+  using T = uint16_t;
+  static constexpr DType kType = DType::kBF16;
+  static V Load(const T* p) {
+#if defined(__AVX512F__)
+    const __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
+#elif defined(__AVX2__)
+    const __m256i words = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(words, 16));
+#else
+    float x[kWidth];
+    for (int i = 0; i < kWidth; ++i) x[i] = Bfloat16ToFloat(p[i]);
+    return Simd::Load(x);
+#endif
+  }
+};
+
+// The first `count` values, zeros beyond.
+template <typename E>
+inline V LoadFirst(const typename E::T* p, int64_t count) {
+  float x[kWidth] = {};
+  ToFloats(p, E::kType, count, x);
+  return Simd::Load(x);
+}
+
+// Calls function(E()) for the element type of a dtype.
+template <typename Function>
+inline void WithElement(DType dtype, Function function) {
+  if (dtype == DType::kF16) return function(F16());
+  if (dtype == DType::kBF16) return function(BF16());
+  return function(F32());
+}
+
+// kWidth bytes, each a value.
+inline V FromBytes(const uint8_t* p) {
+#if defined(__AVX512F__)
+  return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#elif defined(__AVX2__)
+  return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+#else
+  float x[kWidth];
+  for (int i = 0; i < kWidth; ++i) x[i] = p[i];
+  return Simd::Load(x);
+#endif
+}
+
+// to[16] = the values of 8 bytes, two in a byte, the first one in the low half.
+inline void SplitBytes(const uint8_t* p, uint8_t* to) {
+#if defined(__AVX2__)
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+  const __m128i low = _mm_and_si128(bytes, _mm_set1_epi8(15));
+  const __m128i high = _mm_and_si128(_mm_srli_epi16(bytes, 4), _mm_set1_epi8(15));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_unpacklo_epi8(low, high));
+#else
+  for (int i = 0; i < 8; ++i) to[2 * i] = p[i] & 15, to[2 * i + 1] = p[i] >> 4;
+#endif
+}
+
+inline uint8_t QuantizedAt(const uint8_t* row, int bits, int64_t i) {
+  return bits == 8 ? row[i] : static_cast<uint8_t>(row[i / 2] >> (i % 2 * 4) & 15);
+}
+
+// to[depth, rounded up to kMlpPadding] = values k0 ... of a gate or up row, then zeros; k0 is a multiple of every block
+// size. (q - zero point) * scale is rounded once, as ONNX Runtime dequantizes.
+inline void LoadRow(const NeuronRows& rows, int64_t neuron, int64_t k0, int64_t depth, const char* next, float* to) {
+  const char* const row = rows.data + neuron * rows.stride;
+  const int64_t padded = (depth + kMlpPadding - 1) / kMlpPadding * kMlpPadding;
+  if (rows.bits == 0) {
+    const int64_t size = SizeOf(rows.dtype);
+    if (next != nullptr) {
+      for (int64_t at = 0; at < depth * size; at += kLine) __builtin_prefetch(next + at, 0, 2);
+    }
+    ToFloats(row + k0 * size, rows.dtype, depth, to);
+    std::fill(to + depth, to + padded, 0.0f);
+    return;
+  }
+  const int64_t blocks = (rows.size + rows.block - 1) / rows.block;
+  const int64_t zero_bytes = (blocks * rows.bits + 7) / 8;
+  const auto* values = reinterpret_cast<const uint8_t*>(row) + k0 * rows.bits / 8;
+  const float usual = rows.bits == 4 ? 8.0f : 128.0f;
+  uint8_t split[kMlpPadding];
+  for (int64_t k = 0; k < padded; k += kMlpPadding) {
+    const int64_t block = (k0 + k) / rows.block;
+    const V scale = Simd::Set1(ToFloat(rows.scales, rows.dtype, neuron * blocks + block));
+    const V zero = Simd::Set1(
+        rows.zero_points == nullptr ? usual : QuantizedAt(rows.zero_points + neuron * zero_bytes, rows.bits, block));
+    const uint8_t* bytes = values + k * rows.bits / 8;
+    if (next != nullptr && k % (kLine * 8 / rows.bits) == 0) __builtin_prefetch(next + k * rows.bits / 8, 0, 2);
+    if (rows.bits == 4) SplitBytes(bytes, split), bytes = split;
+    for (int i = 0; i < kMlpPadding; i += kWidth) {
+      Simd::Store(to + k + i, Simd::Mul(Simd::Sub(FromBytes(bytes + i), zero), scale));
+    }
+  }
+}
+
+// to[count] = columns first ... of a down row; first is a multiple of kMlpPadding.
+inline void LoadDownRow(const NeuronRows& rows, int64_t neuron, int64_t first, int64_t count, const char* next,
+                        float* to) {
+  const char* const row = rows.data + neuron * rows.stride;
+  if (rows.bits == 0) {
+    const int64_t size = SizeOf(rows.dtype);
+    if (next != nullptr) {
+      for (int64_t at = 0; at < count * size; at += kLine) __builtin_prefetch(next + at, 0, 2);
+    }
+    ToFloats(row + first * size, rows.dtype, count, to);
+    return;
+  }
+  const int64_t group = neuron / rows.block * rows.size + first;
+  const char* const scales = rows.scales + group * SizeOf(rows.dtype);
+  const uint8_t* const zeros = rows.zero_points == nullptr ? nullptr : rows.zero_points + group;
+  const auto* const values = reinterpret_cast<const uint8_t*>(row);
+  const float usual = rows.bits == 4 ? 8.0f : 128.0f;
+  uint8_t split[kMlpPadding];
+  int64_t n = 0;
+  WithElement(rows.dtype, [&](auto element) {
+    using E = decltype(element);
+    const auto* const scale = reinterpret_cast<const typename E::T*>(scales);
+    for (; n + kMlpPadding <= count; n += kMlpPadding) {
+      const uint8_t* bytes = values + (first + n) * rows.bits / 8;
+      if (next != nullptr && n % (kLine * 8 / rows.bits) == 0) __builtin_prefetch(next + n * rows.bits / 8, 0, 2);
+      if (rows.bits == 4) SplitBytes(bytes, split), bytes = split;
+      for (int i = 0; i < kMlpPadding; i += kWidth) {
+        const V zero = zeros == nullptr ? Simd::Set1(usual) : FromBytes(zeros + n + i);
+        Simd::Store(to + n + i, Simd::Mul(Simd::Sub(FromBytes(bytes + i), zero), E::Load(scale + n + i)));
+      }
+    }
+  });
+  for (; n < count; ++n) {
+    const float zero = zeros == nullptr ? usual : static_cast<float>(zeros[n]);
+    const auto value = static_cast<float>(QuantizedAt(values, rows.bits, first + n));
+    to[n] = (value - zero) * ToFloat(scales, rows.dtype, n);
+  }
+}
+
+}  // namespace STOF_ISA::sparse_mlp
+}  // namespace cpu
+}  // namespace stof
+#endif  // STOF_CPU_SPARSE_MLP_ELEMENTS_H_

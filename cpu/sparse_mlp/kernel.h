@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: Apache-2.0
+// The sparse MLP: which neurons are active, their hidden values, and the output. Included once per instruction set.
+#ifndef STOF_CPU_SPARSE_MLP_KERNEL_H_
+#define STOF_CPU_SPARSE_MLP_KERNEL_H_
+
+#include "cpu/chain/functions.h"
+#include "cpu/sparse_mlp/dots.h"
+#include "cpu/sparse_mlp/down.h"
+
+namespace stof {
+namespace cpu {
+namespace STOF_ISA::sparse_mlp {
+
+template <SparseMlpActivation kActivation>
+inline chain::V Activated(chain::V x) {
+  switch (kActivation) {
+    case SparseMlpActivation::kRelu:
+      return chain::Relu(x);
+    case SparseMlpActivation::kRelu2: {
+      const chain::V positive = chain::Relu(x);
+      return positive * positive;
+    }
+    case SparseMlpActivation::kGelu:
+      return chain::Gelu(x);
+    case SparseMlpActivation::kGeluTanh:
+      return chain::GeluTanh(x);
+    case SparseMlpActivation::kSilu:
+      return chain::Silu(x);
+    default:
+      return x;
+  }
+}
+
+template <SparseMlpActivation kActivation>
+void ActivateAll(int64_t count, float* x) {
+  int64_t i = 0;
+  for (; i + chain::kLanes <= count; i += chain::kLanes) {
+    chain::Store(x + i, Activated<kActivation>(chain::Load(x + i)));
+  }
+  if (i == count) return;
+  float rest[chain::kLanes] = {};
+  std::copy(x + i, x + count, rest);
+  chain::Store(rest, Activated<kActivation>(chain::Load(rest)));
+  std::copy(rest, rest + (count - i), x + i);
+}
+
+inline void Activate(SparseMlpActivation activation, int64_t count, float* x) {
+  switch (activation) {
+    case SparseMlpActivation::kRelu:
+      return ActivateAll<SparseMlpActivation::kRelu>(count, x);
+    case SparseMlpActivation::kRelu2:
+      return ActivateAll<SparseMlpActivation::kRelu2>(count, x);
+    case SparseMlpActivation::kGelu:
+      return ActivateAll<SparseMlpActivation::kGelu>(count, x);
+    case SparseMlpActivation::kGeluTanh:
+      return ActivateAll<SparseMlpActivation::kGeluTanh>(count, x);
+    case SparseMlpActivation::kSilu:
+      return ActivateAll<SparseMlpActivation::kSilu>(count, x);
+    default:
+      return;
+  }
+}
+
+inline void Select(const MlpBlock& b, int64_t first, int64_t last) {
+  const SparseMlpArgs& a = *b.args;
+  const int64_t count = last - first;
+  uint64_t* const masks = b.masks + first;
+  std::fill(masks, masks + count, uint64_t{0});
+  for (int64_t t = 0; t < b.tokens; ++t) {
+    float* const x = b.values + t * a.F + first;
+    if (b.gate != nullptr) {
+      ToFloats(b.gate + (t * a.F + first) * SizeOf(a.dtype), a.dtype, count, x);
+      Activate(a.activation, count, x);
+    }
+    // Comparisons that NaN makes true.
+    if (a.selection == SparseMlpSelection::kNonzero) {
+      for (int64_t i = 0; i < count; ++i) masks[i] |= static_cast<uint64_t>(x[i] != 0.0f) << t;
+      continue;
+    }
+    const bool is_magnitude = a.selection == SparseMlpSelection::kMagnitude;
+    for (int64_t i = 0; i < count; ++i) {
+      const float found = is_magnitude && x[i] < 0.0f ? -x[i] : x[i];
+      const bool is_idle = found <= a.threshold[(first + i) * a.threshold_stride];
+      masks[i] |= static_cast<uint64_t>(!is_idle) << t;
+    }
+  }
+}
+
+// x[i, t] += bias of active neuron first + i.
+inline void AddBias(const MlpBlock& b, const void* bias, int64_t first, int64_t count, float* x) {
+  if (bias == nullptr) return;
+  for (int64_t i = 0; i < count; ++i) {
+    const float y = ToFloat(bias, b.args->dtype, b.neurons[first + i]);
+    for (int64_t t = 0; t < b.tokens; ++t) x[i * b.tokens + t] += y;
+  }
+}
+
+inline void Hidden(const MlpBlock& b, int64_t first, int64_t last) {
+  const SparseMlpArgs& a = *b.args;
+  const int64_t count = last - first, values = count * b.tokens;
+  float gate[kMlpNeurons * kMlpTokens];
+  float* const hidden = b.hidden + first * b.tokens;
+  if (b.gate == nullptr) {
+    std::fill(gate, gate + values, 0.0f);  // tokens that do not need a neuron have no dot product
+    Dots(b.gate_dots, first, last, gate, b.tokens, 1);
+    AddBias(b, a.gate_bias, first, count, gate);
+    Activate(a.activation, values, gate);
+  } else {
+    for (int64_t i = 0; i < count; ++i) {
+      for (int64_t t = 0; t < b.tokens; ++t) gate[i * b.tokens + t] = b.values[t * a.F + b.neurons[first + i]];
+    }
+  }
+  if (b.up_dots.rows.data == nullptr) {
+    std::copy(gate, gate + values, hidden);
+    return;
+  }
+  std::fill(hidden, hidden + values, 0.0f);
+  Dots(b.up_dots, first, last, hidden, b.tokens, 1);
+  AddBias(b, a.up_bias, first, count, hidden);
+  for (int64_t i = 0; i < values; ++i) hidden[i] *= gate[i];
+}
+
+inline void LoadTokens(const void* from, DType dtype, int64_t count, int64_t padded, float* to) {
+  ToFloats(from, dtype, count, to);
+  std::fill(to + count, to + padded, 0.0f);
+}
+
+const SparseMlpKernels kSparseMlpKernels = {LoadTokens, Dots, Select, Hidden, Down};
+
+}  // namespace STOF_ISA::sparse_mlp
+}  // namespace cpu
+}  // namespace stof
+#endif  // STOF_CPU_SPARSE_MLP_KERNEL_H_

@@ -1,0 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+#define STOF_ISA portable
+#define STOF_SIMD "cpu/simd/portable.h"
+#define STOF_DOT_TOKENS 2
+#include "cpu/sparse_mlp/kernel.h"

@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0
+// Between the dispatcher of the sparse MLP (sparse_mlp.cc) and its kernels for each instruction set.
+#ifndef STOF_CPU_SPARSE_MLP_SPARSE_MLP_H_
+#define STOF_CPU_SPARSE_MLP_SPARSE_MLP_H_
+
+#include <cstdint>
+
+#include "cpu/isa.h"
+#include "plugins/core/contract/sparse_mlp.h"
+
+namespace stof {
+namespace cpu {
+
+// Tokens that are computed together: a bit each of a 64-bit word says which of them need a neuron.
+constexpr int64_t kMlpTokens = 64;
+// Neurons whose hidden values a worker computes at a time.
+constexpr int64_t kMlpNeurons = 32;
+// Vectors of tokens begin on multiples of so many floats.
+constexpr int64_t kMlpPadding = 16;
+
+// A weight matrix with a row for each neuron: of fp32, fp16, bf16, or quantized.
+struct NeuronRows {
+  const char* data = nullptr;
+  int64_t size = 0;           // values of a row
+  int64_t stride = 0;         // bytes of a row
+  DType dtype = DType::kF32;  // of values, or of the scales of quantized ones
+  // Quantized values, else 0.
+  int bits = 0;
+  int64_t block = 0;
+  const char* scales = nullptr;
+  const uint8_t* zero_points = nullptr;
+};
+
+// Dot products of rows and tokens.
+struct DotProblem {
+  NeuronRows rows;
+  const float* x = nullptr;  // [tokens, x_stride], zeros from rows.size to the next multiple of kMlpPadding
+  int64_t x_stride = 0;
+  int64_t tokens = 0;
+  int64_t count = 0;                 // of rows
+  const int32_t* neurons = nullptr;  // row i is that of neurons[i]; nullptr: of neuron i
+  const uint64_t* masks = nullptr;   // bit t: token t needs row i; nullptr: all of them
+};
+
+// A block of tokens.
+struct MlpBlock {
+  const SparseMlpArgs* args = nullptr;
+  int64_t tokens = 0;
+  const char* gate = nullptr;  // of the first token; nullptr with a predictor
+  DotProblem gate_dots, up_dots;
+  NeuronRows down;
+  float* values = nullptr;  // [tokens, F]: activated gate values, or a predictor's scores
+  // Bit t: the neuron is active for token t. [F] at first, then of those in the list.
+  uint64_t* masks = nullptr;
+  // The neurons that are active for some token, in their order.
+  int64_t count = 0;
+  int32_t* neurons = nullptr;
+  float* hidden = nullptr;  // [count, tokens]
+  float* sums = nullptr;    // [tokens, N]
+  char* output = nullptr;   // of the first token
+};
+
+struct SparseMlpKernels {
+  // to[count] = from[count] in fp32, then zeros up to `padded`.
+  void (*load)(const void* from, DType dtype, int64_t count, int64_t padded, float* to);
+  // out[(i - first) * row_stride + t * token_stride] = row i · token t, rows [first, last). Those that nobody needs are
+  // arbitrary.
+  void (*dots)(const DotProblem& problem, int64_t first, int64_t last, float* out, int64_t row_stride,
+               int64_t token_stride);
+  // Values and masks of neurons [first, last), at most kMlpNeurons * 16.
+  void (*select)(const MlpBlock& block, int64_t first, int64_t last);
+  // Hidden values of active neurons [first, last), at most kMlpNeurons.
+  void (*hidden)(const MlpBlock& block, int64_t first, int64_t last);
+  // Columns [first, last) of the output.
+  void (*down)(const MlpBlock& block, int64_t first, int64_t last);
+};
+constexpr int64_t kMlpSelected = kMlpNeurons * 16;
+
+#define STOF_DECLARE(isa)                          \
+  namespace isa::sparse_mlp {                      \
+  extern const SparseMlpKernels kSparseMlpKernels; \
+  }
+STOF_CPU_KERNEL_NAMESPACES(STOF_DECLARE)
+#undef STOF_DECLARE
+
+}  // namespace cpu
+}  // namespace stof
+#endif  // STOF_CPU_SPARSE_MLP_SPARSE_MLP_H_

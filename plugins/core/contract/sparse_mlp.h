@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+// The MLP of active neurons: the arguments of its kernels, and the entry points of cpu/. All matrices are row-major.
+// docs/reference/sparse-mlp.md is the contract.
+#ifndef STOF_PLUGINS_CORE_CONTRACT_SPARSE_MLP_H_
+#define STOF_PLUGINS_CORE_CONTRACT_SPARSE_MLP_H_
+
+#include <cstddef>
+#include <cstdint>
+
+#include "plugins/core/base/status.h"
+#include "plugins/core/base/types.h"
+
+namespace stof {
+
+// In the order of kSparseMlpActivations.
+enum class SparseMlpActivation : int32_t { kNone = 0, kRelu, kRelu2, kGelu, kGeluTanh, kSilu };
+constexpr const char* kSparseMlpActivations[] = {"none", "relu", "relu2", "gelu", "gelu_tanh", "silu"};
+// In the order of kSparseMlpSelections.
+enum class SparseMlpSelection : int32_t { kNonzero = 0, kMagnitude, kPredictor };
+constexpr const char* kSparseMlpSelections[] = {"nonzero", "magnitude", "predictor"};
+
+// A weight with a row for each neuron.
+struct SparseMlpWeight {
+  const void* data = nullptr;         // nullptr: there is none
+  const void* scales = nullptr;       // of a quantized weight, of type SparseMlpArgs::dtype
+  const void* zero_points = nullptr;  // nullptr: 2^(bits - 1)
+};
+
+struct SparseMlpArgs {
+  int64_t T = 0;  // tokens
+  int64_t K = 0, F = 0, N = 0, R = 0;
+  DType dtype = DType::kF32;  // of every tensor but quantized weights, zero points and the threshold
+  SparseMlpActivation activation = SparseMlpActivation::kNone;
+  SparseMlpSelection selection = SparseMlpSelection::kNonzero;
+  int bits = 0;  // 4 or 8 of quantized weights, else 0
+  int64_t block_size = 0;
+  int accuracy_level = 0;
+  const void* input = nullptr;  // [T, K]; not read without up_weight and gate_weight
+  const void* gate = nullptr;   // [T, F]; nullptr with a predictor
+  SparseMlpWeight gate_weight, up_weight, down_weight;
+  const void *gate_bias = nullptr, *up_bias = nullptr, *down_bias = nullptr;  // nullptr: none
+  const float* threshold = nullptr;
+  int64_t threshold_stride = 0;                                   // 0: one for all neurons, else 1
+  const void *predictor_down = nullptr, *predictor_up = nullptr;  // [R, K] and [F, R]
+  void* output = nullptr;                                         // [T, N]
+};
+
+size_t CpuSparseMlpWorkspace(const SparseMlpArgs& args);
+// workspace: CpuSparseMlpWorkspace bytes, 64-byte aligned, contents arbitrary. T and N are at least 1.
+void CpuSparseMlp(const SparseMlpArgs& args, CpuIsa isa, void* workspace, const Parallel& parallel);
+
+}  // namespace stof
+#endif  // STOF_PLUGINS_CORE_CONTRACT_SPARSE_MLP_H_

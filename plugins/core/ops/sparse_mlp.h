@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+// StofSparseMLP: docs/reference/sparse-mlp.md is its contract.
+#ifndef STOF_PLUGINS_CORE_OPS_SPARSE_MLP_H_
+#define STOF_PLUGINS_CORE_OPS_SPARSE_MLP_H_
+
+#include <cstdint>
+
+#include "plugins/core/contract/op.h"
+#include "plugins/core/contract/sparse_mlp.h"
+
+namespace stof {
+
+// The inputs by index.
+namespace sparse_mlp_input {
+constexpr int kInput = 0, kGate = 1, kGateWeight = 2, kUpWeight = 3, kDownWeight = 4, kGateBias = 5, kUpBias = 6,
+              kDownBias = 7, kThreshold = 8, kPredictorDown = 9, kPredictorUp = 10, kGateScales = 11,
+              kGateZeroPoints = 12, kUpScales = 13, kUpZeroPoints = 14, kDownScales = 15, kDownZeroPoints = 16,
+              kCount = 17;
+constexpr const char* kNames[kCount] = {
+    "input",          "gate",        "gate_weight",     "up_weight",    "down_weight", "gate_bias",        "up_bias",
+    "down_bias",      "threshold",   "predictor_down",  "predictor_up", "gate_scales", "gate_zero_points", "up_scales",
+    "up_zero_points", "down_scales", "down_zero_points"};
+}  // namespace sparse_mlp_input
+
+struct SparseMlpAttributes {
+  SparseMlpActivation activation = SparseMlpActivation::kNone;
+  SparseMlpSelection selection = SparseMlpSelection::kNonzero;
+  int64_t bits = 0;  // 0: the weights are not quantized
+  int64_t block_size = 0;
+  int64_t accuracy_level = 0;
+};
+Status ParseSparseMlp(const AttributeReader& attributes, SparseMlpAttributes* parsed);
+
+const OpDescription* SparseMlpDescription();
+
+}  // namespace stof
+#endif  // STOF_PLUGINS_CORE_OPS_SPARSE_MLP_H_

@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+// Parses the attributes of StofSparseMLP.
+#include <iterator>
+#include <string>
+
+#include "plugins/core/contract/sparse_mlp_limits.h"
+#include "plugins/core/host/quoted.h"
+#include "plugins/core/ops/sparse_mlp.h"
+
+namespace stof {
+namespace {
+
+using Limits = SparseMlpLimits;
+
+// The index of an attribute's value among its words; an absent attribute is the first one.
+template <int kWords>
+Status ParseWord(const AttributeReader& attributes, const char* name, const char* const (&words)[kWords], int* index) {
+  std::string text = words[0];
+  attributes.String(name, &text);
+  std::string expected;
+  for (int i = 0; i < kWords; ++i) {
+    if (text == words[i]) {
+      *index = i;
+      return Status();
+    }
+    expected += (i == 0 ? "" : ", ") + std::string(words[i]);
+  }
+  return Status::Error("attribute " + std::string(name) + " is " + Quoted(text) + ", expected one of " + expected);
+}
+
+Status Unexpected(const char* name, int64_t found, const std::string& expected) {
+  return Status::Error("attribute " + std::string(name) + " is " + std::to_string(found) + ", expected " + expected);
+}
+
+}  // namespace
+
+Status ParseSparseMlp(const AttributeReader& attributes, SparseMlpAttributes* parsed) {
+  SparseMlpAttributes& a = *parsed;
+  int activation = 0, selection = 0;
+  int64_t id = 0;
+  const Status first = ParseWord(attributes, "activation", kSparseMlpActivations, &activation);
+  const Status second = ParseWord(attributes, "selection", kSparseMlpSelections, &selection);
+  attributes.Int("bits", &a.bits);
+  attributes.Int("block_size", &a.block_size);
+  attributes.Int("accuracy_level", &a.accuracy_level);
+  attributes.Int("mlp_id", &id);
+  STOF_RETURN_IF_ERROR(attributes.CheckTypes());
+  STOF_RETURN_IF_ERROR(first);
+  STOF_RETURN_IF_ERROR(second);
+  a.activation = static_cast<SparseMlpActivation>(activation);
+  a.selection = static_cast<SparseMlpSelection>(selection);
+  if (a.bits != 0 && a.bits != 4 && a.bits != 8) return Unexpected("bits", a.bits, "0, 4 or 8");
+  const bool is_power = a.block_size > 0 && (a.block_size & (a.block_size - 1)) == 0;
+  if (a.bits == 0 && a.block_size != 0) {
+    return Unexpected("block_size", a.block_size, "0, as attribute bits is 0: no weight is quantized");
+  }
+  if (a.bits != 0 && (!is_power || a.block_size < Limits::kSmallestBlock || a.block_size > Limits::kLargestBlock)) {
+    return Unexpected("block_size", a.block_size,
+                      "a power of two from " + std::to_string(Limits::kSmallestBlock) + " to " +
+                          std::to_string(Limits::kLargestBlock));
+  }
+  if (a.accuracy_level < 0 || a.accuracy_level > Limits::kMostAccuracyLevel) {
+    return Unexpected("accuracy_level", a.accuracy_level, "0 to " + std::to_string(Limits::kMostAccuracyLevel));
+  }
+  return Status();
+}
+
+}  // namespace stof
