@@ -67,10 +67,12 @@ def emit_mlps(model: onnx.ModelProto, sites: Sequence[MlpSite]) -> onnx.ModelPro
 def _inputs(site: MlpSite, layouts: _Weights) -> list[str]:
     inputs = [""] * len(OP_INPUTS)
     inputs[INPUT_INDEX["gate"]] = site.gate
+    inputs[INPUT_INDEX["input"]] = (
+        site.input or site.gate
+    )  # a runtime selects the kernel by the type of the first input
     inputs[INPUT_INDEX["down_weight"]] = layouts.by_neuron(site.down)
     inputs[INPUT_INDEX["down_bias"]] = site.down.bias
     if site.up is not None:
-        inputs[INPUT_INDEX["input"]] = site.input
         inputs[INPUT_INDEX["up_weight"]] = layouts.by_neuron(site.up)
         inputs[INPUT_INDEX["up_bias"]] = site.up.bias
     while not inputs[-1]:

@@ -93,17 +93,19 @@ def _compare_site(
     dtype = np.dtype(helper.tensor_dtype_to_np_dtype(site.dtype))
     gate = captured[site.gate].reshape(-1, site.neurons)
     tokens = _sample(len(gate))
-    rows = np.ascontiguousarray(gate[tokens]).astype(dtype)
-    inputs = None
-    if site.input:
-        inputs = np.ascontiguousarray(captured[site.input].reshape(len(gate), -1)[tokens]).astype(dtype)
-    exact, single = (compute_mlp(site, rows, inputs, known, kind) for kind in (np.float64, np.float32))
+    given = gate[tokens]
+    tokens_in = captured[site.input].reshape(len(gate), -1)[tokens] if site.input else None
     if (original := captured.get(site.output)) is not None:
+        # A half-precision model runs as its fp32 twin: its tensors are compared before they are rounded.
+        exact, single = (compute_mlp(site, given, tokens_in, known, kind) for kind in (np.float64, np.float32))
         away = np.abs(original.reshape(-1, site.output_size)[tokens].astype(np.float64) - exact)
         budget = _ORIGINAL_FACTOR * (_largest(single - exact) + _ulps(exact, original.dtype))
         if _largest(away) > budget:
             detail = "the replaced nodes compute something else than the operator's contract"
             return Comparison(what, _largest(away), budget, False, site.name, detail)
+    rows = np.ascontiguousarray(given).astype(dtype)
+    inputs = None if tokens_in is None else np.ascontiguousarray(tokens_in).astype(dtype)
+    exact, single = (compute_mlp(site, rows, inputs, known, kind) for kind in (np.float64, np.float32))
     try:
         found = _run(site, node, rows, inputs, known).astype(np.float64)
     except LibraryError as error:
@@ -173,7 +175,7 @@ def _run(
         arrays[INPUT_INDEX[f"{name}_weight"]] = np.ascontiguousarray(values if weight.is_by_neuron else values.T)
         if weight.bias:
             arrays[INPUT_INDEX[f"{name}_bias"]] = np.ascontiguousarray(known[weight.bias].reshape(-1))
-    arrays[INPUT_INDEX["input"]] = inputs
+    arrays[INPUT_INDEX["input"]] = gate if inputs is None else inputs
     while arrays[-1] is None:
         arrays.pop()
     attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
