@@ -33,7 +33,7 @@ def write_source(folder: Path, seed: int = 0) -> Path:
 
 def emitted(source: Path) -> onnx.ModelProto:
     model = load(source)
-    return emit_mlps(model, [c.site for c in find_mlps(model, Symbolic(model)) if c.site is not None])
+    return emit_mlps(model, [c.site for c in find_mlps(model, Symbolic(model)) if c.site is not None], source.parent)
 
 
 def run(path: Path) -> list[np.ndarray]:

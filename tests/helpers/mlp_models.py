@@ -10,6 +10,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 VOCABULARY = 50
+BLOCK = 32  # of quantized weights
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,9 @@ class MlpForm:
         neurons: of the MLP.
         shift: is subtracted by the first bias, so that fewer neurons are active.
         has_cache: whether the model has a KV cache.
+        bits: of MatMulNBits weights in blocks of 32, but for the head; 0: none is quantized.
+        zero_points: whether these have zero points.
+        accuracy_level: of MatMulNBits.
     """
 
     activation: str = "relu"
@@ -37,6 +41,9 @@ class MlpForm:
     neurons: int = 160
     shift: float = 0.0
     has_cache: bool = True
+    bits: int = 0
+    zero_points: bool = False
+    accuracy_level: int = 0
 
 
 def make_mlp_model(form: MlpForm, layers: int = 1, seed: int = 0) -> onnx.ModelProto:
@@ -62,6 +69,8 @@ class _Maker:
     def matmul(self, x: str, name: str, rows: int, columns: int, shift: float = 0.0) -> str:
         weight = self.rng.standard_normal((rows, columns)) / np.sqrt(rows)
         bias = self.rng.standard_normal(columns) / 4 - shift
+        if self.form.bits:
+            return self.quantized_matmul(x, name, weight, bias)
         if self.form.gemm:
             names = [x, self.constant(f"{name}.weight", weight.T)]
             names += [self.constant(f"{name}.bias", bias)] if self.form.bias else []
@@ -70,6 +79,31 @@ class _Maker:
         if not self.form.bias:
             return product
         return self.add("Add", [self.constant(f"{name}.bias", bias), product], name)
+
+    def quantized_matmul(self, x: str, name: str, weight: np.ndarray, bias: np.ndarray) -> str:
+        form, (rows, columns) = self.form, weight.shape
+        blocks = weight.T.reshape(columns, rows // BLOCK, BLOCK)
+        most = (1 << form.bits) - 1
+        zero = np.full(blocks.shape[:2], 1 << (form.bits - 1))
+        scale = np.abs(blocks).max(2) / (most // 2)
+        if form.zero_points:
+            scale = (blocks.max(2) - blocks.min(2)) / most
+            zero = np.clip(np.round(-blocks.min(2) / scale), 0, most).astype(np.int64)
+        values = np.clip(np.round(blocks / scale[:, :, None]) + zero[:, :, None], 0, most).astype(np.uint8)
+        inputs = [x, self.constant(f"{name}.weight", self.packed(values)), self.constant(f"{name}.scales", scale)]
+        if form.zero_points:
+            inputs.append(self.constant(f"{name}.zeros", self.packed(zero.astype(np.uint8))))
+        sizes = {"K": rows, "N": columns, "bits": form.bits, "block_size": BLOCK, "accuracy_level": form.accuracy_level}
+        product = self.add("MatMulNBits", inputs, f"{name}/product", domain="com.microsoft", **sizes)
+        return self.add("Add", [self.constant(f"{name}.bias", bias), product], name) if form.bias else product
+
+    def packed(self, values: np.ndarray) -> np.ndarray:
+        """Values along the last axis, two in a byte with 4 bits."""
+        if self.form.bits == 8:
+            return values
+        if values.shape[-1] % 2:
+            values = np.concatenate([values, np.zeros_like(values[..., :1])], -1)
+        return values[..., ::2] | (values[..., 1::2] << 4)
 
     def activate(self, x: str, name: str) -> str:
         kind = self.form.activation
@@ -114,5 +148,5 @@ class _Maker:
             x = self.mlp(x, f"layers.{i}")
         self.add("MatMul", [x, self.constant("head", self.rng.standard_normal((d, VOCABULARY)) / 8)], "logits")
         graph = helper.make_graph(self.nodes, "decoder", inputs, outputs, self.stored)
-        opsets = [helper.make_opsetid("", 20)]
+        opsets = [helper.make_opsetid("", 20), *([helper.make_opsetid("com.microsoft", 1)] if form.bits else [])]
         return helper.make_model(graph, opset_imports=opsets, ir_version=9)

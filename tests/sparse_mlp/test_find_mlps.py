@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -48,7 +49,7 @@ def test_body_is_the_dense_mlp(form: MlpForm) -> None:
     model = make_mlp_model(form, layers=2)
     sites = sites_of(model)
     assert len(sites) == 2
-    emitted = emit_mlps(model, sites)
+    emitted = emit_mlps(model, sites, Path())
     onnx.checker.check_model(emitted, full_check=True)
     assert [n.op_type for n in emitted.graph.node].count(OP) == 2
     inputs = feed(np.random.default_rng(1), form)
@@ -68,7 +69,7 @@ def test_node_says_what_it_replaces() -> None:
     model = make_mlp_model(form)
     (site,) = sites_of(model)
     assert (site.activation, site.neurons, site.input_size, site.output_size) == ("relu2", 160, 48, 48)
-    emitted = emit_mlps(model, [site])
+    emitted = emit_mlps(model, [site], Path())
     node = next(n for n in emitted.graph.node if n.op_type == OP)
     given = {name: tensor for name, tensor in zip(OP_INPUTS, node.input, strict=False) if tensor}
     assert set(given) == {"input", "gate", "up_weight", "up_bias", "down_weight", "down_bias"}
@@ -85,7 +86,7 @@ def test_node_says_what_it_replaces() -> None:
 def test_shared_bodies() -> None:
     """Layers of one form share a variant of the body; each form has its own."""
     model = make_mlp_model(MlpForm(), layers=3)
-    emitted = emit_mlps(model, sites_of(model))
+    emitted = emit_mlps(model, sites_of(model), Path())
     numbers = [helper.get_attribute_value(a) for n in emitted.graph.node for a in n.attribute if a.name == "mlp_id"]
     assert numbers == [0, 0, 0]
 

@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from mlp_models import VOCABULARY, MlpForm, make_mlp_model
+from mlp_models import BLOCK, VOCABULARY, MlpForm, make_mlp_model
 from onnx import TensorProto, helper
 
 import stof
@@ -27,6 +27,10 @@ FORMS = [
     MlpForm("relu2", gated=True),
     MlpForm("threshold_gelu", gated=True, bias=False),
     MlpForm(dtype=TensorProto.FLOAT16),
+    MlpForm(bits=4, size=64),
+    MlpForm("relu2", gated=True, bits=4, size=64, zero_points=True),
+    MlpForm(gated=True, bits=8, size=64, bias=False, zero_points=True),
+    MlpForm(gated=True, bits=4, size=64, accuracy_level=4),
 ]
 
 
@@ -65,7 +69,7 @@ def test_optimized_model_gives_the_same_outputs(form: MlpForm, tmp_path: Path) -
     assert report.verification is not None
     assert {c.site for c in report.verification.comparisons if c.site} == {r.mlp for r in mlps(report).rows}
     one, other = session(source, False), session(tmp_path / "out.onnx", True)
-    tolerance = 2e-2 if form.dtype == TensorProto.FLOAT16 else 1e-4
+    tolerance = 2e-2 if form.dtype == TensorProto.FLOAT16 or form.accuracy_level == 4 else 1e-4
     for tokens in (1, 7, 40):
         feed = feeds(form, tokens)
         for wanted, found in zip(one.run(None, feed), other.run(None, feed), strict=True):
@@ -129,8 +133,8 @@ def test_wrong_nodes_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     right = emit.emit_mlps
 
-    def wrong(model, sites):  # type: ignore[no-untyped-def]
-        return right(model, [replace(s, activation="relu") for s in sites])
+    def wrong(model, sites, folder):  # type: ignore[no-untyped-def]
+        return right(model, [replace(s, activation="relu") for s in sites], folder)
 
     monkeypatch.setattr(rewrite, "emit_mlps", wrong)
     monkeypatch.setattr(site_checks, "emit_mlps", wrong)
@@ -169,3 +173,35 @@ def test_external_weights(tmp_path: Path) -> None:
     found = session(tmp_path / "out" / "model.onnx", True).run(None, feed)
     for one, other in zip(session(source, False).run(None, feed), found, strict=True):
         np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-4 * np.abs(one).max())
+
+
+def test_values_of_quantized_weights_do_not_change(tmp_path: Path) -> None:
+    """Regrouped by neuron, each value, scale and zero point is the one of MatMulNBits."""
+    form = MlpForm("relu", gated=True, bits=4, size=64, zero_points=True)
+    source = write(tmp_path, form, layers=1)
+    stof.optimize(source, tmp_path / "out.onnx")
+    before = {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(str(source)).graph.initializer}
+    after = {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(str(tmp_path / "out.onnx")).graph.initializer}
+    weight, scales, zeros = (after[f"layers.0.down.{n}/by_neuron"] for n in ("weight", "scales", "zeros"))
+    assert (weight.shape, scales.shape, zeros.shape) == ((160, 32), (5, 64), (5, 64))
+    for neuron, output in ((0, 0), (37, 1), (101, 62), (159, 63)):
+        block = neuron // BLOCK
+        stored = before["layers.0.down.weight"][output, block, neuron % BLOCK // 2] >> 4 * (neuron % 2) & 15
+        assert weight[neuron, output // 2] >> 4 * (output % 2) & 15 == stored
+        assert scales[block, output] == before["layers.0.down.scales"][output, block]
+        stored = before["layers.0.down.zeros"][output, block // 2] >> 4 * (block % 2) & 15
+        assert zeros[block, output] == stored
+    assert "layers.0.up.weight" in after  # it lies by neuron already
+
+
+@pytest.mark.parametrize("form", [f for f in FORMS if f.bits], ids=str)
+def test_body_of_quantized_weights(form: MlpForm, tmp_path: Path) -> None:
+    """Without the library, the function body gives what the original gives."""
+    source = write(tmp_path, form)
+    stof.optimize(source, tmp_path / "out.onnx")
+    tolerance = 2e-2 if form.accuracy_level == 4 else 1e-4
+    for tokens in (1, 7):
+        feed = feeds(form, tokens)
+        wanted, found = (session(p, False).run(None, feed) for p in (source, tmp_path / "out.onnx"))
+        for one, other in zip(wanted, found, strict=True):
+            np.testing.assert_allclose(other, one, rtol=tolerance, atol=tolerance * np.abs(one).max())

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper
+from onnx import TensorProto
 
-from stof.graph.external_data import external_files, is_external, location_of, tensor_bytes
+from stof.graph.external_data import external_files, is_external, map_array, tensor_bytes
 from stof.graph.index import DOMAIN, all_nodes, captured_tensors
 from stof.graph.protobuf import copy_with_nodes, remove_named
 
@@ -60,10 +60,8 @@ class DerivedTensor:
         if not self.is_transposed:
             yield self.source.raw_data
             return
-        where = location_of(self.source)
-        dtype = np.dtype(helper.tensor_dtype_to_np_dtype(self.source.data_type))
-        values = np.memmap(folder / where.location, dtype, "r", where.offset, tuple(self.source.dims))
-        rows = max(1, _PIECE // max(1, values.shape[0] * dtype.itemsize))
+        values = map_array(self.source, folder)
+        rows = max(1, _PIECE // max(1, values.shape[0] * values.itemsize))
         for start in range(0, values.shape[1], rows):
             yield np.ascontiguousarray(values[:, start : start + rows].T).tobytes()
 

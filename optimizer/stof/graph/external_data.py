@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+import numpy as np
 import onnx
-from onnx import AttributeProto, TensorProto
+from onnx import AttributeProto, TensorProto, helper, numpy_helper
 
 from stof.errors import ArgumentError, ModelError
 from stof.files import TemporaryFile, open_regular, remove_leftovers, temporary_file, try_lock
@@ -131,6 +132,23 @@ def tensor_bytes(tensor: onnx.TensorProto) -> int | None:
     """The size of a tensor's data in bytes; None for types smaller than a byte."""
     size = ITEM_SIZES.get(tensor.data_type)
     return None if size is None else int(math.prod(tensor.dims) * size)
+
+
+def map_array(tensor: onnx.TensorProto, folder: Path) -> np.ndarray:
+    """A constant as an array, which is read as it is used where it is external data.
+
+    Args:
+        tensor: of a type with a NumPy type of whole bytes; checked when the model was loaded.
+        folder: of the model.
+
+    Raises:
+        OSError: when the file cannot be read.
+    """
+    if not is_external(tensor):
+        return np.asarray(numpy_helper.to_array(tensor))
+    where = location_of(tensor)
+    dtype = np.dtype(helper.tensor_dtype_to_np_dtype(tensor.data_type))
+    return np.memmap(folder / where.location, dtype, "r", where.offset, tuple(tensor.dims))
 
 
 def external_files(model: onnx.ModelProto) -> set[str]:

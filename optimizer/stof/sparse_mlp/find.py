@@ -8,6 +8,7 @@ square of Relu counts, and a Gelu behind the threshold of Gemma 3n.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import onnx
@@ -16,6 +17,7 @@ from onnx import helper
 from stof.errors import UnsupportedError
 from stof.graph.index import GraphIndex, is_standard
 from stof.graph.names import FreshNames
+from stof.sparse_mlp.quantized import is_quantized_matmul, read_quantized
 from stof.sparse_mlp.site import MlpSite, Weight
 from stof.symbolic import Symbolic
 
@@ -99,46 +101,43 @@ class _Finder:
         for tensor in filter(None, (node.input[0], hidden.factor)):
             if len(self._index.consumers(tensor)) > 1 or self._is_visible(tensor):
                 raise UnsupportedError(f"{tensor!r} has other readers, which need all neurons")
-        down, output = self._read_weight(node, first_axis=True)
-        rows, columns = self._shape_of_weight(down)
-        neurons, outputs = (rows, columns) if down.is_by_neuron else (columns, rows)
+        down, output = self._read_weight(node, sums_over_neurons=True)
         gate, activation = self._read_activation(hidden.activated)
         dtype = self._symbolic.dtype(hidden.activated)
         if dtype not in (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16):
-            raise UnsupportedError(
-                f"the element type of {hidden.activated!r} is {helper.tensor_dtype_to_string(dtype) if dtype else 'not known'}"
-            )
-        if self._symbolic.dtype(gate) != dtype or not self._has_width(gate, neurons):
+            found = onnx.TensorProto.DataType.Name(dtype) if dtype else "not known"
+            raise UnsupportedError(f"the element type of {hidden.activated!r} is {found}")
+        if self._symbolic.dtype(gate) != dtype or not self._has_width(gate, down.inner):
             raise UnsupportedError(f"the shape or type of {gate!r} is not known")
-        if neurons < _LEAST_NEURONS:
-            raise UnsupportedError(f"it has {neurons} neurons, fewer than {_LEAST_NEURONS}")
-        if not 1 <= max(neurons, outputs) <= _LARGEST:
-            raise UnsupportedError(f"its weight has shape [{neurons}, {outputs}]")
-        site = MlpSite(name, gate, activation, hidden.activated, down, output, neurons, outputs, dtype)
+        if down.inner < _LEAST_NEURONS:
+            raise UnsupportedError(f"it has {down.inner} neurons, fewer than {_LEAST_NEURONS}")
+        if not 1 <= max(down.inner, down.outer) <= _LARGEST:
+            raise UnsupportedError(f"its weight has shape [{down.inner}, {down.outer}]")
+        site = MlpSite(name, gate, activation, hidden.activated, down, output, down.inner, down.outer, dtype)
         if not hidden.factor:
             return replace(site, input_size=self._size_before(gate))
         matmul = self._matmul_behind(hidden.factor)
         assert matmul is not None
-        up, written = self._read_weight(matmul, first_axis=False)
+        up, written = self._read_weight(matmul, sums_over_neurons=False)
         if written != hidden.factor:
             raise UnsupportedError(f"{hidden.factor!r} is not the matmul with its bias alone")
-        size, inner = self._shape_of_weight(up)
-        if up.is_by_neuron:
-            size, inner = inner, size
-        if inner != neurons or not self._has_width(matmul.input[0], size):
-            raise UnsupportedError(f"the weight {up.tensor!r} has shape [{size}, {inner}], expected [..., {neurons}]")
+        if up.outer != down.inner or not self._has_width(matmul.input[0], up.inner):
+            raise UnsupportedError(f"the weight {up.tensor!r} gives {up.outer} elements, expected {down.inner}")
         if self._rank(matmul.input[0]) != self._rank(gate):
             raise UnsupportedError(f"{matmul.input[0]!r} and {gate!r} have different ranks")
-        return MlpSite(
-            name, gate, activation, hidden.activated, down, output, neurons, outputs, dtype, matmul.input[0], up, size
-        )
+        _check_equal_quantization(up, down)
+        return replace(site, input=matmul.input[0], up=up, input_size=up.inner)
 
     def _is_matmul(self, node: onnx.NodeProto | None) -> bool:
-        """Whether a node multiplies a tensor by a constant of rank 2."""
-        if node is None or not is_standard(node) or node.op_type not in ("MatMul", "Gemm") or len(node.input) < 2:
+        """Whether a node multiplies a tensor by a constant weight."""
+        if node is None or len(node.input) < 2 or node.input[1] in self._index.inputs:
             return False
         weight = self._index.initializers.get(node.input[1])
-        if weight is None or len(weight.dims) != 2 or node.input[1] in self._index.inputs:
+        if weight is None:
+            return False
+        if is_quantized_matmul(node):
+            return len(weight.dims) == 3
+        if not is_standard(node) or node.op_type not in ("MatMul", "Gemm") or len(weight.dims) != 2:
             return False
         plain = {"alpha": 1.0, "beta": 1.0, "transA": 0}
         values = {a.name: helper.get_attribute_value(a) for a in node.attribute}
@@ -152,20 +151,21 @@ class _Finder:
             node = self._index.producer(inner[0]) if len(inner) == 1 else None
         return node if self._is_matmul(node) else None
 
-    def _read_weight(self, node: onnx.NodeProto, first_axis: bool) -> tuple[Weight, str]:
+    def _read_weight(self, node: onnx.NodeProto, sums_over_neurons: bool) -> tuple[Weight, str]:
         """The weight of a matmul with its bias, and the tensor behind the bias.
 
         Args:
             node: the matmul.
-            first_axis: whether neurons are what it sums over; else they are what it gives.
+            sums_over_neurons: whether it sums over neurons; else it gives them.
+
+        Raises:
+            UnsupportedError: naming what the operator does not support.
         """
-        attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
-        is_transposed = bool(attributes.get("transB", 0))
-        by_neuron = first_axis != is_transposed
-        if node.op_type == "Gemm" and len(node.input) > 2 and node.input[2]:
-            if not self._is_vector(node.input[2]):
-                raise UnsupportedError(f"its summand {node.input[2]!r} is no constant vector")
-            return Weight(node.input[1], by_neuron, node.input[2]), node.output[0]
+        weight, bias = self._read_factor(node, sums_over_neurons)
+        if bias:
+            if not self._is_vector(bias):
+                raise UnsupportedError(f"its summand {bias!r} is no constant vector")
+            return replace(weight, bias=bias), node.output[0]
         output = node.output[0]
         readers = self._index.consumers(output)
         if (
@@ -176,8 +176,20 @@ class _Finder:
         ):
             other = [t for t in readers[0].input if t != output]
             if len(other) == 1 and self._is_vector(other[0]):
-                return Weight(node.input[1], by_neuron, other[0]), readers[0].output[0]
-        return Weight(node.input[1], by_neuron), output
+                return replace(weight, bias=other[0]), readers[0].output[0]
+        return weight, output
+
+    def _read_factor(self, node: onnx.NodeProto, sums_over_neurons: bool) -> tuple[Weight, str]:
+        """The weight of a matmul without its bias, and the bias that the node itself adds."""
+        tensor = node.input[1]
+        if is_quantized_matmul(node):
+            return read_quantized(node, self._index.initializers, self._index.inputs, sums_over_neurons)
+        is_transposed = any(a.name == "transB" and a.i for a in node.attribute)
+        inner, outer = (int(d) for d in self._index.initializers[tensor].dims)
+        if is_transposed:
+            inner, outer = outer, inner
+        bias = node.input[2] if node.op_type == "Gemm" and len(node.input) > 2 else ""
+        return Weight(tensor, inner, outer, sums_over_neurons != is_transposed), bias
 
     def _read_activation(self, tensor: str) -> tuple[str, str]:
         """The tensor in front of an activation that the operator computes, and its name; else the tensor itself."""
@@ -227,10 +239,6 @@ class _Finder:
     def _is_visible(self, tensor: str) -> bool:
         return tensor in self._index.outputs or tensor in self._index.captured
 
-    def _shape_of_weight(self, weight: Weight) -> tuple[int, int]:
-        rows, columns = self._index.initializers[weight.tensor].dims
-        return int(rows), int(columns)
-
     def _has_width(self, tensor: str, size: int) -> bool:
         shape = self._symbolic.shape(tensor)
         return shape is not None and 1 <= len(shape) <= 8 and shape[-1].constant == size
@@ -242,8 +250,8 @@ class _Finder:
         """The features of a token in front of the first matmul; 0 where they are not known."""
         for node in self._behind(gate):
             if self._is_matmul(node):
-                dims = self._index.initializers[node.input[1]].dims
-                return int(dims[1] if any(a.name == "transB" and a.i for a in node.attribute) else dims[0])
+                with suppress(UnsupportedError):
+                    return self._read_factor(node, sums_over_neurons=False)[0].inner
         return 0
 
     def _behind(self, tensor: str) -> Iterator[onnx.NodeProto]:
@@ -252,6 +260,16 @@ class _Finder:
         if node is not None:
             yield node
             yield from filter(None, map(self._index.producer, node.input[:2]))
+
+
+def _check_equal_quantization(up: Weight, down: Weight) -> None:
+    """The operator has one number of bits and one block size for all weights."""
+    kinds = []
+    for weight in (up, down):
+        q = weight.quantization
+        kinds.append("not quantized" if q is None else f"int{q.bits} in blocks of {q.block_size}")
+    if kinds[0] != kinds[1]:
+        raise UnsupportedError(f"{up.tensor!r} is {kinds[0]} and {down.tensor!r} {kinds[1]}: they have to be alike")
 
 
 def has_cache(model: onnx.ModelProto) -> bool:

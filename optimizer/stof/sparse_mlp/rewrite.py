@@ -144,7 +144,7 @@ class SparseMlpRewrite(OpRewrite[MlpModel, MlpDecisions]):
 
     def emit(self, job: Job, model: onnx.ModelProto, decided: MlpDecisions) -> onnx.ModelProto:
         with job.step("emit"):
-            return emit_mlps(decided.found.model, decided.sites)
+            return emit_mlps(decided.found.model, decided.sites, job.source.parent)
 
     def empty_section(self) -> MlpSection:
         return MlpSection()
