@@ -243,7 +243,7 @@ def write_bytes(name: str, path: Path, data: bytes | memoryview) -> None:
     """
     try:
         with temporary_file(path.parent) as new:
-            new.write(data)
+            new.write([data])
             new.replace(path)
     except OSError as error:
         raise ArgumentError(f"the {name} {path} cannot be written: {_os_reason(error)}") from error
@@ -257,14 +257,17 @@ class TemporaryFile:
         self.file = file
         self.is_locked = try_lock(file.fileno()) is True  # False only where the file system has no locks
 
-    def write(self, data: bytes | memoryview) -> None:
-        """Writes bytes and checks that the disk has taken them.
+    def write(self, pieces: Iterable[bytes | memoryview]) -> None:
+        """Writes pieces one after the other, and checks that the disk has taken them.
 
         Raises:
             OSError: when it has not.
         """
-        self.file.write(data)
-        self._check_size(memoryview(data).nbytes)
+        size = 0
+        for piece in pieces:
+            self.file.write(piece)
+            size += memoryview(piece).nbytes
+        self._check_size(size)
 
     def copy(self, source: Path) -> None:
         """Copies a file, and checks the size of the copy and its ends against the source.

@@ -9,6 +9,7 @@ from stof.attention.rewrite import ATTENTION
 from stof.cached_attention.rewrite import CACHED_ATTENTION
 from stof.fusion.rewrite import FUSION
 from stof.op_rewrite import OpRewrite
+from stof.sparse_mlp.rewrite import SPARSE_MLP
 
-OPS: tuple[OpRewrite[Any, Any], ...] = (CACHED_ATTENTION, ATTENTION, FUSION)
+OPS: tuple[OpRewrite[Any, Any], ...] = (CACHED_ATTENTION, ATTENTION, SPARSE_MLP, FUSION)
 PLAN_FORMATS = {op.key: op.plan_format for op in OPS}

@@ -77,7 +77,10 @@ def changed(**fields: Any) -> str:
         (changed(version=2), "plan of version 2, expected 1"),
         (changed(version=None), "plan of version None, expected 1"),
         (changed(target="rocm"), "has target 'rocm', expected one of cpu, cuda, tensorrt"),
-        (changed(more=1), "has field 'more', expected only caches, chains, format, sites, sparsity, target, version"),
+        (
+            changed(more=1),
+            "has field 'more', expected only caches, chains, format, mlps, sites, sparsity, target, version",
+        ),
         (changed(sites={}), "has sites {}, expected list"),
         (changed(sites=[3]), r"sites\[0\] is 3, expected an object"),
         (changed(sites=[{"site": "a"}]), r"sites\[0\] has no field 'replace'"),

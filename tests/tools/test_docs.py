@@ -17,6 +17,7 @@ import stof
 from stof import Options, cli, plan
 from stof.cached_attention.report import CacheReport
 from stof.ops import PLAN_FORMATS
+from stof.sparse_mlp.report import MlpReport
 from stof.sparsify.report import Bucket, Loss, SparsifiedSite, SparsityReport
 from stof.verification.model_times import ModelTimes, RunTimes
 
@@ -146,14 +147,14 @@ def test_report_keys_are_those_of_the_docs(narrow: Callable[[str], Path], tmp_pa
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["chains"]
     first = report["verification"]["comparisons"][0]
-    row = asdict(CacheReport("", None, False, ""))
+    rows = (asdict(CacheReport("", None, False, "")), asdict(MlpReport("", None, False, "")))
     bucket = Bucket(0, 1, 1, 0.0, 1.0)
     sparsity = SparsityReport("", [SparsifiedSite("", 0, False)], Loss(1, 1, 0.0, 1.0, (bucket,))).to_json()
     sparsified = (sparsity, sparsity["sites"][0], sparsity["loss"], sparsity["loss"]["buckets"][0])
     objects = (
         *sparsified,
         report,
-        row,
+        *rows,
         report["sites"][0],
         report["chains"][0],
         report["verification"],

@@ -4,17 +4,19 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+import numpy as np
 import onnx
-from onnx import AttributeProto, TensorProto
+from onnx import AttributeProto, TensorProto, helper, numpy_helper
 
 from stof.errors import ArgumentError, ModelError
 from stof.files import TemporaryFile, open_regular, remove_leftovers, temporary_file, try_lock
@@ -130,6 +132,23 @@ def tensor_bytes(tensor: onnx.TensorProto) -> int | None:
     """The size of a tensor's data in bytes; None for types smaller than a byte."""
     size = ITEM_SIZES.get(tensor.data_type)
     return None if size is None else int(math.prod(tensor.dims) * size)
+
+
+def map_array(tensor: onnx.TensorProto, folder: Path) -> np.ndarray:
+    """A constant as an array, which is read as it is used where it is external data.
+
+    Args:
+        tensor: of a type with a NumPy type of whole bytes; checked when the model was loaded.
+        folder: of the model.
+
+    Raises:
+        OSError: when the file cannot be read.
+    """
+    if not is_external(tensor):
+        return np.asarray(numpy_helper.to_array(tensor))
+    where = location_of(tensor)
+    dtype = np.dtype(helper.tensor_dtype_to_np_dtype(tensor.data_type))
+    return np.memmap(folder / where.location, dtype, "r", where.offset, tuple(tensor.dims))
 
 
 def external_files(model: onnx.ModelProto) -> set[str]:
@@ -355,6 +374,34 @@ class DataCopier:
         except OSError as error:
             raise _copy_error(copy, error) from error
         self._staged.append((copy, new))
+
+    def stage_new(self, folder: Path, pieces: Iterable[bytes], name: Callable[[str], str]) -> str:
+        """Writes a new file of external data under a temporary name.
+
+        Args:
+            folder: of the new model.
+            pieces: the file's bytes.
+            name: gives the file's name for a digest of its bytes, in hexadecimal digits.
+
+        Returns:
+            The name.
+
+        Raises:
+            OSError: when it cannot be written.
+        """
+        remove_leftovers(folder)
+        new = self._stack.enter_context(temporary_file(folder))
+        digest = hashlib.sha256()
+
+        def read() -> Iterator[bytes]:
+            for piece in pieces:
+                digest.update(piece)
+                yield piece
+
+        new.write(read())
+        found = name(digest.hexdigest())
+        self._staged.append((DataCopy(found, new.path, folder / found), new))
+        return found
 
     def publish(self) -> None:
         """Gives the copies their final names.

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import onnx
@@ -14,8 +16,9 @@ from google.protobuf.message import DecodeError, EncodeError  # type: ignore[imp
 from onnx import TensorProto
 
 from stof.errors import ArgumentError, ModelError
-from stof.files import TemporaryFile, open_regular, temporary_file
+from stof.files import open_regular, temporary_file
 from stof.graph.check_text import check_text
+from stof.graph.derived_data import data_name, data_pieces, find_derived, remove_old_data, with_derived
 from stof.graph.external_data import DataCopier, all_tensors, check_external, data_to_copy, is_external
 from stof.graph.index import DOMAIN, STANDARD_DOMAINS, describe, is_standard, opset_of, topological_order
 from stof.graph.old_opsets import OLDEST_CONVERTED, convert_opset
@@ -214,15 +217,36 @@ def _sort(path: Path, graph: onnx.GraphProto) -> None:
 def save(model: onnx.ModelProto, path: Path, source: Path) -> None:
     """Writes a model completely or not at all. External data is copied when the output is in another folder.
 
+    Weights in another layout than the original's go into a file of external data of their own
+    (:mod:`stof.graph.derived_data`).
+
     Raises:
         ArgumentError: when the output cannot be written, or is the input.
         ModelError: when the model does not fit into a file, or its external data is not as long as it was.
     """
+    derived = find_derived(model)
+    data = None if derived else _serialize(model, path)  # a model that is too large is found before anything is written
+    with _writing(path, source), temporary_file(path.parent) as new, DataCopier(new) as copier:
+        own = ""
+        if data is None:
+            own = copier.stage_new(path.parent, data_pieces(derived, source.parent), partial(data_name, path))
+            model = with_derived(model, derived, own)
+            data = _serialize(model, path)
+        for copy in data_to_copy(model, path, source):
+            if copy.location != own:
+                copier.stage(copy)
+        new.write([data])
+        copier.publish()
+        check_external(path, model)
+        new.replace(path)
+        remove_old_data(path, own)
+
+
+def _serialize(model: onnx.ModelProto, path: Path) -> bytes:
     try:
-        data = model.SerializeToString(deterministic=True)
+        return bytes(model.SerializeToString(deterministic=True))
     except (EncodeError, ValueError) as error:
         raise ModelError(f"{path} would exceed the 2 GB of a protobuf: store the weights as external data") from error
-    _write(model, path, source, lambda new: new.write(data))
 
 
 def copy_model(model: onnx.ModelProto, path: Path, source: Path) -> None:
@@ -237,10 +261,18 @@ def copy_model(model: onnx.ModelProto, path: Path, source: Path) -> None:
         ArgumentError: when the output cannot be written, is the input, or the input changes meanwhile.
         ModelError: when the model's external data is not as long as it was.
     """
-    _write(model, path, source, lambda new: new.copy(source))
+    with _writing(path, source), temporary_file(path.parent) as new, DataCopier(new) as copier:
+        for copy in data_to_copy(model, path, source):
+            copier.stage(copy)
+        new.copy(source)
+        copier.publish()
+        check_external(path, model)
+        new.replace(path)
 
 
-def _write(model: onnx.ModelProto, path: Path, source: Path, fill: Callable[[TemporaryFile], None]) -> None:
+@contextmanager
+def _writing(path: Path, source: Path) -> Iterator[None]:
+    """Checks an output, and says of what fails in the block that it cannot be written."""
     if path.exists() and source.exists() and path.samefile(source):
         raise ArgumentError(f"the output {path} is the input; choose another file with -o")
     if path.is_dir():
@@ -248,12 +280,6 @@ def _write(model: onnx.ModelProto, path: Path, source: Path, fill: Callable[[Tem
     if not path.parent.is_dir():
         raise ArgumentError(f"the folder {path.parent} does not exist; make it, or choose another output with -o")
     try:
-        with temporary_file(path.parent) as new, DataCopier(new) as copier:
-            for copy in data_to_copy(model, path, source):
-                copier.stage(copy)
-            fill(new)
-            copier.publish()
-            check_external(path, model)
-            new.replace(path)
+        yield
     except OSError as error:
         raise ArgumentError(f"{path} cannot be written: {error.strerror or error}") from error

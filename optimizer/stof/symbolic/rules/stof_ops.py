@@ -60,8 +60,18 @@ def _present_rows(context: RuleContext, past: Shape | None) -> Int | None:
     return None if rows is None else integer(max(rows, total[0].constant))
 
 
+def _sparse_mlp(context: RuleContext) -> list[Fact] | None:
+    tokens, weight = context.shape(1 if context.has(1) else 0), context.shape(4)
+    dtype = context.fact(1 if context.has(1) else 0).dtype
+    # Of quantized weights, the rows hold bytes.
+    if not tokens or weight is None or len(weight) != 2 or context.number("bits", 0):
+        return [Fact(dtype)]
+    return [Fact(dtype, (*tokens[:-1], weight[1]))]
+
+
 RULES: dict[str, Rule] = {
     "StofAttention": _attention,
     "StofCachedAttention": _cached_attention,
     "StofPagedAttention": paged_attention,
+    "StofSparseMLP": _sparse_mlp,
 }

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights of ONNX Runtime's MatMulNBits: how they are stored, and the same values by neuron.
+
+Source: the operator's schema in ONNX Runtime 1.31. B is [N, ceil(K / block_size), block_size · bits / 8], two 4-bit values in a
+byte, the first one in its low half; a value means (value - zero point) · scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper
+
+from stof.errors import UnsupportedError
+from stof.sparse_mlp.site import Quantization, Weight
+
+_OP, _DOMAIN = "MatMulNBits", "com.microsoft"
+_INPUTS = ("A", "B", "scales", "zero_points", "g_idx", "bias")
+_ATTRIBUTES = frozenset({"K", "N", "bits", "block_size", "accuracy_level", "weight_prepacked"})
+_BITS = (4, 8)
+_BLOCKS = (16, 256)
+
+
+def is_quantized_matmul(node: onnx.NodeProto) -> bool:
+    """Whether a node is a MatMulNBits."""
+    return node.domain == _DOMAIN and node.op_type == _OP
+
+
+def read_quantized(
+    node: onnx.NodeProto,
+    stored: Mapping[str, onnx.TensorProto],
+    inputs: Collection[str],
+    sums_over_neurons: bool,
+) -> tuple[Weight, str]:
+    """The weight of a MatMulNBits, and its bias.
+
+    Args:
+        node: the node.
+        stored: the graph's initializers.
+        inputs: the graph's inputs; a caller may replace initializers among them.
+        sums_over_neurons: whether it sums over neurons; else it gives them.
+
+    Raises:
+        UnsupportedError: naming what the operator does not support.
+    """
+    values = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    if unknown := sorted(set(values) - _ATTRIBUTES):
+        raise UnsupportedError(f"{node.name!r} has attribute {unknown[0]!r}, whose meaning is not known")
+    if values.get("weight_prepacked", 0):
+        raise UnsupportedError(f"the weight of {node.name!r} is packed for one kernel")
+    given = {name: t for name, t in zip(_INPUTS, node.input, strict=False) if t}
+    if "g_idx" in given:
+        raise UnsupportedError(f"{node.name!r} permutes the rows of its weight (input g_idx)")
+    inner, outer, bits, block = (int(values.get(k, d)) for k, d in (("K", 0), ("N", 0), ("bits", 4), ("block_size", 0)))
+    is_size = _BLOCKS[0] <= block <= _BLOCKS[1] and block & (block - 1) == 0
+    if bits not in _BITS or not is_size or min(inner, outer) < 1:
+        raise UnsupportedError(f"{node.name!r} has K {inner}, N {outer}, bits {bits}, block_size {block}")
+    if inner % block:
+        raise UnsupportedError(f"{node.name!r} sums over {inner} elements, no multiple of its block_size {block}")
+    blocks = inner // block
+    wanted = {"B": (TensorProto.UINT8, outer * blocks * block * bits // 8), "scales": (0, outer * blocks)}
+    if "zero_points" in given:
+        wanted["zero_points"] = (TensorProto.UINT8, outer * -(-blocks * bits // 8))
+    for name, (dtype, elements) in wanted.items():
+        tensor = stored.get(given.get(name, ""))
+        if tensor is None or tensor.name in inputs:
+            raise UnsupportedError(f"input {name} of {node.name!r} is no constant")
+        if (dtype and tensor.data_type != dtype) or int(np.prod(tensor.dims, dtype=np.int64)) != elements:
+            raise UnsupportedError(
+                f"input {name} of {node.name!r} is {TensorProto.DataType.Name(tensor.data_type)} {list(tensor.dims)}, "
+                f"expected {elements} elements{' of uint8' if dtype else ''}"
+            )
+    quantization = Quantization(
+        bits, block, given["scales"], given.get("zero_points", ""), int(values.get("accuracy_level", 0))
+    )
+    return Weight(given["B"], inner, outer, not sums_over_neurons, "", quantization), given.get("bias", "")
+
+
+@dataclass(frozen=True)
+class QuantizedArrays:
+    """A quantized weight by neuron, as docs/reference/sparse-mlp.md has it for ``down_weight``.
+
+    Attributes:
+        values: uint8 [F, ceil(N · bits / 8)].
+        scales: [F / block_size, N].
+        zero_points: uint8 [F / block_size, N]; None: 2^(bits - 1).
+    """
+
+    values: np.ndarray
+    scales: np.ndarray
+    zero_points: np.ndarray | None
+
+
+def regroup_by_neuron(
+    weight: Weight, values: np.ndarray, scales: np.ndarray, zero_points: np.ndarray | None
+) -> QuantizedArrays:
+    """The same values with those of a neuron, which the matmul sums over, beside each other.
+
+    Args:
+        weight: what the arrays belong to.
+        values: B of the node.
+        scales: of the node.
+        zero_points: of the node.
+    """
+    q = weight.quantization
+    assert q is not None
+    blocks = weight.inner // q.block_size
+    by_neuron = np.ascontiguousarray(unpack(values.reshape(weight.outer, -1), q.bits, weight.inner).T)
+    zeros = None
+    if zero_points is not None:
+        zeros = np.ascontiguousarray(unpack(zero_points.reshape(weight.outer, -1), q.bits, blocks).T)
+    return QuantizedArrays(pack(by_neuron, q.bits), np.ascontiguousarray(scales.reshape(weight.outer, blocks).T), zeros)
+
+
+def unpack(packed: np.ndarray, bits: int, count: int) -> np.ndarray:
+    """The first values [rows, count] of rows of packed ones, one in a byte."""
+    if bits == 8:
+        return packed[:, :count]
+    found = np.empty((packed.shape[0], 2 * packed.shape[1]), np.uint8)
+    found[:, ::2] = packed & 15
+    found[:, 1::2] = packed >> 4
+    return found[:, :count]
+
+
+def pack(values: np.ndarray, bits: int) -> np.ndarray:
+    """Rows of values, one in a byte, packed; the last byte of a row may hold one."""
+    if bits == 8:
+        return values
+    if values.shape[1] % 2:
+        values = np.pad(values, ((0, 0), (0, 1)))
+    found: np.ndarray = values[:, ::2] | (values[:, 1::2] << 4)
+    return found
+
+
+def dequantize(weight: Weight, values: np.ndarray, scales: np.ndarray, zero_points: np.ndarray | None) -> np.ndarray:
+    """A MatMulNBits weight as fp64 [K, N]."""
+    q = weight.quantization
+    assert q is not None
+    blocks = weight.inner // q.block_size
+    numbers = unpack(values.reshape(weight.outer, -1), q.bits, weight.inner).astype(np.float64)
+    zeros: np.ndarray = np.full((weight.outer, blocks), float(1 << (q.bits - 1)))
+    if zero_points is not None:
+        zeros = unpack(zero_points.reshape(weight.outer, -1), q.bits, blocks).astype(np.float64)
+    grouped = numbers.reshape(weight.outer, blocks, q.block_size) - zeros[:, :, None]
+    grouped *= scales.reshape(weight.outer, blocks, 1).astype(np.float64)
+    found: np.ndarray = grouped.reshape(weight.outer, weight.inner).T
+    return found

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An MLP site: a matmul with the activations of neurons, many of which are zero, and the nodes before it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+OP = "StofSparseMLP"
+OP_INPUTS = (
+    *("input", "gate", "gate_weight", "up_weight", "down_weight", "gate_bias", "up_bias", "down_bias"),
+    *("threshold", "predictor_down", "predictor_up", "gate_scales", "gate_zero_points", "up_scales", "up_zero_points"),
+    *("down_scales", "down_zero_points"),
+)
+INPUT_INDEX = {name: i for i, name in enumerate(OP_INPUTS)}
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How ONNX Runtime's MatMulNBits stores a weight [N, K].
+
+    Attributes:
+        bits: 4 or 8, of a value.
+        block_size: values along K that share a scale.
+        scales: initializer with N · ceil(K / block_size) elements.
+        zero_points: likewise, packed into bytes by row; empty: 2^(bits - 1).
+        accuracy_level: of the node.
+    """
+
+    bits: int
+    block_size: int
+    scales: str
+    zero_points: str = ""
+    accuracy_level: int = 0
+
+
+@dataclass(frozen=True)
+class Weight:
+    """The constant factor of a matmul.
+
+    Attributes:
+        tensor: an initializer of rank 2, or 3 where it is quantized.
+        inner: how many elements the matmul sums over.
+        outer: how many elements it gives for a token.
+        is_by_neuron: a row of it belongs to one neuron; else a column does.
+        bias: the constant that is added to the matmul; empty: none.
+        quantization: None: its element type is that of the tokens.
+    """
+
+    tensor: str
+    inner: int
+    outer: int
+    is_by_neuron: bool
+    bias: str = ""
+    quantization: Quantization | None = None
+
+
+@dataclass(frozen=True)
+class MlpSite:
+    """The part of an MLP behind its gate (without one: behind its first matmul), which need not compute idle neurons.
+
+    Attributes:
+        name: unique in the model, for options and reports.
+        gate: tensor [..., F] to which the activation is applied.
+        activation: of docs/reference/sparse-mlp.md; ``none``: ``gate`` is activated already.
+        activated: tensor [..., F] of activated neurons, zero where one is idle.
+        down: the last matmul.
+        output: its tensor [..., N], behind the bias.
+        input: tensor [..., K] that ``up`` multiplies; empty without one.
+        up: the matmul whose result is multiplied by the activated neurons; None: there is none.
+        neurons: F.
+        input_size: K, or the size of a token in front of the first matmul; 0: not known.
+        output_size: N.
+        dtype: element type of all of them but quantized weights.
+    """
+
+    name: str
+    gate: str
+    activation: str
+    activated: str
+    down: Weight
+    output: str
+    neurons: int
+    output_size: int
+    dtype: int
+    input: str = ""
+    up: Weight | None = None
+    input_size: int = 0
+
+    @property
+    def quantization(self) -> Quantization | None:
+        """Of its weights."""
+        return self.down.quantization
+
+    @property
+    def sizes(self) -> str:
+        """The sizes for people."""
+        kind = "plain" if self.up is None else "gated"
+        bits = "" if self.quantization is None else f", int{self.quantization.bits}"
+        return f"{kind}, {self.neurons} neurons{bits}"
+
+    def share_read(self, density: float) -> float:
+        """The share of the MLP's weights that one token reads where this share of the neurons is active."""
+        before = self.input_size or self.output_size
+        values, scales, block = 1.0, 0.0, 1
+        if self.quantization is not None:
+            block = self.quantization.block_size
+            values, scales = self.quantization.bits / 8, 4 / block
+        # A scale of the last matmul is read where one neuron of its block is active.
+        down = (density * values + (1 - (1 - density) ** block) * scales) * self.output_size
+        up = density * (values + scales) * before if self.up is not None else 0.0
+        dense = (values + scales) * before
+        whole = dense * (2 if self.up is not None else 1) + (values + scales) * self.output_size
+        return (dense + up + down) / whole
