@@ -33,6 +33,7 @@ struct DecodeParams {
   // (key_range.h). nullptr: the mask counts.
   const int32_t* first_rows = nullptr;  // [B]
   int32_t window_left = kNoWindow;
+  int32_t window_block = 1;             // KeyRange::block, beside columns alone
   DeviceColumns columns;                // attended beside the range
   const int32_t* seqlens = nullptr;     // AttentionArgs::seqlens; only the cluster kernel reads ahead
   const int32_t* is_invalid = nullptr;  // [B]: where it is not 0, outputs are NaN; nullptr: nowhere

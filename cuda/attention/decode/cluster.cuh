@@ -144,7 +144,7 @@ class ClusterDecode {
       // Of a sequence that is invalid it may be any row.
       const int first = params_.seqlens != nullptr ? max(ReadWord(params_.seqlens + b_), -kNoWindow) + 1 - p_.S
                                                    : ReadWord(params_.first_rows + b_);
-      range_ = MakeKeyRange(first, params_.window_left, p_.T);
+      range_ = MakeKeyRange(first, params_.window_left, p_.T, kColumns ? params_.window_block : 1);
       FindTiles(range_, p_.S, p_.T, &begin, &end);
       keys_ = EndOfKeys(range_, p_.S, p_.T);
       if constexpr (kColumns) {

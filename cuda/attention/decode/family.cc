@@ -64,6 +64,7 @@ Status Run(AttentionJob* job, const KernelEntry&) {
     if (args.range_columns != nullptr) {
       STOF_RETURN_IF_ERROR(job->GetColumns(*args.range_columns, &columns));
       params.columns = columns->view();
+      params.window_block = static_cast<int32_t>(args.window_block);
     }
   } else {
     STOF_RETURN_IF_ERROR(job->GetMask(FormOf(*job), job->params(), &entry));
@@ -85,7 +86,8 @@ Status Run(AttentionJob* job, const KernelEntry&) {
   static constexpr ClusterCode kNoClusters;
   const bool has_clusters = kernels.size() > kCluster;
   const ClusterCode& cluster_code = has_clusters ? kernels[kCluster].code_as<ClusterCode>() : kNoClusters;
-  const int64_t tiles = has_range          ? MostTiles(args.window_left, args.S, args.T) + MostColumnTiles(params)
+  const int64_t tiles = has_range
+                            ? MostTiles(args.window_left, args.S, args.T, args.window_block) + MostColumnTiles(params)
                         : entry == nullptr ? (args.T + kTileKeys - 1) / kTileKeys
                                            : entry->longest_row();
   const int64_t blocks =

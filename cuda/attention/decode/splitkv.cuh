@@ -165,7 +165,9 @@ class Decode {
   // The number of keys of the sequence.
   __device__ __forceinline__ int Keys() const { return kPaged ? keys_ : p_.T; }
   __device__ __forceinline__ bool HasRange() const { return params_.first_rows != nullptr; }
-  __device__ __forceinline__ KeyRange range() const { return {full_, params_.window_left}; }
+  __device__ __forceinline__ KeyRange range() const {
+    return {full_, params_.window_left, kColumns ? params_.window_block : 1};
+  }
   __device__ bool HasEmptyRow() const {
     for (int i = 0; i < S::kRows; ++i) {
       const int row = block_ * S::kRows + i;

@@ -88,6 +88,8 @@ struct AttentionArgs {
   // key_ends[b]). The mask says the same: a kernel may use either. CUDA kernels get first_rows in this case alone.
   bool is_key_range = false;
   int64_t window_left = -1;  // -1: no bound
+  // With range_columns: the window begins window_left keys before the query's block of so many positions.
+  int64_t window_block = 1;
   // Devices alone: beside the key range, each query attends those of these columns that are before it. They are of T
   // keys or more, and IsLimitedToKeyRange holds. nullptr: none.
   const KeyColumns* range_columns = nullptr;

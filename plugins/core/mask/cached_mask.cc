@@ -123,6 +123,68 @@ bool FindRange(const MaskExpr& expr, int64_t* window_left) {
   return least == 0;
 }
 
+// A sum of blocks of positions: q times q / block, k times k / block, and a constant.
+struct BlockForm {
+  int64_t q = 0, k = 0, constant = 0;
+  int64_t block = 0;  // 0: no block was read yet
+};
+
+// Adds factor times the integer expression of a node. False: it is no such sum, or its blocks differ in size.
+bool AddBlockForm(const std::vector<ExprNode>& nodes, int index, int64_t factor, BlockForm* form) {
+  const ExprNode& node = nodes[static_cast<size_t>(index)];
+  switch (node.op) {
+    case ExprOp::kConst:
+      return !__builtin_mul_overflow(node.value, factor, &factor) &&
+             !__builtin_add_overflow(form->constant, factor, &form->constant);
+    case ExprOp::kAdd:
+    case ExprOp::kSub:
+      return AddBlockForm(nodes, node.child[0], factor, form) &&
+             AddBlockForm(nodes, node.child[1], node.op == ExprOp::kSub ? -factor : factor, form);
+    case ExprOp::kDiv: {
+      const ExprNode& position = nodes[static_cast<size_t>(node.child[0])];
+      const ExprNode& block = nodes[static_cast<size_t>(node.child[1])];
+      if (block.op != ExprOp::kConst || block.value < 1 || (form->block != 0 && form->block != block.value))
+        return false;
+      if (position.op != ExprOp::kQ && position.op != ExprOp::kK) return false;
+      form->block = block.value;
+      (position.op == ExprOp::kQ ? form->q : form->k) += factor;
+      return true;
+    }
+    default:
+      return false;
+  }
+}
+
+// Finds the window of a causal mask whose only other conjunct bounds q / block - k / block: its keys begin at
+// q - q % block - window_left. False: it is another mask.
+bool FindBlockRange(const MaskExpr& expr, int64_t* window_left, int64_t* block) {
+  constexpr int64_t kLargest = int64_t{1} << 24;
+  const std::vector<ExprNode>& nodes = expr.nodes();
+  bool is_causal = false, has_window = false;
+  for (const int conjunct : expr.Conjuncts()) {
+    if (IsCausal(expr, conjunct)) {
+      is_causal = true;
+      continue;
+    }
+    const ExprNode& node = nodes[static_cast<size_t>(conjunct)];
+    const bool is_less = node.op == ExprOp::kLt || node.op == ExprOp::kLe;
+    const bool is_greater = node.op == ExprOp::kGt || node.op == ExprOp::kGe;
+    BlockForm form;  // of the smaller side minus the larger one
+    if (has_window || (!is_less && !is_greater) || !AddBlockForm(nodes, node.child[0], is_less ? 1 : -1, &form) ||
+        !AddBlockForm(nodes, node.child[1], is_less ? -1 : 1, &form) || form.q != 1 || form.k != -1) {
+      return false;
+    }
+    const int64_t strict = node.op == ExprOp::kLt || node.op == ExprOp::kGt ? 1 : 0;
+    if (form.constant < -kLargest || form.constant > kLargest || form.block > kLargest) return false;
+    const int64_t most = -form.constant - strict;  // of q / block - k / block
+    if (most < 0) return false;
+    has_window = true;
+    *window_left = most * form.block;
+    *block = form.block;
+  }
+  return is_causal && has_window && *window_left <= kLargest;
+}
+
 }  // namespace
 
 Status MakeCachedMask(const std::string& text, const Tables& tables, int64_t window, CachedMask* mask) {
@@ -155,9 +217,11 @@ Status MakeCachedMask(const std::string& text, const Tables& tables, int64_t win
   mask->columns = columns->has_columns() ? std::move(columns) : nullptr;
   if (mask->columns != nullptr && !mask->columns->split().rest.empty()) {
     const ColumnSplit& split = mask->columns->split();
-    int64_t base = 0, range = 0;
-    if (FindRange(split.base, &base) && base < 0 && FindRange(split.base_and_rest, &range)) {
+    int64_t base = 0, range = 0, block = 1;
+    if (FindRange(split.base, &base) && base < 0 &&
+        (FindRange(split.base_and_rest, &range) || FindBlockRange(split.base_and_rest, &range, &block))) {
       mask->column_window = range;
+      mask->column_block = block;
     }
   }
   return Status();

@@ -26,9 +26,10 @@ struct CachedMask {
   // The same for a first prompt, whose queries begin at position 0: it reads no run-time operand.
   std::shared_ptr<const AttentionMask> of_first_prompt;
   std::shared_ptr<const ColumnSource> columns;  // its key columns; nullptr: none
-  // columns, where the other keys of a query are a range: those with q - k of at most this. -1: the mask is another
-  // one.
+  // columns, where the other keys of a query are a range: those from q - q % column_block - column_window on. -1: the
+  // mask is another one.
   int64_t column_window = -1;
+  int64_t column_block = 1;
   // ---- set by CompareHeads ----
   // As many neighbouring heads have the same mask: 1 or H / G.
   int64_t alike_heads = 1;

@@ -55,6 +55,7 @@ Status UseKeyColumnsOnDevice(const CachedMask& mask, const CacheAppendArgs& appe
   ranged.first_rows = append.first_row;
   ranged.is_key_range = true;
   ranged.window_left = mask.column_window;
+  ranged.window_block = mask.column_block;
   if (mask.column_window < 0 || append.is_first_prompt || ranged.bias != nullptr || append.B == 0 ||
       !IsLimitedToKeyRange(ranged)) {
     return Status();

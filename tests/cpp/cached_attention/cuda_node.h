@@ -49,8 +49,13 @@ inline constexpr Mask kMasks[] = {
     {"k <= q and (q - k < 16 or (q // 8 - k // 8 + h // 4) % 5 == 0)",
      [](int64_t h, int64_t q, int64_t k) { return q - k < 16 || (q / 8 - k / 8 + h / 4) % 5 == 0; }, false},
     {"k <= q and (k < 4 or q - k < 33)", [](int64_t, int64_t q, int64_t k) { return k < 4 || q - k < 33; }, false},
+    // Windows of blocks: S2, and blocks that are no KV tiles.
+    {"k <= q and (q // 64 - k // 64 < 2 or (k // 64 + h // 4) % 4 == 0)",
+     [](int64_t h, int64_t q, int64_t k) { return q / 64 - k / 64 < 2 || (k / 64 + h / 4) % 4 == 0; }, false},
+    {"k <= q and (q // 48 <= k // 48 + 1 or k % 37 == 0)",
+     [](int64_t, int64_t q, int64_t k) { return q / 48 <= k / 48 + 1 || k % 37 == 0; }, false},
 };
-constexpr int kFirstColumnMask = 5, kColumnMasks = 6;
+constexpr int kFirstColumnMask = 5, kColumnMasks = 8;
 
 // An append problem, and what the op computes with it.
 struct Step {

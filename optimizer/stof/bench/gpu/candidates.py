@@ -16,7 +16,7 @@ from stof.installation import CUDA, how_to_add
 from stof.runtime.cuda import CudaOp, kernel_names
 from stof.runtime.library import build_info
 
-_WORKSPACE = 64 << 20
+_WORKSPACE = 1 << 30  # bytes
 _FEW_QUERIES = 16  # up to that many, the decode kernel runs
 _FULL_ROWS = 0.1  # density of elements above which the row-wise kernel is not timed
 
