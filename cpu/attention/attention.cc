@@ -14,7 +14,7 @@
 #include "cpu/kernel_table.h"
 #include "plugins/core/base/integers.h"
 #include "plugins/core/contract/attention_limits.h"
-#include "plugins/core/mask/key_columns.h"
+#include "plugins/core/mask/columns/key_columns.h"
 
 namespace stof {
 namespace {

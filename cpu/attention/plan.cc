@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "plugins/core/base/integers.h"
-#include "plugins/core/mask/key_columns.h"
+#include "plugins/core/mask/columns/key_columns.h"
 
 namespace stof {
 namespace cpu {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Key columns (plugins/core/mask/key_columns.h) in device memory. The structs are plain C++ for kernels.
+// Key columns (plugins/core/mask/columns/key_columns.h) in device memory. The structs are plain C++ for kernels.
 #ifndef STOF_CUDA_MASK_DEVICE_COLUMNS_H_
 #define STOF_CUDA_MASK_DEVICE_COLUMNS_H_
 
@@ -8,7 +8,7 @@
 
 #include "plugins/core/base/status.h"
 #include "plugins/core/contract/op.h"
-#include "plugins/core/mask/key_columns.h"
+#include "plugins/core/mask/columns/key_columns.h"
 
 namespace stof {
 namespace cuda {

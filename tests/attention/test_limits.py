@@ -68,7 +68,8 @@ def answer(monkeypatch: pytest.MonkeyPatch, **numbers: int) -> None:
 
 
 def test_the_library_answers_with_the_fallback() -> None:
-    assert set(op_limits()) == {"StofAttention", "StofCachedAttention", "StofChain", "StofGemm"}
+    operators = {"StofAttention", "StofCachedAttention", "StofChain", "StofGemm", "StofPagedAttention", "StofSparseMLP"}
+    assert set(op_limits()) == operators
     assert set(op_limits()["StofAttention"]["targets"]) == set(limits.FALLBACK)
     for target, expected in limits.FALLBACK.items():
         assert limits.limits_of(target) == expected, target

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Prefill under a mask with key columns: keys and values of the columns are gathered in front of a copy of all keys and
-// values, and any kernel attends that longer axis under the gathered mask (plugins/core/mask/key_columns.h).
+// values, and any kernel attends that longer axis under the gathered mask (plugins/core/mask/columns/key_columns.h).
 #ifndef STOF_CUDA_ATTENTION_COLUMNS_GATHER_H_
 #define STOF_CUDA_ATTENTION_COLUMNS_GATHER_H_
 

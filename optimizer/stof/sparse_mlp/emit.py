@@ -18,7 +18,7 @@ from stof.graph.names import FreshNames
 from stof.graph.protobuf import copy_model, replace_nodes
 from stof.sparse_mlp.function_body import MlpVariant, make_mlp_function
 from stof.sparse_mlp.quantized import regroup_by_neuron
-from stof.sparse_mlp.site import INPUT_INDEX, OP, OP_INPUTS, MlpSite, Weight
+from stof.sparse_mlp.site import INPUT_INDEX, OP, OP_INPUTS, MlpSite, MlpWeight
 
 
 def emit_mlps(model: onnx.ModelProto, sites: Sequence[MlpSite], folder: Path) -> onnx.ModelProto:
@@ -110,10 +110,10 @@ class _Weights:
         self._stored = {t.name: t for t in graph.initializer}
         self._folder = folder
         self._transposed: dict[str, str] = {}
-        self._regrouped: dict[Weight, list[str]] = {}
+        self._regrouped: dict[MlpWeight, list[str]] = {}
         self._nodes: list[onnx.NodeProto] = []
 
-    def by_neuron(self, weight: Weight) -> str:
+    def by_neuron(self, weight: MlpWeight) -> str:
         """The tensor whose rows are neurons."""
         if weight.is_by_neuron:
             return weight.tensor
@@ -128,7 +128,7 @@ class _Weights:
                 self._graph.initializer.append(numpy_helper.from_array(array, name))
         return self._transposed[weight.tensor]
 
-    def in_rows(self, weight: Weight) -> list[str]:
+    def in_rows(self, weight: MlpWeight) -> list[str]:
         """A quantized weight that lies by neuron, its scales and zero points, with the operator's shapes."""
         q = weight.quantization
         assert q is not None
@@ -156,7 +156,7 @@ class _Weights:
             self._graph.initializer.append(shaped)
         return self._transposed[key]
 
-    def regrouped(self, weight: Weight) -> list[str]:
+    def regrouped(self, weight: MlpWeight) -> list[str]:
         """A quantized weight in the order of neurons, its scales and zero points."""
         q = weight.quantization
         assert q is not None
@@ -164,7 +164,8 @@ class _Weights:
             names = (weight.tensor, q.scales, q.zero_points)
             given = [map_array(self._stored[n], self._folder) if n else None for n in names]
             values, scales, zeros = given
-            assert values is not None and scales is not None
+            assert values is not None
+            assert scales is not None
             found = regroup_by_neuron(weight, values, scales, zeros)
             made = []
             for name, array in zip(names, (found.values, found.scales, found.zero_points), strict=True):

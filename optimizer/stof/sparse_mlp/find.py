@@ -18,7 +18,7 @@ from stof.errors import UnsupportedError
 from stof.graph.index import GraphIndex, is_standard
 from stof.graph.names import FreshNames
 from stof.sparse_mlp.quantized import is_quantized_matmul, read_quantized
-from stof.sparse_mlp.site import MlpSite, Weight
+from stof.sparse_mlp.site import MlpSite, MlpWeight
 from stof.symbolic import Symbolic
 
 # Functions of one value that are 0 at 0. Those of ONNX Runtime have the same names.
@@ -151,7 +151,7 @@ class _Finder:
             node = self._index.producer(inner[0]) if len(inner) == 1 else None
         return node if self._is_matmul(node) else None
 
-    def _read_weight(self, node: onnx.NodeProto, sums_over_neurons: bool) -> tuple[Weight, str]:
+    def _read_weight(self, node: onnx.NodeProto, sums_over_neurons: bool) -> tuple[MlpWeight, str]:
         """The weight of a matmul with its bias, and the tensor behind the bias.
 
         Args:
@@ -179,7 +179,7 @@ class _Finder:
                 return replace(weight, bias=other[0]), readers[0].output[0]
         return weight, output
 
-    def _read_factor(self, node: onnx.NodeProto, sums_over_neurons: bool) -> tuple[Weight, str]:
+    def _read_factor(self, node: onnx.NodeProto, sums_over_neurons: bool) -> tuple[MlpWeight, str]:
         """The weight of a matmul without its bias, and the bias that the node itself adds."""
         tensor = node.input[1]
         if is_quantized_matmul(node):
@@ -189,7 +189,7 @@ class _Finder:
         if is_transposed:
             inner, outer = outer, inner
         bias = node.input[2] if node.op_type == "Gemm" and len(node.input) > 2 else ""
-        return Weight(tensor, inner, outer, sums_over_neurons != is_transposed), bias
+        return MlpWeight(tensor, inner, outer, sums_over_neurons != is_transposed), bias
 
     def _read_activation(self, tensor: str) -> tuple[str, str]:
         """The tensor in front of an activation that the operator computes, and its name; else the tensor itself."""
@@ -262,7 +262,7 @@ class _Finder:
             yield from filter(None, map(self._index.producer, node.input[:2]))
 
 
-def _check_equal_quantization(up: Weight, down: Weight) -> None:
+def _check_equal_quantization(up: MlpWeight, down: MlpWeight) -> None:
     """The operator has one number of bits and one block size for all weights."""
     kinds = []
     for weight in (up, down):

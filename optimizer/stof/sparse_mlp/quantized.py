@@ -15,7 +15,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from stof.errors import UnsupportedError
-from stof.sparse_mlp.site import Quantization, Weight
+from stof.sparse_mlp.site import MlpWeight, Quantization
 
 _OP, _DOMAIN = "MatMulNBits", "com.microsoft"
 _INPUTS = ("A", "B", "scales", "zero_points", "g_idx", "bias")
@@ -34,7 +34,7 @@ def read_quantized(
     stored: Mapping[str, onnx.TensorProto],
     inputs: Collection[str],
     sums_over_neurons: bool,
-) -> tuple[Weight, str]:
+) -> tuple[MlpWeight, str]:
     """The weight of a MatMulNBits, and its bias.
 
     Args:
@@ -76,7 +76,7 @@ def read_quantized(
     quantization = Quantization(
         bits, block, given["scales"], given.get("zero_points", ""), int(values.get("accuracy_level", 0))
     )
-    return Weight(given["B"], inner, outer, not sums_over_neurons, "", quantization), given.get("bias", "")
+    return MlpWeight(given["B"], inner, outer, not sums_over_neurons, "", quantization), given.get("bias", "")
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class QuantizedArrays:
 
 
 def regroup_by_neuron(
-    weight: Weight, values: np.ndarray, scales: np.ndarray, zero_points: np.ndarray | None
+    weight: MlpWeight, values: np.ndarray, scales: np.ndarray, zero_points: np.ndarray | None
 ) -> QuantizedArrays:
     """The same values with those of a neuron, which the matmul sums over, beside each other.
 
@@ -135,7 +135,7 @@ def pack(values: np.ndarray, bits: int) -> np.ndarray:
     return found
 
 
-def dequantize(weight: Weight, values: np.ndarray, scales: np.ndarray, zero_points: np.ndarray | None) -> np.ndarray:
+def dequantize(weight: MlpWeight, values: np.ndarray, scales: np.ndarray, zero_points: np.ndarray | None) -> np.ndarray:
     """A MatMulNBits weight as fp64 [K, N]."""
     q = weight.quantization
     assert q is not None

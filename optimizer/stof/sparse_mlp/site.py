@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 OP = "StofSparseMLP"
+_ROUNDS_TOKENS = 4  # accuracy_level of MatMulNBits with which its kernels quantize tokens to int8
 OP_INPUTS = (
     *("input", "gate", "gate_weight", "up_weight", "down_weight", "gate_bias", "up_bias", "down_bias"),
     *("threshold", "predictor_down", "predictor_up", "gate_scales", "gate_zero_points", "up_scales", "up_zero_points"),
@@ -34,7 +35,7 @@ class Quantization:
 
 
 @dataclass(frozen=True)
-class Weight:
+class MlpWeight:
     """The constant factor of a matmul.
 
     Attributes:
@@ -77,19 +78,25 @@ class MlpSite:
     gate: str
     activation: str
     activated: str
-    down: Weight
+    down: MlpWeight
     output: str
     neurons: int
     output_size: int
     dtype: int
     input: str = ""
-    up: Weight | None = None
+    up: MlpWeight | None = None
     input_size: int = 0
 
     @property
     def quantization(self) -> Quantization | None:
         """Of its weights."""
         return self.down.quantization
+
+    @property
+    def rounds_tokens(self) -> bool:
+        """Whether the operator may round what quantized weights multiply to int8."""
+        weights = [w for w in (self.up, self.down) if w is not None and w.quantization is not None]
+        return any(w.quantization is not None and w.quantization.accuracy_level == _ROUNDS_TOKENS for w in weights)
 
     @property
     def sizes(self) -> str:

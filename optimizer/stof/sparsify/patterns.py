@@ -351,7 +351,8 @@ class VerticalSlashPattern(HeadPattern):
     def condition(self, heads: HeadCounts, tables: Tables) -> str:
         own, head = heads.rows_of(len(self.columns), self.source)
         found = []
-        for lists, place in ((self.columns[own], "k"), (self.diagonals[own], "q - k")):
+        diagonals = self.diagonals[own]
+        for lists, place in ((self.columns[own], "k"), (diagonals, "q - k")):
             size = _end_of(lists)
             if len(lists) * size > _MOST_MARKS:
                 raise ArgumentError(
@@ -360,7 +361,7 @@ class VerticalSlashPattern(HeadPattern):
             marks = np.zeros((len(lists), size), bool)
             for row, some in zip(marks, lists, strict=True):
                 row[np.asarray(some, np.int64)] = True
-            if place == "q - k":
+            if lists is diagonals:
                 marks[:, 0] = True  # the query's own key
             if marks.any():
                 table = tables.add(marks)

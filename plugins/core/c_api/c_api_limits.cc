@@ -46,10 +46,9 @@ std::string LimitsOf(const OpDescription& op) {
     targets += targets.empty() ? "" : ", ";
     targets += Member(stof::kTargetNames[static_cast<int>(target)], TypesOf(op, target));
   }
-  return Member(op.name, Object(Member("attributes", "[" + attributes + "]") + ", " +
-                                Member("roles", "[" + roles + "]") + ", " +
-                                Member("storage_types", "[" + storage + "]") + ", " +
-                                Member("targets", Object(targets))));
+  return Member(op.name,
+                Object(Member("attributes", "[" + attributes + "]") + ", " + Member("roles", "[" + roles + "]") + ", " +
+                       Member("storage_types", "[" + storage + "]") + ", " + Member("targets", Object(targets))));
 }
 
 std::string AllLimits() {

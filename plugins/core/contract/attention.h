@@ -15,7 +15,7 @@
 
 namespace stof {
 
-class KeyColumns;      // plugins/core/mask/key_columns.h
+class KeyColumns;      // plugins/core/mask/columns/key_columns.h
 struct AttentionMask;  // plugins/core/mask/attention_mask.h
 struct ExprSizes;      // plugins/core/mask/expr.h
 struct RunContext;     // plugins/core/contract/op.h

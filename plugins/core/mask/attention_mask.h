@@ -14,11 +14,11 @@
 #include "plugins/core/base/status.h"
 #include "plugins/core/base/types.h"
 #include "plugins/core/host/fork_guard.h"
-#include "plugins/core/mask/cache_slot.h"
+#include "plugins/core/mask/columns/cache_slot.h"
+#include "plugins/core/mask/columns/key_columns.h"
 #include "plugins/core/mask/dynamic_mask.h"
 #include "plugins/core/mask/expr.h"
 #include "plugins/core/mask/expr_eval.h"
-#include "plugins/core/mask/key_columns.h"
 
 namespace stof {
 

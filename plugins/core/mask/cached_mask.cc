@@ -5,8 +5,8 @@
 #include <cstring>
 
 #include "plugins/core/host/hash.h"
+#include "plugins/core/mask/columns/expr_rewrite.h"
 #include "plugins/core/mask/expr_affine.h"
-#include "plugins/core/mask/expr_rewrite.h"
 
 namespace stof {
 namespace {

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "plugins/core/mask/key_columns.h"
+#include "plugins/core/mask/columns/key_columns.h"
 #include "plugins/core/ops/attention.h"
 #include "plugins/core/ops/attention_shapes.h"
 

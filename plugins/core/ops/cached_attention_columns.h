@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The mask of StofCachedAttention in one run, with its key columns (plugins/core/mask/key_columns.h).
+// The mask of StofCachedAttention in one run, with its key columns (plugins/core/mask/columns/key_columns.h).
 #ifndef STOF_PLUGINS_CORE_OPS_CACHED_ATTENTION_COLUMNS_H_
 #define STOF_PLUGINS_CORE_OPS_CACHED_ATTENTION_COLUMNS_H_
 

@@ -7,7 +7,7 @@
 
 #include "plugins/core/mask/attention_mask.h"
 #include "plugins/core/mask/cached_mask.h"
-#include "plugins/core/mask/key_columns.h"
+#include "plugins/core/mask/columns/key_columns.h"
 #include "tests/cpp/mask/random_expr.h"
 
 namespace stof::test {

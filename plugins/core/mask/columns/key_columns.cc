@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "plugins/core/mask/key_columns.h"
+#include "plugins/core/mask/columns/key_columns.h"
 
 #include <algorithm>
 #include <set>
@@ -7,9 +7,9 @@
 
 #include "plugins/core/base/integers.h"
 #include "plugins/core/mask/attention_mask.h"
+#include "plugins/core/mask/columns/expr_rewrite.h"
 #include "plugins/core/mask/expr_eval.h"
 #include "plugins/core/mask/expr_operate.h"
-#include "plugins/core/mask/expr_rewrite.h"
 
 namespace stof {
 namespace {

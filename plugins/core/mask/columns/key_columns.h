@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Key columns: keys that a mask allows wherever the query stands, as the verticals of vertical-slash attention or the
 // strided blocks of S2. A mask with columns is `base and (rest or columns)`, whose part `columns` reads k and h alone.
-#ifndef STOF_PLUGINS_CORE_MASK_KEY_COLUMNS_H_
-#define STOF_PLUGINS_CORE_MASK_KEY_COLUMNS_H_
+#ifndef STOF_PLUGINS_CORE_MASK_COLUMNS_KEY_COLUMNS_H_
+#define STOF_PLUGINS_CORE_MASK_COLUMNS_KEY_COLUMNS_H_
 
 #include <cstdint>
 #include <memory>
@@ -11,7 +11,7 @@
 
 #include "plugins/core/base/status.h"
 #include "plugins/core/host/fork_guard.h"
-#include "plugins/core/mask/cache_slot.h"
+#include "plugins/core/mask/columns/cache_slot.h"
 #include "plugins/core/mask/expr.h"
 
 namespace stof {
@@ -99,4 +99,4 @@ class ColumnSource {
 };
 
 }  // namespace stof
-#endif  // STOF_PLUGINS_CORE_MASK_KEY_COLUMNS_H_
+#endif  // STOF_PLUGINS_CORE_MASK_COLUMNS_KEY_COLUMNS_H_

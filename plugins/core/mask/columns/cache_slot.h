@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef STOF_PLUGINS_CORE_MASK_CACHE_SLOT_H_
-#define STOF_PLUGINS_CORE_MASK_CACHE_SLOT_H_
+#ifndef STOF_PLUGINS_CORE_MASK_COLUMNS_CACHE_SLOT_H_
+#define STOF_PLUGINS_CORE_MASK_COLUMNS_CACHE_SLOT_H_
 
 #include <memory>
 
@@ -19,4 +19,4 @@ class MaskCacheSlot {
 };
 
 }  // namespace stof
-#endif  // STOF_PLUGINS_CORE_MASK_CACHE_SLOT_H_
+#endif  // STOF_PLUGINS_CORE_MASK_COLUMNS_CACHE_SLOT_H_

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Copies the nodes of one mask expression into another that is being built.
-#ifndef STOF_PLUGINS_CORE_MASK_EXPR_REWRITE_H_
-#define STOF_PLUGINS_CORE_MASK_EXPR_REWRITE_H_
+#ifndef STOF_PLUGINS_CORE_MASK_COLUMNS_EXPR_REWRITE_H_
+#define STOF_PLUGINS_CORE_MASK_COLUMNS_EXPR_REWRITE_H_
 
 #include <vector>
 
@@ -42,4 +42,4 @@ std::vector<int> CopyNodes(const MaskExpr& expr, ExprBuilder* to, Copy copy) {
 }
 
 }  // namespace stof
-#endif  // STOF_PLUGINS_CORE_MASK_EXPR_REWRITE_H_
+#endif  // STOF_PLUGINS_CORE_MASK_COLUMNS_EXPR_REWRITE_H_
