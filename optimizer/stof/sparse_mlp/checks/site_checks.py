@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from onnx import helper
 
 from stof.graph.external_data import map_array
 from stof.runtime.library import LibraryError, Op
+from stof.sparse_mlp.checks.rounded_tokens import round_tokens
 from stof.sparse_mlp.emit import emit_mlps
 from stof.sparse_mlp.quantized import dequantize
 from stof.sparse_mlp.site import INPUT_INDEX, OP, MlpSite, MlpWeight
@@ -61,12 +62,16 @@ class MlpChecks(SiteChecks):
     def emit(self, sites: Sequence[str]) -> onnx.ModelProto:
         return emit_mlps(self.working, [s for s in self.mlp_sites if s.name in set(sites)], self._folder)
 
+    def rounding_variants(self, working: onnx.ModelProto, dtype: Callable[[str], int]) -> list[onnx.ModelProto]:
+        rounded = round_tokens(working, self.mlp_sites, dtype(self.mlp_sites[0].output))
+        return [] if rounded is None else [rounded]
+
     def rounding_errors(self, captured: Mapping[str, np.ndarray]) -> dict[str, Noisy]:
         found = {}
         for site in self.mlp_sites:
             array = captured.get(site.output)
             largest = 1.0 if array is None else float(np.abs(array[np.isfinite(array)]).max(initial=0.0))
-            found[site.output] = Noisy(site.dtype, site.neurons, largest)
+            found[site.output] = Noisy(site.dtype, site.output_size, largest)
         return found
 
     def compare(self, emitted: onnx.ModelProto, captured: Mapping[str, np.ndarray]) -> Iterator[Comparison]:
