@@ -57,6 +57,9 @@ class Decoder:
 
 DECODERS: dict[str, Decoder] = {
     "llama": Decoder("LlamaConfig", {"head_dim": 32}),
+    # An MLP with the square of Relu, and none with a gate.
+    "nemotron": Decoder("NemotronConfig", {"head_dim": 32, "hidden_act": "relu2"}),
+    "llama-relu": Decoder("LlamaConfig", {"head_dim": 32, "hidden_act": "relu"}),
     "mistral": Decoder("MistralConfig", {"head_dim": 32, "sliding_window": WINDOW, "layer_types": [_LOCAL] * 3}),
     # The window is an attribute alone here; the caches of the other architectures' local layers hold the window only.
     "phi3": Decoder(
