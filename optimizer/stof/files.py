@@ -243,7 +243,7 @@ def write_bytes(name: str, path: Path, data: bytes | memoryview) -> None:
     """
     try:
         with temporary_file(path.parent) as new:
-            new.write([data])
+            new.write(data)
             new.replace(path)
     except OSError as error:
         raise ArgumentError(f"the {name} {path} cannot be written: {_os_reason(error)}") from error
@@ -257,12 +257,12 @@ class TemporaryFile:
         self.file = file
         self.is_locked = try_lock(file.fileno()) is True  # False only where the file system has no locks
 
-    def write(self, pieces: Iterable[bytes | memoryview]) -> None:
-        """Writes pieces one after the other, and checks that the disk has taken them.
+    def write(self, data: bytes | memoryview) -> None:
+        """Writes bytes, as :meth:`write_pieces` does."""
+        self.write_pieces([data])
 
-        Raises:
-            OSError: when it has not.
-        """
+    def write_pieces(self, pieces: Iterable[bytes | memoryview]) -> None:
+        """Writes pieces one after the other. An OSError says that the disk has not taken all of them."""
         size = 0
         for piece in pieces:
             self.file.write(piece)

@@ -170,7 +170,9 @@ def test_what_is_measured_is_written_and_planned(
     assert attributes(result)["kernel"] == b"sm90-64x64x4"
     # Beside a plan of everything nothing is left to measure.
     assert cli.main([*arguments, "--plan", str(plan)]) == 1
-    assert f"--tune has nothing to measure: {plan} decides all caches, sites and chains" in capsys.readouterr().err
+    assert (
+        f"--tune has nothing to measure: {plan} decides all caches, sites, MLPs and chains" in capsys.readouterr().err
+    )
     # The cache says it, too.
     assert cli.main(arguments) == 0
     assert attributes(result)["kernel"] == b"sm90-64x64x4"

@@ -48,7 +48,7 @@ class LibraryCopies:
         for path, text in self.texts.items():
             mode = (folder / path).stat().st_mode & 0o777
             with temporary_file((folder / path).parent) as new:
-                new.write([text.encode()])
+                new.write(text.encode())
                 new.path.chmod(mode)
                 new.replace(folder / path)
 

@@ -398,7 +398,7 @@ class DataCopier:
                 digest.update(piece)
                 yield piece
 
-        new.write(read())
+        new.write_pieces(read())
         found = name(digest.hexdigest())
         self._staged.append((DataCopy(found, new.path, folder / found), new))
         return found

@@ -235,7 +235,7 @@ def save(model: onnx.ModelProto, path: Path, source: Path) -> None:
         for copy in data_to_copy(model, path, source):
             if copy.location != own:
                 copier.stage(copy)
-        new.write([data])
+        new.write(data)
         copier.publish()
         check_external(path, model)
         new.replace(path)
