@@ -181,8 +181,8 @@ TEST(CApiListsLimits) {
         "\"10\": {\"largest_head_size\": 256, \"head_size_multiple_of\": 8, \"most_heads\": 65536, "
         "\"most_length\": 4194304, \"most_operands\": 13}, \"16\"",
         "\"tensorrt\": {\"types\": {\"1\": {\"largest_head_size\": 256",
-        "\"StofChain\": {\"attributes\": [\"chain\", \"chain_id\"], \"roles\": [], \"targets\": {\"cpu\": {}, "
-        "\"cuda\": {}, ",
+        "\"StofChain\": {\"attributes\": [\"chain\", \"chain_id\"], \"roles\": [], \"storage_types\": [], "
+        "\"targets\": {\"cpu\": {}, \"cuda\": {}, ",
         "\"cuda\": {\"types\": {\"10\": {}, \"16\": {}}}"}) {
     CHECK(all.find(part) != std::string::npos, part, " is not in ", all);
   }
