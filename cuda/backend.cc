@@ -135,6 +135,7 @@ Status RunGathered(const AttentionArgs& args, const Tensor* pad, const Attention
   STOF_RETURN_IF_ERROR(cuda::GetDeviceColumns(*gathered.columns->columns, context, &entry));
   if (entry == nullptr) return Status();
   STOF_RETURN_IF_ERROR(cuda::GatherColumns(args, entry->view(), context, &gathered));
+  if (gathered.args.key == nullptr) return Status();
   const Status status = RunByMask(gathered.args, nullptr, gathered.mask(), gathered.sizes, {}, context);
   // A captured stream cannot upload the block mask of the longer axis. It can build that of the mask itself.
   if (!status.ok() && cuda::Captured(context.stream)) return Status();

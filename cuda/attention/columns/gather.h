@@ -24,7 +24,8 @@ struct GatheredAttention {
 // Whether gathering pays, and what attention then is. Strides are set, addresses are not.
 bool ChooseGathered(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
                     GatheredAttention* gathered);
-// Allocates the keys and values of the axis and queues the kernel that fills them.
+// Allocates the keys and values of the axis and queues the kernel that fills them. args.key stays nullptr where there
+// is no memory for them.
 Status GatherColumns(const AttentionArgs& args, const DeviceColumns& columns, const RunContext& context,
                      GatheredAttention* gathered);
 
