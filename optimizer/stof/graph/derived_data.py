@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -131,10 +131,10 @@ def data_name(model: Path, digest: str) -> str:
     return f"{model.name}.{digest[:_DIGEST_DIGITS]}.data"
 
 
-def remove_old_data(model: Path, kept: str) -> None:
-    """Removes the files of earlier models under this name, but one."""
+def remove_old_data(model: Path, kept: Collection[str]) -> None:
+    """Removes the files of earlier models under this name, but those that the model reads."""
     pattern = re.compile(re.escape(model.name) + rf"\.[0-9a-f]{{{_DIGEST_DIGITS}}}\.data")
     with contextlib.suppress(OSError):
         for path in model.parent.iterdir():
-            if pattern.fullmatch(path.name) and path.name != kept and path.is_file() and not path.is_symlink():
+            if pattern.fullmatch(path.name) and path.name not in kept and path.is_file() and not path.is_symlink():
                 path.unlink()

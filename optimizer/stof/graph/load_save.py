@@ -19,7 +19,7 @@ from stof.errors import ArgumentError, ModelError
 from stof.files import open_regular, temporary_file
 from stof.graph.check_text import check_text
 from stof.graph.derived_data import data_name, data_pieces, find_derived, remove_old_data, with_derived
-from stof.graph.external_data import DataCopier, all_tensors, check_external, data_to_copy, is_external
+from stof.graph.external_data import DataCopier, all_tensors, check_external, data_to_copy, external_files, is_external
 from stof.graph.index import DOMAIN, STANDARD_DOMAINS, describe, is_standard, opset_of, topological_order
 from stof.graph.old_opsets import OLDEST_CONVERTED, convert_opset
 from stof.graph.protobuf import replace_nodes
@@ -239,7 +239,7 @@ def save(model: onnx.ModelProto, path: Path, source: Path) -> None:
         copier.publish()
         check_external(path, model)
         new.replace(path)
-        remove_old_data(path, own)
+        remove_old_data(path, external_files(model))
 
 
 def _serialize(model: onnx.ModelProto, path: Path) -> bytes:
