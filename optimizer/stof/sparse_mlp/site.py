@@ -72,6 +72,9 @@ class MlpSite:
         input_size: K, or the size of a token in front of the first matmul; 0: not known.
         output_size: N.
         dtype: element type of all of them but quantized weights.
+        has_zeros: whether the activation gives true zeros, so that idle neurons can be left out without a change.
+        gate_input: tensor [..., K] that the gate's matmul multiplies; empty where ``gate_weight`` is None.
+        gate_weight: the matmul with its bias that gives ``gate``; None: ``gate`` is computed otherwise.
     """
 
     name: str
@@ -86,6 +89,9 @@ class MlpSite:
     input: str = ""
     up: MlpWeight | None = None
     input_size: int = 0
+    has_zeros: bool = True
+    gate_input: str = ""
+    gate_weight: MlpWeight | None = None
 
     @property
     def quantization(self) -> Quantization | None:
