@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from architectures import Architecture, only
-from zoo_sizes import SOME, TORCH, decoder
+from architectures import Architecture
+from zoo_sizes import SOME, TRACED, decoder
 
 _CACHED = {"use_cache": True, "intermediate_size": 160}
 
@@ -14,7 +14,7 @@ MLP: dict[str, Architecture] = {
         "Gemma3nTextConfig",
         "Gemma3nTextModel",
         "cached",
-        only(TORCH, "torchscript", "dynamo"),
+        TRACED,
         **_CACHED | {"intermediate_size": 640},
         layer_types=["sliding_attention", "full_attention"],
         sliding_window=20,
@@ -24,9 +24,18 @@ MLP: dict[str, Architecture] = {
         num_kv_shared_layers=0,
         activation_sparsity_pattern=[0.95, 0.0],
     ),
-    "persimmon": decoder("PersimmonConfig", "PersimmonModel", "cached", SOME, **_CACHED),
+    "persimmon": decoder("PersimmonConfig", "PersimmonModel", "cached", SOME, **_CACHED, num_key_value_heads=4),
     "bitnet": decoder("BitNetConfig", "BitNetModel", "cached", SOME, **_CACHED),
-    "opt": decoder("OPTConfig", "OPTModel", "cached", SOME, **_CACHED, ffn_dim=160, word_embed_proj_dim=32),
+    "opt": decoder(
+        "OPTConfig",
+        "OPTModel",
+        "cached",
+        SOME,
+        **_CACHED,
+        num_key_value_heads=4,
+        ffn_dim=160,
+        word_embed_proj_dim=32,
+    ),
     "nemotron": decoder("NemotronConfig", "NemotronModel", "cached", SOME, **_CACHED),
     "arcee": decoder("ArceeConfig", "ArceeModel", "cached", SOME, **_CACHED),
     # Gate and up are one matmul; with relu in place of silu, as fine-tuned checkpoints have it.
