@@ -24,11 +24,11 @@ from stof.ops import OPS
 from stof.options import Options
 from stof.plan import Plan, PlanEntry
 from stof.plan import load as load_plan
+from stof.prompts.files import check_vocabulary, read_prompts
 from stof.recursion import deep_recursion
 from stof.report import Report
 from stof.runtime.library import build_info
 from stof.selection import select
-from stof.sparsify.prompts import check_vocabulary, read_prompts
 from stof.sparsify.report import SparsityReport
 from stof.sparsify.sparsity import Sparsity
 from stof.sparsify.spec import parse_spec

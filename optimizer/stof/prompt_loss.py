@@ -18,9 +18,9 @@ from stof.execution.run_limits import LimitReached, RunLimits
 from stof.execution.session_process import RuntimeFailure, release_sessions
 from stof.files import temporary_folder
 from stof.options import Options
-from stof.sparsify.loss import LossMeter, bucket_limits
-from stof.sparsify.prompts import TOKENS
-from stof.sparsify.report import Loss, SparsityReport
+from stof.prompts.files import TOKENS
+from stof.prompts.loss import Loss, LossMeter, bucket_limits
+from stof.sparsify.report import SparsityReport
 from stof.verification.model_inputs import ModelInputs
 
 _SECONDS = 86400.0  # prompts take as long as they take

@@ -15,8 +15,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from stof import cli
 from stof.errors import ArgumentError
-from stof.sparsify.loss import LossMeter, kl_divergence
-from stof.sparsify.prompts import read_prompts
+from stof.prompts.files import read_prompts
+from stof.prompts.loss import LossMeter, kl_divergence
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cached_attention"))
 from gqa_models import Shape, model_of, session
