@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 OP = "StofSparseMLP"
 _ROUNDS_TOKENS = 4  # accuracy_level of MatMulNBits with which its kernels quantize tokens to int8
 OP_INPUTS = (
@@ -16,8 +18,21 @@ INPUT_INDEX = {name: i for i, name in enumerate(OP_INPUTS)}
 
 
 @dataclass(frozen=True)
+class LinearForm:
+    """How DequantizeLinear or MatMulInteger stores a weight.
+
+    Attributes:
+        inner_axis: of its matrix, the axis that the matmul sums over.
+        is_uniform: one scale for the tensor or for an output; else one for each block.
+    """
+
+    inner_axis: int
+    is_uniform: bool
+
+
+@dataclass(frozen=True)
 class Quantization:
-    """How ONNX Runtime's MatMulNBits stores a weight [N, K].
+    """How ONNX Runtime's MatMulNBits stores a weight [N, K], and how another operator stores the same values.
 
     Attributes:
         bits: 4 or 8, of a value.
@@ -25,6 +40,7 @@ class Quantization:
         scales: initializer with N · ceil(K / block_size) elements.
         zero_points: likewise, packed into bytes by row; empty: 2^(bits - 1).
         accuracy_level: of the node.
+        linear: None: as MatMulNBits stores it. Else scales and zero points are those of the other operator.
     """
 
     bits: int
@@ -32,6 +48,7 @@ class Quantization:
     scales: str
     zero_points: str = ""
     accuracy_level: int = 0
+    linear: LinearForm | None = None
 
 
 @dataclass(frozen=True)
@@ -45,6 +62,8 @@ class MlpWeight:
         is_by_neuron: a row of it belongs to one neuron; else a column does.
         bias: the constant that is added to the matmul; empty: none.
         quantization: None: its element type is that of the tokens.
+        first: of what the stored weight and bias give, the first element that is meant.
+        whole: the elements that the stored weight and bias give; 0: ``outer``.
     """
 
     tensor: str
@@ -53,6 +72,43 @@ class MlpWeight:
     is_by_neuron: bool
     bias: str = ""
     quantization: Quantization | None = None
+    first: int = 0
+    whole: int = 0
+
+
+@dataclass(frozen=True)
+class GateProjection:
+    """The matmul whose result, perhaps behind other operators, is the gate.
+
+    Attributes:
+        tensor: [..., F] that it gives behind its bias, a part of a larger one where ``weight`` is cut.
+        product: what the matmul's node writes.
+        weight: its weight and bias.
+        is_movable: whether everything between ``tensor`` and the gate treats all neurons alike, so that they may be reordered.
+    """
+
+    tensor: str
+    product: str
+    weight: MlpWeight
+    is_movable: bool
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether it is part of a larger matmul, which the up weight shares."""
+        return self.weight.whole != 0
+
+
+@dataclass(frozen=True, eq=False)
+class NeuronOrder:
+    """An order of neurons: the one at i was at ``indices[i]``.
+
+    Attributes:
+        indices: int64 [F].
+        hot: how many of the first ones fired in the runs that the order is from.
+    """
+
+    indices: np.ndarray
+    hot: int
 
 
 @dataclass(frozen=True)
@@ -75,6 +131,8 @@ class MlpSite:
         has_zeros: whether the activation gives true zeros, so that idle neurons can be left out without a change.
         gate_input: tensor [..., K] that the gate's matmul multiplies; empty where ``gate_weight`` is None.
         gate_weight: the matmul with its bias that gives ``gate``; None: ``gate`` is computed otherwise.
+        projection: the matmul behind the gate, where it may be written anew; None: it may not, or need not.
+        order: of the neurons in the model to write; None: as they are.
     """
 
     name: str
@@ -92,6 +150,8 @@ class MlpSite:
     has_zeros: bool = True
     gate_input: str = ""
     gate_weight: MlpWeight | None = None
+    projection: GateProjection | None = None
+    order: NeuronOrder | None = None
 
     @property
     def quantization(self) -> Quantization | None:
