@@ -339,8 +339,8 @@ def test_a_token_that_the_model_does_not_know(
     ("options", "message"),
     [
         (["--prompts", "p.npy"], "--prompts is for --sparsify"),
-        (["--sparsify", "window=3", "--max-kl", "1"], "--max-kl is for --prompts"),
-        (["--sparsify", "window=3", "--force"], "--force is for --prompts"),
+        (["--sparsify", "window=3", "--max-kl", "1"], "--max-kl is for --prompts and --sparse-mlp"),
+        (["--sparsify", "window=3", "--force"], "--force is for --prompts and --sparse-mlp"),
         (["--sparsify", ""], "--sparsify is empty"),
         (["--sparsify", "window=3", "--prompts", "absent.npy"], "absent.npy"),
         (["--sparsify", "window=3", "--prompts", "absent.npy", "--max-kl", "-1"], "number from 0 on"),

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,24 @@ TOKENS = "input_ids"  # the model's input
 _MOST_PROMPTS = 4096
 _MOST_ID = 1 << 31  # as int32 has it
 _EXPECTED = "expected .npy or .npz with integer arrays [S] or [B, S], .json with lists of ids or texts, or .txt"
+
+
+@dataclass(frozen=True, eq=False)
+class PromptSet:
+    """Prompts, and where they come from.
+
+    Attributes:
+        source: for people: "--prompts held_out.npz".
+        prompts: token ids of each, int64 [S].
+    """
+
+    source: str
+    prompts: tuple[np.ndarray, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Of all prompts."""
+        return sum(len(ids) for ids in self.prompts)
 
 
 def read_prompts(path: Path, folders: Sequence[Path], option: str = "--prompts") -> list[np.ndarray]:

@@ -61,6 +61,35 @@ class Loss:
         ]
 
 
+@dataclass(frozen=True)
+class PromptLoss:
+    """The loss of a model whose outputs change.
+
+    Attributes:
+        source: where the prompts come from.
+        whole: of whole prompts.
+        decoded: of single tokens over the KV cache; None where the model has none, or all prompts have one token.
+    """
+
+    source: str
+    whole: Loss
+    decoded: Loss | None = None
+
+    def lines(self) -> list[list[str]]:
+        """The lines of whole prompts, and those of decoding."""
+        losses = (("loss", self.whole), ("loss of decoding", self.decoded))
+        return [loss.lines(what) for what, loss in losses if loss is not None]
+
+    def headlines(self) -> list[str]:
+        """The first one of each."""
+        return [lines[0] for lines in self.lines()]
+
+    @property
+    def worst_kl(self) -> float:
+        """The larger mean KL divergence of the two."""
+        return max(loss.kl for loss in (self.whole, self.decoded) if loss is not None)
+
+
 @dataclass
 class LossMeter:
     """Collects positions of prompts.
