@@ -40,5 +40,5 @@ MLP: dict[str, Architecture] = {
     "arcee": decoder("ArceeConfig", "ArceeModel", "cached", SOME, **_CACHED),
     # Gate and up are one matmul; with relu in place of silu, as fine-tuned checkpoints have it.
     "phi3-relu": decoder("Phi3Config", "Phi3Model", "cached", SOME, **_CACHED, hidden_act="relu"),
-    "glm4-relu": decoder("Glm4Config", "Glm4Model", "cached", SOME, **_CACHED, hidden_act="relu"),
+    "glm4-relu": decoder("Glm4Config", "Glm4Model", "cached", (("dynamo", "sdpa"),), **_CACHED, hidden_act="relu"),
 }

@@ -101,12 +101,12 @@ def find_derived(model: onnx.ModelProto) -> list[DerivedTensor]:
             continue
         name = node.output[0]
         is_marked = node.doc_string == LAYOUT_MARK
-        if not is_marked and (node.op_type != "Transpose" or name in others or name not in own):
+        if not is_marked and (name in others or name not in own):
             continue
         read = reader.read(name)
         if read is None or not is_external(read.source) or read.source.data_type not in ITEM_SIZES:
             continue
-        if math.prod(read.source.dims) and (is_marked or len(read.nodes) == 1):
+        if math.prod(read.source.dims):
             found.append(DerivedTensor(name, read.source, read.layout, tuple(read.nodes)))
     for name in own:
         tensor = reader.stored.get(name)

@@ -66,35 +66,41 @@ class WeightLayout:
         return np.concatenate(pieces) if pieces else np.zeros(self.dims(values.shape), values.dtype)
 
     def make_nodes(
-        self, source: str, rank: int, output: str, name: str
+        self, source: str, dims: Sequence[int], output: str, name: str, *, is_marked: bool
     ) -> tuple[list[onnx.NodeProto], list[TensorProto]]:
         """Nodes that compute the layout, which :class:`LayoutReader` knows again, and their constants.
 
         Args:
             source: the stored weight.
-            rank: its rank.
-            output: the tensor to compute.
-            name: of the last node; others and constants get names that begin with it.
+            dims: its shape.
+            output: the tensor to compute; other tensors get names that begin with it.
+            name: of the last node; others get names that begin with it.
+            is_marked: the result is written into a file of external data whoever reads it.
         """
         nodes: list[onnx.NodeProto] = []
         constants: list[TensorProto] = []
-        taken = source
 
         def constant(what: str, values: Sequence[int] | np.ndarray) -> str:
-            constants.append(numpy_helper.from_array(np.asarray(values, np.int64), f"{name}/{what}"))
+            constants.append(numpy_helper.from_array(np.asarray(values, np.int64), f"{output}/{what}"))
             return constants[-1].name
 
         def add(op: str, inputs: list[str], **attributes: Any) -> str:
-            nodes.append(helper.make_node(op, inputs, [f"{name}/{op}"], name=f"{name}/{op}", **attributes))
-            return f"{name}/{op}"
+            nodes.append(helper.make_node(op, inputs, [f"{output}/{op}"], name=f"{name}/{op}", **attributes))
+            return f"{output}/{op}"
 
-        bounds = [constant(w, [v]) for w, v in (("start", self.start), ("stop", self.stop), ("axis", self.axis))]
-        taken = add("Slice", [taken, *bounds])
+        taken = source
+        if (self.start, self.stop) != (0, dims[self.axis]):
+            bounds = [constant(w, [v]) for w, v in (("start", self.start), ("stop", self.stop), ("axis", self.axis))]
+            taken = add("Slice", [taken, *bounds])
         if self.order is not None:
             taken = add("Gather", [taken, constant("order", self.order)], axis=self.axis)
         if self.is_transposed:
-            taken = add("Transpose", [taken], perm=list(range(rank))[::-1])
-        nodes[-1].output[0], nodes[-1].name, nodes[-1].doc_string = output, name, LAYOUT_MARK
+            taken = add("Transpose", [taken], perm=[1, 0])
+        if not nodes:
+            add("Identity", [taken])
+        nodes[-1].output[0], nodes[-1].name = output, name
+        if is_marked:
+            nodes[-1].doc_string = LAYOUT_MARK
         return nodes, constants
 
 

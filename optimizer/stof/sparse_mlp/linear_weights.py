@@ -9,12 +9,14 @@ range with their zero points. Neither changes a product.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 from stof.errors import UnsupportedError
+from stof.graph.external_data import is_external, location_of, map_array
 from stof.graph.index import GraphIndex, is_standard
 from stof.sparse_mlp.site import LinearForm, MlpWeight, Quantization
 
@@ -110,7 +112,9 @@ def _read(
             raise UnsupportedError(f"the {what} of {name!r} is no constant")
     assert scales is not None
     count = int(np.prod(scales.dims, dtype=np.int64))
-    if zeros is not None and (zeros.data_type != values.data_type or int(np.prod(zeros.dims, dtype=np.int64)) not in (1, count)):
+    if zeros is not None and (
+        zeros.data_type != values.data_type or int(np.prod(zeros.dims, dtype=np.int64)) not in (1, count)
+    ):
         raise UnsupportedError(f"the zero point of {name!r} has another type or shape than its values and scales")
     if block:
         if axis != inner_axis:
@@ -125,10 +129,29 @@ def _read(
         raise UnsupportedError(f"{name!r} has {count} scales, expected one for each of {outer} outputs")
     size = block or _largest_block(inner)
     if not _SMALLEST_BLOCK <= size <= _LARGEST_BLOCK or size & (size - 1):
-        raise UnsupportedError(f"{name!r} sums over {inner} elements: no blocks of a power of two from 16 to 256 divide them")
+        raise UnsupportedError(
+            f"{name!r} sums over {inner} elements: no blocks of a power of two from 16 to 256 divide them"
+        )
     form = LinearForm(inner_axis, block == 0)
-    quantization = Quantization(_BITS[values.data_type], size, scales.name, "" if zeros is None else zeros.name, 0, form)
+    quantization = Quantization(
+        _BITS[values.data_type], size, scales.name, "" if zeros is None else zeros.name, 0, form
+    )
     return MlpWeight(name, inner, outer, sums_over_neurons != is_transposed, "", quantization)
+
+
+def read_values(tensor: onnx.TensorProto, folder: Path) -> np.ndarray:
+    """A constant as an array, with one value in an element also where two 4-bit ones share a byte.
+
+    Raises:
+        OSError: when its external data cannot be read.
+    """
+    if not is_external(tensor) or _BITS.get(tensor.data_type) != 4:
+        return map_array(tensor, folder)
+    where, count = location_of(tensor), int(np.prod(tensor.dims, dtype=np.int64))
+    packed = np.memmap(folder / where.location, np.uint8, "r", where.offset, (-(-count // 2),))
+    inline = onnx.TensorProto(data_type=tensor.data_type, dims=tensor.dims, raw_data=packed.tobytes())
+    found: np.ndarray = numpy_helper.to_array(inline)
+    return found
 
 
 def _largest_block(inner: int) -> int:

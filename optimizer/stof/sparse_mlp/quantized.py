@@ -8,7 +8,7 @@ byte, the first one in its low half; a value means (value - zero point) · scale
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx
@@ -104,9 +104,7 @@ class _Outputs:
     zero_points: np.ndarray | None
 
     @classmethod
-    def of(
-        cls, weight: MlpWeight, values: np.ndarray, scales: np.ndarray, zero_points: np.ndarray | None
-    ) -> _Outputs:
+    def of(cls, weight: MlpWeight, values: np.ndarray, scales: np.ndarray, zero_points: np.ndarray | None) -> _Outputs:
         """The outputs of a weight that are meant."""
         q = weight.quantization
         assert q is not None
@@ -202,3 +200,29 @@ def dequantize(weight: MlpWeight, values: np.ndarray, scales: np.ndarray, zero_p
     grouped *= given.scales.reshape(weight.outer, blocks, 1).astype(np.float64)
     found: np.ndarray = grouped.reshape(weight.outer, weight.inner).T
     return found
+
+
+def with_equal_blocks(first: MlpWeight, second: MlpWeight) -> tuple[MlpWeight, MlpWeight]:
+    """Two weights with one number of bits and one block size, which the operator has for all weights.
+
+    A scale that is repeated for blocks may be repeated for smaller ones.
+
+    Raises:
+        UnsupportedError: where they differ otherwise.
+    """
+    weights = [first, second]
+    kinds = [w.quantization for w in weights]
+    if all(q is not None and q.bits == kinds[0].bits for q in kinds if kinds[0] is not None):
+        sizes = [q.block_size for q in kinds if q is not None]
+        for i, q in enumerate(kinds):
+            if q is not None and q.linear is not None and q.linear.is_uniform and q.block_size > min(sizes):
+                weights[i] = replace(weights[i], quantization=replace(q, block_size=min(sizes)))
+    words = []
+    for weight in weights:
+        q = weight.quantization
+        words.append("not quantized" if q is None else f"int{q.bits} in blocks of {q.block_size}")
+    if words[0] != words[1]:
+        raise UnsupportedError(
+            f"{first.tensor!r} is {words[0]} and {second.tensor!r} {words[1]}: they have to be alike"
+        )
+    return weights[0], weights[1]

@@ -165,6 +165,13 @@ class MlpSite:
         return "predictor" if self.selector.has_predictor else "magnitude"
 
     @property
+    def rewrites_gate(self) -> bool:
+        """Whether the gate's matmul is written anew."""
+        if self.projection is None or self.selection == "predictor":
+            return False
+        return self.order is not None or (self.projection.is_packed and self.up is not None and self.up.whole != 0)
+
+    @property
     def tokens_input(self) -> str:
         """The tensor [..., K] that the operator multiplies; empty where it reads the gate alone."""
         return self.gate_input if self.selection == "predictor" else self.input

@@ -13,9 +13,11 @@ import onnx
 from onnx import helper
 
 from stof.graph.external_data import map_array
+from stof.graph.weight_layout import LayoutReader
 from stof.runtime.library import LibraryError, Op
 from stof.sparse_mlp.checks.rounded_tokens import round_tokens
 from stof.sparse_mlp.emit import emit_mlps
+from stof.sparse_mlp.linear_weights import read_values
 from stof.sparse_mlp.quantized import dequantize
 from stof.sparse_mlp.site import INPUT_INDEX, OP, MlpSite, MlpWeight
 from stof.symbolic import Symbolic
@@ -84,18 +86,19 @@ class MlpChecks(SiteChecks):
 
 
 class _Constants:
-    """The constants of a graph, those that a Transpose computes among them."""
+    """The constants of a graph, those in another layout among them."""
 
     def __init__(self, graph: onnx.GraphProto, folder: Path) -> None:
-        self._stored = {t.name: t for t in graph.initializer}
-        self._transposes = {n.output[0]: n.input[0] for n in graph.node if n.op_type == "Transpose"}
+        self._layouts = LayoutReader(graph)
         self._folder = folder
 
     def read(self, name: str) -> np.ndarray:
         """A constant by its name."""
-        if name in self._stored:
-            return map_array(self._stored[name], self._folder)
-        return np.ascontiguousarray(self.read(self._transposes[name]).T)
+        if name in self._layouts.stored:
+            return read_values(self._layouts.stored[name], self._folder)
+        found = self._layouts.read(name)
+        assert found is not None
+        return found.layout.apply(map_array(found.source, self._folder))
 
 
 def _compare_site(
@@ -158,13 +161,16 @@ class MlpWeights:
         def rows(weight: MlpWeight, is_down: bool) -> np.ndarray:
             values = constants.read(weight.tensor)
             if (q := weight.quantization) is None:
-                return values if weight.is_by_neuron else values.T
+                values = values if weight.is_by_neuron else values.T
+                return values if is_down else values[weight.first : weight.first + weight.outer]
             zeros = constants.read(q.zero_points) if q.zero_points else None
             dense = dequantize(weight, values, constants.read(q.scales), zeros)
             return dense if is_down else dense.T
 
         def bias(weight: MlpWeight) -> np.ndarray | None:
-            return constants.read(weight.bias).reshape(-1) if weight.bias else None
+            if not weight.bias:
+                return None
+            return constants.read(weight.bias).reshape(-1)[weight.first : weight.first + weight.outer]
 
         if site.up is None:
             return cls(rows(site.down, True), None, bias(site.down))
@@ -231,6 +237,8 @@ def _run(
     """The node's operator on its own constants, into a buffer that holds large numbers before."""
     names = ["" if i in _TOKENS else name for i, name in enumerate(node.input)]
     arrays = [np.ascontiguousarray(constants.read(name)) if name else None for name in names]
+    if site.order is not None:
+        gate = np.ascontiguousarray(gate[:, site.order.indices])
     arrays[INPUT_INDEX["gate"]] = gate
     arrays[INPUT_INDEX["input"]] = gate if inputs is None else inputs
     attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
