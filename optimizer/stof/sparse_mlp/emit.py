@@ -6,15 +6,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import onnx
-from onnx import helper
+from onnx import helper, numpy_helper
 
 from stof.graph.dead_code import remove_dead_code
 from stof.graph.index import DOMAIN, opset_of
 from stof.graph.local_functions import add_functions, check_absent
 from stof.graph.protobuf import copy_model, copy_node, replace_nodes
-from stof.sparse_mlp.function_body import MlpVariant, make_mlp_function
-from stof.sparse_mlp.site import INPUT_INDEX, OP, OP_INPUTS, MlpSite
+from stof.sparse_mlp.function_body import MlpVariant, make_mlp_function, rounding_level
+from stof.sparse_mlp.site import INPUT_INDEX, OP, OP_INPUTS, MlpSite, MlpWeight
+from stof.sparse_mlp.stored_selector import stored_arrays
 from stof.sparse_mlp.weight_layouts import WeightLayouts
 
 _BIAS = 5  # the input of MatMulNBits
@@ -57,7 +59,7 @@ def emit_mlps(model: onnx.ModelProto, sites: Sequence[MlpSite], folder: Path) ->
         nodes += layouts.take_nodes()
         name = layouts.names.make(f"{site.name.rpartition('/')[0] or site.name}/{OP}")
         call = helper.make_node(OP, inputs, [site.output], name=name, domain=DOMAIN)
-        attributes = {"activation": site.activation, "selection": "nonzero", "mlp_id": number}
+        attributes = {"activation": site.activation, "selection": site.selection, "mlp_id": number}
         attributes |= _quantization_attributes(site)
         call.attribute.extend(helper.make_attribute(key, value) for key, value in attributes.items())
         nodes.append(call)
@@ -70,30 +72,51 @@ def emit_mlps(model: onnx.ModelProto, sites: Sequence[MlpSite], folder: Path) ->
 
 def _quantization_attributes(site: MlpSite) -> dict[str, int]:
     q = site.quantization
-    if q is None:
-        return {}
-    level = q.accuracy_level if site.up is None or site.up.quantization is None else site.up.quantization.accuracy_level
-    return {"bits": q.bits, "block_size": q.block_size, "accuracy_level": level}
+    return {} if q is None else {"bits": q.bits, "block_size": q.block_size, "accuracy_level": rounding_level(site)}
+
+
+def without_selection(model: onnx.ModelProto) -> onnx.ModelProto:
+    """A copy of a model in which every neuron of predicted MLPs is active, so that its outputs are those of the dense ones."""
+    index = INPUT_INDEX["threshold"]
+    own = {n.input[index] for n in model.graph.node if n.op_type == OP and n.domain == DOMAIN and len(n.input) > index}
+    if not own - {""}:
+        return model
+    found = copy_model(model)
+    for tensor in found.graph.initializer:
+        if tensor.name in own:
+            lowest = np.full([int(d) for d in tensor.dims], -np.inf, np.float32)
+            tensor.CopyFrom(numpy_helper.from_array(lowest, tensor.name))
+    return found
 
 
 def _inputs(site: MlpSite, layouts: WeightLayouts) -> list[str]:
     inputs = [""] * len(OP_INPUTS)
+    order = site.order
 
     def put(prefix: str, tensors: Sequence[str]) -> None:
         for name, tensor in zip(("weight", "scales", "zero_points"), tensors, strict=False):
             inputs[INPUT_INDEX[f"{prefix}_{name}"]] = tensor
 
-    inputs[INPUT_INDEX["gate"]] = site.gate
-    inputs[INPUT_INDEX["input"]] = (
-        site.input or site.gate
-    )  # a runtime selects the kernel by the type of the first input
-    order = site.order
+    def put_rows(prefix: str, weight: MlpWeight) -> None:
+        """A weight that multiplies tokens."""
+        inputs[INPUT_INDEX[f"{prefix}_bias"]] = layouts.bias(weight, order)
+        is_dense = weight.quantization is None
+        put(prefix, [layouts.by_neuron(weight, order)] if is_dense else layouts.in_rows(weight, order))
+
+    # A runtime selects the kernel by the type of the first input.
+    inputs[INPUT_INDEX["input"]] = site.tokens_input or site.gate
+    if site.selector is not None:
+        for name, array in stored_arrays(site).items():
+            inputs[INPUT_INDEX[name]] = layouts.add(f"{site.name}/{name}", array)
+    if site.selection == "predictor" and site.gate_weight is not None:
+        put_rows("gate", site.gate_weight)
+    else:
+        inputs[INPUT_INDEX["gate"]] = site.gate
     inputs[INPUT_INDEX["down_bias"]] = site.down.bias
-    is_quantized = site.down.quantization is not None
-    put("down", layouts.regrouped(site.down, order) if is_quantized else [layouts.by_neuron(site.down, order)])
+    is_dense = site.down.quantization is None
+    put("down", [layouts.by_neuron(site.down, order)] if is_dense else layouts.regrouped(site.down, order))
     if site.up is not None:
-        inputs[INPUT_INDEX["up_bias"]] = layouts.bias(site.up, order)
-        put("up", layouts.in_rows(site.up, order) if is_quantized else [layouts.by_neuron(site.up, order)])
+        put_rows("up", site.up)
     while not inputs[-1]:
         inputs.pop()
     return inputs

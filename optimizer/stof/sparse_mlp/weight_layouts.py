@@ -77,6 +77,12 @@ class WeightLayouts:
             _Kept(weight.bias, 0, weight.first, weight.outer, order, False, (weight.whole or weight.outer,))
         )
 
+    def add(self, wanted: str, array: np.ndarray) -> str:
+        """A new initializer; returns its name."""
+        name = self._tensors.make(wanted)
+        self._graph.initializer.append(numpy_helper.from_array(np.ascontiguousarray(array), name))
+        return name
+
     def new_tensor(self, name: str) -> str:
         """A name that no tensor has."""
         return self._tensors.make(name)
