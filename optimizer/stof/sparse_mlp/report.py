@@ -21,6 +21,7 @@ class MlpReport:
 
     Attributes:
         density: the share of active neurons in runs of the model on given inputs; None: not measured.
+        idle: the share of neurons that never were, and are sorted behind the others; None: the neurons keep their order.
         predicted_gain: the bytes of weights that one token reads in the dense MLP, over those of active neurons.
     """
 
@@ -31,6 +32,7 @@ class MlpReport:
     activation: str = ""
     sizes: str = ""
     density: float | None = None
+    idle: float | None = None
     predicted_gain: float | None = None
 
 
@@ -89,6 +91,15 @@ def _active(rows: Sequence[MlpReport]) -> str:
     return f"{low if low == high else f'{low} to {high}'} % of the neurons active on the given inputs"
 
 
+def _idle(rows: Sequence[MlpReport]) -> str:
+    """How many neurons never fired, for people."""
+    shares = [100 * r.idle for r in rows if r.idle is not None]
+    if not shares:
+        return ""
+    low, high = f"{min(shares):.1f}", f"{max(shares):.1f}"
+    return f"{low if low == high else f'{low} to {high}'} % never, which lie together at the end of the weights"
+
+
 def _gain(rows: Sequence[MlpReport]) -> str:
     gains = [r.predicted_gain for r in rows if r.predicted_gain is not None]
     return f"predicted {sum(gains) / len(gains):.1f}x for one token" if gains else ""
@@ -98,7 +109,7 @@ def _group_lines(group: list[MlpReport]) -> list[str]:
     first = group[0]
     if not first.replaced:
         return [f"  kept  {r.mlp}: {r.reason}" for r in group]
-    facts = ", ".join(filter(None, [_active(group), _gain(group)]))
+    facts = ", ".join(filter(None, [_active(group), _idle(group), _gain(group)]))
     return [f"  {len(group):3d} x MLP with zeros of {first.activation}: {first.sizes}", f"        {facts}"]
 
 
@@ -113,6 +124,8 @@ def _explained_lines(row: MlpReport) -> list[str]:
     if row.sizes:
         lines.append(f"  match  {row.sizes}, zeros of {row.activation}")
         lines.append(f"  active {_active([row])}")
+    if row.idle is not None:
+        lines.append(f"  idle   {_idle([row])}")
     if row.predicted_gain is not None:
         lines.append(f"  cost   {_gain([row])}")
     lines.append("  -> replaced" if row.replaced else f"  stopped: {row.reason}")

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -16,9 +16,10 @@ from stof.op_rewrite import Decisions, Job, OpRewrite
 from stof.plan import EntryFormat
 from stof.runtime.library import op_limits
 from stof.selection import NamedCandidate
-from stof.sparse_mlp.density import measure_densities
+from stof.sparse_mlp.density import NeuronCounts, count_neurons
 from stof.sparse_mlp.emit import emit_mlps
 from stof.sparse_mlp.find import MlpCandidate, find_mlps, has_cache
+from stof.sparse_mlp.neuron_order import with_orders
 from stof.sparse_mlp.plan_entry import MlpPlan, read_mlp_plan
 from stof.sparse_mlp.report import KEY, NAMES, MlpReport, MlpSection
 from stof.sparse_mlp.site import OP, MlpSite
@@ -40,13 +41,13 @@ class MlpModel:
         model: the model.
         symbolic: its facts; None where there is no candidate.
         candidates: in the order of the graph.
-        densities: the share of active neurons by the name of a site, where it was measured.
+        counts: of active neurons by the name of a site, where they were measured.
     """
 
     model: onnx.ModelProto
     symbolic: Symbolic | None = None
     candidates: tuple[MlpCandidate, ...] = ()
-    densities: Mapping[str, float] = field(default_factory=dict)
+    counts: Mapping[str, NeuronCounts] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,11 +96,11 @@ class SparseMlpRewrite(OpRewrite[MlpModel, MlpDecisions]):
         if not candidates:
             return MlpModel(before)
         sites = [c.site for c in candidates if c.site is not None]
-        densities: Mapping[str, float] = {}
+        counts: Mapping[str, NeuronCounts] = {}
         if not _reason_impossible(job, before):
             with job.step("neurons"):
-                densities = measure_densities(job, before, sites)
-        return MlpModel(before, symbolic, candidates, densities)
+                counts = count_neurons(job, before, sites)
+        return MlpModel(before, symbolic, candidates, counts)
 
     def decide(self, job: Job, found: MlpModel) -> MlpDecisions:
         rows: list[MlpReport] = []
@@ -107,7 +108,8 @@ class SparseMlpRewrite(OpRewrite[MlpModel, MlpDecisions]):
         impossible = _reason_impossible(job, found.model) if found.candidates else ""
         for index, candidate in enumerate(found.candidates):
             site = candidate.site
-            density = found.densities.get(candidate.name)
+            counts = found.counts.get(candidate.name)
+            density = None if counts is None else counts.density
             row = MlpReport(candidate.name, index, False, "", density=density)
             gain = 1.0
             if site is not None:
@@ -119,7 +121,8 @@ class SparseMlpRewrite(OpRewrite[MlpModel, MlpDecisions]):
                 continue
             rows.append(replace(row, replaced=True, reason="replaced", predicted_gain=round(gain, 3)))
             sites.append(site)
-        return MlpDecisions(found, MlpSection(rows), tuple(sites))
+        sites = with_orders(found.model, sites, found.counts)
+        return MlpDecisions(found, MlpSection(_with_idle(rows, sites)), tuple(sites))
 
     def _reason_kept(self, job: Job, candidate: MlpCandidate, index: int, impossible: str) -> str:
         """Why a candidate stays as it is; empty where it is replaced.
@@ -165,6 +168,12 @@ class SparseMlpRewrite(OpRewrite[MlpModel, MlpDecisions]):
         found = decided.found
         assert found.symbolic is not None
         return MlpChecks(found.model, found.symbolic, decided.sites, job.source.parent)
+
+
+def _with_idle(rows: Sequence[MlpReport], sites: Sequence[MlpSite]) -> list[MlpReport]:
+    """The rows with the share of neurons that were sorted behind the others."""
+    idle = {s.name: 1 - s.order.hot / s.neurons for s in sites if s.order is not None}
+    return [replace(r, idle=idle[r.mlp]) if r.mlp in idle else r for r in rows]
 
 
 def _may_have_zeros(model: onnx.ModelProto) -> bool:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import onnx
 
 from stof.sparse_mlp.predictors.selector import NeuronSelector
 
@@ -207,6 +208,13 @@ class MlpSite:
         kind = "plain" if self.up is None else "gated"
         bits = "" if self.quantization is None else f", int{self.quantization.bits}"
         return f"{kind}, {self.neurons} neurons{bits}"
+
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of the operator's weights that belong to one neuron, without those of scales."""
+        width = 32 if self.dtype == onnx.TensorProto.FLOAT else 16
+        width = width if self.quantization is None else self.quantization.bits
+        return sum(w.outer if w is self.down else w.inner for w in self.weights) * width // 8
 
     def share_read(self, density: float) -> float:
         """The share of the MLP's weights that one token reads where this share of the neurons is computed."""

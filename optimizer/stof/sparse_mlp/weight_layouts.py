@@ -10,7 +10,15 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from stof.graph.external_data import ITEM_SIZES, DataLocation, is_external, location_of, set_location
+from stof.graph.external_data import (
+    ITEM_SIZES,
+    DataLocation,
+    is_external,
+    location_of,
+    map_array,
+    set_location,
+    tensor_bytes,
+)
 from stof.graph.index import all_nodes, node_tensors
 from stof.graph.names import FreshNames
 from stof.graph.weight_layout import WeightLayout
@@ -19,6 +27,7 @@ from stof.sparse_mlp.quantized import QuantizedArrays, regroup_by_neuron, to_row
 from stof.sparse_mlp.site import MlpWeight, NeuronOrder
 
 _Order = NeuronOrder | None
+_SMALL = 1 << 16  # bytes of external data that become part of the model in another layout
 
 
 @dataclass(frozen=True)
@@ -73,9 +82,8 @@ class WeightLayouts:
         """The bias of a matmul that gives neurons; empty where it has none."""
         if not weight.bias:
             return ""
-        return self._keep(
-            _Kept(weight.bias, 0, weight.first, weight.outer, order, False, (weight.whole or weight.outer,))
-        )
+        dims = (weight.whole or weight.outer,)
+        return self._keep(_Kept(weight.bias, 0, weight.first, weight.outer, order, False, dims, is_marked=True))
 
     def add(self, wanted: str, array: np.ndarray) -> str:
         """A new initializer; returns its name."""
@@ -173,10 +181,10 @@ class WeightLayouts:
             return kept.tensor
         if kept not in self._kept:
             name = self._kept[kept] = self._tensors.make(f"{kept.tensor}/by_neuron")
-            if is_external(stored):
+            if is_external(stored) and (tensor_bytes(stored) or 0) > _SMALL:
                 self._keep_external(kept, stored, name)
             else:
-                array = numpy_helper.to_array(stored).reshape(kept.dims)
+                array = map_array(stored, self._folder).reshape(kept.dims)
                 self._graph.initializer.append(numpy_helper.from_array(self._layout(kept).apply(array), name))
         return self._kept[kept]
 
