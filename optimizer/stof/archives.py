@@ -15,18 +15,21 @@ from stof.files import read_bytes
 _MOST_BYTES = 1 << 28
 
 
-def read_arrays(what: str, path: Path) -> dict[str, np.ndarray]:
+def read_arrays(what: str, path: Path, most: int = _MOST_BYTES) -> dict[str, np.ndarray]:
     """The arrays of an .npz by their names, or that of an .npy under an empty one.
 
     Raises:
-        ArgumentError: when the file is none, or holds more than 256 MiB.
+        ArgumentError: when the file is none or has more than ``most`` bytes, or when it holds more bytes of arrays than 256
+            MiB and than it has itself.
     """
-    data = read_bytes(what, path, _MOST_BYTES)
+    data = read_bytes(what, path, most)
     try:
         if data.startswith(b"PK"):
             held = sum(member.file_size for member in zipfile.ZipFile(io.BytesIO(data)).infolist())
-            if held > _MOST_BYTES:
-                raise ArgumentError(f"{path} holds {held} bytes of arrays, expected up to {_MOST_BYTES}")
+            if held > max(_MOST_BYTES, len(data)):  # compressed
+                raise ArgumentError(
+                    f"{path} holds {held} bytes of arrays, expected up to {max(_MOST_BYTES, len(data))}"
+                )
         loaded = np.load(io.BytesIO(data), allow_pickle=False)
         return {n: loaded[n] for n in loaded.files} if isinstance(loaded, np.lib.npyio.NpzFile) else {"": loaded}
     except ArgumentError:

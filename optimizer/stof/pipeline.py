@@ -25,6 +25,7 @@ from stof.options import Options
 from stof.plan import Plan, PlanEntry
 from stof.plan import load as load_plan
 from stof.prompts.files import PromptSet, check_vocabulary, read_prompts
+from stof.prompts.loss import has_logits
 from stof.recursion import deep_recursion
 from stof.report import Report
 from stof.runtime.library import build_info
@@ -149,8 +150,6 @@ def _read_options(job: Job, target: Path, dry_run: bool) -> Job:
     options, read = job.options, dict[str, Path]()
     if not options.max_kl >= 0:
         raise ArgumentError(f"max_kl is {options.max_kl}, expected a number from 0 on")
-    for op in OPS:
-        read |= op.read_options(job)
     if options.prompts is not None and (options.sparsify or options.sparse_mlp):
         prompts = read_prompts(options.prompts, [job.source.parent])
         check_vocabulary(options.prompts, prompts, job.model.graph)
@@ -158,6 +157,8 @@ def _read_options(job: Job, target: Path, dry_run: bool) -> Job:
             raise ArgumentError("--prompts needs onnxruntime, which is not installed: pip install onnxruntime")
         job = replace(job, prompts=PromptSet(f"--prompts {options.prompts}", tuple(prompts)))
         read["prompts file"] = options.prompts
+    for op in OPS:
+        read |= op.read_options(job)
     _check_files(read, target, options, dry_run)
     return job
 
@@ -322,7 +323,7 @@ def _measure_loss(report: Report, job: Job, stages: Sequence[Stage], target: Pat
     prompts = job.prompts or next((p for s in stages if (p := s.decided.held_out) is not None), None)
     if prompts is None or not (is_sparsified or changed):
         return
-    from stof.prompt_loss import check_loss, has_logits, measure_loss
+    from stof.prompt_loss import check_loss, measure_loss
 
     if not is_sparsified and not has_logits(job.model):
         return  # the sections that change outputs say how much by themselves

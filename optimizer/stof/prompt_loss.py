@@ -18,11 +18,10 @@ from stof.files import temporary_folder
 from stof.options import Options
 from stof.prompt_feeds import Feed, make_feed
 from stof.prompts.files import PromptSet
-from stof.prompts.loss import LossMeter, PromptLoss, bucket_limits
+from stof.prompts.loss import LOGITS, LossMeter, PromptLoss, bucket_limits
 from stof.verification.model_inputs import ModelInputs
 
 _SECONDS = 86400.0  # prompts take as long as they take
-_LOGITS = "logits"
 _STEPS = 8  # tokens, the last ones of each bucket, that are decoded
 
 
@@ -78,11 +77,6 @@ def measure_loss(
     return PromptLoss(prompts.source, whole.loss(), decoded.loss() if decoded.prompts else None)
 
 
-def has_logits(model: onnx.ModelProto) -> bool:
-    """Whether a model has the output by which the loss is measured."""
-    return any(o.name == _LOGITS for o in model.graph.output)
-
-
 def check_loss(loss: PromptLoss, changed_by: str, options: Options) -> None:
     """Refuses a loss above ``--max-kl``, of whole prompts or of decoding.
 
@@ -123,7 +117,7 @@ def _decode(maker: CacheInputMaker, models: Sequence[VerifiedSession], ids: np.n
             for (a, b), case in zip(spans, cases, strict=True):
                 assert case is not None
                 feed = {**make_feed(maker, ids[a:b], case, before=a, known=pasts), **pasts}
-                logits, *presents = model.run([_LOGITS, *caches.values()], feed)
+                logits, *presents = model.run([LOGITS, *caches.values()], feed)
                 pasts = dict(zip(caches, presents, strict=True))
                 if a:
                     own.append(np.asarray(logits)[0, -1:])
@@ -133,18 +127,18 @@ def _decode(maker: CacheInputMaker, models: Sequence[VerifiedSession], ids: np.n
 
 
 def _check_logits(outputs: Sequence[str]) -> None:
-    if _LOGITS not in outputs:
+    if LOGITS not in outputs:
         raise ArgumentError(
-            f"--prompts needs a model with output {_LOGITS!r}, which this one has not: {', '.join(outputs[:4])}"
+            f"--prompts needs a model with output {LOGITS!r}, which this one has not: {', '.join(outputs[:4])}"
         )
 
 
 def _logits(model: VerifiedSession, feed: Feed) -> np.ndarray:
-    return np.asarray(model.run([_LOGITS], feed)[0])
+    return np.asarray(model.run([LOGITS], feed)[0])
 
 
 def _check_shapes(one: np.ndarray, other: np.ndarray, count: int) -> None:
     if one.ndim != 3 or one.shape != other.shape or one.shape[1] not in (1, count):
         raise ModelError(
-            f"output {_LOGITS!r} is {list(one.shape)} for a prompt of {count} tokens, expected [1, {count}, V] or [1, 1, V]"
+            f"output {LOGITS!r} is {list(one.shape)} for a prompt of {count} tokens, expected [1, {count}, V] or [1, 1, V]"
         )

@@ -6,7 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+import onnx
 
+LOGITS = "logits"  # the model's output
 _FIRST_END, _GROWTH = 256, 4  # buckets end at 256, 1024, 4096 ...
 
 
@@ -146,3 +148,8 @@ def _log_softmax(x: np.ndarray) -> np.ndarray:
     with np.errstate(invalid="ignore"):
         shifted = x - x.max()
         return np.asarray(shifted - np.log(np.exp(shifted).sum()))
+
+
+def has_logits(model: onnx.ModelProto) -> bool:
+    """Whether a model has the output by which the loss is measured."""
+    return any(o.name == LOGITS for o in model.graph.output)

@@ -17,7 +17,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 from stof.errors import UnsupportedError
 from stof.graph.external_data import is_external, location_of, map_array
-from stof.graph.index import GraphIndex, is_standard
+from stof.graph.index import GraphIndex, all_nodes, is_standard, node_tensors
+from stof.graph.names import FreshNames
+from stof.graph.protobuf import copy_with_nodes
 from stof.sparse_mlp.site import LinearForm, MlpWeight, Quantization
 
 _BITS = {
@@ -207,3 +209,25 @@ def to_blocks(weight: MlpWeight, values: np.ndarray, scales: np.ndarray, zeros: 
         found = None
     matrix = matrix if q.linear.inner_axis else matrix.T
     return BlockedArrays(np.ascontiguousarray(matrix), np.ascontiguousarray(by_output(np.asarray(scales))), found)
+
+
+def with_dequantized_tokens(model: onnx.ModelProto) -> onnx.ModelProto:
+    """A copy in which a DequantizeLinear beside each MatMulInteger gives the real values of what that multiplies.
+
+    StofSparseMLP reads them in its place. DynamicQuantizeLinear stays: its scale is that of the whole tensor, and zeros, which
+    are always in its range, do not change it. Where nothing is quantized so, it is the model itself.
+    """
+    read = {n.input[0] for n in model.graph.node if n.op_type == "MatMulInteger" and is_standard(n)}
+    quantizing = [
+        n for n in model.graph.node if n.op_type == "DynamicQuantizeLinear" and is_standard(n) and n.output[0] in read
+    ]
+    if not quantizing:
+        return model
+    names = FreshNames({t for n in all_nodes(model.graph.node) for t in (*node_tensors(n), n.name)})
+    nodes = []
+    for node in model.graph.node:
+        nodes.append(node)
+        if node in quantizing and len(node.output) == 3:
+            name = names.make(f"{node.output[0]}/dequantized")
+            nodes.append(helper.make_node("DequantizeLinear", list(node.output), [name], name=name))
+    return copy_with_nodes(model, nodes)

@@ -12,7 +12,7 @@ from onnx import helper
 
 from stof.errors import UnsupportedError
 from stof.sparse_mlp.predictors.selector import NeuronSelector
-from stof.sparse_mlp.site import MlpSite
+from stof.sparse_mlp.site import OP, MlpSite
 
 ROW_MULTIPLE = 32  # values of a quantized predictor's row: rows are padded to a multiple
 _ZERO = 128  # what a byte of a quantized predictor holds for 0
@@ -24,10 +24,12 @@ def stored_arrays(site: MlpSite) -> dict[str, npt.NDArray[Any]]:
     """The constants of a site's selector by the names of the operator's inputs.
 
     Raises:
-        UnsupportedError: when a number does not fit the site's type.
+        UnsupportedError: when a number does not fit the site's type, or the operator does not compute the predictor.
     """
     selector = site.selector
     assert selector is not None
+    if selector.predictor_activation != "none":
+        raise UnsupportedError(f"its predictor has {selector.predictor_activation} inside, which {OP} does not compute")
     found: dict[str, npt.NDArray[Any]] = {"threshold": selector.threshold}
     if selector.predictor_down is None or selector.predictor_up is None:
         return found

@@ -36,6 +36,30 @@ class Constants:
         return found.layout.apply(map_array(found.source, self._folder))
 
 
+def read_rows(weight: MlpWeight, constants: Constants, is_down: bool = False) -> np.ndarray:
+    """A weight by neuron, [F, other]; in fp64 where it is quantized, else in its own type.
+
+    Args:
+        weight: of a site.
+        constants: of the model that the site was found in.
+        is_down: whether the matmul sums over neurons.
+    """
+    values = constants.read(weight.tensor)
+    if (q := weight.quantization) is None:
+        values = values if weight.is_by_neuron else values.T
+        return values if is_down else values[weight.first : weight.first + weight.outer]
+    zeros = constants.read(q.zero_points) if q.zero_points else None
+    dense = dequantize(weight, values, constants.read(q.scales), zeros)
+    return dense if is_down else dense.T
+
+
+def read_bias(weight: MlpWeight, constants: Constants) -> np.ndarray | None:
+    """The bias behind a weight's matmul; None: there is none."""
+    if not weight.bias:
+        return None
+    return constants.read(weight.bias).reshape(-1)[weight.first : weight.first + weight.outer]
+
+
 @dataclass(frozen=True)
 class MlpWeights:
     """The weights of a site that its operator reads, [F, other] each, and its biases; None: there is none."""
@@ -50,26 +74,12 @@ class MlpWeights:
     @classmethod
     def of(cls, site: MlpSite, constants: Constants) -> MlpWeights:
         """Those of a site in a model."""
-
-        def rows(weight: MlpWeight, is_down: bool) -> np.ndarray:
-            values = constants.read(weight.tensor)
-            if (q := weight.quantization) is None:
-                values = values if weight.is_by_neuron else values.T
-                return values if is_down else values[weight.first : weight.first + weight.outer]
-            zeros = constants.read(q.zero_points) if q.zero_points else None
-            dense = dequantize(weight, values, constants.read(q.scales), zeros)
-            return dense if is_down else dense.T
-
-        def bias(weight: MlpWeight) -> np.ndarray | None:
-            if not weight.bias:
-                return None
-            return constants.read(weight.bias).reshape(-1)[weight.first : weight.first + weight.outer]
-
-        found = cls(rows(site.down, True), down_bias=bias(site.down))
+        found = cls(read_rows(site.down, constants, True), down_bias=read_bias(site.down, constants))
         if site.up is not None:
-            found = replace(found, up=rows(site.up, False), up_bias=bias(site.up))
+            found = replace(found, up=read_rows(site.up, constants), up_bias=read_bias(site.up, constants))
         if site.selection == "predictor" and site.gate_weight is not None:
-            found = replace(found, gate=rows(site.gate_weight, False), gate_bias=bias(site.gate_weight))
+            gate, bias = read_rows(site.gate_weight, constants), read_bias(site.gate_weight, constants)
+            found = replace(found, gate=gate, gate_bias=bias)
         return found
 
 
