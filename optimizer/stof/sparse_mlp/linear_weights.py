@@ -28,6 +28,7 @@ _BITS = {
     int(TensorProto.UINT4): 4,
     int(TensorProto.INT4): 4,
 }
+_SIGNED = ("int8", "int4")  # types of NumPy
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 16, 256
 
 
@@ -134,11 +135,21 @@ def _read(
         raise UnsupportedError(
             f"{name!r} sums over {inner} elements: no blocks of a power of two from 16 to 256 divide them"
         )
-    form = LinearForm(inner_axis, block == 0)
+    form = LinearForm(inner_axis, block == 0, _is_centered(values, zeros))
     quantization = Quantization(
         _BITS[values.data_type], size, scales.name, "" if zeros is None else zeros.name, 0, form
     )
     return MlpWeight(name, inner, outer, sums_over_neurons != is_transposed, "", quantization)
+
+
+def _is_centered(values: onnx.TensorProto, zeros: onnx.TensorProto | None) -> bool:
+    """Whether all zero points are the middle of the values of this type."""
+    bits = _BITS[values.data_type]
+    is_signed = values.data_type in (TensorProto.INT8, TensorProto.INT4)
+    middle = 0 if is_signed else 1 << (bits - 1)
+    if zeros is None:
+        return is_signed
+    return not is_external(zeros) and bool(np.all(numpy_helper.to_array(zeros).astype(np.int16) == middle))
 
 
 def read_values(tensor: onnx.TensorProto, folder: Path) -> np.ndarray:
@@ -186,7 +197,7 @@ def to_blocks(weight: MlpWeight, values: np.ndarray, scales: np.ndarray, zeros: 
     outer = weight.whole or weight.outer
     blocks = weight.inner // q.block_size
     half = 1 << (q.bits - 1)
-    is_signed = np.dtype(values.dtype).name in ("int8", "int4")
+    is_signed = np.dtype(values.dtype).name in _SIGNED
 
     def unsigned(array: np.ndarray) -> np.ndarray:
         wide = array.astype(np.int16) + (half if is_signed else 0)
@@ -203,9 +214,9 @@ def to_blocks(weight: MlpWeight, values: np.ndarray, scales: np.ndarray, zeros: 
         # One zero point may stand beside many scales.
         found = unsigned(np.broadcast_to(np.asarray(zeros).reshape(-1), (1,)) if zeros.size == 1 else np.asarray(zeros))
         found = np.full((outer, blocks), found.reshape(-1)[0]) if found.size == 1 else by_output(found)
-    elif not is_signed:
-        found = np.zeros((outer, blocks), np.uint8)
-    if found is not None and bool(np.all(found == half)):
+    else:
+        found = np.full((outer, blocks), half if is_signed else 0, np.uint8)
+    if q.linear.is_centered:
         found = None
     matrix = matrix if q.linear.inner_axis else matrix.T
     return BlockedArrays(np.ascontiguousarray(matrix), np.ascontiguousarray(by_output(np.asarray(scales))), found)
