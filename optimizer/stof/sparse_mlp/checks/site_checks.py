@@ -172,6 +172,8 @@ def _run(
     With thresholds [tokens, F] of each token, tokens are run one after the other.
     """
     arrays = {n: np.ascontiguousarray(a) for n, a in constants.items()}
+    if site.order is not None:
+        gate = np.ascontiguousarray(gate[:, site.order.indices])
     attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
     output = np.full((len(gate), site.output_size), _POISON, gate.dtype)
     op = Op(OP, {n: v.decode() if isinstance(v, bytes) else v for n, v in attributes.items()})
