@@ -118,6 +118,12 @@ class SparseMlpRewrite(OpRewrite[MlpModel, MlpDecisions]):
 
     def read_options(self, job: Job) -> Mapping[str, Path]:
         if not job.options.sparse_mlp:
+            for entry in job.plan.entries.get(KEY, ()) if job.plan is not None else ():
+                if isinstance(entry, MlpPlan) and entry.replace and entry.selection != SELECTIONS[0]:
+                    raise ArgumentError(
+                        f"the plan selects neurons of MLP {entry.name!r} by {entry.selection}; give the {OPTION} that it was "
+                        "saved with"
+                    )
             return {}
         spec = parse_mlp_spec(job.options.sparse_mlp)
         read_calibration_prompts(job, spec)
@@ -271,7 +277,7 @@ def _describe(job: Job, found: MlpModel, candidate: MlpCandidate, index: int) ->
     row = replace(row, activation=site.activation, sizes=site.sizes)
     if prediction is None:
         gain = 1 / site.share_read(_UNKNOWN_DENSITY if density is None else density)
-        reason = "" if site.has_zeros else f"{OPTION} is for other layers"
+        reason = "" if site.has_zeros else _reason_no_operator(job) or f"{OPTION} is for other layers"
         reason = (
             reason or _reason_impossible(job, found.model) or _reason_slow(density, gain, "active on the given inputs")
         )
