@@ -21,11 +21,7 @@ class MlpReport:
 
     Attributes:
         density: the share of neurons that are computed, on given inputs or held-out prompts; None: not measured.
-<<<<<<< HEAD
-        idle: the share of neurons that never fired, and are sorted behind the others; None: the neurons keep their order.
-=======
         idle: the share of neurons that never were, and are sorted behind the others; None: the neurons keep their order.
->>>>>>> predicted
         predicted_gain: the bytes of weights that one token reads in the dense MLP, over those of computed neurons.
         selection: ``nonzero``: outputs stay; ``magnitude``, ``predictor``: they change.
         prediction: how neurons are predicted; None: they are not.
@@ -191,8 +187,11 @@ def _active(rows: Sequence[MlpReport]) -> str:
 
 def _idle(rows: Sequence[MlpReport]) -> str:
     """How many neurons never fired, for people."""
-    shares = [r.idle for r in rows if r.idle is not None]
-    return f"{_range(shares)} never, which lie together at the end of the weights" if shares else ""
+    shares = [100 * r.idle for r in rows if r.idle is not None]
+    if not shares:
+        return ""
+    low, high = f"{min(shares):.1f}", f"{max(shares):.1f}"
+    return f"{low if low == high else f'{low} to {high}'} % never, which lie together at the end of the weights"
 
 
 def _gain(rows: Sequence[MlpReport]) -> str:
@@ -245,19 +244,11 @@ def _explained_lines(row: MlpReport) -> list[str]:
         of = "zeros of " if row.prediction is None else ""
         lines.append(f"  match  {row.sizes}, {of}{row.activation}")
         lines.append(f"  active {_active([row])}")
-<<<<<<< HEAD
-    if row.idle is not None:
-        lines.append(f"  idle   {_idle([row])}")
-    if row.prediction is not None:
-        quality = _quality([row])
-        lines.append(f"  predict {_how(row.prediction)}{f': {quality}' if quality else ''}")
-=======
     if row.prediction is not None:
         quality = _quality([row])
         lines.append(f"  predict {_how(row.prediction)}{f': {quality}' if quality else ''}")
     if row.idle is not None:
         lines.append(f"  idle   {_idle([row])}")
->>>>>>> predicted
     if row.predicted_gain is not None:
         lines.append(f"  cost   {_gain([row])}")
     lines.append("  -> replaced" if row.replaced else f"  stopped: {row.reason}")
