@@ -25,6 +25,7 @@ from stof.sparse_mlp.density import NeuronCounts, count_neurons
 from stof.sparse_mlp.emit import emit_mlps, without_selection
 from stof.sparse_mlp.find import MlpCandidate, find_mlps, has_cache
 from stof.sparse_mlp.linear_weights import with_dequantized_tokens
+from stof.sparse_mlp.model_room import ModelRoom
 from stof.sparse_mlp.neuron_order import with_orders
 from stof.sparse_mlp.plan_entry import SELECTIONS, MlpPlan, read_mlp_plan
 from stof.sparse_mlp.report import KEY, NAMES, MlpReport, MlpSection, PredictionReport
@@ -171,9 +172,12 @@ class SparseMlpRewrite(OpRewrite[MlpModel, MlpDecisions]):
     def decide(self, job: Job, found: MlpModel) -> MlpDecisions:
         rows: list[MlpReport] = []
         sites: list[MlpSite] = []
+        room = ModelRoom(found.model) if found.candidates else None
         for index, candidate in enumerate(found.candidates):
             row, site, reason = _describe(job, found, candidate, index)
             reason = self._reason_kept(job, candidate, index, reason)
+            if site is not None and room is not None and not reason:
+                reason = room.take(site)
             if reason or site is None:
                 rows.append(replace(row, predicted_gain=None, reason=reason))
                 continue
