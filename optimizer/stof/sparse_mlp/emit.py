@@ -61,6 +61,7 @@ def emit_mlps(model: onnx.ModelProto, sites: Sequence[MlpSite], folder: Path) ->
         call = helper.make_node(OP, inputs, [site.output], name=name, domain=DOMAIN)
         attributes = {"activation": site.activation, "selection": site.selection, "mlp_id": number}
         attributes |= _quantization_attributes(site)
+        attributes |= {} if site.order is None else {"hot_neurons": site.order.hot}
         call.attribute.extend(helper.make_attribute(key, value) for key, value in attributes.items())
         nodes.append(call)
     replace_nodes(found.graph, nodes)
