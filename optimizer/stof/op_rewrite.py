@@ -31,6 +31,8 @@ from stof.selection import CandidateNames, NamedCandidate, Selection
 from stof.sparsify.sparsity import Sparsity
 
 if TYPE_CHECKING:
+    from stof.prompts.files import PromptSet
+    from stof.verification.model_inputs import ModelInputs
     from stof.verification.result import Verification
     from stof.verification.site_checks import SiteChecks
 
@@ -60,6 +62,8 @@ class Job:
         step: times a step for the report, and turns what a damaged graph makes fail into a ``ModelError``.
         tuning: the time that measurements took so far.
         sparsity: what --sparsify puts on attentions; ``model`` has it then. None: nothing.
+        prompts: the file of --prompts; None: there is none.
+        inputs: draws inputs of ``model``, by the first op so far that knows what they mean.
     """
 
     options: Options
@@ -71,6 +75,8 @@ class Job:
     selections: Mapping[str, Selection] = field(default_factory=dict)
     tuning: Tuning = field(default_factory=Tuning)
     sparsity: Sparsity | None = None
+    prompts: PromptSet | None = None
+    inputs: Callable[[], ModelInputs] | None = None
 
 
 @dataclass(frozen=True)
@@ -112,6 +118,11 @@ class Decisions(ABC):
         """Whether there is something to emit. Without it, the op leaves the model as it is."""
         return self.has_replaced
 
+    @property
+    def held_out(self) -> PromptSet | None:
+        """Prompts by which to measure decisions that change outputs, where --prompts names none; None: there are none."""
+        return None
+
     def undo(self, reason: str) -> Decisions | None:
         """The same with no candidate replaced and the reason in each row, where the rest of the model can do without them.
 
@@ -150,6 +161,14 @@ class OpRewrite(ABC, Generic[Found, Decided]):
         """
         return job
 
+    def read_options(self, job: Job) -> Mapping[str, Path]:
+        """Checks the op's own options before anything takes long, and gives the files that they name, by what they are.
+
+        Raises:
+            ArgumentError: for a wrong option, or a file that cannot be read.
+        """
+        return {}
+
     @abstractmethod
     def find(self, job: Job, model: Callable[[], onnx.ModelProto]) -> Found | LeftOut:
         """The candidates, of which there may be none.
@@ -184,6 +203,10 @@ class OpRewrite(ABC, Generic[Found, Decided]):
             model: the one that the decisions are about.
             decided: decisions that change the model.
         """
+
+    def verifiable_form(self, model: onnx.ModelProto) -> onnx.ModelProto:
+        """A model whose outputs are to equal the original's: the optimized one without what changes outputs on purpose."""
+        return model
 
     @abstractmethod
     def empty_section(self) -> Section:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the original and the sparsified model on prompts and token by token, and measures how much next tokens change."""
+"""Runs the original and the result on prompts and token by token, and measures how much next tokens change."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,44 +11,37 @@ import onnx
 
 from stof.cached_attention.run_inputs import CacheInputMaker
 from stof.errors import ArgumentError, ModelError, VerifyError
-from stof.execution.case import Case, Padding
-from stof.execution.inputs import InputMaker
 from stof.execution.ort_sessions import Sessions, VerifiedSession
 from stof.execution.run_limits import LimitReached, RunLimits
 from stof.execution.session_process import RuntimeFailure, release_sessions
 from stof.files import temporary_folder
 from stof.options import Options
-from stof.sparsify.loss import LossMeter, bucket_limits
-from stof.sparsify.prompts import TOKENS
-from stof.sparsify.report import Loss, SparsityReport
+from stof.prompt_feeds import Feed, make_feed
+from stof.prompts.files import PromptSet
+from stof.prompts.loss import LOGITS, LossMeter, PromptLoss, bucket_limits
 from stof.verification.model_inputs import ModelInputs
 
 _SECONDS = 86400.0  # prompts take as long as they take
-_LOGITS, _POSITIONS = "logits", "position_ids"
 _STEPS = 8  # tokens, the last ones of each bucket, that are decoded
-Feed = dict[str, np.ndarray]
 
 
 def measure_loss(
     source: Path,
     final: onnx.ModelProto,
     inputs: ModelInputs,
-    prompts: Sequence[np.ndarray],
+    prompts: PromptSet,
     folder: Path,
     options: Options,
-) -> tuple[Loss, Loss | None]:
+) -> PromptLoss:
     """Runs both models on each prompt: as a first prompt, and token by token behind prefixes, each over its own cache.
 
     Args:
         source: the file of the original.
-        final: the sparsified model; its external data lies beside the original.
+        final: the model whose outputs change; its external data lies beside the original.
         inputs: draws the inputs besides tokens.
-        prompts: token ids of each.
+        prompts: what they run on.
         folder: for temporary files.
         options: memory for the runs.
-
-    Returns:
-        The loss of whole prompts, and that of decoding; None where the model has no cache, or all prompts have one token.
 
     Raises:
         ArgumentError: when the model has no input for tokens or no logits, or refuses a prompt.
@@ -63,9 +56,9 @@ def measure_loss(
             original = sessions.make(source, optimized=True, library=False)
             result = sessions.make(final, optimized=True, library=True)
             _check_logits(original.outputs)
-            for i, ids in enumerate(prompts):
+            for i, ids in enumerate(prompts.prompts):
                 try:
-                    one, other = (_logits(s, _feed(maker, ids)) for s in (original, result))
+                    one, other = (_logits(s, make_feed(maker, ids)) for s in (original, result))
                     _check_shapes(one, other, len(ids))
                     # Some models give the logits of the last token alone.
                     whole.add(one[0], other[0], np.arange(len(ids))[-one.shape[1] :])
@@ -73,7 +66,7 @@ def measure_loss(
                         _decode(maker, (original, result), ids, decoded)
                 except RuntimeFailure as error:
                     raise ArgumentError(
-                        f"--prompts {options.prompts}: a model does not run on prompt {i} of {len(ids)} tokens, with ids "
+                        f"{prompts.source}: a model does not run on prompt {i} of {len(ids)} tokens, with ids "
                         f"from {ids.min()} to {ids.max()}: {error}"
                     ) from error
             del original, result
@@ -81,24 +74,28 @@ def measure_loss(
         raise VerifyError(f"the loss could not be measured: {error}") from error
     finally:
         release_sessions()
-    return whole.loss(), decoded.loss() if decoded.prompts else None
+    return PromptLoss(prompts.source, whole.loss(), decoded.loss() if decoded.prompts else None)
 
 
-def check_loss(report: SparsityReport, options: Options) -> None:
+def check_loss(loss: PromptLoss, changed_by: str, options: Options) -> None:
     """Refuses a loss above ``--max-kl``, of whole prompts or of decoding.
+
+    Args:
+        loss: what was measured.
+        changed_by: the options that change outputs.
+        options: have the bound.
 
     Raises:
         VerifyError: with both numbers.
     """
-    losses = [x for x in (report.loss, report.decode_loss) if x is not None]
-    worst = max(losses, key=lambda loss: loss.kl)
-    if worst.kl <= options.max_kl or options.force:
+    if loss.worst_kl <= options.max_kl or options.force:
         return
-    of = "" if worst is report.loss else " in decoding"
+    worst = max((x for x in (loss.whole, loss.decoded) if x is not None), key=lambda x: x.kl)
+    of = "" if worst is loss.whole else " in decoding"
     raise VerifyError(
-        f"--sparsify changes outputs too much: KL divergence {worst.kl:.4g}{of} on {options.prompts}, --max-kl allows "
+        f"{changed_by} changes outputs too much: KL divergence {worst.kl:.4g}{of} on {loss.source}, --max-kl allows "
         f"{options.max_kl:g}; next-token agreement is {100 * worst.agreement:.2f} %. Nothing was written; choose a denser "
-        "pattern, raise --max-kl, or write it anyway with --force"
+        "pattern or more neurons, raise --max-kl, or write it anyway with --force"
     )
 
 
@@ -119,8 +116,8 @@ def _decode(maker: CacheInputMaker, models: Sequence[VerifiedSession], ids: np.n
             pasts: Feed = {}
             for (a, b), case in zip(spans, cases, strict=True):
                 assert case is not None
-                feed = {**_feed(maker, ids[a:b], case, before=a, known=pasts), **pasts}
-                logits, *presents = model.run([_LOGITS, *caches.values()], feed)
+                feed = {**make_feed(maker, ids[a:b], case, before=a, known=pasts), **pasts}
+                logits, *presents = model.run([LOGITS, *caches.values()], feed)
                 pasts = dict(zip(caches, presents, strict=True))
                 if a:
                     own.append(np.asarray(logits)[0, -1:])
@@ -130,41 +127,18 @@ def _decode(maker: CacheInputMaker, models: Sequence[VerifiedSession], ids: np.n
 
 
 def _check_logits(outputs: Sequence[str]) -> None:
-    if _LOGITS not in outputs:
+    if LOGITS not in outputs:
         raise ArgumentError(
-            f"--prompts needs a model with output {_LOGITS!r}, which this one has not: {', '.join(outputs[:4])}"
+            f"--prompts needs a model with output {LOGITS!r}, which this one has not: {', '.join(outputs[:4])}"
         )
 
 
 def _logits(model: VerifiedSession, feed: Feed) -> np.ndarray:
-    return np.asarray(model.run([_LOGITS], feed)[0])
+    return np.asarray(model.run([LOGITS], feed)[0])
 
 
 def _check_shapes(one: np.ndarray, other: np.ndarray, count: int) -> None:
     if one.ndim != 3 or one.shape != other.shape or one.shape[1] not in (1, count):
         raise ModelError(
-            f"output {_LOGITS!r} is {list(one.shape)} for a prompt of {count} tokens, expected [1, {count}, V] or [1, 1, V]"
+            f"output {LOGITS!r} is {list(one.shape)} for a prompt of {count} tokens, expected [1, {count}, V] or [1, 1, V]"
         )
-
-
-def _feed(
-    maker: InputMaker, ids: np.ndarray, case: Case | None = None, before: int = 0, known: Collection[str] = ()
-) -> Feed:
-    """The inputs of tokens that so many others come before; those that are known need not be drawn."""
-    case = case or Case(1, len(ids), Padding.NONE)
-    needed = {v.name for v in maker.inputs}.difference(known)
-    feed = maker.draw(case, np.random.default_rng(0), needed)
-    if known and isinstance(maker, CacheInputMaker) and not maker.knows_lengths(feed):  # they follow from caches
-        feed = maker.draw(case, np.random.default_rng(0))
-    tokens = feed.get(TOKENS)
-    if tokens is None or tokens.dtype.kind != "i" or tokens.ndim != 2:
-        raise ArgumentError(f"--prompts needs a model with integer input {TOKENS!r} [B, S], which this one has not")
-    if tokens.shape != (1, len(ids)):
-        raise ArgumentError(
-            f"--prompts: a prompt has {len(ids)} tokens, the model's {TOKENS!r} is {list(tokens.shape)}"
-        )
-    feed[TOKENS] = ids[None].astype(tokens.dtype)
-    positions = feed.get(_POSITIONS)
-    if positions is not None and positions.dtype.kind == "i" and positions.shape == tokens.shape:
-        feed[_POSITIONS] = (before + np.arange(len(ids)))[None].astype(positions.dtype)
-    return feed

@@ -18,7 +18,8 @@ class MlpForm:
     """How an MLP is written.
 
     Attributes:
-        activation: relu, relu2, relu2_pow, threshold_gelu (Gemma 3n), gelu (which gives no zeros).
+        activation: relu, relu2, relu2_pow, threshold_gelu (Gemma 3n); without zeros gelu, gelu_tanh, gelu_erf (primitives),
+            gelu_cubic (primitives of the tanh form), silu, quick_gelu.
         gated: whether a second matmul is multiplied.
         bias: whether matmuls have one.
         gemm: whether matmuls are Gemm nodes with transB on flat tokens, as OPT has them.
@@ -107,8 +108,15 @@ class _Maker:
 
     def activate(self, x: str, name: str) -> str:
         kind = self.form.activation
-        if kind == "gelu":
-            return self.add("Gelu", [x], f"{name}/activated")
+        if kind in ("gelu", "gelu_tanh"):
+            approximate = "none" if kind == "gelu" else "tanh"
+            return self.add("Gelu", [x], f"{name}/activated", approximate=approximate)
+        if kind == "quick_gelu":
+            return self.add("QuickGelu", [x], f"{name}/activated", domain="com.microsoft")
+        if kind == "silu":
+            return self.add("Mul", [x, self.add("Sigmoid", [x], f"{name}/sigmoid")], f"{name}/activated")
+        if kind in ("gelu_erf", "gelu_cubic"):
+            return self.gelu_of_primitives(x, name)
         if kind == "threshold_gelu":
             mean = self.add("ReduceMean", [x, "last"], f"{name}/mean")
             x = self.add("Sub", [x, mean], f"{name}/above")
@@ -118,6 +126,17 @@ class _Maker:
         if kind == "relu2_pow":
             return self.add("Pow", [positive, "two"], f"{name}/activated")
         return self.add("Gelu", [positive], f"{name}/activated") if kind == "threshold_gelu" else positive
+
+    def gelu_of_primitives(self, x: str, name: str) -> str:
+        if self.form.activation == "gelu_erf":
+            scaled = self.add("Div", [x, "root_two"], f"{name}/scaled")
+            bounded = self.add("Erf", [scaled], f"{name}/bounded")
+        else:
+            cube = self.add("Mul", [self.add("Pow", [x, "three"], f"{name}/cube"), "cubic"], f"{name}/cubic")
+            scaled = self.add("Mul", [self.add("Add", [x, cube], f"{name}/sum"), "root_two_over_pi"], f"{name}/scaled")
+            bounded = self.add("Tanh", [scaled], f"{name}/bounded")
+        factor = self.add("Add", [bounded, "one"], f"{name}/factor")
+        return self.add("Mul", [self.add("Mul", [x, factor], f"{name}/twice"), "half"], f"{name}/activated")
 
     def mlp(self, x: str, name: str) -> str:
         d, f = self.form.size, self.form.neurons
@@ -134,7 +153,9 @@ class _Maker:
         form, d = self.form, self.form.size
         self.constant("flat", np.array([-1, d], np.int64))
         self.constant("last", np.array([-1], np.int64))
-        self.constant("two", np.array(2.0))
+        scalars = {"two": 2.0, "three": 3.0, "half": 0.5, "one": 1.0, "cubic": 0.044715}
+        for name, value in {**scalars, "root_two": 2**0.5, "root_two_over_pi": (2 / np.pi) ** 0.5}.items():
+            self.constant(name, np.array(value))
         x = self.add("Gather", [self.constant("table", self.rng.standard_normal((VOCABULARY, d))), "input_ids"], "x0")
         inputs = [helper.make_tensor_value_info("input_ids", TensorProto.INT64, ["B", "S"])]
         outputs = [helper.make_tensor_value_info("logits", form.dtype, ["B", "S", VOCABULARY])]
@@ -148,5 +169,6 @@ class _Maker:
             x = self.mlp(x, f"layers.{i}")
         self.add("MatMul", [x, self.constant("head", self.rng.standard_normal((d, VOCABULARY)) / 8)], "logits")
         graph = helper.make_graph(self.nodes, "decoder", inputs, outputs, self.stored)
-        opsets = [helper.make_opsetid("", 20), *([helper.make_opsetid("com.microsoft", 1)] if form.bits else [])]
+        is_contrib = form.bits > 0 or form.activation == "quick_gelu"
+        opsets = [helper.make_opsetid("", 20), *([helper.make_opsetid("com.microsoft", 1)] if is_contrib else [])]
         return helper.make_model(graph, opset_imports=opsets, ir_version=9)

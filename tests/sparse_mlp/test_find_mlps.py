@@ -96,6 +96,79 @@ def test_activation_without_zeros_is_no_candidate() -> None:
     assert find_mlps(model, Symbolic(model)) == []
 
 
+ACTIVATIONS = {"gelu": "gelu", "gelu_erf": "gelu", "gelu_tanh": "gelu_tanh", "gelu_cubic": "gelu_tanh", "silu": "silu"}
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("written", [*ACTIVATIONS, "quick_gelu"])
+def test_activations_without_zeros(written: str, gated: bool) -> None:
+    """They are candidates where asked for, with the matmul of the gate; one that the operator lacks is the gate itself."""
+    model = make_mlp_model(MlpForm(written, gated=gated, neurons=96))
+    (found,) = find_mlps(model, Symbolic(model), any_activation=True)
+    assert found.site is not None, found.reason
+    site = found.site
+    assert not site.has_zeros
+    assert site.activation == ACTIVATIONS.get(written, "none")
+    assert (site.up is not None, site.activated) == (gated, "layers.0/act/activated")
+    if site.activation == "none":
+        assert (site.gate, site.gate_weight) == (site.activated, None)
+        return
+    assert site.gate == "layers.0.gate"
+    assert site.gate_weight is not None
+    weight = site.gate_weight
+    assert (weight.tensor, weight.bias, weight.is_by_neuron) == ("layers.0.gate.weight", "layers.0.gate.bias", False)
+    assert (weight.inner, weight.outer, site.gate_input) == (48, 96, "mixed")
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        MlpForm("silu", gated=True, bits=4, size=64),
+        MlpForm("silu", gated=True, bits=8, size=64, bias=False),
+        MlpForm("gelu", gemm=True, dtype=TensorProto.FLOAT16),
+        MlpForm("silu", gated=True, dtype=TensorProto.BFLOAT16),
+        MlpForm("relu"),
+    ],
+    ids=str,
+)
+def test_gate_matmul_of_every_type(form: MlpForm) -> None:
+    model = make_mlp_model(form)
+    (found,) = find_mlps(model, Symbolic(model), any_activation=True)
+    assert found.site is not None, found.reason
+    weight = found.site.gate_weight
+    assert weight is not None
+    assert weight.is_by_neuron == (form.gemm or form.bits > 0)
+    assert (weight.quantization is None) == (form.bits == 0)
+    assert found.site.has_zeros == (form.activation == "relu")
+
+
+def test_gate_with_other_quantization_keeps_its_matmul() -> None:
+    """The operator has one number of bits: a predictor cannot stand for such a gate, which stays as it is."""
+    model = make_mlp_model(MlpForm("silu", gated=True, bits=4, size=64))
+    eight = make_mlp_model(MlpForm("silu", gated=True, bits=8, size=64))
+    own = {n.output[0]: n for n in eight.graph.node}
+    stored = {t.name: t for t in eight.graph.initializer}
+    for node in model.graph.node:
+        if node.output[0] == "layers.0.gate/product":
+            node.CopyFrom(own[node.output[0]])
+    for tensor in model.graph.initializer:
+        if tensor.name.startswith("layers.0.gate"):
+            tensor.CopyFrom(stored[tensor.name])
+    (found,) = find_mlps(model, Symbolic(model), any_activation=True)
+    assert found.site is not None, found.reason
+    assert found.site.gate_weight is None
+
+
+def test_activation_of_no_matmul_is_no_mlp() -> None:
+    model = make_mlp_model(MlpForm("silu"))
+    for node in model.graph.node:
+        if node.output[0] == "layers.0.gate":
+            node.input[1] = "x0"
+            del node.input[0]
+            node.input.append("x0")
+    assert find_mlps(model, Symbolic(model), any_activation=True) == []
+
+
 def test_hidden_tensor_with_other_readers_is_kept() -> None:
     model = make_mlp_model(MlpForm())
     model.graph.output.append(helper.make_tensor_value_info("layers.0/act/positive", TensorProto.FLOAT, None))

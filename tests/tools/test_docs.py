@@ -17,8 +17,9 @@ import stof
 from stof import Options, cli, plan
 from stof.cached_attention.report import CacheReport
 from stof.ops import PLAN_FORMATS
+from stof.prompts.loss import Bucket, Loss
 from stof.sparse_mlp.report import MlpReport
-from stof.sparsify.report import Bucket, Loss, SparsifiedSite, SparsityReport
+from stof.sparsify.report import SparsifiedSite, SparsityReport
 from stof.verification.model_times import ModelTimes, RunTimes
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,9 +16,10 @@ from stof.graph.index import DOMAIN, all_nodes, node_tensors, opset_of
 from stof.graph.local_functions import add_functions, check_absent
 from stof.graph.names import FreshNames
 from stof.graph.protobuf import copy_model, replace_nodes
-from stof.sparse_mlp.function_body import MlpVariant, make_mlp_function
+from stof.sparse_mlp.function_body import MlpVariant, make_mlp_function, rounding_level
 from stof.sparse_mlp.quantized import regroup_by_neuron
 from stof.sparse_mlp.site import INPUT_INDEX, OP, OP_INPUTS, MlpSite, MlpWeight
+from stof.sparse_mlp.stored_selector import stored_arrays
 
 
 def emit_mlps(model: onnx.ModelProto, sites: Sequence[MlpSite], folder: Path) -> onnx.ModelProto:
@@ -56,7 +57,7 @@ def emit_mlps(model: onnx.ModelProto, sites: Sequence[MlpSite], folder: Path) ->
         nodes += layouts.take_nodes()
         name = layouts.names.make(f"{site.name.rpartition('/')[0] or site.name}/{OP}")
         call = helper.make_node(OP, inputs, [site.output], name=name, domain=DOMAIN)
-        attributes = {"activation": site.activation, "selection": "nonzero", "mlp_id": number}
+        attributes = {"activation": site.activation, "selection": site.selection, "mlp_id": number}
         attributes |= _quantization_attributes(site)
         call.attribute.extend(helper.make_attribute(key, value) for key, value in attributes.items())
         nodes.append(call)
@@ -69,10 +70,21 @@ def emit_mlps(model: onnx.ModelProto, sites: Sequence[MlpSite], folder: Path) ->
 
 def _quantization_attributes(site: MlpSite) -> dict[str, int]:
     q = site.quantization
-    if q is None:
-        return {}
-    level = q.accuracy_level if site.up is None or site.up.quantization is None else site.up.quantization.accuracy_level
-    return {"bits": q.bits, "block_size": q.block_size, "accuracy_level": level}
+    return {} if q is None else {"bits": q.bits, "block_size": q.block_size, "accuracy_level": rounding_level(site)}
+
+
+def without_selection(model: onnx.ModelProto) -> onnx.ModelProto:
+    """A copy of a model in which every neuron of predicted MLPs is active, so that its outputs are those of the dense ones."""
+    index = INPUT_INDEX["threshold"]
+    own = {n.input[index] for n in model.graph.node if n.op_type == OP and n.domain == DOMAIN and len(n.input) > index}
+    if not own - {""}:
+        return model
+    found = copy_model(model)
+    for tensor in found.graph.initializer:
+        if tensor.name in own:
+            lowest = np.full([int(d) for d in tensor.dims], -np.inf, np.float32)
+            tensor.CopyFrom(numpy_helper.from_array(lowest, tensor.name))
+    return found
 
 
 def _inputs(site: MlpSite, layouts: _Weights) -> list[str]:
@@ -82,15 +94,24 @@ def _inputs(site: MlpSite, layouts: _Weights) -> list[str]:
         for name, tensor in zip(("weight", "scales", "zero_points"), tensors, strict=False):
             inputs[INPUT_INDEX[f"{prefix}_{name}"]] = tensor
 
-    inputs[INPUT_INDEX["gate"]] = site.gate
-    inputs[INPUT_INDEX["input"]] = (
-        site.input or site.gate
-    )  # a runtime selects the kernel by the type of the first input
+    def put_rows(prefix: str, weight: MlpWeight) -> None:
+        """A weight that multiplies tokens."""
+        inputs[INPUT_INDEX[f"{prefix}_bias"]] = weight.bias
+        put(prefix, layouts.in_rows(weight) if weight.quantization is not None else [layouts.by_neuron(weight)])
+
+    # A runtime selects the kernel by the type of the first input.
+    inputs[INPUT_INDEX["input"]] = site.tokens_input or site.gate
+    if site.selector is not None:
+        for name, array in stored_arrays(site).items():
+            inputs[INPUT_INDEX[name]] = layouts.add(f"{site.name}/{name}", array)
+    if site.selection == "predictor" and site.gate_weight is not None:
+        put_rows("gate", site.gate_weight)
+    else:
+        inputs[INPUT_INDEX["gate"]] = site.gate
     inputs[INPUT_INDEX["down_bias"]] = site.down.bias
     put("down", layouts.regrouped(site.down) if site.down.quantization is not None else [layouts.by_neuron(site.down)])
     if site.up is not None:
-        inputs[INPUT_INDEX["up_bias"]] = site.up.bias
-        put("up", layouts.in_rows(site.up) if site.up.quantization is not None else [layouts.by_neuron(site.up)])
+        put_rows("up", site.up)
     while not inputs[-1]:
         inputs.pop()
     return inputs
@@ -174,6 +195,12 @@ class _Weights:
                     self._graph.initializer.append(numpy_helper.from_array(array, made[-1]))
             self._regrouped[weight] = made
         return self._regrouped[weight]
+
+    def add(self, wanted: str, array: np.ndarray) -> str:
+        """A new initializer; returns its name."""
+        name = self._tensors.make(wanted)
+        self._graph.initializer.append(numpy_helper.from_array(np.ascontiguousarray(array), name))
+        return name
 
     def take_nodes(self) -> list[onnx.NodeProto]:
         """The nodes that were made since the last call."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds MLPs whose activation gives zeros, and says why some cannot be replaced.
+"""Finds MLPs, and says why some cannot be replaced: those whose activation gives zeros, or all.
 
 The zeros are found from the operators: Relu gives them, and products, powers and functions that are 0 at 0 keep them. So the
 square of Relu counts, and a Gelu behind the threshold of Gemma 3n.
@@ -17,6 +17,7 @@ from onnx import helper
 from stof.errors import UnsupportedError
 from stof.graph.index import GraphIndex, is_standard
 from stof.graph.names import FreshNames
+from stof.sparse_mlp.activations import read_activation, read_relu
 from stof.sparse_mlp.quantized import is_quantized_matmul, read_quantized
 from stof.sparse_mlp.site import MlpSite, MlpWeight
 from stof.symbolic import Symbolic
@@ -37,16 +38,22 @@ _LARGEST = 1 << 24  # neurons and features
 
 @dataclass(frozen=True)
 class MlpCandidate:
-    """A matmul with activations that have zeros: a site, or the reason why it cannot be replaced."""
+    """The last matmul of an MLP: a site, or the reason why it cannot be replaced."""
 
     name: str
     site: MlpSite | None
     reason: str = ""
 
 
-def find_mlps(model: onnx.ModelProto, symbolic: Symbolic) -> list[MlpCandidate]:
-    """The candidates of the main graph, in its order."""
-    finder = _Finder(GraphIndex(model.graph), symbolic)
+def find_mlps(model: onnx.ModelProto, symbolic: Symbolic, *, any_activation: bool = False) -> list[MlpCandidate]:
+    """The candidates of the main graph, in its order.
+
+    Args:
+        model: the model.
+        symbolic: its facts.
+        any_activation: also MLPs without true zeros: SiLU, GELU and others.
+    """
+    finder = _Finder(GraphIndex(model.graph), symbolic, any_activation)
     names = FreshNames()
     found = []
     for node in model.graph.node:
@@ -67,22 +74,23 @@ class _Hidden:
 
     activated: str
     factor: str = ""
+    has_zeros: bool = True
 
 
 class _Finder:
     """Reads sites of one graph."""
 
-    def __init__(self, index: GraphIndex, symbolic: Symbolic) -> None:
-        self._index, self._symbolic = index, symbolic
+    def __init__(self, index: GraphIndex, symbolic: Symbolic, any_activation: bool) -> None:
+        self._index, self._symbolic, self._any_activation = index, symbolic, any_activation
         self._zeros: dict[str, bool] = {}
 
     def read_hidden(self, node: onnx.NodeProto) -> _Hidden | None:
-        """What a node multiplies by a constant, where that has zeros by its operators; else None."""
+        """What a node multiplies by a constant, where that is neurons behind an activation; else None."""
         if not self._is_matmul(node):
             return None
         tensor = node.input[0]
         if not self._has_zeros(tensor, _DEPTH):
-            return None
+            return self._read_without_zeros(tensor) if self._any_activation else None
         product = self._index.producer(tensor)
         assert product is not None
         if product.op_type == "Mul" and product.input[0] != product.input[1]:
@@ -91,6 +99,30 @@ class _Finder:
             if len(sides) == 1 and self._matmul_behind(others[0]) is not None:
                 return _Hidden(sides[0], others[0])
         return _Hidden(tensor)
+
+    def _read_without_zeros(self, tensor: str) -> _Hidden | None:
+        """Neurons behind an activation that gives no zeros, perhaps with a factor."""
+        if self._is_activated_matmul(tensor):
+            return _Hidden(tensor, has_zeros=False)
+        product = self._index.producer(tensor)
+        if product is None or product.op_type != "Mul" or not is_standard(product):
+            return None
+        for activated, factor in (tuple(product.input), tuple(product.input)[::-1]):
+            if self._is_activated_matmul(activated) and self._matmul_behind(factor) is not None:
+                return _Hidden(activated, factor, has_zeros=False)
+        return None
+
+    def _is_activated_matmul(self, tensor: str) -> bool:
+        """Whether a tensor is an activation of a matmul: other functions of tokens are no MLP."""
+        found = read_activation(self._index, self._symbolic, tensor)
+        if found is None:
+            return False
+        gate, name = found
+        if name == "none":
+            node = self._index.producer(gate)
+            assert node is not None
+            gate = node.input[0]
+        return self._matmul_behind(gate) is not None
 
     def read_site(self, name: str, node: onnx.NodeProto, hidden: _Hidden) -> MlpSite:
         """The site of a matmul.
@@ -102,7 +134,7 @@ class _Finder:
             if len(self._index.consumers(tensor)) > 1 or self._is_visible(tensor):
                 raise UnsupportedError(f"{tensor!r} has other readers, which need all neurons")
         down, output = self._read_weight(node, sums_over_neurons=True)
-        gate, activation = self._read_activation(hidden.activated)
+        gate, activation = self._read_activation(hidden)
         dtype = self._symbolic.dtype(hidden.activated)
         if dtype not in (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16):
             found = onnx.TensorProto.DataType.Name(dtype) if dtype else "not known"
@@ -114,6 +146,7 @@ class _Finder:
         if not 1 <= max(down.inner, down.outer) <= _LARGEST:
             raise UnsupportedError(f"its weight has shape [{down.inner}, {down.outer}]")
         site = MlpSite(name, gate, activation, hidden.activated, down, output, down.inner, down.outer, dtype)
+        site = self._with_gate_weight(replace(site, has_zeros=hidden.has_zeros))
         if not hidden.factor:
             return replace(site, input_size=self._size_before(gate))
         matmul = self._matmul_behind(hidden.factor)
@@ -191,18 +224,32 @@ class _Finder:
         bias = node.input[2] if node.op_type == "Gemm" and len(node.input) > 2 else ""
         return MlpWeight(tensor, inner, outer, sums_over_neurons != is_transposed), bias
 
-    def _read_activation(self, tensor: str) -> tuple[str, str]:
+    def _read_activation(self, hidden: _Hidden) -> tuple[str, str]:
         """The tensor in front of an activation that the operator computes, and its name; else the tensor itself."""
-        node = self._index.producer(tensor)
+        node = self._index.producer(hidden.activated)
         assert node is not None
-        if node.op_type == "Relu":
-            return node.input[0], "relu"
-        base = self._index.producer(node.input[0]) if node.input else None
-        is_square = node.op_type == "Mul" and node.input[0] == node.input[1]
-        is_square |= node.op_type == "Pow" and self._symbolic.uniform(node.input[1]) == 2.0
-        if is_square and base is not None and is_standard(base) and base.op_type == "Relu":
-            return base.input[0], "relu2"
-        return tensor, "none"
+        if hidden.has_zeros:
+            found = read_relu(self._index, self._symbolic, node)
+        else:
+            found = read_activation(self._index, self._symbolic, hidden.activated)
+        return found or (hidden.activated, "none")
+
+    def _with_gate_weight(self, site: MlpSite) -> MlpSite:
+        """The site with the matmul that gives its gate, where a predictor may stand for it."""
+        matmul = self._matmul_behind(site.gate)
+        if matmul is None:
+            return site
+        try:
+            weight, written = self._read_weight(matmul, sums_over_neurons=False)
+            if weight.outer == site.neurons:
+                _check_equal_quantization(weight, site.down)
+        except UnsupportedError:  # the gate stays as it is
+            return site
+        tokens = matmul.input[0]
+        is_usable = written == site.gate and weight.outer == site.neurons and self._has_width(tokens, weight.inner)
+        if not is_usable or self._rank(tokens) != self._rank(site.gate) or self._symbolic.dtype(tokens) != site.dtype:
+            return site
+        return replace(site, gate_input=tokens, gate_weight=weight)
 
     def _has_zeros(self, tensor: str, depth: int) -> bool:
         """Whether operators make a tensor zero in places."""

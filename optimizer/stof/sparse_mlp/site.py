@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from stof.sparse_mlp.predictors.selector import NeuronSelector
+
 OP = "StofSparseMLP"
 _ROUNDS_TOKENS = 4  # accuracy_level of MatMulNBits with which its kernels quantize tokens to int8
 OP_INPUTS = (
     *("input", "gate", "gate_weight", "up_weight", "down_weight", "gate_bias", "up_bias", "down_bias"),
     *("threshold", "predictor_down", "predictor_up", "gate_scales", "gate_zero_points", "up_scales", "up_zero_points"),
-    *("down_scales", "down_zero_points"),
+    *("down_scales", "down_zero_points", "predictor_down_scales", "predictor_up_scales"),
 )
 INPUT_INDEX = {name: i for i, name in enumerate(OP_INPUTS)}
 
@@ -72,6 +74,10 @@ class MlpSite:
         input_size: K, or the size of a token in front of the first matmul; 0: not known.
         output_size: N.
         dtype: element type of all of them but quantized weights.
+        has_zeros: whether the activation gives true zeros, so that idle neurons can be left out without a change.
+        gate_input: tensor [..., K] that the gate's matmul multiplies; empty where ``gate_weight`` is None.
+        gate_weight: the matmul with its bias that gives ``gate``; None: ``gate`` is computed otherwise.
+        selector: which neurons are computed, where outputs change; None: those that are not zero.
     """
 
     name: str
@@ -86,6 +92,36 @@ class MlpSite:
     input: str = ""
     up: MlpWeight | None = None
     input_size: int = 0
+    has_zeros: bool = True
+    gate_input: str = ""
+    gate_weight: MlpWeight | None = None
+    selector: NeuronSelector | None = None
+
+    @property
+    def selection(self) -> str:
+        """How neurons are selected, by its name in docs/reference/sparse-mlp.md."""
+        if self.selector is None:
+            return "nonzero"
+        return "predictor" if self.selector.has_predictor else "magnitude"
+
+    @property
+    def tokens_input(self) -> str:
+        """The tensor [..., K] that the operator multiplies; empty where it reads the gate alone."""
+        return self.gate_input if self.selection == "predictor" else self.input
+
+    @property
+    def weights(self) -> tuple[MlpWeight, ...]:
+        """Those that the operator reads."""
+        gate = self.gate_weight if self.selection == "predictor" else None
+        return tuple(w for w in (gate, self.up, self.down) if w is not None)
+
+    def reason_no_predictor(self) -> str:
+        """Why a predictor cannot stand for the gate's matmul; empty where it can."""
+        if self.gate_weight is None:
+            return f"{self.gate!r} is not the matmul of tokens with a constant alone"
+        if self.input and self.input != self.gate_input:
+            return f"gate and up multiply different tensors, {self.gate_input!r} and {self.input!r}"
+        return ""
 
     @property
     def quantization(self) -> Quantization | None:
@@ -95,8 +131,8 @@ class MlpSite:
     @property
     def rounds_tokens(self) -> bool:
         """Whether the operator may round what quantized weights multiply to int8."""
-        weights = [w for w in (self.up, self.down) if w is not None and w.quantization is not None]
-        return any(w.quantization is not None and w.quantization.accuracy_level == _ROUNDS_TOKENS for w in weights)
+        kinds = [w.quantization for w in self.weights]
+        return any(q is not None and q.accuracy_level == _ROUNDS_TOKENS for q in kinds)
 
     @property
     def sizes(self) -> str:
@@ -106,7 +142,7 @@ class MlpSite:
         return f"{kind}, {self.neurons} neurons{bits}"
 
     def share_read(self, density: float) -> float:
-        """The share of the MLP's weights that one token reads where this share of the neurons is active."""
+        """The share of the MLP's weights that one token reads where this share of the neurons is computed."""
         before = self.input_size or self.output_size
         values, scales, block = 1.0, 0.0, 1
         if self.quantization is not None:
@@ -114,7 +150,10 @@ class MlpSite:
             values, scales = self.quantization.bits / 8, 4 / block
         # A scale of the last matmul is read where one neuron of its block is active.
         down = (density * values + (1 - (1 - density) ** block) * scales) * self.output_size
-        up = density * (values + scales) * before if self.up is not None else 0.0
-        dense = (values + scales) * before
-        whole = dense * (2 if self.up is not None else 1) + (values + scales) * self.output_size
-        return (dense + up + down) / whole
+        rows = (values + scales) * before
+        up = density * rows if self.up is not None else 0.0
+        gate = rows
+        if self.selector is not None and self.selector.has_predictor:
+            gate = density * rows + self.selector.rank * (1 + before / self.neurons)
+        whole = rows * (2 if self.up is not None else 1) + (values + scales) * self.output_size
+        return (gate + up + down) / whole

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from stof import strict_json
+from stof.archives import read_arrays
 from stof.errors import ArgumentError
 from stof.files import read_text
-from stof.sparsify.archives import read_arrays
 from stof.sparsify.patterns import (
     BLOCKS,
     MOST_POSITIONS,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from stof.errors import ArgumentError
+from stof.slices import Slice, parse_slices
 from stof.sparsify.pattern_files import CONFIG_FILE, HEADS_FILE, LayerPatterns, read_pattern_file
 from stof.sparsify.patterns import (
     BLOCKS,
@@ -35,27 +36,6 @@ _FIELDS = {
 }
 _MOST_TEXT = 1 << 16
 _EXPECTED = 's2:local=N,stride=N, window=N, mask="..." or the path of a pattern file'
-
-
-@dataclass(frozen=True)
-class Slice:
-    """Indices as Python has them: ``2``, ``0:2``, ``4:``, ``-2:``."""
-
-    text: str
-    start: int | None
-    stop: int | None
-
-    def of(self, count: int, what: str) -> range:
-        """The indices among so many.
-
-        Raises:
-            ArgumentError: when it selects none, or reaches beyond.
-        """
-        first, last = self.start or 0, count if self.stop is None else self.stop
-        first, last = (x + count if x < 0 else x for x in (first, last))
-        if not 0 <= first < last <= count:
-            raise ArgumentError(f"--sparsify: {what}={self.text} selects from {count} {what}, expected 0 to {count}")
-        return range(first, last)
 
 
 @dataclass(frozen=True)
@@ -276,18 +256,10 @@ class _Fields:
         """Indices and slices with ``+`` between them."""
         if key not in self.values:
             return ()
-        found = []
-        for text in self.values[key].split("+"):
-            match = re.fullmatch(r"(-?[0-9]{1,6})?(:)?(-?[0-9]{1,6})?", text)
-            if match is None or text in ("", ":") or (match[2] is None and match[3] is not None):
-                raise self.error(key, "indices or slices such as 3, 0:2 or -2:, with + between them")
-            first = None if match[1] is None else int(match[1])
-            last = None if match[3] is None else int(match[3])
-            if match[2] is None:
-                assert first is not None
-                last = None if first == -1 else first + 1
-            found.append(Slice(text, first, last))
-        return tuple(found)
+        found = parse_slices(self.values[key], "--sparsify")
+        if found is None:
+            raise self.error(key, "indices or slices such as 3, 0:2 or -2:, with + between them")
+        return found
 
     def clause(self, pattern: HeadPattern | LayerPatterns) -> Clause:
         """The clause of a pattern."""

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
+from stof.archives import read_arrays
 from stof.errors import ArgumentError
 from stof.files import temporary_file
 from stof.sparse_mlp.predictors.selector import NeuronSelector
-from stof.sparsify.archives import read_arrays
 
 _WHAT = "predictor file"
 _VERSION = 1
