@@ -31,7 +31,7 @@ from stof.sparse_mlp.site import OP, MlpSite
 from stof.symbolic import Symbolic
 
 if TYPE_CHECKING:
-    from stof.sparse_mlp.calibration.fit import Prediction
+    from stof.sparse_mlp.calibration.fit import NeuronPrediction
     from stof.sparse_mlp.checks.site_checks import MlpChecks
 
 _LEAST_GAIN = 1.1  # below, a call costs as much as it saves
@@ -58,7 +58,7 @@ class MlpModel:
     symbolic: Symbolic | None = None
     candidates: tuple[MlpCandidate, ...] = ()
     counts: Mapping[str, NeuronCounts] = field(default_factory=dict)
-    predictions: Mapping[str, Prediction] = field(default_factory=dict)
+    predictions: Mapping[str, NeuronPrediction] = field(default_factory=dict)
     spec: MlpSpec | None = None
     prompts: CalibrationPrompts | None = None
 
@@ -299,7 +299,7 @@ def _describe(job: Job, found: MlpModel, candidate: MlpCandidate, index: int) ->
     return replace(row, selection=site.selection, predicted_gain=round(gain, 3)), site, reason
 
 
-def _reason_inexact(job: Job, found: MlpModel, prediction: Prediction) -> str:
+def _reason_inexact(job: Job, found: MlpModel, prediction: NeuronPrediction) -> str:
     """Why the output error of an MLP keeps it dense; empty where it does not."""
     most = None if found.spec is None else found.spec.max_error
     if most is None and not has_logits(job.model):
