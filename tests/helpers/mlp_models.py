@@ -31,6 +31,7 @@ class MlpForm:
         bits: of MatMulNBits weights in blocks of 32, but for the head; 0: none is quantized.
         zero_points: whether these have zero points.
         accuracy_level: of MatMulNBits.
+        packed: "gate_up" or "up_gate": one matmul gives both in this order, and ``cut`` (Split, Slice) takes them apart.
     """
 
     activation: str = "relu"
@@ -45,6 +46,8 @@ class MlpForm:
     bits: int = 0
     zero_points: bool = False
     accuracy_level: int = 0
+    packed: str = ""
+    cut: str = "Split"
 
 
 def make_mlp_model(form: MlpForm, layers: int = 1, seed: int = 0) -> onnx.ModelProto:
@@ -138,12 +141,29 @@ class _Maker:
         factor = self.add("Add", [bounded, "one"], f"{name}/factor")
         return self.add("Mul", [self.add("Mul", [x, factor], f"{name}/twice"), "half"], f"{name}/activated")
 
+    def first(self, x: str, name: str) -> tuple[str, str]:
+        """The gate, and the up values where there are any."""
+        d, f = self.form.size, self.form.neurons
+        if not self.form.packed:
+            gate = self.matmul(x, f"{name}.gate", d, f, self.form.shift)
+            return gate, self.matmul(x, f"{name}.up", d, f) if self.form.gated else ""
+        both = self.matmul(x, f"{name}.both", d, 2 * f, self.form.shift)
+        halves = [f"{name}.{part}" for part in self.form.packed.split("_")]
+        if self.form.cut == "Split":
+            self.nodes.append(helper.make_node("Split", [both], halves, name=f"/{name}.split", axis=-1, num_outputs=2))
+        else:
+            bounds = [self.constant(f"{name}.bound{i}", np.array([i * f])) for i in range(3)]
+            for i, half in enumerate(halves):
+                self.add("Slice", [both, bounds[i], bounds[i + 1], "last"], half)
+        return f"{name}.gate", f"{name}.up"
+
     def mlp(self, x: str, name: str) -> str:
         d, f = self.form.size, self.form.neurons
         flat = self.add("Reshape", [x, "flat"], f"{name}/flat") if self.form.gemm else x
-        hidden = self.activate(self.matmul(flat, f"{name}.gate", d, f, self.form.shift), f"{name}/act")
+        gate, up = self.first(flat, name)
+        hidden = self.activate(gate, f"{name}/act")
         if self.form.gated:
-            hidden = self.add("Mul", [self.matmul(flat, f"{name}.up", d, f), hidden], f"{name}/hidden")
+            hidden = self.add("Mul", [up, hidden], f"{name}/hidden")
         output = self.matmul(hidden, f"{name}.down", f, d)
         if self.form.gemm:
             output = self.add("Reshape", [output, self.add("Shape", [x], f"{name}/shape")], f"{name}/folded")

@@ -21,6 +21,7 @@ class MlpReport:
 
     Attributes:
         density: the share of neurons that are computed, on given inputs or held-out prompts; None: not measured.
+        idle: the share of neurons that never were, and are sorted behind the others; None: the neurons keep their order.
         predicted_gain: the bytes of weights that one token reads in the dense MLP, over those of computed neurons.
         selection: ``nonzero``: outputs stay; ``magnitude``, ``predictor``: they change.
         prediction: how neurons are predicted; None: they are not.
@@ -33,6 +34,7 @@ class MlpReport:
     activation: str = ""
     sizes: str = ""
     density: float | None = None
+    idle: float | None = None
     predicted_gain: float | None = None
     selection: str = "nonzero"
     prediction: PredictionReport | None = None
@@ -183,6 +185,15 @@ def _active(rows: Sequence[MlpReport]) -> str:
     return f"{_range(shares)} of the neurons active on the given inputs"
 
 
+def _idle(rows: Sequence[MlpReport]) -> str:
+    """How many neurons never fired, for people."""
+    shares = [100 * r.idle for r in rows if r.idle is not None]
+    if not shares:
+        return ""
+    low, high = f"{min(shares):.1f}", f"{max(shares):.1f}"
+    return f"{low if low == high else f'{low} to {high}'} % never, which lie together at the end of the weights"
+
+
 def _gain(rows: Sequence[MlpReport]) -> str:
     gains = [r.predicted_gain for r in rows if r.predicted_gain is not None]
     return f"predicted {sum(gains) / len(gains):.1f}x for one token" if gains else ""
@@ -211,7 +222,7 @@ def _group_lines(group: list[MlpReport]) -> list[str]:
     first = group[0]
     if not first.replaced:
         return [f"  kept  {r.mlp}: {r.reason}" for r in group]
-    facts = ", ".join(filter(None, [_active(group), _gain(group)]))
+    facts = ", ".join(filter(None, [_active(group), _idle(group), _gain(group)]))
     if first.prediction is None:
         return [f"  {len(group):3d} x MLP with zeros of {first.activation}: {first.sizes}", f"        {facts}"]
     quality = _quality(group)
@@ -236,6 +247,8 @@ def _explained_lines(row: MlpReport) -> list[str]:
     if row.prediction is not None:
         quality = _quality([row])
         lines.append(f"  predict {_how(row.prediction)}{f': {quality}' if quality else ''}")
+    if row.idle is not None:
+        lines.append(f"  idle   {_idle([row])}")
     if row.predicted_gain is not None:
         lines.append(f"  cost   {_gain([row])}")
     lines.append("  -> replaced" if row.replaced else f"  stopped: {row.reason}")

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,9 +21,10 @@ from stof.runtime.library import op_limits
 from stof.selection import NamedCandidate
 from stof.sparse_mlp.calibration.prompt_sets import CalibrationPrompts, read_calibration_prompts
 from stof.sparse_mlp.calibration.spec import OPTION, MlpSpec, parse_mlp_spec
-from stof.sparse_mlp.density import measure_densities
+from stof.sparse_mlp.density import NeuronCounts, count_neurons
 from stof.sparse_mlp.emit import emit_mlps, without_selection
 from stof.sparse_mlp.find import MlpCandidate, find_mlps, has_cache
+from stof.sparse_mlp.neuron_order import with_orders
 from stof.sparse_mlp.plan_entry import SELECTIONS, MlpPlan, read_mlp_plan
 from stof.sparse_mlp.report import KEY, NAMES, MlpReport, MlpSection, PredictionReport
 from stof.sparse_mlp.site import OP, MlpSite
@@ -47,7 +48,7 @@ class MlpModel:
         model: the model.
         symbolic: its facts; None where there is no candidate.
         candidates: in the order of the graph.
-        densities: the share of active neurons by the name of a site, where it was measured.
+        counts: of active neurons by the name of a site, where they were measured.
         predictions: how neurons are predicted, by the name of a site that --sparse-mlp is for.
         spec: what --sparse-mlp asks for; None: nothing.
         prompts: of ``spec``.
@@ -56,7 +57,7 @@ class MlpModel:
     model: onnx.ModelProto
     symbolic: Symbolic | None = None
     candidates: tuple[MlpCandidate, ...] = ()
-    densities: Mapping[str, float] = field(default_factory=dict)
+    counts: Mapping[str, NeuronCounts] = field(default_factory=dict)
     predictions: Mapping[str, Prediction] = field(default_factory=dict)
     spec: MlpSpec | None = None
     prompts: CalibrationPrompts | None = None
@@ -142,7 +143,7 @@ class SparseMlpRewrite(OpRewrite[MlpModel, MlpDecisions]):
         exact = [s for s in sites if s.name not in found.predictions]
         if exact and not _reason_impossible(job, before):
             with job.step("neurons"):
-                found = replace(found, densities=measure_densities(job, before, exact))
+                found = replace(found, counts=count_neurons(job, before, exact))
         return found
 
     def _predict(self, job: Job, found: MlpModel, spec: MlpSpec) -> MlpModel:
@@ -178,7 +179,8 @@ class SparseMlpRewrite(OpRewrite[MlpModel, MlpDecisions]):
             self._check_plan(job, site)
             rows.append(replace(row, replaced=True, reason="replaced"))
             sites.append(site)
-        return MlpDecisions(found, _section(job, found, rows), tuple(sites))
+        sites = with_orders(found.model, sites, found.counts)
+        return MlpDecisions(found, _section(job, found, _with_idle(rows, sites)), tuple(sites))
 
     def _check_plan(self, job: Job, site: MlpSite) -> None:
         """Refuses a plan that was made with another --sparse-mlp.
@@ -242,6 +244,12 @@ class SparseMlpRewrite(OpRewrite[MlpModel, MlpDecisions]):
         return MlpChecks(found.model, found.symbolic, decided.sites, job.source.parent)
 
 
+def _with_idle(rows: Sequence[MlpReport], sites: Sequence[MlpSite]) -> list[MlpReport]:
+    """The rows with the share of neurons that were sorted behind the others."""
+    idle = {s.name: 1 - s.order.hot / s.neurons for s in sites if s.order is not None}
+    return [replace(r, idle=idle[r.mlp]) if r.mlp in idle else r for r in rows]
+
+
 def _may_have_zeros(model: onnx.ModelProto) -> bool:
     return any(n.op_type == "Relu" for n in model.graph.node)
 
@@ -260,7 +268,8 @@ def _section(job: Job, found: MlpModel, rows: list[MlpReport]) -> MlpSection:
 def _describe(job: Job, found: MlpModel, candidate: MlpCandidate, index: int) -> tuple[MlpReport, MlpSite | None, str]:
     """The row of a candidate, its site with a selector where there is one, and why it cannot be replaced or does not gain."""
     site, prediction = candidate.site, found.predictions.get(candidate.name)
-    density = found.densities.get(candidate.name)
+    counts = found.counts.get(candidate.name)
+    density = None if counts is None else counts.density
     row = MlpReport(candidate.name, index, False, "", density=density)
     if site is None:
         return row, None, candidate.reason

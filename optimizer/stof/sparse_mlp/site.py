@@ -5,6 +5,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import onnx
+
 from stof.sparse_mlp.predictors.selector import NeuronSelector
 
 OP = "StofSparseMLP"
@@ -18,8 +21,21 @@ INPUT_INDEX = {name: i for i, name in enumerate(OP_INPUTS)}
 
 
 @dataclass(frozen=True)
+class LinearForm:
+    """How DequantizeLinear or MatMulInteger stores a weight.
+
+    Attributes:
+        inner_axis: of its matrix, the axis that the matmul sums over.
+        is_uniform: one scale for the tensor or for an output; else one for each block.
+    """
+
+    inner_axis: int
+    is_uniform: bool
+
+
+@dataclass(frozen=True)
 class Quantization:
-    """How ONNX Runtime's MatMulNBits stores a weight [N, K].
+    """How ONNX Runtime's MatMulNBits stores a weight [N, K], and how another operator stores the same values.
 
     Attributes:
         bits: 4 or 8, of a value.
@@ -27,6 +43,7 @@ class Quantization:
         scales: initializer with N · ceil(K / block_size) elements.
         zero_points: likewise, packed into bytes by row; empty: 2^(bits - 1).
         accuracy_level: of the node.
+        linear: None: as MatMulNBits stores it. Else scales and zero points are those of the other operator.
     """
 
     bits: int
@@ -34,6 +51,7 @@ class Quantization:
     scales: str
     zero_points: str = ""
     accuracy_level: int = 0
+    linear: LinearForm | None = None
 
 
 @dataclass(frozen=True)
@@ -47,6 +65,8 @@ class MlpWeight:
         is_by_neuron: a row of it belongs to one neuron; else a column does.
         bias: the constant that is added to the matmul; empty: none.
         quantization: None: its element type is that of the tokens.
+        first: of what the stored weight and bias give, the first element that is meant.
+        whole: the elements that the stored weight and bias give; 0: ``outer``.
     """
 
     tensor: str
@@ -55,6 +75,43 @@ class MlpWeight:
     is_by_neuron: bool
     bias: str = ""
     quantization: Quantization | None = None
+    first: int = 0
+    whole: int = 0
+
+
+@dataclass(frozen=True)
+class GateProjection:
+    """The matmul whose result, perhaps behind other operators, is the gate.
+
+    Attributes:
+        tensor: [..., F] that it gives behind its bias, a part of a larger one where ``weight`` is cut.
+        product: what the matmul's node writes.
+        weight: its weight and bias.
+        is_movable: whether everything between ``tensor`` and the gate treats all neurons alike, so that they may be reordered.
+    """
+
+    tensor: str
+    product: str
+    weight: MlpWeight
+    is_movable: bool
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether it is part of a larger matmul, which the up weight shares."""
+        return self.weight.whole != 0
+
+
+@dataclass(frozen=True, eq=False)
+class NeuronOrder:
+    """An order of neurons: the one at i was at ``indices[i]``.
+
+    Attributes:
+        indices: int64 [F].
+        hot: how many of the first ones fired in the runs that the order is from.
+    """
+
+    indices: np.ndarray
+    hot: int
 
 
 @dataclass(frozen=True)
@@ -77,6 +134,8 @@ class MlpSite:
         has_zeros: whether the activation gives true zeros, so that idle neurons can be left out without a change.
         gate_input: tensor [..., K] that the gate's matmul multiplies; empty where ``gate_weight`` is None.
         gate_weight: the matmul with its bias that gives ``gate``; None: ``gate`` is computed otherwise.
+        projection: the matmul behind the gate, where it may be written anew; None: it may not, or need not.
+        order: of the neurons in the model to write; None: as they are.
         selector: which neurons are computed, where outputs change; None: those that are not zero.
     """
 
@@ -95,6 +154,8 @@ class MlpSite:
     has_zeros: bool = True
     gate_input: str = ""
     gate_weight: MlpWeight | None = None
+    projection: GateProjection | None = None
+    order: NeuronOrder | None = None
     selector: NeuronSelector | None = None
 
     @property
@@ -103,6 +164,13 @@ class MlpSite:
         if self.selector is None:
             return "nonzero"
         return "predictor" if self.selector.has_predictor else "magnitude"
+
+    @property
+    def rewrites_gate(self) -> bool:
+        """Whether the gate's matmul is written anew."""
+        if self.projection is None or self.selection == "predictor":
+            return False
+        return self.order is not None or (self.projection.is_packed and self.up is not None and self.up.whole != 0)
 
     @property
     def tokens_input(self) -> str:
@@ -140,6 +208,13 @@ class MlpSite:
         kind = "plain" if self.up is None else "gated"
         bits = "" if self.quantization is None else f", int{self.quantization.bits}"
         return f"{kind}, {self.neurons} neurons{bits}"
+
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of the operator's weights that belong to one neuron, without those of scales."""
+        width = 32 if self.dtype == onnx.TensorProto.FLOAT else 16
+        width = width if self.quantization is None else self.quantization.bits
+        return sum(w.outer if w is self.down else w.inner for w in self.weights) * width // 8
 
     def share_read(self, density: float) -> float:
         """The share of the MLP's weights that one token reads where this share of the neurons is computed."""

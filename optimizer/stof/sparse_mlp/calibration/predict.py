@@ -88,7 +88,7 @@ def _predict(
         return given
     if given is None or given.selector is None:
         selector = fit_selector(site, clause, samples[0], constants)
-    elif clause.kind == "powerinfer" and (clause.active is not None or clause.recall is not None):
+    elif clause.is_fitted:
         selector = fit_threshold(site, clause, given.selector, samples[0])
     else:
         selector = given.selector

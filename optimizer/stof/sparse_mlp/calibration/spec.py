@@ -65,6 +65,11 @@ class Clause:
     layers: tuple[Slice, ...] = ()
     dense_layers: tuple[Slice, ...] = ()
 
+    @property
+    def is_fitted(self) -> bool:
+        """Whether calibration prompts are needed: for thresholds or a predictor that no file has."""
+        return self.file is None or (self.kind == "powerinfer" and (self.active is not None or self.recall is not None))
+
     def has_layer(self, layer: int, count: int) -> bool:
         """Whether it is for one of so many layers.
 
@@ -146,8 +151,8 @@ def parse_mlp_spec(text: str) -> MlpSpec:
             prompts = Path(items.pop(0))
         fields.append(_Fields(part.strip(), items))
     clauses = tuple(f.clause() for f in fields)
-    calibrated = [c for c in clauses if c.file is None]
-    if calibrated and prompts is None:
+    is_fitted = any(c.is_fitted for c in clauses)
+    if is_fitted and prompts is None:
         raise ArgumentError(f"{OPTION} {text!r} names no calibration prompts, expected {_EXPECTED}")
     tokens = [f.number("tokens", 1, _MOST_TOKENS) for f in fields if "tokens" in f.values]
     errors = [f.amount("max_error") for f in fields if "max_error" in f.values]

@@ -12,6 +12,8 @@ import numpy as np
 import onnx
 
 from stof.graph.external_data import map_array
+from stof.graph.weight_layout import LayoutReader
+from stof.sparse_mlp.linear_weights import read_values
 from stof.sparse_mlp.quantized import dequantize
 from stof.sparse_mlp.site import MlpSite, MlpWeight
 
@@ -19,18 +21,19 @@ _BLOCK = 1024  # neurons that are multiplied together, in fp64
 
 
 class Constants:
-    """The constants of a graph, those that a Transpose computes among them."""
+    """The constants of a graph, those in another layout among them."""
 
     def __init__(self, graph: onnx.GraphProto, folder: Path) -> None:
-        self._stored = {t.name: t for t in graph.initializer}
-        self._transposes = {n.output[0]: n.input[0] for n in graph.node if n.op_type == "Transpose"}
+        self._layouts = LayoutReader(graph)
         self._folder = folder
 
     def read(self, name: str) -> np.ndarray:
         """A constant by its name."""
-        if name in self._stored:
-            return map_array(self._stored[name], self._folder)
-        return np.ascontiguousarray(self.read(self._transposes[name]).T)
+        if name in self._layouts.stored:
+            return read_values(self._layouts.stored[name], self._folder)
+        found = self._layouts.read(name)
+        assert found is not None
+        return found.layout.apply(map_array(found.source, self._folder))
 
 
 def read_rows(weight: MlpWeight, constants: Constants, is_down: bool = False) -> np.ndarray:
@@ -43,7 +46,8 @@ def read_rows(weight: MlpWeight, constants: Constants, is_down: bool = False) ->
     """
     values = constants.read(weight.tensor)
     if (q := weight.quantization) is None:
-        return values if weight.is_by_neuron else values.T
+        values = values if weight.is_by_neuron else values.T
+        return values if is_down else values[weight.first : weight.first + weight.outer]
     zeros = constants.read(q.zero_points) if q.zero_points else None
     dense = dequantize(weight, values, constants.read(q.scales), zeros)
     return dense if is_down else dense.T
@@ -51,7 +55,9 @@ def read_rows(weight: MlpWeight, constants: Constants, is_down: bool = False) ->
 
 def read_bias(weight: MlpWeight, constants: Constants) -> np.ndarray | None:
     """The bias behind a weight's matmul; None: there is none."""
-    return constants.read(weight.bias).reshape(-1) if weight.bias else None
+    if not weight.bias:
+        return None
+    return constants.read(weight.bias).reshape(-1)[weight.first : weight.first + weight.outer]
 
 
 @dataclass(frozen=True)

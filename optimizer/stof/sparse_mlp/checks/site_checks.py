@@ -111,8 +111,8 @@ def _compare_site(
     expected = _Expected(site, rows, inputs, weights)
     thresholds = None
     if site.selector is not None:
-        chosen = select_neurons(site, arrays, rows, inputs)
-        expected, thresholds = replace(expected, active=chosen.active), chosen.thresholds
+        chosen = select_neurons(site, rows, inputs)
+        expected, thresholds = replace(expected, active=chosen.active), chosen.thresholds(arrays["threshold"])
     exact, single = expected.output(np.float64), expected.output(np.float32)
     try:
         found = _run(site, node, rows, inputs, arrays, thresholds).astype(np.float64)
@@ -172,6 +172,8 @@ def _run(
     With thresholds [tokens, F] of each token, tokens are run one after the other.
     """
     arrays = {n: np.ascontiguousarray(a) for n, a in constants.items()}
+    if site.order is not None:
+        gate = np.ascontiguousarray(gate[:, site.order.indices])
     attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
     output = np.full((len(gate), site.output_size), _POISON, gate.dtype)
     op = Op(OP, {n: v.decode() if isinstance(v, bytes) else v for n, v in attributes.items()})
