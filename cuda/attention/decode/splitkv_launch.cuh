@@ -12,6 +12,14 @@ namespace stof {
 namespace cuda {
 
 template <int kHead, typename T, int kBlocks, bool kColumns>
+__global__ void __launch_bounds__(DecodeShape<kHead, T, kBlocks>::kThreads, DecodeShape<kHead, T, kBlocks>::kCtas)
+    DecodeAttention(const __grid_constant__ DecodeParams params) {
+  using Kernel = Decode<kHead, T, kBlocks, kColumns>;
+  __shared__ typename Kernel::Shared shared;
+  Kernel(params, shared).Run();
+}
+
+template <int kHead, typename T, int kBlocks, bool kColumns>
 int LaunchDecode(const DecodeParams& params, void* stream) {
   using S = DecodeShape<kHead, T, kBlocks>;
   const AttentionParams& p = params.attention;
