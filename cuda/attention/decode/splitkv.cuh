@@ -19,6 +19,7 @@
 #include <cuda_runtime.h>
 
 #include "cuda/attention/decode/api.h"
+#include "cuda/attention/decode/column_list.cuh"
 #include "cuda/attention/decode/common.cuh"
 #include "cuda/attention/decode/splitkv_shape.cuh"
 #include "cuda/attention/decode/warp_pages.cuh"
@@ -80,16 +81,7 @@ class Decode {
     if (HasRange()) {
       full_ = MakeKeyRange(params.first_rows[b_], params.window_left, Keys()).first;
       FindTiles(range(), p_.S, Keys(), &begin, &end);
-      if constexpr (kColumns) {
-        const DeviceColumns& columns = params.columns;
-        const int list = columns.lists == 1 ? 0 : g;
-        list_ = columns.list + static_cast<int64_t>(list) * columns.stride;
-        words_ = columns.words + static_cast<int64_t>(list) * 2 * columns.tiles;
-        const int below = __ldg(columns.below + static_cast<int64_t>(list) * (columns.tiles + 1) + begin);
-        entries_ = MakeColumnEntries(below, columns.gathers != 0, begin);
-        end += entries_.tiles - begin;
-        begin = 0;
-      }
+      if constexpr (kColumns) columns_.Find(params.columns, g, &begin, &end);
     } else if (masked_) {
       const DeviceMask& mask = p_.mask;
       const int table = mask.layout[LayoutPlace(params, b_, head0_)];
@@ -198,19 +190,13 @@ class Decode {
       const int at = next_;
       next_ += S::kTilesAtOnce;
       if constexpr (kColumns) {
-        if (at < entries_.tiles) {
+        if (at < columns_.entries.tiles) {
           entry.bits = -1;
-          if (params_.columns.gathers != 0) {
-            entry.tile = at + kGathered;
-            entry.pad = BitsOfColumns(entries_, at, first_key_ / 32 * 32);
-          } else {
-            entry.tile = __ldg(list_ + at);
-            entry.pad = __ldg(words_ + 2 * entry.tile + first_key_ / 32);
-          }
+          entry.tile = columns_.ReadEntry(params_.columns.gathers != 0, at, first_key_ / 32 * 32, &entry.pad);
           if (entry.pad == 0) continue;
           return entry;
         }
-        entry.tile = entries_.range_begin + at - entries_.tiles;
+        entry.tile = columns_.RangeTile(at);
         entry.bits = IsFullTile(range(), p_.S, entry.tile) ? -1 : 0;
         entry.pad = ~0u;
       } else if (masked_) {
@@ -237,11 +223,7 @@ class Decode {
 
   // The key at a place of an entry, whose bit of pad is set.
   __device__ __forceinline__ int KeyAt(const Entry& entry, int place, bool is_there) const {
-    if constexpr (kColumns) {
-      if (entry.tile >= kGathered) {
-        return is_there ? __ldg(list_ + (entry.tile - kGathered) * kTileKeys + place) : 0;
-      }
-    }
+    if constexpr (kColumns) return is_there ? columns_.KeyAt(entry.tile, place) : 0;
     return entry.tile * kTileKeys + place;
   }
 
@@ -451,7 +433,7 @@ class Decode {
       if (entry.bits >= 0 && HasRange()) {
         const int key = entry.tile * kTileKeys + first_key_ / 32 * 32;
         uint32_t columns = 0;
-        if constexpr (kColumns) columns = __ldg(words_ + 2 * entry.tile + first_key_ / 32);
+        if constexpr (kColumns) columns = columns_.BitsOfTile(entry.tile, first_key_);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           uint32_t own = BitsOfKeys(range(), query_[n][r], key);
@@ -580,14 +562,10 @@ class Decode {
     }
   }
 
-  static constexpr int kGathered = 1 << 24;  // added to the index of an entry of gathered columns
-
   const DecodeParams& params_;
   const AttentionParams& p_;
   Shared& shared_;
-  ColumnEntries entries_;
-  const int32_t* list_ = nullptr;
-  const uint32_t* words_ = nullptr;
+  ColumnList columns_;
   int b_, head0_, block_, split_, warp_, lane_, next_, end_, first_key_;
   int keys_ = 0;  // kPaged: of the sequence
   int full_ = 0;  // where the entries of full tiles begin; with a key range its `first`, to save a register
@@ -600,15 +578,6 @@ class Decode {
   float o_[kBlocks][S::kOutputs][4];
   float max_[kBlocks][2], sum_[kBlocks][2];
 };
-
-template <int kHead, typename T, typename Stored, int kBlocks, KeySource kSource>
-__global__ void __launch_bounds__(DecodeShape<kHead, T, Stored, kBlocks>::kThreads,
-                                  DecodeShape<kHead, T, Stored, kBlocks>::kCtas)
-    DecodeAttention(const __grid_constant__ DecodeParams params) {
-  using Kernel = Decode<kHead, T, Stored, kBlocks, kSource>;
-  __shared__ typename Kernel::Shared shared;
-  Kernel(params, shared).Run();
-}
 
 }  // namespace cuda
 }  // namespace stof

@@ -12,6 +12,15 @@ namespace stof {
 namespace cuda {
 
 template <int kHead, typename T, typename Stored, int kBlocks, KeySource kSource>
+__global__ void __launch_bounds__(DecodeShape<kHead, T, Stored, kBlocks>::kThreads,
+                                  DecodeShape<kHead, T, Stored, kBlocks>::kCtas)
+    DecodeAttention(const __grid_constant__ DecodeParams params) {
+  using Kernel = Decode<kHead, T, Stored, kBlocks, kSource>;
+  __shared__ typename Kernel::Shared shared;
+  Kernel(params, shared).Run();
+}
+
+template <int kHead, typename T, typename Stored, int kBlocks, KeySource kSource>
 int LaunchDecode(const DecodeParams& params, void* stream) {
   using S = DecodeShape<kHead, T, Stored, kBlocks>;
   const AttentionParams& p = params.attention;
