@@ -60,7 +60,7 @@ class ClusterDecode {
   }
 
   __device__ void Run() {
-    const bool reads_ahead = params_.seqlens != nullptr && HasRange();
+    const bool reads_ahead = CanReadAhead(params_);
     if (!reads_ahead) WaitForPrevious();
     FindSplit();
     if (reads_ahead) {
@@ -136,10 +136,7 @@ class ClusterDecode {
   __device__ void FindSplit() {
     int begin = 0, end = (p_.T + kTileKeys - 1) / kTileKeys;
     if (HasRange()) {
-      // Of a sequence that is invalid it may be any row.
-      const int first = params_.seqlens != nullptr ? max(ReadWord(params_.seqlens + b_), -kNoWindow) + 1 - p_.S
-                                                   : ReadWord(params_.first_rows + b_);
-      range_ = MakeKeyRange(first, params_.window_left, p_.T, kColumns ? params_.window_block : 1);
+      range_ = MakeKeyRange(ReadFirstRow(params_, b_), params_.window_left, p_.T, kColumns ? params_.window_block : 1);
       FindTiles(range_, p_.S, p_.T, &begin, &end);
       keys_ = EndOfKeys(range_, p_.S, p_.T);
       if constexpr (kColumns) columns_.Find(params_.columns, head0_ / (p_.H / p_.G), &begin, &end);

@@ -24,6 +24,7 @@
 #include "cuda/attention/decode/splitkv_shape.cuh"
 #include "cuda/attention/decode/warp_pages.cuh"
 #include "cuda/attention/sm80/shape.cuh"
+#include "cuda/common/launch.cuh"
 #include "cuda/common/quantized.cuh"
 
 namespace stof {
@@ -72,6 +73,7 @@ class Decode {
     lane_ = threadIdx.x % 32;
     key_ = static_cast<const Stored*>(p_.key) + b_ * p_.key_stride.b + g * p_.key_stride.h;
     value_ = static_cast<const Stored*>(p_.value) + b_ * p_.value_stride.b + g * p_.value_stride.h;
+    if (!CanReadAhead(params)) Wait();
     if constexpr (kPaged) keys_ = max(0, min(p_.T, params.key_ends[b_]));
     const int tiles = (Keys() + kTileKeys - 1) / kTileKeys;
     pad_ = p_.pad_bits == nullptr || params.second_pass != 0 ? nullptr
@@ -79,7 +81,7 @@ class Decode {
     masked_ = p_.has_mask != 0 && params.second_pass == 0;
     int begin = 0, end = tiles;
     if (HasRange()) {
-      full_ = MakeKeyRange(params.first_rows[b_], params.window_left, Keys()).first;
+      full_ = MakeKeyRange(ReadFirstRow(params, b_), params.window_left, Keys()).first;
       FindTiles(range(), p_.S, Keys(), &begin, &end);
       if constexpr (kColumns) columns_.Find(params.columns, g, &begin, &end);
     } else if (masked_) {
@@ -110,6 +112,12 @@ class Decode {
 
   __device__ void Run() {
     if (params_.second_pass != 0 && !HasEmptyRow()) return;
+    Entry entry = Next();
+    // Keys that the previous kernel does not write are in flight while it runs.
+    if (!IsBeforeNewKeys(entry)) Wait();
+    FetchKeys(entry, 0);
+    FetchKeys(entry, 1);
+    Wait();
     if (params_.split_output != nullptr && !has_tiles_) return StoreNoKeys();
     LoadQueries();
 #pragma unroll
@@ -123,9 +131,6 @@ class Decode {
       }
     }
     __syncthreads();
-    Entry entry = Next();
-    FetchKeys(entry, 0);
-    FetchKeys(entry, 1);
     while (entry.tile >= 0) {
       const Entry next = Next();
       float s[kScores][kBlocks][4];
@@ -166,6 +171,12 @@ class Decode {
       if (row < params_.heads * p_.S && params_.empty_rows[RowOf(row)] != 0) return true;
     }
     return false;
+  }
+
+  // Waits for the previous kernel, then lets the next one start. The next kernel may read ahead, too: so all CTAs wait.
+  static __device__ __forceinline__ void Wait() {
+    WaitForPrevious();
+    LetNextStart();
   }
 
   // ---- KV tiles ----
@@ -219,6 +230,11 @@ class Decode {
     }
     entry.tile = -1;
     return entry;
+  }
+
+  // Whether all keys of an entry, and what shares a memory sector with them, lie before the new ones.
+  __device__ __forceinline__ bool IsBeforeNewKeys(const Entry& entry) const {
+    return (kColumns && entry.tile >= kGathered) || !HasRange() || entry.tile * kTileKeys + kTileKeys < full_;
   }
 
   // The key at a place of an entry, whose bit of pad is set.

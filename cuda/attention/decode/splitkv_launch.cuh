@@ -25,12 +25,9 @@ int LaunchDecode(const DecodeParams& params, void* stream) {
   using S = DecodeShape<kHead, T, Stored, kBlocks>;
   const AttentionParams& p = params.attention;
   const int64_t blocks = (int64_t{params.heads} * p.S + S::kRows - 1) / S::kRows * (p.H / p.G / params.heads);
-  DecodeParams copy = params;
-  void* arguments[] = {&copy};
-  return static_cast<int>(
-      cudaLaunchKernel(reinterpret_cast<const void*>(DecodeAttention<kHead, T, Stored, kBlocks, kSource>),
-                       dim3(static_cast<unsigned>(int64_t{p.B} * p.G * params.splits * blocks)), dim3(S::kThreads),
-                       arguments, 0, static_cast<cudaStream_t>(stream)));
+  constexpr auto kKernel = DecodeAttention<kHead, T, Stored, kBlocks, kSource>;
+  return LaunchKernel<DecodeParams, kKernel>(params, static_cast<unsigned>(int64_t{p.B} * p.G * params.splits * blocks),
+                                             S::kThreads, 0, stream, CanStartEarly<DecodeParams, kKernel>());
 }
 
 template <int kHead, typename T, typename Stored, int kBlocks, KeySource kSource>
