@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from tests.sparse_mlp.predictors.torch_files import save
 
+from stof import archives
 from stof.errors import ArgumentError
 from stof.sparse_mlp.predictors.powerinfer import (
     read_powerinfer,
@@ -320,9 +321,13 @@ def test_a_predictor_file_of_objects_is_refused(tmp_path: Path) -> None:
         read_selectors(tmp_path / "p.npz")
 
 
-def test_a_compressed_bomb_is_refused(tmp_path: Path) -> None:
-    np.savez_compressed(tmp_path / "p.npz", **{**GOOD, "0.threshold": np.zeros((1 << 28) + 1, np.uint8)})
-    with pytest.raises(ArgumentError, match="bytes of arrays, expected up to 268435456"):
+def test_a_compressed_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(archives, "_MOST_BYTES", 1 << 16)
+    np.savez_compressed(tmp_path / "p.npz", **{**GOOD, "0.threshold": np.zeros(1 << 15, np.float32)})
+    with pytest.raises(ArgumentError, match="bytes of arrays, expected up to 65536"):
+        read_selectors(tmp_path / "p.npz")
+    np.savez(tmp_path / "p.npz", **{**GOOD, "0.threshold": np.zeros(1 << 15, np.float32)})  # no larger than the file
+    with pytest.raises(ArgumentError, match="threshold has 32768 values, expected 1 or one for each of 40 neurons"):
         read_selectors(tmp_path / "p.npz")
 
 
