@@ -24,6 +24,8 @@ from stof.sparse_mlp.calibration.spec import OPTION, MlpSpec, parse_mlp_spec
 from stof.sparse_mlp.density import NeuronCounts, count_neurons
 from stof.sparse_mlp.emit import emit_mlps, without_selection
 from stof.sparse_mlp.find import MlpCandidate, find_mlps, has_cache
+from stof.sparse_mlp.linear_weights import with_dequantized_tokens
+from stof.sparse_mlp.model_room import ModelRoom
 from stof.sparse_mlp.neuron_order import with_orders
 from stof.sparse_mlp.plan_entry import SELECTIONS, MlpPlan, read_mlp_plan
 from stof.sparse_mlp.report import KEY, NAMES, MlpReport, MlpSection, PredictionReport
@@ -132,7 +134,7 @@ class SparseMlpRewrite(OpRewrite[MlpModel, MlpDecisions]):
         spec = parse_mlp_spec(job.options.sparse_mlp) if job.options.sparse_mlp else None
         if spec is None and not _may_have_zeros(job.model):
             return MlpModel(job.model)
-        before = model()
+        before = with_dequantized_tokens(model())
         with job.step("mlps"):
             symbolic = Symbolic(before)
             candidates = tuple(find_mlps(before, symbolic, any_activation=spec is not None))
@@ -170,9 +172,12 @@ class SparseMlpRewrite(OpRewrite[MlpModel, MlpDecisions]):
     def decide(self, job: Job, found: MlpModel) -> MlpDecisions:
         rows: list[MlpReport] = []
         sites: list[MlpSite] = []
+        room = ModelRoom(found.model) if found.candidates else None
         for index, candidate in enumerate(found.candidates):
             row, site, reason = _describe(job, found, candidate, index)
             reason = self._reason_kept(job, candidate, index, reason)
+            if site is not None and room is not None and not reason:
+                reason = room.take(site)
             if reason or site is None:
                 rows.append(replace(row, predicted_gain=None, reason=reason))
                 continue
@@ -244,14 +249,14 @@ class SparseMlpRewrite(OpRewrite[MlpModel, MlpDecisions]):
         return MlpChecks(found.model, found.symbolic, decided.sites, job.source.parent)
 
 
+def _may_have_zeros(model: onnx.ModelProto) -> bool:
+    return any(n.op_type in ("QuantizeLinear", "Relu") for n in model.graph.node)
+
+
 def _with_idle(rows: Sequence[MlpReport], sites: Sequence[MlpSite]) -> list[MlpReport]:
     """The rows with the share of neurons that were sorted behind the others."""
     idle = {s.name: 1 - s.order.hot / s.neurons for s in sites if s.order is not None}
     return [replace(r, idle=idle[r.mlp]) if r.mlp in idle else r for r in rows]
-
-
-def _may_have_zeros(model: onnx.ModelProto) -> bool:
-    return any(n.op_type == "Relu" for n in model.graph.node)
 
 
 def _section(job: Job, found: MlpModel, rows: list[MlpReport]) -> MlpSection:
