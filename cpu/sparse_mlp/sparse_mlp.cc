@@ -223,6 +223,10 @@ class Runner {
     std::fill(projected, projected + b_.tokens * layout_.rank_stride, 0.0f);
     const DotProblem down = PredictorDots(a_.predictor_down, x_, layout_.x_stride, a_.K, a_.R);
     RunDots(down, projected, 1, layout_.rank_stride);
+    if (a_.has_predictor_relu) {
+      const int64_t values = b_.tokens * layout_.rank_stride;
+      for (int64_t i = 0; i < values; ++i) projected[i] = projected[i] < 0.0f ? 0.0f : projected[i];  // NaN stays
+    }
     const DotProblem up = PredictorDots(a_.predictor_up, projected, layout_.rank_stride, a_.R, a_.F);
     RunDots(up, b_.values, 1, a_.F);
   }

@@ -363,8 +363,12 @@ def test_output_does_not_replace_the_prompts(prompts: Path, tmp_path: Path) -> N
         stof.optimize(put(tmp_path), copy, Options(sparse_mlp=str(copy)))
 
 
-def test_wrong_nodes_are_found(prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node whose predictor is another one fails at its site, and the model is written without it."""
+@pytest.mark.parametrize("damage", ["gate.bias", "threshold", "predictor_up"])
+@pytest.mark.parametrize("bits", [0, 4])
+def test_wrong_nodes_are_found(
+    damage: str, bits: int, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node with another gate, threshold or predictor fails at its site, and the model is written without it."""
     from stof.sparse_mlp import rewrite
 
     right = rewrite.emit_mlps
@@ -372,13 +376,15 @@ def test_wrong_nodes_are_found(prompts: Path, tmp_path: Path, monkeypatch: pytes
     def wrong(model, sites, folder):  # type: ignore[no-untyped-def]
         emitted = right(model, sites, folder)
         for tensor in emitted.graph.initializer:
-            if tensor.name.endswith("gate.bias"):
+            if tensor.name.endswith(damage):
                 values = onnx.numpy_helper.to_array(tensor)
-                tensor.CopyFrom(onnx.numpy_helper.from_array(values + np.float32(0.5), tensor.name))
+                values = values[::-1] if damage == "predictor_up" else values + np.float32(0.5)
+                tensor.CopyFrom(onnx.numpy_helper.from_array(np.ascontiguousarray(values), tensor.name))
         return emitted
 
     monkeypatch.setattr(rewrite, "emit_mlps", wrong)
+    form = MlpForm("silu", gated=True, bits=bits, size=64)
     spec = f"{prompts},kind=svd,active=0.4,rank=12"
-    report = stof.optimize(put(tmp_path), tmp_path / "out.onnx", Options(sparse_mlp=spec, max_kl=ANY_LOSS))
+    report = stof.optimize(put(tmp_path, form), tmp_path / "out.onnx", Options(sparse_mlp=spec, max_kl=ANY_LOSS))
     assert section(report).replaced == 0
     assert all("differs" in r.reason for r in section(report).rows), [r.reason for r in section(report).rows]

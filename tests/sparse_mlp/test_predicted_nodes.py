@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,7 @@ from stof.symbolic import Symbolic
 
 Array = npt.NDArray[Any]
 RANK = 12
+RELU = "predictor with relu"
 # selection, then the form
 CASES = [
     ("magnitude", MlpForm("silu", gated=True, bias=False)),
@@ -44,6 +45,8 @@ CASES = [
     ("predictor", MlpForm("silu", gated=True, dtype=TensorProto.FLOAT16)),
     ("predictor", MlpForm("silu", gated=True, bits=4, size=64, bias=False)),
     ("predictor", MlpForm("gelu", bits=8, size=64, zero_points=True)),
+    (RELU, MlpForm("relu")),
+    (RELU, MlpForm("silu", gated=True, bits=4, size=64)),
 ]
 
 
@@ -99,13 +102,19 @@ def with_selector(site: MlpSite, selection: str, model: onnx.ModelProto, form: M
     down = rng.standard_normal((RANK, site.gate_weight.inner)).astype(np.float32) / 8
     up = rng.standard_normal((site.neurons, RANK)).astype(np.float32)
     (tokens,) = capture(model, form, [site.gate_input])
-    drawn = replace(site, selector=NeuronSelector(np.zeros(1, np.float32), down, up))
-    held = rounded_selector(drawn)
+    kind: Literal["none", "relu"] = "relu" if selection == RELU else "none"
+    drawn = replace(site, selector=NeuronSelector(np.zeros(1, np.float32), down, up, kind))
+    return replace(drawn, selector=NeuronSelector(cut(scores_of(drawn, tokens), 0.3, each), down, up, kind))
+
+
+def scores_of(site: MlpSite, tokens: Array) -> Array:
+    """Scores [T, F] of the predictor as the node holds it, in fp64."""
+    held = rounded_selector(site)
     assert held.predictor_down is not None
     assert held.predictor_up is not None
-    flat = tokens.reshape(-1, site.gate_weight.inner).astype(np.float64)
-    scores = flat @ held.predictor_down.T.astype(np.float64) @ held.predictor_up.T.astype(np.float64)
-    return replace(drawn, selector=NeuronSelector(cut(scores, 0.3, each), down, up))
+    low = tokens.reshape(-1, held.predictor_down.shape[1]).astype(np.float64) @ held.predictor_down.T.astype(np.float64)
+    low = np.maximum(low, 0) if held.predictor_activation == "relu" else low
+    return np.asarray(low @ held.predictor_up.T.astype(np.float64))
 
 
 def active_neurons(site: MlpSite, activated: Array, tokens: list[Array]) -> npt.NDArray[np.bool_]:
@@ -114,13 +123,7 @@ def active_neurons(site: MlpSite, activated: Array, tokens: list[Array]) -> npt.
     threshold = site.selector.threshold.astype(np.float64)
     if site.selection == "magnitude":
         return np.asarray(np.abs(activated.reshape(-1, site.neurons).astype(np.float64)) > threshold)
-    held = rounded_selector(site)
-    assert held.predictor_down is not None
-    assert held.predictor_up is not None
-    flat = tokens[0].reshape(-1, held.predictor_down.shape[1]).astype(np.float64)
-    return np.asarray(
-        flat @ held.predictor_down.T.astype(np.float64) @ held.predictor_up.T.astype(np.float64) > threshold
-    )
+    return np.asarray(scores_of(site, tokens[0]) > threshold)
 
 
 def with_mask(model: onnx.ModelProto, site: MlpSite) -> onnx.ModelProto:
@@ -146,7 +149,7 @@ def test_operator_and_body_agree_with_the_masked_original(selection: str, form: 
     emitted = emit_mlps(model, [site], Path())
     onnx.checker.check_model(emitted)
     (node,) = [n for n in emitted.graph.node if n.op_type == OP]
-    assert {a.name: helper.get_attribute_value(a) for a in node.attribute}["selection"] == selection.encode()
+    assert {a.name: helper.get_attribute_value(a) for a in node.attribute}["selection"] == selection.split()[0].encode()
     activated, *tokens = capture(model, form, [site.activated, *filter(None, [site.tokens_input])])
     active = active_neurons(site, activated, tokens)
     assert 0.1 < active.mean() < 0.6
@@ -156,7 +159,7 @@ def test_operator_and_body_agree_with_the_masked_original(selection: str, form: 
     size = float(np.abs(wanted.astype(np.float64)).max())
     assert float(np.abs(wanted.astype(np.float64) - dense).max()) > 0.02 * size  # the selection changes outputs
     tolerance = 2e-2 if form.dtype == TensorProto.FLOAT16 else 2e-4
-    rounds_tokens = site.quantization is not None and selection == "predictor"  # of a quantized predictor
+    rounds_tokens = site.quantization is not None and selection != "magnitude"  # of a quantized predictor
     for library in (False,) if rounds_tokens else (False, True):
         (found,) = run(emitted, feed(form), ["logits"], library)
         np.testing.assert_allclose(found, wanted, rtol=0, atol=tolerance * size, err_msg=f"library: {library}")

@@ -50,6 +50,7 @@ def test_default_rank_is_a_share_of_the_neurons(neurons: int, size: int, rank: i
     ("text", "words"),
     [
         ("kind=svd", "names no calibration prompts, expected prompts.npz"),
+        ("powerinfer=d,recall=0.9", "names no calibration prompts, expected prompts.npz"),
         ("p.npz,kind=lstm", "has kind=lstm, expected one of magnitude, svd, trained"),
         ("p.npz,active=0", "has active=0, expected a share above 0, up to 1"),
         ("p.npz,active=1.1", "has active=1.1, expected a share above 0, up to 1"),

@@ -60,6 +60,8 @@ def emit_mlps(model: onnx.ModelProto, sites: Sequence[MlpSite], folder: Path) ->
         name = layouts.names.make(f"{site.name.rpartition('/')[0] or site.name}/{OP}")
         call = helper.make_node(OP, inputs, [site.output], name=name, domain=DOMAIN)
         attributes = {"activation": site.activation, "selection": site.selection, "mlp_id": number}
+        if site.selector is not None and site.selector.predictor_activation != "none":
+            attributes["predictor_activation"] = site.selector.predictor_activation
         attributes |= _quantization_attributes(site)
         attributes |= {} if site.order is None else {"hot_neurons": site.order.hot}
         call.attribute.extend(helper.make_attribute(key, value) for key, value in attributes.items())

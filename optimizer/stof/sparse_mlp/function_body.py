@@ -35,6 +35,7 @@ class MlpVariant:
     selection: str = "nonzero"
     has_gate_bias: bool = False
     predictor: _QuantizedPredictor | None = None
+    predictor_activation: str = "none"
 
     @classmethod
     def of(cls, site: MlpSite) -> MlpVariant:
@@ -49,7 +50,13 @@ class MlpVariant:
         predictor = None
         if site.quantization is not None:
             predictor = _QuantizedPredictor(site.gate_weight.inner, site.selector.rank)
-        return replace(found, selection="predictor", has_gate_bias=bool(site.gate_weight.bias), predictor=predictor)
+        return replace(
+            found,
+            selection="predictor",
+            has_gate_bias=bool(site.gate_weight.bias),
+            predictor=predictor,
+            predictor_activation=site.selector.predictor_activation,
+        )
 
     def emit(self, builder: Builder) -> str:
         """Adds the nodes. Returns the output's tensor."""
@@ -88,6 +95,8 @@ class MlpVariant:
             else:
                 factor = self.predictor.dequantize(builder, name, self._cast(builder, f"{name}_scales"))
             found = builder.add("MatMul", [found, builder.add("Transpose", [factor], perm=[1, 0])])
+            if name == "predictor_down" and self.predictor_activation == "relu":
+                found = builder.add("Relu", [found])
         return found
 
     def _cast(self, builder: Builder, tensor: str) -> str:

@@ -24,6 +24,7 @@ from stof.sparse_mlp.calibration.spec import OPTION, MlpSpec, parse_mlp_spec
 from stof.sparse_mlp.density import NeuronCounts, count_neurons
 from stof.sparse_mlp.emit import emit_mlps, without_selection
 from stof.sparse_mlp.find import MlpCandidate, find_mlps, has_cache
+from stof.sparse_mlp.fused_activations import is_fused_activation, with_separate_activations
 from stof.sparse_mlp.linear_weights import with_dequantized_tokens
 from stof.sparse_mlp.model_room import ModelRoom
 from stof.sparse_mlp.neuron_order import with_orders
@@ -33,7 +34,7 @@ from stof.sparse_mlp.site import OP, MlpSite
 from stof.symbolic import Symbolic
 
 if TYPE_CHECKING:
-    from stof.sparse_mlp.calibration.fit import Prediction
+    from stof.sparse_mlp.calibration.fit import NeuronPrediction
     from stof.sparse_mlp.checks.site_checks import MlpChecks
 
 _LEAST_GAIN = 1.1  # below, a call costs as much as it saves
@@ -60,7 +61,7 @@ class MlpModel:
     symbolic: Symbolic | None = None
     candidates: tuple[MlpCandidate, ...] = ()
     counts: Mapping[str, NeuronCounts] = field(default_factory=dict)
-    predictions: Mapping[str, Prediction] = field(default_factory=dict)
+    predictions: Mapping[str, NeuronPrediction] = field(default_factory=dict)
     spec: MlpSpec | None = None
     prompts: CalibrationPrompts | None = None
 
@@ -134,7 +135,7 @@ class SparseMlpRewrite(OpRewrite[MlpModel, MlpDecisions]):
         spec = parse_mlp_spec(job.options.sparse_mlp) if job.options.sparse_mlp else None
         if spec is None and not _may_have_zeros(job.model):
             return MlpModel(job.model)
-        before = with_dequantized_tokens(model())
+        before = with_separate_activations(with_dequantized_tokens(model()))
         with job.step("mlps"):
             symbolic = Symbolic(before)
             candidates = tuple(find_mlps(before, symbolic, any_activation=spec is not None))
@@ -250,7 +251,7 @@ class SparseMlpRewrite(OpRewrite[MlpModel, MlpDecisions]):
 
 
 def _may_have_zeros(model: onnx.ModelProto) -> bool:
-    return any(n.op_type in ("QuantizeLinear", "Relu") for n in model.graph.node)
+    return any(n.op_type in ("QuantizeLinear", "Relu") or is_fused_activation(n) for n in model.graph.node)
 
 
 def _with_idle(rows: Sequence[MlpReport], sites: Sequence[MlpSite]) -> list[MlpReport]:
@@ -304,7 +305,7 @@ def _describe(job: Job, found: MlpModel, candidate: MlpCandidate, index: int) ->
     return replace(row, selection=site.selection, predicted_gain=round(gain, 3)), site, reason
 
 
-def _reason_inexact(job: Job, found: MlpModel, prediction: Prediction) -> str:
+def _reason_inexact(job: Job, found: MlpModel, prediction: NeuronPrediction) -> str:
     """Why the output error of an MLP keeps it dense; empty where it does not."""
     most = None if found.spec is None else found.spec.max_error
     if most is None and not has_logits(job.model):

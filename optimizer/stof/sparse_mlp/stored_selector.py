@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from onnx import helper
 
 from stof.errors import UnsupportedError
 from stof.sparse_mlp.predictors.selector import NeuronSelector
-from stof.sparse_mlp.site import OP, MlpSite
+from stof.sparse_mlp.site import MlpSite
 
 ROW_MULTIPLE = 32  # values of a quantized predictor's row: rows are padded to a multiple
 _ZERO = 128  # what a byte of a quantized predictor holds for 0
@@ -24,12 +25,10 @@ def stored_arrays(site: MlpSite) -> dict[str, npt.NDArray[Any]]:
     """The constants of a site's selector by the names of the operator's inputs.
 
     Raises:
-        UnsupportedError: when a number does not fit the site's type, or the operator does not compute the predictor.
+        UnsupportedError: when a number does not fit the site's type.
     """
     selector = site.selector
     assert selector is not None
-    if selector.predictor_activation != "none":
-        raise UnsupportedError(f"its predictor has {selector.predictor_activation} inside, which {OP} does not compute")
     found: dict[str, npt.NDArray[Any]] = {"threshold": selector.threshold}
     if selector.predictor_down is None or selector.predictor_up is None:
         return found
@@ -55,7 +54,7 @@ def rounded_selector(site: MlpSite) -> NeuronSelector:
         return selector
     down = dense_factor(arrays, "predictor_down", selector.predictor_down.shape[1])
     up = dense_factor(arrays, "predictor_up", selector.rank)
-    return NeuronSelector(selector.threshold, down, up)
+    return replace(selector, predictor_down=down, predictor_up=up)
 
 
 def dense_factor(arrays: Arrays, name: str, size: int) -> npt.NDArray[np.float32]:

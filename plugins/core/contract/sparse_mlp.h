@@ -18,6 +18,8 @@ constexpr const char* kSparseMlpActivations[] = {"none", "relu", "relu2", "gelu"
 // In the order of kSparseMlpSelections.
 enum class SparseMlpSelection : int32_t { kNonzero = 0, kMagnitude, kPredictor };
 constexpr const char* kSparseMlpSelections[] = {"nonzero", "magnitude", "predictor"};
+// What stands between the factors of a predictor.
+constexpr const char* kSparseMlpPredictorActivations[] = {"none", "relu"};
 
 // A weight with a row for each neuron, or a factor of the predictor.
 struct SparseMlpWeight {
@@ -43,6 +45,7 @@ struct SparseMlpArgs {
   const float* threshold = nullptr;
   int64_t threshold_stride = 0;                  // 0: one for all neurons, else 1
   SparseMlpWeight predictor_down, predictor_up;  // [R, K] and [F, R]
+  bool has_predictor_relu = false;               // between these
   void* output = nullptr;                        // [T, N]
 };
 

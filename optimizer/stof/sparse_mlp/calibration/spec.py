@@ -40,7 +40,7 @@ _EXPECTED = "prompts.npz,kind=magnitude,active=0.5 or predictors=FILE"
 
 
 @dataclass(frozen=True)
-class Clause:
+class MlpClause:
     """How the neurons of some layers are predicted.
 
     Attributes:
@@ -64,6 +64,11 @@ class Clause:
     seed: int = 0
     layers: tuple[Slice, ...] = ()
     dense_layers: tuple[Slice, ...] = ()
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether calibration prompts are needed: for thresholds or a predictor that no file has."""
+        return self.file is None or (self.kind == "powerinfer" and (self.active is not None or self.recall is not None))
 
     def has_layer(self, layer: int, count: int) -> bool:
         """Whether it is for one of so many layers.
@@ -103,11 +108,11 @@ class MlpSpec:
 
     text: str
     prompts: Path | None
-    clauses: tuple[Clause, ...]
+    clauses: tuple[MlpClause, ...]
     tokens: int = DEFAULT_TOKENS
     max_error: float | None = None
 
-    def clause_of(self, layer: int, count: int) -> Clause | None:
+    def clause_of(self, layer: int, count: int) -> MlpClause | None:
         """The clause for one of so many MLPs; None where it stays as it is.
 
         Raises:
@@ -146,8 +151,8 @@ def parse_mlp_spec(text: str) -> MlpSpec:
             prompts = Path(items.pop(0))
         fields.append(_Fields(part.strip(), items))
     clauses = tuple(f.clause() for f in fields)
-    calibrated = [c for c in clauses if c.file is None]
-    if calibrated and prompts is None:
+    is_fitted = any(c.is_fitted for c in clauses)
+    if is_fitted and prompts is None:
         raise ArgumentError(f"{OPTION} {text!r} names no calibration prompts, expected {_EXPECTED}")
     tokens = [f.number("tokens", 1, _MOST_TOKENS) for f in fields if "tokens" in f.values]
     errors = [f.amount("max_error") for f in fields if "max_error" in f.values]
@@ -213,12 +218,12 @@ class _Fields:
             raise self.error(key, "a number from 0 on")
         return value
 
-    def clause(self) -> Clause:
+    def clause(self) -> MlpClause:
         """The clause of the fields."""
         path = self.values.get(self.kind) if self.kind in FILES else None
         if path == "":
             raise self.error(self.kind, "a path")
-        return Clause(
+        return MlpClause(
             self.kind,
             None if path is None else Path(path),
             self.share("active"),

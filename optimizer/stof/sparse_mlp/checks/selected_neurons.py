@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from stof.sparse_mlp.checks.oracle import activate
+from stof.sparse_mlp.predictors.selector import NeuronSelector
 from stof.sparse_mlp.site import MlpSite
-from stof.sparse_mlp.stored_selector import ROW_MULTIPLE, dense_factor
+from stof.sparse_mlp.stored_selector import ROW_MULTIPLE, dense_factor, stored_arrays
 
 _ROUNDING = 2.0**-18  # of the sum of the absolute values of what is added: fp32 sums of up to 2^12 blocks
 _FUNCTION = 2.0**-17  # of an activation: polynomials in fp32
@@ -27,30 +28,32 @@ class SelectedNeurons:
 
     Attributes:
         active: bool [T, F], in fp64.
-        thresholds: fp32 [T, F], those of the operator but for scores within rounding of them.
-        moved: bool [T, F], where they are others.
+        near: bool [T, F], where a score is within rounding of its threshold.
+        aside: fp32 [T, F], thresholds away from the scores, at which the selection is the same.
     """
 
     active: np.ndarray
-    thresholds: np.ndarray
-    moved: np.ndarray
+    near: np.ndarray
+    aside: np.ndarray
+
+    def thresholds(self, given: np.ndarray) -> np.ndarray:
+        """Thresholds [T, F] for an operator: the ones given, [1] or [F], but for scores within rounding of them."""
+        return np.where(self.near, self.aside, given).astype(np.float32)
 
 
-def select_neurons(
-    site: MlpSite, arrays: Mapping[str, np.ndarray], gate: np.ndarray, inputs: np.ndarray | None
-) -> SelectedNeurons:
-    """The selection of a site's node.
+def select_neurons(site: MlpSite, gate: np.ndarray, inputs: np.ndarray | None) -> SelectedNeurons:
+    """The selection of a site, by its selector as the operator stores it.
 
     Args:
         site: whose neurons are predicted.
-        arrays: the node's constants by the names of the operator's inputs.
         gate: [T, F].
         inputs: tokens [T, K]; None where the operator reads the gate alone.
     """
+    arrays = stored_arrays(site)
     if site.selection == "predictor":
         assert inputs is not None
         assert site.selector is not None
-        scores, bounds = _scores(arrays, inputs.astype(np.float64), site.selector.rank)
+        scores, bounds = _scores(site.selector, arrays, inputs.astype(np.float64))
     else:
         values = gate.astype(np.float64)
         scores = np.abs(activate(site.activation, values))
@@ -58,19 +61,23 @@ def select_neurons(
     threshold = np.broadcast_to(arrays["threshold"].astype(np.float64), scores.shape)
     with np.errstate(invalid="ignore"):
         active = ~(scores <= threshold)  # NaN is active
-        moved = np.abs(scores - threshold) <= bounds
+        near = np.abs(scores - threshold) <= bounds
         away = 2 * bounds + 2.0**-20 * np.abs(scores) + 1e-30
     aside = np.where(active, scores - away, scores + away)
-    return SelectedNeurons(active, np.where(moved, aside, threshold).astype(np.float32), moved)
+    return SelectedNeurons(active, near, aside.astype(np.float32))
 
 
-def _scores(arrays: Mapping[str, np.ndarray], inputs: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray]:
+def _scores(
+    selector: NeuronSelector, arrays: Mapping[str, np.ndarray], inputs: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """A predictor's scores [T, F] and how far rounding may take them."""
     down, up = (
         dense_factor(arrays, name, size).astype(np.float64)
-        for name, size in (("predictor_down", inputs.shape[1]), ("predictor_up", rank))
+        for name, size in (("predictor_down", inputs.shape[1]), ("predictor_up", selector.rank))
     )
     projected = inputs @ down.T
+    if selector.predictor_activation == "relu":  # it makes no error larger
+        projected = np.maximum(projected, 0)
     scores = projected @ up.T
     # Errors of the projected values, then what the second factor makes of them, and its own.
     error = _ROUNDING * (np.abs(inputs) @ np.abs(down).T)

@@ -111,8 +111,8 @@ def _compare_site(
     expected = _Expected(site, rows, inputs, weights)
     thresholds = None
     if site.selector is not None:
-        chosen = select_neurons(site, arrays, rows, inputs)
-        expected, thresholds = replace(expected, active=chosen.active), chosen.thresholds
+        chosen = select_neurons(site, rows, inputs)
+        expected, thresholds = replace(expected, active=chosen.active), chosen.thresholds(arrays["threshold"])
     exact, single = expected.output(np.float64), expected.output(np.float32)
     try:
         found = _run(site, node, rows, inputs, arrays, thresholds).astype(np.float64)

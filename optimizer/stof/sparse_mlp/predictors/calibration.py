@@ -46,7 +46,7 @@ def check_rank(rank: int, neurons: int, size: int) -> None:
 
 def held_out_tokens(tokens: int, one_in: int) -> Flags:
     """Which tokens are held out, bool [T]: a piece of the sequence out of ``one_in``; none of fewer than ``one_in``."""
-    pieces = _PIECES // one_in * one_in
+    pieces = min(_PIECES, tokens) // one_in * one_in
     piece = np.arange(tokens) * pieces // max(1, tokens)
     return np.asarray(piece % one_in == one_in - 1)
 

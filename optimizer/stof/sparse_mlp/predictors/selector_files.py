@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files with the selectors of a model: an .npz, described in docs/reference/predictor-format.md."""
+"""Files with the selectors of a model: an .npz (docs/reference/predictor-format.md)."""
 
 from __future__ import annotations
 

@@ -71,7 +71,8 @@ def svd_selector(
     bound = 0.0
     if by_neuron:
         errors = product_errors(gate_weight, up, down, seen)
-        spread = np.maximum(errors, 1e-3 * max(float(errors.mean()), 1e-30)).astype(np.float32)
+        least = max(1e-3 * float(errors.mean()), 1e-5 * float(np.abs(offset).mean()), 1e-20)
+        spread = np.maximum(errors, np.float32(least))
         bound = _activity_bound(gate_weight, gate_bias, seen + mean, flags)
     low = (seen + mean) @ down.T
 

@@ -33,13 +33,24 @@ class ActivationHistogram:
     counts: np.ndarray
 
     def share_above(self, threshold: float) -> float:
-        """The share of values whose magnitude is above a threshold; linear between the middles of bins."""
+        """The share of values whose magnitude is above a threshold; linear inside a bin."""
         if threshold < 0:
             return 1.0
-        below = np.cumsum(self.counts) / self.counts.sum()
-        upper = np.interp(threshold, self.centers, below, left=0.0, right=1.0)
-        lower = np.interp(-threshold, self.centers, below, left=0.0, right=1.0)
+        edges = self._edges()
+        below = np.append(0.0, np.cumsum(self.counts)) / self.counts.sum()
+        upper = np.interp(threshold, edges, below, left=0.0, right=1.0)
+        lower = np.interp(-threshold, edges, below, left=0.0, right=1.0)
         return float(1 - (upper - lower))
+
+    def _edges(self) -> np.ndarray:
+        """The limits of the bins, [B + 1]. The two outer bins are wide, the others have one width."""
+        c = self.centers
+        edges = np.empty(c.size + 1)
+        edges[1:-1] = (c[:-1] + c[1:]) / 2
+        if c.size >= 4:
+            edges[1], edges[-2] = (3 * c[1] - c[2]) / 2, (3 * c[-2] - c[-3]) / 2
+        edges[0], edges[-1] = 2 * c[0] - edges[1], 2 * c[-1] - edges[-2]
+        return np.maximum.accumulate(edges)
 
     def threshold(self, active_share: float) -> float:
         """The smallest threshold above which this share of the magnitudes lies, or less.
@@ -50,7 +61,7 @@ class ActivationHistogram:
         check_share("active_share", active_share)
         if active_share == 1:
             return -1.0
-        low, high = 0.0, float(np.abs(self.centers).max())
+        low, high = 0.0, float(np.abs(self._edges()).max())
         if self.share_above(low) <= active_share:
             return low
         for _ in range(_BISECTIONS):

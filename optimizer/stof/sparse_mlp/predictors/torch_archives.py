@@ -199,6 +199,12 @@ _LITERALS = {
     *("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"),
     *("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
 }
+_OPERATIONS = {
+    *(*_IGNORED, *_CONSTANTS, *_LITERALS, "STOP", "MARK", "EMPTY_DICT", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2"),
+    *("TUPLE3", "BINPUT", "LONG_BINPUT", "MEMOIZE", "BINGET", "LONG_BINGET", "GLOBAL", "STACK_GLOBAL", "BINPERSID"),
+    *("REDUCE", "SETITEM", "SETITEMS", "BUILD"),
+}
+_BY_CODE = {o.code.encode("latin-1"): o for o in pickletools.opcodes}
 
 
 class _Interpreter:
@@ -214,11 +220,19 @@ class _Interpreter:
     def run(self) -> object:
         """The object that the pickle holds."""
         try:
-            for operation, argument, _ in pickletools.genops(self.pickle):
+            stream = io.BytesIO(self.pickle)
+            while code := stream.read(1):
+                operation = _BY_CODE.get(code)
+                if operation is None or operation.name not in _OPERATIONS:
+                    name = "unknown" if operation is None else operation.name
+                    raise _MalformedError(f"the operation {name} is none that dictionaries of tensors need")
                 if operation.name == "STOP":
                     return self._pop(object)
-                self._execute(operation.name, argument)
-        except (ValueError, UnicodeDecodeError) as error:  # an operation that does not exist, or is cut off
+                if operation.name == "GLOBAL":  # the reader of pickletools takes escapes for characters
+                    self._push_global(".".join(_line(stream) for _ in range(2)))
+                else:
+                    self._execute(operation.name, None if operation.arg is None else operation.arg.reader(stream))
+        except ValueError as error:  # an argument is cut off, or is no text
             raise _MalformedError(f"a damaged pickle: {error}") from None
         raise _MalformedError("a pickle without an end")
 
@@ -246,8 +260,6 @@ class _Interpreter:
             if argument not in self.memo:
                 raise _MalformedError("a damaged pickle: it names a value that is not there")
             stack.append(self.memo[argument])
-        elif name == "GLOBAL":
-            self._push_global(str(argument).replace(" ", "."))
         elif name == "STACK_GLOBAL":
             attribute, module = self._pop(str), self._pop(str)
             self._push_global(f"{module}.{attribute}")
@@ -267,8 +279,6 @@ class _Interpreter:
         elif name == "BUILD":  # attributes of a state dictionary: versions of modules
             self._pop(object)
             self._top()
-        else:
-            raise _MalformedError(f"the operation {name} is none that dictionaries of tensors need")
 
     def _push_global(self, name: str) -> None:
         if name not in _GLOBALS:
@@ -302,6 +312,13 @@ class _Interpreter:
                 del self.stack[i:]
                 return found
         raise _MalformedError("a damaged pickle: arguments without a beginning")
+
+
+def _line(stream: io.BytesIO) -> str:
+    line = stream.readline()
+    if not line.endswith(b"\n"):
+        raise _MalformedError("a damaged pickle: a name without an end")
+    return line[:-1].decode()
 
 
 def _named_tensors(found: object, size: int) -> dict[str, Tensor]:

@@ -107,7 +107,8 @@ def trained_selector(
     fitted = np.flatnonzero(~is_held_out)
     seen = np.flatnonzero(is_held_out) if is_held_out.any() else fitted
     mean = inputs[fitted].mean(0, dtype=np.float64).astype(np.float32)
-    scale = np.float32(max(float(np.sqrt(np.square(inputs[fitted] - mean, dtype=np.float64).mean())), 1e-30))
+    spread = float(np.sqrt(np.square(inputs[fitted] - mean, dtype=np.float64).mean()))
+    scale = np.float32(spread if spread > 1e-20 else 1.0)
     tokens = (inputs - mean) / scale
     weight = _balanced_weight(active[fitted]) if positive_weight is None else positive_weight
 
@@ -115,7 +116,8 @@ def trained_selector(
         parameters = _regression(tokens[fitted], active[fitted], rank, seed)
     else:
         parameters = _parameters_of(start, mean, scale, rank, neurons, size)
-    _normalize(parameters, tokens[fitted], active[fitted], weight)
+    if epochs:
+        _normalize(parameters, tokens[fitted], active[fitted], weight)
     judge = _Judge(tokens[seen], active[seen], active_share, recall)
     parameters, cut = _train(parameters, tokens[fitted], active[fitted], judge, weight, seed, epochs, deadline)
     down = parameters.down / scale
@@ -176,7 +178,7 @@ def _parameters_of(
 
 
 def _normalize(parameters: _Parameters, tokens: Floats, active: Flags, weight: float) -> None:
-    """Scales hidden values to variance 1 each, and logits by the factor with the smallest loss on some tokens."""
+    """Scales hidden values to variance 1 each; scales and shifts logits so that their loss on some tokens is smallest."""
     some = slice(None, None, max(1, len(tokens) // 256))
     deviation = (tokens[some] @ parameters.down.T).std(0)
     deviation = np.maximum(deviation, 1e-6 * deviation.max(initial=1e-24) + 1e-30)
@@ -186,10 +188,11 @@ def _normalize(parameters: _Parameters, tokens: Floats, active: Flags, weight: f
     logits = tokens[some] @ parameters.down.T @ parameters.up[neurons].T + parameters.bias[neurons]
     flags = active[some][:, neurons]
     typical = max(float(np.abs(logits).mean()), 1e-30)
-    factors = [np.float32(f / typical) for f in 2.0 ** np.arange(-2, 5)]
-    best = min(factors, key=lambda f: _loss(np.asarray(logits * f, np.float32), flags, weight))
-    parameters.up *= best
-    parameters.bias *= best
+    candidates = [(f / typical, s) for f in 2.0 ** np.arange(-2, 5) for s in np.arange(-3, 3.5, 0.5)]
+    factor, shift = min(candidates, key=lambda c: _loss(np.asarray(logits * c[0] + c[1], np.float32), flags, weight))
+    parameters.up *= np.float32(factor)
+    parameters.bias *= np.float32(factor)
+    parameters.bias += np.float32(shift)
 
 
 def _loss(logits: Floats, active: Flags, weight: float) -> float:

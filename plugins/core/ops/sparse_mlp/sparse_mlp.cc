@@ -51,6 +51,7 @@ class Binder {
     a.activation = attributes_.activation, a.selection = attributes_.selection;
     a.bits = static_cast<int>(attributes_.bits), a.block_size = attributes_.block_size;
     a.accuracy_level = static_cast<int>(attributes_.accuracy_level);
+    a.has_predictor_relu = attributes_.has_predictor_relu;
     STOF_RETURN_IF_ERROR(BindTokens(args));
     STOF_RETURN_IF_ERROR(BindDown(args));
     STOF_RETURN_IF_ERROR(BindRows(kGateInputs, a, &a.gate_weight, &a.gate_bias));
@@ -279,6 +280,10 @@ class SparseMlpOp final : public Op {
     Binder binder(attributes_, inputs, input_count);
     STOF_RETURN_IF_ERROR(binder.Bind(&args));
     STOF_RETURN_IF_ERROR(binder.CheckData());
+    if (context.on_cuda && args.has_predictor_relu) {
+      return Status::Error(
+          "StofSparseMLP has no CUDA kernels with predictor_activation = relu: run the node on the CPU");
+    }
     const Tensor expected = OutputOf(inputs, args);
     const Tensor& output = outputs[0];
     if (output.dtype != expected.dtype || output.rank != expected.rank ||
@@ -338,7 +343,7 @@ const OpDescription* SparseMlpDescription() {
       {"activation", AttributeType::kString},  {"selection", AttributeType::kString},
       {"bits", AttributeType::kInt},           {"block_size", AttributeType::kInt},
       {"accuracy_level", AttributeType::kInt}, {"hot_neurons", AttributeType::kInt},
-      {"mlp_id", AttributeType::kInt}};
+      {"mlp_id", AttributeType::kInt},         {"predictor_activation", AttributeType::kString}};
   static constexpr OpDescription description = [] {
     OpDescription d;
     d.name = "StofSparseMLP";
