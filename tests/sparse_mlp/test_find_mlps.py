@@ -160,6 +160,28 @@ def test_gate_with_other_quantization_keeps_its_matmul() -> None:
     assert found.site.gate_weight is None
 
 
+@pytest.mark.parametrize("activation", ["relu", "gelu_cubic"])
+def test_neurons_between_two_reshapes(activation: str) -> None:
+    """GPT-2's matmuls have flat tokens: the operator reads and writes those, and both Reshapes of neurons are gone."""
+    model = make_mlp_model(MlpForm(activation, gemm=True, unflattens=True))
+    (found,) = find_mlps(model, Symbolic(model), any_activation=True)
+    assert found.site is not None, found.reason
+    site = found.site
+    assert (site.gate, site.has_zeros) == ("layers.0.gate", activation == "relu")
+    assert site.gate_weight is not None
+    assert site.gate_input == "layers.0/flat"
+    emitted = emit_mlps(model, [site], Path())
+    onnx.checker.check_model(emitted, full_check=True)
+    assert [n.op_type for n in emitted.graph.node].count("Reshape") == 2  # of tokens, and of the output
+
+
+def test_reshape_whose_neurons_are_read_elsewhere_is_kept() -> None:
+    model = make_mlp_model(MlpForm("relu", gemm=True, unflattens=True))
+    model.graph.output.append(helper.make_tensor_value_info("layers.0/act/positive", TensorProto.FLOAT, None))
+    (found,) = find_mlps(model, Symbolic(model))
+    assert "'layers.0/act/positive' has other readers" in found.reason
+
+
 def test_activation_of_no_matmul_is_no_mlp() -> None:
     model = make_mlp_model(MlpForm("silu"))
     for node in model.graph.node:
@@ -185,7 +207,7 @@ def test_activation_between_two_shapes() -> None:
     model.graph.initializer.append(numpy_helper.from_array(np.array([1, -1, 160]), "folded"))
     model.graph.initializer.append(numpy_helper.from_array(np.array([-1, 160]), "flat_neurons"))
     (site,) = sites_of(model)
-    assert (site.activation, site.gate, site.input_size) == ("none", output, 48)
+    assert (site.activation, site.gate, site.input_size) == ("relu", "layers.0.gate", 48)
     assert site.projection is not None
     assert site.projection.is_movable
 

@@ -265,7 +265,7 @@ def _section(job: Job, found: MlpModel, rows: list[MlpReport]) -> MlpSection:
     return MlpSection(
         rows,
         job.options.sparse_mlp,
-        "" if fitted is None else fitted.source,
+        "" if fitted is None or found.spec is None else str(found.spec.prompts),
         "" if held is None else held.source,
         has_logits(job.model),
     )
