@@ -60,8 +60,8 @@ cmake --preset dev
 cmake --build --preset dev
 end
 
-# The kernels run only where there is a GPU; that they compile shows wherever nvcc is: for two architectures, prefill kernels
-# of 8.0 and fp32 for their own one, and for both with STOF_TEST_ALL=1.
+# The kernels run only where there is a GPU; that they compile shows wherever nvcc is: most for one of two architectures, and all
+# for both with STOF_TEST_ALL=1.
 if command -v nvcc >/dev/null; then
   begin 'build (CUDA)'
   preset=cuda-check
