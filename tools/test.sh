@@ -6,7 +6,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${1:-python3}
-trap 'kill $(jobs -p) 2>/dev/null || true' EXIT # what runs beside a part that failed
+trap wait EXIT # what runs beside a part that failed ends, too
 table=()
 begin() { part=$1; started=$(date +%s); echo "== $part"; }
 row() { awk -v part="$1" -v s=$(($(date +%s) - $2)) 'BEGIN {printf "%-22s %5.1f min", part, s / 60}'; }
