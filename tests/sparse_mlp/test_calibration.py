@@ -22,7 +22,7 @@ from stof.sparse_mlp.calibration import activation_runs
 from stof.sparse_mlp.calibration.activation_runs import ActivationRuns, SiteSamples
 from stof.sparse_mlp.calibration.fit import fit_selector, importance_threshold, important_neurons, measure_selector
 from stof.sparse_mlp.calibration.prompt_sets import _split
-from stof.sparse_mlp.calibration.spec import Clause
+from stof.sparse_mlp.calibration.spec import MlpClause
 from stof.sparse_mlp.checks.oracle import Constants
 from stof.sparse_mlp.find import find_mlps
 from stof.sparse_mlp.predictors.selector import NeuronSelector
@@ -146,15 +146,15 @@ def make_gated() -> tuple[MlpSite, onnx.ModelProto]:
 @pytest.mark.parametrize(
     ("clause", "recall"),
     [
-        (Clause("magnitude", active=0.3), 1.0),
-        (Clause("magnitude", active=0.3, by_neuron=True), 0.6),
-        (Clause("svd", active=0.3, rank=12), 0.8),
-        (Clause("svd", active=0.3, recall=0.95, rank=12), 0.9),
-        (Clause("trained", active=0.3, rank=12), 0.8),
+        (MlpClause("magnitude", active=0.3), 1.0),
+        (MlpClause("magnitude", active=0.3, by_neuron=True), 0.6),
+        (MlpClause("svd", active=0.3, rank=12), 0.8),
+        (MlpClause("svd", active=0.3, recall=0.95, rank=12), 0.9),
+        (MlpClause("trained", active=0.3, rank=12), 0.8),
     ],
     ids=str,
 )
-def test_quality_on_held_out_tokens(clause: Clause, recall: float, gated: tuple[MlpSite, onnx.ModelProto]) -> None:
+def test_quality_on_held_out_tokens(clause: MlpClause, recall: float, gated: tuple[MlpSite, onnx.ModelProto]) -> None:
     site, model = gated
     constants = Constants(model.graph, Path())
     fitted, held = random_samples(site), random_samples(site, 300, seed=2)
@@ -181,7 +181,7 @@ def test_neurons_that_count_as_active() -> None:
     model = make_mlp_model(MlpForm("relu"))
     site = sites_of(model)[0]
     values = np.array([[0.0, 1e-9, np.nan, -2.0]], np.float32)
-    assert important_neurons(site, values, importance_threshold(site, Clause("svd"), values)).tolist() == [
+    assert important_neurons(site, values, importance_threshold(site, MlpClause("svd"), values)).tolist() == [
         [False, True, True, True]
     ]
 
@@ -197,7 +197,7 @@ def test_tokens_that_are_not_finite_are_left_out_of_a_fit(gated: tuple[MlpSite, 
     broken.activated[::7] = np.nan
     kept = np.arange(200) % 7 != 0
     clean = SiteSamples(samples.activated[kept], samples.inputs[kept])
-    clause, constants = Clause("svd", active=0.3, rank=8), Constants(model.graph, Path())
+    clause, constants = MlpClause("svd", active=0.3, rank=8), Constants(model.graph, Path())
     one, other = (fit_selector(site, clause, s, constants) for s in (broken, clean))
     np.testing.assert_array_equal(one.threshold, other.threshold)
     broken.inputs[:] = np.nan
@@ -225,4 +225,4 @@ def test_predictor_where_the_operator_lacks_the_activation() -> None:
     site = sites_of(model)[0]
     samples = SiteSamples(np.ones((4, site.neurons), np.float32), np.ones((4, 48), np.float32))
     with pytest.raises(UnsupportedError, match=r"it takes no predictor: .* kind=magnitude needs none"):
-        fit_selector(site, Clause("svd"), samples, Constants(model.graph, Path()))
+        fit_selector(site, MlpClause("svd"), samples, Constants(model.graph, Path()))

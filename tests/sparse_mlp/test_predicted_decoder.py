@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 import stof
 from stof.execution.inputs import InputMaker
 from stof.options import Options
-from stof.prompt_feeds import make_feed
+from stof.prompt_runs.feeds import make_feed
 from stof.sparse_mlp.report import MlpSection
 from stof.symbolic import Symbolic
 

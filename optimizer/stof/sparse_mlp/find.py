@@ -31,6 +31,7 @@ _WITH_CACHE = frozenset(
     {"Attention", "DecoderMaskedMultiHeadAttention", "GroupQueryAttention", "MultiHeadAttention", "SparseAttention"}
     | {"StofCachedAttention"}
 )
+_LOWEST = {int(onnx.TensorProto.UINT8): 0.0, int(onnx.TensorProto.INT8): -128.0}
 _DEPTH = 12  # operators between Relu and the matmul
 _MOST_BEFORE = 64  # tensors between the first matmul and the last one
 _LEAST_NEURONS = 64  # of smaller matmuls, the time is that of calls
@@ -240,6 +241,8 @@ class _Finder:
             return True
         if op in _ZERO_AT_ZERO:
             return self._has_zeros(node.input[0], depth - 1)
+        if op == "DequantizeLinear":
+            return self._gives_quantized_zeros(node, depth)
         if op == "Mul":
             return any(self._has_zeros(t, depth - 1) for t in node.input)
         if op == "Pow":
@@ -249,6 +252,19 @@ class _Finder:
             divisor = self._symbolic.uniform(node.input[1])
             return bool(divisor) and self._has_zeros(node.input[0], depth - 1)
         return False
+
+    def _gives_quantized_zeros(self, node: onnx.NodeProto, depth: int) -> bool:
+        """Whether a DequantizeLinear gives zeros: of zeros that were quantized, or where quantizing clips what is negative."""
+        quantize = self._index.producer(node.input[0])
+        if quantize is None or not is_standard(quantize):
+            return False
+        if quantize.op_type == "DynamicQuantizeLinear":
+            return list(node.input) == list(quantize.output) and self._has_zeros(quantize.input[0], depth - 1)
+        if quantize.op_type != "QuantizeLinear" or list(node.input[1:]) != list(quantize.input[1:]):
+            return False
+        zero = self._symbolic.uniform(node.input[2]) if len(node.input) > 2 and node.input[2] else 0.0
+        lowest = _LOWEST.get(self._symbolic.dtype(node.input[0]))
+        return (zero is not None and zero == lowest) or self._has_zeros(quantize.input[0], depth - 1)
 
     def _has_width(self, tensor: str, size: int) -> bool:
         shape = self._symbolic.shape(tensor)

@@ -148,9 +148,9 @@ class _Quantization:
         rows = [w.quantization for w in (gate, site.up) if w is not None and w.quantization is not None]
         sizes = (site.neurons, site.input_size if rows else 0, site.output_size)
         zeros = [
-            w is not None and w.quantization is not None and bool(w.quantization.zero_points) for w in (site.up, gate)
+            w is not None and w.quantization is not None and w.quantization.has_zero_points for w in (site.up, gate)
         ]
-        return cls(q.bits, q.block_size, rounding_level(site), *sizes, zeros[0], bool(q.zero_points), zeros[1])
+        return cls(q.bits, q.block_size, rounding_level(site), *sizes, zeros[0], q.has_zero_points, zeros[1])
 
     def multiply(self, builder: Builder, name: str) -> str:
         """The gate or up matmul: MatMulNBits reads the same tensors."""

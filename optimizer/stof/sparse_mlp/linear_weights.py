@@ -17,7 +17,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 from stof.errors import UnsupportedError
 from stof.graph.external_data import is_external, location_of, map_array
-from stof.graph.index import GraphIndex, is_standard
+from stof.graph.index import GraphIndex, all_nodes, is_standard, node_tensors
+from stof.graph.names import FreshNames
+from stof.graph.protobuf import copy_with_nodes
 from stof.sparse_mlp.site import LinearForm, MlpWeight, Quantization
 
 _BITS = {
@@ -26,6 +28,7 @@ _BITS = {
     int(TensorProto.UINT4): 4,
     int(TensorProto.INT4): 4,
 }
+_SIGNED = ("int8", "int4")  # types of NumPy
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 16, 256
 
 
@@ -132,11 +135,21 @@ def _read(
         raise UnsupportedError(
             f"{name!r} sums over {inner} elements: no blocks of a power of two from 16 to 256 divide them"
         )
-    form = LinearForm(inner_axis, block == 0)
+    form = LinearForm(inner_axis, block == 0, _is_centered(values, zeros))
     quantization = Quantization(
         _BITS[values.data_type], size, scales.name, "" if zeros is None else zeros.name, 0, form
     )
     return MlpWeight(name, inner, outer, sums_over_neurons != is_transposed, "", quantization)
+
+
+def _is_centered(values: onnx.TensorProto, zeros: onnx.TensorProto | None) -> bool:
+    """Whether all zero points are the middle of the values of this type."""
+    bits = _BITS[values.data_type]
+    is_signed = values.data_type in (TensorProto.INT8, TensorProto.INT4)
+    middle = 0 if is_signed else 1 << (bits - 1)
+    if zeros is None:
+        return is_signed
+    return not is_external(zeros) and bool(np.all(numpy_helper.to_array(zeros).astype(np.int16) == middle))
 
 
 def read_values(tensor: onnx.TensorProto, folder: Path) -> np.ndarray:
@@ -184,7 +197,7 @@ def to_blocks(weight: MlpWeight, values: np.ndarray, scales: np.ndarray, zeros: 
     outer = weight.whole or weight.outer
     blocks = weight.inner // q.block_size
     half = 1 << (q.bits - 1)
-    is_signed = np.dtype(values.dtype).name in ("int8", "int4")
+    is_signed = np.dtype(values.dtype).name in _SIGNED
 
     def unsigned(array: np.ndarray) -> np.ndarray:
         wide = array.astype(np.int16) + (half if is_signed else 0)
@@ -201,9 +214,31 @@ def to_blocks(weight: MlpWeight, values: np.ndarray, scales: np.ndarray, zeros: 
         # One zero point may stand beside many scales.
         found = unsigned(np.broadcast_to(np.asarray(zeros).reshape(-1), (1,)) if zeros.size == 1 else np.asarray(zeros))
         found = np.full((outer, blocks), found.reshape(-1)[0]) if found.size == 1 else by_output(found)
-    elif not is_signed:
-        found = np.zeros((outer, blocks), np.uint8)
-    if found is not None and bool(np.all(found == half)):
+    else:
+        found = np.full((outer, blocks), half if is_signed else 0, np.uint8)
+    if q.linear.is_centered:
         found = None
     matrix = matrix if q.linear.inner_axis else matrix.T
     return BlockedArrays(np.ascontiguousarray(matrix), np.ascontiguousarray(by_output(np.asarray(scales))), found)
+
+
+def with_dequantized_tokens(model: onnx.ModelProto) -> onnx.ModelProto:
+    """A copy in which a DequantizeLinear beside each MatMulInteger gives the real values of what that multiplies.
+
+    StofSparseMLP reads them in its place. DynamicQuantizeLinear stays: its scale is that of the whole tensor, and zeros, which
+    are always in its range, do not change it. Where nothing is quantized so, it is the model itself.
+    """
+    read = {n.input[0] for n in model.graph.node if n.op_type == "MatMulInteger" and is_standard(n)}
+    quantizing = [
+        n for n in model.graph.node if n.op_type == "DynamicQuantizeLinear" and is_standard(n) and n.output[0] in read
+    ]
+    if not quantizing:
+        return model
+    names = FreshNames({t for n in all_nodes(model.graph.node) for t in (*node_tensors(n), n.name)})
+    nodes = []
+    for node in model.graph.node:
+        nodes.append(node)
+        if node in quantizing and len(node.output) == 3:
+            name = names.make(f"{node.output[0]}/dequantized")
+            nodes.append(helper.make_node("DequantizeLinear", list(node.output), [name], name=name))
+    return copy_with_nodes(model, nodes)

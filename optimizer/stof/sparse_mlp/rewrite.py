@@ -24,6 +24,8 @@ from stof.sparse_mlp.calibration.spec import OPTION, MlpSpec, parse_mlp_spec
 from stof.sparse_mlp.density import NeuronCounts, count_neurons
 from stof.sparse_mlp.emit import emit_mlps, without_selection
 from stof.sparse_mlp.find import MlpCandidate, find_mlps, has_cache
+from stof.sparse_mlp.linear_weights import with_dequantized_tokens
+from stof.sparse_mlp.model_room import ModelRoom
 from stof.sparse_mlp.neuron_order import with_orders
 from stof.sparse_mlp.plan_entry import SELECTIONS, MlpPlan, read_mlp_plan
 from stof.sparse_mlp.report import KEY, NAMES, MlpReport, MlpSection, PredictionReport
@@ -31,7 +33,7 @@ from stof.sparse_mlp.site import OP, MlpSite
 from stof.symbolic import Symbolic
 
 if TYPE_CHECKING:
-    from stof.sparse_mlp.calibration.fit import Prediction
+    from stof.sparse_mlp.calibration.fit import NeuronPrediction
     from stof.sparse_mlp.checks.site_checks import MlpChecks
 
 _LEAST_GAIN = 1.1  # below, a call costs as much as it saves
@@ -58,7 +60,7 @@ class MlpModel:
     symbolic: Symbolic | None = None
     candidates: tuple[MlpCandidate, ...] = ()
     counts: Mapping[str, NeuronCounts] = field(default_factory=dict)
-    predictions: Mapping[str, Prediction] = field(default_factory=dict)
+    predictions: Mapping[str, NeuronPrediction] = field(default_factory=dict)
     spec: MlpSpec | None = None
     prompts: CalibrationPrompts | None = None
 
@@ -132,7 +134,7 @@ class SparseMlpRewrite(OpRewrite[MlpModel, MlpDecisions]):
         spec = parse_mlp_spec(job.options.sparse_mlp) if job.options.sparse_mlp else None
         if spec is None and not _may_have_zeros(job.model):
             return MlpModel(job.model)
-        before = model()
+        before = with_dequantized_tokens(model())
         with job.step("mlps"):
             symbolic = Symbolic(before)
             candidates = tuple(find_mlps(before, symbolic, any_activation=spec is not None))
@@ -170,9 +172,12 @@ class SparseMlpRewrite(OpRewrite[MlpModel, MlpDecisions]):
     def decide(self, job: Job, found: MlpModel) -> MlpDecisions:
         rows: list[MlpReport] = []
         sites: list[MlpSite] = []
+        room = ModelRoom(found.model) if found.candidates else None
         for index, candidate in enumerate(found.candidates):
             row, site, reason = _describe(job, found, candidate, index)
             reason = self._reason_kept(job, candidate, index, reason)
+            if site is not None and room is not None and not reason:
+                reason = room.take(site)
             if reason or site is None:
                 rows.append(replace(row, predicted_gain=None, reason=reason))
                 continue
@@ -244,14 +249,14 @@ class SparseMlpRewrite(OpRewrite[MlpModel, MlpDecisions]):
         return MlpChecks(found.model, found.symbolic, decided.sites, job.source.parent)
 
 
+def _may_have_zeros(model: onnx.ModelProto) -> bool:
+    return any(n.op_type in ("QuantizeLinear", "Relu") for n in model.graph.node)
+
+
 def _with_idle(rows: Sequence[MlpReport], sites: Sequence[MlpSite]) -> list[MlpReport]:
     """The rows with the share of neurons that were sorted behind the others."""
     idle = {s.name: 1 - s.order.hot / s.neurons for s in sites if s.order is not None}
     return [replace(r, idle=idle[r.mlp]) if r.mlp in idle else r for r in rows]
-
-
-def _may_have_zeros(model: onnx.ModelProto) -> bool:
-    return any(n.op_type == "Relu" for n in model.graph.node)
 
 
 def _section(job: Job, found: MlpModel, rows: list[MlpReport]) -> MlpSection:
@@ -299,7 +304,7 @@ def _describe(job: Job, found: MlpModel, candidate: MlpCandidate, index: int) ->
     return replace(row, selection=site.selection, predicted_gain=round(gain, 3)), site, reason
 
 
-def _reason_inexact(job: Job, found: MlpModel, prediction: Prediction) -> str:
+def _reason_inexact(job: Job, found: MlpModel, prediction: NeuronPrediction) -> str:
     """Why the output error of an MLP keeps it dense; empty where it does not."""
     most = None if found.spec is None else found.spec.max_error
     if most is None and not has_logits(job.model):

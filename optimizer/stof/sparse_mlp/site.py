@@ -27,10 +27,12 @@ class LinearForm:
     Attributes:
         inner_axis: of its matrix, the axis that the matmul sums over.
         is_uniform: one scale for the tensor or for an output; else one for each block.
+        is_centered: every zero point is the middle of the values, 0 of signed ones.
     """
 
     inner_axis: int
     is_uniform: bool
+    is_centered: bool
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,11 @@ class Quantization:
     zero_points: str = ""
     accuracy_level: int = 0
     linear: LinearForm | None = None
+
+    @property
+    def has_zero_points(self) -> bool:
+        """Whether zero points are stored beside the values in blocks."""
+        return bool(self.zero_points) if self.linear is None else not self.linear.is_centered
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from stof.execution.ort_sessions import Sessions, VerifiedSession
 from stof.execution.run_limits import LimitReached, RunLimits
 from stof.execution.session_process import RuntimeFailure, release_sessions
 from stof.graph.protobuf import copy_model
-from stof.prompt_feeds import make_feed
+from stof.prompt_runs.feeds import make_feed
 from stof.prompts.files import PromptSet
 from stof.sparse_mlp.calibration.spec import OPTION
 from stof.sparse_mlp.site import MlpSite

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from stof.errors import ArgumentError, UnsupportedError
 from stof.sparse_mlp.calibration.activation_runs import SiteSamples
-from stof.sparse_mlp.calibration.spec import DEFAULT_ACTIVE, OPTION, Clause
+from stof.sparse_mlp.calibration.spec import DEFAULT_ACTIVE, OPTION, MlpClause
 from stof.sparse_mlp.checks.oracle import Constants, read_bias, read_rows
 from stof.sparse_mlp.predictors.calibration import fit_cut
 from stof.sparse_mlp.predictors.magnitude import magnitude_selector
@@ -25,7 +25,7 @@ Flags = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)
-class Prediction:
+class NeuronPrediction:
     """How the neurons of one MLP are predicted, and how well.
 
     Attributes:
@@ -45,7 +45,7 @@ class Prediction:
     tokens: int = 0
 
 
-def fit_selector(site: MlpSite, clause: Clause, samples: SiteSamples, constants: Constants) -> NeuronSelector:
+def fit_selector(site: MlpSite, clause: MlpClause, samples: SiteSamples, constants: Constants) -> NeuronSelector:
     """The selector of a site, fitted on samples.
 
     Args:
@@ -83,14 +83,14 @@ def fit_selector(site: MlpSite, clause: Clause, samples: SiteSamples, constants:
     return found
 
 
-def _share_to_select(site: MlpSite, clause: Clause) -> float | None:
+def _share_to_select(site: MlpSite, clause: MlpClause) -> float | None:
     """The share of neurons that a predictor selects; None where it selects by recall."""
     if clause.recall is not None or (clause.active is None and site.has_zeros):
         return None
     return DEFAULT_ACTIVE if clause.active is None else clause.active
 
 
-def fit_threshold(site: MlpSite, clause: Clause, given: NeuronSelector, samples: SiteSamples) -> NeuronSelector:
+def fit_threshold(site: MlpSite, clause: MlpClause, given: NeuronSelector, samples: SiteSamples) -> NeuronSelector:
     """A file's predictor with one threshold, fitted on samples to the share or the recall of the clause.
 
     Raises:
@@ -123,7 +123,7 @@ def check_predictor(site: MlpSite) -> None:
         )
 
 
-def importance_threshold(site: MlpSite, clause: Clause, activated: np.ndarray) -> float:
+def importance_threshold(site: MlpSite, clause: MlpClause, activated: np.ndarray) -> float:
     """The magnitude above which neurons count as active: 0 where the activation has zeros, else that of a share of them."""
     if site.has_zeros:
         return 0.0
@@ -138,7 +138,7 @@ def important_neurons(site: MlpSite, activated: np.ndarray, threshold: float) ->
 
 def measure_selector(
     site: MlpSite, kind: str, selector: NeuronSelector, samples: SiteSamples, threshold: float, constants: Constants
-) -> Prediction:
+) -> NeuronPrediction:
     """A selector on held-out samples, with the numbers that the operator will hold.
 
     Args:
@@ -165,7 +165,7 @@ def measure_selector(
     dense, sparse = hidden @ down + bias, np.where(selected, hidden, np.float32(0)) @ down + bias
     finite = np.isfinite(dense).all(1)
     error = relative_output_error(dense[finite], sparse[finite]) if finite.any() else None
-    return Prediction(kind, selector, "", quality, error, len(dense))
+    return NeuronPrediction(kind, selector, "", quality, error, len(dense))
 
 
 def _floats(weight: MlpWeight, constants: Constants, is_down: bool = False) -> np.ndarray:

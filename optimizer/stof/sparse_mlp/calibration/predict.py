@@ -13,7 +13,7 @@ from stof.execution.session_process import has_onnxruntime
 from stof.op_rewrite import Job
 from stof.sparse_mlp.calibration.activation_runs import ActivationRuns, SiteSamples
 from stof.sparse_mlp.calibration.fit import (
-    Prediction,
+    NeuronPrediction,
     check_predictor,
     check_sizes,
     fit_selector,
@@ -23,7 +23,7 @@ from stof.sparse_mlp.calibration.fit import (
 )
 from stof.sparse_mlp.calibration.predictor_files import SelectorFile, read_selector_file
 from stof.sparse_mlp.calibration.prompt_sets import CalibrationPrompts
-from stof.sparse_mlp.calibration.spec import OPTION, Clause, MlpSpec
+from stof.sparse_mlp.calibration.spec import OPTION, MlpClause, MlpSpec
 from stof.sparse_mlp.checks.oracle import Constants
 from stof.sparse_mlp.site import MlpSite
 from stof.sparse_mlp.stored_selector import stored_arrays
@@ -38,7 +38,7 @@ def predict_sites(
     count: int,
     spec: MlpSpec,
     prompts: CalibrationPrompts,
-) -> dict[str, Prediction]:
+) -> dict[str, NeuronPrediction]:
     """How the neurons of MLPs are predicted, by the names of the sites that have a clause.
 
     Args:
@@ -64,13 +64,13 @@ def predict_sites(
     runs = ActivationRuns(model, job.source.parent.resolve(), job.inputs().maker, job.options.verify_memory)
     sizes = {id(prompts.fitted): spec.tokens, id(prompts.held_out): max(1, spec.tokens // _HELD_OUT_SHARE)}
     constants = Constants(model.graph, job.source.parent)
-    found: dict[str, Prediction] = {}
+    found: dict[str, NeuronPrediction] = {}
     for site, samples in runs.samples(list(own.values()), sets, [sizes[id(p)] for p in sets]):
         clause = clauses[site.name]
         try:
             found[site.name] = _predict(site, clause, given.get(site.name), samples, constants)
         except UnsupportedError as error:
-            found[site.name] = Prediction(clause.kind, None, str(error))
+            found[site.name] = NeuronPrediction(clause.kind, None, str(error))
         except ArgumentError as error:
             raise ArgumentError(f"{OPTION}: MLP {site.name!r}: {error}") from error
     return found
@@ -78,11 +78,11 @@ def predict_sites(
 
 def _predict(
     site: MlpSite,
-    clause: Clause,
-    given: Prediction | None,
+    clause: MlpClause,
+    given: NeuronPrediction | None,
     samples: Sequence[SiteSamples],
     constants: Constants,
-) -> Prediction:
+) -> NeuronPrediction:
     """Fits, or takes a file's selector, and measures it on the last set of samples, which are the held-out ones."""
     if given is not None and given.selector is None:
         return given
@@ -96,27 +96,27 @@ def _predict(
     return measure_selector(site, clause.kind, selector, samples[-1], threshold, constants)
 
 
-def _unmeasured(site: MlpSite, given: Prediction) -> Prediction:
+def _unmeasured(site: MlpSite, given: NeuronPrediction) -> NeuronPrediction:
     """A file's selector where there are no prompts."""
     if given.selector is None:
         return given
     try:
         stored_arrays(replace(site, selector=given.selector))
     except UnsupportedError as error:
-        return Prediction(given.kind, None, str(error))
+        return NeuronPrediction(given.kind, None, str(error))
     return given
 
 
 def _read_files(
-    job: Job, model: onnx.ModelProto, sites: Mapping[int, MlpSite], clauses: Mapping[str, Clause], count: int
-) -> dict[str, Prediction]:
+    job: Job, model: onnx.ModelProto, sites: Mapping[int, MlpSite], clauses: Mapping[str, MlpClause], count: int
+) -> dict[str, NeuronPrediction]:
     """What files have for sites, by their names; nothing for those that are calibrated.
 
     Raises:
         ArgumentError: when a file cannot be read, or is for MLPs of other sizes.
     """
-    found: dict[str, Prediction] = {}
-    read: dict[Clause, SelectorFile] = {}
+    found: dict[str, NeuronPrediction] = {}
+    read: dict[MlpClause, SelectorFile] = {}
     for layer, site in sites.items():
         clause = clauses[site.name]
         if clause.file is None:
@@ -128,7 +128,7 @@ def _read_files(
             check_sizes(site, selector, str(clause.file))
             if selector.has_predictor:
                 check_predictor(site)
-            found[site.name] = Prediction(clause.kind, selector)
+            found[site.name] = NeuronPrediction(clause.kind, selector)
         except UnsupportedError as error:
-            found[site.name] = Prediction(clause.kind, None, str(error))
+            found[site.name] = NeuronPrediction(clause.kind, None, str(error))
     return found

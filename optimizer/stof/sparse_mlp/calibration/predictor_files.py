@@ -14,7 +14,7 @@ import onnx
 from stof.errors import ArgumentError, UnsupportedError
 from stof.graph.external_data import map_array
 from stof.graph.index import GraphIndex, is_standard
-from stof.sparse_mlp.calibration.spec import DEFAULT_ACTIVE, OPTION, Clause
+from stof.sparse_mlp.calibration.spec import DEFAULT_ACTIVE, OPTION, MlpClause
 from stof.sparse_mlp.predictors.powerinfer import read_powerinfer, with_normalized_inputs
 from stof.sparse_mlp.predictors.selector import NeuronSelector
 from stof.sparse_mlp.predictors.selector_files import read_selectors
@@ -36,7 +36,7 @@ class SelectorFile(Protocol):
         """
 
 
-def read_selector_file(clause: Clause, model: onnx.ModelProto, folder: Path, count: int) -> SelectorFile:
+def read_selector_file(clause: MlpClause, model: onnx.ModelProto, folder: Path, count: int) -> SelectorFile:
     """The file of a clause.
 
     Args:

@@ -40,7 +40,7 @@ _EXPECTED = "prompts.npz,kind=magnitude,active=0.5 or predictors=FILE"
 
 
 @dataclass(frozen=True)
-class Clause:
+class MlpClause:
     """How the neurons of some layers are predicted.
 
     Attributes:
@@ -108,11 +108,11 @@ class MlpSpec:
 
     text: str
     prompts: Path | None
-    clauses: tuple[Clause, ...]
+    clauses: tuple[MlpClause, ...]
     tokens: int = DEFAULT_TOKENS
     max_error: float | None = None
 
-    def clause_of(self, layer: int, count: int) -> Clause | None:
+    def clause_of(self, layer: int, count: int) -> MlpClause | None:
         """The clause for one of so many MLPs; None where it stays as it is.
 
         Raises:
@@ -218,12 +218,12 @@ class _Fields:
             raise self.error(key, "a number from 0 on")
         return value
 
-    def clause(self) -> Clause:
+    def clause(self) -> MlpClause:
         """The clause of the fields."""
         path = self.values.get(self.kind) if self.kind in FILES else None
         if path == "":
             raise self.error(self.kind, "a path")
-        return Clause(
+        return MlpClause(
             self.kind,
             None if path is None else Path(path),
             self.share("active"),

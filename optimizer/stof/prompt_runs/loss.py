@@ -16,7 +16,7 @@ from stof.execution.run_limits import LimitReached, RunLimits
 from stof.execution.session_process import RuntimeFailure, release_sessions
 from stof.files import temporary_folder
 from stof.options import Options
-from stof.prompt_feeds import Feed, make_feed
+from stof.prompt_runs.feeds import Feed, make_feed
 from stof.prompts.files import PromptSet
 from stof.prompts.loss import LOGITS, LossMeter, PromptLoss, bucket_limits
 from stof.verification.model_inputs import ModelInputs

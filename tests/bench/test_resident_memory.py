@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Resident memory: pages that are read count, others do not; rows of neurons that never fire stay on disk."""
+
+from __future__ import annotations
+
+import mmap
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from mlp_models import VOCABULARY, MlpForm, make_mlp_model
+from onnx import numpy_helper
+
+import stof
+from stof.bench.core.resident_memory import drop_cached_pages, mapped_resident_bytes, resident_bytes
+from stof.errors import StofError
+from stof.options import Options
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="the system tells no Pss")
+MIB = 1 << 20
+FORM = MlpForm(gated=True, size=512, neurons=2048)
+
+
+def test_pages_that_are_read_are_resident(tmp_path: Path) -> None:
+    file = tmp_path / "data"
+    file.write_bytes(bytes(8 * MIB))
+    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+        assert mapped_resident_bytes(file) == 0
+        sum(mapped[i] for i in range(0, 2 * MIB, 4096))
+        assert 2 * MIB <= mapped_resident_bytes(file) <= 3 * MIB  # the system maps some pages ahead
+        before = resident_bytes()
+        sum(mapped[i] for i in range(0, 8 * MIB, 4096))
+        assert mapped_resident_bytes(file) == 8 * MIB
+        assert resident_bytes() - before >= 4 * MIB
+
+
+def test_other_processes() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as other:
+        assert resident_bytes(other.pid) > MIB // 4
+    with pytest.raises(StofError, match=r"/proc/\d+/smaps_rollup cannot be read"):
+        resident_bytes(other.pid)
+
+
+def test_idle_neurons_stay_on_disk(tmp_path: Path) -> None:
+    """40 % of the neurons never fire: their rows, smaller than a page, are not mapped where neurons are in order."""
+    model = make_mlp_model(FORM)
+    bias = next(t for t in model.graph.initializer if t.name == "layers.0.gate.bias")
+    rng = np.random.default_rng(5)
+    values = np.where(rng.random(FORM.neurons) < 0.4, -50, 1).astype(np.float32)
+    bias.CopyFrom(numpy_helper.from_array(values, bias.name))
+    source = tmp_path / "model.onnx"
+    onnx.save(model, str(source), save_as_external_data=True, location="w.data", size_threshold=1024)
+    feed = {
+        "input_ids": rng.integers(0, VOCABULARY, (2, 20)),
+        "past": rng.standard_normal((2, 3, FORM.size)).astype(np.float32),
+    }
+    np.savez(tmp_path / "inputs.npz", **feed)
+    resident = []
+    for name, inputs in (("plain", ()), ("ordered", (str(tmp_path / "inputs.npz"),))):
+        target = tmp_path / name / "out.onnx"
+        target.parent.mkdir()
+        report = stof.optimize(source, target, Options(inputs=inputs, verify=False, chains="off"))
+        (row,) = report.sections["mlps"].to_json()["mlps"]
+        assert row["replaced"]
+        assert (row["idle"] is None) == (name == "plain")
+        files = list(target.parent.glob("*.data"))
+        for file in files:
+            drop_cached_pages(file)
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = 1
+        stof.register(options)
+        session = ort.InferenceSession(str(target), options, providers=["CPUExecutionProvider"])
+        for token in range(feed["input_ids"].shape[1]):  # as a decoder runs
+            session.run(["logits"], {"input_ids": feed["input_ids"][:, token : token + 1], "past": feed["past"]})
+        resident.append(sum(map(mapped_resident_bytes, files)))
+        del session
+    # Up and down are read by the operator; the gate's matmul reads all neurons, and ONNX Runtime packs its weight.
+    idle = row["idle"] * 2 * 4 * FORM.size * FORM.neurons
+    assert resident[0] >= 2 * 4 * FORM.size * FORM.neurons * 0.99
+    assert resident[0] - resident[1] >= 0.85 * idle
