@@ -24,7 +24,7 @@ from stof.symbolic import Symbolic
 
 # Functions of one value that are 0 at 0. Those of ONNX Runtime have the same names.
 _ZERO_AT_ZERO = frozenset(
-    {"Abs", "Cast", "Erf", "FastGelu", "Gelu", "Identity", "Neg", "QuickGelu", "Sqrt", "Swish", "Tanh"}
+    {"Abs", "Cast", "Erf", "FastGelu", "Gelu", "Identity", "Neg", "QuickGelu", "Reshape", "Sqrt", "Swish", "Tanh"}
 )
 # Attention nodes whose outputs behind the first one continue a KV cache.
 _WITH_CACHE = frozenset(
