@@ -31,6 +31,10 @@ class PlanEntry(Protocol):
     def replace(self) -> bool:
         """Whether the candidate is replaced."""
 
+    @property
+    def reason(self) -> str:
+        """Why it is kept; empty where it is replaced, or where an edited file gives no reason."""
+
     def to_json(self) -> dict[str, Any]:
         """The entry as a JSON object."""
 

@@ -15,7 +15,6 @@ from stof.attention.decide.site_decider import (
     SiteDecider,
     candidates_of,
     check_masks,
-    check_plan,
     check_shapes,
 )
 from stof.attention.decide.targets import target_of
@@ -102,8 +101,7 @@ class AttentionRewrite(OpRewrite[tuple[Scope, ...], AttentionDecisions]):
         job.selections[KEY].check(_candidates(scopes))
         check_masks(job.options, sites)
         check_shapes(job.options, job.model)
-        if job.plan is not None:
-            check_plan(job.plan, sites)
+        self.check_plan(job, candidates_of(sites, ()))
         return scopes
 
     def decide(self, job: Job, found: tuple[Scope, ...]) -> AttentionDecisions:
