@@ -16,24 +16,15 @@ from onnx import TensorProto
 
 from stof.attention.limits import limits_of, type_names
 from stof.cached_attention.block_layout import BlockLayout
+from stof.cached_attention.node_site import MICROSOFT
 from stof.cached_attention.paged.find import read_paged_site, reads_pages
 from stof.cached_attention.paged.site import PagedSite
-from stof.cached_attention.site import (
-    GROUP_QUERY,
-    INPUT_INDEX,
-    INPUTS,
-    MICROSOFT,
-    OP,
-    QUANTIZED,
-    CacheSite,
-    attributes_of,
-    input_of,
-    output_of,
-)
+from stof.cached_attention.site import GROUP_QUERY, INPUT_INDEX, INPUTS, OP, QUANTIZED, CacheSite
 from stof.cached_attention.sparse_node import LayoutKey, as_group_query, check_sparse, is_sparse, read_node_layout
 from stof.errors import UnsupportedError
 from stof.graph.index import GraphIndex, all_nodes, describe, domain_of, subgraphs
 from stof.graph.names import FreshNames
+from stof.graph.node_fields import attributes_of, input_of, output_of
 from stof.runtime.library import op_limits
 from stof.symbolic import Int, Symbolic, integer
 from stof.symbolic.algebra.piecewise import to_int
@@ -158,20 +149,20 @@ def _read_site(
     rotary = _rotary_size(symbolic, node, head_size) if attributes.get("do_rotary", 0) else 0
     _check_vectors(symbolic, node, heads, head_size)
     return CacheSite(
-        name,
-        original,
-        heads,
-        groups,
-        head_size,
-        dtype,
-        window,
-        sliding,
-        rotary,
-        query[0],
-        query[1],
-        capacity,
-        _total(symbolic, input_of(node, 6)),
-        read_node_layout(original, symbolic, heads, layouts) if is_sparse(original) else None,
+        name=name,
+        node=original,
+        num_heads=heads,
+        kv_num_heads=groups,
+        head_size=head_size,
+        dtype=dtype,
+        window=window,
+        rotary_size=rotary,
+        sliding=sliding,
+        batch=query[0],
+        queries=query[1],
+        capacity=capacity,
+        total=_total(symbolic, input_of(node, 6)),
+        layout=read_node_layout(original, symbolic, heads, layouts) if is_sparse(original) else None,
         quantized=quantized,
         scales=scales or ("", ""),
     )

@@ -14,17 +14,17 @@ from stof.cached_attention.cost import predict_gain
 from stof.cached_attention.declare import declare_patterns
 from stof.cached_attention.emit import emit_caches
 from stof.cached_attention.find import CacheCandidate, find_candidates, reads_cache
+from stof.cached_attention.node_site import MICROSOFT
 from stof.cached_attention.paged.emit import emit_pages
 from stof.cached_attention.paged.site import OP as PAGED_OP
 from stof.cached_attention.paged.site import PAGED, PagedSite
 from stof.cached_attention.plan_entry import CachePlan, read_cache_plan
 from stof.cached_attention.report import KEY, NAMES, CacheReport, CacheSection
-from stof.cached_attention.site import GROUP_QUERY, MICROSOFT, OP, SPARSE, CacheSite
+from stof.cached_attention.site import GROUP_QUERY, OP, SPARSE, CacheSite
 from stof.graph.external_data import read_constants
 from stof.graph.index import DOMAIN, all_nodes
 from stof.graph.inline import inline, inline_all
 from stof.graph.names import FreshNames
-from stof.mask.expression import MaskExpression
 from stof.mask.families import picture
 from stof.op_rewrite import Decisions, Job, OpRewrite
 from stof.plan import EntryFormat
@@ -196,7 +196,7 @@ def _describe(candidate: CacheCandidate, index: int) -> CacheReport:
     site = candidate.site
     if site is None:
         return CacheReport(candidate.name, index, False, candidate.reason)
-    return CacheReport(candidate.name, index, False, "", site.mask, site.heads, site.head_size, site.features)
+    return CacheReport(candidate.name, index, False, "", site.mask.text, site.heads, site.head_size, site.features)
 
 
 def _is_done(node: onnx.NodeProto) -> bool:
@@ -235,13 +235,13 @@ def _pictures(sites: Sequence[CacheSite]) -> list[MaskPicture]:
         length = length if own[0].layout is None else min(length, own[0].layout.length)
         facts = [f"{len(own)} attention{'' if len(own) == 1 else 's'} over a KV cache", f"a prompt of {length} tokens"]
         with suppress(Exception):  # a picture is decoration
-            grid = TileGrid("", tuple(picture(MaskExpression.parse(own[0].mask), own[0].mask_tables, length=length)))
+            grid = TileGrid("", tuple(picture(own[0].mask, own[0].mask_tables, length=length)))
             title = f"causal, window of {own[0].window} keys" if own[0].window else "causal"
             if own[0].layout is not None:
                 title = f"causal, blocks of {own[0].layout.block_size}"
             if declared is not None:
                 title, facts = f"declared: {declared.pattern.label}", [*facts, "head 0"]
-            found.append(MaskPicture(title, own[0].mask, tuple(facts), length, length, (grid,)))
+            found.append(MaskPicture(title, own[0].mask.text, tuple(facts), length, length, (grid,)))
     return found
 
 

@@ -13,21 +13,11 @@ import onnx
 from onnx import helper
 
 from stof.cached_attention.block_layout import BLOCK_SIZES, BlockLayout, read_layout
-from stof.cached_attention.site import (
-    GROUP_QUERY,
-    INPUTS,
-    MICROSOFT,
-    OUTPUTS,
-    SPARSE,
-    SPARSE_COLUMNS,
-    SPARSE_INDEX,
-    SPARSE_ROWS,
-    attributes_of,
-    input_of,
-    output_of,
-)
+from stof.cached_attention.node_site import MICROSOFT
+from stof.cached_attention.site import GROUP_QUERY, INPUTS, OUTPUTS, SPARSE, SPARSE_COLUMNS, SPARSE_INDEX, SPARSE_ROWS
 from stof.errors import UnsupportedError
 from stof.graph.index import domain_of
+from stof.graph.node_fields import attributes_of, input_of, output_of
 from stof.symbolic import Symbolic
 
 _NAMES = {

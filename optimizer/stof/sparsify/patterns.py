@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from stof.errors import ArgumentError
-from stof.mask.expression import MaskExpression
+from stof.mask.expression import CAUSAL, MaskExpression
 from stof.mask.expression_nodes import Binary, Constant, H, K, Node, Q, fold
 from stof.mask.expression_parser import MaskSyntaxError
 
@@ -23,7 +23,6 @@ BLOCKS = (16, 32, 64, 128)
 MOST_TABLES = 4  # that an operator takes
 MOST_POSITIONS = 1 << 22  # as sizes of a mask
 _MOST_MARKS = 1 << 28  # bytes of a table of columns or diagonals
-CAUSAL = MaskExpression.parse("k <= q")
 _INDICES = {"h", "q", "k"}
 
 

@@ -15,6 +15,7 @@ from onnx import helper
 from stof.attention.checks.row_sample import RowSample, choose_rows
 from stof.attention.function_body import OP
 from stof.execution.upcast import HALF
+from stof.graph.node_fields import plain_attributes_of
 from stof.mask.site import FORBIDDING_VALUE, AttentionSite, EmptyRows, Layout, Operand, heads_in_one
 from stof.runtime.library import Op
 from stof.verification.compare import describe_nonfinite
@@ -85,7 +86,7 @@ def compare_site(
     policies = set()
     for call in calls:
         arrays = [np.ascontiguousarray(a) for a in (*operands, *(known[n] for n in call.inputs[3:]))]
-        attributes = {**attributes_of(call.node), "layout": " ".join(layout.value for layout in layouts)}
+        attributes = {**plain_attributes_of(call.node), "layout": " ".join(layout.value for layout in layouts)}
         attributes.pop("packed", None)  # of the tensors that the node reads; these hold the site's heads alone
         policies.add(attributes.get("empty_rows"))
         found = np.full(original.shape, np.nan, original.dtype)
@@ -231,14 +232,6 @@ def heads_in_layout(array: np.ndarray, layout: Layout, heads: int) -> np.ndarray
     if layout is Layout.BSN:
         array = array.reshape(*array.shape[:2], heads, -1)
     return array if layout is Layout.BHSD else array.transpose(0, 2, 1, 3)
-
-
-def attributes_of(node: onnx.NodeProto) -> dict[str, int | float | str | list[int]]:
-    found: dict[str, int | float | str | list[int]] = {}
-    for attribute in node.attribute:
-        value = helper.get_attribute_value(attribute)
-        found[attribute.name] = value.decode() if isinstance(value, bytes) else value
-    return found
 
 
 def rounded(array: np.ndarray, dtype: int) -> np.ndarray:

@@ -22,8 +22,9 @@ from stof.cached_attention.checks.quantized import count_steps, is_quantized
 from stof.cached_attention.emit import emit_caches
 from stof.cached_attention.run_inputs import CacheInputMaker
 from stof.cached_attention.run_lengths import RunLengths
-from stof.cached_attention.site import INPUT_INDEX, INPUTS, OP, OP_INPUTS, CacheSite, input_of
+from stof.cached_attention.site import INPUT_INDEX, INPUTS, OP, OP_INPUTS, CacheSite
 from stof.execution.case import Case
+from stof.graph.node_fields import input_of
 from stof.runtime.library import LibraryError, Op
 from stof.symbolic import Symbolic
 from stof.verification.compare import describe_nonfinite
@@ -135,9 +136,9 @@ class CacheChecks(SiteChecks):
             node = writers[site.node.output[0]]
             attributes = _attributes_of(node)
             what = f"site {site.name!r}"
-            if attributes.get("mask") != site.mask:
+            if attributes.get("mask") != site.mask.text:
                 # Windows longer than any input that is tried show nowhere else.
-                detail = f"the node's mask is {attributes.get('mask')!r}, expected {site.mask!r}"
+                detail = f"the node's mask is {attributes.get('mask')!r}, expected {site.mask.text!r}"
                 yield Comparison(what, np.inf, 0.0, False, site.name, detail)
                 continue
             known = dict(captured)

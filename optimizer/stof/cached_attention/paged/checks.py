@@ -20,8 +20,8 @@ from stof.cached_attention.paged.expand import expand_pages
 from stof.cached_attention.paged.oracle import PagedStep, PagedStepResult, compute_paged_step
 from stof.cached_attention.paged.run_inputs import PagedInputMaker
 from stof.cached_attention.paged.site import INPUT_INDEX, INPUTS, OP, PagedSite
-from stof.cached_attention.site import attributes_of, input_of
 from stof.execution.case import Case
+from stof.graph.node_fields import attributes_of, input_of
 from stof.runtime.library import LibraryError, Op
 from stof.symbolic import Symbolic
 from stof.verification.compare import describe_nonfinite
@@ -90,8 +90,8 @@ class PagedChecks(SiteChecks):
         for site in self.paged_sites:
             node = writers[site.node.output[0]]
             attributes = _attributes_of(node)
-            if attributes.get("mask") != site.mask:
-                detail = f"the node's mask is {attributes.get('mask')!r}, expected {site.mask!r}"
+            if attributes.get("mask") != site.mask.text:
+                detail = f"the node's mask is {attributes.get('mask')!r}, expected {site.mask.text!r}"
                 yield Comparison(f"site {site.name!r}", np.inf, 0.0, False, site.name, detail)
                 continue
             known = dict(captured)

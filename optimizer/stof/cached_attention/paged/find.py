@@ -12,10 +12,11 @@ from typing import Any
 import onnx
 
 from stof.attention.limits import limits_of, type_names
-from stof.cached_attention.paged.site import INPUT_INDEX, INPUTS, MICROSOFT, OUTPUTS, PAGED, PagedSite, input_of
-from stof.cached_attention.site import attributes_of, output_of
+from stof.cached_attention.node_site import MICROSOFT
+from stof.cached_attention.paged.site import INPUT_INDEX, INPUTS, OUTPUTS, PAGED, PagedSite
 from stof.errors import UnsupportedError
 from stof.graph.index import GraphIndex, domain_of
+from stof.graph.node_fields import attributes_of, input_of, output_of
 from stof.symbolic import Int, Symbolic, integer
 
 _ATTRIBUTES: dict[str, type] = {
@@ -76,8 +77,20 @@ def read_paged_site(name: str, node: onnx.NodeProto, index: GraphIndex, symbolic
         if shape is not None and (len(shape) != 1 or shape[0].constant not in (None, size)):
             raise UnsupportedError(f"{vector} has shape {[str(d) for d in shape]}, expected [{size}]")
     return PagedSite(
-        name, node, heads, groups, head_size, dtype, window, rotary, query[0], past[0], cache[0], cache[1], table[1]
-    )  # fmt: skip
+        name=name,
+        node=node,
+        num_heads=heads,
+        kv_num_heads=groups,
+        head_size=head_size,
+        dtype=dtype,
+        window=window,
+        rotary_size=rotary,
+        tokens=query[0],
+        batch=past[0],
+        blocks=cache[0],
+        block_size=cache[1],
+        columns=table[1],
+    )
 
 
 def _input(node: onnx.NodeProto, name: str) -> str:
