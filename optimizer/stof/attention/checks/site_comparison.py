@@ -18,13 +18,14 @@ from stof.execution.upcast import HALF
 from stof.graph.node_fields import plain_attributes_of
 from stof.mask.site import FORBIDDING_VALUE, AttentionSite, EmptyRows, Layout, Operand, heads_in_one
 from stof.runtime.library import Op
+from stof.verification.array_distance import ulp_of_largest
 from stof.verification.compare import describe_nonfinite
 from stof.verification.result import Comparison, Coverage
 
 SITE_FACTOR = 2.0  # op error ≤ 2 × the original's own error + 4 ulp
 _SOFT_FILL = -5e3  # a row whose largest score is lower has no key
 _DIGITS = 0.02  # of the output's range: how far fills may take a row without a key from what it stands for
-_EPSILON = {"float32": 1.2e-7, "float16": 9.8e-4, "bfloat16": 7.9e-3}
+_ULPS = 4
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ def compare_site(
     base = np.abs(own.astype(np.float64) - target)
     found_in: list[tuple[float, float, str]] = []
     for part in (good & rows[..., None], good & ~rows[..., None]) if soft else (good,):
-        budget = SITE_FACTOR * float(base[part].max(initial=0.0)) + _budget_ulp(original)
+        budget = SITE_FACTOR * float(base[part].max(initial=0.0)) + _ULPS * ulp_of_largest(original, original.dtype)
         worst = float(errors[part].max(initial=0.0))
         where = _position(np.unravel_index(int(np.argmax(np.where(part, errors, 0))), errors.shape), sample)
         found_in.append((worst, budget, f"largest at (b, h, q, d) = {where}" if worst > budget else ""))
@@ -239,8 +240,3 @@ def rounded(array: np.ndarray, dtype: int) -> np.ndarray:
     if dtype not in HALF or array.dtype != np.float32:
         return array
     return array.astype(helper.tensor_dtype_to_np_dtype(dtype))
-
-
-def _budget_ulp(array: np.ndarray) -> float:
-    finite = np.abs(array[np.isfinite(array)].astype(np.float64))
-    return 4 * _EPSILON.get(array.dtype.name, 1.2e-7) * float(finite.max(initial=0.0))
