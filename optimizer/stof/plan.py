@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from stof import strict_json
 from stof.errors import ArgumentError
 from stof.files import read_text, write_text
+from stof.strict_json import quoted
 
 FORMAT = "stof-plan"
 VERSION = 1
@@ -158,9 +159,3 @@ class Fields:
         if choices and value not in choices:
             raise ArgumentError(f"{self.where} has {name} {value!r}, expected one of {', '.join(choices)}")
         return value
-
-
-def quoted(value: object) -> str:
-    """A JSON value for a message, cut where it is long."""
-    text = strict_json.dumps(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."

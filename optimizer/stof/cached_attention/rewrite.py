@@ -29,7 +29,7 @@ from stof.mask.families import picture
 from stof.op_rewrite import Decisions, Job, OpRewrite
 from stof.plan import EntryFormat
 from stof.report import MaskPicture, TileGrid
-from stof.runtime.library import op_limits
+from stof.runtime.library import LibraryError, op_limits
 from stof.selection import NamedCandidate
 from stof.symbolic import Symbolic
 
@@ -234,7 +234,7 @@ def _pictures(sites: Sequence[CacheSite]) -> list[MaskPicture]:
         length = min(_PICTURE_LENGTH, max(64, 4 * reach)) if reach else _PICTURE_LENGTH
         length = length if own[0].layout is None else min(length, own[0].layout.length)
         facts = [f"{len(own)} attention{'' if len(own) == 1 else 's'} over a KV cache", f"a prompt of {length} tokens"]
-        with suppress(Exception):  # a picture is decoration
+        with suppress(LibraryError):  # a picture is decoration
             grid = TileGrid("", tuple(picture(own[0].mask, own[0].mask_tables, length=length)))
             title = f"causal, window of {own[0].window} keys" if own[0].window else "causal"
             if own[0].layout is not None:

@@ -17,7 +17,7 @@ from stof.attention.function_body import OP
 from stof.execution.upcast import HALF
 from stof.graph.node_fields import plain_attributes_of
 from stof.mask.site import FORBIDDING_VALUE, AttentionSite, EmptyRows, Layout, Operand, heads_in_one
-from stof.runtime.library import Op
+from stof.runtime.library import LibraryError, Op
 from stof.verification.array_distance import ulp_of_largest
 from stof.verification.compare import describe_nonfinite
 from stof.verification.result import Comparison, Coverage
@@ -93,7 +93,7 @@ def compare_site(
         found = np.full(original.shape, np.nan, original.dtype)
         try:
             Op(OP, attributes).run(arrays, [found], threads=2)
-        except Exception as error:  # the message of the op says what it refused
+        except (LibraryError, ValueError) as error:  # what the operator refuses, and arrays that the library does not read
             return Comparison(what, np.inf, 0.0, False, site.name, str(error))
         given_rows = True if call.rows is None else call.rows[:, None, :, None]
         mine = np.where(given_rows, heads_in_layout(found, site.output_layout, site.num_heads), mine)
