@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Checks the inputs of StofPagedAttention, and binds the arguments of a run.
-#include "plugins/core/ops/paged_attention.h"
+#include "plugins/core/ops/paged_attention/paged_attention.h"
 
 #include <algorithm>
 #include <cmath>
@@ -12,7 +12,7 @@
 #include "plugins/core/contract/attention_limits.h"
 #include "plugins/core/ops/attention_operands.h"
 #include "plugins/core/ops/attention_shapes.h"
-#include "plugins/core/ops/cached_attention.h"
+#include "plugins/core/ops/cached_attention/cached_attention.h"
 #include "plugins/core/ops/named_inputs.h"
 
 namespace stof {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "plugins/core/ops/cached_attention.h"
+#include "plugins/core/ops/cached_attention/cached_attention.h"
 
 #include <algorithm>
 #include <cmath>
@@ -16,7 +16,7 @@
 #include "plugins/core/mask/cached_mask.h"
 #include "plugins/core/ops/attention_operands.h"
 #include "plugins/core/ops/attention_shapes.h"
-#include "plugins/core/ops/cached_attention_columns.h"
+#include "plugins/core/ops/cached_attention/columns.h"
 #include "plugins/core/ops/named_inputs.h"
 
 namespace stof {
