@@ -93,7 +93,10 @@ def compare_site(
         found = np.full(original.shape, np.nan, original.dtype)
         try:
             Op(OP, attributes).run(arrays, [found], threads=2)
-        except (LibraryError, ValueError) as error:  # what the operator refuses, and arrays that the library does not read
+        except (
+            LibraryError,
+            ValueError,
+        ) as error:  # what the operator refuses, and arrays that the library does not read
             return Comparison(what, np.inf, 0.0, False, site.name, str(error))
         given_rows = True if call.rows is None else call.rows[:, None, :, None]
         mine = np.where(given_rows, heads_in_layout(found, site.output_layout, site.num_heads), mine)
