@@ -7,13 +7,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from stof.attention.limits import limits_of, type_names
+from stof.attention.limits import limits_of, most_heads, most_length, type_names
 from stof.errors import UnsupportedError
 from stof.symbolic import Int, Symbolic, integer
 
 _KIND_WORDS = {int: "an integer", float: "a float", bytes: "a string"}
-_MOST_HEADS = 1 << 16
-_LARGEST_WINDOW = 1 << 22  # as lengths
 _SOFTCAPS = (1e-30, 1e30)
 
 
@@ -46,15 +44,15 @@ def check_numbers(attributes: Mapping[str, Any]) -> None:
 def read_window(attributes: Mapping[str, Any]) -> int:
     """The window of ``local_window_size``; 0: none."""
     window = int(attributes.get("local_window_size", -1))
-    if window == 0 or not -1 <= window <= _LARGEST_WINDOW:
-        raise UnsupportedError(f"local_window_size is {window}, expected -1 or 1 to {_LARGEST_WINDOW}")
+    if window == 0 or not -1 <= window <= most_length():
+        raise UnsupportedError(f"local_window_size is {window}, expected -1 or 1 to {most_length()}")
     return max(window, 0)
 
 
 def read_head_counts(attributes: Mapping[str, Any]) -> tuple[int, int]:
     """H and G."""
     heads, groups = (int(attributes.get(n, 0)) for n in ("num_heads", "kv_num_heads"))
-    if not 0 < groups <= heads <= _MOST_HEADS or heads % groups:
+    if not 0 < groups <= heads <= most_heads() or heads % groups:
         raise UnsupportedError(f"it has {heads} query heads on {groups} key heads, expected a multiple of them")
     return heads, groups
 

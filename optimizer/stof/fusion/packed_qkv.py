@@ -10,6 +10,7 @@ import onnx
 from onnx import helper
 
 from stof.attention.function_body import OP, add_packed_inputs
+from stof.attention.limits import most_heads
 from stof.errors import UnsupportedError
 from stof.fusion.element_ops import FREE, kind_of_node
 from stof.fusion.index_terms import AxisRanges, TermBuilder
@@ -19,7 +20,6 @@ from stof.graph.node_fields import attributes_of
 from stof.symbolic import Symbolic, integer, var
 
 INPUTS = 3  # query, key and value
-_MOST_HEADS = 65536  # of a tensor: docs/reference/operators.md
 _MOST_MOVERS = 16  # from a matmul to attention; exports have up to five
 
 
@@ -42,7 +42,7 @@ class PackedHeads:
         if width < 1 or width % self.total:
             return None
         size = width // self.total
-        if start % size or whole % size or whole // size > _MOST_HEADS:
+        if start % size or whole % size or whole // size > most_heads():
             return None
         return PackedHeads(start // size + self.first, self.count, whole // size)
 
