@@ -55,7 +55,7 @@ inline constexpr Mask kMasks[] = {
     {"k <= q and (q // 48 <= k // 48 + 1 or k % 37 == 0)",
      [](int64_t, int64_t q, int64_t k) { return q / 48 <= k / 48 + 1 || k % 37 == 0; }, false},
 };
-constexpr int kFirstColumnMask = 5, kColumnMasks = 8, kRelativeMask = 9;
+constexpr int kFirstColumnMask = 5, kColumnMasks = 8;
 
 // An append problem, and what the op computes with it.
 struct Step {
@@ -217,13 +217,7 @@ class Node {
     return buffer;
   }
 
-  // Whether the kernel of attention does the append step, too: CanAppend in plugins/core/contract/attention.h.
-  bool Appends() const {
-    const bool is_range = step_.mask < 3, has_columns = step_.mask >= kFirstColumnMask && step_.mask != kRelativeMask;
-    return c_.dtype != DType::kF32 && c_.S == 1 && c_.D % 16 == 0 && c_.has_past && c_.is_shared && c_.window == 0 &&
-           c_.capacity > 0 && step_.total > 1 && (is_range || (has_columns && !step_.has_bias));
-  }
-  // Queries behind norm and rotary embedding, where no kernel stores them.
+  // Queries behind norm and rotary embedding, for a step whose workspace a later one has overwritten.
   Buffer RotatedQueries() const {
     Buffer rotated(c_.dtype, c_.B * c_.H * c_.S * c_.D);
     for (int64_t b = 0; b < c_.B; ++b) {
@@ -252,8 +246,7 @@ class Node {
     const bool is_rotated = c_.rotary > 0 || c_.has_norm;
     const size_t staging = is_rotated ? 3 : 2;
     std::vector<int32_t> first(static_cast<size_t>(c_.B));
-    const bool computes = Appends() || !is_last;  // what the append kernel would have stored
-    if (computes) {
+    if (!is_last) {
       for (size_t b = 0; b < first.size(); ++b) first[b] = static_cast<int32_t>(c_.past[b]);
     } else {
       CHECK_CUDA(cudaMemcpy(first.data(), workspace[0], first.size() * sizeof(int32_t), cudaMemcpyDeviceToHost));
@@ -263,8 +256,8 @@ class Node {
     const Buffer value = Download(staged > 0 ? workspace[staging + 1] : outputs[2].data, count);
     const Buffer output = Download(outputs[0].data, c_.B * c_.S * c_.H * c_.D);
     const Buffer rotated = !is_rotated ? Buffer(c_.dtype, 0)
-                           : computes  ? RotatedQueries()
-                                       : Download(workspace[2], output.count());
+                           : is_last   ? Download(workspace[2], output.count())
+                                       : RotatedQueries();
     for (int64_t b = 0; b < c_.B; ++b) {
       if (b == illegal) {
         for (int64_t i = 0; i < c_.S * c_.H * c_.D; ++i) {

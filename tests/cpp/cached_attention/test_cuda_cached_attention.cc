@@ -317,7 +317,7 @@ TEST(CudaCachedAttentionOfStepsBackToBack) {
   }
 }
 
-// The kernel of attention appends the token. A position beyond the rotary table makes the sequence's outputs and its
+// A position beyond the rotary table makes the sequence's outputs and its
 // new key NaN; the value is stored.
 TEST(CudaCachedAttentionMarksIllegalPositions) {
   uint64_t seed = 0;
