@@ -63,7 +63,8 @@ std::string Describe(const Case& c) {
               " ", kSparseMlpActivations[static_cast<int>(c.activation)], " ",
               kSparseMlpSelections[static_cast<int>(c.selection)], c.has_up ? " up" : "", c.has_biases ? " biases" : "",
               c.has_thresholds ? " thresholds" : "", " bits ", c.bits, " block ", c.block,
-              c.has_zero_points ? " zero points" : "", " level ", c.accuracy_level);
+              c.has_zero_points ? " zero points" : "", " level ", c.accuracy_level,
+              c.has_quantized_predictor ? " quantized predictor" : "");
 }
 
 Problem::Problem(const Case& of, uint64_t seed) : c(of), random_(seed) {
@@ -73,7 +74,8 @@ Problem::Problem(const Case& of, uint64_t seed) : c(of), random_(seed) {
   DrawDown();
   if (c.has_biases) gate_bias = Draw(c.F, 1), up_bias = Draw(c.F, 1), down_bias = Draw(c.N, 1);
   if (c.has_predictor()) {
-    predictor_down = Draw(c.R * c.K, 1), predictor_up = Draw(c.F * c.R, 1);
+    DrawFactor(c.R, c.K, &predictor_down, &predictor_down_scales);
+    DrawFactor(c.F, c.R, &predictor_up, &predictor_up_scales);
   } else {
     DrawGate();
   }
@@ -127,6 +129,23 @@ void Problem::DrawDown() {
     for (int64_t n = 0; n < c.N; ++n) {
       const auto at = static_cast<size_t>(j / c.block * c.N + n);
       down_weight.values.push_back((values[static_cast<size_t>(j * c.N + n)] - points[at]) * down_scales.values[at]);
+    }
+  }
+}
+
+// A factor of the predictor. Quantized rows have a scale each, and random values behind their size.
+void Problem::DrawFactor(int64_t rows, int64_t size, Values* factor, Values* scales) {
+  if (!c.has_quantized_predictor) {
+    *factor = Draw(rows * size, 1);
+    return;
+  }
+  const int64_t padded = (size + 31) / 32 * 32;
+  *scales = Draw(rows, 1.0 / 128);
+  for (int64_t i = 0; i < rows * padded; ++i) factor->bytes.push_back(static_cast<char>(random_.Range(0, 255)));
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t k = 0; k < size; ++k) {
+      const auto q = static_cast<uint8_t>(factor->bytes[static_cast<size_t>(r * padded + k)]);
+      factor->values.push_back((q - 128) * scales->values[static_cast<size_t>(r)]);
     }
   }
 }
@@ -220,7 +239,9 @@ SparseMlpArgs Problem::Args(void* output) {
   }
   a.threshold = threshold.data();
   a.threshold_stride = c.has_thresholds ? 1 : 0;
-  a.predictor_down.data = predictor_down.data(), a.predictor_up.data = predictor_up.data();
+  Values none;
+  a.predictor_down = weight(&predictor_down, &predictor_down_scales, &none);
+  a.predictor_up = weight(&predictor_up, &predictor_up_scales, &none);
   a.output = output;
   return a;
 }

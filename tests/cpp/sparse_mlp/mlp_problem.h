@@ -24,6 +24,7 @@ struct Case {
   int64_t block = 32;
   bool has_zero_points = false;
   int accuracy_level = 0;
+  bool has_quantized_predictor = false;
 
   bool has_predictor() const { return selection == SparseMlpSelection::kPredictor; }
 };
@@ -34,7 +35,10 @@ std::string Describe(const Case& c);
 struct Values {
   std::vector<char> bytes;
   std::vector<double> values;
-  void* data() { return bytes.data(); }
+  void* data() {
+    bytes.reserve(1);  // tensors without elements have an address, too
+    return bytes.data();
+  }
 };
 
 struct Problem {
@@ -45,13 +49,15 @@ struct Problem {
 
   Case c;
   Values input, gate, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias, predictor_down, predictor_up;
-  Values gate_scales, up_scales, down_scales, gate_zeros, up_zeros, down_zeros;
+  Values gate_scales, up_scales, down_scales, gate_zeros, up_zeros, down_zeros, predictor_down_scales,
+      predictor_up_scales;
   std::vector<float> threshold;
 
  private:
   Values Draw(int64_t count, double scale);
   void DrawRows(int64_t size, Values* weight, Values* scales, Values* zeros);
   void DrawDown();
+  void DrawFactor(int64_t rows, int64_t size, Values* factor, Values* scales);
   void DrawGate();
   void DrawThresholds();
   std::vector<double> Scores() const;  // [T, F] of the predictor
