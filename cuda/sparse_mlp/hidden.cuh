@@ -92,7 +92,8 @@ class HiddenValues {
 };
 
 template <typename T, int kBits, bool kVectors, bool kHasGate, bool kHasUp>
-__global__ void __launch_bounds__(kMlpThreads, 2) HiddenKernel(const __grid_constant__ MlpParams p) {
+__global__ void __launch_bounds__(kMlpThreads, sizeof(T) == 4 ? 1 : 2)
+    HiddenKernel(const __grid_constant__ MlpParams p) {
   __shared__ ActiveList::Storage storage;
   WaitForPrevious();
   LetNextStart();
