@@ -173,10 +173,12 @@ def _may_have_zeros(model: onnx.ModelProto) -> bool:
 
 def _reason_impossible(job: Job, model: onnx.ModelProto) -> str:
     """Why no candidate can be replaced; empty where they can."""
-    if job.options.target != "cpu":
-        return f"{OP} has kernels for the CPU alone"
-    if OP not in op_limits():
+    target = job.options.target
+    if (limits := op_limits().get(OP)) is None:
         return f"the plugin library has no {OP}; install one of this version"
+    if not limits["targets"][target]["types"]:
+        what = "TensorRT plugin" if target == "tensorrt" else f"kernels for --target {target}"
+        return f"{OP} has no {what}"
     if not has_cache(model):
         return "the model has no KV cache: its runs have many tokens, which together need most neurons"
     return ""
