@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "cuda/sparse_mlp/dense.cuh"
 #include "cuda/sparse_mlp/down.cuh"
 #include "cuda/sparse_mlp/hidden.cuh"
 #include "cuda/sparse_mlp/select.cuh"
@@ -98,10 +99,48 @@ int LaunchDown(const MlpParams& params, void* stream) {
   });
 }
 
+template <void (*kKernel)(const MlpDenseParams)>
+int LaunchDense(const MlpDenseParams& params, int64_t ctas, void* stream) {
+  return LaunchKernel<MlpDenseParams, kKernel>(params, static_cast<unsigned>(ctas), kMlpThreads, 0, stream,
+                                               CanStartEarly<MlpDenseParams, kKernel>());
+}
+inline int64_t Tiles(int64_t a, int64_t b) { return ((a + kTile - 1) / kTile) * ((b + kTile - 1) / kTile); }
+
+template <typename T>
+int LaunchTranspose(const MlpDenseParams& params, void* stream) {
+  return LaunchDense<TransposeKernel<T>>(params, Tiles(params.K, params.tokens_stride), stream);
+}
+template <typename T>
+int LaunchMaskedHidden(const MlpDenseParams& params, void* stream) {
+  return LaunchDense<MaskedHiddenKernel<T>>(params, Tiles(params.F, params.T), stream);
+}
+template <typename T>
+int LaunchDequantize(const MlpDenseParams& params, bool is_down, int ctas, void* stream) {
+  const auto launch = [&](auto bits, auto vectors) {
+    constexpr int kBits = decltype(bits)::value;
+    constexpr bool kVectors = decltype(vectors)::value;
+    return is_down ? LaunchDense<DequantizeKernel<T, kBits, kVectors, true>>(params, ctas, stream)
+                   : LaunchDense<DequantizeKernel<T, kBits, kVectors, false>>(params, ctas, stream);
+  };
+  const bool vectors = params.quantized.is_vectorized;
+  if (params.quantized.bits == 4) {
+    return vectors ? launch(Constant<4>(), std::true_type()) : launch(Constant<4>(), std::false_type());
+  }
+  return vectors ? launch(Constant<8>(), std::true_type()) : launch(Constant<8>(), std::false_type());
+}
+
 template <typename T>
 const MlpKernels& KernelsOf() {
-  static constexpr MlpKernels kernels = {LaunchProject<T>, LaunchScore<T>, LaunchSelect<T>, LaunchHidden<T>,
-                                         LaunchDown<T>};
+  static constexpr MlpKernels kernels = [] {
+    MlpKernels k = {};
+    k.project = LaunchProject<T>, k.score = LaunchScore<T>, k.select = LaunchSelect<T>;
+    k.hidden = LaunchHidden<T>, k.down = LaunchDown<T>;
+    if constexpr (sizeof(T) == 2) {
+      k.transpose = LaunchTranspose<T>, k.dequantize = LaunchDequantize<T>;
+      k.masked_hidden = LaunchMaskedHidden<T>;
+    }
+    return k;
+  }();
   return kernels;
 }
 

@@ -64,6 +64,28 @@ struct MlpParams {
   int32_t* finished = nullptr;  // [token groups, slices]: CTAs of the down kernel that have written their partial sums
   int32_t splits = 1, slices = 1, token_groups = 1, group_tokens = 1;
   bool is_list_early = false;  // the list was made before the kernel before the down kernel
+  // [F]: the score kernel writes masks of all neurons here instead of a list; nullptr: the list.
+  uint64_t* all_masks = nullptr;
+};
+
+// Many tokens, of fp16 or bf16: what stands around the GEMMs.
+struct MlpDenseParams {
+  int64_t T = 0, K = 0, F = 0;
+  int64_t tokens_stride = 0;  // T, rounded up so that rows of tokens are aligned
+  SparseMlpActivation activation = SparseMlpActivation::kNone;
+  SparseMlpSelection selection = SparseMlpSelection::kNonzero;
+  const void* input = nullptr;    // [T, K]
+  const void* gate = nullptr;     // [T, F], or nullptr
+  void* transposed = nullptr;     // [K, tokens_stride]: input
+  MlpRows quantized;              // of the weight that is dequantized next
+  void* dequantized = nullptr;    // [F, K] or [F, N]
+  void* gate_products = nullptr;  // [F, tokens_stride] without bias; nullptr where the gate is an input
+  void* up_products = nullptr;    // the same; nullptr without an up weight
+  const void *gate_bias = nullptr, *up_bias = nullptr;
+  const float* threshold = nullptr;
+  int64_t threshold_stride = 0;
+  uint64_t* masks = nullptr;  // [T / kMlpTokens, F] of a predictor
+  void* hidden = nullptr;     // [T, F]
 };
 
 // Launches of the kernels for a type of tokens. Each gives a cudaError_t.
@@ -73,6 +95,10 @@ struct MlpKernels {
   int (*select)(const MlpParams& params, void* stream);
   int (*hidden)(const MlpParams& params, int ctas, void* stream);
   int (*down)(const MlpParams& params, void* stream);
+  // nullptr with fp32.
+  int (*transpose)(const MlpDenseParams& params, void* stream);
+  int (*dequantize)(const MlpDenseParams& params, bool is_down, int ctas, void* stream);
+  int (*masked_hidden)(const MlpDenseParams& params, void* stream);
 };
 const MlpKernels& MlpKernelsF32();
 const MlpKernels& MlpKernelsF16();

@@ -218,7 +218,8 @@ __device__ __forceinline__ float Activated(SparseMlpActivation activation, float
 }
 
 // Whether a neuron is active, by its activation or its score. Comparisons that NaN makes true.
-__device__ __forceinline__ bool IsActive(const MlpParams& p, float x, int64_t neuron) {
+template <typename Params>
+__device__ __forceinline__ bool IsActive(const Params& p, float x, int64_t neuron) {
   if (p.selection == SparseMlpSelection::kNonzero) return x != 0.0f;
   const float found = p.selection == SparseMlpSelection::kMagnitude && x < 0.0f ? -x : x;
   return !(found <= p.threshold[neuron * p.threshold_stride]);

@@ -132,8 +132,8 @@ __global__ void __launch_bounds__(kMlpThreads) ScoreKernel(const __grid_constant
       const float* tokens[kTokens];
       PointAtTokens(p.projected, p.projected_stride, t0, p.T, tokens);
       float sums[kScoreRows][kTokens] = {};
-      AddDots<T, kBits, kVectors, float, kScoreRows, kTokens, kTokens == 1 ? 2 : 1>(weights, row, tokens, lane, 32,
-                                                                                    sums);
+      AddDots<T, kBits, kVectors, float, kScoreRows, kTokens, kTokens == 1 && kVectors ? 2 : 1>(weights, row, tokens,
+                                                                                                lane, 32, sums);
 #pragma unroll
       for (int i = 0; i < kScoreRows; ++i) {
 #pragma unroll
@@ -149,10 +149,14 @@ __global__ void __launch_bounds__(kMlpThreads) ScoreKernel(const __grid_constant
       if (lane == 0) masks[at] = first + at < end ? mask[i] : 0;
     }
     __syncthreads();
-    if (warp == 0) AppendActive(p, segment, first + lane, masks[lane], &count);
+    if (warp == 0 && p.all_masks == nullptr) {
+      AppendActive(p, segment, first + lane, masks[lane], &count);
+    } else if (warp == 0 && first + lane < end) {
+      p.all_masks[first + lane] = masks[lane];
+    }
     __syncthreads();
   }
-  if (threadIdx.x == 0 && segment < p.segments) p.counts[segment] = count;
+  if (threadIdx.x == 0 && segment < p.segments && p.all_masks == nullptr) p.counts[segment] = count;
 }
 static_assert(kWarps * kScoreRows == 32, "the warps of a CTA score 32 neurons");
 

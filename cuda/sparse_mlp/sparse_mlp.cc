@@ -7,6 +7,7 @@
 
 #include "cuda/common/device_properties.h"
 #include "cuda/common/status.h"
+#include "cuda/gemm/run.h"
 #include "cuda/sparse_mlp/params.h"
 #include "cuda/sparse_mlp/run.h"
 #include "plugins/core/base/integers.h"
@@ -18,6 +19,10 @@ namespace {
 
 constexpr int kDownCtasOfAnSm = 2;
 constexpr int64_t kLeastSplit = 8;  // neurons
+// More tokens than these are computed by GEMMs of all neurons, so many at a time.
+constexpr int64_t kMostSparseTokens = 16;
+constexpr int64_t kDenseTokens = 4096;
+constexpr int64_t kMostOfGemm = std::numeric_limits<int32_t>::max() - 256;
 // Of T * F, and what is planned with: offsets of the workspace stay far from overflow.
 constexpr int64_t kMostBytes = std::numeric_limits<int64_t>::max() / 64;
 
@@ -119,7 +124,8 @@ class Layout {
 Status CheckSizes(const SparseMlpArgs& a) {
   int64_t read = 0;
   if (std::max({a.K, a.F, a.N, a.R}) > SparseMlpLimits::kMostSize ||
-      __builtin_mul_overflow(a.T, std::max({a.K, a.F, a.N, a.R}), &read) || read > kMostBytes) {
+      __builtin_mul_overflow(a.T, std::max({a.K, a.F, a.N, a.R}), &read) || read > kMostBytes ||
+      __builtin_mul_overflow(a.F, std::max(a.K, a.N), &read) || read > kMostBytes) {
     return Status::Error("T, K, F, N and R of " + std::to_string(a.T) + ", " + std::to_string(a.K) + ", " +
                          std::to_string(a.F) + ", " + std::to_string(a.N) + " and " + std::to_string(a.R) +
                          " are too large for the CUDA kernels");
@@ -180,12 +186,169 @@ Status Launch(const MlpKernels& kernels, const MlpParams& p, const DevicePropert
   return checked(kernels.down(p, stream), "launch of the output of an MLP");
 }
 
+// ---- many tokens: GEMMs of all neurons ----
+// Tokens that together need most neurons. fp32 has no GEMM here.
+bool IsDense(const SparseMlpArgs& a) {
+  const bool has_rows = a.gate_weight.data != nullptr || a.up_weight.data != nullptr;
+  return a.T > kMostSparseTokens && a.dtype != DType::kF32 && a.F > 0 && (a.K > 0 || !has_rows) &&
+         std::max({a.K, a.F, a.N}) <= kMostOfGemm;
+}
+
+class DenseLayout {
+ public:
+  explicit DenseLayout(const SparseMlpArgs& a) {
+    tokens = std::min(a.T, kDenseTokens);
+    tokens_stride = RoundUp(tokens, 8);
+    const bool has_gate = a.gate_weight.data != nullptr, has_up = a.up_weight.data != nullptr;
+    const int64_t item = SizeOf(a.dtype);
+    transposed = Take(has_gate || has_up ? tokens_stride : 0, a.K * item);
+    gate_products = Take(has_gate ? tokens_stride : 0, a.F * item);
+    up_products = Take(has_up ? tokens_stride : 0, a.F * item);
+    hidden = Take(tokens, a.F * item);
+    dequantized = Take(a.bits > 0 ? a.F : 0, std::max(a.K, a.N) * item);
+    projected_stride = RoundUp(a.R, kMlpChunk);
+    projected = Take(has_gate ? kMlpTokens : 0, projected_stride * 4);
+    masks = Take(has_gate ? CeilDiv(tokens, kMlpTokens) : 0, a.F * 8);
+    gemm = Take(1, static_cast<int64_t>(kGemmWorkspace));
+  }
+  int64_t tokens = 0, tokens_stride = 0, projected_stride = 0;
+  int64_t transposed = 0, gate_products = 0, up_products = 0, hidden = 0, dequantized = 0, projected = 0, masks = 0,
+          gemm = 0;
+  int64_t bytes = 0;
+
+ private:
+  int64_t Take(int64_t count, int64_t size) {
+    const int64_t at = bytes;
+    bytes += RoundUp(count * size, 256);
+    return at;
+  }
+};
+
+// A run of up to kDenseTokens tokens.
+class DenseRun {
+ public:
+  DenseRun(const SparseMlpArgs& args, const DenseLayout& layout, char* workspace, const DeviceProperties& device,
+           const RunContext& context)
+      : a_(args),
+        layout_(layout),
+        base_(workspace),
+        device_(device),
+        context_(context),
+        kernels_(KernelsOf(args.dtype)) {
+    gemm_context_ = context;
+    gemm_context_.self = base_ + layout.gemm;
+    gemm_context_.allocate = [](void* self, size_t bytes) { return bytes <= kGemmWorkspace ? self : nullptr; };
+  }
+
+  Status Run() {
+    const bool has_gate = a_.gate_weight.data != nullptr, has_up = a_.up_weight.data != nullptr;
+    MlpDenseParams& p = params_;
+    p.T = a_.T, p.K = a_.K, p.F = a_.F;
+    p.tokens_stride = RoundUp(a_.T, 8);
+    p.activation = a_.activation, p.selection = a_.selection;
+    p.input = a_.input, p.gate = a_.gate;
+    p.gate_bias = a_.gate_bias, p.up_bias = a_.up_bias;
+    p.threshold = a_.threshold, p.threshold_stride = a_.threshold_stride;
+    p.transposed = base_ + layout_.transposed, p.dequantized = base_ + layout_.dequantized;
+    p.masks = reinterpret_cast<uint64_t*>(base_ + layout_.masks);
+    p.hidden = base_ + layout_.hidden;
+    if (has_gate) {
+      STOF_RETURN_IF_ERROR(Score());
+      p.gate_products = base_ + layout_.gate_products;
+    }
+    if (has_up) p.up_products = base_ + layout_.up_products;
+    if (has_gate || has_up) STOF_RETURN_IF_ERROR(Checked(kernels_.transpose(p, context_.stream)));
+    if (has_gate) STOF_RETURN_IF_ERROR(Multiply(a_.gate_weight, p.gate_products));
+    if (has_up) STOF_RETURN_IF_ERROR(Multiply(a_.up_weight, p.up_products));
+    STOF_RETURN_IF_ERROR(Checked(kernels_.masked_hidden(p, context_.stream)));
+    GemmArgs g;
+    g.M = a_.T, g.N = g.stride = a_.N, g.K = a_.F, g.dtype = a_.dtype;
+    g.a = p.hidden, g.b0 = a_.down_weight.data, g.bias0 = a_.down_bias, g.output = a_.output;
+    if (a_.down_weight.scales != nullptr) {
+      STOF_RETURN_IF_ERROR(Dequantize(DownRowsOf(a_), true));
+      g.b0 = p.dequantized;
+    }
+    return RunGemm(g, gemm_context_);
+  }
+
+ private:
+  static Status Checked(int error) {
+    return ToStatus(static_cast<cudaError_t>(error), "launch of an MLP of many tokens");
+  }
+
+  // The masks of a predictor, kMlpTokens tokens at a time.
+  Status Score() {
+    MlpParams p;
+    p.K = a_.K, p.F = a_.F, p.R = a_.R;
+    p.selection = a_.selection;
+    p.threshold = a_.threshold, p.threshold_stride = a_.threshold_stride;
+    p.predictor_down = FactorOf(a_, a_.predictor_down, a_.K, a_.K % kMlpChunk == 0 && IsAligned(a_.input, 16));
+    p.predictor_up = FactorOf(a_, a_.predictor_up, a_.R, true);
+    p.projected = reinterpret_cast<float*>(base_ + layout_.projected), p.projected_stride = layout_.projected_stride;
+    p.segment = kMlpLeastSegment, p.segments = static_cast<int32_t>(CeilDiv(a_.F, p.segment));
+    p.token_groups = 0;  // there is no down kernel
+    for (int64_t t = 0; t < a_.T; t += kMlpTokens) {
+      p.T = static_cast<int32_t>(std::min<int64_t>(kMlpTokens, a_.T - t));
+      p.input = static_cast<const char*>(a_.input) + t * a_.K * SizeOf(a_.dtype);
+      p.all_masks = params_.masks + t / kMlpTokens * a_.F;
+      if (p.R > 0) STOF_RETURN_IF_ERROR(Checked(kernels_.project(p, context_.stream)));
+      STOF_RETURN_IF_ERROR(Checked(kernels_.score(p, context_.stream)));
+    }
+    return Status();
+  }
+
+  Status Dequantize(const MlpRows& rows, bool is_down) {
+    params_.quantized = rows;
+    return Checked(kernels_.dequantize(params_, is_down, 8 * device_.sm_count, context_.stream));
+  }
+
+  // to[F, tokens] = weight · input^T: GEMMs read their right side by rows of K, and the weight lies by neurons.
+  Status Multiply(const SparseMlpWeight& weight, void* to) {
+    GemmArgs g;
+    g.M = a_.F, g.N = g.stride = params_.tokens_stride, g.K = a_.K, g.dtype = a_.dtype;
+    g.a = weight.data, g.b0 = params_.transposed, g.output = to;
+    if (weight.scales != nullptr) {
+      STOF_RETURN_IF_ERROR(Dequantize(RowsOf(a_, weight), false));
+      g.a = params_.dequantized;
+    }
+    return RunGemm(g, gemm_context_);
+  }
+
+  const SparseMlpArgs& a_;
+  const DenseLayout& layout_;
+  char* const base_;
+  const DeviceProperties& device_;
+  const RunContext& context_;
+  const MlpKernels& kernels_;
+  RunContext gemm_context_;
+  MlpDenseParams params_;
+};
+
+Status RunDense(const SparseMlpArgs& args, const DeviceProperties& device, const RunContext& context) {
+  const DenseLayout layout(args);
+  void* workspace = nullptr;
+  STOF_RETURN_IF_ERROR(context.Allocate(static_cast<size_t>(layout.bytes), &workspace));
+  const int64_t item = SizeOf(args.dtype);
+  const auto advance = [item](const void* from, int64_t elements) {
+    return from == nullptr ? nullptr : static_cast<const char*>(from) + elements * item;
+  };
+  for (int64_t t = 0; t < args.T; t += kDenseTokens) {
+    SparseMlpArgs some = args;
+    some.T = std::min(kDenseTokens, args.T - t);
+    some.input = advance(args.input, t * args.K), some.gate = advance(args.gate, t * args.F);
+    some.output = static_cast<char*>(args.output) + t * args.N * item;
+    STOF_RETURN_IF_ERROR(DenseRun(some, layout, static_cast<char*>(workspace), device, context).Run());
+  }
+  return Status();
+}
+
 }  // namespace
 
 Status RunSparseMlp(const SparseMlpArgs& args, const RunContext& context) {
   STOF_RETURN_IF_ERROR(CheckSizes(args));
   DeviceProperties device;
   STOF_RETURN_IF_ERROR(GetDeviceProperties(&device));
+  if (IsDense(args)) return RunDense(args, device, context);
   const Layout layout(args, device);
   void* workspace = nullptr;
   STOF_RETURN_IF_ERROR(context.Allocate(static_cast<size_t>(layout.bytes), &workspace));
@@ -216,6 +379,7 @@ Status PlanSparseMlpWorkspace(const SparseMlpArgs& args, size_t* bytes) {
   for (some.T = 1; some.T <= std::min<int64_t>(args.T, kMlpTokens); ++some.T) {
     most = std::max(most, Layout(some, device).bytes);
   }
+  if (IsDense(args)) most = std::max(most, DenseLayout(args).bytes);
   *bytes = static_cast<size_t>(most);
   return Status();
 }

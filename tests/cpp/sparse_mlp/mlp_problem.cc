@@ -58,6 +58,8 @@ std::vector<char> Pack(const std::vector<uint8_t>& values, int64_t rows, int bit
 
 }  // namespace
 
+double UnitRoundoff(DType dtype) { return dtype == DType::kF32 ? kRoundoff : dtype == DType::kF16 ? 0x1p-11 : 0x1p-8; }
+
 std::string Describe(const Case& c) {
   return Text("T", c.T, " K", c.K, " F", c.F, " N", c.N, " R", c.R, " density ", c.density, " type ", TypeText(c.dtype),
               " ", kSparseMlpActivations[static_cast<int>(c.activation)], " ",
@@ -246,7 +248,7 @@ SparseMlpArgs Problem::Args(void* output) {
   return a;
 }
 
-void Problem::Expect(std::vector<double>* output, std::vector<double>* tolerance) const {
+void Problem::Expect(std::vector<double>* output, std::vector<double>* tolerance, double unit) const {
   const auto bias = [this](const Values& values, int64_t i) { return c.has_biases ? At(values, i) : 0.0; };
   const std::vector<double> scores = c.has_predictor() ? Scores() : std::vector<double>();
   output->assign(static_cast<size_t>(c.T * c.N), 0.0);
@@ -254,6 +256,9 @@ void Problem::Expect(std::vector<double>* output, std::vector<double>* tolerance
   // What int8 inputs add to a dot product, relative to its size in absolute values: half a step of 127, and the
   // largest value of a block is a few times its mean.
   const double rounding = c.bits > 0 && c.accuracy_level == 4 ? 0.02 : 0.0;
+  // Tensor cores add a step of K to a sum at a time, and cut off what does not fit.
+  const double sums = kRoundoff * (unit > 0 ? 64 : 8), weights = c.bits > 0 ? unit : 0;
+  const double smallest = unit > 0 && c.dtype == DType::kF16 ? 0x1p-25 : 0;
   for (int64_t t = 0; t < c.T; ++t) {
     std::vector<double> h(static_cast<size_t>(c.F)), h_error(static_cast<size_t>(c.F));
     for (int64_t j = 0; j < c.F; ++j) {
@@ -267,7 +272,8 @@ void Problem::Expect(std::vector<double>* output, std::vector<double>* tolerance
         a = Activated(c.activation, sum);
         // relu2 grows with its argument.
         const double slope = c.activation == SparseMlpActivation::kRelu2 ? 2 * std::fabs(sum) + 1 : 1.2;
-        error = slope * size_of_a * (8 * kRoundoff + rounding) + std::fabs(a) * 8 * kRoundoff;
+        error = slope * (size_of_a * (sums + rounding + weights) + std::fabs(sum) * unit + smallest) +
+                std::fabs(a) * 8 * kRoundoff;
       } else {
         a = Activated(c.activation, At(gate, t * c.F + j));
         error = std::fabs(a) * 8 * kRoundoff;
@@ -280,11 +286,12 @@ void Problem::Expect(std::vector<double>* output, std::vector<double>* tolerance
       if (c.has_up) {
         up = bias(up_bias, j), size_of_up = std::fabs(up);
         Dot(input, t, up_weight, j, c.K, &up, &size_of_up);
-        up_error = size_of_up * (8 * kRoundoff + rounding);
+        up_error =
+            size_of_up * (sums + rounding + weights + unit * (c.has_biases ? 1 : 0)) + std::fabs(up) * unit + smallest;
       }
       h[static_cast<size_t>(j)] = a * up;
-      h_error[static_cast<size_t>(j)] =
-          error * std::fabs(up) + (std::fabs(a) + error) * up_error + std::fabs(a * up) * 8 * kRoundoff;
+      h_error[static_cast<size_t>(j)] = error * std::fabs(up) + (std::fabs(a) + error) * up_error +
+                                        std::fabs(a * up) * (8 * kRoundoff + unit) + smallest;
     }
     for (int64_t j = 0; j < c.F; ++j) {
       const double value = h[static_cast<size_t>(j)];
@@ -301,16 +308,16 @@ void Problem::Expect(std::vector<double>* output, std::vector<double>* tolerance
       for (int64_t n = 0; n < c.N; ++n) {
         const double w = At(down_weight, j * c.N + n);
         (*output)[static_cast<size_t>(t * c.N + n)] += value * w;
-        size[static_cast<size_t>(t * c.N + n)] += off * std::fabs(w) + std::fabs(value * w) * 16 * kRoundoff;
+        size[static_cast<size_t>(t * c.N + n)] += off * std::fabs(w) + std::fabs(value * w) * (2 * sums + weights);
       }
     }
   }
   tolerance->clear();
-  const double unit = c.dtype == DType::kF32 ? kRoundoff : c.dtype == DType::kF16 ? 0x1p-11 : 0x1p-8;
+  const double unit_of_output = UnitRoundoff(c.dtype);
   const double least = c.dtype == DType::kF16 ? 0x1p-24 : 1e-30;
   for (size_t i = 0; i < output->size(); ++i) {
     (*output)[i] += bias(down_bias, static_cast<int64_t>(i) % std::max<int64_t>(1, c.N));
-    tolerance->push_back(size[i] + std::fabs((*output)[i]) * (unit + 4 * kRoundoff) + least);
+    tolerance->push_back(size[i] + std::fabs((*output)[i]) * (unit_of_output + 4 * kRoundoff) + least);
   }
 }
 

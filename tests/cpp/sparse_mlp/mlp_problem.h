@@ -30,6 +30,7 @@ struct Case {
 };
 
 std::string Describe(const Case& c);
+double UnitRoundoff(DType dtype);
 
 // Numbers in a buffer of their own size, so that a sanitizer sees every access beyond, and what they mean.
 struct Values {
@@ -45,7 +46,8 @@ struct Problem {
   Problem(const Case& c, uint64_t seed);
   SparseMlpArgs Args(void* output);
   // The output, and how far a correct kernel may be from it.
-  void Expect(std::vector<double>* output, std::vector<double>* tolerance) const;
+  // unit: the unit roundoff of matmuls, hidden values and dequantized weights, where a kernel rounds them; 0: in fp32.
+  void Expect(std::vector<double>* output, std::vector<double>* tolerance, double unit = 0) const;
 
   Case c;
   Values input, gate, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias, predictor_down, predictor_up;
