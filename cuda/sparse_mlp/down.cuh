@@ -76,7 +76,7 @@ struct DownStorage {
   int32_t neurons[kStagedNeurons];
   uint32_t masks[kStagedNeurons];  // of the group's tokens
   float hidden[kStagedNeurons][kTokens];
-  float sums[kMlpThreads / 32][kMlpSliceColumns];
+  alignas(16) float sums[kMlpThreads / 32][kMlpSliceColumns];  // stored four at a time
   bool is_last;
 };
 
@@ -97,18 +97,7 @@ __global__ void __launch_bounds__(kMlpThreads, 2) DownKernel(const __grid_consta
   const int32_t size = list.size();
   const auto begin = static_cast<int32_t>(int64_t{size} * split / p.splits);
   const auto end = static_cast<int32_t>(int64_t{size} * (split + 1) / p.splits);
-  if (p.is_list_early) {
-    // Down rows come to L2 while hidden values are computed.
-    if (begin + thread < end) {
-      const int64_t item = p.down_rows.bits == 0 ? static_cast<int64_t>(sizeof(T)) * 8 : p.down_rows.bits;
-      const int64_t from = slice * int64_t{kMlpSliceColumns} * item / 8;
-      const int64_t to = min(p.N, (slice + int64_t{1}) * kMlpSliceColumns) * item / 8;
-      const char* const row =
-          static_cast<const char*>(p.down_rows.data) + list.At(begin + thread).neuron * p.down_rows.stride;
-      for (int64_t at = from; at < to; at += 128) PrefetchL2(row + at);
-    }
-    WaitForPrevious();
-  }
+  if (p.is_list_early) WaitForPrevious();
   LetNextStart();
 
   float sums[kTokens][kMlpChunk] = {};

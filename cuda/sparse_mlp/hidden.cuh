@@ -11,8 +11,8 @@ namespace cuda {
 namespace mlp {
 
 // The hidden values of one neuron.
-// kHasGate: the gate is a weight; otherwise it is an input, and the up weight is given.
-template <typename T, int kBits, bool kVectors, bool kHasGate, bool kHasUp>
+// kHasGate: the gate is a weight; otherwise it is an input, and the up weight is given. kHasOneToken: of the call.
+template <typename T, int kBits, bool kVectors, bool kHasGate, bool kHasUp, bool kHasOneToken>
 class HiddenValues {
  public:
   __device__ HiddenValues(const MlpParams& params, int32_t position, int64_t neuron)
@@ -21,8 +21,9 @@ class HiddenValues {
   __device__ void Run(uint64_t mask) {
     while (mask != 0) {
       const int needed = __popcll(mask);
-      if (needed == 1) {
+      if (kHasOneToken || needed == 1) {
         RunTokens<1>(&mask);
+      } else if constexpr (kHasOneToken) {
       } else if constexpr (!kVectors) {
         RunTokens<4>(&mask);
       } else if (needed == 2) {
@@ -91,7 +92,15 @@ class HiddenValues {
   const int64_t neuron_;
 };
 
-template <typename T, int kBits, bool kVectors, bool kHasGate, bool kHasUp>
+// Down rows come to L2 while hidden values are computed, unless they are so many that they would leave it unread.
+constexpr int64_t kMostPrefetched = int64_t{16} << 20;  // bytes
+
+__device__ __forceinline__ void PrefetchDownRow(const MlpParams& p, int64_t neuron) {
+  const char* const row = static_cast<const char*>(p.down_rows.data) + neuron * p.down_rows.stride;
+  for (int64_t at = threadIdx.x % 32 * 128; at < p.down_rows.stride; at += 32 * 128) PrefetchL2(row + at);
+}
+
+template <typename T, int kBits, bool kVectors, bool kHasGate, bool kHasUp, bool kHasOneToken>
 __global__ void __launch_bounds__(kMlpThreads, sizeof(T) == 4 ? 1 : 2)
     HiddenKernel(const __grid_constant__ MlpParams p) {
   __shared__ ActiveList::Storage storage;
@@ -101,12 +110,14 @@ __global__ void __launch_bounds__(kMlpThreads, sizeof(T) == 4 ? 1 : 2)
   // Neighbours in the list go to different SMs.
   const int32_t size = list.size(), step = static_cast<int32_t>(gridDim.x) * (kMlpThreads / 32);
   int32_t i = static_cast<int32_t>(threadIdx.x / 32 * gridDim.x + blockIdx.x);
+  const bool prefetches = size * p.down_rows.stride <= kMostPrefetched;
   ListEntry entry;
   if (i < size) entry = list.At(i);
   while (i < size) {
     ListEntry next;
     if (size - i > step) next = list.At(i + step);
-    HiddenValues<T, kBits, kVectors, kHasGate, kHasUp>(p, i, entry.neuron).Run(entry.mask);
+    if (prefetches) PrefetchDownRow(p, entry.neuron);
+    HiddenValues<T, kBits, kVectors, kHasGate, kHasUp, kHasOneToken>(p, i, entry.neuron).Run(entry.mask);
     if (size - i <= step) break;
     i += step;
     entry = next;

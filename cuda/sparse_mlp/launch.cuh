@@ -77,11 +77,18 @@ int LaunchHidden(const MlpParams& params, int ctas, void* stream) {
   return WithRows(has_gate ? params.gate_rows : params.up_rows, [&](auto bits, auto vectors) {
     constexpr int kBits = decltype(bits)::value;
     constexpr bool kVectors = decltype(vectors)::value;
-    if (!has_gate) return LaunchEarly<HiddenKernel<T, kBits, kVectors, false, true>>(params, ctas, kMlpThreads, stream);
-    if (params.up_rows.data == nullptr) {
-      return LaunchEarly<HiddenKernel<T, kBits, kVectors, true, false>>(params, ctas, kMlpThreads, stream);
-    }
-    return LaunchEarly<HiddenKernel<T, kBits, kVectors, true, true>>(params, ctas, kMlpThreads, stream);
+    const auto launch = [&](auto with_gate, auto with_up) {
+      constexpr bool kHasGate = decltype(with_gate)::value, kHasUp = decltype(with_up)::value;
+      if constexpr (kVectors) {
+        if (params.T == 1) {
+          return LaunchEarly<HiddenKernel<T, kBits, true, kHasGate, kHasUp, true>>(params, ctas, kMlpThreads, stream);
+        }
+      }
+      return LaunchEarly<HiddenKernel<T, kBits, kVectors, kHasGate, kHasUp, false>>(params, ctas, kMlpThreads, stream);
+    };
+    if (!has_gate) return launch(std::false_type(), std::true_type());
+    return params.up_rows.data == nullptr ? launch(std::true_type(), std::false_type())
+                                          : launch(std::true_type(), std::true_type());
   });
 }
 
