@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "plugins/core/contract/op.h"
-#include "plugins/core/ops/cached_attention.h"
+#include "plugins/core/ops/cached_attention/cached_attention.h"
 #include "tests/cpp/cached_attention/append_problem.h"
 #include "tests/cpp/check.h"
 #include "tests/cpp/device_memory.h"
