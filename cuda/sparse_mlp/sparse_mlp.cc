@@ -22,9 +22,9 @@ constexpr int64_t kLeastSplit = 8;  // neurons
 // More tokens than these are computed by GEMMs of all neurons, so many at a time.
 constexpr int64_t kMostSparseTokens = 16;
 constexpr int64_t kDenseTokens = 4096;
-constexpr int64_t kMostOfGemm = std::numeric_limits<int32_t>::max() - 256;
-// Of T * F, and what is planned with: offsets of the workspace stay far from overflow.
-constexpr int64_t kMostBytes = std::numeric_limits<int64_t>::max() / 64;
+constexpr int64_t kMostOfGemm = int64_t{1} << 27;  // of K, F and N: 32 bits count CTAs
+// Of two sizes multiplied: offsets of the workspace stay far from overflow.
+constexpr int64_t kMostElements = std::numeric_limits<int64_t>::max() / 64;
 
 bool IsAligned(const void* p, int64_t bytes) {
   return reinterpret_cast<uintptr_t>(p) % static_cast<uintptr_t>(bytes) == 0;
@@ -124,8 +124,8 @@ class Layout {
 Status CheckSizes(const SparseMlpArgs& a) {
   int64_t read = 0;
   if (std::max({a.K, a.F, a.N, a.R}) > SparseMlpLimits::kMostSize ||
-      __builtin_mul_overflow(a.T, std::max({a.K, a.F, a.N, a.R}), &read) || read > kMostBytes ||
-      __builtin_mul_overflow(a.F, std::max(a.K, a.N), &read) || read > kMostBytes) {
+      __builtin_mul_overflow(a.T, std::max({a.K, a.F, a.N, a.R}), &read) || read > kMostElements ||
+      __builtin_mul_overflow(a.F, std::max(a.K, a.N), &read) || read > kMostElements) {
     return Status::Error("T, K, F, N and R of " + std::to_string(a.T) + ", " + std::to_string(a.K) + ", " +
                          std::to_string(a.F) + ", " + std::to_string(a.N) + " and " + std::to_string(a.R) +
                          " are too large for the CUDA kernels");
