@@ -103,7 +103,7 @@ constexpr int64_t kMlpSelected = kMlpNeurons * 16;
   namespace isa::sparse_mlp {                      \
   extern const SparseMlpKernels kSparseMlpKernels; \
   }
-STOF_CPU_KERNEL_NAMESPACES(STOF_DECLARE)
+STOF_CPU_MLP_NAMESPACES(STOF_DECLARE)
 #undef STOF_DECLARE
 
 }  // namespace cpu

@@ -96,10 +96,10 @@ def rank(F: int) -> int:
     return round(_RANK * F)
 
 
-def points() -> Iterator[MlpPoint]:
-    """The grid."""
-    for shape, mode, precision, tokens, density in itertools.product(SHAPES, MODES, PRECISIONS, TOKENS, DENSITIES):
-        yield MlpPoint(shape, mode, precision, density, tokens)
+def points(tokens: Sequence[int] = TOKENS, densities: Sequence[float] = DENSITIES) -> Iterator[MlpPoint]:
+    """The grid, or the same with other tokens and densities."""
+    for shape, mode, precision, T, density in itertools.product(SHAPES, MODES, PRECISIONS, tokens, densities):
+        yield MlpPoint(shape, mode, precision, density, T)
 
 
 def _pack(values: Array) -> Array:
