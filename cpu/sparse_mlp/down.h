@@ -115,11 +115,7 @@ class DownGroup {
     const float* rows[kConvertedRows];
     // Pieces of rows are too short for the hardware to prefetch.
     const int64_t bytes = b_.down.bits > 0 ? columns * b_.down.bits / 8 : columns * SizeOf(b_.down.dtype);
-#if defined(__AVX2__)
     AddNext(n, bytes);
-#else
-    (void)bytes;
-#endif
     for (int64_t i = 0; i < count_; ++i) {
       LoadDownRow(b_.down, b_.neurons[first_ + i], n, columns, converted + i * kConvertedStride);
       rows[i] = converted + i * kConvertedStride;
@@ -131,13 +127,11 @@ class DownGroup {
   static constexpr int64_t kConvertedStride = kDownColumns + 16;
 
  private:
-#if defined(__AVX2__)
   // Pieces of the rows that come next, as many as the queue takes.
   void AddNext(int64_t n, int64_t bytes) {
     const int64_t next = first_ + count_;
     for (int64_t i = next; i < std::min(end_, next + count_); ++i) ahead_.Add(Row(i, n), 0, 1, bytes);
   }
-#endif
 
   const char* Row(int64_t i, int64_t n) const {
     const int64_t bytes = b_.down.bits > 0 ? n * b_.down.bits / 8 : n * SizeOf(b_.down.dtype);
