@@ -15,6 +15,7 @@
 #include <cuda_runtime.h>
 
 #include "cuda/attention/decode/cluster_shape.cuh"
+#include "cuda/attention/decode/column_list.cuh"
 #include "cuda/attention/decode/common.cuh"
 #include "cuda/common/launch.cuh"
 
@@ -48,12 +49,6 @@ class ClusterDecode {
     first_ = warp_ * S::kWarpKeys % kTileKeys;
     key_ = static_cast<const T*>(p_.key) + b_ * p_.key_stride.b + g * p_.key_stride.h;
     value_ = static_cast<const T*>(p_.value) + b_ * p_.value_stride.b + g * p_.value_stride.h;
-    if constexpr (kColumns) {
-      const DeviceColumns& columns = params.columns;
-      const int list = columns.lists == 1 ? 0 : g;
-      list_ = columns.list + static_cast<int64_t>(list) * columns.stride;
-      words_ = columns.words + static_cast<int64_t>(list) * 2 * columns.tiles;
-    }
     padded_ = p_.pad_bits != nullptr && params.second_pass == 0;
     masked_ = p_.has_mask != 0 && params.second_pass == 0;
     scale_ = HasScoreMod(p_) ? p_.scale : p_.scale * kLog2E;
@@ -65,7 +60,7 @@ class ClusterDecode {
   }
 
   __device__ void Run() {
-    const bool reads_ahead = params_.seqlens != nullptr && HasRange();
+    const bool reads_ahead = CanReadAhead(params_);
     if (!reads_ahead) WaitForPrevious();
     FindSplit();
     if (reads_ahead) {
@@ -141,20 +136,10 @@ class ClusterDecode {
   __device__ void FindSplit() {
     int begin = 0, end = (p_.T + kTileKeys - 1) / kTileKeys;
     if (HasRange()) {
-      // Of a sequence that is invalid it may be any row.
-      const int first = params_.seqlens != nullptr ? max(ReadWord(params_.seqlens + b_), -kNoWindow) + 1 - p_.S
-                                                   : ReadWord(params_.first_rows + b_);
-      range_ = MakeKeyRange(first, params_.window_left, p_.T, kColumns ? params_.window_block : 1);
+      range_ = MakeKeyRange(ReadFirstRow(params_, b_), params_.window_left, p_.T, kColumns ? params_.window_block : 1);
       FindTiles(range_, p_.S, p_.T, &begin, &end);
       keys_ = EndOfKeys(range_, p_.S, p_.T);
-      if constexpr (kColumns) {
-        const DeviceColumns& columns = params_.columns;
-        const int list = columns.lists == 1 ? 0 : head0_ / (p_.H / p_.G);
-        const int below = __ldg(columns.below + static_cast<int64_t>(list) * (columns.tiles + 1) + begin);
-        entries_ = MakeColumnEntries(below, columns.gathers != 0, begin);
-        end += entries_.tiles - begin;
-        begin = 0;
-      }
+      if constexpr (kColumns) columns_.Find(params_.columns, head0_ / (p_.H / p_.G), &begin, &end);
     } else if (masked_) {
       begin = params_.row_begin, full_ = params_.row_full, end = params_.row_end;
       if (begin < 0) {
@@ -177,19 +162,13 @@ class ClusterDecode {
     found->tile = at, found->bits = -1, found->keys = 0;
     if (at >= end_) return;
     if constexpr (kColumns) {
-      if (at < entries_.tiles) {
+      if (at < columns_.entries.tiles) {
         uint32_t keys;
-        if (params_.columns.gathers != 0) {
-          found->tile = at + kGathered;
-          keys = BitsOfColumns(entries_, at, first_ / 32 * 32);
-        } else {
-          found->tile = __ldg(list_ + at);
-          keys = __ldg(words_ + 2 * found->tile + first_ / 32);
-        }
+        found->tile = columns_.ReadEntry(params_.columns.gathers != 0, at, first_ / 32 * 32, &keys);
         found->keys = keys >> first_ % 32 & 0xffffu;
         return;
       }
-      found->tile = entries_.range_begin + at - entries_.tiles;
+      found->tile = columns_.RangeTile(at);
       found->bits = IsFullTile(range_, p_.S, found->tile) ? -1 : 0;
     } else if (HasRange()) {
       found->bits = IsFullTile(range_, p_.S, at) ? -1 : 0;
@@ -242,7 +221,7 @@ class ClusterDecode {
         const int key = tile_ * kTileKeys + first_ / 32 * 32;
         uint32_t allowed = BitsOfKeys(range_, query, key);
         if constexpr (kColumns) {
-          allowed |= __ldg(words_ + 2 * tile_ + first_ / 32) & BitsUpToQuery(range_, query, key);
+          allowed |= columns_.BitsOfTile(tile_, first_) & BitsUpToQuery(range_, query, key);
         }
         asm volatile("st.shared.u32 [%0], %1;" ::"r"(own), "r"(allowed) : "memory");
       } else {
@@ -263,13 +242,13 @@ class ClusterDecode {
       if (at >= end_) continue;
       int key = at * kTileKeys + place;
       if constexpr (kColumns) {
-        if (at >= entries_.tiles) {
-          key = (entries_.range_begin + at - entries_.tiles) * kTileKeys + place;
-        } else if (params_.columns.gathers != 0) {
-          if (key >= entries_.columns) continue;
-          key = __ldg(list_ + key);
+        if (at >= columns_.entries.tiles) {
+          key = columns_.RangeTile(at) * kTileKeys + place;
         } else {
-          key = __ldg(list_ + at) * kTileKeys + place;
+          uint32_t keys;
+          const int tile = columns_.ReadEntry(params_.columns.gathers != 0, at, place / 32 * 32, &keys);
+          if ((keys >> place % 32 & 1u) == 0) continue;
+          key = columns_.KeyAt(tile, place);
         }
       }
       if (key >= keys_) continue;
@@ -337,8 +316,8 @@ class ClusterDecode {
 #pragma unroll
     for (uint32_t row = 0; row < 16; row += kDown) {
       const int at = first + static_cast<int>(row | down);
-      const bool is_column = at < entries_.columns;
-      const T* const own = from + (is_column ? __ldg(list_ + at) : 0) * stride;
+      const bool is_column = at < columns_.entries.columns;
+      const T* const own = from + (is_column ? __ldg(columns_.list + at) : 0) * stride;
 #pragma unroll
       for (uint32_t chunk = 0; chunk < kInRow; chunk += kAcross) {
         const bool there = static_cast<int>(S::kPerLoad * (chunk + across)) < size && is_column;
@@ -404,14 +383,10 @@ class ClusterDecode {
   __device__ void CombineWarps();
   __device__ void StoreOutput(int row, int d, const float4& x, const float2& all);
 
-  static constexpr int kGathered = 1 << 24;  // added to the index of an entry of gathered columns
-
   const DecodeParams& params_;
   const AttentionParams& p_;
   char* shared_;
-  ColumnEntries entries_;
-  const int32_t* list_ = nullptr;
-  const uint32_t* words_ = nullptr;
+  ColumnList columns_;
   int b_, head0_, block_, rows_, split_, warp_, lane_, first_;  // first_: the first key of the warp in a tile
   int next_ = 0, end_ = 0, full_ = 0, tile_ = -1;
   int keys_;                                   // that may be read

@@ -81,13 +81,6 @@ __device__ __forceinline__ void PrefetchRow(const void* from, int bytes) {
 #endif
 }
 
-// For data of the previous kernel: the compiler may move __ldg in front of the wait for it.
-__device__ __forceinline__ int32_t ReadWord(const int32_t* from) {
-  int32_t x;
-  asm volatile("ld.global.s32 %0, [%1];" : "=r"(x) : "l"(from));
-  return x;
-}
-
 // ---- distributed shared memory: compute capability 9.0 and later ----
 // Stores to the shared memory of CTA `rank` of this cluster, which has to run; `own` is the corresponding address in
 // this CTA.

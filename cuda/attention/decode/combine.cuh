@@ -8,6 +8,7 @@
 
 #include "cuda/attention/decode/api.h"
 #include "cuda/attention/decode/common.cuh"
+#include "cuda/common/launch.cuh"
 
 namespace stof {
 namespace cuda {
@@ -20,6 +21,8 @@ __global__ void __launch_bounds__(128) DecodeCombine(const __grid_constant__ Dec
   __shared__ float weight[kMostDecodeSplits], reduced[2][kWarps], part[kWarps][256];
   const AttentionParams& p = params.attention;
   const int64_t row = blockIdx.x;
+  WaitForPrevious();
+  LetNextStart();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (params.second_pass != 0 && params.empty_rows[row] == 0) return;
   const int split = threadIdx.x;
@@ -76,11 +79,9 @@ __global__ void __launch_bounds__(128) DecodeCombine(const __grid_constant__ Dec
 template <typename T>
 int LaunchCombine(const DecodeParams& params, void* stream) {
   const AttentionParams& p = params.attention;
-  DecodeParams copy = params;
-  void* arguments[] = {&copy};
-  return static_cast<int>(cudaLaunchKernel(reinterpret_cast<const void*>(DecodeCombine<T>),
-                                           dim3(static_cast<unsigned>(int64_t{p.B} * p.H * p.S)), dim3(128), arguments,
-                                           0, static_cast<cudaStream_t>(stream)));
+  constexpr auto kKernel = DecodeCombine<T>;
+  return LaunchKernel<DecodeParams, kKernel>(params, static_cast<unsigned>(int64_t{p.B} * p.H * p.S), 128, 0, stream,
+                                             CanStartEarly<DecodeParams, kKernel>());
 }
 
 }  // namespace cuda

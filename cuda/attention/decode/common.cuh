@@ -13,6 +13,13 @@
 namespace stof {
 namespace cuda {
 
+// For data of the previous kernel: the compiler may move __ldg in front of the wait for it.
+__device__ __forceinline__ int32_t ReadWord(const int32_t* from) {
+  int32_t x;
+  asm volatile("ld.global.s32 %0, [%1];" : "=r"(x) : "l"(from));
+  return x;
+}
+
 // Transposes an 8 x 8 matrix of 16-bit values, of which lane l holds two in row l / 4.
 __device__ __forceinline__ uint32_t Transpose(uint32_t x) {
   uint32_t y;
@@ -67,6 +74,17 @@ __device__ __forceinline__ int LayoutPlace(const DecodeParams& params, int b, in
 }
 __device__ __forceinline__ int MaskRow(const DecodeParams& params, int packed_head, int query) {
   return params.stacked != 0 ? packed_head * params.attention.S + query : query;
+}
+
+// Whether a kernel may read seqlens and the keys below the new ones before the previous kernel ends.
+__device__ __forceinline__ bool CanReadAhead(const DecodeParams& params) {
+  return params.seqlens != nullptr && params.first_rows != nullptr && params.second_pass == 0;
+}
+// The row of the first new key of a sequence, by seqlens where given: the previous kernel may still write first_rows.
+// Of a sequence that is invalid it may be any row.
+__device__ __forceinline__ int ReadFirstRow(const DecodeParams& params, int b) {
+  return params.seqlens != nullptr ? max(ReadWord(params.seqlens + b), -kNoWindow) + 1 - params.attention.S
+                                   : ReadWord(params.first_rows + b);
 }
 
 // Not 0: the outputs of a sequence are to be NaN. Callers compare it where they need it: the load takes its time.

@@ -19,10 +19,12 @@
 #include <cuda_runtime.h>
 
 #include "cuda/attention/decode/api.h"
+#include "cuda/attention/decode/column_list.cuh"
 #include "cuda/attention/decode/common.cuh"
 #include "cuda/attention/decode/splitkv_shape.cuh"
 #include "cuda/attention/decode/warp_pages.cuh"
 #include "cuda/attention/sm80/shape.cuh"
+#include "cuda/common/launch.cuh"
 #include "cuda/common/quantized.cuh"
 
 namespace stof {
@@ -71,6 +73,7 @@ class Decode {
     lane_ = threadIdx.x % 32;
     key_ = static_cast<const Stored*>(p_.key) + b_ * p_.key_stride.b + g * p_.key_stride.h;
     value_ = static_cast<const Stored*>(p_.value) + b_ * p_.value_stride.b + g * p_.value_stride.h;
+    if (!CanReadAhead(params)) Wait();
     if constexpr (kPaged) keys_ = max(0, min(p_.T, params.key_ends[b_]));
     const int tiles = (Keys() + kTileKeys - 1) / kTileKeys;
     pad_ = p_.pad_bits == nullptr || params.second_pass != 0 ? nullptr
@@ -78,18 +81,9 @@ class Decode {
     masked_ = p_.has_mask != 0 && params.second_pass == 0;
     int begin = 0, end = tiles;
     if (HasRange()) {
-      full_ = MakeKeyRange(params.first_rows[b_], params.window_left, Keys()).first;
+      full_ = MakeKeyRange(ReadFirstRow(params, b_), params.window_left, Keys()).first;
       FindTiles(range(), p_.S, Keys(), &begin, &end);
-      if constexpr (kColumns) {
-        const DeviceColumns& columns = params.columns;
-        const int list = columns.lists == 1 ? 0 : g;
-        list_ = columns.list + static_cast<int64_t>(list) * columns.stride;
-        words_ = columns.words + static_cast<int64_t>(list) * 2 * columns.tiles;
-        const int below = __ldg(columns.below + static_cast<int64_t>(list) * (columns.tiles + 1) + begin);
-        entries_ = MakeColumnEntries(below, columns.gathers != 0, begin);
-        end += entries_.tiles - begin;
-        begin = 0;
-      }
+      if constexpr (kColumns) columns_.Find(params.columns, g, &begin, &end);
     } else if (masked_) {
       const DeviceMask& mask = p_.mask;
       const int table = mask.layout[LayoutPlace(params, b_, head0_)];
@@ -118,6 +112,12 @@ class Decode {
 
   __device__ void Run() {
     if (params_.second_pass != 0 && !HasEmptyRow()) return;
+    Entry entry = Next();
+    // Keys that the previous kernel does not write are in flight while it runs.
+    if (!IsBeforeNewKeys(entry)) Wait();
+    FetchKeys(entry, 0);
+    FetchKeys(entry, 1);
+    Wait();
     if (params_.split_output != nullptr && !has_tiles_) return StoreNoKeys();
     LoadQueries();
 #pragma unroll
@@ -131,9 +131,6 @@ class Decode {
       }
     }
     __syncthreads();
-    Entry entry = Next();
-    FetchKeys(entry, 0);
-    FetchKeys(entry, 1);
     while (entry.tile >= 0) {
       const Entry next = Next();
       float s[kScores][kBlocks][4];
@@ -176,6 +173,12 @@ class Decode {
     return false;
   }
 
+  // Waits for the previous kernel, then lets the next one start. The next kernel may read ahead, too: so all CTAs wait.
+  static __device__ __forceinline__ void Wait() {
+    WaitForPrevious();
+    LetNextStart();
+  }
+
   // ---- KV tiles ----
   struct Entry {
     int tile = -1;                // -1: none is left
@@ -198,19 +201,13 @@ class Decode {
       const int at = next_;
       next_ += S::kTilesAtOnce;
       if constexpr (kColumns) {
-        if (at < entries_.tiles) {
+        if (at < columns_.entries.tiles) {
           entry.bits = -1;
-          if (params_.columns.gathers != 0) {
-            entry.tile = at + kGathered;
-            entry.pad = BitsOfColumns(entries_, at, first_key_ / 32 * 32);
-          } else {
-            entry.tile = __ldg(list_ + at);
-            entry.pad = __ldg(words_ + 2 * entry.tile + first_key_ / 32);
-          }
+          entry.tile = columns_.ReadEntry(params_.columns.gathers != 0, at, first_key_ / 32 * 32, &entry.pad);
           if (entry.pad == 0) continue;
           return entry;
         }
-        entry.tile = entries_.range_begin + at - entries_.tiles;
+        entry.tile = columns_.RangeTile(at);
         entry.bits = IsFullTile(range(), p_.S, entry.tile) ? -1 : 0;
         entry.pad = ~0u;
       } else if (masked_) {
@@ -235,13 +232,14 @@ class Decode {
     return entry;
   }
 
+  // Whether all keys of an entry, and what shares a memory sector with them, lie before the new ones.
+  __device__ __forceinline__ bool IsBeforeNewKeys(const Entry& entry) const {
+    return (kColumns && entry.tile >= kGathered) || !HasRange() || entry.tile * kTileKeys + kTileKeys < full_;
+  }
+
   // The key at a place of an entry, whose bit of pad is set.
   __device__ __forceinline__ int KeyAt(const Entry& entry, int place, bool is_there) const {
-    if constexpr (kColumns) {
-      if (entry.tile >= kGathered) {
-        return is_there ? __ldg(list_ + (entry.tile - kGathered) * kTileKeys + place) : 0;
-      }
-    }
+    if constexpr (kColumns) return is_there ? columns_.KeyAt(entry.tile, place) : 0;
     return entry.tile * kTileKeys + place;
   }
 
@@ -451,7 +449,7 @@ class Decode {
       if (entry.bits >= 0 && HasRange()) {
         const int key = entry.tile * kTileKeys + first_key_ / 32 * 32;
         uint32_t columns = 0;
-        if constexpr (kColumns) columns = __ldg(words_ + 2 * entry.tile + first_key_ / 32);
+        if constexpr (kColumns) columns = columns_.BitsOfTile(entry.tile, first_key_);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           uint32_t own = BitsOfKeys(range(), query_[n][r], key);
@@ -580,14 +578,10 @@ class Decode {
     }
   }
 
-  static constexpr int kGathered = 1 << 24;  // added to the index of an entry of gathered columns
-
   const DecodeParams& params_;
   const AttentionParams& p_;
   Shared& shared_;
-  ColumnEntries entries_;
-  const int32_t* list_ = nullptr;
-  const uint32_t* words_ = nullptr;
+  ColumnList columns_;
   int b_, head0_, block_, split_, warp_, lane_, next_, end_, first_key_;
   int keys_ = 0;  // kPaged: of the sequence
   int full_ = 0;  // where the entries of full tiles begin; with a key range its `first`, to save a register
@@ -600,15 +594,6 @@ class Decode {
   float o_[kBlocks][S::kOutputs][4];
   float max_[kBlocks][2], sum_[kBlocks][2];
 };
-
-template <int kHead, typename T, typename Stored, int kBlocks, KeySource kSource>
-__global__ void __launch_bounds__(DecodeShape<kHead, T, Stored, kBlocks>::kThreads,
-                                  DecodeShape<kHead, T, Stored, kBlocks>::kCtas)
-    DecodeAttention(const __grid_constant__ DecodeParams params) {
-  using Kernel = Decode<kHead, T, Stored, kBlocks, kSource>;
-  __shared__ typename Kernel::Shared shared;
-  Kernel(params, shared).Run();
-}
 
 }  // namespace cuda
 }  // namespace stof

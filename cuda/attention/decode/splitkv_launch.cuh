@@ -12,16 +12,22 @@ namespace stof {
 namespace cuda {
 
 template <int kHead, typename T, typename Stored, int kBlocks, KeySource kSource>
+__global__ void __launch_bounds__(DecodeShape<kHead, T, Stored, kBlocks>::kThreads,
+                                  DecodeShape<kHead, T, Stored, kBlocks>::kCtas)
+    DecodeAttention(const __grid_constant__ DecodeParams params) {
+  using Kernel = Decode<kHead, T, Stored, kBlocks, kSource>;
+  __shared__ typename Kernel::Shared shared;
+  Kernel(params, shared).Run();
+}
+
+template <int kHead, typename T, typename Stored, int kBlocks, KeySource kSource>
 int LaunchDecode(const DecodeParams& params, void* stream) {
   using S = DecodeShape<kHead, T, Stored, kBlocks>;
   const AttentionParams& p = params.attention;
   const int64_t blocks = (int64_t{params.heads} * p.S + S::kRows - 1) / S::kRows * (p.H / p.G / params.heads);
-  DecodeParams copy = params;
-  void* arguments[] = {&copy};
-  return static_cast<int>(
-      cudaLaunchKernel(reinterpret_cast<const void*>(DecodeAttention<kHead, T, Stored, kBlocks, kSource>),
-                       dim3(static_cast<unsigned>(int64_t{p.B} * p.G * params.splits * blocks)), dim3(S::kThreads),
-                       arguments, 0, static_cast<cudaStream_t>(stream)));
+  constexpr auto kKernel = DecodeAttention<kHead, T, Stored, kBlocks, kSource>;
+  return LaunchKernel<DecodeParams, kKernel>(params, static_cast<unsigned>(int64_t{p.B} * p.G * params.splits * blocks),
+                                             S::kThreads, 0, stream, CanStartEarly<DecodeParams, kKernel>());
 }
 
 template <int kHead, typename T, typename Stored, int kBlocks, KeySource kSource>

@@ -20,6 +20,7 @@ from stof.execution.run_limits import MemoryLimit, RunLimits, TimeLimit
 from stof.execution.session_process import Session, create_session, runtime_version
 from stof.execution.session_worker import SessionSpec
 from stof.execution.shared_buffers import find_shared_buffers
+from stof.execution.stored_weights import StoredWeights
 from stof.files import is_utf8, open_regular
 from stof.graph.external_data import all_tensors, external_files, is_external
 from stof.runtime.library import library_path
@@ -139,6 +140,7 @@ class Sessions:
         self.scratch = scratch.absolute()
         self.limits = limits
         self.lean = lean
+        self._stored = StoredWeights(self.scratch)
 
     def make(self, model: onnx.ModelProto | Path, *, optimized: bool, library: bool) -> VerifiedSession:
         """A session on the CPU provider.
@@ -158,7 +160,6 @@ class Sessions:
         model = as_lone_rank(model)
         files = sorted(external_files(model))
         if all((self.scratch / name).exists() for name in files):
-            # By way of a file, since the serialized model and the parsed one need not be in memory at once.
             return self._from_file(model, entries, optimized, library, shared)
         if runtime_version() >= _FOLDER_OPTION:
             model, folder = self._relocate_data(model, files)
@@ -198,7 +199,7 @@ class Sessions:
         while path.exists():  # a link to external data of that name
             path = path.with_name(f"{path.stem}_.onnx")
         try:
-            path.write_bytes(model.SerializeToString())
+            path.write_bytes(self._stored.refer(model).SerializeToString())
             with _utf8_path(path.parent) as folder:
                 return self._session(f"{folder}/{path.name}", entries, optimized, library, shared)
         except OSError as error:

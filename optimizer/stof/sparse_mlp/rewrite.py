@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import onnx
 
-from stof.errors import ModelError
 from stof.graph.index import DOMAIN, all_nodes
 from stof.graph.names import FreshNames
 from stof.op_rewrite import Decisions, Job, OpRewrite
@@ -104,6 +103,7 @@ class SparseMlpRewrite(OpRewrite[MlpModel, MlpDecisions]):
     def decide(self, job: Job, found: MlpModel) -> MlpDecisions:
         rows: list[MlpReport] = []
         sites: list[MlpSite] = []
+        self.check_plan(job, [NamedCandidate(c.name, i) for i, c in enumerate(found.candidates)])
         impossible = _reason_impossible(job, found.model) if found.candidates else ""
         for index, candidate in enumerate(found.candidates):
             site = candidate.site
@@ -113,34 +113,14 @@ class SparseMlpRewrite(OpRewrite[MlpModel, MlpDecisions]):
             if site is not None:
                 row = replace(row, activation=site.activation, sizes=site.sizes)
                 gain = 1 / site.share_read(_UNKNOWN_DENSITY if density is None else density)
-            reason = self._reason_kept(job, candidate, index, impossible or _reason_slow(density, gain))
+            reason = candidate.reason or impossible or _reason_slow(density, gain)
+            reason = self.reason_kept(job, NamedCandidate(candidate.name, index), reason)
             if reason or site is None:
                 rows.append(replace(row, reason=reason))
                 continue
             rows.append(replace(row, replaced=True, reason="replaced", predicted_gain=round(gain, 3)))
             sites.append(site)
         return MlpDecisions(found, MlpSection(rows), tuple(sites))
-
-    def _reason_kept(self, job: Job, candidate: MlpCandidate, index: int, impossible: str) -> str:
-        """Why a candidate stays as it is; empty where it is replaced.
-
-        Raises:
-            ModelError: when the plan replaces what cannot be.
-        """
-        if reason := job.selections[KEY].reason_left_out(NamedCandidate(candidate.name, index)):
-            return reason
-        has_entries = job.plan is not None and KEY in job.plan.entries
-        entry = job.plan.of(KEY, candidate.name) if job.plan is not None else None
-        if has_entries and entry is None:
-            return "not in the plan"
-        if isinstance(entry, MlpPlan) and not entry.replace:
-            return entry.reason or "left as it is by the plan"
-        reason = candidate.reason or impossible
-        if reason and entry is not None:
-            raise ModelError(
-                f"the plan replaces MLP {candidate.name!r}, which cannot be: {reason}; set its replace to false"
-            )
-        return reason
 
     def emit(self, job: Job, model: onnx.ModelProto, decided: MlpDecisions) -> onnx.ModelProto:
         with job.step("emit"):

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Large weights of models that sessions read from one file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from stof.execution.stored_weights import StoredWeights
+from stof.graph.external_data import is_external
+
+_LARGE = np.random.default_rng(0).standard_normal((128, 200)).astype(np.float32)
+
+
+def _model(weight: np.ndarray, bias: np.ndarray) -> onnx.ModelProto:
+    nodes = [
+        helper.make_node("MatMul", ["x", "weight"], ["product"]),
+        helper.make_node("Add", ["product", "bias"], ["y"]),
+    ]
+    values = [helper.make_tensor_value_info(n, TensorProto.FLOAT, ["T", d]) for n, d in (("x", 128), ("y", 200))]
+    graph = helper.make_graph(nodes, "graph", values[:1], values[1:], doc_string="of the graph")
+    graph.initializer.append(numpy_helper.from_array(weight, "weight"))
+    graph.initializer.append(helper.make_tensor("bias", TensorProto.FLOAT, bias.shape, bias))  # not raw
+    graph.initializer[0].doc_string = "of the weight"
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    helper.set_model_props(model, {"key": "value"})
+    return model
+
+
+def _loaded(model: onnx.ModelProto, folder: Path) -> onnx.ModelProto:
+    path = folder / "read.onnx"
+    path.write_bytes(model.SerializeToString())
+    return onnx.load(path)
+
+
+def _bias() -> np.ndarray:
+    return np.random.default_rng(1).standard_normal(200).astype(np.float32)
+
+
+def test_what_refers_reads_the_same_model(tmp_path: Path) -> None:
+    model = _model(_LARGE, _bias())
+    before = model.SerializeToString()
+    referring = StoredWeights(tmp_path).refer(model)
+    assert model.SerializeToString() == before
+    assert [is_external(t) for t in referring.graph.initializer] == [True, False]
+    assert len(referring.SerializeToString()) < _LARGE.nbytes // 10
+    found = _loaded(referring, tmp_path)
+    assert numpy_helper.to_array(found.graph.initializer[0]).tobytes() == _LARGE.tobytes()
+    for tensor in found.graph.initializer:  # loading leaves a mark of where the bytes lay
+        tensor.ClearField("data_location")
+    assert found == model
+
+
+def test_models_share_what_is_equal(tmp_path: Path) -> None:
+    weights = StoredWeights(tmp_path)
+    weights.refer(_model(_LARGE, _bias()))
+    size = (tmp_path / "weights.bin").stat().st_size
+    weights.refer(_model(_LARGE, _bias()))
+    assert (tmp_path / "weights.bin").stat().st_size == size
+
+
+def test_other_values_of_a_name_are_stored_apart(tmp_path: Path) -> None:
+    weights = StoredWeights(tmp_path)
+    other = _LARGE.copy()
+    other[-1, -1] += 1
+    first, second = (weights.refer(_model(values, _bias())) for values in (_LARGE, other))
+    for model, values in ((first, _LARGE), (second, other)):
+        np.testing.assert_array_equal(numpy_helper.to_array(_loaded(model, tmp_path).graph.initializer[0]), values)
+
+
+def test_a_file_of_that_name_stays(tmp_path: Path) -> None:
+    (tmp_path / "weights.bin").write_bytes(b"a user's")
+    referring = StoredWeights(tmp_path).refer(_model(_LARGE, _bias()))
+    assert (tmp_path / "weights.bin").read_bytes() == b"a user's"
+    np.testing.assert_array_equal(numpy_helper.to_array(_loaded(referring, tmp_path).graph.initializer[0]), _LARGE)
