@@ -9,6 +9,9 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from stof.execution.ort_sessions import Sessions
+from stof.execution.run_limits import RunLimits
+from stof.execution.session_process import release_sessions
 from stof.execution.stored_weights import StoredWeights
 from stof.graph.external_data import is_external
 
@@ -69,6 +72,34 @@ def test_other_values_of_a_name_are_stored_apart(tmp_path: Path) -> None:
     first, second = (weights.refer(_model(values, _bias())) for values in (_LARGE, other))
     for model, values in ((first, _LARGE), (second, other)):
         np.testing.assert_array_equal(numpy_helper.to_array(_loaded(model, tmp_path).graph.initializer[0]), values)
+
+
+def test_values_that_alternate_are_stored_once_each(tmp_path: Path) -> None:
+    weights = StoredWeights(tmp_path)
+    for values in (_LARGE, -_LARGE, _LARGE, -_LARGE, _LARGE):
+        referring = weights.refer(_model(values, _bias()))
+    assert (tmp_path / "weights.bin").stat().st_size < 2 * _LARGE.nbytes + 4096
+    np.testing.assert_array_equal(numpy_helper.to_array(_loaded(referring, tmp_path).graph.initializer[0]), _LARGE)
+
+
+def test_external_data_of_the_files_name_is_not_replaced_by_it(tmp_path: Path) -> None:
+    """A model that is stored, then one whose own data is called weights.bin: each reads its own."""
+    own, scratch = tmp_path / "own", tmp_path / "scratch"
+    own.mkdir()
+    scratch.mkdir()
+    stored, external = _model(_LARGE, _bias()), _model(-_LARGE, _bias())
+    onnx.save(external, str(own / "m.onnx"), save_as_external_data=True, location="weights.bin", size_threshold=1024)
+    external = onnx.load(str(own / "m.onnx"), load_external_data=False)
+    before = (own / "weights.bin").read_bytes()
+    sessions = Sessions(own, scratch, RunLimits(60.0, 0))
+    x = np.random.default_rng(2).standard_normal((3, 128)).astype(np.float32)
+    try:
+        for model, weight in ((stored, _LARGE), (external, -_LARGE), (stored, _LARGE)):
+            (found,) = sessions.make(model, optimized=False, library=False).run(None, {"x": x})
+            np.testing.assert_allclose(found, x @ weight + _bias(), rtol=1e-4, atol=1e-4)
+    finally:
+        release_sessions()
+    assert (own / "weights.bin").read_bytes() == before
 
 
 def test_a_file_of_that_name_stays(tmp_path: Path) -> None:

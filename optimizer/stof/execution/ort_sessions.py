@@ -159,6 +159,7 @@ class Sessions:
             model = _read_graph(model)  # ONNX Runtime takes names in UTF-8 only, but bytes, too
         model = as_lone_rank(model)
         files = sorted(external_files(model))
+        self._stored.keep_apart_from(files)
         if all((self.scratch / name).exists() for name in files):
             return self._from_file(model, entries, optimized, library, shared)
         if runtime_version() >= _FOLDER_OPTION:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from onnx import TensorProto
 
 _LEAST = 1 << 16  # bytes of a weight that is worth a place in the file
 _ALIGNMENT = 4096  # a page: runtimes map whole ones
+_COMPARED = 1 << 22  # bytes that are compared at a time, so that comparing needs little memory
 
 
 class StoredWeights:
@@ -22,11 +24,25 @@ class StoredWeights:
     """
 
     def __init__(self, folder: Path) -> None:
-        path = folder / "weights.bin"
-        while path.exists():  # external data of that name
-            path = path.with_name(f"{path.stem}_.bin")
-        self._path = path
-        self._places: dict[str, tuple[int, int]] = {}  # the last offset and length by the weight's name
+        self._path = _free_path(folder / "weights.bin", ())
+        self._places: dict[str, list[tuple[int, int]]] = {}  # offsets and lengths by the weight's name
+
+    def keep_apart_from(self, files: Collection[str]) -> None:
+        """Gives the file another name where it has that of external data, which models would read in its place.
+
+        Sessions that read it map it, so that they keep it.
+
+        Args:
+            files: locations of external data, from ``folder`` on.
+
+        Raises:
+            OSError: when it cannot be renamed.
+        """
+        if self._path.name in files:
+            path = _free_path(self._path, files)
+            if self._places:
+                self._path.rename(path)
+            self._path = path
 
     def refer(self, model: onnx.ModelProto) -> onnx.ModelProto:
         """A copy of a model that reads its large weights from the file. Those that differ from earlier ones are added.
@@ -42,22 +58,31 @@ class StoredWeights:
             if tensor.ByteSize() < _LEAST or not tensor.HasField("raw_data"):
                 kept.CopyFrom(tensor)
                 continue
-            raw = tensor.raw_data
-            if not self._holds(tensor.name, raw):
-                self._places[tensor.name] = self._append(raw), len(raw)
-            offset, length = self._places[tensor.name]
+            offset, length = self._place(tensor.name, tensor.raw_data)
             _copy_fields(tensor, kept, without="raw_data")
             kept.data_location = TensorProto.EXTERNAL
             for key, value in (("location", self._path.name), ("offset", offset), ("length", length)):
                 kept.external_data.add(key=key, value=str(value))
         return referring
 
-    def _holds(self, name: str, raw: bytes) -> bool:
-        offset, length = self._places.get(name, (0, -1))
+    def _place(self, name: str, raw: bytes) -> tuple[int, int]:
+        """The offset and the length of a weight in the file."""
+        for place in self._places.get(name, ()):
+            if self._holds(place, raw):
+                return place
+        place = self._append(raw), len(raw)
+        self._places.setdefault(name, []).append(place)
+        return place
+
+    def _holds(self, place: tuple[int, int], raw: bytes) -> bool:
+        offset, length = place
         if length != len(raw):
             return False
         held = np.memmap(self._path, np.uint8, "r", offset, (length,))
-        return bool(np.array_equal(held, np.frombuffer(raw, np.uint8)))
+        given = np.frombuffer(raw, np.uint8)
+        return all(
+            np.array_equal(held[i : i + _COMPARED], given[i : i + _COMPARED]) for i in range(0, length, _COMPARED)
+        )
 
     def _append(self, raw: bytes) -> int:
         with self._path.open("ab") as file:
@@ -65,6 +90,13 @@ class StoredWeights:
             file.write(bytes(offset - file.tell()))
             file.write(raw)
         return offset
+
+
+def _free_path(path: Path, taken: Collection[str]) -> Path:
+    """The path, or a similar one of the folder that no file has and that is not taken."""
+    while path.exists() or path.name in taken:
+        path = path.with_name(f"{path.stem}_{path.suffix}")
+    return path
 
 
 def _copy_fields(source: Any, copy: Any, without: str) -> None:
