@@ -298,3 +298,57 @@ def test_cache_of_a_model() -> None:
 def test_share_of_weights_that_a_token_reads(gated: bool, density: float, share: float) -> None:
     (site,) = sites_of(make_mlp_model(MlpForm(gated=gated)))
     assert site.share_read(density) == pytest.approx(share)
+
+
+def model_of(
+    nodes: list[onnx.NodeProto], inputs: dict[str, list[int | str]], shapes: dict[str, list[int]]
+) -> onnx.ModelProto:
+    """A graph of fp32 that gives y, with constants of these shapes and 160 neurons."""
+    rng = np.random.default_rng(0)
+    stored = [numpy_helper.from_array(rng.standard_normal((48, 160)).astype(np.float32), n) for n in ("gate", "up")]
+    stored.append(numpy_helper.from_array(rng.standard_normal((160, 48)).astype(np.float32), "down"))
+    stored += [numpy_helper.from_array(np.array(s, np.int64), n) for n, s in shapes.items()]
+    given = [helper.make_tensor_value_info(n, TensorProto.FLOAT, d) for n, d in inputs.items()]
+    graph = helper.make_graph(
+        nodes, "graph", given, [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)], stored
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9)
+
+
+@pytest.mark.parametrize("shape", [[1, "S", 48], ["B", 1, 48], ["C", "S", 48], ["S", 48]], ids=str)
+@pytest.mark.parametrize("is_gate", [False, True])
+def test_tokens_that_are_broadcast_are_kept(shape: list[int | str], is_gate: bool) -> None:
+    """The operator has one token for each row of the gate: a product of other axes is another one."""
+    sides = ["z", "x"] if is_gate else ["x", "z"]
+    nodes = [
+        helper.make_node("MatMul", [sides[0], "gate"], ["g"]),
+        helper.make_node("Relu", ["g"], ["r"]),
+        helper.make_node("MatMul", [sides[1], "up"], ["u"]),
+        helper.make_node("Mul", ["r", "u"], ["h"]),
+        helper.make_node("MatMul", ["h", "down"], ["y"]),
+    ]
+    model = model_of(nodes, {"x": ["B", "S", 48], "z": shape}, {})
+    (found,) = find_mlps(model, Symbolic(model))
+    assert found.site is None
+    assert "may have different tokens: the axes before the last one differ" in found.reason
+    model = model_of(nodes, {"x": ["B", "S", 48], "z": ["B", "S", 48]}, {})
+    (found,) = find_mlps(model, Symbolic(model))
+    assert found.site is not None, found.reason
+
+
+@pytest.mark.parametrize("shapes", [([-1, 1, 160], [1, -1, 160]), ([-1, 160], [1, -1, 160])], ids=str)
+def test_output_has_the_axes_of_the_flattened_neurons(shapes: tuple[list[int], list[int]]) -> None:
+    """A second Reshape gives as many axes as the matmul has, and others."""
+    nodes = [
+        helper.make_node("MatMul", ["x", "gate"], ["g"]),
+        helper.make_node("Reshape", ["g", "first"], ["f"]),
+        helper.make_node("Relu", ["f"], ["r"]),
+        helper.make_node("Reshape", ["r", "second"], ["h"]),
+        helper.make_node("MatMul", ["h", "down"], ["y"]),
+    ]
+    model = model_of(nodes, {"x": ["B", "S", 48]}, {"first": shapes[0], "second": shapes[1]})
+    emitted = emit_mlps(model, sites_of(model), Path())
+    inputs = {"x": np.random.default_rng(1).standard_normal((2, 3, 48)).astype(np.float32)}
+    (wanted,), (found,) = (ReferenceEvaluator(m).run(None, inputs) for m in (model, emitted))
+    assert found.shape == wanted.shape == (1, 6, 48)
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-3)

@@ -188,8 +188,10 @@ class _Finder:
             raise UnsupportedError(
                 f"the weight {up.weight.tensor!r} gives {up.weight.outer} elements, expected {down.inner}"
             )
-        if self._rank(up.input) != self._rank(gate):
-            raise UnsupportedError(f"{up.input!r} and {gate!r} have different ranks")
+        if not self._has_same_tokens(up.input, gate):
+            raise UnsupportedError(
+                f"{up.input!r} and {gate!r} may have different tokens: the axes before the last one differ"
+            )
         if up.weight.whole and not self._has_both_parts(site, up):
             return self.read_site(name, node, _Hidden(matmul.input, has_zeros=hidden.has_zeros))
         weight, down = with_equal_blocks(up.weight, down)
@@ -232,7 +234,7 @@ class _Finder:
     def _flattened(self, gate: str, activation: str, flat: str) -> tuple[str, str]:
         """The gate with the axes of ``flat``, the flattened hidden tensor, and the activation behind it."""
         found = self._before_reshape(gate) if activation != "none" else None
-        return (flat, "none") if found is None or self._rank(found) != self._rank(flat) else (found, activation)
+        return (flat, "none") if found is None or not self._has_same_tokens(found, flat) else (found, activation)
 
     def _with_gate_weight(self, site: MlpSite) -> MlpSite:
         """The site with the matmul behind its gate, and with the one that gives it, where a predictor may stand for it."""
@@ -301,6 +303,11 @@ class _Finder:
     def _has_width(self, tensor: str, size: int) -> bool:
         shape = self._symbolic.shape(tensor)
         return shape is not None and 1 <= len(shape) <= 8 and shape[-1].constant == size
+
+    def _has_same_tokens(self, one: str, other: str) -> bool:
+        """Whether two tensors have the same axes before the last one, so that neither is broadcast along the other."""
+        first, second = self._symbolic.shape(one), self._symbolic.shape(other)
+        return bool(first and second and first[:-1] == second[:-1])
 
     def _rank(self, tensor: str) -> int:
         return len(self._symbolic.shape(tensor) or ())
