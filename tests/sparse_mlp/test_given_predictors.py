@@ -82,6 +82,17 @@ def test_powerinfer_predictors_with_their_relu(prompts: Path, tmp_path: Path) ->
         assert {a.name: helper.get_attribute_value(a) for a in node.attribute}["predictor_activation"] == b"relu"
 
 
+def test_powerinfer_predictors_are_kept_from_cuda(tmp_path: Path) -> None:
+    """There are CUDA kernels for predictors without ReLU alone: a node with it would fail in each run."""
+    source = put(tmp_path, MlpForm("relu", bias=False))
+    options = Options(sparse_mlp=f"powerinfer={powerinfer(tmp_path / 'p', source)}", target="cuda")
+    report = stof.optimize(source, tmp_path / "out.onnx", options)
+    for row in rows(report):
+        assert not row.replaced
+        assert "has kernels for a predictor with relu on the CPU alone: use --target cpu" in row.reason
+    assert OP not in {n.op_type for n in onnx.load(str(tmp_path / "out.onnx")).graph.node}
+
+
 def test_threshold_of_a_file_is_fitted_where_asked_for(prompts: Path, tmp_path: Path) -> None:
     source = put(tmp_path, MlpForm("relu", bias=False))
     spec = f"{prompts},powerinfer={powerinfer(tmp_path / 'p', source)},recall=0.97"
