@@ -93,6 +93,25 @@ def test_samples_of_a_bounded_number_of_tokens(tmp_path: Path, monkeypatch: pyte
     assert len(counts) in (4, 6)  # two groups of sites, two or three prompts with tokens that are kept
 
 
+def test_samples_of_an_mlp_with_fewer_tokens_than_the_prompt(tmp_path: Path) -> None:
+    """One that reads a single vector for each prompt, as those behind a slice of the last token do."""
+    model = make_mlp_model(FORM)
+    for node in model.graph.node:
+        if node.op_type == "MatMul" and node.input[0] == "mixed":
+            node.input[0] = "mean"
+    place = next(i for i, n in enumerate(model.graph.node) if "mixed" in n.output)
+    model.graph.node.insert(place + 1, helper.make_node("ReduceMean", ["mixed", "middle"], ["mean"]))
+    (site,) = sites_of(model)
+    given = prompts(7, 11)
+    ((_, (samples,)),) = runs_of(model, tmp_path).samples([site], [given], [1000])
+    wanted = [direct(model, FORM, ids, [site.gate_input, site.activated]) for ids in given.prompts]
+    counts = [len(ids) for ids in given.prompts]
+    assert samples.inputs is not None
+    for i, found in enumerate((samples.inputs, samples.activated)):
+        rows = np.concatenate([w[i].repeat(n, 0) for w, n in zip(wanted, counts, strict=True)])
+        np.testing.assert_allclose(found, rows, rtol=1e-4, atol=1e-4)
+
+
 def test_long_prompts_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activation_runs, "_LONGEST", 8)
     model = make_mlp_model(FORM)

@@ -144,16 +144,29 @@ def _size_of(site: MlpSite) -> int:
 
 
 def _with_samples(model: onnx.ModelProto, wanted: dict[str, int]) -> onnx.ModelProto:
-    """A copy that gives the chosen rows of tensors [..., size] in fp32; an input has the rows' numbers."""
+    """A copy that gives the chosen rows of tensors [..., size] in fp32; an input has the rows' numbers.
+
+    A tensor may have fewer rows than the prompt has tokens: an MLP may read the last token alone. Numbers beyond the last row
+    start again at the first one.
+    """
     found = copy_model(model)
     graph = found.graph
     graph.input.append(helper.make_tensor_value_info(_ROWS, TensorProto.INT64, ["stof_row_count"]))
+    one = "stof_one"
+    graph.initializer.append(helper.make_tensor(one, TensorProto.INT64, [1], [1]))
     for tensor, size in wanted.items():
         shape, flat, rows, name = (f"stof_{what}_of/{tensor}" for what in ("shape", "flat", "rows", "samples"))
+        sizes, count, least, numbers = (f"stof_{what}_of/{tensor}" for what in ("sizes", "count", "least", "numbers"))
         graph.initializer.append(helper.make_tensor(shape, TensorProto.INT64, [2], [-1, size]))
-        graph.node.append(helper.make_node("Reshape", [tensor, shape], [flat], name=flat))
-        graph.node.append(helper.make_node("Gather", [flat, _ROWS], [rows], name=rows, axis=0))
-        graph.node.append(helper.make_node("Cast", [rows], [name], name=name, to=TensorProto.FLOAT))
+        graph.initializer.append(helper.make_tensor(f"{sizes}/parts", TensorProto.INT64, [2], [1, 1]))
+        add = graph.node.append
+        add(helper.make_node("Reshape", [tensor, shape], [flat], name=flat))
+        add(helper.make_node("Shape", [flat], [sizes], name=sizes))
+        add(helper.make_node("Split", [sizes, f"{sizes}/parts"], [count, f"{count}/other"], name=count, axis=0))
+        add(helper.make_node("Max", [count, one], [least], name=least))  # no division by 0
+        add(helper.make_node("Mod", [_ROWS, least], [numbers], name=numbers))
+        add(helper.make_node("Gather", [flat, numbers], [rows], name=rows, axis=0))
+        add(helper.make_node("Cast", [rows], [name], name=name, to=TensorProto.FLOAT))
         graph.output.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, None))
     return found
 
