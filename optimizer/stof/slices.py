@@ -34,7 +34,8 @@ class Slice:
         first, last = self.start or 0, count if self.stop is None else self.stop
         first, last = (x + count if x < 0 else x for x in (first, last))
         if not 0 <= first < last <= count:
-            raise ArgumentError(f"{self.option}: {what}={self.text} selects from {count} {what}, expected 0 to {count}")
+            expected = f"0 to {count}" if ":" in self.text else f"{-count} to {count - 1}"
+            raise ArgumentError(f"{self.option}: {what}={self.text} selects from {count} {what}, expected {expected}")
         return range(first, last)
 
 

@@ -329,7 +329,7 @@ def save_ids(*prompts: Any) -> Callable[[Path], None]:
     ("write", "fields", "words"),
     [
         (save_ids([]), "", "prompt 0 has no token"),
-        (save_ids([3]), "", "has 1 token, expected at least 5, of which a fifth is held out"),
+        (save_ids([3]), "", "has prompts of 1 tokens, expected 5 prompts or one of 5 tokens, as a fifth is held out"),
         (save_ids([1, 2, VOCABULARY] * 4), "", f"prompt 0 has token id {VOCABULARY}, expected 0 to {VOCABULARY - 1}"),
         (save_ids([1, -2] * 4), "", "prompt 0 has token id -2"),
         (save_ids([1, 2] * 4), ",layers=2:", "layers=2: selects from 2 layers"),

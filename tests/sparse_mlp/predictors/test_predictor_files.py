@@ -242,6 +242,7 @@ def test_teal_thresholds_at_the_ends(tmp_path: Path) -> None:
         ({"h2": np.full(1000, -1, "f4")}, "h2 of .* has counts below 0, or none above it"),
         ({"h2": np.zeros(1000, "f4")}, "h2 of .* has counts below 0, or none above it"),
         ({"h2": np.full(1000, np.nan, "f4")}, "h2 of .* has values that are not finite"),
+        ({"h1_centers": np.linspace(0, 1e300, 1000)}, "h1_centers of .* has values that are not finite in fp32"),
         ({"h1.5_centers": -np.arange(1000, dtype="f4")}, r"h1\.5_centers of .* are not ascending"),
     ],
 )

@@ -51,9 +51,10 @@ def read_calibration_prompts(job: Job, spec: MlpSpec) -> CalibrationPrompts:
         return CalibrationPrompts(PromptSet(f"{OPTION} {spec.prompts}", tuple(prompts)), job.prompts)
     fitted, held = _split(prompts)
     if not held:
+        sizes = ", ".join(str(len(p)) for p in prompts)
         raise ArgumentError(
-            f"{OPTION} {spec.prompts} has {len(fitted[0])} token, expected at least {_ONE_IN}, of which a fifth is held out; "
-            "give more, or held-out prompts by --prompts"
+            f"{OPTION} {spec.prompts} has prompts of {sizes} tokens, expected {_ONE_IN} prompts or one of {_ONE_IN} tokens, as a "
+            "fifth is held out; give more, or held-out prompts by --prompts"
         )
     return CalibrationPrompts(
         PromptSet(f"{OPTION} {spec.prompts}", tuple(fitted)),
