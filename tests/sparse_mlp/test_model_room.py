@@ -42,3 +42,18 @@ def test_weights_of_the_model_take_no_more_room(monkeypatch: pytest.MonkeyPatch)
     room = ModelRoom(model)
     assert room.take(sites[0]) == ""
     assert "at most" in room.take(sites[1])
+
+
+def test_transposed_weights_that_something_else_reads_take_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old layout stays in the model beside the new one."""
+    model = make_mlp_model(MlpForm(gated=True, size=64, neurons=256), 2)
+    model.graph.node.add(op_type="Identity", input=["layers.1.up.weight"], output=["copy"], name="copy")
+    model.graph.output.add(name="copy").type.tensor_type.elem_type = onnx.TensorProto.FLOAT
+    source = tmp_path / "model.onnx"
+    onnx.save(model, str(source))
+    monkeypatch.setattr(model_room, "_MOST_BYTES", model.ByteSize() + 1000)
+    rows = stof.optimize(source, tmp_path / "out.onnx").sections["mlps"].to_json()["mlps"]
+    assert [r["replaced"] for r in rows] == [True, False]
+    assert "its regrouped weights need" in rows[1]["reason"]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many regrouped weights a model in memory has room for: a protobuf has less than 2 GiB.
 
-Regrouped weights are part of the model until it is written. What is in the model already takes no more room than before; weights
-that were external data do.
+Regrouped weights are part of the model until it is written. What is in the model already takes no more room than before, unless
+something else reads it, too; weights that were external data do.
 """
 
 from __future__ import annotations
@@ -45,9 +45,13 @@ class ModelRoom:
         return ""
 
     def _growth(self, weight: MlpWeight, is_down: bool) -> int:
-        """Bytes by which the model grows when a weight is regrouped."""
+        """Bytes by which the model grows when a weight is regrouped, or transposed beside the one that other nodes read."""
         q = weight.quantization
-        if q is None or (not is_down and q.linear is None):
+        if q is None:
+            tensor = self._stored[weight.tensor]
+            is_copied = not weight.is_by_neuron and not is_external(tensor) and self._readers[weight.tensor] > 1
+            return (tensor_bytes(tensor) or 0) if is_copied else 0
+        if not is_down and q.linear is None:
             return 0
         scales = self._stored[q.scales]
         blocks = weight.outer * (weight.inner // q.block_size)
