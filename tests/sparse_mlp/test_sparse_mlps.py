@@ -12,7 +12,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 from mlp_models import BLOCK, VOCABULARY, MlpForm, make_mlp_model
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 import stof
 from stof import cli
@@ -147,6 +147,21 @@ def test_wrong_nodes_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     report = stof.optimize(write(tmp_path, MlpForm("relu2")), tmp_path / "out.onnx")
     assert mlps(report).replaced == 0
     assert all("differs" in r.reason for r in mlps(report).rows), [r.reason for r in mlps(report).rows]
+
+
+@pytest.mark.filterwarnings("error")
+def test_infinite_weights_are_compared_without_warnings(tmp_path: Path) -> None:
+    """Neurons are left out whose zero times infinity is NaN: verification finds it, and the MLP stays."""
+    model = make_mlp_model(MlpForm())
+    stored = next(t for t in model.graph.initializer if t.name == "layers.0.down.weight")
+    weight = numpy_helper.to_array(stored).copy()
+    weight[5, 7] = np.inf
+    stored.CopyFrom(numpy_helper.from_array(weight, stored.name))
+    onnx.save(model, str(tmp_path / "model.onnx"))
+    report = stof.optimize(tmp_path / "model.onnx", tmp_path / "out.onnx")
+    (row,) = report.sections["mlps"].to_json()["mlps"]
+    assert not row["replaced"]
+    assert "inf or NaN in one of the two" in row["reason"]
 
 
 def test_plan_and_selection(tmp_path: Path) -> None:

@@ -83,6 +83,7 @@ class MlpChecks(SiteChecks):
                 yield _compare_site(site, nodes[site.output], original, own, captured)
 
 
+@np.errstate(over="ignore", invalid="ignore")  # models may hold infinities and NaN: those of both sides are compared
 def _compare_site(
     site: MlpSite, node: onnx.NodeProto, original: Constants, own: Constants, captured: Mapping[str, np.ndarray]
 ) -> Comparison:
