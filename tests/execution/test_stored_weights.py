@@ -7,8 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from stof.errors import ArgumentError
 from stof.execution.ort_sessions import Sessions
 from stof.execution.run_limits import RunLimits
 from stof.execution.session_process import release_sessions
@@ -100,6 +102,14 @@ def test_external_data_of_the_files_name_is_not_replaced_by_it(tmp_path: Path) -
     finally:
         release_sessions()
     assert (own / "weights.bin").read_bytes() == before
+
+
+def test_a_scratch_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    sessions = Sessions(tmp_path, tmp_path / "none", RunLimits(60.0, 0))
+    with pytest.raises(
+        ArgumentError, match=r"none/model\.onnx, which ONNX Runtime is to read, cannot be written: No such"
+    ):
+        sessions.make(_model(_LARGE, _bias()), optimized=False, library=False)
 
 
 def test_a_file_of_that_name_stays(tmp_path: Path) -> None:

@@ -204,7 +204,10 @@ class Sessions:
             with _utf8_path(path.parent) as folder:
                 return self._session(f"{folder}/{path.name}", entries, optimized, library, shared)
         except OSError as error:
-            raise ArgumentError(f"{path} cannot be written for verification: {error.strerror}") from error
+            raise ArgumentError(
+                f"{path}, which ONNX Runtime is to read, cannot be written: {error.strerror}; give the folder room, or the "
+                "right to write (TMPDIR names the one for temporary files)"
+            ) from error
         finally:
             path.unlink(missing_ok=True)
 
