@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 from mlp_models import VOCABULARY, MlpForm, make_mlp_model
-from onnx import numpy_helper
+from onnx import helper, numpy_helper
 
 import stof
 from stof.bench.core.resident_memory import drop_cached_pages, mapped_resident_bytes, resident_bytes
@@ -82,3 +83,51 @@ def test_idle_neurons_stay_on_disk(tmp_path: Path) -> None:
     idle = row["idle"] * 2 * 4 * FORM.size * FORM.neurons
     assert resident[0] >= 2 * 4 * FORM.size * FORM.neurons * 0.99
     assert resident[0] - resident[1] >= 0.85 * idle
+
+
+_LOADER = """
+import sys
+import onnxruntime as ort
+import stof
+from pathlib import Path
+from stof.bench.core.resident_memory import drop_cached_pages, mapped_resident_bytes
+drop_cached_pages(Path(sys.argv[2]))
+options = ort.SessionOptions()
+stof.register(options)
+session = ort.InferenceSession(sys.argv[1], options, providers=["CPUExecutionProvider"])
+print(mapped_resident_bytes(Path(sys.argv[2])))
+"""
+
+
+def test_hot_rows_are_read_up_to_the_bound(tmp_path: Path) -> None:
+    """STOF_MLP_HOT_MB reads the rows of neurons that fire when a session is made, and no others."""
+    size, neurons, hot = 512, 4096, 2048
+    data = tmp_path / "w.data"
+    with data.open("wb") as file:
+        np.random.default_rng(0).standard_normal((neurons, size), np.float32).tofile(file)
+    weight = onnx.TensorProto(name="down", dims=[neurons, size], data_type=onnx.TensorProto.FLOAT)
+    weight.data_location = onnx.TensorProto.EXTERNAL
+    weight.external_data.append(onnx.StringStringEntryProto(key="location", value=data.name))
+    node = helper.make_node(
+        "StofSparseMLP", ["gate", "gate", "", "", "down"], ["y"], domain="stof", activation="relu", hot_neurons=hot
+    )
+    given, found = (
+        helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, [1, d]) for n, d in (("gate", neurons), ("y", size))
+    )
+    graph = helper.make_graph([node], "mlp", [given], [found], [weight])
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("stof", 1)]
+    path = tmp_path / "model.onnx"
+    path.write_bytes(helper.make_model(graph, opset_imports=opsets, ir_version=9).SerializeToString())
+    resident = []
+    for bound in (None, "1", "64"):
+        environment = {k: v for k, v in os.environ.items() if k != "STOF_MLP_HOT_MB"}
+        environment |= {} if bound is None else {"STOF_MLP_HOT_MB": bound}
+        environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+        command = [sys.executable, "-c", _LOADER, str(path), str(data)]
+        resident.append(
+            int(subprocess.run(command, env=environment, capture_output=True, check=True, text=True).stdout)
+        )
+    ahead = 128 << 10  # what the system maps beyond a page
+    assert resident[0] <= ahead
+    assert MIB <= resident[1] <= MIB + ahead
+    assert 4 * size * hot <= resident[2] <= 4 * size * hot + ahead

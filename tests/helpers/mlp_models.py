@@ -23,6 +23,7 @@ class MlpForm:
         gated: whether a second matmul is multiplied.
         bias: whether matmuls have one.
         gemm: whether matmuls are Gemm nodes with transB on flat tokens, as OPT has them.
+        unflattens: whether neurons are activated with the axes of the tokens, between two Reshapes, as GPT-2 has it.
         dtype: of all tensors.
         size: features of a token.
         neurons: of the MLP.
@@ -38,6 +39,7 @@ class MlpForm:
     gated: bool = False
     bias: bool = True
     gemm: bool = False
+    unflattens: bool = False
     dtype: int = TensorProto.FLOAT
     size: int = 48
     neurons: int = 160
@@ -161,7 +163,15 @@ class _Maker:
         d, f = self.form.size, self.form.neurons
         flat = self.add("Reshape", [x, "flat"], f"{name}/flat") if self.form.gemm else x
         gate, up = self.first(flat, name)
+        if self.form.unflattens:
+            lead = self.add("Shape", [x], f"{name}/lead", start=0, end=2)
+            shape = self.add(
+                "Concat", [lead, self.constant(f"{name}.neurons", np.array([f]))], f"{name}/unfolded", axis=0
+            )
+            gate = self.add("Reshape", [gate, shape], f"{name}/gate")
         hidden = self.activate(gate, f"{name}/act")
+        if self.form.unflattens:
+            hidden = self.add("Reshape", [hidden, self.constant(f"{name}.flat", np.array([-1, f]))], f"{name}/hidden")
         if self.form.gated:
             hidden = self.add("Mul", [up, hidden], f"{name}/hidden")
         output = self.matmul(hidden, f"{name}.down", f, d)

@@ -63,6 +63,7 @@ def emit_mlps(model: onnx.ModelProto, sites: Sequence[MlpSite], folder: Path) ->
         if site.selector is not None and site.selector.predictor_activation != "none":
             attributes["predictor_activation"] = site.selector.predictor_activation
         attributes |= _quantization_attributes(site)
+        attributes |= {} if site.order is None else {"hot_neurons": site.order.hot}
         call.attribute.extend(helper.make_attribute(key, value) for key, value in attributes.items())
         nodes.append(call)
     replace_nodes(found.graph, nodes)

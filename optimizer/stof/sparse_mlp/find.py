@@ -24,7 +24,7 @@ from stof.symbolic import Symbolic
 
 # Functions of one value that are 0 at 0. Those of ONNX Runtime have the same names.
 _ZERO_AT_ZERO = frozenset(
-    {"Abs", "Cast", "Erf", "FastGelu", "Gelu", "Identity", "Neg", "QuickGelu", "Sqrt", "Swish", "Tanh"}
+    {"Abs", "Cast", "Erf", "FastGelu", "Gelu", "Identity", "Neg", "QuickGelu", "Reshape", "Sqrt", "Swish", "Tanh"}
 )
 # Attention nodes whose outputs behind the first one continue a KV cache.
 _WITH_CACHE = frozenset(
@@ -72,11 +72,15 @@ def find_mlps(model: onnx.ModelProto, symbolic: Symbolic, *, any_activation: boo
 
 @dataclass(frozen=True)
 class _Hidden:
-    """What the last matmul multiplies: the activated neurons, and the factor of each; empty: none."""
+    """What the last matmul multiplies: the activated neurons, and the factor of each; empty: none.
+
+    ``is_flattened``: a Reshape joins the axes of the tokens before the matmul, as GPT-2 has it.
+    """
 
     activated: str
     factor: str = ""
     has_zeros: bool = True
+    is_flattened: bool = False
 
 
 class _Finder:
@@ -94,6 +98,9 @@ class _Finder:
         if matmul is None:
             return None
         tensor = matmul.input
+        inner = self._before_reshape(tensor)
+        if inner is not None:
+            return self._read_flattened(inner)
         if not self._has_zeros(tensor, _DEPTH):
             return self._read_without_zeros(tensor) if self._any_activation else None
         product = self._index.producer(tensor)
@@ -104,6 +111,23 @@ class _Finder:
             if len(sides) == 1 and self._matmuls.behind(others[0]) is not None:
                 return _Hidden(sides[0], others[0])
         return _Hidden(tensor)
+
+    def _read_flattened(self, tensor: str) -> _Hidden | None:
+        """Neurons in front of a Reshape; only those that no second matmul multiplies."""
+        if self._has_zeros(tensor, _DEPTH):
+            return _Hidden(tensor, is_flattened=True)
+        if self._any_activation and self._is_activated_matmul(tensor):
+            return _Hidden(tensor, has_zeros=False, is_flattened=True)
+        return None
+
+    def _before_reshape(self, tensor: str) -> str | None:
+        """What a Reshape that keeps the last axis reads; None where a tensor is not the result of one."""
+        node = self._index.producer(tensor)
+        if node is None or node.op_type != "Reshape" or not is_standard(node):
+            return None
+        shape = self._symbolic.shape(tensor)
+        size = shape[-1].constant if shape else None
+        return node.input[0] if size is not None and self._has_width(node.input[0], size) else None
 
     def _read_without_zeros(self, tensor: str) -> _Hidden | None:
         """Neurons behind an activation that gives no zeros, perhaps with a factor."""
@@ -127,7 +151,7 @@ class _Finder:
             node = self._index.producer(gate)
             assert node is not None
             gate = node.input[0]
-        return self._matmuls.behind(gate) is not None
+        return self._matmuls.behind(self._before_reshape(gate) or gate) is not None
 
     def read_site(self, name: str, node: onnx.NodeProto, hidden: _Hidden) -> MlpSite:
         """The site of a matmul.
@@ -137,11 +161,14 @@ class _Finder:
         """
         matmul = self._matmuls.read(node)
         assert matmul is not None
-        for tensor in filter(None, (matmul.input, hidden.factor)):
+        own = hidden.activated if hidden.is_flattened else ""
+        for tensor in filter(None, (matmul.input, hidden.factor, own)):
             if len(self._index.consumers(tensor)) > 1 or self._matmuls.is_visible(tensor):
                 raise UnsupportedError(f"{tensor!r} has other readers, which need all neurons")
         down, output = self._matmuls.read_weight(matmul, sums_over_neurons=True)
         gate, activation = self._read_activation(hidden)
+        if hidden.is_flattened:
+            gate, activation = self._flattened(gate, activation, matmul.input)
         dtype = self._symbolic.dtype(hidden.activated)
         if dtype not in (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16):
             found = onnx.TensorProto.DataType.Name(dtype) if dtype else "not known"
@@ -201,6 +228,11 @@ class _Finder:
         else:
             found = read_activation(self._index, self._symbolic, hidden.activated)
         return found or (hidden.activated, "none")
+
+    def _flattened(self, gate: str, activation: str, flat: str) -> tuple[str, str]:
+        """The gate with the axes of ``flat``, the flattened hidden tensor, and the activation behind it."""
+        found = self._before_reshape(gate) if activation != "none" else None
+        return (flat, "none") if found is None or self._rank(found) != self._rank(flat) else (found, activation)
 
     def _with_gate_weight(self, site: MlpSite) -> MlpSite:
         """The site with the matmul behind its gate, and with the one that gives it, where a predictor may stand for it."""

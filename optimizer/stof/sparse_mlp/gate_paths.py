@@ -99,6 +99,12 @@ class GatePaths:
         """The inputs that a node's result depends on neuron by neuron, or through all neurons; None: otherwise."""
         if node.op_type in _ELEMENTWISE and (is_standard(node) or node.op_type in _CONTRIB):
             return [t for t in node.input if t and not self._is_shared(t)]
+        if node.op_type == "Reshape" and is_standard(node):
+            shape, own = self._symbolic.shape(node.input[0]), self._symbolic.shape(node.output[0])
+            # Neurons stay the last axis.
+            if shape and own and own[-1].constant == shape[-1].constant is not None:
+                return [node.input[0]]
+            return None
         if node.op_type in _REDUCTIONS and is_standard(node):
             shape, own = self._symbolic.shape(node.input[0]), self._symbolic.shape(node.output[0])
             # Only the last axis is reduced, and stays.

@@ -24,6 +24,7 @@ from stof.sparse_mlp.calibration.spec import OPTION, MlpSpec, parse_mlp_spec
 from stof.sparse_mlp.density import NeuronCounts, count_neurons
 from stof.sparse_mlp.emit import emit_mlps, without_selection
 from stof.sparse_mlp.find import MlpCandidate, find_mlps, has_cache
+from stof.sparse_mlp.fused_activations import is_fused_activation, with_separate_activations
 from stof.sparse_mlp.linear_weights import with_dequantized_tokens
 from stof.sparse_mlp.model_room import ModelRoom
 from stof.sparse_mlp.neuron_order import with_orders
@@ -134,7 +135,7 @@ class SparseMlpRewrite(OpRewrite[MlpModel, MlpDecisions]):
         spec = parse_mlp_spec(job.options.sparse_mlp) if job.options.sparse_mlp else None
         if spec is None and not _may_have_zeros(job.model):
             return MlpModel(job.model)
-        before = with_dequantized_tokens(model())
+        before = with_separate_activations(with_dequantized_tokens(model()))
         with job.step("mlps"):
             symbolic = Symbolic(before)
             candidates = tuple(find_mlps(before, symbolic, any_activation=spec is not None))
@@ -250,7 +251,7 @@ class SparseMlpRewrite(OpRewrite[MlpModel, MlpDecisions]):
 
 
 def _may_have_zeros(model: onnx.ModelProto) -> bool:
-    return any(n.op_type in ("QuantizeLinear", "Relu") for n in model.graph.node)
+    return any(n.op_type in ("QuantizeLinear", "Relu") or is_fused_activation(n) for n in model.graph.node)
 
 
 def _with_idle(rows: Sequence[MlpReport], sites: Sequence[MlpSite]) -> list[MlpReport]:

@@ -45,6 +45,7 @@ Status ParseSparseMlp(const AttributeReader& attributes, SparseMlpAttributes* pa
   attributes.Int("bits", &a.bits);
   attributes.Int("block_size", &a.block_size);
   attributes.Int("accuracy_level", &a.accuracy_level);
+  attributes.Int("hot_neurons", &a.hot_neurons);
   attributes.Int("mlp_id", &id);
   STOF_RETURN_IF_ERROR(attributes.CheckTypes());
   STOF_RETURN_IF_ERROR(first);
@@ -70,6 +71,7 @@ Status ParseSparseMlp(const AttributeReader& attributes, SparseMlpAttributes* pa
   if (a.accuracy_level < 0 || a.accuracy_level > Limits::kMostAccuracyLevel) {
     return Unexpected("accuracy_level", a.accuracy_level, "0 to " + std::to_string(Limits::kMostAccuracyLevel));
   }
+  if (a.hot_neurons < 0) return Unexpected("hot_neurons", a.hot_neurons, "0 or more");
   return Status();
 }
 

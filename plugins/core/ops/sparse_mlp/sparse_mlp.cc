@@ -9,6 +9,7 @@
 
 #include "plugins/core/base/integers.h"
 #include "plugins/core/contract/sparse_mlp_limits.h"
+#include "plugins/core/ops/sparse_mlp/hot_rows.h"
 
 namespace stof {
 namespace {
@@ -245,7 +246,13 @@ class SparseMlpOp final : public Op {
  public:
   explicit SparseMlpOp(const SparseMlpAttributes& attributes) : attributes_(attributes) {}
 
-  Status Prepare(const Tensor*, int input_count) override { return CheckCounts(input_count, 1); }
+  Status Prepare(const Tensor* inputs, int input_count) override {
+    STOF_RETURN_IF_ERROR(CheckCounts(input_count, 1));
+    for (const int i : {in::kGateWeight, in::kUpWeight, in::kDownWeight}) {
+      if (i < input_count) hot_rows_.Read(inputs[i], attributes_.hot_neurons);
+    }
+    return Status();
+  }
   int InputCount() const override { return in::kDownWeight + 1; }
   bool IsTypeAllowed(int index, DType dtype, DType typed) const override {
     const bool is_quantized = attributes_.bits != 0;
@@ -311,6 +318,7 @@ class SparseMlpOp final : public Op {
   }
 
   const SparseMlpAttributes attributes_;
+  HotRows hot_rows_;
 };
 
 Status CreateSparseMlp(const AttributeReader& attributes, std::unique_ptr<Op>* op) {
@@ -331,13 +339,11 @@ std::vector<OpLimit> ListLimits(Target, DType) {
 }  // namespace
 
 const OpDescription* SparseMlpDescription() {
-  static constexpr AttributeDescription kAttributes[] = {{"activation", AttributeType::kString},
-                                                         {"selection", AttributeType::kString},
-                                                         {"bits", AttributeType::kInt},
-                                                         {"block_size", AttributeType::kInt},
-                                                         {"accuracy_level", AttributeType::kInt},
-                                                         {"mlp_id", AttributeType::kInt},
-                                                         {"predictor_activation", AttributeType::kString}};
+  static constexpr AttributeDescription kAttributes[] = {
+      {"activation", AttributeType::kString},  {"selection", AttributeType::kString},
+      {"bits", AttributeType::kInt},           {"block_size", AttributeType::kInt},
+      {"accuracy_level", AttributeType::kInt}, {"hot_neurons", AttributeType::kInt},
+      {"mlp_id", AttributeType::kInt},         {"predictor_activation", AttributeType::kString}};
   static constexpr OpDescription description = [] {
     OpDescription d;
     d.name = "StofSparseMLP";
