@@ -240,6 +240,7 @@ DAMAGES: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("bits", {}, {"bits": 3, "block_size": 32}, "attribute bits is 3, expected 0, 4 or 8"),
     ("block", {}, {"bits": 4, "block_size": 48}, "attribute block_size is 48, expected a power of two from 16 to 256"),
     ("block of none", {}, {"block_size": 32}, "attribute block_size is 32, expected 0, as attribute bits is 0"),
+    ("hot neurons", {}, {"hot_neurons": -1}, "attribute hot_neurons is -1, expected 0 or more"),
     ("level", {}, {"accuracy_level": 5}, "attribute accuracy_level is 5, expected 0 to 4"),
     ("type of an attribute", {}, {"bits": 4.0}, "attribute bits is of another type, expected an integer"),
     ("no scales", {}, {"bits": 4, "block_size": 32}, "down_scales is missing, expected it with attribute bits"),
