@@ -11,7 +11,7 @@ from pathlib import Path
 from stof.bench.core import measure
 from stof.bench.core.candidate import Unavailable, select
 from stof.bench.cpu import cases, sparse_mlp
-from stof.bench.decoder import mlp_decoder
+from stof.bench.decoder import mlp_decoder, mlp_models
 from stof.bench.gpu.cases import GRIDS
 from stof.errors import ArgumentError
 from stof.files import write_text
@@ -93,14 +93,16 @@ def _parser() -> Parser:
     decoder.add_argument("--prepare", action="store_true", help="write them, which needs no GPU, and end")
     mlps = commands.add_parser("decoder-mlp", help="a whole decoder whose MLPs are sparse beside the dense one")
     mlps.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    mlps.add_argument("--models", nargs="+", choices=list(mlp_decoder.MODELS), required=True)
-    mlps.add_argument("--precisions", nargs="+", choices=mlp_decoder.PRECISIONS, default=["float32"])
+    mlps.add_argument("--models", nargs="+", choices=list(mlp_models.MODELS), required=True)
+    mlps.add_argument("--precisions", nargs="+", choices=mlp_models.PRECISIONS, default=["float32"])
     mlps.add_argument(
         "--active", type=float, default=None, metavar="SHARE", help="of the neurons; default: the model's"
     )
+    mlps.add_argument("--idle", type=float, default=0.0, metavar="SHARE", help="of the neurons: they never fire (0)")
     mlps.add_argument("--batch", type=int, default=1, metavar="B", help="sequences of a token")
     mlps.add_argument("--variants", nargs="+", default=None, metavar="NAME", help="default: all")
     mlps.add_argument("--no-memory", action="store_true", help="do not measure resident memory")
+    mlps.add_argument("--no-times", action="store_true", help="measure resident memory alone")
     generation = commands.add_parser(
         "decode-genai", help="a model folder of ONNX Runtime GenAI before and after, on the CPU"
     )

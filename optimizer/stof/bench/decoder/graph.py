@@ -79,8 +79,8 @@ class Weight:
         dims: its shape.
         offset: bytes from the start of the file.
         kind: "matrix" [in, out], "embedding" and "uint8" are random; "norm" is around 1; "cos" and "sin" are rotary
-            tables; all values of a "bias" are ``value``.
-        value: of a "bias".
+            tables; all values of "scales" are ``value``; "gate_bias" is that of the MLP's form.
+        value: of "scales".
     """
 
     name: str
@@ -92,7 +92,7 @@ class Weight:
     @property
     def is_read_whole(self) -> bool:
         """Whether a token reads all of it: embeddings and rotary tables give a row each."""
-        return self.kind in ("matrix", "norm", "uint8", "bias")
+        return self.kind in ("matrix", "norm", "uint8", "scales", "gate_bias")
 
     def bytes_of(self, shape: DecoderShape) -> int:
         """Its bytes in the file."""

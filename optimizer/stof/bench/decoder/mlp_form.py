@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The MLP of a bench's decoder: its form, how its weights are stored, and biases that give a share of active neurons."""
+"""The MLP of a bench's decoder: its form, how its weights are stored, and biases that give shares of active and idle neurons."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import TYPE_CHECKING
 
+import numpy as np
 from onnx import helper
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 GAIN = 0.7  # of a weight matrix: its values have the variance (gain^2 / rows)
 NORM_SPREAD = 0.1  # the standard deviation of a norm's weights around 1
+IDLE_BIAS = -100.0  # of a neuron that never fires: gates are within some units of 0
 ACTIVATIONS = ("silu", "relu", "relu2", "gelu_tanh")
 
 
@@ -28,30 +30,62 @@ class MlpForm:
         active: the share of the neurons whose activation is above zero; None: as random weights have it, a half.
         has_top_k: Gemma 3n's: the gate counts only above the mean and some standard deviations of a token's gates, which
             ``active`` gives.
+        idle: the share of the neurons that never fire, at random places; the others fire more often, so that ``active`` is
+            the share of all.
+
+    Raises:
+        ValueError: for an idle share of neurons that cannot be idle.
     """
 
     activation: str = "silu"
     is_gated: bool = True
     active: float | None = None
     has_top_k: bool = False
+    idle: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Checks the idle share."""
+        if not self.idle:
+            return
+        if self.has_top_k or self.activation not in ("relu", "relu2"):
+            kind = "the threshold of Gemma 3n" if self.has_top_k else self.activation
+            raise ValueError(f"neurons with {kind} are never idle for all tokens; idle needs relu or relu2")
+        active = self.active or 0.0
+        if not 0 < self.idle < 1 - active:
+            raise ValueError(
+                f"the share of idle neurons is {self.idle:g}, expected 0 or more, and less than {1 - active:g} where {active:g} "
+                "are active"
+            )
 
     @property
     def shift(self) -> float:
-        """The bias of the first matmul with which that share of its values is above zero.
+        """The bias of the first matmul with which that share of its values is above zero; that of neurons that are not idle.
 
         Tokens are normed, so that the values are normal with the standard deviation ``GAIN`` over the norm's weights.
         """
         if self.active is None or self.has_top_k:
             return 0.0
-        return NormalDist(0, GAIN * math.sqrt(1 + NORM_SPREAD**2)).inv_cdf(self.active)
+        return NormalDist(0, GAIN * math.sqrt(1 + NORM_SPREAD**2)).inv_cdf(self.active / (1 - self.idle))
+
+
+def count_idle(form: MlpForm, neurons: int) -> int:
+    """How many of an MLP's neurons never fire."""
+    return round(form.idle * neurons)
+
+
+def gate_bias(form: MlpForm, neurons: int, seed: int) -> np.ndarray:
+    """The bias of the first matmul, fp64 [F]; idle neurons are at random places."""
+    found = np.full(neurons, form.shift)
+    found[np.random.default_rng(seed).permutation(neurons)[: count_idle(form, neurons)]] = IDLE_BIAS
+    return found
 
 
 def add_mlp(graph: DecoderGraph, path: str, normed: str) -> str:
     """The nodes of an MLP; the name of what it adds to the hidden states."""
     form, shape = graph.shape.mlp, graph.shape
     gate = graph.matmul(f"{path}/{'gate_proj' if form.is_gated else 'fc1'}/MatMul", normed, shape.hidden, shape.inner)
-    if form.shift:
-        bias = graph.weight(f"{path}/fc1.bias", (shape.inner,), "bias", form.shift)
+    if form.shift or form.idle:
+        bias = graph.weight(f"{path}/fc1.bias", (shape.inner,), "gate_bias")
         gate = graph.add("Add", f"{path}/fc1/Add", [gate, bias])[0]
     if form.has_top_k:
         gate = _top_k(graph, path, gate, form.active or 1.0)
@@ -94,7 +128,7 @@ def quantized_matmul(graph: DecoderGraph, name: str, given: str, rows: int, colu
     blocks = -(-rows // block)
     spread = math.sqrt((4**bits - 1) / 12)  # of values drawn evenly from 0 .. 2^bits - 1
     values = graph.weight(f"{name}.qweight", (columns, blocks, block * bits // 8), "uint8")
-    scales = graph.weight(f"{name}.scales", (columns * blocks,), "bias", GAIN / math.sqrt(rows) / spread)
+    scales = graph.weight(f"{name}.scales", (columns * blocks,), "scales", GAIN / math.sqrt(rows) / spread)
     output = f"{name}/output_0"
     graph.nodes.append(
         helper.make_node(

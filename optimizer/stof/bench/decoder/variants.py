@@ -14,7 +14,7 @@ from onnx import numpy_helper
 
 from stof.bench.decoder.devices import DecoderDevice
 from stof.bench.decoder.graph import RANDOM, WEIGHTS, Decoder, DecoderShape, build_decoder, matrix_gain, rotary_table
-from stof.bench.decoder.mlp_form import NORM_SPREAD
+from stof.bench.decoder.mlp_form import NORM_SPREAD, gate_bias
 from stof.files import write_bytes
 from stof.mask.expression import CAUSAL, MaskExpression
 
@@ -138,8 +138,10 @@ def _write_file(decoder: Decoder, folder: Path) -> None:
                 continue
             if weight.kind == "norm":
                 values = 1 + NORM_SPREAD * np.random.default_rng(number).standard_normal(weight.dims)
-            elif weight.kind == "bias":
+            elif weight.kind == "scales":
                 values = np.full(weight.dims, weight.value)
+            elif weight.kind == "gate_bias":
+                values = gate_bias(decoder.shape.mlp, weight.dims[0], number)
             else:
                 values = rotary_table(weight)
             file.seek(weight.offset)
