@@ -78,8 +78,8 @@ class Weight:
         name: of the initializer.
         dims: its shape.
         offset: bytes from the start of the file.
-        kind: "matrix" [in, out], "embedding" and "uint8" are random; "norm" is around 1; "cos" and "sin" are rotary
-            tables; all values of "scales" are ``value``; "gate_bias" is that of the MLP's form.
+        kind: "matrix" [in, out], "embedding" and "uint8" (two values of 4 bits) are random; "norm" is around 1; "cos" and
+            "sin" are rotary tables; all values of "scales" are ``value``; "gate_bias" is that of the MLP's form.
         value: of "scales".
     """
 

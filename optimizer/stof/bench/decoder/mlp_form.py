@@ -126,7 +126,7 @@ def quantized_matmul(graph: DecoderGraph, name: str, given: str, rows: int, colu
     """A MatMulNBits with random values of 4 bits, whose products have the variance of those of ``GAIN``."""
     block, bits = graph.shape.block_size, 4
     blocks = -(-rows // block)
-    spread = math.sqrt((4**bits - 1) / 12)  # of values drawn evenly from 0 .. 2^bits - 1
+    spread = math.sqrt(((2**bits - 1) ** 2 - 1) / 12)  # of values drawn evenly from 1 .. 2^bits - 1
     values = graph.weight(f"{name}.qweight", (columns, blocks, block * bits // 8), "uint8")
     scales = graph.weight(f"{name}.scales", (columns * blocks,), "scales", GAIN / math.sqrt(rows) / spread)
     output = f"{name}/output_0"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -75,7 +76,8 @@ def _run_apart(files: MlpFiles, variant: MlpVariant, shape: DecoderShape) -> dic
     sizes = ",".join(map(str, (shape.layers, shape.kv_heads, shape.head_size, shape.vocabulary)))
     command = [sys.executable, "-m", "stof.bench.decoder.mlp_memory", str(files.paths[variant.name])]
     command += [str(int(variant.optimized)), sizes, *map(str, files.weights)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_LONGEST)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_LONGEST, env=environment)
     return {name: int(size) for name, size in json.loads(done.stdout.splitlines()[-1]).items()}
 
 

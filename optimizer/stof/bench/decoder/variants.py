@@ -123,10 +123,18 @@ def write_weights(decoder: Decoder, device: DecoderDevice, folder: Path) -> None
             if weight.kind in RANDOM:
                 file.seek(weight.offset)
                 if weight.kind == "uint8":
-                    file.write(np.random.default_rng(number).bytes(math.prod(weight.dims)))
+                    file.write(_random_nibbles(math.prod(weight.dims), number).tobytes())
                     continue
                 values = device.numpy(device.normal(weight.dims, decoder.shape.dtype, number, matrix_gain(weight)))
                 file.write(values.tobytes())
+
+
+def _random_nibbles(count: int, seed: int) -> np.ndarray:
+    """Bytes of two values from 1 to 15: their mean is MatMulNBits' zero point, so that products have no common offset."""
+    rng = np.random.default_rng(seed)
+    low, high = (rng.integers(1, 16, count, np.uint8) for _ in range(2))
+    found: np.ndarray = low | high << 4
+    return found
 
 
 def _write_file(decoder: Decoder, folder: Path) -> None:
