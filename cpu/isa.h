@@ -9,6 +9,11 @@
 
 namespace stof {
 
+// The namespace of AVX-512's kernels; avx2 in a build that leaves them out (STOF_AVX512 in CMakeLists.txt).
+#ifndef STOF_AVX512_KERNELS
+#define STOF_AVX512_KERNELS avx512
+#endif
+
 // ISA(enumerator, name, CPU features, and the namespaces of its kernels: attention, chain, GEMM, packed GEMM), from the
 // least to the best: a set's features include those of the sets before it. A set may run the kernels of a lesser one.
 // Processors other than x86-64 run the portable kernels alone.
@@ -16,7 +21,7 @@ namespace stof {
   ISA(kPortable, "portable", true, portable, portable, portable, portable)                                            \
   ISA(kAvx2, "avx2", STOF_HAS("avx2") && STOF_HAS("fma") && STOF_HAS("f16c"), avx2, avx2, avx2, avx2)                 \
   ISA(kAvx512, "avx512", STOF_HAS("avx512f") && STOF_HAS("avx512bw") && STOF_HAS("avx512dq") && STOF_HAS("avx512vl"), \
-      avx512, avx512, avx2, avx512)
+      STOF_AVX512_KERNELS, STOF_AVX512_KERNELS, avx2, STOF_AVX512_KERNELS)
 
 // The namespaces that kernels are compiled in: DECLARE(namespace). Each operator has one of its own inside, such as
 // avx2::attention. Two operators' functions of one name would be one symbol, and the linker would keep one of them.

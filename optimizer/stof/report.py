@@ -150,6 +150,11 @@ class Section(ABC):
         return False
 
     @property
+    def verified_form(self) -> str:
+        """In which form the outputs were compared, where the section changes them; else empty."""
+        return ""
+
+    @property
     def loss_headlines(self) -> list[str]:
         """A line for the loss of whole prompts, and one for that of decoding."""
         return [] if self.loss is None else self.loss.headlines()
@@ -342,6 +347,8 @@ class Report:
                 f"verified: {len(outputs)} outputs against the original, worst difference {worst.difference:.2e} of "
                 f"{worst.budget:.2e} allowed ({v.seconds:.1f} s{_describe_end(v)}); {describe_coverage(outputs)}"
             )
+            forms = [s.verified_form for s in self.sections.values() if s.changes_outputs and s.verified_form]
+            lines += [f"          ({form})" for form in forms]
             lines += _undefined_lines(outputs)
         if others:
             worst = max(others, key=lambda c: c.budget)

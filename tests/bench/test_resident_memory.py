@@ -40,8 +40,12 @@ def test_pages_that_are_read_are_resident(tmp_path: Path) -> None:
 
 
 def test_other_processes() -> None:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as other:
-        assert resident_bytes(other.pid) > MIB // 4
+    command = [sys.executable, "-c", "held = b'x' * (8 << 20); print(len(held), flush=True); input()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        assert resident_bytes(other.pid) > 8 * MIB
+        other.communicate(b"\n")
     with pytest.raises(StofError, match=r"/proc/\d+/smaps_rollup cannot be read"):
         resident_bytes(other.pid)
 

@@ -56,7 +56,7 @@ def weight_bytes(model: onnx.ModelProto) -> int:
 
 
 @pytest.mark.parametrize(
-    ("form", "external"), [*((f, False) for f in FORMS), *((f, True) for f in FORMS[:4] + FORMS[6:7])], ids=str
+    ("form", "external"), [*((f, False) for f in FORMS), *((f, True) for f in FORMS[:3] + FORMS[6:7])], ids=str
 )
 def test_packed_weights_are_split(form: MlpForm, external: bool, tmp_path: Path) -> None:
     """Each neuron is computed by its own part, with the library and without."""

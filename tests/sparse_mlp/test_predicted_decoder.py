@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import onnx
+import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import stof
+from stof.errors import VerifyError
 from stof.execution.inputs import InputMaker
 from stof.options import Options
 from stof.prompt_runs.feeds import make_feed
@@ -82,6 +85,24 @@ def test_decoder_is_calibrated_and_measured_with_its_cache(tmp_path: Path) -> No
     # Each token of a prompt has the same neurons, decoded or not: both losses are of the same kind of numbers.
     assert 0 < section.loss.decoded.kl < 10 * section.loss.whole.kl
     assert "loss of decoding on 2 prompts, 16 tokens" in report.to_text()
+
+
+def test_patterns_and_predicted_neurons_have_one_loss(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    prompts = tmp_path / "p.npz"
+    np.savez(prompts, *[rng.integers(0, WORDS, 24) for _ in range(5)])
+    options = Options(sparse_mlp=f"{prompts},active=0.5", sparsify="window=8,sink=2", max_kl=1e9)
+    report = stof.optimize(decoder(tmp_path / "model.onnx"), tmp_path / "out.onnx", options)
+    section = report.sections["mlps"]
+    assert report.sparsity is not None
+    assert report.sparsity.loss is not None
+    assert section.loss is not None
+    assert section.loss.whole == report.sparsity.loss
+    first = report.to_text().split("\n")[0]
+    assert "--sparsify puts a pattern on 1 of 1 attentions" in first
+    assert "--sparse-mlp computes predicted neurons alone in 1 of 1 MLPs" in first
+    with pytest.raises(VerifyError, match="--sparsify with --sparse-mlp changes outputs too much"):
+        stof.optimize(tmp_path / "model.onnx", tmp_path / "out.onnx", replace(options, max_kl=1e-9))
 
 
 def test_inputs_of_a_prompt_without_padding_and_past() -> None:

@@ -16,6 +16,7 @@ from onnx import TensorProto, helper
 
 import stof
 from stof import cli
+from stof.errors import ArgumentError
 from stof.options import Options
 from stof.report import Report
 from stof.sparse_mlp.report import MlpSection
@@ -154,6 +155,11 @@ def test_plan_and_selection(tmp_path: Path) -> None:
     report = stof.optimize(source, tmp_path / "b.onnx", Options(plan=tmp_path / "p.json"))
     assert [r.replaced for r in mlps(report).rows] == [False, True]
     assert (tmp_path / "a.onnx").read_bytes() == (tmp_path / "b.onnx").read_bytes()
+
+    plan["mlps"][0]["mlp"] = "elsewhere"
+    (tmp_path / "p.json").write_text(json.dumps(plan))
+    with pytest.raises(ArgumentError, match="the plan has MLP 'elsewhere', which the model does not have"):
+        stof.optimize(source, tmp_path / "c.onnx", Options(plan=tmp_path / "p.json"))
 
 
 def test_optimized_again(tmp_path: Path) -> None:

@@ -93,6 +93,10 @@ class MlpSection(Section):
     def changes_outputs(self) -> bool:
         return self.predicted > 0
 
+    @property
+    def verified_form(self) -> str:
+        return "with every neuron of predicted MLPs active: the loss says what leaving out neurons changes"
+
     def without(self, reason: str) -> MlpSection:
         """The section where no MLP is replaced, for one reason."""
         rows = [replace(r, replaced=False, reason=reason, predicted_gain=None) if r.replaced else r for r in self.rows]

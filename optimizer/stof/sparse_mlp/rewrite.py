@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import onnx
 
-from stof.errors import ArgumentError, ModelError
+from stof.errors import ArgumentError
 from stof.graph.index import DOMAIN, all_nodes
 from stof.graph.names import FreshNames
 from stof.op_rewrite import Decisions, Job, OpRewrite
@@ -173,22 +173,23 @@ class SparseMlpRewrite(OpRewrite[MlpModel, MlpDecisions]):
     def decide(self, job: Job, found: MlpModel) -> MlpDecisions:
         rows: list[MlpReport] = []
         sites: list[MlpSite] = []
+        self.check_plan(job, [NamedCandidate(c.name, i) for i, c in enumerate(found.candidates)])
         room = ModelRoom(found.model) if found.candidates else None
         for index, candidate in enumerate(found.candidates):
             row, site, reason = _describe(job, found, candidate, index)
-            reason = self._reason_kept(job, candidate, index, reason)
+            reason = self.reason_kept(job, NamedCandidate(candidate.name, index), reason)
             if site is not None and room is not None and not reason:
                 reason = room.take(site)
             if reason or site is None:
                 rows.append(replace(row, predicted_gain=None, reason=reason))
                 continue
-            self._check_plan(job, site)
+            self._check_selection(job, site)
             rows.append(replace(row, replaced=True, reason="replaced"))
             sites.append(site)
         sites = with_orders(found.model, sites, found.counts)
         return MlpDecisions(found, _section(job, found, _with_idle(rows, sites)), tuple(sites))
 
-    def _check_plan(self, job: Job, site: MlpSite) -> None:
+    def _check_selection(self, job: Job, site: MlpSite) -> None:
         """Refuses a plan that was made with another --sparse-mlp.
 
         Raises:
@@ -200,27 +201,6 @@ class SparseMlpRewrite(OpRewrite[MlpModel, MlpDecisions]):
                 f"the plan selects neurons of MLP {site.name!r} by {entry.selection}, and {OPTION} by {site.selection}; give the "
                 f"{OPTION} that it was saved with"
             )
-
-    def _reason_kept(self, job: Job, candidate: MlpCandidate, index: int, impossible: str) -> str:
-        """Why a candidate stays as it is; empty where it is replaced.
-
-        Raises:
-            ModelError: when the plan replaces what cannot be.
-        """
-        if reason := job.selections[KEY].reason_left_out(NamedCandidate(candidate.name, index)):
-            return reason
-        has_entries = job.plan is not None and KEY in job.plan.entries
-        entry = job.plan.of(KEY, candidate.name) if job.plan is not None else None
-        if has_entries and entry is None:
-            return "not in the plan"
-        if isinstance(entry, MlpPlan) and not entry.replace:
-            return entry.reason or "left as it is by the plan"
-        reason = impossible
-        if reason and entry is not None:
-            raise ModelError(
-                f"the plan replaces MLP {candidate.name!r}, which cannot be: {reason}; set its replace to false"
-            )
-        return reason
 
     def verifiable_form(self, model: onnx.ModelProto) -> onnx.ModelProto:
         return without_selection(model)
@@ -265,7 +245,7 @@ def _section(job: Job, found: MlpModel, rows: list[MlpReport]) -> MlpSection:
     return MlpSection(
         rows,
         job.options.sparse_mlp,
-        "" if fitted is None else fitted.source,
+        "" if fitted is None or found.spec is None else str(found.spec.prompts),
         "" if held is None else held.source,
         has_logits(job.model),
     )

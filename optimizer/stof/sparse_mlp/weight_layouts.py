@@ -27,7 +27,7 @@ from stof.sparse_mlp.quantized import QuantizedArrays, regroup_by_neuron, to_row
 from stof.sparse_mlp.site import MlpWeight, NeuronOrder
 
 _Order = NeuronOrder | None
-_SMALL = 1 << 16  # bytes of external data that become part of the model in another layout
+_SMALL = 1 << 16  # bytes of an external bias that becomes part of the model in another layout
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ class WeightLayouts:
             return kept.tensor
         if kept not in self._kept:
             name = self._kept[kept] = self._tensors.make(f"{kept.tensor}/by_neuron")
-            if is_external(stored) and (tensor_bytes(stored) or 0) > _SMALL:
+            if is_external(stored) and (len(kept.dims) > 1 or (tensor_bytes(stored) or 0) > _SMALL):
                 self._keep_external(kept, stored, name)
             else:
                 array = map_array(stored, self._folder).reshape(kept.dims)

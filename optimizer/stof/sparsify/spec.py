@@ -28,7 +28,7 @@ from stof.sparsify.patterns import (
 )
 
 _S2 = "s2:"
-_PLACES = ("layers", "dense_layers", "heads", "active_heads")
+_SCOPES = ("layers", "dense_layers", "heads", "active_heads")
 _FIELDS = {
     "s2": ("local", "stride", "block", "offset", "relative", "homogeneous", "dense_heads", "per"),
     "window": ("window", "sink"),
@@ -181,10 +181,10 @@ def _parse_clause(text: str) -> Clause:
     key = items[0].partition("=")[0].strip()
     if "=" not in items[0] or Path(items[0]).exists():
         fields = _Fields(text, items[1:], "")
-        options = {k: v for k, v in fields.values.items() if k not in _PLACES}
+        options = {k: v for k, v in fields.values.items() if k not in _SCOPES}
         path = Path(items[0].strip())
         return replace(fields.clause(read_pattern_file(path, options)), file=path)
-    kinds = {"window": "window", "sink": "window", "mask": "mask", **dict.fromkeys(_PLACES, "")}
+    kinds = {"window": "window", "sink": "window", "mask": "mask", **dict.fromkeys(_SCOPES, "")}
     if key not in kinds:
         raise ArgumentError(f"--sparsify {text!r} begins with {key!r}, expected {_EXPECTED}")
     names = {item.partition("=")[0].strip() for item in items}
@@ -223,7 +223,7 @@ class _Fields:
     def __init__(self, clause: str, items: Sequence[str], kind: str) -> None:
         self.clause_text = clause
         self.values: dict[str, str] = {}
-        known = (*_FIELDS[kind], *_PLACES) if kind else ()
+        known = (*_FIELDS[kind], *_SCOPES) if kind else ()
         for item in items:
             key, sign, value = (x.strip() for x in item.partition("="))
             if not sign or not key:

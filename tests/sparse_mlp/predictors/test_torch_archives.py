@@ -252,7 +252,7 @@ def test_mutated_files_are_read_or_refused(tmp_path: Path) -> None:
     good = archive(members_of({"fc1.weight": VALUES, "fc2.weight": VALUES[:2]}))
     rng = random.Random(7)
     refused = 0
-    for _ in range(600):
+    for _ in range(300):
         data = bytearray(good)
         for _ in range(rng.randrange(1, 4)):
             i = rng.randrange(len(data))
@@ -267,7 +267,7 @@ def test_mutated_files_are_read_or_refused(tmp_path: Path) -> None:
             read(tmp_path, bytes(data))
         except ArgumentError:
             refused += 1
-    assert refused > 400
+    assert refused > 200
 
 
 def test_mutated_pickles_are_read_or_refused(tmp_path: Path) -> None:
@@ -275,7 +275,7 @@ def test_mutated_pickles_are_read_or_refused(tmp_path: Path) -> None:
     members = members_of({"fc1.weight": VALUES, "fc2.weight": VALUES[:2]})
     rng = random.Random(8)
     refused = 0
-    for _ in range(800):
+    for _ in range(400):
         content = bytearray(members["saved/data.pkl"])
         for _ in range(rng.randrange(1, 4)):
             i = rng.randrange(len(content))
@@ -284,4 +284,4 @@ def test_mutated_pickles_are_read_or_refused(tmp_path: Path) -> None:
             read(tmp_path, archive({**members, "saved/data.pkl": bytes(content)}))
         except ArgumentError:
             refused += 1
-    assert refused > 500
+    assert refused > 250

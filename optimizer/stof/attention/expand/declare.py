@@ -21,13 +21,13 @@ from stof.graph.external_data import read_constants
 from stof.graph.index import all_nodes, node_tensors, opset_of, producers
 from stof.graph.node_builder import Builder
 from stof.graph.protobuf import copy_node, copy_with_nodes
-from stof.mask.expression import MaskExpression
+from stof.mask.expression import CAUSAL, MaskExpression
 from stof.mask.site import AttentionSite
 from stof.mask.to_onnx import ScoreSizes, emit_mask
 from stof.op_rewrite import Job
 from stof.selection import NamedCandidate
 from stof.sparsify.bias_nodes import emit_bias
-from stof.sparsify.patterns import CAUSAL, HeadCounts, Pattern
+from stof.sparsify.patterns import HeadCounts, Pattern
 from stof.sparsify.sparsity import DeclaredPattern
 
 _PREFIX = "stof_pattern_"
@@ -40,7 +40,7 @@ class _Placed:
     site: AttentionSite
     softmax: str  # its output
     declared: DeclaredPattern
-    mask: str  # the site's own one, and the pattern
+    mask: MaskExpression  # the site's own one, and the pattern
 
 
 def declare_on_sites(job: Job, key: str) -> Job:
@@ -75,18 +75,17 @@ def declare_on_sites(job: Job, key: str) -> Job:
                 softmax = reasons.softmax_of(site)
                 assert softmax is not None
                 declared = DeclaredPattern(*found, tables={})
-                is_padded = bool(MaskExpression.parse(reasons.masks[site.name]).vectors)
-                sparsity.put(site.name, layer, softmax.output[0], declared, is_padded=is_padded)
-                mask = MaskExpression.parse(reasons.masks[site.name]) & declared.pattern.condition
-                placed.append(_Placed(site, softmax.output[0], declared, mask.text))
+                own = reasons.masks[site.name]
+                sparsity.put(site.name, layer, softmax.output[0], declared, is_padded=bool(own.vectors))
+                placed.append(_Placed(site, softmax.output[0], declared, own & declared.pattern.condition))
             layer += 1
     if not placed:
         return job
     model = _add_biases(main.prepared.expand_for([p.site for p in placed]), placed)
     # Stated masks are checked against the graph, and are shorter than what is recovered of it; they cannot have tables.
-    stated = {p.site.name: p.mask for p in placed if not p.declared.pattern.tables}
+    stated = {p.site.name: p.mask.text for p in placed if not p.declared.pattern.tables}
     # A query of padding without a key gives another mixture where biases of mask and pattern add up. Nobody reads it.
-    ignores = job.options.ignore_empty_rows or any(MaskExpression.parse(p.mask).vectors for p in placed)
+    ignores = job.options.ignore_empty_rows or any(p.mask.vectors for p in placed)
     options = replace(job.options, masks={**stated, **job.options.masks}, ignore_empty_rows=ignores)
     return replace(job, model=model, options=options)
 
@@ -95,7 +94,7 @@ class _Reasons:
     """Why sites of the main graph take no pattern."""
 
     def __init__(self, job: Job, scope: Scope) -> None:
-        self.masks: dict[str, str] = {}  # of sites that take a pattern
+        self.masks: dict[str, MaskExpression] = {}  # of sites that take a pattern
         self._symbolic = scope.symbolic
         self._writers = producers(scope.prepared.model.graph.node)
         target = target_of(replace(job.options, tune=0.0), str(job.library.get("cpu_isa", "")))
@@ -117,11 +116,11 @@ class _Reasons:
             row = self._decider.decide(site).report
         except StofError as error:
             return str(error)
-        mask = MaskExpression.parse(row.mask).without_padding() if row.mask else None
-        if mask is None or mask != CAUSAL:
+        mask = MaskExpression.parse(row.mask) if row.mask else None
+        if mask is None or mask.without_padding() != CAUSAL:
             found = f": {row.mask}" if row.mask else "" if not row.reason else f": {row.reason}"
             return f"its mask is no plain causal one{found}"
-        self.masks[site.name] = row.mask
+        self.masks[site.name] = mask
         return ""
 
 

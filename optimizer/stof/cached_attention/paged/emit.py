@@ -10,8 +10,10 @@ import onnx
 from onnx import helper
 
 from stof.cached_attention.function_body import make_variant_function
-from stof.cached_attention.paged.site import INPUTS, MICROSOFT, OP, OP_INPUTS, OUTPUTS, PAGED, PagedSite
-from stof.graph.index import DOMAIN, all_nodes, opset_of
+from stof.cached_attention.node_site import MICROSOFT
+from stof.cached_attention.paged.site import INPUTS, OP, OP_INPUTS, OUTPUTS, PAGED, PagedSite
+from stof.cached_attention.rewrite_node import rewrite_node
+from stof.graph.index import all_nodes, opset_of
 from stof.graph.local_functions import add_functions, check_absent
 from stof.graph.names import FreshNames
 from stof.graph.protobuf import copy_model
@@ -65,36 +67,9 @@ def emit_pages(model: onnx.ModelProto, sites: Sequence[PagedSite]) -> onnx.Model
         site = by_output.get(node.output[0]) if node.output else None
         if site is not None:
             number = variants.setdefault(PagedVariant.of(site), len(variants))
-            most = max(most, _rewrite_node(node, site, names, number))
+            rewrite_node(node, site, OP, site.read_inputs, len(OUTPUTS), number, names)
+            most = max(most, len(node.input))
     contrib = next((int(e.version) for e in found.opset_import if e.domain == MICROSOFT), 1)
     function = make_variant_function(OP, OP_INPUTS[:most], OUTPUTS, list(variants), opset_of(model), contrib)
     add_functions(found, [function])
     return found
-
-
-def _rewrite_node(node: onnx.NodeProto, site: PagedSite, names: FreshNames, mask_id: int) -> int:
-    """Turns a node into the operator in place; documentation and metadata stay. Returns the number of inputs."""
-    attributes = {
-        "num_heads": site.num_heads,
-        "kv_num_heads": site.kv_num_heads,
-        "mask": site.mask,
-        "mask_id": mask_id,
-        "scale": site.scale,
-        "softcap": site.softcap,
-        "do_rotary": int(site.does_rotary),
-        "rotary_interleaved": int(site.is_interleaved),
-        "rotary_offset": site.rotary_offset,
-        "qk_norm_epsilon": site.norm_epsilon,
-    }
-    inputs = site.read_inputs
-    while not inputs[-1]:
-        inputs.pop()
-    node.op_type, node.domain = OP, DOMAIN
-    node.name = names.make(f"{site.name.rpartition('/')[0] or site.name}/{OP}")
-    outputs = list(node.output[: len(OUTPUTS)])
-    for field, values in ((node.input, inputs), (node.output, outputs)):
-        del field[:]
-        field.extend(values)
-    del node.attribute[:]
-    node.attribute.extend(helper.make_attribute(name, value) for name, value in attributes.items())
-    return len(inputs)

@@ -28,7 +28,7 @@ class NeuronSelector:
         threshold: fp32 [1], or [F] with one for each neuron.
         predictor_down: fp32 [R, K], or None. R is the rank, K the size of a token.
         predictor_up: fp32 [F, R], or None; given together with ``predictor_down``.
-        predictor_activation: ``none``, or ``relu`` as in PowerInfer's predictors; StofSparseMLP has ``none`` alone.
+        predictor_activation: ``none``, or ``relu`` as in PowerInfer's predictors.
 
     Raises:
         ArgumentError: for another type or shape, or values that are not finite.

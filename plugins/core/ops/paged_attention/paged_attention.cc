@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Checks the inputs of StofPagedAttention, and binds the arguments of a run.
-#include "plugins/core/ops/paged_attention.h"
+#include "plugins/core/ops/paged_attention/paged_attention.h"
 
 #include <algorithm>
 #include <cmath>
@@ -12,7 +12,8 @@
 #include "plugins/core/contract/attention_limits.h"
 #include "plugins/core/ops/attention_operands.h"
 #include "plugins/core/ops/attention_shapes.h"
-#include "plugins/core/ops/cached_attention.h"
+#include "plugins/core/ops/cached_attention/cached_attention.h"
+#include "plugins/core/ops/cached_attention/new_tokens.h"
 #include "plugins/core/ops/named_inputs.h"
 
 namespace stof {
@@ -21,6 +22,8 @@ namespace {
 namespace in = paged_input;
 using Limits = AttentionLimits;
 using Inputs = NamedInputs;
+constexpr TokenInputs kTokenInputs = {in::kQuery, in::kKey,       in::kValue,  in::kCos,
+                                      in::kSin,   in::kQueryNorm, in::kKeyNorm};
 
 constexpr int kOutputs = 3;
 constexpr int kLeastInputs = in::kBlockTable + 1;
@@ -62,9 +65,7 @@ class PagedAttentionOp final : public Op {
  private:
   // Checks every input, and fills sizes, strides and addresses.
   Status Bind(const Inputs& inputs, PagedRun* run) const;
-  Status BindTokens(const Inputs& inputs, PagedRun* run) const;
   Status BindCache(const Inputs& inputs, PagedRun* run) const;
-  Status BindRotary(const Inputs& inputs, PagedRun* run) const;
   Status BindMetadata(const Inputs& inputs, PagedRun* run) const;
   Status MakeMask(const Inputs& inputs, std::shared_ptr<const CachedMask>* mask) const;
 
@@ -79,17 +80,11 @@ Status PagedAttentionOp::Prepare(const Tensor* inputs, int input_count) {
   const Status status = MakeMask(all, &mask_);
   if (status.ok()) return status;
   // A table that is no constant is not known here. Each run then parses the mask.
-  for (int i = in::kTables; i < input_count; ++i) {
-    if (!all.Has(i)) return Status();
-  }
-  return status;
+  return LacksTable(all, in::kTables) ? Status() : status;
 }
 
 Status PagedAttentionOp::MakeMask(const Inputs& inputs, std::shared_ptr<const CachedMask>* mask) const {
-  Tables tables;
-  for (int i = in::kTables; i < inputs.count(); ++i) {
-    if (inputs.Has(i)) tables.emplace_back(in::kNames[i], inputs[i]);
-  }
+  const Tables tables = MaskTables(inputs, in::kTables);
   auto made = std::make_shared<CachedMask>();
   STOF_RETURN_IF_ERROR(MakeCachedMask(attributes_.common.mask, tables, 0, made.get()));
   for (const auto& [op, name] : {std::pair(ExprOp::kB, "b"), std::pair(ExprOp::kS, "S")}) {
@@ -98,42 +93,6 @@ Status PagedAttentionOp::MakeMask(const Inputs& inputs, std::shared_ptr<const Ca
                          ", expected h, q, k, P and tables: sequences change places and lengths from step to step");
   }
   *mask = std::move(made);
-  return Status();
-}
-
-Status PagedAttentionOp::BindTokens(const Inputs& inputs, PagedRun* run) const {
-  if (!inputs.Has(in::kQuery)) return Status::Error("query is missing");
-  const Tensor& query = inputs[in::kQuery];
-  const int64_t H = attributes_.common.num_heads, G = attributes_.common.kv_num_heads;
-  STOF_RETURN_IF_ERROR(inputs.CheckPair(in::kKey, in::kValue));
-  const bool is_packed = !inputs.Has(in::kKey);
-  const int64_t heads = is_packed ? H + 2 * G : H;
-  if (!IsFloat(query.dtype) || query.rank != 2 || query.dims[1] % heads != 0) {
-    return inputs.Unexpected(in::kQuery, "fp32, fp16 or bf16 and [tokens, " + std::to_string(heads) + " x head size]" +
-                                             (is_packed ? ", packed as key is absent" : ""));
-  }
-  CacheAppendArgs& a = run->append.tokens;
-  a.B = 1, a.S = query.dims[0], a.D = query.dims[1] / heads, a.H = H, a.G = G;
-  a.dtype = query.dtype;
-  const HeadSizes sizes = Limits::HeadSizesOf(Target::kCpu, a.dtype);
-  if (!sizes.Has(a.D)) {
-    return inputs.Unexpected(in::kQuery, "a head size of 1 to " + std::to_string(sizes.largest));
-  }
-  if (a.S > Limits::kMostLength) return inputs.Unexpected(in::kQuery, "at most 2^22 tokens");
-  a.query = query.data;
-  a.query_stride = {a.S * query.dims[1], a.D, query.dims[1]};
-  if (is_packed) {
-    const int64_t bytes = SizeOf(a.dtype);
-    const auto* data = static_cast<const char*>(query.data);
-    a.key = data == nullptr ? nullptr : data + H * a.D * bytes;
-    a.value = data == nullptr ? nullptr : data + (H + G) * a.D * bytes;
-    a.key_stride = a.value_stride = a.query_stride;
-    return Status();
-  }
-  for (const int i : {in::kKey, in::kValue}) STOF_RETURN_IF_ERROR(inputs.Check(i, a.dtype, {a.S, G * a.D}));
-  a.key = inputs[in::kKey].data;
-  a.value = inputs[in::kValue].data;
-  a.key_stride = a.value_stride = {a.S * G * a.D, a.D, G * a.D};
   return Status();
 }
 
@@ -179,38 +138,6 @@ Status PagedAttentionOp::BindCache(const Inputs& inputs, PagedRun* run) const {
   return Status();
 }
 
-Status PagedAttentionOp::BindRotary(const Inputs& inputs, PagedRun* run) const {
-  CacheAppendArgs& a = run->append.tokens;
-  STOF_RETURN_IF_ERROR(inputs.CheckPair(in::kQueryNorm, in::kKeyNorm));
-  if (inputs.Has(in::kQueryNorm)) {
-    for (const int i : {in::kQueryNorm, in::kKeyNorm}) STOF_RETURN_IF_ERROR(inputs.Check(i, a.dtype, {a.D}));
-    a.query_norm = inputs[in::kQueryNorm].data;
-    a.key_norm = inputs[in::kKeyNorm].data;
-    a.epsilon = attributes_.common.epsilon;
-    run->has_query_copy = true;
-  }
-  if (!attributes_.common.do_rotary) return Status();
-  for (const int i : {in::kCos, in::kSin}) {
-    if (!inputs.Has(i)) return Status::Error(inputs.Name(i) + " is missing, expected it with do_rotary");
-  }
-  const Tensor& cos = inputs[in::kCos];
-  const int64_t most = (a.D - attributes_.rotary_offset) / 2;
-  if (cos.dtype != a.dtype || cos.rank != 2 || cos.dims[0] < 1 || cos.dims[1] < 1 || cos.dims[1] > most) {
-    return inputs.Unexpected(in::kCos, "[positions, 1 to " + std::to_string(most) +
-                                           "] (half of the elements from rotary_offset on) and data type " +
-                                           TypeText(a.dtype));
-  }
-  STOF_RETURN_IF_ERROR(inputs.Check(in::kSin, a.dtype, {cos.dims[0], cos.dims[1]}));
-  a.cos = cos.data;
-  a.sin = inputs[in::kSin].data;
-  a.rotary_rows = cos.dims[0];
-  a.rotary_size = 2 * cos.dims[1];
-  a.rotary_offset = attributes_.rotary_offset;
-  a.is_interleaved = attributes_.common.is_interleaved;
-  run->has_query_copy = true;
-  return Status();
-}
-
 Status PagedAttentionOp::BindMetadata(const Inputs& inputs, PagedRun* run) const {
   if (!inputs.Has(in::kMetadata)) return Status();
   const Tensor& metadata = inputs[in::kMetadata];
@@ -232,11 +159,12 @@ Status PagedAttentionOp::BindMetadata(const Inputs& inputs, PagedRun* run) const
 Status PagedAttentionOp::Bind(const Inputs& inputs, PagedRun* run) const {
   STOF_RETURN_IF_ERROR(inputs.CheckCount(kLeastInputs, in::kCount));
   STOF_RETURN_IF_ERROR(inputs.CheckAbsent({in::kKeyScale, in::kValueScale}));
-  STOF_RETURN_IF_ERROR(BindTokens(inputs, run));
+  CacheAppendArgs& a = run->append.tokens;
+  STOF_RETURN_IF_ERROR(BindTokens(inputs, kTokenInputs, attributes_.common, false, &a));
   STOF_RETURN_IF_ERROR(BindCache(inputs, run));
-  STOF_RETURN_IF_ERROR(BindRotary(inputs, run));
+  STOF_RETURN_IF_ERROR(BindTransforms(inputs, kTokenInputs, attributes_.common, attributes_.rotary_offset, &a));
+  run->has_query_copy = a.query_norm != nullptr || attributes_.common.do_rotary;
   STOF_RETURN_IF_ERROR(BindMetadata(inputs, run));
-  const CacheAppendArgs& a = run->append.tokens;
   AttentionArgs& t = run->attention;
   const CachedAttentionAttributes& common = attributes_.common;
   t.H = a.H, t.G = a.G, t.D = t.Dv = a.D;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "plugins/core/ops/cached_attention.h"
+#include "plugins/core/ops/cached_attention/cached_attention.h"
 
 #include <algorithm>
 #include <cmath>
@@ -16,7 +16,8 @@
 #include "plugins/core/mask/cached_mask.h"
 #include "plugins/core/ops/attention_operands.h"
 #include "plugins/core/ops/attention_shapes.h"
-#include "plugins/core/ops/cached_attention_columns.h"
+#include "plugins/core/ops/cached_attention/columns.h"
+#include "plugins/core/ops/cached_attention/new_tokens.h"
 #include "plugins/core/ops/named_inputs.h"
 
 namespace stof {
@@ -29,13 +30,14 @@ constexpr int kOutputs = 3;
 constexpr const char* kOutputNames[kOutputs] = {"output", "present_key", "present_value"};
 
 using Inputs = NamedInputs;
+constexpr TokenInputs kTokenInputs = {in::kQuery, in::kKey,       in::kValue,  in::kCos,
+                                      in::kSin,   in::kQueryNorm, in::kKeyNorm};
 
 // The arguments of one run: of the append step, and of attention over the cache.
 struct Step {
   CacheAppendArgs append;
   AttentionArgs attention;
   int64_t total = 0;
-  bool is_packed = false;
 };
 
 // The host does not know the lengths: a step of several tokens is staged whether it drops rows or not.
@@ -57,9 +59,7 @@ class CachedAttentionOp final : public Op {
  private:
   // Checks every input, and fills sizes, strides and addresses.
   Status Bind(const Inputs& inputs, Step* step) const;
-  Status BindQueryKeyValue(const Inputs& inputs, Step* step) const;
   Status BindCache(const Inputs& inputs, Step* step) const;
-  Status BindRotary(const Inputs& inputs, Step* step) const;
   Status MakeMask(const Inputs& inputs, std::shared_ptr<const CachedMask>* mask) const;
   // Allocates the step's memory, and sets the query, key and value of attention.
   Status Allocate(const RunContext& context, Step* step) const;
@@ -77,17 +77,11 @@ Status CachedAttentionOp::Prepare(const Tensor* inputs, int input_count) {
   const Status status = MakeMask(all, &mask_);
   if (status.ok()) return status;
   // A table that is no constant is not known here. Each run then parses the mask.
-  for (int i = in::kTables; i < input_count; ++i) {
-    if (!all.Has(i)) return Status();
-  }
-  return status;
+  return LacksTable(all, in::kTables) ? Status() : status;
 }
 
 Status CachedAttentionOp::MakeMask(const Inputs& inputs, std::shared_ptr<const CachedMask>* mask) const {
-  Tables tables;
-  for (int i = in::kTables; i < inputs.count(); ++i) {
-    if (inputs.Has(i)) tables.emplace_back(in::kNames[i], inputs[i]);
-  }
+  const Tables tables = MaskTables(inputs, in::kTables);
   auto made = std::make_shared<CachedMask>();
   STOF_RETURN_IF_ERROR(MakeCachedMask(attributes_.mask, tables, attributes_.sliding_window, made.get()));
   if (attributes_.sliding_window > 0 && !IsOfDistances(made->expr)) {
@@ -95,46 +89,6 @@ Status CachedAttentionOp::MakeMask(const Inputs& inputs, std::shared_ptr<const C
   }
   STOF_RETURN_IF_ERROR(CompareHeads(attributes_.num_heads, attributes_.kv_num_heads, made.get()));
   *mask = std::move(made);
-  return Status();
-}
-
-Status CachedAttentionOp::BindQueryKeyValue(const Inputs& inputs, Step* step) const {
-  if (!inputs.Has(in::kQuery)) return Status::Error("query is missing");
-  const Tensor& query = inputs[in::kQuery];
-  const int64_t H = attributes_.num_heads, G = attributes_.kv_num_heads;
-  STOF_RETURN_IF_ERROR(inputs.CheckPair(in::kKey, in::kValue));
-  step->is_packed = !inputs.Has(in::kKey);
-  const int64_t heads = step->is_packed ? H + 2 * G : H;
-  if (!IsFloat(query.dtype) || query.rank != 3 || query.dims[2] % heads != 0) {
-    return inputs.Unexpected(in::kQuery, "fp32, fp16 or bf16 and [B, S, " + std::to_string(heads) + " x head size]" +
-                                             (step->is_packed ? ", packed as key is absent" : ""));
-  }
-  CacheAppendArgs& a = step->append;
-  a.B = query.dims[0], a.S = query.dims[1], a.D = query.dims[2] / heads, a.H = H, a.G = G;
-  a.dtype = query.dtype;
-  const HeadSizes sizes = Limits::HeadSizesOf(Target::kCpu, a.dtype);
-  if (!sizes.Has(a.D)) {
-    return inputs.Unexpected(in::kQuery, "a head size of 1 to " + std::to_string(sizes.largest));
-  }
-  if (a.B > Limits::kMostLength || a.S > Limits::kMostLength) {
-    return inputs.Unexpected(in::kQuery, "a batch and a length of at most 2^22");
-  }
-  a.query = query.data;
-  a.query_stride = {a.S * query.dims[2], a.D, query.dims[2]};
-  if (step->is_packed) {
-    const int64_t bytes = SizeOf(a.dtype);
-    const auto* data = static_cast<const char*>(query.data);
-    a.key = data == nullptr ? nullptr : data + H * a.D * bytes;
-    a.value = data == nullptr ? nullptr : data + (H + G) * a.D * bytes;
-    a.key_stride = a.value_stride = a.query_stride;
-    return Status();
-  }
-  for (const int i : {in::kKey, in::kValue}) {
-    STOF_RETURN_IF_ERROR(inputs.Check(i, a.dtype, {a.B, a.S, G * a.D}));
-  }
-  a.key = inputs[in::kKey].data;
-  a.value = inputs[in::kValue].data;
-  a.key_stride = a.value_stride = {a.S * G * a.D, a.D, G * a.D};
   return Status();
 }
 
@@ -183,44 +137,17 @@ Status CachedAttentionOp::BindCache(const Inputs& inputs, Step* step) const {
   return BindScales(given(in::kKeyScale), given(in::kValueScale), &a);
 }
 
-Status CachedAttentionOp::BindRotary(const Inputs& inputs, Step* step) const {
-  CacheAppendArgs& a = step->append;
-  STOF_RETURN_IF_ERROR(inputs.CheckPair(in::kQueryNorm, in::kKeyNorm));
-  if (inputs.Has(in::kQueryNorm)) {
-    for (const int i : {in::kQueryNorm, in::kKeyNorm}) STOF_RETURN_IF_ERROR(inputs.Check(i, a.dtype, {a.D}));
-    a.query_norm = inputs[in::kQueryNorm].data;
-    a.key_norm = inputs[in::kKeyNorm].data;
-    a.epsilon = attributes_.epsilon;
-  }
-  if (!attributes_.do_rotary) return Status();
-  for (const int i : {in::kCos, in::kSin}) {
-    if (!inputs.Has(i)) return Status::Error(std::string(in::kNames[i]) + " is missing, expected it with do_rotary");
-  }
-  const Tensor& cos = inputs[in::kCos];
-  if (cos.dtype != a.dtype || cos.rank != 2 || cos.dims[1] < 1 || 2 * cos.dims[1] > a.D) {
-    return inputs.Unexpected(in::kCos,
-                             "[positions, at most " + std::to_string(a.D / 2) + "] and data type " + TypeText(a.dtype));
-  }
-  STOF_RETURN_IF_ERROR(inputs.Check(in::kSin, a.dtype, {cos.dims[0], cos.dims[1]}));
-  a.cos = cos.data;
-  a.sin = inputs[in::kSin].data;
-  a.rotary_rows = cos.dims[0];
-  a.rotary_size = 2 * cos.dims[1];
-  a.is_interleaved = attributes_.is_interleaved;
-  if (inputs.Has(in::kPositions)) {
-    STOF_RETURN_IF_ERROR(inputs.Check(in::kPositions, DType::kI64, {a.B, a.S}));
-    a.position_ids = static_cast<const int64_t*>(inputs[in::kPositions].data);
-  }
-  return Status();
-}
-
 Status CachedAttentionOp::Bind(const Inputs& inputs, Step* step) const {
   STOF_RETURN_IF_ERROR(inputs.CheckCount(in::kTotal + 1, in::kCount));
   STOF_RETURN_IF_ERROR(inputs.CheckAbsent({in::kQuerySeqlens}));
-  STOF_RETURN_IF_ERROR(BindQueryKeyValue(inputs, step));
+  CacheAppendArgs& a = step->append;
+  STOF_RETURN_IF_ERROR(BindTokens(inputs, kTokenInputs, attributes_, true, &a));
   STOF_RETURN_IF_ERROR(BindCache(inputs, step));
-  STOF_RETURN_IF_ERROR(BindRotary(inputs, step));
-  const CacheAppendArgs& a = step->append;
+  STOF_RETURN_IF_ERROR(BindTransforms(inputs, kTokenInputs, attributes_, 0, &a));
+  if (attributes_.do_rotary && inputs.Has(in::kPositions)) {
+    STOF_RETURN_IF_ERROR(inputs.Check(in::kPositions, DType::kI64, {a.B, a.S}));
+    a.position_ids = static_cast<const int64_t*>(inputs[in::kPositions].data);
+  }
   if (a.sliding_window > 0 && inputs.Has(in::kBias)) {
     return Status::Error("attention_bias is given, expected none beside attribute sliding_window_cache");
   }

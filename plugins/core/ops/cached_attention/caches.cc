@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <string>
 
-#include "plugins/core/ops/cached_attention.h"
+#include "plugins/core/ops/cached_attention/cached_attention.h"
 
 namespace stof {
 namespace {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // StofCachedAttention: docs/reference/cached-attention.md is its contract.
-#ifndef STOF_PLUGINS_CORE_OPS_CACHED_ATTENTION_H_
-#define STOF_PLUGINS_CORE_OPS_CACHED_ATTENTION_H_
+#ifndef STOF_PLUGINS_CORE_OPS_CACHED_ATTENTION_CACHED_ATTENTION_H_
+#define STOF_PLUGINS_CORE_OPS_CACHED_ATTENTION_CACHED_ATTENTION_H_
 
 #include <cstdint>
 #include <string>
@@ -71,4 +71,4 @@ Status BindScales(const Tensor* key_scale, const Tensor* value_scale, CacheAppen
 const OpDescription* CachedAttentionDescription();
 
 }  // namespace stof
-#endif  // STOF_PLUGINS_CORE_OPS_CACHED_ATTENTION_H_
+#endif  // STOF_PLUGINS_CORE_OPS_CACHED_ATTENTION_CACHED_ATTENTION_H_

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // StofPagedAttention: docs/reference/paged-attention.md is its contract.
-#ifndef STOF_PLUGINS_CORE_OPS_PAGED_ATTENTION_H_
-#define STOF_PLUGINS_CORE_OPS_PAGED_ATTENTION_H_
+#ifndef STOF_PLUGINS_CORE_OPS_PAGED_ATTENTION_PAGED_ATTENTION_H_
+#define STOF_PLUGINS_CORE_OPS_PAGED_ATTENTION_PAGED_ATTENTION_H_
 
 #include <cstdint>
 
@@ -42,4 +42,4 @@ Status RunPagedOnCuda(const CachedMask& mask, const Tables& operands, const RunC
 const OpDescription* PagedAttentionDescription();
 
 }  // namespace stof
-#endif  // STOF_PLUGINS_CORE_OPS_PAGED_ATTENTION_H_
+#endif  // STOF_PLUGINS_CORE_OPS_PAGED_ATTENTION_PAGED_ATTENTION_H_

@@ -4,7 +4,7 @@
 
 #include "plugins/core/contract/attention_limits.h"
 #include "plugins/core/host/quoted.h"
-#include "plugins/core/ops/cached_attention.h"
+#include "plugins/core/ops/cached_attention/cached_attention.h"
 
 namespace stof {
 namespace {

@@ -9,7 +9,7 @@
 #include "plugins/core/contract/attention.h"
 #include "plugins/core/contract/attention_limits.h"
 #include "plugins/core/contract/cuda_backend.h"
-#include "plugins/core/ops/paged_attention.h"
+#include "plugins/core/ops/paged_attention/paged_attention.h"
 
 namespace stof {
 namespace {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "plugins/core/ops/cached_attention_columns.h"
+#include "plugins/core/ops/cached_attention/columns.h"
 
 #include <algorithm>
 
