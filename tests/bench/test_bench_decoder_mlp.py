@@ -186,6 +186,7 @@ def test_records_have_every_field(tmp_path: Path, capsys: pytest.CaptureFixture[
     memory = record["memory"]
     assert set(memory["resident_bytes"]) == set(memory["mapped_bytes"]) == set(names)
     assert memory["idle_bytes"] == {"exact": 2 * 102 * 4 * 32, "predicted": 3 * 102 * 4 * 32}
+    assert memory["predictor_bytes"] == {"predicted": round(4 * 0.04 * 256 * (32 + 256))}
     for name in ("exact", "predicted"):
         saved = memory["resident_bytes"]["dense"] - memory["resident_bytes"][name]
         assert memory["saved_bytes"][name] == saved

@@ -22,7 +22,7 @@ from stof import strict_json
 from stof.bench.core.resident_memory import drop_cached_pages, mapped_resident_bytes, resident_bytes
 from stof.bench.core.results import Record
 from stof.bench.decoder.graph import DecoderShape
-from stof.bench.decoder.mlp_bytes import idle_bytes
+from stof.bench.decoder.mlp_bytes import PREDICTED, idle_bytes, predictor_bytes
 from stof.bench.decoder.mlp_files import MlpFiles
 from stof.bench.decoder.mlp_models import MlpVariant
 from stof.terminal import say
@@ -42,8 +42,8 @@ def measure_memory(files: MlpFiles, variants: Sequence[MlpVariant], shape: Decod
 
     Returns:
         ``resident_bytes`` (Pss of the process) and ``mapped_bytes`` (its part in mapped weights) by variant, ``idle_bytes`` (of
-        neurons that never fire, in the matrices that the variant leaves rows of) by sparse variant, ``saved_bytes`` and
-        ``saved_of_idle`` against the variant that ``baseline`` names, and ``tokens``; what fails is left out, and noted as
+        neurons that never fire, in the matrices that the variant leaves rows of) by sparse variant, ``predictor_bytes`` of all
+        layers, which a predicted variant holds beside its neurons, ``saved_bytes`` and ``saved_of_idle`` against the variant that ``baseline`` names, and ``tokens``; what fails is left out, and noted as
         missing.
     """
     gc.collect()  # of mappings in this process: a page that two processes map counts half
@@ -65,6 +65,7 @@ def measure_memory(files: MlpFiles, variants: Sequence[MlpVariant], shape: Decod
         "resident_bytes": resident,
         "mapped_bytes": {name: each["mapped"] for name, each in found.items()},
         "idle_bytes": idle,
+        "predictor_bytes": {PREDICTED: round(shape.layers * predictor_bytes(shape))} if PREDICTED in sparse else {},
         "saved_bytes": saved,
         "saved_of_idle": {name: round(saved[name] / idle[name], 4) for name in sparse if idle[name]},
     }
@@ -124,6 +125,8 @@ def describe_memory(memory: Record) -> list[str]:
             share = memory["saved_of_idle"].get(name)
             idle = f"{memory['idle_bytes'][name] / 1e6:.0f} MB of idle neurons"
             text += ", no neuron is idle" if share is None else f", {100 * share:.0f} % of {idle}"
+            if name in memory["predictor_bytes"]:
+                text += f"; predictors hold {memory['predictor_bytes'][name] / 1e6:.0f} MB"
         found.append(text)
     return found
 

@@ -74,8 +74,8 @@ MODELS: dict[str, MlpModel] = {
     ),
     "7b-relu": MlpModel(_7B, MlpForm("relu"), 0.25),
     "7b-silu": MlpModel(_7B, MlpForm("silu"), 0.25),
-    "memory": MlpModel(  # for resident memory: 600 MB, nine tenths of them in MLPs
-        DecoderShape(2048, 16, 4, 128, 8192, 4000, 3, 1024, "float32"), MlpForm("relu"), 0.1
+    "memory": MlpModel(  # for resident memory: the proportions of llama-3b-relu, 600 MB of MLPs
+        DecoderShape(1536, 12, 4, 128, 4096, 4000, 8, 1024, "float32"), MlpForm("relu"), 0.1
     ),
     "tiny": MlpModel(DecoderShape(64, 4, 2, 16, 320, 96, 2, 1024, "float32"), MlpForm("relu"), 0.1),
 }
