@@ -122,9 +122,14 @@ def test_model_without_cache_stays(tmp_path: Path) -> None:
     }
 
 
-def test_other_targets_stay(tmp_path: Path) -> None:
+def test_cuda_target(tmp_path: Path) -> None:
     report = stof.optimize(write(tmp_path, MlpForm()), tmp_path / "out.onnx", Options(target="cuda", dry_run=True))
-    assert {r.reason for r in mlps(report).rows} == {"StofSparseMLP has kernels for the CPU alone"}
+    assert [r.replaced for r in mlps(report).rows] == [True, True]
+
+
+def test_tensorrt_target_stays(tmp_path: Path) -> None:
+    report = stof.optimize(write(tmp_path, MlpForm()), tmp_path / "out.onnx", Options(target="tensorrt", dry_run=True))
+    assert {r.reason for r in mlps(report).rows} == {"StofSparseMLP has no TensorRT plugin"}
 
 
 def test_wrong_nodes_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -302,10 +302,12 @@ def _reason_inexact(job: Job, found: MlpModel, prediction: NeuronPrediction) -> 
 
 def _reason_no_operator(job: Job) -> str:
     """Why no node can be written; empty where it can."""
-    if job.options.target != "cpu":
-        return f"{OP} has kernels for the CPU alone"
-    if OP not in op_limits():
+    target = job.options.target
+    if (limits := op_limits().get(OP)) is None:
         return f"the plugin library has no {OP}; install one of this version"
+    if not limits["targets"][target]["types"]:
+        what = "TensorRT plugin" if target == "tensorrt" else f"kernels for --target {target}"
+        return f"{OP} has no {what}"
     return ""
 
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The MLP of active neurons: the arguments of its kernels, and the entry points of cpu/. All matrices are row-major.
-// docs/reference/sparse-mlp.md is the contract.
+// The MLP of active neurons: the arguments of its kernels, the entry points of cpu/, and the table of those of cuda/.
+// All matrices are row-major. docs/reference/sparse-mlp.md is the contract.
 #ifndef STOF_PLUGINS_CORE_CONTRACT_SPARSE_MLP_H_
 #define STOF_PLUGINS_CORE_CONTRACT_SPARSE_MLP_H_
 
@@ -52,6 +52,14 @@ struct SparseMlpArgs {
 size_t CpuSparseMlpWorkspace(const SparseMlpArgs& args);
 // workspace: CpuSparseMlpWorkspace bytes, 64-byte aligned, contents arbitrary. T and N are at least 1.
 void CpuSparseMlp(const SparseMlpArgs& args, CpuIsa isa, void* workspace, const Parallel& parallel);
+
+struct RunContext;
+struct SparseMlpBackend {
+  // All addresses are the device's. T and N are at least 1.
+  Status (*run)(const SparseMlpArgs& args, const RunContext& context) = nullptr;
+  // Bytes that `run` asks RunContext::allocate for at most.
+  Status (*plan_workspace)(const SparseMlpArgs& args, size_t* bytes) = nullptr;
+};
 
 }  // namespace stof
 #endif  // STOF_PLUGINS_CORE_CONTRACT_SPARSE_MLP_H_

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "plugins/core/base/integers.h"
+#include "plugins/core/contract/cuda_backend.h"
 #include "plugins/core/contract/sparse_mlp_limits.h"
 #include "plugins/core/ops/sparse_mlp/hot_rows.h"
 
@@ -273,6 +274,17 @@ class SparseMlpOp final : public Op {
     return Status();
   }
 
+  Status PlanDevice(const Tensor* inputs, int input_count, DevicePlan* plan) const override {
+    SparseMlpArgs args;
+    STOF_RETURN_IF_ERROR(CheckCounts(input_count, 1));
+    STOF_RETURN_IF_ERROR(Binder(attributes_, inputs, input_count).Bind(&args));
+    *plan = DevicePlan();
+    plan->runs_several_kernels = true;
+    const CudaBackend* backend = FindCudaBackend();  // engines are built without kernels, too
+    if (backend == nullptr || args.T == 0 || args.N == 0) return Status();
+    return backend->sparse_mlp.plan_workspace(args, &plan->workspace);
+  }
+
   Status Run(const Tensor* inputs, int input_count, const Tensor* outputs, int output_count,
              const RunContext& context) const override {
     SparseMlpArgs args;
@@ -293,8 +305,12 @@ class SparseMlpOp final : public Op {
     }
     if (args.T == 0 || args.N == 0) return Status();
     if (output.data == nullptr) return Status::Error("y has no data");
-    if (context.on_cuda) return Status::Error("StofSparseMLP has no CUDA kernels: run the node on the CPU");
     args.output = output.data;
+    if (context.on_cuda) {
+      const CudaBackend* backend = FindCudaBackend();
+      if (backend == nullptr) return Status::Error(kNoCudaKernels);
+      return backend->sparse_mlp.run(args, context);
+    }
     void* workspace = nullptr;
     STOF_RETURN_IF_ERROR(context.Allocate(CpuSparseMlpWorkspace(args), &workspace));
     CpuSparseMlp(args, BestCpuIsa(), workspace, context.parallel);
@@ -350,6 +366,7 @@ const OpDescription* SparseMlpDescription() {
     d.typed_inputs = 1;
     d.optional_inputs = in::kCount - 1;
     d.types = Limits::kTypes;
+    d.cuda_types = Limits::kTypes;
     d.has_tensorrt_plugin = false;
     d.attributes = kAttributes;
     d.limits = ListLimits;
