@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import onnx
 
+from stof.cached_attention.paged.find import reads_pages
+from stof.cached_attention.paged.run_inputs import PagedInputMaker
 from stof.cached_attention.run_inputs import CacheInputMaker
 from stof.errors import ArgumentError, ModelError, VerifyError
 from stof.execution.case import Case, Padding
@@ -17,6 +19,7 @@ from stof.execution.ort_sessions import Sessions, VerifiedSession
 from stof.execution.run_limits import LimitReached, RunLimits
 from stof.execution.session_process import RuntimeFailure, release_sessions
 from stof.files import temporary_folder
+from stof.graph.index import all_nodes
 from stof.options import Options
 from stof.sparsify.loss import LossMeter, bucket_limits
 from stof.sparsify.prompts import TOKENS
@@ -40,7 +43,7 @@ def measure_loss(
     """Runs both models on each prompt: as a first prompt, and token by token behind prefixes, each over its own cache.
 
     Args:
-        source: the file of the original.
+        source: the file of the original, which runs unless ``inputs`` have standard nodes for it.
         final: the sparsified model; its external data lies beside the original.
         inputs: draws the inputs besides tokens.
         prompts: token ids of each.
@@ -56,20 +59,32 @@ def measure_loss(
     """
     whole, decoded = LossMeter(), LossMeter()
     maker = inputs.maker
+    if kept := [n.name or n.output[0] for n in all_nodes(final.graph.node) if reads_pages(n)]:
+        raise VerifyError(
+            f"the loss on --prompts cannot be measured: {kept[0]!r} stays PagedAttention, of which ONNX Runtime's CPU provider "
+            "has no kernel. Nothing was written; leave --prompts out"
+        )
     try:
         with temporary_folder(folder) as scratch:
             limits = RunLimits(_SECONDS, options.verify_memory)
             sessions = Sessions(source.parent.resolve(), scratch, limits)
-            original = sessions.make(source, optimized=True, library=False)
+            original = sessions.make(inputs.original or source, optimized=True, library=False)
             result = sessions.make(final, optimized=True, library=True)
             _check_logits(original.outputs)
             for i, ids in enumerate(prompts):
                 try:
-                    one, other = (_logits(s, _feed(maker, ids)) for s in (original, result))
+                    feed = (
+                        _paged_feed(maker, ids, 0, len(ids))
+                        if isinstance(maker, PagedInputMaker)
+                        else _feed(maker, ids)
+                    )
+                    one, other = (_logits(s, feed) for s in (original, result))
+                    if isinstance(maker, PagedInputMaker):  # has no axis of sequences
+                        one, other = (x[None] if x.ndim == 2 else x for x in (one, other))
                     _check_shapes(one, other, len(ids))
                     # Some models give the logits of the last token alone.
                     whole.add(one[0], other[0], np.arange(len(ids))[-one.shape[1] :])
-                    if isinstance(maker, CacheInputMaker):
+                    if isinstance(maker, CacheInputMaker | PagedInputMaker):
                         _decode(maker, (original, result), ids, decoded)
                 except RuntimeFailure as error:
                     raise ArgumentError(
@@ -102,7 +117,9 @@ def check_loss(report: SparsityReport, options: Options) -> None:
     )
 
 
-def _decode(maker: CacheInputMaker, models: Sequence[VerifiedSession], ids: np.ndarray, meter: LossMeter) -> None:
+def _decode(
+    maker: CacheInputMaker | PagedInputMaker, models: Sequence[VerifiedSession], ids: np.ndarray, meter: LossMeter
+) -> None:
     """Adds single tokens of a prompt, the last ones of each bucket; nothing where the model takes no such steps."""
     caches = maker.caches()
     positions: list[int] = []
@@ -119,11 +136,14 @@ def _decode(maker: CacheInputMaker, models: Sequence[VerifiedSession], ids: np.n
             pasts: Feed = {}
             for (a, b), case in zip(spans, cases, strict=True):
                 assert case is not None
-                feed = {**_feed(maker, ids[a:b], case, before=a, known=pasts), **pasts}
+                if isinstance(maker, PagedInputMaker):
+                    feed = {**_paged_feed(maker, ids[a:b], a, len(ids)), **pasts}
+                else:
+                    feed = {**_feed(maker, ids[a:b], case, before=a, known=pasts), **pasts}
                 logits, *presents = model.run([_LOGITS, *caches.values()], feed)
                 pasts = dict(zip(caches, presents, strict=True))
                 if a:
-                    own.append(np.asarray(logits)[0, -1:])
+                    own.append(np.asarray(logits).reshape(-1, np.shape(logits)[-1])[-1:])
     if positions:
         one, other = (np.concatenate(x) for x in found)
         meter.add(one, other, np.array(positions))
@@ -156,15 +176,36 @@ def _feed(
     feed = maker.draw(case, np.random.default_rng(0), needed)
     if known and isinstance(maker, CacheInputMaker) and not maker.knows_lengths(feed):  # they follow from caches
         feed = maker.draw(case, np.random.default_rng(0))
+    return _with_tokens(feed, ids, before, "[B, S]", {2})
+
+
+def _paged_feed(maker: PagedInputMaker, ids: np.ndarray, before: int, rows: int) -> Feed:
+    """The inputs of tokens of one sequence over pages, in which it has so many rows at least.
+
+    Raises:
+        ArgumentError: when the model takes no such step.
+    """
+    case = maker.case_of_step(len(ids), before + len(ids), rows)
+    feed = None if case is None else maker.draw_step(case, np.random.default_rng(0))
+    if feed is None:
+        raise ArgumentError(
+            f"--prompts: the model takes no step of {len(ids)} tokens of one sequence behind {before} keys: its sizes or "
+            "rotary tables rule it out, or no inputs state lengths and blocks"
+        )
+    return _with_tokens(feed, ids, before, "[N] or [1, N]", {1, 2})
+
+
+def _with_tokens(feed: Feed, ids: np.ndarray, before: int, shapes: str, ranks: Collection[int]) -> Feed:
+    """The inputs with tokens and their positions."""
     tokens = feed.get(TOKENS)
-    if tokens is None or tokens.dtype.kind != "i" or tokens.ndim != 2:
-        raise ArgumentError(f"--prompts needs a model with integer input {TOKENS!r} [B, S], which this one has not")
-    if tokens.shape != (1, len(ids)):
+    if tokens is None or tokens.dtype.kind != "i" or tokens.ndim not in ranks:
+        raise ArgumentError(f"--prompts needs a model with integer input {TOKENS!r} {shapes}, which this one has not")
+    if tokens.shape not in ((1, len(ids)), (len(ids),)):
         raise ArgumentError(
             f"--prompts: a prompt has {len(ids)} tokens, the model's {TOKENS!r} is {list(tokens.shape)}"
         )
-    feed[TOKENS] = ids[None].astype(tokens.dtype)
+    feed[TOKENS] = ids.reshape(tokens.shape).astype(tokens.dtype)
     positions = feed.get(_POSITIONS)
     if positions is not None and positions.dtype.kind == "i" and positions.shape == tokens.shape:
-        feed[_POSITIONS] = (before + np.arange(len(ids)))[None].astype(positions.dtype)
+        feed[_POSITIONS] = (before + np.arange(len(ids))).reshape(tokens.shape).astype(positions.dtype)
     return feed

@@ -17,12 +17,13 @@ import onnx
 from onnx import helper
 
 from stof.cached_attention.checks.expand_norms import expand_norms
+from stof.cached_attention.checks.mask_tables import fault_of_tables
 from stof.cached_attention.checks.oracle import CacheStep, CacheStepResult, compute_step
 from stof.cached_attention.checks.quantized import count_steps, is_quantized
 from stof.cached_attention.emit import emit_caches
 from stof.cached_attention.run_inputs import CacheInputMaker
 from stof.cached_attention.run_lengths import RunLengths
-from stof.cached_attention.site import INPUT_INDEX, INPUTS, OP, OP_INPUTS, CacheSite, input_of
+from stof.cached_attention.site import INPUT_INDEX, INPUTS, OP, OP_INPUTS, CacheSite
 from stof.execution.case import Case
 from stof.runtime.library import LibraryError, Op
 from stof.symbolic import Symbolic
@@ -144,7 +145,7 @@ class CacheChecks(SiteChecks):
             for name in node.input:
                 if name and name not in known and name in stored:
                     known[name] = onnx.numpy_helper.to_array(stored[name])
-            if detail := _fault_of_tables(site, node, known):
+            if detail := fault_of_tables(site, node, known, OP_INPUTS):
                 yield Comparison(what, np.inf, 0.0, False, site.name, detail)
                 continue
             step = _captured_step(site, node, known)
@@ -196,16 +197,6 @@ def _captured_step(site: CacheSite, node: onnx.NodeProto, known: Mapping[str, np
         value_scale=arrays.get(INPUT_INDEX["v_scale"]),
         tables=tuple(table for _, table in sorted(site.mask_tables.items())),
     )
-
-
-def _fault_of_tables(site: CacheSite, node: onnx.NodeProto, known: Mapping[str, np.ndarray]) -> str:
-    """What is wrong with the tables that the node's mask reads; empty where they are those of the site."""
-    for name, wanted in site.mask_tables.items():
-        tensor = input_of(node, OP_INPUTS.index(name))
-        found = known.get(tensor)
-        if found is None or found.dtype != wanted.dtype or not np.array_equal(found, wanted):
-            return f"the node's {name} {tensor!r} is not that of its mask"
-    return ""
 
 
 def compare_cache_site(

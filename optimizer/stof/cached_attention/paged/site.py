@@ -3,15 +3,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import onnx
 
 from stof.cached_attention.site import MICROSOFT, attributes_of, input_of
+from stof.sparsify.sparsity import DeclaredPattern
 from stof.symbolic import Int
 
-__all__ = ["INPUTS", "INPUT_INDEX", "MICROSOFT", "OP", "OP_INPUTS", "OUTPUTS", "PAGED", "PagedSite", "input_of"]
+__all__ = [
+    "INPUTS",
+    "INPUT_INDEX",
+    "MICROSOFT",
+    "OP",
+    "OP_INPUTS",
+    "OUTPUTS",
+    "PAGED",
+    "PagedNode",
+    "PagedSite",
+    "input_of",
+]
 
 PAGED = "PagedAttention"
 OP = "StofPagedAttention"
@@ -28,8 +42,8 @@ OP_INPUTS = (*INPUTS, "table0", "table1", "table2", "table3")
 
 
 @dataclass(frozen=True)
-class PagedSite:
-    """A node that can be replaced.
+class PagedNode:
+    """A PagedAttention with what it computes by.
 
     Attributes:
         name: for options, plans and reports.
@@ -40,11 +54,6 @@ class PagedSite:
         dtype: ONNX element type T of query and caches.
         window: W, the keys that a query attends to at most; 0: all before it.
         rotary_size: R, the elements of a head that are rotated; 0: none, or not known before the run.
-        tokens: N.
-        batch: B, the number of sequences.
-        blocks: of the cache.
-        block_size: rows of a block.
-        columns: of the block table.
     """
 
     name: str
@@ -55,25 +64,10 @@ class PagedSite:
     dtype: int
     window: int
     rotary_size: int
-    tokens: Int
-    batch: Int
-    blocks: Int
-    block_size: Int
-    columns: Int
 
     def input(self, name: str) -> str:
         """The tensor of an input by its name in ``INPUTS``; empty where it is absent."""
         return input_of(self.node, INPUT_INDEX[name])
-
-    @property
-    def cache_dtype(self) -> int:
-        """The ONNX element type of the caches."""
-        return self.dtype
-
-    @property
-    def read_inputs(self) -> list[str]:
-        """The tensors of ``OP_INPUTS``, empty where absent."""
-        return [input_of(self.node, i) if i < len(INPUTS) else "" for i in range(len(OP_INPUTS))]
 
     @property
     def attributes(self) -> dict[str, Any]:
@@ -115,10 +109,61 @@ class PagedSite:
         """What the RMS norms of queries and keys add to the mean square."""
         return float(self.attributes.get("qk_norm_epsilon", 1e-6))
 
+
+@dataclass(frozen=True)
+class PagedSite(PagedNode):
+    """A node that can be replaced, with its sizes.
+
+    Attributes:
+        tokens: N.
+        batch: B, the number of sequences.
+        blocks: of the cache.
+        block_size: rows of a block.
+        columns: of the block table.
+        declared: the pattern that --sparsify puts on it, and the names that its tables get; the node has no input for it.
+    """
+
+    tokens: Int
+    batch: Int
+    blocks: Int
+    block_size: Int
+    columns: Int
+    declared: DeclaredPattern | None = None
+
+    @property
+    def cache_dtype(self) -> int:
+        """The ONNX element type of the caches."""
+        return self.dtype
+
+    @property
+    def read_inputs(self) -> list[str]:
+        """The tensors of ``OP_INPUTS``, empty where absent."""
+        tables = self.table_inputs
+        given = [input_of(self.node, i) for i in range(len(INPUTS))]
+        return [*given, *tables, *[""] * (len(OP_INPUTS) - len(INPUTS) - len(tables))]
+
     @property
     def mask(self) -> str:
         """The mask expression in absolute positions."""
+        if self.declared is not None:
+            return self.declared.pattern.mask.text
         return f"k <= q and q - k < {self.window}" if self.window else "k <= q"
+
+    @property
+    def table_inputs(self) -> list[str]:
+        """The tensors of the mask's tables, in the order of ``table0``."""
+        tables = {} if self.declared is None else self.declared.tables
+        return [tables[name] for name in sorted(tables)]
+
+    @property
+    def mask_tables(self) -> Mapping[str, np.ndarray]:
+        """The tables that the mask reads, by name."""
+        return {} if self.declared is None else self.declared.pattern.tables
+
+    @property
+    def reach(self) -> int:
+        """Keys beyond which the mask shows what it forbids: the window, or those of a declared pattern; 0: none."""
+        return self.window if self.declared is None else self.declared.pattern.reach
 
     @property
     def heads(self) -> str:
