@@ -38,11 +38,13 @@ class Sparsity:
         spec: what is asked for.
         report: gets a row for each attention.
         patterns: by the first output of the attention's node, in the model that the ops rewrite.
+        ignored_rows: names of attentions whose fully masked rows, which are padding, may differ from the model's.
     """
 
     spec: SparsitySpec
     report: SparsityReport
     patterns: dict[str, DeclaredPattern] = field(default_factory=dict)
+    ignored_rows: set[str] = field(default_factory=set)
     _facts: dict[tuple[object, ...], PatternFacts] = field(default_factory=dict)
 
     def pattern_of(self, layer: int, count: int, heads: HeadCounts) -> tuple[Pattern, PatternFacts] | None:
