@@ -9,7 +9,7 @@
 namespace stof {
 namespace {
 
-#define STOF_NAME(id, name, features, attention, chain, gemm, packed_gemm) name,
+#define STOF_NAME(id, name, features, attention, chain, gemm, packed_gemm, sparse_mlp) name,
 constexpr const char* kNames[] = {STOF_CPU_ISAS(STOF_NAME)};
 #undef STOF_NAME
 constexpr int kIsas = static_cast<int>(sizeof(kNames) / sizeof(kNames[0]));
@@ -41,8 +41,8 @@ bool IsCpuIsaSupported(CpuIsa isa) {
 #else
 #define STOF_HAS(feature) false
 #endif
-#define STOF_SUPPORTED(id, name, features, attention, chain, gemm, packed_gemm) \
-  case CpuIsa::id:                                                              \
+#define STOF_SUPPORTED(id, name, features, attention, chain, gemm, packed_gemm, sparse_mlp) \
+  case CpuIsa::id:                                                                          \
     return features;
   switch (isa) { STOF_CPU_ISAS(STOF_SUPPORTED) }
 #undef STOF_SUPPORTED

@@ -23,7 +23,7 @@ struct KernelTable {
   const ChainKernels* chain;
   void (*gemm_block)(const CpuGemmArgs& args, int64_t m0, int64_t n0, float* workspace);
   const PackedGemmKernels* packed_gemm;
-  const SparseMlpKernels* sparse_mlp;  // of the namespaces of packed_gemm
+  const SparseMlpKernels* sparse_mlp;
 };
 const KernelTable& KernelsOf(CpuIsa isa);
 

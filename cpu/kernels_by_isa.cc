@@ -17,13 +17,13 @@ namespace {
 #else
 #define STOF_KERNELS_OF(isa) portable  // the others are not compiled
 #endif
-#define STOF_TABLE(id, name, features, attention_isa, chain_isa, gemm_isa, packed_gemm_isa) \
-  {&STOF_KERNELS_OF(attention_isa)::attention::kAttentionKernels,                           \
-   &STOF_KERNELS_OF(attention_isa)::cached_attention::kAppendKernels,                       \
-   &STOF_KERNELS_OF(chain_isa)::chain::kChainKernels,                                       \
-   &STOF_KERNELS_OF(gemm_isa)::gemm::GemmBlock,                                             \
-   &STOF_KERNELS_OF(packed_gemm_isa)::packed_gemm::kPackedGemmKernels,                      \
-   &STOF_KERNELS_OF(packed_gemm_isa)::sparse_mlp::kSparseMlpKernels},
+#define STOF_TABLE(id, name, features, attention_isa, chain_isa, gemm_isa, packed_gemm_isa, sparse_mlp_isa) \
+  {&STOF_KERNELS_OF(attention_isa)::attention::kAttentionKernels,                                           \
+   &STOF_KERNELS_OF(attention_isa)::cached_attention::kAppendKernels,                                       \
+   &STOF_KERNELS_OF(chain_isa)::chain::kChainKernels,                                                       \
+   &STOF_KERNELS_OF(gemm_isa)::gemm::GemmBlock,                                                             \
+   &STOF_KERNELS_OF(packed_gemm_isa)::packed_gemm::kPackedGemmKernels,                                      \
+   &STOF_KERNELS_OF(sparse_mlp_isa)::sparse_mlp::kSparseMlpKernels},
 constexpr KernelTable kTables[] = {STOF_CPU_ISAS(STOF_TABLE)};
 
 }  // namespace

@@ -23,6 +23,7 @@
 #include "cuda/mask/device_mask.h"
 #include "cuda/mask/program/program_cache.h"
 #include "cuda/paged_attention/append.h"
+#include "cuda/sparse_mlp/run.h"
 #include "plugins/core/contract/cuda_backend.h"
 #include "plugins/core/host/hash.h"
 
@@ -316,6 +317,9 @@ constexpr CudaBackend MakeBackend() {
 
   backend.gemm.run = kChecked<&cuda::RunGemm>;
   backend.gemm.plan_workspace = kChecked<&cuda::PlanGemmWorkspace>;
+
+  backend.sparse_mlp.run = kChecked<&cuda::RunSparseMlp>;
+  backend.sparse_mlp.plan_workspace = kChecked<&cuda::PlanSparseMlpWorkspace>;
   return backend;
 }
 

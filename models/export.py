@@ -26,6 +26,7 @@ from exporters import OPSETS
 from exporters import export as export_model
 from feeds import feed, feed_by_task
 from first import FIRST
+from mlp import MLP
 from paper import PAPER
 from store import forget_metadata, node_hash, strip, write
 from zoo import ZOO
@@ -35,8 +36,10 @@ OPTIMUM_VERSIONS = {"torch": "2.13.0", "transformers": "4.57.6", "optimum-onnx":
 ARCHITECTURES: dict[str, Architecture] = {
     **FIRST,
     **{f"zoo/{name}": a for name, a in ZOO.items()},
+    **{f"mlp/{name}": a for name, a in MLP.items()},
     **{f"paper/{name}": a for name, a in PAPER.items()},
 }
+_TINY = ("zoo/", "mlp/")  # architectures with few, narrow layers
 
 
 def all_names() -> list[str]:
@@ -69,9 +72,9 @@ def export(name: str) -> onnx.ModelProto:
     with tempfile.TemporaryDirectory() as folder:
         given = feed_by_task(what.inputs) if exporter == "optimum" else feed(what.inputs, torch, config, what.dtype)
         model = export_model(core, given, exporter, Path(folder))
-        strip(model, Path(folder), name.startswith("zoo/"), zeros(core) if name.startswith("zoo/") else (), paper)
+        strip(model, Path(folder), name.startswith(_TINY), zeros(core) if name.startswith(_TINY) else (), paper)
     # Node names and metadata stay where users' files are most likely to have them.
-    if name.startswith("zoo/") or not (exporter == "dynamo" and attention == "sdpa"):
+    if name.startswith(_TINY) or not (exporter == "dynamo" and attention == "sdpa"):
         # Of graphs of transformers' exporter, in which every size is dynamic, the names of sizes are part.
         forget_metadata(model, shapes=exporter == "transformers")
     return model
@@ -103,7 +106,7 @@ def facts(name: str) -> dict[str, Any]:
         "attention": attention,
         "opset": OPSETS[exporter],
         "versions": versions(name),
-        **({"inputs": what.inputs, "dtype": what.dtype} if name.startswith(("zoo/", "paper/")) else {}),
+        **({"inputs": what.inputs, "dtype": what.dtype} if name.startswith((*_TINY, "paper/")) else {}),
     }
 
 

@@ -86,6 +86,7 @@ if wave 1; then
   suite tf32-128-rows 75 CudaTf32 STOF_CUDA_FP32_ROWS=128
   suite tf32 75 CudaTf32
   suite rows 75 CudaRowsEqual
+  suite sparse-mlp 75 CudaSparseMlp
   suite gemm 150 CudaGemm
   suite gemm-8.0 150 CudaGemm STOF_CUDA_CAPABILITY=80 STOF_CUBLASLT=0
   if [ -n "$cublaslt" ]; then
@@ -169,6 +170,8 @@ if wave 3 && [ -n "$sanitizer" ]; then
   suite memcheck-rows 80 CudaRowsEqual memcheck STOF_SAMPLE=23
   suite memcheck-gemm 80 CudaGemmEquals memcheck STOF_SAMPLE=5 STOF_CUBLASLT=0 STOF_GEMM_TIMING=0
   suite memcheck-gemm-8.0 80 CudaGemmEquals memcheck STOF_SAMPLE=5 STOF_CUDA_CAPABILITY=80 STOF_CUBLASLT=0
+  suite memcheck-sparse-mlp 80 CudaSparseMlpRandom memcheck STOF_SAMPLE=3 STOF_CUBLASLT=0
+  suite racecheck-sparse-mlp 80 CudaSparseMlpRandom racecheck STOF_SAMPLE=9 STOF_CUBLASLT=0
   suite memcheck-masks 80 CudaMasksOf memcheck
   suite memcheck-masks-by-distance 80 CudaMasksByDistance memcheck
   suite racecheck-masks-by-distance 80 CudaMasksByDistance racecheck

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Usage: wheel.sh [PYTHON]
+# Usage: wheel.sh [PYTHON [PIP_OPTION..]]
 # Runs what a plain `pip install .` installs in an empty environment. Then builds the CPU wheel into dist/, and runs it in an
 # empty environment of each Python from 3.11 on that is found. auditwheel gives the wheel the manylinux tag of the oldest
 # glibc that its libraries run with.
@@ -8,12 +8,13 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD
 python=${1:-python3}
+build_options=("${@:2}")
 . tools/wheel_lib.sh
 
 # The headers go, too: pip's build has to fetch them itself.
 rm -rf dist .venv-plain .venv-wheel build/wheel-raw build/wheel/tensorrt-headers
 "$python" -m venv .venv-plain
-.venv-plain/bin/python -m pip install -q --disable-pip-version-check .
+.venv-plain/bin/python -m pip install -q --disable-pip-version-check "${build_options[@]}" .
 check_installation .venv-plain
 
 # The same build in build/wheel again, of which little is left to do.

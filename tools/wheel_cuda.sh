@@ -8,6 +8,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD
 python=${1:-python3}
+build_options=()
 . tools/wheel_lib.sh
 
 major=$("$python" -c 'import sys; sys.path.insert(0, "tools"); import cuda_project; print(cuda_project.CUDA_MAJOR)')

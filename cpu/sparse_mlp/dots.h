@@ -165,10 +165,11 @@ class RowGroup {
     const float* w[kDotRows];
     LoadSlab(k0, depth, w);
     const int64_t lines = Ahead(k0, depth) * kDotTokens / p_.tokens + 1;
-    for (int64_t t = 0; t < p_.tokens; t += kDotTokens) {
+    const int64_t tiles = (p_.tokens + kDotTokens - 1) / kDotTokens;
+    for (int64_t i = 0; i < tiles; ++i) {  // of as many tokens each, give or take one
+      const int64_t t = p_.tokens * i / tiles, tokens = p_.tokens * (i + 1) / tiles - t;
       ahead_.Fetch(lines);
-      DotSomeTokens(std::min<int64_t>(kDotTokens, p_.tokens - t), w, p_.x + t * p_.x_stride + k0, p_.x_stride, depth,
-                    sums_ + t);
+      DotSomeTokens(tokens, w, p_.x + t * p_.x_stride + k0, p_.x_stride, depth, sums_ + t);
     }
   }
 

@@ -14,7 +14,10 @@ namespace cpu {
 namespace STOF_ISA::sparse_mlp {
 
 constexpr int kDownRows = 8;
-constexpr int64_t kDownColumns = 512;  // kDownRows pieces of them fit a first-level cache
+constexpr int64_t kDownColumns = 512;   // of a piece of converted rows
+constexpr int64_t kConvertedRows = 32;  // sums are loaded and stored once for so many rows
+constexpr int kDownVectors = 2;         // of a tile of columns and tokens
+constexpr int kDownTokens = STOF_DOWN_TOKENS;
 
 // sums[n] += h[0] * rows[0][n], then h[1] * rows[1][n] ...
 template <typename E, int kCount>
@@ -48,7 +51,48 @@ void AddSomeRows(int64_t count, const typename E::T* const* rows, const float* h
   AddRows<E, kCount>(rows, h, columns, sums);
 }
 
-// Up to kDownRows active neurons of a part, and columns of their rows.
+// The same for kTokens tokens that need all of `count` rows: kDownVectors vectors of columns stay in registers. h[t] is
+// the first hidden value of a token, and h_stride leads to the next row's.
+template <typename E, int kTokens>
+void AddTile(const typename E::T* const* rows, int64_t count, const float* const* h, int64_t h_stride, int64_t n,
+             float* const* sums) {
+  V sum[kTokens][kDownVectors];
+#pragma GCC unroll 8
+  for (int t = 0; t < kTokens; ++t) {
+#pragma GCC unroll 2
+    for (int v = 0; v < kDownVectors; ++v) sum[t][v] = Simd::Load(sums[t] + n + v * kWidth);
+  }
+  const float* of[kTokens];
+#pragma GCC unroll 8
+  for (int t = 0; t < kTokens; ++t) of[t] = h[t];
+  for (int64_t i = 0; i < count; ++i) {
+    V row[kDownVectors];
+#pragma GCC unroll 2
+    for (int v = 0; v < kDownVectors; ++v) row[v] = E::Load(rows[i] + n + v * kWidth);
+#pragma GCC unroll 8
+    for (int t = 0; t < kTokens; ++t) {
+      const V factor = Simd::Set1(of[t][i * h_stride]);
+#pragma GCC unroll 2
+      for (int v = 0; v < kDownVectors; ++v) sum[t][v] = Simd::Fma(factor, row[v], sum[t][v]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int t = 0; t < kTokens; ++t) {
+#pragma GCC unroll 2
+    for (int v = 0; v < kDownVectors; ++v) Simd::Store(sums[t] + n + v * kWidth, sum[t][v]);
+  }
+}
+
+template <typename E, int kTokens = kDownTokens>
+void AddSomeTile(int64_t tokens, const typename E::T* const* rows, int64_t count, const float* const* h,
+                 int64_t h_stride, int64_t n, float* const* sums) {
+  if constexpr (kTokens > 1) {
+    if (tokens < kTokens) return AddSomeTile<E, kTokens - 1>(tokens, rows, count, h, h_stride, n, sums);
+  }
+  AddTile<E, kTokens>(rows, count, h, h_stride, n, sums);
+}
+
+// Active neurons of a part, kConvertedRows at most, and columns of their rows.
 class DownGroup {
  public:
   // Neurons [first, last) of the list; those before `end` come next.
@@ -58,7 +102,7 @@ class DownGroup {
   // The rows are read where they are.
   template <typename E>
   void AddInPlace(int64_t n, int64_t columns) {
-    const typename E::T* rows[kDownRows];
+    const typename E::T* rows[kConvertedRows];
     for (int64_t i = 0; i < count_; ++i) {
       rows[i] = reinterpret_cast<const typename E::T*>(Row(first_ + i, n));
       PrefetchStart(Row(std::min(first_ + count_ + i, end_ - 1), n));
@@ -66,31 +110,84 @@ class DownGroup {
     AddTokens<E>(rows, n, columns);
   }
 
-  // The rows are converted first, at most kDownColumns of them.
-  void AddConverted(int64_t n, int64_t columns) {
-    const float* rows[kDownRows];
+  // The rows are converted first, at most kDownColumns of them, to `converted`.
+  void AddConverted(int64_t n, int64_t columns, float* converted) {
+    const float* rows[kConvertedRows];
     // Pieces of rows are too short for the hardware to prefetch.
     const int64_t bytes = b_.down.bits > 0 ? columns * b_.down.bits / 8 : columns * SizeOf(b_.down.dtype);
-    for (int64_t i = first_ + count_; i < std::min(end_, first_ + 2 * count_); ++i) ahead_.Add(Row(i, n), 0, 1, bytes);
+    AddNext(n, bytes);
     for (int64_t i = 0; i < count_; ++i) {
-      LoadDownRow(b_.down, b_.neurons[first_ + i], n, columns, converted_ + i * kDownColumns);
-      rows[i] = converted_ + i * kDownColumns;
+      LoadDownRow(b_.down, b_.neurons[first_ + i], n, columns, converted + i * kConvertedStride);
+      rows[i] = converted + i * kConvertedStride;
     }
     AddTokens<Fp32Element>(rows, n, columns);
   }
 
+  // Rows of a multiple of 4 KiB would share cache sets.
+  static constexpr int64_t kConvertedStride = kDownColumns + 16;
+
  private:
+  // Pieces of the rows that come next, as many as the queue takes.
+  void AddNext(int64_t n, int64_t bytes) {
+    const int64_t next = first_ + count_;
+    for (int64_t i = next; i < std::min(end_, next + count_); ++i) ahead_.Add(Row(i, n), 0, 1, bytes);
+  }
+
   const char* Row(int64_t i, int64_t n) const {
     const int64_t bytes = b_.down.bits > 0 ? n * b_.down.bits / 8 : n * SizeOf(b_.down.dtype);
     return b_.down.data + b_.neurons[i] * b_.down.stride + bytes;
   }
 
+  // Tokens that need all rows, kDownTokens at a time. Returns them as bits.
+  template <typename E>
+  uint64_t AddDense(const typename E::T* const* rows, int64_t n, int64_t columns) {
+    uint64_t all = b_.tokens == kMlpTokens ? ~uint64_t{0} : (uint64_t{1} << b_.tokens) - 1;
+    for (int64_t i = 0; i < count_; ++i) all &= b_.list_masks[first_ + i];
+    if (b_.tokens < 3 || (all & (all - 1)) == 0) return 0;
+    const float* h[kMlpTokens];
+    float* sums[kMlpTokens];
+    int64_t count = 0;
+    for (uint64_t left = all; left != 0; left &= left - 1) {
+      const int t = __builtin_ctzll(left);
+      h[count] = b_.hidden + first_ * b_.tokens + t;
+      sums[count++] = sums_ + t * b_.args->N + n;
+    }
+    constexpr int64_t kStep = kDownVectors * kWidth;
+    const int64_t whole = columns / kStep * kStep, tiles = (count + kDownTokens - 1) / kDownTokens;
+    const int64_t lines = whole > 0 ? ahead_.lines() * kStep / whole + 1 : 0;
+    for (int64_t c = 0; c < whole; c += kStep) {
+      ahead_.Fetch(lines);
+      for (int64_t i = 0; i < tiles; ++i) {  // of as many tokens each, give or take one
+        const int64_t t = count * i / tiles;
+        AddSomeTile<E>(count * (i + 1) / tiles - t, rows, count_, h + t, b_.tokens, c, sums + t);
+      }
+    }
+    if (whole == columns) return all;
+    const typename E::T* rest[kConvertedRows];
+    for (int64_t i = 0; i < count_; ++i) rest[i] = rows[i] + whole;
+    for (int64_t t = 0; t < count; ++t) {
+      float factors[kConvertedRows];
+      for (int64_t i = 0; i < count_; ++i) factors[i] = h[t][i * b_.tokens];
+      AddEach<E>(count_, rest, factors, columns - whole, sums[t] + whole);
+    }
+    return all;
+  }
+
+  template <typename E>
+  static void AddEach(int64_t count, const typename E::T* const* rows, const float* h, int64_t columns, float* sums) {
+    for (int64_t i = 0; i < count; i += kDownRows) {
+      AddSomeRows<E>(std::min<int64_t>(kDownRows, count - i), rows + i, h + i, columns, sums);
+    }
+  }
+
   template <typename E>
   void AddTokens(const typename E::T* const* rows, int64_t n, int64_t columns) {
+    const uint64_t done = AddDense<E>(rows, n, columns);
     const int64_t lines = ahead_.lines() / b_.tokens + 1;
     for (int64_t t = 0; t < b_.tokens; ++t) {
-      const typename E::T* needed[kDownRows];
-      float h[kDownRows];
+      if ((done >> t & 1) != 0) continue;
+      const typename E::T* needed[kConvertedRows];
+      float h[kConvertedRows];
       int64_t count = 0;
       for (int64_t i = 0; i < count_; ++i) {
         if ((b_.list_masks[first_ + i] >> t & 1) == 0) continue;
@@ -98,8 +195,7 @@ class DownGroup {
         h[count++] = b_.hidden[(first_ + i) * b_.tokens + t];
       }
       ahead_.Fetch(lines);
-      if (count == 0) continue;
-      AddSomeRows<E>(count, needed, h, columns, sums_ + t * b_.args->N + n);
+      AddEach<E>(count, needed, h, columns, sums_ + t * b_.args->N + n);
     }
   }
 
@@ -107,7 +203,6 @@ class DownGroup {
   float* const sums_;
   const int64_t first_, count_, end_;
   PrefetchQueue ahead_;
-  alignas(64) float converted_[kDownRows * kDownColumns];
 };
 
 inline void Down(const MlpBlock& b, int64_t part, int64_t begin, int64_t end) {
@@ -119,7 +214,8 @@ inline void Down(const MlpBlock& b, int64_t part, int64_t begin, int64_t end) {
   // multiple of 4 KiB would share cache sets.
   const bool is_in_place = b.down.bits == 0 && b.tokens <= (b.down.dtype == DType::kF32 ? 8 : 2);
   const int64_t step = is_in_place ? std::max<int64_t>(1, end - begin) : kDownColumns;
-  const int64_t groups = (count + kDownRows - 1) / kDownRows;
+  const int64_t rows = is_in_place ? kDownRows : kConvertedRows, groups = (count + rows - 1) / rows;
+  alignas(64) float converted[kConvertedRows * DownGroup::kConvertedStride];
   for (int64_t n = begin; n < end; n += step) {
     const int64_t columns = std::min(step, end - n);
     for (int64_t g = 0; g < groups; ++g) {  // of as many rows each, give or take one
@@ -127,7 +223,7 @@ inline void Down(const MlpBlock& b, int64_t part, int64_t begin, int64_t end) {
       if (is_in_place) {
         WithElement(b.down.dtype, [&](auto element) { group.template AddInPlace<decltype(element)>(n, columns); });
       } else {
-        group.AddConverted(n, columns);
+        group.AddConverted(n, columns, converted);
       }
     }
   }

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <numeric>
 
 #include "cpu/kernel_table.h"
 #include "plugins/core/base/integers.h"
@@ -22,6 +21,7 @@ using cpu::SparseMlpKernels;
 
 constexpr int64_t kMostWorkers = 64;
 constexpr int64_t kWorthAWorker = 64 << 10;  // bytes of weights, or values that are selected: a few us
+constexpr int kPredictorBits = 8;            // of a quantized predictor
 constexpr int64_t kLeastPiece = 256;         // bytes of a down row that a thread reads
 
 // Memory of a run, in one workspace.
@@ -35,16 +35,18 @@ class Layout {
     x_stride = is_copied ? RoundUp(a.K, kMlpPadding) + kMlpPadding : a.K;
     rank_stride = RoundUp(a.R, kMlpPadding) + kMlpPadding;
     is_int8 = reads_input && a.bits > 0 && a.accuracy_level == 4;
-    blocks = is_int8 ? CeilDiv(a.K, a.block_size) : 0;
-    int8_stride = blocks * a.block_size;
+    sums_stride = is_int8 ? RoundUp(CeilDiv(a.K, a.block_size), cpu::kInt8SumPadding) : 0;
+    int8_stride = is_int8 ? RoundUp(a.K, cpu::kInt8TokenPadding) : 0;
+    scale_stride = a.bits > 0 ? int8_stride / (32 / a.bits) : 0;
     x_int8 = Take(tokens * int8_stride, sizeof(int8_t));
-    x_scales = Take(tokens * blocks, sizeof(float));
-    x_sums = Take(tokens * blocks, sizeof(float));
+    x_scales = Take(tokens * scale_stride, sizeof(float));
+    x_sums = Take(tokens * sums_stride, sizeof(float));
     const int64_t longest = a.predictor_down.scales != nullptr ? std::max(a.K, a.R) : 0;
-    predictor_blocks = CeilDiv(longest, cpu::kPredictorBlock);
-    predictor_int8 = Take(tokens * predictor_blocks * cpu::kPredictorBlock, sizeof(int8_t));
-    predictor_scales = Take(tokens * predictor_blocks, sizeof(float));
-    predictor_sums = Take(tokens * predictor_blocks, sizeof(float));
+    predictor_int8_stride = RoundUp(longest, cpu::kInt8TokenPadding);
+    predictor_sums_stride = RoundUp(CeilDiv(longest, cpu::kPredictorBlock), cpu::kInt8SumPadding);
+    predictor_int8 = Take(tokens * predictor_int8_stride, sizeof(int8_t));
+    predictor_scales = Take(tokens * predictor_int8_stride / (32 / kPredictorBits), sizeof(float));
+    predictor_sums = Take(tokens * predictor_sums_stride, sizeof(float));
     x = Take(is_copied ? tokens * x_stride : 0, sizeof(float));
     projected = Take(a.selection == SparseMlpSelection::kPredictor ? tokens * rank_stride : 0, sizeof(float));
     values = Take(tokens * a.F, sizeof(float));
@@ -55,7 +57,8 @@ class Layout {
     sums = Take(cpu::kMlpParts * tokens * a.N, sizeof(float));
   }
   bool is_copied = false, is_int8 = false;
-  int64_t x_stride = 0, rank_stride = 0, blocks = 0, int8_stride = 0, predictor_blocks = 0;
+  int64_t x_stride = 0, rank_stride = 0, sums_stride = 0, int8_stride = 0, scale_stride = 0;
+  int64_t predictor_int8_stride = 0, predictor_sums_stride = 0;
   size_t predictor_int8 = 0, predictor_scales = 0, predictor_sums = 0;
   size_t x_int8 = 0, x_scales = 0, x_sums = 0, x = 0, projected = 0, values = 0, masks = 0, list_masks = 0, neurons = 0,
          hidden = 0, sums = 0;
@@ -135,7 +138,7 @@ NeuronRows PredictorRows(const SparseMlpArgs& a, const SparseMlpWeight& factor, 
   rows.dtype = a.dtype;
   rows.stride = size * SizeOf(a.dtype);
   if (factor.scales == nullptr) return rows;
-  rows.bits = 8;
+  rows.bits = kPredictorBits;
   SetBlock(cpu::kPredictorBlock, &rows);
   rows.scales = static_cast<const char*>(factor.scales);
   rows.has_row_scales = true;
@@ -204,13 +207,14 @@ class Runner {
     auto *const scales = At<float>(layout_.x_scales), *const sums = At<float>(layout_.x_sums);
     for (int64_t t = 0; t < b_.tokens && layout_.is_int8; ++t) {
       kernels_.quantize(x_ + t * layout_.x_stride, a_.K, a_.bits, a_.block_size, values + t * layout_.int8_stride,
-                        scales + t * layout_.blocks, sums + t * layout_.blocks);
+                        scales + t * layout_.scale_stride, sums + t * layout_.sums_stride);
     }
     for (DotProblem* dots : {&b_.gate_dots, &b_.up_dots}) {
       dots->x = x_, dots->x_stride = layout_.x_stride;
       if (layout_.is_int8) {
         dots->x_int8 = values, dots->x_scales = scales, dots->x_sums = sums;
-        dots->x_int8_stride = layout_.int8_stride, dots->x_scales_stride = layout_.blocks;
+        dots->x_int8_stride = layout_.int8_stride, dots->x_scales_stride = layout_.scale_stride,
+        dots->x_sums_stride = layout_.sums_stride;
       }
       dots->tokens = b_.tokens;
       dots->neurons = b_.neurons, dots->masks = b_.list_masks;
@@ -223,6 +227,10 @@ class Runner {
     std::fill(projected, projected + b_.tokens * layout_.rank_stride, 0.0f);
     const DotProblem down = PredictorDots(a_.predictor_down, x_, layout_.x_stride, a_.K, a_.R);
     RunDots(down, projected, 1, layout_.rank_stride);
+    if (a_.has_predictor_relu) {
+      const int64_t values = b_.tokens * layout_.rank_stride;
+      for (int64_t i = 0; i < values; ++i) projected[i] = projected[i] < 0.0f ? 0.0f : projected[i];  // NaN stays
+    }
     const DotProblem up = PredictorDots(a_.predictor_up, projected, layout_.rank_stride, a_.R, a_.F);
     RunDots(up, b_.values, 1, a_.F);
   }
@@ -238,15 +246,13 @@ class Runner {
     auto* const values = At<int8_t>(layout_.predictor_int8);
     auto *const scales = At<float>(layout_.predictor_scales), *const sums = At<float>(layout_.predictor_sums);
     dots.x_int8 = values, dots.x_scales = scales, dots.x_sums = sums;
-    dots.x_scales_stride = layout_.predictor_blocks;
-    dots.x_int8_stride = layout_.predictor_blocks * cpu::kPredictorBlock;
+    dots.x_int8_stride = layout_.predictor_int8_stride;
+    dots.x_scales_stride = layout_.predictor_int8_stride / (32 / kPredictorBits);
+    dots.x_sums_stride = layout_.predictor_sums_stride;
     for (int64_t t = 0; t < b_.tokens; ++t) {
-      kernels_.quantize(x + t * x_stride, size, dots.rows.bits, dots.rows.block, values + t * dots.x_int8_stride,
-                        scales + t * dots.x_scales_stride, sums + t * dots.x_scales_stride);
-      const float* const own = sums + t * dots.x_scales_stride;
-      totals_[t] = std::accumulate(own, own + CeilDiv(size, dots.rows.block), 0.0f);
+      kernels_.quantize(x + t * x_stride, size, kPredictorBits, dots.rows.block, values + t * dots.x_int8_stride,
+                        scales + t * dots.x_scales_stride, sums + t * dots.x_sums_stride);
     }
-    dots.x_totals = totals_;
     return dots;
   }
 
@@ -311,7 +317,6 @@ class Runner {
   const Layout layout_;
   char* const workspace_;
   const float* x_ = nullptr;
-  float totals_[kMlpTokens] = {};
   MlpBlock b_;
 };
 

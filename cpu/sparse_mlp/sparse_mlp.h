@@ -21,6 +21,10 @@ constexpr int64_t kMlpParts = 8;
 constexpr int64_t kMlpPartBlock = 64;  // neurons; more where more of them share a scale
 // Values of a predictor's row and of a token that are multiplied at a time, where they are quantized.
 constexpr int64_t kPredictorBlock = 32;
+// Tokens in int8 have zeros up to a multiple of so many values, and the sums of their blocks up to one of so many
+// blocks: a vector may read beyond the last block.
+constexpr int64_t kInt8TokenPadding = 256;
+constexpr int64_t kInt8SumPadding = 16;
 // Vectors of tokens begin on multiples of so many floats.
 constexpr int64_t kMlpPadding = 16;
 
@@ -45,12 +49,11 @@ struct DotProblem {
   NeuronRows rows;
   const float* x = nullptr;  // [tokens, x_stride], zeros from rows.size to the next multiple of kMlpPadding
   int64_t x_stride = 0;
-  // The tokens in int8, with the scale of each block of rows.block values, and that times the sum of its values.
-  // nullptr: they are multiplied in fp32.
+  // The tokens in int8, in blocks of rows.block values. x_scales: of each 32 / bits values; x_sums: of each block, the
+  // scale times the sum of its values. nullptr: they are multiplied in fp32.
   const int8_t* x_int8 = nullptr;
   const float *x_scales = nullptr, *x_sums = nullptr;
-  int64_t x_int8_stride = 0, x_scales_stride = 0;
-  const float* x_totals = nullptr;  // [tokens], of all blocks' sums; where rows have one scale
+  int64_t x_int8_stride = 0, x_scales_stride = 0, x_sums_stride = 0;
   int64_t tokens = 0;
   int64_t count = 0;                 // of rows
   const int32_t* neurons = nullptr;  // row i is that of neurons[i]; nullptr: of neuron i
@@ -100,7 +103,7 @@ constexpr int64_t kMlpSelected = kMlpNeurons * 16;
   namespace isa::sparse_mlp {                      \
   extern const SparseMlpKernels kSparseMlpKernels; \
   }
-STOF_CPU_KERNEL_NAMESPACES(STOF_DECLARE)
+STOF_CPU_MLP_NAMESPACES(STOF_DECLARE)
 #undef STOF_DECLARE
 
 }  // namespace cpu

@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 
 _GARBAGE = 50_000  # new objects before the next look for what cannot be reached
 _TARGETS = {"CPUExecutionProvider": "cpu", "CUDAExecutionProvider": "cuda", "TensorrtExecutionProvider": "tensorrt"}
-_LATER = {
-    "sparse_mlp": "--sparse-mlp is not in this version; it optimizes attention only",
-}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -99,10 +96,16 @@ def _parser() -> argparse.ArgumentParser:
         'mask="...", or a pattern file',
     )
     parser.add_argument(
+        "--sparse-mlp",
+        metavar="SPEC",
+        help="compute predicted neurons of MLPs alone; OUTPUTS CHANGE: calibration prompts and how to predict, "
+        "prompts.npz,kind=svd,active=0.3 for instance",
+    )
+    parser.add_argument(
         "--prompts",
         type=Path,
         metavar="FILE",
-        help="measure by how much --sparsify changes next tokens: token ids or texts",
+        help="measure by how much --sparsify and --sparse-mlp change next tokens: token ids or texts",
     )
     parser.add_argument(
         "--max-kl",
@@ -111,7 +114,6 @@ def _parser() -> argparse.ArgumentParser:
         help="largest mean KL divergence on --prompts to write a model with (0.1)",
     )
     parser.add_argument("--force", action="store_true", help="write the model beyond --max-kl, too")
-    parser.add_argument("--sparse-mlp", type=Path, metavar="DIR", help=argparse.SUPPRESS)
     parser.add_argument(
         "--verify-budget", type=_seconds, default=45.0, metavar="SECONDS", help="time for verification (45)"
     )
@@ -242,12 +244,10 @@ def _run(arguments: argparse.Namespace) -> int:
         arguments.model, arguments.explain = Path(arguments.explain), EVERY_ATTENTION
     if arguments.model is None:
         raise ArgumentError("no model given (see stof-optimize --help)")
-    for name, words in _LATER.items():
-        if getattr(arguments, name) is not None:
-            raise ArgumentError(words)
-    _check_sparsify(arguments)
+    _check_changes(arguments)
     options = Options(
         sparsify=arguments.sparsify or "",
+        sparse_mlp=arguments.sparse_mlp or "",
         prompts=arguments.prompts,
         max_kl=0.1 if arguments.max_kl is None else arguments.max_kl,
         force=arguments.force,
@@ -284,16 +284,19 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _check_sparsify(arguments: argparse.Namespace) -> None:
-    """Refuses options of --sparsify without it."""
+def _check_changes(arguments: argparse.Namespace) -> None:
+    """Refuses empty options that change outputs, and options about the loss without such a change."""
     if arguments.sparsify == "":
         raise ArgumentError("--sparsify is empty; expected a pattern such as s2:local=16,stride=8")
-    needs = {"--prompts": ("--sparsify", arguments.sparsify), "--max-kl": ("--prompts", arguments.prompts)}
-    needs["--force"] = needs["--max-kl"]
-    for option, (other, value) in needs.items():
-        given = getattr(arguments, option.lstrip("-").replace("-", "_"))
-        if given not in (None, False) and value is None:
-            raise ArgumentError(f"{option} is for {other}, which is not given")
+    if arguments.sparse_mlp == "":
+        raise ArgumentError("--sparse-mlp is empty; expected a file of calibration prompts, prompts.npz for instance")
+    changes = arguments.sparsify or arguments.sparse_mlp
+    if arguments.prompts is not None and changes is None:
+        raise ArgumentError("--prompts is for --sparsify and --sparse-mlp, of which none is given")
+    measured = arguments.prompts or arguments.sparse_mlp
+    for option, given in (("--max-kl", arguments.max_kl is not None), ("--force", arguments.force)):
+        if given and measured is None:
+            raise ArgumentError(f"{option} is for --prompts and --sparse-mlp, of which none is given")
 
 
 def _say_report(report: Report | FolderReport, explain: str | None, outputs: Iterable[str | Path | None]) -> None:

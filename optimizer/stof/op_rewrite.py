@@ -14,7 +14,7 @@ of its nodes with what it replaces.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,14 +23,17 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import onnx
 
+from stof.errors import ArgumentError, ModelError
 from stof.execution.upcast import TypedAttributes
 from stof.options import Options
 from stof.plan import EntryFormat, Plan, PlanEntry
 from stof.report import Section
-from stof.selection import CandidateNames, NamedCandidate, Selection
+from stof.selection import CandidateNames, NamedCandidate, Selection, list_candidates
 from stof.sparsify.sparsity import Sparsity
 
 if TYPE_CHECKING:
+    from stof.prompts.files import PromptSet
+    from stof.verification.model_inputs import ModelInputs
     from stof.verification.result import Verification
     from stof.verification.site_checks import SiteChecks
 
@@ -60,6 +63,8 @@ class Job:
         step: times a step for the report, and turns what a damaged graph makes fail into a ``ModelError``.
         tuning: the time that measurements took so far.
         sparsity: what --sparsify puts on attentions; ``model`` has it then. None: nothing.
+        prompts: the file of --prompts; None: there is none.
+        inputs: draws inputs of ``model``, by the first op so far that knows what they mean.
     """
 
     options: Options
@@ -71,6 +76,8 @@ class Job:
     selections: Mapping[str, Selection] = field(default_factory=dict)
     tuning: Tuning = field(default_factory=Tuning)
     sparsity: Sparsity | None = None
+    prompts: PromptSet | None = None
+    inputs: Callable[[], ModelInputs] | None = None
 
 
 @dataclass(frozen=True)
@@ -112,6 +119,11 @@ class Decisions(ABC):
         """Whether there is something to emit. Without it, the op leaves the model as it is."""
         return self.has_replaced
 
+    @property
+    def held_out(self) -> PromptSet | None:
+        """Prompts by which to measure decisions that change outputs, where --prompts names none; None: there are none."""
+        return None
+
     def undo(self, reason: str) -> Decisions | None:
         """The same with no candidate replaced and the reason in each row, where the rest of the model can do without them.
 
@@ -150,6 +162,14 @@ class OpRewrite(ABC, Generic[Found, Decided]):
         """
         return job
 
+    def read_options(self, job: Job) -> Mapping[str, Path]:
+        """Checks the op's own options before anything takes long, and gives the files that they name, by what they are.
+
+        Raises:
+            ArgumentError: for a wrong option, or a file that cannot be read.
+        """
+        return {}
+
     @abstractmethod
     def find(self, job: Job, model: Callable[[], onnx.ModelProto]) -> Found | LeftOut:
         """The candidates, of which there may be none.
@@ -185,6 +205,10 @@ class OpRewrite(ABC, Generic[Found, Decided]):
             decided: decisions that change the model.
         """
 
+    def verifiable_form(self, model: onnx.ModelProto) -> onnx.ModelProto:
+        """A model whose outputs are to equal the original's: the optimized one without what changes outputs on purpose."""
+        return model
+
     @abstractmethod
     def empty_section(self) -> Section:
         """The op's part of the report where it was left out."""
@@ -192,6 +216,50 @@ class OpRewrite(ABC, Generic[Found, Decided]):
     def find_earlier_result(self, job: Job) -> Decided | None:
         """What the report and the plan say where the model holds the op already, so that nothing is done; else None."""
         return None
+
+    def check_plan(self, job: Job, candidates: Sequence[NamedCandidate]) -> None:
+        """Refuses a plan of another model, which has entries for candidates that this one does not have.
+
+        Raises:
+            ArgumentError: naming the entry and the candidates that there are.
+        """
+        names = {c.name for c in candidates}
+        for entry in job.plan.entries.get(self.key, ()) if job.plan is not None else ():
+            if entry.name not in names:
+                raise ArgumentError(
+                    f"the plan has {self.names.kind} {entry.name!r}, which the model does not have: it is of another model "
+                    f"or export; {list_candidates(self.names, candidates)}"
+                )
+
+    def reason_kept(self, job: Job, candidate: NamedCandidate, reason: str) -> str:
+        """Why a candidate stays as it is: by the options, by the plan, or for a reason of the op.
+
+        Args:
+            job: the optimization.
+            candidate: the candidate.
+            reason: why the op cannot replace it, or does not gain by it; empty where it can.
+
+        Returns:
+            The reason; empty where the candidate is replaced.
+
+        Raises:
+            ModelError: when the plan replaces what the op cannot replace.
+        """
+        if left_out := job.selections[self.key].reason_left_out(candidate):
+            return left_out
+        if job.plan is None or self.key not in job.plan.entries:
+            return reason
+        entry = job.plan.of(self.key, candidate.name)
+        if entry is None:
+            return "not in the plan"
+        if not entry.replace:
+            return entry.reason or "left as it is by the plan"
+        if reason:
+            raise ModelError(
+                f"the plan replaces {self.names.kind} {candidate.name!r}, which cannot be: {reason}; "
+                "set its replace to false"
+            )
+        return ""
 
     def has_to_measure(self, options: Options, plan: Plan) -> bool:
         """Whether ``--tune`` has something to measure for the op where a plan is applied."""

@@ -35,7 +35,8 @@ class Options:
     shapes: dict[str, tuple[int, int]] = field(default_factory=dict)  # dimension name -> least, most
     masks: dict[str, str] = field(default_factory=dict)  # site -> expression stated by the user
     sparsify: str = ""  # patterns for dense attentions: stof.sparsify.spec has the form; outputs change
-    prompts: Path | None = None  # token ids or texts on which the loss of ``sparsify`` is measured
+    sparse_mlp: str = ""  # which neurons to leave out: stof.sparse_mlp.calibration.spec has the form; outputs change
+    prompts: Path | None = None  # token ids or texts on which the loss of ``sparsify`` and ``sparse_mlp`` is measured
     max_kl: float = 0.1  # the largest loss with which a model is written
     force: bool = False  # a model is written beyond it, too
     ignore_empty_rows: bool = False

@@ -24,15 +24,16 @@ from stof.ops import OPS
 from stof.options import Options
 from stof.plan import Plan, PlanEntry
 from stof.plan import load as load_plan
+from stof.prompts.files import PromptSet, check_vocabulary, read_prompts
+from stof.prompts.loss import has_logits
 from stof.recursion import deep_recursion
 from stof.report import Report
 from stof.runtime.library import build_info
 from stof.selection import select
-from stof.sparsify.prompts import check_vocabulary, read_prompts
 from stof.sparsify.report import SparsityReport
 from stof.sparsify.sparsity import Sparsity
 from stof.sparsify.spec import parse_spec
-from stof.stages import Stage, rewrite
+from stof.stages import Stage, known_inputs, rewrite
 from stof.target_support import missing_for
 from stof.tuning_cache import cache_path
 from stof.verify_stages import verify_stages
@@ -110,10 +111,11 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
     job = Job(options, source, graph, report.library, plan, partial(_timed_step, report, source), selections)
     report.sections = {op.key: op.empty_section() for op in OPS}
     earlier = {op.key: found for op in OPS if (found := op.find_earlier_result(job)) is not None}
-    if earlier and options.sparsify:
-        raise ArgumentError(
-            "--sparsify is for a dense model, and this one was optimized before; give the one it was made from"
-        )
+    for option, value in (("--sparsify", options.sparsify), ("--sparse-mlp", options.sparse_mlp)):
+        if earlier and value:
+            raise ArgumentError(
+                f"{option} is for a dense model, and this one was optimized before; give the one it was made from"
+            )
     if earlier:
         for key, found in earlier.items():
             selections[key].check(found.candidates)
@@ -123,7 +125,7 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
         return
     if plan is not None and plan.target != options.target:
         raise ArgumentError(f"the plan is for target {plan.target}, not {options.target}; use --target {plan.target}")
-    job = _declare(report, job, target)
+    job = _declare(report, _read_options(job, target, report.dry_run), target)
     stages = rewrite(job, OPS)
     report.sections |= {s.op.key: s.decided.section for s in stages}
     report.nodes_before = len(graph.graph.node)
@@ -137,24 +139,37 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
     _save_plan({s.op.key: s.decided.plan for s in stages}, options, job.sparsity.digest if job.sparsity else "")
 
 
+def _read_options(job: Job, target: Path, dry_run: bool) -> Job:
+    """The job with the prompts of --prompts; faults of files are found here, before steps that take long.
+
+    Raises:
+        ArgumentError: for files that cannot be read or would be overwritten, and for wrong options of ops.
+    """
+    options, read = job.options, dict[str, Path]()
+    if not options.max_kl >= 0:
+        raise ArgumentError(f"max_kl is {options.max_kl}, expected a number from 0 on")
+    if options.prompts is not None and (options.sparsify or options.sparse_mlp):
+        prompts = read_prompts(options.prompts, [job.source.parent])
+        check_vocabulary(options.prompts, prompts, job.model.graph)
+        if not has_onnxruntime():
+            raise ArgumentError("--prompts needs onnxruntime, which is not installed: pip install onnxruntime")
+        job = replace(job, prompts=PromptSet(f"--prompts {options.prompts}", tuple(prompts)))
+        read["prompts file"] = options.prompts
+    for op in OPS:
+        read |= op.read_options(job)
+    _check_files(read, target, options, dry_run)
+    return job
+
+
 def _declare(report: Report, job: Job, target: Path) -> Job:
     """The job with the patterns of --sparsify.
 
     Raises:
         ArgumentError: when they do not fit the model, are others than those of the plan, or an output would replace their file.
     """
-    if not job.options.max_kl >= 0:
-        raise ArgumentError(f"max_kl is {job.options.max_kl}, expected a number from 0 on")
     if job.options.sparsify:
-        if job.options.prompts is not None:
-            prompts = read_prompts(job.options.prompts, [job.source.parent])  # faults before long steps
-            check_vocabulary(job.options.prompts, prompts, job.model.graph)
-            if not has_onnxruntime():
-                raise ArgumentError("--prompts needs onnxruntime, which is not installed: pip install onnxruntime")
         spec = parse_spec(job.options.sparsify)
-        read = {f"pattern file {path}": path for path in spec.files}
-        read |= {"prompts file": job.options.prompts} if job.options.prompts is not None else {}
-        _check_files(read, target, job.options, report.dry_run)
+        _check_files({f"pattern file {path}": path for path in spec.files}, target, job.options, report.dry_run)
         sparsity = Sparsity(spec, SparsityReport(job.options.sparsify))
         job = replace(job, sparsity=sparsity)
         with job.step("sparsify"):
@@ -304,36 +319,37 @@ def _mark_written(report: Report, stages: Sequence[Stage]) -> None:
 
 
 def _measure_loss(report: Report, job: Job, stages: Sequence[Stage], target: Path) -> None:
-    """Measures the loss of --sparsify on --prompts.
+    """Measures by how much next tokens change, where options change outputs and there are prompts.
 
     Raises:
         VerifyError: when it is above --max-kl.
     """
-    path = job.options.prompts
-    if path is None or report.sparsity is None or not report.sparsity.sparsified:
+    is_sparsified = report.sparsity is not None and report.sparsity.sparsified > 0
+    changed = [s.decided.section for s in stages if s.decided.section.changes_outputs]
+    prompts = job.prompts or next((p for s in stages if (p := s.decided.held_out) is not None), None)
+    if prompts is None or not (is_sparsified or changed):
         return
-    from stof.prompt_loss import check_loss, measure_loss
-    from stof.verification.model_inputs import default_inputs
+    from stof.prompt_runs.loss import check_loss, measure_loss
 
-    prompts = read_prompts(path, [job.source.parent])
+    if not is_sparsified and not has_logits(job.model):
+        return  # the sections that change outputs say how much by themselves
     with _timed(report, "prompts"):
-        checks = filter(None, (s.op.site_checks(job, s.decided) for s in stages))
-        known = next((i for c in checks if (i := c.model_inputs()) is not None), None)
-        inputs = known or default_inputs(job.model)
-        found = measure_loss(job.source, stages[-1].model, inputs, prompts, target.parent, job.options)
-        report.sparsity.loss, report.sparsity.decode_loss = found
-    check_loss(report.sparsity, job.options)
+        inputs = known_inputs(job, stages)
+        loss = measure_loss(job.source, stages[-1].model, inputs, prompts, target.parent, job.options)
+    if is_sparsified and report.sparsity is not None:
+        report.sparsity.loss, report.sparsity.decode_loss = loss.whole, loss.decoded
+    for section in changed:
+        section.loss = loss
+    options = [*(["--sparsify"] if is_sparsified else []), *(["--sparse-mlp"] if changed else [])]
+    check_loss(loss, " with ".join(options), job.options)
 
 
 def _time_models(report: Report, job: Job, stages: list[Stage], target: Path) -> None:
     """Times the original and the written model. What hinders is a note: the model is verified and written."""
-    from stof.verification.model_inputs import default_inputs
     from stof.verification.model_times import NotTimedError, time_models
 
     try:
-        checks = filter(None, (s.op.site_checks(job, s.decided) for s in stages))
-        known = next((i for c in checks if (i := c.model_inputs()) is not None), None)
-        inputs = known or default_inputs(job.model)
+        inputs = known_inputs(job, stages)
         report.times = time_models(job.source, target, inputs, job.options.shapes)
     except (NotTimedError, RuntimeFailure, StofError, KeyError, MemoryError, TypeError, ValueError) as error:
         report.notes += (f"not timed: {explained(error)}",)

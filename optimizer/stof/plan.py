@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from stof import strict_json
 from stof.errors import ArgumentError
 from stof.files import read_text, write_text
+from stof.strict_json import quoted
 
 FORMAT = "stof-plan"
 VERSION = 1
@@ -30,6 +31,10 @@ class PlanEntry(Protocol):
     @property
     def replace(self) -> bool:
         """Whether the candidate is replaced."""
+
+    @property
+    def reason(self) -> str:
+        """Why it is kept; empty where it is replaced, or where an edited file gives no reason."""
 
     def to_json(self) -> dict[str, Any]:
         """The entry as a JSON object."""
@@ -154,9 +159,3 @@ class Fields:
         if choices and value not in choices:
             raise ArgumentError(f"{self.where} has {name} {value!r}, expected one of {', '.join(choices)}")
         return value
-
-
-def quoted(value: object) -> str:
-    """A JSON value for a message, cut where it is long."""
-    text = strict_json.dumps(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."

@@ -13,6 +13,7 @@ from stof.errors import shown
 from stof.selection import EVERY_ATTENTION, CandidateNames, owner_of
 
 if TYPE_CHECKING:
+    from stof.prompts.loss import PromptLoss
     from stof.sparsify.report import SparsityReport
     from stof.verification.model_times import ModelTimes
     from stof.verification.result import Comparison, Verification
@@ -122,11 +123,13 @@ class Section(ABC):
         names: how options and messages name the op's candidates.
         rows: a row for each candidate, and for others that are none for a reason.
         is_explained_by_default: whether ``--explain`` without a pattern lists the op's candidates.
+        loss: by how much next tokens change, of a section that changes outputs; None: not measured.
     """
 
     names: ClassVar[CandidateNames]
     is_explained_by_default: ClassVar[bool] = False
     rows: Sequence[Row]
+    loss: PromptLoss | None = None
 
     @property
     def replaced(self) -> int:
@@ -140,6 +143,21 @@ class Section(ABC):
     @abstractmethod
     def lines(self) -> list[str]:
         """A line or a few for each kind of row."""
+
+    @property
+    def changes_outputs(self) -> bool:
+        """Whether replaced candidates compute something else than the original, as options ask for."""
+        return False
+
+    @property
+    def verified_form(self) -> str:
+        """In which form the outputs were compared, where the section changes them; else empty."""
+        return ""
+
+    @property
+    def loss_headlines(self) -> list[str]:
+        """A line for the loss of whole prompts, and one for that of decoding."""
+        return [] if self.loss is None else self.loss.headlines()
 
     def headline(self, dry_run: bool) -> str:
         """The section in the report's first line; or empty."""
@@ -282,11 +300,14 @@ class Report:
         if self.dry_run:
             return self._headline()
         loss = [] if self.sparsity is None else self.sparsity.loss_headlines
+        loss += [line for s in self.sections.values() for line in s.loss_headlines]
         return "; ".join([self._headline(), "not verified" if self.verification is None else "verified", *loss])
 
     def _headline(self) -> str:
         sparsity = [] if self.sparsity is None else [self.sparsity.headline]
-        return ", ".join(h for h in (*sparsity, *(s.headline(self.dry_run) for s in self.sections.values())) if h)
+        # What changes outputs comes first.
+        sections = sorted(self.sections.values(), key=lambda s: not s.changes_outputs)
+        return ", ".join(h for h in (*sparsity, *(s.headline(self.dry_run) for s in sections)) if h)
 
     def _nothing_to_do(self) -> str:
         return ", ".join(r for r in (s.nothing_to_do() for s in self.sections.values()) if r)
@@ -326,6 +347,8 @@ class Report:
                 f"verified: {len(outputs)} outputs against the original, worst difference {worst.difference:.2e} of "
                 f"{worst.budget:.2e} allowed ({v.seconds:.1f} s{_describe_end(v)}); {describe_coverage(outputs)}"
             )
+            forms = [s.verified_form for s in self.sections.values() if s.changes_outputs and s.verified_form]
+            lines += [f"          ({form})" for form in forms]
             lines += _undefined_lines(outputs)
         if others:
             worst = max(others, key=lambda c: c.budget)

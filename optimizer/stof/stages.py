@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
 
 import onnx
 
 from stof.op_rewrite import Decisions, Job, LeftOut, OpRewrite
+
+if TYPE_CHECKING:
+    from stof.verification.model_inputs import ModelInputs
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,13 +49,23 @@ def rewrite(job: Job, ops: Iterable[OpRewrite[Any, Any]]) -> list[Stage]:
     stages: list[Stage] = []
     for op in ops:
         previous = stages[-1] if stages else None
-        stage = _decide(job, op, previous)
+        stage = _decide(replace(job, inputs=partial(known_inputs, job, tuple(stages))), op, previous)
         if isinstance(stage, LeftOut):
             job.selections[op.key].refuse_all(stage.reason)
         else:
             job.selections[op.key].check(stage.decided.candidates)
             stages.append(stage)
     return stages
+
+
+def known_inputs(job: Job, stages: Sequence[Stage]) -> ModelInputs:
+    """Draws inputs of the model, by the first op that knows what they mean."""
+    # A tenth of all imports, which few runs need here.
+    from stof.verification.model_inputs import default_inputs
+
+    checks = filter(None, (s.op.site_checks(job, s.decided) for s in stages))
+    known = next((i for c in checks if (i := c.model_inputs()) is not None), None)
+    return known or default_inputs(job.model)
 
 
 def _decide(job: Job, op: OpRewrite[Any, Any], previous: Stage | None) -> Stage | LeftOut:

@@ -30,6 +30,12 @@ def dumps(
     return text.replace("\x7f", "\\u007f")  # the one control character that json leaves in a string
 
 
+def quoted(value: object) -> str:
+    """A JSON value for a message, cut where it is long."""
+    text = dumps(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
 def loads(text: str, *, restore_numbers: bool = False) -> Any:
     """What a text of strict JSON holds. ``restore_numbers``: the strings that stand for numbers become these.
 

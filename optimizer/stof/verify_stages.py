@@ -185,6 +185,8 @@ def _verify(
                 job.options.shapes,
                 is_from_file=job.sparsity is None,
             )
+            for stage in stages:
+                final = stage.op.verifiable_form(final)
             found = verifier.run(job.source, final, scratch)
     except OSError as error:
         raise ArgumentError(

@@ -13,6 +13,7 @@ from stof.bench import cli
 from stof.bench.core import measure
 from stof.bench.cpu import sparse_mlp
 from stof.bench.cpu.sparse_mlp import Layers, MlpPoint, describe_record, measure_point
+from stof.bench.cpu.sparse_mlp_reference import quantize
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +56,41 @@ def test_a_point_is_checked_and_timed(mode: str, precision: str) -> None:
         if mode != "predicted":
             assert record["peers"]["ort"]["error"] <= sparse_mlp.TOLERANCE[precision]
         assert "ONNX Runtime" in describe_record(point, record)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int4"])
+def test_a_neuron_within_rounding_of_the_threshold_may_be_active_or_not(precision: str) -> None:
+    layers = Layers("llama-3b", "predicted", precision, 1, 1)
+    reference = layers.reference()
+    x = np.random.default_rng(3).standard_normal((1, 96), np.float32)
+    scores, doubt = reference.scores(x)
+    order = np.argsort(scores[0])[::-1]
+    gate, up = (x.astype(np.float64) @ reference.dequantized(name, slice(None)).T for name in ("gate", "up"))
+    weighty = np.abs(np.maximum(gate, 0) * up)[0]
+    near = int(max(order[30:60], key=lambda j: weighty[j]))  # relu gives half of the neurons no weight
+    certain = int(max(order[:15], key=lambda j: weighty[j]))
+    found = reference.expected(x, scores[0, near : near + 1])
+    assert near in found.uncertain[0]
+    assert certain not in found.uncertain[0]
+    assert doubt.max() < np.abs(scores).max() / 50
+    own = found.contributions[0][list(found.uncertain[0]).index(near)]
+    assert found.error(found.output + own) < 1e-9
+    assert found.error(found.output) < 1e-9
+    assert found.error(found.output + 0.3 * own) > 1e-3  # no weight between 0 and 1
+    lost = reference.expected(x, scores[0, certain : certain + 1] + 2 * doubt.max())
+    assert found.error(lost.output) > 1e-2  # neurons that are surely active may not be missing
+
+
+def test_int8_values_are_those_of_quantized_predictors() -> None:
+    x = np.zeros((1, 40))
+    x[0, :4] = 1.0, -0.5, 0.3, 2.54
+    x[0, 35] = -7.0
+    rounded, doubt = quantize(x)
+    assert np.allclose(rounded[0, :4], [1.0, -0.5, 0.3, 2.54])  # a step is 0.02
+    assert np.allclose(rounded[0, 35], -7.0)
+    assert np.all(doubt < 1e-4)
+    halfway = np.array([[1.27, 0.105]])  # between 10 and 11 steps: the kernel's rounding of it is not known
+    assert quantize(halfway)[1][0, 1] > 0.01
 
 
 def test_the_command_stores_what_it_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

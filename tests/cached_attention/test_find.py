@@ -36,7 +36,7 @@ def test_facts_of_a_node(masks: bool) -> None:
     assert site is not None
     assert (site.num_heads, site.kv_num_heads, site.head_size, site.dtype) == (6, 2, 32, TensorProto.FLOAT)
     assert (site.window, site.sliding, site.rotary_size) == (9, False, 16)
-    assert site.mask == "k <= q and q - k < 9"
+    assert site.mask.text == "k <= q and q - k < 9"
     assert [str(d) for d in (site.batch, site.queries, site.capacity)] == ["1*size(B)", "1*size(S)", "1*size(C)"]
     assert (str(site.total) == "1*size(T)") == masks
     assert site.features == ("packed QKV", "rotary of 16, interleaved", "sinks", "softcap 3")

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from gqa_models import Shape, draw_step, model_of
 
-from stof.attention.checks.site_comparison import attributes_of
 from stof.cached_attention.checks import site_checks
 from stof.cached_attention.checks.oracle import CacheStep, CacheStepResult, compute_step
 from stof.cached_attention.checks.site_checks import compare_cache_site, run_step
 from stof.cached_attention.emit import emit_caches
 from stof.cached_attention.find import find_candidates
 from stof.cached_attention.site import OP, CacheSite
+from stof.graph.node_fields import plain_attributes_of
 from stof.symbolic import Symbolic
 from stof.verification.compare import compare_outputs
 from stof.verification.result import Comparison
@@ -42,7 +42,7 @@ def site_of(shape: Shape) -> tuple[CacheSite, dict[str, Any]]:
     (candidate,) = find_candidates(model, Symbolic(model), "cpu")
     assert candidate.site is not None
     node = next(n for n in emit_caches(model, [candidate.site]).graph.node if n.op_type == OP)
-    return candidate.site, attributes_of(node)
+    return candidate.site, plain_attributes_of(node)
 
 
 def compared(shape: Shape, original: np.ndarray | None = None, **changed: Any) -> Comparison:

@@ -295,7 +295,7 @@ def test_no_output_replaces_what_is_read(tmp_path: Path, capsys: pytest.CaptureF
         (["--verif", "3"], "unrecognized arguments"),
         (["--target", "tensorrt", "--tune", "5"], "--tune has nothing to measure for target tensorrt"),
         (["--tune", "-5"], "invalid number of seconds value: '-5'"),
-        (["--sparse-mlp", "folder"], "--sparse-mlp is not in this version"),
+        (["--sparse-mlp", "folder"], "--sparse-mlp folder: expected .npy or .npz"),
         (["--target", "rocm"], "invalid choice: 'rocm'"),
         (["--plan", "none.json"], "the plan none.json does not exist"),
     ],

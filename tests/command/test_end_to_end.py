@@ -148,10 +148,14 @@ def test_output_equal_to_input_is_refused(narrow: Callable[[str], Path], capsys:
     assert path.read_bytes() == before
 
 
-def test_options_of_later_versions_say_so(narrow: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_calibration_prompts_that_are_no_file_are_refused(
+    narrow: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     path = narrow("bert.dynamo.eager")
     assert cli.main([str(path), "--sparse-mlp", "folder"]) == 1
-    assert "this" in capsys.readouterr().err
+    assert "--sparse-mlp folder: expected .npy or .npz" in capsys.readouterr().err
+    assert cli.main([str(path), "--sparse-mlp", ""]) == 1
+    assert "--sparse-mlp is empty" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("together", [(2,), (0, 3), (0, 1, 3)])

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,10 +15,11 @@ from pathlib import Path
 import pytest
 
 import stof
-from stof import files
 from stof.errors import ArgumentError
 from stof.files import (
+    TemporaryFile,
     check_outputs,
+    outputs,
     read_bytes,
     read_text,
     remove_leftovers,
@@ -126,7 +128,7 @@ def test_a_full_disk_leaves_the_old_file(step: str, tmp_path: Path, monkeypatch:
     path = tmp_path / "report"
     path.write_text("old")
     if step == "write":
-        monkeypatch.setattr(files.TemporaryFile, "write", full)
+        monkeypatch.setattr(TemporaryFile, "write", full)
     elif step == "fsync":
         monkeypatch.setattr(os, "fsync", full)
     elif step == "replace":
@@ -155,7 +157,7 @@ def test_a_copy_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             data[place] ^= 1
             target.write(data)  # type: ignore[attr-defined]
 
-        monkeypatch.setattr(files.shutil, "copyfileobj", damaged)
+        monkeypatch.setattr(shutil, "copyfileobj", damaged)
         with temporary_file(tmp_path) as new, pytest.raises(OSError, match="reads back as other bytes"):
             new.copy(source)
 
@@ -163,7 +165,7 @@ def test_a_copy_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         source.write_bytes(b"shorter")
         target.write(b"shorter")  # type: ignore[attr-defined]
 
-    monkeypatch.setattr(files.shutil, "copyfileobj", changing)
+    monkeypatch.setattr(shutil, "copyfileobj", changing)
     with temporary_file(tmp_path) as new, pytest.raises(ArgumentError, match="changed while it was copied"):
         new.copy(source)
 
@@ -215,7 +217,7 @@ def test_outputs_are_no_file_that_is_read_copied_or_written(tmp_path: Path, monk
         with pytest.raises(ArgumentError, match=r"the plan .* is the output too"):
             check(output="out/new", plan=path)
     check(output="out/Model", report="out/MODEL", plan="out/W")
-    monkeypatch.setattr(files, "ignores_case", lambda _: True)
+    monkeypatch.setattr(outputs, "ignores_case", lambda _: True)
     with pytest.raises(ArgumentError, match="the report out/MODEL is the output too"):
         check(output="out/Model", report="out/MODEL")
     with pytest.raises(ArgumentError, match=r"is where external data 'w' is copied"):
@@ -225,11 +227,11 @@ def test_outputs_are_no_file_that_is_read_copied_or_written(tmp_path: Path, monk
 
 
 def test_whether_a_folder_ignores_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not files.ignores_case(tmp_path)
+    assert not outputs.ignores_case(tmp_path)
     monkeypatch.setattr(os.path, "lexists", lambda path: Path(str(path).lower()).is_file())
     (tmp_path / "lower").mkdir()
     monkeypatch.chdir(tmp_path / "lower")
-    assert files.ignores_case(Path())
+    assert outputs.ignores_case(Path())
 
 
 def test_paths_that_no_file_can_have(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from onnx.reference import ReferenceEvaluator
 
 from stof import pipeline
 from stof.attention.rewrite import ATTENTION
-from stof.errors import ArgumentError, VerifyError
+from stof.errors import ArgumentError, ModelError, VerifyError
 from stof.graph.index import DOMAIN, opset_of
 from stof.graph.local_functions import add_functions
 from stof.op_rewrite import Decisions, Job, LeftOut, OpRewrite
@@ -99,7 +99,12 @@ class CallsDecisions(Decisions):
 
 @dataclass(eq=False)
 class Calls(OpRewrite[onnx.ModelProto, CallsDecisions]):
-    """Nodes of one operator become calls. ``body``: what the function computes, the operator itself where it is right."""
+    """Nodes of one operator become calls.
+
+    Attributes:
+        body: what the function computes; empty: the operator itself, which is right.
+        impossible: why no node can be replaced; empty where they can.
+    """
 
     operator: str
     key: str
@@ -108,6 +113,7 @@ class Calls(OpRewrite[onnx.ModelProto, CallsDecisions]):
     has_checks: bool = False
     measures: bool = False
     left_out: str = ""
+    impossible: str = ""
     found_in: list[onnx.ModelProto] = field(default_factory=list)  # models that were searched
 
     plan_format = EntryFormat("call", read_entry)
@@ -126,12 +132,11 @@ class Calls(OpRewrite[onnx.ModelProto, CallsDecisions]):
     def decide(self, job: Job, found: onnx.ModelProto) -> CallsDecisions:
         entries = []
         for i, name in enumerate(n.name for n in found.graph.node if n.op_type == self.operator):
-            planned = job.plan.of(self.key, name) if job.plan else None
-            reason = job.selections[self.key].reason_left_out(NamedCandidate(name, i))
-            if planned is not None and not planned.replace:
-                reason = "left as it is by the plan"
+            reason = self.reason_kept(job, NamedCandidate(name, i), self.impossible)
             entries.append(Entry(name, not reason, reason or "replaced"))
-        return CallsDecisions(self, found, tuple(entries))
+        decided = CallsDecisions(self, found, tuple(entries))
+        self.check_plan(job, decided.candidates)
+        return decided
 
     def emit(self, job: Job, model: onnx.ModelProto, decided: CallsDecisions) -> onnx.ModelProto:
         assert model is decided.before
@@ -263,6 +268,35 @@ def test_two_ops_from_end_to_end(model: Path, use: Callable[..., None], has_chec
     assert operators(again.output) == ["Neg", *BOTH[1:]]
     with pytest.raises(ArgumentError, match="the plan is for target cpu, not cuda; use --target cpu"):
         optimize(model, options=Options(plan=plan, target="cuda"))
+
+
+def test_the_reason_of_the_options_goes_before_that_of_the_plan_and_that_before_the_ops(
+    model: Path, use: Callable[..., None]
+) -> None:
+    plan = model.with_name("plan.json")
+    use(negate(), absolute())
+    optimize(model, options=Options(save_plan=plan, dry_run=True))
+    saved = json.loads(plan.read_text())
+    use(negate(impossible="no kernel"), absolute())
+
+    def reasons(entries: list[dict[str, Any]] | None, **options: Any) -> list[str]:
+        data = {key: value for key, value in saved.items() if key != "negations"}
+        plan.write_text(json.dumps(data if entries is None else data | {"negations": entries}))
+        report = optimize(model, options=Options(plan=plan, dry_run=True, **options))
+        return [row.reason for row in report.rows("negations")]
+
+    first, second = saved["negations"]
+    kept = {**second, "replace": False}
+    assert reasons(None) == ["no kernel", "no kernel"]
+    assert reasons([kept]) == ["not in the plan", "left as it is by the plan"]
+    assert reasons([first, kept], skip=("neg:0",)) == ["left out by --skip", "left as it is by the plan"]
+    with pytest.raises(
+        ModelError, match="the plan replaces neg 'the Neg of x', which cannot be: no kernel; set its replace to false"
+    ):
+        reasons([first])
+    words = "the plan has neg 'x', which the model does not have: it is of another model or export; its negs are 0 'the"
+    with pytest.raises(ArgumentError, match=words):
+        reasons([{**kept, "name": "x"}])
 
 
 def test_a_selection_is_for_the_op_whose_prefix_it_has(model: Path, use: Callable[..., None]) -> None:

@@ -286,9 +286,9 @@ def test_a_small_disk(source: Path, folder: Path) -> None:
 
 
 STORE = """
+import fcntl
 import sys
 from pathlib import Path
-from stof import files
 from stof.bench.core import results
 
 def before(owner, name, step):
@@ -304,7 +304,7 @@ def before(owner, name, step):
 if sys.argv[1] == "read":
     before(results, "read", "read")
 if sys.argv[1] == "lock":
-    before(files.fcntl, "flock", "lock")
+    before(fcntl, "flock", "lock")
 for i in range(10):
     results.store(Path(sys.argv[2]) / "grid.json", {"key": [int(sys.argv[3]) + i]})
 """

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// stof_tests [PART]: runs the tests whose name contains PART.
+// stof_tests [PART | I/N]: runs the tests whose name contains PART, or test I and every N-th after it (0 <= I < N).
+// Processes share all tests so.
 #include <chrono>
 #include <cstdio>
 #include <cstring>
@@ -54,10 +55,19 @@ bool Run(const Test& test) {
 }  // namespace stof::test
 
 int main(int argc, char** argv) {
+  unsigned first = 0;
+  unsigned share = 1;
+  char end = 0;
+  const bool shared = argc > 1 && std::sscanf(argv[1], "%u/%u%c", &first, &share, &end) == 2;
+  if (share == 0 || first >= share) {
+    std::fprintf(stderr, "%s: I/N needs I < N\n", argv[1]);
+    return 2;
+  }
+  unsigned number = 0;
   int run = 0;
   int failed = 0;
   for (const auto& test : stof::test::AllTests()) {
-    if (argc > 1 && std::strstr(test.name, argv[1]) == nullptr) continue;
+    if (shared ? number++ % share != first : argc > 1 && std::strstr(test.name, argv[1]) == nullptr) continue;
     ++run;
     failed += stof::test::Run(test) ? 0 : 1;
   }

@@ -27,7 +27,7 @@ function(operators_of object result)
     set(operators "gemm")
   elseif(object MATCHES "/cpu/gemm/packed_(portable|avx2|avx512)\\.")
     set(operators "packed_gemm|chain")  # epilogues compute with cpu/chain/functions.h
-  elseif(object MATCHES "/cpu/sparse_mlp/(portable|avx2|avx512)\\.")
+  elseif(object MATCHES "/cpu/sparse_mlp/(portable|avx2|avx512|avx512_vnni)\\.")
     set(operators "sparse_mlp|chain")  # activations, likewise
   endif()
   set(${result} "${operators}" PARENT_SCOPE)
@@ -57,7 +57,7 @@ foreach(object ${objects})
       list(APPEND failures "${symbol}: defined by ${strong_${symbol}}, inline in ${weak_${symbol}}")
     endif()
     # A function of an instruction set is in its operator's namespace, or comes from cpu/simd.
-    if(NOT operators STREQUAL "" AND symbol MATCHES "^_ZN?[KL]*4stof3cpu[0-9]+(portable|avx2|avx512)([0-9]+)(.*)")
+    if(NOT operators STREQUAL "" AND symbol MATCHES "^_ZN?[KL]*4stof3cpu[0-9]+(portable|avx2|avx512_vnni|avx512)([0-9]+)(.*)")
       math(EXPR kernels "${kernels} + 1")
       set(rest ${CMAKE_MATCH_3})
       string(SUBSTRING "${rest}" 0 ${CMAKE_MATCH_2} name)

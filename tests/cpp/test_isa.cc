@@ -11,7 +11,7 @@ namespace stof::test {
 namespace {
 
 TEST(CpuIsasByName) {
-#define STOF_ID(id, name, features, attention, chain, gemm, packed_gemm) CpuIsa::id,
+#define STOF_ID(id, name, features, attention, chain, gemm, packed_gemm, sparse_mlp) CpuIsa::id,
   const CpuIsa isas[] = {STOF_CPU_ISAS(STOF_ID)};
 #undef STOF_ID
   for (const CpuIsa isa : isas) {
@@ -19,7 +19,7 @@ TEST(CpuIsasByName) {
     CHECK(FindCpuIsa(CpuIsaName(isa), &found) && found == isa, CpuIsaName(isa));
     const cpu::KernelTable& kernels = cpu::KernelsOf(isa);
     CHECK(kernels.attention != nullptr && kernels.chain != nullptr && kernels.gemm_block != nullptr &&
-          kernels.packed_gemm != nullptr);
+          kernels.packed_gemm != nullptr && kernels.sparse_mlp != nullptr);
   }
   CpuIsa kept = CpuIsa::kAvx2;
   CHECK(!FindCpuIsa("avx", &kept) && !FindCpuIsa("", &kept) && kept == CpuIsa::kAvx2);

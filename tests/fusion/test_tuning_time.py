@@ -32,7 +32,7 @@ class Clock:
 @pytest.mark.parametrize(
     ("part", "session", "run"),
     [
-        (0.0, 0.001, 0.0005),  # a small model: the search itself has to stop
+        (0.0, 0.004, 0.002),  # a small model: the search itself has to stop
         (0.3, 1.5, 0.4),  # large weights, which a session packs
         (0.0, 2.9, 0.0),
         (0.0, 0.01, 1.4),  # long runs

@@ -136,7 +136,7 @@ def test_large_weights_of_stof_alone_move(tmp_path: Path) -> None:
     node.input.append("extra")
     model.graph.initializer.append(onnx.numpy_helper.from_array(large, "extra"))
     (found,) = [t for t in find_derived(model) if t.name == "extra"]
-    assert not found.is_transposed
+    assert found.layout is None
     model.graph.node.add(op_type="Identity", input=["extra"], output=["copy"])
     assert not [t for t in find_derived(model) if t.name == "extra"]
 

@@ -18,10 +18,12 @@ class MlpForm:
     """How an MLP is written.
 
     Attributes:
-        activation: relu, relu2, relu2_pow, threshold_gelu (Gemma 3n), gelu (which gives no zeros).
+        activation: relu, relu2, relu2_pow, threshold_gelu (Gemma 3n); without zeros gelu, gelu_tanh, gelu_erf (primitives),
+            gelu_cubic (primitives of the tanh form), silu, quick_gelu.
         gated: whether a second matmul is multiplied.
         bias: whether matmuls have one.
         gemm: whether matmuls are Gemm nodes with transB on flat tokens, as OPT has them.
+        unflattens: whether neurons are activated with the axes of the tokens, between two Reshapes, as GPT-2 has it.
         dtype: of all tensors.
         size: features of a token.
         neurons: of the MLP.
@@ -30,12 +32,14 @@ class MlpForm:
         bits: of MatMulNBits weights in blocks of 32, but for the head; 0: none is quantized.
         zero_points: whether these have zero points.
         accuracy_level: of MatMulNBits.
+        packed: "gate_up" or "up_gate": one matmul gives both in this order, and ``cut`` (Split, Slice) takes them apart.
     """
 
     activation: str = "relu"
     gated: bool = False
     bias: bool = True
     gemm: bool = False
+    unflattens: bool = False
     dtype: int = TensorProto.FLOAT
     size: int = 48
     neurons: int = 160
@@ -44,6 +48,8 @@ class MlpForm:
     bits: int = 0
     zero_points: bool = False
     accuracy_level: int = 0
+    packed: str = ""
+    cut: str = "Split"
 
 
 def make_mlp_model(form: MlpForm, layers: int = 1, seed: int = 0) -> onnx.ModelProto:
@@ -107,8 +113,15 @@ class _Maker:
 
     def activate(self, x: str, name: str) -> str:
         kind = self.form.activation
-        if kind == "gelu":
-            return self.add("Gelu", [x], f"{name}/activated")
+        if kind in ("gelu", "gelu_tanh"):
+            approximate = "none" if kind == "gelu" else "tanh"
+            return self.add("Gelu", [x], f"{name}/activated", approximate=approximate)
+        if kind == "quick_gelu":
+            return self.add("QuickGelu", [x], f"{name}/activated", domain="com.microsoft")
+        if kind == "silu":
+            return self.add("Mul", [x, self.add("Sigmoid", [x], f"{name}/sigmoid")], f"{name}/activated")
+        if kind in ("gelu_erf", "gelu_cubic"):
+            return self.gelu_of_primitives(x, name)
         if kind == "threshold_gelu":
             mean = self.add("ReduceMean", [x, "last"], f"{name}/mean")
             x = self.add("Sub", [x, mean], f"{name}/above")
@@ -119,12 +132,48 @@ class _Maker:
             return self.add("Pow", [positive, "two"], f"{name}/activated")
         return self.add("Gelu", [positive], f"{name}/activated") if kind == "threshold_gelu" else positive
 
+    def gelu_of_primitives(self, x: str, name: str) -> str:
+        if self.form.activation == "gelu_erf":
+            scaled = self.add("Div", [x, "root_two"], f"{name}/scaled")
+            bounded = self.add("Erf", [scaled], f"{name}/bounded")
+        else:
+            cube = self.add("Mul", [self.add("Pow", [x, "three"], f"{name}/cube"), "cubic"], f"{name}/cubic")
+            scaled = self.add("Mul", [self.add("Add", [x, cube], f"{name}/sum"), "root_two_over_pi"], f"{name}/scaled")
+            bounded = self.add("Tanh", [scaled], f"{name}/bounded")
+        factor = self.add("Add", [bounded, "one"], f"{name}/factor")
+        return self.add("Mul", [self.add("Mul", [x, factor], f"{name}/twice"), "half"], f"{name}/activated")
+
+    def first(self, x: str, name: str) -> tuple[str, str]:
+        """The gate, and the up values where there are any."""
+        d, f = self.form.size, self.form.neurons
+        if not self.form.packed:
+            gate = self.matmul(x, f"{name}.gate", d, f, self.form.shift)
+            return gate, self.matmul(x, f"{name}.up", d, f) if self.form.gated else ""
+        both = self.matmul(x, f"{name}.both", d, 2 * f, self.form.shift)
+        halves = [f"{name}.{part}" for part in self.form.packed.split("_")]
+        if self.form.cut == "Split":
+            self.nodes.append(helper.make_node("Split", [both], halves, name=f"/{name}.split", axis=-1, num_outputs=2))
+        else:
+            bounds = [self.constant(f"{name}.bound{i}", np.array([i * f])) for i in range(3)]
+            for i, half in enumerate(halves):
+                self.add("Slice", [both, bounds[i], bounds[i + 1], "last"], half)
+        return f"{name}.gate", f"{name}.up"
+
     def mlp(self, x: str, name: str) -> str:
         d, f = self.form.size, self.form.neurons
         flat = self.add("Reshape", [x, "flat"], f"{name}/flat") if self.form.gemm else x
-        hidden = self.activate(self.matmul(flat, f"{name}.gate", d, f, self.form.shift), f"{name}/act")
+        gate, up = self.first(flat, name)
+        if self.form.unflattens:
+            lead = self.add("Shape", [x], f"{name}/lead", start=0, end=2)
+            shape = self.add(
+                "Concat", [lead, self.constant(f"{name}.neurons", np.array([f]))], f"{name}/unfolded", axis=0
+            )
+            gate = self.add("Reshape", [gate, shape], f"{name}/gate")
+        hidden = self.activate(gate, f"{name}/act")
+        if self.form.unflattens:
+            hidden = self.add("Reshape", [hidden, self.constant(f"{name}.flat", np.array([-1, f]))], f"{name}/hidden")
         if self.form.gated:
-            hidden = self.add("Mul", [self.matmul(flat, f"{name}.up", d, f), hidden], f"{name}/hidden")
+            hidden = self.add("Mul", [up, hidden], f"{name}/hidden")
         output = self.matmul(hidden, f"{name}.down", f, d)
         if self.form.gemm:
             output = self.add("Reshape", [output, self.add("Shape", [x], f"{name}/shape")], f"{name}/folded")
@@ -134,7 +183,9 @@ class _Maker:
         form, d = self.form, self.form.size
         self.constant("flat", np.array([-1, d], np.int64))
         self.constant("last", np.array([-1], np.int64))
-        self.constant("two", np.array(2.0))
+        scalars = {"two": 2.0, "three": 3.0, "half": 0.5, "one": 1.0, "cubic": 0.044715}
+        for name, value in {**scalars, "root_two": 2**0.5, "root_two_over_pi": (2 / np.pi) ** 0.5}.items():
+            self.constant(name, np.array(value))
         x = self.add("Gather", [self.constant("table", self.rng.standard_normal((VOCABULARY, d))), "input_ids"], "x0")
         inputs = [helper.make_tensor_value_info("input_ids", TensorProto.INT64, ["B", "S"])]
         outputs = [helper.make_tensor_value_info("logits", form.dtype, ["B", "S", VOCABULARY])]
@@ -148,5 +199,6 @@ class _Maker:
             x = self.mlp(x, f"layers.{i}")
         self.add("MatMul", [x, self.constant("head", self.rng.standard_normal((d, VOCABULARY)) / 8)], "logits")
         graph = helper.make_graph(self.nodes, "decoder", inputs, outputs, self.stored)
-        opsets = [helper.make_opsetid("", 20), *([helper.make_opsetid("com.microsoft", 1)] if form.bits else [])]
+        is_contrib = form.bits > 0 or form.activation == "quick_gelu"
+        opsets = [helper.make_opsetid("", 20), *([helper.make_opsetid("com.microsoft", 1)] if is_contrib else [])]
         return helper.make_model(graph, opset_imports=opsets, ir_version=9)

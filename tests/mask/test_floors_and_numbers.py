@@ -11,9 +11,9 @@ import pytest
 from attention_forms import PLAIN, model, run
 
 import stof
-from stof.attention.checks.site_comparison import attributes_of
 from stof.attention.report import SiteReport
 from stof.errors import VerifyError
+from stof.graph.node_fields import plain_attributes_of
 from stof.mask.site import EmptyRows
 from stof.options import Options
 
@@ -206,12 +206,12 @@ def test_a_scale_that_is_a_little_wrong_is_seen_beside_such_a_fill(
     fill: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def wrong(node: onnx.NodeProto) -> dict[str, int | float | str | list[int]]:
-        found = attributes_of(node)
+        found = plain_attributes_of(node)
         scale = found.get("scale", 8**-0.5)
         assert isinstance(scale, float)
         return {**found, "scale": scale * 1.0001}
 
-    monkeypatch.setattr("stof.attention.checks.site_comparison.attributes_of", wrong)
+    monkeypatch.setattr("stof.attention.checks.site_comparison.plain_attributes_of", wrong)
     with pytest.raises(VerifyError):
         test_digits_that_a_fill_takes_are_no_difference(fill, tmp_path)
 

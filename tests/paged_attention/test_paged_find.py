@@ -82,7 +82,7 @@ def test_facts_of_a_node() -> None:
     assert isinstance(site, PagedSite)
     assert (site.num_heads, site.kv_num_heads, site.head_size, site.window) == (6, 2, 32, 7)
     assert (site.rotary_size, site.rotary_offset, site.block_size.constant) == (8, 16, 64)
-    assert site.mask == "k <= q and q - k < 7"
+    assert site.mask.text == "k <= q and q - k < 7"
     assert site.heads == "6 heads on 2"
     assert site.features == ("pages of 64 rows", "packed QKV", "rotary of 8", "sinks", "slot mapping")
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -20,7 +21,6 @@ from stof.cached_attention.paged import checks, emit
 from stof.cached_attention.paged.oracle import compute_paged_step
 from stof.cached_attention.paged.run_inputs import PagedInputMaker
 from stof.cached_attention.paged.site import OP, PagedSite
-from stof.graph.names import FreshNames
 from stof.html_report import to_html
 from stof.options import Options
 from stof.report import Report
@@ -137,15 +137,15 @@ def test_damaged_nodes_are_found(
     name: str, value: str | float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A wrong node is left out, and the report says why."""
-    original = emit._rewrite_node
+    original = emit.rewrite_node
 
-    def wrong(node: onnx.NodeProto, site: PagedSite, names: FreshNames, mask_id: int) -> None:
-        original(node, site, names, mask_id)
+    def wrong(node: onnx.NodeProto, *others: Any) -> None:
+        original(node, *others)
         kept = [a for a in node.attribute if a.name != name]
         del node.attribute[:]
         node.attribute.extend([*kept, helper.make_attribute(name, value)])
 
-    monkeypatch.setattr(emit, "_rewrite_node", wrong)
+    monkeypatch.setattr(emit, "rewrite_node", wrong)
     report, found = optimized(model_of(replace(PLAIN, window=9)), tmp_path)
     assert ops_of(found) == ["PagedAttention"]
     assert not report.caches[0].replaced

@@ -41,6 +41,7 @@ class Case:
     level: int = 0
     thresholds: str = "one"  # or "each"
     quantized_predictor: bool = False
+    predictor_relu: bool = False
 
     @property
     def tokens(self) -> int:
@@ -73,7 +74,8 @@ class Problem:
         """Attributes of the node."""
         c = self.case
         quantized = {"bits": c.bits, "block_size": c.block, "accuracy_level": c.level} if c.bits else {}
-        return {"activation": c.activation, "selection": c.selection, **quantized}
+        relu = {"predictor_activation": "relu"} if c.predictor_relu else {}
+        return {"activation": c.activation, "selection": c.selection, **quantized, **relu}
 
     def active(self) -> tuple[Array, Array]:
         """Activated gate values and which of them are active, [tokens, F]."""
@@ -81,7 +83,8 @@ class Problem:
         if c.selection == "predictor":
             x = f["input"].reshape(c.tokens, c.K)
             down, up = (f.get(n, self.weights.get(n)) for n in ("predictor_down", "predictor_up"))
-            scores = x @ down.T @ up.T
+            low = x @ down.T
+            scores = np.where(low < 0, 0.0, low) @ up.T if c.predictor_relu else low @ up.T
             gate = x @ self.weights["gate"].T + f.get("gate_bias", 0.0)
             return activate(c.activation, gate), ~(scores <= f["threshold"])
         a = activate(c.activation, f["gate"].reshape(c.tokens, c.F))
@@ -166,7 +169,8 @@ def draw(case: Case, seed: int = 0) -> Problem:
     elif c.selection == "predictor":
         problem.feeds["predictor_down"], problem.feeds["predictor_up"] = normal(c.R, c.K), normal(c.F, c.R)
         x = problem.feeds["input"].reshape(c.tokens, c.K).astype(float)
-        scores = x @ problem.feeds["predictor_down"].T.astype(float) @ problem.feeds["predictor_up"].T.astype(float)
+        low = x @ problem.feeds["predictor_down"].T.astype(float)
+        scores = (np.maximum(low, 0) if c.predictor_relu else low) @ problem.feeds["predictor_up"].T.astype(float)
         problem.feeds["threshold"] = _thresholds(c, scores)
     elif c.selection == "magnitude":
         values = np.abs(activate(c.activation, problem.feeds["gate"].reshape(c.tokens, c.F).astype(float)))

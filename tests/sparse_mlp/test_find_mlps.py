@@ -11,11 +11,12 @@ import onnx
 import onnxruntime as ort
 import pytest
 from mlp_models import VOCABULARY, MlpForm, make_mlp_model
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from stof.sparse_mlp.emit import emit_mlps
 from stof.sparse_mlp.find import find_mlps, has_cache
+from stof.sparse_mlp.fused_activations import is_fused_activation, with_separate_activations
 from stof.sparse_mlp.site import OP, OP_INPUTS, MlpSite
 from stof.symbolic import Symbolic
 
@@ -94,6 +95,160 @@ def test_shared_bodies() -> None:
 def test_activation_without_zeros_is_no_candidate() -> None:
     model = make_mlp_model(MlpForm("gelu"))
     assert find_mlps(model, Symbolic(model)) == []
+
+
+ACTIVATIONS = {"gelu": "gelu", "gelu_erf": "gelu", "gelu_tanh": "gelu_tanh", "gelu_cubic": "gelu_tanh", "silu": "silu"}
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("written", [*ACTIVATIONS, "quick_gelu"])
+def test_activations_without_zeros(written: str, gated: bool) -> None:
+    """They are candidates where asked for, with the matmul of the gate; one that the operator lacks is the gate itself."""
+    model = make_mlp_model(MlpForm(written, gated=gated, neurons=96))
+    (found,) = find_mlps(model, Symbolic(model), any_activation=True)
+    assert found.site is not None, found.reason
+    site = found.site
+    assert not site.has_zeros
+    assert site.activation == ACTIVATIONS.get(written, "none")
+    assert (site.up is not None, site.activated) == (gated, "layers.0/act/activated")
+    if site.activation == "none":
+        assert (site.gate, site.gate_weight) == (site.activated, None)
+        return
+    assert site.gate == "layers.0.gate"
+    assert site.gate_weight is not None
+    weight = site.gate_weight
+    assert (weight.tensor, weight.bias, weight.is_by_neuron) == ("layers.0.gate.weight", "layers.0.gate.bias", False)
+    assert (weight.inner, weight.outer, site.gate_input) == (48, 96, "mixed")
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        MlpForm("silu", gated=True, bits=4, size=64),
+        MlpForm("silu", gated=True, bits=8, size=64, bias=False),
+        MlpForm("gelu", gemm=True, dtype=TensorProto.FLOAT16),
+        MlpForm("silu", gated=True, dtype=TensorProto.BFLOAT16),
+        MlpForm("relu"),
+    ],
+    ids=str,
+)
+def test_gate_matmul_of_every_type(form: MlpForm) -> None:
+    model = make_mlp_model(form)
+    (found,) = find_mlps(model, Symbolic(model), any_activation=True)
+    assert found.site is not None, found.reason
+    weight = found.site.gate_weight
+    assert weight is not None
+    assert weight.is_by_neuron == (form.gemm or form.bits > 0)
+    assert (weight.quantization is None) == (form.bits == 0)
+    assert found.site.has_zeros == (form.activation == "relu")
+
+
+def test_gate_with_other_quantization_keeps_its_matmul() -> None:
+    """The operator has one number of bits: a predictor cannot stand for such a gate, which stays as it is."""
+    model = make_mlp_model(MlpForm("silu", gated=True, bits=4, size=64))
+    eight = make_mlp_model(MlpForm("silu", gated=True, bits=8, size=64))
+    own = {n.output[0]: n for n in eight.graph.node}
+    stored = {t.name: t for t in eight.graph.initializer}
+    for node in model.graph.node:
+        if node.output[0] == "layers.0.gate/product":
+            node.CopyFrom(own[node.output[0]])
+    for tensor in model.graph.initializer:
+        if tensor.name.startswith("layers.0.gate"):
+            tensor.CopyFrom(stored[tensor.name])
+    (found,) = find_mlps(model, Symbolic(model), any_activation=True)
+    assert found.site is not None, found.reason
+    assert found.site.gate_weight is None
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu_cubic"])
+def test_neurons_between_two_reshapes(activation: str) -> None:
+    """GPT-2's matmuls have flat tokens: the operator reads and writes those, and both Reshapes of neurons are gone."""
+    model = make_mlp_model(MlpForm(activation, gemm=True, unflattens=True))
+    (found,) = find_mlps(model, Symbolic(model), any_activation=True)
+    assert found.site is not None, found.reason
+    site = found.site
+    assert (site.gate, site.has_zeros) == ("layers.0.gate", activation == "relu")
+    assert site.gate_weight is not None
+    assert site.gate_input == "layers.0/flat"
+    emitted = emit_mlps(model, [site], Path())
+    onnx.checker.check_model(emitted, full_check=True)
+    assert [n.op_type for n in emitted.graph.node].count("Reshape") == 2  # of tokens, and of the output
+
+
+def test_reshape_whose_neurons_are_read_elsewhere_is_kept() -> None:
+    model = make_mlp_model(MlpForm("relu", gemm=True, unflattens=True))
+    model.graph.output.append(helper.make_tensor_value_info("layers.0/act/positive", TensorProto.FLOAT, None))
+    (found,) = find_mlps(model, Symbolic(model))
+    assert "'layers.0/act/positive' has other readers" in found.reason
+
+
+def test_activation_of_no_matmul_is_no_mlp() -> None:
+    model = make_mlp_model(MlpForm("silu"))
+    for node in model.graph.node:
+        if node.output[0] == "layers.0.gate":
+            node.input[1] = "x0"
+            del node.input[0]
+            node.input.append("x0")
+    assert find_mlps(model, Symbolic(model), any_activation=True) == []
+
+
+def test_activation_between_two_shapes() -> None:
+    """GPT-2's classes write their matmuls as Gemm on flat tokens, and the activation between two Reshapes."""
+    model = make_mlp_model(MlpForm(gemm=True))
+    nodes = [onnx.NodeProto.FromString(n.SerializeToString()) for n in model.graph.node]
+    at = next(i for i, n in enumerate(nodes) if n.op_type == "Relu")
+    relu = nodes[at]
+    nodes.insert(at, helper.make_node("Reshape", [relu.input[0], "folded"], ["unflat"], name="unflat"))
+    relu.input[0], output = "unflat", relu.output[0]
+    relu.output[0] = "positive"
+    nodes.insert(at + 2, helper.make_node("Reshape", ["positive", "flat_neurons"], [output], name="flat_again"))
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
+    model.graph.initializer.append(numpy_helper.from_array(np.array([1, -1, 160]), "folded"))
+    model.graph.initializer.append(numpy_helper.from_array(np.array([-1, 160]), "flat_neurons"))
+    (site,) = sites_of(model)
+    assert (site.activation, site.gate, site.input_size) == ("relu", "layers.0.gate", 48)
+    assert site.projection is not None
+    assert site.projection.is_movable
+
+
+@pytest.mark.parametrize("fused", ["FusedGemm", "BiasGelu", "FastGelu"])
+def test_fused_activations(fused: str) -> None:
+    """Activations that ONNX Runtime's offline optimizer fuses are found behind their matmul."""
+    is_relu = fused == "FusedGemm"
+    form = MlpForm("relu" if is_relu else "gelu", gemm=is_relu)
+    model = make_mlp_model(form)
+    nodes = {n.output[0]: n for n in model.graph.node}
+    act = next(n for n in model.graph.node if n.op_type in ("Relu", "Gelu"))
+    before = nodes[act.input[0]]
+    if is_relu:
+        before.op_type, before.domain, before.output[0] = fused, "com.microsoft", act.output[0]
+        before.attribute.append(helper.make_attribute("activation", "Relu"))
+        model.graph.node.remove(act)
+    else:
+        act.op_type, act.domain = fused, "com.microsoft"
+        del act.attribute[:]
+        del act.input[:]
+        act.input.extend([next(t for t in before.input if t in nodes), next(t for t in before.input if t not in nodes)])
+        model.graph.node.remove(before)
+    model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
+    plain = with_separate_activations(model)
+    assert not any(is_fused_activation(n) for n in plain.graph.node)
+    (found,) = find_mlps(plain, Symbolic(plain), any_activation=not is_relu)
+    assert found.site is not None, found.reason
+    wanted = {"FusedGemm": "relu", "BiasGelu": "gelu", "FastGelu": "gelu_tanh"}[fused]
+    assert (found.site.activation, found.site.has_zeros) == (wanted, is_relu)
+    assert found.site.gate_weight is not None
+    assert found.site.gate_weight.bias == "layers.0.gate.bias"
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    inputs = feed(np.random.default_rng(1), form)
+    one, other = (
+        ort.InferenceSession(m.SerializeToString(), options, providers=["CPUExecutionProvider"]).run(None, inputs)
+        for m in (model, plain)
+    )
+    for wanted_values, found_values in zip(one, other, strict=True):
+        np.testing.assert_allclose(found_values, wanted_values, rtol=1e-5, atol=1e-5)
 
 
 def test_hidden_tensor_with_other_readers_is_kept() -> None:

@@ -147,6 +147,22 @@ def test_nan_scores_are_active() -> None:
     assert np.allclose(run(problem)[0], expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize(("lead", "R"), [((1,), 12), ((3, 5), 33), ((70,), 70)])
+def test_predictors_with_relu(lead: tuple[int, ...], R: int) -> None:
+    for dtype in (np.float32, F16, BF16):
+        check(
+            replace(GATED, lead=lead, R=R, selection="predictor", activation="silu", predictor_relu=True, dtype=dtype)
+        )
+
+
+def test_relu_of_a_predictor_keeps_nan() -> None:
+    case = replace(GATED, selection="predictor", density=0.0, activation="silu", biases=False, predictor_relu=True)
+    problem = draw(case)
+    assert np.array_equal(run(problem), np.zeros((1, case.N), np.float32))
+    problem.feeds["predictor_down"][5, 3] = np.nan
+    assert np.count_nonzero(run(problem)) == case.N  # every score reads it: the dense MLP
+
+
 @pytest.mark.parametrize(("K", "R"), [(100, 12), (32, 32), (1050, 70)])
 def test_quantized_predictors(K: int, R: int) -> None:
     case = replace(GATED, K=K, R=R, selection="predictor", activation="silu", quantized_predictor=True)
@@ -217,9 +233,14 @@ DAMAGES: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("predictor", {}, {"selection": "predictor"}, "gate_weight is missing, expected it with selection = predictor"),
     ("word", {}, {"activation": "Relu"}, "attribute activation is 'Relu', expected one of none, relu, relu2"),
     ("selection", {}, {"selection": "top"}, "attribute selection is 'top', expected one of nonzero, magnitude, pred"),
+    ("relu", {}, {"predictor_activation": "relu"},
+     'attribute predictor_activation is "relu", expected "none" with selection = nonzero'),
+    ("word of the predictor", {}, {"predictor_activation": "silu"},
+     "attribute predictor_activation is 'silu', expected one of none, relu"),
     ("bits", {}, {"bits": 3, "block_size": 32}, "attribute bits is 3, expected 0, 4 or 8"),
     ("block", {}, {"bits": 4, "block_size": 48}, "attribute block_size is 48, expected a power of two from 16 to 256"),
     ("block of none", {}, {"block_size": 32}, "attribute block_size is 32, expected 0, as attribute bits is 0"),
+    ("hot neurons", {}, {"hot_neurons": -1}, "attribute hot_neurons is -1, expected 0 or more"),
     ("level", {}, {"accuracy_level": 5}, "attribute accuracy_level is 5, expected 0 to 4"),
     ("type of an attribute", {}, {"bits": 4.0}, "attribute bits is of another type, expected an integer"),
     ("no scales", {}, {"bits": 4, "block_size": 32}, "down_scales is missing, expected it with attribute bits"),

@@ -16,6 +16,7 @@ from onnx import TensorProto, helper
 
 import stof
 from stof import cli
+from stof.errors import ArgumentError
 from stof.options import Options
 from stof.report import Report
 from stof.sparse_mlp.report import MlpSection
@@ -121,9 +122,14 @@ def test_model_without_cache_stays(tmp_path: Path) -> None:
     }
 
 
-def test_other_targets_stay(tmp_path: Path) -> None:
+def test_cuda_target(tmp_path: Path) -> None:
     report = stof.optimize(write(tmp_path, MlpForm()), tmp_path / "out.onnx", Options(target="cuda", dry_run=True))
-    assert {r.reason for r in mlps(report).rows} == {"StofSparseMLP has kernels for the CPU alone"}
+    assert [r.replaced for r in mlps(report).rows] == [True, True]
+
+
+def test_tensorrt_target_stays(tmp_path: Path) -> None:
+    report = stof.optimize(write(tmp_path, MlpForm()), tmp_path / "out.onnx", Options(target="tensorrt", dry_run=True))
+    assert {r.reason for r in mlps(report).rows} == {"StofSparseMLP has no TensorRT plugin"}
 
 
 def test_wrong_nodes_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,6 +160,11 @@ def test_plan_and_selection(tmp_path: Path) -> None:
     report = stof.optimize(source, tmp_path / "b.onnx", Options(plan=tmp_path / "p.json"))
     assert [r.replaced for r in mlps(report).rows] == [False, True]
     assert (tmp_path / "a.onnx").read_bytes() == (tmp_path / "b.onnx").read_bytes()
+
+    plan["mlps"][0]["mlp"] = "elsewhere"
+    (tmp_path / "p.json").write_text(json.dumps(plan))
+    with pytest.raises(ArgumentError, match="the plan has MLP 'elsewhere', which the model does not have"):
+        stof.optimize(source, tmp_path / "c.onnx", Options(plan=tmp_path / "p.json"))
 
 
 def test_optimized_again(tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from stof.errors import ArgumentError
+from stof.prompts.files import read_prompts
 from stof.sparsify.measure import allowed_pairs
 from stof.sparsify.patterns import HeadCounts
-from stof.sparsify.prompts import read_prompts
 from stof.sparsify.spec import parse_spec
 
 HEADS = HeadCounts(4, 2)

@@ -15,8 +15,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from stof import cli
 from stof.errors import ArgumentError
-from stof.sparsify.loss import LossMeter, kl_divergence
-from stof.sparsify.prompts import read_prompts
+from stof.prompts.files import read_prompts
+from stof.prompts.loss import LossMeter, kl_divergence
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cached_attention"))
 from gqa_models import Shape, model_of, session
@@ -339,8 +339,8 @@ def test_a_token_that_the_model_does_not_know(
     ("options", "message"),
     [
         (["--prompts", "p.npy"], "--prompts is for --sparsify"),
-        (["--sparsify", "window=3", "--max-kl", "1"], "--max-kl is for --prompts"),
-        (["--sparsify", "window=3", "--force"], "--force is for --prompts"),
+        (["--sparsify", "window=3", "--max-kl", "1"], "--max-kl is for --prompts and --sparse-mlp"),
+        (["--sparsify", "window=3", "--force"], "--force is for --prompts and --sparse-mlp"),
         (["--sparsify", ""], "--sparsify is empty"),
         (["--sparsify", "window=3", "--prompts", "absent.npy"], "absent.npy"),
         (["--sparsify", "window=3", "--prompts", "absent.npy", "--max-kl", "-1"], "number from 0 on"),

@@ -17,8 +17,9 @@ import stof
 from stof import Options, cli, plan
 from stof.cached_attention.report import CacheReport
 from stof.ops import PLAN_FORMATS
-from stof.sparse_mlp.report import MlpReport
-from stof.sparsify.report import Bucket, Loss, SparsifiedSite, SparsityReport
+from stof.prompts.loss import Bucket, Loss
+from stof.sparse_mlp.report import MlpReport, MlpSection, PredictionReport
+from stof.sparsify.report import SparsifiedSite, SparsityReport
 from stof.verification.model_times import ModelTimes, RunTimes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -148,6 +149,7 @@ def test_report_keys_are_those_of_the_docs(narrow: Callable[[str], Path], tmp_pa
     assert report["chains"]
     first = report["verification"]["comparisons"][0]
     rows = (asdict(CacheReport("", None, False, "")), asdict(MlpReport("", None, False, "")))
+    predicted = (asdict(PredictionReport("", 0)), MlpSection(spec="p.npz").to_json()["sparse_mlp"])
     bucket = Bucket(0, 1, 1, 0.0, 1.0)
     sparsity = SparsityReport("", [SparsifiedSite("", 0, False)], Loss(1, 1, 0.0, 1.0, (bucket,))).to_json()
     sparsified = (sparsity, sparsity["sites"][0], sparsity["loss"], sparsity["loss"]["buckets"][0])
@@ -155,6 +157,7 @@ def test_report_keys_are_those_of_the_docs(narrow: Callable[[str], Path], tmp_pa
         *sparsified,
         report,
         *rows,
+        *predicted,
         report["sites"][0],
         report["chains"][0],
         report["verification"],

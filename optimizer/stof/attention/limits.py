@@ -58,6 +58,16 @@ def largest_head_size() -> int:
     return max(one.largest_head_size for target in FALLBACK for one in limits_of(target).values())
 
 
+def most_heads() -> int:
+    """The most query heads that some target takes."""
+    return max(one.most_heads for target in FALLBACK for one in limits_of(target).values())
+
+
+def most_length() -> int:
+    """The most queries, keys or batches that some target takes."""
+    return max(one.most_length for target in FALLBACK for one in limits_of(target).values())
+
+
 def type_names(types: Iterable[int], conjunction: str) -> str:
     """Element types for a message: "fp32, fp16 or bf16"."""
     *names, last = [_NAMES.get(t, TensorProto.DataType.Name(t)) for t in types]

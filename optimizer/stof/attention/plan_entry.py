@@ -9,7 +9,8 @@ from typing import Any
 
 from stof.errors import ArgumentError
 from stof.mask.site import EmptyRows
-from stof.plan import Fields, quoted
+from stof.plan import Fields
+from stof.strict_json import quoted
 
 _HINTS = ("kernel", "tile")
 

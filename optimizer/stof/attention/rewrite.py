@@ -15,7 +15,6 @@ from stof.attention.decide.site_decider import (
     SiteDecider,
     candidates_of,
     check_masks,
-    check_plan,
     check_shapes,
 )
 from stof.attention.decide.targets import target_of
@@ -36,6 +35,7 @@ from stof.mask.families import picture
 from stof.mask.site import tables_of
 from stof.op_rewrite import Decisions, Job, OpRewrite
 from stof.plan import EntryFormat
+from stof.runtime.library import LibraryError
 from stof.selection import NamedCandidate
 
 if TYPE_CHECKING:
@@ -102,8 +102,7 @@ class AttentionRewrite(OpRewrite[tuple[Scope, ...], AttentionDecisions]):
         job.selections[KEY].check(_candidates(scopes))
         check_masks(job.options, sites)
         check_shapes(job.options, job.model)
-        if job.plan is not None:
-            check_plan(job.plan, sites)
+        self.check_plan(job, candidates_of(sites, ()))
         return scopes
 
     def decide(self, job: Job, found: tuple[Scope, ...]) -> AttentionDecisions:
@@ -221,7 +220,7 @@ def _pictures(rewrites: Sequence[Rewrite]) -> dict[str, list[str]]:
         if mask.expression not in tried and not by_document and len(found) < _MOST_PICTURES:
             tried.add(mask.expression)
             length = rewrite.site.dims[3].constant if rewrite.site.dims[2] == rewrite.site.dims[3] else 0
-            with suppress(Exception):  # a picture is decoration; a mask of fixed size may not stretch to its length
+            with suppress(LibraryError):  # a picture is decoration; a mask of fixed size may not stretch to its length
                 found[mask.expression.text] = picture(mask.expression, tables_of(mask), length or 0)
     return found
 

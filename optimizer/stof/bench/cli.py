@@ -63,7 +63,7 @@ def _parser() -> Parser:
     mlp.add_argument("--shapes", nargs="+", choices=list(sparse_mlp.SHAPES), default=None, help="default: all")
     mlp.add_argument("--modes", nargs="+", choices=sparse_mlp.MODES, default=None, help="default: all")
     mlp.add_argument("--precisions", nargs="+", choices=sparse_mlp.PRECISIONS, default=None, help="default: all")
-    mlp.add_argument("--tokens", nargs="+", type=int, default=None, metavar="T", help="default: all")
+    mlp.add_argument("--tokens", nargs="+", type=int, default=None, metavar="T", help="default: 1, 4, 16")
     mlp.add_argument("--densities", nargs="+", type=float, default=None, metavar="D", help="0 to 1; default: all")
     sites = commands.add_parser("sites", help="the first models' attention shapes beside ONNX Runtime's own nodes")
     sites.add_argument("--lengths", nargs="+", type=int, default=list(cases.SITE_LENGTHS), metavar="S")
@@ -251,13 +251,14 @@ def _decode(arguments: argparse.Namespace, threads: int) -> int:
 def _sparse_mlp(arguments: argparse.Namespace, threads: int) -> int:
     from stof.bench.core.results import store
 
-    chosen = (arguments.shapes, arguments.modes, arguments.precisions, arguments.densities, arguments.tokens)
+    chosen = (arguments.shapes, arguments.modes, arguments.precisions)
+    tokens, densities = arguments.tokens or sparse_mlp.TOKENS, arguments.densities or sparse_mlp.DENSITIES
     layers: sparse_mlp.Layers | None = None
-    for point in sparse_mlp.points():
-        own = (point.shape, point.mode, point.precision, point.density, point.T)
+    for point in sparse_mlp.points(tokens, densities):
+        own = (point.shape, point.mode, point.precision)
         if not all(values is None or value in values for values, value in zip(chosen, own, strict=True)):
             continue
-        if layers is None or (layers.shape, layers.mode, layers.precision) != own[:3]:
+        if layers is None or (layers.shape, layers.mode, layers.precision) != own:
             layers = None  # the memory of those before
             layers = sparse_mlp.Layers(point.shape, point.mode, point.precision, threads)
         record = sparse_mlp.measure_point(point, layers, arguments.rounds)

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from stof.errors import UnsupportedError
-from stof.mask.expression import MaskExpression
+from stof.mask.expression import CAUSAL, MaskExpression
 
 BLOCK_SIZES = (16, 32, 64, 128)  # those of the operator's schema
 _MOST_BLOCKS = 1 << 28  # pairs of blocks in all layouts, a byte each
 _MOST_CHECKED = 1 << 33  # pairs of blocks of all heads that an expression is evaluated at, for a minute at most
-_CAUSAL = "k <= q"
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +32,7 @@ class BlockLayout:
 
     allowed: np.ndarray
     block_size: int
-    mask: str
+    mask: MaskExpression
     table: np.ndarray | None
 
     @property
@@ -187,19 +186,21 @@ def _divisors(number: int) -> list[int]:
     return [i for i in range(1, number + 1) if number % i == 0]
 
 
-def _express(allowed: np.ndarray, block_size: int, heads: int) -> tuple[str, np.ndarray | None]:
+def _express(allowed: np.ndarray, block_size: int, heads: int) -> tuple[MaskExpression, np.ndarray | None]:
     """The mask expression of layouts, and its table."""
     if (allowed == np.tri(allowed.shape[1], dtype=bool)).all():
-        return _CAUSAL, None
+        return CAUSAL, None
     distinct = _Distinct.of(allowed, heads)
     for condition, table in _short_conditions(distinct, block_size):
-        if _is_equal(condition, table, allowed, block_size, heads):
-            return _text(condition), table
-    return _text(f"table0[{distinct.index}, q // {block_size}, k // {block_size}]"), distinct.allowed
+        mask = _causal(condition, table)
+        if _is_equal(mask, table, allowed, block_size, heads):
+            return mask, table
+    table = distinct.allowed
+    return _causal(f"table0[{distinct.index}, q // {block_size}, k // {block_size}]", table), table
 
 
-def _text(condition: str) -> str:
-    return f"({condition}) and {_CAUSAL}" if " or " in condition else f"{condition} and {_CAUSAL}"
+def _causal(condition: str, table: np.ndarray | None) -> MaskExpression:
+    return MaskExpression.parse(condition, {} if table is None else {"table0": table}) & CAUSAL
 
 
 def _short_conditions(distinct: _Distinct, block_size: int) -> list[tuple[str, np.ndarray | None]]:
@@ -258,13 +259,12 @@ def _shift(block: str, head: str, step: int, stride: int) -> str:
     return f"({block} {sign} {head if number == 1 else f'{head} * {number}'})"
 
 
-def _is_equal(condition: str, table: np.ndarray | None, allowed: np.ndarray, block_size: int, heads: int) -> bool:
-    """Whether a condition, which positions enter by their blocks alone, says what the layouts say, in every block."""
-    expression = MaskExpression.parse(_text(condition), {} if table is None else {"table0": table})
+def _is_equal(mask: MaskExpression, table: np.ndarray | None, allowed: np.ndarray, block_size: int, heads: int) -> bool:
+    """Whether a mask, which positions enter by their blocks alone, says what the layouts say, in every block."""
     blocks = allowed.shape[1]
     k = np.arange(blocks)[None] * block_size
     rows = max(1, (1 << 22) // blocks)
-    numbers = range(heads if "h" in expression.reads else len(allowed))
+    numbers = range(heads if "h" in mask.reads else len(allowed))
     if len(numbers) * blocks * blocks > _MOST_CHECKED:
         return False
     for h in numbers:
@@ -272,6 +272,6 @@ def _is_equal(condition: str, table: np.ndarray | None, allowed: np.ndarray, blo
             wanted = allowed[h % len(allowed), i : i + rows]
             q = np.arange(i, min(i + rows, blocks))[:, None] * block_size
             values = {"h": h, "q": q, "k": k, "table0": table}
-            if not np.array_equal(np.broadcast_to(expression.evaluate(values), wanted.shape), wanted):
+            if not np.array_equal(np.broadcast_to(mask.evaluate(values), wanted.shape), wanted):
                 return False
     return True

@@ -14,8 +14,9 @@ import onnx
 from onnx import numpy_helper
 
 from stof.cached_attention.find import CacheCandidate, find_candidates, reads_cache
+from stof.cached_attention.node_site import MICROSOFT
 from stof.cached_attention.paged.site import PAGED, PagedSite
-from stof.cached_attention.site import GROUP_QUERY, INPUT_INDEX, MICROSOFT, SPARSE, CacheSite
+from stof.cached_attention.site import GROUP_QUERY, INPUT_INDEX, SPARSE, CacheSite
 from stof.graph.external_data import read_constants
 from stof.graph.index import all_nodes, node_tensors, opset_of
 from stof.graph.inline import inline, inline_all

@@ -12,9 +12,11 @@ from onnx import helper, numpy_helper
 
 from stof.cached_attention.block_layout import BlockLayout
 from stof.cached_attention.function_body import CacheVariant, fill_tables, make_cache_function
-from stof.cached_attention.site import INPUT_INDEX, MICROSOFT, OP, OP_INPUTS, OUTPUTS, CacheSite
+from stof.cached_attention.node_site import MICROSOFT
+from stof.cached_attention.rewrite_node import rewrite_node
+from stof.cached_attention.site import INPUT_INDEX, OP, OP_INPUTS, OUTPUTS, CacheSite
 from stof.graph.dead_code import remove_dead_code
-from stof.graph.index import DOMAIN, all_nodes, node_tensors, opset_of
+from stof.graph.index import all_nodes, node_tensors, opset_of
 from stof.graph.local_functions import add_functions, check_absent
 from stof.graph.names import FreshNames
 from stof.graph.protobuf import copy_model
@@ -52,9 +54,7 @@ def emit_caches(model: onnx.ModelProto, sites: Sequence[CacheSite]) -> onnx.Mode
             inputs[OP_INPUTS.index("table0")] = blocks.table(site.layout)
         for i, table in enumerate(site.table_inputs):
             inputs[OP_INPUTS.index(f"table{i}")] = table
-        while not inputs[-1]:
-            inputs.pop()
-        _rewrite_node(node, site, names, inputs, number)
+        rewrite_node(node, site, OP, inputs, len(OUTPUTS), number, names)
         calls.append(node)
     fill_tables(calls, list(variants), OP_INPUTS)
     most = max(len(node.input) for node in calls)
@@ -64,32 +64,6 @@ def emit_caches(model: onnx.ModelProto, sites: Sequence[CacheSite]) -> onnx.Mode
         remove_dead_code(graph, model.graph)  # biases of declared patterns
     add_functions(found, [make_cache_function(list(variants), most, opset_of(model), contrib)])
     return found
-
-
-def _rewrite_node(
-    node: onnx.NodeProto, site: CacheSite, names: FreshNames, inputs: Sequence[str], mask_id: int
-) -> None:
-    """Turns a node into the operator in place; documentation and metadata stay."""
-    attributes = {
-        "num_heads": site.num_heads,
-        "kv_num_heads": site.kv_num_heads,
-        "mask": site.mask,
-        "mask_id": mask_id,
-        "scale": site.scale,
-        "softcap": site.softcap,
-        "do_rotary": int(site.does_rotary),
-        "rotary_interleaved": int(bool(site.attributes.get("rotary_interleaved", 0))),
-        "qk_norm_epsilon": site.norm_epsilon,
-        "sliding_window_cache": site.window if site.sliding else 0,
-    }
-    node.op_type, node.domain = OP, DOMAIN
-    node.name = names.make(f"{site.name.rpartition('/')[0] or site.name}/{OP}")
-    outputs = list(node.output[: len(OUTPUTS)])
-    for field, values in ((node.input, inputs), (node.output, outputs)):
-        del field[:]
-        field.extend(values)
-    del node.attribute[:]
-    node.attribute.extend(helper.make_attribute(name, value) for name, value in attributes.items())
 
 
 def _zero_sink(graph: onnx.GraphProto, site: CacheSite, tensors: FreshNames, sinks: dict[tuple[int, int], str]) -> str:

@@ -7,35 +7,40 @@ sites cover it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import onnx
 from onnx import TensorProto
 
-from stof.attention.limits import limits_of, type_names
+from stof.attention.limits import type_names
 from stof.cached_attention.block_layout import BlockLayout
+from stof.cached_attention.node_checks import (
+    check_attribute_types,
+    check_cache_heads,
+    check_columns,
+    check_element_types,
+    check_flags,
+    check_kernel_limits,
+    check_numbers,
+    check_vectors,
+    read_head_counts,
+    read_head_size,
+    read_rotary_size,
+    read_shape,
+    read_window,
+)
+from stof.cached_attention.node_site import MICROSOFT
 from stof.cached_attention.paged.find import read_paged_site, reads_pages
 from stof.cached_attention.paged.site import PagedSite
-from stof.cached_attention.site import (
-    GROUP_QUERY,
-    INPUT_INDEX,
-    INPUTS,
-    MICROSOFT,
-    OP,
-    QUANTIZED,
-    CacheSite,
-    attributes_of,
-    input_of,
-    output_of,
-)
+from stof.cached_attention.site import GROUP_QUERY, INPUT_INDEX, INPUTS, OP, QUANTIZED, CacheSite
 from stof.cached_attention.sparse_node import LayoutKey, as_group_query, check_sparse, is_sparse, read_node_layout
 from stof.errors import UnsupportedError
 from stof.graph.index import GraphIndex, all_nodes, describe, domain_of, subgraphs
 from stof.graph.names import FreshNames
+from stof.graph.node_fields import attributes_of, input_of, output_of
 from stof.runtime.library import op_limits
-from stof.symbolic import Int, Symbolic, integer
+from stof.symbolic import Int, Symbolic
 from stof.symbolic.algebra.piecewise import to_int
 
 # The attributes of the schema, with their types.
@@ -45,13 +50,12 @@ _ATTRIBUTES: dict[str, type] = {
     **dict.fromkeys(("scale", "softcap", "qk_norm_epsilon"), float),
     **dict.fromkeys(("k_quant_type", "v_quant_type"), bytes),
 }
-_FLAGS = {
-    **dict.fromkeys(("do_rotary", "rotary_interleaved", "causal", "sliding_window_cache"), (0, 1)),
-    "smooth_softmax": (-1, 0, 1),  # -1: not given
-}
-_MOST_HEADS = 1 << 16
-_LARGEST_WINDOW = 1 << 22  # as lengths
-_SOFTCAPS = (1e-30, 1e30)
+_FLAGS = ("do_rotary", "rotary_interleaved", "causal", "sliding_window_cache")
+_PASTS = ("past_key", "past_value")
+_OF_QUERY_TYPE = (
+    *("key", "value", *_PASTS, "cos_cache", "sin_cache", "attention_bias", "head_sink"),
+    *("q_norm_weight", "k_norm_weight"),
+)
 _SCALES = {b"PER_TENSOR": "tensor", b"PER_CHANNEL": "channel"}
 _BITS = 8  # of a quantized element
 
@@ -139,39 +143,44 @@ def _read_site(
         _refuse_signature(node, index)
         window, sliding = _refuse_attributes(node)
     attributes = attributes_of(node)
-    heads, groups = (int(attributes.get(n, 0)) for n in ("num_heads", "kv_num_heads"))
-    if not 0 < groups <= heads <= _MOST_HEADS or heads % groups:
-        raise UnsupportedError(f"it has {heads} query heads on {groups} key heads, expected a multiple of them")
+    heads, groups = read_head_counts(attributes)
     query = _shape(symbolic, node, 0, 3)
     past = _shape(symbolic, node, 3, 4)
-    head_size = _head_size(symbolic, node, (heads, groups), query, past)
+    head_size = read_head_size(query[2], past[3], (heads, groups), is_packed=not input_of(node, 1))
+    _check_new_tokens(symbolic, node, query, groups, head_size)
     dtype = symbolic.dtype(node.input[0])
     scales = _read_scales(node)
-    _check_types(symbolic, node, dtype, head_size, target, is_quantized=bool(scales))
+    check_kernel_limits(dtype, head_size, target)
+    names = [n for n in _OF_QUERY_TYPE if not (scales and n in _PASTS)]
+    check_element_types(symbolic, dtype, {n: input_of(node, INPUT_INDEX[n]) for n in names}, ())
     quantized = _quantized_type(symbolic, node, scales, (groups, head_size)) if scales else 0
-    _check_caches(symbolic, node, past, (groups, head_size))
+    _check_caches(past, _shape(symbolic, node, 4, 4), groups, head_size)
     capacity = past[2]
     if sliding and capacity.constant is not None and capacity.constant < window:
         raise UnsupportedError(
             f"its sliding-window cache has {capacity.constant} rows, fewer than the window of {window}"
         )
-    rotary = _rotary_size(symbolic, node, head_size) if attributes.get("do_rotary", 0) else 0
-    _check_vectors(symbolic, node, heads, head_size)
+    rotary = 0
+    if attributes.get("do_rotary", 0):
+        rotary = read_rotary_size(symbolic, input_of(node, 7), head_size // 2, "half of the head size")
+    check_vectors(
+        symbolic, [(INPUTS[i], input_of(node, i), n) for i, n in ((11, heads), (14, head_size), (15, head_size))]
+    )
     return CacheSite(
-        name,
-        original,
-        heads,
-        groups,
-        head_size,
-        dtype,
-        window,
-        sliding,
-        rotary,
-        query[0],
-        query[1],
-        capacity,
-        _total(symbolic, input_of(node, 6)),
-        read_node_layout(original, symbolic, heads, layouts) if is_sparse(original) else None,
+        name=name,
+        node=original,
+        num_heads=heads,
+        kv_num_heads=groups,
+        head_size=head_size,
+        dtype=dtype,
+        window=window,
+        rotary_size=rotary,
+        sliding=sliding,
+        batch=query[0],
+        queries=query[1],
+        capacity=capacity,
+        total=_total(symbolic, input_of(node, 6)),
+        layout=read_node_layout(original, symbolic, heads, layouts) if is_sparse(original) else None,
         quantized=quantized,
         scales=scales or ("", ""),
     )
@@ -206,34 +215,22 @@ def _refuse_signature(node: onnx.NodeProto, index: GraphIndex) -> None:
 def _refuse_attributes(node: onnx.NodeProto) -> tuple[int, bool]:
     """Checks the attributes. Returns the window, 0 for none, and whether it is a sliding-window cache."""
     attributes = attributes_of(node)
-    if unknown := sorted(set(attributes) - set(_ATTRIBUTES)):
-        raise UnsupportedError(f"it has attribute {unknown[0]!r}, whose meaning is not known")
-    for name, value in attributes.items():
-        if not isinstance(value, _ATTRIBUTES[name]):
-            words = {int: "an integer", float: "a float", bytes: "a string"}
-            raise UnsupportedError(f"its attribute {name} is {value!r}, expected {words[_ATTRIBUTES[name]]}")
-    for name, allowed in _FLAGS.items():
-        if attributes.get(name, 0) not in allowed:
-            raise UnsupportedError(f"its attribute {name} is {attributes[name]}, expected 0 or 1")
+    check_attribute_types(attributes, _ATTRIBUTES)
+    check_flags(attributes, _FLAGS)
+    if (smooth := attributes.get("smooth_softmax", 0)) not in (-1, 0, 1):  # -1: not given
+        raise UnsupportedError(f"its attribute smooth_softmax is {smooth}, expected 0 or 1")
     if not attributes.get("causal", 1):
         raise UnsupportedError("causal is 0: queries attend later keys, which the cache does not hold yet")
-    for name in ("scale", "softcap", "qk_norm_epsilon"):
-        if not math.isfinite(attributes.get(name, 0.0)) or attributes.get(name, 0.0) < 0:
-            raise UnsupportedError(f"{name} is {attributes[name]}, expected a number from 0 on")
-    softcap = attributes.get("softcap", 0.0)
-    if softcap and not _SOFTCAPS[0] <= softcap <= _SOFTCAPS[1]:
-        raise UnsupportedError(f"softcap is {softcap}, expected 0 or {_SOFTCAPS[0]:g} to {_SOFTCAPS[1]:g}")
-    window = attributes.get("local_window_size", -1)
-    if window == 0 or not -1 <= window <= _LARGEST_WINDOW:
-        raise UnsupportedError(f"local_window_size is {window}, expected -1 or 1 to {_LARGEST_WINDOW}")
+    check_numbers(attributes)
+    window = read_window(attributes)
     sliding = attributes.get("sliding_window_cache", 0) == 1
-    if sliding and window < 0:
+    if sliding and not window:
         raise UnsupportedError("sliding_window_cache is 1, and local_window_size is not given")
     if sliding and input_of(node, 10):
         raise UnsupportedError(
             "sliding_window_cache is 1 beside attention_bias, which also has columns for positions that the cache has dropped"
         )
-    return max(window, 0), sliding
+    return window, sliding
 
 
 def _read_scales(node: onnx.NodeProto) -> tuple[str, str] | None:
@@ -289,86 +286,24 @@ def _quantized_type(symbolic: Symbolic, node: onnx.NodeProto, scales: tuple[str,
 
 
 def _shape(symbolic: Symbolic, node: onnx.NodeProto, i: int, rank: int) -> tuple[Int, ...]:
-    found = symbolic.shape(node.input[i])
-    if found is None or len(found) != rank:
-        known = "is not known" if found is None else f"has {len(found)} axes, expected {rank}"
-        raise UnsupportedError(f"the shape of {INPUTS[i]} {node.input[i]!r} {known}")
-    return tuple(found)
+    return read_shape(symbolic, INPUTS[i], node.input[i], rank)
 
 
-def _head_size(
-    symbolic: Symbolic, node: onnx.NodeProto, counts: tuple[int, int], query: tuple[Int, ...], past: tuple[Int, ...]
-) -> int:
-    heads, groups = counts
-    whole = heads if input_of(node, 1) else heads + 2 * groups
-    size = query[2].divide(integer(whole))
-    number = None if size is None else size.constant
-    if number is None and query[2].constant is not None:
-        raise UnsupportedError(f"query has {query[2].constant} columns, no multiple of {whole} heads")
-    number = past[3].constant if number is None else number
-    if number is None:
-        raise UnsupportedError("the head size is not known before the run")
-    if not input_of(node, 1):
-        return number
-    for i in (1, 2):
+def _check_new_tokens(
+    symbolic: Symbolic, node: onnx.NodeProto, query: tuple[Int, ...], groups: int, head_size: int
+) -> None:
+    """Checks keys and values of the new tokens, where they are inputs of their own."""
+    for i in (1, 2) if input_of(node, 1) else ():
         own = _shape(symbolic, node, i, 3)
-        if own[2].constant not in (None, groups * number):
-            raise UnsupportedError(f"{INPUTS[i]} has {own[2].constant} columns, expected {groups} heads of {number}")
+        check_columns(INPUTS[i], own[2], groups, head_size)
         if own[1] != query[1] and None not in (own[1].constant, query[1].constant):
             raise UnsupportedError(f"query has {query[1]} positions, {INPUTS[i]} {own[1]}")
-    return number
 
 
-def _check_types(
-    symbolic: Symbolic, node: onnx.NodeProto, dtype: int, head_size: int, target: str, *, is_quantized: bool
-) -> None:
-    types = limits_of(target)
-    if dtype not in types:
-        found = type_names([dtype], "or") if dtype else "not known"
-        raise UnsupportedError(f"the element type of query is {found.strip()}, expected {type_names(types, 'or')}")
-    for i in (1, 2, 3, 4, 7, 8, 10, 11, 14, 15):
-        if is_quantized and i in (3, 4):
-            continue
-        own = symbolic.dtype(node.input[i]) if input_of(node, i) else dtype
-        if own not in (0, dtype):
-            raise UnsupportedError(
-                f"{INPUTS[i]} {node.input[i]!r} is {type_names([own], 'or').strip()}, expected query's "
-                f"{type_names([dtype], 'or').strip()}"
-            )
-    limits = types[dtype]
-    if not 1 <= head_size <= limits.largest_head_size:
-        raise UnsupportedError(f"no kernel: head size {head_size}, expected 1 to {limits.largest_head_size}")
-    if head_size % limits.head_size_multiple_of:
-        raise UnsupportedError(
-            f"no kernel: head size {head_size}, expected a multiple of {limits.head_size_multiple_of}"
-        )
-
-
-def _check_caches(symbolic: Symbolic, node: onnx.NodeProto, past: tuple[Int, ...], sizes: tuple[int, int]) -> None:
-    other = _shape(symbolic, node, 4, 4)
-    for i, shape in ((3, past), (4, other)):
-        for axis, size, what in ((1, sizes[0], "heads"), (3, sizes[1], "as head size")):
-            if shape[axis].constant not in (None, size):
-                raise UnsupportedError(f"{INPUTS[i]} has {shape[axis].constant} {what}, expected {size}")
-    if None not in (past[2].constant, other[2].constant) and past[2] != other[2]:
-        raise UnsupportedError(f"past_key has {past[2]} rows, past_value {other[2]}")
-
-
-def _rotary_size(symbolic: Symbolic, node: onnx.NodeProto, head_size: int) -> int:
-    if not input_of(node, 7):
-        raise UnsupportedError("do_rotary is 1, and it has no cos_cache")
-    size = _shape(symbolic, node, 7, 2)[1].constant
-    if size is not None and not 1 <= 2 * size <= head_size:
-        raise UnsupportedError(f"cos_cache has {size} columns, expected 1 to {head_size // 2}, half of the head size")
-    return 2 * (size or 0)
-
-
-def _check_vectors(symbolic: Symbolic, node: onnx.NodeProto, heads: int, head_size: int) -> None:
-    """The sizes of what the schema does not check."""
-    for i, size in ((11, heads), (14, head_size), (15, head_size)):
-        shape = symbolic.shape(node.input[i]) if input_of(node, i) else None
-        if shape is not None and (len(shape) != 1 or shape[0].constant not in (None, size)):
-            raise UnsupportedError(f"{INPUTS[i]} has shape {[str(d) for d in shape]}, expected [{size}]")
+def _check_caches(keys: tuple[Int, ...], values: tuple[Int, ...], groups: int, head_size: int) -> None:
+    check_cache_heads({"past_key": keys, "past_value": values}, 1, groups, head_size)
+    if None not in (keys[2].constant, values[2].constant) and keys[2] != values[2]:
+        raise UnsupportedError(f"past_key has {keys[2]} rows, past_value {values[2]}")
 
 
 def _total(symbolic: Symbolic, tensor: str) -> Int | None:

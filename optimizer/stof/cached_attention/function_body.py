@@ -19,10 +19,10 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
+from stof.cached_attention.node_site import MICROSOFT
 from stof.cached_attention.site import (
     INPUT_INDEX,
     INPUTS,
-    MICROSOFT,
     OP,
     OP_INPUTS,
     OUTPUTS,
@@ -31,10 +31,10 @@ from stof.cached_attention.site import (
     SPARSE_INDEX,
     SPARSE_ROWS,
     CacheSite,
-    input_of,
 )
 from stof.graph.index import DOMAIN
 from stof.graph.node_builder import Builder
+from stof.graph.node_fields import input_of
 from stof.mask.expression import MaskExpression
 from stof.sparsify.bias_nodes import StepTensors, emit_pattern_bias
 
@@ -45,7 +45,7 @@ _MASK_ID = "mask_id"
 class CacheVariant:
     """What the body of a call depends on: the node's type and attributes, serialized in order, and which inputs it has.
 
-    ``pattern`` is the mask that --sparsify declared, empty where none was. ``tables`` are the element types of the tables that
+    ``pattern`` is the mask that --sparsify declared, None where none was. ``tables`` are the element types of the tables that
     the body reads, from table0 on; 0: it does not read that one.
     """
 
@@ -55,7 +55,7 @@ class CacheVariant:
     dtype: int
     cache_dtype: int
     num_heads: int = 0
-    pattern: str = ""
+    pattern: MaskExpression | None = None
     tables: tuple[int, ...] = ()
 
     @classmethod
@@ -88,9 +88,9 @@ class CacheVariant:
             tables = {n: builder.add("Cast", [n], to=self.tables[int(n[-1])]) for n in tables}
         if self.op_type == SPARSE:
             inputs = self._sparse_inputs(builder, inputs, tables)
-        elif self.pattern:
+        elif self.pattern is not None:
             index = INPUT_INDEX["attention_bias"]
-            inputs[index] = self._bias(builder, inputs[index], tables, is_branch=is_branch)
+            inputs[index] = self._bias(builder, self.pattern, inputs[index], tables, is_branch=is_branch)
             inputs = inputs[: len(INPUTS)]
         before = builder.nodes
         while not inputs[-1]:
@@ -108,11 +108,12 @@ class CacheVariant:
         inputs[SPARSE_ROWS], inputs[SPARSE_COLUMNS] = tables["table1"], tables["table2"]
         return inputs
 
-    def _bias(self, builder: Builder, own: str, tables: Mapping[str, str], *, is_branch: bool) -> str:
+    def _bias(
+        self, builder: Builder, pattern: MaskExpression, own: str, tables: Mapping[str, str], *, is_branch: bool
+    ) -> str:
         """The pattern as attention_bias, added to the node's own one."""
         tensors = StepTensors("query", "seqlens_k", "total_sequence_length")
-        mask = MaskExpression.parse(self.pattern)
-        bias = emit_pattern_bias(builder, mask, tensors, tables, self.num_heads, self.dtype)
+        bias = emit_pattern_bias(builder, pattern, tensors, tables, self.num_heads, self.dtype)
         # Calls of other variants may have no attention_bias: Sum, unlike Add, is legal without one of its inputs.
         return builder.add("Sum" if is_branch else "Add", [bias, own]) if own else bias
 

@@ -14,24 +14,23 @@ from stof.cached_attention.cost import predict_gain
 from stof.cached_attention.declare import declare_patterns
 from stof.cached_attention.emit import emit_caches
 from stof.cached_attention.find import CacheCandidate, find_candidates, reads_cache
+from stof.cached_attention.node_site import MICROSOFT
 from stof.cached_attention.paged.emit import emit_pages
 from stof.cached_attention.paged.site import OP as PAGED_OP
 from stof.cached_attention.paged.site import PAGED, PagedSite
 from stof.cached_attention.plan_entry import CachePlan, read_cache_plan
 from stof.cached_attention.report import KEY, NAMES, CacheReport, CacheSection
-from stof.cached_attention.site import GROUP_QUERY, MICROSOFT, OP, SPARSE, CacheSite
-from stof.errors import ArgumentError, ModelError
+from stof.cached_attention.site import GROUP_QUERY, OP, SPARSE, CacheSite
 from stof.graph.external_data import read_constants
 from stof.graph.index import DOMAIN, all_nodes
 from stof.graph.inline import inline, inline_all
 from stof.graph.names import FreshNames
-from stof.mask.expression import MaskExpression
 from stof.mask.families import picture
 from stof.op_rewrite import Decisions, Job, OpRewrite
 from stof.plan import EntryFormat
 from stof.report import MaskPicture, TileGrid
-from stof.runtime.library import op_limits
-from stof.selection import NamedCandidate, list_candidates
+from stof.runtime.library import LibraryError, op_limits
+from stof.selection import NamedCandidate
 from stof.symbolic import Symbolic
 
 if TYPE_CHECKING:
@@ -108,30 +107,16 @@ class CacheRewrite(OpRewrite[CacheModel, CacheDecisions]):
                 symbolic = Symbolic(base, None if inlined is base else Symbolic(inlined))
                 candidates = find_candidates(base, symbolic, job.options.target)
                 found = CacheModel(base, symbolic, tuple(_with_pattern(job, c) for c in candidates))
-        self._check_plan(job, found)
+        self.check_plan(job, [NamedCandidate(c.name, i) for i, c in enumerate(found.candidates)])
         return found
-
-    def _check_plan(self, job: Job, found: CacheModel) -> None:
-        """Refuses a plan of another model.
-
-        Raises:
-            ArgumentError: naming the entry.
-        """
-        names = [c.name for c in found.candidates]
-        for entry in job.plan.entries.get(KEY, ()) if job.plan is not None else ():
-            if entry.name not in names:
-                known = list_candidates(NAMES, [NamedCandidate(n, i) for i, n in enumerate(names)])
-                raise ArgumentError(
-                    f"the plan has cache {entry.name!r}, which the model does not have: it is of another model or export; "
-                    f"{known}"
-                )
 
     def decide(self, job: Job, found: CacheModel) -> CacheDecisions:
         rows: list[CacheReport] = []
         sites: list[CacheSite | PagedSite] = []
         for index, candidate in enumerate(found.candidates):
             row = _describe(candidate, index)
-            if reason := self._reason_kept(job, candidate, index, sites):
+            reason = _reason_impossible(job, candidate, sites)
+            if reason := self.reason_kept(job, NamedCandidate(candidate.name, index), reason):
                 rows.append(replace(row, reason=reason))
                 continue
             assert candidate.site is not None
@@ -145,29 +130,6 @@ class CacheRewrite(OpRewrite[CacheModel, CacheDecisions]):
         if job.options.report is not None:
             section.pictures = _pictures([s for s in sites if isinstance(s, CacheSite)])
         return CacheDecisions(found, section, tuple(sites))
-
-    def _reason_kept(
-        self, job: Job, candidate: CacheCandidate, index: int, sites: Sequence[CacheSite | PagedSite]
-    ) -> str:
-        """Why a candidate stays as it is; empty where it is replaced.
-
-        Raises:
-            ModelError: when the plan replaces what cannot be.
-        """
-        if reason := job.selections[KEY].reason_left_out(NamedCandidate(candidate.name, index)):
-            return reason
-        has_entries = job.plan is not None and KEY in job.plan.entries
-        entry = job.plan.of(KEY, candidate.name) if job.plan is not None else None
-        if has_entries and entry is None:
-            return "not in the plan"
-        if isinstance(entry, CachePlan) and not entry.replace:
-            return entry.reason or "left as it is by the plan"
-        reason = _reason_impossible(job, candidate, sites)
-        if reason and entry is not None:
-            raise ModelError(
-                f"the plan replaces cache {candidate.name!r}, which cannot be: {reason}; set its replace to false"
-            )
-        return reason
 
     def emit(self, job: Job, model: onnx.ModelProto, decided: CacheDecisions) -> onnx.ModelProto:
         with job.step("emit"):
@@ -234,7 +196,7 @@ def _describe(candidate: CacheCandidate, index: int) -> CacheReport:
     site = candidate.site
     if site is None:
         return CacheReport(candidate.name, index, False, candidate.reason)
-    return CacheReport(candidate.name, index, False, "", site.mask, site.heads, site.head_size, site.features)
+    return CacheReport(candidate.name, index, False, "", site.mask.text, site.heads, site.head_size, site.features)
 
 
 def _is_done(node: onnx.NodeProto) -> bool:
@@ -272,14 +234,14 @@ def _pictures(sites: Sequence[CacheSite]) -> list[MaskPicture]:
         length = min(_PICTURE_LENGTH, max(64, 4 * reach)) if reach else _PICTURE_LENGTH
         length = length if own[0].layout is None else min(length, own[0].layout.length)
         facts = [f"{len(own)} attention{'' if len(own) == 1 else 's'} over a KV cache", f"a prompt of {length} tokens"]
-        with suppress(Exception):  # a picture is decoration
-            grid = TileGrid("", tuple(picture(MaskExpression.parse(own[0].mask), own[0].mask_tables, length=length)))
+        with suppress(LibraryError):  # a picture is decoration
+            grid = TileGrid("", tuple(picture(own[0].mask, own[0].mask_tables, length=length)))
             title = f"causal, window of {own[0].window} keys" if own[0].window else "causal"
             if own[0].layout is not None:
                 title = f"causal, blocks of {own[0].layout.block_size}"
             if declared is not None:
                 title, facts = f"declared: {declared.pattern.label}", [*facts, "head 0"]
-            found.append(MaskPicture(title, own[0].mask, tuple(facts), length, length, (grid,)))
+            found.append(MaskPicture(title, own[0].mask.text, tuple(facts), length, length, (grid,)))
     return found
 
 

@@ -11,6 +11,7 @@ import onnx
 from onnx import helper
 
 from stof.cached_attention.site import CacheSite, count_held_rows
+from stof.errors import UnsupportedError
 from stof.graph.external_data import is_external
 from stof.graph.index import is_standard, producers, subgraphs
 from stof.symbolic import Symbolic
@@ -73,7 +74,7 @@ class RunLengths:
         """A size at the shapes of inputs."""
         try:
             return evaluate(size, _sizes_of(self._symbolic, feed))
-        except Exception:  # names of sizes that no input has
+        except UnsupportedError:  # a name of a size that no input has
             return None
 
 

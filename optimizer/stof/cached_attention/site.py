@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache site: an attention node that reads and writes a KV cache, with the facts that decisions need."""
+"""A cache site: an attention node that reads and writes a contiguous KV cache, with the facts that decisions need."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import onnx
-from onnx import TensorProto, helper
+from onnx import TensorProto
 
 from stof.cached_attention.block_layout import BlockLayout
+from stof.cached_attention.node_site import NodeSite
+from stof.graph.node_fields import input_of
+from stof.mask.expression import MaskExpression
 from stof.sparsify.sparsity import DeclaredPattern
 from stof.symbolic import Int
 
-MICROSOFT, GROUP_QUERY, SPARSE = "com.microsoft", "GroupQueryAttention", "SparseAttention"
+GROUP_QUERY, SPARSE = "GroupQueryAttention", "SparseAttention"
 OP = "StofCachedAttention"
 # The inputs of GroupQueryAttention; StofCachedAttention has the same at the same indices.
 INPUTS = (
@@ -37,20 +38,12 @@ SPARSE_ROWS, SPARSE_COLUMNS = 5, 6  # the inputs of SparseAttention with its lay
 QUANTIZED = {int(TensorProto.INT8): "int8", int(TensorProto.FLOAT8E4M3FN): "fp8"}
 
 
-@dataclass(frozen=True)
-class CacheSite:
-    """A node that can be replaced.
+@dataclass(frozen=True, kw_only=True)
+class CacheSite(NodeSite):
+    """A GroupQueryAttention or SparseAttention over contiguous caches [B, G, C, D].
 
     Attributes:
-        name: for options, plans and reports.
-        node: the GroupQueryAttention or SparseAttention.
-        num_heads: H.
-        kv_num_heads: G.
-        head_size: D.
-        dtype: ONNX element type T of query, and of caches that are not quantized.
-        window: W, the keys that a query attends to at most; 0: all before it.
         sliding: the cache holds the last positions only (``sliding_window_cache``).
-        rotary_size: R, the elements of a head that are rotated; 0: none, or not known before the run.
         batch: B.
         queries: S.
         capacity: rows C of the past.
@@ -61,15 +54,7 @@ class CacheSite:
         scales: of quantized keys and values, "tensor" or "channel": what has a scale of its own.
     """
 
-    name: str
-    node: onnx.NodeProto
-    num_heads: int
-    kv_num_heads: int
-    head_size: int
-    dtype: int
-    window: int
     sliding: bool
-    rotary_size: int
     batch: Int
     queries: Int
     capacity: Int
@@ -88,7 +73,6 @@ class CacheSite:
 
     @property
     def cache_dtype(self) -> int:
-        """The ONNX element type of the caches."""
         return self.quantized or self.dtype
 
     @property
@@ -111,48 +95,15 @@ class CacheSite:
         return [*found, "", "", *layouts, ""]
 
     @property
-    def attributes(self) -> dict[str, Any]:
-        """The node's attributes by name; strings as bytes."""
-        return attributes_of(self.node)
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether query, key and value lie in one tensor."""
-        return not self.input("key")
-
-    @property
-    def does_rotary(self) -> bool:
-        """Whether new queries and keys are rotated."""
-        return bool(self.attributes.get("do_rotary", 0))
-
-    @property
     def has_zero_sink(self) -> bool:
         """Whether the node adds one to the denominator of each softmax (``smooth_softmax``), as a sink of zeros does."""
         return self.attributes.get("smooth_softmax", 0) == 1 and not self.input("head_sink")
 
     @property
-    def scale(self) -> float:
-        """The factor of the scores; 0: 1/sqrt(D)."""
-        return float(self.attributes.get("scale", 0.0))
-
-    @property
-    def softcap(self) -> float:
-        """The soft limit of the scores; 0: none."""
-        return float(self.attributes.get("softcap", 0.0))
-
-    @property
-    def norm_epsilon(self) -> float:
-        """What the RMS norms of queries and keys add to the mean square."""
-        return float(self.attributes.get("qk_norm_epsilon", 1e-6))
-
-    @property
-    def mask(self) -> str:
-        """The mask expression in absolute positions."""
+    def mask(self) -> MaskExpression:
         if self.layout is not None:
             return self.layout.mask
-        if self.declared is not None:
-            return self.declared.pattern.mask.text
-        return f"k <= q and q - k < {self.window}" if self.window else "k <= q"
+        return super().mask if self.declared is None else self.declared.pattern.mask
 
     @property
     def table_inputs(self) -> list[str]:
@@ -173,49 +124,25 @@ class CacheSite:
         return self.window if self.declared is None else self.declared.pattern.reach
 
     @property
-    def heads(self) -> str:
-        """The head counts for people."""
-        return f"{self.num_heads} heads" + (f" on {self.kv_num_heads}" if self.kv_num_heads != self.num_heads else "")
-
-    @property
     def features(self) -> tuple[str, ...]:
-        """What the node does besides attention, for people."""
-        rotary = f"rotary of {self.rotary_size}" if self.rotary_size else "rotary"
-        interleaved = ", interleaved" if self.attributes.get("rotary_interleaved", 0) else ""
         found = {
-            "packed QKV": self.is_packed,
-            "q/k norm": bool(self.input("q_norm_weight")),
-            rotary + interleaved: self.does_rotary,
-            "sinks": bool(self.input("head_sink")),
             "smooth softmax": self.has_zero_sink,
-            f"softcap {self.softcap:g}": bool(self.softcap),
             "bias": bool(self.input("attention_bias")),
             "sliding-window cache": self.sliding,
             self._quantization: bool(self.quantized),
         }
         blocks = () if self.layout is None else self.layout.describe(self.num_heads, self.kv_num_heads)
-        return (*(name for name, holds in found.items() if holds), *blocks)
+        return (*super().features, *(name for name, holds in found.items() if holds), *blocks)
+
+    @property
+    def operator_attributes(self) -> dict[str, int | float | str]:
+        return super().operator_attributes | {"sliding_window_cache": self.window if self.sliding else 0}
 
     @property
     def _quantization(self) -> str:
         keys, values = self.scales
         scales = f"scales per {keys}" if keys == values else f"scales of keys per {keys}, of values per {values}"
         return f"{QUANTIZED.get(self.quantized, '')} cache, {scales}"
-
-
-def input_of(node: onnx.NodeProto, index: int) -> str:
-    """An input's tensor; empty where it is absent."""
-    return str(node.input[index]) if index < len(node.input) else ""
-
-
-def output_of(node: onnx.NodeProto, index: int) -> str:
-    """An output's tensor; empty where the node does not write it."""
-    return str(node.output[index]) if index < len(node.output) else ""
-
-
-def attributes_of(node: onnx.NodeProto) -> dict[str, Any]:
-    """A node's attributes by name; strings as bytes."""
-    return {a.name: helper.get_attribute_value(a) for a in node.attribute}
 
 
 def count_held_rows(lengths: np.ndarray, capacity: int, window: int) -> np.ndarray:

@@ -7,27 +7,17 @@ Source: the operator's schema and CPU kernel in ONNX Runtime 1.31.
 from __future__ import annotations
 
 import hashlib
-import math
 
 import onnx
 from onnx import helper
 
 from stof.cached_attention.block_layout import BLOCK_SIZES, BlockLayout, read_layout
-from stof.cached_attention.site import (
-    GROUP_QUERY,
-    INPUTS,
-    MICROSOFT,
-    OUTPUTS,
-    SPARSE,
-    SPARSE_COLUMNS,
-    SPARSE_INDEX,
-    SPARSE_ROWS,
-    attributes_of,
-    input_of,
-    output_of,
-)
+from stof.cached_attention.node_checks import check_attribute_types, check_flags, check_numbers
+from stof.cached_attention.node_site import MICROSOFT
+from stof.cached_attention.site import GROUP_QUERY, INPUTS, OUTPUTS, SPARSE, SPARSE_COLUMNS, SPARSE_INDEX, SPARSE_ROWS
 from stof.errors import UnsupportedError
 from stof.graph.index import domain_of
+from stof.graph.node_fields import attributes_of, input_of, output_of
 from stof.symbolic import Symbolic
 
 _NAMES = {
@@ -35,7 +25,10 @@ _NAMES = {
     **{SPARSE_ROWS: "block_row_indices", SPARSE_COLUMNS: "block_col_indices", 8: "key_total_sequence_lengths"},
 }
 LayoutKey = tuple[bytes, bytes, int, int]  # of row and column indices, the block size, the heads
-_INTEGERS = ("num_heads", "kv_num_heads", "sparse_block_size", "do_rotary", "rotary_interleaved")
+_ATTRIBUTES: dict[str, type] = {
+    **dict.fromkeys(("num_heads", "kv_num_heads", "sparse_block_size", "do_rotary", "rotary_interleaved"), int),
+    "scale": float,
+}
 
 
 def is_sparse(node: onnx.NodeProto) -> bool:
@@ -78,19 +71,9 @@ def check_sparse(node: onnx.NodeProto) -> None:
 
 def _check_attributes(node: onnx.NodeProto) -> None:
     attributes = attributes_of(node)
-    for name, value in attributes.items():
-        if name not in (*_INTEGERS, "scale"):
-            raise UnsupportedError(f"it has attribute {name!r}, whose meaning is not known")
-        if not isinstance(value, float if name == "scale" else int):
-            raise UnsupportedError(
-                f"its attribute {name} is {value!r}, expected {'a float' if name == 'scale' else 'an integer'}"
-            )
-    for name in ("do_rotary", "rotary_interleaved"):
-        if attributes.get(name, 0) not in (0, 1):
-            raise UnsupportedError(f"its attribute {name} is {attributes[name]}, expected 0 or 1")
-    scale = attributes.get("scale", 0.0)
-    if not math.isfinite(scale) or scale < 0:
-        raise UnsupportedError(f"scale is {scale}, expected a number from 0 on")
+    check_attribute_types(attributes, _ATTRIBUTES)
+    check_flags(attributes, ("do_rotary", "rotary_interleaved"))
+    check_numbers(attributes)
     if (size := attributes.get("sparse_block_size", 0)) not in BLOCK_SIZES:
         raise UnsupportedError(f"sparse_block_size is {size}, expected 16, 32, 64 or 128")
 

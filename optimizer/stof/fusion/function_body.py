@@ -15,6 +15,7 @@ from stof.fusion.translate import FusedChain
 from stof.graph.external_data import external_files
 from stof.graph.index import DOMAIN, describe, domain_of
 from stof.graph.node_builder import Builder
+from stof.graph.node_fields import attributes_of
 from stof.symbolic import Int, Symbolic
 
 OP = "StofChain"
@@ -138,7 +139,7 @@ class _BranchBuilder:
         b = self.builder
         dtype = self.symbolic.dtype(node.output[0])
         given = [b.add("Cast", [self._tensor(n)], to=_FLOAT) if n else "" for n in node.input]
-        attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+        attributes = attributes_of(node)
         op = node.op_type
         total = ""
         if op in ("BiasGelu", "FastGelu", "Gelu", "QuickGelu"):

@@ -22,6 +22,7 @@ from stof.fusion.policy import EpilogueForms
 from stof.fusion.terms import TermPool
 from stof.fusion.translate import FusedChain, Region
 from stof.graph.index import describe, domain_of
+from stof.graph.node_fields import attributes_of
 from stof.symbolic import Int, Symbolic, integer, var
 from stof.symbolic.rules.movement_helpers import element_count
 from stof.symbolic.tensor import Shape
@@ -58,7 +59,7 @@ def is_plain_matmul(node: onnx.NodeProto) -> bool:
     """Whether a node is MatMul, or Gemm with neither transposition nor factors."""
     if domain_of(node) or node.op_type not in MATMUL_OPS:
         return False
-    given = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+    given = attributes_of(node)
     return all(given.get(k, v) == v for k, v in _PLAIN_ATTRIBUTES.items())
 
 

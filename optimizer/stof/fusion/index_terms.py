@@ -30,6 +30,7 @@ from stof.fusion.element_ops import (
 )
 from stof.fusion.terms import TermPool
 from stof.graph.index import describe, domain_of
+from stof.graph.node_fields import attributes_of
 from stof.symbolic import Cond, Int, Real, Symbolic, integer, var
 from stof.symbolic.algebra.int_bounds import bound
 from stof.symbolic.algebra.terms import Atom
@@ -249,7 +250,7 @@ class TermBuilder:
 
     def _reduction_term(self, node: onnx.NodeProto, index: Index, ranges: AxisRanges) -> int:
         shape = self.shape(node.input[0])
-        attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+        attributes = attributes_of(node)
         axes = attributes.get("axes")
         if axes is None and len(node.input) > 1 and node.input[1]:
             constant = self.symbolic.constant(node.input[1])

@@ -5,21 +5,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import onnx
 from onnx import helper
 
 from stof.attention.function_body import OP, add_packed_inputs
+from stof.attention.limits import most_heads
 from stof.errors import UnsupportedError
 from stof.fusion.element_ops import FREE, kind_of_node
 from stof.fusion.index_terms import AxisRanges, TermBuilder
 from stof.graph.dead_code import remove_dead_code
 from stof.graph.index import DOMAIN, all_nodes
+from stof.graph.node_fields import attributes_of
 from stof.symbolic import Symbolic, integer, var
 
 INPUTS = 3  # query, key and value
-_MOST_HEADS = 65536  # of a tensor: docs/reference/operators.md
 _MOST_MOVERS = 16  # from a matmul to attention; exports have up to five
 
 
@@ -42,7 +42,7 @@ class PackedHeads:
         if width < 1 or width % self.total:
             return None
         size = width // self.total
-        if start % size or whole % size or whole // size > _MOST_HEADS:
+        if start % size or whole % size or whole // size > most_heads():
             return None
         return PackedHeads(start // size + self.first, self.count, whole // size)
 
@@ -127,18 +127,14 @@ def _calls(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
         yield from (n for n in all_nodes(nodes) if is_attention(n))
 
 
-def _attributes(node: onnx.NodeProto) -> dict[str, Any]:
-    return {a.name: helper.get_attribute_value(a) for a in node.attribute}
-
-
 def _layouts(node: onnx.NodeProto) -> list[str]:
-    words: list[str] = _attributes(node).get("layout", b"BHSD").decode(errors="replace").split()
+    words: list[str] = attributes_of(node).get("layout", b"BHSD").decode(errors="replace").split()
     return words * 4 if len(words) == 1 else words
 
 
 def _heads(node: onnx.NodeProto, i: int) -> PackedHeads | None:
     """As the attributes say; None where they leave the number to the shape."""
-    attributes = _attributes(node)
+    attributes = attributes_of(node)
     count = int(attributes.get("num_heads" if i == 0 else "kv_num_heads", 0))
     if count < 1:
         return None

@@ -1,30 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
 """External data of a new model: weights in another layout than the original's.
 
-While a model is verified, such a weight is a Transpose of the original's external data, or an initializer in the model. What is
-written holds it in a file of external data, which runtimes map, so that rows that are never read take no memory. The file's name
-ends with a digest of its bytes: a model that another run writes under the same name never meets data of the run before.
+While a model is verified, such a weight is computed by nodes from the original's external data (:mod:`stof.graph.weight_layout`),
+or is an initializer in the model. What is written holds it in a file of external data, which runtimes map, so that rows that are
+never read take no memory. The file's name ends with a digest of its bytes: a model that another run writes under the same name
+never meets data of the run before.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import onnx
-from onnx import TensorProto
 
-from stof.graph.external_data import external_files, is_external, map_array, tensor_bytes
+from stof.graph.external_data import (
+    ITEM_SIZES,
+    DataLocation,
+    external_files,
+    is_external,
+    map_array,
+    set_location,
+)
 from stof.graph.index import DOMAIN, all_nodes, captured_tensors
 from stof.graph.protobuf import copy_with_nodes, remove_named
+from stof.graph.weight_layout import LAYOUT_MARK, LAYOUT_OPS, LayoutReader, WeightLayout
 
 _ALIGNMENT = 4096  # a page: runtimes map whole ones
 _LEAST = 1 << 20  # bytes of an initializer that is worth a place in the file
-_PIECE = 1 << 25  # bytes that are transposed together
 _DIGEST_DIGITS = 16
 
 
@@ -35,18 +42,26 @@ class DerivedTensor:
     Attributes:
         name: of the tensor.
         source: the initializer that holds its values.
-        is_transposed: whether the source is transposed.
+        layout: what is taken of the source, and how it lies; None: all, as it is stored in the model.
+        nodes: what computes it, with the last one first.
     """
 
     name: str
     source: onnx.TensorProto
-    is_transposed: bool
+    layout: WeightLayout | None = None
+    nodes: tuple[onnx.NodeProto, ...] = ()
 
     @property
     def dims(self) -> list[int]:
         """The shape in the new layout."""
-        dims = [int(d) for d in self.source.dims]
-        return dims[::-1] if self.is_transposed else dims
+        return [int(d) for d in self.source.dims] if self.layout is None else self.layout.dims(self.source.dims)
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        if self.layout is None:
+            return len(self.source.raw_data)
+        return math.prod(self.dims) * ITEM_SIZES[self.source.data_type]
 
     def pieces(self, folder: Path) -> Iterator[bytes]:
         """The bytes in order.
@@ -57,20 +72,21 @@ class DerivedTensor:
         Raises:
             OSError: when it cannot be read.
         """
-        if not self.is_transposed:
+        if self.layout is None:
             yield self.source.raw_data
             return
-        values = map_array(self.source, folder)
-        rows = max(1, _PIECE // max(1, values.shape[0] * values.itemsize))
-        for start in range(0, values.shape[1], rows):
-            yield np.ascontiguousarray(values[:, start : start + rows].T).tobytes()
+        for piece in self.layout.pieces(map_array(self.source, folder)):
+            yield piece.tobytes()
 
 
 def find_derived(model: onnx.ModelProto) -> list[DerivedTensor]:
-    """The weights in another layout, which operators of stof alone read; none where the model has no external data."""
+    """The weights in another layout; none where the model has no external data.
+
+    They are those that operators of stof alone read, and those whose node is marked.
+    """
     if not external_files(model):
         return []
-    stored = {t.name: t for t in model.graph.initializer}
+    reader = LayoutReader(model.graph)
     others = {t for n in model.graph.node for t in captured_tensors(n)} | {o.name for o in model.graph.output}
     others |= {i.name for i in model.graph.input}
     own: dict[str, None] = {}
@@ -81,15 +97,21 @@ def find_derived(model: onnx.ModelProto) -> list[DerivedTensor]:
             others.update(node.input)
     found = []
     for node in model.graph.node:
-        source = stored.get(node.input[0]) if node.op_type == "Transpose" and not node.domain else None
-        if source is None or not is_external(source) or node.output[0] in others or node.output[0] not in own:
+        if node.op_type not in LAYOUT_OPS or len(node.output) != 1:
             continue
-        if len(source.dims) == 2 and [list(a.ints) for a in node.attribute] == [[1, 0]] and tensor_bytes(source):
-            found.append(DerivedTensor(node.output[0], source, True))
+        name = node.output[0]
+        is_marked = node.doc_string == LAYOUT_MARK
+        if not is_marked and (name in others or name not in own):
+            continue
+        read = reader.read(name)
+        if read is None or not is_external(read.source) or read.source.data_type not in ITEM_SIZES:
+            continue
+        if math.prod(read.source.dims):
+            found.append(DerivedTensor(name, read.source, read.layout, tuple(read.nodes)))
     for name in own:
-        tensor = stored.get(name)
+        tensor = reader.stored.get(name)
         if tensor is not None and name not in others and len(tensor.raw_data) >= _LEAST and not is_external(tensor):
-            found.append(DerivedTensor(name, tensor, False))
+            found.append(DerivedTensor(name, tensor))
     return found
 
 
@@ -106,23 +128,28 @@ def data_pieces(tensors: Sequence[DerivedTensor], folder: Path) -> Iterator[byte
 
 def with_derived(model: onnx.ModelProto, tensors: Sequence[DerivedTensor], location: str) -> onnx.ModelProto:
     """A copy of a model that reads the tensors from the file."""
-    names = {t.name for t in tensors}
-    nodes = [n for n in model.graph.node if not names.intersection(n.output)]
+    outputs = {o.name for o in model.graph.output}
+    removed = {t.name for t in tensors}
+    nodes = [n for n in model.graph.node if not removed.intersection(n.output)]
+    # Nodes in front of the last one of a layout, and constants, go where nothing else reads them.
+    inner = {o for t in tensors for n in t.nodes[1:] for o in n.output}
+    while True:
+        still_read = {t for n in all_nodes(nodes) for t in n.input} | outputs
+        still_read |= {t for n in nodes for t in captured_tensors(n)}
+        kept = [n for n in nodes if not (inner.intersection(n.output) and still_read.isdisjoint(n.output))]
+        if len(kept) == len(nodes):
+            break
+        nodes = kept
     found = copy_with_nodes(model, nodes)
-    still_read = {t for n in all_nodes(nodes) for t in n.input} | {o.name for o in model.graph.output}
-    still_read |= {t for n in nodes for t in captured_tensors(n)}
-    sources = {t.source.name for t in tensors if t.is_transposed} - still_read
-    remove_named(found.graph.initializer, names | sources)
+    sources = {t for derived in tensors for n in derived.nodes for t in n.input} - still_read
+    remove_named(found.graph.initializer, removed | sources)
     at = 0
     for tensor in tensors:
         at += -at % _ALIGNMENT
-        size = tensor_bytes(tensor.source) or len(tensor.source.raw_data)
-        kept = onnx.TensorProto(name=tensor.name, dims=tensor.dims, data_type=tensor.source.data_type)
-        kept.data_location = TensorProto.EXTERNAL
-        for key, value in (("location", location), ("offset", at), ("length", size)):
-            kept.external_data.append(onnx.StringStringEntryProto(key=key, value=str(value)))
-        found.graph.initializer.append(kept)
-        at += size
+        kept_tensor = onnx.TensorProto(name=tensor.name, dims=tensor.dims, data_type=tensor.source.data_type)
+        set_location(kept_tensor, DataLocation(location, at, tensor.size))
+        found.graph.initializer.append(kept_tensor)
+        at += tensor.size
     return found
 
 

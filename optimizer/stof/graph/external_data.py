@@ -128,6 +128,15 @@ def location_of(tensor: onnx.TensorProto) -> DataLocation:
     return DataLocation(location, offset, length or None)
 
 
+def set_location(tensor: onnx.TensorProto, data: DataLocation) -> None:
+    """Makes a tensor without data an external one, in place."""
+    del tensor.external_data[:]
+    tensor.data_location = TensorProto.EXTERNAL
+    length = [] if data.length is None else [("length", data.length)]
+    for key, value in (("location", data.location), ("offset", data.offset), *length):
+        tensor.external_data.append(onnx.StringStringEntryProto(key=key, value=str(value)))
+
+
 def tensor_bytes(tensor: onnx.TensorProto) -> int | None:
     """The size of a tensor's data in bytes; None for types smaller than a byte."""
     size = ITEM_SIZES.get(tensor.data_type)

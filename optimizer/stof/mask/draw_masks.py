@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from stof.mask.site import AttentionSite, LiftedMask, tables_of
 from stof.mask.tile_grids import HeadGrid, tile_grids
+from stof.runtime.library import LibraryError
 
 _MOST_MASKS = 24
 _MOST_GRIDS = 4  # of one mask
@@ -41,7 +42,7 @@ def draw_masks(sites: Iterable[tuple[AttentionSite, LiftedMask]]) -> dict[str, M
         text = mask.expression.text
         if text not in tried and len(found) < _MOST_MASKS:
             tried.add(text)
-            with suppress(Exception):  # a picture is decoration; a mask of fixed size may not stretch to its length
+            with suppress(LibraryError):  # a picture is decoration; a mask of fixed size may not stretch to its length
                 found[text] = _draw(site, mask)
     return found
 

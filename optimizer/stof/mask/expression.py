@@ -240,6 +240,11 @@ PADDING = MaskExpression(Lookup("pad", (B, K)))
 _FROM_QUERY, _FROM_KEY = Binary("-", Q, K), Binary("-", K, Q)
 
 
+def causal_window(window: int) -> MaskExpression:
+    """Causal attention to the last ``window`` keys; 0: to all."""
+    return CAUSAL & MaskExpression(Binary("<", Binary("-", Q, K), Constant(window))) if window else CAUSAL
+
+
 def rebuild(node: Node, children: Sequence[Node]) -> Node:
     """A node with others in the place of its operands."""
     match node:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +22,31 @@ from stof.op_rewrite import Job
 from stof.sparse_mlp.site import MlpSite
 
 
-def measure_densities(job: Job, model: onnx.ModelProto, sites: Sequence[MlpSite]) -> dict[str, float]:
-    """The share of neurons that are active, by the name of the site; empty where nothing was given or it does not run.
+@dataclass(frozen=True, eq=False)
+class NeuronCounts:
+    """How often neurons were active.
+
+    Attributes:
+        active: the number of tokens for which each was, int64 [F].
+        tokens: of the runs.
+    """
+
+    active: np.ndarray
+    tokens: int
+
+    @property
+    def density(self) -> float:
+        """The share of neurons that are active for a token."""
+        return float(self.active.sum()) / max(1, self.tokens * self.active.size)
+
+    @property
+    def idle(self) -> float:
+        """The share of neurons that never were."""
+        return 1 - float(np.count_nonzero(self.active)) / max(1, self.active.size)
+
+
+def count_neurons(job: Job, model: onnx.ModelProto, sites: Sequence[MlpSite]) -> dict[str, NeuronCounts]:
+    """How often neurons are active, by the name of the site; empty where nothing was given or it does not run.
 
     Args:
         job: the optimization; its options have the inputs and the limits of time and memory.
@@ -37,8 +61,8 @@ def measure_densities(job: Job, model: onnx.ModelProto, sites: Sequence[MlpSite]
     known = {o.name for o in shown.graph.output}
     types = {s.activated: s.dtype for s in sites}
     shown.graph.output.extend(helper.make_tensor_value_info(t, types[t], None) for t in wanted if t not in known)
-    active = dict.fromkeys(wanted, 0)
-    elements = dict.fromkeys(wanted, 0)
+    active = {s.activated: np.zeros(s.neurons, np.int64) for s in sites}
+    tokens = dict.fromkeys(wanted, 0)
     try:
         with tempfile.TemporaryDirectory(prefix="stof-") as scratch:
             limits = RunLimits(job.options.verify_budget, job.options.verify_memory)
@@ -48,10 +72,10 @@ def measure_densities(job: Job, model: onnx.ModelProto, sites: Sequence[MlpSite]
             for feed in feeds:
                 for tensor, values in zip(wanted, session.run(wanted, feed.arrays), strict=True):
                     # NaN is not 0: such a neuron is active.
-                    active[tensor] += int(np.count_nonzero(values))
-                    elements[tensor] += values.size
+                    active[tensor] += np.count_nonzero(values.reshape(-1, active[tensor].size), axis=0)
+                    tokens[tensor] += values.size // active[tensor].size
     except (RuntimeFailure, LimitReached, StofError):
         return {}  # verification says what is wrong with the model or the inputs
     finally:
         release_sessions()
-    return {s.name: active[s.activated] / elements[s.activated] for s in sites if elements[s.activated]}
+    return {s.name: NeuronCounts(active[s.activated], tokens[s.activated]) for s in sites if tokens[s.activated]}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds MLPs whose activation gives zeros, and says why some cannot be replaced.
+"""Finds MLPs, and says why some cannot be replaced: those whose activation gives zeros, or all.
 
 The zeros are found from the operators: Relu gives them, and products, powers and functions that are 0 at 0 keep them. So the
 square of Relu counts, and a Gelu behind the threshold of Gemma 3n.
@@ -7,46 +7,55 @@ square of Relu counts, and a Gelu behind the threshold of Gemma 3n.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import onnx
-from onnx import helper
 
 from stof.errors import UnsupportedError
 from stof.graph.index import GraphIndex, is_standard
 from stof.graph.names import FreshNames
-from stof.sparse_mlp.quantized import is_quantized_matmul, read_quantized
-from stof.sparse_mlp.site import MlpSite, MlpWeight
+from stof.sparse_mlp.activations import read_activation, read_relu
+from stof.sparse_mlp.gate_paths import GatePaths
+from stof.sparse_mlp.matmuls import MatmulReader, Projection
+from stof.sparse_mlp.quantized import with_equal_blocks
+from stof.sparse_mlp.site import GateProjection, MlpSite
 from stof.symbolic import Symbolic
 
 # Functions of one value that are 0 at 0. Those of ONNX Runtime have the same names.
 _ZERO_AT_ZERO = frozenset(
-    {"Abs", "Cast", "Erf", "FastGelu", "Gelu", "Identity", "Neg", "QuickGelu", "Sqrt", "Swish", "Tanh"}
+    {"Abs", "Cast", "Erf", "FastGelu", "Gelu", "Identity", "Neg", "QuickGelu", "Reshape", "Sqrt", "Swish", "Tanh"}
 )
 # Attention nodes whose outputs behind the first one continue a KV cache.
 _WITH_CACHE = frozenset(
     {"Attention", "DecoderMaskedMultiHeadAttention", "GroupQueryAttention", "MultiHeadAttention", "SparseAttention"}
     | {"StofCachedAttention"}
 )
+_LOWEST = {int(onnx.TensorProto.UINT8): 0.0, int(onnx.TensorProto.INT8): -128.0}
 _DEPTH = 12  # operators between Relu and the matmul
+_MOST_BEFORE = 64  # tensors between the first matmul and the last one
 _LEAST_NEURONS = 64  # of smaller matmuls, the time is that of calls
 _LARGEST = 1 << 24  # neurons and features
 
 
 @dataclass(frozen=True)
 class MlpCandidate:
-    """A matmul with activations that have zeros: a site, or the reason why it cannot be replaced."""
+    """The last matmul of an MLP: a site, or the reason why it cannot be replaced."""
 
     name: str
     site: MlpSite | None
     reason: str = ""
 
 
-def find_mlps(model: onnx.ModelProto, symbolic: Symbolic) -> list[MlpCandidate]:
-    """The candidates of the main graph, in its order."""
-    finder = _Finder(GraphIndex(model.graph), symbolic)
+def find_mlps(model: onnx.ModelProto, symbolic: Symbolic, *, any_activation: bool = False) -> list[MlpCandidate]:
+    """The candidates of the main graph, in its order.
+
+    Args:
+        model: the model.
+        symbolic: its facts.
+        any_activation: also MLPs without true zeros: SiLU, GELU and others.
+    """
+    finder = _Finder(GraphIndex(model.graph), symbolic, any_activation)
     names = FreshNames()
     found = []
     for node in model.graph.node:
@@ -63,34 +72,86 @@ def find_mlps(model: onnx.ModelProto, symbolic: Symbolic) -> list[MlpCandidate]:
 
 @dataclass(frozen=True)
 class _Hidden:
-    """What the last matmul multiplies: the activated neurons, and the factor of each; empty: none."""
+    """What the last matmul multiplies: the activated neurons, and the factor of each; empty: none.
+
+    ``is_flattened``: a Reshape joins the axes of the tokens before the matmul, as GPT-2 has it.
+    """
 
     activated: str
     factor: str = ""
+    has_zeros: bool = True
+    is_flattened: bool = False
 
 
 class _Finder:
     """Reads sites of one graph."""
 
-    def __init__(self, index: GraphIndex, symbolic: Symbolic) -> None:
-        self._index, self._symbolic = index, symbolic
+    def __init__(self, index: GraphIndex, symbolic: Symbolic, any_activation: bool) -> None:
+        self._index, self._symbolic, self._any_activation = index, symbolic, any_activation
+        self._matmuls = MatmulReader(index, symbolic)
+        self._paths = GatePaths(index, symbolic, self._matmuls)
         self._zeros: dict[str, bool] = {}
 
     def read_hidden(self, node: onnx.NodeProto) -> _Hidden | None:
-        """What a node multiplies by a constant, where that has zeros by its operators; else None."""
-        if not self._is_matmul(node):
+        """What a node multiplies by a constant, where that is neurons behind an activation; else None."""
+        matmul = self._matmuls.read(node)
+        if matmul is None:
             return None
-        tensor = node.input[0]
+        tensor = matmul.input
+        inner = self._before_reshape(tensor)
+        if inner is not None:
+            return self._read_flattened(inner)
         if not self._has_zeros(tensor, _DEPTH):
-            return None
+            return self._read_without_zeros(tensor) if self._any_activation else None
         product = self._index.producer(tensor)
         assert product is not None
         if product.op_type == "Mul" and product.input[0] != product.input[1]:
             sides = [t for t in product.input if self._has_zeros(t, _DEPTH)]
             others = [t for t in product.input if t not in sides]
-            if len(sides) == 1 and self._matmul_behind(others[0]) is not None:
+            if len(sides) == 1 and self._matmuls.behind(others[0]) is not None:
                 return _Hidden(sides[0], others[0])
         return _Hidden(tensor)
+
+    def _read_flattened(self, tensor: str) -> _Hidden | None:
+        """Neurons in front of a Reshape; only those that no second matmul multiplies."""
+        if self._has_zeros(tensor, _DEPTH):
+            return _Hidden(tensor, is_flattened=True)
+        if self._any_activation and self._is_activated_matmul(tensor):
+            return _Hidden(tensor, has_zeros=False, is_flattened=True)
+        return None
+
+    def _before_reshape(self, tensor: str) -> str | None:
+        """What a Reshape that keeps the last axis reads; None where a tensor is not the result of one."""
+        node = self._index.producer(tensor)
+        if node is None or node.op_type != "Reshape" or not is_standard(node):
+            return None
+        shape = self._symbolic.shape(tensor)
+        size = shape[-1].constant if shape else None
+        return node.input[0] if size is not None and self._has_width(node.input[0], size) else None
+
+    def _read_without_zeros(self, tensor: str) -> _Hidden | None:
+        """Neurons behind an activation that gives no zeros, perhaps with a factor."""
+        if self._is_activated_matmul(tensor):
+            return _Hidden(tensor, has_zeros=False)
+        product = self._index.producer(tensor)
+        if product is None or product.op_type != "Mul" or not is_standard(product):
+            return None
+        for activated, factor in (tuple(product.input), tuple(product.input)[::-1]):
+            if self._is_activated_matmul(activated) and self._matmuls.behind(factor) is not None:
+                return _Hidden(activated, factor, has_zeros=False)
+        return None
+
+    def _is_activated_matmul(self, tensor: str) -> bool:
+        """Whether a tensor is an activation of a matmul: other functions of tokens are no MLP."""
+        found = read_activation(self._index, self._symbolic, tensor)
+        if found is None:
+            return False
+        gate, name = found
+        if name == "none":
+            node = self._index.producer(gate)
+            assert node is not None
+            gate = node.input[0]
+        return self._matmuls.behind(self._before_reshape(gate) or gate) is not None
 
     def read_site(self, name: str, node: onnx.NodeProto, hidden: _Hidden) -> MlpSite:
         """The site of a matmul.
@@ -98,11 +159,16 @@ class _Finder:
         Raises:
             UnsupportedError: naming what the operator does not support.
         """
-        for tensor in filter(None, (node.input[0], hidden.factor)):
-            if len(self._index.consumers(tensor)) > 1 or self._is_visible(tensor):
+        matmul = self._matmuls.read(node)
+        assert matmul is not None
+        own = hidden.activated if hidden.is_flattened else ""
+        for tensor in filter(None, (matmul.input, hidden.factor, own)):
+            if len(self._index.consumers(tensor)) > 1 or self._matmuls.is_visible(tensor):
                 raise UnsupportedError(f"{tensor!r} has other readers, which need all neurons")
-        down, output = self._read_weight(node, sums_over_neurons=True)
-        gate, activation = self._read_activation(hidden.activated)
+        down, output = self._matmuls.read_weight(matmul, sums_over_neurons=True)
+        gate, activation = self._read_activation(hidden)
+        if hidden.is_flattened:
+            gate, activation = self._flattened(gate, activation, matmul.input)
         dtype = self._symbolic.dtype(hidden.activated)
         if dtype not in (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16):
             found = onnx.TensorProto.DataType.Name(dtype) if dtype else "not known"
@@ -114,95 +180,81 @@ class _Finder:
         if not 1 <= max(down.inner, down.outer) <= _LARGEST:
             raise UnsupportedError(f"its weight has shape [{down.inner}, {down.outer}]")
         site = MlpSite(name, gate, activation, hidden.activated, down, output, down.inner, down.outer, dtype)
+        site = self._with_gate_weight(replace(site, has_zeros=hidden.has_zeros))
         if not hidden.factor:
-            return replace(site, input_size=self._size_before(gate))
-        matmul = self._matmul_behind(hidden.factor)
-        assert matmul is not None
-        up, written = self._read_weight(matmul, sums_over_neurons=False)
-        if written != hidden.factor:
-            raise UnsupportedError(f"{hidden.factor!r} is not the matmul with its bias alone")
-        if up.outer != down.inner or not self._has_width(matmul.input[0], up.inner):
-            raise UnsupportedError(f"the weight {up.tensor!r} gives {up.outer} elements, expected {down.inner}")
-        if self._rank(matmul.input[0]) != self._rank(gate):
-            raise UnsupportedError(f"{matmul.input[0]!r} and {gate!r} have different ranks")
-        _check_equal_quantization(up, down)
-        return replace(site, input=matmul.input[0], up=up, input_size=up.inner)
+            return replace(site, input_size=self._size_before(gate, site.neurons))
+        up = self._matmuls.read_projection(hidden.factor)
+        if up.weight.outer != down.inner or not self._has_width(up.input, up.weight.inner):
+            raise UnsupportedError(
+                f"the weight {up.weight.tensor!r} gives {up.weight.outer} elements, expected {down.inner}"
+            )
+        if self._rank(up.input) != self._rank(gate):
+            raise UnsupportedError(f"{up.input!r} and {gate!r} have different ranks")
+        if up.weight.whole and not self._has_both_parts(site, up):
+            return self.read_site(name, node, _Hidden(matmul.input, has_zeros=hidden.has_zeros))
+        weight, down = with_equal_blocks(up.weight, down)
+        return replace(site, input=up.input, up=weight, down=down, input_size=weight.inner)
 
-    def _is_matmul(self, node: onnx.NodeProto | None) -> bool:
-        """Whether a node multiplies a tensor by a constant weight."""
-        if node is None or len(node.input) < 2 or node.input[1] in self._index.inputs:
+    def _has_both_parts(self, site: MlpSite, up: Projection) -> bool:
+        """Whether a packed matmul gives the gate and the up values of a site, and nothing else."""
+        gate = site.projection
+        if gate is None or gate.product != up.node.output[0] or gate.weight.outer + up.weight.outer != up.weight.whole:
             return False
-        weight = self._index.initializers.get(node.input[1])
-        if weight is None:
-            return False
-        if is_quantized_matmul(node):
-            return len(weight.dims) == 3
-        if not is_standard(node) or node.op_type not in ("MatMul", "Gemm") or len(weight.dims) != 2:
-            return False
-        plain = {"alpha": 1.0, "beta": 1.0, "transA": 0}
-        values = {a.name: helper.get_attribute_value(a) for a in node.attribute}
-        return all(values.get(key, wanted) == wanted for key, wanted in plain.items())
+        cuts = [self._index.producer(t) for t in (gate.tensor, up.tensor)]
+        outputs = {o for n in cuts if n is not None for o in n.output}
+        whole = cuts[0].input[0] if cuts[0] is not None else ""
+        is_own = outputs <= {gate.tensor, up.tensor} and not self._matmuls.is_visible(whole)
+        return is_own and gate.weight.first != up.weight.first and self._ends_in(whole, outputs)
 
-    def _matmul_behind(self, tensor: str) -> onnx.NodeProto | None:
-        """The matmul that gives a tensor, perhaps with a bias."""
-        node = self._index.producer(tensor)
-        if node is not None and is_standard(node) and node.op_type == "Add":
-            inner = [t for t in node.input if not self._is_vector(t)]
-            node = self._index.producer(inner[0]) if len(inner) == 1 else None
-        return node if self._is_matmul(node) else None
+    def _ends_in(self, tensor: str, outputs: set[str]) -> bool:
+        """Whether all that follows from a tensor, sizes of it for instance, is read by the nodes of these outputs alone."""
+        pending, seen = [tensor], {tensor}
+        while pending:
+            name = pending.pop()
+            if self._matmuls.is_visible(name) or len(seen) > _MOST_BEFORE:
+                return False
+            for node in self._index.consumers(name):
+                fresh = [] if outputs.intersection(node.output) else [o for o in node.output if o not in seen]
+                seen.update(fresh)
+                pending += fresh
+        return True
 
-    def _read_weight(self, node: onnx.NodeProto, sums_over_neurons: bool) -> tuple[MlpWeight, str]:
-        """The weight of a matmul with its bias, and the tensor behind the bias.
-
-        Args:
-            node: the matmul.
-            sums_over_neurons: whether it sums over neurons; else it gives them.
-
-        Raises:
-            UnsupportedError: naming what the operator does not support.
-        """
-        weight, bias = self._read_factor(node, sums_over_neurons)
-        if bias:
-            if not self._is_vector(bias):
-                raise UnsupportedError(f"its summand {bias!r} is no constant vector")
-            return replace(weight, bias=bias), node.output[0]
-        output = node.output[0]
-        readers = self._index.consumers(output)
-        if (
-            len(readers) == 1
-            and not self._is_visible(output)
-            and readers[0].op_type == "Add"
-            and is_standard(readers[0])
-        ):
-            other = [t for t in readers[0].input if t != output]
-            if len(other) == 1 and self._is_vector(other[0]):
-                return replace(weight, bias=other[0]), readers[0].output[0]
-        return weight, output
-
-    def _read_factor(self, node: onnx.NodeProto, sums_over_neurons: bool) -> tuple[MlpWeight, str]:
-        """The weight of a matmul without its bias, and the bias that the node itself adds."""
-        tensor = node.input[1]
-        if is_quantized_matmul(node):
-            return read_quantized(node, self._index.initializers, self._index.inputs, sums_over_neurons)
-        is_transposed = any(a.name == "transB" and a.i for a in node.attribute)
-        inner, outer = (int(d) for d in self._index.initializers[tensor].dims)
-        if is_transposed:
-            inner, outer = outer, inner
-        bias = node.input[2] if node.op_type == "Gemm" and len(node.input) > 2 else ""
-        return MlpWeight(tensor, inner, outer, sums_over_neurons != is_transposed), bias
-
-    def _read_activation(self, tensor: str) -> tuple[str, str]:
+    def _read_activation(self, hidden: _Hidden) -> tuple[str, str]:
         """The tensor in front of an activation that the operator computes, and its name; else the tensor itself."""
-        node = self._index.producer(tensor)
+        node = self._index.producer(hidden.activated)
         assert node is not None
-        if node.op_type == "Relu":
-            return node.input[0], "relu"
-        base = self._index.producer(node.input[0]) if node.input else None
-        is_square = node.op_type == "Mul" and node.input[0] == node.input[1]
-        is_square |= node.op_type == "Pow" and self._symbolic.uniform(node.input[1]) == 2.0
-        if is_square and base is not None and is_standard(base) and base.op_type == "Relu":
-            return base.input[0], "relu2"
-        return tensor, "none"
+        if hidden.has_zeros:
+            found = read_relu(self._index, self._symbolic, node)
+        else:
+            found = read_activation(self._index, self._symbolic, hidden.activated)
+        return found or (hidden.activated, "none")
+
+    def _flattened(self, gate: str, activation: str, flat: str) -> tuple[str, str]:
+        """The gate with the axes of ``flat``, the flattened hidden tensor, and the activation behind it."""
+        found = self._before_reshape(gate) if activation != "none" else None
+        return (flat, "none") if found is None or self._rank(found) != self._rank(flat) else (found, activation)
+
+    def _with_gate_weight(self, site: MlpSite) -> MlpSite:
+        """The site with the matmul behind its gate, and with the one that gives it, where a predictor may stand for it."""
+        path = self._paths.read(site.activated, site.neurons)
+        if path is None:
+            return site
+        gate = path.projection
+        found = GateProjection(gate.tensor, gate.node.output[0], gate.weight, path.is_movable)
+        if gate.weight.quantization is None or gate.weight.quantization.linear is None:
+            site = replace(site, projection=found)
+        try:
+            weight, _ = with_equal_blocks(gate.weight, site.down)
+        except UnsupportedError:  # the gate stays as it is
+            return site
+        is_usable = gate.tensor == site.gate and self._has_width(gate.input, weight.inner)
+        if (
+            not is_usable
+            or self._rank(gate.input) != self._rank(site.gate)
+            or self._symbolic.dtype(gate.input) != site.dtype
+        ):
+            return site
+        return replace(site, gate_input=gate.input, gate_weight=weight)
 
     def _has_zeros(self, tensor: str, depth: int) -> bool:
         """Whether operators make a tensor zero in places."""
@@ -221,6 +273,8 @@ class _Finder:
             return True
         if op in _ZERO_AT_ZERO:
             return self._has_zeros(node.input[0], depth - 1)
+        if op == "DequantizeLinear":
+            return self._gives_quantized_zeros(node, depth)
         if op == "Mul":
             return any(self._has_zeros(t, depth - 1) for t in node.input)
         if op == "Pow":
@@ -231,13 +285,18 @@ class _Finder:
             return bool(divisor) and self._has_zeros(node.input[0], depth - 1)
         return False
 
-    def _is_vector(self, tensor: str) -> bool:
-        """Whether a tensor is a constant with one axis that is not 1, the last one."""
-        stored = self._index.initializers.get(tensor)
-        return stored is not None and tensor not in self._index.inputs and len(stored.dims) == 1
-
-    def _is_visible(self, tensor: str) -> bool:
-        return tensor in self._index.outputs or tensor in self._index.captured
+    def _gives_quantized_zeros(self, node: onnx.NodeProto, depth: int) -> bool:
+        """Whether a DequantizeLinear gives zeros: of zeros that were quantized, or where quantizing clips what is negative."""
+        quantize = self._index.producer(node.input[0])
+        if quantize is None or not is_standard(quantize):
+            return False
+        if quantize.op_type == "DynamicQuantizeLinear":
+            return list(node.input) == list(quantize.output) and self._has_zeros(quantize.input[0], depth - 1)
+        if quantize.op_type != "QuantizeLinear" or list(node.input[1:]) != list(quantize.input[1:]):
+            return False
+        zero = self._symbolic.uniform(node.input[2]) if len(node.input) > 2 and node.input[2] else 0.0
+        lowest = _LOWEST.get(self._symbolic.dtype(node.input[0]))
+        return (zero is not None and zero == lowest) or self._has_zeros(quantize.input[0], depth - 1)
 
     def _has_width(self, tensor: str, size: int) -> bool:
         shape = self._symbolic.shape(tensor)
@@ -246,30 +305,23 @@ class _Finder:
     def _rank(self, tensor: str) -> int:
         return len(self._symbolic.shape(tensor) or ())
 
-    def _size_before(self, gate: str) -> int:
-        """The features of a token in front of the first matmul; 0 where they are not known."""
-        for node in self._behind(gate):
-            if self._is_matmul(node):
+    def _size_before(self, gate: str, neurons: int) -> int:
+        """The weights that a neuron has in the matmuls in front of the last one; 0 where they are not known."""
+        pending, seen, found = [gate], {gate}, 0
+        while pending and len(seen) <= _MOST_BEFORE:
+            tensor = pending.pop()
+            matmul = self._matmuls.behind(tensor)
+            if matmul is not None:
                 with suppress(UnsupportedError):
-                    return self._read_factor(node, sums_over_neurons=False)[0].inner
-        return 0
-
-    def _behind(self, tensor: str) -> Iterator[onnx.NodeProto]:
-        """The node that gives a tensor, and those in front of it."""
-        node = self._index.producer(tensor)
-        if node is not None:
-            yield node
-            yield from filter(None, map(self._index.producer, node.input[:2]))
-
-
-def _check_equal_quantization(up: MlpWeight, down: MlpWeight) -> None:
-    """The operator has one number of bits and one block size for all weights."""
-    kinds = []
-    for weight in (up, down):
-        q = weight.quantization
-        kinds.append("not quantized" if q is None else f"int{q.bits} in blocks of {q.block_size}")
-    if kinds[0] != kinds[1]:
-        raise UnsupportedError(f"{up.tensor!r} is {kinds[0]} and {down.tensor!r} {kinds[1]}: they have to be alike")
+                    weight = self._matmuls.read_projection(tensor).weight
+                    found += weight.inner * (weight.outer == neurons)
+                continue
+            node = self._index.producer(tensor)
+            for name in () if node is None else node.input:
+                if name not in seen and self._has_width(name, neurons):
+                    seen.add(name)
+                    pending.append(name)
+        return found
 
 
 def has_cache(model: onnx.ModelProto) -> bool:

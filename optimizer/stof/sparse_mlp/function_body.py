@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The function body of StofSparseMLP in standard ONNX: the dense MLP, whose idle neurons add zero.
+"""The function body of StofSparseMLP in standard ONNX: the dense MLP, in which idle neurons are zero.
 
 It reads the weights in the operator's layout, so that a model holds them once. Several variants are branches of an If on
 ``mlp_id``.
@@ -7,12 +7,13 @@ It reads the weights in the operator's layout, so that a model holds them once. 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx
-from onnx import helper
+from onnx import TensorProto, helper
 
 from stof.graph.index import DOMAIN
 from stof.graph.node_builder import Builder
@@ -31,19 +32,37 @@ class MlpVariant:
     has_down_bias: bool
     dtype: int
     quantization: _Quantization | None = None
+    selection: str = "nonzero"
+    has_gate_bias: bool = False
+    predictor: _QuantizedPredictor | None = None
+    predictor_activation: str = "none"
 
     @classmethod
     def of(cls, site: MlpSite) -> MlpVariant:
         """The variant of a site."""
         up_bias = site.up is not None and bool(site.up.bias)
         quantization = None if site.quantization is None else _Quantization.of(site)
-        return cls(site.activation, site.up is not None, up_bias, bool(site.down.bias), site.dtype, quantization)
+        found = cls(site.activation, site.up is not None, up_bias, bool(site.down.bias), site.dtype, quantization)
+        if site.selection != "predictor":
+            return replace(found, selection=site.selection)
+        assert site.selector is not None
+        assert site.gate_weight is not None
+        predictor = None
+        if site.quantization is not None:
+            predictor = _QuantizedPredictor(site.gate_weight.inner, site.selector.rank)
+        return replace(
+            found,
+            selection="predictor",
+            has_gate_bias=bool(site.gate_weight.bias),
+            predictor=predictor,
+            predictor_activation=site.selector.predictor_activation,
+        )
 
     def emit(self, builder: Builder) -> str:
         """Adds the nodes. Returns the output's tensor."""
-        hidden = _activate(builder, self.activation)
+        hidden = self._hidden(builder)
         if self.has_up:
-            factor = self._multiply_up(builder)
+            factor = self._multiply(builder, "up")
             factor = builder.add("Add", [factor, "up_bias"]) if self.has_up_bias else factor
             hidden = builder.add("Mul", [hidden, factor])
         weight = "down_weight"
@@ -52,11 +71,59 @@ class MlpVariant:
         output = builder.add("MatMul", [hidden, weight])
         return builder.add("Add", [output, "down_bias"]) if self.has_down_bias else output
 
-    def _multiply_up(self, builder: Builder) -> str:
+    def _hidden(self, builder: Builder) -> str:
+        """Activated neurons, zero where one is idle. Comparisons are in fp32, and not true for NaN."""
+        b = builder
+        if self.selection == "nonzero":
+            return _activate(b, "gate", self.activation)
+        gate = "gate"
+        if self.selection == "predictor":
+            gate = self._multiply(b, "gate")
+            gate = b.add("Add", [gate, "gate_bias"]) if self.has_gate_bias else gate
+        activated = _activate(b, self._cast(b, gate), self.activation)
+        found = self._scores(b) if self.selection == "predictor" else b.add("Abs", [activated])
+        idle = b.add("LessOrEqual", [found, "threshold"])
+        hidden = b.add("Where", [idle, b.constant(0, np.float32), activated])
+        return hidden if self.dtype == TensorProto.FLOAT else b.add("Cast", [hidden], to=self.dtype)
+
+    def _scores(self, builder: Builder) -> str:
+        """A predictor's scores [..., F] in fp32."""
+        found = self._cast(builder, "input")
+        for name in ("predictor_down", "predictor_up"):
+            if self.predictor is None:
+                factor = self._cast(builder, name)
+            else:
+                factor = self.predictor.dequantize(builder, name, self._cast(builder, f"{name}_scales"))
+            found = builder.add("MatMul", [found, builder.add("Transpose", [factor], perm=[1, 0])])
+            if name == "predictor_down" and self.predictor_activation == "relu":
+                found = builder.add("Relu", [found])
+        return found
+
+    def _cast(self, builder: Builder, tensor: str) -> str:
+        """A tensor of the site's type in fp32."""
+        return tensor if self.dtype == TensorProto.FLOAT else builder.add("Cast", [tensor], to=TensorProto.FLOAT)
+
+    def _multiply(self, builder: Builder, name: str) -> str:
+        """The gate or up matmul without its bias."""
         if self.quantization is not None:
-            return self.quantization.multiply_up(builder)
-        weight = builder.add("Transpose", ["up_weight"], perm=[1, 0])
+            return self.quantization.multiply(builder, name)
+        weight = builder.add("Transpose", [f"{name}_weight"], perm=[1, 0])
         return builder.add("MatMul", ["input", weight])
+
+
+@dataclass(frozen=True)
+class _QuantizedPredictor:
+    """What the body depends on where the predictor is quantized: the sizes of rows without their padding."""
+
+    input_size: int
+    rank: int
+
+    def dequantize(self, builder: Builder, name: str, scales: str) -> str:
+        """A factor in fp32."""
+        b, size = builder, self.input_size if name == "predictor_down" else self.rank
+        values = b.add("Slice", [name, *map(b.constant, ([0], [size], [1]))])
+        numbers = b.add("Sub", [b.add("Cast", [values], to=TensorProto.FLOAT), b.constant(128, np.float32)])
+        return b.add("Mul", [numbers, b.unsqueeze(scales, [1])])
 
 
 @dataclass(frozen=True)
@@ -71,19 +138,24 @@ class _Quantization:
     output_size: int
     up_has_zeros: bool
     down_has_zeros: bool
+    gate_has_zeros: bool = False
 
     @classmethod
     def of(cls, site: MlpSite) -> _Quantization:
         q = site.quantization
         assert q is not None
-        up = q if site.up is None or site.up.quantization is None else site.up.quantization
-        has_zeros = site.up is not None and bool(up.zero_points)
-        sizes = (site.neurons, site.input_size if site.up is not None else 0, site.output_size)
-        return cls(q.bits, q.block_size, up.accuracy_level, *sizes, has_zeros, bool(q.zero_points))
+        gate = site.gate_weight if site.selection == "predictor" else None
+        rows = [w.quantization for w in (gate, site.up) if w is not None and w.quantization is not None]
+        sizes = (site.neurons, site.input_size if rows else 0, site.output_size)
+        zeros = [
+            w is not None and w.quantization is not None and w.quantization.has_zero_points for w in (site.up, gate)
+        ]
+        return cls(q.bits, q.block_size, rounding_level(site), *sizes, zeros[0], q.has_zero_points, zeros[1])
 
-    def multiply_up(self, builder: Builder) -> str:
-        """The up matmul: MatMulNBits reads the same tensors."""
-        inputs = ["input", "up_weight", "up_scales", *(["up_zero_points"] if self.up_has_zeros else [])]
+    def multiply(self, builder: Builder, name: str) -> str:
+        """The gate or up matmul: MatMulNBits reads the same tensors."""
+        has_zeros = self.gate_has_zeros if name == "gate" else self.up_has_zeros
+        inputs = ["input", f"{name}_weight", f"{name}_scales", *([f"{name}_zero_points"] if has_zeros else [])]
         attributes = {"K": self.input_size, "N": self.neurons, "bits": self.bits, "block_size": self.block_size}
         return builder.add(
             "MatMulNBits", inputs, domain="com.microsoft", accuracy_level=self.accuracy_level, **attributes
@@ -111,11 +183,34 @@ class _Quantization:
         return builder.add("Reshape", [scaled, builder.constant([self.neurons, self.output_size])])
 
 
-def _activate(builder: Builder, activation: str) -> str:
+def rounding_level(site: MlpSite) -> int:
+    """The accuracy_level of a node with quantized weights: that of the matmuls of tokens, else of the last one."""
+    rows = [w.quantization for w in site.weights[:-1] if w.quantization is not None]
+    own = rows[-1] if rows else site.quantization
+    return 0 if own is None else own.accuracy_level
+
+
+def _activate(builder: Builder, gate: str, activation: str) -> str:
+    b = builder
     if activation == "none":
-        return "gate"
-    positive = builder.add("Relu", ["gate"])
-    return builder.add("Mul", [positive, positive]) if activation == "relu2" else positive
+        return gate
+    if activation in ("relu", "relu2"):
+        positive = b.add("Relu", [gate])
+        return b.add("Mul", [positive, positive]) if activation == "relu2" else positive
+    if activation == "silu":
+        return b.add("Mul", [gate, b.add("Sigmoid", [gate])])
+
+    def number(value: float) -> str:
+        return b.constant(value, np.float32)
+
+    if activation == "gelu":
+        bounded = b.add("Erf", [b.add("Mul", [gate, number(math.sqrt(0.5))])])
+    else:
+        square = b.add("Mul", [b.add("Mul", [gate, gate]), number(0.044715)])
+        inner = b.add("Mul", [gate, b.add("Add", [square, number(1)])])
+        bounded = b.add("Tanh", [b.add("Mul", [inner, number(math.sqrt(2 / math.pi))])])
+    half = b.add("Mul", [gate, number(0.5)])
+    return b.add("Mul", [half, b.add("Add", [bounded, number(1)])])
 
 
 def make_mlp_function(

@@ -8,13 +8,14 @@ byte, the first one in its low half; a value means (value - zero point) · scale
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
 from stof.errors import UnsupportedError
+from stof.sparse_mlp.linear_weights import to_blocks
 from stof.sparse_mlp.site import MlpWeight, Quantization
 
 _OP, _DOMAIN = "MatMulNBits", "com.microsoft"
@@ -94,8 +95,38 @@ class QuantizedArrays:
     zero_points: np.ndarray | None
 
 
+@dataclass(frozen=True)
+class _Outputs:
+    """A quantized weight by output, one value in a byte: values [N, K], scales and zero points [N, K / block_size]."""
+
+    values: np.ndarray
+    scales: np.ndarray
+    zero_points: np.ndarray | None
+
+    @classmethod
+    def of(cls, weight: MlpWeight, values: np.ndarray, scales: np.ndarray, zero_points: np.ndarray | None) -> _Outputs:
+        """The outputs of a weight that are meant."""
+        q = weight.quantization
+        assert q is not None
+        blocks, whole = weight.inner // q.block_size, weight.whole or weight.outer
+        taken = slice(weight.first, weight.first + weight.outer)
+        if q.linear is not None:
+            found = to_blocks(weight, values, scales, zero_points)
+            zeros = None if found.zero_points is None else found.zero_points[taken]
+            return cls(found.values[taken], found.scales[taken], zeros)
+        zeros = None
+        if zero_points is not None:
+            zeros = unpack(zero_points.reshape(whole, -1)[taken], q.bits, blocks)
+        numbers = unpack(values.reshape(whole, -1)[taken], q.bits, weight.inner)
+        return cls(numbers, scales.reshape(whole, blocks)[taken], zeros)
+
+
 def regroup_by_neuron(
-    weight: MlpWeight, values: np.ndarray, scales: np.ndarray, zero_points: np.ndarray | None
+    weight: MlpWeight,
+    values: np.ndarray,
+    scales: np.ndarray,
+    zero_points: np.ndarray | None,
+    order: np.ndarray | None = None,
 ) -> QuantizedArrays:
     """The same values with those of a neuron, which the matmul sums over, beside each other.
 
@@ -104,15 +135,36 @@ def regroup_by_neuron(
         values: B of the node.
         scales: of the node.
         zero_points: of the node.
+        order: of the neurons, which keeps those of a block together; None: as they are.
     """
     q = weight.quantization
     assert q is not None
-    blocks = weight.inner // q.block_size
-    by_neuron = np.ascontiguousarray(unpack(values.reshape(weight.outer, -1), q.bits, weight.inner).T)
-    zeros = None
-    if zero_points is not None:
-        zeros = np.ascontiguousarray(unpack(zero_points.reshape(weight.outer, -1), q.bits, blocks).T)
-    return QuantizedArrays(pack(by_neuron, q.bits), np.ascontiguousarray(scales.reshape(weight.outer, blocks).T), zeros)
+    found = _Outputs.of(weight, values, scales, zero_points)
+    by_neuron, by_block = found.values.T, found.scales.T
+    zeros = None if found.zero_points is None else found.zero_points.T
+    if order is not None:
+        blocks = order[:: q.block_size] // q.block_size
+        by_neuron, by_block = by_neuron[order], by_block[blocks]
+        zeros = None if zeros is None else zeros[blocks]
+    zeros = None if zeros is None else np.ascontiguousarray(zeros)
+    return QuantizedArrays(pack(np.ascontiguousarray(by_neuron), q.bits), np.ascontiguousarray(by_block), zeros)
+
+
+def to_rows(
+    weight: MlpWeight, values: np.ndarray, scales: np.ndarray, zero_points: np.ndarray | None
+) -> QuantizedArrays:
+    """The same values as MatMulNBits stores them, of a matmul that gives neurons.
+
+    Returns:
+        values [F, K / block_size, block_size · bits / 8], scales [F, K / block_size], zero points packed by row.
+    """
+    q = weight.quantization
+    assert q is not None
+    found = _Outputs.of(weight, values, scales, zero_points)
+    zeros = None if found.zero_points is None else pack(found.zero_points, q.bits)
+    shape = (weight.outer, weight.inner // q.block_size, q.block_size * q.bits // 8)
+    packed = np.ascontiguousarray(pack(found.values, q.bits)).reshape(shape)
+    return QuantizedArrays(packed, np.ascontiguousarray(found.scales), zeros)
 
 
 def unpack(packed: np.ndarray, bits: int, count: int) -> np.ndarray:
@@ -136,15 +188,41 @@ def pack(values: np.ndarray, bits: int) -> np.ndarray:
 
 
 def dequantize(weight: MlpWeight, values: np.ndarray, scales: np.ndarray, zero_points: np.ndarray | None) -> np.ndarray:
-    """A MatMulNBits weight as fp64 [K, N]."""
+    """The outputs of a quantized weight that are meant, as fp64 [K, N]."""
     q = weight.quantization
     assert q is not None
+    given = _Outputs.of(weight, values, scales, zero_points)
     blocks = weight.inner // q.block_size
-    numbers = unpack(values.reshape(weight.outer, -1), q.bits, weight.inner).astype(np.float64)
     zeros: np.ndarray = np.full((weight.outer, blocks), float(1 << (q.bits - 1)))
-    if zero_points is not None:
-        zeros = unpack(zero_points.reshape(weight.outer, -1), q.bits, blocks).astype(np.float64)
-    grouped = numbers.reshape(weight.outer, blocks, q.block_size) - zeros[:, :, None]
-    grouped *= scales.reshape(weight.outer, blocks, 1).astype(np.float64)
+    if given.zero_points is not None:
+        zeros = given.zero_points.astype(np.float64)
+    grouped = given.values.astype(np.float64).reshape(weight.outer, blocks, q.block_size) - zeros[:, :, None]
+    grouped *= given.scales.reshape(weight.outer, blocks, 1).astype(np.float64)
     found: np.ndarray = grouped.reshape(weight.outer, weight.inner).T
     return found
+
+
+def with_equal_blocks(first: MlpWeight, second: MlpWeight) -> tuple[MlpWeight, MlpWeight]:
+    """Two weights with one number of bits and one block size, which the operator has for all weights.
+
+    A scale that is repeated for blocks may be repeated for smaller ones.
+
+    Raises:
+        UnsupportedError: where they differ otherwise.
+    """
+    weights = [first, second]
+    kinds = [w.quantization for w in weights]
+    if all(q is not None and q.bits == kinds[0].bits for q in kinds if kinds[0] is not None):
+        sizes = [q.block_size for q in kinds if q is not None]
+        for i, q in enumerate(kinds):
+            if q is not None and q.linear is not None and q.linear.is_uniform and q.block_size > min(sizes):
+                weights[i] = replace(weights[i], quantization=replace(q, block_size=min(sizes)))
+    words = []
+    for weight in weights:
+        q = weight.quantization
+        words.append("not quantized" if q is None else f"int{q.bits} in blocks of {q.block_size}")
+    if words[0] != words[1]:
+        raise UnsupportedError(
+            f"{first.tensor!r} is {words[0]} and {second.tensor!r} {words[1]}: they have to be alike"
+        )
+    return weights[0], weights[1]

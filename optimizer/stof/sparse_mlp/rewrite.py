@@ -1,35 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MLPs whose activation gives zeros as an op of the pipeline: they become StofSparseMLP."""
+"""MLPs as an op of the pipeline: those whose activation gives zeros, and those whose neurons are predicted."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import onnx
 
-from stof.errors import ModelError
+from stof.errors import ArgumentError
 from stof.graph.index import DOMAIN, all_nodes
 from stof.graph.names import FreshNames
 from stof.op_rewrite import Decisions, Job, OpRewrite
 from stof.plan import EntryFormat
+from stof.prompts.files import PromptSet
+from stof.prompts.loss import has_logits
 from stof.runtime.library import op_limits
 from stof.selection import NamedCandidate
-from stof.sparse_mlp.density import measure_densities
-from stof.sparse_mlp.emit import emit_mlps
+from stof.sparse_mlp.calibration.prompt_sets import CalibrationPrompts, read_calibration_prompts
+from stof.sparse_mlp.calibration.spec import OPTION, MlpSpec, parse_mlp_spec
+from stof.sparse_mlp.density import NeuronCounts, count_neurons
+from stof.sparse_mlp.emit import emit_mlps, without_selection
 from stof.sparse_mlp.find import MlpCandidate, find_mlps, has_cache
-from stof.sparse_mlp.plan_entry import MlpPlan, read_mlp_plan
-from stof.sparse_mlp.report import KEY, NAMES, MlpReport, MlpSection
+from stof.sparse_mlp.fused_activations import is_fused_activation, with_separate_activations
+from stof.sparse_mlp.linear_weights import with_dequantized_tokens
+from stof.sparse_mlp.model_room import ModelRoom
+from stof.sparse_mlp.neuron_order import with_orders
+from stof.sparse_mlp.plan_entry import SELECTIONS, MlpPlan, read_mlp_plan
+from stof.sparse_mlp.report import KEY, NAMES, MlpReport, MlpSection, PredictionReport
 from stof.sparse_mlp.site import OP, MlpSite
 from stof.symbolic import Symbolic
 
 if TYPE_CHECKING:
+    from stof.sparse_mlp.calibration.fit import NeuronPrediction
     from stof.sparse_mlp.checks.site_checks import MlpChecks
 
 _LEAST_GAIN = 1.1  # below, a call costs as much as it saves
 # Of a model whose neurons were not counted: half of the outputs of a random matmul are negative.
 _UNKNOWN_DENSITY = 0.5
+_MOST_ERROR = 0.2  # relative output error of an MLP, in models without logits, whose loss cannot be measured
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,13 +51,19 @@ class MlpModel:
         model: the model.
         symbolic: its facts; None where there is no candidate.
         candidates: in the order of the graph.
-        densities: the share of active neurons by the name of a site, where it was measured.
+        counts: of active neurons by the name of a site, where they were measured.
+        predictions: how neurons are predicted, by the name of a site that --sparse-mlp is for.
+        spec: what --sparse-mlp asks for; None: nothing.
+        prompts: of ``spec``.
     """
 
     model: onnx.ModelProto
     symbolic: Symbolic | None = None
     candidates: tuple[MlpCandidate, ...] = ()
-    densities: Mapping[str, float] = field(default_factory=dict)
+    counts: Mapping[str, NeuronCounts] = field(default_factory=dict)
+    predictions: Mapping[str, NeuronPrediction] = field(default_factory=dict)
+    spec: MlpSpec | None = None
+    prompts: CalibrationPrompts | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +80,16 @@ class MlpDecisions(Decisions):
 
     @property
     def plan(self) -> tuple[MlpPlan, ...]:
-        return tuple(MlpPlan(r.mlp, r.replaced, r.density, "" if r.replaced else r.reason) for r in self.mlps.rows)
+        return tuple(
+            MlpPlan(
+                r.mlp,
+                r.replaced,
+                r.density,
+                "" if r.replaced else r.reason,
+                r.selection if r.replaced else SELECTIONS[0],
+            )
+            for r in self.mlps.rows
+        )
 
     @property
     def candidates(self) -> tuple[NamedCandidate, ...]:
@@ -73,74 +99,111 @@ class MlpDecisions(Decisions):
     def has_replaced(self) -> bool:
         return bool(self.sites)
 
+    @property
+    def held_out(self) -> PromptSet | None:
+        return None if self.found.prompts is None else self.found.prompts.held_out
+
     def undo(self, reason: str) -> MlpDecisions:
         return replace(self, mlps=self.mlps.without(reason), sites=())
 
 
 class SparseMlpRewrite(OpRewrite[MlpModel, MlpDecisions]):
-    """Replaces MLPs with zeros in models that decode token by token. Runs with many active neurons stay as fast as before."""
+    """Replaces MLPs with zeros in models that decode token by token, and those whose neurons --sparse-mlp predicts.
+
+    Runs with many active neurons stay as fast as before.
+    """
 
     key = KEY
     op_types = frozenset({OP})
     names = NAMES
     plan_format = EntryFormat("mlp", read_mlp_plan)
 
+    def read_options(self, job: Job) -> Mapping[str, Path]:
+        if not job.options.sparse_mlp:
+            for entry in job.plan.entries.get(KEY, ()) if job.plan is not None else ():
+                if isinstance(entry, MlpPlan) and entry.replace and entry.selection != SELECTIONS[0]:
+                    raise ArgumentError(
+                        f"the plan selects neurons of MLP {entry.name!r} by {entry.selection}; give the {OPTION} that it was "
+                        "saved with"
+                    )
+            return {}
+        spec = parse_mlp_spec(job.options.sparse_mlp)
+        read_calibration_prompts(job, spec)
+        return spec.files
+
     def find(self, job: Job, model: Callable[[], onnx.ModelProto]) -> MlpModel:
-        if not _may_have_zeros(job.model):
+        spec = parse_mlp_spec(job.options.sparse_mlp) if job.options.sparse_mlp else None
+        if spec is None and not _may_have_zeros(job.model):
             return MlpModel(job.model)
-        before = model()
+        before = with_separate_activations(with_dequantized_tokens(model()))
         with job.step("mlps"):
             symbolic = Symbolic(before)
-            candidates = tuple(find_mlps(before, symbolic))
-        if not candidates:
-            return MlpModel(before)
-        sites = [c.site for c in candidates if c.site is not None]
-        densities: Mapping[str, float] = {}
-        if not _reason_impossible(job, before):
+            candidates = tuple(find_mlps(before, symbolic, any_activation=spec is not None))
+        found = MlpModel(before, symbolic if candidates else None, candidates, spec=spec)
+        if spec is not None and candidates and not _reason_no_operator(job):
+            found = self._predict(job, found, spec)
+        sites = [c.site for c in candidates if c.site is not None and c.site.has_zeros]
+        exact = [s for s in sites if s.name not in found.predictions]
+        if exact and not _reason_impossible(job, before):
             with job.step("neurons"):
-                densities = measure_densities(job, before, sites)
-        return MlpModel(before, symbolic, candidates, densities)
+                found = replace(found, counts=count_neurons(job, before, exact))
+        return found
+
+    def _predict(self, job: Job, found: MlpModel, spec: MlpSpec) -> MlpModel:
+        """The model with a prediction for each site that --sparse-mlp is for and that options and plan do not leave out.
+
+        Raises:
+            ArgumentError: as :func:`predict_sites`, and when options name an MLP that the model does not have.
+        """
+        # Much of this is imported for calibration alone.
+        from stof.sparse_mlp.calibration.predict import predict_sites
+
+        named = [NamedCandidate(c.name, i) for i, c in enumerate(found.candidates)]
+        job.selections[KEY].check(named)  # calibration takes long
+        sites = {i: c.site for i, c in enumerate(found.candidates) if c.site is not None}
+        kept = {i: s for i, s in sites.items() if not job.selections[KEY].reason_left_out(named[i])}
+        if job.plan is not None and KEY in job.plan.entries:
+            planned = {e.name for e in job.plan.entries[KEY] if e.replace}
+            kept = {i: s for i, s in kept.items() if s.name in planned}
+        prompts = read_calibration_prompts(job, spec)
+        with job.step("calibrate"):
+            predictions = predict_sites(job, found.model, kept, len(found.candidates), spec, prompts)
+        return replace(found, predictions=predictions, prompts=prompts)
 
     def decide(self, job: Job, found: MlpModel) -> MlpDecisions:
         rows: list[MlpReport] = []
         sites: list[MlpSite] = []
-        impossible = _reason_impossible(job, found.model) if found.candidates else ""
+        self.check_plan(job, [NamedCandidate(c.name, i) for i, c in enumerate(found.candidates)])
+        room = ModelRoom(found.model) if found.candidates else None
         for index, candidate in enumerate(found.candidates):
-            site = candidate.site
-            density = found.densities.get(candidate.name)
-            row = MlpReport(candidate.name, index, False, "", density=density)
-            gain = 1.0
-            if site is not None:
-                row = replace(row, activation=site.activation, sizes=site.sizes)
-                gain = 1 / site.share_read(_UNKNOWN_DENSITY if density is None else density)
-            reason = self._reason_kept(job, candidate, index, impossible or _reason_slow(density, gain))
+            row, site, reason = _describe(job, found, candidate, index)
+            reason = self.reason_kept(job, NamedCandidate(candidate.name, index), reason)
+            if site is not None and room is not None and not reason:
+                reason = room.take(site)
             if reason or site is None:
-                rows.append(replace(row, reason=reason))
+                rows.append(replace(row, predicted_gain=None, reason=reason))
                 continue
-            rows.append(replace(row, replaced=True, reason="replaced", predicted_gain=round(gain, 3)))
+            self._check_selection(job, site)
+            rows.append(replace(row, replaced=True, reason="replaced"))
             sites.append(site)
-        return MlpDecisions(found, MlpSection(rows), tuple(sites))
+        sites = with_orders(found.model, sites, found.counts)
+        return MlpDecisions(found, _section(job, found, _with_idle(rows, sites)), tuple(sites))
 
-    def _reason_kept(self, job: Job, candidate: MlpCandidate, index: int, impossible: str) -> str:
-        """Why a candidate stays as it is; empty where it is replaced.
+    def _check_selection(self, job: Job, site: MlpSite) -> None:
+        """Refuses a plan that was made with another --sparse-mlp.
 
         Raises:
-            ModelError: when the plan replaces what cannot be.
+            ArgumentError: naming the MLP.
         """
-        if reason := job.selections[KEY].reason_left_out(NamedCandidate(candidate.name, index)):
-            return reason
-        has_entries = job.plan is not None and KEY in job.plan.entries
-        entry = job.plan.of(KEY, candidate.name) if job.plan is not None else None
-        if has_entries and entry is None:
-            return "not in the plan"
-        if isinstance(entry, MlpPlan) and not entry.replace:
-            return entry.reason or "left as it is by the plan"
-        reason = candidate.reason or impossible
-        if reason and entry is not None:
-            raise ModelError(
-                f"the plan replaces MLP {candidate.name!r}, which cannot be: {reason}; set its replace to false"
+        entry = None if job.plan is None else job.plan.of(KEY, site.name)
+        if isinstance(entry, MlpPlan) and entry.selection != site.selection:
+            raise ArgumentError(
+                f"the plan selects neurons of MLP {site.name!r} by {entry.selection}, and {OPTION} by {site.selection}; give the "
+                f"{OPTION} that it was saved with"
             )
-        return reason
+
+    def verifiable_form(self, model: onnx.ModelProto) -> onnx.ModelProto:
+        return without_selection(model)
 
     def emit(self, job: Job, model: onnx.ModelProto, decided: MlpDecisions) -> onnx.ModelProto:
         with job.step("emit"):
@@ -168,25 +231,99 @@ class SparseMlpRewrite(OpRewrite[MlpModel, MlpDecisions]):
 
 
 def _may_have_zeros(model: onnx.ModelProto) -> bool:
-    return any(n.op_type == "Relu" for n in model.graph.node)
+    return any(n.op_type in ("QuantizeLinear", "Relu") or is_fused_activation(n) for n in model.graph.node)
+
+
+def _with_idle(rows: Sequence[MlpReport], sites: Sequence[MlpSite]) -> list[MlpReport]:
+    """The rows with the share of neurons that were sorted behind the others."""
+    idle = {s.name: 1 - s.order.hot / s.neurons for s in sites if s.order is not None}
+    return [replace(r, idle=idle[r.mlp]) if r.mlp in idle else r for r in rows]
+
+
+def _section(job: Job, found: MlpModel, rows: list[MlpReport]) -> MlpSection:
+    fitted, held = (None, None) if found.prompts is None else (found.prompts.fitted, found.prompts.held_out)
+    return MlpSection(
+        rows,
+        job.options.sparse_mlp,
+        "" if fitted is None or found.spec is None else str(found.spec.prompts),
+        "" if held is None else held.source,
+        has_logits(job.model),
+    )
+
+
+def _describe(job: Job, found: MlpModel, candidate: MlpCandidate, index: int) -> tuple[MlpReport, MlpSite | None, str]:
+    """The row of a candidate, its site with a selector where there is one, and why it cannot be replaced or does not gain."""
+    site, prediction = candidate.site, found.predictions.get(candidate.name)
+    counts = found.counts.get(candidate.name)
+    density = None if counts is None else counts.density
+    row = MlpReport(candidate.name, index, False, "", density=density)
+    if site is None:
+        return row, None, candidate.reason
+    row = replace(row, activation=site.activation, sizes=site.sizes)
+    if prediction is None:
+        gain = 1 / site.share_read(_UNKNOWN_DENSITY if density is None else density)
+        reason = "" if site.has_zeros else _reason_no_operator(job) or f"{OPTION} is for other layers"
+        reason = (
+            reason or _reason_impossible(job, found.model) or _reason_slow(density, gain, "active on the given inputs")
+        )
+        return replace(row, predicted_gain=round(gain, 3)), site, reason
+    quality, selector = prediction.quality, prediction.selector
+    report = PredictionReport(
+        prediction.kind,
+        0 if selector is None else selector.rank,
+        None if quality is None else round(quality.precision, 4),
+        None if quality is None else round(quality.recall, 4),
+        prediction.output_error,
+        prediction.tokens,
+    )
+    row = replace(row, prediction=report, density=None if quality is None else quality.selected_share)
+    if selector is None:
+        return row, None, prediction.reason
+    site = replace(site, selector=selector)
+    gain = 1 / site.share_read(_UNKNOWN_DENSITY if row.density is None else row.density)
+    reason = _reason_inexact(job, found, prediction) or _reason_slow(row.density, gain, "computed on held-out prompts")
+    return replace(row, selection=site.selection, predicted_gain=round(gain, 3)), site, reason
+
+
+def _reason_inexact(job: Job, found: MlpModel, prediction: NeuronPrediction) -> str:
+    """Why the output error of an MLP keeps it dense; empty where it does not."""
+    most = None if found.spec is None else found.spec.max_error
+    if most is None and not has_logits(job.model):
+        most = _MOST_ERROR
+    error = prediction.output_error
+    if most is None or error is None or error <= most or job.options.force:
+        return ""
+    return (
+        f"its output error on held-out prompts is {error:.3g}, max_error allows {most:g}; compute more neurons, raise max_error "
+        "or use --force"
+    )
+
+
+def _reason_no_operator(job: Job) -> str:
+    """Why no node can be written; empty where it can."""
+    target = job.options.target
+    if (limits := op_limits().get(OP)) is None:
+        return f"the plugin library has no {OP}; install one of this version"
+    if not limits["targets"][target]["types"]:
+        what = "TensorRT plugin" if target == "tensorrt" else f"kernels for --target {target}"
+        return f"{OP} has no {what}"
+    return ""
 
 
 def _reason_impossible(job: Job, model: onnx.ModelProto) -> str:
-    """Why no candidate can be replaced; empty where they can."""
-    if job.options.target != "cpu":
-        return f"{OP} has kernels for the CPU alone"
-    if OP not in op_limits():
-        return f"the plugin library has no {OP}; install one of this version"
+    """Why no candidate can be replaced without a change of outputs; empty where they can."""
+    if reason := _reason_no_operator(job):
+        return reason
     if not has_cache(model):
         return "the model has no KV cache: its runs have many tokens, which together need most neurons"
     return ""
 
 
-def _reason_slow(density: float | None, gain: float) -> str:
+def _reason_slow(density: float | None, gain: float, what: str) -> str:
     """Why a site that could be replaced is not; empty where it gains."""
     if gain >= _LEAST_GAIN:
         return ""
-    active = "" if density is None else f"{100 * density:.0f} % of its neurons are active on the given inputs: "
+    active = "" if density is None else f"{100 * density:.0f} % of its neurons are {what}: "
     return f"{active}{gain:.2f}x is predicted for one token, less than {_LEAST_GAIN}x"
 
 

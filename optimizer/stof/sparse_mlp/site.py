@@ -5,19 +5,39 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import onnx
+
+from stof.sparse_mlp.predictors.selector import NeuronSelector
+
 OP = "StofSparseMLP"
 _ROUNDS_TOKENS = 4  # accuracy_level of MatMulNBits with which its kernels quantize tokens to int8
 OP_INPUTS = (
     *("input", "gate", "gate_weight", "up_weight", "down_weight", "gate_bias", "up_bias", "down_bias"),
     *("threshold", "predictor_down", "predictor_up", "gate_scales", "gate_zero_points", "up_scales", "up_zero_points"),
-    *("down_scales", "down_zero_points"),
+    *("down_scales", "down_zero_points", "predictor_down_scales", "predictor_up_scales"),
 )
 INPUT_INDEX = {name: i for i, name in enumerate(OP_INPUTS)}
 
 
 @dataclass(frozen=True)
+class LinearForm:
+    """How DequantizeLinear or MatMulInteger stores a weight.
+
+    Attributes:
+        inner_axis: of its matrix, the axis that the matmul sums over.
+        is_uniform: one scale for the tensor or for an output; else one for each block.
+        is_centered: every zero point is the middle of the values, 0 of signed ones.
+    """
+
+    inner_axis: int
+    is_uniform: bool
+    is_centered: bool
+
+
+@dataclass(frozen=True)
 class Quantization:
-    """How ONNX Runtime's MatMulNBits stores a weight [N, K].
+    """How ONNX Runtime's MatMulNBits stores a weight [N, K], and how another operator stores the same values.
 
     Attributes:
         bits: 4 or 8, of a value.
@@ -25,6 +45,7 @@ class Quantization:
         scales: initializer with N · ceil(K / block_size) elements.
         zero_points: likewise, packed into bytes by row; empty: 2^(bits - 1).
         accuracy_level: of the node.
+        linear: None: as MatMulNBits stores it. Else scales and zero points are those of the other operator.
     """
 
     bits: int
@@ -32,6 +53,12 @@ class Quantization:
     scales: str
     zero_points: str = ""
     accuracy_level: int = 0
+    linear: LinearForm | None = None
+
+    @property
+    def has_zero_points(self) -> bool:
+        """Whether zero points are stored beside the values in blocks."""
+        return bool(self.zero_points) if self.linear is None else not self.linear.is_centered
 
 
 @dataclass(frozen=True)
@@ -45,6 +72,8 @@ class MlpWeight:
         is_by_neuron: a row of it belongs to one neuron; else a column does.
         bias: the constant that is added to the matmul; empty: none.
         quantization: None: its element type is that of the tokens.
+        first: of what the stored weight and bias give, the first element that is meant.
+        whole: the elements that the stored weight and bias give; 0: ``outer``.
     """
 
     tensor: str
@@ -53,6 +82,43 @@ class MlpWeight:
     is_by_neuron: bool
     bias: str = ""
     quantization: Quantization | None = None
+    first: int = 0
+    whole: int = 0
+
+
+@dataclass(frozen=True)
+class GateProjection:
+    """The matmul whose result, perhaps behind other operators, is the gate.
+
+    Attributes:
+        tensor: [..., F] that it gives behind its bias, a part of a larger one where ``weight`` is cut.
+        product: what the matmul's node writes.
+        weight: its weight and bias.
+        is_movable: whether everything between ``tensor`` and the gate treats all neurons alike, so that they may be reordered.
+    """
+
+    tensor: str
+    product: str
+    weight: MlpWeight
+    is_movable: bool
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether it is part of a larger matmul, which the up weight shares."""
+        return self.weight.whole != 0
+
+
+@dataclass(frozen=True, eq=False)
+class NeuronOrder:
+    """An order of neurons: the one at i was at ``indices[i]``.
+
+    Attributes:
+        indices: int64 [F].
+        hot: how many of the first ones fired in the runs that the order is from.
+    """
+
+    indices: np.ndarray
+    hot: int
 
 
 @dataclass(frozen=True)
@@ -72,6 +138,12 @@ class MlpSite:
         input_size: K, or the size of a token in front of the first matmul; 0: not known.
         output_size: N.
         dtype: element type of all of them but quantized weights.
+        has_zeros: whether the activation gives true zeros, so that idle neurons can be left out without a change.
+        gate_input: tensor [..., K] that the gate's matmul multiplies; empty where ``gate_weight`` is None.
+        gate_weight: the matmul with its bias that gives ``gate``; None: ``gate`` is computed otherwise.
+        projection: the matmul behind the gate, where it may be written anew; None: it may not, or need not.
+        order: of the neurons in the model to write; None: as they are.
+        selector: which neurons are computed, where outputs change; None: those that are not zero.
     """
 
     name: str
@@ -86,6 +158,45 @@ class MlpSite:
     input: str = ""
     up: MlpWeight | None = None
     input_size: int = 0
+    has_zeros: bool = True
+    gate_input: str = ""
+    gate_weight: MlpWeight | None = None
+    projection: GateProjection | None = None
+    order: NeuronOrder | None = None
+    selector: NeuronSelector | None = None
+
+    @property
+    def selection(self) -> str:
+        """How neurons are selected, by its name in docs/reference/sparse-mlp.md."""
+        if self.selector is None:
+            return "nonzero"
+        return "predictor" if self.selector.has_predictor else "magnitude"
+
+    @property
+    def rewrites_gate(self) -> bool:
+        """Whether the gate's matmul is written anew."""
+        if self.projection is None or self.selection == "predictor":
+            return False
+        return self.order is not None or (self.projection.is_packed and self.up is not None and self.up.whole != 0)
+
+    @property
+    def tokens_input(self) -> str:
+        """The tensor [..., K] that the operator multiplies; empty where it reads the gate alone."""
+        return self.gate_input if self.selection == "predictor" else self.input
+
+    @property
+    def weights(self) -> tuple[MlpWeight, ...]:
+        """Those that the operator reads."""
+        gate = self.gate_weight if self.selection == "predictor" else None
+        return tuple(w for w in (gate, self.up, self.down) if w is not None)
+
+    def reason_no_predictor(self) -> str:
+        """Why a predictor cannot stand for the gate's matmul; empty where it can."""
+        if self.gate_weight is None:
+            return f"{self.gate!r} is not the matmul of tokens with a constant alone"
+        if self.input and self.input != self.gate_input:
+            return f"gate and up multiply different tensors, {self.gate_input!r} and {self.input!r}"
+        return ""
 
     @property
     def quantization(self) -> Quantization | None:
@@ -95,8 +206,8 @@ class MlpSite:
     @property
     def rounds_tokens(self) -> bool:
         """Whether the operator may round what quantized weights multiply to int8."""
-        weights = [w for w in (self.up, self.down) if w is not None and w.quantization is not None]
-        return any(w.quantization is not None and w.quantization.accuracy_level == _ROUNDS_TOKENS for w in weights)
+        kinds = [w.quantization for w in self.weights]
+        return any(q is not None and q.accuracy_level == _ROUNDS_TOKENS for q in kinds)
 
     @property
     def sizes(self) -> str:
@@ -105,8 +216,15 @@ class MlpSite:
         bits = "" if self.quantization is None else f", int{self.quantization.bits}"
         return f"{kind}, {self.neurons} neurons{bits}"
 
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of the operator's weights that belong to one neuron, without those of scales."""
+        width = 32 if self.dtype == onnx.TensorProto.FLOAT else 16
+        width = width if self.quantization is None else self.quantization.bits
+        return sum(w.outer if w is self.down else w.inner for w in self.weights) * width // 8
+
     def share_read(self, density: float) -> float:
-        """The share of the MLP's weights that one token reads where this share of the neurons is active."""
+        """The share of the MLP's weights that one token reads where this share of the neurons is computed."""
         before = self.input_size or self.output_size
         values, scales, block = 1.0, 0.0, 1
         if self.quantization is not None:
@@ -114,7 +232,10 @@ class MlpSite:
             values, scales = self.quantization.bits / 8, 4 / block
         # A scale of the last matmul is read where one neuron of its block is active.
         down = (density * values + (1 - (1 - density) ** block) * scales) * self.output_size
-        up = density * (values + scales) * before if self.up is not None else 0.0
-        dense = (values + scales) * before
-        whole = dense * (2 if self.up is not None else 1) + (values + scales) * self.output_size
-        return (dense + up + down) / whole
+        rows = (values + scales) * before
+        up = density * rows if self.up is not None else 0.0
+        gate = rows
+        if self.selector is not None and self.selector.has_predictor:
+            gate = density * rows + self.selector.rank * (1 + before / self.neurons)
+        whole = rows * (2 if self.up is not None else 1) + (values + scales) * self.output_size
+        return (gate + up + down) / whole

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from stof import strict_json
+from stof.archives import read_arrays
 from stof.errors import ArgumentError
 from stof.files import read_text
-from stof.sparsify.archives import read_arrays
 from stof.sparsify.patterns import (
     BLOCKS,
     MOST_POSITIONS,
@@ -26,6 +26,7 @@ from stof.sparsify.patterns import (
     StreamingPattern,
     VerticalSlashPattern,
 )
+from stof.strict_json import quoted
 
 HEADS_FILE, CONFIG_FILE = "full_attention_heads.tsv", "config.json"
 _MOST_TEXT = 64 << 20  # bytes of a JSON or a head table
@@ -156,7 +157,7 @@ def _read_minference(path: Path, options: _Options) -> LayerPatterns:
     for layer, entry in enumerate(data):
         where = f"{path}: layer {layer}"
         if not isinstance(entry, dict) or not 0 < len(entry) <= _MOST_HEADS:
-            raise ArgumentError(f"{where} is {_short(entry)}, expected an object with a list for each head")
+            raise ArgumentError(f"{where} is {quoted(entry)}, expected an object with a list for each head")
         columns: list[Sequence[int]] = []
         diagonals: list[Sequence[int]] = []
         names = {str(h) for h in range(len(entry))}
@@ -173,7 +174,7 @@ def _read_minference(path: Path, options: _Options) -> LayerPatterns:
 def _read_head(where: str, entry: object, takes_first: bool) -> tuple[Sequence[int], Sequence[int]]:
     """Columns and diagonals of a head, in ascending order."""
     if not isinstance(entry, list) or not 3 <= len(entry) <= 4 or not isinstance(entry[0], str):
-        raise ArgumentError(f"{where} is {_short(entry)}, expected [kind, v, s, score]")
+        raise ArgumentError(f"{where} is {quoted(entry)}, expected [kind, v, s, score]")
     kind, vertical, slash = entry[:3]
     if kind == "block_sparse":
         raise ArgumentError(
@@ -185,11 +186,11 @@ def _read_head(where: str, entry: object, takes_first: bool) -> tuple[Sequence[i
     for name, value in (("v", vertical), ("s", slash)):
         if isinstance(value, list) and kind == "vertical_and_slash":
             if not all(_is_integer(x) and 0 <= x < MOST_POSITIONS for x in value):
-                raise ArgumentError(f"{where} has {name} {_short(value)}, expected positions from 0 on")
+                raise ArgumentError(f"{where} has {name} {quoted(value)}, expected positions from 0 on")
             found.append(tuple(sorted({int(x) for x in value})))
             continue
         if not _is_integer(value) or not 0 <= value <= MOST_POSITIONS:
-            raise ArgumentError(f"{where} has {name} {_short(value)}, expected a number of keys")
+            raise ArgumentError(f"{where} has {name} {quoted(value)}, expected a number of keys")
         if kind == "vertical_and_slash" and not takes_first:
             raise ArgumentError(
                 f"{where} has {name} {value}: so many columns and diagonals, chosen for each prompt. List them, or add "
@@ -266,7 +267,7 @@ def _json(path: Path) -> Any:
 def _json_object(path: Path) -> dict[str, Any]:
     data = _json(path)
     if not isinstance(data, dict):
-        raise ArgumentError(f"{path} is {_short(data)}, expected an object")
+        raise ArgumentError(f"{path} is {quoted(data)}, expected an object")
     if unknown := sorted(set(data) - {"sink_size", "recent_size"} - _OTHER_KEYS):
         raise ArgumentError(f"{path} has key {unknown[0]!r}, expected sink_size and recent_size")
     return data
@@ -280,8 +281,3 @@ _OTHER_KEYS = frozenset(
     | {"max_length", "streaming_attn_implementation", "enable_pp", "enable_tp", "seed", "save_steps", "disable_wandb"}
     | {"gradient_accumulation_steps", "rope_theta", "supervision", "train_len", "resume", "max_grad_norm"}
 )
-
-
-def _short(value: object) -> str:
-    text = strict_json.dumps(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."

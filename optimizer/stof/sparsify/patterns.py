@@ -11,11 +11,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
 from stof.errors import ArgumentError
-from stof.mask.expression import MaskExpression, rebuild
+from stof.mask.expression import CAUSAL, MaskExpression, rebuild
 from stof.mask.expression_nodes import Binary, Call, Constant, H, K, Node, Q, fold
 from stof.mask.expression_parser import MaskSyntaxError
 
@@ -23,7 +24,6 @@ BLOCKS = (16, 32, 64, 128)
 MOST_TABLES = 4  # that an operator takes
 MOST_POSITIONS = 1 << 22  # as sizes of a mask
 _MOST_MARKS = 1 << 28  # bytes of a table of columns or diagonals
-CAUSAL = MaskExpression.parse("k <= q")
 _INDICES = {"h", "q", "k"}
 _DISTANCES = (Binary("-", Q, K), Binary("-", K, Q))
 
@@ -226,13 +226,18 @@ class TextPattern(HeadPattern):
 
     def __post_init__(self) -> None:
         try:
-            found = MaskExpression.parse(self.text)
+            found = self.expression
         except MaskSyntaxError as error:
             raise ArgumentError(f'--sparsify: mask="{self.text}" is no mask expression: {error}') from None
         if found.allows_all:
             raise ArgumentError('--sparsify: mask="" allows every pair; state a condition on h, q and k')
         if others := sorted(found.reads - _INDICES):
             raise ArgumentError(f'--sparsify: mask="{self.text}" reads {others[0]!r}, expected h, q and k only')
+
+    @cached_property
+    def expression(self) -> MaskExpression:
+        """The text, parsed."""
+        return MaskExpression.parse(self.text)
 
     @property
     def label(self) -> str:  # type: ignore[override]
@@ -242,13 +247,13 @@ class TextPattern(HeadPattern):
     @property
     def reach(self) -> int:  # type: ignore[override]
         """By its largest constant."""
-        return 2 * max(MaskExpression.parse(self.text).literals, default=16)
+        return 2 * max(self.expression.literals, default=16)
 
     def condition(self, heads: HeadCounts, tables: Tables) -> str:
         if not heads.first:
             return self.text
         moved = Binary("+", H, Constant(heads.first * heads.group))
-        return MaskExpression.parse(self.text).substitute({"h": moved}).text
+        return self.expression.substitute({"h": moved}).text
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from stof.prompts.loss import Loss
 from stof.sparsify.measure import PatternFacts
 from stof.sparsify.patterns import Pattern
 
@@ -57,57 +58,6 @@ class SparsifiedSite:
         """The row of an attention that has a pattern."""
         found = cls(site, layer, True, "", pattern.label, pattern.mask.text, **asdict(facts))
         return replace(found, needs_right_padding=needs_right_padding)
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """The loss over positions from ``first`` to before ``end``, over ``count`` tokens.
-
-    Attributes:
-        kl: mean KL divergence of the next-token distributions, original against result, in nats.
-        agreement: share of tokens after which both rank the same token first.
-    """
-
-    first: int
-    end: int
-    count: int
-    kl: float
-    agreement: float
-
-
-@dataclass(frozen=True)
-class Loss:
-    """By how much next-token distributions change on prompts.
-
-    Attributes:
-        prompts: how many ran.
-        tokens: how many positions were compared.
-        kl: the mean KL divergence of all positions, in nats.
-        agreement: the share of all positions with the same first token.
-        buckets: by position.
-    """
-
-    prompts: int
-    tokens: int
-    kl: float
-    agreement: float
-    buckets: tuple[Bucket, ...]
-
-    def lines(self, what: str = "loss") -> list[str]:
-        """A line for all positions, and one for each bucket."""
-        prompts = f"{self.prompts} prompt{'' if self.prompts == 1 else 's'}"
-        head = (
-            f"{what} on {prompts}, {self.tokens} tokens: KL divergence {self.kl:.4g}, next-token agreement "
-            f"{100 * self.agreement:.2f} %"
-        )
-        return [
-            head,
-            *(
-                f"  positions {b.first} to {b.end - 1}: KL divergence {b.kl:.4g}, agreement {100 * b.agreement:.2f} %, "
-                f"{b.count} tokens"
-                for b in self.buckets
-            ),
-        ]
 
 
 @dataclass

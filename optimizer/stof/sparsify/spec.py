@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from stof.errors import ArgumentError
+from stof.slices import Slice, parse_slices
 from stof.sparsify.pattern_files import CONFIG_FILE, HEADS_FILE, LayerPatterns, read_pattern_file
 from stof.sparsify.patterns import (
     BLOCKS,
@@ -27,7 +28,7 @@ from stof.sparsify.patterns import (
 )
 
 _S2 = "s2:"
-_PLACES = ("layers", "dense_layers", "heads", "active_heads")
+_SCOPES = ("layers", "dense_layers", "heads", "active_heads")
 _FIELDS = {
     "s2": ("local", "stride", "block", "offset", "relative", "homogeneous", "dense_heads", "per"),
     "window": ("window", "sink"),
@@ -35,27 +36,6 @@ _FIELDS = {
 }
 _MOST_TEXT = 1 << 16
 _EXPECTED = 's2:local=N,stride=N, window=N, mask="..." or the path of a pattern file'
-
-
-@dataclass(frozen=True)
-class Slice:
-    """Indices as Python has them: ``2``, ``0:2``, ``4:``, ``-2:``."""
-
-    text: str
-    start: int | None
-    stop: int | None
-
-    def of(self, count: int, what: str) -> range:
-        """The indices among so many.
-
-        Raises:
-            ArgumentError: when it selects none, or reaches beyond.
-        """
-        first, last = self.start or 0, count if self.stop is None else self.stop
-        first, last = (x + count if x < 0 else x for x in (first, last))
-        if not 0 <= first < last <= count:
-            raise ArgumentError(f"--sparsify: {what}={self.text} selects from {count} {what}, expected 0 to {count}")
-        return range(first, last)
 
 
 @dataclass(frozen=True)
@@ -201,10 +181,10 @@ def _parse_clause(text: str) -> Clause:
     key = items[0].partition("=")[0].strip()
     if "=" not in items[0] or Path(items[0]).exists():
         fields = _Fields(text, items[1:], "")
-        options = {k: v for k, v in fields.values.items() if k not in _PLACES}
+        options = {k: v for k, v in fields.values.items() if k not in _SCOPES}
         path = Path(items[0].strip())
         return replace(fields.clause(read_pattern_file(path, options)), file=path)
-    kinds = {"window": "window", "sink": "window", "mask": "mask", **dict.fromkeys(_PLACES, "")}
+    kinds = {"window": "window", "sink": "window", "mask": "mask", **dict.fromkeys(_SCOPES, "")}
     if key not in kinds:
         raise ArgumentError(f"--sparsify {text!r} begins with {key!r}, expected {_EXPECTED}")
     names = {item.partition("=")[0].strip() for item in items}
@@ -243,7 +223,7 @@ class _Fields:
     def __init__(self, clause: str, items: Sequence[str], kind: str) -> None:
         self.clause_text = clause
         self.values: dict[str, str] = {}
-        known = (*_FIELDS[kind], *_PLACES) if kind else ()
+        known = (*_FIELDS[kind], *_SCOPES) if kind else ()
         for item in items:
             key, sign, value = (x.strip() for x in item.partition("="))
             if not sign or not key:
@@ -276,18 +256,10 @@ class _Fields:
         """Indices and slices with ``+`` between them."""
         if key not in self.values:
             return ()
-        found = []
-        for text in self.values[key].split("+"):
-            match = re.fullmatch(r"(-?[0-9]{1,6})?(:)?(-?[0-9]{1,6})?", text)
-            if match is None or text in ("", ":") or (match[2] is None and match[3] is not None):
-                raise self.error(key, "indices or slices such as 3, 0:2 or -2:, with + between them")
-            first = None if match[1] is None else int(match[1])
-            last = None if match[3] is None else int(match[3])
-            if match[2] is None:
-                assert first is not None
-                last = None if first == -1 else first + 1
-            found.append(Slice(text, first, last))
-        return tuple(found)
+        found = parse_slices(self.values[key], "--sparsify")
+        if found is None:
+            raise self.error(key, "indices or slices such as 3, 0:2 or -2:, with + between them")
+        return found
 
     def clause(self, pattern: HeadPattern | LayerPatterns) -> Clause:
         """The clause of a pattern."""

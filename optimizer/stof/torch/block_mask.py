@@ -104,7 +104,7 @@ def _with_table(block_mask: Any, blocks: _Blocks, reason: StofError) -> MaskWith
     device = block_mask.kv_indices.device
     try:
         pairs = create_mask(block_mask.mask_mod, *shape, device=device).cpu().numpy()
-    except Exception as error:
+    except Exception as error:  # whatever the user's function and PyTorch raise
         raise UnsupportedError(
             f"the BlockMask cannot be translated: {reason}; nor can a table of its pairs be computed: {shown(error, 500)}"
         ) from error

@@ -36,7 +36,7 @@ def trace_mask_mod(mask_mod: Callable[..., Any], device: Any) -> tuple[MaskExpre
     """
     try:
         module = make_fx(_by_tensors(mask_mod))(*(torch.zeros((), dtype=torch.int64, device=device) for _ in range(4)))
-    except Exception as error:
+    except Exception as error:  # whatever the user's function and PyTorch raise
         raise UnsupportedError(
             f"the mask function cannot be traced, as one that branches on its indices in Python: {error}"
         ) from error

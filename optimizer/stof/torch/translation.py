@@ -6,10 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from onnx import helper
-
 from stof.errors import ArgumentError
 from stof.graph.node_builder import Builder
+from stof.graph.node_fields import attributes_of
 from stof.torch.arguments import AttentionSettings
 from stof.torch.operator import attention_op
 from stof.torch.standard_nodes import ExportedAttention
@@ -70,7 +69,7 @@ def _translate(
     builder = Builder(opset.version, "")
     output, lse = call.add_nodes(builder, "query", "key", "value")
     for node in builder.nodes:
-        attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+        attributes = attributes_of(node)
         values[node.output[0]] = getattr(opset, node.op_type)(*(values[n] for n in node.input), **attributes)
     return values[output], values[lse]
 

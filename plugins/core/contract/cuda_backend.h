@@ -14,6 +14,7 @@
 #include "plugins/core/contract/gemm.h"
 #include "plugins/core/contract/op.h"
 #include "plugins/core/contract/paged_attention.h"
+#include "plugins/core/contract/sparse_mlp.h"
 #include "plugins/core/mask/attention_mask.h"
 
 namespace stof {
@@ -53,6 +54,7 @@ struct CudaBackend {
   PagedAttentionBackend paged_attention;
   ChainBackend chain;
   GemmBackend gemm;
+  SparseMlpBackend sparse_mlp;
 };
 
 // nullptr in a build without CUDA kernels. Needs neither a GPU nor a driver.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The MLP of active neurons: the arguments of its kernels, and the entry points of cpu/. All matrices are row-major.
-// docs/reference/sparse-mlp.md is the contract.
+// The MLP of active neurons: the arguments of its kernels, the entry points of cpu/, and the table of those of cuda/.
+// All matrices are row-major. docs/reference/sparse-mlp.md is the contract.
 #ifndef STOF_PLUGINS_CORE_CONTRACT_SPARSE_MLP_H_
 #define STOF_PLUGINS_CORE_CONTRACT_SPARSE_MLP_H_
 
@@ -18,6 +18,8 @@ constexpr const char* kSparseMlpActivations[] = {"none", "relu", "relu2", "gelu"
 // In the order of kSparseMlpSelections.
 enum class SparseMlpSelection : int32_t { kNonzero = 0, kMagnitude, kPredictor };
 constexpr const char* kSparseMlpSelections[] = {"nonzero", "magnitude", "predictor"};
+// What stands between the factors of a predictor.
+constexpr const char* kSparseMlpPredictorActivations[] = {"none", "relu"};
 
 // A weight with a row for each neuron, or a factor of the predictor.
 struct SparseMlpWeight {
@@ -43,12 +45,21 @@ struct SparseMlpArgs {
   const float* threshold = nullptr;
   int64_t threshold_stride = 0;                  // 0: one for all neurons, else 1
   SparseMlpWeight predictor_down, predictor_up;  // [R, K] and [F, R]
+  bool has_predictor_relu = false;               // between these
   void* output = nullptr;                        // [T, N]
 };
 
 size_t CpuSparseMlpWorkspace(const SparseMlpArgs& args);
 // workspace: CpuSparseMlpWorkspace bytes, 64-byte aligned, contents arbitrary. T and N are at least 1.
 void CpuSparseMlp(const SparseMlpArgs& args, CpuIsa isa, void* workspace, const Parallel& parallel);
+
+struct RunContext;
+struct SparseMlpBackend {
+  // All addresses are the device's. T and N are at least 1.
+  Status (*run)(const SparseMlpArgs& args, const RunContext& context) = nullptr;
+  // Bytes that `run` asks RunContext::allocate for at most.
+  Status (*plan_workspace)(const SparseMlpArgs& args, size_t* bytes) = nullptr;
+};
 
 }  // namespace stof
 #endif  // STOF_PLUGINS_CORE_CONTRACT_SPARSE_MLP_H_

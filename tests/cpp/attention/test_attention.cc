@@ -171,7 +171,7 @@ void SumLongRows(CpuIsa isa) {
 
 // Registers the tests of each instruction set of this machine.
 const bool registered = [] {
-#define STOF_TESTS(id, name, features, attention, chain, gemm, packed_gemm)              \
+#define STOF_TESTS(id, name, features, attention, chain, gemm, packed_gemm, sparse_mlp)  \
   {{"AttentionEqualsTheDefinition[" name "]", [] { RunTable(CpuIsa::id); }},             \
    {"AttentionOfLargeScores[" name "]", [] { RunLargeScores(CpuIsa::id); }},             \
    {"AttentionEvaluatesTilesItself[" name "]", [] { LeaveTiles(CpuIsa::id); }},          \

@@ -8,7 +8,7 @@
 
 #include "cuda/attention/decode/key_range.h"
 #include "cuda/mask/device_columns.h"
-#include "plugins/core/mask/key_columns.h"
+#include "plugins/core/mask/columns/key_columns.h"
 #include "tests/cpp/check.h"
 
 namespace stof::test {

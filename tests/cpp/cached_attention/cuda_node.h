@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "plugins/core/contract/op.h"
-#include "plugins/core/ops/cached_attention.h"
+#include "plugins/core/ops/cached_attention/cached_attention.h"
 #include "tests/cpp/cached_attention/append_problem.h"
 #include "tests/cpp/check.h"
 #include "tests/cpp/device_memory.h"
@@ -159,6 +159,32 @@ class Node {
     if (is_packed) return set(in::kQuery, 0, N);
     set(in::kQuery, 0, c_.H), set(in::kKey, c_.H, c_.G), set(in::kValue, c_.H + c_.G, c_.G);
   }
+  // Another step over the same caches, with new tokens, lengths and output in memory of their own: it may be queued
+  // behind others that have not run. Select makes it the step that Queue and Check mean.
+  struct OneStep {
+    std::vector<int64_t> past;
+    Buffer tokens;
+    std::vector<int32_t> seqlens;
+    std::vector<Tensor> inputs, outputs;
+  };
+  OneStep MakeStep(const std::vector<int64_t>& past) {
+    OneStep step = {past, run.tokens, run.seqlens, inputs, outputs};
+    step.tokens.Draw(&run.random);
+    for (size_t b = 0; b < past.size(); ++b) step.seqlens[b] = static_cast<int32_t>(past[b] + c_.S - 1);
+    for (const int input : {in::kQuery, in::kKey, in::kValue}) step.inputs[static_cast<size_t>(input)] = Tensor();
+    step.inputs[in::kSeqlens].data = memory.Upload(step.seqlens.data(), step.seqlens.size() * sizeof(int32_t));
+    const auto bytes = static_cast<size_t>(c_.B * c_.S * c_.H * c_.D * SizeOfFloat(c_.dtype));
+    step.outputs[0].data = memory.Take(bytes);
+    CHECK_CUDA(cudaMemset(step.outputs[0].data, 0xff, bytes));
+    Select(step);
+    SetTokens();
+    step.inputs = inputs;
+    return step;
+  }
+  void Select(const OneStep& step) {
+    step_.c.past = step.past;
+    run.tokens = step.tokens, run.seqlens = step.seqlens, inputs = step.inputs, outputs = step.outputs;
+  }
   // Another step over the caches on the device: its lengths before it, and new tokens.
   void Advance(const std::vector<int64_t>& past) {
     step_.c.past = past;
@@ -191,9 +217,28 @@ class Node {
     return buffer;
   }
 
+  // Queries behind norm and rotary embedding, for a step whose workspace a later one has overwritten.
+  Buffer RotatedQueries() const {
+    Buffer rotated(c_.dtype, c_.B * c_.H * c_.S * c_.D);
+    for (int64_t b = 0; b < c_.B; ++b) {
+      for (int64_t h = 0; h < c_.H; ++h) {
+        for (int64_t i = 0; i < c_.S; ++i) {
+          const int64_t position =
+              c_.has_positions ? run.positions[static_cast<size_t>(b * c_.S + i)] : c_.past[static_cast<size_t>(b)] + i;
+          const bool is_legal = position >= 0 && position < kRotaryRows;
+          const std::vector<double> x =
+              Transformed(c_, run.tokens, run.token(c_, b, h, i), c_.has_norm ? &run.query_norm : nullptr, run.cos,
+                          run.sin, is_legal ? position : 0);
+          for (int64_t d = 0; d < c_.D; ++d)
+            rotated.Set(((b * c_.H + h) * c_.S + i) * c_.D + d, x[static_cast<size_t>(d)]);
+        }
+      }
+    }
+    return rotated;
+  }
   // The caches, then attention over what the device holds: errors of rounding are those of attention alone. Sequences
-  // other than `illegal` are checked, that one is NaN.
-  void Check(const std::string& where, int64_t illegal = -1) {
+  // other than `illegal` are checked, that one is NaN. is_last: no run has overwritten the workspace of this one.
+  void Check(const std::string& where, int64_t illegal = -1, bool is_last = true) {
     const int64_t staged = c_.window > 0 && c_.S > 1 ? Run::past_rows(c_) + c_.S : 0;
     const int64_t capacity = staged > 0 ? staged : c_.capacity;
     // In the op's order: first_row, is_invalid, rotated queries if any, staging if any, then others.
@@ -201,12 +246,18 @@ class Node {
     const bool is_rotated = c_.rotary > 0 || c_.has_norm;
     const size_t staging = is_rotated ? 3 : 2;
     std::vector<int32_t> first(static_cast<size_t>(c_.B));
-    CHECK_CUDA(cudaMemcpy(first.data(), workspace[0], first.size() * sizeof(int32_t), cudaMemcpyDeviceToHost));
+    if (!is_last) {
+      for (size_t b = 0; b < first.size(); ++b) first[b] = static_cast<int32_t>(c_.past[b]);
+    } else {
+      CHECK_CUDA(cudaMemcpy(first.data(), workspace[0], first.size() * sizeof(int32_t), cudaMemcpyDeviceToHost));
+    }
     const int64_t count = c_.B * c_.G * capacity * c_.D;
     const Buffer key = Download(staged > 0 ? workspace[staging] : outputs[1].data, count);
     const Buffer value = Download(staged > 0 ? workspace[staging + 1] : outputs[2].data, count);
     const Buffer output = Download(outputs[0].data, c_.B * c_.S * c_.H * c_.D);
-    const Buffer rotated = is_rotated ? Download(workspace[2], output.count()) : Buffer(c_.dtype, 0);
+    const Buffer rotated = !is_rotated ? Buffer(c_.dtype, 0)
+                           : is_last   ? Download(workspace[2], output.count())
+                                       : RotatedQueries();
     for (int64_t b = 0; b < c_.B; ++b) {
       if (b == illegal) {
         for (int64_t i = 0; i < c_.S * c_.H * c_.D; ++i) {
@@ -217,6 +268,12 @@ class Node {
       }
       CheckSequence(b, first[static_cast<size_t>(b)], key, value, capacity, rotated, output, where);
     }
+  }
+  // No row of the caches of a sequence has changed.
+  void CheckUnchanged(const std::string& where, int64_t b) const {
+    const int64_t count = c_.G * c_.capacity * c_.D, all = c_.B * count;
+    CHECK(Download(outputs[1].data, all).Equals(b * count, before_key, b * count, count), where, ": keys of ", b);
+    CHECK(Download(outputs[2].data, all).Equals(b * count, before_value, b * count, count), where, ": values of ", b);
   }
   void CheckCaches(const std::string& where) {
     const int64_t count = c_.B * c_.G * c_.capacity * c_.D;

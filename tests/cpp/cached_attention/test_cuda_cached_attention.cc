@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <string>
 #include <tuple>
@@ -37,6 +38,7 @@ void RunStep(const Step& step, uint64_t seed, int64_t illegal = -1, int32_t seql
   CHECK_CUDA(cudaDeviceSynchronize());
   if (illegal < 0) node.CheckCaches(where);
   node.Check(where, illegal);
+  if (illegal >= 0 && step.c.is_shared) node.CheckUnchanged(where, illegal);
   CountCases(1);
 }
 
@@ -246,6 +248,137 @@ TEST(CudaCachedAttentionInACapturedGraph) {
     Step step;
     step.c.D = 64, step.c.dtype = DType::kBF16, step.c.capacity = capacity, step.c.window = 16, step.mask = 1;
     RunCaptured(step, Text("sliding window, capacity ", capacity));
+  }
+}
+
+// Steps that are queued one behind the other without a stop, also as one captured graph: a kernel that starts early
+// must not read the row that the step before it still writes. Their workspace is one.
+TEST(CudaCachedAttentionOfStepsBackToBack) {
+  constexpr int kSteps = 12;
+  uint64_t seed = 0;
+  for (const DType dtype : {DType::kF16, DType::kBF16, DType::kF32}) {
+    for (const int64_t S : {1, 3}) {
+      for (const int mask : {0, 1, 2, kFirstColumnMask, kFirstColumnMask + 2}) {
+        for (const char* kernel : {"", "0", "1"}) {
+          for (const bool is_captured : {false, true}) {
+            if (!IsSampled(seed++)) continue;
+            Random random(seed);
+            Step step;
+            Case& c = step.c;
+            c.is_packed = true;
+            c.B = 2, c.S = S, c.dtype = dtype, c.D = random.Pick(std::vector<int64_t>{64, 128});
+            std::tie(c.H, c.G) = random.Pick(std::vector<std::pair<int64_t, int64_t>>{{8, 2}, {4, 4}, {16, 1}});
+            c.rotary = random.OneIn(3) ? 0 : 64, c.has_norm = random.OneIn(3);
+            c.past = {0, 60}, c.capacity = step.total = 700, c.free_rows = S + 127;
+            step.mask = mask, step.kernel = kernel, step.softcap = random.OneIn(4) ? 5.0f : 0.0f;
+            const std::string where = Text("seed ", seed, " captured ", is_captured, " ", Describe(step));
+            const ForcedKernel forced(kernel);
+            Node node(step, seed, size_t{16} << 20);
+            std::vector<Node::OneStep> steps;
+            for (int i = 0; i < kSteps; ++i) steps.push_back(node.MakeStep({i * S, 60 + i * S}));
+            const auto queue = [&](cudaStream_t stream) {
+              for (const Node::OneStep& one : steps) {
+                node.Select(one);
+                const Status status = node.Queue(stream);
+                CHECK(status.ok(), where, ": ", status.message());
+              }
+            };
+            cudaStream_t stream = nullptr;
+            CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+            CHECK_CUDA(cudaDeviceSynchronize());
+            if (is_captured) {
+              cudaGraph_t graph = nullptr;
+              cudaGraphExec_t executable = nullptr;
+              node.Select(steps[0]);
+              CHECK(node.Queue(stream).ok(), where);  // loads kernels and makes what masks need
+              CHECK_CUDA(cudaStreamSynchronize(stream));
+              CHECK_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+              queue(stream);
+              CHECK_CUDA(cudaStreamEndCapture(stream, &graph));
+              CHECK_CUDA(cudaGraphInstantiate(&executable, graph, 0));
+              CHECK_CUDA(cudaGraphLaunch(executable, stream));
+              CHECK_CUDA(cudaStreamSynchronize(stream));
+              CHECK_CUDA(cudaGraphExecDestroy(executable));
+              CHECK_CUDA(cudaGraphDestroy(graph));
+            } else {
+              queue(stream);
+            }
+            CHECK_CUDA(cudaStreamSynchronize(stream));
+            CHECK_CUDA(cudaStreamDestroy(stream));
+            for (int i = 0; i < kSteps; ++i) {
+              node.Select(steps[static_cast<size_t>(i)]);
+              node.Check(Text(where, " step ", i), -1, false);
+            }
+            CountCases(1);
+          }
+        }
+      }
+    }
+  }
+}
+
+// A position beyond the rotary table makes the sequence's outputs and its
+// new key NaN; the value is stored.
+TEST(CudaCachedAttentionMarksIllegalPositions) {
+  uint64_t seed = 0;
+  for (const DType dtype : {DType::kF16, DType::kF32}) {
+    for (const char* kernel : {"0", "1"}) {
+      for (const int64_t position : {int64_t{-1}, kRotaryRows, std::numeric_limits<int64_t>::max()}) {
+        if (!IsSampled(seed++)) continue;
+        Step step;
+        Case& c = step.c;
+        c.is_packed = true;
+        c.B = 3, c.H = 4, c.G = 2, c.D = 64, c.dtype = dtype, c.past = {30, 7, 59}, c.capacity = step.total = 120;
+        c.rotary = 64, c.has_positions = true, c.free_rows = 128;
+        const std::string where = Text("position ", position, " ", Describe(step));
+        const ForcedKernel forced(kernel);
+        Node node(step, seed);
+        node.run.positions[1] = position;
+        CHECK_CUDA(cudaMemcpy(node.inputs[in::kPositions].data, node.run.positions.data(),
+                              node.run.positions.size() * sizeof(int64_t), cudaMemcpyHostToDevice));
+        CHECK(node.Queue(nullptr).ok(), where);
+        CHECK_CUDA(cudaDeviceSynchronize());
+        node.Check(where, 1);
+        const int64_t count = c.B * c.G * c.capacity * c.D;
+        const Buffer key = node.Download(node.outputs[1].data, count),
+                     value = node.Download(node.outputs[2].data, count);
+        for (int64_t g = 0; g < c.G; ++g) {
+          const int64_t at = ((c.G + g) * c.capacity + 7) * c.D;
+          for (int64_t d = 0; d < c.D; ++d)
+            CHECK(std::isnan(key.Get(at + d)), where, ": element ", d, " of the new key");
+          CHECK(value.Equals(at, node.run.tokens, node.run.token(c, 1, c.H + c.G + g, 0), c.D), where, ": new value");
+        }
+        CountCases(1);
+      }
+    }
+  }
+}
+
+// Tile edges, head sizes, group sizes beyond one row block, partial and interleaved rotary embedding: the new key is
+// the first or the last of a KV tile, or the only key.
+TEST(CudaCachedAttentionAppendsAtTileEdges) {
+  Random random(45);
+  uint64_t seed = 0;
+  for (const int64_t D : {16, 64, 80, 128, 192, 256}) {
+    for (const auto& [H, G] : {std::pair<int64_t, int64_t>{4, 4}, {8, 1}, {12, 1}, {40, 2}}) {
+      for (const int64_t past : {0, 1, 63, 64, 127, 128, 255}) {
+        Step step;
+        Case& c = step.c;
+        c.is_packed = true;
+        c.B = 2, c.H = H, c.G = G, c.D = D, c.dtype = random.OneIn(2) ? DType::kF16 : DType::kBF16;
+        c.past = {past, random.Pick(std::vector<int64_t>{0, 64, 65})}, c.capacity = 320, c.free_rows = 128;
+        step.total = MostKeys(c) + random.Range(0, 30) + 1;
+        c.rotary = random.Pick(std::vector<int64_t>{0, 16, D}), c.is_interleaved = random.OneIn(2);
+        c.has_positions = random.OneIn(3), c.has_norm = random.OneIn(2);
+        step.mask = random.Pick(std::vector<int>{0, 0, 1, 2, kFirstColumnMask + 5});
+        step.has_sink = random.OneIn(3), step.has_bias = random.OneIn(4), step.softcap = random.OneIn(4) ? 5.0f : 0.0f;
+        for (const char* kernel : {"0", "1"}) {
+          step.kernel = kernel;
+          RunStep(step, seed);
+        }
+        ++seed;
+      }
+    }
   }
 }
 

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "plugins/core/ops/cached_attention.h"
+#include "plugins/core/ops/cached_attention/cached_attention.h"
 #include "tests/cpp/cached_attention/cuda_node.h"
 #include "tests/cpp/check.h"
 

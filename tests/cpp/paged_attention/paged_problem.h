@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "plugins/core/contract/op.h"
-#include "plugins/core/ops/paged_attention.h"
+#include "plugins/core/ops/paged_attention/paged_attention.h"
 #include "tests/cpp/cached_attention/append_problem.h"
 #include "tests/cpp/check.h"
 

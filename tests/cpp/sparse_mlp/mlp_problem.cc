@@ -58,12 +58,15 @@ std::vector<char> Pack(const std::vector<uint8_t>& values, int64_t rows, int bit
 
 }  // namespace
 
+double UnitRoundoff(DType dtype) { return dtype == DType::kF32 ? kRoundoff : dtype == DType::kF16 ? 0x1p-11 : 0x1p-8; }
+
 std::string Describe(const Case& c) {
   return Text("T", c.T, " K", c.K, " F", c.F, " N", c.N, " R", c.R, " density ", c.density, " type ", TypeText(c.dtype),
               " ", kSparseMlpActivations[static_cast<int>(c.activation)], " ",
               kSparseMlpSelections[static_cast<int>(c.selection)], c.has_up ? " up" : "", c.has_biases ? " biases" : "",
               c.has_thresholds ? " thresholds" : "", " bits ", c.bits, " block ", c.block,
-              c.has_zero_points ? " zero points" : "", " level ", c.accuracy_level);
+              c.has_zero_points ? " zero points" : "", " level ", c.accuracy_level,
+              c.has_quantized_predictor ? " quantized predictor" : "");
 }
 
 Problem::Problem(const Case& of, uint64_t seed) : c(of), random_(seed) {
@@ -73,7 +76,8 @@ Problem::Problem(const Case& of, uint64_t seed) : c(of), random_(seed) {
   DrawDown();
   if (c.has_biases) gate_bias = Draw(c.F, 1), up_bias = Draw(c.F, 1), down_bias = Draw(c.N, 1);
   if (c.has_predictor()) {
-    predictor_down = Draw(c.R * c.K, 1), predictor_up = Draw(c.F * c.R, 1);
+    DrawFactor(c.R, c.K, &predictor_down, &predictor_down_scales);
+    DrawFactor(c.F, c.R, &predictor_up, &predictor_up_scales);
   } else {
     DrawGate();
   }
@@ -127,6 +131,23 @@ void Problem::DrawDown() {
     for (int64_t n = 0; n < c.N; ++n) {
       const auto at = static_cast<size_t>(j / c.block * c.N + n);
       down_weight.values.push_back((values[static_cast<size_t>(j * c.N + n)] - points[at]) * down_scales.values[at]);
+    }
+  }
+}
+
+// A factor of the predictor. Quantized rows have a scale each, and random values behind their size.
+void Problem::DrawFactor(int64_t rows, int64_t size, Values* factor, Values* scales) {
+  if (!c.has_quantized_predictor) {
+    *factor = Draw(rows * size, 1);
+    return;
+  }
+  const int64_t padded = (size + 31) / 32 * 32;
+  *scales = Draw(rows, 1.0 / 128);
+  for (int64_t i = 0; i < rows * padded; ++i) factor->bytes.push_back(static_cast<char>(random_.Range(0, 255)));
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t k = 0; k < size; ++k) {
+      const auto q = static_cast<uint8_t>(factor->bytes[static_cast<size_t>(r * padded + k)]);
+      factor->values.push_back((q - 128) * scales->values[static_cast<size_t>(r)]);
     }
   }
 }
@@ -220,12 +241,14 @@ SparseMlpArgs Problem::Args(void* output) {
   }
   a.threshold = threshold.data();
   a.threshold_stride = c.has_thresholds ? 1 : 0;
-  a.predictor_down.data = predictor_down.data(), a.predictor_up.data = predictor_up.data();
+  Values none;
+  a.predictor_down = weight(&predictor_down, &predictor_down_scales, &none);
+  a.predictor_up = weight(&predictor_up, &predictor_up_scales, &none);
   a.output = output;
   return a;
 }
 
-void Problem::Expect(std::vector<double>* output, std::vector<double>* tolerance) const {
+void Problem::Expect(std::vector<double>* output, std::vector<double>* tolerance, double unit) const {
   const auto bias = [this](const Values& values, int64_t i) { return c.has_biases ? At(values, i) : 0.0; };
   const std::vector<double> scores = c.has_predictor() ? Scores() : std::vector<double>();
   output->assign(static_cast<size_t>(c.T * c.N), 0.0);
@@ -233,6 +256,9 @@ void Problem::Expect(std::vector<double>* output, std::vector<double>* tolerance
   // What int8 inputs add to a dot product, relative to its size in absolute values: half a step of 127, and the
   // largest value of a block is a few times its mean.
   const double rounding = c.bits > 0 && c.accuracy_level == 4 ? 0.02 : 0.0;
+  // Tensor cores add a step of K to a sum at a time, and cut off what does not fit.
+  const double sums = kRoundoff * (unit > 0 ? 64 : 8), weights = c.bits > 0 ? unit : 0;
+  const double smallest = unit > 0 && c.dtype == DType::kF16 ? 0x1p-25 : 0;
   for (int64_t t = 0; t < c.T; ++t) {
     std::vector<double> h(static_cast<size_t>(c.F)), h_error(static_cast<size_t>(c.F));
     for (int64_t j = 0; j < c.F; ++j) {
@@ -246,7 +272,8 @@ void Problem::Expect(std::vector<double>* output, std::vector<double>* tolerance
         a = Activated(c.activation, sum);
         // relu2 grows with its argument.
         const double slope = c.activation == SparseMlpActivation::kRelu2 ? 2 * std::fabs(sum) + 1 : 1.2;
-        error = slope * size_of_a * (8 * kRoundoff + rounding) + std::fabs(a) * 8 * kRoundoff;
+        error = slope * (size_of_a * (sums + rounding + weights) + std::fabs(sum) * unit + smallest) +
+                std::fabs(a) * 8 * kRoundoff;
       } else {
         a = Activated(c.activation, At(gate, t * c.F + j));
         error = std::fabs(a) * 8 * kRoundoff;
@@ -259,11 +286,12 @@ void Problem::Expect(std::vector<double>* output, std::vector<double>* tolerance
       if (c.has_up) {
         up = bias(up_bias, j), size_of_up = std::fabs(up);
         Dot(input, t, up_weight, j, c.K, &up, &size_of_up);
-        up_error = size_of_up * (8 * kRoundoff + rounding);
+        up_error =
+            size_of_up * (sums + rounding + weights + unit * (c.has_biases ? 1 : 0)) + std::fabs(up) * unit + smallest;
       }
       h[static_cast<size_t>(j)] = a * up;
-      h_error[static_cast<size_t>(j)] =
-          error * std::fabs(up) + (std::fabs(a) + error) * up_error + std::fabs(a * up) * 8 * kRoundoff;
+      h_error[static_cast<size_t>(j)] = error * std::fabs(up) + (std::fabs(a) + error) * up_error +
+                                        std::fabs(a * up) * (8 * kRoundoff + unit) + smallest;
     }
     for (int64_t j = 0; j < c.F; ++j) {
       const double value = h[static_cast<size_t>(j)];
@@ -280,16 +308,16 @@ void Problem::Expect(std::vector<double>* output, std::vector<double>* tolerance
       for (int64_t n = 0; n < c.N; ++n) {
         const double w = At(down_weight, j * c.N + n);
         (*output)[static_cast<size_t>(t * c.N + n)] += value * w;
-        size[static_cast<size_t>(t * c.N + n)] += off * std::fabs(w) + std::fabs(value * w) * 16 * kRoundoff;
+        size[static_cast<size_t>(t * c.N + n)] += off * std::fabs(w) + std::fabs(value * w) * (2 * sums + weights);
       }
     }
   }
   tolerance->clear();
-  const double unit = c.dtype == DType::kF32 ? kRoundoff : c.dtype == DType::kF16 ? 0x1p-11 : 0x1p-8;
+  const double unit_of_output = UnitRoundoff(c.dtype);
   const double least = c.dtype == DType::kF16 ? 0x1p-24 : 1e-30;
   for (size_t i = 0; i < output->size(); ++i) {
     (*output)[i] += bias(down_bias, static_cast<int64_t>(i) % std::max<int64_t>(1, c.N));
-    tolerance->push_back(size[i] + std::fabs((*output)[i]) * (unit + 4 * kRoundoff) + least);
+    tolerance->push_back(size[i] + std::fabs((*output)[i]) * (unit_of_output + 4 * kRoundoff) + least);
   }
 }
 

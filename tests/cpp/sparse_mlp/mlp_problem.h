@@ -24,34 +24,42 @@ struct Case {
   int64_t block = 32;
   bool has_zero_points = false;
   int accuracy_level = 0;
+  bool has_quantized_predictor = false;
 
   bool has_predictor() const { return selection == SparseMlpSelection::kPredictor; }
 };
 
 std::string Describe(const Case& c);
+double UnitRoundoff(DType dtype);
 
 // Numbers in a buffer of their own size, so that a sanitizer sees every access beyond, and what they mean.
 struct Values {
   std::vector<char> bytes;
   std::vector<double> values;
-  void* data() { return bytes.data(); }
+  void* data() {
+    bytes.reserve(1);  // tensors without elements have an address, too
+    return bytes.data();
+  }
 };
 
 struct Problem {
   Problem(const Case& c, uint64_t seed);
   SparseMlpArgs Args(void* output);
   // The output, and how far a correct kernel may be from it.
-  void Expect(std::vector<double>* output, std::vector<double>* tolerance) const;
+  // unit: the unit roundoff of matmuls, hidden values and dequantized weights, where a kernel rounds them; 0: in fp32.
+  void Expect(std::vector<double>* output, std::vector<double>* tolerance, double unit = 0) const;
 
   Case c;
   Values input, gate, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias, predictor_down, predictor_up;
-  Values gate_scales, up_scales, down_scales, gate_zeros, up_zeros, down_zeros;
+  Values gate_scales, up_scales, down_scales, gate_zeros, up_zeros, down_zeros, predictor_down_scales,
+      predictor_up_scales;
   std::vector<float> threshold;
 
  private:
   Values Draw(int64_t count, double scale);
   void DrawRows(int64_t size, Values* weight, Values* scales, Values* zeros);
   void DrawDown();
+  void DrawFactor(int64_t rows, int64_t size, Values* factor, Values* scales);
   void DrawGate();
   void DrawThresholds();
   std::vector<double> Scores() const;  // [T, F] of the predictor

@@ -56,25 +56,33 @@ void RunTable(CpuIsa isa) {
 
 // Every token alone gives the bits that it has among others.
 void RunTokensAlone(CpuIsa isa) {
-  for (const double density : {0.05, 0.5, 1.0}) {
-    for (const int bits : {0, 4, 8}) {
+  struct Weights {
+    int bits, level;
+    int64_t block;
+  };
+  constexpr Weights kWeights[] = {{0, 0, 32}, {4, 0, 32},  {8, 0, 32}, {4, 4, 16},
+                                  {4, 4, 32}, {4, 4, 128}, {8, 4, 16}, {8, 4, 64}};
+  for (const double density : {0.05, 0.5, 0.9, 1.0}) {
+    for (const Weights& weights : kWeights) {
       for (const DType dtype : {DType::kF32, DType::kBF16}) {
         Case c;
-        c.T = 18, c.K = 1100, c.F = 150, c.N = 530, c.density = density, c.bits = bits, c.dtype = dtype;
-        c.accuracy_level = density < 0.5 ? 4 : 0;
+        c.T = 18, c.K = 1100, c.F = 150, c.N = 530, c.density = density, c.dtype = dtype;
+        c.bits = weights.bits, c.accuracy_level = weights.level, c.block = weights.block;
         Problem problem(c, 5);
         SparseMlpArgs args = problem.Args(nullptr);
         const std::vector<char> found = Run(args, isa, Parallel{});
         const int64_t item = SizeOf(dtype);
-        for (const int64_t t : {int64_t{0}, int64_t{9}, c.T - 1}) {
-          SparseMlpArgs one = args;
-          one.T = 1;
-          one.input = static_cast<const char*>(args.input) + t * c.K * item;
-          one.gate = static_cast<const char*>(args.gate) + t * c.F * item;
-          const std::vector<char> alone = Run(one, isa, Parallel{});
-          CHECK(std::memcmp(alone.data(), found.data() + t * c.N * item, alone.size()) == 0, CpuIsaName(isa), " ",
-                Describe(c), " token ", t, " alone has other bits");
-          CountCases(1);
+        for (const int64_t count : {int64_t{1}, int64_t{5}}) {
+          for (const int64_t t : {int64_t{0}, int64_t{9}, c.T - count}) {
+            SparseMlpArgs some = args;
+            some.T = count;
+            some.input = static_cast<const char*>(args.input) + t * c.K * item;
+            some.gate = static_cast<const char*>(args.gate) + t * c.F * item;
+            const std::vector<char> alone = Run(some, isa, Parallel{});
+            CHECK(std::memcmp(alone.data(), found.data() + t * c.N * item, alone.size()) == 0, CpuIsaName(isa), " ",
+                  Describe(c), " tokens ", t, " to ", t + count - 1, " alone have other bits");
+            CountCases(1);
+          }
         }
       }
     }
@@ -82,7 +90,7 @@ void RunTokensAlone(CpuIsa isa) {
 }
 
 void RunEachIsa(void (*run)(CpuIsa isa)) {
-  for (const char* name : {"portable", "avx2", "avx512"}) {
+  for (const char* name : {"portable", "avx2", "avx512", "avx512_vnni"}) {
     CpuIsa isa{};
     CHECK(FindCpuIsa(name, &isa), name);
     if (IsCpuIsaSupported(isa)) run(isa);

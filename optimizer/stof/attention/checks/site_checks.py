@@ -16,7 +16,6 @@ from onnx import helper
 
 from stof.attention.checks.site_comparison import (
     OperatorCall,
-    attributes_of,
     compare_site,
     heads_in_layout,
     rounded,
@@ -28,6 +27,7 @@ from stof.errors import VerifyError
 from stof.execution.case import Case, Counts, Padding
 from stof.execution.inputs import InputMaker
 from stof.execution.run_limits import LimitReached
+from stof.graph.node_fields import plain_attributes_of
 from stof.mask.check.run_masks import tensors_by_role
 from stof.mask.empty_rows.weaker_rows import number_rows
 from stof.mask.evaluate import allowed_by_mask
@@ -197,7 +197,7 @@ class AttentionChecks(SiteChecks):
             site = rewrite.site
             nodes = _nodes_of(writers, site.output)
             masks = [part.mask for part in parts_of(rewrite)]
-            texts = [str(attributes_of(node).get("mask", "")) for node in nodes]
+            texts = [str(plain_attributes_of(node).get("mask", "")) for node in nodes]
             if texts != [m.expression.text for m in masks]:
                 # Windows longer than any input that is tried show nowhere else.
                 detail = f"the masks of its nodes are {', '.join(map(repr, texts))}"
@@ -205,7 +205,7 @@ class AttentionChecks(SiteChecks):
                 continue
             rows = _row_numbers(rewrite, known)
             for node, mask in zip(nodes, masks, strict=True):
-                places = dict(zip(str(attributes_of(node)["operands"]).split(), node.input[3:], strict=False))
+                places = dict(zip(str(plain_attributes_of(node)["operands"]).split(), node.input[3:], strict=False))
                 if site.sink is not None and site.sink in known:  # the emitted graph may reshape it
                     known[places["sink"]] = known[site.sink].reshape(-1)
                 for operand in mask.operands:  # likewise

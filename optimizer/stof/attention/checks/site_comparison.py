@@ -15,15 +15,17 @@ from onnx import helper
 from stof.attention.checks.row_sample import RowSample, choose_rows
 from stof.attention.function_body import OP
 from stof.execution.upcast import HALF
+from stof.graph.node_fields import plain_attributes_of
 from stof.mask.site import FORBIDDING_VALUE, AttentionSite, EmptyRows, Layout, Operand, heads_in_one
-from stof.runtime.library import Op
+from stof.runtime.library import LibraryError, Op
+from stof.verification.array_distance import ulp_of_largest
 from stof.verification.compare import describe_nonfinite
 from stof.verification.result import Comparison, Coverage
 
 SITE_FACTOR = 2.0  # op error ≤ 2 × the original's own error + 4 ulp
 _SOFT_FILL = -5e3  # a row whose largest score is lower has no key
 _DIGITS = 0.02  # of the output's range: how far fills may take a row without a key from what it stands for
-_EPSILON = {"float32": 1.2e-7, "float16": 9.8e-4, "bfloat16": 7.9e-3}
+_ULPS = 4
 
 
 @dataclass(frozen=True)
@@ -85,13 +87,16 @@ def compare_site(
     policies = set()
     for call in calls:
         arrays = [np.ascontiguousarray(a) for a in (*operands, *(known[n] for n in call.inputs[3:]))]
-        attributes = {**attributes_of(call.node), "layout": " ".join(layout.value for layout in layouts)}
+        attributes = {**plain_attributes_of(call.node), "layout": " ".join(layout.value for layout in layouts)}
         attributes.pop("packed", None)  # of the tensors that the node reads; these hold the site's heads alone
         policies.add(attributes.get("empty_rows"))
         found = np.full(original.shape, np.nan, original.dtype)
         try:
             Op(OP, attributes).run(arrays, [found], threads=2)
-        except Exception as error:  # the message of the op says what it refused
+        except (
+            LibraryError,
+            ValueError,
+        ) as error:  # what the operator refuses, and arrays that the library does not read
             return Comparison(what, np.inf, 0.0, False, site.name, str(error))
         given_rows = True if call.rows is None else call.rows[:, None, :, None]
         mine = np.where(given_rows, heads_in_layout(found, site.output_layout, site.num_heads), mine)
@@ -127,7 +132,7 @@ def compare_site(
     base = np.abs(own.astype(np.float64) - target)
     found_in: list[tuple[float, float, str]] = []
     for part in (good & rows[..., None], good & ~rows[..., None]) if soft else (good,):
-        budget = SITE_FACTOR * float(base[part].max(initial=0.0)) + _budget_ulp(original)
+        budget = SITE_FACTOR * float(base[part].max(initial=0.0)) + _ULPS * ulp_of_largest(original, original.dtype)
         worst = float(errors[part].max(initial=0.0))
         where = _position(np.unravel_index(int(np.argmax(np.where(part, errors, 0))), errors.shape), sample)
         found_in.append((worst, budget, f"largest at (b, h, q, d) = {where}" if worst > budget else ""))
@@ -233,21 +238,8 @@ def heads_in_layout(array: np.ndarray, layout: Layout, heads: int) -> np.ndarray
     return array if layout is Layout.BHSD else array.transpose(0, 2, 1, 3)
 
 
-def attributes_of(node: onnx.NodeProto) -> dict[str, int | float | str | list[int]]:
-    found: dict[str, int | float | str | list[int]] = {}
-    for attribute in node.attribute:
-        value = helper.get_attribute_value(attribute)
-        found[attribute.name] = value.decode() if isinstance(value, bytes) else value
-    return found
-
-
 def rounded(array: np.ndarray, dtype: int) -> np.ndarray:
     """In the site's type, where the model ran widened."""
     if dtype not in HALF or array.dtype != np.float32:
         return array
     return array.astype(helper.tensor_dtype_to_np_dtype(dtype))
-
-
-def _budget_ulp(array: np.ndarray) -> float:
-    finite = np.abs(array[np.isfinite(array)].astype(np.float64))
-    return 4 * _EPSILON.get(array.dtype.name, 1.2e-7) * float(finite.max(initial=0.0))

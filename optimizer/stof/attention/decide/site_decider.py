@@ -79,21 +79,6 @@ def check_shapes(options: Options, model: onnx.ModelProto) -> None:
             raise ArgumentError(f"--shape {name!r} is no symbolic dimension of the model's inputs; these are: {named}")
 
 
-def check_plan(plan: Plan, sites: Sequence[AttentionSite]) -> None:
-    """Refuses a plan of another model.
-
-    Raises:
-        ArgumentError: naming the site.
-    """
-    names = {s.name for s in sites}
-    for entry in plan.entries.get(KEY, ()):
-        if entry.name not in names:
-            raise ArgumentError(
-                f"the plan has site {entry.name!r}, which the model does not have: it is of another model or export; "
-                f"{_known(sites)}"
-            )
-
-
 def _known(sites: Sequence[AttentionSite]) -> str:
     return list_candidates(NAMES, candidates_of(sites, ()))
 

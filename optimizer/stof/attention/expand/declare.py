@@ -21,14 +21,14 @@ from stof.graph.external_data import read_constants
 from stof.graph.index import all_nodes, node_tensors, opset_of, producers
 from stof.graph.node_builder import Builder
 from stof.graph.protobuf import copy_node, copy_with_nodes
-from stof.mask.expression import PADDING, MaskExpression
+from stof.mask.expression import CAUSAL, PADDING, MaskExpression
 from stof.mask.expression_nodes import B, Lookup, Unary
 from stof.mask.site import AttentionSite, OperandView, RuntimeOperand
 from stof.mask.to_onnx import ScoreSizes, emit_mask
 from stof.op_rewrite import Job
 from stof.selection import NamedCandidate
 from stof.sparsify.bias_nodes import emit_bias
-from stof.sparsify.patterns import CAUSAL, HeadCounts, causal_mask
+from stof.sparsify.patterns import HeadCounts, causal_mask
 from stof.sparsify.sparsity import DeclaredPattern
 
 _PREFIX = "stof_pattern_"
@@ -61,7 +61,7 @@ class _Placed:
     softmax: str
     declared: DeclaredPattern
     condition: MaskExpression
-    mask: str
+    mask: MaskExpression
     padding: _Padding | None
 
 
@@ -97,21 +97,20 @@ def declare_on_sites(job: Job, key: str) -> Job:
                 softmax = reasons.softmax_of(site)
                 assert softmax is not None
                 declared = DeclaredPattern(*found, tables={})
-                own = MaskExpression.parse(reasons.masks[site.name])
+                own = reasons.masks[site.name]
                 padding = None if declared.pattern.is_of_distances else reasons.padding_of(site, own)
                 counts_columns = bool(own.vectors) and padding is None
                 sparsity.put(site.name, layer, softmax.output[0], declared, is_padded=counts_columns)
                 condition = declared.pattern.condition if padding is None else declared.pattern.counted_from(_FIRST)
-                mask = (own & condition).text
-                placed.append(_Placed(site, softmax.output[0], declared, condition, mask, padding))
+                placed.append(_Placed(site, softmax.output[0], declared, condition, own & condition, padding))
             layer += 1
     if not placed:
         return job
     model = _add_biases(main.prepared.expand_for([p.site for p in placed]), placed)
     # Stated masks are checked against the graph, and are shorter than what is recovered of it; they cannot have tables.
-    stated = {p.site.name: p.mask for p in placed if not p.declared.pattern.tables}
+    stated = {p.site.name: p.mask.text for p in placed if not p.declared.pattern.tables}
     # A query of padding without a key gives another mixture where biases of mask and pattern add up. Nobody reads it.
-    sparsity.ignored_rows.update(p.site.name for p in placed if MaskExpression.parse(p.mask).vectors)
+    sparsity.ignored_rows.update(p.site.name for p in placed if p.mask.vectors)
     options = replace(job.options, masks={**stated, **job.options.masks})
     return replace(job, model=model, options=options)
 
@@ -120,7 +119,7 @@ class _Reasons:
     """Why sites of the main graph take no pattern."""
 
     def __init__(self, job: Job, scope: Scope) -> None:
-        self.masks: dict[str, str] = {}  # of sites that take a pattern
+        self.masks: dict[str, MaskExpression] = {}  # of sites that take a pattern
         self._symbolic = scope.symbolic
         self._writers = producers(scope.prepared.model.graph.node)
         target = target_of(replace(job.options, tune=0.0), str(job.library.get("cpu_isa", "")))
@@ -144,11 +143,11 @@ class _Reasons:
             row = decided.report
         except StofError as error:
             return str(error)
-        mask = MaskExpression.parse(row.mask).without_padding() if row.mask else None
-        if mask is None or mask != CAUSAL:
+        mask = MaskExpression.parse(row.mask) if row.mask else None
+        if mask is None or mask.without_padding() != CAUSAL:
             found = f": {row.mask}" if row.mask else "" if not row.reason else f": {row.reason}"
             return f"its mask is no plain causal one{found}"
-        self.masks[site.name] = row.mask
+        self.masks[site.name] = mask
         if decided.rewrite is not None:
             self._operands[site.name] = decided.rewrite.mask.operands
         return ""

@@ -17,6 +17,7 @@ import onnx
 from stof.errors import UnsupportedError
 from stof.graph.index import GraphIndex, describe, domain_of, node_tensors, opset_of
 from stof.graph.node_builder import Builder
+from stof.graph.node_fields import attributes_of, input_of
 from stof.graph.protobuf import copy_with_nodes
 from stof.mask.site import AttentionSite, Finding
 from stof.symbolic import Symbolic
@@ -42,7 +43,7 @@ class FusedNode:
 
     def input(self, i: int) -> str:
         """The name of an input, empty where it is not given."""
-        return str(self.node.input[i]) if i < len(self.node.input) else ""
+        return input_of(self.node, i)
 
     def output(self, i: int) -> str:
         """The name of an output, empty where the node does not write it."""
@@ -64,7 +65,7 @@ class FusedNode:
     @cached_property
     def attributes(self) -> dict[str, Any]:
         """The node's attributes by name; strings as bytes."""
-        return {a.name: onnx.helper.get_attribute_value(a) for a in self.node.attribute}
+        return attributes_of(self.node)
 
     def past(self, first: int, second: int) -> tuple[str, str]:
         """The inputs past_key and past_value, empty where there is no past.

@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 import math
 import random
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -25,6 +24,7 @@ from stof.fusion.search.space import FusionScheme, SchemeSpace, expand, unfused_
 from stof.fusion.translate import FusedChain
 from stof.graph.external_data import read_constants
 from stof.graph.load_save import load
+from stof.recursion import deep_recursion
 
 # Graphs under models/graphs that the search is held against enumeration on.
 GRAPHS = (
@@ -82,7 +82,11 @@ class SearchComparison:
 
 def compare_regions(path: Path, batch: int, length: int, measured: bool, seed: int = 0) -> Iterator[SearchComparison]:
     """Compares on the different regions of a model. ``measured``: costs are times on this device, not the cost model's."""
-    sys.setrecursionlimit(max(sys.getrecursionlimit(), 20_000))
+    with deep_recursion():
+        yield from _compare_regions(path, batch, length, measured, seed)
+
+
+def _compare_regions(path: Path, batch: int, length: int, measured: bool, seed: int) -> Iterator[SearchComparison]:
     model = load(path)
     read_constants(path, model)
     from stof.symbolic import Symbolic
@@ -131,10 +135,14 @@ def random_costs(space: SchemeSpace, seed: int) -> Cost:
 
 def compare_spaces(names: Sequence[str], batch: int, length: int, seed: int = 0) -> Iterator[SearchComparison]:
     """Compares on the enumerable spaces of stored graphs, each by the cost model and by random costs."""
+    with deep_recursion():
+        yield from _compare_spaces(names, batch, length, seed)
+
+
+def _compare_spaces(names: Sequence[str], batch: int, length: int, seed: int) -> Iterator[SearchComparison]:
     from stof.bench.gpu.variants import load_module
     from stof.symbolic import Symbolic
 
-    sys.setrecursionlimit(max(sys.getrecursionlimit(), 20_000))
     build = load_module("models/build.py")
     for name in names:
         model = build.load_graph(name)

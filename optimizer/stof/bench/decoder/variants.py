@@ -15,7 +15,7 @@ from onnx import numpy_helper
 from stof.bench.decoder.devices import DecoderDevice
 from stof.bench.decoder.graph import RANDOM, WEIGHTS, Decoder, DecoderShape, build_decoder, matrix_gain, rotary_table
 from stof.files import write_bytes
-from stof.mask.expression import CAUSAL, MaskExpression
+from stof.mask.expression import CAUSAL, MaskExpression, causal_window
 
 ORIGINAL, CACHED = "GroupQueryAttention", "StofCachedAttention"
 WINDOW = 1024
@@ -150,7 +150,7 @@ def masks_of(path: Path) -> list[MaskExpression]:
         values = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
         if node.op_type == ORIGINAL:
             window = values.get("local_window_size", -1)
-            found.append(MaskExpression.parse(f"k <= q and q - k < {window}") if window > 0 else CAUSAL)
+            found.append(causal_window(max(window, 0)))
         elif node.op_type == CACHED:
             tables = {
                 f"table{i}": numpy_helper.to_array(constants[name])

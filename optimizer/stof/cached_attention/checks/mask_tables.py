@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 import onnx
 
-from stof.cached_attention.site import input_of
+from stof.graph.node_fields import input_of
 
 
 class HasTables(Protocol):

@@ -159,10 +159,10 @@ def compute_step(
             for x, w in ((query, step.query_norm), (key, step.key_norm))
         )
     if step.cos is not None:
-        places = step.position_ids
-        if places is None:
-            places = before[:, None] + np.arange(queries)[None]
-        query, key = (_rotate(x, step, places, dtype) for x in (query, key))
+        positions = step.position_ids
+        if positions is None:
+            positions = before[:, None] + np.arange(queries)[None]
+        query, key = (_rotate(x, step, positions, dtype) for x in (query, key))
     query, key = store(query), store(key)
     scale = dtype(step.scale or 1.0 / np.sqrt(size))
     output = np.zeros((batch, heads, queries, size), dtype)
@@ -255,12 +255,12 @@ def _normalize(x: np.ndarray, weight: np.ndarray, epsilon: np.floating[Any]) -> 
     return np.asarray(x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + epsilon) * weight)
 
 
-def _rotate(x: np.ndarray, step: CacheStep, places: np.ndarray, dtype: type[np.floating[Any]]) -> np.ndarray:
-    """The rotary embedding of [B, heads, S, D] at places [B, S]; positions of padding beyond the table count as its last."""
+def _rotate(x: np.ndarray, step: CacheStep, positions: np.ndarray, dtype: type[np.floating[Any]]) -> np.ndarray:
+    """The rotary embedding of [B, heads, S, D] at positions [B, S]; those of padding beyond the table count as its last."""
     assert step.cos is not None
     assert step.sin is not None
-    places = np.clip(places, 0, len(step.cos) - 1)
-    cos, sin = (table.astype(dtype)[places][:, None] for table in (step.cos, step.sin))
+    positions = np.clip(positions, 0, len(step.cos) - 1)
+    cos, sin = (table.astype(dtype)[positions][:, None] for table in (step.cos, step.sin))
     half = cos.shape[-1]
     before, rotated, rest = np.split(x, [step.rotary_offset, step.rotary_offset + 2 * half], axis=-1)
     pairs = (slice(0, None, 2), slice(1, None, 2)) if step.interleaved else (slice(0, half), slice(half, None))

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import onnx
 from onnx import helper
 
+from stof.cached_attention.checks.emitted_sites import emitted_sites, in_type, rounding_of_output, size_or_one
 from stof.cached_attention.checks.expand_norms import expand_norms
 from stof.cached_attention.checks.mask_tables import fault_of_tables
 from stof.cached_attention.checks.oracle import CacheStep, CacheStepResult, compute_step
@@ -25,8 +25,10 @@ from stof.cached_attention.run_inputs import CacheInputMaker
 from stof.cached_attention.run_lengths import RunLengths
 from stof.cached_attention.site import INPUT_INDEX, INPUTS, OP, OP_INPUTS, CacheSite
 from stof.execution.case import Case
+from stof.graph.node_fields import PlainValue
 from stof.runtime.library import LibraryError, Op
 from stof.symbolic import Symbolic
+from stof.verification.array_distance import largest_difference, ulp_of_largest
 from stof.verification.compare import describe_nonfinite
 from stof.verification.model_inputs import ModelInputs
 from stof.verification.perturb import Noisy
@@ -36,7 +38,6 @@ from stof.verification.site_checks import SiteChecks
 _FACTOR = 2.0  # operator error ≤ 2 × that of the contract in the site's own type + 4 ulp
 _ORIGINAL_FACTOR = 16.0  # the runtime's kernels sum in other orders
 _ULPS = 4
-_EPSILON = {"float32": 1.2e-7, "float16": 9.8e-4, "bfloat16": 7.9e-3}
 _LONGEST_WINDOW = 1100  # whose end pasts reach beyond
 _MOST_ELEMENTS = 1 << 20  # of a cache behind which a step is computed, unless one sequence has more
 _PERIOD = 65537  # numbers of a drawn cache; no size of a head divides it
@@ -109,14 +110,14 @@ class CacheChecks(SiteChecks):
         found = {}
         for site in self.cache_sites:
             output, key = site.node.output[:2]
-            found[output] = Noisy(site.dtype, site.num_heads * site.head_size, _largest_of(captured.get(output)))
+            found[output] = rounding_of_output(site, captured)
             if site.quantized:
                 found |= self._quantizer_inputs(site, captured)
             elif site.does_rotary or site.input("k_norm_weight"):
                 rows = captured.get(key)
                 held = None if rows is None else self._lengths.cache_rows(key, captured, rows.shape[2])
                 rows = rows.swapaxes(1, 2)[held] if rows is not None and held is not None else rows
-                found[key] = Noisy(site.dtype, site.head_size, _largest_of(rows))
+                found[key] = Noisy(site.dtype, site.head_size, size_or_one(rows))
         return found
 
     def _quantizer_inputs(self, site: CacheSite, captured: Mapping[str, np.ndarray]) -> dict[str, Noisy]:
@@ -125,38 +126,18 @@ class CacheChecks(SiteChecks):
         counts |= {} if site.is_packed else dict.fromkeys(("key", "value"), site.kv_num_heads)
         tensors = {site.input(name): heads for name, heads in counts.items()}
         return {
-            name: Noisy(site.dtype, heads * site.head_size, _largest_of(captured.get(name)))
+            name: Noisy(site.dtype, heads * site.head_size, size_or_one(captured.get(name)))
             for name, heads in tensors.items()
         }
 
     def compare(self, emitted: onnx.ModelProto, captured: Mapping[str, np.ndarray]) -> Iterator[Comparison]:
-        writers = {o: n for n in emitted.graph.node for o in n.output}
-        stored = {t.name: t for t in emitted.graph.initializer if t.data_location != onnx.TensorProto.EXTERNAL}
-        for site in self.cache_sites:
-            node = writers[site.node.output[0]]
-            attributes = _attributes_of(node)
-            what = f"site {site.name!r}"
-            if attributes.get("mask") != site.mask:
-                # Windows longer than any input that is tried show nowhere else.
-                detail = f"the node's mask is {attributes.get('mask')!r}, expected {site.mask!r}"
-                yield Comparison(what, np.inf, 0.0, False, site.name, detail)
-                continue
-            known = dict(captured)
-            for name in node.input:
-                if name and name not in known and name in stored:
-                    known[name] = onnx.numpy_helper.to_array(stored[name])
-            if detail := fault_of_tables(site, node, known, OP_INPUTS):
-                yield Comparison(what, np.inf, 0.0, False, site.name, detail)
-                continue
-            step = _captured_step(site, node, known)
-            if step is not None:
+        for found in emitted_sites(emitted, self.cache_sites, captured):
+            site = found.site
+            if detail := found.fault_of_mask or fault_of_tables(site, found.node, found.known, OP_INPUTS):
+                yield Comparison(f"site {site.name!r}", np.inf, 0.0, False, site.name, detail)
+            elif (step := _captured_step(site, found.node, found.known)) is not None:
                 output, *caches = (captured.get(o) for o in site.node.output[:3])
-                yield compare_cache_site(site, attributes, step, output, caches)
-
-
-def _largest_of(array: np.ndarray | None) -> float:
-    """The largest finite number of an array, 1 where it is not known."""
-    return 1.0 if array is None else float(np.abs(array[np.isfinite(array)]).max(initial=0.0))
+                yield compare_cache_site(site, found.attributes, step, output, caches)
 
 
 def _captured_step(site: CacheSite, node: onnx.NodeProto, known: Mapping[str, np.ndarray]) -> CacheStep | None:
@@ -201,7 +182,7 @@ def _captured_step(site: CacheSite, node: onnx.NodeProto, known: Mapping[str, np
 
 def compare_cache_site(
     site: CacheSite,
-    attributes: Mapping[str, int | float | str],
+    attributes: Mapping[str, PlainValue],
     captured: CacheStep,
     original: np.ndarray | None,
     caches: Sequence[np.ndarray | None] = (),
@@ -219,7 +200,7 @@ def compare_cache_site(
     dtype = np.dtype(helper.tensor_dtype_to_np_dtype(site.dtype))
     if original is not None and (failure := _compare_original(what, site, captured, original, caches)) is not None:
         return failure
-    own = _in_type(captured, dtype)
+    own = in_type(captured, dtype)
     worst: Comparison | None = None
     total = Coverage(0)
     for label, step in _steps(own):
@@ -252,7 +233,8 @@ def _compare_original(
             return replace(compared, detail=f"the replaced node: {compared.detail}")
     away = np.abs(original.astype(np.float64) - exact.output)[rows]
     budget = _ORIGINAL_FACTOR * (
-        _largest(single.output, exact.output, rows) + _ulps(exact.output[rows], original.dtype)
+        largest_difference(single.output[rows], exact.output[rows])
+        + _ULPS * ulp_of_largest(exact.output[rows], original.dtype)
     )
     if np.isfinite(away).all() and float(away.max(initial=0.0)) <= budget:
         return None
@@ -263,7 +245,7 @@ def _compare_original(
 def _compare_step(
     what: str,
     site: CacheSite,
-    attributes: Mapping[str, int | float | str],
+    attributes: Mapping[str, PlainValue],
     label: str,
     step: CacheStep,
 ) -> Comparison:
@@ -289,8 +271,9 @@ def _compare_step(
         if odd.any():
             detail = f"{place}: {describe_nonfinite(odd, mine[rows], wanted[rows])}"
             return Comparison(what, np.inf, 0.0, False, site.name, detail)
-        away = float(np.abs(mine[rows].astype(np.float64) - wanted[rows]).max(initial=0.0))
-        budget = _FACTOR * _largest(rounded, wanted, rows) + _ulps(wanted[rows], step.query.dtype)
+        away = largest_difference(mine[rows], wanted[rows])
+        own_error = largest_difference(rounded[rows], wanted[rows])
+        budget = _FACTOR * own_error + _ULPS * ulp_of_largest(wanted[rows], step.query.dtype)
         coverage = Coverage(int(mine[rows].size), unused=int(mine[~rows].size) if name == "output" else 0)
         detail = place if away > budget else ""
         results.append(Comparison(what, away, budget, away <= budget, site.name, detail, coverage))
@@ -313,15 +296,7 @@ def _compare_quantized(
     return Comparison(what, away, 1.0, ok, site.name, detail, Coverage(steps.size))
 
 
-def _largest(one: np.ndarray, other: np.ndarray, rows: np.ndarray) -> float:
-    return float(np.abs(one[rows].astype(np.float64) - other[rows]).max(initial=0.0))
-
-
-def _ulps(array: np.ndarray, dtype: np.dtype) -> float:
-    return _ULPS * _EPSILON.get(dtype.name, 1.2e-7) * float(np.abs(array).max(initial=0.0))
-
-
-def run_step(attributes: Mapping[str, int | float | str], step: CacheStep) -> CacheStepResult:
+def run_step(attributes: Mapping[str, PlainValue], step: CacheStep) -> CacheStepResult:
     """Runs the library's operator on a step, into buffers that were filled with large numbers.
 
     Raises:
@@ -435,24 +410,3 @@ def _fill_cache(past: np.ndarray, capacity: int, rng: np.random.Generator, dtype
     shape = (past.shape[0], past.shape[1], capacity, past.shape[3])
     numbers = rng.standard_normal(_PERIOD) * (spread or 1.0)
     return np.resize((np.clip(numbers, -127, 127) if is_quantized(past) else numbers).astype(dtype), shape)
-
-
-def _in_type(step: CacheStep, dtype: np.dtype) -> CacheStep:
-    """The step with floats in the site's own type, where the model ran widened."""
-    changed: dict[str, Any] = {
-        name: array.astype(dtype)
-        for name, array in vars(step).items()
-        if isinstance(array, np.ndarray)
-        and array.dtype == np.float32
-        and dtype != np.float32
-        and not name.endswith("_scale")  # of quantized caches: fp32 in any model
-    }
-    return replace(step, **changed) if changed else step
-
-
-def _attributes_of(node: onnx.NodeProto) -> dict[str, int | float | str]:
-    found: dict[str, int | float | str] = {}
-    for attribute in node.attribute:
-        value = helper.get_attribute_value(attribute)
-        found[attribute.name] = value.decode() if isinstance(value, bytes) else value
-    return found

@@ -9,22 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import onnx
 from onnx import helper
 
+from stof.cached_attention.checks.emitted_sites import emitted_sites, in_type, rounding_of_output
 from stof.cached_attention.checks.mask_tables import fault_of_tables
 from stof.cached_attention.paged.emit import emit_pages
 from stof.cached_attention.paged.expand import expand_pages
 from stof.cached_attention.paged.oracle import PagedStep, PagedStepResult, compute_paged_step
 from stof.cached_attention.paged.run_inputs import PagedInputMaker
 from stof.cached_attention.paged.site import INPUT_INDEX, INPUTS, OP, OP_INPUTS, PagedSite
-from stof.cached_attention.site import attributes_of, input_of
 from stof.execution.case import Case
+from stof.graph.node_fields import PlainValue, input_of
 from stof.runtime.library import LibraryError, Op
 from stof.symbolic import Symbolic
+from stof.verification.array_distance import largest_difference, ulp_of_largest
 from stof.verification.compare import describe_nonfinite
 from stof.verification.model_inputs import ModelInputs
 from stof.verification.perturb import Noisy
@@ -34,7 +35,6 @@ from stof.verification.site_checks import SiteChecks
 _FACTOR = 2.0  # operator error ≤ 2 × that of the contract in the site's own type + 4 ulp
 _ORIGINAL_FACTOR = 16.0  # the expanded nodes sum in other orders
 _ULPS = 4
-_EPSILON = {"float32": 1.2e-7, "float16": 9.8e-4, "bfloat16": 7.9e-3}
 _LONGEST_REACH = 1100  # keys of a past behind which a pattern is compared
 _MOST_ELEMENTS = 1 << 20  # of such a past, unless one sequence has more
 _POISON = 1e4  # what buffers hold before a run
@@ -81,32 +81,15 @@ class PagedChecks(SiteChecks):
         return emit_pages(self._base, [s for s in self.paged_sites if s.name in set(sites)])
 
     def rounding_errors(self, captured: Mapping[str, np.ndarray]) -> dict[str, Noisy]:
-        found = {}
-        for site in self.paged_sites:
-            array = captured.get(site.node.output[0])
-            largest = 1.0 if array is None else float(np.abs(array[np.isfinite(array)]).max(initial=0.0))
-            found[site.node.output[0]] = Noisy(site.dtype, site.num_heads * site.head_size, largest)
-        return found
+        return {s.node.output[0]: rounding_of_output(s, captured) for s in self.paged_sites}
 
     def compare(self, emitted: onnx.ModelProto, captured: Mapping[str, np.ndarray]) -> Iterator[Comparison]:
-        writers = {o: n for n in emitted.graph.node for o in n.output}
-        stored = {t.name: t for t in emitted.graph.initializer if t.data_location != onnx.TensorProto.EXTERNAL}
-        for site in self.paged_sites:
-            node = writers[site.node.output[0]]
-            attributes = _attributes_of(node)
-            if attributes.get("mask") != site.mask:
-                detail = f"the node's mask is {attributes.get('mask')!r}, expected {site.mask!r}"
+        for found in emitted_sites(emitted, self.paged_sites, captured):
+            site = found.site
+            if detail := found.fault_of_mask or fault_of_tables(site, found.node, found.known, OP_INPUTS):
                 yield Comparison(f"site {site.name!r}", np.inf, 0.0, False, site.name, detail)
-                continue
-            known = dict(captured)
-            for name in node.input:
-                if name and name not in known and name in stored:
-                    known[name] = onnx.numpy_helper.to_array(stored[name])
-            if detail := fault_of_tables(site, node, known, OP_INPUTS):
-                yield Comparison(f"site {site.name!r}", np.inf, 0.0, False, site.name, detail)
-                continue
-            if (step := _captured_step(site, node, known)) is not None:
-                yield compare_paged_site(site, attributes, step, captured.get(site.node.output[0]))
+            elif (step := _captured_step(site, found.node, found.known)) is not None:
+                yield compare_paged_site(site, found.attributes, step, captured.get(site.node.output[0]))
 
 
 def _captured_step(site: PagedSite, node: onnx.NodeProto, known: Mapping[str, np.ndarray]) -> PagedStep | None:
@@ -142,7 +125,7 @@ def _captured_step(site: PagedSite, node: onnx.NodeProto, known: Mapping[str, np
 
 
 def compare_paged_site(
-    site: PagedSite, attributes: Mapping[str, int | float | str], captured: PagedStep, original: np.ndarray | None
+    site: PagedSite, attributes: Mapping[str, PlainValue], captured: PagedStep, original: np.ndarray | None
 ) -> Comparison:
     """The operator beside the contract in fp64, in a captured step, and in one token of each sequence behind a long past.
 
@@ -155,13 +138,15 @@ def compare_paged_site(
     what = f"site {site.name!r}"
     if original is not None:
         exact, single = compute_paged_step(captured), compute_paged_step(captured, np.float32)
-        away = float(np.abs(original.astype(np.float64) - exact.output).max(initial=0.0))
-        budget = _ORIGINAL_FACTOR * (_largest(single.output, exact.output) + _ulps(exact.output, original.dtype))
+        away = largest_difference(original, exact.output)
+        budget = _ORIGINAL_FACTOR * (
+            largest_difference(single.output, exact.output) + _ULPS * ulp_of_largest(exact.output, original.dtype)
+        )
         if not away <= budget:  # NaN, too
             detail = "the replaced node computes something else than the operator's contract"
             return Comparison(what, away, budget, False, site.name, detail)
     dtype = np.dtype(helper.tensor_dtype_to_np_dtype(site.dtype))
-    step = _in_type(captured, dtype)
+    step = in_type(captured, dtype)
     results = _compare_step(site, attributes, step)
     if site.declared is not None and all(r.ok for r in results) and (behind := _behind_past(step)) is not None:
         results += [
@@ -172,7 +157,7 @@ def compare_paged_site(
     return replace(worst, coverage=Coverage(sum(c.coverage.compared for c in results)))
 
 
-def _compare_step(site: PagedSite, attributes: Mapping[str, int | float | str], step: PagedStep) -> list[Comparison]:
+def _compare_step(site: PagedSite, attributes: Mapping[str, PlainValue], step: PagedStep) -> list[Comparison]:
     """Output and caches of a step beside the contract; one comparison where the operator fails."""
     what, dtype = f"site {site.name!r}", step.query.dtype
     exact, single = compute_paged_step(step), compute_paged_step(step, np.float32, dtype)
@@ -187,8 +172,8 @@ def _compare_step(site: PagedSite, attributes: Mapping[str, int | float | str], 
         if odd.any():
             detail = f"{name}: {describe_nonfinite(odd, mine, wanted)}"
             return [Comparison(what, np.inf, 0.0, False, site.name, detail)]
-        away = _largest(mine, wanted)
-        budget = _FACTOR * _largest(rounded, wanted) + _ulps(wanted, dtype)
+        away = largest_difference(mine, wanted)
+        budget = _FACTOR * largest_difference(rounded, wanted) + _ULPS * ulp_of_largest(wanted, dtype)
         detail = name if away > budget else ""
         results.append(Comparison(what, away, budget, away <= budget, site.name, detail, Coverage(int(mine.size))))
     return results
@@ -231,7 +216,7 @@ def _behind_past(captured: PagedStep) -> PagedStep | None:
     )
 
 
-def run_paged_step(attributes: Mapping[str, int | float | str], step: PagedStep) -> PagedStepResult:
+def run_paged_step(attributes: Mapping[str, PlainValue], step: PagedStep) -> PagedStepResult:
     """Runs the library's operator on a step, into buffers that were filled with large numbers.
 
     Raises:
@@ -252,25 +237,3 @@ def run_paged_step(attributes: Mapping[str, int | float | str], step: PagedStep)
     given = [None if x is None else np.ascontiguousarray(x) for x in inputs]
     Op(OP, attributes).run(given, [output, *caches], threads=2)
     return PagedStepResult(output, caches[0], caches[1])
-
-
-def _largest(one: np.ndarray, other: np.ndarray) -> float:
-    return float(np.abs(one.astype(np.float64) - other).max(initial=0.0))
-
-
-def _ulps(array: np.ndarray, dtype: np.dtype) -> float:
-    return _ULPS * _EPSILON.get(dtype.name, 1.2e-7) * float(np.abs(array).max(initial=0.0))
-
-
-def _in_type(step: PagedStep, dtype: np.dtype) -> PagedStep:
-    """The step with floats in the site's own type, where the model ran widened."""
-    changed: dict[str, Any] = {
-        name: array.astype(dtype)
-        for name, array in vars(step).items()
-        if isinstance(array, np.ndarray) and array.dtype == np.float32 and dtype != np.float32
-    }
-    return replace(step, **changed) if changed else step
-
-
-def _attributes_of(node: onnx.NodeProto) -> dict[str, int | float | str]:
-    return {n: v.decode() if isinstance(v, bytes) else v for n, v in attributes_of(node).items()}

@@ -14,9 +14,11 @@ import onnx
 from onnx import helper
 
 from stof.cached_attention.function_body import fill_tables, make_variant_function
+from stof.cached_attention.node_site import MICROSOFT
 from stof.cached_attention.paged.expand import add_tables, expand_node
-from stof.cached_attention.paged.site import INPUTS, MICROSOFT, OP, OP_INPUTS, OUTPUTS, PAGED, PagedNode, PagedSite
-from stof.graph.index import DOMAIN, all_nodes, opset_of
+from stof.cached_attention.paged.site import INPUTS, OP, OP_INPUTS, OUTPUTS, PAGED, PagedNode, PagedSite
+from stof.cached_attention.rewrite_node import rewrite_node
+from stof.graph.index import all_nodes, opset_of
 from stof.graph.local_functions import add_functions, check_absent
 from stof.graph.names import FreshNames
 from stof.graph.node_builder import Builder
@@ -28,14 +30,14 @@ from stof.mask.expression import MaskExpression
 class PagedVariant:
     """What the function body of a call depends on: the node's attributes, serialized in order, and which inputs it has.
 
-    ``pattern`` is the mask that --sparsify declared, empty where none was. The other numbers are given with it: ``heads`` are
+    ``pattern`` is the mask that --sparsify declared, None where none was. The other numbers are given with it: ``heads`` are
     H, G, D and R, and ``tables`` the element types of the pattern's tables, from table0 on.
     """
 
     attributes: tuple[bytes, ...]
     given: tuple[bool, ...]
     dtype: int
-    pattern: str = ""
+    pattern: MaskExpression | None = None
     heads: tuple[int, int, int, int] = (0, 0, 0, 0)
     tables: tuple[int, ...] = ()
 
@@ -63,13 +65,22 @@ class PagedVariant:
             inputs.pop()
         node = helper.make_node(PAGED, inputs, list(outputs), name=name, domain=MICROSOFT)
         node.attribute.extend(onnx.AttributeProto.FromString(a) for a in self.attributes)
-        if not self.pattern:
+        if self.pattern is None:
             return [node]
         builder = Builder(opset, f"{name}_")
         num_heads, groups, size, rotary = self.heads
-        paged = PagedNode(name, node, num_heads, groups, size, self.dtype, 0, rotary)
+        paged = PagedNode(
+            name=name,
+            node=node,
+            num_heads=num_heads,
+            kv_num_heads=groups,
+            head_size=size,
+            dtype=self.dtype,
+            window=0,
+            rotary_size=rotary,
+        )
         tables = {f"table{i}": f"table{i}" for i in range(len(self.tables))}
-        expand_node(builder, paged, outputs, MaskExpression.parse(self.pattern), tables)
+        expand_node(builder, paged, outputs, self.pattern, tables)
         return builder.nodes
 
 
@@ -90,7 +101,8 @@ def emit_pages(model: onnx.ModelProto, sites: Sequence[PagedSite]) -> onnx.Model
     for node in found.graph.node:
         site = by_output.get(node.output[0]) if node.output else None
         if site is not None:
-            _rewrite_node(node, site, names, variants.setdefault(PagedVariant.of(site), len(variants)))
+            number = variants.setdefault(PagedVariant.of(site), len(variants))
+            rewrite_node(node, site, OP, site.read_inputs, len(OUTPUTS), number, names)
             calls.append(node)
     add_tables(found.graph, sites)
     fill_tables(calls, list(variants), OP_INPUTS)
@@ -99,30 +111,3 @@ def emit_pages(model: onnx.ModelProto, sites: Sequence[PagedSite]) -> onnx.Model
     function = make_variant_function(OP, OP_INPUTS[:most], OUTPUTS, list(variants), opset_of(model), contrib)
     add_functions(found, [function])
     return found
-
-
-def _rewrite_node(node: onnx.NodeProto, site: PagedSite, names: FreshNames, mask_id: int) -> None:
-    """Turns a node into the operator in place; documentation and metadata stay."""
-    attributes = {
-        "num_heads": site.num_heads,
-        "kv_num_heads": site.kv_num_heads,
-        "mask": site.mask,
-        "mask_id": mask_id,
-        "scale": site.scale,
-        "softcap": site.softcap,
-        "do_rotary": int(site.does_rotary),
-        "rotary_interleaved": int(site.is_interleaved),
-        "rotary_offset": site.rotary_offset,
-        "qk_norm_epsilon": site.norm_epsilon,
-    }
-    inputs = site.read_inputs
-    while not inputs[-1]:
-        inputs.pop()
-    node.op_type, node.domain = OP, DOMAIN
-    node.name = names.make(f"{site.name.rpartition('/')[0] or site.name}/{OP}")
-    outputs = list(node.output[: len(OUTPUTS)])
-    for field, values in ((node.input, inputs), (node.output, outputs)):
-        del field[:]
-        field.extend(values)
-    del node.attribute[:]
-    node.attribute.extend(helper.make_attribute(name, value) for name, value in attributes.items())

@@ -6,17 +6,32 @@ Source: the operator's schema in ONNX Runtime 1.31 and 1.32.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import onnx
 
-from stof.attention.limits import limits_of, type_names
-from stof.cached_attention.paged.site import INPUT_INDEX, INPUTS, MICROSOFT, OUTPUTS, PAGED, PagedSite, input_of
-from stof.cached_attention.site import attributes_of, output_of
+from stof.attention.limits import type_names
+from stof.cached_attention.node_checks import (
+    check_attribute_types,
+    check_cache_heads,
+    check_columns,
+    check_element_types,
+    check_flags,
+    check_kernel_limits,
+    check_numbers,
+    check_vectors,
+    read_head_counts,
+    read_head_size,
+    read_rotary_size,
+    read_shape,
+    read_window,
+)
+from stof.cached_attention.node_site import MICROSOFT
+from stof.cached_attention.paged.site import INPUT_INDEX, INPUTS, OUTPUTS, PAGED, PagedSite
 from stof.errors import UnsupportedError
 from stof.graph.index import GraphIndex, domain_of
-from stof.symbolic import Int, Symbolic, integer
+from stof.graph.node_fields import attributes_of, input_of, output_of
+from stof.symbolic import Int, Symbolic
 
 _ATTRIBUTES: dict[str, type] = {
     **dict.fromkeys(("num_heads", "kv_num_heads", "local_window_size", "do_rotary", "rotary_interleaved"), int),
@@ -24,11 +39,7 @@ _ATTRIBUTES: dict[str, type] = {
     **dict.fromkeys(("scale", "softcap", "qk_norm_epsilon"), float),
     **dict.fromkeys(("kv_cache_layout", "k_quant_type", "v_quant_type", "k_cache_dtype", "v_cache_dtype"), bytes),
 }
-_TYPE_WORDS = {int: "an integer", float: "a float", bytes: "a string"}
 _FLAGS = ("do_rotary", "rotary_interleaved", "is_causal")
-_MOST_HEADS = 1 << 16
-_LARGEST_WINDOW = 1 << 22
-_SOFTCAPS = (1e-30, 1e30)
 _LEAST_BLOCK = 16
 _REQUIRED = ("query", "key_cache", "value_cache", "cumulative_sequence_length", "past_seqlens", "block_table")
 _PAIRS = (("key", "value"), ("cos_cache", "sin_cache"), ("q_norm_weight", "k_norm_weight"))
@@ -60,24 +71,41 @@ def read_paged_site(name: str, node: onnx.NodeProto, index: GraphIndex, symbolic
     window = _refuse_attributes(node)
     _refuse_signature(node, index)
     attributes = attributes_of(node)
-    heads, groups = (int(attributes.get(n, 0)) for n in ("num_heads", "kv_num_heads"))
-    if not 0 < groups <= heads <= _MOST_HEADS or heads % groups:
-        raise UnsupportedError(f"it has {heads} query heads on {groups} key heads, expected a multiple of them")
+    heads, groups = read_head_counts(attributes)
     query = _shape(symbolic, node, "query", 2)
     cache = _shape(symbolic, node, "key_cache", 4)
-    head_size = _head_size(symbolic, node, (heads, groups), query, cache)
+    head_size = read_head_size(query[1], cache[3], (heads, groups), is_packed=not _input(node, "key"))
+    for fresh in ("key", "value"):
+        if _input(node, fresh):
+            check_columns(fresh, _shape(symbolic, node, fresh, 2)[1], groups, head_size)
     dtype = symbolic.dtype(node.input[0])
-    _check_types(symbolic, node, dtype, head_size, target)
-    _check_caches(symbolic, node, cache, (groups, head_size))
+    check_kernel_limits(dtype, head_size, target)
+    check_element_types(symbolic, dtype, {n: _input(node, n) for n in _OF_QUERY_TYPE}, ("key_cache", "value_cache"))
+    _check_integers(symbolic, node)
+    _check_caches(cache, _shape(symbolic, node, "value_cache", 4), groups, head_size)
     past, table = _shape(symbolic, node, "past_seqlens", 1), _shape(symbolic, node, "block_table", 2)
-    rotary = _rotary_size(symbolic, node, head_size) if attributes.get("do_rotary", 0) else 0
-    for vector, size in (("head_sink", heads), ("q_norm_weight", head_size), ("k_norm_weight", head_size)):
-        shape = symbolic.shape(_input(node, vector)) if _input(node, vector) else None
-        if shape is not None and (len(shape) != 1 or shape[0].constant not in (None, size)):
-            raise UnsupportedError(f"{vector} has shape {[str(d) for d in shape]}, expected [{size}]")
+    rotary = 0
+    if attributes.get("do_rotary", 0):
+        most = (head_size - int(attributes.get("rotary_offset", 0))) // 2
+        reason = "half of the elements that it may rotate"
+        rotary = read_rotary_size(symbolic, _input(node, "cos_cache"), most, reason)
+    sizes = {"head_sink": heads, "q_norm_weight": head_size, "k_norm_weight": head_size}
+    check_vectors(symbolic, [(name, _input(node, name), size) for name, size in sizes.items()])
     return PagedSite(
-        name, node, heads, groups, head_size, dtype, window, rotary, query[0], past[0], cache[0], cache[1], table[1]
-    )  # fmt: skip
+        name=name,
+        node=node,
+        num_heads=heads,
+        kv_num_heads=groups,
+        head_size=head_size,
+        dtype=dtype,
+        window=window,
+        rotary_size=rotary,
+        tokens=query[0],
+        batch=past[0],
+        blocks=cache[0],
+        block_size=cache[1],
+        columns=table[1],
+    )
 
 
 def _input(node: onnx.NodeProto, name: str) -> str:
@@ -87,31 +115,17 @@ def _input(node: onnx.NodeProto, name: str) -> str:
 def _refuse_attributes(node: onnx.NodeProto) -> int:
     """Checks the attributes. Returns the window, 0 for none."""
     attributes = attributes_of(node)
-    if unknown := sorted(set(attributes) - set(_ATTRIBUTES)):
-        raise UnsupportedError(f"it has attribute {unknown[0]!r}, whose meaning is not known")
-    for name, value in attributes.items():
-        if not isinstance(value, _ATTRIBUTES[name]):
-            raise UnsupportedError(f"its attribute {name} is {value!r}, expected {_TYPE_WORDS[_ATTRIBUTES[name]]}")
+    check_attribute_types(attributes, _ATTRIBUTES)
     _refuse_values(attributes)
-    for name in ("scale", "softcap", "qk_norm_epsilon"):
-        if not math.isfinite(attributes.get(name, 0.0)) or attributes.get(name, 0.0) < 0:
-            raise UnsupportedError(f"{name} is {attributes[name]}, expected a number from 0 on")
-    softcap = attributes.get("softcap", 0.0)
-    if softcap and not _SOFTCAPS[0] <= softcap <= _SOFTCAPS[1]:
-        raise UnsupportedError(f"softcap is {softcap}, expected 0 or {_SOFTCAPS[0]:g} to {_SOFTCAPS[1]:g}")
+    check_numbers(attributes)
     offset = attributes.get("rotary_offset", 0)
     if offset < 0 or offset % 8:
         raise UnsupportedError(f"rotary_offset is {offset}, expected a multiple of 8")
-    window = int(attributes.get("local_window_size", -1))
-    if window == 0 or not -1 <= window <= _LARGEST_WINDOW:
-        raise UnsupportedError(f"local_window_size is {window}, expected -1 or 1 to {_LARGEST_WINDOW}")
-    return max(window, 0)
+    return read_window(attributes)
 
 
 def _refuse_values(attributes: dict[str, Any]) -> None:
-    for name in _FLAGS:
-        if attributes.get(name, 0) not in (0, 1):
-            raise UnsupportedError(f"its attribute {name} is {attributes[name]}, expected 0 or 1")
+    check_flags(attributes, _FLAGS)
     layout = attributes.get("kv_cache_layout", b"SEPARATE").decode(errors="replace")
     if layout not in ("", "SEPARATE"):
         raise UnsupportedError(
@@ -161,82 +175,23 @@ def _refuse_signature(node: onnx.NodeProto, index: GraphIndex) -> None:
 
 
 def _shape(symbolic: Symbolic, node: onnx.NodeProto, name: str, rank: int) -> tuple[Int, ...]:
-    tensor = _input(node, name)
-    found = symbolic.shape(tensor)
-    if found is None or len(found) != rank:
-        known = "is not known" if found is None else f"has {len(found)} axes, expected {rank}"
-        raise UnsupportedError(f"the shape of {name} {tensor!r} {known}")
-    return tuple(found)
+    return read_shape(symbolic, name, _input(node, name), rank)
 
 
-def _head_size(
-    symbolic: Symbolic, node: onnx.NodeProto, counts: tuple[int, int], query: tuple[Int, ...], cache: tuple[Int, ...]
-) -> int:
-    heads, groups = counts
-    whole = heads if _input(node, "key") else heads + 2 * groups
-    size = query[1].divide(integer(whole))
-    number = None if size is None else size.constant
-    if number is None and query[1].constant is not None:
-        raise UnsupportedError(f"query has {query[1].constant} columns, no multiple of {whole} heads")
-    number = cache[3].constant if number is None else number
-    if number is None:
-        raise UnsupportedError("the head size is not known before the run")
-    for name in ("key", "value"):
-        if not _input(node, name):
-            continue
-        own = _shape(symbolic, node, name, 2)
-        if own[1].constant not in (None, groups * number):
-            raise UnsupportedError(f"{name} has {own[1].constant} columns, expected {groups} heads of {number}")
-    return number
-
-
-def _check_types(symbolic: Symbolic, node: onnx.NodeProto, dtype: int, head_size: int, target: str) -> None:
-    types = limits_of(target)
-    if dtype not in types:
-        found = type_names([dtype], "or") if dtype else "not known"
-        raise UnsupportedError(f"the element type of query is {found.strip()}, expected {type_names(types, 'or')}")
-    for name in _OF_QUERY_TYPE:
-        own = symbolic.dtype(_input(node, name)) if _input(node, name) else dtype
-        if own not in (0, dtype):
-            quantized = "its cache is quantized: " if name in ("key_cache", "value_cache") else ""
-            raise UnsupportedError(
-                f"{quantized}{name} {_input(node, name)!r} is {type_names([own], 'or').strip()}, expected query's "
-                f"{type_names([dtype], 'or').strip()}"
-            )
+def _check_integers(symbolic: Symbolic, node: onnx.NodeProto) -> None:
     for name in _INTEGERS:
         own = symbolic.dtype(_input(node, name)) if _input(node, name) else 0
         if own not in (0, onnx.TensorProto.INT32):
             raise UnsupportedError(f"{name} is {type_names([own], 'or').strip()}, expected int32")
-    limits = types[dtype]
-    if not 1 <= head_size <= limits.largest_head_size:
-        raise UnsupportedError(f"no kernel: head size {head_size}, expected 1 to {limits.largest_head_size}")
-    if head_size % limits.head_size_multiple_of:
-        raise UnsupportedError(
-            f"no kernel: head size {head_size}, expected a multiple of {limits.head_size_multiple_of}"
-        )
 
 
-def _check_caches(symbolic: Symbolic, node: onnx.NodeProto, cache: tuple[Int, ...], sizes: tuple[int, int]) -> None:
-    other = _shape(symbolic, node, "value_cache", 4)
-    for name, shape in (("key_cache", cache), ("value_cache", other)):
-        for axis, size, what in ((2, sizes[0], "heads"), (3, sizes[1], "as head size")):
-            if shape[axis].constant not in (None, size):
-                raise UnsupportedError(f"{name} has {shape[axis].constant} {what}, expected {size}")
+def _check_caches(keys: tuple[Int, ...], values: tuple[Int, ...], groups: int, head_size: int) -> None:
+    shapes = {"key_cache": keys, "value_cache": values}
+    check_cache_heads(shapes, 2, groups, head_size)
+    for name, shape in shapes.items():
         rows = shape[1].constant
         if rows is not None and (rows < _LEAST_BLOCK or rows & (rows - 1)):
             raise UnsupportedError(f"{name} has blocks of {rows} rows, expected a power of two from {_LEAST_BLOCK} on")
     for axis in (0, 1):
-        if None not in (cache[axis].constant, other[axis].constant) and cache[axis] != other[axis]:
-            raise UnsupportedError(f"key_cache has {cache[axis]} as size {axis}, value_cache {other[axis]}")
-
-
-def _rotary_size(symbolic: Symbolic, node: onnx.NodeProto, head_size: int) -> int:
-    if not _input(node, "cos_cache"):
-        raise UnsupportedError("do_rotary is 1, and it has no cos_cache")
-    most = (head_size - int(attributes_of(node).get("rotary_offset", 0))) // 2
-    size = _shape(symbolic, node, "cos_cache", 2)[1].constant
-    if size is not None and not 1 <= size <= most:
-        raise UnsupportedError(
-            f"cos_cache has {size} columns, expected 1 to {most}, half of the elements that it may rotate"
-        )
-    return 2 * (size or 0)
+        if None not in (keys[axis].constant, values[axis].constant) and keys[axis] != values[axis]:
+            raise UnsupportedError(f"key_cache has {keys[axis]} as size {axis}, value_cache {values[axis]}")

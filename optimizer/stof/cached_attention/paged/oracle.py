@@ -72,8 +72,8 @@ class PagedStep:
     def rows_of(self, sequence: int, count: int) -> np.ndarray:
         """The rows of the cache, seen as [rows, G, D], at the first positions of a sequence."""
         size = self.key_cache.shape[1]
-        places = np.arange(count)
-        return np.asarray(self.table[sequence][places // size].astype(np.int64) * size + places % size)
+        positions = np.arange(count)
+        return np.asarray(self.table[sequence][positions // size].astype(np.int64) * size + positions % size)
 
 
 @dataclass(frozen=True)

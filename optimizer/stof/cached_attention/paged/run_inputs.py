@@ -237,6 +237,6 @@ def _slots(table: np.ndarray, new: np.ndarray, past: np.ndarray, size: int) -> n
     """The rows [N] of the cache that a step's tokens take by the block table."""
     found = []
     for row, count, before in zip(table, new, past, strict=True):
-        places = before + np.arange(count)
-        found.append(row[places // size] * size + places % size)
+        positions = before + np.arange(count)
+        found.append(row[positions // size] * size + positions % size)
     return np.concatenate(found).astype(np.int32) if found else np.zeros(0, np.int32)

@@ -18,6 +18,7 @@ from onnx import TensorProto, helper, numpy_helper
 from stof.graph.editor import Editor
 from stof.graph.index import opset_of
 from stof.graph.node_builder import Builder
+from stof.graph.node_fields import attributes_of
 from stof.mask.expression import PADDING, MaskExpression
 from stof.mask.expression_nodes import TRUE, B, Binary, Constant, Lookup, Name, Node, Q, join
 from stof.mask.site import AttentionSite, EmptyRows, Layout, LiftedMask, RuntimeOperand
@@ -243,7 +244,7 @@ def _import_nodes(
     found: dict[str, gs.Tensor] = dict(given)
     types: dict[str, int] = {}
     for proto in protos:
-        attributes = {a.name: helper.get_attribute_value(a) for a in proto.attribute}
+        attributes = attributes_of(proto)
         out = proto.output[0]
         if proto.op_type == "Constant":
             array = numpy_helper.to_array(attributes["value"])

@@ -33,7 +33,7 @@ def round_tokens(model: onnx.ModelProto, sites: Iterable[MlpSite], dtype: int) -
     weights: dict[str, MlpWeight] = {}
     for site in sites:
         if site.rounds_tokens:
-            weights |= {w.tensor: w for w in (site.up, site.down) if w is not None}
+            weights |= {w.tensor: w for w in site.weights}
     if not weights:
         return None
     taken = FreshNames({t for n in all_nodes(model.graph.node) for t in node_tensors(n)})

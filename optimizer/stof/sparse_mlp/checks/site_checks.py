@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MLP sites before verification: the operator on captured activations beside the dense MLP in fp64."""
+"""MLP sites before verification: the operator on captured activations beside the MLP in fp64."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,12 @@ import numpy as np
 import onnx
 from onnx import helper
 
-from stof.graph.external_data import map_array
 from stof.runtime.library import LibraryError, Op
+from stof.sparse_mlp.checks.oracle import Constants, MlpWeights, compute_gate, compute_mlp
 from stof.sparse_mlp.checks.rounded_tokens import round_tokens
-from stof.sparse_mlp.emit import emit_mlps
-from stof.sparse_mlp.quantized import dequantize
-from stof.sparse_mlp.site import INPUT_INDEX, OP, MlpSite, MlpWeight
+from stof.sparse_mlp.checks.selected_neurons import select_neurons
+from stof.sparse_mlp.emit import emit_mlps, without_selection
+from stof.sparse_mlp.site import OP, OP_INPUTS, MlpSite
 from stof.symbolic import Symbolic
 from stof.verification.compare import describe_nonfinite
 from stof.verification.perturb import Noisy
@@ -29,9 +29,8 @@ _ORIGINAL_FACTOR = 16.0  # the runtime's kernels sum in other orders
 _ULPS = 4
 _EPSILON = {"float32": 1.2e-7, "float16": 9.8e-4, "bfloat16": 7.9e-3}
 _MOST_TOKENS = 48  # that are compared
-_BLOCK = 1024  # neurons that are multiplied together, in fp64
+_MOST_PREDICTED = 12  # likewise, where each token has thresholds of its own
 _QUANTIZED_SHARE = 0.05  # of the largest output: further off, quantized nodes compute something else
-_TOKENS = (INPUT_INDEX["input"], INPUT_INDEX["gate"])
 _POISON = 1e4  # what buffers hold before a run
 
 
@@ -56,11 +55,12 @@ class MlpChecks(SiteChecks):
 
     def tensors(self) -> list[str]:
         given = {i.name for i in self.working.graph.input}
-        found = [t for s in self.mlp_sites for t in (s.gate, s.input, s.output) if t]
+        found = [t for s in self.mlp_sites for t in (s.gate, s.tokens_input, s.output) if t]
         return [t for t in dict.fromkeys(found) if t not in given]
 
     def emit(self, sites: Sequence[str]) -> onnx.ModelProto:
-        return emit_mlps(self.working, [s for s in self.mlp_sites if s.name in set(sites)], self._folder)
+        some = [s for s in self.mlp_sites if s.name in set(sites)]
+        return without_selection(emit_mlps(self.working, some, self._folder))
 
     def rounding_variants(self, working: onnx.ModelProto, dtype: Callable[[str], int]) -> list[onnx.ModelProto]:
         rounded = round_tokens(working, self.mlp_sites, dtype(self.mlp_sites[0].output))
@@ -76,42 +76,27 @@ class MlpChecks(SiteChecks):
 
     def compare(self, emitted: onnx.ModelProto, captured: Mapping[str, np.ndarray]) -> Iterator[Comparison]:
         nodes = {n.output[0]: n for n in emitted.graph.node if n.output and n.op_type == OP}
-        own = _Constants(emitted.graph, self._folder)
-        original = _Constants(self.working.graph, self._folder)
+        own = Constants(emitted.graph, self._folder)
+        original = Constants(self.working.graph, self._folder)
         for site in self.mlp_sites:
-            if site.gate in captured and (not site.input or site.input in captured):
+            if site.gate in captured and (not site.tokens_input or site.tokens_input in captured):
                 yield _compare_site(site, nodes[site.output], original, own, captured)
 
 
-class _Constants:
-    """The constants of a graph, those that a Transpose computes among them."""
-
-    def __init__(self, graph: onnx.GraphProto, folder: Path) -> None:
-        self._stored = {t.name: t for t in graph.initializer}
-        self._transposes = {n.output[0]: n.input[0] for n in graph.node if n.op_type == "Transpose"}
-        self._folder = folder
-
-    def read(self, name: str) -> np.ndarray:
-        """A constant by its name."""
-        if name in self._stored:
-            return map_array(self._stored[name], self._folder)
-        return np.ascontiguousarray(self.read(self._transposes[name]).T)
-
-
 def _compare_site(
-    site: MlpSite, node: onnx.NodeProto, original: _Constants, own: _Constants, captured: Mapping[str, np.ndarray]
+    site: MlpSite, node: onnx.NodeProto, original: Constants, own: Constants, captured: Mapping[str, np.ndarray]
 ) -> Comparison:
     what = f"site {site.name!r}"
     dtype = np.dtype(helper.tensor_dtype_to_np_dtype(site.dtype))
     gate = captured[site.gate].reshape(-1, site.neurons)
-    tokens = _sample(len(gate))
+    tokens = _sample(len(gate), _MOST_TOKENS if site.selector is None else _MOST_PREDICTED)
     given = gate[tokens]
-    tokens_in = captured[site.input].reshape(len(gate), -1)[tokens] if site.input else None
+    tokens_in = captured[site.tokens_input].reshape(len(gate), -1)[tokens] if site.tokens_input else None
     weights = MlpWeights.of(site, original)
     rounding = 0.0
     if (computed := captured.get(site.output)) is not None:
         # A half-precision model runs as its fp32 twin: its tensors are compared before they are rounded.
-        exact, single = (compute_mlp(site, given, tokens_in, weights, kind) for kind in (np.float64, np.float32))
+        exact, single = (_Expected(site, given, tokens_in, weights).output(kind) for kind in (np.float64, np.float32))
         away = _largest(computed.reshape(-1, site.output_size)[tokens].astype(np.float64) - exact)
         budget = _ORIGINAL_FACTOR * (_largest(single - exact) + _ulps(exact, computed.dtype))
         if site.quantization is not None:
@@ -122,9 +107,15 @@ def _compare_site(
             return Comparison(what, away, budget, False, site.name, detail)
     rows = np.ascontiguousarray(given).astype(dtype)
     inputs = None if tokens_in is None else np.ascontiguousarray(tokens_in).astype(dtype)
-    exact, single = (compute_mlp(site, rows, inputs, weights, kind) for kind in (np.float64, np.float32))
+    arrays = {n: own.read(t) for n, t in zip(OP_INPUTS, node.input, strict=False) if t and n not in ("input", "gate")}
+    expected = _Expected(site, rows, inputs, weights)
+    thresholds = None
+    if site.selector is not None:
+        chosen = select_neurons(site, rows, inputs)
+        expected, thresholds = replace(expected, active=chosen.active), chosen.thresholds(arrays["threshold"])
+    exact, single = expected.output(np.float64), expected.output(np.float32)
     try:
-        found = _run(site, node, rows, inputs, own).astype(np.float64)
+        found = _run(site, node, rows, inputs, arrays, thresholds).astype(np.float64)
     except LibraryError as error:
         return Comparison(what, np.inf, 0.0, False, site.name, str(error))
     odd = np.isfinite(found) != np.isfinite(exact)
@@ -134,115 +125,70 @@ def _compare_site(
     rounded = single.astype(dtype).astype(np.float64)
     if site.rounds_tokens:
         # Verification runs have weights as they are stored, of which ONNX Runtime's kernel rounds no tokens.
-        coarse = compute_mlp(site, rows, inputs, weights, np.float64, rounds_tokens=True)
-        rounding = max(rounding, _largest(coarse - exact))
+        rounding = max(rounding, _largest(expected.output(np.float64, rounds_tokens=True) - exact))
     budget = _FACTOR * max(_largest(rounded - exact), rounding) + _ulps(exact, dtype)
     left_out = len(gate) * site.output_size - found.size
     coverage = Coverage(found.size, sampled_rows=len(tokens), all_rows=len(gate), left_out=left_out)
     return Comparison(what, away, budget, away <= budget, site.name, coverage=coverage)
 
 
-@dataclass(frozen=True)
-class MlpWeights:
-    """The weights of a site, [F, other] each, and its biases; None: there is none."""
+@dataclass(frozen=True, eq=False)
+class _Expected:
+    """What a site's operator is to give for some tokens.
 
-    down: np.ndarray
-    up: np.ndarray | None = None
-    down_bias: np.ndarray | None = None
-    up_bias: np.ndarray | None = None
-
-    @classmethod
-    def of(cls, site: MlpSite, constants: _Constants) -> MlpWeights:
-        """Those of a site in a model."""
-
-        def rows(weight: MlpWeight, is_down: bool) -> np.ndarray:
-            values = constants.read(weight.tensor)
-            if (q := weight.quantization) is None:
-                return values if weight.is_by_neuron else values.T
-            zeros = constants.read(q.zero_points) if q.zero_points else None
-            dense = dequantize(weight, values, constants.read(q.scales), zeros)
-            return dense if is_down else dense.T
-
-        def bias(weight: MlpWeight) -> np.ndarray | None:
-            return constants.read(weight.bias).reshape(-1) if weight.bias else None
-
-        if site.up is None:
-            return cls(rows(site.down, True), None, bias(site.down))
-        return cls(rows(site.down, True), rows(site.up, False), bias(site.down), bias(site.up))
-
-
-def compute_mlp(
-    site: MlpSite,
-    gate: np.ndarray,
-    inputs: np.ndarray | None,
-    weights: MlpWeights,
-    kind: type[np.floating[Any]],
-    *,
-    rounds_tokens: bool = False,
-) -> np.ndarray:
-    """The dense MLP behind its gate, in one type.
-
-    Args:
-        site: what is computed.
-        gate: [tokens, F].
-        inputs: [tokens, K]; None where the site has no up matmul.
+    Attributes:
+        site: the site.
+        gate: [tokens, F]; computed from ``inputs`` where the operator does.
+        inputs: [tokens, K], or None.
         weights: of the site.
-        kind: the type to compute in.
-        rounds_tokens: whether what quantized weights multiply is rounded to int8 in blocks, as accuracy_level 4 allows.
-
-    Returns:
-        [tokens, N] of that type.
+        active: bool [tokens, F], the neurons that count; None: all.
     """
-    if rounds_tokens and inputs is not None:
-        inputs = _round_to_int8(inputs.astype(kind), site)
-    total: np.ndarray = np.zeros((len(gate), site.output_size), kind)
-    for start in range(0, site.neurons, _BLOCK):
-        block = slice(start, min(start + _BLOCK, site.neurons))
-        hidden: np.ndarray = gate[:, block].astype(kind)
-        if site.activation != "none":
-            hidden = np.maximum(hidden, kind(0))
-        if site.activation == "relu2":
-            hidden = hidden * hidden
-        if weights.up is not None and inputs is not None:
-            factor: np.ndarray = inputs.astype(kind) @ np.asarray(weights.up[block]).astype(kind).T
-            if weights.up_bias is not None:
-                factor = factor + weights.up_bias[block].astype(kind)
-            hidden = hidden * factor
-        if rounds_tokens:
-            hidden = _round_to_int8(hidden, site)
-        total += hidden @ np.asarray(weights.down[block]).astype(kind)
-    return total if weights.down_bias is None else total + weights.down_bias.astype(kind)
 
+    site: MlpSite
+    gate: np.ndarray
+    inputs: np.ndarray | None
+    weights: MlpWeights
+    active: np.ndarray | None = None
 
-def _round_to_int8(array: np.ndarray, site: MlpSite) -> np.ndarray:
-    """Rows rounded to int8 in blocks of the quantization's size, each with a scale of its own."""
-    assert site.quantization is not None
-    size = site.quantization.block_size
-    blocks = np.pad(array, ((0, 0), (0, -array.shape[1] % size))).reshape(len(array), -1, size)
-    scales = np.abs(blocks).max(2, keepdims=True) / 127
-    rounded = np.round(blocks / np.where(scales > 0, scales, 1)) * scales
-    found: np.ndarray = rounded.reshape(len(array), -1)[:, : array.shape[1]]
-    return found
+    def output(self, kind: type[np.floating[Any]], *, rounds_tokens: bool = False) -> np.ndarray:
+        """The output [tokens, N] in one type; :func:`compute_mlp` has ``rounds_tokens``."""
+        gate = self.gate
+        if self.weights.gate is not None and self.inputs is not None:
+            gate = compute_gate(self.site, self.inputs, self.weights, kind, rounds_tokens=rounds_tokens)
+        inputs = self.inputs if self.site.up is not None else None
+        return compute_mlp(self.site, gate, inputs, self.weights, kind, rounds_tokens=rounds_tokens, active=self.active)
 
 
 def _run(
-    site: MlpSite, node: onnx.NodeProto, gate: np.ndarray, inputs: np.ndarray | None, constants: _Constants
+    site: MlpSite,
+    node: onnx.NodeProto,
+    gate: np.ndarray,
+    inputs: np.ndarray | None,
+    constants: Mapping[str, np.ndarray],
+    thresholds: np.ndarray | None,
 ) -> np.ndarray:
-    """The node's operator on its own constants, into a buffer that holds large numbers before."""
-    names = ["" if i in _TOKENS else name for i, name in enumerate(node.input)]
-    arrays = [np.ascontiguousarray(constants.read(name)) if name else None for name in names]
-    arrays[INPUT_INDEX["gate"]] = gate
-    arrays[INPUT_INDEX["input"]] = gate if inputs is None else inputs
+    """The node's operator on its own constants, into a buffer that holds large numbers before.
+
+    With thresholds [tokens, F] of each token, tokens are run one after the other.
+    """
+    arrays = {n: np.ascontiguousarray(a) for n, a in constants.items()}
+    if site.order is not None:
+        gate = np.ascontiguousarray(gate[:, site.order.indices])
     attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
     output = np.full((len(gate), site.output_size), _POISON, gate.dtype)
-    decoded = {n: v.decode() if isinstance(v, bytes) else v for n, v in attributes.items()}
-    Op(OP, decoded).run(arrays, [output], threads=2)
+    op = Op(OP, {n: v.decode() if isinstance(v, bytes) else v for n, v in attributes.items()})
+    every = [slice(0, len(gate))] if thresholds is None else [slice(t, t + 1) for t in range(len(gate))]
+    for rows in every:
+        given = {**arrays, "input": (gate if inputs is None else inputs)[rows]}
+        given |= {} if site.selection == "predictor" else {"gate": gate[rows]}
+        given |= {} if thresholds is None else {"threshold": thresholds[rows.start]}
+        op.run([given.get(name) for name in OP_INPUTS[: len(node.input)]], [output[rows]], threads=2)
     return output
 
 
-def _sample(tokens: int) -> np.ndarray:
+def _sample(tokens: int, most: int) -> np.ndarray:
     """Which tokens are compared: all, or some that are spread evenly."""
-    return np.unique(np.linspace(0, tokens - 1, min(tokens, _MOST_TOKENS)).astype(np.int64))
+    return np.unique(np.linspace(0, tokens - 1, min(tokens, most)).astype(np.int64))
 
 
 def _largest(array: np.ndarray) -> float:

@@ -18,6 +18,7 @@ from stof.symbolic.facts import Fact, Rule, RuleContext
 from stof.symbolic.rules.broadcasting import elementwise, pointwise
 from stof.symbolic.tensor import SymTensor
 
+_NOT_OF_SIZES = ("var", "read", "unread", "table")  # indices, and elements of inputs and constants
 _MAX_REMAINDER = 8  # largest number whose remainder by a size is a selection
 
 
@@ -48,8 +49,8 @@ def div(x: Scalar, y: Scalar) -> Scalar:
             if bound(x, upper=True) <= 0:
                 return -floor_div(-x, y.constant)
             floor = floor_div(x, y.constant)
-            # In a valid graph sizes are not negative, nor numbers that are computed from them.
-            if bound(x, upper=False) >= 0 or not any(word in str(x) for word in ("var(", "read(", "table(")):
+            # In a valid graph sizes are not negative, nor numbers that are computed from them alone.
+            if bound(x, upper=False) >= 0 or not any(t.kind in _NOT_OF_SIZES for t in subterms(x)):
                 return floor
             rest = floor_mod(x, y.constant)
             return floor + to_int(all_of([less_equal(x, integer(-1)), negate(equal(rest, integer(0)))]))

@@ -36,19 +36,28 @@ Status Unexpected(const char* name, int64_t found, const std::string& expected) 
 
 Status ParseSparseMlp(const AttributeReader& attributes, SparseMlpAttributes* parsed) {
   SparseMlpAttributes& a = *parsed;
-  int activation = 0, selection = 0;
+  int activation = 0, selection = 0, predictor_activation = 0;
   int64_t id = 0;
   const Status first = ParseWord(attributes, "activation", kSparseMlpActivations, &activation);
   const Status second = ParseWord(attributes, "selection", kSparseMlpSelections, &selection);
+  const Status third =
+      ParseWord(attributes, "predictor_activation", kSparseMlpPredictorActivations, &predictor_activation);
   attributes.Int("bits", &a.bits);
   attributes.Int("block_size", &a.block_size);
   attributes.Int("accuracy_level", &a.accuracy_level);
+  attributes.Int("hot_neurons", &a.hot_neurons);
   attributes.Int("mlp_id", &id);
   STOF_RETURN_IF_ERROR(attributes.CheckTypes());
   STOF_RETURN_IF_ERROR(first);
   STOF_RETURN_IF_ERROR(second);
+  STOF_RETURN_IF_ERROR(third);
   a.activation = static_cast<SparseMlpActivation>(activation);
   a.selection = static_cast<SparseMlpSelection>(selection);
+  a.has_predictor_relu = predictor_activation != 0;
+  if (a.has_predictor_relu && a.selection != SparseMlpSelection::kPredictor) {
+    return Status::Error("attribute predictor_activation is \"relu\", expected \"none\" with selection = " +
+                         std::string(kSparseMlpSelections[selection]));
+  }
   if (a.bits != 0 && a.bits != 4 && a.bits != 8) return Unexpected("bits", a.bits, "0, 4 or 8");
   const bool is_power = a.block_size > 0 && (a.block_size & (a.block_size - 1)) == 0;
   if (a.bits == 0 && a.block_size != 0) {
@@ -62,6 +71,7 @@ Status ParseSparseMlp(const AttributeReader& attributes, SparseMlpAttributes* pa
   if (a.accuracy_level < 0 || a.accuracy_level > Limits::kMostAccuracyLevel) {
     return Unexpected("accuracy_level", a.accuracy_level, "0 to " + std::to_string(Limits::kMostAccuracyLevel));
   }
+  if (a.hot_neurons < 0) return Unexpected("hot_neurons", a.hot_neurons, "0 or more");
   return Status();
 }
 

@@ -8,7 +8,9 @@
 #include <vector>
 
 #include "plugins/core/base/integers.h"
+#include "plugins/core/contract/cuda_backend.h"
 #include "plugins/core/contract/sparse_mlp_limits.h"
+#include "plugins/core/ops/sparse_mlp/hot_rows.h"
 
 namespace stof {
 namespace {
@@ -50,6 +52,7 @@ class Binder {
     a.activation = attributes_.activation, a.selection = attributes_.selection;
     a.bits = static_cast<int>(attributes_.bits), a.block_size = attributes_.block_size;
     a.accuracy_level = static_cast<int>(attributes_.accuracy_level);
+    a.has_predictor_relu = attributes_.has_predictor_relu;
     STOF_RETURN_IF_ERROR(BindTokens(args));
     STOF_RETURN_IF_ERROR(BindDown(args));
     STOF_RETURN_IF_ERROR(BindRows(kGateInputs, a, &a.gate_weight, &a.gate_bias));
@@ -244,7 +247,13 @@ class SparseMlpOp final : public Op {
  public:
   explicit SparseMlpOp(const SparseMlpAttributes& attributes) : attributes_(attributes) {}
 
-  Status Prepare(const Tensor*, int input_count) override { return CheckCounts(input_count, 1); }
+  Status Prepare(const Tensor* inputs, int input_count) override {
+    STOF_RETURN_IF_ERROR(CheckCounts(input_count, 1));
+    for (const int i : {in::kGateWeight, in::kUpWeight, in::kDownWeight}) {
+      if (i < input_count) hot_rows_.Read(inputs[i], attributes_.hot_neurons);
+    }
+    return Status();
+  }
   int InputCount() const override { return in::kDownWeight + 1; }
   bool IsTypeAllowed(int index, DType dtype, DType typed) const override {
     const bool is_quantized = attributes_.bits != 0;
@@ -265,6 +274,17 @@ class SparseMlpOp final : public Op {
     return Status();
   }
 
+  Status PlanDevice(const Tensor* inputs, int input_count, DevicePlan* plan) const override {
+    SparseMlpArgs args;
+    STOF_RETURN_IF_ERROR(CheckCounts(input_count, 1));
+    STOF_RETURN_IF_ERROR(Binder(attributes_, inputs, input_count).Bind(&args));
+    *plan = DevicePlan();
+    plan->runs_several_kernels = true;
+    const CudaBackend* backend = FindCudaBackend();  // engines are built without kernels, too
+    if (backend == nullptr || args.T == 0 || args.N == 0) return Status();
+    return backend->sparse_mlp.plan_workspace(args, &plan->workspace);
+  }
+
   Status Run(const Tensor* inputs, int input_count, const Tensor* outputs, int output_count,
              const RunContext& context) const override {
     SparseMlpArgs args;
@@ -272,6 +292,10 @@ class SparseMlpOp final : public Op {
     Binder binder(attributes_, inputs, input_count);
     STOF_RETURN_IF_ERROR(binder.Bind(&args));
     STOF_RETURN_IF_ERROR(binder.CheckData());
+    if (context.on_cuda && args.has_predictor_relu) {
+      return Status::Error(
+          "StofSparseMLP has no CUDA kernels with predictor_activation = relu: run the node on the CPU");
+    }
     const Tensor expected = OutputOf(inputs, args);
     const Tensor& output = outputs[0];
     if (output.dtype != expected.dtype || output.rank != expected.rank ||
@@ -281,8 +305,12 @@ class SparseMlpOp final : public Op {
     }
     if (args.T == 0 || args.N == 0) return Status();
     if (output.data == nullptr) return Status::Error("y has no data");
-    if (context.on_cuda) return Status::Error("StofSparseMLP has no CUDA kernels: run the node on the CPU");
     args.output = output.data;
+    if (context.on_cuda) {
+      const CudaBackend* backend = FindCudaBackend();
+      if (backend == nullptr) return Status::Error(kNoCudaKernels);
+      return backend->sparse_mlp.run(args, context);
+    }
     void* workspace = nullptr;
     STOF_RETURN_IF_ERROR(context.Allocate(CpuSparseMlpWorkspace(args), &workspace));
     CpuSparseMlp(args, BestCpuIsa(), workspace, context.parallel);
@@ -306,6 +334,7 @@ class SparseMlpOp final : public Op {
   }
 
   const SparseMlpAttributes attributes_;
+  HotRows hot_rows_;
 };
 
 Status CreateSparseMlp(const AttributeReader& attributes, std::unique_ptr<Op>* op) {
@@ -327,14 +356,17 @@ std::vector<OpLimit> ListLimits(Target, DType) {
 
 const OpDescription* SparseMlpDescription() {
   static constexpr AttributeDescription kAttributes[] = {
-      {"activation", AttributeType::kString}, {"selection", AttributeType::kString},   {"bits", AttributeType::kInt},
-      {"block_size", AttributeType::kInt},    {"accuracy_level", AttributeType::kInt}, {"mlp_id", AttributeType::kInt}};
+      {"activation", AttributeType::kString},  {"selection", AttributeType::kString},
+      {"bits", AttributeType::kInt},           {"block_size", AttributeType::kInt},
+      {"accuracy_level", AttributeType::kInt}, {"hot_neurons", AttributeType::kInt},
+      {"mlp_id", AttributeType::kInt},         {"predictor_activation", AttributeType::kString}};
   static constexpr OpDescription description = [] {
     OpDescription d;
     d.name = "StofSparseMLP";
     d.typed_inputs = 1;
     d.optional_inputs = in::kCount - 1;
     d.types = Limits::kTypes;
+    d.cuda_types = Limits::kTypes;
     d.has_tensorrt_plugin = false;
     d.attributes = kAttributes;
     d.limits = ListLimits;

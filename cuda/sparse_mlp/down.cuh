@@ -1,0 +1,199 @@
+// SPDX-License-Identifier: Apache-2.0
+// The output: the sum of the down rows of active neurons, weighted by hidden values.
+//
+// A CTA sums a slice of columns over a split of the list for a group of tokens. Its warps share the neurons, and their
+// sums meet in shared memory. The last CTA of a slice to finish adds the splits in their order, so that results do not
+// depend on which one that is.
+#ifndef STOF_CUDA_SPARSE_MLP_DOWN_CUH_
+#define STOF_CUDA_SPARSE_MLP_DOWN_CUH_
+
+#include "cuda/common/launch.cuh"
+#include "cuda/common/round.cuh"
+#include "cuda/sparse_mlp/list.cuh"
+
+namespace stof {
+namespace cuda {
+namespace mlp {
+
+constexpr int kStagedNeurons = 128;  // whose hidden values are in shared memory at a time
+
+// Eight columns of a down row, as they lie in memory.
+template <typename T, int kBits>
+struct DownChunk {
+  static constexpr int kWords = kChunkWords<T, kBits>;
+  uint32_t words[kWords];
+  uint32_t scales[kBits == 0 ? 1 : kChunkWords<T, 0>];
+  uint32_t zeros[2];
+
+  __device__ __forceinline__ void Load(const MlpRows& rows, int64_t neuron, int64_t column) {
+    LoadStreamed(words, static_cast<const char*>(rows.data) + neuron * rows.stride +
+                            (kBits == 0 ? column * static_cast<int64_t>(sizeof(T)) : column * kBits / 8));
+    if constexpr (kBits != 0) {
+      const int64_t group = (neuron >> rows.block_shift) * rows.size + column;
+      LoadConstant(scales, reinterpret_cast<const uint32_t*>(static_cast<const T*>(rows.scales) + group));
+      zeros[0] = zeros[1] = kBits == 4 ? 0x08080808u : 0x80808080u;
+      if (rows.zero_points != nullptr) LoadConstant(zeros, reinterpret_cast<const uint32_t*>(rows.zero_points + group));
+    }
+  }
+  __device__ __forceinline__ void ToValues(float (&out)[kMlpChunk]) const {
+    if constexpr (kBits == 0) {
+      ToFloats<T>(words, out);
+    } else {
+      float zero[kMlpChunk], scale[kMlpChunk];
+      QuantizedToFloats<kBits>(words, 0.0f, out);
+      QuantizedToFloats<8>(zeros, 0.0f, zero);
+      ToFloats<T>(scales, scale);
+#pragma unroll
+      for (int i = 0; i < kMlpChunk; ++i) out[i] = (out[i] - zero[i]) * scale[i];
+    }
+  }
+};
+
+// Columns [column, column + count) of a down row, one by one; zeros beyond.
+template <typename T, int kBits>
+__device__ __forceinline__ void LoadColumns(const MlpRows& rows, int64_t neuron, int64_t column, int64_t count,
+                                            float (&out)[kMlpChunk]) {
+  const char* const row = static_cast<const char*>(rows.data) + neuron * rows.stride;
+  const int64_t group = (neuron >> rows.block_shift) * rows.size + column;
+#pragma unroll
+  for (int i = 0; i < kMlpChunk; ++i) {
+    out[i] = 0.0f;
+    if (i >= count) continue;
+    if constexpr (kBits == 0) {
+      out[i] = ToFloat(reinterpret_cast<const T*>(row)[column + i]);
+    } else {
+      const auto* const bytes = reinterpret_cast<const uint8_t*>(row);
+      const int q = kBits == 8 ? bytes[column + i] : bytes[(column + i) / 2] >> (column + i) % 2 * 4 & 15;
+      const int zero = rows.zero_points == nullptr ? 1 << (kBits - 1) : rows.zero_points[group + i];
+      out[i] = static_cast<float>(q - zero) * ToFloat(static_cast<const T*>(rows.scales)[group + i]);
+    }
+  }
+}
+
+template <int kTokens>
+struct DownStorage {
+  ActiveList::Storage list;
+  int32_t neurons[kStagedNeurons];
+  uint32_t masks[kStagedNeurons];  // of the group's tokens
+  float hidden[kStagedNeurons][kTokens];
+  alignas(16) float sums[kMlpThreads / 32][kMlpSliceColumns];  // stored four at a time
+  bool is_last;
+};
+
+template <typename T, int kBits, bool kVectors, int kTokens>
+__global__ void __launch_bounds__(kMlpThreads, 2) DownKernel(const __grid_constant__ MlpParams p) {
+  constexpr int kWarps = kMlpThreads / 32, kUnroll = sizeof(T) == 4 ? 2 : 4;
+  __shared__ DownStorage<kTokens> s;
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
+  const int slice = static_cast<int>(blockIdx.x) % p.slices, split = static_cast<int>(blockIdx.x) / p.slices % p.splits;
+  const int group = static_cast<int>(blockIdx.x) / (p.slices * p.splits), first_token = group * kTokens;
+  const int tokens = min(kTokens, p.T - first_token);
+  const int64_t column = slice * int64_t{kMlpSliceColumns} + lane * kMlpChunk, columns = p.N - column;
+  // Without hidden values in the workspace, the gate is the hidden value.
+  const bool has_hidden = p.up_rows.data != nullptr || p.gate_rows.data != nullptr;
+
+  if (!p.is_list_early) WaitForPrevious();
+  const ActiveList list(p, &s.list);
+  const int32_t size = list.size();
+  const auto begin = static_cast<int32_t>(int64_t{size} * split / p.splits);
+  const auto end = static_cast<int32_t>(int64_t{size} * (split + 1) / p.splits);
+  if (p.is_list_early) WaitForPrevious();
+  LetNextStart();
+
+  float sums[kTokens][kMlpChunk] = {};
+  for (int32_t first = begin; first < end; first += kStagedNeurons) {
+    const int32_t staged = min(kStagedNeurons, end - first);
+    __syncthreads();
+    if (thread < staged) {
+      const ListEntry entry = list.At(first + thread);
+      const auto mask = static_cast<uint32_t>(entry.mask >> first_token) & ((1u << kTokens) - 1);
+      s.neurons[thread] = entry.neuron;
+      s.masks[thread] = mask;
+#pragma unroll
+      for (int t = 0; t < kTokens; ++t) {
+        if ((mask >> t & 1) == 0) continue;
+        const int64_t token = first_token + t;
+        s.hidden[thread][t] =
+            has_hidden ? __ldcg(p.hidden + static_cast<int64_t>(first + thread) * p.T + token)
+                       : Activated(p.activation, ToFloat(static_cast<const T*>(p.gate)[token * p.F + entry.neuron]));
+      }
+    }
+    __syncthreads();
+    if (columns <= 0) continue;
+    for (int i = warp; i < staged; i += kWarps * kUnroll) {
+      [[maybe_unused]] DownChunk<T, kBits> loaded[kUnroll];
+      if constexpr (kVectors) {
+#pragma unroll
+        for (int u = 0; u < kUnroll; ++u) {
+          const int at = i + u * kWarps;
+          if (at < staged && s.masks[at] != 0) loaded[u].Load(p.down_rows, s.neurons[at], column);
+        }
+      }
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        const int at = i + u * kWarps;
+        if (at >= staged || s.masks[at] == 0) continue;
+        float w[kMlpChunk];
+        if constexpr (kVectors) {
+          loaded[u].ToValues(w);
+        } else {
+          LoadColumns<T, kBits>(p.down_rows, s.neurons[at], column, columns, w);
+        }
+#pragma unroll
+        for (int t = 0; t < kTokens; ++t) {
+          if ((s.masks[at] >> t & 1) == 0) continue;  // 0 times infinity would be NaN
+          const float h = s.hidden[at][t];
+#pragma unroll
+          for (int k = 0; k < kMlpChunk; ++k) sums[t][k] = fmaf(h, w[k], sums[t][k]);
+        }
+      }
+    }
+  }
+
+  // The sums of all warps, a token at a time. Thread i has column i of the slice.
+  const int64_t own = slice * int64_t{kMlpSliceColumns} + thread;
+  static_assert(kMlpSliceColumns == kMlpThreads, "a thread a column");
+  const auto write = [&](int64_t token, float y) {
+    if (p.down_bias != nullptr) y += ToFloat(static_cast<const T*>(p.down_bias)[own]);
+    static_cast<T*>(p.output)[token * p.N + own] = Round<T>(y);
+  };
+#pragma unroll
+  for (int t = 0; t < kTokens; ++t) {
+    if (t >= tokens) break;
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < kMlpChunk; k += 4) {
+      *reinterpret_cast<float4*>(&s.sums[warp][lane * kMlpChunk + k]) =
+          make_float4(sums[t][k], sums[t][k + 1], sums[t][k + 2], sums[t][k + 3]);
+    }
+    __syncthreads();
+    float y = s.sums[0][thread];
+#pragma unroll
+    for (int w = 1; w < kWarps; ++w) y += s.sums[w][thread];
+    if (own >= p.N) continue;
+    if (p.splits == 1) {
+      write(first_token + t, y);
+    } else {
+      __stcg(p.partials + (int64_t{split} * p.T + first_token + t) * p.N + own, y);
+    }
+  }
+  if (p.splits == 1) return;
+  __threadfence();
+  __syncthreads();
+  if (thread == 0) s.is_last = atomicAdd(p.finished + group * p.slices + slice, 1) == p.splits - 1;
+  __syncthreads();
+  if (!s.is_last || own >= p.N) return;
+  __threadfence();
+  for (int t = 0; t < tokens; ++t) {
+    const float* const from = p.partials + int64_t{first_token + t} * p.N + own;
+    float y = 0.0f;
+#pragma unroll 8
+    for (int i = 0; i < p.splits; ++i) y += __ldcg(from + int64_t{i} * p.T * p.N);
+    write(first_token + t, y);
+  }
+}
+
+}  // namespace mlp
+}  // namespace cuda
+}  // namespace stof
+#endif  // STOF_CUDA_SPARSE_MLP_DOWN_CUH_

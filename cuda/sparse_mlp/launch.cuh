@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: Apache-2.0
+// Launches of the sparse MLP's kernels for one type of tokens.
+#ifndef STOF_CUDA_SPARSE_MLP_LAUNCH_CUH_
+#define STOF_CUDA_SPARSE_MLP_LAUNCH_CUH_
+
+#include <algorithm>
+#include <type_traits>
+
+#include "cuda/sparse_mlp/dense.cuh"
+#include "cuda/sparse_mlp/down.cuh"
+#include "cuda/sparse_mlp/hidden.cuh"
+#include "cuda/sparse_mlp/select.cuh"
+
+namespace stof {
+namespace cuda {
+namespace mlp {
+
+template <int kValue>
+using Constant = std::integral_constant<int, kValue>;
+
+// Calls function(bits, is_vectorized) with constants.
+template <typename Function>
+int WithRows(const MlpRows& rows, const Function& function) {
+  const auto with_bits = [&](auto bits) {
+    return rows.is_vectorized ? function(bits, std::true_type()) : function(bits, std::false_type());
+  };
+  if (rows.bits == 4) return with_bits(Constant<4>());
+  return rows.bits == 8 ? with_bits(Constant<8>()) : with_bits(Constant<0>());
+}
+
+// A factor of a predictor has values of 8 bits, or those of tokens.
+template <typename Function>
+int WithFactor(const MlpRows& rows, const Function& function) {
+  const auto with_bits = [&](auto bits) {
+    return rows.is_vectorized ? function(bits, std::true_type()) : function(bits, std::false_type());
+  };
+  return rows.bits == 8 ? with_bits(Constant<8>()) : with_bits(Constant<0>());
+}
+
+template <void (*kKernel)(const MlpParams)>
+int LaunchEarly(const MlpParams& params, int64_t ctas, int threads, void* stream) {
+  return LaunchKernel<MlpParams, kKernel>(params, static_cast<unsigned>(ctas), static_cast<unsigned>(threads), 0,
+                                          stream, CanStartEarly<MlpParams, kKernel>());
+}
+
+template <typename T>
+int LaunchProject(const MlpParams& params, void* stream) {
+  return WithFactor(params.predictor_down, [&](auto bits, auto vectors) {
+    constexpr int kBits = decltype(bits)::value;
+    constexpr bool kVectors = decltype(vectors)::value;
+    return params.T == 1 ? LaunchEarly<ProjectKernel<T, kBits, kVectors, 1>>(params, params.projected_stride,
+                                                                             kProjectThreads, stream)
+                         : LaunchEarly<ProjectKernel<T, kBits, kVectors, 8>>(params, params.projected_stride,
+                                                                             kProjectThreads, stream);
+  });
+}
+
+template <typename T>
+int LaunchScore(const MlpParams& params, void* stream) {
+  const int64_t ctas = std::max(1, params.segments);
+  return WithFactor(params.predictor_up, [&](auto bits, auto vectors) {
+    constexpr int kBits = decltype(bits)::value;
+    constexpr bool kVectors = decltype(vectors)::value;
+    return params.T == 1 ? LaunchEarly<ScoreKernel<T, kBits, kVectors, 1>>(params, ctas, kMlpThreads, stream)
+                         : LaunchEarly<ScoreKernel<T, kBits, kVectors, 4>>(params, ctas, kMlpThreads, stream);
+  });
+}
+
+template <typename T>
+int LaunchSelect(const MlpParams& params, void* stream) {
+  return LaunchEarly<SelectKernel<T>>(params, std::max(1, params.segments), kMlpThreads, stream);
+}
+
+template <typename T>
+int LaunchHidden(const MlpParams& params, int ctas, void* stream) {
+  const bool has_gate = params.gate_rows.data != nullptr;
+  return WithRows(has_gate ? params.gate_rows : params.up_rows, [&](auto bits, auto vectors) {
+    constexpr int kBits = decltype(bits)::value;
+    constexpr bool kVectors = decltype(vectors)::value;
+    const auto launch = [&](auto with_gate, auto with_up) {
+      constexpr bool kHasGate = decltype(with_gate)::value, kHasUp = decltype(with_up)::value;
+      if constexpr (kVectors) {
+        if (params.T == 1) {
+          return LaunchEarly<HiddenKernel<T, kBits, true, kHasGate, kHasUp, true>>(params, ctas, kMlpThreads, stream);
+        }
+      }
+      return LaunchEarly<HiddenKernel<T, kBits, kVectors, kHasGate, kHasUp, false>>(params, ctas, kMlpThreads, stream);
+    };
+    if (!has_gate) return launch(std::false_type(), std::true_type());
+    return params.up_rows.data == nullptr ? launch(std::true_type(), std::false_type())
+                                          : launch(std::true_type(), std::true_type());
+  });
+}
+
+template <typename T>
+int LaunchDown(const MlpParams& params, void* stream) {
+  const int64_t ctas = int64_t{params.slices} * params.splits * params.token_groups;
+  return WithRows(params.down_rows, [&](auto bits, auto vectors) {
+    constexpr int kBits = decltype(bits)::value;
+    constexpr bool kVectors = decltype(vectors)::value;
+    const auto launch = [&](auto tokens) {
+      return LaunchEarly<DownKernel<T, kBits, kVectors, decltype(tokens)::value>>(params, ctas, kMlpThreads, stream);
+    };
+    if (params.group_tokens == 1) return launch(Constant<1>());
+    return params.group_tokens == 4 ? launch(Constant<4>()) : launch(Constant<8>());
+  });
+}
+
+template <void (*kKernel)(const MlpDenseParams)>
+int LaunchDense(const MlpDenseParams& params, int64_t ctas, void* stream) {
+  return LaunchKernel<MlpDenseParams, kKernel>(params, static_cast<unsigned>(ctas), kMlpThreads, 0, stream,
+                                               CanStartEarly<MlpDenseParams, kKernel>());
+}
+inline int64_t Tiles(int64_t a, int64_t b) { return ((a + kTile - 1) / kTile) * ((b + kTile - 1) / kTile); }
+
+template <typename T>
+int LaunchTranspose(const MlpDenseParams& params, void* stream) {
+  return LaunchDense<TransposeKernel<T>>(params, Tiles(params.K, params.tokens_stride), stream);
+}
+template <typename T>
+int LaunchMaskedHidden(const MlpDenseParams& params, void* stream) {
+  return LaunchDense<MaskedHiddenKernel<T>>(params, Tiles(params.F, params.T), stream);
+}
+template <typename T>
+int LaunchDequantize(const MlpDenseParams& params, bool is_down, int ctas, void* stream) {
+  const auto launch = [&](auto bits, auto vectors) {
+    constexpr int kBits = decltype(bits)::value;
+    constexpr bool kVectors = decltype(vectors)::value;
+    return is_down ? LaunchDense<DequantizeKernel<T, kBits, kVectors, true>>(params, ctas, stream)
+                   : LaunchDense<DequantizeKernel<T, kBits, kVectors, false>>(params, ctas, stream);
+  };
+  const bool vectors = params.quantized.is_vectorized;
+  if (params.quantized.bits == 4) {
+    return vectors ? launch(Constant<4>(), std::true_type()) : launch(Constant<4>(), std::false_type());
+  }
+  return vectors ? launch(Constant<8>(), std::true_type()) : launch(Constant<8>(), std::false_type());
+}
+
+template <typename T>
+const MlpKernels& KernelsOf() {
+  static constexpr MlpKernels kernels = [] {
+    MlpKernels k = {};
+    k.project = LaunchProject<T>, k.score = LaunchScore<T>, k.select = LaunchSelect<T>;
+    k.hidden = LaunchHidden<T>, k.down = LaunchDown<T>;
+    if constexpr (sizeof(T) == 2) {
+      k.transpose = LaunchTranspose<T>, k.dequantize = LaunchDequantize<T>;
+      k.masked_hidden = LaunchMaskedHidden<T>;
+    }
+    return k;
+  }();
+  return kernels;
+}
+
+}  // namespace mlp
+}  // namespace cuda
+}  // namespace stof
+#endif  // STOF_CUDA_SPARSE_MLP_LAUNCH_CUH_

@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the kernels of the sparse MLP share with the host. docs/design/sparse-mlp-cuda.md describes them.
+#ifndef STOF_CUDA_SPARSE_MLP_PARAMS_H_
+#define STOF_CUDA_SPARSE_MLP_PARAMS_H_
+
+#include <cstdint>
+
+#include "plugins/core/contract/sparse_mlp.h"
+
+namespace stof {
+namespace cuda {
+
+// Tokens of a launch: a bit each of a 64-bit word says which of them need a neuron.
+constexpr int kMlpTokens = 64;
+// The active neurons are listed in segments of neurons. Their counts fit the shared memory of a CTA.
+constexpr int kMlpLeastSegment = 32;
+constexpr int kMlpMostSegments = 1024;
+// Values that a lane reads at a time.
+constexpr int kMlpChunk = 8;
+constexpr int kMlpSliceColumns = 32 * kMlpChunk;  // of the output: what a warp of the down kernel sums
+constexpr int kMlpMostSplits = 64;                // of the list of active neurons in the down kernel
+constexpr int kMlpThreads = 256;
+
+// A weight with a row for each neuron, as kernels read it.
+struct MlpRows {
+  const void* data = nullptr;
+  const void* scales = nullptr;          // elements of the type of the MLP
+  const uint8_t* zero_points = nullptr;  // nullptr: 2^(bits - 1)
+  int64_t size = 0;                      // values of a row
+  int64_t stride = 0;                    // bytes of a row
+  int64_t blocks = 0;                    // scales of a row
+  int64_t zero_bytes = 0;                // of the zero points of a row
+  int32_t bits = 0;                      // 4 or 8 of quantized values, else 0
+  int32_t block_shift = 0;     // values of a block: 2^block_shift. Of the down weight: neurons that share a scale
+  bool is_vectorized = false;  // chunks are aligned, and rows have whole chunks
+};
+
+// One launch of each kernel: up to kMlpTokens tokens.
+struct MlpParams {
+  int32_t T = 0;
+  int64_t K = 0, F = 0, N = 0, R = 0;
+  SparseMlpActivation activation = SparseMlpActivation::kNone;
+  SparseMlpSelection selection = SparseMlpSelection::kNonzero;
+  const void* input = nullptr;  // [T, K]
+  const void* gate = nullptr;   // [T, F], or nullptr
+  MlpRows gate_rows, up_rows, down_rows, predictor_down, predictor_up;
+  const void *gate_bias = nullptr, *up_bias = nullptr, *down_bias = nullptr;
+  const float* threshold = nullptr;
+  int64_t threshold_stride = 0;
+  void* output = nullptr;  // [T, N]
+
+  // ---- workspace ----
+  float* projected = nullptr;  // [T, projected_stride]: predictor_down · input, zeros beyond R
+  int64_t projected_stride = 0;
+  // Segment s has counts[s] active neurons: neurons[s * segment + i], and masks, whose bit t says that token t needs
+  // it.
+  int64_t segment = 0;
+  int32_t segments = 0;
+  int32_t* counts = nullptr;
+  int32_t* neurons = nullptr;
+  uint64_t* masks = nullptr;
+  float* hidden = nullptr;      // [active neurons, T], of pairs that are needed
+  float* partials = nullptr;    // [splits, T, N]
+  int32_t* finished = nullptr;  // [token groups, slices]: CTAs of the down kernel that have written their partial sums
+  int32_t splits = 1, slices = 1, token_groups = 1, group_tokens = 1;
+  bool is_list_early = false;  // the list was made before the kernel before the down kernel
+  // [F]: the score kernel writes masks of all neurons here instead of a list; nullptr: the list.
+  uint64_t* all_masks = nullptr;
+};
+
+// Many tokens, of fp16 or bf16: what stands around the GEMMs.
+struct MlpDenseParams {
+  int64_t T = 0, K = 0, F = 0;
+  int64_t tokens_stride = 0;  // T, rounded up so that rows of tokens are aligned
+  SparseMlpActivation activation = SparseMlpActivation::kNone;
+  SparseMlpSelection selection = SparseMlpSelection::kNonzero;
+  const void* input = nullptr;    // [T, K]
+  const void* gate = nullptr;     // [T, F], or nullptr
+  void* transposed = nullptr;     // [K, tokens_stride]: input
+  MlpRows quantized;              // of the weight that is dequantized next
+  void* dequantized = nullptr;    // [F, K] or [F, N]
+  void* gate_products = nullptr;  // [F, tokens_stride] without bias; nullptr where the gate is an input
+  void* up_products = nullptr;    // the same; nullptr without an up weight
+  const void *gate_bias = nullptr, *up_bias = nullptr;
+  const float* threshold = nullptr;
+  int64_t threshold_stride = 0;
+  uint64_t* masks = nullptr;  // [T / kMlpTokens, F] of a predictor
+  void* hidden = nullptr;     // [T, F]
+};
+
+// Launches of the kernels for a type of tokens. Each gives a cudaError_t.
+struct MlpKernels {
+  int (*project)(const MlpParams& params, void* stream);
+  int (*score)(const MlpParams& params, void* stream);
+  int (*select)(const MlpParams& params, void* stream);
+  int (*hidden)(const MlpParams& params, int ctas, void* stream);
+  int (*down)(const MlpParams& params, void* stream);
+  // nullptr with fp32.
+  int (*transpose)(const MlpDenseParams& params, void* stream);
+  int (*dequantize)(const MlpDenseParams& params, bool is_down, int ctas, void* stream);
+  int (*masked_hidden)(const MlpDenseParams& params, void* stream);
+};
+const MlpKernels& MlpKernelsF32();
+const MlpKernels& MlpKernelsF16();
+const MlpKernels& MlpKernelsBf16();
+
+}  // namespace cuda
+}  // namespace stof
+#endif  // STOF_CUDA_SPARSE_MLP_PARAMS_H_

@@ -1,0 +1,388 @@
+// SPDX-License-Identifier: Apache-2.0
+// The sparse MLP on a device: parameters of its kernels, their workspace and launches.
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <string>
+
+#include "cuda/common/device_properties.h"
+#include "cuda/common/status.h"
+#include "cuda/gemm/run.h"
+#include "cuda/sparse_mlp/params.h"
+#include "cuda/sparse_mlp/run.h"
+#include "plugins/core/base/integers.h"
+#include "plugins/core/contract/sparse_mlp_limits.h"
+
+namespace stof {
+namespace cuda {
+namespace {
+
+constexpr int kDownCtasOfAnSm = 2;
+constexpr int64_t kLeastSplit = 8;  // neurons
+// More tokens than these are computed by GEMMs of all neurons, so many at a time.
+constexpr int64_t kMostSparseTokens = 16;
+constexpr int64_t kDenseTokens = 4096;
+constexpr int64_t kMostOfGemm = int64_t{1} << 27;  // of K, F and N: 32 bits count CTAs
+// Of two sizes multiplied: offsets of the workspace stay far from overflow.
+constexpr int64_t kMostElements = std::numeric_limits<int64_t>::max() / 64;
+
+bool IsAligned(const void* p, int64_t bytes) {
+  return reinterpret_cast<uintptr_t>(p) % static_cast<uintptr_t>(bytes) == 0;
+}
+
+int ShiftOf(int64_t power_of_two) {
+  int shift = 0;
+  while (int64_t{1} << shift < power_of_two) ++shift;
+  return shift;
+}
+
+int64_t ChunkBytes(const SparseMlpArgs& a, int bits) {
+  return bits == 0 ? std::min<int64_t>(16, 8 * SizeOf(a.dtype)) : bits;
+}
+
+// A gate or up weight.
+MlpRows RowsOf(const SparseMlpArgs& a, const SparseMlpWeight& weight) {
+  MlpRows rows;
+  rows.data = weight.data, rows.scales = weight.scales;
+  rows.zero_points = static_cast<const uint8_t*>(weight.zero_points);
+  rows.size = a.K, rows.stride = a.K * SizeOf(a.dtype);
+  if (weight.scales != nullptr) {
+    rows.bits = a.bits, rows.block_shift = ShiftOf(a.block_size);
+    rows.blocks = CeilDiv(a.K, a.block_size);
+    rows.stride = rows.blocks * a.block_size * a.bits / 8;
+    rows.zero_bytes = CeilDiv(rows.blocks * a.bits, 8);
+  }
+  rows.is_vectorized =
+      a.K % kMlpChunk == 0 && IsAligned(a.input, 16) && IsAligned(weight.data, ChunkBytes(a, rows.bits));
+  return rows;
+}
+
+MlpRows DownRowsOf(const SparseMlpArgs& a) {
+  MlpRows rows;
+  const SparseMlpWeight& weight = a.down_weight;
+  rows.data = weight.data, rows.scales = weight.scales;
+  rows.zero_points = static_cast<const uint8_t*>(weight.zero_points);
+  rows.size = a.N, rows.stride = a.N * SizeOf(a.dtype);
+  if (weight.scales != nullptr) {
+    rows.bits = a.bits, rows.block_shift = ShiftOf(a.block_size);
+    rows.stride = CeilDiv(a.N * a.bits, 8);
+  }
+  rows.is_vectorized = a.N % kMlpChunk == 0 && IsAligned(weight.data, ChunkBytes(a, rows.bits)) &&
+                       IsAligned(weight.scales, 16) && IsAligned(weight.zero_points, 8);
+  return rows;
+}
+
+// A factor of the predictor. Quantized rows are padded, and have one scale.
+MlpRows FactorOf(const SparseMlpArgs& a, const SparseMlpWeight& factor, int64_t size, bool are_tokens_vectorized) {
+  MlpRows rows;
+  rows.data = factor.data, rows.scales = factor.scales;
+  rows.size = size, rows.stride = size * SizeOf(a.dtype);
+  if (factor.scales != nullptr) {
+    rows.bits = 8, rows.block_shift = 62, rows.blocks = 1;
+    rows.stride = RoundUp(size, SparseMlpLimits::kPredictorMultiple);
+  }
+  rows.is_vectorized = are_tokens_vectorized && (rows.bits != 0 || size % kMlpChunk == 0) &&
+                       IsAligned(factor.data, ChunkBytes(a, rows.bits));
+  return rows;
+}
+
+// Memory of a run, in one workspace.
+class Layout {
+ public:
+  Layout(const SparseMlpArgs& a, const DeviceProperties& device) {
+    const int64_t tokens = std::min<int64_t>(a.T, kMlpTokens);
+    segment = std::max<int64_t>(kMlpLeastSegment, RoundUp(CeilDiv(a.F, kMlpMostSegments), kMlpLeastSegment));
+    segments = CeilDiv(a.F, segment);
+    slices = CeilDiv(a.N, kMlpSliceColumns);
+    group_tokens = tokens == 1 ? 1 : tokens <= 4 ? 4 : 8;
+    token_groups = CeilDiv(tokens, group_tokens);
+    splits = std::clamp<int64_t>(kDownCtasOfAnSm * device.sm_count / std::max<int64_t>(1, slices * token_groups), 1,
+                                 std::max<int64_t>(1, std::min<int64_t>(kMlpMostSplits, a.F / kLeastSplit)));
+    projected_stride = RoundUp(a.R, kMlpChunk);
+    const bool has_predictor = a.selection == SparseMlpSelection::kPredictor;
+    projected = Take(has_predictor ? tokens : 0, projected_stride * 4);
+    counts = Take(segments, sizeof(int32_t));
+    neurons = Take(segments * segment, sizeof(int32_t));
+    masks = Take(segments * segment, sizeof(uint64_t));
+    const bool has_hidden = a.gate_weight.data != nullptr || a.up_weight.data != nullptr;
+    hidden = Take(has_hidden ? tokens : 0, a.F * 4);
+    partials = Take(splits > 1 ? splits * tokens : 0, a.N * 4);
+    finished = Take(slices * token_groups, sizeof(int32_t));
+  }
+  int64_t segment = 0, segments = 0, slices = 0, splits = 0, token_groups = 0, group_tokens = 0, projected_stride = 0;
+  int64_t projected = 0, counts = 0, neurons = 0, masks = 0, hidden = 0, partials = 0, finished = 0;
+  int64_t bytes = 0;
+
+ private:
+  int64_t Take(int64_t count, int64_t size) {
+    const int64_t at = bytes;
+    bytes += RoundUp(count * size, 64);
+    return at;
+  }
+};
+
+Status CheckSizes(const SparseMlpArgs& a) {
+  int64_t read = 0;
+  if (std::max({a.K, a.F, a.N, a.R}) > SparseMlpLimits::kMostSize ||
+      __builtin_mul_overflow(a.T, std::max({a.K, a.F, a.N, a.R}), &read) || read > kMostElements ||
+      __builtin_mul_overflow(a.F, std::max(a.K, a.N), &read) || read > kMostElements) {
+    return Status::Error("T, K, F, N and R of " + std::to_string(a.T) + ", " + std::to_string(a.K) + ", " +
+                         std::to_string(a.F) + ", " + std::to_string(a.N) + " and " + std::to_string(a.R) +
+                         " are too large for the CUDA kernels");
+  }
+  return Status();
+}
+
+const MlpKernels& KernelsOf(DType dtype) {
+  if (dtype == DType::kF16) return MlpKernelsF16();
+  return dtype == DType::kBF16 ? MlpKernelsBf16() : MlpKernelsF32();
+}
+
+// The parameters of a run of all tokens; the first launch computes those of the first kMlpTokens.
+MlpParams ParamsOf(const SparseMlpArgs& a, const Layout& layout, void* workspace) {
+  MlpParams p;
+  p.K = a.K, p.F = a.F, p.N = a.N, p.R = a.R;
+  p.activation = a.activation, p.selection = a.selection;
+  p.input = a.input, p.gate = a.gate, p.output = a.output;
+  if (a.gate_weight.data != nullptr) p.gate_rows = RowsOf(a, a.gate_weight);
+  if (a.up_weight.data != nullptr) p.up_rows = RowsOf(a, a.up_weight);
+  if (a.gate_weight.data != nullptr && a.up_weight.data != nullptr) {
+    p.gate_rows.is_vectorized = p.up_rows.is_vectorized = p.gate_rows.is_vectorized && p.up_rows.is_vectorized;
+  }
+  p.down_rows = DownRowsOf(a);
+  if (a.selection == SparseMlpSelection::kPredictor) {
+    p.predictor_down = FactorOf(a, a.predictor_down, a.K, a.K % kMlpChunk == 0 && IsAligned(a.input, 16));
+    p.predictor_up = FactorOf(a, a.predictor_up, a.R, true);
+  }
+  p.gate_bias = a.gate_bias, p.up_bias = a.up_bias, p.down_bias = a.down_bias;
+  p.threshold = a.threshold, p.threshold_stride = a.threshold_stride;
+  auto* const base = static_cast<char*>(workspace);
+  p.projected = reinterpret_cast<float*>(base + layout.projected), p.projected_stride = layout.projected_stride;
+  p.segment = layout.segment, p.segments = static_cast<int32_t>(layout.segments);
+  p.counts = reinterpret_cast<int32_t*>(base + layout.counts);
+  p.neurons = reinterpret_cast<int32_t*>(base + layout.neurons);
+  p.masks = reinterpret_cast<uint64_t*>(base + layout.masks);
+  p.hidden = reinterpret_cast<float*>(base + layout.hidden);
+  p.partials = reinterpret_cast<float*>(base + layout.partials);
+  p.finished = reinterpret_cast<int32_t*>(base + layout.finished);
+  p.splits = static_cast<int32_t>(layout.splits), p.slices = static_cast<int32_t>(layout.slices);
+  p.group_tokens = static_cast<int32_t>(layout.group_tokens);
+  return p;
+}
+
+Status Launch(const MlpKernels& kernels, const MlpParams& p, const DeviceProperties& device, void* stream) {
+  const auto checked = [](int error, const char* what) { return ToStatus(static_cast<cudaError_t>(error), what); };
+  const bool has_hidden = p.gate_rows.data != nullptr || p.up_rows.data != nullptr;
+  if (p.selection == SparseMlpSelection::kPredictor) {
+    if (p.R > 0) STOF_RETURN_IF_ERROR(checked(kernels.project(p, stream), "launch of a predictor's projection"));
+    STOF_RETURN_IF_ERROR(checked(kernels.score(p, stream), "launch of a predictor's scores"));
+  } else {
+    STOF_RETURN_IF_ERROR(checked(kernels.select(p, stream), "launch of the selection of neurons"));
+  }
+  if (has_hidden) {
+    STOF_RETURN_IF_ERROR(
+        checked(kernels.hidden(p, 2 * device.sm_count, stream), "launch of the hidden values of an MLP"));
+  }
+  return checked(kernels.down(p, stream), "launch of the output of an MLP");
+}
+
+// ---- many tokens: GEMMs of all neurons ----
+// Tokens that together need most neurons. fp32 has no GEMM here.
+bool IsDense(const SparseMlpArgs& a) {
+  const bool has_rows = a.gate_weight.data != nullptr || a.up_weight.data != nullptr;
+  return a.T > kMostSparseTokens && a.dtype != DType::kF32 && a.F > 0 && (a.K > 0 || !has_rows) &&
+         std::max({a.K, a.F, a.N}) <= kMostOfGemm;
+}
+
+class DenseLayout {
+ public:
+  explicit DenseLayout(const SparseMlpArgs& a) {
+    tokens = std::min(a.T, kDenseTokens);
+    tokens_stride = RoundUp(tokens, 8);
+    const bool has_gate = a.gate_weight.data != nullptr, has_up = a.up_weight.data != nullptr;
+    const int64_t item = SizeOf(a.dtype);
+    transposed = Take(has_gate || has_up ? tokens_stride : 0, a.K * item);
+    gate_products = Take(has_gate ? tokens_stride : 0, a.F * item);
+    up_products = Take(has_up ? tokens_stride : 0, a.F * item);
+    hidden = Take(tokens, a.F * item);
+    dequantized = Take(a.bits > 0 ? a.F : 0, std::max(a.K, a.N) * item);
+    projected_stride = RoundUp(a.R, kMlpChunk);
+    projected = Take(has_gate ? kMlpTokens : 0, projected_stride * 4);
+    masks = Take(has_gate ? CeilDiv(tokens, kMlpTokens) : 0, a.F * 8);
+    gemm = Take(1, static_cast<int64_t>(kGemmWorkspace));
+  }
+  int64_t tokens = 0, tokens_stride = 0, projected_stride = 0;
+  int64_t transposed = 0, gate_products = 0, up_products = 0, hidden = 0, dequantized = 0, projected = 0, masks = 0,
+          gemm = 0;
+  int64_t bytes = 0;
+
+ private:
+  int64_t Take(int64_t count, int64_t size) {
+    const int64_t at = bytes;
+    bytes += RoundUp(count * size, 256);
+    return at;
+  }
+};
+
+// A run of up to kDenseTokens tokens.
+class DenseRun {
+ public:
+  DenseRun(const SparseMlpArgs& args, const DenseLayout& layout, char* workspace, const DeviceProperties& device,
+           const RunContext& context)
+      : a_(args),
+        layout_(layout),
+        base_(workspace),
+        device_(device),
+        context_(context),
+        kernels_(KernelsOf(args.dtype)) {
+    gemm_context_ = context;
+    gemm_context_.self = base_ + layout.gemm;
+    gemm_context_.allocate = [](void* self, size_t bytes) { return bytes <= kGemmWorkspace ? self : nullptr; };
+  }
+
+  Status Run() {
+    const bool has_gate = a_.gate_weight.data != nullptr, has_up = a_.up_weight.data != nullptr;
+    MlpDenseParams& p = params_;
+    p.T = a_.T, p.K = a_.K, p.F = a_.F;
+    p.tokens_stride = RoundUp(a_.T, 8);
+    p.activation = a_.activation, p.selection = a_.selection;
+    p.input = a_.input, p.gate = a_.gate;
+    p.gate_bias = a_.gate_bias, p.up_bias = a_.up_bias;
+    p.threshold = a_.threshold, p.threshold_stride = a_.threshold_stride;
+    p.transposed = base_ + layout_.transposed, p.dequantized = base_ + layout_.dequantized;
+    p.masks = reinterpret_cast<uint64_t*>(base_ + layout_.masks);
+    p.hidden = base_ + layout_.hidden;
+    if (has_gate) {
+      STOF_RETURN_IF_ERROR(Score());
+      p.gate_products = base_ + layout_.gate_products;
+    }
+    if (has_up) p.up_products = base_ + layout_.up_products;
+    if (has_gate || has_up) STOF_RETURN_IF_ERROR(Checked(kernels_.transpose(p, context_.stream)));
+    if (has_gate) STOF_RETURN_IF_ERROR(Multiply(a_.gate_weight, p.gate_products));
+    if (has_up) STOF_RETURN_IF_ERROR(Multiply(a_.up_weight, p.up_products));
+    STOF_RETURN_IF_ERROR(Checked(kernels_.masked_hidden(p, context_.stream)));
+    GemmArgs g;
+    g.M = a_.T, g.N = g.stride = a_.N, g.K = a_.F, g.dtype = a_.dtype;
+    g.a = p.hidden, g.b0 = a_.down_weight.data, g.bias0 = a_.down_bias, g.output = a_.output;
+    if (a_.down_weight.scales != nullptr) {
+      STOF_RETURN_IF_ERROR(Dequantize(DownRowsOf(a_), true));
+      g.b0 = p.dequantized;
+    }
+    return RunGemm(g, gemm_context_);
+  }
+
+ private:
+  static Status Checked(int error) {
+    return ToStatus(static_cast<cudaError_t>(error), "launch of an MLP of many tokens");
+  }
+
+  // The masks of a predictor, kMlpTokens tokens at a time.
+  Status Score() {
+    MlpParams p;
+    p.K = a_.K, p.F = a_.F, p.R = a_.R;
+    p.selection = a_.selection;
+    p.threshold = a_.threshold, p.threshold_stride = a_.threshold_stride;
+    p.predictor_down = FactorOf(a_, a_.predictor_down, a_.K, a_.K % kMlpChunk == 0 && IsAligned(a_.input, 16));
+    p.predictor_up = FactorOf(a_, a_.predictor_up, a_.R, true);
+    p.projected = reinterpret_cast<float*>(base_ + layout_.projected), p.projected_stride = layout_.projected_stride;
+    p.segment = kMlpLeastSegment, p.segments = static_cast<int32_t>(CeilDiv(a_.F, p.segment));
+    p.token_groups = 0;  // there is no down kernel
+    for (int64_t t = 0; t < a_.T; t += kMlpTokens) {
+      p.T = static_cast<int32_t>(std::min<int64_t>(kMlpTokens, a_.T - t));
+      p.input = static_cast<const char*>(a_.input) + t * a_.K * SizeOf(a_.dtype);
+      p.all_masks = params_.masks + t / kMlpTokens * a_.F;
+      if (p.R > 0) STOF_RETURN_IF_ERROR(Checked(kernels_.project(p, context_.stream)));
+      STOF_RETURN_IF_ERROR(Checked(kernels_.score(p, context_.stream)));
+    }
+    return Status();
+  }
+
+  Status Dequantize(const MlpRows& rows, bool is_down) {
+    params_.quantized = rows;
+    return Checked(kernels_.dequantize(params_, is_down, 8 * device_.sm_count, context_.stream));
+  }
+
+  // to[F, tokens] = weight · input^T: GEMMs read their right side by rows of K, and the weight lies by neurons.
+  Status Multiply(const SparseMlpWeight& weight, void* to) {
+    GemmArgs g;
+    g.M = a_.F, g.N = g.stride = params_.tokens_stride, g.K = a_.K, g.dtype = a_.dtype;
+    g.a = weight.data, g.b0 = params_.transposed, g.output = to;
+    if (weight.scales != nullptr) {
+      STOF_RETURN_IF_ERROR(Dequantize(RowsOf(a_, weight), false));
+      g.a = params_.dequantized;
+    }
+    return RunGemm(g, gemm_context_);
+  }
+
+  const SparseMlpArgs& a_;
+  const DenseLayout& layout_;
+  char* const base_;
+  const DeviceProperties& device_;
+  const RunContext& context_;
+  const MlpKernels& kernels_;
+  RunContext gemm_context_;
+  MlpDenseParams params_;
+};
+
+Status RunDense(const SparseMlpArgs& args, const DeviceProperties& device, const RunContext& context) {
+  const DenseLayout layout(args);
+  void* workspace = nullptr;
+  STOF_RETURN_IF_ERROR(context.Allocate(static_cast<size_t>(layout.bytes), &workspace));
+  const int64_t item = SizeOf(args.dtype);
+  const auto advance = [item](const void* from, int64_t elements) {
+    return from == nullptr ? nullptr : static_cast<const char*>(from) + elements * item;
+  };
+  for (int64_t t = 0; t < args.T; t += kDenseTokens) {
+    SparseMlpArgs some = args;
+    some.T = std::min(kDenseTokens, args.T - t);
+    some.input = advance(args.input, t * args.K), some.gate = advance(args.gate, t * args.F);
+    some.output = static_cast<char*>(args.output) + t * args.N * item;
+    STOF_RETURN_IF_ERROR(DenseRun(some, layout, static_cast<char*>(workspace), device, context).Run());
+  }
+  return Status();
+}
+
+}  // namespace
+
+Status RunSparseMlp(const SparseMlpArgs& args, const RunContext& context) {
+  STOF_RETURN_IF_ERROR(CheckSizes(args));
+  DeviceProperties device;
+  STOF_RETURN_IF_ERROR(GetDeviceProperties(&device));
+  if (IsDense(args)) return RunDense(args, device, context);
+  const Layout layout(args, device);
+  void* workspace = nullptr;
+  STOF_RETURN_IF_ERROR(context.Allocate(static_cast<size_t>(layout.bytes), &workspace));
+  MlpParams p = ParamsOf(args, layout, workspace);
+  const int64_t item = SizeOf(args.dtype);
+  const auto advance = [item](const void* from, int64_t elements) {
+    return from == nullptr ? nullptr : static_cast<const char*>(from) + elements * item;
+  };
+  for (int64_t t = 0; t < args.T; t += kMlpTokens) {
+    p.T = static_cast<int32_t>(std::min<int64_t>(kMlpTokens, args.T - t));
+    p.token_groups = static_cast<int32_t>(CeilDiv(p.T, p.group_tokens));
+    p.input = advance(args.input, t * args.K), p.gate = advance(args.gate, t * args.F);
+    p.output = static_cast<char*>(args.output) + t * args.N * item;
+    p.is_list_early = p.gate_rows.data != nullptr || p.up_rows.data != nullptr;
+    STOF_RETURN_IF_ERROR(Launch(KernelsOf(args.dtype), p, device, context.stream));
+  }
+  return Status();
+}
+
+Status PlanSparseMlpWorkspace(const SparseMlpArgs& args, size_t* bytes) {
+  STOF_RETURN_IF_ERROR(CheckSizes(args));
+  // Engines are built on machines with another device, or none: as many SMs as any device has.
+  DeviceProperties device;
+  device.sm_count = 512;
+  SparseMlpArgs some = args;
+  int64_t most = 0;
+  // Fewer tokens may have more splits.
+  for (some.T = 1; some.T <= std::min<int64_t>(args.T, kMlpTokens); ++some.T) {
+    most = std::max(most, Layout(some, device).bytes);
+  }
+  if (IsDense(args)) most = std::max(most, DenseLayout(args).bytes);
+  *bytes = static_cast<size_t>(most);
+  return Status();
+}
+
+}  // namespace cuda
+}  // namespace stof

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Regular files that are read, with messages that name them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+from stof.errors import ArgumentError
+
+_MOST_TEXT = 1 << 28  # bytes of a plan
+
+
+def stat_file(name: str, path: Path) -> os.stat_result | None:
+    """What is at a path, behind links; None where nothing is.
+
+    Raises:
+        ArgumentError: where that cannot be told: names that are too long, links in a cycle, folders that cannot be entered.
+    """
+    try:
+        return path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:
+        raise path_error(name, path, error) from error
+
+
+def is_utf8(path: Path) -> bool:
+    """Whether the name is text: names of files are bytes, and libraries in C++ take those in UTF-8 only."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Opens a regular file for reading. Nothing else is opened: a pipe would wait, a device may have no end.
+
+    Raises:
+        OSError: when it cannot be opened; IsADirectoryError for folders.
+    """
+    _check_regular(path.stat())
+    # The file may be another one by now, and opening a pipe waits for a writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        _check_regular(os.fstat(descriptor))
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _check_regular(found: os.stat_result) -> None:
+    if stat.S_ISDIR(found.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "a device or a pipe, expected a file")
+
+
+def read_bytes(name: str, path: Path, most: int | None = None) -> bytes:
+    """The content of a regular file, of at most so many bytes.
+
+    Raises:
+        ArgumentError: naming the file, when it cannot be read or is larger.
+    """
+    try:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if most is not None and size > most:
+                raise ArgumentError(f"the {name} {path} has {size} bytes, expected at most {most}")
+            return file.read(size)  # files of /proc name no size and may have no end
+    except FileNotFoundError:
+        raise ArgumentError(f"the {name} {path} does not exist") from None
+    except (OSError, ValueError) as error:
+        raise ArgumentError(f"the {name} {path} cannot be read: {os_reason(error)}") from error
+
+
+def read_text(name: str, path: Path, most: int = _MOST_TEXT) -> str:
+    """The text of a file of at most so many bytes.
+
+    Raises:
+        ArgumentError: naming the file, when it cannot be read, is larger or is no UTF-8 text.
+    """
+    try:
+        return read_bytes(name, path, most).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ArgumentError(f"the {name} {path} is no UTF-8 text: {error.reason} at byte {error.start}") from None
+
+
+def path_error(name: str, path: Path, error: OSError | ValueError) -> ArgumentError:
+    """The error of a path that no file can have; ``name`` says what it is for."""
+    return ArgumentError(f"the {name} {path} cannot be used: {os_reason(error)}; choose another file")
+
+
+def os_reason(error: OSError | ValueError) -> str:
+    """What the system says of a file, without its path."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predicts the neurons of a model's MLPs as --sparse-mlp says: from calibration prompts, or from files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import onnx
+
+from stof.errors import ArgumentError, UnsupportedError
+from stof.execution.session_process import has_onnxruntime
+from stof.op_rewrite import Job
+from stof.sparse_mlp.calibration.activation_runs import ActivationRuns, SiteSamples
+from stof.sparse_mlp.calibration.fit import (
+    NeuronPrediction,
+    check_predictor,
+    check_sizes,
+    fit_selector,
+    fit_threshold,
+    importance_threshold,
+    measure_selector,
+)
+from stof.sparse_mlp.calibration.predictor_files import SelectorFile, read_selector_file
+from stof.sparse_mlp.calibration.prompt_sets import CalibrationPrompts
+from stof.sparse_mlp.calibration.spec import OPTION, MlpClause, MlpSpec
+from stof.sparse_mlp.checks.oracle import Constants
+from stof.sparse_mlp.site import MlpSite
+from stof.sparse_mlp.stored_selector import stored_arrays
+
+_HELD_OUT_SHARE = 4  # one held-out token for so many that are fitted on
+
+
+def predict_sites(
+    job: Job,
+    model: onnx.ModelProto,
+    sites: Mapping[int, MlpSite],
+    count: int,
+    spec: MlpSpec,
+    prompts: CalibrationPrompts,
+) -> dict[str, NeuronPrediction]:
+    """How the neurons of MLPs are predicted, by the names of the sites that have a clause.
+
+    Args:
+        job: the optimization.
+        model: that the sites were found in.
+        sites: by the number of their layer.
+        count: of layers.
+        spec: says how.
+        prompts: of the specification.
+
+    Raises:
+        ArgumentError: when the specification or a file does not fit the model, or the model does not run on a prompt.
+    """
+    clauses = {s.name: c for i, s in sites.items() if (c := spec.clause_of(i, count)) is not None}
+    own = {i: s for i, s in sites.items() if s.name in clauses}
+    given = _read_files(job, model, own, clauses, count)
+    sets = [p for p in (prompts.fitted, prompts.held_out) if p is not None]
+    if not sets:
+        return {s.name: _unmeasured(s, given[s.name]) for s in own.values()}
+    if not has_onnxruntime():
+        raise ArgumentError(f"{OPTION} needs onnxruntime to calibrate, which is not installed: pip install onnxruntime")
+    assert job.inputs is not None
+    runs = ActivationRuns(model, job.source.parent.resolve(), job.inputs().maker, job.options.verify_memory)
+    sizes = {id(prompts.fitted): spec.tokens, id(prompts.held_out): max(1, spec.tokens // _HELD_OUT_SHARE)}
+    constants = Constants(model.graph, job.source.parent)
+    found: dict[str, NeuronPrediction] = {}
+    for site, samples in runs.samples(list(own.values()), sets, [sizes[id(p)] for p in sets]):
+        clause = clauses[site.name]
+        try:
+            found[site.name] = _predict(site, clause, given.get(site.name), samples, constants)
+        except UnsupportedError as error:
+            found[site.name] = NeuronPrediction(clause.kind, None, str(error))
+        except ArgumentError as error:
+            raise ArgumentError(f"{OPTION}: MLP {site.name!r}: {error}") from error
+    return found
+
+
+def _predict(
+    site: MlpSite,
+    clause: MlpClause,
+    given: NeuronPrediction | None,
+    samples: Sequence[SiteSamples],
+    constants: Constants,
+) -> NeuronPrediction:
+    """Fits, or takes a file's selector, and measures it on the last set of samples, which are the held-out ones."""
+    if given is not None and given.selector is None:
+        return given
+    if given is None or given.selector is None:
+        selector = fit_selector(site, clause, samples[0], constants)
+    elif clause.is_fitted:
+        selector = fit_threshold(site, clause, given.selector, samples[0])
+    else:
+        selector = given.selector
+    threshold = importance_threshold(site, clause, samples[0].activated)
+    return measure_selector(site, clause.kind, selector, samples[-1], threshold, constants)
+
+
+def _unmeasured(site: MlpSite, given: NeuronPrediction) -> NeuronPrediction:
+    """A file's selector where there are no prompts."""
+    if given.selector is None:
+        return given
+    try:
+        stored_arrays(replace(site, selector=given.selector))
+    except UnsupportedError as error:
+        return NeuronPrediction(given.kind, None, str(error))
+    return given
+
+
+def _read_files(
+    job: Job, model: onnx.ModelProto, sites: Mapping[int, MlpSite], clauses: Mapping[str, MlpClause], count: int
+) -> dict[str, NeuronPrediction]:
+    """What files have for sites, by their names; nothing for those that are calibrated.
+
+    Raises:
+        ArgumentError: when a file cannot be read, or is for MLPs of other sizes.
+    """
+    found: dict[str, NeuronPrediction] = {}
+    read: dict[MlpClause, SelectorFile] = {}
+    for layer, site in sites.items():
+        clause = clauses[site.name]
+        if clause.file is None:
+            continue
+        if clause not in read:
+            read[clause] = read_selector_file(clause, model, job.source.parent, count)
+        try:
+            selector = read[clause].selector_of(layer, site)
+            check_sizes(site, selector, str(clause.file))
+            if selector.has_predictor:
+                check_predictor(site)
+            found[site.name] = NeuronPrediction(clause.kind, selector)
+        except UnsupportedError as error:
+            found[site.name] = NeuronPrediction(clause.kind, None, str(error))
+    return found

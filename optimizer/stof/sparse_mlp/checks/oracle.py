@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The MLP of docs/reference/sparse-mlp.md in NumPy, and the weights that it reads from a model."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+
+from stof.graph.external_data import map_array
+from stof.graph.weight_layout import LayoutReader
+from stof.sparse_mlp.linear_weights import read_values
+from stof.sparse_mlp.quantized import dequantize
+from stof.sparse_mlp.site import MlpSite, MlpWeight
+
+_BLOCK = 1024  # neurons that are multiplied together, in fp64
+
+
+class Constants:
+    """The constants of a graph, those in another layout among them."""
+
+    def __init__(self, graph: onnx.GraphProto, folder: Path) -> None:
+        self._layouts = LayoutReader(graph)
+        self._folder = folder
+
+    def read(self, name: str) -> np.ndarray:
+        """A constant by its name."""
+        if name in self._layouts.stored:
+            return read_values(self._layouts.stored[name], self._folder)
+        found = self._layouts.read(name)
+        assert found is not None
+        return found.layout.apply(map_array(found.source, self._folder))
+
+
+def read_rows(weight: MlpWeight, constants: Constants, is_down: bool = False) -> np.ndarray:
+    """A weight by neuron, [F, other]; in fp64 where it is quantized, else in its own type.
+
+    Args:
+        weight: of a site.
+        constants: of the model that the site was found in.
+        is_down: whether the matmul sums over neurons.
+    """
+    values = constants.read(weight.tensor)
+    if (q := weight.quantization) is None:
+        values = values if weight.is_by_neuron else values.T
+        return values if is_down else values[weight.first : weight.first + weight.outer]
+    zeros = constants.read(q.zero_points) if q.zero_points else None
+    dense = dequantize(weight, values, constants.read(q.scales), zeros)
+    return dense if is_down else dense.T
+
+
+def read_bias(weight: MlpWeight, constants: Constants) -> np.ndarray | None:
+    """The bias behind a weight's matmul; None: there is none."""
+    if not weight.bias:
+        return None
+    return constants.read(weight.bias).reshape(-1)[weight.first : weight.first + weight.outer]
+
+
+@dataclass(frozen=True)
+class MlpWeights:
+    """The weights of a site that its operator reads, [F, other] each, and its biases; None: there is none."""
+
+    down: np.ndarray
+    up: np.ndarray | None = None
+    down_bias: np.ndarray | None = None
+    up_bias: np.ndarray | None = None
+    gate: np.ndarray | None = None
+    gate_bias: np.ndarray | None = None
+
+    @classmethod
+    def of(cls, site: MlpSite, constants: Constants) -> MlpWeights:
+        """Those of a site in a model."""
+        found = cls(read_rows(site.down, constants, True), down_bias=read_bias(site.down, constants))
+        if site.up is not None:
+            found = replace(found, up=read_rows(site.up, constants), up_bias=read_bias(site.up, constants))
+        if site.selection == "predictor" and site.gate_weight is not None:
+            gate, bias = read_rows(site.gate_weight, constants), read_bias(site.gate_weight, constants)
+            found = replace(found, gate=gate, gate_bias=bias)
+        return found
+
+
+def compute_mlp(
+    site: MlpSite,
+    gate: np.ndarray,
+    inputs: np.ndarray | None,
+    weights: MlpWeights,
+    kind: type[np.floating[Any]],
+    *,
+    rounds_tokens: bool = False,
+    active: np.ndarray | None = None,
+) -> np.ndarray:
+    """The MLP behind its gate, in one type.
+
+    Args:
+        site: what is computed.
+        gate: [tokens, F], before the activation.
+        inputs: [tokens, K]; None where the site has no up matmul.
+        weights: of the site.
+        kind: the type to compute in.
+        rounds_tokens: whether what quantized weights multiply is rounded to int8 in blocks, as accuracy_level 4 allows.
+        active: bool [tokens, F], the neurons that count; None: all.
+
+    Returns:
+        [tokens, N] of that type.
+    """
+    if rounds_tokens and inputs is not None:
+        inputs = _round_to_int8(inputs.astype(kind), site)
+    total: np.ndarray = np.zeros((len(gate), site.output_size), kind)
+    for start in range(0, site.neurons, _BLOCK):
+        block = slice(start, min(start + _BLOCK, site.neurons))
+        hidden = activate(site.activation, gate[:, block].astype(kind))
+        if weights.up is not None and inputs is not None:
+            factor: np.ndarray = inputs.astype(kind) @ np.asarray(weights.up[block]).astype(kind).T
+            if weights.up_bias is not None:
+                factor = factor + weights.up_bias[block].astype(kind)
+            hidden = hidden * factor
+        if active is not None:
+            hidden = np.where(active[:, block], hidden, kind(0))
+        if rounds_tokens:
+            hidden = _round_to_int8(hidden, site)
+        total += hidden @ np.asarray(weights.down[block]).astype(kind)
+    return total if weights.down_bias is None else total + weights.down_bias.astype(kind)
+
+
+def compute_gate(
+    site: MlpSite, inputs: np.ndarray, weights: MlpWeights, kind: type[np.floating[Any]], *, rounds_tokens: bool = False
+) -> np.ndarray:
+    """The gate [tokens, F] of a site whose operator computes it from tokens [tokens, K]."""
+    assert weights.gate is not None
+    given = _round_to_int8(inputs.astype(kind), site) if rounds_tokens else inputs.astype(kind)
+    found: np.ndarray = given @ np.asarray(weights.gate).astype(kind).T
+    return found if weights.gate_bias is None else found + weights.gate_bias.astype(kind)
+
+
+def activate(activation: str, gate: np.ndarray) -> np.ndarray:
+    """Activated neurons in the gate's type, by the names in docs/reference/sparse-mlp.md."""
+    kind = gate.dtype.type
+    if activation in ("relu", "relu2"):
+        positive: np.ndarray = np.maximum(gate, kind(0))
+        return positive * positive if activation == "relu2" else positive
+    with np.errstate(over="ignore", invalid="ignore"):
+        if activation == "silu":
+            return np.asarray(gate / (kind(1) + np.exp(-gate)))
+        if activation == "gelu":
+            bounded = _erf(gate * kind(math.sqrt(0.5))).astype(kind)
+            return np.asarray(gate * kind(0.5) * (kind(1) + bounded))
+        if activation == "gelu_tanh":
+            inner = kind(math.sqrt(2 / math.pi)) * (gate + kind(0.044715) * gate * gate * gate)
+            return np.asarray(gate * kind(0.5) * (kind(1) + np.tanh(inner)))
+    return gate
+
+
+_erf = np.vectorize(math.erf, otypes=[np.float64])
+
+
+def _round_to_int8(array: np.ndarray, site: MlpSite) -> np.ndarray:
+    """Rows rounded to int8 in blocks of the quantization's size, each with a scale of its own."""
+    assert site.quantization is not None
+    size = site.quantization.block_size
+    blocks = np.pad(array, ((0, 0), (0, -array.shape[1] % size))).reshape(len(array), -1, size)
+    scales = np.abs(blocks).max(2, keepdims=True) / 127
+    rounded = np.round(blocks / np.where(scales > 0, scales, 1)) * scales
+    found: np.ndarray = rounded.reshape(len(array), -1)[:, : array.shape[1]]
+    return found

@@ -1,0 +1,378 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "plugins/core/ops/cached_attention/cached_attention.h"
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "plugins/core/contract/attention.h"
+#include "plugins/core/contract/attention_limits.h"
+#include "plugins/core/contract/cached_attention.h"
+#include "plugins/core/contract/cuda_backend.h"
+#include "plugins/core/host/fork_guard.h"
+#include "plugins/core/mask/cached_mask.h"
+#include "plugins/core/ops/attention_operands.h"
+#include "plugins/core/ops/attention_shapes.h"
+#include "plugins/core/ops/cached_attention/columns.h"
+#include "plugins/core/ops/cached_attention/new_tokens.h"
+#include "plugins/core/ops/named_inputs.h"
+
+namespace stof {
+namespace {
+
+namespace in = cached_input;
+using Limits = AttentionLimits;
+
+constexpr int kOutputs = 3;
+constexpr const char* kOutputNames[kOutputs] = {"output", "present_key", "present_value"};
+
+using Inputs = NamedInputs;
+constexpr TokenInputs kTokenInputs = {in::kQuery, in::kKey,       in::kValue,  in::kCos,
+                                      in::kSin,   in::kQueryNorm, in::kKeyNorm};
+
+// The arguments of one run: of the append step, and of attention over the cache.
+struct Step {
+  CacheAppendArgs append;
+  AttentionArgs attention;
+  int64_t total = 0;
+};
+
+// The host does not know the lengths: a step of several tokens is staged whether it drops rows or not.
+int64_t CudaStagingRows(const CacheAppendArgs& args) {
+  return args.sliding_window > 0 && args.S > 1 ? args.past_capacity + args.S : 0;
+}
+
+class CachedAttentionOp final : public Op {
+ public:
+  explicit CachedAttentionOp(CachedAttentionAttributes attributes) : attributes_(std::move(attributes)) {}
+
+  Status Prepare(const Tensor* inputs, int input_count) override;
+  Status InferOutputs(const Tensor* inputs, int input_count, Tensor* outputs, int output_count) const override;
+  Status Run(const Tensor* inputs, int input_count, const Tensor* outputs, int output_count,
+             const RunContext& context) const override;
+  int InputCount() const override { return in::kTotal + 1; }
+  int OutputCount() const override { return kOutputs; }
+
+ private:
+  // Checks every input, and fills sizes, strides and addresses.
+  Status Bind(const Inputs& inputs, Step* step) const;
+  Status BindCache(const Inputs& inputs, Step* step) const;
+  Status MakeMask(const Inputs& inputs, std::shared_ptr<const CachedMask>* mask) const;
+  // Allocates the step's memory, and sets the query, key and value of attention.
+  Status Allocate(const RunContext& context, Step* step) const;
+  Status RunOnCpu(const CachedMask& mask, const RunContext& context, Step* step) const;
+  Status RunOnCuda(const CachedMask& mask, const Tables& given, const RunContext& context, Step* step) const;
+
+  CachedAttentionAttributes attributes_;
+  std::shared_ptr<const CachedMask> mask_;  // nullptr: its tables are not constant
+  mutable Keeper keeper_;
+};
+
+Status CachedAttentionOp::Prepare(const Tensor* inputs, int input_count) {
+  const Inputs all(inputs, input_count, in::kNames);
+  STOF_RETURN_IF_ERROR(all.CheckCount(in::kTotal + 1, in::kCount));
+  const Status status = MakeMask(all, &mask_);
+  if (status.ok()) return status;
+  // A table that is no constant is not known here. Each run then parses the mask.
+  return LacksTable(all, in::kTables) ? Status() : status;
+}
+
+Status CachedAttentionOp::MakeMask(const Inputs& inputs, std::shared_ptr<const CachedMask>* mask) const {
+  const Tables tables = MaskTables(inputs, in::kTables);
+  auto made = std::make_shared<CachedMask>();
+  STOF_RETURN_IF_ERROR(MakeCachedMask(attributes_.mask, tables, attributes_.sliding_window, made.get()));
+  if (attributes_.sliding_window > 0 && !IsOfDistances(made->expr)) {
+    return Status::Error("attribute mask is not one of distances (q - k) alone, which a sliding-window cache demands");
+  }
+  STOF_RETURN_IF_ERROR(CompareHeads(attributes_.num_heads, attributes_.kv_num_heads, made.get()));
+  *mask = std::move(made);
+  return Status();
+}
+
+Status CachedAttentionOp::BindCache(const Inputs& inputs, Step* step) const {
+  CacheAppendArgs& a = step->append;
+  STOF_RETURN_IF_ERROR(inputs.Check(in::kSeqlens, DType::kI32, {a.B}));
+  a.seqlens = static_cast<const int32_t*>(inputs[in::kSeqlens].data);
+  if (!inputs.Has(in::kTotal)) return Status::Error("total_sequence_length is missing");
+  const Tensor& total = inputs[in::kTotal];
+  if (total.dtype != DType::kI32 || total.rank > 1 || total.Elements() != 1) {
+    return inputs.Unexpected(in::kTotal, "one int32");
+  }
+  if (total.data == nullptr) return Status::Error("total_sequence_length has no data in host memory");
+  step->total = *static_cast<const int32_t*>(total.data);
+  if (step->total < a.S || step->total > Limits::kMostLength) {
+    return Status::Error("total_sequence_length is " + std::to_string(step->total) + ", expected " +
+                         std::to_string(a.S) + " (the length of query) to 2^22");
+  }
+  a.is_first_prompt = step->total == a.S;
+  STOF_RETURN_IF_ERROR(inputs.CheckPair(in::kPastKey, in::kPastValue));
+  a.sliding_window = attributes_.sliding_window;
+  if (inputs.Has(in::kPastKey)) {
+    const Tensor& past = inputs[in::kPastKey];
+    const std::string form = "[" + std::to_string(a.B) + ", " + std::to_string(a.G) + ", capacity, " +
+                             std::to_string(a.D) + "] and data type " + TypeText(a.dtype) + ", int8 or fp8 e4m3fn";
+    a.cache_dtype = past.dtype;
+    if ((past.dtype != a.dtype && !IsQuantized(past.dtype)) || past.rank != 4 || past.dims[0] != a.B ||
+        past.dims[1] != a.G || past.dims[3] != a.D || past.dims[2] > Limits::kMostLength) {
+      return inputs.Unexpected(in::kPastKey, form);
+    }
+    a.past_capacity = past.dims[2];
+    STOF_RETURN_IF_ERROR(inputs.Check(in::kPastValue, a.cache_dtype, {a.B, a.G, a.past_capacity, a.D}));
+    if (a.past_capacity > 0) {
+      a.past_key = past.data;
+      a.past_value = inputs[in::kPastValue].data;
+    }
+    if (a.sliding_window > a.past_capacity) {
+      return inputs.Unexpected(in::kPastKey, "a capacity of at least the window of attribute sliding_window_cache, " +
+                                                 std::to_string(a.sliding_window));
+    }
+  } else if (a.sliding_window > 0) {
+    return Status::Error("past_key is missing, expected it beside attribute sliding_window_cache");
+  }
+  a.capacity = a.sliding_window > 0 ? a.past_capacity : std::max(a.past_capacity, step->total);
+  const auto given = [&inputs](int i) { return inputs.Has(i) ? &inputs[i] : nullptr; };
+  return BindScales(given(in::kKeyScale), given(in::kValueScale), &a);
+}
+
+Status CachedAttentionOp::Bind(const Inputs& inputs, Step* step) const {
+  STOF_RETURN_IF_ERROR(inputs.CheckCount(in::kTotal + 1, in::kCount));
+  STOF_RETURN_IF_ERROR(inputs.CheckAbsent({in::kQuerySeqlens}));
+  CacheAppendArgs& a = step->append;
+  STOF_RETURN_IF_ERROR(BindTokens(inputs, kTokenInputs, attributes_, true, &a));
+  STOF_RETURN_IF_ERROR(BindCache(inputs, step));
+  STOF_RETURN_IF_ERROR(BindTransforms(inputs, kTokenInputs, attributes_, 0, &a));
+  if (attributes_.do_rotary && inputs.Has(in::kPositions)) {
+    STOF_RETURN_IF_ERROR(inputs.Check(in::kPositions, DType::kI64, {a.B, a.S}));
+    a.position_ids = static_cast<const int64_t*>(inputs[in::kPositions].data);
+  }
+  if (a.sliding_window > 0 && inputs.Has(in::kBias)) {
+    return Status::Error("attention_bias is given, expected none beside attribute sliding_window_cache");
+  }
+  AttentionArgs& t = step->attention;
+  t.B = a.B, t.H = a.H, t.G = a.G, t.S = a.S, t.T = step->total, t.D = t.Dv = a.D;
+  t.dtype = a.dtype;
+  if (IsQuantized(CacheType(a))) t.kv_dtype = a.cache_dtype, t.key_scale = a.key_scale, t.value_scale = a.value_scale;
+  t.scale = attributes_.scale != 0.0f ? attributes_.scale : 1.0f / std::sqrt(static_cast<float>(a.D));
+  t.softcap = attributes_.softcap, t.kernel = attributes_.kernel.c_str();
+  t.output_stride = {a.S * a.H * a.D, a.D, a.H * a.D};
+  return Status();
+}
+
+Status CachedAttentionOp::InferOutputs(const Tensor* inputs, int input_count, Tensor* outputs, int output_count) const {
+  if (output_count != kOutputs) {
+    return Status::Error("has " + std::to_string(output_count) +
+                         " outputs, expected output, present_key and present_value");
+  }
+  Step step;
+  STOF_RETURN_IF_ERROR(Bind(Inputs(inputs, input_count, in::kNames), &step));
+  const CacheAppendArgs& a = step.append;
+  outputs[0] = TensorOfShape(a.dtype, {a.B, a.S, a.H * a.D});
+  outputs[1] = outputs[2] = TensorOfShape(CacheType(a), {a.B, a.G, a.capacity, a.D});
+  return Status();
+}
+
+Status CachedAttentionOp::Allocate(const RunContext& context, Step* step) const {
+  CacheAppendArgs& a = step->append;
+  AttentionArgs& t = step->attention;
+  const auto allocate = [&context](int64_t bytes, auto** pointer) {
+    void* memory = nullptr;
+    STOF_RETURN_IF_ERROR(context.Allocate(static_cast<size_t>(bytes), &memory));
+    *pointer = static_cast<std::remove_pointer_t<decltype(pointer)>>(memory);
+    return Status();
+  };
+  const int64_t item = SizeOf(a.dtype);
+  STOF_RETURN_IF_ERROR(allocate(a.B * 4, &a.first_row));
+  if (context.on_cuda) STOF_RETURN_IF_ERROR(allocate(a.B * 4, &a.is_invalid));
+  t.query = a.query;
+  t.query_stride = a.query_stride;
+  if (a.cos != nullptr || a.query_norm != nullptr) {
+    STOF_RETURN_IF_ERROR(allocate(a.B * a.H * a.S * a.D * item, &a.rotated_query));
+    t.query = a.rotated_query;
+    t.query_stride = {a.H * a.S * a.D, a.S * a.D, a.D};
+  }
+  // A step of several tokens may drop rows that its first tokens attend.
+  a.staging_capacity = context.on_cuda ? CudaStagingRows(a) : CpuCacheStagingRows(a);
+  if (a.staging_capacity > 0) {
+    int64_t bytes = 0;
+    if (__builtin_mul_overflow(a.B * a.G * a.D * SizeOf(CacheType(a)), a.staging_capacity, &bytes)) {
+      return Status::Error("the staging buffer of a sliding-window cache is too large");
+    }
+    STOF_RETURN_IF_ERROR(allocate(bytes, &a.staging_key));
+    STOF_RETURN_IF_ERROR(allocate(bytes, &a.staging_value));
+  }
+  const bool is_staged = a.staging_capacity > 0;
+  const int64_t rows = is_staged ? a.staging_capacity : a.capacity;
+  t.key = is_staged ? a.staging_key : a.present_key;
+  t.value = is_staged ? a.staging_value : a.present_value;
+  t.key_stride = t.value_stride = {a.G * rows * a.D, rows * a.D, a.D};
+  if (a.sliding_window > 0) t.T = std::min(step->total, rows);
+  return Status();
+}
+
+Status CachedAttentionOp::Run(const Tensor* inputs, int input_count, const Tensor* outputs, int output_count,
+                              const RunContext& context) const {
+  const Inputs all(inputs, input_count, in::kNames);
+  Step step;
+  Tensor expected[kOutputs];
+  STOF_RETURN_IF_ERROR(InferOutputs(inputs, input_count, expected, output_count));
+  STOF_RETURN_IF_ERROR(Bind(all, &step));
+  for (int i = 0; i < kOutputs; ++i) STOF_RETURN_IF_ERROR(CheckOutput(kOutputNames[i], outputs[i], expected[i]));
+  std::shared_ptr<const CachedMask> mask = mask_;
+  if (mask == nullptr) STOF_RETURN_IF_ERROR(MakeMask(all, &mask));
+  if (expected[0].Elements() == 0 && expected[1].Elements() == 0) return Status();
+  STOF_RETURN_IF_ERROR(all.CheckData());
+  for (int i = 0; i < kOutputs; ++i) {
+    if (outputs[i].data == nullptr && expected[i].Elements() > 0) {
+      return Status::Error(std::string(kOutputNames[i]) + " has no data");
+    }
+  }
+  const bool has_past = all.Has(in::kPastKey);
+  STOF_RETURN_IF_ERROR(CheckCacheBuffers(has_past ? inputs + in::kPastKey : nullptr, outputs + 1, kCachedNames));
+  CacheAppendArgs& a = step.append;
+  if (a.past_key != nullptr && a.past_key == outputs[1].data && a.capacity > a.past_capacity) {
+    return Status::Error("total_sequence_length is " + std::to_string(step.total) +
+                         ", expected at most the capacity of past_key, " + std::to_string(a.past_capacity) +
+                         ", which is the buffer of present_key, too");
+  }
+  a.present_key = outputs[1].data;
+  a.present_value = outputs[2].data;
+  STOF_RETURN_IF_ERROR(Allocate(context, &step));
+  step.attention.output = outputs[0].data;
+  Tables given;
+  for (const auto& [input, role] : {std::pair(in::kBias, "bias"), std::pair(in::kSink, "sink")}) {
+    if (!all.Has(input)) continue;
+    Tables operand;
+    operand.emplace_back(role, inputs[input]);
+    const Tensor* pad = nullptr;
+    const Status status = BindOperands(MaskParts(), &operand, context, &step.attention, &pad);
+    if (!status.ok()) return Status::Error(std::string(in::kNames[input]) + ": " + status.message());
+    given.push_back(operand.front());
+  }
+  step.attention.is_key_range = mask->is_range;
+  step.attention.window_left = mask->window_left;
+  if (!context.on_cuda || mask->is_range) step.attention.first_rows = a.first_row;
+  step.attention.is_invalid = a.is_invalid;
+  return context.on_cuda ? RunOnCuda(*mask, given, context, &step) : RunOnCpu(*mask, context, &step);
+}
+
+Status CachedAttentionOp::RunOnCpu(const CachedMask& mask, const RunContext& context, Step* step) const {
+  CacheAppendArgs& a = step->append;
+  AttentionArgs& t = step->attention;
+  for (int64_t b = 0; b < a.B; ++b) {
+    const int64_t keys = int64_t{a.seqlens[b]} + 1;
+    const int64_t least = a.is_first_prompt ? 1 : a.S;
+    if (keys < least || keys > step->total) {
+      return Status::Error("seqlens_k[" + std::to_string(b) + "] is " + std::to_string(a.seqlens[b]) + ", expected " +
+                           std::to_string(least - 1) + " to " + std::to_string(step->total - 1) +
+                           ", as total_sequence_length is " + std::to_string(step->total));
+    }
+    const int64_t past = a.is_first_prompt ? 0 : keys - a.S;
+    if (a.sliding_window == 0 && past > a.past_capacity) {
+      return Status::Error("seqlens_k[" + std::to_string(b) + "] is " + std::to_string(a.seqlens[b]) + ": " +
+                           std::to_string(past) + " keys of the past, expected at most the capacity of past_key, " +
+                           std::to_string(a.past_capacity));
+    }
+  }
+  STOF_RETURN_IF_ERROR(CpuAppendToCache(a, context.parallel));
+  if (a.B == 0 || a.S == 0) return Status();
+  std::vector<int32_t> ends(static_cast<size_t>(a.B));
+  for (int64_t b = 0; b < a.B; ++b) {
+    // Padding of a first prompt has no keys.
+    const int64_t tokens = a.is_first_prompt ? int64_t{a.seqlens[b]} + 1 : a.S;
+    ends[static_cast<size_t>(b)] = static_cast<int32_t>(a.first_row[b] + tokens);
+  }
+  t.T = *std::max_element(ends.begin(), ends.end());
+  std::unique_ptr<BoundCachedMask> bound;
+  STOF_RETURN_IF_ERROR(BindMaskOnCpu(mask, a, &t, &ends, &bound));
+  const int threads = std::max(1, context.parallel.threads);
+  const CpuAttentionConfig config = ChooseCpuAttention(t, threads);
+  void* workspace = nullptr;
+  STOF_RETURN_IF_ERROR(context.Allocate(CpuAttentionWorkspace(t, config, threads), &workspace));
+  STOF_RETURN_IF_ERROR(CpuAttention(t, config, workspace, context.parallel));
+  return bound->status();
+}
+
+Status CachedAttentionOp::RunOnCuda(const CachedMask& mask, const Tables& given, const RunContext& context,
+                                    Step* step) const {
+  const CudaBackend* backend = FindCudaBackend();
+  if (backend == nullptr) return Status::Error(kNoCudaKernels);
+  if (mask_ == nullptr) {
+    return Status::Error("the tables of the mask are no constants, which the CUDA kernels need them to be");
+  }
+  CacheAppendArgs& a = step->append;
+  RunContext own = context;
+  if (own.keeper == nullptr) own.keeper = &keeper_;
+  std::shared_ptr<const ColumnSource::Gathered> columns;
+  STOF_RETURN_IF_ERROR(UseKeyColumnsOnDevice(mask, a, backend->attention, own, &step->attention, &columns));
+  STOF_RETURN_IF_ERROR(CheckCudaAttention(step->attention));  // before the cache changes
+  a.most_keys = step->total;
+  if (!IsLimitedToKeyRange(step->attention)) a.clear_end = step->attention.T;
+  // Where past and present are one buffer of all positions, the append step writes new rows alone.
+  const bool is_in_place = a.past_key != nullptr && a.past_key == a.present_key;
+  if (is_in_place && a.sliding_window == 0 && !a.is_first_prompt) step->attention.seqlens = a.seqlens;
+  STOF_RETURN_IF_ERROR(backend->cached_attention.append(a, context));
+  if (a.B == 0 || a.S == 0) return Status();
+  AttentionArgs& t = step->attention;
+  const bool is_packed = !a.is_first_prompt && PackGroups(mask, &t);
+  const ExprSizes sizes = {a.B, t.H, t.S, t.T, 0};
+  // The mask of a first prompt is constant: its block mask is made once, and kernels with a tile schedule take it.
+  if (a.is_first_prompt) {
+    return backend->attention.run(t, nullptr, *mask.of_first_prompt, sizes, given, own);
+  }
+  Tables operands = given;
+  operands.emplace_back(kFirstPositions, TensorOfShape(DType::kI32, {a.B}));
+  operands.back().second.data = a.first_row;
+  return backend->attention.run(t, nullptr, is_packed ? *mask.of_groups : *mask.on_device, sizes, operands, own);
+}
+
+Status CreateCachedAttention(const AttributeReader& attributes, std::unique_ptr<Op>* op) {
+  CachedAttentionAttributes parsed;
+  STOF_RETURN_IF_ERROR(ParseCachedAttention(attributes, &parsed));
+  *op = std::make_unique<CachedAttentionOp>(std::move(parsed));
+  return Status();
+}
+
+std::vector<OpLimit> ListLimits(Target target, DType dtype) {
+  const HeadSizes sizes = Limits::HeadSizesOf(target, dtype);
+  return {{"largest_head_size", sizes.largest},
+          {"head_size_multiple_of", sizes.multiple_of},
+          {"most_heads", Limits::kMostHeads},
+          {"most_length", Limits::kMostLength},
+          {"most_tables", in::kMostTables}};
+}
+
+}  // namespace
+
+const OpDescription* CachedAttentionDescription() {
+  static constexpr AttributeDescription kAttributes[] = {
+      {"mask", AttributeType::kString},           {"mask_id", AttributeType::kInt},
+      {"scale", AttributeType::kFloat},           {"softcap", AttributeType::kFloat},
+      {"num_heads", AttributeType::kInt},         {"kv_num_heads", AttributeType::kInt},
+      {"do_rotary", AttributeType::kInt},         {"rotary_interleaved", AttributeType::kInt},
+      {"qk_norm_epsilon", AttributeType::kFloat}, {"sliding_window_cache", AttributeType::kInt},
+      {"kernel", AttributeType::kString}};
+  static constexpr OpDescription description = [] {
+    OpDescription d;
+    d.name = "StofCachedAttention";
+    d.typed_inputs = 1;
+    d.optional_inputs = in::kCount - 1;
+    d.outputs = kOutputs;
+    d.types = Limits::kTypes;
+    d.cuda_types = Limits::kTypes;
+    d.storage_inputs = uint64_t{3} << in::kPastKey;
+    d.storage_outputs = uint64_t{3} << 1;
+    d.storage_types = kQuantizedTypes;
+    d.host_inputs = uint64_t{1} << in::kTotal;
+    d.has_tensorrt_plugin = false;
+    d.attributes = kAttributes;
+    d.limits = ListLimits;
+    d.create = CreateCachedAttention;
+    return d;
+  }();
+  return &description;
+}
+
+}  // namespace stof

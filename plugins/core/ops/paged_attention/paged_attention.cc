@@ -1,0 +1,278 @@
+// SPDX-License-Identifier: Apache-2.0
+// Checks the inputs of StofPagedAttention, and binds the arguments of a run.
+#include "plugins/core/ops/paged_attention/paged_attention.h"
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "plugins/core/contract/attention_limits.h"
+#include "plugins/core/ops/attention_operands.h"
+#include "plugins/core/ops/attention_shapes.h"
+#include "plugins/core/ops/cached_attention/cached_attention.h"
+#include "plugins/core/ops/cached_attention/new_tokens.h"
+#include "plugins/core/ops/named_inputs.h"
+
+namespace stof {
+namespace {
+
+namespace in = paged_input;
+using Limits = AttentionLimits;
+using Inputs = NamedInputs;
+constexpr TokenInputs kTokenInputs = {in::kQuery, in::kKey,       in::kValue,  in::kCos,
+                                      in::kSin,   in::kQueryNorm, in::kKeyNorm};
+
+constexpr int kOutputs = 3;
+constexpr int kLeastInputs = in::kBlockTable + 1;
+constexpr const char* kOutputNames[kOutputs] = {"output", "key_cache_out", "value_cache_out"};
+constexpr CacheNames kPagedNames = {{"key_cache", "value_cache"}, {"key_cache_out", "value_cache_out"}};
+constexpr int64_t kLeastBlock = 16, kMostBlock = int64_t{1} << 20;
+constexpr int64_t kMostBlocks = (int64_t{1} << 31) - 1;
+
+struct PagedAttributes {
+  CachedAttentionAttributes common;
+  int64_t rotary_offset = 0;
+};
+
+Status ParsePagedAttention(const AttributeReader& attributes, PagedAttributes* parsed) {
+  STOF_RETURN_IF_ERROR(ParseCachedAttention(attributes, &parsed->common));
+  attributes.Int("rotary_offset", &parsed->rotary_offset);
+  STOF_RETURN_IF_ERROR(attributes.CheckTypes());
+  if (parsed->common.sliding_window != 0) {
+    return Status::Error("attribute sliding_window_cache is given, expected none: the block table makes a ring");
+  }
+  if (parsed->rotary_offset < 0 || parsed->rotary_offset % 8 != 0 || parsed->rotary_offset > Limits::kLargestHeadSize) {
+    return Status::Error("attribute rotary_offset is " + std::to_string(parsed->rotary_offset) +
+                         ", expected a multiple of 8 below the head size");
+  }
+  return Status();
+}
+
+class PagedAttentionOp final : public Op {
+ public:
+  explicit PagedAttentionOp(PagedAttributes attributes) : attributes_(std::move(attributes)) {}
+
+  Status Prepare(const Tensor* inputs, int input_count) override;
+  Status InferOutputs(const Tensor* inputs, int input_count, Tensor* outputs, int output_count) const override;
+  Status Run(const Tensor* inputs, int input_count, const Tensor* outputs, int output_count,
+             const RunContext& context) const override;
+  int InputCount() const override { return kLeastInputs; }
+  int OutputCount() const override { return kOutputs; }
+
+ private:
+  // Checks every input, and fills sizes, strides and addresses.
+  Status Bind(const Inputs& inputs, PagedRun* run) const;
+  Status BindCache(const Inputs& inputs, PagedRun* run) const;
+  Status BindMetadata(const Inputs& inputs, PagedRun* run) const;
+  Status MakeMask(const Inputs& inputs, std::shared_ptr<const CachedMask>* mask) const;
+
+  PagedAttributes attributes_;
+  std::shared_ptr<const CachedMask> mask_;  // nullptr: its tables are not constant
+  mutable Keeper keeper_;
+};
+
+Status PagedAttentionOp::Prepare(const Tensor* inputs, int input_count) {
+  const Inputs all(inputs, input_count, in::kNames);
+  STOF_RETURN_IF_ERROR(all.CheckCount(kLeastInputs, in::kCount));
+  const Status status = MakeMask(all, &mask_);
+  if (status.ok()) return status;
+  // A table that is no constant is not known here. Each run then parses the mask.
+  return LacksTable(all, in::kTables) ? Status() : status;
+}
+
+Status PagedAttentionOp::MakeMask(const Inputs& inputs, std::shared_ptr<const CachedMask>* mask) const {
+  const Tables tables = MaskTables(inputs, in::kTables);
+  auto made = std::make_shared<CachedMask>();
+  STOF_RETURN_IF_ERROR(MakeCachedMask(attributes_.common.mask, tables, 0, made.get()));
+  for (const auto& [op, name] : {std::pair(ExprOp::kB, "b"), std::pair(ExprOp::kS, "S")}) {
+    if (!made->expr.Uses(op)) continue;
+    return Status::Error(std::string("the mask reads ") + name +
+                         ", expected h, q, k, P and tables: sequences change places and lengths from step to step");
+  }
+  *mask = std::move(made);
+  return Status();
+}
+
+Status PagedAttentionOp::BindCache(const Inputs& inputs, PagedRun* run) const {
+  PagedAppendArgs& p = run->append;
+  CacheAppendArgs& a = p.tokens;
+  if (!inputs.Has(in::kPast)) return Status::Error("past_seqlens is missing");
+  const Tensor& past = inputs[in::kPast];
+  if (past.dtype != DType::kI32 || past.rank != 1 || past.dims[0] > Limits::kMostLength) {
+    return inputs.Unexpected(in::kPast, "int32 and [sequences], at most 2^22");
+  }
+  p.B = past.dims[0];
+  p.past = static_cast<const int32_t*>(past.data);
+  STOF_RETURN_IF_ERROR(inputs.Check(in::kCumulative, DType::kI32, {p.B + 1}));
+  p.cumulative = static_cast<const int32_t*>(inputs[in::kCumulative].data);
+  if (!inputs.Has(in::kKeyCache)) return Status::Error("key_cache is missing");
+  const Tensor& cache = inputs[in::kKeyCache];
+  const int64_t rows = cache.rank == 4 ? cache.dims[1] : 0;
+  if (cache.dtype != a.dtype || cache.rank != 4 || rows < kLeastBlock || rows > kMostBlock ||
+      (rows & (rows - 1)) != 0 || cache.dims[0] > kMostBlocks || cache.dims[2] != a.G || cache.dims[3] != a.D) {
+    return inputs.Unexpected(in::kKeyCache, "[blocks, block size, " + std::to_string(a.G) + ", " + std::to_string(a.D) +
+                                                "] with a power of two from 16 on as block size, and data type " +
+                                                TypeText(a.dtype));
+  }
+  STOF_RETURN_IF_ERROR(inputs.Check(in::kValueCache, a.dtype, {cache.dims[0], rows, a.G, a.D}));
+  p.from_key = cache.data;
+  p.from_value = inputs[in::kValueCache].data;
+  a.capacity = cache.dims[0] * rows;
+  if (!inputs.Has(in::kBlockTable)) return Status::Error("block_table is missing");
+  const Tensor& table = inputs[in::kBlockTable];
+  if (table.dtype != DType::kI32 || table.rank != 2 || table.dims[0] != p.B || table.dims[1] > kMostBlocks) {
+    return inputs.Unexpected(in::kBlockTable, "int32 and [" + std::to_string(p.B) + ", blocks of a sequence]");
+  }
+  p.pages.table = static_cast<const int32_t*>(table.data);
+  p.pages.columns = table.dims[1];
+  p.pages.pages = cache.dims[0];
+  while (int64_t{1} << p.pages.shift < rows) ++p.pages.shift;
+  p.pages.stride = rows * a.G * a.D;
+  if (inputs.Has(in::kSlots)) {
+    STOF_RETURN_IF_ERROR(inputs.Check(in::kSlots, DType::kI32, {a.S}));
+    p.slot_mapping = static_cast<const int32_t*>(inputs[in::kSlots].data);
+  }
+  return Status();
+}
+
+Status PagedAttentionOp::BindMetadata(const Inputs& inputs, PagedRun* run) const {
+  if (!inputs.Has(in::kMetadata)) return Status();
+  const Tensor& metadata = inputs[in::kMetadata];
+  if (metadata.dtype != DType::kI32 || metadata.rank != 1 || metadata.dims[0] < 2 || metadata.dims[0] > 3) {
+    return inputs.Unexpected(in::kMetadata, "int32 and [2] or [3]");
+  }
+  const auto* bounds = static_cast<const int32_t*>(metadata.data);
+  if (bounds == nullptr) return Status();
+  for (int i = 0; i < 2; ++i) {
+    if (bounds[i] >= 0) continue;
+    return Status::Error("attention_metadata[" + std::to_string(i) + "] is " + std::to_string(bounds[i]) +
+                         ", expected 0 or more");
+  }
+  run->most_queries = bounds[0];
+  run->most_keys = bounds[1];
+  return Status();
+}
+
+Status PagedAttentionOp::Bind(const Inputs& inputs, PagedRun* run) const {
+  STOF_RETURN_IF_ERROR(inputs.CheckCount(kLeastInputs, in::kCount));
+  STOF_RETURN_IF_ERROR(inputs.CheckAbsent({in::kKeyScale, in::kValueScale}));
+  CacheAppendArgs& a = run->append.tokens;
+  STOF_RETURN_IF_ERROR(BindTokens(inputs, kTokenInputs, attributes_.common, false, &a));
+  STOF_RETURN_IF_ERROR(BindCache(inputs, run));
+  STOF_RETURN_IF_ERROR(BindTransforms(inputs, kTokenInputs, attributes_.common, attributes_.rotary_offset, &a));
+  run->has_query_copy = a.query_norm != nullptr || attributes_.common.do_rotary;
+  STOF_RETURN_IF_ERROR(BindMetadata(inputs, run));
+  AttentionArgs& t = run->attention;
+  const CachedAttentionAttributes& common = attributes_.common;
+  t.H = a.H, t.G = a.G, t.D = t.Dv = a.D;
+  t.dtype = a.dtype;
+  t.scale = common.scale != 0.0f ? common.scale : 1.0f / std::sqrt(static_cast<float>(a.D));
+  t.softcap = common.softcap;
+  t.kernel = common.kernel.c_str();
+  return Status();
+}
+
+Status PagedAttentionOp::InferOutputs(const Tensor* inputs, int input_count, Tensor* outputs, int output_count) const {
+  if (output_count != kOutputs) {
+    return Status::Error("has " + std::to_string(output_count) +
+                         " outputs, expected output, key_cache_out and value_cache_out");
+  }
+  PagedRun run;
+  STOF_RETURN_IF_ERROR(Bind(Inputs(inputs, input_count, in::kNames), &run));
+  const CacheAppendArgs& a = run.append.tokens;
+  outputs[0] = TensorOfShape(a.dtype, {a.S, a.H * a.D});
+  for (int i = 1; i < kOutputs; ++i) {
+    outputs[i] = inputs[in::kKeyCache];
+    outputs[i].data = nullptr;
+  }
+  return Status();
+}
+
+Status PagedAttentionOp::Run(const Tensor* inputs, int input_count, const Tensor* outputs, int output_count,
+                             const RunContext& context) const {
+  const Inputs all(inputs, input_count, in::kNames);
+  PagedRun run;
+  Tensor expected[kOutputs];
+  STOF_RETURN_IF_ERROR(InferOutputs(inputs, input_count, expected, output_count));
+  STOF_RETURN_IF_ERROR(Bind(all, &run));
+  for (int i = 0; i < kOutputs; ++i) STOF_RETURN_IF_ERROR(CheckOutput(kOutputNames[i], outputs[i], expected[i]));
+  std::shared_ptr<const CachedMask> mask = mask_;
+  if (mask == nullptr) STOF_RETURN_IF_ERROR(MakeMask(all, &mask));
+  if (expected[0].Elements() == 0 && expected[1].Elements() == 0) return Status();
+  STOF_RETURN_IF_ERROR(all.CheckData());
+  for (int i = 0; i < kOutputs; ++i) {
+    if (outputs[i].data == nullptr && expected[i].Elements() > 0) {
+      return Status::Error(std::string(kOutputNames[i]) + " has no data");
+    }
+  }
+  STOF_RETURN_IF_ERROR(CheckCacheBuffers(inputs + in::kKeyCache, outputs + 1, kPagedNames));
+  PagedAppendArgs& p = run.append;
+  p.tokens.present_key = outputs[1].data;
+  p.tokens.present_value = outputs[2].data;
+  if (mask->is_range) p.window_left = mask->window_left;
+  run.attention.output = outputs[0].data;
+  Tables operands;
+  if (all.Has(in::kSink)) {
+    operands.emplace_back("sink", inputs[in::kSink]);
+    const Tensor* pad = nullptr;
+    run.attention.B = 1, run.attention.S = 1, run.attention.T = 1;  // a sink depends on none of them
+    const Status status = BindOperands(MaskParts(), &operands, context, &run.attention, &pad);
+    if (!status.ok()) return Status::Error("head_sink: " + status.message());
+  }
+  if (!context.on_cuda) return RunPagedOnCpu(*mask, context, &run);
+  if (mask_ == nullptr) {
+    return Status::Error("the tables of the mask are no constants, which the CUDA kernels need them to be");
+  }
+  RunContext own = context;
+  if (own.keeper == nullptr) own.keeper = &keeper_;
+  return RunPagedOnCuda(*mask, operands, own, &run);
+}
+
+Status CreatePagedAttention(const AttributeReader& attributes, std::unique_ptr<Op>* op) {
+  PagedAttributes parsed;
+  STOF_RETURN_IF_ERROR(ParsePagedAttention(attributes, &parsed));
+  *op = std::make_unique<PagedAttentionOp>(std::move(parsed));
+  return Status();
+}
+
+std::vector<OpLimit> ListLimits(Target target, DType dtype) {
+  const HeadSizes sizes = Limits::HeadSizesOf(target, dtype);
+  return {{"largest_head_size", sizes.largest},
+          {"head_size_multiple_of", sizes.multiple_of},
+          {"most_heads", Limits::kMostHeads},
+          {"most_length", Limits::kMostLength},
+          {"most_tables", in::kMostTables}};
+}
+
+}  // namespace
+
+const OpDescription* PagedAttentionDescription() {
+  static constexpr AttributeDescription kAttributes[] = {
+      {"mask", AttributeType::kString},       {"mask_id", AttributeType::kInt},
+      {"scale", AttributeType::kFloat},       {"softcap", AttributeType::kFloat},
+      {"num_heads", AttributeType::kInt},     {"kv_num_heads", AttributeType::kInt},
+      {"do_rotary", AttributeType::kInt},     {"rotary_interleaved", AttributeType::kInt},
+      {"rotary_offset", AttributeType::kInt}, {"qk_norm_epsilon", AttributeType::kFloat},
+      {"kernel", AttributeType::kString}};
+  static constexpr OpDescription description = [] {
+    OpDescription d;
+    d.name = "StofPagedAttention";
+    d.typed_inputs = 1;
+    d.optional_inputs = in::kCount - 1;
+    d.outputs = kOutputs;
+    d.types = Limits::kTypes;
+    d.cuda_types = Limits::kTypes;
+    d.host_inputs = uint64_t{1} << in::kMetadata;
+    d.has_tensorrt_plugin = false;
+    d.attributes = kAttributes;
+    d.limits = ListLimits;
+    d.create = CreatePagedAttention;
+    return d;
+  }();
+  return &description;
+}
+
+}  // namespace stof
