@@ -19,6 +19,7 @@ from stof.errors import UnsupportedError
 from stof.graph.external_data import is_external, location_of, map_array
 from stof.graph.index import GraphIndex, all_nodes, is_standard, node_tensors
 from stof.graph.names import FreshNames
+from stof.graph.node_fields import attributes_of
 from stof.graph.protobuf import copy_with_nodes
 from stof.sparse_mlp.site import LinearForm, MlpWeight, Quantization
 
@@ -28,6 +29,7 @@ _BITS = {
     int(TensorProto.UINT4): 4,
     int(TensorProto.INT4): 4,
 }
+_PLAIN_GEMM = {"alpha": 1.0, "beta": 1.0, "transA": 0}
 _SIGNED = ("int8", "int4")  # types of NumPy
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 16, 256
 
@@ -37,14 +39,15 @@ def is_dequantized(index: GraphIndex, node: onnx.NodeProto) -> bool:
     return is_standard(node) and node.op_type in ("MatMul", "Gemm") and _dequantize(index, node) is not None
 
 
+def is_plain_gemm(node: onnx.NodeProto) -> bool:
+    """Whether a MatMul or Gemm scales neither its matmul nor its bias, and reads its first input as it is."""
+    given = attributes_of(node)
+    return all(given.get(name, value) == value for name, value in _PLAIN_GEMM.items())
+
+
 def _dequantize(index: GraphIndex, node: onnx.NodeProto) -> tuple[onnx.NodeProto, bool] | None:
     """The DequantizeLinear of a matmul's weight, and whether its result is transposed."""
-    if len(node.input) < 2 or any(
-        helper.get_attribute_value(a) != wanted
-        for a in node.attribute
-        for key, wanted in (("alpha", 1.0), ("beta", 1.0), ("transA", 0))
-        if a.name == key
-    ):
+    if len(node.input) < 2 or not is_plain_gemm(node):
         return None
     is_transposed = any(a.name == "transB" and a.i for a in node.attribute)
     found = index.producer(node.input[1])
@@ -69,7 +72,7 @@ def read_dequantized(index: GraphIndex, node: onnx.NodeProto, sums_over_neurons:
     found = _dequantize(index, node)
     assert found is not None
     dequantize, is_transposed = found
-    values = {a.name: helper.get_attribute_value(a) for a in dequantize.attribute}
+    values = attributes_of(dequantize)
     axis, block = int(values.get("axis", 1)), int(values.get("block_size", 0))
     weight = _read(index, list(dequantize.input), axis, block, is_transposed, sums_over_neurons)
     return weight, node.input[2] if node.op_type == "Gemm" and len(node.input) > 2 else ""
@@ -175,7 +178,7 @@ def _largest_block(inner: int) -> int:
 
 @dataclass(frozen=True)
 class BlockedArrays:
-    """A weight as MatMulNBits stores it: values [N, K / b · b · bits / 8], scales and zero points [N, K / b], one a byte."""
+    """A quantized weight by output, one value in a byte: values [N, K], scales and zero points [N, K / block_size]."""
 
     values: np.ndarray
     scales: np.ndarray
@@ -183,7 +186,7 @@ class BlockedArrays:
 
 
 def to_blocks(weight: MlpWeight, values: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None) -> BlockedArrays:
-    """A weight of a linear form with one value in a byte.
+    """A weight in the form of DequantizeLinear as blocks of MatMulNBits.
 
     Args:
         weight: what the arrays belong to.
