@@ -9,7 +9,7 @@ import onnx
 
 from stof.errors import UnsupportedError
 from stof.graph.index import GraphIndex, is_standard
-from stof.sparse_mlp.linear_weights import is_dequantized, is_plain_gemm, read_dequantized, read_integer_matmul
+from stof.sparse_mlp.dequantize_linear import is_dequantized, is_plain_gemm, read_dequantized, read_integer_matmul
 from stof.sparse_mlp.quantized import is_quantized_matmul, read_quantized
 from stof.sparse_mlp.site import MlpWeight
 from stof.symbolic import Symbolic

@@ -47,7 +47,7 @@ class ModelRoom:
     def _growth(self, weight: MlpWeight, is_down: bool) -> int:
         """Bytes by which the model grows when a weight is regrouped."""
         q = weight.quantization
-        if q is None or (not is_down and q.linear is None):
+        if q is None or (not is_down and q.dequantize_linear is None):
             return 0
         scales = self._stored[q.scales]
         blocks = weight.outer * (weight.inner // q.block_size)

@@ -16,7 +16,7 @@ from onnx import TensorProto
 
 from stof.errors import UnsupportedError
 from stof.graph.node_fields import attributes_of
-from stof.sparse_mlp.linear_weights import BlockedArrays, to_blocks
+from stof.sparse_mlp.dequantize_linear import BlockedArrays, to_blocks
 from stof.sparse_mlp.site import MlpWeight, Quantization
 
 _OP, _DOMAIN = "MatMulNBits", "com.microsoft"
@@ -104,7 +104,7 @@ def _unpack_weight(
     assert q is not None
     blocks, whole = weight.inner // q.block_size, weight.whole or weight.outer
     taken = slice(weight.first, weight.first + weight.outer)
-    if q.linear is not None:
+    if q.dequantize_linear is not None:
         found = to_blocks(weight, values, scales, zero_points)
         zeros = None if found.zero_points is None else found.zero_points[taken]
         return BlockedArrays(found.values[taken], found.scales[taken], zeros)
@@ -209,7 +209,12 @@ def with_equal_blocks(first: MlpWeight, second: MlpWeight) -> tuple[MlpWeight, M
     if all(q is not None and q.bits == kinds[0].bits for q in kinds if kinds[0] is not None):
         sizes = [q.block_size for q in kinds if q is not None]
         for i, q in enumerate(kinds):
-            if q is not None and q.linear is not None and q.linear.is_uniform and q.block_size > min(sizes):
+            if (
+                q is not None
+                and q.dequantize_linear is not None
+                and q.dequantize_linear.is_uniform
+                and q.block_size > min(sizes)
+            ):
                 weights[i] = replace(weights[i], quantization=replace(q, block_size=min(sizes)))
     words = []
     for weight in weights:

@@ -22,10 +22,10 @@ from stof.selection import NamedCandidate
 from stof.sparse_mlp.calibration.prompt_sets import CalibrationPrompts, read_calibration_prompts
 from stof.sparse_mlp.calibration.spec import OPTION, MlpSpec, parse_mlp_spec
 from stof.sparse_mlp.density import NeuronCounts, count_neurons
+from stof.sparse_mlp.dequantize_linear import with_dequantized_tokens
 from stof.sparse_mlp.emit import emit_mlps, without_selection
 from stof.sparse_mlp.find import MlpCandidate, find_mlps, has_cache
 from stof.sparse_mlp.fused_activations import is_fused_activation, with_separate_activations
-from stof.sparse_mlp.linear_weights import with_dequantized_tokens
 from stof.sparse_mlp.model_room import ModelRoom
 from stof.sparse_mlp.neuron_order import with_orders
 from stof.sparse_mlp.plan_entry import SELECTIONS, MlpPlan, read_mlp_plan

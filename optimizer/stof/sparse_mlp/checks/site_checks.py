@@ -14,9 +14,10 @@ from onnx import helper
 
 from stof.graph.node_fields import plain_attributes_of
 from stof.runtime.library import LibraryError, Op
-from stof.sparse_mlp.checks.oracle import Constants, MlpWeights, compute_gate, compute_mlp
+from stof.sparse_mlp.checks.oracle import MlpWeights, compute_gate, compute_mlp
 from stof.sparse_mlp.checks.rounded_tokens import round_tokens
 from stof.sparse_mlp.checks.selected_neurons import select_neurons
+from stof.sparse_mlp.constants import Constants
 from stof.sparse_mlp.emit import emit_mlps, without_selection
 from stof.sparse_mlp.site import OP, OP_INPUTS, MlpSite
 from stof.symbolic import Symbolic

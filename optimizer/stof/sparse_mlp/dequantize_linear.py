@@ -21,7 +21,7 @@ from stof.graph.index import GraphIndex, all_nodes, is_standard, node_tensors
 from stof.graph.names import FreshNames
 from stof.graph.node_fields import attributes_of
 from stof.graph.protobuf import copy_with_nodes
-from stof.sparse_mlp.site import LinearForm, MlpWeight, Quantization
+from stof.sparse_mlp.site import DequantizeLinearForm, MlpWeight, Quantization
 
 _BITS = {
     int(TensorProto.UINT8): 8,
@@ -138,7 +138,7 @@ def _read(
         raise UnsupportedError(
             f"{name!r} sums over {inner} elements: no blocks of a power of two from 16 to 256 divide them"
         )
-    form = LinearForm(inner_axis, block == 0, _is_centered(values, zeros))
+    form = DequantizeLinearForm(inner_axis, block == 0, _is_centered(values, zeros))
     quantization = Quantization(
         _BITS[values.data_type], size, scales.name, "" if zeros is None else zeros.name, 0, form
     )
@@ -196,7 +196,7 @@ def to_blocks(weight: MlpWeight, values: np.ndarray, scales: np.ndarray, zeros: 
     """
     q = weight.quantization
     assert q is not None
-    assert q.linear is not None
+    assert q.dequantize_linear is not None
     outer = weight.whole or weight.outer
     blocks = weight.inner // q.block_size
     half = 1 << (q.bits - 1)
@@ -207,9 +207,9 @@ def to_blocks(weight: MlpWeight, values: np.ndarray, scales: np.ndarray, zeros: 
         return wide.astype(np.uint8)
 
     def by_output(array: np.ndarray) -> np.ndarray:
-        if q.linear is not None and q.linear.is_uniform:
+        if q.dequantize_linear is not None and q.dequantize_linear.is_uniform:
             return np.broadcast_to(array.reshape(-1, 1), (outer, blocks))
-        return array if q.linear is not None and q.linear.inner_axis else array.T
+        return array if q.dequantize_linear is not None and q.dequantize_linear.inner_axis else array.T
 
     matrix = unsigned(np.asarray(values))
     found = None
@@ -219,9 +219,9 @@ def to_blocks(weight: MlpWeight, values: np.ndarray, scales: np.ndarray, zeros: 
         found = np.full((outer, blocks), found.reshape(-1)[0]) if found.size == 1 else by_output(found)
     else:
         found = np.full((outer, blocks), half if is_signed else 0, np.uint8)
-    if q.linear.is_centered:
+    if q.dequantize_linear.is_centered:
         found = None
-    matrix = matrix if q.linear.inner_axis else matrix.T
+    matrix = matrix if q.dequantize_linear.inner_axis else matrix.T
     return BlockedArrays(np.ascontiguousarray(matrix), np.ascontiguousarray(by_output(np.asarray(scales))), found)
 
 
