@@ -43,7 +43,7 @@ def _bias() -> np.ndarray:
 def test_what_refers_reads_the_same_model(tmp_path: Path) -> None:
     model = _model(_LARGE, _bias())
     before = model.SerializeToString()
-    referring = StoredWeights(tmp_path).refer(model)
+    referring = StoredWeights(tmp_path).externalize(model)
     assert model.SerializeToString() == before
     assert [is_external(t) for t in referring.graph.initializer] == [True, False]
     assert len(referring.SerializeToString()) < _LARGE.nbytes // 10
@@ -56,9 +56,9 @@ def test_what_refers_reads_the_same_model(tmp_path: Path) -> None:
 
 def test_models_share_what_is_equal(tmp_path: Path) -> None:
     weights = StoredWeights(tmp_path)
-    weights.refer(_model(_LARGE, _bias()))
+    weights.externalize(_model(_LARGE, _bias()))
     size = (tmp_path / "weights.bin").stat().st_size
-    weights.refer(_model(_LARGE, _bias()))
+    weights.externalize(_model(_LARGE, _bias()))
     assert (tmp_path / "weights.bin").stat().st_size == size
 
 
@@ -66,13 +66,13 @@ def test_other_values_of_a_name_are_stored_apart(tmp_path: Path) -> None:
     weights = StoredWeights(tmp_path)
     other = _LARGE.copy()
     other[-1, -1] += 1
-    first, second = (weights.refer(_model(values, _bias())) for values in (_LARGE, other))
+    first, second = (weights.externalize(_model(values, _bias())) for values in (_LARGE, other))
     for model, values in ((first, _LARGE), (second, other)):
         np.testing.assert_array_equal(numpy_helper.to_array(_loaded(model, tmp_path).graph.initializer[0]), values)
 
 
 def test_a_file_of_that_name_stays(tmp_path: Path) -> None:
     (tmp_path / "weights.bin").write_bytes(b"a user's")
-    referring = StoredWeights(tmp_path).refer(_model(_LARGE, _bias()))
+    referring = StoredWeights(tmp_path).externalize(_model(_LARGE, _bias()))
     assert (tmp_path / "weights.bin").read_bytes() == b"a user's"
     np.testing.assert_array_equal(numpy_helper.to_array(_loaded(referring, tmp_path).graph.initializer[0]), _LARGE)

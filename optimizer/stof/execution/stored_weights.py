@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A file with the large weights of models for sessions, which are then small and map their weights."""
+"""A file of external data for the large weights of models, so that sessions get small models and map their weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto
 
-_LEAST = 1 << 16  # bytes of a weight that is worth a place in the file
+_LEAST_BYTES = 1 << 16  # of a weight: smaller ones stay in the model
 _ALIGNMENT = 4096  # a page: runtimes map whole ones
 
 
@@ -26,34 +26,34 @@ class StoredWeights:
         while path.exists():  # external data of that name
             path = path.with_name(f"{path.stem}_.bin")
         self._path = path
-        self._places: dict[str, tuple[int, int]] = {}  # the last offset and length by the weight's name
+        self._ranges: dict[str, tuple[int, int]] = {}  # offset and length, by the weight's name
 
-    def refer(self, model: onnx.ModelProto) -> onnx.ModelProto:
-        """A copy of a model that reads its large weights from the file. Those that differ from earlier ones are added.
+    def externalize(self, model: onnx.ModelProto) -> onnx.ModelProto:
+        """A copy of a model that reads its large weights from the file, which gets those that it does not hold yet.
 
         Raises:
             OSError: when the file cannot be written.
         """
-        referring = onnx.ModelProto()
-        _copy_fields(model, referring, without="graph")
-        _copy_fields(model.graph, referring.graph, without="initializer")
+        copy = onnx.ModelProto()
+        _copy_fields(model, copy, without="graph")
+        _copy_fields(model.graph, copy.graph, without="initializer")
         for tensor in model.graph.initializer:
-            kept = referring.graph.initializer.add()
-            if tensor.ByteSize() < _LEAST or not tensor.HasField("raw_data"):
+            kept = copy.graph.initializer.add()
+            if tensor.ByteSize() < _LEAST_BYTES or not tensor.HasField("raw_data"):
                 kept.CopyFrom(tensor)
                 continue
             raw = tensor.raw_data
             if not self._holds(tensor.name, raw):
-                self._places[tensor.name] = self._append(raw), len(raw)
-            offset, length = self._places[tensor.name]
+                self._ranges[tensor.name] = self._append(raw), len(raw)
+            offset, length = self._ranges[tensor.name]
             _copy_fields(tensor, kept, without="raw_data")
             kept.data_location = TensorProto.EXTERNAL
             for key, value in (("location", self._path.name), ("offset", offset), ("length", length)):
                 kept.external_data.add(key=key, value=str(value))
-        return referring
+        return copy
 
     def _holds(self, name: str, raw: bytes) -> bool:
-        offset, length = self._places.get(name, (0, -1))
+        offset, length = self._ranges.get(name, (0, -1))
         if length != len(raw):
             return False
         held = np.memmap(self._path, np.uint8, "r", offset, (length,))

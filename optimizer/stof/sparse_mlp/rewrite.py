@@ -174,6 +174,8 @@ class SparseMlpRewrite(OpRewrite[MlpModel, MlpDecisions]):
         rows: list[MlpReport] = []
         sites: list[MlpSite] = []
         self.check_plan(job, [NamedCandidate(c.name, i) for i, c in enumerate(found.candidates)])
+        if found.spec is None and not found.candidates:
+            job.selections[KEY].refuse_all(f"no activation of the model gives zeros, and {OPTION} is not given")
         room = ModelRoom(found.model) if found.candidates else None
         for index, candidate in enumerate(found.candidates):
             row, site, reason = _describe(job, found, candidate, index)
@@ -280,6 +282,8 @@ def _describe(job: Job, found: MlpModel, candidate: MlpCandidate, index: int) ->
     row = replace(row, prediction=report, density=None if quality is None else quality.selected_share)
     if selector is None:
         return row, None, prediction.reason
+    if selector.predictor_activation != "none" and job.options.target != "cpu":
+        return row, None, f"{OP} computes a predictor with a ReLU on the CPU alone, not with --target {job.options.target}"
     site = replace(site, selector=selector)
     gain = 1 / site.share_read(_UNKNOWN_DENSITY if row.density is None else row.density)
     reason = _reason_inexact(job, found, prediction) or _reason_slow(row.density, gain, "computed on held-out prompts")

@@ -114,7 +114,7 @@ class NeuronOrder:
 
     Attributes:
         indices: int64 [F].
-        hot: how many of the first ones fired in the runs that the order is from.
+        hot: how many of the first ones were active in the runs that the order is from.
     """
 
     indices: np.ndarray

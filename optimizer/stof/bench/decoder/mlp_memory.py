@@ -27,7 +27,7 @@ from stof.bench.decoder.mlp_files import MlpFiles
 from stof.bench.decoder.mlp_models import MlpVariant
 from stof.terminal import say
 
-_TOKENS = 64  # that run before memory is read: of neurons that 5 % of the tokens need, 4 % have not fired then
+_TOKENS = 64  # that run before memory is read: of neurons that 5 % of the tokens need, 4 % were not active by then
 _LONGEST = 900  # seconds
 _BASELINE = "dense"  # whose memory that of the others is compared with; "original" where it is missing
 
