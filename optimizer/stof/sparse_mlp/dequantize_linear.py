@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights that DequantizeLinear or MatMulInteger read, as MatMulNBits stores the same values.
 
-A value means (value - zero point) · scale, with one scale for the tensor, for each output of the matmul, or for blocks of what
-the matmul sums over. Scales of a tensor or an output are repeated for blocks; values of signed types are shifted by half of their
+A value means (value - zero point) · scale. There is one scale for the tensor, for each output of the matmul, or for each block of
+what the matmul sums over. Scales of a tensor or an output are repeated for blocks; values of signed types are shifted by half of their
 range with their zero points. Neither changes a product.
 """
 

@@ -42,9 +42,9 @@ def measure_memory(files: MlpFiles, variants: Sequence[MlpVariant], shape: Decod
 
     Returns:
         A record. By variant: ``resident_bytes`` (Pss of the process) and ``mapped_bytes`` (its part in mapped weights). By sparse
-        variant: ``idle_bytes`` (of neurons that are never active, in the matrices of which it leaves out rows),
-        ``predictor_bytes`` (of all layers), ``saved_bytes`` and ``saved_of_idle`` (both against the variant that ``baseline``
-        names). ``tokens``: how many ran. What fails is left out, and noted as missing.
+        variant: ``idle_bytes`` (of neurons that are never active, in the matrices of which it leaves out rows) and
+        ``predictor_bytes`` (of all layers). Likewise ``saved_bytes`` and ``saved_of_idle``, against the variant that ``baseline``
+        names. ``tokens``: how many ran. What fails is left out, and noted as missing.
     """
     gc.collect()  # of mappings in this process: a page that two processes map counts half
     found: dict[str, dict[str, int]] = {}
