@@ -130,7 +130,7 @@ def test_report_says_how_well_neurons_are_predicted(prompts: Path, tmp_path: Pat
     assert "% of the neurons computed, predicted" in text
     assert f"calibrated on {prompts}; measured on the held-out fifth of {prompts}" in text
     assert "loss on 2 prompts, 40 tokens: KL divergence" in text
-    assert "(with every neuron of predicted MLPs active: the loss says what leaving out neurons changes)" in text
+    assert "(with every neuron active: the loss says what leaving out neurons changes)" in text
     data = json.loads((tmp_path / "report.json").read_text())
     assert data["sparse_mlp"]["outputs_change"] is True
     assert data["sparse_mlp"]["loss"]["tokens"] == 40

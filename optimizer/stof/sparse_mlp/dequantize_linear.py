@@ -2,8 +2,8 @@
 """Weights that DequantizeLinear or MatMulInteger read, as MatMulNBits stores the same values.
 
 A value means (value - zero point) · scale. There is one scale for the tensor, for each output of the matmul, or for each block of
-what the matmul sums over. Scales of a tensor or an output are repeated for blocks; values of signed types are shifted by half of their
-range with their zero points. Neither changes a product.
+what the matmul sums over. Scales of a tensor or an output are repeated for blocks. Values of signed types are shifted by half of
+their range with their zero points. Neither changes a matmul.
 """
 
 from __future__ import annotations

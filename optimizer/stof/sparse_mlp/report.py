@@ -95,7 +95,7 @@ class MlpSection(Section):
 
     @property
     def verified_form(self) -> str:
-        return "with every neuron of predicted MLPs active: the loss says what leaving out neurons changes"
+        return "with every neuron active: the loss says what leaving out neurons changes"
 
     def without(self, reason: str) -> MlpSection:
         """The section where no MLP is replaced, for one reason."""
@@ -147,7 +147,7 @@ class MlpSection(Section):
                 f"output errors on {self.held_out} are all" if self.held_out else "give --prompts for output errors"
             )
             return [f"loss: the model has no output 'logits'; {errors}"]
-        return ["loss: not measured" + ("" if self.held_out else "; --prompts FILE measures it")]
+        return ["loss: not measured" + (" in a dry run" if self.held_out else "; --prompts FILE measures it")]
 
     def page_table(self) -> PageTable:
         columns = ("activation", "size", "neurons", "computed", "predicted", "details")

@@ -283,7 +283,11 @@ def _describe(job: Job, found: MlpModel, candidate: MlpCandidate, index: int) ->
     if selector is None:
         return row, None, prediction.reason
     if selector.predictor_activation != "none" and job.options.target != "cpu":
-        return row, None, f"{OP} computes a predictor with a ReLU on the CPU alone, not with --target {job.options.target}"
+        return (
+            row,
+            None,
+            f"{OP} computes a predictor with a ReLU on the CPU alone, not with --target {job.options.target}",
+        )
     site = replace(site, selector=selector)
     gain = 1 / site.share_read(_UNKNOWN_DENSITY if row.density is None else row.density)
     reason = _reason_inexact(job, found, prediction) or _reason_slow(row.density, gain, "computed on held-out prompts")
