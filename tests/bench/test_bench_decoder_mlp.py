@@ -19,7 +19,7 @@ from stof.bench.decoder.devices import HostDevice
 from stof.bench.decoder.graph import DecoderShape, build_decoder
 from stof.bench.decoder.mlp_bytes import bounds, idle_bytes
 from stof.bench.decoder.mlp_form import IDLE_BIAS, MlpForm, gate_bias
-from stof.bench.decoder.mlp_models import MODELS, VARIANTS, MlpModel, shape_of
+from stof.bench.decoder.mlp_models import MODELS, VARIANTS, MlpDecoderModel, shape_of
 from stof.bench.decoder.steps import Caches, DecoderStep, DecoderTensors
 from stof.bench.decoder.variants import write_weights
 
@@ -146,8 +146,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mlp_decoder, "PROMPTS", (16,))
     monkeypatch.setattr(mlp_decoder, "CONTEXT", 20)
     shape = DecoderShape(32, 2, 1, 16, 256, 40, 1, 64, "float32")
-    monkeypatch.setitem(MODELS, "tiny", MlpModel(shape, MlpForm("relu"), 0.1))
-    monkeypatch.setitem(MODELS, "tiny-silu", MlpModel(shape, MlpForm("silu"), 0.25))
+    monkeypatch.setitem(MODELS, "tiny", MlpDecoderModel(shape, MlpForm("relu"), 0.1))
+    monkeypatch.setitem(MODELS, "tiny-silu", MlpDecoderModel(shape, MlpForm("silu"), 0.25))
 
 
 FIELDS = {

@@ -24,7 +24,7 @@ from stof.bench.decoder.measure_decoder import reason
 from stof.bench.decoder.mlp_bytes import bounds
 from stof.bench.decoder.mlp_files import MlpFiles
 from stof.bench.decoder.mlp_memory import describe_memory, measure_memory
-from stof.bench.decoder.mlp_models import MODELS, VARIANTS, MlpVariant, shape_of
+from stof.bench.decoder.mlp_models import MODELS, VARIANTS, MlpDecoderVariant, shape_of
 from stof.bench.decoder.steps import Caches, DecoderStep, DecoderTensors
 from stof.bench.decoder.variants import file_size, write_weights
 from stof.files import temporary_folder
@@ -115,7 +115,7 @@ def _time_steps(
     device: DecoderDevice,
     shape: DecoderShape,
     files: MlpFiles,
-    variants: Sequence[MlpVariant],
+    variants: Sequence[MlpDecoderVariant],
     arguments: argparse.Namespace,
 ) -> dict[str, Record]:
     """Microseconds and ratios of a token and of prompts; all variants in turns."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from stof.bench.decoder.graph import WEIGHTS, Decoder
 from stof.bench.decoder.measure_decoder import reason
-from stof.bench.decoder.mlp_models import MlpVariant
+from stof.bench.decoder.mlp_models import MlpDecoderVariant
 from stof.files import write_bytes
 
 _PROMPTS, _TOKENS = 8, 64  # of --sparse-mlp, and tokens of each
@@ -55,7 +55,7 @@ class MlpFiles:
         feeds |= {"input_ids": ids[:_INPUTS], "attention_mask": np.ones((_INPUTS, _TOKENS), np.int64)}
         np.savez(self._inputs, **feeds)
 
-    def write(self, variant: MlpVariant) -> None:
+    def write(self, variant: MlpDecoderVariant) -> None:
         """Writes the file of a variant, or notes why there is none."""
         if not variant.optimized:
             self.paths[variant.name] = self._original

@@ -24,7 +24,7 @@ from stof.bench.core.results import Record
 from stof.bench.decoder.graph import DecoderShape
 from stof.bench.decoder.mlp_bytes import PREDICTED, idle_bytes, predictor_bytes
 from stof.bench.decoder.mlp_files import MlpFiles
-from stof.bench.decoder.mlp_models import MlpVariant
+from stof.bench.decoder.mlp_models import MlpDecoderVariant
 from stof.terminal import say
 
 _TOKENS = 64  # that run before memory is read: of neurons that 5 % of the tokens need, 4 % were not active by then
@@ -32,7 +32,7 @@ _LONGEST = 900  # seconds
 _BASELINE = "dense"  # whose memory that of the others is compared with; "original" where it is missing
 
 
-def measure_memory(files: MlpFiles, variants: Sequence[MlpVariant], shape: DecoderShape) -> Record:
+def measure_memory(files: MlpFiles, variants: Sequence[MlpDecoderVariant], shape: DecoderShape) -> Record:
     """Resident bytes of variants after some tokens, and how much of the bytes of idle neurons each saves.
 
     Args:
@@ -41,10 +41,10 @@ def measure_memory(files: MlpFiles, variants: Sequence[MlpVariant], shape: Decod
         shape: of the decoder.
 
     Returns:
-        A record. By variant: ``resident_bytes`` (Pss of the process) and ``mapped_bytes`` (its part in mapped weights). By sparse
-        variant: ``idle_bytes`` (of neurons that are never active, in the matrices of which it leaves out rows) and
-        ``predictor_bytes`` (of all layers). Likewise ``saved_bytes`` and ``saved_of_idle``, against the variant that ``baseline``
-        names. ``tokens``: how many ran. What fails is left out, and noted as missing.
+        By variant, ``resident_bytes`` (Pss of the process) and ``mapped_bytes`` (its part in mapped weights). By sparse variant,
+        ``idle_bytes`` (of neurons that are never active, in the matrices that it leaves out rows of), ``predictor_bytes`` (which a
+        predicted one holds beside its neurons), ``saved_bytes`` and ``saved_of_idle`` against the variant that ``baseline``
+        names. ``tokens`` were run. What fails is left out, and noted as missing.
     """
     gc.collect()  # of mappings in this process: a page that two processes map counts half
     found: dict[str, dict[str, int]] = {}
@@ -71,7 +71,7 @@ def measure_memory(files: MlpFiles, variants: Sequence[MlpVariant], shape: Decod
     }
 
 
-def _run_apart(files: MlpFiles, variant: MlpVariant, shape: DecoderShape) -> dict[str, int]:
+def _run_apart(files: MlpFiles, variant: MlpDecoderVariant, shape: DecoderShape) -> dict[str, int]:
     for file in files.weights:
         drop_cached_pages(file)
     sizes = ",".join(map(str, (shape.layers, shape.kv_heads, shape.head_size, shape.vocabulary)))

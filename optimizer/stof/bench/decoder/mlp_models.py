@@ -13,7 +13,7 @@ PRECISIONS = ("float32", "float16", "int4", "int4a8")  # a8: tokens are rounded 
 
 
 @dataclass(frozen=True)
-class MlpVariant:
+class MlpDecoderVariant:
     """One of the files that are timed.
 
     Attributes:
@@ -32,15 +32,15 @@ class MlpVariant:
 
 
 VARIANTS = (
-    MlpVariant("original", "ONNX Runtime", optimized=False),
-    MlpVariant("dense", "stof-optimize, MLPs dense", dense=True),
-    MlpVariant("exact", "stof-optimize: zeros are left out"),
-    MlpVariant("predicted", "stof-optimize --sparse-mlp kind=svd", predicted=True),
+    MlpDecoderVariant("original", "ONNX Runtime", optimized=False),
+    MlpDecoderVariant("dense", "stof-optimize, MLPs dense", dense=True),
+    MlpDecoderVariant("exact", "stof-optimize: zeros are left out"),
+    MlpDecoderVariant("predicted", "stof-optimize --sparse-mlp kind=svd", predicted=True),
 )
 
 
 @dataclass(frozen=True)
-class MlpModel:
+class MlpDecoderModel:
     """A decoder with the sizes of a public model's configuration.
 
     Attributes:
@@ -57,27 +57,27 @@ class MlpModel:
 # Layers and vocabulary are cut alike where it is said.
 _LLAMA_3B = DecoderShape(3072, 24, 8, 128, 8192, 36644, 8, 1024, "float32")  # 8 of 28 layers
 _7B = DecoderShape(4096, 32, 8, 128, 11008, 32000, 4, 1024, "float32")  # 4 of 32 layers
-MODELS: dict[str, MlpModel] = {
-    "llama-3b-relu": MlpModel(_LLAMA_3B, MlpForm("relu"), 0.25),
-    "llama-3b-silu": MlpModel(_LLAMA_3B, MlpForm("silu"), 0.25),
-    "opt-1.3b": MlpModel(
+MODELS: dict[str, MlpDecoderModel] = {
+    "llama-3b-relu": MlpDecoderModel(_LLAMA_3B, MlpForm("relu"), 0.25),
+    "llama-3b-silu": MlpDecoderModel(_LLAMA_3B, MlpForm("silu"), 0.25),
+    "opt-1.3b": MlpDecoderModel(
         DecoderShape(2048, 32, 32, 64, 8192, 50272, 24, 1024, "float32"), MlpForm("relu", is_gated=False), 0.05
     ),
-    "nllb-1.3b": MlpModel(  # the decoder without cross-attention, a quarter of the vocabulary
+    "nllb-1.3b": MlpDecoderModel(  # the decoder without cross-attention, a quarter of the vocabulary
         DecoderShape(1024, 16, 16, 64, 8192, 64052, 24, 1024, "float32"), MlpForm("relu", is_gated=False), 0.05
     ),
-    "nemotron-4b": MlpModel(  # 8 of 32 layers
+    "nemotron-4b": MlpDecoderModel(  # 8 of 32 layers
         DecoderShape(3072, 24, 8, 128, 9216, 64000, 8, 1024, "float32"), MlpForm("relu2", is_gated=False), 0.1
     ),
-    "gemma-3n-e2b": MlpModel(  # the 10 layers with the threshold of 30, an eighth of the vocabulary
+    "gemma-3n-e2b": MlpDecoderModel(  # the 10 layers with the threshold of 30, an eighth of the vocabulary
         DecoderShape(2048, 8, 2, 256, 8192, 32768, 10, 1024, "float32"), MlpForm("gelu_tanh", has_top_k=True), 0.05
     ),
-    "7b-relu": MlpModel(_7B, MlpForm("relu"), 0.25),
-    "7b-silu": MlpModel(_7B, MlpForm("silu"), 0.25),
-    "memory": MlpModel(  # for resident memory: the proportions of llama-3b-relu, 600 MB of MLPs
+    "7b-relu": MlpDecoderModel(_7B, MlpForm("relu"), 0.25),
+    "7b-silu": MlpDecoderModel(_7B, MlpForm("silu"), 0.25),
+    "memory": MlpDecoderModel(  # for resident memory: the proportions of llama-3b-relu, 600 MB of MLPs
         DecoderShape(1536, 12, 4, 128, 4096, 4000, 8, 1024, "float32"), MlpForm("relu"), 0.1
     ),
-    "tiny": MlpModel(DecoderShape(64, 4, 2, 16, 320, 96, 2, 1024, "float32"), MlpForm("relu"), 0.1),
+    "tiny": MlpDecoderModel(DecoderShape(64, 4, 2, 16, 320, 96, 2, 1024, "float32"), MlpForm("relu"), 0.1),
 }
 
 
