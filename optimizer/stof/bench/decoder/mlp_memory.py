@@ -42,8 +42,8 @@ def measure_memory(files: MlpFiles, variants: Sequence[MlpDecoderVariant], shape
 
     Returns:
         By variant, ``resident_bytes`` (Pss of the process) and ``mapped_bytes`` (its part in mapped weights). By sparse variant,
-        ``idle_bytes`` (of neurons that are never active, in the matrices that it leaves out rows of), ``predictor_bytes`` (which a
-        predicted one holds beside its neurons), ``saved_bytes`` and ``saved_of_idle`` against the variant that ``baseline``
+        ``idle_bytes`` (of neurons that are never active, in the matrices that it leaves out rows of), ``predictor_bytes``
+        (which a predicted one holds beside its neurons), ``saved_bytes`` and ``saved_of_idle`` against the variant that ``baseline``
         names. ``tokens`` were run. What fails is left out, and noted as missing.
     """
     gc.collect()  # of mappings in this process: a page that two processes map counts half
