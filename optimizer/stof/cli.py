@@ -98,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--sparse-mlp",
         metavar="SPEC",
-        help="compute predicted neurons of MLPs alone; OUTPUTS CHANGE: calibration prompts and how to predict, "
+        help="compute only selected neurons of MLPs; OUTPUTS CHANGE: calibration prompts and how to select, "
         "prompts.npz,kind=svd,active=0.3 for instance",
     )
     parser.add_argument(

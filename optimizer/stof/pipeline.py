@@ -329,7 +329,7 @@ def _measure_loss(report: Report, job: Job, stages: Sequence[Stage], target: Pat
     prompts = job.prompts or next((p for s in stages if (p := s.decided.held_out) is not None), None)
     if prompts is None or not (is_sparsified or changed):
         return
-    from stof.prompt_runs.loss import check_loss, measure_loss
+    from stof.prompt_runs.measure_loss import check_loss, measure_loss
 
     if not is_sparsified and not has_logits(job.model):
         return  # the sections that change outputs say how much by themselves

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Resident memory: pages that are read count, others do not; rows of neurons that never fire stay on disk."""
+"""Resident memory: pages that are read count, others do not; rows of neurons that are never active stay on disk."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_other_processes() -> None:
 
 
 def test_idle_neurons_stay_on_disk(tmp_path: Path) -> None:
-    """40 % of the neurons never fire: their rows, smaller than a page, are not mapped where neurons are in order."""
+    """40 % of the neurons are never active: their rows, smaller than a page, are not mapped where neurons are in order."""
     model = make_mlp_model(FORM)
     bias = next(t for t in model.graph.initializer if t.name == "layers.0.gate.bias")
     rng = np.random.default_rng(5)
@@ -104,7 +104,7 @@ print(mapped_resident_bytes(Path(sys.argv[2])))
 
 
 def test_hot_rows_are_read_up_to_the_bound(tmp_path: Path) -> None:
-    """STOF_MLP_HOT_MB reads the rows of neurons that fire when a session is made, and no others."""
+    """STOF_MLP_HOT_MB reads the rows of hot neurons when a session is made, and no others."""
     size, neurons, hot = 512, 4096, 2048
     data = tmp_path / "w.data"
     with data.open("wb") as file:

@@ -48,7 +48,7 @@ def _bias() -> np.ndarray:
 def test_what_refers_reads_the_same_model(tmp_path: Path) -> None:
     model = _model(_LARGE, _bias())
     before = model.SerializeToString()
-    referring = StoredWeights(tmp_path).refer(model)
+    referring = StoredWeights(tmp_path).externalize(model)
     assert model.SerializeToString() == before
     assert [is_external(t) for t in referring.graph.initializer] == [True, False]
     assert len(referring.SerializeToString()) < _LARGE.nbytes // 10
@@ -61,9 +61,9 @@ def test_what_refers_reads_the_same_model(tmp_path: Path) -> None:
 
 def test_models_share_what_is_equal(tmp_path: Path) -> None:
     weights = StoredWeights(tmp_path)
-    weights.refer(_model(_LARGE, _bias()))
+    weights.externalize(_model(_LARGE, _bias()))
     size = (tmp_path / "weights.bin").stat().st_size
-    weights.refer(_model(_LARGE, _bias()))
+    weights.externalize(_model(_LARGE, _bias()))
     assert (tmp_path / "weights.bin").stat().st_size == size
 
 
@@ -71,7 +71,7 @@ def test_other_values_of_a_name_are_stored_apart(tmp_path: Path) -> None:
     weights = StoredWeights(tmp_path)
     other = _LARGE.copy()
     other[-1, -1] += 1
-    first, second = (weights.refer(_model(values, _bias())) for values in (_LARGE, other))
+    first, second = (weights.externalize(_model(values, _bias())) for values in (_LARGE, other))
     for model, values in ((first, _LARGE), (second, other)):
         np.testing.assert_array_equal(numpy_helper.to_array(_loaded(model, tmp_path).graph.initializer[0]), values)
 
@@ -79,7 +79,7 @@ def test_other_values_of_a_name_are_stored_apart(tmp_path: Path) -> None:
 def test_values_that_alternate_are_stored_once_each(tmp_path: Path) -> None:
     weights = StoredWeights(tmp_path)
     for values in (_LARGE, -_LARGE, _LARGE, -_LARGE, _LARGE):
-        referring = weights.refer(_model(values, _bias()))
+        referring = weights.externalize(_model(values, _bias()))
     assert (tmp_path / "weights.bin").stat().st_size < 2 * _LARGE.nbytes + 4096
     np.testing.assert_array_equal(numpy_helper.to_array(_loaded(referring, tmp_path).graph.initializer[0]), _LARGE)
 
@@ -114,6 +114,6 @@ def test_a_scratch_folder_that_cannot_be_written_is_named(tmp_path: Path) -> Non
 
 def test_a_file_of_that_name_stays(tmp_path: Path) -> None:
     (tmp_path / "weights.bin").write_bytes(b"a user's")
-    referring = StoredWeights(tmp_path).refer(_model(_LARGE, _bias()))
+    referring = StoredWeights(tmp_path).externalize(_model(_LARGE, _bias()))
     assert (tmp_path / "weights.bin").read_bytes() == b"a user's"
     np.testing.assert_array_equal(numpy_helper.to_array(_loaded(referring, tmp_path).graph.initializer[0]), _LARGE)

@@ -20,10 +20,10 @@ from stof.execution.inputs import InputMaker
 from stof.prompts.files import PromptSet
 from stof.sparse_mlp.calibration import activation_runs
 from stof.sparse_mlp.calibration.activation_runs import ActivationRuns, SiteSamples
-from stof.sparse_mlp.calibration.fit import fit_selector, importance_threshold, important_neurons, measure_selector
+from stof.sparse_mlp.calibration.fit import activity_threshold, find_active_neurons, fit_selector, measure_selector
 from stof.sparse_mlp.calibration.prompt_sets import _split
 from stof.sparse_mlp.calibration.spec import MlpClause
-from stof.sparse_mlp.checks.oracle import Constants
+from stof.sparse_mlp.constants import Constants
 from stof.sparse_mlp.find import find_mlps
 from stof.sparse_mlp.predictors.selector import NeuronSelector
 from stof.sparse_mlp.site import MlpSite
@@ -179,7 +179,7 @@ def test_quality_on_held_out_tokens(clause: MlpClause, recall: float, gated: tup
     fitted, held = random_samples(site), random_samples(site, 300, seed=2)
     fitted, held = (replace(s, activated=activated(site, model, s.inputs)) for s in (fitted, held))  # type: ignore[arg-type]
     selector = fit_selector(site, clause, fitted, constants)
-    threshold = importance_threshold(site, clause, fitted.activated)
+    threshold = activity_threshold(site, clause, fitted.activated)
     found = measure_selector(site, clause.kind, selector, held, threshold, constants)
     assert found.quality is not None
     assert found.quality.active_share == pytest.approx(0.3, abs=0.05)
@@ -200,7 +200,7 @@ def test_neurons_that_count_as_active() -> None:
     model = make_mlp_model(MlpForm("relu"))
     site = sites_of(model)[0]
     values = np.array([[0.0, 1e-9, np.nan, -2.0]], np.float32)
-    assert important_neurons(site, values, importance_threshold(site, MlpClause("svd"), values)).tolist() == [
+    assert find_active_neurons(site, values, activity_threshold(site, MlpClause("svd"), values)).tolist() == [
         [False, True, True, True]
     ]
 

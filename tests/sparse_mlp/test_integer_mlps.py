@@ -14,8 +14,8 @@ from mlp_models import VOCABULARY, MlpForm, make_mlp_model
 from onnx import TensorProto, helper, numpy_helper
 
 import stof
+from stof.sparse_mlp.dequantize_linear import with_dequantized_tokens
 from stof.sparse_mlp.find import MlpCandidate, find_mlps
-from stof.sparse_mlp.linear_weights import with_dequantized_tokens
 from stof.sparse_mlp.site import OP
 from stof.symbolic import Symbolic
 

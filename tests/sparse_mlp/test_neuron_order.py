@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Neurons in the order in which they fire: which sites get one, and that nothing but the order of sums changes."""
+"""Neurons in the order of how often they are active: which sites get one, and that nothing but the order of sums changes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from stof.sparse_mlp.neuron_order import make_order, with_orders
 from stof.sparse_mlp.site import OP, MlpSite
 from stof.symbolic import Symbolic
 
-# Half of a MiB of weights and more belongs to neurons that never fire on a few tokens.
+# Half of a MiB of weights and more belongs to neurons that are never active on a few tokens.
 FORM = MlpForm(size=128, neurons=1536)
 FORMS = [
     FORM,
@@ -40,12 +40,12 @@ def site_of(model: onnx.ModelProto) -> MlpSite:
     return found.site
 
 
-def counts_of(site: MlpSite, fired: np.ndarray) -> Mapping[str, NeuronCounts]:
-    return {site.name: NeuronCounts(fired, 10)}
+def counts_of(site: MlpSite, active: np.ndarray) -> Mapping[str, NeuronCounts]:
+    return {site.name: NeuronCounts(active, 10)}
 
 
 def silence(model: onnx.ModelProto, form: MlpForm) -> None:
-    """Half of the neurons, in blocks that are spread over all, never fire."""
+    """Half of the neurons, in blocks that are spread over all, are never active."""
     packed = form.packed.split("_")
     name = f"layers.0.{'both' if form.packed else 'gate'}.bias"
     bias = next(t for t in model.graph.initializer if t.name == name)
@@ -76,16 +76,16 @@ def test_order_is_by_frequency() -> None:
 
 
 def test_neurons_of_a_scale_stay_together() -> None:
-    fired = np.zeros(4 * 16, np.int64)
-    fired[17], fired[50] = 2, 9
-    order = make_order(fired, 16)
+    active = np.zeros(4 * 16, np.int64)
+    active[17], active[50] = 2, 9
+    order = make_order(active, 16)
     assert order.indices.tolist() == [*range(48, 64), *range(16, 32), *range(16), *range(32, 48)]
     assert order.hot == 32
 
 
 @pytest.mark.parametrize(("form", "external"), [*((f, True) for f in FORMS), (FORMS[2], False)], ids=str)
 def test_ordered_model_gives_the_same(form: MlpForm, external: bool, tmp_path: Path) -> None:
-    """Rows that fired come first; outputs are those of the original, on other tokens too, with the library and without."""
+    """Rows of active neurons come first; outputs are those of the original, on other tokens too, with the library and without."""
     source, target = tmp_path / "model.onnx", tmp_path / "out.onnx"
     model = make_mlp_model(form)
     silence(model, form)
@@ -109,7 +109,7 @@ def test_ordered_model_gives_the_same(form: MlpForm, external: bool, tmp_path: P
         for feed in (feeds(form, 3), feeds(form, 5, seed=1)):
             for wanted, found in zip(one.run(None, feed), other.run(None, feed), strict=True):
                 np.testing.assert_allclose(found, wanted, rtol=tolerance, atol=tolerance * np.abs(wanted).max())
-    # The gate of the written model fires in its first neurons.
+    # The gate of the written model is active in its first neurons.
     (node,) = (n for n in written.graph.node if n.op_type == OP)
     full = onnx.load(str(target))
     full.graph.output.append(helper.make_tensor_value_info(node.input[1], form.dtype, None))
@@ -117,29 +117,29 @@ def test_ordered_model_gives_the_same(form: MlpForm, external: bool, tmp_path: P
     options.log_severity_level = 3
     runner = ort.InferenceSession(full.SerializeToString(), options, providers=["CPUExecutionProvider"])
     gate = runner.run([node.input[1]], feeds(form, 3))[0]
-    fired = np.flatnonzero((gate.reshape(-1, form.neurons) > 0).any(0))
-    assert fired.max() < form.neurons * (1 - row["idle"]) + 0.5
+    active = np.flatnonzero((gate.reshape(-1, form.neurons) > 0).any(0))
+    assert active.max() < form.neurons * (1 - row["idle"]) + 0.5
 
 
 def test_weights_with_two_readers_keep_their_order() -> None:
     model = make_mlp_model(FORM)
     site = site_of(model)
-    fired = np.zeros(FORM.neurons, np.int64)
-    fired[-10:] = 1
-    (ordered,) = with_orders(model, [site], counts_of(site, fired))
+    active = np.zeros(FORM.neurons, np.int64)
+    active[-10:] = 1
+    (ordered,) = with_orders(model, [site], counts_of(site, active))
     assert ordered.order is not None
     assert ordered.order.indices[:10].tolist() == list(range(FORM.neurons - 10, FORM.neurons))
     model.graph.node.add(op_type="Identity", input=[site.down.tensor], output=["copy"], name="copy")
-    (kept,) = with_orders(model, [site], counts_of(site, fired))
+    (kept,) = with_orders(model, [site], counts_of(site, active))
     assert kept.order is None
 
 
 def test_few_idle_bytes_keep_the_order() -> None:
     model = make_mlp_model(FORM)
     site = site_of(model)
-    fired = np.ones(FORM.neurons, np.int64)
-    fired[:100] = 0  # 50 KiB
-    (kept,) = with_orders(model, [site], counts_of(site, fired))
+    active = np.ones(FORM.neurons, np.int64)
+    active[:100] = 0  # 50 KiB
+    (kept,) = with_orders(model, [site], counts_of(site, active))
     assert kept.order is None
 
 
@@ -165,9 +165,9 @@ def test_neurons_that_something_else_reads_keep_their_order(break_with: str) -> 
         del model.graph.node[:]
         model.graph.node.extend(nodes)
     site = site_of(model)
-    fired = np.zeros(FORM.neurons, np.int64)
-    fired[-10:] = 1
-    (kept,) = with_orders(model, [site], counts_of(site, fired))
+    active = np.zeros(FORM.neurons, np.int64)
+    active[-10:] = 1
+    (kept,) = with_orders(model, [site], counts_of(site, active))
     assert kept.order is None
 
 

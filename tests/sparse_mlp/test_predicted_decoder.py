@@ -100,7 +100,7 @@ def test_patterns_and_predicted_neurons_have_one_loss(tmp_path: Path) -> None:
     assert section.loss.whole == report.sparsity.loss
     first = report.to_text().split("\n")[0]
     assert "--sparsify puts a pattern on 1 of 1 attentions" in first
-    assert "--sparse-mlp computes predicted neurons alone in 1 of 1 MLPs" in first
+    assert "--sparse-mlp computes only selected neurons in 1 of 1 MLPs" in first
     with pytest.raises(VerifyError, match="--sparsify with --sparse-mlp changes outputs too much"):
         stof.optimize(tmp_path / "model.onnx", tmp_path / "out.onnx", replace(options, max_kl=1e-9))
 

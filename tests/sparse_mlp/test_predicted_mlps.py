@@ -87,7 +87,7 @@ def test_loss_of_what_is_written(form: MlpForm, fields: str, selection: str, pro
     report = stof.optimize(source, target, Options(sparse_mlp=f"{prompts},{fields}", max_kl=ANY_LOSS))
     assert [r.selection for r in section(report).rows] == [selection] * 2
     assert report.to_text().startswith(
-        f"{source}: OUTPUTS CHANGE: --sparse-mlp computes predicted neurons alone in 2 of 2 MLPs"
+        f"{source}: OUTPUTS CHANGE: --sparse-mlp computes only selected neurons in 2 of 2 MLPs"
     )
     nodes = [n for n in onnx.load(str(target)).graph.node if n.op_type == OP]
     assert [helper.get_attribute_value(a) for n in nodes for a in n.attribute if a.name == "selection"] == [
@@ -130,7 +130,7 @@ def test_report_says_how_well_neurons_are_predicted(prompts: Path, tmp_path: Pat
     assert "% of the neurons computed, predicted" in text
     assert f"calibrated on {prompts}; measured on the held-out fifth of {prompts}" in text
     assert "loss on 2 prompts, 40 tokens: KL divergence" in text
-    assert "(with every neuron of predicted MLPs active: the loss says what leaving out neurons changes)" in text
+    assert "(with every neuron active: the loss says what leaving out neurons changes)" in text
     data = json.loads((tmp_path / "report.json").read_text())
     assert data["sparse_mlp"]["outputs_change"] is True
     assert data["sparse_mlp"]["loss"]["tokens"] == 40
@@ -212,10 +212,17 @@ def test_gate_that_takes_no_predictor_stays_dense(prompts: Path, tmp_path: Path)
     assert all("it takes no predictor" in r.reason for r in section(report).rows)
 
 
-def test_other_targets_stay(prompts: Path, tmp_path: Path) -> None:
-    options = Options(sparse_mlp=str(prompts), target="cuda", dry_run=True)
-    report = stof.optimize(put(tmp_path), tmp_path / "out.onnx", options)
-    assert {r.reason for r in section(report).rows} == {"StofSparseMLP has kernels for the CPU alone"}
+def test_targets(prompts: Path, tmp_path: Path) -> None:
+    source = put(tmp_path)
+    for target, reason in (("cuda", "replaced"), ("tensorrt", "StofSparseMLP has no TensorRT plugin")):
+        options = Options(sparse_mlp=str(prompts), target=target, dry_run=True)
+        report = stof.optimize(source, tmp_path / "out.onnx", options)
+        assert {r.reason for r in section(report).rows} == {reason}
+
+
+def test_dense_mlps_are_not_explained_without_the_option(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="no activation of the model gives zeros, and --sparse-mlp is not given"):
+        stof.optimize(put(tmp_path), tmp_path / "out.onnx", Options(explain="mlp:*"))
 
 
 def test_selection_plan_and_explanation(prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -269,9 +276,7 @@ def test_folder_with_a_tokenizer_of_texts(tmp_path: Path, monkeypatch: pytest.Mo
     texts = tmp_path / "texts.json"
     texts.write_text(json.dumps([" ".join(str((7 * i + j) % VOCABULARY) for j in range(15)) for i in range(6)]))
     report = stof.optimize_folder(folder, tmp_path / "out", Options(sparse_mlp=f"{texts},active=0.4", max_kl=ANY_LOSS))
-    assert (
-        "model.onnx: OUTPUTS CHANGE: --sparse-mlp computes predicted neurons alone in 2 of 2 MLPs" in report.to_text()
-    )
+    assert "model.onnx: OUTPUTS CHANGE: --sparse-mlp computes only selected neurons in 2 of 2 MLPs" in report.to_text()
     assert "loss on 1 prompt, 15 tokens" in report.to_text()
     assert (tmp_path / "out" / "libstof_ort.so").exists()
 

@@ -22,7 +22,7 @@ from stof.sparse_mlp.emit import emit_mlps, without_selection
 from stof.sparse_mlp.find import find_mlps
 from stof.sparse_mlp.predictors.selector import NeuronSelector
 from stof.sparse_mlp.site import OP, OP_INPUTS, MlpSite
-from stof.sparse_mlp.stored_selector import dense_factor, rounded_selector, stored_arrays
+from stof.sparse_mlp.stored_selector import dequantize_factor, round_selector, stored_arrays
 from stof.symbolic import Symbolic
 
 Array = npt.NDArray[Any]
@@ -112,7 +112,7 @@ def with_selector(site: MlpSite, selection: str, model: onnx.ModelProto, form: M
 
 def scores_of(site: MlpSite, tokens: Array) -> Array:
     """Scores [T, F] of the predictor as the node holds it, in fp64."""
-    held = rounded_selector(site)
+    held = round_selector(site)
     assert held.predictor_down is not None
     assert held.predictor_up is not None
     low = tokens.reshape(-1, held.predictor_down.shape[1]).astype(np.float64) @ held.predictor_down.T.astype(np.float64)
@@ -211,7 +211,7 @@ def test_quantized_predictor(size: int, rank: int) -> None:
     assert arrays["predictor_up"].shape == (160, -(-rank // 32) * 32)
     for name, factor in (("predictor_down", down), ("predictor_up", up)):
         assert arrays[name].dtype == np.uint8
-        held = dense_factor(arrays, name, factor.shape[1])
+        held = dequantize_factor(arrays, name, factor.shape[1])
         steps = arrays[f"{name}_scales"].astype(np.float32)[:, None]
         assert (np.abs(held - factor) <= 0.51 * steps).all()
     assert (arrays["predictor_up"][7] == 128).all()

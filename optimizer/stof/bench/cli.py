@@ -98,7 +98,9 @@ def _parser() -> Parser:
     mlps.add_argument(
         "--active", type=float, default=None, metavar="SHARE", help="of the neurons; default: the model's"
     )
-    mlps.add_argument("--idle", type=float, default=0.0, metavar="SHARE", help="of the neurons: they never fire (0)")
+    mlps.add_argument(
+        "--idle", type=float, default=0.0, metavar="SHARE", help="of the neurons: they are never active (0)"
+    )
     mlps.add_argument("--batch", type=int, default=1, metavar="B", help="sequences of a token")
     mlps.add_argument("--variants", nargs="+", default=None, metavar="NAME", help="default: all")
     mlps.add_argument("--no-memory", action="store_true", help="do not measure resident memory")

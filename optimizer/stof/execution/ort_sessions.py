@@ -200,7 +200,7 @@ class Sessions:
         while path.exists():  # a link to external data of that name
             path = path.with_name(f"{path.stem}_.onnx")
         try:
-            path.write_bytes(self._stored.refer(model).SerializeToString())
+            path.write_bytes(self._stored.externalize(model).SerializeToString())
             with _utf8_path(path.parent) as folder:
                 return self._session(f"{folder}/{path.name}", entries, optimized, library, shared)
         except OSError as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A file with the large weights of models for sessions, which are then small and map their weights."""
+"""A file of external data for the large weights of models, so that sessions get small models and map their weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto
 
-_LEAST = 1 << 16  # bytes of a weight that is worth a place in the file
+_LEAST_BYTES = 1 << 16  # of a weight: smaller ones stay in the model
 _ALIGNMENT = 4096  # a page: runtimes map whole ones
 _COMPARED = 1 << 22  # bytes that are compared at a time, so that comparing needs little memory
 
@@ -25,7 +25,7 @@ class StoredWeights:
 
     def __init__(self, folder: Path) -> None:
         self._path = _free_path(folder / "weights.bin", ())
-        self._places: dict[str, list[tuple[int, int]]] = {}  # offsets and lengths by the weight's name
+        self._ranges: dict[str, list[tuple[int, int]]] = {}  # offsets and lengths by the weight's name
 
     def keep_apart_from(self, files: Collection[str]) -> None:
         """Gives the file another name where it has that of external data, which models would read in its place.
@@ -40,42 +40,42 @@ class StoredWeights:
         """
         if self._path.name in files:
             path = _free_path(self._path, files)
-            if self._places:
+            if self._ranges:
                 self._path.rename(path)
             self._path = path
 
-    def refer(self, model: onnx.ModelProto) -> onnx.ModelProto:
-        """A copy of a model that reads its large weights from the file. Those that differ from earlier ones are added.
+    def externalize(self, model: onnx.ModelProto) -> onnx.ModelProto:
+        """A copy of a model that reads its large weights from the file, which gets those that it does not hold yet.
 
         Raises:
             OSError: when the file cannot be written.
         """
-        referring = onnx.ModelProto()
-        _copy_fields(model, referring, without="graph")
-        _copy_fields(model.graph, referring.graph, without="initializer")
+        copy = onnx.ModelProto()
+        _copy_fields(model, copy, without="graph")
+        _copy_fields(model.graph, copy.graph, without="initializer")
         for tensor in model.graph.initializer:
-            kept = referring.graph.initializer.add()
-            if tensor.ByteSize() < _LEAST or not tensor.HasField("raw_data"):
+            kept = copy.graph.initializer.add()
+            if tensor.ByteSize() < _LEAST_BYTES or not tensor.HasField("raw_data"):
                 kept.CopyFrom(tensor)
                 continue
-            offset, length = self._place(tensor.name, tensor.raw_data)
+            offset, length = self._range_of(tensor.name, tensor.raw_data)
             _copy_fields(tensor, kept, without="raw_data")
             kept.data_location = TensorProto.EXTERNAL
             for key, value in (("location", self._path.name), ("offset", offset), ("length", length)):
                 kept.external_data.add(key=key, value=str(value))
-        return referring
+        return copy
 
-    def _place(self, name: str, raw: bytes) -> tuple[int, int]:
+    def _range_of(self, name: str, raw: bytes) -> tuple[int, int]:
         """The offset and the length of a weight in the file."""
-        for place in self._places.get(name, ()):
-            if self._holds(place, raw):
-                return place
-        place = self._append(raw), len(raw)
-        self._places.setdefault(name, []).append(place)
-        return place
+        for span in self._ranges.get(name, ()):
+            if self._holds(span, raw):
+                return span
+        span = self._append(raw), len(raw)
+        self._ranges.setdefault(name, []).append(span)
+        return span
 
-    def _holds(self, place: tuple[int, int], raw: bytes) -> bool:
-        offset, length = place
+    def _holds(self, span: tuple[int, int], raw: bytes) -> bool:
+        offset, length = span
         if length != len(raw):
             return False
         held = np.memmap(self._path, np.uint8, "r", offset, (length,))

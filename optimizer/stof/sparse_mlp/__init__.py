@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MLPs whose activation gives zeros, computed for the active neurons alone."""
+"""MLPs computed for some of their neurons: those that are not zero, or those that --sparse-mlp selects."""

@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import onnx
-from onnx import helper
 
 from stof.fusion.gelu import match_gelu
 from stof.graph.index import GraphIndex, is_standard
+from stof.graph.node_fields import attributes_of
 from stof.symbolic import Symbolic
 
 # Functions of one value that the operator does not compute: their results are the gate.
@@ -53,7 +53,7 @@ def _read_single(index: GraphIndex, symbolic: Symbolic, node: onnx.NodeProto) ->
     """Activations that are a node or, of Relu, its square."""
     if (relu := read_relu(index, symbolic, node)) is not None:
         return relu
-    values = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    values = attributes_of(node)
     is_single = len([t for t in node.input if t]) == 1  # FastGelu may add a bias
     if not is_single or not (is_standard(node) or node.domain == _MICROSOFT):
         return None

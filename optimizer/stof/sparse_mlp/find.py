@@ -243,7 +243,7 @@ class _Finder:
             return site
         gate = path.projection
         found = GateProjection(gate.tensor, gate.node.output[0], gate.weight, path.is_movable)
-        if gate.weight.quantization is None or gate.weight.quantization.linear is None:
+        if gate.weight.quantization is None or gate.weight.quantization.dequantize_linear is None:
             site = replace(site, projection=found)
         try:
             weight, _ = with_equal_blocks(gate.weight, site.down)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way from the first matmul of an MLP to its activated neurons."""
+"""The path from the first matmul of an MLP to its activated neurons."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stof.graph.index import GraphIndex, is_standard
 from stof.sparse_mlp.matmuls import MatmulReader, Projection
 from stof.symbolic import Symbolic
 
-_MOST = 64  # nodes of a way
+_MOST = 64  # nodes of a path
 # What these give for a neuron depends on that neuron alone, and on operands that all neurons share.
 _ELEMENTWISE = frozenset(
     {
@@ -51,7 +51,7 @@ class GatePath:
 
 
 class GatePaths:
-    """Reads the ways in a graph.
+    """Reads the paths of a graph.
 
     Args:
         index: of the graph.
@@ -63,7 +63,7 @@ class GatePaths:
         self._index, self._symbolic, self._matmuls = index, symbolic, matmuls
 
     def read(self, activated: str, neurons: int) -> GatePath | None:
-        """The way to a tensor of activated neurons; None where it begins at no matmul, or at several."""
+        """The path to a tensor of activated neurons; None where it begins at no matmul, or at several."""
         visited, pending = {activated}, [activated]
         nodes: list[onnx.NodeProto] = []
         sources: dict[str, Projection] = {}

@@ -6,16 +6,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import onnx
-from onnx import helper
 
 from stof.errors import UnsupportedError
 from stof.graph.index import GraphIndex, is_standard
-from stof.sparse_mlp.linear_weights import is_dequantized, read_dequantized, read_integer_matmul
+from stof.sparse_mlp.dequantize_linear import is_dequantized, is_plain_gemm, read_dequantized, read_integer_matmul
 from stof.sparse_mlp.quantized import is_quantized_matmul, read_quantized
 from stof.sparse_mlp.site import MlpWeight
 from stof.symbolic import Symbolic
-
-_PLAIN = {"alpha": 1.0, "beta": 1.0, "transA": 0}  # attributes of a Gemm that is a matmul
 
 
 @dataclass(frozen=True)
@@ -85,9 +82,7 @@ class MatmulReader:
             return Matmul(node, node.input[0], node.output[0]) if len(weight.dims) == 3 else None
         if not is_standard(node) or node.op_type not in ("MatMul", "Gemm") or len(weight.dims) != 2:
             return None
-        values = {a.name: helper.get_attribute_value(a) for a in node.attribute}
-        is_plain = all(values.get(key, wanted) == wanted for key, wanted in _PLAIN.items())
-        return Matmul(node, node.input[0], node.output[0]) if is_plain else None
+        return Matmul(node, node.input[0], node.output[0]) if is_plain_gemm(node) else None
 
     def behind(self, tensor: str) -> Matmul | None:
         """The matmul that gives a tensor or a whole that the tensor is a part of, perhaps with a bias."""

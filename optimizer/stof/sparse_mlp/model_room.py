@@ -51,7 +51,7 @@ class ModelRoom:
             tensor = self._stored[weight.tensor]
             is_copied = not weight.is_by_neuron and not is_external(tensor) and self._readers[weight.tensor] > 1
             return (tensor_bytes(tensor) or 0) if is_copied else 0
-        if not is_down and q.linear is None:
+        if not is_down and q.dequantize_linear is None:
             return 0
         scales = self._stored[q.scales]
         blocks = weight.outer * (weight.inner // q.block_size)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Orders the neurons of an MLP by how often they fire, so that those that never do lie together in the file of weights.
+"""Orders the neurons of an MLP by how often they are active, so that those that never are lie together in the file of weights.
 
-A runtime maps the file, and the system loads whole pages, some at a time. Rows of neurons that never fire stay on disk where they
-share no page with others. The same permutation of the rows of all weights changes no neuron, only the order of sums.
+A runtime maps the file, and the system loads whole pages, some at a time. Rows of neurons that are never active stay on disk
+where they share no page with others. The same permutation of the rows of all weights changes no neuron, only the order of sums.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from stof.graph.index import all_nodes
 from stof.sparse_mlp.density import NeuronCounts
 from stof.sparse_mlp.site import MlpSite, NeuronOrder
 
-# Of rows that never fire: the system loads 64 KiB and more at the edge of each weight.
+# Of rows of neurons that are never active: the system loads 64 KiB and more at the edge of each weight.
 _LEAST_BYTES = 1 << 18
 
 
@@ -28,7 +28,7 @@ def with_orders(model: onnx.ModelProto, sites: Sequence[MlpSite], counts: Mappin
     Args:
         model: holds the sites.
         sites: the sites.
-        counts: of firing neurons, by the name of the site.
+        counts: of active neurons, by the name of the site.
     """
     readers = Counter(t for n in all_nodes(model.graph.node) for t in n.input)
     return [_with_order(site, counts.get(site.name), readers) for site in sites]
@@ -56,10 +56,10 @@ def _is_gate_movable(site: MlpSite) -> bool:
 
 
 def make_order(active: np.ndarray, block: int) -> NeuronOrder:
-    """The neurons, or whole blocks of them, from the one that fires most often on; equal ones stay in their order.
+    """The neurons, or whole blocks of them, the most active ones first; equal ones stay in their order.
 
     Args:
-        active: how often each fired, [F].
+        active: how often each was active, [F].
         block: neurons that share a scale; 1: none do. It divides F.
     """
     blocks = active.reshape(-1, block).sum(1)

@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper
+from onnx import TensorProto
 
 from stof.errors import UnsupportedError
-from stof.sparse_mlp.linear_weights import to_blocks
+from stof.graph.node_fields import attributes_of
+from stof.sparse_mlp.dequantize_linear import BlockedArrays, to_blocks
 from stof.sparse_mlp.site import MlpWeight, Quantization
 
 _OP, _DOMAIN = "MatMulNBits", "com.microsoft"
@@ -47,7 +48,7 @@ def read_quantized(
     Raises:
         UnsupportedError: naming what the operator does not support.
     """
-    values = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    values = attributes_of(node)
     if unknown := sorted(set(values) - _ATTRIBUTES):
         raise UnsupportedError(f"{node.name!r} has attribute {unknown[0]!r}, whose meaning is not known")
     if values.get("weight_prepacked", 0):
@@ -95,30 +96,23 @@ class QuantizedArrays:
     zero_points: np.ndarray | None
 
 
-@dataclass(frozen=True)
-class _Outputs:
-    """A quantized weight by output, one value in a byte: values [N, K], scales and zero points [N, K / block_size]."""
-
-    values: np.ndarray
-    scales: np.ndarray
-    zero_points: np.ndarray | None
-
-    @classmethod
-    def of(cls, weight: MlpWeight, values: np.ndarray, scales: np.ndarray, zero_points: np.ndarray | None) -> _Outputs:
-        """The outputs of a weight that are meant."""
-        q = weight.quantization
-        assert q is not None
-        blocks, whole = weight.inner // q.block_size, weight.whole or weight.outer
-        taken = slice(weight.first, weight.first + weight.outer)
-        if q.linear is not None:
-            found = to_blocks(weight, values, scales, zero_points)
-            zeros = None if found.zero_points is None else found.zero_points[taken]
-            return cls(found.values[taken], found.scales[taken], zeros)
-        zeros = None
-        if zero_points is not None:
-            zeros = unpack(zero_points.reshape(whole, -1)[taken], q.bits, blocks)
-        numbers = unpack(values.reshape(whole, -1)[taken], q.bits, weight.inner)
-        return cls(numbers, scales.reshape(whole, blocks)[taken], zeros)
+def _unpack_weight(
+    weight: MlpWeight, values: np.ndarray, scales: np.ndarray, zero_points: np.ndarray | None
+) -> BlockedArrays:
+    """The outputs of a weight that are meant."""
+    q = weight.quantization
+    assert q is not None
+    blocks, whole = weight.inner // q.block_size, weight.whole or weight.outer
+    taken = slice(weight.first, weight.first + weight.outer)
+    if q.dequantize_linear is not None:
+        found = to_blocks(weight, values, scales, zero_points)
+        zeros = None if found.zero_points is None else found.zero_points[taken]
+        return BlockedArrays(found.values[taken], found.scales[taken], zeros)
+    zeros = None
+    if zero_points is not None:
+        zeros = unpack(zero_points.reshape(whole, -1)[taken], q.bits, blocks)
+    numbers = unpack(values.reshape(whole, -1)[taken], q.bits, weight.inner)
+    return BlockedArrays(numbers, scales.reshape(whole, blocks)[taken], zeros)
 
 
 def regroup_by_neuron(
@@ -139,7 +133,7 @@ def regroup_by_neuron(
     """
     q = weight.quantization
     assert q is not None
-    found = _Outputs.of(weight, values, scales, zero_points)
+    found = _unpack_weight(weight, values, scales, zero_points)
     by_neuron, by_block = found.values.T, found.scales.T
     zeros = None if found.zero_points is None else found.zero_points.T
     if order is not None:
@@ -160,7 +154,7 @@ def to_rows(
     """
     q = weight.quantization
     assert q is not None
-    found = _Outputs.of(weight, values, scales, zero_points)
+    found = _unpack_weight(weight, values, scales, zero_points)
     zeros = None if found.zero_points is None else pack(found.zero_points, q.bits)
     shape = (weight.outer, weight.inner // q.block_size, q.block_size * q.bits // 8)
     packed = np.ascontiguousarray(pack(found.values, q.bits)).reshape(shape)
@@ -191,7 +185,7 @@ def dequantize(weight: MlpWeight, values: np.ndarray, scales: np.ndarray, zero_p
     """The outputs of a quantized weight that are meant, as fp64 [K, N]."""
     q = weight.quantization
     assert q is not None
-    given = _Outputs.of(weight, values, scales, zero_points)
+    given = _unpack_weight(weight, values, scales, zero_points)
     blocks = weight.inner // q.block_size
     zeros: np.ndarray = np.full((weight.outer, blocks), float(1 << (q.bits - 1)))
     if given.zero_points is not None:
@@ -215,7 +209,12 @@ def with_equal_blocks(first: MlpWeight, second: MlpWeight) -> tuple[MlpWeight, M
     if all(q is not None and q.bits == kinds[0].bits for q in kinds if kinds[0] is not None):
         sizes = [q.block_size for q in kinds if q is not None]
         for i, q in enumerate(kinds):
-            if q is not None and q.linear is not None and q.linear.is_uniform and q.block_size > min(sizes):
+            if (
+                q is not None
+                and q.dequantize_linear is not None
+                and q.dequantize_linear.is_uniform
+                and q.block_size > min(sizes)
+            ):
                 weights[i] = replace(weights[i], quantization=replace(q, block_size=min(sizes)))
     words = []
     for weight in weights:

@@ -95,7 +95,7 @@ class MlpSection(Section):
 
     @property
     def verified_form(self) -> str:
-        return "with every neuron of predicted MLPs active: the loss says what leaving out neurons changes"
+        return "with every neuron active: the loss says what leaving out neurons changes"
 
     def without(self, reason: str) -> MlpSection:
         """The section where no MLP is replaced, for one reason."""
@@ -126,7 +126,7 @@ class MlpSection(Section):
             return f"--sparse-mlp changes nothing, {exact} of {len(self.rows)} MLPs {can}"
         others = f", {exact} others {can} without a change" if exact else ""
         where = f"{self.predicted} of {len(self.rows)} MLPs{others}"
-        return f"OUTPUTS CHANGE: --sparse-mlp computes predicted neurons alone in {where}"
+        return f"OUTPUTS CHANGE: --sparse-mlp computes only selected neurons in {where}"
 
     def lines(self) -> list[str]:
         groups: dict[tuple[Any, ...], list[MlpReport]] = defaultdict(list)
@@ -147,7 +147,7 @@ class MlpSection(Section):
                 f"output errors on {self.held_out} are all" if self.held_out else "give --prompts for output errors"
             )
             return [f"loss: the model has no output 'logits'; {errors}"]
-        return ["loss: not measured" + ("" if self.held_out else "; --prompts FILE measures it")]
+        return ["loss: not measured" + (" in a dry run" if self.held_out else "; --prompts FILE measures it")]
 
     def page_table(self) -> PageTable:
         columns = ("activation", "size", "neurons", "computed", "predicted", "details")
@@ -160,7 +160,7 @@ class MlpSection(Section):
                 groups[(r.activation, r.sizes, r.selection)].append(r.predicted_gain)
         return [
             Gain(
-                f"one token, MLP with {activation}, {sizes}{'' if selection == 'nonzero' else ', predicted neurons'}",
+                f"one token, MLP with {activation}, {sizes}{'' if selection == 'nonzero' else ', selected neurons'}",
                 len(gains),
                 sum(gains) / len(gains),
                 False,
@@ -173,51 +173,48 @@ class MlpSection(Section):
         return [line for row in chosen for line in _explained_lines(row)]
 
 
-def _range(values: Sequence[float], digits: int = 1) -> str:
+def _format_range(values: Sequence[float], digits: int = 1) -> str:
     """Shares as percentages, from the least to the largest."""
     low, high = (f"{100 * x:.{digits}f}" for x in (min(values), max(values)))
     return f"{low if low == high else f'{low} to {high}'} %"
 
 
-def _active(rows: Sequence[MlpReport]) -> str:
+def _describe_active(rows: Sequence[MlpReport]) -> str:
     """How many neurons are computed, for people."""
     shares = [r.density for r in rows if r.density is not None]
     if rows[0].prediction is not None:
-        return f"{_range(shares)} of the neurons computed" if shares else "computed neurons not measured"
+        return f"{_format_range(shares)} of the neurons computed" if shares else "computed neurons not measured"
     if not shares:
         return "active neurons not measured: --inputs gives runs to count them in"
-    return f"{_range(shares)} of the neurons active on the given inputs"
+    return f"{_format_range(shares)} of the neurons active on the given inputs"
 
 
-def _idle(rows: Sequence[MlpReport]) -> str:
-    """How many neurons never fired, for people."""
-    shares = [100 * r.idle for r in rows if r.idle is not None]
-    if not shares:
-        return ""
-    low, high = f"{min(shares):.1f}", f"{max(shares):.1f}"
-    return f"{low if low == high else f'{low} to {high}'} % never, which lie together at the end of the weights"
+def _describe_never_active(rows: Sequence[MlpReport]) -> str:
+    """How many neurons never were active or selected, for people."""
+    shares = [r.idle for r in rows if r.idle is not None]
+    return f"{_format_range(shares)} never, which lie together at the end of the weights" if shares else ""
 
 
-def _gain(rows: Sequence[MlpReport]) -> str:
+def _describe_gain(rows: Sequence[MlpReport]) -> str:
     gains = [r.predicted_gain for r in rows if r.predicted_gain is not None]
     return f"predicted {sum(gains) / len(gains):.1f}x for one token" if gains else ""
 
 
-def _how(prediction: PredictionReport) -> str:
+def _describe_kind(prediction: PredictionReport) -> str:
     """The kind of a prediction for people."""
     return f"{prediction.kind}, rank {prediction.rank}" if prediction.rank else prediction.kind
 
 
-def _quality(rows: Sequence[MlpReport]) -> str:
+def _describe_quality(rows: Sequence[MlpReport]) -> str:
     """How well neurons are predicted; empty where that was not measured."""
     own = [r.prediction for r in rows if r.prediction is not None]
     errors = [p.output_error for p in own if p.output_error is not None]
     recalls = [p.recall for p in own if p.recall is not None]
     precisions = [p.precision for p in own if p.precision is not None]
     words = [
-        f"precision {_range(precisions)}" if precisions else "",
-        f"recall {_range(recalls)}" if recalls else "",
-        f"output error {_range(errors)}" if errors else "",
+        f"precision {_format_range(precisions)}" if precisions else "",
+        f"recall {_format_range(recalls)}" if recalls else "",
+        f"output error {_format_range(errors)}" if errors else "",
     ]
     return ", ".join(filter(None, words))
 
@@ -226,19 +223,21 @@ def _group_lines(group: list[MlpReport]) -> list[str]:
     first = group[0]
     if not first.replaced:
         return [f"  kept  {r.mlp}: {r.reason}" for r in group]
-    facts = ", ".join(filter(None, [_active(group), _idle(group), _gain(group)]))
+    facts = ", ".join(filter(None, [_describe_active(group), _describe_never_active(group), _describe_gain(group)]))
     if first.prediction is None:
         return [f"  {len(group):3d} x MLP with zeros of {first.activation}: {first.sizes}", f"        {facts}"]
-    quality = _quality(group)
-    head = f"  {len(group):3d} x MLP with {first.activation}, neurons by {_how(first.prediction)}: {first.sizes}"
+    quality = _describe_quality(group)
+    head = (
+        f"  {len(group):3d} x MLP with {first.activation}, neurons by {_describe_kind(first.prediction)}: {first.sizes}"
+    )
     return [head, f"        {facts}", *([f"        {quality}"] if quality else [])]
 
 
 def _page_row(row: MlpReport) -> PageRow:
     active = "" if row.density is None else f"{100 * row.density:.1f} %"
     gain = "" if row.predicted_gain is None else f"{row.predicted_gain:.1f}×"
-    how = "not zero" if row.prediction is None else _how(row.prediction)
-    details = _quality([row]) if row.replaced else row.reason
+    how = "not zero" if row.prediction is None else _describe_kind(row.prediction)
+    details = _describe_quality([row]) if row.replaced else row.reason
     return PageRow(row.mlp, row.replaced, (row.activation, row.sizes, how, active, gain, details))
 
 
@@ -247,13 +246,13 @@ def _explained_lines(row: MlpReport) -> list[str]:
     if row.sizes:
         of = "zeros of " if row.prediction is None else ""
         lines.append(f"  match  {row.sizes}, {of}{row.activation}")
-        lines.append(f"  active {_active([row])}")
+        lines.append(f"  active {_describe_active([row])}")
     if row.prediction is not None:
-        quality = _quality([row])
-        lines.append(f"  predict {_how(row.prediction)}{f': {quality}' if quality else ''}")
+        quality = _describe_quality([row])
+        lines.append(f"  predict {_describe_kind(row.prediction)}{f': {quality}' if quality else ''}")
     if row.idle is not None:
-        lines.append(f"  idle   {_idle([row])}")
+        lines.append(f"  idle   {_describe_never_active([row])}")
     if row.predicted_gain is not None:
-        lines.append(f"  cost   {_gain([row])}")
+        lines.append(f"  cost   {_describe_gain([row])}")
     lines.append("  -> replaced" if row.replaced else f"  stopped: {row.reason}")
     return lines

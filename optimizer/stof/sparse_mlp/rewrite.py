@@ -22,10 +22,10 @@ from stof.selection import NamedCandidate
 from stof.sparse_mlp.calibration.prompt_sets import CalibrationPrompts, read_calibration_prompts
 from stof.sparse_mlp.calibration.spec import OPTION, MlpSpec, parse_mlp_spec
 from stof.sparse_mlp.density import NeuronCounts, count_neurons
+from stof.sparse_mlp.dequantize_linear import with_dequantized_tokens
 from stof.sparse_mlp.emit import emit_mlps, without_selection
 from stof.sparse_mlp.find import MlpCandidate, find_mlps, has_cache
 from stof.sparse_mlp.fused_activations import is_fused_activation, with_separate_activations
-from stof.sparse_mlp.linear_weights import with_dequantized_tokens
 from stof.sparse_mlp.model_room import ModelRoom
 from stof.sparse_mlp.neuron_order import with_orders
 from stof.sparse_mlp.plan_entry import SELECTIONS, MlpPlan, read_mlp_plan
@@ -175,6 +175,8 @@ class SparseMlpRewrite(OpRewrite[MlpModel, MlpDecisions]):
         rows: list[MlpReport] = []
         sites: list[MlpSite] = []
         self.check_plan(job, [NamedCandidate(c.name, i) for i, c in enumerate(found.candidates)])
+        if found.spec is None and not found.candidates:
+            job.selections[KEY].refuse_all(f"no activation of the model gives zeros, and {OPTION} is not given")
         room = ModelRoom(found.model) if found.candidates else None
         for index, candidate in enumerate(found.candidates):
             row, site, reason = _describe(job, found, candidate, index)
@@ -281,6 +283,12 @@ def _describe(job: Job, found: MlpModel, candidate: MlpCandidate, index: int) ->
     row = replace(row, prediction=report, density=None if quality is None else quality.selected_share)
     if selector is None:
         return row, None, prediction.reason
+    if selector.predictor_activation != "none" and job.options.target != "cpu":
+        return (
+            row,
+            None,
+            f"{OP} computes a predictor with a ReLU on the CPU alone, not with --target {job.options.target}",
+        )
     site = replace(site, selector=selector)
     gain = 1 / site.share_read(_UNKNOWN_DENSITY if row.density is None else row.density)
     reason = _reason_no_kernel(job, selector) or _reason_inexact(job, found, prediction)

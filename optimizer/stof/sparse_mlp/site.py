@@ -21,8 +21,8 @@ INPUT_INDEX = {name: i for i, name in enumerate(OP_INPUTS)}
 
 
 @dataclass(frozen=True)
-class LinearForm:
-    """How DequantizeLinear or MatMulInteger stores a weight.
+class DequantizeLinearForm:
+    """How DequantizeLinear stores a weight; MatMulInteger does the same.
 
     Attributes:
         inner_axis: of its matrix, the axis that the matmul sums over.
@@ -45,7 +45,7 @@ class Quantization:
         scales: initializer with N · ceil(K / block_size) elements.
         zero_points: likewise, packed into bytes by row; empty: 2^(bits - 1).
         accuracy_level: of the node.
-        linear: None: as MatMulNBits stores it. Else scales and zero points are those of the other operator.
+        dequantize_linear: None: as MatMulNBits stores it. Else scales and zero points have this form.
     """
 
     bits: int
@@ -53,12 +53,12 @@ class Quantization:
     scales: str
     zero_points: str = ""
     accuracy_level: int = 0
-    linear: LinearForm | None = None
+    dequantize_linear: DequantizeLinearForm | None = None
 
     @property
     def has_zero_points(self) -> bool:
         """Whether zero points are stored beside the values in blocks."""
-        return bool(self.zero_points) if self.linear is None else not self.linear.is_centered
+        return bool(self.zero_points) if self.dequantize_linear is None else not self.dequantize_linear.is_centered
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class NeuronOrder:
 
     Attributes:
         indices: int64 [F].
-        hot: how many of the first ones fired in the runs that the order is from.
+        hot: how many of the first ones were active in the runs that the order is from.
     """
 
     indices: np.ndarray

@@ -55,7 +55,7 @@ def ordered_arrays(site: MlpSite) -> dict[str, npt.NDArray[Any]]:
     return {n: a[indices] if is_by_neuron[n] else a for n, a in arrays.items()}
 
 
-def rounded_selector(site: MlpSite) -> NeuronSelector:
+def round_selector(site: MlpSite) -> NeuronSelector:
     """The site's selector with the numbers that the operator holds, in fp32.
 
     Raises:
@@ -66,12 +66,12 @@ def rounded_selector(site: MlpSite) -> NeuronSelector:
     arrays = stored_arrays(site)
     if selector.predictor_down is None or selector.predictor_up is None:
         return selector
-    down = dense_factor(arrays, "predictor_down", selector.predictor_down.shape[1])
-    up = dense_factor(arrays, "predictor_up", selector.rank)
+    down = dequantize_factor(arrays, "predictor_down", selector.predictor_down.shape[1])
+    up = dequantize_factor(arrays, "predictor_up", selector.rank)
     return replace(selector, predictor_down=down, predictor_up=up)
 
 
-def dense_factor(arrays: Arrays, name: str, size: int) -> npt.NDArray[np.float32]:
+def dequantize_factor(arrays: Arrays, name: str, size: int) -> npt.NDArray[np.float32]:
     """A factor of a predictor in fp32 without padding.
 
     Args:

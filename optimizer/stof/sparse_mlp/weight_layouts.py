@@ -22,7 +22,7 @@ from stof.graph.external_data import (
 from stof.graph.index import all_nodes, node_tensors
 from stof.graph.names import FreshNames
 from stof.graph.weight_layout import WeightLayout
-from stof.sparse_mlp.linear_weights import read_values
+from stof.sparse_mlp.dequantize_linear import read_values
 from stof.sparse_mlp.quantized import QuantizedArrays, regroup_by_neuron, to_rows
 from stof.sparse_mlp.site import MlpWeight, NeuronOrder
 
@@ -111,7 +111,7 @@ class WeightLayouts:
             (q.scales, (whole, blocks)),
             (q.zero_points, (whole, -(-blocks * q.bits // 8))),
         ]
-        if q.linear is None:
+        if q.dequantize_linear is None:
             kept = [_Kept(t, 0, weight.first, weight.outer, order, False, dims, is_marked) for t, dims in shapes]
             return [self._keep(k) if k.tensor else "" for k in kept]
         key = (weight, False, order)

@@ -11,7 +11,7 @@ import pytest
 from tests.sparse_mlp.dense_mlp import Case, draw
 
 from stof.errors import ArgumentError
-from stof.sparse_mlp.predictors.quality import relative_output_error, selection_quality
+from stof.sparse_mlp.predictors.quality import measure_selection, relative_output_error
 from stof.sparse_mlp.predictors.selector import NeuronSelector
 
 
@@ -110,22 +110,22 @@ def test_activations_of_another_number_of_neurons_are_refused() -> None:
 def test_quality_counts_pairs() -> None:
     active = np.array([[1, 1, 0, 0], [1, 0, 0, 0]], bool)
     selected = np.array([[1, 0, 1, 0], [1, 1, 0, 0]], bool)
-    found = selection_quality(selected, active)
+    found = measure_selection(selected, active)
     assert (found.precision, found.recall, found.active_share, found.selected_share) == (2 / 4, 2 / 3, 3 / 8, 4 / 8)
     assert found.f1 == pytest.approx(4 / 7)
 
 
 def test_quality_without_active_or_selected_neurons() -> None:
     none, all_of_them = np.zeros((2, 3), bool), np.ones((2, 3), bool)
-    assert selection_quality(none, none).recall == selection_quality(none, all_of_them).precision == 1
-    assert selection_quality(none, all_of_them).recall == selection_quality(all_of_them, none).precision == 0
-    assert selection_quality(none, all_of_them).f1 == 0
+    assert measure_selection(none, none).recall == measure_selection(none, all_of_them).precision == 1
+    assert measure_selection(none, all_of_them).recall == measure_selection(all_of_them, none).precision == 0
+    assert measure_selection(none, all_of_them).f1 == 0
 
 
 @pytest.mark.parametrize("shape", [(2, 4), (0, 3)])
 def test_quality_of_other_shapes_is_refused(shape: tuple[int, int]) -> None:
     with pytest.raises(ArgumentError, match="expected one shape, not empty"):
-        selection_quality(np.zeros(shape, bool), np.zeros((0 if shape[0] == 0 else 2, 3), bool))
+        measure_selection(np.zeros(shape, bool), np.zeros((0 if shape[0] == 0 else 2, 3), bool))
 
 
 def test_relative_output_error() -> None:

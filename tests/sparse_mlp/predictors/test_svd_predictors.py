@@ -11,10 +11,11 @@ from tests.sparse_mlp.predictors.random_gates import RandomGate, draw_gate
 
 from stof.errors import ArgumentError
 from stof.sparse_mlp.predictors import low_rank
-from stof.sparse_mlp.predictors.calibration import fit_cut, held_out_tokens
-from stof.sparse_mlp.predictors.low_rank import approximate_weight, product_errors
-from stof.sparse_mlp.predictors.quality import selection_quality
-from stof.sparse_mlp.predictors.svd import svd_selector
+from stof.sparse_mlp.predictors.fit_tokens import choose_held_out_tokens
+from stof.sparse_mlp.predictors.low_rank import approximate_weight, measure_matmul_errors
+from stof.sparse_mlp.predictors.quality import measure_selection
+from stof.sparse_mlp.predictors.selection_target import fit_margin_threshold
+from stof.sparse_mlp.predictors.svd import fit_svd_selector
 
 
 def squared_error(gate: RandomGate, up: np.ndarray, down: np.ndarray, tokens: np.ndarray) -> float:
@@ -95,17 +96,17 @@ def test_errors_of_neurons() -> None:
     wide = gate.tokens.astype(float)
     errors = wide @ gate.weight.T.astype(float) - wide @ down.T.astype(float) @ up.T.astype(float)
     expected = np.sqrt(np.square(errors).mean(0))
-    np.testing.assert_allclose(product_errors(gate.weight, up, down, gate.tokens), expected, rtol=1e-4)
+    np.testing.assert_allclose(measure_matmul_errors(gate.weight, up, down, gate.tokens), expected, rtol=1e-4)
 
 
 @pytest.mark.parametrize("by_neuron", [False, True])
 def test_thresholds_reach_the_recall(by_neuron: bool) -> None:
     gate = draw_gate(tokens=2400)
-    selector = svd_selector(
+    selector = fit_svd_selector(
         gate.weight, gate.bias, gate.tokens[:2000], gate.active[:2000], 10, recall=0.95, by_neuron=by_neuron
     )
     assert selector.rank == 10
-    quality = selection_quality(selector.select(gate.tokens[2000:]), gate.active[2000:])
+    quality = measure_selection(selector.select(gate.tokens[2000:]), gate.active[2000:])
     assert quality.recall == pytest.approx(0.95, abs=0.02)
     assert quality.selected_share < 3 * quality.active_share
 
@@ -114,10 +115,10 @@ def test_thresholds_reach_the_recall(by_neuron: bool) -> None:
 def test_thresholds_reach_the_share(by_neuron: bool) -> None:
     gate = draw_gate(tokens=2400)
     known, new = slice(0, 2000), slice(2000, None)
-    selector = svd_selector(
+    selector = fit_svd_selector(
         gate.weight, gate.bias, gate.tokens[known], gate.active[known], 10, active_share=0.2, by_neuron=by_neuron
     )
-    quality = selection_quality(selector.select(gate.tokens[new]), gate.active[new])
+    quality = measure_selection(selector.select(gate.tokens[new]), gate.active[new])
     assert quality.selected_share == pytest.approx(0.2, abs=0.015)
     assert quality.recall > 0.85
 
@@ -125,7 +126,7 @@ def test_thresholds_reach_the_share(by_neuron: bool) -> None:
 def test_thresholds_that_follow_errors_select_fewer() -> None:
     gate = draw_gate(tokens=3000, neurons=300)
     shares = [
-        svd_selector(gate.weight, gate.bias, gate.tokens, gate.active, 6, recall=0.97, by_neuron=b)
+        fit_svd_selector(gate.weight, gate.bias, gate.tokens, gate.active, 6, recall=0.97, by_neuron=b)
         .select(gate.tokens)
         .mean()
         for b in (False, True)
@@ -137,8 +138,8 @@ def test_the_full_rank_predicts_exactly() -> None:
     gate = draw_gate(tokens=400)
     for bias in (gate.bias, None):
         active = gate.tokens.astype(float) @ gate.weight.T.astype(float) + (0 if bias is None else bias) > 0
-        selector = svd_selector(gate.weight, bias, gate.tokens, active, 48, recall=1.0)
-        quality = selection_quality(selector.select(gate.tokens), active)
+        selector = fit_svd_selector(gate.weight, bias, gate.tokens, active, 48, recall=1.0)
+        quality = measure_selection(selector.select(gate.tokens), active)
         assert quality.recall > 0.999
         assert quality.precision > 0.99
 
@@ -147,8 +148,8 @@ def test_active_neurons_need_not_be_those_above_zero() -> None:
     """Neurons of a SiLU model whose gate value is above 1 matter."""
     gate = draw_gate(tokens=1600)
     active = gate.tokens.astype(float) @ gate.weight.T.astype(float) + gate.bias > 1
-    selector = svd_selector(gate.weight, gate.bias, gate.tokens, active, 24, recall=0.95)
-    quality = selection_quality(selector.select(gate.tokens), active)
+    selector = fit_svd_selector(gate.weight, gate.bias, gate.tokens, active, 24, recall=0.95)
+    quality = measure_selection(selector.select(gate.tokens), active)
     assert quality.recall > 0.93
     assert quality.precision > 0.5
 
@@ -156,9 +157,9 @@ def test_active_neurons_need_not_be_those_above_zero() -> None:
 @pytest.mark.parametrize("tokens", [1, 2, 3, 5])
 def test_few_tokens_suffice_for_a_selector(tokens: int) -> None:
     gate = draw_gate(tokens=tokens)
-    selector = svd_selector(gate.weight, gate.bias, gate.tokens, gate.active, 4, recall=1.0)
+    selector = fit_svd_selector(gate.weight, gate.bias, gate.tokens, gate.active, 4, recall=1.0)
     assert np.isfinite(selector.threshold).all()
-    seen = held_out_tokens(tokens, 4) if tokens >= 4 else np.ones(tokens, bool)
+    seen = choose_held_out_tokens(tokens, 4) if tokens >= 4 else np.ones(tokens, bool)
     lost = gate.active[seen] & ~selector.select(gate.tokens[seen])
     assert lost.sum() <= 1  # the one at the threshold, by rounding
 
@@ -167,20 +168,20 @@ def test_tokens_of_zeros_give_a_selector() -> None:
     gate = draw_gate(tokens=8)
     tokens = np.zeros_like(gate.tokens)
     active = np.broadcast_to(gate.bias > 0, (8, 160)).copy()
-    selector = svd_selector(gate.weight, gate.bias, tokens, active, 4)
+    selector = fit_svd_selector(gate.weight, gate.bias, tokens, active, 4)
     assert np.isfinite(selector.threshold).all()
 
 
 def test_neurons_that_are_never_active_are_not_selected() -> None:
     gate = draw_gate()
-    selector = svd_selector(gate.weight, gate.bias, gate.tokens, np.zeros_like(gate.active), 4)
+    selector = fit_svd_selector(gate.weight, gate.bias, gate.tokens, np.zeros_like(gate.active), 4)
     assert selector.select(gate.tokens).mean() < 0.01
 
 
 def test_a_selector_is_repeatable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(low_rank, "_EXACT", 0)
     gate = draw_gate()
-    one, other = (svd_selector(gate.weight, gate.bias, gate.tokens, gate.active, 6) for _ in range(2))
+    one, other = (fit_svd_selector(gate.weight, gate.bias, gate.tokens, gate.active, 6) for _ in range(2))
     np.testing.assert_array_equal(one.threshold, other.threshold)
     np.testing.assert_array_equal(one.predictor_up, other.predictor_up)
 
@@ -191,11 +192,11 @@ def test_the_cut_is_exact() -> None:
     active = rng.random((40, 30)) < 0.2
     pieces = [(margins[:7], active[:7]), (margins[7:], active[7:])]
     for recall in (0.0, 0.5, 0.9, 1.0):
-        cut = fit_cut(lambda: pieces, None, recall)
+        cut = fit_margin_threshold(lambda: pieces, None, recall)
         kept = int(np.ceil(recall * active.sum()))
         assert np.count_nonzero((margins > cut) & active) == kept
     for share in (0.0, 0.25, 1.0):
-        assert np.count_nonzero(margins > fit_cut(lambda: pieces, share, None)) == int(share * 1200)
+        assert np.count_nonzero(margins > fit_margin_threshold(lambda: pieces, share, None)) == int(share * 1200)
 
 
 GATE = draw_gate(tokens=6)
@@ -228,4 +229,4 @@ GOOD: dict[str, Any] = {
 )
 def test_wrong_arguments_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
-        svd_selector(**{**GOOD, **changes})
+        fit_svd_selector(**{**GOOD, **changes})

@@ -25,10 +25,10 @@ from tests.sparse_mlp.predictors.relu_language_model import (
 import stof
 from stof.options import Options
 from stof.report import Report
-from stof.sparse_mlp.predictors.magnitude import magnitude_selector
+from stof.sparse_mlp.predictors.magnitude import fit_magnitude_selector
 from stof.sparse_mlp.predictors.selector import NeuronSelector
-from stof.sparse_mlp.predictors.svd import svd_selector
-from stof.sparse_mlp.predictors.trained import trained_selector
+from stof.sparse_mlp.predictors.svd import fit_svd_selector
+from stof.sparse_mlp.predictors.trained import train_selector
 from stof.sparse_mlp.report import MlpSection
 from stof.sparse_mlp.site import OP
 
@@ -106,8 +106,8 @@ def test_predictors_keep_the_loss_within_bounds(trained: Trained) -> None:
         for i in range(LAYERS):
             inputs, active = trained.inputs[i], trained.activations[i] > 0
             weight, bias = np.ascontiguousarray(w[f"{i}.fc1"].T), w[f"{i}.fc1_bias"]
-            found.append(svd_selector(weight, bias, inputs, active, RANK, recall=recall))
-            started.append(trained_selector(inputs, active, RANK, epochs=5, start=found[i], recall=recall))
+            found.append(fit_svd_selector(weight, bias, inputs, active, RANK, recall=recall))
+            started.append(train_selector(inputs, active, RANK, epochs=5, start=found[i], recall=recall))
         shares = []
         for kind, selectors in (("svd", found), ("trained", started)):
             loss, share = loss_of(trained, selectors)
@@ -119,7 +119,7 @@ def test_predictors_keep_the_loss_within_bounds(trained: Trained) -> None:
 
 def test_magnitude_thresholds_keep_the_loss_within_bounds(trained: Trained) -> None:
     for share, limit in ((0.03, 0.1), (0.05, 0.02)):
-        loss, found = loss_of(trained, [magnitude_selector(a, share) for a in trained.activations])
+        loss, found = loss_of(trained, [fit_magnitude_selector(a, share) for a in trained.activations])
         assert found == pytest.approx(share, rel=0.2)
         assert loss - trained.loss < limit
 

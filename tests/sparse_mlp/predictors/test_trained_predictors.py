@@ -13,10 +13,10 @@ from tests.sparse_mlp.predictors.random_gates import draw_gate
 
 from stof.errors import ArgumentError
 from stof.sparse_mlp.predictors import trained
-from stof.sparse_mlp.predictors.quality import selection_quality
+from stof.sparse_mlp.predictors.quality import measure_selection
 from stof.sparse_mlp.predictors.selector import NeuronSelector
-from stof.sparse_mlp.predictors.svd import svd_selector
-from stof.sparse_mlp.predictors.trained import trained_selector
+from stof.sparse_mlp.predictors.svd import fit_svd_selector
+from stof.sparse_mlp.predictors.trained import train_selector
 
 GATE = draw_gate(tokens=1500, size=32, neurons=96)
 KNOWN, NEW = slice(0, 1100), slice(1100, None)
@@ -24,7 +24,7 @@ TOKENS, ACTIVE = GATE.tokens[KNOWN], GATE.active[KNOWN]
 
 
 def quality_of(selector: NeuronSelector) -> Any:
-    return selection_quality(selector.select(GATE.tokens[NEW]), GATE.active[NEW])
+    return measure_selection(selector.select(GATE.tokens[NEW]), GATE.active[NEW])
 
 
 def test_steps_follow_the_gradient_of_the_weighted_loss(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,28 +55,28 @@ def test_steps_follow_the_gradient_of_the_weighted_loss(monkeypatch: pytest.Monk
 
 
 def test_training_beats_its_start() -> None:
-    untrained, found = (quality_of(trained_selector(TOKENS, ACTIVE, 8, epochs=e)).f1 for e in (0, 12))
+    untrained, found = (quality_of(train_selector(TOKENS, ACTIVE, 8, epochs=e)).f1 for e in (0, 12))
     assert found > untrained + 0.01
     assert found > 0.6
 
 
 def test_an_svd_predictor_is_a_start() -> None:
-    start = svd_selector(GATE.weight, GATE.bias, TOKENS, ACTIVE, 8, recall=0.95)
-    kept = trained_selector(TOKENS, ACTIVE, 8, start=start, epochs=0)
+    start = fit_svd_selector(GATE.weight, GATE.bias, TOKENS, ACTIVE, 8, recall=0.95)
+    kept = train_selector(TOKENS, ACTIVE, 8, start=start, epochs=0)
     np.testing.assert_array_equal(kept.select(GATE.tokens[NEW]), start.select(GATE.tokens[NEW]))
-    assert quality_of(trained_selector(TOKENS, ACTIVE, 8, start=start, epochs=12)).f1 > quality_of(start).f1 + 0.02
+    assert quality_of(train_selector(TOKENS, ACTIVE, 8, start=start, epochs=12)).f1 > quality_of(start).f1 + 0.02
 
 
 def test_the_best_epoch_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rate that destroys what was known leaves the start."""
-    start = trained_selector(TOKENS, ACTIVE, 8, epochs=0, recall=0.95)
+    start = train_selector(TOKENS, ACTIVE, 8, epochs=0, recall=0.95)
     monkeypatch.setattr(trained, "_RATE", 30.0)
-    found = trained_selector(TOKENS, ACTIVE, 8, epochs=3, recall=0.95)
+    found = train_selector(TOKENS, ACTIVE, 8, epochs=3, recall=0.95)
     np.testing.assert_array_equal(found.select(GATE.tokens[NEW]), start.select(GATE.tokens[NEW]))
 
 
 def test_active_neurons_that_weigh_more_are_found_more_often() -> None:
-    found = [quality_of(trained_selector(TOKENS, ACTIVE, 8, epochs=8, positive_weight=w)) for w in (0.5, 2.0, 8.0)]
+    found = [quality_of(train_selector(TOKENS, ACTIVE, 8, epochs=8, positive_weight=w)) for w in (0.5, 2.0, 8.0)]
     assert found[0].recall + 0.05 < found[1].recall < found[2].recall - 0.05
     assert found[0].precision > found[1].precision > found[2].precision
 
@@ -85,24 +85,24 @@ def test_rare_active_neurons_weigh_more_by_default() -> None:
     assert trained._balanced_weight(np.eye(20, dtype=bool)) == pytest.approx(9.5)  # 1 : 19 becomes 1 : 2
     assert trained._balanced_weight(np.ones((2, 2), bool)) == 1
     assert trained._balanced_weight(np.zeros((2, 2), bool)) == 1
-    plain, balanced = (trained_selector(TOKENS, ACTIVE, 8, epochs=8, positive_weight=w) for w in (1.0, None))
+    plain, balanced = (train_selector(TOKENS, ACTIVE, 8, epochs=8, positive_weight=w) for w in (1.0, None))
     assert quality_of(balanced).recall > quality_of(plain).recall + 0.03
 
 
 @pytest.mark.parametrize("recall", [0.9, 0.97])
 def test_training_reaches_the_recall(recall: float) -> None:
-    assert quality_of(trained_selector(TOKENS, ACTIVE, 8, epochs=4, recall=recall)).recall == pytest.approx(
+    assert quality_of(train_selector(TOKENS, ACTIVE, 8, epochs=4, recall=recall)).recall == pytest.approx(
         recall, abs=0.025
     )
 
 
 def test_training_reaches_the_share() -> None:
-    found = quality_of(trained_selector(TOKENS, ACTIVE, 8, epochs=4, active_share=0.15))
+    found = quality_of(train_selector(TOKENS, ACTIVE, 8, epochs=4, active_share=0.15))
     assert found.selected_share == pytest.approx(0.15, abs=0.025)
 
 
 def test_the_seed_decides_the_result() -> None:
-    one, same, other = (trained_selector(TOKENS, ACTIVE, 8, seed=s, epochs=2) for s in (1, 1, 2))
+    one, same, other = (train_selector(TOKENS, ACTIVE, 8, seed=s, epochs=2) for s in (1, 1, 2))
     np.testing.assert_array_equal(one.predictor_up, same.predictor_up)
     np.testing.assert_array_equal(one.threshold, same.threshold)
     assert not np.array_equal(one.predictor_up, other.predictor_up)
@@ -110,7 +110,7 @@ def test_the_seed_decides_the_result() -> None:
 
 def test_time_is_limited() -> None:
     began = time.monotonic()
-    selector = trained_selector(TOKENS, ACTIVE, 8, epochs=1_000_000, seconds=0.0)
+    selector = train_selector(TOKENS, ACTIVE, 8, epochs=1_000_000, seconds=0.0)
     assert time.monotonic() - began < 20
     assert quality_of(selector).f1 > 0.3
 
@@ -118,21 +118,21 @@ def test_time_is_limited() -> None:
 def test_neurons_that_are_always_or_never_active() -> None:
     active = ACTIVE.copy()
     active[:, :5], active[:, 5:10] = True, False
-    selected = trained_selector(TOKENS, active, 8, epochs=4).select(GATE.tokens[NEW])
+    selected = train_selector(TOKENS, active, 8, epochs=4).select(GATE.tokens[NEW])
     assert selected[:, :5].mean() > 0.99
     assert selected[:, 5:10].mean() < 0.01
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_few_tokens_give_a_selector(tokens: int) -> None:
-    selector = trained_selector(TOKENS[:tokens], ACTIVE[:tokens], 4, epochs=2)
+    selector = train_selector(TOKENS[:tokens], ACTIVE[:tokens], 4, epochs=2)
     assert selector.predictor_up is not None
     assert selector.predictor_up.shape == (96, 4)
 
 
 def test_a_relu_predictor_is_learned_by_a_linear_one() -> None:
     """The operator has no ReLU between the matmuls of a predictor: its selections are trained instead."""
-    start = svd_selector(GATE.weight, GATE.bias, TOKENS, ACTIVE, 16, recall=0.95)
+    start = fit_svd_selector(GATE.weight, GATE.bias, TOKENS, ACTIVE, 16, recall=0.95)
     assert start.predictor_down is not None
     assert start.predictor_up is not None
     both = NeuronSelector(
@@ -142,8 +142,8 @@ def test_a_relu_predictor_is_learned_by_a_linear_one() -> None:
         "relu",
     )  # relu(x) - relu(-x) is x
     np.testing.assert_allclose(both.scores(TOKENS), start.scores(TOKENS), atol=1e-4)
-    found = trained_selector(TOKENS, both.select(TOKENS), 16, epochs=12)
-    assert selection_quality(found.select(GATE.tokens[NEW]), both.select(GATE.tokens[NEW])).f1 > 0.8
+    found = train_selector(TOKENS, both.select(TOKENS), 16, epochs=12)
+    assert measure_selection(found.select(GATE.tokens[NEW]), both.select(GATE.tokens[NEW])).f1 > 0.8
 
 
 @pytest.mark.parametrize(
@@ -168,10 +168,10 @@ def test_a_relu_predictor_is_learned_by_a_linear_one() -> None:
 )
 def test_wrong_arguments_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
-        trained_selector(**{"inputs": TOKENS, "active": ACTIVE, "rank": 8, **changes})
+        train_selector(**{"inputs": TOKENS, "active": ACTIVE, "rank": 8, **changes})
 
 
 def test_relu_predictors_are_no_start() -> None:
-    start = svd_selector(GATE.weight, GATE.bias, TOKENS, ACTIVE, 8)
+    start = fit_svd_selector(GATE.weight, GATE.bias, TOKENS, ACTIVE, 8)
     with pytest.raises(ArgumentError, match="start is no linear predictor"):
-        trained_selector(TOKENS, ACTIVE, 8, start=replace(start, predictor_activation="relu"))
+        train_selector(TOKENS, ACTIVE, 8, start=replace(start, predictor_activation="relu"))

@@ -52,6 +52,6 @@ def bounds(
 
 
 def idle_bytes(shape: DecoderShape, variant: str) -> int:
-    """Bytes of weights that belong to neurons that never fire, in the matrices of which a variant leaves out rows."""
+    """Bytes of weights that belong to neurons that are never active, in the matrices of which a variant leaves out rows."""
     share = count_idle(shape.mlp, shape.inner) / shape.inner
     return round(shape.layers * skipped_matrices(shape, variant) * share * matrix_bytes(shape))

@@ -45,6 +45,8 @@ class MlpFiles:
         self._original = folder / "original.onnx"
         write_bytes("model", self._original, decoder.model.SerializeToString())
         shape = decoder.shape
+        # Without zeros no MLP is looked for, and --skip may not name one.
+        self._has_zeros = shape.mlp.activation in ("relu", "relu2") or shape.mlp.has_top_k
         ids = np.random.default_rng(0).integers(0, shape.vocabulary, (_PROMPTS, _TOKENS))
         self._prompts = folder / "prompts.json"
         self._prompts.write_text(json.dumps(ids.tolist()))
@@ -65,7 +67,7 @@ class MlpFiles:
 
         options = Options(
             verify=False, target=self._target, capability=90 if self._target == "cuda" else 0, force=True,
-            skip=("mlp:*",) if variant.dense else (),
+            skip=("mlp:*",) if variant.dense and self._has_zeros else (),
             inputs=() if variant.dense or variant.predicted else (str(self._inputs),),
             sparse_mlp=f"{self._prompts},kind=svd,active={self._share}" if variant.predicted else "",
         )  # fmt: skip

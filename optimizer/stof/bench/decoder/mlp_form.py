@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 GAIN = 0.7  # of a weight matrix: its values have the variance (gain^2 / rows)
 NORM_SPREAD = 0.1  # the standard deviation of a norm's weights around 1
-IDLE_BIAS = -100.0  # of a neuron that never fires: gates are within some units of 0
+IDLE_BIAS = -100.0  # of a neuron that is never active: gates are within some units of 0
 ACTIVATIONS = ("silu", "relu", "relu2", "gelu_tanh")
 
 
@@ -30,7 +30,7 @@ class MlpForm:
         active: the share of the neurons whose activation is above zero; None: as random weights have it, a half.
         has_top_k: Gemma 3n's: the gate counts only above the mean and some standard deviations of a token's gates, which
             ``active`` gives.
-        idle: the share of the neurons that never fire, at random places; the others fire more often, so that ``active`` is
+        idle: the share of the neurons that are never active, at random places; the others are more often, so that ``active`` is
             the share of all.
 
     Raises:
@@ -69,7 +69,7 @@ class MlpForm:
 
 
 def count_idle(form: MlpForm, neurons: int) -> int:
-    """How many of an MLP's neurons never fire."""
+    """How many of an MLP's neurons are never active."""
     return round(form.idle * neurons)
 
 

@@ -27,7 +27,7 @@ from stof.bench.decoder.mlp_files import MlpFiles
 from stof.bench.decoder.mlp_models import MlpDecoderVariant
 from stof.terminal import say
 
-_TOKENS = 64  # that run before memory is read: of neurons that 5 % of the tokens need, 4 % have not fired then
+_TOKENS = 64  # that run before memory is read: of neurons that 5 % of the tokens need, 4 % were not active by then
 _LONGEST = 900  # seconds
 _BASELINE = "dense"  # whose memory that of the others is compared with; "original" where it is missing
 
@@ -42,9 +42,9 @@ def measure_memory(files: MlpFiles, variants: Sequence[MlpDecoderVariant], shape
 
     Returns:
         By variant, ``resident_bytes`` (Pss of the process) and ``mapped_bytes`` (its part in mapped weights). By sparse variant,
-        ``idle_bytes`` (of neurons that never fire, in the matrices that it leaves out rows of), ``predictor_bytes`` (which a
-        predicted one holds beside its neurons), ``saved_bytes`` and ``saved_of_idle`` against the variant that ``baseline``
-        names. ``tokens`` were run. What fails is left out, and noted as missing.
+        ``idle_bytes`` (of neurons that are never active, in the matrices that it leaves out rows of) and ``predictor_bytes``
+        (which a predicted one holds beside its neurons). Likewise ``saved_bytes`` and ``saved_of_idle``, against the variant
+        that ``baseline`` names. ``tokens`` were run. What fails is left out, and noted as missing.
     """
     gc.collect()  # of mappings in this process: a page that two processes map counts half
     found: dict[str, dict[str, int]] = {}

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predicted mode: which neurons --sparse-mlp leaves out, calibrated on prompts or read from files, and what that changes."""
+"""How --sparse-mlp selects neurons: selectors that are fitted on prompts or read from files, and their quality."""

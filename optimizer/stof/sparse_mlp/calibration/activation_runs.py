@@ -24,7 +24,7 @@ from stof.prompts.files import PromptSet
 from stof.sparse_mlp.calibration.spec import OPTION
 from stof.sparse_mlp.site import MlpSite
 
-_SECONDS = 86400.0  # prompts take as long as they take
+_SECONDS = 86400.0  # a day: --verify-budget is not for prompts
 _LONGEST = 2048  # tokens of a prompt that run
 _GROUP_BYTES = 1 << 30  # of samples that are held at once
 _ROWS = "stof_rows"

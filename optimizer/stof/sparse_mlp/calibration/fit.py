@@ -12,16 +12,16 @@ import numpy.typing as npt
 from stof.errors import ArgumentError, UnsupportedError
 from stof.sparse_mlp.calibration.activation_runs import SiteSamples
 from stof.sparse_mlp.calibration.spec import DEFAULT_ACTIVE, OPTION, MlpClause
-from stof.sparse_mlp.checks.oracle import Constants, read_bias, read_rows
+from stof.sparse_mlp.constants import Constants, read_bias, read_rows
 from stof.sparse_mlp.density import NeuronCounts
-from stof.sparse_mlp.predictors.calibration import fit_cut
-from stof.sparse_mlp.predictors.magnitude import magnitude_selector
-from stof.sparse_mlp.predictors.quality import SelectionQuality, relative_output_error, selection_quality
+from stof.sparse_mlp.predictors.magnitude import fit_magnitude_selector
+from stof.sparse_mlp.predictors.quality import SelectionQuality, measure_selection, relative_output_error
+from stof.sparse_mlp.predictors.selection_target import fit_margin_threshold
 from stof.sparse_mlp.predictors.selector import NeuronSelector
-from stof.sparse_mlp.predictors.svd import svd_selector
-from stof.sparse_mlp.predictors.trained import trained_selector
+from stof.sparse_mlp.predictors.svd import fit_svd_selector
+from stof.sparse_mlp.predictors.trained import train_selector
 from stof.sparse_mlp.site import MlpSite, MlpWeight
-from stof.sparse_mlp.stored_selector import rounded_selector
+from stof.sparse_mlp.stored_selector import round_selector
 
 Flags = npt.NDArray[np.bool_]
 
@@ -64,7 +64,7 @@ def fit_selector(site: MlpSite, clause: MlpClause, samples: SiteSamples, constan
     """
     if clause.kind == "magnitude":
         active_share = DEFAULT_ACTIVE if clause.active is None else clause.active
-        return magnitude_selector(samples.activated, active_share, bool(clause.by_neuron))
+        return fit_magnitude_selector(samples.activated, active_share, bool(clause.by_neuron))
     check_predictor(site)
     assert site.gate_weight is not None
     assert samples.inputs is not None
@@ -72,18 +72,16 @@ def fit_selector(site: MlpSite, clause: MlpClause, samples: SiteSamples, constan
     if not finite.any():
         raise UnsupportedError("no calibration token enters it with finite numbers")
     inputs, activated = samples.inputs[finite], samples.activated[finite]
-    active = important_neurons(site, activated, importance_threshold(site, clause, activated))
+    active = find_active_neurons(site, activated, activity_threshold(site, clause, activated))
     share = _share_to_select(site, clause)
     rank = clause.rank_of(site.neurons, site.gate_weight.inner)
     weight = read_rows(site.gate_weight, constants).astype(np.float32)
     bias = read_bias(site.gate_weight, constants)
     bias = None if bias is None else bias.astype(np.float32)
     by_neuron = clause.by_neuron is not False
-    found = svd_selector(weight, bias, inputs, active, rank, share, clause.recall, by_neuron)
+    found = fit_svd_selector(weight, bias, inputs, active, rank, share, clause.recall, by_neuron)
     if clause.kind == "trained":
-        found = trained_selector(
-            inputs, active, rank, clause.seed, start=found, active_share=share, recall=clause.recall
-        )
+        found = train_selector(inputs, active, rank, clause.seed, start=found, active_share=share, recall=clause.recall)
     return found
 
 
@@ -105,11 +103,11 @@ def fit_threshold(site: MlpSite, clause: MlpClause, given: NeuronSelector, sampl
     if not finite.any():
         raise UnsupportedError("no calibration token enters it with finite numbers")
     activated = samples.activated[finite]
-    active = important_neurons(site, activated, importance_threshold(site, clause, activated))
+    active = find_active_neurons(site, activated, activity_threshold(site, clause, activated))
     scores = given.scores(samples.inputs[finite])
     share = clause.active if clause.recall is None else None
-    cut = fit_cut(lambda: [(scores, active)], share, clause.recall)
-    return replace(given, threshold=np.array([cut], np.float32))
+    threshold = fit_margin_threshold(lambda: [(scores, active)], share, clause.recall)
+    return replace(given, threshold=np.array([threshold], np.float32))
 
 
 def check_predictor(site: MlpSite) -> None:
@@ -127,15 +125,15 @@ def check_predictor(site: MlpSite) -> None:
         )
 
 
-def importance_threshold(site: MlpSite, clause: MlpClause, activated: np.ndarray) -> float:
+def activity_threshold(site: MlpSite, clause: MlpClause, activated: np.ndarray) -> float:
     """The magnitude above which neurons count as active: 0 where the activation has zeros, else that of a share of them."""
     if site.has_zeros:
         return 0.0
     share = DEFAULT_ACTIVE if clause.active is None else clause.active
-    return float(magnitude_selector(activated, share).threshold[0])
+    return float(fit_magnitude_selector(activated, share).threshold[0])
 
 
-def important_neurons(site: MlpSite, activated: np.ndarray, threshold: float) -> Flags:
+def find_active_neurons(site: MlpSite, activated: np.ndarray, threshold: float) -> Flags:
     """Which neurons count as active, [T, F]; a NaN does."""
     return np.asarray(~(np.abs(activated) <= threshold))
 
@@ -156,11 +154,11 @@ def measure_selector(
     Raises:
         UnsupportedError: when a number does not fit the site's type.
     """
-    held = rounded_selector(replace(site, selector=selector))
+    held = round_selector(replace(site, selector=selector))
     selected = held.select(
         np.zeros((0, 1), np.float32) if samples.inputs is None else samples.inputs, samples.activated
     )
-    quality = selection_quality(selected, important_neurons(site, samples.activated, threshold))
+    quality = measure_selection(selected, find_active_neurons(site, samples.activated, threshold))
     hidden = samples.activated
     if site.up is not None:
         assert samples.inputs is not None
@@ -174,7 +172,7 @@ def measure_selector(
 
 def count_selected(site: MlpSite, selector: NeuronSelector, samples: Sequence[SiteSamples]) -> NeuronCounts:
     """How often the operator will select each neuron, on all sets of samples."""
-    held = rounded_selector(replace(site, selector=selector))
+    held = round_selector(replace(site, selector=selector))
     found, tokens = np.zeros(site.neurons, np.int64), 0
     for each in samples:
         inputs = np.zeros((0, 1), np.float32) if each.inputs is None else each.inputs

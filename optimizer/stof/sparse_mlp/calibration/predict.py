@@ -14,18 +14,18 @@ from stof.op_rewrite import Job
 from stof.sparse_mlp.calibration.activation_runs import ActivationRuns, SiteSamples
 from stof.sparse_mlp.calibration.fit import (
     NeuronPrediction,
+    activity_threshold,
     check_predictor,
     check_sizes,
     count_selected,
     fit_selector,
     fit_threshold,
-    importance_threshold,
     measure_selector,
 )
 from stof.sparse_mlp.calibration.predictor_files import SelectorFile, read_selector_file
 from stof.sparse_mlp.calibration.prompt_sets import CalibrationPrompts
 from stof.sparse_mlp.calibration.spec import OPTION, MlpClause, MlpSpec
-from stof.sparse_mlp.checks.oracle import Constants
+from stof.sparse_mlp.constants import Constants
 from stof.sparse_mlp.site import MlpSite
 from stof.sparse_mlp.stored_selector import stored_arrays
 
@@ -93,7 +93,7 @@ def _predict(
         selector = fit_threshold(site, clause, given.selector, samples[0])
     else:
         selector = given.selector
-    threshold = importance_threshold(site, clause, samples[0].activated)
+    threshold = activity_threshold(site, clause, samples[0].activated)
     found = measure_selector(site, clause.kind, selector, samples[-1], threshold, constants)
     return replace(found, counts=count_selected(site, selector, samples))
 

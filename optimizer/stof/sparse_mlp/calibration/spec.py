@@ -20,15 +20,15 @@ from stof.slices import Slice, parse_slices
 OPTION = "--sparse-mlp"
 KINDS = ("magnitude", "svd", "trained")
 FILES = ("powerinfer", "teal", "predictors")
-_PLACES = ("layers", "dense_layers")
-_OF_ALL = ("tokens", "max_error")
+_LAYER_FIELDS = ("layers", "dense_layers")
+_COMMON_FIELDS = ("tokens", "max_error")
 _FIELDS = {
-    "magnitude": ("kind", "active", "by_neuron", *_PLACES, *_OF_ALL),
-    "svd": ("kind", "active", "recall", "rank", "by_neuron", *_PLACES, *_OF_ALL),
-    "trained": ("kind", "active", "recall", "rank", "seed", *_PLACES, *_OF_ALL),
-    "powerinfer": ("powerinfer", "active", "recall", *_PLACES, *_OF_ALL),
-    "teal": ("teal", "active", *_PLACES, *_OF_ALL),
-    "predictors": ("predictors", *_PLACES, *_OF_ALL),
+    "magnitude": ("kind", "active", "by_neuron", *_LAYER_FIELDS, *_COMMON_FIELDS),
+    "svd": ("kind", "active", "recall", "rank", "by_neuron", *_LAYER_FIELDS, *_COMMON_FIELDS),
+    "trained": ("kind", "active", "recall", "rank", "seed", *_LAYER_FIELDS, *_COMMON_FIELDS),
+    "powerinfer": ("powerinfer", "active", "recall", *_LAYER_FIELDS, *_COMMON_FIELDS),
+    "teal": ("teal", "active", *_LAYER_FIELDS, *_COMMON_FIELDS),
+    "predictors": ("predictors", *_LAYER_FIELDS, *_COMMON_FIELDS),
 }
 _MOST_TEXT = 1 << 16
 _MOST_TOKENS = 1 << 17
@@ -120,7 +120,7 @@ class MlpSpec:
         """
         own = [c for c in self.clauses if c.has_layer(layer, count)]
         if len(own) > 1:
-            raise ArgumentError(f"{OPTION}: two clauses are for layer {layer}; part them by layers=")
+            raise ArgumentError(f"{OPTION}: two clauses are for layer {layer}; separate them by layers=")
         return own[0] if own else None
 
     @property
@@ -156,11 +156,11 @@ def parse_mlp_spec(text: str) -> MlpSpec:
         raise ArgumentError(f"{OPTION} {text!r} names no calibration prompts, expected {_EXPECTED}")
     tokens = [f.number("tokens", 1, _MOST_TOKENS) for f in fields if "tokens" in f.values]
     errors = [f.amount("max_error") for f in fields if "max_error" in f.values]
-    most = _only(text, "tokens", tokens)
-    return MlpSpec(text, prompts, clauses, most or DEFAULT_TOKENS, _only(text, "max_error", errors))
+    most = _agreed_value(text, "tokens", tokens)
+    return MlpSpec(text, prompts, clauses, most or DEFAULT_TOKENS, _agreed_value(text, "max_error", errors))
 
 
-def _only(text: str, key: str, values: Sequence[_T]) -> _T | None:
+def _agreed_value(text: str, key: str, values: Sequence[_T]) -> _T | None:
     """The value that all clauses which state one agree on; None where none does."""
     if len(set(values)) > 1:
         raise ArgumentError(f"{OPTION} {text!r} has {len(set(values))} different {key}, expected one for all clauses")

@@ -15,7 +15,7 @@ import numpy as np
 from stof.sparse_mlp.checks.oracle import activate
 from stof.sparse_mlp.predictors.selector import NeuronSelector
 from stof.sparse_mlp.site import MlpSite
-from stof.sparse_mlp.stored_selector import ROW_MULTIPLE, dense_factor, stored_arrays
+from stof.sparse_mlp.stored_selector import ROW_MULTIPLE, dequantize_factor, stored_arrays
 
 _ROUNDING = 2.0**-18  # of the sum of the absolute values of what is added: fp32 sums of up to 2^12 blocks
 _FUNCTION = 2.0**-17  # of an activation: polynomials in fp32
@@ -72,7 +72,7 @@ def _scores(
 ) -> tuple[np.ndarray, np.ndarray]:
     """A predictor's scores [T, F] and how far rounding may take them."""
     down, up = (
-        dense_factor(arrays, name, size).astype(np.float64)
+        dequantize_factor(arrays, name, size).astype(np.float64)
         for name, size in (("predictor_down", inputs.shape[1]), ("predictor_up", selector.rank))
     )
     projected = inputs @ down.T

@@ -12,13 +12,16 @@ import numpy as np
 import onnx
 from onnx import helper
 
+from stof.graph.node_fields import plain_attributes_of
 from stof.runtime.library import LibraryError, Op
-from stof.sparse_mlp.checks.oracle import Constants, MlpWeights, compute_gate, compute_mlp
+from stof.sparse_mlp.checks.oracle import MlpWeights, compute_gate, compute_mlp
 from stof.sparse_mlp.checks.rounded_tokens import round_tokens
 from stof.sparse_mlp.checks.selected_neurons import select_neurons
+from stof.sparse_mlp.constants import Constants
 from stof.sparse_mlp.emit import emit_mlps, without_selection
 from stof.sparse_mlp.site import OP, OP_INPUTS, MlpSite
 from stof.symbolic import Symbolic
+from stof.verification.array_distance import largest_number, ulp_of_largest
 from stof.verification.compare import describe_nonfinite
 from stof.verification.perturb import Noisy
 from stof.verification.result import Comparison, Coverage
@@ -27,7 +30,6 @@ from stof.verification.site_checks import SiteChecks
 _FACTOR = 2.0  # operator error ≤ 2 × that of the dense MLP in fp32 + 4 ulp
 _ORIGINAL_FACTOR = 16.0  # the runtime's kernels sum in other orders
 _ULPS = 4
-_EPSILON = {"float32": 1.2e-7, "float16": 9.8e-4, "bfloat16": 7.9e-3}
 _MOST_TOKENS = 48  # that are compared
 _MOST_PREDICTED = 12  # likewise, where each token has thresholds of its own
 _QUANTIZED_SHARE = 0.05  # of the largest output: further off, quantized nodes compute something else
@@ -70,7 +72,7 @@ class MlpChecks(SiteChecks):
         found = {}
         for site in self.mlp_sites:
             array = captured.get(site.output)
-            largest = 1.0 if array is None else float(np.abs(array[np.isfinite(array)]).max(initial=0.0))
+            largest = 1.0 if array is None else largest_number(array)
             found[site.output] = Noisy(site.dtype, site.output_size, largest)
         return found
 
@@ -98,11 +100,11 @@ def _compare_site(
     if (computed := captured.get(site.output)) is not None:
         # A half-precision model runs as its fp32 twin: its tensors are compared before they are rounded.
         exact, single = (_Expected(site, given, tokens_in, weights).output(kind) for kind in (np.float64, np.float32))
-        away = _largest(computed.reshape(-1, site.output_size)[tokens].astype(np.float64) - exact)
-        budget = _ORIGINAL_FACTOR * (_largest(single - exact) + _ulps(exact, computed.dtype))
+        away = largest_number(computed.reshape(-1, site.output_size)[tokens].astype(np.float64) - exact)
+        budget = _ORIGINAL_FACTOR * (largest_number(single - exact) + _ULPS * ulp_of_largest(exact, computed.dtype))
         if site.quantization is not None:
             # Where ONNX Runtime quantizes tokens, too, its own error is what is allowed.
-            rounding, budget = away, max(budget, _QUANTIZED_SHARE * _largest(exact))
+            rounding, budget = away, max(budget, _QUANTIZED_SHARE * largest_number(exact))
         if away > budget:
             detail = "the replaced nodes compute something else than the operator's contract"
             return Comparison(what, away, budget, False, site.name, detail)
@@ -122,12 +124,12 @@ def _compare_site(
     odd = np.isfinite(found) != np.isfinite(exact)
     if odd.any():
         return Comparison(what, np.inf, 0.0, False, site.name, describe_nonfinite(odd, found, exact))
-    away = _largest(found - exact)
+    away = largest_number(found - exact)
     rounded = single.astype(dtype).astype(np.float64)
     if site.rounds_tokens:
         # Verification runs have weights as they are stored, of which ONNX Runtime's kernel rounds no tokens.
-        rounding = max(rounding, _largest(expected.output(np.float64, rounds_tokens=True) - exact))
-    budget = _FACTOR * max(_largest(rounded - exact), rounding) + _ulps(exact, dtype)
+        rounding = max(rounding, largest_number(expected.output(np.float64, rounds_tokens=True) - exact))
+    budget = _FACTOR * max(largest_number(rounded - exact), rounding) + _ULPS * ulp_of_largest(exact, dtype)
     left_out = len(gate) * site.output_size - found.size
     coverage = Coverage(found.size, sampled_rows=len(tokens), all_rows=len(gate), left_out=left_out)
     return Comparison(what, away, budget, away <= budget, site.name, coverage=coverage)
@@ -176,9 +178,8 @@ def _run(
     if site.order is not None:
         gate = np.ascontiguousarray(gate[:, site.order.indices])
         thresholds = None if thresholds is None else np.ascontiguousarray(thresholds[:, site.order.indices])
-    attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
     output = np.full((len(gate), site.output_size), _POISON, gate.dtype)
-    op = Op(OP, {n: v.decode() if isinstance(v, bytes) else v for n, v in attributes.items()})
+    op = Op(OP, plain_attributes_of(node))
     every = [slice(0, len(gate))] if thresholds is None else [slice(t, t + 1) for t in range(len(gate))]
     for rows in every:
         given = {**arrays, "input": (gate if inputs is None else inputs)[rows]}
@@ -197,11 +198,3 @@ def _own_thresholds(site: MlpSite, arrays: Mapping[str, np.ndarray]) -> np.ndarr
 def _sample(tokens: int, most: int) -> np.ndarray:
     """Which tokens are compared: all, or some that are spread evenly."""
     return np.unique(np.linspace(0, tokens - 1, min(tokens, most)).astype(np.int64))
-
-
-def _largest(array: np.ndarray) -> float:
-    return float(np.abs(array[np.isfinite(array)]).max(initial=0.0))
-
-
-def _ulps(array: np.ndarray, dtype: np.dtype) -> float:
-    return _ULPS * _EPSILON.get(dtype.name, 1.2e-7) * _largest(array)

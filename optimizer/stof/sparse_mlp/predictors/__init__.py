@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which neurons of an MLP to compute: thresholds and low-rank predictors, their quality, and their files."""
+"""Selectors of neurons on arrays, without a model: thresholds, low-rank predictors, their quality and their files."""

@@ -37,14 +37,16 @@ def approximate_weight(
     best: tuple[float, Floats] | None = None
     for shrinkage in shrinkages if len(held_out) else shrinkages[:1]:
         up = _leading_directions(weight, tokens, rank, shrinkage)
-        error = float(np.square(product_errors(weight, up, up.T @ weight, held_out)).sum()) if len(held_out) else 0.0
+        error = (
+            float(np.square(measure_matmul_errors(weight, up, up.T @ weight, held_out)).sum()) if len(held_out) else 0.0
+        )
         if best is None or error < best[0]:
             best = error, up
     assert best is not None
     return best[1], best[1].T @ weight
 
 
-def product_errors(weight: Floats, up: Floats, down: Floats, tokens: Floats) -> Floats:
+def measure_matmul_errors(weight: Floats, up: Floats, down: Floats, tokens: Floats) -> Floats:
     """By how much approximated matmuls are wrong: root mean square over tokens, by neuron [F]."""
     found = np.empty(len(weight), np.float32)
     low = tokens @ down.T

@@ -9,10 +9,11 @@ import numpy as np
 
 from stof.errors import ArgumentError
 from stof.sparse_mlp.predictors.order_statistics import finite, row_blocks, threshold_above
+from stof.sparse_mlp.predictors.selection_target import check_share
 from stof.sparse_mlp.predictors.selector import Floats, NeuronSelector
 
 
-def magnitude_selector(activations: Floats, active_share: float, by_neuron: bool = False) -> NeuronSelector:
+def fit_magnitude_selector(activations: Floats, active_share: float, by_neuron: bool = False) -> NeuronSelector:
     """Selects a share of the neurons by the magnitudes of their activations.
 
     Equal magnitudes at the threshold are left out, so that fewer neurons may be selected: zeros never are. Memory beyond
@@ -50,13 +51,3 @@ def magnitude_selector(activations: Floats, active_share: float, by_neuron: bool
         thresholds[columns] = values[tokens - most - 1]
     largest = np.float32(finite(np.inf))
     return NeuronSelector(np.where(thresholds <= largest, thresholds, largest))
-
-
-def check_share(name: str, share: float) -> None:
-    """Refuses what is no share, 0 to 1.
-
-    Raises:
-        ArgumentError: naming the argument.
-    """
-    if not 0 <= share <= 1:
-        raise ArgumentError(f"{name} is {share}, expected a share, 0 to 1")

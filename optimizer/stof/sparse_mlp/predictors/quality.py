@@ -35,7 +35,7 @@ class SelectionQuality:
         return 2 * self.precision * self.recall / total if total else 0.0
 
 
-def selection_quality(selected: Flags, active: Flags) -> SelectionQuality:
+def measure_selection(selected: Flags, active: Flags) -> SelectionQuality:
     """The quality of selected neurons, where ``active`` ones matter; both are bool [T, F].
 
     Raises:

@@ -8,21 +8,16 @@ from collections.abc import Iterator
 import numpy as np
 
 from stof.errors import ArgumentError
-from stof.sparse_mlp.predictors.calibration import (
-    check_rank,
-    check_target,
-    check_tokens,
-    fit_cut,
-    held_out_tokens,
-)
-from stof.sparse_mlp.predictors.low_rank import approximate_weight, product_errors
+from stof.sparse_mlp.predictors.fit_tokens import check_rank, check_tokens, choose_held_out_tokens
+from stof.sparse_mlp.predictors.low_rank import approximate_weight, measure_matmul_errors
 from stof.sparse_mlp.predictors.order_statistics import row_blocks
+from stof.sparse_mlp.predictors.selection_target import check_target, fit_margin_threshold
 from stof.sparse_mlp.predictors.selector import Flags, Floats, NeuronSelector
 
 _HELD_OUT = 4  # one token in so many fits thresholds and the shrinkage
 
 
-def svd_selector(
+def fit_svd_selector(
     gate_weight: Floats,
     gate_bias: Floats | None,
     inputs: Floats,
@@ -35,7 +30,7 @@ def svd_selector(
     """Predicts active neurons by a low-rank approximation of the gate weight.
 
     The score of a neuron approximates ``gate_weight[j] · x``. Its threshold contains the bias, and the mean of what the
-    approximation leaves out. With ``by_neuron`` it is lower for neurons whose scores are less exact: a cut of the same
+    approximation leaves out. With ``by_neuron`` it is lower for neurons whose scores are less exact: a margin of the same
     probability for each, if errors are normal. One number for all neurons is fitted, on tokens that the approximation has
     not seen.
 
@@ -55,7 +50,7 @@ def svd_selector(
     _check_gate(gate_weight, gate_bias, inputs, active)
     check_rank(rank, *gate_weight.shape)
     check_target(active_share, recall)
-    is_held_out = held_out_tokens(len(inputs), _HELD_OUT)
+    is_held_out = choose_held_out_tokens(len(inputs), _HELD_OUT)
     mean = inputs[~is_held_out].mean(0, dtype=np.float64).astype(np.float32)
     centered = inputs - mean
     fitted, rest = centered[~is_held_out], centered[is_held_out]
@@ -70,7 +65,7 @@ def svd_selector(
     spread = np.ones(len(up), np.float32)
     bound = 0.0
     if by_neuron:
-        errors = product_errors(gate_weight, up, down, seen)
+        errors = measure_matmul_errors(gate_weight, up, down, seen)
         least = max(1e-3 * float(errors.mean()), 1e-5 * float(np.abs(offset).mean()), 1e-20)
         spread = np.maximum(errors, np.float32(least))
         bound = _activity_bound(gate_weight, gate_bias, seen + mean, flags)
@@ -81,9 +76,9 @@ def svd_selector(
             scores = low @ up[rows].T
             yield (scores + (offset[rows] - np.float32(bound))) / spread[rows], flags[:, rows]
 
-    cut = fit_cut(margins, active_share, recall)
+    level = fit_margin_threshold(margins, active_share, recall)
     limit = float(np.finfo(np.float32).max)
-    threshold = np.clip(cut * spread.astype(np.float64) + bound - offset, -limit, limit)
+    threshold = np.clip(level * spread.astype(np.float64) + bound - offset, -limit, limit)
     return NeuronSelector(threshold.astype(np.float32), down, up)
 
 

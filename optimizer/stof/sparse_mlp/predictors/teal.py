@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from stof.errors import ArgumentError
-from stof.sparse_mlp.predictors.magnitude import check_share
+from stof.sparse_mlp.predictors.selection_target import check_share
 from stof.sparse_mlp.predictors.selector import Floats, NeuronSelector
 from stof.sparse_mlp.predictors.torch_archives import Tensor, read_tensors
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from stof.errors import ArgumentError
-from stof.sparse_mlp.predictors.calibration import check_rank, check_target, check_tokens, fit_cut, held_out_tokens
+from stof.sparse_mlp.predictors.fit_tokens import check_rank, check_tokens, choose_held_out_tokens
 from stof.sparse_mlp.predictors.order_statistics import row_blocks
+from stof.sparse_mlp.predictors.selection_target import check_target, fit_margin_threshold
 from stof.sparse_mlp.predictors.selector import Flags, Floats, NeuronSelector
 
 _HELD_OUT = 10  # one token in so many selects the best epoch
@@ -38,15 +39,15 @@ class _Parameters:
 
 
 @dataclass(frozen=True)
-class _Judge:
-    """Judges parameters on held-out tokens, at the cut that reaches the share or the recall that is asked for."""
+class _Validation:
+    """Measures parameters on held-out tokens, at the threshold of logits that reaches the share or the recall."""
 
     tokens: Floats
     active: Flags
     active_share: float | None
     recall: float | None
 
-    def cut_and_f1(self, parameters: _Parameters) -> tuple[float, float]:
+    def threshold_and_f1(self, parameters: _Parameters) -> tuple[float, float]:
         low = self.tokens @ parameters.down.T
 
         def margins() -> Iterator[tuple[Floats, Flags]]:
@@ -55,16 +56,16 @@ class _Judge:
                 yield logits, self.active[:, rows]
 
         has_target = self.active_share is not None or self.recall is not None
-        cut = fit_cut(margins, self.active_share, self.recall) if has_target else 0.0
+        level = fit_margin_threshold(margins, self.active_share, self.recall) if has_target else 0.0
         both = marked = 0
         for logits, active in margins():
-            selected = logits > cut
+            selected = logits > level
             both += int(np.count_nonzero(selected & active))
             marked += int(np.count_nonzero(selected)) + int(np.count_nonzero(active))
-        return cut, 2 * both / marked if marked else 1.0
+        return level, 2 * both / marked if marked else 1.0
 
 
-def trained_selector(
+def train_selector(
     inputs: Floats,
     active: Flags,
     rank: int,
@@ -88,7 +89,7 @@ def trained_selector(
         seed: of the order of the tokens.
         epochs: passes over the tokens, at most; 0: the start is kept.
         seconds: no step begins later.
-        start: a predictor of this rank, as ``svd_selector`` gives one; None: a reduced-rank regression on the tokens.
+        start: a predictor of this rank, as ``fit_svd_selector`` gives one; None: a reduced-rank regression on the tokens.
         positive_weight: how often the loss counts an active neuron. More selects more neurons. None: as if a third were
             active.
         active_share: the share of neurons to select.
@@ -103,7 +104,7 @@ def trained_selector(
     check_target(active_share, recall)
     _check_limits(epochs, seconds, positive_weight)
     deadline = time.monotonic() + seconds
-    is_held_out = held_out_tokens(len(inputs), _HELD_OUT)
+    is_held_out = choose_held_out_tokens(len(inputs), _HELD_OUT)
     fitted = np.flatnonzero(~is_held_out)
     seen = np.flatnonzero(is_held_out) if is_held_out.any() else fitted
     mean = inputs[fitted].mean(0, dtype=np.float64).astype(np.float32)
@@ -118,11 +119,11 @@ def trained_selector(
         parameters = _parameters_of(start, mean, scale, rank, neurons, size)
     if epochs:
         _normalize(parameters, tokens[fitted], active[fitted], weight)
-    judge = _Judge(tokens[seen], active[seen], active_share, recall)
-    parameters, cut = _train(parameters, tokens[fitted], active[fitted], judge, weight, seed, epochs, deadline)
+    validation = _Validation(tokens[seen], active[seen], active_share, recall)
+    parameters, level = _train(parameters, tokens[fitted], active[fitted], validation, weight, seed, epochs, deadline)
     down = parameters.down / scale
     limit = float(np.finfo(np.float32).max)
-    threshold = np.clip(cut - parameters.bias.astype(np.float64) + parameters.up @ (down @ mean), -limit, limit)
+    threshold = np.clip(level - parameters.bias.astype(np.float64) + parameters.up @ (down @ mean), -limit, limit)
     return NeuronSelector(threshold.astype(np.float32), down, parameters.up)
 
 
@@ -205,16 +206,16 @@ def _train(
     parameters: _Parameters,
     tokens: Floats,
     active: Flags,
-    judge: _Judge,
+    validation: _Validation,
     weight: float,
     seed: int,
     epochs: int,
     deadline: float,
 ) -> tuple[_Parameters, float]:
-    """The parameters of the best epoch, and the cut of their logits."""
+    """The parameters of the best epoch, and the threshold of their logits."""
     rng = np.random.default_rng(seed)
     first, second = ([np.zeros_like(a) for a in parameters.arrays()] for _ in range(2))
-    cut, best_f1 = judge.cut_and_f1(parameters)
+    level, best_f1 = validation.threshold_and_f1(parameters)
     best, last_better = parameters.copy(), -1
     steps, total = 0, max(1, epochs * -(-len(tokens) // _BATCH))
     for epoch in range(epochs):
@@ -226,12 +227,12 @@ def _train(
             steps += 1
             rate = _RATE * min(steps / (0.1 * total), 1.0) * 0.5 * (1 + np.cos(np.pi * steps / total))
             _step(parameters, first, second, tokens[batch], active[batch], weight, steps, float(rate))
-        own_cut, f1 = judge.cut_and_f1(parameters)
+        own_threshold, f1 = validation.threshold_and_f1(parameters)
         if f1 > best_f1:
-            best, cut, best_f1, last_better = parameters.copy(), own_cut, f1, epoch
+            best, level, best_f1, last_better = parameters.copy(), own_threshold, f1, epoch
         if epoch - last_better >= _PATIENCE or time.monotonic() >= deadline:
             break
-    return best, cut
+    return best, level
 
 
 def _step(

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reads weights of neurons that fire before the first run does: runtimes map weights, and a page that nothing has read
-// is on disk.
+// Reads the weights of hot neurons before the first run does. Runtimes map weights: a page that nothing has read is on
+// disk.
 #ifndef STOF_PLUGINS_CORE_OPS_SPARSE_MLP_HOT_ROWS_H_
 #define STOF_PLUGINS_CORE_OPS_SPARSE_MLP_HOT_ROWS_H_
 

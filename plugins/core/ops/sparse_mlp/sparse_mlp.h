@@ -43,7 +43,7 @@ struct SparseMlpAttributes {
   int64_t bits = 0;  // 0: the weights are not quantized
   int64_t block_size = 0;
   int64_t accuracy_level = 0;
-  int64_t hot_neurons = 0;  // the first neurons that fire often; 0: not known
+  int64_t hot_neurons = 0;  // the first neurons, which were active; 0: not known
   bool has_predictor_relu = false;
 };
 Status ParseSparseMlp(const AttributeReader& attributes, SparseMlpAttributes* parsed);

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights that DequantizeLinear or MatMulInteger read, as MatMulNBits stores the same values.
 
-A value means (value - zero point) · scale, with one scale for the tensor, for each output of the matmul, or for blocks of what
-the matmul sums over. Scales of a tensor or an output are repeated for blocks; values of signed types are shifted by half of their
-range with their zero points. Neither changes a product.
+A value means (value - zero point) · scale. There is one scale for the tensor, for each output of the matmul, or for each block of
+what the matmul sums over. Scales of a tensor or an output are repeated for blocks. Values of signed types are shifted by half of
+their range with their zero points. Neither changes a matmul.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from stof.errors import UnsupportedError
 from stof.graph.external_data import is_external, location_of, map_array
 from stof.graph.index import GraphIndex, all_nodes, is_standard, node_tensors
 from stof.graph.names import FreshNames
+from stof.graph.node_fields import attributes_of
 from stof.graph.protobuf import copy_with_nodes
-from stof.sparse_mlp.site import LinearForm, MlpWeight, Quantization
+from stof.sparse_mlp.site import DequantizeLinearForm, MlpWeight, Quantization
 
 _BITS = {
     int(TensorProto.UINT8): 8,
@@ -28,6 +29,7 @@ _BITS = {
     int(TensorProto.UINT4): 4,
     int(TensorProto.INT4): 4,
 }
+_PLAIN_GEMM = {"alpha": 1.0, "beta": 1.0, "transA": 0}
 _SIGNED = ("int8", "int4")  # types of NumPy
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 16, 256
 
@@ -37,14 +39,15 @@ def is_dequantized(index: GraphIndex, node: onnx.NodeProto) -> bool:
     return is_standard(node) and node.op_type in ("MatMul", "Gemm") and _dequantize(index, node) is not None
 
 
+def is_plain_gemm(node: onnx.NodeProto) -> bool:
+    """Whether a MatMul or Gemm scales neither its matmul nor its bias, and reads its first input as it is."""
+    given = attributes_of(node)
+    return all(given.get(name, value) == value for name, value in _PLAIN_GEMM.items())
+
+
 def _dequantize(index: GraphIndex, node: onnx.NodeProto) -> tuple[onnx.NodeProto, bool] | None:
     """The DequantizeLinear of a matmul's weight, and whether its result is transposed."""
-    if len(node.input) < 2 or any(
-        helper.get_attribute_value(a) != wanted
-        for a in node.attribute
-        for key, wanted in (("alpha", 1.0), ("beta", 1.0), ("transA", 0))
-        if a.name == key
-    ):
+    if len(node.input) < 2 or not is_plain_gemm(node):
         return None
     is_transposed = any(a.name == "transB" and a.i for a in node.attribute)
     found = index.producer(node.input[1])
@@ -69,7 +72,7 @@ def read_dequantized(index: GraphIndex, node: onnx.NodeProto, sums_over_neurons:
     found = _dequantize(index, node)
     assert found is not None
     dequantize, is_transposed = found
-    values = {a.name: helper.get_attribute_value(a) for a in dequantize.attribute}
+    values = attributes_of(dequantize)
     axis, block = int(values.get("axis", 1)), int(values.get("block_size", 0))
     weight = _read(index, list(dequantize.input), axis, block, is_transposed, sums_over_neurons)
     return weight, node.input[2] if node.op_type == "Gemm" and len(node.input) > 2 else ""
@@ -135,7 +138,7 @@ def _read(
         raise UnsupportedError(
             f"{name!r} sums over {inner} elements: no blocks of a power of two from 16 to 256 divide them"
         )
-    form = LinearForm(inner_axis, block == 0, _is_centered(values, zeros))
+    form = DequantizeLinearForm(inner_axis, block == 0, _is_centered(values, zeros))
     quantization = Quantization(
         _BITS[values.data_type], size, scales.name, "" if zeros is None else zeros.name, 0, form
     )
@@ -175,7 +178,7 @@ def _largest_block(inner: int) -> int:
 
 @dataclass(frozen=True)
 class BlockedArrays:
-    """A weight as MatMulNBits stores it: values [N, K / b · b · bits / 8], scales and zero points [N, K / b], one a byte."""
+    """A quantized weight by output, one value in a byte: values [N, K], scales and zero points [N, K / block_size]."""
 
     values: np.ndarray
     scales: np.ndarray
@@ -183,7 +186,7 @@ class BlockedArrays:
 
 
 def to_blocks(weight: MlpWeight, values: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None) -> BlockedArrays:
-    """A weight of a linear form with one value in a byte.
+    """A weight in the form of DequantizeLinear as blocks of MatMulNBits.
 
     Args:
         weight: what the arrays belong to.
@@ -193,7 +196,7 @@ def to_blocks(weight: MlpWeight, values: np.ndarray, scales: np.ndarray, zeros: 
     """
     q = weight.quantization
     assert q is not None
-    assert q.linear is not None
+    assert q.dequantize_linear is not None
     outer = weight.whole or weight.outer
     blocks = weight.inner // q.block_size
     half = 1 << (q.bits - 1)
@@ -204,9 +207,9 @@ def to_blocks(weight: MlpWeight, values: np.ndarray, scales: np.ndarray, zeros: 
         return wide.astype(np.uint8)
 
     def by_output(array: np.ndarray) -> np.ndarray:
-        if q.linear is not None and q.linear.is_uniform:
+        if q.dequantize_linear is not None and q.dequantize_linear.is_uniform:
             return np.broadcast_to(array.reshape(-1, 1), (outer, blocks))
-        return array if q.linear is not None and q.linear.inner_axis else array.T
+        return array if q.dequantize_linear is not None and q.dequantize_linear.inner_axis else array.T
 
     matrix = unsigned(np.asarray(values))
     found = None
@@ -216,9 +219,9 @@ def to_blocks(weight: MlpWeight, values: np.ndarray, scales: np.ndarray, zeros: 
         found = np.full((outer, blocks), found.reshape(-1)[0]) if found.size == 1 else by_output(found)
     else:
         found = np.full((outer, blocks), half if is_signed else 0, np.uint8)
-    if q.linear.is_centered:
+    if q.dequantize_linear.is_centered:
         found = None
-    matrix = matrix if q.linear.inner_axis else matrix.T
+    matrix = matrix if q.dequantize_linear.inner_axis else matrix.T
     return BlockedArrays(np.ascontiguousarray(matrix), np.ascontiguousarray(by_output(np.asarray(scales))), found)
 
 

@@ -24,7 +24,7 @@ from stof.prompts.files import PromptSet
 from stof.prompts.loss import LOGITS, LossMeter, PromptLoss, bucket_limits
 from stof.verification.model_inputs import ModelInputs
 
-_SECONDS = 86400.0  # prompts take as long as they take
+_SECONDS = 86400.0  # a day: --verify-budget is not for prompts
 _STEPS = 8  # tokens, the last ones of each bucket, that are decoded
 
 
