@@ -213,9 +213,9 @@ def test_gate_that_takes_no_predictor_stays_dense(prompts: Path, tmp_path: Path)
 
 
 def test_other_targets_stay(prompts: Path, tmp_path: Path) -> None:
-    options = Options(sparse_mlp=str(prompts), target="cuda", dry_run=True)
+    options = Options(sparse_mlp=str(prompts), target="tensorrt", dry_run=True)
     report = stof.optimize(put(tmp_path), tmp_path / "out.onnx", options)
-    assert {r.reason for r in section(report).rows} == {"StofSparseMLP has kernels for the CPU alone"}
+    assert {r.reason for r in section(report).rows} == {"StofSparseMLP has no TensorRT plugin"}
 
 
 def test_selection_plan_and_explanation(prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
