@@ -102,15 +102,6 @@ def test_threshold_of_a_file_is_fitted_where_asked_for(prompts: Path, tmp_path: 
         assert row.prediction.recall == pytest.approx(0.97, abs=0.02)
 
 
-def test_powerinfer_predictors_stay_on_the_cpu(tmp_path: Path) -> None:
-    """CUDA kernels compute no ReLU between the factors of a predictor: a written node would fail there."""
-    source = put(tmp_path, MlpForm("relu", bias=False))
-    options = Options(sparse_mlp=f"powerinfer={powerinfer(tmp_path / 'p', source)}", target="cuda", dry_run=True)
-    found = rows(stof.optimize(source, tmp_path / "out.onnx", options))
-    reason = "StofSparseMLP computes a predictor with a ReLU on the CPU alone, not with --target cuda"
-    assert {(r.replaced, r.reason) for r in found} == {(False, reason)}
-
-
 def test_powerinfer_predictors_of_gated_mlps_read_in_front_of_the_normalization(prompts: Path, tmp_path: Path) -> None:
     source = put(tmp_path, MlpForm("relu", gated=True, bias=False), is_normalized=True)
     spec = f"powerinfer={powerinfer(tmp_path / 'p', source)}"

@@ -215,7 +215,7 @@ def test_gate_that_takes_no_predictor_stays_dense(prompts: Path, tmp_path: Path)
 def test_targets(prompts: Path, tmp_path: Path) -> None:
     source = put(tmp_path)
     for target, reason in (("cuda", "replaced"), ("tensorrt", "StofSparseMLP has no TensorRT plugin")):
-        options = Options(sparse_mlp=str(prompts), target=target, dry_run=True)
+        options = Options(sparse_mlp=f"{prompts},active=0.3", target=target, dry_run=True)
         report = stof.optimize(source, tmp_path / "out.onnx", options)
         assert {r.reason for r in section(report).rows} == {reason}
 

@@ -122,9 +122,25 @@ def test_model_without_cache_stays(tmp_path: Path) -> None:
     }
 
 
-def test_cuda_target(tmp_path: Path) -> None:
-    report = stof.optimize(write(tmp_path, MlpForm()), tmp_path / "out.onnx", Options(target="cuda", dry_run=True))
-    assert [r.replaced for r in mlps(report).rows] == [True, True]
+@pytest.mark.parametrize(
+    ("shift", "reason"),
+    [
+        (2.0, "replaced"),
+        (0.0, "of its neurons are computed: on a GPU it pays up to 40 %"),
+        (None, "on a GPU it pays where at most 40 % of the neurons are active, which was not measured: give --inputs"),
+    ],
+)
+def test_cuda_target(shift: float | None, reason: str, tmp_path: Path) -> None:
+    """On a GPU, MLPs are replaced where few neurons are known to be active."""
+    form = MlpForm(shift=shift or 0.0)
+    inputs: tuple[str, ...] = ()
+    if shift is not None:
+        np.savez(tmp_path / "inputs.npz", **feeds(form, 9))
+        inputs = (str(tmp_path / "inputs.npz"),)
+    options = Options(target="cuda", dry_run=True, inputs=inputs)
+    rows = mlps(stof.optimize(write(tmp_path, form), tmp_path / "out.onnx", options)).rows
+    assert [r.replaced for r in rows] == [reason == "replaced"] * 2
+    assert all(reason in r.reason for r in rows), [(r.reason, r.density) for r in rows]
 
 
 def test_tensorrt_target_stays(tmp_path: Path) -> None:

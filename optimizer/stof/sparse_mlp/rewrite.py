@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from stof.sparse_mlp.checks.site_checks import MlpChecks
 
 _LEAST_GAIN = 1.1  # below, a call costs as much as it saves
+_MOST_ACTIVE_ON_CUDA = (
+    0.4  # above, the kernels for one token are no faster than a dense GEMV (docs/lab/cuda-experiments.md)
+)
 # Of a model whose neurons were not counted: half of the outputs of a random matmul are negative.
 _UNKNOWN_DENSITY = 0.5
 _MOST_ERROR = 0.2  # relative output error of an MLP, in models without logits, whose loss cannot be measured
@@ -268,7 +271,10 @@ def _describe(job: Job, found: MlpModel, candidate: MlpCandidate, index: int) ->
         gain = 1 / site.share_read(_UNKNOWN_DENSITY if density is None else density)
         reason = "" if site.has_zeros else _reason_no_operator(job) or f"{OPTION} is for other layers"
         reason = (
-            reason or _reason_impossible(job, found.model) or _reason_slow(density, gain, "active on the given inputs")
+            reason
+            or _reason_impossible(job, found.model)
+            or _reason_slow(density, gain, "active on the given inputs")
+            or _reason_slow_on_cuda(job, density)
         )
         return replace(row, predicted_gain=round(gain, 3)), site, reason
     quality, selector = prediction.quality, prediction.selector
@@ -283,16 +289,11 @@ def _describe(job: Job, found: MlpModel, candidate: MlpCandidate, index: int) ->
     row = replace(row, prediction=report, density=None if quality is None else quality.selected_share)
     if selector is None:
         return row, None, prediction.reason
-    if selector.predictor_activation != "none" and job.options.target != "cpu":
-        return (
-            row,
-            None,
-            f"{OP} computes a predictor with a ReLU on the CPU alone, not with --target {job.options.target}",
-        )
     site = replace(site, selector=selector)
     gain = 1 / site.share_read(_UNKNOWN_DENSITY if row.density is None else row.density)
     reason = _reason_no_kernel(job, selector) or _reason_inexact(job, found, prediction)
     reason = reason or _reason_slow(row.density, gain, "computed on held-out prompts")
+    reason = reason or _reason_slow_on_cuda(job, row.density)
     return replace(row, selection=site.selection, predicted_gain=round(gain, 3)), site, reason
 
 
@@ -344,6 +345,16 @@ def _reason_slow(density: float | None, gain: float, what: str) -> str:
         return ""
     active = "" if density is None else f"{100 * density:.0f} % of its neurons are {what}: "
     return f"{active}{gain:.2f}x is predicted for one token, less than {_LEAST_GAIN}x"
+
+
+def _reason_slow_on_cuda(job: Job, density: float | None) -> str:
+    """Why a GPU would compute the dense MLP faster; empty where it would not, and for other targets."""
+    if job.options.target != "cuda" or (density is not None and density <= _MOST_ACTIVE_ON_CUDA):
+        return ""
+    most = f"{100 * _MOST_ACTIVE_ON_CUDA:.0f} %"
+    if density is None:
+        return f"on a GPU it pays where at most {most} of the neurons are active, which was not measured: give --inputs"
+    return f"{100 * density:.0f} % of its neurons are computed: on a GPU it pays up to {most}"
 
 
 SPARSE_MLP = SparseMlpRewrite()
