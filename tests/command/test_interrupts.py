@@ -59,6 +59,7 @@ LOOP = """
 DRIVER = """
 import hashlib, sys
 from stof import cli, files
+from stof.files import temporary
 from stof.execution import session_process
 from stof.execution import ort_sessions as sessions
 
@@ -99,7 +100,7 @@ if step == "oracle":
 if step == "write":
     before(files.TemporaryFile, "replace", step)
 if step == "remove":
-    before(files, "_remove", step)
+    before(temporary, "_remove", step)
 del sys.argv[1]
 sys.argv.append("--quiet")
 sys.exit(cli.main())

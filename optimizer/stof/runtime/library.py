@@ -354,9 +354,14 @@ class Mask:
 
 
 class Op:
-    """An operator of the library, run without a runtime: for tests, benchmarks and the tuner."""
+    """An operator of the library, run without a runtime: for tests, benchmarks and the tuner.
+
+    Attributes:
+        name: of the operator.
+    """
 
     def __init__(self, op_type: str, attributes: Mapping[str, int | float | str | Sequence[int]]) -> None:
+        self.name = op_type
         self._handle = ctypes.c_void_p()
         items = []
         for name, value in attributes.items():
