@@ -86,7 +86,7 @@ def test_faults(text: str, words: str) -> None:
     [
         ("p.npz,layers=4:", "--sparse-mlp: layers=4: selects from 3 layers, expected 0 to 3"),
         ("p.npz,dense_layers=7", "--sparse-mlp: dense_layers=7 selects from 3 dense_layers, expected -3 to 2"),
-        ("p.npz;kind=svd,layers=1", "--sparse-mlp: two clauses are for layer 1; part them by layers="),
+        ("p.npz;kind=svd,layers=1", "--sparse-mlp: two clauses are for layer 1; separate them by layers="),
     ],
 )
 def test_layers_that_do_not_fit_the_model(text: str, words: str) -> None:
