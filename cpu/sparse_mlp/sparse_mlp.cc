@@ -24,7 +24,7 @@ constexpr int64_t kWorthAWorker = 64 << 10;  // bytes of weights, or values that
 constexpr int kPredictorBits = 8;            // of a quantized predictor
 constexpr int64_t kLeastPiece = 256;         // bytes of a down row that a thread reads
 
-// Memory of a run, in one workspace.
+// The buffers of a call, in one workspace.
 class Layout {
  public:
   explicit Layout(const SparseMlpArgs& a) {

@@ -86,7 +86,7 @@ MlpRows FactorOf(const SparseMlpArgs& a, const SparseMlpWeight& factor, int64_t 
   return rows;
 }
 
-// Memory of a run, in one workspace.
+// The buffers of a call, in one workspace.
 class Layout {
  public:
   Layout(const SparseMlpArgs& a, const DeviceProperties& device) {
@@ -138,7 +138,7 @@ const MlpKernels& KernelsOf(DType dtype) {
   return dtype == DType::kBF16 ? MlpKernelsBf16() : MlpKernelsF32();
 }
 
-// The parameters of a run of all tokens; the first launch computes those of the first kMlpTokens.
+// The kernels' parameters for all tokens of a call; the first launch computes the first kMlpTokens of them.
 MlpParams ParamsOf(const SparseMlpArgs& a, const Layout& layout, void* workspace) {
   MlpParams p;
   p.K = a.K, p.F = a.F, p.N = a.N, p.R = a.R;

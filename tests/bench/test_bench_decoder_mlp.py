@@ -151,7 +151,19 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 FIELDS = {
-    *("key", "grid", "model", "precision", "shape", "stated_active", "stated_idle", "active", "steps", "memory"),
+    *(
+        "key",
+        "grid",
+        "model",
+        "precision",
+        "shape",
+        "batch",
+        "stated_active",
+        "stated_idle",
+        "active",
+        "steps",
+        "memory",
+    ),
     *("weight_bytes", "bound_times_faster", "missing", "machine", "seconds"),
 }
 
@@ -169,7 +181,7 @@ def test_records_have_every_field(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert status == 0
     assert set(record) == FIELDS
     names = [v.name for v in VARIANTS]
-    assert record["key"] == ["tiny", "float32", 0.1, 0.4, 1]
+    assert record["key"] == ["tiny", "float32", 1, 0.1, 0.4, 1]
     assert not record["missing"]
     assert (record["stated_active"], record["stated_idle"]) == (0.1, 0.4)
     assert set(record["active"]) == {"exact", "predicted"}

@@ -232,16 +232,18 @@ def with_dequantized_tokens(model: onnx.ModelProto) -> onnx.ModelProto:
     are always in its range, do not change it. Where nothing is quantized so, it is the model itself.
     """
     read = {n.input[0] for n in model.graph.node if n.op_type == "MatMulInteger" and is_standard(n)}
-    quantizing = [
-        n for n in model.graph.node if n.op_type == "DynamicQuantizeLinear" and is_standard(n) and n.output[0] in read
-    ]
-    if not quantizing:
+    quantized = {
+        n.output[0]
+        for n in model.graph.node
+        if n.op_type == "DynamicQuantizeLinear" and is_standard(n) and len(n.output) == 3 and n.output[0] in read
+    }
+    if not quantized:
         return model
     names = FreshNames({t for n in all_nodes(model.graph.node) for t in (*node_tensors(n), n.name)})
     nodes = []
     for node in model.graph.node:
         nodes.append(node)
-        if node in quantizing and len(node.output) == 3:
+        if node.output and node.output[0] in quantized:
             name = names.make(f"{node.output[0]}/dequantized")
             nodes.append(helper.make_node("DequantizeLinear", list(node.output), [name], name=name))
     return copy_with_nodes(model, nodes)

@@ -89,7 +89,7 @@ def measure_model(
         steps = {} if arguments.no_times else _time_steps(device, shape, files, variants, arguments)
     threads = arguments.threads[0] if device.name == "cpu" else 0
     return {
-        "key": [name, precision, round(active, 4), round(shape.mlp.idle, 4), threads],
+        "key": [name, precision, arguments.batch, round(active, 4), round(shape.mlp.idle, 4), threads],
         "grid": "decoder-mlp",
         "model": name,
         "precision": precision,
@@ -98,6 +98,7 @@ def measure_model(
             "H": shape.heads, "G": shape.kv_heads, "D": shape.head_size, "activation": shape.mlp.activation,
             "is_gated": shape.mlp.is_gated,
         },
+        "batch": arguments.batch,
         "stated_active": active,
         "stated_idle": shape.mlp.idle,
         "active": files.active,
@@ -143,6 +144,8 @@ def _time_steps(
                 del sessions[name]
                 continue
             logits[name] = tensors.logits()
+        if not calls:
+            continue
         times = dict(zip(calls, device.time(list(calls.values()), rounds), strict=True))
         found[label] = _summarize(times, logits, device.name == "cpu")
     return found
