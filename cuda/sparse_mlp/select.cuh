@@ -26,10 +26,16 @@ __device__ __forceinline__ void PointAtTokens(const void* base, int64_t stride, 
 template <typename T, int kBits, bool kVectors, int kTokens>
 __global__ void __launch_bounds__(kProjectThreads) ProjectKernel(const __grid_constant__ MlpParams p) {
   __shared__ float sums[kProjectWarps][kTokens];
-  WaitForPrevious();
-  LetNextStart();
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int64_t r = blockIdx.x;
+  if (r < p.R) {  // L2 sees what the kernels before still write, so that its lines may be fetched now
+    const char* const row = static_cast<const char*>(p.predictor_down.data) + r * p.predictor_down.stride;
+    for (int64_t at = threadIdx.x * 128; at < p.predictor_down.stride; at += kProjectThreads * 128) {
+      PrefetchL2(row + at);
+    }
+  }
+  WaitForPrevious();
+  LetNextStart();
   for (int begin = 0; begin < p.T; begin += kTokens) {
     float own[1][kTokens] = {};
     if (r < p.R) {
@@ -112,9 +118,24 @@ __global__ void __launch_bounds__(kMlpThreads) ScoreKernel(const __grid_constant
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int64_t segment = blockIdx.x, begin = segment * p.segment, end = min(p.F, begin + p.segment);
   // The projection runs before this kernel, and waited for all others: the weights are there.
-  const int64_t bytes = (min(end, begin + 32) - begin) * p.predictor_up.stride;
-  const char* const rows = static_cast<const char*>(p.predictor_up.data) + begin * p.predictor_up.stride;
-  for (int64_t at = threadIdx.x * 128; at < bytes; at += kMlpThreads * 128) PrefetchL2(rows + at);
+  constexpr int kEarly = kTokens == 1 && kVectors ? 2 : 0;  // chunks a lane of each row, of the first 32 neurons
+  [[maybe_unused]] Chunk<T, kBits> early[kEarly + 1][kScoreRows];
+  if constexpr (kEarly > 0) {
+#pragma unroll
+    for (int u = 0; u < kEarly; ++u) {
+#pragma unroll
+      for (int i = 0; i < kScoreRows; ++i) {
+        const int64_t row = begin + warp * kScoreRows + i;
+        if (row < end && (lane + 32 * u) * kMlpChunk < p.R) {
+          early[u][i].template Load<true>(p.predictor_up, row, lane + 32 * u);
+        }
+      }
+    }
+  } else {
+    const int64_t bytes = (min(end, begin + 32) - begin) * p.predictor_up.stride;
+    const char* const rows = static_cast<const char*>(p.predictor_up.data) + begin * p.predictor_up.stride;
+    for (int64_t at = threadIdx.x * 128; at < bytes; at += kMlpThreads * 128) PrefetchL2(rows + at);
+  }
   WaitForPrevious();
   LetNextStart();
   ClearFinished(p);
@@ -132,8 +153,21 @@ __global__ void __launch_bounds__(kMlpThreads) ScoreKernel(const __grid_constant
       const float* tokens[kTokens];
       PointAtTokens(p.projected, p.projected_stride, t0, p.T, tokens);
       float sums[kScoreRows][kTokens] = {};
-      AddDots<T, kBits, kVectors, float, kScoreRows, kTokens, kTokens == 1 && kVectors ? 2 : 1>(weights, row, tokens,
-                                                                                                lane, 32, sums);
+      int64_t done = 0;  // chunks
+      if constexpr (kEarly > 0) {
+        if (first == begin) {
+#pragma unroll
+          for (int u = 0; u < kEarly; ++u) {
+            if ((lane + 32 * u) * kMlpChunk >= p.R) continue;
+            float x[kMlpChunk];
+            LoadToken<float, true>(tokens[0], lane + 32 * u, p.R, x);
+#pragma unroll
+            for (int i = 0; i < kScoreRows; ++i) sums[i][0] += early[u][i].Dot(x);
+          }
+          done = 32 * kEarly;
+        }
+      }
+      AddDots<T, kBits, kVectors, float, kScoreRows, kTokens, 1>(weights, row, tokens, lane + done, 32, sums);
 #pragma unroll
       for (int i = 0; i < kScoreRows; ++i) {
 #pragma unroll
