@@ -149,7 +149,7 @@ __device__ __forceinline__ void FinishDown(const MlpParams& p, const DownPart<kT
   for (int t = 0; t < tokens; ++t) {
     const float* const from = p.partials + int64_t{part.first_token + t} * p.N + own;
     float y = 0.0f;
-#pragma unroll 8
+#pragma unroll 16
     for (int i = 0; i < p.splits; ++i) y += __ldcg(from + int64_t{i} * p.T * p.N);
     write(part.first_token + t, y);
   }
@@ -279,15 +279,21 @@ __global__ void __launch_bounds__(kMlpThreads, kTokens == 1 ? 4 : 2)
   if (p.is_list_early) WaitForPrevious();
   LetNextStart();
 
-  float sums[kTokens][kMlpChunk] = {}, current[kTokens], next[kTokens];
+  constexpr bool kIsAhead = kTokens < 8;  // the next hidden values are loaded: registers suffice
+  float sums[kTokens][kMlpChunk] = {}, current[kTokens];
+  [[maybe_unused]] float next[kTokens];
   LoadHidden<T>(p, part, entries.PositionOf(lane), entries.current(), current);
-  LoadHidden<T>(p, part, entries.PositionOf(32 + lane), entries.next(), next);
+  if constexpr (kIsAhead) LoadHidden<T>(p, part, entries.PositionOf(32 + lane), entries.next(), next);
   for (int32_t first = 0; first < entries.count(); first += kStreamRows) {
     if (first % 32 == 0 && first > 0) {
       entries.MoveTo(first);
+      if constexpr (kIsAhead) {
 #pragma unroll
-      for (int t = 0; t < kTokens; ++t) current[t] = next[t];
-      LoadHidden<T>(p, part, entries.PositionOf(first + 32 + lane), entries.next(), next);
+        for (int t = 0; t < kTokens; ++t) current[t] = next[t];
+        LoadHidden<T>(p, part, entries.PositionOf(first + 32 + lane), entries.next(), next);
+      } else {
+        LoadHidden<T>(p, part, entries.PositionOf(first + lane), entries.current(), current);
+      }
     }
     ring.Wait();
 #pragma unroll

@@ -119,7 +119,7 @@ __device__ __forceinline__ void PrefetchDownRow(const MlpParams& p, int64_t neur
 template <typename T, bool kHasGate, bool kHasUp, bool kHasOneToken>
 class HiddenStream {
  public:
-  __device__ HiddenStream(const MlpParams& params, const ActiveList& list, void* shared)
+  __device__ __forceinline__ HiddenStream(const MlpParams& params, const ActiveList& list, void* shared)
       : p_(params),
         lane_(static_cast<int>(threadIdx.x) % 32),
         chunks_(params.K / kMlpChunk),
@@ -130,7 +130,7 @@ class HiddenStream {
                  static_cast<int32_t>(gridDim.x) * (kMlpThreads / 32)),
         ring_(shared) {}
 
-  __device__ void Run() {
+  __device__ __forceinline__ void Run() {
     Aim();
     for (int i = 0; i < Stream::kSlots; ++i) Fill();
     for (int32_t k = 0; k < entries_.count(); ++k) {

@@ -29,7 +29,7 @@ class Ring {
   static constexpr int kSlots = kRingBytes / (kCopies * 32 * kCopyBytes);
   static_assert(kSlots >= 2, "slots to wait for and to fill");
 
-  __device__ explicit Ring(void* shared)
+  __device__ __forceinline__ explicit Ring(void* shared)
       : base_(SharedAddress(shared) + threadIdx.x / 32 * kRingBytes + threadIdx.x % 32 * kCopyBytes) {}
 
   // Copy i of the slot filled next; zeros, and nothing is read, where not `valid`.
@@ -58,7 +58,7 @@ class Ring {
 // Entries of the list that one warp takes: first, first + step, ... A lane holds one of 32, and one of the next 32.
 class WarpEntries {
  public:
-  __device__ WarpEntries(const ActiveList& list, int32_t first, int32_t end, int32_t step)
+  __device__ __forceinline__ WarpEntries(const ActiveList& list, int32_t first, int32_t end, int32_t step)
       : list_(list), first_(first), step_(step), count_(first < end ? (end - first - 1) / step + 1 : 0) {
     current_ = Load(0), next_ = Load(32);
   }
