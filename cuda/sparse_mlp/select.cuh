@@ -111,9 +111,20 @@ __global__ void __launch_bounds__(kMlpThreads) SelectKernel(const __grid_constan
   if (threadIdx.x == 0 && segment < p.segments) p.counts[segment] = count;
 }
 
+// sums[i] += chunk i · the same chunk of a token.
+template <typename T, int kBits>
+__device__ __forceinline__ void AddChunks(const Chunk<T, kBits> (&chunks)[kScoreRows], const float* token,
+                                          int64_t chunk, int64_t size, float (&sums)[kScoreRows][1]) {
+  float x[kMlpChunk];
+  LoadToken<float, true>(token, chunk, size, x);
+#pragma unroll
+  for (int i = 0; i < kScoreRows; ++i) sums[i][0] += chunks[i].Dot(x);
+}
+
 // The neurons of a segment whose scores, predictor_up · projected, make them active.
 template <typename T, int kBits, bool kVectors, int kTokens>
-__global__ void __launch_bounds__(kMlpThreads) ScoreKernel(const __grid_constant__ MlpParams p) {
+__global__ void __launch_bounds__(kMlpThreads, kTokens == 1 && kVectors ? 3 : 1)
+    ScoreKernel(const __grid_constant__ MlpParams p) {
   __shared__ uint64_t masks[32];
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int64_t segment = blockIdx.x, begin = segment * p.segment, end = min(p.F, begin + p.segment);
@@ -139,6 +150,14 @@ __global__ void __launch_bounds__(kMlpThreads) ScoreKernel(const __grid_constant
   WaitForPrevious();
   LetNextStart();
   ClearFinished(p);
+  [[maybe_unused]] float early_sums[kScoreRows][1] = {};
+  if constexpr (kEarly > 0) {
+#pragma unroll
+    for (int u = 0; u < kEarly; ++u) {
+      const int64_t chunk = lane + 32 * u;
+      if (chunk * kMlpChunk < p.R) AddChunks<T, kBits>(early[u], p.projected, chunk, p.R, early_sums);
+    }
+  }
   int count = 0;
   for (int64_t first = begin; first < end; first += 32) {
     int64_t row[kScoreRows];
@@ -153,21 +172,18 @@ __global__ void __launch_bounds__(kMlpThreads) ScoreKernel(const __grid_constant
       const float* tokens[kTokens];
       PointAtTokens(p.projected, p.projected_stride, t0, p.T, tokens);
       float sums[kScoreRows][kTokens] = {};
-      int64_t done = 0;  // chunks
       if constexpr (kEarly > 0) {
-        if (first == begin) {
 #pragma unroll
-          for (int u = 0; u < kEarly; ++u) {
-            if ((lane + 32 * u) * kMlpChunk >= p.R) continue;
-            float x[kMlpChunk];
-            LoadToken<float, true>(tokens[0], lane + 32 * u, p.R, x);
+        for (int i = 0; i < kScoreRows; ++i) sums[i][0] = first == begin ? early_sums[i][0] : 0.0f;
+        for (int64_t chunk = first == begin ? lane + 32 * kEarly : lane; chunk * kMlpChunk < p.R; chunk += 32) {
+          Chunk<T, kBits> loaded[kScoreRows];
 #pragma unroll
-            for (int i = 0; i < kScoreRows; ++i) sums[i][0] += early[u][i].Dot(x);
-          }
-          done = 32 * kEarly;
+          for (int i = 0; i < kScoreRows; ++i) loaded[i].template Load<true>(p.predictor_up, row[i], chunk);
+          AddChunks<T, kBits>(loaded, tokens[0], chunk, p.R, sums);
         }
+      } else {
+        AddDots<T, kBits, kVectors, float, kScoreRows, kTokens, 1>(weights, row, tokens, lane, 32, sums);
       }
-      AddDots<T, kBits, kVectors, float, kScoreRows, kTokens, 1>(weights, row, tokens, lane + done, 32, sums);
 #pragma unroll
       for (int i = 0; i < kScoreRows; ++i) {
 #pragma unroll
