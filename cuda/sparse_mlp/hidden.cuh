@@ -28,13 +28,16 @@ __device__ __forceinline__ void StoreHidden(const MlpParams& p, int32_t position
 }
 
 // The first kTokens tokens of a mask, which it loses. The last one repeats where it has fewer. Gives their number.
+// own: the token of this lane, which is not read from the array: an index that is not constant costs local memory.
 template <int kTokens>
-__device__ __forceinline__ int TakeTokens(uint64_t* mask, int (&token)[kTokens]) {
+__device__ __forceinline__ int TakeTokens(uint64_t* mask, int (&token)[kTokens], int* own) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
   int count = 0;
 #pragma unroll
   for (int t = 0; t < kTokens; ++t) {
     if (t == 0 || *mask != 0) {
       token[t] = __ffsll(static_cast<long long>(*mask)) - 1;
+      if (lane == t) *own = token[t];
       *mask &= *mask - 1;
       ++count;
     } else {
@@ -76,8 +79,8 @@ class HiddenValues {
   // The first kTokens tokens of the mask, which it loses. The last one repeats where it has fewer.
   template <int kTokens>
   __device__ __forceinline__ void RunTokens(uint64_t* mask) {
-    int token[kTokens];
-    const int count = TakeTokens(mask, token);
+    int token[kTokens], own = 0;
+    const int count = TakeTokens(mask, token, &own);
     const T* x[kTokens];
 #pragma unroll
     for (int t = 0; t < kTokens; ++t) x[t] = static_cast<const T*>(p_.input) + token[t] * p_.K;
@@ -92,11 +95,10 @@ class HiddenValues {
     constexpr int kLoads = (kTokens == 8 ? 4 : 8) / (kChunkWords<T, kBits> > 4 ? 2 : 1), kUnroll = kLoads / kRows;
     AddDots<T, kBits, kVectors, T, kRows, kTokens, kUnroll>(weights, row, x, lane_, 32, sums);
     float gate = 0.0f, up = 0.0f;
-    int own = 0;
 #pragma unroll
     for (int t = 0; t < kTokens; ++t) {
       const float first = SumOverWarp(sums[0][t]), last = kRows == 2 ? SumOverWarp(sums[kRows - 1][t]) : first;
-      if (lane_ == t) gate = first, up = last, own = token[t];
+      if (lane_ == t) gate = first, up = last;
     }
     if (lane_ < count) StoreHidden<T, kHasGate, kHasUp>(p_, position_, neuron_, own, gate, up);
   }
@@ -189,8 +191,8 @@ class HiddenStream {
 
   template <int kTokens>
   __device__ __forceinline__ void RunTokens(int32_t k, int64_t neuron, uint64_t* mask) {
-    int token[kTokens];
-    const int count = TakeTokens(mask, token);
+    int token[kTokens], own = 0;
+    const int count = TakeTokens(mask, token, &own);
     float sums[kRows][kTokens] = {};
     for (int32_t step = 0; step < steps_; ++step) {
       const int64_t chunk = int64_t{step} * 32 + lane_;
@@ -219,11 +221,10 @@ class HiddenStream {
       Fill();
     }
     float gate = 0.0f, up = 0.0f;
-    int own = 0;
 #pragma unroll
     for (int t = 0; t < kTokens; ++t) {
       const float first = SumOverWarp(sums[0][t]), last = kRows == 2 ? SumOverWarp(sums[kRows - 1][t]) : first;
-      if (lane_ == t) gate = first, up = last, own = token[t];
+      if (lane_ == t) gate = first, up = last;
     }
     if (lane_ < count) StoreHidden<T, kHasGate, kHasUp>(p_, entries_.PositionOf(k), neuron, own, gate, up);
   }
