@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 # By name: the builder's precision, and its extra options.
@@ -38,6 +40,19 @@ _SIZES = {
     # Large weights: logits differ so much between tokens and contexts that greedy decoding does not fall into one token.
     "initializer_range": 0.15,
 }
+# The shape of a model of a billion parameters, with few of its layers: for times.
+_SIZES_1B = {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_hidden_layers": 4,
+    "vocab_size": 2000,
+    "max_position_embeddings": 32768,
+    "initializer_range": 0.03,
+}
+_NORM_SPREAD = 0.1  # of the weights of norms around 1
 
 
 @dataclass(frozen=True)
@@ -48,11 +63,13 @@ class Decoder:
         config: the class of its configuration.
         settings: arguments of that.
         options: extra options of the builder.
+        active: the share of neurons above zero, which the bias of the MLPs' gates gives (``mlp_bias``); None: a half.
     """
 
     config: str
     settings: dict[str, Any] = field(default_factory=dict)
     options: tuple[str, ...] = ()
+    active: float | None = None
 
 
 DECODERS: dict[str, Decoder] = {
@@ -90,38 +107,12 @@ DECODERS: dict[str, Decoder] = {
             "num_experts_per_tok": 2,
         },
     ),
-    # The shape of a model of a billion parameters, with few of its layers: for times.
-    "llama-1b": Decoder(
-        "LlamaConfig",
-        {
-            "hidden_size": 2048,
-            "intermediate_size": 8192,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "num_hidden_layers": 4,
-            "vocab_size": 2000,
-            "max_position_embeddings": 32768,
-            "initializer_range": 0.03,
-        },
-    ),
+    "llama-1b": Decoder("LlamaConfig", _SIZES_1B),
     "mistral-1b": Decoder(
-        "MistralConfig",
-        {
-            "hidden_size": 2048,
-            "intermediate_size": 8192,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "num_hidden_layers": 4,
-            "vocab_size": 2000,
-            "max_position_embeddings": 32768,
-            "initializer_range": 0.03,
-            "sliding_window": 1024,
-            "layer_types": [_LOCAL] * 4,
-        },
+        "MistralConfig", {**_SIZES_1B, "sliding_window": 1024, "layer_types": [_LOCAL] * 4},
     ),
-}
+    "llama-relu-1b": Decoder("LlamaConfig", {**_SIZES_1B, "hidden_act": "relu", "mlp_bias": True}, active=0.1),
+}  # fmt: skip
 TESTED = tuple(name for name in DECODERS if not name.endswith("-1b"))
 
 
@@ -159,9 +150,13 @@ def _write_checkpoint(decoder: Decoder, folder: Path, seed: int) -> None:
         for name, weight in model.named_parameters():
             noise = torch.randn(weight.shape, generator=generator)
             if weight.dim() == 1 and name.endswith("norm.weight"):
-                weight.add_(0.1 * noise)
+                weight.add_(_NORM_SPREAD * noise)
             elif weight.dim() > 1 and ("experts" in name or "router" in name):
                 weight.copy_(spread * noise)  # some versions leave them unset
+            elif decoder.active is not None and ".mlp." in name and name.endswith("bias"):
+                # Tokens are normed, so that the matmul's values are normal.
+                deviation = spread * math.sqrt(settings["hidden_size"] * (1 + _NORM_SPREAD**2))
+                weight.fill_(NormalDist(0, deviation).inv_cdf(decoder.active) if "gate_proj" in name else 0.0)
             elif weight.dim() == 1 or "bias" in name:
                 weight.copy_(0.1 * noise)
             if name.endswith("sinks"):

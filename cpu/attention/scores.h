@@ -224,6 +224,9 @@ inline void Worker<kInPlace>::InPlaceScores(const Strip& strip, const Stored* ke
     int k = strip.runs[i].first;
     const int last = strip.runs[i].last;
     if (rows > 2) {
+      if constexpr (kKeysOfFourRows > 2) {
+        for (; k + kKeysOfFourRows <= last; k += kKeysOfFourRows) block(k, Keys<kKeysOfFourRows>());
+      }
       for (; k + 2 <= last; k += 2) block(k, Keys<2>());
     } else if (rows > 1) {
       for (; k + 4 <= last; k += 4) block(k, Keys<4>());

@@ -146,9 +146,9 @@ inline Int8Vector LoadBytes(const uint8_t* q, int64_t bytes) {
 
 // The values of a vector of a row, ready to be multiplied.
 template <int kBits>
-struct RowVector {
+struct RowVector512 {
   Int8Vector even, odd;
-  explicit RowVector(Int8Vector q) : even(q), odd(q) {
+  explicit RowVector512(Int8Vector q) : even(q), odd(q) {
     if constexpr (kBits == 4) {
       const Int8Vector low = _mm512_set1_epi8(15);
       even = _mm512_and_si512(q, low);
@@ -162,6 +162,8 @@ struct RowVector {
     return _mm512_cvtepi32_ps(sums);
   }
 };
+template <int kBits>
+using RowVector = RowVector512<kBits>;
 
 // The factor of each lane, where a vector covers kBlocks blocks.
 template <int kBlocks>
@@ -201,9 +203,9 @@ inline Int8Vector LoadBytes(const uint8_t* q, int64_t bytes) {
 }
 
 template <int kBits>
-struct RowVector {
+struct RowVector256 {
   Int8Vector even, odd;  // 8 bits: magnitudes, and signed values
-  explicit RowVector(Int8Vector q) {
+  explicit RowVector256(Int8Vector q) {
     if constexpr (kBits == 4) {
       const Int8Vector low = _mm256_set1_epi8(15);
       even = _mm256_and_si256(q, low);
@@ -226,6 +228,8 @@ struct RowVector {
     return _mm256_cvtepi32_ps(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
   }
 };
+template <int kBits>
+using RowVector = RowVector256<kBits>;
 
 template <int kBlocks>
 inline LaneSums LaneFactors(const float* factors) {

@@ -133,9 +133,7 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
         check_output_folder(stages[-1].model, target, source)
         with _runtime_failures_as_model_errors(source):
             stages = _verify_and_write(report, job, stages, target, given)
-    if report.sparsity is not None:
-        taken = {e.name for s in stages for e in s.decided.plan if e.replace}
-        report.sparsity.mark_written(taken, "nothing was replaced, and outputs are those of the original")
+    _mark_written(report, stages)
     if opset < opset_of(graph) and any(s.decided.has_replaced for s in stages):
         report.converted_opset = (opset, opset_of(graph))
     _save_plan({s.op.key: s.decided.plan for s in stages}, options, job.sparsity.digest if job.sparsity else "")
@@ -301,6 +299,7 @@ def _verify_and_write(
     if not any(s.decided.has_replaced for s in stages):
         return stages
     final = stages[-1].model
+    _mark_written(report, stages)
     _measure_loss(report, job, stages, target)
     report.nodes_after = len(final.graph.node)
     with _timed(report, "write"):
@@ -310,6 +309,13 @@ def _verify_and_write(
         with _timed(report, "time"):
             _time_models(report, job, stages, target)
     return stages
+
+
+def _mark_written(report: Report, stages: Sequence[Stage]) -> None:
+    """Has the report of --sparsify say which attentions an operator took."""
+    if report.sparsity is not None:
+        taken = {e.name for s in stages for e in s.decided.plan if e.replace}
+        report.sparsity.mark_written(taken, "nothing was replaced, and outputs are those of the original")
 
 
 def _measure_loss(report: Report, job: Job, stages: Sequence[Stage], target: Path) -> None:

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from numpy_decoder import read_weights, run_decoder
 
 from stof.bench.cli import main
 from stof.bench.decoder.devices import HostDevice
-from stof.bench.decoder.graph import WEIGHTS, Decoder, DecoderShape, build_decoder
+from stof.bench.decoder.graph import Decoder, DecoderShape, build_decoder
 from stof.bench.decoder.measure_decoder import DecoderPlan, describe_record, measure_decoder, summarize
 from stof.bench.decoder.run import plan_of
 from stof.bench.decoder.steps import Caches, DecoderStep, DecoderTensors
@@ -61,59 +62,11 @@ def files(folder: Path, variants: Any = DENSE) -> Decoder:
     return decoder
 
 
-def weights_of(decoder: Decoder, folder: Path) -> dict[str, np.ndarray]:
-    data = (folder / WEIGHTS).read_bytes()
-    return {
-        w.name: np.frombuffer(data, np.float32, int(np.prod(w.dims)), w.offset).reshape(w.dims).astype(np.float64)
-        for w in decoder.weights
-    }
-
-
-def decoder_in_numpy(weights: dict[str, np.ndarray], ids: np.ndarray, window: int = 0) -> np.ndarray:
-    """The last token's logits [B, V] of a first prompt, fp64."""
-    B, S = ids.shape
-    H, G, D = SHAPE.heads, SHAPE.kv_heads, SHAPE.head_size
-
-    def norm(x: np.ndarray, name: str) -> np.ndarray:
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * weights[f"{name}.weight"]
-
-    def rotated(x: np.ndarray) -> np.ndarray:
-        cos, sin = (weights[f"{n}_cache"][:S, None] for n in ("cos", "sin"))
-        a, b = x[..., : D // 2], x[..., D // 2 :]
-        return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
-
-    q, k = np.arange(S)[:, None], np.arange(S)[None, :]
-    allowed = (k <= q) & (q - k < (window or S))
-    x = weights["model.embed_tokens.weight"][ids]
-    normed = norm(x, "model.layers.0.input_layernorm")
-    for layer in range(SHAPE.layers):
-        path = f"/model/layers.{layer}"
-        packed = normed @ weights[f"{path}/attn/qkv_proj/MatMul.weight"]
-        query, key, value = (
-            part.reshape(B, S, -1, D) for part in np.split(packed, [H * D, (H + G) * D], axis=-1)
-        )  # fmt: skip
-        query, key = rotated(query), rotated(key)
-        key, value = (np.repeat(part, H // G, axis=2) for part in (key, value))
-        scores = np.einsum("bqhd,bkhd->bhqk", query, key) / np.sqrt(D)
-        scores = np.where(allowed, scores, -np.inf)
-        probabilities = np.exp(scores - scores.max(-1, keepdims=True))
-        probabilities /= probabilities.sum(-1, keepdims=True)
-        attended = np.einsum("bhqk,bkhd->bqhd", probabilities, value).reshape(B, S, -1)
-        x = x + attended @ weights[f"{path}/attn/o_proj/MatMul.weight"]
-        normed = norm(x, f"{path}/post_attention_layernorm")
-        gate, up = (normed @ weights[f"{path}/mlp/{n}_proj/MatMul.weight"] for n in ("gate", "up"))
-        x = x + (gate / (1 + np.exp(-gate)) * up) @ weights[f"{path}/mlp/down_proj/MatMul.weight"]
-        is_last = layer + 1 == SHAPE.layers
-        normed = norm(x, "/model/final_norm" if is_last else f"/model/layers.{layer + 1}/input_layernorm")
-    found: np.ndarray = normed[:, -1] @ weights["/lm_head/MatMul.weight"]
-    return found
-
-
 @pytest.mark.parametrize("window", [0, 6])
 def test_graph_is_the_decoder_that_numpy_computes(tmp_path: Path, window: int) -> None:
     variants = DENSE if not window else WINDOWED
     decoder = files(tmp_path, variants)
-    weights = weights_of(decoder, tmp_path)
+    weights = read_weights(decoder, tmp_path)
     device = Host(1)
     caches = Caches(device, SHAPE, 2 * SHAPE.kv_heads * 40 * SHAPE.head_size)
     ids = np.random.default_rng(19).integers(0, SHAPE.vocabulary, (2, 19))
@@ -124,7 +77,7 @@ def test_graph_is_the_decoder_that_numpy_computes(tmp_path: Path, window: int) -
             tensors = DecoderTensors(device, SHAPE, step, caches)
             tensors._given["input_ids"][:] = given
             device.run(session, tensors.bind(session))
-            expected = decoder_in_numpy(weights, ids[:, : step.length], window)
+            expected, _ = run_decoder(SHAPE, weights, ids[:, : step.length], window)
             np.testing.assert_allclose(tensors.logits()[:, 0], expected, atol=1e-5)
 
 

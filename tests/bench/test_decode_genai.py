@@ -86,7 +86,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_one_sequence_grows_from_context_to_context(folder: Path) -> None:
-    records = list(decode_genai.measure_contexts({"original": folder, "optimized": folder}, [100, 1200], 5, 2))
+    folders = {"original": folder, "optimized": folder}
+    records = list(decode_genai.measure_contexts(folders, [100, 1200], 5, 2))
     assert [r["shape"]["context"] for r in records] == [100, 1200]
     assert [r["prompt"]["tokens"] for r in records] == [100, 1200 - 108]
     assert [r["same_tokens"] for r in records] == [8, 8]
@@ -96,8 +97,10 @@ def test_one_sequence_grows_from_context_to_context(folder: Path) -> None:
         options = json.loads(model.config.overlaid)["model"]["decoder"]["session_options"]
         assert options["intra_op_num_threads"] == 2
     for record in records:
-        for key in ("seconds", "median_seconds", "cpu_seconds"):
+        for key in ("seconds", "median_seconds", "cpu_seconds", "least_cpu_seconds"):
             assert set(record[key]) == {"original", "optimized"}
+        for name in folders:
+            assert record["least_cpu_seconds"][name] <= record["cpu_seconds"][name]
         assert "tokens/s" in decode_genai.describe_record(record)[1]
 
 

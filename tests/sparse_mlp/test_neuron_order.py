@@ -169,3 +169,45 @@ def test_neurons_that_something_else_reads_keep_their_order(break_with: str) -> 
     fired[-10:] = 1
     (kept,) = with_orders(model, [site], counts_of(site, fired))
     assert kept.order is None
+
+
+PREDICTED = [
+    (replace(FORM, gated=True), "kind=svd,active=0.4,rank=24"),
+    (FORM, "kind=svd,active=0.4,rank=24,by_neuron=0"),
+    (replace(FORM, gated=True), "active=0.3,by_neuron=1"),
+    (replace(FORM, gated=True, bits=8, neurons=3072), "kind=svd,active=0.4,rank=24"),
+]
+
+
+@pytest.mark.parametrize(("form", "fields"), PREDICTED, ids=str)
+def test_predicted_neurons_lie_in_the_order_in_which_they_are_selected(
+    form: MlpForm, fields: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nodes pass their checks, and outputs are those of the model whose neurons keep their order, on other tokens too."""
+    source = tmp_path / "model.onnx"
+    model = make_mlp_model(form)
+    silence(model, form)
+    onnx.save(model, str(source), save_as_external_data=True, location="w.data", size_threshold=1024)
+    rng = np.random.default_rng(3)
+    np.savez(tmp_path / "prompts.npz", *[rng.integers(0, VOCABULARY, 12) for _ in range(5)])
+    options = Options(sparse_mlp=f"{tmp_path / 'prompts.npz'},{fields}", max_kl=1e9, force=True)
+    report = stof.optimize(source, tmp_path / "ordered.onnx", options)
+    (row,) = report.sections["mlps"].to_json()["mlps"]
+    assert row["replaced"], row["reason"]
+    assert row["idle"] == pytest.approx(0.5, abs=0.2)
+    assert report.verification is not None
+    assert [c.site for c in report.verification.comparisons if c.site] == [row["mlp"]]
+    assert all(c.ok for c in report.verification.comparisons)
+    with monkeypatch.context() as patch:
+        patch.setattr("stof.sparse_mlp.rewrite.with_orders", lambda model, sites, counts: list(sites))
+        stof.optimize(source, tmp_path / "kept.onnx", options)
+    (node,) = (
+        n for n in onnx.load(str(tmp_path / "ordered.onnx"), load_external_data=False).graph.node if n.op_type == OP
+    )
+    (hot,) = (a.i for a in node.attribute if a.name == "hot_neurons")
+    assert hot == round(form.neurons * (1 - row["idle"]))
+    for library in (True, False):
+        kept, ordered = (session(tmp_path / f"{n}.onnx", library) for n in ("kept", "ordered"))
+        for feed in (feeds(form, 3), feeds(form, 5, seed=1)):
+            wanted, found = (s.run(None, feed)[0] for s in (kept, ordered))
+            np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4 * np.abs(wanted).max())

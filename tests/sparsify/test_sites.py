@@ -25,9 +25,11 @@ H, D = 8, 16
 
 
 def primitive(*, mask: str = "causal", layers: int = 1) -> onnx.ModelProto:
-    """Attention as primitive nodes; ``mask``: causal, padded (causal and a vector of real keys), window, none."""
+    """Attention as primitive nodes; ``mask``: causal, padded (causal and a vector of real keys, or of padding), window, none."""
     infos = [helper.make_tensor_value_info(x, TensorProto.FLOAT, ["B", H, "S", D]) for x in ("q", "k", "v")]
-    if mask == "padded":
+    if mask == "padded by numbers":
+        infos.append(helper.make_tensor_value_info("real", TensorProto.FLOAT, ["B", 1, 1, "S"]))
+    elif mask.startswith("padded"):
         infos.append(helper.make_tensor_value_info("real", TensorProto.BOOL, ["B", "S"]))
     make = helper.make_node
     nodes = [
@@ -39,8 +41,14 @@ def primitive(*, mask: str = "causal", layers: int = 1) -> onnx.ModelProto:
         make("LessOrEqual", ["columns", "rows"], ["causal"]),
     ]
     condition = "causal"
-    if mask == "padded":
-        nodes += [make("Unsqueeze", ["real", "axes"], ["real4"]), make("And", ["causal", "real4"], ["both"])]
+    if mask.startswith("padded"):
+        way = {"padded by numbers": [make("Cast", ["real"], ["real4"], to=TensorProto.BOOL)]}
+        way["padded by a forbidding mask"] = [
+            make("Not", ["real"], ["ok"]),
+            make("Unsqueeze", ["ok", "axes"], ["real4"]),
+        ]
+        nodes += way.get(mask, [make("Unsqueeze", ["real", "axes"], ["real4"])])
+        nodes.append(make("And", ["causal", "real4"], ["both"]))
         condition = "both"
     if mask == "window":
         nodes += [make("Sub", ["rows", "columns"], ["away"]), make("Less", ["away", "nine"], ["near"])]
@@ -160,18 +168,55 @@ def test_an_operator_takes_inline_patterns(spec: str, made: Callable[[], onnx.Mo
         np.testing.assert_allclose(run(found, feeds, library=library), exact(feeds, TAKEN[spec]), atol=3e-5, rtol=1e-4)
 
 
-def test_padding_stays(tmp_path: Path) -> None:
-    """A key padding mask and a pattern: positions count columns of the scores."""
-    report, found = optimized(primitive(mask="padded"), tmp_path, "window=40,sink=7")
+_S2, _SINKS = "s2:local=3,stride=4,block=16", "window=40,sink=7"
+
+
+@pytest.mark.parametrize(
+    ("made", "spec"),
+    [
+        ("padded", _SINKS),
+        ("padded", "s2:local=2,stride=3,block=16,relative=1"),
+        ("padded by numbers", _S2),
+        ("padded by a forbidding mask", _S2),
+    ],
+)
+def test_positions_count_from_the_first_token(made: str, spec: str, tmp_path: Path) -> None:
+    """Each sequence of a padded batch gets what it gets alone: padding to the left, to the right, on both sides, none."""
+    report, found = optimized(primitive(mask=made), tmp_path, spec)
     assert report.replaced == 1
-    assert "positions count columns of the scores: pad sequences to the right" in report.to_text()
-    feeds = draw()
-    real = np.arange(SIZE)[None] < np.array([SIZE, 170])[:, None]
-    mask = masks.window(H, SIZE, 40, 7) & real[:, None, None]
-    rows = real[:, None, :, None] & np.ones((1, H, 1, D), bool)
+    assert "pad sequences to the right" not in report.to_text()
+    assert report.verification is not None
+    assert report.verification.complete
+    feeds = draw(batch=4)
+    spans = [(0, SIZE), (131, SIZE), (0, 170), (17, 203)]
+    real = np.stack([(np.arange(SIZE) >= a) & (np.arange(SIZE) < b) for a, b in spans])
+    given = {"padded": real, "padded by numbers": real.astype(np.float32)[:, None, None]}.get(made, ~real)
     for library in (True, False):
-        mine = run(found, {**feeds, "real": real}, library=library)
-        np.testing.assert_allclose(mine[rows], exact(feeds, mask)[rows], atol=3e-5, rtol=1e-4)
+        mine = run(found, {**feeds, "real": given}, library=library)
+        for i, (a, b) in enumerate(spans):
+            alone = {n: x[i : i + 1, :, a:b] for n, x in feeds.items()}
+            mask = TAKEN[spec][..., : b - a, : b - a] & np.tri(b - a, dtype=bool)
+            np.testing.assert_allclose(mine[i, :, a:b], exact(alone, mask)[0], atol=3e-5, rtol=1e-4)
+
+
+def test_tables_count_from_the_first_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table of blocks, and one of columns and diagonals, whose indices begin at the first token, too."""
+    for kind in ("blocks of all heads", "columns"):
+        pattern, mask = KINDS[kind]
+        monkeypatch.setattr(pipeline, "parse_spec", lambda text, p=pattern: SparsitySpec("test", (Clause(p),)))
+        report, found = optimized(primitive(mask="padded"), tmp_path, "test")
+        assert report.sparsity is not None
+        assert report.sparsity.sparsified == bool(report.replaced)
+        assert "pad sequences to the right" not in report.to_text()
+        feeds = draw()
+        real = np.arange(SIZE)[None] >= np.array([0, 131])[:, None]
+        for library in (True, False):
+            mine = run(found, {**feeds, "real": real}, library=library)
+            for i, a in enumerate((0, 131)):
+                alone = {n: x[i : i + 1, :, a:] for n, x in feeds.items()}
+                whole = masks.to_query_heads(mask, H) if report.replaced else masks.dense(H, SIZE)
+                expected = exact(alone, whole[:, : SIZE - a, : SIZE - a] & np.tri(SIZE - a, dtype=bool))
+                np.testing.assert_allclose(mine[i, :, a:], expected[0], atol=3e-5, rtol=1e-4)
 
 
 def test_windows_do_not_depend_on_where_padding_is(tmp_path: Path) -> None:
@@ -215,3 +260,18 @@ def test_what_is_skipped_stays_dense(tmp_path: Path) -> None:
     first = exact(feeds, masks.window(H, SIZE, 40))
     wanted = exact({**feeds, "q": first}, masks.dense(H, SIZE))
     np.testing.assert_allclose(run(found, feeds, library=True), wanted, atol=5e-5, rtol=1e-4)
+
+
+def test_only_padded_patterns_may_change_rows_of_padding(tmp_path: Path) -> None:
+    """A dense site beside one with a pattern keeps what its fully masked rows give."""
+    report, found = optimized(primitive(mask="padded", layers=2), tmp_path, "window=40,layers=1")
+    first, second = report.sites
+    assert (first.replaced, second.replaced) == (True, True)
+    assert (first.empty_rows, second.empty_rows) == ("mean", "zero")
+    nodes = [n for n in found.graph.node if n.op_type == "StofAttention"]
+    policies = [helper.get_node_attr_value(n, "empty_rows") for n in nodes]
+    assert policies == [b"mean", b"zero"]
+    everywhere, _ = optimized(
+        primitive(mask="padded", layers=2), tmp_path, "window=40,layers=1", ignore_empty_rows=True
+    )
+    assert [s.empty_rows for s in everywhere.sites] == ["zero", "zero"]

@@ -35,6 +35,7 @@ class Rewrite:
     hints: tuple[tuple[str, str], ...] = ()  # the attributes ``kernel`` and ``tile``
     tensorrt: bool = False  # also write what TensorRT's parser needs
     allow_tf32: bool = False
+    ignores_empty_rows: bool = False  # fully masked rows may differ from the graph's
 
 
 def emit(model: onnx.ModelProto, symbolic: Symbolic, rewrites: Sequence[Rewrite]) -> onnx.ModelProto:

@@ -118,6 +118,7 @@ class AttentionRewrite(OpRewrite[tuple[Scope, ...], AttentionDecisions]):
                     target,
                     job.source.parent,
                     job.selections[KEY],
+                    frozenset() if job.sparsity is None else frozenset(job.sparsity.ignored_rows),
                 )
                 choices += [decider.decide(site) for site in scope.sites]
             job.tuning.spent += target.tuned_seconds
@@ -148,7 +149,7 @@ class AttentionRewrite(OpRewrite[tuple[Scope, ...], AttentionDecisions]):
         # A tenth of all imports, which --no-verify and --dry-run do not need.
         from stof.attention.checks.site_checks import AttentionChecks
 
-        return AttentionChecks(decided.scopes, decided.rewrites, ignore_empty_rows=job.options.ignore_empty_rows)
+        return AttentionChecks(decided.scopes, decided.rewrites)
 
     def explain_failure(self, decided: AttentionDecisions, verification: Verification) -> str:
         failures = verification.failures

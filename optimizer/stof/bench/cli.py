@@ -11,6 +11,7 @@ from pathlib import Path
 from stof.bench.core import measure
 from stof.bench.core.candidate import Unavailable, select
 from stof.bench.cpu import cases, sparse_mlp
+from stof.bench.decoder import mlp_decoder, mlp_models
 from stof.bench.gpu.cases import GRIDS
 from stof.errors import ArgumentError
 from stof.files import write_text
@@ -90,6 +91,18 @@ def _parser() -> Parser:
     decoder.add_argument("--variants", nargs="+", default=None, metavar="NAME", help="default: all")
     decoder.add_argument("--prepared", type=Path, metavar="DIR", help="optimized graphs, without weights")
     decoder.add_argument("--prepare", action="store_true", help="write them, which needs no GPU, and end")
+    mlps = commands.add_parser("decoder-mlp", help="a whole decoder whose MLPs are sparse beside the dense one")
+    mlps.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    mlps.add_argument("--models", nargs="+", choices=list(mlp_models.MODELS), required=True)
+    mlps.add_argument("--precisions", nargs="+", choices=mlp_models.PRECISIONS, default=["float32"])
+    mlps.add_argument(
+        "--active", type=float, default=None, metavar="SHARE", help="of the neurons; default: the model's"
+    )
+    mlps.add_argument("--idle", type=float, default=0.0, metavar="SHARE", help="of the neurons: they never fire (0)")
+    mlps.add_argument("--batch", type=int, default=1, metavar="B", help="sequences of a token")
+    mlps.add_argument("--variants", nargs="+", default=None, metavar="NAME", help="default: all")
+    mlps.add_argument("--no-memory", action="store_true", help="do not measure resident memory")
+    mlps.add_argument("--no-times", action="store_true", help="measure resident memory alone")
     generation = commands.add_parser(
         "decode-genai", help="a model folder of ONNX Runtime GenAI before and after, on the CPU"
     )
@@ -106,11 +119,11 @@ def _parser() -> Parser:
     search.add_argument("--length", type=int, default=128, metavar="S")
     search.add_argument("--measured", action="store_true", help="times on this device in place of the analytical cost")
     search.add_argument("--seed", type=int, default=0)
-    for command in (attention, decode, mlp, sites, model, decoder, generation):
+    for command in (attention, decode, mlp, sites, model, decoder, mlps, generation):
         several = command in (attention, decode, mlp, sites)
         command.add_argument("--threads", nargs="+", type=int, default=[1, 2] if several else [2])
         command.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
-    for command in (attention, decode, mlp, sites, model, decoder):
+    for command in (attention, decode, mlp, sites, model, decoder, mlps):
         command.add_argument("--rounds", type=int, default=None, help="default: 5 on a CPU, 7 on a GPU")
     merge = commands.add_parser("merge", help="results that another machine wrote, into those here")
     merge.add_argument("found", type=Path, metavar="DIR", help="the folder that the other machine wrote")
@@ -151,6 +164,8 @@ def _run(arguments: argparse.Namespace) -> int:
         return _attention_on_gpu(arguments)
     if arguments.command == "model" and (arguments.device == "cuda" or arguments.prepare):
         return _models_on_gpu(arguments)
+    if arguments.command == "decoder-mlp":
+        return mlp_decoder.run(arguments)
     if arguments.command == "decoder":
         from stof.bench.decoder import run as decoder
 

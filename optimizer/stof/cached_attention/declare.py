@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts declared patterns on attention over a KV cache: as attention_bias of GroupQueryAttention, whose mask is ``k <= q``.
+"""Puts declared patterns on attention over a KV cache whose mask is ``k <= q``.
 
-The model with these biases is what an optimized one is compared with. It is right in every runtime, and computes every pair.
+GroupQueryAttention gets its pattern as attention_bias. The model with these biases is what an optimized one is compared with.
+It is right in every runtime, and computes every pair. PagedAttention has no input for a pattern: its node stays as it is, and
+what an optimized model is compared with is standard nodes that compute the pattern.
 """
 
 from __future__ import annotations
@@ -55,10 +57,14 @@ def declare_patterns(job: Job, key: str) -> Job:
         site = candidate.site
         heads = None if site is None else HeadCounts(site.num_heads, site.kv_num_heads)
         found = None if heads is None else sparsity.pattern_of(layer, len(candidates), heads)
-        if reason or site is None or found is None or isinstance(site, PagedSite):
+        if reason or site is None or found is None:
             sparsity.keep_dense(candidate.name, layer, reason or "--sparsify leaves it dense")
             continue
         pattern, facts = found
+        if isinstance(site, PagedSite):
+            declared = DeclaredPattern(pattern, facts, patterns.name_tables(pattern))
+            sparsity.put(candidate.name, layer, site.node.output[0], declared, needs_operator=True)
+            continue
         declared = DeclaredPattern(pattern, facts, patterns.add_tables(pattern), site.input("attention_bias"))
         patterns.put(site, declared)
         sparsity.put(candidate.name, layer, site.node.output[0], declared)
@@ -69,14 +75,15 @@ def _reason_dense(candidate: CacheCandidate) -> str:
     """Why an attention takes no pattern; empty where it does."""
     if candidate.site is None:
         return candidate.reason
-    if isinstance(candidate.site, PagedSite):
-        return "its cache is paged: PagedAttention has no input for a pattern, so the result cannot be verified"
-    if candidate.site.layout is not None:
+    site = candidate.site
+    if isinstance(site, CacheSite) and site.layout is not None:
         return "it has block layouts already (SparseAttention)"
-    if candidate.site.sliding:
+    if isinstance(site, CacheSite) and site.sliding:
         return "its cache holds the last positions only (sliding_window_cache)"
-    if candidate.site.window:
-        return f"its mask is no plain causal one: it has a window of {candidate.site.window} keys"
+    if site.window:
+        return f"its mask is no plain causal one: it has a window of {site.window} keys"
+    if isinstance(site, PagedSite) and site.does_rotary and not site.rotary_size:
+        return "the columns of its cos_cache are not known before the run; standard nodes with the pattern need them"
     return ""
 
 
@@ -96,15 +103,22 @@ class _Patterns:
         self._biases: dict[tuple[object, ...], str] = {}
         self._nodes: dict[str, list[onnx.NodeProto]] = {}  # what stands in the place of a node, by its first output
 
-    def add_tables(self, pattern: Pattern) -> dict[str, str]:
-        """The initializers of a pattern's tables."""
+    def name_tables(self, pattern: Pattern) -> dict[str, str]:
+        """The tensors of a pattern's tables; equal tables share one."""
         found = {}
         for name, array in pattern.tables.items():
             key = (array.dtype.str, array.shape, array.tobytes())
-            if key not in self._tables:
-                self._tables[key] = f"{self._builder.prefix}table{len(self._tables)}"
-                self._initializers.append(numpy_helper.from_array(array, self._tables[key]))
-            found[name] = self._tables[key]
+            found[name] = self._tables.setdefault(key, f"{self._builder.prefix}table{len(self._tables)}")
+        return found
+
+    def add_tables(self, pattern: Pattern) -> dict[str, str]:
+        """The initializers of a pattern's tables."""
+        found = self.name_tables(pattern)
+        known = {t.name for t in self._initializers}
+        for name, tensor in found.items():
+            if tensor not in known:
+                known.add(tensor)
+                self._initializers.append(numpy_helper.from_array(pattern.tables[name], tensor))
         return found
 
     def put(self, site: CacheSite, declared: DeclaredPattern) -> None:

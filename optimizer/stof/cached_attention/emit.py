@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
 from stof.cached_attention.block_layout import BlockLayout
-from stof.cached_attention.function_body import CacheVariant, make_cache_function
+from stof.cached_attention.function_body import CacheVariant, fill_tables, make_cache_function
 from stof.cached_attention.node_site import MICROSOFT
 from stof.cached_attention.rewrite_node import rewrite_node
 from stof.cached_attention.site import INPUT_INDEX, OP, OP_INPUTS, OUTPUTS, CacheSite
@@ -19,7 +19,6 @@ from stof.graph.dead_code import remove_dead_code
 from stof.graph.index import all_nodes, node_tensors, opset_of
 from stof.graph.local_functions import add_functions, check_absent
 from stof.graph.names import FreshNames
-from stof.graph.node_fields import input_of
 from stof.graph.protobuf import copy_model
 
 
@@ -57,7 +56,7 @@ def emit_caches(model: onnx.ModelProto, sites: Sequence[CacheSite]) -> onnx.Mode
             inputs[OP_INPUTS.index(f"table{i}")] = table
         rewrite_node(node, site, OP, inputs, len(OUTPUTS), number, names)
         calls.append(node)
-    _fill_tables(calls, variants)
+    fill_tables(calls, list(variants), OP_INPUTS)
     most = max(len(node.input) for node in calls)
     blocks.insert_nodes()
     contrib = next((int(e.version) for e in found.opset_import if e.domain == MICROSOFT), 1)
@@ -65,19 +64,6 @@ def emit_caches(model: onnx.ModelProto, sites: Sequence[CacheSite]) -> onnx.Mode
         remove_dead_code(graph, model.graph)  # biases of declared patterns
     add_functions(found, [make_cache_function(list(variants), most, opset_of(model), contrib)])
     return found
-
-
-def _fill_tables(calls: Sequence[onnx.NodeProto], variants: Collection[CacheVariant]) -> None:
-    """Gives each call the tables that a branch of the function body reads; the operator ignores those of other masks."""
-    for number in range(max(len(v.tables) for v in variants) if len(variants) > 1 else 0):
-        if not any(v.tables[number : number + 1] not in ((), (0,)) for v in variants):
-            continue
-        index = OP_INPUTS.index(f"table{number}")
-        some = next(name for node in calls if (name := input_of(node, index)))
-        for node in calls:
-            if not input_of(node, index):
-                node.input.extend([""] * (index + 1 - len(node.input)))
-                node.input[index] = some
 
 
 def _zero_sink(graph: onnx.GraphProto, site: CacheSite, tensors: FreshNames, sinks: dict[tuple[int, int], str]) -> str:

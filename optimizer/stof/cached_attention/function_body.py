@@ -34,6 +34,7 @@ from stof.cached_attention.site import (
 )
 from stof.graph.index import DOMAIN
 from stof.graph.node_builder import Builder
+from stof.graph.node_fields import input_of
 from stof.mask.expression import MaskExpression
 from stof.sparsify.bias_nodes import StepTensors, emit_pattern_bias
 
@@ -128,6 +129,10 @@ class BodyVariant(Protocol):
     def cache_dtype(self) -> int:
         """The element type of the other outputs."""
 
+    @property
+    def tables(self) -> tuple[int, ...]:
+        """The element types of the tables that the body reads, from table0 on; 0: it does not read that one."""
+
     def nodes(self, name: str, opset: int, outputs: Sequence[str], *, is_branch: bool = False) -> list[onnx.NodeProto]:
         """Nodes that write the outputs from the function's inputs.
 
@@ -137,6 +142,25 @@ class BodyVariant(Protocol):
             outputs: names of the outputs.
             is_branch: calls of other variants get these nodes, too.
         """
+
+
+def fill_tables(calls: Sequence[onnx.NodeProto], variants: Sequence[BodyVariant], inputs: Sequence[str]) -> None:
+    """Gives each call the tables that a branch of the function body reads; the operator ignores those of other masks.
+
+    Args:
+        calls: the operator's nodes.
+        variants: of the function body.
+        inputs: names of the operator's inputs.
+    """
+    for number in range(max(len(v.tables) for v in variants) if len(variants) > 1 else 0):
+        if not any(v.tables[number : number + 1] not in ((), (0,)) for v in variants):
+            continue
+        index = inputs.index(f"table{number}")
+        some = next(name for node in calls if (name := input_of(node, index)))
+        for node in calls:
+            if not input_of(node, index):
+                node.input.extend([""] * (index + 1 - len(node.input)))
+                node.input[index] = some
 
 
 def make_cache_function(

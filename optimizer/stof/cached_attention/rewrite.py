@@ -187,7 +187,7 @@ def _with_pattern(job: Job, candidate: CacheCandidate) -> CacheCandidate:
     """The candidate with the pattern that --sparsify declared."""
     site = candidate.site
     declared = None if job.sparsity is None or site is None else job.sparsity.patterns.get(site.node.output[0])
-    if site is None or declared is None or isinstance(site, PagedSite):
+    if site is None or declared is None:
         return candidate
     return replace(candidate, site=replace(site, declared=declared))
 

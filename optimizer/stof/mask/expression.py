@@ -181,7 +181,7 @@ class MaskExpression:
         """The expression with integers in the place of indices and sizes, by their names."""
 
         def combine(node: Node, children: Sequence[Node]) -> Node:
-            return values.get(node.name, node) if isinstance(node, Name) else _rebuild(node, children)
+            return values.get(node.name, node) if isinstance(node, Name) else rebuild(node, children)
 
         return MaskExpression(fold(self.root, combine))
 
@@ -189,7 +189,7 @@ class MaskExpression:
         """The expression with a number in the place of ``lengths[b]``."""
 
         def combine(node: Node, children: Sequence[Node]) -> Node:
-            return Constant(count) if isinstance(node, Lookup) and node.name == "lengths" else _rebuild(node, children)
+            return Constant(count) if isinstance(node, Lookup) and node.name == "lengths" else rebuild(node, children)
 
         return MaskExpression(fold(self.root, combine))
 
@@ -245,7 +245,7 @@ def causal_window(window: int) -> MaskExpression:
     return CAUSAL & MaskExpression(Binary("<", Binary("-", Q, K), Constant(window))) if window else CAUSAL
 
 
-def _rebuild(node: Node, children: Sequence[Node]) -> Node:
+def rebuild(node: Node, children: Sequence[Node]) -> Node:
     """A node with others in the place of its operands."""
     match node:
         case Unary(symbol="-"):

@@ -7,6 +7,7 @@ from collections.abc import Collection
 
 import numpy as np
 
+from stof.cached_attention.paged.run_inputs import PagedInputMaker
 from stof.cached_attention.run_inputs import CacheInputMaker
 from stof.errors import ArgumentError
 from stof.execution.case import Case, Padding
@@ -44,19 +45,48 @@ def make_feed(
     feed = maker.draw(case, np.random.default_rng(0), needed)
     if known and isinstance(maker, CacheInputMaker) and not maker.knows_lengths(feed):  # they follow from caches
         feed = maker.draw(case, np.random.default_rng(0))
-    tokens = feed.get(TOKENS)
-    if tokens is None or tokens.dtype.kind != "i" or tokens.ndim != 2:
-        raise ArgumentError(f"{option} needs a model with integer input {TOKENS!r} [B, S], which this one has not")
-    if tokens.shape != (1, len(ids)):
-        raise ArgumentError(f"{option}: a prompt has {len(ids)} tokens, the model's {TOKENS!r} is {list(tokens.shape)}")
-    feed[TOKENS] = ids[None].astype(tokens.dtype)
-    positions = feed.get(_POSITIONS)
-    if positions is not None and positions.dtype.kind == "i" and positions.shape == tokens.shape:
-        feed[_POSITIONS] = (before + np.arange(len(ids)))[None].astype(positions.dtype)
+    feed = _with_tokens(feed, ids, before, "[B, S]", {2}, option)
     if not isinstance(maker, CacheInputMaker):
         for name, value in _OF_SINGLE_SEQUENCES.items():
             if name in feed and feed[name].ndim == 2:
                 feed[name] = np.full_like(feed[name], value)
+    return feed
+
+
+def make_paged_feed(maker: PagedInputMaker, ids: np.ndarray, before: int, rows: int, option: str = "--prompts") -> Feed:
+    """The inputs of the tokens of one sequence over pages.
+
+    Args:
+        maker: draws the inputs besides tokens.
+        ids: token ids [N].
+        before: how many tokens come before these.
+        rows: that the blocks of the sequence have at least, the same in all of its steps.
+        option: that names the prompts, for messages.
+
+    Raises:
+        ArgumentError: when the model takes no such step, or has no input for tokens.
+    """
+    case = maker.case_of_step(len(ids), before + len(ids), rows)
+    feed = None if case is None else maker.draw_step(case, np.random.default_rng(0))
+    if feed is None:
+        raise ArgumentError(
+            f"{option}: the model takes no step of {len(ids)} tokens of one sequence behind {before} keys: its sizes or "
+            "rotary tables rule it out, or no inputs state lengths and blocks"
+        )
+    return _with_tokens(feed, ids, before, "[N] or [1, N]", {1, 2}, option)
+
+
+def _with_tokens(feed: Feed, ids: np.ndarray, before: int, shapes: str, ranks: Collection[int], option: str) -> Feed:
+    """The inputs with tokens and their positions."""
+    tokens = feed.get(TOKENS)
+    if tokens is None or tokens.dtype.kind != "i" or tokens.ndim not in ranks:
+        raise ArgumentError(f"{option} needs a model with integer input {TOKENS!r} {shapes}, which this one has not")
+    if tokens.shape not in ((1, len(ids)), (len(ids),)):
+        raise ArgumentError(f"{option}: a prompt has {len(ids)} tokens, the model's {TOKENS!r} is {list(tokens.shape)}")
+    feed[TOKENS] = ids.reshape(tokens.shape).astype(tokens.dtype)
+    positions = feed.get(_POSITIONS)
+    if positions is not None and positions.dtype.kind == "i" and positions.shape == tokens.shape:
+        feed[_POSITIONS] = (before + np.arange(len(ids))).reshape(tokens.shape).astype(positions.dtype)
     return feed
 
 

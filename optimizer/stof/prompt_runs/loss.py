@@ -9,14 +9,17 @@ from pathlib import Path
 import numpy as np
 import onnx
 
+from stof.cached_attention.paged.find import reads_pages
+from stof.cached_attention.paged.run_inputs import PagedInputMaker
 from stof.cached_attention.run_inputs import CacheInputMaker
 from stof.errors import ArgumentError, ModelError, VerifyError
 from stof.execution.ort_sessions import Sessions, VerifiedSession
 from stof.execution.run_limits import LimitReached, RunLimits
 from stof.execution.session_process import RuntimeFailure, release_sessions
 from stof.files import temporary_folder
+from stof.graph.index import all_nodes
 from stof.options import Options
-from stof.prompt_runs.feeds import Feed, make_feed
+from stof.prompt_runs.feeds import Feed, make_feed, make_paged_feed
 from stof.prompts.files import PromptSet
 from stof.prompts.loss import LOGITS, LossMeter, PromptLoss, bucket_limits
 from stof.verification.model_inputs import ModelInputs
@@ -36,7 +39,7 @@ def measure_loss(
     """Runs both models on each prompt: as a first prompt, and token by token behind prefixes, each over its own cache.
 
     Args:
-        source: the file of the original.
+        source: the file of the original, which runs unless ``inputs`` have standard nodes for it.
         final: the model whose outputs change; its external data lies beside the original.
         inputs: draws the inputs besides tokens.
         prompts: what they run on.
@@ -49,20 +52,29 @@ def measure_loss(
     """
     whole, decoded = LossMeter(), LossMeter()
     maker = inputs.maker
+    if kept := [n.name or n.output[0] for n in all_nodes(final.graph.node) if reads_pages(n)]:
+        raise VerifyError(
+            f"the loss on --prompts cannot be measured: {kept[0]!r} stays PagedAttention, of which ONNX Runtime's CPU provider "
+            "has no kernel. Nothing was written; leave --prompts out"
+        )
     try:
         with temporary_folder(folder) as scratch:
             limits = RunLimits(_SECONDS, options.verify_memory)
             sessions = Sessions(source.parent.resolve(), scratch, limits)
-            original = sessions.make(source, optimized=True, library=False)
+            original = sessions.make(inputs.original or source, optimized=True, library=False)
             result = sessions.make(final, optimized=True, library=True)
             _check_logits(original.outputs)
             for i, ids in enumerate(prompts.prompts):
                 try:
-                    one, other = (_logits(s, make_feed(maker, ids)) for s in (original, result))
+                    if isinstance(maker, PagedInputMaker):
+                        one, other = (_logits(s, make_paged_feed(maker, ids, 0, len(ids))) for s in (original, result))
+                        one, other = (x[None] if x.ndim == 2 else x for x in (one, other))  # no axis of sequences
+                    else:
+                        one, other = (_logits(s, make_feed(maker, ids)) for s in (original, result))
                     _check_shapes(one, other, len(ids))
                     # Some models give the logits of the last token alone.
                     whole.add(one[0], other[0], np.arange(len(ids))[-one.shape[1] :])
-                    if isinstance(maker, CacheInputMaker):
+                    if isinstance(maker, CacheInputMaker | PagedInputMaker):
                         _decode(maker, (original, result), ids, decoded)
                 except RuntimeFailure as error:
                     raise ArgumentError(
@@ -99,7 +111,9 @@ def check_loss(loss: PromptLoss, changed_by: str, options: Options) -> None:
     )
 
 
-def _decode(maker: CacheInputMaker, models: Sequence[VerifiedSession], ids: np.ndarray, meter: LossMeter) -> None:
+def _decode(
+    maker: CacheInputMaker | PagedInputMaker, models: Sequence[VerifiedSession], ids: np.ndarray, meter: LossMeter
+) -> None:
     """Adds single tokens of a prompt, the last ones of each bucket; nothing where the model takes no such steps."""
     caches = maker.caches()
     positions: list[int] = []
@@ -116,11 +130,14 @@ def _decode(maker: CacheInputMaker, models: Sequence[VerifiedSession], ids: np.n
             pasts: Feed = {}
             for (a, b), case in zip(spans, cases, strict=True):
                 assert case is not None
-                feed = {**make_feed(maker, ids[a:b], case, before=a, known=pasts), **pasts}
+                if isinstance(maker, PagedInputMaker):
+                    feed = {**make_paged_feed(maker, ids[a:b], a, len(ids)), **pasts}
+                else:
+                    feed = {**make_feed(maker, ids[a:b], case, before=a, known=pasts), **pasts}
                 logits, *presents = model.run([LOGITS, *caches.values()], feed)
                 pasts = dict(zip(caches, presents, strict=True))
                 if a:
-                    own.append(np.asarray(logits)[0, -1:])
+                    own.append(np.asarray(logits).reshape(-1, np.shape(logits)[-1])[-1:])
     if positions:
         one, other = (np.concatenate(x) for x in found)
         meter.add(one, other, np.array(positions))

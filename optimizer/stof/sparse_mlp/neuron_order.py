@@ -35,17 +35,24 @@ def with_orders(model: onnx.ModelProto, sites: Sequence[MlpSite], counts: Mappin
 
 
 def _with_order(site: MlpSite, counts: NeuronCounts | None, readers: Mapping[str, int]) -> MlpSite:
-    gate = site.projection
-    if counts is None or gate is None or not gate.is_movable or site.selector is not None:
+    if counts is None or (site.selection != "predictor" and not _is_gate_movable(site)):
         return site
-    if gate.is_packed and (site.up is None or not site.up.whole):
-        return site  # the other part of the matmul keeps its order
-    weights = {w.tensor for w in (gate.weight, site.up, site.down) if w is not None}
+    gate = site.gate_weight if site.selection == "predictor" else site.projection and site.projection.weight
+    weights = {w.tensor for w in (gate, site.up, site.down) if w is not None}
     if any(readers[t] != 1 for t in weights):
         return site  # another reader would need the weight a second time
     order = make_order(counts.active, 1 if site.quantization is None else site.quantization.block_size)
     idle = site.neurons - order.hot
     return replace(site, order=order) if idle * site.row_bytes >= _LEAST_BYTES else site
+
+
+def _is_gate_movable(site: MlpSite) -> bool:
+    """Whether the gate's matmul, which stays in the graph, can give neurons in another order."""
+    gate = site.projection
+    if gate is None or not gate.is_movable:
+        return False
+    # Where it is packed with something else than up, that part of the matmul keeps its order.
+    return not gate.is_packed or (site.up is not None and site.up.whole != 0)
 
 
 def make_order(active: np.ndarray, block: int) -> NeuronOrder:

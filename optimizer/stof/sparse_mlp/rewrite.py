@@ -186,7 +186,8 @@ class SparseMlpRewrite(OpRewrite[MlpModel, MlpDecisions]):
             self._check_selection(job, site)
             rows.append(replace(row, replaced=True, reason="replaced"))
             sites.append(site)
-        sites = with_orders(found.model, sites, found.counts)
+        selected = {name: p.counts for name, p in found.predictions.items() if p.counts is not None}
+        sites = with_orders(found.model, sites, {**found.counts, **selected})
         return MlpDecisions(found, _section(job, found, _with_idle(rows, sites)), tuple(sites))
 
     def _check_selection(self, job: Job, site: MlpSite) -> None:

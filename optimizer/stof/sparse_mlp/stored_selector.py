@@ -41,6 +41,20 @@ def stored_arrays(site: MlpSite) -> dict[str, npt.NDArray[Any]]:
     return found
 
 
+def ordered_arrays(site: MlpSite) -> dict[str, npt.NDArray[Any]]:
+    """:func:`stored_arrays` with the neurons in the site's order, as they are written.
+
+    Raises:
+        UnsupportedError: as :func:`stored_arrays`.
+    """
+    arrays = stored_arrays(site)
+    if site.order is None:
+        return arrays
+    indices = site.order.indices
+    is_by_neuron = {n: n.startswith("predictor_up") or (n == "threshold" and a.size > 1) for n, a in arrays.items()}
+    return {n: a[indices] if is_by_neuron[n] else a for n, a in arrays.items()}
+
+
 def rounded_selector(site: MlpSite) -> NeuronSelector:
     """The site's selector with the numbers that the operator holds, in fp32.
 

@@ -16,8 +16,8 @@ from functools import cached_property
 import numpy as np
 
 from stof.errors import ArgumentError
-from stof.mask.expression import CAUSAL, MaskExpression
-from stof.mask.expression_nodes import Binary, Constant, H, K, Node, Q, fold
+from stof.mask.expression import CAUSAL, MaskExpression, rebuild
+from stof.mask.expression_nodes import Binary, Call, Constant, H, K, Node, Q, fold
 from stof.mask.expression_parser import MaskSyntaxError
 
 BLOCKS = (16, 32, 64, 128)
@@ -25,6 +25,7 @@ MOST_TABLES = 4  # that an operator takes
 MOST_POSITIONS = 1 << 22  # as sizes of a mask
 _MOST_MARKS = 1 << 28  # bytes of a table of columns or diagonals
 _INDICES = {"h", "q", "k"}
+_DISTANCES = (Binary("-", Q, K), Binary("-", K, Q))
 
 
 @dataclass(frozen=True)
@@ -402,22 +403,42 @@ class Pattern:
     @property
     def mask(self) -> MaskExpression:
         """The whole mask, with ``k <= q``."""
-        return self.condition if CAUSAL.root in self.condition.conjuncts else CAUSAL & self.condition
+        return causal_mask(self.condition)
 
     @property
     def is_of_distances(self) -> bool:
         """Whether it reads positions as distances ``q - k`` alone, so that moving both by any number changes nothing."""
 
         def reads_position(node: Node, children: Sequence[bool]) -> bool:
-            return node in (Q, K) or (any(children) and node not in (Binary("-", Q, K), Binary("-", K, Q)))
+            return node in (Q, K) or (any(children) and node not in _DISTANCES)
 
         return not fold(self.condition.root, reads_position)
+
+    def counted_from(self, first: Node) -> MaskExpression:
+        """The condition where the first token of a sequence is at position ``first``; it is right for tokens behind it.
+
+        Distances stay as they are. Positions before the first token count as 0, so that tables have an element for them.
+        """
+        moved: dict[Node, Node] = {i: Call("max", (Constant(0), Binary("-", i, first))) for i in (Q, K)}
+
+        def combine(node: Node, children: Sequence[Node]) -> Node:
+            return moved.get(node, node if is_unmoved(node) else rebuild(node, children))
+
+        def is_unmoved(node: Node) -> bool:
+            return node in _DISTANCES or node == CAUSAL.root
+
+        return MaskExpression(fold(self.condition.root, combine, is_unmoved))
 
     @property
     def key(self) -> tuple[object, ...]:
         """Equal for patterns that allow the same by the same text."""
         tables = tuple((n, a.dtype.str, a.shape, a.tobytes()) for n, a in self.tables.items())
         return self.condition.text, self.heads, tables
+
+
+def causal_mask(condition: MaskExpression) -> MaskExpression:
+    """A condition with ``k <= q``, unless it states that."""
+    return condition if CAUSAL.root in condition.conjuncts else CAUSAL & condition
 
 
 def build_pattern(parts: Sequence[tuple[range | None, HeadPattern]], heads: HeadCounts) -> Pattern:

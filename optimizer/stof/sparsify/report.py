@@ -12,6 +12,8 @@ from stof.prompts.loss import Loss
 from stof.sparsify.measure import PatternFacts
 from stof.sparsify.patterns import Pattern
 
+_NO_INPUT = "no operator took it, and PagedAttention has no input for a pattern"
+
 
 @dataclass(frozen=True)
 class SparsifiedSite:
@@ -31,6 +33,7 @@ class SparsifiedSite:
         is_cache_efficient: whether a key that one query drops is attended by no later one.
         is_by_bias: no operator took it, so that a bias forbids pairs, and every pair is computed.
         needs_right_padding: sequences are padded, and positions count columns of the scores, not tokens.
+        needs_operator: the attention stays dense where no operator takes it, since its node has no input for a pattern.
     """
 
     site: str
@@ -46,6 +49,7 @@ class SparsifiedSite:
     is_cache_efficient: bool = True
     is_by_bias: bool = False
     needs_right_padding: bool = False
+    needs_operator: bool = False
 
     @classmethod
     def of(
@@ -93,6 +97,10 @@ class SparsityReport:
         """
         if not replaced:
             self.rows = [SparsifiedSite(r.site, r.layer, False, reason) if r.sparsified else r for r in self.rows]
+        self.rows = [
+            SparsifiedSite(r.site, r.layer, False, _NO_INPUT) if r.needs_operator and r.site not in replaced else r
+            for r in self.rows
+        ]
         self.rows = [replace(r, is_by_bias=r.sparsified and r.site not in replaced) for r in self.rows]
 
     def lines(self) -> list[str]:

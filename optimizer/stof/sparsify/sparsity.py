@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from stof.sparsify.measure import PatternFacts, measure_pattern
 from stof.sparsify.patterns import HeadCounts, Pattern
@@ -38,11 +38,13 @@ class Sparsity:
         spec: what is asked for.
         report: gets a row for each attention.
         patterns: by the first output of the attention's node, in the model that the ops rewrite.
+        ignored_rows: names of attentions whose fully masked rows, which are padding, may differ from the model's.
     """
 
     spec: SparsitySpec
     report: SparsityReport
     patterns: dict[str, DeclaredPattern] = field(default_factory=dict)
+    ignored_rows: set[str] = field(default_factory=set)
     _facts: dict[tuple[object, ...], PatternFacts] = field(default_factory=dict)
 
     def pattern_of(self, layer: int, count: int, heads: HeadCounts) -> tuple[Pattern, PatternFacts] | None:
@@ -62,7 +64,16 @@ class Sparsity:
         """Reports an attention without a pattern."""
         self.report.rows.append(SparsifiedSite(site, layer, False, reason))
 
-    def put(self, site: str, layer: int, output: str, declared: DeclaredPattern, *, is_padded: bool = False) -> None:
+    def put(
+        self,
+        site: str,
+        layer: int,
+        output: str,
+        declared: DeclaredPattern,
+        *,
+        is_padded: bool = False,
+        needs_operator: bool = False,
+    ) -> None:
         """Reports and keeps the pattern of an attention.
 
         Args:
@@ -71,10 +82,11 @@ class Sparsity:
             output: the first output of its node.
             declared: the pattern.
             is_padded: its positions count columns, among which may be padding. Distances are the same anyway.
+            needs_operator: its node in the model has no input for the pattern: an operator takes it, or it stays dense.
         """
         moves = is_padded and not declared.pattern.is_of_distances
         row = SparsifiedSite.of(site, layer, declared.pattern, declared.facts, needs_right_padding=moves)
-        self.report.rows.append(row)
+        self.report.rows.append(replace(row, needs_operator=needs_operator))
         self.patterns[output] = declared
 
     @property

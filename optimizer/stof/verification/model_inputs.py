@@ -53,6 +53,7 @@ class ModelInputs:
         given: sets of inputs of the user's, which come first.
         shapes: the least and the largest size in use of dimensions, by name.
         rows: which rows of outputs are defined; None: all but those of padding masks.
+        original: standard nodes that compute the original, of whose nodes the CPU provider has no kernel; None: it has them.
     """
 
     working: onnx.ModelProto
@@ -63,6 +64,7 @@ class ModelInputs:
     given: tuple[GivenFeed, ...] = ()
     shapes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     rows: OutputRows | None = None
+    original: onnx.ModelProto | None = None
 
     @cached_property
     def _narrower(self) -> InputNarrower:

@@ -69,13 +69,9 @@ class AttentionChecks(SiteChecks):
     Args:
         scopes: the main graph, with the original and its working copy, and subgraphs with sites.
         rewrites: what was replaced.
-        ignore_empty_rows: rows without a key may differ.
     """
 
-    def __init__(
-        self, scopes: Sequence[Scope], rewrites: Sequence[Rewrite], *, ignore_empty_rows: bool = False
-    ) -> None:
-        self.ignore_empty_rows = ignore_empty_rows
+    def __init__(self, scopes: Sequence[Scope], rewrites: Sequence[Rewrite]) -> None:
         self.scopes = scopes
         self.working = scopes[0].prepared.model
         self.symbolic = scopes[0].symbolic
@@ -95,16 +91,17 @@ class AttentionChecks(SiteChecks):
     def _cases(self, tokens: float) -> list[Case]:
         # A mask of -10000 takes digits from the scores of a row that is all padding, which the operator leaves them.
         soft = any(_absorbs_scores(r) for r in self.rewrites)
+        ignores_rows = any(r.ignores_empty_rows for r in self.rewrites)
         found = cases([r.mask.expression for r in self.rewrites], tokens, 2 if soft else BATCH_WITH_ALL_PADDING)
-        if self.inputs.counts and not soft and not self.ignore_empty_rows:
+        if self.inputs.counts and not soft and not ignores_rows:
             *others, short = found
             unusual = [Case(3, short.length, Padding.LEFT, counts=c) for c in (Counts.NEGATIVE, Counts.BEYOND)]
             found = [*others, *unusual, replace(short, counts=Counts.NONE)]
         # NaN of queries without a key spreads further in the original. A case without such queries compares what it hides.
         if self.may_carry_nan and any(r.mask.empty_rows is EmptyRows.NAN for r in self.rewrites):
             found.insert(-1, Case(2, found[-1].length, Padding.LEAST))
-        if self.ignore_empty_rows:
-            # Padding is what makes rows without keys; what follows from them is not to be compared.
+        if ignores_rows:
+            # Padding is what makes rows without keys; what follows from those of any site is not to be compared.
             found = [Case(c.batch, c.length, Padding.NONE) for c in found]
         return found
 
@@ -226,7 +223,7 @@ class AttentionChecks(SiteChecks):
             calls = [
                 OperatorCall(node, [*tensors, *node.input[3:]], second if i else None) for i, node in enumerate(nodes)
             ]
-            yield compare_site(site, calls, own, known[site.output], self.ignore_empty_rows)
+            yield compare_site(site, calls, own, known[site.output], rewrite.ignores_empty_rows)
 
 
 def _nodes_of(writers: Mapping[str, onnx.NodeProto], output: str) -> list[onnx.NodeProto]:

@@ -84,7 +84,18 @@ def _known(sites: Sequence[AttentionSite]) -> str:
 
 
 class SiteDecider:
-    """Decides about the sites of one graph. ``folder``: where its external data lies."""
+    """Decides about the sites of one graph.
+
+    Args:
+        model: with the graph.
+        symbolic: its facts.
+        options: of the optimization.
+        plan: whose entries are followed; None: there is none.
+        target: what the model is for.
+        folder: where its external data lies.
+        selection: the sites that are left out.
+        ignored_rows: names of sites whose fully masked rows may differ, as those of all may by ``options``.
+    """
 
     def __init__(
         self,
@@ -95,17 +106,18 @@ class SiteDecider:
         target: Target,
         folder: Path | None = None,
         selection: Selection | None = None,
+        ignored_rows: frozenset[str] = frozenset(),
     ) -> None:
         self.symbolic = symbolic
+        self.ignored_rows = ignored_rows
         self.selection = selection or Selection(NAMES)
         self.options = options
         self.plan = plan
         self.target = target
         self.checker = MaskChecker(model, symbolic)
         self.prover = RowProver(self.checker, folder)
-        self.lifted: dict[
-            AttentionSite, LiftedMask
-        ] = {}  # of sites that differ in no more than their place in the graph
+        # Of sites that differ in no more than their place in the graph, and by whether fully masked rows may differ.
+        self.lifted: dict[tuple[AttentionSite, bool], LiftedMask] = {}
         self.predictions: dict[tuple[object, ...], list[Prediction]] = {}
 
     def decide(self, site: AttentionSite) -> Choice:
@@ -137,7 +149,7 @@ class SiteDecider:
             notes = tuple(map(str, mask.notes))
             row = replace(row, mask=mask.expression.text, family=mask.family, notes=notes)
             step = Step.CHECK
-            accept(self.checker, site, mask, ignore_empty_rows=self.options.ignore_empty_rows)
+            accept(self.checker, site, mask, ignore_empty_rows=self._ignores_rows(site))
             row = replace(row, notes=(*notes, *_assumption_notes(self.checker.find_binary_inputs(site, mask))))
             step = Step.KERNEL
             if reasons := self.target.why_not(site, mask):
@@ -171,7 +183,12 @@ class SiteDecider:
         )
         plan = SitePlan(site.name, True, mask.expression.text, mask.empty_rows.value, hints, gain and round(gain, 3))
         tensorrt = self.target.name == "tensorrt"
-        return Choice(row, plan, Rewrite(site, mask, hints, tensorrt, self.options.allow_tf32))
+        rewrite = Rewrite(site, mask, hints, tensorrt, self.options.allow_tf32, self._ignores_rows(site))
+        return Choice(row, plan, rewrite)
+
+    def _ignores_rows(self, site: AttentionSite) -> bool:
+        """Whether fully masked rows of a site may differ from the graph's."""
+        return self.options.ignore_empty_rows or site.name in self.ignored_rows
 
     def _entry(self, site: AttentionSite) -> SitePlan | None:
         entry = self.plan.of(KEY, site.name) if self.plan else None
@@ -197,19 +214,19 @@ class SiteDecider:
             mask = self._lift_once(site)
         if entry is not None and entry.empty_rows:
             mask = replace(mask, empty_rows=EmptyRows(entry.empty_rows))
-        if self.options.ignore_empty_rows and mask.empty_rows is not EmptyRows.NAN:
+        if self._ignores_rows(site) and mask.empty_rows is not EmptyRows.NAN:
             mask = replace(mask, empty_rows=EmptyRows.ZERO)
         return mask
 
     def _lift_once(self, site: AttentionSite) -> LiftedMask:
-        key = _mask_key(site)
+        key = _mask_key(site), self._ignores_rows(site)
         if key not in self.lifted:
             self.lifted[key] = self._lift(site)
         return self.lifted[key]
 
     def _lift(self, site: AttentionSite) -> LiftedMask:
         mask = lift(self.symbolic, site)
-        if self.options.ignore_empty_rows:
+        if self._ignores_rows(site):
             return mask
         if equals := find_equal_strength(self.symbolic, site, mask):
             return lift(self.symbolic, site, equals)

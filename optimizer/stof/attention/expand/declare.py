@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import onnx
-from onnx import numpy_helper
+from onnx import TensorProto, numpy_helper
 
 from stof.attention.decide.site_decider import SiteDecider
 from stof.attention.decide.targets import target_of
@@ -21,26 +21,48 @@ from stof.graph.external_data import read_constants
 from stof.graph.index import all_nodes, node_tensors, opset_of, producers
 from stof.graph.node_builder import Builder
 from stof.graph.protobuf import copy_node, copy_with_nodes
-from stof.mask.expression import CAUSAL, MaskExpression
-from stof.mask.site import AttentionSite
+from stof.mask.expression import CAUSAL, PADDING, MaskExpression
+from stof.mask.expression_nodes import B, Lookup, Unary
+from stof.mask.site import AttentionSite, OperandView, RuntimeOperand
 from stof.mask.to_onnx import ScoreSizes, emit_mask
 from stof.op_rewrite import Job
 from stof.selection import NamedCandidate
 from stof.sparsify.bias_nodes import emit_bias
-from stof.sparsify.patterns import HeadCounts, Pattern
+from stof.sparsify.patterns import HeadCounts, causal_mask
 from stof.sparsify.sparsity import DeclaredPattern
 
 _PREFIX = "stof_pattern_"
+_FIRST = Lookup("lengths", (B,))  # the position of each sequence's first token
+
+
+@dataclass(frozen=True)
+class _Padding:
+    """The key padding mask of a site: an operand [B or 1, T], its type, and whether it is true for padding."""
+
+    operand: RuntimeOperand
+    dtype: int
+    is_inverted: bool
 
 
 @dataclass(frozen=True)
 class _Placed:
-    """A pattern, and the softmax whose scores get its bias."""
+    """A pattern, and the softmax whose scores get its bias.
+
+    Attributes:
+        site: the attention.
+        softmax: its output.
+        declared: the pattern.
+        condition: the pattern, as positions count at the site.
+        mask: the site's own one, and the pattern.
+        padding: by which positions count from each sequence's first token; None: they count columns of the scores.
+    """
 
     site: AttentionSite
-    softmax: str  # its output
+    softmax: str
     declared: DeclaredPattern
-    mask: MaskExpression  # the site's own one, and the pattern
+    condition: MaskExpression
+    mask: MaskExpression
+    padding: _Padding | None
 
 
 def declare_on_sites(job: Job, key: str) -> Job:
@@ -76,8 +98,11 @@ def declare_on_sites(job: Job, key: str) -> Job:
                 assert softmax is not None
                 declared = DeclaredPattern(*found, tables={})
                 own = reasons.masks[site.name]
-                sparsity.put(site.name, layer, softmax.output[0], declared, is_padded=bool(own.vectors))
-                placed.append(_Placed(site, softmax.output[0], declared, own & declared.pattern.condition))
+                padding = None if declared.pattern.is_of_distances else reasons.padding_of(site, own)
+                counts_columns = bool(own.vectors) and padding is None
+                sparsity.put(site.name, layer, softmax.output[0], declared, is_padded=counts_columns)
+                condition = declared.pattern.condition if padding is None else declared.pattern.counted_from(_FIRST)
+                placed.append(_Placed(site, softmax.output[0], declared, condition, own & condition, padding))
             layer += 1
     if not placed:
         return job
@@ -85,8 +110,8 @@ def declare_on_sites(job: Job, key: str) -> Job:
     # Stated masks are checked against the graph, and are shorter than what is recovered of it; they cannot have tables.
     stated = {p.site.name: p.mask.text for p in placed if not p.declared.pattern.tables}
     # A query of padding without a key gives another mixture where biases of mask and pattern add up. Nobody reads it.
-    ignores = job.options.ignore_empty_rows or any(p.mask.vectors for p in placed)
-    options = replace(job.options, masks={**stated, **job.options.masks}, ignore_empty_rows=ignores)
+    sparsity.ignored_rows.update(p.site.name for p in placed if p.mask.vectors)
+    options = replace(job.options, masks={**stated, **job.options.masks})
     return replace(job, model=model, options=options)
 
 
@@ -99,6 +124,7 @@ class _Reasons:
         self._writers = producers(scope.prepared.model.graph.node)
         target = target_of(replace(job.options, tune=0.0), str(job.library.get("cpu_isa", "")))
         options = replace(job.options, tune=0.0)
+        self._operands: dict[str, tuple[RuntimeOperand, ...]] = {}  # of the mask of a site
         self._decider = SiteDecider(scope.prepared.model, scope.symbolic, options, None, target, job.source.parent)
 
     def softmax_of(self, site: AttentionSite) -> onnx.NodeProto | None:
@@ -113,7 +139,8 @@ class _Reasons:
         if softmax is None or shape is None or tuple(shape) != site.dims:
             return "its scores are no tensor [B, H, S, T] in front of a softmax"
         try:
-            row = self._decider.decide(site).report
+            decided = self._decider.decide(site)
+            row = decided.report
         except StofError as error:
             return str(error)
         mask = MaskExpression.parse(row.mask) if row.mask else None
@@ -121,7 +148,18 @@ class _Reasons:
             found = f": {row.mask}" if row.mask else "" if not row.reason else f": {row.reason}"
             return f"its mask is no plain causal one{found}"
         self.masks[site.name] = mask
+        if decided.rewrite is not None:
+            self._operands[site.name] = decided.rewrite.mask.operands
         return ""
+
+    def padding_of(self, site: AttentionSite, mask: MaskExpression) -> _Padding | None:
+        """The key padding mask of a site with this mask; None where it has none, or no operator takes the site."""
+        operand = next((o for o in self._operands.get(site.name, ()) if o.role == "pad"), None)
+        words = {PADDING.root: False, Unary("not", PADDING.root): True}
+        found = [words[c] for c in mask.conjuncts if c in words]
+        if operand is None or len(found) != 1 or operand.at is not None or operand.view is OperandView.FLAT:
+            return None
+        return _Padding(operand, self._symbolic.dtype(operand.tensor), found[0])
 
 
 def _add_biases(model: onnx.ModelProto, placed: list[_Placed]) -> onnx.ModelProto:
@@ -136,6 +174,7 @@ def _add_biases(model: onnx.ModelProto, placed: list[_Placed]) -> onnx.ModelProt
     tables: dict[tuple[object, ...], str] = {}
     initializers: list[onnx.TensorProto] = []
     biases: dict[tuple[object, ...], str] = {}
+    firsts: dict[_Padding, str] = {}
     nodes: list[onnx.NodeProto] = []
     for node in model.graph.node:
         own = by_softmax.get(node.output[0]) if node.output else None
@@ -151,9 +190,13 @@ def _add_biases(model: onnx.ModelProto, placed: list[_Placed]) -> onnx.ModelProt
                 tables[content] = f"{prefix}table{len(tables)}"
                 initializers.append(numpy_helper.from_array(array, tables[content]))
             names[name] = tables[content]
-        key = (pattern.key, tuple(map(str, site.dims[2:])), site.query_offset, site.dtype)
+        dims = tuple(map(str, site.dims if own.padding else site.dims[2:]))
+        key = (pattern.key, dims, site.query_offset, site.dtype, own.padding)
         if key not in biases:
-            biases[key] = _emit_bias(b, pattern, site, node.input[0], names)
+            if own.padding is not None and own.padding not in firsts:
+                firsts[own.padding] = _emit_first(b, own.padding)
+            operands = names if own.padding is None else {**names, _FIRST.name: firsts[own.padding]}
+            biases[key] = _emit_bias(b, causal_mask(own.condition), site, node.input[0], operands)
         changed = copy_node(node)
         changed.input[0] = b.add("Add", [node.input[0], biases[key]])
         nodes += [*b.nodes[start:], changed]
@@ -162,11 +205,26 @@ def _add_biases(model: onnx.ModelProto, placed: list[_Placed]) -> onnx.ModelProt
     return found
 
 
-def _emit_bias(b: Builder, pattern: Pattern, site: AttentionSite, scores: str, tables: dict[str, str]) -> str:
-    """Nodes that compute the bias [1, H or 1, S, T] of a pattern."""
+def _emit_first(b: Builder, padding: _Padding) -> str:
+    """Nodes that compute the position [B or 1] of each sequence's first token."""
+    operand = padding.operand
+    real = operand.tensor
+    if padding.dtype != TensorProto.BOOL:
+        real = b.add("Cast", [real], to=TensorProto.BOOL)
+    if operand.view is OperandView.TURNED:
+        real = b.add("Transpose", [real], perm=[1, 0])
+    elif operand.view is not OperandView.SAME:
+        real = b.add("Flatten", [real], axis=0 if operand.view is OperandView.ROW else 1)
+    real = b.add("Not", [real]) if padding.is_inverted else real
+    return b.add("ArgMax", [b.add("Cast", [real], to=TensorProto.FLOAT)], axis=1, keepdims=0)
+
+
+def _emit_bias(b: Builder, mask: MaskExpression, site: AttentionSite, scores: str, operands: dict[str, str]) -> str:
+    """Nodes that compute the bias [B or 1, H or 1, S, T] of a mask, where the scores have the name ``scores``."""
     shape = b.add("Shape", [scores])
     queries, keys = (b.add("Gather", [shape, b.constant(axis)], axis=0) for axis in (2, 3))
     past = b.add("Sub", [keys, queries]) if site.query_offset else b.constant(0)
-    sizes = ScoreSizes(B=b.constant(1), H=b.constant(site.num_heads), S=queries, T=keys, P=past)
-    allowed = emit_mask(b, pattern.mask.root, sizes, tables)
+    batch = b.add("Gather", [shape, b.constant(0)], axis=0) if _FIRST.name in operands else b.constant(1)
+    sizes = ScoreSizes(B=batch, H=b.constant(site.num_heads), S=queries, T=keys, P=past)
+    allowed = emit_mask(b, mask.root, sizes, operands)
     return emit_bias(b, allowed, site.dtype)

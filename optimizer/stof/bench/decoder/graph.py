@@ -12,14 +12,15 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from stof.bench.decoder.mlp_form import GAIN, MlpForm, add_mlp, quantized_matmul
+
 WEIGHTS = "weights.bin"  # the file's name
 MICROSOFT = "com.microsoft"
 _ALIGNMENT = 4096  # bytes, of a weight in the file
 _OPSET = 21
 _EPSILON = 1e-5
 _THETA = 10000.0
-_GAIN = 0.7  # of a weight matrix: its values have the variance (gain^2 / rows)
-RANDOM = ("matrix", "embedding")  # kinds of weights
+RANDOM = ("matrix", "embedding", "uint8")  # kinds of weights
 ELEMENT = {"float16": TensorProto.FLOAT16, "float32": TensorProto.FLOAT}
 
 
@@ -32,11 +33,14 @@ class DecoderShape:
         heads: H, of queries.
         kv_heads: G, of keys and values.
         head_size: D.
-        inner: the width of the gated MLP.
+        inner: the width of the MLP: its neurons.
         vocabulary: tokens.
         layers: how many.
         positions: rows of the rotary tables: the longest sequence.
         dtype: float16 or float32, of weights, caches and activations.
+        mlp: the form of the MLP.
+        block_size: values of 4 bits that share a scale, of all matrices; 0: matrices are of ``dtype``.
+        accuracy_level: of MatMulNBits.
     """
 
     hidden: int
@@ -48,6 +52,9 @@ class DecoderShape:
     layers: int
     positions: int
     dtype: str
+    mlp: MlpForm = field(default_factory=MlpForm)
+    block_size: int = 0
+    accuracy_level: int = 0
 
     @property
     def item(self) -> int:
@@ -71,18 +78,25 @@ class Weight:
         name: of the initializer.
         dims: its shape.
         offset: bytes from the start of the file.
-        kind: "matrix" [in, out] and "embedding" are random; "norm" is around 1; "cos" and "sin" are rotary tables.
+        kind: "matrix" [in, out], "embedding" and "uint8" (two values of 4 bits) are random; "norm" is around 1; "cos" and
+            "sin" are rotary tables; all values of "scales" are ``value``; "gate_bias" is that of the MLP's form.
+        value: of "scales".
     """
 
     name: str
     dims: tuple[int, ...]
     offset: int
     kind: str
+    value: float = 0.0
 
     @property
     def is_read_whole(self) -> bool:
         """Whether a token reads all of it: embeddings and rotary tables give a row each."""
-        return self.kind in ("matrix", "norm")
+        return self.kind in ("matrix", "norm", "uint8", "scales", "gate_bias")
+
+    def bytes_of(self, shape: DecoderShape) -> int:
+        """Its bytes in the file."""
+        return math.prod(self.dims) * (1 if self.kind == "uint8" else shape.item)
 
 
 @dataclass
@@ -104,7 +118,7 @@ class Decoder:
     @property
     def read_bytes(self) -> int:
         """Bytes of the weights that every token reads."""
-        return sum(math.prod(w.dims) * self.shape.item for w in self.weights if w.is_read_whole)
+        return sum(w.bytes_of(self.shape) for w in self.weights if w.is_read_whole)
 
 
 def rotary_table(weight: Weight) -> np.ndarray:
@@ -117,11 +131,11 @@ def rotary_table(weight: Weight) -> np.ndarray:
 
 def matrix_gain(weight: Weight) -> float:
     """The standard deviation of a random weight, with which activations neither grow nor vanish."""
-    return _GAIN / math.sqrt(weight.dims[0]) if weight.kind == "matrix" else 1.0
+    return GAIN / math.sqrt(weight.dims[0]) if weight.kind == "matrix" else 1.0
 
 
 @dataclass
-class _Graph:
+class DecoderGraph:
     """Collects the nodes of a decoder and the places of its weights."""
 
     shape: DecoderShape
@@ -138,17 +152,21 @@ class _Graph:
 
     def matmul(self, name: str, given: str, rows: int, columns: int) -> str:
         """A matmul with a weight [rows, columns]."""
+        if self.shape.block_size:
+            return quantized_matmul(self, name, given, rows, columns)
         return self.add("MatMul", name, [given, self.weight(f"{name}.weight", (rows, columns), "matrix")])[0]
 
-    def weight(self, name: str, dims: tuple[int, ...], kind: str) -> str:
+    def weight(self, name: str, dims: tuple[int, ...], kind: str, value: float = 0.0) -> str:
         """A weight that lies in the file."""
-        length = math.prod(dims) * self.shape.item
-        tensor = TensorProto(name=name, data_type=ELEMENT[self.shape.dtype], dims=dims)
+        weight = Weight(name, dims, self.size, kind, value)
+        length = weight.bytes_of(self.shape)
+        element = TensorProto.UINT8 if kind == "uint8" else ELEMENT[self.shape.dtype]
+        tensor = TensorProto(name=name, data_type=element, dims=dims)
         tensor.data_location = TensorProto.EXTERNAL
-        for key, value in (("location", WEIGHTS), ("offset", str(self.size)), ("length", str(length))):
-            tensor.external_data.add(key=key, value=value)
+        for key, text in (("location", WEIGHTS), ("offset", str(self.size)), ("length", str(length))):
+            tensor.external_data.add(key=key, value=text)
         self.initializers.append(tensor)
-        self.weights.append(Weight(name, dims, self.size, kind))
+        self.weights.append(weight)
         self.size += -(-length // _ALIGNMENT) * _ALIGNMENT
         return name
 
@@ -157,9 +175,14 @@ class _Graph:
         self.initializers.append(numpy_helper.from_array(np.asarray(value, np.int64), name))
         return name
 
+    def number(self, name: str, value: float) -> str:
+        """A scalar of the decoder's type."""
+        self.initializers.append(numpy_helper.from_array(np.asarray(value, self.shape.dtype), name))
+        return name
+
 
 def build_decoder(shape: DecoderShape, window: int = 0) -> Decoder:
-    """The graph: GroupQueryAttention over caches, packed projections, rotary embedding in it, RMS norms, a gated MLP.
+    """The graph: GroupQueryAttention over caches, packed projections, rotary embedding in it, RMS norms, an MLP.
 
     Inputs are input_ids [B, S], attention_mask [B, T] and the caches [B, G, C, D]. Outputs are the last token's logits
     [B, 1, V] and the caches.
@@ -168,7 +191,7 @@ def build_decoder(shape: DecoderShape, window: int = 0) -> Decoder:
         shape: the sizes.
         window: keys that a query attends at most, in every layer; 0 is dense.
     """
-    graph = _Graph(shape)
+    graph = DecoderGraph(shape)
     N, D = shape.hidden, shape.head_size
     lengths, total = _lengths(graph)
     tables = [graph.weight(f"{kind}_cache", (shape.positions, D // 2), kind) for kind in ("cos", "sin")]
@@ -214,12 +237,7 @@ def build_decoder(shape: DecoderShape, window: int = 0) -> Decoder:
         )
         added = graph.matmul(f"{path}/attn/o_proj/MatMul", attended, shape.heads * D, N)
         normed, hidden = _skip_norm(graph, f"{path}/post_attention_layernorm", hidden, added)
-        gate = graph.matmul(f"{path}/mlp/gate_proj/MatMul", normed, N, shape.inner)
-        up = graph.matmul(f"{path}/mlp/up_proj/MatMul", normed, N, shape.inner)
-        sigmoid = graph.add("Sigmoid", f"{path}/mlp/act_fn/Sigmoid", [gate])[0]
-        active = graph.add("Mul", f"{path}/mlp/act_fn/Mul", [gate, sigmoid])[0]
-        product = graph.add("Mul", f"{path}/mlp/Mul", [active, up])[0]
-        added = graph.matmul(f"{path}/mlp/down_proj/MatMul", product, shape.inner, N)
+        added = add_mlp(graph, f"{path}/mlp", normed)
         after = f"/model/layers.{layer + 1}/input_layernorm"
         is_last = layer + 1 == shape.layers
         normed, hidden = _skip_norm(graph, "/model/final_norm" if is_last else after, hidden, added, is_last)
@@ -232,7 +250,7 @@ def build_decoder(shape: DecoderShape, window: int = 0) -> Decoder:
     return Decoder(shape, model, graph.weights, graph.size)
 
 
-def _lengths(graph: _Graph) -> tuple[str, str]:
+def _lengths(graph: DecoderGraph) -> tuple[str, str]:
     """Nodes that count keys in the attention mask: seqlens_k [B] on the device, total_sequence_length on the host."""
     path = "/model/attn_mask_reformat"
     one = graph.constant("one", [1])
@@ -245,7 +263,7 @@ def _lengths(graph: _Graph) -> tuple[str, str]:
     return lengths, total
 
 
-def _skip_norm(graph: _Graph, path: str, hidden: str, added: str, is_last: bool = False) -> tuple[str, str]:
+def _skip_norm(graph: DecoderGraph, path: str, hidden: str, added: str, is_last: bool = False) -> tuple[str, str]:
     """The normed sum of hidden states and what a block adds, and the sum, which the last norm does not give."""
     weight = graph.weight(f"{path}.weight", (graph.shape.hidden,), "norm")
     normed, total = f"{path}/SkipLayerNorm/output_0", f"{path}/SkipLayerNorm/output_3"

@@ -14,6 +14,7 @@ from onnx import numpy_helper
 
 from stof.bench.decoder.devices import DecoderDevice
 from stof.bench.decoder.graph import RANDOM, WEIGHTS, Decoder, DecoderShape, build_decoder, matrix_gain, rotary_table
+from stof.bench.decoder.mlp_form import NORM_SPREAD, gate_bias
 from stof.files import write_bytes
 from stof.mask.expression import CAUSAL, MaskExpression, causal_window
 
@@ -22,7 +23,6 @@ WINDOW = 1024
 S2 = "s2:local=8,stride=16,block=64"
 SINKS = f"window={WINDOW},sink=64"
 _TABLES = 17  # the first input of StofCachedAttention that is a table of the mask
-_NORM_SPREAD = 0.1
 
 
 @dataclass(frozen=True)
@@ -121,9 +121,20 @@ def write_weights(decoder: Decoder, device: DecoderDevice, folder: Path) -> None
     with (folder / WEIGHTS).open("r+b") as file:
         for number, weight in enumerate(decoder.weights):
             if weight.kind in RANDOM:
-                values = device.numpy(device.normal(weight.dims, decoder.shape.dtype, number, matrix_gain(weight)))
                 file.seek(weight.offset)
+                if weight.kind == "uint8":
+                    file.write(_random_nibbles(math.prod(weight.dims), number).tobytes())
+                    continue
+                values = device.numpy(device.normal(weight.dims, decoder.shape.dtype, number, matrix_gain(weight)))
                 file.write(values.tobytes())
+
+
+def _random_nibbles(count: int, seed: int) -> np.ndarray:
+    """Bytes of two values from 1 to 15: their mean is MatMulNBits' zero point, so that products have no common offset."""
+    rng = np.random.default_rng(seed)
+    low, high = (rng.integers(1, 16, count, np.uint8) for _ in range(2))
+    found: np.ndarray = low | high << 4
+    return found
 
 
 def _write_file(decoder: Decoder, folder: Path) -> None:
@@ -134,7 +145,11 @@ def _write_file(decoder: Decoder, folder: Path) -> None:
             if weight.kind in RANDOM:
                 continue
             if weight.kind == "norm":
-                values = 1 + _NORM_SPREAD * np.random.default_rng(number).standard_normal(weight.dims)
+                values = 1 + NORM_SPREAD * np.random.default_rng(number).standard_normal(weight.dims)
+            elif weight.kind == "scales":
+                values = np.full(weight.dims, weight.value)
+            elif weight.kind == "gate_bias":
+                values = gate_bias(decoder.shape.mlp, weight.dims[0], number)
             else:
                 values = rotary_table(weight)
             file.seek(weight.offset)

@@ -17,6 +17,7 @@ from onnx import helper
 
 from stof.cached_attention.checks.emitted_sites import emitted_sites, in_type, rounding_of_output, size_or_one
 from stof.cached_attention.checks.expand_norms import expand_norms
+from stof.cached_attention.checks.mask_tables import fault_of_tables
 from stof.cached_attention.checks.oracle import CacheStep, CacheStepResult, compute_step
 from stof.cached_attention.checks.quantized import count_steps, is_quantized
 from stof.cached_attention.emit import emit_caches
@@ -24,7 +25,7 @@ from stof.cached_attention.run_inputs import CacheInputMaker
 from stof.cached_attention.run_lengths import RunLengths
 from stof.cached_attention.site import INPUT_INDEX, INPUTS, OP, OP_INPUTS, CacheSite
 from stof.execution.case import Case
-from stof.graph.node_fields import PlainValue, input_of
+from stof.graph.node_fields import PlainValue
 from stof.runtime.library import LibraryError, Op
 from stof.symbolic import Symbolic
 from stof.verification.array_distance import largest_difference, ulp_of_largest
@@ -132,7 +133,7 @@ class CacheChecks(SiteChecks):
     def compare(self, emitted: onnx.ModelProto, captured: Mapping[str, np.ndarray]) -> Iterator[Comparison]:
         for found in emitted_sites(emitted, self.cache_sites, captured):
             site = found.site
-            if detail := found.fault_of_mask or _fault_of_tables(site, found.node, found.known):
+            if detail := found.fault_of_mask or fault_of_tables(site, found.node, found.known, OP_INPUTS):
                 yield Comparison(f"site {site.name!r}", np.inf, 0.0, False, site.name, detail)
             elif (step := _captured_step(site, found.node, found.known)) is not None:
                 output, *caches = (captured.get(o) for o in site.node.output[:3])
@@ -177,16 +178,6 @@ def _captured_step(site: CacheSite, node: onnx.NodeProto, known: Mapping[str, np
         value_scale=arrays.get(INPUT_INDEX["v_scale"]),
         tables=tuple(table for _, table in sorted(site.mask_tables.items())),
     )
-
-
-def _fault_of_tables(site: CacheSite, node: onnx.NodeProto, known: Mapping[str, np.ndarray]) -> str:
-    """What is wrong with the tables that the node's mask reads; empty where they are those of the site."""
-    for name, wanted in site.mask_tables.items():
-        tensor = input_of(node, OP_INPUTS.index(name))
-        found = known.get(tensor)
-        if found is None or found.dtype != wanted.dtype or not np.array_equal(found, wanted):
-            return f"the node's {name} {tensor!r} is not that of its mask"
-    return ""
 
 
 def compare_cache_site(

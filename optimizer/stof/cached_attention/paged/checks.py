@@ -15,11 +15,12 @@ import onnx
 from onnx import helper
 
 from stof.cached_attention.checks.emitted_sites import emitted_sites, in_type, rounding_of_output
+from stof.cached_attention.checks.mask_tables import fault_of_tables
 from stof.cached_attention.paged.emit import emit_pages
 from stof.cached_attention.paged.expand import expand_pages
 from stof.cached_attention.paged.oracle import PagedStep, PagedStepResult, compute_paged_step
 from stof.cached_attention.paged.run_inputs import PagedInputMaker
-from stof.cached_attention.paged.site import INPUT_INDEX, INPUTS, OP, PagedSite
+from stof.cached_attention.paged.site import INPUT_INDEX, INPUTS, OP, OP_INPUTS, PagedSite
 from stof.execution.case import Case
 from stof.graph.node_fields import PlainValue, input_of
 from stof.runtime.library import LibraryError, Op
@@ -34,6 +35,8 @@ from stof.verification.site_checks import SiteChecks
 _FACTOR = 2.0  # operator error ≤ 2 × that of the contract in the site's own type + 4 ulp
 _ORIGINAL_FACTOR = 16.0  # the expanded nodes sum in other orders
 _ULPS = 4
+_LONGEST_REACH = 1100  # keys of a past behind which a pattern is compared
+_MOST_ELEMENTS = 1 << 20  # of such a past, unless one sequence has more
 _POISON = 1e4  # what buffers hold before a run
 
 
@@ -54,7 +57,7 @@ class PagedChecks(SiteChecks):
         paged_sites: Sequence[PagedSite],
         shapes: Mapping[str, tuple[int, int]] | None = None,
     ) -> None:
-        self.working = expand_pages(base, paged_sites)
+        self.working = expand_pages(base, paged_sites)  # with their patterns
         self.symbolic = Symbolic(self.working)
         self.paged_sites = tuple(paged_sites)
         self.sites = tuple(s.name for s in paged_sites)
@@ -63,7 +66,8 @@ class PagedChecks(SiteChecks):
         self._maker = PagedInputMaker(base, symbolic, paged_sites, shapes)
 
     def model_inputs(self) -> ModelInputs:
-        return ModelInputs(self.working, self.symbolic, self._maker, self._cases)
+        original = expand_pages(self._base, [replace(s, declared=None) for s in self.paged_sites])
+        return ModelInputs(self.working, self.symbolic, self._maker, self._cases, original=original)
 
     def _cases(self, tokens: float) -> list[Case]:
         return self._maker.steps(tokens)
@@ -82,7 +86,7 @@ class PagedChecks(SiteChecks):
     def compare(self, emitted: onnx.ModelProto, captured: Mapping[str, np.ndarray]) -> Iterator[Comparison]:
         for found in emitted_sites(emitted, self.paged_sites, captured):
             site = found.site
-            if detail := found.fault_of_mask:
+            if detail := found.fault_of_mask or fault_of_tables(site, found.node, found.known, OP_INPUTS):
                 yield Comparison(f"site {site.name!r}", np.inf, 0.0, False, site.name, detail)
             elif (step := _captured_step(site, found.node, found.known)) is not None:
                 yield compare_paged_site(site, found.attributes, step, captured.get(site.node.output[0]))
@@ -115,13 +119,15 @@ def _captured_step(site: PagedSite, node: onnx.NodeProto, known: Mapping[str, np
         query_norm=arrays.get("q_norm_weight"),
         key_norm=arrays.get("k_norm_weight"),
         epsilon=site.norm_epsilon,
+        pattern=None if site.declared is None else site.declared.pattern,
+        tables=tuple(table for _, table in sorted(site.mask_tables.items())),
     )
 
 
 def compare_paged_site(
     site: PagedSite, attributes: Mapping[str, PlainValue], captured: PagedStep, original: np.ndarray | None
 ) -> Comparison:
-    """The operator beside the contract in fp64.
+    """The operator beside the contract in fp64, in a captured step, and in one token of each sequence behind a long past.
 
     Args:
         site: the node that was replaced.
@@ -141,24 +147,73 @@ def compare_paged_site(
             return Comparison(what, away, budget, False, site.name, detail)
     dtype = np.dtype(helper.tensor_dtype_to_np_dtype(site.dtype))
     step = in_type(captured, dtype)
+    results = _compare_step(site, attributes, step)
+    if site.declared is not None and all(r.ok for r in results) and (behind := _behind_past(step)) is not None:
+        results += [
+            replace(r, detail=f"one token behind a past, {r.detail}" if r.detail else "")
+            for r in _compare_step(site, attributes, behind)
+        ]
+    worst = max(results, key=lambda c: c.difference / c.budget if c.budget else float(c.difference > 0))
+    return replace(worst, coverage=Coverage(sum(c.coverage.compared for c in results)))
+
+
+def _compare_step(site: PagedSite, attributes: Mapping[str, PlainValue], step: PagedStep) -> list[Comparison]:
+    """Output and caches of a step beside the contract; one comparison where the operator fails."""
+    what, dtype = f"site {site.name!r}", step.query.dtype
     exact, single = compute_paged_step(step), compute_paged_step(step, np.float32, dtype)
     try:
         found = run_paged_step(attributes, step)
     except LibraryError as error:
-        return Comparison(what, np.inf, 0.0, False, site.name, str(error))
+        return [Comparison(what, np.inf, 0.0, False, site.name, str(error))]
     results = []
     for name in ("output", "key_cache", "value_cache"):
         mine, wanted, rounded = (getattr(x, name) for x in (found, exact, single))
         odd = ~np.isfinite(mine.astype(np.float32))
         if odd.any():
             detail = f"{name}: {describe_nonfinite(odd, mine, wanted)}"
-            return Comparison(what, np.inf, 0.0, False, site.name, detail)
+            return [Comparison(what, np.inf, 0.0, False, site.name, detail)]
         away = largest_difference(mine, wanted)
         budget = _FACTOR * largest_difference(rounded, wanted) + _ULPS * ulp_of_largest(wanted, dtype)
         detail = name if away > budget else ""
         results.append(Comparison(what, away, budget, away <= budget, site.name, detail, Coverage(int(mine.size))))
-    worst = max(results, key=lambda c: c.difference / c.budget if c.budget else float(c.difference > 0))
-    return replace(worst, coverage=Coverage(sum(c.coverage.compared for c in results)))
+    return results
+
+
+def _behind_past(captured: PagedStep) -> PagedStep | None:
+    """One token of each sequence behind as many keys as show the pattern; None where the rotary table has too few rows.
+
+    Sequences share the block of their first positions, as those with a common prefix do.
+    """
+    assert captured.pattern is not None
+    _, size, groups, head_size = captured.key_cache.shape
+    longest = min(captured.pattern.reach, _LONGEST_REACH) + 21
+    if captured.cos is not None:
+        longest = min(longest, len(captured.cos) - 1)
+    if longest < 1 or not len(captured.query):
+        return None
+    rng = np.random.default_rng(longest)
+    batch = max(1, min(len(captured.past), len(captured.query), _MOST_ELEMENTS // (longest * groups * head_size)))
+    past = np.array([longest, *rng.integers(0, longest, batch - 1, endpoint=True)], np.int32)
+    columns = longest // size + 1
+    table = 1 + rng.permutation(batch * columns).reshape(batch, columns).astype(np.int32)
+    table[past >= size, 0] = 0  # a full block: nothing is written to it
+    caches = []
+    for cache in (captured.key_cache, captured.value_cache):
+        spread = float(cache.astype(np.float32).std()) or 1.0
+        numbers = rng.standard_normal((1 + batch * columns, size, groups, head_size)) * spread
+        caches.append(numbers.astype(cache.dtype))
+    first = [None if x is None else np.ascontiguousarray(x[:batch]) for x in (captured.key, captured.value)]
+    return replace(
+        captured,
+        query=np.ascontiguousarray(captured.query[:batch]),
+        key=first[0],
+        value=first[1],
+        key_cache=caches[0],
+        value_cache=caches[1],
+        cumulative=np.arange(batch + 1, dtype=np.int32),
+        past=past,
+        table=table,
+    )
 
 
 def run_paged_step(attributes: Mapping[str, PlainValue], step: PagedStep) -> PagedStepResult:
@@ -171,6 +226,8 @@ def run_paged_step(attributes: Mapping[str, PlainValue], step: PagedStep) -> Pag
         *(step.query, step.key, step.value, step.key_cache, step.value_cache),
         *(x.astype(np.int32) for x in (step.cumulative, step.past, step.table)),
         *(step.cos, step.sin, None, step.sink, step.query_norm, step.key_norm),
+        *(None, None, None),  # scales and attention_metadata
+        *step.tables,
     ]
     while inputs[-1] is None:
         inputs.pop()

@@ -7,22 +7,26 @@ model: it is for small inputs. All is computed in fp32.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
-from stof.cached_attention.paged.site import PagedSite
+from stof.cached_attention.paged.site import PagedNode, PagedSite
 from stof.graph.index import node_tensors, opset_of
 from stof.graph.node_builder import Builder
 from stof.graph.protobuf import copy_with_nodes
+from stof.mask.expression import MaskExpression
+from stof.mask.expression_nodes import B, Lookup
+from stof.mask.to_onnx import ScoreSizes, emit_mask
 
 _FORBIDDEN = -1e30  # a score that adds nothing
+_POSITION = Lookup("lengths", (B,))  # of each token: in a pattern's mask the tokens are the batch
 
 
 def expand_pages(model: onnx.ModelProto, sites: Sequence[PagedSite]) -> onnx.ModelProto:
-    """A copy of the model in which the node of every site is standard nodes."""
+    """A copy of the model in which the node of every site is standard nodes, which attend by its declared pattern, too."""
     wanted = {s.node.output[0]: s for s in sites}
     taken = {t for node in model.graph.node for t in node_tensors(node)}
     nodes: list[onnx.NodeProto] = []
@@ -34,22 +38,54 @@ def expand_pages(model: onnx.ModelProto, sites: Sequence[PagedSite]) -> onnx.Mod
         prefix = f"{node.output[0]}/stof_paged_"
         while any(t.startswith(prefix) for t in taken):
             prefix += "_"
-        expansion = _Expansion(site, Builder(opset_of(model), prefix))
-        expansion.write(node.output)
-        nodes += expansion.b.nodes
-    return copy_with_nodes(model, nodes)
+        builder = Builder(opset_of(model), prefix)
+        pattern, tables = (None, {}) if site.declared is None else (site.declared.pattern.mask, site.declared.tables)
+        expand_node(builder, site, node.output, pattern, tables)
+        nodes += builder.nodes
+    found = copy_with_nodes(model, nodes)
+    add_tables(found.graph, sites)
+    return found
+
+
+def add_tables(graph: onnx.GraphProto, sites: Sequence[PagedSite]) -> None:
+    """Gives a graph the tables of the patterns of sites, unless it has them."""
+    known = {t.name for t in graph.initializer}
+    for site in sites:
+        for name, array in site.mask_tables.items():
+            assert site.declared is not None
+            tensor = site.declared.tables[name]
+            if tensor not in known:
+                known.add(tensor)
+                graph.initializer.append(numpy_helper.from_array(array, tensor))
+
+
+def expand_node(
+    builder: Builder,
+    node: PagedNode,
+    outputs: Sequence[str],
+    pattern: MaskExpression | None = None,
+    tables: Mapping[str, str] | None = None,
+) -> None:
+    """Adds standard nodes that compute what a PagedAttention does.
+
+    Args:
+        builder: gets the nodes.
+        node: the PagedAttention.
+        outputs: what is written: output, key_cache_out and value_cache_out.
+        pattern: the mask on (h, q, k), with ``k <= q``; None: that and the node's window.
+        tables: the tensor of each table of the pattern.
+    """
+    _Expansion(node, builder, pattern, tables or {}).write(outputs)
 
 
 class _Expansion:
-    """The nodes in place of one site.
+    """The nodes in place of one PagedAttention; the arguments are those of :func:`expand_node`."""
 
-    Args:
-        site: the site.
-        builder: gets the nodes.
-    """
-
-    def __init__(self, site: PagedSite, builder: Builder) -> None:
+    def __init__(
+        self, site: PagedNode, builder: Builder, pattern: MaskExpression | None, tables: Mapping[str, str]
+    ) -> None:
         self.site, self.b = site, builder
+        self.pattern, self.tables = pattern, tables
         lengths = ("cumulative_sequence_length", "past_seqlens", "block_table")
         self.cumulative, self.past, self.table = (self._to_int64(site.input(name)) for name in lengths)
         self.tokens = self._size(site.input("query"), 0)
@@ -194,8 +230,10 @@ class _Expansion:
         return b.add("Reshape", [rows, b.constant([-1])])
 
     def _find_allowed(self) -> str:
-        """Which of all keys each token attends, as [1, N, 1, keys]."""
+        """Which of all keys each token attends, as [1, N, 1, keys] or [G, N, H / G, keys]."""
         b = self.b
+        if self.pattern is not None:
+            return self._find_allowed_by(self.pattern)
         length = b.add("Mul", [self.columns, self.block_size])
         row = self._range(b.add("Mul", [self.batch, length]))
         owner, key = (b.unsqueeze(b.add(op, [row, length]), [0]) for op in ("Div", "Mod"))
@@ -206,6 +244,23 @@ class _Expansion:
             distance = b.add("Sub", [position, key])
             allowed = b.add("And", [allowed, b.add("Less", [distance, b.constant(self.site.window)])])
         return b.unsqueeze(allowed, [0, 2])
+
+    def _find_allowed_by(self, pattern: MaskExpression) -> str:
+        """Which of all keys each token attends by a pattern: the same of each sequence, but only of the token's own one."""
+        b, site = self.b, self.site
+        length = b.add("Mul", [self.columns, self.block_size])
+        sizes = ScoreSizes(
+            B=self.tokens, H=b.constant(site.num_heads), S=b.constant(1), T=length, P=b.constant(0)
+        )  # fmt: skip
+        mask = pattern.substitute({"q": _POSITION}).root
+        allowed = emit_mask(b, mask, sizes, {"lengths": self.position, **self.tables})  # [N, H or 1, 1, length]
+        owner = b.unsqueeze(self._range(self.batch), [0, 1, 3])
+        own = b.add("Equal", [owner, b.unsqueeze(self.sequence, [1, 2, 3])])
+        own = b.add("And", [own, b.unsqueeze(self.is_token, [1, 2, 3])])  # [N, 1, B, 1]
+        allowed = b.add("And", [allowed, own])
+        groups = site.kv_num_heads if "h" in pattern.reads else 1
+        heads = site.num_heads // groups if "h" in pattern.reads else 1
+        return b.add("Transpose", [b.add("Reshape", [allowed, b.constant([0, groups, heads, -1])])], perm=[1, 0, 2, 3])
 
     def _weights(self, scores: str) -> str:
         """The softmax of [G, N, H / G, keys]; rows without an allowed key are 0."""

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from stof.cached_attention.checks.oracle import CacheStep, compute_step
+from stof.sparsify.patterns import Pattern
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ class PagedStep:
         query_norm: [D].
         key_norm: likewise.
         epsilon: of the norms.
+        pattern: a declared condition on (h, q, k) besides; None: none.
+        tables: what the operator's mask looks up, from table0 on; nothing here reads them.
     """
 
     query: np.ndarray
@@ -63,6 +66,8 @@ class PagedStep:
     query_norm: np.ndarray | None = None
     key_norm: np.ndarray | None = None
     epsilon: float = 1e-6
+    pattern: Pattern | None = None
+    tables: tuple[np.ndarray, ...] = ()
 
     def rows_of(self, sequence: int, count: int) -> np.ndarray:
         """The rows of the cache, seen as [rows, G, D], at the first positions of a sequence."""
@@ -122,6 +127,7 @@ def compute_paged_step(
             query_norm=step.query_norm,
             key_norm=step.key_norm,
             epsilon=step.epsilon,
+            pattern=step.pattern,
         )
         found = compute_step(one, dtype, storage)
         output[begin:end] = found.output[0]

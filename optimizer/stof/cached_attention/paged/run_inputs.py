@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx
@@ -69,6 +69,46 @@ class PagedInputMaker(InputMaker):
             self._set_site(feed, site, sizes, case, rng)
         return feed
 
+    def caches(self) -> dict[str, str]:
+        """The model outputs that the caches become, by input; empty where some are neither."""
+        given, written = {i.name for i in self.inputs}, {o.name for o in self.model.graph.output}
+        found = {s.input(n): s.node.output[i] for s in self.sites for i, n in ((1, "key_cache"), (2, "value_cache"))}
+        return found if set(found) <= given and written.issuperset(found.values()) else {}
+
+    def case_of_step(self, queries: int, total: int, rows: int) -> Case | None:
+        """The case of one sequence in a step; None where sizes are fixed to others.
+
+        Args:
+            queries: new tokens.
+            total: keys after the step.
+            rows: that its blocks have at least, where their number is not fixed.
+        """
+        found = replace(self._case(_Step(1, queries, rows), ragged=False), length=total)
+        sizes = self.sizes(found)
+        fits = all(
+            _value(s.tokens, sizes) == queries
+            and _value(s.batch, sizes) == 1
+            and _value(s.columns, sizes) * _value(s.block_size, sizes) >= total
+            and _value(s.blocks, sizes) >= _value(s.columns, sizes)
+            for s in self.sites
+        )
+        return found if fits and total <= self._most_positions() else None
+
+    def draw_step(self, case: Case, rng: np.random.Generator) -> dict[str, np.ndarray] | None:
+        """Inputs of :meth:`case_of_step`, whose sequence owns the first blocks; None where no inputs state its lengths."""
+        feed, sizes = self.draw(case, rng), self.sizes(case)
+        for site in self.sites:
+            names = {name: self._sources.get(site.input(name), "") for name in _LENGTHS}
+            if not all(names[n] for n in _LENGTHS[:3]):
+                return None
+            tokens = _value(site.tokens, sizes)
+            cumulative, past, table = (names[n] for n in _LENGTHS[:3])
+            feed[cumulative] = np.array([0, tokens], np.int32)
+            feed[past] = np.array([case.length - tokens], np.int32)
+            feed[table] = np.arange(feed[table].size, dtype=np.int32).reshape(feed[table].shape)
+            self._set_slots(feed, site, names, sizes)
+        return feed
+
     def _set_site(
         self,
         feed: dict[str, np.ndarray],
@@ -94,9 +134,16 @@ class PagedInputMaker(InputMaker):
         blocks = _value(site.blocks, sizes)
         if blocks >= feed[table].size:
             feed[table] = rng.permutation(blocks)[: feed[table].size].reshape(feed[table].shape).astype(np.int32)
-        new, before = np.diff(feed[cumulative]), feed[past]
+        self._set_slots(feed, site, names, sizes)
+
+    def _set_slots(
+        self, feed: dict[str, np.ndarray], site: PagedSite, names: Mapping[str, str], sizes: Mapping[str, int]
+    ) -> None:
+        """Sets slots and bounds by lengths and the table."""
+        new, before = np.diff(feed[names["cumulative_sequence_length"]]), feed[names["past_seqlens"]]
         if names["slot_mapping"]:
-            feed[names["slot_mapping"]] = _slots(feed[table], new, before, rows // feed[table].shape[1])
+            table = feed[names["block_table"]]
+            feed[names["slot_mapping"]] = _slots(table, new, before, _value(site.block_size, sizes))
         if names["attention_metadata"]:
             bounds = np.zeros(feed[names["attention_metadata"]].shape, np.int32)
             bounds[:2] = new.max(initial=1), (new + before).max(initial=1)
@@ -110,19 +157,15 @@ class PagedInputMaker(InputMaker):
         )
 
     def steps(self, tokens: float) -> list[Case]:
-        """Cases: ragged new tokens, one token a sequence, a prompt beyond the windows.
+        """Cases: ragged new tokens, one token a sequence, a prompt beyond the windows and declared patterns.
 
         Args:
             tokens: how many a set may have.
         """
-        windows = [s.window for s in self.sites if 0 < s.window <= _LONGEST_WINDOW]
-        above = max(windows, default=_DEFAULT_WINDOW) + 37
+        reaches = [s.reach for s in self.sites if 0 < s.reach <= _LONGEST_WINDOW]
+        above = max(reaches, default=_DEFAULT_WINDOW) + 37
         wanted = [
-            _Step(
-                3,
-                17,
-                above,
-            ),
+            _Step(3, 17, above),
             _Step(3, 3, above),
             _Step(1, above, above),
             _Step(2, 9, 40),

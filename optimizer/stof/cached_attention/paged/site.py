@@ -3,10 +3,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+import numpy as np
 
 from stof.cached_attention.node_site import NodeSite
 from stof.graph.node_fields import input_of
+from stof.mask.expression import MaskExpression
+from stof.sparsify.sparsity import DeclaredPattern
 from stof.symbolic import Int
 
 PAGED = "PagedAttention"
@@ -24,22 +29,8 @@ OP_INPUTS = (*INPUTS, "table0", "table1", "table2", "table3")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PagedSite(NodeSite):
-    """A PagedAttention; its caches are [blocks, block_size, G, D].
-
-    Attributes:
-        tokens: N.
-        batch: B, the number of sequences.
-        blocks: of the cache.
-        block_size: rows of a block.
-        columns: of the block table.
-    """
-
-    tokens: Int
-    batch: Int
-    blocks: Int
-    block_size: Int
-    columns: Int
+class PagedNode(NodeSite):
+    """A PagedAttention with what it computes by; its caches are [blocks, block_size, G, D]."""
 
     def input(self, name: str) -> str:
         """The tensor of an input by its name in ``INPUTS``; empty where it is absent."""
@@ -56,11 +47,57 @@ class PagedSite(NodeSite):
         return int(self.attributes.get("rotary_offset", 0)) if self.does_rotary else 0
 
     @property
+    def operator_attributes(self) -> dict[str, int | float | str]:
+        return super().operator_attributes | {"rotary_offset": self.rotary_offset}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagedSite(PagedNode):
+    """A PagedAttention that can be replaced, with its sizes.
+
+    Attributes:
+        tokens: N.
+        batch: B, the number of sequences.
+        blocks: of the cache.
+        block_size: rows of a block.
+        columns: of the block table.
+        declared: the pattern that --sparsify puts on it, and the names that its tables get; the node has no input for it.
+    """
+
+    tokens: Int
+    batch: Int
+    blocks: Int
+    block_size: Int
+    columns: Int
+    declared: DeclaredPattern | None = None
+
+    @property
+    def read_inputs(self) -> list[str]:
+        tables = self.table_inputs
+        return [*super().read_inputs[: len(INPUTS)], *tables, *[""] * (len(OP_INPUTS) - len(INPUTS) - len(tables))]
+
+    @property
+    def mask(self) -> MaskExpression:
+        return super().mask if self.declared is None else self.declared.pattern.mask
+
+    @property
+    def table_inputs(self) -> list[str]:
+        """The tensors of the mask's tables, in the order of ``table0``."""
+        tables = {} if self.declared is None else self.declared.tables
+        return [tables[name] for name in sorted(tables)]
+
+    @property
+    def mask_tables(self) -> Mapping[str, np.ndarray]:
+        """The tables that the mask reads, by name."""
+        return {} if self.declared is None else self.declared.pattern.tables
+
+    @property
+    def reach(self) -> int:
+        """Keys beyond which the mask shows what it forbids: the window, or those of a declared pattern; 0: none."""
+        return self.window if self.declared is None else self.declared.pattern.reach
+
+    @property
     def features(self) -> tuple[str, ...]:
         block = f" of {self.block_size.constant} rows" if self.block_size.constant else ""
         slots = ("slot mapping",) if self.input("slot_mapping") else ()
         return (f"pages{block}", *super().features, *slots)
-
-    @property
-    def operator_attributes(self) -> dict[str, int | float | str]:
-        return super().operator_attributes | {"rotary_offset": self.rotary_offset}

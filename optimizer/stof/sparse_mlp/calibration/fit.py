@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,6 +13,7 @@ from stof.errors import ArgumentError, UnsupportedError
 from stof.sparse_mlp.calibration.activation_runs import SiteSamples
 from stof.sparse_mlp.calibration.spec import DEFAULT_ACTIVE, OPTION, MlpClause
 from stof.sparse_mlp.checks.oracle import Constants, read_bias, read_rows
+from stof.sparse_mlp.density import NeuronCounts
 from stof.sparse_mlp.predictors.calibration import fit_cut
 from stof.sparse_mlp.predictors.magnitude import magnitude_selector
 from stof.sparse_mlp.predictors.quality import SelectionQuality, relative_output_error, selection_quality
@@ -35,6 +37,7 @@ class NeuronPrediction:
         quality: on held-out tokens; None: not measured.
         output_error: of the MLP's output on held-out tokens, relative to its size; None: not measured.
         tokens: of the held-out prompts that were measured.
+        counts: how often each neuron is selected, on all prompts; None: not measured.
     """
 
     kind: str
@@ -43,6 +46,7 @@ class NeuronPrediction:
     quality: SelectionQuality | None = None
     output_error: float | None = None
     tokens: int = 0
+    counts: NeuronCounts | None = None
 
 
 def fit_selector(site: MlpSite, clause: MlpClause, samples: SiteSamples, constants: Constants) -> NeuronSelector:
@@ -166,6 +170,17 @@ def measure_selector(
     finite = np.isfinite(dense).all(1)
     error = relative_output_error(dense[finite], sparse[finite]) if finite.any() else None
     return NeuronPrediction(kind, selector, "", quality, error, len(dense))
+
+
+def count_selected(site: MlpSite, selector: NeuronSelector, samples: Sequence[SiteSamples]) -> NeuronCounts:
+    """How often the operator will select each neuron, on all sets of samples."""
+    held = rounded_selector(replace(site, selector=selector))
+    found, tokens = np.zeros(site.neurons, np.int64), 0
+    for each in samples:
+        inputs = np.zeros((0, 1), np.float32) if each.inputs is None else each.inputs
+        found += np.count_nonzero(held.select(inputs, each.activated), axis=0)
+        tokens += len(each.activated)
+    return NeuronCounts(found, tokens)
 
 
 def _floats(weight: MlpWeight, constants: Constants, is_down: bool = False) -> np.ndarray:

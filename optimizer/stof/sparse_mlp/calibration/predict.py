@@ -16,6 +16,7 @@ from stof.sparse_mlp.calibration.fit import (
     NeuronPrediction,
     check_predictor,
     check_sizes,
+    count_selected,
     fit_selector,
     fit_threshold,
     importance_threshold,
@@ -93,7 +94,8 @@ def _predict(
     else:
         selector = given.selector
     threshold = importance_threshold(site, clause, samples[0].activated)
-    return measure_selector(site, clause.kind, selector, samples[-1], threshold, constants)
+    found = measure_selector(site, clause.kind, selector, samples[-1], threshold, constants)
+    return replace(found, counts=count_selected(site, selector, samples))
 
 
 def _unmeasured(site: MlpSite, given: NeuronPrediction) -> NeuronPrediction:

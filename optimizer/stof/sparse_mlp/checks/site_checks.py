@@ -112,7 +112,7 @@ def _compare_site(
     thresholds = None
     if site.selector is not None:
         chosen = select_neurons(site, rows, inputs)
-        expected, thresholds = replace(expected, active=chosen.active), chosen.thresholds(arrays["threshold"])
+        expected, thresholds = replace(expected, active=chosen.active), chosen.thresholds(_own_thresholds(site, arrays))
     exact, single = expected.output(np.float64), expected.output(np.float32)
     try:
         found = _run(site, node, rows, inputs, arrays, thresholds).astype(np.float64)
@@ -174,6 +174,7 @@ def _run(
     arrays = {n: np.ascontiguousarray(a) for n, a in constants.items()}
     if site.order is not None:
         gate = np.ascontiguousarray(gate[:, site.order.indices])
+        thresholds = None if thresholds is None else np.ascontiguousarray(thresholds[:, site.order.indices])
     attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
     output = np.full((len(gate), site.output_size), _POISON, gate.dtype)
     op = Op(OP, {n: v.decode() if isinstance(v, bytes) else v for n, v in attributes.items()})
@@ -184,6 +185,12 @@ def _run(
         given |= {} if thresholds is None else {"threshold": thresholds[rows.start]}
         op.run([given.get(name) for name in OP_INPUTS[: len(node.input)]], [output[rows]], threads=2)
     return output
+
+
+def _own_thresholds(site: MlpSite, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+    """The node's thresholds, [1] or [F] with the neurons as they are in the model before."""
+    found = arrays["threshold"]
+    return found if site.order is None or found.size == 1 else found[np.argsort(site.order.indices)]
 
 
 def _sample(tokens: int, most: int) -> np.ndarray:

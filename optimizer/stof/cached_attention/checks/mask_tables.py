@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether an emitted node looks up the tables of its site's mask."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+import onnx
+
+from stof.graph.node_fields import input_of
+
+
+class HasTables(Protocol):
+    """A site whose mask may read tables."""
+
+    @property
+    def mask_tables(self) -> Mapping[str, np.ndarray]:
+        """The tables by name."""
+
+
+def fault_of_tables(
+    site: HasTables, node: onnx.NodeProto, known: Mapping[str, np.ndarray], inputs: Sequence[str]
+) -> str:
+    """What is wrong with the tables that a node's mask reads; empty where they are those of the site.
+
+    Args:
+        site: what was replaced.
+        node: in its place.
+        known: values of tensors.
+        inputs: names of the operator's inputs.
+    """
+    for name, wanted in site.mask_tables.items():
+        tensor = input_of(node, inputs.index(name))
+        found = known.get(tensor)
+        if found is None or found.dtype != wanted.dtype or not np.array_equal(found, wanted):
+            return f"the node's {name} {tensor!r} is not that of its mask"
+    return ""
