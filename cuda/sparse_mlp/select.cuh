@@ -123,8 +123,9 @@ __device__ __forceinline__ void AddChunks(const Chunk<T, kBits> (&chunks)[kScore
 
 // The neurons of a segment whose scores, predictor_up · projected, make them active.
 template <typename T, int kBits, bool kVectors, int kTokens>
-__global__ void __launch_bounds__(kMlpThreads, kTokens == 1 && kVectors ? 3 : 1)
-    ScoreKernel(const __grid_constant__ MlpParams p) {
+__global__ void __launch_bounds__(kMlpThreads, kTokens == 1 && kVectors ? 3
+                                               : kBits == 0 ? 2
+                                                            : 1) ScoreKernel(const __grid_constant__ MlpParams p) {
   __shared__ uint64_t masks[32];
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int64_t segment = blockIdx.x, begin = segment * p.segment, end = min(p.F, begin + p.segment);
