@@ -9,7 +9,7 @@
 
 #include "cuda/common/launch.cuh"
 #include "cuda/common/round.cuh"
-#include "cuda/sparse_mlp/list.cuh"
+#include "cuda/sparse_mlp/ring.cuh"
 
 namespace stof {
 namespace cuda {
@@ -70,88 +70,50 @@ __device__ __forceinline__ void LoadColumns(const MlpRows& rows, int64_t neuron,
   }
 }
 
+using DownSums = float[kMlpThreads / 32][kMlpSliceColumns];  // of the warps, stored four at a time
+
+// Which part of the output a CTA sums.
 template <int kTokens>
-struct DownStorage {
-  ActiveList::Storage list;
-  int32_t neurons[kStagedNeurons];
-  uint32_t masks[kStagedNeurons];  // of the group's tokens
-  float hidden[kStagedNeurons][kTokens];
-  alignas(16) float sums[kMlpThreads / 32][kMlpSliceColumns];  // stored four at a time
-  bool is_last;
+struct DownPart {
+  int slice, split, group, first_token;
+  int64_t column, columns;  // of this lane: the first of eight, and how many there are from it on
+
+  __device__ explicit DownPart(const MlpParams& p) {
+    slice = static_cast<int>(blockIdx.x) % p.slices, split = static_cast<int>(blockIdx.x) / p.slices % p.splits;
+    group = static_cast<int>(blockIdx.x) / (p.slices * p.splits), first_token = group * kTokens;
+    column = slice * int64_t{kMlpSliceColumns} + static_cast<int>(threadIdx.x) % 32 * kMlpChunk;
+    columns = p.N - column;
+  }
+  __device__ int32_t Begin(const MlpParams& p, int32_t size) const {
+    return static_cast<int32_t>(int64_t{size} * split / p.splits);
+  }
+  __device__ int32_t End(const MlpParams& p, int32_t size) const {
+    return static_cast<int32_t>(int64_t{size} * (split + 1) / p.splits);
+  }
+  // The bits of the group's tokens.
+  __device__ __forceinline__ uint32_t MaskOf(uint64_t mask) const {
+    return static_cast<uint32_t>(mask >> first_token) & ((1u << kTokens) - 1);
+  }
 };
 
-template <typename T, int kBits, bool kVectors, int kTokens>
-__global__ void __launch_bounds__(kMlpThreads, 2) DownKernel(const __grid_constant__ MlpParams p) {
-  constexpr int kWarps = kMlpThreads / 32, kUnroll = sizeof(T) == 4 ? 2 : 4;
-  __shared__ DownStorage<kTokens> s;
-  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
-  const int slice = static_cast<int>(blockIdx.x) % p.slices, split = static_cast<int>(blockIdx.x) / p.slices % p.splits;
-  const int group = static_cast<int>(blockIdx.x) / (p.slices * p.splits), first_token = group * kTokens;
-  const int tokens = min(kTokens, p.T - first_token);
-  const int64_t column = slice * int64_t{kMlpSliceColumns} + lane * kMlpChunk, columns = p.N - column;
-  // Without hidden values in the workspace, the gate is the hidden value.
-  const bool has_hidden = p.up_rows.data != nullptr || p.gate_rows.data != nullptr;
-
-  if (!p.is_list_early) WaitForPrevious();
-  const ActiveList list(p, &s.list);
-  const int32_t size = list.size();
-  const auto begin = static_cast<int32_t>(int64_t{size} * split / p.splits);
-  const auto end = static_cast<int32_t>(int64_t{size} * (split + 1) / p.splits);
-  if (p.is_list_early) WaitForPrevious();
-  LetNextStart();
-
-  float sums[kTokens][kMlpChunk] = {};
-  for (int32_t first = begin; first < end; first += kStagedNeurons) {
-    const int32_t staged = min(kStagedNeurons, end - first);
-    __syncthreads();
-    if (thread < staged) {
-      const ListEntry entry = list.At(first + thread);
-      const auto mask = static_cast<uint32_t>(entry.mask >> first_token) & ((1u << kTokens) - 1);
-      s.neurons[thread] = entry.neuron;
-      s.masks[thread] = mask;
-#pragma unroll
-      for (int t = 0; t < kTokens; ++t) {
-        if ((mask >> t & 1) == 0) continue;
-        const int64_t token = first_token + t;
-        s.hidden[thread][t] =
-            has_hidden ? __ldcg(p.hidden + static_cast<int64_t>(first + thread) * p.T + token)
-                       : Activated(p.activation, ToFloat(static_cast<const T*>(p.gate)[token * p.F + entry.neuron]));
-      }
-    }
-    __syncthreads();
-    if (columns <= 0) continue;
-    for (int i = warp; i < staged; i += kWarps * kUnroll) {
-      [[maybe_unused]] DownChunk<T, kBits> loaded[kUnroll];
-      if constexpr (kVectors) {
-#pragma unroll
-        for (int u = 0; u < kUnroll; ++u) {
-          const int at = i + u * kWarps;
-          if (at < staged && s.masks[at] != 0) loaded[u].Load(p.down_rows, s.neurons[at], column);
-        }
-      }
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        const int at = i + u * kWarps;
-        if (at >= staged || s.masks[at] == 0) continue;
-        float w[kMlpChunk];
-        if constexpr (kVectors) {
-          loaded[u].ToValues(w);
-        } else {
-          LoadColumns<T, kBits>(p.down_rows, s.neurons[at], column, columns, w);
-        }
-#pragma unroll
-        for (int t = 0; t < kTokens; ++t) {
-          if ((s.masks[at] >> t & 1) == 0) continue;  // 0 times infinity would be NaN
-          const float h = s.hidden[at][t];
-#pragma unroll
-          for (int k = 0; k < kMlpChunk; ++k) sums[t][k] = fmaf(h, w[k], sums[t][k]);
-        }
-      }
-    }
+// Of a token that needs the entry. Without hidden values in the workspace, the gate is the hidden value.
+template <typename T>
+__device__ __forceinline__ float HiddenOf(const MlpParams& p, int32_t position, int64_t neuron, int64_t token) {
+  if (p.up_rows.data != nullptr || p.gate_rows.data != nullptr) {
+    return __ldcg(p.hidden + static_cast<int64_t>(position) * p.T + token);
   }
+  return Activated(p.activation, ToFloat(static_cast<const T*>(p.gate)[token * p.F + neuron]));
+}
 
+// Adds the sums of the warps, and those of the splits where there are several; writes the output.
+template <typename T, int kTokens>
+__device__ __forceinline__ void FinishDown(const MlpParams& p, const DownPart<kTokens>& part,
+                                           const float (&sums)[kTokens][kMlpChunk], DownSums& all, bool* is_last) {
+  constexpr int kWarps = kMlpThreads / 32;
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
+  const int tokens = min(kTokens, p.T - part.first_token);
   // The sums of all warps, a token at a time. Thread i has column i of the slice.
-  const int64_t own = slice * int64_t{kMlpSliceColumns} + thread;
+  const int64_t own = part.slice * int64_t{kMlpSliceColumns} + thread;
   static_assert(kMlpSliceColumns == kMlpThreads, "a thread a column");
   const auto write = [&](int64_t token, float y) {
     if (p.down_bias != nullptr) y += ToFloat(static_cast<const T*>(p.down_bias)[own]);
@@ -163,34 +125,200 @@ __global__ void __launch_bounds__(kMlpThreads, 2) DownKernel(const __grid_consta
     __syncthreads();
 #pragma unroll
     for (int k = 0; k < kMlpChunk; k += 4) {
-      *reinterpret_cast<float4*>(&s.sums[warp][lane * kMlpChunk + k]) =
+      *reinterpret_cast<float4*>(&all[warp][lane * kMlpChunk + k]) =
           make_float4(sums[t][k], sums[t][k + 1], sums[t][k + 2], sums[t][k + 3]);
     }
     __syncthreads();
-    float y = s.sums[0][thread];
+    float y = all[0][thread];
 #pragma unroll
-    for (int w = 1; w < kWarps; ++w) y += s.sums[w][thread];
+    for (int w = 1; w < kWarps; ++w) y += all[w][thread];
     if (own >= p.N) continue;
     if (p.splits == 1) {
-      write(first_token + t, y);
+      write(part.first_token + t, y);
     } else {
-      __stcg(p.partials + (int64_t{split} * p.T + first_token + t) * p.N + own, y);
+      __stcg(p.partials + (int64_t{part.split} * p.T + part.first_token + t) * p.N + own, y);
     }
   }
   if (p.splits == 1) return;
   __threadfence();
   __syncthreads();
-  if (thread == 0) s.is_last = atomicAdd(p.finished + group * p.slices + slice, 1) == p.splits - 1;
+  if (thread == 0) *is_last = atomicAdd(p.finished + part.group * p.slices + part.slice, 1) == p.splits - 1;
   __syncthreads();
-  if (!s.is_last || own >= p.N) return;
+  if (!*is_last || own >= p.N) return;
   __threadfence();
   for (int t = 0; t < tokens; ++t) {
-    const float* const from = p.partials + int64_t{first_token + t} * p.N + own;
+    const float* const from = p.partials + int64_t{part.first_token + t} * p.N + own;
     float y = 0.0f;
-#pragma unroll 8
+#pragma unroll 16
     for (int i = 0; i < p.splits; ++i) y += __ldcg(from + int64_t{i} * p.T * p.N);
-    write(first_token + t, y);
+    write(part.first_token + t, y);
   }
+}
+
+template <int kTokens>
+struct DownStorage {
+  ActiveList::Storage list;
+  int32_t neurons[kStagedNeurons];
+  uint32_t masks[kStagedNeurons];  // of the group's tokens
+  float hidden[kStagedNeurons][kTokens];
+  alignas(16) DownSums sums;
+  bool is_last;
+};
+
+// All weights; those that are vectorized and not quantized have the kernel below.
+template <typename T, int kBits, bool kVectors, int kTokens>
+__global__ void __launch_bounds__(kMlpThreads, 2) DownKernel(const __grid_constant__ MlpParams p) {
+  constexpr int kWarps = kMlpThreads / 32, kUnroll = sizeof(T) == 4 ? 2 : 4;
+  __shared__ DownStorage<kTokens> s;
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32;
+  const DownPart<kTokens> part(p);
+
+  if (!p.is_list_early) WaitForPrevious();
+  const ActiveList list(p, &s.list);
+  const int32_t begin = part.Begin(p, list.size()), end = part.End(p, list.size());
+  if (p.is_list_early) WaitForPrevious();
+  LetNextStart();
+
+  float sums[kTokens][kMlpChunk] = {};
+  for (int32_t first = begin; first < end; first += kStagedNeurons) {
+    const int32_t staged = min(kStagedNeurons, end - first);
+    __syncthreads();
+    if (thread < staged) {
+      const ListEntry entry = list.At(first + thread);
+      const auto mask = part.MaskOf(entry.mask);
+      s.neurons[thread] = entry.neuron;
+      s.masks[thread] = mask;
+#pragma unroll
+      for (int t = 0; t < kTokens; ++t) {
+        if ((mask >> t & 1) == 0) continue;
+        s.hidden[thread][t] = HiddenOf<T>(p, first + thread, entry.neuron, part.first_token + t);
+      }
+    }
+    __syncthreads();
+    if (part.columns <= 0) continue;
+    for (int i = warp; i < staged; i += kWarps * kUnroll) {
+      [[maybe_unused]] DownChunk<T, kBits> loaded[kUnroll];
+      if constexpr (kVectors) {
+#pragma unroll
+        for (int u = 0; u < kUnroll; ++u) {
+          const int at = i + u * kWarps;
+          if (at < staged && s.masks[at] != 0) loaded[u].Load(p.down_rows, s.neurons[at], part.column);
+        }
+      }
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        const int at = i + u * kWarps;
+        if (at >= staged || s.masks[at] == 0) continue;
+        float w[kMlpChunk];
+        if constexpr (kVectors) {
+          loaded[u].ToValues(w);
+        } else {
+          LoadColumns<T, kBits>(p.down_rows, s.neurons[at], part.column, part.columns, w);
+        }
+#pragma unroll
+        for (int t = 0; t < kTokens; ++t) {
+          if ((s.masks[at] >> t & 1) == 0) continue;  // 0 times infinity would be NaN
+          const float h = s.hidden[at][t];
+#pragma unroll
+          for (int k = 0; k < kMlpChunk; ++k) sums[t][k] = fmaf(h, w[k], sums[t][k]);
+        }
+      }
+    }
+  }
+  FinishDown<T>(p, part, sums, s.sums, &s.is_last);
+}
+
+// Hidden values of 32 entries of a warp: lane i has those of entry i.
+template <typename T, int kTokens>
+__device__ __forceinline__ void LoadHidden(const MlpParams& p, const DownPart<kTokens>& part, int32_t position,
+                                           const ListEntry& entry, float (&to)[kTokens]) {
+  const uint32_t mask = part.MaskOf(entry.mask);  // 0 beyond the last entry
+#pragma unroll
+  for (int t = 0; t < kTokens; ++t) {
+    to[t] = (mask >> t & 1) != 0 ? HiddenOf<T>(p, position, entry.neuron, part.first_token + t) : 0.0f;
+  }
+}
+
+// Rows stream through a ring, kStreamRows of a slot. Copies start before the hidden values are there.
+constexpr int kStreamRows = 2;
+
+template <typename T, int kTokens>
+__global__ void __launch_bounds__(kMlpThreads, kTokens == 1 ? 4 : 2)
+    DownStreamKernel(const __grid_constant__ MlpParams p) {
+  constexpr int kWarps = kMlpThreads / 32, kWords = kChunkWords<T, 0>, kCopiesOfRow = kWords / 4;
+  using Stream = Ring<kStreamRows * kCopiesOfRow>;
+  extern __shared__ __align__(128) uint8_t shared[];
+  static_assert(sizeof(DownSums) <= kRingsBytes, "the warps' sums take the place of the rings");
+  __shared__ ActiveList::Storage storage;
+  __shared__ bool is_last;
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const DownPart<kTokens> part(p);
+
+  if (!p.is_list_early) WaitForPrevious();
+  const ActiveList list(p, &storage);
+  WarpEntries entries(list, part.Begin(p, list.size()) + warp, part.End(p, list.size()), kWarps);
+  Stream ring(shared);
+  int32_t filled = 0;
+  const char* const from = static_cast<const char*>(p.down_rows.data) + part.column * static_cast<int64_t>(sizeof(T));
+  const auto fill = [&] {
+#pragma unroll
+    for (int r = 0; r < kStreamRows; ++r) {
+      const int32_t k = filled + r;
+      if (k >= entries.count()) continue;
+      const char* const row = from + int64_t{entries.NeuronOf(k)} * p.down_rows.stride;
+      const bool is_needed = kTokens == 1 || part.MaskOf(entries.MaskOf(k)) != 0;
+#pragma unroll
+      for (int i = 0; i < kCopiesOfRow; ++i) {
+        ring.Copy(r * kCopiesOfRow + i, row + i * kCopyBytes, is_needed && part.columns > 0);
+      }
+    }
+    filled += kStreamRows;
+    ring.Commit();
+  };
+  for (int i = 0; i < Stream::kSlots; ++i) fill();
+  if (p.is_list_early) WaitForPrevious();
+  LetNextStart();
+
+  constexpr bool kIsAhead = kTokens < 8;  // the next hidden values are loaded: registers suffice
+  float sums[kTokens][kMlpChunk] = {}, current[kTokens];
+  [[maybe_unused]] float next[kTokens];
+  LoadHidden<T>(p, part, entries.PositionOf(lane), entries.current(), current);
+  if constexpr (kIsAhead) LoadHidden<T>(p, part, entries.PositionOf(32 + lane), entries.next(), next);
+  for (int32_t first = 0; first < entries.count(); first += kStreamRows) {
+    if (first % 32 == 0 && first > 0) {
+      entries.MoveTo(first);
+      if constexpr (kIsAhead) {
+#pragma unroll
+        for (int t = 0; t < kTokens; ++t) current[t] = next[t];
+        LoadHidden<T>(p, part, entries.PositionOf(first + 32 + lane), entries.next(), next);
+      } else {
+        LoadHidden<T>(p, part, entries.PositionOf(first + lane), entries.current(), current);
+      }
+    }
+    ring.Wait();
+#pragma unroll
+    for (int r = 0; r < kStreamRows; ++r) {
+      const int32_t k = first + r;
+      if (k >= entries.count()) continue;
+      const uint32_t mask = kTokens == 1 ? 1 : part.MaskOf(entries.MaskOf(k));
+      if (mask == 0) continue;
+      uint32_t words[kWords];
+#pragma unroll
+      for (int i = 0; i < kCopiesOfRow; ++i) ring.Read(r * kCopiesOfRow + i, words + 4 * i);
+      float w[kMlpChunk];
+      ToFloats<T>(words, w);
+#pragma unroll
+      for (int t = 0; t < kTokens; ++t) {
+        if (kTokens > 1 && (mask >> t & 1) == 0) continue;  // 0 times infinity would be NaN
+        const float h = __shfl_sync(kAllLanes, current[t], k % 32);
+#pragma unroll
+        for (int i = 0; i < kMlpChunk; ++i) sums[t][i] = fmaf(h, w[i], sums[t][i]);
+      }
+    }
+    ring.Release();
+    fill();
+  }
+  FinishDown<T>(p, part, sums, *reinterpret_cast<DownSums*>(shared), &is_last);
 }
 
 }  // namespace mlp

@@ -4,6 +4,7 @@
 #define STOF_CUDA_SPARSE_MLP_LAUNCH_CUH_
 
 #include <algorithm>
+#include <atomic>
 #include <type_traits>
 
 #include "cuda/sparse_mlp/dense.cuh"
@@ -38,9 +39,24 @@ int WithFactor(const MlpRows& rows, const Function& function) {
 }
 
 template <void (*kKernel)(const MlpParams)>
-int LaunchEarly(const MlpParams& params, int64_t ctas, int threads, void* stream) {
-  return LaunchKernel<MlpParams, kKernel>(params, static_cast<unsigned>(ctas), static_cast<unsigned>(threads), 0,
-                                          stream, CanStartEarly<MlpParams, kKernel>());
+int LaunchEarly(const MlpParams& params, int64_t ctas, int threads, void* stream, int shared_bytes = 0) {
+  // One token: all kernels divide an SM alike, so that the next one starts beside the one that ends. More tokens lie in
+  // the L1 cache.
+  if (params.T == 1) {
+    static std::atomic<uint64_t> set{0};  // a bit for each of the first 64 devices
+    int device = 0;
+    const cudaError_t error = cudaGetDevice(&device);
+    if (error != cudaSuccess) return static_cast<int>(error);
+    const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
+    if (bit != 0 && (set.load(std::memory_order_relaxed) & bit) == 0) {
+      const cudaError_t refused =
+          cudaFuncSetAttribute(kKernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+      if (refused != cudaSuccess) return static_cast<int>(refused);
+      set.fetch_or(bit, std::memory_order_relaxed);
+    }
+  }
+  return LaunchKernel<MlpParams, kKernel>(params, static_cast<unsigned>(ctas), static_cast<unsigned>(threads),
+                                          shared_bytes, stream, CanStartEarly<MlpParams, kKernel>());
 }
 
 template <typename T>
@@ -79,12 +95,20 @@ int LaunchHidden(const MlpParams& params, int ctas, void* stream) {
     constexpr bool kVectors = decltype(vectors)::value;
     const auto launch = [&](auto with_gate, auto with_up) {
       constexpr bool kHasGate = decltype(with_gate)::value, kHasUp = decltype(with_up)::value;
-      if constexpr (kVectors) {
+      if constexpr (kVectors && kBits == 0) {
+        return params.T == 1 ? LaunchEarly<HiddenStreamKernel<T, kHasGate, kHasUp, true>>(params, ctas, kMlpThreads,
+                                                                                          stream, kRingsBytes)
+                             : LaunchEarly<HiddenStreamKernel<T, kHasGate, kHasUp, false>>(params, ctas, kMlpThreads,
+                                                                                           stream, kRingsBytes);
+      } else if constexpr (kVectors) {
         if (params.T == 1) {
           return LaunchEarly<HiddenKernel<T, kBits, true, kHasGate, kHasUp, true>>(params, ctas, kMlpThreads, stream);
         }
       }
-      return LaunchEarly<HiddenKernel<T, kBits, kVectors, kHasGate, kHasUp, false>>(params, ctas, kMlpThreads, stream);
+      if constexpr (!kVectors || kBits != 0) {
+        return LaunchEarly<HiddenKernel<T, kBits, kVectors, kHasGate, kHasUp, false>>(params, ctas, kMlpThreads,
+                                                                                      stream);
+      }
     };
     if (!has_gate) return launch(std::false_type(), std::true_type());
     return params.up_rows.data == nullptr ? launch(std::true_type(), std::false_type())
@@ -99,7 +123,12 @@ int LaunchDown(const MlpParams& params, void* stream) {
     constexpr int kBits = decltype(bits)::value;
     constexpr bool kVectors = decltype(vectors)::value;
     const auto launch = [&](auto tokens) {
-      return LaunchEarly<DownKernel<T, kBits, kVectors, decltype(tokens)::value>>(params, ctas, kMlpThreads, stream);
+      constexpr int kTokens = decltype(tokens)::value;
+      if constexpr (kVectors && kBits == 0) {
+        return LaunchEarly<DownStreamKernel<T, kTokens>>(params, ctas, kMlpThreads, stream, kRingsBytes);
+      } else {
+        return LaunchEarly<DownKernel<T, kBits, kVectors, kTokens>>(params, ctas, kMlpThreads, stream);
+      }
     };
     if (params.group_tokens == 1) return launch(Constant<1>());
     return params.group_tokens == 4 ? launch(Constant<4>()) : launch(Constant<8>());

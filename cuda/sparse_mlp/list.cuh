@@ -56,12 +56,15 @@ class ActiveList {
 
   // The entry at a position below size().
   __device__ ListEntry At(int32_t position) const {
-    int low = 0, high = kMlpMostSegments;  // begins[low] <= position < begins[high]
-    while (high - low > 1) {
-      const int middle = (low + high) / 2;
-      (s_.begins[middle] <= position ? low : high) = middle;
+    int64_t at = position;
+    if (size() != p_.F) {               // else all segments are full
+      int low = 0, high = p_.segments;  // begins[low] <= position < begins[high]
+      while (high - low > 1) {
+        const int middle = (low + high) / 2;
+        (s_.begins[middle] <= position ? low : high) = middle;
+      }
+      at = low * p_.segment + position - s_.begins[low];
     }
-    const int64_t at = low * p_.segment + position - s_.begins[low];
     ListEntry entry;
     entry.neuron = __ldcg(p_.neurons + at);
     entry.mask = __ldcg(reinterpret_cast<const unsigned long long*>(p_.masks) + at);

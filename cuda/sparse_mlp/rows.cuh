@@ -130,6 +130,13 @@ struct Chunk {
       QuantizedToFloats<kBits>(words, zero, out);
     }
   }
+  __device__ __forceinline__ float Dot(const float (&x)[kMlpChunk]) const {
+    float w[kMlpChunk], sum = 0.0f;
+    Unscaled(w);
+#pragma unroll
+    for (int i = 0; i < kMlpChunk; ++i) sum = fmaf(w[i], x[i], sum);
+    return kBits == 0 ? sum : scale * sum;
+  }
 };
 
 // Eight values of a token, zeros beyond its size. Read through the L1 cache: every warp of the SM reads them.

@@ -26,10 +26,16 @@ __device__ __forceinline__ void PointAtTokens(const void* base, int64_t stride, 
 template <typename T, int kBits, bool kVectors, int kTokens>
 __global__ void __launch_bounds__(kProjectThreads) ProjectKernel(const __grid_constant__ MlpParams p) {
   __shared__ float sums[kProjectWarps][kTokens];
-  WaitForPrevious();
-  LetNextStart();
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int64_t r = blockIdx.x;
+  if (r < p.R) {  // L2 sees what the kernels before still write, so that its lines may be fetched now
+    const char* const row = static_cast<const char*>(p.predictor_down.data) + r * p.predictor_down.stride;
+    for (int64_t at = threadIdx.x * 128; at < p.predictor_down.stride; at += kProjectThreads * 128) {
+      PrefetchL2(row + at);
+    }
+  }
+  WaitForPrevious();
+  LetNextStart();
   for (int begin = 0; begin < p.T; begin += kTokens) {
     float own[1][kTokens] = {};
     if (r < p.R) {
@@ -105,19 +111,54 @@ __global__ void __launch_bounds__(kMlpThreads) SelectKernel(const __grid_constan
   if (threadIdx.x == 0 && segment < p.segments) p.counts[segment] = count;
 }
 
+// sums[i] += chunk i · the same chunk of a token.
+template <typename T, int kBits>
+__device__ __forceinline__ void AddChunks(const Chunk<T, kBits> (&chunks)[kScoreRows], const float* token,
+                                          int64_t chunk, int64_t size, float (&sums)[kScoreRows][1]) {
+  float x[kMlpChunk];
+  LoadToken<float, true>(token, chunk, size, x);
+#pragma unroll
+  for (int i = 0; i < kScoreRows; ++i) sums[i][0] += chunks[i].Dot(x);
+}
+
 // The neurons of a segment whose scores, predictor_up · projected, make them active.
 template <typename T, int kBits, bool kVectors, int kTokens>
-__global__ void __launch_bounds__(kMlpThreads) ScoreKernel(const __grid_constant__ MlpParams p) {
+__global__ void __launch_bounds__(kMlpThreads, kTokens == 1 && kVectors ? 3
+                                               : kBits == 0 ? 2
+                                                            : 1) ScoreKernel(const __grid_constant__ MlpParams p) {
   __shared__ uint64_t masks[32];
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int64_t segment = blockIdx.x, begin = segment * p.segment, end = min(p.F, begin + p.segment);
   // The projection runs before this kernel, and waited for all others: the weights are there.
-  const int64_t bytes = (min(end, begin + 32) - begin) * p.predictor_up.stride;
-  const char* const rows = static_cast<const char*>(p.predictor_up.data) + begin * p.predictor_up.stride;
-  for (int64_t at = threadIdx.x * 128; at < bytes; at += kMlpThreads * 128) PrefetchL2(rows + at);
+  constexpr int kEarly = kTokens == 1 && kVectors ? 2 : 0;  // chunks a lane of each row, of the first 32 neurons
+  [[maybe_unused]] Chunk<T, kBits> early[kEarly + 1][kScoreRows];
+  if constexpr (kEarly > 0) {
+#pragma unroll
+    for (int u = 0; u < kEarly; ++u) {
+#pragma unroll
+      for (int i = 0; i < kScoreRows; ++i) {
+        const int64_t row = begin + warp * kScoreRows + i;
+        if (row < end && (lane + 32 * u) * kMlpChunk < p.R) {
+          early[u][i].template Load<true>(p.predictor_up, row, lane + 32 * u);
+        }
+      }
+    }
+  } else {
+    const int64_t bytes = (min(end, begin + 32) - begin) * p.predictor_up.stride;
+    const char* const rows = static_cast<const char*>(p.predictor_up.data) + begin * p.predictor_up.stride;
+    for (int64_t at = threadIdx.x * 128; at < bytes; at += kMlpThreads * 128) PrefetchL2(rows + at);
+  }
   WaitForPrevious();
   LetNextStart();
   ClearFinished(p);
+  [[maybe_unused]] float early_sums[kScoreRows][1] = {};
+  if constexpr (kEarly > 0) {
+#pragma unroll
+    for (int u = 0; u < kEarly; ++u) {
+      const int64_t chunk = lane + 32 * u;
+      if (chunk * kMlpChunk < p.R) AddChunks<T, kBits>(early[u], p.projected, chunk, p.R, early_sums);
+    }
+  }
   int count = 0;
   for (int64_t first = begin; first < end; first += 32) {
     int64_t row[kScoreRows];
@@ -132,8 +173,18 @@ __global__ void __launch_bounds__(kMlpThreads) ScoreKernel(const __grid_constant
       const float* tokens[kTokens];
       PointAtTokens(p.projected, p.projected_stride, t0, p.T, tokens);
       float sums[kScoreRows][kTokens] = {};
-      AddDots<T, kBits, kVectors, float, kScoreRows, kTokens, kTokens == 1 && kVectors ? 2 : 1>(weights, row, tokens,
-                                                                                                lane, 32, sums);
+      if constexpr (kEarly > 0) {
+#pragma unroll
+        for (int i = 0; i < kScoreRows; ++i) sums[i][0] = first == begin ? early_sums[i][0] : 0.0f;
+        for (int64_t chunk = first == begin ? lane + 32 * kEarly : lane; chunk * kMlpChunk < p.R; chunk += 32) {
+          Chunk<T, kBits> loaded[kScoreRows];
+#pragma unroll
+          for (int i = 0; i < kScoreRows; ++i) loaded[i].template Load<true>(p.predictor_up, row[i], chunk);
+          AddChunks<T, kBits>(loaded, tokens[0], chunk, p.R, sums);
+        }
+      } else {
+        AddDots<T, kBits, kVectors, float, kScoreRows, kTokens, 1>(weights, row, tokens, lane, 32, sums);
+      }
 #pragma unroll
       for (int i = 0; i < kScoreRows; ++i) {
 #pragma unroll
