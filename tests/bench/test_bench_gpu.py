@@ -55,6 +55,8 @@ def numpy_mask(case: AttentionCase) -> np.ndarray:
         "bits": (q - k) % 5 != 0,
         "s2-4": (k <= q) & ((q // 64 - k // 64 < 8) | ((k // 64 + h // (case.H // case.G)) % 4 == 0)),
         "s2-16": (k <= q) & ((q // 64 - k // 64 < 8) | ((k // 64 + h // (case.H // case.G)) % 16 == 0)),
+        "s2-4-128": (k <= q) & ((q // 128 - k // 128 < 4) | ((k // 128 + h // (case.H // case.G)) % 4 == 0)),
+        "s2-16-128": (k <= q) & ((q // 128 - k // 128 < 4) | ((k // 128 + h // (case.H // case.G)) % 16 == 0)),
         "sinks-1024": (k <= q) & ((q - k < 1024) | (k < 4)),
         "slash-37": (k <= q) & ((q - k < 96) | (k % 37 == 0)),
         "bigbird-23": (abs(q // 64 - k // 64) <= 1)

@@ -12,6 +12,7 @@ import numpy as np
 from stof.mask.expression import MaskExpression
 
 _BLOCK = 64  # of BigBird's random part and of S2
+_S2_LOCAL = 512  # queries behind a query whose blocks an S2 mask allows
 _RANDOM_BLOCK = 128  # of the masks of random blocks
 _SHORT_DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
@@ -123,9 +124,14 @@ def named_mask(name: str, length: int, group: int = 1) -> tuple[str, dict[str, n
         return f"abs(q - k) <= {number}", {}
     if kind == "causal" and number.isdigit():
         return f"k <= q and q - k <= {int(number) - 1}", {}
-    if kind == "s2" and number.isdigit():
-        near = f"q // {_BLOCK} - k // {_BLOCK}"
-        return f"k <= q and ({near} < 8 or (k // {_BLOCK} + h // {group}) % {number} == 0)", {}
+    stride, _, size = number.partition("-")
+    if kind == "s2" and stride.isdigit() and (not size or size.isdigit()):
+        block = int(size or _BLOCK)
+        local = _S2_LOCAL // block
+        return (
+            f"k <= q and (q // {block} - k // {block} < {local} or (k // {block} + h // {group}) % {stride} == 0)",
+            {},
+        )
     if kind == "sinks" and number.isdigit():
         return f"k <= q and (q - k < {number} or k < 4)", {}
     if kind == "slash" and number.isdigit():

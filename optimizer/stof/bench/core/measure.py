@@ -19,6 +19,8 @@ from stof.runtime import library
 
 ROUNDS = 5
 _SLICE = 0.02  # seconds a round of repeated calls: short calls are timed often
+_LEAST_CALLS = 3  # of a slice, unless they take longer than this:
+_LONGEST_SLICE = 1.0  # seconds
 _SETTLE = 0.005  # seconds in which the threads of the last candidate go to sleep
 _PACKAGES = ("onnxruntime", "torch", "openvino", "numpy", "onnx")
 
@@ -107,15 +109,16 @@ def interleave(calls: Sequence[Callable[[], object]], rounds: int = ROUNDS, warm
 
 
 def _least_seconds(call: Callable[[], object]) -> float:
-    best = float("inf")
-    end = time.perf_counter() + _SLICE
+    """The least of a slice's calls. Several, since the first call finds the data of other candidates in the caches."""
+    begin = time.perf_counter()
+    samples: list[float] = []
     while True:
         start = time.perf_counter()
         call()
         now = time.perf_counter()
-        best = min(best, now - start)
-        if now >= end:
-            return best
+        samples.append(now - start)
+        if now >= begin + _SLICE and (len(samples) >= _LEAST_CALLS or now >= begin + _LONGEST_SLICE):
+            return min(samples)
 
 
 def rates(threads: int) -> dict[str, float]:
