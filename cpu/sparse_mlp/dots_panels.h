@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Dot products of weight rows and many tokens, in panels of kPanelTokens: a value of a row times those of a panel, as
-// in a matrix product. Included once per instruction set, with STOF_DOT_PANELS panels in a tile.
+// Dot products of weight rows and many tokens. Included once per instruction set, with STOF_DOT_PANELS panels of
+// kPanelTokens tokens in a tile and STOF_PAIR_VECTORS vectors of a row in registers.
 //
-// In panels, a dot product adds its terms one by one, in their order, and is computed for tokens that do not need it,
-// too. Where fewer tokens need a row, dot products are computed pair by pair.
+// Where most tokens need a row, a tile is a dense matmul: tokens that do not need the row are computed, too, and a dot
+// product adds its terms one by one, in their order. Elsewhere each pair of a row and a token is computed alone.
 #ifndef STOF_CPU_SPARSE_MLP_DOTS_PANELS_H_
 #define STOF_CPU_SPARSE_MLP_DOTS_PANELS_H_
 
@@ -19,9 +19,9 @@ static_assert(kPanelTokens % kWidth == 0, "a panel is whole vectors");
 constexpr int64_t kPanelRows = 12;                             // whose slabs are read at a time
 constexpr int64_t kPanelDepth = 256 / ((kDotPanels + 1) / 2);  // panels of a tile stay in the L1 cache
 constexpr int64_t kPairRows = 24;
-// Of the pairs of rows and tokens: from more of them on, a product of all of them is faster.
-constexpr int64_t kPanelPercent = 65;
-static_assert(kMlpNeurons % kPairRows == 0, "no tile of a worker's rows is cut");
+// If more percent of the tokens need a row, computing all of them is faster.
+constexpr int64_t kPanelPercent = 55;
+static_assert(kMlpNeurons % kPairRows == 0, "the rows of a worker are whole groups");
 
 // Rows of a tile, so that its accumulators fill the registers.
 constexpr int RowsOfTile(int panels) { return kDotPanels > 1 && panels <= 2 ? 12 : kPanelVectors > 2 ? 2 : 6; }
@@ -58,7 +58,7 @@ void PanelTile(const float* const* w, const float* x, int64_t panel_stride, int6
   }
 }
 
-// The panels of the tokens and kPanelRows rows; before(n) is called before n products of a row and a panel.
+// The panels of the tokens and kPanelRows rows; before(n) is called before n pairs of a row and a panel.
 template <int kPanels = kDotPanels, typename Before>
 void PanelTiles(int64_t panels, const float* const* w, const float* x, int64_t panel_stride, int64_t depth, float* sums,
                 const Before& before) {
@@ -107,8 +107,8 @@ class PanelGroup {
       }
       ahead_.Clear();
       AddNextSlabs(p_, first_, count_, k0, depth, &ahead_);
-      const int64_t products = (depth + kPanelDepth - 1) / kPanelDepth * panels * kPanelRows;
-      const auto fetch = [this, products](int64_t n) { ahead_.Fetch(ahead_.lines() * n / products + 1); };
+      const int64_t pairs = (depth + kPanelDepth - 1) / kPanelDepth * panels * kPanelRows;
+      const auto fetch = [this, pairs](int64_t n) { ahead_.Fetch(ahead_.lines() * n / pairs + 1); };
       for (int64_t k = 0; k < depth; k += kPanelDepth) {
         const float* some[kPanelRows];
         for (int64_t i = 0; i < kPanelRows; ++i) some[i] = w[i] + k;

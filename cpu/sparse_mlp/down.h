@@ -21,8 +21,8 @@ constexpr int64_t kConvertedRows = 64;  // sums are loaded and stored once for s
 constexpr int kDownVectors = 2;         // of a tile of columns and tokens
 constexpr int kDownTokens = STOF_DOWN_TOKENS;
 constexpr int kNeededVectors = 8;  // of sums of a token: as many chains of additions
-// Of the pairs of rows and tokens: from more of them on, adding all rows to all tokens is faster.
-constexpr int64_t kDensePercent = 65;
+// If more percent of the tokens need a row, adding it to all of them is faster.
+constexpr int64_t kDensePercent = 55;
 static_assert(kMlpTokens == 64 && kConvertedRows <= 64, "tokens and rows are bits of a word");
 
 // bits[t] = bit t of each word, for a square of 64 words of 64 bits: blocks off the diagonal change places, by halves.
