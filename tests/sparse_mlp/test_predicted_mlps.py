@@ -23,8 +23,8 @@ from stof.errors import ArgumentError
 from stof.options import Options
 from stof.prompts.loss import kl_divergence
 from stof.report import Report
+from stof.sparse_mlp.predictors.predictor_files import write_npz
 from stof.sparse_mlp.predictors.selector import NeuronSelector
-from stof.sparse_mlp.predictors.selector_files import write_selectors
 from stof.sparse_mlp.report import MlpSection
 from stof.sparse_mlp.site import OP
 
@@ -294,7 +294,7 @@ def selectors(neurons: int = 160, size: int = 48, layers: int = 2) -> list[Neuro
 
 
 def test_predictors_of_a_file(prompts: Path, tmp_path: Path) -> None:
-    write_selectors(tmp_path / "f.npz", selectors())
+    write_npz(tmp_path / "f.npz", selectors())
     spec = f"predictors={tmp_path / 'f.npz'}"
     report = stof.optimize(put(tmp_path), tmp_path / "out.onnx", Options(sparse_mlp=spec))
     assert [r.selection for r in section(report).rows] == ["predictor"] * 2
@@ -320,7 +320,7 @@ def test_predictors_of_a_file(prompts: Path, tmp_path: Path) -> None:
     ids=["neurons", "size", "layers"],
 )
 def test_file_of_another_model(given: list[NeuronSelector], words: str, tmp_path: Path) -> None:
-    write_selectors(tmp_path / "f.npz", given)
+    write_npz(tmp_path / "f.npz", given)
     with pytest.raises(ArgumentError) as raised:
         stof.optimize(put(tmp_path), tmp_path / "out.onnx", Options(sparse_mlp=f"predictors={tmp_path / 'f.npz'}"))
     assert words in str(raised.value)
