@@ -127,7 +127,7 @@ def test_report_says_how_well_neurons_are_predicted(prompts: Path, tmp_path: Pat
     assert 0.4 < first.recall < 1
     text = report.to_text()
     assert "1 x MLP with silu, neurons by svd, rank 12: gated, 160 neurons" in text
-    assert "% of the neurons computed, predicted" in text
+    assert "% of the neurons computed, estimated" in text
     assert f"calibrated on {prompts}; measured on the held-out fifth of {prompts}" in text
     assert "loss on 2 prompts, 40 tokens: KL divergence" in text
     assert "(with every neuron active: the loss says what leaving out neurons changes)" in text
@@ -194,7 +194,7 @@ def test_exact_layers_stay_exact(prompts: Path, tmp_path: Path) -> None:
 def test_neurons_that_are_all_computed_stay_dense(prompts: Path, tmp_path: Path) -> None:
     report = stof.optimize(put(tmp_path), tmp_path / "out.onnx", Options(sparse_mlp=f"{prompts},active=1"))
     assert {r.reason for r in section(report).rows} == {
-        "100 % of its neurons are computed on held-out prompts: 1.00x is predicted for one token, less than 1.1x"
+        "100 % of its neurons are computed on held-out prompts: 1.00x is estimated for one token, less than 1.1x"
     }
 
 
