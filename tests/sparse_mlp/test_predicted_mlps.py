@@ -242,7 +242,7 @@ def test_selection_plan_and_explanation(prompts: Path, tmp_path: Path, capsys: p
     assert "-> replaced" in shown
     other = ["--sparse-mlp", f"{prompts},active=0.4", "-q"]
     assert cli.main([str(source), "-o", str(tmp_path / "c.onnx"), *other, "--plan", str(plan)]) == 1
-    assert "the plan selects neurons of MLP '/layers.1.down/product' by predictor, and --sparse-mlp by magnitude" in (
+    assert "the plan selects neurons of MLP '/layers.1.down/matmul' by predictor, and --sparse-mlp by magnitude" in (
         capsys.readouterr().err
     )
     assert cli.main([str(source), "-o", str(tmp_path / "c.onnx"), "-q", "--plan", str(plan)]) == 1
@@ -310,7 +310,7 @@ def test_predictors_of_a_file(prompts: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (selectors(neurons=128), "for MLP '/layers.0.down/product' has 128 thresholds, expected 1 or 160"),
+        (selectors(neurons=128), "for MLP '/layers.0.down/matmul' has 128 thresholds, expected 1 or 160"),
         (
             selectors(size=47),
             "has a predictor of 160 neurons from tokens of 47 elements, expected 160 neurons and 48 elements",

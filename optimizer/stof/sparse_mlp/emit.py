@@ -130,7 +130,7 @@ def _gate_nodes(site: MlpSite, producer: Mapping[str, onnx.NodeProto], layouts: 
     gate = site.projection
     assert gate is not None
     weight, order = gate.weight, site.order
-    matmul = copy_node(producer[gate.product])
+    matmul = copy_node(producer[gate.matmul_output])
     bias = layouts.bias(weight, order)
     matmul.name = layouts.names.make(matmul.name or matmul.op_type)
     if weight.quantization is not None:
@@ -148,7 +148,7 @@ def _gate_nodes(site: MlpSite, producer: Mapping[str, onnx.NodeProto], layouts: 
     if is_own:
         matmul.input[2 if matmul.op_type == "Gemm" else _BIAS] = bias
     adds = bool(bias) and not is_own
-    matmul.output[0] = layouts.new_tensor(f"{gate.tensor}/product") if adds else gate.tensor
+    matmul.output[0] = layouts.new_tensor(f"{gate.tensor}/matmul") if adds else gate.tensor
     nodes = [*layouts.take_nodes(), matmul]
     if adds:
         name = layouts.names.make(f"{matmul.name}/bias")
