@@ -13,10 +13,9 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from stof.cached_attention.expand_sites import expand_sites
 from stof.cached_attention.paged.site import PagedNode, PagedSite
-from stof.graph.index import node_tensors, opset_of
 from stof.graph.node_builder import Builder
-from stof.graph.protobuf import copy_with_nodes
 from stof.mask.expression import MaskExpression
 from stof.mask.expression_nodes import B, Lookup
 from stof.mask.to_onnx import ScoreSizes, emit_mask
@@ -27,24 +26,14 @@ _POSITION = Lookup("lengths", (B,))  # of each token: in a pattern's mask the to
 
 def expand_pages(model: onnx.ModelProto, sites: Sequence[PagedSite]) -> onnx.ModelProto:
     """A copy of the model in which the node of every site is standard nodes, which attend by its declared pattern, too."""
-    wanted = {s.node.output[0]: s for s in sites}
-    taken = {t for node in model.graph.node for t in node_tensors(node)}
-    nodes: list[onnx.NodeProto] = []
-    for node in model.graph.node:
-        site = wanted.get(node.output[0]) if node.output else None
-        if site is None:
-            nodes.append(node)
-            continue
-        prefix = f"{node.output[0]}/stof_paged_"
-        while any(t.startswith(prefix) for t in taken):
-            prefix += "_"
-        builder = Builder(opset_of(model), prefix)
-        pattern, tables = (None, {}) if site.declared is None else (site.declared.pattern.mask, site.declared.tables)
-        expand_node(builder, site, node.output, pattern, tables)
-        nodes += builder.nodes
-    found = copy_with_nodes(model, nodes)
+    found = expand_sites(model, sites, "stof_paged", _expand_site)
     add_tables(found.graph, sites)
     return found
+
+
+def _expand_site(builder: Builder, site: PagedSite, node: onnx.NodeProto) -> None:
+    pattern, tables = (None, {}) if site.declared is None else (site.declared.pattern.mask, site.declared.tables)
+    expand_node(builder, site, node.output, pattern, tables)
 
 
 def add_tables(graph: onnx.GraphProto, sites: Sequence[PagedSite]) -> None:
