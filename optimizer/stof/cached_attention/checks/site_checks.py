@@ -15,6 +15,7 @@ import numpy as np
 import onnx
 from onnx import helper
 
+from stof.cached_attention.checks.attention_step import attention_of_site
 from stof.cached_attention.checks.emitted_sites import emitted_sites, in_type, rounding_of_output, size_or_one
 from stof.cached_attention.checks.expand_norms import expand_norms
 from stof.cached_attention.checks.mask_tables import fault_of_tables
@@ -146,37 +147,24 @@ def _captured_step(site: CacheSite, node: onnx.NodeProto, known: Mapping[str, np
     names[_LENGTHS] = site.input("seqlens_k")
     if any(name and name not in known for name in names.values()):
         return None
-    arrays = {i: known[name] for i, name in names.items() if name}
+    arrays = {INPUTS[i]: known[name] for i, name in names.items() if name}
     layout = site.layout
     return CacheStep(
-        query=arrays[0],
-        key=arrays.get(1),
-        value=arrays.get(2),
-        past_key=arrays.get(3),
-        past_value=arrays.get(4),
-        lengths=arrays[_LENGTHS].astype(np.int64) + site.uncounted_keys,
-        total=int(arrays[6].reshape(-1)[0]),
-        num_heads=site.num_heads,
-        kv_num_heads=site.kv_num_heads,
-        window=site.window,
+        query=arrays["query"],
+        key=arrays.get("key"),
+        value=arrays.get("value"),
+        past_key=arrays.get("past_key"),
+        past_value=arrays.get("past_value"),
+        lengths=arrays["seqlens_k"].astype(np.int64) + site.uncounted_keys,
+        total=int(arrays["total_sequence_length"].reshape(-1)[0]),
         sliding=site.sliding,
-        scale=site.scale,
-        softcap=site.softcap,
-        cos=arrays.get(7),
-        sin=arrays.get(8),
-        interleaved=bool(site.attributes.get("rotary_interleaved", 0)),
-        position_ids=arrays.get(9),
-        bias=arrays.get(10),
-        sink=arrays.get(11),
-        query_norm=arrays.get(14),
-        key_norm=arrays.get(15),
-        epsilon=site.norm_epsilon,
+        position_ids=arrays.get("position_ids"),
+        bias=arrays.get("attention_bias"),
         layout=None if layout is None else layout.allowed,
         block_size=0 if layout is None else layout.block_size,
-        pattern=None if site.declared is None else site.declared.pattern,
-        key_scale=arrays.get(INPUT_INDEX["k_scale"]),
-        value_scale=arrays.get(INPUT_INDEX["v_scale"]),
-        tables=tuple(table for _, table in sorted(site.mask_tables.items())),
+        key_scale=arrays.get("k_scale"),
+        value_scale=arrays.get("v_scale"),
+        **attention_of_site(site, arrays),
     )
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import onnx
 from onnx import helper
 
+from stof.cached_attention.checks.attention_step import attention_of_site
 from stof.cached_attention.checks.emitted_sites import emitted_sites, in_type, rounding_of_output
 from stof.cached_attention.checks.mask_tables import fault_of_tables
 from stof.cached_attention.paged.emit import emit_pages
@@ -106,21 +107,8 @@ def _captured_step(site: PagedSite, node: onnx.NodeProto, known: Mapping[str, np
         cumulative=arrays["cumulative_sequence_length"],
         past=arrays["past_seqlens"],
         table=arrays["block_table"],
-        num_heads=site.num_heads,
-        kv_num_heads=site.kv_num_heads,
-        window=site.window,
-        scale=site.scale,
-        softcap=site.softcap,
-        cos=arrays.get("cos_cache"),
-        sin=arrays.get("sin_cache"),
-        interleaved=site.is_interleaved,
         rotary_offset=site.rotary_offset,
-        sink=arrays.get("head_sink"),
-        query_norm=arrays.get("q_norm_weight"),
-        key_norm=arrays.get("k_norm_weight"),
-        epsilon=site.norm_epsilon,
-        pattern=None if site.declared is None else site.declared.pattern,
-        tables=tuple(table for _, table in sorted(site.mask_tables.items())),
+        **attention_of_site(site, arrays),
     )
 
 
