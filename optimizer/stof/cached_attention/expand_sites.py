@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import onnx
+from onnx import helper
 
 from stof.cached_attention.node_site import NodeSite
 from stof.graph.index import node_tensors, opset_of
@@ -45,3 +46,21 @@ def expand_sites(
         expand(builder, site, node)
         nodes += builder.nodes
     return copy_with_nodes(model, nodes)
+
+
+def split_packed(b: Builder, site: NodeSite, axis: int) -> list[str]:
+    """The tensors of query, key and value; where they lie in one, nodes split it along an axis."""
+    tensors = [site.input(name) for name in ("query", "key", "value")]
+    if site.is_packed:
+        tensors = [b.name() for _ in tensors]
+        counts = (site.num_heads, site.kv_num_heads, site.kv_num_heads)
+        sizes = b.constant([n * site.head_size for n in counts])
+        b.nodes.append(helper.make_node("Split", [site.input("query"), sizes], tensors, name=tensors[0], axis=axis))
+    return tensors
+
+
+def add_rms_norm(b: Builder, x: str, axis: int, weight: str, epsilon: str) -> str:
+    """Nodes for the RMS norm along the last axis, whose number is given."""
+    mean = b.reduce("ReduceMean", b.add("Mul", [x, x]), axis)
+    root = b.add("Sqrt", [b.add("Add", [mean, epsilon])])
+    return b.add("Mul", [b.add("Div", [x, root]), weight])

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import onnx
 from onnx import helper
 
-from stof.cached_attention.expand_sites import expand_sites
+from stof.cached_attention.expand_sites import add_rms_norm, expand_sites, split_packed
 from stof.cached_attention.site import INPUT_INDEX, CacheSite
 from stof.graph.node_builder import Builder
 from stof.graph.protobuf import copy_node
@@ -22,12 +22,8 @@ def expand_norms(model: onnx.ModelProto, sites: Sequence[CacheSite]) -> onnx.Mod
 
 def _add_without_norms(b: Builder, site: CacheSite, node: onnx.NodeProto) -> None:
     """Adds nodes that normalize queries and keys, and the node that reads these."""
-    counts = (site.num_heads, site.kv_num_heads, site.kv_num_heads)
-    tensors = [site.input(name) for name in ("query", "key", "value")]
-    if site.is_packed:
-        tensors = [b.name() for _ in counts]
-        sizes = b.constant([n * site.head_size for n in counts])
-        b.nodes.append(helper.make_node("Split", [site.input("query"), sizes], tensors, name=tensors[0], axis=2))
+    counts = (site.num_heads, site.kv_num_heads)
+    tensors = split_packed(b, site, 2)
     for i, weight in enumerate(("q_norm_weight", "k_norm_weight")):
         tensors[i] = _normalize(b, site, tensors[i], site.input(weight), counts[i])
     found = copy_node(node)
@@ -43,8 +39,6 @@ def _add_without_norms(b: Builder, site: CacheSite, node: onnx.NodeProto) -> Non
 def _normalize(b: Builder, site: CacheSite, tensor: str, weight: str, heads: int) -> str:
     """The RMS norm of each head of [B, S, heads * D]."""
     x = b.add("Reshape", [tensor, b.constant([0, 0, heads, site.head_size])])
-    mean = b.reduce("ReduceMean", b.add("Mul", [x, x]), 3)
     epsilon = b.constant(site.norm_epsilon, helper.tensor_dtype_to_np_dtype(site.dtype))
-    root = b.add("Sqrt", [b.add("Add", [mean, epsilon])])
-    scaled = b.add("Mul", [b.add("Div", [x, root]), weight])
+    scaled = add_rms_norm(b, x, 3, weight, epsilon)
     return b.add("Reshape", [scaled, b.constant([0, 0, heads * site.head_size])])

@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from stof.cached_attention.expand_sites import expand_sites
+from stof.cached_attention.expand_sites import add_rms_norm, expand_sites, split_packed
 from stof.cached_attention.paged.site import PagedNode, PagedSite
 from stof.graph.node_builder import Builder
 from stof.mask.expression import MaskExpression
@@ -148,22 +148,14 @@ class _Expansion:
         """Query, key and value as [N, heads, D]."""
         b, site = self.b, self.site
         counts = (site.num_heads, site.kv_num_heads, site.kv_num_heads)
-        tensors = [site.input(name) for name in ("query", "key", "value")]
-        if site.is_packed:
-            tensors = [b.name() for _ in counts]
-            sizes = b.constant([n * site.head_size for n in counts])
-            b.nodes.append(helper.make_node("Split", [site.input("query"), sizes], tensors, name=tensors[0], axis=1))
         return [
             b.add("Reshape", [self._to_float(x), b.constant([0, n, site.head_size])])
-            for x, n in zip(tensors, counts, strict=True)
+            for x, n in zip(split_packed(b, site, 1), counts, strict=True)
         ]
 
     def _normalize(self, x: str, weight: str) -> str:
         """The RMS norm of each head."""
-        b = self.b
-        mean = b.reduce("ReduceMean", b.add("Mul", [x, x]), 2)
-        root = b.add("Sqrt", [b.add("Add", [mean, self._float(self.site.norm_epsilon)])])
-        return b.add("Mul", [b.add("Div", [x, root]), self._to_float(weight)])
+        return add_rms_norm(self.b, x, 2, self._to_float(weight), self._float(self.site.norm_epsilon))
 
     def _cut(self, x: str, begin: int, end: int) -> str:
         """Elements of each head."""
