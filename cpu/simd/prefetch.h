@@ -40,7 +40,7 @@ class PrefetchQueue {
   }
 
  private:
-  static constexpr uint32_t kMost = 16;
+  static constexpr uint32_t kMost = 128;
   static constexpr int64_t kLine = 64;
   struct Block {
     const char* at;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Dot products of weight rows and tokens. Included once per instruction set, with STOF_DOT_TOKENS tokens in a tile.
 //
-// A dot product has one order of additions, whichever function computes it: slabs of kDotDepth values, each summed by
-// one vector accumulator. So a token's result does not depend on the other tokens.
+// A dot product has one order of additions, whichever function here computes it: slabs of kDotDepth values, each summed
+// by one vector accumulator. So the result of a token among few does not depend on the others.
 #ifndef STOF_CPU_SPARSE_MLP_DOTS_H_
 #define STOF_CPU_SPARSE_MLP_DOTS_H_
 
@@ -220,8 +220,8 @@ class RowGroup {
   alignas(64) float slab_[kDotRows * kSlabStride];
 };
 
-inline void DotsFp32(const DotProblem& problem, int64_t first, int64_t last, float* out, int64_t row_stride,
-                     int64_t token_stride) {
+inline void DotRowGroups(const DotProblem& problem, int64_t first, int64_t last, float* out, int64_t row_stride,
+                         int64_t token_stride) {
   for (int64_t i = first; i < last; i += kDotRows) {
     RowGroup group(problem, i, last);
     group.Run(out + (i - first) * row_stride, row_stride, token_stride);

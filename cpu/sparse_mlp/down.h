@@ -107,7 +107,7 @@ class DownGroup {
       rows[i] = reinterpret_cast<const typename E::T*>(Row(first_ + i, n));
       PrefetchStart(Row(std::min(first_ + count_ + i, end_ - 1), n));
     }
-    AddTokens<E>(rows, n, columns);
+    AddTokens<E>(rows, n, columns, false);
   }
 
   // The rows are converted first, at most kDownColumns of them, to `converted`.
@@ -120,7 +120,7 @@ class DownGroup {
       LoadDownRow(b_.down, b_.neurons[first_ + i], n, columns, converted + i * kConvertedStride);
       rows[i] = converted + i * kConvertedStride;
     }
-    AddTokens<Fp32Element>(rows, n, columns);
+    AddTokens<Fp32Element>(rows, n, columns, true);
   }
 
   // Rows of a multiple of 4 KiB would share cache sets.
@@ -138,19 +138,48 @@ class DownGroup {
     return b_.down.data + b_.neurons[i] * b_.down.stride + bytes;
   }
 
-  // Tokens that need all rows, kDownTokens at a time. Returns them as bits.
+  // Tokens for which all rows are added: those that need all of them. Where a third of the tokens need a row it is all
+  // tokens: the hidden values of the others are 0, which changes no bit of a sum unless a weight is infinite or NaN.
   template <typename E>
-  uint64_t AddDense(const typename E::T* const* rows, int64_t n, int64_t columns) {
-    uint64_t all = b_.tokens == kMlpTokens ? ~uint64_t{0} : (uint64_t{1} << b_.tokens) - 1;
-    for (int64_t i = 0; i < count_; ++i) all &= b_.list_masks[first_ + i];
-    if (b_.tokens < 3 || (all & (all - 1)) == 0) return 0;
+  uint64_t DenseTokens(const typename E::T* const* rows, int64_t columns, bool is_converted) const {
+    const uint64_t every = b_.tokens == kMlpTokens ? ~uint64_t{0} : (uint64_t{1} << b_.tokens) - 1;
+    uint64_t all = every;
+    int64_t pairs = 0;
+    for (int64_t i = 0; i < count_; ++i) {
+      all &= b_.list_masks[first_ + i];
+      pairs += __builtin_popcountll(b_.list_masks[first_ + i]);
+    }
+    constexpr int64_t kGain = 3;  // of a tile over the sums of a token
+    // Rows in place would be read twice.
+    const bool is_dense = is_converted && all != every && pairs * kGain > count_ * b_.tokens;
+    return is_dense && AreFinite<E>(rows, columns) ? every : all;
+  }
+
+  template <typename E>
+  bool AreFinite(const typename E::T* const* rows, int64_t columns) const {
+    const V zero = Simd::Set1(0.0f);
+    V sum = zero;  // infinity times 0 is NaN
+    for (int64_t i = 0; i < count_; ++i) {
+      int64_t n = 0;
+      for (; n + kWidth <= columns; n += kWidth) sum = Simd::Fma(E::Load(rows[i] + n), zero, sum);
+      if (n < columns) sum = Simd::Fma(LoadFirst<E>(rows[i] + n, columns - n), zero, sum);
+    }
+    return Simd::ReduceAdd(sum) == 0.0f;
+  }
+
+  // Adds all rows to some tokens, kDownTokens at a time. Returns these tokens as bits.
+  template <typename E>
+  uint64_t AddDense(const typename E::T* const* rows, int64_t n, int64_t columns, bool is_converted) {
+    if (b_.tokens < 3) return 0;
+    const uint64_t all = DenseTokens<E>(rows, columns, is_converted);
+    if ((all & (all - 1)) == 0) return 0;
     const float* h[kMlpTokens];
     float* sums[kMlpTokens];
     int64_t count = 0;
     for (uint64_t left = all; left != 0; left &= left - 1) {
       const int t = __builtin_ctzll(left);
       h[count] = b_.hidden + first_ * b_.tokens + t;
-      sums[count++] = sums_ + t * b_.args->N + n;
+      sums[count++] = sums_ + t * b_.sums_stride + n;
     }
     constexpr int64_t kStep = kDownVectors * kWidth;
     const int64_t whole = columns / kStep * kStep, tiles = (count + kDownTokens - 1) / kDownTokens;
@@ -181,8 +210,8 @@ class DownGroup {
   }
 
   template <typename E>
-  void AddTokens(const typename E::T* const* rows, int64_t n, int64_t columns) {
-    const uint64_t done = AddDense<E>(rows, n, columns);
+  void AddTokens(const typename E::T* const* rows, int64_t n, int64_t columns, bool is_converted) {
+    const uint64_t done = AddDense<E>(rows, n, columns, is_converted);
     const int64_t lines = ahead_.lines() / b_.tokens + 1;
     for (int64_t t = 0; t < b_.tokens; ++t) {
       if ((done >> t & 1) != 0) continue;
@@ -195,7 +224,7 @@ class DownGroup {
         h[count++] = b_.hidden[(first_ + i) * b_.tokens + t];
       }
       ahead_.Fetch(lines);
-      AddEach<E>(count, needed, h, columns, sums_ + t * b_.args->N + n);
+      AddEach<E>(count, needed, h, columns, sums_ + t * b_.sums_stride + n);
     }
   }
 
@@ -207,9 +236,10 @@ class DownGroup {
 
 inline void Down(const MlpBlock& b, int64_t part, int64_t begin, int64_t end) {
   if (b.down.bits > 0 && b.args->accuracy_level == 4) return DownInt8(b, part, begin, end);
-  const int64_t N = b.args->N, first = b.part_begin[part], last = b.part_begin[part + 1], count = last - first;
-  float* const sums = b.sums + part * b.tokens * N;
-  for (int64_t t = 0; t < b.tokens; ++t) std::fill(sums + t * N + begin, sums + t * N + end, 0.0f);
+  const int64_t first = b.part_begin[part], last = b.part_begin[part + 1], count = last - first;
+  float* const sums = b.sums + part * b.tokens * b.sums_stride;
+  for (int64_t t = 0; t < b.tokens; ++t)
+    std::fill(sums + t * b.sums_stride + begin, sums + t * b.sums_stride + end, 0.0f);
   // Whole rows come from memory faster. What many tokens read is copied in pieces that fit the caches: rows of a
   // multiple of 4 KiB would share cache sets.
   const bool is_in_place = b.down.bits == 0 && b.tokens <= (b.down.dtype == DType::kF32 ? 8 : 2);
@@ -231,9 +261,9 @@ inline void Down(const MlpBlock& b, int64_t part, int64_t begin, int64_t end) {
 
 inline void Finish(const MlpBlock& b, int64_t token, int64_t begin, int64_t end) {
   const SparseMlpArgs& a = *b.args;
-  float* const y = b.sums + token * a.N;
+  float* const y = b.sums + token * b.sums_stride;
   for (int64_t part = 1; part < kMlpParts; ++part) {
-    const float* const more = y + part * b.tokens * a.N;
+    const float* const more = y + part * b.tokens * b.sums_stride;
     for (int64_t n = begin; n < end; ++n) y[n] += more[n];
   }
   if (a.down_bias != nullptr) {

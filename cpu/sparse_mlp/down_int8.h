@@ -93,7 +93,7 @@ class Int8Group {
     is_prefetched_ = true;
     WithElement(b_.down.dtype, [&](auto element) {
       AddOwnRows(rows, own_count_[t], b_.down.bits, tokens_[t], Scales<decltype(element)>(), begin, end, next,
-                 sums_ + t * b_.args->N);
+                 sums_ + t * b_.sums_stride);
     });
   }
 
@@ -107,11 +107,11 @@ class Int8Group {
         const int64_t columns = std::min(piece, whole - n);
         for (int64_t c = n; c < n + columns && !is_prefetched_; c += kInt8Step) next_.Prefetch(c, bits);
         PackRows(rows_, count_, bits, n, columns, packed);
-        AddPacked(packed, count_, bits, tokens_, shared_, shared_count_, scales, n, columns, sums_, b_.args->N);
+        AddPacked(packed, count_, bits, tokens_, shared_, shared_count_, scales, n, columns, sums_, b_.sums_stride);
       }
       for (int64_t i = 0; i < shared_count_; ++i) {
         AddColumnsOneByOne(rows_, count_, bits, tokens_[shared_[i]], scales, whole, end,
-                           sums_ + shared_[i] * b_.args->N);
+                           sums_ + shared_[i] * b_.sums_stride);
       }
     });
     is_prefetched_ = true;
@@ -132,9 +132,10 @@ class Int8Group {
 };
 
 inline void DownInt8(const MlpBlock& b, int64_t part, int64_t begin, int64_t end) {
-  const int64_t N = b.args->N, last = b.part_begin[part + 1];
-  float* const sums = b.sums + part * b.tokens * N;
-  for (int64_t t = 0; t < b.tokens; ++t) std::fill(sums + t * N + begin, sums + t * N + end, 0.0f);
+  const int64_t last = b.part_begin[part + 1];
+  float* const sums = b.sums + part * b.tokens * b.sums_stride;
+  for (int64_t t = 0; t < b.tokens; ++t)
+    std::fill(sums + t * b.sums_stride + begin, sums + t * b.sums_stride + end, 0.0f);
   const auto end_of_group = [&](int64_t i) {
     const int64_t group = i < last ? b.neurons[i] >> b.down.block_shift : 0;
     while (i < last && b.neurons[i] >> b.down.block_shift == group) ++i;

@@ -6,6 +6,7 @@
 #include "cpu/chain/functions.h"
 #include "cpu/sparse_mlp/dots.h"
 #include "cpu/sparse_mlp/dots_int8.h"
+#include "cpu/sparse_mlp/dots_panels.h"
 #include "cpu/sparse_mlp/down.h"
 
 namespace stof {
@@ -102,6 +103,16 @@ inline void AddBias(const MlpBlock& b, const void* bias, int64_t first, int64_t 
   }
 }
 
+// Hidden values of tokens that do not need their neuron.
+inline void SetIdleToZero(const MlpBlock& b, int64_t first, int64_t last) {
+  const uint64_t all = b.tokens == kMlpTokens ? ~uint64_t{0} : (uint64_t{1} << b.tokens) - 1;
+  for (int64_t i = first; i < last; ++i) {
+    for (uint64_t idle = all & ~b.list_masks[i]; idle != 0; idle &= idle - 1) {
+      b.hidden[i * b.tokens + __builtin_ctzll(idle)] = 0.0f;
+    }
+  }
+}
+
 inline void Hidden(const MlpBlock& b, int64_t first, int64_t last) {
   const SparseMlpArgs& a = *b.args;
   const int64_t count = last - first, values = count * b.tokens;
@@ -119,12 +130,13 @@ inline void Hidden(const MlpBlock& b, int64_t first, int64_t last) {
   }
   if (b.up_dots.rows.data == nullptr) {
     std::copy(gate, gate + values, hidden);
-    return;
+    return SetIdleToZero(b, first, last);
   }
   std::fill(hidden, hidden + values, 0.0f);
   Dots(b.up_dots, first, last, hidden, b.tokens, 1);
   AddBias(b, a.up_bias, first, count, hidden);
   for (int64_t i = 0; i < values; ++i) hidden[i] *= gate[i];
+  SetIdleToZero(b, first, last);
 }
 
 inline void LoadTokens(const void* from, DType dtype, int64_t count, int64_t padded, float* to) {
@@ -132,7 +144,7 @@ inline void LoadTokens(const void* from, DType dtype, int64_t count, int64_t pad
   std::fill(to + count, to + padded, 0.0f);
 }
 
-const SparseMlpKernels kSparseMlpKernels = {LoadTokens, QuantizeToken, Dots, Select, Hidden, Down, Finish};
+const SparseMlpKernels kSparseMlpKernels = {LoadTokens, FillPanel, QuantizeToken, Dots, Select, Hidden, Down, Finish};
 
 }  // namespace STOF_ISA::sparse_mlp
 }  // namespace cpu

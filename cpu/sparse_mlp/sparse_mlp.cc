@@ -48,20 +48,25 @@ class Layout {
     predictor_scales = Take(tokens * predictor_int8_stride / (32 / kPredictorBits), sizeof(float));
     predictor_sums = Take(tokens * predictor_sums_stride, sizeof(float));
     x = Take(is_copied ? tokens * x_stride : 0, sizeof(float));
+    has_panels = tokens >= cpu::kManyTokens;
+    const int64_t panel_tokens = has_panels ? RoundUp(tokens, cpu::kPanelTokens) : 0;
+    x_panels = Take(reads_input ? panel_tokens * a.K : 0, sizeof(float));
+    projected_panels = Take(panel_tokens * a.R, sizeof(float));
     projected = Take(a.selection == SparseMlpSelection::kPredictor ? tokens * rank_stride : 0, sizeof(float));
     values = Take(tokens * a.F, sizeof(float));
     masks = Take(a.F, sizeof(uint64_t));
     list_masks = Take(a.F, sizeof(uint64_t));
     neurons = Take(a.F + 1, sizeof(int32_t));
     hidden = Take(tokens * a.F, sizeof(float));
-    sums = Take(cpu::kMlpParts * tokens * a.N, sizeof(float));
+    part_stride = RoundUp(a.N, kMlpPadding) + kMlpPadding;
+    sums = Take(cpu::kMlpParts * tokens * part_stride, sizeof(float));
   }
-  bool is_copied = false, is_int8 = false;
-  int64_t x_stride = 0, rank_stride = 0, sums_stride = 0, int8_stride = 0, scale_stride = 0;
+  bool is_copied = false, is_int8 = false, has_panels = false;
+  int64_t x_stride = 0, rank_stride = 0, sums_stride = 0, int8_stride = 0, scale_stride = 0, part_stride = 0;
   int64_t predictor_int8_stride = 0, predictor_sums_stride = 0;
   size_t predictor_int8 = 0, predictor_scales = 0, predictor_sums = 0;
-  size_t x_int8 = 0, x_scales = 0, x_sums = 0, x = 0, projected = 0, values = 0, masks = 0, list_masks = 0, neurons = 0,
-         hidden = 0, sums = 0;
+  size_t x_int8 = 0, x_scales = 0, x_sums = 0, x = 0, x_panels = 0, projected_panels = 0, projected = 0, values = 0,
+         masks = 0, list_masks = 0, neurons = 0, hidden = 0, sums = 0;
   size_t bytes = 0;
 
  private:
@@ -161,6 +166,7 @@ class Runner {
     b_.neurons = At<int32_t>(layout_.neurons);
     b_.hidden = At<float>(layout_.hidden);
     b_.sums = At<float>(layout_.sums);
+    b_.sums_stride = layout_.part_stride;
     b_.gate_dots.rows = RowsOf(a_, a_.gate_weight, a_.K, false);
     b_.up_dots.rows = RowsOf(a_, a_.up_weight, a_.K, false);
     b_.down = RowsOf(a_, a_.down_weight, a_.N, true);
@@ -209,8 +215,13 @@ class Runner {
       kernels_.quantize(x_ + t * layout_.x_stride, a_.K, a_.bits, a_.block_size, values + t * layout_.int8_stride,
                         scales + t * layout_.scale_stride, sums + t * layout_.sums_stride);
     }
+    const bool has_float_predictor = a_.predictor_down.data != nullptr && a_.predictor_down.scales == nullptr;
+    x_panels_ = nullptr;
+    if (!layout_.is_int8 || has_float_predictor) {
+      x_panels_ = FillPanels(x_, layout_.x_stride, a_.K, At<float>(layout_.x_panels));
+    }
     for (DotProblem* dots : {&b_.gate_dots, &b_.up_dots}) {
-      dots->x = x_, dots->x_stride = layout_.x_stride;
+      dots->x = x_, dots->x_stride = layout_.x_stride, dots->x_panels = x_panels_;
       if (layout_.is_int8) {
         dots->x_int8 = values, dots->x_scales = scales, dots->x_sums = sums;
         dots->x_int8_stride = layout_.int8_stride, dots->x_scales_stride = layout_.scale_stride,
@@ -221,17 +232,32 @@ class Runner {
     }
   }
 
+  // Many tokens in panels, else nullptr.
+  const float* FillPanels(const float* x, int64_t stride, int64_t size, float* panels) {
+    if (b_.tokens < cpu::kManyTokens) return nullptr;
+    RunShares(parallel_, CeilDiv(b_.tokens, cpu::kPanelTokens), WorthOf(b_.tokens * size * 4), [=](int64_t i) {
+      const int64_t first = i * cpu::kPanelTokens;
+      kernels_.fill_panel(x + first * stride, stride, std::min(cpu::kPanelTokens, b_.tokens - first), size,
+                          panels + first * size);
+    });
+    return panels;
+  }
+
   // values[t, j] = a predictor's scores.
   void Predict() {
     float* const projected = At<float>(layout_.projected);
     std::fill(projected, projected + b_.tokens * layout_.rank_stride, 0.0f);
-    const DotProblem down = PredictorDots(a_.predictor_down, x_, layout_.x_stride, a_.K, a_.R);
+    DotProblem down = PredictorDots(a_.predictor_down, x_, layout_.x_stride, a_.K, a_.R);
+    if (down.rows.bits == 0) down.x_panels = x_panels_;
     RunDots(down, projected, 1, layout_.rank_stride);
     if (a_.has_predictor_relu) {
       const int64_t values = b_.tokens * layout_.rank_stride;
       for (int64_t i = 0; i < values; ++i) projected[i] = projected[i] < 0.0f ? 0.0f : projected[i];  // NaN stays
     }
-    const DotProblem up = PredictorDots(a_.predictor_up, projected, layout_.rank_stride, a_.R, a_.F);
+    DotProblem up = PredictorDots(a_.predictor_up, projected, layout_.rank_stride, a_.R, a_.F);
+    if (up.rows.bits == 0) {
+      up.x_panels = FillPanels(projected, layout_.rank_stride, a_.R, At<float>(layout_.projected_panels));
+    }
     RunDots(up, b_.values, 1, a_.F);
   }
 
@@ -316,7 +342,7 @@ class Runner {
   const Parallel& parallel_;
   const Layout layout_;
   char* const workspace_;
-  const float* x_ = nullptr;
+  const float *x_ = nullptr, *x_panels_ = nullptr;
   MlpBlock b_;
 };
 

@@ -13,8 +13,10 @@ namespace cpu {
 
 // Tokens that are computed together: a bit each of a 64-bit word says which of them need a neuron.
 constexpr int64_t kMlpTokens = 64;
-// Neurons whose hidden values a worker computes at a time.
-constexpr int64_t kMlpNeurons = 32;
+// Neurons whose hidden values a worker computes at a time: a multiple of the rows of every tile.
+constexpr int64_t kMlpNeurons = 48;
+// From so many tokens on, tokens are multiplied in panels of kPanelTokens.
+constexpr int64_t kManyTokens = 32, kPanelTokens = 16;
 // The sum over neurons has so many parts, which threads may compute: blocks of neurons are dealt among them in turns,
 // since neurons may be sorted by how often they are active. The order of additions follows from it.
 constexpr int64_t kMlpParts = 8;
@@ -49,6 +51,8 @@ struct DotProblem {
   NeuronRows rows;
   const float* x = nullptr;  // [tokens, x_stride], zeros from rows.size to the next multiple of kMlpPadding
   int64_t x_stride = 0;
+  // Many tokens once more: [panels, rows.size, kPanelTokens], zeros beyond the last token; else nullptr.
+  const float* x_panels = nullptr;
   // The tokens in int8, in blocks of rows.block values. x_scales: of each 32 / bits values; x_sums: of each block, the
   // scale times the sum of its values. nullptr: they are multiplied in fp32.
   const int8_t* x_int8 = nullptr;
@@ -75,13 +79,16 @@ struct MlpBlock {
   int32_t* neurons = nullptr;
   uint64_t* list_masks = nullptr;
   float* hidden = nullptr;  // [count, tokens]
-  float* sums = nullptr;    // [kMlpParts, tokens, N]
-  char* output = nullptr;   // of the first token
+  float* sums = nullptr;    // [kMlpParts, tokens, sums_stride]
+  int64_t sums_stride = 0;
+  char* output = nullptr;  // of the first token
 };
 
 struct SparseMlpKernels {
   // to[count] = from[count] in fp32, then zeros up to `padded`.
   void (*load)(const void* from, DType dtype, int64_t count, int64_t padded, float* to);
+  // A panel of `tokens` tokens, at most kPanelTokens, for DotProblem.
+  void (*fill_panel)(const float* x, int64_t stride, int64_t tokens, int64_t size, float* panel);
   // A token of `size` values in int8, for DotProblem.
   void (*quantize)(const float* x, int64_t size, int bits, int64_t block, int8_t* values, float* scales, float* sums);
   // out[(i - first) * row_stride + t * token_stride] = row i · token t, rows [first, last). Those that nobody needs are

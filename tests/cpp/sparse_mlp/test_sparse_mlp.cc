@@ -123,5 +123,39 @@ TEST(SparseMlpIdleRowsAreNotRead) {
   });
 }
 
+// Many tokens are multiplied with neurons that they do not need. Infinite weights of these may not reach their output,
+// and other tokens that need them change no bit of it.
+TEST(SparseMlpInfiniteWeightsOfOtherTokens) {
+  RunEachIsa([](CpuIsa isa) {
+    for (const int64_t T : {32, 40, 64, 81}) {
+      for (const double density : {0.3, 0.6, 0.95}) {
+        Case c;
+        c.T = T, c.K = 70, c.F = 190, c.N = 96, c.density = density;
+        Problem problem(c, 11);
+        const std::vector<char> finite = Run(problem.Args(nullptr), isa, Parallel{});
+        CheckOutput(problem, finite, Text(CpuIsaName(isa), " T", T));
+        const float infinity = std::numeric_limits<float>::infinity();
+        constexpr int64_t kEvery = 37;  // neurons
+        std::vector<bool> is_touched(static_cast<size_t>(T), false);
+        for (int64_t j = 5; j < c.F; j += kEvery) {
+          for (int64_t t = 0; t < T; ++t) {
+            if (problem.gate.values[static_cast<size_t>(t * c.F + j)] > 0) is_touched[static_cast<size_t>(t)] = true;
+          }
+          std::memcpy(problem.up_weight.bytes.data() + j * c.K * 4, &infinity, 4);
+          std::memcpy(problem.down_weight.bytes.data() + j * c.N * 4, &infinity, 4);
+        }
+        const std::vector<char> found = Run(problem.Args(nullptr), isa, Parallel{});
+        for (int64_t t = 0; t < T; ++t) {
+          const int64_t row = c.N * 4;
+          const bool is_equal = std::memcmp(found.data() + t * row, finite.data() + t * row, row) == 0;
+          CHECK(is_equal != is_touched[static_cast<size_t>(t)], CpuIsaName(isa), " T", T, " density ", density,
+                " token ", t);
+        }
+        CountCases(1);
+      }
+    }
+  });
+}
+
 }  // namespace
 }  // namespace stof::test::sparse_mlp
