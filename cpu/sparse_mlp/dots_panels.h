@@ -2,7 +2,8 @@
 // Dot products of weight rows and many tokens, in panels of kPanelTokens: a value of a row times those of a panel, as
 // in a matrix product. Included once per instruction set, with STOF_DOT_PANELS panels in a tile.
 //
-// A dot product adds its terms one by one, in their order. It is computed for tokens that do not need it, too.
+// In panels, a dot product adds its terms one by one, in their order, and is computed for tokens that do not need it,
+// too. Where fewer tokens need a row, dot products are computed pair by pair.
 #ifndef STOF_CPU_SPARSE_MLP_DOTS_PANELS_H_
 #define STOF_CPU_SPARSE_MLP_DOTS_PANELS_H_
 
@@ -17,7 +18,10 @@ constexpr int kPanelVectors = kPanelTokens / kWidth;
 static_assert(kPanelTokens % kWidth == 0, "a panel is whole vectors");
 constexpr int64_t kPanelRows = 12;                             // whose slabs are read at a time
 constexpr int64_t kPanelDepth = 256 / ((kDotPanels + 1) / 2);  // panels of a tile stay in the L1 cache
-static_assert(kMlpNeurons % kPanelRows == 0, "no tile of a worker's rows is cut");
+constexpr int64_t kPairRows = 24;
+// Of the pairs of rows and tokens: from more of them on, a product of all of them is faster.
+constexpr int64_t kPanelPercent = 65;
+static_assert(kMlpNeurons % kPairRows == 0, "no tile of a worker's rows is cut");
 
 // Rows of a tile, so that its accumulators fill the registers.
 constexpr int RowsOfTile(int panels) { return kDotPanels > 1 && panels <= 2 ? 12 : kPanelVectors > 2 ? 2 : 6; }
@@ -71,6 +75,21 @@ void PanelTiles(int64_t panels, const float* const* w, const float* x, int64_t p
   }
 }
 
+// What is read behind a slab of rows [first, first + count): their next slab, or the first one of as many rows behind.
+inline void AddNextSlabs(const DotProblem& problem, int64_t first, int64_t count, int64_t k0, int64_t depth,
+                         PrefetchQueue* queue) {
+  const NeuronRows& rows = problem.rows;
+  const bool is_last = k0 + depth == rows.size;
+  const int64_t next = is_last ? 0 : k0 + depth;
+  const auto bytes = [&rows](int64_t k) { return rows.bits > 0 ? k * rows.bits / 8 : k * SizeOf(rows.dtype); };
+  for (int64_t i = first; i < first + count; ++i) {
+    const int64_t row = is_last ? i + count : i;
+    if (row >= problem.count) break;
+    const int64_t neuron = problem.neurons != nullptr ? problem.neurons[row] : row;
+    queue->Add(rows.data + neuron * rows.stride + bytes(next), 0, 1, bytes(std::min(kDotDepth, rows.size - next)));
+  }
+}
+
 // Rows [first, last), at most kPanelRows of them.
 class PanelGroup {
  public:
@@ -86,7 +105,8 @@ class PanelGroup {
       for (int64_t i = 0; i < kPanelRows; ++i) {  // rows that are missing repeat the last one
         w[i] = i < count_ ? Slab(i, k0, depth) : w[i - 1];
       }
-      PrefetchNext(k0, depth);
+      ahead_.Clear();
+      AddNextSlabs(p_, first_, count_, k0, depth, &ahead_);
       const int64_t products = (depth + kPanelDepth - 1) / kPanelDepth * panels * kPanelRows;
       const auto fetch = [this, products](int64_t n) { ahead_.Fetch(ahead_.lines() * n / products + 1); };
       for (int64_t k = 0; k < depth; k += kPanelDepth) {
@@ -114,22 +134,6 @@ class PanelGroup {
     return slab_ + i * kSlabStride;
   }
 
-  // What is loaded next: the rows' next slab, or the first one of the rows behind.
-  void PrefetchNext(int64_t k0, int64_t depth) {
-    ahead_.Clear();
-    const bool is_last = k0 + depth == p_.rows.size;
-    const int64_t next = is_last ? 0 : k0 + depth;
-    const auto bytes = [this](int64_t k) {
-      return p_.rows.bits > 0 ? k * p_.rows.bits / 8 : k * SizeOf(p_.rows.dtype);
-    };
-    for (int64_t i = first_; i < first_ + count_; ++i) {
-      const int64_t row = is_last ? i + kPanelRows : i;
-      if (row >= p_.count) break;
-      ahead_.Add(p_.rows.data + NeuronOf(row) * p_.rows.stride + bytes(next), 0, 1,
-                 bytes(std::min(kDotDepth, p_.rows.size - next)));
-    }
-  }
-
   const DotProblem& p_;
   const int64_t first_, count_;
   PrefetchQueue ahead_;
@@ -137,25 +141,110 @@ class PanelGroup {
   alignas(64) float slab_[kPanelRows * kSlabStride];
 };
 
+// Rows [first, last), at most kPairRows of them, and the tokens that need them. A piece of a row stays in registers
+// while it is multiplied with the tokens, and pieces of all tokens stay in the L1 cache.
+class PairGroup {
+ public:
+  PairGroup(const DotProblem& problem, int64_t first, int64_t last) : p_(problem), first_(first), count_(last - first) {
+    for (int64_t i = 0; i < count_; ++i) {
+      neuron_[i] = p_.neurons != nullptr ? p_.neurons[first + i] : first + i;
+      pair_count_ += __builtin_popcountll(p_.masks[first + i]);
+    }
+  }
+
+  void Run(float* out, int64_t row_stride, int64_t token_stride) {
+    std::fill(sums_, sums_ + pair_count_, Simd::Set1(0.0f));
+    const int64_t size = p_.rows.size;
+    for (int64_t k0 = 0; k0 < size; k0 += kDotDepth) RunSlab(k0, std::min(kDotDepth, size - k0));
+    const V* sum = sums_;
+    for (int64_t i = 0; i < count_; ++i) {
+      for (uint64_t left = p_.masks[first_ + i]; left != 0; left &= left - 1) {
+        out[i * row_stride + __builtin_ctzll(left) * token_stride] = Simd::ReduceAdd(*sum++);
+      }
+    }
+  }
+
+ private:
+  static constexpr int kVectors = STOF_PAIR_VECTORS;  // of a piece of a row
+
+  void RunSlab(int64_t k0, int64_t depth) {
+    const bool is_in_place = p_.rows.bits == 0 && p_.rows.dtype == DType::kF32;
+    const float* w[kPairRows];
+    for (int64_t i = 0; i < count_; ++i) {
+      w[i] = slab_ + i * kSlabStride;
+      if (is_in_place) {
+        w[i] = reinterpret_cast<const float*>(p_.rows.data + neuron_[i] * p_.rows.stride) + k0;
+      } else {
+        LoadRow(p_.rows, neuron_[i], k0, depth, slab_ + i * kSlabStride);
+      }
+    }
+    ahead_.Clear();
+    AddNextSlabs(p_, first_, count_, k0, depth, &ahead_);
+    constexpr int64_t kPiece = kVectors * kWidth;
+    const int64_t lines = ahead_.lines() * kPiece / (depth * count_) + 1;
+    int64_t k = 0;
+    for (; k + kPiece <= depth; k += kPiece) AddPieces<kVectors>(w, k, k0 + k, lines);
+    for (; k + kWidth <= depth; k += kWidth) AddPieces<1>(w, k, k0 + k, lines);
+    if (k == depth) return;
+    alignas(64) float rest[kPairRows][kWidth];  // rows in place end here
+    const float* ends[kPairRows];
+    for (int64_t i = 0; i < count_; ++i) {
+      Simd::Store(rest[i], LoadFirst<Fp32Element>(w[i] + k, depth - k));
+      ends[i] = rest[i];
+    }
+    AddPieces<1>(ends, 0, k0 + k, lines);
+  }
+
+  // Vectors k ... of each w, values x_k ... of the tokens.
+  template <int kCount>
+  void AddPieces(const float* const* w, int64_t k, int64_t x_k, int64_t lines) {
+    const float* const x = p_.x + x_k;
+    V* at = sums_;
+    for (int64_t i = 0; i < count_; ++i) {
+      ahead_.Fetch(lines);
+      V piece[kCount];
+#pragma GCC unroll 16
+      for (int v = 0; v < kCount; ++v) piece[v] = Simd::Load(w[i] + k + v * kWidth);
+      for (uint64_t left = p_.masks[first_ + i]; left != 0; left &= left - 1) {
+        const float* const token = x + __builtin_ctzll(left) * p_.x_stride;
+        V sum = *at;
+#pragma GCC unroll 16
+        for (int v = 0; v < kCount; ++v) sum = Simd::Fma(piece[v], Simd::Load(token + v * kWidth), sum);
+        *at++ = sum;
+      }
+    }
+  }
+
+  const DotProblem& p_;
+  const int64_t first_, count_;
+  int64_t neuron_[kPairRows];
+  int64_t pair_count_ = 0;
+  PrefetchQueue ahead_;
+  V sums_[kPairRows * kMlpTokens];  // of the pairs, in their order
+  alignas(64) float slab_[kPairRows * kSlabStride];
+};
+
+// Whether most tokens need a row.
 inline bool IsWorthPanels(const DotProblem& problem, int64_t first, int64_t last) {
-  if (problem.x_panels == nullptr) return false;
   if (problem.masks == nullptr) return true;
   int64_t pairs = 0;
   for (int64_t i = first; i < last; ++i) pairs += __builtin_popcountll(problem.masks[i]);
-  // Dot products of pairs read two values for each that they multiply.
-  constexpr int64_t kGain = 4;
-  return pairs * kGain > (last - first) * problem.tokens;
+  return 100 * pairs > kPanelPercent * (last - first) * problem.tokens;
 }
 
 inline void DotsFp32(const DotProblem& problem, int64_t first, int64_t last, float* out, int64_t row_stride,
                      int64_t token_stride) {
-  for (int64_t i = first; i < last; i += kPanelRows) {
-    const int64_t end = std::min(last, i + kPanelRows);
-    float* const to = out + (i - first) * row_stride;
-    if (IsWorthPanels(problem, i, end)) {
-      PanelGroup(problem, i, end).Run(to, row_stride, token_stride);
-    } else {
-      DotRowGroups(problem, i, end, to, row_stride, token_stride);
+  if (problem.x_panels == nullptr) return DotRowGroups(problem, first, last, out, row_stride, token_stride);
+  static_assert(kPairRows % kPanelRows == 0, "rows of pairs are rows of panels");
+  for (int64_t i = first; i < last; i += kPairRows) {
+    const int64_t end = std::min(last, i + kPairRows);
+    if (!IsWorthPanels(problem, i, end)) {
+      PairGroup(problem, i, end).Run(out + (i - first) * row_stride, row_stride, token_stride);
+      continue;
+    }
+    for (int64_t j = i; j < end; j += kPanelRows) {
+      PanelGroup group(problem, j, std::min(end, j + kPanelRows));
+      group.Run(out + (j - first) * row_stride, row_stride, token_stride);
     }
   }
 }

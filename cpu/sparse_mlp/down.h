@@ -6,6 +6,8 @@
 #ifndef STOF_CPU_SPARSE_MLP_DOWN_H_
 #define STOF_CPU_SPARSE_MLP_DOWN_H_
 
+#include <type_traits>
+
 #include "cpu/sparse_mlp/down_int8.h"
 #include "cpu/sparse_mlp/elements.h"
 
@@ -15,9 +17,26 @@ namespace STOF_ISA::sparse_mlp {
 
 constexpr int kDownRows = 8;
 constexpr int64_t kDownColumns = 512;   // of a piece of converted rows
-constexpr int64_t kConvertedRows = 32;  // sums are loaded and stored once for so many rows
+constexpr int64_t kConvertedRows = 64;  // sums are loaded and stored once for so many rows; a bit each of a word
 constexpr int kDownVectors = 2;         // of a tile of columns and tokens
 constexpr int kDownTokens = STOF_DOWN_TOKENS;
+constexpr int kNeededVectors = 8;  // of sums of a token: as many chains of additions
+// Of the pairs of rows and tokens: from more of them on, adding all rows to all tokens is faster.
+constexpr int64_t kDensePercent = 65;
+static_assert(kMlpTokens == 64 && kConvertedRows <= 64, "tokens and rows are bits of a word");
+
+// bits[t] = bit t of each word, for a square of 64 words of 64 bits: blocks off the diagonal change places, by halves.
+inline void TransposeBits(uint64_t* bits) {
+  uint64_t low = ~uint64_t{0} >> 32;
+  for (int width = 32; width > 0; width /= 2, low ^= low << width) {
+    for (int i = 0; i < 64; ++i) {
+      if ((i & width) != 0) continue;
+      const uint64_t moved = (bits[i] >> width ^ bits[i + width]) & low;
+      bits[i + width] ^= moved;
+      bits[i] ^= moved << width;
+    }
+  }
+}
 
 // sums[n] += h[0] * rows[0][n], then h[1] * rows[1][n] ...
 template <typename E, int kCount>
@@ -138,8 +157,8 @@ class DownGroup {
     return b_.down.data + b_.neurons[i] * b_.down.stride + bytes;
   }
 
-  // Tokens for which all rows are added: those that need all of them. Where a third of the tokens need a row it is all
-  // tokens: the hidden values of the others are 0, which changes no bit of a sum unless a weight is infinite or NaN.
+  // Tokens for which all rows are added: those that need all of them. Where most tokens need a row it is all tokens:
+  // the hidden values of the others are 0, which changes no bit of a sum unless a weight is infinite or NaN.
   template <typename E>
   uint64_t DenseTokens(const typename E::T* const* rows, int64_t columns, bool is_converted) const {
     const uint64_t every = b_.tokens == kMlpTokens ? ~uint64_t{0} : (uint64_t{1} << b_.tokens) - 1;
@@ -149,9 +168,8 @@ class DownGroup {
       all &= b_.list_masks[first_ + i];
       pairs += __builtin_popcountll(b_.list_masks[first_ + i]);
     }
-    constexpr int64_t kGain = 3;  // of a tile over the sums of a token
     // Rows in place would be read twice.
-    const bool is_dense = is_converted && all != every && pairs * kGain > count_ * b_.tokens;
+    const bool is_dense = is_converted && all != every && 100 * pairs > kDensePercent * count_ * b_.tokens;
     return is_dense && AreFinite<E>(rows, columns) ? every : all;
   }
 
@@ -209,9 +227,55 @@ class DownGroup {
     }
   }
 
+  // Adds to each token the rows that it needs, except to the tokens `done`: fp32 rows a kConvertedStride apart.
+  void AddNeeded(const float* rows, uint64_t done, int64_t n, int64_t columns) {
+    uint64_t needed[kMlpTokens];  // by token, a bit for each row
+    std::fill(needed, needed + kMlpTokens, uint64_t{0});
+    std::copy(b_.list_masks + first_, b_.list_masks + first_ + count_, needed);
+    TransposeBits(needed);
+    constexpr int64_t kStep = kNeededVectors * kWidth;
+    const int64_t whole = columns / kStep * kStep;
+    const int64_t lines = ahead_.lines() * kStep / std::max(kStep, columns) / b_.tokens + 1;
+    for (int64_t c = 0; c < whole; c += kStep) {
+      for (int64_t t = 0; t < b_.tokens; ++t) {
+        if ((done >> t & 1) != 0 || needed[t] == 0) continue;
+        ahead_.Fetch(lines);
+        float* const sums = sums_ + t * b_.sums_stride + n + c;
+        const float* const h = b_.hidden + first_ * b_.tokens + t;
+        V sum[kNeededVectors];
+#pragma GCC unroll 8
+        for (int v = 0; v < kNeededVectors; ++v) sum[v] = Simd::Load(sums + v * kWidth);
+        for (uint64_t left = needed[t]; left != 0; left &= left - 1) {
+          const int64_t i = __builtin_ctzll(left);
+          const V factor = Simd::Set1(h[i * b_.tokens]);
+          const float* const row = rows + i * kConvertedStride + c;
+#pragma GCC unroll 8
+          for (int v = 0; v < kNeededVectors; ++v) sum[v] = Simd::Fma(factor, Simd::Load(row + v * kWidth), sum[v]);
+        }
+#pragma GCC unroll 8
+        for (int v = 0; v < kNeededVectors; ++v) Simd::Store(sums + v * kWidth, sum[v]);
+      }
+    }
+    for (int64_t t = 0; t < b_.tokens && whole < columns; ++t) {
+      if ((done >> t & 1) != 0) continue;
+      const float* rest[kConvertedRows];
+      float h[kConvertedRows];
+      int64_t count = 0;
+      for (uint64_t left = needed[t]; left != 0; left &= left - 1) {
+        const int64_t i = __builtin_ctzll(left);
+        rest[count] = rows + i * kConvertedStride + whole;
+        h[count++] = b_.hidden[(first_ + i) * b_.tokens + t];
+      }
+      AddEach<Fp32Element>(count, rest, h, columns - whole, sums_ + t * b_.sums_stride + n + whole);
+    }
+  }
+
   template <typename E>
   void AddTokens(const typename E::T* const* rows, int64_t n, int64_t columns, bool is_converted) {
     const uint64_t done = AddDense<E>(rows, n, columns, is_converted);
+    if constexpr (std::is_same_v<E, Fp32Element>) {
+      if (is_converted) return AddNeeded(rows[0], done, n, columns);
+    }
     const int64_t lines = ahead_.lines() / b_.tokens + 1;
     for (int64_t t = 0; t < b_.tokens; ++t) {
       if ((done >> t & 1) != 0) continue;
