@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
         help="whether StofGemm may take a matmul with its epilogue (on CUDA; on the CPU where --tune found a gain)",
     )
     parser.add_argument(
-        "--tune", type=_seconds, metavar="SECONDS", help="measure, for so long, instead of predicting: kernels, chains"
+        "--tune", type=_seconds, metavar="SECONDS", help="measure, for so long, instead of estimating: kernels, chains"
     )
     parser.add_argument("--time", action="store_true", help="time the original and the result, for 20 seconds")
     parser.add_argument("--allow-tf32", action="store_true", help="compute fp32 attention's matmuls in TF32, on CUDA")

@@ -17,7 +17,7 @@ class Options:
 
     output: Path | None = None
     target: str = "cpu"  # or "cuda", "tensorrt": what is replaced, and how it is written
-    capability: int = 0  # of the CUDA device to predict for, 10 x major + minor; 0: the one at hand
+    capability: int = 0  # of the CUDA device that estimates are for, 10 x major + minor; 0: the one at hand
     allow_tf32: bool = False
     json: Path | None = None
     report: Path | None = None  # an HTML page for people
@@ -40,7 +40,7 @@ class Options:
     max_kl: float = 0.1  # the largest loss with which a model is written
     force: bool = False  # a model is written beyond it, too
     ignore_empty_rows: bool = False
-    chains: str = "auto"  # "on", "off", or "auto": where a gain was measured on this device, or is predicted
+    chains: str = "auto"  # "on", "off", or "auto": where a gain was measured on this device, or is estimated
     products: bool = True  # whether matmuls may become StofGemm
     tune: float = 0.0  # seconds for measuring: kernels on CUDA, chains
     plan: Path | None = None

@@ -107,7 +107,7 @@ class Gain:
         label: what was replaced.
         count: how many times.
         factor: the quotient of the times.
-        measured: whether they were measured, not predicted.
+        measured: whether they were measured, not estimated.
     """
 
     label: str
@@ -178,7 +178,7 @@ class Section(ABC):
         return ()
 
     def page_gains(self) -> Sequence[Gain]:
-        """Predicted and measured gains for the report's page, one for each kind of candidate."""
+        """Estimated and measured gains for the report's page, one for each kind of candidate."""
         return ()
 
     def nothing_to_do(self) -> str:

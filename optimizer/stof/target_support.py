@@ -27,7 +27,7 @@ def missing_for(options: Options, library: Mapping[str, Any]) -> tuple[str, ...]
             )
         if options.tune and not has_cuda_provider():
             notes.append(
-                "--tune predicts chains instead of measuring them, since no ONNX Runtime with a CUDA provider is installed: "
+                "--tune estimates chains instead of measuring them, since no ONNX Runtime with a CUDA provider is installed: "
                 "pip install onnxruntime-gpu"
             )
     elif options.target == "tensorrt":

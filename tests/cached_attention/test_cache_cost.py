@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is predicted of one token: bytes of the cache that are read, no loss anywhere."""
+"""What is estimated of one token: bytes of the cache that are read, no loss anywhere."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from gqa_models import Shape, model_of
 from sparse_models import SparseShape, candidates_of, sparse_model, strided
 
-from stof.cached_attention.cost import predict_gain
+from stof.cached_attention.cost import estimate_gain
 from stof.cached_attention.find import find_candidates
 from stof.symbolic import Symbolic
 
@@ -17,7 +17,7 @@ def gain_of(shape: Shape, target: str = "cpu", capacity: int | str = "C") -> tup
     model = model_of(shape, capacity=capacity)
     (candidate,) = find_candidates(model, Symbolic(model), target)
     assert candidate.site is not None
-    return predict_gain(candidate.site, target)
+    return estimate_gain(candidate.site, target)
 
 
 def test_dense_caches() -> None:
@@ -54,12 +54,12 @@ def test_cuda() -> None:
 
 
 def test_block_sparse() -> None:
-    """The predicted gains are within a third of those that the constants were fitted to, at 4096 keys."""
+    """The estimated gains are within a third of those that the constants were fitted to, at 4096 keys."""
     by_query = strided(64, 8, 16, 16)
     by_key = np.repeat(strided(64, 8, 16, 8, step=2), 4, axis=0)
     for layout, measured in ((by_query[:1], 14.6), (by_key, 6.3), (by_query, 5.4)):
         (candidate,) = candidates_of(sparse_model(SparseShape(layout, block=64, H=32, G=8, D=128)))
         assert candidate.site is not None
-        gain, length = predict_gain(candidate.site, "cpu")
+        gain, length = estimate_gain(candidate.site, "cpu")
         assert length == 4096
         assert 2 / 3 < gain / measured < 4 / 3

@@ -338,7 +338,7 @@ def test_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "2 of 3 attentions over a KV cache replaced" in out
     assert "2 x attention over a KV cache: k <= q and q - k < 64" in out
-    assert "4 heads on 2, D = 16, packed QKV, rotary of 16, predicted" in out
+    assert "4 heads on 2, D = 16, packed QKV, rotary of 16, estimated" in out
     assert "kept  layer2/node: causal is 0" in out
     rows = json.loads(data.read_text())["caches"]
     assert [(r["cache"], r["index"], r["replaced"]) for r in rows] == [
@@ -362,7 +362,7 @@ def test_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([str(path), "--explain", "cache:0"]) == 0
     out = capsys.readouterr().out
     assert (
-        "  match  4 heads on 2, D = 16, packed QKV, rotary of 16\n  mask   k <= q and q - k < 64\n  cost   predicted"
+        "  match  4 heads on 2, D = 16, packed QKV, rotary of 16\n  mask   k <= q and q - k < 64\n  cost   estimated"
         in out
     )
     assert "-> replaced" in out

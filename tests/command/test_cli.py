@@ -397,15 +397,15 @@ def test_a_failed_verification_is_reported(
 
 def test_shapes_decide_where_a_loss_counts(put: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     from stof.attention.decide import cost_cpu as cost
-    from stof.attention.decide.cost_cpu import Prediction
+    from stof.attention.decide.cost_cpu import GainEstimate
 
     asked: list[int] = []
 
-    def predict(site: Any, mask: Any, length: int) -> Prediction:
+    def estimate_gain(site: Any, mask: Any, length: int) -> GainEstimate:
         asked.append(length)
-        return Prediction(length, 1.0, 0.5 if length < 100 else 2.0)
+        return GainEstimate(length, 1.0, 0.5 if length < 100 else 2.0)
 
-    monkeypatch.setattr(cost, "predict", predict)
+    monkeypatch.setattr(cost, "estimate_gain", estimate_gain)
 
     def replaced(model: onnx.ModelProto, **shapes: tuple[int, int]) -> tuple[int, list[int]]:
         asked.clear()

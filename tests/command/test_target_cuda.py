@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The target ``cuda``: what it predicts, what it leaves, and what measuring writes into a model and a plan."""
+"""The target ``cuda``: what it estimates, what it leaves, and what measuring writes into a model and a plan."""
 
 from __future__ import annotations
 
@@ -77,10 +77,10 @@ def site(size: int = 64, dtype: int = 10, heads: int = 12, nodes: tuple[str, ...
 def gain(mask: str, length: int, capability: int = 90, **settings: Any) -> float:
     fused = settings.pop("fused", False)
     lifted = LiftedMask(MaskExpression.parse(mask))
-    return cuda.predict(site(**settings), lifted, length, cuda.device_of(capability), fused).gain
+    return cuda.estimate_gain(site(**settings), lifted, length, cuda.device_of(capability), fused).gain
 
 
-def test_without_a_device_the_oldest_one_is_predicted_for(put: Put, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_device_the_oldest_one_is_estimated_for(put: Put, capsys: pytest.CaptureFixture[str]) -> None:
     path = put(text(WINDOW + ATTENTION))
     assert cli.main([str(path), "--target", "cuda", "--save-plan", str(path.with_name("plan.json"))]) == 0
     assert "cuda block-wise sm_80" in capsys.readouterr().out
@@ -97,15 +97,15 @@ def test_without_a_device_the_oldest_one_is_predicted_for(put: Put, capsys: pyte
 
 
 @pytest.mark.parametrize("capability", [0, 75, 80, 86, 87, 89, 90, 100, 121])
-def test_every_device_has_a_prediction(capability: int) -> None:
+def test_every_device_has_an_estimate(capability: int) -> None:
     device = cuda.device_of(capability)
     assert device.capability <= max(capability, 80)
     window = LiftedMask(MaskExpression.parse("abs(q - k) <= 64"))
     for length in (128, 2048, 8192):
-        assert cuda.predict(site(), window, length, device, False).gain > 1
+        assert cuda.estimate_gain(site(), window, length, device, False).gain > 1
 
 
-def test_predictions_follow_what_is_skipped_and_what_the_runtime_fuses() -> None:
+def test_estimates_follow_what_is_skipped_and_what_the_runtime_fuses() -> None:
     assert gain("abs(q - k) <= 64", 8192) > 3 * gain("k <= q", 8192) > 3 * 1.2 * gain("", 8192)
     assert gain("k <= q", 4096) > gain("k <= q", 4096, fused=True) > 1
     # Dense fp16 that the runtime fuses is no slower there on a device whose best kernel is that for 8.0.

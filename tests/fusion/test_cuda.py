@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chains for --target cuda: what is predicted without a device, beside what ONNX Runtime fuses by itself."""
+"""Chains for --target cuda: what is estimated without a device, beside what ONNX Runtime fuses by itself."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 from chain_graphs import HALF, Builder, N, activations, split_gate
 
 from stof.fusion.apply import fuse_chains
+from stof.fusion.decide.estimated import LEAST_ESTIMATED, EstimatedDecider
 from stof.fusion.decide.measured import MeasuredDecider, make_chain_decider
-from stof.fusion.decide.predicted import LEAST_PREDICTED, PredictedDecider
 from stof.fusion.gemm import FusedGemm
 from stof.fusion.policy import ChainPolicy
 from stof.fusion.search.cost import MachineModel
@@ -36,13 +36,13 @@ def norm(b: Builder, *, read_again: bool) -> onnx.ModelProto:
 
 
 def reasons(model: onnx.ModelProto) -> list[str]:
-    made = fuse_chains(model, PredictedDecider(Options(target="cuda"), MACHINE))
+    made = fuse_chains(model, EstimatedDecider(Options(target="cuda"), MACHINE))
     return [r.reason for r in made.reports if r.operators and (r.replaced or r.gain is not None)]
 
 
 def test_what_the_runtime_fuses_gains_nothing() -> None:
     (reason,) = reasons(norm(Builder(HALF), read_again=False))
-    assert reason.startswith("predicted")
+    assert reason.startswith("estimated")
     assert "ONNX Runtime" in reason
 
 
@@ -69,7 +69,7 @@ def test_gains_are_of_the_baseline_and_the_chain() -> None:
     baseline = ort_baseline_seconds(graph, chain.region.node_indices, sizes, MACHINE)
     own = AnalyticalCost(SegmentedRegion(graph, chain.region.node_indices), sizes, MACHINE)((0, 2))
     assert baseline > 2 * MACHINE.launch  # two kernels
-    assert baseline / own > LEAST_PREDICTED
+    assert baseline / own > LEAST_ESTIMATED
 
 
 def test_a_model_for_cuda_has_chains_without_a_measurement(narrow: Callable[[str], Path]) -> None:
@@ -78,7 +78,7 @@ def test_a_model_for_cuda_has_chains_without_a_measurement(narrow: Callable[[str
     replaced = [c for c in report.chains if c.replaced]
     assert len(replaced) >= 5
     assert not any(c.measured for c in report.chains)
-    assert all(c.gain is not None and c.gain >= LEAST_PREDICTED for c in replaced)
+    assert all(c.gain is not None and c.gain >= LEAST_ESTIMATED for c in replaced)
     assert report.verification is not None
     assert not report.verification.failures
     made = onnx.load(report.output)
@@ -126,7 +126,7 @@ def test_a_norm_behind_a_matmul_that_takes_the_sum_is_a_chain_alone() -> None:
     """The runtime's norm reaches half of a chain's rate, and nothing is left to fuse with it."""
     found = fuse_chains(
         normed_matmul(),
-        PredictedDecider(LONG, MachineModel.cuda(2.6e12, 620e12)),
+        EstimatedDecider(LONG, MachineModel.cuda(2.6e12, 620e12)),
         ChainPolicy(epilogue_forms=_takes_all),
     )
     assert [n.op_type for n in found.model.graph.node] == ["StofGemm", "StofChain", "MatMul"]
@@ -174,7 +174,7 @@ def test_a_short_norm_alone_stays() -> None:
     b = Builder(HALF)
     normed = b.add("LayerNormalization", activations(b), b.weight(N), b.weight(N), axis=-1)
     found = fuse_chains(
-        b.model(normed), PredictedDecider(Options(target="cuda"), MACHINE), ChainPolicy(epilogue_forms=_takes_all)
+        b.model(normed), EstimatedDecider(Options(target="cuda"), MACHINE), ChainPolicy(epilogue_forms=_takes_all)
     )
     assert "StofChain" not in [n.op_type for n in found.model.graph.node]
 

@@ -18,7 +18,7 @@ from stof.execution.case import Case, Padding
 from stof.execution.inputs import InputMaker
 from stof.fusion.apply import FusionResult, fuse_chains
 from stof.fusion.check import check_chain
-from stof.fusion.decide.predicted import LEAST_WITH_MATMULS, PredictedDecider
+from stof.fusion.decide.estimated import LEAST_WITH_MATMULS, EstimatedDecider
 from stof.fusion.fusion_graph import FusionGraph
 from stof.fusion.gemm import FusedGemm
 from stof.fusion.policy import ChainPolicy
@@ -90,7 +90,7 @@ def whole(model: onnx.ModelProto) -> tuple[FusionGraph, FusedGemm | RefusedRegio
 
 
 def emitted(model: onnx.ModelProto) -> FusionResult:
-    return fuse_chains(model, PredictedDecider(Options(target="cuda"), MACHINE), ChainPolicy(epilogue_forms=forms))
+    return fuse_chains(model, EstimatedDecider(Options(target="cuda"), MACHINE), ChainPolicy(epilogue_forms=forms))
 
 
 def run(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
@@ -155,7 +155,7 @@ def test_gemms_and_chains_in_one_model() -> None:
 
 def test_what_is_said_of_the_gain() -> None:
     made = fuse_chains(
-        packed_gate(Builder(HALF)), PredictedDecider(Options(target="cuda"), MACHINE), ChainPolicy(epilogue_forms=forms)
+        packed_gate(Builder(HALF)), EstimatedDecider(Options(target="cuda"), MACHINE), ChainPolicy(epilogue_forms=forms)
     )
     (report,) = made.reports
     assert report.operators == "MatMul Split Gelu Mul"
@@ -167,11 +167,11 @@ def test_what_is_said_of_the_gain() -> None:
 
 def test_without_a_library_that_has_it() -> None:
     model = packed_gate(Builder(HALF))
-    plain = fuse_chains(model, PredictedDecider(Options(target="cuda"), MACHINE))
+    plain = fuse_chains(model, EstimatedDecider(Options(target="cuda"), MACHINE))
     assert [n.op_type for n in plain.model.graph.node] == ["MatMul", "StofChain"]
     refused = fuse_chains(
         model,
-        PredictedDecider(Options(target="cuda"), MACHINE),
+        EstimatedDecider(Options(target="cuda"), MACHINE),
         ChainPolicy(epilogue_forms=lambda text, pair: ("", "CUDA: not this one")),
     )
     assert [n.op_type for n in refused.model.graph.node] == ["MatMul", "StofChain"]

@@ -12,7 +12,7 @@ import pytest
 from chain_graphs import FLOAT, HALF, Builder, N
 
 from stof.fusion.apply import FusionResult, fuse_chains
-from stof.fusion.decide.predicted import PredictedDecider
+from stof.fusion.decide.estimated import EstimatedDecider
 from stof.fusion.merge_matmuls import MergedMatmuls, merge_matmuls
 from stof.fusion.policy import ChainPolicy
 from stof.fusion.search.cost import MachineModel
@@ -153,7 +153,7 @@ def test_three_matmuls_of_one_tensor() -> None:
 
 def _fuse(model: onnx.ModelProto, size: tuple[int, int]) -> FusionResult:
     shapes = {n: (v, v) for n, v in zip("BS", size, strict=True)}
-    decider = PredictedDecider(Options(target="cuda", shapes=shapes, products=False), MACHINE)
+    decider = EstimatedDecider(Options(target="cuda", shapes=shapes, products=False), MACHINE)
     return fuse_chains(model, decider, ChainPolicy(splits_gemm_bias=True, merge_decider=decider.should_merge))
 
 
@@ -167,7 +167,7 @@ def test_short_inputs_merge_and_bare_matmuls_of_long_ones_do_not() -> None:
 
 def _merges(model: onnx.ModelProto, size: tuple[int, int]) -> bool:
     shapes = {n: (v, v) for n, v in zip("BS", size, strict=True)}
-    decider = PredictedDecider(Options(target="cuda", shapes=shapes, products=False), MACHINE)
+    decider = EstimatedDecider(Options(target="cuda", shapes=shapes, products=False), MACHINE)
     return decider.should_merge(model, Symbolic(model), [n for n in model.graph.node if n.op_type == "MatMul"])
 
 
@@ -184,7 +184,7 @@ def test_what_sizes_decide_is_left_to_the_runtime(dtype: int) -> None:
 
     def left(most: int) -> bool:
         shapes = {"B": (8, 8), "S": (128, most)}
-        found = fuse_chains(model, PredictedDecider(Options(target="cuda", shapes=shapes), MACHINE))
+        found = fuse_chains(model, EstimatedDecider(Options(target="cuda", shapes=shapes), MACHINE))
         return any(r.reason.startswith("sizes decide all of it") for r in found.reports)
 
     assert left(128) == (dtype == FLOAT)

@@ -22,7 +22,7 @@ import stof
 from stof.attention.function_body import OP, Variant, make_attention_function
 from stof.fusion.apply import fuse_chains
 from stof.fusion.decide.decision import ChainDecision
-from stof.fusion.decide.predicted import PredictedDecider
+from stof.fusion.decide.estimated import EstimatedDecider
 from stof.fusion.fusion_graph import FusionGraph
 from stof.fusion.merge_matmuls import MergedMatmuls, merge_matmuls
 from stof.fusion.packed_qkv import PackedHeads, read_packed_heads
@@ -611,8 +611,8 @@ def test_a_group_that_has_no_common_head_size_stays() -> None:
     assert merge_matmuls(model, Symbolic(model), always, reads_packed_heads=True) == MergedMatmuls(model)
 
 
-def _decider(shapes: dict[str, tuple[int, int]]) -> PredictedDecider:
-    return PredictedDecider(Options(target="cuda", shapes=shapes, products=False), MachineModel.cuda(2.6e12, 620e12))
+def _decider(shapes: dict[str, tuple[int, int]]) -> EstimatedDecider:
+    return EstimatedDecider(Options(target="cuda", shapes=shapes, products=False), MachineModel.cuda(2.6e12, 620e12))
 
 
 @pytest.mark.parametrize(("size", "gains"), [((1, 128), True), ((8, 512), True), ((64, 65536), False)])

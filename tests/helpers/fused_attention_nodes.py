@@ -116,7 +116,7 @@ def expanded(model: onnx.ModelProto) -> WorkingCopy:
 
 
 def forced(model: onnx.ModelProto, folder: Path) -> tuple[Report, Path]:
-    """Replaces the attention sites that can be, whatever is predicted, with verification; nodes with a cache are expanded."""
+    """Replaces the attention sites that can be, whatever is estimated, with verification; nodes with a cache are expanded."""
     source, target, plan = (folder / n for n in ("model.onnx", "optimized.onnx", "plan.json"))
     onnx.save(model, source)
     found = stof.optimize(source, options=Options(dry_run=True))

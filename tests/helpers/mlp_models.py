@@ -81,10 +81,10 @@ class _Maker:
             names = [x, self.constant(f"{name}.weight", weight.T)]
             names += [self.constant(f"{name}.bias", bias)] if self.form.bias else []
             return self.add("Gemm", names, name, transB=1)
-        product = self.add("MatMul", [x, self.constant(f"{name}.weight", weight)], f"{name}/product")
+        result = self.add("MatMul", [x, self.constant(f"{name}.weight", weight)], f"{name}/matmul")
         if not self.form.bias:
-            return product
-        return self.add("Add", [self.constant(f"{name}.bias", bias), product], name)
+            return result
+        return self.add("Add", [self.constant(f"{name}.bias", bias), result], name)
 
     def quantized_matmul(self, x: str, name: str, weight: np.ndarray, bias: np.ndarray) -> str:
         form, (rows, columns) = self.form, weight.shape
@@ -100,8 +100,8 @@ class _Maker:
         if form.zero_points:
             inputs.append(self.constant(f"{name}.zeros", self.packed(zero.astype(np.uint8))))
         sizes = {"K": rows, "N": columns, "bits": form.bits, "block_size": BLOCK, "accuracy_level": form.accuracy_level}
-        product = self.add("MatMulNBits", inputs, f"{name}/product", domain="com.microsoft", **sizes)
-        return self.add("Add", [self.constant(f"{name}.bias", bias), product], name) if form.bias else product
+        result = self.add("MatMulNBits", inputs, f"{name}/matmul", domain="com.microsoft", **sizes)
+        return self.add("Add", [self.constant(f"{name}.bias", bias), result], name) if form.bias else result
 
     def packed(self, values: np.ndarray) -> np.ndarray:
         """Values along the last axis, two in a byte with 4 bits."""

@@ -155,12 +155,12 @@ def test_tiles_are_drawn_as_rectangles() -> None:
 def test_reasons_of_kept_candidates_and_layers() -> None:
     kept = SiteReport("/encoder/layers.7/Softmax", False, "no kernel: head size 1000", step=Step.KERNEL)
     chains = ChainSection(
-        [ChainReport("c", "Add Mul", False, "predicted slower"), ChainReport("d", "Mul", True, "", "", 2.0, True)]
+        [ChainReport("c", "Add Mul", False, "estimated slower"), ChainReport("d", "Mul", True, "", "", 2.0, True)]
     )
     words = text_of(to_html(report_of(SiteSection([kept]), chains)))
     assert "row layer name result details" in words.replace("heads ", "")
     assert "0 7 /encoder/layers.7/Softmax kept kernel: no kernel: head size 1000" in words
-    assert "predicted slower" in words
+    assert "estimated slower" in words
     assert "1 × chain of Mul 2.00× measured" in words
 
 
@@ -168,7 +168,7 @@ def test_measured_times_come_first() -> None:
     times = ModelTimes("batch 1, length 512", RunTimes(0.2, 0.25, 9), RunTimes(0.1, 0.11, 9))
     words = text_of(to_html(report_of(SiteSection([site()]), times=times)))
     assert "Measured speed-up 2.00×" in words
-    assert words.index("original 200 ms") < words.index("optimized 100 ms") < words.index("7.90× predicted")
+    assert words.index("original 200 ms") < words.index("optimized 100 ms") < words.index("7.90× estimated")
 
 
 def test_a_failed_verification_is_said_first() -> None:

@@ -79,7 +79,7 @@ def test_node_says_what_it_replaces() -> None:
     assert list(stored[given["down_weight"]].dims) == [160, 48]
     assert given["down_weight"] == "layers.0.down.weight"  # it lies by neuron already
     assert "layers.0.up.weight" not in stored  # no weight is held twice
-    # Up, activation, product and down are gone; the gate's matmul stays.
+    # Up, activation, Mul and down are gone; the gate's matmul stays.
     assert [n.op_type for n in emitted.graph.node if n.op_type in ("Relu", "Mul")] == []
     assert "layers.0.gate.weight" in stored
 
@@ -150,7 +150,7 @@ def test_gate_with_other_quantization_keeps_its_matmul() -> None:
     own = {n.output[0]: n for n in eight.graph.node}
     stored = {t.name: t for t in eight.graph.initializer}
     for node in model.graph.node:
-        if node.output[0] == "layers.0.gate/product":
+        if node.output[0] == "layers.0.gate/matmul":
             node.CopyFrom(own[node.output[0]])
     for tensor in model.graph.initializer:
         if tensor.name.startswith("layers.0.gate"):
@@ -318,7 +318,7 @@ def model_of(
 @pytest.mark.parametrize("shape", [[1, "S", 48], ["B", 1, 48], ["C", "S", 48], ["S", 48]], ids=str)
 @pytest.mark.parametrize("is_gate", [False, True])
 def test_tokens_that_are_broadcast_are_kept(shape: list[int | str], is_gate: bool) -> None:
-    """The operator has one token for each row of the gate: a product of other axes is another one."""
+    """The operator has one token for each row of the gate: a matmul over other axes is another one."""
     sides = ["z", "x"] if is_gate else ["x", "z"]
     nodes = [
         helper.make_node("MatMul", [sides[0], "gate"], ["g"]),

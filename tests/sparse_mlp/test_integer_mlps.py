@@ -129,9 +129,9 @@ class Quantizer:
         # Kernels for int8 saturate on processors without VNNI; uint8 has no such sums.
         values = self.constant(f"{name}.q", (np.round(weight / scale) + 128).astype(np.uint8))
         zero = self.constant(f"{name}.z", np.array(128, np.uint8))
-        product = self.add("MatMulInteger", [q, values, z, zero], f"{name}.int")
+        sums = self.add("MatMulInteger", [q, values, z, zero], f"{name}.int")
         both = self.add("Mul", [s, self.constant(f"{name}.s", scale)], f"{name}.both")
-        self.add("Mul", [self.add("Cast", [product], f"{name}.float", to=TensorProto.FLOAT), both], node.output[0])
+        self.add("Mul", [self.add("Cast", [sums], f"{name}.float", to=TensorProto.FLOAT), both], node.output[0])
 
 
 def session(path: Path, library: bool) -> ort.InferenceSession:

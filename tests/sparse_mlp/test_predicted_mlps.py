@@ -23,8 +23,8 @@ from stof.errors import ArgumentError
 from stof.options import Options
 from stof.prompts.loss import kl_divergence
 from stof.report import Report
+from stof.sparse_mlp.predictors.predictor_files import write_npz
 from stof.sparse_mlp.predictors.selector import NeuronSelector
-from stof.sparse_mlp.predictors.selector_files import write_selectors
 from stof.sparse_mlp.report import MlpSection
 from stof.sparse_mlp.site import OP
 
@@ -127,7 +127,7 @@ def test_report_says_how_well_neurons_are_predicted(prompts: Path, tmp_path: Pat
     assert 0.4 < first.recall < 1
     text = report.to_text()
     assert "1 x MLP with silu, neurons by svd, rank 12: gated, 160 neurons" in text
-    assert "% of the neurons computed, predicted" in text
+    assert "% of the neurons computed, estimated" in text
     assert f"calibrated on {prompts}; measured on the held-out fifth of {prompts}" in text
     assert "loss on 2 prompts, 40 tokens: KL divergence" in text
     assert "(with every neuron active: the loss says what leaving out neurons changes)" in text
@@ -194,7 +194,7 @@ def test_exact_layers_stay_exact(prompts: Path, tmp_path: Path) -> None:
 def test_neurons_that_are_all_computed_stay_dense(prompts: Path, tmp_path: Path) -> None:
     report = stof.optimize(put(tmp_path), tmp_path / "out.onnx", Options(sparse_mlp=f"{prompts},active=1"))
     assert {r.reason for r in section(report).rows} == {
-        "100 % of its neurons are computed on held-out prompts: 1.00x is predicted for one token, less than 1.1x"
+        "100 % of its neurons are computed on held-out prompts: 1.00x is estimated for one token, less than 1.1x"
     }
 
 
@@ -242,7 +242,7 @@ def test_selection_plan_and_explanation(prompts: Path, tmp_path: Path, capsys: p
     assert "-> replaced" in shown
     other = ["--sparse-mlp", f"{prompts},active=0.4", "-q"]
     assert cli.main([str(source), "-o", str(tmp_path / "c.onnx"), *other, "--plan", str(plan)]) == 1
-    assert "the plan selects neurons of MLP '/layers.1.down/product' by predictor, and --sparse-mlp by magnitude" in (
+    assert "the plan selects neurons of MLP '/layers.1.down/matmul' by predictor, and --sparse-mlp by magnitude" in (
         capsys.readouterr().err
     )
     assert cli.main([str(source), "-o", str(tmp_path / "c.onnx"), "-q", "--plan", str(plan)]) == 1
@@ -294,7 +294,7 @@ def selectors(neurons: int = 160, size: int = 48, layers: int = 2) -> list[Neuro
 
 
 def test_predictors_of_a_file(prompts: Path, tmp_path: Path) -> None:
-    write_selectors(tmp_path / "f.npz", selectors())
+    write_npz(tmp_path / "f.npz", selectors())
     spec = f"predictors={tmp_path / 'f.npz'}"
     report = stof.optimize(put(tmp_path), tmp_path / "out.onnx", Options(sparse_mlp=spec))
     assert [r.selection for r in section(report).rows] == ["predictor"] * 2
@@ -310,7 +310,7 @@ def test_predictors_of_a_file(prompts: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (selectors(neurons=128), "for MLP '/layers.0.down/product' has 128 thresholds, expected 1 or 160"),
+        (selectors(neurons=128), "for MLP '/layers.0.down/matmul' has 128 thresholds, expected 1 or 160"),
         (
             selectors(size=47),
             "has a predictor of 160 neurons from tokens of 47 elements, expected 160 neurons and 48 elements",
@@ -320,7 +320,7 @@ def test_predictors_of_a_file(prompts: Path, tmp_path: Path) -> None:
     ids=["neurons", "size", "layers"],
 )
 def test_file_of_another_model(given: list[NeuronSelector], words: str, tmp_path: Path) -> None:
-    write_selectors(tmp_path / "f.npz", given)
+    write_npz(tmp_path / "f.npz", given)
     with pytest.raises(ArgumentError) as raised:
         stof.optimize(put(tmp_path), tmp_path / "out.onnx", Options(sparse_mlp=f"predictors={tmp_path / 'f.npz'}"))
     assert words in str(raised.value)

@@ -227,7 +227,7 @@ def test_predictor_beyond_the_range_of_fp16_is_refused() -> None:
 def test_gate_that_multiplies_another_tensor_takes_no_predictor() -> None:
     model = make_mlp_model(MlpForm("silu", gated=True))
     for node in model.graph.node:
-        if node.output[0] == "layers.0.up/product":
+        if node.output[0] == "layers.0.up/matmul":
             node.input[0] = "x0"
     site = site_of(model)
     assert site.reason_no_predictor() == "gate and up multiply different tensors, 'mixed' and 'x0'"

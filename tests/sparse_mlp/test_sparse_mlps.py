@@ -104,7 +104,7 @@ def test_dense_activations_stay(tmp_path: Path) -> None:
     report = stof.optimize(source, tmp_path / "out.onnx", Options(inputs=(str(tmp_path / "inputs.npz"),)))
     (row,) = mlps(report).rows
     assert not row.replaced
-    assert row.reason.endswith("x is predicted for one token, less than 1.1x")
+    assert row.reason.endswith("x is estimated for one token, less than 1.1x")
     assert "% of its neurons are active on the given inputs" in row.reason
 
 

@@ -23,7 +23,7 @@ import pytest
 
 import stof
 from stof.attention.checks.reference import random_problem
-from stof.fusion.decide.predicted import LEAST_PREDICTED
+from stof.fusion.decide.estimated import LEAST_ESTIMATED
 from stof.graph.index import all_nodes
 from stof.mask.site import EmptyRows
 from stof.options import Options
@@ -201,7 +201,7 @@ def test_what_tensorrt_cuts_beside_attention_becomes_a_chain(groups: int, plugin
     assert sum(s.replaced for s in report.sites) == 1, report.to_text()
     taken = [c for c in report.chains if c.replaced]
     assert len(taken) == (groups == 4), report.to_text()
-    assert all((c.gain or 0) >= LEAST_PREDICTED for c in taken)
+    assert all((c.gain or 0) >= LEAST_ESTIMATED for c in taken)
     assert taken or all("of TensorRT's own kernels' speed" in c.reason for c in report.chains)
     ranges = (("--min", "1x1"), ("--opt", "1x128"), ("--max", "2x512"))
     lengths = [sizes.split("x")[1] for _, sizes in ranges]

@@ -88,7 +88,7 @@ class SiteSection(Section):
         return lines
 
     def page_table(self) -> PageTable:
-        columns = ("mask", "heads", "tiles", "predicted", "details")
+        columns = ("mask", "heads", "tiles", "estimated", "details")
         return PageTable("Attention sites", columns, tuple(map(_page_row, self.rows)), frozenset({0}))
 
     def page_pictures(self) -> list[MaskPicture]:
@@ -138,7 +138,7 @@ def _group_lines(group: list[SiteReport]) -> list[str]:
     first = group[0]
     if not first.replaced:
         return [f"  kept  {s.site}: {s.reason}" for s in group]
-    gain = "" if first.predicted_gain is None else f", predicted {first.predicted_gain:.1f}x at S = {first.length}"
+    gain = "" if first.predicted_gain is None else f", estimated {first.predicted_gain:.1f}x at S = {first.length}"
     density = "" if first.tile_density is None else f", {100 * first.tile_density:.1f} % of tiles"
     lines = [
         f"  {len(group):3d} x {first.family}: {first.mask or 'every pair'}",
@@ -175,7 +175,7 @@ def _explained_lines(s: SiteReport) -> list[str]:
         Step.KERNEL: s.kernel or "there is one",
         Step.COST: ""
         if s.predicted_gain is None or s.tile_density is None
-        else f"{100 * s.tile_density:.1f} % of tiles, {s.predicted_gain:.1f}x predicted at S = {s.length}",
+        else f"{100 * s.tile_density:.1f} % of tiles, {s.predicted_gain:.1f}x estimated at S = {s.length}",
     }
     lines = [f"site {'-' if s.index is None else s.index}  {s.site}"]
     lines += [f"  {step.value:<7}{words}" for step, words in steps.items() if order.index(step) < got]

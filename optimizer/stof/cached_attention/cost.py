@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The predicted gain of one decoding step, which is bound by reading the cache. The constants are ratios of measured times."""
+"""The estimated gain of one decoding step, which is bound by reading the cache. The constants are ratios of measured times."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MASKED = 1.25  # the time of its SparseAttention, which computes and masks all 
 _CUDA_DENSE, _CUDA_WINDOW = 1.05, 1.2
 
 
-def predict_gain(site: CacheSite, target: str) -> tuple[float, int]:
+def estimate_gain(site: CacheSite, target: str) -> tuple[float, int]:
     """The runtime's time over the operator's for one new token of a sequence, and the number of keys before it."""
     capacity = site.capacity.constant
     length = REPORT_LENGTH
@@ -26,7 +26,7 @@ def predict_gain(site: CacheSite, target: str) -> tuple[float, int]:
     elif capacity:
         length = min(length, capacity)
     if site.layout is not None:
-        return _predict_sparse(site, site.layout, min(length, site.layout.length), target)
+        return _estimate_sparse(site, site.layout, min(length, site.layout.length), target)
     if site.declared is not None:
         keys = site.declared.facts.read_density * length
         rate = _CUDA_DENSE if target == "cuda" else 1 + _REREAD * (site.num_heads // site.kv_num_heads - 1)
@@ -39,7 +39,7 @@ def predict_gain(site: CacheSite, target: str) -> tuple[float, int]:
     return ((1 + _REREAD * (group - 1)) * length + _FIXED) / (keys + _FIXED), length
 
 
-def _predict_sparse(site: CacheSite, layout: BlockLayout, length: int, target: str) -> tuple[float, int]:
+def _estimate_sparse(site: CacheSite, layout: BlockLayout, length: int, target: str) -> tuple[float, int]:
     """The gain over SparseAttention: its CPU kernel reads all keys and masks scores, that of CUDA reads the blocks."""
     if target == "cuda":
         return 1.0, length

@@ -12,11 +12,10 @@ from onnx import helper, numpy_helper
 
 from stof.cached_attention.block_layout import BlockLayout
 from stof.cached_attention.function_body import CacheVariant, fill_tables, make_cache_function
-from stof.cached_attention.node_site import MICROSOFT
 from stof.cached_attention.rewrite_node import rewrite_node
 from stof.cached_attention.site import INPUT_INDEX, OP, OP_INPUTS, OUTPUTS, CacheSite
 from stof.graph.dead_code import remove_dead_code
-from stof.graph.index import all_nodes, node_tensors, opset_of
+from stof.graph.index import all_nodes, contrib_version_of, node_tensors, opset_of
 from stof.graph.local_functions import add_functions, check_absent
 from stof.graph.names import FreshNames
 from stof.graph.protobuf import copy_model
@@ -59,10 +58,9 @@ def emit_caches(model: onnx.ModelProto, sites: Sequence[CacheSite]) -> onnx.Mode
     fill_tables(calls, list(variants), OP_INPUTS)
     most = max(len(node.input) for node in calls)
     blocks.insert_nodes()
-    contrib = next((int(e.version) for e in found.opset_import if e.domain == MICROSOFT), 1)
     if any(s.declared is not None for s in sites):
         remove_dead_code(graph, model.graph)  # biases of declared patterns
-    add_functions(found, [make_cache_function(list(variants), most, opset_of(model), contrib)])
+    add_functions(found, [make_cache_function(list(variants), most, opset_of(model), contrib_version_of(model))])
     return found
 
 

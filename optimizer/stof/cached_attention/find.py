@@ -15,25 +15,13 @@ from onnx import TensorProto
 
 from stof.attention.limits import type_names
 from stof.cached_attention.block_layout import BlockLayout
-from stof.cached_attention.node_checks import (
-    check_attribute_types,
-    check_cache_heads,
-    check_columns,
-    check_element_types,
-    check_flags,
-    check_kernel_limits,
-    check_numbers,
-    check_vectors,
-    read_head_counts,
-    read_head_size,
-    read_rotary_size,
-    read_shape,
-    read_window,
-)
+from stof.cached_attention.node_checks import check_cache_heads
+from stof.cached_attention.node_reader import NodeReader
+from stof.cached_attention.node_signature import NodeSignature
 from stof.cached_attention.node_site import MICROSOFT
 from stof.cached_attention.paged.find import read_paged_site, reads_pages
 from stof.cached_attention.paged.site import PagedSite
-from stof.cached_attention.site import GROUP_QUERY, INPUT_INDEX, INPUTS, OP, QUANTIZED, CacheSite
+from stof.cached_attention.site import GROUP_QUERY, INPUT_INDEX, INPUTS, OP, OUTPUTS, QUANTIZED, CacheSite
 from stof.cached_attention.sparse_node import LayoutKey, as_group_query, check_sparse, is_sparse, read_node_layout
 from stof.errors import UnsupportedError
 from stof.graph.index import GraphIndex, all_nodes, describe, domain_of, subgraphs
@@ -43,19 +31,23 @@ from stof.runtime.library import op_limits
 from stof.symbolic import Int, Symbolic
 from stof.symbolic.algebra.piecewise import to_int
 
-# The attributes of the schema, with their types.
+# Attributes of the schema besides those that PagedAttention has, too.
 _ATTRIBUTES: dict[str, type] = {
-    **dict.fromkeys(("num_heads", "kv_num_heads", "local_window_size", "do_rotary", "rotary_interleaved"), int),
     **dict.fromkeys(("causal", "smooth_softmax", "sliding_window_cache", "qk_output", "kv_cache_bit_width"), int),
-    **dict.fromkeys(("scale", "softcap", "qk_norm_epsilon"), float),
     **dict.fromkeys(("k_quant_type", "v_quant_type"), bytes),
 }
-_FLAGS = ("do_rotary", "rotary_interleaved", "causal", "sliding_window_cache")
-_PASTS = ("past_key", "past_value")
-_OF_QUERY_TYPE = (
-    *("key", "value", *_PASTS, "cos_cache", "sin_cache", "attention_bias", "head_sink"),
-    *("q_norm_weight", "k_norm_weight"),
+_QUERY_SEQLENS, _OUTPUT_QK = 16, 3  # an input and an output that the operator does not have
+_SIGNATURE = NodeSignature(
+    inputs=dict(enumerate(INPUTS)),
+    required=("query", "seqlens_k", "total_sequence_length"),
+    pairs=(
+        *(("past_key", "past_value"), ("q_norm_weight", "k_norm_weight")),
+        *(("key", "value"), ("cos_cache", "sin_cache")),
+    ),
+    outputs=OUTPUTS,
+    other_outputs=1,
 )
+_PASTS = ("past_key", "past_value")
 _SCALES = {b"PER_TENSOR": "tensor", b"PER_CHANNEL": "channel"}
 _BITS = 8  # of a quantized element
 
@@ -141,31 +133,24 @@ def _read_site(
         node = as_group_query(original)
     else:
         _refuse_signature(node, index)
-        window, sliding = _refuse_attributes(node)
-    attributes = attributes_of(node)
-    heads, groups = read_head_counts(attributes)
-    query = _shape(symbolic, node, 0, 3)
-    past = _shape(symbolic, node, 3, 4)
-    head_size = read_head_size(query[2], past[3], (heads, groups), is_packed=not input_of(node, 1))
-    _check_new_tokens(symbolic, node, query, groups, head_size)
-    dtype = symbolic.dtype(node.input[0])
+    reader = NodeReader(node, INPUT_INDEX, symbolic, 3)
+    if not is_sparse(original):
+        window, sliding = _refuse_attributes(reader)
+    heads, groups, head_size = reader.read_heads("past_key")
+    query, past = reader.shape("query", 3), reader.shape("past_key", 4)
+    _check_new_tokens(reader, query)
     scales = _read_scales(node)
-    check_kernel_limits(dtype, head_size, target)
-    names = [n for n in _OF_QUERY_TYPE if not (scales and n in _PASTS)]
-    check_element_types(symbolic, dtype, {n: input_of(node, INPUT_INDEX[n]) for n in names}, ())
+    others = ("attention_bias", *(() if scales else _PASTS))
+    dtype = reader.read_type(head_size, target, others, ())
     quantized = _quantized_type(symbolic, node, scales, (groups, head_size)) if scales else 0
-    _check_caches(past, _shape(symbolic, node, 4, 4), groups, head_size)
+    _check_caches(past, reader.shape("past_value", 4), groups, head_size)
     capacity = past[2]
     if sliding and capacity.constant is not None and capacity.constant < window:
         raise UnsupportedError(
             f"its sliding-window cache has {capacity.constant} rows, fewer than the window of {window}"
         )
-    rotary = 0
-    if attributes.get("do_rotary", 0):
-        rotary = read_rotary_size(symbolic, input_of(node, 7), head_size // 2, "half of the head size")
-    check_vectors(
-        symbolic, [(INPUTS[i], input_of(node, i), n) for i, n in ((11, heads), (14, head_size), (15, head_size))]
-    )
+    rotary = reader.read_rotary_size(head_size // 2, "half of the head size")
+    reader.check_vectors(heads, head_size)
     return CacheSite(
         name=name,
         node=original,
@@ -187,46 +172,26 @@ def _read_site(
 
 
 def _refuse_signature(node: onnx.NodeProto, index: GraphIndex) -> None:
-    for i, name in enumerate(node.input):
-        if not name:
-            continue
-        if i == 16:
-            raise UnsupportedError("it has input query_seqlens: rows with different numbers of queries")
-        if i >= len(INPUTS):
-            raise UnsupportedError(f"it has input {i}, {name!r}, whose meaning is not known")
-    for i, name in enumerate(node.output):
-        if name and i == 3 and (name in index.outputs or name in index.captured or index.consumers(name)):
-            raise UnsupportedError("its output output_qk [B, H, S, T] is used")
-        if name and i > 3:
-            raise UnsupportedError(f"it has output {i}, {name!r}, whose meaning is not known")
-    for some in ((3, 4), (14, 15), (1, 2), (7, 8)):
-        given = [INPUTS[i] for i in some if input_of(node, i)]
-        if len(given) == 1:
-            missing = next(INPUTS[i] for i in some if INPUTS[i] not in given)
-            raise UnsupportedError(f"it has input {given[0]} and no {missing}")
-    for i in (0, 5, 6):
-        if not input_of(node, i):
-            raise UnsupportedError(f"it has no input {INPUTS[i]}")
-    for i in (0, 1, 2):
-        if not output_of(node, i):
-            raise UnsupportedError(f"it does not write {('output', 'present_key', 'present_value')[i]}")
+    if input_of(node, _QUERY_SEQLENS):
+        raise UnsupportedError("it has input query_seqlens: rows with different numbers of queries")
+    _SIGNATURE.check(node)
+    name = output_of(node, _OUTPUT_QK)
+    if name and (name in index.outputs or name in index.captured or index.consumers(name)):
+        raise UnsupportedError("its output output_qk [B, H, S, T] is used")
 
 
-def _refuse_attributes(node: onnx.NodeProto) -> tuple[int, bool]:
+def _refuse_attributes(reader: NodeReader) -> tuple[int, bool]:
     """Checks the attributes. Returns the window, 0 for none, and whether it is a sliding-window cache."""
-    attributes = attributes_of(node)
-    check_attribute_types(attributes, _ATTRIBUTES)
-    check_flags(attributes, _FLAGS)
+    window = reader.read_attributes(_ATTRIBUTES, ("causal", "sliding_window_cache"))
+    attributes = reader.attributes
     if (smooth := attributes.get("smooth_softmax", 0)) not in (-1, 0, 1):  # -1: not given
         raise UnsupportedError(f"its attribute smooth_softmax is {smooth}, expected 0 or 1")
     if not attributes.get("causal", 1):
         raise UnsupportedError("causal is 0: queries attend later keys, which the cache does not hold yet")
-    check_numbers(attributes)
-    window = read_window(attributes)
     sliding = attributes.get("sliding_window_cache", 0) == 1
     if sliding and not window:
         raise UnsupportedError("sliding_window_cache is 1, and local_window_size is not given")
-    if sliding and input_of(node, 10):
+    if sliding and reader.input("attention_bias"):
         raise UnsupportedError(
             "sliding_window_cache is 1 beside attention_bias, which also has columns for positions that the cache has dropped"
         )
@@ -285,19 +250,12 @@ def _quantized_type(symbolic: Symbolic, node: onnx.NodeProto, scales: tuple[str,
     return kinds[0]
 
 
-def _shape(symbolic: Symbolic, node: onnx.NodeProto, i: int, rank: int) -> tuple[Int, ...]:
-    return read_shape(symbolic, INPUTS[i], node.input[i], rank)
-
-
-def _check_new_tokens(
-    symbolic: Symbolic, node: onnx.NodeProto, query: tuple[Int, ...], groups: int, head_size: int
-) -> None:
-    """Checks keys and values of the new tokens, where they are inputs of their own."""
-    for i in (1, 2) if input_of(node, 1) else ():
-        own = _shape(symbolic, node, i, 3)
-        check_columns(INPUTS[i], own[2], groups, head_size)
+def _check_new_tokens(reader: NodeReader, query: tuple[Int, ...]) -> None:
+    """Checks the positions of new keys and values, where they are inputs of their own."""
+    for name in ("key", "value") if reader.input("key") else ():
+        own = reader.shape(name, 3)
         if own[1] != query[1] and None not in (own[1].constant, query[1].constant):
-            raise UnsupportedError(f"query has {query[1]} positions, {INPUTS[i]} {own[1]}")
+            raise UnsupportedError(f"query has {query[1]} positions, {name} {own[1]}")
 
 
 def _check_caches(keys: tuple[Int, ...], values: tuple[Int, ...], groups: int, head_size: int) -> None:

@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import onnx
 
 from stof.graph.node_fields import attributes_of
 from stof.mask.expression import MaskExpression, causal_window
+from stof.sparsify.sparsity import DeclaredPattern
 
 MICROSOFT = "com.microsoft"
 
@@ -29,6 +32,7 @@ class NodeSite(ABC):
         dtype: ONNX element type T of query, and of caches that are not quantized.
         window: W, the keys that a query attends to at most; 0: all before it.
         rotary_size: R, the elements of a head that are rotated; 0: none, or not known before the run.
+        declared: the pattern that --sparsify puts on it, with the tensors of its tables; None: none.
     """
 
     name: str
@@ -39,6 +43,7 @@ class NodeSite(ABC):
     dtype: int
     window: int
     rotary_size: int
+    declared: DeclaredPattern | None = None
 
     @abstractmethod
     def input(self, name: str) -> str:
@@ -92,7 +97,23 @@ class NodeSite(ABC):
     @property
     def mask(self) -> MaskExpression:
         """Which positions of keys a position attends."""
-        return causal_window(self.window)
+        return causal_window(self.window) if self.declared is None else self.declared.pattern.mask
+
+    @property
+    def table_inputs(self) -> list[str]:
+        """The tensors of the tables of a declared pattern, in the order of ``table0``."""
+        tables = {} if self.declared is None else self.declared.tables
+        return [tables[name] for name in sorted(tables)]
+
+    @property
+    def mask_tables(self) -> Mapping[str, np.ndarray]:
+        """The tables that the mask reads, by name."""
+        return {} if self.declared is None else self.declared.pattern.tables
+
+    @property
+    def reach(self) -> int:
+        """Keys beyond which the mask shows what it forbids: the window, or those of a declared pattern; 0: none."""
+        return self.window if self.declared is None else self.declared.pattern.reach
 
     @property
     def heads(self) -> str:

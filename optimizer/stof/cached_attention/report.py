@@ -66,7 +66,7 @@ class CacheSection(Section):
         return [line for group in groups.values() for line in _group_lines(group)]
 
     def page_table(self) -> PageTable:
-        columns = ("mask", "heads", "predicted", "details")
+        columns = ("mask", "heads", "estimated", "details")
         return PageTable("Attention over a KV cache", columns, tuple(map(_page_row, self.rows)), frozenset({0}))
 
     def page_pictures(self) -> Sequence[MaskPicture]:
@@ -88,7 +88,7 @@ class CacheSection(Section):
 
 
 def _gain(row: CacheReport) -> str:
-    return "" if row.predicted_gain is None else f"predicted {row.predicted_gain:.1f}x at {row.length} keys"
+    return "" if row.predicted_gain is None else f"estimated {row.predicted_gain:.1f}x at {row.length} keys"
 
 
 def _group_lines(group: list[CacheReport]) -> list[str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import onnx
 
-from stof.cached_attention.cost import predict_gain
+from stof.cached_attention.cost import estimate_gain
 from stof.cached_attention.declare import declare_patterns
 from stof.cached_attention.emit import emit_caches
 from stof.cached_attention.find import CacheCandidate, find_candidates, reads_cache
@@ -122,7 +122,7 @@ class CacheRewrite(OpRewrite[CacheModel, CacheDecisions]):
             assert candidate.site is not None
             row = replace(row, replaced=True, reason="replaced")
             if isinstance(candidate.site, CacheSite):
-                gain, length = predict_gain(candidate.site, job.options.target)
+                gain, length = estimate_gain(candidate.site, job.options.target)
                 row = replace(row, predicted_gain=round(gain, 3), length=length)
             rows.append(row)
             sites.append(candidate.site)

@@ -13,7 +13,6 @@ from stof.cached_attention.block_layout import BlockLayout
 from stof.cached_attention.node_site import NodeSite
 from stof.graph.node_fields import input_of
 from stof.mask.expression import MaskExpression
-from stof.sparsify.sparsity import DeclaredPattern
 from stof.symbolic import Int
 
 GROUP_QUERY, SPARSE = "GroupQueryAttention", "SparseAttention"
@@ -40,7 +39,7 @@ QUANTIZED = {int(TensorProto.INT8): "int8", int(TensorProto.FLOAT8E4M3FN): "fp8"
 
 @dataclass(frozen=True, kw_only=True)
 class CacheSite(NodeSite):
-    """A GroupQueryAttention or SparseAttention over contiguous caches [B, G, C, D].
+    """A GroupQueryAttention or SparseAttention over contiguous caches [B, G, C, D]. A declared pattern's bias is an input of it.
 
     Attributes:
         sliding: the cache holds the last positions only (``sliding_window_cache``).
@@ -49,7 +48,6 @@ class CacheSite(NodeSite):
         capacity: rows C of the past.
         total: total_sequence_length where it follows from sizes.
         layout: the blocks that the heads of a SparseAttention attend; None: all.
-        declared: the pattern that --sparsify puts on it; its bias is an input of the node. None: none.
         quantized: the element type of quantized caches; 0: they have that of query.
         scales: of quantized keys and values, "tensor" or "channel": what has a scale of its own.
     """
@@ -60,7 +58,6 @@ class CacheSite(NodeSite):
     capacity: Int
     total: Int | None
     layout: BlockLayout | None = None
-    declared: DeclaredPattern | None = None
     quantized: int = 0
     scales: tuple[str, str] = ("", "")
 
@@ -101,27 +98,13 @@ class CacheSite(NodeSite):
 
     @property
     def mask(self) -> MaskExpression:
-        if self.layout is not None:
-            return self.layout.mask
-        return super().mask if self.declared is None else self.declared.pattern.mask
-
-    @property
-    def table_inputs(self) -> list[str]:
-        """The tensors of the mask's tables, in the order of ``table0``."""
-        tables = {} if self.declared is None else self.declared.tables
-        return [tables[name] for name in sorted(tables)]
+        return super().mask if self.layout is None else self.layout.mask
 
     @property
     def mask_tables(self) -> Mapping[str, np.ndarray]:
-        """The tables that the mask reads, by name."""
-        if self.layout is not None:
-            return {} if self.layout.table is None else {"table0": self.layout.table}
-        return {} if self.declared is None else self.declared.pattern.tables
-
-    @property
-    def reach(self) -> int:
-        """Keys beyond which the mask shows what it forbids: the window, or those of a declared pattern; 0: none."""
-        return self.window if self.declared is None else self.declared.pattern.reach
+        if self.layout is None:
+            return super().mask_tables
+        return {} if self.layout.table is None else {"table0": self.layout.table}
 
     @property
     def features(self) -> tuple[str, ...]:

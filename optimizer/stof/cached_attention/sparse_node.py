@@ -13,17 +13,24 @@ from onnx import helper
 
 from stof.cached_attention.block_layout import BLOCK_SIZES, BlockLayout, read_layout
 from stof.cached_attention.node_checks import check_attribute_types, check_flags, check_numbers
+from stof.cached_attention.node_signature import NodeSignature
 from stof.cached_attention.node_site import MICROSOFT
 from stof.cached_attention.site import GROUP_QUERY, INPUTS, OUTPUTS, SPARSE, SPARSE_COLUMNS, SPARSE_INDEX, SPARSE_ROWS
 from stof.errors import UnsupportedError
 from stof.graph.index import domain_of
-from stof.graph.node_fields import attributes_of, input_of, output_of
+from stof.graph.node_fields import attributes_of, input_of
 from stof.symbolic import Symbolic
 
 _NAMES = {
     **{index: name for name, index in SPARSE_INDEX.items()},
     **{SPARSE_ROWS: "block_row_indices", SPARSE_COLUMNS: "block_col_indices", 8: "key_total_sequence_lengths"},
 }
+_SIGNATURE = NodeSignature(
+    inputs=_NAMES,
+    required=tuple(_NAMES[i] for i in (0, 3, 4, 5, 6, 7, 8)),
+    pairs=(("key", "value"), ("cos_cache", "sin_cache")),
+    outputs=OUTPUTS,
+)
 LayoutKey = tuple[bytes, bytes, int, int]  # of row and column indices, the block size, the heads
 _ATTRIBUTES: dict[str, type] = {
     **dict.fromkeys(("num_heads", "kv_num_heads", "sparse_block_size", "do_rotary", "rotary_interleaved"), int),
@@ -50,22 +57,7 @@ def check_sparse(node: onnx.NodeProto) -> None:
     Raises:
         UnsupportedError: with what is unknown, missing or wrong.
     """
-    for i, name in enumerate(node.input):
-        if name and i not in _NAMES:
-            raise UnsupportedError(f"it has input {i}, {name!r}, whose meaning is not known")
-    for i, name in enumerate(node.output):
-        if name and i >= len(OUTPUTS):
-            raise UnsupportedError(f"it has output {i}, {name!r}, whose meaning is not known")
-    for one, other in ((1, 2), (9, 10)):
-        if bool(input_of(node, one)) != bool(input_of(node, other)):
-            given, missing = (one, other) if input_of(node, one) else (other, one)
-            raise UnsupportedError(f"it has input {_NAMES[given]} and no {_NAMES[missing]}")
-    for i in (0, 3, 4, 5, 6, 7, 8):
-        if not input_of(node, i):
-            raise UnsupportedError(f"it has no input {_NAMES[i]}")
-    for i, name in enumerate(OUTPUTS):
-        if not output_of(node, i):
-            raise UnsupportedError(f"it does not write {name}")
+    _SIGNATURE.check(node)
     _check_attributes(node)
 
 

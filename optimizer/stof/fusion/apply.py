@@ -39,7 +39,7 @@ class ChainReport:
         reason: why they are not.
         description: what the chain computes.
         gain: time of the replaced operators over the chain's, where it is known.
-        measured: whether the gain was measured rather than predicted.
+        measured: whether the gain was measured rather than estimated.
     """
 
     chain: str

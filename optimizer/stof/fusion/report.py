@@ -74,7 +74,7 @@ class ChainSection(Section):
 
 
 def _gain(row: ChainReport) -> str:
-    return "" if row.gain is None else f", {'measured' if row.measured else 'predicted'} {row.gain:.2f}x"
+    return "" if row.gain is None else f", {'measured' if row.measured else 'estimated'} {row.gain:.2f}x"
 
 
 def _explained_lines(index: int, plan: ChainPlan, row: ChainReport | None) -> list[str]:

@@ -75,7 +75,7 @@ class FusionDecisions(Decisions):
 
 
 class FusionRewrite(OpRewrite[FusionCandidates, FusionDecisions]):
-    """Finds regions of memory-bound operators, and decides by measurement or prediction which parts become chains."""
+    """Finds regions of memory-bound operators, and decides by measurements or estimates which parts become chains."""
 
     key = KEY
     op_types = frozenset({CHAIN, GEMM})

@@ -165,6 +165,11 @@ def opset_of(model: onnx.ModelProto) -> int:
     return int(next(e.version for e in model.opset_import if e.domain in STANDARD_DOMAINS))
 
 
+def contrib_version_of(model: onnx.ModelProto) -> int:
+    """The version of domain com.microsoft that a model imports; 1 where it imports none."""
+    return next((int(e.version) for e in model.opset_import if e.domain == "com.microsoft"), 1)
+
+
 def describe(node: onnx.NodeProto) -> str:
     """A node in words: its operator and name. It may be one of a broken model, without outputs."""
     operator = node.op_type if is_standard(node) else f"{node.domain}::{node.op_type}"

@@ -94,7 +94,7 @@ def _speed_card(report: Report, sections: Sequence[Section]) -> str:
         return ""
     least, most = min(g.factor for g in gains), max(g.factor for g in gains)
     value = f"{least:.1f}×" if f"{least:.1f}" == f"{most:.1f}" else f"{least:.1f} to {most:.1f}×"
-    return e.card("Predicted speed-up", value, "of the replaced nodes alone")
+    return e.card("Estimated speed-up", value, "of the replaced nodes alone")
 
 
 def _verification_card(report: Report) -> str:
@@ -116,7 +116,7 @@ def _speed_part(report: Report) -> str:
     more = e.tag("p", e.text(f"{left} more kinds are in the tables below."), class_="quiet") if left > 0 else ""
     words = "Best times of alternating runs. " if report.times is not None else ""
     if gains:
-        words += "Predicted and measured gains of an operator count the nodes that it replaces, not the whole model."
+        words += "Estimated and measured gains of an operator count the nodes that it replaces, not the whole model."
     lede = e.tag("p", e.text(words), class_="quiet")
     box = e.tag("div", e.tag("div", "".join(bars), class_="bars"), class_="card")
     return f"{e.tag('h2', 'Time before and after')}{lede}{box}{more}"
@@ -131,7 +131,7 @@ def _time_bars(what: str, times: ModelTimes) -> str:
 
 def _gain_bars(gain: Gain) -> str:
     title = f"{gain.count} × {gain.label}"
-    how = "measured" if gain.measured else "predicted"
+    how = "measured" if gain.measured else "estimated"
     longest = max(1.0, 1.0 / gain.factor) if gain.factor > 0 else 1.0
     after = 1.0 / gain.factor if gain.factor > 0 else 1.0
     shares = [("before", 1.0 / longest, "100 %"), ("after", after / longest, f"{100 * after:.3g} %")]

@@ -14,17 +14,17 @@ from stof.cached_attention.paged.run_inputs import PagedInputMaker
 from stof.cached_attention.run_inputs import CacheInputMaker
 from stof.errors import ArgumentError, ModelError, VerifyError
 from stof.execution.ort_sessions import Sessions, VerifiedSession
-from stof.execution.run_limits import LimitReached, RunLimits
+from stof.execution.run_limits import LimitReached
 from stof.execution.session_process import RuntimeFailure, release_sessions
 from stof.files import temporary_folder
 from stof.graph.index import all_nodes
 from stof.options import Options
 from stof.prompt_runs.feeds import Feed, make_feed, make_paged_feed
+from stof.prompt_runs.limits import prompt_limits
 from stof.prompts.files import PromptSet
 from stof.prompts.loss import LOGITS, LossMeter, PromptLoss, bucket_limits
 from stof.verification.model_inputs import ModelInputs
 
-_SECONDS = 86400.0  # a day: --verify-budget is not for prompts
 _STEPS = 8  # tokens, the last ones of each bucket, that are decoded
 
 
@@ -59,7 +59,7 @@ def measure_loss(
         )
     try:
         with temporary_folder(folder) as scratch:
-            limits = RunLimits(_SECONDS, options.verify_memory)
+            limits = prompt_limits(options.verify_memory)
             sessions = Sessions(source.parent.resolve(), scratch, limits)
             original = sessions.make(inputs.original or source, optimized=True, library=False)
             result = sessions.make(final, optimized=True, library=True)

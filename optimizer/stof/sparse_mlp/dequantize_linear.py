@@ -84,7 +84,7 @@ def read_integer_matmul(index: GraphIndex, node: onnx.NodeProto, scaled: str, su
     Args:
         index: of the graph.
         node: the node.
-        scaled: the product with the scales of both factors.
+        scaled: the node's sums times the scales of both factors.
         sums_over_neurons: whether it sums over neurons; else it gives them.
 
     Raises:

@@ -11,7 +11,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 from stof.graph.dead_code import remove_dead_code
-from stof.graph.index import DOMAIN, opset_of
+from stof.graph.index import DOMAIN, contrib_version_of, opset_of
 from stof.graph.local_functions import add_functions, check_absent
 from stof.graph.protobuf import copy_model, copy_node, replace_nodes
 from stof.sparse_mlp.function_body import MlpVariant, make_mlp_function, rounding_level
@@ -68,8 +68,7 @@ def emit_mlps(model: onnx.ModelProto, sites: Sequence[MlpSite], folder: Path) ->
         nodes.append(call)
     replace_nodes(found.graph, nodes)
     remove_dead_code(found.graph, model.graph)
-    contrib = next((int(e.version) for e in found.opset_import if e.domain == "com.microsoft"), 1)
-    add_functions(found, [make_mlp_function(list(variants), most, opset_of(model), contrib)])
+    add_functions(found, [make_mlp_function(list(variants), most, opset_of(model), contrib_version_of(model))])
     return found
 
 
@@ -130,7 +129,7 @@ def _gate_nodes(site: MlpSite, producer: Mapping[str, onnx.NodeProto], layouts: 
     gate = site.projection
     assert gate is not None
     weight, order = gate.weight, site.order
-    matmul = copy_node(producer[gate.product])
+    matmul = copy_node(producer[gate.matmul_output])
     bias = layouts.bias(weight, order)
     matmul.name = layouts.names.make(matmul.name or matmul.op_type)
     if weight.quantization is not None:
@@ -148,7 +147,7 @@ def _gate_nodes(site: MlpSite, producer: Mapping[str, onnx.NodeProto], layouts: 
     if is_own:
         matmul.input[2 if matmul.op_type == "Gemm" else _BIAS] = bias
     adds = bool(bias) and not is_own
-    matmul.output[0] = layouts.new_tensor(f"{gate.tensor}/product") if adds else gate.tensor
+    matmul.output[0] = layouts.new_tensor(f"{gate.tensor}/matmul") if adds else gate.tensor
     nodes = [*layouts.take_nodes(), matmul]
     if adds:
         name = layouts.names.make(f"{matmul.name}/bias")

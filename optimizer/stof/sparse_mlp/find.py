@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds MLPs, and says why some cannot be replaced: those whose activation gives zeros, or all.
 
-The zeros are found from the operators: Relu gives them, and products, powers and functions that are 0 at 0 keep them. So the
-square of Relu counts, and a Gelu behind the threshold of Gemma 3n.
+The zeros are found from the operators. Relu gives them; Mul, Pow and functions that are 0 at 0 keep them. So the square of
+Relu counts, and a Gelu behind the threshold of Gemma 3n.
 """
 
 from __future__ import annotations
@@ -103,11 +103,11 @@ class _Finder:
             return self._read_flattened(inner)
         if not self._has_zeros(tensor, _DEPTH):
             return self._read_without_zeros(tensor) if self._any_activation else None
-        product = self._index.producer(tensor)
-        assert product is not None
-        if product.op_type == "Mul" and product.input[0] != product.input[1]:
-            sides = [t for t in product.input if self._has_zeros(t, _DEPTH)]
-            others = [t for t in product.input if t not in sides]
+        producer = self._index.producer(tensor)
+        assert producer is not None
+        if producer.op_type == "Mul" and producer.input[0] != producer.input[1]:
+            sides = [t for t in producer.input if self._has_zeros(t, _DEPTH)]
+            others = [t for t in producer.input if t not in sides]
             if len(sides) == 1 and self._matmuls.behind(others[0]) is not None:
                 return _Hidden(sides[0], others[0])
         return _Hidden(tensor)
@@ -133,10 +133,10 @@ class _Finder:
         """Neurons behind an activation that gives no zeros, perhaps with a factor."""
         if self._is_activated_matmul(tensor):
             return _Hidden(tensor, has_zeros=False)
-        product = self._index.producer(tensor)
-        if product is None or product.op_type != "Mul" or not is_standard(product):
+        mul = self._index.producer(tensor)
+        if mul is None or mul.op_type != "Mul" or not is_standard(mul):
             return None
-        for activated, factor in (tuple(product.input), tuple(product.input)[::-1]):
+        for activated, factor in (tuple(mul.input), tuple(mul.input)[::-1]):
             if self._is_activated_matmul(activated) and self._matmuls.behind(factor) is not None:
                 return _Hidden(activated, factor, has_zeros=False)
         return None
@@ -200,7 +200,11 @@ class _Finder:
     def _has_both_parts(self, site: MlpSite, up: Projection) -> bool:
         """Whether a packed matmul gives the gate and the up values of a site, and nothing else."""
         gate = site.projection
-        if gate is None or gate.product != up.node.output[0] or gate.weight.outer + up.weight.outer != up.weight.whole:
+        if (
+            gate is None
+            or gate.matmul_output != up.node.output[0]
+            or gate.weight.outer + up.weight.outer != up.weight.whole
+        ):
             return False
         cuts = [self._index.producer(t) for t in (gate.tensor, up.tensor)]
         outputs = {o for n in cuts if n is not None for o in n.output}

@@ -150,7 +150,7 @@ class MlpSection(Section):
         return ["loss: not measured" + (" in a dry run" if self.held_out else "; --prompts FILE measures it")]
 
     def page_table(self) -> PageTable:
-        columns = ("activation", "size", "neurons", "computed", "predicted", "details")
+        columns = ("activation", "size", "neurons", "computed", "estimated", "details")
         return PageTable("MLPs", columns, tuple(map(_page_row, self.rows)))
 
     def page_gains(self) -> list[Gain]:
@@ -197,7 +197,7 @@ def _describe_never_active(rows: Sequence[MlpReport]) -> str:
 
 def _describe_gain(rows: Sequence[MlpReport]) -> str:
     gains = [r.predicted_gain for r in rows if r.predicted_gain is not None]
-    return f"predicted {sum(gains) / len(gains):.1f}x for one token" if gains else ""
+    return f"estimated {sum(gains) / len(gains):.1f}x for one token" if gains else ""
 
 
 def _describe_kind(prediction: PredictionReport) -> str:

@@ -344,7 +344,7 @@ def _reason_slow(density: float | None, gain: float, what: str) -> str:
     if gain >= _LEAST_GAIN:
         return ""
     active = "" if density is None else f"{100 * density:.0f} % of its neurons are {what}: "
-    return f"{active}{gain:.2f}x is predicted for one token, less than {_LEAST_GAIN}x"
+    return f"{active}{gain:.2f}x is estimated for one token, less than {_LEAST_GAIN}x"
 
 
 def _reason_slow_on_cuda(job: Job, density: float | None) -> str:

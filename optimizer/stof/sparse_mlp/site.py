@@ -92,13 +92,13 @@ class GateProjection:
 
     Attributes:
         tensor: [..., F] that it gives behind its bias, a part of a larger one where ``weight`` is cut.
-        product: what the matmul's node writes.
+        matmul_output: what the matmul's node writes.
         weight: its weight and bias.
         is_movable: whether everything between ``tensor`` and the gate treats all neurons alike, so that they may be reordered.
     """
 
     tensor: str
-    product: str
+    matmul_output: str
     weight: MlpWeight
     is_movable: bool
 

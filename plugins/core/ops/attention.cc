@@ -202,15 +202,19 @@ Status CreateAttention(const AttributeReader& attributes, std::unique_ptr<Op>* o
 }
 
 std::vector<OpLimit> ListLimits(Target target, DType dtype) {
+  return ListAttentionLimits(target, dtype, {"most_operands", AttentionLimits::kMostOperands});
+}
+
+}  // namespace
+
+std::vector<OpLimit> ListAttentionLimits(Target target, DType dtype, const OpLimit& own) {
   const HeadSizes sizes = AttentionLimits::HeadSizesOf(target, dtype);
   return {{"largest_head_size", sizes.largest},
           {"head_size_multiple_of", sizes.multiple_of},
           {"most_heads", AttentionLimits::kMostHeads},
           {"most_length", AttentionLimits::kMostLength},
-          {"most_operands", AttentionLimits::kMostOperands}};
+          own};
 }
-
-}  // namespace
 
 const OpDescription* AttentionDescription() {
   static constexpr AttributeDescription kAttributes[] = {

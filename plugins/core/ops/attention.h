@@ -52,6 +52,9 @@ constexpr int64_t kMinResidueLength = 64;
 // it.
 bool SplitByResidue(const AttentionMask& mask, AttentionArgs* args, ExprSizes* sizes);
 
+// OpDescription::limits of every attention operator; `own` is one that it has besides.
+std::vector<OpLimit> ListAttentionLimits(Target target, DType dtype, const OpLimit& own);
+
 const OpDescription* AttentionDescription();
 
 }  // namespace stof

@@ -176,7 +176,7 @@ class Device {
 };
 
 void CheckOutput(Problem* problem, const std::vector<char>& found, const std::string& where, Failures* failures) {
-  problem->c.accuracy_level = 0;  // products are computed in fp32 at every level
+  problem->c.accuracy_level = 0;  // matmuls are computed in fp32 at every level
   std::vector<double> expected, tolerance;
   // Many tokens of 16 bits are computed by GEMMs, which round what lies between them.
   const bool is_dense = problem->c.T > 16 && problem->c.dtype != DType::kF32;

@@ -18,8 +18,8 @@ from stof.sparse_mlp.predictors.powerinfer import (
     read_powerinfer_statistics,
     with_normalized_inputs,
 )
+from stof.sparse_mlp.predictors.predictor_files import read_npz, write_npz
 from stof.sparse_mlp.predictors.selector import NeuronSelector
-from stof.sparse_mlp.predictors.selector_files import read_selectors, write_selectors
 from stof.sparse_mlp.predictors.teal import read_teal
 
 RNG = np.random.default_rng(11)
@@ -278,8 +278,8 @@ def own_selectors() -> list[NeuronSelector]:
 
 def test_selectors_are_written_and_read(tmp_path: Path) -> None:
     selectors = own_selectors()
-    write_selectors(tmp_path / "p.npz", selectors)
-    for found, expected in zip(read_selectors(tmp_path / "p.npz"), selectors, strict=True):
+    write_npz(tmp_path / "p.npz", selectors)
+    for found, expected in zip(read_npz(tmp_path / "p.npz"), selectors, strict=True):
         assert found.predictor_activation == expected.predictor_activation
         for name in ("threshold", "predictor_down", "predictor_up"):
             np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
@@ -313,30 +313,30 @@ GOOD: dict[str, Any] = {
 def test_other_predictor_files_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     np.savez(tmp_path / "p.npz", **{n: a for n, a in {**GOOD, **changes}.items() if a is not None})
     with pytest.raises(ArgumentError, match=message):
-        read_selectors(tmp_path / "p.npz")
+        read_npz(tmp_path / "p.npz")
 
 
 def test_a_predictor_file_of_objects_is_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "p.npz", **{**GOOD, "0.threshold": np.array([{}], object)})
     with pytest.raises(ArgumentError, match="holds no arrays that can be read"):
-        read_selectors(tmp_path / "p.npz")
+        read_npz(tmp_path / "p.npz")
 
 
 def test_a_compressed_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(archives, "_MOST_BYTES", 1 << 16)
     np.savez_compressed(tmp_path / "p.npz", **{**GOOD, "0.threshold": np.zeros(1 << 15, np.float32)})
     with pytest.raises(ArgumentError, match="bytes of arrays, expected up to 65536"):
-        read_selectors(tmp_path / "p.npz")
+        read_npz(tmp_path / "p.npz")
     np.savez(tmp_path / "p.npz", **{**GOOD, "0.threshold": np.zeros(1 << 15, np.float32)})  # no larger than the file
     with pytest.raises(ArgumentError, match="threshold has 32768 values, expected 1 or one for each of 40 neurons"):
-        read_selectors(tmp_path / "p.npz")
+        read_npz(tmp_path / "p.npz")
 
 
 def test_no_selectors_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="0 selectors, expected 1 to 1000"):
-        write_selectors(tmp_path / "p.npz", [])
+        write_npz(tmp_path / "p.npz", [])
 
 
 def test_a_folder_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"the predictor file .*p\.npz cannot be written"):
-        write_selectors(tmp_path / "none" / "p.npz", own_selectors())
+        write_npz(tmp_path / "none" / "p.npz", own_selectors())

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which sites are replaced, and by which kernel: predicted, measured, or said by the user."""
+"""Which sites are replaced, and by which kernel: estimated, measured, or said by the user."""

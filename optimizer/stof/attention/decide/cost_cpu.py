@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An analytical prediction for attention on the CPU, in relative terms.
+"""An analytical estimate for attention on the CPU, in relative terms.
 
 Times are per head and query-key pair, in units of one fp32 FMA at full rate; docs/design/attention-cpu.md has the
 measurements that the constants come from. Only ratios are used.
@@ -27,8 +27,8 @@ _TILE = (48, 64)  # query rows × keys
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """At one length: the share of tiles that are computed and the predicted speed-up of the site."""
+class GainEstimate:
+    """At one length: the share of tiles that are computed and the estimated speed-up of the site."""
 
     length: int
     tile_density: float
@@ -58,14 +58,14 @@ def _tile_density(
         return 1.0
 
 
-def predict(site: AttentionSite, mask: LiftedMask, length: int) -> Prediction:
-    """The predicted gain over the runtime's own nodes at S = T = ``length``."""
+def estimate_gain(site: AttentionSite, mask: LiftedMask, length: int) -> GainEstimate:
+    """The estimated gain over the runtime's own nodes at S = T = ``length``."""
     density = tile_density(mask, site.num_heads, length)
     work = 2.0 * site.head_size + 2.0 * site.value_head_size
     own = max(density, 1e-6) * work / 2 / _OWN_RATE  # a mask may allow nothing at a length
     passes = _PASSES if length * length > _CACHE_SCORES else _PASSES_CACHED
     other = work / 2 / _DENSE_RATE + passes * _PASS
-    return Prediction(length, density, other / own)
+    return GainEstimate(length, density, other / own)
 
 
 def why_not(site: AttentionSite, mask: LiftedMask) -> list[str]:

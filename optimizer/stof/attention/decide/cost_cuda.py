@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An analytical prediction for attention on a CUDA device: the target ``cuda``.
+"""An analytical estimate for attention on a CUDA device: the target ``cuda``.
 
 Times are microseconds at batch 1. Rates of the kernels are measured on an H100 (docs/design/attention-cuda.md) and, for
 devices that were not at hand, that share of their rated figures which the H100 reaches with the kernel for compute
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stof.attention.decide.cost_cpu import Prediction, tile_density
+from stof.attention.decide.cost_cpu import GainEstimate, tile_density
 from stof.attention.limits import limits_of, type_names
 from stof.mask.site import AttentionSite, LiftedMask
 
@@ -68,8 +68,8 @@ def device_of(capability: int) -> DeviceRates:
     return known[-1] if known else DEVICES[0]
 
 
-def predict(site: AttentionSite, mask: LiftedMask, length: int, device: DeviceRates, fused: bool) -> Prediction:
-    """The predicted gain over the runtime's nodes at S = T = ``length``; ``fused``: they are one fused node."""
+def estimate_gain(site: AttentionSite, mask: LiftedMask, length: int, device: DeviceRates, fused: bool) -> GainEstimate:
+    """The estimated gain over the runtime's nodes at S = T = ``length``; ``fused``: they are one fused node."""
     density = tile_density(mask, site.num_heads, length, _TILE)
     flops = 2.0 * site.num_heads * length * length * (site.head_size + site.value_head_size)
     halves = site.dtype != _FLOAT
@@ -79,12 +79,12 @@ def predict(site: AttentionSite, mask: LiftedMask, length: int, device: DeviceRa
     masked = not mask.expression.allows_all or bool(mask.bias)
     if fused:
         dense = device.runtime_single if not halves else device.biased if masked else device.flash
-        return Prediction(length, density, (_LAUNCH + flops / dense * 1e-6) / own)
+        return GainEstimate(length, density, (_LAUNCH + flops / dense * 1e-6) / own)
     scores = site.num_heads * length * length * (2 if halves else 4)
     other = _NODES * _LAUNCH + _PASSES * scores / device.memory * 1e-3
     # Products with so small an inner size run at a rate below that of fused attention.
     other += flops / (device.biased if halves else device.runtime_single) * 1e-6
-    return Prediction(length, density, other / own)
+    return GainEstimate(length, density, other / own)
 
 
 def why_not(site: AttentionSite) -> list[str]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of each site: the user's choice, its mask, the check, the kernels, the prediction, in this order."""
+"""What becomes of each site: the user's choice, its mask, the check, the kernels, the estimate, in this order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import onnx
 
-from stof.attention.decide.cost_cpu import Prediction
+from stof.attention.decide.cost_cpu import GainEstimate
 from stof.attention.decide.targets import Target, Use
 from stof.attention.emit import Rewrite
 from stof.attention.plan_entry import SitePlan
@@ -36,7 +36,7 @@ from stof.symbolic.algebra.sizes import evaluate
 
 REPORT_LENGTH = 2048
 _RANGE = (128, 8192)
-# Above this length the share of tiles and with it the prediction hardly change, but the block mask of a dense pattern
+# Above this length the share of tiles and with it the estimate hardly change, but the block mask of a dense pattern
 # grows with the square of it.
 _LONGEST = 32768
 
@@ -118,7 +118,7 @@ class SiteDecider:
         self.prover = RowProver(self.checker, folder)
         # Of sites that differ in no more than their place in the graph, and by whether fully masked rows may differ.
         self.lifted: dict[tuple[AttentionSite, bool], LiftedMask] = {}
-        self.predictions: dict[tuple[object, ...], list[Prediction]] = {}
+        self.estimates: dict[tuple[object, ...], list[GainEstimate]] = {}
 
     def decide(self, site: AttentionSite) -> Choice:
         """The outcome for a site.
@@ -155,7 +155,7 @@ class SiteDecider:
             if reasons := self.target.why_not(site, mask):
                 raise UnsupportedError("no kernel: " + "; ".join(reasons))
             step = Step.COST
-            *within, shown = self._predict(site, mask)
+            *within, shown = self._estimate_gains(site, mask)
             if entry is None and (reason := self.target.leave(site, mask, within)):
                 raise UnsupportedError(reason)
         except UnsupportedError as error:
@@ -166,7 +166,7 @@ class SiteDecider:
                     f"the plan replaces site {site.name!r}, which cannot be: {error}; set its replace to false"
                 ) from error
             return _kept(row, step, str(error))
-        gain = shown.gain if self.target.predicts else None
+        gain = shown.gain if self.target.estimates_gains else None
         planned = dict(entry.hints).get("kernel", "") if entry else None
         kernel, hint = self.target.kernel(site, mask, Use(self._batch(site), self._lengths(site), planned))
         hints = entry.hints if entry else (("kernel", hint),) if hint else ()
@@ -264,13 +264,13 @@ class SiteDecider:
             return state(self.symbolic, site, entry.mask, self.checker)
         return mask
 
-    def _predict(self, site: AttentionSite, mask: LiftedMask) -> list[Prediction]:
+    def _estimate_gains(self, site: AttentionSite, mask: LiftedMask) -> list[GainEstimate]:
         lengths = self._lengths(site)
         key = (mask.expression, mask.tables, site.num_heads, site.head_size, site.value_head_size, lengths)
-        if key not in self.predictions:
+        if key not in self.estimates:
             shown = lengths[0] if len(lengths) == 1 else REPORT_LENGTH
-            self.predictions[key] = [self.target.predict(site, mask, n) for n in (*lengths, shown)]
-        return self.predictions[key]
+            self.estimates[key] = [self.target.estimate_gain(site, mask, n) for n in (*lengths, shown)]
+        return self.estimates[key]
 
     def _batch(self, site: AttentionSite) -> int:
         """The largest batch in use: the fixed one, or that of ``--shape``, or 1."""

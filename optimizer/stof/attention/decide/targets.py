@@ -10,7 +10,7 @@ from functools import cached_property
 from onnx import TensorProto
 
 from stof.attention.decide import cost_cpu, cost_cuda, cost_tensorrt
-from stof.attention.decide.cost_cpu import Prediction
+from stof.attention.decide.cost_cpu import GainEstimate
 from stof.attention.decide.tune import Tuner
 from stof.attention.expand.working_copy import stands_for_fused
 from stof.errors import ArgumentError
@@ -33,7 +33,7 @@ class Target:
     """The CPU, and what other targets have in common with it."""
 
     name = "cpu"
-    predicts = True  # whether predictions tell whether a site gains
+    estimates_gains = True  # whether estimates tell whether a site gains
 
     def __init__(self, options: Options, isa: str) -> None:
         self.options = options
@@ -48,14 +48,14 @@ class Target:
         """The reasons against running a site on the kernels; empty when there are none."""
         return cost_cpu.why_not(site, mask)
 
-    def predict(self, site: AttentionSite, mask: LiftedMask, length: int) -> Prediction:
-        """The predicted gain over the runtime's own nodes at S = T = ``length``."""
-        return cost_cpu.predict(site, mask, length)
+    def estimate_gain(self, site: AttentionSite, mask: LiftedMask, length: int) -> GainEstimate:
+        """The estimated gain over the runtime's own nodes at S = T = ``length``."""
+        return cost_cpu.estimate_gain(site, mask, length)
 
-    def leave(self, site: AttentionSite, mask: LiftedMask, predictions: Sequence[Prediction]) -> str:
-        """Why a site is better left as it is, from the predictions at the lengths in use; empty when it is not."""
-        worst = min(predictions, key=lambda p: p.gain)
-        return f"a loss is predicted at S = {worst.length}: {worst.gain:.2f}x" if worst.gain < 1.0 else ""
+    def leave(self, site: AttentionSite, mask: LiftedMask, estimates: Sequence[GainEstimate]) -> str:
+        """Why a site is better left as it is, from the estimates at the lengths in use; empty when it is not."""
+        worst = min(estimates, key=lambda e: e.gain)
+        return f"a loss is estimated at S = {worst.length}: {worst.gain:.2f}x" if worst.gain < 1.0 else ""
 
     def kernel(self, site: AttentionSite, mask: LiftedMask, use: Use) -> tuple[str, str]:
         """What runs a site, for people, and the operator's hint ``kernel``."""
@@ -86,8 +86,8 @@ class CudaTarget(Target):
     def why_not(self, site: AttentionSite, mask: LiftedMask) -> list[str]:
         return super().why_not(site, mask) + cost_cuda.why_not(site)
 
-    def predict(self, site: AttentionSite, mask: LiftedMask, length: int) -> Prediction:
-        return cost_cuda.predict(site, mask, length, self.device, stands_for_fused(site))
+    def estimate_gain(self, site: AttentionSite, mask: LiftedMask, length: int) -> GainEstimate:
+        return cost_cuda.estimate_gain(site, mask, length, self.device, stands_for_fused(site))
 
     def kernel(self, site: AttentionSite, mask: LiftedMask, use: Use) -> tuple[str, str]:
         if use.planned:
@@ -106,7 +106,7 @@ class TensorRtTarget(Target):
     """TensorRT with the plugin library."""
 
     name = "tensorrt"
-    predicts = False
+    estimates_gains = False
 
     def __init__(self, options: Options, isa: str) -> None:
         super().__init__(options, isa)
@@ -116,8 +116,8 @@ class TensorRtTarget(Target):
     def why_not(self, site: AttentionSite, mask: LiftedMask) -> list[str]:
         return super().why_not(site, mask) + cost_tensorrt.why_not(site, mask)
 
-    def leave(self, site: AttentionSite, mask: LiftedMask, predictions: Sequence[Prediction]) -> str:
-        return cost_tensorrt.leave(site, mask, predictions[-1].tile_density)
+    def leave(self, site: AttentionSite, mask: LiftedMask, estimates: Sequence[GainEstimate]) -> str:
+        return cost_tensorrt.leave(site, mask, estimates[-1].tile_density)
 
     def kernel(self, site: AttentionSite, mask: LiftedMask, use: Use) -> tuple[str, str]:
         return "TensorRT plugin", ""

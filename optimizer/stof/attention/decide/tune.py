@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which CUDA kernel each site gets, measured on the device at hand instead of predicted (``--tune``)."""
+"""Which CUDA kernel each site gets, measured on the device at hand instead of estimated (``--tune``)."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _INPUTS = 16  # random tokens that take turns: their active neurons differ, so t
 _RANK = 0.04  # of a predictor, of the neurons
 _LEVEL = 4  # the accuracy level of int4, as ONNX Runtime GenAI's builder writes it
 _FILE = "weights"
-TOLERANCE = {"fp32": 1e-4, "int4": 0.05}  # of the largest value; int4: products round what they multiply to int8
+TOLERANCE = {"fp32": 1e-4, "int4": 0.05}  # of the largest value; int4: matmuls round what they multiply to int8
 
 Array = npt.NDArray[Any]
 
@@ -44,7 +44,7 @@ class MlpPoint:
     """A call of an MLP: T tokens, each with a share of active neurons.
 
     Attributes:
-        mode: ``plain`` (fc1, relu, fc2) and ``gated`` (gate, relu, up, down) compute the first product densely;
+        mode: ``plain`` (fc1, relu, fc2) and ``gated`` (gate, relu, up, down) compute the first matmul densely;
             ``predicted`` is gated with a predictor of rank 4 % of F.
         precision: of the weights.
     """
@@ -162,8 +162,8 @@ class Layers:
         return found
 
     # ---- the graphs ----
-    def _product(self, x: str, name: str, y: str) -> onnx.NodeProto:
-        """A dense product with ONNX Runtime's node of the precision."""
+    def _dense_matmul(self, x: str, name: str, y: str) -> onnx.NodeProto:
+        """A dense matmul by ONNX Runtime's node of the precision."""
         is_down = name == "down"
         if self.precision == "fp32":
             return helper.make_node("MatMul", [x, "down" if is_down else f"{name}_dense"], [y])
@@ -182,14 +182,14 @@ class Layers:
         )
 
     def _gate(self) -> list[onnx.NodeProto]:
-        return [self._product("x", "gate", "g0"), helper.make_node("Add", ["g0", "shift"], ["g"])]
+        return [self._dense_matmul("x", "gate", "g0"), helper.make_node("Add", ["g0", "shift"], ["g"])]
 
     def _dense(self, weights: dict[str, Array]) -> list[onnx.NodeProto]:
         del weights
         nodes = [*self._gate(), helper.make_node("Relu", ["g"], ["h" if self.mode == "plain" else "a"])]
         if self.mode != "plain":
-            nodes += [self._product("x", "up", "u"), helper.make_node("Mul", ["a", "u"], ["h"])]
-        return [*nodes, self._product("h", "down", "y")]
+            nodes += [self._dense_matmul("x", "up", "u"), helper.make_node("Mul", ["a", "u"], ["h"])]
+        return [*nodes, self._dense_matmul("h", "down", "y")]
 
     def _sparse(self, weights: dict[str, Array]) -> list[onnx.NodeProto]:
         is_predicted, is_plain = self.mode == "predicted", self.mode == "plain"

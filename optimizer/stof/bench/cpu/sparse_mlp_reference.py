@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-PREDICTOR_BLOCK = 32  # values that share a scale in the int8 products of a quantized predictor
+PREDICTOR_BLOCK = 32  # values that share a scale in the int8 matmuls of a quantized predictor
 _ROWS = 4096  # of weights at a time
 _ROUNDOFF = 2.0**-24
 # Additions in a row of an fp32 sum: slabs of 1024 values in 4 lanes or more, then lanes and slabs.

@@ -123,7 +123,7 @@ def _top_k(graph: DecoderGraph, path: str, gate: str, active: float) -> str:
 
 
 def quantized_matmul(graph: DecoderGraph, name: str, given: str, rows: int, columns: int) -> str:
-    """A MatMulNBits with random values of 4 bits, whose products have the variance of those of ``GAIN``."""
+    """A MatMulNBits with random values of 4 bits, whose results have the variance of those of ``GAIN``."""
     block, bits = graph.shape.block_size, 4
     blocks = -(-rows // block)
     spread = math.sqrt(((2**bits - 1) ** 2 - 1) / 12)  # of values drawn evenly from 1 .. 2^bits - 1

@@ -130,7 +130,7 @@ def write_weights(decoder: Decoder, device: DecoderDevice, folder: Path) -> None
 
 
 def _random_nibbles(count: int, seed: int) -> np.ndarray:
-    """Bytes of two values from 1 to 15: their mean is MatMulNBits' zero point, so that products have no common offset."""
+    """Bytes of two values from 1 to 15: their mean is MatMulNBits' zero point, so that no matmul has an offset."""
     rng = np.random.default_rng(seed)
     low, high = (rng.integers(1, 16, count, np.uint8) for _ in range(2))
     found: np.ndarray = low | high << 4

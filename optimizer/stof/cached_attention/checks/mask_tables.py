@@ -4,24 +4,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import numpy as np
 import onnx
 
+from stof.cached_attention.node_site import NodeSite
 from stof.graph.node_fields import input_of
 
 
-class HasTables(Protocol):
-    """A site whose mask may read tables."""
-
-    @property
-    def mask_tables(self) -> Mapping[str, np.ndarray]:
-        """The tables by name."""
-
-
 def fault_of_tables(
-    site: HasTables, node: onnx.NodeProto, known: Mapping[str, np.ndarray], inputs: Sequence[str]
+    site: NodeSite, node: onnx.NodeProto, known: Mapping[str, np.ndarray], inputs: Sequence[str]
 ) -> str:
     """What is wrong with the tables that a node's mask reads; empty where they are those of the site.
 

@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
+from stof.cached_attention.checks.attention_step import AttentionStep
 from stof.cached_attention.checks.quantized import dequantize, is_quantized, quantize, scale_of
 from stof.cached_attention.site import count_held_rows
 from stof.sparsify.measure import allowed_pairs
-from stof.sparsify.patterns import Pattern
 
 
-@dataclass(frozen=True)
-class CacheStep:
+@dataclass(frozen=True, kw_only=True)
+class CacheStep(AttentionStep):
     """One step of B sequences. Arrays have the layouts of the contract; all floats one type T, but for quantized caches.
 
     Attributes:
@@ -30,28 +30,13 @@ class CacheStep:
         past_value: likewise.
         lengths: [B], valid keys after this step.
         total: total_sequence_length; S says that no sequence has a past.
-        num_heads: H.
-        kv_num_heads: G.
-        window: W, the keys that a query attends to at most; 0: all.
         sliding: the cache holds the last positions only.
-        scale: of the scores; 0: 1/sqrt(D).
-        softcap: 0: none.
-        cos: [M, R / 2]; None: no rotary embedding.
-        sin: likewise.
-        interleaved: rotates neighbours, not halves.
-        rotary_offset: the first rotated element of a head; 0 but for pages.
         position_ids: [B, S]; None: n[b] + i.
         bias: [B or 1, H or 1, S, total].
-        sink: [H].
-        query_norm: [D].
-        key_norm: likewise.
-        epsilon: of the norms.
         layout: [L, blocks, blocks]: whether the queries of a block attend the keys of a block, for heads h % L; None: all.
         block_size: positions of a block.
-        pattern: a declared condition on (h, q, k) besides; None: none.
         key_scale: fp32, of one element or one a channel [G·D] in any shape, where the caches are quantized.
         value_scale: likewise.
-        tables: what the operator's mask looks up, from table0 on; nothing here reads them.
     """
 
     query: np.ndarray
@@ -61,28 +46,13 @@ class CacheStep:
     past_value: np.ndarray | None
     lengths: np.ndarray
     total: int
-    num_heads: int
-    kv_num_heads: int
-    window: int = 0
     sliding: bool = False
-    scale: float = 0.0
-    softcap: float = 0.0
-    cos: np.ndarray | None = None
-    sin: np.ndarray | None = None
-    interleaved: bool = False
-    rotary_offset: int = 0
     position_ids: np.ndarray | None = None
     bias: np.ndarray | None = None
-    sink: np.ndarray | None = None
-    query_norm: np.ndarray | None = None
-    key_norm: np.ndarray | None = None
-    epsilon: float = 1e-6
     layout: np.ndarray | None = None
     block_size: int = 0
-    pattern: Pattern | None = None
     key_scale: np.ndarray | None = None
     value_scale: np.ndarray | None = None
-    tables: tuple[np.ndarray, ...] = ()
 
     @property
     def is_quantized(self) -> bool:

@@ -15,6 +15,13 @@ import numpy as np
 import onnx
 from onnx import helper
 
+from stof.cached_attention.checks.attention_step import attention_of_site
+from stof.cached_attention.checks.contract_comparison import (
+    compare_original,
+    compare_with_contract,
+    failed,
+    worst_of,
+)
 from stof.cached_attention.checks.emitted_sites import emitted_sites, in_type, rounding_of_output, size_or_one
 from stof.cached_attention.checks.expand_norms import expand_norms
 from stof.cached_attention.checks.mask_tables import fault_of_tables
@@ -28,16 +35,11 @@ from stof.execution.case import Case
 from stof.graph.node_fields import PlainValue
 from stof.runtime.library import LibraryError, Op
 from stof.symbolic import Symbolic
-from stof.verification.array_distance import largest_difference, ulp_of_largest
-from stof.verification.compare import describe_nonfinite
 from stof.verification.model_inputs import ModelInputs
 from stof.verification.perturb import Noisy
 from stof.verification.result import Comparison, Coverage
 from stof.verification.site_checks import SiteChecks
 
-_FACTOR = 2.0  # operator error ≤ 2 × that of the contract in the site's own type + 4 ulp
-_ORIGINAL_FACTOR = 16.0  # the runtime's kernels sum in other orders
-_ULPS = 4
 _LONGEST_WINDOW = 1100  # whose end pasts reach beyond
 _MOST_ELEMENTS = 1 << 20  # of a cache behind which a step is computed, unless one sequence has more
 _PERIOD = 65537  # numbers of a drawn cache; no size of a head divides it
@@ -134,7 +136,7 @@ class CacheChecks(SiteChecks):
         for found in emitted_sites(emitted, self.cache_sites, captured):
             site = found.site
             if detail := found.fault_of_mask or fault_of_tables(site, found.node, found.known, OP_INPUTS):
-                yield Comparison(f"site {site.name!r}", np.inf, 0.0, False, site.name, detail)
+                yield failed(site, detail)
             elif (step := _captured_step(site, found.node, found.known)) is not None:
                 output, *caches = (captured.get(o) for o in site.node.output[:3])
                 yield compare_cache_site(site, found.attributes, step, output, caches)
@@ -146,37 +148,24 @@ def _captured_step(site: CacheSite, node: onnx.NodeProto, known: Mapping[str, np
     names[_LENGTHS] = site.input("seqlens_k")
     if any(name and name not in known for name in names.values()):
         return None
-    arrays = {i: known[name] for i, name in names.items() if name}
+    arrays = {INPUTS[i]: known[name] for i, name in names.items() if name}
     layout = site.layout
     return CacheStep(
-        query=arrays[0],
-        key=arrays.get(1),
-        value=arrays.get(2),
-        past_key=arrays.get(3),
-        past_value=arrays.get(4),
-        lengths=arrays[_LENGTHS].astype(np.int64) + site.uncounted_keys,
-        total=int(arrays[6].reshape(-1)[0]),
-        num_heads=site.num_heads,
-        kv_num_heads=site.kv_num_heads,
-        window=site.window,
+        query=arrays["query"],
+        key=arrays.get("key"),
+        value=arrays.get("value"),
+        past_key=arrays.get("past_key"),
+        past_value=arrays.get("past_value"),
+        lengths=arrays["seqlens_k"].astype(np.int64) + site.uncounted_keys,
+        total=int(arrays["total_sequence_length"].reshape(-1)[0]),
         sliding=site.sliding,
-        scale=site.scale,
-        softcap=site.softcap,
-        cos=arrays.get(7),
-        sin=arrays.get(8),
-        interleaved=bool(site.attributes.get("rotary_interleaved", 0)),
-        position_ids=arrays.get(9),
-        bias=arrays.get(10),
-        sink=arrays.get(11),
-        query_norm=arrays.get(14),
-        key_norm=arrays.get(15),
-        epsilon=site.norm_epsilon,
+        position_ids=arrays.get("position_ids"),
+        bias=arrays.get("attention_bias"),
         layout=None if layout is None else layout.allowed,
         block_size=0 if layout is None else layout.block_size,
-        pattern=None if site.declared is None else site.declared.pattern,
-        key_scale=arrays.get(INPUT_INDEX["k_scale"]),
-        value_scale=arrays.get(INPUT_INDEX["v_scale"]),
-        tables=tuple(table for _, table in sorted(site.mask_tables.items())),
+        key_scale=arrays.get("k_scale"),
+        value_scale=arrays.get("v_scale"),
+        **attention_of_site(site, arrays),
     )
 
 
@@ -196,28 +185,19 @@ def compare_cache_site(
         original: what that computed, or None.
         caches: present keys and values of the original, where they are quantized and known.
     """
-    what = f"site {site.name!r}"
-    dtype = np.dtype(helper.tensor_dtype_to_np_dtype(site.dtype))
-    if original is not None and (failure := _compare_original(what, site, captured, original, caches)) is not None:
+    if original is not None and (failure := _compare_original(site, captured, original, caches)) is not None:
         return failure
-    own = in_type(captured, dtype)
-    worst: Comparison | None = None
-    total = Coverage(0)
-    for label, step in _steps(own):
-        found = _compare_step(what, site, attributes, label, step)
+    results = []
+    for label, step in _steps(in_type(captured, np.dtype(helper.tensor_dtype_to_np_dtype(site.dtype)))):
+        found = _compare_step(site, attributes, label, step)
         if not found.ok:
             return found
-        total = replace(
-            total, compared=total.compared + found.coverage.compared, unused=total.unused + found.coverage.unused
-        )
-        if worst is None or found.difference * worst.budget > worst.difference * found.budget:
-            worst = found
-    assert worst is not None
-    return replace(worst, coverage=total)
+        results.append(found)
+    return worst_of(results)
 
 
 def _compare_original(
-    what: str, site: CacheSite, step: CacheStep, original: np.ndarray, caches: Sequence[np.ndarray | None]
+    site: CacheSite, step: CacheStep, original: np.ndarray, caches: Sequence[np.ndarray | None]
 ) -> Comparison | None:
     """A failed comparison where the replaced node differs from the contract; None where it agrees."""
     rows = ~step.padded
@@ -228,62 +208,39 @@ def _compare_original(
     for name, wanted, found in zip(
         ("present_key", "present_value"), (exact.key, exact.value), held or (), strict=False
     ):
-        compared = _compare_quantized(what, site, name, wanted, found, step)
+        compared = _compare_quantized(site, name, wanted, found, step)
         if not compared.ok:
             return replace(compared, detail=f"the replaced node: {compared.detail}")
-    away = np.abs(original.astype(np.float64) - exact.output)[rows]
-    budget = _ORIGINAL_FACTOR * (
-        largest_difference(single.output[rows], exact.output[rows])
-        + _ULPS * ulp_of_largest(exact.output[rows], original.dtype)
-    )
-    if np.isfinite(away).all() and float(away.max(initial=0.0)) <= budget:
-        return None
-    detail = "the replaced node computes something else than the operator's contract"
-    return Comparison(what, float(away.max(initial=0.0)), budget, False, site.name, detail)
+    return compare_original(site, original[rows], exact.output[rows], single.output[rows])
 
 
-def _compare_step(
-    what: str,
-    site: CacheSite,
-    attributes: Mapping[str, PlainValue],
-    label: str,
-    step: CacheStep,
-) -> Comparison:
+def _compare_step(site: CacheSite, attributes: Mapping[str, PlainValue], label: str, step: CacheStep) -> Comparison:
     """Compares output and caches of one step; undefined rows are left out."""
     try:
         found = run_step(attributes, step)
     except LibraryError as error:
-        return Comparison(what, np.inf, 0.0, False, site.name, f"{label}: {error}")
+        return failed(site, f"{label}: {error}")
     caches = (found.key, found.value) if step.is_quantized else None
-    exact, single = compute_step(step, held=caches), compute_step(step, np.float32, step.query.dtype, caches)
+    dtype = step.query.dtype
+    exact, single = compute_step(step, held=caches), compute_step(step, np.float32, dtype, caches)
+    rows = ~step.padded
+    mine, wanted, rounded = (x.output[rows] for x in (found, exact, single))
+    unused = int(found.output[~rows].size)
+    results = [compare_with_contract(site, f"{label}, output", mine, wanted, rounded, dtype, unused)]
     held = np.arange(step.capacity)[None] < step.rows[:, None]
-    picks = [("output", exact.output, single.output, found.output, ~step.padded)]
-    results = []
     for name, field in (("present_key", "key"), ("present_value", "value")):
-        wanted, rounded, mine = (getattr(x, field) for x in (exact, single, found))
-        if step.is_quantized:
-            results.append(_compare_quantized(what, site, f"{label}, {name}", wanted, mine, step))
-        else:
-            picks.append((name, *(x.swapaxes(1, 2) for x in (wanted, rounded, mine)), held))
-    for name, wanted, rounded, mine, rows in picks:
+        mine, wanted, rounded = (getattr(x, field) for x in (found, exact, single))
         place = f"{label}, {name}"
-        odd = ~np.isfinite(mine[rows].astype(np.float32))
-        if odd.any():
-            detail = f"{place}: {describe_nonfinite(odd, mine[rows], wanted[rows])}"
-            return Comparison(what, np.inf, 0.0, False, site.name, detail)
-        away = largest_difference(mine[rows], wanted[rows])
-        own_error = largest_difference(rounded[rows], wanted[rows])
-        budget = _FACTOR * own_error + _ULPS * ulp_of_largest(wanted[rows], step.query.dtype)
-        coverage = Coverage(int(mine[rows].size), unused=int(mine[~rows].size) if name == "output" else 0)
-        detail = place if away > budget else ""
-        results.append(Comparison(what, away, budget, away <= budget, site.name, detail, coverage))
-    worst = max(results, key=lambda c: c.difference / c.budget if c.budget else float(c.difference > 0))
-    whole = Coverage(sum(c.coverage.compared for c in results), unused=max(c.coverage.unused for c in results))
-    return replace(worst, coverage=whole)
+        if step.is_quantized:
+            results.append(_compare_quantized(site, place, wanted, mine, step))
+        else:
+            mine, wanted, rounded = (x.swapaxes(1, 2)[held] for x in (mine, wanted, rounded))
+            results.append(compare_with_contract(site, place, mine, wanted, rounded, dtype))
+    return worst_of(results)
 
 
 def _compare_quantized(
-    what: str, site: CacheSite, place: str, wanted: np.ndarray, found: np.ndarray, step: CacheStep
+    site: CacheSite, place: str, wanted: np.ndarray, found: np.ndarray, step: CacheStep
 ) -> Comparison:
     """Quantized caches: few elements may differ, and by one step of the quantizer alone."""
     held = np.arange(step.capacity)[None] < step.rows[:, None]
@@ -293,7 +250,7 @@ def _compare_quantized(
     detail = (
         "" if ok else f"{place}: {flips} of {steps.size} elements differ, by up to {away:.0f} steps of the quantizer"
     )
-    return Comparison(what, away, 1.0, ok, site.name, detail, Coverage(steps.size))
+    return Comparison(f"site {site.name!r}", away, 1.0, ok, site.name, detail, Coverage(steps.size))
 
 
 def run_step(attributes: Mapping[str, PlainValue], step: CacheStep) -> CacheStepResult:

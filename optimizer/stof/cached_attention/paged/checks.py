@@ -14,6 +14,13 @@ import numpy as np
 import onnx
 from onnx import helper
 
+from stof.cached_attention.checks.attention_step import attention_of_site
+from stof.cached_attention.checks.contract_comparison import (
+    compare_original,
+    compare_with_contract,
+    failed,
+    worst_of,
+)
 from stof.cached_attention.checks.emitted_sites import emitted_sites, in_type, rounding_of_output
 from stof.cached_attention.checks.mask_tables import fault_of_tables
 from stof.cached_attention.paged.emit import emit_pages
@@ -25,16 +32,11 @@ from stof.execution.case import Case
 from stof.graph.node_fields import PlainValue, input_of
 from stof.runtime.library import LibraryError, Op
 from stof.symbolic import Symbolic
-from stof.verification.array_distance import largest_difference, ulp_of_largest
-from stof.verification.compare import describe_nonfinite
 from stof.verification.model_inputs import ModelInputs
 from stof.verification.perturb import Noisy
-from stof.verification.result import Comparison, Coverage
+from stof.verification.result import Comparison
 from stof.verification.site_checks import SiteChecks
 
-_FACTOR = 2.0  # operator error ≤ 2 × that of the contract in the site's own type + 4 ulp
-_ORIGINAL_FACTOR = 16.0  # the expanded nodes sum in other orders
-_ULPS = 4
 _LONGEST_REACH = 1100  # keys of a past behind which a pattern is compared
 _MOST_ELEMENTS = 1 << 20  # of such a past, unless one sequence has more
 _POISON = 1e4  # what buffers hold before a run
@@ -87,7 +89,7 @@ class PagedChecks(SiteChecks):
         for found in emitted_sites(emitted, self.paged_sites, captured):
             site = found.site
             if detail := found.fault_of_mask or fault_of_tables(site, found.node, found.known, OP_INPUTS):
-                yield Comparison(f"site {site.name!r}", np.inf, 0.0, False, site.name, detail)
+                yield failed(site, detail)
             elif (step := _captured_step(site, found.node, found.known)) is not None:
                 yield compare_paged_site(site, found.attributes, step, captured.get(site.node.output[0]))
 
@@ -106,21 +108,8 @@ def _captured_step(site: PagedSite, node: onnx.NodeProto, known: Mapping[str, np
         cumulative=arrays["cumulative_sequence_length"],
         past=arrays["past_seqlens"],
         table=arrays["block_table"],
-        num_heads=site.num_heads,
-        kv_num_heads=site.kv_num_heads,
-        window=site.window,
-        scale=site.scale,
-        softcap=site.softcap,
-        cos=arrays.get("cos_cache"),
-        sin=arrays.get("sin_cache"),
-        interleaved=site.is_interleaved,
         rotary_offset=site.rotary_offset,
-        sink=arrays.get("head_sink"),
-        query_norm=arrays.get("q_norm_weight"),
-        key_norm=arrays.get("k_norm_weight"),
-        epsilon=site.norm_epsilon,
-        pattern=None if site.declared is None else site.declared.pattern,
-        tables=tuple(table for _, table in sorted(site.mask_tables.items())),
+        **attention_of_site(site, arrays),
     )
 
 
@@ -135,16 +124,10 @@ def compare_paged_site(
         captured: a step of the original.
         original: what its expanded nodes computed, or None.
     """
-    what = f"site {site.name!r}"
     if original is not None:
         exact, single = compute_paged_step(captured), compute_paged_step(captured, np.float32)
-        away = largest_difference(original, exact.output)
-        budget = _ORIGINAL_FACTOR * (
-            largest_difference(single.output, exact.output) + _ULPS * ulp_of_largest(exact.output, original.dtype)
-        )
-        if not away <= budget:  # NaN, too
-            detail = "the replaced node computes something else than the operator's contract"
-            return Comparison(what, away, budget, False, site.name, detail)
+        if (failure := compare_original(site, original, exact.output, single.output)) is not None:
+            return failure
     dtype = np.dtype(helper.tensor_dtype_to_np_dtype(site.dtype))
     step = in_type(captured, dtype)
     results = _compare_step(site, attributes, step)
@@ -153,29 +136,21 @@ def compare_paged_site(
             replace(r, detail=f"one token behind a past, {r.detail}" if r.detail else "")
             for r in _compare_step(site, attributes, behind)
         ]
-    worst = max(results, key=lambda c: c.difference / c.budget if c.budget else float(c.difference > 0))
-    return replace(worst, coverage=Coverage(sum(c.coverage.compared for c in results)))
+    return worst_of(results)
 
 
 def _compare_step(site: PagedSite, attributes: Mapping[str, PlainValue], step: PagedStep) -> list[Comparison]:
     """Output and caches of a step beside the contract; one comparison where the operator fails."""
-    what, dtype = f"site {site.name!r}", step.query.dtype
+    dtype = step.query.dtype
     exact, single = compute_paged_step(step), compute_paged_step(step, np.float32, dtype)
     try:
         found = run_paged_step(attributes, step)
     except LibraryError as error:
-        return [Comparison(what, np.inf, 0.0, False, site.name, str(error))]
+        return [failed(site, str(error))]
     results = []
     for name in ("output", "key_cache", "value_cache"):
         mine, wanted, rounded = (getattr(x, name) for x in (found, exact, single))
-        odd = ~np.isfinite(mine.astype(np.float32))
-        if odd.any():
-            detail = f"{name}: {describe_nonfinite(odd, mine, wanted)}"
-            return [Comparison(what, np.inf, 0.0, False, site.name, detail)]
-        away = largest_difference(mine, wanted)
-        budget = _FACTOR * largest_difference(rounded, wanted) + _ULPS * ulp_of_largest(wanted, dtype)
-        detail = name if away > budget else ""
-        results.append(Comparison(what, away, budget, away <= budget, site.name, detail, Coverage(int(mine.size))))
+        results.append(compare_with_contract(site, name, mine, wanted, rounded, dtype))
     return results
 
 

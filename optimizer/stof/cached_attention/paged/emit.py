@@ -18,7 +18,7 @@ from stof.cached_attention.node_site import MICROSOFT
 from stof.cached_attention.paged.expand import add_tables, expand_node
 from stof.cached_attention.paged.site import INPUTS, OP, OP_INPUTS, OUTPUTS, PAGED, PagedNode, PagedSite
 from stof.cached_attention.rewrite_node import rewrite_node
-from stof.graph.index import all_nodes, opset_of
+from stof.graph.index import all_nodes, contrib_version_of, opset_of
 from stof.graph.local_functions import add_functions, check_absent
 from stof.graph.names import FreshNames
 from stof.graph.node_builder import Builder
@@ -107,7 +107,8 @@ def emit_pages(model: onnx.ModelProto, sites: Sequence[PagedSite]) -> onnx.Model
     add_tables(found.graph, sites)
     fill_tables(calls, list(variants), OP_INPUTS)
     most = max(len(node.input) for node in calls)
-    contrib = next((int(e.version) for e in found.opset_import if e.domain == MICROSOFT), 1)
-    function = make_variant_function(OP, OP_INPUTS[:most], OUTPUTS, list(variants), opset_of(model), contrib)
+    function = make_variant_function(
+        OP, OP_INPUTS[:most], OUTPUTS, list(variants), opset_of(model), contrib_version_of(model)
+    )
     add_functions(found, [function])
     return found

@@ -13,10 +13,9 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from stof.cached_attention.expand_sites import add_rms_norm, expand_sites, split_packed
 from stof.cached_attention.paged.site import PagedNode, PagedSite
-from stof.graph.index import node_tensors, opset_of
 from stof.graph.node_builder import Builder
-from stof.graph.protobuf import copy_with_nodes
 from stof.mask.expression import MaskExpression
 from stof.mask.expression_nodes import B, Lookup
 from stof.mask.to_onnx import ScoreSizes, emit_mask
@@ -27,24 +26,14 @@ _POSITION = Lookup("lengths", (B,))  # of each token: in a pattern's mask the to
 
 def expand_pages(model: onnx.ModelProto, sites: Sequence[PagedSite]) -> onnx.ModelProto:
     """A copy of the model in which the node of every site is standard nodes, which attend by its declared pattern, too."""
-    wanted = {s.node.output[0]: s for s in sites}
-    taken = {t for node in model.graph.node for t in node_tensors(node)}
-    nodes: list[onnx.NodeProto] = []
-    for node in model.graph.node:
-        site = wanted.get(node.output[0]) if node.output else None
-        if site is None:
-            nodes.append(node)
-            continue
-        prefix = f"{node.output[0]}/stof_paged_"
-        while any(t.startswith(prefix) for t in taken):
-            prefix += "_"
-        builder = Builder(opset_of(model), prefix)
-        pattern, tables = (None, {}) if site.declared is None else (site.declared.pattern.mask, site.declared.tables)
-        expand_node(builder, site, node.output, pattern, tables)
-        nodes += builder.nodes
-    found = copy_with_nodes(model, nodes)
+    found = expand_sites(model, sites, "stof_paged", _expand_site)
     add_tables(found.graph, sites)
     return found
+
+
+def _expand_site(builder: Builder, site: PagedSite, node: onnx.NodeProto) -> None:
+    pattern, tables = (None, {}) if site.declared is None else (site.declared.pattern.mask, site.declared.tables)
+    expand_node(builder, site, node.output, pattern, tables)
 
 
 def add_tables(graph: onnx.GraphProto, sites: Sequence[PagedSite]) -> None:
@@ -159,22 +148,14 @@ class _Expansion:
         """Query, key and value as [N, heads, D]."""
         b, site = self.b, self.site
         counts = (site.num_heads, site.kv_num_heads, site.kv_num_heads)
-        tensors = [site.input(name) for name in ("query", "key", "value")]
-        if site.is_packed:
-            tensors = [b.name() for _ in counts]
-            sizes = b.constant([n * site.head_size for n in counts])
-            b.nodes.append(helper.make_node("Split", [site.input("query"), sizes], tensors, name=tensors[0], axis=1))
         return [
             b.add("Reshape", [self._to_float(x), b.constant([0, n, site.head_size])])
-            for x, n in zip(tensors, counts, strict=True)
+            for x, n in zip(split_packed(b, site, 1), counts, strict=True)
         ]
 
     def _normalize(self, x: str, weight: str) -> str:
         """The RMS norm of each head."""
-        b = self.b
-        mean = b.reduce("ReduceMean", b.add("Mul", [x, x]), 2)
-        root = b.add("Sqrt", [b.add("Add", [mean, self._float(self.site.norm_epsilon)])])
-        return b.add("Mul", [b.add("Div", [x, root]), self._to_float(weight)])
+        return add_rms_norm(self.b, x, 2, self._to_float(weight), self._float(self.site.norm_epsilon))
 
     def _cut(self, x: str, begin: int, end: int) -> str:
         """Elements of each head."""

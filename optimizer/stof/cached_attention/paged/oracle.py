@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from stof.cached_attention.checks.attention_step import AttentionStep
 from stof.cached_attention.checks.oracle import CacheStep, compute_step
-from stof.sparsify.patterns import Pattern
 
 
-@dataclass(frozen=True)
-class PagedStep:
+@dataclass(frozen=True, kw_only=True)
+class PagedStep(AttentionStep):
     """One step of B sequences. Arrays have the layouts of the contract; all floats one type T.
 
     Attributes:
@@ -28,21 +28,6 @@ class PagedStep:
         cumulative: [B + 1].
         past: [B].
         table: [B, columns].
-        num_heads: H.
-        kv_num_heads: G.
-        window: W, the keys that a query attends to at most; 0: all.
-        scale: of the scores; 0: 1/sqrt(D).
-        softcap: 0: none.
-        cos: [M, R / 2]; None: no rotary embedding.
-        sin: likewise.
-        interleaved: rotates neighbours, not halves.
-        rotary_offset: the first rotated element of a head.
-        sink: [H].
-        query_norm: [D].
-        key_norm: likewise.
-        epsilon: of the norms.
-        pattern: a declared condition on (h, q, k) besides; None: none.
-        tables: what the operator's mask looks up, from table0 on; nothing here reads them.
     """
 
     query: np.ndarray
@@ -53,21 +38,6 @@ class PagedStep:
     cumulative: np.ndarray
     past: np.ndarray
     table: np.ndarray
-    num_heads: int
-    kv_num_heads: int
-    window: int = 0
-    scale: float = 0.0
-    softcap: float = 0.0
-    cos: np.ndarray | None = None
-    sin: np.ndarray | None = None
-    interleaved: bool = False
-    rotary_offset: int = 0
-    sink: np.ndarray | None = None
-    query_norm: np.ndarray | None = None
-    key_norm: np.ndarray | None = None
-    epsilon: float = 1e-6
-    pattern: Pattern | None = None
-    tables: tuple[np.ndarray, ...] = ()
 
     def rows_of(self, sequence: int, count: int) -> np.ndarray:
         """The rows of the cache, seen as [rows, G, D], at the first positions of a sequence."""
@@ -114,20 +84,7 @@ def compute_paged_step(
             past_value=past[1],
             lengths=np.array([total], np.int64),
             total=total,
-            num_heads=step.num_heads,
-            kv_num_heads=groups,
-            window=step.window,
-            scale=step.scale,
-            softcap=step.softcap,
-            cos=step.cos,
-            sin=step.sin,
-            interleaved=step.interleaved,
-            rotary_offset=step.rotary_offset,
-            sink=step.sink,
-            query_norm=step.query_norm,
-            key_norm=step.key_norm,
-            epsilon=step.epsilon,
-            pattern=step.pattern,
+            **step.attention,
         )
         found = compute_step(one, dtype, storage)
         output[begin:end] = found.output[0]

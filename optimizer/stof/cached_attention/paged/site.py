@@ -3,15 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-
-import numpy as np
 
 from stof.cached_attention.node_site import NodeSite
 from stof.graph.node_fields import input_of
-from stof.mask.expression import MaskExpression
-from stof.sparsify.sparsity import DeclaredPattern
 from stof.symbolic import Int
 
 PAGED = "PagedAttention"
@@ -53,7 +48,7 @@ class PagedNode(NodeSite):
 
 @dataclass(frozen=True, kw_only=True)
 class PagedSite(PagedNode):
-    """A PagedAttention that can be replaced, with its sizes.
+    """A PagedAttention that can be replaced, with its sizes. The node has no input for a declared pattern.
 
     Attributes:
         tokens: N.
@@ -61,7 +56,6 @@ class PagedSite(PagedNode):
         blocks: of the cache.
         block_size: rows of a block.
         columns: of the block table.
-        declared: the pattern that --sparsify puts on it, and the names that its tables get; the node has no input for it.
     """
 
     tokens: Int
@@ -69,32 +63,11 @@ class PagedSite(PagedNode):
     blocks: Int
     block_size: Int
     columns: Int
-    declared: DeclaredPattern | None = None
 
     @property
     def read_inputs(self) -> list[str]:
         tables = self.table_inputs
         return [*super().read_inputs[: len(INPUTS)], *tables, *[""] * (len(OP_INPUTS) - len(INPUTS) - len(tables))]
-
-    @property
-    def mask(self) -> MaskExpression:
-        return super().mask if self.declared is None else self.declared.pattern.mask
-
-    @property
-    def table_inputs(self) -> list[str]:
-        """The tensors of the mask's tables, in the order of ``table0``."""
-        tables = {} if self.declared is None else self.declared.tables
-        return [tables[name] for name in sorted(tables)]
-
-    @property
-    def mask_tables(self) -> Mapping[str, np.ndarray]:
-        """The tables that the mask reads, by name."""
-        return {} if self.declared is None else self.declared.pattern.tables
-
-    @property
-    def reach(self) -> int:
-        """Keys beyond which the mask shows what it forbids: the window, or those of a declared pattern; 0: none."""
-        return self.window if self.declared is None else self.declared.pattern.reach
 
     @property
     def features(self) -> tuple[str, ...]:

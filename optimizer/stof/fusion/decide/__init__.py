@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which regions become fused chains: by measurement, by prediction, by the user."""
+"""Which regions become fused chains: by measurement, by estimates, by the user."""

@@ -19,7 +19,7 @@ class ChainDecision:
         segments: the parts of it that become chains, as ranges of its nodes; none with a reason.
         reason: why nothing is replaced.
         gain: time of the replaced operators over that of the chains, where it is known.
-        measured: whether the gain was measured rather than predicted.
+        measured: whether the gain was measured rather than estimated.
     """
 
     segments: tuple[tuple[int, int], ...]

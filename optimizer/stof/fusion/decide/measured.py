@@ -13,7 +13,7 @@ from typing import Any
 from stof.attention.decide import cost_cuda
 from stof.errors import ArgumentError, UnsupportedError
 from stof.fusion.decide.decision import ChainDecider, ChainDecision
-from stof.fusion.decide.predicted import PredictedDecider, sizes_in_use
+from stof.fusion.decide.estimated import EstimatedDecider, sizes_in_use
 from stof.fusion.decide.tensorrt import TensorRtDecider
 from stof.fusion.emit import ChainSignature
 from stof.fusion.fusion_graph import FusionGraph
@@ -69,7 +69,7 @@ def make_chain_decider(
     if options.target == "tensorrt":
         return TensorRtDecider(options, _machine(options))
     cuda = options.target == "cuda"
-    otherwise = PredictedDecider(options, _machine(options)) if cuda else None
+    otherwise = EstimatedDecider(options, _machine(options)) if cuda else None
     if not options.tune and not has_cache():
         return otherwise
     if cuda and options.tune:
@@ -103,12 +103,12 @@ def find_epilogue_forms(options: Options, planned: Sequence[ChainPlan] | None = 
 
 def find_merge_decider(decider: ChainDecider | None) -> MergeDecider | None:
     """The decider about merged matmuls: the cost model, where chains are chosen by it."""
-    predicted = decider.otherwise if isinstance(decider, MeasuredDecider) else decider
-    return predicted.should_merge if isinstance(predicted, PredictedDecider) else None
+    estimated = decider.otherwise if isinstance(decider, MeasuredDecider) else decider
+    return estimated.should_merge if isinstance(estimated, EstimatedDecider) else None
 
 
 def _machine(options: Options) -> MachineModel:
-    """The device that predictions are for: by the options, else this machine's, else the oldest supported one."""
+    """The device that estimates are for: by the options, else this machine's, else the oldest supported one."""
     try:
         capability = options.capability or device_info().capability
     except LibraryError:
@@ -203,7 +203,7 @@ class MeasuredDecider:
 
     @property
     def machine(self) -> MachineModel:
-        return self.otherwise.machine if isinstance(self.otherwise, PredictedDecider) else MachineModel()
+        return self.otherwise.machine if isinstance(self.otherwise, EstimatedDecider) else MachineModel()
 
     def norms(self, region: SegmentedRegion) -> tuple[Segment, ...]:
         """Norms that may be a chain alone: on the CPU the runtime's own are faster."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from stof.attention.function_body import OP as ATTENTION
 from stof.errors import UnsupportedError
 from stof.fusion.decide.decision import ChainDecision
-from stof.fusion.decide.predicted import LEAST_PREDICTED, sizes_in_use
+from stof.fusion.decide.estimated import LEAST_ESTIMATED, sizes_in_use
 from stof.fusion.element_ops import FREE, kind_of_node
 from stof.fusion.emit import ChainSignature
 from stof.fusion.fusion_graph import FusionGraph
@@ -48,10 +48,10 @@ class TensorRtDecider:
             costs = [AnalyticalCost(region, s, self.machine) for s in self.sizes]
             gains = [tensorrt_seconds(graph, node_indices, c) / chain_seconds(graph, node_indices, c) for c in costs]
         except (KeyError, UnsupportedError, ValueError) as error:
-            return ChainDecision((), f"nothing can be predicted: {error}")
+            return ChainDecision((), f"nothing can be estimated: {error}")
         gain = math.prod(gains) ** (1 / len(gains))
-        if min(gains) < LEAST_PREDICTED:
-            return ChainDecision((), f"predicted {min(gains):.2f}x of TensorRT's own kernels' speed", gain)
+        if min(gains) < LEAST_ESTIMATED:
+            return ChainDecision((), f"estimated {min(gains):.2f}x of TensorRT's own kernels' speed", gain)
         return ChainDecision(((0, len(node_indices)),), "", gain)
 
 

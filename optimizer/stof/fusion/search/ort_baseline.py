@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predicts the time of ONNX Runtime's own kernels for a region, by the graph that its optimizer makes of it.
+"""Estimates the time of ONNX Runtime's own kernels for a region, by the graph that its optimizer makes of it.
 
 The optimizer runs for the CPU provider in fp32. It has the fusions of the CUDA provider but for those listed here.
 """
@@ -41,7 +41,7 @@ def with_matmuls(graph: FusionGraph, node_indices: Sequence[int]) -> list[int]:
 def ort_baseline_seconds(
     graph: FusionGraph, node_indices: Sequence[int], sizes: Mapping[str, int], machine: MachineModel
 ) -> float:
-    """The predicted seconds of the runtime's kernels of a region, without the matmuls around it.
+    """The estimated seconds of the runtime's kernels of a region, without the matmuls around it.
 
     Raises:
         UnsupportedError: when the region cannot be run alone.

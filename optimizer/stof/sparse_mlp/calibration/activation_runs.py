@@ -16,15 +16,15 @@ from onnx import TensorProto, helper
 from stof.errors import ArgumentError
 from stof.execution.inputs import InputMaker
 from stof.execution.ort_sessions import Sessions, VerifiedSession
-from stof.execution.run_limits import LimitReached, RunLimits
+from stof.execution.run_limits import LimitReached
 from stof.execution.session_process import RuntimeFailure, release_sessions
 from stof.graph.protobuf import copy_model
 from stof.prompt_runs.feeds import make_feed
+from stof.prompt_runs.limits import prompt_limits
 from stof.prompts.files import PromptSet
 from stof.sparse_mlp.calibration.spec import OPTION
 from stof.sparse_mlp.site import MlpSite
 
-_SECONDS = 86400.0  # a day: --verify-budget is not for prompts
 _LONGEST = 2048  # tokens of a prompt that run
 _GROUP_BYTES = 1 << 30  # of samples that are held at once
 _ROWS = "stof_rows"
@@ -82,7 +82,7 @@ class ActivationRuns:
         total = sum(len(rows) for each in chosen for rows in each)
         try:
             with tempfile.TemporaryDirectory(prefix="stof-") as scratch:
-                limits = RunLimits(_SECONDS, self._memory)
+                limits = prompt_limits(self._memory)
                 session = Sessions(self._folder, Path(scratch), limits).make(shown, optimized=True, library=True)
                 for group in _groups(sites, total):
                     yield from self._run(session, group, prompts, chosen)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import onnx
 
@@ -22,10 +23,10 @@ from stof.sparse_mlp.calibration.fit import (
     fit_threshold,
     measure_selector,
 )
-from stof.sparse_mlp.calibration.predictor_files import SelectorFile, read_selector_file
 from stof.sparse_mlp.calibration.prompt_sets import CalibrationPrompts
-from stof.sparse_mlp.calibration.spec import OPTION, MlpClause, MlpSpec
+from stof.sparse_mlp.calibration.spec import DEFAULT_ACTIVE, OPTION, MlpClause, MlpSpec
 from stof.sparse_mlp.constants import Constants
+from stof.sparse_mlp.predictors.predictor_files import PredictorFile, read_predictor_file
 from stof.sparse_mlp.site import MlpSite
 from stof.sparse_mlp.stored_selector import stored_arrays
 
@@ -115,16 +116,16 @@ def _read_files(
     """What files have for sites, by their names; nothing for those that are calibrated.
 
     Raises:
-        ArgumentError: when a file cannot be read, or is for MLPs of other sizes.
+        ArgumentError: when a file cannot be read, or is for MLPs of other sizes or another number of them.
     """
     found: dict[str, NeuronPrediction] = {}
-    read: dict[MlpClause, SelectorFile] = {}
+    read: dict[MlpClause, PredictorFile] = {}
     for layer, site in sites.items():
         clause = clauses[site.name]
         if clause.file is None:
             continue
         if clause not in read:
-            read[clause] = read_selector_file(clause, model, job.source.parent, count)
+            read[clause] = _read_file(clause.kind, clause.file, job, model, clause.active, count)
         try:
             selector = read[clause].selector_of(layer, site)
             check_sizes(site, selector, str(clause.file))
@@ -133,4 +134,15 @@ def _read_files(
             found[site.name] = NeuronPrediction(clause.kind, selector)
         except UnsupportedError as error:
             found[site.name] = NeuronPrediction(clause.kind, None, str(error))
+    return found
+
+
+def _read_file(
+    kind: str, path: Path, job: Job, model: onnx.ModelProto, active: float | None, count: int
+) -> PredictorFile:
+    found = read_predictor_file(kind, path, model, job.source.parent, DEFAULT_ACTIVE if active is None else active)
+    if found.layers != count:
+        raise ArgumentError(
+            f"{OPTION}: {path} is for {found.layers} layers, and the model has {count} MLPs; give the file of this model"
+        )
     return found

@@ -18,7 +18,7 @@ _SHRINKAGES = (0.02, 0.2, 1.0)  # 1: the tokens are not looked at
 def approximate_weight(
     weight: Floats, tokens: Floats, held_out: Floats, rank: int, shrinkages: Sequence[float] = _SHRINKAGES
 ) -> tuple[Floats, Floats]:
-    """Factors (up [F, R], down [R, K]) whose product approximates a weight [F, K] where tokens multiply it.
+    """Factors (up [F, R], down [R, K]) with up · down close to a weight [F, K] where tokens multiply it.
 
     The plain truncated SVD minimizes the error of the weight. The error of ``weight · x`` over tokens x is that of
     ``weight · S^(1/2)``, where S is the covariance of the tokens (activation-aware SVD, arXiv 2312.05821). S is estimated

@@ -4,18 +4,17 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import numpy as np
 
 from stof.errors import ArgumentError
 from stof.files import read_text
+from stof.sparse_mlp.predictors.layer_paths import layer_paths
 from stof.sparse_mlp.predictors.selector import Floats, NeuronSelector
 from stof.sparse_mlp.predictors.torch_archives import Tensor, read_tensors
 
 _WHAT = "PowerInfer predictor"
-_MOST_LAYERS = 1000
 _MOST_CONFIG = 1 << 20
 
 
@@ -98,15 +97,7 @@ def with_normalized_inputs(selector: NeuronSelector, norm_weight: Floats) -> Neu
 def _layer_files(folder: Path, stem: str) -> list[Path]:
     if not folder.is_dir():
         raise ArgumentError(f"{folder} is no folder; name the one with {stem}_0.pt, {stem}_1.pt ...")
-    numbers = sorted(int(m[1]) for p in folder.iterdir() if (m := re.fullmatch(rf"{stem}_(\d{{1,4}})\.pt", p.name)))
-    if not numbers or len(numbers) > _MOST_LAYERS:
-        raise ArgumentError(
-            f"{folder} has {len(numbers)} files {stem}_0.pt, {stem}_1.pt ..., expected 1 to {_MOST_LAYERS}"
-        )
-    missing = next((i for i in range(len(numbers)) if i not in numbers), None)
-    if missing is not None:
-        raise ArgumentError(f"{folder} has {len(numbers)} files {stem}_N.pt, but {stem}_{missing}.pt is missing")
-    return [folder / f"{stem}_{i}.pt" for i in numbers]
+    return layer_paths(folder, "files", f"{stem}_", ".pt")
 
 
 def _threshold(folder: Path) -> float:

@@ -3,19 +3,18 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from stof.errors import ArgumentError
+from stof.sparse_mlp.predictors.layer_paths import layer_paths
 from stof.sparse_mlp.predictors.selection_target import check_share
 from stof.sparse_mlp.predictors.selector import Floats, NeuronSelector
 from stof.sparse_mlp.predictors.torch_archives import Tensor, read_tensors
 
 _WHAT = "TEAL histogram"
-_MOST_LAYERS = 1000
 _MOST_BINS = 1 << 20
 _BISECTIONS = 60
 
@@ -103,13 +102,7 @@ def read_teal(folder: Path) -> list[TealLayer]:
     base = inner if inner.is_dir() else folder
     if not base.is_dir():
         raise ArgumentError(f"{folder} is no folder; name the one with layer-0/mlp/histograms.pt")
-    numbers = sorted(int(m[1]) for p in base.iterdir() if (m := re.fullmatch(r"layer-(\d{1,4})", p.name)))
-    if not numbers or len(numbers) > _MOST_LAYERS:
-        raise ArgumentError(f"{base} has {len(numbers)} folders layer-0, layer-1 ..., expected 1 to {_MOST_LAYERS}")
-    missing = next((i for i in range(len(numbers)) if i not in numbers), None)
-    if missing is not None:
-        raise ArgumentError(f"{base} has {len(numbers)} folders layer-N, but layer-{missing} is missing")
-    return [_read_layer(base / f"layer-{i}" / "mlp" / "histograms.pt") for i in numbers]
+    return [_read_layer(layer / "mlp" / "histograms.pt") for layer in layer_paths(base, "folders", "layer-")]
 
 
 def _read_layer(path: Path) -> TealLayer:

@@ -336,12 +336,7 @@ Status CreateCachedAttention(const AttributeReader& attributes, std::unique_ptr<
 }
 
 std::vector<OpLimit> ListLimits(Target target, DType dtype) {
-  const HeadSizes sizes = Limits::HeadSizesOf(target, dtype);
-  return {{"largest_head_size", sizes.largest},
-          {"head_size_multiple_of", sizes.multiple_of},
-          {"most_heads", Limits::kMostHeads},
-          {"most_length", Limits::kMostLength},
-          {"most_tables", in::kMostTables}};
+  return ListAttentionLimits(target, dtype, {"most_tables", in::kMostTables});
 }
 
 }  // namespace

@@ -239,12 +239,7 @@ Status CreatePagedAttention(const AttributeReader& attributes, std::unique_ptr<O
 }
 
 std::vector<OpLimit> ListLimits(Target target, DType dtype) {
-  const HeadSizes sizes = Limits::HeadSizesOf(target, dtype);
-  return {{"largest_head_size", sizes.largest},
-          {"head_size_multiple_of", sizes.multiple_of},
-          {"most_heads", Limits::kMostHeads},
-          {"most_length", Limits::kMostLength},
-          {"most_tables", in::kMostTables}};
+  return ListAttentionLimits(target, dtype, {"most_tables", in::kMostTables});
 }
 
 }  // namespace

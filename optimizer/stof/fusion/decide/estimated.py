@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides by prediction: the analytical cost of chains against that of what ONNX Runtime itself would fuse."""
+"""Decides by estimates: the analytical cost of chains against that of what ONNX Runtime itself would fuse."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from stof.symbolic import Symbolic
 from stof.symbolic.algebra.sizes import evaluate
 
 # Least time of the runtime over the chain's, at every size; the model is no more accurate than that.
-LEAST_PREDICTED = 1.15
+LEAST_ESTIMATED = 1.15
 LEAST_WITH_MATMULS = 1.05  # the same where matmuls are part of both times
 _MOST_MERGED = 0.97  # most time of a merged matmul and its chain, over that of the matmuls and their epilogues
 _CASES = ((1, 128), (8, 512))  # batch and length where --shape says nothing
@@ -38,7 +38,7 @@ _RANKED = SearchLimits(schemes=256)
 
 @dataclass(frozen=True)
 class _MatmulContext:
-    """What :meth:`PredictedDecider.should_merge` needs of a model."""
+    """What :meth:`EstimatedDecider.should_merge` needs of a model."""
 
     symbolic: Symbolic
     sizes: list[dict[str, int]]
@@ -47,7 +47,7 @@ class _MatmulContext:
 
 
 @dataclass
-class PredictedDecider:
+class EstimatedDecider:
     """Decides by the cost model of a machine."""
 
     options: Options
@@ -56,7 +56,7 @@ class PredictedDecider:
     context: _MatmulContext | None = None  # of the last model
 
     def __call__(self, graph: FusionGraph, chain: FusedChain, key: ChainSignature, left: int) -> ChainDecision:
-        """Takes the whole region where it gains at every size, else the scheme that is predicted to be fastest."""
+        """Takes the whole region where it gains at every size, else the scheme that is estimated to be fastest."""
         region = SegmentedRegion.of_chain(graph, chain)
         whole = region.whole_scheme
         try:
@@ -77,10 +77,10 @@ class PredictedDecider:
                 scheme = search(region.space(), costs[-1], [whole], _RANKED).scheme
                 gains, least = _gains(candidates, scheme)
         except (KeyError, UnsupportedError, ValueError) as error:
-            return ChainDecision((), f"nothing can be predicted: {error}")
+            return ChainDecision((), f"nothing can be estimated: {error}")
         gain = math.prod(gains) ** (1 / len(gains))
         if min(gains) < least:
-            return ChainDecision((), f"predicted {min(gains):.2f}x of ONNX Runtime's speed", gain)
+            return ChainDecision((), f"estimated {min(gains):.2f}x of ONNX Runtime's speed", gain)
         return ChainDecision(fused_segments(scheme, norms), "", gain)
 
     def should_merge(self, model: onnx.ModelProto, symbolic: Symbolic, matmuls: Matmuls, is_split: bool = True) -> bool:
@@ -144,7 +144,7 @@ def _gains(
     for baseline, matmuls, cost in candidates:
         same = 0.0 if fuses_matmuls else matmuls
         found.append((baseline + matmuls - same) / max(1e-12, sum(cost(s) for s in scheme) - same))
-    return found, LEAST_WITH_MATMULS if fuses_matmuls else LEAST_PREDICTED
+    return found, LEAST_WITH_MATMULS if fuses_matmuls else LEAST_ESTIMATED
 
 
 def sizes_in_use(graph: FusionGraph, options: Options) -> list[dict[str, int]]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predictions of masks that read lengths: a prompt of S = T tokens fills an empty cache, whatever the lengths count."""
+"""Estimates for masks that read lengths: a prompt of S = T tokens fills an empty cache, whatever the lengths count."""
 
 from __future__ import annotations
 
