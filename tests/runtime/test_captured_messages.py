@@ -145,6 +145,14 @@ def test_the_last_words_of_a_process_are_told(
     with pytest.raises(RuntimeFailure) as caught:
         create_session(SessionSpec(b""), WATCHDOG)
     assert str(caught.value) == f"the process that runs ONNX Runtime was ended by SIGABRT; its last message: {words}"
+
+
+def test_the_last_words_before_the_first_request_are_told(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_process, "_START", "import os; os.write(2, b'no such library'); os.abort()")
+    process = session_process._SessionProcess()
+    process.popen.wait(WATCHDOG)
+    with pytest.raises(RuntimeFailure, match="ended by SIGABRT; its last message: no such library$"):
+        process.request(None, WATCHDOG)
     assert capfd.readouterr().err == ""
 
 

@@ -95,6 +95,7 @@ class _SessionProcess:
         self.popen = popen
         self.messages = messages
         self.channel = Channel(own)
+        self._has_answered = False
         # Called at the end of the thread that it belongs to, or of the whole process.
         self._finalizer = weakref.finalize(self, _kill_process, self.owner, popen, own, write, messages)
 
@@ -116,11 +117,13 @@ class _SessionProcess:
         if memory and body is not None and self.released_sessions:
             self.request(None, seconds)  # the memory of earlier sessions is none of this request's
         released = tuple(self.released_sessions.popleft() for _ in range(len(self.released_sessions)))
-        self.messages.clear()
+        if self._has_answered:  # a process that dies at its start may have written its last words by now
+            self.messages.clear()
         watch = partial(self._check_memory, PeakMemory(self.popen.pid), memory) if memory else None
         try:
             self.channel.send(Request(released, body))
             answer = self.channel.receive(seconds, watch)
+            self._has_answered = True
         except (EOFError, ConnectionError):
             raise RuntimeFailure(f"the process that runs ONNX Runtime {self._describe_end()}") from None
         except TimeoutError:
