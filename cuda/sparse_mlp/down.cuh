@@ -246,7 +246,7 @@ template <typename T, int kTokens>
 __global__ void __launch_bounds__(kMlpThreads, kTokens == 1 ? 4 : 2)
     DownStreamKernel(const __grid_constant__ MlpParams p) {
   constexpr int kWarps = kMlpThreads / 32, kWords = kChunkWords<T, 0>, kCopiesOfRow = kWords / 4;
-  using Stream = Ring<kStreamRows * kCopiesOfRow>;
+  using Stream = CopyRing<kStreamRows * kCopiesOfRow>;
   extern __shared__ __align__(128) uint8_t shared[];
   static_assert(sizeof(DownSums) <= kRingsBytes, "the warps' sums take the place of the rings");
   __shared__ ActiveList::Storage storage;

@@ -160,7 +160,7 @@ class HiddenStream {
   static constexpr int kRows = (kHasGate ? 1 : 0) + (kHasUp ? 1 : 0);
   static constexpr int kWords = kChunkWords<T, 0>, kCopiesOfRow = kWords / 4;
   static constexpr int kMostTokens = 8;  // at a time: more of them read the rows once more
-  using Stream = Ring<kRows * kCopiesOfRow>;
+  using Stream = CopyRing<kRows * kCopiesOfRow>;
 
   // Points at the rows of the neuron that is copied next.
   __device__ __forceinline__ void Aim() {

@@ -24,12 +24,12 @@ __device__ __forceinline__ void LoadShared(uint32_t* words, uint32_t address) {
 // A slot has kCopies copies of 16 bytes of each lane. A lane reads nothing but its own copies, so that waiting for them
 // takes no barrier. Each step commits a group, also an empty one.
 template <int kCopies>
-class Ring {
+class CopyRing {
  public:
   static constexpr int kSlots = kRingBytes / (kCopies * 32 * kCopyBytes);
   static_assert(kSlots >= 2, "slots to wait for and to fill");
 
-  __device__ __forceinline__ explicit Ring(void* shared)
+  __device__ __forceinline__ explicit CopyRing(void* shared)
       : base_(SharedAddress(shared) + threadIdx.x / 32 * kRingBytes + threadIdx.x % 32 * kCopyBytes) {}
 
   // Copy i of the slot filled next; zeros, and nothing is read, where not `valid`.

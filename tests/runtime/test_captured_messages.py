@@ -145,15 +145,15 @@ def test_the_last_words_of_a_process_are_told(
     with pytest.raises(RuntimeFailure) as caught:
         create_session(SessionSpec(b""), WATCHDOG)
     assert str(caught.value) == f"the process that runs ONNX Runtime was ended by SIGABRT; its last message: {words}"
+    assert capfd.readouterr().err == ""
 
 
 def test_the_last_words_before_the_first_request_are_told(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_process, "_START", "import os; os.write(2, b'no such library'); os.abort()")
     process = session_process._SessionProcess()
     process.popen.wait(WATCHDOG)
-    with pytest.raises(RuntimeFailure, match="ended by SIGABRT; its last message: no such library$"):
+    with pytest.raises(RuntimeFailure, match=r"ended by SIGABRT; its last message: no such library$"):
         process.request(None, WATCHDOG)
-    assert capfd.readouterr().err == ""
 
 
 def test_a_process_that_says_nothing_has_no_last_words(fresh: None) -> None:
