@@ -11,10 +11,12 @@ namespace STOF_ISA {
 
 // A queue of rows to prefetch into the L2 cache, a few cache lines at a time between computations. Hardware prefetchers
 // stop at the end of a page and do not see rows that are a page apart.
-class PrefetchQueue {
+//
+// kMost: calls of Add between two of Clear; further ones do nothing.
+template <uint32_t kMost>
+class PrefetchQueueOf {
  public:
   void Clear() { count_ = block_ = 0, row_ = line_ = 0, total_ = 0; }
-  // Does nothing where the queue is full.
   void Add(const void* at, int64_t stride, int64_t rows, int64_t bytes) {
     if (count_ >= kMost || rows <= 0) return;
     Block* block = &blocks_[count_++];
@@ -40,7 +42,6 @@ class PrefetchQueue {
   }
 
  private:
-  static constexpr uint32_t kMost = 128;
   static constexpr int64_t kLine = 64;
   struct Block {
     const char* at;
@@ -50,6 +51,7 @@ class PrefetchQueue {
   uint32_t count_ = 0, block_ = 0;
   int64_t row_ = 0, line_ = 0, total_ = 0;
 };
+using PrefetchQueue = PrefetchQueueOf<16>;
 
 }  // namespace STOF_ISA
 }  // namespace cpu

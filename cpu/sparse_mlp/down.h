@@ -295,7 +295,7 @@ class DownGroup {
   const MlpBlock& b_;
   float* const sums_;
   const int64_t first_, count_, end_;
-  PrefetchQueue ahead_;
+  PrefetchQueueOf<kConvertedRows> ahead_;
 };
 
 inline void Down(const MlpBlock& b, int64_t part, int64_t begin, int64_t end) {

@@ -6,7 +6,7 @@
 #include "cpu/chain/functions.h"
 #include "cpu/sparse_mlp/dots.h"
 #include "cpu/sparse_mlp/dots_int8.h"
-#include "cpu/sparse_mlp/dots_panels.h"
+#include "cpu/sparse_mlp/dots_many_tokens.h"
 #include "cpu/sparse_mlp/down.h"
 
 namespace stof {

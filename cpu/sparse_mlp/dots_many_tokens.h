@@ -4,8 +4,8 @@
 //
 // Where most tokens need a row, a tile is a dense matmul: tokens that do not need the row are computed, too, and a dot
 // product adds its terms one by one, in their order. Elsewhere each pair of a row and a token is computed alone.
-#ifndef STOF_CPU_SPARSE_MLP_DOTS_PANELS_H_
-#define STOF_CPU_SPARSE_MLP_DOTS_PANELS_H_
+#ifndef STOF_CPU_SPARSE_MLP_DOTS_MANY_TOKENS_H_
+#define STOF_CPU_SPARSE_MLP_DOTS_MANY_TOKENS_H_
 
 #include "cpu/sparse_mlp/dots.h"
 
@@ -76,8 +76,8 @@ void PanelTiles(int64_t panels, const float* const* w, const float* x, int64_t p
 }
 
 // What is read behind a slab of rows [first, first + count): their next slab, or the first one of as many rows behind.
-inline void AddNextSlabs(const DotProblem& problem, int64_t first, int64_t count, int64_t k0, int64_t depth,
-                         PrefetchQueue* queue) {
+template <typename Queue>
+void AddNextSlabs(const DotProblem& problem, int64_t first, int64_t count, int64_t k0, int64_t depth, Queue* queue) {
   const NeuronRows& rows = problem.rows;
   const bool is_last = k0 + depth == rows.size;
   const int64_t next = is_last ? 0 : k0 + depth;
@@ -136,7 +136,7 @@ class PanelGroup {
 
   const DotProblem& p_;
   const int64_t first_, count_;
-  PrefetchQueue ahead_;
+  PrefetchQueueOf<kPanelRows> ahead_;
   alignas(64) float sums_[kPanelRows * kMlpTokens];
   alignas(64) float slab_[kPanelRows * kSlabStride];
 };
@@ -219,7 +219,7 @@ class PairGroup {
   const int64_t first_, count_;
   int64_t neuron_[kPairRows];
   int64_t pair_count_ = 0;
-  PrefetchQueue ahead_;
+  PrefetchQueueOf<kPairRows> ahead_;
   V sums_[kPairRows * kMlpTokens];  // of the pairs, in their order
   alignas(64) float slab_[kPairRows * kSlabStride];
 };
@@ -261,4 +261,4 @@ inline void FillPanel(const float* x, int64_t stride, int64_t tokens, int64_t si
 }  // namespace STOF_ISA::sparse_mlp
 }  // namespace cpu
 }  // namespace stof
-#endif  // STOF_CPU_SPARSE_MLP_DOTS_PANELS_H_
+#endif  // STOF_CPU_SPARSE_MLP_DOTS_MANY_TOKENS_H_
