@@ -85,12 +85,12 @@ class RowGroup {
       : p_(problem), count_(std::min<int64_t>(kDotRows, last - first)) {
     for (int i = 0; i < kDotRows; ++i) {
       // Rows that are missing repeat the last one.
-      neuron_[i] = NeuronOf(std::min(first + i, last - 1));
+      neuron_[i] = NeuronOf(p_, std::min(first + i, last - 1));
       const int64_t after = std::min(first + kDotRows + i, p_.count - 1);
-      next_[i] = p_.rows.data + NeuronOf(after) * p_.rows.stride;
+      next_[i] = p_.rows.data + NeuronOf(p_, after) * p_.rows.stride;
       PrefetchStart(next_[i]);
     }
-    const uint64_t all = p_.tokens == kMlpTokens ? ~uint64_t{0} : (uint64_t{1} << p_.tokens) - 1;
+    const uint64_t all = BitsOfTokens(p_.tokens);
     uint64_t masks[kDotRows] = {};
     for (int64_t i = 0; i < count_; ++i) masks[i] = p_.masks == nullptr ? all : p_.masks[first + i];
     // Neighbours in the list have different rows, so that several rows are read at a time.
@@ -135,7 +135,6 @@ class RowGroup {
   struct Pair {
     uint8_t row, token;
   };
-  int64_t NeuronOf(int64_t i) const { return p_.neurons != nullptr ? p_.neurons[i] : i; }
 
   // The slab of each row in fp32. Many tokens read it from a buffer: rows a multiple of 4 KiB apart share cache sets.
   void LoadSlab(int64_t k0, int64_t depth, const float* (&w)[kDotRows]) {

@@ -75,7 +75,8 @@ void PanelTiles(int64_t panels, const float* const* w, const float* x, int64_t p
   }
 }
 
-// What is read behind a slab of rows [first, first + count): their next slab, or the first one of as many rows behind.
+// Queues what is read behind a slab of rows [first, first + count): their next slab, or the first one of as many rows
+// behind.
 template <typename Queue>
 void AddNextSlabs(const DotProblem& problem, int64_t first, int64_t count, int64_t k0, int64_t depth, Queue* queue) {
   const NeuronRows& rows = problem.rows;
@@ -85,9 +86,20 @@ void AddNextSlabs(const DotProblem& problem, int64_t first, int64_t count, int64
   for (int64_t i = first; i < first + count; ++i) {
     const int64_t row = is_last ? i + count : i;
     if (row >= problem.count) break;
-    const int64_t neuron = problem.neurons != nullptr ? problem.neurons[row] : row;
-    queue->Add(rows.data + neuron * rows.stride + bytes(next), 0, 1, bytes(std::min(kDotDepth, rows.size - next)));
+    queue->Add(rows.data + NeuronOf(problem, row) * rows.stride + bytes(next), 0, 1,
+               bytes(std::min(kDotDepth, rows.size - next)));
   }
+}
+
+// Values k0 ... of row i in fp32: where they are, or in a buffer.
+inline const float* RowSlab(const DotProblem& problem, int64_t i, int64_t k0, int64_t depth, float* buffer) {
+  const NeuronRows& rows = problem.rows;
+  const int64_t neuron = NeuronOf(problem, i);
+  if (rows.bits == 0 && rows.dtype == DType::kF32) {
+    return reinterpret_cast<const float*>(rows.data + neuron * rows.stride) + k0;
+  }
+  LoadRow(rows, neuron, k0, depth, buffer);
+  return buffer;
 }
 
 // Rows [first, last), at most kPanelRows of them.
@@ -103,7 +115,7 @@ class PanelGroup {
     for (int64_t k0 = 0; k0 < size; k0 += kDotDepth) {
       const int64_t depth = std::min(kDotDepth, size - k0);
       for (int64_t i = 0; i < kPanelRows; ++i) {  // rows that are missing repeat the last one
-        w[i] = i < count_ ? Slab(i, k0, depth) : w[i - 1];
+        w[i] = i < count_ ? RowSlab(p_, first_ + i, k0, depth, slab_ + i * kSlabStride) : w[i - 1];
       }
       ahead_.Clear();
       AddNextSlabs(p_, first_, count_, k0, depth, &ahead_);
@@ -122,18 +134,6 @@ class PanelGroup {
   }
 
  private:
-  int64_t NeuronOf(int64_t i) const { return p_.neurons != nullptr ? p_.neurons[i] : i; }
-
-  // Values k0 ... of row first_ + i: where they are, if they are fp32.
-  const float* Slab(int64_t i, int64_t k0, int64_t depth) {
-    const int64_t neuron = NeuronOf(first_ + i);
-    if (p_.rows.bits == 0 && p_.rows.dtype == DType::kF32) {
-      return reinterpret_cast<const float*>(p_.rows.data + neuron * p_.rows.stride) + k0;
-    }
-    LoadRow(p_.rows, neuron, k0, depth, slab_ + i * kSlabStride);
-    return slab_ + i * kSlabStride;
-  }
-
   const DotProblem& p_;
   const int64_t first_, count_;
   PrefetchQueueOf<kPanelRows> ahead_;
@@ -146,10 +146,7 @@ class PanelGroup {
 class PairGroup {
  public:
   PairGroup(const DotProblem& problem, int64_t first, int64_t last) : p_(problem), first_(first), count_(last - first) {
-    for (int64_t i = 0; i < count_; ++i) {
-      neuron_[i] = p_.neurons != nullptr ? p_.neurons[first + i] : first + i;
-      pair_count_ += __builtin_popcountll(p_.masks[first + i]);
-    }
+    for (int64_t i = first; i < last; ++i) pair_count_ += __builtin_popcountll(p_.masks[i]);
   }
 
   void Run(float* out, int64_t row_stride, int64_t token_stride) {
@@ -168,16 +165,8 @@ class PairGroup {
   static constexpr int kVectors = STOF_PAIR_VECTORS;  // of a piece of a row
 
   void RunSlab(int64_t k0, int64_t depth) {
-    const bool is_in_place = p_.rows.bits == 0 && p_.rows.dtype == DType::kF32;
     const float* w[kPairRows];
-    for (int64_t i = 0; i < count_; ++i) {
-      w[i] = slab_ + i * kSlabStride;
-      if (is_in_place) {
-        w[i] = reinterpret_cast<const float*>(p_.rows.data + neuron_[i] * p_.rows.stride) + k0;
-      } else {
-        LoadRow(p_.rows, neuron_[i], k0, depth, slab_ + i * kSlabStride);
-      }
-    }
+    for (int64_t i = 0; i < count_; ++i) w[i] = RowSlab(p_, first_ + i, k0, depth, slab_ + i * kSlabStride);
     ahead_.Clear();
     AddNextSlabs(p_, first_, count_, k0, depth, &ahead_);
     constexpr int64_t kPiece = kVectors * kWidth;
@@ -217,7 +206,6 @@ class PairGroup {
 
   const DotProblem& p_;
   const int64_t first_, count_;
-  int64_t neuron_[kPairRows];
   int64_t pair_count_ = 0;
   PrefetchQueueOf<kPairRows> ahead_;
   V sums_[kPairRows * kMlpTokens];  // of the pairs, in their order

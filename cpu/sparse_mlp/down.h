@@ -25,7 +25,8 @@ constexpr int kNeededVectors = 8;  // of sums of a token: as many chains of addi
 constexpr int64_t kDensePercent = 55;
 static_assert(kMlpTokens == 64 && kConvertedRows <= 64, "tokens and rows are bits of a word");
 
-// bits[t] = bit t of each word, for a square of 64 words of 64 bits: blocks off the diagonal change places, by halves.
+// Transposes 64 words of 64 bits: bit i of word t becomes bit t of word i. Blocks off the diagonal change places, from
+// 32 x 32 bits down to single bits.
 inline void TransposeBits(uint64_t* bits) {
   uint64_t low = ~uint64_t{0} >> 32;
   for (int width = 32; width > 0; width /= 2, low ^= low << width) {
@@ -161,7 +162,7 @@ class DownGroup {
   // the hidden values of the others are 0, which changes no bit of a sum unless a weight is infinite or NaN.
   template <typename E>
   uint64_t DenseTokens(const typename E::T* const* rows, int64_t columns, bool is_converted) const {
-    const uint64_t every = b_.tokens == kMlpTokens ? ~uint64_t{0} : (uint64_t{1} << b_.tokens) - 1;
+    const uint64_t every = BitsOfTokens(b_.tokens);
     uint64_t all = every;
     int64_t pairs = 0;
     for (int64_t i = 0; i < count_; ++i) {

@@ -105,7 +105,7 @@ inline void AddBias(const MlpBlock& b, const void* bias, int64_t first, int64_t 
 
 // Hidden values of tokens that do not need their neuron.
 inline void SetIdleToZero(const MlpBlock& b, int64_t first, int64_t last) {
-  const uint64_t all = b.tokens == kMlpTokens ? ~uint64_t{0} : (uint64_t{1} << b.tokens) - 1;
+  const uint64_t all = BitsOfTokens(b.tokens);
   for (int64_t i = first; i < last; ++i) {
     for (uint64_t idle = all & ~b.list_masks[i]; idle != 0; idle &= idle - 1) {
       b.hidden[i * b.tokens + __builtin_ctzll(idle)] = 0.0f;

@@ -48,8 +48,7 @@ class Layout {
     predictor_scales = Take(tokens * predictor_int8_stride / (32 / kPredictorBits), sizeof(float));
     predictor_sums = Take(tokens * predictor_sums_stride, sizeof(float));
     x = Take(is_copied ? tokens * x_stride : 0, sizeof(float));
-    has_panels = tokens >= cpu::kManyTokens;
-    const int64_t panel_tokens = has_panels ? RoundUp(tokens, cpu::kPanelTokens) : 0;
+    const int64_t panel_tokens = tokens >= cpu::kManyTokens ? RoundUp(tokens, cpu::kPanelTokens) : 0;
     x_panels = Take(reads_input ? panel_tokens * a.K : 0, sizeof(float));
     projected_panels = Take(panel_tokens * a.R, sizeof(float));
     projected = Take(a.selection == SparseMlpSelection::kPredictor ? tokens * rank_stride : 0, sizeof(float));
@@ -61,7 +60,7 @@ class Layout {
     part_stride = RoundUp(a.N, kMlpPadding) + kMlpPadding;
     sums = Take(cpu::kMlpParts * tokens * part_stride, sizeof(float));
   }
-  bool is_copied = false, is_int8 = false, has_panels = false;
+  bool is_copied = false, is_int8 = false;
   int64_t x_stride = 0, rank_stride = 0, sums_stride = 0, int8_stride = 0, scale_stride = 0, part_stride = 0;
   int64_t predictor_int8_stride = 0, predictor_sums_stride = 0;
   size_t predictor_int8 = 0, predictor_scales = 0, predictor_sums = 0;

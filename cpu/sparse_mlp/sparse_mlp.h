@@ -64,6 +64,16 @@ struct DotProblem {
   const uint64_t* masks = nullptr;   // bit t: token t needs row i; nullptr: all of them
 };
 
+// The neuron of row i.
+inline int64_t NeuronOf(const DotProblem& problem, int64_t i) {
+  return problem.neurons != nullptr ? problem.neurons[i] : i;
+}
+
+// The bits of all tokens of a block.
+inline uint64_t BitsOfTokens(int64_t tokens) {
+  return tokens == kMlpTokens ? ~uint64_t{0} : (uint64_t{1} << tokens) - 1;
+}
+
 // A block of tokens.
 struct MlpBlock {
   const SparseMlpArgs* args = nullptr;
