@@ -12,26 +12,26 @@ namespace stof {
 namespace cuda {
 namespace mlp {
 
-constexpr int kTile = 32;  // neurons and tokens, or values and tokens, of a CTA
-constexpr int kTileRows = kMlpThreads / kTile;
+constexpr int kDenseTile = 32;  // neurons and tokens, or values and tokens, of a CTA
+constexpr int kDenseTileRows = kMlpThreads / kDenseTile;
 
 // to[k, t] = input[t, k]; zeros from T on.
 template <typename T>
 __global__ void __launch_bounds__(kMlpThreads) TransposeKernel(const __grid_constant__ MlpDenseParams p) {
-  __shared__ T tile[kTile][kTile + 2];
+  __shared__ T tile[kDenseTile][kDenseTile + 2];
   WaitForPrevious();
   LetNextStart();
-  const int x = static_cast<int>(threadIdx.x) % kTile, y = static_cast<int>(threadIdx.x) / kTile;
-  const int64_t across = (p.tokens_stride + kTile - 1) / kTile;
-  const int64_t k0 = blockIdx.x / across * kTile, t0 = blockIdx.x % across * kTile;
+  const int x = static_cast<int>(threadIdx.x) % kDenseTile, y = static_cast<int>(threadIdx.x) / kDenseTile;
+  const int64_t across = (p.tokens_stride + kDenseTile - 1) / kDenseTile;
+  const int64_t k0 = blockIdx.x / across * kDenseTile, t0 = blockIdx.x % across * kDenseTile;
 #pragma unroll
-  for (int i = y; i < kTile; i += kTileRows) {
+  for (int i = y; i < kDenseTile; i += kDenseTileRows) {
     const bool is_inside = t0 + i < p.T && k0 + x < p.K;
     tile[i][x] = is_inside ? static_cast<const T*>(p.input)[(t0 + i) * p.K + k0 + x] : Round<T>(0.0f);
   }
   __syncthreads();
 #pragma unroll
-  for (int i = y; i < kTile; i += kTileRows) {
+  for (int i = y; i < kDenseTile; i += kDenseTileRows) {
     if (k0 + i < p.K && t0 + x < p.tokens_stride) {
       static_cast<T*>(p.transposed)[(k0 + i) * p.tokens_stride + t0 + x] = tile[x][i];
     }
@@ -77,14 +77,14 @@ __global__ void __launch_bounds__(kMlpThreads) DequantizeKernel(const __grid_con
 // hidden[t, j] = activation(gate) * up where neuron j is active for token t, else 0.
 template <typename T>
 __global__ void __launch_bounds__(kMlpThreads) MaskedHiddenKernel(const __grid_constant__ MlpDenseParams p) {
-  __shared__ float gates[kTile][kTile + 1], ups[kTile][kTile + 1];
+  __shared__ float gates[kDenseTile][kDenseTile + 1], ups[kDenseTile][kDenseTile + 1];
   WaitForPrevious();
   LetNextStart();
-  const int x = static_cast<int>(threadIdx.x) % kTile, y = static_cast<int>(threadIdx.x) / kTile;
-  const int64_t across = (p.F + kTile - 1) / kTile;
-  const int64_t j0 = blockIdx.x % across * kTile, t0 = blockIdx.x / across * kTile;
+  const int x = static_cast<int>(threadIdx.x) % kDenseTile, y = static_cast<int>(threadIdx.x) / kDenseTile;
+  const int64_t across = (p.F + kDenseTile - 1) / kDenseTile;
+  const int64_t j0 = blockIdx.x % across * kDenseTile, t0 = blockIdx.x / across * kDenseTile;
 #pragma unroll
-  for (int i = y; i < kTile; i += kTileRows) {
+  for (int i = y; i < kDenseTile; i += kDenseTileRows) {
     if (j0 + i >= p.F || t0 + x >= p.T) continue;
     const int64_t at = (j0 + i) * p.tokens_stride + t0 + x;
     if (p.gate_products != nullptr) gates[i][x] = ToFloat(static_cast<const T*>(p.gate_products)[at]);
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(kMlpThreads) MaskedHiddenKernel(const __grid_c
   }
   __syncthreads();
 #pragma unroll
-  for (int i = y; i < kTile; i += kTileRows) {
+  for (int i = y; i < kDenseTile; i += kDenseTileRows) {
     const int64_t j = j0 + x, t = t0 + i;
     if (j >= p.F || t >= p.T) continue;
     float gate = 0.0f, h = 0.0f;

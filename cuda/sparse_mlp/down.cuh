@@ -105,6 +105,22 @@ __device__ __forceinline__ float HiddenOf(const MlpParams& p, int32_t position, 
   return Activated(p.activation, ToFloat(static_cast<const T*>(p.gate)[token * p.F + neuron]));
 }
 
+template <typename T>
+__device__ __forceinline__ void WriteOutput(const MlpParams& p, int64_t token, int64_t column, float y) {
+  if (p.down_bias != nullptr) y += ToFloat(static_cast<const T*>(p.down_bias)[column]);
+  static_cast<T*>(p.output)[token * p.N + column] = Round<T>(y);
+}
+
+// Whether all other CTAs that share a slice have written their partial sums. `part`: the slice of a group of tokens.
+__device__ __forceinline__ bool IsLastOfSlice(const MlpParams& p, int part, bool* shared) {
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) *shared = atomicAdd(p.finished + part, 1) == p.splits - 1;
+  __syncthreads();
+  if (*shared) __threadfence();
+  return *shared;
+}
+
 // Adds the sums of the warps, and those of the splits where there are several; writes the output.
 template <typename T, int kTokens>
 __device__ __forceinline__ void FinishDown(const MlpParams& p, const DownPart<kTokens>& part,
@@ -115,10 +131,6 @@ __device__ __forceinline__ void FinishDown(const MlpParams& p, const DownPart<kT
   // The sums of all warps, a token at a time. Thread i has column i of the slice.
   const int64_t own = part.slice * int64_t{kMlpSliceColumns} + thread;
   static_assert(kMlpSliceColumns == kMlpThreads, "a thread a column");
-  const auto write = [&](int64_t token, float y) {
-    if (p.down_bias != nullptr) y += ToFloat(static_cast<const T*>(p.down_bias)[own]);
-    static_cast<T*>(p.output)[token * p.N + own] = Round<T>(y);
-  };
 #pragma unroll
   for (int t = 0; t < kTokens; ++t) {
     if (t >= tokens) break;
@@ -134,24 +146,18 @@ __device__ __forceinline__ void FinishDown(const MlpParams& p, const DownPart<kT
     for (int w = 1; w < kWarps; ++w) y += all[w][thread];
     if (own >= p.N) continue;
     if (p.splits == 1) {
-      write(part.first_token + t, y);
+      WriteOutput<T>(p, part.first_token + t, own, y);
     } else {
       __stcg(p.partials + (int64_t{part.split} * p.T + part.first_token + t) * p.N + own, y);
     }
   }
-  if (p.splits == 1) return;
-  __threadfence();
-  __syncthreads();
-  if (thread == 0) *is_last = atomicAdd(p.finished + part.group * p.slices + part.slice, 1) == p.splits - 1;
-  __syncthreads();
-  if (!*is_last || own >= p.N) return;
-  __threadfence();
+  if (p.splits == 1 || !IsLastOfSlice(p, part.group * p.slices + part.slice, is_last) || own >= p.N) return;
   for (int t = 0; t < tokens; ++t) {
     const float* const from = p.partials + int64_t{part.first_token + t} * p.N + own;
     float y = 0.0f;
 #pragma unroll 16
     for (int i = 0; i < p.splits; ++i) y += __ldcg(from + int64_t{i} * p.T * p.N);
-    write(part.first_token + t, y);
+    WriteOutput<T>(p, part.first_token + t, own, y);
   }
 }
 
@@ -256,7 +262,7 @@ __global__ void __launch_bounds__(kMlpThreads, kTokens == 1 ? 4 : 2)
 
   if (!p.is_list_early) WaitForPrevious();
   const ActiveList list(p, &storage);
-  WarpEntries entries(list, part.Begin(p, list.size()) + warp, part.End(p, list.size()), kWarps);
+  WarpEntries<> entries(list, part.Begin(p, list.size()) + warp, part.End(p, list.size()), kWarps);
   Stream ring(shared);
   int32_t filled = 0;
   const char* const from = static_cast<const char*>(p.down_rows.data) + part.column * static_cast<int64_t>(sizeof(T));

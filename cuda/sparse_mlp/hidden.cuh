@@ -234,7 +234,7 @@ class HiddenStream {
   const int64_t chunks_;
   const int32_t steps_;
   const bool prefetches_;
-  WarpEntries entries_;
+  WarpEntries<> entries_;
   Stream ring_;
   // What is copied next: step filled_step_ of entry filled_, whose rows are read passes_ times more.
   int32_t filled_ = 0, filled_step_ = 0, passes_ = 0;

@@ -8,9 +8,9 @@
 #include <type_traits>
 
 #include "cuda/sparse_mlp/dense.cuh"
-#include "cuda/sparse_mlp/down.cuh"
-#include "cuda/sparse_mlp/hidden.cuh"
-#include "cuda/sparse_mlp/select.cuh"
+#include "cuda/sparse_mlp/down_tile.cuh"
+#include "cuda/sparse_mlp/hidden_tile.cuh"
+#include "cuda/sparse_mlp/select_tile.cuh"
 
 namespace stof {
 namespace cuda {
@@ -36,6 +36,12 @@ int WithFactor(const MlpRows& rows, const Function& function) {
     return rows.is_vectorized ? function(bits, std::true_type()) : function(bits, std::false_type());
   };
   return rows.bits == 8 ? with_bits(Constant<8>()) : with_bits(Constant<0>());
+}
+
+// Calls function(tokens of a tile) with a constant.
+template <typename Function>
+int WithTileTokens(int tokens, const Function& function) {
+  return tokens <= 8 ? function(Constant<8>()) : function(Constant<16>());
 }
 
 template <void (*kKernel)(const MlpParams)>
@@ -64,6 +70,14 @@ int LaunchProject(const MlpParams& params, void* stream) {
   return WithFactor(params.predictor_down, [&](auto bits, auto vectors) {
     constexpr int kBits = decltype(bits)::value;
     constexpr bool kVectors = decltype(vectors)::value;
+    if constexpr (kVectors && sizeof(T) == 2) {
+      if (TakesTiles(params.T)) {
+        return WithTileTokens(params.T, [&](auto tokens) {
+          return LaunchEarly<ProjectTileKernel<T, kBits, decltype(tokens)::value>>(
+              params, params.projected_stride / kTileRows, kProjectTileThreads, stream);
+        });
+      }
+    }
     return params.T == 1 ? LaunchEarly<ProjectKernel<T, kBits, kVectors, 1>>(params, params.projected_stride,
                                                                              kProjectThreads, stream)
                          : LaunchEarly<ProjectKernel<T, kBits, kVectors, 8>>(params, params.projected_stride,
@@ -77,6 +91,13 @@ int LaunchScore(const MlpParams& params, void* stream) {
   return WithFactor(params.predictor_up, [&](auto bits, auto vectors) {
     constexpr int kBits = decltype(bits)::value;
     constexpr bool kVectors = decltype(vectors)::value;
+    if constexpr (kVectors && sizeof(T) == 2) {
+      if (TakesTiles(params.T)) {
+        return WithTileTokens(params.T, [&](auto tokens) {
+          return LaunchEarly<ScoreTileKernel<T, kBits, decltype(tokens)::value>>(params, ctas, kMlpThreads, stream);
+        });
+      }
+    }
     return params.T == 1 ? LaunchEarly<ScoreKernel<T, kBits, kVectors, 1>>(params, ctas, kMlpThreads, stream)
                          : LaunchEarly<ScoreKernel<T, kBits, kVectors, 4>>(params, ctas, kMlpThreads, stream);
   });
@@ -90,11 +111,22 @@ int LaunchSelect(const MlpParams& params, void* stream) {
 template <typename T>
 int LaunchHidden(const MlpParams& params, int ctas, void* stream) {
   const bool has_gate = params.gate_rows.data != nullptr;
+  if (!has_gate && params.up_rows.data == nullptr) {
+    return LaunchEarly<HiddenOfGateKernel<T>>(params, ctas, kMlpThreads, stream);
+  }
   return WithRows(has_gate ? params.gate_rows : params.up_rows, [&](auto bits, auto vectors) {
     constexpr int kBits = decltype(bits)::value;
     constexpr bool kVectors = decltype(vectors)::value;
     const auto launch = [&](auto with_gate, auto with_up) {
       constexpr bool kHasGate = decltype(with_gate)::value, kHasUp = decltype(with_up)::value;
+      if constexpr (kVectors && kBits == 0 && sizeof(T) == 2) {
+        if (TakesTiles(params.T)) {
+          return WithTileTokens(params.T, [&](auto tokens) {
+            return LaunchEarly<HiddenTileKernel<T, kHasGate, kHasUp, decltype(tokens)::value>>(
+                params, ctas, kMlpThreads, stream, kRingsBytes);
+          });
+        }
+      }
       if constexpr (kVectors && kBits == 0) {
         return params.T == 1 ? LaunchEarly<HiddenStreamKernel<T, kHasGate, kHasUp, true>>(params, ctas, kMlpThreads,
                                                                                           stream, kRingsBytes)
@@ -122,6 +154,15 @@ int LaunchDown(const MlpParams& params, void* stream) {
   return WithRows(params.down_rows, [&](auto bits, auto vectors) {
     constexpr int kBits = decltype(bits)::value;
     constexpr bool kVectors = decltype(vectors)::value;
+    if constexpr (kVectors && kBits == 0 && sizeof(T) == 2) {
+      if (TakesTiles(params.T)) {
+        return WithTileTokens(params.T, [&](auto tokens) {
+          constexpr int kTokens = decltype(tokens)::value;
+          return LaunchEarly<DownTileKernel<T, kTokens>>(params, int64_t{params.slices} * params.splits, kMlpThreads,
+                                                         stream, BlockRing<kTokens>::kBytes);
+        });
+      }
+    }
     const auto launch = [&](auto tokens) {
       constexpr int kTokens = decltype(tokens)::value;
       if constexpr (kVectors && kBits == 0) {
@@ -140,7 +181,9 @@ int LaunchDense(const MlpDenseParams& params, int64_t ctas, void* stream) {
   return LaunchKernel<MlpDenseParams, kKernel>(params, static_cast<unsigned>(ctas), kMlpThreads, 0, stream,
                                                CanStartEarly<MlpDenseParams, kKernel>());
 }
-inline int64_t Tiles(int64_t a, int64_t b) { return ((a + kTile - 1) / kTile) * ((b + kTile - 1) / kTile); }
+inline int64_t Tiles(int64_t a, int64_t b) {
+  return ((a + kDenseTile - 1) / kDenseTile) * ((b + kDenseTile - 1) / kDenseTile);
+}
 
 template <typename T>
 int LaunchTranspose(const MlpDenseParams& params, void* stream) {

@@ -21,6 +21,9 @@ constexpr int kMlpSliceColumns = 32 * kMlpChunk;  // of the output: what a warp 
 constexpr int kMlpMostSplits = 64;                // of the list of active neurons in the down kernel
 constexpr int kMlpThreads = 256;
 
+// Calls of so many tokens are computed by tensor cores, where weights are fp16 or bf16 and vectorized.
+constexpr bool TakesTiles(int64_t tokens) { return tokens >= 3 && tokens <= 16; }
+
 // A weight with a row for each neuron, as kernels read it.
 struct MlpRows {
   const void* data = nullptr;

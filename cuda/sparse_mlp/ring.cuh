@@ -55,15 +55,17 @@ class CopyRing {
   uint32_t filled_ = 0, read_ = 0;
 };
 
-// Entries of the list that one warp takes: first, first + step, ... A lane holds one of 32, and one of the next 32.
+// Entries of the list that one warp takes: kTogether from position first on, as many from first + step on, ..., below
+// end. A lane holds one of 32 entries, and one of the next 32.
+template <int kTogether = 1>
 class WarpEntries {
  public:
   __device__ __forceinline__ WarpEntries(const ActiveList& list, int32_t first, int32_t end, int32_t step)
-      : list_(list), first_(first), step_(step), count_(first < end ? (end - first - 1) / step + 1 : 0) {
+      : list_(list), first_(first), step_(step), count_(Count(first, end, step)) {
     current_ = Load(0), next_ = Load(32);
   }
   __device__ int32_t count() const { return count_; }
-  __device__ int32_t PositionOf(int32_t k) const { return first_ + k * step_; }
+  __device__ int32_t PositionOf(int32_t k) const { return first_ + k / kTogether * step_ + k % kTogether; }
 
   // Entry k is read next; a multiple of 32 moves to the next ones.
   __device__ __forceinline__ void MoveTo(int32_t k) {
@@ -71,7 +73,8 @@ class WarpEntries {
     begin_ = k;
     current_ = next_, next_ = Load(k + 32);
   }
-  // Of entry k, which is one of the present 32 or the next 32. All lanes ask for the same one.
+  // Of entry k, which is one of the present 32 or the next 32. All lanes ask at the same time, for entries of the same
+  // 32.
   __device__ __forceinline__ int32_t NeuronOf(int32_t k) const {
     return __shfl_sync(kAllLanes, k - begin_ < 32 ? current_.neuron : next_.neuron, k % 32);
   }
@@ -84,6 +87,11 @@ class WarpEntries {
   __device__ const ListEntry& next() const { return next_; }
 
  private:
+  static __device__ __forceinline__ int32_t Count(int32_t first, int32_t end, int32_t step) {
+    if (first >= end) return 0;
+    const int32_t before = (end - first - 1) / step;  // the last entries may be fewer than kTogether
+    return before * kTogether + min(kTogether, end - first - before * step);
+  }
   __device__ __forceinline__ ListEntry Load(int32_t begin) const {
     const int32_t k = begin + static_cast<int32_t>(threadIdx.x % 32);
     return k < count_ ? list_.At(PositionOf(k)) : ListEntry();

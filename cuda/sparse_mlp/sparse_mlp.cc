@@ -86,6 +86,12 @@ MlpRows FactorOf(const SparseMlpArgs& a, const SparseMlpWeight& factor, int64_t 
   return rows;
 }
 
+// Whether tensor cores compute the output: for all tokens at once, of hidden values in the workspace.
+bool IsDownTiled(const SparseMlpArgs& a, int64_t tokens) {
+  const MlpRows rows = DownRowsOf(a);
+  return TakesTiles(tokens) && a.dtype != DType::kF32 && rows.bits == 0 && rows.is_vectorized;
+}
+
 // The buffers of a call, in one workspace.
 class Layout {
  public:
@@ -94,7 +100,7 @@ class Layout {
     segment = std::max<int64_t>(kMlpLeastSegment, RoundUp(CeilDiv(a.F, kMlpMostSegments), kMlpLeastSegment));
     segments = CeilDiv(a.F, segment);
     slices = CeilDiv(a.N, kMlpSliceColumns);
-    group_tokens = tokens == 1 ? 1 : tokens <= 4 ? 4 : 8;
+    group_tokens = tokens == 1 ? 1 : tokens <= 4 ? 4 : tokens <= 8 || !IsDownTiled(a, tokens) ? 8 : 16;
     token_groups = CeilDiv(tokens, group_tokens);
     splits = std::clamp<int64_t>(kDownCtasOfAnSm * device.sm_count / std::max<int64_t>(1, slices * token_groups), 1,
                                  std::max<int64_t>(1, std::min<int64_t>(kMlpMostSplits, a.F / kLeastSplit)));
@@ -104,10 +110,10 @@ class Layout {
     counts = Take(segments, sizeof(int32_t));
     neurons = Take(segments * segment, sizeof(int32_t));
     masks = Take(segments * segment, sizeof(uint64_t));
-    const bool has_hidden = a.gate_weight.data != nullptr || a.up_weight.data != nullptr;
+    const bool has_hidden = a.gate_weight.data != nullptr || a.up_weight.data != nullptr || IsDownTiled(a, tokens);
     hidden = Take(has_hidden ? tokens : 0, a.F * 4);
     partials = Take(splits > 1 ? splits * tokens : 0, a.N * 4);
-    finished = Take(slices * token_groups, sizeof(int32_t));
+    finished = Take(slices * CeilDiv(tokens, 8), sizeof(int32_t));  // as many as tokens that are not aligned need
   }
   int64_t segment = 0, segments = 0, slices = 0, splits = 0, token_groups = 0, group_tokens = 0, projected_stride = 0;
   int64_t projected = 0, counts = 0, neurons = 0, masks = 0, hidden = 0, partials = 0, finished = 0;
@@ -170,9 +176,9 @@ MlpParams ParamsOf(const SparseMlpArgs& a, const Layout& layout, void* workspace
   return p;
 }
 
-Status Launch(const MlpKernels& kernels, const MlpParams& p, const DeviceProperties& device, void* stream) {
+Status Launch(const MlpKernels& kernels, const MlpParams& p, bool has_hidden, const DeviceProperties& device,
+              void* stream) {
   const auto checked = [](int error, const char* what) { return ToStatus(static_cast<cudaError_t>(error), what); };
-  const bool has_hidden = p.gate_rows.data != nullptr || p.up_rows.data != nullptr;
   if (p.selection == SparseMlpSelection::kPredictor) {
     if (p.R > 0) STOF_RETURN_IF_ERROR(checked(kernels.project(p, stream), "launch of a predictor's projection"));
     STOF_RETURN_IF_ERROR(checked(kernels.score(p, stream), "launch of a predictor's scores"));
@@ -362,8 +368,8 @@ Status RunSparseMlp(const SparseMlpArgs& args, const RunContext& context) {
     p.token_groups = static_cast<int32_t>(CeilDiv(p.T, p.group_tokens));
     p.input = advance(args.input, t * args.K), p.gate = advance(args.gate, t * args.F);
     p.output = static_cast<char*>(args.output) + t * args.N * item;
-    p.is_list_early = p.gate_rows.data != nullptr || p.up_rows.data != nullptr;
-    STOF_RETURN_IF_ERROR(Launch(KernelsOf(args.dtype), p, device, context.stream));
+    p.is_list_early = p.gate_rows.data != nullptr || p.up_rows.data != nullptr || IsDownTiled(args, p.T);
+    STOF_RETURN_IF_ERROR(Launch(KernelsOf(args.dtype), p, p.is_list_early, device, context.stream));
   }
   return Status();
 }

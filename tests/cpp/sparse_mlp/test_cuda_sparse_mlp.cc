@@ -295,17 +295,64 @@ TEST(CudaSparseMlpSizes) {
   failures.Report();
 }
 
-// Rows of idle neurons are poisoned, and may not reach the output; nor may those that only other tokens need.
-TEST(CudaSparseMlpIdleRowsAreNotRead) {
-  Failures failures("idle rows");
+// Aligned weights of fp16 and bf16, and 3 to 16 tokens: tensor cores.
+TEST(CudaSparseMlpTiles) {
+  Failures failures("tiles");
   Device device;
-  const float nan = std::numeric_limits<float>::quiet_NaN(), infinity = std::numeric_limits<float>::infinity();
+  Random random(5);
+  uint64_t seed = 0;
+  for (const DType dtype : {DType::kF16, DType::kBF16}) {
+    for (const int64_t T : {3, 7, 8, 9, 16}) {
+      for (const int64_t K : {8, 64, 72, 520, 1032, 2056}) {
+        for (int selection = 0; selection < 3; ++selection) {
+          Case c;
+          c.T = T, c.K = K, c.dtype = dtype, c.selection = static_cast<SparseMlpSelection>(selection);
+          c.activation = static_cast<SparseMlpActivation>(random.Range(0, 5));
+          c.F = random.Pick<int64_t>({1, 15, 40, 333, 2500}), c.N = random.Pick<int64_t>({8, 64, 248, 264, 776});
+          c.R = random.Pick<int64_t>({8, 32, 40, 264, 1040});
+          c.density = random.Pick<double>({0.01, 0.1, 0.5, 1});
+          c.has_up = random.Next() % 4 != 0, c.has_biases = random.OneIn(2), c.has_thresholds = random.OneIn(2);
+          c.has_quantized_predictor = random.OneIn(2);
+          if (seed++ % static_cast<uint64_t>(std::max(1, SampleStep())) == 0) RunCase(c, seed, 0, &device, &failures);
+        }
+      }
+    }
+  }
+  failures.Report();
+}
+
+// Hidden values beyond the range of fp16.
+TEST(CudaSparseMlpLargeHiddenValues) {
+  Failures failures("large hidden values");
+  Device device;
+  const auto scale = [](Values* values, double by) {
+    for (size_t i = 0; i < values->values.size(); ++i) {
+      StoreFloat(DType::kF16, values->values[i] * by, values->bytes.data() + 2 * i);
+      values->values[i] = LoadFloat(DType::kF16, values->bytes.data() + 2 * i);
+    }
+  };
+  for (const int64_t T : {1, 5, 16}) {
+    Case c;
+    c.T = T, c.K = 64, c.F = 200, c.N = 136, c.dtype = DType::kF16;
+    Problem problem(c, 9);
+    scale(&problem.gate, 0x1p15), scale(&problem.down_weight, 0x1p-12);
+    const std::string where = Describe(c);
+    CheckOutput(&problem, device.Run(device.Upload(&problem), where, &failures), where, &failures);
+    CountCases(1);
+  }
+  failures.Report();
+}
+
+// Rows of idle neurons are poisoned, and may not reach the output; nor may those that only other tokens need.
+void CheckIdleRows(DType dtype, Device* device, Failures* failures) {
+  const double nan = std::numeric_limits<double>::quiet_NaN(), infinity = std::numeric_limits<double>::infinity();
+  const int64_t item = SizeOf(dtype);
   for (const int64_t T : {1, 6, 16}) {
     Case c;
-    c.T = T, c.F = 300, c.N = 64, c.density = 0.1;
+    c.T = T, c.F = 300, c.N = 64, c.density = 0.1, c.dtype = dtype;
     Problem problem(c, 7);
-    const std::string where = Text("T ", T);
-    const std::vector<char> expected = device.Run(device.Upload(&problem), where, &failures);
+    const std::string where = Describe(c);
+    const std::vector<char> expected = device->Run(device->Upload(&problem), where, failures);
     // Neuron 5 is active for the last token alone, and its down row infinite.
     for (int64_t j = 0; j < c.F; ++j) {
       bool is_active = false;
@@ -313,29 +360,35 @@ TEST(CudaSparseMlpIdleRowsAreNotRead) {
         double& gate = problem.gate.values[static_cast<size_t>(t * c.F + j)];
         if (j == 5) {
           gate = t == T - 1 ? 1 : -1;
-          StoreFloat(c.dtype, gate, problem.gate.bytes.data() + (t * c.F + j) * 4);
+          StoreFloat(c.dtype, gate, problem.gate.bytes.data() + (t * c.F + j) * item);
         }
         is_active = is_active || gate > 0;
       }
       if (is_active && j != 5) continue;
       for (int64_t k = 0; k < c.K && j != 5; ++k) {
-        std::memcpy(problem.up_weight.bytes.data() + (j * c.K + k) * 4, &nan, 4);
+        StoreFloat(dtype, nan, problem.up_weight.bytes.data() + (j * c.K + k) * item);
       }
       for (int64_t n = 0; n < c.N; ++n) {
-        std::memcpy(problem.down_weight.bytes.data() + (j * c.N + n) * 4, j == 5 ? &infinity : &nan, 4);
+        StoreFloat(dtype, j == 5 ? infinity : nan, problem.down_weight.bytes.data() + (j * c.N + n) * item);
       }
     }
-    const std::vector<char> found = device.Run(device.Upload(&problem), where, &failures);
+    const std::vector<char> found = device->Run(device->Upload(&problem), where, failures);
     for (int64_t i = 0; i < c.T * c.N; ++i) {
-      const double y = LoadFloat(c.dtype, found.data() + i * 4), x = LoadFloat(c.dtype, expected.data() + i * 4);
+      const double y = LoadFloat(dtype, found.data() + i * item), x = LoadFloat(dtype, expected.data() + i * item);
       const bool is_last = i / c.N == T - 1;
       if (is_last ? std::isfinite(y) : !(std::fabs(y - x) < 100)) {
-        failures.Add(Text(where, " element ", i, ": ", y, ", with other idle rows ", x));
+        failures->Add(Text(where, " element ", i, ": ", y, ", with other idle rows ", x));
         break;
       }
     }
     CountCases(1);
   }
+}
+
+TEST(CudaSparseMlpIdleRowsAreNotRead) {
+  Failures failures("idle rows");
+  Device device;
+  for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) CheckIdleRows(dtype, &device, &failures);
   failures.Report();
 }
 
@@ -346,7 +399,8 @@ TEST(CudaSparseMlpNan) {
   for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
     for (int selection = 0; selection < 3; ++selection) {
       Case c;
-      c.T = 3, c.dtype = dtype, c.density = 0.1, c.selection = static_cast<SparseMlpSelection>(selection);
+      c.T = 3, c.N = 32, c.dtype = dtype, c.density = 0.1;
+      c.selection = static_cast<SparseMlpSelection>(selection);
       Problem problem(c, 3);
       const double nan = std::numeric_limits<double>::quiet_NaN();
       const int64_t item = SizeOf(dtype);
