@@ -50,42 +50,45 @@ __device__ __forceinline__ int NeuronOfBlock(int i) {
 template <int kTokens>
 class BlockRing {
  public:
-  static constexpr int kRowBytes = 4 * 32 * kCopyBytes, kHiddenBytes = kBlockNeurons * kTokens * 4;
-  static constexpr int kSlotBytes = kRowBytes + kHiddenBytes, kSlots = 3;
+  static constexpr int kRowBytes = kWarpColumns * 2, kRowsBytes = kBlockNeurons * kRowBytes;
+  static constexpr int kSlotBytes = kRowsBytes + kBlockNeurons * kTokens * 4, kSlots = 3;
   static constexpr int kBytes = kSlots * kSlotBytes * kMlpThreads / 32;
 
   __device__ __forceinline__ explicit BlockRing(uint8_t* shared)
       : own_(shared + threadIdx.x / 32 * (kSlots * kSlotBytes)), lane_(static_cast<int>(threadIdx.x) % 32) {}
 
-  // from: this lane's columns of row 0. Rows of a block that do not exist are zeros.
+  // Eight lanes copy the 64 columns of a row. from: this lane's columns of row 0. Rows that do not exist are zeros.
   __device__ __forceinline__ void CopyRows(int slot, const ListWindow& window, int block, const char* from,
                                            int64_t stride, bool is_inside) {
-    const uint32_t to = SharedAddress(own_) + slot * kSlotBytes + lane_ * kCopyBytes;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int k = block * kBlockNeurons + NeuronOfBlock(i);
-      CopyAsync16(to + i * 32 * kCopyBytes, from + window.neurons[k] * stride, is_inside && window.masks[k] != 0);
+      const int row = i * 4 + lane_ / 8, k = block * kBlockNeurons + row;
+      CopyAsync16(AddressOf(slot, row, lane_ % 8), from + window.neurons[k] * stride,
+                  is_inside && window.masks[k] != 0);
     }
   }
   // from: the hidden values of a block, [16, T], of which `exist` are in the workspace.
   __device__ __forceinline__ void CopyHidden(int slot, const float* from, int exist) {
-    const uint32_t to = SharedAddress(own_) + slot * kSlotBytes + kRowBytes;
+    const uint32_t to = SharedAddress(own_) + slot * kSlotBytes + kRowsBytes;
 #pragma unroll
     for (int i = lane_ * 4; i < kBlockNeurons * kTokens; i += 128) {
       if (i < exist) CopyAsync16(to + i * 4, from + i);
     }
   }
+  // Eight columns of this lane's four neurons.
   __device__ __forceinline__ void Read(int slot, uint32_t (&rows)[4][4]) const {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      LoadShared(rows[i], SharedAddress(own_) + slot * kSlotBytes + (i * 32 + lane_) * kCopyBytes);
-    }
+    for (int i = 0; i < 4; ++i) LoadShared(rows[i], AddressOf(slot, NeuronOfBlock(i), lane_ / 4));
   }
   __device__ __forceinline__ const float* Hidden(int slot) const {
-    return reinterpret_cast<const float*>(own_ + slot * kSlotBytes + kRowBytes);
+    return reinterpret_cast<const float*>(own_ + slot * kSlotBytes + kRowsBytes);
   }
 
  private:
+  // The eight lanes that read at a time, of two chunks and four rows, find them in different banks.
+  __device__ __forceinline__ uint32_t AddressOf(int slot, int row, int chunk) const {
+    return SharedAddress(own_) + slot * kSlotBytes + row * kRowBytes + (chunk ^ row / 2 % 4 * 2) * kCopyBytes;
+  }
   uint8_t* const own_;
   const int lane_;
 };
@@ -221,7 +224,7 @@ __global__ void __launch_bounds__(kMlpThreads, 2) DownTileKernel(const __grid_co
   __shared__ bool is_last;
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
   const int slice = static_cast<int>(blockIdx.x) % p.slices, split = static_cast<int>(blockIdx.x) / p.slices;
-  const int64_t column = slice * int64_t{kMlpSliceColumns} + warp % kColumnWarps * kWarpColumns + lane / 4 * kMlpChunk;
+  const int64_t column = slice * int64_t{kMlpSliceColumns} + warp % kColumnWarps * kWarpColumns + lane % 8 * kMlpChunk;
   const char* const from = static_cast<const char*>(p.down_rows.data) + column * static_cast<int64_t>(sizeof(T));
 
   if (!p.is_list_early) WaitForPrevious();

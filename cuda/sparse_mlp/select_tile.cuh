@@ -90,11 +90,10 @@ __global__ void __launch_bounds__(kProjectTileThreads) ProjectTileKernel(const _
       first + own < p.R ? ScaleOfRow<T, kBits>(factor, first + own) * shared.Sum(0, token, own) : 0.0f;
 }
 
-// A projected value as the sum of two in tf32; what is left is 2^-22 of it.
+// A projected value as the sum of two in tf32; what is left is 2^-22 of it. The low one of infinity is NaN.
 __device__ __forceinline__ void SplitTf32(float x, uint32_t* high, uint32_t* low) {
   *high = __float_as_uint(x) & 0xffffe000u;
-  const float rest = __uint_as_float(*high);
-  *low = x == rest ? 0u : __float_as_uint(x - rest);  // not NaN where x is infinite
+  *low = __float_as_uint(x - __uint_as_float(*high));
 }
 
 // Projected values of all tokens, so many of each at a time. The odd size keeps lanes in different banks.
