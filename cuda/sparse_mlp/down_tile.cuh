@@ -12,13 +12,14 @@
 #define STOF_CUDA_SPARSE_MLP_DOWN_TILE_CUH_
 
 #include "cuda/sparse_mlp/down.cuh"
+#include "cuda/sparse_mlp/tile.cuh"
 
 namespace stof {
 namespace cuda {
 namespace mlp {
 
-constexpr int kBlockNeurons = 16;  // multiplied at a time
-constexpr int kWarpColumns = 64;   // eight of each lane / 4
+constexpr int kBlockNeurons = 16;
+constexpr int kWarpColumns = 64;  // eight of each lane / 4
 constexpr int kColumnWarps = kMlpSliceColumns / kWarpColumns;
 constexpr int kNeuronWarps = kMlpThreads / 32 / kColumnWarps;
 
@@ -96,7 +97,7 @@ class BlockRing {
 // The operands of 16 hidden values of tokens g and g + 8.
 template <typename T, int kTokens>
 struct HiddenBlock {
-  static constexpr int kOwn = kTokens / 8, kParts = std::is_same<T, __half>::value ? 2 : 3;
+  static constexpr int kOwn = kTokens / 8;
   float values[kOwn][4];
 
   // hidden: [16, tokens]. Those of pairs that are not needed may be anything, and count as 0.
@@ -109,18 +110,6 @@ struct HiddenBlock {
         const int token = static_cast<int>(threadIdx.x) % 32 / 4 + 8 * n;
         const float x = hidden[k * tokens + token];
         values[n][i] = (masks[k] >> token & 1) != 0 ? x : 0.0f;
-      }
-    }
-  }
-  // The sum of the parts is a value; the smallest ones of fp16 are rounded to a multiple of 2^-24.
-  __device__ __forceinline__ void Split(int n, uint32_t (&parts)[kParts][2]) const {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      float x = values[n][2 * i], y = values[n][2 * i + 1];
-#pragma unroll
-      for (int part = 0; part < kParts; ++part) {
-        parts[part][i] = Pack<T>(x, y);
-        x -= ToFloat(Round<T>(x)), y -= ToFloat(Round<T>(y));
       }
     }
   }
@@ -137,15 +126,15 @@ __device__ __forceinline__ void AddBlock(const uint32_t (&rows)[4][4], const Hid
                                          BlockSums<kTokens>& sums) {
 #pragma unroll
   for (int n = 0; n < kTokens / 8; ++n) {
-    constexpr int kParts = HiddenBlock<T, kTokens>::kParts;
-    uint32_t parts[kParts][2];
-    hidden.Split(n, parts);
+    uint32_t parts[2][kSplitParts<T>];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) SplitPair<T>(hidden.values[n][2 * i], hidden.values[n][2 * i + 1], parts[i]);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const uint32_t a[4] = {__byte_perm(rows[0][i], rows[1][i], 0x5410), __byte_perm(rows[0][i], rows[1][i], 0x7632),
                              __byte_perm(rows[2][i], rows[3][i], 0x5410), __byte_perm(rows[2][i], rows[3][i], 0x7632)};
 #pragma unroll
-      for (int part = 0; part < kParts; ++part) Mma<T>(sums[i][n], a, parts[part][0], parts[part][1]);
+      for (int part = 0; part < kSplitParts<T>; ++part) Mma<T>(sums[i][n], a, parts[0][part], parts[1][part]);
     }
   }
 }

@@ -22,7 +22,7 @@ constexpr int kMlpMostSplits = 64;                // of the list of active neuro
 constexpr int kMlpThreads = 256;
 
 // Calls of so many tokens are computed by tensor cores, where weights are fp16 or bf16 and vectorized.
-constexpr bool TakesTiles(int64_t tokens) { return tokens >= 3 && tokens <= 16; }
+constexpr bool TakesTiles(int64_t tokens) { return tokens >= 2 && tokens <= 16; }
 
 // A weight with a row for each neuron, as kernels read it.
 struct MlpRows {

@@ -90,68 +90,75 @@ __global__ void __launch_bounds__(kProjectTileThreads) ProjectTileKernel(const _
       first + own < p.R ? ScaleOfRow<T, kBits>(factor, first + own) * shared.Sum(0, token, own) : 0.0f;
 }
 
-// A projected value as the sum of two in tf32; what is left is 2^-22 of it. The low one of infinity is NaN.
-__device__ __forceinline__ void SplitTf32(float x, uint32_t* high, uint32_t* low) {
-  *high = __float_as_uint(x) & 0xffffe000u;
-  *low = __float_as_uint(x - __uint_as_float(*high));
-}
-
-// Projected values of all tokens, so many of each at a time. The odd size keeps lanes in different banks.
-constexpr int kStagedValues = 512;
-template <int kTokens>
+// Projected values of all tokens, so many of each at a time. A value is fp32: the sum of two numbers in fp16, or of
+// three in bf16. Those of a token are scaled by a power of two, so that they do not leave the range of fp16.
+template <typename T, int kTokens>
 struct ProjectedStorage {
-  alignas(16) float values[kTokens][kStagedValues + 4];
+  static constexpr int kValues = kTokens == 8 ? 512 : 256, kParts = kSplitParts<T>;
+  alignas(16) T values[kParts][kTokens][kValues + 32];  // eight lanes that read at a time find them in different banks
+  float unscales[kTokens];
 
-  // Values [begin, begin + kStagedValues); zeros of tokens and values that do not exist.
+  // Values [begin, begin + kValues); zeros of tokens and values that do not exist.
   __device__ __forceinline__ void Load(const MlpParams& p, int64_t begin) {
+    constexpr int kLoads = kValues / 128;  // of four values, of a lane
+    const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
-    for (int u = 0; u < kTokens * kStagedValues / 4 / kMlpThreads; ++u) {
-      const int i = static_cast<int>(threadIdx.x) + u * kMlpThreads;
-      const int token = i / (kStagedValues / 4), value = i % (kStagedValues / 4) * 4;
-      const bool exists = token < p.T && begin + value < p.projected_stride;
-      CopyAsync16(SharedAddress(&values[token][value]), p.projected + token * p.projected_stride + begin + value,
-                  exists);
+    for (int token = warp; token < kTokens; token += kTileWarps) {
+      float x[kLoads][4], most = 0.0f;
+#pragma unroll
+      for (int u = 0; u < kLoads; ++u) {
+        const int64_t value = begin + (u * 32 + lane) * 4;
+        const bool exists = token < p.T && value < p.projected_stride;
+        const float4 some =
+            __ldcg(reinterpret_cast<const float4*>(p.projected + (exists ? token * p.projected_stride + value : 0)));
+        x[u][0] = exists ? some.x : 0.0f, x[u][1] = exists ? some.y : 0.0f;
+        x[u][2] = exists ? some.z : 0.0f, x[u][3] = exists ? some.w : 0.0f;
+      }
+#pragma unroll
+      for (int i = 0; i < 4 * kLoads; ++i) most = fmaxf(most, fabsf(x[i / 4][i % 4]));
+#pragma unroll
+      for (int offset = 16; offset > 0; offset /= 2) most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, offset));
+      // 2^10 over the power of two below the largest value; infinity and NaN stay what they are.
+      const uint32_t exponent = max(__float_as_uint(most) >> 23, 11u);
+      const bool is_scaled = std::is_same<T, __half>::value && exponent < 255;
+      const float scale = is_scaled ? __uint_as_float((254 + 10 - exponent) << 23) : 1.0f;
+      if (lane == 0) unscales[token] = is_scaled ? __uint_as_float((exponent - 10) << 23) : 1.0f;
+#pragma unroll
+      for (int u = 0; u < kLoads; ++u) {
+        uint32_t low[kParts], high[kParts];
+        SplitPair<T>(scale * x[u][0], scale * x[u][1], low), SplitPair<T>(scale * x[u][2], scale * x[u][3], high);
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+          *reinterpret_cast<uint2*>(&values[part][token][(u * 32 + lane) * 4]) = make_uint2(low[part], high[part]);
+        }
+      }
     }
-    CommitCopies();
-    WaitCopies<0>();
+  }
+  // sums += tokens · a chunk of the rows, without the scales.
+  __device__ __forceinline__ void Add(const uint32_t (&weights)[4], int chunk, float (&sums)[4]) const {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      TileTokens<T, kTokens> tokens;
+#pragma unroll
+      for (int n = 0; n < kTokens / 8; ++n) {
+        const T* const from = &values[part][static_cast<int>(threadIdx.x) % 32 / 4 + 8 * n][chunk * kMlpChunk];
+        const uint4 words = *reinterpret_cast<const uint4*>(from);
+        tokens.words[n][0] = words.x, tokens.words[n][1] = words.y;
+        tokens.words[n][2] = words.z, tokens.words[n][3] = words.w;
+      }
+      AddTile<T, kTokens>(weights, tokens, sums);
+    }
   }
 };
-
-// sums += projected tokens · a chunk of the rows, as AddTile does. Weights of 8 and 16 bits are exact in tf32.
-template <typename T, int kBits, int kTokens>
-__device__ __forceinline__ void AddScores(const ProjectedStorage<kTokens>& projected, const Chunk<T, kBits>& weights,
-                                          int begin, float (&sums)[4]) {
-  float w[kMlpChunk], x[kTokens / 8][kMlpChunk];
-  weights.Unscaled(w);
-#pragma unroll
-  for (int n = 0; n < kTokens / 8; ++n) {
-    const float* const from = &projected.values[static_cast<int>(threadIdx.x) % 32 / 4 + 8 * n][begin];
-#pragma unroll
-    for (int i = 0; i < kMlpChunk; i += 4) {
-      const float4 some = *reinterpret_cast<const float4*>(from + i);
-      x[n][i] = some.x, x[n][i + 1] = some.y, x[n][i + 2] = some.z, x[n][i + 3] = some.w;
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < kMlpChunk; i += 2) {
-    uint32_t high[4] = {}, low[4] = {};
-#pragma unroll
-    for (int n = 0; n < kTokens / 8; ++n) {
-      SplitTf32(x[n][i], &high[n], &low[n]);
-      SplitTf32(x[n][i + 1], &high[n + 2], &low[n + 2]);
-    }
-    MmaTf32(sums, high, __float_as_uint(w[i]), __float_as_uint(w[i + 1]));
-    MmaTf32(sums, low, __float_as_uint(w[i]), __float_as_uint(w[i + 1]));
-  }
-}
 
 // The neurons of a segment whose scores, predictor_up · projected, make them active. Two warps share a tile's values.
 template <typename T, int kBits, int kTokens>
 __global__ void __launch_bounds__(kMlpThreads, kTokens == 8 ? 3 : 2)
     ScoreTileKernel(const __grid_constant__ MlpParams p) {
   constexpr int kTiles = 32 / kTileRows, kShares = kTileWarps / kTiles;
-  constexpr int kLoaded = kStagedValues / kMlpChunk / (4 * kShares);  // chunks of a lane
-  __shared__ ProjectedStorage<kTokens> projected;
+  using Projected = ProjectedStorage<T, kTokens>;
+  constexpr int kLoaded = Projected::kValues / kMlpChunk / (4 * kShares);  // chunks of a lane
+  __shared__ Projected projected;
   __shared__ float scores[kShares][kTokens][32 + 1];
   __shared__ uint64_t masks[kTileWarps][32];
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
@@ -159,7 +166,6 @@ __global__ void __launch_bounds__(kMlpThreads, kTokens == 8 ? 3 : 2)
   const int64_t segment = blockIdx.x, begin = segment * p.segment, end = min(p.F, begin + p.segment);
   const MlpRows& factor = p.predictor_up;
   Chunk<T, kBits> weights[kLoaded];
-  // Of value `from` on, the first of kStagedValues.
   const auto chunk_of = [&](int u) { return (share + u * kShares) * 4 + lane % 4; };
   const auto load = [&](int64_t neuron, int64_t from) {
 #pragma unroll
@@ -177,18 +183,24 @@ __global__ void __launch_bounds__(kMlpThreads, kTokens == 8 ? 3 : 2)
   int count = 0;
   for (int64_t first = begin; first < end; first += 32) {
     float sums[4] = {};
-    for (int64_t from = 0; from < p.R; from += kStagedValues) {
+    for (int64_t from = 0; from < p.R; from += Projected::kValues) {
       if (first != begin || from != 0) load(first + tile * kTileRows + lane / 4, from);
-      if (first == begin || p.R > kStagedValues) {
+      if (first == begin || p.R > Projected::kValues) {
         __syncthreads();
         projected.Load(p, from);
         __syncthreads();
       }
+      float scaled[4] = {};
 #pragma unroll
       for (int u = 0; u < kLoaded; ++u) {
         if (from + (share + u * kShares) * 4 * kMlpChunk >= p.R) continue;
-        AddScores<T, kBits, kTokens>(projected, weights[u], chunk_of(u) * kMlpChunk, sums);
+        uint32_t words[4];
+        ToWords<T, kBits>(weights[u], words);
+        projected.Add(words, chunk_of(u), scaled);
       }
+#pragma unroll
+      for (int i = 0; i < kTokens / 4; ++i)
+        sums[i] = fmaf(projected.unscales[lane / 4 + i / 2 * 8], scaled[i], sums[i]);
     }
 #pragma unroll
     for (int i = 0; i < kTokens / 4; ++i) {

@@ -7,6 +7,7 @@
 #ifndef STOF_CUDA_SPARSE_MLP_TILE_CUH_
 #define STOF_CUDA_SPARSE_MLP_TILE_CUH_
 
+#include "cuda/common/round.cuh"
 #include "cuda/sparse_mlp/rows.cuh"
 
 namespace stof {
@@ -49,6 +50,20 @@ __device__ __forceinline__ void AddTile(const uint32_t (&weights)[4], const Tile
     uint32_t a[4] = {tokens.words[0][i], 0, tokens.words[0][i + 1], 0};
     if constexpr (kTokens == 16) a[1] = tokens.words[1][i], a[3] = tokens.words[1][i + 1];
     Mma<T>(sums, a, weights[i], weights[i + 1]);
+  }
+}
+
+// fp32 as the sum of so many numbers of T, for tensor cores. The smallest of fp16 are rounded to a multiple of 2^-24.
+template <typename T>
+constexpr int kSplitParts = std::is_same<T, __half>::value ? 2 : 3;
+
+// Words of two values, for each part.
+template <typename T>
+__device__ __forceinline__ void SplitPair(float x, float y, uint32_t (&parts)[kSplitParts<T>]) {
+#pragma unroll
+  for (int part = 0; part < kSplitParts<T>; ++part) {
+    parts[part] = Pack<T>(x, y);
+    x -= ToFloat(Round<T>(x)), y -= ToFloat(Round<T>(y));
   }
 }
 
