@@ -85,7 +85,7 @@ class HiddenTiles {
   }
 
   __device__ __forceinline__ void Multiply(Sums* to) {
-    float sums[kWeights][4] = {};
+    float sums[kWeights][kTileGroups<kTokens>][4] = {};
     TileTokens<T, kTokens> tokens[kCopiesOfRow], next[kCopiesOfRow];
     LoadTokens(0, tokens);
     for (int32_t step = 0; step < steps_; ++step) {
@@ -109,7 +109,7 @@ class HiddenTiles {
   }
   __device__ __forceinline__ void LoadTokens(int32_t step, TileTokens<T, kTokens> (&to)[kCopiesOfRow]) const {
 #pragma unroll
-    for (int i = 0; i < kCopiesOfRow; ++i) to[i].Load(p_, ChunkOf(step) + 4 * i, chunks_);
+    for (int i = 0; i < kCopiesOfRow; ++i) to[i].Load(p_, 0, ChunkOf(step) + 4 * i, chunks_);
   }
 
   // Thread 8 t + n has token t of neuron n.

@@ -11,6 +11,7 @@
 #include "cuda/sparse_mlp/down_tile.cuh"
 #include "cuda/sparse_mlp/hidden_tile.cuh"
 #include "cuda/sparse_mlp/select_tile.cuh"
+#include "plugins/core/base/integers.h"
 
 namespace stof {
 namespace cuda {
@@ -71,11 +72,17 @@ int LaunchProject(const MlpParams& params, void* stream) {
     constexpr int kBits = decltype(bits)::value;
     constexpr bool kVectors = decltype(vectors)::value;
     if constexpr (kVectors && sizeof(T) == 2) {
+      constexpr int kManyTokens = 32, kManyTiles = 2;
       if (TakesTiles(params.T)) {
         return WithTileTokens(params.T, [&](auto tokens) {
-          return LaunchEarly<ProjectTileKernel<T, kBits, decltype(tokens)::value>>(
+          return LaunchEarly<ProjectTileKernel<T, kBits, decltype(tokens)::value, 1>>(
               params, params.projected_stride / kTileRows, kProjectTileThreads, stream);
         });
+      }
+      if (params.T > kManyTokens / 2) {
+        const int64_t ctas = CeilDiv(params.projected_stride, int64_t{kManyTiles} * kTileRows);
+        return LaunchEarly<ProjectTileKernel<T, kBits, kManyTokens, kManyTiles>>(
+            params, ctas * CeilDiv(int64_t{params.T}, int64_t{kManyTokens}), kProjectTileThreads, stream);
       }
     }
     return params.T == 1 ? LaunchEarly<ProjectKernel<T, kBits, kVectors, 1>>(params, params.projected_stride,
@@ -92,6 +99,11 @@ int LaunchScore(const MlpParams& params, void* stream) {
     constexpr int kBits = decltype(bits)::value;
     constexpr bool kVectors = decltype(vectors)::value;
     if constexpr (kVectors && sizeof(T) == 2) {
+      if (params.all_masks != nullptr) {
+        return LaunchEarly<ScoreManyKernel<T, kBits>>(params, CeilDiv(params.F, int64_t{32}) * kScoreShares,
+                                                      kMlpThreads, stream,
+                                                      sizeof(typename ManyScoreTiles<T, kBits>::Projected));
+      }
       if (TakesTiles(params.T)) {
         return WithTileTokens(params.T, [&](auto tokens) {
           return LaunchEarly<ScoreTileKernel<T, kBits, decltype(tokens)::value>>(params, ctas, kMlpThreads, stream);

@@ -31,75 +31,88 @@ __device__ __forceinline__ float ScaleOfRow(const MlpRows& factor, int64_t row) 
 
 constexpr int kProjectTileThreads = 512, kProjectTileWarps = kProjectTileThreads / 32;
 
-// Chunks of a row of predictor_down and of the tokens, all in flight at a time.
-template <typename T, int kBits, int kTokens>
+// Chunks of kTiles rows of predictor_down and of the tokens, all in flight at a time.
+template <typename T, int kBits, int kTokens, int kTiles>
 struct ProjectedChunks {
-  static constexpr int kLoaded = 4, kStep = kLoaded * 4 * kProjectTileWarps;
-  Chunk<T, kBits> weights[kLoaded];
+  static constexpr int kLoaded = kTiles > 1 ? 1 : 4, kStep = kLoaded * 4 * kProjectTileWarps;
+  Chunk<T, kBits> weights[kLoaded][kTiles];
   TileTokens<T, kTokens> tokens[kLoaded];
 
-  __device__ __forceinline__ void Load(const MlpParams& p, int64_t row, int64_t begin, int64_t chunks) {
+  __device__ __forceinline__ void Load(const MlpParams& p, int64_t row, int64_t first_token, int64_t begin,
+                                       int64_t chunks) {
 #pragma unroll
     for (int u = 0; u < kLoaded; ++u) {
       const int64_t chunk = begin + (u * kProjectTileWarps + threadIdx.x / 32) * 4 + threadIdx.x % 4;
-      weights[u] = Chunk<T, kBits>();
-      if (row < p.R && chunk < chunks) weights[u].template Load<true>(p.predictor_down, row, chunk);
-      tokens[u].Load(p, chunk, chunks);
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        const int64_t own = row + tile * kTileRows;
+        weights[u][tile] = Chunk<T, kBits>();
+        if (own < p.R && chunk < chunks) weights[u][tile].template Load<true>(p.predictor_down, own, chunk);
+      }
+      tokens[u].Load(p, first_token, chunk, chunks);
     }
   }
-  __device__ __forceinline__ void Add(float (&sums)[4]) const {
+  __device__ __forceinline__ void Add(float (&sums)[kTiles][kTileGroups<kTokens>][4]) const {
 #pragma unroll
     for (int u = 0; u < kLoaded; ++u) {
-      uint32_t words[4];
-      ToWords<T, kBits>(weights[u], words);
-      AddTile<T, kTokens>(words, tokens[u], sums);
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        uint32_t words[4];
+        ToWords<T, kBits>(weights[u][tile], words);
+        AddTile<T, kTokens>(words, tokens[u], sums[tile]);
+      }
     }
   }
 };
 
-// projected[t, r] = row r of predictor_down · token t. A CTA a tile of rows; rows from R on give zeros.
-template <typename T, int kBits, int kTokens>
-__global__ void __launch_bounds__(kProjectTileThreads) ProjectTileKernel(const __grid_constant__ MlpParams p) {
-  __shared__ TileSums<1, kTokens, kProjectTileWarps> shared;
+// projected[t, r] = row r of predictor_down · token t. A CTA has kTiles tiles of rows and kTokens tokens; rows from R
+// on give zeros.
+template <typename T, int kBits, int kTokens, int kTiles>
+__global__ void __launch_bounds__(kProjectTileThreads, 1) ProjectTileKernel(const __grid_constant__ MlpParams p) {
+  constexpr int kRows = kTiles * kTileRows;
+  __shared__ TileSums<kTiles, kTokens, kProjectTileWarps> shared;
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
-  const int64_t first = int64_t{blockIdx.x} * kTileRows, row = first + lane / 4;
+  const int64_t all_rows = (p.projected_stride + kRows - 1) / kRows;
+  const int64_t first = blockIdx.x % all_rows * kRows, first_token = blockIdx.x / all_rows * kTokens;
   const MlpRows& factor = p.predictor_down;
   {  // L2 sees what the kernels before still write, so that its lines may be fetched now
     const char* const rows = static_cast<const char*>(factor.data) + first * factor.stride;
-    const int64_t bytes = min(int64_t{kTileRows}, p.R - first) * factor.stride;
+    const int64_t bytes = min(int64_t{kRows}, p.R - first) * factor.stride;
     for (int64_t at = thread * 128; at < bytes; at += kProjectTileThreads * 128) PrefetchL2(rows + at);
   }
   WaitForPrevious();
   LetNextStart();
-  const int64_t chunks = p.K / kMlpChunk;
-  ProjectedChunks<T, kBits, kTokens> current, next;
-  float sums[1][4] = {};
-  current.Load(p, row, 0, chunks);
+  const int64_t chunks = p.K / kMlpChunk, row = first + lane / 4;
+  ProjectedChunks<T, kBits, kTokens, kTiles> current, next;
+  float sums[kTiles][kTileGroups<kTokens>][4] = {};
+  current.Load(p, row, first_token, 0, chunks);
   // Not unrolled: ptxas moves loads down to their first use, but not out of the turn of a loop.
 #pragma unroll 1
   for (int64_t begin = 0; begin < chunks; begin += current.kStep) {
-    next.Load(p, row, begin + current.kStep, chunks);
-    current.Add(sums[0]);
+    next.Load(p, row, first_token, begin + current.kStep, chunks);
+    current.Add(sums);
     current = next;
   }
   shared.Store(sums);
   __syncthreads();
-  const int token = thread / kTileRows, own = thread % kTileRows;
-  if (token >= p.T) return;
-  p.projected[token * p.projected_stride + first + own] =
-      first + own < p.R ? ScaleOfRow<T, kBits>(factor, first + own) * shared.Sum(0, token, own) : 0.0f;
+  for (int i = thread; i < kTokens * kRows; i += kProjectTileThreads) {
+    const int64_t token = first_token + i / kRows, own = first + i % kRows;
+    if (token >= p.T || own >= p.projected_stride) continue;
+    const float sum = shared.Sum(i % kRows / kTileRows, i / kRows, i % kTileRows);
+    p.projected[token * p.projected_stride + own] = own < p.R ? ScaleOfRow<T, kBits>(factor, own) * sum : 0.0f;
+  }
 }
 
 // Projected values of all tokens, so many of each at a time. A value is fp32: the sum of two numbers in fp16, or of
 // three in bf16. Those of a token are scaled by a power of two, so that they do not leave the range of fp16.
-template <typename T, int kTokens>
+template <typename T, int kTokens, int kStagedValues>
 struct ProjectedStorage {
-  static constexpr int kValues = kTokens == 8 ? 512 : 256, kParts = kSplitParts<T>;
+  static constexpr int kValues = kStagedValues, kParts = kSplitParts<T>;
   alignas(16) T values[kParts][kTokens][kValues + 32];  // eight lanes that read at a time find them in different banks
   float unscales[kTokens];
 
   // Values [begin, begin + kValues); zeros of tokens and values that do not exist.
-  __device__ __forceinline__ void Load(const MlpParams& p, int64_t begin) {
+  __device__ __forceinline__ void Load(const MlpParams& p, int64_t first_token, int64_t begin) {
     constexpr int kLoads = kValues / 128;  // of four values, of a lane
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
@@ -108,9 +121,9 @@ struct ProjectedStorage {
 #pragma unroll
       for (int u = 0; u < kLoads; ++u) {
         const int64_t value = begin + (u * 32 + lane) * 4;
-        const bool exists = token < p.T && value < p.projected_stride;
-        const float4 some =
-            __ldcg(reinterpret_cast<const float4*>(p.projected + (exists ? token * p.projected_stride + value : 0)));
+        const bool exists = first_token + token < p.T && value < p.projected_stride;
+        const int64_t at = exists ? (first_token + token) * p.projected_stride + value : 0;
+        const float4 some = __ldcg(reinterpret_cast<const float4*>(p.projected + at));
         x[u][0] = exists ? some.x : 0.0f, x[u][1] = exists ? some.y : 0.0f;
         x[u][2] = exists ? some.z : 0.0f, x[u][3] = exists ? some.w : 0.0f;
       }
@@ -135,7 +148,7 @@ struct ProjectedStorage {
     }
   }
   // sums += tokens · a chunk of the rows, without the scales.
-  __device__ __forceinline__ void Add(const uint32_t (&weights)[4], int chunk, float (&sums)[4]) const {
+  __device__ __forceinline__ void Add(const uint32_t (&weights)[4], int chunk, float (&sums)[1][4]) const {
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       TileTokens<T, kTokens> tokens;
@@ -151,71 +164,115 @@ struct ProjectedStorage {
   }
 };
 
-// The neurons of a segment whose scores, predictor_up · projected, make them active. Two warps share a tile's values.
+// The scores of 32 neurons and a group of tokens. Two warps share the values of a tile of eight neurons.
+template <typename T, int kBits, int kTokens, int kStagedValues>
+class ScoreTiles {
+ public:
+  using Projected = ProjectedStorage<T, kTokens, kStagedValues>;
+  static constexpr int kTiles = 32 / kTileRows, kShares = kTileWarps / kTiles;
+  using Scores = float[kShares][kTokens][32 + 1];
+
+  __device__ __forceinline__ ScoreTiles(const MlpParams& params, Projected* projected, Scores& scores)
+      : p_(params),
+        lane_(static_cast<int>(threadIdx.x) % 32),
+        tile_(static_cast<int>(threadIdx.x) / 32 % kTiles),
+        share_(static_cast<int>(threadIdx.x) / 32 / kTiles),
+        projected_(*projected),
+        scores_(scores) {}
+
+  // Rows of neurons [first, end), at most 32; values [from, from + kStagedValues).
+  __device__ __forceinline__ void LoadWeights(int64_t first, int64_t end, int64_t from) {
+    const int64_t neuron = first + tile_ * kTileRows + lane_ / 4;
+#pragma unroll
+    for (int u = 0; u < kLoaded; ++u) {
+      const int64_t chunk = from / kMlpChunk + ChunkOf(u);
+      weights_[u] = Chunk<T, kBits>();
+      if (neuron < end && chunk * kMlpChunk < p_.R) weights_[u].template Load<true>(p_.predictor_up, neuron, chunk);
+    }
+  }
+  // All threads have read the projected values before.
+  __device__ __forceinline__ void LoadTokens(int64_t first_token, int64_t from) {
+    projected_.Load(p_, first_token, from);
+    __syncthreads();
+  }
+  __device__ __forceinline__ void Clear() { sums_[0] = sums_[1] = sums_[2] = sums_[3] = 0.0f; }
+  // The part of the scores from value `from` on.
+  __device__ __forceinline__ void Add(int64_t from) {
+    float scaled[1][4] = {};
+#pragma unroll
+    for (int u = 0; u < kLoaded; ++u) {
+      if (from + (share_ + u * kShares) * 4 * kMlpChunk >= p_.R) continue;
+      uint32_t words[4];
+      ToWords<T, kBits>(weights_[u], words);
+      projected_.Add(words, ChunkOf(u), scaled);
+    }
+#pragma unroll
+    for (int i = 0; i < kTokens / 4; ++i) {
+      sums_[i] = fmaf(projected_.unscales[lane_ / 4 + i / 2 * 8], scaled[0][i], sums_[i]);
+    }
+  }
+  // All scores are in shared memory after it.
+  __device__ __forceinline__ void Store() {
+#pragma unroll
+    for (int i = 0; i < kTokens / 4; ++i) {
+      scores_[share_][lane_ / 4 + i / 2 * 8][tile_ * kTileRows + lane_ % 4 * 2 + i % 2] = sums_[i];
+    }
+    __syncthreads();
+  }
+  // Whether a neuron is active for a token of the group. neuron = first + this lane.
+  __device__ __forceinline__ bool IsNeeded(int64_t neuron, float scale, int token) const {
+    float score = scores_[0][token][lane_];
+#pragma unroll
+    for (int i = 1; i < kShares; ++i) score += scores_[i][token][lane_];
+    return IsActive(p_, scale * score, neuron);
+  }
+
+ private:
+  static constexpr int kLoaded = kStagedValues / kMlpChunk / (4 * kShares);  // chunks of a lane
+  __device__ __forceinline__ int ChunkOf(int u) const { return (share_ + u * kShares) * 4 + lane_ % 4; }
+
+  const MlpParams& p_;
+  const int lane_, tile_, share_;
+  Projected& projected_;
+  Scores& scores_;
+  Chunk<T, kBits> weights_[kLoaded];
+  float sums_[4];
+};
+
+// The neurons of a segment whose scores, predictor_up · projected, make them active.
 template <typename T, int kBits, int kTokens>
 __global__ void __launch_bounds__(kMlpThreads, kTokens == 8 ? 3 : 2)
     ScoreTileKernel(const __grid_constant__ MlpParams p) {
-  constexpr int kTiles = 32 / kTileRows, kShares = kTileWarps / kTiles;
-  using Projected = ProjectedStorage<T, kTokens>;
-  constexpr int kLoaded = Projected::kValues / kMlpChunk / (4 * kShares);  // chunks of a lane
-  __shared__ Projected projected;
-  __shared__ float scores[kShares][kTokens][32 + 1];
+  constexpr int kStagedValues = kTokens == 8 ? 512 : 256;
+  using Tiles = ScoreTiles<T, kBits, kTokens, kStagedValues>;
+  __shared__ typename Tiles::Projected projected;
+  __shared__ typename Tiles::Scores scores;
   __shared__ uint64_t masks[kTileWarps][32];
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  const int tile = warp % kTiles, share = warp / kTiles;
   const int64_t segment = blockIdx.x, begin = segment * p.segment, end = min(p.F, begin + p.segment);
-  const MlpRows& factor = p.predictor_up;
-  Chunk<T, kBits> weights[kLoaded];
-  const auto chunk_of = [&](int u) { return (share + u * kShares) * 4 + lane % 4; };
-  const auto load = [&](int64_t neuron, int64_t from) {
-#pragma unroll
-    for (int u = 0; u < kLoaded; ++u) {
-      const int64_t chunk = from / kMlpChunk + chunk_of(u);
-      weights[u] = Chunk<T, kBits>();
-      if (neuron < end && chunk * kMlpChunk < p.R) weights[u].template Load<true>(factor, neuron, chunk);
-    }
-  };
+  Tiles tiles(p, &projected, scores);
   // The projection runs before this kernel, and waited for all others: the weights are there.
-  load(begin + tile * kTileRows + lane / 4, 0);
+  tiles.LoadWeights(begin, end, 0);
   WaitForPrevious();
   LetNextStart();
   ClearFinished(p);
   int count = 0;
   for (int64_t first = begin; first < end; first += 32) {
-    float sums[4] = {};
-    for (int64_t from = 0; from < p.R; from += Projected::kValues) {
-      if (first != begin || from != 0) load(first + tile * kTileRows + lane / 4, from);
-      if (first == begin || p.R > Projected::kValues) {
-        __syncthreads();
-        projected.Load(p, from);
-        __syncthreads();
-      }
-      float scaled[4] = {};
-#pragma unroll
-      for (int u = 0; u < kLoaded; ++u) {
-        if (from + (share + u * kShares) * 4 * kMlpChunk >= p.R) continue;
-        uint32_t words[4];
-        ToWords<T, kBits>(weights[u], words);
-        projected.Add(words, chunk_of(u), scaled);
-      }
-#pragma unroll
-      for (int i = 0; i < kTokens / 4; ++i)
-        sums[i] = fmaf(projected.unscales[lane / 4 + i / 2 * 8], scaled[i], sums[i]);
+    tiles.Clear();
+    for (int64_t from = 0; from < p.R; from += kStagedValues) {
+      const bool is_first = first == begin && from == 0;
+      if (!is_first) tiles.LoadWeights(first, end, from);
+      if (!is_first && p.R > kStagedValues) __syncthreads();
+      if (is_first || p.R > kStagedValues) tiles.LoadTokens(0, from);
+      tiles.Add(from);
     }
-#pragma unroll
-    for (int i = 0; i < kTokens / 4; ++i) {
-      scores[share][lane / 4 + i / 2 * 8][tile * kTileRows + lane % 4 * 2 + i % 2] = sums[i];
-    }
-    __syncthreads();
+    tiles.Store();
     const int64_t neuron = first + lane;
     uint64_t mask = 0;
     if (neuron < end) {
-      const float scale = ScaleOfRow<T, kBits>(factor, neuron);
+      const float scale = ScaleOfRow<T, kBits>(p.predictor_up, neuron);
       for (int t = warp; t < p.T; t += kTileWarps) {
-        float score = scores[0][t][lane];
-#pragma unroll
-        for (int i = 1; i < kShares; ++i) score += scores[i][t][lane];
-        mask |= static_cast<uint64_t>(IsActive(p, scale * score, neuron)) << t;
+        mask |= static_cast<uint64_t>(tiles.IsNeeded(neuron, scale, t)) << t;
       }
     }
     masks[warp][lane] = mask;
@@ -223,13 +280,48 @@ __global__ void __launch_bounds__(kMlpThreads, kTokens == 8 ? 3 : 2)
     if (warp != 0) continue;
 #pragma unroll
     for (int w = 1; w < kTileWarps; ++w) mask |= masks[w][lane];
-    if (p.all_masks == nullptr) {
-      AppendActive(p, segment, neuron, mask, &count);
-    } else if (neuron < end) {
-      p.all_masks[neuron] = mask;
-    }
+    AppendActive(p, segment, neuron, mask, &count);
   }
-  if (threadIdx.x == 0 && segment < p.segments && p.all_masks == nullptr) p.counts[segment] = count;
+  if (threadIdx.x == 0 && segment < p.segments) p.counts[segment] = count;
+}
+
+// Masks of all neurons for many tokens, 16 at a time. A CTA has 32 neurons, and one of kScoreShares shares of the
+// tokens.
+constexpr int kScoreTokens = 16, kScoreShares = 2;
+template <typename T, int kBits>
+using ManyScoreTiles = ScoreTiles<T, kBits, kScoreTokens, 512>;
+
+template <typename T, int kBits>
+__global__ void __launch_bounds__(kMlpThreads, 2) ScoreManyKernel(const __grid_constant__ MlpParams p) {
+  using Tiles = ManyScoreTiles<T, kBits>;
+  extern __shared__ __align__(128) uint8_t shared[];
+  __shared__ typename Tiles::Scores scores;
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const int64_t first = int64_t{blockIdx.x / kScoreShares} * 32, end = min(p.F, first + 32), neuron = first + lane;
+  Tiles tiles(p, reinterpret_cast<typename Tiles::Projected*>(shared), scores);
+  tiles.LoadWeights(first, end, 0);  // the projection waited for all others: the weights are there
+  WaitForPrevious();
+  LetNextStart();
+  const float scale = neuron < end ? ScaleOfRow<T, kBits>(p.predictor_up, neuron) : 0.0f;
+  for (int64_t t = int64_t{blockIdx.x % kScoreShares} * kScoreTokens; t < p.T; t += kScoreShares * kScoreTokens) {
+    tiles.Clear();
+    for (int64_t from = 0; from < p.R; from += Tiles::Projected::kValues) {
+      if (p.R > Tiles::Projected::kValues) {
+        if (from > 0) __syncthreads();
+        tiles.LoadWeights(first, end, from);
+      }
+      tiles.LoadTokens(t, from);
+      tiles.Add(from);
+    }
+    tiles.Store();
+    if (warp != 0 || neuron >= end) continue;
+    uint32_t mask = 0;
+#pragma unroll
+    for (int i = 0; i < kScoreTokens; ++i) mask |= static_cast<uint32_t>(tiles.IsNeeded(neuron, scale, i)) << i;
+    // Bits of tokens from T on are not read.
+    reinterpret_cast<uint16_t*>(p.all_masks + t / kMlpTokens * p.F + neuron)[t % kMlpTokens / kScoreTokens] =
+        static_cast<uint16_t>(mask);
+  }
 }
 
 }  // namespace mlp

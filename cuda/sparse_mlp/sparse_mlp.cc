@@ -213,7 +213,7 @@ class DenseLayout {
     hidden = Take(tokens, a.F * item);
     dequantized = Take(a.bits > 0 ? a.F : 0, std::max(a.K, a.N) * item);
     projected_stride = RoundUp(a.R, kMlpChunk);
-    projected = Take(has_gate ? kMlpTokens : 0, projected_stride * 4);
+    projected = Take(has_gate ? tokens : 0, projected_stride * 4);
     masks = Take(has_gate ? CeilDiv(tokens, kMlpTokens) : 0, a.F * 8);
     gemm = Take(1, static_cast<int64_t>(kGemmWorkspace));
   }
@@ -282,7 +282,7 @@ class DenseRun {
     return ToStatus(static_cast<cudaError_t>(error), "launch of an MLP of many tokens");
   }
 
-  // The masks of a predictor, kMlpTokens tokens at a time.
+  // The masks of a predictor: of all tokens, or of kMlpTokens at a time where its factors are not aligned.
   Status Score() {
     MlpParams p;
     p.K = a_.K, p.F = a_.F, p.R = a_.R;
@@ -293,8 +293,9 @@ class DenseRun {
     p.projected = reinterpret_cast<float*>(base_ + layout_.projected), p.projected_stride = layout_.projected_stride;
     p.segment = kMlpLeastSegment, p.segments = static_cast<int32_t>(CeilDiv(a_.F, p.segment));
     p.token_groups = 0;  // there is no down kernel
-    for (int64_t t = 0; t < a_.T; t += kMlpTokens) {
-      p.T = static_cast<int32_t>(std::min<int64_t>(kMlpTokens, a_.T - t));
+    const int64_t some = p.predictor_down.is_vectorized && p.predictor_up.is_vectorized ? a_.T : kMlpTokens;
+    for (int64_t t = 0; t < a_.T; t += some) {
+      p.T = static_cast<int32_t>(std::min(some, a_.T - t));
       p.input = static_cast<const char*>(a_.input) + t * a_.K * SizeOf(a_.dtype);
       p.all_masks = params_.masks + t / kMlpTokens * a_.F;
       if (p.R > 0) STOF_RETURN_IF_ERROR(Checked(kernels_.project(p, context_.stream)));

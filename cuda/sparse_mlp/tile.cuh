@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Dot products of eight rows of weights and up to 16 tokens by tensor cores: a tile.
+// Dot products of eight rows of weights and several tokens by tensor cores: a tile.
 //
 // mma multiplies [16 tokens, 16 values] by [16 values, 8 rows]. The order of the values of a dot product is free, so a
 // lane takes eight values that lie together: lane 4 g + q has chunk q of a step of row g, of token g and of token g +
@@ -18,6 +18,10 @@ constexpr int kTileRows = 8;
 constexpr int kTileChunks = 8;  // of a row, in a step of a warp: two of each lane, 64 values
 constexpr int kTileWarps = kMlpThreads / 32;
 
+// Groups of 16 tokens, of 8 where there are no more.
+template <int kTokens>
+constexpr int kTileGroups = (kTokens + 15) / 16;
+
 // The chunks at one place of the tokens of a lane; zeros of tokens and chunks that do not exist.
 template <typename T, int kTokens>
 struct TileTokens {
@@ -26,10 +30,10 @@ struct TileTokens {
   uint32_t words[kOwn][4];
 
   // Read through the L1 cache: all warps of the SM read the same tokens again and again.
-  __device__ __forceinline__ void Load(const MlpParams& p, int64_t chunk, int64_t chunks) {
+  __device__ __forceinline__ void Load(const MlpParams& p, int64_t first_token, int64_t chunk, int64_t chunks) {
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
-      const int token = static_cast<int>(threadIdx.x) % 32 / 4 + 8 * i;
+      const int64_t token = first_token + static_cast<int>(threadIdx.x) % 32 / 4 + 8 * i;
 #pragma unroll
       for (int w = 0; w < 4; ++w) words[i][w] = 0;
       if (token >= p.T || chunk >= chunks) continue;
@@ -40,16 +44,19 @@ struct TileTokens {
   }
 };
 
-// sums += tokens · a chunk of the rows. sums[0] and [1] are those of token g and rows 2 q and 2 q + 1, [2] and [3]
-// those of token g + 8.
+// sums += tokens · a chunk of the rows. Of each group, elements 0 and 1 are those of token g and rows 2 q and 2 q + 1,
+// elements 2 and 3 those of token g + 8.
 template <typename T, int kTokens>
 __device__ __forceinline__ void AddTile(const uint32_t (&weights)[4], const TileTokens<T, kTokens>& tokens,
-                                        float (&sums)[4]) {
+                                        float (&sums)[kTileGroups<kTokens>][4]) {
 #pragma unroll
   for (int i = 0; i < 4; i += 2) {
-    uint32_t a[4] = {tokens.words[0][i], 0, tokens.words[0][i + 1], 0};
-    if constexpr (kTokens == 16) a[1] = tokens.words[1][i], a[3] = tokens.words[1][i + 1];
-    Mma<T>(sums, a, weights[i], weights[i + 1]);
+#pragma unroll
+    for (int n = 0; n < kTileGroups<kTokens>; ++n) {
+      uint32_t a[4] = {tokens.words[2 * n][i], 0, tokens.words[2 * n][i + 1], 0};
+      if constexpr (kTokens > 8) a[1] = tokens.words[2 * n + 1][i], a[3] = tokens.words[2 * n + 1][i + 1];
+      Mma<T>(sums[n], a, weights[i], weights[i + 1]);
+    }
   }
 }
 
@@ -72,14 +79,14 @@ template <int kWeights, int kTokens, int kWarps = kTileWarps>
 struct TileSums {
   alignas(16) float values[kWarps][kWeights][kTokens][kTileRows];
 
-  __device__ __forceinline__ void Store(const float (&sums)[kWeights][4]) {
+  __device__ __forceinline__ void Store(const float (&sums)[kWeights][kTileGroups<kTokens>][4]) {
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
     for (int w = 0; w < kWeights; ++w) {
 #pragma unroll
       for (int i = 0; i < kTokens / 8; ++i) {
         *reinterpret_cast<float2*>(&values[warp][w][lane / 4 + 8 * i][lane % 4 * 2]) =
-            make_float2(sums[w][2 * i], sums[w][2 * i + 1]);
+            make_float2(sums[w][i / 2][i % 2 * 2], sums[w][i / 2][i % 2 * 2 + 1]);
       }
     }
   }

@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+// The sparse MLP by tensor cores: aligned weights of fp16 and bf16, and several tokens.
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "tests/cpp/sparse_mlp/device_mlp.h"
+
+namespace stof::test::sparse_mlp {
+namespace {
+
+// Two to 16 tokens.
+TEST(CudaSparseMlpTiles) {
+  Failures failures("tiles");
+  Device device;
+  Random random(5);
+  uint64_t seed = 0;
+  for (const DType dtype : {DType::kF16, DType::kBF16}) {
+    for (const int64_t T : {2, 7, 8, 9, 16}) {
+      for (const int64_t K : {8, 64, 72, 520, 1032, 2056}) {
+        for (int selection = 0; selection < 3; ++selection) {
+          Case c;
+          c.T = T, c.K = K, c.dtype = dtype, c.selection = static_cast<SparseMlpSelection>(selection);
+          c.activation = static_cast<SparseMlpActivation>(random.Range(0, 5));
+          c.F = random.Pick<int64_t>({1, 15, 40, 333, 2500}), c.N = random.Pick<int64_t>({8, 64, 248, 264, 776});
+          c.R = random.Pick<int64_t>({8, 32, 40, 264, 1040});
+          c.density = random.Pick<double>({0.01, 0.1, 0.5, 1});
+          c.has_up = random.Next() % 4 != 0, c.has_biases = random.OneIn(2), c.has_thresholds = random.OneIn(2);
+          c.has_quantized_predictor = random.OneIn(2);
+          if (seed++ % static_cast<uint64_t>(std::max(1, SampleStep())) == 0) RunCase(c, seed, 0, &device, &failures);
+        }
+      }
+    }
+  }
+  failures.Report();
+}
+
+// Hidden values beyond the range of fp16.
+TEST(CudaSparseMlpLargeHiddenValues) {
+  Failures failures("large hidden values");
+  Device device;
+  const auto scale = [](Values* values, double by) {
+    for (size_t i = 0; i < values->values.size(); ++i) {
+      StoreFloat(DType::kF16, values->values[i] * by, values->bytes.data() + 2 * i);
+      values->values[i] = LoadFloat(DType::kF16, values->bytes.data() + 2 * i);
+    }
+  };
+  for (const int64_t T : {1, 5, 16}) {
+    Case c;
+    c.T = T, c.K = 64, c.F = 200, c.N = 136, c.dtype = DType::kF16;
+    Problem problem(c, 9);
+    scale(&problem.gate, 0x1p15), scale(&problem.down_weight, 0x1p-12);
+    const std::string where = Describe(c);
+    CheckOutput(&problem, device.Run(device.Upload(&problem), where, &failures), where, &failures);
+    CountCases(1);
+  }
+  failures.Report();
+}
+
+// More tokens: GEMMs, and masks of a predictor.
+TEST(CudaSparseMlpManyTokens) {
+  Failures failures("many tokens");
+  Device device;
+  uint64_t seed = 0;
+  for (const DType dtype : {DType::kF16, DType::kBF16}) {
+    for (const int64_t T : {17, 33, 64, 65, 150}) {
+      for (const int64_t R : {0, 8, 264, 520}) {
+        for (const bool is_quantized : {false, true}) {
+          Case c;
+          c.T = T, c.K = seed % 2 == 0 ? 64 : 584, c.F = seed % 3 == 0 ? 160 : 75, c.N = 40, c.R = R, c.dtype = dtype;
+          c.selection = SparseMlpSelection::kPredictor, c.density = 0.3;
+          c.has_quantized_predictor = is_quantized, c.has_thresholds = seed % 5 == 0;
+          if (seed++ % static_cast<uint64_t>(std::max(1, SampleStep())) == 0) RunCase(c, seed, 0, &device, &failures);
+        }
+      }
+    }
+  }
+  failures.Report();
+}
+
+}  // namespace
+}  // namespace stof::test::sparse_mlp
