@@ -191,7 +191,7 @@ def test_nodes_hold_each_weight_once() -> None:
     assert list(given) == [*names, "predictor_down", "predictor_up"]
     stored = {t.name: list(t.dims) for t in emitted.graph.initializer}
     assert stored[given["gate_weight"]] == stored[given["up_weight"]] == stored[given["down_weight"]] == [160, 48]
-    assert (stored[given["predictor_down"]], stored[given["predictor_up"]]) == ([RANK, 48], [160, RANK])
+    assert (stored[given["predictor_down"]], stored[given["predictor_up"]]) == ([16, 48], [160, 16])  # RANK and zeros
     assert stored[given["threshold"]] == [1]
     assert "layers.0.gate.weight" not in stored  # it is held by neuron alone
     assert [n.op_type for n in emitted.graph.node].count("MatMul") == 1  # the head
@@ -211,10 +211,28 @@ def test_quantized_predictor(size: int, rank: int) -> None:
     assert arrays["predictor_up"].shape == (160, -(-rank // 32) * 32)
     for name, factor in (("predictor_down", down), ("predictor_up", up)):
         assert arrays[name].dtype == np.uint8
-        held = dequantize_factor(arrays, name, factor.shape[1])
+        held = dequantize_factor(arrays, name, *factor.shape)
         steps = arrays[f"{name}_scales"].astype(np.float32)[:, None]
         assert (np.abs(held - factor) <= 0.51 * steps).all()
     assert (arrays["predictor_up"][7] == 128).all()
+
+
+@pytest.mark.parametrize("rank", [1, 12, 16])
+def test_rank_of_an_unquantized_predictor_is_padded(rank: int) -> None:
+    """With zeros, to a multiple of eight."""
+    site = site_of(make_mlp_model(MlpForm("silu", gated=True)))
+    rng = np.random.default_rng(0)
+    down, up = (rng.standard_normal(s).astype(np.float32) for s in ((rank, 48), (160, rank)))
+    site = replace(site, selector=NeuronSelector(np.zeros(1, np.float32), down, up))
+    arrays = stored_arrays(site)
+    padded = -(-rank // 8) * 8
+    assert (arrays["predictor_down"].shape, arrays["predictor_up"].shape) == ((padded, 48), (160, padded))
+    assert not arrays["predictor_down"][rank:].any()
+    assert not arrays["predictor_up"][:, rank:].any()
+    rounded = round_selector(site)
+    assert rounded.rank == rank
+    np.testing.assert_array_equal(rounded.predictor_down, down)
+    np.testing.assert_array_equal(rounded.predictor_up, up)
 
 
 def test_predictor_beyond_the_range_of_fp16_is_refused() -> None:

@@ -16,6 +16,7 @@ from stof.sparse_mlp.predictors.selector import NeuronSelector
 from stof.sparse_mlp.site import MlpSite
 
 ROW_MULTIPLE = 32  # values of a quantized predictor's row: rows are padded to a multiple
+_RANK_MULTIPLE = 8  # of other predictors: their rows are aligned for kernels that read eight values at a time
 _ZERO = 128  # what a byte of a quantized predictor holds for 0
 _MOST = 127.0
 Arrays = Mapping[str, npt.NDArray[Any]]
@@ -35,7 +36,10 @@ def stored_arrays(site: MlpSite) -> dict[str, npt.NDArray[Any]]:
     dtype = np.dtype(helper.tensor_dtype_to_np_dtype(site.dtype))
     for name, factor in (("predictor_down", selector.predictor_down), ("predictor_up", selector.predictor_up)):
         if site.quantization is None:
-            found[name] = _as_type(name, factor, dtype)
+            axis = 0 if name == "predictor_down" else 1
+            padding = [(0, 0), (0, 0)]
+            padding[axis] = (0, -factor.shape[axis] % _RANK_MULTIPLE)  # with zeros, which change no score
+            found[name] = np.pad(_as_type(name, factor, dtype), padding)
         else:
             found[name], found[f"{name}_scales"] = _quantize(name, factor, dtype)
     return found
@@ -66,23 +70,24 @@ def round_selector(site: MlpSite) -> NeuronSelector:
     arrays = stored_arrays(site)
     if selector.predictor_down is None or selector.predictor_up is None:
         return selector
-    down = dequantize_factor(arrays, "predictor_down", selector.predictor_down.shape[1])
-    up = dequantize_factor(arrays, "predictor_up", selector.rank)
+    down = dequantize_factor(arrays, "predictor_down", selector.rank, selector.predictor_down.shape[1])
+    up = dequantize_factor(arrays, "predictor_up", len(selector.predictor_up), selector.rank)
     return replace(selector, predictor_down=down, predictor_up=up)
 
 
-def dequantize_factor(arrays: Arrays, name: str, size: int) -> npt.NDArray[np.float32]:
+def dequantize_factor(arrays: Arrays, name: str, rows: int, size: int) -> npt.NDArray[np.float32]:
     """A factor of a predictor in fp32 without padding.
 
     Args:
         arrays: by the names of the operator's inputs.
         name: of the factor.
+        rows: of the factor.
         size: of its rows.
     """
-    values, scales = arrays[name], arrays.get(f"{name}_scales")
+    values, scales = arrays[name][:rows, :size], arrays.get(f"{name}_scales")
     if scales is None:
         return np.ascontiguousarray(values.astype(np.float32))
-    centered = values[:, :size].astype(np.float32) - np.float32(_ZERO)
+    centered = values.astype(np.float32) - np.float32(_ZERO)
     return np.ascontiguousarray(centered * scales.astype(np.float32)[:, None])
 
 

@@ -103,11 +103,15 @@ class Device {
     context.self = this;
     context.allocate = [](void* self, size_t bytes) {
       auto& own = *static_cast<Device*>(self);
-      return own.workspace_ = own.Take(bytes, 0);
+      // A block of its own may not be allocated while a graph is captured: the one of the run before is taken.
+      if (SampleStep() == 0 || own.workspace_ == nullptr || own.workspace_bytes_ != bytes) {
+        own.workspace_ = own.Take(bytes, 0);
+      }
+      own.workspace_bytes_ = bytes;
+      return own.workspace_;
     };
     const size_t used = used_;
     const Status status = cuda::RunSparseMlp(args, context);
-    workspace_bytes_ = used_ - used;
     used_ = used;  // runs of one problem share the workspace
     return status;
   }
@@ -146,6 +150,7 @@ class Device {
   void FreeBlocks() {
     for (void* block : blocks_) cudaFree(block);
     blocks_.clear();
+    workspace_ = nullptr;
   }
   void Reset() {
     used_ = 0;

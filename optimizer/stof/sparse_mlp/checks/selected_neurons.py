@@ -72,8 +72,11 @@ def _scores(
 ) -> tuple[np.ndarray, np.ndarray]:
     """A predictor's scores [T, F] and how far rounding may take them."""
     down, up = (
-        dequantize_factor(arrays, name, size).astype(np.float64)
-        for name, size in (("predictor_down", inputs.shape[1]), ("predictor_up", selector.rank))
+        dequantize_factor(arrays, name, rows, size).astype(np.float64)
+        for name, rows, size in (
+            ("predictor_down", selector.rank, inputs.shape[1]),
+            ("predictor_up", len(arrays["predictor_up"]), selector.rank),
+        )
     )
     projected = inputs @ down.T
     if selector.predictor_activation == "relu":  # it makes no error larger
