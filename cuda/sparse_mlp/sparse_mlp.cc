@@ -110,8 +110,11 @@ class Layout {
     counts = Take(segments, sizeof(int32_t));
     neurons = Take(segments * segment, sizeof(int32_t));
     masks = Take(segments * segment, sizeof(uint64_t));
-    const bool has_hidden = a.gate_weight.data != nullptr || a.up_weight.data != nullptr || IsDownTiled(a, tokens);
-    hidden = Take(has_hidden ? tokens : 0, a.F * 4);
+    // Without gate and up weights, tensor cores alone read hidden values: in the last launch, which may have few
+    // tokens.
+    const bool has_weights = a.gate_weight.data != nullptr || a.up_weight.data != nullptr;
+    const int64_t last_tokens = a.T % kMlpTokens;
+    hidden = Take(has_weights ? tokens : IsDownTiled(a, last_tokens) ? last_tokens : 0, a.F * 4);
     partials = Take(splits > 1 ? splits * tokens : 0, a.N * 4);
     finished = Take(slices * CeilDiv(tokens, 8), sizeof(int32_t));  // as many as tokens that are not aligned need
   }
@@ -382,8 +385,8 @@ Status PlanSparseMlpWorkspace(const SparseMlpArgs& args, size_t* bytes) {
   device.sm_count = 512;
   SparseMlpArgs some = args;
   int64_t most = 0;
-  // Fewer tokens may have more splits.
-  for (some.T = 1; some.T <= std::min<int64_t>(args.T, kMlpTokens); ++some.T) {
+  // Fewer tokens may have more splits. More than these have a layout of as many tokens with the same last launch.
+  for (some.T = 1; some.T <= std::min<int64_t>(args.T, 2 * kMlpTokens); ++some.T) {
     most = std::max(most, Layout(some, device).bytes);
   }
   if (IsDense(args)) most = std::max(most, DenseLayout(args).bytes);
