@@ -68,12 +68,13 @@ class BlockRing {
                   is_inside && window.masks[k] != 0);
     }
   }
-  // from: the hidden values of a block, [16, T], of which `exist` are in the workspace.
-  __device__ __forceinline__ void CopyHidden(int slot, const float* from, int exist) {
+  // from: the hidden values of a block, [16, T], of which the first `count` exist. Copies are of four values: the last
+  // one may read up to three more, which the workspace has.
+  __device__ __forceinline__ void CopyHidden(int slot, const float* from, int count) {
     const uint32_t to = SharedAddress(own_) + slot * kSlotBytes + kRowsBytes;
 #pragma unroll
     for (int i = lane_ * 4; i < kBlockNeurons * kTokens; i += 128) {
-      if (i < exist) CopyAsync16(to + i * 4, from + i);
+      if (i < count) CopyAsync16(to + i * 4, from + i);
     }
   }
   // Eight columns of this lane's four neurons.
@@ -220,7 +221,7 @@ __global__ void __launch_bounds__(kMlpThreads, 2) DownTileKernel(const __grid_co
   const ActiveList list(p, &list_storage);
   const int64_t blocks = (list.size() + kBlockNeurons - 1) / kBlockNeurons;
   const auto begin = static_cast<int32_t>(blocks * split / p.splits * kBlockNeurons);
-  const auto end = min(list.size(), static_cast<int32_t>(blocks * (split + 1) / p.splits * kBlockNeurons));
+  const auto end = static_cast<int32_t>(min(int64_t{list.size()}, blocks * (split + 1) / p.splits * kBlockNeurons));
 
   Ring ring(shared);
   BlockSums<kTokens> sums = {};
@@ -236,7 +237,7 @@ __global__ void __launch_bounds__(kMlpThreads, 2) DownTileKernel(const __grid_co
     const auto copy_hidden = [&](int slot, int block) {
       if (block < count) {
         const int32_t at = first + block * kBlockNeurons;
-        ring.CopyHidden(slot, p.hidden + int64_t{at} * p.T, (end - at) * p.T);
+        ring.CopyHidden(slot, p.hidden + int64_t{at} * p.T, min(kBlockNeurons, end - at) * p.T);
       }
       CommitCopies();
     };
