@@ -93,6 +93,8 @@ class Device {
     output_bytes_ = static_cast<size_t>(args.T * args.N * SizeOf(args.dtype));
     const std::vector<char> poison(output_bytes_ + 2 * kGuard, static_cast<char>(kPoison));
     args.output = static_cast<char*>(Place(poison.data(), poison.size(), 0)) + kGuard;
+    // A copy from pageable memory may return before its end, and stream_ does not wait for the default stream.
+    CHECK_CUDA(cudaDeviceSynchronize());
     return args;
   }
 
