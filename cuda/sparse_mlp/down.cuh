@@ -96,10 +96,10 @@ struct DownPart {
   }
 };
 
-// Of a token that needs the entry. Without hidden values in the workspace, the gate is the hidden value.
+// The hidden value of a token that needs the entry: without the hidden kernel, the activated gate.
 template <typename T>
 __device__ __forceinline__ float HiddenOf(const MlpParams& p, int32_t position, int64_t neuron, int64_t token) {
-  if (p.up_rows.data != nullptr || p.gate_rows.data != nullptr) {
+  if (p.runs_hidden_kernel) {
     return __ldcg(p.hidden + static_cast<int64_t>(position) * p.T + token);
   }
   return Activated(p.activation, ToFloat(static_cast<const T*>(p.gate)[token * p.F + neuron]));
@@ -179,10 +179,10 @@ __global__ void __launch_bounds__(kMlpThreads, 2) DownKernel(const __grid_consta
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32;
   const DownPart<kTokens> part(p);
 
-  if (!p.is_list_early) WaitForPrevious();
+  if (!p.runs_hidden_kernel) WaitForPrevious();
   const ActiveList list(p, &s.list);
   const int32_t begin = part.Begin(p, list.size()), end = part.End(p, list.size());
-  if (p.is_list_early) WaitForPrevious();
+  if (p.runs_hidden_kernel) WaitForPrevious();
   LetNextStart();
 
   float sums[kTokens][kMlpChunk] = {};
@@ -260,7 +260,7 @@ __global__ void __launch_bounds__(kMlpThreads, kTokens == 1 ? 4 : 2)
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const DownPart<kTokens> part(p);
 
-  if (!p.is_list_early) WaitForPrevious();
+  if (!p.runs_hidden_kernel) WaitForPrevious();
   const ActiveList list(p, &storage);
   WarpEntries<> entries(list, part.Begin(p, list.size()) + warp, part.End(p, list.size()), kWarps);
   Stream ring(shared);
@@ -282,7 +282,7 @@ __global__ void __launch_bounds__(kMlpThreads, kTokens == 1 ? 4 : 2)
     ring.Commit();
   };
   for (int i = 0; i < Stream::kSlots; ++i) fill();
-  if (p.is_list_early) WaitForPrevious();
+  if (p.runs_hidden_kernel) WaitForPrevious();
   LetNextStart();
 
   constexpr bool kIsAhead = kTokens < 8;  // the next hidden values are loaded: registers suffice

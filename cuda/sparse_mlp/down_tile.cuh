@@ -116,15 +116,15 @@ struct HiddenBlock {
   }
 };
 
-// sums[i][n]: of columns 2 i and 2 i + 1 of this lane's eight, and tokens 8 n + 2 q and 8 n + 2 q + 1: elements 0 and 1
-// are those of the first column.
+// The mma accumulators of lane 4 g + q. [i][n] has columns 2 i and 2 i + 1 of the lane's eight, and tokens 8 n + 2 q
+// and 8 n + 2 q + 1; elements 0 and 1 are those of the first column.
 template <int kTokens>
-using BlockSums = float[4][kTokens / 8][4];
+using BlockAccumulators = float[4][kTokens / 8][4];
 
 // rows: eight columns of each of this lane's four neurons.
 template <typename T, int kTokens>
 __device__ __forceinline__ void AddBlock(const uint32_t (&rows)[4][4], const HiddenBlock<T, kTokens>& hidden,
-                                         BlockSums<kTokens>& sums) {
+                                         BlockAccumulators<kTokens>& sums) {
 #pragma unroll
   for (int n = 0; n < kTokens / 8; ++n) {
     uint32_t parts[2][kSplitParts<T>];
@@ -140,12 +140,13 @@ __device__ __forceinline__ void AddBlock(const uint32_t (&rows)[4][4], const Hid
   }
 }
 
-// The sums of the warps over the neurons meet here. The odd size keeps most lanes' stores in different banks.
+// Shared memory in which the warps' sums over their neurons are added. The odd row size keeps most lanes' stores in
+// different banks.
 template <int kTokens>
-struct BlockStorage {
+struct DownTileSums {
   float values[kNeuronWarps][kTokens][kMlpSliceColumns + 1];
 
-  __device__ __forceinline__ void Store(const BlockSums<kTokens>& sums) {
+  __device__ __forceinline__ void Store(const BlockAccumulators<kTokens>& sums) {
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
     const int column = warp % kColumnWarps * kWarpColumns + lane / 4 * kMlpChunk;
 #pragma unroll
@@ -206,9 +207,9 @@ __device__ __forceinline__ void AddSplits(const MlpParams& p, int slice) {
 template <typename T, int kTokens>
 __global__ void __launch_bounds__(kMlpThreads, 2) DownTileKernel(const __grid_constant__ MlpParams p) {
   using Ring = BlockRing<kTokens>;
-  using Storage = BlockStorage<kTokens>;
+  using WarpSums = DownTileSums<kTokens>;
   extern __shared__ __align__(128) uint8_t shared[];
-  static_assert(sizeof(Storage) <= Ring::kBytes, "the warps' sums take the place of the rings");
+  static_assert(sizeof(WarpSums) <= Ring::kBytes, "the warps' sums take the place of the rings");
   __shared__ ActiveList::Storage list_storage;
   __shared__ ListWindow window;
   __shared__ bool is_last;
@@ -217,14 +218,14 @@ __global__ void __launch_bounds__(kMlpThreads, 2) DownTileKernel(const __grid_co
   const int64_t column = slice * int64_t{kMlpSliceColumns} + warp % kColumnWarps * kWarpColumns + lane % 8 * kMlpChunk;
   const char* const from = static_cast<const char*>(p.down_rows.data) + column * static_cast<int64_t>(sizeof(T));
 
-  if (!p.is_list_early) WaitForPrevious();
+  if (!p.runs_hidden_kernel) WaitForPrevious();
   const ActiveList list(p, &list_storage);
   const int64_t blocks = (list.size() + kBlockNeurons - 1) / kBlockNeurons;
   const auto begin = static_cast<int32_t>(blocks * split / p.splits * kBlockNeurons);
   const auto end = static_cast<int32_t>(min(int64_t{list.size()}, blocks * (split + 1) / p.splits * kBlockNeurons));
 
   Ring ring(shared);
-  BlockSums<kTokens> sums = {};
+  BlockAccumulators<kTokens> sums = {};
   for (int32_t first = begin; first == begin || first < end; first += kWindowEntries) {
     if (first != begin) __syncthreads();  // the window before has been read
     window.Load(list, first, end);
@@ -245,7 +246,7 @@ __global__ void __launch_bounds__(kMlpThreads, 2) DownTileKernel(const __grid_co
 #pragma unroll
     for (int slot = 0; slot < Ring::kSlots; ++slot) copy_rows(slot, filled + slot * kNeuronWarps);
     if (first == begin) {
-      if (p.is_list_early) WaitForPrevious();
+      if (p.runs_hidden_kernel) WaitForPrevious();
       LetNextStart();
     }
 #pragma unroll
@@ -268,9 +269,9 @@ __global__ void __launch_bounds__(kMlpThreads, 2) DownTileKernel(const __grid_co
     }
   }
 
-  Storage& storage = *reinterpret_cast<Storage*>(shared);
+  WarpSums& warp_sums = *reinterpret_cast<WarpSums*>(shared);
   __syncthreads();  // all rings have been read
-  storage.Store(sums);
+  warp_sums.Store(sums);
   __syncthreads();
   const int64_t own = slice * int64_t{kMlpSliceColumns} + thread;
   static_assert(kMlpSliceColumns == kMlpThreads, "a thread a column");
@@ -278,7 +279,7 @@ __global__ void __launch_bounds__(kMlpThreads, 2) DownTileKernel(const __grid_co
   bool is_finite = true;
 #pragma unroll
   for (int t = 0; t < kTokens; ++t) {
-    y[t] = storage.Sum(t, thread);
+    y[t] = warp_sums.Sum(t, thread);
     is_finite = is_finite && isfinite(y[t]);
   }
   if (__syncthreads_or(!is_finite) && own < p.N) SumColumn<T, kTokens>(p, list, begin, end, own, y);

@@ -133,7 +133,7 @@ class HiddenStream {
         ring_(shared) {}
 
   __device__ __forceinline__ void Run() {
-    Aim();
+    PointAtRows();
     for (int i = 0; i < Stream::kSlots; ++i) Fill();
     for (int32_t k = 0; k < entries_.count(); ++k) {
       entries_.MoveTo(k);
@@ -163,7 +163,7 @@ class HiddenStream {
   using Stream = CopyRing<kRows * kCopiesOfRow>;
 
   // Points at the rows of the neuron that is copied next.
-  __device__ __forceinline__ void Aim() {
+  __device__ __forceinline__ void PointAtRows() {
     if (filled_ >= entries_.count()) return;
     const int64_t neuron = entries_.NeuronOf(filled_);
     if constexpr (kHasGate) from_[0] = static_cast<const char*>(p_.gate_rows.data) + neuron * p_.gate_rows.stride;
@@ -182,7 +182,7 @@ class HiddenStream {
         filled_step_ = 0;
         if (--passes_ == 0) {
           ++filled_;
-          Aim();
+          PointAtRows();
         }
       }
     }

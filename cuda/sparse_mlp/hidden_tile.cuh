@@ -32,7 +32,7 @@ class HiddenTiles {
         sums_(sums) {}
 
   __device__ __forceinline__ void Run() {
-    Aim();
+    PointAtRows();
     for (int i = 0; i < Stream::kSlots; ++i) Fill();
     for (int32_t tile = 0; tile < tiles_; ++tile) {
       const int32_t first = tile * kTileRows;
@@ -58,7 +58,7 @@ class HiddenTiles {
     return (int64_t{step} * kTileWarps + warp_) * kTileChunks + lane_ % 4;
   }
   // Points at the rows of the tile that is copied next.
-  __device__ __forceinline__ void Aim() {
+  __device__ __forceinline__ void PointAtRows() {
     if (filled_ >= tiles_) return;
     const int32_t k = filled_ * kTileRows + lane_ / 4;
     const int64_t neuron = entries_.NeuronOf(k);
@@ -78,7 +78,7 @@ class HiddenTiles {
       }
       if (++filled_step_ == steps_) {
         filled_step_ = 0, ++filled_;
-        Aim();
+        PointAtRows();
       }
     }
     ring_.Commit();

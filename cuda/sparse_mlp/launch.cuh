@@ -100,7 +100,7 @@ int LaunchScore(const MlpParams& params, void* stream) {
     constexpr bool kVectors = decltype(vectors)::value;
     if constexpr (kVectors && sizeof(T) == 2) {
       if (params.all_masks != nullptr) {
-        return LaunchEarly<ScoreManyKernel<T, kBits>>(params, CeilDiv(params.F, int64_t{32}) * kScoreShares,
+        return LaunchEarly<ScoreManyKernel<T, kBits>>(params, CeilDiv(params.F, int64_t{32}) * kScoreTokenSplits,
                                                       kMlpThreads, stream,
                                                       sizeof(typename ManyScoreTiles<T, kBits>::Projected));
       }

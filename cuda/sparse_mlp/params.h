@@ -66,7 +66,9 @@ struct MlpParams {
   float* partials = nullptr;    // [splits, T, N]
   int32_t* finished = nullptr;  // [token groups, slices]: CTAs of the down kernel that have written their partial sums
   int32_t splits = 1, slices = 1, token_groups = 1, group_tokens = 1;
-  bool is_list_early = false;  // the list was made before the kernel before the down kernel
+  // The hidden kernel runs before the down kernel, which then reads hidden values from the workspace, and may read the
+  // list before it waits: the hidden kernel lets it start only when the list is complete.
+  bool runs_hidden_kernel = false;
   // [F]: the score kernel writes masks of all neurons here instead of a list; nullptr: the list.
   uint64_t* all_masks = nullptr;
 };

@@ -55,9 +55,9 @@ class CopyRing {
   uint32_t filled_ = 0, read_ = 0;
 };
 
-// Entries of the list that one warp takes: kTogether from position first on, as many from first + step on, ..., below
-// end. A lane holds one of 32 entries, and one of the next 32.
-template <int kTogether = 1>
+// Entries of the list that one warp takes: kConsecutive from position first on, as many from first + step on, ...,
+// below end. A lane holds one of 32 entries, and one of the next 32.
+template <int kConsecutive = 1>
 class WarpEntries {
  public:
   __device__ __forceinline__ WarpEntries(const ActiveList& list, int32_t first, int32_t end, int32_t step)
@@ -65,7 +65,7 @@ class WarpEntries {
     current_ = Load(0), next_ = Load(32);
   }
   __device__ int32_t count() const { return count_; }
-  __device__ int32_t PositionOf(int32_t k) const { return first_ + k / kTogether * step_ + k % kTogether; }
+  __device__ int32_t PositionOf(int32_t k) const { return first_ + k / kConsecutive * step_ + k % kConsecutive; }
 
   // Entry k is read next; a multiple of 32 moves to the next ones.
   __device__ __forceinline__ void MoveTo(int32_t k) {
@@ -89,8 +89,8 @@ class WarpEntries {
  private:
   static __device__ __forceinline__ int32_t Count(int32_t first, int32_t end, int32_t step) {
     if (first >= end) return 0;
-    const int32_t before = (end - first - 1) / step;  // the last entries may be fewer than kTogether
-    return before * kTogether + min(kTogether, end - first - before * step);
+    const int32_t before = (end - first - 1) / step;  // the last entries may be fewer than kConsecutive
+    return before * kConsecutive + min(kConsecutive, end - first - before * step);
   }
   __device__ __forceinline__ ListEntry Load(int32_t begin) const {
     const int32_t k = begin + static_cast<int32_t>(threadIdx.x % 32);

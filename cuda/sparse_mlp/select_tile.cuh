@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kProjectTileThreads, 1) ProjectTileKernel(cons
 // Projected values of all tokens, so many of each at a time. A value is fp32: the sum of two numbers in fp16, or of
 // three in bf16. Those of a token are scaled by a power of two, so that they do not leave the range of fp16.
 template <typename T, int kTokens, int kStagedValues>
-struct ProjectedStorage {
+struct StagedProjection {
   static constexpr int kValues = kStagedValues, kParts = kSplitParts<T>;
   alignas(16) T values[kParts][kTokens][kValues + 32];  // eight lanes that read at a time find them in different banks
   float unscales[kTokens];
@@ -168,15 +168,15 @@ struct ProjectedStorage {
 template <typename T, int kBits, int kTokens, int kStagedValues>
 class ScoreTiles {
  public:
-  using Projected = ProjectedStorage<T, kTokens, kStagedValues>;
-  static constexpr int kTiles = 32 / kTileRows, kShares = kTileWarps / kTiles;
-  using Scores = float[kShares][kTokens][32 + 1];
+  using Projected = StagedProjection<T, kTokens, kStagedValues>;
+  static constexpr int kTiles = 32 / kTileRows, kRankSplits = kTileWarps / kTiles;
+  using Scores = float[kRankSplits][kTokens][32 + 1];
 
   __device__ __forceinline__ ScoreTiles(const MlpParams& params, Projected* projected, Scores& scores)
       : p_(params),
         lane_(static_cast<int>(threadIdx.x) % 32),
         tile_(static_cast<int>(threadIdx.x) / 32 % kTiles),
-        share_(static_cast<int>(threadIdx.x) / 32 / kTiles),
+        rank_split_(static_cast<int>(threadIdx.x) / 32 / kTiles),
         projected_(*projected),
         scores_(scores) {}
 
@@ -201,7 +201,7 @@ class ScoreTiles {
     float scaled[1][4] = {};
 #pragma unroll
     for (int u = 0; u < kLoaded; ++u) {
-      if (from + (share_ + u * kShares) * 4 * kMlpChunk >= p_.R) continue;
+      if (from + (rank_split_ + u * kRankSplits) * 4 * kMlpChunk >= p_.R) continue;
       uint32_t words[4];
       ToWords<T, kBits>(weights_[u], words);
       projected_.Add(words, ChunkOf(u), scaled);
@@ -215,7 +215,7 @@ class ScoreTiles {
   __device__ __forceinline__ void Store() {
 #pragma unroll
     for (int i = 0; i < kTokens / 4; ++i) {
-      scores_[share_][lane_ / 4 + i / 2 * 8][tile_ * kTileRows + lane_ % 4 * 2 + i % 2] = sums_[i];
+      scores_[rank_split_][lane_ / 4 + i / 2 * 8][tile_ * kTileRows + lane_ % 4 * 2 + i % 2] = sums_[i];
     }
     __syncthreads();
   }
@@ -223,16 +223,16 @@ class ScoreTiles {
   __device__ __forceinline__ bool IsNeeded(int64_t neuron, float scale, int token) const {
     float score = scores_[0][token][lane_];
 #pragma unroll
-    for (int i = 1; i < kShares; ++i) score += scores_[i][token][lane_];
+    for (int i = 1; i < kRankSplits; ++i) score += scores_[i][token][lane_];
     return IsActive(p_, scale * score, neuron);
   }
 
  private:
-  static constexpr int kLoaded = kStagedValues / kMlpChunk / (4 * kShares);  // chunks of a lane
-  __device__ __forceinline__ int ChunkOf(int u) const { return (share_ + u * kShares) * 4 + lane_ % 4; }
+  static constexpr int kLoaded = kStagedValues / kMlpChunk / (4 * kRankSplits);  // chunks of a lane
+  __device__ __forceinline__ int ChunkOf(int u) const { return (rank_split_ + u * kRankSplits) * 4 + lane_ % 4; }
 
   const MlpParams& p_;
-  const int lane_, tile_, share_;
+  const int lane_, tile_, rank_split_;
   Projected& projected_;
   Scores& scores_;
   Chunk<T, kBits> weights_[kLoaded];
@@ -285,9 +285,9 @@ __global__ void __launch_bounds__(kMlpThreads, kTokens == 8 ? 3 : 2)
   if (threadIdx.x == 0 && segment < p.segments) p.counts[segment] = count;
 }
 
-// Masks of all neurons for many tokens, 16 at a time. A CTA has 32 neurons, and one of kScoreShares shares of the
+// Masks of all neurons for many tokens, 16 at a time. A CTA has 32 neurons, and one of kScoreTokenSplits shares of the
 // tokens.
-constexpr int kScoreTokens = 16, kScoreShares = 2;
+constexpr int kScoreTokens = 16, kScoreTokenSplits = 2;
 template <typename T, int kBits>
 using ManyScoreTiles = ScoreTiles<T, kBits, kScoreTokens, 512>;
 
@@ -297,13 +297,14 @@ __global__ void __launch_bounds__(kMlpThreads, 2) ScoreManyKernel(const __grid_c
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ typename Tiles::Scores scores;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  const int64_t first = int64_t{blockIdx.x / kScoreShares} * 32, end = min(p.F, first + 32), neuron = first + lane;
+  const int64_t first = int64_t{blockIdx.x / kScoreTokenSplits} * 32, end = min(p.F, first + 32), neuron = first + lane;
   Tiles tiles(p, reinterpret_cast<typename Tiles::Projected*>(shared), scores);
   tiles.LoadWeights(first, end, 0);  // the projection waited for all others: the weights are there
   WaitForPrevious();
   LetNextStart();
   const float scale = neuron < end ? ScaleOfRow<T, kBits>(p.predictor_up, neuron) : 0.0f;
-  for (int64_t t = int64_t{blockIdx.x % kScoreShares} * kScoreTokens; t < p.T; t += kScoreShares * kScoreTokens) {
+  for (int64_t t = int64_t{blockIdx.x % kScoreTokenSplits} * kScoreTokens; t < p.T;
+       t += kScoreTokenSplits * kScoreTokens) {
     tiles.Clear();
     for (int64_t from = 0; from < p.R; from += Tiles::Projected::kValues) {
       if (p.R > Tiles::Projected::kValues) {

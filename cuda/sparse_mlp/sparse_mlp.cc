@@ -179,8 +179,7 @@ MlpParams ParamsOf(const SparseMlpArgs& a, const Layout& layout, void* workspace
   return p;
 }
 
-Status Launch(const MlpKernels& kernels, const MlpParams& p, bool has_hidden, const DeviceProperties& device,
-              void* stream) {
+Status Launch(const MlpKernels& kernels, const MlpParams& p, const DeviceProperties& device, void* stream) {
   const auto checked = [](int error, const char* what) { return ToStatus(static_cast<cudaError_t>(error), what); };
   if (p.selection == SparseMlpSelection::kPredictor) {
     if (p.R > 0) STOF_RETURN_IF_ERROR(checked(kernels.project(p, stream), "launch of a predictor's projection"));
@@ -188,7 +187,7 @@ Status Launch(const MlpKernels& kernels, const MlpParams& p, bool has_hidden, co
   } else {
     STOF_RETURN_IF_ERROR(checked(kernels.select(p, stream), "launch of the selection of neurons"));
   }
-  if (has_hidden) {
+  if (p.runs_hidden_kernel) {
     STOF_RETURN_IF_ERROR(
         checked(kernels.hidden(p, 2 * device.sm_count, stream), "launch of the hidden values of an MLP"));
   }
@@ -372,8 +371,8 @@ Status RunSparseMlp(const SparseMlpArgs& args, const RunContext& context) {
     p.token_groups = static_cast<int32_t>(CeilDiv(p.T, p.group_tokens));
     p.input = advance(args.input, t * args.K), p.gate = advance(args.gate, t * args.F);
     p.output = static_cast<char*>(args.output) + t * args.N * item;
-    p.is_list_early = p.gate_rows.data != nullptr || p.up_rows.data != nullptr || IsDownTiled(args, p.T);
-    STOF_RETURN_IF_ERROR(Launch(KernelsOf(args.dtype), p, p.is_list_early, device, context.stream));
+    p.runs_hidden_kernel = p.gate_rows.data != nullptr || p.up_rows.data != nullptr || IsDownTiled(args, p.T);
+    STOF_RETURN_IF_ERROR(Launch(KernelsOf(args.dtype), p, device, context.stream));
   }
   return Status();
 }
