@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What stands around the GEMMs of many tokens: weights are dequantized, tokens transposed, and hidden values of neurons
-// that are not active set to zero.
+// Kernels around the GEMMs of many tokens: they dequantize weights, transpose tokens, and set hidden values of neurons
+// that are not active to zero.
 #ifndef STOF_CUDA_SPARSE_MLP_DENSE_CUH_
 #define STOF_CUDA_SPARSE_MLP_DENSE_CUH_
 
@@ -33,17 +33,17 @@ __global__ void __launch_bounds__(kMlpThreads) TransposeKernel(const __grid_cons
 #pragma unroll
   for (int i = y; i < kDenseTile; i += kDenseTileRows) {
     if (k0 + i < p.K && t0 + x < p.tokens_stride) {
-      static_cast<T*>(p.transposed)[(k0 + i) * p.tokens_stride + t0 + x] = tile[x][i];
+      static_cast<T*>(p.transposed_input)[(k0 + i) * p.tokens_stride + t0 + x] = tile[x][i];
     }
   }
 }
 
-// dequantized[F, size] = the rows of a quantized weight, rounded to T.
+// dequantized_weight[F, size] = the rows of a quantized weight, rounded to T.
 template <typename T, int kBits, bool kVectors, bool kIsDown>
 __global__ void __launch_bounds__(kMlpThreads) DequantizeKernel(const __grid_constant__ MlpDenseParams p) {
   WaitForPrevious();
   LetNextStart();
-  const MlpRows& rows = p.quantized;
+  const MlpRows& rows = p.quantized_rows;
   const int64_t chunks = (rows.size + kMlpChunk - 1) / kMlpChunk, all = p.F * chunks;
   for (int64_t at = blockIdx.x * int64_t{kMlpThreads} + threadIdx.x; at < all; at += int64_t{gridDim.x} * kMlpThreads) {
     const int64_t row = at / chunks, chunk = at % chunks, count = rows.size - chunk * kMlpChunk;
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kMlpThreads) DequantizeKernel(const __grid_con
     } else {
       LoadColumns<T, kBits>(rows, row, chunk * kMlpChunk, count, values);
     }
-    T* const to = static_cast<T*>(p.dequantized) + row * rows.size + chunk * kMlpChunk;
+    T* const to = static_cast<T*>(p.dequantized_weight) + row * rows.size + chunk * kMlpChunk;
     if constexpr (kVectors) {
       *reinterpret_cast<uint4*>(to) = make_uint4(Pack<T>(values[0], values[1]), Pack<T>(values[2], values[3]),
                                                  Pack<T>(values[4], values[5]), Pack<T>(values[6], values[7]));
@@ -87,8 +87,8 @@ __global__ void __launch_bounds__(kMlpThreads) MaskedHiddenKernel(const __grid_c
   for (int i = y; i < kDenseTile; i += kDenseTileRows) {
     if (j0 + i >= p.F || t0 + x >= p.T) continue;
     const int64_t at = (j0 + i) * p.tokens_stride + t0 + x;
-    if (p.gate_products != nullptr) gates[i][x] = ToFloat(static_cast<const T*>(p.gate_products)[at]);
-    if (p.up_products != nullptr) ups[i][x] = ToFloat(static_cast<const T*>(p.up_products)[at]);
+    if (p.gate_matmul != nullptr) gates[i][x] = ToFloat(static_cast<const T*>(p.gate_matmul)[at]);
+    if (p.up_matmul != nullptr) ups[i][x] = ToFloat(static_cast<const T*>(p.up_matmul)[at]);
   }
   __syncthreads();
 #pragma unroll
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kMlpThreads) MaskedHiddenKernel(const __grid_c
     if (j >= p.F || t >= p.T) continue;
     float gate = 0.0f, h = 0.0f;
     bool is_active = false;
-    if (p.gate_products != nullptr) {
+    if (p.gate_matmul != nullptr) {
       gate = gates[x][i];
       if (p.gate_bias != nullptr) gate += ToFloat(static_cast<const T*>(p.gate_bias)[j]);
       is_active = (p.masks[t / kMlpTokens * p.F + j] >> t % kMlpTokens & 1) != 0;
@@ -105,10 +105,10 @@ __global__ void __launch_bounds__(kMlpThreads) MaskedHiddenKernel(const __grid_c
       gate = ToFloat(static_cast<const T*>(p.gate)[t * p.F + j]);
     }
     const float a = Activated(p.activation, gate);
-    if (p.gate_products == nullptr) is_active = IsActive(p, a, j);
+    if (p.gate_matmul == nullptr) is_active = IsActive(p, a, j);
     if (is_active) {
       h = a;
-      if (p.up_products != nullptr) {
+      if (p.up_matmul != nullptr) {
         float up = ups[x][i];
         if (p.up_bias != nullptr) up += ToFloat(static_cast<const T*>(p.up_bias)[j]);
         h *= up;

@@ -213,8 +213,8 @@ int LaunchDequantize(const MlpDenseParams& params, bool is_down, int ctas, void*
     return is_down ? LaunchDense<DequantizeKernel<T, kBits, kVectors, true>>(params, ctas, stream)
                    : LaunchDense<DequantizeKernel<T, kBits, kVectors, false>>(params, ctas, stream);
   };
-  const bool vectors = params.quantized.is_vectorized;
-  if (params.quantized.bits == 4) {
+  const bool vectors = params.quantized_rows.is_vectorized;
+  if (params.quantized_rows.bits == 4) {
     return vectors ? launch(Constant<4>(), std::true_type()) : launch(Constant<4>(), std::false_type());
   }
   return vectors ? launch(Constant<8>(), std::true_type()) : launch(Constant<8>(), std::false_type());

@@ -73,19 +73,19 @@ struct MlpParams {
   uint64_t* all_masks = nullptr;
 };
 
-// Many tokens, of fp16 or bf16: what stands around the GEMMs.
+// Parameters of the kernels around the GEMMs of many tokens, in fp16 or bf16.
 struct MlpDenseParams {
   int64_t T = 0, K = 0, F = 0;
   int64_t tokens_stride = 0;  // T, rounded up so that rows of tokens are aligned
   SparseMlpActivation activation = SparseMlpActivation::kNone;
   SparseMlpSelection selection = SparseMlpSelection::kNonzero;
-  const void* input = nullptr;    // [T, K]
-  const void* gate = nullptr;     // [T, F], or nullptr
-  void* transposed = nullptr;     // [K, tokens_stride]: input
-  MlpRows quantized;              // of the weight that is dequantized next
-  void* dequantized = nullptr;    // [F, K] or [F, N]
-  void* gate_products = nullptr;  // [F, tokens_stride] without bias; nullptr where the gate is an input
-  void* up_products = nullptr;    // the same; nullptr without an up weight
+  const void* input = nullptr;         // [T, K]
+  const void* gate = nullptr;          // [T, F], or nullptr
+  void* transposed_input = nullptr;    // [K, tokens_stride]: input
+  MlpRows quantized_rows;              // of the weight that is dequantized next
+  void* dequantized_weight = nullptr;  // [F, K] or [F, N]
+  void* gate_matmul = nullptr;         // [F, tokens_stride]: gate weight · input^T; nullptr where the gate is an input
+  void* up_matmul = nullptr;           // the same of the up weight; nullptr without one
   const void *gate_bias = nullptr, *up_bias = nullptr;
   const float* threshold = nullptr;
   int64_t threshold_stride = 0;

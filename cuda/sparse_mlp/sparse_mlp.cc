@@ -209,19 +209,19 @@ class DenseLayout {
     tokens_stride = RoundUp(tokens, 8);
     const bool has_gate = a.gate_weight.data != nullptr, has_up = a.up_weight.data != nullptr;
     const int64_t item = SizeOf(a.dtype);
-    transposed = Take(has_gate || has_up ? tokens_stride : 0, a.K * item);
-    gate_products = Take(has_gate ? tokens_stride : 0, a.F * item);
-    up_products = Take(has_up ? tokens_stride : 0, a.F * item);
+    transposed_input = Take(has_gate || has_up ? tokens_stride : 0, a.K * item);
+    gate_matmul = Take(has_gate ? tokens_stride : 0, a.F * item);
+    up_matmul = Take(has_up ? tokens_stride : 0, a.F * item);
     hidden = Take(tokens, a.F * item);
-    dequantized = Take(a.bits > 0 ? a.F : 0, std::max(a.K, a.N) * item);
+    dequantized_weight = Take(a.bits > 0 ? a.F : 0, std::max(a.K, a.N) * item);
     projected_stride = RoundUp(a.R, kMlpChunk);
     projected = Take(has_gate ? tokens : 0, projected_stride * 4);
     masks = Take(has_gate ? CeilDiv(tokens, kMlpTokens) : 0, a.F * 8);
     gemm = Take(1, static_cast<int64_t>(kGemmWorkspace));
   }
   int64_t tokens = 0, tokens_stride = 0, projected_stride = 0;
-  int64_t transposed = 0, gate_products = 0, up_products = 0, hidden = 0, dequantized = 0, projected = 0, masks = 0,
-          gemm = 0;
+  int64_t transposed_input = 0, gate_matmul = 0, up_matmul = 0, hidden = 0, dequantized_weight = 0, projected = 0,
+          masks = 0, gemm = 0;
   int64_t bytes = 0;
 
  private:
@@ -257,24 +257,24 @@ class DenseRun {
     p.input = a_.input, p.gate = a_.gate;
     p.gate_bias = a_.gate_bias, p.up_bias = a_.up_bias;
     p.threshold = a_.threshold, p.threshold_stride = a_.threshold_stride;
-    p.transposed = base_ + layout_.transposed, p.dequantized = base_ + layout_.dequantized;
+    p.transposed_input = base_ + layout_.transposed_input, p.dequantized_weight = base_ + layout_.dequantized_weight;
     p.masks = reinterpret_cast<uint64_t*>(base_ + layout_.masks);
     p.hidden = base_ + layout_.hidden;
     if (has_gate) {
       STOF_RETURN_IF_ERROR(Score());
-      p.gate_products = base_ + layout_.gate_products;
+      p.gate_matmul = base_ + layout_.gate_matmul;
     }
-    if (has_up) p.up_products = base_ + layout_.up_products;
+    if (has_up) p.up_matmul = base_ + layout_.up_matmul;
     if (has_gate || has_up) STOF_RETURN_IF_ERROR(Checked(kernels_.transpose(p, context_.stream)));
-    if (has_gate) STOF_RETURN_IF_ERROR(Multiply(a_.gate_weight, p.gate_products));
-    if (has_up) STOF_RETURN_IF_ERROR(Multiply(a_.up_weight, p.up_products));
+    if (has_gate) STOF_RETURN_IF_ERROR(Multiply(a_.gate_weight, p.gate_matmul));
+    if (has_up) STOF_RETURN_IF_ERROR(Multiply(a_.up_weight, p.up_matmul));
     STOF_RETURN_IF_ERROR(Checked(kernels_.masked_hidden(p, context_.stream)));
     GemmArgs g;
     g.M = a_.T, g.N = g.stride = a_.N, g.K = a_.F, g.dtype = a_.dtype;
     g.a = p.hidden, g.b0 = a_.down_weight.data, g.bias0 = a_.down_bias, g.output = a_.output;
     if (a_.down_weight.scales != nullptr) {
       STOF_RETURN_IF_ERROR(Dequantize(DownRowsOf(a_), true));
-      g.b0 = p.dequantized;
+      g.b0 = p.dequantized_weight;
     }
     return RunGemm(g, gemm_context_);
   }
@@ -307,7 +307,7 @@ class DenseRun {
   }
 
   Status Dequantize(const MlpRows& rows, bool is_down) {
-    params_.quantized = rows;
+    params_.quantized_rows = rows;
     return Checked(kernels_.dequantize(params_, is_down, 8 * device_.sm_count, context_.stream));
   }
 
@@ -315,10 +315,10 @@ class DenseRun {
   Status Multiply(const SparseMlpWeight& weight, void* to) {
     GemmArgs g;
     g.M = a_.F, g.N = g.stride = params_.tokens_stride, g.K = a_.K, g.dtype = a_.dtype;
-    g.a = weight.data, g.b0 = params_.transposed, g.output = to;
+    g.a = weight.data, g.b0 = params_.transposed_input, g.output = to;
     if (weight.scales != nullptr) {
       STOF_RETURN_IF_ERROR(Dequantize(RowsOf(a_, weight), false));
-      g.a = params_.dequantized;
+      g.a = params_.dequantized_weight;
     }
     return RunGemm(g, gemm_context_);
   }
