@@ -70,7 +70,7 @@ __device__ __forceinline__ void LoadColumns(const MlpRows& rows, int64_t neuron,
   }
 }
 
-using DownSums = float[kMlpThreads / 32][kMlpSliceColumns];  // of the warps, stored four at a time
+using DownSums = float[kMlpWarps][kMlpSliceColumns];  // of the warps, stored four at a time
 
 // Which part of the output a CTA sums.
 template <int kTokens>
@@ -125,7 +125,6 @@ __device__ __forceinline__ bool IsLastOfSlice(const MlpParams& p, int part, bool
 template <typename T, int kTokens>
 __device__ __forceinline__ void FinishDown(const MlpParams& p, const DownPart<kTokens>& part,
                                            const float (&sums)[kTokens][kMlpChunk], DownSums& all, bool* is_last) {
-  constexpr int kWarps = kMlpThreads / 32;
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
   const int tokens = min(kTokens, p.T - part.first_token);
   // The sums of all warps, a token at a time. Thread i has column i of the slice.
@@ -143,7 +142,7 @@ __device__ __forceinline__ void FinishDown(const MlpParams& p, const DownPart<kT
     __syncthreads();
     float y = all[0][thread];
 #pragma unroll
-    for (int w = 1; w < kWarps; ++w) y += all[w][thread];
+    for (int w = 1; w < kMlpWarps; ++w) y += all[w][thread];
     if (own >= p.N) continue;
     if (p.splits == 1) {
       WriteOutput<T>(p, part.first_token + t, own, y);
@@ -174,7 +173,7 @@ struct DownStorage {
 // All weights; those that are vectorized and not quantized have the kernel below.
 template <typename T, int kBits, bool kVectors, int kTokens>
 __global__ void __launch_bounds__(kMlpThreads, 2) DownKernel(const __grid_constant__ MlpParams p) {
-  constexpr int kWarps = kMlpThreads / 32, kUnroll = sizeof(T) == 4 ? 2 : 4;
+  constexpr int kUnroll = sizeof(T) == 4 ? 2 : 4;
   __shared__ DownStorage<kTokens> s;
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32;
   const DownPart<kTokens> part(p);
@@ -202,18 +201,18 @@ __global__ void __launch_bounds__(kMlpThreads, 2) DownKernel(const __grid_consta
     }
     __syncthreads();
     if (part.columns <= 0) continue;
-    for (int i = warp; i < staged; i += kWarps * kUnroll) {
+    for (int i = warp; i < staged; i += kMlpWarps * kUnroll) {
       [[maybe_unused]] DownChunk<T, kBits> loaded[kUnroll];
       if constexpr (kVectors) {
 #pragma unroll
         for (int u = 0; u < kUnroll; ++u) {
-          const int at = i + u * kWarps;
+          const int at = i + u * kMlpWarps;
           if (at < staged && s.masks[at] != 0) loaded[u].Load(p.down_rows, s.neurons[at], part.column);
         }
       }
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
-        const int at = i + u * kWarps;
+        const int at = i + u * kMlpWarps;
         if (at >= staged || s.masks[at] == 0) continue;
         float w[kMlpChunk];
         if constexpr (kVectors) {
@@ -251,7 +250,7 @@ constexpr int kStreamRows = 2;
 template <typename T, int kTokens>
 __global__ void __launch_bounds__(kMlpThreads, kTokens == 1 ? 4 : 2)
     DownStreamKernel(const __grid_constant__ MlpParams p) {
-  constexpr int kWarps = kMlpThreads / 32, kWords = kChunkWords<T, 0>, kCopiesOfRow = kWords / 4;
+  constexpr int kWords = kChunkWords<T, 0>, kCopiesOfRow = kWords / 4;
   using Stream = CopyRing<kStreamRows * kCopiesOfRow>;
   extern __shared__ __align__(128) uint8_t shared[];
   static_assert(sizeof(DownSums) <= kRingsBytes, "the warps' sums take the place of the rings");
@@ -262,7 +261,7 @@ __global__ void __launch_bounds__(kMlpThreads, kTokens == 1 ? 4 : 2)
 
   if (!p.runs_hidden_kernel) WaitForPrevious();
   const ActiveList list(p, &storage);
-  WarpEntries<> entries(list, part.Begin(p, list.size()) + warp, part.End(p, list.size()), kWarps);
+  WarpEntries<> entries(list, part.Begin(p, list.size()) + warp, part.End(p, list.size()), kMlpWarps);
   Stream ring(shared);
   int32_t filled = 0;
   const char* const from = static_cast<const char*>(p.down_rows.data) + part.column * static_cast<int64_t>(sizeof(T));

@@ -19,15 +19,16 @@ namespace cuda {
 namespace mlp {
 
 constexpr int kBlockNeurons = 16;
-constexpr int kWarpColumns = 64;  // eight of each lane / 4
+constexpr int kWarpColumns = 64;  // eight for each value of lane / 4
 constexpr int kColumnWarps = kMlpSliceColumns / kWarpColumns;
-constexpr int kNeuronWarps = kMlpThreads / 32 / kColumnWarps;
+constexpr int kNeuronWarps = kMlpWarps / kColumnWarps;
 
 // Entries of the list that a CTA looks up at a time. Splits begin at whole blocks.
 constexpr int kWindowEntries = 1024;
 
 struct ListWindow {
   alignas(16) int32_t neurons[kWindowEntries];
+  static_assert(kMlpTileTokens <= 16, "tokens are bits of a mask");
   alignas(16) uint16_t masks[kWindowEntries];  // 0 beyond the last entry
 
   // Entries [begin, end) of the list.
@@ -53,7 +54,7 @@ class BlockRing {
  public:
   static constexpr int kRowBytes = kWarpColumns * 2, kRowsBytes = kBlockNeurons * kRowBytes;
   static constexpr int kSlotBytes = kRowsBytes + kBlockNeurons * kTokens * 4, kSlots = 3;
-  static constexpr int kBytes = kSlots * kSlotBytes * kMlpThreads / 32;
+  static constexpr int kBytes = kSlots * kSlotBytes * kMlpWarps;
 
   __device__ __forceinline__ explicit BlockRing(uint8_t* shared)
       : own_(shared + threadIdx.x / 32 * (kSlots * kSlotBytes)), lane_(static_cast<int>(threadIdx.x) % 32) {}

@@ -129,7 +129,7 @@ class HiddenStream {
         prefetches_(list.size() * params.down_rows.stride <= kMostPrefetched),
         // Neighbours in the list go to different SMs.
         entries_(list, static_cast<int32_t>(threadIdx.x / 32 * gridDim.x + blockIdx.x), list.size(),
-                 static_cast<int32_t>(gridDim.x) * (kMlpThreads / 32)),
+                 static_cast<int32_t>(gridDim.x) * kMlpWarps),
         ring_(shared) {}
 
   __device__ __forceinline__ void Run() {
@@ -249,7 +249,7 @@ __global__ void __launch_bounds__(kMlpThreads, sizeof(T) == 4 ? 1 : 2)
   LetNextStart();
   const ActiveList list(p, &storage);
   // Neighbours in the list go to different SMs.
-  const int32_t size = list.size(), step = static_cast<int32_t>(gridDim.x) * (kMlpThreads / 32);
+  const int32_t size = list.size(), step = static_cast<int32_t>(gridDim.x) * kMlpWarps;
   int32_t i = static_cast<int32_t>(threadIdx.x / 32 * gridDim.x + blockIdx.x);
   const bool prefetches = size * p.down_rows.stride <= kMostPrefetched;
   ListEntry entry;

@@ -23,7 +23,7 @@ class HiddenTiles {
         lane_(static_cast<int>(threadIdx.x) % 32),
         warp_(static_cast<int>(threadIdx.x) / 32),
         chunks_(params.K / kMlpChunk),
-        steps_(max(2, static_cast<int32_t>((chunks_ + kTileWarps * kTileChunks - 1) / (kTileWarps * kTileChunks)))),
+        steps_(max(2, static_cast<int32_t>((chunks_ + kMlpWarps * kStepChunks - 1) / (kMlpWarps * kStepChunks)))),
         prefetches_(list.size() * params.down_rows.stride <= kMostPrefetched),
         entries_(list, static_cast<int32_t>(blockIdx.x) * kTileRows, list.size(),
                  static_cast<int32_t>(gridDim.x) * kTileRows),
@@ -47,15 +47,16 @@ class HiddenTiles {
   }
 
  private:
-  static_assert(kTileWarps == kTileRows, "a warp prefetches the down row of a neuron");
-  // Of a step, for each weight. At least two steps a tile: copies then run at most four tiles ahead of the one that is
-  // read, and the entries of these are at hand.
-  static constexpr int kCopiesOfRow = kTileChunks / 4;
+  static_assert(kMlpWarps == kTileRows, "a warp prefetches the down row of a neuron");
+  static constexpr int kStepChunks = 8;  // of a row, in a step of a warp: 64 values, two chunks of each lane
+  // Of a lane in a step, for each weight. At least two steps a tile: copies then run at most four tiles ahead of the
+  // one that is read, and WarpEntries holds the entries of these.
+  static constexpr int kCopiesOfRow = kStepChunks / 4;
   using Stream = CopyRing<kWeights * kCopiesOfRow>;
   static_assert(Stream::kSlots <= 6, "copies run at most four tiles ahead");
 
   __device__ __forceinline__ int64_t ChunkOf(int32_t step) const {
-    return (int64_t{step} * kTileWarps + warp_) * kTileChunks + lane_ % 4;
+    return (int64_t{step} * kMlpWarps + warp_) * kStepChunks + lane_ % 4;
   }
   // Points at the rows of the tile that is copied next.
   __device__ __forceinline__ void PointAtRows() {
@@ -85,7 +86,7 @@ class HiddenTiles {
   }
 
   __device__ __forceinline__ void Multiply(Sums* to) {
-    float sums[kWeights][kTileGroups<kTokens>][4] = {};
+    float sums[kWeights][kTokenTiles<kTokens>][4] = {};
     TileTokens<T, kTokens> tokens[kCopiesOfRow], next[kCopiesOfRow];
     LoadTokens(0, tokens);
     for (int32_t step = 0; step < steps_; ++step) {
@@ -147,7 +148,7 @@ __global__ void __launch_bounds__(kMlpThreads) HiddenOfGateKernel(const __grid_c
   WaitForPrevious();
   LetNextStart();
   const ActiveList list(p, &storage);
-  constexpr int kTokens = 16, kEntries = kMlpThreads / kTokens;
+  constexpr int kTokens = kMlpTileTokens, kEntries = kMlpThreads / kTokens;
   const int token = static_cast<int>(threadIdx.x) / kEntries;
   if (token >= p.T) return;
   for (int64_t i = int64_t{blockIdx.x} * kEntries + threadIdx.x % kEntries; i < list.size();

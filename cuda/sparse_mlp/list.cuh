@@ -19,7 +19,7 @@ class ActiveList {
  public:
   struct Storage {
     int32_t begins[kMlpMostSegments + 1];
-    int32_t warps[kMlpThreads / 32];
+    int32_t warps[kMlpWarps];
   };
 
   __device__ ActiveList(const MlpParams& params, Storage* storage) : p_(params), s_(*storage) {

@@ -20,9 +20,12 @@ constexpr int kMlpChunk = 8;
 constexpr int kMlpSliceColumns = 32 * kMlpChunk;  // of the output: what a warp of the down kernel sums
 constexpr int kMlpMostSplits = 64;                // of the list of active neurons in the down kernel
 constexpr int kMlpThreads = 256;
+constexpr int kMlpWarps = kMlpThreads / 32;
 
-// Calls of so many tokens are computed by tensor cores, where weights are fp16 or bf16 and vectorized.
-constexpr bool TakesTiles(int64_t tokens) { return tokens >= 2 && tokens <= 16; }
+// A launch of 2 to kMlpTileTokens tokens runs on tensor cores, where weights are vectorized, and fp16 or bf16 (a
+// predictor's also int8).
+constexpr int kMlpTileTokens = 16;
+constexpr bool TakesTiles(int64_t tokens) { return tokens >= 2 && tokens <= kMlpTileTokens; }
 
 // A weight with a row for each neuron, as kernels read it.
 struct MlpRows {

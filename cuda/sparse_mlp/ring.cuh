@@ -12,7 +12,7 @@ namespace mlp {
 // Shared memory of a warp. Four CTAs fit an SM of 228 KiB: two of the hidden kernel, and two of the down kernel, whose
 // copies start before the hidden values are ready.
 constexpr int kRingBytes = 6 << 10;
-constexpr int kRingsBytes = kRingBytes * kMlpThreads / 32;
+constexpr int kRingsBytes = kRingBytes * kMlpWarps;
 constexpr int kCopyBytes = 16;
 
 __device__ __forceinline__ void LoadShared(uint32_t* words, uint32_t address) {

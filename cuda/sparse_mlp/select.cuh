@@ -10,7 +10,6 @@ namespace stof {
 namespace cuda {
 namespace mlp {
 
-constexpr int kWarps = kMlpThreads / 32;
 constexpr int kProjectThreads = 128, kProjectWarps = kProjectThreads / 32;
 constexpr int kScoreRows = 4;  // neurons of a warp
 
@@ -82,10 +81,10 @@ __device__ __forceinline__ void ClearFinished(const MlpParams& p) {
   }
 }
 
-// The neurons of a segment whose gate makes them active. Warp w looks at tokens w, w + kWarps, ...
+// The neurons of a segment whose gate makes them active. Warp w looks at tokens w, w + kMlpWarps, ...
 template <typename T>
 __global__ void __launch_bounds__(kMlpThreads) SelectKernel(const __grid_constant__ MlpParams p) {
-  __shared__ uint64_t masks[kWarps][32];
+  __shared__ uint64_t masks[kMlpWarps][32];
   WaitForPrevious();
   LetNextStart();
   ClearFinished(p);
@@ -95,7 +94,7 @@ __global__ void __launch_bounds__(kMlpThreads) SelectKernel(const __grid_constan
   for (int64_t first = begin; first < end; first += 32) {
     const int64_t neuron = first + lane;
     uint64_t mask = 0;
-    for (int t = warp; t < p.T && neuron < end; t += kWarps) {
+    for (int t = warp; t < p.T && neuron < end; t += kMlpWarps) {
       const float x = Activated(p.activation, ToFloat(static_cast<const T*>(p.gate)[t * p.F + neuron]));
       mask |= static_cast<uint64_t>(IsActive(p, x, neuron)) << t;
     }
@@ -103,7 +102,7 @@ __global__ void __launch_bounds__(kMlpThreads) SelectKernel(const __grid_constan
     __syncthreads();
     if (warp == 0) {
 #pragma unroll
-      for (int w = 1; w < kWarps; ++w) mask |= masks[w][lane];
+      for (int w = 1; w < kMlpWarps; ++w) mask |= masks[w][lane];
       AppendActive(p, segment, neuron, mask, &count);
     }
     __syncthreads();
@@ -209,7 +208,7 @@ __global__ void __launch_bounds__(kMlpThreads, kTokens == 1 && kVectors ? 3
   }
   if (threadIdx.x == 0 && segment < p.segments && p.all_masks == nullptr) p.counts[segment] = count;
 }
-static_assert(kWarps * kScoreRows == 32, "the warps of a CTA score 32 neurons");
+static_assert(kMlpWarps * kScoreRows == 32, "the warps of a CTA score 32 neurons");
 
 }  // namespace mlp
 }  // namespace cuda

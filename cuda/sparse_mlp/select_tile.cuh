@@ -52,7 +52,7 @@ struct ProjectedChunks {
       tokens[u].Load(p, first_token, chunk, chunks);
     }
   }
-  __device__ __forceinline__ void Add(float (&sums)[kTiles][kTileGroups<kTokens>][4]) const {
+  __device__ __forceinline__ void Add(float (&sums)[kTiles][kTokenTiles<kTokens>][4]) const {
 #pragma unroll
     for (int u = 0; u < kLoaded; ++u) {
 #pragma unroll
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kProjectTileThreads, 1) ProjectTileKernel(cons
   LetNextStart();
   const int64_t chunks = p.K / kMlpChunk, row = first + lane / 4;
   ProjectedChunks<T, kBits, kTokens, kTiles> current, next;
-  float sums[kTiles][kTileGroups<kTokens>][4] = {};
+  float sums[kTiles][kTokenTiles<kTokens>][4] = {};
   current.Load(p, row, first_token, 0, chunks);
   // Not unrolled: ptxas moves loads down to their first use, but not out of the turn of a loop.
 #pragma unroll 1
@@ -116,7 +116,7 @@ struct StagedProjection {
     constexpr int kLoads = kValues / 128;  // of four values, of a lane
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
-    for (int token = warp; token < kTokens; token += kTileWarps) {
+    for (int token = warp; token < kTokens; token += kMlpWarps) {
       float x[kLoads][4], most = 0.0f;
 #pragma unroll
       for (int u = 0; u < kLoads; ++u) {
@@ -169,7 +169,7 @@ template <typename T, int kBits, int kTokens, int kStagedValues>
 class ScoreTiles {
  public:
   using Projected = StagedProjection<T, kTokens, kStagedValues>;
-  static constexpr int kTiles = 32 / kTileRows, kRankSplits = kTileWarps / kTiles;
+  static constexpr int kTiles = 32 / kTileRows, kRankSplits = kMlpWarps / kTiles;
   using Scores = float[kRankSplits][kTokens][32 + 1];
 
   __device__ __forceinline__ ScoreTiles(const MlpParams& params, Projected* projected, Scores& scores)
@@ -247,7 +247,7 @@ __global__ void __launch_bounds__(kMlpThreads, kTokens == 8 ? 3 : 2)
   using Tiles = ScoreTiles<T, kBits, kTokens, kStagedValues>;
   __shared__ typename Tiles::Projected projected;
   __shared__ typename Tiles::Scores scores;
-  __shared__ uint64_t masks[kTileWarps][32];
+  __shared__ uint64_t masks[kMlpWarps][32];
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int64_t segment = blockIdx.x, begin = segment * p.segment, end = min(p.F, begin + p.segment);
   Tiles tiles(p, &projected, scores);
@@ -271,7 +271,7 @@ __global__ void __launch_bounds__(kMlpThreads, kTokens == 8 ? 3 : 2)
     uint64_t mask = 0;
     if (neuron < end) {
       const float scale = ScaleOfRow<T, kBits>(p.predictor_up, neuron);
-      for (int t = warp; t < p.T; t += kTileWarps) {
+      for (int t = warp; t < p.T; t += kMlpWarps) {
         mask |= static_cast<uint64_t>(tiles.IsNeeded(neuron, scale, t)) << t;
       }
     }
@@ -279,7 +279,7 @@ __global__ void __launch_bounds__(kMlpThreads, kTokens == 8 ? 3 : 2)
     __syncthreads();
     if (warp != 0) continue;
 #pragma unroll
-    for (int w = 1; w < kTileWarps; ++w) mask |= masks[w][lane];
+    for (int w = 1; w < kMlpWarps; ++w) mask |= masks[w][lane];
     AppendActive(p, segment, neuron, mask, &count);
   }
   if (threadIdx.x == 0 && segment < p.segments) p.counts[segment] = count;

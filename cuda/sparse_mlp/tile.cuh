@@ -15,18 +15,16 @@ namespace cuda {
 namespace mlp {
 
 constexpr int kTileRows = 8;
-constexpr int kTileChunks = 8;  // of a row, in a step of a warp: two of each lane, 64 values
-constexpr int kTileWarps = kMlpThreads / 32;
 
-// Groups of 16 tokens, of 8 where there are no more.
+// Tiles of 16 tokens. With 8 tokens, the upper half of the only one is zeros.
 template <int kTokens>
-constexpr int kTileGroups = (kTokens + 15) / 16;
+constexpr int kTokenTiles = (kTokens + 15) / 16;
 
-// The chunks at one place of the tokens of a lane; zeros of tokens and chunks that do not exist.
+// One chunk of each token of a lane; zeros where the token or the chunk does not exist.
 template <typename T, int kTokens>
 struct TileTokens {
   static_assert(sizeof(T) == 2, "words of two values");
-  static constexpr int kOwn = kTokens / 8;
+  static constexpr int kOwn = kTokens / 8;  // tokens of a lane
   uint32_t words[kOwn][4];
 
   // Read through the L1 cache: all warps of the SM read the same tokens again and again.
@@ -44,15 +42,15 @@ struct TileTokens {
   }
 };
 
-// sums += tokens · a chunk of the rows. Of each group, elements 0 and 1 are those of token g and rows 2 q and 2 q + 1,
-// elements 2 and 3 those of token g + 8.
+// sums += tokens · a chunk of the rows. In each tile of tokens, elements 0 and 1 have token g and rows 2 q and 2 q + 1,
+// elements 2 and 3 have token g + 8.
 template <typename T, int kTokens>
 __device__ __forceinline__ void AddTile(const uint32_t (&weights)[4], const TileTokens<T, kTokens>& tokens,
-                                        float (&sums)[kTileGroups<kTokens>][4]) {
+                                        float (&sums)[kTokenTiles<kTokens>][4]) {
 #pragma unroll
   for (int i = 0; i < 4; i += 2) {
 #pragma unroll
-    for (int n = 0; n < kTileGroups<kTokens>; ++n) {
+    for (int n = 0; n < kTokenTiles<kTokens>; ++n) {
       uint32_t a[4] = {tokens.words[2 * n][i], 0, tokens.words[2 * n][i + 1], 0};
       if constexpr (kTokens > 8) a[1] = tokens.words[2 * n + 1][i], a[3] = tokens.words[2 * n + 1][i + 1];
       Mma<T>(sums[n], a, weights[i], weights[i + 1]);
@@ -75,11 +73,11 @@ __device__ __forceinline__ void SplitPair(float x, float y, uint32_t (&parts)[kS
 }
 
 // The sums of the warps of a CTA, which share the values of a tile's rows, meet here.
-template <int kWeights, int kTokens, int kWarps = kTileWarps>
+template <int kWeights, int kTokens, int kWarps = kMlpWarps>
 struct TileSums {
   alignas(16) float values[kWarps][kWeights][kTokens][kTileRows];
 
-  __device__ __forceinline__ void Store(const float (&sums)[kWeights][kTileGroups<kTokens>][4]) {
+  __device__ __forceinline__ void Store(const float (&sums)[kWeights][kTokenTiles<kTokens>][4]) {
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
     for (int w = 0; w < kWeights; ++w) {
