@@ -20,23 +20,14 @@ namespace mlp {
 template <int kValue>
 using Constant = std::integral_constant<int, kValue>;
 
-// Calls function(bits, is_vectorized) with constants.
-template <typename Function>
+// Calls function(bits, is_vectorized) with constants. kBits: those that such rows may have.
+template <int kBits, int... kMoreBits, typename Function>
 int WithRows(const MlpRows& rows, const Function& function) {
-  const auto with_bits = [&](auto bits) {
-    return rows.is_vectorized ? function(bits, std::true_type()) : function(bits, std::false_type());
-  };
-  if (rows.bits == 4) return with_bits(Constant<4>());
-  return rows.bits == 8 ? with_bits(Constant<8>()) : with_bits(Constant<0>());
-}
-
-// A factor of a predictor has values of 8 bits, or those of tokens.
-template <typename Function>
-int WithFactor(const MlpRows& rows, const Function& function) {
-  const auto with_bits = [&](auto bits) {
-    return rows.is_vectorized ? function(bits, std::true_type()) : function(bits, std::false_type());
-  };
-  return rows.bits == 8 ? with_bits(Constant<8>()) : with_bits(Constant<0>());
+  if constexpr (sizeof...(kMoreBits) > 0) {
+    if (rows.bits != kBits) return WithRows<kMoreBits...>(rows, function);
+  }
+  return rows.is_vectorized ? function(Constant<kBits>(), std::true_type())
+                            : function(Constant<kBits>(), std::false_type());
 }
 
 // Calls function(tokens of a tile) with a constant.
@@ -47,8 +38,8 @@ int WithTileTokens(int tokens, const Function& function) {
 
 template <void (*kKernel)(const MlpParams)>
 int LaunchEarly(const MlpParams& params, int64_t ctas, int threads, void* stream, int shared_bytes = 0) {
-  // One token: all kernels divide an SM alike, so that the next one starts beside the one that ends. More tokens lie in
-  // the L1 cache.
+  // With one token, all kernels ask for the same carveout of shared memory: an SM changes it only when idle, and the
+  // next kernel would not start beside the one that ends. More tokens need the L1 cache.
   if (params.T == 1) {
     static std::atomic<uint64_t> set{0};  // a bit for each of the first 64 devices
     int device = 0;
@@ -68,7 +59,7 @@ int LaunchEarly(const MlpParams& params, int64_t ctas, int threads, void* stream
 
 template <typename T>
 int LaunchProject(const MlpParams& params, void* stream) {
-  return WithFactor(params.predictor_down, [&](auto bits, auto vectors) {
+  return WithRows<8, 0>(params.predictor_down, [&](auto bits, auto vectors) {
     constexpr int kBits = decltype(bits)::value;
     constexpr bool kVectors = decltype(vectors)::value;
     if constexpr (kVectors && sizeof(T) == 2) {
@@ -95,7 +86,7 @@ int LaunchProject(const MlpParams& params, void* stream) {
 template <typename T>
 int LaunchScore(const MlpParams& params, void* stream) {
   const int64_t ctas = std::max(1, params.segments);
-  return WithFactor(params.predictor_up, [&](auto bits, auto vectors) {
+  return WithRows<8, 0>(params.predictor_up, [&](auto bits, auto vectors) {
     constexpr int kBits = decltype(bits)::value;
     constexpr bool kVectors = decltype(vectors)::value;
     if constexpr (kVectors && sizeof(T) == 2) {
@@ -126,7 +117,7 @@ int LaunchHidden(const MlpParams& params, int ctas, void* stream) {
   if (!has_gate && params.up_rows.data == nullptr) {
     return LaunchEarly<HiddenOfGateKernel<T>>(params, ctas, kMlpThreads, stream);
   }
-  return WithRows(has_gate ? params.gate_rows : params.up_rows, [&](auto bits, auto vectors) {
+  return WithRows<4, 8, 0>(has_gate ? params.gate_rows : params.up_rows, [&](auto bits, auto vectors) {
     constexpr int kBits = decltype(bits)::value;
     constexpr bool kVectors = decltype(vectors)::value;
     const auto launch = [&](auto with_gate, auto with_up) {
@@ -163,7 +154,7 @@ int LaunchHidden(const MlpParams& params, int ctas, void* stream) {
 template <typename T>
 int LaunchDown(const MlpParams& params, void* stream) {
   const int64_t ctas = int64_t{params.slices} * params.splits * params.token_groups;
-  return WithRows(params.down_rows, [&](auto bits, auto vectors) {
+  return WithRows<4, 8, 0>(params.down_rows, [&](auto bits, auto vectors) {
     constexpr int kBits = decltype(bits)::value;
     constexpr bool kVectors = decltype(vectors)::value;
     if constexpr (kVectors && kBits == 0 && sizeof(T) == 2) {
@@ -193,31 +184,27 @@ int LaunchDense(const MlpDenseParams& params, int64_t ctas, void* stream) {
   return LaunchKernel<MlpDenseParams, kKernel>(params, static_cast<unsigned>(ctas), kMlpThreads, 0, stream,
                                                CanStartEarly<MlpDenseParams, kKernel>());
 }
-inline int64_t Tiles(int64_t a, int64_t b) {
-  return ((a + kDenseTile - 1) / kDenseTile) * ((b + kDenseTile - 1) / kDenseTile);
+// CTAs of a kernel that has one for each tile of a [rows, columns] matrix.
+inline int64_t CountDenseTiles(int64_t rows, int64_t columns) {
+  return CeilDiv(rows, int64_t{kDenseTile}) * CeilDiv(columns, int64_t{kDenseTile});
 }
 
 template <typename T>
 int LaunchTranspose(const MlpDenseParams& params, void* stream) {
-  return LaunchDense<TransposeKernel<T>>(params, Tiles(params.K, params.tokens_stride), stream);
+  return LaunchDense<TransposeKernel<T>>(params, CountDenseTiles(params.K, params.tokens_stride), stream);
 }
 template <typename T>
 int LaunchMaskedHidden(const MlpDenseParams& params, void* stream) {
-  return LaunchDense<MaskedHiddenKernel<T>>(params, Tiles(params.F, params.T), stream);
+  return LaunchDense<MaskedHiddenKernel<T>>(params, CountDenseTiles(params.F, params.T), stream);
 }
 template <typename T>
 int LaunchDequantize(const MlpDenseParams& params, bool is_down, int ctas, void* stream) {
-  const auto launch = [&](auto bits, auto vectors) {
+  return WithRows<4, 8>(params.quantized_rows, [&](auto bits, auto vectors) {
     constexpr int kBits = decltype(bits)::value;
     constexpr bool kVectors = decltype(vectors)::value;
     return is_down ? LaunchDense<DequantizeKernel<T, kBits, kVectors, true>>(params, ctas, stream)
                    : LaunchDense<DequantizeKernel<T, kBits, kVectors, false>>(params, ctas, stream);
-  };
-  const bool vectors = params.quantized_rows.is_vectorized;
-  if (params.quantized_rows.bits == 4) {
-    return vectors ? launch(Constant<4>(), std::true_type()) : launch(Constant<4>(), std::false_type());
-  }
-  return vectors ? launch(Constant<8>(), std::true_type()) : launch(Constant<8>(), std::false_type());
+  });
 }
 
 template <typename T>

@@ -86,10 +86,23 @@ MlpRows FactorOf(const SparseMlpArgs& a, const SparseMlpWeight& factor, int64_t 
   return rows;
 }
 
+void SetPredictor(const SparseMlpArgs& a, MlpParams* p) {
+  p->predictor_down = FactorOf(a, a.predictor_down, a.K, a.K % kMlpChunk == 0 && IsAligned(a.input, 16));
+  p->predictor_up = FactorOf(a, a.predictor_up, a.R, true);
+}
+
 // Whether tensor cores compute the output: for all tokens at once, of hidden values in the workspace.
 bool IsDownTiled(const SparseMlpArgs& a, int64_t tokens) {
   const MlpRows rows = DownRowsOf(a);
   return TakesTiles(tokens) && a.dtype != DType::kF32 && rows.bits == 0 && rows.is_vectorized;
+}
+
+// The address of an element of a tensor; nullptr of one that is absent.
+const void* ElementOf(const void* tensor, DType dtype, int64_t element) {
+  return tensor == nullptr ? nullptr : static_cast<const char*>(tensor) + element * SizeOf(dtype);
+}
+void* ElementOf(void* tensor, DType dtype, int64_t element) {
+  return static_cast<char*>(tensor) + element * SizeOf(dtype);
 }
 
 // The buffers of a call, in one workspace.
@@ -159,10 +172,7 @@ MlpParams ParamsOf(const SparseMlpArgs& a, const Layout& layout, void* workspace
     p.gate_rows.is_vectorized = p.up_rows.is_vectorized = p.gate_rows.is_vectorized && p.up_rows.is_vectorized;
   }
   p.down_rows = DownRowsOf(a);
-  if (a.selection == SparseMlpSelection::kPredictor) {
-    p.predictor_down = FactorOf(a, a.predictor_down, a.K, a.K % kMlpChunk == 0 && IsAligned(a.input, 16));
-    p.predictor_up = FactorOf(a, a.predictor_up, a.R, true);
-  }
+  if (a.selection == SparseMlpSelection::kPredictor) SetPredictor(a, &p);
   p.gate_bias = a.gate_bias, p.up_bias = a.up_bias, p.down_bias = a.down_bias;
   p.threshold = a.threshold, p.threshold_stride = a.threshold_stride;
   auto* const base = static_cast<char*>(workspace);
@@ -290,15 +300,14 @@ class DenseRun {
     p.K = a_.K, p.F = a_.F, p.R = a_.R;
     p.selection = a_.selection;
     p.threshold = a_.threshold, p.threshold_stride = a_.threshold_stride;
-    p.predictor_down = FactorOf(a_, a_.predictor_down, a_.K, a_.K % kMlpChunk == 0 && IsAligned(a_.input, 16));
-    p.predictor_up = FactorOf(a_, a_.predictor_up, a_.R, true);
+    SetPredictor(a_, &p);
     p.projected = reinterpret_cast<float*>(base_ + layout_.projected), p.projected_stride = layout_.projected_stride;
     p.segment = kMlpLeastSegment, p.segments = static_cast<int32_t>(CeilDiv(a_.F, p.segment));
     p.token_groups = 0;  // there is no down kernel
     const int64_t some = p.predictor_down.is_vectorized && p.predictor_up.is_vectorized ? a_.T : kMlpTokens;
     for (int64_t t = 0; t < a_.T; t += some) {
       p.T = static_cast<int32_t>(std::min(some, a_.T - t));
-      p.input = static_cast<const char*>(a_.input) + t * a_.K * SizeOf(a_.dtype);
+      p.input = ElementOf(a_.input, a_.dtype, t * a_.K);
       p.all_masks = params_.masks + t / kMlpTokens * a_.F;
       if (p.R > 0) STOF_RETURN_IF_ERROR(Checked(kernels_.project(p, context_.stream)));
       STOF_RETURN_IF_ERROR(Checked(kernels_.score(p, context_.stream)));
@@ -337,15 +346,12 @@ Status RunDense(const SparseMlpArgs& args, const DeviceProperties& device, const
   const DenseLayout layout(args);
   void* workspace = nullptr;
   STOF_RETURN_IF_ERROR(context.Allocate(static_cast<size_t>(layout.bytes), &workspace));
-  const int64_t item = SizeOf(args.dtype);
-  const auto advance = [item](const void* from, int64_t elements) {
-    return from == nullptr ? nullptr : static_cast<const char*>(from) + elements * item;
-  };
   for (int64_t t = 0; t < args.T; t += kDenseTokens) {
     SparseMlpArgs some = args;
     some.T = std::min(kDenseTokens, args.T - t);
-    some.input = advance(args.input, t * args.K), some.gate = advance(args.gate, t * args.F);
-    some.output = static_cast<char*>(args.output) + t * args.N * item;
+    some.input = ElementOf(args.input, args.dtype, t * args.K),
+    some.gate = ElementOf(args.gate, args.dtype, t * args.F);
+    some.output = ElementOf(args.output, args.dtype, t * args.N);
     STOF_RETURN_IF_ERROR(DenseRun(some, layout, static_cast<char*>(workspace), device, context).Run());
   }
   return Status();
@@ -362,15 +368,11 @@ Status RunSparseMlp(const SparseMlpArgs& args, const RunContext& context) {
   void* workspace = nullptr;
   STOF_RETURN_IF_ERROR(context.Allocate(static_cast<size_t>(layout.bytes), &workspace));
   MlpParams p = ParamsOf(args, layout, workspace);
-  const int64_t item = SizeOf(args.dtype);
-  const auto advance = [item](const void* from, int64_t elements) {
-    return from == nullptr ? nullptr : static_cast<const char*>(from) + elements * item;
-  };
   for (int64_t t = 0; t < args.T; t += kMlpTokens) {
     p.T = static_cast<int32_t>(std::min<int64_t>(kMlpTokens, args.T - t));
     p.token_groups = static_cast<int32_t>(CeilDiv(p.T, p.group_tokens));
-    p.input = advance(args.input, t * args.K), p.gate = advance(args.gate, t * args.F);
-    p.output = static_cast<char*>(args.output) + t * args.N * item;
+    p.input = ElementOf(args.input, args.dtype, t * args.K), p.gate = ElementOf(args.gate, args.dtype, t * args.F);
+    p.output = ElementOf(args.output, args.dtype, t * args.N);
     p.runs_hidden_kernel = p.gate_rows.data != nullptr || p.up_rows.data != nullptr || IsDownTiled(args, p.T);
     STOF_RETURN_IF_ERROR(Launch(KernelsOf(args.dtype), p, device, context.stream));
   }
