@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // The output of up to 16 tokens, by tensor cores.
 //
-// A CTA sums 256 columns over a split of the list: a warp 64 of the columns, over half of its blocks of 16 neurons. It
-// multiplies the rows of a block, transposed in registers, by hidden values.
+// A CTA sums 256 columns over a split of the list, in blocks of 16 neurons. A warp sums 64 of the columns over every
+// second block. It multiplies the rows of a block, transposed in registers, by hidden values.
 //
-// Hidden values are fp32. Each is the sum of two numbers in fp16, or of three in bf16, which tensor cores multiply one
-// after the other. A neuron that a token does not need counts as a hidden value of 0. Where a sum is not finite, a
-// weight may be infinite or NaN, or a hidden value too large for the type: then all sums of the CTA are made again,
-// neuron by neuron.
+// Hidden values are fp32. Each is the sum of two terms in fp16, or of three in bf16, and each term takes an mma. Where
+// a token does not need a neuron, its hidden value is 0. A sum that is not finite may come from 0 times an infinite
+// weight, or from a hidden value too large for the type: the CTA then computes all of its sums again in fp32.
 #ifndef STOF_CUDA_SPARSE_MLP_DOWN_TILE_CUH_
 #define STOF_CUDA_SPARSE_MLP_DOWN_TILE_CUH_
 
@@ -48,7 +47,7 @@ __device__ __forceinline__ int NeuronOfBlock(int i) {
   return static_cast<int>(threadIdx.x) % 4 * 2 + i % 2 + i / 2 * 8;
 }
 
-// Copies of the rows and the hidden values of blocks to a warp's part of shared memory.
+// A warp's ring of asynchronous copies of blocks: their rows and their hidden values. Lanes read what others copied.
 template <int kTokens>
 class BlockRing {
  public:
@@ -96,7 +95,7 @@ class BlockRing {
   const int lane_;
 };
 
-// The operands of 16 hidden values of tokens g and g + 8.
+// Hidden values of a block that are this lane's mma operands: four neurons of token g, and of token g + 8.
 template <typename T, int kTokens>
 struct HiddenBlock {
   static constexpr int kOwn = kTokens / 8;
@@ -128,15 +127,15 @@ __device__ __forceinline__ void AddBlock(const uint32_t (&rows)[4][4], const Hid
                                          BlockAccumulators<kTokens>& sums) {
 #pragma unroll
   for (int n = 0; n < kTokens / 8; ++n) {
-    uint32_t parts[2][kSplitParts<T>];
+    uint32_t terms[2][kFp32Terms<T>];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) SplitPair<T>(hidden.values[n][2 * i], hidden.values[n][2 * i + 1], parts[i]);
+    for (int i = 0; i < 2; ++i) DecomposePair<T>(hidden.values[n][2 * i], hidden.values[n][2 * i + 1], terms[i]);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const uint32_t a[4] = {__byte_perm(rows[0][i], rows[1][i], 0x5410), __byte_perm(rows[0][i], rows[1][i], 0x7632),
                              __byte_perm(rows[2][i], rows[3][i], 0x5410), __byte_perm(rows[2][i], rows[3][i], 0x7632)};
 #pragma unroll
-      for (int part = 0; part < kSplitParts<T>; ++part) Mma<T>(sums[i][n], a, parts[0][part], parts[1][part]);
+      for (int term = 0; term < kFp32Terms<T>; ++term) Mma<T>(sums[i][n], a, terms[0][term], terms[1][term]);
     }
   }
 }
@@ -169,7 +168,7 @@ struct DownTileSums {
   }
 };
 
-// The sums of one column over entries [begin, end), neuron by neuron: of tokens that need it alone.
+// One column's sums over entries [begin, end), in fp32. Each token adds only the neurons that it needs.
 template <typename T, int kTokens>
 __device__ __forceinline__ void SumColumn(const MlpParams& p, const ActiveList& list, int32_t begin, int32_t end,
                                           int64_t column, float (&sums)[kTokens]) {
@@ -185,7 +184,8 @@ __device__ __forceinline__ void SumColumn(const MlpParams& p, const ActiveList& 
   }
 }
 
-// Adds the splits of a slice in their order, four columns a thread, and writes the output. By its last CTA.
+// Adds the splits of a slice in their order, four columns a thread, and writes the output. The last CTA of the slice
+// calls it.
 template <typename T>
 __device__ __forceinline__ void AddSplits(const MlpParams& p, int slice) {
   constexpr int kColumns = 4, kThreadsOfToken = kMlpSliceColumns / kColumns;
@@ -271,7 +271,7 @@ __global__ void __launch_bounds__(kMlpThreads, 2) DownTileKernel(const __grid_co
   }
 
   WarpSums& warp_sums = *reinterpret_cast<WarpSums*>(shared);
-  __syncthreads();  // all rings have been read
+  __syncthreads();  // all warps have read their rings, and no copy is in flight
   warp_sums.Store(sums);
   __syncthreads();
   const int64_t own = slice * int64_t{kMlpSliceColumns} + thread;

@@ -10,21 +10,21 @@ namespace stof {
 namespace cuda {
 namespace mlp {
 
-// Sums of the gate and up rows of a neuron become hidden values. Lane t holds those of token `own`.
+// Stores the hidden value of a token. gate, up: its dot products with the rows of the neuron.
 template <typename T, bool kHasGate, bool kHasUp>
-__device__ __forceinline__ void StoreHidden(const MlpParams& p, int32_t position, int64_t neuron, int own, float gate,
+__device__ __forceinline__ void StoreHidden(const MlpParams& p, int32_t position, int64_t neuron, int token, float gate,
                                             float up) {
   if constexpr (kHasGate) {
     if (p.gate_bias != nullptr) gate += ToFloat(static_cast<const T*>(p.gate_bias)[neuron]);
   } else {
-    gate = ToFloat(static_cast<const T*>(p.gate)[own * p.F + neuron]);
+    gate = ToFloat(static_cast<const T*>(p.gate)[token * p.F + neuron]);
   }
   float h = Activated(p.activation, gate);
   if constexpr (kHasUp) {
     if (p.up_bias != nullptr) up += ToFloat(static_cast<const T*>(p.up_bias)[neuron]);
     h *= up;
   }
-  p.hidden[static_cast<int64_t>(position) * p.T + own] = h;
+  p.hidden[static_cast<int64_t>(position) * p.T + token] = h;
 }
 
 // The first kTokens tokens of a mask, which it loses. The last one repeats where it has fewer. Gives their number.
@@ -162,7 +162,7 @@ class HiddenStream {
   static constexpr int kMostTokens = 8;  // at a time: more of them read the rows once more
   using Stream = CopyRing<kRows * kCopiesOfRow>;
 
-  // Points at the rows of the neuron that is copied next.
+  // Points from_ at the rows of the neuron that is copied next.
   __device__ __forceinline__ void PointAtRows() {
     if (filled_ >= entries_.count()) return;
     const int64_t neuron = entries_.NeuronOf(filled_);

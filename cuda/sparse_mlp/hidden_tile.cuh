@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Hidden values of active neurons for up to 16 tokens, by tensor cores. A CTA takes a tile of eight neurons, and its
-// warps share their values.
+// Hidden values of active neurons for 2 to 16 tokens, by tensor cores. A CTA computes a tile of eight neurons at a
+// time, and its warps split the K values of their rows.
 #ifndef STOF_CUDA_SPARSE_MLP_HIDDEN_TILE_CUH_
 #define STOF_CUDA_SPARSE_MLP_HIDDEN_TILE_CUH_
 
@@ -17,7 +17,7 @@ class HiddenTiles {
   static constexpr int kWeights = (kHasGate ? 1 : 0) + (kHasUp ? 1 : 0);
   using Sums = TileSums<kWeights, kTokens>;
 
-  // Two sums: a warp stores those of a tile while others read those of the tile before.
+  // sums is a double buffer: a warp stores the sums of a tile while others read those of the tile before.
   __device__ __forceinline__ HiddenTiles(const MlpParams& params, const ActiveList& list, void* shared, Sums (&sums)[2])
       : p_(params),
         lane_(static_cast<int>(threadIdx.x) % 32),
@@ -58,7 +58,7 @@ class HiddenTiles {
   __device__ __forceinline__ int64_t ChunkOf(int32_t step) const {
     return (int64_t{step} * kMlpWarps + warp_) * kStepChunks + lane_ % 4;
   }
-  // Points at the rows of the tile that is copied next.
+  // Points from_ at the rows of the tile that is copied next.
   __device__ __forceinline__ void PointAtRows() {
     if (filled_ >= tiles_) return;
     const int32_t k = filled_ * kTileRows + lane_ / 4;
@@ -113,7 +113,7 @@ class HiddenTiles {
     for (int i = 0; i < kCopiesOfRow; ++i) to[i].Load(p_, 0, ChunkOf(step) + 4 * i, chunks_);
   }
 
-  // Thread 8 t + n has token t of neuron n.
+  // Adds the warps' sums. Thread 8 t + n has token t of neuron n.
   __device__ __forceinline__ void Finish(int32_t first, const Sums& sums) {
     const int thread = static_cast<int>(threadIdx.x), token = thread / kTileRows, row = thread % kTileRows;
     const int32_t k = first + row;
@@ -140,8 +140,8 @@ class HiddenTiles {
   const char* from_[kWeights] = {};
 };
 
-// Without gate and up weights, the activations of the gate are the hidden values: the tiled down kernel reads them by
-// their place in the list.
+// Without gate and up weights, activated gates are the hidden values. The tiled down kernel reads them by their
+// position in the list.
 template <typename T>
 __global__ void __launch_bounds__(kMlpThreads) HiddenOfGateKernel(const __grid_constant__ MlpParams p) {
   __shared__ ActiveList::Storage storage;

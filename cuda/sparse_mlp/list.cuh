@@ -14,7 +14,7 @@ struct ListEntry {
   uint64_t mask = 0;
 };
 
-// Where segments begin in the list. All threads of a CTA make it.
+// The list of active neurons over all segments: a prefix sum of their counts, which all threads of a CTA compute.
 class ActiveList {
  public:
   struct Storage {

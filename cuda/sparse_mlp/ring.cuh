@@ -21,8 +21,8 @@ __device__ __forceinline__ void LoadShared(uint32_t* words, uint32_t address) {
                : "r"(address));
 }
 
-// A slot has kCopies copies of 16 bytes of each lane. A lane reads nothing but its own copies, so that waiting for them
-// takes no barrier. Each step commits a group, also an empty one.
+// A slot has kCopies copies of 16 bytes of each lane. A lane reads only its own copies, so that it needs no barrier to
+// wait for them. Each step commits a group, even an empty one: Wait counts groups.
 template <int kCopies>
 class CopyRing {
  public:
@@ -40,7 +40,7 @@ class CopyRing {
     CommitCopies();
     Advance(&filled_);
   }
-  // Waits for the slot read next. All slots have been filled since it was read.
+  // Waits for the slot that is read next. The caller has committed all slots: kSlots groups are open.
   __device__ __forceinline__ void Wait() { WaitCopies<kSlots - 1>(); }
   __device__ __forceinline__ void Read(int i, uint32_t* words) const {
     LoadShared(words, base_ + read_ + i * 32 * kCopyBytes);
@@ -73,8 +73,8 @@ class WarpEntries {
     begin_ = k;
     current_ = next_, next_ = Load(k + 32);
   }
-  // Of entry k, which is one of the present 32 or the next 32. All lanes ask at the same time, for entries of the same
-  // 32.
+  // Of entry k, which is one of the current 32 or of the next 32. All lanes call it, with entries of the same 32, since
+  // a lane passes on the one that it holds.
   __device__ __forceinline__ int32_t NeuronOf(int32_t k) const {
     return __shfl_sync(kAllLanes, k - begin_ < 32 ? current_.neuron : next_.neuron, k % 32);
   }
@@ -82,7 +82,7 @@ class WarpEntries {
     return __shfl_sync(kAllLanes, static_cast<unsigned long long>(k - begin_ < 32 ? current_.mask : next_.mask),
                        k % 32);
   }
-  // Those of this lane.
+  // The entries that this lane holds.
   __device__ const ListEntry& current() const { return current_; }
   __device__ const ListEntry& next() const { return next_; }
 

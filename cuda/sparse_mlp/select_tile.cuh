@@ -10,7 +10,7 @@ namespace stof {
 namespace cuda {
 namespace mlp {
 
-// The words of a chunk in T, without the scale: integers of eight bits are exact in fp16 and bf16.
+// The words of a chunk in T, without its scale. Quantized values minus 128 are exact in fp16 and bf16.
 template <typename T, int kBits>
 __device__ __forceinline__ void ToWords(const Chunk<T, kBits>& chunk, uint32_t (&words)[4]) {
   if constexpr (kBits == 0) {
@@ -31,7 +31,7 @@ __device__ __forceinline__ float ScaleOfRow(const MlpRows& factor, int64_t row) 
 
 constexpr int kProjectTileThreads = 512, kProjectTileWarps = kProjectTileThreads / 32;
 
-// Chunks of kTiles rows of predictor_down and of the tokens, all in flight at a time.
+// Chunks of kTiles tiles of rows of predictor_down, and of the tokens, that a lane loads at a time.
 template <typename T, int kBits, int kTokens, int kTiles>
 struct ProjectedChunks {
   static constexpr int kLoaded = kTiles > 1 ? 1 : 4, kStep = kLoaded * 4 * kProjectTileWarps;
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kProjectTileThreads, 1) ProjectTileKernel(cons
   const int64_t all_rows = (p.projected_stride + kRows - 1) / kRows;
   const int64_t first = blockIdx.x % all_rows * kRows, first_token = blockIdx.x / all_rows * kTokens;
   const MlpRows& factor = p.predictor_down;
-  {  // L2 sees what the kernels before still write, so that its lines may be fetched now
+  {  // before the wait: later writes reach L2, so that a prefetched line is never stale
     const char* const rows = static_cast<const char*>(factor.data) + first * factor.stride;
     const int64_t bytes = min(int64_t{kRows}, p.R - first) * factor.stride;
     for (int64_t at = thread * 128; at < bytes; at += kProjectTileThreads * 128) PrefetchL2(rows + at);
@@ -103,12 +103,12 @@ __global__ void __launch_bounds__(kProjectTileThreads, 1) ProjectTileKernel(cons
   }
 }
 
-// Projected values of all tokens, so many of each at a time. A value is fp32: the sum of two numbers in fp16, or of
-// three in bf16. Those of a token are scaled by a power of two, so that they do not leave the range of fp16.
+// Shared memory that stages kStagedValues projected values of each token. A value is fp32: the sum of two terms in
+// fp16, or of three in bf16. In fp16 a power of two scales those of a token, so that they stay in the range of fp16.
 template <typename T, int kTokens, int kStagedValues>
 struct StagedProjection {
-  static constexpr int kValues = kStagedValues, kParts = kSplitParts<T>;
-  alignas(16) T values[kParts][kTokens][kValues + 32];  // eight lanes that read at a time find them in different banks
+  static constexpr int kValues = kStagedValues, kTerms = kFp32Terms<T>;
+  alignas(16) T values[kTerms][kTokens][kValues + 32];  // eight lanes that read at a time find them in different banks
   float unscales[kTokens];
 
   // Values [begin, begin + kValues); zeros of tokens and values that do not exist.
@@ -131,18 +131,19 @@ struct StagedProjection {
       for (int i = 0; i < 4 * kLoads; ++i) most = fmaxf(most, fabsf(x[i / 4][i % 4]));
 #pragma unroll
       for (int offset = 16; offset > 0; offset /= 2) most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, offset));
-      // 2^10 over the power of two below the largest value; infinity and NaN stay what they are.
+      // 2^10 over the power of two below the largest value. Scores with an infinite or NaN value are NaN: active.
       const uint32_t exponent = max(__float_as_uint(most) >> 23, 11u);
       const bool is_scaled = std::is_same<T, __half>::value && exponent < 255;
       const float scale = is_scaled ? __uint_as_float((254 + 10 - exponent) << 23) : 1.0f;
       if (lane == 0) unscales[token] = is_scaled ? __uint_as_float((exponent - 10) << 23) : 1.0f;
 #pragma unroll
       for (int u = 0; u < kLoads; ++u) {
-        uint32_t low[kParts], high[kParts];
-        SplitPair<T>(scale * x[u][0], scale * x[u][1], low), SplitPair<T>(scale * x[u][2], scale * x[u][3], high);
+        uint32_t low[kTerms], high[kTerms];
+        DecomposePair<T>(scale * x[u][0], scale * x[u][1], low);
+        DecomposePair<T>(scale * x[u][2], scale * x[u][3], high);
 #pragma unroll
-        for (int part = 0; part < kParts; ++part) {
-          *reinterpret_cast<uint2*>(&values[part][token][(u * 32 + lane) * 4]) = make_uint2(low[part], high[part]);
+        for (int term = 0; term < kTerms; ++term) {
+          *reinterpret_cast<uint2*>(&values[term][token][(u * 32 + lane) * 4]) = make_uint2(low[term], high[term]);
         }
       }
     }
@@ -150,11 +151,11 @@ struct StagedProjection {
   // sums += tokens · a chunk of the rows, without the scales.
   __device__ __forceinline__ void Add(const uint32_t (&weights)[4], int chunk, float (&sums)[1][4]) const {
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
+    for (int term = 0; term < kTerms; ++term) {
       TileTokens<T, kTokens> tokens;
 #pragma unroll
       for (int n = 0; n < kTokens / 8; ++n) {
-        const T* const from = &values[part][static_cast<int>(threadIdx.x) % 32 / 4 + 8 * n][chunk * kMlpChunk];
+        const T* const from = &values[term][static_cast<int>(threadIdx.x) % 32 / 4 + 8 * n][chunk * kMlpChunk];
         const uint4 words = *reinterpret_cast<const uint4*>(from);
         tokens.words[n][0] = words.x, tokens.words[n][1] = words.y;
         tokens.words[n][2] = words.z, tokens.words[n][3] = words.w;
@@ -164,7 +165,7 @@ struct StagedProjection {
   }
 };
 
-// The scores of 32 neurons and a group of tokens. Two warps share the values of a tile of eight neurons.
+// The scores of 32 neurons and kTokens tokens. A tile of eight neurons has kRankSplits warps, which split its values.
 template <typename T, int kBits, int kTokens, int kStagedValues>
 class ScoreTiles {
  public:
@@ -190,13 +191,13 @@ class ScoreTiles {
       if (neuron < end && chunk * kMlpChunk < p_.R) weights_[u].template Load<true>(p_.predictor_up, neuron, chunk);
     }
   }
-  // All threads have read the projected values before.
+  // The caller's barrier: all threads have read the projected values of the step before.
   __device__ __forceinline__ void LoadTokens(int64_t first_token, int64_t from) {
     projected_.Load(p_, first_token, from);
     __syncthreads();
   }
   __device__ __forceinline__ void Clear() { sums_[0] = sums_[1] = sums_[2] = sums_[3] = 0.0f; }
-  // The part of the scores from value `from` on.
+  // Adds the staged values, which begin at value `from`, to the scores.
   __device__ __forceinline__ void Add(int64_t from) {
     float scaled[1][4] = {};
 #pragma unroll
@@ -211,7 +212,7 @@ class ScoreTiles {
       sums_[i] = fmaf(projected_.unscales[lane_ / 4 + i / 2 * 8], scaled[0][i], sums_[i]);
     }
   }
-  // All scores are in shared memory after it.
+  // Ends with a barrier: all scores are then in shared memory.
   __device__ __forceinline__ void Store() {
 #pragma unroll
     for (int i = 0; i < kTokens / 4; ++i) {
@@ -285,8 +286,8 @@ __global__ void __launch_bounds__(kMlpThreads, kTokens == 8 ? 3 : 2)
   if (threadIdx.x == 0 && segment < p.segments) p.counts[segment] = count;
 }
 
-// Masks of all neurons for many tokens, 16 at a time. A CTA has 32 neurons, and one of kScoreTokenSplits shares of the
-// tokens.
+// Masks of all neurons for many tokens, 16 at a time. A CTA has 32 neurons, and one of kScoreTokenSplits splits of
+// the tokens.
 constexpr int kScoreTokens = 16, kScoreTokenSplits = 2;
 template <typename T, int kBits>
 using ManyScoreTiles = ScoreTiles<T, kBits, kScoreTokens, 512>;
@@ -303,6 +304,8 @@ __global__ void __launch_bounds__(kMlpThreads, 2) ScoreManyKernel(const __grid_c
   WaitForPrevious();
   LetNextStart();
   const float scale = neuron < end ? ScaleOfRow<T, kBits>(p.predictor_up, neuron) : 0.0f;
+  // Warp 0 reads scores while the others go on: LoadTokens has a barrier before the next Store. Without values (R = 0)
+  // there is none, and all scores stay 0.
   for (int64_t t = int64_t{blockIdx.x % kScoreTokenSplits} * kScoreTokens; t < p.T;
        t += kScoreTokenSplits * kScoreTokens) {
     tiles.Clear();

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Dot products of eight rows of weights and several tokens by tensor cores: a tile.
+// Dot products of a tile of eight weight rows with several tokens, by tensor cores.
 //
-// mma multiplies [16 tokens, 16 values] by [16 values, 8 rows]. The order of the values of a dot product is free, so a
-// lane takes eight values that lie together: lane 4 g + q has chunk q of a step of row g, of token g and of token g +
-// 8, and the four words of a chunk are the operands of two instructions. No operand changes lanes.
+// mma.m16n8k16 multiplies [16 tokens, 16 values] by [16 values, 8 rows]. A dot product may take its values in any
+// order, so each lane loads chunks of eight contiguous values: lane 4 g + q has chunk q of row g, of token g and of
+// token g + 8. The four words of a chunk are the operands of two instructions, and no operand moves between lanes.
 #ifndef STOF_CUDA_SPARSE_MLP_TILE_CUH_
 #define STOF_CUDA_SPARSE_MLP_TILE_CUH_
 
@@ -27,7 +27,7 @@ struct TileTokens {
   static constexpr int kOwn = kTokens / 8;  // tokens of a lane
   uint32_t words[kOwn][4];
 
-  // Read through the L1 cache: all warps of the SM read the same tokens again and again.
+  // Through the L1 cache: all CTAs of the SM read the same tokens again for each tile of rows.
   __device__ __forceinline__ void Load(const MlpParams& p, int64_t first_token, int64_t chunk, int64_t chunks) {
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
@@ -58,21 +58,23 @@ __device__ __forceinline__ void AddTile(const uint32_t (&weights)[4], const Tile
   }
 }
 
-// fp32 as the sum of so many numbers of T, for tensor cores. The smallest of fp16 are rounded to a multiple of 2^-24.
+// An fp32 value is the sum of so many terms in T, which tensor cores multiply. In fp16 the sum of the terms is a
+// multiple of 2^-24, to which small values are rounded.
 template <typename T>
-constexpr int kSplitParts = std::is_same<T, __half>::value ? 2 : 3;
+constexpr int kFp32Terms = std::is_same<T, __half>::value ? 2 : 3;
 
-// Words of two values, for each part.
+// terms[i] has term i of x and y in one word. The second term of infinity, or of a value too large for T, is infinite
+// or NaN: so are sums with it.
 template <typename T>
-__device__ __forceinline__ void SplitPair(float x, float y, uint32_t (&parts)[kSplitParts<T>]) {
+__device__ __forceinline__ void DecomposePair(float x, float y, uint32_t (&terms)[kFp32Terms<T>]) {
 #pragma unroll
-  for (int part = 0; part < kSplitParts<T>; ++part) {
-    parts[part] = Pack<T>(x, y);
+  for (int term = 0; term < kFp32Terms<T>; ++term) {
+    terms[term] = Pack<T>(x, y);
     x -= ToFloat(Round<T>(x)), y -= ToFloat(Round<T>(y));
   }
 }
 
-// The sums of the warps of a CTA, which share the values of a tile's rows, meet here.
+// Shared memory in which the sums of the warps are added: each warp has a part of the values of a tile's rows.
 template <int kWeights, int kTokens, int kWarps = kMlpWarps>
 struct TileSums {
   alignas(16) float values[kWarps][kWeights][kTokens][kTileRows];
