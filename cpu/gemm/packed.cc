@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Packs constant weights, and distributes the panels of a GEMM among workers.
+// Packs constant weights, and runs the panels of a GEMM as parallel tasks.
 #include "cpu/gemm/packed.h"
 
 #if defined(__linux__)
@@ -7,10 +7,10 @@
 #endif
 
 #include <algorithm>
-#include <atomic>
 #include <new>
 
 #include "cpu/kernel_table.h"
+#include "cpu/parallel_for.h"
 #include "plugins/core/base/integers.h"
 
 namespace stof {
@@ -18,34 +18,7 @@ namespace {
 
 constexpr size_t kAlignment = 64;
 constexpr size_t kHugePage = size_t{1} << 21;
-constexpr int64_t kMostWorkers = 64;
-constexpr double kWorthAWorker = 4e5;  // operations: some 5 us
-
-// A worker's own blocks, in their order: it prefetches its own panels, and its rows of a stay in its cache. A worker
-// that is done takes blocks of the others.
-struct alignas(kAlignment) Share {
-  std::atomic<int64_t> next{0};
-  int64_t end = 0;
-};
-
-struct Job {
-  const cpu::PackedGemmProblem* problem;
-  const cpu::PackedGemmKernels* kernels;
-  float* workspace;
-  int64_t panels, workers;
-  Share shares[kMostWorkers];
-};
-
-void Work(void* user, size_t worker) {
-  auto* const job = static_cast<Job*>(user);
-  float* const own = job->workspace + static_cast<int64_t>(worker) * cpu::kPackedFloats;
-  for (int64_t w = 0; w < job->workers; ++w) {
-    Share& share = job->shares[(static_cast<int64_t>(worker) + w) % job->workers];
-    for (int64_t i = share.next.fetch_add(1); i < share.end; i = share.next.fetch_add(1)) {
-      job->kernels->run(*job->problem, i / job->panels * job->problem->block, i % job->panels, own);
-    }
-  }
-}
+constexpr double kTaskOperations = 4e5;  // some 5 us
 
 }  // namespace
 
@@ -82,7 +55,7 @@ bool CpuPackedWeights::Pack(CpuIsa isa, const float* b0, const float* b1, int64_
 }
 
 size_t CpuPackedGemmWorkspace(int threads) {
-  return static_cast<size_t>(std::clamp<int64_t>(threads, 1, kMostWorkers) * cpu::kPackedFloats) * sizeof(float);
+  return static_cast<size_t>(std::clamp<int64_t>(threads, 1, cpu::kMostTasks) * cpu::kPackedFloats) * sizeof(float);
 }
 
 void CpuPackedGemm(const CpuPackedGemmArgs& args, const CpuPackedWeights& weights, void* workspace,
@@ -97,23 +70,15 @@ void CpuPackedGemm(const CpuPackedGemmArgs& args, const CpuPackedWeights& weight
   const int64_t even = CeilDiv(args.M, blocks);
   problem.block = std::min(cpu::kPackedRows, RoundUp(even, kernels.rows));
   blocks = CeilDiv(args.M, problem.block);
-  Job job;
-  job.problem = &problem;
-  job.kernels = &kernels;
-  job.workspace = static_cast<float*>(workspace);
-  job.panels = CeilDiv(problem.N, kernels.columns);
-  const int64_t count = blocks * job.panels;
+  const int64_t panels = CeilDiv(problem.N, kernels.columns);
   const double work = 2.0 * static_cast<double>(args.M) * static_cast<double>(problem.N * problem.products) *
                       static_cast<double>(problem.K);
-  const auto worth = static_cast<int64_t>(std::min(work / kWorthAWorker, 1e6)) + 1;
-  job.workers = std::min({std::clamp<int64_t>(parallel.threads, 1, kMostWorkers), worth, count});
-  if (parallel.run == nullptr) job.workers = 1;
-  for (int64_t w = 0; w < job.workers; ++w) {
-    job.shares[w].next = count * w / job.workers;
-    job.shares[w].end = count * (w + 1) / job.workers;
-  }
-  if (job.workers == 1) return Work(&job, 0);
-  parallel.run(parallel.self, Work, static_cast<size_t>(job.workers), &job);
+  const auto tasks = static_cast<int64_t>(std::min(work / kTaskOperations, 1e6)) + 1;
+  // A task's own blocks in their order: it prefetches its own panels, and its rows of a stay in its cache.
+  cpu::ParallelFor(parallel, blocks * panels, tasks, [&](int64_t i, int64_t task) {
+    float* const own = static_cast<float*>(workspace) + task * cpu::kPackedFloats;
+    kernels.run(problem, i / panels * problem.block, i % panels, own);
+  });
 }
 
 }  // namespace stof

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The sparse MLP on the CPU: blocks of tokens, the list of active neurons, and the work of each thread.
+// The sparse MLP on the CPU: blocks of tokens, the list of active neurons, and the parallel loops.
 #include "cpu/sparse_mlp/sparse_mlp.h"
 
 #include <algorithm>
-#include <atomic>
 
 #include "cpu/kernel_table.h"
+#include "cpu/parallel_for.h"
 #include "plugins/core/base/integers.h"
 
 namespace stof {
@@ -17,12 +17,12 @@ using cpu::kMlpPadding;
 using cpu::kMlpTokens;
 using cpu::MlpBlock;
 using cpu::NeuronRows;
+using cpu::ParallelFor;
 using cpu::SparseMlpKernels;
 
-constexpr int64_t kMostWorkers = 64;
-constexpr int64_t kWorthAWorker = 64 << 10;  // bytes of weights, or values that are selected: a few us
-constexpr int kPredictorBits = 8;            // of a quantized predictor
-constexpr int64_t kLeastPiece = 256;         // bytes of a down row that a thread reads
+constexpr int64_t kTaskBytes = 64 << 10;  // of weights that a task reads, or values that it selects: a few us
+constexpr int kPredictorBits = 8;         // of a quantized predictor
+constexpr int64_t kLeastPiece = 256;      // bytes of a down row that a thread reads
 
 // The buffers of a call, in one workspace.
 class Layout {
@@ -75,43 +75,6 @@ class Layout {
     return at;
   }
 };
-
-struct alignas(64) Share {
-  std::atomic<int64_t> next{0};
-  int64_t end = 0;
-};
-
-// Runs function(i) for i in [0, count). A worker has consecutive numbers, so that it prefetches what it reads next, and
-// then takes those of others.
-template <typename Function>
-void RunShares(const Parallel& parallel, int64_t count, int64_t workers, const Function& function) {
-  workers = std::min({workers, count, kMostWorkers, static_cast<int64_t>(std::max(1, parallel.threads))});
-  if (workers <= 1 || parallel.run == nullptr) {
-    for (int64_t i = 0; i < count; ++i) function(i);
-    return;
-  }
-  struct Job {
-    const Function* function;
-    int64_t workers;
-    Share shares[kMostWorkers];
-  } job;
-  job.function = &function;
-  job.workers = workers;
-  for (int64_t w = 0; w < workers; ++w) {
-    job.shares[w].next = count * w / workers;
-    job.shares[w].end = count * (w + 1) / workers;
-  }
-  parallel.run(
-      parallel.self,
-      [](void* user, size_t worker) {
-        auto* const j = static_cast<Job*>(user);
-        for (int64_t w = 0; w < j->workers; ++w) {
-          Share& share = j->shares[(static_cast<int64_t>(worker) + w) % j->workers];
-          for (int64_t i = share.next.fetch_add(1); i < share.end; i = share.next.fetch_add(1)) (*j->function)(i);
-        }
-      },
-      static_cast<size_t>(workers), &job);
-}
 
 void SetBlock(int64_t block, NeuronRows* rows) {
   rows->block = block;
@@ -183,8 +146,10 @@ class Runner {
     if (a_.selection == SparseMlpSelection::kPredictor) Predict();
     Select();
     MakeList();
-    RunShares(parallel_, CeilDiv(b_.count, kMlpNeurons), WorthOf(HiddenBytes()),
-              [this](int64_t i) { kernels_.hidden(b_, i * kMlpNeurons, std::min(b_.count, (i + 1) * kMlpNeurons)); });
+    ParallelFor(parallel_, CeilDiv(b_.count, kMlpNeurons), TasksFor(HiddenBytes()),
+                [this](int64_t i, int64_t /*task*/) {
+                  kernels_.hidden(b_, i * kMlpNeurons, std::min(b_.count, (i + 1) * kMlpNeurons));
+                });
     Down();
   }
 
@@ -193,7 +158,7 @@ class Runner {
   T* At(size_t offset) const {
     return reinterpret_cast<T*>(workspace_ + offset);
   }
-  static int64_t WorthOf(int64_t bytes) { return 1 + bytes / kWorthAWorker; }
+  static int64_t TasksFor(int64_t bytes) { return 1 + bytes / kTaskBytes; }
   int64_t HiddenBytes() const {
     return b_.count * ((b_.gate_dots.rows.data != nullptr ? b_.gate_dots.rows.stride : 0) +
                        (b_.up_dots.rows.data != nullptr ? b_.up_dots.rows.stride : 0) + b_.tokens * 8);
@@ -234,15 +199,16 @@ class Runner {
   // Many tokens in panels, else nullptr.
   const float* FillPanels(const float* x, int64_t stride, int64_t size, float* panels) {
     if (b_.tokens < cpu::kManyTokens) return nullptr;
-    RunShares(parallel_, CeilDiv(b_.tokens, cpu::kPanelTokens), WorthOf(b_.tokens * size * 4), [=](int64_t i) {
-      const int64_t first = i * cpu::kPanelTokens;
-      kernels_.fill_panel(x + first * stride, stride, std::min(cpu::kPanelTokens, b_.tokens - first), size,
-                          panels + first * size);
-    });
+    ParallelFor(parallel_, CeilDiv(b_.tokens, cpu::kPanelTokens), TasksFor(b_.tokens * size * 4),
+                [=](int64_t i, int64_t /*task*/) {
+                  const int64_t first = i * cpu::kPanelTokens;
+                  kernels_.fill_panel(x + first * stride, stride, std::min(cpu::kPanelTokens, b_.tokens - first), size,
+                                      panels + first * size);
+                });
     return panels;
   }
 
-  // values[t, j] = a predictor's scores.
+  // values[t, j] = the predictor's score of neuron j.
   void Predict() {
     float* const projected = At<float>(layout_.projected);
     std::fill(projected, projected + b_.tokens * layout_.rank_stride, 0.0f);
@@ -260,7 +226,7 @@ class Runner {
     RunDots(up, b_.values, 1, a_.F);
   }
 
-  // Products of x with a factor of the predictor; x is quantized where the factor is.
+  // Dot products of x with the rows of a factor of the predictor; x is quantized where the factor is.
   DotProblem PredictorDots(const SparseMlpWeight& factor, const float* x, int64_t x_stride, int64_t size,
                            int64_t count) {
     DotProblem dots;
@@ -282,18 +248,19 @@ class Runner {
   }
 
   void RunDots(const DotProblem& problem, float* out, int64_t row_stride, int64_t token_stride) {
-    RunShares(parallel_, CeilDiv(problem.count, kMlpNeurons), WorthOf(problem.count * problem.rows.stride),
-              [&](int64_t i) {
-                const int64_t first = i * kMlpNeurons;
-                kernels_.dots(problem, first, std::min(problem.count, first + kMlpNeurons), out + first * row_stride,
-                              row_stride, token_stride);
-              });
+    ParallelFor(parallel_, CeilDiv(problem.count, kMlpNeurons), TasksFor(problem.count * problem.rows.stride),
+                [&](int64_t i, int64_t /*task*/) {
+                  const int64_t first = i * kMlpNeurons;
+                  kernels_.dots(problem, first, std::min(problem.count, first + kMlpNeurons), out + first * row_stride,
+                                row_stride, token_stride);
+                });
   }
 
   void Select() {
-    RunShares(parallel_, CeilDiv(a_.F, cpu::kMlpSelected), WorthOf(a_.F * b_.tokens), [this](int64_t i) {
-      kernels_.select(b_, i * cpu::kMlpSelected, std::min(a_.F, (i + 1) * cpu::kMlpSelected));
-    });
+    ParallelFor(parallel_, CeilDiv(a_.F, cpu::kMlpSelected), TasksFor(a_.F * b_.tokens),
+                [this](int64_t i, int64_t /*task*/) {
+                  kernels_.select(b_, i * cpu::kMlpSelected, std::min(a_.F, (i + 1) * cpu::kMlpSelected));
+                });
   }
 
   void MakeList() {
@@ -318,22 +285,23 @@ class Runner {
 
   void Down() {
     const int64_t row = CeilDiv(a_.N * (b_.down.bits > 0 ? b_.down.bits : 8 * SizeOf(a_.dtype)), 8);
-    const int64_t workers = WorthOf(b_.count * row + b_.tokens * a_.N * 4);
+    const int64_t tasks = TasksFor(b_.count * row + b_.tokens * a_.N * 4);
     // Whole rows for each thread, where there are as many parts as threads.
-    const int64_t pieces = std::clamp<int64_t>(std::min<int64_t>(workers, parallel_.threads) / cpu::kMlpParts, 1,
+    const int64_t pieces = std::clamp<int64_t>(std::min<int64_t>(tasks, parallel_.threads) / cpu::kMlpParts, 1,
                                                std::max<int64_t>(1, row / kLeastPiece));
     const int64_t columns = RoundUp(CeilDiv(a_.N, pieces), 64);
     const int64_t count = CeilDiv(a_.N, columns);
-    RunShares(parallel_, count * cpu::kMlpParts, workers, [this, columns, count](int64_t i) {
+    ParallelFor(parallel_, count * cpu::kMlpParts, tasks, [this, columns, count](int64_t i, int64_t /*task*/) {
       const int64_t first = i % count * columns;
       kernels_.down(b_, i / count, first, std::min(a_.N, first + columns));
     });
     constexpr int64_t kFinished = 4096;
     const int64_t steps = CeilDiv(a_.N, kFinished);
-    RunShares(parallel_, b_.tokens * steps, WorthOf(b_.tokens * a_.N * 4), [this, steps](int64_t i) {
-      const int64_t first = i % steps * kFinished;
-      kernels_.finish(b_, i / steps, first, std::min(a_.N, first + kFinished));
-    });
+    ParallelFor(parallel_, b_.tokens * steps, TasksFor(b_.tokens * a_.N * 4),
+                [this, steps](int64_t i, int64_t /*task*/) {
+                  const int64_t first = i % steps * kFinished;
+                  kernels_.finish(b_, i / steps, first, std::min(a_.N, first + kFinished));
+                });
   }
 
   const SparseMlpArgs& a_;

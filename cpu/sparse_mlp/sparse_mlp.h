@@ -13,11 +13,11 @@ namespace cpu {
 
 // Tokens that are computed together: a bit each of a 64-bit word says which of them need a neuron.
 constexpr int64_t kMlpTokens = 64;
-// Neurons whose hidden values a worker computes at a time: a multiple of the rows of every tile.
+// Neurons whose hidden values a task computes at a time: a multiple of the rows of every tile.
 constexpr int64_t kMlpNeurons = 48;
 // From so many tokens on, tokens are multiplied in panels of kPanelTokens.
 constexpr int64_t kManyTokens = 32, kPanelTokens = 16;
-// The sum over neurons has so many parts, which threads may compute: blocks of neurons are dealt among them in turns,
+// The sum over neurons has so many parts, which threads may compute: blocks of neurons are dealt to them round-robin,
 // since neurons may be sorted by how often they are active. The order of additions follows from it.
 constexpr int64_t kMlpParts = 8;
 constexpr int64_t kMlpPartBlock = 64;  // neurons; more where more of them share a scale
