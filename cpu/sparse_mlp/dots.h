@@ -153,10 +153,7 @@ class RowGroup {
   // Slabs of the next rows, to be prefetched between dot products; their cache lines.
   int64_t Ahead(int64_t k0, int64_t depth) {
     ahead_.Clear();
-    const auto bytes = [this](int64_t k) {
-      return p_.rows.bits > 0 ? k * p_.rows.bits / 8 : k * SizeOf(p_.rows.dtype);
-    };
-    for (const char* row : next_) ahead_.Add(row + bytes(k0), 0, 1, bytes(depth));
+    for (const char* row : next_) ahead_.Add(row + BytesOf(p_.rows, k0), 0, 1, BytesOf(p_.rows, depth));
     return ahead_.lines();
   }
 

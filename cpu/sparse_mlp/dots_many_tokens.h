@@ -2,8 +2,9 @@
 // Dot products of weight rows and many tokens. Included once per instruction set, with STOF_DOT_PANELS panels of
 // kPanelTokens tokens in a tile and STOF_PAIR_VECTORS vectors of a row in registers.
 //
-// Where most tokens need a row, a tile is a dense matmul: tokens that do not need the row are computed, too, and a dot
-// product adds its terms one by one, in their order. Elsewhere each pair of a row and a token is computed alone.
+// Where most tokens need the rows of a group, a tile is a dense matmul: it also computes tokens that do not need a row,
+// and a dot product adds its terms one by one, in their order. Elsewhere each pair of a row and a token that needs it
+// is computed alone.
 #ifndef STOF_CPU_SPARSE_MLP_DOTS_MANY_TOKENS_H_
 #define STOF_CPU_SPARSE_MLP_DOTS_MANY_TOKENS_H_
 
@@ -21,7 +22,7 @@ constexpr int64_t kPanelDepth = 256 / ((kDotPanels + 1) / 2);  // panels of a ti
 constexpr int64_t kPairRows = 24;
 // If more percent of the tokens need a row, computing all of them is faster.
 constexpr int64_t kPanelPercent = 55;
-static_assert(kMlpNeurons % kPairRows == 0, "the rows of a worker are whole groups");
+static_assert(kMlpNeurons % kPairRows == 0, "the rows of a task are whole groups");
 
 // Rows of a tile, so that its accumulators fill the registers.
 constexpr int RowsOfTile(int panels) { return kDotPanels > 1 && panels <= 2 ? 12 : kPanelVectors > 2 ? 2 : 6; }
@@ -58,40 +59,39 @@ void PanelTile(const float* const* w, const float* x, int64_t panel_stride, int6
   }
 }
 
-// The panels of the tokens and kPanelRows rows; before(n) is called before n pairs of a row and a panel.
-template <int kPanels = kDotPanels, typename Before>
+// The panels of the tokens and kPanelRows rows; prefetch(n) is called before n pairs of a row and a panel.
+template <int kPanels = kDotPanels, typename Prefetch>
 void PanelTiles(int64_t panels, const float* const* w, const float* x, int64_t panel_stride, int64_t depth, float* sums,
-                const Before& before) {
+                const Prefetch& prefetch) {
   if constexpr (kPanels > 1) {
-    if (panels < kPanels) return PanelTiles<kPanels - 1>(panels, w, x, panel_stride, depth, sums, before);
+    if (panels < kPanels) return PanelTiles<kPanels - 1>(panels, w, x, panel_stride, depth, sums, prefetch);
   }
   for (int64_t i = 0; i < kPanelRows; i += RowsOfTile(kPanels)) {
-    before(kPanels * RowsOfTile(kPanels));
+    prefetch(kPanels * RowsOfTile(kPanels));
     PanelTile<kPanels>(w + i, x, panel_stride, depth, sums + i * kMlpTokens);
   }
   if (panels > kPanels) {
     PanelTiles(panels - kPanels, w, x + kPanels * panel_stride, panel_stride, depth, sums + kPanels * kPanelTokens,
-               before);
+               prefetch);
   }
 }
 
-// Queues what is read behind a slab of rows [first, first + count): their next slab, or the first one of as many rows
-// behind.
+// Queues what is read after a slab of rows [first, first + count): their next slab, or, after the last one, the first
+// slab of the next `count` rows.
 template <typename Queue>
 void AddNextSlabs(const DotProblem& problem, int64_t first, int64_t count, int64_t k0, int64_t depth, Queue* queue) {
   const NeuronRows& rows = problem.rows;
   const bool is_last = k0 + depth == rows.size;
   const int64_t next = is_last ? 0 : k0 + depth;
-  const auto bytes = [&rows](int64_t k) { return rows.bits > 0 ? k * rows.bits / 8 : k * SizeOf(rows.dtype); };
   for (int64_t i = first; i < first + count; ++i) {
     const int64_t row = is_last ? i + count : i;
     if (row >= problem.count) break;
-    queue->Add(rows.data + NeuronOf(problem, row) * rows.stride + bytes(next), 0, 1,
-               bytes(std::min(kDotDepth, rows.size - next)));
+    queue->Add(rows.data + NeuronOf(problem, row) * rows.stride + BytesOf(rows, next), 0, 1,
+               BytesOf(rows, std::min(kDotDepth, rows.size - next)));
   }
 }
 
-// Values k0 ... of row i in fp32: where they are, or in a buffer.
+// Values [k0, k0 + depth) of row i in fp32: in place where the weight is fp32, else converted to a buffer.
 inline const float* RowSlab(const DotProblem& problem, int64_t i, int64_t k0, int64_t depth, float* buffer) {
   const NeuronRows& rows = problem.rows;
   const int64_t neuron = NeuronOf(problem, i);
@@ -102,7 +102,7 @@ inline const float* RowSlab(const DotProblem& problem, int64_t i, int64_t k0, in
   return buffer;
 }
 
-// Rows [first, last), at most kPanelRows of them.
+// Dense: rows [first, last), at most kPanelRows of them, and all tokens.
 class PanelGroup {
  public:
   PanelGroup(const DotProblem& problem, int64_t first, int64_t last)
@@ -141,8 +141,8 @@ class PanelGroup {
   alignas(64) float slab_[kPanelRows * kSlabStride];
 };
 
-// Rows [first, last), at most kPairRows of them, and the tokens that need them. A piece of a row stays in registers
-// while it is multiplied with the tokens, and pieces of all tokens stay in the L1 cache.
+// Sparse: rows [first, last), at most kPairRows of them, and the tokens that need each. A piece of a row stays in
+// registers while it is multiplied with its tokens, and the same piece of all tokens stays in the L1 cache.
 class PairGroup {
  public:
   PairGroup(const DotProblem& problem, int64_t first, int64_t last) : p_(problem), first_(first), count_(last - first) {
@@ -175,7 +175,7 @@ class PairGroup {
     for (; k + kPiece <= depth; k += kPiece) AddPieces<kVectors>(w, k, k0 + k, lines);
     for (; k + kWidth <= depth; k += kWidth) AddPieces<1>(w, k, k0 + k, lines);
     if (k == depth) return;
-    alignas(64) float rest[kPairRows][kWidth];  // rows in place end here
+    alignas(64) float rest[kPairRows][kWidth];  // the ends of rows, which in place have no padding
     const float* ends[kPairRows];
     for (int64_t i = 0; i < count_; ++i) {
       Simd::Store(rest[i], LoadFirst<Fp32Element>(w[i] + k, depth - k));
@@ -212,8 +212,8 @@ class PairGroup {
   alignas(64) float slab_[kPairRows * kSlabStride];
 };
 
-// Whether most tokens need a row.
-inline bool IsWorthPanels(const DotProblem& problem, int64_t first, int64_t last) {
+// Whether so many tokens need the rows of a group that computing all of them is faster.
+inline bool IsDenseGroup(const DotProblem& problem, int64_t first, int64_t last) {
   if (problem.masks == nullptr) return true;
   int64_t pairs = 0;
   for (int64_t i = first; i < last; ++i) pairs += __builtin_popcountll(problem.masks[i]);
@@ -226,7 +226,7 @@ inline void DotsFp32(const DotProblem& problem, int64_t first, int64_t last, flo
   static_assert(kPairRows % kPanelRows == 0, "rows of pairs are rows of panels");
   for (int64_t i = first; i < last; i += kPairRows) {
     const int64_t end = std::min(last, i + kPairRows);
-    if (!IsWorthPanels(problem, i, end)) {
+    if (!IsDenseGroup(problem, i, end)) {
       PairGroup(problem, i, end).Run(out + (i - first) * row_stride, row_stride, token_stride);
       continue;
     }

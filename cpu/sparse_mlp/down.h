@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sums of down rows, weighted by hidden values. Included once per instruction set.
 //
-// An element of a part's sum adds the active neurons of the part one by one, in their order; the output adds the parts.
-// So a token's result depends neither on threads nor on other tokens.
+// A part's sum adds the active neurons of the part one by one, in their order, and the output adds the parts. So a
+// token's result depends neither on threads nor on other tokens.
 #ifndef STOF_CPU_SPARSE_MLP_DOWN_H_
 #define STOF_CPU_SPARSE_MLP_DOWN_H_
 
@@ -20,9 +20,10 @@ constexpr int64_t kDownColumns = 512;   // of a piece of converted rows
 constexpr int64_t kConvertedRows = 64;  // sums are loaded and stored once for so many rows; a bit each of a word
 constexpr int kDownVectors = 2;         // of a tile of columns and tokens
 constexpr int kDownTokens = STOF_DOWN_TOKENS;
-constexpr int kNeededVectors = 8;  // of sums of a token: as many chains of additions
+constexpr int kNeededVectors = 8;  // of a token's sums: as many independent chains of FMAs
 // If more percent of the tokens need a row, adding it to all of them is faster.
 constexpr int64_t kDensePercent = 55;
+constexpr int64_t kLeastDenseTokens = 3;  // of a block: fewer are added one by one
 static_assert(kMlpTokens == 64 && kConvertedRows <= 64, "tokens and rows are bits of a word");
 
 // Transposes 64 words of 64 bits: bit i of word t becomes bit t of word i. Blocks off the diagonal change places, from
@@ -134,8 +135,7 @@ class DownGroup {
   void AddConverted(int64_t n, int64_t columns, float* converted) {
     const float* rows[kConvertedRows];
     // Pieces of rows are too short for the hardware to prefetch.
-    const int64_t bytes = b_.down.bits > 0 ? columns * b_.down.bits / 8 : columns * SizeOf(b_.down.dtype);
-    AddNext(n, bytes);
+    AddNext(n, BytesOf(b_.down, columns));
     for (int64_t i = 0; i < count_; ++i) {
       LoadDownRow(b_.down, b_.neurons[first_ + i], n, columns, converted + i * kConvertedStride);
       rows[i] = converted + i * kConvertedStride;
@@ -154,12 +154,11 @@ class DownGroup {
   }
 
   const char* Row(int64_t i, int64_t n) const {
-    const int64_t bytes = b_.down.bits > 0 ? n * b_.down.bits / 8 : n * SizeOf(b_.down.dtype);
-    return b_.down.data + b_.neurons[i] * b_.down.stride + bytes;
+    return b_.down.data + b_.neurons[i] * b_.down.stride + BytesOf(b_.down, n);
   }
 
-  // Tokens for which all rows are added: those that need all of them. Where most tokens need a row it is all tokens:
-  // the hidden values of the others are 0, which changes no bit of a sum unless a weight is infinite or NaN.
+  // The tokens to which all rows are added: those that need all of them. Where most pairs of a row and a token are
+  // needed, these are all tokens: hidden values of the others are 0, which changes no sum of finite weights.
   template <typename E>
   uint64_t DenseTokens(const typename E::T* const* rows, int64_t columns, bool is_converted) const {
     const uint64_t every = BitsOfTokens(b_.tokens);
@@ -189,9 +188,9 @@ class DownGroup {
   // Adds all rows to some tokens, kDownTokens at a time. Returns these tokens as bits.
   template <typename E>
   uint64_t AddDense(const typename E::T* const* rows, int64_t n, int64_t columns, bool is_converted) {
-    if (b_.tokens < 3) return 0;
+    if (b_.tokens < kLeastDenseTokens) return 0;
     const uint64_t all = DenseTokens<E>(rows, columns, is_converted);
-    if ((all & (all - 1)) == 0) return 0;
+    if ((all & (all - 1)) == 0) return 0;  // no token, or one: a tile would read the rows for it alone
     const float* h[kMlpTokens];
     float* sums[kMlpTokens];
     int64_t count = 0;
@@ -228,7 +227,7 @@ class DownGroup {
     }
   }
 
-  // Adds to each token the rows that it needs, except to the tokens `done`: fp32 rows a kConvertedStride apart.
+  // Adds to each token the rows that it needs, except to the tokens `done`. rows: fp32, kConvertedStride apart.
   void AddNeeded(const float* rows, uint64_t done, int64_t n, int64_t columns) {
     uint64_t needed[kMlpTokens];  // by token, a bit for each row
     std::fill(needed, needed + kMlpTokens, uint64_t{0});
@@ -303,10 +302,11 @@ inline void Down(const MlpBlock& b, int64_t part, int64_t begin, int64_t end) {
   if (b.down.bits > 0 && b.args->accuracy_level == 4) return DownInt8(b, part, begin, end);
   const int64_t first = b.part_begin[part], last = b.part_begin[part + 1], count = last - first;
   float* const sums = b.sums + part * b.tokens * b.sums_stride;
-  for (int64_t t = 0; t < b.tokens; ++t)
+  for (int64_t t = 0; t < b.tokens; ++t) {
     std::fill(sums + t * b.sums_stride + begin, sums + t * b.sums_stride + end, 0.0f);
-  // Whole rows come from memory faster. What many tokens read is copied in pieces that fit the caches: rows of a
-  // multiple of 4 KiB would share cache sets.
+  }
+  // Few tokens read rows in place, since whole rows come from memory faster. Many tokens read pieces of rows that are
+  // converted to a buffer in the caches: rows of a multiple of 4 KiB would share cache sets.
   const bool is_in_place = b.down.bits == 0 && b.tokens <= (b.down.dtype == DType::kF32 ? 8 : 2);
   const int64_t step = is_in_place ? std::max<int64_t>(1, end - begin) : kDownColumns;
   const int64_t rows = is_in_place ? kDownRows : kConvertedRows, groups = (count + rows - 1) / rows;

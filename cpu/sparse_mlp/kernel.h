@@ -80,7 +80,7 @@ inline void Select(const MlpBlock& b, int64_t first, int64_t last) {
       ToFloats(b.gate + (t * a.F + first) * SizeOf(a.dtype), a.dtype, count, x);
       Activate(a.activation, count, x);
     }
-    // Comparisons that NaN makes true.
+    // NaN makes a neuron active.
     if (a.selection == SparseMlpSelection::kNonzero) {
       for (int64_t i = 0; i < count; ++i) masks[i] |= static_cast<uint64_t>(x[i] != 0.0f) << t;
       continue;
@@ -103,7 +103,7 @@ inline void AddBias(const MlpBlock& b, const void* bias, int64_t first, int64_t 
   }
 }
 
-// Hidden values of tokens that do not need their neuron.
+// Sets the hidden values of tokens that do not need their neuron to 0.
 inline void SetIdleToZero(const MlpBlock& b, int64_t first, int64_t last) {
   const uint64_t all = BitsOfTokens(b.tokens);
   for (int64_t i = first; i < last; ++i) {

@@ -46,6 +46,11 @@ struct NeuronRows {
   const uint8_t* zero_points = nullptr;
 };
 
+// Bytes of so many values of a row, rounded down.
+inline int64_t BytesOf(const NeuronRows& rows, int64_t values) {
+  return rows.bits > 0 ? values * rows.bits / 8 : values * SizeOf(rows.dtype);
+}
+
 // Dot products of rows and tokens.
 struct DotProblem {
   NeuronRows rows;

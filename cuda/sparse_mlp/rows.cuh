@@ -224,7 +224,7 @@ __device__ __forceinline__ float Activated(SparseMlpActivation activation, float
   }
 }
 
-// Whether a neuron is active, by its activation or its score. Comparisons that NaN makes true.
+// Whether a neuron is active, by its activation or its score. NaN makes it active.
 template <typename Params>
 __device__ __forceinline__ bool IsActive(const Params& p, float x, int64_t neuron) {
   if (p.selection == SparseMlpSelection::kNonzero) return x != 0.0f;
