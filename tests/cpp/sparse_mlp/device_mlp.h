@@ -39,8 +39,8 @@ class Failures {
   std::string text_;
 };
 
-// Under compute-sanitizer: some of the random cases, and a block of memory for each tensor, so that it sees every
-// access beyond.
+// STOF_SAMPLE = n, for compute-sanitizer: every n-th of the random cases runs, and each tensor has a block of memory of
+// its own, so that the sanitizer sees every access beyond. 0: not set.
 inline int SampleStep() {
   static const int step = [] {
     const char* const text = std::getenv("STOF_SAMPLE");
@@ -49,7 +49,10 @@ inline int SampleStep() {
   return step;
 }
 
-// A problem in device memory: one block, poisoned between the tensors. Kept over all cases of a test.
+// Whether a case runs, by its number.
+inline bool IsSampled(uint64_t number) { return number % static_cast<uint64_t>(std::max(1, SampleStep())) == 0; }
+
+// Device memory of a problem: one block, poisoned between the tensors. A test keeps it over all of its cases.
 class Device {
  public:
   Device() {
@@ -105,7 +108,7 @@ class Device {
     context.self = this;
     context.allocate = [](void* self, size_t bytes) {
       auto& own = *static_cast<Device*>(self);
-      // A block of its own may not be allocated while a graph is captured: the one of the run before is taken.
+      // cudaMalloc is not allowed during graph capture: a captured run takes the block of the run before.
       if (SampleStep() == 0 || own.workspace_ == nullptr || own.workspace_bytes_ != bytes) {
         own.workspace_ = own.Take(bytes, 0);
       }
@@ -118,7 +121,7 @@ class Device {
     return status;
   }
 
-  // The output of a run; output and workspace are poisoned before, and what lies around the output is checked.
+  // Poisons output and workspace, runs, and checks the bytes around the output. Returns the output.
   std::vector<char> Run(const SparseMlpArgs& args, const std::string& where, Failures* failures) {
     CHECK_CUDA(cudaMemsetAsync(static_cast<char*>(args.output) - kGuard, kPoison, output_bytes_ + 2 * kGuard, stream_));
     CHECK_CUDA(cudaMemsetAsync(static_cast<char*>(arena_) + used_, kPoison, std::min(kArena - used_, size_t{8} << 20),
@@ -186,7 +189,7 @@ inline void CheckOutput(Problem* problem, const std::vector<char>& found, const 
                         Failures* failures) {
   problem->c.accuracy_level = 0;  // matmuls are computed in fp32 at every level
   std::vector<double> expected, tolerance;
-  // Many tokens of 16 bits are computed by GEMMs, which round what lies between them.
+  // GEMMs compute many tokens of 16 bits, and round matmuls, hidden values and dequantized weights.
   const bool is_dense = problem->c.T > 16 && problem->c.dtype != DType::kF32;
   problem->Expect(&expected, &tolerance, is_dense ? UnitRoundoff(problem->c.dtype) : 0);
   const int64_t item = SizeOfFloat(problem->c.dtype);

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The sparse MLP by tensor cores: aligned weights of fp16 and bf16, and several tokens.
-#include <algorithm>
+// The sparse MLP on tensor cores: aligned weights of fp16 and bf16, and two or more tokens.
 #include <string>
 #include <vector>
 
@@ -27,7 +26,7 @@ TEST(CudaSparseMlpTiles) {
           c.density = random.Pick<double>({0.01, 0.1, 0.5, 1});
           c.has_up = random.Next() % 4 != 0, c.has_biases = random.OneIn(2), c.has_thresholds = random.OneIn(2);
           c.has_quantized_predictor = random.OneIn(2);
-          if (seed++ % static_cast<uint64_t>(std::max(1, SampleStep())) == 0) RunCase(c, seed, 0, &device, &failures);
+          if (IsSampled(seed++)) RunCase(c, seed, 0, &device, &failures);
         }
       }
     }
@@ -57,7 +56,7 @@ TEST(CudaSparseMlpLargeHiddenValues) {
   failures.Report();
 }
 
-// More tokens: GEMMs, and masks of a predictor.
+// More than 16 tokens: GEMMs, with the masks of a predictor.
 TEST(CudaSparseMlpManyTokens) {
   Failures failures("many tokens");
   Device device;
@@ -70,7 +69,7 @@ TEST(CudaSparseMlpManyTokens) {
           c.T = T, c.K = seed % 2 == 0 ? 64 : 584, c.F = seed % 3 == 0 ? 160 : 75, c.N = 40, c.R = R, c.dtype = dtype;
           c.selection = SparseMlpSelection::kPredictor, c.density = 0.3;
           c.has_quantized_predictor = is_quantized, c.has_thresholds = seed % 5 == 0;
-          if (seed++ % static_cast<uint64_t>(std::max(1, SampleStep())) == 0) RunCase(c, seed, 0, &device, &failures);
+          if (IsSampled(seed++)) RunCase(c, seed, 0, &device, &failures);
         }
       }
     }
