@@ -159,7 +159,8 @@ class DownGroup {
   }
 
   // Tokens for which all rows are added: those that need all of them. Where most tokens need a row it is all tokens:
-  // the hidden values of the others are 0, which changes no bit of a sum unless a weight is infinite or NaN.
+  // the hidden values of the others are 0, which changes no sum unless a weight is infinite or NaN. A sum of -0 may
+  // become 0; Finish makes it 0 always.
   template <typename E>
   uint64_t DenseTokens(const typename E::T* const* rows, int64_t columns, bool is_converted) const {
     const uint64_t every = BitsOfTokens(b_.tokens);
@@ -331,6 +332,7 @@ inline void Finish(const MlpBlock& b, int64_t token, int64_t begin, int64_t end)
     const float* const more = y + part * b.tokens * b.sums_stride;
     for (int64_t n = begin; n < end; ++n) y[n] += more[n];
   }
+  for (int64_t n = begin; n < end; ++n) y[n] += 0.0f;  // -0, where all terms underflow, becomes 0
   if (a.down_bias != nullptr) {
     for (int64_t n = begin; n < end; ++n) y[n] += ToFloat(a.down_bias, a.dtype, n);
   }

@@ -187,5 +187,28 @@ TEST(SparseMlpLargestHiddenValues) {
   });
 }
 
+// A token whose terms underflow to -0 gives the same bits alone and among tokens that need other neurons.
+TEST(SparseMlpNegativeZerosOfTokensAlone) {
+  RunEachIsa([](CpuIsa isa) {
+    Case c;
+    c.T = 9, c.K = 8, c.F = 1024, c.N = 40;  // each part of the sum has neurons of the first token
+    c.has_up = false, c.activation = SparseMlpActivation::kNone;
+    Problem problem(c, 3);
+    const auto is_tiny = [](int64_t neuron) { return neuron % 64 == 5; };
+    for (int64_t j = 0; j < c.F; ++j) {
+      for (int64_t t = 0; t < c.T; ++t) {
+        Set(&problem.gate, t * c.F + j, t > 0 ? 1.0f : is_tiny(j) ? 1e-30f : 0.0f);
+      }
+      for (int64_t n = 0; n < c.N; ++n) Set(&problem.down_weight, j * c.N + n, is_tiny(j) ? -1e-30f : 1.0f);
+    }
+    SparseMlpArgs args = problem.Args(nullptr);
+    const std::vector<char> found = Run(args, isa, Parallel{});
+    args.T = 1;
+    const std::vector<char> alone = Run(args, isa, Parallel{});
+    CHECK(std::memcmp(alone.data(), found.data(), alone.size()) == 0, CpuIsaName(isa));
+    CountCases(1);
+  });
+}
+
 }  // namespace
 }  // namespace stof::test::sparse_mlp
