@@ -16,9 +16,11 @@ namespace cpu {
 namespace STOF_ISA::sparse_mlp {
 
 constexpr int kDownRows = 8;
-constexpr int64_t kDownColumns = 512;   // of a piece of converted rows
-constexpr int64_t kConvertedRows = 64;  // sums are loaded and stored once for so many rows; a bit each of a word
-constexpr int kDownVectors = 2;         // of a tile of columns and tokens
+constexpr int64_t kFewTokens = 8;             // whose rows are read in place, kDownRows at a time
+constexpr int64_t kRowsOfSeveralTokens = 16;  // of more tokens: their sums leave the L1 cache
+constexpr int64_t kDownColumns = 512;         // of a piece of converted rows
+constexpr int64_t kConvertedRows = 64;        // sums are loaded and stored once for so many rows; a bit each of a word
+constexpr int kDownVectors = 2;               // of a tile of columns and tokens
 constexpr int kDownTokens = STOF_DOWN_TOKENS;
 constexpr int kNeededVectors = 8;  // of sums of a token: as many chains of additions
 // If more percent of the tokens need a row, adding it to all of them is faster.
@@ -170,8 +172,9 @@ class DownGroup {
       all &= b_.list_masks[first_ + i];
       pairs += __builtin_popcountll(b_.list_masks[first_ + i]);
     }
-    // Rows in place would be read twice.
-    const bool is_dense = is_converted && all != every && 100 * pairs > kDensePercent * count_ * b_.tokens;
+    // Rows of a few tokens would come to the caches twice.
+    const bool is_dense =
+        (is_converted || b_.tokens > kFewTokens) && all != every && 100 * pairs > kDensePercent * count_ * b_.tokens;
     return is_dense && AreFinite<E>(rows, columns) ? every : all;
   }
 
@@ -308,9 +311,10 @@ inline void Down(const MlpBlock& b, int64_t part, int64_t begin, int64_t end) {
     std::fill(sums + t * b.sums_stride + begin, sums + t * b.sums_stride + end, 0.0f);
   // Whole rows come from memory faster. What many tokens read is copied in pieces that fit the caches: rows of a
   // multiple of 4 KiB would share cache sets.
-  const bool is_in_place = b.down.bits == 0 && b.tokens <= (b.down.dtype == DType::kF32 ? 8 : 2);
+  const bool is_in_place = b.down.bits == 0 && b.tokens < (b.down.dtype == DType::kF32 ? kManyTokens : 3);
   const int64_t step = is_in_place ? std::max<int64_t>(1, end - begin) : kDownColumns;
-  const int64_t rows = is_in_place ? kDownRows : kConvertedRows, groups = (count + rows - 1) / rows;
+  const int64_t rows = !is_in_place ? kConvertedRows : b.tokens > kFewTokens ? kRowsOfSeveralTokens : kDownRows;
+  const int64_t groups = (count + rows - 1) / rows;
   alignas(64) float converted[kConvertedRows * DownGroup::kConvertedStride];
   for (int64_t n = begin; n < end; n += step) {
     const int64_t columns = std::min(step, end - n);
