@@ -5,6 +5,7 @@
 #define STOF_CPU_SPARSE_MLP_DOTS_INT8_VECTORS_H_
 
 #include <cmath>
+#include <limits>
 
 #include "cpu/sparse_mlp/elements.h"
 
@@ -94,8 +95,8 @@ inline void ScaleToInt8(const float* x, int64_t count, float* scale, float* inve
   uint32_t most = 0;
   for (int64_t k = 0; k < count; ++k) most = std::max(most, ToBits(x[k]) & 0x7fffffffu);
   const float largest = FromBits(most);
-  const bool has_nan = !(largest <= 3e38f);
-  *scale = has_nan ? std::nanf("") : largest / 127.0f;
+  const bool is_finite = largest <= std::numeric_limits<float>::max();
+  *scale = is_finite ? largest / 127.0f : std::nanf("");
   *inverse = *scale > 0.0f ? 1.0f / *scale : 0.0f;
   if (!(*inverse <= 3e38f)) *inverse = 0.0f;  // values too small for a scale
 }

@@ -16,9 +16,11 @@ namespace cpu {
 namespace STOF_ISA::sparse_mlp {
 
 constexpr int kDownRows = 8;
-constexpr int64_t kDownColumns = 512;   // of a piece of converted rows
-constexpr int64_t kConvertedRows = 64;  // sums are loaded and stored once for so many rows; a bit each of a word
-constexpr int kDownVectors = 2;         // of a tile of columns and tokens
+constexpr int64_t kFewTokens = 8;             // whose rows are read in place, kDownRows at a time
+constexpr int64_t kRowsOfSeveralTokens = 16;  // of more tokens: their sums leave the L1 cache
+constexpr int64_t kDownColumns = 512;         // of a piece of converted rows
+constexpr int64_t kConvertedRows = 64;        // sums are loaded and stored once for so many rows; a bit each of a word
+constexpr int kDownVectors = 2;               // of a tile of columns and tokens
 constexpr int kDownTokens = STOF_DOWN_TOKENS;
 constexpr int kNeededVectors = 8;  // of a token's sums: as many independent chains of FMAs
 // If more percent of the tokens need a row, adding it to all of them is faster.
@@ -158,7 +160,8 @@ class DownGroup {
   }
 
   // The tokens to which all rows are added: those that need all of them. Where most pairs of a row and a token are
-  // needed, these are all tokens: hidden values of the others are 0, which changes no sum of finite weights.
+  // needed, these are all tokens: hidden values of the others are 0, which changes no sum of finite weights. A sum of
+  // -0 may become 0; Finish makes it 0 always.
   template <typename E>
   uint64_t DenseTokens(const typename E::T* const* rows, int64_t columns, bool is_converted) const {
     const uint64_t every = BitsOfTokens(b_.tokens);
@@ -168,8 +171,9 @@ class DownGroup {
       all &= b_.list_masks[first_ + i];
       pairs += __builtin_popcountll(b_.list_masks[first_ + i]);
     }
-    // Rows in place would be read twice.
-    const bool is_dense = is_converted && all != every && 100 * pairs > kDensePercent * count_ * b_.tokens;
+    // Rows of a few tokens would come to the caches twice.
+    const bool is_dense =
+        (is_converted || b_.tokens > kFewTokens) && all != every && 100 * pairs > kDensePercent * count_ * b_.tokens;
     return is_dense && AreFinite<E>(rows, columns) ? every : all;
   }
 
@@ -307,9 +311,10 @@ inline void Down(const MlpBlock& b, int64_t part, int64_t begin, int64_t end) {
   }
   // Few tokens read rows in place, since whole rows come from memory faster. Many tokens read pieces of rows that are
   // converted to a buffer in the caches: rows of a multiple of 4 KiB would share cache sets.
-  const bool is_in_place = b.down.bits == 0 && b.tokens <= (b.down.dtype == DType::kF32 ? 8 : 2);
+  const bool is_in_place = b.down.bits == 0 && b.tokens < (b.down.dtype == DType::kF32 ? kManyTokens : 3);
   const int64_t step = is_in_place ? std::max<int64_t>(1, end - begin) : kDownColumns;
-  const int64_t rows = is_in_place ? kDownRows : kConvertedRows, groups = (count + rows - 1) / rows;
+  const int64_t rows = !is_in_place ? kConvertedRows : b.tokens > kFewTokens ? kRowsOfSeveralTokens : kDownRows;
+  const int64_t groups = (count + rows - 1) / rows;
   alignas(64) float converted[kConvertedRows * DownGroup::kConvertedStride];
   for (int64_t n = begin; n < end; n += step) {
     const int64_t columns = std::min(step, end - n);
@@ -331,6 +336,7 @@ inline void Finish(const MlpBlock& b, int64_t token, int64_t begin, int64_t end)
     const float* const more = y + part * b.tokens * b.sums_stride;
     for (int64_t n = begin; n < end; ++n) y[n] += more[n];
   }
+  for (int64_t n = begin; n < end; ++n) y[n] += 0.0f;  // -0, where all terms underflow, becomes 0
   if (a.down_bias != nullptr) {
     for (int64_t n = begin; n < end; ++n) y[n] += ToFloat(a.down_bias, a.dtype, n);
   }

@@ -147,6 +147,16 @@ def test_nan_scores_are_active() -> None:
     assert np.allclose(run(problem)[0], expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("selection", ["magnitude", "predictor"])
+@pytest.mark.parametrize("tokens", [1, 33])
+def test_neurons_of_nan_thresholds_are_active(selection: str, tokens: int) -> None:
+    case = replace(GATED, lead=(tokens,), selection=selection, density=0.1, activation="silu", thresholds="each")
+    problem = draw(case)
+    problem.feeds["threshold"][::3] = np.nan
+    expected, size = problem.expected()
+    assert np.all(np.abs(run(problem) - expected) <= 2.0**-20 * size)
+
+
 @pytest.mark.parametrize(("lead", "R"), [((1,), 12), ((3, 5), 33), ((70,), 70)])
 def test_predictors_with_relu(lead: tuple[int, ...], R: int) -> None:
     for dtype in (np.float32, F16, BF16):

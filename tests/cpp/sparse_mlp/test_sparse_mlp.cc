@@ -157,5 +157,58 @@ TEST(SparseMlpInfiniteWeightsOfOtherTokens) {
   });
 }
 
+// A number of fp32 in a tensor of a problem, and what it means.
+void Set(Values* tensor, int64_t i, float x) {
+  std::memcpy(tensor->bytes.data() + i * 4, &x, 4);
+  tensor->values[static_cast<size_t>(i)] = static_cast<double>(x);
+}
+
+// Hidden values up to the largest fp32 number are finite, also where they are quantized to int8.
+TEST(SparseMlpLargestHiddenValues) {
+  RunEachIsa([](CpuIsa isa) {
+    for (const int64_t T : {1, 3, 33}) {
+      for (const int level : {0, 4}) {
+        for (const float largest : {3.2e38f, std::numeric_limits<float>::max()}) {
+          Case c;
+          c.T = T, c.F = 40, c.N = 70, c.bits = 4, c.accuracy_level = level;
+          c.has_up = false, c.activation = SparseMlpActivation::kNone;
+          Problem problem(c, 3);
+          for (int64_t i = 0; i < T * c.F; ++i) Set(&problem.gate, i, i % c.F == 3 ? largest : 0.0f);
+          for (int64_t i = 0; i < 2 * c.N; ++i) Set(&problem.down_scales, i, 0x1p-10f);
+          for (int64_t i = 0; i < c.F * c.N; ++i) {
+            const auto q = static_cast<uint8_t>(problem.down_weight.bytes[static_cast<size_t>(i / 2)]);
+            problem.down_weight.values[static_cast<size_t>(i)] = ((i % 2 == 0 ? q & 15 : q >> 4) - 8) * 0x1p-10;
+          }
+          CheckOutput(problem, Run(problem.Args(nullptr), isa, Parallel{}), Text(CpuIsaName(isa), " ", Describe(c)));
+          CountCases(1);
+        }
+      }
+    }
+  });
+}
+
+// A token whose terms underflow to -0 gives the same bits alone and among tokens that need other neurons.
+TEST(SparseMlpNegativeZerosOfTokensAlone) {
+  RunEachIsa([](CpuIsa isa) {
+    Case c;
+    c.T = 9, c.K = 8, c.F = 1024, c.N = 40;  // each part of the sum has neurons of the first token
+    c.has_up = false, c.activation = SparseMlpActivation::kNone;
+    Problem problem(c, 3);
+    const auto is_tiny = [](int64_t neuron) { return neuron % 64 == 5; };
+    for (int64_t j = 0; j < c.F; ++j) {
+      for (int64_t t = 0; t < c.T; ++t) {
+        Set(&problem.gate, t * c.F + j, t > 0 ? 1.0f : is_tiny(j) ? 1e-30f : 0.0f);
+      }
+      for (int64_t n = 0; n < c.N; ++n) Set(&problem.down_weight, j * c.N + n, is_tiny(j) ? -1e-30f : 1.0f);
+    }
+    SparseMlpArgs args = problem.Args(nullptr);
+    const std::vector<char> found = Run(args, isa, Parallel{});
+    args.T = 1;
+    const std::vector<char> alone = Run(args, isa, Parallel{});
+    CHECK(std::memcmp(alone.data(), found.data(), alone.size()) == 0, CpuIsaName(isa));
+    CountCases(1);
+  });
+}
+
 }  // namespace
 }  // namespace stof::test::sparse_mlp
