@@ -17,8 +17,8 @@ namespace stof {
 namespace cuda {
 namespace mlp {
 
-constexpr int kBlockNeurons = 16;
-constexpr int kWarpColumns = 64;  // eight for each value of lane / 4
+constexpr int kBlockNeurons = 16;  // the depth of an mma
+constexpr int kWarpColumns = 64;   // eight for each value of lane / 4
 constexpr int kColumnWarps = kMlpSliceColumns / kWarpColumns;
 constexpr int kNeuronWarps = kMlpWarps / kColumnWarps;
 
@@ -87,7 +87,7 @@ class BlockRing {
   }
 
  private:
-  // The eight lanes that read at a time, of two chunks and four rows, find them in different banks.
+  // XOR swizzle: the eight lanes that read at a time, two chunks of four rows, access different banks.
   __device__ __forceinline__ uint32_t AddressOf(int slot, int row, int chunk) const {
     return SharedAddress(own_) + slot * kSlotBytes + row * kRowBytes + (chunk ^ row / 2 % 4 * 2) * kCopyBytes;
   }

@@ -27,8 +27,8 @@ __device__ __forceinline__ void StoreHidden(const MlpParams& p, int32_t position
   p.hidden[static_cast<int64_t>(position) * p.T + token] = h;
 }
 
-// The first kTokens tokens of a mask, which it loses. The last one repeats where it has fewer. Gives their number.
-// own: the token of this lane, which is not read from the array: an index that is not constant costs local memory.
+// Removes the first kTokens tokens from a mask, and returns their number. Where the mask has fewer, the last one
+// repeats. own: token[lane]. An index that is not constant would put the array in local memory.
 template <int kTokens>
 __device__ __forceinline__ int TakeTokens(uint64_t* mask, int (&token)[kTokens], int* own) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -76,7 +76,7 @@ class HiddenValues {
  private:
   static constexpr int kRows = (kHasGate ? 1 : 0) + (kHasUp ? 1 : 0);
 
-  // The first kTokens tokens of the mask, which it loses. The last one repeats where it has fewer.
+  // Takes the first kTokens tokens from the mask and computes their hidden values.
   template <int kTokens>
   __device__ __forceinline__ void RunTokens(uint64_t* mask) {
     int token[kTokens], own = 0;

@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kProjectTileThreads, 1) ProjectTileKernel(cons
 template <typename T, int kTokens, int kStagedValues>
 struct StagedProjection {
   static constexpr int kValues = kStagedValues, kTerms = kFp32Terms<T>;
-  alignas(16) T values[kTerms][kTokens][kValues + 32];  // eight lanes that read at a time find them in different banks
+  alignas(16) T values[kTerms][kTokens][kValues + 32];  // padded: eight lanes read from different banks
   float unscales[kTokens];
 
   // Values [begin, begin + kValues); zeros of tokens and values that do not exist.

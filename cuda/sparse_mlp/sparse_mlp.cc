@@ -23,7 +23,7 @@ constexpr int64_t kLeastSplit = 8;  // neurons
 constexpr int64_t kMostSparseTokens = 16;
 constexpr int64_t kDenseTokens = 4096;
 constexpr int64_t kMostOfGemm = int64_t{1} << 27;  // of K, F and N: 32 bits count CTAs
-// Of two sizes multiplied: offsets of the workspace stay far from overflow.
+// Of a tensor: offsets of the workspace stay far from overflow.
 constexpr int64_t kMostElements = std::numeric_limits<int64_t>::max() / 64;
 
 bool IsAligned(const void* p, int64_t bytes) {
@@ -91,7 +91,7 @@ void SetPredictor(const SparseMlpArgs& a, MlpParams* p) {
   p->predictor_up = FactorOf(a, a.predictor_up, a.R, true);
 }
 
-// Whether tensor cores compute the output: for all tokens at once, of hidden values in the workspace.
+// Whether tensor cores compute the output of a launch: all tokens at once, from hidden values in the workspace.
 bool IsDownTiled(const SparseMlpArgs& a, int64_t tokens) {
   const MlpRows rows = DownRowsOf(a);
   return TakesTiles(tokens) && a.dtype != DType::kF32 && rows.bits == 0 && rows.is_vectorized;
@@ -129,7 +129,8 @@ class Layout {
     const int64_t last_tokens = a.T % kMlpTokens;
     hidden = Take(has_weights ? tokens : IsDownTiled(a, last_tokens) ? last_tokens : 0, a.F * 4);
     partials = Take(splits > 1 ? splits * tokens : 0, a.N * 4);
-    finished = Take(slices * CeilDiv(tokens, 8), sizeof(int32_t));  // as many as tokens that are not aligned need
+    finished = Take(slices * CeilDiv(tokens, 8),
+                    sizeof(int32_t));  // groups of 8: a plan does not know addresses, which may forbid 16
   }
   int64_t segment = 0, segments = 0, slices = 0, splits = 0, token_groups = 0, group_tokens = 0, projected_stride = 0;
   int64_t projected = 0, counts = 0, neurons = 0, masks = 0, hidden = 0, partials = 0, finished = 0;
@@ -205,7 +206,7 @@ Status Launch(const MlpKernels& kernels, const MlpParams& p, const DevicePropert
 }
 
 // ---- many tokens: GEMMs of all neurons ----
-// Tokens that together need most neurons. fp32 has no GEMM here.
+// Whether GEMMs of all neurons compute a call, since its tokens together need most neurons. fp32 has no GEMM here.
 bool IsDense(const SparseMlpArgs& a) {
   const bool has_rows = a.gate_weight.data != nullptr || a.up_weight.data != nullptr;
   return a.T > kMostSparseTokens && a.dtype != DType::kF32 && a.F > 0 && (a.K > 0 || !has_rows) &&
@@ -320,7 +321,8 @@ class DenseRun {
     return Checked(kernels_.dequantize(params_, is_down, 8 * device_.sm_count, context_.stream));
   }
 
-  // to[F, tokens] = weight · input^T: GEMMs read their right side by rows of K, and the weight lies by neurons.
+  // to[F, tokens] = weight · input^T: a GEMM needs K rows in its right operand, and the weight has a row for each
+  // neuron.
   Status Multiply(const SparseMlpWeight& weight, void* to) {
     GemmArgs g;
     g.M = a_.F, g.N = g.stride = params_.tokens_stride, g.K = a_.K, g.dtype = a_.dtype;
