@@ -129,8 +129,8 @@ class Layout {
     const int64_t last_tokens = a.T % kMlpTokens;
     hidden = Take(has_weights ? tokens : IsDownTiled(a, last_tokens) ? last_tokens : 0, a.F * 4);
     partials = Take(splits > 1 ? splits * tokens : 0, a.N * 4);
-    finished = Take(slices * CeilDiv(tokens, 8),
-                    sizeof(int32_t));  // groups of 8: a plan does not know addresses, which may forbid 16
+    // For groups of 8 tokens: a plan does not know addresses, and groups of 16 need aligned ones.
+    finished = Take(slices * CeilDiv(tokens, 8), sizeof(int32_t));
   }
   int64_t segment = 0, segments = 0, slices = 0, splits = 0, token_groups = 0, group_tokens = 0, projected_stride = 0;
   int64_t projected = 0, counts = 0, neurons = 0, masks = 0, hidden = 0, partials = 0, finished = 0;
