@@ -309,8 +309,8 @@ inline void Down(const MlpBlock& b, int64_t part, int64_t begin, int64_t end) {
   for (int64_t t = 0; t < b.tokens; ++t) {
     std::fill(sums + t * b.sums_stride + begin, sums + t * b.sums_stride + end, 0.0f);
   }
-  // Few tokens read rows in place, since whole rows come from memory faster. Many tokens read pieces of rows that are
-  // converted to a buffer in the caches: rows of a multiple of 4 KiB would share cache sets.
+  // Rows are read in place where there are not many tokens: whole rows come from memory faster. Many tokens read pieces
+  // of rows that are converted to a buffer in the caches: rows of a multiple of 4 KiB would share cache sets.
   const bool is_in_place = b.down.bits == 0 && b.tokens < (b.down.dtype == DType::kF32 ? kManyTokens : 3);
   const int64_t step = is_in_place ? std::max<int64_t>(1, end - begin) : kDownColumns;
   const int64_t rows = !is_in_place ? kConvertedRows : b.tokens > kFewTokens ? kRowsOfSeveralTokens : kDownRows;

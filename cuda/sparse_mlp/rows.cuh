@@ -34,6 +34,11 @@ __device__ __forceinline__ void LoadStreamed(uint32_t (&r)[kWords], const void* 
   }
 }
 
+// Four words of a token through the L1 cache: all warps of the SM read the same tokens. Volatile as above.
+__device__ __forceinline__ void LoadCached(uint32_t* r, const void* from) {
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "l"(from));
+}
+
 __device__ __forceinline__ void PrefetchL2(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 
 // The words of eight values.
@@ -139,7 +144,7 @@ struct Chunk {
   }
 };
 
-// Eight values of a token, zeros beyond its size. Read through the L1 cache: every warp of the SM reads them.
+// Eight values of a token, zeros beyond its size.
 template <typename X, bool kVectors>
 __device__ __forceinline__ void LoadToken(const X* token, int64_t chunk, int64_t size, float (&out)[kMlpChunk]) {
   const X* const from = token + chunk * kMlpChunk;
@@ -147,9 +152,7 @@ __device__ __forceinline__ void LoadToken(const X* token, int64_t chunk, int64_t
     uint32_t words[kChunkWords<X, 0>];
 #pragma unroll
     for (int i = 0; i < kChunkWords<X, 0>; i += 4) {
-      asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(words[i]), "=r"(words[i + 1]), "=r"(words[i + 2]), "=r"(words[i + 3])
-                   : "l"(reinterpret_cast<const uint32_t*>(from) + i));
+      LoadCached(words + i, reinterpret_cast<const uint32_t*>(from) + i);
     }
     ToFloats<X>(words, out);
   } else {

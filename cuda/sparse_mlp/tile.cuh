@@ -27,7 +27,6 @@ struct TileTokens {
   static constexpr int kOwn = kTokens / 8;  // tokens of a lane
   uint32_t words[kOwn][4];
 
-  // Through the L1 cache: all CTAs of the SM read the same tokens again for each tile of rows.
   __device__ __forceinline__ void Load(const MlpParams& p, int64_t first_token, int64_t chunk, int64_t chunks) {
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
@@ -35,9 +34,7 @@ struct TileTokens {
 #pragma unroll
       for (int w = 0; w < 4; ++w) words[i][w] = 0;
       if (token >= p.T || chunk >= chunks) continue;
-      asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(words[i][0]), "=r"(words[i][1]), "=r"(words[i][2]), "=r"(words[i][3])
-                   : "l"(static_cast<const T*>(p.input) + token * p.K + chunk * kMlpChunk));
+      LoadCached(words[i], static_cast<const T*>(p.input) + token * p.K + chunk * kMlpChunk);
     }
   }
 };

@@ -35,7 +35,6 @@ _MOST_TOKENS = 1 << 17
 DEFAULT_TOKENS = 2048
 DEFAULT_ACTIVE = 0.5
 _DEFAULT_RANK = 0.04  # of the neurons
-_RANK_MULTIPLE = 8  # kernels read eight values at a time
 _T = TypeVar("_T")
 _EXPECTED = "prompts.npz,kind=magnitude,active=0.5 or predictors=FILE"
 
@@ -49,7 +48,7 @@ class MlpClause:
         file: of predictors or thresholds; None: they are calibrated.
         active: the share of neurons that stays active; None: not stated.
         recall: the share of active neurons that a predictor selects; None: not stated.
-        rank: of a predictor; 0: 4 % of the neurons, a multiple of eight where they are so many.
+        rank: of a predictor; 0: 4 % of the neurons.
         by_neuron: whether each neuron has a threshold of its own; None: as the kind has it.
         seed: of training.
         layers: those that it is for; empty: all.
@@ -92,10 +91,7 @@ class MlpClause:
                 f"{OPTION}: rank={self.rank} is larger than the gate weight [{neurons}, {size}], expected 1 to "
                 f"{min(neurons, size)}"
             )
-        if self.rank:
-            return self.rank
-        rank = math.ceil(_DEFAULT_RANK * neurons)
-        return min(rank if rank < _RANK_MULTIPLE else rank // _RANK_MULTIPLE * _RANK_MULTIPLE, neurons, size)
+        return self.rank or min(max(1, math.ceil(_DEFAULT_RANK * neurons)), neurons, size)
 
 
 @dataclass(frozen=True)
