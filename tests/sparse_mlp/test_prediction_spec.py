@@ -41,9 +41,7 @@ def test_fields_of_all_clauses() -> None:
     assert (spec.tokens, spec.max_error) == (64, 0.1)
 
 
-@pytest.mark.parametrize(
-    ("neurons", "size", "rank"), [(160, 48, 7), (3, 2, 1), (4096, 48, 48), (11008, 4096, 441)]
-)
+@pytest.mark.parametrize(("neurons", "size", "rank"), [(160, 48, 7), (3, 2, 1), (4096, 48, 48), (11008, 4096, 441)])
 def test_default_rank_is_a_share_of_the_neurons(neurons: int, size: int, rank: int) -> None:
     assert parse_mlp_spec("p.npz,kind=svd").clauses[0].rank_of(neurons, size) == rank
 
