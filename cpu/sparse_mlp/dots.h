@@ -14,6 +14,10 @@ namespace STOF_ISA::sparse_mlp {
 
 constexpr int64_t kDotDepth = 1024;
 constexpr int kDotRows = 4;
+// If more percent of the pairs of a row and a token are needed, computing all of them is faster: of two tokens, and of
+// many. Of others always: it takes no longer than the rows take to arrive.
+constexpr int64_t kTilePercentOfTwo = 50, kTilePercentOfMany = kWidth >= 16 ? 15 : 40;
+constexpr int64_t kManyTileTokens = kWidth >= 16 ? 20 : 16;
 constexpr int kDotTokens = STOF_DOT_TOKENS;
 constexpr int64_t kSlabStride = kDotDepth + 16;  // rows of a multiple of 4 KiB would share cache sets
 
@@ -37,20 +41,24 @@ void DotPairs(const typename E::T* const (&w)[kDotRows], const float* const (&x)
   for (int i = 0; i < kDotRows; ++i) sums[i] += Simd::ReduceAdd(sum[i]);
 }
 
-// sums[i * kMlpTokens + t] += w[i] · (x + t * stride), kTokens of them.
+// sums[i * kMlpTokens + t] += w[i] · (x + t * stride), kTokens of them. Meanwhile next[i] is prefetched, next_step
+// bytes for each vector: prefetched at once, so many lines would stall the loads.
 template <int kTokens>
-void DotTile(const float* const (&w)[kDotRows], const float* x, int64_t stride, int64_t depth, float* sums) {
+void DotTile(const float* const (&w)[kDotRows], const float* x, int64_t stride, int64_t depth,
+             const char* const (&next)[kDotRows], int64_t next_step, float* sums) {
   V sum[kDotRows][kTokens];
 #pragma GCC unroll 4
   for (int i = 0; i < kDotRows; ++i) {
 #pragma GCC unroll 8
     for (int t = 0; t < kTokens; ++t) sum[i][t] = Simd::Set1(0.0f);
   }
-  int64_t k = 0;
-  for (; k + kWidth <= depth; k += kWidth) {
+  int64_t k = 0, next_at = 0;
+  for (; k + kWidth <= depth; k += kWidth, next_at += next_step) {
     V y[kTokens];
 #pragma GCC unroll 8
     for (int t = 0; t < kTokens; ++t) y[t] = Simd::Load(x + t * stride + k);
+#pragma GCC unroll 4
+    for (int i = 0; i < kDotRows; ++i) __builtin_prefetch(next[i] + next_at, 0, 2);
 #pragma GCC unroll 4
     for (int i = 0; i < kDotRows; ++i) {
       const V row = Simd::Load(w[i] + k);
@@ -71,11 +79,11 @@ void DotTile(const float* const (&w)[kDotRows], const float* x, int64_t stride, 
 
 template <int kTokens = kDotTokens>
 void DotSomeTokens(int64_t tokens, const float* const (&w)[kDotRows], const float* x, int64_t stride, int64_t depth,
-                   float* sums) {
+                   const char* const (&next)[kDotRows], int64_t next_step, float* sums) {
   if constexpr (kTokens > 1) {
-    if (tokens < kTokens) return DotSomeTokens<kTokens - 1>(tokens, w, x, stride, depth, sums);
+    if (tokens < kTokens) return DotSomeTokens<kTokens - 1>(tokens, w, x, stride, depth, next, next_step, sums);
   }
-  DotTile<kTokens>(w, x, stride, depth, sums);
+  DotTile<kTokens>(w, x, stride, depth, next, next_step, sums);
 }
 
 // kDotRows rows and the tokens that need them.
@@ -107,8 +115,9 @@ class RowGroup {
 
   void Run(float* out, int64_t row_stride, int64_t token_stride) {
     if (pair_count_ == 0) return;
-    // A tile computes what nobody needs, too, at nearly twice the rate.
-    const bool is_tile = p_.tokens > 2 && 2 * pair_count_ > kDotRows * p_.tokens;
+    // A tile computes what nobody needs, too, at a higher rate.
+    const int64_t percent = p_.tokens == 2 ? kTilePercentOfTwo : p_.tokens < kManyTileTokens ? 0 : kTilePercentOfMany;
+    const bool is_tile = p_.tokens > 1 && 100 * pair_count_ > percent * kDotRows * p_.tokens;
     std::fill(sums_, sums_ + kDotRows * kMlpTokens, 0.0f);
     int64_t k0 = 0;
     do {
@@ -136,12 +145,10 @@ class RowGroup {
     uint8_t row, token;
   };
 
-  // The slab of each row in fp32. Many tokens read it from a buffer: rows a multiple of 4 KiB apart share cache sets.
+  // The slab of each row: in place where it is fp32, else converted to a buffer.
   void LoadSlab(int64_t k0, int64_t depth, const float* (&w)[kDotRows]) {
-    constexpr int64_t kFewTokens = 8;
-    const bool is_in_place = p_.rows.bits == 0 && p_.rows.dtype == DType::kF32 && p_.tokens <= kFewTokens;
     for (int64_t i = 0; i < kDotRows; ++i) {
-      if (is_in_place) {
+      if (p_.rows.bits == 0 && p_.rows.dtype == DType::kF32) {
         w[i] = reinterpret_cast<const float*>(p_.rows.data + neuron_[i] * p_.rows.stride) + k0;
         continue;
       }
@@ -160,12 +167,20 @@ class RowGroup {
   void RunTile(int64_t k0, int64_t depth) {
     const float* w[kDotRows];
     LoadSlab(k0, depth, w);
-    const int64_t lines = Ahead(k0, depth) * kDotTokens / p_.tokens + 1;
+    // The slab that is read after this one, each tile its part of it.
+    const bool is_last = k0 + depth == p_.rows.size;
+    const int64_t next_k = is_last ? 0 : k0 + depth;
+    const int64_t bytes = BytesOf(p_.rows, std::min(kDotDepth, p_.rows.size - next_k));
     const int64_t tiles = (p_.tokens + kDotTokens - 1) / kDotTokens;
+    const int64_t next_step = bytes * kWidth / std::max<int64_t>(1, tiles * depth) + 1;
     for (int64_t i = 0; i < tiles; ++i) {  // of as many tokens each, give or take one
       const int64_t t = p_.tokens * i / tiles, tokens = p_.tokens * (i + 1) / tiles - t;
-      ahead_.Fetch(lines);
-      DotSomeTokens(tokens, w, p_.x + t * p_.x_stride + k0, p_.x_stride, depth, sums_ + t);
+      const char* next[kDotRows];
+      for (int64_t r = 0; r < kDotRows; ++r) {
+        const char* const row = is_last ? next_[r] : p_.rows.data + neuron_[r] * p_.rows.stride;
+        next[r] = row + BytesOf(p_.rows, next_k) + bytes * i / tiles;
+      }
+      DotSomeTokens(tokens, w, p_.x + t * p_.x_stride + k0, p_.x_stride, depth, next, next_step, sums_ + t);
     }
   }
 

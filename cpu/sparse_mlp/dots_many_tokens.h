@@ -19,37 +19,47 @@ constexpr int kPanelVectors = kPanelTokens / kWidth;
 static_assert(kPanelTokens % kWidth == 0, "a panel is whole vectors");
 constexpr int64_t kPanelRows = 12;                             // whose slabs are read at a time
 constexpr int64_t kPanelDepth = 256 / ((kDotPanels + 1) / 2);  // panels of a tile stay in the L1 cache
+constexpr int64_t kPrefetchDepth = 16;  // values of a row between two prefetches: a cache line of fp32
 constexpr int64_t kPairRows = 24;
-// If more percent of the tokens need a row, computing all of them is faster.
-constexpr int64_t kPanelPercent = 55;
+// If more percent of the pairs of a row and a token are needed, computing all of them is faster: the more tokens, the
+// less of the time passes until rows arrive.
+constexpr int64_t kPanelPercent = 45;
+constexpr int64_t kPanelPercentOfFewer = kWidth >= 16 ? 25 : 45, kFewerTokens = 48;
 static_assert(kMlpNeurons % kPairRows == 0, "the rows of a task are whole groups");
 
 // Rows of a tile, so that its accumulators fill the registers.
 constexpr int RowsOfTile(int panels) { return kDotPanels > 1 && panels <= 2 ? 12 : kPanelVectors > 2 ? 2 : 6; }
 
-// sums[i * kMlpTokens + t] += w[i] · token t.
+// sums[i * kMlpTokens + t] += w[i] · token t. Meanwhile next[i] is prefetched, next_step bytes for kPrefetchDepth
+// values.
 template <int kPanels>
-void PanelTile(const float* const* w, const float* x, int64_t panel_stride, int64_t depth, float* sums) {
+void PanelTile(const float* const* w, const float* x, int64_t panel_stride, int64_t depth, const char* const* next,
+               int64_t next_step, float* sums) {
   constexpr int kRows = RowsOfTile(kPanels), kVectors = kPanels * kPanelVectors;
   V sum[kRows][kVectors];
   const float* row[kRows];
+  int64_t next_at = 0;
 #pragma GCC unroll 12
   for (int i = 0; i < kRows; ++i) {
     row[i] = w[i];
 #pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) sum[i][v] = Simd::Load(sums + i * kMlpTokens + v * kWidth);
   }
-  for (int64_t k = 0; k < depth; ++k) {
-    V y[kVectors];
+  for (int64_t k0 = 0; k0 < depth; k0 += kPrefetchDepth, next_at += next_step) {
+    for (int i = 0; i < kRows; ++i) __builtin_prefetch(next[i] + next_at, 0, 2);
+    const int64_t end = std::min(depth, k0 + kPrefetchDepth);
+    for (int64_t k = k0; k < end; ++k) {
+      V y[kVectors];
 #pragma GCC unroll 8
-    for (int v = 0; v < kVectors; ++v) {
-      y[v] = Simd::Load(x + v / kPanelVectors * panel_stride + k * kPanelTokens + v % kPanelVectors * kWidth);
-    }
+      for (int v = 0; v < kVectors; ++v) {
+        y[v] = Simd::Load(x + v / kPanelVectors * panel_stride + k * kPanelTokens + v % kPanelVectors * kWidth);
+      }
 #pragma GCC unroll 12
-    for (int i = 0; i < kRows; ++i) {
-      const V value = Simd::Set1(row[i][k]);
+      for (int i = 0; i < kRows; ++i) {
+        const V value = Simd::Set1(row[i][k]);
 #pragma GCC unroll 8
-      for (int v = 0; v < kVectors; ++v) sum[i][v] = Simd::Fma(value, y[v], sum[i][v]);
+        for (int v = 0; v < kVectors; ++v) sum[i][v] = Simd::Fma(value, y[v], sum[i][v]);
+      }
     }
   }
 #pragma GCC unroll 12
@@ -59,20 +69,21 @@ void PanelTile(const float* const* w, const float* x, int64_t panel_stride, int6
   }
 }
 
-// The panels of the tokens and kPanelRows rows; prefetch(n) is called before n pairs of a row and a panel.
-template <int kPanels = kDotPanels, typename Prefetch>
-void PanelTiles(int64_t panels, const float* const* w, const float* x, int64_t panel_stride, int64_t depth, float* sums,
-                const Prefetch& prefetch) {
+// The panels of the tokens and kPanelRows rows.
+template <int kPanels = kDotPanels>
+void PanelTiles(int64_t panels, const float* const* w, const float* x, int64_t panel_stride, int64_t depth,
+                const char* const* next, int64_t next_step, float* sums) {
   if constexpr (kPanels > 1) {
-    if (panels < kPanels) return PanelTiles<kPanels - 1>(panels, w, x, panel_stride, depth, sums, prefetch);
+    if (panels < kPanels) {
+      return PanelTiles<kPanels - 1>(panels, w, x, panel_stride, depth, next, next_step, sums);
+    }
   }
   for (int64_t i = 0; i < kPanelRows; i += RowsOfTile(kPanels)) {
-    prefetch(kPanels * RowsOfTile(kPanels));
-    PanelTile<kPanels>(w + i, x, panel_stride, depth, sums + i * kMlpTokens);
+    PanelTile<kPanels>(w + i, x, panel_stride, depth, next + i, next_step, sums + i * kMlpTokens);
   }
   if (panels > kPanels) {
-    PanelTiles(panels - kPanels, w, x + kPanels * panel_stride, panel_stride, depth, sums + kPanels * kPanelTokens,
-               prefetch);
+    PanelTiles(panels - kPanels, w, x + kPanels * panel_stride, panel_stride, depth, next, next_step,
+               sums + kPanels * kPanelTokens);
   }
 }
 
@@ -117,15 +128,18 @@ class PanelGroup {
       for (int64_t i = 0; i < kPanelRows; ++i) {  // rows that are missing repeat the last one
         w[i] = i < count_ ? RowSlab(p_, first_ + i, k0, depth, slab_ + i * kSlabStride) : w[i - 1];
       }
-      ahead_.Clear();
-      AddNextSlabs(p_, first_, count_, k0, depth, &ahead_);
-      const int64_t pairs = (depth + kPanelDepth - 1) / kPanelDepth * panels * kPanelRows;
-      const auto fetch = [this, pairs](int64_t n) { ahead_.Fetch(ahead_.lines() * n / pairs + 1); };
+      const char* next[kPanelRows];  // the slab that is read after this one
+      const bool is_last = k0 + depth == size;
+      for (int64_t i = 0; i < kPanelRows; ++i) {
+        const int64_t row = std::min(is_last ? first_ + count_ + i : first_ + std::min(i, count_ - 1), p_.count - 1);
+        next[i] = p_.rows.data + NeuronOf(p_, row) * p_.rows.stride + BytesOf(p_.rows, is_last ? 0 : k0 + depth);
+      }
       for (int64_t k = 0; k < depth; k += kPanelDepth) {
         const float* some[kPanelRows];
-        for (int64_t i = 0; i < kPanelRows; ++i) some[i] = w[i] + k;
+        const char* some_next[kPanelRows];
+        for (int64_t i = 0; i < kPanelRows; ++i) some[i] = w[i] + k, some_next[i] = next[i] + BytesOf(p_.rows, k);
         PanelTiles(panels, some, p_.x_panels + (k0 + k) * kPanelTokens, size * kPanelTokens,
-                   std::min(kPanelDepth, depth - k), sums_, fetch);
+                   std::min(kPanelDepth, depth - k), some_next, BytesOf(p_.rows, kPrefetchDepth), sums_);
       }
     }
     for (int64_t i = 0; i < count_; ++i) {
@@ -136,7 +150,6 @@ class PanelGroup {
  private:
   const DotProblem& p_;
   const int64_t first_, count_;
-  PrefetchQueueOf<kPanelRows> ahead_;
   alignas(64) float sums_[kPanelRows * kMlpTokens];
   alignas(64) float slab_[kPanelRows * kSlabStride];
 };
@@ -217,7 +230,8 @@ inline bool IsDenseGroup(const DotProblem& problem, int64_t first, int64_t last)
   if (problem.masks == nullptr) return true;
   int64_t pairs = 0;
   for (int64_t i = first; i < last; ++i) pairs += __builtin_popcountll(problem.masks[i]);
-  return 100 * pairs > kPanelPercent * (last - first) * problem.tokens;
+  const int64_t percent = problem.tokens <= kFewerTokens ? kPanelPercentOfFewer : kPanelPercent;
+  return 100 * pairs > percent * (last - first) * problem.tokens;
 }
 
 inline void DotsFp32(const DotProblem& problem, int64_t first, int64_t last, float* out, int64_t row_stride,

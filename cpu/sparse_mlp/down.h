@@ -16,16 +16,24 @@ namespace cpu {
 namespace STOF_ISA::sparse_mlp {
 
 constexpr int kDownRows = 8;
-constexpr int64_t kFewTokens = 8;             // whose rows are read in place, kDownRows at a time
-constexpr int64_t kRowsOfSeveralTokens = 16;  // of more tokens: their sums leave the L1 cache
+constexpr int64_t kFewTokens = 4;             // read whole rows in place, kDownRows of them at a time
+constexpr int64_t kRowsOfSeveralTokens = 16;  // of more tokens,
+constexpr int64_t kPieceColumns = 256;        // and a piece of these rows: it stays in the L1 cache for all tokens
+constexpr int64_t kSumBytes = 1 << 20;        // of a piece of all tokens' sums, which stays in the L2 cache
+constexpr int64_t kLeastColumns = 1024;       // of such a piece: rows are read in pieces of as many columns
 constexpr int64_t kDownColumns = 512;         // of a piece of converted rows
 constexpr int64_t kConvertedRows = 64;        // sums are loaded and stored once for so many rows; a bit each of a word
 constexpr int kDownVectors = 2;               // of a tile of columns and tokens
 constexpr int kDownTokens = STOF_DOWN_TOKENS;
 constexpr int kNeededVectors = 8;  // of a token's sums: as many independent chains of FMAs
-// If more percent of the tokens need a row, adding it to all of them is faster.
-constexpr int64_t kDensePercent = 55;
-constexpr int64_t kLeastDenseTokens = 3;  // of a block: fewer are added one by one
+// If more percent of the tokens need the rows of a group, adding them to all tokens is faster: of rows in place, and of
+// converted rows.
+constexpr int64_t kDensePercent = 45, kDenseConvertedPercent = 60;
+// Rows in place are always added to all of so few tokens: it takes no longer than the rows take to arrive.
+constexpr int64_t kAlwaysDenseTokens = kWidth >= 16 ? 16 : 8;
+// So many tokens read fp32 rows from a buffer, too, where no less percent of them need a row and groups are not dense.
+constexpr int64_t kConvertedTokens = 57, kLeastConvertedPercent = 30;
+constexpr int64_t kLeastDenseTokens = 2;  // of a block: fewer are added one by one
 static_assert(kMlpTokens == 64 && kConvertedRows <= 64, "tokens and rows are bits of a word");
 
 // Transposes 64 words of 64 bits: bit i of word t becomes bit t of word i. Blocks off the diagonal change places, from
@@ -74,27 +82,28 @@ void AddSomeRows(int64_t count, const typename E::T* const* rows, const float* h
   AddRows<E, kCount>(rows, h, columns, sums);
 }
 
-// The same for kTokens tokens that need all of `count` rows: kDownVectors vectors of columns stay in registers. h[t] is
-// the first hidden value of a token, and h_stride leads to the next row's.
+// Adds `count` rows to the sums of kTokens tokens: kDownVectors vectors of columns stay in registers. h: the first
+// token's hidden value of the first row; h_stride leads to the next row's. A piece of each next[i], from byte next_at
+// on, is prefetched: the columns of a tile lie in kTileLines cache lines.
 template <typename E, int kTokens>
-void AddTile(const typename E::T* const* rows, int64_t count, const float* const* h, int64_t h_stride, int64_t n,
-             float* const* sums) {
+void AddTile(const typename E::T* const* rows, int64_t count, const float* h, int64_t h_stride, int64_t n, float* sums,
+             int64_t sums_stride, const char* const* next, int64_t next_at) {
+  constexpr int kTileLines = (kDownVectors * kWidth * sizeof(typename E::T) + 63) / 64;
   V sum[kTokens][kDownVectors];
 #pragma GCC unroll 8
   for (int t = 0; t < kTokens; ++t) {
 #pragma GCC unroll 2
-    for (int v = 0; v < kDownVectors; ++v) sum[t][v] = Simd::Load(sums[t] + n + v * kWidth);
+    for (int v = 0; v < kDownVectors; ++v) sum[t][v] = Simd::Load(sums + t * sums_stride + n + v * kWidth);
   }
-  const float* of[kTokens];
-#pragma GCC unroll 8
-  for (int t = 0; t < kTokens; ++t) of[t] = h[t];
   for (int64_t i = 0; i < count; ++i) {
     V row[kDownVectors];
 #pragma GCC unroll 2
     for (int v = 0; v < kDownVectors; ++v) row[v] = E::Load(rows[i] + n + v * kWidth);
+#pragma GCC unroll 2
+    for (int line = 0; line < kTileLines; ++line) __builtin_prefetch(next[i] + next_at + line * 64, 0, 2);
 #pragma GCC unroll 8
     for (int t = 0; t < kTokens; ++t) {
-      const V factor = Simd::Set1(of[t][i * h_stride]);
+      const V factor = Simd::Set1(h[i * h_stride + t]);
 #pragma GCC unroll 2
       for (int v = 0; v < kDownVectors; ++v) sum[t][v] = Simd::Fma(factor, row[v], sum[t][v]);
     }
@@ -102,35 +111,57 @@ void AddTile(const typename E::T* const* rows, int64_t count, const float* const
 #pragma GCC unroll 8
   for (int t = 0; t < kTokens; ++t) {
 #pragma GCC unroll 2
-    for (int v = 0; v < kDownVectors; ++v) Simd::Store(sums[t] + n + v * kWidth, sum[t][v]);
+    for (int v = 0; v < kDownVectors; ++v) Simd::Store(sums + t * sums_stride + n + v * kWidth, sum[t][v]);
   }
 }
 
 template <typename E, int kTokens = kDownTokens>
-void AddSomeTile(int64_t tokens, const typename E::T* const* rows, int64_t count, const float* const* h,
-                 int64_t h_stride, int64_t n, float* const* sums) {
+void AddSomeTile(int64_t tokens, const typename E::T* const* rows, int64_t count, const float* h, int64_t h_stride,
+                 int64_t n, float* sums, int64_t sums_stride, const char* const* next, int64_t next_at) {
   if constexpr (kTokens > 1) {
-    if (tokens < kTokens) return AddSomeTile<E, kTokens - 1>(tokens, rows, count, h, h_stride, n, sums);
+    if (tokens < kTokens) {
+      return AddSomeTile<E, kTokens - 1>(tokens, rows, count, h, h_stride, n, sums, sums_stride, next, next_at);
+    }
   }
-  AddTile<E, kTokens>(rows, count, h, h_stride, n, sums);
+  AddTile<E, kTokens>(rows, count, h, h_stride, n, sums, sums_stride, next, next_at);
+}
+
+// Pairs of a neuron of the list and a token that needs it.
+inline int64_t CountPairs(const MlpBlock& b, int64_t first, int64_t last) {
+  int64_t pairs = 0;
+  for (int64_t i = first; i < last; ++i) pairs += __builtin_popcountll(b.list_masks[i]);
+  return pairs;
 }
 
 // Active neurons of a part, kConvertedRows at most, and columns of their rows.
 class DownGroup {
  public:
-  // Neurons [first, last) of the list; those before `end` come next.
-  DownGroup(const MlpBlock& block, float* sums, int64_t first, int64_t last, int64_t end)
-      : b_(block), sums_(sums), first_(first), count_(last - first), end_(end) {}
+  // Neurons [first, last) of the list; those before `end` come next. The group is dense where more than dense_percent
+  // of its pairs of a row and a token are needed, or all of them.
+  DownGroup(const MlpBlock& block, float* sums, int64_t first, int64_t last, int64_t end, int64_t dense_percent)
+      : b_(block), sums_(sums), first_(first), count_(last - first), end_(end) {
+    const int64_t all = count_ * b_.tokens, pairs = CountPairs(b_, first, last);
+    is_dense_ = b_.tokens >= kLeastDenseTokens && (pairs == all || 100 * pairs > dense_percent * all);
+    has_added_idle_ = is_dense_ && pairs < all;
+  }
+
+  // Whether rows were added to tokens that do not need them.
+  bool has_added_idle() const { return has_added_idle_; }
 
   // The rows are read where they are.
   template <typename E>
   void AddInPlace(int64_t n, int64_t columns) {
-    const typename E::T* rows[kConvertedRows];
-    for (int64_t i = 0; i < count_; ++i) {
-      rows[i] = reinterpret_cast<const typename E::T*>(Row(first_ + i, n));
-      PrefetchStart(Row(std::min(first_ + count_ + i, end_ - 1), n));
+    const int64_t piece = b_.tokens <= kFewTokens ? columns : kPieceColumns;
+    for (int64_t i = 0; i < count_; ++i) PrefetchStart(NextRow(i, n));
+    for (int64_t c = 0; c < columns; c += piece) {
+      const typename E::T* rows[kConvertedRows];
+      const bool is_last = c + piece >= columns;
+      for (int64_t i = 0; i < count_; ++i) {
+        rows[i] = reinterpret_cast<const typename E::T*>(Row(first_ + i, n + c));
+        next_[i] = is_last ? NextRow(i, n) : Row(first_ + i, n + c + piece);
+      }
+      AddTokens<E>(rows, n + c, std::min(piece, columns - c), false);
     }
-    AddTokens<E>(rows, n, columns, false);
   }
 
   // The rows are converted first, at most kDownColumns of them, to `converted`.
@@ -141,6 +172,7 @@ class DownGroup {
     for (int64_t i = 0; i < count_; ++i) {
       LoadDownRow(b_.down, b_.neurons[first_ + i], n, columns, converted + i * kConvertedStride);
       rows[i] = converted + i * kConvertedStride;
+      next_[i] = NextRow(i, n);
     }
     AddTokens<Fp32Element>(rows, n, columns, true);
   }
@@ -158,70 +190,31 @@ class DownGroup {
   const char* Row(int64_t i, int64_t n) const {
     return b_.down.data + b_.neurons[i] * b_.down.stride + BytesOf(b_.down, n);
   }
+  // Row i of the group that comes next; of the last group some row.
+  const char* NextRow(int64_t i, int64_t n) const { return Row(std::min(first_ + count_ + i, end_ - 1), n); }
 
-  // The tokens to which all rows are added: those that need all of them. Where most pairs of a row and a token are
-  // needed, these are all tokens: hidden values of the others are 0, which changes no sum of finite weights. A sum of
-  // -0 may become 0; Finish makes it 0 always.
+  // Adds all rows to all tokens, kDownTokens at a time. The hidden value of a token that does not need a row is 0,
+  // which changes no sum of finite weights. A sum of -0 may become 0; Finish makes it 0 always.
   template <typename E>
-  uint64_t DenseTokens(const typename E::T* const* rows, int64_t columns, bool is_converted) const {
-    const uint64_t every = BitsOfTokens(b_.tokens);
-    uint64_t all = every;
-    int64_t pairs = 0;
-    for (int64_t i = 0; i < count_; ++i) {
-      all &= b_.list_masks[first_ + i];
-      pairs += __builtin_popcountll(b_.list_masks[first_ + i]);
-    }
-    // Rows of a few tokens would come to the caches twice.
-    const bool is_dense =
-        (is_converted || b_.tokens > kFewTokens) && all != every && 100 * pairs > kDensePercent * count_ * b_.tokens;
-    return is_dense && AreFinite<E>(rows, columns) ? every : all;
-  }
-
-  template <typename E>
-  bool AreFinite(const typename E::T* const* rows, int64_t columns) const {
-    const V zero = Simd::Set1(0.0f);
-    V sum = zero;  // infinity times 0 is NaN
-    for (int64_t i = 0; i < count_; ++i) {
-      int64_t n = 0;
-      for (; n + kWidth <= columns; n += kWidth) sum = Simd::Fma(E::Load(rows[i] + n), zero, sum);
-      if (n < columns) sum = Simd::Fma(LoadFirst<E>(rows[i] + n, columns - n), zero, sum);
-    }
-    return Simd::ReduceAdd(sum) == 0.0f;
-  }
-
-  // Adds all rows to some tokens, kDownTokens at a time. Returns these tokens as bits.
-  template <typename E>
-  uint64_t AddDense(const typename E::T* const* rows, int64_t n, int64_t columns, bool is_converted) {
-    if (b_.tokens < kLeastDenseTokens) return 0;
-    const uint64_t all = DenseTokens<E>(rows, columns, is_converted);
-    if ((all & (all - 1)) == 0) return 0;  // no token, or one: a tile would read the rows for it alone
-    const float* h[kMlpTokens];
-    float* sums[kMlpTokens];
-    int64_t count = 0;
-    for (uint64_t left = all; left != 0; left &= left - 1) {
-      const int t = __builtin_ctzll(left);
-      h[count] = b_.hidden + first_ * b_.tokens + t;
-      sums[count++] = sums_ + t * b_.sums_stride + n;
-    }
+  void AddDense(const typename E::T* const* rows, int64_t n, int64_t columns) {
+    const float* const h = b_.hidden + first_ * b_.tokens;
     constexpr int64_t kStep = kDownVectors * kWidth;
-    const int64_t whole = columns / kStep * kStep, tiles = (count + kDownTokens - 1) / kDownTokens;
-    const int64_t lines = whole > 0 ? ahead_.lines() * kStep / whole + 1 : 0;
+    const int64_t whole = columns / kStep * kStep, tiles = (b_.tokens + kDownTokens - 1) / kDownTokens;
     for (int64_t c = 0; c < whole; c += kStep) {
-      ahead_.Fetch(lines);
       for (int64_t i = 0; i < tiles; ++i) {  // of as many tokens each, give or take one
-        const int64_t t = count * i / tiles;
-        AddSomeTile<E>(count * (i + 1) / tiles - t, rows, count_, h + t, b_.tokens, c, sums + t);
+        const int64_t t = b_.tokens * i / tiles;
+        AddSomeTile<E>(b_.tokens * (i + 1) / tiles - t, rows, count_, h + t, b_.tokens, c,
+                       sums_ + t * b_.sums_stride + n, b_.sums_stride, next_, BytesOf(b_.down, c));
       }
     }
-    if (whole == columns) return all;
+    if (whole == columns) return;
     const typename E::T* rest[kConvertedRows];
     for (int64_t i = 0; i < count_; ++i) rest[i] = rows[i] + whole;
-    for (int64_t t = 0; t < count; ++t) {
+    for (int64_t t = 0; t < b_.tokens; ++t) {
       float factors[kConvertedRows];
-      for (int64_t i = 0; i < count_; ++i) factors[i] = h[t][i * b_.tokens];
-      AddEach<E>(count_, rest, factors, columns - whole, sums[t] + whole);
+      for (int64_t i = 0; i < count_; ++i) factors[i] = h[i * b_.tokens + t];
+      AddEach<E>(count_, rest, factors, columns - whole, sums_ + t * b_.sums_stride + n + whole);
     }
-    return all;
   }
 
   template <typename E>
@@ -231,8 +224,8 @@ class DownGroup {
     }
   }
 
-  // Adds to each token the rows that it needs, except to the tokens `done`. rows: fp32, kConvertedStride apart.
-  void AddNeeded(const float* rows, uint64_t done, int64_t n, int64_t columns) {
+  // Adds to each token the rows that it needs. rows: fp32, kConvertedStride apart.
+  void AddNeeded(const float* rows, int64_t n, int64_t columns) {
     uint64_t needed[kMlpTokens];  // by token, a bit for each row
     std::fill(needed, needed + kMlpTokens, uint64_t{0});
     std::copy(b_.list_masks + first_, b_.list_masks + first_ + count_, needed);
@@ -242,7 +235,7 @@ class DownGroup {
     const int64_t lines = ahead_.lines() * kStep / std::max(kStep, columns) / b_.tokens + 1;
     for (int64_t c = 0; c < whole; c += kStep) {
       for (int64_t t = 0; t < b_.tokens; ++t) {
-        if ((done >> t & 1) != 0 || needed[t] == 0) continue;
+        if (needed[t] == 0) continue;
         ahead_.Fetch(lines);
         float* const sums = sums_ + t * b_.sums_stride + n + c;
         const float* const h = b_.hidden + first_ * b_.tokens + t;
@@ -261,7 +254,6 @@ class DownGroup {
       }
     }
     for (int64_t t = 0; t < b_.tokens && whole < columns; ++t) {
-      if ((done >> t & 1) != 0) continue;
       const float* rest[kConvertedRows];
       float h[kConvertedRows];
       int64_t count = 0;
@@ -276,13 +268,12 @@ class DownGroup {
 
   template <typename E>
   void AddTokens(const typename E::T* const* rows, int64_t n, int64_t columns, bool is_converted) {
-    const uint64_t done = AddDense<E>(rows, n, columns, is_converted);
+    if (is_dense_) return AddDense<E>(rows, n, columns);
     if constexpr (std::is_same_v<E, Fp32Element>) {
-      if (is_converted) return AddNeeded(rows[0], done, n, columns);
+      if (is_converted) return AddNeeded(rows[0], n, columns);
     }
     const int64_t lines = ahead_.lines() / b_.tokens + 1;
     for (int64_t t = 0; t < b_.tokens; ++t) {
-      if ((done >> t & 1) != 0) continue;
       const typename E::T* needed[kConvertedRows];
       float h[kConvertedRows];
       int64_t count = 0;
@@ -299,34 +290,71 @@ class DownGroup {
   const MlpBlock& b_;
   float* const sums_;
   const int64_t first_, count_, end_;
+  bool is_dense_, has_added_idle_;
+  const char* next_[kConvertedRows];  // the place that is read after the current piece of each row
   PrefetchQueueOf<kConvertedRows> ahead_;
 };
 
-inline void Down(const MlpBlock& b, int64_t part, int64_t begin, int64_t end) {
-  if (b.down.bits > 0 && b.args->accuracy_level == 4) return DownInt8(b, part, begin, end);
+// Whether fp32 rows are added where they lie. Rows of other types are where one or two tokens read them.
+inline bool IsInPlace(const MlpBlock& b, int64_t first, int64_t last) {
+  if (b.down.bits > 0 || b.tokens < 3) return b.down.bits == 0;
+  if (b.down.dtype != DType::kF32 || b.tokens < kConvertedTokens) return b.down.dtype == DType::kF32;
+  const int64_t percent = 100 * CountPairs(b, first, last) / std::max<int64_t>(1, (last - first) * b.tokens);
+  return percent < kLeastConvertedPercent || percent > kDenseConvertedPercent;
+}
+
+// Columns [begin, end) of the sums of a part. adds_idle: rows may be added to tokens that do not need them, with hidden
+// values of 0. Returns whether this happened.
+inline bool AddPart(const MlpBlock& b, int64_t part, int64_t begin, int64_t end, bool adds_idle) {
   const int64_t first = b.part_begin[part], last = b.part_begin[part + 1], count = last - first;
   float* const sums = b.sums + part * b.tokens * b.sums_stride;
   for (int64_t t = 0; t < b.tokens; ++t) {
     std::fill(sums + t * b.sums_stride + begin, sums + t * b.sums_stride + end, 0.0f);
   }
-  // Rows are read in place where there are not many tokens: whole rows come from memory faster. Many tokens read pieces
-  // of rows that are converted to a buffer in the caches: rows of a multiple of 4 KiB would share cache sets.
-  const bool is_in_place = b.down.bits == 0 && b.tokens < (b.down.dtype == DType::kF32 ? kManyTokens : 3);
-  const int64_t step = is_in_place ? std::max<int64_t>(1, end - begin) : kDownColumns;
-  const int64_t rows = !is_in_place ? kConvertedRows : b.tokens > kFewTokens ? kRowsOfSeveralTokens : kDownRows;
+  const bool is_in_place = IsInPlace(b, first, last);
+  const int64_t in_place_percent = b.tokens <= kAlwaysDenseTokens ? 0 : kDensePercent;
+  const int64_t dense_percent = !adds_idle ? 100 : is_in_place ? in_place_percent : kDenseConvertedPercent;
+  const bool has_few_tokens = b.tokens <= kFewTokens;
+  // Whole rows come from memory faster than pieces of them.
+  const int64_t in_l2 = kSumBytes / (b.tokens * static_cast<int64_t>(sizeof(float))) / kPieceColumns * kPieceColumns;
+  const int64_t step = !is_in_place ? kDownColumns : std::max(kLeastColumns, in_l2);
+  const int64_t rows = !is_in_place ? kConvertedRows : has_few_tokens ? kDownRows : kRowsOfSeveralTokens;
   const int64_t groups = (count + rows - 1) / rows;
+  bool has_added_idle = false;
   alignas(64) float converted[kConvertedRows * DownGroup::kConvertedStride];
   for (int64_t n = begin; n < end; n += step) {
     const int64_t columns = std::min(step, end - n);
     for (int64_t g = 0; g < groups; ++g) {  // of as many rows each, give or take one
-      DownGroup group(b, sums, first + count * g / groups, first + count * (g + 1) / groups, last);
+      DownGroup group(b, sums, first + count * g / groups, first + count * (g + 1) / groups, last, dense_percent);
       if (is_in_place) {
         WithElement(b.down.dtype, [&](auto element) { group.template AddInPlace<decltype(element)>(n, columns); });
       } else {
         group.AddConverted(n, columns, converted);
       }
+      has_added_idle |= group.has_added_idle();
     }
   }
+  return has_added_idle;
+}
+
+// Whether columns [begin, end) of the sums of a part are finite.
+inline bool AreFinite(const MlpBlock& b, int64_t part, int64_t begin, int64_t end) {
+  const float* const sums = b.sums + part * b.tokens * b.sums_stride;
+  const V zero = Simd::Set1(0.0f);
+  V sum = zero;  // infinity times 0 is NaN
+  for (int64_t t = 0; t < b.tokens; ++t) {
+    const float* const y = sums + t * b.sums_stride;
+    int64_t n = begin;
+    for (; n + kWidth <= end; n += kWidth) sum = Simd::Fma(Simd::Load(y + n), zero, sum);
+    if (n < end) sum = Simd::Fma(LoadFirst<Fp32Element>(y + n, end - n), zero, sum);
+  }
+  return Simd::ReduceAdd(sum) == 0.0f;
+}
+
+inline void Down(const MlpBlock& b, int64_t part, int64_t begin, int64_t end) {
+  if (b.down.bits > 0 && b.args->accuracy_level == 4) return DownInt8(b, part, begin, end);
+  // A row that is not finite makes the sums of tokens that do not need it NaN: they are added again, without it.
+  if (AddPart(b, part, begin, end, true) && !AreFinite(b, part, begin, end)) AddPart(b, part, begin, end, false);
 }
 
 inline void Finish(const MlpBlock& b, int64_t token, int64_t begin, int64_t end) {

@@ -327,10 +327,10 @@ std::vector<Case> DrawCases(int count) {
   const std::vector<int64_t> sizes = {1, 7, 8, 15, 16, 17, 31, 32, 33, 40, 64, 100, 130};
   for (int i = 0; i < count; ++i) {
     Case c;
-    c.T = random.Pick<int64_t>({1, 1, 2, 3, 4, 5, 8, 16, 17, 63, 64, 65, 100});
+    c.T = random.Pick<int64_t>({1, 1, 2, 3, 4, 5, 8, 16, 17, 25, 31, 48, 63, 64, 65, 100});
     c.K = random.Pick(sizes), c.F = random.Pick(sizes), c.N = random.Pick(sizes), c.R = random.Pick(sizes);
     if (random.OneIn(8)) c.K = random.Pick<int64_t>({1023, 1024, 1030, 2100});
-    if (random.OneIn(8)) c.N = random.Pick<int64_t>({511, 512, 530, 1100});
+    if (random.OneIn(8)) c.N = random.Pick<int64_t>({511, 512, 530, 1100, 4500});
     if (random.OneIn(8)) c.F = random.Pick<int64_t>({600, 1100});
     c.density = random.Pick<double>({0, 0.001, 0.01, 0.1, 0.5, 0.9, 1});
     c.dtype = random.Pick<DType>({DType::kF32, DType::kF32, DType::kF16, DType::kBF16});

@@ -66,7 +66,7 @@ void RunTokensAlone(CpuIsa isa) {
     for (const Weights& weights : kWeights) {
       for (const DType dtype : {DType::kF32, DType::kBF16}) {
         Case c;
-        c.T = 18, c.K = 1100, c.F = 150, c.N = 530, c.density = density, c.dtype = dtype;
+        c.T = weights.bits == 0 ? 31 : 18, c.K = 1100, c.F = 150, c.N = 530, c.density = density, c.dtype = dtype;
         c.bits = weights.bits, c.accuracy_level = weights.level, c.block = weights.block;
         Problem problem(c, 5);
         SparseMlpArgs args = problem.Args(nullptr);
@@ -127,10 +127,10 @@ TEST(SparseMlpIdleRowsAreNotRead) {
 // and other tokens that need them change no bit of it.
 TEST(SparseMlpInfiniteWeightsOfOtherTokens) {
   RunEachIsa([](CpuIsa isa) {
-    for (const int64_t T : {32, 40, 64, 81}) {
-      for (const double density : {0.3, 0.6, 0.95}) {
+    for (const int64_t T : {2, 5, 13, 20, 32, 40, 64, 81}) {
+      for (const double density : {0.1, 0.3, 0.5, 0.6, 0.95}) {
         Case c;
-        c.T = T, c.K = 70, c.F = 190, c.N = 96, c.density = density;
+        c.T = T, c.K = 70, c.F = 190, c.N = T % 2 == 0 ? 96 : 590, c.density = density;
         Problem problem(c, 11);
         const std::vector<char> finite = Run(problem.Args(nullptr), isa, Parallel{});
         CheckOutput(problem, finite, Text(CpuIsaName(isa), " T", T));
