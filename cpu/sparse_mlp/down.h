@@ -8,7 +8,6 @@
 
 #include <type_traits>
 
-#include "cpu/sparse_mlp/down_int8.h"
 #include "cpu/sparse_mlp/elements.h"
 
 namespace stof {
@@ -351,24 +350,23 @@ inline bool AreFinite(const MlpBlock& b, int64_t part, int64_t begin, int64_t en
   return Simd::ReduceAdd(sum) == 0.0f;
 }
 
-inline void Down(const MlpBlock& b, int64_t part, int64_t begin, int64_t end) {
-  if (b.down.bits > 0 && b.args->accuracy_level == 4) return DownInt8(b, part, begin, end);
+// Columns [begin, end) of the sums of a part, token by token.
+inline void DownTokens(const MlpBlock& b, int64_t part, int64_t begin, int64_t end) {
   // A row that is not finite makes the sums of tokens that do not need it NaN: they are added again, without it.
   if (AddPart(b, part, begin, end, true) && !AreFinite(b, part, begin, end)) AddPart(b, part, begin, end, false);
 }
 
-inline void Finish(const MlpBlock& b, int64_t token, int64_t begin, int64_t end) {
-  const SparseMlpArgs& a = *b.args;
-  float* const y = b.sums + token * b.sums_stride;
-  for (int64_t part = 1; part < kMlpParts; ++part) {
-    const float* const more = y + part * b.tokens * b.sums_stride;
-    for (int64_t n = begin; n < end; ++n) y[n] += more[n];
+// y[t * kColumns + i] = the sum of all parts of column begin + i, at most kColumns of them.
+template <int64_t kColumns>
+void SumTokens(const MlpBlock& b, int64_t begin, int64_t end, float* y) {
+  for (int64_t t = 0; t < b.tokens; ++t, y += kColumns) {
+    const float* const sums = b.sums + t * b.sums_stride;
+    std::copy(sums + begin, sums + end, y);
+    for (int64_t part = 1; part < kMlpParts; ++part) {
+      const float* const more = sums + part * b.tokens * b.sums_stride + begin;
+      for (int64_t i = 0; i < end - begin; ++i) y[i] += more[i];
+    }
   }
-  for (int64_t n = begin; n < end; ++n) y[n] += 0.0f;  // -0, where all terms underflow, becomes 0
-  if (a.down_bias != nullptr) {
-    for (int64_t n = begin; n < end; ++n) y[n] += ToFloat(a.down_bias, a.dtype, n);
-  }
-  FromFloats(y + begin, a.dtype, end - begin, b.output + (token * a.N + begin) * SizeOf(a.dtype));
 }
 
 }  // namespace STOF_ISA::sparse_mlp

@@ -8,6 +8,8 @@
 #include "cpu/sparse_mlp/dots_int8.h"
 #include "cpu/sparse_mlp/dots_many_tokens.h"
 #include "cpu/sparse_mlp/down.h"
+#include "cpu/sparse_mlp/down_int8.h"
+#include "cpu/sparse_mlp/down_panels.h"
 
 namespace stof {
 namespace cpu {
@@ -137,6 +139,29 @@ inline void Hidden(const MlpBlock& b, int64_t first, int64_t last) {
   AddBias(b, a.up_bias, first, count, hidden);
   for (int64_t i = 0; i < values; ++i) hidden[i] *= gate[i];
   SetIdleToZero(b, first, last);
+}
+
+inline void Down(const MlpBlock& b, int64_t part, int64_t begin, int64_t end) {
+  if (b.down.bits > 0 && b.args->accuracy_level == 4) return DownInt8(b, part, begin, end);
+  return b.has_panel_sums ? DownPanels(b, part, begin, end) : DownTokens(b, part, begin, end);
+}
+
+inline void Finish(const MlpBlock& b, int64_t begin, int64_t end) {
+  const SparseMlpArgs& a = *b.args;
+  constexpr int64_t kColumns = 64;
+  alignas(64) float y[kMlpTokens * kColumns];
+  for (int64_t n = begin; n < end; n += kColumns) {
+    const int64_t count = std::min(kColumns, end - n);
+    b.has_panel_sums ? SumPanels<kColumns>(b, n, n + count, y) : SumTokens<kColumns>(b, n, n + count, y);
+    for (int64_t t = 0; t < b.tokens; ++t) {
+      float* const x = y + t * kColumns;
+      for (int64_t i = 0; i < count; ++i) x[i] += 0.0f;  // -0, where all terms underflow, becomes 0
+      if (a.down_bias != nullptr) {
+        for (int64_t i = 0; i < count; ++i) x[i] += ToFloat(a.down_bias, a.dtype, n + i);
+      }
+      FromFloats(x, a.dtype, count, b.output + (t * a.N + n) * SizeOf(a.dtype));
+    }
+  }
 }
 
 inline void LoadTokens(const void* from, DType dtype, int64_t count, int64_t padded, float* to) {

@@ -58,7 +58,8 @@ class Layout {
     neurons = Take(a.F + 1, sizeof(int32_t));
     hidden = Take(tokens * a.F, sizeof(float));
     part_stride = RoundUp(a.N, kMlpPadding) + kMlpPadding;
-    sums = Take(cpu::kMlpParts * tokens * part_stride, sizeof(float));
+    const int64_t sums_tokens = tokens >= cpu::kManyTokens ? cpu::PanelSumsStride(tokens) : tokens;
+    sums = Take(cpu::kMlpParts * sums_tokens * part_stride, sizeof(float));
   }
   bool is_copied = false, is_int8 = false;
   int64_t x_stride = 0, rank_stride = 0, sums_stride = 0, int8_stride = 0, scale_stride = 0, part_stride = 0;
@@ -283,7 +284,17 @@ class Runner {
     b_.count = b_.gate_dots.count = b_.up_dots.count = count;
   }
 
+  // Whether so many pairs of a neuron and a token are needed that all are computed, many tokens at a time.
+  bool HasPanelSums() const {
+    constexpr int64_t kPercent = 45;
+    if (b_.tokens < cpu::kManyTokens || (b_.down.bits > 0 && a_.accuracy_level == 4)) return false;
+    int64_t pairs = 0;
+    for (int64_t i = 0; i < b_.count; ++i) pairs += __builtin_popcountll(b_.list_masks[i]);
+    return 100 * pairs > kPercent * b_.count * b_.tokens;
+  }
+
   void Down() {
+    b_.has_panel_sums = HasPanelSums();
     const int64_t row = CeilDiv(a_.N * (b_.down.bits > 0 ? b_.down.bits : 8 * SizeOf(a_.dtype)), 8);
     const int64_t tasks = TasksFor(b_.count * row + b_.tokens * a_.N * 4);
     // Whole rows for each thread, where there are as many parts as threads.
@@ -295,12 +306,10 @@ class Runner {
       const int64_t first = i % count * columns;
       kernels_.down(b_, i / count, first, std::min(a_.N, first + columns));
     });
-    constexpr int64_t kFinished = 4096;
-    const int64_t steps = CeilDiv(a_.N, kFinished);
-    ParallelFor(parallel_, b_.tokens * steps, TasksFor(b_.tokens * a_.N * 4),
-                [this, steps](int64_t i, int64_t /*task*/) {
-                  const int64_t first = i % steps * kFinished;
-                  kernels_.finish(b_, i / steps, first, std::min(a_.N, first + kFinished));
+    constexpr int64_t kFinished = 256;
+    ParallelFor(parallel_, CeilDiv(a_.N, kFinished), TasksFor(b_.tokens * a_.N * 4),
+                [this](int64_t i, int64_t /*task*/) {
+                  kernels_.finish(b_, i * kFinished, std::min(a_.N, (i + 1) * kFinished));
                 });
   }
 

@@ -21,6 +21,8 @@ constexpr int64_t kManyTokens = 32, kPanelTokens = 16;
 // since neurons may be sorted by how often they are active. The order of additions follows from it.
 constexpr int64_t kMlpParts = 8;
 constexpr int64_t kMlpPartBlock = 64;  // neurons; more where more of them share a scale
+// Floats from the sums of a column to those of the next one, where the sums of all tokens lie together.
+inline int64_t PanelSumsStride(int64_t tokens) { return (tokens + kPanelTokens - 1) / kPanelTokens * kPanelTokens; }
 // Values of a predictor's row and of a token that are multiplied at a time, where they are quantized.
 constexpr int64_t kPredictorBlock = 32;
 // Tokens in int8 have zeros up to a multiple of so many values, and the sums of their blocks up to one of so many
@@ -94,9 +96,11 @@ struct MlpBlock {
   int32_t* neurons = nullptr;
   uint64_t* list_masks = nullptr;
   float* hidden = nullptr;  // [count, tokens]
-  float* sums = nullptr;    // [kMlpParts, tokens, sums_stride]
+  // [kMlpParts, tokens, sums_stride]; with has_panel_sums [kMlpParts, sums_stride, PanelSumsStride(tokens)].
+  float* sums = nullptr;
   int64_t sums_stride = 0;
-  char* output = nullptr;  // of the first token
+  bool has_panel_sums = false;  // most pairs of a neuron of the list and a token are needed, by many tokens
+  char* output = nullptr;       // of the first token
 };
 
 struct SparseMlpKernels {
@@ -116,8 +120,8 @@ struct SparseMlpKernels {
   void (*hidden)(const MlpBlock& block, int64_t first, int64_t last);
   // Columns [first, last) of a part's sums; first is a multiple of kMlpPadding.
   void (*down)(const MlpBlock& block, int64_t part, int64_t first, int64_t last);
-  // Columns [first, last) of a token's output, from the sums of all parts.
-  void (*finish)(const MlpBlock& block, int64_t token, int64_t first, int64_t last);
+  // Columns [first, last) of the output, from the sums of all parts.
+  void (*finish)(const MlpBlock& block, int64_t first, int64_t last);
 };
 constexpr int64_t kMlpSelected = kMlpNeurons * 16;
 
