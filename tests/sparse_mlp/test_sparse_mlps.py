@@ -115,11 +115,32 @@ def test_report_says_that_nothing_was_counted(tmp_path: Path) -> None:
     assert mlps(report).headline(False) == "2 of 2 MLPs with zeros replaced"
 
 
-def test_model_without_cache_stays(tmp_path: Path) -> None:
-    report = stof.optimize(write(tmp_path, MlpForm(has_cache=False)), tmp_path / "out.onnx")
-    assert {r.reason for r in mlps(report).rows} == {
-        "the model has no KV cache: its runs have many tokens, which together need most neurons"
-    }
+@pytest.mark.parametrize(
+    ("shift", "target", "reason"),
+    [
+        (None, "cpu", "of its neurons are active, which was not measured: give --inputs"),
+        (0.0, "cpu", "% are on the given inputs"),
+        (2.5, "cpu", "replaced"),
+        (2.5, "cuda", "its runs have many tokens, for which a GPU computes all neurons"),
+    ],
+)
+@pytest.mark.parametrize("gated", [False, True])
+def test_model_without_cache(shift: float | None, target: str, reason: str, gated: bool, tmp_path: Path) -> None:
+    """Runs have many tokens: an MLP is replaced where hardly any neuron is known to be active."""
+    form = MlpForm(has_cache=False, gated=gated, shift=shift or 0.0)
+    inputs: tuple[str, ...] = ()
+    if shift is not None:
+        np.savez(tmp_path / "inputs.npz", input_ids=feeds(form, 64)["input_ids"])
+        inputs = (str(tmp_path / "inputs.npz"),)
+    source = write(tmp_path, form)
+    options = Options(inputs=inputs, target=target, dry_run=target == "cuda")
+    report = stof.optimize(source, tmp_path / "out.onnx", options)
+    rows = mlps(report).rows
+    assert {r.replaced for r in rows} == {reason == "replaced"}
+    assert all(reason in r.reason for r in rows)
+    assert all(r.predicted_gain is None for r in rows)
+    if reason == "replaced":
+        assert all(r.density is not None and r.density <= 0.03 for r in rows)
 
 
 @pytest.mark.parametrize(

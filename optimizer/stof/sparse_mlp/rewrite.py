@@ -42,6 +42,9 @@ _LEAST_GAIN = 1.1  # below, a call costs as much as it saves
 _MOST_ACTIVE_ON_CUDA = (
     0.4  # above, the kernels for one token are no faster than a dense GEMV (docs/lab/cuda-experiments.md)
 )
+# Above, runs of many tokens are no faster (docs/lab/cpu-experiments.md): (has a gate, has quantized weights) to a share of
+# the neurons. Together the tokens read every weight, and what they save is multiplications.
+_MOST_ACTIVE_OF_MANY_TOKENS = {(False, False): 0.03, (True, False): 0.07, (False, True): 0.1, (True, True): 0.25}
 # Of a model whose neurons were not counted: half of the outputs of a random matmul are negative.
 _UNKNOWN_DENSITY = 0.5
 _MOST_ERROR = 0.2  # relative output error of an MLP, in models without logits, whose loss cannot be measured
@@ -148,7 +151,7 @@ class SparseMlpRewrite(OpRewrite[MlpModel, MlpDecisions]):
             found = self._predict(job, found, spec)
         sites = [c.site for c in candidates if c.site is not None and c.site.has_zeros]
         exact = [s for s in sites if s.name not in found.predictions]
-        if exact and not _reason_impossible(job, before):
+        if exact and not _reason_no_operator(job):
             with job.step("neurons"):
                 found = replace(found, counts=count_neurons(job, before, exact))
         return found
@@ -268,13 +271,12 @@ def _describe(job: Job, found: MlpModel, candidate: MlpCandidate, index: int) ->
         return row, None, candidate.reason
     row = replace(row, activation=site.activation, sizes=site.sizes)
     if prediction is None:
+        reason = _reason_no_operator(job) or ("" if site.has_zeros else f"{OPTION} is for other layers")
+        if not has_cache(found.model):
+            return row, site, reason or _reason_slow_for_many_tokens(job, site, density)
         gain = 1 / site.share_read(_UNKNOWN_DENSITY if density is None else density)
-        reason = "" if site.has_zeros else _reason_no_operator(job) or f"{OPTION} is for other layers"
         reason = (
-            reason
-            or _reason_impossible(job, found.model)
-            or _reason_slow(density, gain, "active on the given inputs")
-            or _reason_slow_on_cuda(job, density)
+            reason or _reason_slow(density, gain, "active on the given inputs") or _reason_slow_on_cuda(job, density)
         )
         return replace(row, predicted_gain=round(gain, 3)), site, reason
     quality, selector = prediction.quality, prediction.selector
@@ -330,13 +332,16 @@ def _reason_no_kernel(job: Job, selector: NeuronSelector) -> str:
     return f"{OP} has kernels for a predictor with {found} on the CPU alone: use --target cpu, or kind=svd"
 
 
-def _reason_impossible(job: Job, model: onnx.ModelProto) -> str:
-    """Why no candidate can be replaced without a change of outputs; empty where they can."""
-    if reason := _reason_no_operator(job):
-        return reason
-    if not has_cache(model):
-        return "the model has no KV cache: its runs have many tokens, which together need most neurons"
-    return ""
+def _reason_slow_for_many_tokens(job: Job, site: MlpSite, density: float | None) -> str:
+    """Why an MLP of a model that always runs many tokens is faster dense; empty where it is not."""
+    why = "the model has no KV cache, so its runs have many tokens"
+    if job.options.target == "cuda":
+        return f"{why}, for which a GPU computes all neurons"
+    most = _MOST_ACTIVE_OF_MANY_TOKENS[site.up is not None, site.quantization is not None]
+    gains = f"an MLP of this form gains where at most {100 * most:.0f} % of its neurons are active"
+    if density is None:
+        return f"{why}: {gains}, which was not measured: give --inputs"
+    return "" if density <= most else f"{why}: {gains}, and {100 * density:.3g} % are on the given inputs"
 
 
 def _reason_slow(density: float | None, gain: float, what: str) -> str:
