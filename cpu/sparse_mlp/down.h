@@ -6,33 +6,28 @@
 #ifndef STOF_CPU_SPARSE_MLP_DOWN_H_
 #define STOF_CPU_SPARSE_MLP_DOWN_H_
 
-#include <type_traits>
-
 #include "cpu/sparse_mlp/elements.h"
 
 namespace stof {
 namespace cpu {
 namespace STOF_ISA::sparse_mlp {
 
+// Rows of fp32 are added where they lie, and of other types those of one or two tokens: few tokens add kDownRows whole
+// rows at a time, others kPieceColumns columns of kGroupRows rows, which stay in the L1 cache for all tokens.
 constexpr int kDownRows = 8;
-constexpr int64_t kFewTokens = 4;             // read whole rows in place, kDownRows of them at a time
-constexpr int64_t kRowsOfSeveralTokens = 16;  // of more tokens,
-constexpr int64_t kPieceColumns = 256;        // and a piece of these rows: it stays in the L1 cache for all tokens
-constexpr int64_t kSumBytes = 1 << 20;        // of a piece of all tokens' sums, which stays in the L2 cache
-constexpr int64_t kLeastColumns = 1024;       // of such a piece: rows are read in pieces of as many columns
-constexpr int64_t kDownColumns = 512;         // of a piece of converted rows
-constexpr int64_t kConvertedRows = 64;        // sums are loaded and stored once for so many rows; a bit each of a word
-constexpr int kDownVectors = 2;               // of a tile of columns and tokens
+constexpr int64_t kFewTokens = 4, kGroupRows = 16, kPieceColumns = 256;
+// The sums of all tokens stay in the L2 cache: so many bytes of them, but kLeastColumns columns, since short pieces of
+// rows come from memory more slowly.
+constexpr int64_t kSumBytes = 1 << 20, kLeastColumns = 1024;
+// Other rows are converted first: pieces of kConvertedRows rows, a bit each of a word.
+constexpr int64_t kConvertedRows = 64, kConvertedColumns = 512;
+constexpr int kDownVectors = 2;  // of a tile of columns and tokens
 constexpr int kDownTokens = STOF_DOWN_TOKENS;
 constexpr int kNeededVectors = 8;  // of a token's sums: as many independent chains of FMAs
-// If more percent of the tokens need the rows of a group, adding them to all tokens is faster: of rows in place, and of
-// converted rows.
+// If more percent of the tokens need the rows of a group, adding them to all tokens is faster. Rows in place are always
+// added to all of few tokens: it takes no longer than the rows take to arrive. A single token has no tile.
 constexpr int64_t kDensePercent = 45, kDenseConvertedPercent = 60;
-// Rows in place are always added to all of so few tokens: it takes no longer than the rows take to arrive.
-constexpr int64_t kAlwaysDenseTokens = kWidth >= 16 ? 16 : 8;
-// So many tokens read fp32 rows from a buffer, too, where no less percent of them need a row and groups are not dense.
-constexpr int64_t kConvertedTokens = 57, kLeastConvertedPercent = 30;
-constexpr int64_t kLeastDenseTokens = 2;  // of a block: fewer are added one by one
+constexpr int64_t kAlwaysDenseTokens = kWidth >= 16 ? 16 : 8, kLeastDenseTokens = 2;
 static_assert(kMlpTokens == 64 && kConvertedRows <= 64, "tokens and rows are bits of a word");
 
 // Transposes 64 words of 64 bits: bit i of word t becomes bit t of word i. Blocks off the diagonal change places, from
@@ -159,11 +154,12 @@ class DownGroup {
         rows[i] = reinterpret_cast<const typename E::T*>(Row(first_ + i, n + c));
         next_[i] = is_last ? NextRow(i, n) : Row(first_ + i, n + c + piece);
       }
-      AddTokens<E>(rows, n + c, std::min(piece, columns - c), false);
+      const int64_t some = std::min(piece, columns - c);
+      is_dense_ ? AddDense<E>(rows, n + c, some) : AddNeededInPlace<E>(rows, n + c, some);
     }
   }
 
-  // The rows are converted first, at most kDownColumns of them, to `converted`.
+  // The rows are converted first, at most kConvertedColumns of them, to `converted`.
   void AddConverted(int64_t n, int64_t columns, float* converted) {
     const float* rows[kConvertedRows];
     // Pieces of rows are too short for the hardware to prefetch.
@@ -173,11 +169,11 @@ class DownGroup {
       rows[i] = converted + i * kConvertedStride;
       next_[i] = NextRow(i, n);
     }
-    AddTokens<Fp32Element>(rows, n, columns, true);
+    is_dense_ ? AddDense<Fp32Element>(rows, n, columns) : AddNeeded(converted, n, columns);
   }
 
   // Rows of a multiple of 4 KiB would share cache sets.
-  static constexpr int64_t kConvertedStride = kDownColumns + 16;
+  static constexpr int64_t kConvertedStride = kConvertedColumns + 16;
 
  private:
   // Pieces of the rows that come next, as many as the queue takes.
@@ -265,13 +261,9 @@ class DownGroup {
     }
   }
 
+  // The same for rows of any element type, wherever they lie.
   template <typename E>
-  void AddTokens(const typename E::T* const* rows, int64_t n, int64_t columns, bool is_converted) {
-    if (is_dense_) return AddDense<E>(rows, n, columns);
-    if constexpr (std::is_same_v<E, Fp32Element>) {
-      if (is_converted) return AddNeeded(rows[0], n, columns);
-    }
-    const int64_t lines = ahead_.lines() / b_.tokens + 1;
+  void AddNeededInPlace(const typename E::T* const* rows, int64_t n, int64_t columns) {
     for (int64_t t = 0; t < b_.tokens; ++t) {
       const typename E::T* needed[kConvertedRows];
       float h[kConvertedRows];
@@ -281,7 +273,6 @@ class DownGroup {
         needed[count] = rows[i];
         h[count++] = b_.hidden[(first_ + i) * b_.tokens + t];
       }
-      ahead_.Fetch(lines);
       AddEach<E>(count, needed, h, columns, sums_ + t * b_.sums_stride + n);
     }
   }
@@ -294,14 +285,6 @@ class DownGroup {
   PrefetchQueueOf<kConvertedRows> ahead_;
 };
 
-// Whether fp32 rows are added where they lie. Rows of other types are where one or two tokens read them.
-inline bool IsInPlace(const MlpBlock& b, int64_t first, int64_t last) {
-  if (b.down.bits > 0 || b.tokens < 3) return b.down.bits == 0;
-  if (b.down.dtype != DType::kF32 || b.tokens < kConvertedTokens) return b.down.dtype == DType::kF32;
-  const int64_t percent = 100 * CountPairs(b, first, last) / std::max<int64_t>(1, (last - first) * b.tokens);
-  return percent < kLeastConvertedPercent || percent > kDenseConvertedPercent;
-}
-
 // Columns [begin, end) of the sums of a part. adds_idle: rows may be added to tokens that do not need them, with hidden
 // values of 0. Returns whether this happened.
 inline bool AddPart(const MlpBlock& b, int64_t part, int64_t begin, int64_t end, bool adds_idle) {
@@ -310,14 +293,15 @@ inline bool AddPart(const MlpBlock& b, int64_t part, int64_t begin, int64_t end,
   for (int64_t t = 0; t < b.tokens; ++t) {
     std::fill(sums + t * b.sums_stride + begin, sums + t * b.sums_stride + end, 0.0f);
   }
-  const bool is_in_place = IsInPlace(b, first, last);
+  // Rows of other types are converted once where more tokens read them.
+  const bool is_in_place = b.down.bits == 0 && (b.down.dtype == DType::kF32 || b.tokens < 3);
   const int64_t in_place_percent = b.tokens <= kAlwaysDenseTokens ? 0 : kDensePercent;
   const int64_t dense_percent = !adds_idle ? 100 : is_in_place ? in_place_percent : kDenseConvertedPercent;
   const bool has_few_tokens = b.tokens <= kFewTokens;
   // Whole rows come from memory faster than pieces of them.
   const int64_t in_l2 = kSumBytes / (b.tokens * static_cast<int64_t>(sizeof(float))) / kPieceColumns * kPieceColumns;
-  const int64_t step = !is_in_place ? kDownColumns : std::max(kLeastColumns, in_l2);
-  const int64_t rows = !is_in_place ? kConvertedRows : has_few_tokens ? kDownRows : kRowsOfSeveralTokens;
+  const int64_t step = !is_in_place ? kConvertedColumns : std::max(kLeastColumns, in_l2);
+  const int64_t rows = !is_in_place ? kConvertedRows : has_few_tokens ? kDownRows : kGroupRows;
   const int64_t groups = (count + rows - 1) / rows;
   bool has_added_idle = false;
   alignas(64) float converted[kConvertedRows * DownGroup::kConvertedStride];
