@@ -20,6 +20,9 @@ constexpr int64_t kInt8Rows = 8;    // that are multiplied by the same tokens in
 constexpr int64_t kInt8Tokens = 8;  // of which the rows find the values in a first-level cache
 constexpr int kInt8Together = 4;    // sums at a time
 
+// The row that is prefetched while row i is multiplied.
+inline int64_t RowAhead(const DotProblem& p, int64_t i) { return std::min(i + kInt8Rows, p.count - 1); }
+
 // A slab of kInt8Rows rows at most, and sums of it that wait for others.
 class Int8Slab {
  public:
@@ -62,10 +65,10 @@ class Int8Slab {
  private:
   void LoadRow(int64_t r) {
     const NeuronRows& rows = p_.rows;
-    const int64_t neuron = p_.neurons != nullptr ? p_.neurons[first_row_ + r] : first_row_ + r;
+    const int64_t neuron = NeuronOf(p_, first_row_ + r), ahead = NeuronOf(p_, RowAhead(p_, first_row_ + r));
     const int64_t item = SizeOf(rows.dtype);
-    q_[r] =
-        reinterpret_cast<const uint8_t*>(rows.data + neuron * rows.stride) + first_block_ * rows.block * rows.bits / 8;
+    const auto* const slab = reinterpret_cast<const uint8_t*>(rows.data) + first_block_ * rows.block * rows.bits / 8;
+    q_[r] = slab + neuron * rows.stride, next_[r] = slab + ahead * rows.stride;
     float* const scales = scales_[r];
     if (rows.has_row_scales) {
       std::fill(scales, scales + blocks_, ToFloat(rows.scales, rows.dtype, neuron));
@@ -89,7 +92,7 @@ class Int8Slab {
 
   void Place(int64_t r, int t, Int8Operands* operands, float** sum) const {
     const int64_t value = first_block_ * p_.rows.block;
-    operands->q = q_[r];
+    operands->q = q_[r], operands->next = next_[r];
     operands->row_scales = scales_[r];
     operands->x = p_.x_int8 + t * p_.x_int8_stride + value;
     operands->lane_scales = p_.x_scales + t * p_.x_scales_stride + value / LaneValues(p_.rows.bits);
@@ -112,7 +115,7 @@ class Int8Slab {
   const bool has_zeros_;
   float* const out_;
   const int64_t row_stride_, token_stride_;
-  const uint8_t* q_[kInt8Rows];
+  const uint8_t *q_[kInt8Rows], *next_[kInt8Rows];
   float scales_[kInt8Rows][kInt8Blocks + kInt8LaneBlocks];
   float zeros_[kInt8Rows][kInt8Blocks];  // scale * zero point
   Int8Operands waiting_[kInt8Together];
@@ -120,19 +123,12 @@ class Int8Slab {
   int waiting_count_ = 0;
 };
 
-// The row `kAhead` rows behind row i. Rows are too short for the hardware to prefetch.
-inline void PrefetchRow(const DotProblem& p, int64_t i) {
-  constexpr int64_t kAhead = 8, kLine = 64;
-  const NeuronRows& rows = p.rows;
-  const int64_t ahead = std::min(i + kAhead, p.count - 1);
-  const int64_t neuron = p.neurons != nullptr ? p.neurons[ahead] : ahead;
-  const int64_t scale_bytes = (rows.has_row_scales ? 1 : rows.blocks) * SizeOf(rows.dtype);
-  for (int64_t at = 0; at < rows.stride; at += kLine) {
-    __builtin_prefetch(rows.data + neuron * rows.stride + at, 0, 2);
-  }
-  for (int64_t at = 0; at < scale_bytes; at += kLine) {
-    __builtin_prefetch(rows.scales + neuron * scale_bytes + at, 0, 2);
-  }
+// The scales of the row behind row i; the row itself is prefetched between multiplications.
+inline void PrefetchScales(const DotProblem& p, int64_t i) {
+  constexpr int64_t kLine = 64;
+  const int64_t bytes = (p.rows.has_row_scales ? 1 : p.rows.blocks) * SizeOf(p.rows.dtype);
+  const char* const scales = p.rows.scales + NeuronOf(p, RowAhead(p, i)) * bytes;
+  for (int64_t at = 0; at < bytes; at += kLine) __builtin_prefetch(scales + at, 0, 2);
 }
 
 inline void DotsInt8(const DotProblem& p, int64_t first, int64_t last, float* out, int64_t row_stride,
@@ -154,7 +150,7 @@ inline void DotsInt8(const DotProblem& p, int64_t first, int64_t last, float* ou
       for (int64_t t = 0; t < p.tokens; t += kInt8Tokens) {
         const uint64_t some = ((uint64_t{1} << kInt8Tokens) - 1) << t;
         for (int64_t r = 0; r < count; ++r) {
-          if (t == 0 && block == 0) PrefetchRow(p, i + r);
+          if (t == 0 && block == 0) PrefetchScales(p, i + r);
           slab.AddRow(r, masks[r] & some);
         }
       }

@@ -260,6 +260,7 @@ struct Int8Operands {
   const float* zeros;       // scale * zero point of each block, and zeros up to a multiple of kInt8SumPadding
   const int8_t* x;
   const float *lane_scales, *sums;  // of the token
+  const uint8_t* next;              // the row that is read later: it is prefetched along the way
 };
 
 #if defined(__AVX2__)
@@ -270,13 +271,14 @@ __attribute__((noinline)) void DotVectors(int64_t bytes, int64_t zero_blocks, in
                                           float* dots) {
   constexpr int64_t kValues = VectorValues(kBits);
   LaneSums sums[kCount];
-  const uint8_t* q[kCount];
+  const uint8_t *q[kCount], *next[kCount];
   const int8_t* x[kCount];
   const float *row_scales[kCount], *lane_scales[kCount];
 #pragma GCC unroll 4
   for (int i = 0; i < kCount; ++i) {
     sums[i] = NoSums();
-    q[i] = of[i].q, x[i] = of[i].x, row_scales[i] = of[i].row_scales, lane_scales[i] = of[i].lane_scales;
+    q[i] = of[i].q, next[i] = of[i].next, x[i] = of[i].x, row_scales[i] = of[i].row_scales,
+    lane_scales[i] = of[i].lane_scales;
   }
   for (int64_t n = 0; n < zero_blocks; n += kInt8Lanes) {
 #pragma GCC unroll 4
@@ -287,9 +289,11 @@ __attribute__((noinline)) void DotVectors(int64_t bytes, int64_t zero_blocks, in
     const int64_t block = kBlocks == 1 ? value >> shift : value / kValues * kBlocks;
     RowVector<kBits> row(LoadBytes(q[0] + at, left));
     LaneSums scale = LaneFactors<kBlocks>(row_scales[0] + block);
+    __builtin_prefetch(next[0] + at, 0, 2);
 #pragma GCC unroll 4
     for (int i = 0; i < kCount; ++i) {
       if (!kOneRow && i > 0) {
+        __builtin_prefetch(next[i] + at, 0, 2);
         row = RowVector<kBits>(LoadBytes(q[i] + at, left));
         scale = LaneFactors<kBlocks>(row_scales[i] + block);
       }

@@ -105,7 +105,9 @@ class Int8Group {
       const auto scales = Scales<decltype(element)>();
       for (int64_t n = begin; n < whole; n += piece) {
         const int64_t columns = std::min(piece, whole - n);
-        for (int64_t c = n; c < n + columns && !is_prefetched_; c += kInt8Step) next_.Prefetch(c, bits);
+        for (int64_t c = n; c < n + columns && !is_prefetched_; c += kInt8Step) {
+          next_.PrefetchScales(c), next_.PrefetchRows(0, kMostGroup, c, bits);
+        }
         PackRows(rows_, count_, bits, n, columns, packed);
         AddPacked(packed, count_, bits, tokens_, shared_, shared_count_, scales, n, columns, sums_, b_.sums_stride);
       }

@@ -137,7 +137,7 @@ void AddOwnRows(const uint8_t* const* own, int64_t count, int bits, const TokenH
   const int64_t pairs = (count + 1) / 2;
   int64_t n = begin;
   for (; n + kInt8Step <= end; n += kInt8Step) {
-    if (next != nullptr) next->Prefetch(n, bits);
+    if (next != nullptr) next->PrefetchScales(n), next->PrefetchRows(0, kMostGroup, n, bits);
     if (bits == 4) {
       __m256i dots[2][4];
       for (auto& half : dots) {

@@ -35,21 +35,25 @@ struct TokenHidden {
   uint32_t factors[kMostGroup / 2];  // the values of kRowsTogether rows side by side: four bytes, or a pair twice
 };
 
-// What comes next, at column 0: its lines are prefetched along the way.
+// What comes next, at column 0: its lines are prefetched along the way, a few at a time, since many at once would stall
+// the loads.
 struct NextGroup {
+  static constexpr int64_t kLine = 64;
   const char* rows[kMostGroup];
   int64_t count = 0;
   const char* scales = nullptr;
   int64_t scale_size = 0;
 
-  void Prefetch(int64_t n, int bits) const {
-    constexpr int64_t kLine = 64;
+  // The scales of columns [n, n + kInt8Step).
+  void PrefetchScales(int64_t n) const {
     if (count == 0) return;
     for (int64_t at = 0; at < kInt8Step * scale_size; at += kLine) {
       __builtin_prefetch(scales + n * scale_size + at, 0, 2);
     }
-    if (n * bits / 8 % kLine != 0) return;
-    for (int64_t i = 0; i < count; ++i) __builtin_prefetch(rows[i] + n * bits / 8, 0, 2);
+  }
+  // These columns of rows [first, last), of which there may be fewer.
+  void PrefetchRows(int64_t first, int64_t last, int64_t n, int bits) const {
+    for (int64_t i = first; i < std::min(last, count); ++i) __builtin_prefetch(rows[i] + n * bits / 8, 0, 2);
   }
 };
 

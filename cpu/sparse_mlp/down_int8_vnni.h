@@ -73,11 +73,12 @@ template <int kBits, typename E>
 void AddOwnColumns(const uint8_t* const* rows, int64_t quads, const TokenHidden& h, const GroupScales<E>& group,
                    int64_t begin, int64_t end, const NextGroup* next, float* sums) {
   for (int64_t n = begin; n < end; n += kInt8Step) {
-    if (next != nullptr) next->Prefetch(n, kBits);
+    if (next != nullptr) next->PrefetchScales(n);
     const int64_t at = n * kBits / 8;
     __m512i dots[4];
     for (__m512i& dot : dots) dot = _mm512_setzero_si512();
     for (int64_t p = 0; p < quads; ++p) {
+      if (next != nullptr) next->PrefetchRows(4 * p, p + 1 < quads ? 4 * p + 4 : kMostGroup, n, kBits);
       const __m512i loaded[4] = {LoadColumns<kBits>(rows[4 * p] + at), LoadColumns<kBits>(rows[4 * p + 1] + at),
                                  LoadColumns<kBits>(rows[4 * p + 2] + at), LoadColumns<kBits>(rows[4 * p + 3] + at)};
       __m512i values[4];
