@@ -88,8 +88,7 @@ class MlpClause:
         """
         if self.rank > min(neurons, size):
             raise ArgumentError(
-                f"{OPTION}: rank={self.rank} is larger than the gate weight [{neurons}, {size}], expected 1 to "
-                f"{min(neurons, size)}"
+                f"rank={self.rank} is larger than the gate weight [{neurons}, {size}], expected 1 to {min(neurons, size)}"
             )
         return self.rank or min(max(1, math.ceil(_DEFAULT_RANK * neurons)), neurons, size)
 
