@@ -14,8 +14,8 @@ namespace STOF_ISA::sparse_mlp {
 
 constexpr int64_t kDotDepth = 1024;
 constexpr int kDotRows = 4;
-// If more percent of the pairs of a row and a token are needed, computing all of them is faster: of two tokens, and of
-// many. Of others always: it takes no longer than the rows take to arrive.
+// A dense tile is used where more than this percentage of its (row, token) pairs is needed: of two tokens, and from
+// kManyTileTokens on. Between these it always is: it ends before the next rows arrive from memory.
 constexpr int64_t kTilePercentOfTwo = 50, kTilePercentOfMany = kWidth >= 16 ? 15 : 40;
 constexpr int64_t kManyTileTokens = kWidth >= 16 ? 20 : 16;
 constexpr int kDotTokens = STOF_DOT_TOKENS;

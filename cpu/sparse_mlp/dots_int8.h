@@ -17,7 +17,7 @@ namespace STOF_ISA::sparse_mlp {
 constexpr int64_t kInt8Depth = 4096;
 constexpr int64_t kInt8Blocks = kInt8Depth / 16;
 constexpr int64_t kInt8Rows = 8;    // that are multiplied by the same tokens in turn
-constexpr int64_t kInt8Tokens = 8;  // of which the rows find the values in a first-level cache
+constexpr int64_t kInt8Tokens = 8;  // of which the rows find the values in a L1 cache
 constexpr int kInt8Together = 4;    // sums at a time
 
 // The row that is prefetched while row i is multiplied.
@@ -133,7 +133,7 @@ inline void PrefetchScales(const DotProblem& p, int64_t i) {
 
 inline void DotsInt8(const DotProblem& p, int64_t first, int64_t last, float* out, int64_t row_stride,
                      int64_t token_stride) {
-  const uint64_t all = p.tokens == kMlpTokens ? ~uint64_t{0} : (uint64_t{1} << p.tokens) - 1;
+  const uint64_t all = BitsOfTokens(p.tokens);
   const int64_t blocks_of_slab = kInt8Depth >> p.rows.block_shift;
   for (int64_t i = first; i < last; i += kInt8Rows) {
     const int64_t count = std::min(kInt8Rows, last - i);

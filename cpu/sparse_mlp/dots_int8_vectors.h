@@ -88,8 +88,8 @@ inline int32_t RoundToInt8(const float* x, int64_t count, float inverse, int8_t*
 }
 #endif
 
-// The scale of values that are rounded to int8 together, and what a value is multiplied by. NaN and infinity cannot be
-// quantized: they reach the result by the scale.
+// The scale of values that are rounded to int8 together, and what a value is multiplied by. A block with NaN or
+// infinity gets a NaN scale: its dot products are NaN.
 inline void ScaleToInt8(const float* x, int64_t count, float* scale, float* inverse) {
   // Magnitudes as integers have the order of the numbers, infinity and NaN being the largest.
   uint32_t most = 0;
@@ -98,7 +98,7 @@ inline void ScaleToInt8(const float* x, int64_t count, float* scale, float* inve
   const bool is_finite = largest <= std::numeric_limits<float>::max();
   *scale = is_finite ? largest / 127.0f : std::nanf("");
   *inverse = *scale > 0.0f ? 1.0f / *scale : 0.0f;
-  if (!(*inverse <= 3e38f)) *inverse = 0.0f;  // values too small for a scale
+  if (!std::isfinite(*inverse)) *inverse = 0.0f;  // 1 / scale overflows: the values are too small to be quantized
 }
 
 // Quantizes one token of `size` values in blocks. sums[i] is the scale of block i times the sum of its values. A lane

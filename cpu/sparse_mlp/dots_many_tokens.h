@@ -21,13 +21,14 @@ constexpr int64_t kPanelRows = 12;                             // whose slabs ar
 constexpr int64_t kPanelDepth = 256 / ((kDotPanels + 1) / 2);  // panels of a tile stay in the L1 cache
 constexpr int64_t kPrefetchDepth = 16;  // values of a row between two prefetches: a cache line of fp32
 constexpr int64_t kPairRows = 24;
-// If more percent of the pairs of a row and a token are needed, computing all of them is faster: the more tokens, the
-// less of the time passes until rows arrive.
+// The same for panels. With more tokens, multiplications take more of the time and waiting for rows less, so pairs that
+// are not needed cost more.
 constexpr int64_t kPanelPercent = 45;
 constexpr int64_t kPanelPercentOfFewer = kWidth >= 16 ? 25 : 45, kFewerTokens = 48;
 static_assert(kMlpNeurons % kPairRows == 0, "the rows of a task are whole groups");
 
-// Rows of a tile, so that its accumulators fill the registers.
+// Rows of a tile. Its rows * panels * kPanelVectors accumulators fit the registers: AVX-512 12 * 2 or 6 * 4, AVX2 6 *
+// 2, portable 2 * 4.
 constexpr int RowsOfTile(int panels) { return kDotPanels > 1 && panels <= 2 ? 12 : kPanelVectors > 2 ? 2 : 6; }
 
 // sums[i * kMlpTokens + t] += w[i] · token t. Meanwhile next[i] is prefetched, next_step bytes for kPrefetchDepth
@@ -69,7 +70,7 @@ void PanelTile(const float* const* w, const float* x, int64_t panel_stride, int6
   }
 }
 
-// The panels of the tokens and kPanelRows rows.
+// Multiplies kPanelRows rows by `panels` panels, kPanels of them at a time.
 template <int kPanels = kDotPanels>
 void PanelTiles(int64_t panels, const float* const* w, const float* x, int64_t panel_stride, int64_t depth,
                 const char* const* next, int64_t next_step, float* sums) {

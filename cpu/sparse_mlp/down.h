@@ -19,8 +19,9 @@ constexpr int64_t kFewTokens = 4, kGroupRows = 16, kPieceColumns = 256;
 // The sums of all tokens stay in the L2 cache: so many bytes of them, but kLeastColumns columns, since short pieces of
 // rows come from memory more slowly.
 constexpr int64_t kSumBytes = 1 << 20, kLeastColumns = 1024;
-// Other rows are converted first: pieces of kConvertedRows rows, a bit each of a word.
-constexpr int64_t kConvertedRows = 64, kConvertedColumns = 512;
+// Other rows are converted first, once for kLeastConvertedTokens tokens or more: pieces of kMostGroupRows rows, a bit
+// each of a word.
+constexpr int64_t kMostGroupRows = 64, kConvertedColumns = 512, kLeastConvertedTokens = 3;
 constexpr int kDownVectors = 2;  // of a tile of columns and tokens
 constexpr int kDownTokens = STOF_DOWN_TOKENS;
 constexpr int kNeededVectors = 8;  // of a token's sums: as many independent chains of FMAs
@@ -28,7 +29,7 @@ constexpr int kNeededVectors = 8;  // of a token's sums: as many independent cha
 // added to all of few tokens: it takes no longer than the rows take to arrive. A single token has no tile.
 constexpr int64_t kDensePercent = 45, kDenseConvertedPercent = 60;
 constexpr int64_t kAlwaysDenseTokens = kWidth >= 16 ? 16 : 8, kLeastDenseTokens = 2;
-static_assert(kMlpTokens == 64 && kConvertedRows <= 64, "tokens and rows are bits of a word");
+static_assert(kMlpTokens == 64 && kMostGroupRows <= 64, "tokens and rows are bits of a word");
 
 // Transposes 64 words of 64 bits: bit i of word t becomes bit t of word i. Blocks off the diagonal change places, from
 // 32 x 32 bits down to single bits.
@@ -127,7 +128,7 @@ inline int64_t CountPairs(const MlpBlock& b, int64_t first, int64_t last) {
   return pairs;
 }
 
-// Active neurons of a part, kConvertedRows at most, and columns of their rows.
+// Active neurons of a part, kMostGroupRows at most, and columns of their rows.
 class DownGroup {
  public:
   // Neurons [first, last) of the list; those before `end` come next. The group is dense where more than dense_percent
@@ -148,7 +149,7 @@ class DownGroup {
     const int64_t piece = b_.tokens <= kFewTokens ? columns : kPieceColumns;
     for (int64_t i = 0; i < count_; ++i) PrefetchStart(NextRow(i, n));
     for (int64_t c = 0; c < columns; c += piece) {
-      const typename E::T* rows[kConvertedRows];
+      const typename E::T* rows[kMostGroupRows];
       const bool is_last = c + piece >= columns;
       for (int64_t i = 0; i < count_; ++i) {
         rows[i] = reinterpret_cast<const typename E::T*>(Row(first_ + i, n + c));
@@ -161,9 +162,9 @@ class DownGroup {
 
   // The rows are converted first, at most kConvertedColumns of them, to `converted`.
   void AddConverted(int64_t n, int64_t columns, float* converted) {
-    const float* rows[kConvertedRows];
+    const float* rows[kMostGroupRows];
     // Pieces of rows are too short for the hardware to prefetch.
-    AddNext(n, BytesOf(b_.down, columns));
+    if (!is_dense_) AddNext(n, BytesOf(b_.down, columns));
     for (int64_t i = 0; i < count_; ++i) {
       LoadDownRow(b_.down, b_.neurons[first_ + i], n, columns, converted + i * kConvertedStride);
       rows[i] = converted + i * kConvertedStride;
@@ -203,10 +204,10 @@ class DownGroup {
       }
     }
     if (whole == columns) return;
-    const typename E::T* rest[kConvertedRows];
+    const typename E::T* rest[kMostGroupRows];
     for (int64_t i = 0; i < count_; ++i) rest[i] = rows[i] + whole;
     for (int64_t t = 0; t < b_.tokens; ++t) {
-      float factors[kConvertedRows];
+      float factors[kMostGroupRows];
       for (int64_t i = 0; i < count_; ++i) factors[i] = h[i * b_.tokens + t];
       AddEach<E>(count_, rest, factors, columns - whole, sums_ + t * b_.sums_stride + n + whole);
     }
@@ -249,8 +250,8 @@ class DownGroup {
       }
     }
     for (int64_t t = 0; t < b_.tokens && whole < columns; ++t) {
-      const float* rest[kConvertedRows];
-      float h[kConvertedRows];
+      const float* rest[kMostGroupRows];
+      float h[kMostGroupRows];
       int64_t count = 0;
       for (uint64_t left = needed[t]; left != 0; left &= left - 1) {
         const int64_t i = __builtin_ctzll(left);
@@ -265,8 +266,8 @@ class DownGroup {
   template <typename E>
   void AddNeededInPlace(const typename E::T* const* rows, int64_t n, int64_t columns) {
     for (int64_t t = 0; t < b_.tokens; ++t) {
-      const typename E::T* needed[kConvertedRows];
-      float h[kConvertedRows];
+      const typename E::T* needed[kMostGroupRows];
+      float h[kMostGroupRows];
       int64_t count = 0;
       for (int64_t i = 0; i < count_; ++i) {
         if ((b_.list_masks[first_ + i] >> t & 1) == 0) continue;
@@ -281,8 +282,8 @@ class DownGroup {
   float* const sums_;
   const int64_t first_, count_, end_;
   bool is_dense_, has_added_idle_;
-  const char* next_[kConvertedRows];  // the place that is read after the current piece of each row
-  PrefetchQueueOf<kConvertedRows> ahead_;
+  const char* next_[kMostGroupRows];  // the place that is read after the current piece of each row
+  PrefetchQueueOf<kMostGroupRows> ahead_;
 };
 
 // Columns [begin, end) of the sums of a part. adds_idle: rows may be added to tokens that do not need them, with hidden
@@ -294,17 +295,17 @@ inline bool AddPart(const MlpBlock& b, int64_t part, int64_t begin, int64_t end,
     std::fill(sums + t * b.sums_stride + begin, sums + t * b.sums_stride + end, 0.0f);
   }
   // Rows of other types are converted once where more tokens read them.
-  const bool is_in_place = b.down.bits == 0 && (b.down.dtype == DType::kF32 || b.tokens < 3);
+  const bool is_in_place = b.down.bits == 0 && (b.down.dtype == DType::kF32 || b.tokens < kLeastConvertedTokens);
   const int64_t in_place_percent = b.tokens <= kAlwaysDenseTokens ? 0 : kDensePercent;
   const int64_t dense_percent = !adds_idle ? 100 : is_in_place ? in_place_percent : kDenseConvertedPercent;
   const bool has_few_tokens = b.tokens <= kFewTokens;
   // Whole rows come from memory faster than pieces of them.
   const int64_t in_l2 = kSumBytes / (b.tokens * static_cast<int64_t>(sizeof(float))) / kPieceColumns * kPieceColumns;
   const int64_t step = !is_in_place ? kConvertedColumns : std::max(kLeastColumns, in_l2);
-  const int64_t rows = !is_in_place ? kConvertedRows : has_few_tokens ? kDownRows : kGroupRows;
+  const int64_t rows = !is_in_place ? kMostGroupRows : has_few_tokens ? kDownRows : kGroupRows;
   const int64_t groups = (count + rows - 1) / rows;
   bool has_added_idle = false;
-  alignas(64) float converted[kConvertedRows * DownGroup::kConvertedStride];
+  alignas(64) float converted[kMostGroupRows * DownGroup::kConvertedStride];
   for (int64_t n = begin; n < end; n += step) {
     const int64_t columns = std::min(step, end - n);
     for (int64_t g = 0; g < groups; ++g) {  // of as many rows each, give or take one

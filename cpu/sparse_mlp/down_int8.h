@@ -15,6 +15,8 @@ namespace stof {
 namespace cpu {
 namespace STOF_ISA::sparse_mlp {
 
+static_assert(kColumnUnit % kInt8Step == 0, "a thread's columns begin where a step may begin");
+
 // The active neurons of a group, and the tokens that need them.
 class Int8Group {
  public:
@@ -33,7 +35,7 @@ class Int8Group {
     next_.scales = down.scales + (b_.neurons[last] >> down.block_shift) * b_.args->N * next_.scale_size;
   }
 
-  // Adds columns [begin, end), piece by piece; begin is a multiple of kInt8Columns or of a piece.
+  // Adds columns [begin, end), piece by piece; begin is a multiple of kInt8Step.
   void Add(int64_t begin, int64_t end) {
     for (int64_t t = 0; t < b_.tokens; ++t) Quantize(t);
     if (shared_count_ > 0) AddShared(begin, end);
@@ -143,7 +145,7 @@ inline void DownInt8(const MlpBlock& b, int64_t part, int64_t begin, int64_t end
     while (i < last && b.neurons[i] >> b.down.block_shift == group) ++i;
     return i;
   };
-  // The sums of all tokens stay in a second-level cache.
+  // The sums of all tokens stay in the L2 cache.
   const int64_t step = std::max(kInt8Columns, kInt8SumBytes / 4 / b.tokens / kInt8Columns * kInt8Columns);
   for (int64_t n = begin; n < end; n += step) {
     int64_t behind = end_of_group(b.part_begin[part]);

@@ -11,10 +11,10 @@ namespace cpu {
 namespace STOF_ISA::sparse_mlp {
 
 constexpr int64_t kMostGroup = 256;           // neurons that share a scale
-constexpr int64_t kInt8Columns = 256;         // columns come in multiples of it, but for the last ones
+constexpr int64_t kInt8Columns = 256;         // of a copy at most, and the unit of a step over columns
 constexpr int64_t kInt8Step = 64;             // columns that are summed at a time
 constexpr int64_t kInt8SumBytes = 256 << 10;  // of fp32 sums between two groups
-constexpr int64_t kPackedBytes = 16 << 10;    // of rows that tokens share: half of a first-level cache
+constexpr int64_t kPackedBytes = 16 << 10;    // of rows that tokens share: half of a L1 cache
 constexpr int64_t kLeastShared = 3;           // tokens from which on rows are copied for them
 #if defined(__AVX512VNNI__)
 constexpr int64_t kRowsTogether = 4;  // rows whose values of a column lie side by side
@@ -35,8 +35,8 @@ struct TokenHidden {
   uint32_t factors[kMostGroup / 2];  // the values of kRowsTogether rows side by side: four bytes, or a pair twice
 };
 
-// What comes next, at column 0: its lines are prefetched along the way, a few at a time, since many at once would stall
-// the loads.
+// The group that is added after this one: its rows and scales, from column 0 on. They are prefetched between
+// multiplications, since many prefetches at once stall the loads.
 struct NextGroup {
   static constexpr int64_t kLine = 64;
   const char* rows[kMostGroup];

@@ -111,15 +111,15 @@ inline uint8_t QuantizedAt(const uint8_t* row, int bits, int64_t i) {
   return bits == 8 ? row[i] : static_cast<uint8_t>(row[i / 2] >> (i % 2 * 4) & 15);
 }
 
-// to[depth, rounded up to kMlpPadding] = values k0 ... of a gate or up row, then zeros; k0 is a multiple of every block
-// size. (q - zero point) * scale is rounded once, as ONNX Runtime dequantizes.
+// to[0, depth) = values k0 ... of a gate, up or predictor row; k0 is a multiple of every block size. `to` has room up
+// to a multiple of kMlpPadding: of quantized rows, the padding of the last block is written, too. (q - zero point) *
+// scale is rounded once, as ONNX Runtime dequantizes.
 inline void LoadRow(const NeuronRows& rows, int64_t neuron, int64_t k0, int64_t depth, float* to) {
   const char* const row = rows.data + neuron * rows.stride;
   const int64_t padded = (depth + kMlpPadding - 1) / kMlpPadding * kMlpPadding;
   if (rows.bits == 0) {
     const int64_t size = SizeOf(rows.dtype);
     ToFloats(row + k0 * size, rows.dtype, depth, to);
-    std::fill(to + depth, to + padded, 0.0f);
     return;
   }
   const int64_t blocks = rows.blocks;

@@ -20,9 +20,9 @@ using cpu::NeuronRows;
 using cpu::ParallelFor;
 using cpu::SparseMlpKernels;
 
-constexpr int64_t kTaskBytes = 64 << 10;  // of weights that a task reads, or values that it selects: a few us
-constexpr int kPredictorBits = 8;         // of a quantized predictor
-constexpr int64_t kLeastPiece = 256;      // bytes of a down row that a thread reads
+constexpr int64_t kTaskBytes = 64 << 10;   // of weights that a task reads, or values that it selects: a few us
+constexpr int kPredictorBits = 8;          // of a quantized predictor
+constexpr int64_t kLeastPieceBytes = 256;  // bytes of a down row that a thread reads
 
 // The buffers of a call, in one workspace.
 class Layout {
@@ -35,12 +35,12 @@ class Layout {
     x_stride = is_copied ? RoundUp(a.K, kMlpPadding) + kMlpPadding : a.K;
     rank_stride = RoundUp(a.R, kMlpPadding) + kMlpPadding;
     is_int8 = reads_input && a.bits > 0 && a.accuracy_level == 4;
-    sums_stride = is_int8 ? RoundUp(CeilDiv(a.K, a.block_size), cpu::kInt8SumPadding) : 0;
-    int8_stride = is_int8 ? RoundUp(a.K, cpu::kInt8TokenPadding) : 0;
-    scale_stride = a.bits > 0 ? int8_stride / (32 / a.bits) : 0;
-    x_int8 = Take(tokens * int8_stride, sizeof(int8_t));
-    x_scales = Take(tokens * scale_stride, sizeof(float));
-    x_sums = Take(tokens * sums_stride, sizeof(float));
+    x_sums_stride = is_int8 ? RoundUp(CeilDiv(a.K, a.block_size), cpu::kInt8SumPadding) : 0;
+    x_int8_stride = is_int8 ? RoundUp(a.K, cpu::kInt8TokenPadding) : 0;
+    x_scales_stride = a.bits > 0 ? x_int8_stride / (32 / a.bits) : 0;
+    x_int8 = Take(tokens * x_int8_stride, sizeof(int8_t));
+    x_scales = Take(tokens * x_scales_stride, sizeof(float));
+    x_sums = Take(tokens * x_sums_stride, sizeof(float));
     const int64_t longest = a.predictor_down.scales != nullptr ? std::max(a.K, a.R) : 0;
     predictor_int8_stride = RoundUp(longest, cpu::kInt8TokenPadding);
     predictor_sums_stride = RoundUp(CeilDiv(longest, cpu::kPredictorBlock), cpu::kInt8SumPadding);
@@ -55,14 +55,14 @@ class Layout {
     values = Take(tokens * a.F, sizeof(float));
     masks = Take(a.F, sizeof(uint64_t));
     list_masks = Take(a.F, sizeof(uint64_t));
-    neurons = Take(a.F + 1, sizeof(int32_t));
+    neurons = Take(a.F, sizeof(int32_t));
     hidden = Take(tokens * a.F, sizeof(float));
-    part_stride = RoundUp(a.N, kMlpPadding) + kMlpPadding;
+    sums_stride = RoundUp(a.N, kMlpPadding) + kMlpPadding;
     const int64_t sums_tokens = tokens >= cpu::kManyTokens ? cpu::PanelSumsStride(tokens) : tokens;
-    sums = Take(cpu::kMlpParts * sums_tokens * part_stride, sizeof(float));
+    sums = Take(cpu::kMlpParts * sums_tokens * sums_stride, sizeof(float));
   }
   bool is_copied = false, is_int8 = false;
-  int64_t x_stride = 0, rank_stride = 0, sums_stride = 0, int8_stride = 0, scale_stride = 0, part_stride = 0;
+  int64_t x_stride = 0, rank_stride = 0, x_sums_stride = 0, x_int8_stride = 0, x_scales_stride = 0, sums_stride = 0;
   int64_t predictor_int8_stride = 0, predictor_sums_stride = 0;
   size_t predictor_int8 = 0, predictor_scales = 0, predictor_sums = 0;
   size_t x_int8 = 0, x_scales = 0, x_sums = 0, x = 0, x_panels = 0, projected_panels = 0, projected = 0, values = 0,
@@ -129,7 +129,7 @@ class Runner {
     b_.neurons = At<int32_t>(layout_.neurons);
     b_.hidden = At<float>(layout_.hidden);
     b_.sums = At<float>(layout_.sums);
-    b_.sums_stride = layout_.part_stride;
+    b_.sums_stride = layout_.sums_stride;
     b_.gate_dots.rows = RowsOf(a_, a_.gate_weight, a_.K, false);
     b_.up_dots.rows = RowsOf(a_, a_.up_weight, a_.K, false);
     b_.down = RowsOf(a_, a_.down_weight, a_.N, true);
@@ -177,8 +177,8 @@ class Runner {
     auto* const values = At<int8_t>(layout_.x_int8);
     auto *const scales = At<float>(layout_.x_scales), *const sums = At<float>(layout_.x_sums);
     for (int64_t t = 0; t < b_.tokens && layout_.is_int8; ++t) {
-      kernels_.quantize(x_ + t * layout_.x_stride, a_.K, a_.bits, a_.block_size, values + t * layout_.int8_stride,
-                        scales + t * layout_.scale_stride, sums + t * layout_.sums_stride);
+      kernels_.quantize(x_ + t * layout_.x_stride, a_.K, a_.bits, a_.block_size, values + t * layout_.x_int8_stride,
+                        scales + t * layout_.x_scales_stride, sums + t * layout_.x_sums_stride);
     }
     const bool has_float_predictor = a_.predictor_down.data != nullptr && a_.predictor_down.scales == nullptr;
     x_panels_ = nullptr;
@@ -189,8 +189,8 @@ class Runner {
       dots->x = x_, dots->x_stride = layout_.x_stride, dots->x_panels = x_panels_;
       if (layout_.is_int8) {
         dots->x_int8 = values, dots->x_scales = scales, dots->x_sums = sums;
-        dots->x_int8_stride = layout_.int8_stride, dots->x_scales_stride = layout_.scale_stride,
-        dots->x_sums_stride = layout_.sums_stride;
+        dots->x_int8_stride = layout_.x_int8_stride, dots->x_scales_stride = layout_.x_scales_stride,
+        dots->x_sums_stride = layout_.x_sums_stride;
       }
       dots->tokens = b_.tokens;
       dots->neurons = b_.neurons, dots->masks = b_.list_masks;
@@ -286,11 +286,11 @@ class Runner {
 
   // Whether so many pairs of a neuron and a token are needed that all are computed, many tokens at a time.
   bool HasPanelSums() const {
-    constexpr int64_t kPercent = 45;
+    constexpr int64_t kPanelSumsPercent = 45;
     if (b_.tokens < cpu::kManyTokens || (b_.down.bits > 0 && a_.accuracy_level == 4)) return false;
     int64_t pairs = 0;
     for (int64_t i = 0; i < b_.count; ++i) pairs += __builtin_popcountll(b_.list_masks[i]);
-    return 100 * pairs > kPercent * b_.count * b_.tokens;
+    return 100 * pairs > kPanelSumsPercent * b_.count * b_.tokens;
   }
 
   void Down() {
@@ -299,17 +299,17 @@ class Runner {
     const int64_t tasks = TasksFor(b_.count * row + b_.tokens * a_.N * 4);
     // Whole rows for each thread, where there are as many parts as threads.
     const int64_t pieces = std::clamp<int64_t>(std::min<int64_t>(tasks, parallel_.threads) / cpu::kMlpParts, 1,
-                                               std::max<int64_t>(1, row / kLeastPiece));
-    const int64_t columns = RoundUp(CeilDiv(a_.N, pieces), 64);
+                                               std::max<int64_t>(1, row / kLeastPieceBytes));
+    const int64_t columns = RoundUp(CeilDiv(a_.N, pieces), cpu::kColumnUnit);
     const int64_t count = CeilDiv(a_.N, columns);
     ParallelFor(parallel_, count * cpu::kMlpParts, tasks, [this, columns, count](int64_t i, int64_t /*task*/) {
       const int64_t first = i % count * columns;
       kernels_.down(b_, i / count, first, std::min(a_.N, first + columns));
     });
-    constexpr int64_t kFinished = 256;
-    ParallelFor(parallel_, CeilDiv(a_.N, kFinished), TasksFor(b_.tokens * a_.N * 4),
+    constexpr int64_t kFinishColumns = 256;
+    ParallelFor(parallel_, CeilDiv(a_.N, kFinishColumns), TasksFor(b_.tokens * a_.N * 4),
                 [this](int64_t i, int64_t /*task*/) {
-                  kernels_.finish(b_, i * kFinished, std::min(a_.N, (i + 1) * kFinished));
+                  kernels_.finish(b_, i * kFinishColumns, std::min(a_.N, (i + 1) * kFinishColumns));
                 });
   }
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Between the dispatcher of the sparse MLP (sparse_mlp.cc) and its kernels for each instruction set.
+// The interface between the dispatcher of the sparse MLP (sparse_mlp.cc) and the kernels of each instruction set.
+// Functions are static: each instruction set keeps its own copy. A kernel runs on a thread with 256 KiB of stack.
 #ifndef STOF_CPU_SPARSE_MLP_SPARSE_MLP_H_
 #define STOF_CPU_SPARSE_MLP_SPARSE_MLP_H_
 
@@ -11,18 +12,22 @@
 namespace stof {
 namespace cpu {
 
-// Tokens that are computed together: a bit each of a 64-bit word says which of them need a neuron.
+// Tokens of a block: a neuron's mask is a 64-bit word, a bit for each token.
 constexpr int64_t kMlpTokens = 64;
 // Neurons whose hidden values a task computes at a time: a multiple of the rows of every tile.
 constexpr int64_t kMlpNeurons = 48;
-// From so many tokens on, tokens are multiplied in panels of kPanelTokens.
+// fp32 dot products use panels of kPanelTokens tokens from kManyTokens tokens on.
 constexpr int64_t kManyTokens = 32, kPanelTokens = 16;
-// The sum over neurons has so many parts, which threads may compute: blocks of neurons are dealt to them round-robin,
-// since neurons may be sorted by how often they are active. The order of additions follows from it.
+// The sum over neurons has kMlpParts partial sums, which threads compute in parallel (split-K). Blocks of neurons go to
+// them round-robin, since neurons may be sorted by activity. The number is fixed, so the order of additions is, too.
 constexpr int64_t kMlpParts = 8;
+// Threads that share a part have columns that begin at multiples of it.
+constexpr int64_t kColumnUnit = 64;
 constexpr int64_t kMlpPartBlock = 64;  // neurons; more where more of them share a scale
 // Floats from the sums of a column to those of the next one, where the sums of all tokens lie together.
-inline int64_t PanelSumsStride(int64_t tokens) { return (tokens + kPanelTokens - 1) / kPanelTokens * kPanelTokens; }
+static inline int64_t PanelSumsStride(int64_t tokens) {
+  return (tokens + kPanelTokens - 1) / kPanelTokens * kPanelTokens;
+}
 // Values of a predictor's row and of a token that are multiplied at a time, where they are quantized.
 constexpr int64_t kPredictorBlock = 32;
 // Tokens in int8 have zeros up to a multiple of so many values, and the sums of their blocks up to one of so many
@@ -41,15 +46,15 @@ struct NeuronRows {
   // Quantized values, else 0.
   int bits = 0;
   int64_t block = 0;             // 2^block_shift
-  int block_shift = 0;           // divisions would cost as much as a short row
+  int block_shift = 0;           // log2(block): a 64-bit division costs as much as a short row
   int64_t blocks = 0;            // of a row
   const char* scales = nullptr;  // of each block, or row
   bool has_row_scales = false;
   const uint8_t* zero_points = nullptr;
 };
 
-// Bytes of so many values of a row, rounded down.
-inline int64_t BytesOf(const NeuronRows& rows, int64_t values) {
+// Bytes of the first `values` values of a row, rounded down.
+static inline int64_t BytesOf(const NeuronRows& rows, int64_t values) {
   return rows.bits > 0 ? values * rows.bits / 8 : values * SizeOf(rows.dtype);
 }
 
@@ -72,12 +77,12 @@ struct DotProblem {
 };
 
 // The neuron of row i.
-inline int64_t NeuronOf(const DotProblem& problem, int64_t i) {
+static inline int64_t NeuronOf(const DotProblem& problem, int64_t i) {
   return problem.neurons != nullptr ? problem.neurons[i] : i;
 }
 
 // The bits of all tokens of a block.
-inline uint64_t BitsOfTokens(int64_t tokens) {
+static inline uint64_t BitsOfTokens(int64_t tokens) {
   return tokens == kMlpTokens ? ~uint64_t{0} : (uint64_t{1} << tokens) - 1;
 }
 
@@ -110,15 +115,15 @@ struct SparseMlpKernels {
   void (*fill_panel)(const float* x, int64_t stride, int64_t tokens, int64_t size, float* panel);
   // A token of `size` values in int8, for DotProblem.
   void (*quantize)(const float* x, int64_t size, int bits, int64_t block, int8_t* values, float* scales, float* sums);
-  // out[(i - first) * row_stride + t * token_stride] = row i · token t, rows [first, last). Those that nobody needs are
-  // arbitrary.
+  // out[(i - first) * row_stride + t * token_stride] = row i · token t, rows [first, last). An element
+  // whose token does not need the row is computed or left as it was.
   void (*dots)(const DotProblem& problem, int64_t first, int64_t last, float* out, int64_t row_stride,
                int64_t token_stride);
   // Values and masks of neurons [first, last), at most kMlpNeurons * 16.
   void (*select)(const MlpBlock& block, int64_t first, int64_t last);
   // Hidden values of active neurons [first, last), at most kMlpNeurons.
   void (*hidden)(const MlpBlock& block, int64_t first, int64_t last);
-  // Columns [first, last) of a part's sums; first is a multiple of kMlpPadding.
+  // Columns [first, last) of a part's sums; first is a multiple of kColumnUnit.
   void (*down)(const MlpBlock& block, int64_t part, int64_t first, int64_t last);
   // Columns [first, last) of the output, from the sums of all parts.
   void (*finish)(const MlpBlock& block, int64_t first, int64_t last);

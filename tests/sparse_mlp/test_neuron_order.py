@@ -98,7 +98,7 @@ def test_ordered_model_gives_the_same(form: MlpForm, external: bool, tmp_path: P
     (row,) = report.sections["mlps"].to_json()["mlps"]
     assert row["replaced"], row["reason"]
     assert row["idle"] == pytest.approx(0.5, abs=0.2)
-    assert "% never, which lie together at the end of the weights" in "\n".join(report.sections["mlps"].lines())
+    assert "% of them never, stored last" in "\n".join(report.sections["mlps"].lines())
     assert report.verification is not None
     assert [c.site for c in report.verification.comparisons if c.site] == [row["mlp"]]
     written = onnx.load(str(target), load_external_data=False)

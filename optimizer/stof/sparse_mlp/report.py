@@ -21,7 +21,7 @@ class MlpReport:
 
     Attributes:
         density: the share of neurons that are computed, on given inputs or held-out prompts; None: not measured.
-        idle: the share of neurons that never were, and are sorted behind the others; None: the neurons keep their order.
+        idle: the share of neurons that were never active or selected, and are stored last; None: neurons keep their order.
         predicted_gain: the bytes of weights that one token reads in the dense MLP, over those of computed neurons.
         selection: ``nonzero``: outputs stay; ``magnitude``, ``predictor``: they change.
         prediction: how neurons are predicted; None: they are not.
@@ -140,8 +140,10 @@ class MlpSection(Section):
         if not self.predicted:
             return []
         if self.loss is not None:
-            apart = f"  calibrated on {self.calibration}; measured on {self.held_out}" if self.calibration else ""
-            return [line for lines in self.loss.lines() for line in lines] + ([apart] if apart else [])
+            prompts_line = (
+                f"  calibrated on {self.calibration}; measured on {self.held_out}" if self.calibration else ""
+            )
+            return [line for lines in self.loss.lines() for line in lines] + ([prompts_line] if prompts_line else [])
         if not self.has_logits:
             errors = (
                 f"output errors on {self.held_out} are all" if self.held_out else "give --prompts for output errors"
@@ -163,7 +165,7 @@ class MlpSection(Section):
                 f"one token, MLP with {activation}, {sizes}{'' if selection == 'nonzero' else ', selected neurons'}",
                 len(gains),
                 sum(gains) / len(gains),
-                False,
+                measured=False,
             )
             for (activation, sizes, selection), gains in groups.items()
         ]
@@ -192,7 +194,7 @@ def _describe_active(rows: Sequence[MlpReport]) -> str:
 def _describe_never_active(rows: Sequence[MlpReport]) -> str:
     """How many neurons never were active or selected, for people."""
     shares = [r.idle for r in rows if r.idle is not None]
-    return f"{_format_range(shares)} never, which lie together at the end of the weights" if shares else ""
+    return f"{_format_range(shares)} of them never, stored last" if shares else ""
 
 
 def _describe_gain(rows: Sequence[MlpReport]) -> str:

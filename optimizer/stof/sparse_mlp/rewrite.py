@@ -42,8 +42,8 @@ _LEAST_GAIN = 1.1  # below, a call costs as much as it saves
 _MOST_ACTIVE_ON_CUDA = (
     0.4  # above, the kernels for one token are no faster than a dense GEMV (docs/lab/cuda-experiments.md)
 )
-# Above, runs of many tokens are no faster (docs/lab/cpu-experiments.md): (has a gate, has quantized weights) to a share of
-# the neurons. Together the tokens read every weight, and what they save is multiplications.
+# The largest share of active neurons at which runs of many tokens are faster than the dense MLP, by (has an up matmul, has
+# quantized weights). Many tokens together read every weight and save multiplications alone (docs/lab/cpu-experiments.md).
 _MOST_ACTIVE_OF_MANY_TOKENS = {(False, False): 0.03, (True, False): 0.07, (False, True): 0.1, (True, True): 0.25}
 # Of a model whose neurons were not counted: half of the outputs of a random matmul are negative.
 _UNKNOWN_DENSITY = 0.5
@@ -272,7 +272,7 @@ def _describe(job: Job, found: MlpModel, candidate: MlpCandidate, index: int) ->
     row = replace(row, activation=site.activation, sizes=site.sizes)
     if prediction is None:
         reason = _reason_no_operator(job) or ("" if site.has_zeros else f"{OPTION} is for other layers")
-        if not has_cache(found.model):
+        if not has_cache(found.model):  # the estimated gain is one token's
             return row, site, reason or _reason_slow_for_many_tokens(job, site, density)
         gain = 1 / site.share_read(_UNKNOWN_DENSITY if density is None else density)
         reason = (

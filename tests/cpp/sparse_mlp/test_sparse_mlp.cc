@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The sparse MLP on the CPU against its definition in docs/reference/sparse-mlp.md, for every instruction set.
+#include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -22,7 +23,8 @@ std::vector<char> Run(const SparseMlpArgs& given, CpuIsa isa, const Parallel& pa
   SparseMlpArgs args = given;
   std::vector<char> output(static_cast<size_t>(args.T * args.N * SizeOf(args.dtype)), static_cast<char>(0xfe));
   const size_t bytes = CpuSparseMlpWorkspace(args);
-  const std::unique_ptr<void, void (*)(void*)> workspace(std::aligned_alloc(64, bytes + 64), std::free);
+  const std::unique_ptr<void, void (*)(void*)> workspace(std::aligned_alloc(64, std::max<size_t>(64, bytes)),
+                                                         std::free);
   std::memset(workspace.get(), 0xfe, bytes);
   args.output = output.data();
   CpuSparseMlp(args, isa, workspace.get(), parallel);
@@ -66,7 +68,7 @@ void RunTokensAlone(CpuIsa isa) {
     for (const Weights& weights : kWeights) {
       for (const DType dtype : {DType::kF32, DType::kBF16}) {
         Case c;
-        c.T = weights.bits == 0 ? 31 : 18, c.K = 1100, c.F = 150, c.N = 530, c.density = density, c.dtype = dtype;
+        c.T = 31, c.K = 1100, c.F = 150, c.N = 530, c.density = density, c.dtype = dtype;
         c.bits = weights.bits, c.accuracy_level = weights.level, c.block = weights.block;
         Problem problem(c, 5);
         SparseMlpArgs args = problem.Args(nullptr);
@@ -131,26 +133,65 @@ TEST(SparseMlpInfiniteWeightsOfOtherTokens) {
       for (const double density : {0.1, 0.3, 0.5, 0.6, 0.95}) {
         Case c;
         c.T = T, c.K = 70, c.F = 190, c.N = T % 2 == 0 ? 96 : 590, c.density = density;
+        c.dtype = T % 3 == 0 ? DType::kBF16 : T % 3 == 1 ? DType::kF16 : DType::kF32;
+        const int64_t item = SizeOf(c.dtype);
         Problem problem(c, 11);
         const std::vector<char> finite = Run(problem.Args(nullptr), isa, Parallel{});
         CheckOutput(problem, finite, Text(CpuIsaName(isa), " T", T));
-        const float infinity = std::numeric_limits<float>::infinity();
+        const uint16_t half = c.dtype == DType::kF16 ? 0x7c00 : 0x7f80;
+        const float single = std::numeric_limits<float>::infinity();
+        const void* const infinity = item == 4 ? static_cast<const void*>(&single) : &half;
         constexpr int64_t kEvery = 37;  // neurons
         std::vector<bool> is_touched(static_cast<size_t>(T), false);
         for (int64_t j = 5; j < c.F; j += kEvery) {
           for (int64_t t = 0; t < T; ++t) {
             if (problem.gate.values[static_cast<size_t>(t * c.F + j)] > 0) is_touched[static_cast<size_t>(t)] = true;
           }
-          std::memcpy(problem.up_weight.bytes.data() + j * c.K * 4, &infinity, 4);
-          std::memcpy(problem.down_weight.bytes.data() + j * c.N * 4, &infinity, 4);
+          std::memcpy(problem.up_weight.bytes.data() + j * c.K * item, infinity, item);
+          std::memcpy(problem.down_weight.bytes.data() + j * c.N * item, infinity, item);
         }
         const std::vector<char> found = Run(problem.Args(nullptr), isa, Parallel{});
         for (int64_t t = 0; t < T; ++t) {
-          const int64_t row = c.N * 4;
+          const int64_t row = c.N * item;
           const bool is_equal = std::memcmp(found.data() + t * row, finite.data() + t * row, row) == 0;
           CHECK(is_equal != is_touched[static_cast<size_t>(t)], CpuIsaName(isa), " T", T, " density ", density,
                 " token ", t);
         }
+        CountCases(1);
+      }
+    }
+  });
+}
+
+// More threads than parts share the columns of a part. The first column of some rows is infinite, so that a part is
+// added again in one range of columns alone.
+TEST(SparseMlpThreadsShareColumns) {
+  struct Weights {
+    DType dtype;
+    int bits, level;
+  };
+  static constexpr Weights kWeights[] = {{DType::kF32, 0, 0}, {DType::kBF16, 0, 0}, {DType::kF32, 4, 0},
+                                         {DType::kF32, 4, 4}, {DType::kF32, 8, 0},  {DType::kF32, 8, 4}};
+  RunEachIsa([](CpuIsa isa) {
+    ThreadPool pool(33);
+    for (const int64_t T : {1, 3, 20, 40, 64}) {
+      for (const Weights& weights : kWeights) {
+        Case c;
+        c.T = T, c.F = 600, c.N = T == 40 ? 4500 : 1100, c.density = T == 40 ? 0.2 : 0.7, c.has_biases = true;
+        c.dtype = weights.dtype, c.bits = weights.bits, c.accuracy_level = weights.level;
+        Problem problem(c, 13);
+        const std::string where = Text(CpuIsaName(isa), " ", Describe(c));
+        const std::vector<char> expected = Run(problem.Args(nullptr), isa, Parallel{});  // SparseMlpTable compares it
+        CHECK(Run(problem.Args(nullptr), isa, pool.view()) == expected, where, ": 33 threads give other bits than 1");
+        CountCases(1);
+        if (weights.bits != 0 || weights.dtype != DType::kF32) continue;
+        const float infinity = std::numeric_limits<float>::infinity();
+        for (int64_t j = 0; j < c.F; j += 97) {
+          std::memcpy(problem.down_weight.bytes.data() + j * c.N * 4, &infinity, 4);
+        }
+        const std::vector<char> one = Run(problem.Args(nullptr), isa, Parallel{});
+        CHECK(one != expected, where);
+        CHECK(Run(problem.Args(nullptr), isa, pool.view()) == one, where, " with infinite weights: other bits");
         CountCases(1);
       }
     }
