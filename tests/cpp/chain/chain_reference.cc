@@ -206,8 +206,10 @@ class Reader {
         std::vector<int> dim;
         if (Take("(")) {
           while (!Take(")")) dim.push_back(Axis(Name()));
-        } else if (!Take("1")) {
+        } else if (const std::string one = Digits(); one.empty()) {
           dim.push_back(Axis(Name()));
+        } else if (std::stoll(one) != 1) {
+          throw std::runtime_error("dimension " + one);
         }
         out.dims.push_back(dim);
       } while (Take(","));
