@@ -204,6 +204,8 @@ void Problem::DrawThresholds() {
       const double gap = sorted[static_cast<size_t>(i)] - sorted[static_cast<size_t>(i - 1)];
       if (gap > best) best = gap, found = sorted[static_cast<size_t>(i)] - gap / 2;
     }
+    // Rounding would decide about a value so close to the threshold.
+    if (best < 1e-5 * std::fabs(sorted.back())) found = sorted.back() + 1;
     return static_cast<float>(found);
   };
   if (!c.has_thresholds) {
@@ -261,6 +263,7 @@ void Problem::Expect(std::vector<double>* output, std::vector<double>* tolerance
   const double smallest = unit > 0 && c.dtype == DType::kF16 ? 0x1p-25 : 0;
   for (int64_t t = 0; t < c.T; ++t) {
     std::vector<double> h(static_cast<size_t>(c.F)), h_error(static_cast<size_t>(c.F));
+    std::vector<bool> is_active(static_cast<size_t>(c.F), false);
     for (int64_t j = 0; j < c.F; ++j) {
       double a = 0, error = 0, size_of_a = 0;
       if (c.has_predictor()) {
@@ -277,11 +280,12 @@ void Problem::Expect(std::vector<double>* output, std::vector<double>* tolerance
       } else {
         a = Activated(c.activation, At(gate, t * c.F + j));
         error = std::fabs(a) * 8 * kRoundoff;
-        const bool is_active = c.selection == SparseMlpSelection::kNonzero
-                                   ? a != 0
-                                   : std::fabs(a) > static_cast<double>(threshold[c.has_thresholds ? j : 0]);
-        if (!is_active) continue;
+        const bool needs = c.selection == SparseMlpSelection::kNonzero
+                               ? a != 0
+                               : !(std::fabs(a) <= static_cast<double>(threshold[c.has_thresholds ? j : 0]));
+        if (!needs) continue;
       }
+      is_active[static_cast<size_t>(j)] = true;
       double up = 1, size_of_up = 1, up_error = 0;
       if (c.has_up) {
         up = bias(up_bias, j), size_of_up = std::fabs(up);
@@ -296,7 +300,7 @@ void Problem::Expect(std::vector<double>* output, std::vector<double>* tolerance
     for (int64_t j = 0; j < c.F; ++j) {
       const double value = h[static_cast<size_t>(j)];
       double off = h_error[static_cast<size_t>(j)];
-      if (off == 0 && value == 0) continue;
+      if (!is_active[static_cast<size_t>(j)]) continue;
       if (rounding > 0) {  // half a step in int8 of the largest value that shares the scale
         const int64_t first = j / c.block * c.block;
         double largest = 0;
