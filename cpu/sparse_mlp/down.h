@@ -321,24 +321,28 @@ inline bool AddPart(const MlpBlock& b, int64_t part, int64_t begin, int64_t end,
   return has_added_idle;
 }
 
-// Whether columns [begin, end) of the sums of a part are finite.
-inline bool AreFinite(const MlpBlock& b, int64_t part, int64_t begin, int64_t end) {
-  const float* const sums = b.sums + part * b.tokens * b.sums_stride;
+inline bool AreFinite(const float* x, int64_t count) {
   const V zero = Simd::Set1(0.0f);
   V sum = zero;  // infinity times 0 is NaN
-  for (int64_t t = 0; t < b.tokens; ++t) {
-    const float* const y = sums + t * b.sums_stride;
-    int64_t n = begin;
-    for (; n + kWidth <= end; n += kWidth) sum = Simd::Fma(Simd::Load(y + n), zero, sum);
-    if (n < end) sum = Simd::Fma(LoadFirst<Fp32Element>(y + n, end - n), zero, sum);
-  }
+  int64_t i = 0;
+  for (; i + kWidth <= count; i += kWidth) sum = Simd::Fma(Simd::Load(x + i), zero, sum);
+  if (i < count) sum = Simd::Fma(LoadFirst<Fp32Element>(x + i, count - i), zero, sum);
   return Simd::ReduceAdd(sum) == 0.0f;
+}
+
+// Whether columns [begin, end) of all tokens' sums of a part are finite.
+inline bool AreSumsFinite(const MlpBlock& b, int64_t part, int64_t begin, int64_t end) {
+  const float* const sums = b.sums + part * b.tokens * b.sums_stride + begin;
+  for (int64_t t = 0; t < b.tokens; ++t) {
+    if (!AreFinite(sums + t * b.sums_stride, end - begin)) return false;
+  }
+  return true;
 }
 
 // Columns [begin, end) of the sums of a part, token by token.
 inline void DownTokens(const MlpBlock& b, int64_t part, int64_t begin, int64_t end) {
   // A row that is not finite makes the sums of tokens that do not need it NaN: they are added again, without it.
-  if (AddPart(b, part, begin, end, true) && !AreFinite(b, part, begin, end)) AddPart(b, part, begin, end, false);
+  if (AddPart(b, part, begin, end, true) && !AreSumsFinite(b, part, begin, end)) AddPart(b, part, begin, end, false);
 }
 
 // y[t * kColumns + i] = the sum of all parts of column begin + i, at most kColumns of them.

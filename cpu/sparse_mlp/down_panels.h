@@ -138,10 +138,7 @@ inline void DownPanels(const MlpBlock& b, int64_t part, int64_t begin, int64_t e
   float* const sums = b.sums + part * stride * b.sums_stride;
   std::fill(sums + begin * stride, sums + end * stride, 0.0f);
   AddPanels(b, part, begin, end, sums);
-  const V zero = Simd::Set1(0.0f);
-  V sum = zero;  // infinity times 0 is NaN
-  for (int64_t i = begin * stride; i < end * stride; i += kWidth) sum = Simd::Fma(Simd::Load(sums + i), zero, sum);
-  if (Simd::ReduceAdd(sum) == 0.0f) return;
+  if (AreFinite(sums + begin * stride, (end - begin) * stride)) return;
   // A row that is not finite makes the sums of tokens that do not need it NaN.
   std::fill(sums + begin * stride, sums + end * stride, 0.0f);
   AddNeededPanels(b, part, begin, end, sums);

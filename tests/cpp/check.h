@@ -34,7 +34,7 @@ inline int Cases(int count) { return static_cast<int>(count * Effort()) + 1; }
 
 class Random {
  public:
-  explicit Random(uint64_t seed) : state_(seed) { state_ = Next(); }  // neighbouring seeds share no numbers
+  explicit Random(uint64_t seed) : state_(seed * 0x9e3779b97f4a7c15u + 0x1234567u) {}
   uint64_t Next() {
     uint64_t x = (state_ += 0x9e3779b97f4a7c15u);
     x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;

@@ -128,11 +128,8 @@ class RowWriter {
           std::abs(p_.scale) * query_norms_[static_cast<size_t>(row_)] * key_norms_[static_cast<size_t>(keys_ + j)] +
           std::sqrt(static_cast<double>(p_.D)) / 2 * std::abs(score);
       if (p_.softcap > 0) {
-        // An error of the argument is multiplied by the slope, which is largest where the argument is closest to 0.
-        const double error = 4 * 0x1p-24 * size, nearest = std::max(0.0, std::abs(score) - error);
-        const double slope = 1 - std::pow(std::tanh(nearest / p_.softcap), 2);
         score = p_.softcap * std::tanh(score / p_.softcap);
-        size = std::max(size * slope, std::min(size, 2 * p_.softcap)) + p_.softcap;
+        size = std::min(size, 2 * p_.softcap) + p_.softcap;
       }
       score += bias;
       // The lowest number of fp32 and bf16 absorbs the score, in double precision as in fp32.

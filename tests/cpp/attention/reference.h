@@ -45,11 +45,11 @@ Answer Attend(const Dense& problem);
 //
 // The kernels compute in fp32 (unit roundoff u = 2^-24) from inputs that they hold exactly, and round once to the type
 // of the output. The relative error of a weight is the absolute error of its score; a dot product of D terms errs by
-// u |q| |k| where its partial sums walk at random and by u sqrt(D / 3) |q . k| where they grow steadily; softcap
-// multiplies this by its slope, and softcap and bias add u times their size. `magnitude` is the sum of these, averaged
-// with the row's weights. To this come the exponential (1.7e-7 relative, 3 u) and a sum over at most T terms, a random
-// walk again. Each weight enters twice, in the output and in the row sum, and no output exceeds `largest`, the largest
-// value. The factors leave three times what these come to.
+// u |q| |k| where its partial sums walk at random and by u sqrt(D / 3) |q . k| where they grow steadily; softcap and
+// bias add u times their size. `magnitude` is the sum of these, averaged with the row's weights. To this come the
+// exponential (1.7e-7 relative, 3 u) and a sum over at most T terms, a random walk again. Each weight enters twice, in
+// the output and in the row sum, and no output exceeds `largest`, the largest value. The factors leave three times what
+// these come to.
 double Tolerance(DType dtype, double magnitude, int64_t T, double largest, double expected);
 // What the CUDA kernels add: weights are rounded to fp16 or bf16 (those of fp16 below 2^-14 by 2^-25), tensor cores
 // sum with fewer guard bits than fp32 has, and ex2.approx errs by 2^-22.

@@ -206,10 +206,8 @@ class Reader {
         std::vector<int> dim;
         if (Take("(")) {
           while (!Take(")")) dim.push_back(Axis(Name()));
-        } else if (const std::string one = Digits(); one.empty()) {
+        } else if (!Take("1")) {
           dim.push_back(Axis(Name()));
-        } else if (std::stoll(one) != 1) {
-          throw std::runtime_error("dimension " + one);
         }
         out.dims.push_back(dim);
       } while (Take(","));

@@ -204,8 +204,6 @@ void Problem::DrawThresholds() {
       const double gap = sorted[static_cast<size_t>(i)] - sorted[static_cast<size_t>(i - 1)];
       if (gap > best) best = gap, found = sorted[static_cast<size_t>(i)] - gap / 2;
     }
-    // Rounding would decide about a value so close to the threshold.
-    if (best < 1e-5 * std::fabs(sorted.back())) found = sorted.back() + 1;
     return static_cast<float>(found);
   };
   if (!c.has_thresholds) {
