@@ -271,6 +271,7 @@ struct Wgmma;
     STOF_WGMMA_SHARED(Inner, name, "64", 32, "32", "33", "34", "0")             \
     STOF_WGMMA_SHARED(Inner, name, "96", 48, "48", "49", "50", "0")             \
     STOF_WGMMA_SHARED(Inner, name, "128", 64, "64", "65", "66", "0")            \
+    STOF_WGMMA_SHARED(Inner, name, "256", 128, "128", "129", "130", "0")        \
     STOF_WGMMA_REGISTERS(name, "64", 32, "32", "33", "34", "35", "36")          \
     STOF_WGMMA_REGISTERS(name, "128", 64, "64", "65", "66", "67", "68")         \
     STOF_WGMMA_REGISTERS(name, "192", 96, "96", "97", "98", "99", "100")        \
