@@ -9,9 +9,10 @@ namespace {
 
 // Values of the documented enumerations.
 constexpr int kComputeF32 = 68, kF32 = 0, kF16 = 2, kBf16 = 14;
-constexpr int kEpilogueOf = 7, kBiasPointer = 8;                       // attributes of an operation
+constexpr int kTransposeA = 3, kEpilogueOf = 7, kBiasPointer = 8;      // attributes of an operation
 constexpr int kMostWorkspace = 1, kReductions = 3, kAlignmentOfA = 5;  // of a preference; B, C, D follow A
 constexpr uint32_t kInFp32 = 2;                                        // partial sums in memory are of fp32
+constexpr int32_t kTranspose = 1;                                      // of an operand; 0, the default: none
 
 }  // namespace
 
@@ -75,8 +76,11 @@ bool CublasLt::Make(const Shape& shape, const void* bias, int most, Problem* pro
   const auto M = static_cast<uint64_t>(shape.M), N = static_cast<uint64_t>(shape.N), K = static_cast<uint64_t>(shape.K);
   if (create_operation_(&problem->operation_, kComputeF32, kF32) != 0 ||
       set_operation_(problem->operation_, kEpilogueOf, &shape.epilogue, sizeof shape.epilogue) != 0 ||
+      (shape.is_b_transposed &&
+       set_operation_(problem->operation_, kTransposeA, &kTranspose, sizeof kTranspose) != 0) ||
       (bias != nullptr && set_operation_(problem->operation_, kBiasPointer, &bias, sizeof bias) != 0) ||
-      create_layout_(&problem->b_, type, N, K, shape.stride) != 0 ||
+      create_layout_(&problem->b_, type, shape.is_b_transposed ? K : N, shape.is_b_transposed ? N : K, shape.stride) !=
+          0 ||
       create_layout_(&problem->a_, type, K, M, shape.K) != 0 ||
       create_layout_(&problem->y_, type, N, M, shape.N) != 0) {
     return false;

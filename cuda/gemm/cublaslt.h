@@ -30,11 +30,13 @@ class CublasLt {
     int64_t stride = 0;  // of b
     bool bf16 = false;
     Epilogue epilogue = kNothing;
-    uint32_t alignment = 16;  // of every address, bytes
-    size_t workspace = 0;     // bytes at most
-    bool in_order = false;    // partial sums, where there are any, are of fp32 and added in one order
+    uint32_t alignment = 16;       // of every address, bytes
+    size_t workspace = 0;          // bytes at most
+    bool is_b_transposed = false;  // b is [N, K]
+    bool in_order = false;         // partial sums, where there are any, are of fp32 and added in one order
   };
-  // y[M, N] = epilogue(a[M, K] b[K, N] + c), row-major: y' = b' a' + c' in the columns that cuBLAS counts in.
+  // y[M, N] = epilogue(a[M, K] b[K, N] + c), row-major: y' = b' a' + c' in the columns that cuBLAS counts in. A
+  // transposed b, [N, K], is b there.
   struct Operands {
     const void *a = nullptr, *b = nullptr, *bias = nullptr;
     const void* c = nullptr;  // [M, N]; nullptr: none

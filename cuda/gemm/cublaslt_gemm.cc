@@ -50,7 +50,7 @@ bool EpilogueOf(const GemmArgs& args, CublasLt::Epilogue* epilogue) {
 }
 
 // What was asked of cuBLASLt, by everything that its answer depends on.
-using Key = std::tuple<int, DType, CublasLt::Epilogue, bool, uint32_t, int64_t, int64_t, int64_t, int64_t>;
+using Key = std::tuple<int, DType, CublasLt::Epilogue, bool, uint32_t, bool, int64_t, int64_t, int64_t, int64_t>;
 struct Answers {
   std::mutex mutex;
   std::map<Key, CublasLt::Problem> known;  // without an algorithm where there is none
@@ -68,14 +68,14 @@ CublasLt::Problem* Ask(CublasLt* library, const GemmArgs& args, bool workspace, 
   CublasLt::Shape shape;
   if (library == nullptr || !EpilogueOf(args, &shape.epilogue)) return nullptr;
   shape.M = args.M, shape.N = args.N, shape.K = args.K, shape.stride = args.stride;
-  shape.bf16 = args.dtype == DType::kBF16;
+  shape.bf16 = args.dtype == DType::kBF16, shape.is_b_transposed = args.is_b_transposed;
   shape.alignment = LtAlignment(args);
   shape.workspace = workspace ? LtWorkspace(args) : 0;
   shape.in_order = true;
   auto& known = AllAnswers().known;
   if (known.size() > kMostAnswers) known.clear();
-  const Key key(device, args.dtype, shape.epilogue, shape.workspace > 0, shape.alignment, shape.M, shape.N, shape.K,
-                shape.stride);
+  const Key key(device, args.dtype, shape.epilogue, shape.workspace > 0, shape.alignment, shape.is_b_transposed,
+                shape.M, shape.N, shape.K, shape.stride);
   const auto [place, is_new] = known.try_emplace(key);
   CublasLt::Problem& problem = place->second;
   if (is_new && !library->Make(shape, args.bias0, kAlgorithms, &problem)) problem.algorithms.clear();

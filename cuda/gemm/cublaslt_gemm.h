@@ -12,7 +12,7 @@ namespace stof {
 namespace cuda {
 
 // Whether cuBLASLt is there (STOF_CUBLASLT: a path, or 0 for none) and has the function of this product: one product,
-// plain or with a bias and ReLU or GELU by tanh, or with a bias and a residual.
+// plain or with a bias and ReLU or GELU by tanh, or with a bias and a residual. b0 may be transposed.
 bool LtFits(const GemmArgs& args);
 // What all its addresses are a multiple of, as far as that matters to cuBLASLt.
 uint32_t LtAlignment(const GemmArgs& args);

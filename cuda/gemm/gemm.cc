@@ -24,14 +24,14 @@
 namespace stof {
 namespace cuda {
 
-GemmKernelTable FindGemmSm90F16(bool pair);
-GemmKernelTable FindGemmSm90Bf16(bool pair);
+GemmKernelTable FindGemmSm90F16(bool pair, bool is_b_transposed);
+GemmKernelTable FindGemmSm90Bf16(bool pair, bool is_b_transposed);
 
-GemmKernelTable FindGemmSm90(bool bf16, bool pair) {
+GemmKernelTable FindGemmSm90(bool bf16, bool pair, bool is_b_transposed) {
 #if defined(STOF_SM90)
-  return bf16 ? FindGemmSm90Bf16(pair) : FindGemmSm90F16(pair);
+  return bf16 ? FindGemmSm90Bf16(pair, is_b_transposed) : FindGemmSm90F16(pair, is_b_transposed);
 #else
-  (void)bf16, (void)pair;
+  (void)bf16, (void)pair, (void)is_b_transposed;
   return GemmKernelTable();
 #endif
 }
@@ -122,7 +122,16 @@ int64_t Over(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 bool IsAligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
 
-// Whether rows are read 16 bytes at a time.
+GemmKernelTable KernelsOf(const GemmArgs& args) {
+  return FindGemmSm90(args.dtype == DType::kBF16, args.b1 != nullptr, args.is_b_transposed);
+}
+
+Status CheckOperands(const GemmArgs& args) {
+  if (!args.is_b_transposed || args.b1 == nullptr) return Status();
+  return Status::Error("a pair of matmuls has no kernel for a transposed right operand");
+}
+
+// Whether rows are read 16 bytes at a time: of the output N values, of a K, of b0 N, or K where it is transposed.
 bool ReadsVectors(const GemmArgs& args) {
   return args.K % 8 == 0 && args.N % 8 == 0 && args.stride % 8 == 0 && IsAligned(args.a) && IsAligned(args.b0) &&
          IsAligned(args.b1) && IsAligned(args.output) && IsAligned(args.bias0) && IsAligned(args.bias1) &&
@@ -173,10 +182,9 @@ constexpr double kLtBelow = 450e12;
 
 // What may compute a product, the first choice first. timed: all that may be the fastest; else what may be needed.
 Status FindWays(const GemmArgs& args, bool workspace, const Facts& facts, bool timed, std::vector<Way>* ways) {
-  const bool bf16 = args.dtype == DType::kBF16, pair = args.b1 != nullptr;
   const bool vectors = ReadsVectors(args) && args.K > 0;
   if (vectors && facts.capability == 90) {
-    const GemmKernelTable kernels = FindGemmSm90(bf16, pair);
+    const GemmKernelTable kernels = KernelsOf(args);
     for (const GemmKernelEntry& kernel : kernels) {
       if (taken_kernel >= 0 && taken_kernel != kTakeLt && &kernel - kernels.begin() != taken_kernel) continue;
       Way way;
@@ -215,9 +223,15 @@ Status RunSm90(const GemmArgs& args, const Way& way, void* stream, bool* done) {
   const GemmKernelEntry& kernel = *way.kernel;
   const bool bf16 = args.dtype == DType::kBF16, pair = args.b1 != nullptr;
   GemmSm90Params p;
+  // The CTAs of a column of a cluster bring a part of b each: of a step's rows of K, or of the tile's rows of N.
+  const auto describe_b = [&](const void* b, CUtensorMap* map) {
+    if (args.is_b_transposed) {
+      return Describe(b, bf16, args.N, args.K, args.stride, kernel.columns / kernel.cluster_m, map);
+    }
+    return Describe(b, bf16, args.K, args.N, args.stride, kDepth / kernel.cluster_m, map);
+  };
   if (!Describe(args.a, bf16, args.M, args.K, args.K, kernel.rows / kernel.cluster_n, &p.a) ||
-      !Describe(args.b0, bf16, args.K, args.N, args.stride, kDepth / kernel.cluster_m, &p.b0) ||
-      !Describe(pair ? args.b1 : args.b0, bf16, args.K, args.N, args.stride, kDepth / kernel.cluster_m, &p.b1) ||
+      !describe_b(args.b0, &p.b0) || !describe_b(pair ? args.b1 : args.b0, &p.b1) ||
       !Describe(args.output, bf16, args.M, args.N, args.N, 64, &p.output)) {
     return Status();
   }
@@ -244,13 +258,13 @@ Status RunSm80(const GemmArgs& args, void* stream) {
   p.a = args.a, p.b0 = args.b0, p.b1 = args.b1, p.output = args.output;
   p.epilogue = EpilogueOf(args);
   const bool bf16 = args.dtype == DType::kBF16, pair = args.b1 != nullptr;
-  return ToStatus(static_cast<cudaError_t>(FindGemmSm80(bf16, pair, ReadsVectors(args))(p, stream)),
-                  "launch of a matrix product");
+  const GemmLaunch launch = FindGemmSm80(bf16, pair, ReadsVectors(args), args.is_b_transposed);
+  return ToStatus(static_cast<cudaError_t>(launch(p, stream)), "launch of a matrix product");
 }
 
 Status RunWay(const GemmArgs& args, const Way& way, const RunContext& context, int device, bool* done) {
   *done = true;
-  const GemmKernelTable kernels = FindGemmSm90(args.dtype == DType::kBF16, args.b1 != nullptr);
+  const GemmKernelTable kernels = KernelsOf(args);
   last_kernel.store(way.kind == Way::Kind::kSm90 ? static_cast<int>(way.kernel - kernels.begin())
                     : way.kind == Way::Kind::kLt ? kTakeLt + way.algorithm
                                                  : -1,
@@ -263,7 +277,7 @@ Status RunWay(const GemmArgs& args, const Way& way, const RunContext& context, i
 // ---- ways that were timed ----
 // By all that the ways and their order may depend on.
 using ProblemKey =
-    std::tuple<int, DType, bool, GemmActivation, int32_t, bool, bool, int64_t, int64_t, int64_t, int64_t>;
+    std::tuple<int, DType, bool, bool, GemmActivation, int32_t, bool, bool, int64_t, int64_t, int64_t, int64_t>;
 struct TimedWays {
   std::mutex mutex;
   std::map<ProblemKey, Way> known;
@@ -301,9 +315,9 @@ Status FindTimed(const GemmArgs& args, const RunContext& context, const Facts& f
   }();
   *found = false;
   if (never || taken_kernel >= 0) return Status();
-  const ProblemKey key(facts.device, args.dtype, args.b1 != nullptr, args.activation, EpilogueOf(args).has,
-                       ReadsVectors(args) ? LtAlignment(args) : 0, context.allocate != nullptr, args.M, args.N, args.K,
-                       args.stride);
+  const ProblemKey key(facts.device, args.dtype, args.b1 != nullptr, args.is_b_transposed, args.activation,
+                       EpilogueOf(args).has, ReadsVectors(args) ? LtAlignment(args) : 0, context.allocate != nullptr,
+                       args.M, args.N, args.K, args.stride);
   const std::lock_guard<std::mutex> lock(timed->mutex);
   const auto place = timed->known.find(key);
   if (place != timed->known.end()) {
@@ -337,6 +351,7 @@ Status FindTimed(const GemmArgs& args, const RunContext& context, const Facts& f
 }  // namespace
 
 Status RunGemm(const GemmArgs& args, const RunContext& context) {
+  STOF_RETURN_IF_ERROR(CheckOperands(args));
   Facts facts;
   STOF_RETURN_IF_ERROR(GetFacts(&facts));
   if (facts.capability < 80) {
@@ -361,7 +376,8 @@ Status RunGemm(const GemmArgs& args, const RunContext& context) {
   return done ? Status() : Status::Error("cuBLASLt, which STOF_CUDA_GEMM asks for, does not compute this product");
 }
 
-Status PlanGemmWorkspace(const GemmArgs&, size_t* workspace) {
+Status PlanGemmWorkspace(const GemmArgs& args, size_t* workspace) {
+  STOF_RETURN_IF_ERROR(CheckOperands(args));
   *workspace = kGemmWorkspace;
   return Status();
 }

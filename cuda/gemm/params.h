@@ -39,9 +39,10 @@ struct GemmParams {
 };
 
 // ---- compute capability 8.0 and later ----
-// vectors: rows can be read 16 bytes at a time. pair: there is b1.
+// vectors: rows can be read 16 bytes at a time. pair: there is b1. is_b_transposed: b0 is [N, K]. nullptr for a pair
+// with a transposed b0.
 using GemmLaunch = int (*)(const GemmParams& params, void* stream);
-GemmLaunch FindGemmSm80(bool bf16, bool pair, bool vectors);
+GemmLaunch FindGemmSm80(bool bf16, bool pair, bool vectors, bool is_b_transposed);
 
 // ---- compute capability 9.0 ----
 struct GemmSm90Params {
@@ -63,8 +64,8 @@ struct GemmKernelEntry {
   float step = 0, tile = 0, gelu = 0, residual = 0;
 };
 using GemmKernelTable = ArrayView<GemmKernelEntry>;
-// Empty in a build without sm_90a.
-GemmKernelTable FindGemmSm90(bool bf16, bool pair);
+// Empty in a build without sm_90a, and for a pair with a transposed b0.
+GemmKernelTable FindGemmSm90(bool bf16, bool pair, bool is_b_transposed);
 
 }  // namespace cuda
 }  // namespace stof

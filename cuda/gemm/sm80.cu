@@ -6,16 +6,18 @@ namespace cuda {
 namespace {
 
 template <typename T>
-GemmLaunch Find(bool pair, bool vectors) {
+GemmLaunch Find(bool pair, bool vectors, bool is_b_transposed) {
   using gemm80::Launch;
+  if (pair && is_b_transposed) return nullptr;
+  if (is_b_transposed) return vectors ? Launch<T, false, true, true> : Launch<T, false, false, true>;
   if (pair) return vectors ? Launch<T, true, true> : Launch<T, true, false>;
   return vectors ? Launch<T, false, true> : Launch<T, false, false>;
 }
 
 }  // namespace
 
-GemmLaunch FindGemmSm80(bool bf16, bool pair, bool vectors) {
-  return bf16 ? Find<__nv_bfloat16>(pair, vectors) : Find<__half>(pair, vectors);
+GemmLaunch FindGemmSm80(bool bf16, bool pair, bool vectors, bool is_b_transposed) {
+  return bf16 ? Find<__nv_bfloat16>(pair, vectors, is_b_transposed) : Find<__half>(pair, vectors, is_b_transposed);
 }
 
 }  // namespace cuda

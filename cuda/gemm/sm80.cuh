@@ -15,7 +15,8 @@ constexpr int kRows = 128, kWide = 128, kDepth = 32, kStages = 3, kThreads = 256
 constexpr uint32_t kBytesA = kRows * kDepth * 2, kBytesB = kDepth * kWide * 2, kBytes = kBytesA + kBytesB;
 constexpr int kBand = 8;  // tiles of rows that are taken together for each tile of columns
 
-// 16-byte pieces of a row of a (64 bytes) and of b (256 bytes), exchanged so that 8 rows meet every bank once.
+// 16-byte pieces of a row of a (64 bytes) and of b (256 bytes), exchanged so that 8 rows meet every bank once. A
+// transposed b is stored like a.
 __device__ __forceinline__ uint32_t PlaceA(int row, int piece) {
   return static_cast<uint32_t>(row * 64 + ((piece ^ (row / 2 % 4)) << 4));
 }
@@ -50,9 +51,11 @@ __device__ __forceinline__ float Element(const void* base, int64_t at) {
   return ToFloat(static_cast<const T*>(base)[at]);
 }
 
-template <typename T, bool kPair, bool kVectors>
+// kTransposedB: b0 is [N, K].
+template <typename T, bool kPair, bool kVectors, bool kTransposedB>
 __global__ void __launch_bounds__(kThreads, 2) GemmSm80(const GemmParams p) {
   extern __shared__ __align__(128) uint8_t shared[];
+  static_assert(!kPair || !kTransposedB, "a pair has no transposed b");
   constexpr int kColumns = kPair ? kWide / 2 : kWide;  // of the output
   const uint32_t base = SharedAddress(shared);
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
@@ -72,12 +75,20 @@ __global__ void __launch_bounds__(kThreads, 2) GemmSm80(const GemmParams p) {
       Bring<kVectors>(a + PlaceA(row, piece), p.a, static_cast<int64_t>(m0 + row) * p.K, m0 + row < p.M, k0 + 8 * piece,
                       p.K);
     }
+    if constexpr (kTransposedB) {
 #pragma unroll
-    for (int i = 0; i < kDepth * 16 / kThreads; ++i) {
-      const int at = thread + i * kThreads, row = at / 16, piece = at % 16;
-      const bool second = kPair && piece >= 8;
-      Bring<kVectors>(b + PlaceB(row, piece), second ? p.b1 : p.b0, (k0 + row) * p.stride, k0 + row < p.K,
-                      n0 + 8 * (kPair ? piece % 8 : piece), p.N);
+      for (int i = 0; i < kWide * 4 / kThreads; ++i) {
+        const int at = thread + i * kThreads, row = at / 4, piece = at % 4;
+        Bring<kVectors>(b + PlaceA(row, piece), p.b0, (n0 + row) * p.stride, n0 + row < p.N, k0 + 8 * piece, p.K);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kDepth * 16 / kThreads; ++i) {
+        const int at = thread + i * kThreads, row = at / 16, piece = at % 16;
+        const bool second = kPair && piece >= 8;
+        Bring<kVectors>(b + PlaceB(row, piece), second ? p.b1 : p.b0, (k0 + row) * p.stride, k0 + row < p.K,
+                        n0 + 8 * (kPair ? piece % 8 : piece), p.N);
+      }
     }
   };
 
@@ -103,7 +114,11 @@ __global__ void __launch_bounds__(kThreads, 2) GemmSm80(const GemmParams p) {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const int column = kPair ? wn + 64 * j : wn + 16 * j;
-        LoadMatrix4Transposed(columns[j], b + PlaceB(k + lane % 16, column / 8 + lane / 16));
+        if constexpr (kTransposedB) {
+          LoadMatrix4(columns[j], b + PlaceA(column + lane / 16 * 8 + lane % 8, k / 8 + lane / 8 % 2));
+        } else {
+          LoadMatrix4Transposed(columns[j], b + PlaceB(k + lane % 16, column / 8 + lane / 16));
+        }
       }
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -179,13 +194,13 @@ __global__ void __launch_bounds__(kThreads, 2) GemmSm80(const GemmParams p) {
   }
 }
 
-template <typename T, bool kPair, bool kVectors>
+template <typename T, bool kPair, bool kVectors, bool kTransposedB = false>
 int Launch(const GemmParams& params, void* stream) {
   constexpr int kColumns = kPair ? kWide / 2 : kWide;
   const int64_t tiles = ((int64_t{params.M} - 1) / kRows + 1) * ((int64_t{params.N} - 1) / kColumns + 1);
   if (tiles > 0x7fffffff) return static_cast<int>(cudaErrorInvalidConfiguration);
-  return LaunchKernel<GemmParams, GemmSm80<T, kPair, kVectors>>(params, static_cast<unsigned>(tiles), kThreads,
-                                                                static_cast<int>(kStages * kBytes), stream);
+  return LaunchKernel<GemmParams, GemmSm80<T, kPair, kVectors, kTransposedB>>(
+      params, static_cast<unsigned>(tiles), kThreads, static_cast<int>(kStages * kBytes), stream);
 }
 
 }  // namespace gemm80

@@ -21,13 +21,13 @@ constexpr int kTurnBarrier = 4;
 
 // groups x 64 rows by `columns` of each of `products`; stages of tiles; clusters of cm x cn CTAs, of which those of one
 // column share b and those of one row share a; so many CTAs an SM. turns: above 0, the warpgroups take tiles
-// by turns, of so many blocks of 64 rows.
+// by turns, of so many blocks of 64 rows. is_b_k_major: b0 is [N, K].
 template <int kGroupCount, int kColumnCount, int kProductCount, int kStageCount, int kClusterM, int kClusterN,
-          int kPerSm, int kTurnBlocks = 0>
+          int kPerSm, int kTurnBlocks = 0, bool is_b_k_major = false>
 struct GemmSm90Shape {
   static constexpr int kGroups = kGroupCount, kColumns = kColumnCount, kProducts = kProductCount;
   static constexpr int kStages = kStageCount, kCm = kClusterM, kCn = kClusterN, kCtas = kPerSm;
-  static constexpr bool kTurns = kTurnBlocks > 0;
+  static constexpr bool kTurns = kTurnBlocks > 0, kKMajorB = is_b_k_major;
   static constexpr int kBlocks = kTurns ? kTurnBlocks : 1;  // of 64 rows, of a warpgroup
   static constexpr int kRows = 64 * (kTurns ? kBlocks : kGroups);
   static constexpr int kTotal = kProducts * kColumns;
@@ -52,6 +52,7 @@ struct GemmSm90Shape {
   static_assert((kShared + 1024) * kCtas <= 228 * 1024, "shared memory");
   static_assert(kColumns % 64 == 0 && (kCm == 1 || kCm == 2) && (kCn == 1 || kCn == 2), "tiles");
   static_assert(!kTurns || (kGroups == 2 && kCtas == 1), "turns");
+  static_assert(!kKMajorB || kProducts == 1, "a pair has no K-major b");
 };
 
 // Where a tile stands.
@@ -222,6 +223,34 @@ struct Consumer {
   }
 };
 
+// Loads this CTA's share of b in a step. Where two CTAs share b, each loads half of the rows for both. n, k: where the
+// tile and the step begin.
+template <typename S>
+__device__ __forceinline__ void CopyB(const GemmSm90Params& p, uint32_t b, uint32_t barrier, int n, int k, int cm,
+                                      uint16_t column_ctas) {
+  if constexpr (S::kKMajorB) {
+    // One box: rows of N, 64 values of K each.
+    constexpr int kPart = S::kColumns / S::kCm;
+    if constexpr (S::kCm == 1) {
+      CopyBox(b, &p.b0, barrier, k, n);
+    } else {
+      CopyBoxTo(b + cm * kPart * 128, &p.b0, barrier, k, n + cm * kPart, column_ctas);
+    }
+  } else {
+    constexpr int kPart = kDepth / S::kCm;
+#pragma unroll
+    for (int atom = 0; atom < S::kTotal / 64; ++atom) {
+      const CUtensorMap* const map = atom < S::kColumns / 64 ? &p.b0 : &p.b1;
+      const int column = n + atom % (S::kColumns / 64) * 64;
+      if constexpr (S::kCm == 1) {
+        CopyBox(b + atom * kAtom, map, barrier, column, k);
+      } else {
+        CopyBoxTo(b + atom * kAtom + cm * kPart * 128, map, barrier, column, k + cm * kPart, column_ctas);
+      }
+    }
+  }
+}
+
 template <typename T, typename S>
 __global__ void __cluster_dims__(S::kCm* S::kCn, 1, 1) __launch_bounds__(S::kThreads, S::kCtas)
     GemmKernel(const __grid_constant__ GemmSm90Params p) {
@@ -276,17 +305,7 @@ __global__ void __cluster_dims__(S::kCm* S::kCn, 1, 1) __launch_bounds__(S::kThr
             constexpr int kPart = S::kRows / S::kCn;
             CopyBoxTo(a + cn * kPart * 128, &p.a, barrier, k, place.m + cn * kPart, row_ctas);
           }
-#pragma unroll
-          for (int atom = 0; atom < S::kTotal / 64; ++atom) {
-            const CUtensorMap* const map = atom < S::kColumns / 64 ? &p.b0 : &p.b1;
-            const int column = place.n + atom % (S::kColumns / 64) * 64;
-            if constexpr (S::kCm == 1) {
-              CopyBox(b + atom * kAtom, map, barrier, column, k);
-            } else {
-              constexpr int kPart = kDepth / S::kCm;
-              CopyBoxTo(b + atom * kAtom + cm * kPart * 128, map, barrier, column, k + cm * kPart, column_ctas);
-            }
-          }
+          CopyB<S>(p, b, barrier, place.n, k, cm, column_ctas);
           if (++stage == S::kStages) stage = 0, parity ^= 1;
         }
       }
@@ -321,15 +340,20 @@ __global__ void __cluster_dims__(S::kCm* S::kCn, 1, 1) __launch_bounds__(S::kThr
       for (int step = 0; step < p.steps; ++step) {
         const uint32_t a = own + stage * S::kBytes;
         const uint32_t rows = DescribeInner(S::kTurns ? a : a + group * 64 * 128);
-        const uint32_t columns = DescribeAcross(a + S::kBytesA, kAtom);
+        const uint32_t columns = S::kKMajorB ? DescribeInner(a + S::kBytesA) : DescribeAcross(a + S::kBytesA, kAtom);
         Wait(full + 8 * stage, parity);
         WgmmaFence();
 #pragma unroll
         for (int i = 0; i < kDepth / 16; ++i) {
 #pragma unroll
           for (int block = 0; block < S::kBlocks; ++block) {
-            Wgmma<T>::AcrossShared(c[block], Operand(rows + block * (64 * 128 >> 4) + i * (32 >> 4)),
-                                   Operand(columns + i * (16 * 128 >> 4)), step + i > 0 ? 1 : 0);
+            const uint64_t left = Operand(rows + block * (64 * 128 >> 4) + i * (32 >> 4));
+            const int add = step + i > 0 ? 1 : 0;
+            if constexpr (S::kKMajorB) {
+              Wgmma<T>::Inner(c[block], left, Operand(columns + i * (32 >> 4)), add);
+            } else {
+              Wgmma<T>::AcrossShared(c[block], left, Operand(columns + i * (16 * 128 >> 4)), add);
+            }
           }
         }
         WgmmaCommit();
@@ -388,7 +412,8 @@ int ResidentOf(int* clusters) {
 
 // ---- the named numbers of a table's rows ----
 // GemmSm90Shape. Warpgroups: consumers; Columns: of the output's tile; Products: 2 for a pair of matmuls; Cluster: CTAs
-// along M and N; TurnBlocks: above 0, warpgroups take tiles in ping-pong, of so many blocks of 64 rows.
+// along M and N; TurnBlocks: above 0, warpgroups take tiles in ping-pong, of so many blocks of 64 rows; KMajorB: b0 is
+// [N, K].
 template <int kValue>
 struct Warpgroups {};
 template <int kValue>
@@ -403,6 +428,8 @@ template <int kValue>
 struct CtasPerSm {};
 template <int kValue>
 struct TurnBlocks {};
+template <bool kValue>
+struct KMajorB {};
 
 // Microseconds of a step of 64 of K, of a tile, of a tile's GELU and of its residual.
 struct StepUs {
@@ -420,20 +447,22 @@ struct ResidualUs {
 
 // What MakeKernel makes of its arguments.
 template <typename Warpgroups_, typename Columns_, typename Products_, typename Stages_, typename Cluster_,
-          typename CtasPerSm_, typename TurnBlocks_>
+          typename CtasPerSm_, typename TurnBlocks_, typename KMajorB_>
 struct ShapeOf;
 template <int kWarpgroups, int kColumns, int kProducts, int kStages, int kClusterM, int kClusterN, int kCtasPerSm,
-          int kTurnBlocks>
+          int kTurnBlocks, bool is_b_k_major>
 struct ShapeOf<Warpgroups<kWarpgroups>, Columns<kColumns>, Products<kProducts>, Stages<kStages>,
-               Cluster<kClusterM, kClusterN>, CtasPerSm<kCtasPerSm>, TurnBlocks<kTurnBlocks>> {
-  using Type = GemmSm90Shape<kWarpgroups, kColumns, kProducts, kStages, kClusterM, kClusterN, kCtasPerSm, kTurnBlocks>;
+               Cluster<kClusterM, kClusterN>, CtasPerSm<kCtasPerSm>, TurnBlocks<kTurnBlocks>, KMajorB<is_b_k_major>> {
+  using Type = GemmSm90Shape<kWarpgroups, kColumns, kProducts, kStages, kClusterM, kClusterN, kCtasPerSm, kTurnBlocks,
+                             is_b_k_major>;
 };
 
 // A row of a table.
 template <typename T, typename Warpgroups_, typename Columns_, typename Products_, typename Stages_, typename Cluster_,
-          typename CtasPerSm_, typename TurnBlocks_ = TurnBlocks<0>>
+          typename CtasPerSm_, typename TurnBlocks_ = TurnBlocks<0>, typename KMajorB_ = KMajorB<false>>
 constexpr GemmKernelEntry MakeKernel(StepUs step, TileUs tile, GeluUs gelu, ResidualUs residual) {
-  using S = typename ShapeOf<Warpgroups_, Columns_, Products_, Stages_, Cluster_, CtasPerSm_, TurnBlocks_>::Type;
+  using S =
+      typename ShapeOf<Warpgroups_, Columns_, Products_, Stages_, Cluster_, CtasPerSm_, TurnBlocks_, KMajorB_>::Type;
   GemmKernelEntry kernel;
   kernel.launch = Launch<T, S>;
   kernel.resident = ResidentOf<GemmKernel<T, S>, S::kCm * S::kCn, S::kThreads, S::kShared>;

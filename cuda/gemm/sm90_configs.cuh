@@ -44,6 +44,19 @@ constexpr GemmKernelEntry kGemmPairs[] = {
         StepUs{0.623f}, TileUs{0.04f}, GeluUs{0.06f}, ResidualUs{0.36f}),
 };
 
+// b0 is [N, K]. The costs are those of the same tiles above.
+template <typename T>
+constexpr GemmKernelEntry kGemmTransposed[] = {
+    MakeKernel<T, Warpgroups<2>, Columns<256>, Products<1>, Stages<4>, Cluster<2, 1>, CtasPerSm<1>, TurnBlocks<0>,
+               KMajorB<true>>(StepUs{0.647f}, TileUs{1.71f}, GeluUs{2.09f}, ResidualUs{2.64f}),
+    MakeKernel<T, Warpgroups<2>, Columns<128>, Products<1>, Stages<6>, Cluster<2, 1>, CtasPerSm<1>, TurnBlocks<2>,
+               KMajorB<true>>(StepUs{0.385f}, TileUs{0.43f}, GeluUs{1.02f}, ResidualUs{1.96f}),
+    MakeKernel<T, Warpgroups<1>, Columns<64>, Products<1>, Stages<6>, Cluster<1, 1>, CtasPerSm<2>, TurnBlocks<0>,
+               KMajorB<true>>(StepUs{0.228f}, TileUs{0.00f}, GeluUs{0.29f}, ResidualUs{0.00f}),
+    MakeKernel<T, Warpgroups<2>, Columns<128>, Products<1>, Stages<3>, Cluster<1, 1>, CtasPerSm<2>, TurnBlocks<0>,
+               KMajorB<true>>(StepUs{0.494f}, TileUs{0.00f}, GeluUs{0.38f}, ResidualUs{0.00f}),
+};
+
 }  // namespace gemm90
 }  // namespace cuda
 }  // namespace stof

@@ -154,7 +154,9 @@ Status Gemm(const GemmArgs& args, const RunContext& context) {
   };
   const auto product = [&](const void* b, const void* bias, int64_t m, int64_t n) {
     double sum = bias == nullptr ? 0 : at(bias, n);
-    for (int64_t k = 0; k < args.K; ++k) sum += at(args.a, m * args.K + k) * at(b, k * args.stride + n);
+    for (int64_t k = 0; k < args.K; ++k) {
+      sum += at(args.a, m * args.K + k) * at(b, args.is_b_transposed ? n * args.stride + k : k * args.stride + n);
+    }
     return sum;
   };
   for (int64_t m = 0; m < args.M; ++m) {

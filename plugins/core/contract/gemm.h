@@ -78,7 +78,8 @@ void CpuPackedGemm(const CpuPackedGemmArgs& args, const CpuPackedWeights& weight
 // sizes, on another machine or by a build without kernels, has to do.
 constexpr size_t kGemmWorkspace = size_t{8} << 20;
 
-// act(a b0 + bias0) [* (a b1 + bias1)] * scale * row + residual. All addresses are the device's.
+// act(a b0 + bias0) [* (a b1 + bias1)] * scale * row + residual. All addresses are the device's. With a transposed b0,
+// a b0 is the matmul a b0^T.
 struct GemmArgs {
   int64_t M = 0, N = 0, K = 0;
   DType dtype = DType::kF16;  // of every tensor
@@ -86,7 +87,8 @@ struct GemmArgs {
   const void* b0 = nullptr;   // [K, N], rows `stride` elements apart
   const void* b1 = nullptr;   // [K, N] like b0, of a pair; nullptr: none
   int64_t stride = 0;
-  void* output = nullptr;  // [M, N]
+  bool is_b_transposed = false;  // b0 is [N, K], rows `stride` elements apart; not for a pair
+  void* output = nullptr;        // [M, N]
   GemmActivation activation = GemmActivation::kNone;
   const void* bias0 = nullptr;  // [N], nullptr where absent, as the next ones
   const void* bias1 = nullptr;
