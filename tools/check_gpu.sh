@@ -89,6 +89,8 @@ if wave 1; then
   suite sparse-mlp 75 CudaSparseMlp
   suite gemm 150 CudaGemm
   suite gemm-8.0 150 CudaGemm STOF_CUDA_CAPABILITY=80 STOF_CUBLASLT=0
+  suite transposed-gemm 150 CudaTransposedGemm
+  suite transposed-gemm-8.0 150 CudaTransposedGemm STOF_CUDA_CAPABILITY=80 STOF_CUBLASLT=0
   if [ -n "$cublaslt" ]; then
     suite gemm-cublaslt 75 CudaGemmPlain STOF_CUDA_GEMM=lt STOF_CUBLASLT="$cublaslt"
   else
@@ -170,6 +172,9 @@ if wave 3 && [ -n "$sanitizer" ]; then
   suite memcheck-rows 80 CudaRowsEqual memcheck STOF_SAMPLE=23
   suite memcheck-gemm 80 CudaGemmEquals memcheck STOF_SAMPLE=5 STOF_CUBLASLT=0 STOF_GEMM_TIMING=0
   suite memcheck-gemm-8.0 80 CudaGemmEquals memcheck STOF_SAMPLE=5 STOF_CUDA_CAPABILITY=80 STOF_CUBLASLT=0
+  suite memcheck-transposed-gemm 80 CudaTransposedGemmSizes memcheck STOF_SAMPLE=7 STOF_CUBLASLT=0 STOF_GEMM_TIMING=0
+  suite memcheck-transposed-gemm-8.0 80 CudaTransposedGemmSizes memcheck STOF_SAMPLE=7 STOF_CUDA_CAPABILITY=80 STOF_CUBLASLT=0
+  suite memcheck-transposed-gemm-unaligned 80 CudaTransposedGemmWithoutVectors memcheck STOF_SAMPLE=7
   suite memcheck-sparse-mlp 80 CudaSparseMlpRandom memcheck STOF_SAMPLE=3 STOF_CUBLASLT=0
   suite racecheck-sparse-mlp 80 CudaSparseMlpRandom racecheck STOF_SAMPLE=9 STOF_CUBLASLT=0
   suite memcheck-masks 80 CudaMasksOf memcheck
@@ -186,6 +191,7 @@ if wave 3 && [ -n "$sanitizer" ]; then
   suite racecheck-8.0-128-rows 80 CudaAttentionEquals racecheck STOF_SAMPLE=61 STOF_CUDA_CAPABILITY=80 STOF_CUDA_SM80_ROWS=128
   suite racecheck-8.0-99-KiB 80 CudaAttentionEquals racecheck STOF_SAMPLE=61 STOF_CUDA_CAPABILITY=80 STOF_CUDA_SHARED_KIB=99
   suite racecheck-gemm-8.0 80 CudaGemmEquals racecheck STOF_SAMPLE=11 STOF_CUDA_CAPABILITY=80 STOF_CUBLASLT=0
+  suite racecheck-transposed-gemm-8.0 80 CudaTransposedGemmSizes racecheck STOF_SAMPLE=11 STOF_CUDA_CAPABILITY=80 STOF_CUBLASLT=0
   suite racecheck-decode 80 CudaDecode racecheck STOF_SAMPLE=61
   suite racecheck-fp32 80 CudaFp32 racecheck STOF_SAMPLE=41
   suite racecheck-rows 80 CudaRowsEqual racecheck STOF_SAMPLE=61

@@ -1,0 +1,338 @@
+// SPDX-License-Identifier: Apache-2.0
+// GEMMs on a device whose right operand is [N, K]: every kernel against fp64. StofGemm has no such operand: the tests
+// call RunGemm. Guard bands and the gaps between rows of b hold NaN: what reads them shows it.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cuda/gemm/cublaslt_gemm.h"
+#include "cuda/gemm/params.h"
+#include "cuda/gemm/run.h"
+#include "tests/cpp/gemm/gemm_cases.h"
+
+namespace stof::cuda {
+void TakeGemmKernel(int index);
+int LastGemmKernel();
+}  // namespace stof::cuda
+
+namespace stof::test {
+namespace {
+
+using namespace gemm;
+
+#define CHECK_CUDA(call) CHECK((call) == cudaSuccess, cudaGetErrorString(cudaGetLastError()))
+
+constexpr char kPoison = static_cast<char>(0xff);  // two of them are a NaN of fp16 and of bf16
+constexpr int kTakeModel = -1, kTakeLt = 1000;     // of TakeGemmKernel
+
+// Memory of the device with a guard band on either side, all poison at first.
+class Guarded {
+ public:
+  // shift: bytes beyond a multiple of 16 at which the data begins.
+  Guarded(size_t bytes, size_t shift) : begin_(kBand + shift), poison_(begin_ + bytes + kBand, kPoison) {
+    CHECK_CUDA(cudaMalloc(&memory_, poison_.size()));
+    Poison();
+  }
+  Guarded(const Guarded&) = delete;
+  ~Guarded() { cudaFree(memory_); }
+  char* data() const { return static_cast<char*>(memory_) + begin_; }
+  size_t begin() const { return begin_; }
+  void Poison() { CHECK_CUDA(cudaMemcpy(memory_, poison_.data(), poison_.size(), cudaMemcpyHostToDevice)); }
+  void Write(const std::vector<char>& bytes) {
+    if (bytes.empty()) return;
+    CHECK_CUDA(cudaMemcpy(data(), bytes.data(), bytes.size(), cudaMemcpyHostToDevice));
+  }
+  // All of it, guard bands too.
+  std::vector<char> Read() const {
+    std::vector<char> bytes(poison_.size());
+    CHECK_CUDA(cudaMemcpy(bytes.data(), memory_, bytes.size(), cudaMemcpyDeviceToHost));
+    return bytes;
+  }
+
+ private:
+  size_t begin_;
+  std::vector<char> poison_;
+  void* memory_ = nullptr;
+};
+
+// [K, N] as [N, K], rows `stride` elements apart, gaps of poison.
+std::vector<char> Transposed(const Host& b, int64_t N, int64_t K, int64_t stride) {
+  std::vector<char> bytes(static_cast<size_t>(2 * N * stride), kPoison);
+  for (int64_t n = 0; n < N; ++n) {
+    for (int64_t k = 0; k < K; ++k) std::memcpy(&bytes[2 * (n * stride + k)], &b.bytes[2 * (k * N + n)], 2);
+  }
+  return bytes;
+}
+
+// Whether the library runs 9.0 kernels here.
+bool IsSm90() {
+  static const bool is_sm90 = [] {
+    int device = 0, major = 0, minor = 0;
+    CHECK_CUDA(cudaGetDevice(&device));
+    CHECK_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+    CHECK_CUDA(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
+    const char* const most = std::getenv("STOF_CUDA_CAPABILITY");
+    if (most != nullptr && std::atoi(most) >= 80 && std::atoi(most) < 90) return false;
+    return major == 9 && minor == 0 && cuda::FindGemmSm90(false, false, true).size() > 0;
+  }();
+  return is_sm90;
+}
+
+// The kernels that TakeGemmKernel may name for args, and the model's choice. STOF_CUDA_GEMM leaves what it names.
+std::vector<int> KernelsFor(const GemmArgs& args, bool reads_vectors) {
+  if (const char* const taken = std::getenv("STOF_CUDA_GEMM"); taken != nullptr) {
+    return {std::string(taken) == "lt" ? kTakeLt : std::atoi(taken)};
+  }
+  std::vector<int> kernels = {kTakeModel};
+  if (!reads_vectors) return kernels;  // the 8.0 kernel
+  // Where the device runs no 9.0 kernel, index 0 names the 8.0 kernel: the model may prefer cuBLASLt to it.
+  const bool bf16 = args.dtype == DType::kBF16;
+  const int count = IsSm90() ? cuda::FindGemmSm90(bf16, false, args.is_b_transposed).size() : 1;
+  for (int i = 0; i < count; ++i) kernels.push_back(i);
+  if (cuda::LtFits(args)) kernels.push_back(kTakeLt);
+  return kernels;
+}
+
+// TakeGemmKernel until the end of a scope.
+class Taken {
+ public:
+  explicit Taken(int kernel) { cuda::TakeGemmKernel(kernel); }
+  Taken(const Taken&) = delete;
+  ~Taken() {
+    const char* const text = std::getenv("STOF_CUDA_GEMM");
+    cuda::TakeGemmKernel(text == nullptr ? kTakeModel : std::string(text) == "lt" ? kTakeLt : std::atoi(text));
+  }
+};
+
+// A problem on the device. c.pair is 0.
+class DeviceProblem {
+ public:
+  // stride: of b's rows, elements. is_b_transposed false: the same problem with b as [K, N], whose rows are N apart.
+  DeviceProblem(const Case& c, int64_t stride, bool is_b_transposed)
+      : problem_(Make(c)),
+        shift_(c.shifted ? 2 : 0),
+        output_(static_cast<size_t>(2 * c.M() * c.N), shift_),
+        workspace_(kGemmWorkspace, 0),
+        name_(" stride " + std::to_string(stride) + (is_b_transposed ? " [N, K] " : " [K, N] ")) {
+    args_.M = c.M(), args_.N = c.N, args_.K = c.K, args_.dtype = c.dtype, args_.activation = c.activation;
+    args_.is_b_transposed = is_b_transposed;
+    args_.stride = is_b_transposed ? stride : c.N;
+    const Host& b = problem_.inputs[1];
+    args_.a = Place(problem_.inputs[0].bytes);
+    args_.b0 = Place(is_b_transposed ? Transposed(b, c.N, c.K, stride) : b.bytes);
+    args_.bias0 = Optional(Part::kBias0), args_.scale = Optional(Part::kScale), args_.row = Optional(Part::kRow);
+    args_.residual = Optional(Part::kResidual);
+    args_.output = output_.data();
+    CHECK_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
+  }
+  DeviceProblem(const DeviceProblem&) = delete;
+  ~DeviceProblem() { cudaStreamDestroy(stream_); }
+  GemmArgs& args() { return args_; }
+
+  // repeats: further runs, whose bits must be the first one's. The kernel that TakeGemmKernel names.
+  void Run(int repeats) {
+    std::vector<char> first;
+    for (int i = 0; i <= repeats; ++i) {
+      output_.Poison();
+      // A copy from pageable memory may still be under way when the call returns, and the stream does not wait for it.
+      CHECK_CUDA(cudaDeviceSynchronize());
+      struct Scratch {
+        void* memory;
+        size_t left;
+        static void* Allocate(void* self, size_t bytes) {
+          auto* const scratch = static_cast<Scratch*>(self);
+          if (bytes > scratch->left) return nullptr;
+          scratch->left = 0;  // one block a run
+          return scratch->memory;
+        }
+      } scratch{workspace_.data(), kGemmWorkspace};
+      RunContext context;
+      context.on_cuda = true;
+      context.stream = stream_;
+      context.allocate = Scratch::Allocate;
+      context.self = &scratch;
+      const Status status = cuda::RunGemm(args_, context);
+      CHECK(status.ok(), Name(), status.message());
+      const cudaError_t error = cudaStreamSynchronize(stream_);
+      CHECK(error == cudaSuccess, Name(), cudaGetErrorString(error));
+      const std::vector<char> bytes = output_.Read();
+      if (i == 0) {
+        first = bytes;
+        const GemmActivation activation = args_.activation;
+        const bool gelu = activation == GemmActivation::kGelu || activation == GemmActivation::kGeluTanh;
+        try {
+          Compare(problem_, first, output_.begin(), gelu ? 5e-4 : 2e-6);
+        } catch (const Failure& failure) {
+          throw Failure{Name() + failure.message};
+        }
+      }
+      CHECK(first == bytes, Name(), "another result in run ", i);
+    }
+    CountCases(1);
+  }
+
+  // By every kernel that reads such operands.
+  void RunAll(int repeats, bool reads_vectors) {
+    for (const int kernel : KernelsFor(args_, reads_vectors)) {
+      const Taken taken(kernel);
+      Run(repeats);
+      if (!reads_vectors) CHECK(cuda::LastGemmKernel() == -1, Name());
+      if (reads_vectors && kernel == kTakeLt) CHECK(cuda::LastGemmKernel() >= kTakeLt, Name());
+      if (reads_vectors && kernel >= 0 && kernel < kTakeLt) {
+        CHECK(cuda::LastGemmKernel() == (IsSm90() ? kernel : -1), Name(), "kernel ", kernel, " was taken");
+      }
+    }
+  }
+
+ private:
+  std::string Name() const {
+    return Describe(problem_.c) + name_ + "kernel " + std::to_string(cuda::LastGemmKernel()) + ": ";
+  }
+  void* Place(const std::vector<char>& bytes) {
+    inputs_.push_back(std::make_unique<Guarded>(bytes.size(), shift_));
+    inputs_.back()->Write(bytes);
+    return inputs_.back()->data();
+  }
+  void* Optional(Part::Kind part) {
+    if (!problem_.c.has[part]) return nullptr;
+    return Place(problem_.inputs[static_cast<size_t>(problem_.place[part])].bytes);
+  }
+
+  const Problem problem_;
+  const size_t shift_;
+  std::vector<std::unique_ptr<Guarded>> inputs_;
+  Guarded output_, workspace_;
+  cudaStream_t stream_ = nullptr;
+  const std::string name_;
+  GemmArgs args_;
+};
+
+// Every n-th case alone (STOF_SAMPLE), or one by its seed (STOF_CASE).
+bool IsTaken(uint64_t seed) {
+  const char* const only = std::getenv("STOF_CASE");
+  if (only != nullptr) return seed == std::strtoull(only, nullptr, 10);
+  const char* const sample = std::getenv("STOF_SAMPLE");
+  const uint64_t step = sample == nullptr ? 1 : std::max<uint64_t>(1, std::strtoull(sample, nullptr, 10));
+  return seed % step == 0;
+}
+
+Case CaseOf(uint64_t seed, int64_t M, int64_t N, int64_t K) {
+  Case c;
+  c.seed = seed;
+  c.dtype = seed / 6 % 2 == 0 ? DType::kF16 : DType::kBF16;  // SetEpilogue takes seeds by 6
+  c.lead = {M};
+  c.N = N, c.K = K;
+  return c;
+}
+
+// None, bias, bias with ReLU, bias with residual, GELU by tanh, and all at once: cuBLASLt has all but the last.
+void SetEpilogue(Case* c, uint64_t which) {
+  const uint64_t kind = which % 6;
+  c->has[Part::kBias0] = kind != 0 && kind != 4;
+  c->has[Part::kResidual] = kind == 3 || kind == 5;
+  c->has[Part::kScale] = c->has[Part::kRow] = kind == 5;
+  if (kind == 2) c->activation = GemmActivation::kRelu;
+  if (kind == 4) c->activation = GemmActivation::kGeluTanh;
+  if (kind == 5) c->activation = GemmActivation::kSilu;
+}
+
+constexpr int64_t kRowCounts[] = {1, 17, 63, 64, 65, 129, 300};
+
+// Sizes around the tiles' edges, by all kernels that read 16 bytes at a time.
+TEST(CudaTransposedGemmSizes) {
+  uint64_t seed = 0;
+  for (const int64_t M : kRowCounts) {
+    int64_t gap = 0;
+    for (const auto& [N, K] : std::vector<std::pair<int64_t, int64_t>>{
+             {8, 8}, {64, 64}, {120, 200}, {136, 56}, {200, 72}, {256, 320}, {264, 328}, {520, 456}, {1032, 136}}) {
+      Case c = CaseOf(++seed, M, N, K);
+      gap = gap == 0 ? 8 : gap == 8 ? 64 : 0;
+      if (!IsTaken(seed)) continue;
+      SetEpilogue(&c, seed);
+      DeviceProblem(c, K + gap, true).RunAll(1, true);
+    }
+  }
+}
+
+// Rows that are not read 16 bytes at a time, by their length, distance or address; and a K of 0.
+TEST(CudaTransposedGemmWithoutVectors) {
+  struct Size {
+    int64_t N, K, gap;
+    bool shifted;
+  };
+  uint64_t seed = 1000;
+  for (const int64_t M : kRowCounts) {
+    for (const Size& size : {Size{1, 1, 0, false}, Size{72, 0, 0, false}, Size{7, 65, 3, false}, Size{65, 7, 0, false},
+                             Size{128, 129, 0, false}, Size{129, 32, 0, false}, Size{250, 100, 4, false},
+                             Size{301, 131, 1, false}, Size{136, 72, 1, false}, Size{136, 72, 8, true}}) {
+      Case c = CaseOf(++seed, M, size.N, size.K);
+      if (!IsTaken(seed)) continue;
+      SetEpilogue(&c, seed);
+      c.shifted = size.shifted;
+      DeviceProblem(c, size.K + size.gap, true).RunAll(1, false);
+    }
+  }
+}
+
+// More tiles than a device holds at once, an odd number of them for some CTAs, with fewer steps than stages and more.
+TEST(CudaTransposedGemmWaves) {
+  uint64_t seed = 2000;
+  for (const int64_t M : {2600, 5200}) {
+    for (const int64_t K : {8, 64, 200, 320, 328, 776}) {
+      Case c = CaseOf(++seed, M, 1544, K);
+      if (!IsTaken(seed)) continue;
+      SetEpilogue(&c, seed);
+      DeviceProblem(c, K + (K == 328 ? 8 : 0), true).RunAll(3, true);
+    }
+  }
+}
+
+// Few rows of a wide matrix, and many rows of a narrow one.
+TEST(CudaTransposedGemmWide) {
+  uint64_t seed = 3000;
+  for (const auto& [M, N] : std::vector<std::pair<int64_t, int64_t>>{{17, 16384}, {128, 16384}, {4096, 1024}}) {
+    Case c = CaseOf(++seed, M, N, 1024);
+    if (!IsTaken(seed)) continue;
+    SetEpilogue(&c, seed);
+    DeviceProblem(c, 1024, true).RunAll(2, true);
+  }
+}
+
+// b of both layouts, of one shape and stride: what is kept about a problem tells them apart.
+TEST(CudaTransposedGemmBothLayouts) {
+  for (const bool may_wait : {false, true}) {
+    Case c = CaseOf(4000, 200, 512, 512);
+    c.has[Part::kBias0] = true;
+    for (const bool is_b_transposed : {false, true, false, true}) {
+      DeviceProblem problem(c, 512, is_b_transposed);
+      problem.args().may_wait = may_wait;
+      problem.Run(2);
+      if (!may_wait) problem.RunAll(1, true);
+    }
+  }
+}
+
+TEST(CudaTransposedGemmRefusesPairs) {
+  GemmArgs args;
+  args.M = args.N = args.K = args.stride = 64;
+  args.is_b_transposed = true;
+  args.a = args.b0 = args.b1 = args.output = reinterpret_cast<void*>(4096);  // never read
+  RunContext context;
+  context.on_cuda = true;
+  size_t workspace = 0;
+  for (const Status& status : {cuda::RunGemm(args, context), cuda::PlanGemmWorkspace(args, &workspace)}) {
+    CHECK(!status.ok() && status.message().find("transposed") != std::string::npos, status.message());
+  }
+  CHECK(!cuda::LtFits(args) && cuda::FindGemmSm90(false, true, true).size() == 0);
+  CHECK(cuda::FindGemmSm80(false, true, true, true) == nullptr);
+  args.b1 = nullptr;
+  CHECK(cuda::PlanGemmWorkspace(args, &workspace).ok() && workspace == kGemmWorkspace);
+}
+
+}  // namespace
+}  // namespace stof::test
