@@ -50,7 +50,7 @@ bool EpilogueOf(const GemmArgs& args, CublasLt::Epilogue* epilogue) {
 }
 
 // What was asked of cuBLASLt, by everything that its answer depends on.
-using Key = std::tuple<int, DType, CublasLt::Epilogue, bool, uint32_t, bool, int64_t, int64_t, int64_t, int64_t>;
+using Key = std::tuple<int, DType, CublasLt::Epilogue, size_t, uint32_t, bool, int64_t, int64_t, int64_t, int64_t>;
 struct Answers {
   std::mutex mutex;
   std::map<Key, CublasLt::Problem> known;  // without an algorithm where there is none
@@ -74,8 +74,8 @@ CublasLt::Problem* Ask(CublasLt* library, const GemmArgs& args, bool workspace, 
   shape.in_order = true;
   auto& known = AllAnswers().known;
   if (known.size() > kMostAnswers) known.clear();
-  const Key key(device, args.dtype, shape.epilogue, shape.workspace > 0, shape.alignment, shape.is_b_transposed,
-                shape.M, shape.N, shape.K, shape.stride);
+  const Key key(device, args.dtype, shape.epilogue, shape.workspace, shape.alignment, shape.is_b_transposed, shape.M,
+                shape.N, shape.K, shape.stride);
   const auto [place, is_new] = known.try_emplace(key);
   CublasLt::Problem& problem = place->second;
   if (is_new && !library->Make(shape, args.bias0, kAlgorithms, &problem)) problem.algorithms.clear();
@@ -94,8 +94,8 @@ uint32_t LtAlignment(const GemmArgs& args) {
 
 size_t LtWorkspace(const GemmArgs& args) {
   // Only products of few tiles are divided along K.
-  constexpr auto kMost = static_cast<int64_t>(kGemmWorkspace / 16);
-  return args.M > kMost / std::max<int64_t>(1, args.N) ? 0 : kGemmWorkspace;
+  const auto most = static_cast<int64_t>(args.most_workspace / 16);
+  return args.M > most / std::max<int64_t>(1, args.N) ? 0 : args.most_workspace;
 }
 
 bool LtFits(const GemmArgs& args) {

@@ -205,7 +205,7 @@ Status FindWays(const GemmArgs& args, bool workspace, const Facts& facts, bool t
   if (lt) {
     const int count = LtAlgorithms(args, workspace, facts.device);
     const double flops = 2.0 * static_cast<double>(args.M) * static_cast<double>(args.N) * static_cast<double>(args.K);
-    const bool first = ways->empty() || flops < kLtBelow * 1e-6 * ways->front().time;
+    const bool first = ways->empty() || args.prefers_library || flops < kLtBelow * 1e-6 * ways->front().time;
     Way way;
     way.kind = Way::Kind::kLt;
     for (int i = 0; i < (timed ? count : std::min(count, 1)); ++i) {
@@ -277,7 +277,7 @@ Status RunWay(const GemmArgs& args, const Way& way, const RunContext& context, i
 // ---- ways that were timed ----
 // By all that the ways and their order may depend on.
 using ProblemKey =
-    std::tuple<int, DType, bool, bool, GemmActivation, int32_t, bool, bool, int64_t, int64_t, int64_t, int64_t>;
+    std::tuple<int, DType, bool, bool, GemmActivation, int32_t, uint32_t, size_t, int64_t, int64_t, int64_t, int64_t>;
 struct TimedWays {
   std::mutex mutex;
   std::map<ProblemKey, Way> known;
@@ -316,8 +316,8 @@ Status FindTimed(const GemmArgs& args, const RunContext& context, const Facts& f
   *found = false;
   if (never || taken_kernel >= 0) return Status();
   const ProblemKey key(facts.device, args.dtype, args.b1 != nullptr, args.is_b_transposed, args.activation,
-                       EpilogueOf(args).has, ReadsVectors(args) ? LtAlignment(args) : 0, context.allocate != nullptr,
-                       args.M, args.N, args.K, args.stride);
+                       EpilogueOf(args).has, ReadsVectors(args) ? LtAlignment(args) : 0,
+                       context.allocate == nullptr ? 0 : LtWorkspace(args), args.M, args.N, args.K, args.stride);
   const std::lock_guard<std::mutex> lock(timed->mutex);
   const auto place = timed->known.find(key);
   if (place != timed->known.end()) {
@@ -378,7 +378,7 @@ Status RunGemm(const GemmArgs& args, const RunContext& context) {
 
 Status PlanGemmWorkspace(const GemmArgs& args, size_t* workspace) {
   STOF_RETURN_IF_ERROR(CheckOperands(args));
-  *workspace = kGemmWorkspace;
+  *workspace = args.most_workspace;
   return Status();
 }
 

@@ -92,10 +92,12 @@ struct GemmArgs {
   GemmActivation activation = GemmActivation::kNone;
   const void* bias0 = nullptr;  // [N], nullptr where absent, as the next ones
   const void* bias1 = nullptr;
-  const void* scale = nullptr;     // [N]
-  const void* row = nullptr;       // [M]
-  const void* residual = nullptr;  // [M, N]
-  bool may_wait = false;           // the run may wait for the device, to time kernels
+  const void* scale = nullptr;             // [N]
+  const void* row = nullptr;               // [M]
+  const void* residual = nullptr;          // [M, N]
+  bool may_wait = false;                   // the run may wait for the device, to time kernels
+  bool prefers_library = false;            // cuBLASLt is taken where it computes the product and nothing was timed
+  size_t most_workspace = kGemmWorkspace;  // bytes that the run may ask for
 };
 
 struct GemmBackend {
