@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // The sparse MLP beside the dense one in cuBLAS, in the same run: captured graphs over layers whose weights exceed L2.
 //
-// bench_cuda_sparse_mlp [--blas PATH] [--bf16] [--shape K F N] [--layers L] [--quick] [--only MODE] [--json FILE]
+// bench_cuda_sparse_mlp [--blas PATH] [--bf16] [--shape K F N] [--layers L] [--quick | --many] [--only MODE]
+//                       [--json FILE]
 //   --blas  libcublas.so; else found by its name; without one only this library's times are given
+//   --quick 1 and 8 tokens; --many: 32 to 2048 tokens, the GEMMs' range
 //   MODE    predicted (gate, up, down with a predictor of rank 4 % of F), gated (gate is an input), plain
 // The dense MLP is its matmuls alone: three, of which gated and plain leave out the first one as the sparse one does.
 #include <cuda_bf16.h>
@@ -117,7 +119,7 @@ struct Layer {
 
 int main(int argc, char** argv) {
   const char *path = nullptr, *json = nullptr, *only = nullptr;
-  bool is_bf16 = false, is_quick = false;
+  bool is_bf16 = false, is_quick = false, has_many_tokens = false;
   int64_t K = 4096, F = 11008, N = 4096, layers = 3;
   for (int i = 1; i < argc; ++i) {
     const std::string option = argv[i];
@@ -126,6 +128,8 @@ int main(int argc, char** argv) {
       is_bf16 = true;
     } else if (option == "--quick") {
       is_quick = true;
+    } else if (option == "--many") {
+      has_many_tokens = true;
     } else if (option == "--blas" && has_value) {
       path = argv[++i];
     } else if (option == "--json" && has_value) {
@@ -141,7 +145,7 @@ int main(int argc, char** argv) {
       return 2;
     }
   }
-  const int64_t R = (F + 12) / 25, most_tokens = 16;
+  const int64_t R = (F + 12) / 25, most_tokens = has_many_tokens ? 2048 : 16;
   cudaStream_t stream = nullptr;
   CHECK_CUDA(cudaStreamCreate(&stream));
   Blas blas;
@@ -156,6 +160,13 @@ int main(int argc, char** argv) {
   std::printf("%s, %.0f GB/s, K %lld F %lld N %lld R %lld, %s, %lld layers\n", device.name, bandwidth,
               static_cast<long long>(K), static_cast<long long>(F), static_cast<long long>(N),
               static_cast<long long>(R), is_bf16 ? "bf16" : "fp16", static_cast<long long>(layers));
+
+  const std::vector<int64_t> tokens = has_many_tokens ? std::vector<int64_t>{32, 128, 512, 2048}
+                                      : is_quick      ? std::vector<int64_t>{1, 8}
+                                                      : std::vector<int64_t>{1, 2, 4, 8, 16};
+  const std::vector<double> densities = has_many_tokens ? std::vector<double>{0.25}
+                                        : is_quick      ? std::vector<double>{0.1, 1.0}
+                                                        : std::vector<double>{0.01, 0.05, 0.1, 0.25, 0.5, 1.0};
 
   uint64_t seed = 1;
   const auto fill = [&](int64_t count, double scale) {
@@ -173,11 +184,11 @@ int main(int argc, char** argv) {
     all.push_back(layer);
   }
   void* const x = fill(most_tokens * K, 1);
-  void *const y = Allocate(2 * most_tokens * N), *const hidden = Allocate(2 * most_tokens * F),
+  void *const y = Allocate(2 * most_tokens * N), *const hidden = fill(most_tokens * F, 1),
               *const more = Allocate(2 * most_tokens * F);
   auto* const projected = static_cast<float*>(Allocate(4 * most_tokens * R));
   auto* const scores = static_cast<float*>(Allocate(4 * most_tokens * F));
-  constexpr size_t kWorkspace = size_t{256} << 20;
+  constexpr size_t kWorkspace = size_t{512} << 20;
   void* const workspace = Allocate(kWorkspace);
   FILE* const out = json == nullptr ? nullptr : std::fopen(json, "w");
   if (out != nullptr) std::fprintf(out, "[");
@@ -188,10 +199,8 @@ int main(int argc, char** argv) {
   for (const char* mode : {"predicted", "gated", "plain"}) {
     if (only != nullptr && std::strcmp(only, mode) != 0) continue;
     const bool is_predicted = std::strcmp(mode, "predicted") == 0, has_up = std::strcmp(mode, "plain") != 0;
-    for (const int64_t T : {1, 2, 4, 8, 16}) {
-      if (is_quick && T != 1 && T != 8) continue;
-      for (const double density : {0.01, 0.05, 0.1, 0.25, 0.5, 1.0}) {
-        if (is_quick && density != 0.1 && density != 1.0) continue;
+    for (const int64_t T : tokens) {
+      for (const double density : densities) {
         double used = 0;  // neurons that a token needs, of a layer
         std::vector<float> values(static_cast<size_t>(T * F));
         for (Layer& layer : all) {
@@ -202,9 +211,9 @@ int main(int argc, char** argv) {
                                                                   scores);
             CHECK_CUDA(cudaMemcpy(values.data(), scores, values.size() * 4, cudaMemcpyDeviceToHost));
             std::vector<float> sorted = values;
-            std::sort(sorted.begin(), sorted.end());
             const auto at = static_cast<int64_t>(static_cast<double>(T * F) * (1 - density));
-            const float threshold = at == 0 ? sorted[0] - 1 : sorted[static_cast<size_t>(at)];
+            std::nth_element(sorted.begin(), sorted.begin() + at, sorted.end());
+            const float threshold = sorted[static_cast<size_t>(at)] - (at == 0 ? 1 : 0);
             CHECK_CUDA(cudaMemcpy(layer.threshold, &threshold, 4, cudaMemcpyHostToDevice));
             for (float& v : values) v = v > threshold ? 1 : 0;
           } else {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Kernels around the GEMMs of many tokens: they dequantize weights, transpose tokens, and set hidden values of neurons
-// that are not active to zero.
+// Kernels around the GEMMs of many tokens: they dequantize weights, and set hidden values of neurons that are not
+// active to zero.
 #ifndef STOF_CUDA_SPARSE_MLP_DENSE_CUH_
 #define STOF_CUDA_SPARSE_MLP_DENSE_CUH_
 
@@ -12,39 +12,27 @@ namespace stof {
 namespace cuda {
 namespace mlp {
 
-constexpr int kDenseTile = 32;  // neurons and tokens, or values and tokens, of a CTA
-constexpr int kDenseTileRows = kMlpThreads / kDenseTile;
-
-// to[k, t] = input[t, k]; zeros from T on.
-template <typename T>
-__global__ void __launch_bounds__(kMlpThreads) TransposeKernel(const __grid_constant__ MlpDenseParams p) {
-  __shared__ T tile[kDenseTile][kDenseTile + 2];
-  WaitForPrevious();
-  LetNextStart();
-  const int x = static_cast<int>(threadIdx.x) % kDenseTile, y = static_cast<int>(threadIdx.x) / kDenseTile;
-  const int64_t across = (p.tokens_stride + kDenseTile - 1) / kDenseTile;
-  const int64_t k0 = blockIdx.x / across * kDenseTile, t0 = blockIdx.x % across * kDenseTile;
+// The first `count` of eight values, rounded to T; with kVectors all.
+template <typename T, bool kVectors>
+__device__ __forceinline__ void StoreChunk(const float (&values)[kMlpChunk], int64_t count, T* to) {
+  if constexpr (kVectors) {
+    *reinterpret_cast<uint4*>(to) = make_uint4(Pack<T>(values[0], values[1]), Pack<T>(values[2], values[3]),
+                                               Pack<T>(values[4], values[5]), Pack<T>(values[6], values[7]));
+  } else {
 #pragma unroll
-  for (int i = y; i < kDenseTile; i += kDenseTileRows) {
-    const bool is_inside = t0 + i < p.T && k0 + x < p.K;
-    tile[i][x] = is_inside ? static_cast<const T*>(p.input)[(t0 + i) * p.K + k0 + x] : Round<T>(0.0f);
-  }
-  __syncthreads();
-#pragma unroll
-  for (int i = y; i < kDenseTile; i += kDenseTileRows) {
-    if (k0 + i < p.K && t0 + x < p.tokens_stride) {
-      static_cast<T*>(p.transposed_input)[(k0 + i) * p.tokens_stride + t0 + x] = tile[x][i];
+    for (int i = 0; i < kMlpChunk; ++i) {
+      if (i < count) to[i] = Round<T>(values[i]);
     }
   }
 }
 
-// dequantized_weight[F, size] = the rows of a quantized weight, rounded to T.
+// to[count, size] = the rows of a quantized weight, rounded to T.
 template <typename T, int kBits, bool kVectors, bool kIsDown>
-__global__ void __launch_bounds__(kMlpThreads) DequantizeKernel(const __grid_constant__ MlpDenseParams p) {
+__global__ void __launch_bounds__(kMlpThreads) DequantizeKernel(const __grid_constant__ MlpDequantizeParams p) {
   WaitForPrevious();
   LetNextStart();
-  const MlpRows& rows = p.quantized_rows;
-  const int64_t chunks = (rows.size + kMlpChunk - 1) / kMlpChunk, all = p.F * chunks;
+  const MlpRows& rows = p.rows;
+  const int64_t chunks = (rows.size + kMlpChunk - 1) / kMlpChunk, all = p.count * chunks;
   for (int64_t at = blockIdx.x * int64_t{kMlpThreads} + threadIdx.x; at < all; at += int64_t{gridDim.x} * kMlpThreads) {
     const int64_t row = at / chunks, chunk = at % chunks, count = rows.size - chunk * kMlpChunk;
     float values[kMlpChunk];
@@ -52,8 +40,9 @@ __global__ void __launch_bounds__(kMlpThreads) DequantizeKernel(const __grid_con
       Chunk<T, kBits> loaded;
       loaded.template Load<kVectors>(rows, row, chunk);
       loaded.Unscaled(values);
+      const float scale = p.has_scales ? loaded.scale : 1.0f;
 #pragma unroll
-      for (int i = 0; i < kMlpChunk; ++i) values[i] *= loaded.scale;
+      for (int i = 0; i < kMlpChunk; ++i) values[i] *= scale;
     } else if constexpr (kVectors) {
       DownChunk<T, kBits> loaded;
       loaded.Load(rows, row, chunk * kMlpChunk);
@@ -61,61 +50,42 @@ __global__ void __launch_bounds__(kMlpThreads) DequantizeKernel(const __grid_con
     } else {
       LoadColumns<T, kBits>(rows, row, chunk * kMlpChunk, count, values);
     }
-    T* const to = static_cast<T*>(p.dequantized_weight) + row * rows.size + chunk * kMlpChunk;
-    if constexpr (kVectors) {
-      *reinterpret_cast<uint4*>(to) = make_uint4(Pack<T>(values[0], values[1]), Pack<T>(values[2], values[3]),
-                                                 Pack<T>(values[4], values[5]), Pack<T>(values[6], values[7]));
-    } else {
-#pragma unroll
-      for (int i = 0; i < kMlpChunk; ++i) {
-        if (i < count) to[i] = Round<T>(values[i]);
-      }
-    }
+    StoreChunk<T, kVectors>(values, count, static_cast<T*>(p.to) + row * rows.size + chunk * kMlpChunk);
   }
 }
 
-// hidden[t, j] = activation(gate) * up where neuron j is active for token t, else 0.
-template <typename T>
-__global__ void __launch_bounds__(kMlpThreads) MaskedHiddenKernel(const __grid_constant__ MlpDenseParams p) {
-  __shared__ float gates[kDenseTile][kDenseTile + 1], ups[kDenseTile][kDenseTile + 1];
+// hidden[t, j] = activation(gate) * up where neuron j is active for token t, else 0. A thread has a chunk of a token.
+template <typename T, bool kVectors>
+__global__ void __launch_bounds__(kMlpThreads) MaskedHiddenKernel(const __grid_constant__ MlpMaskParams p) {
   WaitForPrevious();
   LetNextStart();
-  const int x = static_cast<int>(threadIdx.x) % kDenseTile, y = static_cast<int>(threadIdx.x) / kDenseTile;
-  const int64_t across = (p.F + kDenseTile - 1) / kDenseTile;
-  const int64_t j0 = blockIdx.x % across * kDenseTile, t0 = blockIdx.x / across * kDenseTile;
+  const int64_t chunks = (p.F + kMlpChunk - 1) / kMlpChunk;
+  const auto ctas_of_token = static_cast<uint32_t>((chunks + kMlpThreads - 1) / kMlpThreads);
+  const int64_t t = blockIdx.x / ctas_of_token;
+  const int64_t chunk = int64_t{blockIdx.x % ctas_of_token} * kMlpThreads + threadIdx.x;
+  if (chunk >= chunks) return;
+  const int64_t j = chunk * kMlpChunk, at = t * p.F;
+  float gates[kMlpChunk], ups[kMlpChunk], biases[kMlpChunk], hidden[kMlpChunk];
+  LoadToken<T, kVectors>(static_cast<const T*>(p.gate) + at, chunk, p.F, gates);
+  if (p.up_matmul != nullptr) LoadToken<T, kVectors>(static_cast<const T*>(p.up_matmul) + at, chunk, p.F, ups);
+  if (p.gate_bias != nullptr) {
+    LoadToken<T, kVectors>(static_cast<const T*>(p.gate_bias), chunk, p.F, biases);
 #pragma unroll
-  for (int i = y; i < kDenseTile; i += kDenseTileRows) {
-    if (j0 + i >= p.F || t0 + x >= p.T) continue;
-    const int64_t at = (j0 + i) * p.tokens_stride + t0 + x;
-    if (p.gate_matmul != nullptr) gates[i][x] = ToFloat(static_cast<const T*>(p.gate_matmul)[at]);
-    if (p.up_matmul != nullptr) ups[i][x] = ToFloat(static_cast<const T*>(p.up_matmul)[at]);
+    for (int i = 0; i < kMlpChunk; ++i) gates[i] += biases[i];
   }
-  __syncthreads();
+  if (p.up_bias != nullptr) {
+    LoadToken<T, kVectors>(static_cast<const T*>(p.up_bias), chunk, p.F, biases);
 #pragma unroll
-  for (int i = y; i < kDenseTile; i += kDenseTileRows) {
-    const int64_t j = j0 + x, t = t0 + i;
-    if (j >= p.F || t >= p.T) continue;
-    float gate = 0.0f, h = 0.0f;
-    bool is_active = false;
-    if (p.gate_matmul != nullptr) {
-      gate = gates[x][i];
-      if (p.gate_bias != nullptr) gate += ToFloat(static_cast<const T*>(p.gate_bias)[j]);
-      is_active = (p.masks[t / kMlpTokens * p.F + j] >> t % kMlpTokens & 1) != 0;
-    } else {
-      gate = ToFloat(static_cast<const T*>(p.gate)[t * p.F + j]);
-    }
-    const float a = Activated(p.activation, gate);
-    if (p.gate_matmul == nullptr) is_active = IsActive(p, a, j);
-    if (is_active) {
-      h = a;
-      if (p.up_matmul != nullptr) {
-        float up = ups[x][i];
-        if (p.up_bias != nullptr) up += ToFloat(static_cast<const T*>(p.up_bias)[j]);
-        h *= up;
-      }
-    }
-    static_cast<T*>(p.hidden)[t * p.F + j] = Round<T>(h);
+    for (int i = 0; i < kMlpChunk; ++i) ups[i] += biases[i];
   }
+  const uint32_t mask = p.masks == nullptr ? 0u : p.masks[t * p.mask_words + j / 32] >> j % 32;
+#pragma unroll
+  for (int i = 0; i < kMlpChunk; ++i) {
+    const float activated = Activated(p.activation, gates[i]);
+    const bool is_active = p.masks != nullptr ? (mask >> i & 1) != 0 : j + i < p.F && IsActive(p, activated, j + i);
+    hidden[i] = !is_active ? 0.0f : p.up_matmul == nullptr ? activated : activated * ups[i];
+  }
+  StoreChunk<T, kVectors>(hidden, p.F - j, static_cast<T*>(p.hidden) + at + j);
 }
 
 }  // namespace mlp

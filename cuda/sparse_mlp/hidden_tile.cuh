@@ -110,7 +110,7 @@ class HiddenTiles {
   }
   __device__ __forceinline__ void LoadTokens(int32_t step, TileTokens<T, kTokens> (&to)[kCopiesOfRow]) const {
 #pragma unroll
-    for (int i = 0; i < kCopiesOfRow; ++i) to[i].Load(p_, 0, ChunkOf(step) + 4 * i, chunks_);
+    for (int i = 0; i < kCopiesOfRow; ++i) to[i].Load(p_, ChunkOf(step) + 4 * i, chunks_);
   }
 
   // Adds the warps' sums. Thread 8 t + n has token t of neuron n.

@@ -10,6 +10,7 @@
 #include "cuda/sparse_mlp/dense.cuh"
 #include "cuda/sparse_mlp/down_tile.cuh"
 #include "cuda/sparse_mlp/hidden_tile.cuh"
+#include "cuda/sparse_mlp/predict.cuh"
 #include "cuda/sparse_mlp/select_tile.cuh"
 #include "plugins/core/base/integers.h"
 
@@ -63,17 +64,11 @@ int LaunchProject(const MlpParams& params, void* stream) {
     constexpr int kBits = decltype(bits)::value;
     constexpr bool kVectors = decltype(vectors)::value;
     if constexpr (kVectors && sizeof(T) == 2) {
-      constexpr int kManyTokens = 32, kManyTiles = 2;
       if (TakesTiles(params.T)) {
         return WithTileTokens(params.T, [&](auto tokens) {
-          return LaunchEarly<ProjectTileKernel<T, kBits, decltype(tokens)::value, 1>>(
+          return LaunchEarly<ProjectTileKernel<T, kBits, decltype(tokens)::value>>(
               params, params.projected_stride / kTileRows, kProjectTileThreads, stream);
         });
-      }
-      if (params.T > kManyTokens / 2) {
-        const int64_t ctas = CeilDiv(params.projected_stride, int64_t{kManyTiles} * kTileRows);
-        return LaunchEarly<ProjectTileKernel<T, kBits, kManyTokens, kManyTiles>>(
-            params, ctas * CeilDiv(int64_t{params.T}, int64_t{kManyTokens}), kProjectTileThreads, stream);
       }
     }
     return params.T == 1 ? LaunchEarly<ProjectKernel<T, kBits, kVectors, 1>>(params, params.projected_stride,
@@ -90,11 +85,6 @@ int LaunchScore(const MlpParams& params, void* stream) {
     constexpr int kBits = decltype(bits)::value;
     constexpr bool kVectors = decltype(vectors)::value;
     if constexpr (kVectors && sizeof(T) == 2) {
-      if (params.all_masks != nullptr) {
-        return LaunchEarly<ScoreManyKernel<T, kBits>>(params, CeilDiv(params.F, int64_t{32}) * kScoreTokenSplits,
-                                                      kMlpThreads, stream,
-                                                      sizeof(typename ManyScoreTiles<T, kBits>::Projected));
-      }
       if (TakesTiles(params.T)) {
         return WithTileTokens(params.T, [&](auto tokens) {
           return LaunchEarly<ScoreTileKernel<T, kBits, decltype(tokens)::value>>(params, ctas, kMlpThreads, stream);
@@ -179,31 +169,53 @@ int LaunchDown(const MlpParams& params, void* stream) {
   });
 }
 
-template <void (*kKernel)(const MlpDenseParams)>
-int LaunchDense(const MlpDenseParams& params, int64_t ctas, void* stream) {
-  return LaunchKernel<MlpDenseParams, kKernel>(params, static_cast<unsigned>(ctas), kMlpThreads, 0, stream,
-                                               CanStartEarly<MlpDenseParams, kKernel>());
-}
-// CTAs of a kernel that has one for each tile of a [rows, columns] matrix.
-inline int64_t CountDenseTiles(int64_t rows, int64_t columns) {
-  return CeilDiv(rows, int64_t{kDenseTile}) * CeilDiv(columns, int64_t{kDenseTile});
+template <typename Params, void (*kKernel)(const Params)>
+int LaunchDense(const Params& params, int64_t ctas, int threads, int shared_bytes, void* stream) {
+  return LaunchKernel<Params, kKernel>(params, static_cast<unsigned>(ctas), static_cast<unsigned>(threads),
+                                       shared_bytes, stream, CanStartEarly<Params, kKernel>());
 }
 
+// A kernel as a type.
+template <void (*kKernel)(const MlpPredictParams)>
+using PredictKernel = std::integral_constant<void (*)(const MlpPredictParams), kKernel>;
+
 template <typename T>
-int LaunchTranspose(const MlpDenseParams& params, void* stream) {
-  return LaunchDense<TransposeKernel<T>>(params, CountDenseTiles(params.K, params.tokens_stride), stream);
+int LaunchPredict(const MlpPredictParams& params, void* stream) {
+  const auto launch = [&](auto kernel, int64_t ctas, int shared_bytes) {
+    return LaunchDense<MlpPredictParams, decltype(kernel)::value>(params, ctas, kPredictThreads, shared_bytes, stream);
+  };
+  const int64_t token_tiles = CeilDiv(params.T, int64_t{kPredictTokens});
+  if (params.R > 0) {
+    const int64_t ctas = CeilDiv(params.projected_stride, int64_t{kPredictRows}) * token_tiles * params.splits;
+    const int error =
+        params.is_down_vectorized
+            ? launch(PredictKernel<PredictProjectKernel<T, true>>(), ctas, ProjectTiles<T, true>::kSharedBytes)
+            : launch(PredictKernel<PredictProjectKernel<T, false>>(), ctas, ProjectTiles<T, false>::kSharedBytes);
+    if (error != 0) return error;
+    const int failed = launch(PredictKernel<PredictTermsKernel<T>>(), params.T, 0);
+    if (failed != 0) return failed;
+  }
+  const int64_t ctas = CeilDiv(params.F, int64_t{kPredictRows}) * token_tiles;
+  return params.is_up_vectorized
+             ? launch(PredictKernel<PredictScoreKernel<T, true>>(), ctas, PredictScoreTiles<T, true>::kSharedBytes)
+             : launch(PredictKernel<PredictScoreKernel<T, false>>(), ctas, PredictScoreTiles<T, false>::kSharedBytes);
 }
 template <typename T>
-int LaunchMaskedHidden(const MlpDenseParams& params, void* stream) {
-  return LaunchDense<MaskedHiddenKernel<T>>(params, CountDenseTiles(params.F, params.T), stream);
+int LaunchMaskedHidden(const MlpMaskParams& params, void* stream) {
+  const int64_t ctas = params.T * CeilDiv(CeilDiv(params.F, int64_t{kMlpChunk}), int64_t{kMlpThreads});
+  return params.is_vectorized
+             ? LaunchDense<MlpMaskParams, MaskedHiddenKernel<T, true>>(params, ctas, kMlpThreads, 0, stream)
+             : LaunchDense<MlpMaskParams, MaskedHiddenKernel<T, false>>(params, ctas, kMlpThreads, 0, stream);
 }
 template <typename T>
-int LaunchDequantize(const MlpDenseParams& params, bool is_down, int ctas, void* stream) {
-  return WithRows<4, 8>(params.quantized_rows, [&](auto bits, auto vectors) {
+int LaunchDequantize(const MlpDequantizeParams& params, bool is_down, int ctas, void* stream) {
+  return WithRows<4, 8>(params.rows, [&](auto bits, auto vectors) {
     constexpr int kBits = decltype(bits)::value;
     constexpr bool kVectors = decltype(vectors)::value;
-    return is_down ? LaunchDense<DequantizeKernel<T, kBits, kVectors, true>>(params, ctas, stream)
-                   : LaunchDense<DequantizeKernel<T, kBits, kVectors, false>>(params, ctas, stream);
+    using Params = MlpDequantizeParams;
+    return is_down
+               ? LaunchDense<Params, DequantizeKernel<T, kBits, kVectors, true>>(params, ctas, kMlpThreads, 0, stream)
+               : LaunchDense<Params, DequantizeKernel<T, kBits, kVectors, false>>(params, ctas, kMlpThreads, 0, stream);
   });
 }
 
@@ -214,8 +226,7 @@ const MlpKernels& KernelsOf() {
     k.project = LaunchProject<T>, k.score = LaunchScore<T>, k.select = LaunchSelect<T>;
     k.hidden = LaunchHidden<T>, k.down = LaunchDown<T>;
     if constexpr (sizeof(T) == 2) {
-      k.transpose = LaunchTranspose<T>, k.dequantize = LaunchDequantize<T>;
-      k.masked_hidden = LaunchMaskedHidden<T>;
+      k.predict = LaunchPredict<T>, k.dequantize = LaunchDequantize<T>, k.masked_hidden = LaunchMaskedHidden<T>;
     }
     return k;
   }();

@@ -53,7 +53,8 @@ struct MlpParams {
   const void *gate_bias = nullptr, *up_bias = nullptr, *down_bias = nullptr;
   const float* threshold = nullptr;
   int64_t threshold_stride = 0;
-  void* output = nullptr;  // [T, N]
+  bool has_predictor_relu = false;  // of projected values
+  void* output = nullptr;           // [T, N]
 
   // ---- workspace ----
   float* projected = nullptr;  // [T, projected_stride]: predictor_down · input, zeros beyond R
@@ -72,28 +73,61 @@ struct MlpParams {
   // The hidden kernel runs before the down kernel, which then reads hidden values from the workspace, and may read the
   // list before it waits: the hidden kernel lets it start only when the list is complete.
   bool runs_hidden_kernel = false;
-  // [F]: the score kernel writes masks of all neurons here instead of a list; nullptr: the list.
-  uint64_t* all_masks = nullptr;
 };
 
-// Parameters of the kernels around the GEMMs of many tokens, in fp16 or bf16.
-struct MlpDenseParams {
-  int64_t T = 0, K = 0, F = 0;
-  int64_t tokens_stride = 0;  // T, rounded up so that rows of tokens are aligned
-  SparseMlpActivation activation = SparseMlpActivation::kNone;
-  SparseMlpSelection selection = SparseMlpSelection::kNonzero;
-  const void* input = nullptr;         // [T, K]
-  const void* gate = nullptr;          // [T, F], or nullptr
-  void* transposed_input = nullptr;    // [K, tokens_stride]: input
-  MlpRows quantized_rows;              // of the weight that is dequantized next
-  void* dequantized_weight = nullptr;  // [F, K] or [F, N]
-  void* gate_matmul = nullptr;         // [F, tokens_stride]: gate weight · input^T; nullptr where the gate is an input
-  void* up_matmul = nullptr;           // the same of the up weight; nullptr without one
-  const void *gate_bias = nullptr, *up_bias = nullptr;
+// Tokens and rows of a factor that a CTA of the kernels below multiplies at a time.
+constexpr int kPredictTokens = 64;
+constexpr int kPredictRows = 128;
+// The terms in T whose sum is an fp32 value: 2 in fp16, 3 in bf16.
+constexpr int kMostTerms = 3;
+
+// The kernels by which a predictor selects the neurons of many tokens, in fp16 or bf16.
+struct MlpPredictParams {
+  int64_t T = 0, K = 0, F = 0, R = 0;
+  const void* input = nullptr;           // [T, K]
+  const void* predictor_down = nullptr;  // [R, K], of quantized values those without scales, as predictor_up
+  const void* predictor_up = nullptr;    // [F, R]
+  const void* down_scales = nullptr;     // [R]; nullptr: not quantized
+  const void* up_scales = nullptr;       // [F]
+  bool is_down_vectorized = false, is_up_vectorized = false;  // rows of tokens and of the factor
   const float* threshold = nullptr;
   int64_t threshold_stride = 0;
-  uint64_t* masks = nullptr;  // [T / kMlpTokens, F] of a predictor
-  void* hidden = nullptr;     // [T, F]
+  bool has_predictor_relu = false;  // of projected values
+
+  // ---- workspace ----
+  int32_t splits = 1;            // of the K values of a dot product of predictor_down
+  int64_t split_values = 0;      // of a split, a multiple of 8
+  int64_t projected_stride = 0;  // R, rounded up to a multiple of 8
+  float* partials = nullptr;     // [splits, T, projected_stride]
+  void* terms = nullptr;         // [terms, T, projected_stride]
+  float* unscales = nullptr;     // [T]: what a token's terms are multiplied by
+  uint32_t* masks = nullptr;     // [T, mask_words]
+  int64_t mask_words = 0;        // F / 32, rounded up
+};
+
+// A weight that is dequantized.
+struct MlpDequantizeParams {
+  MlpRows rows;
+  int64_t count = 0;       // rows
+  bool has_scales = true;  // false: the values without scales
+  void* to = nullptr;      // [count, size of a row]
+};
+
+// The kernel between the GEMMs of many tokens, in fp16 or bf16. hidden may be the memory of gate or up_matmul.
+struct MlpMaskParams {
+  int64_t T = 0, F = 0;
+  SparseMlpActivation activation = SparseMlpActivation::kNone;
+  SparseMlpSelection selection = SparseMlpSelection::kNonzero;
+  const void* gate = nullptr;       // [T, F], to which gate_bias is added
+  const void* up_matmul = nullptr;  // [T, F]; nullptr without an up weight
+  const void* gate_bias = nullptr;
+  const void* up_bias = nullptr;
+  const float* threshold = nullptr;
+  int64_t threshold_stride = 0;
+  const uint32_t* masks = nullptr;  // [T, mask_words] of a predictor: bit j % 32 of word j / 32 is that of neuron j
+  int64_t mask_words = 0;
+  void* hidden = nullptr;  // [T, F]
+  bool is_vectorized = false;
 };
 
 // Launches of the kernels for a type of tokens. Each gives a cudaError_t.
@@ -104,9 +138,9 @@ struct MlpKernels {
   int (*hidden)(const MlpParams& params, int ctas, void* stream);
   int (*down)(const MlpParams& params, void* stream);
   // nullptr with fp32.
-  int (*transpose)(const MlpDenseParams& params, void* stream);
-  int (*dequantize)(const MlpDenseParams& params, bool is_down, int ctas, void* stream);
-  int (*masked_hidden)(const MlpDenseParams& params, void* stream);
+  int (*predict)(const MlpPredictParams& params, void* stream);
+  int (*dequantize)(const MlpDequantizeParams& params, bool is_down, int ctas, void* stream);
+  int (*masked_hidden)(const MlpMaskParams& params, void* stream);
 };
 const MlpKernels& MlpKernelsF32();
 const MlpKernels& MlpKernelsF16();

@@ -21,6 +21,12 @@ __device__ __forceinline__ void PointAtTokens(const void* base, int64_t stride, 
   for (int t = 0; t < kTokens; ++t) to[t] = static_cast<const X*>(base) + min(begin + t, tokens - 1) * stride;
 }
 
+// What stands between the factors of a predictor. NaN stays.
+template <typename Params>
+__device__ __forceinline__ float ProjectedValue(const Params& p, float sum) {
+  return p.has_predictor_relu && sum < 0.0f ? 0.0f : sum;
+}
+
 // projected[t, r] = row r of predictor_down · token t. A CTA a row; rows from R on give zeros.
 template <typename T, int kBits, bool kVectors, int kTokens>
 __global__ void __launch_bounds__(kProjectThreads) ProjectKernel(const __grid_constant__ MlpParams p) {
@@ -54,7 +60,7 @@ __global__ void __launch_bounds__(kProjectThreads) ProjectKernel(const __grid_co
       float sum = sums[0][threadIdx.x];
 #pragma unroll
       for (int w = 1; w < kProjectWarps; ++w) sum += sums[w][threadIdx.x];
-      p.projected[(begin + static_cast<int>(threadIdx.x)) * p.projected_stride + r] = sum;
+      p.projected[(begin + static_cast<int>(threadIdx.x)) * p.projected_stride + r] = ProjectedValue(p, sum);
     }
     __syncthreads();
   }
@@ -199,14 +205,10 @@ __global__ void __launch_bounds__(kMlpThreads, kTokens == 1 && kVectors ? 3
       if (lane == 0) masks[at] = first + at < end ? mask[i] : 0;
     }
     __syncthreads();
-    if (warp == 0 && p.all_masks == nullptr) {
-      AppendActive(p, segment, first + lane, masks[lane], &count);
-    } else if (warp == 0 && first + lane < end) {
-      p.all_masks[first + lane] = masks[lane];
-    }
+    if (warp == 0) AppendActive(p, segment, first + lane, masks[lane], &count);
     __syncthreads();
   }
-  if (threadIdx.x == 0 && segment < p.segments && p.all_masks == nullptr) p.counts[segment] = count;
+  if (threadIdx.x == 0 && segment < p.segments) p.counts[segment] = count;
 }
 static_assert(kMlpWarps * kScoreRows == 32, "the warps of a CTA score 32 neurons");
 

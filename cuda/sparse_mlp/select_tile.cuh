@@ -31,75 +31,65 @@ __device__ __forceinline__ float ScaleOfRow(const MlpRows& factor, int64_t row) 
 
 constexpr int kProjectTileThreads = 512, kProjectTileWarps = kProjectTileThreads / 32;
 
-// Chunks of kTiles tiles of rows of predictor_down, and of the tokens, that a lane loads at a time.
-template <typename T, int kBits, int kTokens, int kTiles>
+// Chunks of a tile of rows of predictor_down, and of the tokens, that a lane loads at a time.
+template <typename T, int kBits, int kTokens>
 struct ProjectedChunks {
-  static constexpr int kLoaded = kTiles > 1 ? 1 : 4, kStep = kLoaded * 4 * kProjectTileWarps;
-  Chunk<T, kBits> weights[kLoaded][kTiles];
+  static constexpr int kLoaded = 4, kStep = kLoaded * 4 * kProjectTileWarps;
+  Chunk<T, kBits> weights[kLoaded];
   TileTokens<T, kTokens> tokens[kLoaded];
 
-  __device__ __forceinline__ void Load(const MlpParams& p, int64_t row, int64_t first_token, int64_t begin,
-                                       int64_t chunks) {
+  __device__ __forceinline__ void Load(const MlpParams& p, int64_t row, int64_t begin, int64_t chunks) {
 #pragma unroll
     for (int u = 0; u < kLoaded; ++u) {
       const int64_t chunk = begin + (u * kProjectTileWarps + threadIdx.x / 32) * 4 + threadIdx.x % 4;
-#pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-        const int64_t own = row + tile * kTileRows;
-        weights[u][tile] = Chunk<T, kBits>();
-        if (own < p.R && chunk < chunks) weights[u][tile].template Load<true>(p.predictor_down, own, chunk);
-      }
-      tokens[u].Load(p, first_token, chunk, chunks);
+      weights[u] = Chunk<T, kBits>();
+      if (row < p.R && chunk < chunks) weights[u].template Load<true>(p.predictor_down, row, chunk);
+      tokens[u].Load(p, chunk, chunks);
     }
   }
-  __device__ __forceinline__ void Add(float (&sums)[kTiles][kTokenTiles<kTokens>][4]) const {
+  __device__ __forceinline__ void Add(float (&sums)[kTokenTiles<kTokens>][4]) const {
 #pragma unroll
     for (int u = 0; u < kLoaded; ++u) {
-#pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-        uint32_t words[4];
-        ToWords<T, kBits>(weights[u][tile], words);
-        AddTile<T, kTokens>(words, tokens[u], sums[tile]);
-      }
+      uint32_t words[4];
+      ToWords<T, kBits>(weights[u], words);
+      AddTile<T, kTokens>(words, tokens[u], sums);
     }
   }
 };
 
-// projected[t, r] = row r of predictor_down · token t. A CTA has kTiles tiles of rows and kTokens tokens; rows from R
-// on give zeros.
-template <typename T, int kBits, int kTokens, int kTiles>
+// projected[t, r] = row r of predictor_down · token t. A CTA has a tile of rows; rows from R on give zeros.
+template <typename T, int kBits, int kTokens>
 __global__ void __launch_bounds__(kProjectTileThreads, 1) ProjectTileKernel(const __grid_constant__ MlpParams p) {
-  constexpr int kRows = kTiles * kTileRows;
-  __shared__ TileSums<kTiles, kTokens, kProjectTileWarps> shared;
+  __shared__ TileSums<1, kTokens, kProjectTileWarps> shared;
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
-  const int64_t all_rows = (p.projected_stride + kRows - 1) / kRows;
-  const int64_t first = blockIdx.x % all_rows * kRows, first_token = blockIdx.x / all_rows * kTokens;
+  const int64_t first = int64_t{blockIdx.x} * kTileRows;
   const MlpRows& factor = p.predictor_down;
   {  // before the wait: later writes reach L2, so that a prefetched line is never stale
     const char* const rows = static_cast<const char*>(factor.data) + first * factor.stride;
-    const int64_t bytes = min(int64_t{kRows}, p.R - first) * factor.stride;
+    const int64_t bytes = min(int64_t{kTileRows}, p.R - first) * factor.stride;
     for (int64_t at = thread * 128; at < bytes; at += kProjectTileThreads * 128) PrefetchL2(rows + at);
   }
   WaitForPrevious();
   LetNextStart();
   const int64_t chunks = p.K / kMlpChunk, row = first + lane / 4;
-  ProjectedChunks<T, kBits, kTokens, kTiles> current, next;
-  float sums[kTiles][kTokenTiles<kTokens>][4] = {};
-  current.Load(p, row, first_token, 0, chunks);
+  ProjectedChunks<T, kBits, kTokens> current, next;
+  float sums[1][kTokenTiles<kTokens>][4] = {};
+  current.Load(p, row, 0, chunks);
   // Not unrolled: ptxas moves loads down to their first use, but not out of the turn of a loop.
 #pragma unroll 1
   for (int64_t begin = 0; begin < chunks; begin += current.kStep) {
-    next.Load(p, row, first_token, begin + current.kStep, chunks);
-    current.Add(sums);
+    next.Load(p, row, begin + current.kStep, chunks);
+    current.Add(sums[0]);
     current = next;
   }
   shared.Store(sums);
   __syncthreads();
-  for (int i = thread; i < kTokens * kRows; i += kProjectTileThreads) {
-    const int64_t token = first_token + i / kRows, own = first + i % kRows;
+  for (int i = thread; i < kTokens * kTileRows; i += kProjectTileThreads) {
+    const int64_t token = i / kTileRows, own = first + i % kTileRows;
     if (token >= p.T || own >= p.projected_stride) continue;
-    const float sum = shared.Sum(i % kRows / kTileRows, i / kRows, i % kTileRows);
-    p.projected[token * p.projected_stride + own] = own < p.R ? ScaleOfRow<T, kBits>(factor, own) * sum : 0.0f;
+    const float sum = shared.Sum(0, i / kTileRows, i % kTileRows);
+    p.projected[token * p.projected_stride + own] =
+        own < p.R ? ProjectedValue(p, ScaleOfRow<T, kBits>(factor, own) * sum) : 0.0f;
   }
 }
 
@@ -112,7 +102,7 @@ struct StagedProjection {
   float unscales[kTokens];
 
   // Values [begin, begin + kValues); zeros of tokens and values that do not exist.
-  __device__ __forceinline__ void Load(const MlpParams& p, int64_t first_token, int64_t begin) {
+  __device__ __forceinline__ void Load(const MlpParams& p, int64_t begin) {
     constexpr int kLoads = kValues / 128;  // of four values, of a lane
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
@@ -121,26 +111,22 @@ struct StagedProjection {
 #pragma unroll
       for (int u = 0; u < kLoads; ++u) {
         const int64_t value = begin + (u * 32 + lane) * 4;
-        const bool exists = first_token + token < p.T && value < p.projected_stride;
-        const int64_t at = exists ? (first_token + token) * p.projected_stride + value : 0;
+        const bool exists = token < p.T && value < p.projected_stride;
+        const int64_t at = exists ? token * p.projected_stride + value : 0;
         const float4 some = __ldcg(reinterpret_cast<const float4*>(p.projected + at));
         x[u][0] = exists ? some.x : 0.0f, x[u][1] = exists ? some.y : 0.0f;
         x[u][2] = exists ? some.z : 0.0f, x[u][3] = exists ? some.w : 0.0f;
       }
 #pragma unroll
       for (int i = 0; i < 4 * kLoads; ++i) most = fmaxf(most, fabsf(x[i / 4][i % 4]));
-#pragma unroll
-      for (int offset = 16; offset > 0; offset /= 2) most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, offset));
-      // 2^10 over the power of two below the largest value. Scores with an infinite or NaN value are NaN: active.
-      const uint32_t exponent = max(__float_as_uint(most) >> 23, 11u);
-      const bool is_scaled = std::is_same<T, __half>::value && exponent < 255;
-      const float scale = is_scaled ? __uint_as_float((254 + 10 - exponent) << 23) : 1.0f;
-      if (lane == 0) unscales[token] = is_scaled ? __uint_as_float((exponent - 10) << 23) : 1.0f;
+      // Scores with an infinite or NaN value are NaN: active.
+      const TermScale<T> scale(MostOverWarp(most));
+      if (lane == 0) unscales[token] = scale.inverse;
 #pragma unroll
       for (int u = 0; u < kLoads; ++u) {
         uint32_t low[kTerms], high[kTerms];
-        DecomposePair<T>(scale * x[u][0], scale * x[u][1], low);
-        DecomposePair<T>(scale * x[u][2], scale * x[u][3], high);
+        DecomposePair<T>(scale.factor * x[u][0], scale.factor * x[u][1], low);
+        DecomposePair<T>(scale.factor * x[u][2], scale.factor * x[u][3], high);
 #pragma unroll
         for (int term = 0; term < kTerms; ++term) {
           *reinterpret_cast<uint2*>(&values[term][token][(u * 32 + lane) * 4]) = make_uint2(low[term], high[term]);
@@ -192,8 +178,8 @@ class ScoreTiles {
     }
   }
   // The caller's barrier: all threads have read the projected values of the step before.
-  __device__ __forceinline__ void LoadTokens(int64_t first_token, int64_t from) {
-    projected_.Load(p_, first_token, from);
+  __device__ __forceinline__ void LoadTokens(int64_t from) {
+    projected_.Load(p_, from);
     __syncthreads();
   }
   __device__ __forceinline__ void Clear() { sums_[0] = sums_[1] = sums_[2] = sums_[3] = 0.0f; }
@@ -264,7 +250,7 @@ __global__ void __launch_bounds__(kMlpThreads, kTokens == 8 ? 3 : 2)
       const bool is_first = first == begin && from == 0;
       if (!is_first) tiles.LoadWeights(first, end, from);
       if (!is_first && p.R > kStagedValues) __syncthreads();
-      if (is_first || p.R > kStagedValues) tiles.LoadTokens(0, from);
+      if (is_first || p.R > kStagedValues) tiles.LoadTokens(from);
       tiles.Add(from);
     }
     tiles.Store();
@@ -284,48 +270,6 @@ __global__ void __launch_bounds__(kMlpThreads, kTokens == 8 ? 3 : 2)
     AppendActive(p, segment, neuron, mask, &count);
   }
   if (threadIdx.x == 0 && segment < p.segments) p.counts[segment] = count;
-}
-
-// Masks of all neurons for many tokens, 16 at a time. A CTA has 32 neurons, and one of kScoreTokenSplits splits of
-// the tokens.
-constexpr int kScoreTokens = 16, kScoreTokenSplits = 2;
-template <typename T, int kBits>
-using ManyScoreTiles = ScoreTiles<T, kBits, kScoreTokens, 512>;
-
-template <typename T, int kBits>
-__global__ void __launch_bounds__(kMlpThreads, 2) ScoreManyKernel(const __grid_constant__ MlpParams p) {
-  using Tiles = ManyScoreTiles<T, kBits>;
-  extern __shared__ __align__(128) uint8_t shared[];
-  __shared__ typename Tiles::Scores scores;
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  const int64_t first = int64_t{blockIdx.x / kScoreTokenSplits} * 32, end = min(p.F, first + 32), neuron = first + lane;
-  Tiles tiles(p, reinterpret_cast<typename Tiles::Projected*>(shared), scores);
-  tiles.LoadWeights(first, end, 0);  // the projection waited for all others: the weights are there
-  WaitForPrevious();
-  LetNextStart();
-  const float scale = neuron < end ? ScaleOfRow<T, kBits>(p.predictor_up, neuron) : 0.0f;
-  // Warp 0 reads scores while the others go on: LoadTokens has a barrier before the next Store. Without values (R = 0)
-  // there is none, and all scores stay 0.
-  for (int64_t t = int64_t{blockIdx.x % kScoreTokenSplits} * kScoreTokens; t < p.T;
-       t += kScoreTokenSplits * kScoreTokens) {
-    tiles.Clear();
-    for (int64_t from = 0; from < p.R; from += Tiles::Projected::kValues) {
-      if (p.R > Tiles::Projected::kValues) {
-        if (from > 0) __syncthreads();
-        tiles.LoadWeights(first, end, from);
-      }
-      tiles.LoadTokens(t, from);
-      tiles.Add(from);
-    }
-    tiles.Store();
-    if (warp != 0 || neuron >= end) continue;
-    uint32_t mask = 0;
-#pragma unroll
-    for (int i = 0; i < kScoreTokens; ++i) mask |= static_cast<uint32_t>(tiles.IsNeeded(neuron, scale, i)) << i;
-    // Bits of tokens from T on are not read.
-    reinterpret_cast<uint16_t*>(p.all_masks + t / kMlpTokens * p.F + neuron)[t % kMlpTokens / kScoreTokens] =
-        static_cast<uint16_t>(mask);
-  }
 }
 
 }  // namespace mlp

@@ -22,7 +22,7 @@ constexpr int64_t kLeastSplit = 8;  // neurons
 // More tokens than these are computed by GEMMs of all neurons, so many at a time.
 constexpr int64_t kMostSparseTokens = 16;
 constexpr int64_t kDenseTokens = 4096;
-constexpr int64_t kMostOfGemm = int64_t{1} << 27;  // of K, F and N: 32 bits count CTAs
+constexpr int64_t kMostOfGemm = int64_t{1} << 27;  // of K, F, N and R: 32 bits count CTAs
 // Of a tensor: offsets of the workspace stay far from overflow.
 constexpr int64_t kMostElements = std::numeric_limits<int64_t>::max() / 64;
 
@@ -89,6 +89,7 @@ MlpRows FactorOf(const SparseMlpArgs& a, const SparseMlpWeight& factor, int64_t 
 void SetPredictor(const SparseMlpArgs& a, MlpParams* p) {
   p->predictor_down = FactorOf(a, a.predictor_down, a.K, a.K % kMlpChunk == 0 && IsAligned(a.input, 16));
   p->predictor_up = FactorOf(a, a.predictor_up, a.R, true);
+  p->has_predictor_relu = a.has_predictor_relu;
 }
 
 // Whether tensor cores compute the output of a launch: all tokens at once, from hidden values in the workspace.
@@ -210,29 +211,45 @@ Status Launch(const MlpKernels& kernels, const MlpParams& p, const DevicePropert
 bool IsDense(const SparseMlpArgs& a) {
   const bool has_rows = a.gate_weight.data != nullptr || a.up_weight.data != nullptr;
   return a.T > kMostSparseTokens && a.dtype != DType::kF32 && a.F > 0 && (a.K > 0 || !has_rows) &&
-         std::max({a.K, a.F, a.N}) <= kMostOfGemm;
+         std::max({a.K, a.F, a.N, a.R}) <= kMostOfGemm;
 }
+
+// As many CTAs as project the tokens of a call, at least where there is enough to divide.
+constexpr int64_t kProjectCtas = 264;
+constexpr int64_t kLeastSplitValues = 256;
+int64_t ProjectTilesOf(const SparseMlpArgs& a, int64_t tokens) {
+  return CeilDiv(tokens, int64_t{kPredictTokens}) * CeilDiv(a.R, int64_t{kPredictRows});
+}
+
+// cuBLASLt divides the down matmul of a few hundred tokens along F, which needs more than what GEMMs have elsewhere.
+constexpr size_t kMlpGemmWorkspace = size_t{32} << 20;
 
 class DenseLayout {
  public:
   explicit DenseLayout(const SparseMlpArgs& a) {
-    tokens = std::min(a.T, kDenseTokens);
-    tokens_stride = RoundUp(tokens, 8);
+    const int64_t tokens = std::min(a.T, kDenseTokens), item = SizeOf(a.dtype);
     const bool has_gate = a.gate_weight.data != nullptr, has_up = a.up_weight.data != nullptr;
-    const int64_t item = SizeOf(a.dtype);
-    transposed_input = Take(has_gate || has_up ? tokens_stride : 0, a.K * item);
-    gate_matmul = Take(has_gate ? tokens_stride : 0, a.F * item);
-    up_matmul = Take(has_up ? tokens_stride : 0, a.F * item);
-    hidden = Take(tokens, a.F * item);
-    dequantized_weight = Take(a.bits > 0 ? a.F : 0, std::max(a.K, a.N) * item);
-    projected_stride = RoundUp(a.R, kMlpChunk);
-    projected = Take(has_gate ? tokens : 0, projected_stride * 4);
-    masks = Take(has_gate ? CeilDiv(tokens, kMlpTokens) : 0, a.F * 8);
-    gemm = Take(1, static_cast<int64_t>(kGemmWorkspace));
+    gate_matmul = Take(has_gate ? tokens : 0, a.F * item);
+    up_matmul = Take(has_up ? tokens : 0, a.F * item);
+    hidden = has_gate ? gate_matmul : has_up ? up_matmul : Take(tokens, a.F * item);
+    // A predictor's factors before the weights.
+    factor_bytes = a.predictor_down.scales == nullptr ? 0 : RoundUp(a.R * a.K * item, 256);
+    const int64_t weight_bytes = a.bits > 0 ? a.F * std::max(a.K, a.N) * item : 0;
+    dequantized = Take(std::max(weight_bytes, factor_bytes > 0 ? factor_bytes + a.F * a.R * item : 0), 1);
+    if (has_gate) {
+      projected_stride = RoundUp(a.R, kMlpChunk);
+      // Of every number of splits: a tile of each CTA.
+      partials = Take(std::max(kProjectCtas, ProjectTilesOf(a, tokens)), int64_t{kPredictTokens} * kPredictRows * 4);
+      terms = Take(kMostTerms * tokens, projected_stride * item);
+      unscales = Take(tokens, 4);
+      mask_words = CeilDiv(a.F, int64_t{32});
+      masks = Take(tokens, mask_words * 4);
+    }
+    gemm = Take(1, static_cast<int64_t>(kMlpGemmWorkspace));
   }
-  int64_t tokens = 0, tokens_stride = 0, projected_stride = 0;
-  int64_t transposed_input = 0, gate_matmul = 0, up_matmul = 0, hidden = 0, dequantized_weight = 0, projected = 0,
-          masks = 0, gemm = 0;
+  int64_t gate_matmul = 0, up_matmul = 0, hidden = 0, dequantized = 0, factor_bytes = 0, partials = 0, terms = 0,
+          unscales = 0, masks = 0, gemm = 0;
+  int64_t projected_stride = 0, mask_words = 0;
   int64_t bytes = 0;
 
  private:
@@ -256,37 +273,34 @@ class DenseRun {
         kernels_(KernelsOf(args.dtype)) {
     gemm_context_ = context;
     gemm_context_.self = base_ + layout.gemm;
-    gemm_context_.allocate = [](void* self, size_t bytes) { return bytes <= kGemmWorkspace ? self : nullptr; };
+    gemm_context_.allocate = [](void* self, size_t bytes) { return bytes <= kMlpGemmWorkspace ? self : nullptr; };
   }
 
   Status Run() {
-    const bool has_gate = a_.gate_weight.data != nullptr, has_up = a_.up_weight.data != nullptr;
-    MlpDenseParams& p = params_;
-    p.T = a_.T, p.K = a_.K, p.F = a_.F;
-    p.tokens_stride = RoundUp(a_.T, 8);
+    MlpMaskParams p;
+    p.T = a_.T, p.F = a_.F;
     p.activation = a_.activation, p.selection = a_.selection;
-    p.input = a_.input, p.gate = a_.gate;
-    p.gate_bias = a_.gate_bias, p.up_bias = a_.up_bias;
+    p.gate = a_.gate, p.gate_bias = a_.gate_bias, p.up_bias = a_.up_bias;
     p.threshold = a_.threshold, p.threshold_stride = a_.threshold_stride;
-    p.transposed_input = base_ + layout_.transposed_input, p.dequantized_weight = base_ + layout_.dequantized_weight;
-    p.masks = reinterpret_cast<uint64_t*>(base_ + layout_.masks);
     p.hidden = base_ + layout_.hidden;
-    if (has_gate) {
-      STOF_RETURN_IF_ERROR(Score());
-      p.gate_matmul = base_ + layout_.gate_matmul;
+    if (a_.gate_weight.data != nullptr) {
+      STOF_RETURN_IF_ERROR(Predict());
+      p.masks = Masks(), p.mask_words = layout_.mask_words;
+      p.gate = base_ + layout_.gate_matmul;
+      STOF_RETURN_IF_ERROR(Multiply(a_.gate_weight, base_ + layout_.gate_matmul));
     }
-    if (has_up) p.up_matmul = base_ + layout_.up_matmul;
-    if (has_gate || has_up) STOF_RETURN_IF_ERROR(Checked(kernels_.transpose(p, context_.stream)));
-    if (has_gate) STOF_RETURN_IF_ERROR(Multiply(a_.gate_weight, p.gate_matmul));
-    if (has_up) STOF_RETURN_IF_ERROR(Multiply(a_.up_weight, p.up_matmul));
+    if (a_.up_weight.data != nullptr) {
+      p.up_matmul = base_ + layout_.up_matmul;
+      STOF_RETURN_IF_ERROR(Multiply(a_.up_weight, base_ + layout_.up_matmul));
+    }
+    p.is_vectorized =
+        a_.F % kMlpChunk == 0 && IsAligned(p.gate, 16) && IsAligned(p.gate_bias, 16) && IsAligned(p.up_bias, 16);
     STOF_RETURN_IF_ERROR(Checked(kernels_.masked_hidden(p, context_.stream)));
     GemmArgs g;
     g.M = a_.T, g.N = g.stride = a_.N, g.K = a_.F, g.dtype = a_.dtype;
+    SetRun(&g);
     g.a = p.hidden, g.b0 = a_.down_weight.data, g.bias0 = a_.down_bias, g.output = a_.output;
-    if (a_.down_weight.scales != nullptr) {
-      STOF_RETURN_IF_ERROR(Dequantize(DownRowsOf(a_), true));
-      g.b0 = p.dequantized_weight;
-    }
+    if (a_.down_weight.scales != nullptr) STOF_RETURN_IF_ERROR(Dequantize(DownRowsOf(a_), a_.F, true, &g.b0));
     return RunGemm(g, gemm_context_);
   }
 
@@ -295,42 +309,63 @@ class DenseRun {
     return ToStatus(static_cast<cudaError_t>(error), "launch of an MLP of many tokens");
   }
 
-  // The masks of a predictor: of all tokens, or of kMlpTokens at a time where its factors are not aligned.
-  Status Score() {
-    MlpParams p;
-    p.K = a_.K, p.F = a_.F, p.R = a_.R;
-    p.selection = a_.selection;
+  static void SetRun(GemmArgs* g) { g->prefers_library = true, g->most_workspace = kMlpGemmWorkspace; }
+
+  uint32_t* Masks() const { return reinterpret_cast<uint32_t*>(base_ + layout_.masks); }
+
+  // The masks of a predictor.
+  Status Predict() {
+    MlpPredictParams p;
+    p.T = a_.T, p.K = a_.K, p.F = a_.F, p.R = a_.R;
+    p.input = a_.input, p.predictor_down = a_.predictor_down.data, p.predictor_up = a_.predictor_up.data;
     p.threshold = a_.threshold, p.threshold_stride = a_.threshold_stride;
-    SetPredictor(a_, &p);
-    p.projected = reinterpret_cast<float*>(base_ + layout_.projected), p.projected_stride = layout_.projected_stride;
-    p.segment = kMlpLeastSegment, p.segments = static_cast<int32_t>(CeilDiv(a_.F, p.segment));
-    p.token_groups = 0;  // there is no down kernel
-    const int64_t some = p.predictor_down.is_vectorized && p.predictor_up.is_vectorized ? a_.T : kMlpTokens;
-    for (int64_t t = 0; t < a_.T; t += some) {
-      p.T = static_cast<int32_t>(std::min(some, a_.T - t));
-      p.input = ElementOf(a_.input, a_.dtype, t * a_.K);
-      p.all_masks = params_.masks + t / kMlpTokens * a_.F;
-      if (p.R > 0) STOF_RETURN_IF_ERROR(Checked(kernels_.project(p, context_.stream)));
-      STOF_RETURN_IF_ERROR(Checked(kernels_.score(p, context_.stream)));
+    p.has_predictor_relu = a_.has_predictor_relu;
+    if (a_.predictor_down.scales != nullptr) {
+      p.down_scales = a_.predictor_down.scales, p.up_scales = a_.predictor_up.scales;
+      STOF_RETURN_IF_ERROR(DequantizeFactor(a_.predictor_down, a_.R, a_.K, 0, &p.predictor_down));
+      STOF_RETURN_IF_ERROR(DequantizeFactor(a_.predictor_up, a_.F, a_.R, layout_.factor_bytes, &p.predictor_up));
     }
-    return Status();
+    p.is_down_vectorized = a_.K % kMlpChunk == 0 && IsAligned(a_.input, 16) && IsAligned(p.predictor_down, 16);
+    p.is_up_vectorized = a_.R % kMlpChunk == 0 && IsAligned(p.predictor_up, 16);
+    const int64_t tiles = std::max<int64_t>(1, ProjectTilesOf(a_, a_.T));
+    const int64_t splits =
+        std::clamp<int64_t>(kProjectCtas / tiles, 1, CeilDiv(std::max<int64_t>(1, a_.K), kLeastSplitValues));
+    p.split_values = RoundUp(CeilDiv(a_.K, splits), kMlpChunk), p.splits = static_cast<int32_t>(splits);
+    p.projected_stride = layout_.projected_stride;
+    p.partials = reinterpret_cast<float*>(base_ + layout_.partials);
+    p.terms = base_ + layout_.terms;
+    p.unscales = reinterpret_cast<float*>(base_ + layout_.unscales);
+    p.masks = Masks(), p.mask_words = layout_.mask_words;
+    return Checked(kernels_.predict(p, context_.stream));
   }
 
-  Status Dequantize(const MlpRows& rows, bool is_down) {
-    params_.quantized_rows = rows;
-    return Checked(kernels_.dequantize(params_, is_down, 8 * device_.sm_count, context_.stream));
+  // *values: of a quantized factor without its scales, which are exact in fp16 and bf16.
+  Status DequantizeFactor(const SparseMlpWeight& factor, int64_t count, int64_t size, int64_t offset,
+                          const void** values) {
+    MlpDequantizeParams p;
+    p.rows = FactorOf(a_, factor, size, size % kMlpChunk == 0);
+    p.count = count, p.has_scales = false;
+    p.to = base_ + layout_.dequantized + offset;
+    *values = p.to;
+    return Checked(kernels_.dequantize(p, false, 8 * device_.sm_count, context_.stream));
   }
 
-  // to[F, tokens] = weight · input^T: a GEMM needs K rows in its right operand, and the weight has a row for each
-  // neuron.
+  Status Dequantize(const MlpRows& rows, int64_t count, bool is_down, const void** weight) {
+    MlpDequantizeParams p;
+    p.rows = rows, p.count = count;
+    p.to = base_ + layout_.dequantized;
+    *weight = p.to;
+    return Checked(kernels_.dequantize(p, is_down, 8 * device_.sm_count, context_.stream));
+  }
+
+  // to[T, F] = input · weight^T.
   Status Multiply(const SparseMlpWeight& weight, void* to) {
     GemmArgs g;
-    g.M = a_.F, g.N = g.stride = params_.tokens_stride, g.K = a_.K, g.dtype = a_.dtype;
-    g.a = weight.data, g.b0 = params_.transposed_input, g.output = to;
-    if (weight.scales != nullptr) {
-      STOF_RETURN_IF_ERROR(Dequantize(RowsOf(a_, weight), false));
-      g.a = params_.dequantized_weight;
-    }
+    g.M = a_.T, g.N = a_.F, g.K = g.stride = a_.K, g.dtype = a_.dtype;
+    g.is_b_transposed = true;
+    SetRun(&g);
+    g.a = a_.input, g.b0 = weight.data, g.output = to;
+    if (weight.scales != nullptr) STOF_RETURN_IF_ERROR(Dequantize(RowsOf(a_, weight), a_.F, false, &g.b0));
     return RunGemm(g, gemm_context_);
   }
 
@@ -341,7 +376,6 @@ class DenseRun {
   const RunContext& context_;
   const MlpKernels& kernels_;
   RunContext gemm_context_;
-  MlpDenseParams params_;
 };
 
 Status RunDense(const SparseMlpArgs& args, const DeviceProperties& device, const RunContext& context) {

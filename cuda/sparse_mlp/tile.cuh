@@ -27,10 +27,10 @@ struct TileTokens {
   static constexpr int kOwn = kTokens / 8;  // tokens of a lane
   uint32_t words[kOwn][4];
 
-  __device__ __forceinline__ void Load(const MlpParams& p, int64_t first_token, int64_t chunk, int64_t chunks) {
+  __device__ __forceinline__ void Load(const MlpParams& p, int64_t chunk, int64_t chunks) {
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
-      const int64_t token = first_token + static_cast<int>(threadIdx.x) % 32 / 4 + 8 * i;
+      const int64_t token = static_cast<int>(threadIdx.x) % 32 / 4 + 8 * i;
 #pragma unroll
       for (int w = 0; w < 4; ++w) words[i][w] = 0;
       if (token >= p.T || chunk >= chunks) continue;
@@ -58,7 +58,7 @@ __device__ __forceinline__ void AddTile(const uint32_t (&weights)[4], const Tile
 // An fp32 value is the sum of so many terms in T, which tensor cores multiply. In fp16 the sum of the terms is a
 // multiple of 2^-24, to which small values are rounded.
 template <typename T>
-constexpr int kFp32Terms = std::is_same<T, __half>::value ? 2 : 3;
+constexpr int kFp32Terms = std::is_same<T, __half>::value ? 2 : kMostTerms;
 
 // terms[i] has term i of x and y in one word. The second term of infinity, or of a value too large for T, is infinite
 // or NaN: so are sums with it.
@@ -70,6 +70,25 @@ __device__ __forceinline__ void DecomposePair(float x, float y, uint32_t (&terms
     x -= ToFloat(Round<T>(x)), y -= ToFloat(Round<T>(y));
   }
 }
+
+// The largest value of the lanes of a warp, in all of them.
+__device__ __forceinline__ float MostOverWarp(float x) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, offset));
+  return x;
+}
+
+// A power of two that scales fp32 values before they become terms, so that fp16 holds them: the largest magnitude,
+// `most`, comes to lie between 2^10 and 2^11. 1 in bf16, and where `most` is infinite.
+template <typename T>
+struct TermScale {
+  float factor = 1.0f, inverse = 1.0f;
+  __device__ __forceinline__ explicit TermScale(float most) {
+    const uint32_t exponent = max(__float_as_uint(most) >> 23, 11u);
+    if (!std::is_same<T, __half>::value || exponent >= 255) return;
+    factor = __uint_as_float((254 + 10 - exponent) << 23), inverse = __uint_as_float((exponent - 10) << 23);
+  }
+};
 
 // Shared memory in which the sums of the warps are added: each warp has a part of the values of a tile's rows.
 template <int kWeights, int kTokens, int kWarps = kMlpWarps>

@@ -61,12 +61,12 @@ std::vector<char> Pack(const std::vector<uint8_t>& values, int64_t rows, int bit
 double UnitRoundoff(DType dtype) { return dtype == DType::kF32 ? kRoundoff : dtype == DType::kF16 ? 0x1p-11 : 0x1p-8; }
 
 std::string Describe(const Case& c) {
-  return Text("T", c.T, " K", c.K, " F", c.F, " N", c.N, " R", c.R, " density ", c.density, " type ", TypeText(c.dtype),
-              " ", kSparseMlpActivations[static_cast<int>(c.activation)], " ",
-              kSparseMlpSelections[static_cast<int>(c.selection)], c.has_up ? " up" : "", c.has_biases ? " biases" : "",
-              c.has_thresholds ? " thresholds" : "", " bits ", c.bits, " block ", c.block,
-              c.has_zero_points ? " zero points" : "", " level ", c.accuracy_level,
-              c.has_quantized_predictor ? " quantized predictor" : "");
+  return Text(
+      "T", c.T, " K", c.K, " F", c.F, " N", c.N, " R", c.R, " density ", c.density, " type ", TypeText(c.dtype), " ",
+      kSparseMlpActivations[static_cast<int>(c.activation)], " ", kSparseMlpSelections[static_cast<int>(c.selection)],
+      c.has_up ? " up" : "", c.has_biases ? " biases" : "", c.has_thresholds ? " thresholds" : "", " bits ", c.bits,
+      " block ", c.block, c.has_zero_points ? " zero points" : "", " level ", c.accuracy_level,
+      c.has_quantized_predictor ? " quantized predictor" : "", c.has_predictor_relu ? " predictor with ReLU" : "");
 }
 
 Problem::Problem(const Case& of, uint64_t seed) : c(of), random_(seed) {
@@ -172,7 +172,7 @@ std::vector<double> Problem::Scores() const {
     for (int64_t r = 0; r < c.R; ++r) {
       double sum = 0, size = 0;
       Dot(input, t, predictor_down, r, c.K, &sum, &size);
-      projected.values.push_back(sum);
+      projected.values.push_back(c.has_predictor_relu && sum < 0 ? 0 : sum);
     }
   }
   std::vector<double> scores;
@@ -244,6 +244,7 @@ SparseMlpArgs Problem::Args(void* output) {
   Values none;
   a.predictor_down = weight(&predictor_down, &predictor_down_scales, &none);
   a.predictor_up = weight(&predictor_up, &predictor_up_scales, &none);
+  a.has_predictor_relu = c.has_predictor_relu;
   a.output = output;
   return a;
 }

@@ -25,6 +25,7 @@ struct Case {
   bool has_zero_points = false;
   int accuracy_level = 0;
   bool has_quantized_predictor = false;
+  bool has_predictor_relu = false;  // between the factors of a predictor
 
   bool has_predictor() const { return selection == SparseMlpSelection::kPredictor; }
 };

@@ -38,7 +38,7 @@ TEST(CudaSparseMlpTable) {
           c.block = random.Pick<int64_t>({16, 32, 64, 256});
           c.has_zero_points = random.OneIn(2);
           c.accuracy_level = c.bits > 0 && random.OneIn(2) ? 4 : 0;
-          c.has_quantized_predictor = random.OneIn(2);
+          c.has_quantized_predictor = random.OneIn(2), c.has_predictor_relu = c.has_predictor() && seed % 3 == 1;
           RunCase(c, seed++, 0, &device, &failures);
         }
       }
@@ -53,7 +53,7 @@ TEST(CudaSparseMlpRandom) {
   const std::vector<Case> cases = DrawCases(Cases(250));
   for (size_t i = 0; i < cases.size(); i += static_cast<size_t>(std::max(1, SampleStep()))) {
     Case c = cases[i];
-    c.has_quantized_predictor = i % 3 == 0;
+    c.has_quantized_predictor = i % 3 == 0, c.has_predictor_relu = c.has_predictor() && i % 5 < 2;
     RunCase(c, i, 0, &device, &failures);
     if (i % 8 == 0) RunCase(c, i, SizeOf(c.dtype), &device, &failures);
   }

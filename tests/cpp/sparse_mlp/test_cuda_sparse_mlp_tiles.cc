@@ -25,7 +25,7 @@ TEST(CudaSparseMlpTiles) {
           c.R = random.Pick<int64_t>({8, 32, 40, 264, 1040});
           c.density = random.Pick<double>({0.01, 0.1, 0.5, 1});
           c.has_up = random.Next() % 4 != 0, c.has_biases = random.OneIn(2), c.has_thresholds = random.OneIn(2);
-          c.has_quantized_predictor = random.OneIn(2);
+          c.has_quantized_predictor = random.OneIn(2), c.has_predictor_relu = c.has_predictor() && seed % 4 == 2;
           if (IsSampled(seed++)) RunCase(c, seed, 0, &device, &failures);
         }
       }
@@ -70,6 +70,31 @@ TEST(CudaSparseMlpManyTokens) {
           c.selection = SparseMlpSelection::kPredictor, c.density = 0.3;
           c.has_quantized_predictor = is_quantized, c.has_thresholds = seed % 5 == 0;
           if (IsSampled(seed++)) RunCase(c, seed, 0, &device, &failures);
+        }
+      }
+    }
+  }
+  // Several tiles of tokens, rows of factors and neurons; splits of K; sizes that are multiples of nothing, and
+  // addresses without alignment.
+  for (const DType dtype : {DType::kF16, DType::kBF16}) {
+    for (const int64_t T : {63, 129, 300}) {
+      for (const int64_t K : {61, 520, 2056}) {
+        for (const int64_t R : {1, 13, 127, 136, 300}) {
+          Case c;
+          c.T = T, c.K = K,
+          c.F = seed % 3 == 0   ? 129
+                : seed % 3 == 1 ? 260
+                : K > 500       ? 300
+                                : 1000,
+          c.N = seed % 2 == 0 ? 24 : 33;
+          c.R = R, c.dtype = dtype, c.selection = SparseMlpSelection::kPredictor, c.density = 0.2;
+          c.activation = static_cast<SparseMlpActivation>(seed % 6), c.has_biases = seed % 2 == 1;
+          // Hidden values of relu2 would exceed the range of fp16.
+          if (K > 1000 && c.activation == SparseMlpActivation::kRelu2) c.activation = SparseMlpActivation::kGelu;
+          c.has_quantized_predictor = seed % 5 < 2, c.has_predictor_relu = seed % 4 == 1;
+          c.has_thresholds = seed % 7 == 0, c.bits = seed % 8 == 3 ? 4 : 0;
+          const size_t shift = seed % 9 == 4 ? static_cast<size_t>(SizeOf(dtype)) : 0;
+          if (IsSampled(seed++)) RunCase(c, seed, shift, &device, &failures);
         }
       }
     }

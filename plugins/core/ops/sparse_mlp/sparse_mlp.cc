@@ -292,10 +292,6 @@ class SparseMlpOp final : public Op {
     Binder binder(attributes_, inputs, input_count);
     STOF_RETURN_IF_ERROR(binder.Bind(&args));
     STOF_RETURN_IF_ERROR(binder.CheckData());
-    if (context.on_cuda && args.has_predictor_relu) {
-      return Status::Error(
-          "StofSparseMLP has no CUDA kernels with predictor_activation = relu: run the node on the CPU");
-    }
     const Tensor expected = OutputOf(inputs, args);
     const Tensor& output = outputs[0];
     if (output.dtype != expected.dtype || output.rank != expected.rank ||
