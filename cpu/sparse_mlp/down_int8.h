@@ -37,6 +37,7 @@ class Int8Group {
 
   // Adds columns [begin, end), piece by piece; begin is a multiple of kInt8Step.
   void Add(int64_t begin, int64_t end) {
+    if (b_.tokens == 1) return AddOnly(begin, end);
     for (int64_t t = 0; t < b_.tokens; ++t) Quantize(t);
     if (shared_count_ > 0) AddShared(begin, end);
     for (int64_t t = 0; t < b_.tokens; ++t) {
@@ -57,17 +58,9 @@ class Int8Group {
     }
     own_count_[t] = 0;
     if (count == 0) return;
-    float inverse = 0.0f;
     TokenHidden& token = tokens_[t];
-    ScaleToInt8(h, count, &token.scale, &inverse);
     int8_t values[kMostGroup];
-    int32_t sum = 0;
-    if (inverse > 0.0f) {
-      sum = RoundToInt8(h, count, inverse, values);
-    } else {
-      std::fill(values, values + count, int8_t{0});
-    }
-    token.sum = static_cast<float>(sum);
+    Round(h, count, values, &token);
     if (kSharesRows && b_.tokens >= kLeastShared && 2 * count >= count_) {
       int8_t all[kMostGroup] = {};
       for (int64_t i = 0; i < count; ++i) all[index[i]] = values[i];
@@ -78,6 +71,32 @@ class Int8Group {
     PackHidden(values, count, token.factors);
     own_count_[t] = count;
     std::copy(index, index + count, own_index_[t]);
+  }
+
+  // Hidden values in int8, and their scale and sum.
+  static void Round(const float* h, int64_t count, int8_t* values, TokenHidden* token) {
+    float inverse = 0.0f;
+    ScaleToInt8(h, count, &token->scale, &inverse);
+    int32_t sum = 0;
+    if (inverse > 0.0f) {
+      sum = RoundToInt8(h, count, inverse, values);
+    } else {
+      std::fill(values, values + count, int8_t{0});
+    }
+    token->sum = static_cast<float>(sum);
+  }
+
+  // The only token needs every row of the list.
+  void AddOnly(int64_t begin, int64_t end) {
+    TokenHidden& token = tokens_[0];
+    int8_t values[kMostGroup];
+    Round(b_.hidden + first_, count_, values, &token);
+    PackHidden(values, count_, token.factors);
+    const NextGroup* const next = is_prefetched_ ? nullptr : &next_;
+    is_prefetched_ = true;
+    WithElement(b_.down.dtype, [&](auto element) {
+      AddOwnRows(rows_, count_, b_.down.bits, token, Scales<decltype(element)>(), begin, end, next, sums_);
+    });
   }
 
   template <typename E>

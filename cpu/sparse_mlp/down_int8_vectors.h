@@ -30,8 +30,8 @@ constexpr bool kSharesRows = false;  // a copy would be as slow to read
 
 // A token's hidden values of a group.
 struct TokenHidden {
-  float scale = 0.0f;
-  float sum = 0.0f;                  // of the values in int8
+  float scale;
+  float sum;                         // of the values in int8
   uint32_t factors[kMostGroup / 2];  // the values of kRowsTogether rows side by side: four bytes, or a pair twice
 };
 
