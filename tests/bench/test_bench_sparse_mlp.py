@@ -29,6 +29,14 @@ def test_the_grid_has_every_mode_and_both_precisions() -> None:
     assert len(set(points)) == len(points)
 
 
+def test_small_mlps_are_timed_where_they_are_asked_for() -> None:
+    assert {p.shape for p in sparse_mlp.points()} == {"llama-3b"}
+    small = list(sparse_mlp.points((1,), (0.5,), ["k256"]))
+    assert {(p.mode, p.K, p.F) for p in small} == {
+        ("plain", 256, 1024), ("gated", 256, 672), ("predicted", 256, 672)
+    }  # fmt: skip
+
+
 def test_touched_bytes_count_rows_scales_and_the_predictor() -> None:
     active = np.zeros((2, 256), bool)
     active[0, 5] = active[1, 5] = active[1, 40] = True

@@ -61,7 +61,9 @@ def _parser() -> Parser:
     decode.add_argument("--caches", nargs="+", default=None, metavar="TYPE", help="fp32, int8; default: both")
     mlp = commands.add_parser("sparse-mlp", help="the MLP of active neurons beside the dense one, on a CPU")
     mlp.add_argument("--device", choices=["cpu"], default="cpu")
-    mlp.add_argument("--shapes", nargs="+", choices=list(sparse_mlp.SHAPES), default=None, help="default: all")
+    shapes = [*sparse_mlp.SHAPES, *sparse_mlp.SMALL_SIZES]
+    large = ", ".join(sparse_mlp.SHAPES)
+    mlp.add_argument("--shapes", nargs="+", choices=shapes, default=None, help=f"default: {large}")
     mlp.add_argument("--modes", nargs="+", choices=sparse_mlp.MODES, default=None, help="default: all")
     mlp.add_argument("--precisions", nargs="+", choices=sparse_mlp.PRECISIONS, default=None, help="default: all")
     mlp.add_argument("--tokens", nargs="+", type=int, default=None, metavar="T", help="default: 1, 4, 16")
@@ -268,12 +270,12 @@ def _decode(arguments: argparse.Namespace, threads: int) -> int:
 def _sparse_mlp(arguments: argparse.Namespace, threads: int) -> int:
     from stof.bench.core.results import store
 
-    chosen = (arguments.shapes, arguments.modes, arguments.precisions)
+    chosen = (arguments.modes, arguments.precisions)
     tokens, densities = arguments.tokens or sparse_mlp.TOKENS, arguments.densities or sparse_mlp.DENSITIES
     layers: sparse_mlp.Layers | None = None
-    for point in sparse_mlp.points(tokens, densities):
+    for point in sparse_mlp.points(tokens, densities, arguments.shapes):
         own = (point.shape, point.mode, point.precision)
-        if not all(values is None or value in values for values, value in zip(chosen, own, strict=True)):
+        if not all(values is None or value in values for values, value in zip(chosen, own[1:], strict=True)):
             continue
         if layers is None or (layers.shape, layers.mode, layers.precision) != own:
             layers = None  # the memory of those before

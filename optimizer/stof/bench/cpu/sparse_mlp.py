@@ -33,6 +33,7 @@ TOLERANCE = {"fp32": 1e-4, "int4": 0.05}  # of the largest value; int4: matmuls 
 Array = npt.NDArray[Any]
 
 SHAPES = {"llama-3b": (3072, 8192), "opt-1.3b": (2048, 8192)}
+SMALL_SIZES = {f"k{K}": K for K in (128, 256, 512, 768, 1024)}  # weights that caches hold
 MODES = ("plain", "gated", "predicted")
 PRECISIONS = ("fp32", "int4")
 DENSITIES = (1.0, 0.5, 0.25, 0.1, 0.05, 0.01)
@@ -58,12 +59,12 @@ class MlpPoint:
     @property
     def K(self) -> int:
         """The size of a token."""
-        return SHAPES[self.shape][0]
+        return sizes_of(self.shape, self.mode)[0]
 
     @property
     def F(self) -> int:
         """The number of neurons."""
-        return SHAPES[self.shape][1]
+        return sizes_of(self.shape, self.mode)[1]
 
     def row_bytes(self, size: int) -> float:
         """Bytes of a row of a gate or up weight, with its scales."""
@@ -91,14 +92,25 @@ class MlpPoint:
         return f"{self.shape} {self.mode} {self.precision} T{self.T} {self.density:.0%} active"
 
 
+def sizes_of(shape: str, mode: str) -> tuple[int, int]:
+    """K and F. A small MLP has 4 K neurons, with a gate 8 K / 3, a multiple of 32."""
+    if shape in SHAPES:
+        return SHAPES[shape]
+    K = SMALL_SIZES[shape]
+    return K, 4 * K if mode == "plain" else round(8 * K / 3 / 32) * 32
+
+
 def rank(F: int) -> int:
     """The rank of a predictor."""
     return round(_RANK * F)
 
 
-def points(tokens: Sequence[int] = TOKENS, densities: Sequence[float] = DENSITIES) -> Iterator[MlpPoint]:
-    """The grid, or the same with other tokens and densities."""
-    for shape, mode, precision, T, density in itertools.product(SHAPES, MODES, PRECISIONS, tokens, densities):
+def points(
+    tokens: Sequence[int] = TOKENS, densities: Sequence[float] = DENSITIES, shapes: Sequence[str] | None = None
+) -> Iterator[MlpPoint]:
+    """The grid, or the same with other tokens, densities and shapes."""
+    chosen = shapes or list(SHAPES)
+    for shape, mode, precision, T, density in itertools.product(chosen, MODES, PRECISIONS, tokens, densities):
         yield MlpPoint(shape, mode, precision, density, T)
 
 
@@ -116,7 +128,7 @@ class Layers:
 
     def __init__(self, shape: str, mode: str, precision: str, threads: int, layers: int = _LAYERS) -> None:
         self.shape, self.mode, self.precision = shape, mode, precision
-        self.K, self.F = SHAPES[shape]
+        self.K, self.F = sizes_of(shape, mode)
         self.rng = np.random.default_rng(0)
         self.threads = threads
         self._kept: list[Any] = []
