@@ -37,6 +37,12 @@ def _no_progress_of_slow_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stof.progress._LOG_EVERY", 3600.0)
 
 
+@pytest.fixture
+def small_mlps_gain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny MLPs are replaced as large ones are; test_small_mlps.py tests that they stay dense otherwise."""
+    monkeypatch.setattr("stof.sparse_mlp.rewrite.reason_slow_on_cpu", lambda site, density: "")
+
+
 # How long one example takes says something about the machine, not about stof.
 hypothesis.settings.register_profile("stof", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("stof")

@@ -175,7 +175,7 @@ def run_command(folder: Path, *arguments: str) -> tuple[int, list[dict[str, Any]
     return status, json.loads(path.read_text()) if path.exists() else []
 
 
-@pytest.mark.usefixtures("small")
+@pytest.mark.usefixtures("small", "small_mlps_gain")
 def test_records_have_every_field(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, (record,) = run_command(tmp_path, "--models", "tiny", "--idle", "0.4")
     assert status == 0

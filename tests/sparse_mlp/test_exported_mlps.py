@@ -17,6 +17,8 @@ from stof.sparse_mlp.find import find_mlps
 from stof.sparse_mlp.site import OP
 from stof.symbolic import Symbolic
 
+pytestmark = pytest.mark.usefixtures("small_mlps_gain")
+
 # By architecture: activation, whether up values are computed for active neurons alone, the neurons, and whether one matmul
 # gives gate and up.
 EXPECTED = {

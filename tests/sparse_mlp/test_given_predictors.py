@@ -19,6 +19,8 @@ from stof.report import Report
 from stof.sparse_mlp.report import MlpReport, MlpSection
 from stof.sparse_mlp.site import OP
 
+pytestmark = pytest.mark.usefixtures("small_mlps_gain")
+
 SIZE, NEURONS, RANK = 48, 160, 10
 
 

@@ -19,6 +19,8 @@ from stof.sparse_mlp.find import MlpCandidate, find_mlps
 from stof.sparse_mlp.site import OP
 from stof.symbolic import Symbolic
 
+pytestmark = pytest.mark.usefixtures("small_mlps_gain")
+
 FORM = MlpForm(size=64, neurons=192)
 GATED = replace(FORM, gated=True)
 BLOCK = 32

@@ -15,6 +15,8 @@ from stof.sparse_mlp.find import find_mlps
 from stof.sparse_mlp.model_room import ModelRoom
 from stof.symbolic import Symbolic
 
+pytestmark = pytest.mark.usefixtures("small_mlps_gain")
+
 FORM = MlpForm(gated=True, bits=4, size=128, neurons=512)
 DOWN = 512 * 128 // 2 + 512 // 32 * 128 * 4  # values and fp32 scales
 

@@ -22,6 +22,8 @@ from stof.sparse_mlp.neuron_order import make_order, with_orders
 from stof.sparse_mlp.site import OP, MlpSite
 from stof.symbolic import Symbolic
 
+pytestmark = pytest.mark.usefixtures("small_mlps_gain")
+
 # Half of a MiB of weights and more belongs to neurons that are never active on a few tokens.
 FORM = MlpForm(size=128, neurons=1536)
 FORMS = [

@@ -21,6 +21,8 @@ from stof.sparse_mlp.find import find_mlps
 from stof.sparse_mlp.site import OP
 from stof.symbolic import Symbolic
 
+pytestmark = pytest.mark.usefixtures("small_mlps_gain")
+
 PACKED = MlpForm(gated=True, packed="gate_up", size=64)
 FORMS = [
     PACKED,

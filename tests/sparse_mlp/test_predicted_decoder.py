@@ -23,6 +23,8 @@ from stof.symbolic import Symbolic
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cached_attention"))
 from gqa_models import Shape, model_of
 
+pytestmark = pytest.mark.usefixtures("small_mlps_gain")
+
 WORDS, NEURONS = 31, 192
 SHAPE = Shape(H=4, G=2, D=16, packed=True, rotary=16)
 SIZE = SHAPE.H * SHAPE.D

@@ -28,6 +28,8 @@ from stof.sparse_mlp.predictors.selector import NeuronSelector
 from stof.sparse_mlp.report import MlpSection
 from stof.sparse_mlp.site import OP
 
+pytestmark = pytest.mark.usefixtures("small_mlps_gain")
+
 Array = npt.NDArray[Any]
 GATED = MlpForm("silu", gated=True)
 ANY_LOSS = 1e9

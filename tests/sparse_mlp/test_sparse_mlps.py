@@ -22,6 +22,8 @@ from stof.report import Report
 from stof.sparse_mlp.report import MlpSection
 from stof.sparse_mlp.site import OP
 
+pytestmark = pytest.mark.usefixtures("small_mlps_gain")
+
 FORMS = [
     MlpForm(),
     MlpForm("relu2", gemm=True),

@@ -21,6 +21,7 @@ from stof.runtime.library import op_limits
 from stof.selection import NamedCandidate
 from stof.sparse_mlp.calibration.prompt_sets import CalibrationPrompts, read_calibration_prompts
 from stof.sparse_mlp.calibration.spec import OPTION, MlpSpec, parse_mlp_spec
+from stof.sparse_mlp.cost import UNKNOWN_DENSITY, reason_slow_on_cpu
 from stof.sparse_mlp.density import NeuronCounts, count_neurons
 from stof.sparse_mlp.dequantize_linear import with_dequantized_tokens
 from stof.sparse_mlp.emit import emit_mlps, without_selection
@@ -45,8 +46,6 @@ _MOST_ACTIVE_ON_CUDA = (
 # The largest share of active neurons at which runs of many tokens are faster than the dense MLP, by (has an up matmul, has
 # quantized weights). Many tokens together read every weight and save multiplications alone (docs/lab/cpu-experiments.md).
 _MOST_ACTIVE_OF_MANY_TOKENS = {(False, False): 0.03, (True, False): 0.07, (False, True): 0.1, (True, True): 0.25}
-# Of a model whose neurons were not counted: half of the outputs of a random matmul are negative.
-_UNKNOWN_DENSITY = 0.5
 _MOST_ERROR = 0.2  # relative output error of an MLP, in models without logits, whose loss cannot be measured
 
 
@@ -185,7 +184,9 @@ class SparseMlpRewrite(OpRewrite[MlpModel, MlpDecisions]):
             job.selections[KEY].refuse_all(f"no activation of the model gives zeros, and {OPTION} is not given")
         room = ModelRoom(found.model) if found.candidates else None
         for index, candidate in enumerate(found.candidates):
-            row, site, reason = _describe(job, found, candidate, index)
+            row, site, reason, slow = _describe(job, found, candidate, index)
+            # A plan that replaces an MLP takes the place of estimates.
+            reason = reason if _is_replaced_by_plan(job, candidate.name) else reason or slow
             reason = self.reason_kept(job, NamedCandidate(candidate.name, index), reason)
             if site is not None and room is not None and not reason:
                 reason = room.take(site)
@@ -261,24 +262,29 @@ def _section(job: Job, found: MlpModel, rows: list[MlpReport]) -> MlpSection:
     )
 
 
-def _describe(job: Job, found: MlpModel, candidate: MlpCandidate, index: int) -> tuple[MlpReport, MlpSite | None, str]:
-    """The row of a candidate, its site with a selector where there is one, and why it cannot be replaced or does not gain."""
+def _is_replaced_by_plan(job: Job, name: str) -> bool:
+    entry = None if job.plan is None else job.plan.of(KEY, name)
+    return entry is not None and entry.replace
+
+
+def _describe(
+    job: Job, found: MlpModel, candidate: MlpCandidate, index: int
+) -> tuple[MlpReport, MlpSite | None, str, str]:
+    """The row of a candidate, its site with a selector where there is one, why it cannot be replaced, and why it is slower."""
     site, prediction = candidate.site, found.predictions.get(candidate.name)
     counts = found.counts.get(candidate.name)
     density = None if counts is None else counts.density
     row = MlpReport(candidate.name, index, False, "", density=density)
     if site is None:
-        return row, None, candidate.reason
+        return row, None, candidate.reason, ""
     row = replace(row, activation=site.activation, sizes=site.sizes)
     if prediction is None:
         reason = _reason_no_operator(job) or ("" if site.has_zeros else f"{OPTION} is for other layers")
         if not has_cache(found.model):  # the estimated gain is one token's
-            return row, site, reason or _reason_slow_for_many_tokens(job, site, density)
-        gain = 1 / site.share_read(_UNKNOWN_DENSITY if density is None else density)
-        reason = (
-            reason or _reason_slow(density, gain, "active on the given inputs") or _reason_slow_on_cuda(job, density)
-        )
-        return replace(row, predicted_gain=round(gain, 3)), site, reason
+            return row, site, reason, _reason_slow_for_many_tokens(job, site, density)
+        gain = 1 / site.share_read(UNKNOWN_DENSITY if density is None else density)
+        slow = _reason_slow(density, gain, "active on the given inputs") or _reason_slow_on_target(job, site, density)
+        return replace(row, predicted_gain=round(gain, 3)), site, reason, slow
     quality, selector = prediction.quality, prediction.selector
     report = PredictionReport(
         prediction.kind,
@@ -290,13 +296,13 @@ def _describe(job: Job, found: MlpModel, candidate: MlpCandidate, index: int) ->
     )
     row = replace(row, prediction=report, density=None if quality is None else quality.selected_share)
     if selector is None:
-        return row, None, prediction.reason
+        return row, None, prediction.reason, ""
     site = replace(site, selector=selector)
-    gain = 1 / site.share_read(_UNKNOWN_DENSITY if row.density is None else row.density)
+    gain = 1 / site.share_read(UNKNOWN_DENSITY if row.density is None else row.density)
     reason = _reason_no_kernel(job, selector) or _reason_inexact(job, found, prediction)
-    reason = reason or _reason_slow(row.density, gain, "computed on held-out prompts")
-    reason = reason or _reason_slow_on_cuda(job, row.density)
-    return replace(row, selection=site.selection, predicted_gain=round(gain, 3)), site, reason
+    slow = _reason_slow(row.density, gain, "computed on held-out prompts")
+    slow = slow or _reason_slow_on_target(job, site, row.density)
+    return replace(row, selection=site.selection, predicted_gain=round(gain, 3)), site, reason, slow
 
 
 def _reason_inexact(job: Job, found: MlpModel, prediction: NeuronPrediction) -> str:
@@ -352,8 +358,10 @@ def _reason_slow(density: float | None, gain: float, what: str) -> str:
     return f"{active}{gain:.2f}x is estimated for one token, less than {_LEAST_GAIN}x"
 
 
-def _reason_slow_on_cuda(job: Job, density: float | None) -> str:
-    """Why a GPU would compute the dense MLP faster; empty where it would not, and for other targets."""
+def _reason_slow_on_target(job: Job, site: MlpSite, density: float | None) -> str:
+    """Why the target computes the dense MLP faster for one token; empty where it does not."""
+    if job.options.target == "cpu":
+        return reason_slow_on_cpu(site, density)
     if job.options.target != "cuda" or (density is not None and density <= _MOST_ACTIVE_ON_CUDA):
         return ""
     most = f"{100 * _MOST_ACTIVE_ON_CUDA:.0f} %"

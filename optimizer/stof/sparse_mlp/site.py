@@ -223,6 +223,22 @@ class MlpSite:
         width = width if self.quantization is None else self.quantization.bits
         return sum(w.outer if w is self.down else w.inner for w in self.weights) * width // 8
 
+    @property
+    def dense_bytes(self) -> float:
+        """The bytes of weights and scales that one token reads in the dense MLP; ONNX Runtime computes fp16 in fp32 on a CPU."""
+        before = self.input_size or self.output_size
+        size = 4.0
+        if self.quantization is not None:
+            size = self.quantization.bits / 8 + 4 / self.quantization.block_size
+        return self.neurons * size * ((1 if self.up is None else 2) * before + self.output_size)
+
+    def count_rows_read(self, density: float) -> float:
+        """The rows of weights that the operator reads for one token where this share of the neurons is computed."""
+        rows = density * self.neurons * len(self.weights)
+        if self.selector is not None and self.selector.has_predictor:
+            rows += self.selector.rank + self.neurons
+        return rows
+
     def share_read(self, density: float) -> float:
         """The share of the MLP's weights that one token reads where this share of the neurons is computed."""
         before = self.input_size or self.output_size

@@ -32,6 +32,8 @@ from stof.sparse_mlp.predictors.trained import train_selector
 from stof.sparse_mlp.report import MlpSection
 from stof.sparse_mlp.site import OP
 
+pytestmark = pytest.mark.usefixtures("small_mlps_gain")
+
 RANK = 16
 
 
