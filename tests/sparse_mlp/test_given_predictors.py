@@ -84,15 +84,18 @@ def test_powerinfer_predictors_with_their_relu(prompts: Path, tmp_path: Path) ->
         assert {a.name: helper.get_attribute_value(a) for a in node.attribute}["predictor_activation"] == b"relu"
 
 
-def test_powerinfer_predictors_are_kept_from_cuda(tmp_path: Path) -> None:
-    """There are CUDA kernels for predictors without ReLU alone: a node with it would fail in each run."""
+def test_powerinfer_predictors_for_cuda(prompts: Path, tmp_path: Path) -> None:
+    """Those that select few neurons: a GPU computes many of them faster with the dense MLP."""
     source = put(tmp_path, MlpForm("relu", bias=False))
-    options = Options(sparse_mlp=f"powerinfer={powerinfer(tmp_path / 'p', source)}", target="cuda")
-    report = stof.optimize(source, tmp_path / "out.onnx", options)
-    for row in rows(report):
-        assert not row.replaced
-        assert "has kernels for a predictor with relu on the CPU alone: use --target cpu" in row.reason
-    assert OP not in {n.op_type for n in onnx.load(str(tmp_path / "out.onnx")).graph.node}
+    for threshold, is_replaced in ((0.9, True), (0.1, False)):
+        spec = f"powerinfer={powerinfer(tmp_path / str(threshold), source, threshold=threshold)}"
+        options = Options(sparse_mlp=spec, prompts=prompts, max_kl=1e9, target="cuda", force=True)
+        report = stof.optimize(source, tmp_path / "out.onnx", options)
+        assert [r.replaced for r in rows(report)] == [is_replaced] * len(rows(report)), rows(report)
+        nodes = [n for n in onnx.load(str(tmp_path / "out.onnx")).graph.node if n.op_type == OP]
+        assert len(nodes) == (len(rows(report)) if is_replaced else 0)
+        for node in nodes:
+            assert {a.name: helper.get_attribute_value(a) for a in node.attribute}["predictor_activation"] == b"relu"
 
 
 def test_threshold_of_a_file_is_fitted_where_asked_for(prompts: Path, tmp_path: Path) -> None:

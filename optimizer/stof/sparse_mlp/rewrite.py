@@ -30,7 +30,6 @@ from stof.sparse_mlp.fused_activations import is_fused_activation, with_separate
 from stof.sparse_mlp.model_room import ModelRoom
 from stof.sparse_mlp.neuron_order import with_orders
 from stof.sparse_mlp.plan_entry import SELECTIONS, MlpPlan, read_mlp_plan
-from stof.sparse_mlp.predictors.selector import NeuronSelector
 from stof.sparse_mlp.report import KEY, NAMES, MlpReport, MlpSection, PredictionReport
 from stof.sparse_mlp.site import OP, MlpSite
 from stof.symbolic import Symbolic
@@ -299,7 +298,7 @@ def _describe(
         return row, None, prediction.reason, ""
     site = replace(site, selector=selector)
     gain = 1 / site.share_read(UNKNOWN_DENSITY if row.density is None else row.density)
-    reason = _reason_no_kernel(job, selector) or _reason_inexact(job, found, prediction)
+    reason = _reason_inexact(job, found, prediction)
     slow = _reason_slow(row.density, gain, "computed on held-out prompts")
     slow = slow or _reason_slow_on_target(job, site, row.density)
     return replace(row, selection=site.selection, predicted_gain=round(gain, 3)), site, reason, slow
@@ -328,14 +327,6 @@ def _reason_no_operator(job: Job) -> str:
         what = "TensorRT plugin" if target == "tensorrt" else f"kernels for --target {target}"
         return f"{OP} has no {what}"
     return ""
-
-
-def _reason_no_kernel(job: Job, selector: NeuronSelector) -> str:
-    """Why the target's kernels do not compute a selector; empty where they do."""
-    if job.options.target == "cpu" or selector.predictor_activation == "none":
-        return ""
-    found = selector.predictor_activation
-    return f"{OP} has kernels for a predictor with {found} on the CPU alone: use --target cpu, or kind=svd"
 
 
 def _reason_slow_for_many_tokens(job: Job, site: MlpSite, density: float | None) -> str:
