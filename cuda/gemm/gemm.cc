@@ -205,7 +205,7 @@ Status FindWays(const GemmArgs& args, bool workspace, const Facts& facts, bool t
   if (lt) {
     const int count = LtAlgorithms(args, workspace, facts.device);
     const double flops = 2.0 * static_cast<double>(args.M) * static_cast<double>(args.N) * static_cast<double>(args.K);
-    const bool first = ways->empty() || args.prefers_library || flops < kLtBelow * 1e-6 * ways->front().time;
+    const bool first = ways->empty() || args.prefers_cublaslt || flops < kLtBelow * 1e-6 * ways->front().time;
     Way way;
     way.kind = Way::Kind::kLt;
     for (int i = 0; i < (timed ? count : std::min(count, 1)); ++i) {

@@ -175,30 +175,39 @@ int LaunchDense(const Params& params, int64_t ctas, int threads, int shared_byte
                                        shared_bytes, stream, CanStartEarly<Params, kKernel>());
 }
 
-// A kernel as a type.
-template <void (*kKernel)(const MlpPredictParams)>
-using PredictKernel = std::integral_constant<void (*)(const MlpPredictParams), kKernel>;
+template <typename T, bool kVectors>
+int LaunchPredictScore(const MlpPredictParams& params, void* stream) {
+  const auto launch = [&](auto tokens) {
+    constexpr int kTokens = decltype(tokens)::value;
+    using Tiles = PredictScoreTiles<T, kTokens, kVectors>;
+    const int64_t ctas = CeilDiv(params.F, int64_t{kPredictRows}) * CeilDiv(params.T, int64_t{kTokens});
+    return LaunchDense<MlpPredictParams, PredictScoreKernel<T, kTokens, kVectors>>(params, ctas, Tiles::kThreads,
+                                                                                   Tiles::kSharedBytes, stream);
+  };
+  // Larger tiles read less, where there are enough of them.
+  return params.T <= 128 ? launch(Constant<64>()) : launch(Constant<128>());
+}
+
+template <typename T, bool kVectors>
+int LaunchPredictProject(const MlpPredictParams& params, void* stream) {
+  using Tiles = ProjectTiles<T, kVectors>;
+  const int64_t tiles =
+      CeilDiv(params.projected_stride, int64_t{kPredictRows}) * CeilDiv(params.T, int64_t{kProjectTokens});
+  return LaunchDense<MlpPredictParams, PredictProjectKernel<T, kVectors>>(params, tiles * params.splits,
+                                                                          Tiles::kThreads, Tiles::kSharedBytes, stream);
+}
 
 template <typename T>
 int LaunchPredict(const MlpPredictParams& params, void* stream) {
-  const auto launch = [&](auto kernel, int64_t ctas, int shared_bytes) {
-    return LaunchDense<MlpPredictParams, decltype(kernel)::value>(params, ctas, kPredictThreads, shared_bytes, stream);
-  };
-  const int64_t token_tiles = CeilDiv(params.T, int64_t{kPredictTokens});
   if (params.R > 0) {
-    const int64_t ctas = CeilDiv(params.projected_stride, int64_t{kPredictRows}) * token_tiles * params.splits;
-    const int error =
-        params.is_down_vectorized
-            ? launch(PredictKernel<PredictProjectKernel<T, true>>(), ctas, ProjectTiles<T, true>::kSharedBytes)
-            : launch(PredictKernel<PredictProjectKernel<T, false>>(), ctas, ProjectTiles<T, false>::kSharedBytes);
+    int error = params.is_down_vectorized ? LaunchPredictProject<T, true>(params, stream)
+                                          : LaunchPredictProject<T, false>(params, stream);
     if (error != 0) return error;
-    const int failed = launch(PredictKernel<PredictTermsKernel<T>>(), params.T, 0);
-    if (failed != 0) return failed;
+    error = LaunchDense<MlpPredictParams, PredictTermsKernel<T>>(params, params.T, kTermsThreads, 0, stream);
+    if (error != 0) return error;
   }
-  const int64_t ctas = CeilDiv(params.F, int64_t{kPredictRows}) * token_tiles;
-  return params.is_up_vectorized
-             ? launch(PredictKernel<PredictScoreKernel<T, true>>(), ctas, PredictScoreTiles<T, true>::kSharedBytes)
-             : launch(PredictKernel<PredictScoreKernel<T, false>>(), ctas, PredictScoreTiles<T, false>::kSharedBytes);
+  return params.is_up_vectorized ? LaunchPredictScore<T, true>(params, stream)
+                                 : LaunchPredictScore<T, false>(params, stream);
 }
 template <typename T>
 int LaunchMaskedHidden(const MlpMaskParams& params, void* stream) {

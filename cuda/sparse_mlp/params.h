@@ -75,9 +75,9 @@ struct MlpParams {
   bool runs_hidden_kernel = false;
 };
 
-// Tokens and rows of a factor that a CTA of the kernels below multiplies at a time.
-constexpr int kPredictTokens = 64;
+// Rows of a factor that a CTA of the kernels below multiplies at a time, and tokens of those that project.
 constexpr int kPredictRows = 128;
+constexpr int kProjectTokens = 64;
 // The terms in T whose sum is an fp32 value: 2 in fp16, 3 in bf16.
 constexpr int kMostTerms = 3;
 

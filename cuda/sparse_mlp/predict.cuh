@@ -14,13 +14,14 @@ namespace stof {
 namespace cuda {
 namespace mlp {
 
-// Dot products of kPredictTokens tokens, each a sum of kTerms terms, and kPredictRows rows of a factor. Four warps have
-// half of the tokens and half of the rows each.
-constexpr int kPredictThreads = 128, kPredictWarpTokens = kPredictTokens / 2, kPredictWarpRows = kPredictRows / 2;
+// Tokens and rows of a warp.
+constexpr int kPredictWarpTokens = 32, kPredictWarpRows = kPredictRows / 2;
 
-template <typename T, int kTerms, bool kVectors>
+// Dot products of kTokens tokens, each a sum of kTerms terms, and kPredictRows rows of a factor.
+template <typename T, int kTerms, int kTokens, bool kVectors>
 class DotTiles {
  public:
+  static constexpr int kThreads = kTokens / kPredictWarpTokens * 2 * 32;
   // [tokens / 16][rows / 8]: elements 0 and 1 have token lane / 4 and rows 2 (lane % 4) and one more, elements 2 and 3
   // have token lane / 4 + 8.
   using Sums = float[kPredictWarpTokens / 16][kPredictWarpRows / 8][4];
@@ -29,8 +30,8 @@ class DotTiles {
     const T* rows = nullptr;    // [row_count, row_stride]
     int64_t token_count = 0, token_stride = 0, row_count = 0, row_stride = 0;
   };
-  static constexpr int kDepth = 32, kStages = 4;
-  static constexpr uint32_t kTokenBytes = kPredictTokens * kDepth * 2, kRowBytes = kPredictRows * kDepth * 2;
+  static constexpr int kDepth = 32, kStages = kTokens == 64 ? 4 : 3;
+  static constexpr uint32_t kTokenBytes = kTokens * kDepth * 2, kRowBytes = kPredictRows * kDepth * 2;
   static constexpr uint32_t kStageBytes = kTerms * kTokenBytes + kRowBytes;
   static constexpr int kSharedBytes = static_cast<int>(kStages * kStageBytes);
 
@@ -82,14 +83,14 @@ class DotTiles {
   }
 
  private:
-  static constexpr int kPieces = kDepth / 8, kCopiedRows = kPredictThreads / kPieces;  // at once, of 16 bytes
-  static constexpr int kTokenCopies = kPredictTokens / kCopiedRows, kRowCopies = kPredictRows / kCopiedRows;
+  static constexpr int kPieces = kDepth / 8, kCopiedRows = kThreads / kPieces;  // at once, of 16 bytes
+  static constexpr int kTokenCopies = kTokens / kCopiedRows, kRowCopies = kPredictRows / kCopiedRows;
 
   static __device__ __forceinline__ int Lane() { return static_cast<int>(threadIdx.x) % 32; }
   static __device__ __forceinline__ int WarpToken() {
-    return static_cast<int>(threadIdx.x) / 32 % 2 * kPredictWarpTokens;
+    return static_cast<int>(threadIdx.x) / 32 % (kTokens / kPredictWarpTokens) * kPredictWarpTokens;
   }
-  static __device__ __forceinline__ int WarpRow() { return static_cast<int>(threadIdx.x) / 64 * kPredictWarpRows; }
+  static __device__ __forceinline__ int WarpRow() { return static_cast<int>(threadIdx.x) / kTokens * kPredictWarpRows; }
   static __device__ __forceinline__ int CopiedRow() { return static_cast<int>(threadIdx.x) / kPieces; }
   static __device__ __forceinline__ int Piece() { return static_cast<int>(threadIdx.x) % kPieces; }
 
@@ -156,27 +157,28 @@ class DotTiles {
 };
 
 template <typename T, bool kVectors>
-using ProjectTiles = DotTiles<T, 1, kVectors>;
-template <typename T, bool kVectors>
-using PredictScoreTiles = DotTiles<T, kFp32Terms<T>, kVectors>;
+using ProjectTiles = DotTiles<T, 1, kProjectTokens, kVectors>;
+template <typename T, int kTokens, bool kVectors>
+using PredictScoreTiles = DotTiles<T, kFp32Terms<T>, kTokens, kVectors>;
 
 // partials[split] = the dot products of a part of the values. Rows from R on give zeros.
 template <typename T, bool kVectors>
-__global__ void __launch_bounds__(kPredictThreads) PredictProjectKernel(const __grid_constant__ MlpPredictParams p) {
+__global__ void __launch_bounds__(ProjectTiles<T, kVectors>::kThreads, 3)
+    PredictProjectKernel(const __grid_constant__ MlpPredictParams p) {
   using Tiles = ProjectTiles<T, kVectors>;
   extern __shared__ __align__(128) uint8_t shared[];
   WaitForPrevious();
   LetNextStart();
   // In 32 bits, which count all CTAs: a division of 64 bits takes a hundred instructions.
   const auto row_tiles = static_cast<uint32_t>((p.projected_stride + kPredictRows - 1) / kPredictRows);
-  const auto token_tiles = static_cast<uint32_t>((p.T + kPredictTokens - 1) / kPredictTokens);
+  const auto token_tiles = static_cast<uint32_t>((p.T + kProjectTokens - 1) / kProjectTokens);
   const uint32_t tile = blockIdx.x % (row_tiles * token_tiles);
   const int64_t split = blockIdx.x / (row_tiles * token_tiles);
   typename Tiles::Operands operands;
   operands.tokens = static_cast<const T*>(p.input), operands.token_count = p.T, operands.token_stride = p.K;
   operands.rows = static_cast<const T*>(p.predictor_down), operands.row_count = p.R, operands.row_stride = p.K;
   const int64_t begin = min(p.K, split * p.split_values), end = min(p.K, begin + p.split_values);
-  const Tiles tiles(operands, SharedAddress(shared), int64_t{tile / row_tiles} * kPredictTokens,
+  const Tiles tiles(operands, SharedAddress(shared), int64_t{tile / row_tiles} * kProjectTokens,
                     int64_t{tile % row_tiles} * kPredictRows, static_cast<int>(begin), static_cast<int>(end));
   typename Tiles::Sums sums = {};
   tiles.Add(sums);
@@ -194,14 +196,16 @@ __global__ void __launch_bounds__(kPredictThreads) PredictProjectKernel(const __
   }
 }
 
+constexpr int kTermsThreads = 128;
+
 // terms = the projected values of a token, by a CTA. In fp16 a power of two scales those of a token, so that they stay
 // in the range of fp16; unscales takes it back.
 template <typename T>
-__global__ void __launch_bounds__(kPredictThreads) PredictTermsKernel(const __grid_constant__ MlpPredictParams p) {
-  __shared__ float most_of_warps[kPredictThreads / 32];
+__global__ void __launch_bounds__(kTermsThreads) PredictTermsKernel(const __grid_constant__ MlpPredictParams p) {
+  __shared__ float most_of_warps[kTermsThreads / 32];
   WaitForPrevious();
   LetNextStart();
-  const int64_t token = blockIdx.x, first = int64_t{4} * threadIdx.x, step = int64_t{4} * kPredictThreads;
+  const int64_t token = blockIdx.x, first = int64_t{4} * threadIdx.x, step = int64_t{4} * kTermsThreads;
   float* const sums = p.partials + token * p.projected_stride;
   float most = 0.0f;
   for (int64_t r = first; r < p.projected_stride; r += step) {
@@ -223,7 +227,7 @@ __global__ void __launch_bounds__(kPredictThreads) PredictTermsKernel(const __gr
   if (threadIdx.x % 32 == 0) most_of_warps[threadIdx.x / 32] = most;
   __syncthreads();
 #pragma unroll
-  for (int warp = 0; warp < kPredictThreads / 32; ++warp) most = fmaxf(most, most_of_warps[warp]);
+  for (int warp = 0; warp < kTermsThreads / 32; ++warp) most = fmaxf(most, most_of_warps[warp]);
   const TermScale<T> scale(most);
   if (threadIdx.x == 0) p.unscales[token] = scale.inverse;
   for (int64_t r = first; r < p.projected_stride; r += step) {
@@ -240,9 +244,10 @@ __global__ void __launch_bounds__(kPredictThreads) PredictTermsKernel(const __gr
 }
 
 // masks[token, neuron / 32]: bit neuron % 32 says whether the neuron is active for the token.
-template <typename T, bool kVectors>
-__global__ void __launch_bounds__(kPredictThreads) PredictScoreKernel(const __grid_constant__ MlpPredictParams p) {
-  using Tiles = PredictScoreTiles<T, kVectors>;
+template <typename T, int kTokens, bool kVectors>
+__global__ void __launch_bounds__(PredictScoreTiles<T, kTokens, kVectors>::kThreads, kTokens == 64 ? 3 : 2)
+    PredictScoreKernel(const __grid_constant__ MlpPredictParams p) {
+  using Tiles = PredictScoreTiles<T, kTokens, kVectors>;
   extern __shared__ __align__(128) uint8_t shared[];
   WaitForPrevious();
   LetNextStart();
@@ -251,7 +256,7 @@ __global__ void __launch_bounds__(kPredictThreads) PredictScoreKernel(const __gr
   operands.tokens = static_cast<const T*>(p.terms), operands.token_count = p.T;
   operands.token_stride = p.projected_stride;
   operands.rows = static_cast<const T*>(p.predictor_up), operands.row_count = p.F, operands.row_stride = p.R;
-  const Tiles tiles(operands, SharedAddress(shared), int64_t{blockIdx.x / row_tiles} * kPredictTokens,
+  const Tiles tiles(operands, SharedAddress(shared), int64_t{blockIdx.x / row_tiles} * kTokens,
                     int64_t{blockIdx.x % row_tiles} * kPredictRows, 0, static_cast<int>(p.R));
   typename Tiles::Sums sums = {};
   tiles.Add(sums);

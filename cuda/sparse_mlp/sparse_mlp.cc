@@ -218,7 +218,7 @@ bool IsDense(const SparseMlpArgs& a) {
 constexpr int64_t kProjectCtas = 264;
 constexpr int64_t kLeastSplitValues = 256;
 int64_t ProjectTilesOf(const SparseMlpArgs& a, int64_t tokens) {
-  return CeilDiv(tokens, int64_t{kPredictTokens}) * CeilDiv(a.R, int64_t{kPredictRows});
+  return CeilDiv(tokens, int64_t{kProjectTokens}) * CeilDiv(a.R, int64_t{kPredictRows});
 }
 
 // cuBLASLt divides the down matmul of a few hundred tokens along F, which needs more than what GEMMs have elsewhere.
@@ -239,7 +239,7 @@ class DenseLayout {
     if (has_gate) {
       projected_stride = RoundUp(a.R, kMlpChunk);
       // Of every number of splits: a tile of each CTA.
-      partials = Take(std::max(kProjectCtas, ProjectTilesOf(a, tokens)), int64_t{kPredictTokens} * kPredictRows * 4);
+      partials = Take(std::max(kProjectCtas, ProjectTilesOf(a, tokens)), int64_t{kProjectTokens} * kPredictRows * 4);
       terms = Take(kMostTerms * tokens, projected_stride * item);
       unscales = Take(tokens, 4);
       mask_words = CeilDiv(a.F, int64_t{32});
@@ -309,7 +309,7 @@ class DenseRun {
     return ToStatus(static_cast<cudaError_t>(error), "launch of an MLP of many tokens");
   }
 
-  static void SetRun(GemmArgs* g) { g->prefers_library = true, g->most_workspace = kMlpGemmWorkspace; }
+  static void SetRun(GemmArgs* g) { g->prefers_cublaslt = true, g->most_workspace = kMlpGemmWorkspace; }
 
   uint32_t* Masks() const { return reinterpret_cast<uint32_t*>(base_ + layout_.masks); }
 

@@ -96,7 +96,7 @@ struct GemmArgs {
   const void* row = nullptr;               // [M]
   const void* residual = nullptr;          // [M, N]
   bool may_wait = false;                   // the run may wait for the device, to time kernels
-  bool prefers_library = false;            // cuBLASLt is taken where it computes the product and nothing was timed
+  bool prefers_cublaslt = false;            // cuBLASLt is taken where it computes the product and nothing was timed
   size_t most_workspace = kGemmWorkspace;  // bytes that the run may ask for
 };
 
