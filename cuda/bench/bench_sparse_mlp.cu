@@ -4,7 +4,8 @@
 // bench_cuda_sparse_mlp [--blas PATH] [--bf16] [--shape K F N] [--layers L] [--quick | --many] [--only MODE]
 //                       [--json FILE]
 //   --blas  libcublas.so; else found by its name; without one only this library's times are given
-//   --quick 1 and 8 tokens; --many: 32 to 2048 tokens, the GEMMs' range
+//   --quick 1 and 8 tokens; --many: 32 to 2048 tokens, of which each needs 25 % of the neurons
+// The bound is that of the bytes read, not of multiplications.
 //   MODE    predicted (gate, up, down with a predictor of rank 4 % of F), gated (gate is an input), plain
 // The dense MLP is its matmuls alone: three, of which gated and plain leave out the first one as the sparse one does.
 #include <cuda_bf16.h>
@@ -184,6 +185,7 @@ int main(int argc, char** argv) {
     all.push_back(layer);
   }
   void* const x = fill(most_tokens * K, 1);
+  // hidden is not zero: power, and with it the clock, depends on the values that tensor cores multiply.
   void *const y = Allocate(2 * most_tokens * N), *const hidden = fill(most_tokens * F, 1),
               *const more = Allocate(2 * most_tokens * F);
   auto* const projected = static_cast<float*>(Allocate(4 * most_tokens * R));

@@ -26,7 +26,7 @@ __device__ __forceinline__ void StoreChunk(const float (&values)[kMlpChunk], int
   }
 }
 
-// to[count, size] = the rows of a quantized weight, rounded to T.
+// weight[count, size] = the rows of a quantized weight, rounded to T.
 template <typename T, int kBits, bool kVectors, bool kIsDown>
 __global__ void __launch_bounds__(kMlpThreads) DequantizeKernel(const __grid_constant__ MlpDequantizeParams p) {
   WaitForPrevious();
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kMlpThreads) DequantizeKernel(const __grid_con
       Chunk<T, kBits> loaded;
       loaded.template Load<kVectors>(rows, row, chunk);
       loaded.Unscaled(values);
-      const float scale = p.has_scales ? loaded.scale : 1.0f;
+      const float scale = p.applies_scales ? loaded.scale : 1.0f;
 #pragma unroll
       for (int i = 0; i < kMlpChunk; ++i) values[i] *= scale;
     } else if constexpr (kVectors) {
@@ -50,13 +50,22 @@ __global__ void __launch_bounds__(kMlpThreads) DequantizeKernel(const __grid_con
     } else {
       LoadColumns<T, kBits>(rows, row, chunk * kMlpChunk, count, values);
     }
-    StoreChunk<T, kVectors>(values, count, static_cast<T*>(p.to) + row * rows.size + chunk * kMlpChunk);
+    StoreChunk<T, kVectors>(values, count, static_cast<T*>(p.weight) + row * rows.size + chunk * kMlpChunk);
   }
+}
+
+template <typename T, bool kVectors>
+__device__ __forceinline__ void AddBias(const void* bias, int64_t chunk, int64_t size, float (&values)[kMlpChunk]) {
+  if (bias == nullptr) return;
+  float x[kMlpChunk];
+  LoadToken<T, kVectors>(static_cast<const T*>(bias), chunk, size, x);
+#pragma unroll
+  for (int i = 0; i < kMlpChunk; ++i) values[i] += x[i];
 }
 
 // hidden[t, j] = activation(gate) * up where neuron j is active for token t, else 0. A thread has a chunk of a token.
 template <typename T, bool kVectors>
-__global__ void __launch_bounds__(kMlpThreads) MaskedHiddenKernel(const __grid_constant__ MlpMaskParams p) {
+__global__ void __launch_bounds__(kMlpThreads) MaskedHiddenKernel(const __grid_constant__ MlpMaskedHiddenParams p) {
   WaitForPrevious();
   LetNextStart();
   const int64_t chunks = (p.F + kMlpChunk - 1) / kMlpChunk;
@@ -65,19 +74,11 @@ __global__ void __launch_bounds__(kMlpThreads) MaskedHiddenKernel(const __grid_c
   const int64_t chunk = int64_t{blockIdx.x % ctas_of_token} * kMlpThreads + threadIdx.x;
   if (chunk >= chunks) return;
   const int64_t j = chunk * kMlpChunk, at = t * p.F;
-  float gates[kMlpChunk], ups[kMlpChunk], biases[kMlpChunk], hidden[kMlpChunk];
+  float gates[kMlpChunk], ups[kMlpChunk], hidden[kMlpChunk];
   LoadToken<T, kVectors>(static_cast<const T*>(p.gate) + at, chunk, p.F, gates);
   if (p.up_matmul != nullptr) LoadToken<T, kVectors>(static_cast<const T*>(p.up_matmul) + at, chunk, p.F, ups);
-  if (p.gate_bias != nullptr) {
-    LoadToken<T, kVectors>(static_cast<const T*>(p.gate_bias), chunk, p.F, biases);
-#pragma unroll
-    for (int i = 0; i < kMlpChunk; ++i) gates[i] += biases[i];
-  }
-  if (p.up_bias != nullptr) {
-    LoadToken<T, kVectors>(static_cast<const T*>(p.up_bias), chunk, p.F, biases);
-#pragma unroll
-    for (int i = 0; i < kMlpChunk; ++i) ups[i] += biases[i];
-  }
+  AddBias<T, kVectors>(p.gate_bias, chunk, p.F, gates);
+  AddBias<T, kVectors>(p.up_bias, chunk, p.F, ups);
   const uint32_t mask = p.masks == nullptr ? 0u : p.masks[t * p.mask_words + j / 32] >> j % 32;
 #pragma unroll
   for (int i = 0; i < kMlpChunk; ++i) {

@@ -10,7 +10,7 @@
 #include "cuda/sparse_mlp/dense.cuh"
 #include "cuda/sparse_mlp/down_tile.cuh"
 #include "cuda/sparse_mlp/hidden_tile.cuh"
-#include "cuda/sparse_mlp/predict.cuh"
+#include "cuda/sparse_mlp/select_many.cuh"
 #include "cuda/sparse_mlp/select_tile.cuh"
 #include "plugins/core/base/integers.h"
 
@@ -170,61 +170,60 @@ int LaunchDown(const MlpParams& params, void* stream) {
 }
 
 template <typename Params, void (*kKernel)(const Params)>
-int LaunchDense(const Params& params, int64_t ctas, int threads, int shared_bytes, void* stream) {
+int LaunchWith(const Params& params, int64_t ctas, int threads, int shared_bytes, void* stream) {
   return LaunchKernel<Params, kKernel>(params, static_cast<unsigned>(ctas), static_cast<unsigned>(threads),
                                        shared_bytes, stream, CanStartEarly<Params, kKernel>());
 }
 
 template <typename T, bool kVectors>
-int LaunchPredictScore(const MlpPredictParams& params, void* stream) {
+int LaunchScoreMany(const MlpSelectManyParams& params, void* stream) {
   const auto launch = [&](auto tokens) {
     constexpr int kTokens = decltype(tokens)::value;
-    using Tiles = PredictScoreTiles<T, kTokens, kVectors>;
-    const int64_t ctas = CeilDiv(params.F, int64_t{kPredictRows}) * CeilDiv(params.T, int64_t{kTokens});
-    return LaunchDense<MlpPredictParams, PredictScoreKernel<T, kTokens, kVectors>>(params, ctas, Tiles::kThreads,
-                                                                                   Tiles::kSharedBytes, stream);
+    using Tiles = ScoreManyTiles<T, kTokens, kVectors>;
+    const int64_t ctas = CeilDiv(params.F, int64_t{kManyRows}) * CeilDiv(params.T, int64_t{kTokens});
+    return LaunchWith<MlpSelectManyParams, ScoreManyKernel<T, kTokens, kVectors>>(params, ctas, Tiles::kThreads,
+                                                                                  Tiles::kSharedBytes, stream);
   };
   // Larger tiles read less, where there are enough of them.
   return params.T <= 128 ? launch(Constant<64>()) : launch(Constant<128>());
 }
 
 template <typename T, bool kVectors>
-int LaunchPredictProject(const MlpPredictParams& params, void* stream) {
-  using Tiles = ProjectTiles<T, kVectors>;
+int LaunchProjectMany(const MlpSelectManyParams& params, void* stream) {
+  using Tiles = ProjectManyTiles<T, kVectors>;
   const int64_t tiles =
-      CeilDiv(params.projected_stride, int64_t{kPredictRows}) * CeilDiv(params.T, int64_t{kProjectTokens});
-  return LaunchDense<MlpPredictParams, PredictProjectKernel<T, kVectors>>(params, tiles * params.splits,
-                                                                          Tiles::kThreads, Tiles::kSharedBytes, stream);
+      CeilDiv(params.projected_stride, int64_t{kManyRows}) * CeilDiv(params.T, int64_t{kProjectManyTokens});
+  return LaunchWith<MlpSelectManyParams, ProjectManyKernel<T, kVectors>>(params, tiles * params.splits, Tiles::kThreads,
+                                                                         Tiles::kSharedBytes, stream);
 }
 
 template <typename T>
-int LaunchPredict(const MlpPredictParams& params, void* stream) {
+int LaunchSelectMany(const MlpSelectManyParams& params, void* stream) {
   if (params.R > 0) {
-    int error = params.is_down_vectorized ? LaunchPredictProject<T, true>(params, stream)
-                                          : LaunchPredictProject<T, false>(params, stream);
+    int error = params.is_down_vectorized ? LaunchProjectMany<T, true>(params, stream)
+                                          : LaunchProjectMany<T, false>(params, stream);
     if (error != 0) return error;
-    error = LaunchDense<MlpPredictParams, PredictTermsKernel<T>>(params, params.T, kTermsThreads, 0, stream);
+    error = LaunchWith<MlpSelectManyParams, TermsManyKernel<T>>(params, params.T, kTermsThreads, 0, stream);
     if (error != 0) return error;
   }
-  return params.is_up_vectorized ? LaunchPredictScore<T, true>(params, stream)
-                                 : LaunchPredictScore<T, false>(params, stream);
+  return params.is_up_vectorized ? LaunchScoreMany<T, true>(params, stream) : LaunchScoreMany<T, false>(params, stream);
 }
 template <typename T>
-int LaunchMaskedHidden(const MlpMaskParams& params, void* stream) {
+int LaunchMaskedHidden(const MlpMaskedHiddenParams& params, void* stream) {
   const int64_t ctas = params.T * CeilDiv(CeilDiv(params.F, int64_t{kMlpChunk}), int64_t{kMlpThreads});
   return params.is_vectorized
-             ? LaunchDense<MlpMaskParams, MaskedHiddenKernel<T, true>>(params, ctas, kMlpThreads, 0, stream)
-             : LaunchDense<MlpMaskParams, MaskedHiddenKernel<T, false>>(params, ctas, kMlpThreads, 0, stream);
+             ? LaunchWith<MlpMaskedHiddenParams, MaskedHiddenKernel<T, true>>(params, ctas, kMlpThreads, 0, stream)
+             : LaunchWith<MlpMaskedHiddenParams, MaskedHiddenKernel<T, false>>(params, ctas, kMlpThreads, 0, stream);
 }
 template <typename T>
-int LaunchDequantize(const MlpDequantizeParams& params, bool is_down, int ctas, void* stream) {
+int LaunchDequantize(const MlpDequantizeParams& params, int ctas, void* stream) {
   return WithRows<4, 8>(params.rows, [&](auto bits, auto vectors) {
     constexpr int kBits = decltype(bits)::value;
     constexpr bool kVectors = decltype(vectors)::value;
     using Params = MlpDequantizeParams;
-    return is_down
-               ? LaunchDense<Params, DequantizeKernel<T, kBits, kVectors, true>>(params, ctas, kMlpThreads, 0, stream)
-               : LaunchDense<Params, DequantizeKernel<T, kBits, kVectors, false>>(params, ctas, kMlpThreads, 0, stream);
+    return params.is_down
+               ? LaunchWith<Params, DequantizeKernel<T, kBits, kVectors, true>>(params, ctas, kMlpThreads, 0, stream)
+               : LaunchWith<Params, DequantizeKernel<T, kBits, kVectors, false>>(params, ctas, kMlpThreads, 0, stream);
   });
 }
 
@@ -235,7 +234,7 @@ const MlpKernels& KernelsOf() {
     k.project = LaunchProject<T>, k.score = LaunchScore<T>, k.select = LaunchSelect<T>;
     k.hidden = LaunchHidden<T>, k.down = LaunchDown<T>;
     if constexpr (sizeof(T) == 2) {
-      k.predict = LaunchPredict<T>, k.dequantize = LaunchDequantize<T>, k.masked_hidden = LaunchMaskedHidden<T>;
+      k.select_many = LaunchSelectMany<T>, k.dequantize = LaunchDequantize<T>, k.masked_hidden = LaunchMaskedHidden<T>;
     }
     return k;
   }();

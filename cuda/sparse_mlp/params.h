@@ -53,7 +53,7 @@ struct MlpParams {
   const void *gate_bias = nullptr, *up_bias = nullptr, *down_bias = nullptr;
   const float* threshold = nullptr;
   int64_t threshold_stride = 0;
-  bool has_predictor_relu = false;  // of projected values
+  bool has_predictor_relu = false;  // between the factors of the predictor
   void* output = nullptr;           // [T, N]
 
   // ---- workspace ----
@@ -75,46 +75,48 @@ struct MlpParams {
   bool runs_hidden_kernel = false;
 };
 
-// Rows of a factor that a CTA of the kernels below multiplies at a time, and tokens of those that project.
-constexpr int kPredictRows = 128;
-constexpr int kProjectTokens = 64;
-// The terms in T whose sum is an fp32 value: 2 in fp16, 3 in bf16.
+// For many tokens, a CTA of the project and score kernels has this many rows of a predictor's factor. The project
+// kernel has 64 tokens a CTA.
+constexpr int kManyRows = 128;
+constexpr int kProjectManyTokens = 64;
+// The terms whose sum is an fp32 value: 2 in fp16, 3 in bf16.
 constexpr int kMostTerms = 3;
 
-// The kernels by which a predictor selects the neurons of many tokens, in fp16 or bf16.
-struct MlpPredictParams {
+// The kernels by which a predictor selects the neurons of many tokens, in fp16 or bf16 (select_many.cuh).
+struct MlpSelectManyParams {
   int64_t T = 0, K = 0, F = 0, R = 0;
   const void* input = nullptr;           // [T, K]
-  const void* predictor_down = nullptr;  // [R, K], of quantized values those without scales, as predictor_up
+  const void* predictor_down = nullptr;  // [R, K]; without scales where it was quantized, as is predictor_up
   const void* predictor_up = nullptr;    // [F, R]
   const void* down_scales = nullptr;     // [R]; nullptr: not quantized
   const void* up_scales = nullptr;       // [F]
   bool is_down_vectorized = false, is_up_vectorized = false;  // rows of tokens and of the factor
   const float* threshold = nullptr;
   int64_t threshold_stride = 0;
-  bool has_predictor_relu = false;  // of projected values
+  bool has_predictor_relu = false;  // between the factors
 
   // ---- workspace ----
-  int32_t splits = 1;            // of the K values of a dot product of predictor_down
-  int64_t split_values = 0;      // of a split, a multiple of 8
-  int64_t projected_stride = 0;  // R, rounded up to a multiple of 8
-  float* partials = nullptr;     // [splits, T, projected_stride]
-  void* terms = nullptr;         // [terms, T, projected_stride]
-  float* unscales = nullptr;     // [T]: what a token's terms are multiplied by
-  uint32_t* masks = nullptr;     // [T, mask_words]
-  int64_t mask_words = 0;        // F / 32, rounded up
+  int32_t splits = 1;               // of the K values of a dot product of predictor_down
+  int64_t split_values = 0;         // of a split, a multiple of 8
+  int64_t projected_stride = 0;     // R, rounded up to a multiple of 8
+  float* partials = nullptr;        // [splits, T, projected_stride]
+  void* terms = nullptr;            // [terms, T, projected_stride]
+  float* inverse_scales = nullptr;  // [T]: the dot products of a token's terms are multiplied by it
+  uint32_t* masks = nullptr;        // [T, mask_words]
+  int64_t mask_words = 0;           // F / 32, rounded up
 };
 
 // A weight that is dequantized.
 struct MlpDequantizeParams {
   MlpRows rows;
-  int64_t count = 0;       // rows
-  bool has_scales = true;  // false: the values without scales
-  void* to = nullptr;      // [count, size of a row]
+  int64_t count = 0;     // rows
+  bool is_down = false;  // its scales are those of a column and a group of neurons, not of a row
+  bool applies_scales = true;
+  void* weight = nullptr;  // [count, size of a row]
 };
 
 // The kernel between the GEMMs of many tokens, in fp16 or bf16. hidden may be the memory of gate or up_matmul.
-struct MlpMaskParams {
+struct MlpMaskedHiddenParams {
   int64_t T = 0, F = 0;
   SparseMlpActivation activation = SparseMlpActivation::kNone;
   SparseMlpSelection selection = SparseMlpSelection::kNonzero;
@@ -138,9 +140,9 @@ struct MlpKernels {
   int (*hidden)(const MlpParams& params, int ctas, void* stream);
   int (*down)(const MlpParams& params, void* stream);
   // nullptr with fp32.
-  int (*predict)(const MlpPredictParams& params, void* stream);
-  int (*dequantize)(const MlpDequantizeParams& params, bool is_down, int ctas, void* stream);
-  int (*masked_hidden)(const MlpMaskParams& params, void* stream);
+  int (*select_many)(const MlpSelectManyParams& params, void* stream);
+  int (*dequantize)(const MlpDequantizeParams& params, int ctas, void* stream);
+  int (*masked_hidden)(const MlpMaskedHiddenParams& params, void* stream);
 };
 const MlpKernels& MlpKernelsF32();
 const MlpKernels& MlpKernelsF16();

@@ -200,6 +200,13 @@ __device__ __forceinline__ void AddDots(const MlpRows* const (&weights)[kRows], 
   }
 }
 
+// The largest value of the lanes of a warp, in all of them. NaN is left out.
+__device__ __forceinline__ float MaxOverWarp(float x) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, offset));
+  return x;
+}
+
 // The sum of a value over the lanes of a warp, in all of them.
 __device__ __forceinline__ float SumOverWarp(float x) {
 #pragma unroll
@@ -227,12 +234,15 @@ __device__ __forceinline__ float Activated(SparseMlpActivation activation, float
   }
 }
 
-// Whether a neuron is active, by its activation or its score. NaN makes it active.
+// NaN is above: it makes a neuron active.
+__device__ __forceinline__ bool IsAbove(float x, float threshold) { return !(x <= threshold); }
+
+// Whether a neuron is active, by its activation or its score.
 template <typename Params>
 __device__ __forceinline__ bool IsActive(const Params& p, float x, int64_t neuron) {
   if (p.selection == SparseMlpSelection::kNonzero) return x != 0.0f;
   const float found = p.selection == SparseMlpSelection::kMagnitude && x < 0.0f ? -x : x;
-  return !(found <= p.threshold[neuron * p.threshold_stride]);
+  return IsAbove(found, p.threshold[neuron * p.threshold_stride]);
 }
 
 }  // namespace mlp

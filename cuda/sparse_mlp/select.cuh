@@ -21,9 +21,9 @@ __device__ __forceinline__ void PointAtTokens(const void* base, int64_t stride, 
   for (int t = 0; t < kTokens; ++t) to[t] = static_cast<const X*>(base) + min(begin + t, tokens - 1) * stride;
 }
 
-// What stands between the factors of a predictor. NaN stays.
+// The activation between the factors of a predictor. NaN stays NaN.
 template <typename Params>
-__device__ __forceinline__ float ProjectedValue(const Params& p, float sum) {
+__device__ __forceinline__ float ActivatedProjection(const Params& p, float sum) {
   return p.has_predictor_relu && sum < 0.0f ? 0.0f : sum;
 }
 
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kProjectThreads) ProjectKernel(const __grid_co
       float sum = sums[0][threadIdx.x];
 #pragma unroll
       for (int w = 1; w < kProjectWarps; ++w) sum += sums[w][threadIdx.x];
-      p.projected[(begin + static_cast<int>(threadIdx.x)) * p.projected_stride + r] = ProjectedValue(p, sum);
+      p.projected[(begin + static_cast<int>(threadIdx.x)) * p.projected_stride + r] = ActivatedProjection(p, sum);
     }
     __syncthreads();
   }

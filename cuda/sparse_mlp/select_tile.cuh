@@ -89,17 +89,17 @@ __global__ void __launch_bounds__(kProjectTileThreads, 1) ProjectTileKernel(cons
     if (token >= p.T || own >= p.projected_stride) continue;
     const float sum = shared.Sum(0, i / kTileRows, i % kTileRows);
     p.projected[token * p.projected_stride + own] =
-        own < p.R ? ProjectedValue(p, ScaleOfRow<T, kBits>(factor, own) * sum) : 0.0f;
+        own < p.R ? ActivatedProjection(p, ScaleOfRow<T, kBits>(factor, own) * sum) : 0.0f;
   }
 }
 
-// Shared memory that stages kStagedValues projected values of each token. A value is fp32: the sum of two terms in
+// Shared memory that stages kValues projected values of each token. A value is fp32: the sum of two terms in
 // fp16, or of three in bf16. In fp16 a power of two scales those of a token, so that they stay in the range of fp16.
-template <typename T, int kTokens, int kStagedValues>
+template <typename T, int kTokens>
 struct StagedProjection {
-  static constexpr int kValues = kStagedValues, kTerms = kFp32Terms<T>;
+  static constexpr int kValues = kTokens == 8 ? 512 : 256, kTerms = kFp32Terms<T>;
   alignas(16) T values[kTerms][kTokens][kValues + 32];  // padded: eight lanes read from different banks
-  float unscales[kTokens];
+  float inverse_scales[kTokens];
 
   // Values [begin, begin + kValues); zeros of tokens and values that do not exist.
   __device__ __forceinline__ void Load(const MlpParams& p, int64_t begin) {
@@ -107,7 +107,7 @@ struct StagedProjection {
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
     for (int token = warp; token < kTokens; token += kMlpWarps) {
-      float x[kLoads][4], most = 0.0f;
+      float x[kLoads][4], largest = 0.0f;
 #pragma unroll
       for (int u = 0; u < kLoads; ++u) {
         const int64_t value = begin + (u * 32 + lane) * 4;
@@ -118,10 +118,10 @@ struct StagedProjection {
         x[u][2] = exists ? some.z : 0.0f, x[u][3] = exists ? some.w : 0.0f;
       }
 #pragma unroll
-      for (int i = 0; i < 4 * kLoads; ++i) most = fmaxf(most, fabsf(x[i / 4][i % 4]));
+      for (int i = 0; i < 4 * kLoads; ++i) largest = fmaxf(largest, fabsf(x[i / 4][i % 4]));
       // Scores with an infinite or NaN value are NaN: active.
-      const TermScale<T> scale(MostOverWarp(most));
-      if (lane == 0) unscales[token] = scale.inverse;
+      const TermScale<T> scale(MaxOverWarp(largest));
+      if (lane == 0) inverse_scales[token] = scale.inverse;
 #pragma unroll
       for (int u = 0; u < kLoads; ++u) {
         uint32_t low[kTerms], high[kTerms];
@@ -152,22 +152,22 @@ struct StagedProjection {
 };
 
 // The scores of 32 neurons and kTokens tokens. A tile of eight neurons has kRankSplits warps, which split its values.
-template <typename T, int kBits, int kTokens, int kStagedValues>
+template <typename T, int kBits, int kTokens>
 class ScoreTiles {
  public:
-  using Projected = StagedProjection<T, kTokens, kStagedValues>;
+  using Projected = StagedProjection<T, kTokens>;
   static constexpr int kTiles = 32 / kTileRows, kRankSplits = kMlpWarps / kTiles;
   using Scores = float[kRankSplits][kTokens][32 + 1];
 
-  __device__ __forceinline__ ScoreTiles(const MlpParams& params, Projected* projected, Scores& scores)
+  __device__ __forceinline__ ScoreTiles(const MlpParams& params, Projected& projected, Scores& scores)
       : p_(params),
         lane_(static_cast<int>(threadIdx.x) % 32),
         tile_(static_cast<int>(threadIdx.x) / 32 % kTiles),
         rank_split_(static_cast<int>(threadIdx.x) / 32 / kTiles),
-        projected_(*projected),
+        projected_(projected),
         scores_(scores) {}
 
-  // Rows of neurons [first, end), at most 32; values [from, from + kStagedValues).
+  // Rows of neurons [first, end), at most 32; values [from, from + Projected::kValues).
   __device__ __forceinline__ void LoadWeights(int64_t first, int64_t end, int64_t from) {
     const int64_t neuron = first + tile_ * kTileRows + lane_ / 4;
 #pragma unroll
@@ -195,7 +195,7 @@ class ScoreTiles {
     }
 #pragma unroll
     for (int i = 0; i < kTokens / 4; ++i) {
-      sums_[i] = fmaf(projected_.unscales[lane_ / 4 + i / 2 * 8], scaled[0][i], sums_[i]);
+      sums_[i] = fmaf(projected_.inverse_scales[lane_ / 4 + i / 2 * 8], scaled[0][i], sums_[i]);
     }
   }
   // Ends with a barrier: all scores are then in shared memory.
@@ -215,7 +215,7 @@ class ScoreTiles {
   }
 
  private:
-  static constexpr int kLoaded = kStagedValues / kMlpChunk / (4 * kRankSplits);  // chunks of a lane
+  static constexpr int kLoaded = Projected::kValues / kMlpChunk / (4 * kRankSplits);  // chunks of a lane
   __device__ __forceinline__ int ChunkOf(int u) const { return (rank_split_ + u * kRankSplits) * 4 + lane_ % 4; }
 
   const MlpParams& p_;
@@ -230,14 +230,14 @@ class ScoreTiles {
 template <typename T, int kBits, int kTokens>
 __global__ void __launch_bounds__(kMlpThreads, kTokens == 8 ? 3 : 2)
     ScoreTileKernel(const __grid_constant__ MlpParams p) {
-  constexpr int kStagedValues = kTokens == 8 ? 512 : 256;
-  using Tiles = ScoreTiles<T, kBits, kTokens, kStagedValues>;
+  using Tiles = ScoreTiles<T, kBits, kTokens>;
+  constexpr int kStagedValues = Tiles::Projected::kValues;
   __shared__ typename Tiles::Projected projected;
   __shared__ typename Tiles::Scores scores;
   __shared__ uint64_t masks[kMlpWarps][32];
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int64_t segment = blockIdx.x, begin = segment * p.segment, end = min(p.F, begin + p.segment);
-  Tiles tiles(p, &projected, scores);
+  Tiles tiles(p, projected, scores);
   // The projection runs before this kernel, and waited for all others: the weights are there.
   tiles.LoadWeights(begin, end, 0);
   WaitForPrevious();

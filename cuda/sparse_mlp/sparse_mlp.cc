@@ -86,12 +86,6 @@ MlpRows FactorOf(const SparseMlpArgs& a, const SparseMlpWeight& factor, int64_t 
   return rows;
 }
 
-void SetPredictor(const SparseMlpArgs& a, MlpParams* p) {
-  p->predictor_down = FactorOf(a, a.predictor_down, a.K, a.K % kMlpChunk == 0 && IsAligned(a.input, 16));
-  p->predictor_up = FactorOf(a, a.predictor_up, a.R, true);
-  p->has_predictor_relu = a.has_predictor_relu;
-}
-
 // Whether tensor cores compute the output of a launch: all tokens at once, from hidden values in the workspace.
 bool IsDownTiled(const SparseMlpArgs& a, int64_t tokens) {
   const MlpRows rows = DownRowsOf(a);
@@ -174,7 +168,11 @@ MlpParams ParamsOf(const SparseMlpArgs& a, const Layout& layout, void* workspace
     p.gate_rows.is_vectorized = p.up_rows.is_vectorized = p.gate_rows.is_vectorized && p.up_rows.is_vectorized;
   }
   p.down_rows = DownRowsOf(a);
-  if (a.selection == SparseMlpSelection::kPredictor) SetPredictor(a, &p);
+  if (a.selection == SparseMlpSelection::kPredictor) {
+    p.predictor_down = FactorOf(a, a.predictor_down, a.K, a.K % kMlpChunk == 0 && IsAligned(a.input, 16));
+    p.predictor_up = FactorOf(a, a.predictor_up, a.R, true);
+    p.has_predictor_relu = a.has_predictor_relu;
+  }
   p.gate_bias = a.gate_bias, p.up_bias = a.up_bias, p.down_bias = a.down_bias;
   p.threshold = a.threshold, p.threshold_stride = a.threshold_stride;
   auto* const base = static_cast<char*>(workspace);
@@ -214,11 +212,11 @@ bool IsDense(const SparseMlpArgs& a) {
          std::max({a.K, a.F, a.N, a.R}) <= kMostOfGemm;
 }
 
-// As many CTAs as project the tokens of a call, at least where there is enough to divide.
-constexpr int64_t kProjectCtas = 264;
+// K is split so that up to so many CTAs project the tokens: two an SM of an H100. A plan does not know the device.
+constexpr int64_t kMostProjectCtas = 264;
 constexpr int64_t kLeastSplitValues = 256;
-int64_t ProjectTilesOf(const SparseMlpArgs& a, int64_t tokens) {
-  return CeilDiv(tokens, int64_t{kProjectTokens}) * CeilDiv(a.R, int64_t{kPredictRows});
+int64_t CountProjectTiles(const SparseMlpArgs& a, int64_t tokens) {
+  return CeilDiv(tokens, int64_t{kProjectManyTokens}) * CeilDiv(a.R, int64_t{kManyRows});
 }
 
 // cuBLASLt divides the down matmul of a few hundred tokens along F, which needs more than what GEMMs have elsewhere.
@@ -232,23 +230,25 @@ class DenseLayout {
     gate_matmul = Take(has_gate ? tokens : 0, a.F * item);
     up_matmul = Take(has_up ? tokens : 0, a.F * item);
     hidden = has_gate ? gate_matmul : has_up ? up_matmul : Take(tokens, a.F * item);
-    // A predictor's factors before the weights.
-    factor_bytes = a.predictor_down.scales == nullptr ? 0 : RoundUp(a.R * a.K * item, 256);
+    // The factors of the predictor use this buffer first, then the weights, one after the other.
+    predictor_up_offset = RoundUp(a.R * a.K * item, 256);
     const int64_t weight_bytes = a.bits > 0 ? a.F * std::max(a.K, a.N) * item : 0;
-    dequantized = Take(std::max(weight_bytes, factor_bytes > 0 ? factor_bytes + a.F * a.R * item : 0), 1);
+    const int64_t factor_bytes = a.predictor_down.scales == nullptr ? 0 : predictor_up_offset + a.F * a.R * item;
+    dequantized = Take(std::max(weight_bytes, factor_bytes), 1);
     if (has_gate) {
       projected_stride = RoundUp(a.R, kMlpChunk);
-      // Of every number of splits: a tile of each CTA.
-      partials = Take(std::max(kProjectCtas, ProjectTilesOf(a, tokens)), int64_t{kProjectTokens} * kPredictRows * 4);
+      // Enough for any number of splits: a tile of fp32 sums for each CTA.
+      partials =
+          Take(std::max(kMostProjectCtas, CountProjectTiles(a, tokens)), int64_t{kProjectManyTokens} * kManyRows * 4);
       terms = Take(kMostTerms * tokens, projected_stride * item);
-      unscales = Take(tokens, 4);
+      inverse_scales = Take(tokens, 4);
       mask_words = CeilDiv(a.F, int64_t{32});
       masks = Take(tokens, mask_words * 4);
     }
     gemm = Take(1, static_cast<int64_t>(kMlpGemmWorkspace));
   }
-  int64_t gate_matmul = 0, up_matmul = 0, hidden = 0, dequantized = 0, factor_bytes = 0, partials = 0, terms = 0,
-          unscales = 0, masks = 0, gemm = 0;
+  int64_t gate_matmul = 0, up_matmul = 0, hidden = 0, dequantized = 0, predictor_up_offset = 0, partials = 0, terms = 0,
+          inverse_scales = 0, masks = 0, gemm = 0;
   int64_t projected_stride = 0, mask_words = 0;
   int64_t bytes = 0;
 
@@ -277,7 +277,7 @@ class DenseRun {
   }
 
   Status Run() {
-    MlpMaskParams p;
+    MlpMaskedHiddenParams p;
     p.T = a_.T, p.F = a_.F;
     p.activation = a_.activation, p.selection = a_.selection;
     p.gate = a_.gate, p.gate_bias = a_.gate_bias, p.up_bias = a_.up_bias;
@@ -298,9 +298,9 @@ class DenseRun {
     STOF_RETURN_IF_ERROR(Checked(kernels_.masked_hidden(p, context_.stream)));
     GemmArgs g;
     g.M = a_.T, g.N = g.stride = a_.N, g.K = a_.F, g.dtype = a_.dtype;
-    SetRun(&g);
+    PreferCublasLt(&g);
     g.a = p.hidden, g.b0 = a_.down_weight.data, g.bias0 = a_.down_bias, g.output = a_.output;
-    if (a_.down_weight.scales != nullptr) STOF_RETURN_IF_ERROR(Dequantize(DownRowsOf(a_), a_.F, true, &g.b0));
+    if (a_.down_weight.scales != nullptr) STOF_RETURN_IF_ERROR(DequantizeWeight(DownRowsOf(a_), true, &g.b0));
     return RunGemm(g, gemm_context_);
   }
 
@@ -309,13 +309,14 @@ class DenseRun {
     return ToStatus(static_cast<cudaError_t>(error), "launch of an MLP of many tokens");
   }
 
-  static void SetRun(GemmArgs* g) { g->prefers_cublaslt = true, g->most_workspace = kMlpGemmWorkspace; }
+  // The number of tokens changes with each prompt, so that timing the kernels of each would cost more than it saves.
+  static void PreferCublasLt(GemmArgs* g) { g->prefers_cublaslt = true, g->most_workspace = kMlpGemmWorkspace; }
 
   uint32_t* Masks() const { return reinterpret_cast<uint32_t*>(base_ + layout_.masks); }
 
   // The masks of a predictor.
   Status Predict() {
-    MlpPredictParams p;
+    MlpSelectManyParams p;
     p.T = a_.T, p.K = a_.K, p.F = a_.F, p.R = a_.R;
     p.input = a_.input, p.predictor_down = a_.predictor_down.data, p.predictor_up = a_.predictor_up.data;
     p.threshold = a_.threshold, p.threshold_stride = a_.threshold_stride;
@@ -323,39 +324,42 @@ class DenseRun {
     if (a_.predictor_down.scales != nullptr) {
       p.down_scales = a_.predictor_down.scales, p.up_scales = a_.predictor_up.scales;
       STOF_RETURN_IF_ERROR(DequantizeFactor(a_.predictor_down, a_.R, a_.K, 0, &p.predictor_down));
-      STOF_RETURN_IF_ERROR(DequantizeFactor(a_.predictor_up, a_.F, a_.R, layout_.factor_bytes, &p.predictor_up));
+      STOF_RETURN_IF_ERROR(DequantizeFactor(a_.predictor_up, a_.F, a_.R, layout_.predictor_up_offset, &p.predictor_up));
     }
     p.is_down_vectorized = a_.K % kMlpChunk == 0 && IsAligned(a_.input, 16) && IsAligned(p.predictor_down, 16);
     p.is_up_vectorized = a_.R % kMlpChunk == 0 && IsAligned(p.predictor_up, 16);
-    const int64_t tiles = std::max<int64_t>(1, ProjectTilesOf(a_, a_.T));
+    const int64_t tiles = std::max<int64_t>(1, CountProjectTiles(a_, a_.T));
     const int64_t splits =
-        std::clamp<int64_t>(kProjectCtas / tiles, 1, CeilDiv(std::max<int64_t>(1, a_.K), kLeastSplitValues));
+        std::clamp<int64_t>(kMostProjectCtas / tiles, 1, CeilDiv(std::max<int64_t>(1, a_.K), kLeastSplitValues));
     p.split_values = RoundUp(CeilDiv(a_.K, splits), kMlpChunk), p.splits = static_cast<int32_t>(splits);
     p.projected_stride = layout_.projected_stride;
     p.partials = reinterpret_cast<float*>(base_ + layout_.partials);
     p.terms = base_ + layout_.terms;
-    p.unscales = reinterpret_cast<float*>(base_ + layout_.unscales);
+    p.inverse_scales = reinterpret_cast<float*>(base_ + layout_.inverse_scales);
     p.masks = Masks(), p.mask_words = layout_.mask_words;
-    return Checked(kernels_.predict(p, context_.stream));
+    return Checked(kernels_.select_many(p, context_.stream));
   }
 
-  // *values: of a quantized factor without its scales, which are exact in fp16 and bf16.
+  // *values: a factor without its scales. int8 values are exact in fp16 and bf16.
   Status DequantizeFactor(const SparseMlpWeight& factor, int64_t count, int64_t size, int64_t offset,
                           const void** values) {
     MlpDequantizeParams p;
-    p.rows = FactorOf(a_, factor, size, size % kMlpChunk == 0);
-    p.count = count, p.has_scales = false;
-    p.to = base_ + layout_.dequantized + offset;
-    *values = p.to;
-    return Checked(kernels_.dequantize(p, false, 8 * device_.sm_count, context_.stream));
+    const bool are_results_aligned = size % kMlpChunk == 0;
+    p.rows = FactorOf(a_, factor, size, are_results_aligned), p.count = count;
+    p.applies_scales = false;
+    return Dequantize(p, offset, values);
   }
 
-  Status Dequantize(const MlpRows& rows, int64_t count, bool is_down, const void** weight) {
+  Status DequantizeWeight(const MlpRows& rows, bool is_down, const void** weight) {
     MlpDequantizeParams p;
-    p.rows = rows, p.count = count;
-    p.to = base_ + layout_.dequantized;
-    *weight = p.to;
-    return Checked(kernels_.dequantize(p, is_down, 8 * device_.sm_count, context_.stream));
+    p.rows = rows, p.count = a_.F, p.is_down = is_down;
+    return Dequantize(p, 0, weight);
+  }
+
+  Status Dequantize(MlpDequantizeParams p, int64_t offset, const void** weight) {
+    p.weight = base_ + layout_.dequantized + offset;
+    *weight = p.weight;
+    return Checked(kernels_.dequantize(p, 8 * device_.sm_count, context_.stream));
   }
 
   // to[T, F] = input · weight^T.
@@ -363,9 +367,9 @@ class DenseRun {
     GemmArgs g;
     g.M = a_.T, g.N = a_.F, g.K = g.stride = a_.K, g.dtype = a_.dtype;
     g.is_b_transposed = true;
-    SetRun(&g);
+    PreferCublasLt(&g);
     g.a = a_.input, g.b0 = weight.data, g.output = to;
-    if (weight.scales != nullptr) STOF_RETURN_IF_ERROR(Dequantize(RowsOf(a_, weight), a_.F, false, &g.b0));
+    if (weight.scales != nullptr) STOF_RETURN_IF_ERROR(DequantizeWeight(RowsOf(a_, weight), false, &g.b0));
     return RunGemm(g, gemm_context_);
   }
 

@@ -71,20 +71,13 @@ __device__ __forceinline__ void DecomposePair(float x, float y, uint32_t (&terms
   }
 }
 
-// The largest value of the lanes of a warp, in all of them.
-__device__ __forceinline__ float MostOverWarp(float x) {
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, offset));
-  return x;
-}
-
-// A power of two that scales fp32 values before they become terms, so that fp16 holds them: the largest magnitude,
-// `most`, comes to lie between 2^10 and 2^11. 1 in bf16, and where `most` is infinite.
+// A power of two that scales fp32 values before they become terms, so that fp16 holds them: the largest magnitude
+// comes to lie between 2^10 and 2^11. 1 in bf16, and where it is infinite.
 template <typename T>
 struct TermScale {
   float factor = 1.0f, inverse = 1.0f;
-  __device__ __forceinline__ explicit TermScale(float most) {
-    const uint32_t exponent = max(__float_as_uint(most) >> 23, 11u);
+  __device__ __forceinline__ explicit TermScale(float largest) {
+    const uint32_t exponent = max(__float_as_uint(largest) >> 23, 11u);
     if (!std::is_same<T, __half>::value || exponent >= 255) return;
     factor = __uint_as_float((254 + 10 - exponent) << 23), inverse = __uint_as_float((exponent - 10) << 23);
   }

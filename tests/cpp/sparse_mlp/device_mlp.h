@@ -101,6 +101,7 @@ class Device {
     return args;
   }
 
+  // Poisons the workspace and runs.
   Status Queue(const SparseMlpArgs& args) {
     RunContext context;
     context.on_cuda = true;
@@ -113,19 +114,21 @@ class Device {
         own.workspace_ = own.Take(bytes, 0);
       }
       own.workspace_bytes_ = bytes;
+      CHECK(bytes <= own.planned_bytes_, "a run asks for ", bytes, " bytes of workspace, planned were ",
+            own.planned_bytes_);
+      CHECK_CUDA(cudaMemsetAsync(own.workspace_, kPoison, bytes, own.stream_));
       return own.workspace_;
     };
+    CHECK(cuda::PlanSparseMlpWorkspace(args, &planned_bytes_).ok());
     const size_t used = used_;
     const Status status = cuda::RunSparseMlp(args, context);
     used_ = used;  // runs of one problem share the workspace
     return status;
   }
 
-  // Poisons output and workspace, runs, and checks the bytes around the output. Returns the output.
+  // Poisons the output, runs, and checks the bytes around the output. Returns the output.
   std::vector<char> Run(const SparseMlpArgs& args, const std::string& where, Failures* failures) {
     CHECK_CUDA(cudaMemsetAsync(static_cast<char*>(args.output) - kGuard, kPoison, output_bytes_ + 2 * kGuard, stream_));
-    CHECK_CUDA(cudaMemsetAsync(static_cast<char*>(arena_) + used_, kPoison, std::min(kArena - used_, size_t{8} << 20),
-                               stream_));
     const Status status = Queue(args);
     if (!status.ok()) failures->Add(where + ": " + status.message());
     return Download(args, where, failures);
@@ -182,7 +185,7 @@ class Device {
   void* workspace_ = nullptr;
   cudaStream_t stream_ = nullptr;
   std::vector<void*> blocks_;
-  size_t used_ = 0, output_bytes_ = 0, workspace_bytes_ = 0;
+  size_t used_ = 0, output_bytes_ = 0, workspace_bytes_ = 0, planned_bytes_ = 0;
 };
 
 inline void CheckOutput(Problem* problem, const std::vector<char>& found, const std::string& where,

@@ -156,10 +156,10 @@ TEST(CudaSparseMlpNan) {
   Failures failures("NaN");
   Device device;
   for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
-    for (int selection = 0; selection < 3; ++selection) {
+    for (int i = 0; i < 6; ++i) {
       Case c;
-      c.T = 3, c.N = 32, c.dtype = dtype, c.density = 0.1;
-      c.selection = static_cast<SparseMlpSelection>(selection);
+      c.T = i < 3 ? 3 : 20, c.N = 32, c.dtype = dtype, c.density = 0.1;
+      c.selection = static_cast<SparseMlpSelection>(i % 3);
       Problem problem(c, 3);
       const double nan = std::numeric_limits<double>::quiet_NaN();
       const int64_t item = SizeOf(dtype);
@@ -222,13 +222,50 @@ TEST(CudaSparseMlpGraph) {
   failures.Report();
 }
 
+// A captured graph selects the neurons that a predictor finds for the input at its replay.
+TEST(CudaSparseMlpPredictorGraph) {
+  Failures failures("graph of a predictor");
+  Device device;
+  for (const int64_t T : {1, 5, 40, 150}) {
+    Case c;
+    c.T = T, c.K = 96, c.F = 300, c.N = 72, c.R = 24, c.dtype = DType::kF16, c.density = 0.3;
+    c.selection = SparseMlpSelection::kPredictor;
+    const std::string where = Describe(c);
+    Problem problem(c, 11);
+    const SparseMlpArgs args = device.Upload(&problem);
+    device.Run(args, where, &failures);
+    cudaGraph_t graph = nullptr;
+    cudaGraphExec_t instance = nullptr;
+    CHECK_CUDA(cudaStreamBeginCapture(device.stream(), cudaStreamCaptureModeThreadLocal));
+    const Status status = device.Queue(args);
+    CHECK_CUDA(cudaStreamEndCapture(device.stream(), &graph));
+    CHECK(status.ok(), status.message());
+    CHECK_CUDA(cudaGraphInstantiate(&instance, graph, 0));
+    for (const uint64_t seed : {12, 13}) {
+      problem.input = Problem(c, seed).input;
+      CHECK_CUDA(cudaMemcpy(const_cast<void*>(args.input), problem.input.bytes.data(), problem.input.bytes.size(),
+                            cudaMemcpyHostToDevice));
+      const std::string here = Text(where, " replayed with input ", seed);
+      for (int run = 0; run < 3; ++run) CHECK_CUDA(cudaGraphLaunch(instance, device.stream()));
+      const std::vector<char> replayed = device.Download(args, here, &failures);
+      CheckOutput(&problem, replayed, here, &failures);
+      if (device.Run(args, here, &failures) != replayed) failures.Add(here + ": a run gives other bits");
+      CountCases(1);
+    }
+    cudaGraphExecDestroy(instance);
+    cudaGraphDestroy(graph);
+  }
+  failures.Report();
+}
+
 // Runs one after the other share the workspace, and each is queued while the one before runs.
 TEST(CudaSparseMlpBackToBack) {
   Failures failures("back to back");
   Device device;
-  for (const DType dtype : {DType::kF32, DType::kF16}) {
+  for (int i = 0; i < 4; ++i) {
     Case c;
-    c.T = 4, c.K = 256, c.F = 2000, c.N = 512, c.R = 80, c.dtype = dtype, c.density = 0.2;
+    c.T = i < 2 ? 4 : 33, c.K = 256, c.F = 2000, c.N = 512, c.R = 80, c.density = 0.2;
+    c.dtype = i % 2 == 0 ? DType::kF32 : DType::kF16;
     c.selection = SparseMlpSelection::kPredictor;
     Problem problem(c, 13);
     const SparseMlpArgs args = device.Upload(&problem);
@@ -244,16 +281,21 @@ TEST(CudaSparseMlpBackToBack) {
 
 // The workspace that is planned for many tokens suffices for fewer.
 TEST(CudaSparseMlpPlan) {
-  Case c;
-  c.F = 1100, c.N = 530;
-  Problem problem(c, 1);
-  SparseMlpArgs args = problem.Args(nullptr);
-  size_t before = 0;
-  for (args.T = 1; args.T <= 70; ++args.T) {
-    size_t bytes = 0;
-    CHECK(cuda::PlanSparseMlpWorkspace(args, &bytes).ok());
-    CHECK(bytes >= before, "T ", args.T, ": ", bytes, " bytes, fewer than ", before);
-    before = bytes;
+  for (int i = 0; i < 6; ++i) {
+    Case c;
+    c.F = 1100, c.N = 530, c.dtype = i % 2 == 0 ? DType::kF32 : DType::kF16;
+    if (i >= 2) c.selection = SparseMlpSelection::kPredictor, c.R = 150;
+    c.has_quantized_predictor = i >= 4, c.bits = i >= 4 ? 4 : 0;
+    Problem problem(c, 1);
+    SparseMlpArgs args = problem.Args(nullptr);
+    size_t before = 0;
+    for (args.T = 1; args.T <= 5000; args.T += args.T < 300 ? 1 : 97) {
+      size_t bytes = 0;
+      CHECK(cuda::PlanSparseMlpWorkspace(args, &bytes).ok());
+      CHECK(bytes >= before, Describe(c), " T ", args.T, ": ", bytes, " bytes, fewer than ", before);
+      before = bytes;
+    }
+    CountCases(1);
   }
 }
 

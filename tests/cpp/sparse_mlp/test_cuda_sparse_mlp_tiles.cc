@@ -76,28 +76,32 @@ TEST(CudaSparseMlpManyTokens) {
   }
   // Several tiles of tokens, rows of factors and neurons; splits of K; sizes that are multiples of nothing, and
   // addresses without alignment.
+  const auto of = [&seed](const std::vector<int64_t>& values) { return values[seed % values.size()]; };
   for (const DType dtype : {DType::kF16, DType::kBF16}) {
-    for (const int64_t T : {63, 129, 300}) {
+    for (const int64_t T : {63, 128, 129, 300}) {
       for (const int64_t K : {61, 520, 2056}) {
         for (const int64_t R : {1, 13, 127, 136, 300}) {
-          Case c;
-          c.T = T, c.K = K,
-          c.F = seed % 3 == 0   ? 129
-                : seed % 3 == 1 ? 260
-                : K > 500       ? 300
-                                : 1000,
-          c.N = seed % 2 == 0 ? 24 : 33;
-          c.R = R, c.dtype = dtype, c.selection = SparseMlpSelection::kPredictor, c.density = 0.2;
-          c.activation = static_cast<SparseMlpActivation>(seed % 6), c.has_biases = seed % 2 == 1;
-          // Hidden values of relu2 would exceed the range of fp16.
-          if (K > 1000 && c.activation == SparseMlpActivation::kRelu2) c.activation = SparseMlpActivation::kGelu;
-          c.has_quantized_predictor = seed % 5 < 2, c.has_predictor_relu = seed % 4 == 1;
-          c.has_thresholds = seed % 7 == 0, c.bits = seed % 8 == 3 ? 4 : 0;
-          const size_t shift = seed % 9 == 4 ? static_cast<size_t>(SizeOf(dtype)) : 0;
-          if (IsSampled(seed++)) RunCase(c, seed, shift, &device, &failures);
+          for (const bool is_quantized : {false, true}) {
+            Case c;
+            c.T = T, c.K = K, c.F = of({129, 260, K > 500 ? 300 : 1000}), c.N = of({24, 33}), c.R = R, c.dtype = dtype;
+            c.selection = SparseMlpSelection::kPredictor, c.density = 0.2, c.has_quantized_predictor = is_quantized;
+            c.activation = static_cast<SparseMlpActivation>(seed / 2 % 6);
+            // Hidden values of relu2 would exceed the range of fp16.
+            if (K > 1000 && c.activation == SparseMlpActivation::kRelu2) c.activation = SparseMlpActivation::kGelu;
+            c.has_up = seed % 11 != 4, c.has_biases = seed % 3 == 1, c.has_predictor_relu = seed % 4 == 1;
+            c.has_thresholds = seed % 7 == 0, c.bits = seed % 8 == 3 ? 4 : 0;
+            const size_t shift = seed % 9 == 4 ? static_cast<size_t>(SizeOf(dtype)) : 0;
+            if (IsSampled(seed++)) RunCase(c, seed, shift, &device, &failures);
+          }
         }
       }
     }
+  }
+  for (const int64_t T : {4096, 4097}) {  // more than these run one part after the other
+    Case c;
+    c.T = T, c.K = 16, c.F = 40, c.N = 16, c.R = 9, c.dtype = DType::kF16, c.has_biases = true;
+    c.selection = SparseMlpSelection::kPredictor;
+    RunCase(c, seed++, 0, &device, &failures);
   }
   failures.Report();
 }

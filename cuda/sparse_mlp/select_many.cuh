@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which neurons a predictor makes active for many tokens: three kernels, by tensor cores.
+// The neurons that a predictor selects for more than 16 tokens, by three kernels. Two use tensor cores.
 //
-//   project:  partials = input · predictor_down^T, its values in splits
-//   terms:    their sums in fp32, each as a sum of terms in T
-//   score:    terms · predictor_up^T, whose comparison with thresholds gives a bit for each token and neuron
-#ifndef STOF_CUDA_SPARSE_MLP_PREDICT_CUH_
-#define STOF_CUDA_SPARSE_MLP_PREDICT_CUH_
+//   project:  partials = input · predictor_down^T, where K is split
+//   terms:    the sums of the splits in fp32, each decomposed into terms in fp16 or bf16
+//   score:    terms · predictor_up^T; a bit for each token and neuron: its score is above the threshold
+#ifndef STOF_CUDA_SPARSE_MLP_SELECT_MANY_CUH_
+#define STOF_CUDA_SPARSE_MLP_SELECT_MANY_CUH_
+
+#include <algorithm>
 
 #include "cuda/gemm/sm80.cuh"
 #include "cuda/sparse_mlp/select_tile.cuh"
@@ -14,26 +16,30 @@ namespace stof {
 namespace cuda {
 namespace mlp {
 
-// Tokens and rows of a warp.
-constexpr int kPredictWarpTokens = 32, kPredictWarpRows = kPredictRows / 2;
+// Warps of a CTA along the rows; tokens and rows of a warp.
+constexpr int kRowWarps = 2, kWarpTokens = 32, kWarpRows = kManyRows / kRowWarps;
 
-// Dot products of kTokens tokens, each a sum of kTerms terms, and kPredictRows rows of a factor.
+// Dot products of kTokens tokens, each a sum of kTerms terms, and kManyRows rows of a factor.
 template <typename T, int kTerms, int kTokens, bool kVectors>
 class DotTiles {
  public:
-  static constexpr int kThreads = kTokens / kPredictWarpTokens * 2 * 32;
+  static constexpr int kTokenWarps = kTokens / kWarpTokens, kThreads = 32 * kTokenWarps * kRowWarps;
   // [tokens / 16][rows / 8]: elements 0 and 1 have token lane / 4 and rows 2 (lane % 4) and one more, elements 2 and 3
   // have token lane / 4 + 8.
-  using Sums = float[kPredictWarpTokens / 16][kPredictWarpRows / 8][4];
+  using Sums = float[kWarpTokens / 16][kWarpRows / 8][4];
   struct Operands {
     const T* tokens = nullptr;  // [kTerms, token_count, token_stride]
     const T* rows = nullptr;    // [row_count, row_stride]
     int64_t token_count = 0, token_stride = 0, row_count = 0, row_stride = 0;
   };
-  static constexpr int kDepth = 32, kStages = kTokens == 64 ? 4 : 3;
-  static constexpr uint32_t kTokenBytes = kTokens * kDepth * 2, kRowBytes = kPredictRows * kDepth * 2;
+  static constexpr int kDepth = 32;  // values of a step
+  // The largest, 128 tokens of three terms, has 96 KiB: a CTA of compute capability 8.6 may have 99.
+  static constexpr int kStages = kTokens == 64 ? 4 : 3;
+  static constexpr uint32_t kTokenBytes = kTokens * kDepth * 2, kRowBytes = kManyRows * kDepth * 2;
   static constexpr uint32_t kStageBytes = kTerms * kTokenBytes + kRowBytes;
   static constexpr int kSharedBytes = static_cast<int>(kStages * kStageBytes);
+  // CTAs that the registers and the 228 KiB of shared memory of an SM hold.
+  static constexpr int kCtasOfAnSm = std::min(kThreads == 128 ? 3 : 2, 228 * 1024 / (kSharedBytes + 1024));
 
   // Values [begin, end) of the dot products; begin is a multiple of 8.
   __device__ __forceinline__ DotTiles(const Operands& operands, uint32_t shared, int64_t first_token, int64_t first_row,
@@ -84,17 +90,20 @@ class DotTiles {
 
  private:
   static constexpr int kPieces = kDepth / 8, kCopiedRows = kThreads / kPieces;  // at once, of 16 bytes
-  static constexpr int kTokenCopies = kTokens / kCopiedRows, kRowCopies = kPredictRows / kCopiedRows;
+  static constexpr int kTokenCopies = kTokens / kCopiedRows, kRowCopies = kManyRows / kCopiedRows;
 
   static __device__ __forceinline__ int Lane() { return static_cast<int>(threadIdx.x) % 32; }
   static __device__ __forceinline__ int WarpToken() {
-    return static_cast<int>(threadIdx.x) / 32 % (kTokens / kPredictWarpTokens) * kPredictWarpTokens;
+    return static_cast<int>(threadIdx.x) / 32 % kTokenWarps * kWarpTokens;
   }
-  static __device__ __forceinline__ int WarpRow() { return static_cast<int>(threadIdx.x) / kTokens * kPredictWarpRows; }
+  static __device__ __forceinline__ int WarpRow() {
+    return static_cast<int>(threadIdx.x) / (32 * kTokenWarps) * kWarpRows;
+  }
   static __device__ __forceinline__ int CopiedRow() { return static_cast<int>(threadIdx.x) / kPieces; }
   static __device__ __forceinline__ int Piece() { return static_cast<int>(threadIdx.x) % kPieces; }
 
-  // kCopiedRows is a multiple of 8, so that all copies of a thread have the same place in their eight rows.
+  // kCopiedRows is a multiple of 8: the swizzle, which depends on the row modulo 8, is the same for all copies of a
+  // thread.
   __device__ __forceinline__ void Copy(int step, int stage) const {
     const int value = begin_ + step * kDepth;
     const bool is_inside = value < end_;
@@ -128,11 +137,11 @@ class DotTiles {
     const uint32_t rows =
         stage_at + kTerms * kTokenBytes + gemm80::PlaceA(WarpRow() + lane / 16 * 8 + lane % 8, lane / 8 % 2);
 #pragma unroll
-    for (int k = 0; k < kDepth; k += 16) {  // a place's bit 5 tells the halves of a step apart
-      uint32_t b[kPredictWarpRows / 16][4];
+    for (int k = 0; k < kDepth; k += 16) {  // bit 5 of an address selects the half of a step, also with the swizzle
+      uint32_t b[kWarpRows / 16][4];
 #pragma unroll
-      for (int j = 0; j < kPredictWarpRows / 16; ++j) LoadMatrix4(b[j], (rows ^ 2 * k) + 16 * kDepth * 2 * j);
-      constexpr int kTokenTiles = kPredictWarpTokens / 16;
+      for (int j = 0; j < kWarpRows / 16; ++j) LoadMatrix4(b[j], (rows ^ 2 * k) + 16 * kDepth * 2 * j);
+      constexpr int kTokenTiles = kWarpTokens / 16;
       uint32_t a[kTerms * kTokenTiles][4];  // all of them before the first is used: their latencies overlap
 #pragma unroll
       for (int i = 0; i < kTerms * kTokenTiles; ++i) {
@@ -141,7 +150,7 @@ class DotTiles {
 #pragma unroll
       for (int i = 0; i < kTerms * kTokenTiles; ++i) {
 #pragma unroll
-        for (int j = 0; j < kPredictWarpRows / 8; ++j) {
+        for (int j = 0; j < kWarpRows / 8; ++j) {
           Mma<T>(sums[i % kTokenTiles][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
         }
       }
@@ -157,37 +166,37 @@ class DotTiles {
 };
 
 template <typename T, bool kVectors>
-using ProjectTiles = DotTiles<T, 1, kProjectTokens, kVectors>;
+using ProjectManyTiles = DotTiles<T, 1, kProjectManyTokens, kVectors>;
 template <typename T, int kTokens, bool kVectors>
-using PredictScoreTiles = DotTiles<T, kFp32Terms<T>, kTokens, kVectors>;
+using ScoreManyTiles = DotTiles<T, kFp32Terms<T>, kTokens, kVectors>;
 
-// partials[split] = the dot products of a part of the values. Rows from R on give zeros.
+// partials[split] = the dot products over a split of K. Rows from R on give zeros.
 template <typename T, bool kVectors>
-__global__ void __launch_bounds__(ProjectTiles<T, kVectors>::kThreads, 3)
-    PredictProjectKernel(const __grid_constant__ MlpPredictParams p) {
-  using Tiles = ProjectTiles<T, kVectors>;
+__global__ void __launch_bounds__(ProjectManyTiles<T, kVectors>::kThreads, ProjectManyTiles<T, kVectors>::kCtasOfAnSm)
+    ProjectManyKernel(const __grid_constant__ MlpSelectManyParams p) {
+  using Tiles = ProjectManyTiles<T, kVectors>;
   extern __shared__ __align__(128) uint8_t shared[];
   WaitForPrevious();
   LetNextStart();
   // In 32 bits, which count all CTAs: a division of 64 bits takes a hundred instructions.
-  const auto row_tiles = static_cast<uint32_t>((p.projected_stride + kPredictRows - 1) / kPredictRows);
-  const auto token_tiles = static_cast<uint32_t>((p.T + kProjectTokens - 1) / kProjectTokens);
+  const auto row_tiles = static_cast<uint32_t>((p.projected_stride + kManyRows - 1) / kManyRows);
+  const auto token_tiles = static_cast<uint32_t>((p.T + kProjectManyTokens - 1) / kProjectManyTokens);
   const uint32_t tile = blockIdx.x % (row_tiles * token_tiles);
   const int64_t split = blockIdx.x / (row_tiles * token_tiles);
   typename Tiles::Operands operands;
   operands.tokens = static_cast<const T*>(p.input), operands.token_count = p.T, operands.token_stride = p.K;
   operands.rows = static_cast<const T*>(p.predictor_down), operands.row_count = p.R, operands.row_stride = p.K;
   const int64_t begin = min(p.K, split * p.split_values), end = min(p.K, begin + p.split_values);
-  const Tiles tiles(operands, SharedAddress(shared), int64_t{tile / row_tiles} * kProjectTokens,
-                    int64_t{tile % row_tiles} * kPredictRows, static_cast<int>(begin), static_cast<int>(end));
+  const Tiles tiles(operands, SharedAddress(shared), int64_t{tile / row_tiles} * kProjectManyTokens,
+                    int64_t{tile % row_tiles} * kManyRows, static_cast<int>(begin), static_cast<int>(end));
   typename Tiles::Sums sums = {};
   tiles.Add(sums);
   float* const partials = p.partials + split * p.T * p.projected_stride;
 #pragma unroll
-  for (int i = 0; i < kPredictWarpTokens / 8; ++i) {
+  for (int i = 0; i < kWarpTokens / 8; ++i) {
     const int64_t token = tiles.Token() + 8 * i;
 #pragma unroll
-    for (int j = 0; j < kPredictWarpRows / 8; ++j) {
+    for (int j = 0; j < kWarpRows / 8; ++j) {
       const int64_t row = tiles.Row() + 8 * j;
       if (token >= p.T || row >= p.projected_stride) continue;
       *reinterpret_cast<float2*>(partials + token * p.projected_stride + row) =
@@ -198,16 +207,16 @@ __global__ void __launch_bounds__(ProjectTiles<T, kVectors>::kThreads, 3)
 
 constexpr int kTermsThreads = 128;
 
-// terms = the projected values of a token, by a CTA. In fp16 a power of two scales those of a token, so that they stay
-// in the range of fp16; unscales takes it back.
+// A CTA decomposes the projected values of one token. In fp16 a power of two scales them into range; inverse_scales
+// keeps its inverse.
 template <typename T>
-__global__ void __launch_bounds__(kTermsThreads) PredictTermsKernel(const __grid_constant__ MlpPredictParams p) {
-  __shared__ float most_of_warps[kTermsThreads / 32];
+__global__ void __launch_bounds__(kTermsThreads) TermsManyKernel(const __grid_constant__ MlpSelectManyParams p) {
+  __shared__ float max_of_warps[kTermsThreads / 32];
   WaitForPrevious();
   LetNextStart();
   const int64_t token = blockIdx.x, first = int64_t{4} * threadIdx.x, step = int64_t{4} * kTermsThreads;
   float* const sums = p.partials + token * p.projected_stride;
-  float most = 0.0f;
+  float largest = 0.0f;
   for (int64_t r = first; r < p.projected_stride; r += step) {
     float x[4] = {};
 #pragma unroll 8
@@ -218,18 +227,19 @@ __global__ void __launch_bounds__(kTermsThreads) PredictTermsKernel(const __grid
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (p.down_scales != nullptr && r + i < p.R) x[i] *= ToFloat(static_cast<const T*>(p.down_scales)[r + i]);
-      x[i] = ProjectedValue(p, x[i]);
-      most = fmaxf(most, fabsf(x[i]));
+      x[i] = ActivatedProjection(p, x[i]);
+      largest = fmaxf(largest, fabsf(x[i]));
     }
-    *reinterpret_cast<float4*>(sums + r) = make_float4(x[0], x[1], x[2], x[3]);  // this thread reads them again
+    *reinterpret_cast<float4*>(sums + r) =
+        make_float4(x[0], x[1], x[2], x[3]);  // in the place of split 0; this thread reads them again
   }
-  most = MostOverWarp(most);
-  if (threadIdx.x % 32 == 0) most_of_warps[threadIdx.x / 32] = most;
+  largest = MaxOverWarp(largest);
+  if (threadIdx.x % 32 == 0) max_of_warps[threadIdx.x / 32] = largest;
   __syncthreads();
 #pragma unroll
-  for (int warp = 0; warp < kTermsThreads / 32; ++warp) most = fmaxf(most, most_of_warps[warp]);
-  const TermScale<T> scale(most);
-  if (threadIdx.x == 0) p.unscales[token] = scale.inverse;
+  for (int warp = 0; warp < kTermsThreads / 32; ++warp) largest = fmaxf(largest, max_of_warps[warp]);
+  const TermScale<T> scale(largest);
+  if (threadIdx.x == 0) p.inverse_scales[token] = scale.inverse;
   for (int64_t r = first; r < p.projected_stride; r += step) {
     const float4 x = *reinterpret_cast<const float4*>(sums + r);
     uint32_t low[kFp32Terms<T>], high[kFp32Terms<T>];
@@ -245,32 +255,33 @@ __global__ void __launch_bounds__(kTermsThreads) PredictTermsKernel(const __grid
 
 // masks[token, neuron / 32]: bit neuron % 32 says whether the neuron is active for the token.
 template <typename T, int kTokens, bool kVectors>
-__global__ void __launch_bounds__(PredictScoreTiles<T, kTokens, kVectors>::kThreads, kTokens == 64 ? 3 : 2)
-    PredictScoreKernel(const __grid_constant__ MlpPredictParams p) {
-  using Tiles = PredictScoreTiles<T, kTokens, kVectors>;
+__global__ void __launch_bounds__(ScoreManyTiles<T, kTokens, kVectors>::kThreads,
+                                  ScoreManyTiles<T, kTokens, kVectors>::kCtasOfAnSm)
+    ScoreManyKernel(const __grid_constant__ MlpSelectManyParams p) {
+  using Tiles = ScoreManyTiles<T, kTokens, kVectors>;
   extern __shared__ __align__(128) uint8_t shared[];
   WaitForPrevious();
   LetNextStart();
-  const auto row_tiles = static_cast<uint32_t>((p.F + kPredictRows - 1) / kPredictRows);
+  const auto row_tiles = static_cast<uint32_t>((p.F + kManyRows - 1) / kManyRows);
   typename Tiles::Operands operands;
   operands.tokens = static_cast<const T*>(p.terms), operands.token_count = p.T;
   operands.token_stride = p.projected_stride;
   operands.rows = static_cast<const T*>(p.predictor_up), operands.row_count = p.F, operands.row_stride = p.R;
   const Tiles tiles(operands, SharedAddress(shared), int64_t{blockIdx.x / row_tiles} * kTokens,
-                    int64_t{blockIdx.x % row_tiles} * kPredictRows, 0, static_cast<int>(p.R));
+                    int64_t{blockIdx.x % row_tiles} * kManyRows, 0, static_cast<int>(p.R));
   typename Tiles::Sums sums = {};
   tiles.Add(sums);
 
-  constexpr int kOwnTokens = kPredictWarpTokens / 8, kWords = kPredictWarpRows / 32;
-  float unscales[kOwnTokens];
+  constexpr int kOwnTokens = kWarpTokens / 8, kWords = kWarpRows / 32;
+  float inverse_scales[kOwnTokens];
 #pragma unroll
   for (int i = 0; i < kOwnTokens; ++i) {
     const int64_t token = tiles.Token() + 8 * i;
-    unscales[i] = token < p.T && p.R > 0 ? p.unscales[token] : 1.0f;
+    inverse_scales[i] = token < p.T && p.R > 0 ? p.inverse_scales[token] : 1.0f;
   }
   uint32_t words[kOwnTokens][kWords] = {};
 #pragma unroll
-  for (int j = 0; j < kPredictWarpRows / 8; ++j) {
+  for (int j = 0; j < kWarpRows / 8; ++j) {
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       const int64_t neuron = tiles.Row() + 8 * j + e;
@@ -280,8 +291,8 @@ __global__ void __launch_bounds__(PredictScoreTiles<T, kTokens, kVectors>::kThre
       const uint32_t bit = 1u << (j % 4 * 8 + static_cast<int>(threadIdx.x) % 4 * 2 + e);
 #pragma unroll
       for (int i = 0; i < kOwnTokens; ++i) {
-        const float score = scale * (unscales[i] * sums[i / 2][j][i % 2 * 2 + e]);
-        if (!(score <= threshold)) words[i][j / 4] |= bit;  // NaN makes a neuron active
+        const float score = scale * (inverse_scales[i] * sums[i / 2][j][i % 2 * 2 + e]);
+        if (IsAbove(score, threshold)) words[i][j / 4] |= bit;
       }
     }
   }
@@ -302,4 +313,4 @@ __global__ void __launch_bounds__(PredictScoreTiles<T, kTokens, kVectors>::kThre
 }  // namespace mlp
 }  // namespace cuda
 }  // namespace stof
-#endif  // STOF_CUDA_SPARSE_MLP_PREDICT_CUH_
+#endif  // STOF_CUDA_SPARSE_MLP_SELECT_MANY_CUH_
