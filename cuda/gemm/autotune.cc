@@ -33,7 +33,7 @@ struct Graph {
   }
 };
 
-Status Check(cudaError_t error) { return ToStatus(error, "timing of a matrix product"); }
+Status Check(cudaError_t error) { return ToStatus(error, "timing of a GEMM"); }
 
 // `calls` of a way in a graph. *done as of the queue.
 Status Capture(const QueueWay& queue, int index, int calls, const RunContext& context, const Handles& cuda,
@@ -66,7 +66,7 @@ float Median(std::vector<float> times) {
   return times[times.size() / 2];
 }
 
-// Rounds, in each of which every way has its turn: what the clock is, it is for all. A product of kLong seconds and
+// Rounds, in each of which every way has its turn: what the clock is, it is for all. A GEMM of kLong seconds and
 // more may be held back by the power limit, which takes its time; it is asked about for kHot milliseconds.
 constexpr size_t kLeastRounds = 5, kMostRounds = 40;
 constexpr double kLong = 20e-6;

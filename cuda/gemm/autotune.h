@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which of some ways to compute a product is the fastest on this device: asked once for a shape, where a run may wait.
+// Which of some ways to compute a GEMM is the fastest on this device: asked once for a shape, where a run may wait.
 #ifndef STOF_CUDA_GEMM_AUTOTUNE_H_
 #define STOF_CUDA_GEMM_AUTOTUNE_H_
 

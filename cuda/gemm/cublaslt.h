@@ -35,8 +35,8 @@ class CublasLt {
     bool is_b_transposed = false;  // b is [N, K]
     bool in_order = false;         // partial sums, where there are any, are of fp32 and added in one order
   };
-  // y[M, N] = epilogue(a[M, K] b[K, N] + c), row-major: y' = b' a' + c' in the columns that cuBLAS counts in. A
-  // transposed b, [N, K], is b there.
+  // y[M, N] = epilogue(a[M, K] b[K, N] + c), row-major. cuBLAS is column-major: it reads b as its operand A = b^T and
+  // computes y^T = A a^T + c^T. With is_b_transposed, b is [N, K], and TRANSA makes that y^T = b a^T + c^T.
   struct Operands {
     const void *a = nullptr, *b = nullptr, *bias = nullptr;
     const void* c = nullptr;  // [M, N]; nullptr: none

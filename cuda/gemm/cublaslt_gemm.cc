@@ -45,7 +45,7 @@ bool EpilogueOf(const GemmArgs& args, CublasLt::Epilogue* epilogue) {
     default:
       return false;
   }
-  // What it adds to the product is within the activation.
+  // What it adds to the matmul is within the activation.
   return args.residual == nullptr;
 }
 
@@ -93,7 +93,7 @@ uint32_t LtAlignment(const GemmArgs& args) {
 }
 
 size_t LtWorkspace(const GemmArgs& args) {
-  // Only products of few tiles are divided along K.
+  // Only GEMMs of few tiles are divided along K.
   const auto most = static_cast<int64_t>(args.most_workspace / 16);
   return args.M > most / std::max<int64_t>(1, args.N) ? 0 : args.most_workspace;
 }

@@ -11,8 +11,8 @@
 namespace stof {
 namespace cuda {
 
-// Whether cuBLASLt is there (STOF_CUBLASLT: a path, or 0 for none) and has the function of this product: one product,
-// plain or with a bias and ReLU or GELU by tanh, or with a bias and a residual. b0 may be transposed.
+// Whether cuBLASLt is there (STOF_CUBLASLT: a path, or 0 for none) and has the function of this GEMM: one matmul, plain
+// or with a bias and ReLU or GELU by tanh, or with a bias and a residual. b0 may be transposed.
 bool LtFits(const GemmArgs& args);
 // What all its addresses are a multiple of, as far as that matters to cuBLASLt.
 uint32_t LtAlignment(const GemmArgs& args);
@@ -20,7 +20,7 @@ uint32_t LtAlignment(const GemmArgs& args);
 int LtAlgorithms(const GemmArgs& args, bool workspace, int device);
 // Bytes of partial sums that it may ask for at most.
 size_t LtWorkspace(const GemmArgs& args);
-// Queues the product; *done is false where that algorithm does not compute it or there is no memory for its partial
+// Queues the GEMM; *done is false where that algorithm does not compute it or there is no memory for its partial
 // sums.
 Status RunLt(const GemmArgs& args, const RunContext& context, int device, int algorithm, bool* done);
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What happens to a product before it is written.
+// What happens to a matmul before it is written.
 #ifndef STOF_CUDA_GEMM_EPILOGUE_CUH_
 #define STOF_CUDA_GEMM_EPILOGUE_CUH_
 

@@ -36,17 +36,14 @@ GemmKernelTable FindGemmSm90(bool bf16, bool pair, bool is_b_transposed) {
 #endif
 }
 
-// For the program that times kernels: that one alone is taken; -1: the model's choice. STOF_CUDA_GEMM is the same, "lt"
-// is cuBLASLt wherever it fits.
-constexpr int kTakeLt = 1000;
+// STOF_CUDA_GEMM does what TakeGemmKernel does; "lt" is kGemmCublasLt.
 static int taken_kernel = [] {
   const char* text = std::getenv("STOF_CUDA_GEMM");
-  if (text != nullptr && std::string(text) == "lt") return kTakeLt;
-  return text == nullptr ? -1 : std::atoi(text);
+  if (text != nullptr && std::string(text) == "lt") return kGemmCublasLt;
+  return text == nullptr ? kGemmByModel : std::atoi(text);
 }();
 void TakeGemmKernel(int index) { taken_kernel = index; }
-// And which one ran last: its number in the list, kTakeLt and the algorithm's, or -1 for the 8.0 kernel.
-static std::atomic<int> last_kernel{-1};
+static std::atomic<int> last_kernel{kGemmSm80};
 int LastGemmKernel() { return last_kernel.load(std::memory_order_relaxed); }
 
 namespace {
@@ -108,7 +105,7 @@ Status Resident(const GemmKernelEntry& kernel, int device, int* clusters) {
   const auto place = known.try_emplace({&kernel, device}, 0);
   if (place.second) {
     const Status asked =
-        ToStatus(static_cast<cudaError_t>(kernel.resident(&place.first->second)), "clusters of a matrix product");
+        ToStatus(static_cast<cudaError_t>(kernel.resident(&place.first->second)), "clusters of a GEMM");
     if (!asked.ok()) {
       known.erase(place.first);
       return asked;
@@ -126,12 +123,13 @@ GemmKernelTable KernelsOf(const GemmArgs& args) {
   return FindGemmSm90(args.dtype == DType::kBF16, args.b1 != nullptr, args.is_b_transposed);
 }
 
-Status CheckOperands(const GemmArgs& args) {
+Status CheckNoTransposedPair(const GemmArgs& args) {
   if (!args.is_b_transposed || args.b1 == nullptr) return Status();
   return Status::Error("a pair of matmuls has no kernel for a transposed right operand");
 }
 
-// Whether rows are read 16 bytes at a time: of the output N values, of a K, of b0 N, or K where it is transposed.
+// Whether the rows of every matrix and vector [N] can be read 16 bytes at a time: K, N and stride are multiples of 8,
+// addresses are multiples of 16 bytes.
 bool ReadsVectors(const GemmArgs& args) {
   return args.K % 8 == 0 && args.N % 8 == 0 && args.stride % 8 == 0 && IsAligned(args.a) && IsAligned(args.b0) &&
          IsAligned(args.b1) && IsAligned(args.output) && IsAligned(args.bias0) && IsAligned(args.bias1) &&
@@ -167,7 +165,7 @@ double Predict(const GemmKernelEntry& kernel, const GemmArgs& args, int clusters
   return kStart + kernel.step * steps + tile * static_cast<double>(Over(tiles, clusters));
 }
 
-// A way to compute a product: one of the 9.0 kernels, an algorithm of cuBLASLt, or the 8.0 kernel.
+// A way to compute a GEMM: one of the 9.0 kernels, an algorithm of cuBLASLt, or the 8.0 kernel.
 struct Way {
   enum class Kind : uint8_t { kSm90, kLt, kSm80 } kind = Kind::kSm80;
   const GemmKernelEntry* kernel = nullptr;
@@ -180,13 +178,14 @@ struct Way {
 // tiles with a long K are divided along K there, and nowhere here. docs/design/gemm.md has the times behind it.
 constexpr double kLtBelow = 450e12;
 
-// What may compute a product, the first choice first. timed: all that may be the fastest; else what may be needed.
+// What may compute a GEMM, the first choice first. timed: all that may be the fastest; else what may be needed.
 Status FindWays(const GemmArgs& args, bool workspace, const Facts& facts, bool timed, std::vector<Way>* ways) {
   const bool vectors = ReadsVectors(args) && args.K > 0;
+  const bool takes_lt = taken_kernel == kGemmCublasLt, takes_sm90 = taken_kernel != kGemmByModel && !takes_lt;
   if (vectors && facts.capability == 90) {
     const GemmKernelTable kernels = KernelsOf(args);
     for (const GemmKernelEntry& kernel : kernels) {
-      if (taken_kernel >= 0 && taken_kernel != kTakeLt && &kernel - kernels.begin() != taken_kernel) continue;
+      if (takes_sm90 && &kernel - kernels.begin() != taken_kernel) continue;
       Way way;
       way.kind = Way::Kind::kSm90, way.kernel = &kernel;
       STOF_RETURN_IF_ERROR(Resident(kernel, facts.device, &way.clusters));
@@ -194,14 +193,14 @@ Status FindWays(const GemmArgs& args, bool workspace, const Facts& facts, bool t
       way.time = Predict(kernel, args, way.clusters);
       ways->push_back(way);
     }
-    if (ways->empty() && taken_kernel >= 0 && taken_kernel != kTakeLt) return Status::Error("there is no such kernel");
+    if (ways->empty() && takes_sm90) return Status::Error("there is no such kernel");
     std::stable_sort(ways->begin(), ways->end(), [](const Way& a, const Way& b) { return a.time < b.time; });
     // What the model does not know is a tenth or two.
     constexpr double kNear = 1.3;
     while (ways->size() > 1 && (!timed || ways->back().time > kNear * ways->front().time)) ways->pop_back();
   }
-  const bool lt = vectors && (taken_kernel < 0 || taken_kernel == kTakeLt) && LtFits(args);
-  if (lt && taken_kernel == kTakeLt) ways->clear();
+  const bool lt = vectors && !takes_sm90 && LtFits(args);
+  if (lt && takes_lt) ways->clear();
   if (lt) {
     const int count = LtAlgorithms(args, workspace, facts.device);
     const double flops = 2.0 * static_cast<double>(args.M) * static_cast<double>(args.N) * static_cast<double>(args.K);
@@ -213,7 +212,7 @@ Status FindWays(const GemmArgs& args, bool workspace, const Facts& facts, bool t
       ways->insert(i == 0 && first ? ways->begin() : ways->end(), way);
     }
   }
-  if (!lt || taken_kernel != kTakeLt) ways->push_back(Way());
+  if (!lt || !takes_lt) ways->push_back(Way());
   return Status();
 }
 
@@ -223,7 +222,7 @@ Status RunSm90(const GemmArgs& args, const Way& way, void* stream, bool* done) {
   const GemmKernelEntry& kernel = *way.kernel;
   const bool bf16 = args.dtype == DType::kBF16, pair = args.b1 != nullptr;
   GemmSm90Params p;
-  // The CTAs of a column of a cluster bring a part of b each: of a step's rows of K, or of the tile's rows of N.
+  // Each CTA of a cluster along M loads a share of b: kDepth / cluster_m rows of K, or columns / cluster_m rows of N.
   const auto describe_b = [&](const void* b, CUtensorMap* map) {
     if (args.is_b_transposed) {
       return Describe(b, bf16, args.N, args.K, args.stride, kernel.columns / kernel.cluster_m, map);
@@ -248,7 +247,7 @@ Status RunSm90(const GemmArgs& args, const Way& way, void* stream, bool* done) {
   p.band = static_cast<int32_t>(std::min<int64_t>(m_tiles, std::max<int64_t>(1, std::llround(side))));
   const auto clusters = static_cast<unsigned>(std::min<int64_t>(way.clusters, m_tiles * n_tiles));
   *done = true;
-  return ToStatus(static_cast<cudaError_t>(kernel.launch(p, clusters, stream)), "launch of a matrix product");
+  return ToStatus(static_cast<cudaError_t>(kernel.launch(p, clusters, stream)), "launch of a GEMM");
 }
 
 Status RunSm80(const GemmArgs& args, void* stream) {
@@ -259,15 +258,15 @@ Status RunSm80(const GemmArgs& args, void* stream) {
   p.epilogue = EpilogueOf(args);
   const bool bf16 = args.dtype == DType::kBF16, pair = args.b1 != nullptr;
   const GemmLaunch launch = FindGemmSm80(bf16, pair, ReadsVectors(args), args.is_b_transposed);
-  return ToStatus(static_cast<cudaError_t>(launch(p, stream)), "launch of a matrix product");
+  return ToStatus(static_cast<cudaError_t>(launch(p, stream)), "launch of a GEMM");
 }
 
 Status RunWay(const GemmArgs& args, const Way& way, const RunContext& context, int device, bool* done) {
   *done = true;
   const GemmKernelTable kernels = KernelsOf(args);
   last_kernel.store(way.kind == Way::Kind::kSm90 ? static_cast<int>(way.kernel - kernels.begin())
-                    : way.kind == Way::Kind::kLt ? kTakeLt + way.algorithm
-                                                 : -1,
+                    : way.kind == Way::Kind::kLt ? kGemmCublasLt + way.algorithm
+                                                 : kGemmSm80,
                     std::memory_order_relaxed);
   if (way.kind == Way::Kind::kSm90) return RunSm90(args, way, context.stream, done);
   if (way.kind == Way::Kind::kLt) return RunLt(args, context, device, way.algorithm, done);
@@ -275,9 +274,9 @@ Status RunWay(const GemmArgs& args, const Way& way, const RunContext& context, i
 }
 
 // ---- ways that were timed ----
-// By all that the ways and their order may depend on.
-using ProblemKey =
-    std::tuple<int, DType, bool, bool, GemmActivation, int32_t, uint32_t, size_t, int64_t, int64_t, int64_t, int64_t>;
+// By all that the ways and their order depend on: where timing fails, the first one is kept.
+using ProblemKey = std::tuple<int, DType, bool, bool, bool, GemmActivation, int32_t, uint32_t, size_t, int64_t, int64_t,
+                              int64_t, int64_t>;
 struct TimedWays {
   std::mutex mutex;
   std::map<ProblemKey, Way> known;
@@ -306,7 +305,7 @@ struct Block {
   }
 };
 
-// The way that was the fastest when this product was first run; *found is false where that was not asked.
+// The way that was the fastest when this GEMM was first run; *found is false where that was not asked.
 Status FindTimed(const GemmArgs& args, const RunContext& context, const Facts& facts, Way* way, bool* found) {
   static auto* const timed = new TimedWays;
   static const bool never = [] {
@@ -314,9 +313,9 @@ Status FindTimed(const GemmArgs& args, const RunContext& context, const Facts& f
     return text != nullptr && std::string(text) == "0";
   }();
   *found = false;
-  if (never || taken_kernel >= 0) return Status();
-  const ProblemKey key(facts.device, args.dtype, args.b1 != nullptr, args.is_b_transposed, args.activation,
-                       EpilogueOf(args).has, ReadsVectors(args) ? LtAlignment(args) : 0,
+  if (never || taken_kernel != kGemmByModel) return Status();
+  const ProblemKey key(facts.device, args.dtype, args.b1 != nullptr, args.is_b_transposed, args.prefers_cublaslt,
+                       args.activation, EpilogueOf(args).has, ReadsVectors(args) ? LtAlignment(args) : 0,
                        context.allocate == nullptr ? 0 : LtWorkspace(args), args.M, args.N, args.K, args.stride);
   const std::lock_guard<std::mutex> lock(timed->mutex);
   const auto place = timed->known.find(key);
@@ -351,7 +350,7 @@ Status FindTimed(const GemmArgs& args, const RunContext& context, const Facts& f
 }  // namespace
 
 Status RunGemm(const GemmArgs& args, const RunContext& context) {
-  STOF_RETURN_IF_ERROR(CheckOperands(args));
+  STOF_RETURN_IF_ERROR(CheckNoTransposedPair(args));
   Facts facts;
   STOF_RETURN_IF_ERROR(GetFacts(&facts));
   if (facts.capability < 80) {
@@ -373,11 +372,11 @@ Status RunGemm(const GemmArgs& args, const RunContext& context) {
   for (size_t i = 0; i < ways.size() && !done; ++i) {
     STOF_RETURN_IF_ERROR(RunWay(args, ways[i], own, facts.device, &done));
   }
-  return done ? Status() : Status::Error("cuBLASLt, which STOF_CUDA_GEMM asks for, does not compute this product");
+  return done ? Status() : Status::Error("cuBLASLt, which STOF_CUDA_GEMM asks for, does not compute this GEMM");
 }
 
 Status PlanGemmWorkspace(const GemmArgs& args, size_t* workspace) {
-  STOF_RETURN_IF_ERROR(CheckOperands(args));
+  STOF_RETURN_IF_ERROR(CheckNoTransposedPair(args));
   *workspace = args.most_workspace;
   return Status();
 }

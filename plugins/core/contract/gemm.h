@@ -78,8 +78,8 @@ void CpuPackedGemm(const CpuPackedGemmArgs& args, const CpuPackedWeights& weight
 // sizes, on another machine or by a build without kernels, has to do.
 constexpr size_t kGemmWorkspace = size_t{8} << 20;
 
-// act(a b0 + bias0) [* (a b1 + bias1)] * scale * row + residual. All addresses are the device's. With a transposed b0,
-// a b0 is the matmul a b0^T.
+// act(a b0 + bias0) [* (a b1 + bias1)] * scale * row + residual. With is_b_transposed, b0^T takes the place of b0. All
+// addresses are the device's.
 struct GemmArgs {
   int64_t M = 0, N = 0, K = 0;
   DType dtype = DType::kF16;  // of every tensor
@@ -92,11 +92,12 @@ struct GemmArgs {
   GemmActivation activation = GemmActivation::kNone;
   const void* bias0 = nullptr;  // [N], nullptr where absent, as the next ones
   const void* bias1 = nullptr;
-  const void* scale = nullptr;             // [N]
-  const void* row = nullptr;               // [M]
-  const void* residual = nullptr;          // [M, N]
-  bool may_wait = false;                   // the run may wait for the device, to time kernels
-  bool prefers_cublaslt = false;            // cuBLASLt is taken where it computes the product and nothing was timed
+  const void* scale = nullptr;     // [N]
+  const void* row = nullptr;       // [M]
+  const void* residual = nullptr;  // [M, N]
+  bool may_wait = false;           // the run may wait for the device, to time kernels
+  // cuBLASLt is the first choice where it computes the GEMM, unless kernels were timed.
+  bool prefers_cublaslt = false;
   size_t most_workspace = kGemmWorkspace;  // bytes that the run may ask for
 };
 
