@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// GEMM with an epilogue for compute capability 8.0 and later: tiles of 128 x 128 products (64 columns of a
-// pair), 8 warps of 64 x 32, mma.sync m16n8k16 with fp32 accumulators, three stages by cp.async.
+// GEMM with an epilogue for compute capability 8.0 and later: tiles of 128 x 128 (64 columns of a pair), 8 warps of
+// 64 x 32, mma.sync m16n8k16 with fp32 accumulators, three stages by cp.async.
 #ifndef STOF_CUDA_GEMM_SM80_CUH_
 #define STOF_CUDA_GEMM_SM80_CUH_
 
@@ -51,11 +51,11 @@ __device__ __forceinline__ float Element(const void* base, int64_t at) {
   return ToFloat(static_cast<const T*>(base)[at]);
 }
 
-// kTransposedB: b0 is [N, K].
-template <typename T, bool kPair, bool kVectors, bool kTransposedB>
+// kIsBTransposed: b0 is [N, K].
+template <typename T, bool kPair, bool kVectors, bool kIsBTransposed>
 __global__ void __launch_bounds__(kThreads, 2) GemmSm80(const GemmParams p) {
   extern __shared__ __align__(128) uint8_t shared[];
-  static_assert(!kPair || !kTransposedB, "a pair has no transposed b");
+  static_assert(!kPair || !kIsBTransposed, "a pair has no transposed b");
   constexpr int kColumns = kPair ? kWide / 2 : kWide;  // of the output
   const uint32_t base = SharedAddress(shared);
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kThreads, 2) GemmSm80(const GemmParams p) {
       Bring<kVectors>(a + PlaceA(row, piece), p.a, static_cast<int64_t>(m0 + row) * p.K, m0 + row < p.M, k0 + 8 * piece,
                       p.K);
     }
-    if constexpr (kTransposedB) {
+    if constexpr (kIsBTransposed) {
 #pragma unroll
       for (int i = 0; i < kWide * 4 / kThreads; ++i) {
         const int at = thread + i * kThreads, row = at / 4, piece = at % 4;
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(kThreads, 2) GemmSm80(const GemmParams p) {
     }
   };
 
-  // A warp's 64 rows and 32 columns; of a pair the same 16 columns of both products.
+  // A warp's 64 rows and 32 columns; of a pair the same 16 columns of both matmuls.
   const int wm = warp % 2 * 64, wn = warp / 2 * (kPair ? 16 : 32);
   float c[4][4][4] = {};
 #pragma unroll
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(kThreads, 2) GemmSm80(const GemmParams p) {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const int column = kPair ? wn + 64 * j : wn + 16 * j;
-        if constexpr (kTransposedB) {
+        if constexpr (kIsBTransposed) {
           LoadMatrix4(columns[j], b + PlaceA(column + lane / 16 * 8 + lane % 8, k / 8 + lane / 8 % 2));
         } else {
           LoadMatrix4Transposed(columns[j], b + PlaceB(k + lane % 16, column / 8 + lane / 16));
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(kThreads, 2) GemmSm80(const GemmParams p) {
   }
   WaitCopies<0>();
 
-  // c[i][j]: rows 16 i + lane / 4 (and 8 below), columns 8 j + 2 (lane % 4); of a pair j = 2, 3 are the second product.
+  // c[i][j]: rows 16 i + lane / 4 (and 8 below), columns 8 j + 2 (lane % 4); of a pair j = 2, 3 are the second matmul.
   const GemmEpilogueParams& epilogue = p.epilogue;
   constexpr int kBlocks = kPair ? 2 : 4;
 #pragma unroll
@@ -194,12 +194,12 @@ __global__ void __launch_bounds__(kThreads, 2) GemmSm80(const GemmParams p) {
   }
 }
 
-template <typename T, bool kPair, bool kVectors, bool kTransposedB = false>
+template <typename T, bool kPair, bool kVectors, bool kIsBTransposed = false>
 int Launch(const GemmParams& params, void* stream) {
   constexpr int kColumns = kPair ? kWide / 2 : kWide;
   const int64_t tiles = ((int64_t{params.M} - 1) / kRows + 1) * ((int64_t{params.N} - 1) / kColumns + 1);
   if (tiles > 0x7fffffff) return static_cast<int>(cudaErrorInvalidConfiguration);
-  return LaunchKernel<GemmParams, GemmSm80<T, kPair, kVectors, kTransposedB>>(
+  return LaunchKernel<GemmParams, GemmSm80<T, kPair, kVectors, kIsBTransposed>>(
       params, static_cast<unsigned>(tiles), kThreads, static_cast<int>(kStages * kBytes), stream);
 }
 

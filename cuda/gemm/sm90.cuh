@@ -21,13 +21,13 @@ constexpr int kTurnBarrier = 4;
 
 // groups x 64 rows by `columns` of each of `products`; stages of tiles; clusters of cm x cn CTAs, of which those of one
 // column share b and those of one row share a; so many CTAs an SM. turns: above 0, the warpgroups take tiles
-// by turns, of so many blocks of 64 rows. is_b_k_major: b0 is [N, K].
+// by turns, of so many blocks of 64 rows. is_b_transposed: b0 is [N, K].
 template <int kGroupCount, int kColumnCount, int kProductCount, int kStageCount, int kClusterM, int kClusterN,
-          int kPerSm, int kTurnBlocks = 0, bool is_b_k_major = false>
+          int kPerSm, int kTurnBlocks = 0, bool is_b_transposed = false>
 struct GemmSm90Shape {
   static constexpr int kGroups = kGroupCount, kColumns = kColumnCount, kProducts = kProductCount;
   static constexpr int kStages = kStageCount, kCm = kClusterM, kCn = kClusterN, kCtas = kPerSm;
-  static constexpr bool kTurns = kTurnBlocks > 0, kKMajorB = is_b_k_major;
+  static constexpr bool kTurns = kTurnBlocks > 0, kIsBTransposed = is_b_transposed;
   static constexpr int kBlocks = kTurns ? kTurnBlocks : 1;  // of 64 rows, of a warpgroup
   static constexpr int kRows = 64 * (kTurns ? kBlocks : kGroups);
   static constexpr int kTotal = kProducts * kColumns;
@@ -47,12 +47,12 @@ struct GemmSm90Shape {
   static constexpr uint32_t kShared = kBarriers + 16 * kStages;
   static constexpr bool kAhead = kCtas == 1 && !kTurns;  // vectors and residual are read a chunk ahead
   // By turns they are read anew when they have been used, where accumulators leave registers for that; else late, under
-  // the other warpgroup's products.
+  // the other warpgroup's matmuls.
   static constexpr bool kRenews = kTurns && kBlocks * kTotal / 2 <= 128;
   static_assert((kShared + 1024) * kCtas <= 228 * 1024, "shared memory");
   static_assert(kColumns % 64 == 0 && (kCm == 1 || kCm == 2) && (kCn == 1 || kCn == 2), "tiles");
   static_assert(!kTurns || (kGroups == 2 && kCtas == 1), "turns");
-  static_assert(!kKMajorB || kProducts == 1, "a pair has no K-major b");
+  static_assert(!kIsBTransposed || kProducts == 1, "a pair has no transposed b");
 };
 
 // Where a tile stands.
@@ -124,7 +124,7 @@ struct Consumer {
     return place.m + 64 * (S::kTurns ? block : group);
   }
 
-  // Writes the block of the tile whose products are in c. operands: of the first chunk where they are read ahead, and
+  // Writes the block of the tile whose matmuls are in c. operands: of the first chunk where they are read ahead, and
   // then of the next block's.
   __device__ __forceinline__ void Finish(float (&c)[S::kTotal / 2], int block, Operands& operands,
                                          const OutputTile& place) const {
@@ -228,7 +228,7 @@ struct Consumer {
 template <typename S>
 __device__ __forceinline__ void CopyB(const GemmSm90Params& p, uint32_t b, uint32_t barrier, int n, int k, int cm,
                                       uint16_t column_ctas) {
-  if constexpr (S::kKMajorB) {
+  if constexpr (S::kIsBTransposed) {
     // One box: rows of N, 64 values of K each.
     constexpr int kPart = S::kColumns / S::kCm;
     if constexpr (S::kCm == 1) {
@@ -331,16 +331,18 @@ __global__ void __cluster_dims__(S::kCm* S::kCn, 1, 1) __launch_bounds__(S::kThr
     for (int tile = own_first; tile < tiles; tile += stride) {
       const OutputTile place = OutputTileOf<S>(p, tile, cm, cn);
       typename Consumer<T, S>::Operands operands;
-      // They come while the products are made.
+      // They come during the matmuls.
       if constexpr (S::kAhead || S::kRenews) consumer.Load(operands, consumer.RowOf(place, 0), place.n);
-      // Until the other warpgroup has begun all products of the tile before. Its stages are full then, and a wait for
+      // Until the other warpgroup has issued every wgmma of the tile before. Its stages are full then, and a wait for
       // one of this tile cannot take an earlier phase of the same parity for its own.
       if (S::kTurns && tile != first) SyncNamed(kTurnBarrier + group, 2 * kWarpgroup);
       float c[S::kBlocks][S::kTotal / 2];
       for (int step = 0; step < p.steps; ++step) {
         const uint32_t a = own + stage * S::kBytes;
         const uint32_t rows = DescribeInner(S::kTurns ? a : a + group * 64 * 128);
-        const uint32_t columns = S::kKMajorB ? DescribeInner(a + S::kBytesA) : DescribeAcross(a + S::kBytesA, kAtom);
+        // In shared memory a transposed b is K-major, like a; else it is MN-major.
+        const uint32_t columns =
+            S::kIsBTransposed ? DescribeInner(a + S::kBytesA) : DescribeAcross(a + S::kBytesA, kAtom);
         Wait(full + 8 * stage, parity);
         WgmmaFence();
 #pragma unroll
@@ -349,7 +351,7 @@ __global__ void __cluster_dims__(S::kCm* S::kCn, 1, 1) __launch_bounds__(S::kThr
           for (int block = 0; block < S::kBlocks; ++block) {
             const uint64_t left = Operand(rows + block * (64 * 128 >> 4) + i * (32 >> 4));
             const int add = step + i > 0 ? 1 : 0;
-            if constexpr (S::kKMajorB) {
+            if constexpr (S::kIsBTransposed) {
               Wgmma<T>::Inner(c[block], left, Operand(columns + i * (32 >> 4)), add);
             } else {
               Wgmma<T>::AcrossShared(c[block], left, Operand(columns + i * (16 * 128 >> 4)), add);
@@ -412,8 +414,8 @@ int ResidentOf(int* clusters) {
 
 // ---- the named numbers of a table's rows ----
 // GemmSm90Shape. Warpgroups: consumers; Columns: of the output's tile; Products: 2 for a pair of matmuls; Cluster: CTAs
-// along M and N; TurnBlocks: above 0, warpgroups take tiles in ping-pong, of so many blocks of 64 rows; KMajorB: b0 is
-// [N, K].
+// along M and N; TurnBlocks: above 0, warpgroups take tiles in ping-pong, of so many blocks of 64 rows; TransposedB:
+// b0 is [N, K].
 template <int kValue>
 struct Warpgroups {};
 template <int kValue>
@@ -429,7 +431,7 @@ struct CtasPerSm {};
 template <int kValue>
 struct TurnBlocks {};
 template <bool kValue>
-struct KMajorB {};
+struct TransposedB {};
 
 // Microseconds of a step of 64 of K, of a tile, of a tile's GELU and of its residual.
 struct StepUs {
@@ -444,32 +446,40 @@ struct GeluUs {
 struct ResidualUs {
   float value;
 };
+struct KernelCosts {
+  StepUs step;
+  TileUs tile;
+  GeluUs gelu;
+  ResidualUs residual;
+};
 
 // What MakeKernel makes of its arguments.
 template <typename Warpgroups_, typename Columns_, typename Products_, typename Stages_, typename Cluster_,
-          typename CtasPerSm_, typename TurnBlocks_, typename KMajorB_>
+          typename CtasPerSm_, typename TurnBlocks_, typename TransposedB_>
 struct ShapeOf;
 template <int kWarpgroups, int kColumns, int kProducts, int kStages, int kClusterM, int kClusterN, int kCtasPerSm,
-          int kTurnBlocks, bool is_b_k_major>
+          int kTurnBlocks, bool is_b_transposed>
 struct ShapeOf<Warpgroups<kWarpgroups>, Columns<kColumns>, Products<kProducts>, Stages<kStages>,
-               Cluster<kClusterM, kClusterN>, CtasPerSm<kCtasPerSm>, TurnBlocks<kTurnBlocks>, KMajorB<is_b_k_major>> {
+               Cluster<kClusterM, kClusterN>, CtasPerSm<kCtasPerSm>, TurnBlocks<kTurnBlocks>,
+               TransposedB<is_b_transposed>> {
   using Type = GemmSm90Shape<kWarpgroups, kColumns, kProducts, kStages, kClusterM, kClusterN, kCtasPerSm, kTurnBlocks,
-                             is_b_k_major>;
+                             is_b_transposed>;
 };
 
 // A row of a table.
 template <typename T, typename Warpgroups_, typename Columns_, typename Products_, typename Stages_, typename Cluster_,
-          typename CtasPerSm_, typename TurnBlocks_ = TurnBlocks<0>, typename KMajorB_ = KMajorB<false>>
-constexpr GemmKernelEntry MakeKernel(StepUs step, TileUs tile, GeluUs gelu, ResidualUs residual) {
-  using S =
-      typename ShapeOf<Warpgroups_, Columns_, Products_, Stages_, Cluster_, CtasPerSm_, TurnBlocks_, KMajorB_>::Type;
+          typename CtasPerSm_, typename TurnBlocks_ = TurnBlocks<0>, typename TransposedB_ = TransposedB<false>>
+constexpr GemmKernelEntry MakeKernel(const KernelCosts& costs) {
+  using S = typename ShapeOf<Warpgroups_, Columns_, Products_, Stages_, Cluster_, CtasPerSm_, TurnBlocks_,
+                             TransposedB_>::Type;
   GemmKernelEntry kernel;
   kernel.launch = Launch<T, S>;
   kernel.resident = ResidentOf<GemmKernel<T, S>, S::kCm * S::kCn, S::kThreads, S::kShared>;
   kernel.rows = S::kRows, kernel.columns = S::kColumns;
   kernel.cluster_m = S::kCm, kernel.cluster_n = S::kCn;
   kernel.ctas = S::kCtas;
-  kernel.step = step.value, kernel.tile = tile.value, kernel.gelu = gelu.value, kernel.residual = residual.value;
+  kernel.step = costs.step.value, kernel.tile = costs.tile.value;
+  kernel.gelu = costs.gelu.value, kernel.residual = costs.residual.value;
   return kernel;
 }
 

@@ -5,12 +5,7 @@ namespace stof {
 namespace cuda {
 
 GemmKernelTable FindGemmSm90Bf16(bool pair, bool is_b_transposed) {
-  if (is_b_transposed) {
-    if (pair) return GemmKernelTable();
-    return gemm90::kGemmTransposed<__nv_bfloat16>;
-  }
-  if (pair) return gemm90::kGemmPairs<__nv_bfloat16>;
-  return gemm90::kGemmSingles<__nv_bfloat16>;
+  return gemm90::FindKernels<__nv_bfloat16>(pair, is_b_transposed);
 }
 
 }  // namespace cuda
