@@ -147,22 +147,23 @@ double Activated(GemmActivation activation, double x) {
 }
 
 Status Gemm(const GemmArgs& args, const RunContext& context) {
+  if (args.is_b_transposed) return Status::Error("StofGemm never transposes b");
   LastSeen()->stream = context.stream;
   const int64_t size = SizeOf(args.dtype);
   const auto at = [&](const void* base, int64_t i) {
     return LoadFloat(args.dtype, static_cast<const char*>(base) + i * size);
   };
-  const auto product = [&](const void* b, const void* bias, int64_t m, int64_t n) {
+  const auto matmul = [&](const void* b, const void* bias, int64_t m, int64_t n) {
     double sum = bias == nullptr ? 0 : at(bias, n);
     for (int64_t k = 0; k < args.K; ++k) {
-      sum += at(args.a, m * args.K + k) * at(b, args.is_b_transposed ? n * args.stride + k : k * args.stride + n);
+      sum += at(args.a, m * args.K + k) * at(b, k * args.stride + n);
     }
     return sum;
   };
   for (int64_t m = 0; m < args.M; ++m) {
     for (int64_t n = 0; n < args.N; ++n) {
-      double y = Activated(args.activation, product(args.b0, args.bias0, m, n));
-      if (args.b1 != nullptr) y *= product(args.b1, args.bias1, m, n);
+      double y = Activated(args.activation, matmul(args.b0, args.bias0, m, n));
+      if (args.b1 != nullptr) y *= matmul(args.b1, args.bias1, m, n);
       if (args.scale != nullptr) y *= at(args.scale, n);
       if (args.row != nullptr) y *= at(args.row, m);
       if (args.residual != nullptr) y += at(args.residual, m * args.N + n);

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <map>
 
 #include "tests/cpp/chain/chain_reference.h"
@@ -227,6 +228,14 @@ Case RandomCase(uint64_t seed, DType dtype, int64_t most) {
   if (c.pair == 0) c.has[Part::kBias1] = false;
   c.shifted = random.OneIn(6);
   return c;
+}
+
+bool IsSampled(uint64_t seed) {
+  const char* const only = std::getenv("STOF_CASE");
+  if (only != nullptr) return seed == std::strtoull(only, nullptr, 10);
+  const char* const sample = std::getenv("STOF_SAMPLE");
+  const uint64_t step = sample == nullptr ? 1 : std::max<uint64_t>(1, std::strtoull(sample, nullptr, 10));
+  return seed % step == 0;
 }
 
 }  // namespace stof::test::gemm

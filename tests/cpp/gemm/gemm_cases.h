@@ -86,6 +86,8 @@ struct Problem {
 Problem Make(const Case& c);
 // One of any kind, with sizes up to `most`, often around multiples of 64.
 Case RandomCase(uint64_t seed, DType dtype, int64_t most);
+// Whether a case runs: every n-th one alone (STOF_SAMPLE), or one by its seed (STOF_CASE).
+bool IsSampled(uint64_t seed);
 
 constexpr size_t kBand = 256;  // bytes around an output that are compared, too
 // All elements of a small output; of a large one the last rows and columns, those around tiles' edges, and some.

@@ -2,25 +2,17 @@
 // StofGemm on a device: the CPU tests' problems by every kernel, in guard bands, again and again.
 #include <cuda_runtime.h>
 
-#include <algorithm>
-#include <cstdlib>
 #include <memory>
+#include <vector>
 
+#include "tests/cpp/device_memory.h"
+#include "tests/cpp/gemm/device_gemm.h"
 #include "tests/cpp/gemm/gemm_cases.h"
 
 namespace stof::test {
 namespace {
 
 using namespace gemm;
-
-#define CHECK_CUDA(call) CHECK((call) == cudaSuccess, cudaGetErrorString(cudaGetLastError()))
-
-struct Device {
-  void* data = nullptr;
-  explicit Device(size_t bytes) { CHECK_CUDA(cudaMalloc(&data, std::max<size_t>(bytes, 16))); }
-  Device(const Device&) = delete;
-  ~Device() { cudaFree(data); }
-};
 
 // repeats: further runs, whose bits must be the first one's.
 void RunDevice(const Case& c, int repeats) {
@@ -29,11 +21,10 @@ void RunDevice(const Case& c, int repeats) {
   Status status = Description().create(Attributes(p.text, c.pair), &op);
   CHECK(status.ok(), p.text, ": ", status.message());
   const size_t shift = c.shifted ? 2 : 0;
-  std::vector<std::unique_ptr<Device> > memory;
+  DeviceMemory memory;  // a block for each input, so that compute-sanitizer sees every access beyond
   std::vector<Tensor> inputs;
   for (const Host& host : p.inputs) {
-    memory.push_back(std::make_unique<Device>(host.bytes.size() + shift));
-    char* const at = static_cast<char*>(memory.back()->data) + shift;
+    char* const at = static_cast<char*>(memory.Take(host.bytes.size() + shift)) + shift;
     CHECK_CUDA(cudaMemcpy(at, host.bytes.data(), host.bytes.size(), cudaMemcpyHostToDevice));
     inputs.push_back(host.View(at));
   }
@@ -47,61 +38,19 @@ void RunDevice(const Case& c, int repeats) {
   DevicePlan plan;
   status = op->PlanDevice(inputs.data(), count, &plan);
   CHECK(status.ok(), Describe(c), ": ", status.message());
-  const size_t size = static_cast<size_t>(output.Elements() * SizeOf(output.dtype)), begin = kBand + shift;
-  std::vector<char> poison(size + 2 * kBand + shift, static_cast<char>(0xff)), first, again(poison.size());
-  Device place(poison.size());
-  output.data = static_cast<char*>(place.data) + begin;
-  struct Scratch {
-    Device memory;
-    size_t left;
-    static void* Allocate(void* self, size_t bytes) {
-      auto* const scratch = static_cast<Scratch*>(self);
-      if (bytes > scratch->left) return nullptr;
-      scratch->left = 0;  // one block a run
-      return scratch->memory.data;
-    }
-  } scratch{Device(plan.workspace), 0};
-  if (plan.workspace > 0) CHECK_CUDA(cudaMemset(scratch.memory.data, 0xff, plan.workspace));
-  // A copy from pageable memory may still be under way when the call returns, and the stream does not wait for it.
-  CHECK_CUDA(cudaDeviceSynchronize());
+  GuardedMemory guarded(static_cast<size_t>(output.Elements() * SizeOf(output.dtype)), shift);
+  GuardedMemory workspace(plan.workspace);
+  output.data = guarded.data();
   cudaStream_t stream = nullptr;
   CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-  RunContext context;
-  context.on_cuda = true;
-  context.stream = stream;
-  context.allocate = Scratch::Allocate;
-  context.self = &scratch;
-  for (int i = 0; i <= repeats; ++i) {
-    CHECK_CUDA(cudaMemcpyAsync(place.data, poison.data(), poison.size(), cudaMemcpyHostToDevice, stream));
-    scratch.left = plan.workspace;
-    status = op->Run(inputs.data(), count, &output, 1, context);
-    CHECK(status.ok(), Describe(c), ": ", status.message());
-    CHECK_CUDA(cudaMemcpyAsync(again.data(), place.data, again.size(), cudaMemcpyDeviceToHost, stream));
-    const cudaError_t error = cudaStreamSynchronize(stream);
-    CHECK(error == cudaSuccess, Describe(c), ": ", cudaGetErrorString(error));
-    if (i == 0) {
-      first = again;
-      const bool gelu = c.activation == GemmActivation::kGelu || c.activation == GemmActivation::kGeluTanh;
-      Compare(p, first, begin, gelu ? 5e-4 : 2e-6);
-    }
-    CHECK(first == again, Describe(c), ": another result in run ", i);
-  }
+  CheckRuns(p, "", repeats, &guarded, &workspace, stream,
+            [&](const RunContext& context) { return op->Run(inputs.data(), count, &output, 1, context); });
   CHECK_CUDA(cudaStreamDestroy(stream));
-  CountCases(1);
-}
-
-// Every n-th case alone (STOF_SAMPLE), or one by its seed (STOF_CASE).
-bool IsTaken(uint64_t seed) {
-  const char* const only = std::getenv("STOF_CASE");
-  if (only != nullptr) return seed == std::strtoull(only, nullptr, 10);
-  const char* const sample = std::getenv("STOF_SAMPLE");
-  const uint64_t step = sample == nullptr ? 1 : std::max<uint64_t>(1, std::strtoull(sample, nullptr, 10));
-  return seed % step == 0;
 }
 
 void RunSeeds(uint64_t begin, uint64_t end, int64_t most, bool vectors) {
   for (uint64_t seed = begin; seed < end; ++seed) {
-    if (!IsTaken(seed)) continue;
+    if (!IsSampled(seed)) continue;
     Case c = RandomCase(seed, seed % 2 == 0 ? DType::kF16 : DType::kBF16, most);
     if (vectors) c.N = (c.N + 7) / 8 * 8, c.K = (c.K + 7) / 8 * 8, c.shifted = false;
     RunDevice(c, 1);
@@ -120,7 +69,7 @@ TEST(CudaGemmSizes) {
       for (int64_t odd : {0, 1}) {
         Case c;
         c.seed = ++seed;
-        if (!IsTaken(seed)) continue;
+        if (!IsSampled(seed)) continue;
         Random random(seed);
         c.dtype = seed % 2 == 0 ? DType::kF16 : DType::kBF16;
         c.pair = pair;
@@ -144,7 +93,7 @@ TEST(CudaGemmPlainEpilogues) {
         for (int parts = 0; parts < (activation == GemmActivation::kNone ? 4 : 2); ++parts) {
           Case c;
           c.seed = ++seed;
-          if (!IsTaken(seed)) continue;
+          if (!IsSampled(seed)) continue;
           c.dtype = seed % 3 == 0 ? DType::kBF16 : DType::kF16;
           c.lead = {M};
           c.N = 768, c.K = K;
@@ -163,7 +112,7 @@ void RunWaves(uint64_t seed, int pair) {
     for (int64_t K : {8, 64, 200, 320, 328, 768, 776}) {
       Case c;
       c.seed = ++seed;
-      if (!IsTaken(seed)) continue;
+      if (!IsSampled(seed)) continue;
       c.dtype = seed % 2 == 0 ? DType::kF16 : DType::kBF16;
       c.pair = pair;
       c.lead = {M};
@@ -181,7 +130,7 @@ TEST(CudaGemmEqualsWaves) {
   RunWaves(32000, 2);
 }
 
-// One product of nothing, and one without rows.
+// A GEMM with a K of 0, and one without rows.
 TEST(CudaGemmEdges) {
   for (int64_t K : {0, 8}) {
     for (int64_t M : {0, 3}) {

@@ -3,8 +3,8 @@
 // call RunGemm. Guard bands and the gaps between rows of b hold NaN: what reads them shows it.
 #include <cuda_runtime.h>
 
-#include <algorithm>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <string>
 #include <utility>
@@ -13,52 +13,14 @@
 #include "cuda/gemm/cublaslt_gemm.h"
 #include "cuda/gemm/params.h"
 #include "cuda/gemm/run.h"
+#include "tests/cpp/device_memory.h"
+#include "tests/cpp/gemm/device_gemm.h"
 #include "tests/cpp/gemm/gemm_cases.h"
-
-namespace stof::cuda {
-void TakeGemmKernel(int index);
-int LastGemmKernel();
-}  // namespace stof::cuda
 
 namespace stof::test {
 namespace {
 
 using namespace gemm;
-
-#define CHECK_CUDA(call) CHECK((call) == cudaSuccess, cudaGetErrorString(cudaGetLastError()))
-
-constexpr char kPoison = static_cast<char>(0xff);  // two of them are a NaN of fp16 and of bf16
-constexpr int kTakeModel = -1, kTakeLt = 1000;     // of TakeGemmKernel
-
-// Memory of the device with a guard band on either side, all poison at first.
-class Guarded {
- public:
-  // shift: bytes beyond a multiple of 16 at which the data begins.
-  Guarded(size_t bytes, size_t shift) : begin_(kBand + shift), poison_(begin_ + bytes + kBand, kPoison) {
-    CHECK_CUDA(cudaMalloc(&memory_, poison_.size()));
-    Poison();
-  }
-  Guarded(const Guarded&) = delete;
-  ~Guarded() { cudaFree(memory_); }
-  char* data() const { return static_cast<char*>(memory_) + begin_; }
-  size_t begin() const { return begin_; }
-  void Poison() { CHECK_CUDA(cudaMemcpy(memory_, poison_.data(), poison_.size(), cudaMemcpyHostToDevice)); }
-  void Write(const std::vector<char>& bytes) {
-    if (bytes.empty()) return;
-    CHECK_CUDA(cudaMemcpy(data(), bytes.data(), bytes.size(), cudaMemcpyHostToDevice));
-  }
-  // All of it, guard bands too.
-  std::vector<char> Read() const {
-    std::vector<char> bytes(poison_.size());
-    CHECK_CUDA(cudaMemcpy(bytes.data(), memory_, bytes.size(), cudaMemcpyDeviceToHost));
-    return bytes;
-  }
-
- private:
-  size_t begin_;
-  std::vector<char> poison_;
-  void* memory_ = nullptr;
-};
 
 // [K, N] as [N, K], rows `stride` elements apart, gaps of poison.
 std::vector<char> Transposed(const Host& b, int64_t N, int64_t K, int64_t stride) {
@@ -83,45 +45,58 @@ bool IsSm90() {
   return is_sm90;
 }
 
-// The kernels that TakeGemmKernel may name for args, and the model's choice. STOF_CUDA_GEMM leaves what it names.
+int SmCount() {
+  int device = 0, count = 0;
+  CHECK_CUDA(cudaGetDevice(&device));
+  CHECK_CUDA(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+  return count;
+}
+
+// What STOF_CUDA_GEMM forces.
+int KernelOfEnvironment() {
+  const char* const text = std::getenv("STOF_CUDA_GEMM");
+  if (text == nullptr) return cuda::kGemmByModel;
+  return std::string(text) == "lt" ? cuda::kGemmCublasLt : std::atoi(text);
+}
+
+// The kernels that TakeGemmKernel may force for args, and the model's choice; where STOF_CUDA_GEMM is set, what it
+// says.
 std::vector<int> KernelsFor(const GemmArgs& args, bool reads_vectors) {
-  if (const char* const taken = std::getenv("STOF_CUDA_GEMM"); taken != nullptr) {
-    return {std::string(taken) == "lt" ? kTakeLt : std::atoi(taken)};
-  }
-  std::vector<int> kernels = {kTakeModel};
+  if (std::getenv("STOF_CUDA_GEMM") != nullptr) return {KernelOfEnvironment()};
+  std::vector<int> kernels = {cuda::kGemmByModel};
   if (!reads_vectors) return kernels;  // the 8.0 kernel
   // Where the device runs no 9.0 kernel, index 0 names the 8.0 kernel: the model may prefer cuBLASLt to it.
   const bool bf16 = args.dtype == DType::kBF16;
   const int count = IsSm90() ? cuda::FindGemmSm90(bf16, false, args.is_b_transposed).size() : 1;
   for (int i = 0; i < count; ++i) kernels.push_back(i);
-  if (cuda::LtFits(args)) kernels.push_back(kTakeLt);
+  if (cuda::LtFits(args)) kernels.push_back(cuda::kGemmCublasLt);
   return kernels;
 }
 
-// TakeGemmKernel until the end of a scope.
-class Taken {
+// Forces a kernel until the end of a scope.
+class ForcedKernel {
  public:
-  explicit Taken(int kernel) { cuda::TakeGemmKernel(kernel); }
-  Taken(const Taken&) = delete;
-  ~Taken() {
-    const char* const text = std::getenv("STOF_CUDA_GEMM");
-    cuda::TakeGemmKernel(text == nullptr ? kTakeModel : std::string(text) == "lt" ? kTakeLt : std::atoi(text));
-  }
+  explicit ForcedKernel(int kernel) { cuda::TakeGemmKernel(kernel); }
+  ForcedKernel(const ForcedKernel&) = delete;
+  ForcedKernel& operator=(const ForcedKernel&) = delete;
+  ~ForcedKernel() { cuda::TakeGemmKernel(KernelOfEnvironment()); }
 };
 
 // A problem on the device. c.pair is 0.
 class DeviceProblem {
  public:
   // stride: of b's rows, elements. is_b_transposed false: the same problem with b as [K, N], whose rows are N apart.
-  DeviceProblem(const Case& c, int64_t stride, bool is_b_transposed)
+  // workspace: GemmArgs::most_workspace.
+  DeviceProblem(const Case& c, int64_t stride, bool is_b_transposed, size_t workspace = kGemmWorkspace)
       : problem_(Make(c)),
         shift_(c.shifted ? 2 : 0),
         output_(static_cast<size_t>(2 * c.M() * c.N), shift_),
-        workspace_(kGemmWorkspace, 0),
-        name_(" stride " + std::to_string(stride) + (is_b_transposed ? " [N, K] " : " [K, N] ")) {
+        workspace_(workspace),
+        name_(" stride " + std::to_string(stride) + (is_b_transposed ? " [N, K]" : " [K, N]")) {
     args_.M = c.M(), args_.N = c.N, args_.K = c.K, args_.dtype = c.dtype, args_.activation = c.activation;
     args_.is_b_transposed = is_b_transposed;
     args_.stride = is_b_transposed ? stride : c.N;
+    args_.most_workspace = workspace;
     const Host& b = problem_.inputs[1];
     args_.a = Place(problem_.inputs[0].bytes);
     args_.b0 = Place(is_b_transposed ? Transposed(b, c.N, c.K, stride) : b.bytes);
@@ -131,70 +106,35 @@ class DeviceProblem {
     CHECK_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
   }
   DeviceProblem(const DeviceProblem&) = delete;
+  DeviceProblem& operator=(const DeviceProblem&) = delete;
   ~DeviceProblem() { cudaStreamDestroy(stream_); }
   GemmArgs& args() { return args_; }
 
-  // repeats: further runs, whose bits must be the first one's. The kernel that TakeGemmKernel names.
+  // By the kernel that is forced. repeats: further runs, whose bits must be the first one's.
   void Run(int repeats) {
-    std::vector<char> first;
-    for (int i = 0; i <= repeats; ++i) {
-      output_.Poison();
-      // A copy from pageable memory may still be under way when the call returns, and the stream does not wait for it.
-      CHECK_CUDA(cudaDeviceSynchronize());
-      struct Scratch {
-        void* memory;
-        size_t left;
-        static void* Allocate(void* self, size_t bytes) {
-          auto* const scratch = static_cast<Scratch*>(self);
-          if (bytes > scratch->left) return nullptr;
-          scratch->left = 0;  // one block a run
-          return scratch->memory;
-        }
-      } scratch{workspace_.data(), kGemmWorkspace};
-      RunContext context;
-      context.on_cuda = true;
-      context.stream = stream_;
-      context.allocate = Scratch::Allocate;
-      context.self = &scratch;
-      const Status status = cuda::RunGemm(args_, context);
-      CHECK(status.ok(), Name(), status.message());
-      const cudaError_t error = cudaStreamSynchronize(stream_);
-      CHECK(error == cudaSuccess, Name(), cudaGetErrorString(error));
-      const std::vector<char> bytes = output_.Read();
-      if (i == 0) {
-        first = bytes;
-        const GemmActivation activation = args_.activation;
-        const bool gelu = activation == GemmActivation::kGelu || activation == GemmActivation::kGeluTanh;
-        try {
-          Compare(problem_, first, output_.begin(), gelu ? 5e-4 : 2e-6);
-        } catch (const Failure& failure) {
-          throw Failure{Name() + failure.message};
-        }
-      }
-      CHECK(first == bytes, Name(), "another result in run ", i);
-    }
-    CountCases(1);
+    CheckRuns(problem_, name_, repeats, &output_, &workspace_, stream_,
+              [&](const RunContext& context) { return cuda::RunGemm(args_, context); });
   }
 
   // By every kernel that reads such operands.
   void RunAll(int repeats, bool reads_vectors) {
     for (const int kernel : KernelsFor(args_, reads_vectors)) {
-      const Taken taken(kernel);
+      const ForcedKernel forced(kernel);
       Run(repeats);
-      if (!reads_vectors) CHECK(cuda::LastGemmKernel() == -1, Name());
-      if (reads_vectors && kernel == kTakeLt) CHECK(cuda::LastGemmKernel() >= kTakeLt, Name());
-      if (reads_vectors && kernel >= 0 && kernel < kTakeLt) {
-        CHECK(cuda::LastGemmKernel() == (IsSm90() ? kernel : -1), Name(), "kernel ", kernel, " was taken");
+      const int last = cuda::LastGemmKernel();
+      if (!reads_vectors) CHECK(last == cuda::kGemmSm80, Name());
+      if (reads_vectors && kernel == cuda::kGemmCublasLt) CHECK(last >= cuda::kGemmCublasLt, Name());
+      if (reads_vectors && kernel >= 0 && kernel < cuda::kGemmCublasLt) {
+        CHECK(last == (IsSm90() ? kernel : cuda::kGemmSm80), Name(), "kernel ", kernel, " was forced");
       }
     }
   }
 
+  std::string Name() const { return RunName(problem_, name_); }
+
  private:
-  std::string Name() const {
-    return Describe(problem_.c) + name_ + "kernel " + std::to_string(cuda::LastGemmKernel()) + ": ";
-  }
   void* Place(const std::vector<char>& bytes) {
-    inputs_.push_back(std::make_unique<Guarded>(bytes.size(), shift_));
+    inputs_.push_back(std::make_unique<GuardedMemory>(bytes.size(), shift_));
     inputs_.back()->Write(bytes);
     return inputs_.back()->data();
   }
@@ -205,21 +145,12 @@ class DeviceProblem {
 
   const Problem problem_;
   const size_t shift_;
-  std::vector<std::unique_ptr<Guarded>> inputs_;
-  Guarded output_, workspace_;
+  std::vector<std::unique_ptr<GuardedMemory>> inputs_;
+  GuardedMemory output_, workspace_;
   cudaStream_t stream_ = nullptr;
   const std::string name_;
   GemmArgs args_;
 };
-
-// Every n-th case alone (STOF_SAMPLE), or one by its seed (STOF_CASE).
-bool IsTaken(uint64_t seed) {
-  const char* const only = std::getenv("STOF_CASE");
-  if (only != nullptr) return seed == std::strtoull(only, nullptr, 10);
-  const char* const sample = std::getenv("STOF_SAMPLE");
-  const uint64_t step = sample == nullptr ? 1 : std::max<uint64_t>(1, std::strtoull(sample, nullptr, 10));
-  return seed % step == 0;
-}
 
 Case CaseOf(uint64_t seed, int64_t M, int64_t N, int64_t K) {
   Case c;
@@ -252,7 +183,7 @@ TEST(CudaTransposedGemmSizes) {
              {8, 8}, {64, 64}, {120, 200}, {136, 56}, {200, 72}, {256, 320}, {264, 328}, {520, 456}, {1032, 136}}) {
       Case c = CaseOf(++seed, M, N, K);
       gap = gap == 0 ? 8 : gap == 8 ? 64 : 0;
-      if (!IsTaken(seed)) continue;
+      if (!IsSampled(seed)) continue;
       SetEpilogue(&c, seed);
       DeviceProblem(c, K + gap, true).RunAll(1, true);
     }
@@ -271,7 +202,7 @@ TEST(CudaTransposedGemmWithoutVectors) {
                              Size{128, 129, 0, false}, Size{129, 32, 0, false}, Size{250, 100, 4, false},
                              Size{301, 131, 1, false}, Size{136, 72, 1, false}, Size{136, 72, 8, true}}) {
       Case c = CaseOf(++seed, M, size.N, size.K);
-      if (!IsTaken(seed)) continue;
+      if (!IsSampled(seed)) continue;
       SetEpilogue(&c, seed);
       c.shifted = size.shifted;
       DeviceProblem(c, size.K + size.gap, true).RunAll(1, false);
@@ -285,7 +216,7 @@ TEST(CudaTransposedGemmWaves) {
   for (const int64_t M : {2600, 5200}) {
     for (const int64_t K : {8, 64, 200, 320, 328, 776}) {
       Case c = CaseOf(++seed, M, 1544, K);
-      if (!IsTaken(seed)) continue;
+      if (!IsSampled(seed)) continue;
       SetEpilogue(&c, seed);
       DeviceProblem(c, K + (K == 328 ? 8 : 0), true).RunAll(3, true);
     }
@@ -297,7 +228,7 @@ TEST(CudaTransposedGemmWide) {
   uint64_t seed = 3000;
   for (const auto& [M, N] : std::vector<std::pair<int64_t, int64_t>>{{17, 16384}, {128, 16384}, {4096, 1024}}) {
     Case c = CaseOf(++seed, M, N, 1024);
-    if (!IsTaken(seed)) continue;
+    if (!IsSampled(seed)) continue;
     SetEpilogue(&c, seed);
     DeviceProblem(c, 1024, true).RunAll(2, true);
   }
@@ -314,6 +245,52 @@ TEST(CudaTransposedGemmBothLayouts) {
       problem.Run(2);
       if (!may_wait) problem.RunAll(1, true);
     }
+  }
+}
+
+// cuBLASLt goes first where the caller asks, with the memory that the caller gives, at a size for which the model
+// chooses a 9.0 kernel.
+TEST(CudaTransposedGemmPrefersCublasLt) {
+  constexpr size_t kWorkspace = size_t{32} << 20;
+  const ForcedKernel by_model(cuda::kGemmByModel);  // STOF_CUDA_GEMM has no say here
+  uint64_t seed = 5000;
+  for (const DType dtype : {DType::kF16, DType::kBF16}) {
+    for (const bool is_b_transposed : {false, true}) {
+      Case c = CaseOf(++seed, 512, 4096, 2048);
+      if (!IsSampled(seed)) continue;
+      c.dtype = dtype;
+      DeviceProblem problem(c, 2048, is_b_transposed, kWorkspace);
+      problem.Run(1);
+      const int models_choice = cuda::LastGemmKernel();
+      // With fewer SMs the tiles of the 9.0 kernels need a second wave, and the model chooses cuBLASLt.
+      if (IsSm90() && SmCount() >= 132) {
+        CHECK(models_choice >= 0 && models_choice < cuda::kGemmCublasLt, problem.Name());
+      }
+      problem.args().prefers_cublaslt = true;
+      problem.Run(2);
+      if (cuda::LtFits(problem.args())) CHECK(cuda::LastGemmKernel() >= cuda::kGemmCublasLt, problem.Name());
+      problem.args().may_wait = true;  // all kernels are timed
+      problem.Run(1);
+    }
+  }
+  // cuBLASLt does not have this epilogue.
+  Case c = CaseOf(++seed, 300, 520, 456);
+  if (!IsSampled(seed)) return;
+  SetEpilogue(&c, 5);
+  DeviceProblem problem(c, 456, true, kWorkspace);
+  problem.args().prefers_cublaslt = true;
+  problem.Run(1);
+  CHECK(cuda::LastGemmKernel() < cuda::kGemmCublasLt, problem.Name());
+}
+
+TEST(CudaTransposedGemmPlansWorkspace) {
+  for (const size_t most : {size_t{0}, size_t{1} << 20, kGemmWorkspace, size_t{32} << 20}) {
+    GemmArgs args;
+    args.M = args.N = args.K = args.stride = 64;
+    args.is_b_transposed = true;
+    args.most_workspace = most;
+    size_t workspace = 1;
+    CHECK(cuda::PlanGemmWorkspace(args, &workspace).ok() && workspace == most, workspace, " for ", most);
   }
 }
 
