@@ -37,8 +37,8 @@ class Int8Group {
 
   // Adds columns [begin, end), piece by piece; begin is a multiple of kInt8Step.
   void Add(int64_t begin, int64_t end) {
-    if (b_.tokens == 1) return AddOnly(begin, end);
-    for (int64_t t = 0; t < b_.tokens; ++t) Quantize(t);
+    if (b_.tokens == 1) return AddSingleToken(begin, end);
+    for (int64_t t = 0; t < b_.tokens; ++t) QuantizeToken(t);
     if (shared_count_ > 0) AddShared(begin, end);
     for (int64_t t = 0; t < b_.tokens; ++t) {
       if (own_count_[t] > 0) AddOwn(t, begin, end);
@@ -47,7 +47,7 @@ class Int8Group {
 
  private:
   // A token with few of the group's neurons reads their rows by itself. The others share the rows' copies.
-  void Quantize(int64_t t) {
+  void QuantizeToken(int64_t t) {
     float h[kMostGroup];
     uint8_t index[kMostGroup];
     int64_t count = 0;
@@ -60,7 +60,7 @@ class Int8Group {
     if (count == 0) return;
     TokenHidden& token = tokens_[t];
     int8_t values[kMostGroup];
-    Round(h, count, values, &token);
+    QuantizeHidden(h, count, values, &token);
     if (kSharesRows && b_.tokens >= kLeastShared && 2 * count >= count_) {
       int8_t all[kMostGroup] = {};
       for (int64_t i = 0; i < count; ++i) all[index[i]] = values[i];
@@ -74,7 +74,7 @@ class Int8Group {
   }
 
   // Hidden values in int8, and their scale and sum.
-  static void Round(const float* h, int64_t count, int8_t* values, TokenHidden* token) {
+  static void QuantizeHidden(const float* h, int64_t count, int8_t* values, TokenHidden* token) {
     float inverse = 0.0f;
     ScaleToInt8(h, count, &token->scale, &inverse);
     int32_t sum = 0;
@@ -87,10 +87,10 @@ class Int8Group {
   }
 
   // The only token needs every row of the list.
-  void AddOnly(int64_t begin, int64_t end) {
+  void AddSingleToken(int64_t begin, int64_t end) {
     TokenHidden& token = tokens_[0];
     int8_t values[kMostGroup];
-    Round(b_.hidden + first_, count_, values, &token);
+    QuantizeHidden(b_.hidden + first_, count_, values, &token);
     PackHidden(values, count_, token.factors);
     const NextGroup* const next = is_prefetched_ ? nullptr : &next_;
     is_prefetched_ = true;
