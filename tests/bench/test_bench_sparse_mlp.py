@@ -29,7 +29,7 @@ def test_the_grid_has_every_mode_and_both_precisions() -> None:
     assert len(set(points)) == len(points)
 
 
-def test_small_mlps_are_timed_where_they_are_asked_for() -> None:
+def test_the_grid_has_small_mlps_where_they_are_asked_for() -> None:
     assert {p.shape for p in sparse_mlp.points()} == {"llama-3b"}
     small = list(sparse_mlp.points((1,), (0.5,), ["k256"]))
     assert {(p.mode, p.K, p.F) for p in small} == {

@@ -270,13 +270,13 @@ def _decode(arguments: argparse.Namespace, threads: int) -> int:
 def _sparse_mlp(arguments: argparse.Namespace, threads: int) -> int:
     from stof.bench.core.results import store
 
-    chosen = (arguments.modes, arguments.precisions)
+    modes, precisions = arguments.modes or sparse_mlp.MODES, arguments.precisions or sparse_mlp.PRECISIONS
     tokens, densities = arguments.tokens or sparse_mlp.TOKENS, arguments.densities or sparse_mlp.DENSITIES
     layers: sparse_mlp.Layers | None = None
     for point in sparse_mlp.points(tokens, densities, arguments.shapes):
-        own = (point.shape, point.mode, point.precision)
-        if not all(values is None or value in values for values, value in zip(chosen, own[1:], strict=True)):
+        if point.mode not in modes or point.precision not in precisions:
             continue
+        own = (point.shape, point.mode, point.precision)
         if layers is None or (layers.shape, layers.mode, layers.precision) != own:
             layers = None  # the memory of those before
             layers = sparse_mlp.Layers(point.shape, point.mode, point.precision, threads)
