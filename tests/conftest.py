@@ -40,7 +40,13 @@ def _no_progress_of_slow_machines(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def small_mlps_gain(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny MLPs are replaced as large ones are; test_small_mlps.py tests that they stay dense otherwise."""
-    monkeypatch.setattr("stof.sparse_mlp.rewrite.reason_slow_on_cpu", lambda site, density: "")
+    monkeypatch.setattr("stof.sparse_mlp.cost._CACHED_BYTES", 0)
+
+
+@pytest.fixture
+def dequantized_mlps_gain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quantized MLPs without accuracy_level 4 are replaced with any number of active neurons."""
+    monkeypatch.setattr("stof.sparse_mlp.cost._MOST_ACTIVE_DEQUANTIZED", 1.0)
 
 
 # How long one example takes says something about the machine, not about stof.

@@ -158,6 +158,7 @@ def candidate(model: onnx.ModelProto) -> MlpCandidate:
     return found
 
 
+@pytest.mark.usefixtures("dequantized_mlps_gain")
 @pytest.mark.parametrize(
     ("form", "kind", "gated"),
     [

@@ -21,6 +21,7 @@ FORM = MlpForm(gated=True, bits=4, size=128, neurons=512)
 DOWN = 512 * 128 // 2 + 512 // 32 * 128 * 4  # values and fp32 scales
 
 
+@pytest.mark.usefixtures("dequantized_mlps_gain")
 def test_external_weights_beyond_the_bound_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "model.onnx"
     onnx.save(make_mlp_model(FORM, 3), str(source), save_as_external_data=True, location="w.data", size_threshold=1024)

@@ -181,6 +181,7 @@ PREDICTED = [
 ]
 
 
+@pytest.mark.usefixtures("dequantized_mlps_gain")
 @pytest.mark.parametrize(("form", "fields"), PREDICTED, ids=str)
 def test_predicted_neurons_lie_in_the_order_in_which_they_are_selected(
     form: MlpForm, fields: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -57,6 +57,7 @@ def weight_bytes(model: onnx.ModelProto) -> int:
     )
 
 
+@pytest.mark.usefixtures("dequantized_mlps_gain")
 @pytest.mark.parametrize(
     ("form", "external"), [*((f, False) for f in FORMS), *((f, True) for f in FORMS[:3] + FORMS[6:7])], ids=str
 )

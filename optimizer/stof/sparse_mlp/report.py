@@ -22,7 +22,8 @@ class MlpReport:
     Attributes:
         density: the share of neurons that are computed, on given inputs or held-out prompts; None: not measured.
         idle: the share of neurons that were never active or selected, and are stored last; None: neurons keep their order.
-        predicted_gain: the bytes of weights that one token reads in the dense MLP, over those of computed neurons.
+        predicted_gain: the dense MLP's estimated time for one token, over the operator's: the ratio of bytes of weights, and on a
+            CPU whose caches hold the weights one of bytes, rows and calls, which is smaller.
         selection: ``nonzero``: outputs stay; ``magnitude``, ``predictor``: they change.
         prediction: how neurons are predicted; None: they are not.
     """

@@ -21,7 +21,7 @@ from stof.runtime.library import op_limits
 from stof.selection import NamedCandidate
 from stof.sparse_mlp.calibration.prompt_sets import CalibrationPrompts, read_calibration_prompts
 from stof.sparse_mlp.calibration.spec import OPTION, MlpSpec, parse_mlp_spec
-from stof.sparse_mlp.cost import UNKNOWN_DENSITY, reason_slow_on_cpu
+from stof.sparse_mlp.cost import estimate_gain, estimate_gain_by_bytes, reason_slow_on_cpu
 from stof.sparse_mlp.density import NeuronCounts, count_neurons
 from stof.sparse_mlp.dequantize_linear import with_dequantized_tokens
 from stof.sparse_mlp.emit import emit_mlps, without_selection
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from stof.sparse_mlp.calibration.fit import NeuronPrediction
     from stof.sparse_mlp.checks.site_checks import MlpChecks
 
-_LEAST_GAIN = 1.1  # below, a call costs as much as it saves
+_LEAST_GAIN_BY_BYTES = 1.1  # below, a call costs as much as it saves
 _MOST_ACTIVE_ON_CUDA = (
     0.4  # above, the kernels for one token are no faster than a dense GEMV (docs/lab/cuda-experiments.md)
 )
@@ -183,9 +183,9 @@ class SparseMlpRewrite(OpRewrite[MlpModel, MlpDecisions]):
             job.selections[KEY].refuse_all(f"no activation of the model gives zeros, and {OPTION} is not given")
         room = ModelRoom(found.model) if found.candidates else None
         for index, candidate in enumerate(found.candidates):
-            row, site, reason, slow = _describe(job, found, candidate, index)
-            # A plan that replaces an MLP takes the place of estimates.
-            reason = reason if _is_replaced_by_plan(job, candidate.name) else reason or slow
+            row, site, reason, reason_slow = _describe(job, found, candidate, index)
+            if not reason and not _is_replaced_by_plan(job, candidate.name):  # a plan takes the place of estimates
+                reason = reason_slow
             reason = self.reason_kept(job, NamedCandidate(candidate.name, index), reason)
             if site is not None and room is not None and not reason:
                 reason = room.take(site)
@@ -269,7 +269,9 @@ def _is_replaced_by_plan(job: Job, name: str) -> bool:
 def _describe(
     job: Job, found: MlpModel, candidate: MlpCandidate, index: int
 ) -> tuple[MlpReport, MlpSite | None, str, str]:
-    """The row of a candidate, its site with a selector where there is one, why it cannot be replaced, and why it is slower."""
+    """The row of a candidate, its site with a selector where it has one, and two reasons, each empty where not so: why it cannot
+    be replaced, and why the dense MLP is faster.
+    """
     site, prediction = candidate.site, found.predictions.get(candidate.name)
     counts = found.counts.get(candidate.name)
     density = None if counts is None else counts.density
@@ -281,9 +283,9 @@ def _describe(
         reason = _reason_no_operator(job) or ("" if site.has_zeros else f"{OPTION} is for other layers")
         if not has_cache(found.model):  # the estimated gain is one token's
             return row, site, reason, _reason_slow_for_many_tokens(job, site, density)
-        gain = 1 / site.share_read(UNKNOWN_DENSITY if density is None else density)
-        slow = _reason_slow(density, gain, "active on the given inputs") or _reason_slow_on_target(job, site, density)
-        return replace(row, predicted_gain=round(gain, 3)), site, reason, slow
+        reason_slow = _reason_slow_for_one_token(job, site, density, "active on the given inputs")
+        gain = estimate_gain(site, density, job.options.target)
+        return replace(row, predicted_gain=round(gain, 3)), site, reason, reason_slow
     quality, selector = prediction.quality, prediction.selector
     report = PredictionReport(
         prediction.kind,
@@ -297,11 +299,10 @@ def _describe(
     if selector is None:
         return row, None, prediction.reason, ""
     site = replace(site, selector=selector)
-    gain = 1 / site.share_read(UNKNOWN_DENSITY if row.density is None else row.density)
     reason = _reason_inexact(job, found, prediction)
-    slow = _reason_slow(row.density, gain, "computed on held-out prompts")
-    slow = slow or _reason_slow_on_target(job, site, row.density)
-    return replace(row, selection=site.selection, predicted_gain=round(gain, 3)), site, reason, slow
+    reason_slow = _reason_slow_for_one_token(job, site, row.density, "computed on held-out prompts")
+    gain = estimate_gain(site, row.density, job.options.target)
+    return replace(row, selection=site.selection, predicted_gain=round(gain, 3)), site, reason, reason_slow
 
 
 def _reason_inexact(job: Job, found: MlpModel, prediction: NeuronPrediction) -> str:
@@ -341,12 +342,13 @@ def _reason_slow_for_many_tokens(job: Job, site: MlpSite, density: float | None)
     return "" if density <= most else f"{why}: {gains}, and {100 * density:.3g} % are on the given inputs"
 
 
-def _reason_slow(density: float | None, gain: float, what: str) -> str:
-    """Why a site that could be replaced is not; empty where it gains."""
-    if gain >= _LEAST_GAIN:
-        return ""
+def _reason_slow_for_one_token(job: Job, site: MlpSite, density: float | None, what: str) -> str:
+    """Why the dense MLP is faster for one token; empty where it is not. what: the neurons that the density is of."""
+    gain = estimate_gain_by_bytes(site, density)
+    if gain >= _LEAST_GAIN_BY_BYTES:
+        return _reason_slow_on_target(job, site, density)
     active = "" if density is None else f"{100 * density:.0f} % of its neurons are {what}: "
-    return f"{active}{gain:.2f}x is estimated for one token, less than {_LEAST_GAIN}x"
+    return f"{active}{gain:.2f}x is estimated for one token by bytes of weights, less than {_LEAST_GAIN_BY_BYTES}x"
 
 
 def _reason_slow_on_target(job: Job, site: MlpSite, density: float | None) -> str:

@@ -224,13 +224,22 @@ class MlpSite:
         return sum(w.outer if w is self.down else w.inner for w in self.weights) * width // 8
 
     @property
+    def _features(self) -> int:
+        """The size of a token in front of the first matmul."""
+        return self.input_size or self.output_size
+
+    @property
+    def _held_bytes(self) -> tuple[float, float]:
+        """The bytes of a weight's value and of its part of a scale, as ONNX Runtime holds them on a CPU: fp16 as fp32."""
+        if self.quantization is None:
+            return 4.0, 0.0
+        return self.quantization.bits / 8, 4 / self.quantization.block_size
+
+    @property
     def dense_bytes(self) -> float:
-        """The bytes of weights and scales that one token reads in the dense MLP; ONNX Runtime computes fp16 in fp32 on a CPU."""
-        before = self.input_size or self.output_size
-        size = 4.0
-        if self.quantization is not None:
-            size = self.quantization.bits / 8 + 4 / self.quantization.block_size
-        return self.neurons * size * ((1 if self.up is None else 2) * before + self.output_size)
+        """The bytes of weights and scales that one token reads in the dense MLP, as ONNX Runtime holds them on a CPU."""
+        before = (1 if self.up is None else 2) * self._features
+        return self.neurons * sum(self._held_bytes) * (before + self.output_size)
 
     def count_rows_read(self, density: float) -> float:
         """The rows of weights that the operator reads for one token where this share of the neurons is computed."""
@@ -241,17 +250,14 @@ class MlpSite:
 
     def share_read(self, density: float) -> float:
         """The share of the MLP's weights that one token reads where this share of the neurons is computed."""
-        before = self.input_size or self.output_size
-        values, scales, block = 1.0, 0.0, 1
-        if self.quantization is not None:
-            block = self.quantization.block_size
-            values, scales = self.quantization.bits / 8, 4 / block
+        values, scales = self._held_bytes
+        block = 1 if self.quantization is None else self.quantization.block_size
         # A scale of the last matmul is read where one neuron of its block is active.
         down = (density * values + (1 - (1 - density) ** block) * scales) * self.output_size
-        rows = (values + scales) * before
+        rows = (values + scales) * self._features
         up = density * rows if self.up is not None else 0.0
         gate = rows
         if self.selector is not None and self.selector.has_predictor:
-            gate = density * rows + self.selector.rank * (1 + before / self.neurons)
-        whole = rows * (2 if self.up is not None else 1) + (values + scales) * self.output_size
-        return (gate + up + down) / whole
+            held = values if self.quantization is None else 1.0  # a predictor of quantized weights has values of 8 bits
+            gate = density * rows + held * self.selector.rank * (1 + self._features / self.neurons)
+        return (gate + up + down) * self.neurons / self.dense_bytes
