@@ -175,38 +175,28 @@ int LaunchWith(const Params& params, int64_t ctas, int threads, int shared_bytes
                                        shared_bytes, stream, CanStartEarly<Params, kKernel>());
 }
 
-template <typename T, bool kVectors>
-int LaunchScoreMany(const MlpSelectManyParams& params, void* stream) {
-  const auto launch = [&](auto tokens) {
-    constexpr int kTokens = decltype(tokens)::value;
-    using Tiles = ScoreManyTiles<T, kTokens, kVectors>;
-    const int64_t ctas = CeilDiv(params.F, int64_t{kManyRows}) * CeilDiv(params.T, int64_t{kTokens});
-    return LaunchWith<MlpSelectManyParams, ScoreManyKernel<T, kTokens, kVectors>>(params, ctas, Tiles::kThreads,
-                                                                                  Tiles::kSharedBytes, stream);
-  };
-  // Larger tiles read less, where there are enough of them.
-  return params.T <= 128 ? launch(Constant<64>()) : launch(Constant<128>());
-}
-
-template <typename T, bool kVectors>
-int LaunchProjectMany(const MlpSelectManyParams& params, void* stream) {
-  using Tiles = ProjectManyTiles<T, kVectors>;
-  const int64_t tiles =
-      CeilDiv(params.projected_stride, int64_t{kManyRows}) * CeilDiv(params.T, int64_t{kProjectManyTokens});
-  return LaunchWith<MlpSelectManyParams, ProjectManyKernel<T, kVectors>>(params, tiles * params.splits, Tiles::kThreads,
-                                                                         Tiles::kSharedBytes, stream);
-}
-
 template <typename T>
 int LaunchSelectMany(const MlpSelectManyParams& params, void* stream) {
+  const int64_t token_tiles = CeilDiv(params.T, int64_t{kManyTokens});
   if (params.R > 0) {
-    int error = params.is_down_vectorized ? LaunchProjectMany<T, true>(params, stream)
-                                          : LaunchProjectMany<T, false>(params, stream);
+    const int64_t ctas = CeilDiv(params.projected_stride, int64_t{kManyRows}) * token_tiles * params.splits;
+    const auto project = [&](auto vectors) {
+      constexpr bool kVectors = decltype(vectors)::value;
+      return LaunchWith<MlpSelectManyParams, ProjectManyKernel<T, kVectors>>(
+          params, ctas, kManyThreads, ProjectManyTiles<T, kVectors>::kSharedBytes, stream);
+    };
+    int error = params.is_down_vectorized ? project(std::true_type()) : project(std::false_type());
     if (error != 0) return error;
-    error = LaunchWith<MlpSelectManyParams, TermsManyKernel<T>>(params, params.T, kTermsThreads, 0, stream);
+    error = LaunchWith<MlpSelectManyParams, TermsManyKernel<T>>(params, params.T, kManyThreads, 0, stream);
     if (error != 0) return error;
   }
-  return params.is_up_vectorized ? LaunchScoreMany<T, true>(params, stream) : LaunchScoreMany<T, false>(params, stream);
+  const int64_t ctas = CeilDiv(params.F, int64_t{kManyRows}) * token_tiles;
+  const auto score = [&](auto vectors) {
+    constexpr bool kVectors = decltype(vectors)::value;
+    return LaunchWith<MlpSelectManyParams, ScoreManyKernel<T, kVectors>>(
+        params, ctas, kManyThreads, ScoreManyTiles<T, kVectors>::kSharedBytes, stream);
+  };
+  return params.is_up_vectorized ? score(std::true_type()) : score(std::false_type());
 }
 template <typename T>
 int LaunchMaskedHidden(const MlpMaskedHiddenParams& params, void* stream) {

@@ -75,10 +75,9 @@ struct MlpParams {
   bool runs_hidden_kernel = false;
 };
 
-// For many tokens, a CTA of the project and score kernels has this many rows of a predictor's factor. The project
-// kernel has 64 tokens a CTA.
+// For many tokens, a CTA of the project and score kernels has so many tokens and rows of a predictor's factor.
+constexpr int kManyTokens = 64;
 constexpr int kManyRows = 128;
-constexpr int kProjectManyTokens = 64;
 // The terms whose sum is an fp32 value: 2 in fp16, 3 in bf16.
 constexpr int kMostTerms = 3;
 

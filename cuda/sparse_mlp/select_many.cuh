@@ -16,14 +16,13 @@ namespace stof {
 namespace cuda {
 namespace mlp {
 
-// Warps of a CTA along the rows; tokens and rows of a warp.
-constexpr int kRowWarps = 2, kWarpTokens = 32, kWarpRows = kManyRows / kRowWarps;
+// A CTA has 2 x 2 warps, of so many tokens and rows each.
+constexpr int kManyThreads = 128, kWarpTokens = kManyTokens / 2, kWarpRows = kManyRows / 2;
 
-// Dot products of kTokens tokens, each a sum of kTerms terms, and kManyRows rows of a factor.
-template <typename T, int kTerms, int kTokens, bool kVectors>
+// Dot products of kManyTokens tokens, each a sum of kTerms terms, and kManyRows rows of a factor.
+template <typename T, int kTerms, bool kVectors>
 class DotTiles {
  public:
-  static constexpr int kTokenWarps = kTokens / kWarpTokens, kThreads = 32 * kTokenWarps * kRowWarps;
   // [tokens / 16][rows / 8]: elements 0 and 1 have token lane / 4 and rows 2 (lane % 4) and one more, elements 2 and 3
   // have token lane / 4 + 8.
   using Sums = float[kWarpTokens / 16][kWarpRows / 8][4];
@@ -32,14 +31,12 @@ class DotTiles {
     const T* rows = nullptr;    // [row_count, row_stride]
     int64_t token_count = 0, token_stride = 0, row_count = 0, row_stride = 0;
   };
-  static constexpr int kDepth = 32;  // values of a step
-  // The largest, 128 tokens of three terms, has 96 KiB: a CTA of compute capability 8.6 may have 99.
-  static constexpr int kStages = kTokens == 64 ? 4 : 3;
-  static constexpr uint32_t kTokenBytes = kTokens * kDepth * 2, kRowBytes = kManyRows * kDepth * 2;
+  static constexpr int kDepth = 32, kStages = 4;  // values of a step; steps in shared memory
+  static constexpr uint32_t kTokenBytes = kManyTokens * kDepth * 2, kRowBytes = kManyRows * kDepth * 2;
   static constexpr uint32_t kStageBytes = kTerms * kTokenBytes + kRowBytes;
   static constexpr int kSharedBytes = static_cast<int>(kStages * kStageBytes);
   // CTAs that the registers and the 228 KiB of shared memory of an SM hold.
-  static constexpr int kCtasOfAnSm = std::min(kThreads == 128 ? 3 : 2, 228 * 1024 / (kSharedBytes + 1024));
+  static constexpr int kCtasOfAnSm = std::min(3, 228 * 1024 / (kSharedBytes + 1024));
 
   // Values [begin, end) of the dot products; begin is a multiple of 8.
   __device__ __forceinline__ DotTiles(const Operands& operands, uint32_t shared, int64_t first_token, int64_t first_row,
@@ -89,16 +86,12 @@ class DotTiles {
   }
 
  private:
-  static constexpr int kPieces = kDepth / 8, kCopiedRows = kThreads / kPieces;  // at once, of 16 bytes
-  static constexpr int kTokenCopies = kTokens / kCopiedRows, kRowCopies = kManyRows / kCopiedRows;
+  static constexpr int kPieces = kDepth / 8, kCopiedRows = kManyThreads / kPieces;  // at once, of 16 bytes
+  static constexpr int kTokenCopies = kManyTokens / kCopiedRows, kRowCopies = kManyRows / kCopiedRows;
 
   static __device__ __forceinline__ int Lane() { return static_cast<int>(threadIdx.x) % 32; }
-  static __device__ __forceinline__ int WarpToken() {
-    return static_cast<int>(threadIdx.x) / 32 % kTokenWarps * kWarpTokens;
-  }
-  static __device__ __forceinline__ int WarpRow() {
-    return static_cast<int>(threadIdx.x) / (32 * kTokenWarps) * kWarpRows;
-  }
+  static __device__ __forceinline__ int WarpToken() { return static_cast<int>(threadIdx.x) / 32 % 2 * kWarpTokens; }
+  static __device__ __forceinline__ int WarpRow() { return static_cast<int>(threadIdx.x) / 64 * kWarpRows; }
   static __device__ __forceinline__ int CopiedRow() { return static_cast<int>(threadIdx.x) / kPieces; }
   static __device__ __forceinline__ int Piece() { return static_cast<int>(threadIdx.x) % kPieces; }
 
@@ -166,13 +159,13 @@ class DotTiles {
 };
 
 template <typename T, bool kVectors>
-using ProjectManyTiles = DotTiles<T, 1, kProjectManyTokens, kVectors>;
-template <typename T, int kTokens, bool kVectors>
-using ScoreManyTiles = DotTiles<T, kFp32Terms<T>, kTokens, kVectors>;
+using ProjectManyTiles = DotTiles<T, 1, kVectors>;
+template <typename T, bool kVectors>
+using ScoreManyTiles = DotTiles<T, kFp32Terms<T>, kVectors>;
 
 // partials[split] = the dot products over a split of K. Rows from R on give zeros.
 template <typename T, bool kVectors>
-__global__ void __launch_bounds__(ProjectManyTiles<T, kVectors>::kThreads, ProjectManyTiles<T, kVectors>::kCtasOfAnSm)
+__global__ void __launch_bounds__(kManyThreads, ProjectManyTiles<T, kVectors>::kCtasOfAnSm)
     ProjectManyKernel(const __grid_constant__ MlpSelectManyParams p) {
   using Tiles = ProjectManyTiles<T, kVectors>;
   extern __shared__ __align__(128) uint8_t shared[];
@@ -180,14 +173,14 @@ __global__ void __launch_bounds__(ProjectManyTiles<T, kVectors>::kThreads, Proje
   LetNextStart();
   // In 32 bits, which count all CTAs: a division of 64 bits takes a hundred instructions.
   const auto row_tiles = static_cast<uint32_t>((p.projected_stride + kManyRows - 1) / kManyRows);
-  const auto token_tiles = static_cast<uint32_t>((p.T + kProjectManyTokens - 1) / kProjectManyTokens);
+  const auto token_tiles = static_cast<uint32_t>((p.T + kManyTokens - 1) / kManyTokens);
   const uint32_t tile = blockIdx.x % (row_tiles * token_tiles);
   const int64_t split = blockIdx.x / (row_tiles * token_tiles);
   typename Tiles::Operands operands;
   operands.tokens = static_cast<const T*>(p.input), operands.token_count = p.T, operands.token_stride = p.K;
   operands.rows = static_cast<const T*>(p.predictor_down), operands.row_count = p.R, operands.row_stride = p.K;
   const int64_t begin = min(p.K, split * p.split_values), end = min(p.K, begin + p.split_values);
-  const Tiles tiles(operands, SharedAddress(shared), int64_t{tile / row_tiles} * kProjectManyTokens,
+  const Tiles tiles(operands, SharedAddress(shared), int64_t{tile / row_tiles} * kManyTokens,
                     int64_t{tile % row_tiles} * kManyRows, static_cast<int>(begin), static_cast<int>(end));
   typename Tiles::Sums sums = {};
   tiles.Add(sums);
@@ -205,16 +198,14 @@ __global__ void __launch_bounds__(ProjectManyTiles<T, kVectors>::kThreads, Proje
   }
 }
 
-constexpr int kTermsThreads = 128;
-
 // A CTA decomposes the projected values of one token. In fp16 a power of two scales them into range; inverse_scales
 // keeps its inverse.
 template <typename T>
-__global__ void __launch_bounds__(kTermsThreads) TermsManyKernel(const __grid_constant__ MlpSelectManyParams p) {
-  __shared__ float max_of_warps[kTermsThreads / 32];
+__global__ void __launch_bounds__(kManyThreads) TermsManyKernel(const __grid_constant__ MlpSelectManyParams p) {
+  __shared__ float max_of_warps[kManyThreads / 32];
   WaitForPrevious();
   LetNextStart();
-  const int64_t token = blockIdx.x, first = int64_t{4} * threadIdx.x, step = int64_t{4} * kTermsThreads;
+  const int64_t token = blockIdx.x, first = int64_t{4} * threadIdx.x, step = int64_t{4} * kManyThreads;
   float* const sums = p.partials + token * p.projected_stride;
   float largest = 0.0f;
   for (int64_t r = first; r < p.projected_stride; r += step) {
@@ -237,7 +228,7 @@ __global__ void __launch_bounds__(kTermsThreads) TermsManyKernel(const __grid_co
   if (threadIdx.x % 32 == 0) max_of_warps[threadIdx.x / 32] = largest;
   __syncthreads();
 #pragma unroll
-  for (int warp = 0; warp < kTermsThreads / 32; ++warp) largest = fmaxf(largest, max_of_warps[warp]);
+  for (int warp = 0; warp < kManyThreads / 32; ++warp) largest = fmaxf(largest, max_of_warps[warp]);
   const TermScale<T> scale(largest);
   if (threadIdx.x == 0) p.inverse_scales[token] = scale.inverse;
   for (int64_t r = first; r < p.projected_stride; r += step) {
@@ -254,11 +245,10 @@ __global__ void __launch_bounds__(kTermsThreads) TermsManyKernel(const __grid_co
 }
 
 // masks[token, neuron / 32]: bit neuron % 32 says whether the neuron is active for the token.
-template <typename T, int kTokens, bool kVectors>
-__global__ void __launch_bounds__(ScoreManyTiles<T, kTokens, kVectors>::kThreads,
-                                  ScoreManyTiles<T, kTokens, kVectors>::kCtasOfAnSm)
+template <typename T, bool kVectors>
+__global__ void __launch_bounds__(kManyThreads, ScoreManyTiles<T, kVectors>::kCtasOfAnSm)
     ScoreManyKernel(const __grid_constant__ MlpSelectManyParams p) {
-  using Tiles = ScoreManyTiles<T, kTokens, kVectors>;
+  using Tiles = ScoreManyTiles<T, kVectors>;
   extern __shared__ __align__(128) uint8_t shared[];
   WaitForPrevious();
   LetNextStart();
@@ -267,7 +257,7 @@ __global__ void __launch_bounds__(ScoreManyTiles<T, kTokens, kVectors>::kThreads
   operands.tokens = static_cast<const T*>(p.terms), operands.token_count = p.T;
   operands.token_stride = p.projected_stride;
   operands.rows = static_cast<const T*>(p.predictor_up), operands.row_count = p.F, operands.row_stride = p.R;
-  const Tiles tiles(operands, SharedAddress(shared), int64_t{blockIdx.x / row_tiles} * kTokens,
+  const Tiles tiles(operands, SharedAddress(shared), int64_t{blockIdx.x / row_tiles} * kManyTokens,
                     int64_t{blockIdx.x % row_tiles} * kManyRows, 0, static_cast<int>(p.R));
   typename Tiles::Sums sums = {};
   tiles.Add(sums);

@@ -216,7 +216,7 @@ bool IsDense(const SparseMlpArgs& a) {
 constexpr int64_t kMostProjectCtas = 264;
 constexpr int64_t kLeastSplitValues = 256;
 int64_t CountProjectTiles(const SparseMlpArgs& a, int64_t tokens) {
-  return CeilDiv(tokens, int64_t{kProjectManyTokens}) * CeilDiv(a.R, int64_t{kManyRows});
+  return CeilDiv(tokens, int64_t{kManyTokens}) * CeilDiv(a.R, int64_t{kManyRows});
 }
 
 // cuBLASLt divides the down matmul of a few hundred tokens along F, which needs more than what GEMMs have elsewhere.
@@ -238,8 +238,7 @@ class DenseLayout {
     if (has_gate) {
       projected_stride = RoundUp(a.R, kMlpChunk);
       // Enough for any number of splits: a tile of fp32 sums for each CTA.
-      partials =
-          Take(std::max(kMostProjectCtas, CountProjectTiles(a, tokens)), int64_t{kProjectManyTokens} * kManyRows * 4);
+      partials = Take(std::max(kMostProjectCtas, CountProjectTiles(a, tokens)), int64_t{kManyTokens} * kManyRows * 4);
       terms = Take(kMostTerms * tokens, projected_stride * item);
       inverse_scales = Take(tokens, 4);
       mask_words = CeilDiv(a.F, int64_t{32});
