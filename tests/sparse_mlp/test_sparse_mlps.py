@@ -150,8 +150,8 @@ def test_model_without_cache(shift: float | None, target: str, reason: str, gate
     ("shift", "reason"),
     [
         (2.0, "replaced"),
-        (0.0, "of its neurons are computed: on a GPU it pays up to 40 %"),
-        (None, "on a GPU it pays where at most 40 % of the neurons are active, which was not measured: give --inputs"),
+        (0.0, "of its neurons are computed: a GPU gains where at most 40 % are"),
+        (None, "a GPU gains where at most 40 % of the neurons are active, which was not measured: give --inputs"),
     ],
 )
 def test_cuda_target(shift: float | None, reason: str, tmp_path: Path) -> None:

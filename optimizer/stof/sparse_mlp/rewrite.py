@@ -359,8 +359,8 @@ def _reason_slow_on_target(job: Job, site: MlpSite, density: float | None) -> st
         return ""
     most = f"{100 * _MOST_ACTIVE_ON_CUDA:.0f} %"
     if density is None:
-        return f"on a GPU it pays where at most {most} of the neurons are active, which was not measured: give --inputs"
-    return f"{100 * density:.0f} % of its neurons are computed: on a GPU it pays up to {most}"
+        return f"a GPU gains where at most {most} of the neurons are active, which was not measured: give --inputs"
+    return f"{100 * density:.0f} % of its neurons are computed: a GPU gains where at most {most} are"
 
 
 SPARSE_MLP = SparseMlpRewrite()
