@@ -175,8 +175,8 @@ def test_dequantized_weights_gain_with_few_active_neurons() -> None:
             "31 % active neurons: quantized weights without accuracy_level 4 are dequantized, which is faster only where at most "
             "30 % are active"
         )
-        assert "not measured: give --inputs" in reason_slow_on_cpu(site, None)
         assert not reason_slow_on_cpu(make_site(size, bits=4), 0.31)
+    assert not reason_slow_on_cpu(make_site(3072, bits=4, level=0), None)  # each call may have few
 
 
 def test_reason_names_size_density_and_estimate() -> None:

@@ -2,7 +2,8 @@
 """Estimates of StofSparseMLP's gain over the dense MLP for one token, and why a CPU computes an MLP faster with the dense one.
 
 Where weights come from memory, their bytes give the gain. Where a CPU's caches hold them, the call and its rows cost time
-beside the bytes. Quantized weights without accuracy_level 4 are dequantized, which is faster only where few neurons are active.
+beside the bytes. Quantized weights without accuracy_level 4 are dequantized, which is faster only where few neurons are active;
+they stay dense only where more were counted.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def reason_slow_on_cpu(site: MlpSite, density: float | None) -> str:
     """Why a CPU computes one token faster with the dense MLP; empty where it does not. density: None: not measured."""
     assumed = _UNKNOWN_DENSITY if density is None else density
     active = f"{100 * assumed:.3g} % active neurons" + (" (not measured: give --inputs)" if density is None else "")
-    if site.quantization is not None and not site.rounds_tokens and assumed > _MOST_ACTIVE_DEQUANTIZED:
+    is_dequantized = site.quantization is not None and not site.rounds_tokens
+    if density is not None and is_dequantized and density > _MOST_ACTIVE_DEQUANTIZED:
         most = f"{100 * _MOST_ACTIVE_DEQUANTIZED:.0f} %"
         return (
             f"{active}: quantized weights without accuracy_level 4 are dequantized, which is faster only where at most {most} "
