@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // GEMM with an epilogue for compute capability 9.0a: persistent CTAs of a producer warpgroup, whose one
 // thread has the copy engine bring tiles, and consumer warpgroups, which multiply with wgmma: 64 rows of one tile each,
-// or a tile each, by turns: one finishes its tile while the other multiplies. docs/design/gemm.md says why.
+// or a tile each, in ping-pong: one finishes its tile while the other multiplies. docs/design/gemm.md says why.
 #ifndef STOF_CUDA_GEMM_SM90_CUH_
 #define STOF_CUDA_GEMM_SM90_CUH_
 
@@ -21,7 +21,7 @@ constexpr int kTurnBarrier = 4;
 
 // groups x 64 rows by `columns` of each of `products`; stages of tiles; clusters of cm x cn CTAs, of which those of one
 // column share b and those of one row share a; so many CTAs an SM. turns: above 0, the warpgroups take tiles
-// by turns, of so many blocks of 64 rows. is_b_transposed: b0 is [N, K].
+// in ping-pong, of so many blocks of 64 rows. is_b_transposed: b0 is [N, K].
 template <int kGroupCount, int kColumnCount, int kProductCount, int kStageCount, int kClusterM, int kClusterN,
           int kPerSm, int kTurnBlocks = 0, bool is_b_transposed = false>
 struct GemmSm90Shape {
