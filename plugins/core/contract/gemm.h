@@ -74,8 +74,8 @@ void CpuPackedGemm(const CpuPackedGemmArgs& args, const CpuPackedWeights& weight
                    const Parallel& parallel);
 
 // ---- CUDA ----
-// Bytes of workspace that any GEMM may ask for at most. Runtimes plan with it everywhere: what was planned for large
-// sizes, on another machine or by a build without kernels, has to do.
+// Bytes of workspace that a GEMM may ask for, unless its caller gives more (GemmArgs::most_workspace). Runtimes plan
+// with it everywhere: what was planned for large sizes, on another machine or by a build without kernels, has to do.
 constexpr size_t kGemmWorkspace = size_t{8} << 20;
 
 // act(a b0 + bias0) [* (a b1 + bias1)] * scale * row + residual. With is_b_transposed, b0^T takes the place of b0. All
