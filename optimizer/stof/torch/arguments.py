@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from stof.errors import ArgumentError
+from stof.errors import ArgumentError, UnsupportedError, shown
 from stof.mask.expression_nodes import is_table_name
 
 # The letters of shapes: B batch, H query heads, G key heads, S queries, T keys, D head size, Dv value head size.
@@ -46,6 +46,7 @@ def check_arguments(query: Any, key: Any, value: Any, operands: Sequence[Any], s
     Raises:
         ArgumentError: naming the argument, what was found and what was expected.
     """
+    check_kinds({"q": query, "k": key, "v": value, **dict(zip(settings.roles.split(), operands, strict=True))})
     for name, tensor in (("q", query), ("k", key), ("v", value)):
         if tensor.dim() != 4:
             axes = "[B, H, S, D]" if name == "q" else "[B, G, T, D]"
@@ -73,6 +74,59 @@ def check_arguments(query: Any, key: Any, value: Any, operands: Sequence[Any], s
         _check_operand(role, operand, query.device, {"B": B, "S": S, "T": T})
 
 
+def check_kinds(tensors: Mapping[str, Any]) -> None:
+    """Checks that arguments are dense tensors, which the operator's other checks and its kernels assume.
+
+    Raises:
+        ArgumentError: naming the argument, its kind, and what to do.
+    """
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise ArgumentError(f"{name} is a {type(tensor).__name__}, expected a tensor")
+        if tensor.is_nested:
+            raise ArgumentError(
+                f"{name} is a nested tensor, expected a dense one: pad the sequences and give pad, or put them one after "
+                "the other and give segment_q and segment_k"
+            )
+        if tensor.layout != torch.strided:
+            raise ArgumentError(f"{name} has layout {tensor.layout}, expected a dense tensor: {name}.to_dense()")
+        if type(tensor).__name__ == "DTensor":
+            raise ArgumentError(
+                f"{name} is a DTensor, expected a tensor of this rank: {name}.to_local(), or call attention in local_map"
+            )
+
+
+def name_subclass(tensors: Mapping[str, Any], error: Exception) -> None:
+    """Raises for a subclass whose ``__torch_dispatch__`` refused the operator; returns where there is none.
+
+    Raises:
+        UnsupportedError: naming the argument, its type, and what to do.
+    """
+    for name, tensor in tensors.items():
+        if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            raise UnsupportedError(
+                f"{name} is a {type(tensor).__name__}, whose __torch_dispatch__ does not run stof::attention; call it with "
+                f"the plain tensors within: {shown(error, 500)}"
+            ) from error
+
+
+def as_number(name: str, value: Any) -> float:
+    """A setting as a number.
+
+    Raises:
+        ArgumentError: where it is none, or a tensor, whose derivative would be lost.
+    """
+    if isinstance(value, torch.Tensor):
+        raise ArgumentError(
+            f"{name} is a tensor, expected a number, which has no derivative: {name}.item(), or "
+            f"{'multiply q by it' if name == 'scale' else 'compute attention by PyTorch operators'}"
+        )
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ArgumentError(f"{name} is {value!r}, expected a number") from None
+
+
 def _check_settings(settings: AttentionSettings) -> None:
     if settings.empty_rows not in EMPTY_ROWS:
         raise ArgumentError(f"empty_rows is {settings.empty_rows!r}, expected {', '.join(EMPTY_ROWS)}")
@@ -91,6 +145,8 @@ def _check_operand(role: str, tensor: Any, device: Any, sizes: dict[str, Any]) -
     if is_table:
         if not 1 <= tensor.dim() <= 4:
             raise ArgumentError(f"{role} has shape {list(tensor.shape)}, expected one to four axes")
+        if tensor.device.type == "meta" and torch.device(device).type != "meta":
+            raise ArgumentError(f"{role} is on meta, where it has no content, expected a table on the CPU")
         return
     if tensor.device != device:
         raise ArgumentError(f"{role} is on {tensor.device}, expected that of q, {device}")

@@ -12,6 +12,7 @@ import torch
 
 from stof.errors import ArgumentError
 from stof.mask.expression_nodes import is_table_name
+from stof.torch.arguments import as_number, check_kinds, name_subclass
 from stof.torch.block_mask import to_mask
 from stof.torch.operator import attention_op
 
@@ -72,24 +73,25 @@ def attention(
         given = {name: _as_tensor(name, table) for name, table in tables.items()}
     operands: dict[str, Any] = {"pad": pad, "segment_q": segment_q, "segment_k": segment_k, "lengths": lengths, **given}
     operands = {role: tensor for role, tensor in operands.items() if tensor is not None}
+    tensors = {"q": q, "k": k, "v": v, **operands}
+    check_kinds(tensors)
     if q.dim() != 4:
         raise ArgumentError(f"q has shape {list(q.shape)}, expected four axes [B, H, S, D]")
-    output, lse = attention_op(
-        q,
-        k,
-        v,
-        list(operands.values()),
-        text,
-        " ".join(operands),
-        1 / math.sqrt(max(1, q.shape[3])) if scale is None else float(scale),
-        float(softcap),
-        empty_rows,
-        bool(query_offset),
-    )
+    scale = 1 / math.sqrt(max(1, q.shape[3])) if scale is None else as_number("scale", scale)
+    settings = (text, " ".join(operands), scale, as_number("softcap", softcap), empty_rows, bool(query_offset))
+    try:
+        output, lse = attention_op(q, k, v, list(operands.values()), *settings)
+    except (NotImplementedError, TypeError) as error:
+        name_subclass(tensors, error)
+        raise
     return (output, lse) if return_lse else output
 
 
 def _as_tensor(name: str, table: Any) -> Any:
     if not is_table_name(name):
         raise ArgumentError(f"tables has the name {name!r}, expected table0, table1, ...")
-    return torch.from_numpy(np.ascontiguousarray(table)) if isinstance(table, np.ndarray) else table
+    if not isinstance(table, np.ndarray):
+        return table
+    if table.dtype.kind not in "biufc":
+        raise ArgumentError(f"{name} is an array of {table.dtype}, expected bool, uint8, int32 or int64")
+    return torch.from_numpy(np.ascontiguousarray(table))

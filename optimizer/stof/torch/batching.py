@@ -9,29 +9,69 @@ from typing import Any
 
 import torch
 
+from stof.errors import UnsupportedError
 from stof.mask.expression import MaskExpression, rebuild
 from stof.mask.expression_nodes import B, Binary, Constant, Lookup, Node, fold, is_table_name
 
 
 def register_batching(library: Any, operator: Any, count: int) -> None:
-    """Registers the rule of an operator of ``count`` tensors [B, ..], operands of a mask, and settings."""
-    torch.library.register_vmap(operator._schema.name, partial(_map, operator, count), lib=library)
+    """Registers the rules of an operator of ``count`` tensors [B, ..], operands of a mask, and settings.
+
+    There are two: ``is_grads_batched`` and ``vectorize`` of ``torch.autograd`` use an older vmap than ``torch.func``.
+    """
+    name = operator._schema.name
+    torch.library.register_vmap(name, partial(_map_of_func, operator, count), lib=library)
+    library.impl(name.split("::")[1], partial(_map_of_autograd, operator, count), "Batched")
 
 
-def _map(operator: Any, count: int, info: Any, axes: Sequence[Any], *arguments: Any) -> tuple[Any, Any]:
-    """The results of an operator for each index of the mapped axis, as their first axis."""
+def _map_of_func(operator: Any, count: int, info: Any, axes: Sequence[Any], *arguments: Any) -> tuple[Any, Any]:
+    results = _map(operator, count, info.batch_size, axes, arguments)
+    return results, (0,) * len(results)
+
+
+def _map_of_autograd(operator: Any, count: int, *arguments: Any) -> tuple[Any, ...]:
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    sizes = set()
+
+    def unwrap(argument: Any) -> Any:
+        if isinstance(argument, list):
+            return [unwrap(a) for a in argument]
+        if not isinstance(argument, torch.Tensor) or not torch._C._functorch.is_legacy_batchedtensor(argument):
+            return argument
+        unwrapped = torch._remove_batch_dim(argument, level, 0, 0)  # type: ignore[attr-defined]
+        sizes.add(unwrapped.shape[0])
+        if 0 in sizes:  # a size that the call above gives to a tensor of another level
+            raise UnsupportedError(
+                "stof.torch.attention within is_grads_batched or vectorize of torch.autograd, one inside the other; use "
+                "torch.func, whose transforms nest"
+            )
+        return unwrapped
+
+    given = [unwrap(a) for a in arguments]
+    axes = [_axes_of_unwrapped(*pair) for pair in zip(arguments, given, strict=True)]
+    results = _map(operator, count, max(sizes), axes, given)
+    return tuple(torch._add_batch_dim(t, 0, level) for t in results)  # type: ignore[attr-defined]
+
+
+def _axes_of_unwrapped(before: Any, after: Any) -> Any:
+    if isinstance(before, list):
+        return [_axes_of_unwrapped(*pair) for pair in zip(before, after, strict=True)]
+    return None if before is after else 0
+
+
+def _map(operator: Any, count: int, size: Any, axes: Sequence[Any], arguments: Sequence[Any]) -> tuple[Any, ...]:
+    """The results for each index of the mapped axes, which have one size, as their first axis."""
     tensors, operands, (mask, roles, *settings) = arguments[:count], arguments[count], arguments[count + 1 :]
     named = dict(zip(roles.split(), zip(operands, axes[count], strict=True), strict=True))
     batch = _size_without(tensors[0], axes[0])
     text = _fold_batch(mask, batch, named)
     if text is None:
-        results = _run_one_by_one(operator, info.batch_size, axes, arguments)
-    else:
-        given = [_fold(t, axis, info.batch_size) for t, axis in zip(tensors, axes[:count], strict=False)]
-        vectors = [_fold_operand(role, *named[role], info.batch_size, batch) for role in named]
-        found = operator(*given, vectors, text, roles, *settings)
-        results = tuple(t.unflatten(0, (info.batch_size, batch)) for t in found)
-    return results, (0,) * len(results)
+        return _run_one_by_one(operator, size, axes, arguments)
+    given = [_fold(t, axis, size) for t, axis in zip(tensors, axes[:count], strict=True)]
+    vectors = [_fold_operand(role, *named[role], size, batch) for role in named]
+    found = operator(*given, vectors, text, roles, *settings)
+    return tuple(t.unflatten(0, (size, batch)) for t in found)
 
 
 def _size_without(tensor: Any, mapped: int | None) -> Any:
