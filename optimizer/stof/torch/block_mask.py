@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -117,11 +118,10 @@ def _with_table(block_mask: Any, blocks: _Blocks, reason: StofError) -> MaskWith
     return _with_tensors(MaskExpression(Lookup("table0", indices)), {"table0": table}, str(reason))
 
 
+_REASON = "a BlockMask is translated outside of compiled functions: call stof.torch.from_block_mask(block_mask) before"
+_has_reason = "reason" in inspect.signature(torch.compiler.disable).parameters  # since PyTorch 2.8
 # A compiled function reads what is known of a BlockMask, and cannot trace this.
-_translate = torch.compiler.disable(
-    _translate_now,
-    reason="a BlockMask is translated outside of compiled functions: call stof.torch.from_block_mask(block_mask) before",
-)
+_translate = torch.compiler.disable(_translate_now, **({"reason": _REASON} if _has_reason else {}))
 
 
 class _Blocks:
