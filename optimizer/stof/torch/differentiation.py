@@ -11,6 +11,8 @@ import torch
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
+from stof.errors import UnsupportedError
+
 Tensors = Sequence[Any]
 
 
@@ -67,8 +69,15 @@ class _Differentiable(torch.autograd.function._SingleLevelFunction):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         """Gradients of the tensors; of operands and settings there are none."""
+        if torch.compiler.is_exporting() and torch._C._are_functorch_transforms_active():
+            # torch.export refuses this for PyTorch's own operators; here it would write a tensor without content.
+            raise UnsupportedError(
+                "torch.export cannot write reverse mode of torch.func (grad, vjp, jacrev) around stof.torch.attention; use "
+                "torch.autograd.grad or torch.func.jvp in what is exported"
+            )
         count = ctx.derivatives.count
-        tensors, operands = ctx.saved_tensors[:count], list(ctx.saved_tensors[count:])
+        saved = ctx.saved_tensors  # a checkpoint gives them once
+        tensors, operands = saved[:count], list(saved[count:])
         needed = ctx.needs_input_grad[3 : 3 + count]
         found = ctx.derivatives.pull_back(tensors, (operands, *ctx.settings), grads, needed)
         return (None, None, None, *found, *([None] * len(operands)))
