@@ -18,7 +18,10 @@ from torch_oracle import attention_fp64, pairs
 import stof.torch
 from stof.errors import ArgumentError
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))]
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")),
+]
 FP32, FP16, BF16, FP64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 MIXTURES = [(FP32,) * 3, (FP32, BF16, BF16), (BF16, FP16, FP32), (FP16,) * 3, (BF16,) * 3]
 SHAPE = (2, 4, 16, 8)
@@ -69,7 +72,7 @@ def test_nested_and_disabled_regions(device: str) -> None:
             assert ours(*given).dtype == torchs(*given).dtype == FP16
         with torch.autocast(device, enabled=False):
             assert ours(*given).dtype == torchs(*given).dtype == FP32
-            with pytest.raises(ArgumentError, match="k has type torch.bfloat16, expected that of q, torch.float32"):
+            with pytest.raises(ArgumentError, match=r"k has type torch.bfloat16, expected that of q, torch.float32"):
                 ours(given[0], given[1].bfloat16(), given[2])
         assert ours(*given).dtype == torchs(*given).dtype == BF16
         output, lse = stof.torch.attention(*given, return_lse=True)
@@ -82,7 +85,7 @@ def test_fp64_stays() -> None:
     with torch.autocast("cpu", dtype=BF16):
         found, expected = types_of(ours, given), types_of(torchs, given)
         output = ours(*given)
-        with pytest.raises(ArgumentError, match="k has type torch.bfloat16, expected that of q, torch.float64"):
+        with pytest.raises(ArgumentError, match=r"k has type torch.bfloat16, expected that of q, torch.float64"):
             ours(given[0], given[1].float(), given[2])
     assert found == expected == (FP64,) * 4
     wide = attention_fp64(*given, pairs("k <= q", 1, 1, 16, 16))[0]

@@ -94,7 +94,7 @@ def test_third_derivatives_are_refused_when_compiled() -> None:
     def third(q: Any) -> Any:
         return func.grad(lambda q: func.grad(lambda q: func.grad(run)(q).sum())(q).sum())(q)
 
-    with pytest.raises(Exception, match="stof.torch.attention has first and second derivatives"):
+    with pytest.raises(Exception, match=r"stof.torch.attention has first and second derivatives"):
         torch.compile(third, backend="aot_eager")(draw()[0])
 
 
@@ -154,7 +154,7 @@ def test_exported_transforms() -> None:
 def test_reverse_mode_that_cannot_be_exported_is_refused_by_name() -> None:
     """PyTorch's own operators are refused, too; this one gave a tensor without content."""
     module = Transformed(lambda run: func.grad(lambda q: run(q).sum()))
-    with pytest.raises(Exception, match="torch.export cannot write reverse mode of torch.func"):
+    with pytest.raises(Exception, match=r"torch.export cannot write reverse mode of torch.func"):
         torch.export.export(module, tuple(draw()))
 
 

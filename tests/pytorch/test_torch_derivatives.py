@@ -129,7 +129,9 @@ def compare(found: Any, expected: Any, tolerance: float) -> None:
     assert len(one) == len(other)
     for left, right in zip(one, other, strict=True):
         assert right.abs().max() > 1e-3  # a number of zeros would compare with anything small
-        torch.testing.assert_close(left.double(), right, rtol=0, atol=tolerance * max(1.0, float(right.detach().abs().max())))
+        torch.testing.assert_close(
+            left.double(), right, rtol=0, atol=tolerance * max(1.0, float(right.detach().abs().max()))
+        )
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
@@ -163,7 +165,9 @@ def test_finite_differences(setting: str) -> None:
     assert torch.autograd.gradgradcheck(run, given, check_fwd_over_rev=True, check_rev_over_rev=True)
 
 
-@pytest.mark.parametrize("needed", [(True, False, False), (False, True, False), (False, False, True), (False, True, True)])
+@pytest.mark.parametrize(
+    "needed", [(True, False, False), (False, True, False), (False, False, True), (False, True, True)]
+)
 def test_gradients_of_some_of_the_tensors(needed: tuple[bool, ...]) -> None:
     results = []
     for make in (ours, dense):
@@ -215,7 +219,9 @@ def test_chunks_of_rows_add_up(name: str, chunk_bytes: int, monkeypatch: pytest.
     compare(found, TRANSFORMS[EXPECTED.get(name, name)](dense(SETTINGS["softcap"]), given, tangents), 1e-11)
 
 
-@pytest.mark.parametrize("name", ["jvp", "grad", "forward over reverse", "backward of backward", "forward over forward"])
+@pytest.mark.parametrize(
+    "name", ["jvp", "grad", "forward over reverse", "backward of backward", "forward over forward"]
+)
 def test_memory_is_linear_in_the_length(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No mode keeps the scores: those of a chunk are dropped before those of the chunk after the next are made."""
     monkeypatch.setattr(stof.torch.dense, "CHUNK_BYTES", 1 << 18)

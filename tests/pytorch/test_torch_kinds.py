@@ -76,7 +76,12 @@ WRONG: dict[str, tuple[str, Callable[[Any], Any], type[Exception], str]] = {
     "nested": ("q", lambda t: nested(t, torch.strided), ArgumentError, "q is a nested tensor, .*give segment_q and"),
     "jagged": ("k", lambda t: nested(t, torch.jagged), ArgumentError, "k is a nested tensor, .*give segment_q and"),
     "of a mesh": ("v", lambda t: t.as_subclass(DTensor), ArgumentError, r"v is a DTensor, .*v.to_local\(\)"),
-    "of a subclass": ("q", Unknown, UnsupportedError, "q is a Unknown, whose __torch_dispatch__ does not run stof::attention"),
+    "of a subclass": (
+        "q",
+        Unknown,
+        UnsupportedError,
+        "q is a Unknown, whose __torch_dispatch__ does not run stof::attention",
+    ),
     "an array": ("q", torch.Tensor.numpy, ArgumentError, "q is a ndarray, expected a tensor"),
     "a list": ("k", torch.Tensor.tolist, ArgumentError, "k is a list, expected a tensor"),
     "None": ("v", lambda t: None, ArgumentError, "v is a NoneType, expected a tensor"),
@@ -275,7 +280,9 @@ def test_traces() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_another_default_device_and_dtype(dtype: Any) -> None:
     given = draw(dtype)
-    expected = stof.torch.attention(*given, f"{MASK} and min(S, T) > 3 and table0[k]", tables={"table0": np.ones(9, bool)})
+    expected = stof.torch.attention(
+        *given, f"{MASK} and min(S, T) > 3 and table0[k]", tables={"table0": np.ones(9, bool)}
+    )
     torch.set_default_dtype(torch.float64)
     try:
         with torch.device("meta"):

@@ -66,7 +66,9 @@ def check(text: str, axes: tuple[Any, ...], operands: dict[str, Any], mapped: se
     torch.testing.assert_close(found.double(), expected(text, tensors, axes, operands, mapped), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("axes", [(0, 0, 0), (1, 4, 2), (0, None, None), (None, 0, None), (None, None, 3), (4, 0, None)])
+@pytest.mark.parametrize(
+    "axes", [(0, 0, 0), (1, 4, 2), (0, None, None), (None, 0, None), (None, None, 3), (4, 0, None)]
+)
 @pytest.mark.parametrize("text", ["", "k <= q and (k + h) % 3 != 1", "k + b <= q", "k <= q or b == 1"])
 def test_over_tensors(text: str, axes: tuple[Any, ...]) -> None:
     check(text, axes, {}, set())
@@ -148,7 +150,9 @@ def test_gradients_of_each_sample(dtype: Any) -> None:
     for n in range(N):
         one = func.grad(lambda w, n=n: loss(w, samples[n].double(), dense))(weight.double())
         scale = float(one.abs().max())
-        torch.testing.assert_close(found[n].double(), one, rtol=0, atol=scale * (1e-12 if dtype == torch.float64 else 1e-5))
+        torch.testing.assert_close(
+            found[n].double(), one, rtol=0, atol=scale * (1e-12 if dtype == torch.float64 else 1e-5)
+        )
 
 
 def test_models_of_an_ensemble() -> None:
@@ -194,5 +198,5 @@ def test_the_older_maps_of_autograd_do_not_nest_and_say_so() -> None:
     found = _vmap(lambda one: stof.torch.attention(one, k[0], v, "k <= q + b"))(q)
     one = attention_fp64(q[1], k[0], v, pairs("k <= q + b", B, H, S, T))[0]
     torch.testing.assert_close(found[1].double(), one, rtol=0, atol=1e-5)
-    with pytest.raises(UnsupportedError, match="one inside the other; use torch.func"):
+    with pytest.raises(UnsupportedError, match=r"one inside the other; use torch.func"):
         _vmap(lambda one: _vmap(lambda other: stof.torch.attention(one, other, v))(k))(q)

@@ -5,12 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 
 from stof.errors import ArgumentError, UnsupportedError, shown
+from stof.mask.expression import MaskExpression
 from stof.mask.expression_nodes import is_table_name
+from stof.mask.expression_parser import MaskSyntaxError
 
 # The letters of shapes: B batch, H query heads, G key heads, S queries, T keys, D head size, Dv value head size.
 EMPTY_ROWS = ("zero", "nan", "mean", "all")
@@ -72,6 +76,9 @@ def check_arguments(query: Any, key: Any, value: Any, operands: Sequence[Any], s
     _check_settings(settings)
     for role, operand in zip(settings.roles.split(), operands, strict=True):
         _check_operand(role, operand, query.device, {"B": B, "S": S, "T": T})
+    roles = settings.roles.split()
+    ranks = tuple((r, t.dim(), t.dtype == torch.bool) for r, t in zip(roles, operands, strict=True) if is_table_name(r))
+    _check_mask(settings.mask, ranks, frozenset(roles))
 
 
 def check_kinds(tensors: Mapping[str, Any]) -> None:
@@ -134,6 +141,20 @@ def _check_settings(settings: AttentionSettings) -> None:
         raise ArgumentError(f"softcap is {settings.softcap}, expected 0 or more")
     if settings.scale != settings.scale or abs(settings.scale) == float("inf"):
         raise ArgumentError(f"scale is {settings.scale}, expected a finite number")
+
+
+@lru_cache(maxsize=256)
+def _check_mask(text: str, tables: tuple[tuple[str, int, bool], ...], roles: frozenset[str]) -> None:
+    """Checks a mask beside the operands of a call; ``tables`` has the number of axes of each, and whether it is boolean."""
+    constants = {name: np.empty((1,) * rank, bool if is_bool else np.int64) for name, rank, is_bool in tables}
+    try:
+        expression = MaskExpression.parse(text, constants)
+    except MaskSyntaxError as error:
+        raise ArgumentError(f"mask is {shown(text, 200)!r}: {error}") from error
+    for name in sorted(expression.vectors - roles):
+        raise ArgumentError(f"mask is {shown(text, 200)!r} and reads {name}, which is not given: {name}=...")
+    if "pad" in roles and "pad" not in expression.vectors:
+        raise ArgumentError(f"pad is given, and mask, {shown(text, 200)!r}, does not read it: add 'and pad[b, k]'")
 
 
 def _check_operand(role: str, tensor: Any, device: Any, sizes: dict[str, Any]) -> None:

@@ -39,7 +39,7 @@ def _map_of_autograd(operator: Any, count: int, *arguments: Any) -> tuple[Any, .
             return [unwrap(a) for a in argument]
         if not isinstance(argument, torch.Tensor) or not torch._C._functorch.is_legacy_batchedtensor(argument):
             return argument
-        unwrapped = torch._remove_batch_dim(argument, level, 0, 0)  # type: ignore[attr-defined]
+        unwrapped = torch._remove_batch_dim(argument, level, 0, 0)
         sizes.add(unwrapped.shape[0])
         if 0 in sizes:  # a size that the call above gives to a tensor of another level
             raise UnsupportedError(
@@ -51,7 +51,7 @@ def _map_of_autograd(operator: Any, count: int, *arguments: Any) -> tuple[Any, .
     given = [unwrap(a) for a in arguments]
     axes = [_axes_of_unwrapped(*pair) for pair in zip(arguments, given, strict=True)]
     results = _map(operator, count, max(sizes), axes, given)
-    return tuple(torch._add_batch_dim(t, 0, level) for t in results)  # type: ignore[attr-defined]
+    return tuple(torch._add_batch_dim(t, 0, level) for t in results)
 
 
 def _axes_of_unwrapped(before: Any, after: Any) -> Any:
@@ -69,7 +69,7 @@ def _map(operator: Any, count: int, size: Any, axes: Sequence[Any], arguments: S
     if text is None:
         return _run_one_by_one(operator, size, axes, arguments)
     given = [_fold(t, axis, size) for t, axis in zip(tensors, axes[:count], strict=True)]
-    vectors = [_fold_operand(role, *named[role], size, batch) for role in named]
+    vectors = [_fold_operand(role, tensor, axis, size, batch) for role, (tensor, axis) in named.items()]
     found = operator(*given, vectors, text, roles, *settings)
     return tuple(t.unflatten(0, (size, batch)) for t in found)
 

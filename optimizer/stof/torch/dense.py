@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from stof.errors import ArgumentError
 from stof.mask.expression import MaskExpression
 from stof.torch.arguments import AttentionSettings
 
@@ -49,10 +50,20 @@ class Chunk:
 class DenseAttention:
     """Masked attention of one call, in fp32, or in fp64 where the tensors are.
 
+    ``checks_indices``: whether indices of operands may be out of range, because no kernel has checked them before.
     Tensors of rows have the shape [B, G, R, rows, size], of keys [B, G, 1, T, size].
     """
 
-    def __init__(self, query: Any, key: Any, value: Any, operands: Sequence[Any], settings: AttentionSettings) -> None:
+    def __init__(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        operands: Sequence[Any],
+        settings: AttentionSettings,
+        *,
+        checks_indices: bool = False,
+    ) -> None:
         self.settings = settings
         self.dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
         self.B, self.H, self.S, _ = query.shape
@@ -71,7 +82,8 @@ class DenseAttention:
         for role, tensor in zip(settings.roles.split(), operands, strict=True):
             tensor = tensor.to(self.device)
             is_condition = role == "pad" or tensor.dtype == torch.bool
-            values[role] = tensor != 0 if is_condition else tensor.long()
+            tensor = tensor != 0 if is_condition else tensor.long()
+            values[role] = _CheckedOperand(role, tensor) if checks_indices else tensor
         self.past = values["P"]
         self.allows = _parse(settings.mask).as_function(values)
 
@@ -161,12 +173,13 @@ class DenseAttention:
     def gradients(self, query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
         """Sums over the chunks as gradients of query, key and value: scaled, in the shape and type of each."""
         query, key = query.flatten(1, 2).mul_(self.settings.scale), key.squeeze(2).mul_(self.settings.scale)
-        found = zip((query, key, value.squeeze(2)), self.dtypes, strict=True)
-        return tuple(t.to(dtype) for t, dtype in found)  # type: ignore[return-value]
+        of_query, of_key, of_value = self.dtypes
+        return query.to(of_query), key.to(of_key), value.squeeze(2).to(of_value)
 
     def tangents(self, outputs: Sequence[Any], lses: Sequence[Any]) -> tuple[Any, Any]:
         """Tangents of the chunks as those of output and LSE."""
-        return torch.cat(tuple(outputs), 3).flatten(1, 2).to(self.dtypes[0]), torch.cat(tuple(lses), 3).flatten(1, 2)[..., 0]
+        output, lse = (torch.cat(tuple(found), 3).flatten(1, 2) for found in (outputs, lses))
+        return output.to(self.dtypes[0]), lse.squeeze(-1)
 
     def chunks(self, at_once: int) -> Iterator[Chunk]:
         """The chunks of query rows, of which ``at_once`` tensors as large as the scores are alive together."""
@@ -193,6 +206,23 @@ class DenseAttention:
             allowed = allowed | empty
         scores = torch.where(allowed, scores, torch.where(empty, 0.0, float("-inf")).to(self.dtype))
         return Chunk(rows, query, empty, scores, torch.softmax(scores, -1), tanh)
+
+
+class _CheckedOperand:
+    """An operand of a mask whose indices are checked: PyTorch takes negative ones from the end, and CUDA aborts at others."""
+
+    def __init__(self, role: str, tensor: Any) -> None:
+        self.role, self.tensor, self.shape = role, tensor, tensor.shape
+
+    def __getitem__(self, indices: tuple[Any, ...]) -> Any:
+        for axis, (index, size) in enumerate(zip(indices, self.shape, strict=True)):
+            found = torch.as_tensor(index)
+            if found.numel() and not (found.min() >= 0 and found.max() < size):
+                raise ArgumentError(
+                    f"mask reads index {axis} of {self.role} from {int(found.min())} to {int(found.max())}, expected 0 to "
+                    f"{size - 1}"
+                )
+        return self.tensor[indices]
 
 
 _parse = lru_cache(maxsize=64)(MaskExpression.parse)

@@ -38,21 +38,19 @@ def register_derivatives(library: Any, derivatives: Derivatives) -> None:
 
     ``torch.library.register_autograd`` knows reverse mode alone: forward mode would give zeros, and ``torch.func`` an error.
     """
+    count = derivatives.count
 
     def run(keyset: Any, *arguments: Any) -> Any:
-        tensors, operands, settings = _split(derivatives, arguments)
+        tensors, operands, settings = arguments[:count], arguments[count], arguments[count + 1 :]
+        if not torch._C._are_functorch_transforms_active():
+            return _Differentiable.apply(derivatives, keyset, settings, *tensors, *operands)
         with enable_single_level_autograd_function():
             return _Differentiable.apply(derivatives, keyset, settings, *tensors, *operands)
 
     library.impl(derivatives.operator._schema.name.split("::")[1], run, "Autograd", with_keyset=True)
 
 
-def _split(derivatives: Derivatives, arguments: Sequence[Any]) -> tuple[Tensors, Tensors, Tensors]:
-    count = derivatives.count
-    return arguments[:count], arguments[count], arguments[count + 1 :]
-
-
-class _Differentiable(torch.autograd.function._SingleLevelFunction):
+class _Differentiable(torch.autograd.function._SingleLevelFunction):  # type: ignore[misc]  # torch is untyped here
     """An operator in the graph of one level: of autograd itself, or of one transform of ``torch.func``."""
 
     @staticmethod
@@ -63,6 +61,9 @@ class _Differentiable(torch.autograd.function._SingleLevelFunction):
         ctx.save_for_forward(*tensors)
         given, operands = tensors[: derivatives.count], list(tensors[derivatives.count :])
         below = keyset & torch._C._after_autograd_keyset
+        if not torch._C._are_functorch_transforms_active():
+            with torch._C._AutoDispatchBelowAutograd():
+                return derivatives.operator.redispatch(below, *given, operands, *settings)
         with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True), torch._C._AutoDispatchBelowAutograd():
             return derivatives.operator.redispatch(below, *given, operands, *settings)
 

@@ -36,7 +36,7 @@ def _forward(query: Any, key: Any, value: Any, operands: Sequence[Any], *setting
     given = AttentionSettings(*settings)
     check_arguments(query, key, value, operands, given)
     if query.dtype == torch.float64:
-        return DenseAttention(query, key, value, operands, given).forward()
+        return DenseAttention(query, key, value, operands, given, checks_indices=True).forward()
     return run_attention(query, key, value, operands, given)
 
 
@@ -80,11 +80,8 @@ def _dense(query: Any, key: Any, value: Any, rest: Sequence[Any]) -> DenseAttent
 def _define(name: str, tensors: str, results: int, run: Callable[..., Any], make: Callable[..., Any]) -> Any:
     """An operator of tensors, operands and settings; one implementation serves all devices, and looks at that of the query.
 
-    Args:
-        tensors: the part of the schema that names them.
-        results: how many tensors it gives.
-        run: computes the results.
-        make: makes results of the shapes and types without content.
+    ``tensors`` is the part of the schema that names them, ``results`` how many tensors ``run`` computes. ``make`` makes these
+    without content.
     """
     schema = f"{name}({tensors}, {_SETTINGS}) -> ({', '.join(['Tensor'] * results)})"
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -139,9 +136,7 @@ def _pull_back_tangent(tensors: Tensors, rest: Tensors, grads: Tensors, needed: 
 
 
 def _push_forward_tangent(tensors: Tensors, rest: Tensors, tangents: Tensors) -> Tensors:
-    return _sum(
-        _tangent_op(*tensors[:3], *tangents[3:], *rest), _tangent_derivative_op(*tensors, *tangents[:3], *rest)
-    )
+    return _sum(_tangent_op(*tensors[:3], *tangents[3:], *rest), _tangent_derivative_op(*tensors, *tangents[:3], *rest))
 
 
 def _sum(left: Tensors, right: Tensors) -> Tensors:
