@@ -85,6 +85,16 @@ def test_transforms_within_a_compiled_function(name: str, dynamic: bool) -> None
         torch.testing.assert_close(one.double(), other, rtol=0, atol=3e-5)
 
 
+@pytest.mark.filterwarnings("ignore")  # PyTorch reads .grad of what it traces
+def test_the_backward_pass_is_compiled_by_itself() -> None:
+    given = [t.requires_grad_() for t in draw()]
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        stof.torch.attention(*given, MASK).sin().sum().backward()
+    wanted = torch.autograd.grad(attention_fp64(*given, pairs(MASK, 2, 4, 9, 9))[0].sin().sum(), given)
+    for leaf, other in zip(given, wanted, strict=True):
+        torch.testing.assert_close(leaf.grad, other, rtol=0, atol=1e-5)
+
+
 def test_third_derivatives_are_refused_when_compiled() -> None:
     _, k, v = draw()
 

@@ -55,8 +55,7 @@ def check_arguments(query: Any, key: Any, value: Any, operands: Sequence[Any], s
         if tensor.dim() != 4:
             axes = "[B, H, S, D]" if name == "q" else "[B, G, T, D]"
             raise ArgumentError(f"{name} has shape {list(tensor.shape)}, expected four axes {axes}")
-        if tensor.dtype not in _TYPES:
-            raise ArgumentError(f"{name} has type {tensor.dtype}, expected fp32, fp16, bf16 or fp64")
+        check_type(name, tensor)
         if tensor.dtype != query.dtype:
             raise ArgumentError(f"{name} has type {tensor.dtype}, expected that of q, {query.dtype}")
         if tensor.device != query.device:
@@ -101,6 +100,16 @@ def check_kinds(tensors: Mapping[str, Any]) -> None:
             raise ArgumentError(
                 f"{name} is a DTensor, expected a tensor of this rank: {name}.to_local(), or call attention in local_map"
             )
+
+
+def check_type(name: str, tensor: Any) -> None:
+    """Checks that a tensor has a type of queries.
+
+    Raises:
+        ArgumentError: naming it, and the types.
+    """
+    if tensor.dtype not in _TYPES:
+        raise ArgumentError(f"{name} has type {tensor.dtype}, expected fp32, fp16, bf16 or fp64")
 
 
 def name_subclass(tensors: Mapping[str, Any], error: Exception) -> None:

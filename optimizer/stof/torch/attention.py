@@ -38,7 +38,8 @@ def attention(
 
     Computes ``softmax(cap(scale * q k^T)) v`` over the allowed keys, as docs/reference/operators.md defines StofAttention.
     Key head ``h // (H // G)`` serves query head ``h``. CPU and CUDA; works under ``torch.compile`` and ``torch.export``.
-    Gradients of q, k and v come from the dense formula, of the LSE too, in chunks of query rows.
+    First and second derivatives, of the LSE too, come from the dense formula in chunks of query rows, in reverse and forward
+    mode, also under ``torch.func`` and ``vmap``. ``torch.autocast`` casts q, k and v as it does for PyTorch's own attention.
 
     Args:
         q: [B, H, S, D], fp32, fp16 or bf16. fp64 is computed by the dense formula, for ``torch.autograd.gradcheck``.
@@ -64,6 +65,7 @@ def attention(
 
     Raises:
         ArgumentError: for wrong arguments, naming what was found and expected.
+        UnsupportedError: for third derivatives, a subclass that refuses the operator, a BlockMask that cannot be read.
         LibraryError: when the library is missing or refuses the call.
     """
     text, given = to_mask(mask)

@@ -42,15 +42,17 @@ def register_derivatives(library: Any, derivatives: Derivatives) -> None:
 
     def run(keyset: Any, *arguments: Any) -> Any:
         tensors, operands, settings = arguments[:count], arguments[count], arguments[count + 1 :]
+        # That of the base class: torch.autograd.Function.apply would begin at the first of all transforms again.
+        apply = super(torch.autograd.Function, _Differentiable).apply
         if not torch._C._are_functorch_transforms_active():
-            return _Differentiable.apply(derivatives, keyset, settings, *tensors, *operands)
+            return apply(derivatives, keyset, settings, *tensors, *operands)
         with enable_single_level_autograd_function():
-            return _Differentiable.apply(derivatives, keyset, settings, *tensors, *operands)
+            return apply(derivatives, keyset, settings, *tensors, *operands)
 
     library.impl(derivatives.operator._schema.name.split("::")[1], run, "Autograd", with_keyset=True)
 
 
-class _Differentiable(torch.autograd.function._SingleLevelFunction):  # type: ignore[misc]  # torch is untyped here
+class _Differentiable(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
     """An operator in the graph of one level: of autograd itself, or of one transform of ``torch.func``."""
 
     @staticmethod
