@@ -190,8 +190,9 @@ def site_exactly(
     if site.softcap:
         scores = dtype(site.softcap) * np.tanh(scores / dtype(site.softcap))
     added = None if np.isfinite(k).all() and np.isfinite(v).all() else np.zeros_like(scores)  # to scores of 0
+    sizes = _scores_shape(site, known)
     for term in site.terms:
-        value = pick(term.spread(known[term.tensor], len(q)))
+        value = pick(term.spread(known[term.tensor], sizes))
         scores = term.apply(scores, value)
         added = None if added is None else term.apply(added, value)
     leaks = np.zeros(1, bool)  # of pairs
