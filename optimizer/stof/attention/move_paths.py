@@ -12,11 +12,12 @@ from onnx import TensorProto
 from stof.errors import UnsupportedError
 from stof.graph.index import GraphIndex, describe, is_standard
 from stof.symbolic import Int, Symbolic
-from stof.symbolic.axis_atoms import ONE, Axes, AxisAtom, regroup, size_of, whole_axes
+from stof.symbolic.axis_atoms import ONE, Axes, AxisAtom, merge_parts, regroup, size_of, whole_axes
 from stof.symbolic.rules.dropout import may_drop
 from stof.symbolic.tensor import Shape
 
 MOVES = frozenset({"Transpose", "Reshape", "Unsqueeze", "Squeeze", "Expand", "Identity", "Flatten"})
+_REGROUPING = frozenset({"Reshape", "Unsqueeze", "Squeeze", "Flatten"})
 CASTS = frozenset({"Cast", "CastLike"})
 _MAX_PATH = 24  # nodes
 _FLOAT_WIDTHS: dict[int, int] = {TensorProto.FLOAT16: 1, TensorProto.BFLOAT16: 1, TensorProto.FLOAT: 2}
@@ -167,14 +168,16 @@ def trace_views(symbolic: Symbolic, source: str, moves: Sequence[onnx.NodeProto]
     shape = symbolic.shape(source)
     if shape is None:
         return []
-    found = [whole_axes(shape)]
+    found = [merge_parts(whole_axes(shape))]
     for node in moves:
         before, result = symbolic.shape(node.input[0]), symbolic.shape(node.output[0])
         named = None if before is None else _rename_sizes(found[-1], before)
+        if named is not None and node.op_type in _REGROUPING:  # by other factors than before, perhaps
+            named = merge_parts((tuple(a for group in named for a in group),))
         axes = None if named is None or result is None else _apply_move(symbolic, node, named, result)
         if axes is None or any(a.axis < 0 for group in axes for a in group):
             break
-        found.append(axes)
+        found.append(merge_parts(axes))
     return found
 
 

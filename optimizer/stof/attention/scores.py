@@ -33,7 +33,7 @@ from stof.symbolic import Real, Symbolic, var
 from stof.symbolic.algebra.conditions import all_of
 from stof.symbolic.algebra.piecewise import split_cases
 from stof.symbolic.algebra.terms import FALSE, to_real
-from stof.symbolic.axis_atoms import ends_with_whole_axes, merge_parts, size_of
+from stof.symbolic.axis_atoms import ends_with_whole_axes, size_of
 from stof.symbolic.rules.broadcasting import broadcast, project
 from stof.symbolic.rules.cast import overflow_to_inf
 
@@ -164,7 +164,7 @@ class ScoreWalk:
         for term, met in zip(scores.terms, scores.met, strict=True):
             shape = self.symbolic.shape(term.tensor)
             if met is not None and shape is not None and views:
-                view = ScoreView(merge_parts(views[len(scores.moves) - met])).of_tensor(shape)
+                view = ScoreView(views[len(scores.moves) - met]).of_tensor(shape)
                 has_merged_heads |= rank == 3 and view.varies_along(0) and not view.splits(0)
                 heads = _heads_of(view, rank) or heads
                 if not _is_plain(view, rank) and not _broadcasts_anyway(view, rank, len(shape)):

@@ -47,12 +47,16 @@ from stof.symbolic.algebra.piecewise import reads_input, split_cases, to_cond
 from stof.symbolic.algebra.terms import FALSE, TRUE, integer
 from stof.symbolic.rules.broadcasting import project
 from stof.symbolic.rules.cast import overflow_to_inf
+from stof.symbolic.tensor import constant_tensor
 
 MAY_FORBID = MaskNote(NoteReason.BIAS_MAY_FORBID, "a bias may forbid as well; a row without any key may differ")
 
 _DIFFERENT_STRENGTHS = MaskNote(
     NoteReason.DIFFERENT_STRENGTHS, "masks of different strength are added; a row without any key may differ"
 )
+
+
+_LARGEST_SPREAD = 1 << 24  # elements of a constant that is written out for all queries and keys
 
 
 @dataclass(frozen=True)
@@ -337,6 +341,10 @@ def read_term(symbolic: Symbolic, site: AttentionSite, term: MaskTerm, tables: d
             f"mask tensor {term.tensor!r} cannot be evaluated from shapes and model inputs: "
             f"{symbolic.reason(term.tensor) or 'its shape is unknown'}"
         )
+    spread = _spread_constant(tensor, site, term)
+    if spread is not None:
+        tables[f"{term.tensor} spread"] = spread
+        tensor, term = constant_tensor(f"{term.tensor} spread", spread), replace(term, view=None)
     value = element_of_pair(tensor, site, term)
     if term.kind is not TermKind.ADD:
         cond = to_cond(value)
@@ -346,6 +354,21 @@ def read_term(symbolic: Symbolic, site: AttentionSite, term: MaskTerm, tables: d
     if not isinstance(value, Real):
         raise UnsupportedError(f"mask tensor {term.tensor!r} is added to the scores but is no float")
     return _read_additive(symbolic, term, value, symbolic.dtype(term.tensor), tables)
+
+
+def _spread_constant(tensor: SymTensor, site: AttentionSite, term: MaskTerm) -> np.ndarray | None:
+    """A constant of a grid of queries or keys as one of [B, H, S, T], of which tables are made; None for other terms."""
+    view, array = term.view, tensor.constant
+    if view is None or array is None or not (view.splits(2) or view.splits(3)):
+        return None
+    sizes = [d.constant if view.varies_along(axis) else 1 for axis, d in enumerate(site.dims)]
+    known = [n for n in sizes if n is not None]
+    if len(known) < len(sizes) or math.prod(known) > _LARGEST_SPREAD:
+        return None
+    try:
+        return view.spread(array, known)
+    except ValueError:
+        return None
 
 
 def _read_additive(
