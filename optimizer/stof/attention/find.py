@@ -20,7 +20,7 @@ from stof.attention.softmax_forms import SoftmaxForm, match_softmax
 from stof.attention.split_mask_sums import split_term
 from stof.attention.weights import OutputCandidate, ScoreFacts, WeightPath, WeightWalk
 from stof.errors import UnsupportedError
-from stof.graph.index import DOMAIN, GraphIndex, all_nodes, is_standard, needed_tensors
+from stof.graph.index import DOMAIN, GraphIndex, all_nodes, describe, is_standard, needed_tensors
 from stof.graph.names import FreshNames
 from stof.mask.score_view import name_parts
 from stof.mask.site import AttentionSite, Finding, MaskTerm, TermKind
@@ -112,7 +112,7 @@ def _match_site(
     start = softmax.input[0] if sink is None else sink.scores
     shape = symbolic.shape(start)
     if shape is None:
-        raise UnsupportedError("the shape of the scores is unknown")
+        raise UnsupportedError(f"the shape of the scores is unknown{_explain_unknown_shape(index, symbolic, start)}")
     if len(shape) not in (3, 4, 5):
         raise UnsupportedError(f"the scores have {len(shape)} axes, expected batch, heads, queries and keys")
     axis = next((a.i for a in softmax.attribute if a.name == "axis"), -1)
@@ -162,6 +162,24 @@ def _match_site(
     if site.row_guard is None or not before_guard:
         return site
     return replace(site, unguarded=make(_choose_layouts(queries, keys, values, before_guard)))
+
+
+def _explain_unknown_shape(index: GraphIndex, symbolic: Symbolic, tensor: str) -> str:
+    """Words on where the knowledge of a tensor's shape ends: a node whose inputs have shapes, but not its output."""
+    pending, seen = [tensor], set[str]()
+    while pending:
+        name = pending.pop()
+        node = index.producer(name)
+        if name in seen or symbolic.shape(name) is not None:
+            continue
+        seen.add(name)
+        if node is None:
+            return f", as that of {name!r} is"
+        unknown = [n for n in node.input if n and symbolic.shape(n) is None]
+        if not unknown:
+            return f", as that of {name!r} is: what {describe(node)} gives is not known"
+        pending.extend(unknown)
+    return ""
 
 
 def _make_site(
