@@ -132,16 +132,17 @@ class ScoreWalk:
         if node.op_type != "FusedMatMul" or node.domain != "com.microsoft":
             return None
         attributes = {a.name: a for a in node.attribute}
-        if any(attributes[n].i for n in ("transA", "transBatchA", "transBatchB") if n in attributes):
-            raise UnsupportedError(f"{describe(node)} transposes its query or its batch")
+        if any(attributes[n].i for n in ("transBatchA", "transBatchB") if n in attributes):
+            raise UnsupportedError(f"{describe(node)} transposes its batch")
         alpha = attributes["alpha"].f if "alpha" in attributes else 1.0
         check_axes(self.symbolic, node, "key")
-        transposes = "transB" in attributes and bool(attributes["transB"].i)
+        transposes_query, transposes_key = (n in attributes and bool(attributes[n].i) for n in ("transA", "transB"))
         return replace(
             scores.with_node(node),
             query=node.input[0],
             key=node.input[1],
-            key_transposed=not transposes,
+            key_transposed=not transposes_key,
+            query_order=swapped_order(self.symbolic, node.input[0]) if transposes_query else (),
             factor=scores.factor * alpha,
         )
 
@@ -483,6 +484,12 @@ def keeps_last_two_axes(symbolic: Symbolic, node: onnx.NodeProto) -> bool:
     if before is None or after is None or len(before) < 2 or len(after) < 2 or node.op_type in ("Transpose", "Expand"):
         return node.op_type == "Identity" or node.op_type in CASTS
     return before[-2:] == after[-2:]
+
+
+def swapped_order(symbolic: Symbolic, tensor: str) -> Order:
+    """The permutation that exchanges the last two axes of a tensor."""
+    rank = len(symbolic.shape(tensor) or ())
+    return (*range(rank - 2), rank - 1, rank - 2)
 
 
 def subtracts_row_max(index: GraphIndex, symbolic: Symbolic, node: onnx.NodeProto) -> bool:

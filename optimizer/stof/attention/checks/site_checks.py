@@ -150,7 +150,9 @@ class AttentionChecks(SiteChecks):
             channels = site.value_head_size * (site.num_heads if site.output_layout is Layout.BSN else 1)
             known = captured.get(site.output)
             largest = 1.0 if known is None else float(np.abs(known[np.isfinite(known)]).max(initial=0.0))
-            found[site.output] = Noisy(site.dtype, channels, largest)
+            perm = site.output_perm
+            behind = len(perm) - 1 - perm.index(len(perm) - 1) if perm else 0
+            found[site.output] = Noisy(site.dtype, channels, largest, behind)
         return found
 
     def emit(self, sites: Sequence[str]) -> onnx.ModelProto:
