@@ -13,7 +13,7 @@ import onnx
 from stof.errors import ModelError, UnsupportedError
 from stof.execution.session_process import create_session, has_onnxruntime
 from stof.execution.session_worker import SessionSpec
-from stof.execution.upcast import HALF, widen
+from stof.execution.upcast import HALF, holds, widen
 from stof.fusion.description.evaluate import evaluate_chain
 from stof.fusion.description.parser import ParsedChain, parse_chain
 from stof.fusion.description.rewriting import (
@@ -57,7 +57,7 @@ def check_chain(chain: FusedChain, nodes: Sequence[onnx.NodeProto], symbolic: Sy
     branch = make_branch(chain, nodes, symbolic, opset, "check")
     dtypes = [symbolic.dtype(n) for n in chain.inputs]
     model = branch_model(chain, branch, dtypes, opset)
-    has_half = any(d in HALF for d in (*dtypes, *chain.dtypes))
+    has_half = holds(model, HALF)  # also within, between casts
     if has_half:
         model = widen(model)
     parsed = parse_chain(widen_description(chain.description.text, HALF))
