@@ -160,6 +160,20 @@ def may_broadcast(symbolic: Symbolic, node: onnx.NodeProto) -> bool:
     return any(ONE not in (size, other) and size != other for size, other in pairs)
 
 
+def keeps_last_two_axes(symbolic: Symbolic, node: onnx.NodeProto) -> bool:
+    """Whether a movement leaves the last two axes as they are."""
+    before, after = symbolic.shape(node.input[0]), symbolic.shape(node.output[0])
+    if before is None or after is None or len(before) < 2 or len(after) < 2 or node.op_type in ("Transpose", "Expand"):
+        return node.op_type == "Identity" or node.op_type in CASTS
+    return before[-2:] == after[-2:]
+
+
+def swapped_order(symbolic: Symbolic, tensor: str) -> tuple[int, ...]:
+    """The permutation that exchanges the last two axes of a tensor."""
+    rank = len(symbolic.shape(tensor) or ())
+    return (*range(rank - 2), rank - 1, rank - 2)
+
+
 def trace_views(symbolic: Symbolic, source: str, moves: Sequence[onnx.NodeProto]) -> list[Axes]:
     """The axes of a tensor behind none, one, ... of its moves, as atoms of the tensor; fewer where a move is not understood.
 

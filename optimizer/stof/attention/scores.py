@@ -21,7 +21,9 @@ from stof.attention.move_paths import (
     is_float_cast,
     is_identity,
     is_move,
+    keeps_last_two_axes,
     scalar_factor,
+    swapped_order,
     trace_axes,
     trace_views,
 )
@@ -476,20 +478,6 @@ def _find_constant_fill(mask: np.ndarray | None, added: np.ndarray | None, sign:
         return None
     found = np.unique(fills[keep == 0])
     return float(found[0]) * sign if found.size == 1 else None
-
-
-def keeps_last_two_axes(symbolic: Symbolic, node: onnx.NodeProto) -> bool:
-    """Whether a movement leaves the last two axes as they are."""
-    before, after = symbolic.shape(node.input[0]), symbolic.shape(node.output[0])
-    if before is None or after is None or len(before) < 2 or len(after) < 2 or node.op_type in ("Transpose", "Expand"):
-        return node.op_type == "Identity" or node.op_type in CASTS
-    return before[-2:] == after[-2:]
-
-
-def swapped_order(symbolic: Symbolic, tensor: str) -> Order:
-    """The permutation that exchanges the last two axes of a tensor."""
-    rank = len(symbolic.shape(tensor) or ())
-    return (*range(rank - 2), rank - 1, rank - 2)
 
 
 def subtracts_row_max(index: GraphIndex, symbolic: Symbolic, node: onnx.NodeProto) -> bool:

@@ -15,9 +15,16 @@ import onnx
 from stof.attention.einsum import Order, einsum_matmuls
 from stof.attention.layouts import check_axes, output_layout
 from stof.attention.masked_weights import zeroes_masked_weights
-from stof.attention.move_paths import MovePath, is_float_cast, is_identity, is_move, trace_axes
+from stof.attention.move_paths import (
+    MovePath,
+    is_float_cast,
+    is_identity,
+    is_move,
+    keeps_last_two_axes,
+    swapped_order,
+    trace_axes,
+)
 from stof.attention.nan_to_num import find_identity_region
-from stof.attention.scores import keeps_last_two_axes, swapped_order
 from stof.attention.shape_sources import ShapeSources
 from stof.errors import UnsupportedError
 from stof.graph.index import GraphIndex, describe, is_standard
