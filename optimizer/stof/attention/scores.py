@@ -16,7 +16,6 @@ import onnx
 from stof.attention.einsum import Order, einsum_matmuls
 from stof.attention.layouts import check_axes
 from stof.attention.move_paths import (
-    CASTS,
     MovePath,
     is_float_cast,
     is_identity,
