@@ -290,6 +290,9 @@ def test_the_whole_command(tmp_path: Path) -> None:
     onnx.save(graph, tmp_path / "m.onnx")
     report = stof.optimize(tmp_path / "m.onnx", tmp_path / "o.onnx")
     assert [s.replaced for s in report.sites] == [True], report.sites[0].reason
+    assert report.verification is not None
+    # The bias that the file's nodes make is compared with fp64 as well, not the outputs alone.
+    assert [c.ok for c in report.verification.comparisons if c.site] == [True]
 
 
 def test_keys_that_do_not_come_back_are_no_attention() -> None:

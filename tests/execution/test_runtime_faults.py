@@ -24,6 +24,7 @@ EXPECTED = {
     RuntimeFault.SEVERAL_TOKENS_OF_A_BATCH: (True,) * 7,
     RuntimeFault.PADDED_SLIDING_PROMPTS: (True,) * 7,
     RuntimeFault.HEAD_NORMS: (True,) * 7,
+    RuntimeFault.NO_PAGED_ATTENTION: (True,) * 7,
     RuntimeFault.SHORT_SPARSE_SEQUENCES: (True,) * 7,
 }
 

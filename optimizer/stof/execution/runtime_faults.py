@@ -51,6 +51,7 @@ class RuntimeFault(enum.Enum):
         "`GroupQueryAttention` refuses padded prompts over sliding-window caches", (1, 32)
     )
     HEAD_NORMS = KnownFault("`GroupQueryAttention` refuses RMS norms of query and key heads", (1, 32))
+    NO_PAGED_ATTENTION = KnownFault("`PagedAttention` has no kernel", (1, 32))
     SHORT_SPARSE_SEQUENCES = KnownFault("`SparseAttention` is wrong for sequences shorter than the total", (1, 32))
 
     def is_present(self) -> bool:

@@ -13,7 +13,7 @@ from stof.symbolic.rules.movement_helpers import element_count
 from stof.symbolic.tensor import Index, SymTensor, constant_tensor
 
 ZERO, ONE = integer(0), integer(1)
-_MOST_COUNTED = 1 << 13  # elements of a formula that are computed one by one
+_MOST_COUNTED = 1 << 11  # elements of a formula that are computed one by one
 
 
 def _is_constant_along(tensor: SymTensor, axes: set[int]) -> bool:
