@@ -241,8 +241,9 @@ def _sum_bias(site: AttentionSite, terms: Sequence[MaskTerm], known: Mapping[str
         return None
     sizes = scores_shape(site, known)
     total = np.zeros((1, 1, 1, 1), np.float32)
-    for term in terms:
-        total = total + term.spread(known[term.tensor], sizes).astype(np.float32) * np.float32(term.scale)
+    with np.errstate(over="ignore"):  # the lowest number twice is -inf in the graph, too
+        for term in terms:
+            total = total + term.spread(known[term.tensor], sizes).astype(np.float32) * np.float32(term.scale)
     return total
 
 
