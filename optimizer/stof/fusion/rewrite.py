@@ -20,7 +20,7 @@ from stof.fusion.decide.measured import (
     refuse_all,
 )
 from stof.fusion.decide.selection import NAMES, ChainSelection
-from stof.fusion.description.widen import widen_description
+from stof.fusion.description.rewriting import widen_description
 from stof.fusion.emit import GEMM
 from stof.fusion.function_body import OP as CHAIN
 from stof.fusion.plan_entry import ChainPlan, read_chain_plan

@@ -19,8 +19,9 @@ from stof.symbolic.algebra.piecewise import split_cases
 from stof.symbolic.algebra.terms import Int, dim, integer, subterms, to_real, var
 from stof.symbolic.dimension_names import parse_dimension
 from stof.symbolic.facts import Fact, RuleContext, dtype_kind
+from stof.symbolic.forced_sizes import find_forced_sizes
 from stof.symbolic.onnx_inference import OnnxInference
-from stof.symbolic.rules import contrib, fused_attention, quantized, standard, stof_ops
+from stof.symbolic.rules import channel_blocks, contrib, fused_attention, quantized, standard, stof_ops
 from stof.symbolic.tensor import (
     EQUALS,
     Shape,
@@ -73,6 +74,7 @@ class Symbolic:
         self._rules = {
             **dict.fromkeys(STANDARD_DOMAINS, rules),
             "com.microsoft": contrib.RULES | fused_attention.CONTRIB | quantized.CONTRIB,
+            "com.microsoft.nchwc": channel_blocks.RULES,
             "stof": stof_ops.RULES,
         }
         self._declared = {v.name: v.type.tensor_type for v in (*model.graph.value_info, *model.graph.output)}
@@ -82,11 +84,22 @@ class Symbolic:
         self._model = model
         self._vectors = vectors
         self._coarse: Symbolic | None = None
-        self._read_graph(model.graph)
+        self._forced: dict[Int, Int] = {}
+        self._interpret()
+        self._forced = find_forced_sizes(model.graph, self._facts)
+        if self._forced:
+            self._interpret()
+
+    def _interpret(self) -> None:
+        graph = self._model.graph
+        self._facts.clear()
+        self._equalities.clear()
+        self.running_sums.clear()
+        self._read_graph(graph)
         self._batches = {
-            f.shape[0] for i in model.graph.input if (f := self._facts[i.name]).shape is not None and len(f.shape) > 1
+            f.shape[0] for i in graph.input if (f := self._facts[i.name]).shape is not None and len(f.shape) > 1
         }
-        for node in model.graph.node:
+        for node in graph.node:
             self._visit(node)
 
     def _read_graph(self, graph: onnx.GraphProto) -> None:
@@ -128,6 +141,8 @@ class Symbolic:
                 fact = Fact(fact.dtype or inferred[i].dtype, inferred[i].shape)
             if name in self._declared:
                 fact = _with_declared(fact, name, self._declared[name])
+            if self._forced and fact.shape is not None:
+                fact = _with_sizes(fact, self._forced)
             if fact.value is None and node.op_type in _REDUCING:
                 fact = self._runtime_fact(name, node, fact)
                 if node.op_type == "CumSum" and _is_running_sum(context):
@@ -150,7 +165,8 @@ class Symbolic:
     def _infer_by_onnx(self, node: onnx.NodeProto, no_rule: bool, found: list[Fact] | None) -> list[Fact] | None:
         """ONNX's facts of a node without a rule, or whose rule knows no shape although the shapes of all inputs are known."""
         if not no_rule:
-            if found is not None and all(f.shape is not None for f in found[: len(node.output)]):
+            needed = [i for i, name in enumerate(node.output) if name]
+            if found is not None and all(i < len(found) and found[i].shape is not None for i in needed):
                 return None
             if any(n and (n not in self._facts or self._facts[n].shape is None) for n in node.input):
                 return None
@@ -354,6 +370,15 @@ def _with_declared(fact: Fact, name: str, tensor: onnx.TypeProto.Tensor) -> Fact
         return fact
     merged = tuple(other if own in unknown else own for own, other in zip(fact.shape, shape, strict=True))
     return Fact(fact.dtype, merged, fact.value, fact.reason) if fact.value is None else fact
+
+
+def _with_sizes(fact: Fact, sizes: Mapping[Int, Int]) -> Fact:
+    """A fact in which some sizes are others."""
+    assert fact.shape is not None
+    shape = tuple(sizes.get(d, d) for d in fact.shape)
+    if shape == fact.shape:
+        return fact
+    return replace(fact, shape=shape, value=None if fact.value is None else replace(fact.value, shape=shape))
 
 
 def _initializer_fact(tensor: onnx.TensorProto) -> Fact:
