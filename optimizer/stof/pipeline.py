@@ -298,7 +298,7 @@ def _verify_and_write(
             stages = verify_stages(report, OPS, stages, target.parent, given)
     if not any(s.decided.has_replaced for s in stages):
         return stages
-    final = stages[-1].model
+    final = stages[-1].written
     _mark_written(report, stages)
     _measure_loss(report, job, stages, target)
     report.nodes_after = len(final.graph.node)
@@ -335,7 +335,7 @@ def _measure_loss(report: Report, job: Job, stages: Sequence[Stage], target: Pat
         return  # the sections that change outputs say how much by themselves
     with _timed(report, "prompts"):
         inputs = known_inputs(job, stages)
-        loss = measure_loss(job.source, stages[-1].model, inputs, prompts, target.parent, job.options)
+        loss = measure_loss(job.source, stages[-1].written, inputs, prompts, target.parent, job.options)
     if is_sparsified and report.sparsity is not None:
         report.sparsity.loss, report.sparsity.decode_loss = loss.whole, loss.decoded
     for section in changed:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import onnx
 
 from stof.op_rewrite import Decisions, Job, LeftOut, OpRewrite
+from stof.result_shapes import declare_results
 
 if TYPE_CHECKING:
     from stof.verification.model_inputs import ModelInputs
@@ -38,6 +39,16 @@ class Stage:
     def model(self) -> onnx.ModelProto:
         """The model as this op writes it; the one before where it changes nothing."""
         return self.op.emit(self.job, self.before, self.decided) if self.decided.changes_model else self.before
+
+    @cached_property
+    def written(self) -> onnx.ModelProto:
+        """The model as it is written after this op: the results of stof's operators have types and shapes."""
+        model = self.model
+        if model is not self.job.model:
+            with self.job.step("shapes"):
+                # TensorRT's parser infers shapes by the plugins.
+                declare_results(model, in_functions=self.job.options.target != "tensorrt")
+        return model
 
 
 def rewrite(job: Job, ops: Iterable[OpRewrite[Any, Any]]) -> list[Stage]:
