@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import onnx
 from onnx import AttributeProto, TensorProto, helper
 
@@ -130,9 +129,7 @@ def _declare_in_graph(graph: onnx.GraphProto, shapes: _Shapes) -> None:
             info.type.CopyFrom(made.type)
 
 
-def _carry_shapes(
-    function: onnx.FunctionProto, calls: Sequence[onnx.NodeProto], shapes: _Shapes, opset: int
-) -> None:
+def _carry_shapes(function: onnx.FunctionProto, calls: Sequence[onnx.NodeProto], shapes: _Shapes, opset: int) -> None:
     """Gives results of a function the axes of an input, where each call knows them."""
     for number, output in enumerate(function.output):
         axes = (f"output{number}_axes", f"output{number}_sizes")
