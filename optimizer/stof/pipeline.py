@@ -27,8 +27,8 @@ from stof.plan import load as load_plan
 from stof.prompts.files import PromptSet, check_vocabulary, read_prompts
 from stof.prompts.loss import has_logits
 from stof.recursion import deep_recursion
-from stof.report import Report
-from stof.runtime.library import build_info
+from stof.report import Report, describe_registration
+from stof.runtime.library import build_info, library_path
 from stof.selection import select
 from stof.sparsify.report import SparsityReport
 from stof.sparsify.sparsity import Sparsity
@@ -87,10 +87,20 @@ def run(
     except OSError as error:  # a full disk where temporary files lie, for instance
         place = f"{error.filename}: " if error.filename else ""
         raise ArgumentError(f"{source} cannot be optimized: {place}{error.strerror or error}") from error
+    if report.replaced and report.output is not None:
+        report.how_to_run = _describe_run(target, options)
     if not is_output:
         report.output = None
     _write_report(report, options)
     return report
+
+
+def _describe_run(target: Path, options: Options) -> str:
+    """What runs a written model with stof's operators."""
+    if options.target == "tensorrt":
+        return f"build an engine: stof-trt build {target}"
+    library = library_path()
+    return f"{library.name}: {describe_registration(str(library))}; without it the model runs, slowly"
 
 
 def _optimize(report: Report, source: Path, target: Path, options: Options) -> None:

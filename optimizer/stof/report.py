@@ -225,6 +225,7 @@ class Report:
     copied: bool = False  # nothing was replaced: the output is a copy of the model
     sparsity: SparsityReport | None = None  # what --sparsify did
     converted_opset: tuple[int, int] | None = None  # opsets of the model and of the result, where it was converted
+    how_to_run: str = ""  # a line on what runs the result; empty where nothing of it needs more than ONNX Runtime
 
     def rows(self, key: str) -> list[Any]:
         """The rows of an op by its key; empty where the op looked for nothing."""
@@ -304,6 +305,7 @@ class Report:
             lines.append(f"nothing to do: {reasons}; no file was written")
         lines += [f"hint: {hint}" for s in sections for hint in s.hints()]
         lines += [f"note: {note}" for note in self.notes]
+        lines += [self.how_to_run] if self.how_to_run else []
         return "\n".join(map(shown, lines))
 
     def summary(self) -> str:
@@ -391,6 +393,12 @@ class Report:
                 "          (half precision: both ran widened to fp32, the operator of each site in its own type)"
             )
         return lines
+
+
+def describe_registration(library: str) -> str:
+    """How a session gets the plugin library of this path, for the end of a report."""
+    call = f"options.register_custom_ops_library({library!r})"
+    return f"register it with the session's options: {call}, or stof.register(options)"
 
 
 def _describe_end(v: Verification) -> str:

@@ -218,7 +218,7 @@ def _append_copy(
         shaped = b.add("Cast", [shaped], to=like)
     zero, one = b.constant(0), b.constant(1)
     rows = b.add("Range", [zero, b.add("Gather", [b.add("Shape", [value]), zero]), one])
-    last = helper.make_node("ScatterND", [shaped, b.unsqueeze(rows, [1]), value], [output], name=output)
+    last = helper.make_node("ScatterND", [shaped, b.unsqueeze(rows, [1]), value], [output], name=b.name())
     replace_nodes(function, [*b.nodes, last])
     function.attribute.extend(axes)
 
