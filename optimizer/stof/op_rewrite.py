@@ -143,6 +143,7 @@ class OpRewrite(ABC, Generic[Found, Decided]):
     Attributes:
         key: names the op's entries in plans and its rows in reports, ``sites`` for instance.
         op_types: the operators of domain ``stof`` that it writes.
+        with_spare_inputs: those of them that ignore inputs behind those that they read.
         names: how options and messages name its candidates.
         plan_format: of its entries in a plan file.
         typed_attributes: attributes of its operators that are texts with element types in them.
@@ -150,6 +151,7 @@ class OpRewrite(ABC, Generic[Found, Decided]):
 
     key: str
     op_types: frozenset[str]
+    with_spare_inputs: frozenset[str] = frozenset()
     names: CandidateNames
     plan_format: EntryFormat
     typed_attributes: TypedAttributes = MappingProxyType({})

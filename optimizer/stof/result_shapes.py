@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import string
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx
@@ -21,12 +21,13 @@ from stof.graph.names import FreshNames
 from stof.graph.node_builder import Builder
 from stof.graph.protobuf import replace_nodes
 from stof.symbolic import Symbolic
-from stof.symbolic.algebra.terms import Int
+from stof.symbolic.algebra.terms import Int, integer
 from stof.symbolic.dimension_names import declared_dim
 from stof.symbolic.tensor import Shape
 
 _CAST_LIKE = 15  # the first opset with the operator
 _FLOAT = int(TensorProto.FLOAT)
+_LETTERS = string.ascii_letters  # of an equation
 
 
 @dataclass(frozen=True)
@@ -34,15 +35,30 @@ class AxesOfInput:
     """The axes of a result by those of an input, as attributes of a call.
 
     Attributes:
-        equation: of an Einsum of the input and a tensor of ``sizes``: "abc,de->adbe".
+        equation: of an Einsum of the input, a tensor of ``sizes``, and one with the axes ``computed``: "abc,de,f->adbef".
         sizes: the constant axes of the result; [1] where there is none.
+        computed: indices of the axes of other sizes, which no name is carried over for; [0] where there is none.
+        shared: how many axes are the input's.
     """
 
     equation: str
     sizes: tuple[int, ...]
+    computed: tuple[int, ...]
+    shared: int
+
+    def attributes(self, number: int) -> dict[str, str | list[int]]:
+        """The attributes of a call for its result of this number."""
+        values = (self.equation, list(self.sizes), list(self.computed))
+        return dict(zip(_attribute_names(number), values, strict=True))
 
 
-def declare_results(model: onnx.ModelProto, *, in_functions: bool) -> None:
+def _attribute_names(number: int) -> tuple[str, str, str]:
+    return f"output{number}_axes", f"output{number}_sizes", f"output{number}_computed"
+
+
+def declare_results(
+    model: onnx.ModelProto, *, in_functions: bool, with_spare_inputs: Collection[str] = frozenset()
+) -> None:
     """Declares the results of all nodes of domain stof, in place. What is declared already stays.
 
     A size has a name of the model's own, a number, or is left open where it is computed.
@@ -50,6 +66,7 @@ def declare_results(model: onnx.ModelProto, *, in_functions: bool) -> None:
     Args:
         model: a model with nodes of domain stof.
         in_functions: whether their functions get the nodes that carry shapes, too.
+        with_spare_inputs: operators that ignore inputs behind those that they read.
     """
     calls = [n for n in all_nodes(model.graph.node) if n.domain == DOMAIN]
     if not calls:
@@ -62,7 +79,7 @@ def declare_results(model: onnx.ModelProto, *, in_functions: bool) -> None:
         for function in model.functions:
             own = [n for n in calls if n.op_type == function.name]
             if function.domain == DOMAIN and own and function.name not in inner:
-                _carry_shapes(function, own, shapes, opset_of(model))
+                _Carrier(function, own, shapes, opset_of(model), function.name in with_spare_inputs).carry()
 
 
 class _Shapes:
@@ -129,76 +146,122 @@ def _declare_in_graph(graph: onnx.GraphProto, shapes: _Shapes) -> None:
             info.type.CopyFrom(made.type)
 
 
-def _carry_shapes(function: onnx.FunctionProto, calls: Sequence[onnx.NodeProto], shapes: _Shapes, opset: int) -> None:
-    """Gives results of a function the axes of an input, where each call knows them."""
-    for number, output in enumerate(function.output):
-        axes = (f"output{number}_axes", f"output{number}_sizes")
-        if axes[0] in function.attribute or any(len(n.output) <= number or not n.output[number] for n in calls):
-            continue
-        found = _find_source(calls, number, len(function.input), shapes)
-        if found is None:
-            continue
-        source, by_call = found
-        like = _find_type(calls, number, source, shapes, opset)
-        if like is None:
-            continue
-        _append_copy(function, output, function.input[source], axes, like, opset)
-        for node, own in zip(calls, by_call, strict=True):
-            node.attribute.append(helper.make_attribute(axes[0], own.equation))
-            node.attribute.append(helper.make_attribute(axes[1], list(own.sizes)))
+class _Carrier:
+    """Gives results of a function the axes of an input, where each call knows them.
 
+    Args:
+        function: the function, changed in place.
+        calls: all calls of it, changed in place.
+        shapes: of the model.
+        opset: of the standard domain.
+        can_add: whether calls may get another input, which the operator ignores.
+    """
 
-def _find_source(
-    calls: Sequence[onnx.NodeProto], number: int, inputs: int, shapes: _Shapes
-) -> tuple[int, list[AxesOfInput]] | None:
-    """The first input that has the axes of a result at all calls."""
-    for i in range(inputs):
-        if any(len(n.input) <= i or not n.input[i] for n in calls):
-            continue
-        found = [_match_axes(shapes, n.input[i], n.output[number]) for n in calls]
-        if None not in found:
-            return i, [axes for axes in found if axes is not None]
-    return None
+    def __init__(
+        self, function: onnx.FunctionProto, calls: Sequence[onnx.NodeProto], shapes: _Shapes, opset: int, can_add: bool
+    ) -> None:
+        self.function = function
+        self.calls = calls
+        self.shapes = shapes
+        self.opset = opset
+        self.can_add = can_add
+        self.read = len(function.input)  # the inputs that the operator reads
+        self.changes = not any(a.startswith("output0_") for a in function.attribute)
+
+    def carry(self) -> None:
+        """Changes the function and its calls; one that was changed before stays."""
+        for number, output in enumerate(list(self.function.output)):
+            found = self._find_source(number) if self.changes else None
+            like = None if found is None else self._find_type(number, found[0])
+            if found is None or like is None:
+                continue
+            source, by_call = found
+            names = _attribute_names(number)
+            _append_copy(self.function, output, self.function.input[source], names, like, self.opset)
+            for node, own in zip(self.calls, by_call, strict=True):
+                node.attribute.extend(helper.make_attribute(k, v) for k, v in own.attributes(number).items())
+
+    def _find_source(self, number: int) -> tuple[int, list[AxesOfInput]] | None:
+        """The input that has the axes of a result at all calls, and the axes by call; a new input where each has another."""
+        if not self.can_add and any(len(n.output) <= number or not n.output[number] for n in self.calls):
+            return None
+        by_call = [self._sources_of(n, number) for n in self.calls]
+        if not all(by_call):
+            return None
+        best = [max(own, key=lambda i: (own[i].shared, -i)) for own in by_call]
+        shared = sum(own[i].shared for own, i in zip(by_call, best, strict=True))
+        common = {i: sum(own[i].shared for own in by_call) for i in set(by_call[0]).intersection(*by_call[1:])}
+        index = max(common, key=lambda i: (common[i], -i), default=None)
+        if index is None and not self.can_add:
+            return None
+        if index is not None and (common[index] == shared or not self.can_add):
+            return index, [own[index] for own in by_call]
+        return self._add_input(best), [own[i] for own, i in zip(by_call, best, strict=True)]
+
+    def _sources_of(self, node: onnx.NodeProto, number: int) -> dict[int, AxesOfInput]:
+        """The axes of a result by those of each input of known shape, by its index."""
+        result = node.output[number] if number < len(node.output) else ""
+        found = {}
+        for i, name in enumerate(node.input):
+            axes = _match_axes(self.shapes, name, result) if name else None
+            if axes is not None:
+                found[i] = axes
+        return found
+
+    def _add_input(self, chosen: Sequence[int]) -> int:
+        """Gives each call its input of an index once more, behind all others. Returns the index of the new input."""
+        names = [n.input[i] for n, i in zip(self.calls, chosen, strict=True)]
+        for i in range(self.read, len(self.function.input)):
+            if [n.input[i] for n in self.calls] == names:
+                return i
+        self.function.input.append(f"x_of_axes{len(self.function.input) - self.read}")
+        for node, name in zip(self.calls, names, strict=True):
+            node.input.append(name)
+        return len(self.function.input) - 1
+
+    def _find_type(self, number: int, source: int) -> str | int | None:
+        """What the copy takes its element type from: "source", "result", or one type; None where none of these can be."""
+        dtype = self.shapes.dtype
+        types = [(dtype(n.input[source]), dtype(n.output[number])) for n in self.calls if n.output[number]]
+        if self.opset < _CAST_LIKE:
+            return types[0][1] or None if len({own for _, own in types}) == 1 else None
+        # A converter to fp16 changes the types around a call.
+        return "source" if all(given == own != 0 for given, own in types) else "result"
 
 
 def _match_axes(shapes: _Shapes, source: str, result: str) -> AxesOfInput | None:
-    """The axes of a result among those of another tensor; None where one of them is another size."""
-    given, wanted = shapes.shape(source), shapes.shape(result)
-    if given is None or not wanted or not shapes.dtype(source) or len(given) + len(wanted) > len(string.ascii_letters):
+    """The axes of a result by those of another tensor; None where one of the ranks is not known.
+
+    A result that a call does not have is a vector of one element in the function.
+    """
+    given, wanted = shapes.shape(source), shapes.shape(result) if result else (integer(1),)
+    if given is None or not wanted or not shapes.dtype(source) or len(given) + len(wanted) + 2 > len(_LETTERS):
         return None
-    letters = string.ascii_letters[: len(given)]
-    spare = iter(string.ascii_letters[len(given) :])
-    free = list(zip(letters, given, strict=True))
-    taken: list[str] = []
+    letters = iter(_LETTERS)
+    free = [(next(letters), size) for size in given]
+    terms = ["".join(letter for letter, _ in free), "", ""]
     sizes: list[int] = []
-    new = ""
-    for size in wanted:
-        if size.constant is not None:
-            new += next(spare)
-            sizes.append(size.constant)
-            taken.append(new[-1])
-            continue
+    computed: list[int] = []
+    taken = ""
+    for axis, size in enumerate(wanted):
         own = next((pair for pair in free if pair[1] == size and shapes.is_sure(size)), None)
-        if own is None:
-            return None
-        free.remove(own)
-        taken.append(own[0])
-    return AxesOfInput(f"{letters},{new or next(spare)}->{''.join(taken)}", tuple(sizes) or (1,))
-
-
-def _find_type(
-    calls: Sequence[onnx.NodeProto], number: int, source: int, shapes: _Shapes, opset: int
-) -> str | int | None:
-    """What the copy takes its element type from: "source", "result", or one type; None where none of these can be."""
-    types = [(shapes.dtype(n.input[source]), shapes.dtype(n.output[number])) for n in calls]
-    if opset < _CAST_LIKE:
-        return types[0][1] or None if len({own for _, own in types}) == 1 else None
-    # A converter to fp16 changes the types around a call.
-    return "source" if all(given == own != 0 for given, own in types) else "result"
+        if size.constant is not None or own is None:
+            taken += next(letters)
+            terms[1 if size.constant is not None else 2] += taken[-1]
+            if size.constant is not None:
+                sizes.append(size.constant)
+            else:
+                computed.append(axis)
+        else:
+            free.remove(own)
+            taken += own[0]
+    equation = ",".join(term or next(letters) for term in terms)
+    shared = len(wanted) - len(sizes) - len(computed)
+    return AxesOfInput(f"{equation}->{taken}", tuple(sizes) or (1,), tuple(computed) or (0,), shared)
 
 
 def _append_copy(
-    function: onnx.FunctionProto, output: str, source: str, axes: tuple[str, str], like: str | int, opset: int
+    function: onnx.FunctionProto, output: str, source: str, attributes: Sequence[str], like: str | int, opset: int
 ) -> None:
     """Appends nodes that copy a result into a tensor with axes of an input."""
     prefix = FreshNames({name for n in function.node for name in node_tensors(n)}).make(f"{output}_shape")
@@ -206,21 +269,24 @@ def _append_copy(
     value = b.name()
     nodes = [_renamed(n, {output: value}) for n in function.node]
     b.nodes += nodes
-    sizes = b.name()
-    b.nodes.append(_with_attribute("Constant", [], sizes, "value_ints", axes[1], AttributeProto.INTS))
-    ones = b.add("ConstantOfShape", [sizes])
+    equation, *lists = attributes
+    sizes, computed = (b.name() for _ in lists)
+    for name, target in zip((sizes, computed), lists, strict=True):
+        b.nodes.append(_with_attribute("Constant", [], name, "value_ints", target, AttributeProto.INTS))
+    shape = b.add("Shape", [value])
+    given = [b.add("Cast", [source], to=_FLOAT), b.add("ConstantOfShape", [sizes])]
+    given.append(b.add("ConstantOfShape", [b.add("Gather", [shape, computed])]))
     shaped = b.name()
-    given = [b.add("Cast", [source], to=_FLOAT), ones]
-    b.nodes.append(_with_attribute("Einsum", given, shaped, "equation", axes[0], AttributeProto.STRING))
+    b.nodes.append(_with_attribute("Einsum", given, shaped, "equation", equation, AttributeProto.STRING))
     if isinstance(like, str):
         shaped = b.add("CastLike", [shaped, source if like == "source" else value])
     elif like != _FLOAT:
         shaped = b.add("Cast", [shaped], to=like)
     zero, one = b.constant(0), b.constant(1)
-    rows = b.add("Range", [zero, b.add("Gather", [b.add("Shape", [value]), zero]), one])
+    rows = b.add("Range", [zero, b.add("Gather", [shape, zero]), one])
     last = helper.make_node("ScatterND", [shaped, b.unsqueeze(rows, [1]), value], [output], name=b.name())
     replace_nodes(function, [*b.nodes, last])
-    function.attribute.extend(axes)
+    function.attribute.extend(attributes)
 
 
 def _with_attribute(

@@ -47,8 +47,14 @@ class Stage:
         if model is not self.job.model:
             with self.job.step("shapes"):
                 # TensorRT's parser infers shapes by the plugins.
-                declare_results(model, in_functions=self.job.options.target != "tensorrt")
+                in_functions = self.job.options.target != "tensorrt"
+                declare_results(model, in_functions=in_functions, with_spare_inputs=self._with_spare_inputs)
         return model
+
+    @property
+    def _with_spare_inputs(self) -> frozenset[str]:
+        before = frozenset[str]() if self.previous is None else self.previous._with_spare_inputs
+        return before | self.op.with_spare_inputs
 
 
 def rewrite(job: Job, ops: Iterable[OpRewrite[Any, Any]]) -> list[Stage]:

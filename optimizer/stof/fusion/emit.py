@@ -132,7 +132,8 @@ def _declare(graph: onnx.GraphProto, symbolic: Symbolic, chains: Sequence[FusedC
     for chain in chains:
         for name, dtype in zip(chain.region.outputs, chain.dtypes, strict=True):
             if name not in known:
-                shape = [declared_dim(d) for d in symbolic.shape(name) or ()]
+                sizes = symbolic.shape(name)
+                shape = None if sizes is None else [declared_dim(d) for d in sizes]
                 graph.value_info.append(helper.make_tensor_value_info(name, dtype, shape))
 
 

@@ -79,6 +79,7 @@ class FusionRewrite(OpRewrite[FusionCandidates, FusionDecisions]):
 
     key = KEY
     op_types = frozenset({CHAIN, GEMM})
+    with_spare_inputs = op_types
     typed_attributes: TypedAttributes = MappingProxyType(
         {(CHAIN, "chain"): widen_description, (GEMM, "epilogue"): widen_description}
     )
