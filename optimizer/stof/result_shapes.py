@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import string
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx
@@ -56,17 +56,31 @@ def _attribute_names(number: int) -> tuple[str, str, str]:
     return f"output{number}_axes", f"output{number}_sizes", f"output{number}_computed"
 
 
-def declare_results(
-    model: onnx.ModelProto, *, in_functions: bool, with_spare_inputs: Collection[str] = frozenset()
-) -> None:
+@dataclass(frozen=True)
+class ResultRules:
+    """What the contracts of operators allow.
+
+    Attributes:
+        with_spare_inputs: operators that ignore inputs behind those that they read.
+        in_place: operators that write results where inputs lie. Their functions stay: a copy would take a cache's memory.
+    """
+
+    with_spare_inputs: frozenset[str] = frozenset()
+    in_place: frozenset[str] = frozenset()
+
+    def __or__(self, other: ResultRules) -> ResultRules:
+        return ResultRules(self.with_spare_inputs | other.with_spare_inputs, self.in_place | other.in_place)
+
+
+def declare_results(model: onnx.ModelProto, rules: ResultRules, *, in_functions: bool) -> None:
     """Declares the results of all nodes of domain stof, in place. What is declared already stays.
 
     A size has a name of the model's own, a number, or is left open where it is computed.
 
     Args:
         model: a model with nodes of domain stof.
+        rules: of the operators.
         in_functions: whether their functions get the nodes that carry shapes, too.
-        with_spare_inputs: operators that ignore inputs behind those that they read.
     """
     calls = [n for n in all_nodes(model.graph.node) if n.domain == DOMAIN]
     if not calls:
@@ -78,8 +92,8 @@ def declare_results(
         inner = {n.op_type for f in model.functions for n in all_nodes(f.node) if n.domain == DOMAIN}
         for function in model.functions:
             own = [n for n in calls if n.op_type == function.name]
-            if function.domain == DOMAIN and own and function.name not in inner:
-                _Carrier(function, own, shapes, opset_of(model), function.name in with_spare_inputs).carry()
+            if function.domain == DOMAIN and own and function.name not in inner | rules.in_place:
+                _Carrier(function, own, shapes, opset_of(model), rules).carry()
 
 
 class _Shapes:
@@ -154,24 +168,29 @@ class _Carrier:
         calls: all calls of it, changed in place.
         shapes: of the model.
         opset: of the standard domain.
-        can_add: whether calls may get another input, which the operator ignores.
+        rules: of the operators.
     """
 
     def __init__(
-        self, function: onnx.FunctionProto, calls: Sequence[onnx.NodeProto], shapes: _Shapes, opset: int, can_add: bool
+        self,
+        function: onnx.FunctionProto,
+        calls: Sequence[onnx.NodeProto],
+        shapes: _Shapes,
+        opset: int,
+        rules: ResultRules,
     ) -> None:
         self.function = function
         self.calls = calls
         self.shapes = shapes
         self.opset = opset
-        self.can_add = can_add
+        self.can_add = function.name in rules.with_spare_inputs
         self.read = len(function.input)  # the inputs that the operator reads
         self.changes = not any(a.startswith("output0_") for a in function.attribute)
 
     def carry(self) -> None:
         """Changes the function and its calls; one that was changed before stays."""
-        for number, output in enumerate(list(self.function.output)):
-            found = self._find_source(number) if self.changes else None
+        for number, output in enumerate(list(self.function.output) if self.changes else ()):
+            found = self._find_source(number)
             like = None if found is None else self._find_type(number, found[0])
             if found is None or like is None:
                 continue
@@ -267,8 +286,7 @@ def _append_copy(
     prefix = FreshNames({name for n in function.node for name in node_tensors(n)}).make(f"{output}_shape")
     b = Builder(opset, f"{prefix}_")
     value = b.name()
-    nodes = [_renamed(n, {output: value}) for n in function.node]
-    b.nodes += nodes
+    b.nodes += [_renamed(n, {output: value}) for n in function.node]
     equation, *lists = attributes
     sizes, computed = (b.name() for _ in lists)
     for name, target in zip((sizes, computed), lists, strict=True):
@@ -284,6 +302,7 @@ def _append_copy(
         shaped = b.add("Cast", [shaped], to=like)
     zero, one = b.constant(0), b.constant(1)
     rows = b.add("Range", [zero, b.add("Gather", [shape, zero]), one])
+    # A node has a name of its own: the one that wrote the result may be called like it.
     last = helper.make_node("ScatterND", [shaped, b.unsqueeze(rows, [1]), value], [output], name=b.name())
     replace_nodes(function, [*b.nodes, last])
     function.attribute.extend(attributes)
@@ -304,9 +323,9 @@ def _renamed(node: onnx.NodeProto, names: Mapping[str, str]) -> onnx.NodeProto:
     found = onnx.NodeProto()
     found.CopyFrom(node)
     for inner in (found, *all_nodes(n for g in subgraphs(found) for n in g.node)):
-        for field in (inner.input, inner.output):
-            for i, name in enumerate(field):
-                field[i] = names.get(name, name)
+        for names_of_node in (inner.input, inner.output):
+            for i, name in enumerate(names_of_node):
+                names_of_node[i] = names.get(name, name)
     for graph in (g for inner in subgraphs(found) for g in _all_graphs(inner)):
         for value in graph.output:
             value.name = names.get(value.name, value.name)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import onnx
 
 from stof.op_rewrite import Decisions, Job, LeftOut, OpRewrite
-from stof.result_shapes import declare_results
+from stof.result_shapes import ResultRules, declare_results
 
 if TYPE_CHECKING:
     from stof.verification.model_inputs import ModelInputs
@@ -48,13 +48,12 @@ class Stage:
             with self.job.step("shapes"):
                 # TensorRT's parser infers shapes by the plugins.
                 in_functions = self.job.options.target != "tensorrt"
-                declare_results(model, in_functions=in_functions, with_spare_inputs=self._with_spare_inputs)
+                declare_results(model, self._result_rules, in_functions=in_functions)
         return model
 
     @property
-    def _with_spare_inputs(self) -> frozenset[str]:
-        before = frozenset[str]() if self.previous is None else self.previous._with_spare_inputs
-        return before | self.op.with_spare_inputs
+    def _result_rules(self) -> ResultRules:
+        return self.op.result_rules if self.previous is None else self.previous._result_rules | self.op.result_rules
 
 
 def rewrite(job: Job, ops: Iterable[OpRewrite[Any, Any]]) -> list[Stage]:

@@ -29,6 +29,7 @@ from stof.fusion.report import KEY, ChainSection
 from stof.op_rewrite import Decisions, Job, LeftOut, OpRewrite
 from stof.options import Options
 from stof.plan import EntryFormat, Plan
+from stof.result_shapes import ResultRules
 from stof.runtime.library import has_packed
 from stof.selection import NamedCandidate
 
@@ -79,7 +80,7 @@ class FusionRewrite(OpRewrite[FusionCandidates, FusionDecisions]):
 
     key = KEY
     op_types = frozenset({CHAIN, GEMM})
-    with_spare_inputs = op_types
+    result_rules = ResultRules(with_spare_inputs=op_types)
     typed_attributes: TypedAttributes = MappingProxyType(
         {(CHAIN, "chain"): widen_description, (GEMM, "epilogue"): widen_description}
     )
