@@ -144,7 +144,7 @@ class OpRewrite(ABC, Generic[Found, Decided]):
     Attributes:
         key: names the op's entries in plans and its rows in reports, ``sites`` for instance.
         op_types: the operators of domain ``stof`` that it writes.
-        result_rules: what the contracts of its operators say of spare inputs and of results in place.
+        result_rules: what the contracts of its operators say of results: shapes, inputs that are not read, results in place.
         names: how options and messages name its candidates.
         plan_format: of its entries in a plan file.
         typed_attributes: attributes of its operators that are texts with element types in them.

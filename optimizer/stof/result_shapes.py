@@ -9,9 +9,8 @@ the axes of an input, as the call's attributes say. Inference then carries the n
 from __future__ import annotations
 
 import string
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import onnx
 from onnx import AttributeProto, TensorProto, helper
@@ -21,12 +20,13 @@ from stof.graph.names import FreshNames
 from stof.graph.node_builder import Builder
 from stof.graph.protobuf import replace_nodes
 from stof.symbolic import Symbolic
-from stof.symbolic.algebra.terms import Int, integer
+from stof.symbolic.algebra.terms import integer
 from stof.symbolic.dimension_names import declared_dim
-from stof.symbolic.tensor import Shape
+from stof.symbolic.facts import Rule
 
 _CAST_LIKE = 15  # the first opset with the operator
 _FLOAT = int(TensorProto.FLOAT)
+_SMALL = 4096  # bytes of a constant that is copied into the model of a subgraph: shapes, axes, positions
 _LETTERS = string.ascii_letters  # of an equation
 
 
@@ -58,18 +58,21 @@ def _attribute_names(number: int) -> tuple[str, str, str]:
 
 @dataclass(frozen=True)
 class ResultRules:
-    """What the contracts of operators allow.
+    """What the contracts of operators say of their results.
 
     Attributes:
+        shapes: rules for types and shapes, by operator; beside those of ``stof.symbolic``.
         with_spare_inputs: operators that ignore inputs behind those that they read.
         in_place: operators that write results where inputs lie. Their functions stay: a copy would take a cache's memory.
     """
 
+    shapes: Mapping[str, Rule] = field(default_factory=dict)
     with_spare_inputs: frozenset[str] = frozenset()
     in_place: frozenset[str] = frozenset()
 
     def __or__(self, other: ResultRules) -> ResultRules:
-        return ResultRules(self.with_spare_inputs | other.with_spare_inputs, self.in_place | other.in_place)
+        spare, in_place = self.with_spare_inputs | other.with_spare_inputs, self.in_place | other.in_place
+        return ResultRules({**self.shapes, **other.shapes}, spare, in_place)
 
 
 def declare_results(model: onnx.ModelProto, rules: ResultRules, *, in_functions: bool) -> None:
@@ -82,82 +85,91 @@ def declare_results(model: onnx.ModelProto, rules: ResultRules, *, in_functions:
         rules: of the operators.
         in_functions: whether their functions get the nodes that carry shapes, too.
     """
-    calls = [n for n in all_nodes(model.graph.node) if n.domain == DOMAIN]
-    if not calls:
+    if not any(n.domain == DOMAIN for n in all_nodes(model.graph.node)):
         return
-    shapes = _Shapes(model)
-    for graph in _all_graphs(model.graph):
-        _declare_in_graph(graph, shapes)
+    calls = list(_declare_in_graph(model.graph, _Shapes(model, rules)))
     if in_functions:
         inner = {n.op_type for f in model.functions for n in all_nodes(f.node) if n.domain == DOMAIN}
         for function in model.functions:
-            own = [n for n in calls if n.op_type == function.name]
+            own = [call for call in calls if call.node.op_type == function.name]
             if function.domain == DOMAIN and own and function.name not in inner | rules.in_place:
-                _Carrier(function, own, shapes, opset_of(model), rules).carry()
+                _Carrier(function, own, opset_of(model), rules).carry()
 
 
 class _Shapes:
-    """Types and shapes of a model's tensors, as far as they hold in every run.
+    """Types and shapes of one graph's tensors, which hold in every run.
 
     Args:
-        model: the model.
+        model: holds the graph as its main one.
+        rules: of the operators.
     """
 
-    def __init__(self, model: onnx.ModelProto) -> None:
-        self._symbolic = Symbolic(model)
-        written = Counter(o for n in all_nodes(model.graph.node) for o in n.output if o)
-        written.update(v.name for g in _all_graphs(model.graph) for v in (*g.input, *g.initializer))
-        # Branches may use one name for different tensors.
-        self._shadowed = {name for name, count in written.items() if count > 1} - {
-            t.name for t in model.graph.initializer
-        }
-        self._unsure = {size for pair in self._symbolic.equalities if None not in map(_name_of, pair) for size in pair}
-
-    def dtype(self, name: str) -> int:
-        """The element type; 0 where it is not known."""
-        return 0 if name in self._shadowed else self._symbolic.dtype(name)
-
-    def shape(self, name: str) -> Shape | None:
-        """The sizes; None where the rank is not known."""
-        return None if name in self._shadowed else self._symbolic.shape(name)
-
-    def is_sure(self, size: Int) -> bool:
-        """Whether a size is no name that broadcasting made equal to another one: one of the two may be 1."""
-        return size not in self._unsure
+    def __init__(self, model: onnx.ModelProto, rules: ResultRules) -> None:
+        self._model = model
+        self._rules = rules
+        self._symbolic = Symbolic(model, exact=True, rules=rules.shapes)
+        self.dtype = self._symbolic.dtype
+        self.shape = self._symbolic.shape
 
     def declared(self, name: str) -> list[int | str] | None:
         """The shape as ``value_info`` has it."""
         shape = self.shape(name)
-        return None if shape is None else [declared_dim(d) if self.is_sure(d) else "" for d in shape]
+        return None if shape is None else list(map(declared_dim, shape))
+
+    def inside(self, graph: onnx.GraphProto) -> _Shapes:
+        """Those of a subgraph. Names of its inputs' dimensions do not count: each call may have other sizes."""
+        own = {v.name for v in (*graph.input, *graph.initializer)} | {o for n in graph.node for o in n.output}
+        read = {name for n in graph.node for name in node_tensors(n)} - own - {""}
+        stored = {t.name: t for t in self._model.graph.initializer if t.name in read}
+        model = onnx.ModelProto(ir_version=self._model.ir_version)
+        model.opset_import.extend(self._model.opset_import)
+        model.graph.node.extend(graph.node)
+        model.graph.initializer.extend([*graph.initializer, *(t for t in stored.values() if t.ByteSize() <= _SMALL)])
+        model.graph.input.extend(graph.input)
+        for d in (d for v in model.graph.input for d in v.type.tensor_type.shape.dim):
+            d.ClearField("dim_param")
+        for name in sorted(read):
+            if self.dtype(name) and not (name in stored and stored[name].ByteSize() <= _SMALL):
+                info = helper.make_tensor_value_info(name, self.dtype(name), self.declared(name))
+                model.graph.input.append(info)
+        return _Shapes(model, self._rules)
 
 
-def _name_of(size: Int) -> str | None:
-    return (declared_dim(size) or None) if size.constant is None else None  # type: ignore[return-value]
+@dataclass(frozen=True)
+class _Call:
+    """A node of domain stof, with what is known about the tensors of its graph."""
+
+    node: onnx.NodeProto
+    shapes: _Shapes
+
+    def output(self, number: int) -> str:
+        """The name of a result; empty where the call does not have it."""
+        return str(self.node.output[number]) if number < len(self.node.output) else ""
 
 
-def _all_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    """A graph, and all in the attributes of its nodes."""
-    yield graph
+def _declare_in_graph(graph: onnx.GraphProto, shapes: _Shapes) -> Iterator[_Call]:
+    """Declares the results of a graph's nodes and of those in its subgraphs; yields the calls.
+
+    The graph's outputs are the model's interface, which stays.
+    """
+    known = {v.name: v for v in graph.value_info}
+    outputs = {o.name for o in graph.output}
     for node in graph.node:
         for inner in subgraphs(node):
-            yield from _all_graphs(inner)
-
-
-def _declare_in_graph(graph: onnx.GraphProto, shapes: _Shapes) -> None:
-    wanted = [o for n in graph.node if n.domain == DOMAIN for o in n.output if o]
-    if not wanted:
-        return
-    known = {v.name: v for v in (*graph.value_info, *graph.output)}
-    for name in wanted:
-        shape, dtype = shapes.declared(name), shapes.dtype(name)
-        info = known.get(name)
-        if not dtype or (info is not None and info.type.tensor_type.HasField("shape")):
+            if any(n.domain == DOMAIN for n in all_nodes(inner.node)):
+                yield from _declare_in_graph(inner, shapes.inside(inner))
+        if node.domain != DOMAIN:
             continue
-        made = helper.make_tensor_value_info(name, dtype, shape)
-        if info is None:
-            graph.value_info.append(made)
-        else:
-            info.type.CopyFrom(made.type)
+        yield _Call(node, shapes)
+        for name in node.output:
+            dtype, info = shapes.dtype(name), known.get(name)
+            if name in outputs or not dtype or (info is not None and info.type.tensor_type.HasField("shape")):
+                continue
+            made = helper.make_tensor_value_info(name, dtype, shapes.declared(name))
+            if info is None:
+                graph.value_info.append(made)
+            else:
+                info.type.CopyFrom(made.type)
 
 
 class _Carrier:
@@ -166,22 +178,13 @@ class _Carrier:
     Args:
         function: the function, changed in place.
         calls: all calls of it, changed in place.
-        shapes: of the model.
         opset: of the standard domain.
         rules: of the operators.
     """
 
-    def __init__(
-        self,
-        function: onnx.FunctionProto,
-        calls: Sequence[onnx.NodeProto],
-        shapes: _Shapes,
-        opset: int,
-        rules: ResultRules,
-    ) -> None:
+    def __init__(self, function: onnx.FunctionProto, calls: Sequence[_Call], opset: int, rules: ResultRules) -> None:
         self.function = function
         self.calls = calls
-        self.shapes = shapes
         self.opset = opset
         self.can_add = function.name in rules.with_spare_inputs
         self.read = len(function.input)  # the inputs that the operator reads
@@ -197,14 +200,14 @@ class _Carrier:
             source, by_call = found
             names = _attribute_names(number)
             _append_copy(self.function, output, self.function.input[source], names, like, self.opset)
-            for node, own in zip(self.calls, by_call, strict=True):
-                node.attribute.extend(helper.make_attribute(k, v) for k, v in own.attributes(number).items())
+            for call, own in zip(self.calls, by_call, strict=True):
+                call.node.attribute.extend(helper.make_attribute(k, v) for k, v in own.attributes(number).items())
 
     def _find_source(self, number: int) -> tuple[int, list[AxesOfInput]] | None:
         """The input that has the axes of a result at all calls, and the axes by call; a new input where each has another."""
-        if not self.can_add and any(len(n.output) <= number or not n.output[number] for n in self.calls):
+        if not self.can_add and not all(call.output(number) for call in self.calls):
             return None
-        by_call = [self._sources_of(n, number) for n in self.calls]
+        by_call = [_sources_of(call, number) for call in self.calls]
         if not all(by_call):
             return None
         best = [max(own, key=lambda i: (own[i].shared, -i)) for own in by_call]
@@ -217,35 +220,38 @@ class _Carrier:
             return index, [own[index] for own in by_call]
         return self._add_input(best), [own[i] for own, i in zip(by_call, best, strict=True)]
 
-    def _sources_of(self, node: onnx.NodeProto, number: int) -> dict[int, AxesOfInput]:
-        """The axes of a result by those of each input of known shape, by its index."""
-        result = node.output[number] if number < len(node.output) else ""
-        found = {}
-        for i, name in enumerate(node.input):
-            axes = _match_axes(self.shapes, name, result) if name else None
-            if axes is not None:
-                found[i] = axes
-        return found
-
     def _add_input(self, chosen: Sequence[int]) -> int:
         """Gives each call its input of an index once more, behind all others. Returns the index of the new input."""
-        names = [n.input[i] for n, i in zip(self.calls, chosen, strict=True)]
+        names = [call.node.input[i] for call, i in zip(self.calls, chosen, strict=True)]
         for i in range(self.read, len(self.function.input)):
-            if [n.input[i] for n in self.calls] == names:
+            if [call.node.input[i] for call in self.calls] == names:
                 return i
         self.function.input.append(f"x_of_axes{len(self.function.input) - self.read}")
-        for node, name in zip(self.calls, names, strict=True):
-            node.input.append(name)
+        for call, name in zip(self.calls, names, strict=True):
+            call.node.input.append(name)
         return len(self.function.input) - 1
 
     def _find_type(self, number: int, source: int) -> str | int | None:
         """What the copy takes its element type from: "source", "result", or one type; None where none of these can be."""
-        dtype = self.shapes.dtype
-        types = [(dtype(n.input[source]), dtype(n.output[number])) for n in self.calls if n.output[number]]
+        types = [
+            (call.shapes.dtype(call.node.input[source]), call.shapes.dtype(call.output(number)))
+            for call in self.calls
+            if call.output(number)
+        ]
         if self.opset < _CAST_LIKE:
             return types[0][1] or None if len({own for _, own in types}) == 1 else None
         # A converter to fp16 changes the types around a call.
         return "source" if all(given == own != 0 for given, own in types) else "result"
+
+
+def _sources_of(call: _Call, number: int) -> dict[int, AxesOfInput]:
+    """The axes of a result by those of each input of known shape, by its index."""
+    found = {}
+    for i, name in enumerate(call.node.input):
+        axes = _match_axes(call.shapes, name, call.output(number)) if name else None
+        if axes is not None:
+            found[i] = axes
+    return found
 
 
 def _match_axes(shapes: _Shapes, source: str, result: str) -> AxesOfInput | None:
@@ -263,7 +269,7 @@ def _match_axes(shapes: _Shapes, source: str, result: str) -> AxesOfInput | None
     computed: list[int] = []
     taken = ""
     for axis, size in enumerate(wanted):
-        own = next((pair for pair in free if pair[1] == size and shapes.is_sure(size)), None)
+        own = next((pair for pair in free if pair[1] == size), None)
         if size.constant is not None or own is None:
             taken += next(letters)
             terms[1 if size.constant is not None else 2] += taken[-1]
@@ -322,11 +328,11 @@ def _renamed(node: onnx.NodeProto, names: Mapping[str, str]) -> onnx.NodeProto:
     """A copy of a node, and of its subgraphs, that reads and writes other tensors."""
     found = onnx.NodeProto()
     found.CopyFrom(node)
-    for inner in (found, *all_nodes(n for g in subgraphs(found) for n in g.node)):
+    for inner in all_nodes([found]):
         for names_of_node in (inner.input, inner.output):
             for i, name in enumerate(names_of_node):
                 names_of_node[i] = names.get(name, name)
-    for graph in (g for inner in subgraphs(found) for g in _all_graphs(inner)):
-        for value in graph.output:
-            value.name = names.get(value.name, value.name)
+        for graph in subgraphs(inner):
+            for value in graph.output:
+                value.name = names.get(value.name, value.name)
     return found
