@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 
 import numpy as np
 import onnx
@@ -18,7 +19,7 @@ from stof.symbolic.algebra.overflow import guard_overflow
 from stof.symbolic.algebra.piecewise import split_cases
 from stof.symbolic.algebra.terms import Int, dim, integer, subterms, to_real, var
 from stof.symbolic.dimension_names import parse_dimension
-from stof.symbolic.facts import Fact, RuleContext, dtype_kind
+from stof.symbolic.facts import Fact, Rule, RuleContext, dtype_kind
 from stof.symbolic.forced_sizes import find_forced_sizes
 from stof.symbolic.onnx_inference import OnnxInference
 from stof.symbolic.rules import channel_blocks, contrib, fused_attention, quantized, standard, stof_ops
@@ -62,20 +63,32 @@ class Symbolic:
     Args:
         model: without external data.
         inlined: the same model with all functions inlined; gives the shapes of what function calls return.
+        exact: sizes are those of every run. Else two names that are broadcast count as equal, and slices of fixed positions lie
+            within their axis: so it is where masks are.
+        rules: of further operators of domain stof, by their names.
         vectors: treat integer and boolean vectors [B, length], [length] or [B] that are computed from input data as if
             they were inputs, however they are computed.
     """
 
-    def __init__(self, model: onnx.ModelProto, inlined: Symbolic | None = None, *, vectors: bool = False) -> None:
+    def __init__(
+        self,
+        model: onnx.ModelProto,
+        inlined: Symbolic | None = None,
+        *,
+        vectors: bool = False,
+        exact: bool = False,
+        rules: Mapping[str, Rule] = MappingProxyType({}),
+    ) -> None:
         self._facts: dict[str, Fact] = {}
         self._inlined = inlined
         self._onnx = OnnxInference(model.opset_import, model.ir_version)
-        rules = standard.RULES | fused_attention.STANDARD | quantized.STANDARD
+        self._exact = exact
+        own = standard.RULES | fused_attention.STANDARD | quantized.STANDARD
         self._rules = {
-            **dict.fromkeys(STANDARD_DOMAINS, rules),
+            **dict.fromkeys(STANDARD_DOMAINS, own),
             "com.microsoft": contrib.RULES | fused_attention.CONTRIB | quantized.CONTRIB,
             "com.microsoft.nchwc": channel_blocks.RULES,
-            "stof": stof_ops.RULES,
+            "stof": stof_ops.RULES | dict(rules),
         }
         self._declared = {v.name: v.type.tensor_type for v in (*model.graph.value_info, *model.graph.output)}
         self._equalities: dict[tuple[Int, Int], None] = {}
@@ -118,7 +131,7 @@ class Symbolic:
         if node.op_type == "If" and is_standard(node):
             self._visit_branches(node)
             return
-        context = RuleContext(self._facts, node, self._opset, self._equalities)
+        context = RuleContext(self._facts, node, self._opset, self._equalities, is_exact=self._exact)
         rule = self._rules.get(node.domain, {}).get(node.op_type)
         found = None
         reason = ""
@@ -264,7 +277,7 @@ class Symbolic:
         """The facts of a standard node's outputs with other facts for some inputs; None where the operator has no rule."""
         rule = self._rules[""].get(node.op_type) if is_standard(node) else None
         facts = {n: given[n] if n in given else self._facts[n] for n in node.input if n in given or n in self._facts}
-        context = RuleContext(facts, node, self._opset, dict(self._equalities))
+        context = RuleContext(facts, node, self._opset, dict(self._equalities), is_exact=self._exact)
         return None if rule is None else rule(context)
 
     @property

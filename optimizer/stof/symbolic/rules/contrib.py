@@ -26,7 +26,7 @@ def _fused_matmul(context: RuleContext) -> list[Fact] | None:
         return None
     rows = a[-1] if context.number("transA", 0) else a[-2]
     columns = b[-2] if context.number("transB", 0) else b[-1]
-    return [Fact(context.fact(0).dtype, (*broadcast([a[:-2], b[:-2]]), rows, columns))]
+    return [Fact(context.fact(0).dtype, (*broadcast([a[:-2], b[:-2]], context), rows, columns))]
 
 
 def _matmul_nbits(context: RuleContext) -> list[Fact] | None:
