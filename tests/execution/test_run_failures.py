@@ -125,9 +125,10 @@ _HIDDEN = {
         <int64 axis = {0}, int64[1] last = {1}, int64[1] first = {0}> {
         f = Squeeze (i, first) u = Squeeze (v, first) s = CumSum (f, axis) j = Unsqueeze (s, last) y = ScatterND (x, j, u) }"""
     ),
-    "positions that are counted in a table": (
+    "positions that are computed by way of floats": (
         """(float[1, S] x) => (float y) <int64 zero = {0}, int64 one = {1}, float[16] t> {
-        s = Shape <start = 1, end = 2> (x) n = Squeeze (s) r = Range (zero, n, one) y = Gather (t, r) }"""
+        s = Shape <start = 1, end = 2> (x) n = Squeeze (s) r = Range (zero, n, one) f = Cast <to = 1> (r)
+        e = Exp (f) l = Log (e) q = Round (l) i = Cast <to = 7> (q) y = Gather (t, i) }"""
     ),
 }
 

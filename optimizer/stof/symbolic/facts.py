@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import onnx
 from onnx import TensorProto, helper
 
+from stof.symbolic.algebra.equations import reduce_equation
 from stof.symbolic.algebra.terms import Atom, Int, integer
 from stof.symbolic.tensor import Shape, SymTensor
 
@@ -54,7 +55,12 @@ class RuleContext:
     def equate(self, one: Int, other: Int) -> None:
         """Records that two sizes, neither of them 1, are equal in every valid run."""
         if one != other and self.canonical(one) != self.canonical(other):
-            self.equalities[one, other] = None
+            self.equalities[reduce_equation(one, other)] = None
+
+    def equate_shapes(self, one: Iterable[Int], other: Iterable[Int]) -> None:
+        """Records that the axes of two shapes, from the first one on, are equal in every valid run."""
+        for a, b in zip(one, other, strict=False):
+            self.equate(a, b)
 
     def canonical(self, size: Int) -> Int:
         """One expression for all sizes that are equal, or have equal factors: numbers where there are any."""

@@ -5,20 +5,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from stof.graph.external_data import is_external
-from stof.graph.index import STANDARD_DOMAINS, is_standard
+from stof.graph.index import STANDARD_DOMAINS, all_nodes, is_standard
+from stof.symbolic.algebra.equations import SolvedSizes, solve_equations, substitute
 from stof.symbolic.algebra.overflow import guard_overflow
 from stof.symbolic.algebra.piecewise import split_cases
 from stof.symbolic.algebra.terms import Int, dim, integer, subterms, to_real, var
 from stof.symbolic.dimension_names import parse_dimension
 from stof.symbolic.facts import Fact, RuleContext, dtype_kind
+from stof.symbolic.lookup_limits import find_lookup_limits
 from stof.symbolic.onnx_inference import OnnxInference
 from stof.symbolic.rules import contrib, fused_attention, quantized, standard, stof_ops
 from stof.symbolic.tensor import (
@@ -50,6 +52,19 @@ _COMPUTING = frozenset(
 )
 
 
+@dataclass(frozen=True)
+class BranchEqualities:
+    """Sizes that are equal in every valid run that takes a branch of an If.
+
+    Attributes:
+        conditions: what the branch and those around it are taken for: the tensors that decide, and their values.
+        pairs: of sizes.
+    """
+
+    conditions: tuple[tuple[str, bool], ...]
+    pairs: tuple[tuple[Int, Int], ...]
+
+
 class Symbolic:
     """Symbolic shapes and values of every tensor of a model.
 
@@ -77,6 +92,8 @@ class Symbolic:
         }
         self._declared = {v.name: v.type.tensor_type for v in (*model.graph.value_info, *model.graph.output)}
         self._equalities: dict[tuple[Int, Int], None] = {}
+        self.branch_equalities: list[BranchEqualities] = []
+        self._conditions: tuple[tuple[str, bool], ...] = ()  # of the branches around the node that is visited
         self.running_sums: dict[str, str] = {}  # output of an inclusive CumSum along the last axis: its input
         self._opset = next((o.version for o in model.opset_import if o.domain in STANDARD_DOMAINS), 13)
         self._model = model
@@ -167,12 +184,16 @@ class Symbolic:
                 continue
             for initializer in branches[name].initializer:
                 self._facts[initializer.name] = _initializer_fact(initializer)
-            known = dict(self._equalities)
+            known, conditions = dict(self._equalities), self._conditions
+            self._conditions += ((node.input[0], chosen),) if taken is None else ()
             for inner in branches[name].node:
                 self._visit(inner)
             if taken is None:  # a branch that is not taken may have unequal sizes
+                own = tuple(pair for pair in self._equalities if pair not in known)
+                self.branch_equalities += [BranchEqualities(self._conditions, own)] if own else []
                 self._equalities.clear()
                 self._equalities.update(known)
+            self._conditions = conditions
             found.append([self._facts.get(o.name, Fact()) for o in branches[name].output])
         for i, output in enumerate(node.output):
             facts = [f[i] for f in found if i < len(f)]
@@ -257,6 +278,19 @@ class Symbolic:
         if self._coarse is None:
             self._coarse = self if self._vectors else Symbolic(self._model, self._inlined, vectors=True)
         return self._coarse
+
+    @cached_property
+    def lookup_limits(self) -> tuple[tuple[Int, Int], ...]:
+        """Pairs of sizes of which the first is at most the second in every valid run: positions and rows of their tables."""
+        return find_lookup_limits(list(all_nodes(self._model.graph.node)), self)
+
+    def canonical(self, size: Int) -> Int:
+        """A size with one dimension, or number, for all that are equal in every valid run."""
+        return substitute(size, self._solved.known)
+
+    @cached_property
+    def _solved(self) -> SolvedSizes:
+        return solve_equations(self._equalities, ())
 
     @property
     def equalities(self) -> list[tuple[Int, Int]]:

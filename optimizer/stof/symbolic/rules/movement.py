@@ -225,6 +225,7 @@ def _concat(context: RuleContext) -> list[Fact] | None:
     starts = [ZERO]
     for s in known:
         starts.append(starts[-1] + s[axis])
+        context.equate_shapes(known[0][:axis] + known[0][axis + 1 :], s[:axis] + s[axis + 1 :])
     shape = (*known[0][:axis], starts[-1], *known[0][axis + 1 :])
     values = [context.value(i) for i in range(count)]
     if any(v is None for v in values):
@@ -258,7 +259,7 @@ def _expand(context: RuleContext) -> list[Fact] | None:
     data, wanted = context.shape(0), context.ints(1)
     if data is None or wanted is None:
         return None
-    shape = broadcast([data, tuple(wanted)])
+    shape = broadcast([data, tuple(wanted)], context)
     value = context.value(0)
     return [moved_fact(context, shape, lambda index: value.at(project(index, data)) if value else ZERO)]
 

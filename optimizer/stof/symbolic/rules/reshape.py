@@ -90,13 +90,12 @@ def _reshape(context: RuleContext) -> list[Fact] | None:
 
 def _equate_counts(context: RuleContext, before: Int, after: Int) -> None:
     """Records that a Reshape keeps the number of elements, without the common factors."""
-    if before == after or len(after.terms) != 1:
-        return
-    for atom in after.terms[0][0]:
-        factor = Int((((atom,), 1),))
-        rest = before.divide(factor)
-        if rest is not None:
-            before, after = rest, after.divide(factor) or after
+    for monomial, _ in after.terms[:1]:
+        for atom in monomial:
+            factor = Int((((atom,), 1),))
+            rest = before.divide(factor), after.divide(factor)
+            if rest[0] is not None and rest[1] is not None:
+                before, after = rest[0], rest[1]
     context.equate(before, after)
 
 
