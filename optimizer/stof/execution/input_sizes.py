@@ -40,6 +40,7 @@ class InputSizes:
         batch_names: dimensions that count rows of a batch.
         fixed: what failed runs have shown that dimensions must be.
         most: likewise, what they may be at most.
+        limits: sizes that are at most others for look-ups to stay inside their tables.
     """
 
     def __init__(
@@ -61,7 +62,8 @@ class InputSizes:
         self._shapes = [self._merge(shape) for shape in shapes]
         self._caches = list(dict.fromkeys((self._merge(c)[0], self._merge(c)[1]) for c in caches))
         self.scores = [self._merge(shape) for shape in scores]
-        self._tables = [(a, b) for a, b in map(self._merge, symbolic.lookup_limits) if a != b]
+        limits = (*symbolic.lookup_limits, *symbolic.slice_limits)
+        self._tables = [(a, b) for a, b in map(self._merge, limits) if a != b]
         self._divided = list(dict.fromkeys(d for shape in self.scores for d in shape if _divides(d)))
         # Sizes that strides and windows make; others are made to agree one by one.
         self._whole = [p for p in self._solved.rest if _divides(p[0]) or _divides(p[1])]
@@ -75,6 +77,7 @@ class InputSizes:
         self.lengths = [d for d in dims if (names := size_names(d)) and not names & self._batches]
         self.fixed: dict[str, int] = {}
         self.most: dict[str, int] = {}
+        self.limits = symbolic.lookup_limits
         self._by_branch: dict[tuple[Equation, ...], InputSizes] = {}
         self._fitted: dict[object, Case] = {}
 
@@ -104,10 +107,16 @@ class InputSizes:
 
     def fit(self, case: Case) -> Case:
         """The case, or a shorter one where look-ups of positions would leave their tables."""
-        key = case, tuple(self.fixed.items()), tuple(self.most.items())
+        key = case, len(self.limits), tuple(self.fixed.items()), tuple(self.most.items())
         if key not in self._fitted:
             self._fitted[key] = self._shorten(case)
         return self._fitted[key]
+
+    def fit_slices(self, case: Case) -> bool:
+        """Keeps slices inside their tables, too, from now on; says whether that makes a case shorter."""
+        before = self.fit(case)
+        self.limits = tuple(dict.fromkeys((*self.limits, *self._symbolic.slice_limits)))
+        return self.fit(case) != before
 
     def _shorten(self, case: Case) -> Case:
         wrong = self._overrunning(self.choose(case))
@@ -123,7 +132,7 @@ class InputSizes:
     def _overrunning(self, sizes: Mapping[str, int]) -> list[Equation]:
         """The look-ups whose positions are beyond their tables."""
         found: list[Equation] = []
-        for needed, rows in self._symbolic.lookup_limits:
+        for needed, rows in self.limits:
             least, most = evaluate_or_none(needed, sizes), evaluate_or_none(rows, sizes)
             if least is not None and most is not None and least > most:
                 found.append((needed, rows))

@@ -20,7 +20,7 @@ from stof.symbolic.algebra.piecewise import split_cases
 from stof.symbolic.algebra.terms import Int, dim, integer, subterms, to_real, var
 from stof.symbolic.dimension_names import parse_dimension
 from stof.symbolic.facts import Fact, RuleContext, dtype_kind
-from stof.symbolic.lookup_limits import find_lookup_limits
+from stof.symbolic.lookup_limits import find_lookup_limits, find_slice_limits
 from stof.symbolic.onnx_inference import OnnxInference
 from stof.symbolic.rules import contrib, fused_attention, quantized, standard, stof_ops
 from stof.symbolic.tensor import (
@@ -282,7 +282,12 @@ class Symbolic:
     @cached_property
     def lookup_limits(self) -> tuple[tuple[Int, Int], ...]:
         """Pairs of sizes of which the first is at most the second in every valid run: positions and rows of their tables."""
-        return find_lookup_limits(list(all_nodes(self._model.graph.node)), self)
+        return find_lookup_limits(all_nodes(self._model.graph.node), self)
+
+    @cached_property
+    def slice_limits(self) -> tuple[tuple[Int, Int], ...]:
+        """Likewise of ends of slices, beyond which a run gets less than it asks for."""
+        return find_slice_limits(all_nodes(self._model.graph.node), self)
 
     def canonical(self, size: Int) -> Int:
         """A size with one dimension, or number, for all that are equal in every valid run."""

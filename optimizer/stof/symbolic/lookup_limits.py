@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long axes may be for positions that a graph computes to stay inside the tables that they look up."""
+"""How long axes may be for positions that a graph computes to stay inside the tables that they look up.
+
+A run that gathers beyond a table fails. One that slices beyond it gets less, which may be meant.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +32,9 @@ class SizeFacts(Protocol):
     def value(self, name: str) -> SymTensor | None: ...
 
 
+Reader = Callable[[onnx.NodeProto, SizeFacts], Iterator[Limit]]
+
+
 def find_lookup_limits(nodes: Iterable[onnx.NodeProto], facts: SizeFacts) -> tuple[Limit, ...]:
     """Pairs of sizes of which the first is at most the second in every valid run.
 
@@ -36,9 +42,20 @@ def find_lookup_limits(nodes: Iterable[onnx.NodeProto], facts: SizeFacts) -> tup
         nodes: those of subgraphs among them.
         facts: of their tensors.
     """
+    return _find_limits(nodes, facts, _GATHERS)
+
+
+def find_slice_limits(nodes: Iterable[onnx.NodeProto], facts: SizeFacts) -> tuple[Limit, ...]:
+    """Pairs of sizes of which the first is at most the second in every run that slices no axis beyond its ends."""
+    return _find_limits(nodes, facts, {("", "Slice"): _slice})
+
+
+def _find_limits(
+    nodes: Iterable[onnx.NodeProto], facts: SizeFacts, readers: Mapping[tuple[str, str], Reader]
+) -> tuple[Limit, ...]:
     found: dict[Limit, None] = {}
     for node in nodes:
-        read = _READERS.get((domain_of(node), node.op_type))
+        read = readers.get((domain_of(node), node.op_type))
         if read is None:
             continue
         try:
@@ -133,11 +150,10 @@ def _embed(node: onnx.NodeProto, facts: SizeFacts) -> Iterator[Limit]:
         yield ids[-1], table[0]
 
 
-_READERS: dict[tuple[str, str], Callable[[onnx.NodeProto, SizeFacts], Iterator[Limit]]] = {
+_GATHERS: dict[tuple[str, str], Reader] = {
     ("", "Gather"): _gather,
     ("", "GatherElements"): _gather,
     ("com.microsoft", "GatherBlockQuantized"): _gather,
     ("", "GatherND"): _gather_nd,
-    ("", "Slice"): _slice,
     ("com.microsoft", "EmbedLayerNormalization"): _embed,
 }
