@@ -330,9 +330,10 @@ class Report:
         v = self.verification
         if v is None:
             return ["not verified"] if self.output and not self.copied else []
-        sites = [c for c in v.comparisons if c.site]
+        sites = [c for c in v.comparisons if c.site and c.comparable]
         outputs = [c for c in v.comparisons if not c.site and c.comparable]
-        others = [c for c in v.comparisons if not c.comparable]
+        others = [c for c in v.comparisons if not c.site and not c.comparable]
+        alone = [c for c in v.comparisons if c.site and not c.comparable]
         lines = []
         if sites:
             worst = max(sites, key=lambda c: c.difference / c.budget if c.budget else 0.0)
@@ -350,6 +351,8 @@ class Report:
             forms = [s.verified_form for s in self.sections.values() if s.changes_outputs and s.verified_form]
             lines += [f"          ({form})" for form in forms]
             lines += _undefined_lines(outputs)
+        if alone:
+            lines.append(f"compared by the model's outputs alone: {len(alone)} sites; {alone[0].detail}")
         if others:
             worst = max(others, key=lambda c: c.budget)
             lines.append(

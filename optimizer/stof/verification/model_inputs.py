@@ -165,6 +165,10 @@ class ModelInputs:
         """
         return not case.given and self._narrower.narrow(model, message, case, feed)
 
+    def shorten(self, case: Case) -> bool:
+        """Draws shorter inputs from now on where slices went beyond their tables; False where none does."""
+        return not case.given and self.maker.dimensions.fit_slices(case)
+
     def restate(self, case: Case) -> Case:
         """The case that names the sizes which failed runs have changed."""
         if case.given:

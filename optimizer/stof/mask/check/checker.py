@@ -115,6 +115,7 @@ class MaskChecker:
         further = [*short_cases(chosen), *(cases_of_lengths(site, mask, choose_lengths(numbers), ()) * lifts_nothing)]
         certain = 0 if lifts_nothing else len(cases)  # these are compared whatever the others show
         known: set[tuple[object, ...]] = set()
+        ran: set[tuple[int, ...]] = set()
         is_static = not mask.operands and not sources & self.runner.inputs
 
         def compare(case: Case, seed: int) -> None:
@@ -125,16 +126,19 @@ class MaskChecker:
                 return  # equal sizes give the same mask again
             self._compare(site, mask, terms, case, seed, is_stated)
             known.add(given)
+            ran.add(self.runner.lengths(site, case))
 
         with self.runner.kept_sizes():
             refused = self._compare_lengths([*cases, *further], certain, compare)
             while refused is not None:
-                # The graph refuses what was drawn. Sizes are narrowed as those of verification are; three must be left.
+                # The graph refuses what was drawn. Sizes are narrowed as those of verification are.
                 case, seed, failure = refused
-                is_narrowed = self.runner.narrow(site, mask, case, seed, failure.refused)
-                if not is_narrowed or self.runner.count_lengths(site, cases) < _MIN_LENGTHS:
+                if not self.runner.narrow(site, mask, case, seed, failure.refused):
                     raise failure
+                ran.clear()
                 refused = self._compare_lengths([*cases, *further], certain, compare)
+                if refused is None and len(ran) < _MIN_LENGTHS:  # what one length shows may not hold at others
+                    raise failure
         middle = chosen[len(chosen) // 2]
         others = [*cases_of_cross_attention(site, middle), *cases_without_past(site, middle)]
         for case in [*others, *cases_of_counts(mask, 3, (middle,))]:

@@ -152,9 +152,9 @@ class MaskRunner:
         pads, *others = tensors_by_role([(site, mask)])
         return self._maker(pads | self._float_vectors(site), *others)
 
-    def count_lengths(self, site: AttentionSite, cases: Iterable[Case]) -> int:
-        """How many different numbers of queries and keys a site's scores have in cases."""
-        return len({tuple(evaluate(d, self.sizes(case)) for d in site.dims[2:]) for case in cases})
+    def lengths(self, site: AttentionSite, case: Case) -> tuple[int, ...]:
+        """The numbers of queries and keys that a site's scores have in a case."""
+        return score_sizes(site, self.sizes(case))[2:]
 
     @contextlib.contextmanager
     def kept_sizes(self) -> Iterator[None]:
