@@ -212,6 +212,7 @@ class Report:
     copied: bool = False  # nothing was replaced: the output is a copy of the model
     sparsity: SparsityReport | None = None  # what --sparsify did
     converted_opset: tuple[int, int] | None = None  # opsets of the model and of the result, where it was converted
+    optimized_before: dict[str, int] = field(default_factory=dict)  # how many nodes of each of stof's operators it had
 
     def rows(self, key: str) -> list[Any]:
         """The rows of an op by its key; empty where the op looked for nothing."""
@@ -249,7 +250,7 @@ class Report:
         for section in self.sections.values():
             data |= section.to_json()
         own = ("copied", "nodes_before", "nodes_after", "dry_run", "verification", "seconds", "library", "notes")
-        data |= {name: getattr(self, name) for name in own}
+        data |= {name: getattr(self, name) for name in (*own, "optimized_before")}
         if self.verification is not None:
             data["verification"] = {**asdict(self.verification), "ok": not self.verification.failures}
         opsets = self.converted_opset
@@ -280,7 +281,7 @@ class Report:
             lines.append(f"opset: {before} -> {after} (the model was converted by onnx.version_converter)")
         lines += self._verification_lines()
         lines += self.time_lines()
-        reasons = self._nothing_to_do()
+        reasons = self.nothing_to_do()
         if self.copied:
             lines.append(f"nothing to do: {reasons}; the model was copied as it is")
         if self.output:
@@ -296,7 +297,7 @@ class Report:
     def summary(self) -> str:
         """One line: what was replaced, or why nothing was, and whether it was verified."""
         if not self.replaced:
-            return f"nothing to do: {self._nothing_to_do()}{'; copied' if self.copied else ''}"
+            return f"nothing to do: {self.nothing_to_do()}{'; copied' if self.copied else ''}"
         if self.dry_run:
             return self._headline()
         loss = [] if self.sparsity is None else self.sparsity.loss_headlines
@@ -309,7 +310,11 @@ class Report:
         sections = sorted(self.sections.values(), key=lambda s: not s.changes_outputs)
         return ", ".join(h for h in (*sparsity, *(s.headline(self.dry_run) for s in sections)) if h)
 
-    def _nothing_to_do(self) -> str:
+    def nothing_to_do(self) -> str:
+        """Why nothing is replaced; empty where no section says it."""
+        if self.optimized_before:
+            held = ", ".join(f"{count} {op}" for op, count in sorted(self.optimized_before.items()))
+            return f"the model was optimized before (it has {held}); give the one that it was made from"
         return ", ".join(r for r in (s.nothing_to_do() for s in self.sections.values()) if r)
 
     def explain(self, pattern: str) -> str:

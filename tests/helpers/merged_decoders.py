@@ -38,7 +38,9 @@ class GraphBuilder:
         """Adds a node; operands that are no names become constants. Gives the name of its first output."""
         names = [f"{self.prefix}v{len(self.nodes)}" + (f"_{i}" if i else "") for i in range(outputs)]
         operands = [x if isinstance(x, str) else self.constant(x) for x in inputs]
-        self.nodes.append(helper.make_node(op, operands, names, name=f"{self.prefix}{op}{len(self.nodes)}", **attributes))
+        self.nodes.append(
+            helper.make_node(op, operands, names, name=f"{self.prefix}{op}{len(self.nodes)}", **attributes)
+        )
         return names[0]
 
     def size(self, tensor: str, axis: int) -> str:
@@ -46,7 +48,9 @@ class GraphBuilder:
         return self.add("Shape", tensor, start=axis, end=axis + 1)
 
 
-def make_merged_decoder(lookup: str = "gather", layers: int = 2, mask_length: str = "past_sequence + 1") -> onnx.ModelProto:
+def make_merged_decoder(
+    lookup: str = "gather", layers: int = 2, mask_length: str = "past_sequence + 1"
+) -> onnx.ModelProto:
     """A decoder with inputs input_ids, attention_mask, past keys and values, and use_cache_branch.
 
     Args:
@@ -90,7 +94,11 @@ def _make_branch(lookup: str, layers: int, past: list[str], has_past: bool) -> o
     presents = []
     for layer in range(layers):
         heads = [
-            g.add("Transpose", g.add("Reshape", g.add("MatMul", x, g.weight(N, N)), np.array([0, 0, H, D])), perm=[0, 2, 1, 3])
+            g.add(
+                "Transpose",
+                g.add("Reshape", g.add("MatMul", x, g.weight(N, N)), np.array([0, 0, H, D])),
+                perm=[0, 2, 1, 3],
+            )
             for _ in range(3)
         ]
         query, keys, values = heads
@@ -105,7 +113,11 @@ def _make_branch(lookup: str, layers: int, past: list[str], has_past: bool) -> o
         x = g.add("Add", x, g.add("MatMul", g.add("Reshape", mixed, np.array([0, 0, N])), g.weight(N, N)))
     names = [g.add("MatMul", x, g.weight(N, V)), *presents]
     return helper.make_graph(
-        g.nodes, g.prefix + "branch", [], [helper.make_tensor_value_info(n, TensorProto.FLOAT, None) for n in names], g.constants
+        g.nodes,
+        g.prefix + "branch",
+        [],
+        [helper.make_tensor_value_info(n, TensorProto.FLOAT, None) for n in names],
+        g.constants,
     )
 
 
@@ -117,7 +129,9 @@ def _add_positions(g: GraphBuilder, lookup: str, x: str, positions: str, before:
         rows = g.add("GatherND", table, g.add("Unsqueeze", positions, np.array([1])))
     elif lookup == "gather_elements":
         wide = g.add("Concat", g.add("Shape", positions), np.array([N]), axis=0)
-        rows = g.add("GatherElements", table, g.add("Expand", g.add("Unsqueeze", positions, np.array([1])), wide), axis=0)
+        rows = g.add(
+            "GatherElements", table, g.add("Expand", g.add("Unsqueeze", positions, np.array([1])), wide), axis=0
+        )
     elif lookup == "slice":
         rows = g.add("Slice", table, before, total, np.array([0]))
     else:

@@ -98,7 +98,9 @@ class InputSizes:
         # A mask [S, S] leads with a length, which scores have behind the batch.
         first = {n for s in self.scores for d in s[:-2] for n in size_names(d)}
         last = {n for s in self.scores for d in s[-2:] for n in size_names(d)}
-        return (found - (behind & last - first)) | (alone - behind - equal)
+        # So does a table [M, D] whose rows are looked up by positions along lengths.
+        rows = {n for needed, size in self._tables if not size_names(needed) <= found for n in size_names(size)}
+        return (found - ((behind & last | rows) - first)) | (alone - behind - equal)
 
     @property
     def changed_names(self) -> set[str]:
@@ -279,10 +281,11 @@ class InputSizes:
         """Gives tables whose rows are a dimension of their own as many rows as are looked up."""
         tied = {n for pair in self._solved.rest for size in pair for n in size_names(size)}
         for needed, rows in self._tables:
-            name = "" if rows.atom is None or rows.atom.kind != "size" else str(rows.atom.args[0])
-            found = evaluate_or_none(needed, sizes)
-            if name in sizes and name not in tied | set(stated) | self._batches | size_names(needed):
-                sizes[name] = max(sizes[name], found or 0)
+            least, most = evaluate_or_none(needed, sizes), evaluate_or_none(rows, sizes)
+            if least is None or most is None or least <= most:
+                continue
+            for name in size_names(rows) & set(sizes) - tied - set(stated) - self._batches - size_names(needed):
+                sizes[name] = max(sizes[name], find_least(rows, {name}, 1, least, sizes))
 
     def _settle(self, sizes: dict[str, int]) -> None:
         """Makes lengths larger until all sizes agree and scores are not empty: an image of whole windows, say."""

@@ -10,8 +10,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from stof.execution import drawn_values
 from stof.errors import UnsupportedError
+from stof.execution import drawn_values
 from stof.execution.case import Case, Counts, Padding
 from stof.execution.fused_counts import find_fused_counts
 from stof.execution.input_sizes import InputSizes

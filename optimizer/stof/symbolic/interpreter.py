@@ -145,7 +145,8 @@ class Symbolic:
                 fact = Fact(fact.dtype or inferred[i].dtype, inferred[i].shape)
             if name in self._declared:
                 fact = _with_declared(fact, name, self._declared[name])
-            if fact.value is None and node.op_type in _REDUCING:
+            # So is the result of a Reshape, of which no one knows how its axes come of the others.
+            if fact.value is None and node.op_type in _REDUCING | {"Reshape"}:
                 fact = self._runtime_fact(name, node, fact)
                 if node.op_type == "CumSum" and _is_running_sum(context):
                     self.running_sums[name] = node.input[0]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import onnx
@@ -90,7 +89,7 @@ class MaskRunner:
         self.inputs = {i.name for i in model.graph.input} - set(self._initializers)
         self._node_index = {o: i for i, n in enumerate(model.graph.node) for o in n.output if o}
         self._makers: dict[object, InputMaker] = {}
-        self._narrowers: dict[object, InputNarrower] = {}
+        self._narrowers: dict[int, InputNarrower] = {}
 
     def vectors(self, site: AttentionSite) -> list[str]:
         """The model inputs of rank 2, integer or boolean, on whose data the mask tensors of a site depend."""
@@ -139,11 +138,21 @@ class MaskRunner:
         except ValueError as error:
             raise UnsupportedError(f"no inputs can be made to check the mask: {error}") from error
 
-    def _maker(self, *roles: Any) -> InputMaker:
+    def _maker(
+        self,
+        pads: frozenset[str],
+        limits: dict[str, Int] | None = None,
+        segments: frozenset[str] = frozenset(),
+        forbidding: frozenset[str] = frozenset(),
+        indexing: frozenset[str] = frozenset(),
+    ) -> InputMaker:
         """What draws inputs for masks that read tensors of these roles. All draw the same sizes."""
-        key = tuple(tuple(sorted(r.items())) if isinstance(r, dict) else r for r in roles)
+        key = pads, tuple(sorted((limits or {}).items(), key=str)), segments, forbidding, indexing
         if key not in self._makers:
-            maker = self._makers[key] = InputMaker(self.model, self.symbolic, *roles, index=self.index)
+            maker = InputMaker(
+                self.model, self.symbolic, pads, limits, segments, forbidding, indexing, index=self.index
+            )
+            self._makers[key] = maker
             first = next(iter(self._makers.values())).dimensions
             maker.dimensions.fixed, maker.dimensions.most = first.fixed, first.most
         return self._makers[key]

@@ -44,7 +44,7 @@ def _atom(atom: Atom, sizes: Mapping[str, int]) -> int:
                 return max(numbers)
             case "abs":
                 return abs(numbers[0])
-            case "div":
+            case "div" | "quotient":
                 return numbers[0] // numbers[1]
             case "mod":
                 return numbers[0] % numbers[1]
