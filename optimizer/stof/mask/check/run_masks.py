@@ -158,8 +158,8 @@ class MaskRunner:
         return self._makers[key]
 
     def _maker_of(self, site: AttentionSite, mask: LiftedMask) -> InputMaker:
-        pads, *others = tensors_by_role([(site, mask)])
-        return self._maker(pads | self._float_vectors(site), *others)
+        pads, limits, segments, forbidding, indexing = tensors_by_role([(site, mask)])
+        return self._maker(pads | self._float_vectors(site), limits, segments, forbidding, indexing)
 
     def lengths(self, site: AttentionSite, case: Case) -> tuple[int, ...]:
         """The numbers of queries and keys that a site's scores have in a case."""

@@ -49,6 +49,8 @@ def _squeeze(context: RuleContext) -> list[Fact] | None:
         if context.has(1) or any(d.constant is None for d in data):
             return None  # unknown axes: a dynamic size that is 1 in a run is squeezed as well
         axes = [a for a, d in enumerate(data) if d == ONE]
+    for a in axes:  # nothing else can be squeezed
+        context.equate(data[a], ONE)
     shape = tuple(d for a, d in enumerate(data) if a not in axes)
 
     def at(index: Index) -> Scalar:
