@@ -40,7 +40,7 @@ class RuleContext:
     """What a rule may use: the node, its attributes, and the facts of its inputs."""
 
     def __init__(
-        self, facts: dict[str, Fact], node: onnx.NodeProto, opset: int, equalities: dict[tuple[Int, Int], None]
+        self, facts: dict[str, Fact], node: onnx.NodeProto, opset: int, equalities: dict[tuple[Int, Int], bool]
     ) -> None:
         self.facts = facts
         self.equalities = equalities
@@ -52,10 +52,18 @@ class RuleContext:
         """Whether input ``i`` is given."""
         return i < len(self.node.input) and bool(self.node.input[i])
 
-    def equate(self, one: Int, other: Int) -> None:
-        """Records that two sizes, neither of them 1, are equal in every valid run."""
-        if one != other and self.canonical(one) != self.canonical(other):
-            self.equalities[reduce_equation(one, other)] = None
+    def equate(self, one: Int, other: Int, is_forced: bool = True) -> None:
+        """Records that two sizes, neither of them 1, are equal in every valid run.
+
+        Args:
+            one: a size.
+            other: another one.
+            is_forced: the node fails else. Sizes of two names that one of 1 may be broadcast against are taken for equal only.
+        """
+        pair = reduce_equation(one, other) if one != other else (one, other)
+        if one == other or (self.canonical(one) == self.canonical(other) and self.equalities.get(pair, True)):
+            return
+        self.equalities[pair] = is_forced or self.equalities.get(pair, False)
 
     def equate_shapes(self, one: Iterable[Int], other: Iterable[Int]) -> None:
         """Records that the axes of two shapes, from the first one on, are equal in every valid run."""

@@ -91,7 +91,7 @@ class Symbolic:
             "stof": stof_ops.RULES,
         }
         self._declared = {v.name: v.type.tensor_type for v in (*model.graph.value_info, *model.graph.output)}
-        self._equalities: dict[tuple[Int, Int], None] = {}
+        self._equalities: dict[tuple[Int, Int], bool] = {}  # whether a node fails else
         self.branch_equalities: list[BranchEqualities] = []
         self._conditions: tuple[tuple[str, bool], ...] = ()  # of the branches around the node that is visited
         self.running_sums: dict[str, str] = {}  # output of an inclusive CumSum along the last axis: its input
@@ -291,12 +291,12 @@ class Symbolic:
         return find_slice_limits(all_nodes(self._model.graph.node), self)
 
     def canonical(self, size: Int) -> Int:
-        """A size with one dimension, or number, for all that are equal in every valid run."""
+        """A size with one dimension, or number, for all that have to be equal for the graph's nodes to run."""
         return substitute(size, self._solved.known)
 
     @cached_property
     def _solved(self) -> SolvedSizes:
-        return solve_equations(self._equalities, ())
+        return solve_equations([pair for pair, is_forced in self._equalities.items() if is_forced], ())
 
     @property
     def equalities(self) -> list[tuple[Int, Int]]:

@@ -21,7 +21,7 @@ def broadcast(shapes: list[Shape], context: RuleContext | None = None) -> Shape:
             own_axis = axis - rank + len(s)
             d = s[own_axis] if own_axis >= 0 else one
             if one not in (d, found) and context is not None:
-                context.equate(found, d)
+                context.equate(found, d, is_forced=False)
             if d != one and (found == one or (found.constant is None and d.constant is not None)):
                 found = d
         result.append(found)

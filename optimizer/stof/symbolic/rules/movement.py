@@ -100,12 +100,12 @@ def _equate_read(context: RuleContext, where: SymTensor, size: Int, part: int | 
         if variable == ZERO:
             continue
         if position == variable:
-            context.equate(length, size)
+            context.equate(length, size, is_forced=False)
         row = position - variable
         for outer, count in zip(probe, where.shape, strict=False):
             width = row.divide(outer)
             if width is not None and width.constant is None and size == width * count:
-                context.equate(length, width)
+                context.equate(length, width, is_forced=False)
 
 
 def _gather_nd(context: RuleContext) -> list[Fact] | None:

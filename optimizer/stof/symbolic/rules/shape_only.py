@@ -119,7 +119,7 @@ def _einsum(context: RuleContext) -> list[Fact] | None:
             return None
         for letter, d in zip(term, shape, strict=True):
             if ONE not in (d, sizes.get(letter, ONE)):
-                context.equate(sizes[letter], d)
+                context.equate(sizes[letter], d, is_forced=False)
             if letter not in sizes or sizes[letter] == ONE:
                 sizes[letter] = d
     if not arrow:
