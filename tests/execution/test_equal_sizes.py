@@ -158,6 +158,27 @@ def test_a_condition_on_sizes_decides_which_branch_ties() -> None:
         assert sizes["M"] == sizes["S"] + (sizes["S"] > 10) * sizes["P"]
 
 
+@pytest.mark.parametrize(
+    ("inputs", "body"),
+    [
+        (
+            "float[1, S, 4] n, float[1, P, 4] k, float[1, Q, 4] v",
+            """trips = Constant <value_int = 3> () y = Loop (trips, , n) <body = step (int64 i, bool c, float[1, S, 4] x)
+            => (bool d, float[1, S, 4] u) { d = Identity (c) a = Concat <axis = 2> (k, v) b = ReduceSum (a) u = Add (x, b) }>""",
+        ),
+        (
+            "float[1, 4] n, float[S, P, 4] k, float[Q, 4] v",
+            """y = Scan (n, k) <num_scan_inputs = 1, body = step (float[1, 4] x, float[P, 4] p) => (float[1, 4] u) {
+            a = Concat <axis = 1> (p, v) b = ReduceSum (a) u = Add (x, b) }>""",
+        ),
+    ],
+    ids=["Loop", "Scan"],
+)
+def test_bodies_tie_the_sizes_of_outer_tensors(inputs: str, body: str) -> None:
+    for sizes in sizes_run(maker_of(f"({inputs}) => (float y) {{ {body} }}")):
+        assert sizes["P"] == sizes["Q"]
+
+
 # Positions behind a past, P to P + S: a case of 53 tokens behind a past is beyond 64.
 _PLACES = """zero = Constant <value_int = 0> () one = Constant <value_int = 1> () last = Constant <value_ints = [1]> ()
     first = Constant <value_ints = [0]> () ps = Shape <start = 1, end = 2> (k) ns = Shape <start = 1, end = 2> (n)

@@ -18,6 +18,7 @@ from stof.symbolic.algebra.equations import SolvedSizes, solve_equations, substi
 from stof.symbolic.algebra.overflow import guard_overflow
 from stof.symbolic.algebra.piecewise import split_cases
 from stof.symbolic.algebra.terms import Int, dim, integer, subterms, to_real, var
+from stof.symbolic.body_inputs import find_body_inputs
 from stof.symbolic.dimension_names import parse_dimension
 from stof.symbolic.facts import Fact, RuleContext, dtype_kind
 from stof.symbolic.lookup_limits import find_lookup_limits, find_slice_limits
@@ -135,6 +136,8 @@ class Symbolic:
             except (ValueError, IndexError, TypeError, KeyError, ArithmeticError, MemoryError) as error:
                 reason = f"{node.op_type} {node.name!r}: {error}"
         inferred = self._infer_by_onnx(node, rule is None, found)
+        if node.op_type in ("Loop", "Scan") and is_standard(node):
+            self._visit_body(node, inferred or [])
         for i, name in enumerate(node.output):
             if not name:
                 continue
@@ -209,6 +212,21 @@ class Symbolic:
                 declared = self._declared[output]
                 fact = Fact(declared.elem_type, _declared_shape(output, declared), None, "If")
             self._facts[output] = fact
+
+    def _visit_body(self, node: onnx.NodeProto, inferred: list[Fact]) -> None:
+        """The facts inside of a Loop or Scan, of which only the sizes that they tie are known outside."""
+        body = next((a.g for a in node.attribute if a.name == "body"), None)
+        carried = find_body_inputs(node, self._facts, inferred)
+        if body is None or len(body.input) != len(carried):
+            return
+        self._facts |= {v.name: fact for v, fact in zip(body.input, carried, strict=True)}
+        self._facts |= {t.name: _initializer_fact(t) for t in body.initializer}
+        known = dict(self._equalities)
+        for inner in body.node:
+            self._visit(inner)
+        own = tuple(pair for pair in self._equalities if pair not in known)
+        self.branch_equalities += [BranchEqualities(self._conditions, own)] if own else []
+        self._equalities = known
 
     def _runtime_fact(self, name: str, node: onnx.NodeProto, fact: Fact) -> Fact:
         """The fact of a tensor that is computed at run time from tensors with values."""
