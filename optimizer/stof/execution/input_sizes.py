@@ -169,7 +169,9 @@ class InputSizes:
             if (merged := self._solved.name_of(name)) in found:
                 found[merged] = min(found[merged], most)
         found |= own
-        return {n: evaluate(self._merge([dim(n)])[0], found) for n in self._names} | stated
+        # A case may state sizes of names one by one. What runs have shown of one name holds for all that are equal to it.
+        apart = {n: size for n, size in stated.items() if n in dict(case.other) or not self._solved.name_of(n)}
+        return {n: evaluate(self._merge([dim(n)])[0], found) for n in self._names} | apart
 
     def _fit_scores(self, sizes: dict[str, int], case: Case, stated: Mapping[str, int]) -> None:
         """Chooses dimensions for scores of the case's length: frames of so many samples, patches of an image.
