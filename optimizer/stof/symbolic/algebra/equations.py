@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from stof.symbolic.algebra.terms import Atom, Int, integer
 
 Equation = tuple[Int, Int]
-_MOST_ROUNDS = 64  # in which equations are solved, each with what the one before has found
+_MOST_ROUNDS = 16  # in which all equations are solved, each with what those before have found
 
 
 def reduce_equation(one: Int, other: Int) -> Equation:
@@ -85,14 +85,18 @@ def solve_equations(equations: Iterable[Equation], names: Iterable[str]) -> Solv
     known: dict[str, Int] = {}
     rest = list(dict.fromkeys(equations))
     for _ in range(_MOST_ROUNDS):
-        reduced = [reduce_equation(substitute(a, known), substitute(b, known)) for a, b in rest]
-        rest = [pair for pair in dict.fromkeys(reduced) if pair[0] != pair[1]]
-        found = next((solved for pair in rest if (solved := _solve_one(*pair, order)) is not None), None)
-        if found is None:
+        count, left = len(known), dict[Equation, None]()
+        for one, other in rest:
+            pair = reduce_equation(substitute(one, known), substitute(other, known))
+            solved = _solve_one(*pair, order)
+            if solved is not None:
+                name, value = solved
+                known = {n: substitute(v, {name: value}) for n, v in known.items()} | {name: value}
+            elif pair[0] != pair[1]:
+                left[pair] = None
+        rest = list(left)
+        if len(known) == count:
             break
-        name, value = found
-        known = {n: substitute(v, {name: value}) for n, v in known.items()}
-        known[name] = value
     return SolvedSizes(known, tuple(rest))
 
 
