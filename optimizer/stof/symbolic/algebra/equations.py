@@ -18,20 +18,26 @@ def reduce_equation(one: Int, other: Int) -> Equation:
 
     Sizes are at least 1, so that a size that is a factor of both sides says nothing.
     """
-    difference = one - other
-    if not difference.terms or len(difference.terms) < 2:
+    sides = [dict(one.terms), dict(other.terms)]
+    for monomial in sides[0].keys() & sides[1].keys():
+        coefficients = [side[monomial] for side in sides]
+        if coefficients[0] * coefficients[1] > 0:
+            shared = min(coefficients, key=abs)
+            for side in sides:
+                side[monomial] -= shared
+    left, right = (
+        Int(tuple((m, side[m]) for m, _ in size.terms if side[m]))
+        for size, side in zip((one, other), sides, strict=True)
+    )
+    if not left.terms or not right.terms:  # a length that is 0, or twice the same
         return one, other
-    divisor = math.gcd(*(c for _, c in difference.terms))
-    shared = [a for a in difference.terms[0][0] if a.kind == "size"]
-    terms = [(list(m), c // divisor) for m, c in difference.terms]
-    for atom in shared:
-        if all(atom in m for m, _ in terms):
-            for m, _ in terms:
-                m.remove(atom)
-    sides = (Int(tuple((tuple(m), sign * c) for m, c in terms if sign * c > 0)) for sign in (1, -1))
-    left, right = sides
-    is_shorter = len(left.terms) + len(right.terms) < len(one.terms) + len(other.terms) or divisor > 1 or shared
-    return (left, right) if left.terms and right.terms and is_shorter else (one, other)
+    terms = [*left.terms, *right.terms]
+    divisor = math.gcd(*(c for _, c in terms))
+    factors = [a for a in left.terms[0][0] if a.kind == "size" and all(a in m for m, _ in terms)]
+    factor = integer(divisor)
+    for atom in dict.fromkeys(factors):
+        factor = factor * Int((((atom,), 1),))
+    return left.divide(factor) or left, right.divide(factor) or right
 
 
 def substitute(size: Int, known: Mapping[str, Int]) -> Int:
