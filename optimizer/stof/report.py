@@ -226,6 +226,7 @@ class Report:
     sparsity: SparsityReport | None = None  # what --sparsify did
     converted_opset: tuple[int, int] | None = None  # opsets of the model and of the result, where it was converted
     how_to_run: str = ""  # a line on what runs the result; empty where nothing of it needs more than ONNX Runtime
+    optimized_before: dict[str, int] = field(default_factory=dict)  # how many nodes of each of stof's operators it had
 
     def rows(self, key: str) -> list[Any]:
         """The rows of an op by its key; empty where the op looked for nothing."""
@@ -263,7 +264,7 @@ class Report:
         for section in self.sections.values():
             data |= section.to_json()
         own = ("copied", "nodes_before", "nodes_after", "dry_run", "verification", "seconds", "library", "notes")
-        data |= {name: getattr(self, name) for name in own}
+        data |= {name: getattr(self, name) for name in (*own, "optimized_before")}
         if self.verification is not None:
             data["verification"] = {**asdict(self.verification), "ok": not self.verification.failures}
         opsets = self.converted_opset
@@ -327,6 +328,9 @@ class Report:
     @property
     def nothing_to_do(self) -> str:
         """Why nothing is replaced, by the sections that found candidates; else what no section found."""
+        if self.optimized_before:
+            held = ", ".join(f"{count} {op}" for op, count in sorted(self.optimized_before.items()))
+            return f"the model was optimized before (it has {held}); give the one that it was made from"
         sections = self.sections.values()
         reasons = [s.nothing_to_do() for s in sections]
         return ", ".join(filter(None, reasons if any(reasons) else (s.nothing_found() for s in sections)))
@@ -349,9 +353,10 @@ class Report:
         v = self.verification
         if v is None:
             return ["not verified"] if self.output and not self.copied else []
-        sites = [c for c in v.comparisons if c.site]
+        sites = [c for c in v.comparisons if c.site and c.comparable]
         outputs = [c for c in v.comparisons if not c.site and c.comparable]
-        others = [c for c in v.comparisons if not c.comparable]
+        others = [c for c in v.comparisons if not c.site and not c.comparable]
+        alone = [c for c in v.comparisons if c.site and not c.comparable]
         lines = []
         if sites:
             worst = max(sites, key=lambda c: c.difference / c.budget if c.budget else 0.0)
@@ -369,6 +374,8 @@ class Report:
             forms = [s.verified_form for s in self.sections.values() if s.changes_outputs and s.verified_form]
             lines += [f"          ({form})" for form in forms]
             lines += _undefined_lines(outputs)
+        if alone:
+            lines.append(f"compared by the model's outputs alone: {len(alone)} sites; {alone[0].detail}")
         if others:
             worst = max(others, key=lambda c: c.budget)
             lines.append(

@@ -51,13 +51,17 @@ def verification_part(report: Report) -> str:
 
 
 def _sentences(found: Verification) -> list[str]:
+    alone = [c for c in found.comparisons if c.site and not c.comparable]
     sites = sum(bool(c.site) for c in found.comparisons)
     words = [
-        f"{sites} comparisons of single sites with fp64, {len(found.comparisons) - sites} of outputs with the original's."
+        f"{sites - len(alone)} comparisons of single sites with fp64, {len(found.comparisons) - sites} of outputs with the "
+        "original's."
     ]
+    if alone:
+        words.append(f"Compared by the model's outputs alone: {len(alone)} sites.")
     if not found.complete:
         words.append("A limit ended verification before all inputs were run (--verify-budget, --verify-memory).")
-    if others := sum(not c.comparable for c in found.comparisons):
+    if others := sum(not c.comparable and not c.site for c in found.comparisons):
         words.append(
             f"{others} outputs are not comparable: the original's own runs differ by as much as the numbers vary."
         )

@@ -174,7 +174,8 @@ class _Reference:
                     raise ArgumentError(f"inputs {case.given}: the model does not run on them: {error}") from error
                 inputs, model = self.verifier.inputs, self.models.reference
                 may_redraw = may_redraw and not self.limits.is_over()
-                if not may_redraw or not inputs.narrow(model, str(error), case, self.feeds[i]):
+                is_narrowed = may_redraw and inputs.narrow(model, str(error), case, self.feeds[i])
+                if not is_narrowed and not inputs.shorten(case):
                     raise
                 for later in range(i, len(self.feeds)):
                     self._draw(later, inputs.restate(self.verifier.cases[later]))
