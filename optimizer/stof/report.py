@@ -357,6 +357,8 @@ class Report:
                 f"much as the numbers vary ({worst.what}: {worst.detail or f'up to {worst.budget / 4:.2e}'})"
             )
         lines += _skipped_lines(v)
+        if v.reduced_inputs:
+            lines.append(f"          ({describe_reduced_inputs(v)})")
         if v.quantized:
             lines.append(
                 "          (dynamically quantized: compared beside the spread of the original's own runs; an argmax or a length "
@@ -394,6 +396,18 @@ def _skipped_lines(v: Verification) -> list[str]:
     words = "; ".join(f"{s.case} ({s.reason})" for s in v.skipped[:_MAX_LINES])
     more = "; ..." if len(v.skipped) > _MAX_LINES else ""
     return [f"          {ran}; not {words}{more}"]
+
+
+def describe_reduced_inputs(v: Verification) -> str:
+    """Which inputs had other numbers than usual ones, since those make runs too long."""
+    factors: dict[float, list[str]] = {}
+    for name, factor in v.reduced_inputs.items():
+        factors.setdefault(factor, []).append(repr(name))
+    words = [
+        f"{', '.join(names)} {f'1/{1 / factor:g} as large' if factor < 1 else f'{factor:g} times as large'} as usual"
+        for factor, names in factors.items()
+    ]
+    return f"numbers of {' and '.join(words)}: on usual ones a run of the original takes too long"
 
 
 def describe_coverage(comparisons: Sequence[Comparison]) -> str:

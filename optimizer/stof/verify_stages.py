@@ -92,6 +92,12 @@ def verify_stages(
         report.verification = outcome.verification
         report.seconds["verify"] = attempt.seconds
         if outcome.failure:
+            if outcome.verification.noise_left_out and not outcome.verification.faulty_sites():
+                raise VerifyError(
+                    f"verification failed: {outcome.failure}. Every site by itself computes what it should, and no time was "
+                    "left for runs of the original with noise, which tell rounding from faults. Nothing was written; raise "
+                    "--verify-budget"
+                )
             stage = _find_blamed(stages, outcome)
             raise VerifyError(stage.op.explain_failure(stage.decided, outcome.verification))
     return stages

@@ -16,7 +16,7 @@ import onnx
 
 from stof.errors import ArgumentError
 from stof.execution.collectives import as_lone_rank, may_hold_collectives
-from stof.execution.run_limits import MemoryLimit, RunLimits, TimeLimit
+from stof.execution.run_limits import MemoryLimit, RunLimits
 from stof.execution.session_process import Session, create_session, runtime_version
 from stof.execution.session_worker import SessionSpec
 from stof.execution.shared_buffers import find_shared_buffers
@@ -63,7 +63,7 @@ class VerifiedSession:
             RuntimeFailure: what ONNX Runtime raises.
             LimitReached: when it takes too long, or too much memory.
         """
-        with _described_limits("run", self._name, self._limits):
+        with _described_limits(f"run {self._name}", self._limits, until):
             return self._session.run(outputs, feeds, self._limits.seconds_left(until), self._limits.memory)
 
 
@@ -106,19 +106,15 @@ def _optimizers_left_out() -> tuple[str, ...]:
 
 
 @contextmanager
-def _described_limits(step: str, name: str, limits: RunLimits) -> Iterator[None]:
+def _described_limits(step: str, limits: RunLimits, until: float | None = None) -> Iterator[None]:
     start = time.monotonic()
     try:
         yield
     except TimeoutError:
-        raise TimeLimit(
-            f"verification was ended: ONNX Runtime took longer than {time.monotonic() - start:.1f} s to {step} {name}, which "
-            f"may be endless. Nothing was written; where it is slow, raise --verify-budget ({limits.asked:g} s), or leave "
-            "verification out with --no-verify"
-        ) from None
+        raise limits.end_step(step, time.monotonic() - start, until) from None
     except MemoryLimit as error:
         raise MemoryLimit(
-            f"verification was ended: to {step} {name}, {error}. Nothing was written; raise --verify-memory, or leave "
+            f"verification was ended: to {step}, {error}. Nothing was written; raise --verify-memory, or leave "
             "verification out with --no-verify"
         ) from None
 
@@ -229,7 +225,7 @@ class Sessions:
             shared_buffers=shared,
         )
         name = "the optimized model" if library else "the original"
-        with _described_limits("load", name, self.limits):
+        with _described_limits(f"load {name}", self.limits):
             session = create_session(spec, self.limits.seconds_left(), self.limits.memory)
         return VerifiedSession(session, name, self.limits)
 

@@ -18,6 +18,7 @@ _REFUSES_VALUE = re.compile(
     r"|exceeds [^.]*range",
     re.IGNORECASE,
 )
+_LACKS_MEMORY = re.compile(r"allocate memory|bad.?alloc|too little memory|storage size overflow", re.IGNORECASE)
 _SHAPES = re.compile(r"\{([\d,]*)\}[^{}]*\{([\d,]*)\}")
 _PAIRS = re.compile(rf"(?:other than 1\. |dimensions of |Got: ?){_NUMBER} ?(?:by|and|Expected:?) ?{_NUMBER}")
 
@@ -34,6 +35,7 @@ class RunFailure:
         high: the largest one.
         unequal: pairs of sizes that should be equal.
         is_of_values: whether the message is about numbers that an input holds.
+        is_of_memory: whether a tensor is too large for the memory.
     """
 
     op: str = ""
@@ -43,6 +45,7 @@ class RunFailure:
     high: int | None = None
     unequal: tuple[tuple[int, int], ...] = ()
     is_of_values: bool = False
+    is_of_memory: bool = False
 
     @property
     def is_of_inputs(self) -> bool:
@@ -66,6 +69,7 @@ def parse_failure(message: str) -> RunFailure:
         high=high,
         unequal=_unequal(words),
         is_of_values=_REFUSES_VALUE.search(words) is not None,
+        is_of_memory=_LACKS_MEMORY.search(message) is not None,
     )
 
 

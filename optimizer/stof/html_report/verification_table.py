@@ -7,12 +7,13 @@ import math
 from typing import TYPE_CHECKING
 
 from stof.html_report import elements as e
-from stof.report import Report, describe_coverage
+from stof.report import Report, describe_coverage, describe_reduced_inputs
 
 if TYPE_CHECKING:
     from stof.verification.result import Comparison, Verification
 
 _MOST_ROWS = 300
+_MOST_SKIPPED = 12
 
 
 def verification_words(report: Report) -> tuple[str, str, str]:
@@ -57,6 +58,12 @@ def _sentences(found: Verification) -> list[str]:
     ]
     if not found.complete:
         words.append("A limit ended verification before all inputs were run (--verify-budget, --verify-memory).")
+    if found.skipped:
+        left = "; ".join(f"{s.case} ({s.reason})" for s in found.skipped[:_MOST_SKIPPED])
+        more = f"; and {len(found.skipped) - _MOST_SKIPPED} more" if len(found.skipped) > _MOST_SKIPPED else ""
+        words.append(f"Inputs that were not compared: {left}{more}.")
+    if found.reduced_inputs:
+        words.append(f"Drawn {describe_reduced_inputs(found)}.")
     if others := sum(not c.comparable for c in found.comparisons):
         words.append(
             f"{others} outputs are not comparable: the original's own runs differ by as much as the numbers vary."

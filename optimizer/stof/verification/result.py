@@ -70,6 +70,9 @@ class Verification:
     cases: list[str] = field(default_factory=list)  # inputs whose outputs were compared
     skipped: list[SkippedCase] = field(default_factory=list)
     sites_left: int = 0  # how many sites no time was left for
+    # Inputs whose numbers were drawn smaller, or larger, by a factor: runs on usual ones take too long.
+    reduced_inputs: dict[str, float] = field(default_factory=dict)
+    noise_left_out: bool = False  # outputs differ, and no time was left for runs that tell rounding from faults
     # Without a faulty site: a smallest set found of sites whose replacement together makes outputs differ, and whether that
     # set suffices (False: the search ended before, and others have to be replaced as well).
     suspects: tuple[str, ...] = ()

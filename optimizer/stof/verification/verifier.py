@@ -14,7 +14,7 @@ a site runs in the site's own type on rounded inputs.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -45,6 +45,8 @@ _FLOPS = 3e10  # a second, of two cores
 _ROUNDINGS = 3  # runs that show what rounding does to a model
 _TIGHT = 0.6  # of the memory: beyond it, memory that the runtime keeps for later runs is too much
 _SPREADS = 2  # runs that show the steps of a quantized model
+_RUNS = 3  # of each case: without graph optimizations, with them, and of the optimized model
+_LEAST_SHARE = 0.5  # of the time that a run took without graph optimizations, which has to be left for one with them
 # Shares of all time after which these end: sites; runs of the original with graph optimizations; further ones.
 _SITES_END, _LEGAL_END, _SPREAD_END = 0.7, 0.8, 0.85
 
@@ -143,7 +145,8 @@ class Verifier:
             run.compare()
         except LimitReached as error:
             if run is None or not run.compared:
-                raise VerifyError(str(error)) from error
+                cost = "" if run is None else run.describe_cost()
+                raise VerifyError(f"{error}{cost}") from error
             run.result.complete = False
         run.collect()
         if not run.result.has_evidence:
@@ -179,9 +182,8 @@ class _Run:
         self.result.quantized = bool(find_quantizers(verifier.original))
         self.models = VerifiedModels(verifier, source, final, scratch, self.result)
         self.compared: dict[int, list[Comparison]] = {}
-        start = time.monotonic()
+        self.wrong_outputs: dict[int, list[np.ndarray]] = {}  # of the optimized model, in cases that differ
         self.reference: ReferenceRuns = run_reference(verifier, self.models, self.result)
-        self.reference_seconds = time.monotonic() - start
         # Runs of the original, any of which may be the nearest one, by case; and runs of its expanded form.
         self.legal: list[list[list[np.ndarray]]] = [[] for _ in self.reference.feeds]
         self.expanded: list[list[list[np.ndarray]]] = [[] for _ in self.reference.feeds]
@@ -193,12 +195,13 @@ class _Run:
             LimitReached: when a limit ends it; ``compared`` has what was compared until then.
         """
         self.compare_sites()
+        self.compare_types()
         self.add_legal_runs()
         wrong = self.compare_outputs(range(len(self.legal)))
         if wrong and self.may_be_rounding():
-            self.add_perturbed_runs(wrong)
+            self.result.noise_left_out = not self.add_perturbed_runs(wrong)
             wrong = self.compare_outputs(wrong)
-        if wrong and self.may_be_rounding() and self.verifier.searches:
+        if wrong and self.may_be_rounding() and self.verifier.searches and not self.result.noise_left_out:
             self.search_suspects(wrong[0])
 
     def collect(self) -> None:
@@ -211,11 +214,27 @@ class _Run:
         self.result.skipped.extend(SkippedCase(case, "time") for case in left)
         self.result.complete = self.result.complete and not left
 
+    def describe_cost(self) -> str:
+        """What the runs of the first case take, for a message about a budget that is too small for them."""
+        if not self.reference.seconds:
+            return ""
+        seconds, load = self.reference.seconds[0], self.reference.load_seconds
+        return (
+            f". One run of the original takes {seconds:.1f} s at {self._case(0)}, and to load it {load:.1f} s; {_RUNS} runs "
+            "are needed"
+        )
+
+    def _seconds_of(self, cases: Iterable[int]) -> float:
+        """What one more run of some cases takes."""
+        return sum(self.reference.seconds[i] for i in cases)
+
     def compare_sites(self) -> None:
         """Asks the ops to compare their sites, as long as there is time."""
         limits = self.limits
-        # Two further runs of what ran are to come.
-        end = min(max(limits.end - 2 * self.reference_seconds, limits.moment(0.6)), limits.moment(_SITES_END))
+        # Two further runs of what ran are to come, of the first case in any case.
+        both = 2 * (self._seconds_of(range(len(self.legal))) + self.reference.load_seconds)
+        first = 2 * (self._seconds_of([0]) + self.reference.load_seconds)
+        end = min(max(limits.end - both, limits.moment(0.6)), limits.moment(_SITES_END), limits.end - first)
         for sites in self.verifier.sites:
             checks = sites.checks
             try:
@@ -248,21 +267,41 @@ class _Run:
                 break
         return found
 
+    def compare_types(self) -> None:
+        """Runs models that are compared widened in their own types, too, as far as there is time."""
+        numbers = range(len(self.legal))
+        i = min(numbers, key=lambda n: self.reference.seconds[n])
+        until = self.limits.end - 2 * (self._seconds_of(numbers) + self.reference.load_seconds)
+        try:
+            self.result.comparisons.extend(self.models.compare_unwidened(self._case(i), until))
+        except LimitReached:
+            self.result.complete = False
+
     def add_legal_runs(self) -> None:
-        """Runs the original with graph optimizations, and further legal forms of it without."""
+        """Runs the original with graph optimizations, and further legal forms of it without.
+
+        A run has to leave the time that the optimized model needs, for its inputs and those before.
+
+        Raises:
+            LimitReached: when a limit has ended every run.
+        """
         session = CaseSession(self.models.original_session)
+        ran: list[int] = []
+        limit: LimitReached | None = None
         for i in self._order():
-            if any(self.legal) and time.monotonic() >= self.limits.moment(_LEGAL_END):
-                continue
+            until = self.limits.end - self._seconds_of([*ran, i])
+            if ran:
+                until = min(until, self.limits.moment(_LEGAL_END))
+                if time.monotonic() + _LEAST_SHARE * self.reference.seconds[i] >= until:
+                    continue
             try:
-                # The last one to run may take longer than the others.
-                until = self.limits.moment(_LEGAL_END) if any(self.legal) else None
                 self.legal[i] = [session.run(None, self.reference.feeds[i], until)]
-            except LimitReached:
-                if not any(self.legal):
-                    raise
+                ran.append(i)
+            except LimitReached as error:
+                limit = limit or error
         del session
-        ran = [i for i, runs in enumerate(self.legal) if runs]
+        if limit is not None and not ran:
+            raise limit
         end = self.limits.moment(_SPREAD_END)
         for sites in self.verifier.sites:
             self._run_also(sites.checks.rounding_variants(self.models.probed, self.models.dtype), ran, end)
@@ -272,8 +311,10 @@ class _Run:
             noise = {name: self.models.widen_noise(noisy) for name, noisy in noise.items()}
             self._run_also([perturb(self.models.probed, noise, seed) for seed in range(_SPREADS)], ran, end)
 
-    def add_perturbed_runs(self, wrong: Sequence[int]) -> None:
+    def add_perturbed_runs(self, wrong: Sequence[int]) -> bool:
         """Runs whose sites are off by what the op and the nodes that it replaces may differ by, of cases that differ.
+
+        Gives whether there was time for a run of the first of them.
 
         Runs of a graph in which nothing can be fused agree to the last bit, and say nothing of rounding. Those of a quantized
         one do not show its steps.
@@ -282,23 +323,37 @@ class _Run:
         for sites in self.verifier.sites:
             outputs |= sites.checks.rounding_errors(self.reference.captured)
         outputs = {name: self.models.widen_noise(noisy) for name, noisy in outputs.items()}
+        runs = self.expanded[wrong[0]], self.legal[wrong[0]]
+        before = sum(map(len, runs))
         self._run_also([perturb(self.models.probed, outputs, seed) for seed in range(_ROUNDINGS)], wrong)
+        return sum(map(len, runs)) > before
 
     def may_be_rounding(self) -> bool:
         """Whether sites were replaced of which none differs by itself."""
         return any(s.checks.sites for s in self.verifier.sites) and not self.result.faulty_sites()
 
     def compare_outputs(self, cases: Sequence[int]) -> list[int]:
-        """Compares the outputs of the optimized model, and gives the cases in which one is wrong."""
+        """Compares the outputs of the optimized model, and gives the cases in which one is wrong.
+
+        Raises:
+            LimitReached: when a limit has ended every run, now and before.
+        """
         session = CaseSession(self._make_final)
+        limit: LimitReached | None = None
         for i in [i for i in self._order() if i in set(cases) and self.legal[i]]:
-            if self.compared and self.limits.is_over():
-                continue
             try:
-                self.compared[i] = self._compare_case(session, i)
-            except LimitReached:
-                if not self.compared:
-                    raise
+                if (found := self.wrong_outputs.pop(i, None)) is None:
+                    if self.compared and self.limits.is_over():
+                        continue
+                    found = session.run(None, self.reference.feeds[i])
+                self.compared[i] = self._compare_case(i, found)
+            except LimitReached as error:
+                limit = limit or error
+                continue
+            if not all(c.ok for c in self.compared[i]):
+                self.wrong_outputs[i] = found
+        if limit is not None and not self.compared:
+            raise limit
         return [i for i in sorted(self.compared) if not all(c.ok for c in self.compared[i])]
 
     def search_suspects(self, wrong: int) -> None:
@@ -310,7 +365,8 @@ class _Run:
         def fails(sites: EmittedSites, some: Sequence[str]) -> bool:
             model = self.models.twin(sites.checks.emit(some))
             session = CaseSession(lambda: self.models.sessions.make(model, optimized=True, library=True))
-            return not all(c.ok for c in self._compare_case(session, wrong))
+            found = session.run(None, self.reference.feeds[wrong])
+            return not all(c.ok for c in self._compare_case(wrong, found))
 
         first, *others = [s for s in self.verifier.sites if s.checks.sites]
         suspected = next((s for s in reversed(others) if not fails(s, ())), first)
@@ -332,10 +388,10 @@ class _Run:
     def _output_names(self) -> list[str]:
         return [o.name for o in self.verifier.original.graph.output]
 
-    def _compare_case(self, session: CaseSession, i: int) -> list[Comparison]:
+    def _compare_case(self, i: int, found: Sequence[np.ndarray]) -> list[Comparison]:
+        """The comparisons of the outputs of the optimized model in a case."""
         names, runs = self._output_names(), self.reference
         own = zip(*self.expanded[i], strict=True) if self.expanded[i] else [()] * len(names)
-        found = session.run(None, runs.feeds[i])
         tensors = zip(names, runs.plain[i], zip(*self.legal[i], strict=True), found, own, strict=True)
         case = self._case(i)
         undefined = self.verifier.inputs.may_carry_nan and case.padding in (Padding.LEFT, Padding.RIGHT)
