@@ -404,10 +404,10 @@ def describe_reduced_inputs(v: Verification) -> str:
     for name, factor in v.reduced_inputs.items():
         factors.setdefault(factor, []).append(repr(name))
     words = [
-        f"{', '.join(names)} {f'1/{1 / factor:g} as large' if factor < 1 else f'{factor:g} times as large'} as usual"
+        f"{', '.join(names)} are {f'1/{1 / factor:g} as large' if factor < 1 else f'{factor:g} times as large'}"
         for factor, names in factors.items()
     ]
-    return f"numbers of {' and '.join(words)}: on usual ones a run of the original takes too long"
+    return f"numbers of {' and '.join(words)} as usual ones, on which a run of the original takes too long"
 
 
 def describe_coverage(comparisons: Sequence[Comparison]) -> str:

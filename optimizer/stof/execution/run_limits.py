@@ -34,9 +34,14 @@ class LimitReached(Exception):
 
 
 class TimeLimit(LimitReached):
-    """No time is left."""
+    """No time is left.
+
+    Attributes:
+        step: what ONNX Runtime did; empty where it did nothing.
+    """
 
     kind = "time"
+    step = ""
 
 
 class MemoryLimit(LimitReached):
@@ -137,7 +142,7 @@ class RunLimits:
             f"verification was ended: {words}. Nothing was written; where it is slow, raise --verify-budget ({self.asked:g} s), "
             "or leave verification out with --no-verify"
         )
-        found.seconds = seconds
+        found.seconds, found.step = seconds, step
         return found
 
 

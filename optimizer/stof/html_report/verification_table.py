@@ -63,7 +63,8 @@ def _sentences(found: Verification) -> list[str]:
         more = f"; and {len(found.skipped) - _MOST_SKIPPED} more" if len(found.skipped) > _MOST_SKIPPED else ""
         words.append(f"Inputs that were not compared: {left}{more}.")
     if found.reduced_inputs:
-        words.append(f"Drawn {describe_reduced_inputs(found)}.")
+        reduced = describe_reduced_inputs(found)
+        words.append(f"{reduced[:1].upper()}{reduced[1:]}.")
     if others := sum(not c.comparable for c in found.comparisons):
         words.append(
             f"{others} outputs are not comparable: the original's own runs differ by as much as the numbers vary."

@@ -27,7 +27,7 @@ from stof.errors import VerifyError
 from stof.execution.case import Case, Padding
 from stof.execution.given_inputs import GivenFeed
 from stof.execution.ort_sessions import VerifiedSession
-from stof.execution.run_limits import LimitReached, RunLimits, show_bytes
+from stof.execution.run_limits import LimitReached, RunLimits, TimeLimit, show_bytes
 from stof.execution.upcast import TypedAttributes
 from stof.verification.case_plan import CasePlan
 from stof.verification.compare import compare_outputs, find_undefined_outputs
@@ -145,8 +145,7 @@ class Verifier:
             run.compare()
         except LimitReached as error:
             if run is None or not run.compared:
-                cost = "" if run is None else run.describe_cost()
-                raise VerifyError(f"{error}{cost}") from error
+                raise VerifyError(str(error) if run is None else run.explain_limit(error)) from error
             run.result.complete = False
         run.collect()
         if not run.result.has_evidence:
@@ -214,13 +213,14 @@ class _Run:
         self.result.skipped.extend(SkippedCase(case, "time") for case in left)
         self.result.complete = self.result.complete and not left
 
-    def describe_cost(self) -> str:
-        """What the runs of the first case take, for a message about a budget that is too small for them."""
-        if not self.reference.seconds:
-            return ""
+    def explain_limit(self, error: LimitReached) -> str:
+        """The message for a limit before any outputs were compared, behind runs of the original: that one is not endless."""
+        if not isinstance(error, TimeLimit) or not error.step:
+            return str(error)
+        words = str(self.limits.end_step(error.step, error.seconds))
         seconds, load = self.reference.seconds[0], self.reference.load_seconds
         return (
-            f". One run of the original takes {seconds:.1f} s at {self._case(0)}, and to load it {load:.1f} s; {_RUNS} runs "
+            f"{words}. One run of the original takes {seconds:.1f} s at {self._case(0)}, and to load it {load:.1f} s; {_RUNS} runs "
             "are needed"
         )
 
