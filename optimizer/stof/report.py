@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from stof.prompts.loss import PromptLoss
     from stof.sparsify.report import SparsityReport
     from stof.verification.model_times import ModelTimes
-    from stof.verification.result import Comparison, Verification
+    from stof.verification.result import Comparison, PartialVerification, Verification
 
 _MAX_LINES = 4
 
@@ -301,7 +301,13 @@ class Report:
             return self._headline()
         loss = [] if self.sparsity is None else self.sparsity.loss_headlines
         loss += [line for s in self.sections.values() for line in s.loss_headlines]
-        return "; ".join([self._headline(), "not verified" if self.verification is None else "verified", *loss])
+        return "; ".join([self._headline(), self._verdict(), *loss])
+
+    def _verdict(self) -> str:
+        """Whether the result was verified, in a word or two."""
+        if self.verification is None:
+            return "not verified"
+        return "verified" if self.verification.partial is None else "verified in part"
 
     def _headline(self) -> str:
         sparsity = [] if self.sparsity is None else [self.sparsity.headline]
@@ -333,7 +339,7 @@ class Report:
         sites = [c for c in v.comparisons if c.site]
         outputs = [c for c in v.comparisons if not c.site and c.comparable]
         others = [c for c in v.comparisons if not c.comparable]
-        lines = []
+        lines = [] if v.partial is None else describe_partial(v.partial)
         if sites:
             worst = max(sites, key=lambda c: c.difference / c.budget if c.budget else 0.0)
             left = f"; no time was left for {v.sites_left} more" if v.sites_left else ""
@@ -396,6 +402,15 @@ def _skipped_lines(v: Verification) -> list[str]:
     words = "; ".join(f"{s.case} ({s.reason})" for s in v.skipped[:_MAX_LINES])
     more = "; ..." if len(v.skipped) > _MAX_LINES else ""
     return [f"          {ran}; not {words}{more}"]
+
+
+def describe_partial(partial: PartialVerification) -> list[str]:
+    """What was verified, and what was not, of a result whose original does not run here; a sentence each."""
+    how = "it ran here" if partial.ran else "as they follow from its graph: it does not run here, either"
+    return [
+        f"verified in part: the original does not run here, and no output was compared with it. {partial.reason}",
+        f"verified: types and shapes of {partial.shapes} tensors of the optimized model ({how})",
+    ]
 
 
 def describe_reduced_inputs(v: Verification) -> str:

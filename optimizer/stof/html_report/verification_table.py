@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING
 
 from stof.html_report import elements as e
-from stof.report import Report, describe_coverage, describe_reduced_inputs
+from stof.report import Report, describe_coverage, describe_partial, describe_reduced_inputs
 
 if TYPE_CHECKING:
     from stof.verification.result import Comparison, Verification
@@ -24,6 +24,8 @@ def verification_words(report: Report) -> tuple[str, str, str]:
     count = sum(c.comparable for c in found.comparisons)
     if failed := len(found.failures):
         return "failed", f"{failed} of {count} comparisons", "bad"
+    if found.partial is not None:
+        return "in part", f"{count} comparisons of sites; the original does not run here", ""
     cut = "" if found.complete else ", cut short"
     return "passed", f"{count} comparisons in {found.seconds:.1f} s{cut}", "good"
 
@@ -56,7 +58,9 @@ def _sentences(found: Verification) -> list[str]:
     words = [
         f"{sites} comparisons of single sites with fp64, {len(found.comparisons) - sites} of outputs with the original's."
     ]
-    if not found.complete:
+    if found.partial is not None:
+        words = [s[:1].upper() + s[1:] + "." for s in describe_partial(found.partial)] + words
+    elif not found.complete:
         words.append("A limit ended verification before all inputs were run (--verify-budget, --verify-memory).")
     if found.skipped:
         left = "; ".join(f"{s.case} ({s.reason})" for s in found.skipped[:_MOST_SKIPPED])

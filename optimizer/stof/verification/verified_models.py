@@ -106,6 +106,14 @@ class VerifiedModels:
                 found.graph.output.append(helper.make_tensor_value_info(name, dtype, None))
         return found
 
+    def run_subgraph(
+        self, model: onnx.ModelProto, wanted: Sequence[str], feed: Mapping[str, np.ndarray]
+    ) -> Mapping[str, np.ndarray]:
+        """Runs a subgraph as a model of its own; gives some of its tensors, and the inputs as it got them."""
+        given = self.widen_feed(feed)
+        session = self.sessions.make(self.twin(model), optimized=False, library=False)
+        return {**given, **dict(zip(wanted, session.run(list(wanted), given), strict=True))}
+
     def original_session(self) -> VerifiedSession:
         """The original with graph optimizations."""
         if self._source is None:
@@ -195,8 +203,8 @@ class VerifiedModels:
     def _refusal(self, model: onnx.ModelProto, feed: Mapping[str, np.ndarray]) -> RuntimeFailure | None:
         """What the runtime says about a model or its inputs; None where it runs, or is not refused at once."""
         limits = self._verifier.limits
-        session = self.sessions.make(model, optimized=False, library=False)
         try:
+            session = self.sessions.make(model, optimized=False, library=False)
             session.run(None, feed, time.monotonic() + _REFUSED_BY * (limits.end - time.monotonic()))
         except RuntimeFailure as error:
             # Runs that are compared search for numbers that do not take too much memory, or too long.

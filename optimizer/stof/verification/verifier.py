@@ -27,7 +27,9 @@ from stof.errors import VerifyError
 from stof.execution.case import Case, Padding
 from stof.execution.given_inputs import GivenFeed
 from stof.execution.ort_sessions import VerifiedSession
+from stof.execution.run_failure import parse_failure
 from stof.execution.run_limits import LimitReached, RunLimits, TimeLimit, show_bytes
+from stof.execution.session_process import RuntimeFailure
 from stof.execution.upcast import TypedAttributes
 from stof.verification.case_plan import CasePlan
 from stof.verification.compare import compare_outputs, find_undefined_outputs
@@ -37,6 +39,7 @@ from stof.verification.quantization import find_quantizers, quantizer_noise
 from stof.verification.reference_runs import CaseSession, ReferenceRuns, run_reference
 from stof.verification.result import Comparison, SkippedCase, Verification
 from stof.verification.site_checks import EmittedSites
+from stof.verification.sites_alone import find_types_without_arrays, verify_sites_alone
 from stof.verification.sliced_attention import slice_attention
 from stof.verification.suspects import find_suspects
 from stof.verification.verified_models import VerifiedModels
@@ -49,6 +52,10 @@ _RUNS = 3  # of each case: without graph optimizations, with them, and of the op
 _LEAST_SHARE = 0.5  # of the time that a run took without graph optimizations, which has to be left for one with them
 # Shares of all time after which these end: sites; runs of the original with graph optimizations; further ones.
 _SITES_END, _LEGAL_END, _SPREAD_END = 0.7, 0.8, 0.85
+
+
+class OriginalFailureError(RuntimeFailure):
+    """The original does not run here, and its sites cannot be compared by themselves."""
 
 
 def _affordable(model: onnx.ModelProto, seconds: float) -> float:
@@ -139,9 +146,16 @@ class Verifier:
         start = time.monotonic()
         if not self.cases:
             raise VerifyError(_describe_memory(self.skipped, self.limits.memory))
+        result = Verification(memory=self.limits.memory, skipped=list(self.skipped))
+        result.complete = not self.skipped
+        result.sliced = self.sliced is not None
+        result.quantized = bool(find_quantizers(self.original))
         run = None
         try:
-            run = _Run(self, source, final, scratch)
+            models = VerifiedModels(self, source, final, scratch, result)
+            if (run := self._run_original(models, result)) is None:
+                result.seconds = time.monotonic() - start
+                return result
             run.compare()
         except LimitReached as error:
             if run is None or not run.compared:
@@ -156,6 +170,28 @@ class Verifier:
         run.result.seconds = time.monotonic() - start
         return run.result
 
+    def _run_original(self, models: VerifiedModels, result: Verification) -> _Run | None:
+        """Runs the original; None where it does not run here at all, and its sites were compared by themselves.
+
+        Raises:
+            RuntimeFailure: where they could not be.
+        """
+        given = self.original.graph
+        without = find_types_without_arrays([*given.input, *given.output])
+        try:
+            if without:
+                name, kind = next(iter(without.items()))
+                raise RuntimeFailure(
+                    f"its Python interface takes and gives no arrays of element type {kind}, which {name!r} has"
+                )
+            return _Run(self, models, result)
+        except RuntimeFailure as error:
+            if not without and not parse_failure(str(error)).lacks_kernel:
+                raise
+            if not verify_sites_alone(self, models, result):
+                raise OriginalFailureError(str(error)) from error
+        return None
+
 
 def _describe_memory(skipped: Sequence[SkippedCase], memory: int) -> str:
     least = skipped[-1] if skipped else SkippedCase("no inputs", "")
@@ -168,18 +204,24 @@ def _describe_memory(skipped: Sequence[SkippedCase], memory: int) -> str:
 class _Run:
     """One verification: the models, and what was run of them.
 
+    Args:
+        verifier: has the original, the sites and the limits.
+        models: what is run.
+        result: gets what is found.
+
+    Raises:
+        RuntimeFailure: when ONNX Runtime does not run the original.
+        LimitReached: when a limit has ended every run of it.
+
     Attributes:
         compared: the comparisons of outputs, by the number of the case that ran.
     """
 
-    def __init__(self, verifier: Verifier, source: Path, final: onnx.ModelProto, scratch: Path) -> None:
+    def __init__(self, verifier: Verifier, models: VerifiedModels, result: Verification) -> None:
         self.verifier = verifier
         self.limits = verifier.limits
-        self.result = Verification(memory=self.limits.memory, skipped=list(verifier.skipped))
-        self.result.complete = not verifier.skipped
-        self.result.sliced = verifier.sliced is not None
-        self.result.quantized = bool(find_quantizers(verifier.original))
-        self.models = VerifiedModels(verifier, source, final, scratch, self.result)
+        self.models = models
+        self.result = result
         self.compared: dict[int, list[Comparison]] = {}
         self.wrong_outputs: dict[int, list[np.ndarray]] = {}  # of the optimized model, in cases that differ
         self.reference: ReferenceRuns = run_reference(verifier, self.models, self.result)
@@ -220,8 +262,8 @@ class _Run:
         words = str(self.limits.end_step(error.step, error.seconds))
         seconds, load = self.reference.seconds[0], self.reference.load_seconds
         return (
-            f"{words}. One run of the original takes {seconds:.1f} s at {self._case(0)}, and to load it {load:.1f} s; {_RUNS} runs "
-            "are needed"
+            f"{words}. One run of the original takes {seconds:.1f} s at {self._case(0)}, and to load it {load:.1f} s; {_RUNS} "
+            "runs are needed"
         )
 
     def _seconds_of(self, cases: Iterable[int]) -> float:
@@ -260,7 +302,7 @@ class _Run:
             self.result.sites_left += len(checks.sites)
             self.result.complete = False
             return found
-        inside = checks.compare_subgraphs(sites.emitted, self.verifier.cases[0], self._run_subgraph)
+        inside = checks.compare_subgraphs(sites.emitted, self.verifier.cases[0], self.models.run_subgraph)
         for comparison in chain(checks.compare(sites.emitted, captured), inside):
             found.append(comparison)
             if time.monotonic() >= end:
@@ -436,10 +478,3 @@ class _Run:
         session = self.models.sessions.make(model, optimized=False, library=True)
         names = list(session.outputs)
         return {**feed, **dict(zip(names, session.run(names, feed, until), strict=True))}
-
-    def _run_subgraph(
-        self, model: onnx.ModelProto, wanted: Sequence[str], feed: Mapping[str, np.ndarray]
-    ) -> Mapping[str, np.ndarray]:
-        given = self.models.widen_feed(feed)
-        session = self.models.sessions.make(self.models.twin(model), optimized=False, library=False)
-        return {**given, **dict(zip(wanted, session.run(list(wanted), given), strict=True))}
