@@ -363,6 +363,8 @@ class Report:
                 f"much as the numbers vary ({worst.what}: {worst.detail or f'up to {worst.budget / 4:.2e}'})"
             )
         lines += _skipped_lines(v)
+        if v.unread:
+            lines.append(f"          ({describe_unread(v)})")
         if v.reduced_inputs:
             lines.append(f"          ({describe_reduced_inputs(v)})")
         if v.quantized:
@@ -378,8 +380,9 @@ class Report:
                 "standard nodes)"
             )
         if v.widened:
+            what = "both" if v.partial is None else "what runs here"
             lines.append(
-                "          (half precision: both ran widened to fp32, the operator of each site in its own type)"
+                f"          (half precision: {what} ran widened to fp32, the operator of each site in its own type)"
             )
         return lines
 
@@ -411,6 +414,13 @@ def describe_partial(partial: PartialVerification) -> list[str]:
         f"verified in part: the original does not run here, and no output was compared with it. {partial.reason}",
         f"verified: types and shapes of {partial.shapes} tensors of the optimized model ({how})",
     ]
+
+
+def describe_unread(v: Verification) -> str:
+    """Which outputs were not compared for their types."""
+    names = [f"{name!r} of {kind}" for name, kind in list(v.unread.items())[:_MAX_LINES]]
+    more = f" and {len(v.unread) - _MAX_LINES} more" if len(v.unread) > _MAX_LINES else ""
+    return f"outputs of types of which ONNX Runtime gives no arrays were not compared: {', '.join(names)}{more}"
 
 
 def describe_reduced_inputs(v: Verification) -> str:

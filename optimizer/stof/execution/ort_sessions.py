@@ -15,6 +15,7 @@ import numpy as np
 import onnx
 
 from stof.errors import ArgumentError
+from stof.execution.array_types import drop_outputs_without_arrays
 from stof.execution.collectives import as_lone_rank, may_hold_collectives
 from stof.execution.run_limits import MemoryLimit, RunLimits
 from stof.execution.session_process import Session, create_session, runtime_version
@@ -153,7 +154,7 @@ class Sessions:
             if is_utf8(model) and not may_hold_collectives(model):
                 return self._session(str(model.absolute()), entries, optimized, library, shared)
             model = _read_graph(model)  # ONNX Runtime takes names in UTF-8 only, but bytes, too
-        model = as_lone_rank(model)
+        model = drop_outputs_without_arrays(as_lone_rank(model))
         files = sorted(external_files(model))
         self._stored.keep_apart_from(files)
         if all((self.scratch / name).exists() for name in files):

@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING
 
 from stof.html_report import elements as e
-from stof.report import Report, describe_coverage, describe_partial, describe_reduced_inputs
+from stof.report import Report, describe_coverage, describe_partial, describe_reduced_inputs, describe_unread
 
 if TYPE_CHECKING:
     from stof.verification.result import Comparison, Verification
@@ -59,16 +59,16 @@ def _sentences(found: Verification) -> list[str]:
         f"{sites} comparisons of single sites with fp64, {len(found.comparisons) - sites} of outputs with the original's."
     ]
     if found.partial is not None:
-        words = [s[:1].upper() + s[1:] + "." for s in describe_partial(found.partial)] + words
+        words = [f"{fact[:1].upper()}{fact[1:]}." for fact in describe_partial(found.partial)] + words
     elif not found.complete:
         words.append("A limit ended verification before all inputs were run (--verify-budget, --verify-memory).")
     if found.skipped:
         left = "; ".join(f"{s.case} ({s.reason})" for s in found.skipped[:_MOST_SKIPPED])
         more = f"; and {len(found.skipped) - _MOST_SKIPPED} more" if len(found.skipped) > _MOST_SKIPPED else ""
         words.append(f"Inputs that were not compared: {left}{more}.")
-    if found.reduced_inputs:
-        reduced = describe_reduced_inputs(found)
-        words.append(f"{reduced[:1].upper()}{reduced[1:]}.")
+    facts = [describe_unread(found)] if found.unread else []
+    facts += [describe_reduced_inputs(found)] if found.reduced_inputs else []
+    words += [f"{fact[:1].upper()}{fact[1:]}." for fact in facts]
     if others := sum(not c.comparable for c in found.comparisons):
         words.append(
             f"{others} outputs are not comparable: the original's own runs differ by as much as the numbers vary."
@@ -78,7 +78,8 @@ def _sentences(found: Verification) -> list[str]:
             "ONNX Runtime does not run fused attention nodes of the original: it ran with them expanded to standard nodes."
         )
     if found.widened:
-        words.append("Half precision: both models ran widened to fp32, the operator of each site in its own type.")
+        what = "both models" if found.partial is None else "what runs here"
+        words.append(f"Half precision: {what} ran widened to fp32, the operator of each site in its own type.")
     if found.suspects:
         words.append(f"Sites that make outputs differ together: {', '.join(found.suspects)}.")
     return words

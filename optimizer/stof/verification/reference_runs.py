@@ -108,7 +108,7 @@ class _Reference:
         self.feeds = models.feeds
         own = [s.checks for s in verifier.sites if s.checks.working is verifier.inputs.working]
         self.wanted = list(dict.fromkeys(t for checks in own for t in checks.tensors()))
-        self.outputs = [o.name for o in verifier.original.graph.output]
+        self.outputs = verifier.output_names
         self.captured: dict[str, np.ndarray] = {}
         self.captured_case: int | None = None
         self.seconds: dict[int, float] = {}  # of the cases that ran

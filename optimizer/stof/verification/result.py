@@ -101,6 +101,9 @@ class Verification:
     sites_left: int = 0  # how many sites no time was left for
     # Inputs whose numbers were drawn smaller, or larger, by a factor: runs on usual ones take too long.
     reduced_inputs: dict[str, float] = field(default_factory=dict)
+    unread: dict[str, str] = field(
+        default_factory=dict
+    )  # outputs of which ONNX Runtime gives no arrays, with their types
     partial: PartialVerification | None = None  # the original does not run here; None: it does
     noise_left_out: bool = False  # outputs differ, and no time was left for runs that tell rounding from faults
     # Without a faulty site: a smallest set found of sites whose replacement together makes outputs differ, and whether that

@@ -16,10 +16,10 @@ import onnx
 from onnx import helper
 
 from stof.errors import UnsupportedError
+from stof.execution.array_types import find_without_arrays
 from stof.execution.ort_sessions import VerifiedSession
 from stof.execution.run_failure import parse_failure
 from stof.execution.session_process import RuntimeFailure
-from stof.execution.session_worker import ARRAY_TYPES
 from stof.symbolic import Symbolic
 from stof.symbolic.algebra.sizes import evaluate
 from stof.symbolic.algebra.terms import Int
@@ -33,18 +33,6 @@ if TYPE_CHECKING:
     from stof.verification.verifier import Verifier
 
 _MOST_REDRAWS = 8
-
-
-def find_types_without_arrays(values: Sequence[onnx.ValueInfoProto]) -> dict[str, str]:
-    """The tensors whose types ONNX Runtime's Python interface takes and gives no arrays of, with the type's name."""
-    found = {}
-    for value in values:
-        kind = value.type.tensor_type.elem_type
-        if kind == onnx.TensorProto.UNDEFINED or kind in ARRAY_TYPES:
-            continue
-        if helper.tensor_dtype_to_np_dtype(kind).isbuiltin != 1:
-            found[value.name] = onnx.TensorProto.DataType.Name(kind)
-    return found
 
 
 def verify_sites_alone(verifier: Verifier, models: VerifiedModels, result: Verification) -> bool:
@@ -67,7 +55,7 @@ class _SitesAlone:
         self.verifier = verifier
         self.models = models
         self.result = result
-        self.without = find_types_without_arrays(verifier.original.graph.input)
+        self.without = find_without_arrays(verifier.original.graph.input)
         self.left_out: dict[str, int] = {}
 
     def run(self) -> bool:
@@ -171,7 +159,7 @@ class _SitesAlone:
         Returns:
             How many tensors were compared, and whether the optimized model ran for that.
         """
-        original, outputs = self.verifier.inputs.symbolic, [o.name for o in self.verifier.original.graph.output]
+        original, outputs = self.verifier.inputs.symbolic, self.verifier.output_names
         found = self._run_final(outputs)
         if found is not None:
             sizes = self.verifier.inputs.maker.sizes(self.verifier.cases[0])
@@ -202,7 +190,7 @@ class _SitesAlone:
     def _run_final(self, outputs: Sequence[str]) -> dict[str, np.ndarray] | None:
         """The outputs of the optimized model; None where it does not run here, either."""
         feed = self.models.feeds[0]
-        if self.without or find_types_without_arrays(self.models.final.graph.output):
+        if self.without:
             return None
         try:
             session = self.models.sessions.make(self.models.final, optimized=True, library=True)

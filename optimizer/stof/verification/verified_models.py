@@ -64,11 +64,11 @@ class VerifiedModels:
         verifier.limits.check_time()
         self.feeds = verifier.inputs.draw(verifier.cases)
         self.reference, self.final, self.floor = verifier.sliced or verifier.original, final, _FLOOR
-        if verifier.sliced is not None or not verifier.is_from_file:
+        if verifier.sliced is not None or not verifier.is_from_file or verifier.unread:
             self._source = None
         if self._is_half():
             result.widened = True
-            self._unwidened = (source if verifier.is_from_file else verifier.original), final
+            self._unwidened = self._source or verifier.original, final
             self._widen(scratch)
         is_original = verifier.inputs.working is verifier.original
         self.probed = self.reference if is_original else self.twin(verifier.inputs.working)

@@ -24,6 +24,7 @@ import numpy as np
 import onnx
 
 from stof.errors import VerifyError
+from stof.execution.array_types import find_without_arrays
 from stof.execution.case import Case, Padding
 from stof.execution.given_inputs import GivenFeed
 from stof.execution.ort_sessions import VerifiedSession
@@ -39,7 +40,7 @@ from stof.verification.quantization import find_quantizers, quantizer_noise
 from stof.verification.reference_runs import CaseSession, ReferenceRuns, run_reference
 from stof.verification.result import Comparison, SkippedCase, Verification
 from stof.verification.site_checks import EmittedSites
-from stof.verification.sites_alone import find_types_without_arrays, verify_sites_alone
+from stof.verification.sites_alone import verify_sites_alone
 from stof.verification.sliced_attention import slice_attention
 from stof.verification.suspects import find_suspects
 from stof.verification.verified_models import VerifiedModels
@@ -84,6 +85,7 @@ class Verifier:
         plan: estimates the cases.
         sliced: the original with attention on slices of its queries, where memory is short; else None.
         is_tight: whether a case needs most of the memory.
+        unread: the outputs of which ONNX Runtime gives no arrays, with their types.
         faults: after a run, the failed comparisons of sites, by the key of the op at fault.
         suspected: after a run, the key of the op among whose sites the search was; empty where there was none.
     """
@@ -117,8 +119,14 @@ class Verifier:
         self.cases, self.skipped = self.plan.select(wanted)
         needed = max((self.plan.needed_bytes(c) for c in self.cases), default=0)
         self.is_tight = needed > _TIGHT * limits.memory
+        self.unread = find_without_arrays(original.graph.output)
         self.faults: dict[str, list[Comparison]] = {}
         self.suspected = ""
+
+    @property
+    def output_names(self) -> list[str]:
+        """The outputs that are compared: those of which ONNX Runtime gives arrays."""
+        return [o.name for o in self.original.graph.output if o.name not in self.unread]
 
     def _slice(self, wanted: Sequence[Case]) -> onnx.ModelProto | None:
         """The original with attention on slices of its queries, where more of the wanted cases fit then."""
@@ -150,6 +158,7 @@ class Verifier:
         result.complete = not self.skipped
         result.sliced = self.sliced is not None
         result.quantized = bool(find_quantizers(self.original))
+        result.unread = self.unread
         run = None
         try:
             models = VerifiedModels(self, source, final, scratch, result)
@@ -176,14 +185,11 @@ class Verifier:
         Raises:
             RuntimeFailure: where they could not be.
         """
-        given = self.original.graph
-        without = find_types_without_arrays([*given.input, *given.output])
+        without = find_without_arrays(self.original.graph.input)
         try:
             if without:
                 name, kind = next(iter(without.items()))
-                raise RuntimeFailure(
-                    f"its Python interface takes and gives no arrays of element type {kind}, which {name!r} has"
-                )
+                raise RuntimeFailure(f"its Python interface takes no arrays of element type {kind}, which {name!r} has")
             return _Run(self, models, result)
         except RuntimeFailure as error:
             if not without and not parse_failure(str(error)).lacks_kernel:
@@ -428,7 +434,7 @@ class _Run:
         return self.models.sessions.make(self.models.final, optimized=True, library=True)
 
     def _output_names(self) -> list[str]:
-        return [o.name for o in self.verifier.original.graph.output]
+        return self.verifier.output_names
 
     def _compare_case(self, i: int, found: Sequence[np.ndarray]) -> list[Comparison]:
         """The comparisons of the outputs of the optimized model in a case."""
