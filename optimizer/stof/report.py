@@ -304,10 +304,12 @@ class Report:
         return "; ".join([self._headline(), self._verdict(), *loss])
 
     def _verdict(self) -> str:
-        """Whether the result was verified, in a word or two."""
+        """Whether the result was verified, in a few words."""
         if self.verification is None:
             return "not verified"
-        return "verified" if self.verification.partial is None else "verified in part"
+        if self.verification.partial is None:
+            return "verified"
+        return "verified in part: the original does not run here; sites, types and shapes were compared"
 
     def _headline(self) -> str:
         sparsity = [] if self.sparsity is None else [self.sparsity.headline]

@@ -71,7 +71,8 @@ def test_fp8_caches_need_no_option(name: str, tmp_path: Path, capsys: pytest.Cap
 
 def test_a_summary_says_that_it_is_a_part(tmp_path: Path) -> None:
     onnx.save(model_of(SHAPES["fp8"], masks=True), tmp_path / "model.onnx")
-    assert stof.optimize(tmp_path / "model.onnx").summary().endswith("; verified in part")
+    words = "; verified in part: the original does not run here; sites, types and shapes were compared"
+    assert stof.optimize(tmp_path / "model.onnx").summary().endswith(words)
 
 
 def test_faults_of_sites_are_found(
