@@ -17,8 +17,8 @@ def find_without_arrays(values: Iterable[onnx.ValueInfoProto]) -> dict[str, str]
     found = {}
     for value in values:
         kind = value.type.tensor_type.elem_type
-        if kind == onnx.TensorProto.UNDEFINED or kind in ARRAY_TYPES:
-            continue
+        if kind == onnx.TensorProto.UNDEFINED or kind in ARRAY_TYPES or kind not in onnx.TensorProto.DataType.values():
+            continue  # no tensor, or of a type that runtimes refuse
         if helper.tensor_dtype_to_np_dtype(kind).isbuiltin != 1:
             found[value.name] = onnx.TensorProto.DataType.Name(kind)
     return found

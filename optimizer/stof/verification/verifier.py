@@ -320,6 +320,9 @@ class _Run:
         numbers = range(len(self.legal))
         i = min(numbers, key=lambda n: self.reference.seconds[n])
         until = self.limits.end - 2 * (self._seconds_of(numbers) + self.reference.load_seconds)
+        if time.monotonic() + 2 * self.reference.seconds[i] > until:
+            self.result.complete = self.result.complete and not self.result.widened
+            return
         try:
             self.result.comparisons.extend(self.models.compare_unwidened(self._case(i), until))
         except LimitReached:
