@@ -9,11 +9,11 @@ import re
 import time
 from pathlib import Path
 
+RUNS = 3  # of each set of inputs: without graph optimizations, with them, and of the optimized model
 GRACE = 4.0  # seconds beyond the budget after which a run is ended; the first inputs run even with a budget of 0
 _LEAST = 0.05  # seconds that a run may take when none are left: sockets and Python need some
 _FIRST = 0.45  # of all time, until the first run has to end: two further runs take as long
 _LEFT = 0.3  # of what is left, which the first run has in any case: to load a model takes time, too
-_RUNS = 3  # of each case
 # Shares of all time from which a run that was ended may be endless: one with a limit of its own, and one that had the rest.
 _MAY_BE_ENDLESS, _WAS_NEARLY_ALL = 0.1, 0.75
 _NO_LIMIT = 1 << 60  # what control groups without a limit say, in one way or another
@@ -112,7 +112,7 @@ class RunLimits:
             reserved: seconds of what is left that others need.
         """
         now = time.monotonic()
-        return now + max(0.0, self.last_end - now - reserved) / _RUNS
+        return now + max(0.0, self.end - now - reserved) / RUNS
 
     def check_time(self) -> None:
         """Raises :class:`TimeLimit` when the time is over."""

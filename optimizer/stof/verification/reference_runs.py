@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,7 +20,7 @@ from stof.errors import ArgumentError
 from stof.execution.case import Case, Counts, Padding
 from stof.execution.ort_sessions import VerifiedSession
 from stof.execution.run_failure import parse_failure
-from stof.execution.run_limits import LimitReached, TimeLimit
+from stof.execution.run_limits import RUNS, LimitReached, TimeLimit
 from stof.execution.session_process import RuntimeFailure
 from stof.verification.model_inputs import BATCH_WITH_ALL_PADDING
 from stof.verification.result import SkippedCase, Verification
@@ -28,7 +29,6 @@ from stof.verification.verified_models import VerifiedModels
 if TYPE_CHECKING:
     from stof.verification.verifier import Verifier
 
-_RUNS = 3  # of each case: here, with graph optimizations, and optimized
 _USUAL = 0.15  # of all time, that the first run may take where smaller numbers make it shorter
 _QUICK = 0.02  # of all time: after a run that takes no longer, larger numbers are tried
 _ALIKE = 0.5  # a case that is expected to take this share of one that was ended is not begun
@@ -84,7 +84,7 @@ class ReferenceRuns:
 
 
 def run_reference(verifier: Verifier, models: VerifiedModels, result: Verification) -> ReferenceRuns:
-    """Runs the cases for which there is time, the first and the last one always.
+    """Runs the cases for which there is time, the first one always.
 
     Raises:
         RuntimeFailure: when the original cannot be loaded.
@@ -119,18 +119,13 @@ class _Reference:
     def run(self) -> ReferenceRuns:
         is_probed = self.models.probed is self.models.reference
         limit: LimitReached | None = None
-        if is_probed:
-            session = CaseSession(self._make_probe)
-            run: _RunCase = lambda i, until: self._run_case(session, i, until)  # noqa: E731
-        else:  # sites inside fused nodes are seen in the working copy alone
-            probe = CaseSession(self._make_probe)
+        if not is_probed:  # sites inside fused nodes are seen in the working copy alone
             try:
-                self._search(0, lambda i, until: self._capture(probe, i, until))
+                self._search(0, partial(self._capture, CaseSession(self._make_probe)))
             except LimitReached as error:
                 limit = error
-            del probe
-            session = CaseSession(self._make_reference)
-            run = lambda i, until: self._run_case(session, i, until)  # noqa: E731
+        session = CaseSession(self._make_probe if is_probed else self._make_reference)
+        run = partial(self._run_case, session)
         plain: dict[int, list[np.ndarray]] = {}
         failure: RuntimeFailure | None = None
         refused = 0
@@ -185,19 +180,19 @@ class _Reference:
     def _reserved(self, without: int | None = None) -> float:
         """Seconds that are left for two more runs of the cases that ran, but for one, and for loading the models."""
         own = sum(seconds for i, seconds in self.seconds.items() if i != without)
-        return (_RUNS - 1) * (own + self.load_seconds)
+        return (RUNS - 1) * (own + self.load_seconds)
 
     def _noise_seconds(self) -> float:
         """Seconds for a run of the first case with noise, which tells rounding from faults; 0 where these are not left."""
         first = next(iter(self.seconds.values()), 0.0)
-        return first if time.monotonic() + self._reserved() + first <= self.limits.last_end else 0.0
+        return first if time.monotonic() + self._reserved() + first <= self.limits.end else 0.0
 
     def _is_affordable(self, i: int) -> bool:
         case = self.verifier.cases[i]
         seconds = self._expected_seconds(case)
         if i in (0, len(self.feeds) - 1) or case.padding is Padding.LEAST:
-            # It runs anyway, but with a row alone where all of them would not end in time; unless there is no time for that.
-            if case.batch > 1 and time.monotonic() + _RUNS * seconds > self.limits.end:
+            # It runs where there is some time, with a row alone where all of them would not end in it.
+            if case.batch > 1 and time.monotonic() + RUNS * seconds > self.limits.end:
                 self._draw(i, replace(case, batch=1))
                 seconds = self._expected_seconds(self.verifier.cases[i])
             left = self._end_of_case() - time.monotonic()
@@ -205,7 +200,7 @@ class _Reference:
         size = self.verifier.plan.estimate(case).total
         if any(size >= _ALIKE * self.verifier.plan.estimate(self.verifier.cases[n]).total for n in self.ended):
             return False
-        return time.monotonic() + _RUNS * seconds + (_RUNS - 1) * sum(self.seconds.values()) <= self.limits.deadline
+        return time.monotonic() + RUNS * seconds + (RUNS - 1) * sum(self.seconds.values()) <= self.limits.deadline
 
     def _expected_seconds(self, case: Case) -> float:
         """What a run of a case takes, going by the first one; 0 where none ran."""

@@ -29,7 +29,7 @@ from stof.execution.case import Case, Padding
 from stof.execution.given_inputs import GivenFeed
 from stof.execution.ort_sessions import VerifiedSession
 from stof.execution.run_failure import parse_failure
-from stof.execution.run_limits import LimitReached, RunLimits, TimeLimit, show_bytes
+from stof.execution.run_limits import RUNS, LimitReached, RunLimits, TimeLimit, show_bytes
 from stof.execution.session_process import RuntimeFailure
 from stof.execution.upcast import TypedAttributes
 from stof.verification.case_plan import CasePlan
@@ -49,7 +49,6 @@ _FLOPS = 3e10  # a second, of two cores
 _ROUNDINGS = 3  # runs that show what rounding does to a model
 _TIGHT = 0.6  # of the memory: beyond it, memory that the runtime keeps for later runs is too much
 _SPREADS = 2  # runs that show the steps of a quantized model
-_RUNS = 3  # of each case: without graph optimizations, with them, and of the optimized model
 _LEAST_SHARE = 0.5  # of the time that a run took without graph optimizations, which has to be left for one with them
 # Shares of all time after which these end: sites; runs of the original with graph optimizations; further ones.
 _SITES_END, _LEGAL_END, _SPREAD_END = 0.7, 0.8, 0.85
@@ -268,7 +267,7 @@ class _Run:
         words = str(self.limits.end_step(error.step, error.seconds))
         seconds, load = self.reference.seconds[0], self.reference.load_seconds
         return (
-            f"{words}. One run of the original takes {seconds:.1f} s at {self._case(0)}, and to load it {load:.1f} s; {_RUNS} "
+            f"{words}. One run of the original takes {seconds:.1f} s at {self._case(0)}, and to load it {load:.1f} s; {RUNS} "
             "runs are needed"
         )
 
