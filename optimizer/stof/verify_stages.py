@@ -94,7 +94,7 @@ def verify_stages(
                 raise VerifyError(
                     f"verification failed: {outcome.failure}. Every site by itself computes what it should, and no time was "
                     "left for runs of the original with noise, which tell rounding from faults. Nothing was written; raise "
-                    "--verify-budget"
+                    f"--verify-budget by some runs of the original, one of which takes {outcome.verification.run_seconds:.1f} s"
                 )
             stage = _find_blamed(stages, outcome)
             raise VerifyError(stage.op.explain_failure(stage.decided, outcome.verification))
@@ -126,7 +126,7 @@ def _describe_failure(error: RuntimeFailure) -> str:
 
     words = f"ONNX Runtime does not run the model: {str(error)[:_LONGEST_REASON]}"
     if isinstance(error, OriginalFailureError):
-        words += "; its sites cannot be compared by themselves; --no-verify replaces them unverified"
+        words += "; --no-verify replaces it unverified"
     return words
 
 

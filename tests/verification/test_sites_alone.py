@@ -155,7 +155,7 @@ def test_nodes_that_can_be_left_are_left_and_the_option_is_named(
     status, report = _optimize(model_of(SHAPES["fp8"], masks=True), tmp_path)
     assert status == 0
     assert not report["caches"][0]["replaced"]
-    assert "--no-verify replaces them unverified" in report["caches"][0]["reason"]
+    assert "--no-verify replaces it unverified" in report["caches"][0]["reason"]
     assert not (tmp_path / "model.stof.onnx").exists()
 
 

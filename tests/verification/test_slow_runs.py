@@ -257,6 +257,7 @@ def test_a_difference_without_time_for_noise_is_no_verdict_on_sites(
     assert _verify(path, "--chains", "off")[0] == 2
     errors = capsys.readouterr().err
     assert "no time was left for runs of the original with noise, which tell rounding from faults" in errors
+    assert "one of which takes 2." in errors
     assert "--skip" not in errors
     assert not path.with_name("model.stof.onnx").exists()
 

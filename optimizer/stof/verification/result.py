@@ -90,6 +90,7 @@ class Verification:
 
     comparisons: list[Comparison] = field(default_factory=list)
     seconds: float = 0.0
+    run_seconds: float = 0.0  # that the original takes for the first inputs, without graph optimizations
     complete: bool = True
     widened: bool = False  # a half-precision model, compared as its fp32 twin
     expanded: bool = False  # the runtime refuses the original's fused nodes: it was compared with them expanded

@@ -55,7 +55,7 @@ _SITES_END, _LEGAL_END, _SPREAD_END = 0.7, 0.8, 0.85
 
 
 class OriginalFailureError(RuntimeFailure):
-    """The original does not run here, and its sites cannot be compared by themselves."""
+    """The original does not run here, and its sites cannot be compared by themselves: nothing can be verified."""
 
 
 def _affordable(model: onnx.ModelProto, seconds: float) -> float:
@@ -182,7 +182,7 @@ class Verifier:
         """Runs the original; None where it does not run here at all, and its sites were compared by themselves.
 
         Raises:
-            RuntimeFailure: where they could not be.
+            OriginalFailureError: where they could not be.
         """
         without = find_without_arrays(self.original.graph.input)
         try:
@@ -191,9 +191,8 @@ class Verifier:
                 raise RuntimeFailure(f"its Python interface takes no arrays of element type {kind}, which {name!r} has")
             return _Run(self, models, result)
         except RuntimeFailure as error:
-            if not without and not parse_failure(str(error)).lacks_kernel:
-                raise
-            if not verify_sites_alone(self, models, result):
+            can_be_part = bool(without) or parse_failure(str(error)).lacks_kernel
+            if not can_be_part or not verify_sites_alone(self, models, result):
                 raise OriginalFailureError(str(error)) from error
         return None
 
@@ -230,6 +229,7 @@ class _Run:
         self.compared: dict[int, list[Comparison]] = {}
         self.wrong_outputs: dict[int, list[np.ndarray]] = {}  # of the optimized model, in cases that differ
         self.reference: ReferenceRuns = run_reference(verifier, self.models, self.result)
+        self.result.run_seconds = next(iter(self.reference.seconds), 0.0)
         # Runs of the original, any of which may be the nearest one, by case; and runs of its expanded form.
         self.legal: list[list[list[np.ndarray]]] = [[] for _ in self.reference.feeds]
         self.expanded: list[list[list[np.ndarray]]] = [[] for _ in self.reference.feeds]
