@@ -362,6 +362,8 @@ def _time_models(report: Report, job: Job, stages: list[Stage], target: Path) ->
 
     try:
         inputs = known_inputs(job, stages)
+        if report.verification is not None:  # on usual numbers, runs take too long
+            inputs.maker.magnitudes.update(report.verification.reduced_inputs)
         report.times = time_models(job.source, target, inputs, job.options.shapes)
     except (NotTimedError, RuntimeFailure, StofError, KeyError, MemoryError, TypeError, ValueError) as error:
         report.notes += (f"not timed: {explained(error)}",)

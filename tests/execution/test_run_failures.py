@@ -103,6 +103,14 @@ def test_messages_of_the_runtime_are_understood(name: str) -> None:
     )
 
 
+@pytest.mark.parametrize("size", [1 << 45, 1 << 62])
+def test_messages_about_memory_are_understood(size: int) -> None:
+    """Of tensors that are too large: smaller numbers may make them smaller."""
+    with pytest.raises(Exception, match="ONNXRuntimeError") as caught:
+        run(parse("(int64[1] n) => (float y) { y = ConstantOfShape (n) }"), {"n": np.array([size])})
+    assert parse_failure(str(caught.value)).is_of_memory
+
+
 @pytest.mark.parametrize(
     "text", ["", "[", "idx=", "range [1,", "{1,2", "was ended by SIGSEGV", "idx=" + "9" * 400, "\udcff"]
 )

@@ -108,6 +108,8 @@ class InputMaker:
         # What failed runs have shown: the ends of ranges, and numbers of inputs about which the graph says nothing.
         self.narrowed: dict[str, tuple[int, int]] = {}
         self.numbers: dict[str, int] = {}
+        # What runs that took too long have shown: by which factor numbers are smaller, or larger, than usual ones.
+        self.magnitudes: dict[str, float] = {}
 
     def _row_lengths(self) -> list[tuple[Sequence[Int], Int]]:
         """The shapes of inputs that state the lengths of rows, as recurrent layers read them, and their largest values."""
@@ -287,10 +289,14 @@ class InputMaker:
                 found[::-1][::2] -= limit  # in the last row, and every second one before it
             return found.astype(dtype)
         if dtype.kind in "iu":
-            return self._integers(name, dims, case, sizes, rng).astype(dtype)
-        if is_static and len(dims) <= 1 and math.prod(dims) <= _FEW:
-            return drawn_values.draw_factors(dims, rng).astype(dtype)
-        numbers = rng.standard_normal(dims).astype(dtype)
+            integers = self._integers(name, dims, case, sizes, rng)
+            if name in self.magnitudes:
+                integers = drawn_values.reduce_integers(integers, self.magnitudes[name], self.range(name, sizes)[0])
+            return integers.astype(dtype)
+        magnitude = self.magnitudes.get(name, 1.0)
+        if self.is_factor(name):
+            return (magnitude * drawn_values.draw_factors(dims, rng)).astype(dtype)
+        numbers = (magnitude * rng.standard_normal(dims)).astype(dtype)
         return drawn_values.mask_entries(numbers, rng) if name in self.added and len(dims) > 1 else numbers
 
     def _integers(
@@ -326,6 +332,13 @@ class InputMaker:
                 number = max((end for b in bounds if (end := b.range(sizes)[0]) is not None), default=0)
                 return np.full(dims, number)
         return drawn_values.draw_positions(dims, low, high)
+
+    def is_factor(self, name: str) -> bool:
+        """Whether a float input holds a few numbers near 1, as scales, speeds and temperatures are."""
+        shape = self.symbolic.shape(name) or ()
+        sizes = [d.constant for d in shape]
+        is_float = dtype_kind(self.symbolic.dtype(name)) == "f"
+        return is_float and len(sizes) <= 1 and all(n is not None and n <= _FEW for n in sizes)
 
     def _is_of_rows(self, name: str) -> bool:
         """Whether an input is one number, or a vector of one number for each row of a batch: others are positions."""

@@ -19,6 +19,14 @@ _REFUSES_VALUE = re.compile(
     r"|exceeds [^.]*range",
     re.IGNORECASE,
 )
+_LACKS_MEMORY = re.compile(r"allocate memory|bad.?alloc|too little memory|storage size overflow", re.IGNORECASE)
+# What is said of a node for which the provider has no kernel, or ONNX Runtime no operator.
+_LACKS_KERNEL = (
+    re.compile(r"Could not find an implementation for (?P<op>\w+)\(\d+\) node with name '(?P<node>[^']*)'"),
+    re.compile(r"Failed to find kernel for (?:[\w.]+\.)?(?P<op>\w+)\(\d+\) \(node:'(?P<node>[^']*)'"),
+    re.compile(r"Fatal error: [\w.]*:(?P<op>\w+)\(-?\d+\) is not a registered function/op"),
+    re.compile(r"No Op registered for (?P<op>\w+) with domain_version"),
+)
 _SHAPES = re.compile(r"\{([\d,]*)\}[^{}]*\{([\d,]*)\}")
 _PAIRS = re.compile(rf"(?:other than 1\. |dimensions of |Got: ?){_NUMBER} ?(?:by|and|Expected:?) ?{_NUMBER}")
 
@@ -36,6 +44,8 @@ class RunFailure:
         unequal: pairs of sizes that should be equal.
         counts: pairs of numbers of elements that should be equal: those that there are, and those of a Reshape.
         is_of_values: whether the message is about numbers that an input holds.
+        is_of_memory: whether a tensor is too large for the memory.
+        lacks_kernel: whether nothing here computes the node, whatever its inputs hold.
     """
 
     op: str = ""
@@ -46,15 +56,21 @@ class RunFailure:
     unequal: tuple[tuple[int, int], ...] = ()
     counts: tuple[tuple[int, int], ...] = ()
     is_of_values: bool = False
+    is_of_memory: bool = False
+    lacks_kernel: bool = False
 
     @property
     def is_of_inputs(self) -> bool:
         """Whether other inputs may run: a node refused its operands, or the model its inputs."""
-        return bool(self.op or self.unequal or self.is_of_values)
+        return not self.lacks_kernel and bool(self.op or self.unequal or self.is_of_values)
 
 
 def parse_failure(message: str) -> RunFailure:
     """What a message says; what it does not say, or says in words that are not known, is left out."""
+    for pattern in _LACKS_KERNEL:
+        if (found := pattern.search(message)) is not None:
+            named = found.groupdict()
+            return RunFailure(op=named["op"], node=named.get("node", ""), lacks_kernel=True)
     node = _NODE.search(message)
     words = message[node.end() :] if node else message
     value, ends, length = _VALUES.search(words), _RANGE.search(words), _LENGTH.search(words)
@@ -70,6 +86,7 @@ def parse_failure(message: str) -> RunFailure:
         unequal=_unequal(words),
         counts=_unequal_counts(words) if node and node[1] == "Reshape" else (),
         is_of_values=_REFUSES_VALUE.search(words) is not None,
+        is_of_memory=_LACKS_MEMORY.search(message) is not None,
     )
 
 

@@ -17,6 +17,7 @@ from stof.execution.case import Case, Padding
 from stof.execution.given_inputs import GivenFeed
 from stof.execution.inputs import InputMaker
 from stof.execution.narrow_inputs import InputNarrower
+from stof.execution.reduce_inputs import InputReducer
 from stof.symbolic import Symbolic
 from stof.symbolic.algebra.sizes import evaluate
 
@@ -69,6 +70,11 @@ class ModelInputs:
     @cached_property
     def _narrower(self) -> InputNarrower:
         return InputNarrower(self.maker)
+
+    @cached_property
+    def reducer(self) -> InputReducer:
+        """Makes the numbers smaller that decide how long a run takes."""
+        return InputReducer(self.maker)
 
     def select_cases(self, tokens: float) -> list[Case]:
         """The user's sets of inputs, then drawn ones with sizes in use and as many rows as are cheap.

@@ -161,6 +161,9 @@ class AttentionChecks(SiteChecks):
             found[site.output] = Noisy(site.dtype, channels, largest, behind)
         return found
 
+    def outputs(self) -> dict[str, list[str]]:
+        return {r.site.name: [r.site.output] for r in self.rewrites}
+
     def emit(self, sites: Sequence[str]) -> onnx.ModelProto:
         return emit_scopes(list(self.scopes), [r for r in self.rewrites if r.site.name in set(sites)])
 
@@ -232,6 +235,8 @@ class AttentionChecks(SiteChecks):
             if not all(n in known for node in nodes for n in node.input[3:]):
                 continue  # an operand that the emitted graph computes itself; the outputs tell
             tensors = (site.query.tensor, site.key.tensor, site.value.tensor)
+            if not all(n in known for n in (*tensors, site.output)):
+                continue  # nodes that nothing here computes
             own = {n: rounded(x, site.dtype) if n in {*tensors, site.output} else x for n, x in known.items()}
             second = None if rows is None else rows > 0
             calls = [
