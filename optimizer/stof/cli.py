@@ -72,6 +72,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--tune", type=_seconds, metavar="SECONDS", help="measure, for so long, instead of estimating: kernels, chains"
     )
+    parser.add_argument(
+        "--ignore-measurements",
+        action="store_true",
+        help="decide without what earlier runs with --tune measured on this device",
+    )
     parser.add_argument("--time", action="store_true", help="time the original and the result, for 20 seconds")
     parser.add_argument("--allow-tf32", action="store_true", help="compute fp32 attention's matmuls in TF32, on CUDA")
     parser.add_argument("--plan", type=Path, metavar="FILE", help="apply a saved plan instead of choosing")
@@ -271,6 +276,7 @@ def _run(arguments: argparse.Namespace) -> int:
         chains=arguments.chains,
         products=arguments.products == "on",
         tune=arguments.tune or 0.0,
+        ignore_measurements=arguments.ignore_measurements,
         plan=arguments.plan,
         save_plan=arguments.save_plan,
     )

@@ -6,6 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import reduce
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from stof import strict_json
@@ -15,6 +16,7 @@ from stof.selection import EVERY_ATTENTION, CandidateNames, owner_of
 if TYPE_CHECKING:
     from stof.prompts.loss import PromptLoss
     from stof.sparsify.report import SparsityReport
+    from stof.tuning_cache import EarlierMeasurements
     from stof.verification.model_times import ModelTimes
     from stof.verification.result import Comparison, Verification
 
@@ -124,12 +126,14 @@ class Section(ABC):
         rows: a row for each candidate, and for others that are none for a reason.
         is_explained_by_default: whether ``--explain`` without a pattern lists the op's candidates.
         loss: by how much next tokens change, of a section that changes outputs; None: not measured.
+        earlier: measurements of earlier runs that decided; None: none did.
     """
 
     names: ClassVar[CandidateNames]
     is_explained_by_default: ClassVar[bool] = False
     rows: Sequence[Row]
     loss: PromptLoss | None = None
+    earlier: EarlierMeasurements | None = None
 
     @property
     def replaced(self) -> int:
@@ -243,6 +247,12 @@ class Report:
         """How many candidates of all ops were replaced."""
         return sum(section.replaced for section in self.sections.values())
 
+    @property
+    def earlier_measurements(self) -> EarlierMeasurements | None:
+        """Measurements of earlier runs that decided about candidates of any op; None: none did."""
+        found = [s.earlier for s in self.sections.values() if s.earlier is not None]
+        return reduce(lambda a, b: a.join(b), found) if found else None
+
     def to_json(self) -> str:
         """Every fact as JSON; errors that are no number are the strings "inf" and "nan"."""
         data: dict[str, Any] = {"model": self.model, "output": self.output}
@@ -256,7 +266,14 @@ class Report:
         data["converted_opset"] = None if opsets is None else dict(zip(("from", "to"), opsets, strict=True))
         data["sparsify"] = None if self.sparsity is None else self.sparsity.to_json()
         data["times"] = None if self.times is None else self.times.to_json()
+        earlier = self.earlier_measurements
+        data["earlier_measurements"] = None if earlier is None else earlier.to_json()
         return strict_json.dumps(data, indent=2, default=str)
+
+    def choice_lines(self) -> list[str]:
+        """What decided besides the model and the options."""
+        earlier = self.earlier_measurements
+        return [] if earlier is None else [f"choices: {earlier.to_text()}"]
 
     def time_lines(self) -> list[str]:
         """What --time measured: the whole model, and one token of a decoder."""
@@ -278,6 +295,7 @@ class Report:
         if self.converted_opset is not None:
             before, after = self.converted_opset
             lines.append(f"opset: {before} -> {after} (the model was converted by onnx.version_converter)")
+        lines += self.choice_lines()
         lines += self._verification_lines()
         lines += self.time_lines()
         reasons = self._nothing_to_do()

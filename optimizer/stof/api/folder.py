@@ -87,7 +87,8 @@ class FolderReport:
                 lines.append(f"{name}: failed: {self.failures[name]}")
             else:
                 lines.append(f"{name}: {self.reports[name].summary()}")
-                lines += [f"  {line}" for line in self.reports[name].time_lines()]
+                report = self.reports[name]
+                lines += [f"  {line}" for line in (*report.choice_lines(), *report.time_lines())]
         if self.output:
             lines += [f"{len(self.others)} other files: copied", *self._library_lines(), f"written: {self.output}"]
         elif self.dry_run:

@@ -11,6 +11,7 @@ from typing import Any
 from stof.mask.draw_masks import MaskDrawing
 from stof.report import Gain, MaskPicture, PageRow, PageTable, Section, TileGrid
 from stof.selection import CandidateNames, NamedCandidate
+from stof.tuning_cache import EarlierMeasurements
 
 KEY = "sites"
 NAMES = CandidateNames("site")
@@ -58,6 +59,7 @@ class SiteSection(Section):
         rows: each site, and each softmax that is none.
         pictures: rows of tiles, by the mask's text, for the terminal and JSON.
         drawings: larger pictures for the report's page, by the mask's text; empty where no page is asked for.
+        earlier: measurements of earlier runs that decided; None: none did.
     """
 
     names = NAMES
@@ -65,6 +67,7 @@ class SiteSection(Section):
     rows: list[SiteReport] = field(default_factory=list)
     pictures: dict[str, list[str]] = field(default_factory=dict)
     drawings: dict[str, MaskDrawing] = field(default_factory=dict)
+    earlier: EarlierMeasurements | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {KEY: [asdict(row) for row in self.rows], "pictures": self.pictures}

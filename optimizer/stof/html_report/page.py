@@ -61,11 +61,13 @@ def _header(report: Report) -> str:
     if report.converted_opset is not None:
         cards.append(e.card("Opset", "{} → {}".format(*report.converted_opset), "the model was converted"))
     cards += [_speed_card(report, sections), _verification_card(report)]
+    earlier = report.earlier_measurements
     return "".join(
         [
             e.tag("h1", e.text(Path(report.model).name)),
             *(e.tag("p", e.text(words, 1000), class_="lede") for words in lede if words),
             e.tag("div", "".join(filter(None, cards)), class_="cards"),
+            "" if earlier is None else e.tag("p", e.text(f"Choices: {earlier.to_text()}", 1000), class_="callout"),
         ]
     )
 

@@ -34,6 +34,8 @@ code, .code { font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, monosp
 .card .value { font-size: clamp(1.15rem, 4.5vw, 1.45rem); font-weight: 650; line-height: 1.3; overflow-wrap: anywhere; }
 .card .more { color: var(--quiet); font-size: 0.85rem; overflow-wrap: anywhere; }
 .good .value { color: var(--good); } .bad .value { color: var(--bad); }
+.callout { background: var(--kept-soft); color: var(--kept); border-radius: 10px; padding: 0.6rem 1rem; margin-top: 0.75rem; }
+.callout { overflow-wrap: anywhere; }
 .masks { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(17rem, 100%), 1fr)); gap: 0.75rem; }
 .masks > .wide { grid-column: 1 / -1; }
 .mask { margin: 0; display: flex; flex-direction: column; gap: 0.5rem; }
