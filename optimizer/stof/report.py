@@ -276,12 +276,12 @@ class Report:
         return [] if earlier is None else [f"choices: {earlier.to_text()}"]
 
     def time_lines(self) -> list[str]:
-        """What --time measured: the whole model, and one token of a decoder."""
+        """What --time measured: the whole model, the longest inputs first, and one token of a decoder."""
         if self.times is None:
             return []
         token = self.times.token
-        of_token = [] if token is None else [f"measured, one token: {token.to_text()}"]
-        return [f"measured: {self.times.to_text()}", *of_token]
+        lines = [f"measured: {times.to_text()}" for times in reversed(self.times.lengths)]
+        return lines if token is None else [*lines, f"measured, one token: {token.to_text()}"]
 
     def to_text(self) -> str:
         """A table by kind of candidate, a picture of each distinct mask, and what was verified."""
