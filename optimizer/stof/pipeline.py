@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from stof import progress
+from stof.command_text import command_of
 from stof.errors import ArgumentError, ModelError, StofError, VerifyError, explained
 from stof.execution.given_inputs import GivenFeed, read_given_inputs
 from stof.execution.session_process import RuntimeFailure, has_onnxruntime
@@ -28,6 +29,7 @@ from stof.prompts.files import PromptSet, check_vocabulary, read_prompts
 from stof.prompts.loss import has_logits
 from stof.recursion import deep_recursion
 from stof.report import Report
+from stof.run_facts import RunFacts, collect_facts, count_bytes
 from stof.runtime.library import build_info
 from stof.selection import select
 from stof.sparsify.report import SparsityReport
@@ -62,7 +64,14 @@ def optimize(model: str | Path, output: str | Path | None = None, options: Optio
 
 
 def run(
-    source: Path, target: Path, options: Options, name: str, *, copies_unchanged: bool, is_output: bool = True
+    source: Path,
+    target: Path,
+    options: Options,
+    name: str,
+    *,
+    copies_unchanged: bool,
+    is_output: bool = True,
+    facts: RunFacts | None = None,
 ) -> Report:
     """Does the steps for one file; :func:`optimize` has the errors.
 
@@ -73,23 +82,30 @@ def run(
         name: of the model in the report.
         copies_unchanged: a model with nothing to replace is copied to ``target``.
         is_output: ``target`` is an output of the user's, which the report names; else a temporary file.
+        facts: of a run of which this is a part, and whose report has this one; None: it writes reports of its own.
     """
     report = Report(name, dry_run=options.dry_run or options.explain is not None, library=build_info())
+    is_part = facts is not None
+    command = command_of(name, replace(options, output=target if copies_unchanged else None))
+    report.facts = facts or collect_facts(command if name == str(source) else "", report.library, options.target)
     report.notes = missing_for(options, report.library)
     try:
         with deep_recursion():
             _optimize(report, source, target, options)
             if report.output is None and not report.dry_run and copies_unchanged:
                 _copy(report, source, target)
-    except VerifyError:
-        _write_report(report, options)
+    except VerifyError as error:
+        report.failure = str(error)
+        if not is_part:
+            _write_report(report, options)
         raise
     except OSError as error:  # a full disk where temporary files lie, for instance
         place = f"{error.filename}: " if error.filename else ""
         raise ArgumentError(f"{source} cannot be optimized: {place}{error.strerror or error}") from error
     if not is_output:
         report.output = None
-    _write_report(report, options)
+    if not is_part:
+        _write_report(report, options)
     return report
 
 
@@ -107,6 +123,7 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
     data = {f"external data {name!r}": source.parent / name for name in sorted(external_files(graph))}
     copies = {f"external data {c.location!r}": c.target for c in data_to_copy(graph, target, source)}
     _check_files(data, target, options, report.dry_run, copies)
+    _note_sizes(report, model_bytes=count_bytes(source, external_files(graph)))
     given = read_given_inputs(options.inputs, graph)
     job = Job(options, source, graph, report.library, plan, partial(_timed_step, report, source), selections)
     report.sections = {op.key: op.empty_section() for op in OPS}
@@ -202,6 +219,14 @@ def _copy(report: Report, source: Path, target: Path) -> None:
     with _timed(report, "write"):
         copy_model(model, target, source)
     report.output, report.copied = str(target), True
+    _note_sizes(report, output_bytes=count_bytes(target, external_files(model)))
+
+
+def _note_sizes(report: Report, model_bytes: int | None = None, output_bytes: int | None = None) -> None:
+    """Notes the sizes of files that are known now."""
+    if (facts := report.facts) is not None:
+        read, written = model_bytes or facts.model_bytes, output_bytes or facts.output_bytes
+        report.facts = replace(facts, model_bytes=read, output_bytes=written)
 
 
 def _load_plan(options: Options) -> Plan | None:
@@ -303,8 +328,9 @@ def _verify_and_write(
     _measure_loss(report, job, stages, target)
     report.nodes_after = len(final.graph.node)
     with _timed(report, "write"):
-        save(final, target, job.source)
+        data_files = save(final, target, job.source)
     report.output = str(target)
+    _note_sizes(report, output_bytes=count_bytes(target, data_files))
     if job.options.time:
         with _timed(report, "time"):
             _time_models(report, job, stages, target)

@@ -15,6 +15,7 @@ from stof.selection import EVERY_ATTENTION, CandidateNames, owner_of
 
 if TYPE_CHECKING:
     from stof.prompts.loss import PromptLoss
+    from stof.run_facts import RunFacts
     from stof.sparsify.report import SparsityReport
     from stof.tuning_cache import EarlierMeasurements
     from stof.verification.model_times import ModelTimes
@@ -215,6 +216,8 @@ class Report:
     notes: tuple[str, ...] = ()  # what this installation lacks for the target
     copied: bool = False  # nothing was replaced: the output is a copy of the model
     sparsity: SparsityReport | None = None  # what --sparsify did
+    failure: str = ""  # why verification failed
+    facts: RunFacts | None = None  # how, when and where it was made
     converted_opset: tuple[int, int] | None = None  # opsets of the model and of the result, where it was converted
 
     def rows(self, key: str) -> list[Any]:
@@ -266,6 +269,7 @@ class Report:
         data["converted_opset"] = None if opsets is None else dict(zip(("from", "to"), opsets, strict=True))
         data["sparsify"] = None if self.sparsity is None else self.sparsity.to_json()
         data["times"] = None if self.times is None else self.times.to_json()
+        data["run"] = None if self.facts is None else self.facts.to_json()
         earlier = self.earlier_measurements
         data["earlier_measurements"] = None if earlier is None else earlier.to_json()
         return strict_json.dumps(data, indent=2, default=str)
