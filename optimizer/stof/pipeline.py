@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -72,6 +72,7 @@ def run(
     copies_unchanged: bool,
     is_output: bool = True,
     facts: RunFacts | None = None,
+    when_failed: Callable[[Report], None] | None = None,
 ) -> Report:
     """Does the steps for one file; :func:`optimize` has the errors.
 
@@ -83,6 +84,7 @@ def run(
         copies_unchanged: a model with nothing to replace is copied to ``target``.
         is_output: ``target`` is an output of the user's, which the report names; else a temporary file.
         facts: of a run of which this is a part, and whose report has this one; None: it writes reports of its own.
+        when_failed: gets the report where verification fails.
     """
     report = Report(name, dry_run=options.dry_run or options.explain is not None, library=build_info())
     is_part = facts is not None
@@ -96,6 +98,8 @@ def run(
                 _copy(report, source, target)
     except VerifyError as error:
         report.failure = str(error)
+        if when_failed is not None:
+            when_failed(report)
         if not is_part:
             _write_report(report, options)
         raise
@@ -224,9 +228,8 @@ def _copy(report: Report, source: Path, target: Path) -> None:
 
 def _note_sizes(report: Report, model_bytes: int | None = None, output_bytes: int | None = None) -> None:
     """Notes the sizes of files that are known now."""
-    if (facts := report.facts) is not None:
-        read, written = model_bytes or facts.model_bytes, output_bytes or facts.output_bytes
-        report.facts = replace(facts, model_bytes=read, output_bytes=written)
+    if report.facts is not None:
+        report.facts = report.facts.with_sizes(model_bytes, output_bytes)
 
 
 def _load_plan(options: Options) -> Plan | None:

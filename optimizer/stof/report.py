@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from stof.verification.result import Comparison, Verification
 
 _MAX_LINES = 4
+SLOWER_ADVICE = (
+    "What to do: --tune SECONDS measures on this machine which operators gain from fusion; --shape NAME=N..M states the "
+    "lengths in use, and sites that lose there stay as they are; at these sizes the original is the better one"
+)
 
 
 class Row(Protocol):
@@ -60,12 +64,14 @@ class PageTable:
         columns: headings of the cells behind name and result.
         rows: one for each candidate.
         code: the columns whose cells are code, by index.
+        group: the column by which rows are grouped, by index; None: they stay in the order of the graph.
     """
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[PageRow, ...]
     code: frozenset[int] = frozenset()
+    group: int | None = None
 
 
 @dataclass(frozen=True)
@@ -104,19 +110,25 @@ class MaskPicture:
 
 @dataclass(frozen=True)
 class Gain:
-    """The time of replaced nodes over that of the op: one bar of the report's page.
+    """The time of replaced nodes over that of the op: one bar of the report's page, and one line of its chart.
 
     Attributes:
         label: what was replaced.
         count: how many times.
         factor: the quotient of the times.
         measured: whether they were measured, not estimated.
+        advice: what to do where the factor is below 1.
+        points: the factor at several lengths, ascending; empty where it is known at one.
+        curve: the label of these.
     """
 
     label: str
     count: int
     factor: float
     measured: bool
+    advice: str = ""
+    points: tuple[tuple[int, float], ...] = ()
+    curve: str = ""
 
 
 class Section(ABC):
@@ -312,8 +324,17 @@ class Report:
         else:
             lines.append(f"nothing to do: {reasons}; no file was written")
         lines += [f"hint: {hint}" for s in sections for hint in s.hints()]
+        lines += self._slower_lines()
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(map(shown, lines))
+
+    def _slower_lines(self) -> list[str]:
+        """What to do where --time found the result slower than the original."""
+        if self.times is None:
+            return []
+        timed = [*reversed(self.times.lengths), *filter(None, [self.times.token])]
+        slower = [t.inputs for t in timed if t.is_slower]
+        return [f"hint: slower than the original at {'; '.join(slower)}. {SLOWER_ADVICE}"] if slower else []
 
     def summary(self) -> str:
         """One line: what was replaced, or why nothing was, and whether it was verified."""

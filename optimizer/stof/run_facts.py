@@ -8,7 +8,7 @@ import importlib.util
 import platform
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,12 @@ class RunFacts:
     versions: Mapping[str, str]
     model_bytes: int | None = None
     output_bytes: int | None = None
+
+    def with_sizes(self, model_bytes: int | None, output_bytes: int | None) -> RunFacts:
+        """The same with the sizes of files, those that are None as they were."""
+        return replace(
+            self, model_bytes=model_bytes or self.model_bytes, output_bytes=output_bytes or self.output_bytes
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Every fact by its key in the report's JSON."""

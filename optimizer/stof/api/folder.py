@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,17 @@ import onnx
 from stof import progress, strict_json
 from stof.api.genai_config import GENAI_CONFIG, GenaiConfig, show_key
 from stof.api.library_copies import plan_copies, read_configs
+from stof.command_text import command_of
 from stof.errors import ArgumentError, StofError, shown
 from stof.files import check_outputs, stat_file, temporary_file, temporary_folder, write_text
 from stof.graph.external_data import external_files
 from stof.graph.load_save import load
+from stof.html_report import folder_to_html
 from stof.options import Options
 from stof.pipeline import run
 from stof.report import Report
-from stof.runtime.library import library_path
+from stof.run_facts import RunFacts, collect_facts
+from stof.runtime.library import build_info, library_path
 from stof.selection import EVERY_ATTENTION, owner_of
 
 _SUFFIX = ".onnx"
@@ -37,7 +41,6 @@ _OF_ONE_MODEL = {
     "masks": "--mask",
     "plan": "--plan",
     "save_plan": "--save-plan",
-    "report": "--report",
     "inputs": "--inputs",
 }
 
@@ -52,10 +55,12 @@ class FolderReport:
         dry_run: nothing was to be written.
         reports: of models, by their path in the folder.
         failures: the errors of models, likewise.
+        failed_reports: of models that failed once they were analyzed.
         others: paths of files that are no models, nor external data of models.
         libraries: paths of copies of the plugin library.
         registrations: by the path of a ``genai_config.json``, its keys that name the library.
         notes: what the user should know.
+        facts: how, when and where the report was made.
     """
 
     folder: str
@@ -63,10 +68,17 @@ class FolderReport:
     dry_run: bool = False
     reports: dict[str, Report] = field(default_factory=dict)
     failures: dict[str, StofError] = field(default_factory=dict)
+    failed_reports: dict[str, Report] = field(default_factory=dict)
     others: list[str] = field(default_factory=list)
     libraries: list[str] = field(default_factory=list)
     registrations: dict[str, tuple[str, ...]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    facts: RunFacts | None = None
+
+    @property
+    def analyzed(self) -> dict[str, Report]:
+        """The reports of all models that were analyzed, also of those that failed afterwards."""
+        return {**self.reports, **self.failed_reports}
 
     @property
     def exit_code(self) -> int:
@@ -90,15 +102,18 @@ class FolderReport:
                 report = self.reports[name]
                 lines += [f"  {line}" for line in (*report.choice_lines(), *report.time_lines())]
         if self.output:
-            lines += [f"{len(self.others)} other files: copied", *self._library_lines(), f"written: {self.output}"]
+            lines += [f"{len(self.others)} other files: copied", *self.library_lines(), f"written: {self.output}"]
         elif self.dry_run:
             lines.append("dry run: no file was written")
         else:
             lines.append(self.failure)
-        notes = dict.fromkeys([*self.notes, *(note for report in self.reports.values() for note in report.notes)])
-        return "\n".join(shown(line) for line in [*lines, *(f"note: {note}" for note in notes)])
+        return "\n".join(shown(line) for line in [*lines, *(f"note: {note}" for note in self.all_notes())])
 
-    def _library_lines(self) -> list[str]:
+    def all_notes(self) -> list[str]:
+        """The folder's notes and those of its models, each once."""
+        return list(dict.fromkeys([*self.notes, *(note for r in self.reports.values() for note in r.notes)]))
+
+    def library_lines(self) -> list[str]:
         """Where the plugin library is, and who registers it."""
         folders = {Path(config).parent for config in self.registrations}
         lines = []
@@ -136,6 +151,7 @@ class FolderReport:
             "libraries": self.libraries,
             "registrations": self.registrations,
             "notes": self.notes,
+            "run": None if self.facts is None else self.facts.to_json(),
         }
         return strict_json.dumps(data, indent=2, default=str)
 
@@ -179,9 +195,12 @@ def optimize_folder(
     models = [f for f in files if f.suffix == _SUFFIX]
     if not models:
         raise ArgumentError(f"{source} holds no .onnx file")
-    if options.json is not None:
-        check_outputs({f"input {f}": source / f for f in files}, {"report": options.json})
-    report = FolderReport(str(source), dry_run=is_dry)
+    written = {"report": options.json, "HTML report": options.report}
+    given = {name: path for name, path in written.items() if path is not None}
+    if given:
+        check_outputs({f"input {f}": source / f for f in files}, given)
+    command = command_of(str(source), replace(options, output=None if is_dry else target))
+    report = FolderReport(str(source), dry_run=is_dry, facts=collect_facts(command, build_info(), options.target))
     configs = read_configs(source, files)
     known = frozenset(files)
     report.notes += [
@@ -198,6 +217,8 @@ def optimize_folder(
         _write(steps, files, target, configs)
     if options.json is not None:
         write_text("report", options.json, [report.to_json()])
+    if options.report is not None:
+        write_text("HTML report", options.report, [folder_to_html(report)])
     return report
 
 
@@ -211,6 +232,7 @@ def _write(steps: _FolderRun, files: Sequence[Path], target: Path, configs: Mapp
             if report.failures:
                 for model in report.reports.values():
                     model.output, model.copied = None, False
+                    model.facts = None if model.facts is None else replace(model.facts, output_bytes=None)
                 return
             copies = plan_copies(new, steps.models, configs, steps.target)
             for path in files:
@@ -289,7 +311,15 @@ class _FolderRun:
             target.parent.mkdir(parents=True, exist_ok=True)
             try:
                 with progress.step(str(path)):
-                    report = run(source, target, options, str(source), copies_unchanged=folder is not None)
+                    report = run(
+                        source,
+                        target,
+                        options,
+                        str(source),
+                        copies_unchanged=folder is not None,
+                        facts=self.report.facts,
+                        when_failed=partial(self.report.failed_reports.__setitem__, str(path)),
+                    )
             except StofError as error:
                 if folder is not None:
                     error.args = (str(error).replace(str(folder), str(shown_as)),)

@@ -127,6 +127,7 @@ class AttentionRewrite(OpRewrite[tuple[Scope, ...], AttentionDecisions]):
         decided = AttentionDecisions(found, tuple(choices), section)
         section.pictures = _pictures(decided.rewrites)
         if job.options.report is not None:
+            section.curves = {c.report.site: c.curve for c in choices if c.curve}
             section.drawings = draw_masks((r.site, r.mask) for r in decided.rewrites)
         return decided
 

@@ -7,6 +7,7 @@ from stof.cached_attention.block_layout import BlockLayout
 from stof.cached_attention.site import CacheSite
 
 REPORT_LENGTH = 4096  # keys in the cache at which the report's gain is given
+_CURVE = (128, 512, 1024, 2048, 4096, 8192)  # the same for the report's chart
 # ONNX Runtime's CPU kernel reads keys and values once for each query head, also those outside of a window. The further heads
 # of a group find them in a CPU cache, at this share of the time of the first read.
 _REREAD = 0.35
@@ -17,10 +18,16 @@ _MASKED = 1.25  # the time of its SparseAttention, which computes and masks all 
 _CUDA_DENSE, _CUDA_WINDOW = 1.05, 1.2
 
 
-def estimate_gain(site: CacheSite, target: str) -> tuple[float, int]:
-    """The runtime's time over the operator's for one new token of a sequence, and the number of keys before it."""
+def estimate_gain(site: CacheSite, target: str, keys: int = REPORT_LENGTH) -> tuple[float, int]:
+    """The runtime's time over the operator's for one new token of a sequence, and the number of keys before it.
+
+    Args:
+        site: the node.
+        target: that choices are for.
+        keys: before the token, where the cache may hold so many.
+    """
     capacity = site.capacity.constant
-    length = REPORT_LENGTH
+    length = keys
     if site.sliding:
         length = capacity or site.window
     elif capacity:
@@ -28,15 +35,23 @@ def estimate_gain(site: CacheSite, target: str) -> tuple[float, int]:
     if site.layout is not None:
         return _estimate_sparse(site, site.layout, min(length, site.layout.length), target)
     if site.declared is not None:
-        keys = site.declared.facts.read_density * length
+        read = site.declared.facts.read_density * length
         rate = _CUDA_DENSE if target == "cuda" else 1 + _REREAD * (site.num_heads // site.kv_num_heads - 1)
-        return (rate * length + _FIXED) / (keys + _FIXED), length
+        return (rate * length + _FIXED) / (read + _FIXED), length
     is_narrow = 0 < site.window < length and not site.sliding
     if target == "cuda":
         return (_CUDA_WINDOW if is_narrow else _CUDA_DENSE), length
     group = site.num_heads // site.kv_num_heads
-    keys = min(site.window, length) if site.window else length
-    return ((1 + _REREAD * (group - 1)) * length + _FIXED) / (keys + _FIXED), length
+    attended = min(site.window, length) if site.window else length
+    return ((1 + _REREAD * (group - 1)) * length + _FIXED) / (attended + _FIXED), length
+
+
+def estimate_curve(site: CacheSite, target: str) -> tuple[tuple[int, float], ...]:
+    """The same at several numbers of keys, for the report's page; empty where it is known at one."""
+    if site.declared is not None:  # its density is known at one length
+        return ()
+    found = {length: gain for gain, length in (estimate_gain(site, target, keys) for keys in _CURVE)}
+    return tuple(sorted(found.items())) if len(found) > 1 else ()
 
 
 def _estimate_sparse(site: CacheSite, layout: BlockLayout, length: int, target: str) -> tuple[float, int]:

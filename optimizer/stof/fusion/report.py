@@ -63,7 +63,13 @@ class ChainSection(Section):
             if c.replaced and c.gain is not None:
                 groups[(c.operators, c.gain, c.measured)] += 1
         return [
-            Gain(f"chain of {operators}", count, gain, measured)
+            Gain(
+                f"chain of {operators}",
+                count,
+                gain,
+                measured,
+                "--skip 'chain:NAME' leaves one; --chains off all of them",
+            )
             for (operators, gain, measured), count in groups.items()
         ]
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from stof.verification.result import Comparison, Verification
 
 _MOST_ROWS = 300
+_MOST_VISIBLE = 20  # rows that stay visible: failures first, then the largest shares
 
 
 def verification_words(report: Report) -> tuple[str, str, str]:
@@ -39,12 +40,16 @@ def verification_part(report: Report) -> str:
     more = f"{len(left)} more comparisons, the worst at {100 * worst_left:.3g} % of what is allowed."
     headings = ("result", "what", "difference", "allowed", "share", "compared")
     worst = max(map(_share, ranked))
+    hidden = len(rows) > _MOST_VISIBLE
     summary = f"{len(ranked)} comparisons, the worst at {100 * worst:.3g} % of what is allowed"
     return "".join(
         [
             e.tag("h2", "Verification"),
             *(e.tag("p", e.text(words), class_="quiet") for words in _sentences(found)),
-            e.table(headings, rows, summary),
+            e.table(headings, [e.RowGroup(rows[:_MOST_VISIBLE])], summary),
+            e.fold(f"{summary}: the others", e.table(headings, [e.RowGroup(rows[_MOST_VISIBLE:])], ""))
+            if hidden
+            else "",
             e.tag("p", e.text(more), class_="quiet") if left else "",
         ]
     )
@@ -94,7 +99,7 @@ def _row(comparison: Comparison) -> list[str]:
         e.tag("td", what, class_="text long"),
         e.tag("td", f"{comparison.difference:.2e}", class_="number"),
         e.tag("td", f"{comparison.budget:.2e}", class_="number"),
-        e.tag("td", meter + percent, class_="short"),
+        e.tag("td", meter + percent, class_="short share"),
         e.tag("td", e.text(coverage), class_="text"),
     ]
 
