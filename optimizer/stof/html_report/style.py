@@ -123,12 +123,18 @@ dt { color: var(--quiet); } dd { margin: 0; overflow-wrap: anywhere; }
   * { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
   body { font-size: 10pt; }
   main { max-width: none; padding: 0; }
-  h1, h2, h3, .lede, .legend, summary { break-after: avoid; }
+  h1, h2, h3, h2 + p, .lede, .legend, summary, tr.group { break-after: avoid; }
   h2 { margin: 1.25rem 0 0.5rem; }
   .card, .mask, .callout, .bars > div, tr { break-inside: avoid; }
   .card.flow, .scroll { break-inside: auto; }
-  .masks { display: flex; flex-wrap: wrap; } .masks > .mask { width: 15rem; } .masks > .wide { width: 100%; }
-  .canvas { height: 12rem; }
+  .cards { grid-template-columns: repeat(auto-fit, minmax(8rem, 1fr)); gap: 0.4rem; margin-top: 0.75rem; }
+  .card { padding: 0.4rem 0.6rem; } .card .value { font-size: 11pt; }
+  .masks { display: flex; flex-wrap: wrap; } .masks > .mask { width: 48%; flex-direction: row; font-size: 9pt; }
+  .masks > .mask > .plots { flex: none; width: 8rem; } .masks > .mask > figcaption { min-width: 0; }
+  .masks > .wide { width: 100%; flex-direction: column; } .masks > .wide > .plots { width: 100%; }
+  .wide .plot { max-width: 9rem; }
+  .bars { gap: 0.5rem; } .bar-title { font-size: 9pt; }
+  .canvas { height: 7.5rem; margin-bottom: 1.5rem; }
   .scroll { overflow: visible; border: 0; border-radius: 0; }
   thead { display: table-header-group; }
   table { font-size: 8pt; }
@@ -137,6 +143,5 @@ dt { color: var(--quiet); } dd { margin: 0; overflow-wrap: anywhere; }
   details dl { grid-template-columns: repeat(2, max-content minmax(0, 1fr)); font-size: 8pt; }
   td.text, td.long, td.layers { min-width: 0; }
   details::details-content { content-visibility: visible; display: block; block-size: auto; }
-  .model { break-before: page; border-top: 0; }
 }
 """
