@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +29,7 @@ from stof.options import Options
 from stof.report import Report, Section
 from stof.selection import CandidateNames
 from stof.verification.model_times import ModelTimes, RunTimes
-from stof.verification.result import Comparison, Coverage, Verification
+from stof.verification.result import Comparison, Coverage, SkippedCase, Verification
 
 HOSTILE = [
     "<script>alert(1)</script>",
@@ -334,3 +335,27 @@ def test_sizes_count_external_data(tmp_path: Path) -> None:
     own = [(tmp_path / name).stat().st_size for name in ("m.onnx", "out.onnx", "m.data")]
     assert (report.facts.model_bytes, report.facts.output_bytes) == (own[0] + own[2], own[1] + own[2])
     assert json.loads(report.to_json())["run"]["model_bytes"] == own[0] + own[2]
+
+
+def test_what_was_not_compared_stays_visible() -> None:
+    """Sets of inputs and sites that were left out are sentences above the table, not rows of a closed one."""
+    rows = [Comparison(f"output {i}", 0.1 + i / 1000, 1.0, True, coverage=Coverage(9)) for i in range(40)]
+    skipped = [SkippedCase("batch 2, length 4096", "memory"), *(SkippedCase(f"case {i}", "time") for i in range(20))]
+    found = Verification(
+        [*rows, Comparison("wrong", 2.0, 1.0, False, coverage=Coverage(9))], complete=False, cases=["a"], skipped=skipped,
+        sites_left=7, quantized=True, sliced=True,
+    )  # fmt: skip
+    page = to_html(report_of(SiteSection([site()]), verification=found))
+    visible = " ".join(re.sub("<[^>]+>", " ", page[: page.index("<details>")]).split())
+    for words in (
+        "A limit ended verification",
+        "1 of 22 sets of inputs were compared; not batch 2, length 4096 (memory); case 0 (time)",
+        "and 9 more",
+        "No time was left to compare 7 sites",
+        "an argmax or a length that is decided by rounding may flip",
+        "ran on slices of its queries",
+        "failed wrong",
+        "passed output 39",
+    ):
+        assert words in visible
+    assert "output 0" not in visible

@@ -99,7 +99,7 @@ def _thin(ticks: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
 def _lines(series: Sequence[Series], x: _Scale, y: _Scale, ticks: Sequence[float]) -> str:
     """The grid, the region of losses, and a line for each series."""
     loss = 100 * (1 - y.of(1.0))
-    drawn = [f'<rect class="loss" y="{loss:.2f}" width="100" height="{100 - loss:.2f}"/>']
+    drawn = [f'<rect class="losses" y="{loss:.2f}" width="100" height="{100 - loss:.2f}"/>']
     for gain in ticks:
         kind = "one" if gain == 1.0 else "grid"
         drawn.append(f'<path class="{kind}" d="M0 {100 * (1 - y.of(gain)):.2f}h100"/>')

@@ -73,11 +73,8 @@ def _timed(report: Report) -> list[tuple[str, ModelTimes]]:
 
 def _advice(timed: Sequence[tuple[str, ModelTimes]], gains: Sequence[Gain]) -> str:
     """What to do about each gain below 1."""
-    lines = [
-        f"{what}, {times.inputs}: {times.speedup:.2f}×, slower than the original. {SLOWER_ADVICE}"
-        for what, times in timed
-        if is_loss(times.speedup)
-    ]
+    slower = [f"{what}, {t.inputs}: {t.speedup:.2f}×" for what, t in timed if is_loss(t.speedup)]
+    lines = [f"Slower than the original: {'; '.join(slower)}. {SLOWER_ADVICE}"] if slower else []
     for gain in gains:
         lost = [f"{factor:.2f}× at {length}" for length, factor in gain.points if is_loss(factor)]
         if is_loss(gain.factor) or lost:

@@ -46,7 +46,7 @@ code, .code { font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, monosp
 .canvas svg { position: absolute; inset: 0; width: 100%; height: 100%; border: 1px solid var(--line); overflow: visible; }
 .canvas path { fill: none; vector-effect: non-scaling-stroke; stroke-width: 2; }
 .canvas .grid { stroke: var(--line); stroke-width: 1; } .canvas .one { stroke: var(--quiet); stroke-width: 1.5; }
-.canvas .loss { fill: var(--bad-soft); opacity: 0.55; }
+.canvas .losses { fill: var(--bad-soft); opacity: 0.55; }
 .canvas .estimated.line { stroke-dasharray: 5 4; }
 .canvas span { position: absolute; font-size: 0.78rem; line-height: 1; white-space: nowrap; }
 .canvas .tick { color: var(--quiet); font-variant-numeric: tabular-nums; }

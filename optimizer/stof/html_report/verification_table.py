@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from stof.verification.result import Comparison, Verification
 
 _MOST_ROWS = 300
+_MOST_SKIPPED = 12
 _MOST_VISIBLE = 20  # rows that stay visible: failures first, then the largest shares
 
 
@@ -45,7 +46,7 @@ def verification_part(report: Report) -> str:
     return "".join(
         [
             e.tag("h2", "Verification"),
-            *(e.tag("p", e.text(words), class_="quiet") for words in _sentences(found)),
+            *(e.tag("p", e.text(words, 2000), class_="quiet") for words in _sentences(found)),
             e.table(headings, [e.RowGroup(rows[:_MOST_VISIBLE])], summary),
             e.fold(f"{summary}: the others", e.table(headings, [e.RowGroup(rows[_MOST_VISIBLE:])], ""))
             if hidden
@@ -62,6 +63,13 @@ def _sentences(found: Verification) -> list[str]:
     ]
     if not found.complete:
         words.append("A limit ended verification before all inputs were run (--verify-budget, --verify-memory).")
+    if found.skipped:
+        ran = f"{len(found.cases)} of {len(found.cases) + len(found.skipped)} sets of inputs were compared"
+        left = len(found.skipped) - _MOST_SKIPPED
+        skipped = "; ".join(f"{s.case} ({s.reason})" for s in found.skipped[:_MOST_SKIPPED])
+        words.append(f"{ran}; not {skipped}{f'; and {left} more' if left > 0 else ''}.")
+    if found.sites_left:
+        words.append(f"No time was left to compare {found.sites_left} sites by themselves.")
     if others := sum(not c.comparable for c in found.comparisons):
         words.append(
             f"{others} outputs are not comparable: the original's own runs differ by as much as the numbers vary."
@@ -69,6 +77,13 @@ def _sentences(found: Verification) -> list[str]:
     if found.expanded:
         words.append(
             "ONNX Runtime does not run fused attention nodes of the original: it ran with them expanded to standard nodes."
+        )
+    if found.sliced:
+        words.append("To fit the memory, the original's attention ran on slices of its queries.")
+    if found.quantized:
+        words.append(
+            "Dynamically quantized: compared beside the spread of the original's own runs; an argmax or a length that is "
+            "decided by rounding may flip."
         )
     if found.widened:
         words.append("Half precision: both models ran widened to fp32, the operator of each site in its own type.")
