@@ -20,7 +20,7 @@ from stof.selection import EVERY_ATTENTION
 from stof.terminal import OutputError, Parser, complain, run_command, say
 
 if TYPE_CHECKING:
-    from stof.api.folder import FolderReport
+    from stof.folder_report import FolderReport
     from stof.report import Report
 
 _GARBAGE = 50_000  # new objects before the next look for what cannot be reached

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 
 from stof import progress
-from stof.command_text import command_of
 from stof.errors import ArgumentError, ModelError, StofError, VerifyError, explained
 from stof.execution.given_inputs import GivenFeed, read_given_inputs
 from stof.execution.session_process import RuntimeFailure, has_onnxruntime
@@ -29,7 +28,8 @@ from stof.prompts.files import PromptSet, check_vocabulary, read_prompts
 from stof.prompts.loss import has_logits
 from stof.recursion import deep_recursion
 from stof.report import Report
-from stof.run_facts import RunFacts, collect_facts, count_bytes
+from stof.run_facts.command import command_of
+from stof.run_facts.facts import RunFacts, collect_facts, count_bytes
 from stof.runtime.library import build_info
 from stof.selection import select
 from stof.sparsify.report import SparsityReport

@@ -15,7 +15,7 @@ from stof.selection import EVERY_ATTENTION, CandidateNames, owner_of
 
 if TYPE_CHECKING:
     from stof.prompts.loss import PromptLoss
-    from stof.run_facts import RunFacts
+    from stof.run_facts.facts import RunFacts
     from stof.sparsify.report import SparsityReport
     from stof.tuning_cache import EarlierMeasurements
     from stof.verification.model_times import ModelTimes

@@ -20,8 +20,8 @@ from typing import Any
 
 from stof import strict_json
 from stof.errors import ArgumentError
-from stof.machine import cpu_name, usable_cores
 from stof.options import Options
+from stof.run_facts.machine import cpu_name, usable_cores
 
 VERSION = 1
 OPTION = "--ignore-measurements"

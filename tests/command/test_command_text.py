@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from stof import cli
-from stof.command_text import command_of
 from stof.options import Options
+from stof.run_facts.command import command_of
 
 CHANGED: dict[str, Any] = {
     "output": Path("a folder/out.onnx"),

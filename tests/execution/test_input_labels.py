@@ -3,12 +3,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from stof.execution.input_labels import describe_sizes
+import build
+from stof.execution.case import Case, Padding
+from stof.execution.input_labels import describe_feeds
+from stof.verification.model_inputs import default_inputs
 
 Shape = tuple[int | str | None, ...]
 
@@ -18,7 +23,7 @@ def _value(name: str, shape: Shape | None) -> onnx.ValueInfoProto:
 
 
 def _words(inputs: dict[str, tuple[Shape | None, np.ndarray]]) -> str:
-    return describe_sizes(
+    return describe_feeds(
         [_value(n, shape) for n, (shape, _) in inputs.items()], {n: a for n, (_, a) in inputs.items()}
     )
 
@@ -64,3 +69,25 @@ def test_an_exporter_that_names_each_length_apart() -> None:
 def test_a_label_of_many_inputs_is_short() -> None:
     inputs = {f"x{i}": ((1, i + 1), _of(1, i + 1)) for i in range(100)}
     assert _words(inputs).endswith("x5 [1, 6], 94 others")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("narrow/bert.dynamo.sdpa", "batch 2, sequence 53, padded left"),
+        ("zoo/qwen3-fixed.dynamo.sdpa", "input_ids, attention_mask [2, 48], padded left"),
+        ("zoo/llama-cached.dynamo.sdpa", "batch 2, sequence 53, total 80, past 27, padded left"),
+        ("zoo/whisper.dynamo.sdpa", "batch 2, target 53, input_features [2, 16, 100], padded left"),
+        ("zoo/vit-features.optimum.sdpa", "batch_size 2, num_channels 3, height 48, width 48, padded left"),
+    ],
+)
+def test_inputs_of_verification_have_the_names_of_the_model(name: str, words: str) -> None:
+    """A "length 53" of an image model, or of fixed sizes, was a length that no input has."""
+    inputs = default_inputs(build.load_graph(name))
+    named = inputs.name_sizes(Case(2, 53, Padding.LEFT))
+    assert str(named) == words
+    assert named == Case(2, 53, Padding.LEFT)
+    assert (
+        str(replace(named, batch=1)) == "batch 1, length 53, padded left"
+    )  # what was said of other sizes counts no more
+    assert str(inputs.name_sizes(Case(2, 53, Padding.LEFT, given="a.npz"))) == "inputs a.npz"

@@ -15,7 +15,8 @@ from tests.helpers.several_masks import model_with_masks
 from tests.html_report.strict_page import parse, text_of
 
 from stof import cli
-from stof.api.folder import FolderReport, optimize_folder
+from stof.api.folder import optimize_folder
+from stof.folder_report import FolderReport
 from stof.html_report import folder_to_html
 from stof.options import Options
 from stof.report import Report

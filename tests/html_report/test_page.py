@@ -24,9 +24,9 @@ from stof.errors import VerifyError
 from stof.fusion.apply import ChainReport
 from stof.fusion.report import ChainSection
 from stof.html_report import to_html
-from stof.machine import cpu_name, usable_cores
 from stof.options import Options
 from stof.report import Report, Section
+from stof.run_facts.machine import cpu_name, usable_cores
 from stof.selection import CandidateNames
 from stof.verification.model_times import ModelTimes, RunTimes
 from stof.verification.result import Comparison, Coverage, SkippedCase, Verification

@@ -7,29 +7,27 @@ The plugin library is copied beside models that need it, and ONNX Runtime GenAI'
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import onnx
 
-from stof import progress, strict_json
+from stof import progress
 from stof.api.genai_config import GENAI_CONFIG, GenaiConfig, show_key
 from stof.api.library_copies import plan_copies, read_configs
-from stof.command_text import command_of
-from stof.errors import ArgumentError, StofError, shown
+from stof.errors import ArgumentError, StofError
 from stof.files import check_outputs, stat_file, temporary_file, temporary_folder, write_text
+from stof.folder_report import FolderReport
 from stof.graph.external_data import external_files
 from stof.graph.load_save import load
 from stof.html_report import folder_to_html
 from stof.options import Options
 from stof.pipeline import run
-from stof.report import Report
-from stof.run_facts import RunFacts, collect_facts
+from stof.run_facts.command import command_of
+from stof.run_facts.facts import collect_facts
 from stof.runtime.library import build_info, library_path
 from stof.selection import EVERY_ATTENTION, owner_of
 
@@ -43,117 +41,6 @@ _OF_ONE_MODEL = {
     "save_plan": "--save-plan",
     "inputs": "--inputs",
 }
-
-
-@dataclass
-class FolderReport:
-    """What became of each file of a folder.
-
-    Attributes:
-        folder: the one that was read.
-        output: the one that was written; None: nothing was written.
-        dry_run: nothing was to be written.
-        reports: of models, by their path in the folder.
-        failures: the errors of models, likewise.
-        failed_reports: of models that failed once they were analyzed.
-        others: paths of files that are no models, nor external data of models.
-        libraries: paths of copies of the plugin library.
-        registrations: by the path of a ``genai_config.json``, its keys that name the library.
-        notes: what the user should know.
-        facts: how, when and where the report was made.
-    """
-
-    folder: str
-    output: str | None = None
-    dry_run: bool = False
-    reports: dict[str, Report] = field(default_factory=dict)
-    failures: dict[str, StofError] = field(default_factory=dict)
-    failed_reports: dict[str, Report] = field(default_factory=dict)
-    others: list[str] = field(default_factory=list)
-    libraries: list[str] = field(default_factory=list)
-    registrations: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    facts: RunFacts | None = None
-
-    @property
-    def analyzed(self) -> dict[str, Report]:
-        """The reports of all models that were analyzed, also of those that failed afterwards."""
-        return {**self.reports, **self.failed_reports}
-
-    @property
-    def exit_code(self) -> int:
-        """0, or the largest exit status of a failure."""
-        return max((e.exit_code for e in self.failures.values()), default=0)
-
-    @property
-    def failure(self) -> str:
-        """One line on what failed; empty where nothing did."""
-        count, models = len(self.failures), len(self.failures) + len(self.reports)
-        return f"{count} of {models} models failed; nothing was written" if count else ""
-
-    def to_text(self) -> str:
-        """A line for each model and its times, one for the other files, and what was written."""
-        lines = []
-        for name in sorted({*self.reports, *self.failures}):
-            if name in self.failures:
-                lines.append(f"{name}: failed: {self.failures[name]}")
-            else:
-                lines.append(f"{name}: {self.reports[name].summary()}")
-                report = self.reports[name]
-                lines += [f"  {line}" for line in (*report.choice_lines(), *report.time_lines())]
-        if self.output:
-            lines += [f"{len(self.others)} other files: copied", *self.library_lines(), f"written: {self.output}"]
-        elif self.dry_run:
-            lines.append("dry run: no file was written")
-        else:
-            lines.append(self.failure)
-        return "\n".join(shown(line) for line in [*lines, *(f"note: {note}" for note in self.all_notes())])
-
-    def all_notes(self) -> list[str]:
-        """The folder's notes and those of its models, each once."""
-        return list(dict.fromkeys([*self.notes, *(note for r in self.reports.values() for note in r.notes)]))
-
-    def library_lines(self) -> list[str]:
-        """Where the plugin library is, and who registers it."""
-        folders = {Path(config).parent for config in self.registrations}
-        lines = []
-        for name in self.libraries:
-            path = Path(self.output or "", name)
-            how = (
-                "onnxruntime_genai loads it by itself"
-                if Path(name).parent in folders
-                else f"register it with the session's options: options.register_custom_ops_library({str(path)!r})"
-            )
-            lines.append(f"{name}: copied; {how}")
-        return lines + [
-            f"{config}: {', '.join(keys)} {'is' if len(keys) == 1 else 'are'} set"
-            for config, keys in self.registrations.items()
-        ]
-
-    def explain(self, pattern: str) -> str:
-        """How far candidates of each model got; models without one that the pattern names are left out."""
-        by_model = {name: report.explain(pattern) for name, report in self.reports.items()}
-        return "\n".join(f"{shown(name)}:\n{text}" for name, text in by_model.items() if text)
-
-    def to_json(self) -> str:
-        """Every fact as JSON; ``files`` has the report of each model by its path."""
-        files: dict[str, Any] = {name: json.loads(report.to_json()) for name, report in self.reports.items()}
-        for name, error in self.failures.items():
-            path = str(Path(self.folder) / name)
-            files[name] = {"model": path, "output": None, "error": str(error), "exit_status": error.exit_code}
-        data = {
-            "folder": self.folder,
-            "output": self.output,
-            "dry_run": self.dry_run,
-            "exit_status": self.exit_code,
-            "files": dict(sorted(files.items())),
-            "others": self.others,
-            "libraries": self.libraries,
-            "registrations": self.registrations,
-            "notes": self.notes,
-            "run": None if self.facts is None else self.facts.to_json(),
-        }
-        return strict_json.dumps(data, indent=2, default=str)
 
 
 def optimize_folder(

@@ -14,7 +14,7 @@ from stof.html_report.verification_table import verification_words
 from stof.report import Report
 
 if TYPE_CHECKING:
-    from stof.api.folder import FolderReport
+    from stof.folder_report import FolderReport
 
 _MOST_MODELS = 40  # whose reports are on the page
 _MOST_OPEN = 4  # models whose reports are open at first

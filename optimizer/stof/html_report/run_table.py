@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from stof.html_report import elements as e
-from stof.run_facts import RunFacts
+from stof.run_facts.facts import RunFacts
 
 _MIB = 1 << 20
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from stof.errors import explained
 from stof.execution.case import Case
-from stof.execution.input_labels import describe_sizes
+from stof.execution.input_labels import describe_feeds
 from stof.execution.ort_sessions import file_session
 from stof.execution.session_process import RuntimeFailure, Session, TimingLimits, release_sessions
 from stof.graph.external_data import external_files
@@ -206,7 +206,7 @@ class _Run:
         return self.inputs.maker.draw(case, np.random.default_rng(0))
 
     def _describe(self, feeds: Mapping[str, np.ndarray]) -> str:
-        return describe_sizes(self.inputs.working.graph.input, feeds)
+        return describe_feeds(self.inputs.working.graph.input, feeds)
 
     def _time(self, case: Case, keys: int, share: float) -> ModelTimes | None:
         """The times at a case in so large a part of the time left; None with a reason where it does not run."""

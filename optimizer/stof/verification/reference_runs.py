@@ -139,7 +139,7 @@ class _Reference:
 
     def _skip(self, i: int, reason: str) -> None:
         self.result.complete = False
-        self.result.skipped.append(SkippedCase(str(self.verifier.cases[i]), reason))
+        self.result.skipped.append(SkippedCase(str(self.verifier.inputs.name_sizes(self.verifier.cases[i])), reason))
 
     def _is_affordable(self, i: int) -> bool:
         case = self.verifier.cases[i]

@@ -15,7 +15,7 @@ from typing import Any
 
 import onnx
 
-from stof.machine import cpu_name, usable_cores
+from stof.run_facts.machine import cpu_name, usable_cores
 from stof.runtime.cuda import device_info
 from stof.runtime.library import LibraryError
 
