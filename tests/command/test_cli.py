@@ -414,10 +414,20 @@ def test_shapes_decide_where_a_loss_counts(put: Callable[..., Path], monkeypatch
 
     open_model = text(WINDOW + ATTENTION, more=", float[N] other")
     assert replaced(open_model) == (1, [128, 2048, 2080, 8192])
-    assert replaced(open_model, S=(64, 512)) == (0, [64, 144, 512, 2048])
+    assert replaced(open_model, S=(64, 512)) == (0, [64, 144, 512])
     assert replaced(open_model, N=(1, 4)) == (1, [128, 2048, 2080, 8192])
     assert replaced(text(WINDOW + ATTENTION, "300")) == (1, [300])
     assert replaced(text(WINDOW + ATTENTION, "30")) == (0, [30])
+
+
+@pytest.mark.parametrize(
+    ("shape", "length"), [((128, 512), 512), ((4000, 9000), 4000), ((1, 9000), 2048), ((300, 300), 300)]
+)
+def test_estimates_are_given_at_a_length_in_use(shape: tuple[int, int], length: int, put: Callable[..., Path]) -> None:
+    """An estimate at S = 2048 of a model that is used up to 512 names a length that no input has."""
+    report = stof.optimize(put(text(WINDOW + ATTENTION)), options=stof.Options(dry_run=True, shapes={"S": shape}))
+    assert [row.length for row in report.sites] == [length]
+    assert f" at S = {length}\n" in report.to_text()
 
 
 def test_a_node_without_outputs_is_told(tmp_path: Path) -> None:

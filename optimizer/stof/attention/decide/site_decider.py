@@ -303,7 +303,7 @@ class SiteDecider:
     def _lengths(self, site: AttentionSite) -> tuple[int, ...]:
         """The lengths at which a site must not lose: the fixed one, or the range of ``--shape``, or the usual one."""
         least, most = (_length(site.dims[3], self.options, i) for i in (0, 1))
-        return tuple(sorted({least, (least + most) // 4 if least < most else least, most}))
+        return tuple(sorted({least, max(least, (least + most) // 4), most}))
 
 
 def _is_text_of(text: str, expression: MaskExpression) -> bool:
