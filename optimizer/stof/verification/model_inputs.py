@@ -15,7 +15,7 @@ import onnx
 from stof.errors import InputsRefusedError, UnsupportedError
 from stof.execution.case import Case, Padding
 from stof.execution.given_inputs import GivenFeed
-from stof.execution.input_labels import describe_sizes
+from stof.execution.input_labels import describe_feeds, describe_sizes
 from stof.execution.inputs import InputMaker
 from stof.execution.narrow_inputs import InputNarrower
 from stof.symbolic import Symbolic
@@ -146,8 +146,15 @@ class ModelInputs:
             max(batches, default=1), max(lengths, default=1), padding, tuple(sizes.items()), given=feed.label
         )  # fmt: skip
 
-    def name_sizes(self, case: Case) -> Case:
-        """The case that is written with the names that the model gives its dimensions and inputs."""
+    def name_sizes(self, case: Case, feed: Mapping[str, np.ndarray] | None = None) -> Case:
+        """The case that is written with the names that the model gives its dimensions and inputs.
+
+        Args:
+            case: its sizes.
+            feed: its inputs, where they are drawn already: single numbers among them say how long a past is, for instance.
+        """
+        if feed is not None:
+            return case.with_words(describe_feeds(self.working.graph.input, feed))
         try:
             sizes = self.maker.sizes(case)
             shapes = {
