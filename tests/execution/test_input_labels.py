@@ -53,6 +53,7 @@ def _of(*shape: int) -> np.ndarray:
         ({"a": (("B", "S"), _of(1, 5)), "b": (("B", "S"), _of(1, 6))}, "B 1, a [1, 5], b [1, 6]"),
         ({"a": ((None, None), _of(3, 5)), "b": (None, _of(2, 2))}, "a [3, 5], b [2, 2]"),
         ({"vector": ((9,), _of(9)), "other": (("N",), _of(4))}, "N 4, vector [9]"),
+        ({"ids": (("B", "S"), _of(1, 3)), "speed": ((1,), _of(1))}, "B 1, S 3"),
         ({"empty": (("B", "P"), _of(1, 0))}, "B 1, P 0"),
         ({}, "no inputs"),
     ],

@@ -49,7 +49,7 @@ def describe_sizes(
         shape = shapes_by_name[value.name]
         if value.name in given:
             values.setdefault(f"= {given[value.name]}", []).append(value.name)
-        elif _has_unnamed_length(value, len(shape), sizes):
+        elif _has_unnamed_length(value, shape, sizes):
             shapes.setdefault(str(list(shape)), []).append(value.name)
     named = [([name], str(size)) for name, size in sizes.items()]
     if len(named) > _MOST_NAMES:
@@ -81,12 +81,12 @@ def _sizes_by_name(
     return {name: next(iter(sizes)) for name, sizes in found.items() if len(sizes) == 1}
 
 
-def _has_unnamed_length(value: onnx.ValueInfoProto, rank: int, sizes: Mapping[str, int]) -> bool:
-    """Whether names do not say how long an input is: a batch in front says nothing about it."""
-    names = _dim_names(value, rank)
-    if rank > 1:
+def _has_unnamed_length(value: onnx.ValueInfoProto, shape: Sequence[int], sizes: Mapping[str, int]) -> bool:
+    """Whether names do not say how long an input is: a batch in front says nothing about it. A single number has no length."""
+    names = _dim_names(value, len(shape))
+    if len(shape) > 1:
         return not any(name in sizes for name in names[1:])
-    return rank == 1 and names[0] not in sizes
+    return list(shape) not in ([], [1]) and names[0] not in sizes
 
 
 def _describe_groups(groups: Sequence[tuple[Sequence[str], str]]) -> list[str]:
