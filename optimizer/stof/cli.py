@@ -77,7 +77,9 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="decide without what earlier runs with --tune measured on this device",
     )
-    parser.add_argument("--time", action="store_true", help="time the original and the result at a few lengths, for 20 seconds")
+    parser.add_argument(
+        "--time", action="store_true", help="time the original and the result at a few lengths, for 20 seconds"
+    )
     parser.add_argument("--allow-tf32", action="store_true", help="compute fp32 attention's matmuls in TF32, on CUDA")
     parser.add_argument("--plan", type=Path, metavar="FILE", help="apply a saved plan instead of choosing")
     parser.add_argument("--save-plan", type=Path, metavar="FILE", help="save the choices as JSON, with --dry-run too")

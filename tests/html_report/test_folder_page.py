@@ -50,10 +50,14 @@ def test_a_row_for_each_model_leads_to_its_report(folder: Path, tmp_path: Path, 
     words = text_of(text)
     assert links(text) == ["#model-0", "#model-1", "#model-2"]
     assert [dict(a)["id"] for _, a in parse(text).tags if "id" in dict(a)] == ["model-0", "model-1", "model-2"]
-    index = words[words.index("Models model result") : words.index("Other files")]
+    index = words[words.index("Models model result measured") : words.index("Other files")]
     rows = [
         index.index(name)
-        for name in ("model.onnx replaced 1 of 1", "onnx/decoder.onnx replaced 2 of 2", "plain.onnx copied 0 of 0")
+        for name in (
+            "model.onnx replaced passed 1 of 1",
+            "onnx/decoder.onnx replaced passed 2 of 2",
+            "plain.onnx copied not verified 0 of 0",
+        )
     ]
     assert rows == sorted(rows)
     assert "Nothing to do: " in index
@@ -70,7 +74,7 @@ def test_a_page_of_a_dry_run(folder: Path, tmp_path: Path) -> None:
     page = tmp_path / "folder.html"
     optimize_folder(folder, options=Options(dry_run=True, report=page))
     words = text_of(page.read_text())
-    assert "can be replaced 1 of 1" in words
+    assert "can be replaced not verified 1 of 1" in words
     assert "No file was written" in words
     assert sorted(p.name for p in tmp_path.iterdir()) == ["exported", "folder.html"]
 
@@ -102,7 +106,7 @@ def test_failures_are_on_the_page_and_nothing_is_written(
     assert all(str(error) in words for error in report.failures.values())
     assert "failed output 'y'" in words
     assert links(page.read_text()) == ["#model-0", "#model-1", "#model-2"]
-    assert "→ " not in words[words.index("File size") : words.index("Models model result")]
+    assert "→ " not in words[words.index("File size") : words.index("Models model result measured")]
     assert json.loads(facts.read_text())["run"]["command"].startswith("stof-optimize ")
 
 

@@ -155,7 +155,7 @@ def test_an_op_that_says_only_what_it_must() -> None:
 
     words = text_of(to_html(report_of(Plain())))
     assert "Calls 2 of 2" in words
-    assert "call 1 replaced" in words
+    assert "2 × call 0, … replaced replaced 2 names call 0 , call 1" in words
 
 
 # ---- what it must not do ----

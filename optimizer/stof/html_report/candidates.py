@@ -43,7 +43,8 @@ def candidate_table(table: PageTable, dry_run: bool) -> str:
     found = []
     for text, own in groups.items():
         rows = [_cells(line, columns, has_layers, dry_run) for line in own]
-        found.append(e.RowGroup(rows, "" if table.group is None else _heading(table, text, own)))
+        below = {i: _list_names(line) for i, line in enumerate(own) if len(line.rows) > 1}
+        found.append(e.RowGroup(rows, "" if table.group is None else _heading(table, text, own), below))
     replaced = sum(row.replaced for row in table.rows)
     summary = f"{len(table.rows)} rows, {replaced} of them replaced"
     more = e.tag("p", e.text(f"{left} more rows are in the report as JSON (--json)."), class_="quiet") if left else ""
@@ -68,13 +69,16 @@ def _cells(line: _Line, columns: Sequence[_Column], has_layers: bool, dry_run: b
 
 
 def _name_cell(line: _Line) -> str:
+    first = line.rows[0].name
+    words = first if len(line.rows) == 1 else f"{len(line.rows)} × {first}, …"
+    return e.tag("td", e.tag("code", e.text(words)), class_="short" if len(words) <= _SHORT_NAME else "text")
+
+
+def _list_names(line: _Line) -> str:
+    """The names of the rows that a line stands for, or the first of them."""
     names = [e.tag("code", e.text(row.name)) for row in line.rows[:_MOST_NAMES]]
-    if len(line.rows) == 1:
-        return e.tag("td", names[0], class_="short" if len(line.rows[0].name) <= _SHORT_NAME else "text")
     left = len(line.rows) - len(names)
-    listed = ", ".join([*names, *([f"and {left} more"] if left else [])])
-    summary = f"{len(line.rows)} × {line.rows[0].name}, …"
-    return e.tag("td", e.fold(summary, e.tag("div", listed, class_="names")), class_="text")
+    return e.fold(f"{len(line.rows)} names", ", ".join([*names, *([f"and {left} more"] if left else [])]))
 
 
 def _result_cell(line: _Line, dry_run: bool) -> str:

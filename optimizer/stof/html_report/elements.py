@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 
 from stof.errors import shown as shown
@@ -47,10 +47,12 @@ class RowGroup:
     Attributes:
         rows: cells as elements ``td``.
         heading: HTML above them; empty where there is none.
+        below: HTML over the whole width below a row, by the row's index.
     """
 
     rows: Sequence[Sequence[str]]
     heading: str = ""
+    below: Mapping[int, str] = field(default_factory=dict)
 
 
 def table(headings: Sequence[str], groups: Sequence[RowGroup], summary: str) -> str:
@@ -70,7 +72,12 @@ def table(headings: Sequence[str], groups: Sequence[RowGroup], summary: str) -> 
 def _body(group: RowGroup, columns: int) -> str:
     cells = tag("th", group.heading, scope="rowgroup", colspan=str(columns))
     heading = tag("tr", cells, class_="group") + "\n" if group.heading else ""
-    return tag("tbody", heading + "\n".join(tag("tr", "".join(row)) for row in group.rows))
+    rows = []
+    for i, row in enumerate(group.rows):
+        rows.append(tag("tr", "".join(row)))
+        if i in group.below:
+            rows.append(tag("tr", tag("td", group.below[i], colspan=str(columns)), class_="below"))
+    return tag("tbody", heading + "\n".join(rows))
 
 
 def fold(summary: str, content: str, is_open: bool = False) -> str:

@@ -68,7 +68,7 @@ def _index(folder: FolderReport, models: list[str], shown: list[str]) -> str:
         label = e.tag("code", e.text(model))
         name = e.tag("a", label, href=f"#model-{shown.index(model)}") if model in shown else label
         rows.append([e.tag("td", name, class_="text"), *_cells(folder, model)])
-    headings = ("model", "result", "replaced", "nodes", "measured", "verification", "file size", "details")
+    headings = ("model", "result", "measured", "verification", "replaced", "nodes", "file size", "details")
     return e.table(headings, [e.RowGroup(rows)], f"{len(models)} models")
 
 
@@ -89,10 +89,10 @@ def _cells(folder: FolderReport, model: str) -> list[str]:
         details += f". Choices: {earlier.to_text()}"
     return [
         e.tag("td", result, class_="short"),
-        e.tag("td", e.text(f"{report.replaced} of {count}"), class_="short"),
-        e.tag("td", e.text(nodes), class_="short"),
         e.tag("td", _speed(report), class_="short"),
         e.tag("td", e.pill(verdict, kind) if kind else e.text(verdict), class_="short"),
+        e.tag("td", e.text(f"{report.replaced} of {count}"), class_="short"),
+        e.tag("td", e.text(nodes), class_="short"),
         e.tag("td", e.text(describe_sizes(report.facts)), class_="short"),
         e.tag("td", e.text(details, 1000), class_="text long"),
     ]

@@ -97,7 +97,8 @@ td.long { min-width: 14rem; } td.short { white-space: nowrap; }
 td.layers { min-width: 4.5rem; }
 tr.group th { white-space: normal; background: var(--empty); color: var(--text); overflow-wrap: anywhere; }
 tr.group .quiet { font-weight: 400; margin-left: 0.75rem; }
-.names { margin-top: 0.3rem; }
+tr:has(+ tr.below) td { border-bottom: 0; padding-bottom: 0.1rem; }
+tr.below td { padding-top: 0; color: var(--quiet); overflow-wrap: anywhere; }
 a { color: var(--accent); }
 .card + .card.flow { margin-top: 0.75rem; }
 .model { margin-top: 1rem; border-top: 2px solid var(--line); }
@@ -123,7 +124,7 @@ dt { color: var(--quiet); } dd { margin: 0; overflow-wrap: anywhere; }
   * { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
   body { font-size: 10pt; }
   main { max-width: none; padding: 0; }
-  h1, h2, h3, h2 + p, .lede, .legend, summary, tr.group { break-after: avoid; }
+  h1, h2, h3, h2 + p, .lede, .legend, summary, tr.group, tr:has(+ tr.below) { break-after: avoid; }
   h2 { margin: 1.25rem 0 0.5rem; }
   .card, .mask, .callout, .bars > div, tr { break-inside: avoid; }
   .card.flow, .scroll { break-inside: auto; }
