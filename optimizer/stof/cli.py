@@ -326,7 +326,7 @@ def _run_folder(arguments: argparse.Namespace, options: Options) -> int:
 
     with step_log("stof-optimize", quiet=arguments.quiet):
         report = optimize_folder(arguments.model, options=options)
-    _say_report(report, arguments.explain, (report.output, options.json))
+    _say_report(report, arguments.explain, (report.output, options.json, options.report))
     if report.failures:
         complain(f"stof-optimize: {report.failure}")
     return report.exit_code

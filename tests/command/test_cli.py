@@ -420,16 +420,6 @@ def test_shapes_decide_where_a_loss_counts(put: Callable[..., Path], monkeypatch
     assert replaced(text(WINDOW + ATTENTION, "30")) == (0, [30])
 
 
-@pytest.mark.parametrize(
-    ("shape", "length"), [((128, 512), 512), ((4000, 9000), 4000), ((1, 9000), 2048), ((300, 300), 300)]
-)
-def test_estimates_are_given_at_a_length_in_use(shape: tuple[int, int], length: int, put: Callable[..., Path]) -> None:
-    """An estimate at S = 2048 of a model that is used up to 512 names a length that no input has."""
-    report = stof.optimize(put(text(WINDOW + ATTENTION)), options=stof.Options(dry_run=True, shapes={"S": shape}))
-    assert [row.length for row in report.sites] == [length]
-    assert f" at S = {length}\n" in report.to_text()
-
-
 def test_a_node_without_outputs_is_told(tmp_path: Path) -> None:
     broken = onnx.parser.parse_model(
         '<ir_version: 8, opset_import: ["" : 18]> g (float[4] x) => (float[4] y) { y = Softmax (x) }'
