@@ -353,3 +353,24 @@ def test_it_needs_onnxruntime(put: Callable[..., Path], monkeypatch: pytest.Monk
     monkeypatch.setattr("stof.pipeline.has_onnxruntime", lambda: False)
     assert cli.main([str(put("model.onnx", model_with_masks("causal"))), "--time", "--no-verify"]) == 1
     assert "--time needs onnxruntime" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("seconds", "keys", "fits"),
+    [
+        ([2.0], 2048, True),  # one length says no more than that longer ones take as long
+        ([6.0], 512, False),
+        ([2.0, 2.1], 2048, True),  # weights decide
+        ([0.1, 1.0], 2048, False),  # 0.9 s for 384 keys more: 4.6 s for 2048, in each of 4 rounds
+        ([1.0, 0.9], 2048, True),
+    ],
+)
+def test_time_for_a_longer_input_is_told_by_shorter_ones(seconds: list[float], keys: int, fits: bool) -> None:
+    inputs = default_inputs(loop_model("2"))
+    run = model_times._Run(None, None, inputs, {}, TimingLimits(18.0, 60.0, 20, 3))  # type: ignore[arg-type]
+    known = [
+        model_times.ModelTimes("", model_times.RunTimes(t / 2, t, 3), model_times.RunTimes(t / 2, t, 3), length=n)
+        for t, n in zip(seconds, (128, 512), strict=False)
+    ]
+    timed = timed_cases.TimedCase(Case(1, keys, Padding.NONE), keys, keys)
+    assert run._has_time_for(timed, known) == fits

@@ -162,7 +162,7 @@ class _Run:
             is_last = i == len(cases) - 1
             # The longest length gets what is left but for the token's part, the others less than an equal part.
             share = 2 / 3 if is_last else 1 / (len(cases) - i + 2)
-            if found and not self._has_time_for(timed, found[-1]):
+            if found and not self._has_time_for(timed, found):
                 words = self._describe(self._draw(timed.case))
                 self.left_out.append(f"{words}: longer than the {self.limits.seconds:.0f} s of --time")
             elif (times := self._time(timed.case, timed.keys, share)) is not None:
@@ -185,7 +185,7 @@ class _Run:
         count, length = len(self.left_out), cases[-1].length // 2
         while length >= LENGTHS[-1]:
             timed = case_of(self.inputs.maker, self.shapes, length)
-            if found and (timed.keys <= found[-1].length or not self._has_time_for(timed, found[-1])):
+            if found and (timed.keys <= found[-1].length or not self._has_time_for(timed, found)):
                 break
             times = self._time(timed.case, timed.keys, 2 / 3)
             del self.left_out[count:]  # the longest one says why
@@ -197,9 +197,16 @@ class _Run:
     def _seconds_left(self) -> float:
         return self.limits.seconds - (time.monotonic() - self.start)
 
-    def _has_time_for(self, timed: TimedCase, shorter: ModelTimes) -> bool:
-        """Whether the least number of runs fits, by the time at a shorter length: it grows at least as the length does."""
-        seconds = (shorter.original.best + shorter.optimized.best) * timed.keys / max(1, shorter.length)
+    def _has_time_for(self, timed: TimedCase, shorter: Sequence[ModelTimes]) -> bool:
+        """Whether the least number of runs fits, going by shorter lengths.
+
+        From one length to the next, time grows at least as it did before: first weights are read once whatever the length is,
+        then matmuls grow with it, then scores with its square.
+        """
+        times = [(t.length, t.original.best + t.optimized.best) for t in shorter[-2:]]
+        (before, least), (last, seconds) = times[0], times[-1]
+        if last > before:
+            seconds += max(0.0, (seconds - least) / (last - before) * (timed.keys - last))
         return (1 + self.limits.least_rounds) * seconds <= self._seconds_left()
 
     def _draw(self, case: Case) -> dict[str, np.ndarray]:
