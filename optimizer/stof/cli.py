@@ -20,7 +20,7 @@ from stof.selection import EVERY_ATTENTION
 from stof.terminal import OutputError, Parser, complain, run_command, say
 
 if TYPE_CHECKING:
-    from stof.api.folder import FolderReport
+    from stof.folder_report import FolderReport
     from stof.report import Report
 
 _GARBAGE = 50_000  # new objects before the next look for what cannot be reached
@@ -72,7 +72,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--tune", type=_seconds, metavar="SECONDS", help="measure, for so long, instead of estimating: kernels, chains"
     )
-    parser.add_argument("--time", action="store_true", help="time the original and the result, for 20 seconds")
+    parser.add_argument(
+        "--ignore-measurements",
+        action="store_true",
+        help="decide without what earlier runs with --tune measured on this device",
+    )
+    parser.add_argument(
+        "--time", action="store_true", help="time the original and the result at a few lengths, for 20 seconds"
+    )
     parser.add_argument("--allow-tf32", action="store_true", help="compute fp32 attention's matmuls in TF32, on CUDA")
     parser.add_argument("--plan", type=Path, metavar="FILE", help="apply a saved plan instead of choosing")
     parser.add_argument("--save-plan", type=Path, metavar="FILE", help="save the choices as JSON, with --dry-run too")
@@ -271,6 +278,7 @@ def _run(arguments: argparse.Namespace) -> int:
         chains=arguments.chains,
         products=arguments.products == "on",
         tune=arguments.tune or 0.0,
+        ignore_measurements=arguments.ignore_measurements,
         plan=arguments.plan,
         save_plan=arguments.save_plan,
     )
@@ -318,7 +326,7 @@ def _run_folder(arguments: argparse.Namespace, options: Options) -> int:
 
     with step_log("stof-optimize", quiet=arguments.quiet):
         report = optimize_folder(arguments.model, options=options)
-    _say_report(report, arguments.explain, (report.output, options.json))
+    _say_report(report, arguments.explain, (report.output, options.json, options.report))
     if report.failures:
         complain(f"stof-optimize: {report.failure}")
     return report.exit_code

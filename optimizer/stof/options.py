@@ -43,5 +43,6 @@ class Options:
     chains: str = "auto"  # "on", "off", or "auto": where a gain was measured on this device, or is estimated
     products: bool = True  # whether matmuls may become StofGemm
     tune: float = 0.0  # seconds for measuring: kernels on CUDA, chains
+    ignore_measurements: bool = False  # nothing that earlier runs measured decides
     plan: Path | None = None
     save_plan: Path | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -29,6 +29,8 @@ from stof.prompts.files import PromptSet, check_vocabulary, read_prompts
 from stof.prompts.loss import has_logits
 from stof.recursion import deep_recursion
 from stof.report import Report, describe_registration
+from stof.run_facts.command import command_of
+from stof.run_facts.facts import RunFacts, collect_facts, count_bytes
 from stof.runtime.library import build_info, library_path
 from stof.selection import select
 from stof.sparsify.report import SparsityReport
@@ -63,7 +65,15 @@ def optimize(model: str | Path, output: str | Path | None = None, options: Optio
 
 
 def run(
-    source: Path, target: Path, options: Options, name: str, *, copies_unchanged: bool, is_output: bool = True
+    source: Path,
+    target: Path,
+    options: Options,
+    name: str,
+    *,
+    copies_unchanged: bool,
+    is_output: bool = True,
+    facts: RunFacts | None = None,
+    when_failed: Callable[[Report], None] | None = None,
 ) -> Report:
     """Does the steps for one file; :func:`optimize` has the errors.
 
@@ -74,16 +84,25 @@ def run(
         name: of the model in the report.
         copies_unchanged: a model with nothing to replace is copied to ``target``.
         is_output: ``target`` is an output of the user's, which the report names; else a temporary file.
+        facts: of a run of which this is a part, and whose report has this one; None: it writes reports of its own.
+        when_failed: gets the report where verification fails.
     """
     report = Report(name, dry_run=options.dry_run or options.explain is not None, library=build_info())
+    is_part = facts is not None
+    command = command_of(name, replace(options, output=target if copies_unchanged else None))
+    report.facts = facts or collect_facts(command if name == str(source) else "", report.library, options.target)
     report.notes = missing_for(options, report.library)
     try:
         with deep_recursion():
             _optimize(report, source, target, options)
             if report.output is None and not report.dry_run and copies_unchanged:
                 _copy(report, source, target)
-    except VerifyError:
-        _write_report(report, options)
+    except VerifyError as error:
+        report.failure = str(error)
+        if when_failed is not None:
+            when_failed(report)
+        if not is_part:
+            _write_report(report, options)
         raise
     except OSError as error:  # a full disk where temporary files lie, for instance
         place = f"{error.filename}: " if error.filename else ""
@@ -92,7 +111,8 @@ def run(
         report.how_to_run = _describe_run(target, options)
     if not is_output:
         report.output = None
-    _write_report(report, options)
+    if not is_part:
+        _write_report(report, options)
     return report
 
 
@@ -118,6 +138,7 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
     data = {f"external data {name!r}": source.parent / name for name in sorted(external_files(graph))}
     copies = {f"external data {c.location!r}": c.target for c in data_to_copy(graph, target, source)}
     _check_files(data, target, options, report.dry_run, copies)
+    _note_sizes(report, model_bytes=count_bytes(source, external_files(graph)))
     given = read_given_inputs(options.inputs, graph)
     job = Job(options, source, graph, report.library, plan, partial(_timed_step, report, source), selections)
     report.sections = {op.key: op.empty_section() for op in OPS}
@@ -214,6 +235,13 @@ def _copy(report: Report, source: Path, target: Path) -> None:
     with _timed(report, "write"):
         copy_model(model, target, source)
     report.output, report.copied = str(target), True
+    _note_sizes(report, output_bytes=count_bytes(target, external_files(model)))
+
+
+def _note_sizes(report: Report, model_bytes: int | None = None, output_bytes: int | None = None) -> None:
+    """Notes the sizes of files that are known now."""
+    if report.facts is not None:
+        report.facts = report.facts.with_sizes(model_bytes, output_bytes)
 
 
 def _load_plan(options: Options) -> Plan | None:
@@ -315,8 +343,9 @@ def _verify_and_write(
     _measure_loss(report, job, stages, target)
     report.nodes_after = len(final.graph.node)
     with _timed(report, "write"):
-        save(final, target, job.source)
+        data_files = save(final, target, job.source)
     report.output = str(target)
+    _note_sizes(report, output_bytes=count_bytes(target, data_files))
     if job.options.time:
         with _timed(report, "time"):
             _time_models(report, job, stages, target)
@@ -358,12 +387,14 @@ def _measure_loss(report: Report, job: Job, stages: Sequence[Stage], target: Pat
 
 def _time_models(report: Report, job: Job, stages: list[Stage], target: Path) -> None:
     """Times the original and the written model. What hinders is a note: the model is verified and written."""
-    from stof.verification.model_times import NotTimedError, time_models
+    from stof.verification.model_times import time_models
+    from stof.verification.timed_cases import NotTimedError
 
     try:
         inputs = known_inputs(job, stages)
         if report.verification is not None:  # on usual numbers, runs take too long
             inputs.maker.magnitudes.update(report.verification.reduced_inputs)
         report.times = time_models(job.source, target, inputs, job.options.shapes)
+        report.notes += tuple(f"not timed: {words}" for words in report.times.left_out)
     except (NotTimedError, RuntimeFailure, StofError, KeyError, MemoryError, TypeError, ValueError) as error:
         report.notes += (f"not timed: {explained(error)}",)

@@ -214,11 +214,14 @@ def _sort(path: Path, graph: onnx.GraphProto) -> None:
     replace_nodes(graph, [graph.node[i] for i in order])
 
 
-def save(model: onnx.ModelProto, path: Path, source: Path) -> None:
+def save(model: onnx.ModelProto, path: Path, source: Path) -> set[str]:
     """Writes a model completely or not at all. External data is copied when the output is in another folder.
 
     Weights in another layout than the original's go into a file of external data of their own
     (:mod:`stof.graph.derived_data`).
+
+    Returns:
+        The files of its external data, relative to its folder.
 
     Raises:
         ArgumentError: when the output cannot be written, or is the input.
@@ -240,6 +243,7 @@ def save(model: onnx.ModelProto, path: Path, source: Path) -> None:
         check_external(path, model)
         new.replace(path)
         remove_old_data(path, external_files(model))
+        return external_files(model)
 
 
 def _serialize(model: onnx.ModelProto, path: Path) -> bytes:
