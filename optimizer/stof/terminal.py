@@ -11,9 +11,11 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn, TextIO
 
+from stof.argument_checks import suggest
 from stof.errors import ArgumentError, StofError, shown
 
 _TRACEBACK = "STOF_TRACEBACK"
+_UNKNOWN = "unrecognized arguments: "  # how argparse begins its message
 
 
 class OutputError(ArgumentError):
@@ -21,15 +23,38 @@ class OutputError(ArgumentError):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are errors of the command, and whose help is printed as everything else is."""
+    """A parser whose errors are errors of the command, and whose help is printed as everything else is.
+
+    Attributes:
+        hint: what to do with an argument too many that is no option; may be empty.
+    """
+
+    hint = ""
 
     def error(self, message: str) -> NoReturn:
         """Refuses the arguments.
 
         Raises:
-            ArgumentError: always.
+            ArgumentError: always. It names the option that may be meant.
         """
-        raise ArgumentError(f"{message} (see {self.prog} --help)")
+        raise ArgumentError(f"{message}{self._find_hint(message)} (see {self.prog} --help)")
+
+    def _find_hint(self, message: str) -> str:
+        rest = message.removeprefix(_UNKNOWN)
+        if rest == message:
+            return ""
+        unknown = [word.partition("=")[0] for word in rest.split() if word.startswith("--")]
+        if unknown:
+            return suggest(unknown[0], sorted(self._list_options()))
+        return self.hint and f"; {self.hint}"
+
+    def _list_options(self) -> set[str]:
+        """The long options of the parser and its commands."""
+        found = {o for o in self._option_string_actions if o.startswith("--")}
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                found |= {o for p in action.choices.values() for o in p._option_string_actions if o.startswith("--")}
+        return found
 
     def _print_message(self, message: str, file: object = None) -> None:
         if message:

@@ -12,22 +12,28 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import onnx
 
 from stof import progress, strict_json
 from stof.api.genai_config import GENAI_CONFIG, GenaiConfig, show_key
 from stof.api.library_copies import plan_copies, read_configs
+from stof.argument_checks import check_path
 from stof.errors import ArgumentError, StofError, shown
-from stof.files import check_outputs, stat_file, temporary_file, temporary_folder, write_text
+from stof.files import check_outputs, stat_file, temporary_file, temporary_folder
 from stof.graph.external_data import external_files
 from stof.graph.load_save import load
-from stof.options import Options
-from stof.pipeline import run
+from stof.options import STANDARD_OUTPUT, Options, PathLike, merge_options
+from stof.pipeline import run, write_json
 from stof.report import Report
 from stof.runtime.library import library_path
 from stof.selection import EVERY_ATTENTION, owner_of
+
+if TYPE_CHECKING:
+    from typing import Unpack
+
+    from stof.options import OptionArguments
 
 _SUFFIX = ".onnx"
 # Options that name sites or hold decisions of one model.
@@ -140,7 +146,10 @@ class FolderReport:
 
 
 def optimize_folder(
-    folder: str | os.PathLike[str], output: str | os.PathLike[str] | None = None, options: Options | None = None
+    folder: PathLike,
+    output: PathLike | None = None,
+    options: Options | None = None,
+    **arguments: Unpack[OptionArguments],
 ) -> FolderReport:
     """Optimizes each ``.onnx`` file in a folder and below into another folder, and copies all other files.
 
@@ -154,15 +163,16 @@ def optimize_folder(
         output: the new folder, which does not exist or is empty. It may be None where ``options`` asks for a report alone.
         options: for each model. ``shapes`` may name dimensions, and ``explain`` candidates, that only some models have;
             ``tune`` and ``verify_budget`` are seconds for one model.
+        **arguments: fields of :class:`stof.Options` by name; each takes the place of that of ``options``.
 
     Raises:
         ArgumentError: wrong arguments, a folder that cannot be written, files that cannot be copied, a ``genai_config.json``
             that the runtime would not read.
     """
-    options = options or Options()
-    source = Path(folder)
+    options = merge_options("stof.optimize_folder", options, arguments)
+    source = check_path("folder", folder)
     is_dry = options.dry_run or options.explain is not None
-    output = output or options.output
+    output = options.output if output is None else check_path("output", output)
     _check_options(options)
     if output is None and not is_dry:
         raise ArgumentError(
@@ -178,7 +188,7 @@ def optimize_folder(
     models = [f for f in files if f.suffix == _SUFFIX]
     if not models:
         raise ArgumentError(f"{source} holds no .onnx file")
-    if options.json is not None:
+    if options.json not in (None, STANDARD_OUTPUT):
         check_outputs({f"input {f}": source / f for f in files}, {"report": options.json})
     report = FolderReport(str(source), dry_run=is_dry)
     configs = read_configs(source, files)
@@ -195,8 +205,7 @@ def optimize_folder(
         _check_explanation(report, options.explain)
     else:
         _write(steps, files, target, configs)
-    if options.json is not None:
-        write_text("report", options.json, [report.to_json()])
+    write_json(options.json, report.to_json())
     return report
 
 
