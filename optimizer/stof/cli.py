@@ -17,8 +17,8 @@ from stof.interrupts import ended_by_signals, report_interrupt
 from stof.options import CHAINS, STANDARD_OUTPUT, TARGETS, Options
 from stof.progress import step_log
 from stof.selection import EVERY_ATTENTION
-from stof.terminal import OutputError, Parser, complain, run_command, say
-from stof.version import VersionAction
+from stof.tensorrt.describe_installation import describe_installation
+from stof.terminal import OutputError, Parser, VersionAction, complain, run_command, say
 
 if TYPE_CHECKING:
     from stof.api.folder import FolderReport
@@ -149,7 +149,7 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON; -: to standard output")
     group.add_argument("--report", type=Path, metavar="FILE", help="write the report as an HTML page for people")
     group.add_argument("-q", "--quiet", action="store_true", help="no progress lines on standard error")
-    group.add_argument("--version", action=VersionAction)
+    group.add_argument("--version", action=VersionAction, describe=describe_installation)
     return parser
 
 

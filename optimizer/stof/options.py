@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
-from stof.argument_checks import (
+from stof.arguments.checks import (
     Check,
     check_count,
     check_flag,

@@ -8,14 +8,38 @@ import contextlib
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn, TextIO
 
-from stof.argument_checks import suggest
+from stof.arguments.checks import suggest
 from stof.errors import ArgumentError, StofError, shown
 
 _TRACEBACK = "STOF_TRACEBACK"
 _UNKNOWN = "unrecognized arguments: "  # how argparse begins its message
+
+
+class CommandDone(Exception):
+    """An option has done all that there is to do."""
+
+
+class VersionAction(argparse.Action):
+    """The option ``--version``: prints what ``describe`` gives, and ends the command."""
+
+    def __init__(
+        self, option_strings: Sequence[str], dest: str, describe: Callable[[], Sequence[str]], **_: object
+    ) -> None:
+        text = "version, and which parts are installed"
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=text)
+        self._describe = describe
+
+    def __call__(self, *_: object) -> None:
+        """Prints the lines.
+
+        Raises:
+            CommandDone: always.
+        """
+        say(*self._describe())
+        raise CommandDone
 
 
 class OutputError(ArgumentError):
@@ -93,6 +117,8 @@ def run_command(name: str, run: Callable[[], int]) -> int:
     """
     try:
         return run()
+    except CommandDone:
+        return 0
     except StofError as error:
         if error.__cause__ is not None:
             _show_traceback()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 import onnx
 
 from stof.api.in_memory import is_model, optimize_model
-from stof.argument_checks import check_path
+from stof.arguments.checks import check_path
 from stof.errors import ArgumentError
 from stof.options import Options, PathLike, merge_options
 from stof.pipeline import optimize as optimize_file

@@ -19,7 +19,7 @@ import onnx
 from stof import progress, strict_json
 from stof.api.genai_config import GENAI_CONFIG, GenaiConfig, show_key
 from stof.api.library_copies import plan_copies, read_configs
-from stof.argument_checks import check_path
+from stof.arguments.checks import check_path
 from stof.errors import ArgumentError, StofError, shown
 from stof.files import check_outputs, stat_file, temporary_file, temporary_folder
 from stof.graph.external_data import external_files

@@ -1,25 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``--version`` of each command prints."""
+"""What ``--version`` of each command prints: the version, and for each part of an installation whether it is there."""
 
 from __future__ import annotations
-
-import argparse
-from typing import Any
-
-from stof.terminal import say
-
-
-class VersionAction(argparse.Action):
-    """The option ``--version``: prints the version and which parts are installed, and ends the command."""
-
-    def __init__(self, option_strings: list[str], dest: str, **_: Any) -> None:
-        text = "version, and which parts are installed"
-        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=text)
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        """Prints the lines."""
-        say(*describe_installation())
-        parser.exit()
 
 
 def describe_installation() -> list[str]:
