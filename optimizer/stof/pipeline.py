@@ -14,15 +14,15 @@ from pathlib import Path
 from stof import progress
 from stof.errors import ArgumentError, ModelError, StofError, VerifyError, explained
 from stof.execution.given_inputs import GivenFeed, read_given_inputs
-from stof.execution.session_process import RuntimeFailure, has_onnxruntime
-from stof.files import check_outputs, write_text
+from stof.execution.session_process import OLDEST_RUNTIME, RuntimeFailure, has_onnxruntime, runtime_version
+from stof.files import check_input, check_outputs, write_text
 from stof.graph.external_data import check_output_folder, data_to_copy, external_files
 from stof.graph.index import DOMAIN, all_nodes, opset_of
 from stof.graph.load_save import copy_model, load, load_with_opset, save
 from stof.html_report import to_html
 from stof.op_rewrite import Job
 from stof.ops import OPS
-from stof.options import Options
+from stof.options import STANDARD_OUTPUT, Options
 from stof.plan import Plan, PlanEntry
 from stof.plan import load as load_plan
 from stof.prompts.files import PromptSet, check_vocabulary, read_prompts
@@ -38,6 +38,7 @@ from stof.sparsify.sparsity import Sparsity
 from stof.sparsify.spec import parse_spec
 from stof.stages import Stage, known_inputs, rewrite
 from stof.target_support import missing_for
+from stof.terminal import say
 from stof.tuning_cache import cache_path
 from stof.verify_stages import verify_stages
 
@@ -125,11 +126,14 @@ def _describe_run(target: Path, options: Options) -> str:
 
 
 def _optimize(report: Report, source: Path, target: Path, options: Options) -> None:
+    check_input(source)
     _check_files({"input": source}, target, options, report.dry_run)
     if options.verify and not report.dry_run and not has_onnxruntime():
         raise ArgumentError(
             "verification needs onnxruntime, which is not installed: pip install onnxruntime, or use --no-verify"
         )
+    if options.verify and not report.dry_run:
+        _check_runtime_version()
     _check_time_option(options, report.dry_run)
     selections = dict(zip((op.key for op in OPS), select(options, [op.names for op in OPS]), strict=True))
     plan = _load_plan(options)
@@ -179,8 +183,6 @@ def _read_options(job: Job, target: Path, dry_run: bool) -> Job:
         ArgumentError: for files that cannot be read or would be overwritten, and for wrong options of ops.
     """
     options, read = job.options, dict[str, Path]()
-    if not options.max_kl >= 0:
-        raise ArgumentError(f"max_kl is {options.max_kl}, expected a number from 0 on")
     if options.prompts is not None and (options.sparsify or options.sparse_mlp):
         prompts = read_prompts(options.prompts, [job.source.parent])
         check_vocabulary(options.prompts, prompts, job.model.graph)
@@ -215,6 +217,20 @@ def _declare(report: Report, job: Job, target: Path) -> Job:
         has = "patterns of --sparsify that are not those given" if stated else "no patterns of --sparsify"
         raise ArgumentError(f"the plan has {has}; give the --sparsify that it was saved with")
     return job
+
+
+def _check_runtime_version() -> None:
+    """Refuses an ONNX Runtime that cannot load the library, before anything takes long.
+
+    Raises:
+        ArgumentError: with both versions.
+    """
+    found = runtime_version()
+    if found < OLDEST_RUNTIME:
+        raise ArgumentError(
+            f"ONNX Runtime {found[0]}.{found[1]} is installed, which cannot load stof's library; expected "
+            f"{OLDEST_RUNTIME[0]}.{OLDEST_RUNTIME[1]} or later: pip install -U onnxruntime"
+        )
 
 
 def _check_time_option(options: Options, dry_run: bool) -> None:
@@ -266,7 +282,7 @@ def _check_files(
     read: dict[str, Path], target: Path, options: Options, dry_run: bool, copies: Mapping[str, Path] | None = None
 ) -> None:
     written = {
-        "report": options.json,
+        "report": None if options.json == STANDARD_OUTPUT else options.json,
         "HTML report": options.report,
         "saved plan": options.save_plan,
         "output": None if dry_run else target,
@@ -278,9 +294,16 @@ def _check_files(
     check_outputs(read, {name: path for name, path in written.items() if path is not None}, {} if dry_run else copies)
 
 
+def write_json(path: Path | None, text: str) -> None:
+    """Writes a report as JSON, to standard output where that is asked for; None: nowhere."""
+    if path == STANDARD_OUTPUT:
+        say(*text.split("\n"))
+    elif path is not None:
+        write_text("report", path, [text])
+
+
 def _write_report(report: Report, options: Options) -> None:
-    if options.json is not None:
-        write_text("report", options.json, [report.to_json()])
+    write_json(options.json, report.to_json())
     if options.report is not None:
         write_text("HTML report", options.report, [to_html(report)])
 

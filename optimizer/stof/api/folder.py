@@ -12,24 +12,31 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import onnx
 
 from stof import progress
 from stof.api.genai_config import GENAI_CONFIG, GenaiConfig, show_key
 from stof.api.library_copies import plan_copies, read_configs
+from stof.arguments.checks import check_path
 from stof.errors import ArgumentError, StofError
 from stof.files import check_outputs, stat_file, temporary_file, temporary_folder, write_text
 from stof.folder_report import FolderReport
 from stof.graph.external_data import external_files
 from stof.graph.load_save import load
 from stof.html_report import folder_to_html
-from stof.options import Options
-from stof.pipeline import run
+from stof.options import STANDARD_OUTPUT, Options, PathLike, merge_options
+from stof.pipeline import run, write_json
 from stof.run_facts.command import command_of
 from stof.run_facts.facts import collect_facts
 from stof.runtime.library import build_info, library_path
 from stof.selection import EVERY_ATTENTION, owner_of
+
+if TYPE_CHECKING:
+    from typing import Unpack
+
+    from stof.options import OptionArguments
 
 _SUFFIX = ".onnx"
 # Options that name sites or hold decisions of one model.
@@ -44,7 +51,10 @@ _OF_ONE_MODEL = {
 
 
 def optimize_folder(
-    folder: str | os.PathLike[str], output: str | os.PathLike[str] | None = None, options: Options | None = None
+    folder: PathLike,
+    output: PathLike | None = None,
+    options: Options | None = None,
+    **arguments: Unpack[OptionArguments],
 ) -> FolderReport:
     """Optimizes each ``.onnx`` file in a folder and below into another folder, and copies all other files.
 
@@ -58,15 +68,16 @@ def optimize_folder(
         output: the new folder, which does not exist or is empty. It may be None where ``options`` asks for a report alone.
         options: for each model. ``shapes`` may name dimensions, and ``explain`` candidates, that only some models have;
             ``tune`` and ``verify_budget`` are seconds for one model.
+        **arguments: fields of :class:`stof.Options` by name; each takes the place of that of ``options``.
 
     Raises:
         ArgumentError: wrong arguments, a folder that cannot be written, files that cannot be copied, a ``genai_config.json``
             that the runtime would not read.
     """
-    options = options or Options()
-    source = Path(folder)
+    options = merge_options("stof.optimize_folder", options, arguments)
+    source = check_path("folder", folder)
     is_dry = options.dry_run or options.explain is not None
-    output = output or options.output
+    output = options.output if output is None else check_path("output", output)
     _check_options(options)
     if output is None and not is_dry:
         raise ArgumentError(
@@ -83,7 +94,7 @@ def optimize_folder(
     if not models:
         raise ArgumentError(f"{source} holds no .onnx file")
     written = {"report": options.json, "HTML report": options.report}
-    given = {name: path for name, path in written.items() if path is not None}
+    given = {name: path for name, path in written.items() if path not in (None, STANDARD_OUTPUT)}
     if given:
         check_outputs({f"input {f}": source / f for f in files}, given)
     command = command_of(str(source), replace(options, output=None if is_dry else target))
@@ -102,8 +113,7 @@ def optimize_folder(
         _check_explanation(report, options.explain)
     else:
         _write(steps, files, target, configs)
-    if options.json is not None:
-        write_text("report", options.json, [report.to_json()])
+    write_json(options.json, report.to_json())
     if options.report is not None:
         write_text("HTML report", options.report, [folder_to_html(report)])
     return report
