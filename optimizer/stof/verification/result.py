@@ -41,10 +41,47 @@ class Comparison:
     detail: str = ""
     coverage: Coverage = Coverage(0)
     comparable: bool = True  # False: runs of the original differ so much that the comparison says nothing
+    flips: bool = False  # shapes or whole numbers differ, which a rounding may decide
 
     def message(self) -> str:
         """The comparison in a message about its failure."""
         return f"{self.what} differs by {self.difference:.3e}, allowed {self.budget:.3e}{self.detail and '; '}{self.detail}"
+
+
+@dataclass(frozen=True)
+class DecidedDifference:
+    """A node that makes whole numbers of floats, and decides otherwise in the optimized model.
+
+    Attributes:
+        case: the inputs.
+        node: its operator and name.
+        changed: how many of its elements differ.
+        elements: how many there are.
+        before: a float before an element that differs, in the original and in the optimized model: the farthest apart.
+        difference: the largest one of the floats before it.
+        spread: the largest one between runs of the original.
+        runs: how many of these there were.
+        explained: whether the original decides the same by such floats, and these differ by what its runs allow.
+    """
+
+    case: str
+    node: str
+    changed: int
+    elements: int
+    before: tuple[float, float]
+    difference: float
+    spread: float
+    runs: int
+    explained: bool
+
+    def to_text(self) -> str:
+        """What decides, and the numbers that show whether it may."""
+        original, optimized = self.before
+        return (
+            f"{self.node} decides {self.changed} of {self.elements} elements otherwise: a float before it is "
+            f"{optimized:.7g}, the original's {original:.7g}; such floats differ by up to {self.difference:.2e}, between "
+            f"{self.runs} runs of the original by up to {self.spread:.2e}"
+        )
 
 
 @dataclass(frozen=True)
@@ -69,6 +106,7 @@ class Verification:
     memory: int = 0  # bytes that the processes might hold together
     cases: list[str] = field(default_factory=list)  # inputs whose outputs were compared
     skipped: list[SkippedCase] = field(default_factory=list)
+    decisions: list[DecidedDifference] = field(default_factory=list)  # that the optimized model takes otherwise
     sites_left: int = 0  # how many sites no time was left for
     # Without a faulty site: a smallest set found of sites whose replacement together makes outputs differ, and whether that
     # set suffices (False: the search ended before, and others have to be replaced as well).

@@ -28,9 +28,11 @@ from stof.execution.case import Case, Padding
 from stof.execution.given_inputs import GivenFeed
 from stof.execution.ort_sessions import VerifiedSession
 from stof.execution.run_limits import LimitReached, RunLimits, show_bytes
+from stof.execution.session_process import RuntimeFailure
 from stof.execution.upcast import TypedAttributes
 from stof.verification.case_plan import CasePlan
 from stof.verification.compare import compare_outputs, find_undefined_outputs
+from stof.verification.decided_outputs import DecidedOutputs, HeldRuns
 from stof.verification.model_inputs import default_inputs
 from stof.verification.perturb import Noisy, perturb
 from stof.verification.quantization import find_quantizers, quantizer_noise
@@ -198,6 +200,7 @@ class _Run:
         if wrong and self.may_be_rounding():
             self.add_perturbed_runs(wrong)
             wrong = self.compare_outputs(wrong)
+        wrong = self.explain_decisions()
         if wrong and self.may_be_rounding() and self.verifier.searches:
             self.search_suspects(wrong[0])
 
@@ -267,9 +270,7 @@ class _Run:
         for sites in self.verifier.sites:
             self._run_also(sites.checks.rounding_variants(self.models.probed, self.models.dtype), ran, end)
         if self.result.quantized:
-            inputs = self.verifier.inputs
-            noise = quantizer_noise(inputs.working, inputs.symbolic)
-            noise = {name: self.models.widen_noise(noisy) for name, noisy in noise.items()}
+            noise = self._quantizer_noise()
             self._run_also([perturb(self.models.probed, noise, seed) for seed in range(_SPREADS)], ran, end)
 
     def add_perturbed_runs(self, wrong: Sequence[int]) -> None:
@@ -278,11 +279,67 @@ class _Run:
         Runs of a graph in which nothing can be fused agree to the last bit, and say nothing of rounding. Those of a quantized
         one do not show its steps.
         """
-        outputs: dict[str, Noisy] = {}
+        noise = self._site_noise()
+        self._run_also([perturb(self.models.probed, noise, seed) for seed in range(_ROUNDINGS)], wrong)
+
+    def _site_noise(self) -> dict[str, Noisy]:
+        found: dict[str, Noisy] = {}
         for sites in self.verifier.sites:
-            outputs |= sites.checks.rounding_errors(self.reference.captured)
-        outputs = {name: self.models.widen_noise(noisy) for name, noisy in outputs.items()}
-        self._run_also([perturb(self.models.probed, outputs, seed) for seed in range(_ROUNDINGS)], wrong)
+            found |= sites.checks.rounding_errors(self.reference.captured)
+        return {name: self.models.widen_noise(noisy) for name, noisy in found.items()}
+
+    def _quantizer_noise(self) -> dict[str, Noisy]:
+        inputs = self.verifier.inputs
+        found = quantizer_noise(inputs.working, inputs.symbolic)
+        return {name: self.models.widen_noise(noisy) for name, noisy in found.items()}
+
+    def explain_decisions(self) -> list[int]:
+        """Compares outputs again, with the decisions of the original, where a rounding may have decided otherwise.
+
+        Returns:
+            The cases in which an output is wrong.
+        """
+        concerned = {
+            i: [n for n, c in zip(self._output_names(), comparisons, strict=True) if c.flips or not c.ok]
+            for i, comparisons in self.compared.items()
+        }
+        concerned = {i: names for i, names in concerned.items() if names}
+        if concerned and not self.result.faulty_sites() and not self.limits.is_over():
+            for i, runs in self._run_held(concerned).items():
+                self.result.decisions.extend(runs.differences)
+                self.compared[i] = self._compare_held(i, runs)
+        return [i for i in sorted(self.compared) if not all(c.ok for c in self.compared[i])]
+
+    def _run_held(self, concerned: Mapping[int, Sequence[str]]) -> dict[int, HeldRuns]:
+        inputs = self.verifier.inputs
+        outputs = sorted(set(chain.from_iterable(concerned.values())))
+        noise = self._quantizer_noise() | self._site_noise()
+        decided = DecidedOutputs(self.models, inputs.working, inputs.symbolic, noise, outputs)
+        unsettled = [i for i in concerned if any(c.ok and c.flips for c in self.compared[i])]
+        try:
+            return decided.run({i: self._case(i) for i in concerned}, self.reference.feeds, unsettled)
+        except (LimitReached, RuntimeFailure):
+            return {}  # nothing is shown: what differs is wrong
+
+    def _compare_held(self, i: int, runs: HeldRuns) -> list[Comparison]:
+        """The comparisons of a case, of outputs that differ with the original's decisions."""
+        found: list[Comparison] = []
+        words = "; ".join(d.to_text() for d in runs.differences)
+        is_explained = all(d.explained for d in runs.differences)
+        for k, (name, own) in enumerate(zip(self._output_names(), self.compared[i], strict=True)):
+            detail = "; ".join(filter(None, (own.detail, words)))
+            if own.ok and not own.flips:
+                found.append(own)
+            elif not is_explained:
+                found.append(replace(own, ok=False, difference=np.inf, detail=detail))
+            elif name not in runs.found:  # it is the decision itself
+                found.append(replace(own, ok=True, difference=0.0, budget=0.0, detail=detail, comparable=False))
+            else:
+                plain = self.reference.plain[i][k]
+                held = self._compare_output(i, name, plain, [run[name] for run in runs.legal], runs.found[name], ())
+                detail = "; ".join(filter(None, (held.detail, detail)))
+                found.append(replace(held, what=f"{held.what}, with the original's decisions", detail=detail))
+        return found
 
     def may_be_rounding(self) -> bool:
         """Whether sites were replaced of which none differs by itself."""
@@ -337,20 +394,24 @@ class _Run:
         own = zip(*self.expanded[i], strict=True) if self.expanded[i] else [()] * len(names)
         found = session.run(None, runs.feeds[i])
         tensors = zip(names, runs.plain[i], zip(*self.legal[i], strict=True), found, own, strict=True)
-        case = self._case(i)
-        undefined = self.verifier.inputs.may_carry_nan and case.padding in (Padding.LEFT, Padding.RIGHT)
-        inputs, feed = self.verifier.inputs, runs.feeds[i]
-        padded = None if self.result.faulty_sites() else inputs.padded_queries(case, feed)
-        compared = []
-        for name, plain, *others in tensors:
-            held = inputs.cache_rows(name, feed, plain.shape)
-            some = None if held is not None else padded
-            compared.append(
-                compare_outputs(
-                    case, self.models.floor, name, plain, *others, undefined=undefined, padded=some, held=held
-                )
-            )
-        return compared
+        return [self._compare_output(i, *tensor) for tensor in tensors]
+
+    def _compare_output(
+        self,
+        i: int,
+        name: str,
+        plain: np.ndarray,
+        legal: Sequence[np.ndarray],
+        found: np.ndarray,
+        expanded: Sequence[np.ndarray],
+    ) -> Comparison:
+        case, inputs, feed = self._case(i), self.verifier.inputs, self.reference.feeds[i]
+        undefined = inputs.may_carry_nan and case.padding in (Padding.LEFT, Padding.RIGHT)
+        held = inputs.cache_rows(name, feed, plain.shape)
+        padded = None if held is not None or self.result.faulty_sites() else inputs.padded_queries(case, feed)
+        return compare_outputs(
+            case, self.models.floor, name, plain, legal, found, expanded, undefined=undefined, padded=padded, held=held
+        )
 
     def _run_also(self, others: Sequence[onnx.ModelProto], cases: Sequence[int], until: float | None = None) -> None:
         """Runs further legal forms of the original, as far as there is time.
