@@ -356,6 +356,7 @@ class Report:
                 f"not comparable at the model's outputs: {len(others)} outputs, in which the original's own runs differ by as "
                 f"much as the numbers vary ({worst.what}: {worst.detail or f'up to {worst.budget / 4:.2e}'})"
             )
+        lines += _decision_lines(v)
         lines += _skipped_lines(v)
         if v.quantized:
             lines.append(
@@ -374,6 +375,20 @@ class Report:
                 "          (half precision: both ran widened to fp32, the operator of each site in its own type)"
             )
         return lines
+
+
+def _decision_lines(v: Verification) -> list[str]:
+    """The decisions that differ: a summary, and the one whose floats are the farthest apart."""
+    if not v.decisions:
+        return []
+    ranked = sorted(v.decisions, key=lambda d: (d.explained, not d.outputs, -d.changed))
+    same = "all" if all(d.explained for d in ranked) else "not all"
+    cases = len({d.case for d in ranked})
+    return [
+        f"decided by rounding: {len(ranked)} decisions in {cases} cases are not the original's, {same} by floats that differ as "
+        "in the original's own runs; outputs were compared with the original's decisions",
+        f"          {ranked[0].case}: {ranked[0].to_text()}",
+    ]
 
 
 def _describe_end(v: Verification) -> str:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from stof.verification.result import Comparison, Verification
 
 _MOST_ROWS = 300
+_MOST_DECISIONS = 20
 
 
 def verification_words(report: Report) -> tuple[str, str, str]:
@@ -61,6 +62,9 @@ def _sentences(found: Verification) -> list[str]:
         words.append(
             f"{others} outputs are not comparable: the original's own runs differ by as much as the numbers vary."
         )
+    for decision in found.decisions[:_MOST_DECISIONS]:
+        verdict = "as in the original's own runs" if decision.explained else "more than in the original's own runs"
+        words.append(f"Decided by rounding, {verdict}: {decision.case}: {decision.to_text()}.")
     if found.expanded:
         words.append(
             "ONNX Runtime does not run fused attention nodes of the original: it ran with them expanded to standard nodes."

@@ -120,9 +120,9 @@ def _compare(
     shapes = f"shape {found.shape}, expected {plain.shape}" if found.shape != plain.shape else ""
     if any(x.shape != plain.shape for x in legal):
         detail = "; ".join(filter(None, (shapes, "runs of the original itself give outputs of other lengths")))
-        return Comparison(what, 0.0, 0.0, True, detail=detail, comparable=False, coverage=Coverage(0), flips=True)
+        return Comparison(what, 0.0, 0.0, True, detail=detail, comparable=False, flips=True, shapes=shapes)
     if shapes:
-        return Comparison(what, np.inf, 0.0, False, detail=shapes, flips=True)
+        return Comparison(what, np.inf, 0.0, False, detail=shapes, flips=True, shapes=shapes)
     if plain.dtype.kind != "f":
         return _compare_exactly(what, plain, legal, found)
     alone = np.isnan(plain) & np.isfinite(found) & undefined

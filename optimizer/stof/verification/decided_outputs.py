@@ -184,11 +184,11 @@ class DecidedOutputs:
             t: compare_outputs(case, self.models.floor, t, plain[t], [run[t] for run in legal], found[t])
             for t in decision.before
         }
-        allowed = {t: c.budget for t, c in compared.items()}
+        budgets = {t: c.budget for t, c in compared.items()}
         is_explained = all(c.ok for c in compared.values())
         if is_explained and decision.is_elementwise:
             is_explained = self._follows(point, found)
-        worst = max(decision.before, key=lambda t: compared[t].difference / (allowed[t] or 1.0))
+        worst = max(decision.before, key=lambda t: compared[t].difference / (budgets[t] or 1.0))
         changed = next(t for t in point.held.tensors if not np.array_equal(plain[t], found[free_name(t)]))
         differs = _find_differences(plain[changed], found[free_name(changed)])
         return DecidedDifference(
@@ -199,8 +199,10 @@ class DecidedOutputs:
             before=_pick_farthest(plain[worst], found[worst], differs),
             difference=_largest(plain[worst], found[worst]),
             spread=max(_largest(plain[worst], run[worst]) for run in legal),
+            budget=budgets[worst],
             runs=len(legal),
             explained=is_explained,
+            comparable=all(c.comparable for c in compared.values()),
         )
 
     def _follows(self, point: _Point, found: Arrays) -> bool:

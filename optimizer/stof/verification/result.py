@@ -42,6 +42,7 @@ class Comparison:
     coverage: Coverage = Coverage(0)
     comparable: bool = True  # False: runs of the original differ so much that the comparison says nothing
     flips: bool = False  # shapes or whole numbers differ, which a rounding may decide
+    shapes: str = ""  # both, where they differ
 
     def message(self) -> str:
         """The comparison in a message about its failure."""
@@ -60,8 +61,11 @@ class DecidedDifference:
         before: a float before an element that differs, in the original and in the optimized model: the farthest apart.
         difference: the largest one of the floats before it.
         spread: the largest one between runs of the original.
+        budget: the largest one that is allowed, to the nearest of these runs.
         runs: how many of these there were.
         explained: whether the original decides the same by such floats, and these differ by what its runs allow.
+        comparable: whether runs of the original differ by less than such floats vary.
+        outputs: how whole outputs differ after it: their shapes.
     """
 
     case: str
@@ -71,14 +75,18 @@ class DecidedDifference:
     before: tuple[float, float]
     difference: float
     spread: float
+    budget: float
     runs: int
     explained: bool
+    comparable: bool
+    outputs: tuple[str, ...] = ()
 
     def to_text(self) -> str:
         """What decides, and the numbers that show whether it may."""
         original, optimized = self.before
+        outputs = "".join(f"{words}: " for words in ("; ".join(self.outputs),) if words)
         return (
-            f"{self.node} decides {self.changed} of {self.elements} elements otherwise: a float before it is "
+            f"{outputs}{self.node} decides {self.changed} of {self.elements} elements otherwise: a float before it is "
             f"{optimized:.7g}, the original's {original:.7g}; such floats differ by up to {self.difference:.2e}, between "
             f"{self.runs} runs of the original by up to {self.spread:.2e}"
         )

@@ -299,13 +299,18 @@ class _Run:
         Returns:
             The cases in which an output is wrong.
         """
+        names = self._output_names()
         concerned = {
-            i: [n for n, c in zip(self._output_names(), comparisons, strict=True) if c.flips or not c.ok]
+            i: [n for n, c in zip(names, comparisons, strict=True) if c.flips or not c.ok]
             for i, comparisons in self.compared.items()
         }
-        concerned = {i: names for i, names in concerned.items() if names}
+        concerned = {i: some for i, some in concerned.items() if some}
         if concerned and not self.result.faulty_sites() and not self.limits.is_over():
             for i, runs in self._run_held(concerned).items():
+                shapes = tuple(
+                    f"output {n!r}: {c.shapes}" for n, c in zip(names, self.compared[i], strict=True) if c.shapes
+                )
+                runs.differences = [replace(d, outputs=shapes) for d in runs.differences]
                 self.result.decisions.extend(runs.differences)
                 self.compared[i] = self._compare_held(i, runs)
         return [i for i in sorted(self.compared) if not all(c.ok for c in self.compared[i])]
@@ -327,17 +332,20 @@ class _Run:
         words = "; ".join(d.to_text() for d in runs.differences)
         is_explained = all(d.explained for d in runs.differences)
         for k, (name, own) in enumerate(zip(self._output_names(), self.compared[i], strict=True)):
-            detail = "; ".join(filter(None, (own.detail, words)))
             if own.ok and not own.flips:
                 found.append(own)
             elif not is_explained:
+                detail = "; ".join(filter(None, (own.detail, words)))
                 found.append(replace(own, ok=False, difference=np.inf, detail=detail))
-            elif name not in runs.found:  # it is the decision itself
-                found.append(replace(own, ok=True, difference=0.0, budget=0.0, detail=detail, comparable=False))
+            elif name not in runs.found:  # it is the decision itself, and was compared by the floats before
+                farthest = max(runs.differences, key=lambda d: d.difference)
+                comparable = all(d.comparable for d in runs.differences)
+                away, budget = farthest.difference, farthest.budget
+                found.append(replace(own, ok=True, difference=away, budget=budget, detail=words, comparable=comparable))
             else:
                 plain = self.reference.plain[i][k]
                 held = self._compare_output(i, name, plain, [run[name] for run in runs.legal], runs.found[name], ())
-                detail = "; ".join(filter(None, (held.detail, detail)))
+                detail = "; ".join(filter(None, (held.detail, own.detail)))
                 found.append(replace(held, what=f"{held.what}, with the original's decisions", detail=detail))
         return found
 
