@@ -21,6 +21,7 @@ from stof.prompts.loss import Bucket, Loss
 from stof.sparse_mlp.report import MlpReport, MlpSection, PredictionReport
 from stof.sparsify.report import SparsifiedSite, SparsityReport
 from stof.verification.model_times import ModelTimes, RunTimes
+from stof.verification.result import DecidedDifference
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
@@ -161,6 +162,7 @@ def test_report_keys_are_those_of_the_docs(narrow: Callable[[str], Path], tmp_pa
         report["sites"][0],
         report["chains"][0],
         report["verification"],
+        asdict(DecidedDifference("", "", 0, 0, (0.0, 0.0), 0.0, 0.0, 0.0, 0, True, True)),
         first,
         first["coverage"],
     )
