@@ -28,11 +28,10 @@ from stof.execution.case import Case, Padding
 from stof.execution.given_inputs import GivenFeed
 from stof.execution.ort_sessions import VerifiedSession
 from stof.execution.run_limits import LimitReached, RunLimits, show_bytes
-from stof.execution.session_process import RuntimeFailure
 from stof.execution.upcast import TypedAttributes
 from stof.verification.case_plan import CasePlan
 from stof.verification.compare import compare_outputs, find_undefined_outputs
-from stof.verification.decided_outputs import DecidedOutputs, HeldRuns
+from stof.verification.held_comparisons import HeldComparisons
 from stof.verification.model_inputs import default_inputs
 from stof.verification.perturb import Noisy, perturb
 from stof.verification.quantization import find_quantizers, quantizer_noise
@@ -200,7 +199,7 @@ class _Run:
         if wrong and self.may_be_rounding():
             self.add_perturbed_runs(wrong)
             wrong = self.compare_outputs(wrong)
-        wrong = self.explain_decisions()
+        wrong = self.hold_decisions()
         if wrong and self.may_be_rounding() and self.verifier.searches:
             self.search_suspects(wrong[0])
 
@@ -293,61 +292,21 @@ class _Run:
         found = quantizer_noise(inputs.working, inputs.symbolic)
         return {name: self.models.widen_noise(noisy) for name, noisy in found.items()}
 
-    def explain_decisions(self) -> list[int]:
-        """Compares outputs again, with the decisions of the original, where a rounding may have decided otherwise.
-
-        Returns:
-            The cases in which an output is wrong.
-        """
-        names = self._output_names()
-        concerned = {
-            i: [n for n, c in zip(names, comparisons, strict=True) if c.flips or not c.ok]
-            for i, comparisons in self.compared.items()
-        }
-        concerned = {i: some for i, some in concerned.items() if some}
-        if concerned and not self.result.faulty_sites() and not self.limits.is_over():
-            for i, runs in self._run_held(concerned).items():
-                shapes = tuple(
-                    f"output {n!r}: {c.shapes}" for n, c in zip(names, self.compared[i], strict=True) if c.shapes
-                )
-                runs.differences = [replace(d, outputs=shapes) for d in runs.differences]
-                self.result.decisions.extend(runs.differences)
-                self.compared[i] = self._compare_held(i, runs)
+    def hold_decisions(self) -> list[int]:
+        """Compares outputs with the original's decisions where a rounding may have decided otherwise; the cases still wrong."""
+        if not self.result.faulty_sites() and not self.limits.is_over():
+            noise = self._quantizer_noise() | self._site_noise()
+            cases = {i: self._case(i) for i in self.compared}
+            HeldComparisons(
+                self.models,
+                self.verifier.inputs,
+                noise,
+                self._output_names(),
+                cases,
+                self.reference,
+                self._compare_output,
+            ).replace_in(self.compared, self.result)
         return [i for i in sorted(self.compared) if not all(c.ok for c in self.compared[i])]
-
-    def _run_held(self, concerned: Mapping[int, Sequence[str]]) -> dict[int, HeldRuns]:
-        inputs = self.verifier.inputs
-        outputs = sorted(set(chain.from_iterable(concerned.values())))
-        noise = self._quantizer_noise() | self._site_noise()
-        decided = DecidedOutputs(self.models, inputs.working, inputs.symbolic, noise, outputs)
-        unsettled = [i for i in concerned if any(c.ok and c.flips for c in self.compared[i])]
-        try:
-            return decided.run({i: self._case(i) for i in concerned}, self.reference.feeds, unsettled)
-        except (LimitReached, RuntimeFailure):
-            return {}  # nothing is shown: what differs is wrong
-
-    def _compare_held(self, i: int, runs: HeldRuns) -> list[Comparison]:
-        """The comparisons of a case, of outputs that differ with the original's decisions."""
-        found: list[Comparison] = []
-        words = "; ".join(d.to_text() for d in runs.differences)
-        is_explained = all(d.explained for d in runs.differences)
-        for k, (name, own) in enumerate(zip(self._output_names(), self.compared[i], strict=True)):
-            if own.ok and not own.flips:
-                found.append(own)
-            elif not is_explained:
-                detail = "; ".join(filter(None, (own.detail, words)))
-                found.append(replace(own, ok=False, difference=np.inf, detail=detail))
-            elif name not in runs.found:  # it is the decision itself, and was compared by the floats before
-                farthest = max(runs.differences, key=lambda d: d.difference)
-                comparable = all(d.comparable for d in runs.differences)
-                away, budget = farthest.difference, farthest.budget
-                found.append(replace(own, ok=True, difference=away, budget=budget, detail=words, comparable=comparable))
-            else:
-                plain = self.reference.plain[i][k]
-                held = self._compare_output(i, name, plain, [run[name] for run in runs.legal], runs.found[name], ())
-                detail = "; ".join(filter(None, (held.detail, own.detail)))
-                found.append(replace(held, what=f"{held.what}, with the original's decisions", detail=detail))
-        return found
 
     def may_be_rounding(self) -> bool:
         """Whether sites were replaced of which none differs by itself."""
@@ -411,7 +370,7 @@ class _Run:
         plain: np.ndarray,
         legal: Sequence[np.ndarray],
         found: np.ndarray,
-        expanded: Sequence[np.ndarray],
+        expanded: Sequence[np.ndarray] = (),
     ) -> Comparison:
         case, inputs, feed = self._case(i), self.verifier.inputs, self.reference.feeds[i]
         undefined = inputs.may_carry_nan and case.padding in (Padding.LEFT, Padding.RIGHT)
