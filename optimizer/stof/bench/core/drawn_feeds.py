@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import onnx
 
-from stof.errors import ArgumentError
+from stof.errors import ArgumentError, UnsupportedError
 from stof.execution.case import Case
 from stof.execution.given_inputs import GivenFeed, InputSource, read_given_inputs
 from stof.execution.input_labels import describe_feeds
@@ -25,6 +26,7 @@ from stof.recursion import deep_recursion
 from stof.runtime.library import build_info
 from stof.selection import select
 from stof.stages import known_inputs, rewrite
+from stof.symbolic.algebra.sizes import evaluate
 from stof.verification.model_inputs import ModelInputs
 from stof.verification.timed_cases import Shapes, case_of, choose_cases
 
@@ -41,7 +43,7 @@ class TimedFeeds:
         words: their sizes by name.
         batch: rows.
         length: what was asked for; keys of the attention where nothing was.
-        keys: of the longest attention, or the longest named dimension; 0: neither is known.
+        scores: queries and keys of the largest scores.
         feeds: the arrays by name.
         is_token: one token behind a past, rather than a prompt.
         case: the sizes.
@@ -50,7 +52,7 @@ class TimedFeeds:
     words: str
     batch: int
     length: int
-    keys: int
+    scores: tuple[int, int]
     feeds: Mapping[str, np.ndarray]
     is_token: bool
     case: Case
@@ -79,12 +81,6 @@ class ModelFeeds:
             self.model, _ = load_with_opset(path)
             self.given = read_given_inputs(given, self.model)
             self.inputs = _find_model_inputs(path, self.model, self.shapes)
-        names = _size_names(self.inputs)
-        if unknown := sorted(set(self.shapes) - names):
-            known = ", ".join(sorted(names)) or "none"
-            raise ArgumentError(
-                f"--shape {unknown[0]}: no input of {path} has a dimension of that name; it has {known}"
-            )
 
     def draw(self, lengths: Sequence[int] | None, batch: int | None) -> list[TimedFeeds]:
         """Inputs on which the original runs: the user's sets, or a prompt of each length and one token behind as many others.
@@ -110,12 +106,12 @@ class ModelFeeds:
         found: dict[object, TimedFeeds] = {}
         for timed in chosen:
             length = timed.length if lengths is not None else timed.keys
-            prompt = self._draw(timed.case, length, timed.keys, is_token=False)
+            prompt = self._draw(timed.case, length, is_token=False)
             # Where all sizes are fixed, another length changes nothing.
             found.setdefault(_shapes_of(prompt.feeds), prompt)
             case = maker.token_case(length) if lengths is not None or timed is chosen[-1] else None
             if case is not None:
-                token = self._draw(self._with_batch(case, shapes), length, length, is_token=True)
+                token = self._draw(self._with_batch(case, shapes), length, is_token=True)
                 found.setdefault(_shapes_of(token.feeds), token)
         return list(found.values())
 
@@ -128,7 +124,18 @@ class ModelFeeds:
         (case,) = [c for c in replace(self.inputs, given=(feed,)).select_cases(0.0) if c.given]
         self._check_run(feed)
         words = f"{feed.label}: {describe_feeds(self.model.graph.input, feed.arrays)}"
-        return TimedFeeds(words, case.batch, case.length, case.length, feed.arrays, False, case)
+        return TimedFeeds(words, case.batch, case.length, self._find_scores(case), feed.arrays, False, case)
+
+    def _find_scores(self, case: Case) -> tuple[int, int]:
+        """Queries and keys of the largest scores at a case."""
+        found = [(0, (case.length, case.length))]
+        sizes = self.inputs.maker.sizes(case)
+        for shape in self.inputs.maker.dimensions.scores:
+            with suppress(KeyError, UnsupportedError, ZeroDivisionError):
+                dims = [evaluate(d, sizes) for d in shape]
+                if len(dims) > 1:
+                    found.append((math.prod(dims), (dims[-2], dims[-1])))
+        return max(found)[1]
 
     def _check_run(self, feed: GivenFeed) -> None:
         session = file_session(self.path.absolute(), library=False, seconds=_LONGEST)
@@ -140,7 +147,7 @@ class ModelFeeds:
             del session
             release_sessions()
 
-    def _draw(self, case: Case, length: int, keys: int, *, is_token: bool) -> TimedFeeds:
+    def _draw(self, case: Case, length: int, *, is_token: bool) -> TimedFeeds:
         """Inputs of a case, drawn otherwise as long as the original refuses them."""
         session = file_session(self.path.absolute(), library=False, seconds=_LONGEST)
         try:
@@ -165,7 +172,7 @@ class ModelFeeds:
         sizes = self.inputs.maker.sizes(case)
         batch = max([case.batch, *(sizes[n] for n in self.inputs.maker.dimensions.batch_names if n in sizes)])
         words = describe_feeds(self.model.graph.input, feeds)
-        return TimedFeeds(words, batch, length, keys, feeds, is_token, case)
+        return TimedFeeds(words, batch, length, self._find_scores(case), feeds, is_token, case)
 
 
 def draw_static_feeds(path: Path) -> dict[str, np.ndarray]:
@@ -182,10 +189,6 @@ def _find_model_inputs(path: Path, model: onnx.ModelProto, shapes: dict[str, tup
     selections = dict(zip((op.key for op in OPS), select(options, [op.names for op in OPS]), strict=True))
     job = Job(options, path, model, build_info(), None, lambda _: nullcontext(), selections)
     return known_inputs(job, rewrite(job, OPS))
-
-
-def _size_names(inputs: ModelInputs) -> set[str]:
-    return set(inputs.maker.sizes(inputs.maker.prompt_case(1)))
 
 
 def _shapes_of(feeds: Mapping[str, np.ndarray]) -> tuple[tuple[str, tuple[int, ...]], ...]:

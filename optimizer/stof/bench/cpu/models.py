@@ -294,7 +294,8 @@ def measure_point(
     }
     if sites:
         alone = sum(t.best * count for t, (_, count, _) in zip(timings[len(runs) :], sites, strict=True))
-        rest, attention = rest_seconds(profile(str(files.original), feeds, threads, stof=False), timed.keys, timed.keys)
+        before_runs = profile(str(files.original), feeds, threads, stof=False)
+        rest, attention = rest_seconds(before_runs, *timed.scores)
         record["quotient"] = {
             "non_attention_s": _round_seconds(rest),
             "attention_s": _round_seconds(attention),
