@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx.parser
 import pytest
 from onnxruntime.quantization import quantize_dynamic
 
@@ -22,7 +23,7 @@ from stof.bench import cli
 from stof.bench.core import measure
 from stof.bench.core.drawn_feeds import ModelFeeds, draw_static_feeds
 from stof.bench.cpu.models import ModelFiles, compare, describe_gains
-from stof.errors import ArgumentError
+from stof.errors import ArgumentError, ModelError
 from stof.verification.model_inputs import ModelInputs
 
 _FEW = ("--threads", "1", "--rounds", "1", "--without", "openvino", "memory")
@@ -121,30 +122,43 @@ def test_without_lengths_those_are_drawn_that_run_fast_enough(narrow: Callable[[
     assert [f.length for f in found] == lengths
 
 
-def test_inputs_that_the_original_refuses_are_drawn_again(
-    narrow: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A model of 60 positions, of which its graph says nothing, as verification finds them."""
-    narrowed: list[bool] = []
-    narrow_inputs = ModelInputs.narrow
+_POSITIONS = """<ir_version: 9, opset_import: ["": 18]>
+counted (float[1, S] x) => (float[1, S] y) <int64 zero = {0}, int64 one = {1}> {
+    s = Shape <start = 1, end = 2> (x)
+    n = Squeeze(s)
+    r = Range(zero, n, one)
+    p = Gather(table, r)
+    y = OP(x, p)
+}"""
 
-    def count(self: ModelInputs, *arguments: object) -> bool:
-        narrowed.append(narrow_inputs(self, *arguments))  # type: ignore[arg-type]
-        return narrowed[-1]
 
-    monkeypatch.setattr(ModelInputs, "narrow", count)
-    path = narrow("modernbert.dynamo.sdpa")
-    model = onnx.load(path)
-    # The table ends before the vocabulary that the nodes behind it could read: an index that is computed from the ids.
-    ids = next(n for n in model.graph.node if n.op_type == "Gather" and "input_ids" in n.input)
-    scale = onnx.numpy_helper.from_array(np.array(1), "stof_test_one")
-    model.graph.initializer.append(scale)
-    model.graph.node.insert(0, onnx.helper.make_node("Mul", ["input_ids", "stof_test_one"], ["scaled_ids"]))
-    ids.input[1] = "scaled_ids"
+def _positions(path: Path, op: str = "Add") -> Path:
+    """A model of 60 positions, which its graph counts."""
+    model = onnx.parser.parse_model(_POSITIONS.replace("OP", op))
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.ones(60, np.float32), "table"))
     onnx.save(model, path)
-    (drawn,) = ModelFeeds(path, {}).draw([16], batch=None)
-    assert drawn.feeds["input_ids"].max() < 96
-    assert all(narrowed)
+    return path
+
+
+def test_inputs_that_the_original_refuses_are_drawn_again(tmp_path: Path) -> None:
+    (drawn,) = ModelFeeds(_positions(tmp_path / "m.onnx"), {}).draw([100], batch=None)
+    assert 1 < drawn.feeds["x"].shape[1] <= 60
+    assert drawn.words == f"S {drawn.feeds['x'].shape[1]}"
+
+
+def test_a_model_that_cannot_be_timed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has operators without a kernel, as bf16 on a CPU; or no inputs are found that it takes."""
+    path = _positions(tmp_path / "m.onnx", "com.example.Unknown")
+    model = onnx.load(path)
+    model.opset_import.append(onnx.helper.make_opsetid("com.example", 1))
+    onnx.save(model, path)
+    with pytest.raises(
+        ModelError, match=r"m\.onnx cannot be timed, because ONNX Runtime's CPU provider cannot load it"
+    ):
+        ModelFeeds(path, {}).draw([10], batch=None)
+    monkeypatch.setattr(ModelInputs, "narrow", lambda *_: False)
+    with pytest.raises(ArgumentError, match=r"does not run on the inputs .*S 100.*--inputs FILE"):
+        ModelFeeds(_positions(path), {}).draw([100], batch=None)
 
 
 def test_other_outputs_are_a_fault(narrow: Callable[[str], Path]) -> None:

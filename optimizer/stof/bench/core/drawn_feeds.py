@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import onnx
 
-from stof.errors import ArgumentError, UnsupportedError
+from stof.errors import ArgumentError, ModelError, UnsupportedError
 from stof.execution.case import Case
 from stof.execution.given_inputs import GivenFeed, InputSource, read_given_inputs
 from stof.execution.input_labels import describe_feeds
 from stof.execution.ort_sessions import file_session
-from stof.execution.session_process import RuntimeFailure, release_sessions
+from stof.execution.session_process import RuntimeFailure, Session, release_sessions
 from stof.graph.load_save import load_with_opset
 from stof.op_rewrite import Job
 from stof.ops import OPS
@@ -28,7 +28,7 @@ from stof.selection import select
 from stof.stages import known_inputs, rewrite
 from stof.symbolic.algebra.sizes import evaluate
 from stof.verification.model_inputs import ModelInputs
-from stof.verification.timed_cases import Shapes, case_of, choose_cases
+from stof.verification.timed_cases import NotTimedError, Shapes, case_of, choose_cases
 
 _SECONDS = 120.0  # of all runs for which lengths are chosen
 _RUNS = 20  # of both models at each length
@@ -90,9 +90,8 @@ class ModelFeeds:
             batch: of dimensions that count rows of a batch; None: 1, or what ``shapes`` says.
 
         Raises:
-            InputsRefusedError: when the original runs on none that are drawn.
-            ArgumentError: when it does not run on those of the user.
-            NotTimedError: when memory suffices for no length.
+            ArgumentError: when the original does not run on inputs, or memory suffices for no length.
+            ModelError: when ONNX Runtime's CPU provider cannot load it.
         """
         if self.given:
             return [self._take_given(feed) for feed in self.given]
@@ -100,7 +99,10 @@ class ModelFeeds:
         if batch is not None:
             shapes = {**dict.fromkeys(maker.dimensions.batch_names, (batch, batch)), **shapes}
         if lengths is None:
-            chosen = choose_cases(maker, shapes, self.path.stat().st_size, _SECONDS, _RUNS)
+            try:
+                chosen = choose_cases(maker, shapes, self.path.stat().st_size, _SECONDS, _RUNS)
+            except NotTimedError as error:
+                raise ArgumentError(f"{self.path}: {error}; name shorter ones with --lengths") from error
         else:
             chosen = [case_of(maker, shapes, length) for length in lengths]
         found: dict[object, TimedFeeds] = {}
@@ -137,8 +139,17 @@ class ModelFeeds:
                     found.append((math.prod(dims), (dims[-2], dims[-1])))
         return max(found)[1]
 
+    def _load(self) -> Session:
+        """The original in a process of its own, which may end without harm."""
+        try:
+            return file_session(self.path.absolute(), library=False, seconds=_LONGEST)
+        except RuntimeFailure as error:
+            raise ModelError(
+                f"{self.path} cannot be timed, because ONNX Runtime's CPU provider cannot load it: {error}"
+            ) from error
+
     def _check_run(self, feed: GivenFeed) -> None:
-        session = file_session(self.path.absolute(), library=False, seconds=_LONGEST)
+        session = self._load()
         try:
             session.run(None, feed.arrays, _LONGEST)
         except RuntimeFailure as error:
@@ -149,29 +160,31 @@ class ModelFeeds:
 
     def _draw(self, case: Case, length: int, *, is_token: bool) -> TimedFeeds:
         """Inputs of a case, drawn otherwise as long as the original refuses them."""
-        session = file_session(self.path.absolute(), library=False, seconds=_LONGEST)
+        session = self._load()
         try:
             while True:
                 feeds = self.inputs.maker.draw(case, np.random.default_rng(0))
+                words = describe_feeds(self.model.graph.input, feeds)
                 try:
                     session.run(None, feeds, _LONGEST)
                     break
                 except RuntimeFailure as error:
                     if not self.inputs.narrow(self.model, str(error), case, feeds):
-                        raise self.inputs.explain_refusal(case, feeds, str(error)) from error
+                        raise ArgumentError(
+                            f"{self.path} does not run on the inputs that were drawn ({words}): {error}. Give inputs that it "
+                            "runs on with --inputs FILE, or other sizes with --lengths and --shape"
+                        ) from error
                     case = self.inputs.restate(case)
-                    if not session.is_alive:
-                        session = file_session(self.path.absolute(), library=False, seconds=_LONGEST)
+                    session = session if session.is_alive else self._load()
         except TimeoutError:
             raise ArgumentError(
-                f"one run of {self.path} takes more than {_LONGEST:.0f} s at {case}; ask for a shorter length (--lengths)"
+                f"one run of {self.path} takes more than {_LONGEST:.0f} s ({words}); ask for shorter ones with --lengths"
             ) from None
         finally:
             del session
             release_sessions()
         sizes = self.inputs.maker.sizes(case)
         batch = max([case.batch, *(sizes[n] for n in self.inputs.maker.dimensions.batch_names if n in sizes)])
-        words = describe_feeds(self.model.graph.input, feeds)
         return TimedFeeds(words, batch, length, self._find_scores(case), feeds, is_token, case)
 
 
