@@ -346,7 +346,8 @@ def _measure_loss(report: Report, job: Job, stages: Sequence[Stage], target: Pat
 
 def _time_models(report: Report, job: Job, stages: list[Stage], target: Path) -> None:
     """Times the original and the written model. What hinders is a note: the model is verified and written."""
-    from stof.verification.model_times import NotTimedError, time_models
+    from stof.verification.model_times import time_models
+    from stof.verification.timed_cases import NotTimedError
 
     try:
         inputs = known_inputs(job, stages)

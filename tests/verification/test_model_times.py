@@ -25,7 +25,8 @@ from stof.execution.session_process import RuntimeFailure, TimingLimits
 from stof.options import Options
 from stof.verification import model_times
 from stof.verification.model_inputs import default_inputs
-from stof.verification.model_times import NotTimedError, time_models
+from stof.verification.model_times import time_models
+from stof.verification.timed_cases import NotTimedError
 
 QUICK = TimingLimits(seconds=0.5, end=30.0, most_rounds=5, least_rounds=2)
 

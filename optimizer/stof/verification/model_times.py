@@ -21,6 +21,7 @@ from stof.execution.session_process import RuntimeFailure, Session, TimingLimits
 from stof.graph.external_data import external_files
 from stof.symbolic.algebra.sizes import evaluate
 from stof.verification.model_inputs import ModelInputs
+from stof.verification.timed_cases import NotTimedError
 
 SECONDS = 20.0  # after which no further round begins
 _LIMITS = TimingLimits(seconds=SECONDS, end=3 * SECONDS, most_rounds=20, least_rounds=3)
@@ -30,10 +31,6 @@ _FLOPS = 6e10  # a second, of two cores
 _RUNS = 2 * (1 + _LIMITS.least_rounds)
 _COPIES = 2  # of weights in a session: as they are, and in the layout of kernels
 _SCORES = 3  # tensors of the size of scores that unfused attention holds at a time
-
-
-class NotTimedError(Exception):
-    """Why models are not timed, for a note of the report."""
 
 
 @dataclass(frozen=True)
