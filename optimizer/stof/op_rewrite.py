@@ -261,6 +261,11 @@ class OpRewrite(ABC, Generic[Found, Decided]):
             )
         return ""
 
+    def is_replaced_by_plan(self, job: Job, name: str) -> bool:
+        """Whether the plan replaces a candidate. Such a word takes the place of estimates of speed."""
+        entry = None if job.plan is None else job.plan.of(self.key, name)
+        return entry is not None and entry.replace
+
     def has_to_measure(self, options: Options, plan: Plan) -> bool:
         """Whether ``--tune`` has something to measure for the op where a plan is applied."""
         return False

@@ -184,7 +184,7 @@ class SparseMlpRewrite(OpRewrite[MlpModel, MlpDecisions]):
         room = ModelRoom(found.model) if found.candidates else None
         for index, candidate in enumerate(found.candidates):
             row, site, reason, reason_slow = _describe(job, found, candidate, index)
-            if not reason and not _is_replaced_by_plan(job, candidate.name):  # a plan takes the place of estimates
+            if not reason and not self.is_replaced_by_plan(job, candidate.name):
                 reason = reason_slow
             reason = self.reason_kept(job, NamedCandidate(candidate.name, index), reason)
             if site is not None and room is not None and not reason:
@@ -259,11 +259,6 @@ def _section(job: Job, found: MlpModel, rows: list[MlpReport]) -> MlpSection:
         "" if held is None else held.source,
         has_logits(job.model),
     )
-
-
-def _is_replaced_by_plan(job: Job, name: str) -> bool:
-    entry = None if job.plan is None else job.plan.of(KEY, name)
-    return entry is not None and entry.replace
 
 
 def _describe(
