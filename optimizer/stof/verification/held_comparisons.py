@@ -6,30 +6,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Protocol
 
 import numpy as np
 
 from stof.execution.case import Case
 from stof.execution.run_limits import LimitReached
 from stof.execution.session_process import RuntimeFailure
+from stof.verification.compare_output import compare_output
 from stof.verification.decided_outputs import DecidedOutputs, HeldRuns
 from stof.verification.model_inputs import ModelInputs
-from stof.verification.perturb import Noisy
 from stof.verification.reference_runs import ReferenceRuns
 from stof.verification.result import Comparison, Verification
 from stof.verification.verified_models import VerifiedModels
 
 Compared = dict[int, list[Comparison]]
-
-
-class OutputComparer(Protocol):
-    """Compares an output of the optimized model with the original's legal runs."""
-
-    def __call__(
-        self, i: int, name: str, plain: np.ndarray, legal: Sequence[np.ndarray], found: np.ndarray
-    ) -> Comparison:
-        """The comparison, of case ``i``."""
 
 
 @dataclass(frozen=True)
@@ -39,20 +29,16 @@ class HeldComparisons:
     Attributes:
         models: the original and the optimized model.
         inputs: have the working copy, in which decisions are found.
-        noise: what legal runs of the original are off by, by tensor.
         names: of the outputs, in order.
         cases: those that ran, by number.
         reference: the runs of the original.
-        compare: compares one output.
     """
 
     models: VerifiedModels
     inputs: ModelInputs
-    noise: Mapping[str, Noisy]
     names: Sequence[str]
     cases: Mapping[int, Case]
     reference: ReferenceRuns
-    compare: OutputComparer
 
     def replace_in(self, compared: Compared, result: Verification) -> None:
         """Replaces comparisons that fail, or of which shapes or whole numbers differ, where decisions are not the same.
@@ -75,7 +61,8 @@ class HeldComparisons:
 
     def _run(self, concerned: Mapping[int, Sequence[str]], compared: Compared) -> dict[int, HeldRuns]:
         outputs = sorted(set(chain.from_iterable(concerned.values())))
-        decided = DecidedOutputs(self.models, self.inputs.working, self.inputs.symbolic, self.noise, outputs)
+        noise = self.models.quantizer_noise() | self.models.site_noise(self.reference.captured)
+        decided = DecidedOutputs(self.models, self.inputs.working, self.inputs.symbolic, noise, outputs)
         unsettled = [i for i in concerned if any(c.ok and c.flips for c in compared[i])]
         try:
             return decided.run({i: self.cases[i] for i in concerned}, self.reference.feeds, unsettled)
@@ -97,6 +84,8 @@ class HeldComparisons:
             away, budget = farthest.difference, farthest.budget
             return replace(own, ok=True, difference=away, budget=budget, detail=words, comparable=comparable)
         plain = self.reference.plain[i][k]
-        held = self.compare(i, name, plain, [run[name] for run in runs.legal], runs.found[name])
+        legal, feed = [run[name] for run in runs.legal], self.reference.feeds[i]
+        found = runs.found[name]
+        held = compare_output(self.inputs, self.cases[i], feed, self.models.floor, name, plain, legal, found)
         detail = "; ".join(filter(None, (held.detail, own.detail)))
         return replace(held, what=f"{held.what}, with the original's decisions", detail=detail)

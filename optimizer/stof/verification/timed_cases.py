@@ -15,7 +15,7 @@ from stof.symbolic.algebra.sizes import evaluate
 
 LENGTHS = (2048, 1024, 512, 256, 128)  # of which the longest that runs fast enough is timed
 _PARTS = (16, 4)  # shorter lengths are these parts of it: short inputs are where a model may lose
-_LEAST = 16  # below that a length says little
+_LEAST = 32  # below that a length says little, unless --shape states it
 _FLOPS = 6e10  # a second, of two cores
 _COPIES = 2  # of weights in a session: as they are, and in the layout of kernels
 _SCORES = 3  # tensors of the size of scores that unfused attention holds at a time
@@ -57,10 +57,11 @@ def choose_cases(maker: InputMaker, shapes: Shapes, weights: int, seconds: float
     """
     tokens = seconds / runs * _FLOPS / (2 * max(1, weights // 8))  # 4 bytes a weight, in two files
     memory = 0
+    least = 1 if set(shapes) - maker.dimensions.batch_names else _LEAST
     for length in LENGTHS:
         last = case_of(maker, shapes, length)
         shorter = [case_of(maker, shapes, _common_length(maker, shapes, length) // part) for part in _PARTS]
-        found = _drop_repetitions(maker, [*(c for c in shorter if _LEAST <= c.keys < last.keys), last])
+        found = _drop_repetitions(maker, [*(c for c in shorter if least <= c.keys < last.keys), last])
         cost = sum(c.keys for c in found) * _rows(maker, last.case)
         if cost > tokens and length != LENGTHS[-1]:
             continue

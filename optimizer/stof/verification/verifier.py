@@ -24,17 +24,18 @@ import numpy as np
 import onnx
 
 from stof.errors import VerifyError
-from stof.execution.case import Case, Padding
+from stof.execution.case import Case
 from stof.execution.given_inputs import GivenFeed
 from stof.execution.ort_sessions import VerifiedSession
 from stof.execution.run_limits import LimitReached, RunLimits, show_bytes
 from stof.execution.upcast import TypedAttributes
 from stof.verification.case_plan import CasePlan
-from stof.verification.compare import compare_outputs, find_undefined_outputs
+from stof.verification.compare import find_undefined_outputs
+from stof.verification.compare_output import compare_output
 from stof.verification.held_comparisons import HeldComparisons
 from stof.verification.model_inputs import default_inputs
-from stof.verification.perturb import Noisy, perturb
-from stof.verification.quantization import find_quantizers, quantizer_noise
+from stof.verification.perturb import perturb
+from stof.verification.quantization import find_quantizers
 from stof.verification.reference_runs import CaseSession, ReferenceRuns, run_reference
 from stof.verification.result import Comparison, SkippedCase, Verification
 from stof.verification.site_checks import EmittedSites
@@ -269,7 +270,7 @@ class _Run:
         for sites in self.verifier.sites:
             self._run_also(sites.checks.rounding_variants(self.models.probed, self.models.dtype), ran, end)
         if self.result.quantized:
-            noise = self._quantizer_noise()
+            noise = self.models.quantizer_noise()
             self._run_also([perturb(self.models.probed, noise, seed) for seed in range(_SPREADS)], ran, end)
 
     def add_perturbed_runs(self, wrong: Sequence[int]) -> None:
@@ -278,34 +279,15 @@ class _Run:
         Runs of a graph in which nothing can be fused agree to the last bit, and say nothing of rounding. Those of a quantized
         one do not show its steps.
         """
-        noise = self._site_noise()
+        noise = self.models.site_noise(self.reference.captured)
         self._run_also([perturb(self.models.probed, noise, seed) for seed in range(_ROUNDINGS)], wrong)
-
-    def _site_noise(self) -> dict[str, Noisy]:
-        found: dict[str, Noisy] = {}
-        for sites in self.verifier.sites:
-            found |= sites.checks.rounding_errors(self.reference.captured)
-        return {name: self.models.widen_noise(noisy) for name, noisy in found.items()}
-
-    def _quantizer_noise(self) -> dict[str, Noisy]:
-        inputs = self.verifier.inputs
-        found = quantizer_noise(inputs.working, inputs.symbolic)
-        return {name: self.models.widen_noise(noisy) for name, noisy in found.items()}
 
     def hold_decisions(self) -> list[int]:
         """Compares outputs with the original's decisions where a rounding may have decided otherwise; the cases still wrong."""
         if not self.result.faulty_sites() and not self.limits.is_over():
-            noise = self._quantizer_noise() | self._site_noise()
             cases = {i: self._case(i) for i in self.compared}
-            HeldComparisons(
-                self.models,
-                self.verifier.inputs,
-                noise,
-                self._output_names(),
-                cases,
-                self.reference,
-                self._compare_output,
-            ).replace_in(self.compared, self.result)
+            held = HeldComparisons(self.models, self.verifier.inputs, self._output_names(), cases, self.reference)
+            held.replace_in(self.compared, self.result)
         return [i for i in sorted(self.compared) if not all(c.ok for c in self.compared[i])]
 
     def may_be_rounding(self) -> bool:
@@ -361,24 +343,10 @@ class _Run:
         own = zip(*self.expanded[i], strict=True) if self.expanded[i] else [()] * len(names)
         found = session.run(None, runs.feeds[i])
         tensors = zip(names, runs.plain[i], zip(*self.legal[i], strict=True), found, own, strict=True)
-        return [self._compare_output(i, *tensor) for tensor in tensors]
-
-    def _compare_output(
-        self,
-        i: int,
-        name: str,
-        plain: np.ndarray,
-        legal: Sequence[np.ndarray],
-        found: np.ndarray,
-        expanded: Sequence[np.ndarray] = (),
-    ) -> Comparison:
-        case, inputs, feed = self._case(i), self.verifier.inputs, self.reference.feeds[i]
-        undefined = inputs.may_carry_nan and case.padding in (Padding.LEFT, Padding.RIGHT)
-        held = inputs.cache_rows(name, feed, plain.shape)
-        padded = None if held is not None or self.result.faulty_sites() else inputs.padded_queries(case, feed)
-        return compare_outputs(
-            case, self.models.floor, name, plain, legal, found, expanded, undefined=undefined, padded=padded, held=held
-        )
+        inputs, feed, is_faulty = self.verifier.inputs, runs.feeds[i], bool(self.result.faulty_sites())
+        return [
+            compare_output(inputs, self._case(i), feed, self.models.floor, *t, has_faults=is_faulty) for t in tensors
+        ]
 
     def _run_also(self, others: Sequence[onnx.ModelProto], cases: Sequence[int], until: float | None = None) -> None:
         """Runs further legal forms of the original, as far as there is time.
