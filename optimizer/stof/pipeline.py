@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,7 +17,7 @@ from stof.execution.given_inputs import GivenFeed, read_given_inputs
 from stof.execution.session_process import RuntimeFailure, has_onnxruntime
 from stof.files import check_outputs, write_text
 from stof.graph.external_data import check_output_folder, data_to_copy, external_files
-from stof.graph.index import opset_of
+from stof.graph.index import DOMAIN, all_nodes, opset_of
 from stof.graph.load_save import copy_model, load, load_with_opset, save
 from stof.html_report import to_html
 from stof.op_rewrite import Job
@@ -27,8 +28,8 @@ from stof.plan import load as load_plan
 from stof.prompts.files import PromptSet, check_vocabulary, read_prompts
 from stof.prompts.loss import has_logits
 from stof.recursion import deep_recursion
-from stof.report import Report
-from stof.runtime.library import build_info
+from stof.report import Report, describe_registration
+from stof.runtime.library import build_info, library_path
 from stof.selection import select
 from stof.sparsify.report import SparsityReport
 from stof.sparsify.sparsity import Sparsity
@@ -87,10 +88,20 @@ def run(
     except OSError as error:  # a full disk where temporary files lie, for instance
         place = f"{error.filename}: " if error.filename else ""
         raise ArgumentError(f"{source} cannot be optimized: {place}{error.strerror or error}") from error
+    if report.replaced and report.output is not None:
+        report.how_to_run = _describe_run(target, options)
     if not is_output:
         report.output = None
     _write_report(report, options)
     return report
+
+
+def _describe_run(target: Path, options: Options) -> str:
+    """What runs a written model with stof's operators."""
+    if options.target == "tensorrt":
+        return f"build an engine: stof-trt build {target}"
+    library = library_path()
+    return f"{library.name}: {describe_registration(str(library))}; without it the model runs, slowly"
 
 
 def _optimize(report: Report, source: Path, target: Path, options: Options) -> None:
@@ -110,6 +121,7 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
     given = read_given_inputs(options.inputs, graph)
     job = Job(options, source, graph, report.library, plan, partial(_timed_step, report, source), selections)
     report.sections = {op.key: op.empty_section() for op in OPS}
+    report.optimized_before = dict(Counter(n.op_type for n in all_nodes(graph.graph.node) if n.domain == DOMAIN))
     earlier = {op.key: found for op in OPS if (found := op.find_earlier_result(job)) is not None}
     for option, value in (("--sparsify", options.sparsify), ("--sparse-mlp", options.sparse_mlp)):
         if earlier and value:
@@ -298,7 +310,7 @@ def _verify_and_write(
             stages = verify_stages(report, OPS, stages, target.parent, given)
     if not any(s.decided.has_replaced for s in stages):
         return stages
-    final = stages[-1].model
+    final = stages[-1].written
     _mark_written(report, stages)
     _measure_loss(report, job, stages, target)
     report.nodes_after = len(final.graph.node)
@@ -335,7 +347,7 @@ def _measure_loss(report: Report, job: Job, stages: Sequence[Stage], target: Pat
         return  # the sections that change outputs say how much by themselves
     with _timed(report, "prompts"):
         inputs = known_inputs(job, stages)
-        loss = measure_loss(job.source, stages[-1].model, inputs, prompts, target.parent, job.options)
+        loss = measure_loss(job.source, stages[-1].written, inputs, prompts, target.parent, job.options)
     if is_sparsified and report.sparsity is not None:
         report.sparsity.loss, report.sparsity.decode_loss = loss.whole, loss.decoded
     for section in changed:
@@ -351,6 +363,8 @@ def _time_models(report: Report, job: Job, stages: list[Stage], target: Path) ->
 
     try:
         inputs = known_inputs(job, stages)
+        if report.verification is not None:  # on usual numbers, runs take too long
+            inputs.maker.magnitudes.update(report.verification.reduced_inputs)
         report.times = time_models(job.source, target, inputs, job.options.shapes)
     except (NotTimedError, RuntimeFailure, StofError, KeyError, MemoryError, TypeError, ValueError) as error:
         report.notes += (f"not timed: {explained(error)}",)

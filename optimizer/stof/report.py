@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from stof.prompts.loss import PromptLoss
     from stof.sparsify.report import SparsityReport
     from stof.verification.model_times import ModelTimes
-    from stof.verification.result import Comparison, Verification
+    from stof.verification.result import Comparison, PartialVerification, Verification
 
 _MAX_LINES = 4
 
@@ -181,8 +181,21 @@ class Section(ABC):
         """Estimated and measured gains for the report's page, one for each kind of candidate."""
         return ()
 
+    @property
+    def candidates_words(self) -> str:
+        """The op's candidates for people, in the plural."""
+        return f"{self.names.kind}s"
+
     def nothing_to_do(self) -> str:
-        """Why no candidate is replaced; empty where other sections say it."""
+        """That no candidate is replaced, and why where all have one reason; empty where there is no candidate."""
+        reasons = {row.reason for row in self.rows if not row.replaced}
+        if not reasons or self.replaced:
+            return ""
+        why = f" ({reasons.pop()})" if len(reasons) == 1 else ""
+        return f"0 of {len(self.rows)} {self.candidates_words} are replaced{why}"
+
+    def nothing_found(self) -> str:
+        """What the op looks for, where a graph has nothing of any op; empty where other sections say it."""
         return ""
 
     def hints(self) -> list[str]:
@@ -212,6 +225,8 @@ class Report:
     copied: bool = False  # nothing was replaced: the output is a copy of the model
     sparsity: SparsityReport | None = None  # what --sparsify did
     converted_opset: tuple[int, int] | None = None  # opsets of the model and of the result, where it was converted
+    how_to_run: str = ""  # a line on what runs the result; empty where nothing of it needs more than ONNX Runtime
+    optimized_before: dict[str, int] = field(default_factory=dict)  # how many nodes of each of stof's operators it had
 
     def rows(self, key: str) -> list[Any]:
         """The rows of an op by its key; empty where the op looked for nothing."""
@@ -249,7 +264,7 @@ class Report:
         for section in self.sections.values():
             data |= section.to_json()
         own = ("copied", "nodes_before", "nodes_after", "dry_run", "verification", "seconds", "library", "notes")
-        data |= {name: getattr(self, name) for name in own}
+        data |= {name: getattr(self, name) for name in (*own, "optimized_before")}
         if self.verification is not None:
             data["verification"] = {**asdict(self.verification), "ok": not self.verification.failures}
         opsets = self.converted_opset
@@ -280,7 +295,7 @@ class Report:
             lines.append(f"opset: {before} -> {after} (the model was converted by onnx.version_converter)")
         lines += self._verification_lines()
         lines += self.time_lines()
-        reasons = self._nothing_to_do()
+        reasons = self.nothing_to_do
         if self.copied:
             lines.append(f"nothing to do: {reasons}; the model was copied as it is")
         if self.output:
@@ -291,17 +306,26 @@ class Report:
             lines.append(f"nothing to do: {reasons}; no file was written")
         lines += [f"hint: {hint}" for s in sections for hint in s.hints()]
         lines += [f"note: {note}" for note in self.notes]
+        lines += [self.how_to_run] if self.how_to_run else []
         return "\n".join(map(shown, lines))
 
     def summary(self) -> str:
         """One line: what was replaced, or why nothing was, and whether it was verified."""
         if not self.replaced:
-            return f"nothing to do: {self._nothing_to_do()}{'; copied' if self.copied else ''}"
+            return f"nothing to do: {self.nothing_to_do}{'; copied' if self.copied else ''}"
         if self.dry_run:
             return self._headline()
         loss = [] if self.sparsity is None else self.sparsity.loss_headlines
         loss += [line for s in self.sections.values() for line in s.loss_headlines]
-        return "; ".join([self._headline(), "not verified" if self.verification is None else "verified", *loss])
+        return "; ".join([self._headline(), self._verdict(), *loss])
+
+    def _verdict(self) -> str:
+        """Whether the result was verified, in a few words."""
+        if self.verification is None:
+            return "not verified"
+        if self.verification.partial is None:
+            return "verified"
+        return "verified in part: the original does not run here; sites, types and shapes were compared"
 
     def _headline(self) -> str:
         sparsity = [] if self.sparsity is None else [self.sparsity.headline]
@@ -309,8 +333,15 @@ class Report:
         sections = sorted(self.sections.values(), key=lambda s: not s.changes_outputs)
         return ", ".join(h for h in (*sparsity, *(s.headline(self.dry_run) for s in sections)) if h)
 
-    def _nothing_to_do(self) -> str:
-        return ", ".join(r for r in (s.nothing_to_do() for s in self.sections.values()) if r)
+    @property
+    def nothing_to_do(self) -> str:
+        """Why nothing is replaced, by the sections that found candidates; else what no section found."""
+        if self.optimized_before:
+            held = ", ".join(f"{count} {op}" for op, count in sorted(self.optimized_before.items()))
+            return f"the model was optimized before (it has {held}); give the one that it was made from"
+        sections = self.sections.values()
+        reasons = [s.nothing_to_do() for s in sections]
+        return ", ".join(filter(None, reasons if any(reasons) else (s.nothing_found() for s in sections)))
 
     def explain(self, pattern: str) -> str:
         """How far candidates got: a line for each step that they passed, and the reason where they stopped.
@@ -330,10 +361,11 @@ class Report:
         v = self.verification
         if v is None:
             return ["not verified"] if self.output and not self.copied else []
-        sites = [c for c in v.comparisons if c.site]
+        sites = [c for c in v.comparisons if c.site and c.comparable]
         outputs = [c for c in v.comparisons if not c.site and c.comparable]
-        others = [c for c in v.comparisons if not c.comparable]
-        lines = []
+        others = [c for c in v.comparisons if not c.site and not c.comparable]
+        alone = [c for c in v.comparisons if c.site and not c.comparable]
+        lines = [] if v.partial is None else describe_partial(v.partial)
         if sites:
             worst = max(sites, key=lambda c: c.difference / c.budget if c.budget else 0.0)
             left = f"; no time was left for {v.sites_left} more" if v.sites_left else ""
@@ -350,14 +382,20 @@ class Report:
             forms = [s.verified_form for s in self.sections.values() if s.changes_outputs and s.verified_form]
             lines += [f"          ({form})" for form in forms]
             lines += _undefined_lines(outputs)
+        if alone:
+            lines.append(f"compared by the model's outputs alone: {len(alone)} sites; {alone[0].detail}")
         if others:
             worst = max(others, key=lambda c: c.budget)
             lines.append(
                 f"not comparable at the model's outputs: {len(others)} outputs, in which the original's own runs differ by as "
                 f"much as the numbers vary ({worst.what}: {worst.detail or f'up to {worst.budget / 4:.2e}'})"
             )
-        lines += _decision_lines(v)
+        lines += v.describe_decisions()
         lines += _skipped_lines(v)
+        if v.unread:
+            lines.append(f"          ({describe_unread(v)})")
+        if v.reduced_inputs:
+            lines.append(f"          ({describe_reduced_inputs(v)})")
         if v.quantized:
             lines.append(
                 "          (dynamically quantized: compared beside the spread of the original's own runs; an argmax or a length "
@@ -371,24 +409,17 @@ class Report:
                 "standard nodes)"
             )
         if v.widened:
+            what = "both" if v.partial is None else "what runs here"
             lines.append(
-                "          (half precision: both ran widened to fp32, the operator of each site in its own type)"
+                f"          (half precision: {what} ran widened to fp32, the operator of each site in its own type)"
             )
         return lines
 
 
-def _decision_lines(v: Verification) -> list[str]:
-    """The decisions that differ: a summary, and the one whose floats are the farthest apart."""
-    if not v.decisions:
-        return []
-    ranked = sorted(v.decisions, key=lambda d: (d.explained, not d.outputs, -d.changed))
-    same = "all" if all(d.explained for d in ranked) else "not all"
-    cases = len({d.case for d in ranked})
-    return [
-        f"decided by rounding: {len(ranked)} decisions in {cases} cases are not the original's, {same} by floats that differ as "
-        "in the original's own runs; outputs were compared with the original's decisions",
-        f"          {ranked[0].case}: {ranked[0].to_text()}",
-    ]
+def describe_registration(library: str) -> str:
+    """How a session gets the plugin library of this path, for the end of a report."""
+    call = f"options.register_custom_ops_library({library!r})"
+    return f"register it with the session's options: {call}, or stof.register(options)"
 
 
 def _describe_end(v: Verification) -> str:
@@ -409,6 +440,34 @@ def _skipped_lines(v: Verification) -> list[str]:
     words = "; ".join(f"{s.case} ({s.reason})" for s in v.skipped[:_MAX_LINES])
     more = "; ..." if len(v.skipped) > _MAX_LINES else ""
     return [f"          {ran}; not {words}{more}"]
+
+
+def describe_partial(partial: PartialVerification) -> list[str]:
+    """What was verified, and what was not, of a result whose original does not run here; a sentence each."""
+    how = "it ran here" if partial.ran else "as they follow from its graph: it does not run here, either"
+    return [
+        f"verified in part: the original does not run here, and no output was compared with it. {partial.reason}",
+        f"verified: types and shapes of {partial.shapes} tensors of the optimized model ({how})",
+    ]
+
+
+def describe_unread(v: Verification) -> str:
+    """Which outputs were not compared for their types."""
+    names = [f"{name!r} of {kind}" for name, kind in list(v.unread.items())[:_MAX_LINES]]
+    more = f" and {len(v.unread) - _MAX_LINES} more" if len(v.unread) > _MAX_LINES else ""
+    return f"outputs of types of which ONNX Runtime gives no arrays were not compared: {', '.join(names)}{more}"
+
+
+def describe_reduced_inputs(v: Verification) -> str:
+    """Which inputs had other numbers than usual ones, since those make runs too long."""
+    factors: dict[float, list[str]] = {}
+    for name, factor in v.reduced_inputs.items():
+        factors.setdefault(factor, []).append(repr(name))
+    words = [
+        f"{', '.join(names)} are {f'1/{1 / factor:g} as large' if factor < 1 else f'{factor:g} times as large'}"
+        for factor, names in factors.items()
+    ]
+    return f"numbers of {' and '.join(words)} as usual ones, on which a run of the original takes too long"
 
 
 def describe_coverage(comparisons: Sequence[Comparison]) -> str:

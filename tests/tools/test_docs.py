@@ -21,7 +21,7 @@ from stof.prompts.loss import Bucket, Loss
 from stof.sparse_mlp.report import MlpReport, MlpSection, PredictionReport
 from stof.sparsify.report import SparsifiedSite, SparsityReport
 from stof.verification.model_times import ModelTimes, RunTimes
-from stof.verification.result import DecidedDifference
+from stof.verification.result import DecidedDifference, PartialVerification
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
@@ -165,6 +165,7 @@ def test_report_keys_are_those_of_the_docs(narrow: Callable[[str], Path], tmp_pa
         asdict(DecidedDifference("", "", 0, 0, (0.0, 0.0), 0.0, 0.0, 0.0, 0, True, True)),
         first,
         first["coverage"],
+        asdict(PartialVerification({}, {}, 0, True)),
     )
     token = ModelTimes("", RunTimes(1.0, 1.0, 1), RunTimes(1.0, 1.0, 1))
     times = replace(token, token=token).to_json()
