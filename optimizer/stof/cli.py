@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stof.arguments.named_values import read_pairs, read_shapes
 from stof.errors import ArgumentError
 from stof.execution.run_limits import parse_bytes
 from stof.files import remove_temporaries
@@ -185,31 +186,6 @@ def _bytes(text: str) -> int:
 _bytes.__name__ = "number of bytes"
 
 
-def _pairs(items: Sequence[str], option: str) -> dict[str, str]:
-    found = {}
-    for item in items:
-        name, sign, value = item.partition("=")
-        if not sign or not name or not value:
-            raise ArgumentError(f"{option} {item!r}: expected NAME=VALUE")
-        if name in found:
-            raise ArgumentError(f"{option} names {name!r} twice; give it once")
-        found[name] = value
-    return found
-
-
-def _shapes(items: Sequence[str]) -> dict[str, tuple[int, int]]:
-    found = {}
-    for name, text in _pairs(items, "--shape").items():
-        low, _, high = text.partition("..")
-        try:
-            found[name] = (int(low), int(high or low))
-        except ValueError:
-            raise ArgumentError(f"--shape {name}={text}: expected a number or N..M") from None
-        if not 0 < found[name][0] <= found[name][1]:
-            raise ArgumentError(f"--shape {name}={text}: expected 0 < N <= M")
-    return found
-
-
 def _target(arguments: argparse.Namespace) -> str:
     """The target that --target and --provider name."""
     target, provider = arguments.target, arguments.provider
@@ -251,8 +227,8 @@ def _run(arguments: argparse.Namespace) -> int:
         inputs=tuple(arguments.inputs),
         only=tuple(arguments.only),
         skip=tuple(arguments.skip),
-        shapes=_shapes(arguments.shape),
-        masks=_pairs(arguments.mask, "--mask"),
+        shapes=read_shapes(arguments.shape),
+        masks=read_pairs(arguments.mask, "--mask"),
         ignore_empty_rows=arguments.empty_rows == "ignore",
         chains=arguments.chains,
         products=arguments.products == "on",

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from stof.run_facts.facts import RunFacts
 
 
-@dataclass
+@dataclass(repr=False)
 class FolderReport:
     """What became of each file of a folder.
 
@@ -50,6 +50,11 @@ class FolderReport:
     def analyzed(self) -> dict[str, Report]:
         """The reports of all models that were analyzed, also of those that failed afterwards."""
         return {**self.reports, **self.failed_reports}
+
+    def __repr__(self) -> str:
+        """One line: the whole report is in :meth:`to_text` and :meth:`to_json`."""
+        state = f"{len(self.reports)} models, {len(self.failures)} failed, output {shown(self.output)}"
+        return f"<stof.FolderReport of {shown(self.folder)}: {state}>"
 
     @property
     def exit_code(self) -> int:

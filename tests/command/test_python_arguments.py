@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+import re
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -107,6 +108,15 @@ def test_values_take_their_form() -> None:
     assert options.tune == 3.0
     assert replace(options, target="cuda").shapes == options.shapes
     assert pickle.loads(pickle.dumps(options)) == copy.copy(options) == options
+
+
+def test_reports_fit_a_screen(path: Path, tmp_path: Path) -> None:
+    """The repr of a report is one line, however much the report holds."""
+    report = stof.optimize(path, dry_run=True)
+    assert re.fullmatch(r"<stof\.Report of .*model\.onnx: 1 softmax, 1 attention sites .*>", repr(report))
+    folder = stof.optimize_folder(tmp_path, dry_run=True)
+    assert repr(folder) == f"<stof.FolderReport of {tmp_path}: 1 models, 0 failed, output None>"
+    assert len(repr(report)) < 400
 
 
 def test_fields_are_listed_once() -> None:

@@ -22,7 +22,7 @@ from stof.sparse_mlp.report import MlpReport, MlpSection, PredictionReport
 from stof.sparsify.report import SparsifiedSite, SparsityReport
 from stof.tuning_cache import EarlierMeasurements
 from stof.verification.model_times import ModelTimes, RunTimes
-from stof.verification.result import PartialVerification
+from stof.verification.result import DecidedDifference, PartialVerification
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
@@ -163,6 +163,7 @@ def test_report_keys_are_those_of_the_docs(narrow: Callable[[str], Path], tmp_pa
         report["sites"][0],
         report["chains"][0],
         report["verification"],
+        asdict(DecidedDifference("", "", 0, 0, (0.0, 0.0), 0.0, 0.0, 0.0, 0, True, True)),
         first,
         first["coverage"],
         asdict(PartialVerification({}, {}, 0, True)),

@@ -7,12 +7,14 @@ import math
 from typing import TYPE_CHECKING
 
 from stof.html_report import elements as e
-from stof.report import Report, describe_coverage, describe_partial, describe_reduced_inputs, describe_unread
+from stof.report import Report
+from stof.verification.report_lines import describe_coverage, describe_partial, describe_reduced_inputs, describe_unread
 
 if TYPE_CHECKING:
     from stof.verification.result import Comparison, Verification
 
 _MOST_ROWS = 300
+_MOST_DECISIONS = 20
 _MOST_SKIPPED = 12
 _MOST_VISIBLE = 20  # rows that stay visible: failures first, then the largest shares
 
@@ -85,6 +87,9 @@ def _sentences(found: Verification) -> list[str]:
         words.append(
             f"{others} outputs are not comparable: the original's own runs differ by as much as the numbers vary."
         )
+    for decision in found.decisions[:_MOST_DECISIONS]:
+        verdict = "as in the original's own runs" if decision.explained else "more than in the original's own runs"
+        words.append(f"Decided by rounding, {verdict}: {decision.case}: {decision.to_text()}.")
     if found.expanded:
         words.append(
             "ONNX Runtime does not run fused attention nodes of the original: it ran with them expanded to standard nodes."

@@ -21,6 +21,7 @@ from stof.execution.session_process import RuntimeFailure
 from stof.execution.upcast import BF16, HALF, Twins, holds
 from stof.symbolic import Symbolic
 from stof.verification.perturb import Noisy
+from stof.verification.quantization import quantizer_noise
 from stof.verification.result import Comparison, Verification
 
 if TYPE_CHECKING:
@@ -88,6 +89,19 @@ class VerifiedModels:
     def widen_noise(self, noisy: Noisy) -> Noisy:
         """Noise in the type in which models are run."""
         return noisy if self._twins is None else replace(noisy, dtype=_SINGLE)
+
+    def site_noise(self, captured: Mapping[str, np.ndarray]) -> dict[str, Noisy]:
+        """What ops and the nodes that they replace may differ by at the sites' outputs, by tensor."""
+        found: dict[str, Noisy] = {}
+        for sites in self._verifier.sites:
+            found |= sites.checks.rounding_errors(captured)
+        return {name: self.widen_noise(noisy) for name, noisy in found.items()}
+
+    def quantizer_noise(self) -> dict[str, Noisy]:
+        """Noise in the last places of what is quantized, by tensor."""
+        inputs = self._verifier.inputs
+        found = quantizer_noise(inputs.working, inputs.symbolic)
+        return {name: self.widen_noise(noisy) for name, noisy in found.items()}
 
     def dtype(self, tensor: str, symbolic: Symbolic | None = None) -> int:
         """A tensor's element type in the models that are run; by default a tensor of the working copy."""

@@ -25,7 +25,7 @@ import onnx
 
 from stof.errors import VerifyError
 from stof.execution.array_types import find_without_arrays
-from stof.execution.case import Case, Padding
+from stof.execution.case import Case
 from stof.execution.given_inputs import GivenFeed
 from stof.execution.ort_sessions import VerifiedSession
 from stof.execution.run_failure import parse_failure
@@ -33,10 +33,12 @@ from stof.execution.run_limits import RUNS, LimitReached, RunLimits, TimeLimit, 
 from stof.execution.session_process import RuntimeFailure
 from stof.execution.upcast import TypedAttributes
 from stof.verification.case_plan import CasePlan
-from stof.verification.compare import compare_outputs, find_undefined_outputs
+from stof.verification.compare import find_undefined_outputs
+from stof.verification.compare_output import compare_output
+from stof.verification.held_comparisons import HeldComparisons
 from stof.verification.model_inputs import default_inputs
-from stof.verification.perturb import Noisy, perturb
-from stof.verification.quantization import find_quantizers, quantizer_noise
+from stof.verification.perturb import perturb
+from stof.verification.quantization import find_quantizers
 from stof.verification.reference_runs import CaseSession, ReferenceRuns, run_reference
 from stof.verification.result import Comparison, SkippedCase, Verification
 from stof.verification.site_checks import EmittedSites
@@ -247,6 +249,8 @@ class _Run:
         if wrong and self.may_be_rounding():
             self.result.noise_left_out = not self.add_perturbed_runs(wrong)
             wrong = self.compare_outputs(wrong)
+        wrong = self.hold_decisions()
+        self.result.noise_left_out = self.result.noise_left_out and bool(wrong)
         if wrong and self.may_be_rounding() and self.verifier.searches and not self.result.noise_left_out:
             self.search_suspects(wrong[0])
 
@@ -356,9 +360,7 @@ class _Run:
         for sites in self.verifier.sites:
             self._run_also(sites.checks.rounding_variants(self.models.probed, self.models.dtype), ran, end)
         if self.result.quantized:
-            inputs = self.verifier.inputs
-            noise = quantizer_noise(inputs.working, inputs.symbolic)
-            noise = {name: self.models.widen_noise(noisy) for name, noisy in noise.items()}
+            noise = self.models.quantizer_noise()
             self._run_also([perturb(self.models.probed, noise, seed) for seed in range(_SPREADS)], ran, end)
 
     def add_perturbed_runs(self, wrong: Sequence[int]) -> bool:
@@ -369,14 +371,19 @@ class _Run:
         Runs of a graph in which nothing can be fused agree to the last bit, and say nothing of rounding. Those of a quantized
         one do not show its steps.
         """
-        outputs: dict[str, Noisy] = {}
-        for sites in self.verifier.sites:
-            outputs |= sites.checks.rounding_errors(self.reference.captured)
-        outputs = {name: self.models.widen_noise(noisy) for name, noisy in outputs.items()}
+        noise = self.models.site_noise(self.reference.captured)
         runs = self.expanded[wrong[0]], self.legal[wrong[0]]
         before = sum(map(len, runs))
-        self._run_also([perturb(self.models.probed, outputs, seed) for seed in range(_ROUNDINGS)], wrong)
+        self._run_also([perturb(self.models.probed, noise, seed) for seed in range(_ROUNDINGS)], wrong)
         return sum(map(len, runs)) > before
+
+    def hold_decisions(self) -> list[int]:
+        """Compares outputs with the original's decisions where a rounding may have decided otherwise; the cases still wrong."""
+        if not self.result.faulty_sites() and not self.limits.is_over():
+            cases = {i: self._case(i) for i in self.compared}
+            held = HeldComparisons(self.models, self.verifier.inputs, self._output_names(), cases, self.reference)
+            held.replace_in(self.compared, self.result)
+        return [i for i in sorted(self.compared) if not all(c.ok for c in self.compared[i])]
 
     def may_be_rounding(self) -> bool:
         """Whether sites were replaced of which none differs by itself."""
@@ -444,20 +451,10 @@ class _Run:
         names, runs = self._output_names(), self.reference
         own = zip(*self.expanded[i], strict=True) if self.expanded[i] else [()] * len(names)
         tensors = zip(names, runs.plain[i], zip(*self.legal[i], strict=True), found, own, strict=True)
-        case = self._case(i)
-        undefined = self.verifier.inputs.may_carry_nan and case.padding in (Padding.LEFT, Padding.RIGHT)
-        inputs, feed = self.verifier.inputs, runs.feeds[i]
-        padded = None if self.result.faulty_sites() else inputs.padded_queries(case, feed)
-        compared = []
-        for name, plain, *others in tensors:
-            held = inputs.cache_rows(name, feed, plain.shape)
-            some = None if held is not None else padded
-            compared.append(
-                compare_outputs(
-                    case, self.models.floor, name, plain, *others, undefined=undefined, padded=some, held=held
-                )
-            )
-        return compared
+        inputs, feed, is_faulty = self.verifier.inputs, runs.feeds[i], bool(self.result.faulty_sites())
+        return [
+            compare_output(inputs, self._case(i), feed, self.models.floor, *t, has_faults=is_faulty) for t in tensors
+        ]
 
     def _run_also(self, others: Sequence[onnx.ModelProto], cases: Sequence[int], until: float | None = None) -> None:
         """Runs further legal forms of the original, as far as there is time.
