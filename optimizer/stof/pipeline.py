@@ -27,8 +27,8 @@ from stof.plan import load as load_plan
 from stof.prompts.files import PromptSet, check_vocabulary, read_prompts
 from stof.prompts.loss import has_logits
 from stof.recursion import deep_recursion
-from stof.report import Report
-from stof.runtime.library import build_info
+from stof.report import Report, describe_registration
+from stof.runtime.library import build_info, library_path
 from stof.selection import select
 from stof.sparsify.report import SparsityReport
 from stof.sparsify.sparsity import Sparsity
@@ -87,10 +87,20 @@ def run(
     except OSError as error:  # a full disk where temporary files lie, for instance
         place = f"{error.filename}: " if error.filename else ""
         raise ArgumentError(f"{source} cannot be optimized: {place}{error.strerror or error}") from error
+    if report.replaced and report.output is not None:
+        report.how_to_run = _describe_run(target, options)
     if not is_output:
         report.output = None
     _write_report(report, options)
     return report
+
+
+def _describe_run(target: Path, options: Options) -> str:
+    """What runs a written model with stof's operators."""
+    if options.target == "tensorrt":
+        return f"build an engine: stof-trt build {target}"
+    library = library_path()
+    return f"{library.name}: {describe_registration(str(library))}; without it the model runs, slowly"
 
 
 def _optimize(report: Report, source: Path, target: Path, options: Options) -> None:
@@ -298,7 +308,7 @@ def _verify_and_write(
             stages = verify_stages(report, OPS, stages, target.parent, given)
     if not any(s.decided.has_replaced for s in stages):
         return stages
-    final = stages[-1].model
+    final = stages[-1].written
     _mark_written(report, stages)
     _measure_loss(report, job, stages, target)
     report.nodes_after = len(final.graph.node)
@@ -335,7 +345,7 @@ def _measure_loss(report: Report, job: Job, stages: Sequence[Stage], target: Pat
         return  # the sections that change outputs say how much by themselves
     with _timed(report, "prompts"):
         inputs = known_inputs(job, stages)
-        loss = measure_loss(job.source, stages[-1].model, inputs, prompts, target.parent, job.options)
+        loss = measure_loss(job.source, stages[-1].written, inputs, prompts, target.parent, job.options)
     if is_sparsified and report.sparsity is not None:
         report.sparsity.loss, report.sparsity.decode_loss = loss.whole, loss.decoded
     for section in changed:

@@ -25,7 +25,7 @@ from stof.graph.external_data import external_files
 from stof.graph.load_save import load
 from stof.options import Options
 from stof.pipeline import run
-from stof.report import Report
+from stof.report import Report, describe_registration
 from stof.runtime.library import library_path
 from stof.selection import EVERY_ATTENTION, owner_of
 
@@ -106,7 +106,7 @@ class FolderReport:
             how = (
                 "onnxruntime_genai loads it by itself"
                 if Path(name).parent in folders
-                else f"register it with the session's options: options.register_custom_ops_library({str(path)!r})"
+                else describe_registration(str(path))
             )
             lines.append(f"{name}: copied; {how}")
         return lines + [

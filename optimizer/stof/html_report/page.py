@@ -51,7 +51,7 @@ def to_html(report: Report) -> str:
 def _header(report: Report) -> str:
     sections = list(report.sections.values())
     headlines = [h for h in (s.headline(report.dry_run) for s in sections) if h]
-    lede = [", ".join(headlines), _result_words(report, sections)]
+    lede = [", ".join(headlines), _result_words(report)]
     if report.sparsity is not None:  # outputs change: nothing comes before that
         lede = [report.sparsity.headline, *lede, *map(str.strip, report.sparsity.lines())]
     cards = [_section_card(report, s) for s in sections if s.rows]
@@ -70,15 +70,15 @@ def _header(report: Report) -> str:
     )
 
 
-def _result_words(report: Report, sections: Sequence[Section]) -> str:
+def _result_words(report: Report) -> str:
     if report.output:
         return f"Written: {report.output}"
     if report.verification is not None and report.verification.failures:
         return "Verification failed: no file was written"
     if report.replaced:
         return "No file was written"
-    reasons = [r for r in (s.nothing_to_do() for s in sections) if r]
-    return f"Nothing to do: {', '.join(reasons)}; no file was written" if reasons else "Nothing to do"
+    reasons = report.nothing_to_do
+    return f"Nothing to do: {reasons}; no file was written" if reasons else "Nothing to do"
 
 
 def _section_card(report: Report, section: Section) -> str:
