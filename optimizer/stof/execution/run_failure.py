@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -41,6 +42,7 @@ class RunFailure:
         low: the least number that is allowed.
         high: the largest one.
         unequal: pairs of sizes that should be equal.
+        counts: pairs of numbers of elements that should be equal: those that there are, and those of a Reshape.
         is_of_values: whether the message is about numbers that an input holds.
         is_of_memory: whether a tensor is too large for the memory.
         lacks_kernel: whether nothing here computes the node, whatever its inputs hold.
@@ -52,6 +54,7 @@ class RunFailure:
     low: int | None = None
     high: int | None = None
     unequal: tuple[tuple[int, int], ...] = ()
+    counts: tuple[tuple[int, int], ...] = ()
     is_of_values: bool = False
     is_of_memory: bool = False
     lacks_kernel: bool = False
@@ -81,9 +84,19 @@ def parse_failure(message: str) -> RunFailure:
         low=low,
         high=high,
         unequal=_unequal(words),
+        counts=_unequal_counts(words) if node and node[1] == "Reshape" else (),
         is_of_values=_REFUSES_VALUE.search(words) is not None,
         is_of_memory=_LACKS_MEMORY.search(message) is not None,
     )
+
+
+def _unequal_counts(words: str) -> tuple[tuple[int, int], ...]:
+    """The numbers of elements of two shapes without unknown sizes."""
+    pairs = []
+    for text in _SHAPES.findall(words):
+        shapes = [[int(d) for d in one.split(",") if d] for one in text]
+        pairs.append((math.prod(shapes[0]), math.prod(shapes[1])))
+    return tuple(pair for pair in pairs if pair[0] != pair[1])
 
 
 def _unequal(words: str) -> tuple[tuple[int, int], ...]:

@@ -175,7 +175,7 @@ class _Reference:
 
     def _skip(self, i: int, reason: str) -> None:
         self.result.complete = False
-        self.result.skipped.append(SkippedCase(str(self.verifier.cases[i]), reason))
+        self.result.skipped.append(SkippedCase(str(self.verifier.inputs.name_sizes(self.verifier.cases[i])), reason))
 
     def _reserved(self, without: int | None = None) -> float:
         """Seconds that are left for two more runs of the cases that ran, but for one, and for loading the models."""
@@ -237,7 +237,8 @@ class _Reference:
                     raise ArgumentError(f"inputs {case.given}: the model does not run on them: {error}") from error
                 inputs, model = self.verifier.inputs, self.models.reference
                 may_redraw = may_redraw and not self.limits.is_over()
-                if may_redraw and inputs.narrow(model, str(error), case, self.feeds[i]):
+                is_narrowed = may_redraw and inputs.narrow(model, str(error), case, self.feeds[i])
+                if is_narrowed or inputs.shorten(case):
                     self._draw_from(i)
                 elif may_redraw and inputs.reducer.can_reduce:  # a length that is no number, say
                     return self._run_smaller(i, run, error)
