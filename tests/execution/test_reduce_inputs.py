@@ -10,9 +10,8 @@ import pytest
 from test_input_uses import parse, with_tables
 
 from stof.execution.case import Case, Padding
-from stof.execution.deciding_inputs import find_deciding_inputs
 from stof.execution.inputs import InputMaker
-from stof.execution.reduce_inputs import InputReducer
+from stof.execution.reduce_inputs import InputReducer, find_deciding_inputs
 from stof.execution.run_limits import RunLimits, TimeLimit
 from stof.symbolic import Symbolic
 

@@ -17,7 +17,7 @@ import stof
 from stof import cli
 from stof.cached_attention.checks import site_checks
 from stof.cached_attention.checks.oracle import CacheStep, CacheStepResult
-from stof.execution.array_types import drop_outputs_without_arrays, find_without_arrays
+from stof.execution.ort_sessions import drop_outputs_without_arrays, find_without_arrays
 from stof.execution.run_failure import parse_failure
 from stof.execution.session_process import RuntimeFailure, create_session
 from stof.execution.session_worker import SessionSpec

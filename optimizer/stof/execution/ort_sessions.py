@@ -6,25 +6,26 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
+from onnx import helper
 
 from stof.errors import ArgumentError
-from stof.execution.array_types import drop_outputs_without_arrays
 from stof.execution.collectives import as_lone_rank, may_hold_collectives
 from stof.execution.run_limits import MemoryLimit, RunLimits
 from stof.execution.runtime_faults import RuntimeFault
 from stof.execution.session_process import Session, create_session
-from stof.execution.session_worker import SessionSpec
+from stof.execution.session_worker import ARRAY_TYPES, SessionSpec
 from stof.execution.shared_buffers import find_shared_buffers
 from stof.execution.stored_weights import StoredWeights
 from stof.files import is_utf8, open_regular
 from stof.graph.external_data import all_tensors, external_files, is_external
+from stof.graph.protobuf import copy_with_nodes, remove_named
 from stof.runtime.library import library_path
 
 
@@ -238,3 +239,25 @@ def _utf8_path(folder: Path) -> Iterator[str]:
         yield f"/proc/{os.getpid()}/fd/{descriptor}"  # not "self": another process reads it
     finally:
         os.close(descriptor)
+
+
+def find_without_arrays(values: Iterable[onnx.ValueInfoProto]) -> dict[str, str]:
+    """The tensors of types that ONNX Runtime's Python interface takes and gives no arrays of, with the type's name."""
+    found = {}
+    for value in values:
+        kind = value.type.tensor_type.elem_type
+        if kind == onnx.TensorProto.UNDEFINED or kind in ARRAY_TYPES or kind not in onnx.TensorProto.DataType.values():
+            continue  # no tensor, or of a type that runtimes refuse
+        if helper.tensor_dtype_to_np_dtype(kind).isbuiltin != 1:
+            found[value.name] = onnx.TensorProto.DataType.Name(kind)
+    return found
+
+
+def drop_outputs_without_arrays(model: onnx.ModelProto) -> onnx.ModelProto:
+    """A copy of a model without the outputs of such types; the model itself where it has none."""
+    names = find_without_arrays(model.graph.output)
+    if not names:
+        return model
+    found = copy_with_nodes(model, model.graph.node)
+    remove_named(found.graph.output, set(names))
+    return found

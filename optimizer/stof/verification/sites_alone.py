@@ -16,8 +16,7 @@ import onnx
 from onnx import helper
 
 from stof.errors import UnsupportedError
-from stof.execution.array_types import find_without_arrays
-from stof.execution.ort_sessions import VerifiedSession
+from stof.execution.ort_sessions import VerifiedSession, find_without_arrays
 from stof.execution.run_failure import parse_failure
 from stof.execution.session_process import RuntimeFailure
 from stof.symbolic import Symbolic

@@ -24,10 +24,9 @@ import numpy as np
 import onnx
 
 from stof.errors import VerifyError
-from stof.execution.array_types import find_without_arrays
 from stof.execution.case import Case
 from stof.execution.given_inputs import GivenFeed
-from stof.execution.ort_sessions import VerifiedSession
+from stof.execution.ort_sessions import VerifiedSession, find_without_arrays
 from stof.execution.run_failure import parse_failure
 from stof.execution.run_limits import RUNS, LimitReached, RunLimits, TimeLimit, show_bytes
 from stof.execution.session_process import RuntimeFailure
