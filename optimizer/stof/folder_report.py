@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from stof import strict_json
 from stof.errors import StofError, shown
-from stof.report import Report
+from stof.report import Report, describe_registration
 
 if TYPE_CHECKING:
     from stof.run_facts.facts import RunFacts
@@ -93,7 +93,7 @@ class FolderReport:
             how = (
                 "onnxruntime_genai loads it by itself"
                 if Path(name).parent in folders
-                else f"register it with the session's options: options.register_custom_ops_library({str(path)!r})"
+                else describe_registration(str(path))
             )
             lines.append(f"{name}: copied; {how}")
         return lines + [

@@ -29,6 +29,7 @@ from stof.execution.upcast import TypedAttributes
 from stof.options import Options
 from stof.plan import EntryFormat, Plan, PlanEntry
 from stof.report import Section
+from stof.result_shapes import ResultRules
 from stof.selection import CandidateNames, NamedCandidate, Selection, list_candidates
 from stof.sparsify.sparsity import Sparsity
 
@@ -146,6 +147,7 @@ class OpRewrite(ABC, Generic[Found, Decided]):
     Attributes:
         key: names the op's entries in plans and its rows in reports, ``sites`` for instance.
         op_types: the operators of domain ``stof`` that it writes.
+        result_rules: what the contracts of its operators say of results: shapes, inputs that are not read, results in place.
         names: how options and messages name its candidates.
         plan_format: of its entries in a plan file.
         typed_attributes: attributes of its operators that are texts with element types in them.
@@ -153,6 +155,7 @@ class OpRewrite(ABC, Generic[Found, Decided]):
 
     key: str
     op_types: frozenset[str]
+    result_rules: ResultRules = ResultRules()
     names: CandidateNames
     plan_format: EntryFormat
     typed_attributes: TypedAttributes = MappingProxyType({})

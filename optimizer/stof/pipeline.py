@@ -27,10 +27,10 @@ from stof.plan import load as load_plan
 from stof.prompts.files import PromptSet, check_vocabulary, read_prompts
 from stof.prompts.loss import has_logits
 from stof.recursion import deep_recursion
-from stof.report import Report
+from stof.report import Report, describe_registration
 from stof.run_facts.command import command_of
 from stof.run_facts.facts import RunFacts, collect_facts, count_bytes
-from stof.runtime.library import build_info
+from stof.runtime.library import build_info, library_path
 from stof.selection import select
 from stof.sparsify.report import SparsityReport
 from stof.sparsify.sparsity import Sparsity
@@ -106,11 +106,21 @@ def run(
     except OSError as error:  # a full disk where temporary files lie, for instance
         place = f"{error.filename}: " if error.filename else ""
         raise ArgumentError(f"{source} cannot be optimized: {place}{error.strerror or error}") from error
+    if report.replaced and report.output is not None:
+        report.how_to_run = _describe_run(target, options)
     if not is_output:
         report.output = None
     if not is_part:
         _write_report(report, options)
     return report
+
+
+def _describe_run(target: Path, options: Options) -> str:
+    """What runs a written model with stof's operators."""
+    if options.target == "tensorrt":
+        return f"build an engine: stof-trt build {target}"
+    library = library_path()
+    return f"{library.name}: {describe_registration(str(library))}; without it the model runs, slowly"
 
 
 def _optimize(report: Report, source: Path, target: Path, options: Options) -> None:
@@ -326,7 +336,7 @@ def _verify_and_write(
             stages = verify_stages(report, OPS, stages, target.parent, given)
     if not any(s.decided.has_replaced for s in stages):
         return stages
-    final = stages[-1].model
+    final = stages[-1].written
     _mark_written(report, stages)
     _measure_loss(report, job, stages, target)
     report.nodes_after = len(final.graph.node)
@@ -364,7 +374,7 @@ def _measure_loss(report: Report, job: Job, stages: Sequence[Stage], target: Pat
         return  # the sections that change outputs say how much by themselves
     with _timed(report, "prompts"):
         inputs = known_inputs(job, stages)
-        loss = measure_loss(job.source, stages[-1].model, inputs, prompts, target.parent, job.options)
+        loss = measure_loss(job.source, stages[-1].written, inputs, prompts, target.parent, job.options)
     if is_sparsified and report.sparsity is not None:
         report.sparsity.loss, report.sparsity.decode_loss = loss.whole, loss.decoded
     for section in changed:

@@ -198,8 +198,21 @@ class Section(ABC):
         """Estimated and measured gains for the report's page, one for each kind of candidate."""
         return ()
 
+    @property
+    def candidates_words(self) -> str:
+        """The op's candidates for people, in the plural."""
+        return f"{self.names.kind}s"
+
     def nothing_to_do(self) -> str:
-        """Why no candidate is replaced; empty where other sections say it."""
+        """That no candidate is replaced, and why where all have one reason; empty where there is no candidate."""
+        reasons = {row.reason for row in self.rows if not row.replaced}
+        if not reasons or self.replaced:
+            return ""
+        why = f" ({reasons.pop()})" if len(reasons) == 1 else ""
+        return f"0 of {len(self.rows)} {self.candidates_words} are replaced{why}"
+
+    def nothing_found(self) -> str:
+        """What the op looks for, where a graph has nothing of any op; empty where other sections say it."""
         return ""
 
     def hints(self) -> list[str]:
@@ -231,6 +244,7 @@ class Report:
     failure: str = ""  # why verification failed
     facts: RunFacts | None = None  # how, when and where it was made
     converted_opset: tuple[int, int] | None = None  # opsets of the model and of the result, where it was converted
+    how_to_run: str = ""  # a line on what runs the result; empty where nothing of it needs more than ONNX Runtime
 
     def rows(self, key: str) -> list[Any]:
         """The rows of an op by its key; empty where the op looked for nothing."""
@@ -314,7 +328,7 @@ class Report:
         lines += self.choice_lines()
         lines += self._verification_lines()
         lines += self.time_lines()
-        reasons = self._nothing_to_do()
+        reasons = self.nothing_to_do
         if self.copied:
             lines.append(f"nothing to do: {reasons}; the model was copied as it is")
         if self.output:
@@ -326,6 +340,7 @@ class Report:
         lines += [f"hint: {hint}" for s in sections for hint in s.hints()]
         lines += self._slower_lines()
         lines += [f"note: {note}" for note in self.notes]
+        lines += [self.how_to_run] if self.how_to_run else []
         return "\n".join(map(shown, lines))
 
     def _slower_lines(self) -> list[str]:
@@ -339,7 +354,7 @@ class Report:
     def summary(self) -> str:
         """One line: what was replaced, or why nothing was, and whether it was verified."""
         if not self.replaced:
-            return f"nothing to do: {self._nothing_to_do()}{'; copied' if self.copied else ''}"
+            return f"nothing to do: {self.nothing_to_do}{'; copied' if self.copied else ''}"
         if self.dry_run:
             return self._headline()
         loss = [] if self.sparsity is None else self.sparsity.loss_headlines
@@ -352,8 +367,12 @@ class Report:
         sections = sorted(self.sections.values(), key=lambda s: not s.changes_outputs)
         return ", ".join(h for h in (*sparsity, *(s.headline(self.dry_run) for s in sections)) if h)
 
-    def _nothing_to_do(self) -> str:
-        return ", ".join(r for r in (s.nothing_to_do() for s in self.sections.values()) if r)
+    @property
+    def nothing_to_do(self) -> str:
+        """Why nothing is replaced, by the sections that found candidates; else what no section found."""
+        sections = self.sections.values()
+        reasons = [s.nothing_to_do() for s in sections]
+        return ", ".join(filter(None, reasons if any(reasons) else (s.nothing_found() for s in sections)))
 
     def explain(self, pattern: str) -> str:
         """How far candidates got: a line for each step that they passed, and the reason where they stopped.
@@ -417,6 +436,12 @@ class Report:
                 "          (half precision: both ran widened to fp32, the operator of each site in its own type)"
             )
         return lines
+
+
+def describe_registration(library: str) -> str:
+    """How a session gets the plugin library of this path, for the end of a report."""
+    call = f"options.register_custom_ops_library({library!r})"
+    return f"register it with the session's options: {call}, or stof.register(options)"
 
 
 def _describe_end(v: Verification) -> str:

@@ -161,7 +161,7 @@ def _verify(
     limits: RunLimits,
     given: Sequence[GivenFeed],
 ) -> _Outcome:
-    job, final = stages[-1].job, stages[-1].model
+    job, final = stages[-1].job, stages[-1].written
     # A tenth of all imports, which --no-verify and --dry-run do not need.
     from stof.verification.site_checks import EmittedSites
     from stof.verification.verifier import Verifier

@@ -22,6 +22,7 @@ import stof
 from stof import cli
 from stof.api.genai_config import GENAI_CONFIG, read_genai_config
 from stof.errors import ArgumentError
+from stof.report import describe_registration
 from stof.runtime.library import LIBRARY
 
 NO_VERIFY = stof.Options(verify=False)
@@ -182,8 +183,8 @@ def test_folders_of_configurations_get_a_library_each(tmp_path: Path) -> None:
     assert report.libraries == [f"{n}/{LIBRARY}" for n in ("cpu", "cuda", "onnx")]
     assert set(report.registrations) == {f"{n}/{GENAI_CONFIG}" for n in ("cpu", "cuda")}
     text = report.to_text()
-    call = f"options.register_custom_ops_library({str(tmp_path / 'out' / 'onnx' / LIBRARY)!r})"
-    assert f"onnx/{LIBRARY}: copied; register it with the session's options: {call}" in text.splitlines()
+    words = describe_registration(str(tmp_path / "out" / "onnx" / LIBRARY))
+    assert f"onnx/{LIBRARY}: copied; {words}" in text.splitlines()
 
 
 def test_a_copied_library_is_one_that_sessions_can_register(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,12 +131,13 @@ class SiteSection(Section):
         return MaskPicture(title, mask or "every pair", tuple(facts), drawing.length, drawing.length, grids)
 
     def nothing_to_do(self) -> str:
-        if not self.rows:
-            return (
-                "the graph has no Softmax node, no exponentials divided by their sum and no fused attention node, by which "
-                "attention is found"
-            )
-        return "no attention site is replaced"
+        return "no attention site is replaced" if self.rows else ""
+
+    def nothing_found(self) -> str:
+        return (
+            "the graph has no Softmax node, no exponentials divided by their sum and no fused attention node, by which "
+            "attention is found"
+        )
 
     def hints(self) -> list[str]:
         if any(s.step is Step.LIFT for s in self.rows):

@@ -55,11 +55,15 @@ class CacheSection(Section):
     def to_json(self) -> dict[str, Any]:
         return {KEY: [asdict(row) for row in self.rows]}
 
+    @property
+    def candidates_words(self) -> str:
+        return "attentions over a KV cache"
+
     def headline(self, dry_run: bool) -> str:
         if not self.rows:
             return ""
         can_be = "can be replaced" if dry_run else "replaced"
-        return f"{self.replaced} of {len(self.rows)} attentions over a KV cache {can_be}"
+        return f"{self.replaced} of {len(self.rows)} {self.candidates_words} {can_be}"
 
     def lines(self) -> list[str]:
         groups: dict[tuple[Any, ...], list[CacheReport]] = defaultdict(list)

@@ -29,6 +29,7 @@ from stof.mask.families import picture
 from stof.op_rewrite import Decisions, Job, OpRewrite
 from stof.plan import EntryFormat
 from stof.report import MaskPicture, TileGrid
+from stof.result_shapes import ResultRules
 from stof.runtime.library import LibraryError, op_limits
 from stof.selection import NamedCandidate
 from stof.symbolic import Symbolic
@@ -89,6 +90,7 @@ class CacheRewrite(OpRewrite[CacheModel, CacheDecisions]):
 
     key = KEY
     op_types = frozenset({OP, PAGED_OP})
+    result_rules = ResultRules(in_place=op_types)
     names = NAMES
     plan_format = EntryFormat("cache", read_cache_plan)
 

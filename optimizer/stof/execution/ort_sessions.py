@@ -17,18 +17,14 @@ import onnx
 from stof.errors import ArgumentError
 from stof.execution.collectives import as_lone_rank, may_hold_collectives
 from stof.execution.run_limits import MemoryLimit, RunLimits, TimeLimit
-from stof.execution.session_process import Session, create_session, runtime_version
+from stof.execution.runtime_faults import RuntimeFault
+from stof.execution.session_process import Session, create_session
 from stof.execution.session_worker import SessionSpec
 from stof.execution.shared_buffers import find_shared_buffers
 from stof.execution.stored_weights import StoredWeights
 from stof.files import is_utf8, open_regular
 from stof.graph.external_data import all_tensors, external_files, is_external
 from stof.runtime.library import library_path
-
-# The first version that reads external data from a folder that an option names; 1.20 looks in the working directory.
-_FOLDER_OPTION = (1, 21)
-# Before it, this fusion ends the process at a LayerNormalization without bias, which ModernBERT has.
-_FUSION_ABORTS = (1, 19)
 
 
 class VerifiedSession:
@@ -102,7 +98,7 @@ def _read_graph(path: Path) -> onnx.ModelProto:
 
 
 def _optimizers_left_out() -> tuple[str, ...]:
-    return ("AttentionFusion",) if runtime_version() < _FUSION_ABORTS else ()
+    return ("AttentionFusion",) if RuntimeFault.ATTENTION_FUSION_ABORTS.is_present() else ()
 
 
 @contextmanager
@@ -162,7 +158,7 @@ class Sessions:
         self._stored.keep_apart_from(files)
         if all((self.scratch / name).exists() for name in files):
             return self._from_file(model, entries, optimized, library, shared)
-        if runtime_version() >= _FOLDER_OPTION:
+        if not RuntimeFault.NO_DATA_FOLDER.is_present():
             model, folder = self._relocate_data(model, files)
             with _utf8_path(folder) as text:
                 entries.append(("session.model_external_initializers_file_folder_path", text))

@@ -22,15 +22,17 @@ from stof.fusion.decide.measured import (
     refuse_all,
 )
 from stof.fusion.decide.selection import NAMES, ChainSelection
-from stof.fusion.description.widen import widen_description
+from stof.fusion.description.rewriting import widen_description
 from stof.fusion.emit import GEMM
 from stof.fusion.function_body import OP as CHAIN
 from stof.fusion.plan_entry import ChainPlan, read_chain_plan
 from stof.fusion.policy import ChainPolicy
 from stof.fusion.report import KEY, ChainSection
+from stof.fusion.shape_rules import SHAPE_RULES
 from stof.op_rewrite import Decisions, Job, LeftOut, OpRewrite
 from stof.options import Options
 from stof.plan import EntryFormat, Plan
+from stof.result_shapes import ResultRules
 from stof.runtime.library import has_packed
 from stof.selection import NamedCandidate
 from stof.tuning_cache import EarlierMeasurements
@@ -85,6 +87,7 @@ class FusionRewrite(OpRewrite[FusionCandidates, FusionDecisions]):
 
     key = KEY
     op_types = frozenset({CHAIN, GEMM})
+    result_rules = ResultRules(SHAPE_RULES, with_spare_inputs=op_types)
     typed_attributes: TypedAttributes = MappingProxyType(
         {(CHAIN, "chain"): widen_description, (GEMM, "epilogue"): widen_description}
     )

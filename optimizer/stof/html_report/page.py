@@ -82,7 +82,7 @@ def _summary_part(report: Report) -> str:
 
 def result_words(report: Report) -> str:
     """What was written, or why nothing was."""
-    reasons = ", ".join(filter(None, (s.nothing_to_do() for s in report.sections.values())))
+    reasons = report.nothing_to_do
     if report.copied:
         return f"Nothing to do: {reasons}; the model was copied as it is: {report.output}"
     if report.output:
@@ -121,4 +121,6 @@ def _notes_part(report: Report) -> str:
 
 def _run_part(report: Report) -> str:
     files = {"model": report.model, "output": report.output or "none"}
+    if report.how_to_run:
+        files["to run it"] = report.how_to_run
     return run_facts(report.facts, files, report.seconds, report.library)

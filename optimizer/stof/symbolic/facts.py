@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import onnx
 from onnx import TensorProto, helper
 
-from stof.symbolic.algebra.terms import Atom, Int, integer
+from stof.symbolic.algebra.terms import Atom, Int, dim, integer
 from stof.symbolic.tensor import Shape, SymTensor
 
 
@@ -36,16 +36,35 @@ class Fact:
 
 
 class RuleContext:
-    """What a rule may use: the node, its attributes, and the facts of its inputs."""
+    """What a rule may use: the node, its attributes, and the facts of its inputs.
+
+    Args:
+        facts: of the tensors so far.
+        node: the node.
+        opset: of the standard domain.
+        equalities: of sizes; a rule adds to them.
+        is_exact: sizes hold in every run; else as :class:`stof.symbolic.Symbolic` says.
+    """
 
     def __init__(
-        self, facts: dict[str, Fact], node: onnx.NodeProto, opset: int, equalities: dict[tuple[Int, Int], None]
+        self,
+        facts: dict[str, Fact],
+        node: onnx.NodeProto,
+        opset: int,
+        equalities: dict[tuple[Int, Int], None],
+        *,
+        is_exact: bool = False,
     ) -> None:
+        self.is_exact = is_exact
         self.facts = facts
         self.equalities = equalities
         self.node = node
         self.opset = opset
         self.attributes = {a.name: a for a in node.attribute}
+
+    def unknown_size(self, axis: int) -> Int:
+        """The size of an axis of the first output, of which nothing is known."""
+        return dim(f"{self.node.output[0]}#{axis}")
 
     def has(self, i: int) -> bool:
         """Whether input ``i`` is given."""

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 
 import numpy as np
 import onnx
@@ -18,9 +19,10 @@ from stof.symbolic.algebra.overflow import guard_overflow
 from stof.symbolic.algebra.piecewise import split_cases
 from stof.symbolic.algebra.terms import Int, dim, integer, subterms, to_real, var
 from stof.symbolic.dimension_names import parse_dimension
-from stof.symbolic.facts import Fact, RuleContext, dtype_kind
+from stof.symbolic.facts import Fact, Rule, RuleContext, dtype_kind
+from stof.symbolic.forced_sizes import find_forced_sizes
 from stof.symbolic.onnx_inference import OnnxInference
-from stof.symbolic.rules import contrib, fused_attention, quantized, standard, stof_ops
+from stof.symbolic.rules import channel_blocks, contrib, fused_attention, quantized, standard, stof_ops
 from stof.symbolic.tensor import (
     EQUALS,
     Shape,
@@ -61,19 +63,32 @@ class Symbolic:
     Args:
         model: without external data.
         inlined: the same model with all functions inlined; gives the shapes of what function calls return.
+        exact: sizes are those of every run. Else two names that are broadcast count as equal, and slices of fixed positions lie
+            within their axis: so it is where masks are.
+        rules: of further operators of domain stof, by their names.
         vectors: treat integer and boolean vectors [B, length], [length] or [B] that are computed from input data as if
             they were inputs, however they are computed.
     """
 
-    def __init__(self, model: onnx.ModelProto, inlined: Symbolic | None = None, *, vectors: bool = False) -> None:
+    def __init__(
+        self,
+        model: onnx.ModelProto,
+        inlined: Symbolic | None = None,
+        *,
+        vectors: bool = False,
+        exact: bool = False,
+        rules: Mapping[str, Rule] = MappingProxyType({}),
+    ) -> None:
         self._facts: dict[str, Fact] = {}
         self._inlined = inlined
         self._onnx = OnnxInference(model.opset_import, model.ir_version)
-        rules = standard.RULES | fused_attention.STANDARD | quantized.STANDARD
+        self._exact = exact
+        own = standard.RULES | fused_attention.STANDARD | quantized.STANDARD
         self._rules = {
-            **dict.fromkeys(STANDARD_DOMAINS, rules),
+            **dict.fromkeys(STANDARD_DOMAINS, own),
             "com.microsoft": contrib.RULES | fused_attention.CONTRIB | quantized.CONTRIB,
-            "stof": stof_ops.RULES,
+            "com.microsoft.nchwc": channel_blocks.RULES,
+            "stof": stof_ops.RULES | dict(rules),
         }
         self._declared = {v.name: v.type.tensor_type for v in (*model.graph.value_info, *model.graph.output)}
         self._equalities: dict[tuple[Int, Int], None] = {}
@@ -82,11 +97,22 @@ class Symbolic:
         self._model = model
         self._vectors = vectors
         self._coarse: Symbolic | None = None
-        self._read_graph(model.graph)
+        self._forced: dict[Int, Int] = {}
+        self._interpret()
+        self._forced = find_forced_sizes(model.graph, self._facts)
+        if self._forced:
+            self._interpret()
+
+    def _interpret(self) -> None:
+        graph = self._model.graph
+        self._facts.clear()
+        self._equalities.clear()
+        self.running_sums.clear()
+        self._read_graph(graph)
         self._batches = {
-            f.shape[0] for i in model.graph.input if (f := self._facts[i.name]).shape is not None and len(f.shape) > 1
+            f.shape[0] for i in graph.input if (f := self._facts[i.name]).shape is not None and len(f.shape) > 1
         }
-        for node in model.graph.node:
+        for node in graph.node:
             self._visit(node)
 
     def _read_graph(self, graph: onnx.GraphProto) -> None:
@@ -105,7 +131,7 @@ class Symbolic:
         if node.op_type == "If" and is_standard(node):
             self._visit_branches(node)
             return
-        context = RuleContext(self._facts, node, self._opset, self._equalities)
+        context = RuleContext(self._facts, node, self._opset, self._equalities, is_exact=self._exact)
         rule = self._rules.get(node.domain, {}).get(node.op_type)
         found = None
         reason = ""
@@ -128,6 +154,8 @@ class Symbolic:
                 fact = Fact(fact.dtype or inferred[i].dtype, inferred[i].shape)
             if name in self._declared:
                 fact = _with_declared(fact, name, self._declared[name])
+            if self._forced and fact.shape is not None:
+                fact = _with_sizes(fact, self._forced)
             if fact.value is None and node.op_type in _REDUCING:
                 fact = self._runtime_fact(name, node, fact)
                 if node.op_type == "CumSum" and _is_running_sum(context):
@@ -150,7 +178,8 @@ class Symbolic:
     def _infer_by_onnx(self, node: onnx.NodeProto, no_rule: bool, found: list[Fact] | None) -> list[Fact] | None:
         """ONNX's facts of a node without a rule, or whose rule knows no shape although the shapes of all inputs are known."""
         if not no_rule:
-            if found is not None and all(f.shape is not None for f in found[: len(node.output)]):
+            needed = [i for i, name in enumerate(node.output) if name]
+            if found is not None and all(i < len(found) and found[i].shape is not None for i in needed):
                 return None
             if any(n and (n not in self._facts or self._facts[n].shape is None) for n in node.input):
                 return None
@@ -248,7 +277,7 @@ class Symbolic:
         """The facts of a standard node's outputs with other facts for some inputs; None where the operator has no rule."""
         rule = self._rules[""].get(node.op_type) if is_standard(node) else None
         facts = {n: given[n] if n in given else self._facts[n] for n in node.input if n in given or n in self._facts}
-        context = RuleContext(facts, node, self._opset, dict(self._equalities))
+        context = RuleContext(facts, node, self._opset, dict(self._equalities), is_exact=self._exact)
         return None if rule is None else rule(context)
 
     @property
@@ -354,6 +383,15 @@ def _with_declared(fact: Fact, name: str, tensor: onnx.TypeProto.Tensor) -> Fact
         return fact
     merged = tuple(other if own in unknown else own for own, other in zip(fact.shape, shape, strict=True))
     return Fact(fact.dtype, merged, fact.value, fact.reason) if fact.value is None else fact
+
+
+def _with_sizes(fact: Fact, sizes: Mapping[Int, Int]) -> Fact:
+    """A fact in which some sizes are others."""
+    assert fact.shape is not None
+    shape = tuple(sizes.get(d, d) for d in fact.shape)
+    if shape == fact.shape:
+        return fact
+    return replace(fact, shape=shape, value=None if fact.value is None else replace(fact.value, shape=shape))
 
 
 def _initializer_fact(tensor: onnx.TensorProto) -> Fact:

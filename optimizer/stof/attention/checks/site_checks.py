@@ -19,6 +19,7 @@ from stof.attention.checks.site_comparison import (
     compare_site,
     heads_in_layout,
     rounded,
+    scores_shape,
 )
 from stof.attention.emit import Rewrite, parts_of
 from stof.attention.function_body import OP
@@ -32,7 +33,7 @@ from stof.mask.check.run_masks import tensors_by_role
 from stof.mask.empty_rows.weaker_rows import number_rows
 from stof.mask.evaluate import allowed_by_mask
 from stof.mask.expression import MaskExpression
-from stof.mask.site import EmptyRows, Layout, TermKind
+from stof.mask.site import AttentionSite, EmptyRows, Layout, MaskTerm, TermKind
 from stof.verification.fp64_reference import compute_in_fp64
 from stof.verification.model_inputs import BATCH_WITH_ALL_PADDING, ModelInputs
 from stof.verification.perturb import Noisy
@@ -150,7 +151,9 @@ class AttentionChecks(SiteChecks):
             channels = site.value_head_size * (site.num_heads if site.output_layout is Layout.BSN else 1)
             known = captured.get(site.output)
             largest = 1.0 if known is None else float(np.abs(known[np.isfinite(known)]).max(initial=0.0))
-            found[site.output] = Noisy(site.dtype, channels, largest)
+            perm = site.output_perm
+            behind = len(perm) - 1 - perm.index(len(perm) - 1) if perm else 0
+            found[site.output] = Noisy(site.dtype, channels, largest, behind)
         return found
 
     def emit(self, sites: Sequence[str]) -> onnx.ModelProto:
@@ -213,10 +216,16 @@ class AttentionChecks(SiteChecks):
                     if place not in known and operand.tensor in known:
                         laid = operand.laid(known[operand.tensor])
                         known[place] = laid if operand.role == "pad" else laid.astype(np.int64)
+                if (
+                    mask.bias
+                    and places["bias"] not in known
+                    and (total := _sum_bias(site, mask.bias, known)) is not None
+                ):
+                    known[places["bias"]] = total
                 if rows is not None and rewrite.mask.weaker is not None and "segment_q" in places:
                     known[places["segment_q"]] = rows
             if not all(n in known for node in nodes for n in node.input[3:]):
-                continue  # a bias that the emitted graph adds up itself; the outputs tell
+                continue  # an operand that the emitted graph computes itself; the outputs tell
             tensors = (site.query.tensor, site.key.tensor, site.value.tensor)
             own = {n: rounded(x, site.dtype) if n in {*tensors, site.output} else x for n, x in known.items()}
             second = None if rows is None else rows > 0
@@ -224,6 +233,18 @@ class AttentionChecks(SiteChecks):
                 OperatorCall(node, [*tensors, *node.input[3:]], second if i else None) for i, node in enumerate(nodes)
             ]
             yield compare_site(site, calls, own, known[site.output], rewrite.ignores_empty_rows)
+
+
+def _sum_bias(site: AttentionSite, terms: Sequence[MaskTerm], known: Mapping[str, np.ndarray]) -> np.ndarray | None:
+    """The bias of a site that the emitted graph makes of several tensors or in other axes; None where it is not just a sum."""
+    if site.floored or any(t.kind is not TermKind.ADD or t.tensor not in known for t in terms):
+        return None
+    sizes = scores_shape(site, known)
+    total = np.zeros((1, 1, 1, 1), np.float32)
+    with np.errstate(over="ignore"):  # the lowest number twice is -inf in the graph, too
+        for term in terms:
+            total = total + term.spread(known[term.tensor], sizes).astype(np.float32) * np.float32(term.scale)
+    return total
 
 
 def _nodes_of(writers: Mapping[str, onnx.NodeProto], output: str) -> list[onnx.NodeProto]:

@@ -29,6 +29,7 @@ from stof.cached_attention.paged.oracle import PagedStep, PagedStepResult, compu
 from stof.cached_attention.paged.run_inputs import PagedInputMaker
 from stof.cached_attention.paged.site import INPUT_INDEX, INPUTS, OP, OP_INPUTS, PagedSite
 from stof.execution.case import Case
+from stof.execution.runtime_faults import RuntimeFault
 from stof.graph.node_fields import PlainValue, input_of
 from stof.runtime.library import LibraryError, Op
 from stof.symbolic import Symbolic
@@ -68,7 +69,8 @@ class PagedChecks(SiteChecks):
         self._maker = PagedInputMaker(base, symbolic, paged_sites, shapes)
 
     def model_inputs(self) -> ModelInputs:
-        original = expand_pages(self._base, [replace(s, declared=None) for s in self.paged_sites])
+        sites = [replace(s, declared=None) for s in self.paged_sites]
+        original = expand_pages(self._base, sites) if RuntimeFault.NO_PAGED_ATTENTION.is_present() else None
         return ModelInputs(self.working, self.symbolic, self._maker, self._cases, original=original)
 
     def _cases(self, tokens: float) -> list[Case]:

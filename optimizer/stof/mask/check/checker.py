@@ -66,9 +66,7 @@ class MaskChecker:
                     t.kind,
                     t.fill,
                     t.scale,
-                    t.merged,
-                    t.windows,
-                    t.groups,
+                    t.view,
                     self.hashes.of(t.tensor) if is_known else t.tensor,
                 )
                 for t, is_known in known

@@ -153,10 +153,10 @@ class MaskRunner:
         Raises:
             DoesNotRunError: when they cannot be run at these sizes, or broadcast to another shape.
         """
-        batch = score_sizes(site, sizes)[0]
+        whole = score_sizes(site, sizes)
         found = self.run([t.tensor for t in terms], feeds, sizes)
         try:
-            return [t.spread(a, batch) for t, a in zip(terms, found, strict=True)]
+            return [t.spread(a, whole) for t, a in zip(terms, found, strict=True)]
         except ValueError as error:
             raise DoesNotRunError(f"a mask does not broadcast to the scores: {error}") from error
 

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+from onnx import TensorProto
+
 from stof.symbolic.algebra.terms import integer
 from stof.symbolic.facts import Fact, Rule, RuleContext
+from stof.symbolic.rules import shape_only
 from stof.symbolic.rules.broadcasting import broadcast
 from stof.symbolic.rules.shape_only import as_first
 
@@ -23,7 +26,7 @@ def _fused_matmul(context: RuleContext) -> list[Fact] | None:
         return None
     rows = a[-1] if context.number("transA", 0) else a[-2]
     columns = b[-2] if context.number("transB", 0) else b[-1]
-    return [Fact(context.fact(0).dtype, (*broadcast([a[:-2], b[:-2]]), rows, columns))]
+    return [Fact(context.fact(0).dtype, (*broadcast([a[:-2], b[:-2]], context), rows, columns))]
 
 
 def _matmul_nbits(context: RuleContext) -> list[Fact] | None:
@@ -31,10 +34,23 @@ def _matmul_nbits(context: RuleContext) -> list[Fact] | None:
     return None if fact.shape is None else [Fact(fact.dtype, (*fact.shape[:-1], integer(context.number("N", 0))))]
 
 
+def _embed_norm(context: RuleContext) -> list[Fact] | None:
+    ids, words = context.shape(0), context.fact(2)
+    if ids is None or words.shape is None:
+        return None
+    whole = Fact(words.dtype, (*ids, words.shape[-1]))
+    return [whole, Fact(TensorProto.INT32, ids[:1]), whole]
+
+
 RULES: dict[str, Rule] = {
     "AllReduce": as_first,
+    "BiasDropout": as_first,
     "BiasGelu": as_first,
+    "BiasSoftmax": as_first,
+    "EmbedLayerNormalization": _embed_norm,
     "FastGelu": as_first,
+    "FusedConv": shape_only.RULES["Conv"],
+    "FusedGemm": shape_only.RULES["Gemm"],
     "FusedMatMul": _fused_matmul,
     "Gelu": as_first,
     "MatMulNBits": _matmul_nbits,

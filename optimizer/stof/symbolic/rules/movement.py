@@ -177,6 +177,8 @@ def _slice(context: RuleContext) -> list[Fact] | None:
             length = floor_div(length + integer(step - 1), step)
         plan[axis] = (first, step)
         shape[axis] = integer(max(0, length.constant)) if length.constant is not None else length
+        if context.is_exact and not (_is_within(first, n) and _is_within(last, n)):
+            shape[axis] = context.unknown_size(axis)
 
     def at(index: Index) -> Scalar:
         source_index = [plan[a][0] + i * integer(plan[a][1]) if a in plan else i for a, i in enumerate(index)]
@@ -213,6 +215,12 @@ def _clamp(position: Int, n: Int) -> Int:
     if bound(position, upper=True, smallest=1.0) < 0:
         position = n + position
     return position  # within the axis in every valid run
+
+
+def _is_within(position: Int, n: Int) -> bool:
+    """Whether a position lies in an axis of n in every run, where sizes are at least 1. One in a table of fixed size does."""
+    least = bound(position, upper=False, smallest=1.0)
+    return least >= 0 and (n.constant is not None or bound(n - position, upper=False, smallest=1.0) >= 0)
 
 
 def _concat(context: RuleContext) -> list[Fact] | None:
@@ -258,7 +266,7 @@ def _expand(context: RuleContext) -> list[Fact] | None:
     data, wanted = context.shape(0), context.ints(1)
     if data is None or wanted is None:
         return None
-    shape = broadcast([data, tuple(wanted)])
+    shape = broadcast([data, tuple(wanted)], context)
     value = context.value(0)
     return [moved_fact(context, shape, lambda index: value.at(project(index, data)) if value else ZERO)]
 

@@ -191,7 +191,7 @@ def _matmul(context: RuleContext) -> list[Fact] | None:
     if len(a) == 1 or len(b) == 1:
         return [Fact(dtype, (*a[:-1],) if len(b) == 1 else (*b[:-2], b[-1]))]
     context.equate(a[-1], b[-2])
-    return [Fact(dtype, (*broadcast([a[:-2], b[:-2]], context), a[-2], b[-1]))]
+    return [Fact(dtype, (*broadcast([a[:-2], b[:-2]], context, equates=True), a[-2], b[-1]))]
 
 
 def _gemm(context: RuleContext) -> list[Fact] | None:
@@ -224,7 +224,7 @@ def _reduce(context: RuleContext) -> list[Fact] | None:
 def _broadcast(context: RuleContext) -> list[Fact] | None:
     shapes = [context.shape(i) for i in range(len(context.node.input))]
     known = [s for s in shapes if s is not None]
-    return [Fact(context.fact(0).dtype, broadcast(known) if len(known) == len(shapes) else None)]
+    return [Fact(context.fact(0).dtype, broadcast(known, context) if len(known) == len(shapes) else None)]
 
 
 _ACTIVATIONS = (
