@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,7 +17,7 @@ from stof.execution.given_inputs import GivenFeed, read_given_inputs
 from stof.execution.session_process import RuntimeFailure, has_onnxruntime
 from stof.files import check_outputs, write_text
 from stof.graph.external_data import check_output_folder, data_to_copy, external_files
-from stof.graph.index import opset_of
+from stof.graph.index import DOMAIN, all_nodes, opset_of
 from stof.graph.load_save import copy_model, load, load_with_opset, save
 from stof.html_report import to_html
 from stof.op_rewrite import Job
@@ -141,6 +142,7 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
     given = read_given_inputs(options.inputs, graph)
     job = Job(options, source, graph, report.library, plan, partial(_timed_step, report, source), selections)
     report.sections = {op.key: op.empty_section() for op in OPS}
+    report.optimized_before = dict(Counter(n.op_type for n in all_nodes(graph.graph.node) if n.domain == DOMAIN))
     earlier = {op.key: found for op in OPS if (found := op.find_earlier_result(job)) is not None}
     for option, value in (("--sparsify", options.sparsify), ("--sparse-mlp", options.sparse_mlp)):
         if earlier and value:
@@ -390,6 +392,8 @@ def _time_models(report: Report, job: Job, stages: list[Stage], target: Path) ->
 
     try:
         inputs = known_inputs(job, stages)
+        if report.verification is not None:  # on usual numbers, runs take too long
+            inputs.maker.magnitudes.update(report.verification.reduced_inputs)
         report.times = time_models(job.source, target, inputs, job.options.shapes)
         report.notes += tuple(f"not timed: {words}" for words in report.times.left_out)
     except (NotTimedError, RuntimeFailure, StofError, KeyError, MemoryError, TypeError, ValueError) as error:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from stof.sparsify.report import SparsityReport
     from stof.tuning_cache import EarlierMeasurements
     from stof.verification.model_times import ModelTimes
-    from stof.verification.result import Comparison, Verification
+    from stof.verification.result import Comparison, PartialVerification, Verification
 
 _MAX_LINES = 4
 SLOWER_ADVICE = (
@@ -245,6 +245,7 @@ class Report:
     facts: RunFacts | None = None  # how, when and where it was made
     converted_opset: tuple[int, int] | None = None  # opsets of the model and of the result, where it was converted
     how_to_run: str = ""  # a line on what runs the result; empty where nothing of it needs more than ONNX Runtime
+    optimized_before: dict[str, int] = field(default_factory=dict)  # how many nodes of each of stof's operators it had
 
     def rows(self, key: str) -> list[Any]:
         """The rows of an op by its key; empty where the op looked for nothing."""
@@ -288,7 +289,7 @@ class Report:
         for section in self.sections.values():
             data |= section.to_json()
         own = ("copied", "nodes_before", "nodes_after", "dry_run", "verification", "seconds", "library", "notes")
-        data |= {name: getattr(self, name) for name in own}
+        data |= {name: getattr(self, name) for name in (*own, "optimized_before")}
         if self.verification is not None:
             data["verification"] = {**asdict(self.verification), "ok": not self.verification.failures}
         opsets = self.converted_opset
@@ -359,7 +360,15 @@ class Report:
             return self._headline()
         loss = [] if self.sparsity is None else self.sparsity.loss_headlines
         loss += [line for s in self.sections.values() for line in s.loss_headlines]
-        return "; ".join([self._headline(), "not verified" if self.verification is None else "verified", *loss])
+        return "; ".join([self._headline(), self._verdict(), *loss])
+
+    def _verdict(self) -> str:
+        """Whether the result was verified, in a few words."""
+        if self.verification is None:
+            return "not verified"
+        if self.verification.partial is None:
+            return "verified"
+        return "verified in part: the original does not run here; sites, types and shapes were compared"
 
     def _headline(self) -> str:
         sparsity = [] if self.sparsity is None else [self.sparsity.headline]
@@ -370,6 +379,9 @@ class Report:
     @property
     def nothing_to_do(self) -> str:
         """Why nothing is replaced, by the sections that found candidates; else what no section found."""
+        if self.optimized_before:
+            held = ", ".join(f"{count} {op}" for op, count in sorted(self.optimized_before.items()))
+            return f"the model was optimized before (it has {held}); give the one that it was made from"
         sections = self.sections.values()
         reasons = [s.nothing_to_do() for s in sections]
         return ", ".join(filter(None, reasons if any(reasons) else (s.nothing_found() for s in sections)))
@@ -392,10 +404,11 @@ class Report:
         v = self.verification
         if v is None:
             return ["not verified"] if self.output and not self.copied else []
-        sites = [c for c in v.comparisons if c.site]
+        sites = [c for c in v.comparisons if c.site and c.comparable]
         outputs = [c for c in v.comparisons if not c.site and c.comparable]
-        others = [c for c in v.comparisons if not c.comparable]
-        lines = []
+        others = [c for c in v.comparisons if not c.site and not c.comparable]
+        alone = [c for c in v.comparisons if c.site and not c.comparable]
+        lines = [] if v.partial is None else describe_partial(v.partial)
         if sites:
             worst = max(sites, key=lambda c: c.difference / c.budget if c.budget else 0.0)
             left = f"; no time was left for {v.sites_left} more" if v.sites_left else ""
@@ -412,6 +425,8 @@ class Report:
             forms = [s.verified_form for s in self.sections.values() if s.changes_outputs and s.verified_form]
             lines += [f"          ({form})" for form in forms]
             lines += _undefined_lines(outputs)
+        if alone:
+            lines.append(f"compared by the model's outputs alone: {len(alone)} sites; {alone[0].detail}")
         if others:
             worst = max(others, key=lambda c: c.budget)
             lines.append(
@@ -419,6 +434,10 @@ class Report:
                 f"much as the numbers vary ({worst.what}: {worst.detail or f'up to {worst.budget / 4:.2e}'})"
             )
         lines += _skipped_lines(v)
+        if v.unread:
+            lines.append(f"          ({describe_unread(v)})")
+        if v.reduced_inputs:
+            lines.append(f"          ({describe_reduced_inputs(v)})")
         if v.quantized:
             lines.append(
                 "          (dynamically quantized: compared beside the spread of the original's own runs; an argmax or a length "
@@ -432,8 +451,9 @@ class Report:
                 "standard nodes)"
             )
         if v.widened:
+            what = "both" if v.partial is None else "what runs here"
             lines.append(
-                "          (half precision: both ran widened to fp32, the operator of each site in its own type)"
+                f"          (half precision: {what} ran widened to fp32, the operator of each site in its own type)"
             )
         return lines
 
@@ -462,6 +482,34 @@ def _skipped_lines(v: Verification) -> list[str]:
     words = "; ".join(f"{s.case} ({s.reason})" for s in v.skipped[:_MAX_LINES])
     more = "; ..." if len(v.skipped) > _MAX_LINES else ""
     return [f"          {ran}; not {words}{more}"]
+
+
+def describe_partial(partial: PartialVerification) -> list[str]:
+    """What was verified, and what was not, of a result whose original does not run here; a sentence each."""
+    how = "it ran here" if partial.ran else "as they follow from its graph: it does not run here, either"
+    return [
+        f"verified in part: the original does not run here, and no output was compared with it. {partial.reason}",
+        f"verified: types and shapes of {partial.shapes} tensors of the optimized model ({how})",
+    ]
+
+
+def describe_unread(v: Verification) -> str:
+    """Which outputs were not compared for their types."""
+    names = [f"{name!r} of {kind}" for name, kind in list(v.unread.items())[:_MAX_LINES]]
+    more = f" and {len(v.unread) - _MAX_LINES} more" if len(v.unread) > _MAX_LINES else ""
+    return f"outputs of types of which ONNX Runtime gives no arrays were not compared: {', '.join(names)}{more}"
+
+
+def describe_reduced_inputs(v: Verification) -> str:
+    """Which inputs had other numbers than usual ones, since those make runs too long."""
+    factors: dict[float, list[str]] = {}
+    for name, factor in v.reduced_inputs.items():
+        factors.setdefault(factor, []).append(repr(name))
+    words = [
+        f"{', '.join(names)} are {f'1/{1 / factor:g} as large' if factor < 1 else f'{factor:g} times as large'}"
+        for factor, names in factors.items()
+    ]
+    return f"numbers of {' and '.join(words)} as usual ones, on which a run of the original takes too long"
 
 
 def describe_coverage(comparisons: Sequence[Comparison]) -> str:

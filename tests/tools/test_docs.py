@@ -22,6 +22,7 @@ from stof.sparse_mlp.report import MlpReport, MlpSection, PredictionReport
 from stof.sparsify.report import SparsifiedSite, SparsityReport
 from stof.tuning_cache import EarlierMeasurements
 from stof.verification.model_times import ModelTimes, RunTimes
+from stof.verification.result import PartialVerification
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
@@ -164,6 +165,7 @@ def test_report_keys_are_those_of_the_docs(narrow: Callable[[str], Path], tmp_pa
         report["verification"],
         first,
         first["coverage"],
+        asdict(PartialVerification({}, {}, 0, True)),
         report["run"],
         EarlierMeasurements("", 1, (None,)).to_json(),
     )

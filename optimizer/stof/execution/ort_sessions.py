@@ -15,8 +15,9 @@ import numpy as np
 import onnx
 
 from stof.errors import ArgumentError
+from stof.execution.array_types import drop_outputs_without_arrays
 from stof.execution.collectives import as_lone_rank, may_hold_collectives
-from stof.execution.run_limits import MemoryLimit, RunLimits, TimeLimit
+from stof.execution.run_limits import MemoryLimit, RunLimits
 from stof.execution.runtime_faults import RuntimeFault
 from stof.execution.session_process import Session, create_session
 from stof.execution.session_worker import SessionSpec
@@ -59,7 +60,7 @@ class VerifiedSession:
             RuntimeFailure: what ONNX Runtime raises.
             LimitReached: when it takes too long, or too much memory.
         """
-        with _described_limits("run", self._name, self._limits):
+        with _described_limits(f"run {self._name}", self._limits, until):
             return self._session.run(outputs, feeds, self._limits.seconds_left(until), self._limits.memory)
 
 
@@ -102,19 +103,15 @@ def _optimizers_left_out() -> tuple[str, ...]:
 
 
 @contextmanager
-def _described_limits(step: str, name: str, limits: RunLimits) -> Iterator[None]:
+def _described_limits(step: str, limits: RunLimits, until: float | None = None) -> Iterator[None]:
     start = time.monotonic()
     try:
         yield
     except TimeoutError:
-        raise TimeLimit(
-            f"verification was ended: ONNX Runtime took longer than {time.monotonic() - start:.1f} s to {step} {name}, which "
-            f"may be endless. Nothing was written; where it is slow, raise --verify-budget ({limits.asked:g} s), or leave "
-            "verification out with --no-verify"
-        ) from None
+        raise limits.end_step(step, time.monotonic() - start, until) from None
     except MemoryLimit as error:
         raise MemoryLimit(
-            f"verification was ended: to {step} {name}, {error}. Nothing was written; raise --verify-memory, or leave "
+            f"verification was ended: to {step}, {error}. Nothing was written; raise --verify-memory, or leave "
             "verification out with --no-verify"
         ) from None
 
@@ -153,7 +150,7 @@ class Sessions:
             if is_utf8(model) and not may_hold_collectives(model):
                 return self._session(str(model.absolute()), entries, optimized, library, shared)
             model = _read_graph(model)  # ONNX Runtime takes names in UTF-8 only, but bytes, too
-        model = as_lone_rank(model)
+        model = drop_outputs_without_arrays(as_lone_rank(model))
         files = sorted(external_files(model))
         self._stored.keep_apart_from(files)
         if all((self.scratch / name).exists() for name in files):
@@ -225,7 +222,7 @@ class Sessions:
             shared_buffers=shared,
         )
         name = "the optimized model" if library else "the original"
-        with _described_limits("load", name, self.limits):
+        with _described_limits(f"load {name}", self.limits):
             session = create_session(spec, self.limits.seconds_left(), self.limits.memory)
         return VerifiedSession(session, name, self.limits)
 

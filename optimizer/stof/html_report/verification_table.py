@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING
 
 from stof.html_report import elements as e
-from stof.report import Report, describe_coverage
+from stof.report import Report, describe_coverage, describe_partial, describe_reduced_inputs, describe_unread
 
 if TYPE_CHECKING:
     from stof.verification.result import Comparison, Verification
@@ -25,6 +25,8 @@ def verification_words(report: Report) -> tuple[str, str, str]:
     count = sum(c.comparable for c in found.comparisons)
     if failed := len(found.failures):
         return "failed", f"{failed} of {count} comparisons", "bad"
+    if found.partial is not None:
+        return "in part", f"{count} comparisons of sites; the original does not run here", ""
     cut = "" if found.complete else ", cut short"
     return "passed", f"{count} comparisons in {found.seconds:.1f} s{cut}", "good"
 
@@ -57,11 +59,17 @@ def verification_part(report: Report) -> str:
 
 
 def _sentences(found: Verification) -> list[str]:
+    alone = [c for c in found.comparisons if c.site and not c.comparable]
     sites = sum(bool(c.site) for c in found.comparisons)
     words = [
-        f"{sites} comparisons of single sites with fp64, {len(found.comparisons) - sites} of outputs with the original's."
+        f"{sites - len(alone)} comparisons of single sites with fp64, {len(found.comparisons) - sites} of outputs with the "
+        "original's."
     ]
-    if not found.complete:
+    if alone:
+        words.append(f"Compared by the model's outputs alone: {len(alone)} sites.")
+    if found.partial is not None:
+        words = [f"{fact[:1].upper()}{fact[1:]}." for fact in describe_partial(found.partial)] + words
+    elif not found.complete:
         words.append("A limit ended verification before all inputs were run (--verify-budget, --verify-memory).")
     if found.skipped:
         ran = f"{len(found.cases)} of {len(found.cases) + len(found.skipped)} sets of inputs were compared"
@@ -70,7 +78,10 @@ def _sentences(found: Verification) -> list[str]:
         words.append(f"{ran}; not {skipped}{f'; and {left} more' if left > 0 else ''}.")
     if found.sites_left:
         words.append(f"No time was left to compare {found.sites_left} sites by themselves.")
-    if others := sum(not c.comparable for c in found.comparisons):
+    facts = [describe_unread(found)] if found.unread else []
+    facts += [describe_reduced_inputs(found)] if found.reduced_inputs else []
+    words += [f"{fact[:1].upper()}{fact[1:]}." for fact in facts]
+    if others := sum(not c.comparable and not c.site for c in found.comparisons):
         words.append(
             f"{others} outputs are not comparable: the original's own runs differ by as much as the numbers vary."
         )
@@ -86,7 +97,8 @@ def _sentences(found: Verification) -> list[str]:
             "decided by rounding may flip."
         )
     if found.widened:
-        words.append("Half precision: both models ran widened to fp32, the operator of each site in its own type.")
+        what = "both models" if found.partial is None else "what runs here"
+        words.append(f"Half precision: {what} ran widened to fp32, the operator of each site in its own type.")
     if found.suspects:
         words.append(f"Sites that make outputs differ together: {', '.join(found.suspects)}.")
     return words

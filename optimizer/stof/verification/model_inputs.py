@@ -18,6 +18,7 @@ from stof.execution.given_inputs import GivenFeed
 from stof.execution.input_labels import describe_feeds, describe_sizes
 from stof.execution.inputs import InputMaker
 from stof.execution.narrow_inputs import InputNarrower
+from stof.execution.reduce_inputs import InputReducer
 from stof.symbolic import Symbolic
 from stof.symbolic.algebra.sizes import evaluate
 
@@ -71,6 +72,11 @@ class ModelInputs:
     def _narrower(self) -> InputNarrower:
         return InputNarrower(self.maker)
 
+    @cached_property
+    def reducer(self) -> InputReducer:
+        """Makes the numbers smaller that decide how long a run takes."""
+        return InputReducer(self.maker)
+
     def select_cases(self, tokens: float) -> list[Case]:
         """The user's sets of inputs, then drawn ones with sizes in use and as many rows as are cheap.
 
@@ -80,7 +86,8 @@ class ModelInputs:
         given = [self._describe_given(feed) for feed in self.given]
         if given and not self._can_draw():
             return given
-        drawn = [self._limit_rows(self._limit_sizes(case), tokens) for case in self.cases(tokens)]
+        sized = [self.maker.dimensions.fit(self._limit_sizes(case)) for case in self.cases(tokens)]
+        drawn = [self._limit_rows(case, tokens) for case in sized]
         return [*given, *self._drop_repetitions(drawn)]
 
     def _drop_repetitions(self, cases: Sequence[Case]) -> list[Case]:
@@ -185,10 +192,15 @@ class ModelInputs:
         """
         return not case.given and self._narrower.narrow(model, message, case, feed)
 
+    def shorten(self, case: Case) -> bool:
+        """Draws shorter inputs from now on where slices went beyond their tables; False where none does."""
+        return not case.given and self.maker.dimensions.fit_slices(case)
+
     def restate(self, case: Case) -> Case:
         """The case that names the sizes which failed runs have changed."""
         if case.given:
             return case
+        case = self.maker.dimensions.fit(case)
         sizes, changed = self.maker.sizes(case), self.maker.dimensions.changed_names
         stated = {name: sizes[name] for name in sorted(changed & set(sizes)) if sizes[name] != case.length}
         return replace(case, other=tuple({**dict(case.other), **stated}.items()))

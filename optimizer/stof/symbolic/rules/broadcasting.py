@@ -27,7 +27,7 @@ def broadcast(shapes: list[Shape], context: RuleContext | None = None, *, equate
             own_axis = axis - rank + len(s)
             d = s[own_axis] if own_axis >= 0 else one
             if one not in (d, found) and equates and context is not None:
-                context.equate(found, d)
+                context.equate(found, d, is_forced=False)
             if (
                 context is not None
                 and context.is_exact
