@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stof import strict_json
 from stof.errors import StofError, shown
+from stof.files import strict_json
 from stof.report import Report, describe_registration
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass, field
 from functools import reduce
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from stof import strict_json
 from stof.errors import shown
+from stof.files import strict_json
 from stof.selection import EVERY_ATTENTION, CandidateNames, owner_of
-from stof.verification.report_lines import describe_verification
+from stof.verification.describe import describe_verification
 
 if TYPE_CHECKING:
     from stof.prompts.loss import PromptLoss

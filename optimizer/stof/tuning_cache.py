@@ -18,8 +18,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from stof import strict_json
 from stof.errors import ArgumentError
+from stof.files import strict_json
 from stof.options import Options
 from stof.run_facts.machine import cpu_name, usable_cores
 

@@ -22,8 +22,8 @@ from stof import cli
 from stof.execution.run_limits import RunLimits
 from stof.graph.index import GraphIndex
 from stof.symbolic import Symbolic
-from stof.verification.decisions import find_decisions, find_held
-from stof.verification.held_models import add_outputs, cut_decision, free_name, hold_tensors
+from stof.verification.decisions.find_decisions import find_decisions, find_held
+from stof.verification.decisions.held_models import add_outputs, cut_decision, free_name, hold_tensors
 from stof.verification.result import Verification
 from stof.verification.verifier import Verifier
 

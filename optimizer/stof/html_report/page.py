@@ -121,4 +121,6 @@ def _notes_part(report: Report) -> str:
 
 def _run_part(report: Report) -> str:
     files = {"model": report.model, "output": report.output or "none"}
+    if report.how_to_run:
+        files["to run it"] = report.how_to_run
     return run_facts(report.facts, files, report.seconds, report.library)

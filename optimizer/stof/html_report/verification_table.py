@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from stof.html_report import elements as e
 from stof.report import Report
-from stof.verification.report_lines import describe_coverage, describe_partial, describe_reduced_inputs, describe_unread
+from stof.verification.describe import describe_coverage, describe_partial, describe_reduced_inputs, describe_unread
 
 if TYPE_CHECKING:
     from stof.verification.result import Comparison, Verification

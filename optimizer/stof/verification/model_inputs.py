@@ -15,12 +15,12 @@ import onnx
 from stof.errors import InputsRefusedError, UnsupportedError
 from stof.execution.case import Case, Padding
 from stof.execution.given_inputs import GivenFeed
-from stof.execution.input_labels import describe_feeds, describe_sizes
 from stof.execution.inputs import InputMaker
 from stof.execution.narrow_inputs import InputNarrower
 from stof.execution.reduce_inputs import InputReducer
 from stof.symbolic import Symbolic
 from stof.symbolic.algebra.sizes import evaluate
+from stof.verification.input_labels import describe_feeds, describe_sizes
 
 BATCH_WITH_ALL_PADDING = 4  # rows of a batch, of which the last one is all padding
 _LENGTHS = (53, 9)

@@ -14,10 +14,10 @@ import numpy as np
 
 from stof.errors import explained
 from stof.execution.case import Case
-from stof.execution.input_labels import describe_feeds
 from stof.execution.ort_sessions import file_session
 from stof.execution.session_process import RuntimeFailure, Session, TimingLimits, release_sessions
 from stof.graph.external_data import external_files
+from stof.verification.input_labels import describe_feeds
 from stof.verification.model_inputs import ModelInputs
 from stof.verification.timed_cases import LENGTHS, NotTimedError, Shapes, TimedCase, case_of, choose_cases
 

@@ -34,7 +34,7 @@ from stof.execution.upcast import TypedAttributes
 from stof.verification.case_plan import CasePlan
 from stof.verification.compare import find_undefined_outputs
 from stof.verification.compare_output import compare_output
-from stof.verification.held_comparisons import HeldComparisons
+from stof.verification.decisions.held_comparisons import HeldComparisons
 from stof.verification.model_inputs import default_inputs
 from stof.verification.perturb import perturb
 from stof.verification.quantization import find_quantizers

@@ -13,7 +13,7 @@ from stof.execution.case import Case
 from stof.execution.run_limits import LimitReached
 from stof.execution.session_process import RuntimeFailure
 from stof.verification.compare_output import compare_output
-from stof.verification.decided_outputs import DecidedOutputs, HeldRuns
+from stof.verification.decisions.decided_outputs import DecidedOutputs, HeldRuns
 from stof.verification.model_inputs import ModelInputs
 from stof.verification.reference_runs import ReferenceRuns
 from stof.verification.result import Comparison, Verification

@@ -12,7 +12,7 @@ from onnx import TensorProto, helper
 
 import build
 from stof.execution.case import Case, Padding
-from stof.execution.input_labels import describe_feeds
+from stof.verification.input_labels import describe_feeds
 from stof.verification.model_inputs import default_inputs
 
 Shape = tuple[int | str | None, ...]

@@ -9,7 +9,7 @@ import onnx
 from onnx import helper
 
 from stof.graph.index import GraphIndex, node_tensors, producers
-from stof.verification.decisions import Held
+from stof.verification.decisions.find_decisions import Held
 
 _FREE = "/stof_free"
 _COPIED = "/stof_copied"

@@ -21,8 +21,8 @@ from stof.execution.run_limits import LimitReached
 from stof.graph.index import GraphIndex
 from stof.symbolic import Symbolic
 from stof.verification.compare import compare_outputs
-from stof.verification.decisions import Decision, Held, find_decisions, find_held
-from stof.verification.held_models import add_outputs, cut_decision, free_name, hold_tensors, known_tensors
+from stof.verification.decisions.find_decisions import Decision, Held, find_decisions, find_held
+from stof.verification.decisions.held_models import add_outputs, cut_decision, free_name, hold_tensors, known_tensors
 from stof.verification.perturb import Noisy, perturb
 from stof.verification.reference_runs import CaseSession
 from stof.verification.result import DecidedDifference
