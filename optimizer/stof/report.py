@@ -6,6 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import reduce
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from stof import strict_json
@@ -14,11 +15,17 @@ from stof.selection import EVERY_ATTENTION, CandidateNames, owner_of
 
 if TYPE_CHECKING:
     from stof.prompts.loss import PromptLoss
+    from stof.run_facts.facts import RunFacts
     from stof.sparsify.report import SparsityReport
+    from stof.tuning_cache import EarlierMeasurements
     from stof.verification.model_times import ModelTimes
     from stof.verification.result import Comparison, PartialVerification, Verification
 
 _MAX_LINES = 4
+SLOWER_ADVICE = (
+    "What to do: --tune SECONDS measures on this machine which operators gain from fusion; --shape NAME=N..M states the "
+    "lengths in use, and sites that lose there stay as they are; at these sizes the original is the better one"
+)
 
 
 class Row(Protocol):
@@ -57,12 +64,14 @@ class PageTable:
         columns: headings of the cells behind name and result.
         rows: one for each candidate.
         code: the columns whose cells are code, by index.
+        group: the column by which rows are grouped, by index; None: they stay in the order of the graph.
     """
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[PageRow, ...]
     code: frozenset[int] = frozenset()
+    group: int | None = None
 
 
 @dataclass(frozen=True)
@@ -101,19 +110,25 @@ class MaskPicture:
 
 @dataclass(frozen=True)
 class Gain:
-    """The time of replaced nodes over that of the op: one bar of the report's page.
+    """The time of replaced nodes over that of the op: one bar of the report's page, and one line of its chart.
 
     Attributes:
         label: what was replaced.
         count: how many times.
         factor: the quotient of the times.
         measured: whether they were measured, not estimated.
+        advice: what to do where the factor is below 1.
+        points: the factor at several lengths, ascending; empty where it is known at one.
+        curve: the label of these.
     """
 
     label: str
     count: int
     factor: float
     measured: bool
+    advice: str = ""
+    points: tuple[tuple[int, float], ...] = ()
+    curve: str = ""
 
 
 class Section(ABC):
@@ -124,12 +139,14 @@ class Section(ABC):
         rows: a row for each candidate, and for others that are none for a reason.
         is_explained_by_default: whether ``--explain`` without a pattern lists the op's candidates.
         loss: by how much next tokens change, of a section that changes outputs; None: not measured.
+        earlier: measurements of earlier runs that decided; None: none did.
     """
 
     names: ClassVar[CandidateNames]
     is_explained_by_default: ClassVar[bool] = False
     rows: Sequence[Row]
     loss: PromptLoss | None = None
+    earlier: EarlierMeasurements | None = None
 
     @property
     def replaced(self) -> int:
@@ -224,6 +241,8 @@ class Report:
     notes: tuple[str, ...] = ()  # what this installation lacks for the target
     copied: bool = False  # nothing was replaced: the output is a copy of the model
     sparsity: SparsityReport | None = None  # what --sparsify did
+    failure: str = ""  # why verification failed
+    facts: RunFacts | None = None  # how, when and where it was made
     converted_opset: tuple[int, int] | None = None  # opsets of the model and of the result, where it was converted
     how_to_run: str = ""  # a line on what runs the result; empty where nothing of it needs more than ONNX Runtime
     optimized_before: dict[str, int] = field(default_factory=dict)  # how many nodes of each of stof's operators it had
@@ -258,6 +277,12 @@ class Report:
         """How many candidates of all ops were replaced."""
         return sum(section.replaced for section in self.sections.values())
 
+    @property
+    def earlier_measurements(self) -> EarlierMeasurements | None:
+        """Measurements of earlier runs that decided about candidates of any op; None: none did."""
+        found = [s.earlier for s in self.sections.values() if s.earlier is not None]
+        return reduce(lambda a, b: a.join(b), found) if found else None
+
     def to_json(self) -> str:
         """Every fact as JSON; errors that are no number are the strings "inf" and "nan"."""
         data: dict[str, Any] = {"model": self.model, "output": self.output}
@@ -271,15 +296,23 @@ class Report:
         data["converted_opset"] = None if opsets is None else dict(zip(("from", "to"), opsets, strict=True))
         data["sparsify"] = None if self.sparsity is None else self.sparsity.to_json()
         data["times"] = None if self.times is None else self.times.to_json()
+        data["run"] = None if self.facts is None else self.facts.to_json()
+        earlier = self.earlier_measurements
+        data["earlier_measurements"] = None if earlier is None else earlier.to_json()
         return strict_json.dumps(data, indent=2, default=str)
 
+    def choice_lines(self) -> list[str]:
+        """What decided besides the model and the options."""
+        earlier = self.earlier_measurements
+        return [] if earlier is None else [f"choices: {earlier.to_text()}"]
+
     def time_lines(self) -> list[str]:
-        """What --time measured: the whole model, and one token of a decoder."""
+        """What --time measured: the whole model, the longest inputs first, and one token of a decoder."""
         if self.times is None:
             return []
         token = self.times.token
-        of_token = [] if token is None else [f"measured, one token: {token.to_text()}"]
-        return [f"measured: {self.times.to_text()}", *of_token]
+        lines = [f"measured: {times.to_text()}" for times in reversed(self.times.lengths)]
+        return lines if token is None else [*lines, f"measured, one token: {token.to_text()}"]
 
     def to_text(self) -> str:
         """A table by kind of candidate, a picture of each distinct mask, and what was verified."""
@@ -293,6 +326,7 @@ class Report:
         if self.converted_opset is not None:
             before, after = self.converted_opset
             lines.append(f"opset: {before} -> {after} (the model was converted by onnx.version_converter)")
+        lines += self.choice_lines()
         lines += self._verification_lines()
         lines += self.time_lines()
         reasons = self.nothing_to_do
@@ -305,9 +339,18 @@ class Report:
         else:
             lines.append(f"nothing to do: {reasons}; no file was written")
         lines += [f"hint: {hint}" for s in sections for hint in s.hints()]
+        lines += self._slower_lines()
         lines += [f"note: {note}" for note in self.notes]
         lines += [self.how_to_run] if self.how_to_run else []
         return "\n".join(map(shown, lines))
+
+    def _slower_lines(self) -> list[str]:
+        """What to do where --time found the result slower than the original."""
+        if self.times is None:
+            return []
+        timed = [*reversed(self.times.lengths), *filter(None, [self.times.token])]
+        slower = [t.inputs for t in timed if t.is_slower]
+        return [f"hint: slower than the original at {'; '.join(slower)}. {SLOWER_ADVICE}"] if slower else []
 
     def summary(self) -> str:
         """One line: what was replaced, or why nothing was, and whether it was verified."""

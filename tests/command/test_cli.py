@@ -414,7 +414,7 @@ def test_shapes_decide_where_a_loss_counts(put: Callable[..., Path], monkeypatch
 
     open_model = text(WINDOW + ATTENTION, more=", float[N] other")
     assert replaced(open_model) == (1, [128, 2048, 2080, 8192])
-    assert replaced(open_model, S=(64, 512)) == (0, [64, 144, 512, 2048])
+    assert replaced(open_model, S=(64, 512)) == (0, [64, 144, 512])
     assert replaced(open_model, N=(1, 4)) == (1, [128, 2048, 2080, 8192])
     assert replaced(text(WINDOW + ATTENTION, "300")) == (1, [300])
     assert replaced(text(WINDOW + ATTENTION, "30")) == (0, [30])

@@ -174,7 +174,7 @@ def test_file_names_print_in_any_encoding(name: bytes, env: dict[str, str], mode
     assert done.returncode == 1
     (line,) = done.stderr.decode(env["PYTHONIOENCODING"].partition(":")[0]).splitlines()
     assert line.isprintable()
-    assert line.endswith("does not exist")
+    assert " does not exist; did you mean " in line
 
 
 def test_an_argument_that_is_wrong_is_quoted_as_text(capsys: pytest.CaptureFixture[str]) -> None:

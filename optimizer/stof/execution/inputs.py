@@ -274,7 +274,6 @@ class InputMaker:
             mask = drawn_values.draw_padding(dims, case, rng, self._counts_divide())
             forbids = name in self.forbidding or self.switches.get(name, False)
             return (1 - mask if forbids else mask).astype(dtype)
-        is_static = all(d.constant is not None for d in self.symbolic.shape(name) or ())
         if self._is_switch(name):
             return np.full(dims, _is_on(case), dtype)
         if dtype.kind == "b":

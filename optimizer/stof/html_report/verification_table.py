@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 _MOST_ROWS = 300
 _MOST_DECISIONS = 20
 _MOST_SKIPPED = 12
+_MOST_VISIBLE = 20  # rows that stay visible: failures first, then the largest shares
 
 
 def verification_words(report: Report) -> tuple[str, str, str]:
@@ -43,12 +44,16 @@ def verification_part(report: Report) -> str:
     more = f"{len(left)} more comparisons, the worst at {100 * worst_left:.3g} % of what is allowed."
     headings = ("result", "what", "difference", "allowed", "share", "compared")
     worst = max(map(_share, ranked))
+    hidden = len(rows) > _MOST_VISIBLE
     summary = f"{len(ranked)} comparisons, the worst at {100 * worst:.3g} % of what is allowed"
     return "".join(
         [
             e.tag("h2", "Verification"),
-            *(e.tag("p", e.text(words), class_="quiet") for words in _sentences(found)),
-            e.table(headings, rows, summary),
+            *(e.tag("p", e.text(words, 2000), class_="quiet") for words in _sentences(found)),
+            e.table(headings, [e.RowGroup(rows[:_MOST_VISIBLE])], summary),
+            e.fold(f"{summary}: the others", e.table(headings, [e.RowGroup(rows[_MOST_VISIBLE:])], ""))
+            if hidden
+            else "",
             e.tag("p", e.text(more), class_="quiet") if left else "",
         ]
     )
@@ -68,9 +73,12 @@ def _sentences(found: Verification) -> list[str]:
     elif not found.complete:
         words.append("A limit ended verification before all inputs were run (--verify-budget, --verify-memory).")
     if found.skipped:
-        left = "; ".join(f"{s.case} ({s.reason})" for s in found.skipped[:_MOST_SKIPPED])
-        more = f"; and {len(found.skipped) - _MOST_SKIPPED} more" if len(found.skipped) > _MOST_SKIPPED else ""
-        words.append(f"Inputs that were not compared: {left}{more}.")
+        ran = f"{len(found.cases)} of {len(found.cases) + len(found.skipped)} sets of inputs were compared"
+        left = len(found.skipped) - _MOST_SKIPPED
+        skipped = "; ".join(f"{s.case} ({s.reason})" for s in found.skipped[:_MOST_SKIPPED])
+        words.append(f"{ran}; not {skipped}{f'; and {left} more' if left > 0 else ''}.")
+    if found.sites_left:
+        words.append(f"No time was left to compare {found.sites_left} sites by themselves.")
     facts = [describe_unread(found)] if found.unread else []
     facts += [describe_reduced_inputs(found)] if found.reduced_inputs else []
     words += [f"{fact[:1].upper()}{fact[1:]}." for fact in facts]
@@ -84,6 +92,13 @@ def _sentences(found: Verification) -> list[str]:
     if found.expanded:
         words.append(
             "ONNX Runtime does not run fused attention nodes of the original: it ran with them expanded to standard nodes."
+        )
+    if found.sliced:
+        words.append("To fit the memory, the original's attention ran on slices of its queries.")
+    if found.quantized:
+        words.append(
+            "Dynamically quantized: compared beside the spread of the original's own runs; an argmax or a length that is "
+            "decided by rounding may flip."
         )
     if found.widened:
         what = "both models" if found.partial is None else "what runs here"
@@ -115,7 +130,7 @@ def _row(comparison: Comparison) -> list[str]:
         e.tag("td", what, class_="text long"),
         e.tag("td", f"{comparison.difference:.2e}", class_="number"),
         e.tag("td", f"{comparison.budget:.2e}", class_="number"),
-        e.tag("td", meter + percent, class_="short"),
+        e.tag("td", meter + percent, class_="short share"),
         e.tag("td", e.text(coverage), class_="text"),
     ]
 

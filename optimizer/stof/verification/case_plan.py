@@ -62,14 +62,14 @@ class CasePlan:
         for number in [*numbers[:1], *numbers[1:][-1:], *numbers[1:-1]]:  # as they run
             case = cases[number]
             if number not in (0, numbers[-1]) and time.monotonic() >= self._limits.deadline:
-                skipped[number] = SkippedCase(str(case), "time")
+                skipped[number] = SkippedCase(str(self._inputs.name_sizes(case)), "time")
                 continue
             tried = [replace(case, batch=n) for n in dict.fromkeys((case.batch, 2, 1)) if n <= case.batch]
             fits = next((c for c in tried if self._is_quick(c) and self.needed_bytes(c) <= self._limits.memory), None)
             if fits is None:
                 least = self.needed_bytes(tried[-1])
                 reason = f"memory: about {show_bytes(least)} of {show_bytes(self._limits.memory)}"
-                skipped[number] = SkippedCase(str(tried[-1]), reason)
+                skipped[number] = SkippedCase(str(self._inputs.name_sizes(tried[-1])), reason)
             else:
                 selected[number] = fits
         found = list(dict.fromkeys(selected[i] for i in sorted(selected)))

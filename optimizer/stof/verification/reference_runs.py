@@ -175,7 +175,7 @@ class _Reference:
 
     def _skip(self, i: int, reason: str) -> None:
         self.result.complete = False
-        self.result.skipped.append(SkippedCase(str(self.verifier.cases[i]), reason))
+        self.result.skipped.append(SkippedCase(str(self.verifier.inputs.name_sizes(self.verifier.cases[i])), reason))
 
     def _reserved(self, without: int | None = None) -> float:
         """Seconds that are left for two more runs of the cases that ran, but for one, and for loading the models."""

@@ -437,7 +437,8 @@ class _Run:
         return [*numbers[:1], *numbers[1:][-1:], *numbers[1:-1]]
 
     def _case(self, i: int) -> Case:
-        return self.verifier.cases[self.reference.ran[i]]
+        case = self.verifier.cases[self.reference.ran[i]]
+        return self.verifier.inputs.name_sizes(case, self.reference.feeds[i])
 
     def _make_final(self) -> VerifiedSession:
         return self.models.sessions.make(self.models.final, optimized=True, library=True)
