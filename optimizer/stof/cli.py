@@ -14,12 +14,20 @@ from stof.errors import ArgumentError
 from stof.execution.run_limits import parse_bytes
 from stof.files import remove_temporaries
 from stof.interrupts import ended_by_signals, report_interrupt
-from stof.named_values import read_pairs, read_shapes
 from stof.options import CHAINS, STANDARD_OUTPUT, TARGETS, Options
 from stof.progress import step_log
 from stof.selection import EVERY_ATTENTION
 from stof.tensorrt.describe_installation import describe_installation
-from stof.terminal import OutputError, Parser, VersionAction, complain, run_command, say
+from stof.terminal import (
+    OutputError,
+    Parser,
+    VersionAction,
+    complain,
+    read_pairs,
+    read_shapes,
+    run_command,
+    say,
+)
 
 if TYPE_CHECKING:
     from stof.folder_report import FolderReport

@@ -25,10 +25,9 @@ from stof.bench.core.results import Record, store
 from stof.bench.cpu.baselines_ort import bind_inputs, session
 from stof.bench.cpu.memory import peak_memory
 from stof.bench.cpu.profile import NodeCall, profile, rest_seconds
-from stof.named_values import read_shapes
 from stof.options import Options
 from stof.pipeline import optimize
-from stof.terminal import say
+from stof.terminal import read_shapes, say
 from stof.verification.compare import compare_outputs
 from stof.verification.quantization import find_quantizers
 from stof.verification.result import Comparison
