@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stof.arguments.named_values import read_pairs, read_shapes
 from stof.errors import ArgumentError
 from stof.execution.run_limits import parse_bytes
 from stof.files import remove_temporaries
@@ -19,7 +18,16 @@ from stof.options import CHAINS, STANDARD_OUTPUT, TARGETS, Options
 from stof.progress import step_log
 from stof.selection import EVERY_ATTENTION
 from stof.tensorrt.describe_installation import describe_installation
-from stof.terminal import OutputError, Parser, VersionAction, complain, run_command, say
+from stof.terminal import (
+    OutputError,
+    Parser,
+    VersionAction,
+    complain,
+    read_pairs,
+    read_shapes,
+    run_command,
+    say,
+)
 
 if TYPE_CHECKING:
     from stof.folder_report import FolderReport

@@ -122,33 +122,31 @@ def test_without_lengths_those_are_drawn_that_run_fast_enough(narrow: Callable[[
     assert [f.length for f in found] == lengths
 
 
-_POSITIONS = """<ir_version: 9, opset_import: ["": 18]>
-counted (float[1, S] x) => (float[1, S] y) <int64 zero = {0}, int64 one = {1}> {
-    s = Shape <start = 1, end = 2> (x)
-    n = Squeeze(s)
-    r = Range(zero, n, one)
-    p = Gather(table, r)
-    y = OP(x, p)
+_SQUARES = """<ir_version: 9, opset_import: ["": 18]>
+squares (int64[1, S] i) => (float[1, S] y) {
+    s = Mul(i, i)
+    y = OP(table, s)
 }"""
 
 
-def _positions(path: Path, op: str = "Add") -> Path:
-    """A model of 60 positions, which its graph counts."""
-    model = onnx.parser.parse_model(_POSITIONS.replace("OP", op))
-    model.graph.initializer.append(onnx.numpy_helper.from_array(np.ones(60, np.float32), "table"))
+def _squares(path: Path, op: str = "Gather") -> Path:
+    """A model of a table of 50 rows, in which the squares of its inputs are looked up."""
+    model = onnx.parser.parse_model(_SQUARES.replace("OP", op))
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.ones(50, np.float32), "table"))
     onnx.save(model, path)
     return path
 
 
 def test_inputs_that_the_original_refuses_are_drawn_again(tmp_path: Path) -> None:
-    (drawn,) = ModelFeeds(_positions(tmp_path / "m.onnx"), {}).draw([100], batch=None)
-    assert 1 < drawn.feeds["x"].shape[1] <= 60
-    assert drawn.words == f"S {drawn.feeds['x'].shape[1]}"
+    (drawn,) = ModelFeeds(_squares(tmp_path / "m.onnx"), {}).draw([100], batch=None)
+    assert drawn.feeds["i"].shape == (1, 100)
+    assert (drawn.feeds["i"] ** 2).max() < 50
+    assert "S 100" in drawn.words
 
 
 def test_a_model_that_cannot_be_timed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has operators without a kernel, as bf16 on a CPU; or no inputs are found that it takes."""
-    path = _positions(tmp_path / "m.onnx", "com.example.Unknown")
+    path = _squares(tmp_path / "m.onnx", "com.example.Unknown")
     model = onnx.load(path)
     model.opset_import.append(onnx.helper.make_opsetid("com.example", 1))
     onnx.save(model, path)
@@ -158,7 +156,7 @@ def test_a_model_that_cannot_be_timed_is_named(tmp_path: Path, monkeypatch: pyte
         ModelFeeds(path, {}).draw([10], batch=None)
     monkeypatch.setattr(ModelInputs, "narrow", lambda *_: False)
     with pytest.raises(ArgumentError, match=r"does not run on the inputs .*S 100.*--inputs FILE"):
-        ModelFeeds(_positions(path), {}).draw([100], batch=None)
+        ModelFeeds(_squares(path), {}).draw([100], batch=None)
 
 
 def test_other_outputs_are_a_fault(narrow: Callable[[str], Path]) -> None:

@@ -15,7 +15,6 @@ import onnx
 from stof.errors import ArgumentError, ModelError, UnsupportedError
 from stof.execution.case import Case
 from stof.execution.given_inputs import GivenFeed, InputSource, read_given_inputs
-from stof.execution.input_labels import describe_feeds
 from stof.execution.ort_sessions import file_session
 from stof.execution.session_process import RuntimeFailure, Session, release_sessions
 from stof.graph.load_save import load_with_opset
@@ -27,6 +26,7 @@ from stof.runtime.library import build_info
 from stof.selection import select
 from stof.stages import known_inputs, rewrite
 from stof.symbolic.algebra.sizes import evaluate
+from stof.verification.input_labels import describe_feeds
 from stof.verification.model_inputs import ModelInputs
 from stof.verification.timed_cases import NotTimedError, Shapes, case_of, choose_cases
 

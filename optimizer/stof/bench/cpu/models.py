@@ -18,7 +18,6 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from stof.arguments.named_values import read_shapes
 from stof.bench.core import measure
 from stof.bench.core.candidate import Unavailable, require
 from stof.bench.core.drawn_feeds import ModelFeeds, TimedFeeds
@@ -28,7 +27,7 @@ from stof.bench.cpu.memory import peak_memory
 from stof.bench.cpu.profile import NodeCall, profile, rest_seconds
 from stof.options import Options
 from stof.pipeline import optimize
-from stof.terminal import say
+from stof.terminal import read_shapes, say
 from stof.verification.compare import compare_outputs
 from stof.verification.quantization import find_quantizers
 from stof.verification.result import Comparison
