@@ -162,8 +162,7 @@ void RunIsa(CpuIsa isa) {
 
 // Registers the test of each instruction set of this machine.
 const bool registered = [] {
-#define STOF_TEST(id, name, features, attention, chain, gemm, packed_gemm, sparse_mlp) \
-  {"PackedEqualsTheDefinition[" name "]", [] { RunIsa(CpuIsa::id); }},
+#define STOF_TEST(id, name, is_supported) {"PackedEqualsTheDefinition[" #name "]", [] { RunIsa(CpuIsa::id); }},
   static constexpr Test kRows[] = {STOF_CPU_ISAS(STOF_TEST)};
 #undef STOF_TEST
   for (int isa = 0; isa <= static_cast<int>(BestCpuIsa()); ++isa) AllTests().push_back(kRows[isa]);
