@@ -2,6 +2,7 @@
 // Loops over strips, one function for each operator and set of single-valued arguments.
 #include "cpu/chain/chain.h"
 #include "cpu/kernel_table.h"
+#include "cpu/simd/activation.h"
 #include "cpu/simd/convert.h"
 #include "cpu/simd/math.h"
 

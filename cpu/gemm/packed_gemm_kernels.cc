@@ -4,8 +4,8 @@
 
 #include "cpu/gemm/packed.h"
 #include "cpu/kernel_table.h"
+#include "cpu/simd/activation.h"
 #include "cpu/simd/algorithms.h"
-#include "cpu/simd/math.h"
 
 namespace stof {
 namespace cpu {
@@ -132,23 +132,7 @@ struct Block {
   float* to;  // rows N apart
 };
 
-template <GemmActivation kActivation>
-inline V Activated(V x) {
-  switch (kActivation) {
-    case GemmActivation::kRelu:
-      return Relu(x);
-    case GemmActivation::kGelu:
-      return Gelu(x);
-    case GemmActivation::kGeluTanh:
-      return GeluTanh(x);
-    case GemmActivation::kSilu:
-      return Silu(x);
-    default:
-      return x;
-  }
-}
-
-template <GemmActivation kActivation>
+template <typename Function>
 void Epilogue(const CpuGemmEpilogue& e, const Block& block, int64_t m0, int64_t n0, int64_t rows, int64_t wide,
               int64_t N) {
   for (int64_t i = 0; i < rows; ++i) {
@@ -161,7 +145,7 @@ void Epilogue(const CpuGemmEpilogue& e, const Block& block, int64_t m0, int64_t 
       };
       V y = Simd::Load(block.first + i * block.first_stride + n);
       if (e.bias0 != nullptr) y = y + load(e.bias0 + n0 + n);
-      y = Activated<kActivation>(y);
+      y = Function::Of(y);
       if (block.second != nullptr) {
         V other = Simd::Load(block.second + i * block.second_stride + n);
         if (e.bias1 != nullptr) other = other + load(e.bias1 + n0 + n);
@@ -194,7 +178,7 @@ void RunPanel(const PackedGemmProblem& p, int64_t m0, int64_t panel, float* work
   const int64_t wide = Min(kTileColumns, p.N - n0), width = PackedWidth(wide);
   const float* const panels = p.panels + panel * p.products * p.K * kTileColumns;
   const CpuGemmEpilogue* const e = args.epilogue;
-  const bool adds = e != nullptr && p.products == 1 && wide == width && e->activation == GemmActivation::kNone &&
+  const bool adds = e != nullptr && p.products == 1 && wide == width && e->activation == Activation::kNone &&
                     e->scale == nullptr && e->row == nullptr;
   const Addends plus = adds ? Added(*e, m0, n0, p.N) : Addends();
   float* c[2] = {};
@@ -215,19 +199,8 @@ void RunPanel(const PackedGemmProblem& p, int64_t m0, int64_t panel, float* work
     return;
   }
   const Block block = {c[0], c[1], stride[0], stride[1], args.output[0] + m0 * p.N + n0};
-  const auto finish = [&](auto function) { function(*e, block, m0, n0, rows, wide, p.N); };
-  switch (e->activation) {
-    case GemmActivation::kRelu:
-      return finish(Epilogue<GemmActivation::kRelu>);
-    case GemmActivation::kGelu:
-      return finish(Epilogue<GemmActivation::kGelu>);
-    case GemmActivation::kGeluTanh:
-      return finish(Epilogue<GemmActivation::kGeluTanh>);
-    case GemmActivation::kSilu:
-      return finish(Epilogue<GemmActivation::kSilu>);
-    default:
-      return finish(Epilogue<GemmActivation::kNone>);
-  }
+  WithActivation(e->activation,
+                 [&](auto function) { Epilogue<decltype(function)>(*e, block, m0, n0, rows, wide, p.N); });
 }
 
 void PackPanel(const float* b, int64_t stride, int64_t K, int64_t wide, float* panel) {

@@ -153,11 +153,6 @@ inline V Sigmoid(V x) {
   const V e = ExpDown(-Abs(x));
   return (x < 0.0f ? e : Set(1.0f)) / (e + 1.0f);
 }
-// -inf gives NaN in these and in Gelu, as by their definitions: -inf * 0.
-inline V Silu(V x) { return x * Sigmoid(x); }
-inline V GeluTanh(V x) {  // 1 + tanh(u) = 2 sigmoid(2 u); 2 sqrt(2 / pi) = 1.59...
-  return x * Sigmoid(1.5957691216f * x * Fma(x * x, Set(0.044715f), Set(1.0f)));
-}
 
 // erf(x) - x for |x| <= 1, over x, from z = x * x.
 inline V ErfSmall(V z) {
@@ -207,11 +202,6 @@ inline V ErfcOverRoot2(V t) {
   p = Fma(p, t, Set(-0x1.d63aacp-2f));
   p = Fma(p, t, Set(-0x1.26aed4p+0f));
   return Exp2Down(p * t);
-}
-inline V Gelu(V x) {  // max(x, 0) - |x| / 2 erfc(|x| / sqrt(2))
-  const V t = Abs(x);
-  const V half = -0.5f * AtMost(t, 1e30f);  // inf stays: nothing is taken from it
-  return Fma(half, ErfcOverRoot2(t), x * (x < 0.0f ? V{} : Set(1.0f)));
 }
 
 inline V SinCos(V x, int quarter) {

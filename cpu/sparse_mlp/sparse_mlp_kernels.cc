@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The sparse MLP: which neurons are active, their hidden values, and the output.
 #include "cpu/kernel_table.h"
-#include "cpu/simd/math.h"
+#include "cpu/simd/activation.h"
 #include "cpu/sparse_mlp/dots.h"
 #include "cpu/sparse_mlp/dots_int8.h"
 #include "cpu/sparse_mlp/dots_many_tokens.h"
@@ -19,54 +19,20 @@ inline void Dots(const DotProblem& p, int64_t first, int64_t last, float* out, i
                              : DotsFp32(p, first, last, out, row_stride, token_stride);
 }
 
-template <SparseMlpActivation kActivation>
-inline V Activated(V x) {
-  switch (kActivation) {
-    case SparseMlpActivation::kRelu:
-      return Relu(x);
-    case SparseMlpActivation::kRelu2: {
-      const V positive = Relu(x);
-      return positive * positive;
-    }
-    case SparseMlpActivation::kGelu:
-      return Gelu(x);
-    case SparseMlpActivation::kGeluTanh:
-      return GeluTanh(x);
-    case SparseMlpActivation::kSilu:
-      return Silu(x);
-    default:
-      return x;
-  }
-}
-
-template <SparseMlpActivation kActivation>
+template <typename Function>
 void ActivateAll(int64_t count, float* x) {
   int64_t i = 0;
-  for (; i + kWidth <= count; i += kWidth) {
-    Simd::Store(x + i, Activated<kActivation>(Simd::Load(x + i)));
-  }
+  for (; i + kWidth <= count; i += kWidth) Simd::Store(x + i, Function::Of(Simd::Load(x + i)));
   if (i == count) return;
   float rest[kWidth] = {};
   Copy(x + i, x + count, rest);
-  Simd::Store(rest, Activated<kActivation>(Simd::Load(rest)));
+  Simd::Store(rest, Function::Of(Simd::Load(rest)));
   Copy(rest, rest + (count - i), x + i);
 }
 
-inline void Activate(SparseMlpActivation activation, int64_t count, float* x) {
-  switch (activation) {
-    case SparseMlpActivation::kRelu:
-      return ActivateAll<SparseMlpActivation::kRelu>(count, x);
-    case SparseMlpActivation::kRelu2:
-      return ActivateAll<SparseMlpActivation::kRelu2>(count, x);
-    case SparseMlpActivation::kGelu:
-      return ActivateAll<SparseMlpActivation::kGelu>(count, x);
-    case SparseMlpActivation::kGeluTanh:
-      return ActivateAll<SparseMlpActivation::kGeluTanh>(count, x);
-    case SparseMlpActivation::kSilu:
-      return ActivateAll<SparseMlpActivation::kSilu>(count, x);
-    default:
-      return;
-  }
+inline void Activate(Activation activation, int64_t count, float* x) {
+  if (activation == Activation::kNone) return;
+  WithActivation(activation, [&](auto function) { ActivateAll<decltype(function)>(count, x); });
 }
 
 inline void Select(const MlpBlock& b, int64_t first, int64_t last) {
