@@ -2,14 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 # All checks of the CUDA kernels on a machine with a GPU, most important first:
 #   tools/check_gpu.sh [FOLDER [SECONDS [LOGS]]]
-# FOLDER (build/cuda/tests/cpp) has stof_cuda_tests; nothing is begun after SECONDS (190); LOGS (a temporary folder) takes the
-# output of each suite. Prints a line a suite and the first failing cases, and ends with an error unless all passed. Suites of
-# a wave run side by side: what takes their time is the definition in fp64 on the CPU. STOF_CHECK_WAVES=1 takes the first wave
-# alone, "1 2" both that need no sanitizer. One case again: STOF_CASE=its seed and the settings that stand in the line.
+# FOLDER (build/cuda/tests/cpp) has stof_cuda_tests; nothing is begun after SECONDS (300 on 16 cores, more on fewer); LOGS (a
+# temporary folder) takes the output of each suite. Prints a line a suite and the first failing cases, and ends with an error
+# unless all passed. What takes a suite's time is the definition in fp64 on the CPU, so that a wave runs as many suites side by
+# side as there are cores. STOF_CHECK_WAVES=1 takes the first wave alone, "1 2" both that need no sanitizer. One case again:
+# STOF_CASE=its seed and the settings that stand in the line.
 set -u
 here=$(cd "$(dirname "$0")/.." && pwd)
 folder=$(cd "${1:-$here/build/cuda/tests/cpp}" && pwd) || exit 2
-seconds=${2:-190}
+cores=$(nproc)
+seconds=${2:-$((cores < 16 ? 300 * 16 / cores : 300))}
 logs=${3:-$(mktemp -d)}
 tests=$folder/stof_cuda_tests
 [ -x "$tests" ] || { echo "no stof_cuda_tests in $folder: build the preset cuda" >&2; exit 2; }
@@ -22,10 +24,12 @@ capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/nul
 begin=$(date +%s)
 names=() limits=() failed=0 total=0
 
-# suite NAME LIMIT PART [VARIABLE=VALUE | sanitizer's TOOL]...: begins one in the background.
+# suite NAME LIMIT PART [VARIABLE=VALUE | sanitizer's TOOL]...: begins one in the background, once a core is free.
 suite() {
-  local name=$1 limit=$2 part=$3 left=$((seconds - $(date +%s) + begin))
+  local name=$1 limit=$2 part=$3 left
   shift 3
+  while [ "$(jobs -pr | wc -l)" -ge "$cores" ]; do wait -n; done
+  left=$((seconds - $(date +%s) + begin))
   local settings=() command=("$tests" "$part")
   for word in "$@"; do
     case $word in

@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/common/stream_memory.h"
 
+#include <array>
 #include <cstdint>
 #include <mutex>
 #include <optional>
 
 #include "cuda/common/status.h"
+#include "plugins/core/base/integers.h"
 
 namespace stof {
 namespace cuda {
@@ -59,30 +61,140 @@ cudaMemPool_t PoolOf(int device, size_t bytes) {
   return pools[device];
 }
 
+// A stream by its number, which no other stream of the process ever has, and its device.
+struct StreamId {
+  int device = 0;
+  unsigned long long number = 0;
+  bool operator==(const StreamId& other) const { return device == other.device && number == other.number; }
+};
+
+void Free(void* memory, cudaStream_t stream) {
+  const RelaxedCapture relaxed;
+  if (cudaFreeAsync(memory, stream) != cudaSuccess) cudaGetLastError();
+}
+
+// Blocks that stay with the stream that used them last. Its next run takes one without a call of CUDA, of which an
+// allocation needs six; the order of the stream keeps both runs apart. Nobody says when a stream ends: a block that was
+// not used among the last kIdle ones gives way to one of another stream, once the device has done its work.
+class KeptBlocks {
+ public:
+  static constexpr size_t kUnit = size_t{2} << 20;
+  static constexpr size_t kLargest = size_t{16} << 20;
+
+  static KeptBlocks& Global() {
+    static auto* blocks = new KeptBlocks;  // never destroyed: threads may outlive static objects
+    return *blocks;
+  }
+
+  // The smallest free block of the stream that is large enough; nullptr: there is none.
+  void* Take(const StreamId& id, size_t bytes) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    Block* found = nullptr;
+    for (Block& block : blocks_) {
+      if (block.is_used || !(block.id == id) || block.bytes < bytes) continue;
+      if (found == nullptr || block.bytes < found->bytes) found = &block;
+    }
+    if (found == nullptr) return nullptr;
+    found->is_used = true;
+    found->last_use = ++uses_;
+    return found->memory;
+  }
+
+  // Keeps a block that the stream uses now, if there is room.
+  void Add(const StreamId& id, cudaStream_t stream, void* memory, size_t bytes) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (Block& block : blocks_) {
+      if (!block.is_used && block.id == id && block.bytes < bytes) Drop(&block, stream);
+    }
+    if (kept_bytes_ + bytes > kMost) DropIdle(id.device, stream);
+    if (kept_bytes_ + bytes > kMost) return;
+    for (Block& block : blocks_) {  // each has a unit at least: one is left
+      if (block.memory != nullptr) continue;
+      block = {id, memory, bytes, true, ++uses_};
+      kept_bytes_ += bytes;
+      return;
+    }
+  }
+
+  // Whether the block stays with its stream; else it is to be freed.
+  bool Give(void* memory) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (Block& block : blocks_) {
+      if (block.memory != memory) continue;
+      block.is_used = false;
+      return true;
+    }
+    return false;
+  }
+
+ private:
+  static constexpr size_t kMost = size_t{64} << 20;
+  static constexpr uint64_t kIdle = 1 << 16;
+
+  struct Block {
+    StreamId id;
+    void* memory = nullptr;
+    size_t bytes = 0;
+    bool is_used = false;
+    uint64_t last_use = 0;  // by the number of uses of all blocks
+  };
+
+  void Drop(Block* block, cudaStream_t stream) {
+    Free(block->memory, stream);
+    kept_bytes_ -= block->bytes;
+    *block = Block();
+  }
+
+  void DropIdle(int device, cudaStream_t stream) {
+    bool is_done = false;
+    for (Block& block : blocks_) {
+      const bool is_idle = block.memory != nullptr && !block.is_used && block.last_use + kIdle <= uses_;
+      if (!is_idle || block.id.device != device) continue;
+      const RelaxedCapture relaxed;
+      if (!is_done && cudaDeviceSynchronize() != cudaSuccess) {
+        cudaGetLastError();
+        return;
+      }
+      is_done = true;
+      Drop(&block, stream);
+    }
+  }
+
+  std::mutex mutex_;
+  std::array<Block, kMost / kUnit> blocks_;
+  size_t kept_bytes_ = 0;
+  uint64_t uses_ = 0;
+};
+
 }  // namespace
 
 bool Take(void* stream, size_t bytes, void** memory) {
   *memory = nullptr;
   auto* const on = static_cast<cudaStream_t>(stream);
-  int device = 0;
+  StreamId id;
   if (IsCaptured(on)) return false;
-  if (cudaGetDevice(&device) != cudaSuccess) {
+  if (cudaGetDevice(&id.device) != cudaSuccess || cudaStreamGetId(on, &id.number) != cudaSuccess) {
     cudaGetLastError();
     return false;
   }
-  cudaMemPool_t pool = PoolOf(device, bytes);
+  const bool is_kept = bytes <= KeptBlocks::kLargest;
+  if (is_kept) *memory = KeptBlocks::Global().Take(id, bytes);
+  if (*memory != nullptr) return true;
+  if (is_kept) bytes = static_cast<size_t>(RoundUp(static_cast<int64_t>(bytes), int64_t{KeptBlocks::kUnit}));
+  cudaMemPool_t pool = PoolOf(id.device, bytes);
   if (pool == nullptr) return false;
   const RelaxedCapture relaxed;
   if (cudaMallocFromPoolAsync(memory, bytes, pool, on) != cudaSuccess) {
     cudaGetLastError();
     *memory = nullptr;
+  } else if (is_kept) {
+    KeptBlocks::Global().Add(id, on, *memory, bytes);
   }
   return true;
 }
 
 void Give(void* stream, void* memory) {
-  const RelaxedCapture relaxed;
-  if (cudaFreeAsync(memory, static_cast<cudaStream_t>(stream)) != cudaSuccess) cudaGetLastError();
+  if (!KeptBlocks::Global().Give(memory)) Free(memory, static_cast<cudaStream_t>(stream));
 }
 
 bool Captured(void* stream) { return IsCaptured(static_cast<cudaStream_t>(stream)); }

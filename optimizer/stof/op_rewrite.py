@@ -13,6 +13,7 @@ of its nodes with what it replaces.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -28,6 +29,7 @@ from stof.execution.upcast import TypedAttributes
 from stof.options import Options
 from stof.plan import EntryFormat, Plan, PlanEntry
 from stof.report import Section
+from stof.result_shapes import ResultRules
 from stof.selection import CandidateNames, NamedCandidate, Selection, list_candidates
 from stof.sparsify.sparsity import Sparsity
 
@@ -40,13 +42,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class Tuning:
-    """How much of the time of ``--tune`` is used up, by the ops together.
+    """How much of the time of ``--tune`` is used up, by the ops together, and what is an earlier measurement.
 
     Attributes:
         spent: seconds.
+        started: when the run began, in seconds since 1970.
     """
 
     spent: float = 0.0
+    started: float = field(default_factory=time.time)
 
 
 @dataclass(frozen=True)
@@ -143,6 +147,7 @@ class OpRewrite(ABC, Generic[Found, Decided]):
     Attributes:
         key: names the op's entries in plans and its rows in reports, ``sites`` for instance.
         op_types: the operators of domain ``stof`` that it writes.
+        result_rules: what the contracts of its operators say of results: shapes, inputs that are not read, results in place.
         names: how options and messages name its candidates.
         plan_format: of its entries in a plan file.
         typed_attributes: attributes of its operators that are texts with element types in them.
@@ -150,6 +155,7 @@ class OpRewrite(ABC, Generic[Found, Decided]):
 
     key: str
     op_types: frozenset[str]
+    result_rules: ResultRules = ResultRules()
     names: CandidateNames
     plan_format: EntryFormat
     typed_attributes: TypedAttributes = MappingProxyType({})
@@ -184,8 +190,8 @@ class OpRewrite(ABC, Generic[Found, Decided]):
         """
 
     @abstractmethod
-    def decide(self, job: Job, found: Found) -> Decided:
-        """What becomes of each candidate.
+    def decide(self, job: Job, found: Found) -> Decided | LeftOut:
+        """What becomes of each candidate; the op is left out where it turns out that nothing decides.
 
         The pipeline checks afterwards that options name only what the decisions have as candidates. An op that takes long
         to decide checks its ``job.selections`` before.
@@ -260,6 +266,11 @@ class OpRewrite(ABC, Generic[Found, Decided]):
                 "set its replace to false"
             )
         return ""
+
+    def is_replaced_by_plan(self, job: Job, name: str) -> bool:
+        """Whether the plan replaces a candidate. Such a word takes the place of estimates of speed."""
+        entry = None if job.plan is None else job.plan.of(self.key, name)
+        return entry is not None and entry.replace
 
     def has_to_measure(self, options: Options, plan: Plan) -> bool:
         """Whether ``--tune`` has something to measure for the op where a plan is applied."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import reduce
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from stof import strict_json
@@ -14,11 +15,17 @@ from stof.selection import EVERY_ATTENTION, CandidateNames, owner_of
 
 if TYPE_CHECKING:
     from stof.prompts.loss import PromptLoss
+    from stof.run_facts.facts import RunFacts
     from stof.sparsify.report import SparsityReport
+    from stof.tuning_cache import EarlierMeasurements
     from stof.verification.model_times import ModelTimes
-    from stof.verification.result import Comparison, Verification
+    from stof.verification.result import Comparison, PartialVerification, Verification
 
 _MAX_LINES = 4
+SLOWER_ADVICE = (
+    "What to do: --tune SECONDS measures on this machine which operators gain from fusion; --shape NAME=N..M states the "
+    "lengths in use, and sites that lose there stay as they are; at these sizes the original is the better one"
+)
 
 
 class Row(Protocol):
@@ -57,12 +64,14 @@ class PageTable:
         columns: headings of the cells behind name and result.
         rows: one for each candidate.
         code: the columns whose cells are code, by index.
+        group: the column by which rows are grouped, by index; None: they stay in the order of the graph.
     """
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[PageRow, ...]
     code: frozenset[int] = frozenset()
+    group: int | None = None
 
 
 @dataclass(frozen=True)
@@ -101,19 +110,25 @@ class MaskPicture:
 
 @dataclass(frozen=True)
 class Gain:
-    """The time of replaced nodes over that of the op: one bar of the report's page.
+    """The time of replaced nodes over that of the op: one bar of the report's page, and one line of its chart.
 
     Attributes:
         label: what was replaced.
         count: how many times.
         factor: the quotient of the times.
         measured: whether they were measured, not estimated.
+        advice: what to do where the factor is below 1.
+        points: the factor at several lengths, ascending; empty where it is known at one.
+        curve: the label of these.
     """
 
     label: str
     count: int
     factor: float
     measured: bool
+    advice: str = ""
+    points: tuple[tuple[int, float], ...] = ()
+    curve: str = ""
 
 
 class Section(ABC):
@@ -124,12 +139,14 @@ class Section(ABC):
         rows: a row for each candidate, and for others that are none for a reason.
         is_explained_by_default: whether ``--explain`` without a pattern lists the op's candidates.
         loss: by how much next tokens change, of a section that changes outputs; None: not measured.
+        earlier: measurements of earlier runs that decided; None: none did.
     """
 
     names: ClassVar[CandidateNames]
     is_explained_by_default: ClassVar[bool] = False
     rows: Sequence[Row]
     loss: PromptLoss | None = None
+    earlier: EarlierMeasurements | None = None
 
     @property
     def replaced(self) -> int:
@@ -181,8 +198,21 @@ class Section(ABC):
         """Estimated and measured gains for the report's page, one for each kind of candidate."""
         return ()
 
+    @property
+    def candidates_words(self) -> str:
+        """The op's candidates for people, in the plural."""
+        return f"{self.names.kind}s"
+
     def nothing_to_do(self) -> str:
-        """Why no candidate is replaced; empty where other sections say it."""
+        """That no candidate is replaced, and why where all have one reason; empty where there is no candidate."""
+        reasons = {row.reason for row in self.rows if not row.replaced}
+        if not reasons or self.replaced:
+            return ""
+        why = f" ({reasons.pop()})" if len(reasons) == 1 else ""
+        return f"0 of {len(self.rows)} {self.candidates_words} are replaced{why}"
+
+    def nothing_found(self) -> str:
+        """What the op looks for, where a graph has nothing of any op; empty where other sections say it."""
         return ""
 
     def hints(self) -> list[str]:
@@ -211,7 +241,11 @@ class Report:
     notes: tuple[str, ...] = ()  # what this installation lacks for the target
     copied: bool = False  # nothing was replaced: the output is a copy of the model
     sparsity: SparsityReport | None = None  # what --sparsify did
+    failure: str = ""  # why verification failed
+    facts: RunFacts | None = None  # how, when and where it was made
     converted_opset: tuple[int, int] | None = None  # opsets of the model and of the result, where it was converted
+    how_to_run: str = ""  # a line on what runs the result; empty where nothing of it needs more than ONNX Runtime
+    optimized_before: dict[str, int] = field(default_factory=dict)  # how many nodes of each of stof's operators it had
 
     def rows(self, key: str) -> list[Any]:
         """The rows of an op by its key; empty where the op looked for nothing."""
@@ -243,28 +277,42 @@ class Report:
         """How many candidates of all ops were replaced."""
         return sum(section.replaced for section in self.sections.values())
 
+    @property
+    def earlier_measurements(self) -> EarlierMeasurements | None:
+        """Measurements of earlier runs that decided about candidates of any op; None: none did."""
+        found = [s.earlier for s in self.sections.values() if s.earlier is not None]
+        return reduce(lambda a, b: a.join(b), found) if found else None
+
     def to_json(self) -> str:
         """Every fact as JSON; errors that are no number are the strings "inf" and "nan"."""
         data: dict[str, Any] = {"model": self.model, "output": self.output}
         for section in self.sections.values():
             data |= section.to_json()
         own = ("copied", "nodes_before", "nodes_after", "dry_run", "verification", "seconds", "library", "notes")
-        data |= {name: getattr(self, name) for name in own}
+        data |= {name: getattr(self, name) for name in (*own, "optimized_before")}
         if self.verification is not None:
             data["verification"] = {**asdict(self.verification), "ok": not self.verification.failures}
         opsets = self.converted_opset
         data["converted_opset"] = None if opsets is None else dict(zip(("from", "to"), opsets, strict=True))
         data["sparsify"] = None if self.sparsity is None else self.sparsity.to_json()
         data["times"] = None if self.times is None else self.times.to_json()
+        data["run"] = None if self.facts is None else self.facts.to_json()
+        earlier = self.earlier_measurements
+        data["earlier_measurements"] = None if earlier is None else earlier.to_json()
         return strict_json.dumps(data, indent=2, default=str)
 
+    def choice_lines(self) -> list[str]:
+        """What decided besides the model and the options."""
+        earlier = self.earlier_measurements
+        return [] if earlier is None else [f"choices: {earlier.to_text()}"]
+
     def time_lines(self) -> list[str]:
-        """What --time measured: the whole model, and one token of a decoder."""
+        """What --time measured: the whole model, the longest inputs first, and one token of a decoder."""
         if self.times is None:
             return []
         token = self.times.token
-        of_token = [] if token is None else [f"measured, one token: {token.to_text()}"]
-        return [f"measured: {self.times.to_text()}", *of_token]
+        lines = [f"measured: {times.to_text()}" for times in reversed(self.times.lengths)]
+        return lines if token is None else [*lines, f"measured, one token: {token.to_text()}"]
 
     def to_text(self) -> str:
         """A table by kind of candidate, a picture of each distinct mask, and what was verified."""
@@ -278,9 +326,10 @@ class Report:
         if self.converted_opset is not None:
             before, after = self.converted_opset
             lines.append(f"opset: {before} -> {after} (the model was converted by onnx.version_converter)")
+        lines += self.choice_lines()
         lines += self._verification_lines()
         lines += self.time_lines()
-        reasons = self._nothing_to_do()
+        reasons = self.nothing_to_do
         if self.copied:
             lines.append(f"nothing to do: {reasons}; the model was copied as it is")
         if self.output:
@@ -290,18 +339,36 @@ class Report:
         else:
             lines.append(f"nothing to do: {reasons}; no file was written")
         lines += [f"hint: {hint}" for s in sections for hint in s.hints()]
+        lines += self._slower_lines()
         lines += [f"note: {note}" for note in self.notes]
+        lines += [self.how_to_run] if self.how_to_run else []
         return "\n".join(map(shown, lines))
+
+    def _slower_lines(self) -> list[str]:
+        """What to do where --time found the result slower than the original."""
+        if self.times is None:
+            return []
+        timed = [*reversed(self.times.lengths), *filter(None, [self.times.token])]
+        slower = [t.inputs for t in timed if t.is_slower]
+        return [f"hint: slower than the original at {'; '.join(slower)}. {SLOWER_ADVICE}"] if slower else []
 
     def summary(self) -> str:
         """One line: what was replaced, or why nothing was, and whether it was verified."""
         if not self.replaced:
-            return f"nothing to do: {self._nothing_to_do()}{'; copied' if self.copied else ''}"
+            return f"nothing to do: {self.nothing_to_do}{'; copied' if self.copied else ''}"
         if self.dry_run:
             return self._headline()
         loss = [] if self.sparsity is None else self.sparsity.loss_headlines
         loss += [line for s in self.sections.values() for line in s.loss_headlines]
-        return "; ".join([self._headline(), "not verified" if self.verification is None else "verified", *loss])
+        return "; ".join([self._headline(), self._verdict(), *loss])
+
+    def _verdict(self) -> str:
+        """Whether the result was verified, in a few words."""
+        if self.verification is None:
+            return "not verified"
+        if self.verification.partial is None:
+            return "verified"
+        return "verified in part: the original does not run here; sites, types and shapes were compared"
 
     def _headline(self) -> str:
         sparsity = [] if self.sparsity is None else [self.sparsity.headline]
@@ -309,8 +376,15 @@ class Report:
         sections = sorted(self.sections.values(), key=lambda s: not s.changes_outputs)
         return ", ".join(h for h in (*sparsity, *(s.headline(self.dry_run) for s in sections)) if h)
 
-    def _nothing_to_do(self) -> str:
-        return ", ".join(r for r in (s.nothing_to_do() for s in self.sections.values()) if r)
+    @property
+    def nothing_to_do(self) -> str:
+        """Why nothing is replaced, by the sections that found candidates; else what no section found."""
+        if self.optimized_before:
+            held = ", ".join(f"{count} {op}" for op, count in sorted(self.optimized_before.items()))
+            return f"the model was optimized before (it has {held}); give the one that it was made from"
+        sections = self.sections.values()
+        reasons = [s.nothing_to_do() for s in sections]
+        return ", ".join(filter(None, reasons if any(reasons) else (s.nothing_found() for s in sections)))
 
     def explain(self, pattern: str) -> str:
         """How far candidates got: a line for each step that they passed, and the reason where they stopped.
@@ -330,10 +404,11 @@ class Report:
         v = self.verification
         if v is None:
             return ["not verified"] if self.output and not self.copied else []
-        sites = [c for c in v.comparisons if c.site]
+        sites = [c for c in v.comparisons if c.site and c.comparable]
         outputs = [c for c in v.comparisons if not c.site and c.comparable]
-        others = [c for c in v.comparisons if not c.comparable]
-        lines = []
+        others = [c for c in v.comparisons if not c.site and not c.comparable]
+        alone = [c for c in v.comparisons if c.site and not c.comparable]
+        lines = [] if v.partial is None else describe_partial(v.partial)
         if sites:
             worst = max(sites, key=lambda c: c.difference / c.budget if c.budget else 0.0)
             left = f"; no time was left for {v.sites_left} more" if v.sites_left else ""
@@ -350,6 +425,8 @@ class Report:
             forms = [s.verified_form for s in self.sections.values() if s.changes_outputs and s.verified_form]
             lines += [f"          ({form})" for form in forms]
             lines += _undefined_lines(outputs)
+        if alone:
+            lines.append(f"compared by the model's outputs alone: {len(alone)} sites; {alone[0].detail}")
         if others:
             worst = max(others, key=lambda c: c.budget)
             lines.append(
@@ -357,6 +434,10 @@ class Report:
                 f"much as the numbers vary ({worst.what}: {worst.detail or f'up to {worst.budget / 4:.2e}'})"
             )
         lines += _skipped_lines(v)
+        if v.unread:
+            lines.append(f"          ({describe_unread(v)})")
+        if v.reduced_inputs:
+            lines.append(f"          ({describe_reduced_inputs(v)})")
         if v.quantized:
             lines.append(
                 "          (dynamically quantized: compared beside the spread of the original's own runs; an argmax or a length "
@@ -370,10 +451,17 @@ class Report:
                 "standard nodes)"
             )
         if v.widened:
+            what = "both" if v.partial is None else "what runs here"
             lines.append(
-                "          (half precision: both ran widened to fp32, the operator of each site in its own type)"
+                f"          (half precision: {what} ran widened to fp32, the operator of each site in its own type)"
             )
         return lines
+
+
+def describe_registration(library: str) -> str:
+    """How a session gets the plugin library of this path, for the end of a report."""
+    call = f"options.register_custom_ops_library({library!r})"
+    return f"register it with the session's options: {call}, or stof.register(options)"
 
 
 def _describe_end(v: Verification) -> str:
@@ -394,6 +482,34 @@ def _skipped_lines(v: Verification) -> list[str]:
     words = "; ".join(f"{s.case} ({s.reason})" for s in v.skipped[:_MAX_LINES])
     more = "; ..." if len(v.skipped) > _MAX_LINES else ""
     return [f"          {ran}; not {words}{more}"]
+
+
+def describe_partial(partial: PartialVerification) -> list[str]:
+    """What was verified, and what was not, of a result whose original does not run here; a sentence each."""
+    how = "it ran here" if partial.ran else "as they follow from its graph: it does not run here, either"
+    return [
+        f"verified in part: the original does not run here, and no output was compared with it. {partial.reason}",
+        f"verified: types and shapes of {partial.shapes} tensors of the optimized model ({how})",
+    ]
+
+
+def describe_unread(v: Verification) -> str:
+    """Which outputs were not compared for their types."""
+    names = [f"{name!r} of {kind}" for name, kind in list(v.unread.items())[:_MAX_LINES]]
+    more = f" and {len(v.unread) - _MAX_LINES} more" if len(v.unread) > _MAX_LINES else ""
+    return f"outputs of types of which ONNX Runtime gives no arrays were not compared: {', '.join(names)}{more}"
+
+
+def describe_reduced_inputs(v: Verification) -> str:
+    """Which inputs had other numbers than usual ones, since those make runs too long."""
+    factors: dict[float, list[str]] = {}
+    for name, factor in v.reduced_inputs.items():
+        factors.setdefault(factor, []).append(repr(name))
+    words = [
+        f"{', '.join(names)} are {f'1/{1 / factor:g} as large' if factor < 1 else f'{factor:g} times as large'}"
+        for factor, names in factors.items()
+    ]
+    return f"numbers of {' and '.join(words)} as usual ones, on which a run of the original takes too long"
 
 
 def describe_coverage(comparisons: Sequence[Comparison]) -> str:

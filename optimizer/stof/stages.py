@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import onnx
 
 from stof.op_rewrite import Decisions, Job, LeftOut, OpRewrite
+from stof.result_shapes import ResultRules, declare_results
 
 if TYPE_CHECKING:
     from stof.verification.model_inputs import ModelInputs
@@ -38,6 +39,21 @@ class Stage:
     def model(self) -> onnx.ModelProto:
         """The model as this op writes it; the one before where it changes nothing."""
         return self.op.emit(self.job, self.before, self.decided) if self.decided.changes_model else self.before
+
+    @cached_property
+    def written(self) -> onnx.ModelProto:
+        """The model as it is written after this op: the results of stof's operators have types and shapes."""
+        model = self.model
+        if model is not self.job.model:
+            with self.job.step("shapes"):
+                # TensorRT's parser infers shapes by the plugins.
+                in_functions = self.job.options.target != "tensorrt"
+                declare_results(model, self._result_rules, in_functions=in_functions)
+        return model
+
+    @property
+    def _result_rules(self) -> ResultRules:
+        return self.op.result_rules if self.previous is None else self.previous._result_rules | self.op.result_rules
 
 
 def rewrite(job: Job, ops: Iterable[OpRewrite[Any, Any]]) -> list[Stage]:
@@ -71,7 +87,8 @@ def known_inputs(job: Job, stages: Sequence[Stage]) -> ModelInputs:
 def _decide(job: Job, op: OpRewrite[Any, Any], previous: Stage | None) -> Stage | LeftOut:
     model: Callable[[], onnx.ModelProto] = lambda: _model_after(job, previous)  # noqa: E731
     found = op.find(job, model)
-    return found if isinstance(found, LeftOut) else Stage(job, op, op.decide(job, found), previous)
+    decided = found if isinstance(found, LeftOut) else op.decide(job, found)
+    return decided if isinstance(decided, LeftOut) else Stage(job, op, decided, previous)
 
 
 def _model_after(job: Job, stage: Stage | None) -> onnx.ModelProto:

@@ -8,12 +8,38 @@ import contextlib
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn, TextIO
 
+from stof.arguments.checks import suggest
 from stof.errors import ArgumentError, StofError, shown
 
 _TRACEBACK = "STOF_TRACEBACK"
+_UNKNOWN = "unrecognized arguments: "  # how argparse begins its message
+
+
+class CommandDone(Exception):
+    """An option has done all that there is to do."""
+
+
+class VersionAction(argparse.Action):
+    """The option ``--version``: prints what ``describe`` gives, and ends the command."""
+
+    def __init__(
+        self, option_strings: Sequence[str], dest: str, describe: Callable[[], Sequence[str]], **_: object
+    ) -> None:
+        text = "version, and which parts are installed"
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=text)
+        self._describe = describe
+
+    def __call__(self, *_: object) -> None:
+        """Prints the lines.
+
+        Raises:
+            CommandDone: always.
+        """
+        say(*self._describe())
+        raise CommandDone
 
 
 class OutputError(ArgumentError):
@@ -21,15 +47,38 @@ class OutputError(ArgumentError):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are errors of the command, and whose help is printed as everything else is."""
+    """A parser whose errors are errors of the command, and whose help is printed as everything else is.
+
+    Attributes:
+        hint: what to do with an argument too many that is no option; may be empty.
+    """
+
+    hint = ""
 
     def error(self, message: str) -> NoReturn:
         """Refuses the arguments.
 
         Raises:
-            ArgumentError: always.
+            ArgumentError: always. It names the option that may be meant.
         """
-        raise ArgumentError(f"{message} (see {self.prog} --help)")
+        raise ArgumentError(f"{message}{self._find_hint(message)} (see {self.prog} --help)")
+
+    def _find_hint(self, message: str) -> str:
+        rest = message.removeprefix(_UNKNOWN)
+        if rest == message:
+            return ""
+        unknown = [word.partition("=")[0] for word in rest.split() if word.startswith("--")]
+        if unknown:
+            return suggest(unknown[0], sorted(self._list_options()))
+        return self.hint and f"; {self.hint}"
+
+    def _list_options(self) -> set[str]:
+        """The long options of the parser and its commands."""
+        found = {o for o in self._option_string_actions if o.startswith("--")}
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                found |= {o for p in action.choices.values() for o in p._option_string_actions if o.startswith("--")}
+        return found
 
     def _print_message(self, message: str, file: object = None) -> None:
         if message:
@@ -68,6 +117,8 @@ def run_command(name: str, run: Callable[[], int]) -> int:
     """
     try:
         return run()
+    except CommandDone:
+        return 0
     except StofError as error:
         if error.__cause__ is not None:
             _show_traceback()

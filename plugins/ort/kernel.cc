@@ -146,35 +146,22 @@ OrtStatus* ComputeChecked(const Kernel& kernel, OrtKernelContext* context) {
     if (value == nullptr) continue;
     STOF_ORT_RETURN(api->GetTensorMutableData(value, &outputs[i].data));
   }
-  OrtMemoryInfo* memory = nullptr;
-  OrtAllocator* allocator = nullptr;
+  Pool pool{api, context};
+  RunScratch scratch(api, context, kernel.node, kernel.allocator);
   RunContext run;
   if (kernel.on_cuda) {
-    int device = 0;
-    STOF_ORT_RETURN(ToOrt(api, kernel.node, FindCudaBackend()->current_device(&device)));
-    STOF_ORT_RETURN(api->KernelContext_GetGPUComputeStream(context, &run.stream));
-    STOF_ORT_RETURN(api->CreateMemoryInfo("Cuda", OrtArenaAllocator, device, OrtMemTypeDefault, &memory));
     run.on_cuda = true;
-  } else {
-    STOF_ORT_RETURN(api->CreateCpuMemoryInfo(OrtArenaAllocator, OrtMemTypeDefault, &memory));
+    STOF_ORT_RETURN(api->KernelContext_GetGPUComputeStream(context, &run.stream));
+    scratch.UseDevice(run.stream);
   }
-  OrtStatus* status = api->KernelContext_GetAllocator(context, memory, &allocator);
-  api->ReleaseMemoryInfo(memory);
-  // A plugin provider may name its memory otherwise: then take the allocator from the kernel's creation.
-  const bool own = status != nullptr && kernel.allocator != nullptr;
-  if (own) api->ReleaseStatus(status), status = nullptr, allocator = kernel.allocator;
-  STOF_ORT_RETURN(status);
-
-  Pool pool{api, context};
-  {
-    RunScratch scratch(api, allocator, run.on_cuda, run.stream);
-    run.parallel = {RunOnPool, &pool, RunThreads()};
-    run.allocate = RunScratch::Allocate;
-    run.self = &scratch;
-    status = ToOrt(api, kernel.node, kernel.op->Run(inputs, ni, outputs, no, run));
-  }
-  if (!own) api->ReleaseAllocator(allocator);
-  return status != nullptr ? status : std::exchange(pool.status, nullptr);
+  run.parallel = {RunOnPool, &pool, RunThreads()};
+  run.allocate = RunScratch::Allocate;
+  run.self = &scratch;
+  const Status status = kernel.op->Run(inputs, ni, outputs, no, run);
+  // What the runtime says of its memory or threads is the cause of what the operator says.
+  if (OrtStatus* error = scratch.TakeStatus()) return error;
+  STOF_ORT_RETURN(ToOrt(api, kernel.node, status));
+  return std::exchange(pool.status, nullptr);
 }
 
 }  // namespace

@@ -6,6 +6,8 @@
 #include <onnxruntime_c_api.h>
 
 #include <cstddef>
+#include <cstdint>
+#include <string>
 #include <vector>
 
 #include "plugins/core/contract/cuda_backend.h"
@@ -17,22 +19,38 @@ namespace stof::ort {
 // memory to a stream, but the call for it (KernelContext_GetScratchBuffer) ends the process when the arena is full: it
 // throws, and is noexcept (seen with gpu_mem_limit). So such memory comes from CUDA, in the order of the stream. While
 // a graph is captured it is the arena's, as all that the graph uses: ONNX Runtime then has one thread and one stream.
+//
+// Each call of CUDA takes about a microsecond of the host, which small operators wait for. So small blocks share one.
 class RunScratch {
  public:
-  // stream: that of a device, and on_device.
-  RunScratch(const OrtApi* api, OrtAllocator* allocator, bool on_device, void* stream);
+  // node: in messages. own: the allocator of the node's provider, taken where the context does not know its memory;
+  // nullptr: there is none.
+  RunScratch(const OrtApi* api, const OrtKernelContext* context, const std::string& node, OrtAllocator* own);
   RunScratch(const RunScratch&) = delete;
   RunScratch& operator=(const RunScratch&) = delete;
   ~RunScratch();
+  // From here on memory is that of the current device, in the order of the stream.
+  void UseDevice(void* stream);
   static void* Allocate(void* self, size_t bytes);  // RunContext::allocate
+  // The error of a runtime that gives no arena. The caller owns it; nullptr: there is none.
+  OrtStatus* TakeStatus();
 
  private:
   void* FromArena(size_t bytes);
+  // Memory in the order of the stream. False where the device has none, or the stream is captured.
+  bool FromStream(size_t bytes, void** block);
+  OrtStatus* FindArena();
 
   const OrtApi* api_;
-  OrtAllocator* allocator_;
-  const CudaBackend* backend_;
-  void* stream_;
+  const OrtKernelContext* context_;
+  const std::string& node_;
+  OrtAllocator* own_;
+  OrtAllocator* arena_ = nullptr;  // found when it is needed
+  OrtStatus* status_ = nullptr;
+  const CudaBackend* backend_ = nullptr;  // of a device
+  void* stream_ = nullptr;
+  uintptr_t shared_ = 0;  // where the free part of the shared block begins
+  size_t shared_left_ = 0;
   std::vector<void*> blocks_, ordered_;
 };
 

@@ -16,6 +16,7 @@ from stof.attention.find import find_sites
 from stof.errors import UnsupportedError
 from stof.mask.lift import lift
 from stof.mask.site import EmptyRows
+from stof.result_shapes import ResultRules, declare_results
 from stof.symbolic import Symbolic
 
 SIZES = ({"B": 2, "S": 19}, {"B": 1, "S": 3})
@@ -112,6 +113,7 @@ def test_what_the_rewrite_does_not_concern_survives() -> None:
     assert kept
     assert all(n.SerializeToString() in originals for n in kept)
     assert {"rnn", "dead", "relu", "total"} <= {n.name for n in kept}
+    declare_results(after, ResultRules(), in_functions=False)  # as the pipeline does it
     infos = {v.name: v for v in after.graph.value_info}
     assert infos["gone"].doc_string == "a hidden state"
     assert "s2" not in infos

@@ -362,6 +362,14 @@ FORMS = {
         out = MatMul (p, v)""",
         "BHSD BHSD BHSD BHSD",
     ),
+    "FusedMatMul with a transposed query and value, channels first": (
+        "float[B,4,8,S] x, float[B,4,8,S] kt, float[B,4,8,S] y",
+        """
+        s1 = com.microsoft.FusedMatMul <alpha = 0.4, transA = 1> (x, kt)
+        p = Softmax (s1)
+        out = com.microsoft.FusedMatMul <transB = 1> (p, y)""",
+        "BHSD BHSD BHSD BHSD",
+    ),
     "packed query, key and value, split": (
         "float[B,S,96] x",
         """

@@ -60,7 +60,7 @@ NAMED = {
         "float[a,b,c] out",
         "dims = Constant <value = int64[2] {8, 1}> ()\n" + _WEIGHT + "s = MatMul (x, w)\np = Softmax <axis = 1> (s)\n"
         "y = Mul (p, x)\nout = Neg (y)",
-        "no attention but a pooling: the softmax runs along axis 1, expected the last",
+        "no attention but a pooling over positions: the softmax runs along axis 1, expected the last",
     ),
     "classes of pixels": (
         "float[B,4,8,8] x",
@@ -105,6 +105,115 @@ NAMED = {
         "the attention weights are quantized by the QuantizeLinear node that writes 'p2'",
     ),
 }
+
+
+_SQUARE = "dims = Constant <value = int64[2] {8, 8}> ()\n" + _WEIGHT
+_HEADS = "split = Constant <value = int64[4] {0, 0, 2, 4}> ()\n"
+_MIX = "dims = Constant <value = int64[2] {4, 4}> ()\n" + _WEIGHT
+# A softmax over features was called a classifier: linear attention, talking heads, routers and gates, pooling.
+NAMED |= {
+    "queries of linear attention": (
+        "float[B,S,8] x, float[B,8,8] context",
+        "float[a,b,c] out",
+        _SQUARE + "s = MatMul (x, w)\np = Softmax (s)\nout = MatMul (p, context)",
+        "no attention of queries and keys but a softmax over features, as linear attention and gates have: the scores are a "
+        "product with the weight 'w', and its result goes to the MatMul node that writes 'out'",
+    ),
+    "queries of linear attention by heads, features before positions": (
+        "float[B,S,8] x, float[B,2,4,4] context",
+        "float[a,b,c,d] out",
+        _SQUARE + _HEADS + "s0 = MatMul (x, w)\ns1 = Reshape (s0, split)\ns = Transpose <perm = [0, 2, 3, 1]> (s1)\n"
+        "p = Softmax <axis = 2> (s)\nout = MatMul (context, p)",
+        "no attention of queries and keys but a softmax over features, as linear attention and gates have: the softmax runs "
+        "along axis 2, expected the last",
+    ),
+    "keys of linear attention": (
+        "float[B,S,8] x, float[B,2,S,4] v",
+        "float[a,b,c,d] out",
+        _SQUARE + _HEADS + "s0 = MatMul (x, w)\ns1 = Reshape (s0, split)\ns = Transpose <perm = [0, 2, 3, 1]> (s1)\n"
+        "p = Softmax (s)\nout = MatMul (p, v)",
+        "no attention but a pooling over positions, or the keys of linear attention: the scores are a product with the "
+        "weight 'w', and its result goes to the MatMul node that writes 'out'",
+    ),
+    "keys of linear attention of an image, by a convolution": (
+        "float[B,8,16] x, float[B,16,4] v",
+        "float[a,b,c] out",
+        "dims = Constant <value = int64[3] {8, 8, 1}> ()\n" + _WEIGHT + "s = Conv (x, w)\np = Softmax (s)\n"
+        "out = MatMul (p, v)",
+        "no attention but a pooling over positions, or the keys of linear attention",
+    ),
+    "pooling by one column": (
+        "float[B,S,8] x",
+        "float[a,b,c] out",
+        "dims = Constant <value = int64[2] {8, 1}> ()\n" + _WEIGHT + "s1 = MatMul (x, w)\n"
+        "s = Transpose <perm = [0, 2, 1]> (s1)\np = Softmax (s)\nout = MatMul (p, x)",
+        "no attention but a pooling over positions, or the keys of linear attention: the scores are a product with the "
+        "weight 'w'",
+    ),
+    "talking heads by an Einsum": (
+        PLAIN,
+        "float[a,b,c,d] out",
+        _MIX + '%kt\ns1 = MatMul (q, kt)\ns = Einsum <equation = "bhqk,hg->bgqk"> (s1, w)\np = Softmax (s)\n'
+        "out = MatMul (p, v)",
+        "the weight 'w' mixes scores of queries and keys with each other before the softmax, as talking heads do",
+    ),
+    "talking heads by a MatMul over transposed scores": (
+        PLAIN,
+        "float[a,b,c,d] out",
+        _MIX + "%kt\ns1 = MatMul (q, kt)\ns2 = Transpose <perm = [0, 2, 3, 1]> (s1)\ns3 = MatMul (s2, w)\n"
+        "s = Transpose <perm = [0, 3, 1, 2]> (s3)\np = Softmax (s)\nout = MatMul (p, v)",
+        "the weight 'w' mixes scores of queries and keys with each other before the softmax, as talking heads do",
+    ),
+    "talking heads by a convolution": (
+        PLAIN,
+        "float[a,b,c,d] out",
+        "dims = Constant <value = int64[4] {4, 4, 1, 1}> ()\n" + _WEIGHT + "%kt\ns1 = MatMul (q, kt)\n"
+        "s = Conv (s1, w)\np = Softmax (s)\nout = MatMul (p, v)",
+        "the weight 'w' mixes scores of queries and keys with each other before the softmax, as talking heads do",
+    ),
+    "a router that chooses experts": (
+        "float[N,8] x, float[N,2] each",
+        "float[a,b] out",
+        _SQUARE + "two = Constant <value = int64[1] {2}> ()\ns = MatMul (x, w)\np = Softmax (s)\n"
+        "best, where = TopK (p, two)\nout = Mul (best, each)",
+        "no attention but a router: the scores are a product with the weight 'w', and its result goes to the TopK node that "
+        "writes 'best'",
+    ),
+    "a router of a fused node": (
+        "float[N,8] x",
+        "float[a,b] out",
+        _SQUARE + "e = Constant <value = int64[3] {8, 8, 8}> ()\nw1 = ConstantOfShape <value = float[1] {0.5}> (e)\n"
+        "s = MatMul (x, w)\np = Softmax (s)\nout = com.microsoft.MoE (x, p, w1, , w1)",
+        "no attention but a router: the scores are a product with the weight 'w', and its result goes to "
+        "the com.microsoft::MoE node that writes 'out'",
+    ),
+    "a gate of all experts": (
+        "float[B,S,8] x, float[B,S,8] each",
+        "float[a,b,c] out",
+        _SQUARE + "s = MatMul (x, w)\np = Softmax (s)\nout = Mul (p, each)",
+        "no attention but a gate: the scores are a product with the weight 'w', and its result goes to the Mul node",
+    ),
+    "a classifier that names the best": (
+        "float[B,S,8] x",
+        "int64[a,b,c] out",
+        _SQUARE + "s = MatMul (x, w)\np = Softmax (s)\nout = ArgMax <axis = -1> (p)",
+        "no attention but a classifier: the scores are a product with the weight 'w'",
+    ),
+}
+
+
+def test_a_learned_query_keeps_its_own_reason() -> None:
+    """A constant that meets computed keys is a query: what keeps the site is told, not that it pools."""
+    graph = model(
+        "float[B,H,S,8] k, float[B,H,S,8] v",
+        "float[a,b,c,d] out",
+        "dims = Constant <value = int64[4] {1, 1, 3, 8}> ()\n"
+        + _WEIGHT.replace("w =", "q =")
+        + _SCORES
+        + "p = Softmax (s1)\nout = MatMul (p, v)",
+    )
+    assert "pooling" not in reason(graph)
+    assert "classifier" not in reason(graph)
 
 
 @pytest.mark.parametrize("name", NAMED)

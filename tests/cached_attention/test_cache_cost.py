@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from gqa_models import Shape, model_of
@@ -51,6 +53,33 @@ def test_cuda() -> None:
     """The runtime's kernels skip keys, too."""
     dense, window = (gain_of(Shape(window=w), "cuda")[0] for w in (0, 1024))
     assert 1 < dense < window < 1.5
+
+
+HALF = Shape(H=32, G=8, D=128, dtype="float16")
+ONE_KV_HEAD = replace(HALF, G=1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "shapes", "gains"),
+    [
+        (HALF, {}, True),
+        (ONE_KV_HEAD, {}, False),
+        (replace(ONE_KV_HEAD, H=8), {}, True),
+        (replace(ONE_KV_HEAD, H=8, D=256), {}, False),
+        (replace(ONE_KV_HEAD, window=1024), {}, True),  # keys outside of a window are not read
+        (HALF, {"B": (1, 32), "C": (1, 4096)}, False),  # half a GiB of keys and values
+        (HALF, {"B": (1, 32), "C": (1, 1024)}, True),
+        (HALF, {"B": (1, 1), "C": (1, 1 << 18)}, True),  # one sequence gains however long it is
+        (replace(ONE_KV_HEAD, dtype="float32"), {}, True),  # the runtime has no such kernel for fp32
+    ],
+)
+def test_losses_on_cuda(shape: Shape, shapes: dict[str, tuple[int, int]], gains: bool) -> None:
+    """A node that is slower on the device stays; docs/results/comparisons/cached-layers-h200.json has the times."""
+    model = model_of(shape)
+    (candidate,) = find_candidates(model, Symbolic(model), "cuda")
+    assert candidate.site is not None
+    assert (estimate_gain(candidate.site, "cuda", shapes)[0] >= 1) == gains
+    assert estimate_gain(candidate.site, "cpu", shapes)[0] >= 1
 
 
 def test_block_sparse() -> None:

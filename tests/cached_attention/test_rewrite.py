@@ -261,6 +261,18 @@ def test_targets(tmp_path: Path) -> None:
     assert ops_of(found) == ["GroupQueryAttention"]
 
 
+def test_nodes_that_are_faster_on_the_device_stay(tmp_path: Path) -> None:
+    """The kind: a replaced node must not be slower. A plan takes the place of the estimate."""
+    model = model_of(Shape(H=16, G=1, dtype="float16"))
+    saved = tmp_path / "plan.json"
+    report, _ = optimized(model, tmp_path, Options(target="cuda", verify=False, save_plan=saved))
+    assert not report.caches[0].replaced
+    assert "ONNX Runtime's CUDA kernel is faster where 16 query heads share 1 KV heads" in report.caches[0].reason
+    saved.write_text(saved.read_text().replace('"replace": false', '"replace": true'))
+    report, _ = optimized(model, tmp_path, Options(target="cuda", verify=False, plan=saved))
+    assert report.caches[0].replaced
+
+
 def test_two_element_types(tmp_path: Path) -> None:
     """All calls share one function body."""
     report, _ = optimized(model_of(Shape(), Shape(dtype="float16"), masks=True), tmp_path, Options(verify=False))

@@ -15,7 +15,9 @@ from onnx import TensorProto, helper
 from stof.cached_attention.checks.site_checks import CacheChecks
 from stof.cached_attention.find import find_candidates
 from stof.cached_attention.run_lengths import RunLengths
+from stof.execution import runtime_faults
 from stof.execution.case import Case, Padding
+from stof.execution.runtime_faults import RuntimeFault
 from stof.symbolic import Symbolic
 from stof.verification.model_inputs import ModelInputs
 
@@ -209,3 +211,31 @@ def test_no_token_is_timed_of_prompts_alone() -> None:
             value.type.tensor_type.shape.dim[1].Clear()
             value.type.tensor_type.shape.dim[1].dim_value = 5
     assert drawn(model)[0].maker.token_case(18) is None
+
+
+def several_behind_a_past(model: onnx.ModelProto) -> list[int]:
+    """The batch sizes of runs with several tokens behind a past."""
+    _, _, feeds = drawn(model)
+    return [len(f["query"]) for f in feeds if 1 < f["query"].shape[1] < f["total"]]
+
+
+@pytest.mark.parametrize(("version", "runs"), [((1, 19), []), ((1, 22), [1]), ((1, 32), [1])])
+def test_steps_that_a_version_computes_wrongly_are_not_run(
+    version: tuple[int, int], runs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtime_faults, "runtime_version", lambda: version)
+    assert several_behind_a_past(MODELS["lengths"]) == runs
+
+
+def test_a_version_without_faults_runs_what_others_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Faults of the known versions are not assumed of all: several tokens of a batch, head norms."""
+    four = model_of(Shape(rotary=16))
+    for value in four.graph.input:
+        if value.name in ("query", "key", "value"):
+            value.type.tensor_type.shape.dim[1].dim_value = 4
+    normed = model_of(Shape(norms=True))
+    assert set(several_behind_a_past(four)) == {1}
+    assert checks_of(normed).working is not normed
+    monkeypatch.setattr(RuntimeFault, "is_present", lambda self: False)
+    assert max(several_behind_a_past(four)) == 3
+    assert checks_of(normed).working is normed

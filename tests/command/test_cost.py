@@ -66,12 +66,12 @@ def test_work_grows_with_the_model_and_no_faster(tmp_path: Path, kind: str, coun
 
 @pytest.mark.parametrize(
     ("kind", "chains", "most"),
-    [("attentions", "off", 1), ("attentions", "on", 2), ("elementwise_chains", "on", 2), ("encoder", "auto", 1)],
+    [("attentions", "off", 2), ("attentions", "on", 3), ("elementwise_chains", "on", 3), ("encoder", "auto", 2)],
 )
 def test_a_model_is_interpreted_once_for_each_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, chains: str, most: int
 ) -> None:
-    """Before and after the attention is replaced, and never again for a site or a region."""
+    """Before and after the attention is replaced, and as it is written, for exact sizes; never again for a site or a region."""
     made: list[int] = []
     original = Symbolic.__init__
 

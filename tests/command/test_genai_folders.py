@@ -22,6 +22,7 @@ import stof
 from stof import cli
 from stof.api.genai_config import GENAI_CONFIG, read_genai_config
 from stof.errors import ArgumentError
+from stof.report import describe_registration
 from stof.runtime.library import LIBRARY
 
 NO_VERIFY = stof.Options(verify=False)
@@ -96,6 +97,21 @@ def test_explain_lists_caches(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert f"\nmodel.onnx:\n{kept}" in out
     assert "cache 0" not in out
     assert "\nencoder.onnx:\n" not in out
+
+
+def test_fp8_caches_need_no_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Kind: --no-verify must not be needed for fp8 caches, for which ONNX Runtime's CPU provider has no kernel."""
+    source, target, report = folder(tmp_path / "in", BUILT), tmp_path / "out", tmp_path / "report.json"
+    onnx.save(model_of(Shape(cache="float8", dtype="float16"), masks=True), source / "model.onnx")
+    assert cli.main([str(source), "-o", str(target), "--json", str(report)]) == 0
+    out = capsys.readouterr().out
+    (line,) = [line for line in out.splitlines() if line.startswith("model.onnx: ")]
+    assert "verified in part" in line
+    found = json.loads(report.read_text())["files"]["model.onnx"]
+    assert found["verification"]["partial"]["left_out"] == {"com.microsoft::GroupQueryAttention": 1}
+    assert [c["site"] for c in found["verification"]["comparisons"]] == ["node"]
+    assert [n.op_type for n in onnx.load(target / "model.onnx").graph.node].count("StofCachedAttention") == 1
+    assert config_of(target)["model"]["decoder"]["session_options"]["custom_ops_library"] == LIBRARY
 
 
 def test_without_operators_there_is_no_library(tmp_path: Path) -> None:
@@ -182,8 +198,8 @@ def test_folders_of_configurations_get_a_library_each(tmp_path: Path) -> None:
     assert report.libraries == [f"{n}/{LIBRARY}" for n in ("cpu", "cuda", "onnx")]
     assert set(report.registrations) == {f"{n}/{GENAI_CONFIG}" for n in ("cpu", "cuda")}
     text = report.to_text()
-    call = f"options.register_custom_ops_library({str(tmp_path / 'out' / 'onnx' / LIBRARY)!r})"
-    assert f"onnx/{LIBRARY}: copied; register it with the session's options: {call}" in text.splitlines()
+    words = describe_registration(str(tmp_path / "out" / "onnx" / LIBRARY))
+    assert f"onnx/{LIBRARY}: copied; {words}" in text.splitlines()
 
 
 def test_a_copied_library_is_one_that_sessions_can_register(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ import stof
 from stof.api import in_memory
 from stof.attention.subgraphs import emit_scopes
 from stof.errors import ArgumentError, ModelError, VerifyError
+from stof.report import describe_registration
 
 WIDTH = 64
 
@@ -117,7 +118,8 @@ def test_the_report_comes_along(kind: str, tmp_path: Path, scratch: Path) -> Non
     assert report.model == name
     words = report.to_text()
     assert words.startswith(f"{name}: 1 softmax, 1 attention sites replaced")
-    assert words.splitlines()[-1] == "the optimized model is returned"
+    assert words.splitlines()[-2] == "the optimized model is returned"
+    assert describe_registration(stof.get_library_path()) in words.splitlines()[-1]
     assert str(scratch) not in words
     data = json.loads((tmp_path / "report.json").read_text())
     assert (data["model"], data["output"], data["verification"]["ok"]) == (name, None, True)

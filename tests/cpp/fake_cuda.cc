@@ -28,6 +28,7 @@ struct CUevent_st {
 };
 struct CUgraph_st {};
 struct CUgraphExec_st {};
+struct CUmemPoolHandle_st {};
 
 namespace stof::test::fake {
 namespace {
@@ -454,21 +455,43 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t, cudaStream_t) {
   return cudaSuccess;
 }
 
-// ---- pools: this device has none ----
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+// ---- pools: devices have them from kFirstWithPools on ----
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int device) {
   STOF_FAKE_CALL("cudaDeviceGetAttribute");
-  *value = 0;
+  *value = device >= fake::kFirstWithPools ? 1 : 0;
   return cudaSuccess;
 }
 
-cudaError_t cudaMemPoolCreate(cudaMemPool_t*, const cudaMemPoolProps*) { return Refuse(cudaErrorNotSupported); }
-
-cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t, cudaMemPoolAttr, void*) { return Refuse(cudaErrorNotSupported); }
-
-cudaError_t cudaMallocFromPoolAsync(void**, size_t, cudaMemPool_t, cudaStream_t) {
-  return Refuse(cudaErrorNotSupported);
+cudaError_t cudaMemPoolCreate(cudaMemPool_t* pool, const cudaMemPoolProps*) {
+  static CUmemPoolHandle_st all;  // nobody looks into it
+  *pool = &all;
+  return cudaSuccess;
 }
 
-cudaError_t cudaFreeAsync(void*, cudaStream_t) { return Refuse(cudaErrorNotSupported); }
+cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t, cudaMemPoolAttr, void*) { return cudaSuccess; }
+
+cudaError_t cudaMallocFromPoolAsync(void** memory, size_t bytes, cudaMemPool_t, cudaStream_t stream) {
+  STOF_FAKE_CALL("cudaMallocFromPoolAsync");
+  if (IsCaptured(stream)) return Wrong(cudaErrorStreamCaptureUnsupported);
+  if (posix_memalign(memory, fake::kAlignment, bytes) != 0) return Refuse(cudaErrorMemoryAllocation);
+  std::memset(*memory, fake::kFresh, bytes);
+  It().blocks.emplace(static_cast<char*>(*memory), bytes);
+  ++It().asked.allocations;
+  return cudaSuccess;
+}
+
+cudaError_t cudaFreeAsync(void* memory, cudaStream_t) {
+  STOF_FAKE_CALL("cudaFreeAsync");
+  if (It().blocks.erase(static_cast<char*>(memory)) == 0) return Wrong(cudaErrorInvalidValue);
+  std::free(memory);
+  return cudaSuccess;
+}
+
+cudaError_t cudaDeviceSynchronize() {
+  STOF_FAKE_CALL("cudaDeviceSynchronize");
+  if (IsForbidden()) return Wrong(cudaErrorStreamCaptureUnsupported);
+  DoAll();
+  return cudaSuccess;
+}
 
 }  // extern "C"

@@ -17,6 +17,9 @@
 
 namespace stof::test::fake {
 
+// Devices from this one on have memory pools.
+constexpr int kFirstWithPools = 32;
+
 // Objects that exist now.
 struct Live {
   int64_t blocks = 0, bytes = 0;

@@ -22,6 +22,7 @@ from stof.execution.inputs import InputMaker
 from stof.fusion import check as chain_check
 from stof.fusion.check import check_chain
 from stof.fusion.description.evaluate import evaluate_chain
+from stof.fusion.description.parser import parse_chain
 from stof.fusion.emit import emit_chains
 from stof.fusion.fusion_graph import FusionGraph
 from stof.fusion.regions import find_chains, retranslate_chains
@@ -322,13 +323,13 @@ def test_many_rows_of_fixed_size_are_checked_by_a_few(monkeypatch: pytest.Monkey
 
 
 def test_rows_that_a_description_counts_are_checked_as_they_are() -> None:
-    text = "axes a = 4096, n = 512\nout y0 f32 [a, n] = x0[4095 - a, n]"
+    parsed = parse_chain("axes a = 4096, n = 512\nout y0 f32 [a, n] = x0[4095 - a, n]")
     chain: Any = None  # nothing of it is asked for
     shapes = [[4096, 512]]
-    backwards = chain_check._Check(chain, text, ["x"], lambda given: [given["x"][::-1]])
+    backwards = chain_check._Check(chain, parsed, ["x"], lambda given: [given["x"][::-1]])
     assert not backwards.passes_small(shapes, 0)
     backwards.compare(shapes, 0)
-    forwards = chain_check._Check(chain, text, ["x"], lambda given: [given["x"]])
+    forwards = chain_check._Check(chain, parsed, ["x"], lambda given: [given["x"]])
     assert not forwards.passes_small(shapes, 0)
     with pytest.raises(UnsupportedError, match="differs from its operators"):
         forwards.compare(shapes, 0)

@@ -18,6 +18,7 @@ import build
 import stof
 from stof import cli
 from stof.execution import ort_sessions as sessions
+from stof.execution import runtime_faults
 from stof.execution.ort_sessions import Sessions
 from stof.execution.run_limits import RunLimits
 from stof.execution.session_worker import SessionSpec
@@ -213,7 +214,7 @@ def test_old_runtimes_read_through_links(tmp_path: Path, monkeypatch: pytest.Mon
         assert onnx.load(spec.model, load_external_data=False) == model
         assert (path.parent / "model.onnx").read_bytes() == content.tobytes()
 
-    monkeypatch.setattr(sessions, "runtime_version", lambda: (1, 18))
+    monkeypatch.setattr(runtime_faults, "runtime_version", lambda: (1, 18))
     monkeypatch.setattr(sessions, "create_session", fake)
     for _ in range(2):
         Sessions(folder, scratch, RunLimits(45.0)).make(model, optimized=True, library=False)

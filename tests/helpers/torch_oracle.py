@@ -30,7 +30,9 @@ def attention_fp64(
     fill = {"zero": torch.zeros_like(weights), "nan": torch.full_like(weights, float("nan")), "all": weights}
     fill["mean"] = torch.full_like(weights, 1 / weights.shape[-1])
     weights = torch.where(empty, fill[empty_rows], weights)
-    lse = torch.logsumexp(masked, -1).masked_fill(empty[..., 0], float("-inf"))
+    # Not torch.logsumexp: its tangent has no gradient.
+    top = masked.detach().amax(-1, keepdim=True)
+    lse = ((masked - top).exp().sum(-1, keepdim=True).log() + top).masked_fill(empty, float("-inf")).squeeze(-1)
     return weights @ v, lse
 
 

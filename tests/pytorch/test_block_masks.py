@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, create_mask, noop_mask, or_masks
 from torch_oracle import attention_fp64
 
@@ -170,3 +172,32 @@ def test_functions_that_cannot_be_translated_say_why() -> None:
 def test_what_is_no_block_mask_is_refused() -> None:
     with pytest.raises(ArgumentError, match="block_mask is a str, expected a FlexAttention BlockMask"):
         stof.torch.from_block_mask("k <= q")
+
+
+@pytest.mark.parametrize("where", ["grad", "vmap", "fake", "meta"])
+@pytest.mark.filterwarnings("ignore")
+def test_block_masks_that_cannot_be_read_are_refused_by_name(where: str) -> None:
+    q = torch.randn(1, H, 9, 8, generator=torch.Generator().manual_seed(1))
+
+    def run(offset: Any, tensor: Any = q, device: str = "cpu") -> Any:
+        block_mask = create_block_mask(lambda b, h, q, k: k <= q + offset, None, None, 9, 9, device=device)
+        return stof.torch.attention(tensor, tensor, tensor, block_mask)
+
+    calls = {
+        "grad": lambda: torch.func.grad(lambda q: run(torch.tensor(1), q).sum())(q),
+        "vmap": lambda: torch.func.vmap(run)(torch.tensor([1, 2, 3])),
+        "meta": lambda: run(0, q.to("meta"), "meta"),
+        "fake": lambda: run(torch.tensor(1), torch.empty(1, H, 9, 8)),
+    }
+    message = r"a BlockMask holds a \w+ on \w+ that cannot be read: .* outside of transforms"
+    with FakeTensorMode() if where == "fake" else nullcontext(), pytest.raises(UnsupportedError, match=message):
+        calls[where]()
+
+
+def test_block_masks_from_outside_of_a_transform() -> None:
+    block_mask = create_block_mask(causal, None, None, 9, 9, device="cpu")
+    q, k, v = (torch.randn(2, 1, H, 9, 8, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    found = torch.func.vmap(lambda q, k, v: stof.torch.attention(q, k, v, block_mask))(q, k, v)
+    for n in range(2):
+        expected, _ = attention_fp64(q[n], k[n], v[n], torch.ones(9, 9, dtype=torch.bool).tril())
+        torch.testing.assert_close(found[n].double(), expected, rtol=0, atol=1e-5)

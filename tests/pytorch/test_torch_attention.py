@@ -158,18 +158,33 @@ def test_wrong_arguments(changes: dict[str, Any], message: str) -> None:
         stof.torch.attention(**arguments)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("k <=", "unexpected end"), ("table0[k] > 2", "table0"), ("pad[b, k]", "pad")],
+    [
+        ("k <=", "mask is 'k <=': .*column 5: unexpected end"),
+        ("k <= q and row[k]", "mask is 'k <= q and row.k.': .*column 15: unknown name 'row'"),
+        ("table0[k] > 2", "table0"),
+        ("pad[b, k]", r"mask is 'pad\[b, k\]' and reads pad, which is not given: pad=\.\.\."),
+        ("k < lengths[b]", "reads lengths, which is not given"),
+    ],
 )
-def test_wrong_masks(text: str, message: str) -> None:
-    with pytest.raises(LibraryError, match=message):
-        stof.torch.attention(*draw(), text)
+def test_wrong_masks(text: str, message: str, dtype: Any) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        stof.torch.attention(*draw(dtype=dtype), text)
 
 
-def test_a_table_that_is_too_short_is_an_error() -> None:
-    with pytest.raises(LibraryError, match="table0"):
-        stof.torch.attention(*draw(), "table0[k]", tables={"table0": torch.ones(22, dtype=torch.bool)})
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_masks_that_do_not_fit_the_operands(dtype: Any) -> None:
+    given = draw(dtype=dtype)
+    with pytest.raises(ArgumentError, match="pad is given, and mask, 'k <= q', does not read it"):
+        stof.torch.attention(*given, "k <= q", pad=torch.ones(2, 23))
+    with pytest.raises(ArgumentError, match="table0 has 2 indices"):
+        stof.torch.attention(*given, "table0[q, k]", tables={"table0": torch.ones(23, dtype=torch.bool)})
+    error = ArgumentError if dtype == torch.float64 else LibraryError
+    for text, size in (("table0[k]", 22), ("table0[k - 1]", 23)):  # PyTorch takes index -1 for the last element
+        with pytest.raises(error, match="index 0 of table0"):
+            stof.torch.attention(*given, text, tables={"table0": torch.ones(size, dtype=torch.bool)})
 
 
 def test_handles_are_shared_and_bounded() -> None:

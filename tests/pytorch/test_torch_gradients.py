@@ -67,22 +67,6 @@ def test_rows_of_nan_reach_the_gradient_of_values_alone() -> None:
     assert grads[2].isnan().all()
 
 
-def test_memory_of_a_chunk_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stof.torch.dense, "CHUNK_BYTES", 1 << 16)
-    rows = []
-    forward = stof.torch.dense.DenseAttention._weights
-
-    def watched(self: Any, chunk: Any, masked: Any) -> Any:
-        rows.append(masked.numel() * masked.element_size())
-        return forward(self, chunk, masked)
-
-    monkeypatch.setattr(stof.torch.dense.DenseAttention, "_weights", watched)
-    q, k, v = leaves((1, 4, 64, 8), (1, 4, 64, 8), (1, 4, 64, 8), dtype=torch.float32)
-    stof.torch.attention(q, k, v, "k <= q").sum().backward()
-    assert len(rows) > 4
-    assert max(rows) <= 1 << 16
-
-
 def test_no_gradient_is_asked_for_where_none_is_needed() -> None:
     q, k, v = leaves((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8), dtype=torch.float32)
     with torch.no_grad():

@@ -9,6 +9,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 import torch
+from torch import func
 from torch_oracle import attention_fp64, pairs
 
 import stof.torch
@@ -60,6 +61,33 @@ def test_gradients_pass_through_the_merge() -> None:
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
 
 
+def joined(output: Any, lse: Any) -> Any:
+    return torch.cat([output, lse.masked_fill(torch.isneginf(lse), 0).unsqueeze(-1)], -1)
+
+
+@pytest.mark.parametrize("mode", ["tangents", "second derivatives", "maps"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PyTorch's forward mode loads torch.jit
+def test_modes_pass_through_the_merge(mode: str) -> None:
+    given = draw(torch.float64)
+    along = tuple(t.cos() for t in given)
+
+    def parts(q: Any, k: Any, v: Any) -> Any:
+        found = [partial(q, k, v, start, end) for start, end in PARTS]
+        return joined(*stof.torch.merge(*zip(*found, strict=True)))
+
+    def whole(q: Any, k: Any, v: Any) -> Any:
+        return joined(*attention_fp64(q, k, v, pairs(MASK, 2, 4, 19, 23)))
+
+    def apply(run: Any) -> Any:
+        if mode == "tangents":
+            return func.jvp(run, given, along)
+        if mode == "maps":
+            return func.vmap(run, (0, None, None))(torch.stack([given[0], 2 * given[0]]), *given[1:])
+        return func.jvp(func.grad(lambda *t: run(*t).sin().sum(), (0, 1, 2)), given, along)
+
+    torch.testing.assert_close(apply(parts), apply(whole), rtol=0, atol=1e-10)
+
+
 def test_one_part_is_itself() -> None:
     q, k, v = draw(torch.float32)
     output, lse = partial(q, k, v, 0, 23)
@@ -75,6 +103,15 @@ def test_one_part_is_itself() -> None:
         ([torch.zeros(1, 2, 3, 4)], [], "1 outputs and 0 LSEs"),
         ([torch.zeros(1, 2, 3, 4)], [torch.zeros(1, 2, 4)], r"lse 0 has shape \[1, 2, 4\], expected \[1, 2, 3\]"),
         ([torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 5)], [torch.zeros(1, 2, 3)] * 2, "output 1 is torch.float32"),
+        ([[1.0]], [torch.zeros(1, 2, 3)], "output 0 is a list, expected a tensor"),
+        ([torch.zeros(1, 2, 3, 4)], [torch.zeros(1, 2, 3).to_sparse()], "lse 0 has layout torch.sparse_coo"),
+        (
+            [torch.zeros(1, 2, 3, 4).cfloat()],
+            [torch.zeros(1, 2, 3)],
+            "output 0 has type torch.complex64, expected fp32",
+        ),
+        ([torch.zeros(1, 2, 3, 4)], [torch.zeros(1, 2, 3).int()], "lse 0 has type torch.int32, expected fp32"),
+        ([torch.zeros(1, 2, 3, 4)], [torch.zeros(1, 2, 3, device="meta")], "output 0 is on cpu and lse 0 on meta"),
     ],
 )
 def test_wrong_parts(outputs: list[Any], lses: list[Any], message: str) -> None:

@@ -207,3 +207,15 @@ def test_noise_of_quantizers_is_of_their_last_places() -> None:
     found = evaluator.run(["a"], {"x": x})[0]
     relative = np.abs(found / np.exp(x) - 1)
     assert 0 < relative.max() < 2.0**-20
+
+
+def test_noise_of_channels_that_are_not_the_last_axis() -> None:
+    """A site may write [B, N, S], channels first: noise of N numbers is added along that axis, of any length S."""
+    nodes = [helper.make_node("Exp", ["x"], ["a"])]
+    values = [helper.make_tensor_value_info(n, TensorProto.FLOAT, ["B", 32, "S"]) for n in "xa"]
+    graph = helper.make_graph(nodes, "g", values[:1], values[1:])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=9)
+    noisy = perturb(model, {"a": Noisy(TensorProto.FLOAT, 32, 1.0, 1)}, 0)
+    x = _numbers(2, 32, 7)
+    found = onnx.reference.ReferenceEvaluator(noisy).run(["a"], {"x": x})[0]
+    assert 0 < np.abs(found - np.exp(x)).max() < 2.0**-20

@@ -102,6 +102,10 @@ struct DecodeChoice {
 // Chooses the number of splits, and the kernel. ctas_per_sm: of the split-KV kernel; tiles: KV tiles of a tile row;
 // blocks: row blocks; clusters: as above. num_splits.cc has the models. only: kSplitKv, or kCluster where the device
 // has room for clusters; -1: the faster one.
+//
+// EstimateSplits: the nanoseconds of the split-KV kernel with so many splits, 1 to kMostDecodeSplits.
+double EstimateSplits(int ctas_per_sm, const AttentionParams& params, int item_bytes, int64_t tiles, int64_t blocks,
+                      const DeviceProperties& device, int64_t splits);
 DecodeChoice ChooseSplits(int ctas_per_sm, const AttentionParams& params, int item_bytes, int64_t tiles, int64_t blocks,
                           const DeviceProperties& device);
 DecodeChoice ChooseDecode(int ctas_per_sm, const AttentionParams& params, int item_bytes, int64_t tiles, int64_t blocks,

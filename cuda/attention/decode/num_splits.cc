@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "cuda/attention/decode/api.h"
+#include "plugins/core/base/integers.h"
 
 namespace stof {
 namespace cuda {
@@ -20,8 +21,8 @@ double BandwidthFactor(const DeviceProperties& device) {
 
 }  // namespace
 
-DecodeChoice ChooseSplits(int ctas_per_sm, const AttentionParams& params, int item_bytes, int64_t tiles, int64_t blocks,
-                          const DeviceProperties& device) {
+double EstimateSplits(int ctas_per_sm, const AttentionParams& params, int item_bytes, int64_t tiles, int64_t blocks,
+                      const DeviceProperties& device, int64_t splits) {
   // In nanoseconds and bytes: the bandwidth of all SMs, the latency of a load, the combine kernel, and its time for
   // each split and value. A CTA has two buffers of 16 keys a warp, which are in flight for a share kBusy of the time.
   const double bandwidth = 2904 * BandwidthFactor(device);
@@ -32,18 +33,28 @@ DecodeChoice ChooseSplits(int ctas_per_sm, const AttentionParams& params, int it
   const auto tile = static_cast<double>(kTileKeys * key_bytes);
   const double in_flight = kBusy * static_cast<double>(2 * kWarps * std::min(8 * key_bytes, kLargestBuffer));
   const int64_t slots = int64_t{ctas_per_sm} * device.sm_count;
+  const int64_t ctas = blocks * splits;
+  const auto active = static_cast<double>(std::min(ctas, slots));
+  // An SM with one CTA more than others ends later: the mean of an even share and that of the fullest SM.
+  const double fullest = std::ceil(active / device.sm_count) * device.sm_count;
+  const double each = std::max(tile * (active + fullest) / 2 / bandwidth, tile / in_flight * kLatency);
+  const double steps = kLatency + static_cast<double>(CeilDiv(tiles, splits)) * each;
+  const double time = kStart + static_cast<double>(CeilDiv(ctas, slots)) * steps;
+  return splits > 1 ? time + kCombine + kStep * static_cast<double>(params.Dv * splits) : time;
+}
+
+DecodeChoice ChooseSplits(int ctas_per_sm, const AttentionParams& params, int item_bytes, int64_t tiles, int64_t blocks,
+                          const DeviceProperties& device) {
   DecodeChoice best;
   best.nanoseconds = std::numeric_limits<double>::infinity();
-  for (int64_t splits = 1; splits <= std::min<int64_t>(std::max<int64_t>(tiles, 1), kMostDecodeSplits); ++splits) {
-    const int64_t ctas = blocks * splits, waves = (ctas + slots - 1) / slots;
-    const auto active = static_cast<double>(std::min(ctas, slots));
-    // An SM with one CTA more than others ends later: the mean of an even share and that of the fullest SM.
-    const double fullest = std::ceil(active / device.sm_count) * device.sm_count;
-    const double each = std::max(tile * (active + fullest) / 2 / bandwidth, tile / in_flight * kLatency);
-    double time =
-        kStart + static_cast<double>(waves) * (kLatency + static_cast<double>((tiles + splits - 1) / splits) * each);
-    if (splits > 1) time += kCombine + kStep * static_cast<double>(params.Dv * splits);
+  const int64_t most = std::min<int64_t>(std::max<int64_t>(tiles, 1), kMostDecodeSplits);
+  // Of the numbers that leave a CTA as many tiles the least is the fastest: the others are not estimated, since the
+  // host does this in every run.
+  for (int64_t splits = 1; splits <= most;) {
+    const double time = EstimateSplits(ctas_per_sm, params, item_bytes, tiles, blocks, device, splits);
     if (time < best.nanoseconds) best = {false, static_cast<int>(splits), time};
+    const int64_t steps = CeilDiv(tiles, splits);
+    splits = steps > 1 ? CeilDiv(tiles, steps - 1) : most + 1;
   }
   return best;
 }

@@ -4,47 +4,67 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 import numpy as np
 import onnx_graphsurgeon as gs
 from onnx import TensorProto
 
 from stof.graph.editor import Editor
-from stof.mask.site import AttentionSite, MaskTerm, TermKind
+from stof.mask.score_view import ScoreView
+from stof.mask.site import AttentionSite, Layout, MaskTerm, TermKind
 from stof.mask.strength import LOWEST
-from stof.symbolic import Symbolic, integer
+from stof.symbolic import Symbolic
+from stof.symbolic.axis_atoms import Axes, AxisAtom, size_of
 
 
 def build_bias(
     editor: Editor, symbolic: Symbolic, site: AttentionSite, terms: Sequence[MaskTerm], extra: list[gs.Node]
 ) -> gs.Tensor:
-    """The sum of the terms, in fp32; a single additive term of an accepted type is used as it is."""
+    """The sum of the terms, in fp32; a single additive term of an accepted type is used as it is.
+
+    Terms that meet the scores in the same axes are summed in these.
+    """
     types = {symbolic.dtype(t.tensor) for t in terms}
     accepted = {TensorProto.FLOAT} if site.floored else {site.dtype, TensorProto.FLOAT}
     is_used_as_is = len(terms) == 1 and terms[0].scale == 1.0 and types <= accepted and terms[0].kind is TermKind.ADD
-    total: gs.Tensor | None = None
+    by_axes: dict[Axes | None, list[MaskTerm]] = {}
     for term in terms:
-        tensor = editor.tensors[term.tensor]
-        if term.merged:
-            tensor = _split_heads_from_batch(editor, extra, tensor, symbolic.dtype(term.tensor), term.merged)
-        if term.windows:
-            tensor = _merge_windows(editor, symbolic, site, term, extra)
-        if term.groups:
-            tensor = _merge_groups(editor, symbolic, term, extra)
-        if term.kind is not TermKind.ADD:
-            tensor = _bias_from_condition(editor, extra, tensor, term.kind is TermKind.KEEP)
-        elif not is_used_as_is and symbolic.dtype(term.tensor) != TensorProto.FLOAT:
-            tensor = append_fp32_node(editor, extra, "Cast", [tensor], to=int(TensorProto.FLOAT))
-        if term.scale != 1.0:
-            factor = editor.initializer("stof_bias_scale", np.array(term.scale, np.float32))
-            tensor = append_fp32_node(editor, extra, "Mul", [tensor, factor])
-        total = tensor if total is None else append_fp32_node(editor, extra, "Add", [total, tensor])
+        by_axes.setdefault(None if term.view is None else term.view.axes, []).append(term)
+    total: gs.Tensor | None = None
+    for some in by_axes.values():
+        part: gs.Tensor | None = None
+        for term in some:
+            tensor = editor.tensors[term.tensor]
+            if term.kind is not TermKind.ADD:
+                tensor = _bias_from_condition(editor, extra, tensor, term.kind is TermKind.KEEP)
+            elif not is_used_as_is and symbolic.dtype(term.tensor) != TensorProto.FLOAT:
+                tensor = append_fp32_node(editor, extra, "Cast", [tensor], to=int(TensorProto.FLOAT))
+            if term.scale != 1.0:
+                factor = editor.initializer("stof_bias_scale", np.array(term.scale, np.float32))
+                tensor = append_fp32_node(editor, extra, "Mul", [tensor, factor])
+            part = tensor if part is None else append_fp32_node(editor, extra, "Add", [part, tensor])
+        assert part is not None
+        view = _joint_view(some)
+        if view is not None:
+            dtype = symbolic.dtype(some[0].tensor) if is_used_as_is else int(TensorProto.FLOAT)
+            rank = max(len(symbolic.shape(t.tensor) or ()) for t in some)
+            part = _BiasSpread(editor, extra, site, view, rank, dtype).spread(part)
+        total = part if total is None else append_fp32_node(editor, extra, "Add", [total, part])
     assert total is not None
     if site.floored:  # a row of nothing but -inf and the lowest number attends all keys
         least = editor.initializer("stof_bias_floor", np.array(-LOWEST[TensorProto.FLOAT], np.float32))
         total = append_fp32_node(editor, extra, "Max", [total, least])
     return total
+
+
+def _joint_view(terms: Sequence[MaskTerm]) -> ScoreView | None:
+    """The view of the sum of terms that meet the scores in the same axes."""
+    views = [t.view for t in terms if t.view is not None]
+    if not views:
+        return None
+    return replace(views[0], varies=tuple(any(column) for column in zip(*(v.varies for v in views), strict=True)))
 
 
 def _bias_from_condition(editor: Editor, extra: list[gs.Node], tensor: gs.Tensor, keeps: bool) -> gs.Tensor:
@@ -55,83 +75,115 @@ def _bias_from_condition(editor: Editor, extra: list[gs.Node], tensor: gs.Tensor
     return append_fp32_node(editor, extra, "Where", [condition, zero, minus] if keeps else [condition, minus, zero])
 
 
-@dataclass(frozen=True)
-class _NodeBuilder:
-    """Appends the nodes that reshape a term."""
+Size: TypeAlias = int | gs.Tensor  # a size, or the vector of one element that holds it
+
+
+@dataclass
+class _BiasSpread:
+    """Writes a tensor that meets the scores in other axes as one that broadcasts to [B, H, S, T].
+
+    Attributes:
+        view: the axes in which it meets them.
+        rank: of the tensor.
+        dtype: its element type.
+    """
 
     editor: Editor
     extra: list[gs.Node]
-    prefix: str  # of the names of new tensors
+    site: AttentionSite
+    view: ScoreView
+    rank: int
+    dtype: int
+    _known: dict[object, gs.Tensor] = field(default_factory=dict)
 
-    def add(
-        self, op: str, name: str, inputs: list[gs.Tensor], dtype: int = TensorProto.INT64, **attributes: object
+    def spread(self, tensor: gs.Tensor) -> gs.Tensor:
+        """The tensor with its axes split into parts, transposed, broadcast and merged, as far as each is needed."""
+        view = self.view
+        missing = len(view.axes) - self.rank
+        groups = [group if varies else () for group, varies in zip(view.axes, view.varies, strict=True)][missing:]
+        present = [part for group in groups for part in group]
+        wanted = [view.parts(axis) if view.varies_along(axis) else () for axis in range(4)]
+        parts = [part for group in wanted for part in group]
+        if [()] * (4 - len(groups)) + groups == wanted:
+            return tensor
+        source = tensor
+        ordered = [part for part in parts if part in present]
+        if ordered != present:
+            if groups != [(part,) for part in present]:
+                tensor = self._reshape(tensor, [self._size(part, source) for part in present])
+            perm = [present.index(part) for part in ordered]
+            tensor = self._add("Transpose", [tensor], self.dtype, perm=perm)
+            groups = [(part,) for part in ordered]
+        if ordered != parts:
+            alone = [(part,) if part in present else () for part in parts]
+            if groups != alone:
+                tensor = self._reshape(tensor, [self._size(p, source) if p in present else 1 for p in parts])
+            target = [1 if part in present else self._size(part, source) for part in parts]
+            tensor = self._add("Expand", [tensor, self._vector(target)], self.dtype)
+        return self._reshape(tensor, [self._merged_size(axis, group, source) for axis, group in enumerate(wanted)])
+
+    def _merged_size(self, axis: int, parts: Sequence[AxisAtom], source: gs.Tensor) -> Size:
+        if len(parts) == 1:
+            return self._size(parts[0], source)
+        whole = size_of(parts).constant
+        return self._total(axis) if whole is None else whole
+
+    def _size(self, part: AxisAtom, source: gs.Tensor) -> Size:
+        """The size of a part; ``source`` is the tensor before it is moved."""
+        found = self.view.sources()[part]
+        if found.constant is not None:
+            return found.constant
+        if part not in self._known:
+            if found.axis is not None:
+                size: Size = self._axis_size(source, found.axis - len(self.view.axes) + self.rank)
+            else:
+                size = self._total(found.total or 0)
+            for other in found.over:
+                size = self._add("Div", [self._tensor(size), self._tensor(self._size(other, source))])
+            self._known[part] = self._tensor(size)
+        return self._known[part]
+
+    def _total(self, axis: int) -> Size:
+        """The size of an axis of [B, H, S, T], from query and key."""
+        site = self.site
+        if axis == 1:
+            return site.num_heads
+        operand = site.key if axis == 3 else site.query
+        tensor = self.editor.tensors[operand.tensor]
+        if axis == 0 and operand.joined:
+            return self._add("Mul", [self._axis_size(tensor, 0), self._axis_size(tensor, 1)])
+        place = 0 if axis == 0 else 2 if operand.layout is Layout.BHSD else 1
+        place = operand.perm[place] if operand.perm else place
+        # Batch or heads in two axes stand before the length.
+        more = operand.joined or (operand.grouped and operand.layout is Layout.BHSD)
+        return self._axis_size(tensor, place + (1 if place and more else 0))
+
+    def _axis_size(self, tensor: gs.Tensor, axis: int) -> gs.Tensor:
+        shape = self._known.get(tensor.name)
+        if shape is None:
+            shape = self._known[tensor.name] = self._add("Shape", [tensor])
+        return self._add("Gather", [shape, self._vector([axis])])
+
+    def _reshape(self, tensor: gs.Tensor, sizes: Sequence[Size]) -> gs.Tensor:
+        """A Reshape; the first size that is no number is left to it."""
+        first = next((i for i, size in enumerate(sizes) if not isinstance(size, int)), -1)
+        target = self._vector([-1 if i == first else size for i, size in enumerate(sizes)])
+        return self._add("Reshape", [tensor, target], self.dtype)
+
+    def _vector(self, sizes: Sequence[Size]) -> gs.Tensor:
+        if all(isinstance(size, int) for size in sizes):
+            return self.editor.initializer("stof_bias_sizes", np.array(sizes, np.int64))
+        return self._add("Concat", [self._tensor(size) for size in sizes], axis=0)
+
+    def _tensor(self, size: Size) -> gs.Tensor:
+        return self._vector([size]) if isinstance(size, int) else size
+
+    def _add(
+        self, op: str, inputs: list[gs.Tensor], dtype: int = int(TensorProto.INT64), **attributes: object
     ) -> gs.Tensor:
-        """Appends a node and returns its output."""
-        out = self.editor.variable(f"{self.prefix}_{name}", dtype)
+        out = self.editor.variable(f"stof_bias_{op.lower()}", dtype)
         self.extra.append(self.editor.node(op, out.name, inputs, [out], **attributes))
         return out
-
-    def numbers(self, *values: int) -> gs.Tensor:
-        """A constant vector."""
-        return self.editor.initializer(f"{self.prefix}_sizes", np.array(values, np.int64))
-
-
-def _split_heads_from_batch(
-    editor: Editor, extra: list[gs.Node], tensor: gs.Tensor, dtype: int, heads: int
-) -> gs.Tensor:
-    """A term [B*H, .., ..] as [B, H, .., ..]."""
-    nodes = _NodeBuilder(editor, extra, "stof_bias")
-    add, numbers = nodes.add, nodes.numbers
-    sizes = add("Shape", "shape", [tensor])
-    rest = add("Slice", "rest", [sizes, numbers(1), numbers(3)])
-    target = add("Concat", "target", [numbers(-1, heads), rest], axis=0)
-    return add("Reshape", "spread", [tensor, target], dtype)
-
-
-def _merge_windows(
-    editor: Editor, symbolic: Symbolic, site: AttentionSite, term: MaskTerm, extra: list[gs.Node]
-) -> gs.Tensor:
-    """A term of scores [X, W, H, S, T] as one of [X*W, H, S, T]."""
-    kind = symbolic.dtype(term.tensor)
-
-    nodes = _NodeBuilder(editor, extra, "stof_windows")
-    add, numbers = nodes.add, nodes.numbers
-    tensor = editor.tensors[term.tensor]
-    own = symbolic.shape(term.tensor) or ()
-    if len(own) < 5:
-        tensor = add("Unsqueeze", "wide", [tensor, numbers(*range(5 - len(own)))], kind)
-    shape = add("Shape", "shape", [tensor])
-    single = [len(own) < 5 - i or own[i - 5 + len(own)] == integer(1) for i in (0, 1)]
-    if any(single) and not all(single):
-        other = 1 if single[0] else 0
-        # Every layout has the batch first. A transposed query has it where its perm takes axis 0 from.
-        axis = 1 - other if site.query.joined else site.query.perm[0] if site.query.perm else 0
-        count = add("Gather", "batch", [add("Shape", "query", [editor.tensors[site.query.tensor]]), numbers(axis)])
-        if not site.query.joined:
-            count = add("Div", "count", [count, add("Gather", "part", [shape, numbers(other)])])
-        repeats = [numbers(1)] * 5
-        repeats[1 - other] = count
-        tensor = add("Expand", "spread", [tensor, add("Concat", "target", repeats, axis=0)], kind)
-    rest = add("Slice", "rest", [shape, numbers(2), numbers(5)])
-    return add("Reshape", "flat", [tensor, add("Concat", "sizes", [numbers(-1), rest], axis=0)], kind)
-
-
-def _merge_groups(editor: Editor, symbolic: Symbolic, term: MaskTerm, extra: list[gs.Node]) -> gs.Tensor:
-    """A term of scores [B, G, R, S, T] as one of [B, G*R, S, T]."""
-    kind = symbolic.dtype(term.tensor)
-
-    nodes = _NodeBuilder(editor, extra, "stof_groups")
-    add, numbers = nodes.add, nodes.numbers
-    tensor = editor.tensors[term.tensor]
-    own = symbolic.shape(term.tensor) or ()
-    of_heads = tuple(d.constant for d in (*(integer(1),) * (5 - len(own)), *own)[1:3])
-    wanted = (1, 1) if of_heads == (1, 1) else term.groups
-    if len(own) < 5 or of_heads != wanted:
-        tensor = add("Expand", "spread", [tensor, numbers(1, *wanted, 1, 1)], kind)
-    shape = add("Shape", "shape", [tensor])
-    batch, rest = (add("Slice", "part", [shape, numbers(a), numbers(b)]) for a, b in ((0, 1), (3, 5)))
-    target = add("Concat", "target", [batch, numbers(wanted[0] * wanted[1]), rest], axis=0)
-    return add("Reshape", "flat", [tensor, target], kind)
 
 
 def append_fp32_node(

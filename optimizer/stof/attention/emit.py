@@ -23,7 +23,6 @@ from stof.graph.protobuf import copy_model
 from stof.mask.empty_rows.weaker_rows import RowNumbers, join_rows, strictest_mask, weaker_mask, weaker_site
 from stof.mask.site import AttentionSite, Layout, LiftedMask, Operand
 from stof.symbolic import Symbolic
-from stof.symbolic.dimension_names import declared_dim
 
 
 @dataclass(frozen=True)
@@ -201,8 +200,7 @@ def _replace_site(
     if site.output_grouped:
         _reshape_heads(editor, nodes, last, (site.output_layout, 1), site.output_grouped, output)
     editor.insert_before(replaced, nodes)
-    if not site.output_joined and not site.output_grouped:
-        editor.declare(site.output, site.dtype, _output_shape(site))
+    editor.declare(site.output, site.dtype)
 
 
 def _node(
@@ -347,17 +345,3 @@ def _convert_layout(
 def _scope(name: str) -> str:
     """``/layers.0/attn`` for ``/layers.0/attn/Softmax``; a name without "/" as it is."""
     return name.rpartition("/")[0] or name
-
-
-def _output_shape(site: AttentionSite) -> list[int | str]:
-    B, _, S, _ = site.dims
-    batch, rows = (declared_dim(d) for d in (B, S))
-    heads, size = site.num_heads, site.value_head_size
-    if site.output_flat:
-        return ["", heads * size]
-    shape: list[int | str] = {
-        Layout.BHSD: [batch, heads, rows, size],
-        Layout.BSHD: [batch, rows, heads, size],
-        Layout.BSN: [batch, rows, heads * size],
-    }[site.output_layout]
-    return [shape[axis] for axis in site.output_perm] or shape

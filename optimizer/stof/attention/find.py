@@ -12,7 +12,6 @@ import onnx
 
 from stof.attention.layouts import OperandLayout, layout_candidates
 from stof.attention.limits import element_types, largest_head_size
-from stof.attention.move_paths import ONE
 from stof.attention.other_softmaxes import explain_other_softmax, name_default_inputs
 from stof.attention.scores import Scores, ScoreWalk
 from stof.attention.shape_sources import ShapeSources
@@ -21,10 +20,12 @@ from stof.attention.softmax_forms import SoftmaxForm, match_softmax
 from stof.attention.split_mask_sums import split_term
 from stof.attention.weights import OutputCandidate, ScoreFacts, WeightPath, WeightWalk
 from stof.errors import UnsupportedError
-from stof.graph.index import DOMAIN, GraphIndex, all_nodes, is_standard, needed_tensors
+from stof.graph.index import DOMAIN, GraphIndex, all_nodes, describe, is_standard, needed_tensors
 from stof.graph.names import FreshNames
+from stof.mask.score_view import name_parts
 from stof.mask.site import AttentionSite, Finding, MaskTerm, TermKind
 from stof.symbolic import Int, Symbolic, integer
+from stof.symbolic.axis_atoms import ONE, size_of
 from stof.symbolic.tensor import Shape
 
 
@@ -111,7 +112,7 @@ def _match_site(
     start = softmax.input[0] if sink is None else sink.scores
     shape = symbolic.shape(start)
     if shape is None:
-        raise UnsupportedError("the shape of the scores is unknown")
+        raise UnsupportedError(f"the shape of the scores is unknown{_explain_unknown_shape(index, symbolic, start)}")
     if len(shape) not in (3, 4, 5):
         raise UnsupportedError(f"the scores have {len(shape)} axes, expected batch, heads, queries and keys")
     axis = next((a.i for a in softmax.attribute if a.name == "axis"), -1)
@@ -124,13 +125,14 @@ def _match_site(
                 f"{anchor.mask.tensor!r} makes exponentials 0 that a sink stands beside: where it is 0 for a whole row, the sink "
                 "loses its weight, too, and the row is NaN; a mask of the scores, before the sink is joined, makes this plain"
             )
-        scores = replace(scores, terms=(anchor.mask, *scores.terms))
+        scores = replace(scores, terms=(anchor.mask, *scores.terms), met=(None, *scores.met))
     scores = replace(scores, nodes=(*anchor.nodes[::-1], *scores.nodes))
     queries, keys = (_prefer_score_axes(shape, found) for found in _match_query_key(index, symbolic, scores))
     groups = queries[-1].groups
     if groups:
         _check_groups(symbolic, scores.nodes, groups)
-        scores = replace(scores, terms=tuple(_with_groups(t, groups) for t in scores.terms))
+        rank = len(symbolic.shape(scores.nodes[-1]) or ())
+        scores = replace(scores, terms=tuple(_with_named_parts(t, rank, queries[-1]) for t in scores.terms))
     if len(shape) == 4 or groups:
         scores = replace(scores, terms=tuple(p for t in scores.terms for p in split_term(index, symbolic, t)))
     only_bias = scores.terms[0].tensor if len(scores.terms) == 1 and scores.terms[0].kind is TermKind.ADD else ""
@@ -162,6 +164,24 @@ def _match_site(
     return replace(site, unguarded=make(_choose_layouts(queries, keys, values, before_guard)))
 
 
+def _explain_unknown_shape(index: GraphIndex, symbolic: Symbolic, tensor: str) -> str:
+    """Words on where the knowledge of a tensor's shape ends: a node whose inputs have shapes, but not its output."""
+    pending, seen = [tensor], set[str]()
+    while pending:
+        name = pending.pop()
+        node = index.producer(name)
+        if name in seen or symbolic.shape(name) is not None:
+            continue
+        seen.add(name)
+        if node is None:
+            return f", as that of {name!r} is"
+        unknown = [n for n in node.input if n and symbolic.shape(n) is None]
+        if not unknown:
+            return f", as that of {name!r} is: what {describe(node)} gives is not known"
+        pending.extend(unknown)
+    return ""
+
+
 def _make_site(
     symbolic: Symbolic,
     name: str,
@@ -183,12 +203,8 @@ def _make_site(
         raise UnsupportedError("query, key, value and result do not all have the batch in two axes, or all in one")
     dims = (query.batch, integer(query.heads), query.rows, key.rows)
     _check_scores(symbolic.shape(softmax.input[0] if sink is None else sink.scores) or (), dims, bool(groups))
-    for term in scores.terms:
-        if term.windows and (term.windows[0] * term.windows[1], term.windows[2]) != dims[:2]:
-            raise UnsupportedError(
-                f"mask {term.tensor!r} is added to scores of five axes, the first three of which "
-                f"({', '.join(_size_in_words(d) for d in term.windows)}) are not the batch in two parts and {query.heads} heads"
-            )
+    rank = len(symbolic.shape(scores.nodes[-1]) or ())
+    terms = tuple(t if query.groups else _with_named_parts(t, rank, query) for t in reversed(scores.terms))
     factor = scores.spread_factor
     if factor is not None and symbolic.dtype(factor[1]) != query.dtype:
         raise UnsupportedError(f"the scores are scaled by {factor[1]!r} of another type than the query's")
@@ -211,7 +227,7 @@ def _make_site(
         value_head_size=found.value.size,
         scale=scale,
         dtype=query.dtype,
-        terms=tuple(replace(t, merged=query.heads) if t.merged else t for t in reversed(scores.terms)),
+        terms=terms,
         softcap=scores.softcap,
         floored=scores.floored,
         nan_guard=path.nan_guard,
@@ -297,9 +313,17 @@ def _check_groups(symbolic: Symbolic, nodes: Sequence[str], groups: tuple[int, .
             raise UnsupportedError(f"{tensor!r} has not the heads of its query in axes of {groups[0]} and {groups[1]}")
 
 
-def _with_groups(term: MaskTerm, groups: tuple[int, ...]) -> MaskTerm:
-    """The term where the second and third of the scores' five axes are heads."""
-    return replace(term, windows=(), groups=groups) if term.windows else term
+def _with_named_parts(term: MaskTerm, rank: int, query: OperandLayout) -> MaskTerm:
+    """The term with its view by parts of [B, H, S, T]; ``rank`` is that of the result of the MatMul."""
+    if term.view is None:
+        return term
+    view = name_parts(term.view, rank, query.batch, query.heads, is_grouped=bool(query.groups))
+    if view is None:
+        sizes = ", ".join(_size_in_words(size_of(group)) for group in term.view.axes)
+        raise UnsupportedError(
+            f"mask {term.tensor!r} is added to scores [{sizes}], whose first axes are not the batch and {query.heads} heads"
+        )
+    return replace(term, view=view)
 
 
 def _prefer_score_axes(shape: Shape, found: list[OperandLayout]) -> list[OperandLayout]:
@@ -314,7 +338,7 @@ def _query_key_candidates(
     scores: Scores, queries: list[OperandLayout], keys: list[OperandLayout]
 ) -> Iterator[tuple[list[OperandLayout], list[OperandLayout]]]:
     """Queries and keys to try: first those that split [B*H, S, D] as a mask does, if one does; then all."""
-    most_heads = max(q.heads for q in queries) if any(t.merged for t in scores.terms) else 0
+    most_heads = max(q.heads for q in queries) if scores.has_merged_heads else 0
     own = [q for q in queries if q.heads == (scores.heads or most_heads)]
     if own and len(own) < len(queries):
         yield own, [k for k in keys if k.batch == own[-1].batch] or keys

@@ -12,22 +12,12 @@ from dataclasses import dataclass, replace
 
 import onnx
 
-from stof.attention.move_paths import (
-    ONE,
-    Axes,
-    AxisAtom,
-    MovePath,
-    is_move,
-    move_paths,
-    renumber,
-    scalar_factor,
-    size_of,
-    trace_axes,
-)
+from stof.attention.move_paths import MovePath, is_move, move_paths, scalar_factor, trace_axes
 from stof.errors import UnsupportedError
 from stof.graph.index import GraphIndex, describe
 from stof.mask.site import Layout, Operand
 from stof.symbolic import Int, Symbolic, integer
+from stof.symbolic.axis_atoms import ONE, Axes, AxisAtom, renumber, size_of
 
 
 @dataclass(frozen=True)

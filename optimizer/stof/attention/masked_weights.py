@@ -40,7 +40,7 @@ def zeroes_masked_weights(
 
 def _forbidding_condition(index: GraphIndex, symbolic: Symbolic, term: MaskTerm) -> tuple[str, bool] | None:
     """The condition under which a mask forbids, as ``_condition_root`` gives it; None where it is no single condition."""
-    if term.merged or term.windows or term.zeroes:
+    if (term.view is not None and not term.view.splits_heads_alone) or term.zeroes:
         return None
     if term.kind is not TermKind.ADD:
         return _condition_root(index, symbolic, term.tensor, term.kind is TermKind.DROP)

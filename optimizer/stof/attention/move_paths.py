@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follows a tensor through movement operators, and says where each of its axes lies in the source tensor.
-
-An axis of a tensor is an ordered product of *atoms*: axes of the source tensor, or factors of them. Transpose permutes
-axes, Reshape regroups atoms, Expand adds a broadcast atom.
-"""
+"""Follows a tensor through movement operators, and says where each of its axes lies in the source tensor."""
 
 from __future__ import annotations
 
@@ -15,26 +11,16 @@ from onnx import TensorProto
 
 from stof.errors import UnsupportedError
 from stof.graph.index import GraphIndex, describe, is_standard
-from stof.symbolic import Int, Symbolic, integer
+from stof.symbolic import Int, Symbolic
+from stof.symbolic.axis_atoms import ONE, Axes, AxisAtom, merge_parts, regroup, size_of, whole_axes
 from stof.symbolic.rules.dropout import may_drop
+from stof.symbolic.tensor import Shape
 
-ONE = integer(1)
 MOVES = frozenset({"Transpose", "Reshape", "Unsqueeze", "Squeeze", "Expand", "Identity", "Flatten"})
+_REGROUPING = frozenset({"Reshape", "Unsqueeze", "Squeeze", "Flatten"})
 CASTS = frozenset({"Cast", "CastLike"})
 _MAX_PATH = 24  # nodes
 _FLOAT_WIDTHS: dict[int, int] = {TensorProto.FLOAT16: 1, TensorProto.BFLOAT16: 1, TensorProto.FLOAT: 2}
-
-
-@dataclass(frozen=True)
-class AxisAtom:
-    """A factor of an axis of the source."""
-
-    axis: int  # -1: broadcast
-    part: int  # which factor of the axis, from the outermost; which broadcast atom
-    size: Int
-
-
-Axes = tuple[tuple[AxisAtom, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -128,7 +114,7 @@ def trace_axes(symbolic: Symbolic, path: MovePath) -> Axes | None:
     shape = symbolic.shape(path.source)
     if shape is None:
         return None
-    axes: Axes = tuple((AxisAtom(a, 0, d),) for a, d in enumerate(shape))
+    axes = whole_axes(shape)
     for node in path.nodes:
         result = symbolic.shape(node.output[0])
         if result is None:
@@ -161,7 +147,7 @@ def _apply_move(symbolic: Symbolic, node: onnx.NodeProto, axes: Axes, result: tu
             else:
                 return None
         return tuple(grown)
-    return _regroup(axes, result)
+    return regroup(axes, result)
 
 
 def may_broadcast(symbolic: Symbolic, node: onnx.NodeProto) -> bool:
@@ -174,40 +160,51 @@ def may_broadcast(symbolic: Symbolic, node: onnx.NodeProto) -> bool:
     return any(ONE not in (size, other) and size != other for size, other in pairs)
 
 
-def size_of(group: Sequence[AxisAtom]) -> Int:
-    total = ONE
-    for atom in group:
-        total = total * atom.size
-    return total
+def keeps_last_two_axes(symbolic: Symbolic, node: onnx.NodeProto) -> bool:
+    """Whether a movement leaves the last two axes as they are."""
+    before, after = symbolic.shape(node.input[0]), symbolic.shape(node.output[0])
+    if before is None or after is None or len(before) < 2 or len(after) < 2 or node.op_type in ("Transpose", "Expand"):
+        return node.op_type == "Identity" or node.op_type in CASTS
+    return before[-2:] == after[-2:]
 
 
-def _regroup(axes: Axes, result: tuple[Int, ...]) -> Axes | None:
-    """Reshape: the same atoms in the same order, grouped otherwise; an atom may be split in two."""
-    pending = [a for group in axes for a in group if a.size != ONE]
-    grouped: list[tuple[AxisAtom, ...]] = []
-    for size in result:
-        group: list[AxisAtom] = []
-        while size_of(group) != size:
-            if not pending:
-                return None
-            rest = size.divide(size_of(group))
-            if rest is None:
-                return None
-            atom = pending.pop(0)
-            if rest.divide(atom.size) is not None:
-                group.append(atom)
-                continue
-            lower = atom.size.divide(rest)
-            if lower is None or atom.axis < 0:
-                return None
-            grouped = [tuple(renumber(g, atom, 1)) for g in grouped]
-            group, pending = (renumber(g, atom, 1) for g in (group, pending))
-            group.append(replace(atom, size=rest))
-            pending.insert(0, AxisAtom(atom.axis, atom.part + 1, lower))
-        grouped.append(tuple(group))
-    return tuple(grouped) if not pending else None
+def swapped_order(symbolic: Symbolic, tensor: str) -> tuple[int, ...]:
+    """The permutation that exchanges the last two axes of a tensor."""
+    rank = len(symbolic.shape(tensor) or ())
+    return (*range(rank - 2), rank - 1, rank - 2)
 
 
-def renumber(group: Sequence[AxisAtom], atom: AxisAtom, by: int) -> list[AxisAtom]:
-    """The atoms, with ``by`` added to the part of those that follow ``atom`` in the same axis."""
-    return [replace(a, part=a.part + by) if a.axis == atom.axis and a.part > atom.part else a for a in group]
+def trace_views(symbolic: Symbolic, source: str, moves: Sequence[onnx.NodeProto]) -> list[Axes]:
+    """The axes of a tensor behind none, one, ... of its moves, as atoms of the tensor; fewer where a move is not understood.
+
+    Between moves there may be nodes that broadcast a mask to the tensor: their output has its sizes, perhaps by other names.
+    """
+    shape = symbolic.shape(source)
+    if shape is None:
+        return []
+    found = [merge_parts(whole_axes(shape))]
+    for node in moves:
+        before, result = symbolic.shape(node.input[0]), symbolic.shape(node.output[0])
+        named = None if before is None else _rename_sizes(found[-1], before)
+        if named is not None and node.op_type in _REGROUPING:  # by other factors than before, perhaps
+            named = merge_parts((tuple(a for group in named for a in group),))
+        axes = None if named is None or result is None else _apply_move(symbolic, node, named, result)
+        if axes is None or any(a.axis < 0 for group in axes for a in group):
+            break
+        found.append(merge_parts(axes))
+    return found
+
+
+def _rename_sizes(axes: Axes, shape: Shape) -> Axes | None:
+    """The axes with the sizes of a shape; None where a size of 1 became another, or one of several atoms has another size."""
+    if len(axes) != len(shape):
+        return None
+    renamed: list[tuple[AxisAtom, ...]] = []
+    for group, size in zip(axes, shape, strict=True):
+        if size_of(group) == size:
+            renamed.append(group)
+            continue
+        if len(group) != 1 or ONE in (group[0].size, size):
+            return None
+        renamed.append((replace(group[0], size=size),))
+    return tuple(renamed)

@@ -6,13 +6,17 @@ Asked only after matching has failed: a layout or a mask that is not supported m
 
 from __future__ import annotations
 
+import enum
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import onnx
 
+from stof.attention.move_paths import MovePath, trace_axes
 from stof.graph.index import GraphIndex, describe, is_standard
 from stof.symbolic import Symbolic
+from stof.symbolic.axis_atoms import ONE
 from stof.symbolic.tensor import SMALL
 
 _MOST_NODES = 64  # of a walk: scores are a few nodes away from their product
@@ -41,6 +45,43 @@ _ELEMENTWISE = frozenset(
     }
 )
 _WEIGHT_INPUTS = {"QLinearMatMul": (0, 3), "QGemm": (0, 3), "QLinearConv": (0, 3)}
+_CHOOSES = frozenset({"TopK", "ArgMax", "ArgMin"})
+_EXPERTS = frozenset({"MoE", "QMoE"})  # com.microsoft operators whose second input is a router's
+# What the result of a softmax may pass before it is used: these keep its meaning.
+_AFTER = _MOVES | {
+    "Log",
+    "Neg",
+    "Div",
+    "Add",
+    "Sub",
+    "Clip",
+    "ReduceSum",
+    "Where",
+    "Gather",
+    "GatherElements",
+    "GatherND",
+}
+_AFTER |= {"ScatterElements", "ScatterND", "OneHot", "Equal", "Concat", "Expand", "Dropout"}
+
+
+class _AxisOrigin(enum.Enum):
+    """Where the axis comes from along which a softmax runs."""
+
+    KEYS = enum.auto()  # an axis of one of two computed tensors that are multiplied
+    FEATURES = enum.auto()  # columns of a weight
+    POSITIONS = enum.auto()  # an axis of data that no product made
+    UNKNOWN = enum.auto()
+
+
+@dataclass
+class _Use:
+    """What becomes of the result of a softmax."""
+
+    is_output: bool = False
+    chooser: onnx.NodeProto | None = None  # picks the largest
+    product: onnx.NodeProto | None = None  # a matrix product with a computed tensor
+    factor: onnx.NodeProto | None = None  # an elementwise one
+    experts: onnx.NodeProto | None = None
 
 
 @dataclass
@@ -65,13 +106,22 @@ def explain_other_softmax(index: GraphIndex, symbolic: Symbolic, softmax: onnx.N
     shape = symbolic.shape(softmax.input[0])
     axis = next((a.i for a in softmax.attribute if a.name == "axis"), -1)
     found = _origins(index, symbolic, softmax.input[0])
+    origin, mixing = _UNKNOWN
+    if shape:
+        origin, mixing = _axis_origin(index, symbolic, softmax.input[0], axis % len(shape))
+    if origin is _AxisOrigin.KEYS and mixing and not found.has_pairs:
+        return (
+            f"the weight {mixing!r} mixes scores of queries and keys with each other before the softmax, as talking heads do; "
+            "attention is replaced where the scores of a head are its own"
+        )
     if shape and axis % len(shape) != len(shape) - 1:
         last = f"the softmax runs along axis {axis}, expected the last"
-        kind = "classifier" if softmax.output[0] in index.outputs else "pooling"
-        return last if found.has_pairs else f"no attention but a {kind}: {last}"
+        return last if found.has_pairs else f"{_name(index, symbolic, softmax, origin)}: {last}"
     if not found.has_pairs and not found.has_others:
-        if found.weights:
-            return f"no attention but a classifier: the scores are a product with the weight {found.weights[0]!r}"
+        if found.weights and not (origin is _AxisOrigin.POSITIONS and _is_left(index, found.weights[0])):
+            name = _name(index, symbolic, softmax, origin)
+            user = _name_user(_find_use(index, symbolic, softmax.output[0]))
+            return f"{name}: the scores are a product with the weight {found.weights[0]!r}{user}"
         if found.constants:
             return f"no attention but learned weights: the scores are the constant {found.constants[0]!r}"
     if found.quantized and found.has_pairs:
@@ -79,13 +129,140 @@ def explain_other_softmax(index: GraphIndex, symbolic: Symbolic, softmax: onnx.N
             f"the scores are quantized by {describe(found.quantized[0])}; attention is replaced where its core is float"
         )
     if shape is not None and len(shape) < 3 and not found.has_pairs:
-        return (
-            f"no attention but a classifier: the scores are {'one vector' if len(shape) < 2 else 'rows of one matrix'}"
-        )
-    user = _quantizes_weights(index, softmax.output[0])
-    if user is not None:
-        return f"the attention weights are quantized by {describe(user)}; attention is replaced where its core is float"
+        seen = f"the scores are {'one vector' if len(shape) < 2 else 'rows of one matrix'}"
+        return f"{_name(index, symbolic, softmax, _AxisOrigin.FEATURES)}: {seen}"
+    quantizer = _quantizes_weights(index, softmax.output[0])
+    if quantizer is not None:
+        return f"the attention weights are quantized by {describe(quantizer)}; attention is replaced where its core is float"
     return None
+
+
+def _name(index: GraphIndex, symbolic: Symbolic, softmax: onnx.NodeProto, origin: _AxisOrigin) -> str:
+    """What a softmax without a product of queries and keys is, by the axis that it runs along and by what uses it."""
+    use = _find_use(index, symbolic, softmax.output[0])
+    if use.experts is not None or (use.chooser is not None and (use.factor is not None or use.product is not None)):
+        return "no attention but a router"
+    is_used = use.factor is not None or use.product is not None
+    if use.is_output and not is_used:
+        return "no attention but a classifier"
+    if origin is _AxisOrigin.POSITIONS:
+        also = ", or the keys of linear attention" if use.product is not None else ""
+        return f"no attention but a pooling over positions{also}"
+    if origin is _AxisOrigin.FEATURES and use.product is not None:
+        return "no attention of queries and keys but a softmax over features, as linear attention and gates have"
+    if origin is _AxisOrigin.FEATURES and use.factor is not None:
+        return "no attention but a gate"
+    return "no attention of queries and keys but a softmax over features"
+
+
+def _name_user(use: _Use) -> str:
+    user = use.experts or use.chooser or use.product or use.factor
+    return "" if user is None or use.is_output else f", and its result goes to {describe(user)}"
+
+
+def _is_left(index: GraphIndex, weight: str) -> bool:
+    """Whether a weight is the left operand of a product: learned queries that meet keys."""
+    return any(n.op_type in ("MatMul", "FusedMatMul", "Gemm") and n.input[0] == weight for n in index.consumers(weight))
+
+
+def _find_use(index: GraphIndex, symbolic: Symbolic, tensor: str) -> _Use:
+    use = _Use()
+    pending, seen = [tensor], set[str]()
+    while pending and len(seen) < _MOST_NODES:
+        name = pending.pop(0)
+        if name in seen:
+            continue
+        seen.add(name)
+        use.is_output |= name in index.outputs
+        for node in index.consumers(name):
+            others = [n for n in node.input if n and n not in seen and _is_tensor(index, symbolic, n)]
+            if node.op_type in _EXPERTS:
+                use.experts = use.experts or node
+            elif node.op_type in _CHOOSES:
+                use.chooser = use.chooser or node
+                pending.extend(o for o in node.output if o)
+            elif node.op_type in _PRODUCTS:
+                use.product = use.product or (node if others else None)
+            elif node.op_type == "Mul" and others:
+                use.factor = use.factor or node
+            elif node.op_type == "Mul" or node.op_type in _AFTER:
+                pending.extend(o for o in node.output if o)
+    return use
+
+
+def _is_tensor(index: GraphIndex, symbolic: Symbolic, name: str) -> bool:
+    """Whether a tensor is neither a constant nor one number."""
+    shape = symbolic.shape(name)
+    return not _is_weight(index, symbolic, name) and (shape is None or any(d != ONE for d in shape))
+
+
+_UNKNOWN = (_AxisOrigin.UNKNOWN, "")
+
+
+def _axis_origin(
+    index: GraphIndex, symbolic: Symbolic, tensor: str, axis: int, depth: int = 0
+) -> tuple[_AxisOrigin, str]:
+    """Where an axis of a tensor comes from, and a weight that mixes its elements along other axes on the way."""
+    node, shape = index.producer(tensor), symbolic.shape(tensor)
+    if node is None or shape is None or depth > _MOST_NODES:
+        return (_AxisOrigin.POSITIONS, "") if node is None and tensor in index.inputs else _UNKNOWN
+    further = partial(_axis_origin, index, symbolic, depth=depth + 1)
+    behind = len(shape) - axis
+    if node.op_type in _QUANTIZES or node.op_type in ("Identity", "Cast", "Slice", "Split"):
+        return further(node.input[0], axis)
+    if node.op_type in _MOVES:
+        axes = trace_axes(symbolic, MovePath(node.input[0], (node,)))
+        atoms = [] if axes is None else [a for a in axes[axis] if a.size != ONE]
+        return further(node.input[0], atoms[-1].axis) if atoms else _UNKNOWN
+    if node.op_type == "Einsum":
+        return _einsum_origin(index, symbolic, node, axis, depth)
+    if node.op_type in ("Conv", "FusedConv"):
+        if axis == 1:
+            return _AxisOrigin.FEATURES, ""
+        origin, _ = further(node.input[0], axis)
+        return origin, node.input[1]
+    if node.op_type in ("MatMul", "FusedMatMul", "Gemm", "MatMulNBits"):
+        weights = [_is_weight(index, symbolic, n) for n in node.input[:2]]
+        if not any(weights):
+            return (_AxisOrigin.KEYS, "") if behind < 3 else _UNKNOWN
+        data = 1 if weights[0] else 0
+        if behind == (2 if data else 1):  # rows or columns of the weight
+            return _AxisOrigin.FEATURES, ""
+        rank = len(symbolic.shape(node.input[data]) or ())
+        if rank < behind:
+            return _UNKNOWN
+        origin, _ = further(node.input[data], rank - behind)
+        return origin, node.input[1 - data]
+    if node.op_type not in _ELEMENTWISE:
+        return _AxisOrigin.POSITIONS, ""
+    # Masks and scales say nothing where the scores themselves do.
+    for name in sorted((n for n in node.input if n), key=lambda n: _is_beside(index, symbolic, n)):
+        own = None if _is_weight(index, symbolic, name) else symbolic.shape(name)
+        if own is not None and len(own) >= behind and own[-behind] != ONE:
+            found = further(name, len(own) - behind)
+            if found[0] is not _AxisOrigin.UNKNOWN:
+                return found
+    return _UNKNOWN
+
+
+def _einsum_origin(
+    index: GraphIndex, symbolic: Symbolic, node: onnx.NodeProto, axis: int, depth: int
+) -> tuple[_AxisOrigin, str]:
+    equation = next((a.s.decode(errors="replace") for a in node.attribute if a.name == "equation"), "")
+    left, _, result = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    if len(terms) != 2 or "." in equation or axis >= len(result):
+        return _UNKNOWN
+    letter = result[axis]
+    holders = [i for i, term in enumerate(terms) if letter in term]
+    weights = [_is_weight(index, symbolic, n) for n in node.input]
+    if not any(weights):
+        return (_AxisOrigin.KEYS, "") if len(holders) == 1 else _UNKNOWN
+    data = weights.index(False) if False in weights else 0
+    if data not in holders:
+        return _AxisOrigin.FEATURES, ""
+    origin, _ = _axis_origin(index, symbolic, node.input[data], terms[data].index(letter), depth + 1)
+    return origin, node.input[1 - data]
 
 
 def name_default_inputs(index: GraphIndex, softmax: onnx.NodeProto) -> str:

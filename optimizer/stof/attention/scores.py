@@ -15,27 +15,38 @@ import onnx
 
 from stof.attention.einsum import Order, einsum_matmuls
 from stof.attention.layouts import check_axes
-from stof.attention.move_paths import CASTS, MovePath, is_float_cast, is_identity, is_move, scalar_factor, trace_axes
+from stof.attention.move_paths import (
+    MovePath,
+    is_float_cast,
+    is_identity,
+    is_move,
+    keeps_last_two_axes,
+    scalar_factor,
+    swapped_order,
+    trace_axes,
+    trace_views,
+)
 from stof.errors import UnsupportedError
 from stof.graph.index import GraphIndex, describe, is_standard
+from stof.mask.score_view import ScoreView
 from stof.mask.site import FORBIDDING_VALUE, MaskTerm, TermKind
 from stof.symbolic import Real, Symbolic, var
 from stof.symbolic.algebra.conditions import all_of
 from stof.symbolic.algebra.piecewise import split_cases
 from stof.symbolic.algebra.terms import FALSE, to_real
+from stof.symbolic.axis_atoms import ends_with_whole_axes, size_of
 from stof.symbolic.rules.broadcasting import broadcast, project
 from stof.symbolic.rules.cast import overflow_to_inf
 
 _MAX_DEPTH = 32
 _LOWEST = -1e30  # fp32 and wider types count a lower bound of at most this as their lowest number
-MERGED_HEADS_UNKNOWN = -1  # MaskTerm.merged of a mask [B*H, .., ..] until H is known
 
 
 @dataclass(frozen=True)
 class Scores:
     """What the walk has found between the softmax and a tensor before it. Terms, words and nodes run backwards.
 
-    At the end of the walk it also holds the operands of the MatMul.
+    At the end of the walk it also holds the operands of the MatMul, and ``view`` of terms is by axes of its result.
     """
 
     query: str = ""
@@ -48,7 +59,12 @@ class Scores:
     spread_factor: tuple[str, str] | None = None  # "Mul" or "Div", and a tensor [.., 1]
     floored: bool = False  # the scores that enter the softmax are at least the lowest finite number
     heads: int = 0  # H, where a mask meets the scores as [B, H, S, T]
+    has_merged_heads: bool = False  # a mask is [B*H, .., ..]
     terms: tuple[MaskTerm, ...] = ()
+    met: tuple[
+        int | None, ...
+    ] = ()  # how many of ``moves`` follow each term; None: it broadcasts to [B, H, S, T] itself
+    moves: tuple[onnx.NodeProto, ...] = ()  # that regroup or permute axes
     words: tuple[str, ...] = ()  # of the report, one for each spelling that was met
     nodes: tuple[str, ...] = ()  # first outputs of the nodes
 
@@ -57,9 +73,10 @@ class Scores:
         words = (*self.words, word) if word else self.words
         return replace(self, words=words, nodes=(*self.nodes, node.output[0]))
 
-    def with_term(self, term: MaskTerm, heads: int = 0) -> Scores:
-        """The same with one more mask or bias; ``heads`` where the mask shows how many there are."""
-        return replace(self, terms=(*self.terms, term), heads=heads or self.heads)
+    def with_term(self, term: MaskTerm, *, is_laid_out: bool = False) -> Scores:
+        """The same with one more mask or bias; ``is_laid_out``: it broadcasts to [B, H, S, T], whatever the scores are."""
+        met = None if is_laid_out else len(self.moves)
+        return replace(self, terms=(*self.terms, term), met=(*self.met, met))
 
 
 class ScoreWalk:
@@ -88,6 +105,7 @@ class ScoreWalk:
             raise UnsupportedError(f"no MatMul of a query and a key was found before the softmax; met {tensor!r}")
         operands = self._match_matmul(node, scores)
         if operands is not None:
+            operands = self._with_views(operands)
             self.check_operands(operands)
             return operands
         for rule in ON_SCORES if is_standard(node) else ():
@@ -115,28 +133,61 @@ class ScoreWalk:
         if node.op_type != "FusedMatMul" or node.domain != "com.microsoft":
             return None
         attributes = {a.name: a for a in node.attribute}
-        if any(attributes[n].i for n in ("transA", "transBatchA", "transBatchB") if n in attributes):
-            raise UnsupportedError(f"{describe(node)} transposes its query or its batch")
+        if any(attributes[n].i for n in ("transBatchA", "transBatchB") if n in attributes):
+            raise UnsupportedError(f"{describe(node)} transposes its batch")
         alpha = attributes["alpha"].f if "alpha" in attributes else 1.0
         check_axes(self.symbolic, node, "key")
-        transposes = "transB" in attributes and bool(attributes["transB"].i)
+        transposes_query, transposes_key = (n in attributes and bool(attributes[n].i) for n in ("transA", "transB"))
         return replace(
             scores.with_node(node),
             query=node.input[0],
             key=node.input[1],
-            key_transposed=not transposes,
+            key_transposed=not transposes_key,
+            query_order=swapped_order(self.symbolic, node.input[0]) if transposes_query else (),
             factor=scores.factor * alpha,
         )
 
+    def _with_views(self, scores: Scores) -> Scores:
+        """The scores behind a MatMul, with the axes in which each term meets them.
+
+        Raises:
+            UnsupportedError: where queries and keys are not the last two axes of the softmax again.
+        """
+        result = scores.nodes[-1]
+        views = trace_views(self.symbolic, result, scores.moves[::-1])
+        rank = len(self.symbolic.shape(result) or ())
+        if scores.moves and (len(views) <= len(scores.moves) or not ends_with_whole_axes(views[-1], rank)):
+            odd = [n for n in scores.moves if not keeps_last_two_axes(self.symbolic, n)] or [*scores.moves]
+            raise UnsupportedError(
+                f"no MatMul of a query and a key was found before the softmax; the walk met {describe(odd[0])}"
+            )
+        terms: list[MaskTerm] = []
+        heads, has_merged_heads = 0, False
+        for term, met in zip(scores.terms, scores.met, strict=True):
+            shape = self.symbolic.shape(term.tensor)
+            if met is not None and shape is not None and views:
+                view = ScoreView(views[len(scores.moves) - met]).of_tensor(shape)
+                has_merged_heads |= rank == 3 and view.varies_along(0) and not view.splits(0)
+                heads = _heads_of(view, rank) or heads
+                if not _is_plain(view, rank) and not _broadcasts_anyway(view, rank, len(shape)):
+                    _check_sizes_known(term, view)
+                    term = replace(term, view=view)
+            terms.append(term)
+        return replace(scores, terms=tuple(terms), heads=heads, has_merged_heads=has_merged_heads)
+
     def skip_neutral(self, node: onnx.NodeProto, scores: Scores, depth: int) -> Scores | None:
-        """Identity, casts, moves of the leading axes, and x - max(x), which does not change a softmax."""
+        """Identity, casts, moves of axes, and x - max(x), which does not change a softmax.
+
+        Between the softmax and a mask, axes may be split and merged; at the MatMul, they have to be queries and keys again.
+        """
+        passed = scores.with_node(node)
         if is_identity(self.symbolic, node) or is_float_cast(self.symbolic, node):
-            is_neutral = True
-        elif is_move(self.symbolic, node):
-            is_neutral = keeps_last_two_axes(self.symbolic, node)
-        else:
-            is_neutral = subtracts_row_max(self.index, self.symbolic, node)
-        return self.walk(node.input[0], scores.with_node(node), depth + 1) if is_neutral else None
+            return self.walk(node.input[0], passed, depth + 1)
+        if is_move(self.symbolic, node):
+            return self.walk(node.input[0], replace(passed, moves=(*scores.moves, node)), depth + 1)
+        if subtracts_row_max(self.index, self.symbolic, node):
+            return self.walk(node.input[0], passed, depth + 1)
+        return None
 
     def floor(self, node: onnx.NodeProto, scores: Scores, depth: int) -> Scores | None:
         """Max(scores, lowest): only masked scores are lower, and they stay masked."""
@@ -195,8 +246,8 @@ class ScoreWalk:
                 found = self._mask_by_product(node, node.input[i], node.input[1 - i], 1.0, scores, depth)
                 if found is not None:
                     return found
-                term = self._term(TermKind.ADD, node, node.input[1 - i], None, scores.factor)
-                masked = scores.with_node(node, "additive mask").with_term(term, self._heads(node))
+                masked = scores.with_node(node, "additive mask")
+                masked = self._add_term(masked, TermKind.ADD, node, node.input[1 - i], None, scores.factor)
                 return self.walk(node.input[i], masked, depth + 1)
             except UnsupportedError as error:
                 failure = failure or error
@@ -211,8 +262,8 @@ class ScoreWalk:
         found = self._mask_by_product(node, node.input[0], node.input[1], -1.0, scores, depth)
         if found is not None:
             return found
-        term = self._term(TermKind.ADD, node, node.input[1], None, -scores.factor)
-        masked = scores.with_node(node, "subtracted mask").with_term(term, self._heads(node))
+        masked = scores.with_node(node, "subtracted mask")
+        masked = self._add_term(masked, TermKind.ADD, node, node.input[1], None, -scores.factor)
         return self.walk(node.input[0], masked, depth + 1)
 
     def _mask_by_product(
@@ -232,8 +283,8 @@ class ScoreWalk:
             fill = _find_fill(self.symbolic, mask, added, sign)
             if fill is None or fill * scores.factor > FORBIDDING_VALUE:
                 continue
-            term = self._term(TermKind.KEEP, node, mask, self._scale_fill(fill, scores.factor, node))
-            masked = scores.with_node(node, "mask by a product").with_node(mul).with_term(term, self._heads(node))
+            masked = scores.with_node(node, "mask by a product").with_node(mul)
+            masked = self._add_term(masked, TermKind.KEEP, node, mask, self._scale_fill(fill, scores.factor, node))
             return self.walk(mul.input[i], masked, depth + 1)
         return None
 
@@ -250,8 +301,7 @@ class ScoreWalk:
                 raise UnsupportedError(
                     f"{describe(node)} fills masked scores with {fill}, more than {FORBIDDING_VALUE:g}"
                 )
-            term = self._term(kind, node, node.input[0], fill)
-            masked = scores.with_node(node, "Where mask").with_term(term, self._heads(node))
+            masked = self._add_term(scores.with_node(node, "Where mask"), kind, node, node.input[0], fill)
             return self.walk(node.input[kept], masked, depth + 1)
         return None
 
@@ -265,8 +315,8 @@ class ScoreWalk:
             return None
         for i in (0, 1):
             if self._is_zero_one_mask(node.input[1 - i]):
-                term = self._term(TermKind.KEEP, node, node.input[1 - i], 0.0)
-                masked = scores.with_node(node, "multiplied mask").with_term(term)
+                masked = scores.with_node(node, "multiplied mask")
+                masked = self._add_term(masked, TermKind.KEEP, node, node.input[1 - i], 0.0)
                 return self.walk(node.input[i], masked, depth + 1)
         return None
 
@@ -293,11 +343,6 @@ class ScoreWalk:
             return found
         return None
 
-    def _heads(self, node: onnx.NodeProto) -> int:
-        """H of a node that writes [B, H, S, T], 0 where it is not known."""
-        shape = self.symbolic.shape(node.output[0])
-        return (shape[1].constant or 0) if shape is not None and len(shape) == 4 else 0
-
     def _is_zero_one_mask(self, tensor: str) -> bool:
         """Whether a tensor is a float mask of ones and zeros that differs between keys."""
         array, value = self.symbolic.constant(tensor), self.symbolic.value(tensor)
@@ -314,17 +359,25 @@ class ScoreWalk:
             return array is not None and bool(np.isin(array, (0, 1)).all())
         return isinstance(element, Real) and all(x in (0.0, 1.0) for _, x in split_cases(element))
 
-    def _term(
-        self, kind: TermKind, node: onnx.NodeProto, tensor: str, fill: float | None, scale: float = 1.0
-    ) -> MaskTerm:
-        """The term for a mask that broadcasts to the output of ``node``."""
+    def _add_term(
+        self,
+        scores: Scores,
+        kind: TermKind,
+        node: onnx.NodeProto,
+        tensor: str,
+        fill: float | None,
+        scale: float = 1.0,
+    ) -> Scores:
+        """The scores with the term for a mask that broadcasts to the output of ``node``."""
         shape, own = self.symbolic.shape(node.output[0]), self.symbolic.shape(tensor)
         if shape is None or own is None:
             raise UnsupportedError(f"the shape of mask {tensor!r} of {describe(node)} is unknown")
-        if len(shape) == 4 or (len(own) < 5 and all(d.constant == 1 for d in own[:-2])):
-            return MaskTerm(kind, tensor, fill, scale)
+        if len(own) > len(shape):
+            raise UnsupportedError(
+                f"mask {tensor!r} of {describe(node)} has {len(own)} axes, the scores have {len(shape)}"
+            )
         source, moves = tensor, list[onnx.NodeProto]()
-        while len(shape) == 3 and len(moves) < 4:  # scores [B*H, S, T], a mask made of [B, H, S, T]
+        while len(shape) == len(own) == 3 and len(moves) < 4:  # scores [B*H, S, T], a mask made of [B, H, S, T]
             mover = self.index.producer(source)
             if mover is None or not is_move(self.symbolic, mover):
                 break
@@ -336,12 +389,39 @@ class ScoreWalk:
                 break
             order = [a for group in axes for a in group]
             if len(before) == 4 and [(a.axis, a.part) for a in order] == [(i, 0) for i in range(4)]:
-                return MaskTerm(kind, source, fill, scale)
-        if len(shape) == len(own) == 3 and own[0] == shape[0]:
-            return MaskTerm(kind, tensor, fill, scale, MERGED_HEADS_UNKNOWN)
-        if len(shape) == 5:  # Swin's windows: [images, windows of each, H, S, T]
-            return MaskTerm(kind, tensor, fill, scale, windows=shape[:3])
-        raise UnsupportedError(f"mask {tensor!r} of {describe(node)} has rank {len(own)}, the scores have {len(shape)}")
+                return scores.with_term(MaskTerm(kind, source, fill, scale), is_laid_out=True)
+        return scores.with_term(MaskTerm(kind, tensor, fill, scale))
+
+
+def _heads_of(view: ScoreView, rank: int) -> int:
+    """H, where a mask meets the scores as [B, H, S, T]; 0 where it is not known."""
+    if len(view.axes) != 4:
+        return 0
+    if rank == 4:
+        return size_of(view.axes[1]).constant or 0 if _is_plain(view, rank) else 0
+    is_split = rank == 3 and [a.axis for a in view.axes[1]] == [0] and not any(map(view.splits, (1, 2)))
+    return size_of(view.axes[1]).constant or 0 if is_split else 0
+
+
+def _is_plain(view: ScoreView, rank: int) -> bool:
+    """Whether a view's axes are those of the MatMul's result."""
+    return len(view.axes) == rank == 4 and all(
+        [(a.axis, a.part) for a in group] in ([], [(i, 0)]) for i, group in enumerate(view.axes)
+    )
+
+
+def _broadcasts_anyway(view: ScoreView, rank: int, axes: int) -> bool:
+    """Whether a tensor of so many axes differs between queries and keys alone, which are its last two."""
+    return axes < 5 and not any(view.varies[:-2]) and ends_with_whole_axes(view.axes, rank)
+
+
+def _check_sizes_known(term: MaskTerm, view: ScoreView) -> None:
+    known = view.sources()
+    if any(a not in known for a in view.needed_parts()):
+        raise UnsupportedError(
+            f"mask {term.tensor!r} meets the scores in parts of their axes whose sizes are not known: expected all parts "
+            "but one to be numbers, or sizes of the mask"
+        )
 
 
 Rule = Callable[[ScoreWalk, onnx.NodeProto, Scores, int], Scores | None]
@@ -397,14 +477,6 @@ def _find_constant_fill(mask: np.ndarray | None, added: np.ndarray | None, sign:
         return None
     found = np.unique(fills[keep == 0])
     return float(found[0]) * sign if found.size == 1 else None
-
-
-def keeps_last_two_axes(symbolic: Symbolic, node: onnx.NodeProto) -> bool:
-    """Whether a movement leaves the last two axes as they are."""
-    before, after = symbolic.shape(node.input[0]), symbolic.shape(node.output[0])
-    if before is None or after is None or len(before) < 2 or len(after) < 2 or node.op_type in ("Transpose", "Expand"):
-        return node.op_type == "Identity" or node.op_type in CASTS
-    return before[-2:] == after[-2:]
 
 
 def subtracts_row_max(index: GraphIndex, symbolic: Symbolic, node: onnx.NodeProto) -> bool:

@@ -29,11 +29,13 @@ def split_term(index: GraphIndex, symbolic: Symbolic, term: MaskTerm, depth: int
         return (term,)
     addends = _addends(index, term)
     shapes = [symbolic.shape(name) for name in addends]
-    if not addends or any(s is None or len(s) > (5 if term.groups else 4) for s in shapes):
+    most = 4 if term.view is None else len(term.view.axes)
+    if not addends or any(s is None or len(s) > most for s in shapes):
         return (term,)
     if _is_mask(symbolic, addends[0], term.scale) == _is_mask(symbolic, addends[1], term.scale):
         return (term,)
-    return tuple(t for name in addends for t in split_term(index, symbolic, replace(term, tensor=name), depth + 1))
+    terms = [with_tensor(symbolic, term, name) for name in addends]
+    return tuple(t for addend in terms for t in split_term(index, symbolic, addend, depth + 1))
 
 
 def split_terms(index: GraphIndex, symbolic: Symbolic, site: AttentionSite) -> AttentionSite:
@@ -60,10 +62,16 @@ def split_terms(index: GraphIndex, symbolic: Symbolic, site: AttentionSite) -> A
     return split if before is None or after.expression != before.expression else site
 
 
+def with_tensor(symbolic: Symbolic, term: MaskTerm, tensor: str) -> MaskTerm:
+    """The term of another tensor that meets the scores in the same axes."""
+    view, shape = term.view, symbolic.shape(tensor)
+    return replace(term, tensor=tensor, view=view if view is None or shape is None else view.of_tensor(shape))
+
+
 def _addends(index: GraphIndex, term: MaskTerm) -> list[str]:
     """The two tensors whose sum an additive term is; [] where it is no sum."""
     node = index.producer(term.tensor)
-    if term.kind is not TermKind.ADD or term.merged or term.windows:
+    if term.kind is not TermKind.ADD:
         return []
     return list(node.input) if node is not None and node.op_type == "Add" and is_standard(node) else []
 
@@ -73,7 +81,7 @@ def _fp32_addends(index: GraphIndex, symbolic: Symbolic, term: MaskTerm) -> list
     addends = _addends(index, term)
     if symbolic.dtype(term.tensor) != TensorProto.FLOAT or any(symbolic.value(name) is None for name in addends):
         return []
-    return [replace(term, tensor=name) for name in addends]
+    return [with_tensor(symbolic, term, name) for name in addends]
 
 
 def _is_mask(symbolic: Symbolic, tensor: str, scale: float) -> bool:

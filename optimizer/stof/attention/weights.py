@@ -15,9 +15,16 @@ import onnx
 from stof.attention.einsum import Order, einsum_matmuls
 from stof.attention.layouts import check_axes, output_layout
 from stof.attention.masked_weights import zeroes_masked_weights
-from stof.attention.move_paths import MovePath, is_float_cast, is_identity, is_move, trace_axes
+from stof.attention.move_paths import (
+    MovePath,
+    is_float_cast,
+    is_identity,
+    is_move,
+    keeps_last_two_axes,
+    swapped_order,
+    trace_axes,
+)
 from stof.attention.nan_to_num import find_identity_region
-from stof.attention.scores import keeps_last_two_axes
 from stof.attention.shape_sources import ShapeSources
 from stof.errors import UnsupportedError
 from stof.graph.index import GraphIndex, describe, is_standard
@@ -265,7 +272,9 @@ class WeightWalk:
         """The values by which a node multiplies the weights, and the orders of axes of values and result."""
         if self._is_matmul(node, tensor):
             check_axes(self.symbolic, node, "value")
-            return str(node.input[1]), ((), ())
+            is_transposed = any(a.name == "transB" and a.i for a in node.attribute)
+            order = swapped_order(self.symbolic, node.input[1]) if is_transposed else ()
+            return str(node.input[1]), (order, ())
         for found in einsum_matmuls(self.symbolic, node):
             # The sum runs over T, the last axis of both operands.
             if found.left == tensor != found.right and found.left_order == tuple(range(len(found.left_order))):
@@ -281,6 +290,7 @@ class WeightWalk:
         if node.op_type != "FusedMatMul" or node.domain != "com.microsoft":
             return False
         numbers = {a.name: a.f if a.name == "alpha" else a.i for a in node.attribute}
+        numbers.pop("transB", 0)
         return numbers.pop("alpha", 1.0) == 1.0 and not any(numbers.values())
 
     def _is_empty_row_test(self, condition: str, bias: str) -> bool:

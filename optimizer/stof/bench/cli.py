@@ -15,7 +15,8 @@ from stof.bench.decoder import mlp_decoder, mlp_models
 from stof.bench.gpu.cases import GRIDS
 from stof.errors import ArgumentError
 from stof.files import write_text
-from stof.terminal import Parser, complain, run_command, say
+from stof.tensorrt.describe_installation import describe_installation
+from stof.terminal import Parser, VersionAction, complain, run_command, say
 
 RESULTS = Path("docs/results")
 
@@ -38,6 +39,7 @@ def _run_with_errors_reported(arguments: argparse.Namespace) -> int:
 
 def _parser() -> Parser:
     parser = Parser(prog="stof-bench", description="Times stof beside its baselines (docs/guide/benchmarks.md).")
+    parser.add_argument("--version", action=VersionAction, describe=describe_installation)
     commands = parser.add_subparsers(dest="command", required=True)
     attention = commands.add_parser("attention", help="the grids of the attention operator")
     attention.add_argument("--device", choices=["cpu", "cuda"], default="cpu")

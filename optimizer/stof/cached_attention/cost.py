@@ -3,24 +3,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from onnx import TensorProto
+
 from stof.cached_attention.block_layout import BlockLayout
 from stof.cached_attention.site import CacheSite
+from stof.errors import UnsupportedError
+from stof.graph.external_data import ITEM_SIZES
+from stof.symbolic.algebra.sizes import evaluate
 
 REPORT_LENGTH = 4096  # keys in the cache at which the report's gain is given
+_CURVE = (128, 512, 1024, 2048, 4096, 8192)  # the same for the report's chart
 # ONNX Runtime's CPU kernel reads keys and values once for each query head, also those outside of a window. The further heads
 # of a group find them in a CPU cache, at this share of the time of the first read.
 _REREAD = 0.35
 _FIXED = 128  # the time of a step besides reading the cache, in keys
 _MASKED = 1.25  # the time of its SparseAttention, which computes and masks all scores, over GroupQueryAttention's
 # On a CUDA device the runtime's kernels skip keys outside of windows, too. What differs is the kernels' speed: the runtime's
-# time over the operator's, without a window and with one of 1024 keys.
+# time over the operator's, without a window and with one of 1024 keys. Where one KV head serves more than 8 query heads or the
+# heads are wider than 128, its kernel is faster; so it is where a batch reads half a GiB and more.
+# docs/results/comparisons/cached-layers-h200.json has the times.
 _CUDA_DENSE, _CUDA_WINDOW = 1.05, 1.2
+_CUDA_ONE_KV_HEAD, _CUDA_LARGE = 0.82, 0.93
+_LARGE_BYTES, _LARGE_BATCH = 1 << 29, 8
+_HALF = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
 
-def estimate_gain(site: CacheSite, target: str) -> tuple[float, int]:
-    """The runtime's time over the operator's for one new token of a sequence, and the number of keys before it."""
+def estimate_gain(
+    site: CacheSite,
+    target: str,
+    shapes: Mapping[str, tuple[int, int]] | None = None,
+    keys: int = REPORT_LENGTH,
+) -> tuple[float, int]:
+    """The runtime's time over the operator's for one new token of a sequence, and the number of keys before it.
+
+    Args:
+        site: the attention.
+        target: of ``--target``.
+        shapes: ranges of dimensions in use (``--shape``), which tell the bytes of the cache.
+        keys: before the token, where the cache may hold so many.
+    """
     capacity = site.capacity.constant
-    length = REPORT_LENGTH
+    length = keys
     if site.sliding:
         length = capacity or site.window
     elif capacity:
@@ -28,15 +53,40 @@ def estimate_gain(site: CacheSite, target: str) -> tuple[float, int]:
     if site.layout is not None:
         return _estimate_sparse(site, site.layout, min(length, site.layout.length), target)
     if site.declared is not None:
-        keys = site.declared.facts.read_density * length
+        read = site.declared.facts.read_density * length
         rate = _CUDA_DENSE if target == "cuda" else 1 + _REREAD * (site.num_heads // site.kv_num_heads - 1)
-        return (rate * length + _FIXED) / (keys + _FIXED), length
+        return (rate * length + _FIXED) / (read + _FIXED), length
     is_narrow = 0 < site.window < length and not site.sliding
     if target == "cuda":
-        return (_CUDA_WINDOW if is_narrow else _CUDA_DENSE), length
+        return (_CUDA_WINDOW if is_narrow else _estimate_dense_cuda(site, shapes or {})), length
     group = site.num_heads // site.kv_num_heads
-    keys = min(site.window, length) if site.window else length
-    return ((1 + _REREAD * (group - 1)) * length + _FIXED) / (keys + _FIXED), length
+    attended = min(site.window, length) if site.window else length
+    return ((1 + _REREAD * (group - 1)) * length + _FIXED) / (attended + _FIXED), length
+
+
+def estimate_curve(
+    site: CacheSite, target: str, shapes: Mapping[str, tuple[int, int]] | None = None
+) -> tuple[tuple[int, float], ...]:
+    """The same at several numbers of keys, for the report's page; empty where it is known at one."""
+    if site.declared is not None:  # its density is known at one length
+        return ()
+    found = {length: gain for gain, length in (estimate_gain(site, target, shapes, keys) for keys in _CURVE)}
+    return tuple(sorted(found.items())) if len(found) > 1 else ()
+
+
+def _estimate_dense_cuda(site: CacheSite, shapes: Mapping[str, tuple[int, int]]) -> float:
+    """The gain where a query attends all keys, on a CUDA device."""
+    if site.dtype not in _HALF or site.quantized:
+        return _CUDA_DENSE
+    if site.kv_num_heads == 1 and (site.num_heads > 8 or site.head_size > 128):
+        return _CUDA_ONE_KV_HEAD
+    most = {name: high for name, (_, high) in shapes.items()}
+    try:
+        batch, capacity = evaluate(site.batch, most), evaluate(site.capacity, most)
+    except UnsupportedError:  # no range is stated
+        return _CUDA_DENSE
+    read = 2 * batch * capacity * site.kv_num_heads * site.head_size * ITEM_SIZES[site.dtype]
+    return _CUDA_LARGE if batch >= _LARGE_BATCH and read >= _LARGE_BYTES else _CUDA_DENSE
 
 
 def _estimate_sparse(site: CacheSite, layout: BlockLayout, length: int, target: str) -> tuple[float, int]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import onnx
 
-from stof.cached_attention.cost import estimate_gain
+from stof.cached_attention.cost import estimate_curve, estimate_gain
 from stof.cached_attention.declare import declare_patterns
 from stof.cached_attention.emit import emit_caches
 from stof.cached_attention.find import CacheCandidate, find_candidates, reads_cache
@@ -29,6 +29,7 @@ from stof.mask.families import picture
 from stof.op_rewrite import Decisions, Job, OpRewrite
 from stof.plan import EntryFormat
 from stof.report import MaskPicture, TileGrid
+from stof.result_shapes import ResultRules
 from stof.runtime.library import LibraryError, op_limits
 from stof.selection import NamedCandidate
 from stof.symbolic import Symbolic
@@ -89,6 +90,7 @@ class CacheRewrite(OpRewrite[CacheModel, CacheDecisions]):
 
     key = KEY
     op_types = frozenset({OP, PAGED_OP})
+    result_rules = ResultRules(in_place=op_types)
     names = NAMES
     plan_format = EntryFormat("cache", read_cache_plan)
 
@@ -116,19 +118,25 @@ class CacheRewrite(OpRewrite[CacheModel, CacheDecisions]):
         for index, candidate in enumerate(found.candidates):
             row = _describe(candidate, index)
             reason = _reason_impossible(job, candidate, sites)
+            gain, length = None, 0
+            if isinstance(candidate.site, CacheSite):
+                gain, length = estimate_gain(candidate.site, job.options.target, job.options.shapes)
+                if not reason and not self.is_replaced_by_plan(job, candidate.name):
+                    reason = _reason_slow(job, candidate.site, gain)
             if reason := self.reason_kept(job, NamedCandidate(candidate.name, index), reason):
                 rows.append(replace(row, reason=reason))
                 continue
             assert candidate.site is not None
             row = replace(row, replaced=True, reason="replaced")
-            if isinstance(candidate.site, CacheSite):
-                gain, length = estimate_gain(candidate.site, job.options.target)
+            if gain is not None:
                 row = replace(row, predicted_gain=round(gain, 3), length=length)
             rows.append(row)
             sites.append(candidate.site)
         section = CacheSection(rows)
         if job.options.report is not None:
-            section.pictures = _pictures([s for s in sites if isinstance(s, CacheSite)])
+            caches = [s for s in sites if isinstance(s, CacheSite)]
+            section.pictures = _pictures(caches)
+            section.curves = {s.name: estimate_curve(s, job.options.target, job.options.shapes) for s in caches}
         return CacheDecisions(found, section, tuple(sites))
 
     def emit(self, job: Job, model: onnx.ModelProto, decided: CacheDecisions) -> onnx.ModelProto:
@@ -181,6 +189,17 @@ def _reason_impossible(job: Job, candidate: CacheCandidate, sites: Sequence[Cach
     if sites and sites[0].cache_dtype != candidate.site.cache_dtype:
         return f"the element type of its cache is not that of {sites[0].name!r}: the calls share one function body"
     return ""
+
+
+def _reason_slow(job: Job, site: CacheSite, gain: float) -> str:
+    """Why the runtime's node stays on a CUDA device, where it is estimated to be faster; empty where it is not."""
+    if job.options.target != "cuda" or gain >= 1.0:
+        return ""
+    return (
+        f"ONNX Runtime's CUDA kernel is faster where {site.num_heads} query heads share {site.kv_num_heads} KV heads of "
+        f"{site.head_size} elements and attend all keys, at these sizes: estimated {gain:.2f}x; a plan with replace: true "
+        "takes it all the same"
+    )
 
 
 def _with_pattern(job: Job, candidate: CacheCandidate) -> CacheCandidate:

@@ -16,6 +16,7 @@ from stof.execution.case import Case, Padding
 from stof.execution.input_sizes import find_least
 from stof.execution.input_uses import find_inputs_behind, find_source
 from stof.execution.inputs import InputMaker
+from stof.execution.runtime_faults import RuntimeFault
 from stof.graph.index import GraphIndex
 from stof.symbolic import Int, Symbolic, integer
 from stof.symbolic.algebra.sizes import evaluate, size_names
@@ -174,9 +175,8 @@ class CacheInputMaker(InputMaker):
             _Step(2 if 2 * above <= tokens else 1, above, above, 0, False),
             _Step(2, 1, 9, 6, True),
         ]
-        if any(s.layout is not None for s in self.sites):
-            # Where a sequence is shorter than the total, ONNX Runtime's CPU kernel of SparseAttention writes its weights to one
-            # offset and reads them from another. Site checks compare lengths that differ.
+        if any(s.layout is not None for s in self.sites) and RuntimeFault.SHORT_SPARSE_SEQUENCES.is_present():
+            # Site checks compare lengths that differ.
             wanted = [replace(step, ragged=False) for step in wanted]
         found = [self._case(limited) for step in wanted if (limited := self._limit(step)) is not None]
         return list(dict.fromkeys(found or [self._case(step) for step in wanted]))
@@ -222,9 +222,11 @@ class CacheInputMaker(InputMaker):
         else:
             queries = min(max(step.queries, least), most)
             total = min(max(step.total, fewest, queries), longest)
-        if queries > 1 and queries != total and low <= 1:
-            batch = 1  # ONNX Runtime takes several tokens behind a past of one sequence alone
-        is_refused = queries > 1 and queries != total and batch > 1
+        is_refused = False
+        if queries > 1 and queries != total:
+            takes_one = RuntimeFault.SEVERAL_TOKENS_OF_A_BATCH.is_present()
+            batch = 1 if takes_one and low <= 1 else batch
+            is_refused = (takes_one and batch > 1) or RuntimeFault.SEVERAL_TOKENS_BEHIND_A_PAST.is_present()
         if total < max(1, fewest, queries) or is_refused:
             return None
         slack = min(max(step.slack, least_rows - total), rows - total)

@@ -15,20 +15,17 @@ import numpy as np
 import onnx
 
 from stof.errors import ArgumentError
+from stof.execution.array_types import drop_outputs_without_arrays
 from stof.execution.collectives import as_lone_rank, may_hold_collectives
-from stof.execution.run_limits import MemoryLimit, RunLimits, TimeLimit
-from stof.execution.session_process import Session, create_session, runtime_version
+from stof.execution.run_limits import MemoryLimit, RunLimits
+from stof.execution.runtime_faults import RuntimeFault
+from stof.execution.session_process import Session, create_session
 from stof.execution.session_worker import SessionSpec
 from stof.execution.shared_buffers import find_shared_buffers
 from stof.execution.stored_weights import StoredWeights
 from stof.files import is_utf8, open_regular
 from stof.graph.external_data import all_tensors, external_files, is_external
 from stof.runtime.library import library_path
-
-# The first version that reads external data from a folder that an option names; 1.20 looks in the working directory.
-_FOLDER_OPTION = (1, 21)
-# Before it, this fusion ends the process at a LayerNormalization without bias, which ModernBERT has.
-_FUSION_ABORTS = (1, 19)
 
 
 class VerifiedSession:
@@ -63,7 +60,7 @@ class VerifiedSession:
             RuntimeFailure: what ONNX Runtime raises.
             LimitReached: when it takes too long, or too much memory.
         """
-        with _described_limits("run", self._name, self._limits):
+        with _described_limits(f"run {self._name}", self._limits, until):
             return self._session.run(outputs, feeds, self._limits.seconds_left(until), self._limits.memory)
 
 
@@ -102,23 +99,19 @@ def _read_graph(path: Path) -> onnx.ModelProto:
 
 
 def _optimizers_left_out() -> tuple[str, ...]:
-    return ("AttentionFusion",) if runtime_version() < _FUSION_ABORTS else ()
+    return ("AttentionFusion",) if RuntimeFault.ATTENTION_FUSION_ABORTS.is_present() else ()
 
 
 @contextmanager
-def _described_limits(step: str, name: str, limits: RunLimits) -> Iterator[None]:
+def _described_limits(step: str, limits: RunLimits, until: float | None = None) -> Iterator[None]:
     start = time.monotonic()
     try:
         yield
     except TimeoutError:
-        raise TimeLimit(
-            f"verification was ended: ONNX Runtime took longer than {time.monotonic() - start:.1f} s to {step} {name}, which "
-            f"may be endless. Nothing was written; where it is slow, raise --verify-budget ({limits.asked:g} s), or leave "
-            "verification out with --no-verify"
-        ) from None
+        raise limits.end_step(step, time.monotonic() - start, until) from None
     except MemoryLimit as error:
         raise MemoryLimit(
-            f"verification was ended: to {step} {name}, {error}. Nothing was written; raise --verify-memory, or leave "
+            f"verification was ended: to {step}, {error}. Nothing was written; raise --verify-memory, or leave "
             "verification out with --no-verify"
         ) from None
 
@@ -157,12 +150,12 @@ class Sessions:
             if is_utf8(model) and not may_hold_collectives(model):
                 return self._session(str(model.absolute()), entries, optimized, library, shared)
             model = _read_graph(model)  # ONNX Runtime takes names in UTF-8 only, but bytes, too
-        model = as_lone_rank(model)
+        model = drop_outputs_without_arrays(as_lone_rank(model))
         files = sorted(external_files(model))
         self._stored.keep_apart_from(files)
         if all((self.scratch / name).exists() for name in files):
             return self._from_file(model, entries, optimized, library, shared)
-        if runtime_version() >= _FOLDER_OPTION:
+        if not RuntimeFault.NO_DATA_FOLDER.is_present():
             model, folder = self._relocate_data(model, files)
             with _utf8_path(folder) as text:
                 entries.append(("session.model_external_initializers_file_folder_path", text))
@@ -229,7 +222,7 @@ class Sessions:
             shared_buffers=shared,
         )
         name = "the optimized model" if library else "the original"
-        with _described_limits("load", name, self.limits):
+        with _described_limits(f"load {name}", self.limits):
             session = create_session(spec, self.limits.seconds_left(), self.limits.memory)
         return VerifiedSession(session, name, self.limits)
 

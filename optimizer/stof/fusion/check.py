@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,10 +13,15 @@ import onnx
 from stof.errors import ModelError, UnsupportedError
 from stof.execution.session_process import create_session, has_onnxruntime
 from stof.execution.session_worker import SessionSpec
-from stof.execution.upcast import HALF, widen
+from stof.execution.upcast import HALF, holds, widen
 from stof.fusion.description.evaluate import evaluate_chain
-from stof.fusion.description.parser import parse_chain
-from stof.fusion.description.widen import widen_description
+from stof.fusion.description.parser import ParsedChain, parse_chain
+from stof.fusion.description.rewriting import (
+    called_functions,
+    has_only_plain_indices,
+    widen_description,
+    with_axis_sizes,
+)
 from stof.fusion.element_ops import kind_of_node
 from stof.fusion.function_body import branch_model, make_branch
 from stof.fusion.gemm import FusedGemm
@@ -53,12 +57,13 @@ def check_chain(chain: FusedChain, nodes: Sequence[onnx.NodeProto], symbolic: Sy
     branch = make_branch(chain, nodes, symbolic, opset, "check")
     dtypes = [symbolic.dtype(n) for n in chain.inputs]
     model = branch_model(chain, branch, dtypes, opset)
-    has_half = any(d in HALF for d in (*dtypes, *chain.dtypes))
+    has_half = holds(model, HALF)  # also within, between casts
     if has_half:
         model = widen(model)
-    text = widen_description(chain.description.text, HALF)
-    tolerance = _FP16_GELU_TOLERANCE if has_half and "gelu" in text else _TOLERANCE
-    check = _Check(chain, text, [v.name for v in model.graph.input], _runner(model), tolerance)
+    parsed = parse_chain(widen_description(chain.description.text, HALF))
+    has_gelu = bool(called_functions(parsed) & {"gelu", "gelu_tanh"})
+    tolerance = _FP16_GELU_TOLERANCE if has_half and has_gelu else _TOLERANCE
+    check = _Check(chain, parsed, [v.name for v in model.graph.input], _runner(model), tolerance)
     # A movement operator may cut rows off at a constant; with fewer rows it would cut nothing.
     only_by_rows = all(kind_of_node(nodes[p]) != "moving" for p in chain.region.node_indices)
     tried: list[Shapes] = []
@@ -76,7 +81,7 @@ class _Check:
     """A chain and a runner of the operators that it replaces."""
 
     chain: FusedChain
-    text: str
+    parsed: ParsedChain
     names: Sequence[str]  # of the inputs
     run: Callable[[Mapping[str, np.ndarray]], list[np.ndarray]]
     tolerance: float = _TOLERANCE
@@ -88,15 +93,12 @@ class _Check:
         fewer = _fewer_rows(shapes)
         if not fewer or len(set(fewer.values())) < len(fewer):
             return False
-        axes, line, rest = self.text.partition("\n")
-        names = [n for n, size in re.findall(r"(\w+) = ([\w.]+)", axes) if not size.isdigit() or int(size) in fewer]
+        rows = [n for n, size in self.parsed.axes if size.input >= 0 or size.number in fewer]
         # Where an axis is more than an index by itself, the value may depend on the number of rows.
-        indices = r"(?<=[\[,])\s*(?:" + "|".join(names) + r")\s*(?=[,\]])"
-        if set(re.findall(r"\w+", re.sub(indices, "", rest))) & set(names):
+        if not has_only_plain_indices(self.parsed, rows):
             return False
-        axes = re.sub(r"(?<== )\d+", lambda size: str(fewer.get(int(size[0]), size[0])), axes)
         try:
-            small = replace(self, text=axes + line + rest)
+            small = replace(self, parsed=with_axis_sizes(self.parsed, fewer))
             small.compare([[fewer.get(d, d) for d in s] for s in shapes], seed)
         except UnsupportedError:
             return False
@@ -112,8 +114,8 @@ class _Check:
             raise UnsupportedError(
                 f"it reads more than {_LARGEST} elements of a tensor of fixed size: too large to check"
             )
-        chain, text = self.chain, self.text
-        if _computed_elements(chain, text, shapes) > _MOST_COMPUTED:
+        chain, parsed = self.chain, self.parsed
+        if _computed_elements(chain, parsed, shapes) > _MOST_COMPUTED:
             raise UnsupportedError(
                 f"it computes more than {_MOST_COMPUTED} elements of fixed sizes: too large to check"
             )
@@ -121,7 +123,9 @@ class _Check:
         given = [_random_array(rng, s) for s in shapes]
         try:
             found = self.run(dict(zip(self.names, given, strict=True)))
-            exact = evaluate_gemm(chain, text, given) if isinstance(chain, FusedGemm) else evaluate_chain(text, given)
+            exact = (
+                evaluate_gemm(chain, parsed, given) if isinstance(chain, FusedGemm) else evaluate_chain(parsed, given)
+            )
         except ModelError as error:
             raise UnsupportedError(f"its description cannot be evaluated: {error}") from error
         except Exception as error:  # whatever the runtime raises
@@ -134,13 +138,12 @@ def _count(shape: Sequence[int]) -> int:
     return math.prod(shape)
 
 
-def _computed_elements(chain: FusedChain, text: str, shapes: Shapes) -> int:
+def _computed_elements(chain: FusedChain, parsed: ParsedChain, shapes: Shapes) -> int:
     """How many elements a chain computes in the space of its axes, or a GEMM as its output."""
     if isinstance(chain, FusedGemm):
         left, right = shapes[:2]
         return math.prod(left[:-1]) * right[-1]
-    axes = parse_chain(text).axes
-    sizes = [a.number if a.input < 0 else shapes[a.input][a.dim] // a.number for _, a in axes]
+    sizes = [a.number if a.input < 0 else shapes[a.input][a.dim] // a.number for _, a in parsed.axes]
     return math.prod(sizes)
 
 
@@ -164,8 +167,8 @@ def _random_array(rng: np.random.Generator, shape: Sequence[int]) -> np.ndarray:
     return np.resize(rng.standard_normal(min(_count(shape), _MOST_RANDOM), np.float32), shape)
 
 
-def evaluate_gemm(chain: FusedGemm, text: str, given: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """What StofGemm computes, in fp64. ``text`` describes the epilogue, ``given`` are all inputs."""
+def evaluate_gemm(chain: FusedGemm, epilogue: str | ParsedChain, given: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """What StofGemm computes, in fp64; ``given`` are all inputs."""
     left, *right = (x.astype(np.float64) for x in given[: chain.operand_count])
     rows = left.reshape(-1, left.shape[-1])
     weights = np.split(right[0], 2, axis=-1) if chain.pair == 1 else right
@@ -173,7 +176,7 @@ def evaluate_gemm(chain: FusedGemm, text: str, given: Sequence[np.ndarray]) -> l
     count, width = outputs[0].shape
     shapes = {"mn": (count, width), "n": (width,), "m": (count,), "": ()}
     further = [x.reshape(shapes[how]) for x, how in zip(given[chain.operand_count :], chain.reads, strict=True)]
-    (found,) = evaluate_chain(text, [*outputs, *further])
+    (found,) = evaluate_chain(epilogue, [*outputs, *further])
     return [found.reshape((*left.shape[:-1], width))]
 
 
@@ -214,7 +217,7 @@ def size_names(shapes: Sequence[Sequence[Int]]) -> list[str]:
 def _shapes(chain: FusedChain, symbolic: Symbolic, round_number: int) -> Shapes:
     known = [symbolic.shape(n) for n in chain.inputs]
     assert all(s is not None for s in known)
-    shapes = [s for s in known if s is not None]
+    shapes = [[symbolic.canonical(d) for d in s] for s in known if s is not None]
     names = size_names(shapes)
     for scale in _SCALES:
         sizes = {n: scale * _SIZES[(i + round_number) % len(_SIZES)] for i, n in enumerate(names)}

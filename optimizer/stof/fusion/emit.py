@@ -20,7 +20,6 @@ from stof.graph.local_functions import add_functions, check_absent
 from stof.graph.names import FreshNames
 from stof.graph.protobuf import replace_nodes
 from stof.symbolic import Symbolic
-from stof.symbolic.dimension_names import declared_dim
 
 GEMM = "StofGemm"
 _FLOATS = frozenset({onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16})
@@ -121,19 +120,18 @@ def emit_chains(
     replace_nodes(result.graph, [kept[i] for i in order])
     remove_dead_code(result.graph, model.graph)
     _check(result.graph)
-    _declare(result.graph, symbolic, chains)
+    _declare(result.graph, chains)
     add_functions(result, functions, names_nodes=tensorrt)
     return result
 
 
-def _declare(graph: onnx.GraphProto, symbolic: Symbolic, chains: Sequence[FusedChain]) -> None:
-    """Declares types and shapes of the chains' outputs: not every runtime infers them by the operator's library."""
+def _declare(graph: onnx.GraphProto, chains: Sequence[FusedChain]) -> None:
+    """Declares the types of the chains' outputs: not every runtime infers them by the operator's library."""
     known = {v.name for v in (*graph.value_info, *graph.output)}
     for chain in chains:
         for name, dtype in zip(chain.region.outputs, chain.dtypes, strict=True):
             if name not in known:
-                shape = [declared_dim(d) for d in symbolic.shape(name) or ()]
-                graph.value_info.append(helper.make_tensor_value_info(name, dtype, shape))
+                graph.value_info.append(helper.make_tensor_value_info(name, dtype, None))
 
 
 def _find_input_of_type(chains: Sequence[FusedChain], symbolic: Symbolic, dtype: int) -> int | None:

@@ -310,9 +310,9 @@ def _select_branch(
     if last - first == 1:
         branch = branches[first]
         builder.nodes.extend(branch.nodes)
-        missing = [
-            builder.constant(0, helper.tensor_dtype_to_np_dtype(d)) for d in dtypes[len(branch.results) :]
-        ]  # outputs that this chain does not have
+        # Outputs that this chain does not have: vectors of one element, as stof.result_shapes expects; TensorRT gets scalars.
+        nothing = 0 if isinstance(chosen, list) else [0]
+        missing = [builder.constant(nothing, helper.tensor_dtype_to_np_dtype(d)) for d in dtypes[len(branch.results) :]]
         return [*branch.results, *missing]
     bit = (last - first - 1).bit_length() - 1
     middle = first + (1 << bit)

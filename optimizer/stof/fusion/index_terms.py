@@ -7,6 +7,7 @@ it reads.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -15,6 +16,7 @@ from onnx import TensorProto
 
 from stof.attention.move_paths import may_broadcast
 from stof.errors import UnsupportedError
+from stof.execution.upcast import FP16_FORBIDS
 from stof.fusion.element_ops import (
     DISCONTINUOUS,
     ELEMENTWISE,
@@ -110,7 +112,7 @@ class TermBuilder:
         """The term of an element of an input or of a constant."""
         number = as_number(self.symbolic.constant(tensor))
         if number is not None:
-            return self.pool.number(number)
+            return self._number_term(tensor, number)
         shape = self.shape(tensor)
         if self.symbolic.dtype(tensor) not in TYPES:
             raise UnsupportedError(
@@ -123,6 +125,12 @@ class TermBuilder:
         if ranges != self.whole and not all(self._is_in_range(*x, self.whole) for x in zip(index, shape, strict=True)):
             self.pool.partial.add(term)
         return term
+
+    def _number_term(self, tensor: str, number: float) -> int:
+        """The term of a constant. A number that forbids in fp16 is marked as one: a widened model has another in its place."""
+        term = self.pool.number(number)
+        is_marked = self.symbolic.dtype(tensor) == TensorProto.FLOAT16 and -math.inf < number <= FP16_FORBIDS
+        return self.pool.make("f16", term) if is_marked else term
 
     def _is_in_range(self, position: Int, size: Int, ranges: AxisRanges) -> bool:
         """Whether an index is proven to be in range."""

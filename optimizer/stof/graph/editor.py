@@ -48,10 +48,10 @@ class Editor:
         self._infos.append(helper.make_tensor_value_info(found.name, dtype, shape))
         return found
 
-    def declare(self, name: str, dtype: int, shape: list[int | str]) -> None:
-        """Adds value_info for a tensor of the original that has none."""
+    def declare(self, name: str, dtype: int) -> None:
+        """Adds value_info with the type of a tensor of the original that has none."""
         if name not in self._declared:
-            self._infos.append(helper.make_tensor_value_info(name, dtype, shape))
+            self._infos.append(helper.make_tensor_value_info(name, dtype, None))
 
     def initializer(self, name: str, array: np.ndarray) -> gs.Constant:
         """A new initializer, or the one that was made from an equal array."""

@@ -10,6 +10,7 @@ from onnx import helper
 
 import stof
 from stof.errors import UnsupportedError
+from stof.graph.dead_code import remove_dead_nodes
 from stof.graph.index import DOMAIN
 from stof.graph.names import name_nodes
 
@@ -36,10 +37,12 @@ def add_functions(
 
     Args:
         model: holds the calls.
-        functions: one for each operator.
+        functions: one for each operator; their nodes that nothing reads are left out.
         names_nodes: whether every node gets a name of its own, as TensorRT needs it.
     """
-    model.functions.extend(functions)
+    for function in functions:
+        model.functions.append(function)
+        remove_dead_nodes(model.functions[-1], function.output)
     if not any(e.domain == DOMAIN for e in model.opset_import):
         model.opset_import.append(helper.make_opsetid(DOMAIN, 1))
     model.ir_version = max(model.ir_version, _LOWEST_IR)

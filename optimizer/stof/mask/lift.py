@@ -41,19 +41,22 @@ from stof.mask.strength import ABSORBING, forbidding_limit, forbids_softly
 from stof.mask.tables import band_of, replace_bands
 from stof.symbolic import Cond, Int, Real, Symbolic, SymTensor
 from stof.symbolic.algebra.conditions import all_of, any_of, negate
-from stof.symbolic.algebra.divisions import floor_div, floor_mod
 from stof.symbolic.algebra.domain import Domain
 from stof.symbolic.algebra.float_bounds import rounded_constant
 from stof.symbolic.algebra.piecewise import reads_input, split_cases, to_cond
-from stof.symbolic.algebra.terms import FALSE, TRUE, integer, of_atom
+from stof.symbolic.algebra.terms import FALSE, TRUE, integer
 from stof.symbolic.rules.broadcasting import project
 from stof.symbolic.rules.cast import overflow_to_inf
+from stof.symbolic.tensor import constant_tensor
 
 MAY_FORBID = MaskNote(NoteReason.BIAS_MAY_FORBID, "a bias may forbid as well; a row without any key may differ")
 
 _DIFFERENT_STRENGTHS = MaskNote(
     NoteReason.DIFFERENT_STRENGTHS, "masks of different strength are added; a row without any key may differ"
 )
+
+
+_LARGEST_SPREAD = 1 << 24  # elements of a constant that is written out for all queries and keys
 
 
 @dataclass(frozen=True)
@@ -251,17 +254,8 @@ def _domain(site: AttentionSite) -> Domain:
 def element_of_pair(tensor: SymTensor, site: AttentionSite, term: MaskTerm) -> Int | Cond | Real:
     """The element of a term's tensor that is added to, or selects, the score at (b, h, q, k)."""
     index: tuple[Int, ...] = _index(site)
-    if term.merged:
-        index = (index[0] * integer(term.merged) + index[1], *index[2:])
-    elif term.windows:
-        count = term.windows[1]
-        if count.constant is None:
-            outer, window = (of_atom("opaque", kind, index[0], count) for kind in ("division", "modulo"))
-        else:
-            outer, window = floor_div(index[0], count.constant), floor_mod(index[0], count.constant)
-        index = (outer, window, *index[1:])
-    elif term.groups:
-        index = (index[0], floor_div(index[1], term.groups[1]), floor_mod(index[1], term.groups[1]), *index[2:])
+    if term.view is not None:
+        index = term.view.element_index(index)
     return tensor.at(project(index, tensor.shape))
 
 
@@ -339,7 +333,7 @@ def read_term(symbolic: Symbolic, site: AttentionSite, term: MaskTerm, tables: d
     """
     tensor = symbolic.value(term.tensor)
     shape = symbolic.shape(term.tensor)
-    most = 5 if term.windows or term.groups else 4
+    most = 4 if term.view is None else len(term.view.axes)
     if tensor is None or shape is None or len(shape) > most:
         if term.kind is TermKind.ADD and shape is not None and len(shape) <= most:
             return _TermMask(TRUE, (), True, _stays_bias(term, symbolic.reason(term.tensor)))
@@ -347,6 +341,10 @@ def read_term(symbolic: Symbolic, site: AttentionSite, term: MaskTerm, tables: d
             f"mask tensor {term.tensor!r} cannot be evaluated from shapes and model inputs: "
             f"{symbolic.reason(term.tensor) or 'its shape is unknown'}"
         )
+    spread = _spread_constant(tensor, site, term)
+    if spread is not None:
+        tables[f"{term.tensor} spread"] = spread
+        tensor, term = constant_tensor(f"{term.tensor} spread", spread), replace(term, view=None)
     value = element_of_pair(tensor, site, term)
     if term.kind is not TermKind.ADD:
         cond = to_cond(value)
@@ -356,6 +354,21 @@ def read_term(symbolic: Symbolic, site: AttentionSite, term: MaskTerm, tables: d
     if not isinstance(value, Real):
         raise UnsupportedError(f"mask tensor {term.tensor!r} is added to the scores but is no float")
     return _read_additive(symbolic, term, value, symbolic.dtype(term.tensor), tables)
+
+
+def _spread_constant(tensor: SymTensor, site: AttentionSite, term: MaskTerm) -> np.ndarray | None:
+    """A constant of a grid of queries or keys as one of [B, H, S, T], of which tables are made; None for other terms."""
+    view, array = term.view, tensor.constant
+    if view is None or array is None or not (view.splits(2) or view.splits(3)):
+        return None
+    sizes = [d.constant if view.varies_along(axis) else 1 for axis, d in enumerate(site.dims)]
+    known = [n for n in sizes if n is not None]
+    if len(known) < len(sizes) or math.prod(known) > _LARGEST_SPREAD:
+        return None
+    try:
+        return view.spread(array, known)
+    except ValueError:
+        return None
 
 
 def _read_additive(

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from stof.mask.expression import EVERY_PAIR, MaskExpression
+from stof.mask.score_view import ScoreView
 from stof.symbolic.algebra.terms import Int
 
 # A mask value up to this forbids: beside an allowed score its exponential is 0. Exporters write -10000 (it fits fp16) or less;
@@ -92,36 +94,20 @@ class MaskTerm:
     tensor: str
     fill: float | None = None  # KEEP and DROP
     scale: float = 1.0  # the tensor's contribution is multiplied by this (a scale applied after the Add)
-    merged: int = 0  # H, where the tensor is [B*H, .., ..] beside scores [B*H, S, T]
-    windows: tuple[Int, ...] = ()  # X, W, H, where it is added to the scores seen as [X, W, H, S, T], and B is X * W
-    groups: tuple[int, ...] = ()  # G, R, where it is added to the scores seen as [B, G, R, S, T], and H is G * R
+    view: ScoreView | None = None  # the axes in which it meets the scores, where these are not [B, H, S, T]
 
     @property
     def zeroes(self) -> bool:
         """Whether it makes scores zero, which another term then has to forbid: a mask that was multiplied."""
         return self.kind is not TermKind.ADD and self.fill == 0
 
-    def spread(self, array: np.ndarray, batch: int) -> np.ndarray:
-        """The tensor's value as it broadcasts to [B, H, S, T], of a batch size B.
+    def spread(self, array: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
+        """The tensor's value as it broadcasts to scores [B, H, S, T] of these sizes.
 
         Raises:
             ValueError: when it does not.
         """
-        if self.merged:
-            return array.reshape(-1, self.merged, *array.shape[1:])
-        if not self.windows and not self.groups:
-            return array
-        shape = (1,) * (5 - array.ndim) + array.shape
-        if self.groups:
-            of_heads = (1, 1) if shape[1:3] == (1, 1) else self.groups
-            whole: np.ndarray = np.broadcast_to(array, (shape[0], *of_heads, *shape[3:]))
-            return heads_in_one(whole, Layout.BHSD)
-        (outer, windows), rest = shape[:2], shape[2:]
-        if outer == windows == 1:
-            return array.reshape(1, *rest)
-        outer, windows = (outer, batch // outer) if windows == 1 else (batch // windows, windows)
-        spread: np.ndarray = np.broadcast_to(array, (outer, windows, *rest)).reshape(outer * windows, *rest)
-        return spread
+        return array if self.view is None else self.view.spread(array, sizes)
 
     def apply(self, scores: np.ndarray, value: np.ndarray) -> np.ndarray:
         """Scores [B, H, S, T] with the term's value, spread, in the arithmetic of their type."""

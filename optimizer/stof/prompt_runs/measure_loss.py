@@ -15,6 +15,7 @@ from stof.cached_attention.run_inputs import CacheInputMaker
 from stof.errors import ArgumentError, ModelError, VerifyError
 from stof.execution.ort_sessions import Sessions, VerifiedSession
 from stof.execution.run_limits import LimitReached
+from stof.execution.runtime_faults import RuntimeFault
 from stof.execution.session_process import RuntimeFailure, release_sessions
 from stof.files import temporary_folder
 from stof.graph.index import all_nodes
@@ -52,7 +53,8 @@ def measure_loss(
     """
     whole, decoded = LossMeter(), LossMeter()
     maker = inputs.maker
-    if kept := [n.name or n.output[0] for n in all_nodes(final.graph.node) if reads_pages(n)]:
+    kept = [n.name or n.output[0] for n in all_nodes(final.graph.node) if reads_pages(n)]
+    if kept and RuntimeFault.NO_PAGED_ATTENTION.is_present():
         raise VerifyError(
             f"the loss on --prompts cannot be measured: {kept[0]!r} stays PagedAttention, of which ONNX Runtime's CPU provider "
             "has no kernel. Nothing was written; leave --prompts out"

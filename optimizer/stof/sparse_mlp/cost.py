@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from stof.sparse_mlp.site import MlpSite
 
-_UNKNOWN_DENSITY = 0.5  # of neurons that were not counted: half of the outputs of a random matmul are negative
+UNKNOWN_DENSITY = 0.5  # of neurons that were not counted: half of the outputs of a random matmul are negative
 
 # Fitted to one thread of a Xeon with AVX-512 VNNI (docs/lab/cpu-experiments.md).
 _DENSE_FP32_BYTES_PER_NS = 80.0  # with which ONNX Runtime reads weights in the caches
@@ -26,12 +26,12 @@ _MOST_ACTIVE_DEQUANTIZED = 0.3
 
 def estimate_gain_by_bytes(site: MlpSite, density: float | None) -> float:
     """The bytes of weights that one token reads in the dense MLP, over the operator's. density: None: not measured."""
-    return 1 / site.share_read(_UNKNOWN_DENSITY if density is None else density)
+    return 1 / site.share_read(UNKNOWN_DENSITY if density is None else density)
 
 
 def estimate_gain_in_caches(site: MlpSite, density: float | None) -> float:
     """The dense MLP's time for one token over the operator's, with weights in a CPU's caches. density: None: not measured."""
-    assumed = _UNKNOWN_DENSITY if density is None else density
+    assumed = UNKNOWN_DENSITY if density is None else density
     call = _CALL_NS + _ROW_NS * site.count_rows_read(assumed)
     bytes_per_ns = _DENSE_FP32_BYTES_PER_NS if site.quantization is None else _DENSE_QUANTIZED_BYTES_PER_NS
     dense = site.dense_bytes / bytes_per_ns
@@ -46,9 +46,9 @@ def estimate_gain(site: MlpSite, density: float | None, target: str) -> float:
     return min(by_bytes, estimate_gain_in_caches(site, density))
 
 
-def reason_slow_on_cpu(site: MlpSite, density: float | None) -> str:
-    """Why a CPU computes one token faster with the dense MLP; empty where it does not. density: None: not measured."""
-    assumed = _UNKNOWN_DENSITY if density is None else density
+def reason_slow_on_cpu(site: MlpSite, density: float | None, whom: str = "for one token") -> str:
+    """Why a CPU computes tokens faster with the dense MLP; empty where it does not. density: None: not measured."""
+    assumed = UNKNOWN_DENSITY if density is None else density
     active = f"{100 * assumed:.3g} % active neurons" + (" (not measured: give --inputs)" if density is None else "")
     is_dequantized = site.quantization is not None and not site.rounds_tokens
     if density is not None and is_dequantized and density > _MOST_ACTIVE_DEQUANTIZED:
@@ -62,6 +62,6 @@ def reason_slow_on_cpu(site: MlpSite, density: float | None) -> str:
         return ""
     size = f"{site.dense_bytes / 2**20:.2f} MiB of weights as ONNX Runtime holds them ({site.sizes})"
     return (
-        f"{size}, {active}: {gain:.2f}x is estimated for one token by bytes, rows and the call in the caches, less than "
+        f"{size}, {active}: {gain:.2f}x is estimated {whom} by bytes, rows and the call in the caches, less than "
         f"{_LEAST_GAIN_IN_CACHES}x"
     )

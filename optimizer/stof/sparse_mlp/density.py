@@ -28,11 +28,13 @@ class NeuronCounts:
 
     Attributes:
         active: the number of tokens for which each was, int64 [F].
-        tokens: of the runs.
+        tokens: of all runs.
+        most_tokens: of one run.
     """
 
     active: np.ndarray
     tokens: int
+    most_tokens: int = 0
 
     @property
     def density(self) -> float:
@@ -62,7 +64,7 @@ def count_neurons(job: Job, model: onnx.ModelProto, sites: Sequence[MlpSite]) ->
     types = {s.activated: s.dtype for s in sites}
     shown.graph.output.extend(helper.make_tensor_value_info(t, types[t], None) for t in wanted if t not in known)
     active = {s.activated: np.zeros(s.neurons, np.int64) for s in sites}
-    tokens = dict.fromkeys(wanted, 0)
+    tokens, most = dict.fromkeys(wanted, 0), dict.fromkeys(wanted, 0)
     try:
         with tempfile.TemporaryDirectory(prefix="stof-") as scratch:
             limits = RunLimits(job.options.verify_budget, job.options.verify_memory)
@@ -73,9 +75,15 @@ def count_neurons(job: Job, model: onnx.ModelProto, sites: Sequence[MlpSite]) ->
                 for tensor, values in zip(wanted, session.run(wanted, feed.arrays), strict=True):
                     # NaN is not 0: such a neuron is active.
                     active[tensor] += np.count_nonzero(values.reshape(-1, active[tensor].size), axis=0)
-                    tokens[tensor] += values.size // active[tensor].size
+                    count = values.size // active[tensor].size
+                    tokens[tensor] += count
+                    most[tensor] = max(most[tensor], count)
     except (RuntimeFailure, LimitReached, StofError):
         return {}  # verification says what is wrong with the model or the inputs
     finally:
         release_sessions()
-    return {s.name: NeuronCounts(active[s.activated], tokens[s.activated]) for s in sites if tokens[s.activated]}
+    return {
+        s.name: NeuronCounts(active[s.activated], tokens[s.activated], most[s.activated])
+        for s in sites
+        if tokens[s.activated]
+    }

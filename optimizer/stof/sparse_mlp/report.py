@@ -129,6 +129,9 @@ class MlpSection(Section):
         where = f"{self.predicted} of {len(self.rows)} MLPs{others}"
         return f"OUTPUTS CHANGE: --sparse-mlp computes only selected neurons in {where}"
 
+    def nothing_found(self) -> str:
+        return "no MLP" if self.spec else "no MLP whose activation gives zeros"
+
     def lines(self) -> list[str]:
         groups: dict[tuple[Any, ...], list[MlpReport]] = defaultdict(list)
         for r in self.rows:
@@ -167,6 +170,7 @@ class MlpSection(Section):
                 len(gains),
                 sum(gains) / len(gains),
                 measured=False,
+                advice="--skip mlp:NAME leaves one as it is",
             )
             for (activation, sizes, selection), gains in groups.items()
         ]

@@ -21,7 +21,7 @@ from stof.runtime.library import op_limits
 from stof.selection import NamedCandidate
 from stof.sparse_mlp.calibration.prompt_sets import CalibrationPrompts, read_calibration_prompts
 from stof.sparse_mlp.calibration.spec import OPTION, MlpSpec, parse_mlp_spec
-from stof.sparse_mlp.cost import estimate_gain, estimate_gain_by_bytes, reason_slow_on_cpu
+from stof.sparse_mlp.cost import UNKNOWN_DENSITY, estimate_gain, estimate_gain_by_bytes, reason_slow_on_cpu
 from stof.sparse_mlp.density import NeuronCounts, count_neurons
 from stof.sparse_mlp.dequantize_linear import with_dequantized_tokens
 from stof.sparse_mlp.emit import emit_mlps, without_selection
@@ -31,6 +31,7 @@ from stof.sparse_mlp.model_room import ModelRoom
 from stof.sparse_mlp.neuron_order import with_orders
 from stof.sparse_mlp.plan_entry import SELECTIONS, MlpPlan, read_mlp_plan
 from stof.sparse_mlp.report import KEY, NAMES, MlpReport, MlpSection, PredictionReport
+from stof.sparse_mlp.run_tokens import RunTokens, tokens_of_runs
 from stof.sparse_mlp.site import ACTIVATIONS, OP, MlpSite
 from stof.symbolic import Symbolic
 
@@ -184,7 +185,7 @@ class SparseMlpRewrite(OpRewrite[MlpModel, MlpDecisions]):
         room = ModelRoom(found.model) if found.candidates else None
         for index, candidate in enumerate(found.candidates):
             row, site, reason, reason_slow = _describe(job, found, candidate, index)
-            if not reason and not _is_replaced_by_plan(job, candidate.name):  # a plan takes the place of estimates
+            if not reason and not self.is_replaced_by_plan(job, candidate.name):
                 reason = reason_slow
             reason = self.reason_kept(job, NamedCandidate(candidate.name, index), reason)
             if site is not None and room is not None and not reason:
@@ -261,11 +262,6 @@ def _section(job: Job, found: MlpModel, rows: list[MlpReport]) -> MlpSection:
     )
 
 
-def _is_replaced_by_plan(job: Job, name: str) -> bool:
-    entry = None if job.plan is None else job.plan.of(KEY, name)
-    return entry is not None and entry.replace
-
-
 def _describe(
     job: Job, found: MlpModel, candidate: MlpCandidate, index: int
 ) -> tuple[MlpReport, MlpSite | None, str, str]:
@@ -281,10 +277,14 @@ def _describe(
     row = replace(row, activation=site.activation, sizes=site.sizes)
     if prediction is None:
         reason = _reason_no_operator(job, site) or ("" if site.has_zeros else f"{OPTION} is for other layers")
-        if not has_cache(found.model):  # the estimated gain is one token's
-            return row, site, reason, _reason_slow_for_many_tokens(job, site, density)
+        assert found.symbolic is not None
+        tokens = tokens_of_runs(job.options, found.symbolic, site, counts, has_cache(found.model))
+        if tokens.is_many:
+            return row, site, reason, _reason_slow_for_many_tokens(job, site, density, tokens)
+        if tokens.count > 1:
+            return row, site, reason, _reason_slow_for_few_tokens(job, site, density, tokens)
         reason_slow = _reason_slow_for_one_token(job, site, density, "active on the given inputs")
-        gain = estimate_gain(site, density, job.options.target)
+        gain = estimate_gain(site, density, job.options.target)  # one token's
         return replace(row, predicted_gain=round(gain, 3)), site, reason, reason_slow
     quality, selector = prediction.quality, prediction.selector
     report = PredictionReport(
@@ -332,9 +332,11 @@ def _reason_no_operator(job: Job, site: MlpSite | None = None) -> str:
     return ""
 
 
-def _reason_slow_for_many_tokens(job: Job, site: MlpSite, density: float | None) -> str:
-    """Why an MLP of a model that always runs many tokens is faster dense; empty where it is not."""
-    why = "the model has no KV cache, so its runs have many tokens"
+def _reason_slow_for_many_tokens(job: Job, site: MlpSite, density: float | None, tokens: RunTokens) -> str:
+    """Why an MLP whose runs have many tokens is faster dense; empty where it is not."""
+    why = f"{tokens.source}, so its runs have many tokens"
+    if tokens.count:
+        why = f"its runs have {tokens.count} tokens by {tokens.source}"
     if job.options.target == "cuda":
         return f"{why}, for which a GPU computes all neurons"
     most = _MOST_ACTIVE_OF_MANY_TOKENS[site.up is not None, site.quantization is not None]
@@ -344,19 +346,43 @@ def _reason_slow_for_many_tokens(job: Job, site: MlpSite, density: float | None)
     return "" if density <= most else f"{why}: {gains}, and {100 * density:.3g} % are on the given inputs"
 
 
-def _reason_slow_for_one_token(job: Job, site: MlpSite, density: float | None, what: str) -> str:
-    """Why the dense MLP is faster for one token; empty where it is not. what: the neurons that the density is of."""
+def _reason_slow_for_few_tokens(job: Job, site: MlpSite, density: float | None, tokens: RunTokens) -> str:
+    """Why the dense MLP is faster for a few tokens, which read the weights of all neurons that one of them needs; else empty."""
+    each = UNKNOWN_DENSITY if density is None else density
+    share = tokens.share_active(each)
+    reason = _reason_slow_for_one_token(job, site, share, "active for one of them", "for them together")
+    if not reason:
+        return ""
+    measured = "not measured: give --inputs" if density is None else "on the given inputs"
+    return (
+        f"its runs have {tokens.count} tokens by {tokens.source}, which need {100 * share:.3g} % of its neurons together where "
+        f"each needs {100 * each:.3g} % ({measured}): {reason}"
+    )
+
+
+def _reason_slow_for_one_token(
+    job: Job, site: MlpSite, density: float | None, what: str, whom: str = "for one token"
+) -> str:
+    """Why the dense MLP is faster for a token, or for a few together; empty where it is not.
+
+    Args:
+        job: the optimization.
+        site: the MLP.
+        density: the share of neurons that are needed; None: not measured.
+        what: the neurons that the density is of.
+        whom: the tokens.
+    """
     gain = estimate_gain_by_bytes(site, density)
     if gain >= _LEAST_GAIN_BY_BYTES:
-        return _reason_slow_on_target(job, site, density)
+        return _reason_slow_on_target(job, site, density, whom)
     active = "" if density is None else f"{100 * density:.0f} % of its neurons are {what}: "
-    return f"{active}{gain:.2f}x is estimated for one token by bytes of weights, less than {_LEAST_GAIN_BY_BYTES}x"
+    return f"{active}{gain:.2f}x is estimated {whom} by bytes of weights, less than {_LEAST_GAIN_BY_BYTES}x"
 
 
-def _reason_slow_on_target(job: Job, site: MlpSite, density: float | None) -> str:
-    """Why the target computes the dense MLP faster for one token; empty where it does not."""
+def _reason_slow_on_target(job: Job, site: MlpSite, density: float | None, whom: str) -> str:
+    """Why the target computes the dense MLP faster for these tokens; empty where it does not."""
     if job.options.target == "cpu":
-        return reason_slow_on_cpu(site, density)
+        return reason_slow_on_cpu(site, density, whom)
     if job.options.target != "cuda" or (density is not None and density <= _MOST_ACTIVE_ON_CUDA):
         return ""
     most = f"{100 * _MOST_ACTIVE_ON_CUDA:.0f} %"

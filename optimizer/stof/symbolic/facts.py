@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import onnx
 from onnx import TensorProto, helper
 
-from stof.symbolic.algebra.terms import Atom, Int, integer
+from stof.symbolic.algebra.equations import reduce_equation
+from stof.symbolic.algebra.terms import Atom, Int, dim, integer
 from stof.symbolic.tensor import Shape, SymTensor
 
 
@@ -36,25 +37,57 @@ class Fact:
 
 
 class RuleContext:
-    """What a rule may use: the node, its attributes, and the facts of its inputs."""
+    """What a rule may use: the node, its attributes, and the facts of its inputs.
+
+    Args:
+        facts: of the tensors so far.
+        node: the node.
+        opset: of the standard domain.
+        equalities: of sizes; a rule adds to them.
+        is_exact: sizes hold in every run; else as :class:`stof.symbolic.Symbolic` says.
+    """
 
     def __init__(
-        self, facts: dict[str, Fact], node: onnx.NodeProto, opset: int, equalities: dict[tuple[Int, Int], None]
+        self,
+        facts: dict[str, Fact],
+        node: onnx.NodeProto,
+        opset: int,
+        equalities: dict[tuple[Int, Int], bool],
+        *,
+        is_exact: bool = False,
     ) -> None:
+        self.is_exact = is_exact
         self.facts = facts
         self.equalities = equalities
         self.node = node
         self.opset = opset
         self.attributes = {a.name: a for a in node.attribute}
 
+    def unknown_size(self, axis: int) -> Int:
+        """The size of an axis of the first output, of which nothing is known."""
+        return dim(f"{self.node.output[0]}#{axis}")
+
     def has(self, i: int) -> bool:
         """Whether input ``i`` is given."""
         return i < len(self.node.input) and bool(self.node.input[i])
 
-    def equate(self, one: Int, other: Int) -> None:
-        """Records that two sizes, neither of them 1, are equal in every valid run."""
-        if one != other and self.canonical(one) != self.canonical(other):
-            self.equalities[one, other] = None
+    def equate(self, one: Int, other: Int, is_forced: bool = True) -> None:
+        """Records that two sizes, neither of them 1, are equal in every valid run.
+
+        Args:
+            one: a size.
+            other: another one.
+            is_forced: the node fails else. Sizes of two names that one of 1 may be broadcast against are taken for equal only.
+        """
+        pair = reduce_equation(one, other) if one != other else (one, other)
+        if one == other or (self.canonical(one) == self.canonical(other) and self.equalities.get(pair, True)):
+            return
+        self.equalities[pair] = is_forced or self.equalities.get(pair, False)
+
+    def equate_shapes(self, one: Iterable[Int], other: Iterable[Int]) -> None:
+        """Records that the axes of two shapes, from the first one on, are equal in every valid run."""
+        for a, b in zip(one, other, strict=False):
+            self.equate(a, b)
 
     def canonical(self, size: Int) -> Int:
         """One expression for all sizes that are equal, or have equal factors: numbers where there are any."""

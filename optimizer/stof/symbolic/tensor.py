@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -63,12 +64,33 @@ class SymTensor:
         found = [d.constant for d in self.shape]
         return None if any(d is None for d in found) else tuple(d for d in found if d is not None)
 
+    def numbers(self, most: int) -> np.ndarray | None:
+        """The array, where all elements are known numbers: a constant, or at most so many of a formula over fixed sizes."""
+        sizes = self.sizes()
+        if self.is_constant or sizes is None or math.prod(sizes) > most:
+            return self.constant
+        array: np.ndarray = np.empty(sizes, {"b": "?", "i": "i8", "f": "f8"}[self.kind])
+        for index in np.ndindex(sizes):
+            number = _known_number(self.at(tuple(integer(i) for i in index)))
+            if number is None:
+                return None
+            array[index] = number
+        return array
+
     def elements(self) -> list[Scalar] | None:
         """All elements in row-major order, of a small tensor of constant shape."""
         sizes = self.sizes()
         if sizes is None or int(np.prod(sizes, dtype=np.int64)) > SMALL:
             return None
         return [self.at(tuple(integer(i) for i in index)) for index in itertools.product(*(range(n) for n in sizes))]
+
+
+def _known_number(value: Scalar) -> float | bool | None:
+    if isinstance(value, Int):
+        return value.constant
+    if value.kind in ("true", "false"):
+        return value.kind == "true"
+    return float(str(value.args[0])) if value.kind == "const" else None
 
 
 def coerce(value: Scalar, kind: str) -> Scalar:

@@ -12,6 +12,7 @@ import torch
 
 from stof.errors import ArgumentError
 from stof.mask.expression_nodes import is_table_name
+from stof.torch.arguments import as_number, check_kinds, name_subclass
 from stof.torch.block_mask import to_mask
 from stof.torch.operator import attention_op
 
@@ -37,7 +38,8 @@ def attention(
 
     Computes ``softmax(cap(scale * q k^T)) v`` over the allowed keys, as docs/reference/operators.md defines StofAttention.
     Key head ``h // (H // G)`` serves query head ``h``. CPU and CUDA; works under ``torch.compile`` and ``torch.export``.
-    Gradients of q, k and v come from the dense formula, of the LSE too, in chunks of query rows.
+    First and second derivatives, of the LSE too, come from the dense formula in chunks of query rows, in reverse and forward
+    mode, also under ``torch.func`` and ``vmap``. ``torch.autocast`` casts q, k and v as it does for PyTorch's own attention.
 
     Args:
         q: [B, H, S, D], fp32, fp16 or bf16. fp64 is computed by the dense formula, for ``torch.autograd.gradcheck``.
@@ -63,6 +65,7 @@ def attention(
 
     Raises:
         ArgumentError: for wrong arguments, naming what was found and expected.
+        UnsupportedError: for third derivatives, a subclass that refuses the operator, a BlockMask that cannot be read.
         LibraryError: when the library is missing or refuses the call.
     """
     text, given = to_mask(mask)
@@ -72,24 +75,25 @@ def attention(
         given = {name: _as_tensor(name, table) for name, table in tables.items()}
     operands: dict[str, Any] = {"pad": pad, "segment_q": segment_q, "segment_k": segment_k, "lengths": lengths, **given}
     operands = {role: tensor for role, tensor in operands.items() if tensor is not None}
+    tensors = {"q": q, "k": k, "v": v, **operands}
+    check_kinds(tensors)
     if q.dim() != 4:
         raise ArgumentError(f"q has shape {list(q.shape)}, expected four axes [B, H, S, D]")
-    output, lse = attention_op(
-        q,
-        k,
-        v,
-        list(operands.values()),
-        text,
-        " ".join(operands),
-        1 / math.sqrt(max(1, q.shape[3])) if scale is None else float(scale),
-        float(softcap),
-        empty_rows,
-        bool(query_offset),
-    )
+    scale = 1 / math.sqrt(max(1, q.shape[3])) if scale is None else as_number("scale", scale)
+    settings = (text, " ".join(operands), scale, as_number("softcap", softcap), empty_rows, bool(query_offset))
+    try:
+        output, lse = attention_op(q, k, v, list(operands.values()), *settings)
+    except (NotImplementedError, TypeError) as error:
+        name_subclass(tensors, error)
+        raise
     return (output, lse) if return_lse else output
 
 
 def _as_tensor(name: str, table: Any) -> Any:
     if not is_table_name(name):
         raise ArgumentError(f"tables has the name {name!r}, expected table0, table1, ...")
-    return torch.from_numpy(np.ascontiguousarray(table)) if isinstance(table, np.ndarray) else table
+    if not isinstance(table, np.ndarray):
+        return table
+    if table.dtype.kind not in "biufc":
+        raise ArgumentError(f"{name} is an array of {table.dtype}, expected bool, uint8, int32 or int64")
+    return torch.from_numpy(np.ascontiguousarray(table))

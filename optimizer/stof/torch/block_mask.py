@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from stof.errors import ArgumentError, StofError, UnsupportedError, shown
 from stof.mask.expression import MaskExpression
 from stof.mask.expression_nodes import Binary, Constant, Lookup, Name, Node, join
 from stof.runtime.library import LibraryError, Mask
-from stof.torch.trace_mask_mod import MOST_TABLE_ELEMENTS, trace_mask_mod
+from stof.torch.trace_mask_mod import MOST_TABLE_ELEMENTS, read_tensor, trace_mask_mod
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def _with_table(block_mask: Any, blocks: _Blocks, reason: StofError) -> MaskWith
         )
     device = block_mask.kv_indices.device
     try:
-        pairs = create_mask(block_mask.mask_mod, *shape, device=device).cpu().numpy()
+        pairs = read_tensor(create_mask(block_mask.mask_mod, *shape, device=device))
     except Exception as error:  # whatever the user's function and PyTorch raise
         raise UnsupportedError(
             f"the BlockMask cannot be translated: {reason}; nor can a table of its pairs be computed: {shown(error, 500)}"
@@ -117,11 +118,10 @@ def _with_table(block_mask: Any, blocks: _Blocks, reason: StofError) -> MaskWith
     return _with_tensors(MaskExpression(Lookup("table0", indices)), {"table0": table}, str(reason))
 
 
+_REASON = "a BlockMask is translated outside of compiled functions: call stof.torch.from_block_mask(block_mask) before"
+_has_reason = "reason" in inspect.signature(torch.compiler.disable).parameters  # since PyTorch 2.8
 # A compiled function reads what is known of a BlockMask, and cannot trace this.
-_translate = torch.compiler.disable(
-    _translate_now,
-    reason="a BlockMask is translated outside of compiled functions: call stof.torch.from_block_mask(block_mask) before",
-)
+_translate = torch.compiler.disable(_translate_now, **({"reason": _REASON} if _has_reason else {}))
 
 
 class _Blocks:
@@ -188,7 +188,7 @@ def _listed(numbers: Any, indices: Any, counts: tuple[int, ...]) -> np.ndarray:
     """The blocks [B, H, rows, columns] that lists of key blocks name; empty where there are no lists."""
     if numbers is None or indices is None:
         return np.zeros((0,), bool)
-    given, columns = numbers.cpu().numpy(), indices.cpu().numpy()
+    given, columns = read_tensor(numbers), read_tensor(indices)
     B, H = given.shape[:2]
     found = np.zeros((B, H, counts[0], counts[1] + 1), bool)  # the last column takes what is listed beyond the keys
     rows = min(counts[0], given.shape[2])

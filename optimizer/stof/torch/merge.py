@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from stof.errors import ArgumentError
+from stof.torch.arguments import check_kinds, check_type
 
 
 def merge(outputs: Sequence[Any], lses: Sequence[Any]) -> tuple[Any, Any]:
@@ -26,11 +27,18 @@ def merge(outputs: Sequence[Any], lses: Sequence[Any]) -> tuple[Any, Any]:
         The output of the type of the parts, and the LSE of the type of the LSEs.
 
     Raises:
-        ArgumentError: naming the part whose shape differs.
+        ArgumentError: naming the part, what was found and what was expected.
     """
     if not outputs or len(outputs) != len(lses):
         raise ArgumentError(f"{len(outputs)} outputs and {len(lses)} LSEs, expected one or more, as many of each")
     for i, (output, lse) in enumerate(zip(outputs, lses, strict=True)):
+        check_kinds({f"output {i}": output, f"lse {i}": lse})
+        check_type(f"output {i}", output)
+        check_type(f"lse {i}", lse)
+        if not output.device == lse.device == outputs[0].device:
+            raise ArgumentError(
+                f"output {i} is on {output.device} and lse {i} on {lse.device}, expected both on {outputs[0].device}"
+            )
         if output.shape != outputs[0].shape or output.dtype != outputs[0].dtype:
             raise ArgumentError(
                 f"output {i} is {output.dtype} {list(output.shape)}, expected {outputs[0].dtype} {list(outputs[0].shape)}"

@@ -15,7 +15,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
-from stof.errors import UnsupportedError
+from stof.errors import UnsupportedError, shown
 from stof.mask.expression import MaskExpression
 from stof.mask.from_condition import B, GraphNames, H, K, Q, to_expression
 from stof.symbolic.algebra.conditions import all_of, any_of, equal, less_equal, negate, select
@@ -74,6 +74,23 @@ def _by_tensors(mask_mod: Callable[..., Any]) -> Callable[..., Any]:
     return traced
 
 
+def read_tensor(tensor: Any) -> np.ndarray:
+    """The content of a tensor that a BlockMask holds.
+
+    Raises:
+        UnsupportedError: where it has none that can be read: on meta, or within a transform of ``torch.func``.
+    """
+    try:
+        found: np.ndarray = tensor.detach().cpu().contiguous().numpy()
+    except (RuntimeError, NotImplementedError, TypeError) as error:
+        raise UnsupportedError(
+            f"a BlockMask holds a {type(tensor).__name__} on {tensor.device} that cannot be read: {shown(error, 300)}; make the "
+            "BlockMask, and call stof.torch.from_block_mask, outside of transforms of torch.func and of fake tensors; what "
+            "differs from call to call is given as pad, segment_q, segment_k, lengths or tables of a mask expression"
+        ) from error
+    return found
+
+
 def _no_operand(tensor: str, *_: object) -> tuple[str, int | None]:
     raise AssertionError(tensor)  # the algebra's values hold no input of a run
 
@@ -123,9 +140,10 @@ class _Tracer:
             raise UnsupportedError(
                 f"the mask function reads a tensor of {tensor.numel()} elements, expected at most 2^28"
             )
+        array = read_tensor(tensor)
         if tensor.dim() == 0:
-            return _scalar(tensor.item())
-        self.constants[name] = tensor.cpu().contiguous().numpy()
+            return _scalar(array.item())
+        self.constants[name] = array
         return _Captured(name, tuple(tensor.shape), tensor.dtype == torch.bool)
 
     def _value(self, argument: Any) -> Any:

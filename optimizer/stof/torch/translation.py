@@ -49,7 +49,7 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
 
 def _overload() -> Any:
     """The operator as graphs of ``torch.export`` hold it."""
-    return attention_op._opoverload
+    return attention_op
 
 
 def _translate(

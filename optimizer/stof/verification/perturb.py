@@ -16,7 +16,7 @@ _OFF = 2.0**-21
 
 @dataclass(frozen=True)
 class Noisy:
-    """A tensor: its element type, the size of its last axis, and about how large its numbers get.
+    """A tensor: its element type, the size of its axis of channels, and about how large its numbers get.
 
     With a ``largest`` of 0 every number is off in its own last places, whatever its size.
     """
@@ -24,6 +24,7 @@ class Noisy:
     dtype: int
     channels: int
     largest: float
+    axes_behind: int = 0  # how many axes follow that of the channels
 
 
 def perturb(model: onnx.ModelProto, tensors: Mapping[str, Noisy], seed: int) -> onnx.ModelProto:
@@ -52,6 +53,7 @@ def _make_noise_nodes(
         # Added, not multiplied: what is rounded to a scale of its own does not change when all of it is scaled.
         noise = _OFF * rng.uniform(-1, 1, noisy.channels)
         numbers, op = (noise * noisy.largest, "Add") if noisy.largest else (1 + noise, "Mul")
+        numbers = numbers.reshape(-1, *([1] * noisy.axes_behind))
         value = numpy_helper.from_array(numbers.astype(helper.tensor_dtype_to_np_dtype(noisy.dtype)))
         constant = f"{name}/stof_noise"
         found.append(helper.make_node("Constant", [], [constant], value=value))

@@ -55,12 +55,42 @@ class SkippedCase:
     reason: str
 
 
+@dataclass(frozen=True)
+class PartialVerification:
+    """What was verified of a result whose original does not run here: sites by themselves, types and shapes.
+
+    Attributes:
+        left_out: the operators of the original's nodes that nothing here computes, each with how many there are.
+        inputs: inputs of types that cannot be handed to ONNX Runtime, each with its type.
+        shapes: how many tensors have the type and the shape of the original's.
+        ran: whether the optimized model ran for that; else they follow from its graph.
+    """
+
+    left_out: dict[str, int]
+    inputs: dict[str, str]
+    shapes: int
+    ran: bool
+
+    @property
+    def reason(self) -> str:
+        """Why the original does not run here."""
+        words = []
+        if self.left_out:
+            nodes = ", ".join(f"{count} {name}" for name, count in self.left_out.items())
+            words.append(f"ONNX Runtime's CPU provider has no kernel for nodes of it ({nodes})")
+        if self.inputs:
+            name, kind = next(iter(self.inputs.items()))
+            words.append(f"ONNX Runtime's Python interface takes no arrays of {kind}, which {name!r} has")
+        return "; ".join(words)
+
+
 @dataclass
 class Verification:
     """All comparisons of a run, with the time that they took."""
 
     comparisons: list[Comparison] = field(default_factory=list)
     seconds: float = 0.0
+    run_seconds: float = 0.0  # that the original takes for the first inputs, without graph optimizations
     complete: bool = True
     widened: bool = False  # a half-precision model, compared as its fp32 twin
     expanded: bool = False  # the runtime refuses the original's fused nodes: it was compared with them expanded
@@ -70,6 +100,13 @@ class Verification:
     cases: list[str] = field(default_factory=list)  # inputs whose outputs were compared
     skipped: list[SkippedCase] = field(default_factory=list)
     sites_left: int = 0  # how many sites no time was left for
+    # Inputs whose numbers were drawn smaller, or larger, by a factor: runs on usual ones take too long.
+    reduced_inputs: dict[str, float] = field(default_factory=dict)
+    unread: dict[str, str] = field(
+        default_factory=dict
+    )  # outputs of which ONNX Runtime gives no arrays, with their types
+    partial: PartialVerification | None = None  # the original does not run here; None: it does
+    noise_left_out: bool = False  # outputs differ, and no time was left for runs that tell rounding from faults
     # Without a faulty site: a smallest set found of sites whose replacement together makes outputs differ, and whether that
     # set suffices (False: the search ended before, and others have to be replaced as well).
     suspects: tuple[str, ...] = ()

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <initializer_list>
 #include <string>
-#include <vector>
 
 #include "plugins/core/base/status.h"
 #include "plugins/core/base/types.h"
@@ -36,7 +35,7 @@ class NamedInputs {
   }
 
   // Type and exact shape of an input that is there.
-  Status Check(int input, DType dtype, const std::vector<int64_t>& dims) const {
+  Status Check(int input, DType dtype, std::initializer_list<int64_t> dims) const {
     if (!Has(input)) return Status::Error(Name(input) + " is missing");
     const Tensor& found = tensors_[input];
     const Tensor expected = TensorOfShape(dtype, dims);

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The number of splits of decode attention (split-KV), and the choice between its kernels.
+#include <algorithm>
+
 #include "cuda/attention/decode/api.h"
 #include "tests/cpp/check.h"
 
@@ -52,6 +54,24 @@ TEST(DecodeSplitsFillTheDeviceWithLongRows) {
 
 TEST(DecodeSplitsNeverExceedTheTiles) {
   for (int64_t tiles = 1; tiles < 64; ++tiles) CHECK(Splits(tiles, 1) <= tiles, tiles);
+}
+
+TEST(DecodeSplitsAreTheFastestOfAll) {
+  for (const int size : {64, 96, 256}) {
+    cuda::AttentionParams params;
+    params.D = params.Dv = size;
+    for (const int64_t blocks : {1, 3, 8, 32, 100, 395, 1024}) {
+      for (int64_t tiles = 0; tiles < 700; tiles += tiles < 40 ? 1 : 13) {
+        const cuda::DecodeChoice chosen = cuda::ChooseSplits(3, params, 2, tiles, blocks, kDevice);
+        const int64_t most = std::min<int64_t>(std::max<int64_t>(tiles, 1), cuda::kMostDecodeSplits);
+        for (int64_t splits = 1; splits <= most; ++splits) {
+          const double time = cuda::EstimateSplits(3, params, 2, tiles, blocks, kDevice, splits);
+          CHECK(time > chosen.nanoseconds || (time == chosen.nanoseconds && splits >= chosen.splits), splits, " of ",
+                tiles, " tiles, ", blocks, " blocks: ", time, " instead of ", chosen.nanoseconds);
+        }
+      }
+    }
+  }
 }
 
 constexpr int kClusters[cuda::kClusterSizes] = {264, 128, 60, 28};  // of an H100

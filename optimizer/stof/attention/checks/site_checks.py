@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import onnx
@@ -19,6 +20,7 @@ from stof.attention.checks.site_comparison import (
     compare_site,
     heads_in_layout,
     rounded,
+    scores_shape,
 )
 from stof.attention.emit import Rewrite, parts_of
 from stof.attention.function_body import OP
@@ -26,18 +28,20 @@ from stof.attention.subgraphs import Scope, emit_scopes, graph_at
 from stof.errors import VerifyError
 from stof.execution.case import Case, Counts, Padding
 from stof.execution.inputs import InputMaker
+from stof.execution.narrow_inputs import InputNarrower
 from stof.execution.run_limits import LimitReached
+from stof.execution.session_process import RuntimeFailure
 from stof.graph.node_fields import plain_attributes_of
 from stof.mask.check.run_masks import tensors_by_role
 from stof.mask.empty_rows.weaker_rows import number_rows
 from stof.mask.evaluate import allowed_by_mask
 from stof.mask.expression import MaskExpression
-from stof.mask.site import EmptyRows, Layout, TermKind
+from stof.mask.site import AttentionSite, EmptyRows, Layout, MaskTerm, TermKind
 from stof.verification.fp64_reference import compute_in_fp64
 from stof.verification.model_inputs import BATCH_WITH_ALL_PADDING, ModelInputs
 from stof.verification.perturb import Noisy
 from stof.verification.result import Comparison
-from stof.verification.site_checks import Run, SiteChecks
+from stof.verification.site_checks import Run, SiteChecks, Tensors
 
 _LONGEST = 700
 
@@ -127,12 +131,14 @@ class AttentionChecks(SiteChecks):
             model.graph.output.append(helper.make_tensor_value_info(name, scope.symbolic.dtype(name), None))
         try:
             maker = InputMaker(scope.prepared.model, scope.symbolic, *tensors_by_role((r.site, r.mask) for r in some))
-            captured = run(model, wanted, maker.draw(case, np.random.default_rng(0)))
+            captured = _run_redrawn(maker, case, model, partial(run, model, wanted))
         except (VerifyError, LimitReached):
             raise
         except Exception as error:  # whatever the runtime raises, and inputs that cannot be drawn
+            # The original's own nodes do not run: that is no fault of a site.
             detail = f"the {scope.description} cannot be run by itself: {error}"
-            yield from (Comparison(f"site {r.site.name!r}", np.inf, 0.0, False, r.site.name, detail) for r in some)
+            for name in (r.site.name for r in some):
+                yield Comparison(f"site {name!r}", 0.0, 0.0, True, name, detail, comparable=False)
             return
         yield from self._compare(scope, emitted, captured)
 
@@ -150,8 +156,13 @@ class AttentionChecks(SiteChecks):
             channels = site.value_head_size * (site.num_heads if site.output_layout is Layout.BSN else 1)
             known = captured.get(site.output)
             largest = 1.0 if known is None else float(np.abs(known[np.isfinite(known)]).max(initial=0.0))
-            found[site.output] = Noisy(site.dtype, channels, largest)
+            perm = site.output_perm
+            behind = len(perm) - 1 - perm.index(len(perm) - 1) if perm else 0
+            found[site.output] = Noisy(site.dtype, channels, largest, behind)
         return found
+
+    def outputs(self) -> dict[str, list[str]]:
+        return {r.site.name: [r.site.output] for r in self.rewrites}
 
     def emit(self, sites: Sequence[str]) -> onnx.ModelProto:
         return emit_scopes(list(self.scopes), [r for r in self.rewrites if r.site.name in set(sites)])
@@ -213,17 +224,37 @@ class AttentionChecks(SiteChecks):
                     if place not in known and operand.tensor in known:
                         laid = operand.laid(known[operand.tensor])
                         known[place] = laid if operand.role == "pad" else laid.astype(np.int64)
+                if (
+                    mask.bias
+                    and places["bias"] not in known
+                    and (total := _sum_bias(site, mask.bias, known)) is not None
+                ):
+                    known[places["bias"]] = total
                 if rows is not None and rewrite.mask.weaker is not None and "segment_q" in places:
                     known[places["segment_q"]] = rows
             if not all(n in known for node in nodes for n in node.input[3:]):
-                continue  # a bias that the emitted graph adds up itself; the outputs tell
+                continue  # an operand that the emitted graph computes itself; the outputs tell
             tensors = (site.query.tensor, site.key.tensor, site.value.tensor)
+            if not all(n in known for n in (*tensors, site.output)):
+                continue  # nodes that nothing here computes
             own = {n: rounded(x, site.dtype) if n in {*tensors, site.output} else x for n, x in known.items()}
             second = None if rows is None else rows > 0
             calls = [
                 OperatorCall(node, [*tensors, *node.input[3:]], second if i else None) for i, node in enumerate(nodes)
             ]
             yield compare_site(site, calls, own, known[site.output], rewrite.ignores_empty_rows)
+
+
+def _sum_bias(site: AttentionSite, terms: Sequence[MaskTerm], known: Mapping[str, np.ndarray]) -> np.ndarray | None:
+    """The bias of a site that the emitted graph makes of several tensors or in other axes; None where it is not just a sum."""
+    if site.floored or any(t.kind is not TermKind.ADD or t.tensor not in known for t in terms):
+        return None
+    sizes = scores_shape(site, known)
+    total = np.zeros((1, 1, 1, 1), np.float32)
+    with np.errstate(over="ignore"):  # the lowest number twice is -inf in the graph, too
+        for term in terms:
+            total = total + term.spread(known[term.tensor], sizes).astype(np.float32) * np.float32(term.scale)
+    return total
 
 
 def _nodes_of(writers: Mapping[str, onnx.NodeProto], output: str) -> list[onnx.NodeProto]:
@@ -246,6 +277,25 @@ def _row_numbers(rewrite: Rewrite, known: Mapping[str, np.ndarray]) -> np.ndarra
     shape = (query.shape[0], 1, query.shape[2], key.shape[2])
     expressions = (mask.expression, *mask.weaker.expressions[:-1])
     return number_rows([allowed_by_mask(site, replace(mask, expression=e), known, shape)[0] for e in expressions])
+
+
+def _run_redrawn(maker: InputMaker, case: Case, model: onnx.ModelProto, run: Callable[[Tensors], Tensors]) -> Tensors:
+    """The tensors of a run, whose inputs are drawn otherwise as long as the original refuses them.
+
+    Args:
+        maker: draws the inputs.
+        case: their sizes.
+        model: the one that runs.
+        run: gives its inputs and outputs.
+    """
+    narrower = InputNarrower(maker)
+    while True:
+        feed = maker.draw(case, np.random.default_rng(0))
+        try:
+            return run(feed)
+        except RuntimeFailure as error:
+            if not narrower.narrow(model, str(error), case, feed):
+                raise
 
 
 def _absorbs(rewrite: Rewrite) -> bool:

@@ -70,7 +70,7 @@ def compare_site(
     site, known = _multiplied(site, known)
     original = known[site.output]
     if site.output_flat:
-        scores = _scores_shape(site, known)
+        scores = scores_shape(site, known)
         outer = scores[2] if site.output_perm else scores[0]
         original, computed = (x.reshape(outer, -1, x.shape[-1]) for x in (original, computed))
     if site.output_perm:
@@ -103,7 +103,7 @@ def compare_site(
     own = heads_in_layout(computed, site.output_layout, site.num_heads)
     shape, total = own.shape, own.size
     empty = ~np.isfinite(own).all(-1) | (mine == 0).all(-1)
-    sample = choose_rows(_rows_away(mine, own), empty, _scores_shape(site, known)[3])
+    sample = choose_rows(_rows_away(mine, own), empty, scores_shape(site, known)[3])
     if sample is not None:
         mine, own = sample.pick(mine), sample.pick(own)
     reference = site_exactly(*given, sample=sample)
@@ -145,8 +145,8 @@ def compare_site(
     return Comparison(what, worst, budget, worst <= budget, site.name, detail, coverage)
 
 
-def _scores_shape(site: AttentionSite, known: Mapping[str, np.ndarray]) -> tuple[int, int, int, int]:
-    """B, H, S, T."""
+def scores_shape(site: AttentionSite, known: Mapping[str, np.ndarray]) -> tuple[int, int, int, int]:
+    """B, H, S, T of a run."""
     query, key = _laid_out(known, site.query), _laid_out(known, site.key)
     rows, keys = (x.shape[2 if o.layout is Layout.BHSD else 1] for x, o in ((query, site.query), (key, site.key)))
     return query.shape[0], site.num_heads, rows, keys
@@ -190,8 +190,9 @@ def site_exactly(
     if site.softcap:
         scores = dtype(site.softcap) * np.tanh(scores / dtype(site.softcap))
     added = None if np.isfinite(k).all() and np.isfinite(v).all() else np.zeros_like(scores)  # to scores of 0
+    sizes = scores_shape(site, known)
     for term in site.terms:
-        value = pick(term.spread(known[term.tensor], len(q)))
+        value = pick(term.spread(known[term.tensor], sizes))
         scores = term.apply(scores, value)
         added = None if added is None else term.apply(added, value)
     leaks = np.zeros(1, bool)  # of pairs

@@ -81,10 +81,6 @@ def expand_contrib_attention(fused: FusedNode) -> None:
         raise UnsupportedError(f"its past and present share a buffer: {_REASONS['past_sequence_length']}")
     if node.attributes.get("do_rotary"):
         raise UnsupportedError("it rotates query and key, which is not expanded")
-    if not fused.input(2):
-        raise UnsupportedError(
-            "it has no bias, without which ONNX Runtime's CPU provider ends the process; add one of zeros"
-        )
     query, key, value = node.projected()
     past = fused.input(4)
     past_key_value = ("", "")

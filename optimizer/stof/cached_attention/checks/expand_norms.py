@@ -10,13 +10,15 @@ from onnx import helper
 
 from stof.cached_attention.expand_sites import add_rms_norm, expand_sites, split_packed
 from stof.cached_attention.site import INPUT_INDEX, CacheSite
+from stof.execution.runtime_faults import RuntimeFault
 from stof.graph.node_builder import Builder
 from stof.graph.protobuf import copy_node
 
 
 def expand_norms(model: onnx.ModelProto, sites: Sequence[CacheSite]) -> onnx.ModelProto:
-    """A copy in which standard nodes normalize the heads of queries and keys; the model itself where no site has norms."""
+    """A copy in which standard nodes normalize the heads of queries and keys; the model itself where it runs as it is."""
     wanted = [s for s in sites if s.input("q_norm_weight")]
+    wanted = wanted if wanted and RuntimeFault.HEAD_NORMS.is_present() else []
     return expand_sites(model, wanted, "stof_norm", _add_without_norms) if wanted else model
 
 

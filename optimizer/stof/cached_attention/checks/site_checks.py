@@ -32,6 +32,7 @@ from stof.cached_attention.run_inputs import CacheInputMaker
 from stof.cached_attention.run_lengths import RunLengths
 from stof.cached_attention.site import INPUT_INDEX, INPUTS, OP, OP_INPUTS, CacheSite
 from stof.execution.case import Case
+from stof.execution.runtime_faults import RuntimeFault
 from stof.graph.node_fields import PlainValue
 from stof.runtime.library import LibraryError, Op
 from stof.symbolic import Symbolic
@@ -83,8 +84,8 @@ class CacheChecks(SiteChecks):
         return ModelInputs(self.working, self.symbolic, self._maker, self._cases, rows=self._lengths)
 
     def _cases(self, tokens: float) -> list[Case]:
-        # ONNX Runtime refuses padded prompts over sliding-window caches.
-        pads = self._says_padding() and not any(s.sliding for s in self.cache_sites)
+        is_sliding = any(s.sliding for s in self.cache_sites)
+        pads = self._says_padding() and not (is_sliding and RuntimeFault.PADDED_SLIDING_PROMPTS.is_present())
         return self._maker.steps(tokens, pads)
 
     def _says_padding(self) -> bool:
@@ -104,6 +105,9 @@ class CacheChecks(SiteChecks):
         # Of quantized caches both are needed: outputs depend on how they were rounded.
         found = [t for s in self.cache_sites for t in (*s.node.input, *s.node.output[: 3 if s.quantized else 2]) if t]
         return [t for t in dict.fromkeys(found) if t not in given]
+
+    def outputs(self) -> dict[str, list[str]]:
+        return {s.name: [o for o in s.node.output if o] for s in self.cache_sites}
 
     def emit(self, sites: Sequence[str]) -> onnx.ModelProto:
         return emit_caches(self._base, [s for s in self.cache_sites if s.name in set(sites)])

@@ -29,6 +29,7 @@ from stof.cached_attention.paged.oracle import PagedStep, PagedStepResult, compu
 from stof.cached_attention.paged.run_inputs import PagedInputMaker
 from stof.cached_attention.paged.site import INPUT_INDEX, INPUTS, OP, OP_INPUTS, PagedSite
 from stof.execution.case import Case
+from stof.execution.runtime_faults import RuntimeFault
 from stof.graph.node_fields import PlainValue, input_of
 from stof.runtime.library import LibraryError, Op
 from stof.symbolic import Symbolic
@@ -68,7 +69,8 @@ class PagedChecks(SiteChecks):
         self._maker = PagedInputMaker(base, symbolic, paged_sites, shapes)
 
     def model_inputs(self) -> ModelInputs:
-        original = expand_pages(self._base, [replace(s, declared=None) for s in self.paged_sites])
+        sites = [replace(s, declared=None) for s in self.paged_sites]
+        original = expand_pages(self._base, sites) if RuntimeFault.NO_PAGED_ATTENTION.is_present() else None
         return ModelInputs(self.working, self.symbolic, self._maker, self._cases, original=original)
 
     def _cases(self, tokens: float) -> list[Case]:
@@ -78,6 +80,9 @@ class PagedChecks(SiteChecks):
         given = {i.name for i in self._base.graph.input}
         found = [t for s in self.paged_sites for t in (*s.node.input, *s.node.output[:3]) if t]
         return [t for t in dict.fromkeys(found) if t not in given]
+
+    def outputs(self) -> dict[str, list[str]]:
+        return {s.name: [o for o in s.node.output if o] for s in self.paged_sites}
 
     def emit(self, sites: Sequence[str]) -> onnx.ModelProto:
         return emit_pages(self._base, [s for s in self.paged_sites if s.name in set(sites)])

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from stof.errors import UnsupportedError
 from stof.fusion.description.format import (
+    ARITY,
     MOST_AXES,
     MOST_INPUTS,
     MOST_NODES,
@@ -44,13 +45,14 @@ class ChainOutput:
 
 @dataclass(frozen=True)
 class ChainDescription:
-    """A chain as text, with the counts that its cost depends on."""
+    """A chain as text, with the counts and functions that its cost depends on."""
 
     text: str
     inputs: int
     outputs: int
     nodes: int
     reductions: int
+    functions: frozenset[str]
 
 
 def describe_chain(
@@ -84,7 +86,8 @@ def describe_chain(
     ):
         if found > most:
             raise UnsupportedError(f"{found} {words}, expected at most {most}")
-    return ChainDescription(text, inputs, len(outputs), len(printer.order), reductions)
+    functions = frozenset(pool.terms[t][0] for t in printer.order) & ARITY.keys()
+    return ChainDescription(text, inputs, len(outputs), len(printer.order), reductions, functions)
 
 
 class _DescriptionPrinter:

@@ -43,7 +43,7 @@ _NEGLIGIBLE = 1e-9  # seconds of an operator without a kernel: decides between s
 # Throughput of StofGemm, epilogue included, over the runtime's matmul (H100, docs/design/gemm.md, stof beside cuBLASLt alone).
 # Lower of two runs, rounded down; means of 23 usual GEMMs, 7 pairs and 8 with activations that cuBLASLt lacks.
 SHARE_USUAL, _SHARE_PAIR, _SHARE_ACTIVATION = 0.94, 0.94, 0.86
-_ACTIVATIONS = ("gelu(", "silu(", "sigmoid(")  # cuBLASLt has GELU by tanh alone
+_ACTIVATIONS = frozenset({"gelu", "silu", "sigmoid"})  # cuBLASLt has GELU by tanh alone
 # A matmul of 128 rows takes this much longer for each 64 of its inner dimension (4.1 us at 768, 6.8 at 3072).
 _INNER_STEP, _STEP_SECONDS = 64, 0.1e-6
 
@@ -234,8 +234,8 @@ def _gemm_share(chain: FusedChain | RefusedRegion) -> float:
     """Throughput of StofGemm over the runtime's matmul."""
     if getattr(chain, "pair", 0):
         return _SHARE_PAIR
-    text = chain.description.text if isinstance(chain, FusedChain) else ""
-    return _SHARE_ACTIVATION if any(word in text for word in _ACTIVATIONS) else SHARE_USUAL
+    functions = chain.description.functions if isinstance(chain, FusedChain) else frozenset[str]()
+    return _SHARE_ACTIVATION if functions & _ACTIVATIONS else SHARE_USUAL
 
 
 def frequent_start(space: SchemeSpace, words: Sequence[str], counts: Mapping[tuple[str, ...], int]) -> list[Segment]:

@@ -32,7 +32,8 @@ class _UnprovenError(Exception):
 def proven_radius(symbolic: Symbolic, site: AttentionSite, term: MaskTerm) -> int | None:
     """The distance beyond which a bias is constant for each head, where it depends on head and k - q alone; else None."""
     tensor = symbolic.value(term.tensor)
-    if tensor is None or term.kind is not TermKind.ADD or term.windows:
+    is_split = term.view is not None and any(map(term.view.splits, (0, 2, 3)))
+    if tensor is None or term.kind is not TermKind.ADD or is_split:
         return None
     value = element_of_pair(tensor, site, term)
     if not isinstance(value, Real):

@@ -10,8 +10,14 @@ from stof.symbolic.facts import Fact, Rule, RuleContext, dtype_kind
 from stof.symbolic.tensor import Index, Shape, SymTensor
 
 
-def broadcast(shapes: list[Shape], context: RuleContext | None = None) -> Shape:
-    """The broadcast shape. Different symbolic sizes count as equal, as they are in every valid run."""
+def broadcast(shapes: list[Shape], context: RuleContext | None = None, *, equates: bool = False) -> Shape:
+    """The broadcast shape. Different symbolic sizes count as equal, but for exact facts: one of them may be 1.
+
+    Args:
+        shapes: of the operands.
+        context: of the node; None: facts are not exact.
+        equates: whether sizes that count as equal are recorded.
+    """
     rank = max(len(s) for s in shapes)
     one = integer(1)
     result = []
@@ -20,9 +26,17 @@ def broadcast(shapes: list[Shape], context: RuleContext | None = None) -> Shape:
         for s in shapes:
             own_axis = axis - rank + len(s)
             d = s[own_axis] if own_axis >= 0 else one
-            if one not in (d, found) and context is not None:
-                context.equate(found, d)
-            if d != one and (found == one or (found.constant is None and d.constant is not None)):
+            if one not in (d, found) and equates and context is not None:
+                context.equate(found, d, is_forced=False)
+            if (
+                context is not None
+                and context.is_exact
+                and found.constant is None
+                and d.constant is None
+                and found != d
+            ):
+                found = context.unknown_size(axis)
+            elif d != one and (found == one or (found.constant is None and d.constant is not None)):
                 found = d
         result.append(found)
     return tuple(result)
@@ -50,7 +64,7 @@ def elementwise(
     if any(s is None for s in shapes):
         return None
     known = [s for s in shapes if s is not None]
-    shape = broadcast(known, context)
+    shape = broadcast(known, context, equates=True)
     out = dtype if dtype is not None else inputs[-1].dtype or inputs[0].dtype
     kind = dtype_kind(out)
     values = [f.value for f in inputs]

@@ -13,6 +13,7 @@ from stof.symbolic.rules.movement_helpers import element_count
 from stof.symbolic.tensor import Index, SymTensor, constant_tensor
 
 ZERO, ONE = integer(0), integer(1)
+_MOST_COUNTED = 1 << 11  # elements of a formula that are computed one by one
 
 
 def _is_constant_along(tensor: SymTensor, axes: set[int]) -> bool:
@@ -61,18 +62,18 @@ def _nonzero(context: RuleContext) -> list[Fact] | None:
     rank = integer(len(data))
     if value is None:
         return None
-    if not _is_constant_along(value, set(range(len(data)))):
-        stored = value.constant
-        if stored is None:
+    if len(data) == 1 and _is_constant_along(value, {0}):
+        element = value.at((ZERO,))
+        if not _is_number(element):
             return None
-        array = np.array(np.nonzero(stored), np.int64)
-        shape = (rank, integer(array.shape[1]))
-        return [Fact(TensorProto.INT64, shape, constant_tensor(context.node.output[0], array))]
-    element = value.at((ZERO,) * len(data))
-    if not _is_number(element) or len(data) > 1:
+        shape = (rank, element_count(data) if _is_true(element) else ZERO)
+        return [Fact(TensorProto.INT64, shape, SymTensor(shape, "i", lambda index: index[1]))]
+    stored = value.numbers(_MOST_COUNTED)
+    if stored is None:
         return None
-    shape = (rank, element_count(data) if _is_true(element) else ZERO)
-    return [Fact(TensorProto.INT64, shape, SymTensor(shape, "i", lambda index: index[1]))]
+    array = np.array(np.nonzero(stored), np.int64)
+    shape = (rank, integer(array.shape[1]))
+    return [Fact(TensorProto.INT64, shape, constant_tensor(context.node.output[0], array))]
 
 
 def _is_number(value: Scalar) -> bool:

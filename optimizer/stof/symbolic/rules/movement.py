@@ -100,12 +100,12 @@ def _equate_read(context: RuleContext, where: SymTensor, size: Int, part: int | 
         if variable == ZERO:
             continue
         if position == variable:
-            context.equate(length, size)
+            context.equate(length, size, is_forced=False)
         row = position - variable
         for outer, count in zip(probe, where.shape, strict=False):
             width = row.divide(outer)
             if width is not None and width.constant is None and size == width * count:
-                context.equate(length, width)
+                context.equate(length, width, is_forced=False)
 
 
 def _gather_nd(context: RuleContext) -> list[Fact] | None:
@@ -177,6 +177,8 @@ def _slice(context: RuleContext) -> list[Fact] | None:
             length = floor_div(length + integer(step - 1), step)
         plan[axis] = (first, step)
         shape[axis] = integer(max(0, length.constant)) if length.constant is not None else length
+        if context.is_exact and not (_is_within(first, n) and _is_within(last, n)):
+            shape[axis] = context.unknown_size(axis)
 
     def at(index: Index) -> Scalar:
         source_index = [plan[a][0] + i * integer(plan[a][1]) if a in plan else i for a, i in enumerate(index)]
@@ -215,6 +217,12 @@ def _clamp(position: Int, n: Int) -> Int:
     return position  # within the axis in every valid run
 
 
+def _is_within(position: Int, n: Int) -> bool:
+    """Whether a position lies in an axis of n in every run, where sizes are at least 1. One in a table of fixed size does."""
+    least = bound(position, upper=False, smallest=1.0)
+    return least >= 0 and (n.constant is not None or bound(n - position, upper=False, smallest=1.0) >= 0)
+
+
 def _concat(context: RuleContext) -> list[Fact] | None:
     count = len(context.node.input)
     shapes = [context.shape(i) for i in range(count)]
@@ -225,6 +233,7 @@ def _concat(context: RuleContext) -> list[Fact] | None:
     starts = [ZERO]
     for s in known:
         starts.append(starts[-1] + s[axis])
+        context.equate_shapes(known[0][:axis] + known[0][axis + 1 :], s[:axis] + s[axis + 1 :])
     shape = (*known[0][:axis], starts[-1], *known[0][axis + 1 :])
     values = [context.value(i) for i in range(count)]
     if any(v is None for v in values):
@@ -258,7 +267,7 @@ def _expand(context: RuleContext) -> list[Fact] | None:
     data, wanted = context.shape(0), context.ints(1)
     if data is None or wanted is None:
         return None
-    shape = broadcast([data, tuple(wanted)])
+    shape = broadcast([data, tuple(wanted)], context)
     value = context.value(0)
     return [moved_fact(context, shape, lambda index: value.at(project(index, data)) if value else ZERO)]
 

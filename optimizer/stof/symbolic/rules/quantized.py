@@ -13,10 +13,10 @@ from stof.symbolic.tensor import Shape
 _FLOAT, _UINT8, _INT32 = int(TensorProto.FLOAT), int(TensorProto.UINT8), int(TensorProto.INT32)
 
 
-def _matmul_shape(a: Shape | None, b: Shape | None) -> Shape | None:
+def _matmul_shape(context: RuleContext, a: Shape | None, b: Shape | None) -> Shape | None:
     if a is None or b is None or len(a) < 2 or len(b) < 2:
         return None
-    return (*broadcast([a[:-2], b[:-2]]), a[-2], b[-1])
+    return (*broadcast([a[:-2], b[:-2]], context), a[-2], b[-1])
 
 
 def _dynamic_quantize(context: RuleContext) -> list[Fact]:
@@ -33,19 +33,19 @@ def _dequantize(context: RuleContext) -> list[Fact]:
 
 
 def _matmul_integer(context: RuleContext) -> list[Fact]:
-    return [Fact(_INT32, _matmul_shape(context.shape(0), context.shape(1)))]
+    return [Fact(_INT32, _matmul_shape(context, context.shape(0), context.shape(1)))]
 
 
 def _matmul_float(context: RuleContext) -> list[Fact]:
-    return [Fact(_FLOAT, _matmul_shape(context.shape(0), context.shape(1)))]
+    return [Fact(_FLOAT, _matmul_shape(context, context.shape(0), context.shape(1)))]
 
 
 def _matmul_scaled(context: RuleContext) -> list[Fact]:
-    return [Fact(context.fact(2).dtype or _FLOAT, _matmul_shape(context.shape(0), context.shape(1)))]
+    return [Fact(context.fact(2).dtype or _FLOAT, _matmul_shape(context, context.shape(0), context.shape(1)))]
 
 
 def _qlinear_matmul(context: RuleContext) -> list[Fact]:
-    return [Fact(context.fact(7).dtype or _UINT8, _matmul_shape(context.shape(0), context.shape(3)))]
+    return [Fact(context.fact(7).dtype or _UINT8, _matmul_shape(context, context.shape(0), context.shape(3)))]
 
 
 def _conv_integer(context: RuleContext) -> list[Fact] | None:
@@ -60,7 +60,7 @@ def _qlinear_conv(context: RuleContext) -> list[Fact] | None:
 
 def _qlinear_binary(context: RuleContext) -> list[Fact]:
     a, b = context.shape(0), context.shape(3)
-    return [Fact(context.fact(0).dtype, None if a is None or b is None else broadcast([a, b]))]
+    return [Fact(context.fact(0).dtype, None if a is None or b is None else broadcast([a, b], context))]
 
 
 def _embed(context: RuleContext) -> list[Fact] | None:

@@ -8,6 +8,8 @@ from stof.symbolic.facts import Fact, Rule, RuleContext
 from stof.symbolic.rules.fused_attention import paged_attention
 from stof.symbolic.tensor import Shape
 
+_DOWN_SCALES = 15  # of StofSparseMLP's inputs
+
 
 def _attention(context: RuleContext) -> list[Fact] | None:
     query, value = context.shape(0), context.shape(2)
@@ -63,8 +65,9 @@ def _present_rows(context: RuleContext, past: Shape | None) -> Int | None:
 def _sparse_mlp(context: RuleContext) -> list[Fact] | None:
     tokens, weight = context.shape(1 if context.has(1) else 0), context.shape(4)
     dtype = context.fact(1 if context.has(1) else 0).dtype
-    # Of quantized weights, the rows hold bytes.
-    if not tokens or weight is None or len(weight) != 2 or context.number("bits", 0):
+    if context.number("bits", 0):
+        weight = context.shape(_DOWN_SCALES)  # rows of a quantized weight hold bytes
+    if not tokens or weight is None or len(weight) != 2:
         return [Fact(dtype)]
     return [Fact(dtype, (*tokens[:-1], weight[1]))]
 

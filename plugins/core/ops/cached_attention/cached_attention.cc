@@ -59,6 +59,8 @@ class CachedAttentionOp final : public Op {
  private:
   // Checks every input, and fills sizes, strides and addresses.
   Status Bind(const Inputs& inputs, Step* step) const;
+  // The same, and the types and shapes of the outputs.
+  Status BindOutputs(const Inputs& inputs, int output_count, Step* step, Tensor* outputs) const;
   Status BindCache(const Inputs& inputs, Step* step) const;
   Status MakeMask(const Inputs& inputs, std::shared_ptr<const CachedMask>* mask) const;
   // Allocates the step's memory, and sets the query, key and value of attention.
@@ -112,12 +114,12 @@ Status CachedAttentionOp::BindCache(const Inputs& inputs, Step* step) const {
   a.sliding_window = attributes_.sliding_window;
   if (inputs.Has(in::kPastKey)) {
     const Tensor& past = inputs[in::kPastKey];
-    const std::string form = "[" + std::to_string(a.B) + ", " + std::to_string(a.G) + ", capacity, " +
-                             std::to_string(a.D) + "] and data type " + TypeText(a.dtype) + ", int8 or fp8 e4m3fn";
     a.cache_dtype = past.dtype;
     if ((past.dtype != a.dtype && !IsQuantized(past.dtype)) || past.rank != 4 || past.dims[0] != a.B ||
         past.dims[1] != a.G || past.dims[3] != a.D || past.dims[2] > Limits::kMostLength) {
-      return inputs.Unexpected(in::kPastKey, form);
+      return inputs.Unexpected(in::kPastKey, "[" + std::to_string(a.B) + ", " + std::to_string(a.G) + ", capacity, " +
+                                                 std::to_string(a.D) + "] and data type " + TypeText(a.dtype) +
+                                                 ", int8 or fp8 e4m3fn");
     }
     a.past_capacity = past.dims[2];
     STOF_RETURN_IF_ERROR(inputs.Check(in::kPastValue, a.cache_dtype, {a.B, a.G, a.past_capacity, a.D}));
@@ -161,17 +163,21 @@ Status CachedAttentionOp::Bind(const Inputs& inputs, Step* step) const {
   return Status();
 }
 
-Status CachedAttentionOp::InferOutputs(const Tensor* inputs, int input_count, Tensor* outputs, int output_count) const {
+Status CachedAttentionOp::BindOutputs(const Inputs& inputs, int output_count, Step* step, Tensor* outputs) const {
   if (output_count != kOutputs) {
     return Status::Error("has " + std::to_string(output_count) +
                          " outputs, expected output, present_key and present_value");
   }
-  Step step;
-  STOF_RETURN_IF_ERROR(Bind(Inputs(inputs, input_count, in::kNames), &step));
-  const CacheAppendArgs& a = step.append;
+  STOF_RETURN_IF_ERROR(Bind(inputs, step));
+  const CacheAppendArgs& a = step->append;
   outputs[0] = TensorOfShape(a.dtype, {a.B, a.S, a.H * a.D});
   outputs[1] = outputs[2] = TensorOfShape(CacheType(a), {a.B, a.G, a.capacity, a.D});
   return Status();
+}
+
+Status CachedAttentionOp::InferOutputs(const Tensor* inputs, int input_count, Tensor* outputs, int output_count) const {
+  Step step;
+  return BindOutputs(Inputs(inputs, input_count, in::kNames), output_count, &step, outputs);
 }
 
 Status CachedAttentionOp::Allocate(const RunContext& context, Step* step) const {
@@ -217,8 +223,7 @@ Status CachedAttentionOp::Run(const Tensor* inputs, int input_count, const Tenso
   const Inputs all(inputs, input_count, in::kNames);
   Step step;
   Tensor expected[kOutputs];
-  STOF_RETURN_IF_ERROR(InferOutputs(inputs, input_count, expected, output_count));
-  STOF_RETURN_IF_ERROR(Bind(all, &step));
+  STOF_RETURN_IF_ERROR(BindOutputs(all, output_count, &step, expected));
   for (int i = 0; i < kOutputs; ++i) STOF_RETURN_IF_ERROR(CheckOutput(kOutputNames[i], outputs[i], expected[i]));
   std::shared_ptr<const CachedMask> mask = mask_;
   if (mask == nullptr) STOF_RETURN_IF_ERROR(MakeMask(all, &mask));
@@ -323,8 +328,10 @@ Status CachedAttentionOp::RunOnCuda(const CachedMask& mask, const Tables& given,
     return backend->attention.run(t, nullptr, *mask.of_first_prompt, sizes, given, own);
   }
   Tables operands = given;
-  operands.emplace_back(kFirstPositions, TensorOfShape(DType::kI32, {a.B}));
-  operands.back().second.data = a.first_row;
+  if (!IsLimitedToKeyRange(t)) {
+    operands.emplace_back(kFirstPositions, TensorOfShape(DType::kI32, {a.B}));
+    operands.back().second.data = a.first_row;
+  }
   return backend->attention.run(t, nullptr, is_packed ? *mask.of_groups : *mask.on_device, sizes, operands, own);
 }
 

@@ -2,7 +2,6 @@
 #include "plugins/core/ops/cached_attention/new_tokens.h"
 
 #include <string>
-#include <vector>
 
 #include "plugins/core/contract/attention_limits.h"
 
@@ -45,9 +44,10 @@ Status BindTokens(const NamedInputs& inputs, const TokenInputs& at, const Cached
     a.key_stride = a.value_stride = a.query_stride;
     return Status();
   }
-  const std::vector<int64_t> shape =
-      has_batch_axis ? std::vector<int64_t>{a.B, a.S, G * a.D} : std::vector<int64_t>{a.S, G * a.D};
-  for (const int i : {at.key, at.value}) STOF_RETURN_IF_ERROR(inputs.Check(i, a.dtype, shape));
+  for (const int i : {at.key, at.value}) {
+    STOF_RETURN_IF_ERROR(has_batch_axis ? inputs.Check(i, a.dtype, {a.B, a.S, G * a.D})
+                                        : inputs.Check(i, a.dtype, {a.S, G * a.D}));
+  }
   a.key = inputs[at.key].data;
   a.value = inputs[at.value].data;
   a.key_stride = a.value_stride = {a.S * G * a.D, a.D, G * a.D};
