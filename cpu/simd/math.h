@@ -1,44 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
-// Vectors of fp32 for chains and the functions of docs/reference/chain-format.md on them, to fp32's own accuracy (about
-// 2 units in the last place; tests/cpp/chain/test_chain.cc measures it). Included once per instruction set. Polynomials
-// are minimax fits of our own.
-#ifndef STOF_CPU_CHAIN_FUNCTIONS_H_
-#define STOF_CPU_CHAIN_FUNCTIONS_H_
+// The functions of docs/reference/chain-format.md on vectors of fp32, to fp32's own accuracy (about 2 units in the last
+// place; tests/cpp/chain/test_chain.cc measures it), and faster ones of a smaller range for attention. Polynomials are
+// minimax fits of our own.
+#ifndef STOF_CPU_SIMD_MATH_H_
+#define STOF_CPU_SIMD_MATH_H_
 
-#include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <limits>
-
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
 
 #include "cpu/simd/convert.h"
+#include "cpu/simd/simd.h"
 
 namespace stof {
 namespace cpu {
-namespace STOF_ISA::chain {
+namespace {
 
-#if defined(__AVX512F__)
-constexpr int kLanes = 16;
-#elif defined(__AVX2__)
-constexpr int kLanes = 8;
-#else
-constexpr int kLanes = 4;
-#endif
+typedef int32_t I __attribute__((vector_size(4 * kWidth)));
+typedef uint32_t U __attribute__((vector_size(4 * kWidth)));  // for sums that may wrap around
 
-typedef float V __attribute__((vector_size(4 * kLanes)));
-typedef int32_t I __attribute__((vector_size(4 * kLanes)));
-typedef uint32_t U __attribute__((vector_size(4 * kLanes)));  // for sums that may wrap around
-
-inline V Set(float x) { return x - V{}; }  // not V{} + x, which is 0 for -0
-inline V Load(const float* p) {
-  V v;
-  std::memcpy(&v, p, sizeof v);
-  return v;
-}
-inline void Store(float* p, V v) { std::memcpy(p, &v, sizeof v); }
+inline V Set(float x) { return Simd::Set1(x); }
+inline V Fma(V a, V b, V c) { return Simd::Fma(a, b, c); }
 inline I Bits(V v) {
   I i;
   std::memcpy(&i, &v, sizeof i);
@@ -59,81 +40,6 @@ inline V Float(I i) {
   std::memcpy(&v, &i, sizeof v);
   return v;
 }
-
-// The first `count` values, zeros beyond; 1 <= count <= kLanes.
-inline V LoadSome(const float* p, int count) {
-#if defined(__AVX512F__)
-  return _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << count) - 1), p);
-#elif defined(__AVX2__)
-  const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-  return _mm256_maskload_ps(p, _mm256_cmpgt_epi32(_mm256_set1_epi32(count), lane));
-#else
-  V v = {};
-  for (int i = 0; i < count; ++i) v[i] = p[i];
-  return v;
-#endif
-}
-inline void StoreSome(float* p, V v, int count) {
-#if defined(__AVX512F__)
-  _mm512_mask_storeu_ps(p, static_cast<__mmask16>((1u << count) - 1), v);
-#elif defined(__AVX2__)
-  const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-  _mm256_maskstore_ps(p, _mm256_cmpgt_epi32(_mm256_set1_epi32(count), lane), v);
-#else
-  for (int i = 0; i < count; ++i) p[i] = v[i];
-#endif
-}
-
-// a * b + c, rounded once where the instruction set can.
-inline V Fma(V a, V b, V c) {
-#if defined(__AVX512F__)
-  return _mm512_fmadd_ps(a, b, c);
-#elif defined(__AVX2__)
-  return _mm256_fmadd_ps(a, b, c);
-#else
-  return a * b + c;
-#endif
-}
-inline V Sqrt(V v) {
-#if defined(__AVX512F__)
-  return _mm512_sqrt_ps(v);
-#elif defined(__AVX2__)
-  return _mm256_sqrt_ps(v);
-#else
-  for (int i = 0; i < kLanes; ++i) v[i] = std::sqrt(v[i]);
-  return v;
-#endif
-}
-inline V Floor(V v) {
-#if defined(__AVX512F__)
-  return _mm512_roundscale_ps(v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-#elif defined(__AVX2__)
-  return _mm256_round_ps(v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-#else
-  for (int i = 0; i < kLanes; ++i) v[i] = std::floor(v[i]);
-  return v;
-#endif
-}
-inline V Ceil(V v) {
-#if defined(__AVX512F__)
-  return _mm512_roundscale_ps(v, _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC);
-#elif defined(__AVX2__)
-  return _mm256_round_ps(v, _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC);
-#else
-  for (int i = 0; i < kLanes; ++i) v[i] = std::ceil(v[i]);
-  return v;
-#endif
-}
-inline V Round(V v) {  // halves to even
-#if defined(__AVX512F__)
-  return _mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-#elif defined(__AVX2__)
-  return _mm256_round_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-#else
-  for (int i = 0; i < kLanes; ++i) v[i] = std::nearbyint(v[i]);
-  return v;
-#endif
-}
 inline bool Any(I mask) {
 #if defined(__AVX512F__)
   return _mm512_test_epi32_mask(reinterpret_cast<__m512i>(mask), reinterpret_cast<__m512i>(mask)) != 0;
@@ -141,30 +47,14 @@ inline bool Any(I mask) {
   return _mm256_movemask_epi8(reinterpret_cast<__m256i>(mask)) != 0;
 #else
   int32_t any = 0;
-  for (int i = 0; i < kLanes; ++i) any |= mask[i];
+  for (int i = 0; i < kWidth; ++i) any |= mask[i];
   return any != 0;
 #endif
 }
 
-// NaN stays NaN: the instructions give their second argument then.
-inline V AtLeast(V x, float least) {
-#if defined(__AVX512F__)
-  return _mm512_max_ps(Set(least), x);
-#elif defined(__AVX2__)
-  return _mm256_max_ps(Set(least), x);
-#else
-  return x < least ? Set(least) : x;
-#endif
-}
-inline V AtMost(V x, float most) {
-#if defined(__AVX512F__)
-  return _mm512_min_ps(Set(most), x);
-#elif defined(__AVX2__)
-  return _mm256_min_ps(Set(most), x);
-#else
-  return x > most ? Set(most) : x;
-#endif
-}
+// NaN stays NaN.
+inline V AtLeast(V x, float least) { return Simd::Max(Set(least), x); }
+inline V AtMost(V x, float most) { return Simd::Min(Set(most), x); }
 
 inline V Abs(V x) { return Float(Bits(x) & 0x7fffffff); }
 inline V WithSign(V magnitude, V sign) {
@@ -180,7 +70,7 @@ inline V Min(V a, V b) {
   return a != a ? a : smaller;
 }
 inline V Relu(V x) { return x < 0.0f ? V{} : x; }
-inline V Rsqrt(V x) { return 1.0f / Sqrt(x); }
+inline V Rsqrt(V x) { return 1.0f / Simd::Sqrt(x); }
 
 // x = n ln 2 + r with n whole and |r| <= ln 2 / 2; *i holds n. Exact products: n has 8 bits, the first part of ln 2
 // has 16.
@@ -231,10 +121,10 @@ inline V Log(V x) {
   const V half = 0.5f * f * f;
   const V rest = Fma(s, half + 2.0f * z * l, e * 1.42860682e-6f);
   V result = Fma(e, Set(0x1.62e4p-1f), f - (half - rest));
-  const float inf = std::numeric_limits<float>::infinity();
+  const float inf = __builtin_inff();
   result = x == 0.0f ? Set(-inf) : result;
   result = x == inf ? x : result;
-  result = x < 0.0f ? Set(std::numeric_limits<float>::quiet_NaN()) : result;
+  result = x < 0.0f ? Set(__builtin_nanf("")) : result;
   return x != x ? x : result;
 }
 
@@ -262,11 +152,6 @@ inline V Tanh(V x) {
 inline V Sigmoid(V x) {
   const V e = ExpDown(-Abs(x));
   return (x < 0.0f ? e : Set(1.0f)) / (e + 1.0f);
-}
-// -inf gives NaN in these and in Gelu, as by their definitions: -inf * 0.
-inline V Silu(V x) { return x * Sigmoid(x); }
-inline V GeluTanh(V x) {  // 1 + tanh(u) = 2 sigmoid(2 u); 2 sqrt(2 / pi) = 1.59...
-  return x * Sigmoid(1.5957691216f * x * Fma(x * x, Set(0.044715f), Set(1.0f)));
 }
 
 // erf(x) - x for |x| <= 1, over x, from z = x * x.
@@ -318,24 +203,18 @@ inline V ErfcOverRoot2(V t) {
   p = Fma(p, t, Set(-0x1.26aed4p+0f));
   return Exp2Down(p * t);
 }
-inline V Gelu(V x) {  // max(x, 0) - |x| / 2 erfc(|x| / sqrt(2))
-  const V t = Abs(x);
-  const V half = -0.5f * AtMost(t, 1e30f);  // inf stays: nothing is taken from it
-  return Fma(half, ErfcOverRoot2(t), x * (x < 0.0f ? V{} : Set(1.0f)));
-}
 
 inline V SinCos(V x, int quarter) {
-#if defined(__AVX2__)
-  constexpr float kMost = 1e5f;  // beyond it the reduction by three parts of pi / 2 loses digits
-  const float parts[3] = {0x1.921fb6p+0f, -0x1.777a5cp-25f, -0x1.ee59dap-50f};
-#else
-  constexpr float kMost = 8192.0f;
-  const float parts[3] = {0x1.92p+0f, 0x1.fb4p-12f, 0x1.4442d2p-24f};
-#endif
+  // Beyond kMost the reduction by three parts of pi / 2 loses digits. Without an FMA the first two parts are short, so
+  // that their products are exact.
+  constexpr float kMost = Simd::kHasFma ? 1e5f : 8192.0f;
+  constexpr float kParts[3] = {Simd::kHasFma ? 0x1.921fb6p+0f : 0x1.92p+0f,
+                               Simd::kHasFma ? -0x1.777a5cp-25f : 0x1.fb4p-12f,
+                               Simd::kHasFma ? -0x1.ee59dap-50f : 0x1.4442d2p-24f};
   if (Any(~(Abs(x) <= kMost))) {
-    for (int i = 0; i < kLanes; ++i) {
+    for (int i = 0; i < kWidth; ++i) {
       const double wide = x[i];
-      x[i] = static_cast<float>(quarter == 0 ? std::sin(wide) : std::cos(wide));
+      x[i] = static_cast<float>(quarter == 0 ? __builtin_sin(wide) : __builtin_cos(wide));
     }
     return x;
   }
@@ -343,9 +222,9 @@ inline V SinCos(V x, int quarter) {
   const V shifted = Fma(x, Set(0x1.45f306p-1f), magic);
   const V n = shifted - magic;
   const U q = Words(shifted) - Words(magic) + static_cast<uint32_t>(quarter);
-  V r = Fma(n, Set(-parts[0]), x);
-  r = Fma(n, Set(-parts[1]), r);
-  r = Fma(n, Set(-parts[2]), r);
+  V r = Fma(n, Set(-kParts[0]), x);
+  r = Fma(n, Set(-kParts[1]), r);
+  r = Fma(n, Set(-kParts[2]), r);
   const V z = r * r;
   V s = Fma(Set(0x1.6ca4e2p-19f), z, Set(-0x1.a00ec4p-13f));
   s = Fma(s, z, Set(0x1.111108p-7f));
@@ -361,7 +240,7 @@ inline V Sin(V x) { return x == 0.0f ? x : SinCos(x, 0); }
 inline V Cos(V x) { return SinCos(x, 1); }
 
 inline V Pow(V x, V y) {
-  for (int i = 0; i < kLanes; ++i) x[i] = std::pow(x[i], y[i]);
+  for (int i = 0; i < kWidth; ++i) x[i] = __builtin_powf(x[i], y[i]);
   return x;
 }
 
@@ -371,7 +250,7 @@ inline V RoundF16(V x) {
 #elif defined(__F16C__)
   return _mm256_cvtph_ps(_mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 #else
-  for (int i = 0; i < kLanes; ++i) x[i] = HalfToFloat(FloatToHalf(x[i]));
+  for (int i = 0; i < kWidth; ++i) x[i] = HalfToFloat(FloatToHalf(x[i]));
   return x;
 #endif
 }
@@ -381,7 +260,57 @@ inline V RoundBf16(V x) {
   return x != x ? Float((bits & 0xffff0000) | 0x400000) : Float(rounded);
 }
 
-}  // namespace STOF_ISA::chain
+// ---- attention ----
+constexpr float kLog2E = 1.44269504088896340736f;
+
+// 2^f - 1 for f in [-0.5, 0.5] by minimax polynomials of 2^f with the constant term held at 1 (Lawson's iteration).
+// Degree 5: relative error of 2^f 9.1e-8 in exact arithmetic, 1.7e-7 with its rounding. Degree 6: 2.0e-9.
+inline V Exp2Fraction5(V f) {
+  V p = Simd::Set1(0x1.5bba13e2fabe0p-10f);
+  p = Simd::Fma(p, f, Simd::Set1(0x1.3cea875966c96p-7f));
+  p = Simd::Fma(p, f, Simd::Set1(0x1.c6b752df2f86cp-5f));
+  p = Simd::Fma(p, f, Simd::Set1(0x1.ebf9bb8a68811p-3f));
+  return Simd::Fma(p, f, Simd::Set1(0x1.62e429203728fp-1f));
+}
+inline V Exp2Fraction6(V f) {
+  V p = Simd::Set1(0x1.41fbbc0f05480p-13f);
+  p = Simd::Fma(p, f, Simd::Set1(0x1.5f3e5307e27c0p-10f));
+  p = Simd::Fma(p, f, Simd::Set1(0x1.3b2d4cf1df05cp-7f));
+  p = Simd::Fma(p, f, Simd::Set1(0x1.c6aee88e6a920p-5f));
+  p = Simd::Fma(p, f, Simd::Set1(0x1.ebfbdc3c3031bp-3f));
+  return Simd::Fma(p, f, Simd::Set1(0x1.62e430af272c9p-1f));
+}
+
+// Adding it rounds to an integer and leaves that integer, biased by 127, in the low bits: 1.5 * 2^23 + 127.
+constexpr float kRoundToExponent = 12583039.0f;
+
+// The range of ExpOfScore's argument: 88 log2(e) = 126.96. 88 scales by 2^127, the largest power of two of a float.
+// -88 scales by 2^-127, whose biased exponent of 0 makes the result 0.
+constexpr float kMostExponent = 88.0f, kLeastExponent = -88.0f;
+
+// e^x for x <= kMostExponent. Exactly 0 at and below kLeastExponent, so that a masked key (-inf) adds nothing; NaN
+// stays NaN. Scores are not premultiplied by log2(e): beyond 2.3e38 they would become infinite. The factor costs
+// nothing here, since two additions become multiply-adds.
+inline V ExpOfScore(V x) {
+  x = Simd::Max(Simd::Set1(kLeastExponent), x);
+  const V log2e = Simd::Set1(kLog2E);
+  const V t = Simd::Fma(x, log2e, Simd::Set1(kRoundToExponent));
+  const V f = Simd::Fma(x, log2e, Simd::Sub(Simd::Set1(kRoundToExponent), t));
+  const V p = Simd::Fma(Exp2Fraction5(f), f, Simd::Set1(1.0f));
+  return Simd::Mul(p, Simd::ShiftToExponent(t));
+}
+
+// tanh(u) from x = 2 log2(e) u, by way of 2^x - 1, which keeps its relative accuracy near 0.
+inline V TanhFromExponent(V x) {
+  x = Simd::Min(Simd::Set1(64.0f), Simd::Max(Simd::Set1(-64.0f), x));
+  const V t = Simd::Add(x, Simd::Set1(kRoundToExponent));
+  const V f = Simd::Sub(x, Simd::Sub(t, Simd::Set1(kRoundToExponent)));
+  const V power = Simd::ShiftToExponent(t);
+  const V e = Simd::Fma(Simd::Mul(Exp2Fraction6(f), f), power, Simd::Sub(power, Simd::Set1(1.0f)));
+  return Simd::Div(e, Simd::Add(e, Simd::Set1(2.0f)));
+}
+
+}  // namespace
 }  // namespace cpu
 }  // namespace stof
-#endif  // STOF_CPU_CHAIN_FUNCTIONS_H_
+#endif  // STOF_CPU_SIMD_MATH_H_

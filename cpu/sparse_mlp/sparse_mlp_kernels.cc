@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The sparse MLP: which neurons are active, their hidden values, and the output. Included once per instruction set.
-#ifndef STOF_CPU_SPARSE_MLP_KERNEL_H_
-#define STOF_CPU_SPARSE_MLP_KERNEL_H_
-
-#include "cpu/chain/functions.h"
+// The sparse MLP: which neurons are active, their hidden values, and the output.
+#include "cpu/kernel_table.h"
+#include "cpu/simd/activation.h"
 #include "cpu/sparse_mlp/dots.h"
 #include "cpu/sparse_mlp/dots_int8.h"
 #include "cpu/sparse_mlp/dots_many_tokens.h"
@@ -13,7 +11,7 @@
 
 namespace stof {
 namespace cpu {
-namespace STOF_ISA::sparse_mlp {
+namespace {
 
 inline void Dots(const DotProblem& p, int64_t first, int64_t last, float* out, int64_t row_stride,
                  int64_t token_stride) {
@@ -21,61 +19,27 @@ inline void Dots(const DotProblem& p, int64_t first, int64_t last, float* out, i
                              : DotsFp32(p, first, last, out, row_stride, token_stride);
 }
 
-template <SparseMlpActivation kActivation>
-inline chain::V Activated(chain::V x) {
-  switch (kActivation) {
-    case SparseMlpActivation::kRelu:
-      return chain::Relu(x);
-    case SparseMlpActivation::kRelu2: {
-      const chain::V positive = chain::Relu(x);
-      return positive * positive;
-    }
-    case SparseMlpActivation::kGelu:
-      return chain::Gelu(x);
-    case SparseMlpActivation::kGeluTanh:
-      return chain::GeluTanh(x);
-    case SparseMlpActivation::kSilu:
-      return chain::Silu(x);
-    default:
-      return x;
-  }
-}
-
-template <SparseMlpActivation kActivation>
+template <typename Function>
 void ActivateAll(int64_t count, float* x) {
   int64_t i = 0;
-  for (; i + chain::kLanes <= count; i += chain::kLanes) {
-    chain::Store(x + i, Activated<kActivation>(chain::Load(x + i)));
-  }
+  for (; i + kWidth <= count; i += kWidth) Simd::Store(x + i, Function::Of(Simd::Load(x + i)));
   if (i == count) return;
-  float rest[chain::kLanes] = {};
-  std::copy(x + i, x + count, rest);
-  chain::Store(rest, Activated<kActivation>(chain::Load(rest)));
-  std::copy(rest, rest + (count - i), x + i);
+  float rest[kWidth] = {};
+  Copy(x + i, x + count, rest);
+  Simd::Store(rest, Function::Of(Simd::Load(rest)));
+  Copy(rest, rest + (count - i), x + i);
 }
 
-inline void Activate(SparseMlpActivation activation, int64_t count, float* x) {
-  switch (activation) {
-    case SparseMlpActivation::kRelu:
-      return ActivateAll<SparseMlpActivation::kRelu>(count, x);
-    case SparseMlpActivation::kRelu2:
-      return ActivateAll<SparseMlpActivation::kRelu2>(count, x);
-    case SparseMlpActivation::kGelu:
-      return ActivateAll<SparseMlpActivation::kGelu>(count, x);
-    case SparseMlpActivation::kGeluTanh:
-      return ActivateAll<SparseMlpActivation::kGeluTanh>(count, x);
-    case SparseMlpActivation::kSilu:
-      return ActivateAll<SparseMlpActivation::kSilu>(count, x);
-    default:
-      return;
-  }
+inline void Activate(Activation activation, int64_t count, float* x) {
+  if (activation == Activation::kNone) return;
+  WithActivation(activation, [&](auto function) { ActivateAll<decltype(function)>(count, x); });
 }
 
 inline void Select(const MlpBlock& b, int64_t first, int64_t last) {
   const SparseMlpArgs& a = *b.args;
   const int64_t count = last - first;
   uint64_t* const masks = b.masks + first;
-  std::fill(masks, masks + count, uint64_t{0});
+  Fill(masks, masks + count, uint64_t{0});
   for (int64_t t = 0; t < b.tokens; ++t) {
     float* const x = b.values + t * a.F + first;
     if (b.gate != nullptr) {
@@ -121,7 +85,7 @@ inline void Hidden(const MlpBlock& b, int64_t first, int64_t last) {
   float gate[kMlpNeurons * kMlpTokens];
   float* const hidden = b.hidden + first * b.tokens;
   if (b.gate == nullptr) {
-    std::fill(gate, gate + values, 0.0f);  // tokens that do not need a neuron have no dot product
+    Fill(gate, gate + values, 0.0f);  // tokens that do not need a neuron have no dot product
     Dots(b.gate_dots, first, last, gate, b.tokens, 1);
     AddBias(b, a.gate_bias, first, count, gate);
     Activate(a.activation, values, gate);
@@ -131,10 +95,10 @@ inline void Hidden(const MlpBlock& b, int64_t first, int64_t last) {
     }
   }
   if (b.up_dots.rows.data == nullptr) {
-    std::copy(gate, gate + values, hidden);
+    Copy(gate, gate + values, hidden);
     return SetIdleToZero(b, first, last);
   }
-  std::fill(hidden, hidden + values, 0.0f);
+  Fill(hidden, hidden + values, 0.0f);
   Dots(b.up_dots, first, last, hidden, b.tokens, 1);
   AddBias(b, a.up_bias, first, count, hidden);
   for (int64_t i = 0; i < values; ++i) hidden[i] *= gate[i];
@@ -151,7 +115,7 @@ inline void Finish(const MlpBlock& b, int64_t begin, int64_t end) {
   constexpr int64_t kColumns = 64;
   alignas(64) float y[kMlpTokens * kColumns];
   for (int64_t n = begin; n < end; n += kColumns) {
-    const int64_t count = std::min(kColumns, end - n);
+    const int64_t count = Min(kColumns, end - n);
     b.has_panel_sums ? SumPanels<kColumns>(b, n, n + count, y) : SumTokens<kColumns>(b, n, n + count, y);
     for (int64_t t = 0; t < b.tokens; ++t) {
       float* const x = y + t * kColumns;
@@ -166,12 +130,14 @@ inline void Finish(const MlpBlock& b, int64_t begin, int64_t end) {
 
 inline void LoadTokens(const void* from, DType dtype, int64_t count, int64_t padded, float* to) {
   ToFloats(from, dtype, count, to);
-  std::fill(to + count, to + padded, 0.0f);
+  Fill(to + count, to + padded, 0.0f);
 }
 
-const SparseMlpKernels kSparseMlpKernels = {LoadTokens, FillPanel, QuantizeToken, Dots, Select, Hidden, Down, Finish};
+}  // namespace
 
-}  // namespace STOF_ISA::sparse_mlp
+STOF_EXPORT_KERNELS(SparseMlpKernels, sparse_mlp) = {
+    LoadTokens, FillPanel, QuantizeToken, Dots, Select, Hidden, Down, Finish,
+};
+
 }  // namespace cpu
 }  // namespace stof
-#endif  // STOF_CPU_SPARSE_MLP_KERNEL_H_

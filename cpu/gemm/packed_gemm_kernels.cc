@@ -1,25 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// GEMM by panels of constant weights, with the epilogue while the block is in the cache. Included once per
-// instruction set, with STOF_TILE_ROWS × STOF_TILE_VECTORS accumulators.
-#ifndef STOF_CPU_GEMM_PACKED_KERNEL_H_
-#define STOF_CPU_GEMM_PACKED_KERNEL_H_
-
-#include <algorithm>
+// GEMM by panels of constant weights, with the epilogue while the block is in the cache.
 #include <cstring>
 
-#include "cpu/chain/functions.h"
 #include "cpu/gemm/packed.h"
-#include STOF_SIMD
+#include "cpu/kernel_table.h"
+#include "cpu/simd/activation.h"
+#include "cpu/simd/algorithms.h"
 
 namespace stof {
 namespace cpu {
-namespace STOF_ISA::packed_gemm {
+namespace {
 
-using namespace chain;  // the epilogue's vectors and functions
-
-constexpr int kTileRows = STOF_TILE_ROWS;
-constexpr int kTileVectors = STOF_TILE_VECTORS;
-constexpr int kTileColumns = kTileVectors * Simd::kWidth;
+constexpr int kTileRows = Simd::kTileRows;
+constexpr int kTileVectors = Simd::kTileVectors;
+constexpr int kTileColumns = kTileVectors * kWidth;
 static_assert(kTileColumns <= kPackedMostColumns, "a block of a product is in a worker's workspace");
 
 // The panel to prefetch, `step` bytes for each step of k: weights are read from memory once. Addresses beyond the
@@ -48,11 +42,10 @@ void PackedTile(const float* a, int64_t lda, const float* b, int64_t depth, floa
   // Rows far apart, which the hardware does not prefetch.
   if (plus.residual.at != nullptr) {
     for (int i = 0; i < kRows; ++i) {
-      for (int j = 0; j < kVectors; ++j)
-        __builtin_prefetch(plus.residual.at + i * plus.residual.stride + j * Simd::kWidth);
+      for (int j = 0; j < kVectors; ++j) __builtin_prefetch(plus.residual.at + i * plus.residual.stride + j * kWidth);
     }
   }
-  Simd::V sum[kRows][kVectors];
+  V sum[kRows][kVectors];
 #pragma GCC unroll 8
   for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 8
@@ -61,31 +54,32 @@ void PackedTile(const float* a, int64_t lda, const float* b, int64_t depth, floa
   for (int64_t k = 0; k < depth; ++k) {
     __builtin_prefetch(next.at, 0, 2);
     next.at += next.step;
-    Simd::V x[kVectors];
+    V x[kVectors];
 #pragma GCC unroll 8
-    for (int j = 0; j < kVectors; ++j) x[j] = Simd::Load(b + j * Simd::kWidth);
-    b += kVectors * Simd::kWidth;
+    for (int j = 0; j < kVectors; ++j) x[j] = Simd::Load(b + j * kWidth);
+    b += kVectors * kWidth;
 #pragma GCC unroll 8
     for (int i = 0; i < kRows; ++i) {
-      const Simd::V y = Simd::Set1(a[i * lda + k]);
+      const V y = Simd::Set1(a[i * lda + k]);
 #pragma GCC unroll 8
       for (int j = 0; j < kVectors; ++j) sum[i][j] = Simd::Fma(y, x[j], sum[i][j]);
     }
   }
-  for (const Addend& addend : {plus.before, plus.bias, plus.residual}) {
+  const Addend addends[] = {plus.before, plus.bias, plus.residual};
+  for (const Addend& addend : addends) {
     if (addend.at == nullptr) continue;
 #pragma GCC unroll 8
     for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 8
       for (int j = 0; j < kVectors; ++j) {
-        sum[i][j] = Simd::Add(sum[i][j], Simd::Load(addend.at + i * addend.stride + j * Simd::kWidth));
+        sum[i][j] = Simd::Add(sum[i][j], Simd::Load(addend.at + i * addend.stride + j * kWidth));
       }
     }
   }
 #pragma GCC unroll 8
   for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 8
-    for (int j = 0; j < kVectors; ++j) Simd::Store(c + i * ldc + j * Simd::kWidth, sum[i][j]);
+    for (int j = 0; j < kVectors; ++j) Simd::Store(c + i * ldc + j * kWidth, sum[i][j]);
   }
 }
 
@@ -107,11 +101,11 @@ struct Tiles<0, kVectors> {
 inline void PackedProduct(const float* a, int64_t K, const float* panel, int64_t width, int64_t rows, float* c,
                           int64_t ldc, const Addends& plus) {
   const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
-  const int64_t slabs = std::max<int64_t>(1, (K + kPackedDepth - 1) / kPackedDepth);
+  const int64_t slabs = Max(1, (K + kPackedDepth - 1) / kPackedDepth);
   const int64_t most = ((K + slabs - 1) / slabs + 3) / 4 * 4;
   int64_t k0 = 0;
   do {
-    const int64_t depth = std::min(most, K - k0);
+    const int64_t depth = Min(most, K - k0);
     Addends addends = k0 + depth < K ? Addends() : plus;
     if (k0 > 0) addends.before = {c, ldc};
     const float* const b = panel + k0 * width;
@@ -120,8 +114,8 @@ inline void PackedProduct(const float* a, int64_t K, const float* panel, int64_t
     const int64_t step = tiles >= 4 ? (width * 4 + tiles - 1) / tiles : 0;
     for (int64_t t = 0, m = 0; t < tiles; ++t) {
       const int64_t count = (rows - m) / (tiles - t);  // as many rows in each tile, give or take one
-      Tiles<kTileRows, kTileVectors>::Of(count, width / Simd::kWidth)(a + m * K + k0, K, b, depth, c + m * ldc, ldc,
-                                                                      addends.Rows(m), {next, step});
+      Tiles<kTileRows, kTileVectors>::Of(count, width / kWidth)(a + m * K + k0, K, b, depth, c + m * ldc, ldc,
+                                                                addends.Rows(m), {next, step});
       next += step * depth;
       m += count;
     }
@@ -130,8 +124,7 @@ inline void PackedProduct(const float* a, int64_t K, const float* panel, int64_t
 }
 
 // Of a panel with so many columns that count, in whole vectors.
-static_assert(Simd::kWidth % kLanes == 0, "epilogues read rows of whole vectors");
-inline int64_t PackedWidth(int64_t wide) { return (wide + Simd::kWidth - 1) / Simd::kWidth * Simd::kWidth; }
+inline int64_t PackedWidth(int64_t wide) { return (wide + kWidth - 1) / kWidth * kWidth; }
 
 struct Block {
   const float *first, *second;
@@ -139,36 +132,22 @@ struct Block {
   float* to;  // rows N apart
 };
 
-template <GemmActivation kActivation>
-inline V Activated(V x) {
-  switch (kActivation) {
-    case GemmActivation::kRelu:
-      return Relu(x);
-    case GemmActivation::kGelu:
-      return Gelu(x);
-    case GemmActivation::kGeluTanh:
-      return GeluTanh(x);
-    case GemmActivation::kSilu:
-      return Silu(x);
-    default:
-      return x;
-  }
-}
-
-template <GemmActivation kActivation>
+template <typename Function>
 void Epilogue(const CpuGemmEpilogue& e, const Block& block, int64_t m0, int64_t n0, int64_t rows, int64_t wide,
               int64_t N) {
   for (int64_t i = 0; i < rows; ++i) {
     const float* const residual = e.residual != nullptr ? e.residual + (m0 + i) * N + n0 : nullptr;
     const V row = e.row != nullptr ? Set(e.row[m0 + i]) : V{};
-    for (int64_t n = 0; n < wide; n += kLanes) {
-      const int some = static_cast<int>(std::min<int64_t>(kLanes, wide - n));
-      const auto load = [some](const float* from) { return some == kLanes ? Load(from) : LoadSome(from, some); };
-      V y = Load(block.first + i * block.first_stride + n);
+    for (int64_t n = 0; n < wide; n += kWidth) {
+      const int some = static_cast<int>(Min(kWidth, wide - n));
+      const auto load = [some](const float* from) {
+        return some == kWidth ? Simd::Load(from) : Simd::LoadSome(from, some);
+      };
+      V y = Simd::Load(block.first + i * block.first_stride + n);
       if (e.bias0 != nullptr) y = y + load(e.bias0 + n0 + n);
-      y = Activated<kActivation>(y);
+      y = Function::Of(y);
       if (block.second != nullptr) {
-        V other = Load(block.second + i * block.second_stride + n);
+        V other = Simd::Load(block.second + i * block.second_stride + n);
         if (e.bias1 != nullptr) other = other + load(e.bias1 + n0 + n);
         y = y * other;
       }
@@ -176,10 +155,10 @@ void Epilogue(const CpuGemmEpilogue& e, const Block& block, int64_t m0, int64_t 
       if (e.row != nullptr) y = y * row;
       if (residual != nullptr) y = y + load(residual + n);
       float* const to = block.to + i * N + n;
-      if (some == kLanes) {
-        Store(to, y);
+      if (some == kWidth) {
+        Simd::Store(to, y);
       } else {
-        StoreSome(to, y, some);
+        Simd::StoreSome(to, y, some);
       }
     }
   }
@@ -195,11 +174,11 @@ inline Addends Added(const CpuGemmEpilogue& e, int64_t m0, int64_t n0, int64_t N
 
 void RunPanel(const PackedGemmProblem& p, int64_t m0, int64_t panel, float* workspace) {
   const CpuPackedGemmArgs& args = *p.args;
-  const int64_t rows = std::min(p.block, args.M - m0), n0 = panel * kTileColumns;
-  const int64_t wide = std::min<int64_t>(kTileColumns, p.N - n0), width = PackedWidth(wide);
+  const int64_t rows = Min(p.block, args.M - m0), n0 = panel * kTileColumns;
+  const int64_t wide = Min(kTileColumns, p.N - n0), width = PackedWidth(wide);
   const float* const panels = p.panels + panel * p.products * p.K * kTileColumns;
   const CpuGemmEpilogue* const e = args.epilogue;
-  const bool adds = e != nullptr && p.products == 1 && wide == width && e->activation == GemmActivation::kNone &&
+  const bool adds = e != nullptr && p.products == 1 && wide == width && e->activation == Activation::kNone &&
                     e->scale == nullptr && e->row == nullptr;
   const Addends plus = adds ? Added(*e, m0, n0, p.N) : Addends();
   float* c[2] = {};
@@ -220,32 +199,21 @@ void RunPanel(const PackedGemmProblem& p, int64_t m0, int64_t panel, float* work
     return;
   }
   const Block block = {c[0], c[1], stride[0], stride[1], args.output[0] + m0 * p.N + n0};
-  const auto finish = [&](auto function) { function(*e, block, m0, n0, rows, wide, p.N); };
-  switch (e->activation) {
-    case GemmActivation::kRelu:
-      return finish(Epilogue<GemmActivation::kRelu>);
-    case GemmActivation::kGelu:
-      return finish(Epilogue<GemmActivation::kGelu>);
-    case GemmActivation::kGeluTanh:
-      return finish(Epilogue<GemmActivation::kGeluTanh>);
-    case GemmActivation::kSilu:
-      return finish(Epilogue<GemmActivation::kSilu>);
-    default:
-      return finish(Epilogue<GemmActivation::kNone>);
-  }
+  WithActivation(e->activation,
+                 [&](auto function) { Epilogue<decltype(function)>(*e, block, m0, n0, rows, wide, p.N); });
 }
 
 void PackPanel(const float* b, int64_t stride, int64_t K, int64_t wide, float* panel) {
   const int64_t width = PackedWidth(wide);
   for (int64_t k = 0; k < K; ++k) {
     std::memcpy(panel + k * width, b + k * stride, static_cast<size_t>(wide) * 4);
-    std::fill(panel + k * width + wide, panel + (k + 1) * width, 0.0f);
+    Fill(panel + k * width + wide, panel + (k + 1) * width, 0.0f);
   }
 }
 
-const PackedGemmKernels kPackedGemmKernels = {kTileColumns, Simd::kWidth, kTileRows, PackPanel, RunPanel};
+}  // namespace
 
-}  // namespace STOF_ISA::packed_gemm
+STOF_EXPORT_KERNELS(PackedGemmKernels, packed_gemm) = {kTileColumns, kWidth, kTileRows, PackPanel, RunPanel};
+
 }  // namespace cpu
 }  // namespace stof
-#endif  // STOF_CPU_GEMM_PACKED_KERNEL_H_

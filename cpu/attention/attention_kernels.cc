@@ -1,15 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// The entry points of one instruction set.
-#ifndef STOF_CPU_ATTENTION_KERNEL_H_
-#define STOF_CPU_ATTENTION_KERNEL_H_
-
+// The entry points of attention for one instruction set.
 #include "cpu/attention/scores.h"
 #include "cpu/attention/tile_worker.h"
 #include "cpu/attention/weights.h"
+#include "cpu/kernel_table.h"
 
 namespace stof {
 namespace cpu {
-namespace STOF_ISA::attention {
+namespace {
 
 size_t ScratchBytes(const AttentionProblem& problem) { return Scratch(problem, nullptr).size; }
 
@@ -114,7 +112,11 @@ void CombineSplits(const AttentionProblem& problem, int64_t row, void* memory) {
                    : CombineSplitsOf<false>(problem, row, splits, memory);
 }
 
-}  // namespace STOF_ISA::attention
+}  // namespace
+
+STOF_EXPORT_KERNELS(AttentionKernels, attention) = {
+    ScratchBytes, Prepare, Pack, AttendTileRow, AttendSplit, CombineSplits,
+};
+
 }  // namespace cpu
 }  // namespace stof
-#endif  // STOF_CPU_ATTENTION_KERNEL_H_

@@ -1,23 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 // RMS norm and rotary embedding of new queries and keys; appends keys and values to the KV cache, quantized where the
-// cache is. Included once for each instruction set, with STOF_ISA its namespace and STOF_SIMD the header of its Simd.
-#ifndef STOF_CPU_CACHED_ATTENTION_APPEND_KERNEL_H_
-#define STOF_CPU_CACHED_ATTENTION_APPEND_KERNEL_H_
-
+// cache is.
 #include <cstdint>
 #include <cstring>
 
 #include "cpu/cached_attention/append.h"
+#include "cpu/kernel_table.h"
 #include "cpu/simd/convert.h"
 #include "cpu/simd/quantized.h"
-#include STOF_SIMD
+#include "cpu/simd/simd.h"
 
 namespace stof {
 namespace cpu {
-namespace STOF_ISA::cached_attention {
-
-using V = Simd::V;
-constexpr int kWidth = Simd::kWidth;
+namespace {
 
 // A row of at most a head in fp32 (query, key, norm weight, cos, sin), padded to whole vectors by zeros.
 struct HeadRow {
@@ -49,8 +44,8 @@ inline void Rotate(const HeadRow& cos, const HeadRow& sin, int64_t offset, int64
   if (is_interleaved) {
     for (int64_t i = 0; i < half; ++i) {
       const float a = x[2 * i], b = x[2 * i + 1];
-      x[2 * i] = a * cos.x[i] - b * sin.x[i];
-      x[2 * i + 1] = b * cos.x[i] + a * sin.x[i];
+      x[2 * i] = Simd::Fms(a, cos.x[i], b * sin.x[i]);
+      x[2 * i + 1] = Simd::Fma(b, cos.x[i], a * sin.x[i]);
     }
     return;
   }
@@ -58,13 +53,13 @@ inline void Rotate(const HeadRow& cos, const HeadRow& sin, int64_t offset, int64
   for (; i + kWidth <= half; i += kWidth) {
     const V a = Simd::Load(x + i), b = Simd::Load(x + half + i);
     const V c = Simd::Load(cos.x + i), s = Simd::Load(sin.x + i);
-    Simd::Store(x + i, Simd::Sub(Simd::Mul(a, c), Simd::Mul(b, s)));
+    Simd::Store(x + i, Simd::Fms(a, c, Simd::Mul(b, s)));
     Simd::Store(x + half + i, Simd::Fma(b, c, Simd::Mul(a, s)));
   }
   for (; i < half; ++i) {
     const float a = x[i], b = x[half + i];
-    x[i] = a * cos.x[i] - b * sin.x[i];
-    x[half + i] = b * cos.x[i] + a * sin.x[i];
+    x[i] = Simd::Fms(a, cos.x[i], b * sin.x[i]);
+    x[half + i] = Simd::Fma(b, cos.x[i], a * sin.x[i]);
   }
 }
 
@@ -176,7 +171,9 @@ void Append(const AppendProblem& problem, int64_t first, int64_t last) {
   for (int64_t t = first; t < last; ++t) appender.Append(t / rows, t % rows);
 }
 
-}  // namespace STOF_ISA::cached_attention
+}  // namespace
+
+STOF_EXPORT_KERNELS(AppendKernels, append) = {Append};
+
 }  // namespace cpu
 }  // namespace stof
-#endif  // STOF_CPU_CACHED_ATTENTION_APPEND_KERNEL_H_

@@ -1,15 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Loops over strips, one function for each operator and set of single-valued arguments. Included once per instruction
-// set.
-#ifndef STOF_CPU_CHAIN_KERNELS_H_
-#define STOF_CPU_CHAIN_KERNELS_H_
-
+// Loops over strips, one function for each operator and set of single-valued arguments.
 #include "cpu/chain/chain.h"
-#include "cpu/chain/functions.h"
+#include "cpu/kernel_table.h"
+#include "cpu/simd/activation.h"
+#include "cpu/simd/convert.h"
+#include "cpu/simd/math.h"
 
 namespace stof {
 namespace cpu {
-namespace STOF_ISA::chain {
+namespace {
 
 template <int kArity, int kSingle, typename F>
 inline void Map(float* dst, const float* a, const float* b, const float* c, int64_t n, const ChainRows& rows, F f) {
@@ -19,18 +18,18 @@ inline void Map(float* dst, const float* a, const float* b, const float* c, int6
   if (kArity > 2 && (kSingle & 4) != 0) vc = Set(*c);
   for (int64_t row = 0;;) {
     int64_t i = 0;
-    for (; i + kLanes <= n; i += kLanes) {
-      if ((kSingle & 1) == 0) va = Load(a + i);
-      if (kArity > 1 && (kSingle & 2) == 0) vb = Load(b + i);
-      if (kArity > 2 && (kSingle & 4) == 0) vc = Load(c + i);
-      Store(dst + i, f(va, vb, vc));
+    for (; i + kWidth <= n; i += kWidth) {
+      if ((kSingle & 1) == 0) va = Simd::Load(a + i);
+      if (kArity > 1 && (kSingle & 2) == 0) vb = Simd::Load(b + i);
+      if (kArity > 2 && (kSingle & 4) == 0) vc = Simd::Load(c + i);
+      Simd::Store(dst + i, f(va, vb, vc));
     }
     if (i < n) {
       const int rest = static_cast<int>(n - i);
-      if ((kSingle & 1) == 0) va = LoadSome(a + i, rest);
-      if (kArity > 1 && (kSingle & 2) == 0) vb = LoadSome(b + i, rest);
-      if (kArity > 2 && (kSingle & 4) == 0) vc = LoadSome(c + i, rest);
-      StoreSome(dst + i, f(va, vb, vc), rest);
+      if ((kSingle & 1) == 0) va = Simd::LoadSome(a + i, rest);
+      if (kArity > 1 && (kSingle & 2) == 0) vb = Simd::LoadSome(b + i, rest);
+      if (kArity > 2 && (kSingle & 4) == 0) vc = Simd::LoadSome(c + i, rest);
+      Simd::StoreSome(dst + i, f(va, vb, vc), rest);
     }
     if (++row >= rows.count) return;
     dst += rows.dst;
@@ -53,7 +52,7 @@ STOF_CHAIN_OP(Neg, 1, -x)
 STOF_CHAIN_OP(Abs, 1, Abs(x))
 STOF_CHAIN_OP(Exp, 1, Exp(x))
 STOF_CHAIN_OP(Log, 1, Log(x))
-STOF_CHAIN_OP(Sqrt, 1, Sqrt(x))
+STOF_CHAIN_OP(Sqrt, 1, Simd::Sqrt(x))
 STOF_CHAIN_OP(Rsqrt, 1, Rsqrt(x))
 STOF_CHAIN_OP(Reciprocal, 1, 1.0f / x)
 STOF_CHAIN_OP(Tanh, 1, Tanh(x))
@@ -62,9 +61,9 @@ STOF_CHAIN_OP(Sigmoid, 1, Sigmoid(x))
 STOF_CHAIN_OP(Softplus, 1, Softplus(x))
 STOF_CHAIN_OP(Sin, 1, Sin(x))
 STOF_CHAIN_OP(Cos, 1, Cos(x))
-STOF_CHAIN_OP(Floor, 1, Floor(x))
-STOF_CHAIN_OP(Ceil, 1, Ceil(x))
-STOF_CHAIN_OP(Round, 1, Round(x))
+STOF_CHAIN_OP(Floor, 1, Simd::Floor(x))
+STOF_CHAIN_OP(Ceil, 1, Simd::Ceil(x))
+STOF_CHAIN_OP(Round, 1, Simd::Round(x))
 STOF_CHAIN_OP(Relu, 1, Relu(x))
 STOF_CHAIN_OP(Silu, 1, Silu(x))
 STOF_CHAIN_OP(Gelu, 1, Gelu(x))
@@ -92,8 +91,8 @@ STOF_CHAIN_OP(SubMul, 3, Fma(-x, y, z))
 
 // Sums go to fp64 after three additions in fp32 (eight vectors as a tree), so that their error is that of the terms
 // and of these, however long the row is.
-typedef double D __attribute__((vector_size(4 * kLanes)));
-typedef float H __attribute__((vector_size(2 * kLanes)));
+typedef double D __attribute__((vector_size(4 * kWidth)));
+typedef float H __attribute__((vector_size(2 * kWidth)));
 struct Total {
   D low = {}, high = {};
   void Add(V v) {
@@ -113,7 +112,7 @@ struct Total {
   double Value() const {
     const D both = low + high;
     double total = 0.0;
-    for (int i = 0; i < kLanes / 2; ++i) total += both[i];
+    for (int i = 0; i < kWidth / 2; ++i) total += both[i];
     return total;
   }
 };
@@ -121,17 +120,17 @@ template <typename F>
 inline double SumOf(int64_t n, F term) {
   Total total;
   int64_t i = 0;
-  for (; i + 8 * kLanes <= n; i += 8 * kLanes) {
+  for (; i + 8 * kWidth <= n; i += 8 * kWidth) {
     V v[8];
 #pragma GCC unroll 8
-    for (int k = 0; k < 8; ++k) v[k] = term(i + k * kLanes, kLanes);
+    for (int k = 0; k < 8; ++k) v[k] = term(i + k * kWidth, kWidth);
     total.Add(((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7])));
   }
-  for (; i + kLanes <= n; i += kLanes) total.Add(term(i, kLanes));
+  for (; i + kWidth <= n; i += kWidth) total.Add(term(i, kWidth));
   if (i < n) total.Add(term(i, static_cast<int>(n - i)));
   return total.Value();
 }
-inline V LoadUpTo(const float* p, int count) { return count == kLanes ? Load(p) : LoadSome(p, count); }
+inline V LoadUpTo(const float* p, int count) { return count == kWidth ? Simd::Load(p) : Simd::LoadSome(p, count); }
 inline double SumStrip(const float* a, int64_t n) {
   return SumOf(n, [a](int64_t i, int count) { return LoadUpTo(a + i, count); });
 }
@@ -141,30 +140,24 @@ inline double DotStrip(const float* a, const float* b, int64_t n) {
 
 template <bool kMax>
 inline V Better(V a, V b) {  // a where either is NaN
-#if defined(__AVX512F__)
-  return kMax ? _mm512_max_ps(b, a) : _mm512_min_ps(b, a);
-#elif defined(__AVX2__)
-  return kMax ? _mm256_max_ps(b, a) : _mm256_min_ps(b, a);
-#else
-  return (kMax ? b > a : b < a) ? b : a;
-#endif
+  return kMax ? Simd::Max(b, a) : Simd::Min(b, a);
 }
 template <bool kMax>
 inline float ExtremeStrip(const float* a, int64_t n) {
-  const float least = kMax ? -std::numeric_limits<float>::infinity() : std::numeric_limits<float>::infinity();
+  const float least = kMax ? -__builtin_inff() : __builtin_inff();
   V best[4] = {Set(least), Set(least), Set(least), Set(least)};
   I nan = {};
   int64_t i = 0;
-  for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
+  for (; i + 4 * kWidth <= n; i += 4 * kWidth) {
 #pragma GCC unroll 4
     for (int k = 0; k < 4; ++k) {
-      const V v = Load(a + i + k * kLanes);
+      const V v = Simd::Load(a + i + k * kWidth);
       nan |= v != v;
       best[k] = Better<kMax>(best[k], v);
     }
   }
-  for (; i + kLanes <= n; i += kLanes) {
-    const V v = Load(a + i);
+  for (; i + kWidth <= n; i += kWidth) {
+    const V v = Simd::Load(a + i);
     nan |= v != v;
     best[0] = Better<kMax>(best[0], v);
   }
@@ -175,10 +168,10 @@ inline float ExtremeStrip(const float* a, int64_t n) {
     nan |= v != v;
     best[0] = Better<kMax>(best[0], v);
   }
-  if (Any(nan)) return std::numeric_limits<float>::quiet_NaN();
-  float lanes[kLanes];
-  Store(lanes, Better<kMax>(Better<kMax>(best[0], best[1]), Better<kMax>(best[2], best[3])));
-  for (int width = kLanes / 2; width > 0; width /= 2) {
+  if (Any(nan)) return __builtin_nanf("");
+  float lanes[kWidth];
+  Simd::Store(lanes, Better<kMax>(Better<kMax>(best[0], best[1]), Better<kMax>(best[2], best[3])));
+  for (int width = kWidth / 2; width > 0; width /= 2) {
     for (int k = 0; k < width; ++k) {
       const float x = lanes[k], y = lanes[k + width];
       lanes[k] = (kMax ? y > x : y < x) ? y : x;
@@ -189,11 +182,11 @@ inline float ExtremeStrip(const float* a, int64_t n) {
 
 inline void StoreStrip(const float* from, DType dtype, int64_t n, void* target) {
   if (dtype != DType::kBF16) return FromFloats(from, dtype, n, target);
-  typedef uint16_t S __attribute__((vector_size(2 * kLanes)));
+  typedef uint16_t S __attribute__((vector_size(2 * kWidth)));
   auto* to = static_cast<uint16_t*>(target);
   int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    const V rounded = RoundBf16(Load(from + i));
+  for (; i + kWidth <= n; i += kWidth) {
+    const V rounded = RoundBf16(Simd::Load(from + i));
     const S halves = __builtin_convertvector(Words(rounded) >> 16, S);
     std::memcpy(to + i, &halves, sizeof halves);
   }
@@ -205,63 +198,62 @@ inline void StoreStrip(const float* from, DType dtype, int64_t n, void* target) 
 #define STOF_CHAIN_THREE(name)                                     \
   {name##Strip<0>, name##Strip<1>, name##Strip<2>, name##Strip<3>, \
    name##Strip<4>, name##Strip<5>, name##Strip<6>, name##Strip<7>}
-// In the order of ChainOp and FusedOp.
-#define STOF_CHAIN_KERNELS      \
-  {{{},                         \
-    {},                         \
-    {},                         \
-    STOF_CHAIN_ONE(Neg),        \
-    STOF_CHAIN_ONE(Abs),        \
-    STOF_CHAIN_ONE(Exp),        \
-    STOF_CHAIN_ONE(Log),        \
-    STOF_CHAIN_ONE(Sqrt),       \
-    STOF_CHAIN_ONE(Rsqrt),      \
-    STOF_CHAIN_ONE(Reciprocal), \
-    STOF_CHAIN_ONE(Tanh),       \
-    STOF_CHAIN_ONE(Erf),        \
-    STOF_CHAIN_ONE(Sigmoid),    \
-    STOF_CHAIN_ONE(Softplus),   \
-    STOF_CHAIN_ONE(Sin),        \
-    STOF_CHAIN_ONE(Cos),        \
-    STOF_CHAIN_ONE(Floor),      \
-    STOF_CHAIN_ONE(Ceil),       \
-    STOF_CHAIN_ONE(Round),      \
-    STOF_CHAIN_ONE(Relu),       \
-    STOF_CHAIN_ONE(Silu),       \
-    STOF_CHAIN_ONE(Gelu),       \
-    STOF_CHAIN_ONE(GeluTanh),   \
-    STOF_CHAIN_ONE(RoundF16),   \
-    STOF_CHAIN_ONE(RoundBf16),  \
-    STOF_CHAIN_TWO(Add),        \
-    STOF_CHAIN_TWO(Sub),        \
-    STOF_CHAIN_TWO(Mul),        \
-    STOF_CHAIN_TWO(Div),        \
-    STOF_CHAIN_TWO(Min),        \
-    STOF_CHAIN_TWO(Max),        \
-    STOF_CHAIN_TWO(Pow),        \
-    STOF_CHAIN_TWO(Lt),         \
-    STOF_CHAIN_TWO(Le),         \
-    STOF_CHAIN_TWO(Gt),         \
-    STOF_CHAIN_TWO(Ge),         \
-    STOF_CHAIN_TWO(Eq),         \
-    STOF_CHAIN_TWO(Ne),         \
-    STOF_CHAIN_THREE(Select),   \
-    {},                         \
-    {},                         \
-    {},                         \
-    {},                         \
-    STOF_CHAIN_THREE(MulAdd),   \
-    STOF_CHAIN_THREE(MulSub),   \
-    STOF_CHAIN_THREE(SubMul),   \
-    STOF_CHAIN_ONE(Copy)},      \
-   SumStrip,                    \
-   DotStrip,                    \
-   ExtremeStrip<true>,          \
-   ExtremeStrip<false>,         \
-   ToFloats,                    \
-   StoreStrip}
+}  // namespace
 
-}  // namespace STOF_ISA::chain
+// In the order of ChainOp and FusedOp.
+STOF_EXPORT_KERNELS(ChainKernels, chain) = {{{},
+                                             {},
+                                             {},
+                                             STOF_CHAIN_ONE(Neg),
+                                             STOF_CHAIN_ONE(Abs),
+                                             STOF_CHAIN_ONE(Exp),
+                                             STOF_CHAIN_ONE(Log),
+                                             STOF_CHAIN_ONE(Sqrt),
+                                             STOF_CHAIN_ONE(Rsqrt),
+                                             STOF_CHAIN_ONE(Reciprocal),
+                                             STOF_CHAIN_ONE(Tanh),
+                                             STOF_CHAIN_ONE(Erf),
+                                             STOF_CHAIN_ONE(Sigmoid),
+                                             STOF_CHAIN_ONE(Softplus),
+                                             STOF_CHAIN_ONE(Sin),
+                                             STOF_CHAIN_ONE(Cos),
+                                             STOF_CHAIN_ONE(Floor),
+                                             STOF_CHAIN_ONE(Ceil),
+                                             STOF_CHAIN_ONE(Round),
+                                             STOF_CHAIN_ONE(Relu),
+                                             STOF_CHAIN_ONE(Silu),
+                                             STOF_CHAIN_ONE(Gelu),
+                                             STOF_CHAIN_ONE(GeluTanh),
+                                             STOF_CHAIN_ONE(RoundF16),
+                                             STOF_CHAIN_ONE(RoundBf16),
+                                             STOF_CHAIN_TWO(Add),
+                                             STOF_CHAIN_TWO(Sub),
+                                             STOF_CHAIN_TWO(Mul),
+                                             STOF_CHAIN_TWO(Div),
+                                             STOF_CHAIN_TWO(Min),
+                                             STOF_CHAIN_TWO(Max),
+                                             STOF_CHAIN_TWO(Pow),
+                                             STOF_CHAIN_TWO(Lt),
+                                             STOF_CHAIN_TWO(Le),
+                                             STOF_CHAIN_TWO(Gt),
+                                             STOF_CHAIN_TWO(Ge),
+                                             STOF_CHAIN_TWO(Eq),
+                                             STOF_CHAIN_TWO(Ne),
+                                             STOF_CHAIN_THREE(Select),
+                                             {},
+                                             {},
+                                             {},
+                                             {},
+                                             STOF_CHAIN_THREE(MulAdd),
+                                             STOF_CHAIN_THREE(MulSub),
+                                             STOF_CHAIN_THREE(SubMul),
+                                             STOF_CHAIN_ONE(Copy)},
+                                            SumStrip,
+                                            DotStrip,
+                                            ExtremeStrip<true>,
+                                            ExtremeStrip<false>,
+                                            ToFloats,
+                                            StoreStrip};
+
 }  // namespace cpu
 }  // namespace stof
-#endif  // STOF_CPU_CHAIN_KERNELS_H_
