@@ -80,6 +80,8 @@ class RuleContext:
             is_forced: the node fails else. Sizes of two names that one of 1 may be broadcast against are taken for equal only.
         """
         pair = reduce_equation(one, other) if one != other else (one, other)
+        if self.is_exact and not is_forced:  # one of the two may be 1
+            return
         if one == other or (self.canonical(one) == self.canonical(other) and self.equalities.get(pair, True)):
             return
         self.equalities[pair] = is_forced or self.equalities.get(pair, False)

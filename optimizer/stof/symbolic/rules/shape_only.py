@@ -193,7 +193,7 @@ def _matmul(context: RuleContext) -> list[Fact] | None:
     context.equate(a[-1], b[-2] if len(b) > 1 else b[0])
     if len(a) == 1 or len(b) == 1:
         return [Fact(dtype, (*a[:-1],) if len(b) == 1 else (*b[:-2], b[-1]))]
-    return [Fact(dtype, (*broadcast([a[:-2], b[:-2]], context, equates=True), a[-2], b[-1]))]
+    return [Fact(dtype, (*broadcast([a[:-2], b[:-2]], context), a[-2], b[-1]))]
 
 
 def _gemm(context: RuleContext) -> list[Fact] | None:
