@@ -9,7 +9,7 @@
 namespace stof {
 namespace {
 
-#define STOF_NAME(id, name, features, attention, chain, gemm, packed_gemm, sparse_mlp) name,
+#define STOF_NAME(id, name, is_supported) #name,
 constexpr const char* kNames[] = {STOF_CPU_ISAS(STOF_NAME)};
 #undef STOF_NAME
 constexpr int kIsas = static_cast<int>(sizeof(kNames) / sizeof(kNames[0]));
@@ -41,9 +41,9 @@ bool IsCpuIsaSupported(CpuIsa isa) {
 #else
 #define STOF_HAS(feature) false
 #endif
-#define STOF_SUPPORTED(id, name, features, attention, chain, gemm, packed_gemm, sparse_mlp) \
-  case CpuIsa::id:                                                                          \
-    return features;
+#define STOF_SUPPORTED(id, name, is_supported) \
+  case CpuIsa::id:                             \
+    return is_supported;
   switch (isa) { STOF_CPU_ISAS(STOF_SUPPORTED) }
 #undef STOF_SUPPORTED
 #undef STOF_HAS

@@ -3,29 +3,36 @@
 #ifndef STOF_CPU_KERNEL_TABLE_H_
 #define STOF_CPU_KERNEL_TABLE_H_
 
-#include <cstdint>
-
 #include "cpu/isa.h"
 
 namespace stof {
-struct CpuGemmArgs;
 namespace cpu {
 
 struct AppendKernels;
 struct AttentionKernels;
 struct ChainKernels;
+struct GemmKernels;
 struct PackedGemmKernels;
 struct SparseMlpKernels;
 
+// A member for each source OPERATOR_kernels.cc.
 struct KernelTable {
-  const AttentionKernels* attention;
-  const AppendKernels* append;  // of the namespaces of attention
-  const ChainKernels* chain;
-  void (*gemm_block)(const CpuGemmArgs& args, int64_t m0, int64_t n0, float* workspace);
-  const PackedGemmKernels* packed_gemm;
-  const SparseMlpKernels* sparse_mlp;
+  const AttentionKernels* attention = nullptr;
+  const AppendKernels* append = nullptr;
+  const ChainKernels* chain = nullptr;
+  const GemmKernels* gemm = nullptr;
+  const PackedGemmKernels* packed_gemm = nullptr;
+  const SparseMlpKernels* sparse_mlp = nullptr;
 };
 const KernelTable& KernelsOf(CpuIsa isa);
+
+// Begins the definition of the table of a source of kernels, in the namespace of the instruction set that the source is
+// compiled for. It is the only symbol that the object exports: two operators, or two sets, never share a function.
+#define STOF_EXPORT_KERNELS(Table, operator_name) \
+  namespace STOF_ISA {                            \
+  extern const Table operator_name##_kernels;     \
+  }                                               \
+  const Table STOF_ISA::operator_name##_kernels
 
 }  // namespace cpu
 }  // namespace stof

@@ -1,34 +1,52 @@
 // SPDX-License-Identifier: Apache-2.0
-// The list of kernels by instruction set.
-#include "cpu/attention/attention.h"
-#include "cpu/cached_attention/append.h"
-#include "cpu/chain/chain.h"
-#include "cpu/gemm/gemm.h"
-#include "cpu/gemm/packed.h"
+// Collects the tables of kernels that are compiled. STOF_COMPILED_KERNELS, from CMakeLists.txt, lists them as
+// STOF_KERNELS(set, operator).
+#include <type_traits>
+
 #include "cpu/kernel_table.h"
-#include "cpu/sparse_mlp/sparse_mlp.h"
 
 namespace stof {
 namespace cpu {
+
+#define STOF_KERNELS(set, operator_name)                                                            \
+  namespace set {                                                                                   \
+  extern const std::remove_pointer_t<decltype(KernelTable::operator_name)> operator_name##_kernels; \
+  }
+STOF_COMPILED_KERNELS
+#undef STOF_KERNELS
+
 namespace {
 
-#if defined(__x86_64__)
-#define STOF_KERNELS_OF(isa) isa
-#else
-#define STOF_KERNELS_OF(isa) portable  // the others are not compiled
-#endif
-#define STOF_TABLE(id, name, features, attention_isa, chain_isa, gemm_isa, packed_gemm_isa, sparse_mlp_isa) \
-  {&STOF_KERNELS_OF(attention_isa)::attention::kAttentionKernels,                                           \
-   &STOF_KERNELS_OF(attention_isa)::cached_attention::kAppendKernels,                                       \
-   &STOF_KERNELS_OF(chain_isa)::chain::kChainKernels,                                                       \
-   &STOF_KERNELS_OF(gemm_isa)::gemm::GemmBlock,                                                             \
-   &STOF_KERNELS_OF(packed_gemm_isa)::packed_gemm::kPackedGemmKernels,                                      \
-   &STOF_KERNELS_OF(sparse_mlp_isa)::sparse_mlp::kSparseMlpKernels},
-constexpr KernelTable kTables[] = {STOF_CPU_ISAS(STOF_TABLE)};
+constexpr int kIsas = 0
+#define STOF_COUNT(id, name, is_supported) +1
+    STOF_CPU_ISAS(STOF_COUNT)
+#undef STOF_COUNT
+    ;
+
+#define STOF_NAME(id, name, is_supported) constexpr int index_of_##name = static_cast<int>(CpuIsa::id);
+STOF_CPU_ISAS(STOF_NAME)
+#undef STOF_NAME
+
+struct Tables {
+  KernelTable of[kIsas];
+};
+
+constexpr Tables CollectTables() {
+  Tables tables;
+  for (int i = 0; i < kIsas; ++i) {
+    if (i > 0) tables.of[i] = tables.of[i - 1];
+#define STOF_KERNELS(set, operator_name) \
+  if (index_of_##set == i) tables.of[i].operator_name = &set::operator_name##_kernels;
+    STOF_COMPILED_KERNELS
+#undef STOF_KERNELS
+  }
+  return tables;
+}
+constexpr Tables kTables = CollectTables();
 
 }  // namespace
 
-const KernelTable& KernelsOf(CpuIsa isa) { return kTables[static_cast<int>(isa)]; }
+const KernelTable& KernelsOf(CpuIsa isa) { return kTables.of[static_cast<int>(isa)]; }
 
 }  // namespace cpu
 }  // namespace stof

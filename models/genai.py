@@ -24,6 +24,10 @@ PRECISIONS: dict[str, tuple[str, tuple[str, ...]]] = {
     "int4a32": ("int4", ("accuracy_level=1",)),  # activations stay fp32
     "int8kv": ("fp32", ("kv_cache_quant_scheme=int8_per_channel",)),  # caches of int8
 }
+# Likewise, of models that do not run on a CPU.
+PRECISIONS_OF_GPUS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "fp8kv": ("fp16", ("kv_cache_quant_scheme=fp8_per_channel",)),  # caches of fp8
+}
 VOCABULARY = 512
 WINDOW = 64  # of sliding windows: prompts of 300 tokens exceed it
 _LOCAL = "sliding_attention"
@@ -118,7 +122,7 @@ TESTED = tuple(name for name in DECODERS if not name.endswith("-1b"))
 
 def names() -> list[str]:
     """Every folder that can be made: architecture and precision."""
-    return [f"{name}-{precision}" for name in DECODERS for precision in PRECISIONS]
+    return [f"{name}-{precision}" for name in DECODERS for precision in (*PRECISIONS, *PRECISIONS_OF_GPUS)]
 
 
 def write_tokenizer(folder: Path, size: int) -> None:
@@ -206,7 +210,7 @@ def _flatten_rotary_settings(config: Any) -> None:
 
 
 def write(name: str, folder: Path, seed: int = 0) -> Path:
-    """Writes one model folder, as the builder makes it for the CPU.
+    """Writes one model folder, as the builder makes it, for the CPU where it runs there.
 
     Args:
         name: architecture and precision, ``llama-int4`` for instance.
@@ -214,9 +218,9 @@ def write(name: str, folder: Path, seed: int = 0) -> Path:
         seed: of the weights, the same in every precision.
     """
     architecture, _, precision = name.rpartition("-")
-    if architecture not in DECODERS or precision not in PRECISIONS:
+    if name not in names():
         raise SystemExit(f"no decoder {name!r}; --list shows the names")
-    kind, more = PRECISIONS[precision]
+    kind, more = (PRECISIONS | PRECISIONS_OF_GPUS)[precision]
     with tempfile.TemporaryDirectory() as scratch:
         checkpoint = Path(scratch) / "checkpoint"
         _write_checkpoint(DECODERS[architecture], checkpoint, seed)
@@ -224,23 +228,27 @@ def write(name: str, folder: Path, seed: int = 0) -> Path:
             scales = Path(scratch) / "scales.json"
             _write_scales(DECODERS[architecture], scales, seed)
             more = (*more, f"kv_cache_scale_file={scales}")
-        build(checkpoint, folder, kind, (*DECODERS[architecture].options, *more))
+        provider = "cpu" if precision in PRECISIONS else "cuda"
+        build(checkpoint, folder, kind, (*DECODERS[architecture].options, *more), provider)
     return folder
 
 
-def build(checkpoint: Path, folder: Path, precision: str = "fp32", options: tuple[str, ...] = ()) -> None:
-    """Makes a model folder for the CPU by the builder.
+def build(
+    checkpoint: Path, folder: Path, precision: str = "fp32", options: tuple[str, ...] = (), provider: str = "cpu"
+) -> None:
+    """Makes a model folder by the builder.
 
     Args:
         checkpoint: a folder of transformers, with a tokenizer.
         folder: the model folder; it is made.
         precision: the builder's.
         options: extra options of the builder.
+        provider: ONNX Runtime's, ``cpu`` or ``cuda``.
     """
     from onnxruntime_genai.models.builder import create_model, parse_extra_options
 
     with tempfile.TemporaryDirectory() as cache:
-        given = ("", str(checkpoint), str(folder), precision, "cpu", cache)
+        given = ("", str(checkpoint), str(folder), precision, provider, cache)
         parsed = parse_extra_options(*given, list(options))
         _flatten_rotary_settings(parsed["hf_details"]["hf_config"])
         create_model(*given, **parsed)

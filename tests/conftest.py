@@ -17,6 +17,20 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent / "helpers"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "models"))
 import build
+from stof.runtime.library import LibraryError, build_info
+
+
+def pytest_sessionstart() -> None:
+    """Ends at once without a library, with how to build one, in the place of a failure for each test."""
+    try:
+        build_info()
+    except LibraryError as error:
+        pytest.exit(
+            f"the tests need a built library: {error}. In this folder: cmake --preset dev && cmake --build --preset dev, then "
+            "export STOF_LIBRARY=$PWD/build/dev/libstof_ort.so",
+            returncode=1,
+        )
+
 
 # Whoever starts the tests in the background may have signals ignored, and processes inherit that.
 if threading.current_thread() is threading.main_thread():

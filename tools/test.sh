@@ -37,10 +37,11 @@ bin=$PWD/.venv-test/bin
 export PATH=$bin:$PATH
 # Builds of other presets, of the wheel and of other clones of this repository share the objects that are the same.
 export CCACHE_BASEDIR=${CCACHE_BASEDIR:-$PWD} CCACHE_NOHASHDIR=1 CCACHE_DEPEND=1
-# Tests look at the report's page in a browser. Where there is none and none can be installed, they are skipped.
+# Tests look at the report's page in a browser and on paper. Where these programs are not there and cannot be installed, they
+# are skipped.
 browser=true
-if ! command -v chromium google-chrome >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-  browser='timeout 60 apt-get update -q && timeout 180 apt-get install -yq --no-install-recommends chromium'
+if ! { command -v chromium google-chrome && command -v pdftoppm; } >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+  browser='timeout 60 apt-get update -q && timeout 180 apt-get install -yq --no-install-recommends chromium poppler-utils'
 fi
 bash -c "$browser" >/dev/null 2>&1 &
 browser=$!

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Between the dispatcher (attention.cc) and the kernels of each instruction set (portable.cc, avx2.cc, avx512.cc).
+// Between the dispatcher (attention.cc) and the kernels of each instruction set (attention_kernels.cc).
 #ifndef STOF_CPU_ATTENTION_ATTENTION_H_
 #define STOF_CPU_ATTENTION_ATTENTION_H_
 
 #include <cstddef>
 #include <cstdint>
 
-#include "cpu/isa.h"
+#include "plugins/core/base/inline.h"
 #include "plugins/core/contract/attention.h"
 
 namespace stof {
@@ -15,6 +15,18 @@ namespace cpu {
 constexpr int kPanel = 16;         // keys that are packed side by side, one 64-byte line per element of the head
 constexpr int kStrip = 6;          // query rows of a register block, as m_r of a BLIS microkernel
 constexpr int kMaxTileKeys = 256;  // n
+
+// The number of keys of a sequence. Later rows of a cache are not read.
+STOF_ALWAYS_INLINE int64_t EndOfKeys(const AttentionArgs& args, int64_t b) {
+  return args.key_ends == nullptr ? args.T : args.key_ends[b];
+}
+
+// The arrays of AttentionArgs::mask as kernels read them: they do not call functions of std::vector.
+struct BlockMaskArrays {
+  int32_t rows = 0, layout_b = 1, layout_h = 1;
+  const int32_t *layout = nullptr, *row_ptr = nullptr, *full_begin = nullptr, *key_tile = nullptr, *bits_id = nullptr;
+  const uint32_t* bits = nullptr;
+};
 
 // The key tiles that the queries of one sequence may attend: all lie in [first, last).
 struct SequenceTiles {
@@ -31,6 +43,7 @@ struct KvSplits {
 // One call. Filled by the dispatcher, read by the kernels.
 struct AttentionProblem {
   const AttentionArgs* args = nullptr;
+  BlockMaskArrays mask;  // where args->mask is not nullptr
   int m = 0, n = 0;
   int64_t tile_rows = 0;                     // ceil(S / m)
   int64_t key_tiles = 0;                     // ceil(T / n)
@@ -74,13 +87,6 @@ struct AttentionKernels {
   // Few queries, splits > 1: combines the partial results of one of B * H * S rows.
   void (*combine_splits)(const AttentionProblem& problem, int64_t row, void* scratch);
 };
-
-#define STOF_DECLARE(isa)                          \
-  namespace isa::attention {                       \
-  extern const AttentionKernels kAttentionKernels; \
-  }
-STOF_CPU_KERNEL_NAMESPACES(STOF_DECLARE)
-#undef STOF_DECLARE
 
 }  // namespace cpu
 }  // namespace stof

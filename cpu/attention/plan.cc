@@ -43,6 +43,12 @@ bool HasFewQueries(const AttentionArgs& args) {
 
 AttentionPlan::AttentionPlan(const AttentionArgs& args, const CpuAttentionConfig& config) : args_(args) {
   problem_.args = &args;
+  if (args.mask != nullptr) {
+    const BlockMask& mask = *args.mask;
+    problem_.mask = {mask.rows,           mask.layout_b,          mask.layout_h,        mask.layout.data(),
+                     mask.row_ptr.data(), mask.full_begin.data(), mask.key_tile.data(), mask.bits_id.data(),
+                     mask.bits.data()};
+  }
   problem_.m = config.m;
   problem_.n = config.n;
   problem_.tile_rows = CeilDiv(args.S, config.m);

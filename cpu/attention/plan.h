@@ -13,11 +13,6 @@
 namespace stof {
 namespace cpu {
 
-// The number of keys of a sequence. Later rows of a cache are not read.
-inline int64_t EndOfKeys(const AttentionArgs& args, int64_t b) {
-  return args.key_ends == nullptr ? args.T : args.key_ends[b];
-}
-
 // Whether a call has so few queries that it is bound by reading keys from memory.
 bool HasFewQueries(const AttentionArgs& args);
 

@@ -1,79 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
-// Register-blocked microkernels of attention: QK^T and PV of a few query rows with all accumulators in registers, their
-// exp, and the packing of keys. Included once per instruction set, with STOF_ISA its namespace and STOF_SIMD the header
-// of its Simd.
+// Register-blocked microkernels of attention: QK^T and PV of a few query rows with all accumulators in registers, and
+// the packing of keys.
 #ifndef STOF_CPU_ATTENTION_REGISTER_BLOCK_H_
 #define STOF_CPU_ATTENTION_REGISTER_BLOCK_H_
 
 #include <cstdint>
 
 #include "cpu/attention/attention.h"
+#include "cpu/simd/algorithms.h"
+#include "cpu/simd/math.h"
 #include "cpu/simd/quantized.h"
-#include STOF_SIMD
 
 namespace stof {
 namespace cpu {
-namespace STOF_ISA::attention {
+namespace {
 
-using V = Simd::V;
-constexpr int kWidth = Simd::kWidth;
 constexpr int kVectors = Simd::kVectors;
-constexpr float kLog2E = 1.44269504088896340736f;
-
-inline int64_t RoundUp(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
-inline int64_t Min(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // A run of adjacent keys of a tile, [first, last).
 struct Run {
   int first, last;
 };
-
-// 2^f - 1 for f in [-0.5, 0.5] by minimax polynomials of 2^f with the constant term held at 1 (Lawson's iteration).
-// Degree 5: relative error of 2^f 9.1e-8 in exact arithmetic, 1.7e-7 with its rounding. Degree 6: 2.0e-9.
-inline V Exp2Fraction5(V f) {
-  V p = Simd::Set1(0x1.5bba13e2fabe0p-10f);
-  p = Simd::Fma(p, f, Simd::Set1(0x1.3cea875966c96p-7f));
-  p = Simd::Fma(p, f, Simd::Set1(0x1.c6b752df2f86cp-5f));
-  p = Simd::Fma(p, f, Simd::Set1(0x1.ebf9bb8a68811p-3f));
-  return Simd::Fma(p, f, Simd::Set1(0x1.62e429203728fp-1f));
-}
-inline V Exp2Fraction6(V f) {
-  V p = Simd::Set1(0x1.41fbbc0f05480p-13f);
-  p = Simd::Fma(p, f, Simd::Set1(0x1.5f3e5307e27c0p-10f));
-  p = Simd::Fma(p, f, Simd::Set1(0x1.3b2d4cf1df05cp-7f));
-  p = Simd::Fma(p, f, Simd::Set1(0x1.c6aee88e6a920p-5f));
-  p = Simd::Fma(p, f, Simd::Set1(0x1.ebfbdc3c3031bp-3f));
-  return Simd::Fma(p, f, Simd::Set1(0x1.62e430af272c9p-1f));
-}
-
-// Adding it rounds to an integer and leaves that integer, biased by 127, in the low bits: 1.5 * 2^23 + 127.
-constexpr float kRound = 12583039.0f;
-
-// The range of Exp's argument: 88 log2(e) = 126.96. Exp(88) scales by 2^127, the largest power of two of a float.
-// Exp(-88) scales by 2^-127, whose biased exponent of 0 makes the result 0.
-constexpr float kMostExponent = 88.0f, kLeastExponent = -88.0f;
-
-// e^x for x <= kMostExponent. Exactly 0 at and below kLeastExponent, so that a masked key (-inf) adds nothing; NaN
-// stays NaN. Scores are not premultiplied by log2(e): beyond 2.3e38 they would become infinite. The factor costs
-// nothing here, since two additions become multiply-adds.
-inline V Exp(V x) {
-  x = Simd::Max(Simd::Set1(kLeastExponent), x);
-  const V log2e = Simd::Set1(kLog2E);
-  const V t = Simd::Fma(x, log2e, Simd::Set1(kRound));
-  const V f = Simd::Fma(x, log2e, Simd::Sub(Simd::Set1(kRound), t));
-  const V p = Simd::Fma(Exp2Fraction5(f), f, Simd::Set1(1.0f));
-  return Simd::Mul(p, Simd::ShiftToExponent(t));
-}
-
-// tanh(u) from x = 2 log2(e) u, by way of 2^x - 1, which keeps its relative accuracy near 0.
-inline V TanhFromExponent(V x) {
-  x = Simd::Min(Simd::Set1(64.0f), Simd::Max(Simd::Set1(-64.0f), x));
-  const V t = Simd::Add(x, Simd::Set1(kRound));
-  const V f = Simd::Sub(x, Simd::Sub(t, Simd::Set1(kRound)));
-  const V power = Simd::ShiftToExponent(t);
-  const V e = Simd::Fma(Simd::Mul(Exp2Fraction6(f), f), power, Simd::Sub(power, Simd::Set1(1.0f)));
-  return Simd::Div(e, Simd::Add(e, Simd::Set1(2.0f)));
-}
 
 // QK^T: s[kRows, kBlock vectors] = q[kRows, size] · keys + start[kRows]. A vector holds kWidth of the kPanel keys of a
 // packed panel.
@@ -107,14 +54,6 @@ __attribute__((noinline)) void Scores(const float* q, int64_t ldq, int64_t size,
     for (int j = 0; j < kBlock; ++j) Simd::Store(s + r * lds + j * kWidth, sum[r][j]);
   }
 }
-
-// Keys in place that four rows take at a time. With AVX2 12 sums hide the latency of an FMA, and 16 registers hold
-// them.
-#if defined(__AVX2__) && !defined(__AVX512F__)
-constexpr int kKeysOfFourRows = 3;
-#else
-constexpr int kKeysOfFourRows = 2;
-#endif
 
 // QK^T of keys in place: s[kRows, kKeys] = q[kRows, size] · keys[kKeys, size] + start[kRows]; size is whole vectors.
 // Stored: float, or a quantized type, which becomes fp32 as it is loaded.
@@ -226,7 +165,7 @@ inline void PackPanel(const float* rows, int64_t stride, int64_t count, int64_t 
   }
 }
 
-}  // namespace STOF_ISA::attention
+}  // namespace
 }  // namespace cpu
 }  // namespace stof
 #endif  // STOF_CPU_ATTENTION_REGISTER_BLOCK_H_

@@ -9,7 +9,7 @@
 
 namespace stof {
 namespace cpu {
-namespace STOF_ISA::attention {
+namespace {
 
 constexpr float kNoStart[kStrip] = {};
 
@@ -224,16 +224,17 @@ inline void Worker<kInPlace>::InPlaceScores(const Strip& strip, const Stored* ke
     int k = strip.runs[i].first;
     const int last = strip.runs[i].last;
     if (rows > 2) {
-      if constexpr (kKeysOfFourRows > 2) {
-        for (; k + kKeysOfFourRows <= last; k += kKeysOfFourRows) block(k, Keys<kKeysOfFourRows>());
+      if constexpr (Simd::kKeysOfFourRows > 2) {
+        for (; k + Simd::kKeysOfFourRows <= last; k += Simd::kKeysOfFourRows)
+          block(k, Constant<Simd::kKeysOfFourRows>());
       }
-      for (; k + 2 <= last; k += 2) block(k, Keys<2>());
+      for (; k + 2 <= last; k += 2) block(k, Constant<2>());
     } else if (rows > 1) {
-      for (; k + 4 <= last; k += 4) block(k, Keys<4>());
+      for (; k + 4 <= last; k += 4) block(k, Constant<4>());
     } else {
-      for (; k + 8 <= last; k += 8) block(k, Keys<8>());
+      for (; k + 8 <= last; k += 8) block(k, Constant<8>());
     }
-    for (; k < last; ++k) block(k, Keys<1>());
+    for (; k < last; ++k) block(k, Constant<1>());
     for (; k % kPanel != 0; ++k) {
       for (int r = 0; r < (rows > 2 ? 4 : rows); ++r) scratch_.s[r * lds + k] = -kInf;
     }
@@ -319,7 +320,7 @@ inline void Worker<kInPlace>::LoadPairs(int64_t h, int64_t row, int64_t key0, in
   }
 }
 
-}  // namespace STOF_ISA::attention
+}  // namespace
 }  // namespace cpu
 }  // namespace stof
 #endif  // STOF_CPU_ATTENTION_SCORES_H_

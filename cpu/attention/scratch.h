@@ -12,7 +12,7 @@
 
 namespace stof {
 namespace cpu {
-namespace STOF_ISA::attention {
+namespace {
 
 constexpr float kInf = __builtin_inff();
 // Strips that share one pass over a key tile: their queries, scores and outputs (6 KiB each at D = 64) and a panel of
@@ -91,11 +91,6 @@ inline void FillTailWords(int64_t count, int64_t words, uint32_t* bits) {
     const int64_t keys = count - 32 * w;
     bits[w] = keys >= 32 ? ~0u : keys <= 0 ? 0u : (1u << keys) - 1u;
   }
-}
-
-// As in plan.h, compiled for the instruction set.
-inline int64_t EndOfKeys(const AttentionArgs& args, int64_t b) {
-  return args.key_ends == nullptr ? args.T : args.key_ends[b];
 }
 
 inline void CopyRows(const char* from, DType dtype, int64_t stride, int64_t rows, int64_t size, int64_t ld, float* to) {
@@ -178,7 +173,7 @@ inline void CopyValues(const Rows& from, int64_t count, const AttentionArgs& arg
   CopyRows(from, KvType(args), count, args.Dv, ldo, to);
 }
 
-}  // namespace STOF_ISA::attention
+}  // namespace
 }  // namespace cpu
 }  // namespace stof
 #endif  // STOF_CPU_ATTENTION_SCRATCH_H_

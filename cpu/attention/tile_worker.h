@@ -14,7 +14,7 @@
 
 namespace stof {
 namespace cpu {
-namespace STOF_ISA::attention {
+namespace {
 
 template <bool kInPlace>
 class Worker {
@@ -62,7 +62,7 @@ class Worker {
     int64_t first = 0, last = 0, tiles = problem_.key_tiles;
     if (args_.mask != nullptr) {
       const int64_t here = MaskRow(b_, h_, row0_), there = MaskRow(b, h, row0);
-      tiles = args_.mask->row_ptr[here + 1] - args_.mask->row_ptr[here];
+      tiles = problem_.mask.row_ptr[here + 1] - problem_.mask.row_ptr[here];
       TileRange(here, &first, &last);
       if (b == b_ && g == g_ && problem_.ring_tiles > 0) {
         int64_t from = 0, to = 0;
@@ -84,10 +84,10 @@ class Worker {
 
   // Key tiles [first, last) that the mask keeps. unmasked: all of them, every key.
   void AttendTiles(int64_t first, int64_t last, bool unmasked) {
-    const BlockMask* mask = args_.mask;
+    const bool has_mask = args_.mask != nullptr;
     last = Min(last, (key_end_ + problem_.n - 1) / problem_.n);
-    if (mask == nullptr && !unmasked && scratch_.has_runs) return AttendRuns(first, last);
-    if (mask == nullptr || unmasked) {
+    if (!has_mask && !unmasked && scratch_.has_runs) return AttendRuns(first, last);
+    if (!has_mask || unmasked) {
       for (int64_t tile = first; tile < last; ++tile) {
         const uint32_t* bits = nullptr;
         next_ = tile + 1 < last ? tile + 1 : -1;
@@ -96,14 +96,15 @@ class Worker {
       return;
     }
     const int64_t row = MaskRow(b_, h_, row0_);
-    const int32_t* tiles = mask->key_tile.data();
+    const BlockMaskArrays& mask = problem_.mask;
+    const int32_t* tiles = mask.key_tile;
     const int64_t words = static_cast<int64_t>(problem_.m) * (problem_.n / 32);
-    const int64_t full = mask->full_begin[row], end = mask->row_ptr[row + 1];
-    for (int64_t i = LowerBound(tiles, mask->row_ptr[row], full, first); i < full && tiles[i] < last; ++i) {
+    const int64_t full = mask.full_begin[row], end = mask.row_ptr[row + 1];
+    for (int64_t i = LowerBound(tiles, mask.row_ptr[row], full, first); i < full && tiles[i] < last; ++i) {
       const uint32_t* bits = nullptr;
       next_ = i + 1 < full && tiles[i + 1] < last ? int64_t{tiles[i + 1]} : -1;
-      if (mask->bits_id[i] >= 0) {
-        bits = mask->bits.data() + mask->bits_id[i] * words;
+      if (mask.bits_id[i] >= 0) {
+        bits = mask.bits + mask.bits_id[i] * words;
       } else if (!FindElements(tiles[i], &bits)) {
         continue;
       }
@@ -154,8 +155,13 @@ class Worker {
       const float* partial = partials + i * stride;
       // A partial result without a maximum holds zeros, or NaN, which has to stay.
       const float scale = partial[0] == -kInf || partial[0] == max ? 1.0f : ExpScalar(partial[0] - max);
-      scratch_.sum[0] += partial[1] * scale;
-      for (int64_t d = 0; d < args_.Dv; ++d) scratch_.o[d] += partial[2 + d] * scale;
+      scratch_.sum[0] = Simd::Fma(partial[1], scale, scratch_.sum[0]);
+      const V factor = Simd::Set1(scale);
+      int64_t d = 0;
+      for (; d + kWidth <= args_.Dv; d += kWidth) {
+        Simd::Store(scratch_.o + d, Simd::Fma(Simd::Load(partial + 2 + d), factor, Simd::Load(scratch_.o + d)));
+      }
+      for (; d < args_.Dv; ++d) scratch_.o[d] = Simd::Fma(partial[2 + d], scale, scratch_.o[d]);
     }
     scratch_.max[0] = max;
   }
@@ -203,11 +209,13 @@ class Worker {
   }
 
   int64_t MaskRow(int64_t b, int64_t h, int64_t row0) const {
-    return static_cast<int64_t>(args_.mask->TableOf(b, h)) * args_.mask->rows + row0 / problem_.m;
+    const BlockMaskArrays& mask = problem_.mask;
+    const int64_t table = mask.layout[(mask.layout_b == 1 ? 0 : b) * mask.layout_h + (mask.layout_h == 1 ? 0 : h)];
+    return table * mask.rows + row0 / problem_.m;
   }
   // The first key tile of a row of the block mask and the one after its last.
   void TileRange(int64_t row, int64_t* first, int64_t* last) const {
-    const BlockMask& mask = *args_.mask;
+    const BlockMaskArrays& mask = problem_.mask;
     const int64_t begin = mask.row_ptr[row], full = mask.full_begin[row], end = mask.row_ptr[row + 1];
     *first = *last = 0;
     if (begin == end) return;
@@ -229,7 +237,7 @@ class Worker {
   }
   static float ExpScalar(float x) {
     float lanes[kWidth];
-    Simd::Store(lanes, Exp(Simd::Set1(x)));
+    Simd::Store(lanes, ExpOfScore(Simd::Set1(x)));
     return lanes[0];
   }
 
@@ -246,7 +254,7 @@ class Worker {
     const float sink = args_.sink == nullptr ? -kInf : ToFloat(args_.sink, args_.sink_dtype, HeadOf(r));
     const float top = max > sink ? max : sink;  // the logarithm is small beside it, wherever the scores lie
     float lse = top;
-    if (sum != 0.0f) lse += __builtin_logf(sum * ExpScalar(max - top) + ExpScalar(sink - top));
+    if (sum != 0.0f) lse += __builtin_logf(Simd::Fma(sum, ExpScalar(max - top), ExpScalar(sink - top)));
     args_.lse[b_ * args_.lse_stride_b + HeadOf(r) * args_.lse_stride_h + row0_ + QueryOf(r)] = lse;
   }
 
@@ -385,11 +393,6 @@ class Worker {
     AsStored(keys, dtype, [&](const auto* stored) { InPlaceScores(strip, stored, ldk, ahead); });
   }
 
-  template <int kCount>
-  struct Keys {
-    static constexpr int value = kCount;
-  };
-
   // ---- cpu/attention/scores.h ----
   // The element mask of a tile without stored bits, nullptr where it is full; false: the tile is empty.
   __attribute__((noinline)) bool FindElements(int64_t tile, const uint32_t** bits) const;
@@ -410,7 +413,6 @@ class Worker {
   void ForEachVector(const Strip& strip, float* s, F f) const;
   void LoadBias(int r, int64_t key0, int keys) const;
   void AddRelative(int64_t h, int64_t row, int64_t key0, int keys) const;
-  static int64_t Clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
   void LoadPairs(int64_t h, int64_t row, int64_t key0, int keys) const;
 
   // ---- cpu/attention/weights.h ----
@@ -486,7 +488,7 @@ class Worker {
   int64_t lines_per_step_ = 0;  // cache lines to prefetch after each strip of a tile
 };
 
-}  // namespace STOF_ISA::attention
+}  // namespace
 }  // namespace cpu
 }  // namespace stof
 #endif  // STOF_CPU_ATTENTION_TILE_WORKER_H_

@@ -9,7 +9,7 @@
 
 namespace stof {
 namespace cpu {
-namespace STOF_ISA::attention {
+namespace {
 
 // Conditional rescaling: the row max is raised only when a score exceeds it by this much. Weights stay below
 // e^5.5 = 245, and the output is rescaled a few times per row instead of at every new maximum.
@@ -86,7 +86,7 @@ inline void Worker<kInPlace>::Weights(const Strip& strip, int rows, const float*
         for (int j = 0; j < kVectorsPerPanel; ++j) {
           V x = Simd::Load(at + j * kWidth);
           if constexpr (kHasOffset) x = Simd::Sub(x, offset);
-          const V p = Exp(x);
+          const V p = ExpOfScore(x);
           Simd::Store(at + j * kWidth, p);
           sum = Simd::Add(sum, p);
         }
@@ -177,7 +177,7 @@ inline void Worker<kInPlace>::AddBlock(int64_t left, const float* p, const Strip
   AddValues<kHeight, kBlock, false>(p, problem_.n, strip.runs, strip.run_count, v, ldv, o, scratch_.ldo);
 }
 
-}  // namespace STOF_ISA::attention
+}  // namespace
 }  // namespace cpu
 }  // namespace stof
 #endif  // STOF_CPU_ATTENTION_WEIGHTS_H_

@@ -49,13 +49,6 @@ void AppendTokens(const AppendProblem& problem, CpuIsa isa, const Parallel& para
 // CpuAppendToCache with the kernels of one instruction set.
 Status AppendToCache(const CacheAppendArgs& args, CpuIsa isa, const Parallel& parallel);
 
-#define STOF_DECLARE(isa)                    \
-  namespace isa::cached_attention {          \
-  extern const AppendKernels kAppendKernels; \
-  }
-STOF_CPU_KERNEL_NAMESPACES(STOF_DECLARE)
-#undef STOF_DECLARE
-
 }  // namespace cpu
 }  // namespace stof
 #endif  // STOF_CPU_CACHED_ATTENTION_APPEND_H_

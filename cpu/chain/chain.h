@@ -47,12 +47,6 @@ struct ChainKernels {
   void (*load)(const void* from, DType dtype, int64_t n, float* to);
   void (*store)(const float* from, DType dtype, int64_t n, void* to);
 };
-#define STOF_DECLARE(isa)                  \
-  namespace isa::chain {                   \
-  extern const ChainKernels kChainKernels; \
-  }
-STOF_CPU_KERNEL_NAMESPACES(STOF_DECLARE)
-#undef STOF_DECLARE
 
 struct ChainStep {
   enum class Kind : uint8_t {

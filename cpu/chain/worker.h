@@ -11,7 +11,6 @@
 #include <cstring>
 #include <limits>
 
-#define STOF_ISA portable  // as chain.cc is compiled
 #include "cpu/chain/chain.h"
 #include "cpu/simd/prefetch.h"
 
@@ -350,7 +349,7 @@ class Worker {
   float* floats_ = nullptr;
   int64_t n_ = 0;
   int outer_ = 0;
-  portable::PrefetchQueue prefetch_;
+  PrefetchQueue prefetch_;
   int64_t lines_per_step_ = 0;  // cache lines to prefetch after each step
   int count_ = 0;               // rows of the batch
   int64_t column_ = 0;          // of the strip

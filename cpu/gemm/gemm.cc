@@ -12,7 +12,7 @@ namespace {
 
 struct Job {
   const CpuGemmArgs* args;
-  cpu::GemmBlockFunction block;
+  const cpu::GemmKernels* kernels;
   float* workspace;
   int64_t columns, blocks;
   std::atomic<int64_t> next{0};
@@ -27,7 +27,7 @@ size_t CpuGemmWorkspace(int threads) {
 void CpuGemm(const CpuGemmArgs& args, CpuIsa isa, void* workspace, const Parallel& parallel) {
   Job job;
   job.args = &args;
-  job.block = cpu::KernelsOf(isa).gemm_block;
+  job.kernels = cpu::KernelsOf(isa).gemm;
   job.workspace = static_cast<float*>(workspace);
   job.columns = (args.N + cpu::kGemmBlockColumns - 1) / cpu::kGemmBlockColumns;
   job.blocks = job.columns * ((args.M + cpu::kGemmBlockRows - 1) / cpu::kGemmBlockRows);
@@ -36,7 +36,7 @@ void CpuGemm(const CpuGemmArgs& args, CpuIsa isa, void* workspace, const Paralle
     auto* const j = static_cast<Job*>(user);
     float* const own = j->workspace + static_cast<int64_t>(worker) * cpu::kGemmFloats;
     for (int64_t i = j->next.fetch_add(1); i < j->blocks; i = j->next.fetch_add(1)) {
-      j->block(*j->args, i / j->columns * cpu::kGemmBlockRows, i % j->columns * cpu::kGemmBlockColumns, own);
+      j->kernels->block(*j->args, i / j->columns * cpu::kGemmBlockRows, i % j->columns * cpu::kGemmBlockColumns, own);
     }
   };
   const int64_t workers = std::min<int64_t>(std::max(1, parallel.threads), job.blocks);

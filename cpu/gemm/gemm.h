@@ -6,7 +6,6 @@
 
 #include <cstdint>
 
-#include "cpu/isa.h"
 #include "plugins/core/contract/gemm.h"
 
 namespace stof {
@@ -19,14 +18,10 @@ constexpr int64_t kGemmDepth = 256;
 // Floats of a worker's workspace.
 constexpr int64_t kGemmFloats = (kGemmBlockRows + kGemmBlockColumns) * kGemmDepth + kGemmDepth + 1024;
 
-// Computes output[m0 ..., n0 ...], one block. workspace: kGemmFloats.
-using GemmBlockFunction = void (*)(const CpuGemmArgs& args, int64_t m0, int64_t n0, float* workspace);
-#define STOF_DECLARE(isa)                                                            \
-  namespace isa::gemm {                                                              \
-  void GemmBlock(const CpuGemmArgs& args, int64_t m0, int64_t n0, float* workspace); \
-  }
-STOF_CPU_KERNEL_NAMESPACES(STOF_DECLARE)
-#undef STOF_DECLARE
+struct GemmKernels {
+  // Computes output[m0 ..., n0 ...], one block. workspace: kGemmFloats.
+  void (*block)(const CpuGemmArgs& args, int64_t m0, int64_t n0, float* workspace);
+};
 
 }  // namespace cpu
 }  // namespace stof

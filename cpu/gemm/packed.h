@@ -6,7 +6,6 @@
 
 #include <cstdint>
 
-#include "cpu/isa.h"
 #include "plugins/core/contract/gemm.h"
 
 namespace stof {
@@ -35,12 +34,6 @@ struct PackedGemmKernels {
   // Columns of one panel of all products, rows m0 ..., and their epilogue. workspace: kPackedFloats.
   void (*run)(const PackedGemmProblem& problem, int64_t m0, int64_t panel, float* workspace);
 };
-#define STOF_DECLARE(isa)                            \
-  namespace isa::packed_gemm {                       \
-  extern const PackedGemmKernels kPackedGemmKernels; \
-  }
-STOF_CPU_KERNEL_NAMESPACES(STOF_DECLARE)
-#undef STOF_DECLARE
 
 }  // namespace cpu
 }  // namespace stof

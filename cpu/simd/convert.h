@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of fp16 and bf16 to fp32 and back, rounding to nearest even. Included once per instruction set.
+// Rows of fp16 and bf16 to fp32 and back, rounding to nearest even.
 #ifndef STOF_CPU_SIMD_CONVERT_H_
 #define STOF_CPU_SIMD_CONVERT_H_
 
@@ -14,7 +14,7 @@
 
 namespace stof {
 namespace cpu {
-namespace STOF_ISA {
+namespace {
 
 inline float FromBits(uint32_t bits) {
   float x;
@@ -111,7 +111,7 @@ inline void FromFloats(const float* from, DType dtype, int64_t count, void* targ
   for (; i < count; ++i) to[i] = FloatToBfloat16(from[i]);
 }
 
-}  // namespace STOF_ISA
+}  // namespace
 }  // namespace cpu
 }  // namespace stof
 #endif  // STOF_CPU_SIMD_CONVERT_H_

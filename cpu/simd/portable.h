@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Vectors by the compiler's own vector extension: the fall-back for every machine. Tests also compile it 16 lanes wide,
-// which runs the register blocking of AVX-512 on machines without it.
+// Vectors by the compiler's own vector extension: the fall-back for every machine. Tests also compile it 16 lanes wide
+// (STOF_PORTABLE_WIDTH in tests/cpp/CMakeLists.txt), which runs the register blocking of AVX-512 on machines without
+// it.
 #ifndef STOF_CPU_SIMD_PORTABLE_H_
 #define STOF_CPU_SIMD_PORTABLE_H_
 
@@ -13,11 +14,18 @@
 
 namespace stof {
 namespace cpu {
-namespace STOF_ISA {
+namespace {
 
 struct Simd {
   static constexpr int kWidth = STOF_PORTABLE_WIDTH;
-  static constexpr int kVectors = kWidth >= 16 ? 4 : 2;  // per row of a register block
+  static constexpr bool kHasFma = false;
+  // Accumulators of tiles, as in avx2.h and, 16 lanes wide, in avx512.h.
+  static constexpr bool kIsWide = kWidth >= 16;
+  static constexpr int kVectors = kIsWide ? 4 : 2;
+  static constexpr int kKeysOfFourRows = 2;
+  static constexpr int kTileRows = kIsWide ? 8 : 6, kTileVectors = kIsWide ? 3 : 2;
+  static constexpr int kDotTokens = kIsWide ? 6 : 2, kDotPanels = kIsWide ? 4 : 1;
+  static constexpr int kPairVectors = kIsWide ? 8 : 2, kDownTokens = kIsWide ? 8 : 2;
   typedef float V __attribute__((vector_size(4 * STOF_PORTABLE_WIDTH)));
   typedef int32_t I __attribute__((vector_size(4 * STOF_PORTABLE_WIDTH)));
   using M = I;
@@ -28,12 +36,41 @@ struct Simd {
     return v;
   }
   static void Store(float* p, V v) { std::memcpy(p, &v, sizeof(v)); }
-  static V Set1(float x) { return V{} + x; }
+  // The first `count` values, zeros beyond; 1 <= count <= kWidth.
+  static V LoadSome(const float* p, int count) {
+    V v = {};
+    for (int i = 0; i < count; ++i) v[i] = p[i];
+    return v;
+  }
+  static void StoreSome(float* p, V v, int count) {
+    for (int i = 0; i < count; ++i) p[i] = v[i];
+  }
+  static V Set1(float x) { return x - V{}; }  // not V{} + x, which is 0 for -0
   static V Add(V a, V b) { return a + b; }
   static V Sub(V a, V b) { return a - b; }
   static V Mul(V a, V b) { return a * b; }
   static V Div(V a, V b) { return a / b; }
+  // Rounded twice: -ffp-contract=off holds for all sets.
   static V Fma(V a, V b, V c) { return a * b + c; }
+  static float Fma(float a, float b, float c) { return a * b + c; }
+  static V Fms(V a, V b, V c) { return a * b - c; }
+  static float Fms(float a, float b, float c) { return a * b - c; }
+  static V Sqrt(V v) {
+    for (int i = 0; i < kWidth; ++i) v[i] = __builtin_sqrtf(v[i]);
+    return v;
+  }
+  static V Floor(V v) {
+    for (int i = 0; i < kWidth; ++i) v[i] = __builtin_floorf(v[i]);
+    return v;
+  }
+  static V Ceil(V v) {
+    for (int i = 0; i < kWidth; ++i) v[i] = __builtin_ceilf(v[i]);
+    return v;
+  }
+  static V Round(V v) {  // halves to even
+    for (int i = 0; i < kWidth; ++i) v[i] = __builtin_nearbyintf(v[i]);
+    return v;
+  }
   static V Max(V a, V b) { return a > b ? a : b; }  // b where either is NaN
   static V Min(V a, V b) { return a < b ? a : b; }  // likewise
   static M Greater(V a, V b) { return a > b; }
@@ -74,7 +111,7 @@ struct Simd {
   }
 };
 
-}  // namespace STOF_ISA
+}  // namespace
 }  // namespace cpu
 }  // namespace stof
 #endif  // STOF_CPU_SIMD_PORTABLE_H_

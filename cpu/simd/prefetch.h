@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Software prefetch. Included once per instruction set, with STOF_ISA its namespace.
+// Software prefetch.
 #ifndef STOF_CPU_SIMD_PREFETCH_H_
 #define STOF_CPU_SIMD_PREFETCH_H_
 
@@ -7,7 +7,7 @@
 
 namespace stof {
 namespace cpu {
-namespace STOF_ISA {
+namespace {
 
 // A queue of rows to prefetch into the L2 cache, a few cache lines at a time between computations. Hardware prefetchers
 // stop at the end of a page and do not see rows that are a page apart.
@@ -53,7 +53,7 @@ class PrefetchQueueOf {
 };
 using PrefetchQueue = PrefetchQueueOf<16>;
 
-}  // namespace STOF_ISA
+}  // namespace
 }  // namespace cpu
 }  // namespace stof
 #endif  // STOF_CPU_SIMD_PREFETCH_H_

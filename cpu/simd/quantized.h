@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// int8 and fp8 (e4m3fn) to fp32 and back. Included once per instruction set, with STOF_ISA its namespace and STOF_SIMD
-// the header of its Simd.
+// int8 and fp8 (e4m3fn) to fp32 and back.
 #ifndef STOF_CPU_SIMD_QUANTIZED_H_
 #define STOF_CPU_SIMD_QUANTIZED_H_
 
@@ -8,13 +7,13 @@
 #include <cstring>
 
 #include "cpu/simd/convert.h"
+#include "cpu/simd/simd.h"
 #include "plugins/core/base/float8.h"
 #include "plugins/core/contract/kv_scale.h"
-#include STOF_SIMD
 
 namespace stof {
 namespace cpu {
-namespace STOF_ISA {
+namespace {
 
 inline float ToFloat(int8_t x) { return static_cast<float>(x); }
 inline float ToFloat(Float8 x) {
@@ -58,30 +57,30 @@ inline __m256i Float8ToScaledHalf(__m256i extended) {
 #endif
 
 // A vector of stored values.
-inline Simd::V LoadFloats(const float* from) { return Simd::Load(from); }
+inline V LoadFloats(const float* from) { return Simd::Load(from); }
 #if defined(__AVX512F__)
-inline Simd::V LoadFloats(const int8_t* from) {
+inline V LoadFloats(const int8_t* from) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
 }
-inline Simd::V LoadFloats(const Float8* from) {
+inline V LoadFloats(const Float8* from) {
   const __m256i half =
       Float8ToScaledHalf(_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
   return _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.0f));
 }
 #elif defined(__AVX2__)
-inline Simd::V LoadFloats(const int8_t* from) {
+inline V LoadFloats(const int8_t* from) {
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
 }
-inline Simd::V LoadFloats(const Float8* from) {
+inline V LoadFloats(const Float8* from) {
   const __m256i half =
       Float8ToScaledHalf(_mm256_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
   return _mm256_mul_ps(_mm256_cvtph_ps(_mm256_castsi256_si128(half)), _mm256_set1_ps(256.0f));
 }
 #else
 template <typename Stored>
-inline Simd::V LoadFloats(const Stored* from) {
-  float x[Simd::kWidth];
-  for (int i = 0; i < Simd::kWidth; ++i) x[i] = ToFloat(from[i]);
+inline V LoadFloats(const Stored* from) {
+  float x[kWidth];
+  for (int i = 0; i < kWidth; ++i) x[i] = ToFloat(from[i]);
   return Simd::Load(x);
 }
 #endif
@@ -89,7 +88,7 @@ inline Simd::V LoadFloats(const Stored* from) {
 template <typename Stored>
 inline void StoredToFloats(const Stored* from, int64_t count, float* to) {
   int64_t i = 0;
-  for (; i + Simd::kWidth <= count; i += Simd::kWidth) Simd::Store(to + i, LoadFloats(from + i));
+  for (; i + kWidth <= count; i += kWidth) Simd::Store(to + i, LoadFloats(from + i));
   for (; i < count; ++i) to[i] = ToFloat(from[i]);
 }
 
@@ -119,7 +118,7 @@ inline void QuantizeRow(const float* x, const float* inverse, DType dtype, int64
   for (int64_t i = 0; i < count; ++i) to[i] = FloatToFloat8(x[i] * inverse[i]);
 }
 
-}  // namespace STOF_ISA
+}  // namespace
 }  // namespace cpu
 }  // namespace stof
 #endif  // STOF_CPU_SIMD_QUANTIZED_H_

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Dot products of weight rows and tokens. Included once per instruction set, with STOF_DOT_TOKENS tokens in a tile.
+// Dot products of weight rows and tokens.
 //
 // A dot product has one order of additions, whichever function here computes it: slabs of kDotDepth values, each summed
 // by one vector accumulator. So the result of a token among few does not depend on the others.
@@ -10,7 +10,7 @@
 
 namespace stof {
 namespace cpu {
-namespace STOF_ISA::sparse_mlp {
+namespace {
 
 constexpr int64_t kDotDepth = 1024;
 constexpr int kDotRows = 4;
@@ -18,7 +18,7 @@ constexpr int kDotRows = 4;
 // kManyTileTokens on. Between these it always is: it ends before the next rows arrive from memory.
 constexpr int64_t kTilePercentOfTwo = 50, kTilePercentOfMany = kWidth >= 16 ? 15 : 40;
 constexpr int64_t kManyTileTokens = kWidth >= 16 ? 20 : 16;
-constexpr int kDotTokens = STOF_DOT_TOKENS;
+constexpr int kDotTokens = Simd::kDotTokens;
 constexpr int64_t kSlabStride = kDotDepth + 16;  // rows of a multiple of 4 KiB would share cache sets
 
 // sums[i] += w[i] · x[i].
@@ -89,12 +89,11 @@ void DotSomeTokens(int64_t tokens, const float* const (&w)[kDotRows], const floa
 // kDotRows rows and the tokens that need them.
 class RowGroup {
  public:
-  RowGroup(const DotProblem& problem, int64_t first, int64_t last)
-      : p_(problem), count_(std::min<int64_t>(kDotRows, last - first)) {
+  RowGroup(const DotProblem& problem, int64_t first, int64_t last) : p_(problem), count_(Min(kDotRows, last - first)) {
     for (int i = 0; i < kDotRows; ++i) {
       // Rows that are missing repeat the last one.
-      neuron_[i] = NeuronOf(p_, std::min(first + i, last - 1));
-      const int64_t after = std::min(first + kDotRows + i, p_.count - 1);
+      neuron_[i] = NeuronOf(p_, Min(first + i, last - 1));
+      const int64_t after = Min(first + kDotRows + i, p_.count - 1);
       next_[i] = p_.rows.data + NeuronOf(p_, after) * p_.rows.stride;
       PrefetchStart(next_[i]);
     }
@@ -118,10 +117,10 @@ class RowGroup {
     // A tile computes what nobody needs, too, at a higher rate.
     const int64_t percent = p_.tokens == 2 ? kTilePercentOfTwo : p_.tokens < kManyTileTokens ? 0 : kTilePercentOfMany;
     const bool is_tile = p_.tokens > 1 && 100 * pair_count_ > percent * kDotRows * p_.tokens;
-    std::fill(sums_, sums_ + kDotRows * kMlpTokens, 0.0f);
+    Fill(sums_, sums_ + kDotRows * kMlpTokens, 0.0f);
     int64_t k0 = 0;
     do {
-      const int64_t depth = std::min(kDotDepth, p_.rows.size - k0);
+      const int64_t depth = Min(kDotDepth, p_.rows.size - k0);
       if (is_tile) {
         RunTile(k0, depth);
       } else {
@@ -152,7 +151,7 @@ class RowGroup {
         w[i] = reinterpret_cast<const float*>(p_.rows.data + neuron_[i] * p_.rows.stride) + k0;
         continue;
       }
-      w[i] = slab_ + std::min(i, count_ - 1) * kSlabStride;
+      w[i] = slab_ + Min(i, count_ - 1) * kSlabStride;
       if (i < count_) LoadRow(p_.rows, neuron_[i], k0, depth, slab_ + i * kSlabStride);
     }
   }
@@ -170,9 +169,9 @@ class RowGroup {
     // The slab that is read after this one, each tile its part of it.
     const bool is_last = k0 + depth == p_.rows.size;
     const int64_t next_k = is_last ? 0 : k0 + depth;
-    const int64_t bytes = BytesOf(p_.rows, std::min(kDotDepth, p_.rows.size - next_k));
+    const int64_t bytes = BytesOf(p_.rows, Min(kDotDepth, p_.rows.size - next_k));
     const int64_t tiles = (p_.tokens + kDotTokens - 1) / kDotTokens;
-    const int64_t next_step = bytes * kWidth / std::max<int64_t>(1, tiles * depth) + 1;
+    const int64_t next_step = bytes * kWidth / Max(1, tiles * depth) + 1;
     for (int64_t i = 0; i < tiles; ++i) {  // of as many tokens each, give or take one
       const int64_t t = p_.tokens * i / tiles, tokens = p_.tokens * (i + 1) / tiles - t;
       const char* next[kDotRows];
@@ -210,7 +209,7 @@ class RowGroup {
       const float* x[kDotRows];
       float sums[kDotRows];
       for (int i = 0; i < kDotRows; ++i) {
-        const Pair& pair = pairs_[std::min(n + i, pair_count_ - 1)];
+        const Pair& pair = pairs_[Min(n + i, pair_count_ - 1)];
         w[i] = rows[pair.row];
         x[i] = p_.x + pair.token * p_.x_stride + k0;
         sums[i] = sums_[n + i];
@@ -239,7 +238,7 @@ inline void DotRowGroups(const DotProblem& problem, int64_t first, int64_t last,
   }
 }
 
-}  // namespace STOF_ISA::sparse_mlp
+}  // namespace
 }  // namespace cpu
 }  // namespace stof
 #endif  // STOF_CPU_SPARSE_MLP_DOTS_H_

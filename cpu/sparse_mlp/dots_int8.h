@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Dot products of quantized rows and tokens that are quantized to int8, for accuracy_level 4. Included once per
-// instruction set.
+// Dot products of quantized rows and tokens that are quantized to int8, for accuracy_level 4.
 //
 // In a block: scale of the row * scale of the token * (sum of q * x - zero point * sum of x), the sums in int32. A lane
 // of a vector holds the sum of a part of a block; vectors are added in fp32, in their order, in slabs of kInt8Depth
@@ -12,7 +11,7 @@
 
 namespace stof {
 namespace cpu {
-namespace STOF_ISA::sparse_mlp {
+namespace {
 
 constexpr int64_t kInt8Depth = 4096;
 constexpr int64_t kInt8Blocks = kInt8Depth / 16;
@@ -21,7 +20,7 @@ constexpr int64_t kInt8Tokens = 8;  // of which the rows find the values in a L1
 constexpr int kInt8Together = 4;    // sums at a time
 
 // The row that is prefetched while row i is multiplied.
-inline int64_t RowAhead(const DotProblem& p, int64_t i) { return std::min(i + kInt8Rows, p.count - 1); }
+inline int64_t RowAhead(const DotProblem& p, int64_t i) { return Min(i + kInt8Rows, p.count - 1); }
 
 // A slab of kInt8Rows rows at most, and sums of it that wait for others.
 class Int8Slab {
@@ -31,7 +30,7 @@ class Int8Slab {
       : p_(problem),
         first_row_(first_row),
         first_block_(first_block),
-        blocks_(std::min(kInt8Depth >> problem.rows.block_shift, problem.rows.blocks - first_block)),
+        blocks_(Min(kInt8Depth >> problem.rows.block_shift, problem.rows.blocks - first_block)),
         zero_(static_cast<float>((problem.rows.bits == 4 ? 8 : 128) - Int8Offset(problem.rows.bits))),
         has_zeros_(problem.rows.zero_points != nullptr || zero_ != 0.0f),
         out_(out),
@@ -71,14 +70,14 @@ class Int8Slab {
     q_[r] = slab + neuron * rows.stride, next_[r] = slab + ahead * rows.stride;
     float* const scales = scales_[r];
     if (rows.has_row_scales) {
-      std::fill(scales, scales + blocks_, ToFloat(rows.scales, rows.dtype, neuron));
+      Fill(scales, scales + blocks_, ToFloat(rows.scales, rows.dtype, neuron));
     } else {
       ToFloats(rows.scales + (neuron * rows.blocks + first_block_) * item, rows.dtype, blocks_, scales);
     }
-    std::fill(scales + blocks_, scales + blocks_ + kInt8LaneBlocks, 0.0f);
+    Fill(scales + blocks_, scales + blocks_ + kInt8LaneBlocks, 0.0f);
     if (!has_zeros_) return;
     float* const zeros = zeros_[r];
-    std::fill(zeros + blocks_, zeros + (blocks_ + kInt8SumPadding - 1) / kInt8SumPadding * kInt8SumPadding, 0.0f);
+    Fill(zeros + blocks_, zeros + (blocks_ + kInt8SumPadding - 1) / kInt8SumPadding * kInt8SumPadding, 0.0f);
     if (rows.zero_points == nullptr) {
       for (int64_t n = 0; n < blocks_; ++n) zeros[n] = scales[n] * zero_;
       return;
@@ -136,7 +135,7 @@ inline void DotsInt8(const DotProblem& p, int64_t first, int64_t last, float* ou
   const uint64_t all = BitsOfTokens(p.tokens);
   const int64_t blocks_of_slab = kInt8Depth >> p.rows.block_shift;
   for (int64_t i = first; i < last; i += kInt8Rows) {
-    const int64_t count = std::min(kInt8Rows, last - i);
+    const int64_t count = Min(kInt8Rows, last - i);
     float* const to = out + (i - first) * row_stride;
     uint64_t masks[kInt8Rows];
     for (int64_t r = 0; r < count; ++r) {
@@ -159,7 +158,7 @@ inline void DotsInt8(const DotProblem& p, int64_t first, int64_t last, float* ou
   }
 }
 
-}  // namespace STOF_ISA::sparse_mlp
+}  // namespace
 }  // namespace cpu
 }  // namespace stof
 #endif  // STOF_CPU_SPARSE_MLP_DOTS_INT8_H_

@@ -1,17 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tokens in int8, and sums of their products with quantized rows: the vectors of each instruction set. Included once
-// per instruction set.
+// Tokens in int8, and sums of their products with quantized rows: the vectors of each instruction set.
 #ifndef STOF_CPU_SPARSE_MLP_DOTS_INT8_VECTORS_H_
 #define STOF_CPU_SPARSE_MLP_DOTS_INT8_VECTORS_H_
-
-#include <cmath>
-#include <limits>
 
 #include "cpu/sparse_mlp/elements.h"
 
 namespace stof {
 namespace cpu {
-namespace STOF_ISA::sparse_mlp {
+namespace {
 
 // Floats beyond the last scale of a row that a vector may read.
 constexpr int64_t kInt8LaneBlocks = 8;
@@ -53,7 +49,7 @@ inline int32_t RoundToInt8(const float* x, int64_t count, float inverse, int8_t*
   int32_t sum = 0;
   for (const int32_t lane : lanes) sum += lane;
   for (; k < count; ++k) {
-    const auto q = static_cast<int32_t>(std::nearbyintf(x[k] * inverse));
+    const auto q = static_cast<int32_t>(__builtin_nearbyintf(x[k] * inverse));
     values[k] = static_cast<int8_t>(q);
     sum += q;
   }
@@ -80,7 +76,7 @@ inline void PutEvenFirst(int64_t count, int8_t* values) {
 inline int32_t RoundToInt8(const float* x, int64_t count, float inverse, int8_t* values) {
   int32_t sum = 0;
   for (int64_t k = 0; k < count; ++k) {
-    const auto q = static_cast<int32_t>(std::nearbyintf(x[k] * inverse));
+    const auto q = static_cast<int32_t>(__builtin_nearbyintf(x[k] * inverse));
     values[k] = static_cast<int8_t>(q);
     sum += q;
   }
@@ -93,12 +89,15 @@ inline int32_t RoundToInt8(const float* x, int64_t count, float inverse, int8_t*
 inline void ScaleToInt8(const float* x, int64_t count, float* scale, float* inverse) {
   // Magnitudes as integers have the order of the numbers, infinity and NaN being the largest.
   uint32_t most = 0;
-  for (int64_t k = 0; k < count; ++k) most = std::max(most, ToBits(x[k]) & 0x7fffffffu);
+  for (int64_t k = 0; k < count; ++k) {
+    const uint32_t bits = ToBits(x[k]) & 0x7fffffffu;
+    most = bits > most ? bits : most;
+  }
   const float largest = FromBits(most);
-  const bool is_finite = largest <= std::numeric_limits<float>::max();
-  *scale = is_finite ? largest / 127.0f : std::nanf("");
+  const bool is_finite = __builtin_isfinite(largest);
+  *scale = is_finite ? largest / 127.0f : __builtin_nanf("");
   *inverse = *scale > 0.0f ? 1.0f / *scale : 0.0f;
-  if (!std::isfinite(*inverse)) *inverse = 0.0f;  // 1 / scale overflows: the values are too small to be quantized
+  if (!__builtin_isfinite(*inverse)) *inverse = 0.0f;  // 1 / scale overflows: the values are too small to be quantized
 }
 
 // Quantizes one token of `size` values in blocks. sums[i] is the scale of block i times the sum of its values. A lane
@@ -107,25 +106,25 @@ inline void ScaleToInt8(const float* x, int64_t count, float* scale, float* inve
 inline void QuantizeToken(const float* x, int64_t size, int bits, int64_t block, int8_t* values, float* lane_scales,
                           float* sums) {
   const int64_t padded = (size + kInt8TokenPadding - 1) / kInt8TokenPadding * kInt8TokenPadding;
-  std::fill(values + size / kInt8TokenPadding * kInt8TokenPadding, values + padded, int8_t{0});
+  Fill(values + size / kInt8TokenPadding * kInt8TokenPadding, values + padded, int8_t{0});
   const int64_t blocks = (size + block - 1) / block, lanes = block / LaneValues(bits);
-  std::fill(sums + blocks, sums + (blocks + kInt8SumPadding - 1) / kInt8SumPadding * kInt8SumPadding, 0.0f);
+  Fill(sums + blocks, sums + (blocks + kInt8SumPadding - 1) / kInt8SumPadding * kInt8SumPadding, 0.0f);
   int64_t lane = 0;
   for (int64_t first = 0, i = 0; first < size; first += block, ++i) {
-    const int64_t count = std::min(block, size - first);
+    const int64_t count = Min(block, size - first);
     float scale = 0.0f, inverse = 0.0f;
     ScaleToInt8(x + first, count, &scale, &inverse);
     int32_t sum = 0;
     if (inverse > 0.0f) {
       sum = RoundToInt8(x + first, count, inverse, values + first);
     } else {
-      std::fill(values + first, values + first + count, int8_t{0});
+      Fill(values + first, values + first + count, int8_t{0});
     }
     sums[i] = scale * static_cast<float>(sum);
-    std::fill(lane_scales + lane, lane_scales + lane + lanes, scale);
+    Fill(lane_scales + lane, lane_scales + lane + lanes, scale);
     lane += lanes;
   }
-  std::fill(lane_scales + std::min(lane, padded / LaneValues(bits)), lane_scales + padded / LaneValues(bits), 0.0f);
+  Fill(lane_scales + Min(lane, padded / LaneValues(bits)), lane_scales + padded / LaneValues(bits), 0.0f);
 #if defined(__AVX2__)
   if (bits == 4) PutEvenFirst(padded, values);
 #endif
@@ -328,15 +327,15 @@ inline void MultiplyRows(const NeuronRows& rows, int64_t blocks, bool has_zeros,
                                                dots);
     };
     if constexpr (kValues >= 128) {
-      if (rows.block == kValues / 8) return with(std::integral_constant<int, 8>());
+      if (rows.block == kValues / 8) return with(Constant<8>());
     }
     if constexpr (kValues >= 64) {
-      if (rows.block == kValues / 4) return with(std::integral_constant<int, 4>());
+      if (rows.block == kValues / 4) return with(Constant<4>());
     }
-    if (rows.block == kValues / 2) return with(std::integral_constant<int, 2>());
-    return with(std::integral_constant<int, 1>());
+    if (rows.block == kValues / 2) return with(Constant<2>());
+    return with(Constant<1>());
   };
-  return rows.bits == 4 ? run(std::integral_constant<int, 4>()) : run(std::integral_constant<int, 8>());
+  return rows.bits == 4 ? run(Constant<4>()) : run(Constant<8>());
 }
 #else
 inline void MultiplyRows(const NeuronRows& rows, int64_t blocks, bool has_zeros, int count, bool is_one_row,
@@ -356,7 +355,7 @@ inline void MultiplyRows(const NeuronRows& rows, int64_t blocks, bool has_zeros,
 }
 #endif
 
-}  // namespace STOF_ISA::sparse_mlp
+}  // namespace
 }  // namespace cpu
 }  // namespace stof
 #endif  // STOF_CPU_SPARSE_MLP_DOTS_INT8_VECTORS_H_

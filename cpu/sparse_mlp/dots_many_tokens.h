@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Dot products of weight rows and many tokens. Included once per instruction set, with STOF_DOT_PANELS panels of
-// kPanelTokens tokens in a tile and STOF_PAIR_VECTORS vectors of a row in registers.
+// Dot products of weight rows and many tokens: tiles of kDotPanels panels of kPanelTokens tokens, and pairs.
 //
 // Where most tokens need the rows of a group, a tile is a dense matmul: it also computes tokens that do not need a row,
 // and a dot product adds its terms one by one, in their order. Elsewhere each pair of a row and a token that needs it
@@ -12,9 +11,9 @@
 
 namespace stof {
 namespace cpu {
-namespace STOF_ISA::sparse_mlp {
+namespace {
 
-constexpr int kDotPanels = STOF_DOT_PANELS;
+constexpr int kDotPanels = Simd::kDotPanels;
 constexpr int kPanelVectors = kPanelTokens / kWidth;
 static_assert(kPanelTokens % kWidth == 0, "a panel is whole vectors");
 constexpr int64_t kPanelRows = 12;                             // whose slabs are read at a time
@@ -48,7 +47,7 @@ void PanelTile(const float* const* w, const float* x, int64_t panel_stride, int6
   }
   for (int64_t k0 = 0; k0 < depth; k0 += kPrefetchDepth, next_at += next_step) {
     for (int i = 0; i < kRows; ++i) __builtin_prefetch(next[i] + next_at, 0, 2);
-    const int64_t end = std::min(depth, k0 + kPrefetchDepth);
+    const int64_t end = Min(depth, k0 + kPrefetchDepth);
     for (int64_t k = k0; k < end; ++k) {
       V y[kVectors];
 #pragma GCC unroll 8
@@ -99,7 +98,7 @@ void AddNextSlabs(const DotProblem& problem, int64_t first, int64_t count, int64
     const int64_t row = is_last ? i + count : i;
     if (row >= problem.count) break;
     queue->Add(rows.data + NeuronOf(problem, row) * rows.stride + BytesOf(rows, next), 0, 1,
-               BytesOf(rows, std::min(kDotDepth, rows.size - next)));
+               BytesOf(rows, Min(kDotDepth, rows.size - next)));
   }
 }
 
@@ -122,17 +121,17 @@ class PanelGroup {
 
   void Run(float* out, int64_t row_stride, int64_t token_stride) {
     const int64_t size = p_.rows.size, panels = (p_.tokens + kPanelTokens - 1) / kPanelTokens;
-    std::fill(sums_, sums_ + kPanelRows * kMlpTokens, 0.0f);
+    Fill(sums_, sums_ + kPanelRows * kMlpTokens, 0.0f);
     const float* w[kPanelRows];
     for (int64_t k0 = 0; k0 < size; k0 += kDotDepth) {
-      const int64_t depth = std::min(kDotDepth, size - k0);
+      const int64_t depth = Min(kDotDepth, size - k0);
       for (int64_t i = 0; i < kPanelRows; ++i) {  // rows that are missing repeat the last one
         w[i] = i < count_ ? RowSlab(p_, first_ + i, k0, depth, slab_ + i * kSlabStride) : w[i - 1];
       }
       const char* next[kPanelRows];  // the slab that is read after this one
       const bool is_last = k0 + depth == size;
       for (int64_t i = 0; i < kPanelRows; ++i) {
-        const int64_t row = std::min(is_last ? first_ + count_ + i : first_ + std::min(i, count_ - 1), p_.count - 1);
+        const int64_t row = Min(is_last ? first_ + count_ + i : first_ + Min(i, count_ - 1), p_.count - 1);
         next[i] = p_.rows.data + NeuronOf(p_, row) * p_.rows.stride + BytesOf(p_.rows, is_last ? 0 : k0 + depth);
       }
       for (int64_t k = 0; k < depth; k += kPanelDepth) {
@@ -140,7 +139,7 @@ class PanelGroup {
         const char* some_next[kPanelRows];
         for (int64_t i = 0; i < kPanelRows; ++i) some[i] = w[i] + k, some_next[i] = next[i] + BytesOf(p_.rows, k);
         PanelTiles(panels, some, p_.x_panels + (k0 + k) * kPanelTokens, size * kPanelTokens,
-                   std::min(kPanelDepth, depth - k), some_next, BytesOf(p_.rows, kPrefetchDepth), sums_);
+                   Min(kPanelDepth, depth - k), some_next, BytesOf(p_.rows, kPrefetchDepth), sums_);
       }
     }
     for (int64_t i = 0; i < count_; ++i) {
@@ -164,9 +163,9 @@ class PairGroup {
   }
 
   void Run(float* out, int64_t row_stride, int64_t token_stride) {
-    std::fill(sums_, sums_ + pair_count_, Simd::Set1(0.0f));
+    Fill(sums_, sums_ + pair_count_, Simd::Set1(0.0f));
     const int64_t size = p_.rows.size;
-    for (int64_t k0 = 0; k0 < size; k0 += kDotDepth) RunSlab(k0, std::min(kDotDepth, size - k0));
+    for (int64_t k0 = 0; k0 < size; k0 += kDotDepth) RunSlab(k0, Min(kDotDepth, size - k0));
     const V* sum = sums_;
     for (int64_t i = 0; i < count_; ++i) {
       for (uint64_t left = p_.masks[first_ + i]; left != 0; left &= left - 1) {
@@ -176,7 +175,7 @@ class PairGroup {
   }
 
  private:
-  static constexpr int kVectors = STOF_PAIR_VECTORS;  // of a piece of a row
+  static constexpr int kVectors = Simd::kPairVectors;  // of a piece of a row
 
   void RunSlab(int64_t k0, int64_t depth) {
     const float* w[kPairRows];
@@ -240,13 +239,13 @@ inline void DotsFp32(const DotProblem& problem, int64_t first, int64_t last, flo
   if (problem.x_panels == nullptr) return DotRowGroups(problem, first, last, out, row_stride, token_stride);
   static_assert(kPairRows % kPanelRows == 0, "rows of pairs are rows of panels");
   for (int64_t i = first; i < last; i += kPairRows) {
-    const int64_t end = std::min(last, i + kPairRows);
+    const int64_t end = Min(last, i + kPairRows);
     if (!IsDenseGroup(problem, i, end)) {
       PairGroup(problem, i, end).Run(out + (i - first) * row_stride, row_stride, token_stride);
       continue;
     }
     for (int64_t j = i; j < end; j += kPanelRows) {
-      PanelGroup group(problem, j, std::min(end, j + kPanelRows));
+      PanelGroup group(problem, j, Min(end, j + kPanelRows));
       group.Run(out + (j - first) * row_stride, row_stride, token_stride);
     }
   }
@@ -261,7 +260,7 @@ inline void FillPanel(const float* x, int64_t stride, int64_t tokens, int64_t si
   }
 }
 
-}  // namespace STOF_ISA::sparse_mlp
+}  // namespace
 }  // namespace cpu
 }  // namespace stof
 #endif  // STOF_CPU_SPARSE_MLP_DOTS_MANY_TOKENS_H_

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sums of down rows, weighted by hidden values. Included once per instruction set.
+// Sums of down rows, weighted by hidden values.
 //
 // A part's sum adds the active neurons of the part one by one, in their order, and the output adds the parts. So a
 // token's result depends neither on threads nor on other tokens.
@@ -10,7 +10,7 @@
 
 namespace stof {
 namespace cpu {
-namespace STOF_ISA::sparse_mlp {
+namespace {
 
 // Rows of fp32 are added where they lie, and of other types those of one or two tokens: few tokens add kDownRows whole
 // rows at a time, others kPieceColumns columns of kGroupRows rows, which stay in the L1 cache for all tokens.
@@ -23,7 +23,7 @@ constexpr int64_t kSumBytes = 1 << 20, kLeastColumns = 1024;
 // each of a word.
 constexpr int64_t kMostGroupRows = 64, kConvertedColumns = 512, kLeastConvertedTokens = 3;
 constexpr int kDownVectors = 2;  // of a tile of columns and tokens
-constexpr int kDownTokens = STOF_DOWN_TOKENS;
+constexpr int kDownTokens = Simd::kDownTokens;
 constexpr int kNeededVectors = 8;  // of a token's sums: as many independent chains of FMAs
 // If more percent of the tokens need the rows of a group, adding them to all tokens is faster. Rows in place are always
 // added to all of few tokens: it takes no longer than the rows take to arrive. A single token has no tile.
@@ -62,11 +62,11 @@ void AddRows(const typename E::T* const* rows, const float* h, int64_t columns, 
   for (; n + kWidth <= columns; n += kWidth) add(n);
   if (n == columns) return;
   float rest[kWidth] = {};
-  std::copy(sums + n, sums + columns, rest);
+  Copy(sums + n, sums + columns, rest);
   V sum = Simd::Load(rest);
   for (int i = 0; i < kCount; ++i) sum = Simd::Fma(factor[i], LoadFirst<E>(rows[i] + n, columns - n), sum);
   Simd::Store(rest, sum);
-  std::copy(rest, rest + (columns - n), sums + n);
+  Copy(rest, rest + (columns - n), sums + n);
 }
 
 template <typename E, int kCount = kDownRows>
@@ -155,7 +155,7 @@ class DownGroup {
         rows[i] = reinterpret_cast<const typename E::T*>(Row(first_ + i, n + c));
         next_[i] = is_last ? NextRow(i, n) : Row(first_ + i, n + c + piece);
       }
-      const int64_t some = std::min(piece, columns - c);
+      const int64_t some = Min(piece, columns - c);
       is_dense_ ? AddDense<E>(rows, n + c, some) : AddNeededInPlace<E>(rows, n + c, some);
     }
   }
@@ -180,14 +180,14 @@ class DownGroup {
   // Pieces of the rows that come next, as many as the queue takes.
   void AddNext(int64_t n, int64_t bytes) {
     const int64_t next = first_ + count_;
-    for (int64_t i = next; i < std::min(end_, next + count_); ++i) ahead_.Add(Row(i, n), 0, 1, bytes);
+    for (int64_t i = next; i < Min(end_, next + count_); ++i) ahead_.Add(Row(i, n), 0, 1, bytes);
   }
 
   const char* Row(int64_t i, int64_t n) const {
     return b_.down.data + b_.neurons[i] * b_.down.stride + BytesOf(b_.down, n);
   }
   // Row i of the group that comes next; of the last group some row.
-  const char* NextRow(int64_t i, int64_t n) const { return Row(std::min(first_ + count_ + i, end_ - 1), n); }
+  const char* NextRow(int64_t i, int64_t n) const { return Row(Min(first_ + count_ + i, end_ - 1), n); }
 
   // Adds all rows to all tokens, kDownTokens at a time. The hidden value of a token that does not need a row is 0,
   // which changes no sum of finite weights. A sum of -0 may become 0; Finish makes it 0 always.
@@ -216,19 +216,19 @@ class DownGroup {
   template <typename E>
   static void AddEach(int64_t count, const typename E::T* const* rows, const float* h, int64_t columns, float* sums) {
     for (int64_t i = 0; i < count; i += kDownRows) {
-      AddSomeRows<E>(std::min<int64_t>(kDownRows, count - i), rows + i, h + i, columns, sums);
+      AddSomeRows<E>(Min(kDownRows, count - i), rows + i, h + i, columns, sums);
     }
   }
 
   // Adds to each token the rows that it needs. rows: fp32, kConvertedStride apart.
   void AddNeeded(const float* rows, int64_t n, int64_t columns) {
     uint64_t needed[kMlpTokens];  // by token, a bit for each row
-    std::fill(needed, needed + kMlpTokens, uint64_t{0});
-    std::copy(b_.list_masks + first_, b_.list_masks + first_ + count_, needed);
+    Fill(needed, needed + kMlpTokens, uint64_t{0});
+    Copy(b_.list_masks + first_, b_.list_masks + first_ + count_, needed);
     TransposeBits(needed);
     constexpr int64_t kStep = kNeededVectors * kWidth;
     const int64_t whole = columns / kStep * kStep;
-    const int64_t lines = ahead_.lines() * kStep / std::max(kStep, columns) / b_.tokens + 1;
+    const int64_t lines = ahead_.lines() * kStep / Max(kStep, columns) / b_.tokens + 1;
     for (int64_t c = 0; c < whole; c += kStep) {
       for (int64_t t = 0; t < b_.tokens; ++t) {
         if (needed[t] == 0) continue;
@@ -292,7 +292,7 @@ inline bool AddPart(const MlpBlock& b, int64_t part, int64_t begin, int64_t end,
   const int64_t first = b.part_begin[part], last = b.part_begin[part + 1], count = last - first;
   float* const sums = b.sums + part * b.tokens * b.sums_stride;
   for (int64_t t = 0; t < b.tokens; ++t) {
-    std::fill(sums + t * b.sums_stride + begin, sums + t * b.sums_stride + end, 0.0f);
+    Fill(sums + t * b.sums_stride + begin, sums + t * b.sums_stride + end, 0.0f);
   }
   // Rows of other types are converted once where more tokens read them.
   const bool is_in_place = b.down.bits == 0 && (b.down.dtype == DType::kF32 || b.tokens < kLeastConvertedTokens);
@@ -301,13 +301,13 @@ inline bool AddPart(const MlpBlock& b, int64_t part, int64_t begin, int64_t end,
   const bool has_few_tokens = b.tokens <= kFewTokens;
   // Whole rows come from memory faster than pieces of them.
   const int64_t in_l2 = kSumBytes / (b.tokens * static_cast<int64_t>(sizeof(float))) / kPieceColumns * kPieceColumns;
-  const int64_t step = !is_in_place ? kConvertedColumns : std::max(kLeastColumns, in_l2);
+  const int64_t step = !is_in_place ? kConvertedColumns : Max(kLeastColumns, in_l2);
   const int64_t rows = !is_in_place ? kMostGroupRows : has_few_tokens ? kDownRows : kGroupRows;
   const int64_t groups = (count + rows - 1) / rows;
   bool has_added_idle = false;
   alignas(64) float converted[kMostGroupRows * DownGroup::kConvertedStride];
   for (int64_t n = begin; n < end; n += step) {
-    const int64_t columns = std::min(step, end - n);
+    const int64_t columns = Min(step, end - n);
     for (int64_t g = 0; g < groups; ++g) {  // of as many rows each, give or take one
       DownGroup group(b, sums, first + count * g / groups, first + count * (g + 1) / groups, last, dense_percent);
       if (is_in_place) {
@@ -350,7 +350,7 @@ template <int64_t kColumns>
 void SumTokens(const MlpBlock& b, int64_t begin, int64_t end, float* y) {
   for (int64_t t = 0; t < b.tokens; ++t, y += kColumns) {
     const float* const sums = b.sums + t * b.sums_stride;
-    std::copy(sums + begin, sums + end, y);
+    Copy(sums + begin, sums + end, y);
     for (int64_t part = 1; part < kMlpParts; ++part) {
       const float* const more = sums + part * b.tokens * b.sums_stride + begin;
       for (int64_t i = 0; i < end - begin; ++i) y[i] += more[i];
@@ -358,7 +358,7 @@ void SumTokens(const MlpBlock& b, int64_t begin, int64_t end, float* y) {
   }
 }
 
-}  // namespace STOF_ISA::sparse_mlp
+}  // namespace
 }  // namespace cpu
 }  // namespace stof
 #endif  // STOF_CPU_SPARSE_MLP_DOWN_H_

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sums of quantized down rows with hidden values that are quantized to int8, for accuracy_level 4. Included once per
-// instruction set.
+// Sums of quantized down rows with hidden values that are quantized to int8, for accuracy_level 4.
 //
 // Neurons that share a scale are a group. A token's hidden values of a group have one scale of their own, as in
 // ONNX Runtime's MatMulNBits. An output adds scale * hidden scale * (sum of q * h - zero point * sum of h) for each
@@ -13,7 +12,7 @@
 
 namespace stof {
 namespace cpu {
-namespace STOF_ISA::sparse_mlp {
+namespace {
 
 static_assert(kColumnUnit % kInt8Step == 0, "a thread's columns begin where a step may begin");
 
@@ -70,7 +69,7 @@ class Int8Group {
     }
     PackHidden(values, count, token.factors);
     own_count_[t] = count;
-    std::copy(index, index + count, own_index_[t]);
+    Copy(index, index + count, own_index_[t]);
   }
 
   // Hidden values in int8, and their scale and sum.
@@ -81,7 +80,7 @@ class Int8Group {
     if (inverse > 0.0f) {
       sum = RoundToInt8(h, count, inverse, values);
     } else {
-      std::fill(values, values + count, int8_t{0});
+      Fill(values, values + count, int8_t{0});
     }
     token->sum = static_cast<float>(sum);
   }
@@ -125,7 +124,7 @@ class Int8Group {
     WithElement(b_.down.dtype, [&](auto element) {
       const auto scales = Scales<decltype(element)>();
       for (int64_t n = begin; n < whole; n += piece) {
-        const int64_t columns = std::min(piece, whole - n);
+        const int64_t columns = Min(piece, whole - n);
         for (int64_t c = n; c < n + columns && !is_prefetched_; c += kInt8Step) {
           next_.PrefetchScales(c), next_.PrefetchRows(0, kMostGroup, c, bits);
         }
@@ -157,26 +156,25 @@ class Int8Group {
 inline void DownInt8(const MlpBlock& b, int64_t part, int64_t begin, int64_t end) {
   const int64_t last = b.part_begin[part + 1];
   float* const sums = b.sums + part * b.tokens * b.sums_stride;
-  for (int64_t t = 0; t < b.tokens; ++t)
-    std::fill(sums + t * b.sums_stride + begin, sums + t * b.sums_stride + end, 0.0f);
+  for (int64_t t = 0; t < b.tokens; ++t) Fill(sums + t * b.sums_stride + begin, sums + t * b.sums_stride + end, 0.0f);
   const auto end_of_group = [&](int64_t i) {
     const int64_t group = i < last ? b.neurons[i] >> b.down.block_shift : 0;
     while (i < last && b.neurons[i] >> b.down.block_shift == group) ++i;
     return i;
   };
   // The sums of all tokens stay in the L2 cache.
-  const int64_t step = std::max(kInt8Columns, kInt8SumBytes / 4 / b.tokens / kInt8Columns * kInt8Columns);
+  const int64_t step = Max(kInt8Columns, kInt8SumBytes / 4 / b.tokens / kInt8Columns * kInt8Columns);
   for (int64_t n = begin; n < end; n += step) {
     int64_t behind = end_of_group(b.part_begin[part]);
     for (int64_t first = b.part_begin[part]; first < last;) {
       const int64_t end_of_next = end_of_group(behind);
-      Int8Group(b, first, behind, end_of_next, sums).Add(n, std::min(end, n + step));
+      Int8Group(b, first, behind, end_of_next, sums).Add(n, Min(end, n + step));
       first = behind, behind = end_of_next;
     }
   }
 }
 
-}  // namespace STOF_ISA::sparse_mlp
+}  // namespace
 }  // namespace cpu
 }  // namespace stof
 #endif  // STOF_CPU_SPARSE_MLP_DOWN_INT8_H_

@@ -8,7 +8,7 @@
 
 namespace stof {
 namespace cpu {
-namespace STOF_ISA::sparse_mlp {
+namespace {
 
 constexpr int64_t kPairsOf16Bits = 8;
 
@@ -105,7 +105,7 @@ inline void DotColumns4(const uint8_t* const* rows, const TokenHidden& h, int64_
                         __m256i (*dots)[4]) {
   const __m256i none = _mm256_setzero_si256();
   __m256i even[4] = {none, none, none, none}, odd[4] = {none, none, none, none};
-  const int64_t middle = std::min(first + kPairsOf16Bits, last);
+  const int64_t middle = Min(first + kPairsOf16Bits, last);
   AddPairs4(rows, h, first, middle, n, even, odd);
   if (middle < last) AddPairs4(rows, h, middle, last, n, even + 2, odd + 2);
 #pragma GCC unroll 2
@@ -132,7 +132,7 @@ template <typename E>
 void AddOwnRows(const uint8_t* const* own, int64_t count, int bits, const TokenHidden& h, const GroupScales<E>& group,
                 int64_t begin, int64_t end, const NextGroup* next, float* sums) {
   const uint8_t* rows[kMostGroup + 1];
-  std::copy(own, own + count, rows);
+  Copy(own, own + count, rows);
   rows[count] = rows[count - 1];  // an odd number of rows: its factor is 0
   const int64_t pairs = (count + 1) / 2;
   int64_t n = begin;
@@ -144,7 +144,7 @@ void AddOwnRows(const uint8_t* const* own, int64_t count, int bits, const TokenH
         for (__m256i& dot : half) dot = _mm256_setzero_si256();
       }
       for (int64_t p = 0; p < pairs; p += 2 * kPairsOf16Bits) {
-        DotColumns4(rows, h, p, std::min(p + 2 * kPairsOf16Bits, pairs), n, dots);
+        DotColumns4(rows, h, p, Min(p + 2 * kPairsOf16Bits, pairs), n, dots);
       }
       for (int i = 0; i < 2; ++i) {
         for (int j = 0; j < 4; ++j) AddDots(dots[i][j], group, n + 16 * i + kWideColumns[j], h, sums);
@@ -164,7 +164,7 @@ void AddOwnRows(const uint8_t* const* own, int64_t count, int bits, const TokenH
 // Columns of a copy: a multiple of kInt8Step.
 inline int64_t PackedColumns(int64_t rows, int bits) {
   const int64_t bytes = (rows + 1) / 2 * 2 * (bits == 4 ? 1 : 2);
-  return std::clamp(kPackedBytes / bytes / kInt8Step * kInt8Step, kInt8Step, kInt8Columns);
+  return Clamp(kPackedBytes / bytes / kInt8Step * kInt8Step, kInt8Step, kInt8Columns);
 }
 static_assert(kInt8Step * kMostGroup * 2 <= 2 * kPackedBytes, "a copy holds the largest group's values of 8 bits");
 
@@ -174,7 +174,7 @@ inline void PackRows(const uint8_t* const* rows, int64_t count, int bits, int64_
   const int64_t pairs = (count + 1) / 2;
   for (int64_t p = 0; p < pairs; ++p) {
     const uint8_t* const first = rows[2 * p] + n * bits / 8;
-    const uint8_t* const second = rows[std::min(2 * p + 1, count - 1)] + n * bits / 8;
+    const uint8_t* const second = rows[Min(2 * p + 1, count - 1)] + n * bits / 8;
     if (bits == 4) {
       for (int64_t c = 0; c < columns; c += 64) {
         const PairOfRows pair(first + c / 2, second + c / 2);
@@ -210,7 +210,7 @@ inline void AddPacked4(const uint8_t* packed, int64_t pairs, const TokenHidden* 
     for (int half = 0; half < 2; ++half) {
 #pragma GCC unroll 2
       for (int t = 0; t < kTokens; ++t) even[half][t] = odd[half][t] = none;
-      const int64_t begin = first + half * kPairsOf16Bits, end = std::min(begin + kPairsOf16Bits, pairs);
+      const int64_t begin = first + half * kPairsOf16Bits, end = Min(begin + kPairsOf16Bits, pairs);
       for (int64_t p = begin; p < end; ++p) {
         const __m256i of_even = LoadInts(packed + 64 * p), of_odd = LoadInts(packed + 64 * p + 32);
 #pragma GCC unroll 2
@@ -285,7 +285,7 @@ void AddPacked(const uint8_t* packed, int64_t count, int bits, const TokenHidden
   if (t < tokens_count) AddPackedTokens<1>(packed, count, bits, tokens, of + t, group, n, columns, sums, stride);
 }
 
-}  // namespace STOF_ISA::sparse_mlp
+}  // namespace
 }  // namespace cpu
 }  // namespace stof
 #endif  // STOF_CPU_SPARSE_MLP_DOWN_INT8_AVX2_H_

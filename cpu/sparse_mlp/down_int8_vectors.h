@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of quantized down rows and hidden values in int8: the vectors of each instruction set. Included once per
-// instruction set.
+// Products of quantized down rows and hidden values in int8: the vectors of each instruction set.
 #ifndef STOF_CPU_SPARSE_MLP_DOWN_INT8_VECTORS_H_
 #define STOF_CPU_SPARSE_MLP_DOWN_INT8_VECTORS_H_
 
@@ -8,7 +7,7 @@
 
 namespace stof {
 namespace cpu {
-namespace STOF_ISA::sparse_mlp {
+namespace {
 
 constexpr int64_t kMostGroup = 256;           // neurons that share a scale
 constexpr int64_t kInt8Columns = 256;         // of a copy at most, and the unit of a step over columns
@@ -53,7 +52,7 @@ struct NextGroup {
   }
   // These columns of rows [first, last), of which there may be fewer.
   void PrefetchRows(int64_t first, int64_t last, int64_t n, int bits) const {
-    for (int64_t i = first; i < std::min(last, count); ++i) __builtin_prefetch(rows[i] + n * bits / 8, 0, 2);
+    for (int64_t i = first; i < Min(last, count); ++i) __builtin_prefetch(rows[i] + n * bits / 8, 0, 2);
   }
 };
 
@@ -86,11 +85,7 @@ inline void AddDot(int32_t dot, const GroupScales<E>& group, int64_t n, const To
   const float zero = group.zeros == nullptr ? group.zero : static_cast<float>(group.zeros[n]);
   const float factor = ToFloat(group.scales, E::kType, n) * h.scale;
   const float value = static_cast<float>(dot) - zero * h.sum;
-#if defined(__AVX2__)
-  sums[n] = std::fma(factor, value, sums[n]);
-#else
-  sums[n] += factor * value;
-#endif
+  sums[n] = Simd::Fma(factor, value, sums[n]);
 }
 
 template <typename E>
@@ -103,7 +98,7 @@ inline void AddColumnsOneByOne(const uint8_t* const* rows, int64_t count, int bi
   }
 }
 
-}  // namespace STOF_ISA::sparse_mlp
+}  // namespace
 }  // namespace cpu
 }  // namespace stof
 
@@ -114,7 +109,7 @@ inline void AddColumnsOneByOne(const uint8_t* const* rows, int64_t count, int bi
 #else
 namespace stof {
 namespace cpu {
-namespace STOF_ISA::sparse_mlp {
+namespace {
 
 template <typename E>
 void AddOwnRows(const uint8_t* const* rows, int64_t count, int bits, const TokenHidden& h, const GroupScales<E>& group,
@@ -130,7 +125,7 @@ template <typename E>
 void AddPacked(const uint8_t*, int64_t, int, const TokenHidden*, const uint8_t*, int64_t, const GroupScales<E>&,
                int64_t, int64_t, float*, int64_t) {}
 
-}  // namespace STOF_ISA::sparse_mlp
+}  // namespace
 }  // namespace cpu
 }  // namespace stof
 #endif

@@ -8,7 +8,7 @@
 
 namespace stof {
 namespace cpu {
-namespace STOF_ISA::sparse_mlp {
+namespace {
 
 // AddDot for sixteen columns.
 template <typename E>
@@ -98,7 +98,7 @@ template <typename E>
 void AddOwnRows(const uint8_t* const* own, int64_t count, int bits, const TokenHidden& h, const GroupScales<E>& group,
                 int64_t begin, int64_t end, const NextGroup* next, float* sums) {
   const uint8_t* rows[kMostGroup + 3];
-  std::copy(own, own + count, rows);
+  Copy(own, own + count, rows);
   for (int64_t i = count; i % 4 != 0; ++i) rows[i] = rows[count - 1];  // their factors are 0
   const int64_t quads = (count + 3) / 4, whole = begin + (end - begin) / kInt8Step * kInt8Step;
   if (bits == 4) {
@@ -112,7 +112,7 @@ void AddOwnRows(const uint8_t* const* own, int64_t count, int bits, const TokenH
 // Columns of a copy: a multiple of kInt8Step.
 inline int64_t PackedColumns(int64_t rows, int bits) {
   (void)bits;
-  return std::clamp(kPackedBytes / ((rows + 3) / 4 * 4) / kInt8Step * kInt8Step, kInt8Step, kInt8Columns);
+  return Clamp(kPackedBytes / ((rows + 3) / 4 * 4) / kInt8Step * kInt8Step, kInt8Step, kInt8Columns);
 }
 static_assert(kInt8Step * kMostGroup <= 2 * kPackedBytes, "a copy holds the largest group");
 
@@ -125,7 +125,7 @@ void PackSomeRows(const uint8_t* const* rows, int64_t count, int64_t n, int64_t 
     for (int64_t c = 0; c < columns; c += 64) {
       __m512i loaded[4], values[4];
       for (int64_t i = 0; i < 4; ++i) {
-        loaded[i] = LoadColumns<kBits>(rows[std::min(4 * p + i, count - 1)] + (n + c) * kBits / 8);
+        loaded[i] = LoadColumns<kBits>(rows[Min(4 * p + i, count - 1)] + (n + c) * kBits / 8);
       }
       Interleave(loaded, values);
       OrderColumns<kBits>(values);
@@ -188,7 +188,7 @@ void AddPacked(const uint8_t* packed, int64_t count, int bits, const TokenHidden
   }
 }
 
-}  // namespace STOF_ISA::sparse_mlp
+}  // namespace
 }  // namespace cpu
 }  // namespace stof
 #endif  // STOF_CPU_SPARSE_MLP_DOWN_INT8_VNNI_H_

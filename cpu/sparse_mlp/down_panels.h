@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sums of down rows for many tokens that need most of them. Included once per instruction set.
+// Sums of down rows for many tokens that need most of them.
 //
 // The sums of a column lie together, one for each token, and tokens are multiplied in panels as in dots_many_tokens.h.
 // Rows are added to all tokens, in their order: hidden values of tokens that do not need a row are 0.
@@ -11,7 +11,7 @@
 
 namespace stof {
 namespace cpu {
-namespace STOF_ISA::sparse_mlp {
+namespace {
 
 constexpr int64_t kPanelSumRows = 64;      // for which sums are loaded and stored once
 constexpr int64_t kPanelSumColumns = 240;  // of a piece of these rows: it stays in the L2 cache, and is whole tiles
@@ -75,8 +75,8 @@ void PanelSumTiles(int64_t panels, const float* rows, int64_t count, int64_t col
 // h[kMlpTokens] = the hidden values of neuron i of the list, zeros beyond the last token.
 inline void LoadHidden(const MlpBlock& b, int64_t i, float* h) {
   const float* const hidden = b.hidden + i * b.tokens;
-  std::copy(hidden, hidden + b.tokens, h);
-  std::fill(h + b.tokens, h + kMlpTokens, 0.0f);
+  Copy(hidden, hidden + b.tokens, h);
+  Fill(h + b.tokens, h + kMlpTokens, 0.0f);
 }
 
 // Columns [begin, end) of the sums of a part, all rows for all tokens.
@@ -84,22 +84,22 @@ inline void AddPanels(const MlpBlock& b, int64_t part, int64_t begin, int64_t en
   const int64_t first = b.part_begin[part], last = b.part_begin[part + 1], count = last - first;
   const int64_t stride = PanelSumsStride(b.tokens);
   const int64_t in_l2 = kSumBytes / (stride * static_cast<int64_t>(sizeof(float)));
-  const int64_t step = std::max(kLeastColumns, in_l2) / kPanelSumColumns * kPanelSumColumns;
+  const int64_t step = Max(kLeastColumns, in_l2) / kPanelSumColumns * kPanelSumColumns;
   const int64_t bits = b.down.bits > 0 ? b.down.bits : 8 * SizeOf(b.down.dtype);
   const int64_t groups = (count + kPanelSumRows - 1) / kPanelSumRows;
   alignas(64) float rows[kPanelSumRows * kPanelSumStride];
   alignas(64) float h[kPanelSumRows * kMlpTokens];
   const char* next[kPanelSumRows];
   const auto row = [&](int64_t i, int64_t n) {
-    return b.down.data + b.neurons[std::min(i, last - 1)] * b.down.stride + BytesOf(b.down, n);
+    return b.down.data + b.neurons[Min(i, last - 1)] * b.down.stride + BytesOf(b.down, n);
   };
   for (int64_t n = begin; n < end; n += step) {
-    const int64_t behind = std::min(end, n + step);
+    const int64_t behind = Min(end, n + step);
     for (int64_t g = 0; g < groups; ++g) {  // of as many rows each, give or take one
       const int64_t from = first + count * g / groups, some = first + count * (g + 1) / groups - from;
       for (int64_t i = 0; i < some; ++i) LoadHidden(b, from + i, h + i * kMlpTokens);
       for (int64_t c = n; c < behind; c += kPanelSumColumns) {
-        const int64_t columns = std::min(kPanelSumColumns, behind - c);
+        const int64_t columns = Min(kPanelSumColumns, behind - c);
         for (int64_t i = 0; i < some; ++i) {
           LoadDownRow(b.down, b.neurons[from + i], c, columns, rows + i * kPanelSumStride);
           next[i] = c + columns < behind ? row(from + i, c + columns) : row(from + some + i, n);
@@ -118,7 +118,7 @@ inline void AddNeededPanels(const MlpBlock& b, int64_t part, int64_t begin, int6
   for (int64_t i = b.part_begin[part]; i < b.part_begin[part + 1]; ++i) {
     LoadHidden(b, i, h);
     for (int64_t n = begin; n < end; n += kPanelSumColumns) {
-      const int64_t columns = std::min(kPanelSumColumns, end - n);
+      const int64_t columns = Min(kPanelSumColumns, end - n);
       LoadDownRow(b.down, b.neurons[i], n, columns, row);
       for (int64_t c = 0; c < columns; ++c) {
         const V value = Simd::Set1(row[c]);
@@ -136,11 +136,11 @@ inline void AddNeededPanels(const MlpBlock& b, int64_t part, int64_t begin, int6
 inline void DownPanels(const MlpBlock& b, int64_t part, int64_t begin, int64_t end) {
   const int64_t stride = PanelSumsStride(b.tokens);
   float* const sums = b.sums + part * stride * b.sums_stride;
-  std::fill(sums + begin * stride, sums + end * stride, 0.0f);
+  Fill(sums + begin * stride, sums + end * stride, 0.0f);
   AddPanels(b, part, begin, end, sums);
   if (AreFinite(sums + begin * stride, (end - begin) * stride)) return;
   // A row that is not finite makes the sums of tokens that do not need it NaN.
-  std::fill(sums + begin * stride, sums + end * stride, 0.0f);
+  Fill(sums + begin * stride, sums + end * stride, 0.0f);
   AddNeededPanels(b, part, begin, end, sums);
 }
 
@@ -150,7 +150,7 @@ void SumPanels(const MlpBlock& b, int64_t begin, int64_t end, float* y) {
   const int64_t stride = PanelSumsStride(b.tokens);
   for (int64_t n = begin; n < end; ++n) {
     alignas(64) float sums[kMlpTokens];
-    std::copy(b.sums + n * stride, b.sums + (n + 1) * stride, sums);
+    Copy(b.sums + n * stride, b.sums + (n + 1) * stride, sums);
     for (int64_t part = 1; part < kMlpParts; ++part) {
       const float* const more = b.sums + (part * b.sums_stride + n) * stride;
       for (int64_t t = 0; t < stride; ++t) sums[t] += more[t];
@@ -159,7 +159,7 @@ void SumPanels(const MlpBlock& b, int64_t begin, int64_t end, float* y) {
   }
 }
 
-}  // namespace STOF_ISA::sparse_mlp
+}  // namespace
 }  // namespace cpu
 }  // namespace stof
 #endif  // STOF_CPU_SPARSE_MLP_DOWN_PANELS_H_

@@ -1,23 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// Values of weights as vectors of fp32, by the type that they are stored in. Included once per instruction set.
+// Values of weights as vectors of fp32, by the type that they are stored in.
 #ifndef STOF_CPU_SPARSE_MLP_ELEMENTS_H_
 #define STOF_CPU_SPARSE_MLP_ELEMENTS_H_
 
-#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
+#include "cpu/simd/algorithms.h"
 #include "cpu/simd/convert.h"
 #include "cpu/simd/prefetch.h"
+#include "cpu/simd/simd.h"
 #include "cpu/sparse_mlp/sparse_mlp.h"
-#include STOF_SIMD
 
 namespace stof {
 namespace cpu {
-namespace STOF_ISA::sparse_mlp {
+namespace {
 
-using V = Simd::V;
-constexpr int kWidth = Simd::kWidth;
 static_assert(kMlpPadding % kWidth == 0, "vectors of tokens are padded to whole vectors");
 
 // Prefetches the start of a row that is read next. The hardware prefetches the rest of it, and faster.
@@ -174,7 +172,7 @@ inline void LoadDownRow(const NeuronRows& rows, int64_t neuron, int64_t first, i
   }
 }
 
-}  // namespace STOF_ISA::sparse_mlp
+}  // namespace
 }  // namespace cpu
 }  // namespace stof
 #endif  // STOF_CPU_SPARSE_MLP_ELEMENTS_H_

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // The interface between the dispatcher of the sparse MLP (sparse_mlp.cc) and the kernels of each instruction set.
-// Functions are static: each instruction set keeps its own copy. A kernel runs on a thread with 256 KiB of stack.
+// A kernel runs on a thread with 256 KiB of stack.
 #ifndef STOF_CPU_SPARSE_MLP_SPARSE_MLP_H_
 #define STOF_CPU_SPARSE_MLP_SPARSE_MLP_H_
 
 #include <cstdint>
 
-#include "cpu/isa.h"
+#include "plugins/core/base/inline.h"
 #include "plugins/core/contract/sparse_mlp.h"
 
 namespace stof {
@@ -25,7 +25,7 @@ constexpr int64_t kMlpParts = 8;
 constexpr int64_t kColumnUnit = 64;
 constexpr int64_t kMlpPartBlock = 64;  // neurons; more where more of them share a scale
 // Floats from the sums of a column to those of the next one, where the sums of all tokens lie together.
-static inline int64_t PanelSumsStride(int64_t tokens) {
+STOF_ALWAYS_INLINE int64_t PanelSumsStride(int64_t tokens) {
   return (tokens + kPanelTokens - 1) / kPanelTokens * kPanelTokens;
 }
 // Values of a predictor's row and of a token that are multiplied at a time, where they are quantized.
@@ -54,7 +54,7 @@ struct NeuronRows {
 };
 
 // Bytes of the first `values` values of a row, rounded down.
-static inline int64_t BytesOf(const NeuronRows& rows, int64_t values) {
+STOF_ALWAYS_INLINE int64_t BytesOf(const NeuronRows& rows, int64_t values) {
   return rows.bits > 0 ? values * rows.bits / 8 : values * SizeOf(rows.dtype);
 }
 
@@ -77,12 +77,12 @@ struct DotProblem {
 };
 
 // The neuron of row i.
-static inline int64_t NeuronOf(const DotProblem& problem, int64_t i) {
+STOF_ALWAYS_INLINE int64_t NeuronOf(const DotProblem& problem, int64_t i) {
   return problem.neurons != nullptr ? problem.neurons[i] : i;
 }
 
 // The bits of all tokens of a block.
-static inline uint64_t BitsOfTokens(int64_t tokens) {
+STOF_ALWAYS_INLINE uint64_t BitsOfTokens(int64_t tokens) {
   return tokens == kMlpTokens ? ~uint64_t{0} : (uint64_t{1} << tokens) - 1;
 }
 
@@ -129,13 +129,6 @@ struct SparseMlpKernels {
   void (*finish)(const MlpBlock& block, int64_t first, int64_t last);
 };
 constexpr int64_t kMlpSelected = kMlpNeurons * 16;
-
-#define STOF_DECLARE(isa)                          \
-  namespace isa::sparse_mlp {                      \
-  extern const SparseMlpKernels kSparseMlpKernels; \
-  }
-STOF_CPU_MLP_NAMESPACES(STOF_DECLARE)
-#undef STOF_DECLARE
 
 }  // namespace cpu
 }  // namespace stof

@@ -28,20 +28,20 @@ int LastGemmKernel();
 
 namespace {
 
-using stof::GemmActivation;
+using stof::Activation;
 using stof::GemmArgs;
 using stof::cuda::CublasLt;
 
 struct Row {
   const char* name;
   int64_t M, N, K;
-  GemmActivation activation;
+  Activation activation;
   bool bias, pair, residual;
 };
 // Products of BERT, ViT (768), GPT-2 (by tanh), T5 (ReLU, no bias), BERT-large (1024), LLaMA and ModernBERT at
 // (1, 128), (1, 512), (8, 512) and (16, 2048).
-constexpr GemmActivation kNone = GemmActivation::kNone, kErf = GemmActivation::kGelu, kTanh = GemmActivation::kGeluTanh,
-                         kRelu = GemmActivation::kRelu, kSilu = GemmActivation::kSilu;
+constexpr Activation kNone = Activation::kNone, kErf = Activation::kGelu, kTanh = Activation::kGeluTanh,
+                     kRelu = Activation::kRelu, kSilu = Activation::kSilu;
 constexpr Row kRows[] = {
     {"ffn1", 4096, 3072, 768, kErf, true, false, false},
     {"ffn1-tanh", 4096, 3072, 768, kTanh, true, false, false},
@@ -112,18 +112,21 @@ __global__ void Unfused(const T* x, const T* residual, T* y, int64_t rows, int64
 }
 
 __device__ double Exact(int activation, double x) {
-  switch (static_cast<GemmActivation>(activation)) {
-    case GemmActivation::kRelu:
+  switch (static_cast<Activation>(activation)) {
+    case Activation::kRelu:
       return x < 0 ? 0 : x;
-    case GemmActivation::kGelu:
+    case Activation::kGelu:
       return 0.5 * x * erfc(-x * 0.70710678118654752440);
-    case GemmActivation::kGeluTanh:
+    case Activation::kGeluTanh:
       return x / (1 + exp(-2 * 0.79788456080286535588 * (x + 0.044715 * x * x * x)));
-    case GemmActivation::kSilu:
+    case Activation::kSilu:
       return x / (1 + exp(-x));
-    default:
-      return x;
+    case Activation::kRelu2:
+      return x < 0 ? 0 : x * x;
+    case Activation::kNone:
+      break;
   }
+  return x;
 }
 // The largest error of some elements against fp64, in units of 2^-11 (2^-8 for bf16) of 1 + |expected|.
 template <typename T>

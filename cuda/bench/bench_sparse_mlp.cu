@@ -240,7 +240,7 @@ int main(int argc, char** argv) {
           SparseMlpArgs a;
           a.T = T, a.K = K, a.F = F, a.N = N, a.R = is_predicted ? R : 0;
           a.dtype = is_bf16 ? DType::kBF16 : DType::kF16;
-          a.activation = stof::SparseMlpActivation::kRelu;
+          a.activation = stof::Activation::kRelu;
           a.input = x, a.output = y;
           a.down_weight.data = layer.down;
           if (has_up) a.up_weight.data = layer.up;

@@ -33,16 +33,18 @@ bool EpilogueOf(const GemmArgs& args, CublasLt::Epilogue* epilogue) {
   if (args.b1 != nullptr || args.scale != nullptr || args.row != nullptr) return false;
   const bool bias = args.bias0 != nullptr;
   switch (args.activation) {
-    case GemmActivation::kNone:
+    case Activation::kNone:
       *epilogue = bias ? CublasLt::kBias : CublasLt::kNothing;
       return true;
-    case GemmActivation::kRelu:
+    case Activation::kRelu:
       *epilogue = bias ? CublasLt::kReluBias : CublasLt::kRelu;
       break;
-    case GemmActivation::kGeluTanh:
+    case Activation::kGeluTanh:
       *epilogue = bias ? CublasLt::kGeluBias : CublasLt::kGelu;
       break;
-    default:
+    case Activation::kRelu2:
+    case Activation::kGelu:
+    case Activation::kSilu:
       return false;
   }
   // What it adds to the matmul is within the activation.

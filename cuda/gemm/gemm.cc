@@ -157,9 +157,9 @@ double Predict(const GemmKernelEntry& kernel, const GemmArgs& args, int clusters
   const int64_t tiles =
       Over(args.M, int64_t{kernel.rows} * kernel.cluster_m) * Over(args.N, int64_t{kernel.columns} * kernel.cluster_n);
   const auto steps = static_cast<double>(Over(args.K, kDepth) * Over(tiles * kernel.ctas, clusters));
-  const double activation = args.activation == GemmActivation::kNone   ? 0.0
-                            : args.activation == GemmActivation::kRelu ? 0.15
-                                                                       : 1.0;
+  const double activation = args.activation == Activation::kNone   ? 0.0
+                            : args.activation == Activation::kRelu ? 0.15
+                                                                   : 1.0;
   const double tile =
       kernel.tile + kernel.gelu * activation + (args.residual == nullptr ? 0.0 : double{kernel.residual});
   return kStart + kernel.step * steps + tile * static_cast<double>(Over(tiles, clusters));
@@ -275,8 +275,8 @@ Status RunWay(const GemmArgs& args, const Way& way, const RunContext& context, i
 
 // ---- ways that were timed ----
 // By all that the ways and their order depend on: where timing fails, the first one is kept.
-using ProblemKey = std::tuple<int, DType, bool, bool, bool, GemmActivation, int32_t, uint32_t, size_t, int64_t, int64_t,
-                              int64_t, int64_t>;
+using ProblemKey =
+    std::tuple<int, DType, bool, bool, bool, Activation, int32_t, uint32_t, size_t, int64_t, int64_t, int64_t, int64_t>;
 struct TimedWays {
   std::mutex mutex;
   std::map<ProblemKey, Way> known;

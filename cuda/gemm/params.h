@@ -20,7 +20,7 @@ enum GemmHas : int32_t { kHasBias0 = 1, kHasBias1 = 2, kHasScale = 4, kHasRow = 
 // act(p0 + bias0) [* (p1 + bias1)] * scale * row + residual; elements of the output's type.
 struct GemmEpilogueParams {
   int32_t has = 0;
-  int32_t activation = 0;  // GemmActivation
+  int32_t activation = 0;  // an Activation
   const void* bias0 = nullptr;
   const void* bias1 = nullptr;
   const void* scale = nullptr;

@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kMlpThreads) MaskedHiddenKernel(const __grid_c
   const uint32_t mask = p.masks == nullptr ? 0u : p.masks[t * p.mask_words + j / 32] >> j % 32;
 #pragma unroll
   for (int i = 0; i < kMlpChunk; ++i) {
-    const float activated = Activated(p.activation, gates[i]);
+    const float activated = Activate(p.activation, gates[i]);
     const bool is_active = p.masks != nullptr ? (mask >> i & 1) != 0 : j + i < p.F && IsActive(p, activated, j + i);
     hidden[i] = !is_active ? 0.0f : p.up_matmul == nullptr ? activated : activated * ups[i];
   }

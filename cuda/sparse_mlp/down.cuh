@@ -102,7 +102,7 @@ __device__ __forceinline__ float HiddenOf(const MlpParams& p, int32_t position, 
   if (p.runs_hidden_kernel) {
     return __ldcg(p.hidden + static_cast<int64_t>(position) * p.T + token);
   }
-  return Activated(p.activation, ToFloat(static_cast<const T*>(p.gate)[token * p.F + neuron]));
+  return Activate(p.activation, ToFloat(static_cast<const T*>(p.gate)[token * p.F + neuron]));
 }
 
 template <typename T>

@@ -19,7 +19,7 @@ __device__ __forceinline__ void StoreHidden(const MlpParams& p, int32_t position
   } else {
     gate = ToFloat(static_cast<const T*>(p.gate)[token * p.F + neuron]);
   }
-  float h = Activated(p.activation, gate);
+  float h = Activate(p.activation, gate);
   if constexpr (kHasUp) {
     if (p.up_bias != nullptr) up += ToFloat(static_cast<const T*>(p.up_bias)[neuron]);
     h *= up;

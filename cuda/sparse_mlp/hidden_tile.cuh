@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(kMlpThreads) HiddenOfGateKernel(const __grid_c
     const ListEntry entry = list.At(static_cast<int32_t>(i));
     if ((entry.mask >> token & 1) == 0) continue;
     p.hidden[i * p.T + token] =
-        Activated(p.activation, ToFloat(static_cast<const T*>(p.gate)[token * p.F + entry.neuron]));
+        Activate(p.activation, ToFloat(static_cast<const T*>(p.gate)[token * p.F + entry.neuron]));
   }
 }
 

@@ -45,7 +45,7 @@ struct MlpRows {
 struct MlpParams {
   int32_t T = 0;
   int64_t K = 0, F = 0, N = 0, R = 0;
-  SparseMlpActivation activation = SparseMlpActivation::kNone;
+  Activation activation = Activation::kNone;
   SparseMlpSelection selection = SparseMlpSelection::kNonzero;
   const void* input = nullptr;  // [T, K]
   const void* gate = nullptr;   // [T, F], or nullptr
@@ -117,7 +117,7 @@ struct MlpDequantizeParams {
 // The kernel between the GEMMs of many tokens, in fp16 or bf16. hidden may be the memory of gate or up_matmul.
 struct MlpMaskedHiddenParams {
   int64_t T = 0, F = 0;
-  SparseMlpActivation activation = SparseMlpActivation::kNone;
+  Activation activation = Activation::kNone;
   SparseMlpSelection selection = SparseMlpSelection::kNonzero;
   const void* gate = nullptr;       // [T, F], to which gate_bias is added
   const void* up_matmul = nullptr;  // [T, F]; nullptr without an up weight

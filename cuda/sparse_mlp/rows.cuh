@@ -6,6 +6,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "cuda/common/activation.cuh"
 #include "cuda/common/mma_sm80.cuh"
 #include "cuda/common/quantized.cuh"
 #include "cuda/sparse_mlp/params.h"
@@ -214,24 +215,8 @@ __device__ __forceinline__ float SumOverWarp(float x) {
   return x;
 }
 
-// Errors are small beside x, not beside a result that nearly vanishes.
-__device__ __forceinline__ float Activated(SparseMlpActivation activation, float x) {
-  switch (activation) {
-    case SparseMlpActivation::kRelu:
-      return x < 0.0f ? 0.0f : x;
-    case SparseMlpActivation::kRelu2: {
-      const float positive = x < 0.0f ? 0.0f : x;
-      return positive * positive;
-    }
-    case SparseMlpActivation::kGelu:
-      return 0.5f * x * erfcf(-0.70710678118654752f * x);
-    case SparseMlpActivation::kGeluTanh:
-      return x / (1.0f + expf(-1.5957691216057308f * x * fmaf(0.044715f * x, x, 1.0f)));
-    case SparseMlpActivation::kSilu:
-      return x / (1.0f + expf(-x));
-    default:
-      return x;
-  }
+__device__ __forceinline__ float Activate(Activation activation, float x) {
+  return cuda::Activate<Fp32Activations>(activation, x);
 }
 
 // NaN is above: it makes a neuron active.

@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kMlpThreads) SelectKernel(const __grid_constan
     const int64_t neuron = first + lane;
     uint64_t mask = 0;
     for (int t = warp; t < p.T && neuron < end; t += kMlpWarps) {
-      const float x = Activated(p.activation, ToFloat(static_cast<const T*>(p.gate)[t * p.F + neuron]));
+      const float x = Activate(p.activation, ToFloat(static_cast<const T*>(p.gate)[t * p.F + neuron]));
       mask |= static_cast<uint64_t>(IsActive(p, x, neuron)) << t;
     }
     masks[warp][lane] = mask;

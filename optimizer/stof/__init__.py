@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from stof.runtime.library import build_info, get_library_path, library_path, register
@@ -13,11 +14,20 @@ from stof.runtime.library import build_info, get_library_path, library_path, reg
 if TYPE_CHECKING:
     from stof.api import optimize
     from stof.api.folder import optimize_folder
+    from stof.errors import ArgumentError, ModelError, StofError, VerifyError
+    from stof.folder_report import FolderReport
     from stof.options import Options
+    from stof.report import Report
 
 __version__ = "0.1.0"
 __all__ = [
+    "ArgumentError",
+    "FolderReport",
+    "ModelError",
     "Options",
+    "Report",
+    "StofError",
+    "VerifyError",
     "__version__",
     "build_info",
     "get_library_path",
@@ -26,20 +36,25 @@ __all__ = [
     "optimize_folder",
     "register",
 ]
+# onnx and its companions are loaded when they are needed: `import stof; stof.register(...)` stays light.
+_HOMES = {
+    "ArgumentError": "stof.errors",
+    "FolderReport": "stof.folder_report",
+    "ModelError": "stof.errors",
+    "Options": "stof.options",
+    "Report": "stof.report",
+    "StofError": "stof.errors",
+    "VerifyError": "stof.errors",
+    "optimize": "stof.api",
+    "optimize_folder": "stof.api.folder",
+}
 
 
 def __getattr__(name: str) -> Any:
-    # onnx and its companions are loaded when they are needed: `import stof; stof.register(...)` stays light.
-    if name == "optimize":
-        from stof.api import optimize
+    if name not in _HOMES:
+        raise AttributeError(f"module 'stof' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
 
-        return optimize
-    if name == "optimize_folder":
-        from stof.api.folder import optimize_folder
 
-        return optimize_folder
-    if name == "Options":
-        from stof.options import Options
-
-        return Options
-    raise AttributeError(f"module 'stof' has no attribute {name!r}")
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

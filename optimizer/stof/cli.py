@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,17 +14,32 @@ from stof.errors import ArgumentError
 from stof.execution.run_limits import parse_bytes
 from stof.files import remove_temporaries
 from stof.interrupts import ended_by_signals, report_interrupt
-from stof.options import Options
+from stof.options import CHAINS, STANDARD_OUTPUT, TARGETS, Options
 from stof.progress import step_log
 from stof.selection import EVERY_ATTENTION
-from stof.terminal import OutputError, Parser, complain, run_command, say
+from stof.tensorrt.describe_installation import describe_installation
+from stof.terminal import (
+    OutputError,
+    Parser,
+    VersionAction,
+    complain,
+    read_pairs,
+    read_shapes,
+    run_command,
+    say,
+)
 
 if TYPE_CHECKING:
-    from stof.api.folder import FolderReport
+    from stof.folder_report import FolderReport
     from stof.report import Report
 
 _GARBAGE = 50_000  # new objects before the next look for what cannot be reached
 _TARGETS = {"CPUExecutionProvider": "cpu", "CUDAExecutionProvider": "cuda", "TensorrtExecutionProvider": "tensorrt"}
+
+
+_EPILOG = """example: stof-optimize model.onnx -o fast.onnx --shape sequence=128..4096 --report report.html
+exit status: 0 written, copied or nothing to do, 1 wrong arguments, 2 verification failed, 3 model not supported
+what each option does, with examples: docs/guide/options.md in stof's source folder"""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -32,8 +47,10 @@ def _parser() -> argparse.ArgumentParser:
         prog="stof-optimize",
         allow_abbrev=False,
         description="Writes an equivalent ONNX model in which masked attention skips the blocks that the mask forbids.",
-        epilog="exit status: 0 written, copied or nothing to do, 1 wrong arguments, 2 verification failed, 3 model not supported",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.hint = "name the output with -o"
     parser.add_argument("model", type=Path, nargs="?", help="the ONNX file, or a folder; never modified")
     parser.add_argument(
         "-o",
@@ -42,101 +59,113 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PATH",
         help="default: <name>.stof.onnx beside the input; for a folder: the new one",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
-    parser.add_argument("--report", type=Path, metavar="FILE", help="write the report as an HTML page for people")
-    parser.add_argument("--dry-run", action="store_true", help="report only, write no model")
-    parser.add_argument(
-        "--explain",
-        nargs="?",
-        const=EVERY_ATTENTION,
-        metavar="SITE",
-        help="say how far each site, or attention over a KV cache, got; write no model",
-    )
-    parser.add_argument("--target", choices=("cpu", "cuda", "tensorrt"), help="what choices are tuned for (cpu)")
-    parser.add_argument("--provider", choices=tuple(_TARGETS), help="the same, by ONNX Runtime's execution provider")
-    parser.add_argument(
+    group = parser.add_argument_group("what is replaced, and for which device")
+    group.add_argument("--target", choices=TARGETS, help="what choices are tuned for (cpu)")
+    group.add_argument("--provider", choices=tuple(_TARGETS), help="the same, by ONNX Runtime's execution provider")
+    group.add_argument(
         "--shape", action="append", default=[], metavar="NAME=N[..M]", help="range of a dimension in use"
     )
-    parser.add_argument(
-        "--chains",
-        choices=("on", "off", "auto"),
-        default="auto",
-        help="fuse operators around attention; auto: those that a measurement on this device found faster",
-    )
-    parser.add_argument(
-        "--products",
-        choices=("on", "off"),
-        default="on",
-        help="whether StofGemm may take a matmul with its epilogue (on CUDA; on the CPU where --tune found a gain)",
-    )
-    parser.add_argument(
-        "--tune", type=_seconds, metavar="SECONDS", help="measure, for so long, instead of estimating: kernels, chains"
-    )
-    parser.add_argument("--time", action="store_true", help="time the original and the result, for 20 seconds")
-    parser.add_argument("--allow-tf32", action="store_true", help="compute fp32 attention's matmuls in TF32, on CUDA")
-    parser.add_argument("--plan", type=Path, metavar="FILE", help="apply a saved plan instead of choosing")
-    parser.add_argument("--save-plan", type=Path, metavar="FILE", help="save the choices as JSON, with --dry-run too")
-    parser.add_argument(
+    group.add_argument(
         "--only",
         action="append",
         default=[],
         metavar="SITE",
         help="site name, pattern or number; cache:NAME and chain:NAME name others; repeatable",
     )
-    parser.add_argument(
+    group.add_argument(
         "--skip", action="append", default=[], metavar="SITE", help="likewise, to leave sites as they are"
     )
-    parser.add_argument(
+    group.add_argument(
         "--mask", action="append", default=[], metavar="SITE=EXPR", help="state a site's mask; it is checked"
     )
-    parser.add_argument(
-        "--sparsify",
-        metavar="SPEC",
-        help="put a sparse pattern on dense causal attention; OUTPUTS CHANGE: s2:local=16,stride=8, window=4096,sink=128, "
-        'mask="...", or a pattern file',
+    group.add_argument(
+        "--empty-rows", choices=("exact", "ignore"), default="exact", help="rows in which no key is allowed"
     )
-    parser.add_argument(
-        "--sparse-mlp",
-        metavar="SPEC",
-        help="compute only selected neurons of MLPs; OUTPUTS CHANGE: calibration prompts and how to select, "
-        "prompts.npz,kind=svd,active=0.3 for instance",
+    group.add_argument(
+        "--chains",
+        choices=CHAINS,
+        default="auto",
+        help="fuse operators around attention; auto: those that a measurement on this device found faster",
     )
-    parser.add_argument(
-        "--prompts",
-        type=Path,
-        metavar="FILE",
-        help="measure by how much --sparsify and --sparse-mlp change next tokens: token ids or texts",
+    group.add_argument(
+        "--products",
+        choices=("on", "off"),
+        default="on",
+        help="whether StofGemm may take a matmul with its epilogue (on CUDA; on the CPU where --tune found a gain)",
     )
-    parser.add_argument(
-        "--max-kl",
-        type=_divergence,
-        metavar="X",
-        help="largest mean KL divergence on --prompts to write a model with (0.1)",
+    group.add_argument("--allow-tf32", action="store_true", help="compute fp32 attention's matmuls in TF32, on CUDA")
+    group = parser.add_argument_group("measuring and plans")
+    group.add_argument(
+        "--tune", type=_seconds, metavar="SECONDS", help="measure, for so long, instead of estimating: kernels, chains"
     )
-    parser.add_argument("--force", action="store_true", help="write the model beyond --max-kl, too")
-    parser.add_argument(
-        "--verify-budget", type=_seconds, default=45.0, metavar="SECONDS", help="time for verification (45)"
+    group.add_argument(
+        "--ignore-measurements",
+        action="store_true",
+        help="decide without what earlier runs with --tune measured on this device",
     )
-    parser.add_argument(
-        "--verify-memory",
-        type=_bytes,
-        default=0,
-        metavar="BYTES",
-        help="memory for verification, 2G for instance (half of what is free)",
+    group.add_argument(
+        "--time", action="store_true", help="time the original and the result at a few lengths, for 20 seconds"
     )
-    parser.add_argument(
+    group.add_argument("--plan", type=Path, metavar="FILE", help="apply a saved plan instead of choosing")
+    group.add_argument("--save-plan", type=Path, metavar="FILE", help="save the choices as JSON, with --dry-run too")
+    group = parser.add_argument_group("verification")
+    group.add_argument(
         "--inputs",
         action="append",
         default=[],
         metavar="FILE",
         help="inputs to verify on: .npz, folder of input_*.pb, or module:function; repeatable",
     )
-    parser.add_argument("--no-verify", action="store_true", help="write without running the model")
-    parser.add_argument(
-        "--empty-rows", choices=("exact", "ignore"), default="exact", help="rows in which no key is allowed"
+    group.add_argument(
+        "--verify-budget", type=_seconds, default=45.0, metavar="SECONDS", help="time for verification (45)"
     )
-    parser.add_argument("-q", "--quiet", action="store_true", help="no progress lines on standard error")
-    parser.add_argument("--version", action="store_true", help="version, and which parts are installed")
+    group.add_argument(
+        "--verify-memory",
+        type=_bytes,
+        default=0,
+        metavar="BYTES",
+        help="memory for verification, 2G for instance (half of what is free)",
+    )
+    group.add_argument("--no-verify", action="store_true", help="write without running the model")
+    group = parser.add_argument_group("what changes outputs")
+    group.add_argument(
+        "--sparsify",
+        metavar="SPEC",
+        help="put a sparse pattern on dense causal attention; OUTPUTS CHANGE: s2:local=16,stride=8, window=4096,sink=128, "
+        'mask="...", or a pattern file',
+    )
+    group.add_argument(
+        "--sparse-mlp",
+        metavar="SPEC",
+        help="compute only selected neurons of MLPs; OUTPUTS CHANGE: calibration prompts and how to select, "
+        "prompts.npz,kind=svd,active=0.3 for instance",
+    )
+    group.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="measure by how much --sparsify and --sparse-mlp change next tokens: token ids or texts",
+    )
+    group.add_argument(
+        "--max-kl",
+        type=_divergence,
+        metavar="X",
+        help="largest mean KL divergence on --prompts to write a model with (0.1)",
+    )
+    group.add_argument("--force", action="store_true", help="write the model beyond --max-kl, too")
+    group = parser.add_argument_group("reports")
+    group.add_argument("--dry-run", action="store_true", help="report only, write no model")
+    group.add_argument(
+        "--explain",
+        nargs="?",
+        const=EVERY_ATTENTION,
+        metavar="SITE",
+        help="say how far each site, or attention over a KV cache, got; write no model",
+    )
+    group.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON; -: to standard output")
+    group.add_argument("--report", type=Path, metavar="FILE", help="write the report as an HTML page for people")
+    group.add_argument("-q", "--quiet", action="store_true", help="no progress lines on standard error")
+    group.add_argument("--version", action=VersionAction, describe=describe_installation)
     return parser
 
 
@@ -165,31 +194,6 @@ def _bytes(text: str) -> int:
 _bytes.__name__ = "number of bytes"
 
 
-def _pairs(items: Sequence[str], option: str) -> dict[str, str]:
-    found = {}
-    for item in items:
-        name, sign, value = item.partition("=")
-        if not sign or not name or not value:
-            raise ArgumentError(f"{option} {item!r}: expected NAME=VALUE")
-        if name in found:
-            raise ArgumentError(f"{option} names {name!r} twice; give it once")
-        found[name] = value
-    return found
-
-
-def _shapes(items: Sequence[str]) -> dict[str, tuple[int, int]]:
-    found = {}
-    for name, text in _pairs(items, "--shape").items():
-        low, _, high = text.partition("..")
-        try:
-            found[name] = (int(low), int(high or low))
-        except ValueError:
-            raise ArgumentError(f"--shape {name}={text}: expected a number or N..M") from None
-        if not 0 < found[name][0] <= found[name][1]:
-            raise ArgumentError(f"--shape {name}={text}: expected 0 < N <= M")
-    return found
-
-
 def _target(arguments: argparse.Namespace) -> str:
     """The target that --target and --provider name."""
     target, provider = arguments.target, arguments.provider
@@ -200,41 +204,7 @@ def _target(arguments: argparse.Namespace) -> str:
     return str(target or _TARGETS.get(provider, "cpu"))
 
 
-def _version() -> list[str]:
-    """The version, and for each part of an installation whether it is there or what adds it."""
-    import stof
-    from stof.execution.captured_messages import import_onnxruntime
-    from stof.installation import CUDA, missing
-    from stof.tensorrt.module import TensorrtError, plugin_lacks_cuda, plugin_path
-
-    info = stof.build_info()
-    lines = [
-        f"stof {stof.__version__}, backends {', '.join(info['backends'])}, CPU {info['cpu_isa']}, {info['build_id']}"
-    ]
-    try:
-        ort = import_onnxruntime()
-        lines.append(f"ONNX Runtime: {ort.__version__}, {', '.join(ort.get_available_providers())}")
-    except ImportError as error:
-        absent = isinstance(error, ModuleNotFoundError) and error.name == "onnxruntime"
-        what = "not installed" if absent else f"does not load ({error})"
-        lines.append(f"ONNX Runtime: {what}; to verify and run models: pip install onnxruntime")
-    if "cuda" in info["backends"]:
-        lines.append(f"CUDA kernels: {', '.join(info['cuda_architectures'])}")
-    else:
-        lines.append(f"CUDA kernels: {missing(CUDA, stof.library_path().parent)}")
-    try:
-        plugin = plugin_path()
-        lacks = plugin_lacks_cuda(plugin)
-        lines.append(f"TensorRT plugin: {plugin}{lacks and f'; {lacks}'}")
-    except TensorrtError as error:
-        lines.append(f"TensorRT plugin: {error}")
-    return lines
-
-
 def _run(arguments: argparse.Namespace) -> int:
-    if arguments.version:
-        say(*_version())
-        return 0
     if (
         arguments.model is None
         and arguments.explain not in (None, EVERY_ATTENTION)
@@ -265,12 +235,13 @@ def _run(arguments: argparse.Namespace) -> int:
         inputs=tuple(arguments.inputs),
         only=tuple(arguments.only),
         skip=tuple(arguments.skip),
-        shapes=_shapes(arguments.shape),
-        masks=_pairs(arguments.mask, "--mask"),
+        shapes=read_shapes(arguments.shape),
+        masks=read_pairs(arguments.mask, "--mask"),
         ignore_empty_rows=arguments.empty_rows == "ignore",
         chains=arguments.chains,
         products=arguments.products == "on",
         tune=arguments.tune or 0.0,
+        ignore_measurements=arguments.ignore_measurements,
         plan=arguments.plan,
         save_plan=arguments.save_plan,
     )
@@ -299,11 +270,15 @@ def _check_changes(arguments: argparse.Namespace) -> None:
             raise ArgumentError(f"{option} is for --prompts and --sparse-mlp, of which none is given")
 
 
-def _say_report(report: Report | FolderReport, explain: str | None, outputs: Iterable[str | Path | None]) -> None:
+def _say_report(report: Report | FolderReport, explain: str | None, outputs: Sequence[str | Path | None]) -> None:
     """Prints a report. Where it cannot be printed, what was written is said instead."""
     lines = report.to_text().split("\n")
     if explain is not None:
         lines += ["", *report.explain(explain).split("\n")]
+    if STANDARD_OUTPUT in outputs:  # which has the JSON alone
+        for line in lines:
+            complain(line)
+        return
     try:
         say(*lines)
     except OutputError as error:
@@ -318,7 +293,7 @@ def _run_folder(arguments: argparse.Namespace, options: Options) -> int:
 
     with step_log("stof-optimize", quiet=arguments.quiet):
         report = optimize_folder(arguments.model, options=options)
-    _say_report(report, arguments.explain, (report.output, options.json))
+    _say_report(report, arguments.explain, (report.output, options.json, options.report))
     if report.failures:
         complain(f"stof-optimize: {report.failure}")
     return report.exit_code

@@ -13,6 +13,7 @@ of its nodes with what it replaces.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -41,13 +42,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class Tuning:
-    """How much of the time of ``--tune`` is used up, by the ops together.
+    """How much of the time of ``--tune`` is used up, by the ops together, and what is an earlier measurement.
 
     Attributes:
         spent: seconds.
+        started: when the run began, in seconds since 1970.
     """
 
     spent: float = 0.0
+    started: float = field(default_factory=time.time)
 
 
 @dataclass(frozen=True)
@@ -187,8 +190,8 @@ class OpRewrite(ABC, Generic[Found, Decided]):
         """
 
     @abstractmethod
-    def decide(self, job: Job, found: Found) -> Decided:
-        """What becomes of each candidate.
+    def decide(self, job: Job, found: Found) -> Decided | LeftOut:
+        """What becomes of each candidate; the op is left out where it turns out that nothing decides.
 
         The pipeline checks afterwards that options name only what the decisions have as candidates. An op that takes long
         to decide checks its ``job.selections`` before.

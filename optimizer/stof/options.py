@@ -3,45 +3,204 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
+
+from stof.arguments.checks import (
+    Check,
+    check_count,
+    check_flag,
+    check_names,
+    check_number,
+    check_pairs,
+    check_path,
+    check_range,
+    check_seconds,
+    check_text,
+    check_texts,
+    one_of,
+    or_none,
+)
+from stof.errors import ArgumentError
 
 if TYPE_CHECKING:
+    from typing import Self, Unpack
+
     from stof.execution.given_inputs import InputSource
 
+PathLike: TypeAlias = "str | os.PathLike[str]"
+TARGETS = ("cpu", "cuda", "tensorrt")
+CHAINS = ("on", "off", "auto")
+STANDARD_OUTPUT = Path("-")  # in the place of a file for the report as JSON
 
-@dataclass(frozen=True)
+
+class OptionArguments(TypedDict, total=False):
+    """What :class:`Options` and :func:`stof.optimize` take by name, besides the output; :class:`Options` says what each is."""
+
+    target: str
+    capability: int
+    allow_tf32: bool
+    json: PathLike | None
+    report: PathLike | None
+    time: bool
+    dry_run: bool
+    explain: str | None
+    verify: bool
+    verify_budget: float
+    verify_memory: int
+    inputs: InputSource
+    only: Sequence[str]
+    skip: Sequence[str]
+    shapes: Mapping[str, int | tuple[int, int]]
+    masks: Mapping[str, str]
+    sparsify: str
+    sparse_mlp: str
+    prompts: PathLike | None
+    max_kl: float
+    force: bool
+    ignore_empty_rows: bool
+    chains: str
+    products: bool
+    tune: float
+    ignore_measurements: bool
+    plan: PathLike | None
+    save_plan: PathLike | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Options:
-    """What ``stof-optimize`` takes; ``docs`` of each option are in ``cli.py``."""
+    """The settings of one optimization: what ``stof-optimize`` takes as options.
+
+    Attributes:
+        output: the file to write, or the new folder; None: ``<name>.stof.onnx`` beside the input.
+        target: "cpu", "cuda" or "tensorrt": what is replaced, and for what choices are tuned. The file stays portable.
+        capability: of the CUDA device that estimates are for, 10 x major + minor; 0: of the one at hand.
+        allow_tf32: fp32 attention may compute its matmuls in TF32, on CUDA.
+        json: a file for the report as JSON; "-": standard output.
+        report: a file for the report as an HTML page for people.
+        time: time the original and the result in ONNX Runtime, once the result is written.
+        dry_run: report only, write no model.
+        explain: report only, and say how far candidates got: a pattern as in ``only``; "*": all attention.
+        verify: run the result against the original before it is written.
+        verify_budget: seconds for that.
+        verify_memory: bytes for that; 0: half of what is free.
+        inputs: what verification runs on before drawn inputs: a .npz file, a folder of ``input_*.pb``, "module:function",
+            arrays by name, a callable that gives some, or several of these.
+        only: the sites to replace: names, numbers or patterns; "cache:NAME", "mlp:NAME" and "chain:NAME" name others.
+        skip: likewise, the sites to leave as they are.
+        shapes: ranges of dimensions in use, by name: a size, or (least, most).
+        masks: mask expressions that the user states, by site; they are checked.
+        sparsify: patterns for dense attention, such as "s2:local=16,stride=8"; outputs change.
+        sparse_mlp: calibration prompts and how neurons are selected, such as "prompts.npz,kind=svd,active=0.3"; outputs
+            change.
+        prompts: token ids or texts on which the loss of ``sparsify`` and ``sparse_mlp`` is measured.
+        max_kl: the largest loss, a mean KL divergence in nats, with which a model is written.
+        force: write the model beyond it, too.
+        ignore_empty_rows: fully masked rows may give another result than in the original.
+        chains: "on", "off" or "auto": whether operators are fused; "auto": where a gain was measured on this device, or is
+            estimated.
+        products: matmuls may become StofGemm.
+        tune: seconds for measuring kernels (CUDA) and chains instead of estimating.
+        ignore_measurements: nothing that earlier runs with ``tune`` measured on this device decides.
+        plan: a saved plan to apply instead of choosing.
+        save_plan: a file for the choices as JSON.
+
+    Raises:
+        ArgumentError: for unknown names, wrong types and values, with what was expected.
+    """
 
     output: Path | None = None
-    target: str = "cpu"  # or "cuda", "tensorrt": what is replaced, and how it is written
-    capability: int = 0  # of the CUDA device that estimates are for, 10 x major + minor; 0: the one at hand
+    target: str = "cpu"
+    capability: int = 0
     allow_tf32: bool = False
     json: Path | None = None
-    report: Path | None = None  # an HTML page for people
-    time: bool = False  # whether the original and the result are timed in ONNX Runtime, once it is written
+    report: Path | None = None
+    time: bool = False
     dry_run: bool = False
-    explain: str | None = (
-        None  # report only, and say how far candidates got: a pattern as in ``only``; "*": all attention
-    )
+    explain: str | None = None
     verify: bool = True
-    verify_budget: float = 45.0  # seconds
-    verify_memory: int = 0  # bytes for verification; 0: half of what is free
-    inputs: InputSource = ()  # what verification runs on before drawn inputs: paths, "module:function"; see given_inputs.py
-    only: tuple[str, ...] = ()  # names, numbers or patterns of sites; of chains behind "chain:"
-    skip: tuple[str, ...] = ()  # likewise
-    shapes: dict[str, tuple[int, int]] = field(default_factory=dict)  # dimension name -> least, most
-    masks: dict[str, str] = field(default_factory=dict)  # site -> expression stated by the user
-    sparsify: str = ""  # patterns for dense attentions: stof.sparsify.spec has the form; outputs change
-    sparse_mlp: str = ""  # which neurons to leave out: stof.sparse_mlp.calibration.spec has the form; outputs change
-    prompts: Path | None = None  # token ids or texts on which the loss of ``sparsify`` and ``sparse_mlp`` is measured
-    max_kl: float = 0.1  # the largest loss with which a model is written
-    force: bool = False  # a model is written beyond it, too
+    verify_budget: float = 45.0
+    verify_memory: int = 0
+    inputs: InputSource = ()
+    only: tuple[str, ...] = ()
+    skip: tuple[str, ...] = ()
+    shapes: dict[str, tuple[int, int]] = field(default_factory=dict)
+    masks: dict[str, str] = field(default_factory=dict)
+    sparsify: str = ""
+    sparse_mlp: str = ""
+    prompts: Path | None = None
+    max_kl: float = 0.1
+    force: bool = False
     ignore_empty_rows: bool = False
-    chains: str = "auto"  # "on", "off", or "auto": where a gain was measured on this device, or is estimated
-    products: bool = True  # whether matmuls may become StofGemm
-    tune: float = 0.0  # seconds for measuring: kernels on CUDA, chains
+    chains: str = "auto"
+    products: bool = True
+    tune: float = 0.0
+    ignore_measurements: bool = False
     plan: Path | None = None
     save_plan: Path | None = None
+
+    if TYPE_CHECKING:
+        # Paths may be texts, sequences lists: what is given is wider than what the fields hold.
+        def __init__(self, *, output: PathLike | None = None, **arguments: Unpack[OptionArguments]) -> None: ...
+
+    def __new__(cls, *_: object, **arguments: object) -> Self:
+        """Refuses unknown names with the closest known one, which Python's own message lacks."""
+        check_names("Options", arguments, (f.name for f in fields(cls)))
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        """Brings each value into the form of its field."""
+        for name, check in _CHECKS.items():
+            object.__setattr__(self, name, check(name, getattr(self, name)))
+
+
+def _check_shapes(name: str, value: object) -> dict[str, tuple[int, int]]:
+    return check_pairs(name, value, check_range)
+
+
+def _check_masks(name: str, value: object) -> dict[str, str]:
+    return check_pairs(name, value, check_text)
+
+
+# What gives each field's value; ``inputs`` are checked against the model that they are for.
+_CHECKS: dict[str, Check] = {
+    **dict.fromkeys(("output", "json", "report", "prompts", "plan", "save_plan"), or_none(check_path)),
+    **dict.fromkeys(
+        ("allow_tf32", "time", "dry_run", "verify", "force", "ignore_empty_rows", "products", "ignore_measurements"),
+        check_flag,
+    ),
+    **dict.fromkeys(("sparsify", "sparse_mlp"), check_text),
+    **dict.fromkeys(("verify_budget", "tune"), check_seconds),
+    **dict.fromkeys(("capability", "verify_memory"), check_count),
+    **dict.fromkeys(("only", "skip"), check_texts),
+    "target": one_of(*TARGETS, meant={"gpu": "cuda", "trt": "tensorrt"}),
+    "chains": one_of(*CHAINS),
+    "explain": or_none(check_text),
+    "max_kl": check_number,
+    "shapes": _check_shapes,
+    "masks": _check_masks,
+}
+
+
+def merge_options(owner: str, options: object, arguments: Mapping[str, Any]) -> Options:
+    """The options of a call that takes them whole, by name, or both; those by name count.
+
+    Raises:
+        ArgumentError: when ``options`` are of another type, or an argument is wrong.
+    """
+    names = [f.name for f in fields(Options)]
+    check_names(owner, arguments, names)
+    if options is None:
+        return Options(**arguments)
+    if not isinstance(options, Options):
+        given = dict(options) if isinstance(options, Mapping) else {}
+        call = ", ".join(f"{k}={v!r}" for k, v in given.items()) or "target='cuda'"
+        raise ArgumentError(
+            f"options is of type {type(options).__name__}, expected stof.Options; options may also be given by name: "
+            f"{owner}(model, {call})"
+        )
+    held = {name: getattr(options, name) for name in names}
+    return Options(**{**held, **arguments}) if arguments else options

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -13,21 +14,23 @@ from pathlib import Path
 from stof import progress
 from stof.errors import ArgumentError, ModelError, StofError, VerifyError, explained
 from stof.execution.given_inputs import GivenFeed, read_given_inputs
-from stof.execution.session_process import RuntimeFailure, has_onnxruntime
-from stof.files import check_outputs, write_text
+from stof.execution.session_process import OLDEST_RUNTIME, RuntimeFailure, has_onnxruntime, runtime_version
+from stof.files import check_input, check_outputs, write_text
 from stof.graph.external_data import check_output_folder, data_to_copy, external_files
-from stof.graph.index import opset_of
+from stof.graph.index import DOMAIN, all_nodes, opset_of
 from stof.graph.load_save import copy_model, load, load_with_opset, save
 from stof.html_report import to_html
 from stof.op_rewrite import Job
 from stof.ops import OPS
-from stof.options import Options
+from stof.options import STANDARD_OUTPUT, Options
 from stof.plan import Plan, PlanEntry
 from stof.plan import load as load_plan
 from stof.prompts.files import PromptSet, check_vocabulary, read_prompts
 from stof.prompts.loss import has_logits
 from stof.recursion import deep_recursion
 from stof.report import Report, describe_registration
+from stof.run_facts.command import command_of
+from stof.run_facts.facts import RunFacts, collect_facts, count_bytes
 from stof.runtime.library import build_info, library_path
 from stof.selection import select
 from stof.sparsify.report import SparsityReport
@@ -35,6 +38,7 @@ from stof.sparsify.sparsity import Sparsity
 from stof.sparsify.spec import parse_spec
 from stof.stages import Stage, known_inputs, rewrite
 from stof.target_support import missing_for
+from stof.terminal import say
 from stof.tuning_cache import cache_path
 from stof.verify_stages import verify_stages
 
@@ -62,7 +66,15 @@ def optimize(model: str | Path, output: str | Path | None = None, options: Optio
 
 
 def run(
-    source: Path, target: Path, options: Options, name: str, *, copies_unchanged: bool, is_output: bool = True
+    source: Path,
+    target: Path,
+    options: Options,
+    name: str,
+    *,
+    copies_unchanged: bool,
+    is_output: bool = True,
+    facts: RunFacts | None = None,
+    when_failed: Callable[[Report], None] | None = None,
 ) -> Report:
     """Does the steps for one file; :func:`optimize` has the errors.
 
@@ -73,16 +85,25 @@ def run(
         name: of the model in the report.
         copies_unchanged: a model with nothing to replace is copied to ``target``.
         is_output: ``target`` is an output of the user's, which the report names; else a temporary file.
+        facts: of a run of which this is a part, and whose report has this one; None: it writes reports of its own.
+        when_failed: gets the report where verification fails.
     """
     report = Report(name, dry_run=options.dry_run or options.explain is not None, library=build_info())
+    is_part = facts is not None
+    command = command_of(name, replace(options, output=target if copies_unchanged else None))
+    report.facts = facts or collect_facts(command if name == str(source) else "", report.library, options.target)
     report.notes = missing_for(options, report.library)
     try:
         with deep_recursion():
             _optimize(report, source, target, options)
             if report.output is None and not report.dry_run and copies_unchanged:
                 _copy(report, source, target)
-    except VerifyError:
-        _write_report(report, options)
+    except VerifyError as error:
+        report.failure = str(error)
+        if when_failed is not None:
+            when_failed(report)
+        if not is_part:
+            _write_report(report, options)
         raise
     except OSError as error:  # a full disk where temporary files lie, for instance
         place = f"{error.filename}: " if error.filename else ""
@@ -91,7 +112,8 @@ def run(
         report.how_to_run = _describe_run(target, options)
     if not is_output:
         report.output = None
-    _write_report(report, options)
+    if not is_part:
+        _write_report(report, options)
     return report
 
 
@@ -104,11 +126,14 @@ def _describe_run(target: Path, options: Options) -> str:
 
 
 def _optimize(report: Report, source: Path, target: Path, options: Options) -> None:
+    check_input(source)
     _check_files({"input": source}, target, options, report.dry_run)
     if options.verify and not report.dry_run and not has_onnxruntime():
         raise ArgumentError(
             "verification needs onnxruntime, which is not installed: pip install onnxruntime, or use --no-verify"
         )
+    if options.verify and not report.dry_run:
+        _check_runtime_version()
     _check_time_option(options, report.dry_run)
     selections = dict(zip((op.key for op in OPS), select(options, [op.names for op in OPS]), strict=True))
     plan = _load_plan(options)
@@ -117,9 +142,11 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
     data = {f"external data {name!r}": source.parent / name for name in sorted(external_files(graph))}
     copies = {f"external data {c.location!r}": c.target for c in data_to_copy(graph, target, source)}
     _check_files(data, target, options, report.dry_run, copies)
+    _note_sizes(report, model_bytes=count_bytes(source, external_files(graph)))
     given = read_given_inputs(options.inputs, graph)
     job = Job(options, source, graph, report.library, plan, partial(_timed_step, report, source), selections)
     report.sections = {op.key: op.empty_section() for op in OPS}
+    report.optimized_before = dict(Counter(n.op_type for n in all_nodes(graph.graph.node) if n.domain == DOMAIN))
     earlier = {op.key: found for op in OPS if (found := op.find_earlier_result(job)) is not None}
     for option, value in (("--sparsify", options.sparsify), ("--sparse-mlp", options.sparse_mlp)):
         if earlier and value:
@@ -156,8 +183,6 @@ def _read_options(job: Job, target: Path, dry_run: bool) -> Job:
         ArgumentError: for files that cannot be read or would be overwritten, and for wrong options of ops.
     """
     options, read = job.options, dict[str, Path]()
-    if not options.max_kl >= 0:
-        raise ArgumentError(f"max_kl is {options.max_kl}, expected a number from 0 on")
     if options.prompts is not None and (options.sparsify or options.sparse_mlp):
         prompts = read_prompts(options.prompts, [job.source.parent])
         check_vocabulary(options.prompts, prompts, job.model.graph)
@@ -194,6 +219,20 @@ def _declare(report: Report, job: Job, target: Path) -> Job:
     return job
 
 
+def _check_runtime_version() -> None:
+    """Refuses an ONNX Runtime that cannot load the library, before anything takes long.
+
+    Raises:
+        ArgumentError: with both versions.
+    """
+    found = runtime_version()
+    if found < OLDEST_RUNTIME:
+        raise ArgumentError(
+            f"ONNX Runtime {found[0]}.{found[1]} is installed, which cannot load stof's library; expected "
+            f"{OLDEST_RUNTIME[0]}.{OLDEST_RUNTIME[1]} or later: pip install -U onnxruntime"
+        )
+
+
 def _check_time_option(options: Options, dry_run: bool) -> None:
     if not options.time:
         return
@@ -212,6 +251,13 @@ def _copy(report: Report, source: Path, target: Path) -> None:
     with _timed(report, "write"):
         copy_model(model, target, source)
     report.output, report.copied = str(target), True
+    _note_sizes(report, output_bytes=count_bytes(target, external_files(model)))
+
+
+def _note_sizes(report: Report, model_bytes: int | None = None, output_bytes: int | None = None) -> None:
+    """Notes the sizes of files that are known now."""
+    if report.facts is not None:
+        report.facts = report.facts.with_sizes(model_bytes, output_bytes)
 
 
 def _load_plan(options: Options) -> Plan | None:
@@ -236,7 +282,7 @@ def _check_files(
     read: dict[str, Path], target: Path, options: Options, dry_run: bool, copies: Mapping[str, Path] | None = None
 ) -> None:
     written = {
-        "report": options.json,
+        "report": None if options.json == STANDARD_OUTPUT else options.json,
         "HTML report": options.report,
         "saved plan": options.save_plan,
         "output": None if dry_run else target,
@@ -248,9 +294,16 @@ def _check_files(
     check_outputs(read, {name: path for name, path in written.items() if path is not None}, {} if dry_run else copies)
 
 
+def write_json(path: Path | None, text: str) -> None:
+    """Writes a report as JSON, to standard output where that is asked for; None: nowhere."""
+    if path == STANDARD_OUTPUT:
+        say(*text.split("\n"))
+    elif path is not None:
+        write_text("report", path, [text])
+
+
 def _write_report(report: Report, options: Options) -> None:
-    if options.json is not None:
-        write_text("report", options.json, [report.to_json()])
+    write_json(options.json, report.to_json())
     if options.report is not None:
         write_text("HTML report", options.report, [to_html(report)])
 
@@ -313,8 +366,9 @@ def _verify_and_write(
     _measure_loss(report, job, stages, target)
     report.nodes_after = len(final.graph.node)
     with _timed(report, "write"):
-        save(final, target, job.source)
+        data_files = save(final, target, job.source)
     report.output = str(target)
+    _note_sizes(report, output_bytes=count_bytes(target, data_files))
     if job.options.time:
         with _timed(report, "time"):
             _time_models(report, job, stages, target)
@@ -356,10 +410,14 @@ def _measure_loss(report: Report, job: Job, stages: Sequence[Stage], target: Pat
 
 def _time_models(report: Report, job: Job, stages: list[Stage], target: Path) -> None:
     """Times the original and the written model. What hinders is a note: the model is verified and written."""
-    from stof.verification.model_times import NotTimedError, time_models
+    from stof.verification.model_times import time_models
+    from stof.verification.timed_cases import NotTimedError
 
     try:
         inputs = known_inputs(job, stages)
+        if report.verification is not None:  # on usual numbers, runs take too long
+            inputs.maker.magnitudes.update(report.verification.reduced_inputs)
         report.times = time_models(job.source, target, inputs, job.options.shapes)
+        report.notes += tuple(f"not timed: {words}" for words in report.times.left_out)
     except (NotTimedError, RuntimeFailure, StofError, KeyError, MemoryError, TypeError, ValueError) as error:
         report.notes += (f"not timed: {explained(error)}",)

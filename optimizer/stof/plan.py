@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from stof import strict_json
 from stof.errors import ArgumentError
-from stof.files import read_text, write_text
-from stof.strict_json import quoted
+from stof.files import read_text, strict_json, write_text
+from stof.files.strict_json import quoted
 
 FORMAT = "stof-plan"
 VERSION = 1

@@ -6,19 +6,27 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import reduce
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from stof import strict_json
 from stof.errors import shown
+from stof.files import strict_json
 from stof.selection import EVERY_ATTENTION, CandidateNames, owner_of
+from stof.verification.describe import describe_verification
 
 if TYPE_CHECKING:
     from stof.prompts.loss import PromptLoss
+    from stof.run_facts.facts import RunFacts
     from stof.sparsify.report import SparsityReport
+    from stof.tuning_cache import EarlierMeasurements
     from stof.verification.model_times import ModelTimes
-    from stof.verification.result import Comparison, Verification
+    from stof.verification.result import Verification
 
-_MAX_LINES = 4
+_MAX_REPR = 120  # characters of a part of a repr
+SLOWER_ADVICE = (
+    "What to do: --tune SECONDS measures on this machine which operators gain from fusion; --shape NAME=N..M states the "
+    "lengths in use, and sites that lose there stay as they are; at these sizes the original is the better one"
+)
 
 
 class Row(Protocol):
@@ -57,12 +65,14 @@ class PageTable:
         columns: headings of the cells behind name and result.
         rows: one for each candidate.
         code: the columns whose cells are code, by index.
+        group: the column by which rows are grouped, by index; None: they stay in the order of the graph.
     """
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[PageRow, ...]
     code: frozenset[int] = frozenset()
+    group: int | None = None
 
 
 @dataclass(frozen=True)
@@ -101,19 +111,25 @@ class MaskPicture:
 
 @dataclass(frozen=True)
 class Gain:
-    """The time of replaced nodes over that of the op: one bar of the report's page.
+    """The time of replaced nodes over that of the op: one bar of the report's page, and one line of its chart.
 
     Attributes:
         label: what was replaced.
         count: how many times.
         factor: the quotient of the times.
         measured: whether they were measured, not estimated.
+        advice: what to do where the factor is below 1.
+        points: the factor at several lengths, ascending; empty where it is known at one.
+        curve: the label of these.
     """
 
     label: str
     count: int
     factor: float
     measured: bool
+    advice: str = ""
+    points: tuple[tuple[int, float], ...] = ()
+    curve: str = ""
 
 
 class Section(ABC):
@@ -124,12 +140,14 @@ class Section(ABC):
         rows: a row for each candidate, and for others that are none for a reason.
         is_explained_by_default: whether ``--explain`` without a pattern lists the op's candidates.
         loss: by how much next tokens change, of a section that changes outputs; None: not measured.
+        earlier: measurements of earlier runs that decided; None: none did.
     """
 
     names: ClassVar[CandidateNames]
     is_explained_by_default: ClassVar[bool] = False
     rows: Sequence[Row]
     loss: PromptLoss | None = None
+    earlier: EarlierMeasurements | None = None
 
     @property
     def replaced(self) -> int:
@@ -207,7 +225,7 @@ class Section(ABC):
         return []
 
 
-@dataclass
+@dataclass(repr=False)
 class Report:
     """The whole result. ``sections`` are by the key of their op, in the order of ``stof.ops``."""
 
@@ -224,8 +242,15 @@ class Report:
     notes: tuple[str, ...] = ()  # what this installation lacks for the target
     copied: bool = False  # nothing was replaced: the output is a copy of the model
     sparsity: SparsityReport | None = None  # what --sparsify did
+    failure: str = ""  # why verification failed
+    facts: RunFacts | None = None  # how, when and where it was made
     converted_opset: tuple[int, int] | None = None  # opsets of the model and of the result, where it was converted
     how_to_run: str = ""  # a line on what runs the result; empty where nothing of it needs more than ONNX Runtime
+    optimized_before: dict[str, int] = field(default_factory=dict)  # how many nodes of each of stof's operators it had
+
+    def __repr__(self) -> str:
+        """One line: the whole report is in :meth:`to_text` and :meth:`to_json`."""
+        return f"<stof.Report of {shown(self.model, _MAX_REPR)}: {shown(self.summary(), _MAX_REPR)}>"
 
     def rows(self, key: str) -> list[Any]:
         """The rows of an op by its key; empty where the op looked for nothing."""
@@ -257,28 +282,42 @@ class Report:
         """How many candidates of all ops were replaced."""
         return sum(section.replaced for section in self.sections.values())
 
+    @property
+    def earlier_measurements(self) -> EarlierMeasurements | None:
+        """Measurements of earlier runs that decided about candidates of any op; None: none did."""
+        found = [s.earlier for s in self.sections.values() if s.earlier is not None]
+        return reduce(lambda a, b: a.join(b), found) if found else None
+
     def to_json(self) -> str:
         """Every fact as JSON; errors that are no number are the strings "inf" and "nan"."""
         data: dict[str, Any] = {"model": self.model, "output": self.output}
         for section in self.sections.values():
             data |= section.to_json()
         own = ("copied", "nodes_before", "nodes_after", "dry_run", "verification", "seconds", "library", "notes")
-        data |= {name: getattr(self, name) for name in own}
+        data |= {name: getattr(self, name) for name in (*own, "optimized_before")}
         if self.verification is not None:
             data["verification"] = {**asdict(self.verification), "ok": not self.verification.failures}
         opsets = self.converted_opset
         data["converted_opset"] = None if opsets is None else dict(zip(("from", "to"), opsets, strict=True))
         data["sparsify"] = None if self.sparsity is None else self.sparsity.to_json()
         data["times"] = None if self.times is None else self.times.to_json()
+        data["run"] = None if self.facts is None else self.facts.to_json()
+        earlier = self.earlier_measurements
+        data["earlier_measurements"] = None if earlier is None else earlier.to_json()
         return strict_json.dumps(data, indent=2, default=str)
 
+    def choice_lines(self) -> list[str]:
+        """What decided besides the model and the options."""
+        earlier = self.earlier_measurements
+        return [] if earlier is None else [f"choices: {earlier.to_text()}"]
+
     def time_lines(self) -> list[str]:
-        """What --time measured: the whole model, and one token of a decoder."""
+        """What --time measured: the whole model, the longest inputs first, and one token of a decoder."""
         if self.times is None:
             return []
         token = self.times.token
-        of_token = [] if token is None else [f"measured, one token: {token.to_text()}"]
-        return [f"measured: {self.times.to_text()}", *of_token]
+        lines = [f"measured: {times.to_text()}" for times in reversed(self.times.lengths)]
+        return lines if token is None else [*lines, f"measured, one token: {token.to_text()}"]
 
     def to_text(self) -> str:
         """A table by kind of candidate, a picture of each distinct mask, and what was verified."""
@@ -292,6 +331,7 @@ class Report:
         if self.converted_opset is not None:
             before, after = self.converted_opset
             lines.append(f"opset: {before} -> {after} (the model was converted by onnx.version_converter)")
+        lines += self.choice_lines()
         lines += self._verification_lines()
         lines += self.time_lines()
         reasons = self.nothing_to_do
@@ -304,9 +344,18 @@ class Report:
         else:
             lines.append(f"nothing to do: {reasons}; no file was written")
         lines += [f"hint: {hint}" for s in sections for hint in s.hints()]
+        lines += self._slower_lines()
         lines += [f"note: {note}" for note in self.notes]
         lines += [self.how_to_run] if self.how_to_run else []
         return "\n".join(map(shown, lines))
+
+    def _slower_lines(self) -> list[str]:
+        """What to do where --time found the result slower than the original."""
+        if self.times is None:
+            return []
+        timed = [*reversed(self.times.lengths), *filter(None, [self.times.token])]
+        slower = [t.inputs for t in timed if t.is_slower]
+        return [f"hint: slower than the original at {'; '.join(slower)}. {SLOWER_ADVICE}"] if slower else []
 
     def summary(self) -> str:
         """One line: what was replaced, or why nothing was, and whether it was verified."""
@@ -316,7 +365,15 @@ class Report:
             return self._headline()
         loss = [] if self.sparsity is None else self.sparsity.loss_headlines
         loss += [line for s in self.sections.values() for line in s.loss_headlines]
-        return "; ".join([self._headline(), "not verified" if self.verification is None else "verified", *loss])
+        return "; ".join([self._headline(), self._verdict(), *loss])
+
+    def _verdict(self) -> str:
+        """Whether the result was verified, in a few words."""
+        if self.verification is None:
+            return "not verified"
+        if self.verification.partial is None:
+            return "verified"
+        return "verified in part: the original does not run here; sites, types and shapes were compared"
 
     def _headline(self) -> str:
         sparsity = [] if self.sparsity is None else [self.sparsity.headline]
@@ -327,6 +384,9 @@ class Report:
     @property
     def nothing_to_do(self) -> str:
         """Why nothing is replaced, by the sections that found candidates; else what no section found."""
+        if self.optimized_before:
+            held = ", ".join(f"{count} {op}" for op, count in sorted(self.optimized_before.items()))
+            return f"the model was optimized before (it has {held}); give the one that it was made from"
         sections = self.sections.values()
         reasons = [s.nothing_to_do() for s in sections]
         return ", ".join(filter(None, reasons if any(reasons) else (s.nothing_found() for s in sections)))
@@ -346,114 +406,13 @@ class Report:
         return "\n".join(shown(line) for s in own for line in s.explain_rows(pattern.removeprefix(s.names.prefix)))
 
     def _verification_lines(self) -> list[str]:
-        v = self.verification
-        if v is None:
+        if self.verification is None:
             return ["not verified"] if self.output and not self.copied else []
-        sites = [c for c in v.comparisons if c.site]
-        outputs = [c for c in v.comparisons if not c.site and c.comparable]
-        others = [c for c in v.comparisons if not c.comparable]
-        lines = []
-        if sites:
-            worst = max(sites, key=lambda c: c.difference / c.budget if c.budget else 0.0)
-            left = f"; no time was left for {v.sites_left} more" if v.sites_left else ""
-            lines.append(
-                f"verified: {len(sites)} sites against fp64, worst error {worst.difference:.2e} of {worst.budget:.2e} allowed; "
-                f"{describe_coverage(sites)}{left}"
-            )
-        if outputs:
-            worst = max(outputs, key=lambda c: c.difference / c.budget if c.budget else 0.0)
-            lines.append(
-                f"verified: {len(outputs)} outputs against the original, worst difference {worst.difference:.2e} of "
-                f"{worst.budget:.2e} allowed ({v.seconds:.1f} s{_describe_end(v)}); {describe_coverage(outputs)}"
-            )
-            forms = [s.verified_form for s in self.sections.values() if s.changes_outputs and s.verified_form]
-            lines += [f"          ({form})" for form in forms]
-            lines += _undefined_lines(outputs)
-        if others:
-            worst = max(others, key=lambda c: c.budget)
-            lines.append(
-                f"not comparable at the model's outputs: {len(others)} outputs, in which the original's own runs differ by as "
-                f"much as the numbers vary ({worst.what}: {worst.detail or f'up to {worst.budget / 4:.2e}'})"
-            )
-        lines += _skipped_lines(v)
-        if v.quantized:
-            lines.append(
-                "          (dynamically quantized: compared beside the spread of the original's own runs; an argmax or a length "
-                "that is decided by rounding may flip)"
-            )
-        if v.sliced:
-            lines.append("          (to fit the memory, the original's attention ran on slices of its queries)")
-        if v.expanded:
-            lines.append(
-                "          (ONNX Runtime does not run fused attention nodes of the original: it ran with them expanded to "
-                "standard nodes)"
-            )
-        if v.widened:
-            lines.append(
-                "          (half precision: both ran widened to fp32, the operator of each site in its own type)"
-            )
-        return lines
+        forms = [s.verified_form for s in self.sections.values() if s.changes_outputs and s.verified_form]
+        return describe_verification(self.verification, forms)
 
 
 def describe_registration(library: str) -> str:
     """How a session gets the plugin library of this path, for the end of a report."""
     call = f"options.register_custom_ops_library({library!r})"
     return f"register it with the session's options: {call}, or stof.register(options)"
-
-
-def _describe_end(v: Verification) -> str:
-    """What ended a verification early: a limit."""
-    if v.complete:
-        return ""
-    by_memory = any(s.reason.startswith("memory") for s in v.skipped)
-    by_time = v.sites_left or any(not s.reason.startswith("memory") for s in v.skipped)
-    names = [name for name, holds in (("budget", by_time or not by_memory), ("memory", by_memory)) if holds]
-    return f", cut short by the {' and the '.join(names)}"
-
-
-def _skipped_lines(v: Verification) -> list[str]:
-    """Which inputs were not run, and why."""
-    if not v.skipped:
-        return []
-    ran = f"{len(v.cases)} of {len(v.cases) + len(v.skipped)} sets of inputs were compared"
-    words = "; ".join(f"{s.case} ({s.reason})" for s in v.skipped[:_MAX_LINES])
-    more = "; ..." if len(v.skipped) > _MAX_LINES else ""
-    return [f"          {ran}; not {words}{more}"]
-
-
-def describe_coverage(comparisons: Sequence[Comparison]) -> str:
-    """Which elements were compared, and why others were not."""
-    given = [c.coverage for c in comparisons]
-    elements, compared = sum(c.elements for c in given), sum(c.compared for c in given)
-    rows = [(c.sampled_rows, c.all_rows) for c in given if c.all_rows]
-    elements -= sum(c.left_out for c in given)
-    sampled = f" of {sum(n for n, _ in rows)} of {sum(m for _, m in rows)} rows of large sites" if rows else ""
-    if compared == elements:
-        return f"every element{sampled} was compared"
-    reasons = {
-        "NaN or infinite in both": sum(c.nonfinite for c in given),
-        "NaN in the original alone": sum(c.undefined for c in given),
-        "in rows without a key": sum(c.ignored for c in given),
-        "of padded queries, which alone differ": sum(c.padded for c in given),
-        "in rows without a token": sum(c.unused for c in given),
-    }
-    words = " and ".join(f"{number} are {reason}" for reason, number in reasons.items() if number)
-    return f"of {elements} elements{sampled} {compared} were compared, {words}"
-
-
-def _undefined_lines(outputs: Sequence[Comparison]) -> list[str]:
-    """Where elements are NaN in the original alone."""
-    found = [c for c in outputs if c.coverage.undefined]
-    lines = []
-    for c in found[:_MAX_LINES]:
-        rows = c.coverage.rows
-        where = (
-            f" in batch row{'s' if len(rows) > 1 else ''} {', '.join(str(r) for r in rows[:_MAX_LINES])}"
-            if rows
-            else ""
-        )
-        more = " ..." if len(rows) > _MAX_LINES else ""
-        lines.append(f"          {c.what}: {c.coverage.undefined} are NaN in the original alone{where}{more}")
-    if len(found) > _MAX_LINES:
-        lines.append(f"          and {len(found) - _MAX_LINES} more outputs")
-    return lines

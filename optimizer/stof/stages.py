@@ -87,7 +87,8 @@ def known_inputs(job: Job, stages: Sequence[Stage]) -> ModelInputs:
 def _decide(job: Job, op: OpRewrite[Any, Any], previous: Stage | None) -> Stage | LeftOut:
     model: Callable[[], onnx.ModelProto] = lambda: _model_after(job, previous)  # noqa: E731
     found = op.find(job, model)
-    return found if isinstance(found, LeftOut) else Stage(job, op, op.decide(job, found), previous)
+    decided = found if isinstance(found, LeftOut) else op.decide(job, found)
+    return decided if isinstance(decided, LeftOut) else Stage(job, op, decided, previous)
 
 
 def _model_after(job: Job, stage: Stage | None) -> onnx.ModelProto:

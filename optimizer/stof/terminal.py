@@ -8,12 +8,38 @@ import contextlib
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn, TextIO
 
+from stof.arguments.checks import suggest
 from stof.errors import ArgumentError, StofError, shown
 
 _TRACEBACK = "STOF_TRACEBACK"
+_UNKNOWN = "unrecognized arguments: "  # how argparse begins its message
+
+
+class CommandDone(Exception):
+    """An option has done all that there is to do."""
+
+
+class VersionAction(argparse.Action):
+    """The option ``--version``: prints what ``describe`` gives, and ends the command."""
+
+    def __init__(
+        self, option_strings: Sequence[str], dest: str, describe: Callable[[], Sequence[str]], **_: object
+    ) -> None:
+        text = "version, and which parts are installed"
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=text)
+        self._describe = describe
+
+    def __call__(self, *_: object) -> None:
+        """Prints the lines.
+
+        Raises:
+            CommandDone: always.
+        """
+        say(*self._describe())
+        raise CommandDone
 
 
 class OutputError(ArgumentError):
@@ -21,15 +47,38 @@ class OutputError(ArgumentError):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are errors of the command, and whose help is printed as everything else is."""
+    """A parser whose errors are errors of the command, and whose help is printed as everything else is.
+
+    Attributes:
+        hint: what to do with an argument too many that is no option; may be empty.
+    """
+
+    hint = ""
 
     def error(self, message: str) -> NoReturn:
         """Refuses the arguments.
 
         Raises:
-            ArgumentError: always.
+            ArgumentError: always. It names the option that may be meant.
         """
-        raise ArgumentError(f"{message} (see {self.prog} --help)")
+        raise ArgumentError(f"{message}{self._find_hint(message)} (see {self.prog} --help)")
+
+    def _find_hint(self, message: str) -> str:
+        rest = message.removeprefix(_UNKNOWN)
+        if rest == message:
+            return ""
+        unknown = [word.partition("=")[0] for word in rest.split() if word.startswith("--")]
+        if unknown:
+            return suggest(unknown[0], sorted(self._list_options()))
+        return self.hint and f"; {self.hint}"
+
+    def _list_options(self) -> set[str]:
+        """The long options of the parser and its commands."""
+        found = {o for o in self._option_string_actions if o.startswith("--")}
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                found |= {o for p in action.choices.values() for o in p._option_string_actions if o.startswith("--")}
+        return found
 
     def _print_message(self, message: str, file: object = None) -> None:
         if message:
@@ -68,6 +117,8 @@ def run_command(name: str, run: Callable[[], int]) -> int:
     """
     try:
         return run()
+    except CommandDone:
+        return 0
     except StofError as error:
         if error.__cause__ is not None:
             _show_traceback()
@@ -113,3 +164,38 @@ def _silence(stream: TextIO | None) -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())  # type: ignore[union-attr]
         os.close(nowhere)
+
+
+def read_pairs(items: Sequence[str], option: str) -> dict[str, str]:
+    """The values by name of an option that is given as NAME=VALUE.
+
+    Raises:
+        ArgumentError: for other forms, and names that are given twice.
+    """
+    found = {}
+    for item in items:
+        name, sign, value = item.partition("=")
+        if not sign or not name or not value:
+            raise ArgumentError(f"{option} {item!r}: expected NAME=VALUE")
+        if name in found:
+            raise ArgumentError(f"{option} names {name!r} twice; give it once")
+        found[name] = value
+    return found
+
+
+def read_shapes(items: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """The least and the largest size of dimensions, by name, of --shape NAME=N[..M].
+
+    Raises:
+        ArgumentError: for other forms, and names that are given twice.
+    """
+    found = {}
+    for name, text in read_pairs(items, "--shape").items():
+        low, _, high = text.partition("..")
+        try:
+            found[name] = (int(low), int(high or low))
+        except ValueError:
+            raise ArgumentError(f"--shape {name}={text}: expected a number or N..M") from None
+        if not 0 < found[name][0] <= found[name][1]:
+            raise ArgumentError(f"--shape {name}={text}: expected 0 < N <= M")
+    return found

@@ -8,21 +8,30 @@ from __future__ import annotations
 
 import math
 import os
-import platform
 import sqlite3
 import stat
-from collections.abc import Mapping
+import time
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from stof import strict_json
 from stof.errors import ArgumentError
+from stof.files import strict_json
+from stof.options import Options
+from stof.run_facts.machine import cpu_name, usable_cores
 
 VERSION = 1
+OPTION = "--ignore-measurements"
 _WAIT = 30.0  # seconds for another process to finish writing
+_MOST = 10_000  # configurations of a problem that are read: the file may hold anything
 _DAMAGED = (sqlite3.Error, UnicodeDecodeError)  # text of a damaged file reaches messages, and may be no text
-_TABLE = """CREATE TABLE IF NOT EXISTS measured
+_TABLE = """measurements
+    (problem TEXT, config TEXT, seconds REAL NOT NULL, time REAL NOT NULL, PRIMARY KEY (problem, config)) WITHOUT ROWID"""
+# What versions before that have written, without a date. It is read and never changed: they may still be in use.
+_UNDATED_TABLE = """measured
     (problem TEXT, config TEXT, seconds REAL NOT NULL, PRIMARY KEY (problem, config)) WITHOUT ROWID"""
 
 
@@ -56,33 +65,104 @@ def has_cache() -> bool:
 
 def device_name(library: Mapping[str, Any]) -> str:
     """The processor and how many of its cores this process may use."""
-    name = platform.machine()
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                name = line.partition(":")[2].strip()
-                break
-    except OSError:
-        pass
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return f"{name}, {cores} cores, {library.get('cpu_isa', '')}"
+    return f"{cpu_name()}, {usable_cores()} cores, {library.get('cpu_isa', '')}"
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One measured time.
+
+    Attributes:
+        seconds: the time.
+        time: when it was measured, in seconds since 1970; None: not known.
+    """
+
+    seconds: float
+    time: float | None
+
+
+@dataclass(frozen=True)
+class EarlierMeasurements:
+    """Measurements of earlier runs that decided in this one.
+
+    Attributes:
+        path: of the cache that keeps them.
+        decisions: how many choices they decided; candidates that are alike share one.
+        times: when each of them was made, in seconds since 1970; None: not known.
+    """
+
+    path: str
+    decisions: int
+    times: tuple[float | None, ...]
+
+    @property
+    def dates(self) -> list[str]:
+        """When the first and the last one of known time was made, as UTC; empty where none is known."""
+        known = [t for t in self.times if t is not None]
+        return (
+            [datetime.fromtimestamp(t, UTC).strftime("%Y-%m-%d %H:%M UTC") for t in (min(known), max(known))]
+            if known
+            else []
+        )
+
+    def join(self, other: EarlierMeasurements) -> EarlierMeasurements:
+        """Those of two ops together."""
+        return EarlierMeasurements(self.path, self.decisions + other.decisions, self.times + other.times)
+
+    def to_text(self) -> str:
+        """How many there are, from when, where they lie, and the option that ignores them."""
+        count, undated = len(self.times), self.times.count(None)
+        when = [" to ".join(dict.fromkeys(self.dates))] if self.dates else []
+        when += [f"{undated} of unknown date"] if undated else []
+        return (
+            f"{self.decisions} follow{'' if self.decisions > 1 else 's'} {count} measurement{'s' if count > 1 else ''} of "
+            f"earlier runs ({', '.join(when)}) in {self.path}; {OPTION} decides without them"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Every fact by its key in the report's JSON."""
+        first, last = self.dates or (None, None)
+        return {
+            "path": self.path,
+            "decisions": self.decisions,
+            "measurements": len(self.times),
+            "undated": self.times.count(None),
+            "first": first,
+            "last": last,
+        }
 
 
 class Cache:
     """Seconds by problem and configuration.
 
+    Args:
+        path: the file.
+        device: what measurements are of.
+        build: of the library.
+        started: when the run began, in seconds since 1970; None: now. What was measured before is of an earlier run.
+        ignores_earlier: whether measurements of earlier runs are as if they were not there.
+
     Raises:
         ArgumentError: when the file cannot be used; it says which and why.
     """
 
-    def __init__(self, path: Path, device: str, build: str) -> None:
+    def __init__(
+        self, path: Path, device: str, build: str, started: float | None = None, ignores_earlier: bool = False
+    ) -> None:
         self.path = path
         self.common = {"device": device, "build": build, "version": VERSION}
+        self._started = time.time() if started is None else started
+        self._ignores_earlier = ignores_earlier
+        self._earlier: dict[tuple[str, str], float | None] = {}  # those that decided, by problem and configuration
+        self._decisions: set[str] = set()  # the first problem of each decision
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._private(path.parent)
             with closing(self._open()) as database, database:
-                database.execute(_TABLE)
+                database.execute(f"CREATE TABLE IF NOT EXISTS {_TABLE}")
+                if not _has_table(database, _TABLE):
+                    raise sqlite3.DatabaseError("its tables are not those of a tuning cache")
+                self._has_undated = _has_table(database, _UNDATED_TABLE)
         except (OSError, *_DAMAGED) as error:
             raise ArgumentError(
                 f"the tuning cache {path} cannot be used: {error}; STOF_CACHE names another file"
@@ -108,19 +188,84 @@ class Cache:
 
     def of(self, problem: Mapping[str, Any]) -> dict[str, float]:
         """What was measured of a problem on this device, by configuration."""
+        return {config: found.seconds for config, found in self.measurements(problem).items()}
+
+    def measurements(self, problem: Mapping[str, Any]) -> dict[str, Measurement]:
+        """The same with dates."""
+        commands = [f"SELECT config, seconds, time FROM measurements WHERE problem = ? LIMIT {_MOST}"]
+        if self._has_undated:
+            commands.insert(0, f"SELECT config, seconds, NULL FROM measured WHERE problem = ? LIMIT {_MOST}")
+        found: dict[str, tuple[object, object]] = {}
         try:
             with closing(self._open()) as database:
-                command = "SELECT config, seconds FROM measured WHERE problem = ?"
-                rows = database.execute(command, (self._problem(problem),)).fetchall()
+                for command in commands:  # a dated measurement takes the place of one without
+                    rows = database.execute(command, (self._problem(problem),))
+                    found |= {str(config): (seconds, at) for config, seconds, at in rows}
         except _DAMAGED:  # a damaged cache is an empty one
             return {}
-        return {str(c): float(s) for c, s in rows if isinstance(s, float) and math.isfinite(s) and s > 0}
+        usable = {
+            c: Measurement(s, _read_date(at))
+            for c, (s, at) in found.items()
+            if isinstance(s, float) and 0 < s < math.inf
+        }
+        return {c: m for c, m in usable.items() if not (self._ignores_earlier and self._is_earlier(m))}
+
+    def _is_earlier(self, found: Measurement) -> bool:
+        return found.time is None or found.time < self._started
 
     def put(self, problem: Mapping[str, Any], config: str, seconds: float) -> None:
         """Keeps a measurement; of the same problem and configuration, the last one."""
         try:
             with closing(self._open()) as database, database:
-                command = "INSERT OR REPLACE INTO measured VALUES (?, ?, ?)"
-                database.execute(command, (self._problem(problem), config, seconds))
+                command = "INSERT OR REPLACE INTO measurements VALUES (?, ?, ?, ?)"
+                database.execute(command, (self._problem(problem), config, seconds, time.time()))
         except _DAMAGED:  # measured again next time
             return
+
+    def note_decision(self, problems: Sequence[Mapping[str, Any]], configs: Collection[str]) -> None:
+        """Notes which measurements have decided about one thing: those of earlier runs are reported.
+
+        Args:
+            problems: it at several sizes.
+            configs: those that were compared.
+        """
+        for problem in problems:
+            text, known = self._problem(problem), self.measurements(problem)
+            for config in configs:
+                if config in known and self._is_earlier(known[config]):
+                    self._earlier[text, config] = known[config].time
+                    self._decisions.add(self._problem(problems[0]))
+
+    @property
+    def earlier(self) -> EarlierMeasurements | None:
+        """The measurements of earlier runs that have decided so far; None: there are none."""
+        if not self._earlier:
+            return None
+        return EarlierMeasurements(str(self.path), len(self._decisions), tuple(self._earlier.values()))
+
+
+def open_cache(options: Options, device: str, library: Mapping[str, Any], started: float | None = None) -> Cache:
+    """The user's cache, without what was measured before this run where options ignore that.
+
+    Args:
+        options: of the run.
+        device: what measurements are of.
+        library: ``build_info()``.
+        started: when the run began, in seconds since 1970; None: now.
+
+    Raises:
+        ArgumentError: when it cannot be used.
+    """
+    return Cache(cache_path(), device, str(library.get("build_id", "")), started, options.ignore_measurements)
+
+
+def _has_table(database: sqlite3.Connection, definition: str) -> bool:
+    """Whether a table is as this module defines it: a view, a trigger or other columns would be somebody else's."""
+    name = definition.split(maxsplit=1)[0]
+    command = "SELECT type, sql FROM sqlite_master WHERE tbl_name = ? AND sql IS NOT NULL"
+    return database.execute(command, (name,)).fetchall() == [("table", f"CREATE TABLE {definition}")]
+
+
+def _read_date(found: object) -> float | None:
+    """A date of the file, which may hold anything; None where it is no date of the past."""
+    return found if isinstance(found, float) and 0 < found <= time.time() else None

@@ -9,15 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import onnx
-
 from stof.errors import ArgumentError, InputsRefusedError, ModelError, VerifyError, explained
 from stof.execution.given_inputs import GivenFeed
 from stof.execution.run_limits import LimitReached, RunLimits
 from stof.execution.session_process import RuntimeFailure, release_sessions
 from stof.execution.upcast import TypedAttributes
 from stof.files import temporary_folder
-from stof.op_rewrite import Job, OpRewrite
+from stof.op_rewrite import OpRewrite
 from stof.report import Report
 from stof.stages import Stage, can_drop, drop
 
@@ -92,6 +90,12 @@ def verify_stages(
         report.verification = outcome.verification
         report.seconds["verify"] = attempt.seconds
         if outcome.failure:
+            if outcome.verification.noise_left_out and not outcome.verification.faulty_sites():
+                raise VerifyError(
+                    f"verification failed: {outcome.failure}. Every site by itself computes what it should, and no time was "
+                    "left for runs of the original with noise, which tell rounding from faults. Nothing was written; raise "
+                    f"--verify-budget by some runs of the original, one of which takes {outcome.verification.run_seconds:.1f} s"
+                )
             stage = _find_blamed(stages, outcome)
             raise VerifyError(stage.op.explain_failure(stage.decided, outcome.verification))
     return stages
@@ -117,6 +121,15 @@ def _find_blamed(stages: Sequence[Stage], outcome: _Outcome) -> Stage:
     return [*wrong, *fixed, *stages][0]
 
 
+def _describe_failure(error: RuntimeFailure) -> str:
+    from stof.verification.verifier import OriginalFailureError
+
+    words = f"ONNX Runtime does not run the model: {str(error)[:_LONGEST_REASON]}"
+    if isinstance(error, OriginalFailureError):
+        words += "; --no-verify replaces it unverified"
+    return words
+
+
 class _Attempts:
     """Verifies what is left of stages, and adds up the time.
 
@@ -140,7 +153,7 @@ class _Attempts:
         try:
             outcome = _verify(stages, self.folder, self.typed_attributes, self._share(stages), self.given)
         except RuntimeFailure as error:
-            return _Outcome(failure=f"ONNX Runtime does not run the model: {str(error)[:_LONGEST_REASON]}", error=error)
+            return _Outcome(failure=_describe_failure(error), error=error)
         assert outcome.verification is not None
         self.seconds += outcome.verification.seconds
         return outcome
@@ -167,7 +180,6 @@ def _verify(
     from stof.verification.verifier import Verifier
 
     try:
-        _check_inputs(job, final)
         with temporary_folder(folder) as scratch:
             sites = []
             for stage in stages:
@@ -207,18 +219,3 @@ def _verify(
     failure = found.failures[0].message() if found.failures else ""
     faults = {key: comparisons[0].message() for key, comparisons in verifier.faults.items()}
     return _Outcome(found, failure, faults, verifier.suspected)
-
-
-def _check_inputs(job: Job, model: onnx.ModelProto) -> None:
-    """Arrays of types that NumPy has not cannot be handed to the runtime; bfloat16 is widened."""
-    given = {t.name for t in model.graph.initializer}
-    for value in model.graph.input:
-        kind = value.type.tensor_type.elem_type
-        if value.name in given or kind in (onnx.TensorProto.UNDEFINED, onnx.TensorProto.BFLOAT16):
-            continue
-        if onnx.helper.tensor_dtype_to_np_dtype(kind).isbuiltin != 1:
-            raise ModelError(
-                f"{job.source} cannot be verified, because ONNX Runtime's Python interface takes no inputs of element type "
-                f"{onnx.TensorProto.DataType.Name(kind)}, which {value.name!r} has; --no-verify leaves that out. "
-                "Nothing was written"
-            )

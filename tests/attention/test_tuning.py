@@ -61,6 +61,16 @@ def _flat(**times: float) -> dict[str, dict[int, float]]:
     return {names[k]: {512: t, 4096: 10 * t} for k, t in times.items()}
 
 
+def test_measurements_of_earlier_runs_are_counted(tuner) -> None:
+    bench = Bench(_flat(model=10, old=30, two=8, four=9))
+    first, second = tuner(bench), None
+    first.tune(_site(), MASK, 1, [512, 4096])
+    assert first.cache.earlier is None
+    second = tuner(bench)
+    second.tune(_site(), MASK, 1, [512, 4096])
+    assert (second.cache.earlier.decisions, len(second.cache.earlier.times)) == (1, 8)
+
+
 def test_the_fastest_kernel_is_taken(tuner) -> None:
     bench = Bench(_flat(model=10, old=30, two=8, four=9))
     tuned = tuner(bench).tune(_site(), MASK, 1, [512, 4096])

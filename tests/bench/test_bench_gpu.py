@@ -19,7 +19,7 @@ import pytest
 import stof
 from stof.bench.core.candidate import Unavailable
 from stof.bench.core.case import AttentionCase, named_mask
-from stof.bench.cpu.models import random_feeds
+from stof.bench.core.drawn_feeds import draw_static_feeds
 from stof.bench.gpu import cases, models, run, summary, tables, trace, variants
 from stof.bench.gpu import worker_pool as pool
 from stof.bench.gpu.device_runner import window
@@ -303,7 +303,7 @@ def test_variants(tmp_path: Path) -> None:
         # No kernel of the CPU takes MultiHeadAttention in fp16.
         data = (widen(model) if kind == "mha" else model).SerializeToString()
         session = ort.InferenceSession(data, options, providers=["CPUExecutionProvider"])
-        feeds = {name: array % 90 for name, array in random_feeds(session, 2, 96).items()}  # of a small vocabulary
+        feeds = draw_static_feeds(tmp_path / "full/exported.onnx")
         results[kind] = session.run(None, feeds)[0].astype(np.float32)
     span = np.ptp(results["exported"])
     for kind, output in results.items():

@@ -34,6 +34,9 @@ SHAPES = {
     "int8": Shape(cache="int8", rotary=16, channels=(True, True)),
     "int8, sliding": Shape(cache="int8", window=6, sliding=True, packed=True),
     "fp8": Shape(cache="float8", dtype="float16", channels=(True, False)),
+    # Keys are rounded to bfloat16 before they are quantized: an oracle that does not finds other steps.
+    "bf16, int8, rotary and norms": Shape(cache="int8", dtype="bfloat16", rotary=16, norms=True),
+    "bf16, fp8, rotary": Shape(cache="float8", dtype="bfloat16", rotary=16),
 }
 
 

@@ -130,11 +130,11 @@ def test_custom_domains(put: Callable[..., Path], capsys: pytest.CaptureFixture[
     )
     model.opset_import.append(onnx.helper.make_opsetid("org.other", 1))
     path = put(model)
-    refused([path], 3, "ONNX Runtime's CPU provider cannot load or run it", path.parent, capsys)
-    assert cli.main([str(path), "--no-verify"]) == 0
-    assert "not verified" in capsys.readouterr().out
-    nodes = onnx.load(str(path.with_name("model.stof.onnx"))).graph.node
-    assert [n.op_type for n in nodes] == ["StofAttention", "Mine"]
+    for options, words in (([], "verified in part: the original does not run here"), (["--no-verify"], "not verified")):
+        assert cli.main([str(path), *options]) == 0
+        assert words in capsys.readouterr().out
+        nodes = onnx.load(str(path.with_name("model.stof.onnx"))).graph.node
+        assert [n.op_type for n in nodes] == ["StofAttention", "Mine"]
 
 
 @pytest.mark.parametrize("size", ["0", "1", "5"])
@@ -414,7 +414,7 @@ def test_shapes_decide_where_a_loss_counts(put: Callable[..., Path], monkeypatch
 
     open_model = text(WINDOW + ATTENTION, more=", float[N] other")
     assert replaced(open_model) == (1, [128, 2048, 2080, 8192])
-    assert replaced(open_model, S=(64, 512)) == (0, [64, 144, 512, 2048])
+    assert replaced(open_model, S=(64, 512)) == (0, [64, 144, 512])
     assert replaced(open_model, N=(1, 4)) == (1, [128, 2048, 2080, 8192])
     assert replaced(text(WINDOW + ATTENTION, "300")) == (1, [300])
     assert replaced(text(WINDOW + ATTENTION, "30")) == (0, [30])
@@ -430,31 +430,52 @@ def test_a_node_without_outputs_is_told(tmp_path: Path) -> None:
         stof.optimize(tmp_path / "model.onnx")
 
 
-@pytest.mark.parametrize("kind", ["FLOAT8E4M3FN", "FLOAT8E5M2", "INT4", "UINT4"])
-def test_inputs_that_the_runtime_takes_from_no_array(
-    kind: str, put: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("FLOAT8E4M3FN", "outputs against the original, worst difference"),
+        ("FLOAT8E5M2", "outputs against the original, worst difference"),
+        ("INT4", "Python interface takes no arrays of INT4, which 'small' has"),
+        ("UINT4", "Python interface takes no arrays of UINT4, which 'small' has"),
+    ],
+)
+def test_inputs_of_types_that_numpy_lacks(
+    kind: str, words: str, put: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """8-bit floats are handed over by their bits; of others the sites are compared by themselves."""
     model = text(WINDOW + ATTENTION, opset=21)
     model.ir_version = 10
     model.graph.input.append(onnx.helper.make_tensor_value_info("small", onnx.TensorProto.DataType.Value(kind), ["N"]))
     model.graph.node.append(onnx.helper.make_node("Cast", ["small"], ["large"], to=onnx.TensorProto.FLOAT))
     model.graph.output.append(onnx.helper.make_tensor_value_info("large", onnx.TensorProto.FLOAT, ["N"]))
     path = put(model)
-    refused([path], 3, f"takes no inputs of element type {kind}, which 'small' has", path.parent, capsys)
-    assert cli.main([str(path), "--no-verify"]) == 0
+    assert cli.main([str(path)]) == 0
+    out = capsys.readouterr().out
+    assert words in out
+    assert ("verified in part" in out) == kind.endswith("INT4")
+    assert "1 sites against fp64" in out
     assert attention(path.with_name("model.stof.onnx"))
 
 
 @pytest.mark.parametrize("chains", ["off", "on"])
-def test_outputs_that_the_runtime_gives_as_no_array(
+def test_outputs_of_types_that_numpy_lacks(
     chains: str, put: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The other outputs are compared, and the report names those that are not."""
     model = text(WINDOW + ATTENTION, opset=21)
     model.ir_version = 10
     model.graph.node.append(onnx.helper.make_node("Cast", ["q"], ["small"], to=onnx.TensorProto.INT4))
     model.graph.output.append(onnx.helper.make_tensor_value_info("small", onnx.TensorProto.INT4, None))
     path = put(model)
-    refused([path, "--chains", chains], 3, "cannot be verified, because ONNX Runtime", path.parent, capsys)
+    report, page = path.with_name("report.json"), path.with_name("report.html")
+    assert cli.main([str(path), "--chains", chains, "--json", str(report), "--report", str(page)]) == 0
+    words = "utputs of types of which ONNX Runtime gives no arrays were not compared: "
+    assert f"{words}'small' of INT4" in capsys.readouterr().out
+    assert words in page.read_text()
+    found = json.loads(report.read_text())["verification"]
+    assert found["unread"] == {"small": "INT4"}
+    assert found["partial"] is None
+    assert {c["what"].split(",")[0] for c in found["comparisons"] if not c["site"]} == {"output 'out'"}
 
 
 @pytest.mark.parametrize("options", [[], ["--no-verify"], ["--chains", "on"]])

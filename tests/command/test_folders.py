@@ -14,6 +14,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 from onnx import numpy_helper
+from tests.cached_attention.gqa_models import Shape, model_of
 from tests.command.test_cli import ATTENTION, WINDOW, refused, snapshot, text
 
 import stof
@@ -313,6 +314,37 @@ def test_folders_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixtu
     refused([tmp_path / "empty", "-o", tmp_path / "out"], 1, "holds no .onnx file", tmp_path, capsys)
     with pytest.raises((ArgumentError, ModelError), match=r"is a folder, expected an \.onnx file"):
         stof.optimize(source)
+
+
+@pytest.mark.parametrize("kind", ["one file", "several files", "genai"])
+def test_a_folder_that_was_optimized_before_says_so(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Optimizing an optimized folder again said that it has no Softmax."""
+    first, second, third = (tmp_path / n for n in ("first", "second", "third"))
+    held = {"model.onnx": "1 StofAttention"}
+    put(first / "model.onnx")
+    if kind == "several files":
+        put(first / "other.onnx", seed=1)
+        put(first / "plain.onnx", PLAIN)
+        held["other.onnx"] = "1 StofAttention"
+    if kind == "genai":
+        onnx.save(model_of(Shape()), first / "model.onnx")
+        held["model.onnx"] = "1 StofCachedAttention"
+        (first / "genai_config.json").write_text('{"model": {"decoder": {"filename": "model.onnx"}}}')
+    stof.optimize_folder(first, second, stof.Options(verify=False))
+    before = snapshot(second)
+    assert cli.main([str(second), "-o", str(third), "--json", str(tmp_path / "report.json")]) == 0
+    assert snapshot(second) == before
+    lines = capsys.readouterr().out.splitlines()
+    data = json.loads((tmp_path / "report.json").read_text())
+    for name, operators in held.items():
+        reason = f"the model was optimized before (it has {operators}); give the one that it was made from"
+        assert f"{name}: nothing to do: {reason}; copied" in lines
+        assert (second / name).read_bytes() == (third / name).read_bytes()
+        count, op = operators.split()
+        assert data["files"][name]["optimized_before"] == {op: int(count)}
+    assert sum("no Softmax" in line for line in lines) == (kind == "several files")
 
 
 # ---- reports alone ----

@@ -99,6 +99,21 @@ def test_explain_lists_caches(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "\nencoder.onnx:\n" not in out
 
 
+def test_fp8_caches_need_no_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Kind: --no-verify must not be needed for fp8 caches, for which ONNX Runtime's CPU provider has no kernel."""
+    source, target, report = folder(tmp_path / "in", BUILT), tmp_path / "out", tmp_path / "report.json"
+    onnx.save(model_of(Shape(cache="float8", dtype="float16"), masks=True), source / "model.onnx")
+    assert cli.main([str(source), "-o", str(target), "--json", str(report)]) == 0
+    out = capsys.readouterr().out
+    (line,) = [line for line in out.splitlines() if line.startswith("model.onnx: ")]
+    assert "verified in part" in line
+    found = json.loads(report.read_text())["files"]["model.onnx"]
+    assert found["verification"]["partial"]["left_out"] == {"com.microsoft::GroupQueryAttention": 1}
+    assert [c["site"] for c in found["verification"]["comparisons"]] == ["node"]
+    assert [n.op_type for n in onnx.load(target / "model.onnx").graph.node].count("StofCachedAttention") == 1
+    assert config_of(target)["model"]["decoder"]["session_options"]["custom_ops_library"] == LIBRARY
+
+
 def test_without_operators_there_is_no_library(tmp_path: Path) -> None:
     source = folder(tmp_path / "in", BUILT, plain=("model.onnx",))
     report = stof.optimize_folder(source, tmp_path / "out", NO_VERIFY)

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stof import strict_json
 from stof.attention.plan_entry import SitePlan
 from stof.attention.report import SiteReport, SiteSection
 from stof.bench.core import results
 from stof.errors import ArgumentError
+from stof.files import strict_json
 from stof.ops import PLAN_FORMATS
 from stof.plan import Plan, parse
 from stof.report import Report

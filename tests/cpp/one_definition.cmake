@@ -1,51 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-# cmake -DNM=nm -DOBJECTS=a.o|b.o|... -P: no two functions of the library share one symbol.
-# CPU kernels define the same names for each operator and instruction set. Where two of them meet in one namespace, the
-# linker keeps one, and whether numbers are wrong depends on what the compiler inlined.
+# cmake -DNM=nm -DKERNELS=a.o|b.o|... -DOBJECTS=a.o|b.o|... -P: no two functions of the library share one symbol.
+# Once, attention and packed GEMM of one instruction set had a function of one signature in one namespace. The linker kept
+# one, and whether numbers were wrong depended on what the compiler inlined.
 cmake_minimum_required(VERSION 3.24)
-string(REPLACE "|" ";" objects "${OBJECTS}")
-set(root ${CMAKE_CURRENT_LIST_DIR}/../..)
 
-# Functions of cpu/simd are the same text for all operators of an instruction set.
-file(GLOB headers ${root}/cpu/simd/*.h)
-set(simd "")
-foreach(header ${headers})
-  file(READ ${header} text)
-  string(APPEND simd "${text}")
-endforeach()
-
-# The operators whose functions a source of kernels may define; empty for other objects.
-function(operators_of object result)
-  set(operators "")
-  if(object MATCHES "/cpu/attention/(portable|avx2|avx512)\\.")
-    set(operators "attention")
-  elseif(object MATCHES "/cpu/cached_attention/(portable|avx2|avx512)\\.")
-    set(operators "cached_attention")
-  elseif(object MATCHES "/cpu/chain/(portable|avx2|avx512)\\.")
-    set(operators "chain")
-  elseif(object MATCHES "/cpu/gemm/(portable|avx2|avx512)\\.")
-    set(operators "gemm")
-  elseif(object MATCHES "/cpu/gemm/packed_(portable|avx2|avx512)\\.")
-    set(operators "packed_gemm|chain")  # epilogues compute with cpu/chain/functions.h
-  elseif(object MATCHES "/cpu/sparse_mlp/(portable|avx2|avx512|avx512_vnni)\\.")
-    set(operators "sparse_mlp|chain")  # activations, likewise
-  endif()
-  set(${result} "${operators}" PARENT_SCOPE)
-endfunction()
-
-set(failures "")
-set(kernels 0)
-foreach(object ${objects})
-  operators_of(${object} operators)
+function(external_symbols object result)
   execute_process(COMMAND ${NM} --defined-only --extern-only --format=posix ${object} OUTPUT_VARIABLE symbols
                   COMMAND_ERROR_IS_FATAL ANY)
   string(REGEX MATCHALL "[^\n]+" symbols "${symbols}")
+  set(${result} "${symbols}" PARENT_SCOPE)
+endfunction()
+
+set(failures "")
+
+# Kernels of an instruction set: X_kernels.cc exports the table X_kernels, and no function, weak symbols included.
+string(REPLACE "|" ";" kernels "${KERNELS}")
+if(kernels STREQUAL "")
+  message(FATAL_ERROR "there are no objects of kernels")
+endif()
+foreach(object ${kernels})
+  string(REGEX REPLACE "^.*/([a-z_0-9]+)\\.cc\\.[^/]*$" "\\1" table ${object})
+  string(LENGTH ${table} length)
+  external_symbols(${object} symbols)
+  if(NOT symbols MATCHES "^_ZN4stof3cpu[0-9]+[a-z_0-9]+${length}${table}E [DR] [^;]*$")
+    list(APPEND failures "${object} exports ${symbols}, expected ${table} alone")
+  endif()
+endforeach()
+
+# Of all objects: no function is defined in one and inline in another.
+string(REPLACE "|" ";" objects "${OBJECTS}")
+foreach(object ${objects})
+  external_symbols(${object} symbols)
   foreach(line ${symbols})
     if(NOT line MATCHES "^(_Z[A-Za-z0-9_.]+) ([A-Za-z])")
       continue()
     endif()
     set(symbol ${CMAKE_MATCH_1})
-    # One object's own definition and another one's inline function of the same name.
     if(CMAKE_MATCH_2 MATCHES "[WVu]")
       set(weak_${symbol} ${object})
     elseif(DEFINED strong_${symbol})
@@ -56,21 +46,9 @@ foreach(object ${objects})
     if(DEFINED weak_${symbol} AND DEFINED strong_${symbol})
       list(APPEND failures "${symbol}: defined by ${strong_${symbol}}, inline in ${weak_${symbol}}")
     endif()
-    # A function of an instruction set is in its operator's namespace, or comes from cpu/simd.
-    if(NOT operators STREQUAL "" AND symbol MATCHES "^_ZN?[KL]*4stof3cpu[0-9]+(portable|avx2|avx512_vnni|avx512)([0-9]+)(.*)")
-      math(EXPR kernels "${kernels} + 1")
-      set(rest ${CMAKE_MATCH_3})
-      string(SUBSTRING "${rest}" 0 ${CMAKE_MATCH_2} name)
-      if(NOT name MATCHES "^(${operators})$" AND NOT simd MATCHES "[ *&]${name}(\\(| {| final)")
-        list(APPEND failures "${symbol}: ${object} defines it outside the namespace of its operator (${operators})")
-      endif()
-    endif()
   endforeach()
 endforeach()
 if(failures)
   list(JOIN failures "\n" text)
   message(FATAL_ERROR "${text}")
-endif()
-if(kernels EQUAL 0)
-  message(FATAL_ERROR "no kernel's symbol was found in ${OBJECTS}")
 endif()

@@ -11,15 +11,15 @@ namespace stof::test {
 namespace {
 
 TEST(CpuIsasByName) {
-#define STOF_ID(id, name, features, attention, chain, gemm, packed_gemm, sparse_mlp) CpuIsa::id,
+#define STOF_ID(id, name, is_supported) CpuIsa::id,
   const CpuIsa isas[] = {STOF_CPU_ISAS(STOF_ID)};
 #undef STOF_ID
   for (const CpuIsa isa : isas) {
     CpuIsa found = CpuIsa::kPortable;
     CHECK(FindCpuIsa(CpuIsaName(isa), &found) && found == isa, CpuIsaName(isa));
     const cpu::KernelTable& kernels = cpu::KernelsOf(isa);
-    CHECK(kernels.attention != nullptr && kernels.chain != nullptr && kernels.gemm_block != nullptr &&
-          kernels.packed_gemm != nullptr && kernels.sparse_mlp != nullptr);
+    CHECK(kernels.attention != nullptr && kernels.append != nullptr && kernels.chain != nullptr &&
+          kernels.gemm != nullptr && kernels.packed_gemm != nullptr && kernels.sparse_mlp != nullptr);
   }
   CpuIsa kept = CpuIsa::kAvx2;
   CHECK(!FindCpuIsa("avx", &kept) && !FindCpuIsa("", &kept) && kept == CpuIsa::kAvx2);

@@ -103,6 +103,14 @@ def test_messages_of_the_runtime_are_understood(name: str) -> None:
     )
 
 
+@pytest.mark.parametrize("size", [1 << 45, 1 << 62])
+def test_messages_about_memory_are_understood(size: int) -> None:
+    """Of tensors that are too large: smaller numbers may make them smaller."""
+    with pytest.raises(Exception, match="ONNXRuntimeError") as caught:
+        run(parse("(int64[1] n) => (float y) { y = ConstantOfShape (n) }"), {"n": np.array([size])})
+    assert parse_failure(str(caught.value)).is_of_memory
+
+
 @pytest.mark.parametrize(
     "text", ["", "[", "idx=", "range [1,", "{1,2", "was ended by SIGSEGV", "idx=" + "9" * 400, "\udcff"]
 )
@@ -125,9 +133,10 @@ _HIDDEN = {
         <int64 axis = {0}, int64[1] last = {1}, int64[1] first = {0}> {
         f = Squeeze (i, first) u = Squeeze (v, first) s = CumSum (f, axis) j = Unsqueeze (s, last) y = ScatterND (x, j, u) }"""
     ),
-    "positions that are counted in a table": (
+    "positions that are computed by way of floats": (
         """(float[1, S] x) => (float y) <int64 zero = {0}, int64 one = {1}, float[16] t> {
-        s = Shape <start = 1, end = 2> (x) n = Squeeze (s) r = Range (zero, n, one) y = Gather (t, r) }"""
+        s = Shape <start = 1, end = 2> (x) n = Squeeze (s) r = Range (zero, n, one) f = Cast <to = 1> (r)
+        e = Exp (f) l = Log (e) q = Round (l) i = Cast <to = 7> (q) y = Gather (t, i) }"""
     ),
 }
 
@@ -166,6 +175,34 @@ def test_sizes_are_made_to_agree(op: str, message: str, length: int) -> None:
     sizes = maker.sizes(case)
     assert (sizes["B"], sizes["S"], sizes["T"]) == (2, length, length)
     assert maker.sizes(Case(2, 9, Padding.NONE))["S"] == (9 if length < 53 else length)
+
+
+_ONE = "f = Cast <to = 1> (s) g = Sigmoid (f) h = Round (g) i = Cast <to = 7> (h)"  # 1, as no rule knows
+_STORED = {
+    "a Reshape to one row": (f"{_ONE} t = Concat <axis = 0> (i, s) r = Reshape (x, t) y = Relu (r)", 1),
+    "a Reshape to three rows": (
+        f"{_ONE} j = Add (i, two) t = Concat <axis = 0> (j, s) r = Reshape (x, t) y = Relu (r)",
+        3,
+    ),
+    "a sum with three rows": (
+        f"{_ONE} j = Add (i, two) t = Concat <axis = 0> (j, s) z = ConstantOfShape (t) y = Add (x, z)",
+        3,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _STORED)
+def test_rows_of_a_sample_are_found(name: str) -> None:
+    """A graph that declares [batch, seq] and runs with the rows of its exporter's sample alone."""
+    body, rows = _STORED[name]
+    graph = f"(float[B, S] x) => (float y) <int64[1] two = {{2}}> {{ s = Shape <start = 1> (x) {body} }}"
+    model = with_tables(parse(graph))
+    maker = InputMaker(model, Symbolic(model), frozenset())
+    narrower = InputNarrower(maker)
+    for case in (Case(2, 53, Padding.NONE), Case(4, 9, Padding.RIGHT)):
+        while (error := _refusal(model, feed := maker.draw(case, np.random.default_rng(0)))) is not None:
+            assert narrower.narrow(model, str(error), case, feed), error
+        assert maker.sizes(case) == {"B": rows, "S": case.length}
 
 
 def test_tries_come_to_an_end() -> None:

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import html
 import itertools
+import json
 import re
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +17,7 @@ import onnxruntime as ort
 import pytest
 
 import stof
+from stof import cli
 from stof.fusion.apply import ChainReport, FusionResult, fuse_chains
 from stof.fusion.decide.measured import LEAST_GAIN_INTERLEAVED, MeasuredDecider, make_chain_decider
 from stof.options import Options
@@ -151,10 +155,52 @@ def test_a_search_that_was_cut_off_goes_on_with_more_time(
 
 
 def test_what_another_build_measured_counts_for_nothing(narrow: Callable[[str], Path], cache: Path) -> None:
+    """The report, too, is the one of a run without a cache: a default run does not depend on what else was tuned."""
+    model = narrow("bert.dynamo.sdpa")
+    plain = optimize(model, options=Options(verify=False)).to_text()
     Cache(cache, "another device", "another build").put({"chain": ""}, "0", 1.0)
-    report = optimize(narrow("bert.dynamo.sdpa"), options=Options(verify=False))
-    assert report.chains
-    assert all(not c.replaced and "was not measured" in c.reason for c in report.chains)
+    report = optimize(model, options=Options(verify=False))
+    assert not report.chains
+    assert report.to_text() == plain
+
+
+def test_a_default_run_says_when_earlier_measurements_decide(
+    narrow: Callable[[str], Path], cache: Path, asked: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After any ``--tune`` the same command gives another model: the report says so, and an option gives the first one."""
+    model = narrow("bert.dynamo.sdpa")
+    outputs = [tmp_path / name for name in ("before.onnx", "tuned.onnx", "after.onnx", "without.onnx")]
+    page, facts = tmp_path / "page.html", tmp_path / "facts.json"
+    written = ["--report", str(page), "--json", str(facts)]
+    arguments: list[list[str]] = [[], ["--tune", "60"], written, ["--ignore-measurements"]]
+    texts = []
+    for output, own in zip(outputs, arguments, strict=True):
+        assert cli.main([str(model), "--no-verify", "-o", str(output), *own]) == 0
+        texts.append(capsys.readouterr().out)
+    before, tuned, after, without = (output.read_bytes() for output in outputs)
+    assert before == without
+    assert tuned == after != before
+    (line,) = (line for line in texts[2].splitlines() if line.startswith("choices: "))
+    assert f" in {cache}; --ignore-measurements decides without them" in line
+    assert f"{datetime.now(UTC):%Y-%m-%d}" in line
+    assert not any("choices: " in texts[i] for i in (0, 1, 3))
+    found = json.loads(facts.read_text())["earlier_measurements"]
+    assert f"{found['decisions']} follow {found['measurements']} measurements of earlier runs" in line
+    assert found["path"] == str(cache)
+    assert html.escape(line.removeprefix("choices: ")) in page.read_text()
+
+
+def test_tuning_can_ignore_what_was_measured_before(
+    narrow: Callable[[str], Path], cache: Path, asked: list[int]
+) -> None:
+    model = narrow("bert.dynamo.sdpa")
+    numbers, earlier = [], []
+    for ignore in (False, False, True):
+        report = optimize(model, options=Options(tune=60.0, verify=False, ignore_measurements=ignore))
+        numbers.append(len(asked))
+        earlier.append(report.earlier_measurements)
+    assert numbers[0] == numbers[1] < numbers[2]
+    assert [e is None for e in earlier] == [True, False, True]
 
 
 def test_what_no_scheme_is_counts_for_nothing(cache: Path) -> None:
@@ -193,4 +239,4 @@ def _texts(cache: Path) -> str:
     import sqlite3
 
     with sqlite3.connect(cache) as database:
-        return " ".join(row[0] for row in database.execute("SELECT problem FROM measured"))
+        return " ".join(row[0] for row in database.execute("SELECT problem FROM measurements"))

@@ -109,3 +109,27 @@ def look_at(page: Path, width: int, folder: Path) -> Look:
 def screenshot(page: Path, width: int, height: int, target: Path) -> None:
     """Writes a picture of a page in a window of this size."""
     _run(target.parent, f"--window-size={width},{height}", f"--screenshot={target}", page.resolve().as_uri())
+
+
+def find_rasterizer() -> str | None:
+    """The command that draws pages of a PDF file; None where there is none."""
+    return shutil.which("pdftoppm")
+
+
+def print_page(page: Path, folder: Path) -> list[list[str]]:
+    """What a page looks like on paper: for each sheet its rows, each of them blank or not: " " or "#"."""
+    target = folder / "printed.pdf"
+    _run(folder, "--no-pdf-header-footer", f"--print-to-pdf={target}", page.resolve().as_uri())
+    rasterizer = find_rasterizer()
+    assert rasterizer is not None
+    subprocess.run([rasterizer, "-r", "30", "-gray", str(target), str(folder / "sheet")], check=True, timeout=_SECONDS)
+    return [_read_rows(sheet) for sheet in sorted(folder.glob("sheet*.pgm"))]
+
+
+def _read_rows(picture: Path) -> list[str]:
+    """The rows of a picture in gray: whether they are blank."""
+    kind, width, height, most, pixels = re.split(rb"\s", picture.read_bytes(), maxsplit=4)
+    assert (kind, most) == (b"P5", b"255")
+    columns = int(width)
+    rows = [pixels[i * columns : (i + 1) * columns] for i in range(int(height))]
+    return [" " if min(row) > 250 else "#" for row in rows]

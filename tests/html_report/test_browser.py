@@ -11,13 +11,13 @@ from pathlib import Path
 import onnx
 import pytest
 from tests.helpers.several_masks import model_with_masks
-from tests.html_report.browser import find_browser, look_at, screenshot
+from tests.html_report.browser import find_browser, find_rasterizer, look_at, print_page, screenshot
 
 import stof
 from stof.options import Options
 
 pytestmark = pytest.mark.skipif(find_browser() is None, reason="no browser: apt-get install chromium")
-WIDTHS = (1280, 400)
+WIDTHS = (1280, 500, 400)
 LEAST_FONT = 11.0  # pixels
 
 
@@ -115,3 +115,24 @@ def test_what_overflows_is_seen(tmp_path: Path) -> None:
     assert look.scroll_width > 400
     assert look.beyond
     assert look.smallest == 5.0
+
+
+@pytest.mark.skipif(find_rasterizer() is None, reason="no pdftoppm: apt-get install poppler-utils")
+@pytest.mark.parametrize("name", ["modernbert", "folder"])
+def test_printed_pages_are_not_half_empty(name: str, tmp_path: Path, narrow: Callable[[str], Path]) -> None:
+    """Boxes that must not break move to the next sheet, and leave the rest of a sheet blank."""
+    page = tmp_path / "report.html"
+    options = Options(report=page, verify_budget=5.0)
+    if name == "folder":
+        folder = tmp_path / "models"
+        folder.mkdir()
+        onnx.save(model_with_masks(), str(folder / "several.onnx"))
+        narrow("modernbert.dynamo.sdpa").rename(folder / "model.onnx")
+        stof.optimize_folder(folder, tmp_path / "out", options)
+    else:
+        stof.optimize(narrow("modernbert.dynamo.sdpa"), tmp_path / "out.onnx", options)
+    sheets = print_page(page, tmp_path)
+    assert len(sheets) > 1
+    for i, rows in enumerate(sheets[:-1]):
+        last = max(n for n, row in enumerate(rows) if row == "#")
+        assert last > 0.55 * len(rows), f"sheet {i + 1} of {len(sheets)} ends at {last} of {len(rows)}"

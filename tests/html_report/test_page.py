@@ -3,15 +3,19 @@
 
 from __future__ import annotations
 
-import html.parser
 import json
+import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from tests.helpers.several_masks import MASKS, model_with_masks
+from tests.html_report.strict_page import parse, report_of, site, text_of, write_model
 
 import stof
 from stof import cli
@@ -22,9 +26,10 @@ from stof.fusion.report import ChainSection
 from stof.html_report import to_html
 from stof.options import Options
 from stof.report import Report, Section
+from stof.run_facts.machine import cpu_name, usable_cores
 from stof.selection import CandidateNames
 from stof.verification.model_times import ModelTimes, RunTimes
-from stof.verification.result import Comparison, Coverage, Verification
+from stof.verification.result import Comparison, Coverage, SkippedCase, Verification
 
 HOSTILE = [
     "<script>alert(1)</script>",
@@ -33,82 +38,6 @@ HOSTILE = [
     "]]>&amp;<!--",
     "\ud800x",
 ]
-_VOID = {"meta", "br", "img", "link", "input", "hr"}
-_KNOWN = {
-    "html", "head", "meta", "title", "style", "body", "main", "h1", "h2", "h3", "p", "div", "span", "b", "i", "code", "ul",
-    "li", "figure", "figcaption", "svg", "rect", "path", "table", "thead", "tbody", "tr", "th", "td", "details", "summary",
-    "dl", "dt", "dd",
-}  # fmt: skip
-
-
-class StrictParser(html.parser.HTMLParser):
-    """Takes pages whose tags are balanced, known and free of scripts and addresses."""
-
-    def __init__(self) -> None:
-        super().__init__(convert_charrefs=True)
-        self.open: list[str] = []
-        self.words: list[str] = []
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        assert tag in _KNOWN, f"unexpected element {tag}"
-        names = [name for name, _ in attrs]
-        assert len(names) == len(set(names))
-        for name, value in attrs:
-            assert not name.startswith("on"), f"{tag} has a handler {name}"
-            assert name not in ("href", "src", "srcset", "action", "xlink:href"), f"{tag} has an address {value}"
-        self.tags.append((tag, dict(attrs)))
-        if tag not in _VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        assert "svg" in self.open, f"<{tag}/> closes itself in SVG only"
-        self.handle_starttag(tag, attrs)
-        self.open.pop()
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open, f"</{tag}> without its start"
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if "style" not in self.open:
-            self.words.append(data)
-
-    def handle_comment(self, data: str) -> None:
-        raise AssertionError(f"a comment: {data}")
-
-
-def parse(page: str) -> StrictParser:
-    """The page, which has to be strict."""
-    assert page.startswith("<!DOCTYPE html>\n")
-    assert all(address not in page for address in ("http:", "https:", "url(", "@import", "javascript:"))
-    parser = StrictParser()
-    parser.feed(page)
-    parser.close()
-    assert not parser.open
-    return parser
-
-
-def text_of(page: str) -> str:
-    return " ".join(" ".join(parse(page).words).split())
-
-
-def site(name: str = "s", **changes: Any) -> SiteReport:
-    facts: dict[str, Any] = {
-        "form": "BHSD", "mask": "k <= q", "family": "causal", "heads": "4 heads", "head_size": 8, "kernel": "cpu",
-        "empty_rows": "zero", "tile_density": 0.53, "predicted_gain": 7.9, "index": 0, "step": Step.DONE, "length": 2048,
-    }  # fmt: skip
-    return SiteReport(name, True, "replaced", **{**facts, **changes})
-
-
-def report_of(*sections: Section, **facts: Any) -> Report:
-    return Report("model.onnx", sections={str(i): s for i, s in enumerate(sections)}, **facts)
-
-
-def write_model(folder: Path, *kinds: str) -> Path:
-    path = folder / "model.onnx"
-    onnx.save(model_with_masks(*kinds), str(path))
-    return path
 
 
 # ---- what it says ----
@@ -226,7 +155,7 @@ def test_an_op_that_says_only_what_it_must() -> None:
 
     words = text_of(to_html(report_of(Plain())))
     assert "Calls 2 of 2" in words
-    assert "call 1 replaced" in words
+    assert "2 × call 0, … replaced replaced 2 names call 0 , call 1" in words
 
 
 # ---- what it must not do ----
@@ -268,7 +197,9 @@ def test_thousands_of_sites_make_a_small_page() -> None:
 
 
 def test_long_tables_are_folded() -> None:
-    few, many = (to_html(report_of(SiteSection([site(f"s{i}") for i in range(n)]))) for n in (30, 31))
+    few, many = (
+        to_html(report_of(SiteSection([site(f"s{i}", mask=f"k <= q + {i}") for i in range(n)]))) for n in (30, 31)
+    )
     assert few.count("<details>") + 1 == many.count("<details>")
     assert "31 rows, 31 of them replaced" in text_of(many)
 
@@ -333,4 +264,98 @@ def test_json_and_text_do_not_change_with_the_page(tmp_path: Path) -> None:
     assert plain.to_text() == with_page.to_text()
     first, second = json.loads(plain.to_json()), json.loads(with_page.to_json())
     assert first.pop("seconds").keys() == second.pop("seconds").keys()
+    runs = [found.pop("run") for found in (first, second)]
+    assert [
+        run.pop("command").endswith(end)
+        for run, end in zip(runs, ("--dry-run", f"--report {page} --dry-run"), strict=True)
+    ]
+    assert [run.pop("date")[:10] for run in runs] == [time.strftime("%Y-%m-%d", time.gmtime())] * 2
+    assert runs[0] == runs[1]
     assert first == second
+
+
+def test_sites_are_grouped_by_their_mask() -> None:
+    """Sites of one mask stand together, those that differ in their names alone in one row, with all names and layers."""
+    masks = ["k <= q", "abs(q - k) <= 64"]
+    rows = [site(f"/layers.{i}/Softmax", mask=masks[i % 2], index=i) for i in range(6)]
+    rows.append(SiteReport("/layers.6/Softmax", False, "no kernel", mask=masks[0], step=Step.KERNEL))
+    rows.append(SiteReport("/router/Softmax", False, "not recovered", step=Step.LIFT))
+    page = to_html(report_of(SiteSection(rows)))
+    groups = [dict(attributes) for tag, attributes in parse(page).tags if tag == "th" and "colspan" in attributes]
+    assert len(groups) == 3
+    words = text_of(page)
+    table = words[words.rindex("Attention sites") :]
+    places = [
+        table.index(text)
+        for text in (
+            "k <= q 3 of 4",
+            "0, 2, 4",
+            "3 × /layers.0/Softmax",
+            "kernel: no kernel",
+            "abs(q - k) <= 64 3 of 3",
+        )
+    ]
+    assert places == sorted(places)
+    assert "no mask known 0 of 1" in table
+    assert all(row.site in table for row in rows)
+
+
+def test_contiguous_layers_are_ranges() -> None:
+    rows = [site(f"/layers.{i}/Softmax", index=i) for i in (0, 1, 2, 4, 7, 8)]
+    assert "0 to 2, 4, 7 to 8" in text_of(to_html(report_of(SiteSection(rows))))
+
+
+def test_the_page_says_how_it_was_made(tmp_path: Path) -> None:
+    model, page = write_model(tmp_path, "causal"), tmp_path / "a page.html"
+    out = tmp_path / "out.onnx"
+    stof.optimize(model, out, Options(report=page, verify=False))
+    words = text_of(page.read_text())
+    assert f"command stof-optimize {model} -o {out} --report '{page}' --no-verify date " in words
+    assert time.strftime("date %Y-%m-%d ", time.gmtime()) in words
+    machine = words[words.index("machine ") : words.index("versions ")]
+    assert cpu_name() in machine
+    assert f"{usable_cores()} cores" in machine
+    assert stof.build_info()["cpu_isa"] in machine
+    versions = (
+        f"versions stof {stof.__version__}, onnxruntime {onnxruntime.__version__}, onnx {onnx.__version__}, python 3."
+    )
+    assert versions in words
+    sizes = [f"{file.stat().st_size / 1024:.1f} KiB" for file in (model, out)]
+    assert f"file size {' → '.join(sizes)}" in words
+    assert f"File size {' → '.join(sizes)}" in words
+
+
+def test_sizes_count_external_data(tmp_path: Path) -> None:
+    model = model_with_masks("causal")
+    weight = onnx.numpy_helper.from_array(np.ones((64, 1024), np.float32), "w")
+    model.graph.initializer.append(weight)
+    onnx.save(model, str(tmp_path / "m.onnx"), save_as_external_data=True, location="m.data", size_threshold=1024)
+    report = stof.optimize(tmp_path / "m.onnx", tmp_path / "out.onnx", Options(verify=False))
+    assert report.facts is not None
+    own = [(tmp_path / name).stat().st_size for name in ("m.onnx", "out.onnx", "m.data")]
+    assert (report.facts.model_bytes, report.facts.output_bytes) == (own[0] + own[2], own[1] + own[2])
+    assert json.loads(report.to_json())["run"]["model_bytes"] == own[0] + own[2]
+
+
+def test_what_was_not_compared_stays_visible() -> None:
+    """Sets of inputs and sites that were left out are sentences above the table, not rows of a closed one."""
+    rows = [Comparison(f"output {i}", 0.1 + i / 1000, 1.0, True, coverage=Coverage(9)) for i in range(40)]
+    skipped = [SkippedCase("batch 2, length 4096", "memory"), *(SkippedCase(f"case {i}", "time") for i in range(20))]
+    found = Verification(
+        [*rows, Comparison("wrong", 2.0, 1.0, False, coverage=Coverage(9))], complete=False, cases=["a"], skipped=skipped,
+        sites_left=7, quantized=True, sliced=True,
+    )  # fmt: skip
+    page = to_html(report_of(SiteSection([site()]), verification=found))
+    visible = " ".join(re.sub("<[^>]+>", " ", page[: page.index("<details>")]).split())
+    for words in (
+        "A limit ended verification",
+        "1 of 22 sets of inputs were compared; not batch 2, length 4096 (memory); case 0 (time)",
+        "and 9 more",
+        "No time was left to compare 7 sites",
+        "an argmax or a length that is decided by rounding may flip",
+        "ran on slices of its queries",
+        "failed wrong",
+        "passed output 39",
+    ):
+        assert words in visible
+    assert "output 0" not in visible

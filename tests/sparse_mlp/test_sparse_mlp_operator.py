@@ -15,6 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 from tests.sparse_mlp.dense_mlp import NAMES, Array, Case, Problem, activate, draw, unit_roundoff
 
 from stof.runtime.library import library_path, op_limits
+from stof.sparse_mlp.site import ACTIVATIONS
 
 F16, BF16 = np.float16, bfloat16
 GATED = Case(K=100, F=150, N=70, biases=True)
@@ -86,7 +87,7 @@ def test_types(dtype: Any, tokens: int, bits: int) -> None:
             check(replace(case, selection="predictor", activation="silu"))
 
 
-@pytest.mark.parametrize("activation", ["none", "relu", "relu2", "gelu", "gelu_tanh", "silu"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("selection", ["nonzero", "magnitude", "predictor"])
 def test_activations_and_selections(activation: str, selection: str) -> None:
     for tokens in (1, 6):

@@ -20,7 +20,9 @@ from stof.ops import PLAN_FORMATS
 from stof.prompts.loss import Bucket, Loss
 from stof.sparse_mlp.report import MlpReport, MlpSection, PredictionReport
 from stof.sparsify.report import SparsifiedSite, SparsityReport
+from stof.tuning_cache import EarlierMeasurements
 from stof.verification.model_times import ModelTimes, RunTimes
+from stof.verification.result import DecidedDifference, PartialVerification
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
@@ -127,7 +129,7 @@ def test_environment_variables_are_those_of_the_sources() -> None:
 
 
 def test_instruction_sets_are_those_of_the_list() -> None:
-    names = re.findall(r'ISA\(k\w+, "(\w+)"', (ROOT / "cpu/isa.h").read_text())
+    names = re.findall(r"ISA\(k\w+, (\w+),", (ROOT / "cpu/isa.h").read_text())
     page = (ROOT / "docs/reference/environment.md").read_text()
     (row,) = re.findall(r"^\| `STOF_CPU_ISA` .*$", page, re.MULTILINE)
     assert re.findall(r"`(\w+)`", row) == ["STOF_CPU_ISA", *names]
@@ -161,14 +163,19 @@ def test_report_keys_are_those_of_the_docs(narrow: Callable[[str], Path], tmp_pa
         report["sites"][0],
         report["chains"][0],
         report["verification"],
+        asdict(DecidedDifference("", "", 0, 0, (0.0, 0.0), 0.0, 0.0, 0.0, 0, True, True)),
         first,
         first["coverage"],
+        asdict(PartialVerification({}, {}, 0, True)),
+        report["run"],
+        EarlierMeasurements("", 1, (None,)).to_json(),
     )
     token = ModelTimes("", RunTimes(1.0, 1.0, 1), RunTimes(1.0, 1.0, 1))
     times = replace(token, token=token).to_json()
     (tmp_path / "folder").mkdir()
     (tmp_path / "out.onnx").rename(tmp_path / "folder" / "out.onnx")
     folder = json.loads(stof.optimize_folder(tmp_path / "folder", tmp_path / "new").to_json())
-    keys = {key for found in (*objects, report["library"], times, times["original"], folder) for key in found}
+    timed = (times, times["original"], times["lengths"][0])
+    keys = {key for found in (*objects, report["library"], *timed, folder) for key in found}
     tables = re.findall(r"^\| (`.*?) \|", (ROOT / "docs/reference/report-format.md").read_text(), re.MULTILINE)
     assert {key for cell in tables for key in re.findall(r"`(\w+)`", cell)} == keys

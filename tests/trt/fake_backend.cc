@@ -11,6 +11,7 @@
 #include "plugins/core/contract/cuda_backend.h"
 #include "plugins/core/mask/attention_mask.h"
 #include "plugins/core/mask/block_mask_builder.h"
+#include "tests/cpp/activation.h"
 #include "tests/cpp/attention/reference.h"
 #include "tests/trt/place.h"
 
@@ -131,21 +132,6 @@ Status PrepareChain(const stof::Chain&, const BoundChain&, DeviceChain* kept) {
   return Status();
 }
 
-double Activated(GemmActivation activation, double x) {
-  switch (activation) {
-    case GemmActivation::kRelu:
-      return std::max(x, 0.0);
-    case GemmActivation::kGelu:
-      return 0.5 * x * (1 + std::erf(x / std::sqrt(2.0)));
-    case GemmActivation::kGeluTanh:
-      return 0.5 * x * (1 + std::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x)));
-    case GemmActivation::kSilu:
-      return x / (1 + std::exp(-x));
-    default:
-      return x;
-  }
-}
-
 Status Gemm(const GemmArgs& args, const RunContext& context) {
   if (args.is_b_transposed) return Status::Error("StofGemm never transposes b");
   LastSeen()->stream = context.stream;
@@ -162,7 +148,7 @@ Status Gemm(const GemmArgs& args, const RunContext& context) {
   };
   for (int64_t m = 0; m < args.M; ++m) {
     for (int64_t n = 0; n < args.N; ++n) {
-      double y = Activated(args.activation, matmul(args.b0, args.bias0, m, n));
+      double y = test::Activate(args.activation, matmul(args.b0, args.bias0, m, n));
       if (args.b1 != nullptr) y *= matmul(args.b1, args.bias1, m, n);
       if (args.scale != nullptr) y *= at(args.scale, n);
       if (args.row != nullptr) y *= at(args.row, m);

@@ -76,8 +76,8 @@ def test_without_time_the_first_and_the_last_case_run(
     assert not verification["complete"]
     outputs = [c["what"] for c in verification["comparisons"] if not c["site"]]
     assert outputs == [
-        "output 'last_hidden_state', batch 1, length 53, padded left",
-        "output 'last_hidden_state', batch 4, length 9, padded right",
+        "output 'last_hidden_state', batch 1, sequence 53, padded left",
+        "output 'last_hidden_state', batch 4, sequence 9, padded right",
     ]
 
 

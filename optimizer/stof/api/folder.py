@@ -7,27 +7,36 @@ The plugin library is copied beside models that need it, and ONNX Runtime GenAI'
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import onnx
 
-from stof import progress, strict_json
+from stof import progress
 from stof.api.genai_config import GENAI_CONFIG, GenaiConfig, show_key
 from stof.api.library_copies import plan_copies, read_configs
-from stof.errors import ArgumentError, StofError, shown
+from stof.arguments.checks import check_path
+from stof.errors import ArgumentError, StofError
 from stof.files import check_outputs, stat_file, temporary_file, temporary_folder, write_text
+from stof.folder_report import FolderReport
 from stof.graph.external_data import external_files
 from stof.graph.load_save import load
-from stof.options import Options
-from stof.pipeline import run
-from stof.report import Report, describe_registration
-from stof.runtime.library import library_path
+from stof.html_report import folder_to_html
+from stof.options import STANDARD_OUTPUT, Options, PathLike, merge_options
+from stof.pipeline import run, write_json
+from stof.run_facts.command import command_of
+from stof.run_facts.facts import collect_facts
+from stof.runtime.library import build_info, library_path
 from stof.selection import EVERY_ATTENTION, owner_of
+
+if TYPE_CHECKING:
+    from typing import Unpack
+
+    from stof.options import OptionArguments
 
 _SUFFIX = ".onnx"
 # Options that name sites or hold decisions of one model.
@@ -37,110 +46,15 @@ _OF_ONE_MODEL = {
     "masks": "--mask",
     "plan": "--plan",
     "save_plan": "--save-plan",
-    "report": "--report",
     "inputs": "--inputs",
 }
 
 
-@dataclass
-class FolderReport:
-    """What became of each file of a folder.
-
-    Attributes:
-        folder: the one that was read.
-        output: the one that was written; None: nothing was written.
-        dry_run: nothing was to be written.
-        reports: of models, by their path in the folder.
-        failures: the errors of models, likewise.
-        others: paths of files that are no models, nor external data of models.
-        libraries: paths of copies of the plugin library.
-        registrations: by the path of a ``genai_config.json``, its keys that name the library.
-        notes: what the user should know.
-    """
-
-    folder: str
-    output: str | None = None
-    dry_run: bool = False
-    reports: dict[str, Report] = field(default_factory=dict)
-    failures: dict[str, StofError] = field(default_factory=dict)
-    others: list[str] = field(default_factory=list)
-    libraries: list[str] = field(default_factory=list)
-    registrations: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def exit_code(self) -> int:
-        """0, or the largest exit status of a failure."""
-        return max((e.exit_code for e in self.failures.values()), default=0)
-
-    @property
-    def failure(self) -> str:
-        """One line on what failed; empty where nothing did."""
-        count, models = len(self.failures), len(self.failures) + len(self.reports)
-        return f"{count} of {models} models failed; nothing was written" if count else ""
-
-    def to_text(self) -> str:
-        """A line for each model and its times, one for the other files, and what was written."""
-        lines = []
-        for name in sorted({*self.reports, *self.failures}):
-            if name in self.failures:
-                lines.append(f"{name}: failed: {self.failures[name]}")
-            else:
-                lines.append(f"{name}: {self.reports[name].summary()}")
-                lines += [f"  {line}" for line in self.reports[name].time_lines()]
-        if self.output:
-            lines += [f"{len(self.others)} other files: copied", *self._library_lines(), f"written: {self.output}"]
-        elif self.dry_run:
-            lines.append("dry run: no file was written")
-        else:
-            lines.append(self.failure)
-        notes = dict.fromkeys([*self.notes, *(note for report in self.reports.values() for note in report.notes)])
-        return "\n".join(shown(line) for line in [*lines, *(f"note: {note}" for note in notes)])
-
-    def _library_lines(self) -> list[str]:
-        """Where the plugin library is, and who registers it."""
-        folders = {Path(config).parent for config in self.registrations}
-        lines = []
-        for name in self.libraries:
-            path = Path(self.output or "", name)
-            how = (
-                "onnxruntime_genai loads it by itself"
-                if Path(name).parent in folders
-                else describe_registration(str(path))
-            )
-            lines.append(f"{name}: copied; {how}")
-        return lines + [
-            f"{config}: {', '.join(keys)} {'is' if len(keys) == 1 else 'are'} set"
-            for config, keys in self.registrations.items()
-        ]
-
-    def explain(self, pattern: str) -> str:
-        """How far candidates of each model got; models without one that the pattern names are left out."""
-        by_model = {name: report.explain(pattern) for name, report in self.reports.items()}
-        return "\n".join(f"{shown(name)}:\n{text}" for name, text in by_model.items() if text)
-
-    def to_json(self) -> str:
-        """Every fact as JSON; ``files`` has the report of each model by its path."""
-        files: dict[str, Any] = {name: json.loads(report.to_json()) for name, report in self.reports.items()}
-        for name, error in self.failures.items():
-            path = str(Path(self.folder) / name)
-            files[name] = {"model": path, "output": None, "error": str(error), "exit_status": error.exit_code}
-        data = {
-            "folder": self.folder,
-            "output": self.output,
-            "dry_run": self.dry_run,
-            "exit_status": self.exit_code,
-            "files": dict(sorted(files.items())),
-            "others": self.others,
-            "libraries": self.libraries,
-            "registrations": self.registrations,
-            "notes": self.notes,
-        }
-        return strict_json.dumps(data, indent=2, default=str)
-
-
 def optimize_folder(
-    folder: str | os.PathLike[str], output: str | os.PathLike[str] | None = None, options: Options | None = None
+    folder: PathLike,
+    output: PathLike | None = None,
+    options: Options | None = None,
+    **arguments: Unpack[OptionArguments],
 ) -> FolderReport:
     """Optimizes each ``.onnx`` file in a folder and below into another folder, and copies all other files.
 
@@ -154,15 +68,16 @@ def optimize_folder(
         output: the new folder, which does not exist or is empty. It may be None where ``options`` asks for a report alone.
         options: for each model. ``shapes`` may name dimensions, and ``explain`` candidates, that only some models have;
             ``tune`` and ``verify_budget`` are seconds for one model.
+        **arguments: fields of :class:`stof.Options` by name; each takes the place of that of ``options``.
 
     Raises:
         ArgumentError: wrong arguments, a folder that cannot be written, files that cannot be copied, a ``genai_config.json``
             that the runtime would not read.
     """
-    options = options or Options()
-    source = Path(folder)
+    options = merge_options("stof.optimize_folder", options, arguments)
+    source = check_path("folder", folder)
     is_dry = options.dry_run or options.explain is not None
-    output = output or options.output
+    output = options.output if output is None else check_path("output", output)
     _check_options(options)
     if output is None and not is_dry:
         raise ArgumentError(
@@ -178,9 +93,12 @@ def optimize_folder(
     models = [f for f in files if f.suffix == _SUFFIX]
     if not models:
         raise ArgumentError(f"{source} holds no .onnx file")
-    if options.json is not None:
-        check_outputs({f"input {f}": source / f for f in files}, {"report": options.json})
-    report = FolderReport(str(source), dry_run=is_dry)
+    written = {"report": options.json, "HTML report": options.report}
+    given = {name: path for name, path in written.items() if path not in (None, STANDARD_OUTPUT)}
+    if given:
+        check_outputs({f"input {f}": source / f for f in files}, given)
+    command = command_of(str(source), replace(options, output=None if is_dry else target))
+    report = FolderReport(str(source), dry_run=is_dry, facts=collect_facts(command, build_info(), options.target))
     configs = read_configs(source, files)
     known = frozenset(files)
     report.notes += [
@@ -195,8 +113,9 @@ def optimize_folder(
         _check_explanation(report, options.explain)
     else:
         _write(steps, files, target, configs)
-    if options.json is not None:
-        write_text("report", options.json, [report.to_json()])
+    write_json(options.json, report.to_json())
+    if options.report is not None:
+        write_text("HTML report", options.report, [folder_to_html(report)])
     return report
 
 
@@ -210,6 +129,7 @@ def _write(steps: _FolderRun, files: Sequence[Path], target: Path, configs: Mapp
             if report.failures:
                 for model in report.reports.values():
                     model.output, model.copied = None, False
+                    model.facts = None if model.facts is None else replace(model.facts, output_bytes=None)
                 return
             copies = plan_copies(new, steps.models, configs, steps.target)
             for path in files:
@@ -288,7 +208,15 @@ class _FolderRun:
             target.parent.mkdir(parents=True, exist_ok=True)
             try:
                 with progress.step(str(path)):
-                    report = run(source, target, options, str(source), copies_unchanged=folder is not None)
+                    report = run(
+                        source,
+                        target,
+                        options,
+                        str(source),
+                        copies_unchanged=folder is not None,
+                        facts=self.report.facts,
+                        when_failed=partial(self.report.failed_reports.__setitem__, str(path)),
+                    )
             except StofError as error:
                 if folder is not None:
                     error.args = (str(error).replace(str(folder), str(shown_as)),)

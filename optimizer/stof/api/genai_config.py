@@ -13,9 +13,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
-from stof import strict_json
 from stof.errors import ArgumentError
-from stof.files import read_text
+from stof.files import read_text, strict_json
 
 GENAI_CONFIG = "genai_config.json"
 Key = tuple[str | int, ...]

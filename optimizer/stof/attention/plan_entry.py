@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from stof.errors import ArgumentError
+from stof.files.strict_json import quoted
 from stof.mask.site import EmptyRows
 from stof.plan import Fields
-from stof.strict_json import quoted
 
 _HINTS = ("kernel", "tile")
 

@@ -11,9 +11,11 @@ from typing import Any
 from stof.mask.draw_masks import MaskDrawing
 from stof.report import Gain, MaskPicture, PageRow, PageTable, Section, TileGrid
 from stof.selection import CandidateNames, NamedCandidate
+from stof.tuning_cache import EarlierMeasurements
 
 KEY = "sites"
 NAMES = CandidateNames("site")
+_ADVICE = "--shape NAME=N..M states the lengths in use: sites that lose there stay as they are; --skip SITE leaves one"
 
 
 class Step(enum.StrEnum):
@@ -58,6 +60,8 @@ class SiteSection(Section):
         rows: each site, and each softmax that is none.
         pictures: rows of tiles, by the mask's text, for the terminal and JSON.
         drawings: larger pictures for the report's page, by the mask's text; empty where no page is asked for.
+        earlier: measurements of earlier runs that decided; None: none did.
+        curves: the estimated gain at several lengths, by a site's name; empty where no page is asked for.
     """
 
     names = NAMES
@@ -65,6 +69,8 @@ class SiteSection(Section):
     rows: list[SiteReport] = field(default_factory=list)
     pictures: dict[str, list[str]] = field(default_factory=dict)
     drawings: dict[str, MaskDrawing] = field(default_factory=dict)
+    earlier: EarlierMeasurements | None = None
+    curves: dict[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return {KEY: [asdict(row) for row in self.rows], "pictures": self.pictures}
@@ -89,19 +95,27 @@ class SiteSection(Section):
 
     def page_table(self) -> PageTable:
         columns = ("mask", "heads", "tiles", "estimated", "details")
-        return PageTable("Attention sites", columns, tuple(map(_page_row, self.rows)), frozenset({0}))
+        return PageTable("Attention sites", columns, tuple(map(_page_row, self.rows)), frozenset({0}), group=0)
 
     def page_pictures(self) -> list[MaskPicture]:
         return [self._picture(mask, drawing) for mask, drawing in self.drawings.items()]
 
     def page_gains(self) -> list[Gain]:
-        groups: dict[tuple[str, str, int, float], int] = defaultdict(int)
+        groups: dict[tuple[str, str, int, float], list[str]] = defaultdict(list)
         for s in self.rows:
             if s.replaced and s.predicted_gain is not None:
-                groups[(s.family, s.heads, s.length, s.predicted_gain)] += 1
+                groups[(s.family, s.heads, s.length, s.predicted_gain)].append(s.site)
         return [
-            Gain(f"attention, {family}, {heads}, S = {length}", count, gain, False)
-            for (family, heads, length, gain), count in groups.items()
+            Gain(
+                f"attention, {family}, {heads}, S = {length}",
+                len(names),
+                gain,
+                False,
+                _ADVICE,
+                self.curves.get(names[0], ()),
+                f"attention, {family}, {heads}",
+            )
+            for (family, heads, length, gain), names in groups.items()
         ]
 
     def _picture(self, mask: str, drawing: MaskDrawing) -> MaskPicture:

@@ -108,7 +108,7 @@ class AttentionRewrite(OpRewrite[tuple[Scope, ...], AttentionDecisions]):
     def decide(self, job: Job, found: tuple[Scope, ...]) -> AttentionDecisions:
         choices: list[Choice] = []
         with job.step("lift"):
-            target = target_of(job.options, str(job.library.get("cpu_isa", "")))
+            target = target_of(job.options, str(job.library.get("cpu_isa", "")), job.tuning.started)
             for scope in found:
                 decider = SiteDecider(
                     scope.prepared.model,
@@ -123,10 +123,11 @@ class AttentionRewrite(OpRewrite[tuple[Scope, ...], AttentionDecisions]):
                 choices += [decider.decide(site) for site in scope.sites]
             job.tuning.spent += target.tuned_seconds
         refused = [SiteReport(f.site, False, f.reason) for scope in found for f in scope.findings]
-        section = SiteSection([*refused, *(c.report for c in choices)])
+        section = SiteSection([*refused, *(c.report for c in choices)], earlier=target.earlier_measurements)
         decided = AttentionDecisions(found, tuple(choices), section)
         section.pictures = _pictures(decided.rewrites)
         if job.options.report is not None:
+            section.curves = {c.report.site: c.curve for c in choices if c.curve}
             section.drawings = draw_masks((r.site, r.mask) for r in decided.rewrites)
         return decided
 

@@ -15,7 +15,8 @@ from stof.bench.decoder import mlp_decoder, mlp_models
 from stof.bench.gpu.cases import GRIDS
 from stof.errors import ArgumentError
 from stof.files import write_text
-from stof.terminal import Parser, complain, run_command, say
+from stof.tensorrt.describe_installation import describe_installation
+from stof.terminal import Parser, VersionAction, complain, run_command, say
 
 RESULTS = Path("docs/results")
 
@@ -38,6 +39,7 @@ def _run_with_errors_reported(arguments: argparse.Namespace) -> int:
 
 def _parser() -> Parser:
     parser = Parser(prog="stof-bench", description="Times stof beside its baselines (docs/guide/benchmarks.md).")
+    parser.add_argument("--version", action=VersionAction, describe=describe_installation)
     commands = parser.add_subparsers(dest="command", required=True)
     attention = commands.add_parser("attention", help="the grids of the attention operator")
     attention.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
@@ -72,8 +74,17 @@ def _parser() -> Parser:
     sites.add_argument("--lengths", nargs="+", type=int, default=list(cases.SITE_LENGTHS), metavar="S")
     model = commands.add_parser("model", help="a whole model before and after stof-optimize")
     model.add_argument("model", help="an .onnx file, or the name of a graph under models/graphs")
-    model.add_argument("--lengths", nargs="+", type=int, default=[4096], metavar="S")
-    model.add_argument("--batch", type=int, default=1)
+    model.add_argument(
+        "--lengths", nargs="+", type=int, default=None, metavar="S",
+        help="of dimensions that are lengths (default: up to three that run fast enough; on a GPU 4096)",
+    )  # fmt: skip
+    model.add_argument("--batch", type=int, default=None, help="of dimensions that count rows of a batch (1)")
+    model.add_argument(
+        "--shape", action="append", default=[], metavar="NAME=N[..M]", help="on a CPU: range of a dimension in use"
+    )
+    model.add_argument(
+        "--inputs", nargs="+", default=[], metavar="FILE", help="on a CPU: your inputs, as stof-optimize takes them"
+    )
     model.add_argument("--optimized", type=Path, help="the optimized file (default: made when it is not there)")
     model.add_argument("--without", nargs="+", default=[], choices=["openvino", "memory", "quotient"])
     model.add_argument("--ablation", action="store_true", help="on a CPU: attention alone and chains alone, too")
@@ -126,7 +137,9 @@ def _parser() -> Parser:
     for command in (attention, decode, mlp, sites, model, decoder, mlps, generation):
         several = command in (attention, decode, mlp, sites)
         command.add_argument("--threads", nargs="+", type=int, default=[1, 2] if several else [2])
-        command.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
+        # A user's own file is measured wherever the user is: results of it are stored where --results says.
+        default, words = (None, "default: docs/results for graphs of models/") if command is model else (RESULTS, None)
+        command.add_argument("--results", type=Path, default=default, metavar="DIR", help=words)
     for command in (attention, decode, mlp, sites, model, decoder, mlps):
         command.add_argument("--rounds", type=int, default=None, help="default: 5 on a CPU, 7 on a GPU")
     merge = commands.add_parser("merge", help="results that another machine wrote, into those here")
@@ -304,8 +317,8 @@ def _models_on_gpu(arguments: argparse.Namespace) -> int:
 
     name = arguments.model.replace("/", "-")
     worst = 0
-    for length in arguments.lengths:
-        shape = (arguments.batch, length)
+    for length in arguments.lengths or [4096]:
+        shape = (arguments.batch or 1, length)
         folder = (arguments.prepared or Path("build/bench")) / f"{name}-{shape[0]}-{shape[1]}"
         if arguments.prepare or not folder.is_dir():
             for kind, reason in prepare(arguments.model, shape, folder).items():
@@ -319,7 +332,7 @@ def _models_on_gpu(arguments: argparse.Namespace) -> int:
 
         traced = "quotient" not in arguments.without
         record = measure_point(name, folder, shape, arguments.rounds or 9, traced, DeviceLock(arguments.lock))
-        store(arguments.results / "models-cuda.json", record)
+        store((arguments.results or RESULTS) / "models-cuda.json", record)
         say(*describe_record(record))
         worst = max(worst, 3 if "stof" not in record["us"] else 0)
     return worst

@@ -14,6 +14,7 @@ from stof.graph.external_data import ITEM_SIZES
 from stof.symbolic.algebra.sizes import evaluate
 
 REPORT_LENGTH = 4096  # keys in the cache at which the report's gain is given
+_CURVE = (128, 512, 1024, 2048, 4096, 8192)  # the same for the report's chart
 # ONNX Runtime's CPU kernel reads keys and values once for each query head, also those outside of a window. The further heads
 # of a group find them in a CPU cache, at this share of the time of the first read.
 _REREAD = 0.35
@@ -30,7 +31,10 @@ _HALF = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
 
 def estimate_gain(
-    site: CacheSite, target: str, shapes: Mapping[str, tuple[int, int]] | None = None
+    site: CacheSite,
+    target: str,
+    shapes: Mapping[str, tuple[int, int]] | None = None,
+    keys: int = REPORT_LENGTH,
 ) -> tuple[float, int]:
     """The runtime's time over the operator's for one new token of a sequence, and the number of keys before it.
 
@@ -38,9 +42,10 @@ def estimate_gain(
         site: the attention.
         target: of ``--target``.
         shapes: ranges of dimensions in use (``--shape``), which tell the bytes of the cache.
+        keys: before the token, where the cache may hold so many.
     """
     capacity = site.capacity.constant
-    length = REPORT_LENGTH
+    length = keys
     if site.sliding:
         length = capacity or site.window
     elif capacity:
@@ -48,15 +53,25 @@ def estimate_gain(
     if site.layout is not None:
         return _estimate_sparse(site, site.layout, min(length, site.layout.length), target)
     if site.declared is not None:
-        keys = site.declared.facts.read_density * length
+        read = site.declared.facts.read_density * length
         rate = _CUDA_DENSE if target == "cuda" else 1 + _REREAD * (site.num_heads // site.kv_num_heads - 1)
-        return (rate * length + _FIXED) / (keys + _FIXED), length
+        return (rate * length + _FIXED) / (read + _FIXED), length
     is_narrow = 0 < site.window < length and not site.sliding
     if target == "cuda":
         return (_CUDA_WINDOW if is_narrow else _estimate_dense_cuda(site, shapes or {})), length
     group = site.num_heads // site.kv_num_heads
-    keys = min(site.window, length) if site.window else length
-    return ((1 + _REREAD * (group - 1)) * length + _FIXED) / (keys + _FIXED), length
+    attended = min(site.window, length) if site.window else length
+    return ((1 + _REREAD * (group - 1)) * length + _FIXED) / (attended + _FIXED), length
+
+
+def estimate_curve(
+    site: CacheSite, target: str, shapes: Mapping[str, tuple[int, int]] | None = None
+) -> tuple[tuple[int, float], ...]:
+    """The same at several numbers of keys, for the report's page; empty where it is known at one."""
+    if site.declared is not None:  # its density is known at one length
+        return ()
+    found = {length: gain for gain, length in (estimate_gain(site, target, shapes, keys) for keys in _CURVE)}
+    return tuple(sorted(found.items())) if len(found) > 1 else ()
 
 
 def _estimate_dense_cuda(site: CacheSite, shapes: Mapping[str, tuple[int, int]]) -> float:

@@ -38,12 +38,14 @@ class CacheSection(Section):
     Attributes:
         rows: a row for each, in the order of the graph.
         pictures: of the distinct masks for the report's page; empty where no page is asked for.
+        curves: the estimated gain at several lengths, by a cache's name; likewise.
     """
 
     names = NAMES
     is_explained_by_default = True
     rows: list[CacheReport] = field(default_factory=list)
     pictures: list[MaskPicture] = field(default_factory=list)
+    curves: dict[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
 
     def without(self, reason: str) -> CacheSection:
         """The section where no node is replaced, for one reason."""
@@ -71,19 +73,29 @@ class CacheSection(Section):
 
     def page_table(self) -> PageTable:
         columns = ("mask", "heads", "estimated", "details")
-        return PageTable("Attention over a KV cache", columns, tuple(map(_page_row, self.rows)), frozenset({0}))
+        return PageTable(
+            "Attention over a KV cache", columns, tuple(map(_page_row, self.rows)), frozenset({0}), group=0
+        )
 
     def page_pictures(self) -> Sequence[MaskPicture]:
         return self.pictures
 
     def page_gains(self) -> list[Gain]:
-        groups: dict[tuple[str, str, int, float], int] = defaultdict(int)
+        groups: dict[tuple[str, str, int, float], list[str]] = defaultdict(list)
         for r in self.rows:
             if r.replaced and r.predicted_gain is not None:
-                groups[(r.mask, r.heads, r.length, r.predicted_gain)] += 1
+                groups[(r.mask, r.heads, r.length, r.predicted_gain)].append(r.cache)
         return [
-            Gain(f"one token over a cache of {length} keys, {mask}, {heads}", count, gain, False)
-            for (mask, heads, length, gain), count in groups.items()
+            Gain(
+                f"one token over a cache of {length} keys, {mask}, {heads}",
+                len(names),
+                gain,
+                False,
+                "--skip cache:NAME leaves one as it is",
+                self.curves.get(names[0], ()),
+                f"one token over a cache, {mask}, {heads}",
+            )
+            for (mask, heads, length, gain), names in groups.items()
         ]
 
     def explain_rows(self, pattern: str) -> list[str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import onnx
 
-from stof.cached_attention.cost import estimate_gain
+from stof.cached_attention.cost import estimate_curve, estimate_gain
 from stof.cached_attention.declare import declare_patterns
 from stof.cached_attention.emit import emit_caches
 from stof.cached_attention.find import CacheCandidate, find_candidates, reads_cache
@@ -134,7 +134,9 @@ class CacheRewrite(OpRewrite[CacheModel, CacheDecisions]):
             sites.append(candidate.site)
         section = CacheSection(rows)
         if job.options.report is not None:
-            section.pictures = _pictures([s for s in sites if isinstance(s, CacheSite)])
+            caches = [s for s in sites if isinstance(s, CacheSite)]
+            section.pictures = _pictures(caches)
+            section.curves = {s.name: estimate_curve(s, job.options.target, job.options.shapes) for s in caches}
         return CacheDecisions(found, section, tuple(sites))
 
     def emit(self, job: Job, model: onnx.ModelProto, decided: CacheDecisions) -> onnx.ModelProto:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 
@@ -38,11 +38,24 @@ class Case:
     other: tuple[tuple[str, int], ...] = ()  # dimensions of another length
     counts: Counts = Counts.USUAL
     given: str = ""  # where a user's inputs come from; empty where they are drawn
+    # What its sizes are called, and of which sizes that was said; None: nothing was.
+    words: tuple[tuple[object, ...], str] | None = field(default=None, compare=False)
+
+    def with_words(self, sizes: str) -> Case:
+        """The case that names sizes as the model does; one that is made of it with other sizes does not."""
+        return replace(self, words=(self._sizes, sizes))
+
+    @property
+    def _sizes(self) -> tuple[object, ...]:
+        return self.batch, self.length, self.other
 
     def __str__(self) -> str:
         if self.given:
             return f"inputs {self.given}"
-        pad = "" if self.padding is Padding.NONE else f", padded {self.padding.value}"
         other = "".join(f", {name} {size}" for name, size in self.other)
+        sizes = f"batch {self.batch}, length {self.length}{other}"
+        if self.words is not None and self.words[0] == self._sizes:
+            sizes = self.words[1]
+        pad = "" if self.padding is Padding.NONE else f", padded {self.padding.value}"
         counts = "" if self.counts is Counts.USUAL else f", {self.counts.value}"
-        return f"batch {self.batch}, length {self.length}{other}{pad}{counts}"
+        return f"{sizes}{pad}{counts}"

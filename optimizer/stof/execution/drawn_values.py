@@ -79,6 +79,13 @@ def draw_lengths(dims: list[int], low: int, high: int, case: Case, rng: np.rando
     return lengths
 
 
+def reduce_integers(numbers: np.ndarray, factor: float, least: int | None) -> np.ndarray:
+    """Integers that are smaller by a factor; none but zeros becomes 0, and none falls below ``least``."""
+    reduced = np.trunc(factor * numbers).astype(np.int64)
+    reduced = np.where((reduced == 0) & (numbers != 0), np.sign(numbers), reduced)
+    return reduced if least is None else np.maximum(reduced, least)
+
+
 def draw_positions(dims: list[int], low: int | None, high: int | None) -> np.ndarray:
     """Positions along the last axis, again from the start where the range ends."""
     first = 0 if low is None else low

@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
+from stof.errors import UnsupportedError
 from stof.execution import drawn_values
 from stof.execution.case import Case, Counts, Padding
 from stof.execution.fused_counts import find_fused_counts
@@ -19,8 +20,8 @@ from stof.execution.static_caches import find_filled_lengths, find_static_caches
 from stof.graph.index import GraphIndex
 from stof.symbolic import Symbolic
 from stof.symbolic.algebra.piecewise import reads_input
-from stof.symbolic.algebra.sizes import evaluate, size_names
-from stof.symbolic.algebra.terms import Int, integer
+from stof.symbolic.algebra.sizes import evaluate, holds, size_names
+from stof.symbolic.algebra.terms import Cond, Int, integer
 from stof.symbolic.facts import dtype_kind
 
 _DECIDES = 1000.0  # what a number of an input adds to scores where it says whether a key counts
@@ -98,6 +99,7 @@ class InputMaker:
             scores,
             self._row_lengths(),
             [(c.capacity, c.new) for c in caches],
+            self._is_taken,
         )
         sizes = [size for pair in symbolic.equalities for size in pair] if self.counts else []
         sized = {atom.args[0] for size in sizes for atom in size.atoms() if atom.kind == "read"}
@@ -106,6 +108,8 @@ class InputMaker:
         # What failed runs have shown: the ends of ranges, and numbers of inputs about which the graph says nothing.
         self.narrowed: dict[str, tuple[int, int]] = {}
         self.numbers: dict[str, int] = {}
+        # What runs that took too long have shown: by which factor numbers are smaller, or larger, than usual ones.
+        self.magnitudes: dict[str, float] = {}
 
     def _row_lengths(self) -> list[tuple[Sequence[Int], Int]]:
         """The shapes of inputs that state the lengths of rows, as recurrent layers read them, and their largest values."""
@@ -124,7 +128,33 @@ class InputMaker:
 
     def sizes(self, case: Case) -> dict[str, int]:
         """Every dimension name at a case: leading ones are batches, all others lengths of scores."""
-        return self.dimensions.choose(case)
+        return self.dimensions.choose(self.dimensions.fit(case))
+
+    def _is_taken(self, conditions: Sequence[tuple[str, bool]], case: Case, sizes: Mapping[str, int]) -> bool:
+        """Whether a case takes the branch of an If, by switches that are drawn and conditions on sizes."""
+        return all(self._decide(tensor, case, sizes) == wanted for tensor, wanted in conditions)
+
+    def _decide(self, tensor: str, case: Case, sizes: Mapping[str, int]) -> bool | None:
+        """What a condition is in a case; None where that is not known."""
+        value = self.symbolic.value(tensor)
+        if value is None or value.kind != "b":
+            return None
+        condition = value.at(tuple(integer(0) for _ in value.shape))
+        if not isinstance(condition, Cond):
+            return None
+        if condition.kind in ("read", "unread"):
+            is_switch = self._is_switch(str(condition.args[0]))
+            return _is_on(case) == (condition.kind == "read") if is_switch else None
+        try:
+            return holds(condition, sizes)
+        except (UnsupportedError, ZeroDivisionError):
+            return None
+
+    def _is_switch(self, name: str) -> bool:
+        """Whether an input is one boolean, which an If reads."""
+        shape = self.symbolic.shape(name)
+        is_single = shape is not None and all(d.constant == 1 for d in shape)
+        return is_single and dtype_kind(self.symbolic.dtype(name)) == "b" and name in {i.name for i in self.inputs}
 
     def prompt_case(self, tokens: int) -> Case:
         """One sequence without a past, of so many tokens, or of as many as the model takes."""
@@ -244,11 +274,8 @@ class InputMaker:
             mask = drawn_values.draw_padding(dims, case, rng, self._counts_divide())
             forbids = name in self.forbidding or self.switches.get(name, False)
             return (1 - mask if forbids else mask).astype(dtype)
-        is_static = all(d.constant is not None for d in self.symbolic.shape(name) or ())
-        if dtype.kind == "b" and is_static and math.prod(dims) == 1:
-            # A switch, which an If reads: on in the first case of all, off in the last one.
-            on = case.padding is Padding.LEFT or (case.padding is Padding.NONE and case.batch > 1)
-            return np.full(dims, on, dtype)
+        if self._is_switch(name):
+            return np.full(dims, _is_on(case), dtype)
         if dtype.kind == "b":
             # Most likely a mask, and a stated one may forget it.
             return drawn_values.draw_padding(dims, case, rng, self._counts_divide()).astype(dtype)
@@ -261,10 +288,14 @@ class InputMaker:
                 found[::-1][::2] -= limit  # in the last row, and every second one before it
             return found.astype(dtype)
         if dtype.kind in "iu":
-            return self._integers(name, dims, case, sizes, rng).astype(dtype)
-        if is_static and len(dims) <= 1 and math.prod(dims) <= _FEW:
-            return drawn_values.draw_factors(dims, rng).astype(dtype)
-        numbers = rng.standard_normal(dims).astype(dtype)
+            integers = self._integers(name, dims, case, sizes, rng)
+            if name in self.magnitudes:
+                integers = drawn_values.reduce_integers(integers, self.magnitudes[name], self.range(name, sizes)[0])
+            return integers.astype(dtype)
+        magnitude = self.magnitudes.get(name, 1.0)
+        if self.is_factor(name):
+            return (magnitude * drawn_values.draw_factors(dims, rng)).astype(dtype)
+        numbers = (magnitude * rng.standard_normal(dims)).astype(dtype)
         return drawn_values.mask_entries(numbers, rng) if name in self.added and len(dims) > 1 else numbers
 
     def _integers(
@@ -301,6 +332,13 @@ class InputMaker:
                 return np.full(dims, number)
         return drawn_values.draw_positions(dims, low, high)
 
+    def is_factor(self, name: str) -> bool:
+        """Whether a float input holds a few numbers near 1, as scales, speeds and temperatures are."""
+        shape = self.symbolic.shape(name) or ()
+        sizes = [d.constant for d in shape]
+        is_float = dtype_kind(self.symbolic.dtype(name)) == "f"
+        return is_float and len(sizes) <= 1 and all(n is not None and n <= _FEW for n in sizes)
+
     def _is_of_rows(self, name: str) -> bool:
         """Whether an input is one number, or a vector of one number for each row of a batch: others are positions."""
         return all(
@@ -326,6 +364,11 @@ class InputMaker:
             found[:] = 0
             found[-1:] = -1
         return found
+
+
+def _is_on(case: Case) -> bool:
+    """What a switch, which an If reads, is in a case: on in the first one of all, off in the last one."""
+    return case.padding is Padding.LEFT or (case.padding is Padding.NONE and case.batch > 1)
 
 
 def _switch(index: GraphIndex, symbolic: Symbolic, tensor: str) -> tuple[str, bool] | None:

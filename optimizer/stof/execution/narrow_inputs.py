@@ -53,7 +53,8 @@ class InputNarrower:
         # The same number again: it does not come from these inputs.
         is_repeated, self._last_message = message == self._last_message, message
         return (
-            (failure.is_of_values and not is_repeated and self._narrow_ranges(failure, names, feed))
+            self._maker.dimensions.fit_slices(case)
+            or (failure.is_of_values and not is_repeated and self._narrow_ranges(failure, names, feed))
             or self._narrow_sizes(failure, case)
             or self._try_numbers(names or self._find_integers(index, model.graph.node, feed), case)
         )
@@ -115,11 +116,28 @@ class InputNarrower:
                     dimensions.fixed |= dict.fromkeys(names, wanted)
                 if names:
                     return True
+        if self._narrow_rows(failure, case):
+            return True
         if failure.high is not None and failure.value is not None and failure.value > failure.high >= 0:
             names = [n for n, size in free.items() if size > failure.high + 1]
             dimensions.most |= dict.fromkeys(names, failure.high + 1)
             return bool(names)
         return False
+
+    def _narrow_rows(self, failure: RunFailure, case: Case) -> bool:
+        """Makes a batch as large as a size that was stored for it: an exporter has written the rows of its sample."""
+        dimensions = self._maker.dimensions
+        names = [n for n in sorted(dimensions.batch_names) if n not in dict(case.other)]
+        sizes = self._maker.sizes(case)
+        rows = {sizes[n] for n in names if n in sizes}
+        if len(rows) != 1:
+            return False
+        (drawn,) = rows
+        wanted = [other for pair in failure.unequal for one, other in (pair, pair[::-1]) if one == drawn]
+        wanted += [drawn * after // before for before, after in failure.counts if before and not drawn * after % before]
+        stored = next((n for n in wanted if n >= 1 and n != drawn), None)
+        dimensions.fixed |= {} if stored is None else dict.fromkeys(names, stored)
+        return stored is not None
 
     def _try_numbers(self, names: list[str], case: Case) -> bool:
         """Other numbers for inputs of which the graph says nothing: none, one, as many as positions or rows."""

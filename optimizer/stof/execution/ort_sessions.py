@@ -6,24 +6,26 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
+from onnx import helper
 
 from stof.errors import ArgumentError
 from stof.execution.collectives import as_lone_rank, may_hold_collectives
-from stof.execution.run_limits import MemoryLimit, RunLimits, TimeLimit
+from stof.execution.run_limits import MemoryLimit, RunLimits
 from stof.execution.runtime_faults import RuntimeFault
 from stof.execution.session_process import Session, create_session
-from stof.execution.session_worker import SessionSpec
+from stof.execution.session_worker import ARRAY_TYPES, SessionSpec
 from stof.execution.shared_buffers import find_shared_buffers
 from stof.execution.stored_weights import StoredWeights
 from stof.files import is_utf8, open_regular
 from stof.graph.external_data import all_tensors, external_files, is_external
+from stof.graph.protobuf import copy_with_nodes, remove_named
 from stof.runtime.library import library_path
 
 
@@ -59,7 +61,7 @@ class VerifiedSession:
             RuntimeFailure: what ONNX Runtime raises.
             LimitReached: when it takes too long, or too much memory.
         """
-        with _described_limits("run", self._name, self._limits):
+        with _described_limits(f"run {self._name}", self._limits, until):
             return self._session.run(outputs, feeds, self._limits.seconds_left(until), self._limits.memory)
 
 
@@ -102,19 +104,15 @@ def _optimizers_left_out() -> tuple[str, ...]:
 
 
 @contextmanager
-def _described_limits(step: str, name: str, limits: RunLimits) -> Iterator[None]:
+def _described_limits(step: str, limits: RunLimits, until: float | None = None) -> Iterator[None]:
     start = time.monotonic()
     try:
         yield
     except TimeoutError:
-        raise TimeLimit(
-            f"verification was ended: ONNX Runtime took longer than {time.monotonic() - start:.1f} s to {step} {name}, which "
-            f"may be endless. Nothing was written; where it is slow, raise --verify-budget ({limits.asked:g} s), or leave "
-            "verification out with --no-verify"
-        ) from None
+        raise limits.end_step(step, time.monotonic() - start, until) from None
     except MemoryLimit as error:
         raise MemoryLimit(
-            f"verification was ended: to {step} {name}, {error}. Nothing was written; raise --verify-memory, or leave "
+            f"verification was ended: to {step}, {error}. Nothing was written; raise --verify-memory, or leave "
             "verification out with --no-verify"
         ) from None
 
@@ -153,7 +151,7 @@ class Sessions:
             if is_utf8(model) and not may_hold_collectives(model):
                 return self._session(str(model.absolute()), entries, optimized, library, shared)
             model = _read_graph(model)  # ONNX Runtime takes names in UTF-8 only, but bytes, too
-        model = as_lone_rank(model)
+        model = drop_outputs_without_arrays(as_lone_rank(model))
         files = sorted(external_files(model))
         self._stored.keep_apart_from(files)
         if all((self.scratch / name).exists() for name in files):
@@ -225,7 +223,7 @@ class Sessions:
             shared_buffers=shared,
         )
         name = "the optimized model" if library else "the original"
-        with _described_limits("load", name, self.limits):
+        with _described_limits(f"load {name}", self.limits):
             session = create_session(spec, self.limits.seconds_left(), self.limits.memory)
         return VerifiedSession(session, name, self.limits)
 
@@ -241,3 +239,25 @@ def _utf8_path(folder: Path) -> Iterator[str]:
         yield f"/proc/{os.getpid()}/fd/{descriptor}"  # not "self": another process reads it
     finally:
         os.close(descriptor)
+
+
+def find_without_arrays(values: Iterable[onnx.ValueInfoProto]) -> dict[str, str]:
+    """The tensors of types that ONNX Runtime's Python interface takes and gives no arrays of, with the type's name."""
+    found = {}
+    for value in values:
+        kind = value.type.tensor_type.elem_type
+        if kind == onnx.TensorProto.UNDEFINED or kind in ARRAY_TYPES or kind not in onnx.TensorProto.DataType.values():
+            continue  # no tensor, or of a type that runtimes refuse
+        if helper.tensor_dtype_to_np_dtype(kind).isbuiltin != 1:
+            found[value.name] = onnx.TensorProto.DataType.Name(kind)
+    return found
+
+
+def drop_outputs_without_arrays(model: onnx.ModelProto) -> onnx.ModelProto:
+    """A copy of a model without the outputs of such types; the model itself where it has none."""
+    names = find_without_arrays(model.graph.output)
+    if not names:
+        return model
+    found = copy_with_nodes(model, model.graph.node)
+    remove_named(found.graph.output, set(names))
+    return found

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -17,6 +18,14 @@ _REFUSES_VALUE = re.compile(
     r"out of (?:data )?(?:bounds?|range)|must be (?:with)?in|invalid ind|sequence_lens|sequence length|axis dim value"
     r"|exceeds [^.]*range",
     re.IGNORECASE,
+)
+_LACKS_MEMORY = re.compile(r"allocate memory|bad.?alloc|too little memory|storage size overflow", re.IGNORECASE)
+# What is said of a node for which the provider has no kernel, or ONNX Runtime no operator.
+_LACKS_KERNEL = (
+    re.compile(r"Could not find an implementation for (?P<op>\w+)\(\d+\) node with name '(?P<node>[^']*)'"),
+    re.compile(r"Failed to find kernel for (?:[\w.]+\.)?(?P<op>\w+)\(\d+\) \(node:'(?P<node>[^']*)'"),
+    re.compile(r"Fatal error: [\w.]*:(?P<op>\w+)\(-?\d+\) is not a registered function/op"),
+    re.compile(r"No Op registered for (?P<op>\w+) with domain_version"),
 )
 _SHAPES = re.compile(r"\{([\d,]*)\}[^{}]*\{([\d,]*)\}")
 _PAIRS = re.compile(rf"(?:other than 1\. |dimensions of |Got: ?){_NUMBER} ?(?:by|and|Expected:?) ?{_NUMBER}")
@@ -33,7 +42,10 @@ class RunFailure:
         low: the least number that is allowed.
         high: the largest one.
         unequal: pairs of sizes that should be equal.
+        counts: pairs of numbers of elements that should be equal: those that there are, and those of a Reshape.
         is_of_values: whether the message is about numbers that an input holds.
+        is_of_memory: whether a tensor is too large for the memory.
+        lacks_kernel: whether nothing here computes the node, whatever its inputs hold.
     """
 
     op: str = ""
@@ -42,16 +54,23 @@ class RunFailure:
     low: int | None = None
     high: int | None = None
     unequal: tuple[tuple[int, int], ...] = ()
+    counts: tuple[tuple[int, int], ...] = ()
     is_of_values: bool = False
+    is_of_memory: bool = False
+    lacks_kernel: bool = False
 
     @property
     def is_of_inputs(self) -> bool:
         """Whether other inputs may run: a node refused its operands, or the model its inputs."""
-        return bool(self.op or self.unequal or self.is_of_values)
+        return not self.lacks_kernel and bool(self.op or self.unequal or self.is_of_values)
 
 
 def parse_failure(message: str) -> RunFailure:
     """What a message says; what it does not say, or says in words that are not known, is left out."""
+    for pattern in _LACKS_KERNEL:
+        if (found := pattern.search(message)) is not None:
+            named = found.groupdict()
+            return RunFailure(op=named["op"], node=named.get("node", ""), lacks_kernel=True)
     node = _NODE.search(message)
     words = message[node.end() :] if node else message
     value, ends, length = _VALUES.search(words), _RANGE.search(words), _LENGTH.search(words)
@@ -65,8 +84,19 @@ def parse_failure(message: str) -> RunFailure:
         low=low,
         high=high,
         unequal=_unequal(words),
+        counts=_unequal_counts(words) if node and node[1] == "Reshape" else (),
         is_of_values=_REFUSES_VALUE.search(words) is not None,
+        is_of_memory=_LACKS_MEMORY.search(message) is not None,
     )
+
+
+def _unequal_counts(words: str) -> tuple[tuple[int, int], ...]:
+    """The numbers of elements of two shapes without unknown sizes."""
+    pairs = []
+    for text in _SHAPES.findall(words):
+        shapes = [[int(d) for d in one.split(",") if d] for one in text]
+        pairs.append((math.prod(shapes[0]), math.prod(shapes[1])))
+    return tuple(pair for pair in pairs if pair[0] != pair[1])
 
 
 def _unequal(words: str) -> tuple[tuple[int, int], ...]:

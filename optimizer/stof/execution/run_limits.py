@@ -9,9 +9,13 @@ import re
 import time
 from pathlib import Path
 
+RUNS = 3  # of each set of inputs: without graph optimizations, with them, and of the optimized model
 GRACE = 4.0  # seconds beyond the budget after which a run is ended; the first inputs run even with a budget of 0
 _LEAST = 0.05  # seconds that a run may take when none are left: sockets and Python need some
 _FIRST = 0.45  # of all time, until the first run has to end: two further runs take as long
+_LEFT = 0.3  # of what is left, which the first run has in any case: to load a model takes time, too
+# Shares of all time from which a run that was ended may be endless: one with a limit of its own, and one that had the rest.
+_MAY_BE_ENDLESS, _WAS_NEARLY_ALL = 0.1, 0.75
 _NO_LIMIT = 1 << 60  # what control groups without a limit say, in one way or another
 _RESET_PEAK = "5"  # proc(5), clear_refs: the peak becomes what is held now
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -22,15 +26,22 @@ class LimitReached(Exception):
 
     Attributes:
         kind: the limit in a word.
+        seconds: how long the run took until then.
     """
 
     kind = ""
+    seconds = 0.0
 
 
 class TimeLimit(LimitReached):
-    """No time is left."""
+    """No time is left.
+
+    Attributes:
+        step: what ONNX Runtime did; empty where it did nothing.
+    """
 
     kind = "time"
+    step = ""
 
 
 class MemoryLimit(LimitReached):
@@ -49,22 +60,27 @@ class RunLimits:
 
     Attributes:
         asked: the budget of the whole verification, for messages.
-        deadline: the moment at which no further inputs are begun; those that ran take from it what they still need.
+        deadline: the moment at which no further inputs are begun.
         end: the moment at which runs are ended.
+        last_end: that of the whole verification, of which this is a part.
     """
 
     def __init__(self, budget: float, memory: int = 0, end: float | None = None) -> None:
         self.budget = self.asked = budget
         self.start = time.monotonic()
         self.deadline = self.start + budget
-        self.end = self.deadline + GRACE if end is None else end
+        self.end = self.last_end = self.deadline + GRACE if end is None else end
         self.memory = memory or default_memory()
 
     def share(self, budget: float) -> RunLimits:
         """Limits of a part of this verification, which ends with it."""
         found = RunLimits(budget, self.memory, min(self.end, time.monotonic() + budget + GRACE))
-        found.asked = self.asked
+        found.asked, found.last_end = self.asked, self.last_end
         return found
+
+    def extend(self, seconds: float) -> None:
+        """Moves the end of a part to where so many seconds are left, at most to the end of the whole verification."""
+        self.end = max(self.end, min(self.last_end, time.monotonic() + seconds))
 
     @property
     def total(self) -> float:
@@ -85,8 +101,18 @@ class RunLimits:
 
     @property
     def first_end(self) -> float:
-        """The moment at which the first run has to be over."""
-        return self.moment(_FIRST)
+        """The moment at which the first run has to be over if it begins now."""
+        now = time.monotonic()
+        return max(self.moment(_FIRST), now + _LEFT * (self.end - now))
+
+    def end_of_case(self, reserved: float = 0.0) -> float:
+        """The moment at which a run of a case has to be over if it begins now: all runs of the case fit into what is left.
+
+        Args:
+            reserved: seconds of what is left that others need.
+        """
+        now = time.monotonic()
+        return now + max(0.0, self.end - now - reserved) / RUNS
 
     def check_time(self) -> None:
         """Raises :class:`TimeLimit` when the time is over."""
@@ -95,6 +121,29 @@ class RunLimits:
                 f"verification was ended after {self.asked:g} s and nothing was compared. Nothing was written; raise "
                 "--verify-budget, or leave verification out with --no-verify"
             )
+
+    def end_step(self, step: str, seconds: float, until: float | None = None) -> TimeLimit:
+        """The error for a step that was ended.
+
+        Args:
+            step: what ONNX Runtime did: "run the original".
+            seconds: how long it took.
+            until: the moment at which it had to be over; None: it had the rest of the time.
+        """
+        is_rest = until is None or until >= self.end
+        share = seconds / max(self.total, 1e-9)
+        if share >= (_WAS_NEARLY_ALL if is_rest else _MAY_BE_ENDLESS):
+            words = f"ONNX Runtime took longer than {seconds:.1f} s to {step}, which may be endless"
+        elif is_rest:
+            words = f"--verify-budget is used up: {seconds:.1f} s were left to {step}, which was not enough"
+        else:
+            words = f"ONNX Runtime took longer than {seconds:.1f} s to {step}, the share of --verify-budget for that"
+        found = TimeLimit(
+            f"verification was ended: {words}. Nothing was written; where it is slow, raise --verify-budget ({self.asked:g} s), "
+            "or leave verification out with --no-verify"
+        )
+        found.seconds, found.step = seconds, step
+        return found
 
 
 def resident_bytes(process: int | str = "self") -> int:

@@ -297,6 +297,9 @@ def create_session(spec: SessionSpec, seconds: float | None, memory: int = 0) ->
     return Session(_thread_process(), spec, seconds, memory)
 
 
+OLDEST_RUNTIME = (1, 18)  # whose C API the library asks for
+
+
 def runtime_version() -> tuple[int, int]:
     """ONNX Runtime's version, its first two numbers.
 

@@ -6,6 +6,8 @@ It imports little, since its start is part of a user's first run.
 
 from __future__ import annotations
 
+import ctypes
+import math
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -16,6 +18,18 @@ import numpy as np
 
 from stof.errors import explained
 from stof.execution.channel import Channel
+
+# The types of ONNX Runtime's tensors that ml_dtypes has and NumPy has not: the name there, and the number in
+# onnx.TensorProto.DataType.
+_BIT_TYPES = {
+    "tensor(bfloat16)": ("bfloat16", 16),
+    "tensor(float8e4m3fn)": ("float8_e4m3fn", 17),
+    "tensor(float8e4m3fnuz)": ("float8_e4m3fnuz", 18),
+    "tensor(float8e5m2)": ("float8_e5m2", 19),
+    "tensor(float8e5m2fnuz)": ("float8_e5m2fnuz", 20),
+}
+# The numbers of types whose arrays a run takes and gives.
+ARRAY_TYPES = frozenset(number for _, number in _BIT_TYPES.values())
 
 
 @dataclass(frozen=True)
@@ -206,19 +220,18 @@ class _Session:
         inputs, outputs = self._session.get_inputs(), self._session.get_outputs()
         self.names = Created(tuple(i.name for i in inputs), tuple(o.name for o in outputs))
         self._shared = {output: name for name, output in spec.shared_buffers}
+        self._has_bits = any(i.type in _BIT_TYPES for i in (*inputs, *outputs))
 
     def run(self, outputs: Sequence[str] | None, feeds: Mapping[str, np.ndarray]) -> list[Any]:
-        if self._shared:
-            return self._run_shared(outputs, feeds)
+        if self._shared or self._has_bits:
+            return self._run_bound(outputs, feeds)
         return list(self._session.run(outputs, dict(feeds)))
 
-    def _run_shared(self, outputs: Sequence[str] | None, feeds: Mapping[str, np.ndarray]) -> list[Any]:
-        """The outputs, some of which are written over copies of inputs."""
-        from onnxruntime import OrtValue
-
+    def _run_bound(self, outputs: Sequence[str] | None, feeds: Mapping[str, np.ndarray]) -> list[Any]:
+        """The outputs, some of which are written over copies of inputs, or of types that NumPy does not have."""
         binding = self._session.io_binding()
         buffers = set(self._shared.values())
-        values = {n: OrtValue.ortvalue_from_numpy(x.copy() if n in buffers else x) for n, x in feeds.items()}
+        values = {n: _to_value(x.copy() if n in buffers else x) for n, x in feeds.items()}
         for name, value in values.items():
             binding.bind_ortvalue_input(name, value)
         wanted = self.names.outputs if outputs is None else tuple(outputs)
@@ -229,7 +242,32 @@ class _Session:
                 binding.bind_output(name)
         self._session.run_with_iobinding(binding)
         found = dict(zip(dict.fromkeys((*wanted, *self._shared)), binding.get_outputs(), strict=True))
-        return [np.array(found[n].numpy()) for n in wanted]
+        return [_to_array(found[n]) for n in wanted]
+
+
+def _to_value(array: np.ndarray) -> Any:
+    """ONNX Runtime's value of an array, also of a type that NumPy does not have."""
+    from onnxruntime import OrtValue
+
+    kind = dict(_BIT_TYPES.values()).get(array.dtype.name)
+    if kind is None:
+        return OrtValue.ortvalue_from_numpy(array)
+    bits = np.ascontiguousarray(array).view(np.dtype(f"u{array.dtype.itemsize}"))
+    return OrtValue.ortvalue_from_numpy_with_onnx_type(bits, kind)
+
+
+def _to_array(value: Any) -> np.ndarray:
+    """A copy of a value of ONNX Runtime, whose interface gives some types as no array, or as one of their bits."""
+    known = _BIT_TYPES.get(value.data_type())
+    if known is None:
+        return np.array(value.numpy())
+    import ml_dtypes
+
+    dtype = np.dtype(getattr(ml_dtypes, known[0]))
+    shape = tuple(value.shape())
+    size = math.prod(shape) * dtype.itemsize
+    raw = ctypes.string_at(value.data_ptr(), size) if size else b""
+    return np.frombuffer(raw, dtype).reshape(shape).copy()
 
 
 class _Evaluator:

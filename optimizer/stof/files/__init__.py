@@ -3,7 +3,7 @@
 
 from stof.files.locks import folder_lock, try_lock
 from stof.files.outputs import check_outputs, check_writable, write_bytes, write_text
-from stof.files.reading import is_utf8, open_regular, read_bytes, read_text, stat_file
+from stof.files.reading import check_input, is_utf8, open_regular, read_bytes, read_text, stat_file
 from stof.files.temporary import (
     TemporaryFile,
     remove_leftovers,
@@ -14,6 +14,7 @@ from stof.files.temporary import (
 
 __all__ = [
     "TemporaryFile",
+    "check_input",
     "check_outputs",
     "check_writable",
     "folder_lock",

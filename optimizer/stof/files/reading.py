@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import os
+import re
 import stat
+from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
 from stof.errors import ArgumentError
 
+_MOST_NAMES = 1000  # of a folder, among which a misspelt one is looked for
 _MOST_TEXT = 1 << 28  # bytes of a plan
 
 
@@ -26,6 +30,30 @@ def stat_file(name: str, path: Path) -> os.stat_result | None:
         return None
     except (OSError, ValueError) as error:
         raise path_error(name, path, error) from error
+
+
+def check_input(path: Path) -> None:
+    """Refuses a model that is not there, before an output beside it is looked at.
+
+    Raises:
+        ArgumentError: with what the name may stand for: an address, a model of a hub, a misspelt file.
+    """
+    if stat_file("input", path) is not None:
+        return
+    if re.match(r"[a-z][a-z0-9+.-]*:/", str(path), re.IGNORECASE):
+        raise ArgumentError(f"the input {path} is an address, expected a file or folder; download the model first")
+    hint = ""
+    if not path.parent.is_dir():
+        hint = f", nor does its folder {path.parent}"
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and path.suffix != ".onnx":
+            hint += (
+                f"; if it is the name of a model on a hub, export that first: optimum-cli export onnx --model {path} "
+                f"FOLDER, then stof-optimize FOLDER -o NEW_FOLDER"
+            )
+    else:
+        close = difflib.get_close_matches(path.name, [p.name for p in islice(path.parent.iterdir(), _MOST_NAMES)], 1)
+        hint = f"; did you mean {path.parent / close[0]}?" if close else ""
+    raise ArgumentError(f"the input {path} does not exist{hint}")
 
 
 def is_utf8(path: Path) -> bool:

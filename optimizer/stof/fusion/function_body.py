@@ -177,8 +177,10 @@ class _BranchBuilder:
             cube = b.add("Mul", [b.add("Mul", [x, x]), x])
             inner = b.add("Add", [x, b.add("Mul", [cube, self._number(0.044715)])])
             raised = b.add("Tanh", [b.add("Mul", [inner, self._number(float(np.sqrt(2 / np.pi)))])])
-        else:
+        elif op in ("BiasGelu", "Gelu"):
             raised = b.add("Erf", [b.add("Mul", [x, self._number(float(np.sqrt(0.5)))])])
+        else:
+            raise ValueError(f"{op} is no GELU")
         return b.add("Mul", [b.add("Mul", [x, self._number(0.5)]), b.add("Add", [raised, self._number(1.0)])])
 
     def _norm(self, x: str, scale: str, beta: str, epsilon: float, centered: bool) -> str:

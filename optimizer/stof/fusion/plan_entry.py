@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from stof.errors import ArgumentError
+from stof.files.strict_json import quoted
 from stof.plan import Fields
-from stof.strict_json import quoted
 
 
 @dataclass(frozen=True)

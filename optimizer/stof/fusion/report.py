@@ -12,6 +12,7 @@ from stof.fusion.decide.selection import NAMES
 from stof.fusion.plan_entry import ChainPlan
 from stof.report import Gain, PageRow, PageTable, Section
 from stof.selection import NamedCandidate
+from stof.tuning_cache import EarlierMeasurements
 
 KEY = "chains"
 
@@ -24,12 +25,14 @@ class ChainSection(Section):
         rows: each chain, and each region that is none.
         plans: each region that could become chains, in the order by which options number them.
         tuning: which regions ``--tune`` left out for want of time; empty: none.
+        earlier: measurements of earlier runs that decided; None: none did.
     """
 
     names = NAMES
     rows: list[ChainReport] = field(default_factory=list)
     plans: tuple[ChainPlan, ...] = ()
     tuning: str = ""
+    earlier: EarlierMeasurements | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {KEY: [asdict(row) for row in self.rows]}
@@ -60,7 +63,13 @@ class ChainSection(Section):
             if c.replaced and c.gain is not None:
                 groups[(c.operators, c.gain, c.measured)] += 1
         return [
-            Gain(f"chain of {operators}", count, gain, measured)
+            Gain(
+                f"chain of {operators}",
+                count,
+                gain,
+                measured,
+                "--skip 'chain:NAME' leaves one; --chains off all of them",
+            )
             for (operators, gain, measured), count in groups.items()
         ]
 

@@ -14,8 +14,10 @@ from stof.fusion.apply import FusionResult, fuse_chains
 from stof.fusion.decide.decision import ChainDecider
 from stof.fusion.decide.measured import (
     describe_left_out,
+    find_earlier_measurements,
     find_epilogue_forms,
     find_merge_decider,
+    has_decided_nothing,
     make_chain_decider,
     refuse_all,
 )
@@ -33,6 +35,9 @@ from stof.plan import EntryFormat, Plan
 from stof.result_shapes import ResultRules
 from stof.runtime.library import has_packed
 from stof.selection import NamedCandidate
+from stof.tuning_cache import EarlierMeasurements
+
+_LEFT_OUT = "see --chains"
 
 
 @dataclass(frozen=True)
@@ -51,10 +56,11 @@ class FusionDecisions(Decisions):
     before: onnx.ModelProto
     result: FusionResult
     tuning: str = ""  # which regions --tune left out for want of time
+    earlier: EarlierMeasurements | None = None  # those that decided
 
     @property
     def section(self) -> ChainSection:
-        return ChainSection(list(self.result.reports), self.result.plans, self.tuning)
+        return ChainSection(list(self.result.reports), self.result.plans, self.tuning, self.earlier)
 
     @property
     def plan(self) -> tuple[ChainPlan, ...]:
@@ -89,15 +95,15 @@ class FusionRewrite(OpRewrite[FusionCandidates, FusionDecisions]):
     plan_format = EntryFormat("chain", read_chain_plan)
 
     def find(self, job: Job, model: Callable[[], onnx.ModelProto]) -> FusionCandidates | LeftOut:
-        decider = make_chain_decider(job.options, job.library, spent=job.tuning.spent)
+        decider = make_chain_decider(job.options, job.library, spent=job.tuning.spent, started=job.tuning.started)
         selection = ChainSelection(job.selections[KEY], _plan_entries(job))
         if decider is None and selection.planned and job.options.chains != "off":
             decider = refuse_all
         if decider is None:
-            return LeftOut("see --chains")
+            return LeftOut(_LEFT_OUT)
         return FusionCandidates(model(), decider, selection)
 
-    def decide(self, job: Job, found: FusionCandidates) -> FusionDecisions:
+    def decide(self, job: Job, found: FusionCandidates) -> FusionDecisions | LeftOut:
         target = job.options.target
         policy = ChainPolicy(
             epilogue_forms=find_epilogue_forms(job.options, found.selection.planned),
@@ -109,7 +115,10 @@ class FusionRewrite(OpRewrite[FusionCandidates, FusionDecisions]):
         )
         with job.step("chains"):
             result = fuse_chains(found.model, found.decider, policy, found.selection)
-        return FusionDecisions(found.model, result, describe_left_out(found.decider))
+        if has_decided_nothing(found.decider) and found.selection.planned is None:
+            return LeftOut(_LEFT_OUT)
+        earlier = find_earlier_measurements(found.decider)
+        return FusionDecisions(found.model, result, describe_left_out(found.decider), earlier)
 
     def emit(self, job: Job, model: onnx.ModelProto, decided: FusionDecisions) -> onnx.ModelProto:
         if model is not decided.before:

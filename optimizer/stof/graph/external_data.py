@@ -20,6 +20,7 @@ from onnx import AttributeProto, TensorProto, helper, numpy_helper
 
 from stof.errors import ArgumentError, ModelError
 from stof.files import TemporaryFile, open_regular, remove_leftovers, temporary_file, try_lock
+from stof.graph.file_formats import HEAD_BYTES, is_lfs_pointer
 
 ITEM_SIZES = {
     int(TensorProto.BOOL): 1,
@@ -198,10 +199,23 @@ def check_external(path: Path, model: onnx.ModelProto) -> None:
                 f"{data.length}; export the model again"
             )
         end = data.offset + (data.length or needed)
+        if end > held and _is_lfs_pointer(path.parent / inner):
+            raise ModelError(
+                f"{path}: external data {shown} of {words} is a pointer of Git LFS, not the data; download the file itself: "
+                "git lfs pull"
+            )
         if end > held:
             raise ModelError(
                 f"{path}: external data {shown} has {held} bytes, but {words} ends at {end}; the file is truncated"
             )
+
+
+def _is_lfs_pointer(file: Path) -> bool:
+    try:
+        with open_regular(file) as data:
+            return is_lfs_pointer(data.read(HEAD_BYTES))
+    except OSError:
+        return False
 
 
 def _file_size(path: Path, words: str, shown: str, file: Path) -> int:

@@ -20,6 +20,7 @@ from stof.files import open_regular, temporary_file
 from stof.graph.check_text import check_text
 from stof.graph.derived_data import data_name, data_pieces, find_derived, remove_old_data, with_derived
 from stof.graph.external_data import DataCopier, all_tensors, check_external, data_to_copy, external_files, is_external
+from stof.graph.file_formats import HEAD_BYTES, describe_format
 from stof.graph.index import DOMAIN, STANDARD_DOMAINS, describe, is_standard, opset_of, topological_order
 from stof.graph.old_opsets import OLDEST_CONVERTED, convert_opset
 from stof.graph.protobuf import replace_nodes
@@ -49,12 +50,17 @@ def load(path: Path) -> onnx.ModelProto:
 
 def load_with_opset(path: Path) -> tuple[onnx.ModelProto, int]:
     """The model as :func:`load` gives it, and the opset of the standard domain in the file, before it was converted."""
+    head, size = b"", 0
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
+            head = file.read(HEAD_BYTES)
             if size > _LARGEST_FILE:
-                raise ModelError(f"{path} has {size} bytes, expected an .onnx file, which has at most 2 GB")
-            model: onnx.ModelProto = onnx.ModelProto.FromString(file.read(size))
+                other = describe_format(path, head, size)
+                raise ModelError(
+                    f"{path} {other or f'has {size} bytes, expected an .onnx file, which has at most 2 GB'}"
+                )
+            model: onnx.ModelProto = onnx.ModelProto.FromString(head + file.read(size))
     except FileNotFoundError:
         raise ArgumentError(f"{path} does not exist") from None
     except IsADirectoryError:
@@ -62,10 +68,14 @@ def load_with_opset(path: Path) -> tuple[onnx.ModelProto, int]:
     except OSError as error:
         raise ArgumentError(f"{path} cannot be read: {error.strerror or error}") from None
     except (DecodeError, ValueError) as error:
-        raise ModelError(f"{path} is no ONNX model, or a truncated one: {error}") from None
-    check_text(path, model)
+        other = describe_format(path, head, size)
+        raise ModelError(f"{path} {other or f'is no ONNX model, or a truncated one: {error}'}") from None
     if not model.HasField("graph") or not model.opset_import:
-        raise ModelError(f"{path} is no ONNX model, or a truncated one: it has no graph or no opset import")
+        other = describe_format(path, head, size)
+        raise ModelError(
+            f"{path} {other or 'is no ONNX model, or a truncated one: it has no graph or no opset import'}"
+        )
+    check_text(path, model)
     if not model.graph.node:
         raise ModelError(f"{path} has a graph without nodes; export the model again")
     _check_opsets(path, model)
@@ -214,11 +224,14 @@ def _sort(path: Path, graph: onnx.GraphProto) -> None:
     replace_nodes(graph, [graph.node[i] for i in order])
 
 
-def save(model: onnx.ModelProto, path: Path, source: Path) -> None:
+def save(model: onnx.ModelProto, path: Path, source: Path) -> set[str]:
     """Writes a model completely or not at all. External data is copied when the output is in another folder.
 
     Weights in another layout than the original's go into a file of external data of their own
     (:mod:`stof.graph.derived_data`).
+
+    Returns:
+        The files of its external data, relative to its folder.
 
     Raises:
         ArgumentError: when the output cannot be written, or is the input.
@@ -240,6 +253,7 @@ def save(model: onnx.ModelProto, path: Path, source: Path) -> None:
         check_external(path, model)
         new.replace(path)
         remove_old_data(path, external_files(model))
+        return external_files(model)
 
 
 def _serialize(model: onnx.ModelProto, path: Path) -> bytes:

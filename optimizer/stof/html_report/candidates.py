@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of the candidates of one op, in the order of the graph; many rows that are alike become one."""
+"""The table of the candidates of one op: those that differ in their names alone share a row, and rows may be grouped by mask."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from stof.html_report import elements as e
 from stof.report import PageRow, PageTable
 
-_MOST_SINGLE = 200  # rows of their own
-_MOST_ROWS = 1000
+_MOST_LINES = 1000
+_MOST_NAMES = 60  # of one line
+_MOST_RANGES = 6  # of layers
 _LONG = 40  # characters from which on a column is wide
 _LONG_CODE = 24
 _SHORT_NAME = 26  # characters of names that are kept on one line
@@ -29,40 +30,55 @@ class _Line:
 
 def candidate_table(table: PageTable, dry_run: bool) -> str:
     """The table as HTML."""
-    lines = [_Line(i, (row,)) for i, row in enumerate(table.rows)]
-    if is_merged := len(lines) > _MOST_SINGLE:
-        lines = _merge(lines)
-    left = sum(len(line.rows) for line in lines[_MOST_ROWS:])
-    lines = lines[:_MOST_ROWS]
-    layers = [_layers(line.rows) for line in lines]
-    columns = [
-        _Column(i, i in table.code, [line.rows[0].cells[i] for line in lines]) for i in range(len(table.columns))
-    ]
-    columns = [c for c in columns if any(c.texts)]
-    headings = [
-        "row",
-        *(["layer"] if any(layers) else []),
-        "name",
-        "result",
-        *(table.columns[c.index] for c in columns),
-    ]
-    rows = []
-    for i, line in enumerate(lines):
-        cells = [e.tag("td", str(line.number) if len(line.rows) == 1 else f"{len(line.rows)} ×", class_="number")]
-        if any(layers):
-            cells.append(e.tag("td", e.text(layers[i]), class_="short"))
-        cells += [_name_cell(line), _result_cell(line, dry_run)]
-        rows.append(cells + [c.cell(i, shortens=not is_merged) for c in columns])
+    lines = _merge(table.rows)
+    left = sum(len(line.rows) for line in lines[_MOST_LINES:])
+    lines = lines[:_MOST_LINES]
+    columns = [_Column(i, i in table.code, lines) for i in range(len(table.columns)) if i != table.group]
+    columns = [c for c in columns if any(c.texts.values())]
+    has_layers = any(_describe_layers(line.rows) for line in lines)
+    headings = ["row", *(["layer"] if has_layers else []), "name", "result", *(table.columns[c.index] for c in columns)]
+    groups: dict[str, list[_Line]] = {}
+    for line in lines:
+        groups.setdefault("" if table.group is None else line.rows[0].cells[table.group], []).append(line)
+    found = []
+    for text, own in groups.items():
+        rows = [_cells(line, columns, has_layers, dry_run) for line in own]
+        below = {i: _list_names(line) for i, line in enumerate(own) if len(line.rows) > 1}
+        found.append(e.RowGroup(rows, "" if table.group is None else _heading(table, text, own), below))
     replaced = sum(row.replaced for row in table.rows)
     summary = f"{len(table.rows)} rows, {replaced} of them replaced"
     more = e.tag("p", e.text(f"{left} more rows are in the report as JSON (--json)."), class_="quiet") if left else ""
-    return e.table(headings, rows, summary) + more
+    return e.table(headings, found, summary) + more
+
+
+def _heading(table: PageTable, text: str, lines: Sequence[_Line]) -> str:
+    """What the rows of a group have in common, and how many of them were replaced."""
+    rows = [row for line in lines for row in line.rows]
+    assert table.group is not None
+    common = e.tag("code", e.text(text)) if table.group in table.code else e.text(text)
+    what = common if text else e.text(f"no {table.columns[table.group]} known")
+    count = f"{sum(row.replaced for row in rows)} of {len(rows)}"
+    return f"{what} {e.tag('span', e.text(count), class_='quiet')}"
+
+
+def _cells(line: _Line, columns: Sequence[_Column], has_layers: bool, dry_run: bool) -> list[str]:
+    cells = [e.tag("td", str(line.number), class_="number")]
+    if has_layers:
+        cells.append(e.tag("td", e.text(_describe_layers(line.rows)), class_="layers"))
+    return [*cells, _name_cell(line), _result_cell(line, dry_run), *(c.cell(line) for c in columns)]
 
 
 def _name_cell(line: _Line) -> str:
-    first, last = line.rows[0].name, line.rows[-1].name
-    name = first if len(line.rows) == 1 else f"{first} ... {last}"
-    return e.tag("td", e.tag("code", e.text(name)), class_="short" if len(name) <= _SHORT_NAME else "text")
+    first = line.rows[0].name
+    words = first if len(line.rows) == 1 else f"{len(line.rows)} × {first}, …"
+    return e.tag("td", e.tag("code", e.text(words)), class_="short" if len(words) <= _SHORT_NAME else "text")
+
+
+def _list_names(line: _Line) -> str:
+    """The names of the rows that a line stands for, or the first of them."""
+    names = [e.tag("code", e.text(row.name)) for row in line.rows[:_MOST_NAMES]]
+    left = len(line.rows) - len(names)
+    return e.fold(f"{len(line.rows)} names", ", ".join([*names, *([f"and {left} more"] if left else [])]))
 
 
 def _result_cell(line: _Line, dry_run: bool) -> str:
@@ -72,21 +88,21 @@ def _result_cell(line: _Line, dry_run: bool) -> str:
 
 
 class _Column:
-    """One column of the table: its texts, line by line."""
+    """One column of the table: its text by line."""
 
-    def __init__(self, index: int, is_code: bool, texts: Sequence[str]) -> None:
+    def __init__(self, index: int, is_code: bool, lines: Sequence[_Line]) -> None:
         self.index = index
         self.is_code = is_code
-        self.texts = texts
-        self.is_wide = any(len(words) > (_LONG_CODE if is_code else _LONG) for words in texts)
+        self.texts = {line.number: line.rows[0].cells[index] for line in lines}
+        self.is_wide = any(len(words) > (_LONG_CODE if is_code else _LONG) for words in self.texts.values())
         self.first: dict[str, int] = {}  # the line that has a text first
-        for i, words in enumerate(texts):
-            self.first.setdefault(words, i)
+        for number, words in self.texts.items():
+            self.first.setdefault(words, number)
 
-    def cell(self, i: int, shortens: bool) -> str:
-        """The cell of a line; ``shortens``: of a long text that an earlier line has it says only which."""
-        words = self.texts[i]
-        if shortens and len(words) > _LONG and not self.is_code and self.first[words] < i:
+    def cell(self, line: _Line) -> str:
+        """The cell of a line; of a long text that an earlier line has it says only which."""
+        words = self.texts[line.number]
+        if len(words) > _LONG and not self.is_code and self.first[words] != line.number:
             return e.tag("td", f"as row {self.first[words]}", class_="short quiet")
         if self.is_code:
             return e.tag(
@@ -95,17 +111,23 @@ class _Column:
         return e.tag("td", e.text(words), class_="text long" if self.is_wide else "short")
 
 
-def _merge(lines: Sequence[_Line]) -> list[_Line]:
-    """Lines whose rows differ in their names alone become one, where the first of them stands."""
-    groups: dict[tuple[bool, tuple[str, ...]], list[_Line]] = {}
-    for line in lines:
-        groups.setdefault((line.rows[0].replaced, line.rows[0].cells), []).append(line)
-    return [_Line(group[0].number, tuple(r for line in group for r in line.rows)) for group in groups.values()]
+def _merge(rows: Sequence[PageRow]) -> list[_Line]:
+    """Rows that differ in their names alone become one line, where the first of them stands."""
+    groups: dict[tuple[bool, tuple[str, ...]], list[int]] = {}
+    for i, row in enumerate(rows):
+        groups.setdefault((row.replaced, row.cells), []).append(i)
+    return [_Line(found[0], tuple(rows[i] for i in found)) for found in groups.values()]
 
 
-def _layers(rows: Sequence[PageRow]) -> str:
-    """The layers that names tell of: "3", or "0 to 11"; empty where they tell of none."""
-    found = [int(match[1]) for row in rows if (match := _LAYER.search(row.name))]
-    if not found:
-        return ""
-    return str(found[0]) if min(found) == max(found) else f"{min(found)} to {max(found)}"
+def _describe_layers(rows: Sequence[PageRow]) -> str:
+    """The layers that names tell of: "3", "0 to 11" or "1 to 2, 4 to 5"; empty where they tell of none."""
+    found = sorted({int(match[1]) for row in rows if (match := _LAYER.search(row.name))})
+    ranges: list[list[int]] = []
+    for number in found:
+        if ranges and ranges[-1][-1] == number - 1:
+            ranges[-1][1:] = [number]
+        else:
+            ranges.append([number])
+    if len(ranges) > _MOST_RANGES:
+        return f"{found[0]} to {found[-1]}, not all"
+    return ", ".join(" to ".join(map(str, r)) for r in ranges)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 
-from stof.errors import shown
+from stof.errors import shown as shown
 
 FOLDED = 30  # rows: longer tables are closed until the reader opens them
 _MOST_TEXT = 400  # characters of one text
@@ -39,18 +40,49 @@ def card(label: str, value: str, more: str = "", kind: str = "") -> str:
     return tag("div", content + (tag("div", text(more), class_="more") if more else ""), class_=f"card {kind}".strip())
 
 
-def table(headings: Sequence[str], rows: Sequence[Sequence[str]], summary: str) -> str:
+@dataclass(frozen=True)
+class RowGroup:
+    """Rows of a table that belong together.
+
+    Attributes:
+        rows: cells as elements ``td``.
+        heading: HTML above them; empty where there is none.
+        below: HTML over the whole width below a row, by the row's index.
+    """
+
+    rows: Sequence[Sequence[str]]
+    heading: str = ""
+    below: Mapping[int, str] = field(default_factory=dict)
+
+
+def table(headings: Sequence[str], groups: Sequence[RowGroup], summary: str) -> str:
     """A table in a box of its own that scrolls sideways; a long one is closed at first.
 
     Args:
         headings: plain text.
-        rows: cells as elements ``td``.
-        summary: of a long table, plain text.
+        groups: the rows.
+        summary: of a long table, plain text; empty: it stays open.
     """
     head = tag("thead", tag("tr", "".join(tag("th", text(h), scope="col") for h in headings)))
-    body = tag("tbody", "\n".join(tag("tr", "".join(row)) for row in rows))
-    box = tag("div", tag("table", f"{head}\n{body}"), class_="scroll", tabindex="0")
-    return box if len(rows) <= FOLDED else tag("details", tag("summary", text(summary)) + box)
+    bodies = "\n".join(_body(group, len(headings)) for group in groups)
+    box = tag("div", tag("table", f"{head}\n{bodies}"), class_="scroll", tabindex="0")
+    return fold(summary, box) if summary and sum(len(g.rows) for g in groups) > FOLDED else box
+
+
+def _body(group: RowGroup, columns: int) -> str:
+    cells = tag("th", group.heading, scope="rowgroup", colspan=str(columns))
+    heading = tag("tr", cells, class_="group") + "\n" if group.heading else ""
+    rows = []
+    for i, row in enumerate(group.rows):
+        rows.append(tag("tr", "".join(row)))
+        if i in group.below:
+            rows.append(tag("tr", tag("td", group.below[i], colspan=str(columns)), class_="below"))
+    return tag("tbody", heading + "\n".join(rows))
+
+
+def fold(summary: str, content: str, is_open: bool = False) -> str:
+    """Content that is closed until the reader opens it, or prints it. ``summary`` is plain text."""
+    return tag("details", tag("summary", text(summary)) + content, open="open" if is_open else "")
 
 
 def facts(pairs: Mapping[str, object]) -> str:
@@ -61,6 +93,11 @@ def facts(pairs: Mapping[str, object]) -> str:
 def notes(lines: Iterable[str]) -> str:
     """A list of sentences."""
     return tag("ul", "".join(tag("li", text(line, 3000)) for line in lines), class_="notes")
+
+
+def callout(words: str, kind: str = "kept") -> str:
+    """A sentence or two that the reader must not miss, as plain text; ``kind`` is "bad" or "kept"."""
+    return tag("p", text(words, 1500), class_=f"callout {kind}")
 
 
 def bar(label: str, share: float, words: str, kind: str = "") -> str:

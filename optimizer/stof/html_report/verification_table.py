@@ -7,12 +7,16 @@ import math
 from typing import TYPE_CHECKING
 
 from stof.html_report import elements as e
-from stof.report import Report, describe_coverage
+from stof.report import Report
+from stof.verification.describe import describe_coverage, describe_partial, describe_reduced_inputs, describe_unread
 
 if TYPE_CHECKING:
     from stof.verification.result import Comparison, Verification
 
 _MOST_ROWS = 300
+_MOST_DECISIONS = 20
+_MOST_SKIPPED = 12
+_MOST_VISIBLE = 20  # rows that stay visible: failures first, then the largest shares
 
 
 def verification_words(report: Report) -> tuple[str, str, str]:
@@ -23,6 +27,8 @@ def verification_words(report: Report) -> tuple[str, str, str]:
     count = sum(c.comparable for c in found.comparisons)
     if failed := len(found.failures):
         return "failed", f"{failed} of {count} comparisons", "bad"
+    if found.partial is not None:
+        return "in part", f"{count} comparisons of sites; the original does not run here", ""
     cut = "" if found.complete else ", cut short"
     return "passed", f"{count} comparisons in {found.seconds:.1f} s{cut}", "good"
 
@@ -39,34 +45,65 @@ def verification_part(report: Report) -> str:
     more = f"{len(left)} more comparisons, the worst at {100 * worst_left:.3g} % of what is allowed."
     headings = ("result", "what", "difference", "allowed", "share", "compared")
     worst = max(map(_share, ranked))
+    hidden = len(rows) > _MOST_VISIBLE
     summary = f"{len(ranked)} comparisons, the worst at {100 * worst:.3g} % of what is allowed"
     return "".join(
         [
             e.tag("h2", "Verification"),
-            *(e.tag("p", e.text(words), class_="quiet") for words in _sentences(found)),
-            e.table(headings, rows, summary),
+            *(e.tag("p", e.text(words, 2000), class_="quiet") for words in _sentences(found)),
+            e.table(headings, [e.RowGroup(rows[:_MOST_VISIBLE])], summary),
+            e.fold(f"{summary}: the others", e.table(headings, [e.RowGroup(rows[_MOST_VISIBLE:])], ""))
+            if hidden
+            else "",
             e.tag("p", e.text(more), class_="quiet") if left else "",
         ]
     )
 
 
 def _sentences(found: Verification) -> list[str]:
+    alone = [c for c in found.comparisons if c.site and not c.comparable]
     sites = sum(bool(c.site) for c in found.comparisons)
     words = [
-        f"{sites} comparisons of single sites with fp64, {len(found.comparisons) - sites} of outputs with the original's."
+        f"{sites - len(alone)} comparisons of single sites with fp64, {len(found.comparisons) - sites} of outputs with the "
+        "original's."
     ]
-    if not found.complete:
+    if alone:
+        words.append(f"Compared by the model's outputs alone: {len(alone)} sites.")
+    if found.partial is not None:
+        words = [f"{fact[:1].upper()}{fact[1:]}." for fact in describe_partial(found.partial)] + words
+    elif not found.complete:
         words.append("A limit ended verification before all inputs were run (--verify-budget, --verify-memory).")
-    if others := sum(not c.comparable for c in found.comparisons):
+    if found.skipped:
+        ran = f"{len(found.cases)} of {len(found.cases) + len(found.skipped)} sets of inputs were compared"
+        left = len(found.skipped) - _MOST_SKIPPED
+        skipped = "; ".join(f"{s.case} ({s.reason})" for s in found.skipped[:_MOST_SKIPPED])
+        words.append(f"{ran}; not {skipped}{f'; and {left} more' if left > 0 else ''}.")
+    if found.sites_left:
+        words.append(f"No time was left to compare {found.sites_left} sites by themselves.")
+    facts = [describe_unread(found)] if found.unread else []
+    facts += [describe_reduced_inputs(found)] if found.reduced_inputs else []
+    words += [f"{fact[:1].upper()}{fact[1:]}." for fact in facts]
+    if others := sum(not c.comparable and not c.site for c in found.comparisons):
         words.append(
             f"{others} outputs are not comparable: the original's own runs differ by as much as the numbers vary."
         )
+    for decision in found.decisions[:_MOST_DECISIONS]:
+        verdict = "as in the original's own runs" if decision.explained else "more than in the original's own runs"
+        words.append(f"Decided by rounding, {verdict}: {decision.case}: {decision.to_text()}.")
     if found.expanded:
         words.append(
             "ONNX Runtime does not run fused attention nodes of the original: it ran with them expanded to standard nodes."
         )
+    if found.sliced:
+        words.append("To fit the memory, the original's attention ran on slices of its queries.")
+    if found.quantized:
+        words.append(
+            "Dynamically quantized: compared beside the spread of the original's own runs; an argmax or a length that is "
+            "decided by rounding may flip."
+        )
     if found.widened:
-        words.append("Half precision: both models ran widened to fp32, the operator of each site in its own type.")
+        what = "both models" if found.partial is None else "what runs here"
+        words.append(f"Half precision: {what} ran widened to fp32, the operator of each site in its own type.")
     if found.suspects:
         words.append(f"Sites that make outputs differ together: {', '.join(found.suspects)}.")
     return words
@@ -94,7 +131,7 @@ def _row(comparison: Comparison) -> list[str]:
         e.tag("td", what, class_="text long"),
         e.tag("td", f"{comparison.difference:.2e}", class_="number"),
         e.tag("td", f"{comparison.budget:.2e}", class_="number"),
-        e.tag("td", meter + percent, class_="short"),
+        e.tag("td", meter + percent, class_="short share"),
         e.tag("td", e.text(coverage), class_="text"),
     ]
 

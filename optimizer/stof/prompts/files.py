@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import onnx
 
-from stof import strict_json
 from stof.archives import read_arrays
 from stof.errors import ArgumentError
-from stof.files import read_text
+from stof.files import read_text, strict_json
 
 TOKENIZER = "tokenizer.json"
 TOKENS = "input_ids"  # the model's input

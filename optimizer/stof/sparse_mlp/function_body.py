@@ -17,7 +17,7 @@ from onnx import TensorProto, helper
 
 from stof.graph.index import DOMAIN
 from stof.graph.node_builder import Builder
-from stof.sparse_mlp.site import OP, OP_INPUTS, MlpSite
+from stof.sparse_mlp.site import OP, OP_INPUTS, MlpSite, unknown_activation
 
 _MLP_ID = "mlp_id"
 
@@ -75,12 +75,12 @@ class MlpVariant:
         """Activated neurons, zero where one is idle. Comparisons are in fp32, and not true for NaN."""
         b = builder
         if self.selection == "nonzero":
-            return _activate(b, "gate", self.activation)
+            return activate(b, "gate", self.activation)
         gate = "gate"
         if self.selection == "predictor":
             gate = self._multiply(b, "gate")
             gate = b.add("Add", [gate, "gate_bias"]) if self.has_gate_bias else gate
-        activated = _activate(b, self._cast(b, gate), self.activation)
+        activated = activate(b, self._cast(b, gate), self.activation)
         found = self._scores(b) if self.selection == "predictor" else b.add("Abs", [activated])
         idle = b.add("LessOrEqual", [found, "threshold"])
         hidden = b.add("Where", [idle, b.constant(0, np.float32), activated])
@@ -190,7 +190,8 @@ def rounding_level(site: MlpSite) -> int:
     return 0 if own is None else own.accuracy_level
 
 
-def _activate(builder: Builder, gate: str, activation: str) -> str:
+def activate(builder: Builder, gate: str, activation: str) -> str:
+    """Adds the nodes of an activation, and returns their result."""
     b = builder
     if activation == "none":
         return gate
@@ -205,10 +206,12 @@ def _activate(builder: Builder, gate: str, activation: str) -> str:
 
     if activation == "gelu":
         bounded = b.add("Erf", [b.add("Mul", [gate, number(math.sqrt(0.5))])])
-    else:
+    elif activation == "gelu_tanh":
         square = b.add("Mul", [b.add("Mul", [gate, gate]), number(0.044715)])
         inner = b.add("Mul", [gate, b.add("Add", [square, number(1)])])
         bounded = b.add("Tanh", [b.add("Mul", [inner, number(math.sqrt(2 / math.pi))])])
+    else:
+        raise unknown_activation(activation)
     half = b.add("Mul", [gate, number(0.5)])
     return b.add("Mul", [half, b.add("Add", [bounded, number(1)])])
 

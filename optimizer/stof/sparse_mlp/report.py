@@ -170,6 +170,7 @@ class MlpSection(Section):
                 len(gains),
                 sum(gains) / len(gains),
                 measured=False,
+                advice="--skip mlp:NAME leaves one as it is",
             )
             for (activation, sizes, selection), gains in groups.items()
         ]

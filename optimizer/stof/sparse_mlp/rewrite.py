@@ -32,7 +32,7 @@ from stof.sparse_mlp.neuron_order import with_orders
 from stof.sparse_mlp.plan_entry import SELECTIONS, MlpPlan, read_mlp_plan
 from stof.sparse_mlp.report import KEY, NAMES, MlpReport, MlpSection, PredictionReport
 from stof.sparse_mlp.run_tokens import RunTokens, tokens_of_runs
-from stof.sparse_mlp.site import OP, MlpSite
+from stof.sparse_mlp.site import ACTIVATIONS, OP, MlpSite
 from stof.symbolic import Symbolic
 
 if TYPE_CHECKING:
@@ -276,7 +276,7 @@ def _describe(
         return row, None, candidate.reason, ""
     row = replace(row, activation=site.activation, sizes=site.sizes)
     if prediction is None:
-        reason = _reason_no_operator(job) or ("" if site.has_zeros else f"{OPTION} is for other layers")
+        reason = _reason_no_operator(job, site) or ("" if site.has_zeros else f"{OPTION} is for other layers")
         assert found.symbolic is not None
         tokens = tokens_of_runs(job.options, found.symbolic, site, counts, has_cache(found.model))
         if tokens.is_many:
@@ -299,7 +299,7 @@ def _describe(
     if selector is None:
         return row, None, prediction.reason, ""
     site = replace(site, selector=selector)
-    reason = _reason_inexact(job, found, prediction)
+    reason = _reason_no_operator(job, site) or _reason_inexact(job, found, prediction)
     reason_slow = _reason_slow_for_one_token(job, site, row.density, "computed on held-out prompts")
     gain = estimate_gain(site, row.density, job.options.target)
     return replace(row, selection=site.selection, predicted_gain=round(gain, 3)), site, reason, reason_slow
@@ -319,14 +319,16 @@ def _reason_inexact(job: Job, found: MlpModel, prediction: NeuronPrediction) -> 
     )
 
 
-def _reason_no_operator(job: Job) -> str:
-    """Why no node can be written; empty where it can."""
+def _reason_no_operator(job: Job, site: MlpSite | None = None) -> str:
+    """Why no node can be written, or not that of a site; empty where it can."""
     target = job.options.target
     if (limits := op_limits().get(OP)) is None:
         return f"the plugin library has no {OP}; install one of this version"
     if not limits["targets"][target]["types"]:
         what = "TensorRT plugin" if target == "tensorrt" else f"kernels for --target {target}"
         return f"{OP} has no {what}"
+    if site is not None and site.activation not in limits.get("activations", ACTIVATIONS):
+        return f"{OP} of the plugin library has no {site.activation}; install one of this version"
     return ""
 
 

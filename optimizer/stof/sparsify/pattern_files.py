@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from stof import strict_json
 from stof.archives import read_arrays
 from stof.errors import ArgumentError
-from stof.files import read_text
+from stof.files import read_text, strict_json
+from stof.files.strict_json import quoted
 from stof.sparsify.patterns import (
     BLOCKS,
     MOST_POSITIONS,
@@ -26,7 +26,6 @@ from stof.sparsify.patterns import (
     StreamingPattern,
     VerticalSlashPattern,
 )
-from stof.strict_json import quoted
 
 HEADS_FILE, CONFIG_FILE = "full_attention_heads.tsv", "config.json"
 _MOST_TEXT = 64 << 20  # bytes of a JSON or a head table

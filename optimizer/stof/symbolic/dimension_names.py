@@ -55,6 +55,9 @@ def _size(node: ast.expr) -> Int | None:
             if x is None or divisor <= 0 or divisor == 1:
                 return x if divisor == 1 and isinstance(op, ast.FloorDiv) else None
             return of_atom("div" if isinstance(op, ast.FloorDiv) else "mod", x, divisor)
+        case ast.BinOp(left=left, op=ast.FloorDiv(), right=right) if not isinstance(right, ast.Constant):
+            x, y = _size(left), _size(right)
+            return None if x is None or y is None else x.divide(y) or of_atom("quotient", x, y)
         case ast.BinOp(left=left, op=ast.Pow(), right=ast.Constant(value=int(power))) if 1 <= power <= _MAX_POWER:
             x = _size(left)
             return None if x is None else _product([x] * power)

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import onnx
 from onnx import TensorProto, helper
 
+from stof.symbolic.algebra.equations import reduce_equation
 from stof.symbolic.algebra.terms import Atom, Int, dim, integer
 from stof.symbolic.tensor import Shape, SymTensor
 
@@ -51,7 +52,7 @@ class RuleContext:
         facts: dict[str, Fact],
         node: onnx.NodeProto,
         opset: int,
-        equalities: dict[tuple[Int, Int], None],
+        equalities: dict[tuple[Int, Int], bool],
         *,
         is_exact: bool = False,
     ) -> None:
@@ -70,10 +71,25 @@ class RuleContext:
         """Whether input ``i`` is given."""
         return i < len(self.node.input) and bool(self.node.input[i])
 
-    def equate(self, one: Int, other: Int) -> None:
-        """Records that two sizes, neither of them 1, are equal in every valid run."""
-        if one != other and self.canonical(one) != self.canonical(other):
-            self.equalities[one, other] = None
+    def equate(self, one: Int, other: Int, is_forced: bool = True) -> None:
+        """Records that two sizes, neither of them 1, are equal in every valid run.
+
+        Args:
+            one: a size.
+            other: another one.
+            is_forced: the node fails else. Sizes of two names that one of 1 may be broadcast against are taken for equal only.
+        """
+        pair = reduce_equation(one, other) if one != other else (one, other)
+        if self.is_exact and not is_forced:  # one of the two may be 1
+            return
+        if one == other or (self.canonical(one) == self.canonical(other) and self.equalities.get(pair, True)):
+            return
+        self.equalities[pair] = is_forced or self.equalities.get(pair, False)
+
+    def equate_shapes(self, one: Iterable[Int], other: Iterable[Int]) -> None:
+        """Records that the axes of two shapes, from the first one on, are equal in every valid run."""
+        for a, b in zip(one, other, strict=False):
+            self.equate(a, b)
 
     def canonical(self, size: Int) -> Int:
         """One expression for all sizes that are equal, or have equal factors: numbers where there are any."""

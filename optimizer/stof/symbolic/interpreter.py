@@ -5,24 +5,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
 from stof.graph.external_data import is_external
-from stof.graph.index import STANDARD_DOMAINS, is_standard
+from stof.graph.index import STANDARD_DOMAINS, all_nodes, is_standard
+from stof.symbolic.algebra.equations import SolvedSizes, solve_equations, substitute
 from stof.symbolic.algebra.overflow import guard_overflow
 from stof.symbolic.algebra.piecewise import split_cases
-from stof.symbolic.algebra.terms import Int, dim, integer, subterms, to_real, var
-from stof.symbolic.dimension_names import parse_dimension
+from stof.symbolic.algebra.terms import Int, integer, subterms, to_real, var
+from stof.symbolic.body_inputs import find_body_inputs
 from stof.symbolic.facts import Fact, Rule, RuleContext, dtype_kind
 from stof.symbolic.forced_sizes import find_forced_sizes
+from stof.symbolic.lookup_limits import find_lookup_limits, find_slice_limits
 from stof.symbolic.onnx_inference import OnnxInference
 from stof.symbolic.rules import channel_blocks, contrib, fused_attention, quantized, standard, stof_ops
+from stof.symbolic.stated_facts import (
+    add_declared,
+    read_declared_shape,
+    read_initializer,
+    replace_sizes,
+)
 from stof.symbolic.tensor import (
     EQUALS,
     Shape,
@@ -31,11 +39,8 @@ from stof.symbolic.tensor import (
     constant_tensor,
     input_tensor,
     kind_of,
-    stored_tensor,
 )
 
-LARGEST_FOLDED = 1 << 24  # most elements of a constant that are read into memory
-_LARGEST_KEPT = 1 << 16  # most bytes of a stored constant whose array is kept beside the model's own
 # Operators over whole axes: their result is no function of one input element. From inputs with values they make a tensor
 # that is computed at run time, and that later values read by name like a model input.
 _REDUCING = frozenset(
@@ -50,6 +55,19 @@ _UNKNOWN_KINDS = frozenset({"opaque", "unopaque", "trunc"})
 _COMPUTING = frozenset(
     {"Add", "Sub", "Mul", "Neg", "Abs", "Pow", "Sum", "Range", "CumSum", "Cast", "CastLike", "BitShift"}
 )
+
+
+@dataclass(frozen=True)
+class BranchEqualities:
+    """Sizes that are equal in every valid run that takes a branch of an If.
+
+    Attributes:
+        conditions: what the branch and those around it are taken for: the tensors that decide, and their values.
+        pairs: of sizes.
+    """
+
+    conditions: tuple[tuple[str, bool], ...]
+    pairs: tuple[tuple[Int, Int], ...]
 
 
 class Symbolic:
@@ -91,7 +109,9 @@ class Symbolic:
             "stof": stof_ops.RULES | dict(rules),
         }
         self._declared = {v.name: v.type.tensor_type for v in (*model.graph.value_info, *model.graph.output)}
-        self._equalities: dict[tuple[Int, Int], None] = {}
+        self._equalities: dict[tuple[Int, Int], bool] = {}  # whether a node fails else
+        self.branch_equalities: list[BranchEqualities] = []
+        self._conditions: tuple[tuple[str, bool], ...] = ()  # of the branches around the node that is visited
         self.running_sums: dict[str, str] = {}  # output of an inclusive CumSum along the last axis: its input
         self._opset = next((o.version for o in model.opset_import if o.domain in STANDARD_DOMAINS), 13)
         self._model = model
@@ -107,6 +127,7 @@ class Symbolic:
         graph = self._model.graph
         self._facts.clear()
         self._equalities.clear()
+        self.branch_equalities.clear()
         self.running_sums.clear()
         self._read_graph(graph)
         self._batches = {
@@ -119,13 +140,13 @@ class Symbolic:
         overridable = {i.name for i in graph.input}
         for value in graph.input:
             tensor = value.type.tensor_type
-            shape = _declared_shape(value.name, tensor)
+            shape = read_declared_shape(value.name, tensor)
             kind = dtype_kind(tensor.elem_type)
             given = input_tensor(value.name, shape, kind) if shape is not None and kind else None
             self._facts[value.name] = Fact(tensor.elem_type, shape, given)
         for initializer in graph.initializer:
             if initializer.name not in overridable:
-                self._facts[initializer.name] = _initializer_fact(initializer)
+                self._facts[initializer.name] = read_initializer(initializer)
 
     def _visit(self, node: onnx.NodeProto) -> None:
         if node.op_type == "If" and is_standard(node):
@@ -144,6 +165,8 @@ class Symbolic:
             except (ValueError, IndexError, TypeError, KeyError, ArithmeticError, MemoryError) as error:
                 reason = f"{node.op_type} {node.name!r}: {error}"
         inferred = self._infer_by_onnx(node, rule is None, found)
+        if node.op_type in ("Loop", "Scan") and is_standard(node):
+            self._visit_body(node, inferred or [])
         for i, name in enumerate(node.output):
             if not name:
                 continue
@@ -153,10 +176,11 @@ class Symbolic:
             if fact.shape is None and inferred is not None:
                 fact = Fact(fact.dtype or inferred[i].dtype, inferred[i].shape)
             if name in self._declared:
-                fact = _with_declared(fact, name, self._declared[name])
+                fact = add_declared(fact, name, self._declared[name])
             if self._forced and fact.shape is not None:
-                fact = _with_sizes(fact, self._forced)
-            if fact.value is None and node.op_type in _REDUCING:
+                fact = replace_sizes(fact, self._forced)
+            # So is the result of a Reshape, of which no one knows how its axes come of the others.
+            if fact.value is None and node.op_type in _REDUCING | {"Reshape"}:
                 fact = self._runtime_fact(name, node, fact)
                 if node.op_type == "CumSum" and _is_running_sum(context):
                     self.running_sums[name] = node.input[0]
@@ -195,13 +219,17 @@ class Symbolic:
             if name not in branches or taken not in (None, chosen):
                 continue
             for initializer in branches[name].initializer:
-                self._facts[initializer.name] = _initializer_fact(initializer)
-            known = dict(self._equalities)
+                self._facts[initializer.name] = read_initializer(initializer)
+            known, conditions = dict(self._equalities), self._conditions
+            self._conditions += ((node.input[0], chosen),) if taken is None else ()
             for inner in branches[name].node:
                 self._visit(inner)
             if taken is None:  # a branch that is not taken may have unequal sizes
+                own = tuple(pair for pair in self._equalities if pair not in known)
+                self.branch_equalities += [BranchEqualities(self._conditions, own)] if own else []
                 self._equalities.clear()
                 self._equalities.update(known)
+            self._conditions = conditions
             found.append([self._facts.get(o.name, Fact()) for o in branches[name].output])
         for i, output in enumerate(node.output):
             facts = [f[i] for f in found if i < len(f)]
@@ -214,8 +242,23 @@ class Symbolic:
             fact = replace(facts[0], value=None, reason="If") if same else Fact(reason="If")
             if fact.shape is None and output in self._declared:
                 declared = self._declared[output]
-                fact = Fact(declared.elem_type, _declared_shape(output, declared), None, "If")
+                fact = Fact(declared.elem_type, read_declared_shape(output, declared), None, "If")
             self._facts[output] = fact
+
+    def _visit_body(self, node: onnx.NodeProto, inferred: list[Fact]) -> None:
+        """The facts inside of a Loop or Scan, of which only the sizes that they tie are known outside."""
+        body = next((a.g for a in node.attribute if a.name == "body"), None)
+        carried = find_body_inputs(node, self._facts, inferred)
+        if body is None or len(body.input) != len(carried):
+            return
+        self._facts |= {v.name: fact for v, fact in zip(body.input, carried, strict=True)}
+        self._facts |= {t.name: read_initializer(t) for t in body.initializer}
+        known = dict(self._equalities)
+        for inner in body.node:
+            self._visit(inner)
+        own = tuple(pair for pair in self._equalities if pair not in known)
+        self.branch_equalities += [BranchEqualities(self._conditions, own)] if own else []
+        self._equalities = known
 
     def _runtime_fact(self, name: str, node: onnx.NodeProto, fact: Fact) -> Fact:
         """The fact of a tensor that is computed at run time from tensors with values."""
@@ -287,6 +330,24 @@ class Symbolic:
             self._coarse = self if self._vectors else Symbolic(self._model, self._inlined, vectors=True)
         return self._coarse
 
+    @cached_property
+    def lookup_limits(self) -> tuple[tuple[Int, Int], ...]:
+        """Pairs of sizes of which the first is at most the second in every valid run: positions and rows of their tables."""
+        return find_lookup_limits(all_nodes(self._model.graph.node), self)
+
+    @cached_property
+    def slice_limits(self) -> tuple[tuple[Int, Int], ...]:
+        """Likewise of ends of slices, beyond which a run gets less than it asks for."""
+        return find_slice_limits(all_nodes(self._model.graph.node), self)
+
+    def canonical(self, size: Int) -> Int:
+        """A size with one dimension, or number, for all that have to be equal for the graph's nodes to run."""
+        return substitute(size, self._solved.known)
+
+    @cached_property
+    def _solved(self) -> SolvedSizes:
+        return solve_equations([pair for pair, is_forced in self._equalities.items() if is_forced], ())
+
     @property
     def equalities(self) -> list[tuple[Int, Int]]:
         """Pairs of different size expressions that are equal in every valid run (``past + sequence`` and ``total``)."""
@@ -352,58 +413,6 @@ def _is_running_sum(context: RuleContext) -> bool:
     axis, shape = context.fixed_ints(1), context.shape(0)
     plain = not context.number("exclusive", 0) and not context.number("reverse", 0)
     return plain and bool(axis) and shape is not None and axis is not None and axis[0] % len(shape) == len(shape) - 1
-
-
-def _declared_shape(name: str, tensor: onnx.TypeProto.Tensor) -> Shape | None:
-    """The shape that the model declares. A dimension without value or name gets a name of its own.
-
-    Some exporters write -1 for a dynamic dimension.
-    """
-    if not tensor.HasField("shape"):
-        return None
-    return tuple(
-        integer(d.dim_value)
-        if d.HasField("dim_value") and d.dim_value >= 0
-        else parse_dimension(d.dim_param)
-        if d.dim_param
-        else dim(f"{name}#{i}")
-        for i, d in enumerate(tensor.shape.dim)
-    )
-
-
-def _with_declared(fact: Fact, name: str, tensor: onnx.TypeProto.Tensor) -> Fact:
-    """A fact in which the sizes that nobody knows are those that the model declares."""
-    shape = _declared_shape(name, tensor)
-    if shape is None or (fact.shape is not None and len(fact.shape) != len(shape)):
-        return fact
-    if fact.shape is None:
-        return Fact(fact.dtype or tensor.elem_type, shape)
-    unknown = {dim(f"{name}#{i}") for i in range(len(shape))}
-    if not unknown & set(fact.shape):
-        return fact
-    merged = tuple(other if own in unknown else own for own, other in zip(fact.shape, shape, strict=True))
-    return Fact(fact.dtype, merged, fact.value, fact.reason) if fact.value is None else fact
-
-
-def _with_sizes(fact: Fact, sizes: Mapping[Int, Int]) -> Fact:
-    """A fact in which some sizes are others."""
-    assert fact.shape is not None
-    shape = tuple(sizes.get(d, d) for d in fact.shape)
-    if shape == fact.shape:
-        return fact
-    return replace(fact, shape=shape, value=None if fact.value is None else replace(fact.value, shape=shape))
-
-
-def _initializer_fact(tensor: onnx.TensorProto) -> Fact:
-    shape = tuple(integer(d) for d in tensor.dims)
-    count = int(np.prod(list(tensor.dims), dtype=np.int64))
-    kind = dtype_kind(tensor.data_type)
-    if kind is None or is_external(tensor) or count > LARGEST_FOLDED:
-        return Fact(tensor.data_type, shape, None, "a weight")
-    if len(tensor.raw_data) > _LARGEST_KEPT:
-        read = partial(numpy_helper.to_array, tensor)
-        return Fact(tensor.data_type, shape, stored_tensor(tensor.name, tensor.dims, kind, read))
-    return Fact(tensor.data_type, shape, constant_tensor(tensor.name, numpy_helper.to_array(tensor)))
 
 
 def _count(fact: Fact) -> int:

@@ -11,9 +11,10 @@ from pathlib import Path
 from stof.errors import ArgumentError
 from stof.files import remove_temporaries
 from stof.interrupts import ended_by_signals, report_interrupt
+from stof.tensorrt.describe_installation import describe_installation
 from stof.tensorrt.module import MODULES, plugin_path
 from stof.tensorrt.shapes import merged
-from stof.terminal import Parser, run_command, say
+from stof.terminal import Parser, VersionAction, run_command, say
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -26,6 +27,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--plugin-path", action="store_true", help="print the plugin library, for trtexec --dynamicPlugins"
     )
+    parser.add_argument("--version", action=VersionAction, describe=describe_installation)
     commands = parser.add_subparsers(dest="command", parser_class=Parser, metavar="COMMAND")
     _build(commands.add_parser("build", allow_abbrev=False, help="ONNX -> engine"))
     _run(commands.add_parser("run", allow_abbrev=False, help="time an engine, and check it against ONNX Runtime"))

@@ -9,9 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from stof import strict_json
 from stof.errors import ArgumentError, ModelError, shown
-from stof.files import read_bytes
+from stof.files import read_bytes, strict_json
 from stof.tensorrt.module import Messages, TensorrtError, find, find_library, load_plugins, logger
 
 # TensorRT for RTX names the plugin layers of a plan in a table: "<layer>_pluginType".

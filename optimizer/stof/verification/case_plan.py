@@ -10,7 +10,7 @@ from dataclasses import replace
 import onnx
 
 from stof.execution.case import Case
-from stof.execution.run_limits import RunLimits, resident_bytes, show_bytes
+from stof.execution.run_limits import RUNS, RunLimits, resident_bytes, show_bytes
 from stof.symbolic import Symbolic
 from stof.verification.memory_estimate import MemoryEstimate, RunEstimate
 from stof.verification.model_inputs import ModelInputs
@@ -18,7 +18,6 @@ from stof.verification.result import SkippedCase
 
 _PROCESS = 128 << 20  # bytes of the process that runs sessions, before it has one
 _WEIGHTS = 3  # copies: the model as it is read, the session's, and what is written of it
-_RUNS = 3  # of each case
 _RATE = 1e9  # bytes of tensors that a slow machine computes in a second
 _CHEAP = 64 << 20  # bytes that never take long
 _OUTPUTS = 6  # of a case: of the original's runs, of the optimized model's, and what is on its way between processes
@@ -63,14 +62,14 @@ class CasePlan:
         for number in [*numbers[:1], *numbers[1:][-1:], *numbers[1:-1]]:  # as they run
             case = cases[number]
             if number not in (0, numbers[-1]) and time.monotonic() >= self._limits.deadline:
-                skipped[number] = SkippedCase(str(case), "time")
+                skipped[number] = SkippedCase(str(self._inputs.name_sizes(case)), "time")
                 continue
             tried = [replace(case, batch=n) for n in dict.fromkeys((case.batch, 2, 1)) if n <= case.batch]
             fits = next((c for c in tried if self._is_quick(c) and self.needed_bytes(c) <= self._limits.memory), None)
             if fits is None:
                 least = self.needed_bytes(tried[-1])
                 reason = f"memory: about {show_bytes(least)} of {show_bytes(self._limits.memory)}"
-                skipped[number] = SkippedCase(str(tried[-1]), reason)
+                skipped[number] = SkippedCase(str(self._inputs.name_sizes(tried[-1])), reason)
             else:
                 selected[number] = fits
         found = list(dict.fromkeys(selected[i] for i in sorted(selected)))
@@ -79,7 +78,7 @@ class CasePlan:
     def _is_quick(self, case: Case) -> bool:
         """Whether a batch is worth its time; one row always is."""
         total = self.estimate(case).total
-        return case.batch == 1 or total <= max(_CHEAP, _RATE * self._limits.budget / _RUNS)
+        return case.batch == 1 or total <= max(_CHEAP, _RATE * self._limits.budget / RUNS)
 
     def rows(self, cases: Sequence[Case]) -> int:
         """The batch rows of the selected cases, which are fewer where memory is short."""

@@ -117,11 +117,12 @@ def _compare(
     undefined: bool,
 ) -> Comparison:
     what = f"output {name!r}, {case}"
+    shapes = f"shape {found.shape}, expected {plain.shape}" if found.shape != plain.shape else ""
     if any(x.shape != plain.shape for x in legal):
-        detail = "runs of the original itself give outputs of other lengths"
-        return Comparison(what, 0.0, 0.0, True, detail=detail, comparable=False, coverage=Coverage(0))
-    if found.shape != plain.shape:
-        return Comparison(what, np.inf, 0.0, False, detail=f"shape {found.shape}, expected {plain.shape}")
+        detail = "; ".join(filter(None, (shapes, "runs of the original itself give outputs of other lengths")))
+        return Comparison(what, 0.0, 0.0, True, detail=detail, comparable=False, flips=True, shapes=shapes)
+    if shapes:
+        return Comparison(what, np.inf, 0.0, False, detail=shapes, flips=True, shapes=shapes)
     if plain.dtype.kind != "f":
         return _compare_exactly(what, plain, legal, found)
     alone = np.isnan(plain) & np.isfinite(found) & undefined
@@ -156,11 +157,12 @@ def _compare_exactly(what: str, plain: np.ndarray, legal: Sequence[np.ndarray], 
         return Comparison(what, 0.0, 0.0, True, coverage=coverage)
     flips = max((int((plain != x).sum()) for x in legal), default=0)
     if not flips:
-        return Comparison(what, np.inf, 0.0, False, coverage=coverage)
+        return Comparison(what, np.inf, 0.0, False, coverage=coverage, flips=True)
     changed = min(int((found != x).sum()) for x in (plain, *legal))
     detail = f"{changed} of {plain.size} elements change, {flips} between runs of the original"
     allowed = MODEL_FACTOR * flips
-    return Comparison(what, changed, allowed, changed <= allowed, detail=detail, comparable=False, coverage=coverage)
+    ok = changed <= allowed
+    return Comparison(what, changed, allowed, ok, detail=detail, comparable=False, coverage=coverage, flips=True)
 
 
 def _blocks(good: np.ndarray, *arrays: np.ndarray) -> Iterator[list[np.ndarray]]:

@@ -17,8 +17,10 @@ from stof.execution.case import Case, Padding
 from stof.execution.given_inputs import GivenFeed
 from stof.execution.inputs import InputMaker
 from stof.execution.narrow_inputs import InputNarrower
+from stof.execution.reduce_inputs import InputReducer
 from stof.symbolic import Symbolic
 from stof.symbolic.algebra.sizes import evaluate
+from stof.verification.input_labels import describe_feeds, describe_sizes
 
 BATCH_WITH_ALL_PADDING = 4  # rows of a batch, of which the last one is all padding
 _LENGTHS = (53, 9)
@@ -70,6 +72,11 @@ class ModelInputs:
     def _narrower(self) -> InputNarrower:
         return InputNarrower(self.maker)
 
+    @cached_property
+    def reducer(self) -> InputReducer:
+        """Makes the numbers smaller that decide how long a run takes."""
+        return InputReducer(self.maker)
+
     def select_cases(self, tokens: float) -> list[Case]:
         """The user's sets of inputs, then drawn ones with sizes in use and as many rows as are cheap.
 
@@ -79,7 +86,8 @@ class ModelInputs:
         given = [self._describe_given(feed) for feed in self.given]
         if given and not self._can_draw():
             return given
-        drawn = [self._limit_rows(self._limit_sizes(case), tokens) for case in self.cases(tokens)]
+        sized = [self.maker.dimensions.fit(self._limit_sizes(case)) for case in self.cases(tokens)]
+        drawn = [self._limit_rows(case, tokens) for case in sized]
         return [*given, *self._drop_repetitions(drawn)]
 
     def _drop_repetitions(self, cases: Sequence[Case]) -> list[Case]:
@@ -145,6 +153,26 @@ class ModelInputs:
             max(batches, default=1), max(lengths, default=1), padding, tuple(sizes.items()), given=feed.label
         )  # fmt: skip
 
+    def name_sizes(self, case: Case, feed: Mapping[str, np.ndarray] | None = None) -> Case:
+        """The case that is written with the names that the model gives its dimensions and inputs.
+
+        Args:
+            case: its sizes.
+            feed: its inputs, where they are drawn already: single numbers among them say how long a past is, for instance.
+        """
+        if feed is not None:
+            return case.with_words(describe_feeds(self.working.graph.input, feed))
+        try:
+            sizes = self.maker.sizes(case)
+            shapes = {
+                value.name: [evaluate(d, sizes) for d in shape]
+                for value in self.maker.inputs
+                if (shape := self.symbolic.shape(value.name)) is not None
+            }
+        except (KeyError, UnsupportedError, ZeroDivisionError):
+            return case
+        return case.with_words(describe_sizes(self.working.graph.input, shapes))
+
     def draw(self, cases: Sequence[Case]) -> list[dict[str, np.ndarray]]:
         """The inputs of each case, the same at each call."""
         given = {feed.label: feed.arrays for feed in self.given}
@@ -164,10 +192,15 @@ class ModelInputs:
         """
         return not case.given and self._narrower.narrow(model, message, case, feed)
 
+    def shorten(self, case: Case) -> bool:
+        """Draws shorter inputs from now on where slices went beyond their tables; False where none does."""
+        return not case.given and self.maker.dimensions.fit_slices(case)
+
     def restate(self, case: Case) -> Case:
         """The case that names the sizes which failed runs have changed."""
         if case.given:
             return case
+        case = self.maker.dimensions.fit(case)
         sizes, changed = self.maker.sizes(case), self.maker.dimensions.changed_names
         stated = {name: sizes[name] for name in sorted(changed & set(sizes)) if sizes[name] != case.length}
         return replace(case, other=tuple({**dict(case.other), **stated}.items()))
@@ -182,8 +215,9 @@ class ModelInputs:
         """
         shown = [_describe_array(name, feed[name]) for name in list(feed)[:_MOST_SHOWN]]
         more = f"; and {len(feed) - len(shown)} more" if len(feed) > len(shown) else ""
+        tried = f"{self.name_sizes(case)}: {'; '.join(shown)}{more}"
         return InputsRefusedError(
-            f"ONNX Runtime does not run the original on any inputs that stof drew. Tried {case}: {'; '.join(shown)}{more}. "
+            f"ONNX Runtime does not run the original on any inputs that stof drew. Tried {tried}. "
             f"ONNX Runtime says: {message}. Give inputs that it runs on with --inputs FILE (.npz, a folder of "
             "input_*.pb, or module:function), or use --no-verify; nothing was written"
         )

@@ -3,37 +3,27 @@
 
 from __future__ import annotations
 
-import math
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 
-from stof.errors import UnsupportedError
+from stof.errors import explained
 from stof.execution.case import Case
-from stof.execution.inputs import InputMaker
 from stof.execution.ort_sessions import file_session
-from stof.execution.run_limits import free_memory
 from stof.execution.session_process import RuntimeFailure, Session, TimingLimits, release_sessions
 from stof.graph.external_data import external_files
-from stof.symbolic.algebra.sizes import evaluate
+from stof.verification.input_labels import describe_feeds
 from stof.verification.model_inputs import ModelInputs
+from stof.verification.timed_cases import LENGTHS, NotTimedError, Shapes, TimedCase, case_of, choose_cases
 
-SECONDS = 20.0  # after which no further round begins
+SECONDS = 20.0  # after which no further round begins, at all lengths together
 _LIMITS = TimingLimits(seconds=SECONDS, end=3 * SECONDS, most_rounds=20, least_rounds=3)
 _LOAD_SECONDS = 60.0
-_LENGTHS = (2048, 1024, 512, 256, 128)  # of which the longest that runs fast enough is timed
-_FLOPS = 6e10  # a second, of two cores
-_RUNS = 2 * (1 + _LIMITS.least_rounds)
-_COPIES = 2  # of weights in a session: as they are, and in the layout of kernels
-_SCORES = 3  # tensors of the size of scores that unfused attention holds at a time
-
-
-class NotTimedError(Exception):
-    """Why models are not timed, for a note of the report."""
 
 
 @dataclass(frozen=True)
@@ -56,21 +46,39 @@ class ModelTimes:
     """The times of both models.
 
     Attributes:
-        inputs: batch and length, in words.
+        inputs: the sizes of the inputs by name, in words.
         original: of the original.
         optimized: of the optimized model.
         token: those of a step of one token behind a past; None: the model has no KV cache that is known.
+        length: keys of the longest attention, or the longest named dimension; 0: neither is known.
+        shapes: the shape of each input.
+        shorter: those at shorter inputs, the shortest first.
+        left_out: longer or other inputs that were to be timed, with the reason.
     """
 
     inputs: str
     original: RunTimes
     optimized: RunTimes
     token: ModelTimes | None = None
+    length: int = 0
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    shorter: tuple[ModelTimes, ...] = ()
+    left_out: tuple[str, ...] = ()
 
     @property
     def speedup(self) -> float:
         """The original's best time over the optimized model's."""
         return self.original.best / max(self.optimized.best, 1e-12)
+
+    @property
+    def is_slower(self) -> bool:
+        """Whether the optimized model is slower in the two digits that are shown."""
+        return round(self.speedup, 2) < 1.0
+
+    @property
+    def lengths(self) -> tuple[ModelTimes, ...]:
+        """The times at all lengths, the shortest first."""
+        return (*self.shorter, self)
 
     def to_text(self) -> str:
         """Both times, the speed-up and the inputs in one line."""
@@ -81,26 +89,35 @@ class ModelTimes:
 
     def to_json(self) -> dict[str, Any]:
         """Every fact by its key in the report's JSON."""
-        data = {**asdict(self), "speedup": self.speedup}
-        del data["token"]
-        return data if self.token is None else {**data, "token": self.token.to_json()}
+        data = {**self._own_json(), "lengths": [times._own_json() for times in self.lengths]}
+        return data if self.token is None else {**data, "token": self.token._own_json()}
+
+    def _own_json(self) -> dict[str, Any]:
+        return {
+            "inputs": self.inputs,
+            "shapes": {name: list(shape) for name, shape in self.shapes.items()},
+            "length": self.length,
+            "original": asdict(self.original),
+            "optimized": asdict(self.optimized),
+            "speedup": self.speedup,
+        }
 
 
 def time_models(
     original: Path,
     optimized: Path,
     inputs: ModelInputs,
-    shapes: Mapping[str, tuple[int, int]],
+    shapes: Shapes,
     limits: TimingLimits | None = None,
 ) -> ModelTimes:
-    """Times two model files.
+    """Times two model files at a few lengths.
 
     Args:
         original: the first one.
         optimized: the second one, with stof's operators.
         inputs: draws the inputs of both.
         shapes: the ranges in use of the inputs' dimensions, by name.
-        limits: how long; by default about 20 seconds.
+        limits: how long, of all lengths together; by default about 20 seconds.
 
     Raises:
         NotTimedError: when memory or time do not suffice.
@@ -108,75 +125,115 @@ def time_models(
     """
     limits = limits or _LIMITS
     weights = sum(_file_bytes(path, inputs) for path in (original, optimized))
-    case, words = _choose_case(inputs, shapes, weights)
-    feeds = inputs.maker.draw(case, np.random.default_rng(0))
+    cases = choose_cases(inputs.maker, shapes, weights, limits.seconds, 2 * (1 + limits.least_rounds))
     try:
         first = file_session(original.absolute(), library=False, seconds=_LOAD_SECONDS)
         second = file_session(optimized.absolute(), library=True, seconds=_LOAD_SECONDS)
-        samples = first.measure([second], feeds, limits)
-        token = inputs.maker.token_case(case.length)
-        of_token = None if token is None else _time_token(first, second, inputs, token, limits)
+        found = _Run(first, second, inputs, shapes, limits).time_lengths(cases)
         del first, second
     except TimeoutError:
-        raise NotTimedError(f"it takes more than {limits.end:.0f} s at {case}") from None
+        raise NotTimedError(f"a session takes more than {_LOAD_SECONDS:.0f} s to load") from None
     finally:
         release_sessions()
-    return replace(_times(words, samples), token=of_token)
+    return found
 
 
-def _times(inputs: str, samples: Sequence[Sequence[float]]) -> ModelTimes:
-    before, after = (RunTimes(min(s), median(s), len(s)) for s in samples)
-    return ModelTimes(inputs, before, after)
+class _Run:
+    """Two sessions that are timed by turns, until the time is over."""
 
+    def __init__(
+        self, first: Session, second: Session, inputs: ModelInputs, shapes: Shapes, limits: TimingLimits
+    ) -> None:
+        self.first = first
+        self.second = second
+        self.inputs = inputs
+        self.shapes = shapes
+        self.limits = limits
+        self.start = time.monotonic()
+        self.left_out: list[str] = []
 
-def _time_token(
-    first: Session, second: Session, inputs: ModelInputs, case: Case, limits: TimingLimits
-) -> ModelTimes | None:
-    """Times one token; None where it does not run, as the times of the prompt are there already."""
-    feeds = inputs.maker.draw(case, np.random.default_rng(1))
-    try:
-        words = f"batch {case.batch}, behind {case.length - 1} others"
-        return _times(words, first.measure([second], feeds, limits))
-    except (RuntimeFailure, TimeoutError):
-        return None
+    def time_lengths(self, cases: Sequence[TimedCase]) -> ModelTimes:
+        """The times at each length, and of one token behind the longest; what does not run leaves the others.
+
+        The shortest length comes first: its time tells whether there is enough for a longer one.
+        """
+        found: list[ModelTimes] = []
+        for i, timed in enumerate(cases):
+            is_last = i == len(cases) - 1
+            # The longest length gets what is left but for the token's part, the others less than an equal part.
+            share = 2 / 3 if is_last else 1 / (len(cases) - i + 2)
+            if found and not self._has_time_for(timed, found):
+                words = self._describe(self._draw(timed.case))
+                self.left_out.append(f"{words}: longer than the {self.limits.seconds:.0f} s of --time")
+            elif (times := self._time(timed.case, timed.keys, share)) is not None:
+                found.append(times)
+            if not self.first.is_alive:  # its process was ended at the limit
+                break
+        found += self._time_between(cases, found)
+        if not found:
+            raise NotTimedError("; ".join(self.left_out))
+        reached = found[-1]
+        case = self.inputs.maker.token_case(reached.length if reached.length > 1 else cases[-1].length)
+        # Behind as many keys as the longest prompt has.
+        token = None if case is None or not self.first.is_alive else self._time(case, reached.length, 1.0)
+        return replace(reached, token=token, shorter=tuple(found[:-1]), left_out=tuple(self.left_out))
+
+    def _time_between(self, cases: Sequence[TimedCase], found: Sequence[ModelTimes]) -> list[ModelTimes]:
+        """The times at half the longest length, or at half of that: stored positions may end before the longest one."""
+        if not self.left_out or not self.first.is_alive:
+            return []
+        count, length = len(self.left_out), cases[-1].length // 2
+        while length >= LENGTHS[-1]:
+            timed = case_of(self.inputs.maker, self.shapes, length)
+            if found and (timed.keys <= found[-1].length or not self._has_time_for(timed, found)):
+                break
+            times = self._time(timed.case, timed.keys, 2 / 3)
+            del self.left_out[count:]  # the longest one says why
+            if times is not None or not self.first.is_alive:
+                return [times] if times is not None else []
+            length //= 2
+        return []
+
+    def _seconds_left(self) -> float:
+        return self.limits.seconds - (time.monotonic() - self.start)
+
+    def _has_time_for(self, timed: TimedCase, shorter: Sequence[ModelTimes]) -> bool:
+        """Whether the least number of runs fits, going by shorter lengths.
+
+        From one length to the next, time grows at least as it did before: first weights are read once whatever the length is,
+        then matmuls grow with it, then scores with its square.
+        """
+        times = [(t.length, t.original.best + t.optimized.best) for t in shorter[-2:]]
+        (before, least), (last, seconds) = times[0], times[-1]
+        if last > before:
+            seconds += max(0.0, (seconds - least) / (last - before) * (timed.keys - last))
+        return (1 + self.limits.least_rounds) * seconds <= self._seconds_left()
+
+    def _draw(self, case: Case) -> dict[str, np.ndarray]:
+        return self.inputs.maker.draw(case, np.random.default_rng(0))
+
+    def _describe(self, feeds: Mapping[str, np.ndarray]) -> str:
+        return describe_feeds(self.inputs.working.graph.input, feeds)
+
+    def _time(self, case: Case, keys: int, share: float) -> ModelTimes | None:
+        """The times at a case in so large a part of the time left; None with a reason where it does not run."""
+        seconds = share * max(0.0, self._seconds_left())
+        end = max(1e-3, self.limits.end - (time.monotonic() - self.start))
+        feeds = self._draw(case)
+        words = self._describe(feeds)
+        try:
+            samples = self.first.measure([self.second], feeds, replace(self.limits, seconds=seconds, end=end))
+        except TimeoutError:
+            self.left_out.append(f"it takes more than {self.limits.end:.0f} s at {words}")
+            return None
+        except RuntimeFailure as error:
+            self.left_out.append(f"{words}: ONNX Runtime does not run it: {explained(error)}")
+            return None
+        before, after = (RunTimes(min(s), median(s), len(s)) for s in samples)
+        shapes = {name: tuple(array.shape) for name, array in feeds.items()}
+        return ModelTimes(words, before, after, length=keys, shapes=shapes)
 
 
 def _file_bytes(path: Path, inputs: ModelInputs) -> int:
     data = [path.parent / name for name in external_files(inputs.working)]
     return path.stat().st_size + sum(p.stat().st_size for p in data if p.is_file())
-
-
-def _choose_case(inputs: ModelInputs, shapes: Mapping[str, tuple[int, int]], weights: int) -> tuple[Case, str]:
-    """The longest inputs for which time and memory suffice, within the ranges in use; the shortest anyway where memory does.
-
-    Returns the case, and its sizes in words.
-
-    Raises:
-        NotTimedError: when memory suffices for none.
-    """
-    tokens = SECONDS / _RUNS * _FLOPS / (2 * max(1, weights // 8))  # 4 bytes a weight, in two files
-    memory = 0
-    for length in _LENGTHS:
-        other = tuple((name, min(max(low, length), high)) for name, (low, high) in shapes.items())
-        prompt = inputs.maker.prompt_case(length)
-        own = tuple((n, s) for n, s in other if s != length)
-        case = replace(prompt, other=tuple({**dict(prompt.other), **dict(own)}.items()))
-        batch = math.prod(size for name, size in other if name in inputs.maker.dimensions.batch_names)
-        if length > tokens / batch and length != _LENGTHS[-1]:
-            continue
-        memory = _COPIES * weights + _SCORES * 4 * _score_elements(inputs.maker, case)
-        if memory <= (free_memory() or 1 << 62) // 2:  # 0: nothing tells
-            return case, str(replace(case, other=own))
-    raise NotTimedError(f"two sessions need about {memory >> 20} MiB, more than half of the memory that is free")
-
-
-def _score_elements(maker: InputMaker, case: Case) -> int:
-    """Elements of the largest scores at a case; 0 where they are not known."""
-    sizes = maker.sizes(case)
-    found = [0]
-    for shape in maker.dimensions.scores:
-        try:
-            found.append(math.prod(evaluate(d, sizes) for d in shape))
-        except (KeyError, UnsupportedError):
-            continue
-    return max(found)

@@ -42,6 +42,10 @@ class SiteChecks(ABC):
         """The tensors of ``working`` by which sites are compared."""
 
     @abstractmethod
+    def outputs(self) -> Mapping[str, Sequence[str]]:
+        """The tensors of ``working`` that the replaced nodes of each site compute, by the site."""
+
+    @abstractmethod
     def compare(self, emitted: onnx.ModelProto, captured: Tensors) -> Iterable[Comparison]:
         """Every site's node beside what it replaces, one after the other: the caller may stop where no time is left.
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +13,15 @@ import numpy as np
 import onnx
 from onnx import helper
 
-from stof.execution.case import Counts
+from stof.execution.case import Case, Counts
 from stof.execution.ort_sessions import Sessions, VerifiedSession
 from stof.execution.run_failure import parse_failure
+from stof.execution.run_limits import LimitReached
 from stof.execution.session_process import RuntimeFailure
 from stof.execution.upcast import BF16, HALF, Twins, holds
 from stof.symbolic import Symbolic
 from stof.verification.perturb import Noisy
+from stof.verification.quantization import quantizer_noise
 from stof.verification.result import Comparison, Verification
 
 if TYPE_CHECKING:
@@ -29,6 +32,7 @@ _FLOOR = 1e-6  # of an output's range, what is allowed anyway
 _WIDENED_FLOORS = {int(onnx.TensorProto.FLOAT16): 2e-4, int(onnx.TensorProto.BFLOAT16): 1e-5}
 _WIDENED_FLOOR = 1e-5  # where sites are of no such type
 _SINGLE = int(onnx.TensorProto.FLOAT)
+_REFUSED_BY = 0.1  # of the time that is left: what has run so long is not refused
 
 
 class VerifiedModels:
@@ -56,15 +60,16 @@ class VerifiedModels:
         self._verifier = verifier
         self._source: Path | None = source  # while the file is what is run of the original
         self._twins: Twins | None = None
+        self._unwidened: tuple[Path | onnx.ModelProto, onnx.ModelProto] | None = None
         self.sessions = Sessions(source.parent.resolve(), scratch, verifier.limits, lean=verifier.is_tight)
         verifier.limits.check_time()
         self.feeds = verifier.inputs.draw(verifier.cases)
         self.reference, self.final, self.floor = verifier.sliced or verifier.original, final, _FLOOR
-        if verifier.sliced is not None or not verifier.is_from_file:
+        if verifier.sliced is not None or not verifier.is_from_file or verifier.unread:
             self._source = None
         if self._is_half():
             result.widened = True
-            result.comparisons.extend(self._compare_unwidened(source if verifier.is_from_file else verifier.original))
+            self._unwidened = self._source or verifier.original, final
             self._widen(scratch)
         is_original = verifier.inputs.working is verifier.original
         self.probed = self.reference if is_original else self.twin(verifier.inputs.working)
@@ -85,6 +90,19 @@ class VerifiedModels:
         """Noise in the type in which models are run."""
         return noisy if self._twins is None else replace(noisy, dtype=_SINGLE)
 
+    def site_noise(self, captured: Mapping[str, np.ndarray]) -> dict[str, Noisy]:
+        """What ops and the nodes that they replace may differ by at the sites' outputs, by tensor."""
+        found: dict[str, Noisy] = {}
+        for sites in self._verifier.sites:
+            found |= sites.checks.rounding_errors(captured)
+        return {name: self.widen_noise(noisy) for name, noisy in found.items()}
+
+    def quantizer_noise(self) -> dict[str, Noisy]:
+        """Noise in the last places of what is quantized, by tensor."""
+        inputs = self._verifier.inputs
+        found = quantizer_noise(inputs.working, inputs.symbolic)
+        return {name: self.widen_noise(noisy) for name, noisy in found.items()}
+
     def dtype(self, tensor: str, symbolic: Symbolic | None = None) -> int:
         """A tensor's element type in the models that are run; by default a tensor of the working copy."""
         dtype = (symbolic or self._verifier.inputs.symbolic).dtype(tensor)
@@ -101,6 +119,14 @@ class VerifiedModels:
             if name not in declared and (dtype := self.dtype(name, symbolic)):
                 found.graph.output.append(helper.make_tensor_value_info(name, dtype, None))
         return found
+
+    def run_subgraph(
+        self, model: onnx.ModelProto, wanted: Sequence[str], feed: Mapping[str, np.ndarray]
+    ) -> Mapping[str, np.ndarray]:
+        """Runs a subgraph as a model of its own; gives some of its tensors, and the inputs as it got them."""
+        given = self.widen_feed(feed)
+        session = self.sessions.make(self.twin(model), optimized=False, library=False)
+        return {**given, **dict(zip(wanted, session.run(list(wanted), given), strict=True))}
 
     def original_session(self) -> VerifiedSession:
         """The original with graph optimizations."""
@@ -137,16 +163,27 @@ class VerifiedModels:
                     found[name] = array
         return found
 
-    def _compare_unwidened(self, source: Path | onnx.ModelProto) -> list[Comparison]:
-        """Whether a model that is compared widened runs in its own types where the original does, without comparing."""
-        feed = self.feeds[-1]
+    def compare_unwidened(self, case: Case, until: float) -> list[Comparison]:
+        """Whether a model that is compared widened runs in its own types where the original does, without comparing numbers.
+
+        Args:
+            case: the inputs.
+            until: the moment at which the runs have to be over.
+
+        Raises:
+            LimitReached: when there is too little time or memory.
+        """
+        if self._unwidened is None:
+            return []
+        original, final = self._unwidened
+        feed = self._verifier.inputs.draw([case])[0]
         try:
-            first = self.sessions.make(source, optimized=True, library=False).run(None, feed)
+            first = self.sessions.make(original, optimized=True, library=False).run(None, feed, until)
         except RuntimeFailure:  # the CPU provider lacks a kernel; nothing can be told then
             return []
         what = "the optimized model in its own types"
         try:
-            second = self.sessions.make(self.final, optimized=True, library=True).run(None, feed)
+            second = self.sessions.make(final, optimized=True, library=True).run(None, feed, until)
         except RuntimeFailure as error:
             return [Comparison(what, np.inf, 0.0, False, detail=f"does not run: {error}")]
         same = all((a.dtype, a.shape) == (b.dtype, b.shape) for a, b in zip(first, second, strict=True))
@@ -178,9 +215,14 @@ class VerifiedModels:
         return self._refusal(model, feed) is None
 
     def _refusal(self, model: onnx.ModelProto, feed: Mapping[str, np.ndarray]) -> RuntimeFailure | None:
-        """What the runtime says about a model or its inputs; None where it runs."""
+        """What the runtime says about a model or its inputs; None where it runs, or is not refused at once."""
+        limits = self._verifier.limits
         try:
-            self.sessions.make(model, optimized=False, library=False).run(None, feed)
+            session = self.sessions.make(model, optimized=False, library=False)
+            session.run(None, feed, time.monotonic() + _REFUSED_BY * (limits.end - time.monotonic()))
         except RuntimeFailure as error:
-            return error
+            # Runs that are compared search for numbers that do not take too much memory, or too long.
+            return None if parse_failure(str(error)).is_of_memory else error
+        except LimitReached:
+            return None
         return None

@@ -14,7 +14,7 @@ a site runs in the site's own type on rounded inputs.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -24,19 +24,24 @@ import numpy as np
 import onnx
 
 from stof.errors import VerifyError
-from stof.execution.case import Case, Padding
+from stof.execution.case import Case
 from stof.execution.given_inputs import GivenFeed
-from stof.execution.ort_sessions import VerifiedSession
-from stof.execution.run_limits import LimitReached, RunLimits, show_bytes
+from stof.execution.ort_sessions import VerifiedSession, find_without_arrays
+from stof.execution.run_failure import parse_failure
+from stof.execution.run_limits import RUNS, LimitReached, RunLimits, TimeLimit, show_bytes
+from stof.execution.session_process import RuntimeFailure
 from stof.execution.upcast import TypedAttributes
 from stof.verification.case_plan import CasePlan
-from stof.verification.compare import compare_outputs, find_undefined_outputs
+from stof.verification.compare import find_undefined_outputs
+from stof.verification.compare_output import compare_output
+from stof.verification.decisions.held_comparisons import HeldComparisons
 from stof.verification.model_inputs import default_inputs
-from stof.verification.perturb import Noisy, perturb
-from stof.verification.quantization import find_quantizers, quantizer_noise
+from stof.verification.perturb import perturb
+from stof.verification.quantization import find_quantizers
 from stof.verification.reference_runs import CaseSession, ReferenceRuns, run_reference
 from stof.verification.result import Comparison, SkippedCase, Verification
 from stof.verification.site_checks import EmittedSites
+from stof.verification.sites_alone import verify_sites_alone
 from stof.verification.sliced_attention import slice_attention
 from stof.verification.suspects import find_suspects
 from stof.verification.verified_models import VerifiedModels
@@ -45,8 +50,13 @@ _FLOPS = 3e10  # a second, of two cores
 _ROUNDINGS = 3  # runs that show what rounding does to a model
 _TIGHT = 0.6  # of the memory: beyond it, memory that the runtime keeps for later runs is too much
 _SPREADS = 2  # runs that show the steps of a quantized model
+_LEAST_SHARE = 0.5  # of the time that a run took without graph optimizations, which has to be left for one with them
 # Shares of all time after which these end: sites; runs of the original with graph optimizations; further ones.
 _SITES_END, _LEGAL_END, _SPREAD_END = 0.7, 0.8, 0.85
+
+
+class OriginalFailureError(RuntimeFailure):
+    """The original does not run here, and its sites cannot be compared by themselves: nothing can be verified."""
 
 
 def _affordable(model: onnx.ModelProto, seconds: float) -> float:
@@ -75,6 +85,7 @@ class Verifier:
         plan: estimates the cases.
         sliced: the original with attention on slices of its queries, where memory is short; else None.
         is_tight: whether a case needs most of the memory.
+        unread: the outputs of which ONNX Runtime gives no arrays, with their types.
         faults: after a run, the failed comparisons of sites, by the key of the op at fault.
         suspected: after a run, the key of the op among whose sites the search was; empty where there was none.
     """
@@ -108,8 +119,14 @@ class Verifier:
         self.cases, self.skipped = self.plan.select(wanted)
         needed = max((self.plan.needed_bytes(c) for c in self.cases), default=0)
         self.is_tight = needed > _TIGHT * limits.memory
+        self.unread = find_without_arrays(original.graph.output)
         self.faults: dict[str, list[Comparison]] = {}
         self.suspected = ""
+
+    @property
+    def output_names(self) -> list[str]:
+        """The outputs that are compared: those of which ONNX Runtime gives arrays."""
+        return [o.name for o in self.original.graph.output if o.name not in self.unread]
 
     def _slice(self, wanted: Sequence[Case]) -> onnx.ModelProto | None:
         """The original with attention on slices of its queries, where more of the wanted cases fit then."""
@@ -137,13 +154,21 @@ class Verifier:
         start = time.monotonic()
         if not self.cases:
             raise VerifyError(_describe_memory(self.skipped, self.limits.memory))
+        result = Verification(memory=self.limits.memory, skipped=list(self.skipped))
+        result.complete = not self.skipped
+        result.sliced = self.sliced is not None
+        result.quantized = bool(find_quantizers(self.original))
+        result.unread = self.unread
         run = None
         try:
-            run = _Run(self, source, final, scratch)
+            models = VerifiedModels(self, source, final, scratch, result)
+            if (run := self._run_original(models, result)) is None:
+                result.seconds = time.monotonic() - start
+                return result
             run.compare()
         except LimitReached as error:
             if run is None or not run.compared:
-                raise VerifyError(str(error)) from error
+                raise VerifyError(str(error) if run is None else run.explain_limit(error)) from error
             run.result.complete = False
         run.collect()
         if not run.result.has_evidence:
@@ -153,6 +178,24 @@ class Verifier:
             )
         run.result.seconds = time.monotonic() - start
         return run.result
+
+    def _run_original(self, models: VerifiedModels, result: Verification) -> _Run | None:
+        """Runs the original; None where it does not run here at all, and its sites were compared by themselves.
+
+        Raises:
+            OriginalFailureError: where they could not be.
+        """
+        without = find_without_arrays(self.original.graph.input)
+        try:
+            if without:
+                name, kind = next(iter(without.items()))
+                raise RuntimeFailure(f"its Python interface takes no arrays of element type {kind}, which {name!r} has")
+            return _Run(self, models, result)
+        except RuntimeFailure as error:
+            can_be_part = bool(without) or parse_failure(str(error)).lacks_kernel
+            if not can_be_part or not verify_sites_alone(self, models, result):
+                raise OriginalFailureError(str(error)) from error
+        return None
 
 
 def _describe_memory(skipped: Sequence[SkippedCase], memory: int) -> str:
@@ -166,22 +209,28 @@ def _describe_memory(skipped: Sequence[SkippedCase], memory: int) -> str:
 class _Run:
     """One verification: the models, and what was run of them.
 
+    Args:
+        verifier: has the original, the sites and the limits.
+        models: what is run.
+        result: gets what is found.
+
+    Raises:
+        RuntimeFailure: when ONNX Runtime does not run the original.
+        LimitReached: when a limit has ended every run of it.
+
     Attributes:
         compared: the comparisons of outputs, by the number of the case that ran.
     """
 
-    def __init__(self, verifier: Verifier, source: Path, final: onnx.ModelProto, scratch: Path) -> None:
+    def __init__(self, verifier: Verifier, models: VerifiedModels, result: Verification) -> None:
         self.verifier = verifier
         self.limits = verifier.limits
-        self.result = Verification(memory=self.limits.memory, skipped=list(verifier.skipped))
-        self.result.complete = not verifier.skipped
-        self.result.sliced = verifier.sliced is not None
-        self.result.quantized = bool(find_quantizers(verifier.original))
-        self.models = VerifiedModels(verifier, source, final, scratch, self.result)
+        self.models = models
+        self.result = result
         self.compared: dict[int, list[Comparison]] = {}
-        start = time.monotonic()
+        self.wrong_outputs: dict[int, list[np.ndarray]] = {}  # of the optimized model, in cases that differ
         self.reference: ReferenceRuns = run_reference(verifier, self.models, self.result)
-        self.reference_seconds = time.monotonic() - start
+        self.result.run_seconds = next(iter(self.reference.seconds), 0.0)
         # Runs of the original, any of which may be the nearest one, by case; and runs of its expanded form.
         self.legal: list[list[list[np.ndarray]]] = [[] for _ in self.reference.feeds]
         self.expanded: list[list[list[np.ndarray]]] = [[] for _ in self.reference.feeds]
@@ -193,12 +242,15 @@ class _Run:
             LimitReached: when a limit ends it; ``compared`` has what was compared until then.
         """
         self.compare_sites()
+        self.compare_types()
         self.add_legal_runs()
         wrong = self.compare_outputs(range(len(self.legal)))
         if wrong and self.may_be_rounding():
-            self.add_perturbed_runs(wrong)
+            self.result.noise_left_out = not self.add_perturbed_runs(wrong)
             wrong = self.compare_outputs(wrong)
-        if wrong and self.may_be_rounding() and self.verifier.searches:
+        wrong = self.hold_decisions()
+        self.result.noise_left_out = self.result.noise_left_out and bool(wrong)
+        if wrong and self.may_be_rounding() and self.verifier.searches and not self.result.noise_left_out:
             self.search_suspects(wrong[0])
 
     def collect(self) -> None:
@@ -211,11 +263,28 @@ class _Run:
         self.result.skipped.extend(SkippedCase(case, "time") for case in left)
         self.result.complete = self.result.complete and not left
 
+    def explain_limit(self, error: LimitReached) -> str:
+        """The message for a limit before any outputs were compared, behind runs of the original: that one is not endless."""
+        if not isinstance(error, TimeLimit) or not error.step:
+            return str(error)
+        words = str(self.limits.end_step(error.step, error.seconds))
+        seconds, load = self.reference.seconds[0], self.reference.load_seconds
+        return (
+            f"{words}. One run of the original takes {seconds:.1f} s at {self._case(0)}, and to load it {load:.1f} s; {RUNS} "
+            "runs are needed"
+        )
+
+    def _seconds_of(self, cases: Iterable[int]) -> float:
+        """What one more run of some cases takes."""
+        return sum(self.reference.seconds[i] for i in cases)
+
     def compare_sites(self) -> None:
         """Asks the ops to compare their sites, as long as there is time."""
         limits = self.limits
-        # Two further runs of what ran are to come.
-        end = min(max(limits.end - 2 * self.reference_seconds, limits.moment(0.6)), limits.moment(_SITES_END))
+        # Two further runs of what ran are to come, of the first case in any case.
+        both = 2 * (self._seconds_of(range(len(self.legal))) + self.reference.load_seconds)
+        first = 2 * (self._seconds_of([0]) + self.reference.load_seconds)
+        end = min(max(limits.end - both, limits.moment(0.6)), limits.moment(_SITES_END), limits.end - first)
         for sites in self.verifier.sites:
             checks = sites.checks
             try:
@@ -241,64 +310,106 @@ class _Run:
             self.result.sites_left += len(checks.sites)
             self.result.complete = False
             return found
-        inside = checks.compare_subgraphs(sites.emitted, self.verifier.cases[0], self._run_subgraph)
+        inside = checks.compare_subgraphs(sites.emitted, self.verifier.cases[0], self.models.run_subgraph)
         for comparison in chain(checks.compare(sites.emitted, captured), inside):
             found.append(comparison)
             if time.monotonic() >= end:
                 break
         return found
 
+    def compare_types(self) -> None:
+        """Runs models that are compared widened in their own types, too, as far as there is time."""
+        numbers = range(len(self.legal))
+        i = min(numbers, key=lambda n: self.reference.seconds[n])
+        until = self.limits.end - 2 * (self._seconds_of(numbers) + self.reference.load_seconds)
+        if time.monotonic() + 2 * self.reference.seconds[i] > until:
+            self.result.complete = self.result.complete and not self.result.widened
+            return
+        try:
+            self.result.comparisons.extend(self.models.compare_unwidened(self._case(i), until))
+        except LimitReached:
+            self.result.complete = False
+
     def add_legal_runs(self) -> None:
-        """Runs the original with graph optimizations, and further legal forms of it without."""
+        """Runs the original with graph optimizations, and further legal forms of it without.
+
+        A run has to leave the time that the optimized model needs, for its inputs and those before.
+
+        Raises:
+            LimitReached: when a limit has ended every run.
+        """
         session = CaseSession(self.models.original_session)
+        ran: list[int] = []
+        limit: LimitReached | None = None
         for i in self._order():
-            if any(self.legal) and time.monotonic() >= self.limits.moment(_LEGAL_END):
-                continue
+            until = self.limits.end - self._seconds_of([*ran, i])
+            if ran:
+                until = min(until, self.limits.moment(_LEGAL_END))
+                if time.monotonic() + _LEAST_SHARE * self.reference.seconds[i] >= until:
+                    continue
             try:
-                # The last one to run may take longer than the others.
-                until = self.limits.moment(_LEGAL_END) if any(self.legal) else None
                 self.legal[i] = [session.run(None, self.reference.feeds[i], until)]
-            except LimitReached:
-                if not any(self.legal):
-                    raise
+                ran.append(i)
+            except LimitReached as error:
+                limit = limit or error
         del session
-        ran = [i for i, runs in enumerate(self.legal) if runs]
+        if limit is not None and not ran:
+            raise limit
         end = self.limits.moment(_SPREAD_END)
         for sites in self.verifier.sites:
             self._run_also(sites.checks.rounding_variants(self.models.probed, self.models.dtype), ran, end)
         if self.result.quantized:
-            inputs = self.verifier.inputs
-            noise = quantizer_noise(inputs.working, inputs.symbolic)
-            noise = {name: self.models.widen_noise(noisy) for name, noisy in noise.items()}
+            noise = self.models.quantizer_noise()
             self._run_also([perturb(self.models.probed, noise, seed) for seed in range(_SPREADS)], ran, end)
 
-    def add_perturbed_runs(self, wrong: Sequence[int]) -> None:
+    def add_perturbed_runs(self, wrong: Sequence[int]) -> bool:
         """Runs whose sites are off by what the op and the nodes that it replaces may differ by, of cases that differ.
+
+        Gives whether there was time for a run of the first of them.
 
         Runs of a graph in which nothing can be fused agree to the last bit, and say nothing of rounding. Those of a quantized
         one do not show its steps.
         """
-        outputs: dict[str, Noisy] = {}
-        for sites in self.verifier.sites:
-            outputs |= sites.checks.rounding_errors(self.reference.captured)
-        outputs = {name: self.models.widen_noise(noisy) for name, noisy in outputs.items()}
-        self._run_also([perturb(self.models.probed, outputs, seed) for seed in range(_ROUNDINGS)], wrong)
+        noise = self.models.site_noise(self.reference.captured)
+        runs = self.expanded[wrong[0]], self.legal[wrong[0]]
+        before = sum(map(len, runs))
+        self._run_also([perturb(self.models.probed, noise, seed) for seed in range(_ROUNDINGS)], wrong)
+        return sum(map(len, runs)) > before
+
+    def hold_decisions(self) -> list[int]:
+        """Compares outputs with the original's decisions where a rounding may have decided otherwise; the cases still wrong."""
+        if not self.result.faulty_sites() and not self.limits.is_over():
+            cases = {i: self._case(i) for i in self.compared}
+            held = HeldComparisons(self.models, self.verifier.inputs, self._output_names(), cases, self.reference)
+            held.replace_in(self.compared, self.result)
+        return [i for i in sorted(self.compared) if not all(c.ok for c in self.compared[i])]
 
     def may_be_rounding(self) -> bool:
         """Whether sites were replaced of which none differs by itself."""
         return any(s.checks.sites for s in self.verifier.sites) and not self.result.faulty_sites()
 
     def compare_outputs(self, cases: Sequence[int]) -> list[int]:
-        """Compares the outputs of the optimized model, and gives the cases in which one is wrong."""
+        """Compares the outputs of the optimized model, and gives the cases in which one is wrong.
+
+        Raises:
+            LimitReached: when a limit has ended every run, now and before.
+        """
         session = CaseSession(self._make_final)
+        limit: LimitReached | None = None
         for i in [i for i in self._order() if i in set(cases) and self.legal[i]]:
-            if self.compared and self.limits.is_over():
-                continue
             try:
-                self.compared[i] = self._compare_case(session, i)
-            except LimitReached:
-                if not self.compared:
-                    raise
+                if (found := self.wrong_outputs.pop(i, None)) is None:
+                    if self.compared and self.limits.is_over():
+                        continue
+                    found = session.run(None, self.reference.feeds[i])
+                self.compared[i] = self._compare_case(i, found)
+            except LimitReached as error:
+                limit = limit or error
+                continue
+            if not all(c.ok for c in self.compared[i]):
+                self.wrong_outputs[i] = found
+        if limit is not None and not self.compared:
+            raise limit
         return [i for i in sorted(self.compared) if not all(c.ok for c in self.compared[i])]
 
     def search_suspects(self, wrong: int) -> None:
@@ -310,7 +421,8 @@ class _Run:
         def fails(sites: EmittedSites, some: Sequence[str]) -> bool:
             model = self.models.twin(sites.checks.emit(some))
             session = CaseSession(lambda: self.models.sessions.make(model, optimized=True, library=True))
-            return not all(c.ok for c in self._compare_case(session, wrong))
+            found = session.run(None, self.reference.feeds[wrong])
+            return not all(c.ok for c in self._compare_case(wrong, found))
 
         first, *others = [s for s in self.verifier.sites if s.checks.sites]
         suspected = next((s for s in reversed(others) if not fails(s, ())), first)
@@ -324,33 +436,24 @@ class _Run:
         return [*numbers[:1], *numbers[1:][-1:], *numbers[1:-1]]
 
     def _case(self, i: int) -> Case:
-        return self.verifier.cases[self.reference.ran[i]]
+        case = self.verifier.cases[self.reference.ran[i]]
+        return self.verifier.inputs.name_sizes(case, self.reference.feeds[i])
 
     def _make_final(self) -> VerifiedSession:
         return self.models.sessions.make(self.models.final, optimized=True, library=True)
 
     def _output_names(self) -> list[str]:
-        return [o.name for o in self.verifier.original.graph.output]
+        return self.verifier.output_names
 
-    def _compare_case(self, session: CaseSession, i: int) -> list[Comparison]:
+    def _compare_case(self, i: int, found: Sequence[np.ndarray]) -> list[Comparison]:
+        """The comparisons of the outputs of the optimized model in a case."""
         names, runs = self._output_names(), self.reference
         own = zip(*self.expanded[i], strict=True) if self.expanded[i] else [()] * len(names)
-        found = session.run(None, runs.feeds[i])
         tensors = zip(names, runs.plain[i], zip(*self.legal[i], strict=True), found, own, strict=True)
-        case = self._case(i)
-        undefined = self.verifier.inputs.may_carry_nan and case.padding in (Padding.LEFT, Padding.RIGHT)
-        inputs, feed = self.verifier.inputs, runs.feeds[i]
-        padded = None if self.result.faulty_sites() else inputs.padded_queries(case, feed)
-        compared = []
-        for name, plain, *others in tensors:
-            held = inputs.cache_rows(name, feed, plain.shape)
-            some = None if held is not None else padded
-            compared.append(
-                compare_outputs(
-                    case, self.models.floor, name, plain, *others, undefined=undefined, padded=some, held=held
-                )
-            )
-        return compared
+        inputs, feed, is_faulty = self.verifier.inputs, runs.feeds[i], bool(self.result.faulty_sites())
+        return [
+            compare_output(inputs, self._case(i), feed, self.models.floor, *t, has_faults=is_faulty) for t in tensors
+        ]
 
     def _run_also(self, others: Sequence[onnx.ModelProto], cases: Sequence[int], until: float | None = None) -> None:
         """Runs further legal forms of the original, as far as there is time.
@@ -380,10 +483,3 @@ class _Run:
         session = self.models.sessions.make(model, optimized=False, library=True)
         names = list(session.outputs)
         return {**feed, **dict(zip(names, session.run(names, feed, until), strict=True))}
-
-    def _run_subgraph(
-        self, model: onnx.ModelProto, wanted: Sequence[str], feed: Mapping[str, np.ndarray]
-    ) -> Mapping[str, np.ndarray]:
-        given = self.models.widen_feed(feed)
-        session = self.models.sessions.make(self.models.twin(model), optimized=False, library=False)
-        return {**given, **dict(zip(wanted, session.run(list(wanted), given), strict=True))}

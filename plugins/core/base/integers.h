@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Arithmetic on sizes. Not for files that are compiled once for each CPU instruction set: the linker keeps one copy of
-// an inline function, which may be that of an instruction set that the machine lacks.
+// Arithmetic on sizes. Not for CPU kernels, which have cpu/simd/algorithms.h.
 #ifndef STOF_PLUGINS_CORE_BASE_INTEGERS_H_
 #define STOF_PLUGINS_CORE_BASE_INTEGERS_H_
 

@@ -11,6 +11,8 @@
 #include <utility>
 #include <vector>
 
+#include "plugins/core/base/inline.h"
+
 namespace stof {
 
 // Values of onnx.TensorProto.DataType, so that adapters cast instead of translating.
@@ -29,7 +31,7 @@ enum class DType : int32_t {
 };
 
 // Bytes of an element; 0 for kUndefined.
-constexpr int64_t SizeOf(DType dtype) {
+STOF_ALWAYS_INLINE constexpr int64_t SizeOf(DType dtype) {
   switch (dtype) {
     case DType::kI64:
     case DType::kF64:

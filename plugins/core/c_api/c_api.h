@@ -82,9 +82,9 @@ STOF_EXPORT int stof_op_run(stof_op* op, const stof_tensor* inputs, int input_co
 /* What the operators take, as JSON in static storage. Needs no device; a build without CUDA kernels gives the limits of
  * those kernels, too. Keys may be added; none changes its meaning or goes. Limits of `types` are those of inputs of one
  * type (onnx.TensorProto.DataType); an operator without types of its own has no `types`.
- * {"StofAttention": {"attributes": ["mask", ...], "roles": ["pad", ...],
- *                    "targets": {"cpu": {"types": {"1": {"largest_head_size": 256, ...}, ...}}, "cuda": ...,
- *                                "tensorrt": ...}}, "StofChain": ..., ...} */
+ * {"StofAttention": {"activations": [], "activations_with_zeros": [], "attributes": ["mask", ...], "roles": ["pad",
+ * ...], "targets": {"cpu": {"types": {"1": {"largest_head_size": 256, ...}, ...}}, "cuda": ..., "tensorrt": ...}},
+ * "StofChain": ..., ...} */
 STOF_EXPORT const char* stof_op_limits(void);
 
 /* Whether the CUDA kernels of StofGemm have this epilogue (docs/reference/gemm-format.md): 0, and the form's words

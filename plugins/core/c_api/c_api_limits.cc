@@ -2,6 +2,7 @@
 // What the operators take, for callers that choose before they make a node.
 #include <string>
 
+#include "plugins/core/base/activation.h"
 #include "plugins/core/c_api/c_api.h"
 #include "plugins/core/contract/op.h"
 #include "plugins/core/host/fork_guard.h"
@@ -41,13 +42,21 @@ std::string LimitsOf(const OpDescription& op) {
   const std::string attributes = Join(op.attributes, [](const auto& attribute) { return Quote(attribute.name); });
   const std::string roles = Join(op.roles, [](const char* role) { return Quote(role); });
   const std::string storage = Join(op.storage_types, [](DType dtype) { return stof::TypeText(dtype); });
+  std::string activations, with_zeros;
+  for (int i = 0; i < stof::kActivations && op.has_activation; ++i) {
+    const std::string name = Quote(stof::kActivationNames[i]);
+    activations += (activations.empty() ? "" : ", ") + name;
+    if (stof::kActivationGivesZeros[i]) with_zeros += (with_zeros.empty() ? "" : ", ") + name;
+  }
   std::string targets;
   for (const Target target : {Target::kCpu, Target::kCuda, Target::kTensorRt}) {
     targets += targets.empty() ? "" : ", ";
     targets += Member(stof::kTargetNames[static_cast<int>(target)], TypesOf(op, target));
   }
   return Member(op.name,
-                Object(Member("attributes", "[" + attributes + "]") + ", " + Member("roles", "[" + roles + "]") + ", " +
+                Object(Member("activations", "[" + activations + "]") + ", " +
+                       Member("activations_with_zeros", "[" + with_zeros + "]") + ", " +
+                       Member("attributes", "[" + attributes + "]") + ", " + Member("roles", "[" + roles + "]") + ", " +
                        Member("storage_types", "[" + storage + "]") + ", " + Member("targets", Object(targets))));
 }
 

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <string>
 
+#include "plugins/core/base/inline.h"
 #include "plugins/core/base/status.h"
 #include "plugins/core/base/types.h"
 #include "plugins/core/contract/kv_scale.h"
@@ -30,7 +31,7 @@ struct KeyPages {
   int64_t pages = 0;   // of the cache: entries are below it, and on devices others are read as 0
   int64_t stride = 0;  // elements between pages
   int shift = 0;       // a page holds 2^shift rows, 16 at least
-  bool given() const { return table != nullptr; }
+  STOF_ALWAYS_INLINE bool given() const { return table != nullptr; }
 };
 
 struct AttentionArgs {
@@ -102,7 +103,7 @@ struct AttentionArgs {
 };
 
 // The element type of key and value.
-inline DType KvType(const AttentionArgs& args) {
+STOF_ALWAYS_INLINE DType KvType(const AttentionArgs& args) {
   return args.kv_dtype == DType::kUndefined ? args.dtype : args.kv_dtype;
 }
 

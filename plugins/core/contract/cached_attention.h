@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "plugins/core/base/inline.h"
 #include "plugins/core/base/status.h"
 #include "plugins/core/base/types.h"
 #include "plugins/core/contract/kv_scale.h"
@@ -71,7 +72,7 @@ struct CacheAppendArgs {
 };
 
 // The element type of the caches.
-inline DType CacheType(const CacheAppendArgs& args) {
+STOF_ALWAYS_INLINE DType CacheType(const CacheAppendArgs& args) {
   return args.cache_dtype == DType::kUndefined ? args.dtype : args.cache_dtype;
 }
 

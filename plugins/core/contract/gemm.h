@@ -8,9 +8,9 @@
 #include <cstdint>
 #include <memory>
 
+#include "plugins/core/base/activation.h"
 #include "plugins/core/base/status.h"
 #include "plugins/core/base/types.h"
-#include "plugins/core/gemm/activation.h"
 
 namespace stof {
 
@@ -55,7 +55,7 @@ class CpuPackedWeights {
 
 // act(p0 + bias0) [* (p1 + bias1)] * scale * row + residual in fp32, p0 and p1 the matmuls; nullptr where absent.
 struct CpuGemmEpilogue {
-  GemmActivation activation = GemmActivation::kNone;
+  Activation activation = Activation::kNone;
   const float *bias0 = nullptr, *bias1 = nullptr, *scale = nullptr;  // [N]
   const float* row = nullptr;                                        // [M]
   const float* residual = nullptr;                                   // [M, N]
@@ -89,7 +89,7 @@ struct GemmArgs {
   int64_t stride = 0;
   bool is_b_transposed = false;  // b0 is [N, K], rows `stride` elements apart; not for a pair
   void* output = nullptr;        // [M, N]
-  GemmActivation activation = GemmActivation::kNone;
+  Activation activation = Activation::kNone;
   const void* bias0 = nullptr;  // [N], nullptr where absent, as the next ones
   const void* bias1 = nullptr;
   const void* scale = nullptr;     // [N]

@@ -221,6 +221,8 @@ struct OpDescription {
   Status (*create)(const AttributeReader& attributes, std::unique_ptr<Op>* op) = nullptr;
   // Roles that optional inputs may have, where an attribute gives them roles.
   ArrayView<const char*> roles;
+  // Whether attribute `activation` is one of kActivationNames, which stof_op_limits then gives out.
+  bool has_activation = false;
   // The limits of a node with typed inputs of type dtype on a target, which stof_op_limits gives out; nullptr: none.
   std::vector<OpLimit> (*limits)(Target target, DType dtype) = nullptr;
   // Symbolic shape of output `index` from the ranks of the typed inputs; an empty result means unknown. nullptr: no

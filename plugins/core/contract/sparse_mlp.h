@@ -7,19 +7,18 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "plugins/core/base/activation.h"
 #include "plugins/core/base/status.h"
 #include "plugins/core/base/types.h"
 
 namespace stof {
 
-// In the order of kSparseMlpActivations.
-enum class SparseMlpActivation : int32_t { kNone = 0, kRelu, kRelu2, kGelu, kGeluTanh, kSilu };
-constexpr const char* kSparseMlpActivations[] = {"none", "relu", "relu2", "gelu", "gelu_tanh", "silu"};
 // In the order of kSparseMlpSelections.
 enum class SparseMlpSelection : int32_t { kNonzero = 0, kMagnitude, kPredictor };
 constexpr const char* kSparseMlpSelections[] = {"nonzero", "magnitude", "predictor"};
 // What stands between the factors of a predictor.
-constexpr const char* kSparseMlpPredictorActivations[] = {"none", "relu"};
+constexpr const char* kSparseMlpPredictorActivations[] = {kActivationNames[static_cast<int>(Activation::kNone)],
+                                                          kActivationNames[static_cast<int>(Activation::kRelu)]};
 
 // A weight with a row for each neuron, or a factor of the predictor.
 struct SparseMlpWeight {
@@ -33,7 +32,7 @@ struct SparseMlpArgs {
   int64_t T = 0;  // tokens
   int64_t K = 0, F = 0, N = 0, R = 0;
   DType dtype = DType::kF32;  // of every tensor but quantized weights, zero points and the threshold
-  SparseMlpActivation activation = SparseMlpActivation::kNone;
+  Activation activation = Activation::kNone;
   SparseMlpSelection selection = SparseMlpSelection::kNonzero;
   int bits = 0;  // 4 or 8 of quantized weights, else 0
   int64_t block_size = 0;

@@ -7,6 +7,24 @@
 namespace stof {
 namespace {
 
+// Whether an operator of chains is an activation.
+bool IsFunction(ChainOp op, Activation activation) {
+  switch (activation) {
+    case Activation::kNone:
+    case Activation::kRelu2:
+      return false;
+    case Activation::kRelu:
+      return op == ChainOp::kRelu;
+    case Activation::kGelu:
+      return op == ChainOp::kGelu;
+    case Activation::kGeluTanh:
+      return op == ChainOp::kGeluTanh;
+    case Activation::kSilu:
+      return op == ChainOp::kSilu;
+  }
+  return false;
+}
+
 Status AtLine(int line, const std::string& message) {
   return Status::Error("epilogue, line " + std::to_string(line) + ": " + message);
 }
@@ -162,8 +180,8 @@ class Recognizer {
       if (Node(branches[i]).op != ChainOp::kSigmoid) continue;
       const int of = Node(branches[i]).arg[0];
       const auto other = std::find(branches.begin(), branches.end(), of);
-      if (other == branches.end() || form_.activation != GemmActivation::kNone) return false;
-      form_.activation = GemmActivation::kSilu;
+      if (other == branches.end() || form_.activation != Activation::kNone) return false;
+      form_.activation = Activation::kSilu;
       activated_ = of;
       branches.erase(branches.begin() + static_cast<std::ptrdiff_t>(i));
       break;
@@ -185,25 +203,12 @@ class Recognizer {
 
   // [act] (x0 | x1) [+ bias].
   bool Branch(int node, int* input, int* bias, bool* active) {
-    GemmActivation activation = GemmActivation::kNone;
-    switch (Node(node).op) {
-      case ChainOp::kRelu:
-        activation = GemmActivation::kRelu;
-        break;
-      case ChainOp::kGelu:
-        activation = GemmActivation::kGelu;
-        break;
-      case ChainOp::kGeluTanh:
-        activation = GemmActivation::kGeluTanh;
-        break;
-      case ChainOp::kSilu:
-        activation = GemmActivation::kSilu;
-        break;
-      default:
-        break;
+    Activation activation = Activation::kNone;
+    for (int i = 0; i < kActivations; ++i) {
+      if (IsFunction(Node(node).op, static_cast<Activation>(i))) activation = static_cast<Activation>(i);
     }
-    if (activation != GemmActivation::kNone) {
-      if (form_.activation != GemmActivation::kNone) return false;
+    if (activation != Activation::kNone) {
+      if (form_.activation != Activation::kNone) return false;
       form_.activation = activation;
       *active = true;
       node = Node(node).arg[0];
@@ -238,9 +243,8 @@ std::string GemmForm::Text(bool pair) const {
   const auto add = [&text](bool there, const char* word) {
     if (there) text += (text.empty() ? "" : " ") + std::string(word);
   };
-  static constexpr const char* kActivations[] = {"", "relu", "gelu", "gelu_tanh", "silu"};
   add(bias0 >= 0, "bias0");
-  add(activation != GemmActivation::kNone, kActivations[static_cast<int>(activation)]);
+  add(activation != Activation::kNone, kActivationNames[static_cast<int>(activation)]);
   add(bias1 >= 0, "bias1");
   add(pair, "pair");
   add(scale >= 0, "scale");

@@ -7,9 +7,9 @@
 #include <string_view>
 #include <vector>
 
+#include "plugins/core/base/activation.h"
 #include "plugins/core/base/status.h"
 #include "plugins/core/chain/chain.h"
-#include "plugins/core/gemm/activation.h"
 
 namespace stof {
 
@@ -17,7 +17,7 @@ enum class GemmPair : int32_t { kNone = 0, kHalves = 1, kTwo = 2 };
 
 // act(p0 + bias0) [* (p1 + bias1)] * scale * row + residual. Inputs by their number in the description, -1: absent.
 struct GemmForm {
-  GemmActivation activation = GemmActivation::kNone;
+  Activation activation = Activation::kNone;
   int bias0 = -1, bias1 = -1;  // [n]
   int scale = -1;              // [n]
   int row = -1;                // [m]

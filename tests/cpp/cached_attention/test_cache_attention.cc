@@ -420,8 +420,8 @@ TEST(CacheAttentionRefusesIllegalCounts) {
 
 // Registers the tests of each instruction set of this machine.
 const bool registered = [] {
-#define STOF_TESTS(id, name, features, attention, chain, gemm, packed_gemm, sparse_mlp) \
-  {"CacheAttentionEqualsTheDefinition[" name "]", [] { RunTable(CpuIsa::id); }},
+#define STOF_TESTS(id, name, is_supported) \
+  {"CacheAttentionEqualsTheDefinition[" #name "]", [] { RunTable(CpuIsa::id); }},
   static constexpr Test kRows[] = {STOF_CPU_ISAS(STOF_TESTS)};
 #undef STOF_TESTS
   AllTests().insert(AllTests().end(), kRows, kRows + static_cast<int>(BestCpuIsa()) + 1);

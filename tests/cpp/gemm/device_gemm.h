@@ -82,8 +82,8 @@ inline std::string RunName(const Problem& problem, const std::string& name) {
 template <typename Queue>
 void CheckRuns(const Problem& problem, const std::string& name, int repeats, GuardedMemory* output,
                GuardedMemory* workspace, cudaStream_t stream, const Queue& queue) {
-  const GemmActivation activation = problem.c.activation;
-  const bool is_gelu = activation == GemmActivation::kGelu || activation == GemmActivation::kGeluTanh;
+  const Activation activation = problem.c.activation;
+  const bool is_gelu = activation == Activation::kGelu || activation == Activation::kGeluTanh;
   const auto label = [&] { return RunName(problem, name); };
   std::vector<char> first;
   for (int i = 0; i <= repeats; ++i) {

@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <map>
 
+#include "tests/cpp/activation.h"
 #include "tests/cpp/chain/chain_reference.h"
 
 namespace stof::test::gemm {
@@ -19,19 +20,13 @@ const OpDescription& Description() {
   throw Failure{"StofGemm is not registered"};
 }
 
-namespace {
-
-constexpr const char* kActivations[] = {"", "relu", "gelu", "gelu_tanh", "silu"};
-
-}  // namespace
-
 std::string Describe(const Case& c) {
   std::string shape;
   for (int64_t d : c.lead) shape += std::to_string(d) + " ";
   std::string has;
   for (int i = 1; i < Part::kKinds; ++i) has += c.has[i] ? '1' : '0';
   return Text("seed ", c.seed, " type ", static_cast<int>(c.dtype), " pair ", c.pair, " [", shape, "] N ", c.N, " K ",
-              c.K, " ", kActivations[static_cast<int>(c.activation)], " parts ", has, c.shifted ? " shifted" : "");
+              c.K, " ", kActivationNames[static_cast<int>(c.activation)], " parts ", has, c.shifted ? " shifted" : "");
 }
 
 Host Draw(DType dtype, std::vector<int64_t> dims, double range, Random* random) {
@@ -99,8 +94,8 @@ Problem Make(const Case& c) {
   if (c.has[Part::kBias1]) second = second + " + " + name[Part::kBias1];
   std::string lets = "axes m = x0.0, n = x0.1; let u = " + first + "; let v = " + second + "; ";
   if (products == 1) lets = "axes m = x0.0, n = x0.1; let u = " + first + "; ";
-  std::string act = kActivations[static_cast<int>(c.activation)];
-  std::string value = act.empty() ? "u" : act + "(u)";
+  const std::string act = kActivationNames[static_cast<int>(c.activation)];
+  std::string value = c.activation == Activation::kNone ? "u" : act + "(u)";
   if (act == "silu" && random.OneIn(2)) value = "u * sigmoid(u)";
   if (products == 2) value = random.OneIn(2) ? value + " * v" : "v * " + value;
   if (c.has[Part::kScale])
@@ -118,21 +113,6 @@ Problem Make(const Case& c) {
 }
 
 namespace {
-
-double Activate(GemmActivation activation, double x) {
-  switch (activation) {
-    case GemmActivation::kRelu:
-      return x < 0 ? 0 : x;
-    case GemmActivation::kGelu:
-      return 0.5 * x * std::erfc(-x / std::sqrt(2.0));
-    case GemmActivation::kGeluTanh:
-      return x / (1 + std::exp(-2 * std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x)));
-    case GemmActivation::kSilu:
-      return x / (1 + std::exp(-x));
-    default:
-      return x;
-  }
-}
 
 // One element in fp64, and how far a kernel may be from it. function: relative error of the activation.
 Approximate Expected(const Problem& p, int64_t m, int64_t n, double function) {
@@ -155,9 +135,9 @@ Approximate Expected(const Problem& p, int64_t m, int64_t n, double function) {
     error[i] += 0x1p-23 * std::fabs(sum[i]);
   }
   double y = Activate(c.activation, sum[0]);
-  double e = 1.13 * error[0] + (c.activation == GemmActivation::kNone ? 0 : function * std::fabs(y) + 3e-8);
+  double e = 1.13 * error[0] + (c.activation == Activation::kNone ? 0 : function * std::fabs(y) + 3e-8);
   // cuBLASLt's GELU, which is there on a device, takes the hardware's tanh: within 2^-11 of it.
-  if (function > 1e-4 && c.activation == GemmActivation::kGeluTanh) e += 0x1p-12 * std::fabs(sum[0]);
+  if (function > 1e-4 && c.activation == Activation::kGeluTanh) e += 0x1p-12 * std::fabs(sum[0]);
   const auto times = [&](double x, double off) {
     e = std::fabs(y) * off + std::fabs(x) * e + off * e + 0x1p-23 * std::fabs(x * y);
     y *= x;
@@ -223,7 +203,7 @@ Case RandomCase(uint64_t seed, DType dtype, int64_t most) {
   c.N = size(most);
   c.K = size(most);
   if (random.OneIn(2)) c.N = (c.N + 7) / 8 * 8, c.K = (c.K + 7) / 8 * 8;
-  c.activation = static_cast<GemmActivation>(random.Range(0, 4));
+  c.activation = kChainActivations[random.Range(0, 4)];
   for (int i = 1; i < Part::kKinds; ++i) c.has[i] = random.OneIn(2);
   if (c.pair == 0) c.has[Part::kBias1] = false;
   c.shifted = random.OneIn(6);

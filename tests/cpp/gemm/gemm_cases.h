@@ -48,7 +48,7 @@ struct Case {
   int pair = 0;
   std::vector<int64_t> lead = {1};  // dimensions of a but the last
   int64_t N = 1, K = 1;
-  GemmActivation activation = GemmActivation::kNone;
+  Activation activation = Activation::kNone;
   bool has[Part::kKinds] = {};
   bool shifted = false;  // tensors begin two bytes beyond 16-byte boundaries
   int64_t M() const {
@@ -89,6 +89,9 @@ Case RandomCase(uint64_t seed, DType dtype, int64_t most);
 // Whether a case runs: every n-th one alone (STOF_SAMPLE), or one by its seed (STOF_CASE).
 bool IsSampled(uint64_t seed);
 
+// Those that are functions of chains, which describe an epilogue.
+constexpr Activation kChainActivations[] = {Activation::kNone, Activation::kRelu, Activation::kGelu,
+                                            Activation::kGeluTanh, Activation::kSilu};
 constexpr size_t kBand = 256;  // bytes around an output that are compared, too
 // All elements of a small output; of a large one the last rows and columns, those around tiles' edges, and some.
 // function: relative error of the activation.

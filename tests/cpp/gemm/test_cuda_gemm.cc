@@ -75,7 +75,7 @@ TEST(CudaGemmSizes) {
         c.pair = pair;
         c.lead = {M};
         c.N = (pair == 0 ? 3072 : 1152) + 3 * odd, c.K = M > 512 ? 768 + odd : 1600 + odd;
-        c.activation = static_cast<GemmActivation>(random.Range(0, 4));
+        c.activation = kChainActivations[random.Range(0, 4)];
         for (int i = 1; i < Part::kKinds; ++i) c.has[i] = random.OneIn(2);
         if (pair == 0) c.has[Part::kBias1] = false;
         RunDevice(c, M == 512 ? 50 : 2);
@@ -89,8 +89,8 @@ TEST(CudaGemmPlainEpilogues) {
   uint64_t seed = 20000;
   for (int64_t M : {1, 128, 2100}) {
     for (int64_t K : {8, 768, 3072}) {
-      for (GemmActivation activation : {GemmActivation::kNone, GemmActivation::kRelu, GemmActivation::kGeluTanh}) {
-        for (int parts = 0; parts < (activation == GemmActivation::kNone ? 4 : 2); ++parts) {
+      for (Activation activation : {Activation::kNone, Activation::kRelu, Activation::kGeluTanh}) {
+        for (int parts = 0; parts < (activation == Activation::kNone ? 4 : 2); ++parts) {
           Case c;
           c.seed = ++seed;
           if (!IsSampled(seed)) continue;
@@ -117,7 +117,7 @@ void RunWaves(uint64_t seed, int pair) {
       c.pair = pair;
       c.lead = {M};
       c.N = pair == 0 ? 1544 : 584, c.K = K;
-      if (K % 64 != 0) c.activation = pair == 0 ? GemmActivation::kGeluTanh : GemmActivation::kGelu;
+      if (K % 64 != 0) c.activation = pair == 0 ? Activation::kGeluTanh : Activation::kGelu;
       c.has[Part::kBias0] = true, c.has[Part::kResidual] = K % 64 == 0;
       c.has[Part::kScale] = c.has[Part::kRow] = K == 328;
       RunDevice(c, 5);
@@ -136,7 +136,7 @@ TEST(CudaGemmEdges) {
     for (int64_t M : {0, 3}) {
       Case c;
       c.seed = 3, c.dtype = DType::kF16, c.lead = {M}, c.N = 72, c.K = K;
-      c.activation = GemmActivation::kSilu;
+      c.activation = Activation::kSilu;
       c.has[Part::kBias0] = true;
       RunDevice(c, 1);
     }

@@ -167,9 +167,9 @@ void SetEpilogue(Case* c, uint64_t which) {
   c->has[Part::kBias0] = kind != 0 && kind != 4;
   c->has[Part::kResidual] = kind == 3 || kind == 5;
   c->has[Part::kScale] = c->has[Part::kRow] = kind == 5;
-  if (kind == 2) c->activation = GemmActivation::kRelu;
-  if (kind == 4) c->activation = GemmActivation::kGeluTanh;
-  if (kind == 5) c->activation = GemmActivation::kSilu;
+  if (kind == 2) c->activation = Activation::kRelu;
+  if (kind == 4) c->activation = Activation::kGeluTanh;
+  if (kind == 5) c->activation = Activation::kSilu;
 }
 
 constexpr int64_t kRowCounts[] = {1, 17, 63, 64, 65, 129, 300};

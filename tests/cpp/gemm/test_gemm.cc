@@ -63,7 +63,7 @@ TEST(GemmEdges) {
   for (DType dtype : {DType::kF32, DType::kF16}) {
     Case c;
     c.seed = 5, c.dtype = dtype, c.pair = 2, c.lead = {2, 1, 600}, c.N = Effort() < 0.1 ? 200 : 2000, c.K = 257;
-    c.activation = GemmActivation::kGelu;
+    c.activation = Activation::kGelu;
     for (bool& has : c.has) has = true;
     for (int64_t K : {int64_t{257}, int64_t{0}}) {
       for (int64_t M : {int64_t{600}, int64_t{0}}) {

@@ -10,6 +10,7 @@
 #include "cpu/isa.h"
 #include "plugins/core/contract/gemm.h"
 #include "plugins/core/host/thread_pool.h"
+#include "tests/cpp/activation.h"
 #include "tests/cpp/gemm/gemm_cases.h"
 #include "tests/cpp/memory.h"
 
@@ -40,7 +41,7 @@ struct Packed {
     const auto maybe = [&](std::vector<float>* values, int64_t count, const float** at) {
       if (random->OneIn(2)) *values = Drawn(count, 1, random), *at = values->data();
     };
-    epilogue.activation = static_cast<GemmActivation>(random->Range(0, 4));
+    epilogue.activation = static_cast<Activation>(random->Range(0, kActivations - 1));
     maybe(&bias[0], N, &epilogue.bias0);
     if (pair) maybe(&bias[1], N, &epilogue.bias1);
     maybe(&scale, N, &epilogue.scale);
@@ -71,21 +72,6 @@ Outputs Run(const Packed& p, const CpuPackedWeights& weights, int64_t M, int thr
   return outputs;
 }
 
-double Activate(GemmActivation activation, double x) {
-  switch (activation) {
-    case GemmActivation::kRelu:
-      return std::max(x, 0.0);
-    case GemmActivation::kGelu:
-      return 0.5 * x * std::erfc(-x / std::sqrt(2.0));
-    case GemmActivation::kGeluTanh:
-      return x / (1 + std::exp(-2 * std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x)));
-    case GemmActivation::kSilu:
-      return x / (1 + std::exp(-x));
-    default:
-      return x;
-  }
-}
-
 void Check(const Packed& p, const Outputs& outputs, const std::string& where) {
   for (int64_t m = 0; m < p.M; ++m) {
     for (int64_t n = 0; n < p.N; ++n) {
@@ -103,7 +89,9 @@ void Check(const Packed& p, const Outputs& outputs, const std::string& where) {
       };
       double want[2] = {sum[0], sum[1]}, most[2] = {error[0], error[1]};
       if (p.has_epilogue) {
-        const double u = Activate(p.epilogue.activation, sum[0] + at(p.epilogue.bias0, n, 0));
+        const double x = sum[0] + at(p.epilogue.bias0, n, 0);
+        const double u = Activate(p.epilogue.activation, x);
+        if (p.epilogue.activation == Activation::kRelu2) error[0] *= 2 * std::fabs(x) + 1;  // its slope
         const double v = p.pair ? sum[1] + at(p.epilogue.bias1, n, 0) : 1;
         const double by = at(p.epilogue.scale, n, 1) * at(p.epilogue.row, m, 1);
         want[0] = u * v * by + at(p.epilogue.residual, m * p.N + n, 0);
@@ -162,8 +150,7 @@ void RunIsa(CpuIsa isa) {
 
 // Registers the test of each instruction set of this machine.
 const bool registered = [] {
-#define STOF_TEST(id, name, features, attention, chain, gemm, packed_gemm, sparse_mlp) \
-  {"PackedEqualsTheDefinition[" name "]", [] { RunIsa(CpuIsa::id); }},
+#define STOF_TEST(id, name, is_supported) {"PackedEqualsTheDefinition[" #name "]", [] { RunIsa(CpuIsa::id); }},
   static constexpr Test kRows[] = {STOF_CPU_ISAS(STOF_TEST)};
 #undef STOF_TEST
   for (int isa = 0; isa <= static_cast<int>(BestCpuIsa()); ++isa) AllTests().push_back(kRows[isa]);

@@ -4,30 +4,13 @@
 #include <algorithm>
 #include <cmath>
 
+#include "tests/cpp/activation.h"
 #include "tests/cpp/attention/reference.h"
 
 namespace stof::test::sparse_mlp {
 namespace {
 
 constexpr double kRoundoff = 0x1p-24;
-
-double Activated(SparseMlpActivation activation, double x) {
-  const double positive = x < 0 ? 0 : x;
-  switch (activation) {
-    case SparseMlpActivation::kRelu:
-      return positive;
-    case SparseMlpActivation::kRelu2:
-      return positive * positive;
-    case SparseMlpActivation::kGelu:
-      return x * 0.5 * (1 + std::erf(x / std::sqrt(2.0)));
-    case SparseMlpActivation::kGeluTanh:
-      return x * 0.5 * (1 + std::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x)));
-    case SparseMlpActivation::kSilu:
-      return x / (1 + std::exp(-x));
-    default:
-      return x;
-  }
-}
 
 double At(const Values& values, int64_t i) { return values.values[static_cast<size_t>(i)]; }
 
@@ -63,7 +46,7 @@ double UnitRoundoff(DType dtype) { return dtype == DType::kF32 ? kRoundoff : dty
 std::string Describe(const Case& c) {
   return Text(
       "T", c.T, " K", c.K, " F", c.F, " N", c.N, " R", c.R, " density ", c.density, " type ", TypeText(c.dtype), " ",
-      kSparseMlpActivations[static_cast<int>(c.activation)], " ", kSparseMlpSelections[static_cast<int>(c.selection)],
+      kActivationNames[static_cast<int>(c.activation)], " ", kSparseMlpSelections[static_cast<int>(c.selection)],
       c.has_up ? " up" : "", c.has_biases ? " biases" : "", c.has_thresholds ? " thresholds" : "", " bits ", c.bits,
       " block ", c.block, c.has_zero_points ? " zero points" : "", " level ", c.accuracy_level,
       c.has_quantized_predictor ? " quantized predictor" : "", c.has_predictor_relu ? " predictor with ReLU" : "");
@@ -155,7 +138,7 @@ void Problem::DrawFactor(int64_t rows, int64_t size, Values* factor, Values* sca
 // Active neurons have values of either sign, but for relu; the others have 0, or a negative value under relu.
 void Problem::DrawGate() {
   gate = Draw(c.T * c.F, 1);
-  const bool is_relu = c.activation == SparseMlpActivation::kRelu || c.activation == SparseMlpActivation::kRelu2;
+  const bool is_relu = c.activation == Activation::kRelu || c.activation == Activation::kRelu2;
   const int64_t item = SizeOfFloat(c.dtype);
   for (size_t i = 0; i < gate.values.size(); ++i) {
     const bool is_active = (static_cast<double>(random_.Unit()) + 1) / 2 < c.density;
@@ -192,7 +175,7 @@ void Problem::DrawThresholds() {
   if (c.has_predictor()) {
     values = Scores();
   } else {
-    for (const double x : gate.values) values.push_back(std::fabs(Activated(c.activation, x)));
+    for (const double x : gate.values) values.push_back(std::fabs(Activate(c.activation, x)));
   }
   const auto between = [this](std::vector<double> sorted) {
     std::sort(sorted.begin(), sorted.end());
@@ -271,13 +254,13 @@ void Problem::Expect(std::vector<double>* output, std::vector<double>* tolerance
         double sum = bias(gate_bias, j);
         size_of_a = std::fabs(sum);
         Dot(input, t, gate_weight, j, c.K, &sum, &size_of_a);
-        a = Activated(c.activation, sum);
+        a = Activate(c.activation, sum);
         // relu2 grows with its argument.
-        const double slope = c.activation == SparseMlpActivation::kRelu2 ? 2 * std::fabs(sum) + 1 : 1.2;
+        const double slope = c.activation == Activation::kRelu2 ? 2 * std::fabs(sum) + 1 : 1.2;
         error = slope * (size_of_a * (sums + rounding + weights) + std::fabs(sum) * unit + smallest) +
                 std::fabs(a) * 8 * kRoundoff;
       } else {
-        a = Activated(c.activation, At(gate, t * c.F + j));
+        a = Activate(c.activation, At(gate, t * c.F + j));
         error = std::fabs(a) * 8 * kRoundoff;
         const bool needs = c.selection == SparseMlpSelection::kNonzero
                                ? a != 0
@@ -337,7 +320,7 @@ std::vector<Case> DrawCases(int count) {
     if (random.OneIn(8)) c.F = random.Pick<int64_t>({600, 1100});
     c.density = random.Pick<double>({0, 0.001, 0.01, 0.1, 0.5, 0.9, 1});
     c.dtype = random.Pick<DType>({DType::kF32, DType::kF32, DType::kF16, DType::kBF16});
-    c.activation = static_cast<SparseMlpActivation>(random.Range(0, 5));
+    c.activation = static_cast<Activation>(random.Range(0, kActivations - 1));
     c.selection = static_cast<SparseMlpSelection>(random.Range(0, 2));
     c.has_up = c.has_predictor() || !random.OneIn(3);
     c.has_biases = random.OneIn(2), c.has_thresholds = random.OneIn(2);

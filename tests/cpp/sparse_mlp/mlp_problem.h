@@ -17,7 +17,7 @@ struct Case {
   int64_t T = 1, K = 40, F = 70, N = 30, R = 9;
   double density = 0.2;
   DType dtype = DType::kF32;
-  SparseMlpActivation activation = SparseMlpActivation::kRelu;
+  Activation activation = Activation::kRelu;
   SparseMlpSelection selection = SparseMlpSelection::kNonzero;
   bool has_up = true, has_biases = false, has_thresholds = false;  // a threshold for each neuron
   int bits = 0;

@@ -21,11 +21,11 @@ TEST(CudaSparseMlpTable) {
   uint64_t seed = 0;
   for (int selection = 0; selection < 3; ++selection) {
     for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
-      for (int activation = 0; activation < 6; ++activation) {
+      for (int activation = 0; activation < kActivations; ++activation) {
         for (const int64_t T : {1, 3, 16, 70}) {
           Case c;
           c.selection = static_cast<SparseMlpSelection>(selection);
-          c.activation = static_cast<SparseMlpActivation>(activation);
+          c.activation = static_cast<Activation>(activation);
           c.dtype = dtype, c.T = T;
           const bool is_odd = random.OneIn(3);  // no size is a multiple of anything
           c.K = is_odd ? random.Pick<int64_t>({7, 61, 131}) : random.Pick<int64_t>({8, 64, 120, 520});

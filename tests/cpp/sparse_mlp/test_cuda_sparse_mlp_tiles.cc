@@ -20,7 +20,7 @@ TEST(CudaSparseMlpTiles) {
         for (int selection = 0; selection < 3; ++selection) {
           Case c;
           c.T = T, c.K = K, c.dtype = dtype, c.selection = static_cast<SparseMlpSelection>(selection);
-          c.activation = static_cast<SparseMlpActivation>(random.Range(0, 5));
+          c.activation = static_cast<Activation>(random.Range(0, kActivations - 1));
           c.F = random.Pick<int64_t>({1, 15, 40, 333, 2500}), c.N = random.Pick<int64_t>({8, 64, 248, 264, 776});
           c.R = random.Pick<int64_t>({8, 32, 40, 264, 1040});
           c.density = random.Pick<double>({0.01, 0.1, 0.5, 1});
@@ -85,9 +85,9 @@ TEST(CudaSparseMlpManyTokens) {
             Case c;
             c.T = T, c.K = K, c.F = of({129, 260, K > 500 ? 300 : 1000}), c.N = of({24, 33}), c.R = R, c.dtype = dtype;
             c.selection = SparseMlpSelection::kPredictor, c.density = 0.2, c.has_quantized_predictor = is_quantized;
-            c.activation = static_cast<SparseMlpActivation>(seed / 2 % 6);
+            c.activation = static_cast<Activation>(seed / 2 % kActivations);
             // Hidden values of relu2 would exceed the range of fp16.
-            if (K > 1000 && c.activation == SparseMlpActivation::kRelu2) c.activation = SparseMlpActivation::kGelu;
+            if (K > 1000 && c.activation == Activation::kRelu2) c.activation = Activation::kGelu;
             c.has_up = seed % 11 != 4, c.has_biases = seed % 3 == 1, c.has_predictor_relu = seed % 4 == 1;
             c.has_thresholds = seed % 7 == 0, c.bits = seed % 8 == 3 ? 4 : 0;
             const size_t shift = seed % 9 == 4 ? static_cast<size_t>(SizeOf(dtype)) : 0;

@@ -94,11 +94,7 @@ void RunTokensAlone(CpuIsa isa) {
 }
 
 void RunEachIsa(void (*run)(CpuIsa isa)) {
-  for (const char* name : {"portable", "avx2", "avx512", "avx512_vnni"}) {
-    CpuIsa isa{};
-    CHECK(FindCpuIsa(name, &isa), name);
-    if (IsCpuIsaSupported(isa)) run(isa);
-  }
+  for (int isa = 0; isa <= static_cast<int>(BestCpuIsa()); ++isa) run(static_cast<CpuIsa>(isa));
 }
 
 TEST(SparseMlpTable) { RunEachIsa(RunTable); }
@@ -216,7 +212,7 @@ TEST(SparseMlpLargestHiddenValues) {
         for (const float largest : {3.2e38f, std::numeric_limits<float>::max()}) {
           Case c;
           c.T = T, c.F = 40, c.N = 70, c.bits = 4, c.accuracy_level = level;
-          c.has_up = false, c.activation = SparseMlpActivation::kNone;
+          c.has_up = false, c.activation = Activation::kNone;
           Problem problem(c, 3);
           for (int64_t i = 0; i < T * c.F; ++i) Set(&problem.gate, i, i % c.F == 3 ? largest : 0.0f);
           for (int64_t i = 0; i < 2 * c.N; ++i) Set(&problem.down_scales, i, 0x1p-10f);
@@ -237,7 +233,7 @@ TEST(SparseMlpNegativeZerosOfTokensAlone) {
   RunEachIsa([](CpuIsa isa) {
     Case c;
     c.T = 9, c.K = 8, c.F = 1024, c.N = 40;  // each part of the sum has neurons of the first token
-    c.has_up = false, c.activation = SparseMlpActivation::kNone;
+    c.has_up = false, c.activation = Activation::kNone;
     Problem problem(c, 3);
     const auto is_tiny = [](int64_t neuron) { return neuron % 64 == 5; };
     for (int64_t j = 0; j < c.F; ++j) {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import onnx
@@ -27,7 +28,9 @@ from stof.attention.subgraphs import Scope, emit_scopes, graph_at
 from stof.errors import VerifyError
 from stof.execution.case import Case, Counts, Padding
 from stof.execution.inputs import InputMaker
+from stof.execution.narrow_inputs import InputNarrower
 from stof.execution.run_limits import LimitReached
+from stof.execution.session_process import RuntimeFailure
 from stof.graph.node_fields import plain_attributes_of
 from stof.mask.check.run_masks import tensors_by_role
 from stof.mask.empty_rows.weaker_rows import number_rows
@@ -38,7 +41,7 @@ from stof.verification.fp64_reference import compute_in_fp64
 from stof.verification.model_inputs import BATCH_WITH_ALL_PADDING, ModelInputs
 from stof.verification.perturb import Noisy
 from stof.verification.result import Comparison
-from stof.verification.site_checks import Run, SiteChecks
+from stof.verification.site_checks import Run, SiteChecks, Tensors
 
 _LONGEST = 700
 
@@ -128,12 +131,14 @@ class AttentionChecks(SiteChecks):
             model.graph.output.append(helper.make_tensor_value_info(name, scope.symbolic.dtype(name), None))
         try:
             maker = InputMaker(scope.prepared.model, scope.symbolic, *tensors_by_role((r.site, r.mask) for r in some))
-            captured = run(model, wanted, maker.draw(case, np.random.default_rng(0)))
+            captured = _run_redrawn(maker, case, model, partial(run, model, wanted))
         except (VerifyError, LimitReached):
             raise
         except Exception as error:  # whatever the runtime raises, and inputs that cannot be drawn
+            # The original's own nodes do not run: that is no fault of a site.
             detail = f"the {scope.description} cannot be run by itself: {error}"
-            yield from (Comparison(f"site {r.site.name!r}", np.inf, 0.0, False, r.site.name, detail) for r in some)
+            for name in (r.site.name for r in some):
+                yield Comparison(f"site {name!r}", 0.0, 0.0, True, name, detail, comparable=False)
             return
         yield from self._compare(scope, emitted, captured)
 
@@ -155,6 +160,9 @@ class AttentionChecks(SiteChecks):
             behind = len(perm) - 1 - perm.index(len(perm) - 1) if perm else 0
             found[site.output] = Noisy(site.dtype, channels, largest, behind)
         return found
+
+    def outputs(self) -> dict[str, list[str]]:
+        return {r.site.name: [r.site.output] for r in self.rewrites}
 
     def emit(self, sites: Sequence[str]) -> onnx.ModelProto:
         return emit_scopes(list(self.scopes), [r for r in self.rewrites if r.site.name in set(sites)])
@@ -227,6 +235,8 @@ class AttentionChecks(SiteChecks):
             if not all(n in known for node in nodes for n in node.input[3:]):
                 continue  # an operand that the emitted graph computes itself; the outputs tell
             tensors = (site.query.tensor, site.key.tensor, site.value.tensor)
+            if not all(n in known for n in (*tensors, site.output)):
+                continue  # nodes that nothing here computes
             own = {n: rounded(x, site.dtype) if n in {*tensors, site.output} else x for n, x in known.items()}
             second = None if rows is None else rows > 0
             calls = [
@@ -267,6 +277,25 @@ def _row_numbers(rewrite: Rewrite, known: Mapping[str, np.ndarray]) -> np.ndarra
     shape = (query.shape[0], 1, query.shape[2], key.shape[2])
     expressions = (mask.expression, *mask.weaker.expressions[:-1])
     return number_rows([allowed_by_mask(site, replace(mask, expression=e), known, shape)[0] for e in expressions])
+
+
+def _run_redrawn(maker: InputMaker, case: Case, model: onnx.ModelProto, run: Callable[[Tensors], Tensors]) -> Tensors:
+    """The tensors of a run, whose inputs are drawn otherwise as long as the original refuses them.
+
+    Args:
+        maker: draws the inputs.
+        case: their sizes.
+        model: the one that runs.
+        run: gives its inputs and outputs.
+    """
+    narrower = InputNarrower(maker)
+    while True:
+        feed = maker.draw(case, np.random.default_rng(0))
+        try:
+            return run(feed)
+        except RuntimeFailure as error:
+            if not narrower.narrow(model, str(error), case, feed):
+                raise
 
 
 def _absorbs(rewrite: Rewrite) -> bool:

@@ -36,6 +36,7 @@ from stof.symbolic.algebra.sizes import evaluate
 
 REPORT_LENGTH = 2048
 _RANGE = (128, 8192)
+_CURVE = (128, 256, 512, 1024, 2048, 4096, 8192)  # lengths of the report's chart, where they are in use
 # Above this length the share of tiles and with it the estimate hardly change, but the block mask of a dense pattern
 # grows with the square of it.
 _LONGEST = 32768
@@ -43,11 +44,15 @@ _LONGEST = 32768
 
 @dataclass(frozen=True)
 class Choice:
-    """The outcome for one site: a row of the report, an entry of the plan, and the rewrite where it is replaced."""
+    """The outcome for one site: a row of the report, an entry of the plan, and the rewrite where it is replaced.
+
+    ``curve``: estimated gains at several lengths, for the report's page alone.
+    """
 
     report: SiteReport
     plan: SitePlan
     rewrite: Rewrite | None = None
+    curve: tuple[tuple[int, float], ...] = ()
 
 
 def candidates_of(sites: Sequence[AttentionSite], findings: Sequence[Finding]) -> tuple[NamedCandidate, ...]:
@@ -119,6 +124,7 @@ class SiteDecider:
         # Of sites that differ in no more than their place in the graph, and by whether fully masked rows may differ.
         self.lifted: dict[tuple[AttentionSite, bool], LiftedMask] = {}
         self.estimates: dict[tuple[object, ...], list[GainEstimate]] = {}
+        self.curves: dict[tuple[object, ...], tuple[tuple[int, float], ...]] = {}
 
     def decide(self, site: AttentionSite) -> Choice:
         """The outcome for a site.
@@ -184,7 +190,7 @@ class SiteDecider:
         plan = SitePlan(site.name, True, mask.expression.text, mask.empty_rows.value, hints, gain and round(gain, 3))
         tensorrt = self.target.name == "tensorrt"
         rewrite = Rewrite(site, mask, hints, tensorrt, self.options.allow_tf32, self._ignores_rows(site))
-        return Choice(row, plan, rewrite)
+        return Choice(row, plan, rewrite, () if self.options.report is None else self._curve(site, mask))
 
     def _ignores_rows(self, site: AttentionSite) -> bool:
         """Whether fully masked rows of a site may differ from the graph's."""
@@ -268,9 +274,23 @@ class SiteDecider:
         lengths = self._lengths(site)
         key = (mask.expression, mask.tables, site.num_heads, site.head_size, site.value_head_size, lengths)
         if key not in self.estimates:
-            shown = lengths[0] if len(lengths) == 1 else REPORT_LENGTH
+            shown = min(max(lengths[0], REPORT_LENGTH), lengths[-1])
             self.estimates[key] = [self.target.estimate_gain(site, mask, n) for n in (*lengths, shown)]
         return self.estimates[key]
+
+    def _curve(self, site: AttentionSite, mask: LiftedMask) -> tuple[tuple[int, float], ...]:
+        """Estimated gains at the ends of the lengths in use, and at lengths between them."""
+        lengths = self._lengths(site)
+        least, most = lengths[0], lengths[-1]
+        if not self.target.estimates_gains or least == most:
+            return ()
+        key = (mask.expression, mask.tables, site.num_heads, site.head_size, site.value_head_size, least, most)
+        if key not in self.curves:
+            between = (n for n in _CURVE if least < n < most)
+            self.curves[key] = tuple(
+                (n, self.target.estimate_gain(site, mask, n).gain) for n in (least, *between, most)
+            )
+        return self.curves[key]
 
     def _batch(self, site: AttentionSite) -> int:
         """The largest batch in use: the fixed one, or that of ``--shape``, or 1."""
@@ -283,7 +303,7 @@ class SiteDecider:
     def _lengths(self, site: AttentionSite) -> tuple[int, ...]:
         """The lengths at which a site must not lose: the fixed one, or the range of ``--shape``, or the usual one."""
         least, most = (_length(site.dims[3], self.options, i) for i in (0, 1))
-        return tuple(sorted({least, (least + most) // 4 if least < most else least, most}))
+        return tuple(sorted({least, max(least, (least + most) // 4), most}))
 
 
 def _is_text_of(text: str, expression: MaskExpression) -> bool:

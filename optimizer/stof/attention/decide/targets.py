@@ -18,6 +18,7 @@ from stof.mask.site import AttentionSite, LiftedMask
 from stof.options import Options
 from stof.runtime.cuda import device_info
 from stof.runtime.library import LibraryError
+from stof.tuning_cache import EarlierMeasurements
 
 
 @dataclass(frozen=True)
@@ -35,14 +36,20 @@ class Target:
     name = "cpu"
     estimates_gains = True  # whether estimates tell whether a site gains
 
-    def __init__(self, options: Options, isa: str) -> None:
+    def __init__(self, options: Options, isa: str, started: float | None = None) -> None:
         self.options = options
         self.isa = isa
+        self.started = started  # when the run began, in seconds since 1970; None: now
 
     @property
     def tuned_seconds(self) -> float:
         """The seconds of ``--tune`` that measurements of sites took."""
         return 0.0
+
+    @property
+    def earlier_measurements(self) -> EarlierMeasurements | None:
+        """The measurements of earlier runs that decided about sites; None: none did."""
+        return None
 
     def why_not(self, site: AttentionSite, mask: LiftedMask) -> list[str]:
         """The reasons against running a site on the kernels; empty when there are none."""
@@ -77,7 +84,12 @@ class CudaTarget(Target):
     @cached_property
     def tuner(self) -> Tuner:
         # Chains are measured after sites, in the time that these leave: at least half of it.
-        return Tuner(self.options.tune if self.options.chains == "off" else self.options.tune / 2)
+        seconds = self.options.tune if self.options.chains == "off" else self.options.tune / 2
+        return Tuner(seconds, options=self.options, started=self.started)
+
+    @property
+    def earlier_measurements(self) -> EarlierMeasurements | None:
+        return self.tuner.cache.earlier if "tuner" in self.__dict__ else None
 
     @property
     def tuned_seconds(self) -> float:
@@ -108,8 +120,8 @@ class TensorRtTarget(Target):
     name = "tensorrt"
     estimates_gains = False
 
-    def __init__(self, options: Options, isa: str) -> None:
-        super().__init__(options, isa)
+    def __init__(self, options: Options, isa: str, started: float | None = None) -> None:
+        super().__init__(options, isa, started)
         if options.tune:
             raise ArgumentError("--tune has nothing to measure for target tensorrt, which measures by itself")
 
@@ -126,10 +138,10 @@ class TensorRtTarget(Target):
 _TARGETS: tuple[type[Target], ...] = (Target, CudaTarget, TensorRtTarget)
 
 
-def target_of(options: Options, isa: str) -> Target:
-    """The target that the options name.
+def target_of(options: Options, isa: str, started: float | None = None) -> Target:
+    """The target that the options name; ``started``: when the run began, in seconds since 1970.
 
     Raises:
         ArgumentError: when the options ask it for what it does not have.
     """
-    return next(t for t in _TARGETS if t.name == options.target)(options, isa)
+    return next(t for t in _TARGETS if t.name == options.target)(options, isa, started)

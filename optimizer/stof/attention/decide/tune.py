@@ -14,9 +14,10 @@ import onnx
 
 from stof.errors import ArgumentError
 from stof.mask.site import AttentionSite, LiftedMask, tables_of
+from stof.options import Options
 from stof.runtime.cuda import CudaOp, DeviceInfo, device_info, kernel_names
 from stof.runtime.library import LibraryError, build_info
-from stof.tuning_cache import Cache, cache_path
+from stof.tuning_cache import Cache, open_cache
 
 _GAIN = 1.03  # below that a difference is taken for noise
 _SLICE = 0.15  # seconds of replays for one time
@@ -43,8 +44,11 @@ class Tuner:
         clock: Callable[[], float] = time.monotonic,
         measure: Time | None = None,
         device: DeviceInfo | None = None,
+        options: Options | None = None,
+        started: float | None = None,
     ) -> None:
-        """``measure`` and ``device`` stand in for the device's in tests.
+        """``measure`` and ``device`` stand in for the device's in tests; ``options`` and when the run ``started`` say
+        which measurements count.
 
         Raises:
             ArgumentError: without a device or CUDA kernels, or when the cache cannot be used.
@@ -53,7 +57,7 @@ class Tuner:
             self.device = device or device_info()
         except LibraryError as error:
             raise ArgumentError(f"--tune measures on a CUDA device: {error}") from error
-        self.cache = cache or Cache(cache_path(), self.device.name, str(build_info()["build_id"]))
+        self.cache = cache or open_cache(options or Options(), self.device.name, build_info(), started)
         self.clock = clock
         self.end = clock() + seconds
         self.measure = measure or time_kernel
@@ -102,6 +106,8 @@ class Tuner:
                     known[name] = microseconds * 1e-6
                     self.cache.put(own, name, known[name])
                 times[name] = known[name] * 1e6
+        problems = [{**problem, "batch": batch, "length": length} for length in found]
+        self.cache.note_decision(problems, {name for times in found.values() for name in times})
         return Tuned(_best(found), found, whole)
 
 

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stof import strict_json
-from stof.files import folder_lock, remove_leftovers, write_text
+from stof.files import folder_lock, remove_leftovers, strict_json, write_text
 
 Record = dict[str, Any]
 

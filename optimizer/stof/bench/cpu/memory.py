@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from stof import strict_json
-from stof.files import temporary_folder
+from stof.files import strict_json, temporary_folder
 
 _STATUS = Path("/proc/self/status")
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
+import subprocess
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,14 +20,20 @@ from onnx import TensorProto, helper
 
 from stof.bench.core import measure
 from stof.bench.core.candidate import Unavailable, require
+from stof.bench.core.drawn_feeds import ModelFeeds, TimedFeeds
 from stof.bench.core.results import Record, store
 from stof.bench.cpu.baselines_ort import bind_inputs, session
 from stof.bench.cpu.memory import peak_memory
 from stof.bench.cpu.profile import NodeCall, profile, rest_seconds
 from stof.options import Options
-from stof.terminal import say
+from stof.pipeline import optimize
+from stof.terminal import read_shapes, say
+from stof.verification.compare import compare_outputs
+from stof.verification.quantization import find_quantizers
+from stof.verification.result import Comparison
 
 _FOLDER = Path("build/bench")
+RESULTS = Path("docs/results")  # of graphs of models/
 _TYPES = {
     "float": "float32",
     "float16": "float16",
@@ -33,46 +42,90 @@ _TYPES = {
     "int32": "int32",
     "uint8": "uint8",
 }
-_ALLOWED = 1e-3  # of the outputs' range; stof-optimize has compared far more closely before
+# Of the outputs' range; stof-optimize has compared far more closely before.
+_ALLOWED = {"float16": 1e-2}
+_ALLOWED_ELSE = 1e-3
+_FLOATS = {onnx.TensorProto.FLOAT: "fp32", onnx.TensorProto.FLOAT16: "fp16", onnx.TensorProto.BFLOAT16: "bf16"}
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """The files of one model.
+
+    Attributes:
+        name: for records.
+        original: the model.
+        variants: optimized files by label, "optimized" among them.
+        is_quantized: the original quantizes what it computes at run time, and rounding makes steps.
+        dtype: of most of its weights.
+    """
+
+    name: str
+    original: Path
+    variants: Mapping[str, Path]
+    is_quantized: bool
+    dtype: str
+
+    @property
+    def optimized(self) -> Path:
+        """The optimized model."""
+        return self.variants["optimized"]
 
 
 def run(arguments: argparse.Namespace, threads: int) -> int:
     """Measures, prints and stores a model at every length."""
-    original = _original(arguments.model)
+    original, is_stored = _original(arguments.model)
+    shapes = read_shapes(arguments.shape)
     optimized: Path = arguments.optimized or original.with_name(original.stem + ".stof.onnx")
     tune = arguments.tune
     if tune or not optimized.is_file() or optimized.stat().st_mtime < original.stat().st_mtime:
-        from stof.pipeline import optimize
-
         say(f"optimizing {original.name}")
-        optimize(original, optimized, Options(tune=tune))
+        options = Options(tune=tune, shapes=shapes, inputs=tuple(arguments.inputs))
+        report = optimize(original, optimized, options)
+        if report.copied:
+            say("nothing is replaced: both models are the same")
     variants = {"optimized": optimized}
-    for label, options in (
+    for label, changed in (
         (("attention", {"chains": "off"}), ("chains", {"skip": ("*",)})) if arguments.ablation else ()
     ):
-        from stof.pipeline import optimize
-
         path = original.with_name(f"{original.stem}.{label}.onnx")
         path.unlink(missing_ok=True)
-        optimize(original, path, Options(verify=False, tune=0.0 if label == "attention" else tune, **options))
+        own = Options(verify=False, tune=0.0 if label == "attention" else tune, shapes=shapes, **changed)
+        optimize(original, path, own)
         variants[label] = path if path.is_file() else original  # nothing that gains: the original itself
+    drawn = ModelFeeds(original, shapes, tuple(arguments.inputs))
+    quantized = bool(find_quantizers(drawn.model))
     name = arguments.model.removesuffix(".onnx").rpartition("/")[2]
-    for length in arguments.lengths:
-        shape = (arguments.batch, length)
-        record = measure_point(name, original, variants, shape, threads, arguments.rounds, arguments.without)
-        store(arguments.results / "models-cpu.json", record)
+    files = ModelFiles(name, original, variants, quantized, _find_dtype(drawn.model))
+    records = []
+    for feeds in drawn.draw(arguments.lengths, arguments.batch):
+        record = measure_point(files, drawn, feeds, threads, arguments.rounds, arguments.without)
+        results = arguments.results or (RESULTS if is_stored else None)
+        if results is not None:
+            store(results / "models-cpu.json", record)
         say(*describe_record(record))
+        records.append(record)
+    say(*describe_gains(records))
     return 0
 
 
-def _original(model: str) -> Path:
-    """The path of a model file; a graph of models/ is filled with random weights first."""
+def _find_dtype(model: onnx.ModelProto) -> str:
+    """The float type of most weights."""
+    counts: Counter[str] = Counter()
+    for tensor in model.graph.initializer:
+        if tensor.data_type in _FLOATS:
+            counts[_FLOATS[tensor.data_type]] += math.prod(tensor.dims)
+    return max(counts, key=lambda name: counts[name]) if counts else "fp32"
+
+
+def _original(model: str) -> tuple[Path, bool]:
+    """The path of a model file, and whether it is a graph of models/, which is filled with random weights first."""
     path = Path(model)
-    if path.suffix == ".onnx" and path.is_file():
-        return path
+    if path.is_file():
+        return path, False
     builder = Path("models/build.py")
     if not builder.is_file():
-        raise ValueError(f"{model} is no .onnx file, and there is no {builder} here to make a graph of that name")
+        raise ValueError(f"{model} is no file, and there is no {builder} here to make a graph of that name")
     path = _FOLDER / f"{model.replace('/', '-')}.onnx"
     if not path.is_file():
         spec = importlib.util.spec_from_file_location("stof_models_build", builder)
@@ -82,30 +135,7 @@ def _original(model: str) -> Path:
         spec.loader.exec_module(module)
         _FOLDER.mkdir(parents=True, exist_ok=True)
         module.write(model, path)
-    return path
-
-
-def random_feeds(found: Any, batch: int, length: int) -> dict[str, np.ndarray]:
-    """Random token ids and images and masks of ones, by the inputs' names and types; static sizes stay."""
-    rng = np.random.default_rng(0)
-    feeds = {}
-    for value in found.get_inputs():
-        dims = [batch, *(d if isinstance(d, int) else length for d in value.shape[1:])]
-        kind = value.type.removeprefix("tensor(").removesuffix(")")
-        if kind not in _TYPES:
-            raise ValueError(f"input {value.name!r} is {value.type}; the benchmark makes integers, booleans and floats")
-        if "mask" in value.name or kind == "bool":
-            array: np.ndarray = np.ones(dims)
-        elif "type" in value.name:
-            array = np.zeros(dims)
-        elif "position" in value.name:
-            array = np.broadcast_to(np.arange(length), dims)
-        elif kind in ("float", "float16"):
-            array = rng.standard_normal(dims)
-        else:
-            array = rng.integers(0, 1000, dims)
-        feeds[value.name] = np.ascontiguousarray(array, _TYPES[kind])
-    return feeds
+    return path, True
 
 
 def _openvino(path: Path, feeds: Mapping[str, np.ndarray], threads: int) -> Callable[[], np.ndarray]:
@@ -174,93 +204,152 @@ def _site_calls(
     return found
 
 
-def _first(found: Any, feeds: Mapping[str, np.ndarray]) -> np.ndarray:
-    return np.asarray(found.run(None, dict(feeds))[0])
+def compare(
+    files: ModelFiles, drawn: ModelFeeds, timed: TimedFeeds, runs: Sequence[Sequence[np.ndarray]]
+) -> list[Comparison]:
+    """Holds the outputs of a variant against the original's, those of rows of KV caches without a key left out.
+
+    Args:
+        files: the models.
+        drawn: tells which rows hold keys.
+        timed: the inputs.
+        runs: the original's outputs, then the variant's.
+    """
+    found = []
+    for value, expected, output in zip(drawn.model.graph.output, *runs, strict=True):
+        allowed = _ALLOWED.get(expected.dtype.name, _ALLOWED_ELSE)
+        held = drawn.inputs.cache_rows(value.name, timed.feeds, expected.shape)
+        found.append(compare_outputs(timed.case, allowed, value.name, expected, [expected], output, held=held))
+    return found
+
+
+def _largest_share(comparisons: Sequence[Comparison]) -> float:
+    """The largest difference over the output's range; infinite where shapes or whole numbers differ."""
+    return max((_share(c) for c in comparisons), default=0.0)
+
+
+def _share(comparison: Comparison) -> float:
+    if comparison.ok and not comparison.difference:
+        return 0.0
+    return comparison.difference / comparison.budget * _ALLOWED_ELSE if comparison.budget else math.inf
 
 
 def measure_point(
-    name: str,
-    original: Path,
-    variants: Mapping[str, Path],
-    shape: tuple[int, int],
-    threads: int,
-    rounds: int,
-    without: list[str],
+    files: ModelFiles, drawn: ModelFeeds, timed: TimedFeeds, threads: int, rounds: int, without: Sequence[str]
 ) -> Record:
-    """Measures one model at one shape [batch, length]; ``variants`` are files by label, "optimized" among them."""
-    batch, length = shape
-    optimized = variants["optimized"]
+    """Measures one model on one set of inputs.
+
+    Raises:
+        ValueError: when the outputs of a variant are not the original's.
+    """
+    feeds = dict(timed.feeds)
     missing: dict[str, str] = {}
-    before = session(str(original), threads)
-    own = {k: session(str(path), threads, stof=True) for k, path in variants.items()}
-    feeds = random_feeds(before, batch, length)
-    runs: dict[str, Callable[[], np.ndarray]] = {
-        "original": lambda: before.run(None, feeds)[0],
-        **{k: partial(_first, found, feeds) for k, found in own.items()},
+    before = session(str(files.original), threads)
+    own = {k: session(str(path), threads, stof=True) for k, path in files.variants.items()}
+    runs: dict[str, Callable[[], object]] = {
+        "original": partial(before.run, None, feeds),
+        **{k: partial(found.run, None, feeds) for k, found in own.items()},
     }
-    expected = runs["original"]()
+    expected = before.run(None, feeds)
+    errors = {}
+    for kind, found in own.items():
+        comparisons = compare(files, drawn, timed, (expected, found.run(None, feeds)))
+        errors[kind] = _largest_share(comparisons)
+        failed = [c for c in comparisons if not c.ok]
+        if failed and not files.is_quantized:  # there stof-optimize has compared with the spread of the original's runs
+            raise ValueError(f"the model {kind!r} gives other outputs than the original: {failed[0].message()}")
     if "openvino" in without:
         missing["openvino"] = "left out by --without"
     else:
         try:
-            runs["openvino"] = _openvino(original, feeds, threads)
+            runs["openvino"] = _openvino(files.original, feeds, threads)
+            errors["openvino"] = _difference(expected[0], np.asarray(runs["openvino"]()))
         except Unavailable as reason:
             missing["openvino"] = str(reason)
-    span = float(expected.max() - expected.min())
-    errors = {k: float(np.abs(call() - expected).max()) / span for k, call in runs.items() if k != "original"}
-    for kind in variants:
-        if not errors[kind] <= _ALLOWED:
-            raise ValueError(f"the model {kind!r} gives an output that differs by {errors[kind]:.1e} of the range")
-    sites = []
-    if "quotient" not in without:
-        profiled = profile(str(optimized), feeds, threads, stof=True, runs=1)[-1]
-        sites = _site_calls(optimized, profiled, threads)
+    sites: list[tuple[Callable[[], object], int, tuple[Any, ...]]] = []
+    if "quotient" not in without and not timed.is_token:
+        try:
+            profiled = profile(str(files.optimized), feeds, threads, stof=True, runs=1)[-1]
+            sites = _site_calls(files.optimized, profiled, threads)
+        except Exception as reason:  # an extra: whatever ONNX Runtime says about a node by itself
+            missing["quotient"] = f"{type(reason).__name__}: {' '.join(str(reason).split())[:200]}"
     rates = measure.rates(threads)
     timings = measure.interleave([*runs.values(), *[call for call, _, _ in sites]], rounds)
     rates = measure.best_rates(rates, measure.rates(threads))
     times = dict(zip(runs, timings, strict=False))
+    name = f"{files.name}, one token" if timed.is_token else files.name
     record: Record = {
-        "key": [name, batch, length, threads],
+        "key": [name, timed.batch, timed.length, threads],
         "grid": "model",
         "model": name,
-        "shape": {"B": batch, "S": length, "dtype": "fp32"},
+        "inputs": timed.words,
+        "shape": {"B": timed.batch, "S": timed.length, "dtype": files.dtype},
         "machine": {**measure.machine(threads), **rates},
         "rounds": rounds,
-        "seconds": {k: round(t.best, 5) for k, t in times.items()},
-        "median_seconds": {k: round(t.median, 5) for k, t in times.items()},
+        "seconds": {k: _round_seconds(t.best) for k, t in times.items()},
+        "median_seconds": {k: _round_seconds(t.median) for k, t in times.items()},
         "error": {k: float(f"{e:.1e}") for k, e in errors.items()},
         "missing": missing,
     }
     if sites:
         alone = sum(t.best * count for t, (_, count, _) in zip(timings[len(runs) :], sites, strict=True))
-        rest, attention = rest_seconds(profile(str(original), feeds, threads, stof=False), length, length)
+        before_runs = profile(str(files.original), feeds, threads, stof=False)
+        rest, attention = rest_seconds(before_runs, *timed.scores)
         record["quotient"] = {
-            "non_attention_s": round(rest, 5),
-            "attention_s": round(attention, 5),
-            "op_alone_s": round(alone, 5),
+            "non_attention_s": _round_seconds(rest),
+            "attention_s": _round_seconds(attention),
+            "op_alone_s": _round_seconds(alone),
             "quotient": round(times["optimized"].best / (rest + alone), 4),
         }
-    before = None
+    del before
     own.clear()
     runs.clear()
     sites.clear()
     if "memory" not in without:
-        record["memory"] = {
-            k: peak_memory(str(p), feeds, threads) for k, p in (("original", original), ("optimized", optimized))
-        }
+        paths = (("original", files.original), ("optimized", files.optimized))
+        try:
+            record["memory"] = {k: peak_memory(str(path), feeds, threads) for k, path in paths}
+        except (OSError, ValueError, subprocess.CalledProcessError) as reason:
+            missing["memory"] = f"{type(reason).__name__}: {str(reason)[:200]}"
     return record
+
+
+def _round_seconds(seconds: float) -> float:
+    """Seconds to 10 µs, of short runs to four digits."""
+    return round(seconds, 5) if seconds >= 0.1 else float(f"{seconds:.4g}")
+
+
+def _difference(expected: np.ndarray, found: np.ndarray) -> float:
+    """The largest difference over the range of the expected numbers."""
+    if expected.shape != found.shape or not expected.size:
+        return math.inf if expected.shape != found.shape else 0.0
+    with np.errstate(invalid="ignore"):
+        away = np.abs(found.astype(np.float64) - expected)
+        return float(np.nanmax(away)) / max(float(np.nanmax(expected) - np.nanmin(expected)), 1e-30)
+
+
+def describe_gains(records: Sequence[Record]) -> list[str]:
+    """How much faster the optimized model is, a line for each set of inputs."""
+    lines = [f"{records[0]['machine']['threads']} thread(s): original -> optimized"] if records else []
+    for record in records:
+        before, after = (1e3 * record["seconds"][k] for k in ("original", "optimized"))
+        token = "one token, " if record["model"].endswith(", one token") else ""
+        lines.append(
+            f"  {before:9.4g} ms -> {after:9.4g} ms  {before / max(after, 1e-9):6.2f}x  {token}{record['inputs']}"
+        )
+    return lines
 
 
 def describe_record(record: Record) -> list[str]:
     """The record as text."""
     seconds, machine = record["seconds"], record["machine"]
     found = [
-        f"{record['model']}  B{record['shape']['B']} S{record['shape']['S']}, {machine['threads']} thread(s), "
+        f"{record['model']}  {record['inputs']}; {machine['threads']} thread(s), "
         f"best of {record['rounds']}; FMA {machine['fma_gflops']:.0f} GFLOP/s, read {machine['read_gbps']:.1f} GB/s"
     ]
     for name, value in seconds.items():
         error = f", differs by {record['error'][name]:.0e} of the range" if name in record["error"] else ""
-        found.append(f"  {name:10s} {value * 1e3:10.1f} ms  {value / seconds['optimized']:6.2f}x{error}")
+        found.append(f"  {name:10s} {value * 1e3:10.2f} ms  {value / seconds['optimized']:6.2f}x{error}")
     found += [f"  {name:10s} missing: {reason}" for name, reason in record["missing"].items()]
     if "quotient" in record:
         q = record["quotient"]
@@ -272,6 +361,7 @@ def describe_record(record: Record) -> list[str]:
         memory = record["memory"]
         first, second = (memory[k]["above"] / 2**20 for k in ("original", "optimized"))
         found.append(
-            f"  peak memory of a run above the weights: {first:.0f} MiB -> {second:.0f} MiB, {first / second:.1f}x less"
+            f"  peak memory of a run above the weights: {first:.0f} MiB -> {second:.0f} MiB, "
+            f"{first / max(second, 1e-3):.1f}x less"
         )
     return found

@@ -18,13 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from stof import strict_json
 from stof.bench.core.resident_memory import drop_cached_pages, mapped_resident_bytes, resident_bytes
 from stof.bench.core.results import Record
 from stof.bench.decoder.graph import DecoderShape
 from stof.bench.decoder.mlp_bytes import PREDICTED, idle_bytes, predictor_bytes
 from stof.bench.decoder.mlp_files import MlpFiles
 from stof.bench.decoder.mlp_models import MlpDecoderVariant
+from stof.files import strict_json
 from stof.terminal import say
 
 _TOKENS = 64  # that run before memory is read: of neurons that 5 % of the tokens need, 4 % were not active by then

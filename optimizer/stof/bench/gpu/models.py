@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 
 from stof.bench.core.candidate import require
+from stof.bench.core.drawn_feeds import draw_static_feeds
 from stof.bench.core.results import Record
-from stof.bench.cpu.models import random_feeds
 from stof.bench.gpu.baselines_ort import session, unsynchronized_run_options
 from stof.bench.gpu.device_lock import DeviceLock
 from stof.bench.gpu.timing import CapturedLaunches, interleave_launches
@@ -35,12 +36,12 @@ _TRACED = ("exported", "tool", "attention", "stof")
 class _ModelVariant:
     """A variant with inputs and output in device memory; its session captures and replays a graph where it can."""
 
-    def __init__(self, path: Path, shape: tuple[int, int], output: list[int], stream: Any) -> None:
+    def __init__(self, path: Path, feeds: Mapping[str, np.ndarray], output: list[int], stream: Any) -> None:
         self.torch: Any = require("torch")
         self.path = path
         self.stream = stream
         self.how = "enable_cuda_graph"
-        self._shape = shape
+        self._given = feeds
         self._feeds: dict[str, Any] = {}
         self.output = self.torch.full(output, float("nan"), dtype=self.torch.float16, device="cuda")
         self.options = unsynchronized_run_options()
@@ -77,8 +78,8 @@ class _ModelVariant:
     def bind(self, found: Any) -> Any:
         """A binding of a session of this model to the tensors on the device."""
         if not self._feeds:
-            feeds = random_feeds(found, *self._shape)
-            self._feeds = {n: self.torch.from_numpy(a).cuda() for n, a in feeds.items()}
+            names = [value.name for value in found.get_inputs()]
+            self._feeds = {n: self.torch.from_numpy(self._given[n]).cuda() for n in names}
         binding = found.io_binding()
         for name, tensor in self._feeds.items():
             kind = _KINDS[str(tensor.dtype).removeprefix("torch.")]
@@ -134,12 +135,12 @@ def measure_point(
     with temporary_folder() as folder:
         kinds = assemble(prepared, folder)
         models: dict[str, _ModelVariant] = {}
-        output = _output(folder / "exported.onnx")
+        output, feeds = _output(folder / "exported.onnx"), draw_static_feeds(folder / "exported.onnx")
         for kind in kinds:
             labels[kind] = LABELS[kind]
             try:
                 with torch.cuda.stream(stream):
-                    model = _ModelVariant(folder / f"{kind}.onnx", shape, output, stream)
+                    model = _ModelVariant(folder / f"{kind}.onnx", feeds, output, stream)
                     with lock.held():
                         model.start()
                 if kind != "exported":

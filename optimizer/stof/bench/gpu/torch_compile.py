@@ -20,10 +20,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from stof import strict_json
 from stof.bench.core.candidate import require
 from stof.bench.gpu.device_lock import DeviceLock
-from stof.files import write_text
+from stof.files import strict_json, write_text
 from stof.terminal import say
 
 GROUP = 4  # layers that are compiled as one

@@ -148,7 +148,9 @@ def compute_step(
             added, own_scale = fresh[b, :, :new], scales[i]
             if step.is_quantized and past is not None and own_scale is not None:
                 factor = scale_of(own_scale, groups)
-                source = np.concatenate([past[b, :, :rows], quantize(added, factor, past.dtype)], axis=1)
+                # The contract quantizes numbers of type T: in bfloat16 one in fifty would become another step else.
+                typed = added.astype(step.query.dtype).astype(dtype)
+                source = np.concatenate([past[b, :, :rows], quantize(typed, factor, past.dtype)], axis=1)
                 caches[i][b, :, :end] = source[:, source.shape[1] - end :]
                 if held is not None:
                     source[:, source.shape[1] - end :] = held[i][b, :, :end]

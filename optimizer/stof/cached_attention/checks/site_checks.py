@@ -106,6 +106,9 @@ class CacheChecks(SiteChecks):
         found = [t for s in self.cache_sites for t in (*s.node.input, *s.node.output[: 3 if s.quantized else 2]) if t]
         return [t for t in dict.fromkeys(found) if t not in given]
 
+    def outputs(self) -> dict[str, list[str]]:
+        return {s.name: [o for o in s.node.output if o] for s in self.cache_sites}
+
     def emit(self, sites: Sequence[str]) -> onnx.ModelProto:
         return emit_caches(self._base, [s for s in self.cache_sites if s.name in set(sites)])
 

@@ -81,6 +81,9 @@ class PagedChecks(SiteChecks):
         found = [t for s in self.paged_sites for t in (*s.node.input, *s.node.output[:3]) if t]
         return [t for t in dict.fromkeys(found) if t not in given]
 
+    def outputs(self) -> dict[str, list[str]]:
+        return {s.name: [o for o in s.node.output if o] for s in self.paged_sites}
+
     def emit(self, sites: Sequence[str]) -> onnx.ModelProto:
         return emit_pages(self._base, [s for s in self.paged_sites if s.name in set(sites)])
 

@@ -157,7 +157,7 @@ def sizes_of(model: onnx.ModelProto, symbolic: Symbolic, options: Options) -> li
     maker = InputMaker(model, symbolic, frozenset())
     found = []
     for i, (batch, length) in enumerate(_CASES):
-        sizes = maker.sizes(Case(batch, length, Padding.NONE))
+        sizes = maker.dimensions.choose(Case(batch, length, Padding.NONE))
         sizes.update({n: ends[i] for n, ends in options.shapes.items()})
         found.append(sizes)
     return found if found[0] != found[-1] else found[:1]

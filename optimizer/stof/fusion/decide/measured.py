@@ -31,7 +31,7 @@ from stof.options import Options
 from stof.progress import Progress
 from stof.runtime.cuda import device_info
 from stof.runtime.library import LibraryError, cpu_gemm_form, gemm_form, has_cpu_gemm, has_gemm
-from stof.tuning_cache import Cache, cache_path, device_name, has_cache
+from stof.tuning_cache import Cache, EarlierMeasurements, device_name, has_cache, open_cache
 
 LEAST_GAIN = 1.03  # of a chain, at every size that was measured
 LEAST_GAIN_INTERLEAVED = 1.01  # the same where chain and original ran in turns, as with matmuls, whose gains are small
@@ -49,7 +49,11 @@ _CONFIG = re.compile(f"([0-9a-f]+)({_MATMULS_ALONE}?{_NORMS_ALONE}?)")
 
 
 def make_chain_decider(
-    options: Options, library: Mapping[str, Any], clock: Callable[[], float] = time.monotonic, spent: float = 0.0
+    options: Options,
+    library: Mapping[str, Any],
+    clock: Callable[[], float] = time.monotonic,
+    spent: float = 0.0,
+    started: float | None = None,
 ) -> ChainDecider | None:
     """The decider that options ask for; None where no chain is looked for.
 
@@ -58,6 +62,7 @@ def make_chain_decider(
         library: ``build_info()``.
         clock: gives the seconds of ``--tune``.
         spent: seconds of ``--tune`` that other measurements took.
+        started: when the run began, in seconds since 1970; None: now.
 
     Raises:
         ArgumentError: when ``--tune`` has no cache to use, or no device.
@@ -70,7 +75,7 @@ def make_chain_decider(
         return TensorRtDecider(options, _machine(options))
     cuda = options.target == "cuda"
     otherwise = EstimatedDecider(options, _machine(options)) if cuda else None
-    if not options.tune and not has_cache():
+    if not options.tune and (options.ignore_measurements or not has_cache()):
         return otherwise
     if cuda and options.tune:
         _check_device()
@@ -78,7 +83,7 @@ def make_chain_decider(
     if not name:
         return otherwise
     try:
-        cache = Cache(cache_path(), name, str(library.get("build_id", "")))
+        cache = open_cache(options, name, library, started)
     except ArgumentError:
         if options.tune:
             raise
@@ -347,6 +352,7 @@ class MeasuredDecider:
         least = LEAST_GAIN_INTERLEAVED if all(_INTERLEAVED in k for k in known) else LEAST_GAIN
         best = max(gains, key=lambda c: (min(gains[c]) >= least, math.prod(gains[c]), c))
         gain = math.prod(gains[best]) ** (1 / len(known))
+        self.cache.note_decision(problems, (_ORIGINAL, *gains))
         if min(gains[best]) < least:
             return ChainDecision((), f"measured {min(gains[best]):.2f}x of the original's speed", gain, True)
         return ChainDecision(segments[best], "", gain, True)
@@ -355,6 +361,21 @@ class MeasuredDecider:
         if self.options.tune:
             return f"was not measured: the {self.options.tune:g} s of --tune were over"
         return "was not measured on this device: --tune SECONDS measures"
+
+
+def find_earlier_measurements(decider: ChainDecider) -> EarlierMeasurements | None:
+    """The measurements of earlier runs that have decided; None where there are none."""
+    return decider.cache.earlier if isinstance(decider, MeasuredDecider) else None
+
+
+def has_decided_nothing(decider: ChainDecider) -> bool:
+    """Whether a cache that nobody asked for has no measurement of the model: then the run is as one without a cache."""
+    return (
+        isinstance(decider, MeasuredDecider)
+        and decider.otherwise is None
+        and not decider.options.tune
+        and decider.cache.earlier is None
+    )
 
 
 def describe_left_out(decider: ChainDecider) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -112,9 +112,8 @@ class MaskChecker:
         cases = cases_of_lengths(site, mask, chosen, () if lifts_nothing else numbers)
         further = [*short_cases(chosen), *(cases_of_lengths(site, mask, choose_lengths(numbers), ()) * lifts_nothing)]
         certain = 0 if lifts_nothing else len(cases)  # these are compared whatever the others show
-        compared, limit = 0, math.inf
-        failure: DoesNotRunError | None = None
         known: set[tuple[object, ...]] = set()
+        ran: set[tuple[int, ...]] = set()
         is_static = not mask.operands and not sources & self.runner.inputs
 
         def compare(case: Case, seed: int) -> None:
@@ -125,18 +124,19 @@ class MaskChecker:
                 return  # equal sizes give the same mask again
             self._compare(site, mask, terms, case, seed, is_stated)
             known.add(given)
+            ran.add(self.runner.lengths(site, case))
 
-        for number, case in enumerate([*cases, *further]):
-            if case.length >= limit or (number >= certain and compared >= _MIN_LENGTHS):
-                continue
-            try:
-                compare(case, number)
-                compared += 1
-            except DoesNotRunError as error:
-                # Beyond a stored mask nothing runs; below the size of a block, longer inputs may.
-                failure, limit = error, case.length if compared else limit
-        if failure is not None and compared < _MIN_LENGTHS:
-            raise failure
+        with self.runner.kept_sizes():
+            refused = self._compare_lengths([*cases, *further], certain, compare)
+            while refused is not None:
+                # The graph refuses what was drawn. Sizes are narrowed as those of verification are.
+                case, seed, failure = refused
+                if not self.runner.narrow(site, mask, case, seed, failure.refused):
+                    raise failure
+                ran.clear()
+                refused = self._compare_lengths([*cases, *further], certain, compare)
+                if refused is None and len(ran) < _MIN_LENGTHS:  # what one length shows may not hold at others
+                    raise failure
         middle = chosen[len(chosen) // 2]
         others = [*cases_of_cross_attention(site, middle), *cases_without_past(site, middle)]
         for case in [*others, *cases_of_counts(mask, 3, (middle,))]:
@@ -144,6 +144,28 @@ class MaskChecker:
             with contextlib.suppress(DoesNotRunError):
                 compare(case, 0)
         self._passed.add(key)
+
+    @staticmethod
+    def _compare_lengths(
+        cases: Sequence[Case], certain: int, compare: Callable[[Case, int], None]
+    ) -> tuple[Case, int, DoesNotRunError] | None:
+        """Compares at several lengths, the first ``certain`` ones in any case.
+
+        Returns:
+            Where too few lengths run, the last case that does not, its number and its error.
+        """
+        compared, limit = 0, math.inf
+        refused: tuple[Case, int, DoesNotRunError] | None = None
+        for number, case in enumerate(cases):
+            if case.length >= limit or (number >= certain and compared >= _MIN_LENGTHS):
+                continue
+            try:
+                compare(case, number)
+                compared += 1
+            except DoesNotRunError as error:
+                # Beyond a stored mask nothing runs; below the size of a block, longer inputs may.
+                refused, limit = (case, number, error), case.length if compared else limit
+        return refused if compared < _MIN_LENGTHS else None
 
     @staticmethod
     def _lifts_nothing(site: AttentionSite, mask: LiftedMask, terms: Sequence[MaskTerm]) -> bool:
@@ -227,7 +249,8 @@ class MaskChecker:
         allowed, past = allowed_by_mask(site, mask, feeds, (B, H, S, T))
         for term, value in zip(terms, self.runner.values(site, terms, feeds, sizes), strict=True):
             if not _broadcasts(value, total.shape):
-                raise DoesNotRunError(f"{term.tensor!r} has shape {value.shape} at {case}, of {total.shape}")
+                words = f"{term.tensor!r} has shape {value.shape} at {case}, of {total.shape}"
+                raise DoesNotRunError.of_shapes(words, value.shape, total.shape)
             total += np.broadcast_to(value.astype(np.float64) * term.scale, total.shape)
         return total, allowed, past
 
@@ -273,7 +296,8 @@ class MaskChecker:
         values = self.runner.values(site, terms, feeds, sizes)
         for term, value in zip(terms, values, strict=True):
             if not _broadcasts(value, scores):
-                raise DoesNotRunError(f"mask tensor {term.tensor!r} has shape {value.shape} at {case}, of {scores}")
+                words = f"mask tensor {term.tensor!r} has shape {value.shape} at {case}, of {scores}"
+                raise DoesNotRunError.of_shapes(words, value.shape, scores)
         shape = _, _, S, T = scores if site.row_guard or mask.relative else _distinct_shape(mask, values, scores)
         wanted = np.ones(shape, bool)
         allowed_by_bias = np.ones(shape, bool)  # terms that stay a bias

@@ -6,7 +6,8 @@ The subgraph that makes them is cut out of the model. Edges through Shape carry 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import onnx
@@ -15,6 +16,7 @@ from onnx import TensorProto, helper
 from stof.errors import UnsupportedError
 from stof.execution.case import Case
 from stof.execution.inputs import InputMaker
+from stof.execution.narrow_inputs import InputNarrower
 from stof.execution.session_process import create_session, has_onnxruntime
 from stof.execution.session_worker import SessionSpec
 from stof.execution.upcast import widen
@@ -30,7 +32,21 @@ _SECONDS = 60.0  # limit of a run, which takes a few milliseconds
 
 
 class DoesNotRunError(UnsupportedError):
-    """The subgraph that makes a mask cannot be run at a length."""
+    """The subgraph that makes a mask cannot be run at a length, or does not fit the scores.
+
+    Args:
+        text: for the user.
+        refused: what ONNX Runtime said; or two shapes that it would refuse, as it writes them.
+    """
+
+    def __init__(self, text: str, refused: str = "") -> None:
+        super().__init__(text)
+        self.refused = refused
+
+    @classmethod
+    def of_shapes(cls, text: str, one: Sequence[int], other: Sequence[int]) -> DoesNotRunError:
+        """The error for two shapes that do not broadcast."""
+        return cls(text, " ".join("{" + ",".join(map(str, shape)) + "}" for shape in (one, other)))
 
 
 def tensors_by_role(
@@ -72,6 +88,8 @@ class MaskRunner:
         self._initializers = {t.name: t for t in model.graph.initializer}
         self.inputs = {i.name for i in model.graph.input} - set(self._initializers)
         self._node_index = {o: i for i, n in enumerate(model.graph.node) for o in n.output if o}
+        self._makers: dict[object, InputMaker] = {}
+        self._narrowers: dict[int, InputNarrower] = {}
 
     def vectors(self, site: AttentionSite) -> list[str]:
         """The model inputs of rank 2, integer or boolean, on whose data the mask tensors of a site depend."""
@@ -116,9 +134,56 @@ class MaskRunner:
             UnsupportedError: when inputs of such sizes cannot be made.
         """
         try:
-            return InputMaker(self.model, self.symbolic, frozenset(), index=self.index).sizes(case)
+            return self._maker(frozenset()).sizes(case)
         except ValueError as error:
             raise UnsupportedError(f"no inputs can be made to check the mask: {error}") from error
+
+    def _maker(
+        self,
+        pads: frozenset[str],
+        limits: dict[str, Int] | None = None,
+        segments: frozenset[str] = frozenset(),
+        forbidding: frozenset[str] = frozenset(),
+        indexing: frozenset[str] = frozenset(),
+    ) -> InputMaker:
+        """What draws inputs for masks that read tensors of these roles. All draw the same sizes."""
+        key = pads, tuple(sorted((limits or {}).items(), key=str)), segments, forbidding, indexing
+        if key not in self._makers:
+            maker = InputMaker(
+                self.model, self.symbolic, pads, limits, segments, forbidding, indexing, index=self.index
+            )
+            self._makers[key] = maker
+            first = next(iter(self._makers.values())).dimensions
+            maker.dimensions.fixed, maker.dimensions.most = first.fixed, first.most
+        return self._makers[key]
+
+    def _maker_of(self, site: AttentionSite, mask: LiftedMask) -> InputMaker:
+        pads, limits, segments, forbidding, indexing = tensors_by_role([(site, mask)])
+        return self._maker(pads | self._float_vectors(site), limits, segments, forbidding, indexing)
+
+    def lengths(self, site: AttentionSite, case: Case) -> tuple[int, ...]:
+        """The numbers of queries and keys that a site's scores have in a case."""
+        return score_sizes(site, self.sizes(case))[2:]
+
+    @contextlib.contextmanager
+    def kept_sizes(self) -> Iterator[None]:
+        """Forgets narrowed sizes where the block raises: they are those of a mask that does not run."""
+        dimensions = self._maker(frozenset()).dimensions
+        before = dict(dimensions.fixed), dict(dimensions.most)
+        try:
+            yield
+        except UnsupportedError:
+            for sizes, known in zip((dimensions.fixed, dimensions.most), before, strict=True):
+                sizes.clear()
+                sizes.update(known)
+            raise
+
+    def narrow(self, site: AttentionSite, mask: LiftedMask, case: Case, seed: int, message: str) -> bool:
+        """Draws other inputs from now on, going by what ONNX Runtime refused, as verification does; False: nothing changed."""
+        maker = self._maker_of(site, mask)
+        narrower = self._narrowers.setdefault(id(maker), InputNarrower(maker))
+        feed, _ = self.draw(site, mask, case, seed)
+        return narrower.narrow(self.model, message, case, feed)
 
     def draw(
         self, site: AttentionSite, mask: LiftedMask, case: Case, seed: int
@@ -128,9 +193,7 @@ class MaskRunner:
         Raises:
             UnsupportedError: when they cannot be made.
         """
-        pads, limits, segments, forbidding, indexing = tensors_by_role([(site, mask)])
-        pads |= self._float_vectors(site)
-        maker = InputMaker(self.model, self.symbolic, pads, limits, segments, forbidding, indexing, index=self.index)
+        maker = self._maker_of(site, mask)
         guards = [site.row_guard or "", "" if site.pair_guard is None else site.pair_guard.tensor]
         needed = self._sources([t.tensor for t in site.terms] + [o.tensor for o in mask.operands] + guards)
         try:
@@ -189,7 +252,7 @@ class MaskRunner:
             words = f"the subgraph of mask {names[0]!r} does not end within {_SECONDS:.0f} s"
             raise UnsupportedError(words) from None
         except Exception as error:  # whatever the runtime raises: the mask cannot be confirmed
-            raise DoesNotRunError(f"the subgraph of mask {names[0]!r} does not run: {error}") from error
+            raise DoesNotRunError(f"the subgraph of mask {names[0]!r} does not run: {error}", str(error)) from error
         by_name = dict(zip(names, results, strict=True))
         return [by_name[n] for n in tensors]
 

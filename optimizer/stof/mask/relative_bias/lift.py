@@ -48,6 +48,8 @@ def _make_table(checker: MaskChecker, site: AttentionSite, mask: LiftedMask) -> 
         added, allowed, past = checker.run_bias(site, widest, terms, Case(1, length, Padding.NONE))
     except UnsupportedError:
         return mask
+    if not is_fixed and added.shape[-1] < length:  # the graph has no runs of that length
+        return mask
     table = tabulate(added, allowed, past)
     if table is None or not np.isfinite(table[~np.isnan(table)]).all():
         return mask

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from stof.sparse_mlp.constants import Constants, read_bias, read_rows
-from stof.sparse_mlp.site import MlpSite
+from stof.sparse_mlp.site import MlpSite, unknown_activation
 
 _BLOCK = 1024  # neurons that are multiplied together, in fp64
 
@@ -106,6 +106,8 @@ def activate(activation: str, gate: np.ndarray) -> np.ndarray:
         if activation == "gelu_tanh":
             inner = kind(math.sqrt(2 / math.pi)) * (gate + kind(0.044715) * gate * gate * gate)
             return np.asarray(gate * kind(0.5) * (kind(1) + np.tanh(inner)))
+    if activation != "none":
+        raise unknown_activation(activation)
     return gate
 
 

@@ -60,6 +60,9 @@ class MlpChecks(SiteChecks):
         found = [t for s in self.mlp_sites for t in (s.gate, s.tokens_input, s.output) if t]
         return [t for t in dict.fromkeys(found) if t not in given]
 
+    def outputs(self) -> dict[str, list[str]]:
+        return {s.name: [s.output] for s in self.mlp_sites}
+
     def emit(self, sites: Sequence[str]) -> onnx.ModelProto:
         some = [s for s in self.mlp_sites if s.name in set(sites)]
         return without_selection(emit_mlps(self.working, some, self._folder))

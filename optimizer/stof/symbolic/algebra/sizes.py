@@ -32,7 +32,7 @@ def _atom(atom: Atom, sizes: Mapping[str, int]) -> int:
         return sizes[name]
     if atom.kind in ("bool", "select") and isinstance(atom.args[0], Cond):
         yes, no = atom.args[1:] if atom.kind == "select" else (integer(1), integer(0))
-        chosen = yes if _holds(atom.args[0], sizes) else no
+        chosen = yes if holds(atom.args[0], sizes) else no
         return evaluate(chosen, sizes) if isinstance(chosen, Int) else 0
     values = [evaluate(a, sizes) if isinstance(a, Int) else a for a in atom.args]
     numbers = [v for v in values if isinstance(v, int)]
@@ -44,19 +44,23 @@ def _atom(atom: Atom, sizes: Mapping[str, int]) -> int:
                 return max(numbers)
             case "abs":
                 return abs(numbers[0])
-            case "div":
+            case "div" | "quotient":
                 return numbers[0] // numbers[1]
             case "mod":
                 return numbers[0] % numbers[1]
     raise UnsupportedError(f"a size depends on {atom.kind}, not on sizes of inputs alone")
 
 
-def _holds(cond: Cond, sizes: Mapping[str, int]) -> bool:
-    """A condition on sizes."""
+def holds(cond: Cond, sizes: Mapping[str, int]) -> bool:
+    """A condition on sizes.
+
+    Raises:
+        UnsupportedError: when it depends on something else.
+    """
     if cond.kind in ("true", "false"):
         return cond.kind == "true"
     if cond.kind in ("and", "or"):
-        parts = [_holds(c, sizes) for c in children(cond)]
+        parts = [holds(c, sizes) for c in children(cond)]
         return all(parts) if cond.kind == "and" else any(parts)
     value = cond.args[0]
     if cond.kind not in ("le", "eq", "ne") or not isinstance(value, Int):

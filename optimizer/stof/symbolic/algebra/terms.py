@@ -58,7 +58,8 @@ class Atom(_Hashed):
     """An integer that is not a sum or product: ``kind`` and its arguments.
 
     Kinds: ``size`` (name; a dimension, at least 0), ``var`` (name; an index, at least 0), ``abs`` (Int),
-    ``div`` and ``mod`` (Int, int; floor semantics), ``min``/``max`` (Int, Int), ``select`` (Cond, Int, Int),
+    ``div`` and ``mod`` (Int, int; floor semantics), ``quotient`` (Int, Int; likewise, of sizes), ``min``/``max``
+    (Int, Int), ``select`` (Cond, Int, Int),
     ``bool`` (Cond), ``read`` (tensor, indices; and ``ANY`` where the value is not only 0 or 1), ``table``
     (tensor, indices).
     """

@@ -10,13 +10,12 @@ from stof.symbolic.facts import Fact, Rule, RuleContext, dtype_kind
 from stof.symbolic.tensor import Index, Shape, SymTensor
 
 
-def broadcast(shapes: list[Shape], context: RuleContext | None = None, *, equates: bool = False) -> Shape:
+def broadcast(shapes: list[Shape], context: RuleContext | None = None) -> Shape:
     """The broadcast shape. Different symbolic sizes count as equal, but for exact facts: one of them may be 1.
 
     Args:
         shapes: of the operands.
-        context: of the node; None: facts are not exact.
-        equates: whether sizes that count as equal are recorded.
+        context: of the node, in which sizes that count as equal are recorded; None: facts are not exact.
     """
     rank = max(len(s) for s in shapes)
     one = integer(1)
@@ -26,8 +25,8 @@ def broadcast(shapes: list[Shape], context: RuleContext | None = None, *, equate
         for s in shapes:
             own_axis = axis - rank + len(s)
             d = s[own_axis] if own_axis >= 0 else one
-            if one not in (d, found) and equates and context is not None:
-                context.equate(found, d)
+            if one not in (d, found) and context is not None:
+                context.equate(found, d, is_forced=False)
             if (
                 context is not None
                 and context.is_exact
@@ -64,7 +63,7 @@ def elementwise(
     if any(s is None for s in shapes):
         return None
     known = [s for s in shapes if s is not None]
-    shape = broadcast(known, context, equates=True)
+    shape = broadcast(known, context)
     out = dtype if dtype is not None else inputs[-1].dtype or inputs[0].dtype
     kind = dtype_kind(out)
     values = [f.value for f in inputs]

@@ -13,7 +13,9 @@ from stof.symbolic.rules.shape_only import as_first
 
 
 def _skip_norm(context: RuleContext) -> list[Fact] | None:
-    fact = context.fact(0)
+    fact, skipped = context.fact(0), context.shape(1)
+    if fact.shape is not None and skipped is not None:
+        broadcast([fact.shape, skipped], context)
     whole = Fact(fact.dtype, fact.shape)
     return [whole, Fact(), Fact(), whole]
 
@@ -25,7 +27,9 @@ def _fused_matmul(context: RuleContext) -> list[Fact] | None:
     if context.number("transBatchA", 0) or context.number("transBatchB", 0):
         return None
     rows = a[-1] if context.number("transA", 0) else a[-2]
-    columns = b[-2] if context.number("transB", 0) else b[-1]
+    inner = a[-2] if context.number("transA", 0) else a[-1]
+    columns, other = (b[-2], b[-1]) if context.number("transB", 0) else (b[-1], b[-2])
+    context.equate(inner, other)
     return [Fact(context.fact(0).dtype, (*broadcast([a[:-2], b[:-2]], context), rows, columns))]
 
 

@@ -13,6 +13,11 @@ def _attention(context: RuleContext) -> list[Fact] | None:
     if q is None or k is None or v is None:
         return [Fact(dtype)]
     past = context.shape(4)
+    rank = len(q)
+    context.equate_shapes((q[0], k[0]), (k[0], v[0]))
+    if len(k) == len(v) == rank:
+        context.equate(k[rank - 2], v[rank - 2])
+    _equate_caches(context, 4)
     if len(q) == 4:
         heads, groups, size, width, rows, keys = q[1], k[1], k[3], v[3], q[2], k[2]
         output: tuple[Int, ...] = (q[0], heads, rows, width)
@@ -30,6 +35,13 @@ def _attention(context: RuleContext) -> list[Fact] | None:
         keys = keys + past[2]
     present = [Fact(dtype, (q[0], groups, keys, d)) for d in (size, width)]
     return [Fact(dtype, output), *present, Fact(dtype, (q[0], heads, rows, keys))]
+
+
+def _equate_caches(context: RuleContext, first: int) -> None:
+    """Equates all but the head sizes of past keys and past values, which are inputs ``first`` and ``first + 1``."""
+    keys, values = context.shape(first), context.shape(first + 1)
+    if keys is not None and values is not None:
+        context.equate_shapes(keys[:-1], values[:-1])
 
 
 def _multi_head(context: RuleContext) -> list[Fact] | None:
@@ -51,6 +63,11 @@ def _multi_head(context: RuleContext) -> list[Fact] | None:
     if width is None or keys is None:
         return [Fact(dtype)]
     output = Fact(dtype, (q[0], q[1], width))
+    for other in (k, v):
+        context.equate_shapes(q[:1], other[:1] if other is not None else ())
+    if k is not None and v is not None and len(k) == len(v):
+        context.equate_shapes(k[1:-1], v[1:-1])
+    _equate_caches(context, 6)
     past = context.shape(6) if context.has(6) else None
     if context.has(6):
         if past is None or len(past) != 4 or context.has(8):
@@ -71,6 +88,9 @@ def _grouped(context: RuleContext) -> list[Fact] | None:
     if q is None or len(q) != 3 or not heads or not groups:
         return [Fact(dtype)]
     width = q[2] if k is not None else _share(q[2], heads, heads + 2 * groups)
+    for other in (k, context.shape(2)):
+        context.equate_shapes(q[:2], other[:2] if other is not None else ())
+    _equate_caches(context, 3)
     return [Fact(dtype, None if width is None else (q[0], q[1], width))]
 
 

@@ -100,12 +100,12 @@ def _equate_read(context: RuleContext, where: SymTensor, size: Int, part: int | 
         if variable == ZERO:
             continue
         if position == variable:
-            context.equate(length, size)
+            context.equate(length, size, is_forced=False)
         row = position - variable
         for outer, count in zip(probe, where.shape, strict=False):
             width = row.divide(outer)
             if width is not None and width.constant is None and size == width * count:
-                context.equate(length, width)
+                context.equate(length, width, is_forced=False)
 
 
 def _gather_nd(context: RuleContext) -> list[Fact] | None:
@@ -233,6 +233,7 @@ def _concat(context: RuleContext) -> list[Fact] | None:
     starts = [ZERO]
     for s in known:
         starts.append(starts[-1] + s[axis])
+        context.equate_shapes(known[0][:axis] + known[0][axis + 1 :], s[:axis] + s[axis + 1 :])
     shape = (*known[0][:axis], starts[-1], *known[0][axis + 1 :])
     values = [context.value(i) for i in range(count)]
     if any(v is None for v in values):

@@ -49,6 +49,8 @@ def _squeeze(context: RuleContext) -> list[Fact] | None:
         if context.has(1) or any(d.constant is None for d in data):
             return None  # unknown axes: a dynamic size that is 1 in a run is squeezed as well
         axes = [a for a, d in enumerate(data) if d == ONE]
+    for a in axes:  # nothing else can be squeezed
+        context.equate(data[a], ONE)
     shape = tuple(d for a, d in enumerate(data) if a not in axes)
 
     def at(index: Index) -> Scalar:
@@ -90,13 +92,12 @@ def _reshape(context: RuleContext) -> list[Fact] | None:
 
 def _equate_counts(context: RuleContext, before: Int, after: Int) -> None:
     """Records that a Reshape keeps the number of elements, without the common factors."""
-    if before == after or len(after.terms) != 1:
-        return
-    for atom in after.terms[0][0]:
-        factor = Int((((atom,), 1),))
-        rest = before.divide(factor)
-        if rest is not None:
-            before, after = rest, after.divide(factor) or after
+    for monomial, _ in after.terms[:1]:
+        for atom in monomial:
+            factor = Int((((atom,), 1),))
+            rest = before.divide(factor), after.divide(factor)
+            if rest[0] is not None and rest[1] is not None:
+                before, after = rest[0], rest[1]
     context.equate(before, after)
 
 

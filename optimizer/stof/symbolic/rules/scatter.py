@@ -23,6 +23,7 @@ def _scatter_nd(context: RuleContext) -> list[Fact] | None:
         return None
     value = context.value(0)
     unknown = [Fact(context.fact(0).dtype, data)]
+    _equate_updates(context, data)
     if value is None or indices is None or updates is None or str(context.attribute("reduction", "none")) != "none":
         return unknown
     depth = indices.shape[-1].constant
@@ -47,6 +48,14 @@ def _scatter_nd(context: RuleContext) -> list[Fact] | None:
         return select(negate(inside), value.at(index), updates.at((*placed, *index[depth:])))
 
     return [moved_fact(context, data, at)]
+
+
+def _equate_updates(context: RuleContext, data: Shape) -> None:
+    """Equates the shape of updates with that of the slices that indices name."""
+    indices, updates = context.shape(1), context.shape(2)
+    depth = indices[-1].constant if indices else None
+    if indices is not None and updates is not None and depth is not None:
+        context.equate_shapes(updates, (*indices[:-1], *data[depth:]))
 
 
 def _constant_shifts(indices: SymTensor, depth: int) -> list[Int] | None:

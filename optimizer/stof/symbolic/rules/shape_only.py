@@ -118,6 +118,8 @@ def _einsum(context: RuleContext) -> list[Fact] | None:
         if shape is None or len(shape) != len(term):
             return None
         for letter, d in zip(term, shape, strict=True):
+            if ONE not in (d, sizes.get(letter, ONE)):
+                context.equate(sizes[letter], d, is_forced=False)
             if letter not in sizes or sizes[letter] == ONE:
                 sizes[letter] = d
     if not arrow:
@@ -188,18 +190,22 @@ def _matmul(context: RuleContext) -> list[Fact] | None:
     dtype = context.fact(0).dtype
     if a is None or b is None or len(a) < 1 or len(b) < 1:
         return None
+    context.equate(a[-1], b[-2] if len(b) > 1 else b[0])
     if len(a) == 1 or len(b) == 1:
         return [Fact(dtype, (*a[:-1],) if len(b) == 1 else (*b[:-2], b[-1]))]
-    context.equate(a[-1], b[-2])
-    return [Fact(dtype, (*broadcast([a[:-2], b[:-2]], context, equates=True), a[-2], b[-1]))]
+    return [Fact(dtype, (*broadcast([a[:-2], b[:-2]], context), a[-2], b[-1]))]
 
 
 def _gemm(context: RuleContext) -> list[Fact] | None:
     a, b = context.shape(0), context.shape(1)
     if a is None or b is None:
         return None
-    rows = a[1] if context.number("transA", 0) else a[0]
-    columns = b[0] if context.number("transB", 0) else b[1]
+    rows, inner = a[::-1] if context.number("transA", 0) else a
+    other, columns = b[::-1] if context.number("transB", 0) else b
+    context.equate(inner, other)
+    added = context.shape(2)
+    if added is not None:
+        broadcast([(rows, columns), added], context)
     return [Fact(context.fact(0).dtype, (rows, columns))]
 
 

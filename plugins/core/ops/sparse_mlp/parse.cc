@@ -38,7 +38,7 @@ Status ParseSparseMlp(const AttributeReader& attributes, SparseMlpAttributes* pa
   SparseMlpAttributes& a = *parsed;
   int activation = 0, selection = 0, predictor_activation = 0;
   int64_t id = 0;
-  const Status first = ParseWord(attributes, "activation", kSparseMlpActivations, &activation);
+  const Status first = ParseWord(attributes, "activation", kActivationNames, &activation);
   const Status second = ParseWord(attributes, "selection", kSparseMlpSelections, &selection);
   const Status third =
       ParseWord(attributes, "predictor_activation", kSparseMlpPredictorActivations, &predictor_activation);
@@ -51,7 +51,7 @@ Status ParseSparseMlp(const AttributeReader& attributes, SparseMlpAttributes* pa
   STOF_RETURN_IF_ERROR(first);
   STOF_RETURN_IF_ERROR(second);
   STOF_RETURN_IF_ERROR(third);
-  a.activation = static_cast<SparseMlpActivation>(activation);
+  a.activation = static_cast<Activation>(activation);
   a.selection = static_cast<SparseMlpSelection>(selection);
   a.has_predictor_relu = predictor_activation != 0;
   if (a.has_predictor_relu && a.selection != SparseMlpSelection::kPredictor) {

@@ -365,6 +365,7 @@ const OpDescription* SparseMlpDescription() {
     d.cuda_types = Limits::kTypes;
     d.has_tensorrt_plugin = false;
     d.attributes = kAttributes;
+    d.has_activation = true;
     d.limits = ListLimits;
     d.create = CreateSparseMlp;
     return d;

@@ -38,7 +38,7 @@ constexpr const char* kNames[kCount] = {"input",
 }  // namespace sparse_mlp_input
 
 struct SparseMlpAttributes {
-  SparseMlpActivation activation = SparseMlpActivation::kNone;
+  Activation activation = Activation::kNone;
   SparseMlpSelection selection = SparseMlpSelection::kNonzero;
   int64_t bits = 0;  // 0: the weights are not quantized
   int64_t block_size = 0;

@@ -1,7 +1,0 @@
-// SPDX-License-Identifier: Apache-2.0
-// Empty where the compiler was not given avx2's flags: other processors build without it.
-#if defined(__AVX2__) && defined(__FMA__)
-#define STOF_ISA avx2
-#define STOF_SIMD "cpu/simd/avx2.h"
-#include "cpu/gemm/kernel.h"
-#endif

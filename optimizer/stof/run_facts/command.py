@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line that gives the same result as a run with some options, for reports."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
+from typing import Any
+
+from stof.options import Options
+from stof.selection import EVERY_ATTENTION
+
+
+def _flag(option: str) -> Callable[[Any], list[str]]:
+    return lambda value: [option]
+
+
+def _value(option: str, form: str = "{}") -> Callable[[Any], list[str]]:
+    return lambda value: [option, form.format(value)]
+
+
+def _each(option: str) -> Callable[[Iterable[Any]], list[str]]:
+    return lambda values: [word for value in values for word in (option, str(value))]
+
+
+def _inputs(given: Any) -> list[str]:
+    """Inputs that have a name; those of Python have none."""
+    named = [given] if isinstance(given, str | os.PathLike) else given
+    names = named if isinstance(named, tuple | list) else ()
+    return _each("--inputs")(name for name in names if isinstance(name, str | os.PathLike))
+
+
+def _shapes(ranges: Mapping[str, tuple[int, int]]) -> list[str]:
+    return _each("--shape")(f"{n}={low}" if low == high else f"{n}={low}..{high}" for n, (low, high) in ranges.items())
+
+
+_WRITERS: Mapping[str, Callable[[Any], list[str]]] = {
+    "output": _value("-o"),
+    "target": _value("--target"),
+    "capability": lambda value: [],  # has no option
+    "allow_tf32": _flag("--allow-tf32"),
+    "json": _value("--json"),
+    "report": _value("--report"),
+    "time": _flag("--time"),
+    "dry_run": _flag("--dry-run"),
+    "explain": lambda pattern: ["--explain"] if pattern == EVERY_ATTENTION else ["--explain", pattern],
+    "verify": _flag("--no-verify"),
+    "verify_budget": _value("--verify-budget", "{:g}"),
+    "verify_memory": _value("--verify-memory"),
+    "inputs": _inputs,
+    "only": _each("--only"),
+    "skip": _each("--skip"),
+    "shapes": _shapes,
+    "masks": lambda masks: _each("--mask")(f"{site}={text}" for site, text in masks.items()),
+    "sparsify": _value("--sparsify"),
+    "sparse_mlp": _value("--sparse-mlp"),
+    "prompts": _value("--prompts"),
+    "max_kl": _value("--max-kl", "{:g}"),
+    "force": _flag("--force"),
+    "ignore_empty_rows": lambda value: ["--empty-rows", "ignore"],
+    "chains": _value("--chains"),
+    "products": lambda value: ["--products", "off"],
+    "tune": _value("--tune", "{:g}"),
+    "ignore_measurements": _flag("--ignore-measurements"),
+    "plan": _value("--plan"),
+    "save_plan": _value("--save-plan"),
+}
+
+
+def command_of(model: str, options: Options) -> str:
+    """The command: the model, and each option that is not the default one. Inputs that Python gave are left out.
+
+    Args:
+        model: the path of the model or folder.
+        options: of the run.
+    """
+    default = Options()
+    words = ["stof-optimize", model]
+    for field in fields(Options):
+        value = getattr(options, field.name)
+        if not _is_default(value, getattr(default, field.name)):
+            words += _WRITERS[field.name](value)
+    return shlex.join(words)
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    """Whether an option has its default value; arrays of Python cannot be compared, and are none."""
+    return type(value) is type(default) and bool(value == default)

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the report says of a verification: what was compared, how far it differs, and what was not compared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stof.verification.result import Comparison, PartialVerification, Verification
+
+_MAX_LINES = 4
+
+
+def describe_verification(v: Verification, forms: Sequence[str]) -> list[str]:
+    """The lines of a report.
+
+    Args:
+        v: the verification.
+        forms: in which form outputs were compared that options change.
+    """
+    sites = [c for c in v.comparisons if c.site and c.comparable]
+    outputs = [c for c in v.comparisons if not c.site and c.comparable]
+    others = [c for c in v.comparisons if not c.site and not c.comparable]
+    alone = [c for c in v.comparisons if c.site and not c.comparable]
+    lines = [] if v.partial is None else describe_partial(v.partial)
+    if sites:
+        worst = max(sites, key=lambda c: c.difference / c.budget if c.budget else 0.0)
+        left = f"; no time was left for {v.sites_left} more" if v.sites_left else ""
+        lines.append(
+            f"verified: {len(sites)} sites against fp64, worst error {worst.difference:.2e} of {worst.budget:.2e} allowed; "
+            f"{describe_coverage(sites)}{left}"
+        )
+    if outputs:
+        worst = max(outputs, key=lambda c: c.difference / c.budget if c.budget else 0.0)
+        lines.append(
+            f"verified: {len(outputs)} outputs against the original, worst difference {worst.difference:.2e} of "
+            f"{worst.budget:.2e} allowed ({v.seconds:.1f} s{_describe_end(v)}); {describe_coverage(outputs)}"
+        )
+        lines += [f"          ({form})" for form in forms]
+        lines += _undefined_lines(outputs)
+    if alone:
+        lines.append(f"compared by the model's outputs alone: {len(alone)} sites; {alone[0].detail}")
+    if others:
+        worst = max(others, key=lambda c: c.budget)
+        lines.append(
+            f"not comparable at the model's outputs: {len(others)} outputs, in which the original's own runs differ by as "
+            f"much as the numbers vary ({worst.what}: {worst.detail or f'up to {worst.budget / 4:.2e}'})"
+        )
+    lines += v.describe_decisions()
+    lines += _skipped_lines(v)
+    if v.unread:
+        lines.append(f"          ({describe_unread(v)})")
+    if v.reduced_inputs:
+        lines.append(f"          ({describe_reduced_inputs(v)})")
+    if v.quantized:
+        lines.append(
+            "          (dynamically quantized: compared beside the spread of the original's own runs; an argmax or a length "
+            "that is decided by rounding may flip)"
+        )
+    if v.sliced:
+        lines.append("          (to fit the memory, the original's attention ran on slices of its queries)")
+    if v.expanded:
+        lines.append(
+            "          (ONNX Runtime does not run fused attention nodes of the original: it ran with them expanded to "
+            "standard nodes)"
+        )
+    if v.widened:
+        what = "both" if v.partial is None else "what runs here"
+        lines.append(
+            f"          (half precision: {what} ran widened to fp32, the operator of each site in its own type)"
+        )
+    return lines
+
+
+def _describe_end(v: Verification) -> str:
+    """What ended a verification early: a limit."""
+    if v.complete:
+        return ""
+    by_memory = any(s.reason.startswith("memory") for s in v.skipped)
+    by_time = v.sites_left or any(not s.reason.startswith("memory") for s in v.skipped)
+    names = [name for name, holds in (("budget", by_time or not by_memory), ("memory", by_memory)) if holds]
+    return f", cut short by the {' and the '.join(names)}"
+
+
+def _skipped_lines(v: Verification) -> list[str]:
+    """Which inputs were not run, and why."""
+    if not v.skipped:
+        return []
+    ran = f"{len(v.cases)} of {len(v.cases) + len(v.skipped)} sets of inputs were compared"
+    words = "; ".join(f"{s.case} ({s.reason})" for s in v.skipped[:_MAX_LINES])
+    more = "; ..." if len(v.skipped) > _MAX_LINES else ""
+    return [f"          {ran}; not {words}{more}"]
+
+
+def describe_partial(partial: PartialVerification) -> list[str]:
+    """What was verified, and what was not, of a result whose original does not run here; a sentence each."""
+    how = "it ran here" if partial.ran else "as they follow from its graph: it does not run here, either"
+    return [
+        f"verified in part: the original does not run here, and no output was compared with it. {partial.reason}",
+        f"verified: types and shapes of {partial.shapes} tensors of the optimized model ({how})",
+    ]
+
+
+def describe_unread(v: Verification) -> str:
+    """Which outputs were not compared for their types."""
+    names = [f"{name!r} of {kind}" for name, kind in list(v.unread.items())[:_MAX_LINES]]
+    more = f" and {len(v.unread) - _MAX_LINES} more" if len(v.unread) > _MAX_LINES else ""
+    return f"outputs of types of which ONNX Runtime gives no arrays were not compared: {', '.join(names)}{more}"
+
+
+def describe_reduced_inputs(v: Verification) -> str:
+    """Which inputs had other numbers than usual ones, since those make runs too long."""
+    factors: dict[float, list[str]] = {}
+    for name, factor in v.reduced_inputs.items():
+        factors.setdefault(factor, []).append(repr(name))
+    words = [
+        f"{', '.join(names)} are {f'1/{1 / factor:g} as large' if factor < 1 else f'{factor:g} times as large'}"
+        for factor, names in factors.items()
+    ]
+    return f"numbers of {' and '.join(words)} as usual ones, on which a run of the original takes too long"
+
+
+def describe_coverage(comparisons: Sequence[Comparison]) -> str:
+    """Which elements were compared, and why others were not."""
+    given = [c.coverage for c in comparisons]
+    elements, compared = sum(c.elements for c in given), sum(c.compared for c in given)
+    rows = [(c.sampled_rows, c.all_rows) for c in given if c.all_rows]
+    elements -= sum(c.left_out for c in given)
+    sampled = f" of {sum(n for n, _ in rows)} of {sum(m for _, m in rows)} rows of large sites" if rows else ""
+    if compared == elements:
+        return f"every element{sampled} was compared"
+    reasons = {
+        "NaN or infinite in both": sum(c.nonfinite for c in given),
+        "NaN in the original alone": sum(c.undefined for c in given),
+        "in rows without a key": sum(c.ignored for c in given),
+        "of padded queries, which alone differ": sum(c.padded for c in given),
+        "in rows without a token": sum(c.unused for c in given),
+    }
+    words = " and ".join(f"{number} are {reason}" for reason, number in reasons.items() if number)
+    return f"of {elements} elements{sampled} {compared} were compared, {words}"
+
+
+def _undefined_lines(outputs: Sequence[Comparison]) -> list[str]:
+    """Where elements are NaN in the original alone."""
+    found = [c for c in outputs if c.coverage.undefined]
+    lines = []
+    for c in found[:_MAX_LINES]:
+        rows = c.coverage.rows
+        where = (
+            f" in batch row{'s' if len(rows) > 1 else ''} {', '.join(str(r) for r in rows[:_MAX_LINES])}"
+            if rows
+            else ""
+        )
+        more = " ..." if len(rows) > _MAX_LINES else ""
+        lines.append(f"          {c.what}: {c.coverage.undefined} are NaN in the original alone{where}{more}")
+    if len(found) > _MAX_LINES:
+        lines.append(f"          and {len(found) - _MAX_LINES} more outputs")
+    return lines
