@@ -13,6 +13,8 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 import build
+from tests.command.test_cli import ATTENTION, OPAQUE, text
+
 from mlp_models import MlpForm, make_mlp_model
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cached_attention"))
@@ -96,6 +98,11 @@ def rank(path: Path) -> None:
     onnx.save(model_of(Shape(H=16, G=8, D=16)), path)
 
 
+def opaque_mask(path: Path) -> None:
+    """Attention whose mask no rule can read off the graph."""
+    onnx.save(text(OPAQUE + ATTENTION), path)
+
+
 def relu_decoder(path: Path) -> None:
     """A decoder of four MLPs with ReLU."""
     onnx.save(make_mlp_model(MlpForm(neurons=256, has_cache=False, shift=1.0), layers=4), path)
@@ -108,17 +115,16 @@ def calibration(path: Path) -> None:
 
 MODEL: dict[str, Callable[[Path], None]] = {"model.onnx": encoder}
 FILES: dict[str, dict[str, Callable[[Path], None]]] = {
-    "decoders": {"model_folder": genai_folder, "exported": exported_folder},
-    "half-precision": MODEL,
-    "options": {**MODEL, "exported": exported_folder, "feed.npz": feed, "my_feeds.py": feeds_of_a_module},
-    "quickstart": MODEL,
-    "report": MODEL,
-    "sparse-mlp": {"decoder.onnx": relu_decoder, "calibration.json": calibration},
-    "sparsify": {"decoder.onnx": decoder, "prompts.npz": prompts, "rank1.onnx": rank},
-    "tensorrt": MODEL,
-    "troubleshooting": MODEL,
-    "tuning": MODEL,
-    "writing-a-mask": MODEL,
-    "benchmarks": MODEL,
-    "README": MODEL,
+    "docs/guide/decoders.md": {"model_folder": genai_folder, "exported": exported_folder},
+    "docs/guide/half-precision.md": MODEL,
+    "docs/guide/options.md": {**MODEL, "exported": exported_folder, "feed.npz": feed, "my_feeds.py": feeds_of_a_module},
+    "docs/guide/quickstart.md": MODEL,
+    "docs/guide/report.md": {**MODEL, "exported": exported_folder},
+    "docs/guide/sparse-mlp.md": {"decoder.onnx": relu_decoder, "calibration.json": calibration},
+    "docs/guide/sparsify.md": {"decoder.onnx": decoder, "prompts.npz": prompts, "rank1.onnx": rank},
+    "docs/guide/tensorrt.md": MODEL,
+    "docs/guide/tuning.md": MODEL,
+    "docs/guide/writing-a-mask.md": {**MODEL, "opaque.onnx": opaque_mask},
+    "docs/guide/benchmarks.md": MODEL,
+    "README.md": MODEL,
 }

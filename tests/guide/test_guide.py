@@ -18,7 +18,8 @@ from stof.errors import ArgumentError
 from stof.verification import model_times
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [*sorted((ROOT / "docs/guide").glob("*.md")), ROOT / "README.md", ROOT / "examples/README.md"]
+OTHERS = ("README.md", "examples/README.md", "docs/design/benchmarks.md", "CONTRIBUTING.md")
+PAGES = [*sorted((ROOT / "docs/guide").glob("*.md")), *(ROOT / name for name in OTHERS)]
 HERE = [page for page in PAGES if page.stem != "pytorch"]
 
 
@@ -26,8 +27,7 @@ HERE = [page for page in PAGES if page.stem != "pytorch"]
 @pytest.mark.parametrize("page", HERE, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = read_blocks(page)
-    files = FILES.get(page.stem, {}) if page.parent != ROOT / "examples" else {}
-    for name, make in files.items():
+    for name, make in FILES.get(page.relative_to(ROOT).as_posix(), {}).items():
         make(tmp_path / name)
     quick = model_times.TimingLimits(seconds=0.5, end=60.0, most_rounds=3, least_rounds=2)
     monkeypatch.setattr(model_times, "_LIMITS", quick)
