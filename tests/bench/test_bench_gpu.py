@@ -35,7 +35,7 @@ from stof.bench.gpu.problem import GpuProblem  # noqa: E402
 
 
 def numpy_mask(case: AttentionCase) -> np.ndarray:
-    """[H, S, T], from the definitions in docs/guide/benchmarks.md."""
+    """[H, S, T], from the definitions in docs/design/benchmarks.md."""
     q = (np.arange(case.S) + case.P)[None, :, None]
     k = np.arange(case.T)[None, None, :]
     h = np.arange(case.H)[:, None, None]

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``stof-bench``: attention, models and sites timed beside their baselines (docs/guide/benchmarks.md)."""
+"""``stof-bench``: attention, models and sites timed beside their baselines (docs/design/benchmarks.md)."""

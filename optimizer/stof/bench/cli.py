@@ -38,7 +38,7 @@ def _run_with_errors_reported(arguments: argparse.Namespace) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="stof-bench", description="Times stof beside its baselines (docs/guide/benchmarks.md).")
+    parser = Parser(prog="stof-bench", description="Times stof beside its baselines (docs/design/benchmarks.md).")
     parser.add_argument("--version", action=VersionAction, describe=describe_installation)
     commands = parser.add_subparsers(dest="command", required=True)
     attention = commands.add_parser("attention", help="the grids of the attention operator")

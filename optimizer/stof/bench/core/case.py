@@ -81,7 +81,7 @@ def random_blocks(length: int, block: int, fill: float, seed: int = 0) -> np.nda
 
 
 def named_mask(name: str, length: int, group: int = 1) -> tuple[str, dict[str, np.ndarray]]:
-    """The expression and tables of a mask, as docs/guide/benchmarks.md lists them.
+    """The expression and tables of a mask, as docs/design/benchmarks.md lists them.
 
     Longformer and BigBird take band = global = round(sqrt(length)), with one global range at the start. BigBird adds random
     blocks of 64 x 64, 10 % of all, seed 0. Heads of a group of ``group`` have one S2 mask.

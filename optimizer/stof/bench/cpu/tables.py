@@ -15,7 +15,7 @@ _HEAD = """<!-- Written by `stof-bench table -o docs/reference/numbers.md` from 
 # Numbers
 
 A summary of what was measured. Every point lies in [docs/results](../results) as JSON, with shapes, versions, densities and
-all peers. [benchmarks.md](../guide/benchmarks.md) says how they are measured, and how to measure them again.
+all peers. [benchmarks.md](../design/benchmarks.md) says how they are measured, and how to measure them again.
 
 * Times: the least of interleaved rounds on a CPU, their median on a GPU.
 * Ratios: a peer's time over stof's, so stof is faster above 1. Several points: the geometric mean.

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""stof beside its baselines on a CUDA device (docs/guide/benchmarks.md)."""
+"""stof beside its baselines on a CUDA device (docs/design/benchmarks.md)."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """FlashAttention 4 and cuDNN's flex attention, which compile kernels through CuTe DSL at their first call.
 
-Packages: flash-attn-4, nvidia-cudnn-frontend and nvidia-cutlass-dsl with its libraries for CUDA 13 (docs/guide/benchmarks.md).
+Packages: flash-attn-4, nvidia-cudnn-frontend and nvidia-cutlass-dsl with its libraries for CUDA 13 (docs/design/benchmarks.md).
 """
 
 from __future__ import annotations
