@@ -78,7 +78,9 @@ def test_a_model_of_mlps_that_was_optimized_before(tmp_path: Path) -> None:
     onnx.save(make_mlp_model(MlpForm(), layers=2), str(tmp_path / "m.onnx"))
     stof.optimize(tmp_path / "m.onnx", tmp_path / "once.onnx", Options(verify=False))
     report = stof.optimize(tmp_path / "once.onnx")
-    assert report.summary() == "nothing to do: 0 of 2 MLPs are replaced (is StofSparseMLP already)"
+    assert report.summary() == (
+        "nothing to do: the model was optimized before (it has 2 StofSparseMLP); give the one that it was made from"
+    )
 
 
 def test_a_graph_of_other_nodes(tmp_path: Path) -> None:

@@ -174,6 +174,9 @@ class CallsChecks(SiteChecks):
     def tensors(self) -> list[str]:
         return [t for n in self.working.graph.node if n.name in self.sites for t in (*n.input, *n.output)]
 
+    def outputs(self) -> dict[str, list[str]]:
+        return {n.name: list(n.output) for n in self.working.graph.node if n.name in self.sites}
+
     def compare(self, emitted: onnx.ModelProto, captured: Any) -> list[Comparison]:
         found = []
         for node in (n for n in emitted.graph.node if n.name in self.sites):

@@ -40,7 +40,9 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], Callable[[], argparse.
     "stof-bench": (stof.bench.cli.main, stof.bench.cli._parser),
     "stof-trt": (stof.tensorrt.cli.main, stof.tensorrt.cli._parser),
 }
-_FENCE = re.compile(r"(?P<note>(?:^<!-- .*? -->\n)*)^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(
+    r"(?P<note>(?:^<!-- .*? -->\n)*)^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
+)
 _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[-+]\d+)?")
 _ISA = re.compile(r"portable|avx2|avx512\w*")
 _ANYTHING = re.compile(r"\.\.\.|…")
@@ -219,12 +221,12 @@ def _check_command(words: list[str], place: str) -> None:
     if name in COMMANDS:
         COMMANDS[name][1]().parse_args(arguments)
     elif name == "make":
-        assert re.search(rf"^{arguments[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), f"{place}: {arguments[0]}"
+        assert re.search(rf"^{arguments[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), (
+            f"{place}: {arguments[0]}"
+        )
     elif name == "python" and arguments[0] == "-m":
         assert importlib.util.find_spec(arguments[1]), f"{place}: {arguments[1]}"
-    elif name == "python" and arguments[0] != "-c":
-        assert (ROOT / arguments[0]).is_file(), f"{place}: {arguments[0]}"
-    elif name in ("bash", "cd") and arguments[0].endswith(".sh"):
+    elif (name == "python" and arguments[0] != "-c") or (name in ("bash", "cd") and arguments[0].endswith(".sh")):
         assert (ROOT / arguments[0]).is_file(), f"{place}: {arguments[0]}"
     elif name == "cmake" and arguments[:1] == ["--preset"]:
         presets = json.loads((ROOT / "CMakePresets.json").read_text())["configurePresets"]

@@ -143,7 +143,7 @@ class InputSizes:
     def choose(self, case: Case) -> dict[str, int]:
         """Every dimension name at a case: leading ones are batches, all others lengths."""
         found = self._choose(case)
-        branches = self._symbolic.branch_equalities if self._is_taken is not None else []
+        branches = self._symbolic.inner_equalities if self._is_taken is not None else []
         taken = [b.pairs for b in branches if self._is_taken is not None and self._is_taken(b.conditions, case, found)]
         return self._of_branch(tuple(p for pairs in taken for p in pairs))._choose(case) if taken else found
 

@@ -58,11 +58,11 @@ _COMPUTING = frozenset(
 
 
 @dataclass(frozen=True)
-class BranchEqualities:
-    """Sizes that are equal in every valid run that takes a branch of an If.
+class InnerEqualities:
+    """Sizes that are equal in every valid run that takes a branch of an If, or enters the body of a Loop or Scan.
 
     Attributes:
-        conditions: what the branch and those around it are taken for: the tensors that decide, and their values.
+        conditions: what the branches around are taken for: the tensors that decide, and their values.
         pairs: of sizes.
     """
 
@@ -110,7 +110,7 @@ class Symbolic:
         }
         self._declared = {v.name: v.type.tensor_type for v in (*model.graph.value_info, *model.graph.output)}
         self._equalities: dict[tuple[Int, Int], bool] = {}  # whether a node fails else
-        self.branch_equalities: list[BranchEqualities] = []
+        self.inner_equalities: list[InnerEqualities] = []
         self._conditions: tuple[tuple[str, bool], ...] = ()  # of the branches around the node that is visited
         self.running_sums: dict[str, str] = {}  # output of an inclusive CumSum along the last axis: its input
         self._opset = next((o.version for o in model.opset_import if o.domain in STANDARD_DOMAINS), 13)
@@ -127,7 +127,7 @@ class Symbolic:
         graph = self._model.graph
         self._facts.clear()
         self._equalities.clear()
-        self.branch_equalities.clear()
+        self.inner_equalities.clear()
         self.running_sums.clear()
         self._read_graph(graph)
         self._batches = {
@@ -226,7 +226,7 @@ class Symbolic:
                 self._visit(inner)
             if taken is None:  # a branch that is not taken may have unequal sizes
                 own = tuple(pair for pair in self._equalities if pair not in known)
-                self.branch_equalities += [BranchEqualities(self._conditions, own)] if own else []
+                self.inner_equalities += [InnerEqualities(self._conditions, own)] if own else []
                 self._equalities.clear()
                 self._equalities.update(known)
             self._conditions = conditions
@@ -251,14 +251,19 @@ class Symbolic:
         carried = find_body_inputs(node, self._facts, inferred)
         if body is None or len(body.input) != len(carried):
             return
+        # Names of the body may be names outside, too, which keep their facts.
+        names = {n for inner in all_nodes(body.node) for n in inner.output}
+        names |= {v.name for v in body.input} | {t.name for t in body.initializer}
+        outside = {n: self._facts[n] for n in names if n in self._facts}
         self._facts |= {v.name: fact for v, fact in zip(body.input, carried, strict=True)}
         self._facts |= {t.name: read_initializer(t) for t in body.initializer}
         known = dict(self._equalities)
         for inner in body.node:
             self._visit(inner)
         own = tuple(pair for pair in self._equalities if pair not in known)
-        self.branch_equalities += [BranchEqualities(self._conditions, own)] if own else []
+        self.inner_equalities += [InnerEqualities(self._conditions, own)] if own else []
         self._equalities = known
+        self._facts |= outside
 
     def _runtime_fact(self, name: str, node: onnx.NodeProto, fact: Fact) -> Fact:
         """The fact of a tensor that is computed at run time from tensors with values."""

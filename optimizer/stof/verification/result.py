@@ -109,12 +109,14 @@ class PartialVerification:
         inputs: inputs of types that cannot be handed to ONNX Runtime, each with its type.
         shapes: how many tensors have the type and the shape of the original's.
         ran: whether the optimized model ran for that; else they follow from its graph.
+        message: what ONNX Runtime says of the original.
     """
 
     left_out: dict[str, int]
     inputs: dict[str, str]
     shapes: int
     ran: bool
+    message: str = ""
 
     @property
     def reason(self) -> str:
@@ -126,7 +128,7 @@ class PartialVerification:
         if self.inputs:
             name, kind = next(iter(self.inputs.items()))
             words.append(f"ONNX Runtime's Python interface takes no arrays of {kind}, which {name!r} has")
-        return "; ".join(words)
+        return "; ".join(words) or f"ONNX Runtime says: {self.message}"
 
 
 @dataclass

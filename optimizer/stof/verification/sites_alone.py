@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 from onnx import helper
 
-from stof.errors import UnsupportedError
+from stof.errors import UnsupportedError, shown
 from stof.execution.ort_sessions import VerifiedSession, find_without_arrays
 from stof.execution.run_failure import parse_failure
 from stof.execution.session_process import RuntimeFailure
@@ -34,26 +34,28 @@ if TYPE_CHECKING:
 _MOST_REDRAWS = 8
 
 
-def verify_sites_alone(verifier: Verifier, models: VerifiedModels, result: Verification) -> bool:
+def verify_sites_alone(verifier: Verifier, models: VerifiedModels, result: Verification, message: str) -> bool:
     """Compares every site of an original that does not run; False where one of them cannot be compared by itself.
 
     Args:
         verifier: has the original, the sites and the limits.
         models: what is run.
         result: gets the comparisons, and what was left out.
+        message: what ONNX Runtime says of the original.
 
     Raises:
         RuntimeFailure: where a part of the original is refused that nothing is known about.
         LimitReached: when a limit ends it.
     """
-    return _SitesAlone(verifier, models, result).run()
+    return _SitesAlone(verifier, models, result, message).run()
 
 
 class _SitesAlone:
-    def __init__(self, verifier: Verifier, models: VerifiedModels, result: Verification) -> None:
+    def __init__(self, verifier: Verifier, models: VerifiedModels, result: Verification, message: str) -> None:
         self.verifier = verifier
         self.models = models
         self.result = result
+        self.message = shown(message)
         self.without = find_without_arrays(verifier.original.graph.input)
         self.left_out: dict[str, int] = {}
 
@@ -71,7 +73,7 @@ class _SitesAlone:
             return False
         results = {t: None for s in every for own in s.checks.outputs().values() for t in own}
         shapes, ran = self._compare_shapes(results)
-        self.result.partial = PartialVerification(self.left_out, self.without, shapes, ran)
+        self.result.partial = PartialVerification(self.left_out, self.without, shapes, ran, self.message)
         self.result.complete = False
         return True
 

@@ -193,7 +193,7 @@ class Verifier:
             return _Run(self, models, result)
         except RuntimeFailure as error:
             can_be_part = bool(without) or parse_failure(str(error)).lacks_kernel
-            if not can_be_part or not verify_sites_alone(self, models, result):
+            if not can_be_part or not verify_sites_alone(self, models, result, str(error)):
                 raise OriginalFailureError(str(error)) from error
         return None
 
