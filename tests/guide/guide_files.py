@@ -10,12 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+from mlp_models import MlpForm, make_mlp_model
 from onnx import TensorProto, helper, numpy_helper
-
-import build
 from tests.command.test_cli import ATTENTION, OPAQUE, text
 
-from mlp_models import MlpForm, make_mlp_model
+import build
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cached_attention"))
 from gqa_models import Shape, model_of

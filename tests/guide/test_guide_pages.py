@@ -70,7 +70,13 @@ def test_stale_blocks_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize(
     "text",
-    ["stof-optimize model.onnx --sparse", "make none", "python examples/none.py", "cmake --preset none", "pip install '.[none]'"],
+    [
+        "stof-optimize model.onnx --sparse",
+        "make none",
+        "python examples/none.py",
+        "cmake --preset none",
+        "pip install '.[none]'",
+    ],
 )
 def test_stale_commands_that_are_not_run_are_found(text: str) -> None:
     with pytest.raises((AssertionError, ArgumentError)):
@@ -78,7 +84,9 @@ def test_stale_commands_that_are_not_run_are_found(text: str) -> None:
 
 
 def test_numbers_vary_and_words_do_not() -> None:
-    compare_lines("  14 x window(64, 64) avx2…\n...\n1.5x\n", "2 x window(16, 16) avx512_vnni,\nand\n41.3x", vary=True, place="")
+    compare_lines(
+        "  14 x window(64, 64) avx2…\n...\n1.5x\n", "2 x window(16, 16) avx512_vnni,\nand\n41.3x", vary=True, place=""
+    )
     with pytest.raises(AssertionError):
         compare_lines("14 x window\n", "2 x dense", vary=True, place="")
     with pytest.raises(AssertionError):
