@@ -81,8 +81,8 @@ if wave 1; then
   suite decode 75 CudaDecode
   suite decode-8.0 75 CudaDecode STOF_CUDA_CAPABILITY=80
   suite append 75 CudaAppend
-  suite cached 100 CudaCachedAttention
-  suite cached-8.0 100 CudaCachedAttention STOF_CUDA_CAPABILITY=80
+  suite cached 200 CudaCachedAttention
+  suite cached-8.0 200 CudaCachedAttention STOF_CUDA_CAPABILITY=80
   suite key-columns 150 CudaKeyColumns
   suite key-columns-8.0 150 CudaKeyColumns STOF_CUDA_CAPABILITY=80
   suite fp32 75 CudaFp32

@@ -39,6 +39,12 @@ PACKED = "float[B,S,32] x, float[B,S,32] y, float[B,S,32] z"
 OUT = "float[B,S,32] out"
 
 
+@pytest.fixture(autouse=True)
+def _no_files_of_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ONNX Runtime's tools leave files in the working directory."""
+    monkeypatch.chdir(tmp_path)
+
+
 def transformer(*, layers: int = 2, size: int = 64, heads: int = 4, seed: int = 0) -> onnx.ModelProto:
     """[B, S, size] to [B, S, size]: attention, residuals and norms, an MLP."""
     rng = np.random.default_rng(seed)
@@ -177,7 +183,6 @@ def test_quantization_pre_processing_with_defaults(
     chains: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file passes, and so do the tools behind it: the quantized models run with and without the library."""
-    monkeypatch.chdir(tmp_path)  # the tool leaves files behind
     original = transformer()
     optimized(original, tmp_path, chains=chains)
     quant_pre_process(str(tmp_path / "out.onnx"), str(tmp_path / "pre.onnx"))
