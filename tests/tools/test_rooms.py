@@ -94,7 +94,7 @@ def test_a_circle_is_seen() -> None:
     ("edges", "folders"), [(python_edges, "optimizer/stof/*/*.py"), (native_edges, "c*/* plugins/*")]
 )
 def test_the_order_of_imports_is_that_of_the_page(edges: object, folders: str) -> None:
-    """Rooms had come that the page of the architecture did not have; each is in a line, and imports what stands left."""
+    """The page had missed new packages; each is in a line, and imports what stands left of it."""
     page = (ROOT / "docs/design/architecture.md").read_text()
     lines = re.search(r"## Imports point one way\n\n```\n(.*?)```", page, re.DOTALL)
     assert lines
@@ -112,10 +112,10 @@ def test_the_order_of_imports_is_that_of_the_page(edges: object, folders: str) -
     ]
     assert not wrong
     paths = [p for p in tracked(*folders.split()) if p.suffix in (".py", ".cc", ".h", ".cu", ".cuh")]
-    rooms = {python_room(".".join(p.parts[1:])) if p.suffix == ".py" else native_room(p) for p in paths}
-    is_folder = {room for room in rooms if any((ROOT / top / room).is_dir() for top in ("", "optimizer/stof"))}
-    assert len(is_folder) > 10
-    assert is_folder - {name for rank in ranks for name in rank} == set()
+    names = {python_room(".".join(p.parts[1:])) if p.suffix == ".py" else native_room(p) for p in paths}
+    folders_of_sources = {name for name in names if any((ROOT / top / name).is_dir() for top in ("", "optimizer/stof"))}
+    assert len(folders_of_sources) > 10
+    assert folders_of_sources - {name for rank in ranks for name in rank} == set()
 
 
 def test_folders_are_small() -> None:

@@ -79,7 +79,7 @@ class _Use:
 
     is_output: bool = False
     chooser: onnx.NodeProto | None = None  # picks the largest
-    product: onnx.NodeProto | None = None  # a matrix product with a computed tensor
+    product: onnx.NodeProto | None = None  # a matmul with a computed tensor
     factor: onnx.NodeProto | None = None  # an elementwise one
     experts: onnx.NodeProto | None = None
 
