@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/common/stream_memory.h"
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <mutex>
 #include <optional>
+#include <vector>
 
 #include "cuda/common/status.h"
 #include "plugins/core/base/integers.h"
@@ -61,37 +63,33 @@ cudaMemPool_t PoolOf(int device, size_t bytes) {
   return pools[device];
 }
 
-// A stream by its number, which no other stream of the process ever has, and its device.
-struct StreamId {
-  int device = 0;
-  unsigned long long number = 0;
-  bool operator==(const StreamId& other) const { return device == other.device && number == other.number; }
-};
-
 void Free(void* memory, cudaStream_t stream) {
   const RelaxedCapture relaxed;
   if (cudaFreeAsync(memory, stream) != cudaSuccess) cudaGetLastError();
 }
 
-// Blocks that stay with the stream that used them last. Its next run takes one without a call of CUDA, of which an
-// allocation needs six; the order of the stream keeps both runs apart. Nobody says when a stream ends: a block that was
-// not used among the last kIdle ones gives way to one of another stream, once the device has done its work.
+// Blocks of a device that stay with the stream that used them last. Its next run takes one without a call of CUDA, of
+// which an allocation needs six; the order of the stream keeps both runs apart. Nobody says when a stream ends: a block
+// that was not used among the last kIdle ones gives way to one of another stream, once the device has done its work.
 class KeptBlocks {
  public:
   static constexpr size_t kUnit = size_t{2} << 20;
   static constexpr size_t kLargest = size_t{16} << 20;
 
-  static KeptBlocks& Global() {
-    static auto* blocks = new KeptBlocks;  // never destroyed: threads may outlive static objects
-    return *blocks;
+  // Those of a device; nullptr: nothing of it is kept.
+  static KeptBlocks* Of(int device) {
+    constexpr int kDevices = 64;
+    static auto* const all =
+        new std::array<KeptBlocks, kDevices>;  // never destroyed: threads may outlive static objects
+    return device >= 0 && device < kDevices ? &(*all)[static_cast<size_t>(device)] : nullptr;
   }
 
   // The smallest free block of the stream that is large enough; nullptr: there is none.
-  void* Take(const StreamId& id, size_t bytes) {
+  void* Take(unsigned long long stream, size_t bytes) {
     const std::lock_guard<std::mutex> lock(mutex_);
     Block* found = nullptr;
     for (Block& block : blocks_) {
-      if (block.is_used || !(block.id == id) || block.bytes < bytes) continue;
+      if (block.is_used || block.stream != stream || block.bytes < bytes) continue;
       if (found == nullptr || block.bytes < found->bytes) found = &block;
     }
     if (found == nullptr) return nullptr;
@@ -100,17 +98,16 @@ class KeptBlocks {
     return found->memory;
   }
 
-  // Keeps a block that the stream uses now, if there is room.
-  void Add(const StreamId& id, cudaStream_t stream, void* memory, size_t bytes) {
+  // Keeps a block that the stream uses now, if there is room. Smaller ones of the stream, and idle ones, make room.
+  void Add(unsigned long long stream, cudaStream_t handle, void* memory, size_t bytes) {
+    const auto is_smaller = [&](const Block& b) { return b.stream == stream && b.bytes < bytes; };
+    for (void* block : Remove(is_smaller)) Free(block, handle);
+    if (!HasRoom(bytes)) FreeIdle(handle);
     const std::lock_guard<std::mutex> lock(mutex_);
-    for (Block& block : blocks_) {
-      if (!block.is_used && block.id == id && block.bytes < bytes) Drop(&block, stream);
-    }
-    if (kept_bytes_ + bytes > kMost) DropIdle(id.device, stream);
     if (kept_bytes_ + bytes > kMost) return;
     for (Block& block : blocks_) {  // each has a unit at least: one is left
       if (block.memory != nullptr) continue;
-      block = {id, memory, bytes, true, ++uses_};
+      block = {stream, memory, bytes, true, ++uses_};
       kept_bytes_ += bytes;
       return;
     }
@@ -132,32 +129,47 @@ class KeptBlocks {
   static constexpr uint64_t kIdle = 1 << 16;
 
   struct Block {
-    StreamId id;
+    unsigned long long stream = 0;
     void* memory = nullptr;
     size_t bytes = 0;
     bool is_used = false;
     uint64_t last_use = 0;  // by the number of uses of all blocks
   };
 
-  void Drop(Block* block, cudaStream_t stream) {
-    Free(block->memory, stream);
-    kept_bytes_ -= block->bytes;
-    *block = Block();
+  bool HasRoom(size_t bytes) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return kept_bytes_ + bytes <= kMost;
   }
 
-  void DropIdle(int device, cudaStream_t stream) {
-    bool is_done = false;
+  // Takes free blocks out of the table, to be freed.
+  template <typename Which>
+  std::vector<void*> Remove(const Which& which) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    std::vector<void*> removed;
     for (Block& block : blocks_) {
-      const bool is_idle = block.memory != nullptr && !block.is_used && block.last_use + kIdle <= uses_;
-      if (!is_idle || block.id.device != device) continue;
-      const RelaxedCapture relaxed;
-      if (!is_done && cudaDeviceSynchronize() != cudaSuccess) {
-        cudaGetLastError();
-        return;
-      }
-      is_done = true;
-      Drop(&block, stream);
+      if (block.memory == nullptr || block.is_used || !which(block)) continue;
+      removed.push_back(block.memory);
+      kept_bytes_ -= block.bytes;
+      block = Block();
     }
+    return removed;
+  }
+
+  // The streams of idle blocks may have ended with work that uses them. Other threads do not wait here for the device.
+  void FreeIdle(cudaStream_t handle) {
+    uint64_t now = 0;
+    const auto is_idle = [&now](const Block& b) { return b.last_use + kIdle <= now; };
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      now = uses_;
+      if (std::none_of(blocks_.begin(), blocks_.end(), is_idle)) return;
+    }
+    const RelaxedCapture relaxed;
+    if (cudaDeviceSynchronize() != cudaSuccess) {
+      cudaGetLastError();
+      return;
+    }
+    for (void* block : Remove(is_idle)) Free(block, handle);
   }
 
   std::mutex mutex_;
@@ -171,30 +183,33 @@ class KeptBlocks {
 bool Take(void* stream, size_t bytes, void** memory) {
   *memory = nullptr;
   auto* const on = static_cast<cudaStream_t>(stream);
-  StreamId id;
+  int device = 0;
+  unsigned long long number = 0;  // which no other stream of the process ever has
   if (IsCaptured(on)) return false;
-  if (cudaGetDevice(&id.device) != cudaSuccess || cudaStreamGetId(on, &id.number) != cudaSuccess) {
+  if (cudaGetDevice(&device) != cudaSuccess || cudaStreamGetId(on, &number) != cudaSuccess) {
     cudaGetLastError();
     return false;
   }
-  const bool is_kept = bytes <= KeptBlocks::kLargest;
-  if (is_kept) *memory = KeptBlocks::Global().Take(id, bytes);
+  KeptBlocks* const kept = bytes <= KeptBlocks::kLargest ? KeptBlocks::Of(device) : nullptr;
+  if (kept != nullptr) *memory = kept->Take(number, bytes);
   if (*memory != nullptr) return true;
-  if (is_kept) bytes = static_cast<size_t>(RoundUp(static_cast<int64_t>(bytes), int64_t{KeptBlocks::kUnit}));
-  cudaMemPool_t pool = PoolOf(id.device, bytes);
+  if (kept != nullptr) bytes = static_cast<size_t>(RoundUp(static_cast<int64_t>(bytes), int64_t{KeptBlocks::kUnit}));
+  cudaMemPool_t pool = PoolOf(device, bytes);
   if (pool == nullptr) return false;
   const RelaxedCapture relaxed;
   if (cudaMallocFromPoolAsync(memory, bytes, pool, on) != cudaSuccess) {
     cudaGetLastError();
     *memory = nullptr;
-  } else if (is_kept) {
-    KeptBlocks::Global().Add(id, on, *memory, bytes);
+  } else if (kept != nullptr) {
+    kept->Add(number, on, *memory, bytes);
   }
   return true;
 }
 
 void Give(void* stream, void* memory) {
-  if (!KeptBlocks::Global().Give(memory)) Free(memory, static_cast<cudaStream_t>(stream));
+  int device = 0;
+  KeptBlocks* const kept = cudaGetDevice(&device) == cudaSuccess ? KeptBlocks::Of(device) : nullptr;
+  if (kept == nullptr || !kept->Give(memory)) Free(memory, static_cast<cudaStream_t>(stream));
 }
 
 bool Captured(void* stream) { return IsCaptured(static_cast<cudaStream_t>(stream)); }

@@ -87,7 +87,7 @@ class FolderReport:
 
     def all_notes(self) -> list[str]:
         """The folder's notes and those of its models, each once."""
-        return list(dict.fromkeys([*self.notes, *(note for r in self.reports.values() for note in r.notes)]))
+        return list(dict.fromkeys([*self.notes, *(note for r in self.analyzed.values() for note in r.notes)]))
 
     def library_lines(self) -> list[str]:
         """Where the plugin library is, and who registers it."""
@@ -108,7 +108,7 @@ class FolderReport:
 
     def explain(self, pattern: str) -> str:
         """How far candidates of each model got; models without one that the pattern names are left out."""
-        by_model = {name: report.explain(pattern) for name, report in self.reports.items()}
+        by_model = {name: report.explain(pattern) for name, report in self.analyzed.items()}
         return "\n".join(f"{shown(name)}:\n{text}" for name, text in by_model.items() if text)
 
     def to_json(self) -> str:

@@ -14,7 +14,8 @@ from pathlib import Path
 from stof import progress
 from stof.errors import ArgumentError, ModelError, StofError, VerifyError, explained
 from stof.execution.given_inputs import GivenFeed, read_given_inputs
-from stof.execution.session_process import OLDEST_RUNTIME, RuntimeFailure, has_onnxruntime, runtime_version
+from stof.execution.runtime_faults import check_runtime_version
+from stof.execution.session_process import RuntimeFailure, has_onnxruntime
 from stof.files import check_input, check_outputs, write_text
 from stof.graph.external_data import check_output_folder, data_to_copy, external_files
 from stof.graph.index import DOMAIN, all_nodes, opset_of
@@ -133,7 +134,7 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
             "verification needs onnxruntime, which is not installed: pip install onnxruntime, or use --no-verify"
         )
     if options.verify and not report.dry_run:
-        _check_runtime_version()
+        check_runtime_version()
     _check_time_option(options, report.dry_run)
     selections = dict(zip((op.key for op in OPS), select(options, [op.names for op in OPS]), strict=True))
     plan = _load_plan(options)
@@ -217,20 +218,6 @@ def _declare(report: Report, job: Job, target: Path) -> Job:
         has = "patterns of --sparsify that are not those given" if stated else "no patterns of --sparsify"
         raise ArgumentError(f"the plan has {has}; give the --sparsify that it was saved with")
     return job
-
-
-def _check_runtime_version() -> None:
-    """Refuses an ONNX Runtime that cannot load the library, before anything takes long.
-
-    Raises:
-        ArgumentError: with both versions.
-    """
-    found = runtime_version()
-    if found < OLDEST_RUNTIME:
-        raise ArgumentError(
-            f"ONNX Runtime {found[0]}.{found[1]} is installed, which cannot load stof's library; expected "
-            f"{OLDEST_RUNTIME[0]}.{OLDEST_RUNTIME[1]} or later: pip install -U onnxruntime"
-        )
 
 
 def _check_time_option(options: Options, dry_run: bool) -> None:

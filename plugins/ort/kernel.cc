@@ -158,7 +158,7 @@ OrtStatus* ComputeChecked(const Kernel& kernel, OrtKernelContext* context) {
   run.allocate = RunScratch::Allocate;
   run.self = &scratch;
   const Status status = kernel.op->Run(inputs, ni, outputs, no, run);
-  // What the runtime says of its memory or threads is the cause of what the operator says.
+  // What the runtime says of its memory is the cause of what the operator says.
   if (OrtStatus* error = scratch.TakeStatus()) return error;
   STOF_ORT_RETURN(ToOrt(api, kernel.node, status));
   return std::exchange(pool.status, nullptr);

@@ -43,6 +43,7 @@ OrtStatus* RunScratch::TakeStatus() { return std::exchange(status_, nullptr); }
 void* RunScratch::Allocate(void* self, size_t bytes) {
   auto* scratch = static_cast<RunScratch*>(self);
   void* block = nullptr;
+  bytes = std::max<size_t>(bytes, 1);  // nullptr says that there is no memory
   if (scratch->backend_ == nullptr) {
     block = scratch->FromArena(bytes + kAlignment);
   } else if (bytes <= scratch->shared_left_) {

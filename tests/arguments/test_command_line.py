@@ -11,9 +11,9 @@ import onnx
 import pytest
 from onnx import parser
 
-from stof import pipeline
 from stof.bench.cli import main as bench
 from stof.cli import main
+from stof.execution import runtime_faults
 from stof.tensorrt.cli import main as trt
 
 ATTENTION = """<ir_version: 8, opset_import: ["": 18]>
@@ -103,7 +103,7 @@ def test_old_runtimes_are_named(
     path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The kind: a library that is too old ends in some error of its own after a minute."""
-    monkeypatch.setattr(pipeline, "runtime_version", lambda: (1, 17))
+    monkeypatch.setattr(runtime_faults, "runtime_version", lambda: (1, 17))
     assert main([str(path)]) == 1
     error = capsys.readouterr().err
     assert "ONNX Runtime 1.17 is installed, which cannot load stof's library; expected 1.18 or later" in error

@@ -267,7 +267,7 @@ def test_nodes_that_are_faster_on_the_device_stay(tmp_path: Path) -> None:
     saved = tmp_path / "plan.json"
     report, _ = optimized(model, tmp_path, Options(target="cuda", verify=False, save_plan=saved))
     assert not report.caches[0].replaced
-    assert "ONNX Runtime's CUDA kernel is faster where 16 query heads share 1 KV heads" in report.caches[0].reason
+    assert "ONNX Runtime's CUDA kernel is faster for 16 query heads on 1 KV heads" in report.caches[0].reason
     saved.write_text(saved.read_text().replace('"replace": false', '"replace": true'))
     report, _ = optimized(model, tmp_path, Options(target="cuda", verify=False, plan=saved))
     assert report.caches[0].replaced

@@ -143,4 +143,4 @@ def test_first_lines_of_the_readme_install_for_each_runtime(
     assert "onnxruntime-gpu" in needs[1]
     assert "tensorrt" in needs[2]
     assert [prefix for prefix, _, _ in commands] == ["", *["CMAKE_ARGS=-DSTOF_CUDA=ON "] * 2]
-    assert first.count("\n") < 25
+    assert first.count("\n") < 40  # what runs on what, and the commands, fit the first screen

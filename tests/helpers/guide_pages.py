@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the fenced blocks of a Markdown page in the order of the page, and compares what they print with what it states.
 
-Blocks of Python run, and so do blocks without a language whose first word is a command of stof. A block that follows at once is
-what the one before printed. Comments of HTML, which no reader of the rendered page sees, say what differs:
+Blocks of Python run, and so do blocks without a language whose first word is a command of stof. Another one that follows
+at once is what the one before printed. Comments of HTML, which no reader of the rendered page sees, say what differs:
 
 ========================================  ====================================================================================
 ``<!-- not run: REASON -->``              the next block is no command, or cannot run in a test; what can be checked of it, is
@@ -74,7 +74,9 @@ class Block:
     @property
     def is_output(self) -> bool:
         """Whether it is what something printed."""
-        return not self.language and (self.note.startswith("output") or (self.follows and not self.note))
+        is_command = self.text.split(maxsplit=1)[0] in COMMANDS
+        follows = self.follows and not self.note and not is_command
+        return not self.language and (self.note.startswith("output") or follows)
 
     def setting(self, name: str, default: str) -> str:
         """A value of the note."""
@@ -129,7 +131,7 @@ class PageRun:
         elif block.is_output:
             self._compare(block)
         elif block.language == "python":
-            self.printed, self.is_python = _printed(lambda: exec(_compiled(block), self.names)), True
+            self.printed, self.is_python = _printed(lambda: exec(_compiled(block), self.names), with_errors=False), True
             self.ran.append(block.place)
         else:
             self.printed, self.is_python = "".join(_run_command(line, block) for line in block.lines()), False
@@ -174,9 +176,10 @@ def _pattern(line: str, *, vary: bool) -> str:
     return "".join(parts)
 
 
-def _printed(work: Callable[[], Any]) -> str:
+def _printed(work: Callable[[], Any], *, with_errors: bool) -> str:
     printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+    errors = contextlib.redirect_stderr(printed) if with_errors else contextlib.nullcontext()
+    with contextlib.redirect_stdout(printed), errors:
         work()
     return printed.getvalue()
 
@@ -193,7 +196,7 @@ def _run_command(line: str, block: Block) -> str:
     if seconds and "--tune" in arguments:
         arguments[arguments.index("--tune") + 1] = seconds
     status: list[int] = []
-    printed = _printed(lambda: status.append(COMMANDS[name][0](arguments)))
+    printed = _printed(lambda: status.append(COMMANDS[name][0](arguments)), with_errors=True)
     assert status == [int(block.setting("status", "0"))], f"{block.place}: {line}: status {status[0]}\n{printed}"
     return printed
 
@@ -226,7 +229,7 @@ def _check_command(words: list[str], place: str) -> None:
         )
     elif name == "python" and arguments[0] == "-m":
         assert importlib.util.find_spec(arguments[1]), f"{place}: {arguments[1]}"
-    elif (name == "python" and arguments[0] != "-c") or (name in ("bash", "cd") and arguments[0].endswith(".sh")):
+    elif (name == "python" and arguments[0] != "-c") or name == "bash":
         assert (ROOT / arguments[0]).is_file(), f"{place}: {arguments[0]}"
     elif name == "cmake" and arguments[:1] == ["--preset"]:
         presets = json.loads((ROOT / "CMakePresets.json").read_text())["configurePresets"]

@@ -26,7 +26,11 @@ from stof.verification.result import DecidedDifference, PartialVerification
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
-    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "models/README.md", ROOT / "tests/README.md"]
+    [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / room / "README.md" for room in ("examples", "models", "tests")),
+    ]
 )
 SOURCE_ROOMS = ("optimizer", "plugins", "cpu", "cuda", "tests", "tools", "models")
 SOURCE_SUFFIXES = {".py", ".cc", ".h", ".cu", ".cuh", ".sh"}

@@ -90,6 +90,34 @@ def test_a_circle_is_seen() -> None:
     assert not circle({"a": {"b": ["a to b"], "c": ["a to c"]}, "b": {"c": ["b to c"]}})
 
 
+@pytest.mark.parametrize(
+    ("edges", "folders"), [(python_edges, "optimizer/stof/*/*.py"), (native_edges, "c*/* plugins/*")]
+)
+def test_the_order_of_imports_is_that_of_the_page(edges: object, folders: str) -> None:
+    """The page had missed new packages; each is in a line, and imports what stands left of it."""
+    page = (ROOT / "docs/design/architecture.md").read_text()
+    lines = re.search(r"## Imports point one way\n\n```\n(.*?)```", page, re.DOTALL)
+    assert lines
+    ranks = [
+        {name: rank for rank, names in enumerate(line.split("  <  ")) for name in names.split(", ")}
+        for line in lines[1].split("\n")
+    ]
+    found = edges()  # type: ignore[operator]
+    wrong = [
+        imported[0]
+        for rank in ranks
+        for room, others in found.items()
+        for other, imported in others.items()
+        if room in rank and rank[room] <= rank.get(other, -1)
+    ]
+    assert not wrong
+    paths = [p for p in tracked(*folders.split()) if p.suffix in (".py", ".cc", ".h", ".cu", ".cuh")]
+    names = {python_room(".".join(p.parts[1:])) if p.suffix == ".py" else native_room(p) for p in paths}
+    folders_of_sources = {name for name in names if any((ROOT / top / name).is_dir() for top in ("", "optimizer/stof"))}
+    assert len(folders_of_sources) > 10
+    assert folders_of_sources - {name for rank in ranks for name in rank} == set()
+
+
 def test_folders_are_small() -> None:
     files = tracked("optimizer", "cuda", "cpu", "plugins", "tests", "models/*.py", "tools")
     counts: dict[str, int] = defaultdict(int)

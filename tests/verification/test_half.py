@@ -220,7 +220,7 @@ def test_the_report_says_that_twins_were_compared(tmp_path: Path, capsys: pytest
 
 
 def test_element_types_in_texts_of_attributes_are_widened(tmp_path: Path) -> None:
-    text = "a f16 [N, 8]; -65504 + f16(a)"
+    text = "axes b = x0.0, n = x0.1\nout y0 f16 [b, n] = f16(-65504) + f16(x0[b, n])"
     chain = helper.make_node("StofChain", ["x"], ["y"], domain="stof", chain=text)
     other = helper.make_node("Other", ["x"], ["z"], domain="stof", chain=text)
     model = helper.make_model(helper.make_graph([chain, other], "g", [], []))
@@ -228,7 +228,7 @@ def test_element_types_in_texts_of_attributes_are_widened(tmp_path: Path) -> Non
         tmp_path, tmp_path, typed_attributes={k: widen for op in OPS for k, widen in op.typed_attributes.items()}
     )
     found = [n.attribute[0].s.decode() for n in twins.of(model).graph.node]
-    assert found == ["a f32 [N, 8]; -1024 + f32(a)", text]
+    assert found == ["axes b = x0.0, n = x0.1\nout y0 f32 [b, n] = -1024 + f32(x0[b, n])", text]
 
 
 def test_planted_fault_is_caught(

@@ -38,8 +38,8 @@ double EstimateSplits(int ctas_per_sm, const AttentionParams& params, int item_b
   // An SM with one CTA more than others ends later: the mean of an even share and that of the fullest SM.
   const double fullest = std::ceil(active / device.sm_count) * device.sm_count;
   const double each = std::max(tile * (active + fullest) / 2 / bandwidth, tile / in_flight * kLatency);
-  const double steps = kLatency + static_cast<double>(CeilDiv(tiles, splits)) * each;
-  const double time = kStart + static_cast<double>(CeilDiv(ctas, slots)) * steps;
+  const double cta_time = kLatency + static_cast<double>(CeilDiv(tiles, splits)) * each;
+  const double time = kStart + static_cast<double>(CeilDiv(ctas, slots)) * cta_time;
   return splits > 1 ? time + kCombine + kStep * static_cast<double>(params.Dv * splits) : time;
 }
 
@@ -53,8 +53,8 @@ DecodeChoice ChooseSplits(int ctas_per_sm, const AttentionParams& params, int it
   for (int64_t splits = 1; splits <= most;) {
     const double time = EstimateSplits(ctas_per_sm, params, item_bytes, tiles, blocks, device, splits);
     if (time < best.nanoseconds) best = {false, static_cast<int>(splits), time};
-    const int64_t steps = CeilDiv(tiles, splits);
-    splits = steps > 1 ? CeilDiv(tiles, steps - 1) : most + 1;
+    const int64_t tiles_per_split = CeilDiv(tiles, splits);
+    splits = tiles_per_split > 1 ? CeilDiv(tiles, tiles_per_split - 1) : most + 1;
   }
   return best;
 }

@@ -199,14 +199,31 @@ def _is_tensor(index: GraphIndex, symbolic: Symbolic, name: str) -> bool:
 _UNKNOWN = (_AxisOrigin.UNKNOWN, "")
 
 
-def _axis_origin(
-    index: GraphIndex, symbolic: Symbolic, tensor: str, axis: int, depth: int = 0
-) -> tuple[_AxisOrigin, str]:
+_Origin = tuple[_AxisOrigin, str]
+
+
+def _axis_origin(index: GraphIndex, symbolic: Symbolic, tensor: str, axis: int) -> _Origin:
     """Where an axis of a tensor comes from, and a weight that mixes its elements along other axes on the way."""
+    return _trace_axis(index, symbolic, {}, tensor, axis)
+
+
+def _trace_axis(
+    index: GraphIndex, symbolic: Symbolic, known: dict[tuple[str, int], _Origin], tensor: str, axis: int, depth: int = 0
+) -> _Origin:
+    """As :func:`_axis_origin`; what is ``known`` is not traced again, as tensors are read in many ways."""
+    if (tensor, axis) not in known:
+        known[tensor, axis] = _UNKNOWN  # of a cycle, which a damaged graph may have
+        known[tensor, axis] = _trace_further(index, symbolic, known, tensor, axis, depth)
+    return known[tensor, axis]
+
+
+def _trace_further(
+    index: GraphIndex, symbolic: Symbolic, known: dict[tuple[str, int], _Origin], tensor: str, axis: int, depth: int
+) -> _Origin:
     node, shape = index.producer(tensor), symbolic.shape(tensor)
     if node is None or shape is None or depth > _MOST_NODES:
         return (_AxisOrigin.POSITIONS, "") if node is None and tensor in index.inputs else _UNKNOWN
-    further = partial(_axis_origin, index, symbolic, depth=depth + 1)
+    further = partial(_trace_axis, index, symbolic, known, depth=depth + 1)
     behind = len(shape) - axis
     if node.op_type in _QUANTIZES or node.op_type in ("Identity", "Cast", "Slice", "Split"):
         return further(node.input[0], axis)
@@ -215,7 +232,7 @@ def _axis_origin(
         atoms = [] if axes is None else [a for a in axes[axis] if a.size != ONE]
         return further(node.input[0], atoms[-1].axis) if atoms else _UNKNOWN
     if node.op_type == "Einsum":
-        return _einsum_origin(index, symbolic, node, axis, depth)
+        return _einsum_origin(index, symbolic, known, node, axis, depth)
     if node.op_type in ("Conv", "FusedConv"):
         if axis == 1:
             return _AxisOrigin.FEATURES, ""
@@ -246,8 +263,13 @@ def _axis_origin(
 
 
 def _einsum_origin(
-    index: GraphIndex, symbolic: Symbolic, node: onnx.NodeProto, axis: int, depth: int
-) -> tuple[_AxisOrigin, str]:
+    index: GraphIndex,
+    symbolic: Symbolic,
+    known: dict[tuple[str, int], _Origin],
+    node: onnx.NodeProto,
+    axis: int,
+    depth: int,
+) -> _Origin:
     equation = next((a.s.decode(errors="replace") for a in node.attribute if a.name == "equation"), "")
     left, _, result = equation.replace(" ", "").partition("->")
     terms = left.split(",")
@@ -261,7 +283,7 @@ def _einsum_origin(
     data = weights.index(False) if False in weights else 0
     if data not in holders:
         return _AxisOrigin.FEATURES, ""
-    origin, _ = _axis_origin(index, symbolic, node.input[data], terms[data].index(letter), depth + 1)
+    origin, _ = _trace_axis(index, symbolic, known, node.input[data], terms[data].index(letter), depth + 1)
     return origin, node.input[1 - data]
 
 

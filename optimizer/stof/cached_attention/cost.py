@@ -9,9 +9,8 @@ from onnx import TensorProto
 
 from stof.cached_attention.block_layout import BlockLayout
 from stof.cached_attention.site import CacheSite
-from stof.errors import UnsupportedError
 from stof.graph.external_data import ITEM_SIZES
-from stof.symbolic.algebra.sizes import evaluate
+from stof.symbolic.algebra.sizes import evaluate_or_none
 
 REPORT_LENGTH = 4096  # keys in the cache at which the report's gain is given
 _CURVE = (128, 512, 1024, 2048, 4096, 8192)  # the same for the report's chart
@@ -81,9 +80,8 @@ def _estimate_dense_cuda(site: CacheSite, shapes: Mapping[str, tuple[int, int]])
     if site.kv_num_heads == 1 and (site.num_heads > 8 or site.head_size > 128):
         return _CUDA_ONE_KV_HEAD
     most = {name: high for name, (_, high) in shapes.items()}
-    try:
-        batch, capacity = evaluate(site.batch, most), evaluate(site.capacity, most)
-    except UnsupportedError:  # no range is stated
+    batch, capacity = evaluate_or_none(site.batch, most), evaluate_or_none(site.capacity, most)
+    if batch is None or capacity is None:  # no range is stated
         return _CUDA_DENSE
     read = 2 * batch * capacity * site.kv_num_heads * site.head_size * ITEM_SIZES[site.dtype]
     return _CUDA_LARGE if batch >= _LARGE_BATCH and read >= _LARGE_BYTES else _CUDA_DENSE

@@ -196,9 +196,9 @@ def _reason_slow(job: Job, site: CacheSite, gain: float) -> str:
     if job.options.target != "cuda" or gain >= 1.0:
         return ""
     return (
-        f"ONNX Runtime's CUDA kernel is faster where {site.num_heads} query heads share {site.kv_num_heads} KV heads of "
-        f"{site.head_size} elements and attend all keys, at these sizes: estimated {gain:.2f}x; a plan with replace: true "
-        "takes it all the same"
+        f"ONNX Runtime's CUDA kernel is faster for {site.num_heads} query heads on {site.kv_num_heads} KV heads of "
+        f"{site.head_size} elements that attend all keys, in batches as --shape states them: estimated {gain:.2f}x. A plan "
+        "with replace: true replaces it"
     )
 
 

@@ -12,7 +12,7 @@ from stof.errors import UnsupportedError
 from stof.execution.case import Case
 from stof.symbolic import Symbolic
 from stof.symbolic.algebra.equations import Equation, solve_equations, substitute
-from stof.symbolic.algebra.sizes import evaluate, size_names
+from stof.symbolic.algebra.sizes import evaluate, evaluate_or_none, size_names
 from stof.symbolic.algebra.terms import Int, dim, integer
 
 _LARGEST_INPUT = 1 << 22
@@ -57,7 +57,7 @@ class InputSizes:
         self._symbolic, self._is_taken = symbolic, is_taken
         self._names = list(dict.fromkeys(n for shape in shapes for d in shape for n in sorted(size_names(d))))
         # What some exporters call a size that they took for dynamic and found fixed.
-        numbers = [(dim(n), integer(int(n))) for n in self._names if n.isdecimal()]
+        numbers = [(dim(n), integer(int(n))) for n in self._names if n.isdecimal() and int(n) > 0]
         self._solved = solve_equations([*numbers, *symbolic.equalities, *branch], self._names)
         self._shapes = [self._merge(shape) for shape in shapes]
         self._caches = list(dict.fromkeys((self._merge(c)[0], self._merge(c)[1]) for c in caches))
@@ -334,14 +334,6 @@ class InputSizes:
                 sizes |= found
                 return names
         return set()
-
-
-def evaluate_or_none(size: Int, sizes: Mapping[str, int]) -> int | None:
-    """A size at concrete ones; None where it depends on data, or divides by zero."""
-    try:
-        return evaluate(size, sizes)
-    except (UnsupportedError, ZeroDivisionError):
-        return None
 
 
 def _divides(size: Int) -> bool:

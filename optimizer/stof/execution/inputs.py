@@ -191,11 +191,12 @@ class InputMaker:
             low, high = self.range(value.name, sizes) if value.name in self.writes else (None, None)
             if low is not None and high is not None:
                 draw = drawn_values.draw_indices if self._is_of_rows(value.name) else drawn_values.draw_next_positions
-                feeds[value.name] = draw(dims, max(low, 0), high, rng).astype(dtype)
+                drawn = draw(dims, max(low, 0), high, rng)
             elif value.name in self.counts:
-                feeds[value.name] = self._counts(value.name, dims, dtype, case, sizes, rng)
+                drawn = self._counts(value.name, dims, dtype, case, sizes, rng)
             else:
-                feeds[value.name] = self._draw_one(value.name, dims, dtype, case, sizes, rng)
+                drawn = self._draw_one(value.name, dims, dtype, case, sizes, rng)
+            feeds[value.name] = np.asarray(drawn, dtype)  # arithmetic makes NumPy scalars of arrays without axes
         if case.counts is Counts.USUAL:
             for name, cache in self.filled.items():
                 ends = (feeds[cache.first] if cache.first else np.zeros(1, np.int64)) + evaluate(cache.new, sizes)

@@ -9,9 +9,11 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from stof.errors import ArgumentError
 from stof.execution.session_process import runtime_version
 
 Version = tuple[int, int]
+_OLDEST: Version = (1, 18)  # whose C API the library asks for
 
 
 @dataclass(frozen=True)
@@ -61,3 +63,19 @@ class RuntimeFault(enum.Enum):
             RuntimeFailure: when ONNX Runtime cannot be imported.
         """
         return self.value.is_in(runtime_version())
+
+
+def check_runtime_version() -> None:
+    """Refuses an ONNX Runtime that cannot load the library, before anything takes long.
+
+    Raises:
+        ArgumentError: with both versions.
+        RuntimeFailure: when ONNX Runtime cannot be imported.
+    """
+    found = runtime_version()
+    if found < _OLDEST:
+        installed, oldest = (".".join(map(str, version)) for version in (found, _OLDEST))
+        raise ArgumentError(
+            f"ONNX Runtime {installed} is installed, which cannot load stof's library; expected {oldest} or later: "
+            "pip install -U onnxruntime"
+        )

@@ -12,6 +12,7 @@ inputs that the model refuses.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import itertools
 import os
@@ -297,9 +298,7 @@ def create_session(spec: SessionSpec, seconds: float | None, memory: int = 0) ->
     return Session(_thread_process(), spec, seconds, memory)
 
 
-OLDEST_RUNTIME = (1, 18)  # whose C API the library asks for
-
-
+@functools.cache  # it is that of this installation
 def runtime_version() -> tuple[int, int]:
     """ONNX Runtime's version, its first two numbers.
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import errno
 import os
@@ -51,8 +52,10 @@ def check_input(path: Path) -> None:
                 f"FOLDER, then stof-optimize FOLDER -o NEW_FOLDER"
             )
     else:
-        close = difflib.get_close_matches(path.name, [p.name for p in islice(path.parent.iterdir(), _MOST_NAMES)], 1)
-        hint = f"; did you mean {path.parent / close[0]}?" if close else ""
+        with contextlib.suppress(OSError):  # a folder that cannot be read gives no hint
+            names = [p.name for p in islice(path.parent.iterdir(), _MOST_NAMES)]
+            close = difflib.get_close_matches(path.name, names, 1)
+            hint = f"; did you mean {path.parent / close[0]}?" if close else ""
     raise ArgumentError(f"the input {path} does not exist{hint}")
 
 

@@ -26,16 +26,16 @@ def speed_card(report: Report) -> str:
     """The speed-up of the summary: measured of the whole model, else estimated of single nodes."""
     if (times := report.times) is not None:
         words = f"whole model, {times.inputs}"
+        all_gains = [t.speedup for t in times.lengths]
         if times.shorter:
-            gains = [t.speedup for t in times.lengths]
-            words += f"; {min(gains):.2f} to {max(gains):.2f}× at {len(gains)} lengths"
-        return e.card("Measured speed-up", f"{times.speedup:.2f}×", words, "bad" if is_loss(times.speedup) else "")
+            words += f"; {min(all_gains):.2f} to {max(all_gains):.2f}× at {len(all_gains)} lengths"
+        return e.card("Measured speed-up", f"{times.speedup:.2f}×", words, "bad" if is_loss(min(all_gains)) else "")
     gains = [g.factor for s in report.sections.values() for g in s.page_gains() if not g.measured]
     if not gains:
         return ""
     least, most = min(gains), max(gains)
     value = f"{least:.1f}×" if f"{least:.1f}" == f"{most:.1f}" else f"{least:.1f} to {most:.1f}×"
-    return e.card("Estimated speed-up", value, "of the replaced nodes alone", "bad" if is_loss(most) else "")
+    return e.card("Estimated speed-up", value, "of the replaced nodes alone", "bad" if is_loss(least) else "")
 
 
 def speed_part(report: Report) -> str:

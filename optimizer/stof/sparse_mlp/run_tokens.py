@@ -6,12 +6,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from stof.errors import UnsupportedError
 from stof.options import Options
 from stof.sparse_mlp.density import NeuronCounts
 from stof.sparse_mlp.site import MlpSite
 from stof.symbolic import Symbolic
-from stof.symbolic.algebra.sizes import evaluate, size_names
+from stof.symbolic.algebra.sizes import evaluate_or_none, size_names
 
 _MOST_FEW = 16  # tokens that CUDA's kernels for few tokens take, and that exact mode on the CPU is timed with
 
@@ -76,8 +75,7 @@ def _stated_tokens(options: Options, symbolic: Symbolic, site: MlpSite, *, least
     if names and (not stated or (not least and stated < names)):
         return None
     sizes = {n: options.shapes.get(n, (1, 1))[0 if least else 1] for n in names}
-    try:
-        count = math.prod(evaluate(d, sizes) for d in shape[:-1])
-    except UnsupportedError:  # a size that values decide
+    counts = [evaluate_or_none(d, sizes) for d in shape[:-1]]
+    if any(n is None for n in counts):  # a size that values decide
         return None
-    return RunTokens(max(1, count), "--shape" if names else "the model's fixed sizes")
+    return RunTokens(max(1, math.prod(n or 0 for n in counts)), "--shape" if names else "the model's fixed sizes")

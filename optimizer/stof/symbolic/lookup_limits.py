@@ -101,7 +101,7 @@ def _of_positions(where: SymTensor, rows: Int, part: int | None, facts: SizeFact
 
 
 def _without_reads(position: Int, facts: SizeFacts) -> Int | None:
-    """The largest position that elements of masks make of it; None where it depends on other data."""
+    """The position that masks of ones make of it, as inputs are drawn; None where it depends on other data."""
     total = integer(0)
     for monomial, coefficient in position.terms:
         product = integer(coefficient)
@@ -141,7 +141,8 @@ def _slice(node: onnx.NodeProto, facts: SizeFacts) -> Iterator[Limit]:
 def _elements(name: str, facts: SizeFacts) -> list[Int] | None:
     value = facts.value(name)
     elements = None if value is None else value.elements()
-    return None if elements is None else [e for e in elements if isinstance(e, Int)]
+    sizes = [e for e in elements or () if isinstance(e, Int)]
+    return None if elements is None or len(sizes) != len(elements) else sizes
 
 
 def _embed(node: onnx.NodeProto, facts: SizeFacts) -> Iterator[Limit]:

@@ -7,6 +7,7 @@ of them enters the sites, whose operators are compared with fp64 as always. Outp
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -15,12 +16,12 @@ import numpy as np
 import onnx
 from onnx import helper
 
-from stof.errors import UnsupportedError, shown
+from stof.errors import shown
 from stof.execution.ort_sessions import VerifiedSession, find_without_arrays
 from stof.execution.run_failure import parse_failure
 from stof.execution.session_process import RuntimeFailure
 from stof.symbolic import Symbolic
-from stof.symbolic.algebra.sizes import evaluate
+from stof.symbolic.algebra.sizes import evaluate_or_none
 from stof.symbolic.algebra.terms import Int
 from stof.symbolic.facts import dtype_kind
 from stof.verification.result import Comparison, PartialVerification, Verification
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from stof.verification.verifier import Verifier
 
 _MOST_REDRAWS = 8
+_MOST_DRAWN = 1 << 26  # elements of a tensor that stands for what does not run
 
 
 def verify_sites_alone(verifier: Verifier, models: VerifiedModels, result: Verification, message: str) -> bool:
@@ -99,9 +101,9 @@ class _SitesAlone:
             return None
         for name, count in part.left_out.items():
             self.left_out[name] = max(count, self.left_out.get(name, 0))
-        for _ in range(_MOST_REDRAWS):
+        for attempt in range(_MOST_REDRAWS):
             feed = {n: x for n, x in self.models.feeds[0].items() if n not in self.without}
-            drawn = self._draw(part, checks.symbolic, dtype)
+            drawn = self._draw(part, checks.symbolic, dtype, attempt)
             if drawn is None:
                 return None
             try:
@@ -119,19 +121,18 @@ class _SitesAlone:
         return self.models.sessions.make(model, optimized=False, library=True)
 
     def _draw(
-        self, part: RunnablePart, symbolic: Symbolic, dtype: Callable[[str], int]
+        self, part: RunnablePart, symbolic: Symbolic, dtype: Callable[[str], int], attempt: int
     ) -> dict[str, np.ndarray] | None:
         """Numbers for the outputs of nodes that do not run; None where one is no float, or of a shape that is not known."""
         sizes = self.verifier.inputs.maker.sizes(self.verifier.cases[0])
-        rng = np.random.default_rng(0)
+        rng = np.random.default_rng(attempt)
         found = {}
         for name in part.drawn:
             shape = symbolic.shape(name)
             if shape is None or dtype_kind(dtype(name)) != "f":
                 return None
-            try:
-                dims = [evaluate(d, sizes) for d in shape]
-            except (UnsupportedError, ZeroDivisionError):
+            dims = [n for d in shape if (n := evaluate_or_none(d, sizes)) is not None and n >= 0]
+            if len(dims) != len(shape) or math.prod(dims) > _MOST_DRAWN:
                 return None
             found[name] = rng.standard_normal(dims).astype(helper.tensor_dtype_to_np_dtype(dtype(name)))
         return found
@@ -203,11 +204,5 @@ class _SitesAlone:
 
 
 def _evaluate(shape: Sequence[Int], sizes: Mapping[str, int]) -> list[int | None]:
-    """The sizes of a tensor; None where one depends on data."""
-    found: list[int | None] = []
-    for size in shape:
-        try:
-            found.append(evaluate(size, sizes))
-        except (UnsupportedError, ZeroDivisionError):
-            found.append(None)
-    return found
+    """Sizes at those of the inputs; None for one that is not known."""
+    return [evaluate_or_none(size, sizes) for size in shape]

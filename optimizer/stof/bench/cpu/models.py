@@ -217,21 +217,27 @@ def compare(
     """
     found = []
     for value, expected, output in zip(drawn.model.graph.output, *runs, strict=True):
-        allowed = _ALLOWED.get(expected.dtype.name, _ALLOWED_ELSE)
+        allowed = _allowed_share(expected)
         held = drawn.inputs.cache_rows(value.name, timed.feeds, expected.shape)
         found.append(compare_outputs(timed.case, allowed, value.name, expected, [expected], output, held=held))
     return found
 
 
-def _largest_share(comparisons: Sequence[Comparison]) -> float:
+def _allowed_share(output: np.ndarray) -> float:
+    """The largest difference that an output may have, over its range."""
+    return _ALLOWED.get(output.dtype.name, _ALLOWED_ELSE)
+
+
+def _largest_share(comparisons: Sequence[Comparison], expected: Sequence[np.ndarray]) -> float:
     """The largest difference over the output's range; infinite where shapes or whole numbers differ."""
-    return max((_share(c) for c in comparisons), default=0.0)
+    pairs = zip(comparisons, expected, strict=True)
+    return max((_share(c, _allowed_share(output)) for c, output in pairs), default=0.0)
 
 
-def _share(comparison: Comparison) -> float:
+def _share(comparison: Comparison, allowed: float) -> float:
     if comparison.ok and not comparison.difference:
         return 0.0
-    return comparison.difference / comparison.budget * _ALLOWED_ELSE if comparison.budget else math.inf
+    return comparison.difference / comparison.budget * allowed if comparison.budget else math.inf
 
 
 def measure_point(
@@ -254,7 +260,7 @@ def measure_point(
     errors = {}
     for kind, found in own.items():
         comparisons = compare(files, drawn, timed, (expected, found.run(None, feeds)))
-        errors[kind] = _largest_share(comparisons)
+        errors[kind] = _largest_share(comparisons, expected)
         failed = [c for c in comparisons if not c.ok]
         if failed and not files.is_quantized:  # there stof-optimize has compared with the spread of the original's runs
             raise ValueError(f"the model {kind!r} gives other outputs than the original: {failed[0].message()}")

@@ -42,7 +42,7 @@ def document(results: Path) -> str:
     lines = [_HEAD]
     for folder in [results, *sorted(p for p in results.iterdir() if p.is_dir())]:
         attention, sites, models = (read(folder / f"{n}-cpu.json") for n in ("attention", "sites", "models"))
-        decoders = read(folder / "decode-genai.json")
+        decoders = [r for path in sorted(folder.glob("decode-genai*.json")) for r in read(path)]
         gpu = gpu_tables.device(folder)
         if gpu is not None:
             lines += [f"## {gpu}", "", *gpu_tables.summary_lines(folder, results)]
@@ -50,6 +50,7 @@ def document(results: Path) -> str:
             machine = found[0]["machine"]
             lines += [f"## {machine['device']}, {machine['isa']}", "", _machine(found)]
             lines += [*_attention(attention), *_sites(sites), *_models(models), *_decoders(decoders)]
+    lines += _patterns([r for path in sorted((results / "comparisons").glob("s2-*.json")) for r in read(path)])
     lines += _search(read(results / "search.json"))
     return "\n".join(lines).rstrip() + "\n"
 
@@ -170,6 +171,31 @@ def _decoders(records: Sequence[Record]) -> list[str]:
     )
     head = ["model", "context", "threads", "original, tokens/s", "optimized", "times faster", "times less CPU time"]
     return [about, "", table(head, rows)]
+
+
+def _patterns(records: Sequence[Record]) -> list[str]:
+    """A row for each declared pattern and kind of step, beside the fastest dense attention."""
+    if not records:
+        return []
+    gains: dict[tuple[str, str], list[float]] = {}
+    for record in records:
+        own = record["peers"]["stof"].get("us")
+        others = [row["us"] for name, row in record["peers"].items() if name.endswith("-dense") and "us" in row]
+        if own and others:
+            step = "one token" if record["shape"]["S"] == 1 else "a prompt"
+            gains.setdefault((record["mask_name"], step), []).append(min(others) / own)
+    rows = [
+        [f"{name}, {step}", str(len(found)), f"{geomean(found) or 0:.2f}", f"{min(found):.2f}", f"{max(found):.2f}"]
+        for (name, step), found in sorted(gains.items())
+    ]
+    return [
+        f"## Declared patterns, {records[0]['machine']['device']}",
+        "",
+        "`stof-bench attention --device cuda --grid s2`: fp16 and bf16, with the append to the cache. Outputs differ from dense "
+        "attention, with whose fastest kernel they are compared ([patterns](../design/benchmarks.md#on-a-gpu)).",
+        "",
+        table(["pattern, step", "points", "times faster", "least", "most"], rows),
+    ]
 
 
 def _search(records: Sequence[Record]) -> list[str]:

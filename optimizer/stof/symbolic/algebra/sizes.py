@@ -24,6 +24,14 @@ def evaluate(size: Int, sizes: Mapping[str, int]) -> int:
     return total
 
 
+def evaluate_or_none(size: Int, sizes: Mapping[str, int]) -> int | None:
+    """A size at concrete ones; None where it depends on data, or divides by zero."""
+    try:
+        return evaluate(size, sizes)
+    except (UnsupportedError, ZeroDivisionError):
+        return None
+
+
 def _atom(atom: Atom, sizes: Mapping[str, int]) -> int:
     if atom.kind == "size":
         name = str(atom.args[0])

@@ -212,12 +212,16 @@ class DecidedOutputs:
             self.base, point.held, {t: self.before[t] for t in before}, {t: self.results[t] for t in point.held.tensors}
         )
         session = self._session(model, is_optimized=False, has_library=False)
-        off = {n: _CHAIN_TOLERANCE * float(np.nanmax(np.abs(found[n]), initial=0.0)) for n in before}
+        finite = {n: np.isfinite(found[n]) for n in before}
+        off = {n: _CHAIN_TOLERANCE * float(np.abs(found[n][finite[n]]).max(initial=0.0)) for n in before}
         ends = []
         for sign in (1.0, -1.0):
             # The second float of a comparison moves the other way.
             signs = (sign, -sign)
-            moved = {n: (found[n] + s * off[n]).astype(found[n].dtype) for s, n in zip(signs, before, strict=False)}
+            moved = {
+                n: np.where(finite[n], found[n] + s * off[n], found[n]).astype(found[n].dtype)
+                for s, n in zip(signs, before, strict=False)
+            }
             ends.append(self._run(session, moved))
         for t in point.held.tensors:
             own = found[free_name(t)]

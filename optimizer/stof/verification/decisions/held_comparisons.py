@@ -52,21 +52,26 @@ class HeldComparisons:
             for i, comparisons in compared.items()
         }
         concerned = {i: some for i, some in concerned.items() if some}
-        for i, runs in (self._run(concerned, compared) if concerned else {}).items():
+        for i, runs in (self._run(concerned, compared, result) if concerned else {}).items():
             own = compared[i]
             shapes = tuple(f"output {n!r}: {c.shapes}" for n, c in zip(self.names, own, strict=True) if c.shapes)
             runs.differences = [replace(d, outputs=shapes) for d in runs.differences]
             result.decisions.extend(runs.differences)
             compared[i] = [self._compare_again(i, k, c, runs) for k, c in enumerate(own)]
 
-    def _run(self, concerned: Mapping[int, Sequence[str]], compared: Compared) -> dict[int, HeldRuns]:
+    def _run(
+        self, concerned: Mapping[int, Sequence[str]], compared: Compared, result: Verification
+    ) -> dict[int, HeldRuns]:
         outputs = sorted(set(chain.from_iterable(concerned.values())))
         noise = self.models.quantizer_noise() | self.models.site_noise(self.reference.captured)
         decided = DecidedOutputs(self.models, self.inputs.working, self.inputs.symbolic, noise, outputs)
         unsettled = [i for i in concerned if any(c.ok and c.flips for c in compared[i])]
         try:
             return decided.run({i: self.cases[i] for i in concerned}, self.reference.feeds, unsettled)
-        except (LimitReached, RuntimeFailure):
+        except LimitReached:
+            result.noise_left_out = True  # no time or memory was left to tell rounding from faults
+            return {}
+        except RuntimeFailure:
             return {}  # nothing is shown: what differs is wrong
 
     def _compare_again(self, i: int, k: int, own: Comparison, runs: HeldRuns) -> Comparison:
