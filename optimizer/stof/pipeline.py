@@ -14,7 +14,7 @@ from pathlib import Path
 from stof import progress
 from stof.errors import ArgumentError, ModelError, StofError, VerifyError, explained
 from stof.execution.given_inputs import GivenFeed, read_given_inputs
-from stof.execution.runtime_faults import check_runtime_version
+from stof.execution.runtime_faults import refuse_old_runtimes
 from stof.execution.session_process import RuntimeFailure, has_onnxruntime
 from stof.files import check_input, check_outputs, write_text
 from stof.graph.external_data import check_output_folder, data_to_copy, external_files
@@ -134,7 +134,7 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
             "verification needs onnxruntime, which is not installed: pip install onnxruntime, or use --no-verify"
         )
     if options.verify and not report.dry_run:
-        check_runtime_version()
+        refuse_old_runtimes()
     _check_time_option(options, report.dry_run)
     selections = dict(zip((op.key for op in OPS), select(options, [op.names for op in OPS]), strict=True))
     plan = _load_plan(options)

@@ -121,7 +121,7 @@ def test_outputs_that_do_not_say_what_is_padding(tmp_path: Path) -> None:
     report, _ = optimized(model, tmp_path)
     assert report.replaced == 1
     assert report.verification is not None
-    assert report.verification.cases[0].startswith("batch 3, length 11, S 11")
+    assert report.verification.cases[0].startswith("B 3, S 11")
     assert "padded" not in report.verification.cases[0]
 
 

@@ -241,5 +241,5 @@ def test_fused_nodes_get_numbers_that_they_take(name: str, tmp_path: Path, monke
     assert least <= found.min() <= max(least, 0)
     assert found.max() <= most
     # Every case ran: of what a node refuses there is none.
-    compared = {c.what.partition(", ")[2] for c in report.verification.comparisons if c.what.startswith("output 'y'")}
-    assert {str(c) for c in verifiers[0].cases} <= compared
+    assert not report.verification.skipped
+    assert len(report.verification.cases) == len(verifiers[0].cases)

@@ -154,7 +154,7 @@ def test_a_row_of_the_batch_without_any_key(form: str, tmp_path: Path) -> None:
     (site,) = report.sites
     assert (site.mask, site.empty_rows) == ("pad[b, k]", policy)
     assert report.verification is not None
-    assert any("batch 4" in c.what for c in report.verification.comparisons) == (policy != "all")
+    assert any("B 4" in c.what for c in report.verification.comparisons) == (policy != "all")
     feeds = {**operands(21), "mask": np.ones((2, 21), np.int64)}
     feeds["mask"][1] = 0
     wanted, found = run(path, feeds), run(written, feeds)

@@ -126,7 +126,7 @@ def test_attributes_of_another_type_are_refused(name: str, value: float | str) -
 def test_build_info_names_the_backend() -> None:
     info = build_info()
     assert info["backends"] == ["cpu"]
-    names = re.findall(r'ISA\(k\w+, "(\w+)"', (ROOT / "cpu/isa.h").read_text())
+    names = re.findall(r"ISA\(k\w+, (\w+),", (ROOT / "cpu/isa.h").read_text())
     assert info["cpu_isa"] in names
 
 

@@ -51,7 +51,13 @@ def test_fp8_caches_need_no_option(name: str, tmp_path: Path, capsys: pytest.Cap
     assert {c["site"] for c in found["comparisons"]} == {"layer0/node", "layer1/node"}
     assert all(c["coverage"]["compared"] > 100 for c in found["comparisons"])
     assert (found["ok"], found["complete"]) == (True, False)
-    partial = {"left_out": {"com.microsoft::GroupQueryAttention": 2}, "inputs": {}, "shapes": 6, "ran": True}
+    partial = {
+        "left_out": {"com.microsoft::GroupQueryAttention": 2},
+        "inputs": {},
+        "shapes": 6,
+        "ran": True,
+        "message": "",
+    }
     assert found["partial"] == partial
     lines = out.splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith("verified"))
@@ -130,6 +136,7 @@ def test_attention_behind_operators_that_nobody_registered(tmp_path: Path, capsy
         "inputs": {},
         "shapes": 2,
         "ran": False,
+        "message": "",
     }
     assert "as they follow from its graph: it does not run here, either" in out
     assert [c["site"] for c in report["verification"]["comparisons"]] == [report["sites"][0]["site"]]

@@ -65,7 +65,7 @@ class RuntimeFault(enum.Enum):
         return self.value.is_in(runtime_version())
 
 
-def check_runtime_version() -> None:
+def refuse_old_runtimes() -> None:
     """Refuses an ONNX Runtime that cannot load the library, before anything takes long.
 
     Raises:

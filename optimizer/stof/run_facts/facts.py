@@ -72,14 +72,14 @@ def collect_facts(command: str, library: Mapping[str, Any], target: str) -> RunF
             machine["gpu"] = device_info().name
     versions = {
         "stof": stof.__version__,
-        "onnxruntime": _onnxruntime_version(),
+        "onnxruntime": _version_of_onnxruntime(),
         "onnx": onnx.__version__,
         "python": platform.python_version(),
     }
     return RunFacts(command, datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"), machine, versions)
 
 
-def _onnxruntime_version() -> str:
+def _version_of_onnxruntime() -> str:
     """The installed one, read off its package: an import takes long, and happens in the process of sessions."""
     with contextlib.suppress(OSError, ValueError, ImportError):
         spec = importlib.util.find_spec("onnxruntime")

@@ -109,7 +109,7 @@ class PartialVerification:
         inputs: inputs of types that cannot be handed to ONNX Runtime, each with its type.
         shapes: how many tensors have the type and the shape of the original's.
         ran: whether the optimized model ran for that; else they follow from its graph.
-        message: what ONNX Runtime says of the original.
+        message: what ONNX Runtime says of the original; empty where the other attributes give the reason.
     """
 
     left_out: dict[str, int]

@@ -75,7 +75,8 @@ class _SitesAlone:
             return False
         results = {t: None for s in every for own in s.checks.outputs().values() for t in own}
         shapes, ran = self._compare_shapes(results)
-        self.result.partial = PartialVerification(self.left_out, self.without, shapes, ran, self.message)
+        message = "" if self.left_out or self.without else self.message
+        self.result.partial = PartialVerification(self.left_out, self.without, shapes, ran, message)
         self.result.complete = False
         return True
 

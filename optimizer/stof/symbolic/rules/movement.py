@@ -232,6 +232,8 @@ def _concat(context: RuleContext) -> list[Fact] | None:
     axis = context.number("axis", 0) % len(known[0])
     starts = [ZERO]
     for s in known:
+        if len(s) != len(known[0]):
+            return None
         starts.append(starts[-1] + s[axis])
         context.equate_shapes(known[0][:axis] + known[0][axis + 1 :], s[:axis] + s[axis + 1 :])
     shape = (*known[0][:axis], starts[-1], *known[0][axis + 1 :])
