@@ -176,12 +176,15 @@ TEST(CApiListsLimits) {
   CHECK(text == stof_op_limits());
   const std::string all = text;
   for (const char* part :
-       {"{\"StofAttention\": {\"attributes\": [\"mask\", \"mask_id\"", "\"packed\"", "\"roles\": [\"pad\", \"bias\"",
+       {"{\"StofAttention\": {\"activations\": [], \"activations_with_zeros\": [], \"attributes\": [\"mask\", "
+        "\"mask_id\"",
+        "\"packed\"", "\"roles\": [\"pad\", \"bias\"",
         "\"targets\": {\"cpu\": {\"types\": {\"1\": {\"largest_head_size\": 256, \"head_size_multiple_of\": 1, ",
         "\"10\": {\"largest_head_size\": 256, \"head_size_multiple_of\": 8, \"most_heads\": 65536, "
         "\"most_length\": 4194304, \"most_operands\": 13}, \"16\"",
         "\"tensorrt\": {\"types\": {\"1\": {\"largest_head_size\": 256",
-        "\"StofChain\": {\"attributes\": [\"chain\", \"chain_id\"], \"roles\": [], \"storage_types\": [], "
+        "\"StofChain\": {\"activations\": [], \"activations_with_zeros\": [], \"attributes\": [\"chain\", "
+        "\"chain_id\"], \"roles\": [], \"storage_types\": [], "
         "\"targets\": {\"cpu\": {}, \"cuda\": {}, ",
         "\"cuda\": {\"types\": {\"10\": {}, \"16\": {}}}"}) {
     CHECK(all.find(part) != std::string::npos, part, " is not in ", all);

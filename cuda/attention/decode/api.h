@@ -99,8 +99,8 @@ struct DecodeChoice {
   int splits = 1;            // CTAs of a row block
   double nanoseconds = 0.0;  // by the model
 };
-// The nanoseconds of the split-KV kernel with so many splits, 1 to kMostDecodeSplits. ctas_per_sm: of the kernel; tiles:
-// KV tiles of a tile row; blocks: row blocks. num_splits.cc has the model.
+// The nanoseconds of the split-KV kernel with so many splits, 1 to kMostDecodeSplits. ctas_per_sm: of the kernel;
+// tiles: KV tiles of a tile row; blocks: row blocks. num_splits.cc has the model.
 double EstimateSplits(int ctas_per_sm, const AttentionParams& params, int item_bytes, int64_t tiles, int64_t blocks,
                       const DeviceProperties& device, int64_t splits);
 // Chooses the number of splits, and the kernel. clusters: as above. only: kSplitKv, or kCluster where the device has
