@@ -96,3 +96,15 @@ def test_all_options(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_inputs_of_python_are_left_out(given: Any) -> None:
     assert command_of("model.onnx", Options(inputs=given, time=True)) == "stof-optimize model.onnx --time"
     assert command_of("m.onnx", Options(inputs=Path("a.npz"))) == "stof-optimize m.onnx --inputs a.npz"
+
+
+def test_values_that_begin_as_options_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = Options(
+        output=Path("-out.onnx"), json=Path("-r.json"), only=("-a", "b"), skip=("--c",), masks={"-d": "k <= q"}
+    )
+    assert parse(command_of("-model.onnx", options), monkeypatch) == ("-model.onnx", options)
+
+
+def test_numbers_of_many_digits(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = Options(verify_budget=1234567.25, tune=1 / 3)
+    assert parse(command_of("model.onnx", options), monkeypatch) == ("model.onnx", options)

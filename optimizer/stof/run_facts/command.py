@@ -17,12 +17,24 @@ def _flag(option: str) -> Callable[[Any], list[str]]:
     return lambda value: [option]
 
 
-def _value(option: str, form: str = "{}") -> Callable[[Any], list[str]]:
-    return lambda value: [option, form.format(value)]
+def _with(option: str, value: str) -> list[str]:
+    """An option and its value, in one word where the value alone would be read as an option."""
+    if not value.startswith("-") or value == "-":
+        return [option, value]
+    return [f"{option}={value}" if option.startswith("--") else option + value]
+
+
+def _value(option: str) -> Callable[[Any], list[str]]:
+    return lambda value: _with(option, str(value))
+
+
+def _number(option: str) -> Callable[[float], list[str]]:
+    """Of the fewest digits that give the same number."""
+    return lambda value: _with(option, short if float(short := f"{value:g}") == value else repr(float(value)))
 
 
 def _each(option: str) -> Callable[[Iterable[Any]], list[str]]:
-    return lambda values: [word for value in values for word in (option, str(value))]
+    return lambda values: [word for value in values for word in _with(option, str(value))]
 
 
 def _inputs(given: Any) -> list[str]:
@@ -45,9 +57,9 @@ _WRITERS: Mapping[str, Callable[[Any], list[str]]] = {
     "report": _value("--report"),
     "time": _flag("--time"),
     "dry_run": _flag("--dry-run"),
-    "explain": lambda pattern: ["--explain"] if pattern == EVERY_ATTENTION else ["--explain", pattern],
+    "explain": lambda pattern: ["--explain"] if pattern == EVERY_ATTENTION else _with("--explain", pattern),
     "verify": _flag("--no-verify"),
-    "verify_budget": _value("--verify-budget", "{:g}"),
+    "verify_budget": _number("--verify-budget"),
     "verify_memory": _value("--verify-memory"),
     "inputs": _inputs,
     "only": _each("--only"),
@@ -57,12 +69,12 @@ _WRITERS: Mapping[str, Callable[[Any], list[str]]] = {
     "sparsify": _value("--sparsify"),
     "sparse_mlp": _value("--sparse-mlp"),
     "prompts": _value("--prompts"),
-    "max_kl": _value("--max-kl", "{:g}"),
+    "max_kl": _number("--max-kl"),
     "force": _flag("--force"),
     "ignore_empty_rows": lambda value: ["--empty-rows", "ignore"],
     "chains": _value("--chains"),
     "products": lambda value: ["--products", "off"],
-    "tune": _value("--tune", "{:g}"),
+    "tune": _number("--tune"),
     "ignore_measurements": _flag("--ignore-measurements"),
     "plan": _value("--plan"),
     "save_plan": _value("--save-plan"),
@@ -77,7 +89,7 @@ def command_of(model: str, options: Options) -> str:
         options: of the run.
     """
     default = Options()
-    words = ["stof-optimize", model]
+    words = ["stof-optimize", f".{os.sep}{model}" if model.startswith("-") else model]
     for field in fields(Options):
         value = getattr(options, field.name)
         if not _is_default(value, getattr(default, field.name)):
