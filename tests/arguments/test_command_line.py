@@ -7,29 +7,17 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import onnx
 import pytest
-from onnx import parser
 
 from stof.bench.cli import main as bench
 from stof.cli import main
 from stof.execution import runtime_faults
 from stof.tensorrt.cli import main as trt
 
-ATTENTION = """<ir_version: 8, opset_import: ["": 18]>
-g (float[1,2,S,8] q, float[1,2,S,8] k, float[1,2,S,8] v) => (float[a,b,c,d] out) {
-    kt = Transpose <perm = [0, 1, 3, 2]> (k)
-    s = MatMul (q, kt)
-    p = Softmax (s)
-    out = MatMul (p, v)
-}"""
 
-
-@pytest.fixture
-def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    onnx.save(parser.parse_model(ATTENTION), tmp_path / "model.onnx")
+@pytest.fixture(autouse=True)
+def _in_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    return tmp_path / "model.onnx"
 
 
 @pytest.mark.parametrize(

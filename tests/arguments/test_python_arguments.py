@@ -13,27 +13,11 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-import onnx
 import pytest
-from onnx import parser
 
 import stof
 from stof.cli import _parser
 from stof.options import CHAINS, TARGETS, OptionArguments
-
-ATTENTION = """<ir_version: 8, opset_import: ["": 18]>
-g (float[1,2,S,8] q, float[1,2,S,8] k, float[1,2,S,8] v) => (float[a,b,c,d] out) {
-    kt = Transpose <perm = [0, 1, 3, 2]> (k)
-    s = MatMul (q, kt)
-    p = Softmax (s)
-    out = MatMul (p, v)
-}"""
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    onnx.save(parser.parse_model(ATTENTION), tmp_path / "model.onnx")
-    return tmp_path / "model.onnx"
 
 
 @pytest.mark.parametrize(
