@@ -51,7 +51,7 @@ void GemmBlock(const CpuGemmArgs& p, int64_t m0, int64_t n0, float* workspace) {
   float* const tile = line + Max(kGemmDepth, kGemmBlockColumns);
   for (int64_t k0 = 0; k0 == 0 || k0 < p.K; k0 += kGemmDepth) {
     const int64_t depth = Min(kGemmDepth, p.K - k0);
-    for (int64_t i = 0; i < (rows + kGemmRows - 1) / kGemmRows * kGemmRows; ++i) {
+    for (int64_t i = 0; i < RoundUp(rows, kGemmRows); ++i) {
       if (i < rows && depth > 0) {
         ToFloats(static_cast<const char*>(p.a) + ((m0 + i) * p.K + k0) * size, p.dtype, depth, line);
       } else {

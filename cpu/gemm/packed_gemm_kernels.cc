@@ -124,7 +124,7 @@ inline void PackedProduct(const float* a, int64_t K, const float* panel, int64_t
 }
 
 // Of a panel with so many columns that count, in whole vectors.
-inline int64_t PackedWidth(int64_t wide) { return (wide + kWidth - 1) / kWidth * kWidth; }
+inline int64_t PackedWidth(int64_t wide) { return RoundUp(wide, kWidth); }
 
 struct Block {
   const float *first, *second;

@@ -158,7 +158,9 @@ class KeptBlocks {
   // The streams of idle blocks may have ended with work that uses them. Other threads do not wait here for the device.
   void FreeIdle(cudaStream_t handle) {
     uint64_t now = 0;
-    const auto is_idle = [&now](const Block& b) { return b.last_use + kIdle <= now; };
+    const auto is_idle = [&now](const Block& b) {
+      return b.memory != nullptr && !b.is_used && b.last_use + kIdle <= now;
+    };
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       now = uses_;

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
@@ -191,8 +191,7 @@ def merge_options(owner: str, options: object, arguments: Mapping[str, Any]) -> 
     Raises:
         ArgumentError: when ``options`` are of another type, or an argument is wrong.
     """
-    names = [f.name for f in fields(Options)]
-    check_names(owner, arguments, names)
+    check_names(owner, arguments, [f.name for f in fields(Options)])
     if options is None:
         return Options(**arguments)
     if not isinstance(options, Options):
@@ -202,5 +201,4 @@ def merge_options(owner: str, options: object, arguments: Mapping[str, Any]) -> 
             f"options is of type {type(options).__name__}, expected stof.Options; options may also be given by name: "
             f"{owner}(model, {call})"
         )
-    held = {name: getattr(options, name) for name in names}
-    return Options(**{**held, **arguments}) if arguments else options
+    return replace(options, **arguments) if arguments else options

@@ -120,16 +120,16 @@ class _Shapes:
         """Those of a subgraph. Names of its inputs' dimensions do not count: each call may have other sizes."""
         own = {v.name for v in (*graph.input, *graph.initializer)} | {o for n in graph.node for o in n.output}
         read = {name for n in graph.node for name in node_tensors(n)} - own - {""}
-        stored = {t.name: t for t in self._model.graph.initializer if t.name in read}
+        stored = {t.name: t for t in self._model.graph.initializer if t.name in read and t.ByteSize() <= _SMALL}
         model = onnx.ModelProto(ir_version=self._model.ir_version)
         model.opset_import.extend(self._model.opset_import)
         model.graph.node.extend(graph.node)
-        model.graph.initializer.extend([*graph.initializer, *(t for t in stored.values() if t.ByteSize() <= _SMALL)])
+        model.graph.initializer.extend([*graph.initializer, *stored.values()])
         model.graph.input.extend(graph.input)
         for d in (d for v in model.graph.input for d in v.type.tensor_type.shape.dim):
             d.ClearField("dim_param")
         for name in sorted(read):
-            if self.dtype(name) and not (name in stored and stored[name].ByteSize() <= _SMALL):
+            if self.dtype(name) and name not in stored:
                 info = helper.make_tensor_value_info(name, self.dtype(name), self.declared(name))
                 model.graph.input.append(info)
         return _Shapes(model, self._rules)

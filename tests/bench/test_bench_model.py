@@ -22,7 +22,7 @@ import build
 from stof.bench import cli
 from stof.bench.core import measure
 from stof.bench.core.drawn_feeds import ModelFeeds, draw_static_feeds
-from stof.bench.cpu.models import ModelFiles, compare, describe_gains
+from stof.bench.cpu.models import compare, describe_gains
 from stof.errors import ArgumentError, ModelError
 from stof.verification.model_inputs import ModelInputs
 
@@ -163,15 +163,14 @@ def test_other_outputs_are_a_fault(narrow: Callable[[str], Path]) -> None:
     path = narrow("modernbert.dynamo.sdpa")
     drawn = ModelFeeds(path, {})
     (timed,) = drawn.draw([16], batch=None)
-    files = ModelFiles("m", path, {"optimized": path}, False, "fp32")
     expected = [
         np.random.default_rng(0).standard_normal((1, 16, 96)).astype(np.float32) for _ in drawn.model.graph.output
     ]
-    (same, *_) = compare(files, drawn, timed, (expected, expected))
+    (same, *_) = compare(drawn, timed, (expected, expected))
     assert same.ok
-    (other, *_) = compare(files, drawn, timed, (expected, [x + np.float32(0.1) for x in expected]))
+    (other, *_) = compare(drawn, timed, (expected, [x + np.float32(0.1) for x in expected]))
     assert not other.ok
-    (shape, *_) = compare(files, drawn, timed, (expected, [x[:, :8] for x in expected]))
+    (shape, *_) = compare(drawn, timed, (expected, [x[:, :8] for x in expected]))
     assert not shape.ok
 
 

@@ -489,6 +489,7 @@ cudaError_t cudaFreeAsync(void* memory, cudaStream_t) {
 
 cudaError_t cudaDeviceSynchronize() {
   STOF_FAKE_CALL("cudaDeviceSynchronize");
+  ++It().asked.device_waits;
   if (IsForbidden()) return Wrong(cudaErrorStreamCaptureUnsupported);
   DoAll();
   return cudaSuccess;

@@ -29,7 +29,8 @@ Live GetLive();
 
 // Calls since the program began.
 struct Asked {
-  int64_t allocations = 0, copies = 0, waits = 0;  // waits: of streams for events
+  int64_t allocations = 0, copies = 0;
+  int64_t waits = 0, device_waits = 0;  // of streams for events; of the host for the device
   // Calls that a runtime would refuse, or worse: copies beyond a block, frees of no block, calls that a capture
   // forbids.
   int64_t wrong = 0;

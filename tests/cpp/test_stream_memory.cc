@@ -107,6 +107,25 @@ TEST(StreamMemoryThatIsKeptHasABound) {
   CHECK(fake::GetLive().bytes - before.bytes == int64_t{4} << 20, "the blocks of two streams are left");
 }
 
+// Entries of the table without a block, and blocks in use, are no idle blocks: nobody waits for the device to free
+// them.
+TEST(StreamMemoryWithoutIdleBlocksDoesNotWaitForTheDevice) {
+  const Device device(7);
+  const std::vector<fake::Stream> streams(4);
+  const fake::Stream used, late;
+  std::vector<void*> blocks;
+  for (int i = 0; i < 4; ++i) blocks.push_back(TakeBlock(used.get(), 8 * kUnit - kUnit * static_cast<size_t>(i)));
+  for (int i = 0; i < 1 << 16; ++i) {
+    const cudaStream_t stream = streams[static_cast<size_t>(i % 4)].get();
+    cuda::Give(stream, TakeBlock(stream, kUnit));
+  }
+  const fake::Asked before = fake::GetAsked();
+  cuda::Give(late.get(), TakeBlock(late.get(), 8 * kUnit));
+  CHECK(fake::GetAsked().allocations == before.allocations + 1);
+  CHECK(fake::GetAsked().device_waits == before.device_waits);
+  for (void* block : blocks) cuda::Give(used.get(), block);
+}
+
 TEST(StreamMemoryIsNotGivenToACapturedStream) {
   const Device device(5);
   const fake::Stream stream;

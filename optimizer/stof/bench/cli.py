@@ -10,6 +10,7 @@ from pathlib import Path
 
 from stof.bench.core import measure
 from stof.bench.core.candidate import Unavailable, select
+from stof.bench.core.results import RESULTS
 from stof.bench.cpu import cases, sparse_mlp
 from stof.bench.decoder import mlp_decoder, mlp_models
 from stof.bench.gpu.cases import GRIDS
@@ -17,8 +18,6 @@ from stof.errors import ArgumentError
 from stof.files import write_text
 from stof.tensorrt.describe_installation import describe_installation
 from stof.terminal import Parser, VersionAction, complain, run_command, say
-
-RESULTS = Path("docs/results")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -220,11 +220,8 @@ class InputSizes:
 
     def _longest(self, sizes: Mapping[str, int]) -> int:
         """The length of the longest scores."""
-        found = 0
-        for size in self.lengths:
-            with contextlib.suppress(UnsupportedError, ZeroDivisionError):
-                found = max(found, evaluate(size, sizes))
-        return found
+        found = (evaluate_or_none(size, sizes) for size in self.lengths)
+        return max((n for n in found if n is not None), default=0)
 
     def _agree(self, sizes: dict[str, int], case: Case, solved: set[str]) -> None:
         """Makes sizes agree that must be equal in a valid run: the mask's length and that of past and new keys, say.

@@ -6,16 +6,15 @@ from __future__ import annotations
 import math
 from types import MappingProxyType
 
-from onnx import TensorProto
-
 from stof.errors import StofError
 from stof.fusion.description.parser import AxisSize, parse_chain
+from stof.fusion.element_ops import TYPES
 from stof.fusion.emit import GEMM
 from stof.fusion.function_body import OP as CHAIN
 from stof.symbolic import Int, integer
 from stof.symbolic.facts import Fact, Rule, RuleContext
 
-_TYPES = {"f32": int(TensorProto.FLOAT), "f16": int(TensorProto.FLOAT16), "bf16": int(TensorProto.BFLOAT16)}
+_TYPES = {name: int(dtype) for dtype, name in TYPES.items()}
 
 
 def _chain(context: RuleContext) -> list[Fact] | None:

@@ -252,8 +252,9 @@ def save(model: onnx.ModelProto, path: Path, source: Path) -> set[str]:
         copier.publish()
         check_external(path, model)
         new.replace(path)
-        remove_old_data(path, external_files(model))
-        return external_files(model)
+        files = external_files(model)
+        remove_old_data(path, files)
+        return files
 
 
 def _serialize(model: onnx.ModelProto, path: Path) -> bytes:

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING
 
 from stof.html_report import elements as e
 from stof.report import Report
-from stof.verification.describe import describe_coverage, describe_partial, describe_reduced_inputs, describe_unread
+from stof.verification.describe import (
+    describe_coverage,
+    describe_how_run,
+    describe_partial,
+    describe_reduced_inputs,
+    describe_unread,
+)
 
 if TYPE_CHECKING:
     from stof.verification.result import Comparison, Verification
@@ -70,7 +76,7 @@ def _sentences(found: Verification) -> list[str]:
     if alone:
         words.append(f"Compared by the model's outputs alone: {len(alone)} sites.")
     if found.partial is not None:
-        words = [f"{fact[:1].upper()}{fact[1:]}." for fact in describe_partial(found.partial)] + words
+        words = [*map(_sentence, describe_partial(found.partial)), *words]
     elif not found.complete:
         words.append("A limit ended verification before all inputs were run (--verify-budget, --verify-memory).")
     if found.skipped:
@@ -82,7 +88,7 @@ def _sentences(found: Verification) -> list[str]:
         words.append(f"No time was left to compare {found.sites_left} sites by themselves.")
     facts = [describe_unread(found)] if found.unread else []
     facts += [describe_reduced_inputs(found)] if found.reduced_inputs else []
-    words += [f"{fact[:1].upper()}{fact[1:]}." for fact in facts]
+    words += map(_sentence, facts)
     if others := sum(not c.comparable and not c.site for c in found.comparisons):
         words.append(
             f"{others} outputs are not comparable: the original's own runs differ by as much as the numbers vary."
@@ -90,23 +96,14 @@ def _sentences(found: Verification) -> list[str]:
     for decision in found.decisions[:_MOST_DECISIONS]:
         verdict = "as in the original's own runs" if decision.explained else "more than in the original's own runs"
         words.append(f"Decided by rounding, {verdict}: {decision.case}: {decision.to_text()}.")
-    if found.expanded:
-        words.append(
-            "ONNX Runtime does not run fused attention nodes of the original: it ran with them expanded to standard nodes."
-        )
-    if found.sliced:
-        words.append("To fit the memory, the original's attention ran on slices of its queries.")
-    if found.quantized:
-        words.append(
-            "Dynamically quantized: compared beside the spread of the original's own runs; an argmax or a length that is "
-            "decided by rounding may flip."
-        )
-    if found.widened:
-        what = "both models" if found.partial is None else "what runs here"
-        words.append(f"Half precision: {what} ran widened to fp32, the operator of each site in its own type.")
+    words += map(_sentence, describe_how_run(found))
     if found.suspects:
         words.append(f"Sites that make outputs differ together: {', '.join(found.suspects)}.")
     return words
+
+
+def _sentence(fact: str) -> str:
+    return f"{fact[:1].upper()}{fact[1:]}."
 
 
 def _share(comparison: Comparison) -> float:

@@ -51,24 +51,28 @@ def describe_verification(v: Verification, forms: Sequence[str]) -> list[str]:
         lines.append(f"          ({describe_unread(v)})")
     if v.reduced_inputs:
         lines.append(f"          ({describe_reduced_inputs(v)})")
+    lines += [f"          ({words})" for words in describe_how_run(v)]
+    return lines
+
+
+def describe_how_run(v: Verification) -> list[str]:
+    """In which form models ran, where not as they are; a sentence each."""
+    found = []
     if v.quantized:
-        lines.append(
-            "          (dynamically quantized: compared beside the spread of the original's own runs; an argmax or a length "
-            "that is decided by rounding may flip)"
+        found.append(
+            "dynamically quantized: compared beside the spread of the original's own runs; an argmax or a length that is "
+            "decided by rounding may flip"
         )
     if v.sliced:
-        lines.append("          (to fit the memory, the original's attention ran on slices of its queries)")
+        found.append("to fit the memory, the original's attention ran on slices of its queries")
     if v.expanded:
-        lines.append(
-            "          (ONNX Runtime does not run fused attention nodes of the original: it ran with them expanded to "
-            "standard nodes)"
+        found.append(
+            "ONNX Runtime does not run fused attention nodes of the original: it ran with them expanded to standard nodes"
         )
     if v.widened:
         what = "both" if v.partial is None else "what runs here"
-        lines.append(
-            f"          (half precision: {what} ran widened to fp32, the operator of each site in its own type)"
-        )
-    return lines
+        found.append(f"half precision: {what} ran widened to fp32, the operator of each site in its own type")
+    return found
 
 
 def _describe_end(v: Verification) -> str:

@@ -149,8 +149,7 @@ class _SitesAlone:
         verifier = self.verifier
         if not verifier.inputs.narrow(model, message, verifier.cases[0], self.models.feeds[0]):
             return False
-        verifier.cases[:] = [verifier.inputs.restate(c) for c in verifier.cases]
-        self.models.feeds = [self.models.widen_feed(f) for f in verifier.inputs.draw(verifier.cases)]
+        self.models.redraw()
         return True
 
     def _compare_shapes(self, results: Collection[str]) -> tuple[int, bool]:

@@ -7,11 +7,10 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from stof.errors import UnsupportedError
 from stof.execution.case import Case
 from stof.execution.inputs import InputMaker
 from stof.execution.run_limits import free_memory
-from stof.symbolic.algebra.sizes import evaluate
+from stof.symbolic.algebra.sizes import evaluate_or_none
 
 LENGTHS = (2048, 1024, 512, 256, 128)  # of which the longest that runs fast enough is timed
 _PARTS = (16, 4)  # shorter lengths are these parts of it: short inputs are where a model may lose
@@ -116,10 +115,5 @@ def _score_elements(maker: InputMaker, case: Case) -> int:
 def _evaluated(maker: InputMaker, case: Case, of_shape: Callable[[list[int]], int]) -> list[int]:
     """What is computed from the shape of each scores at a case; none of shapes that are not known."""
     sizes = maker.sizes(case)
-    found = []
-    for shape in maker.dimensions.scores:
-        try:
-            found.append(of_shape([evaluate(d, sizes) for d in shape]))
-        except (KeyError, UnsupportedError, ZeroDivisionError):
-            continue
-    return found
+    shapes = ([evaluate_or_none(d, sizes) for d in shape] for shape in maker.dimensions.scores)
+    return [of_shape([n for n in dims if n is not None]) for dims in shapes if None not in dims]

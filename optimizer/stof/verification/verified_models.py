@@ -206,9 +206,14 @@ class VerifiedModels:
             is_of_values = parse_failure(str(error)).is_of_values
             if not is_of_values or not inputs.narrow(self.reference, str(error), cases[0], self.feeds[0]):
                 return False
-            cases[:] = [inputs.restate(c) for c in cases]
-            self.feeds = [self.widen_feed(f) for f in inputs.draw(cases)]
+            self.redraw()
         return True
+
+    def redraw(self) -> None:
+        """Draws all inputs anew, by what is known of them now."""
+        inputs, cases = self._verifier.inputs, self._verifier.cases
+        cases[:] = [inputs.restate(c) for c in cases]
+        self.feeds = [self.widen_feed(f) for f in inputs.draw(cases)]
 
     def _runs(self, model: onnx.ModelProto, feed: Mapping[str, np.ndarray]) -> bool:
         """Whether the runtime has every node of a model."""

@@ -10,6 +10,7 @@ from typing import Any
 from stof.files import folder_lock, remove_leftovers, strict_json, write_text
 
 Record = dict[str, Any]
+RESULTS = Path("docs/results")  # of graphs of models/
 
 
 def read(path: Path) -> list[Record]:

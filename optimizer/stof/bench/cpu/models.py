@@ -21,7 +21,7 @@ from onnx import TensorProto, helper
 from stof.bench.core import measure
 from stof.bench.core.candidate import Unavailable, require
 from stof.bench.core.drawn_feeds import ModelFeeds, TimedFeeds
-from stof.bench.core.results import Record, store
+from stof.bench.core.results import RESULTS, Record, store
 from stof.bench.cpu.baselines_ort import bind_inputs, session
 from stof.bench.cpu.memory import peak_memory
 from stof.bench.cpu.profile import NodeCall, profile, rest_seconds
@@ -33,7 +33,6 @@ from stof.verification.quantization import find_quantizers
 from stof.verification.result import Comparison
 
 _FOLDER = Path("build/bench")
-RESULTS = Path("docs/results")  # of graphs of models/
 _TYPES = {
     "float": "float32",
     "float16": "float16",
@@ -204,13 +203,10 @@ def _site_calls(
     return found
 
 
-def compare(
-    files: ModelFiles, drawn: ModelFeeds, timed: TimedFeeds, runs: Sequence[Sequence[np.ndarray]]
-) -> list[Comparison]:
+def compare(drawn: ModelFeeds, timed: TimedFeeds, runs: Sequence[Sequence[np.ndarray]]) -> list[Comparison]:
     """Holds the outputs of a variant against the original's, those of rows of KV caches without a key left out.
 
     Args:
-        files: the models.
         drawn: tells which rows hold keys.
         timed: the inputs.
         runs: the original's outputs, then the variant's.
@@ -259,7 +255,7 @@ def measure_point(
     expected = before.run(None, feeds)
     errors = {}
     for kind, found in own.items():
-        comparisons = compare(files, drawn, timed, (expected, found.run(None, feeds)))
+        comparisons = compare(drawn, timed, (expected, found.run(None, feeds)))
         errors[kind] = _largest_share(comparisons, expected)
         failed = [c for c in comparisons if not c.ok]
         if failed and not files.is_quantized:  # there stof-optimize has compared with the spread of the original's runs

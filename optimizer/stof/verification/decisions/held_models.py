@@ -9,6 +9,7 @@ import onnx
 from onnx import helper
 
 from stof.graph.index import GraphIndex, node_tensors, producers
+from stof.graph.protobuf import remove_named
 from stof.verification.decisions.find_decisions import Held
 
 _FREE = "/stof_free"
@@ -40,13 +41,10 @@ def hold_tensors(model: onnx.ModelProto, dtypes: Mapping[str, int]) -> onnx.Mode
         for i, name in enumerate(node.output):
             if name in dtypes:
                 node.output[i] = free_name(name)
-    kept = [o for o in graph.output if o.name not in dtypes]
-    del graph.output[:]
-    graph.output.extend([*kept, *_values({free_name(name): dtype for name, dtype in dtypes.items()})])
+    for field in (graph.output, graph.value_info):
+        remove_named(field, dtypes.keys())
+    graph.output.extend(_values({free_name(name): dtype for name, dtype in dtypes.items()}))
     graph.input.extend(_values(dtypes))
-    known = [v for v in graph.value_info if v.name not in dtypes]
-    del graph.value_info[:]
-    graph.value_info.extend(known)
     return result
 
 
