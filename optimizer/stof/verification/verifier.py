@@ -245,13 +245,15 @@ class _Run:
         self.compare_types()
         self.add_legal_runs()
         wrong = self.compare_outputs(range(len(self.legal)))
+        without_noise: set[int] = set()
         if wrong and self.may_be_rounding():
-            self.result.noise_left_out = not self.add_perturbed_runs(wrong)
+            without_noise = self.add_perturbed_runs(wrong)
             wrong = self.compare_outputs(wrong)
         wrong = self.hold_decisions()
-        self.result.noise_left_out = self.result.noise_left_out and bool(wrong)
-        if wrong and self.may_be_rounding() and self.verifier.searches and not self.result.noise_left_out:
-            self.search_suspects(wrong[0])
+        beyond_noise = [i for i in wrong if i not in without_noise]
+        self.result.noise_left_out = bool(wrong) and not beyond_noise
+        if beyond_noise and self.may_be_rounding() and self.verifier.searches:
+            self.search_suspects(beyond_noise[0])
 
     def collect(self) -> None:
         """Puts what was compared into the result."""
@@ -362,19 +364,21 @@ class _Run:
             noise = self.models.quantizer_noise()
             self._run_also([perturb(self.models.probed, noise, seed) for seed in range(_SPREADS)], ran, end)
 
-    def add_perturbed_runs(self, wrong: Sequence[int]) -> bool:
+    def add_perturbed_runs(self, wrong: Sequence[int]) -> set[int]:
         """Runs whose sites are off by what the op and the nodes that it replaces may differ by, of cases that differ.
 
-        Gives whether there was time for a run of the first of them.
+        Gives those for which there was no time.
 
         Runs of a graph in which nothing can be fused agree to the last bit, and say nothing of rounding. Those of a quantized
         one do not show its steps.
         """
         noise = self.models.site_noise(self.reference.captured)
-        runs = self.expanded[wrong[0]], self.legal[wrong[0]]
-        before = sum(map(len, runs))
+        before = {i: self._count_runs(i) for i in wrong}
         self._run_also([perturb(self.models.probed, noise, seed) for seed in range(_ROUNDINGS)], wrong)
-        return sum(map(len, runs)) > before
+        return {i for i in wrong if self._count_runs(i) == before[i]}
+
+    def _count_runs(self, i: int) -> int:
+        return len(self.expanded[i]) + len(self.legal[i])
 
     def hold_decisions(self) -> list[int]:
         """Compares outputs with the original's decisions where a rounding may have decided otherwise; the cases still wrong."""
@@ -399,9 +403,10 @@ class _Run:
         for i in [i for i in self._order() if i in set(cases) and self.legal[i]]:
             try:
                 if (found := self.wrong_outputs.pop(i, None)) is None:
-                    if self.compared and self.limits.is_over():
+                    until = self.limits.end - self._noise_seconds(i)
+                    if self.compared and time.monotonic() >= until:
                         continue
-                    found = session.run(None, self.reference.feeds[i])
+                    found = session.run(None, self.reference.feeds[i], until)
                 self.compared[i] = self._compare_case(i, found)
             except LimitReached as error:
                 limit = limit or error
@@ -411,6 +416,15 @@ class _Run:
         if limit is not None and not self.compared:
             raise limit
         return [i for i in sorted(self.compared) if not all(c.ok for c in self.compared[i])]
+
+    def _noise_seconds(self, i: int) -> float:
+        """Seconds that a case leaves for runs with noise, once one was needed: of itself, and of those that need them.
+
+        A case that differs, and has none, tells nothing of those that have.
+        """
+        if not self.wrong_outputs or not self.may_be_rounding():
+            return 0.0
+        return self.reference.load_seconds + self._seconds_of({i, *self.wrong_outputs})
 
     def search_suspects(self, wrong: int) -> None:
         """Searches for the sites that make outputs differ together, in a case in which they do.
