@@ -258,13 +258,13 @@ def test_ignored_signals_stay_ignored(tmp_path: Path, start: Callable[..., Run])
 def test_an_endless_original_ends_without_a_signal(
     budget: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(run_limits, "GRACE", 1.0)
+    monkeypatch.setattr(run_limits, "GRACE", 3.0)  # a busy machine takes long to load a session
     path = model(tmp_path, LOOP)
     for chains in ("off", "on"):
         assert cli.main([str(path), "--verify-budget", budget, "--chains", chains]) == 2
         errors = capsys.readouterr().err
         assert errors.count("\n") == 1
-        assert re.search(r"verification was ended: ONNX Runtime took longer than [01]\.\d s to ", errors)
+        assert re.search(r"verification was ended: ONNX Runtime took longer than [0-3]\.\d s to ", errors)
         assert "the original, which may be endless. Nothing was written" in errors
         assert [p.name for p in tmp_path.iterdir()] == ["m.onnx"]
 
