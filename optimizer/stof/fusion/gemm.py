@@ -15,7 +15,8 @@ from onnx import TensorProto
 from stof.errors import UnsupportedError
 from stof.execution.upcast import HALF
 from stof.fusion.description.format import REDUCTIONS
-from stof.fusion.description.printer import ChainOutput, describe_chain
+from stof.fusion.description.from_terms import OutputTerm, describe_chain
+from stof.fusion.description.nodes import AxisSize
 from stof.fusion.element_ops import TYPES, kind_of_node
 from stof.fusion.index_terms import AxisRanges, TermBuilder
 from stof.fusion.policy import EpilogueForms
@@ -137,10 +138,10 @@ class _GemmTranslator:
         term = terms.copy_term(root)
         if self.pool.terms[term][0] == "read" and self.constants is None:
             raise UnsupportedError("a matmul alone: nothing to fuse")
-        text = describe_chain(
+        description = describe_chain(
             self.pool,
-            [(_M, "x0.0"), (_N, "x0.1")],
-            [ChainOutput(TYPES[kind], ((_M,), (_N,)), term)],
+            ((_M, AxisSize(1, 0, 0)), (_N, AxisSize(1, 0, 1))),
+            [OutputTerm(TYPES[kind], ((_M,), (_N,)), term)],
             len(self.extra) + 1 + bool(pair),
         )
         if any(self.symbolic.dtype(n) != kind for n in (*operands, *self.extra)):
@@ -149,7 +150,7 @@ class _GemmTranslator:
             raise UnsupportedError(f"{len(self.extra)} inputs of its epilogue, expected at most {MOST_INPUTS}")
         sizes = (element_count(shape[:-1]), shape[-1], left[-1])
         return FusedGemm(
-            self.region, text, (*operands, *self.extra), (kind,), sizes, pair, tuple(self.extra.values())
+            self.region, description, (*operands, *self.extra), (kind,), sizes, pair, tuple(self.extra.values())
         )  # fmt: skip
 
     def _check(self) -> None:

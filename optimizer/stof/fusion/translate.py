@@ -9,8 +9,10 @@ from dataclasses import dataclass
 import onnx
 
 from stof.errors import UnsupportedError
-from stof.fusion.description.format import MOST_AXES, MOST_INPUTS, REDUCTIONS
-from stof.fusion.description.printer import ChainDescription, ChainOutput, describe_chain
+from stof.fusion.description.chain_description import ChainDescription
+from stof.fusion.description.format import MOST_AXES, MOST_DIMENSIONS, MOST_INPUTS, REDUCTIONS
+from stof.fusion.description.from_terms import OutputTerm, describe_chain
+from stof.fusion.description.nodes import AxisSize
 from stof.fusion.element_ops import TYPES, kind_of_node
 from stof.fusion.index_terms import AxisRanges, TermBuilder
 from stof.fusion.terms import TermPool
@@ -156,13 +158,13 @@ def _translate_over(
         op, args = builder.pool.terms[term]
         if op == dtype and isinstance(args[0], int):  # the output is rounded to this type anyway
             term = args[0]
-        outputs.append(ChainOutput(dtype, dims, term))
+        outputs.append(OutputTerm(dtype, dims, term))
     if not builder.inputs:
         raise UnsupportedError("it reads nothing")
     if len(builder.inputs) > MOST_INPUTS:
         raise UnsupportedError(f"{len(builder.inputs)} inputs, expected at most {MOST_INPUTS}")
-    given = [(name, size, _size_text(size, builder)) for name, size in axes.of]
-    description = describe_chain(builder.pool, [(n, t) for n, _, t in given], outputs, len(builder.inputs))
+    axis_sizes = tuple((name, _axis_size(size, builder)) for name, size in axes.of)
+    description = describe_chain(builder.pool, axis_sizes, outputs, len(builder.inputs))
     dtypes = tuple(symbolic.dtype(n) for n in region.outputs)
     return FusedChain(region, description, tuple(builder.inputs), dtypes, _sizes(axes))
 
@@ -242,18 +244,18 @@ def _variables(index: object) -> set[str]:
     return found
 
 
-def _size_text(size: Int, builder: TermBuilder) -> str:
-    """An axis's size in the format: a number, or a dimension of an input, or that divided by a number."""
+def _axis_size(size: Int, builder: TermBuilder) -> AxisSize:
+    """An axis's size: a number, or a dimension of an input, or that divided by a number."""
     if size.constant is not None:
-        return str(size.constant)
-    quotient = ""
+        return AxisSize(size.constant)
+    quotient: AxisSize | None = None
     for name, number in builder.inputs.items():
-        for i, d in enumerate(builder.shape(name)):
+        for i, d in enumerate(builder.shape(name)[:MOST_DIMENSIONS]):
             if d == size:
-                return f"x{number}.{i}"
+                return AxisSize(1, number, i)
             part = d.divide(size)
             if part is not None and part.constant is not None and part.constant > 1:
-                quotient = quotient or f"x{number}.{i} / {part.constant}"
-    if not quotient:
+                quotient = quotient or AxisSize(part.constant, number, i)
+    if quotient is None:
         raise UnsupportedError(f"size {size} of an axis is no input's")
     return quotient
