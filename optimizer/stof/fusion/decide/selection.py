@@ -46,7 +46,7 @@ class ChainSelection:
                     f"the plan's chain {entry.chain!r} is of {entry.operators}, in the model it is of {own[entry.chain]}: the "
                     "plan is of another model or made by another version; save it again"
                 )
-            if any(end > len(entry.operators.split()) for _, end in entry.segments):
+            if any(end > len(entry.op_types) for _, end in entry.segments):
                 raise ArgumentError(f"the plan's chain {entry.chain!r} has segments beyond its operators")
 
     def of_chain(self, number: int, name: str) -> ChainDecision | None:
