@@ -150,12 +150,12 @@ def _fewer_rows(shapes: Shapes) -> dict[int, int]:
     """
     rank = max(map(len, shapes))
     kept = {d for s in shapes for d in (s[-1:] if len(s) == rank else s)}
-    found: dict[int, int] = {}
+    fewer: dict[int, int] = {}
     for shape in shapes:
         for size, few in zip(shape[:-1] if len(shape) == rank else (), _FEW_ROWS, strict=False):
             if size > few and size not in kept:
-                found[size] = few
-    return found
+                fewer[size] = few
+    return fewer
 
 
 def _random_array(rng: np.random.Generator, shape: Sequence[int]) -> np.ndarray:
@@ -176,24 +176,24 @@ def evaluate_gemm(chain: FusedGemm, epilogue: ChainDescription, inputs: Sequence
     return [result.reshape((*operand.shape[:-1], width))]
 
 
-def compare_output(number: int, own: np.ndarray, exact: np.ndarray, tolerance: float = _TOLERANCE) -> None:
+def compare_output(number: int, output: np.ndarray, exact: np.ndarray, tolerance: float = _TOLERANCE) -> None:
     """Refuses an output of a description that differs from its operators'.
 
     Raises:
         UnsupportedError: with the difference.
     """
-    if own.shape != exact.shape:
+    if output.shape != exact.shape:
         raise UnsupportedError(
-            f"output {number} of the description has shape {exact.shape}, of its operators {own.shape}"
+            f"output {number} of the description has shape {exact.shape}, of its operators {output.shape}"
         )
     good = np.isfinite(exact)
     if not good.all():  # rare, and slower than comparing all of them
-        if not np.array_equal(own[~good].astype(np.float64), exact[~good], equal_nan=True):
+        if not np.array_equal(output[~good].astype(np.float64), exact[~good], equal_nan=True):
             raise UnsupportedError(_NOT_FINITE.format(number))
-        own, exact = own[good], exact[good]
-    if not np.isfinite(own).all():
+        output, exact = output[good], exact[good]
+    if not np.isfinite(output).all():
         raise UnsupportedError(_NOT_FINITE.format(number))
-    difference = float(np.abs(own.astype(np.float64) - exact).max(initial=0.0))
+    difference = float(np.abs(output.astype(np.float64) - exact).max(initial=0.0))
     allowed = tolerance * max(1.0, float(np.abs(exact).max(initial=0.0)))
     if difference > allowed:
         raise UnsupportedError(
@@ -203,24 +203,24 @@ def compare_output(number: int, own: np.ndarray, exact: np.ndarray, tolerance: f
 
 def size_names(shapes: Sequence[Sequence[Int]]) -> list[str]:
     """The names of symbolic dimensions, in order of appearance."""
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for shape in shapes:
         for d in shape:
-            found.update((str(a.args[0]), None) for a in subterms(d) if a.kind == "size")
-    return list(found)
+            names.update((str(a.args[0]), None) for a in subterms(d) if a.kind == "size")
+    return list(names)
 
 
 def _shapes(chain: FusedChain, symbolic: Symbolic, round_number: int) -> Shapes:
-    known = [symbolic.shape(n) for n in chain.inputs]
-    assert all(s is not None for s in known)
-    shapes = [[symbolic.canonical(d) for d in s] for s in known if s is not None]
+    symbolic_shapes = [symbolic.shape(n) for n in chain.inputs]
+    assert all(s is not None for s in symbolic_shapes)
+    shapes = [[symbolic.canonical(d) for d in s] for s in symbolic_shapes if s is not None]
     names = size_names(shapes)
     for scale in _SCALES:
         sizes = {n: scale * _SIZES[(i + round_number) % len(_SIZES)] for i, n in enumerate(names)}
-        found = [[evaluate(d, sizes) for d in s] for s in shapes]
-        if all(d > 0 for s in found for d in s):
+        numbers = [[evaluate(d, sizes) for d in s] for s in shapes]
+        if all(d > 0 for s in numbers for d in s):
             break
-    return found
+    return numbers
 
 
 def _runner(model: onnx.ModelProto) -> Callable[[Mapping[str, np.ndarray]], list[np.ndarray]]:
@@ -229,7 +229,7 @@ def _runner(model: onnx.ModelProto) -> Callable[[Mapping[str, np.ndarray]], list
     )
     session = create_session(spec, _SECONDS)
 
-    def run(given: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-        return session.run(None, given, _SECONDS)
+    def run(feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+        return session.run(None, feeds, _SECONDS)
 
     return run

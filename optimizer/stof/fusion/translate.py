@@ -83,8 +83,8 @@ def translate(region: Region, nodes: Sequence[onnx.NodeProto], symbolic: Symboli
     Raises:
         UnsupportedError: when no axes do, with the reason of the first that were tried.
     """
-    own = [nodes[p] for p in region.node_indices]
-    producers = {o: n for n in own for o in n.output if o}
+    members = [nodes[p] for p in region.node_indices]
+    producers = {o: n for n in members for o in n.output if o}
     shapes = []
     for name in region.outputs:
         shape = symbolic.shape(name)
@@ -94,7 +94,7 @@ def translate(region: Region, nodes: Sequence[onnx.NodeProto], symbolic: Symboli
             raise UnsupportedError(f"{name!r} is of element type {symbolic.dtype(name)}, expected a float type")
         shapes.append(shape)
     first: UnsupportedError | None = None
-    for i, axes in enumerate(_candidate_axes(own, shapes, symbolic)):
+    for i, axes in enumerate(_candidate_axes(members, shapes, symbolic)):
         try:
             return _translate_over(region, producers, shapes, axes, symbolic)
         except UnsupportedError as error:
@@ -104,15 +104,15 @@ def translate(region: Region, nodes: Sequence[onnx.NodeProto], symbolic: Symboli
     raise first or UnsupportedError("its outputs have no axes")
 
 
-def _candidate_axes(own: Sequence[onnx.NodeProto], shapes: Sequence[Shape], symbolic: Symbolic) -> Iterator[_Axes]:
+def _candidate_axes(members: Sequence[onnx.NodeProto], shapes: Sequence[Shape], symbolic: Symbolic) -> Iterator[_Axes]:
     """Axes to try: those of the largest output, then of other tensors with as many elements, most axes first."""
     main = max(shapes, key=lambda s: (len(_without_ones(s)), sum(d.constant or 0 for d in _without_ones(s))))
-    known = [symbolic.shape(n) for node in own for n in (*node.output, *node.input) if n]
-    same = [s for s in known if s is not None and element_count(s) == element_count(main)]
+    operand_shapes = [symbolic.shape(n) for node in members for n in (*node.output, *node.input) if n]
+    same = [s for s in operand_shapes if s is not None and element_count(s) == element_count(main)]
     tried: set[tuple[Int, ...]] = set()
     rows = [
         d
-        for node in own
+        for node in members
         if kind_of_node(node) in ("reducing", "rowwise")
         and (d := (symbolic.shape(node.input[0]) or (_ONE,))[-1]) != _ONE
     ]
@@ -181,17 +181,17 @@ def _dims(shape: Shape, axes: _Axes) -> tuple[tuple[str, ...], ...] | None:
     """The axes of each dimension of an output: every axis once, the row at most once. None where the shape has others."""
     free = list(axes.of)
     # Axes stay in memory order; the row may be any of them.
-    found: list[tuple[str, ...]] = []
+    dims: list[tuple[str, ...]] = []
     for size in shape:
         if size == _ONE:
-            found.append(())
+            dims.append(())
             continue
         part = next(([a] for a in free if a[1] == size), None) or _adjacent_axes(free, size)
         if part is None:
             return None
-        found.append(tuple(name for name, _ in part))
+        dims.append(tuple(name for name, _ in part))
         free = [a for a in free if a not in part]
-    return tuple(found) if all(a == axes.row or a[1] == _ONE for a in free) else None
+    return tuple(dims) if all(a == axes.row or a[1] == _ONE for a in free) else None
 
 
 def _adjacent_axes(free: Sequence[tuple[str, Int]], size: Int) -> list[tuple[str, Int]] | None:
@@ -232,16 +232,16 @@ def _varies(pool: TermPool, term: int) -> bool:
 
 
 def _variables(index: object) -> set[str]:
-    found: set[str] = set()
+    names: set[str] = set()
     pending = [index]
     while pending:
         one = pending.pop()
         if isinstance(one, Int):
             for atom in one.atoms():
                 if atom.kind == "var":
-                    found.add(str(atom.args[0]))
+                    names.add(str(atom.args[0]))
                 pending.extend(atom.args)
-    return found
+    return names
 
 
 def _axis_size(size: Int, builder: TermBuilder) -> AxisSize:

@@ -137,12 +137,12 @@ def _cuda_name() -> str:
         return ""
 
 
-def take_all(graph: FusionGraph, chain: FusedChain, key: ChainSignature, left: int) -> ChainDecision:
+def take_all(graph: FusionGraph, chain: FusedChain, key: ChainSignature, undecided: int) -> ChainDecision:
     """Takes every region whole; matmuls stay alone."""
     return ChainDecision((SegmentedRegion.of_chain(graph, chain).epilogue,))
 
 
-def refuse_all(graph: FusionGraph, chain: FusedChain, key: ChainSignature, left: int) -> ChainDecision:
+def refuse_all(graph: FusionGraph, chain: FusedChain, key: ChainSignature, undecided: int) -> ChainDecision:
     """Takes no region: a plan decides about all of them."""
     return ChainDecision((), "not in the plan")
 
@@ -165,12 +165,12 @@ class MeasuredDecider:
         default_factory=set
     )  # those for which the time was over before their search ended
 
-    def __call__(self, graph: FusionGraph, chain: FusedChain, key: ChainSignature, left: int) -> ChainDecision:
+    def __call__(self, graph: FusionGraph, chain: FusedChain, key: ChainSignature, undecided: int) -> ChainDecision:
         """Takes what was measured to be best at every size; each region gets an equal part of the time left."""
         if self.otherwise is not None and len(graph.with_leading_matmuls(chain.region.node_indices)) == 1:
-            return self.otherwise(graph, chain, key, left)  # a norm alone
-        self.region_deadline = self.clock() + self._seconds_left() / max(1, left)
-        self.region_number = (self.region_number[0] + 1, max(self.region_number[1], left))
+            return self.otherwise(graph, chain, key, undecided)  # a norm alone
+        self.region_deadline = self.clock() + self._seconds_left() / max(1, undecided)
+        self.region_number = (self.region_number[0] + 1, max(self.region_number[1], undecided))
         try:
             self.sizes = self.sizes or sizes_in_use(graph, self.options)
             problems = [self._problem(graph, chain, key, s) for s in self.sizes]
@@ -193,7 +193,7 @@ class MeasuredDecider:
                 self.progress.close()
         self._count(key, problems, reason)
         if self.otherwise is not None and not all(ORIGINAL in self.cache.of(p) for p in problems):
-            return self.otherwise(graph, chain, key, left)
+            return self.otherwise(graph, chain, key, undecided)
         region = SegmentedRegion.of_chain(graph, chain)
         return self._decide(problems, len(region.node_indices), reason, self.lone_operators(region))
 
@@ -255,8 +255,8 @@ class MeasuredDecider:
         """Times the original, the whole region as a chain, and the best schemes of the searches."""
         region = SegmentedRegion.of_chain(graph, chain)
         provider = "CUDA" if self.options.target == "cuda" else "CPU"
-        left = max(0.0, self._seconds_left()) + _GRACE
-        timers = [Timer(graph, s, provider, seconds_left=left) for s in self.sizes]
+        seconds_left = max(0.0, self._seconds_left()) + _GRACE
+        timers = [Timer(graph, s, provider, seconds_left=seconds_left) for s in self.sizes]
         whole = region.whole_scheme
         self._time(region, timers, problems, None)
         self._time(region, timers, problems, ChainConfig.of_scheme(whole))
@@ -264,9 +264,9 @@ class MeasuredDecider:
         analytical = AnalyticalCost(region, self.sizes[-1], self.machine, norms)
         ranked = search(region.space(), analytical, [whole], _RANKED, self._is_over)
         costs = _MeasuredCost(region, timers, problems, self)
-        found = search(region.space(), costs, [whole, ranked.scheme], _RANKED, self._is_over)
+        result = search(region.space(), costs, [whole, ranked.scheme], _RANKED, self._is_over)
         # Also the longest segments, which no measurement chose: noise in one of them may hide the best scheme.
-        schemes = list(dict.fromkeys([whole, ranked.scheme, found.scheme, longest_scheme(region.space())]))
+        schemes = list(dict.fromkeys([whole, ranked.scheme, result.scheme, longest_scheme(region.space())]))
         if region.matmuls():
             self._time_interleaved(region, timers, problems, schemes)
         else:
@@ -274,7 +274,7 @@ class MeasuredDecider:
                 if not self._is_over():
                     self._time(region, timers, problems, config)
         # A search that was cut off goes on in a run with more time.
-        seconds = COMPLETE if found.complete else self._share()
+        seconds = COMPLETE if result.complete else self._share()
         for problem in problems:
             self.cache.put(problem, SEARCHED, seconds)
 
@@ -340,12 +340,12 @@ class MeasuredDecider:
         """The best measured configuration of a region of ``count`` operators."""
         measured = [self.cache.of(p) for p in problems]  # seconds by key, at each size
         if not all(ORIGINAL in seconds for seconds in measured):
-            return ChainDecision((), reason or self._words_unmeasured())
+            return ChainDecision((), reason or self._describe_unmeasured())
         configs = {key: read_config(key) for key in measured[0] if all(key in seconds for seconds in measured)}
         segments = {key: config.segments(count, lone) for key, config in configs.items() if config is not None}
         gains = {k: [seconds[ORIGINAL] / seconds[k] for seconds in measured] for k, fused in segments.items() if fused}
         if not gains:
-            return ChainDecision((), reason or f"no chain of it {self._words_unmeasured()}")
+            return ChainDecision((), reason or f"no chain of it {self._describe_unmeasured()}")
         least = LEAST_GAIN_INTERLEAVED if all(INTERLEAVED in seconds for seconds in measured) else LEAST_GAIN
         best = max(gains, key=lambda k: (min(gains[k]) >= least, math.prod(gains[k]), k))
         gain = math.prod(gains[best]) ** (1 / len(measured))
@@ -354,7 +354,7 @@ class MeasuredDecider:
             return ChainDecision((), f"measured {min(gains[best]):.2f}x of the original's speed", gain, True)
         return ChainDecision(segments[best], "", gain, True)
 
-    def _words_unmeasured(self) -> str:
+    def _describe_unmeasured(self) -> str:
         if self.options.tune:
             return f"was not measured: the {self.options.tune:g} s of --tune were over"
         return "was not measured on this device: --tune SECONDS measures"
@@ -379,8 +379,8 @@ def describe_left_out(decider: ChainDecider) -> str:
     """Which regions --tune left out for want of time, for the report; empty where none, or where nothing was to be measured."""
     if not isinstance(decider, MeasuredDecider) or not decider.left_out:
         return ""
-    left, asked, seconds = len(decider.left_out), len(decider.asked), decider.options.tune
-    return f"the {seconds:g} s of --tune were over: {left} of {asked} different regions were not measured, or not fully"
+    left_out, asked, seconds = len(decider.left_out), len(decider.asked), decider.options.tune
+    return f"the {seconds:g} s of --tune were over: {left_out} of {asked} different regions were not measured, or not fully"
 
 
 def _chains_of(region: SegmentedRegion, segments: Sequence[Segment]) -> list[FusedChain]:
@@ -408,11 +408,11 @@ class _MeasuredCost:
         """The mean cost as one chain, or by the runtime's operators."""
         chains = _chains_of(self.region, [segment] if fused else [])
         try:
-            found = [self._seconds(segment, t, p, chains) for t, p in zip(self.timers, self.problems, strict=True)]
+            seconds = [self._seconds(segment, t, p, chains) for t, p in zip(self.timers, self.problems, strict=True)]
         except UnsupportedError:
             return math.inf if chains else 0.0
-        self.first = self.first or found
-        return sum(f / max(b, 1e-9) for f, b in zip(found, self.first, strict=True)) / len(found)
+        self.first = self.first or seconds
+        return sum(f / max(b, 1e-9) for f, b in zip(seconds, self.first, strict=True)) / len(seconds)
 
     def _seconds(
         self, segment: Segment, timer: Timer, problem: Mapping[str, Any], chains: Sequence[FusedChain]

@@ -82,17 +82,17 @@ class _Line:
         position = 0
         text = text.rstrip()
         while position < len(text):
-            found = _TOKEN.match(text, position)
-            if found is None or found.lastgroup is None:
+            match = _TOKEN.match(text, position)
+            if match is None or match.lastgroup is None:
                 raise ModelError(
                     f"line {number} of a chain: {text[position : position + 20]!r} is no part of the format"
                 )
-            self.tokens.append((found.lastgroup, found.group(found.lastgroup)))
-            position = found.end()
+            self.tokens.append((match.lastgroup, match.group(match.lastgroup)))
+            position = match.end()
         self.position = 0
 
-    def error(self, expected: str, found: str | None = None) -> ModelError:
-        shown = self.peek() if found is None else found
+    def error(self, expected: str, seen: str | None = None) -> ModelError:
+        shown = self.peek() if seen is None else seen
         return ModelError(f"line {self.number} of a chain: found {shown or 'its end'!r}, expected {expected}")
 
     def peek(self) -> str:
@@ -100,10 +100,10 @@ class _Line:
 
     def take(self, *words: str) -> str:
         """Takes the next token where it is one of ``words``; else returns an empty text."""
-        found = self.peek()
-        if found and found in words:
+        token = self.peek()
+        if token and token in words:
             self.position += 1
-            return found
+            return token
         return ""
 
     def expect(self, word: str) -> None:
@@ -131,16 +131,16 @@ class _Line:
             raise self.error("the end of the line")
 
     def axes(self) -> tuple[tuple[str, AxisSize], ...]:
-        found: list[tuple[str, AxisSize]] = []
-        while not found or self.take(","):
+        axes: list[tuple[str, AxisSize]] = []
+        while not axes or self.take(","):
             name = self.name()
             self.expect("=")
-            if name in dict(found) or _is_reserved(name):
+            if name in dict(axes) or _is_reserved(name):
                 raise self.error("a new name for an axis", name)
-            found.append((name, self._size()))
-        if len(found) > MOST_AXES:
-            raise self.error(f"at most {MOST_AXES} axes", str(len(found)))
-        return tuple(found)
+            axes.append((name, self._size()))
+        if len(axes) > MOST_AXES:
+            raise self.error(f"at most {MOST_AXES} axes", str(len(axes)))
+        return tuple(axes)
 
     def _size(self) -> AxisSize:
         kind, text = self.tokens[self.position] if self.position < len(self.tokens) else ("", "")
@@ -191,11 +191,11 @@ class _Line:
 
     def expression(self) -> ExpressionNode:
         self._descend()
-        found = self._sum()
+        expression = self._sum()
         if op := self.take("<", "<=", ">", ">=", "==", "!="):
-            found = ExpressionNode(op, (found, self._sum()))
+            expression = ExpressionNode(op, (expression, self._sum()))
         self.depth -= 1
-        return found
+        return expression
 
     def _sum(self) -> ExpressionNode:
         left = self._product()
@@ -241,13 +241,13 @@ class _Line:
             return number_node(float(text))
         if text in ARITY:
             self.expect("(")
-            given = [self.expression()]
+            arguments = [self.expression()]
             while self.take(","):
-                given.append(self.expression())
+                arguments.append(self.expression())
             self.expect(")")
-            if len(given) != ARITY[text]:
-                raise self.error(f"{ARITY[text]} arguments of {text}", str(len(given)))
-            return ExpressionNode(text, tuple(given))
+            if len(arguments) != ARITY[text]:
+                raise self.error(f"{ARITY[text]} arguments of {text}", str(len(arguments)))
+            return ExpressionNode(text, tuple(arguments))
         if text in self.known_axes:
             return ExpressionNode("axis", value=text)
         if text in self.lets:
