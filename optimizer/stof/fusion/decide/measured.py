@@ -239,7 +239,7 @@ class MeasuredDecider:
     ) -> dict[str, Any]:
         shapes = evaluate_shapes(graph, chain.inputs, sizes)
         words = graph.operator_names(graph.with_leading_matmuls(chain.region.node_indices))
-        problem = {"chain": key[0], "types": [*key[1], *key[2]], "operators": words, "shapes": shapes}
+        problem = {"chain": key[0].text, "types": [*key[1], *key[2]], "operators": words, "shapes": shapes}
         weights = graph.weight_shapes(graph.with_leading_matmuls(chain.region.node_indices))
         return {**problem, "factors": weights} if weights else problem
 
