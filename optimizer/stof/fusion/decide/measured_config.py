@@ -54,7 +54,9 @@ class ChainConfig:
     @property
     def key(self) -> str:
         """The key in the tuning cache; :func:`read_config` reads it back."""
-        return f"{self.bits:x}{_MATMULS_SUFFIX * self.fuses_matmuls}{_NORMS_SUFFIX * self.fuses_norms}"
+        matmuls = _MATMULS_SUFFIX if self.fuses_matmuls else ""
+        norms = _NORMS_SUFFIX if self.fuses_norms else ""
+        return f"{self.bits:x}{matmuls}{norms}"
 
     def segments(self, count: int, lone: LoneOperators) -> tuple[Segment, ...]:
         """The segments that become operators of the library.
@@ -67,7 +69,9 @@ class ChainConfig:
             scheme = decode(self.bits, count)
         except ValueError:
             return ()
-        return fused_segments(scheme, (*lone.matmuls * self.fuses_matmuls, *lone.norms * self.fuses_norms))
+        matmuls = lone.matmuls if self.fuses_matmuls else ()
+        norms = lone.norms if self.fuses_norms else ()
+        return fused_segments(scheme, (*matmuls, *norms))
 
 
 def read_config(key: str) -> ChainConfig | None:
@@ -96,4 +100,4 @@ class SegmentConfig:
     def key(self) -> str:
         """The key in the tuning cache."""
         start, end = self.segment
-        return f"operators {start} to {end}" + " by themselves as a chain" * self.is_lone_norm
+        return f"operators {start} to {end}" + (" by themselves as a chain" if self.is_lone_norm else "")
