@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,9 @@ from stof.errors import UnsupportedError
 from stof.execution.case import Case, Padding
 from stof.execution.inputs import InputMaker
 from stof.fusion import check as chain_check
+from stof.fusion.apply import fuse_chains
 from stof.fusion.check import check_chain
+from stof.fusion.decide.measured import take_all
 from stof.fusion.description.chain_description import ChainDescription
 from stof.fusion.description.evaluate import evaluate_chain
 from stof.fusion.emit import emit_chains
@@ -291,6 +294,21 @@ def test_a_dropout_that_drops_stays(ratio: float | None, training: bool, drops: 
     x = b.add("Dropout", x, "" if ratio is None else b.number(ratio), b.array(np.array(training)), seed=3)
     graph, chains = found(b.model(b.add("Tanh", x)))
     assert drops != any(graph.nodes[p].op_type == "Dropout" for c in chains for p in c.region.node_indices)
+
+
+@pytest.mark.parametrize(
+    ("shape", "reason"),
+    [
+        ([*[1] * 10, "N"], r"size .* of an axis is none of the first 10 dimensions of an input"),
+        (["B", (1 << 32) + 2], "axis n of size 4294967298, expected at most 2147483648"),
+    ],
+)
+def test_sizes_that_the_format_cannot_state_are_refused(shape: list[int | str], reason: str) -> None:
+    b = Builder()
+    model = b.model(b.add("Mul", b.add("Tanh", b.input("x", shape)), b.number(0.5)))
+    (report,) = fuse_chains(model, take_all).reports
+    assert not report.replaced
+    assert re.fullmatch(reason, report.reason)
 
 
 def test_a_description_that_says_something_else_is_refused() -> None:

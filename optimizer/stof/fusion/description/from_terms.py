@@ -12,7 +12,6 @@ from stof.fusion.description.chain_description import ChainDescription
 from stof.fusion.description.format import (
     LARGEST_INTEGER,
     MOST_AXES,
-    MOST_DIMENSIONS,
     MOST_INPUTS,
     MOST_NODES,
     MOST_OUTPUTS,
@@ -51,8 +50,8 @@ def describe_chain(pool: TermPool, axes: Axes, outputs: Sequence[OutputTerm], in
         UnsupportedError: when the chain exceeds a limit of the format.
     """
     for name, size in axes:
-        if size.number > LARGEST_INTEGER or size.dim >= MOST_DIMENSIONS:
-            raise UnsupportedError(f"the size of axis {name} is too large for the format")
+        if size.number > LARGEST_INTEGER:
+            raise UnsupportedError(f"axis {name} of size {size.number}, expected at most {LARGEST_INTEGER}")
     builder = _ExpressionBuilder(pool, [o.term for o in outputs])
     outs = tuple(ChainOutput(o.dtype, o.dims, builder.expression(o.term)) for o in outputs)
     description = ChainDescription(axes, tuple(builder.lets), outs)
