@@ -67,14 +67,14 @@ def test_only_the_parsers_read_text_of_chains() -> None:
     scanned = 0
     for path in sorted([*STOF.rglob("*.py"), *(ROOT / "tools").glob("*.py")]):
         source = path.read_text()
-        in_room = path.is_relative_to(STOF / "fusion")
-        if path in _PARSERS or not (in_room or "stof.fusion" in source or "StofChain" in source):
+        is_fusion = path.is_relative_to(STOF / "fusion")
+        if path in _PARSERS or not (is_fusion or "stof.fusion" in source or "StofChain" in source):
             continue
         scanned += 1
         readers = chain_text_readers(source)
         if path in _DOORS:
             readers = [r for r in readers if r != "parses a description" and not r.endswith("description.parser")]
-        if not in_room:  # other rooms read texts of their own by patterns
+        if not is_fusion:  # other packages read texts of their own by patterns
             readers = [r for r in readers if r not in ("imports re", "imports ast", "reads digits of a base")]
         assert not readers, (path, readers)
     assert scanned > 50
