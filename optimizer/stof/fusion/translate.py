@@ -257,5 +257,5 @@ def _axis_size(size: Int, builder: TermBuilder) -> AxisSize:
             if part is not None and part.constant is not None and part.constant > 1:
                 quotient = quotient or AxisSize(part.constant, number, i)
     if quotient is None:
-        raise UnsupportedError(f"size {size} of an axis is none of the first {MOST_DIMENSIONS} dimensions of an input")
+        raise UnsupportedError(f"size {size} of an axis is no input's")
     return quotient
