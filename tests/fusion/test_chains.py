@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +21,11 @@ from stof.errors import UnsupportedError
 from stof.execution.case import Case, Padding
 from stof.execution.inputs import InputMaker
 from stof.fusion import check as chain_check
+from stof.fusion.apply import fuse_chains
 from stof.fusion.check import check_chain
+from stof.fusion.decide.measured import take_all
+from stof.fusion.description.chain_description import ChainDescription
 from stof.fusion.description.evaluate import evaluate_chain
-from stof.fusion.description.parser import parse_chain
 from stof.fusion.emit import emit_chains
 from stof.fusion.fusion_graph import FusionGraph
 from stof.fusion.regions import find_chains, retranslate_chains
@@ -182,7 +185,7 @@ def outputs_of(
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """What the descriptions of chains without inputs but x give in fp64, and what the model gives."""
     (chain,) = chains
-    return evaluate_chain(chain.description.text, [x]), run(graph.model, {graph.model.graph.input[0].name: x}, False)
+    return evaluate_chain(chain.description, [x]), run(graph.model, {graph.model.graph.input[0].name: x}, False)
 
 
 def test_a_cast_to_bool_makes_1_or_0() -> None:
@@ -220,7 +223,7 @@ def test_a_bound_that_a_clip_has_not_is_finite(dtype: int, bounds: tuple[float |
     graph, chains = found(b.model(b.add("Mul", x, b.number(0.5))))
     kind = onnx.helper.tensor_dtype_to_np_dtype(dtype)
     values = np.resize(np.array([np.inf, -np.inf, np.nan, 0.0, -3.0, 2.0, 1e4], kind), (1, 2, N))
-    (own,) = evaluate_chain(chains[0].description.text, [values])
+    (own,) = evaluate_chain(chains[0].description, [values])
     most = float(ml_dtypes.finfo(kind).max)
     low, high = (*bounds, None, None)[:2]
     wanted = np.clip(-values.astype(float), -most if low is None else low, most if high is None else high) / 2
@@ -238,7 +241,7 @@ def test_the_most_and_least_of_a_row_with_nan_are_nan(op: str, place: int) -> No
     text = f"axes b = x0.0, n = x0.1\nout y0 f32 [b, 1] = {op}(x0[b, n])"
     written = np.zeros((2, 1), np.float32)
     Op("StofChain", {"chain": text, "chain_id": 0}).run([values], [written], threads=1)
-    (own,) = evaluate_chain(text, [values])
+    (own,) = evaluate_chain(ChainDescription.parse(text), [values])
     for y in (own, written):
         assert np.isnan(y[0, 0])
         assert y[1, 0] == (73 if op == "max_of" else 37)
@@ -293,11 +296,26 @@ def test_a_dropout_that_drops_stays(ratio: float | None, training: bool, drops: 
     assert drops != any(graph.nodes[p].op_type == "Dropout" for c in chains for p in c.region.node_indices)
 
 
+@pytest.mark.parametrize(
+    ("shape", "reason"),
+    [
+        ([*[1] * 10, "N"], r"size .* of an axis is no input's"),
+        (["B", (1 << 32) + 2], "axis n of size 4294967298, expected at most 2147483648"),
+    ],
+)
+def test_sizes_that_the_format_cannot_state_are_refused(shape: list[int | str], reason: str) -> None:
+    b = Builder()
+    model = b.model(b.add("Mul", b.add("Tanh", b.input("x", shape)), b.number(0.5)))
+    (report,) = fuse_chains(model, take_all).reports
+    assert not report.replaced
+    assert re.fullmatch(reason, report.reason)
+
+
 def test_a_description_that_says_something_else_is_refused() -> None:
     b = Builder()
     graph, (chain,) = found(b.model(b.add("Mul", b.add("Tanh", activations(b)), b.number(0.5))))
-    wrong = replace(chain.description, text=chain.description.text.replace("0.5", "0.501"))
-    assert wrong.text != chain.description.text
+    wrong = ChainDescription.parse(chain.description.text.replace("0.5", "0.501"))
+    assert wrong != chain.description
     with pytest.raises(UnsupportedError, match="differs from its operators"):
         check_chain(replace(chain, description=wrong), graph.nodes, graph.symbolic, 20)
 
@@ -316,14 +334,14 @@ def test_many_rows_of_fixed_size_are_checked_by_a_few(monkeypatch: pytest.Monkey
     monkeypatch.setattr(chain_check, "_random_array", small)
     check_chain(chain, graph.nodes, graph.symbolic, 20)
     assert 1536 <= max(drawn) < 1 << 16
-    wrong = replace(chain.description, text=chain.description.text.replace("0.5", "0.501"))
-    assert wrong.text != chain.description.text
+    wrong = ChainDescription.parse(chain.description.text.replace("0.5", "0.501"))
+    assert wrong != chain.description
     with pytest.raises(UnsupportedError, match="too large to check"):
         check_chain(replace(chain, description=wrong), graph.nodes, graph.symbolic, 20)
 
 
 def test_rows_that_a_description_counts_are_checked_as_they_are() -> None:
-    parsed = parse_chain("axes a = 4096, n = 512\nout y0 f32 [a, n] = x0[4095 - a, n]")
+    parsed = ChainDescription.parse("axes a = 4096, n = 512\nout y0 f32 [a, n] = x0[4095 - a, n]")
     chain: Any = None  # nothing of it is asked for
     shapes = [[4096, 512]]
     backwards = chain_check._Check(chain, parsed, ["x"], lambda given: [given["x"][::-1]])
@@ -370,7 +388,7 @@ def test_rows_that_operators_count_are_checked_as_they_are(
     graph, (chain,) = found(b.model(make(b)))
     check_chain(chain, graph.nodes, graph.symbolic, 20)
     assert right in chain.description.text
-    other = replace(chain.description, text=chain.description.text.replace(right, wrong))
+    other = ChainDescription.parse(chain.description.text.replace(right, wrong))
     with pytest.raises(UnsupportedError):
         check_chain(replace(chain, description=other), graph.nodes, graph.symbolic, 20)
 
@@ -401,7 +419,7 @@ def test_the_evaluator_beside_numpy() -> None:
     )
     centered = x - x.mean(-1, keepdims=True)
     wanted = centered / np.sqrt((centered**2).mean(-1, keepdims=True) + 1e-5) * w
-    first, second = evaluate_chain(text, [x, w])
+    first, second = evaluate_chain(ChainDescription.parse(text), [x, w])
     np.testing.assert_allclose(first, wanted.transpose(1, 0, 2), rtol=1e-12)
     np.testing.assert_allclose(second, centered.max(-1).reshape(-1), rtol=1e-12)
 

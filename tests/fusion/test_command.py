@@ -20,6 +20,7 @@ import stof
 from stof import cli
 from stof.fusion.apply import ChainReport, FusionResult, fuse_chains
 from stof.fusion.decide.measured import LEAST_GAIN_INTERLEAVED, MeasuredDecider, make_chain_decider
+from stof.fusion.decide.measured_config import LoneOperators
 from stof.options import Options
 from stof.pipeline import optimize
 from stof.tuning_cache import Cache
@@ -93,12 +94,11 @@ def test_measurements_decide(
         site: object,
         timers: object,
         problems: object,
-        scheme: object,
-        end: str = "",
+        config: object,
     ) -> None:
         next(times)
         for problem in problems:  # type: ignore[attr-defined]
-            if scheme is None:
+            if config is None:
                 self.cache.put(problem, "original", gain)
             else:
                 self.cache.put(problem, "0", 1.0)
@@ -210,8 +210,8 @@ def test_what_no_scheme_is_counts_for_nothing(cache: Path) -> None:
     for config, seconds in (("original", 1.0), ("no scheme", 0.1), ("7", 0.1), ("0", 0.5), ("2n", 0.1), ("2p", 0.4)):
         own.put(problem, config, seconds)
     decider = MeasuredDecider(Options(), own, 0.0)
-    assert decider._decide([problem], 3, "", {"": ()}).segments == ((0, 3),)
-    assert decider._decide([problem], 3, "", {"": (), "p": ((0, 1),)}).segments == ((0, 1),)
+    assert decider._decide([problem], 3, "", LoneOperators()).segments == ((0, 3),)
+    assert decider._decide([problem], 3, "", LoneOperators(matmuls=((0, 1),))).segments == ((0, 1),)
 
 
 def test_a_real_measurement(narrow: Callable[[str], Path], cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

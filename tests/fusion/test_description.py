@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stof.errors import ModelError
+from stof.fusion.description.chain_description import ChainDescription
 from stof.fusion.description.evaluate import evaluate_chain
-from stof.fusion.description.parser import parse_chain
 
 GOOD = "axes b = x0.0, n = x0.1 / 2\nlet t = x0[b, n + 2]\nout y0 f32 [b, n] = select(n < 1, t, x0[b, n]) * 0x1p-1"
 
@@ -47,27 +47,30 @@ GOOD = "axes b = x0.0, n = x0.1 / 2\nlet t = x0[b, n + 2]\nout y0 f32 [b, n] = s
 )
 def test_refused(text: str, words: str) -> None:
     with pytest.raises(ModelError, match=words):
-        parse_chain(text)
+        ChainDescription.parse(text)
 
 
 def test_integers_of_2_to_the_31_are_read() -> None:
-    (found,) = evaluate_chain("axes n = x0.0; out y0 f32 [n] = x0[(2147483648 * n) // 2147483648]", [np.arange(3.0)])
+    chain = ChainDescription.parse("axes n = x0.0; out y0 f32 [n] = x0[(2147483648 * n) // 2147483648]")
+    (found,) = evaluate_chain(chain, [np.arange(3.0)])
     np.testing.assert_array_equal(found, np.arange(3.0))
 
 
 def test_a_select_reads_only_what_it_takes() -> None:
     x = np.arange(8.0).reshape(2, 4)
-    (found,) = evaluate_chain(GOOD, [x])
+    (found,) = evaluate_chain(ChainDescription.parse(GOOD), [x])
     np.testing.assert_array_equal(found, np.where(np.arange(2) < 1, x[:, 2:], x[:, :2]) / 2)
+    axes = "axes b = x0.0, n = x0.1; out y0 f32 [b, n] = "
+    outside = ChainDescription.parse(axes + "select(n < 1, x0[b, n + 1], x0[b, n + 1])")
     with pytest.raises(ModelError, match="read outside"):
-        evaluate_chain("axes b = x0.0, n = x0.1; out y0 f32 [b, n] = select(n < 1, x0[b, n + 1], x0[b, n + 1])", [x])
-    (found,) = evaluate_chain("axes b = x0.0, n = x0.1; out y0 f32 [b, n] = select(n < 3, x0[b, n + 1], 0)", [x])
+        evaluate_chain(outside, [x])
+    (found,) = evaluate_chain(ChainDescription.parse(axes + "select(n < 3, x0[b, n + 1], 0)"), [x])
     np.testing.assert_array_equal(found[:, 3], 0)
 
 
 @given(st.text(alphabet="axesoutlet=;x0.1[],()+-*/%<> bn\n", max_size=60))
 def test_any_text_is_read_or_refused(text: str) -> None:
     try:
-        parse_chain("axes b = x0.0, n = x0.1\n" + text)
+        ChainDescription.parse("axes b = x0.0, n = x0.1\n" + text)
     except ModelError:
         return

@@ -40,7 +40,7 @@ def test_what_a_sine_is_taken_of_is_rounded_as_in_the_graph() -> None:
     named = {name: x, "positions": positions}
     given = [named.get(n, bias) for n in chain.inputs]
     angle = (x * positions + bias).astype(np.float64)
-    own = evaluate_chain(chain.description.text, given)
+    own = evaluate_chain(chain.description, given)
     np.testing.assert_allclose(own[0], -np.sin(angle), atol=1e-12)
     np.testing.assert_allclose(own[1], np.cos(angle), atol=1e-12)
     assert np.abs(np.sin(x.astype(float) * positions.astype(float) + bias) - np.sin(angle)).max() > 0.1
@@ -60,7 +60,7 @@ def test_a_cast_that_narrows_rounds(narrow: int) -> None:
     matmul = (x * w).astype(np.float64)
     rounded = matmul.astype(helper.tensor_dtype_to_np_dtype(narrow)).astype(np.float64)
     exact = (x.astype(np.float64) * w).astype(helper.tensor_dtype_to_np_dtype(narrow)).astype(np.float64)
-    own = evaluate_chain(chain.description.text, given)[0]
+    own = evaluate_chain(chain.description, given)[0]
     assert np.abs(own - (exact - r)).max() < 1e-12
     assert np.abs(rounded - exact).max() < 0.1  # the same but for ties
 

@@ -14,6 +14,7 @@ from onnx import TensorProto, helper
 import stof
 from stof import cli
 from stof.errors import ModelError, UnsupportedError
+from stof.fusion.description.chain_description import ChainDescription
 from stof.fusion.description.evaluate import evaluate_chain
 from stof.fusion.work_bound import check_any_run
 from stof.runtime.library import LibraryError, Op
@@ -42,10 +43,10 @@ def test_the_library_and_the_oracle_agree_on_what_is_too_much(
         with pytest.raises(LibraryError, match=words):
             Op("StofChain", {"chain": text}).run(inputs, [found], threads=2)
         with pytest.raises(ModelError, match=words):
-            evaluate_chain(text, inputs)
+            evaluate_chain(ChainDescription.parse(text), inputs)
         return
     Op("StofChain", {"chain": text}).run(inputs, [found], threads=2)
-    (exact,) = evaluate_chain(text, inputs)
+    (exact,) = evaluate_chain(ChainDescription.parse(text), inputs)
     np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-5 * float(np.abs(exact).max()))
 
 
@@ -85,10 +86,10 @@ ANY = [
 @pytest.mark.parametrize(("text", "bounded"), ANY)
 def test_what_is_written_runs_at_any_size(text: str, bounded: bool) -> None:
     if bounded:
-        check_any_run(text)
+        check_any_run(ChainDescription.parse(text))
     else:
         with pytest.raises(UnsupportedError, match="reduces rows that no input has as a whole"):
-            check_any_run(text)
+            check_any_run(ChainDescription.parse(text))
 
 
 def pairs(sizes: tuple[int | str, int | str], path: Any) -> Any:

@@ -15,6 +15,7 @@ from onnx.reference import ReferenceEvaluator
 from tests.sparse_mlp.dense_mlp import activate as activate_in_fp64
 
 import stof
+from stof.fusion.description.chain_description import ChainDescription
 from stof.fusion.description.evaluate import evaluate_chain
 from stof.graph.node_builder import Builder
 from stof.runtime.library import op_limits
@@ -63,7 +64,7 @@ def test_body_and_oracle_equal_the_definition(name: str) -> None:
 def test_chains_mean_the_same(name: str) -> None:
     """Functions of chains that are activations of epilogues, too, have one meaning."""
     x = X.astype(np.float64)
-    (found,) = evaluate_chain(f"axes n = x0.0; out y0 f32 [n] = {name}(x0[n])", [x])
+    (found,) = evaluate_chain(ChainDescription.parse(f"axes n = x0.0; out y0 f32 [n] = {name}(x0[n])"), [x])
     np.testing.assert_allclose(found, activate_in_fp64(name, x), rtol=1e-12, atol=1e-14)
 
 

@@ -228,7 +228,7 @@ def test_element_types_in_texts_of_attributes_are_widened(tmp_path: Path) -> Non
         tmp_path, tmp_path, typed_attributes={k: widen for op in OPS for k, widen in op.typed_attributes.items()}
     )
     found = [n.attribute[0].s.decode() for n in twins.of(model).graph.node]
-    assert found == ["axes b = x0.0, n = x0.1\nout y0 f32 [b, n] = -1024 + f32(x0[b, n])", text]
+    assert found == ["axes b = x0.0, n = x0.1\nout y0 f32 [b, n] = -1024.0 + f32(x0[b, n])", text]
 
 
 def test_planted_fault_is_caught(

@@ -14,14 +14,8 @@ from stof.errors import ModelError, UnsupportedError
 from stof.execution.session_process import create_session, has_onnxruntime
 from stof.execution.session_worker import SessionSpec
 from stof.execution.upcast import HALF, holds, widen
+from stof.fusion.description.chain_description import ChainDescription
 from stof.fusion.description.evaluate import evaluate_chain
-from stof.fusion.description.parser import ParsedChain, parse_chain
-from stof.fusion.description.rewriting import (
-    called_functions,
-    has_only_plain_indices,
-    widen_description,
-    with_axis_sizes,
-)
 from stof.fusion.element_ops import kind_of_node
 from stof.fusion.function_body import branch_model, make_branch
 from stof.fusion.gemm import FusedGemm
@@ -53,17 +47,17 @@ def check_chain(chain: FusedChain, nodes: Sequence[onnx.NodeProto], symbolic: Sy
         UnsupportedError: when the results differ, or one of the two cannot be run.
     """
     if not isinstance(chain, FusedGemm):  # an epilogue writes both of its axes
-        check_any_run(chain.description.text)
+        check_any_run(chain.description)
     branch = make_branch(chain, nodes, symbolic, opset, "check")
     dtypes = [symbolic.dtype(n) for n in chain.inputs]
     model = branch_model(chain, branch, dtypes, opset)
     has_half = holds(model, HALF)  # also within, between casts
     if has_half:
         model = widen(model)
-    parsed = parse_chain(widen_description(chain.description.text, HALF))
-    has_gelu = bool(called_functions(parsed) & {"gelu", "gelu_tanh"})
+    description = chain.description.widened(HALF)
+    has_gelu = bool(description.functions & {"gelu", "gelu_tanh"})
     tolerance = _FP16_GELU_TOLERANCE if has_half and has_gelu else _TOLERANCE
-    check = _Check(chain, parsed, [v.name for v in model.graph.input], _runner(model), tolerance)
+    check = _Check(chain, description, [v.name for v in model.graph.input], _runner(model), tolerance)
     # A movement operator may cut rows off at a constant; with fewer rows it would cut nothing.
     only_by_rows = all(kind_of_node(nodes[p]) != "moving" for p in chain.region.node_indices)
     tried: list[Shapes] = []
@@ -81,7 +75,7 @@ class _Check:
     """A chain and a runner of the operators that it replaces."""
 
     chain: FusedChain
-    parsed: ParsedChain
+    description: ChainDescription  # with fp32 in place of half precision, as the operators run
     names: Sequence[str]  # of the inputs
     run: Callable[[Mapping[str, np.ndarray]], list[np.ndarray]]
     tolerance: float = _TOLERANCE
@@ -93,12 +87,12 @@ class _Check:
         fewer = _fewer_rows(shapes)
         if not fewer or len(set(fewer.values())) < len(fewer):
             return False
-        rows = [n for n, size in self.parsed.axes if size.input >= 0 or size.number in fewer]
+        rows = [n for n, size in self.description.axes if size.input >= 0 or size.number in fewer]
         # Where an axis is more than an index by itself, the value may depend on the number of rows.
-        if not has_only_plain_indices(self.parsed, rows):
+        if not self.description.has_only_plain_indices(rows):
             return False
         try:
-            small = replace(self, parsed=with_axis_sizes(self.parsed, fewer))
+            small = replace(self, description=self.description.with_sizes(fewer))
             small.compare([[fewer.get(d, d) for d in s] for s in shapes], seed)
         except UnsupportedError:
             return False
@@ -114,36 +108,38 @@ class _Check:
             raise UnsupportedError(
                 f"it reads more than {_LARGEST} elements of a tensor of fixed size: too large to check"
             )
-        chain, parsed = self.chain, self.parsed
-        if _computed_elements(chain, parsed, shapes) > _MOST_COMPUTED:
+        if _computed_elements(self.chain, self.description, shapes) > _MOST_COMPUTED:
             raise UnsupportedError(
                 f"it computes more than {_MOST_COMPUTED} elements of fixed sizes: too large to check"
             )
         rng = np.random.default_rng(seed)
-        given = [_random_array(rng, s) for s in shapes]
+        inputs = [_random_array(rng, s) for s in shapes]
         try:
-            found = self.run(dict(zip(self.names, given, strict=True)))
-            exact = (
-                evaluate_gemm(chain, parsed, given) if isinstance(chain, FusedGemm) else evaluate_chain(parsed, given)
-            )
+            outputs = self.run(dict(zip(self.names, inputs, strict=True)))
+            exact = self._evaluate(inputs)
         except ModelError as error:
             raise UnsupportedError(f"its description cannot be evaluated: {error}") from error
         except Exception as error:  # whatever the runtime raises
             raise UnsupportedError(f"its operators cannot be run by themselves: {error}") from error
-        for number, (own, wanted) in enumerate(zip(found, exact, strict=True)):
-            compare_output(number, own, wanted, self.tolerance)
+        for number, (output, wanted) in enumerate(zip(outputs, exact, strict=True)):
+            compare_output(number, output, wanted, self.tolerance)
+
+    def _evaluate(self, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
+        if isinstance(self.chain, FusedGemm):
+            return evaluate_gemm(self.chain, self.description, inputs)
+        return evaluate_chain(self.description, inputs)
 
 
 def _count(shape: Sequence[int]) -> int:
     return math.prod(shape)
 
 
-def _computed_elements(chain: FusedChain, parsed: ParsedChain, shapes: Shapes) -> int:
+def _computed_elements(chain: FusedChain, description: ChainDescription, shapes: Shapes) -> int:
     """How many elements a chain computes in the space of its axes, or a GEMM as its output."""
     if isinstance(chain, FusedGemm):
-        left, right = shapes[:2]
-        return math.prod(left[:-1]) * right[-1]
-    sizes = [a.number if a.input < 0 else shapes[a.input][a.dim] // a.number for _, a in parsed.axes]
+        operand, weight = shapes[:2]
+        return math.prod(operand[:-1]) * weight[-1]
+    sizes = [a.number if a.input < 0 else shapes[a.input][a.dim] // a.number for _, a in description.axes]
     return math.prod(sizes)
 
 
@@ -154,12 +150,12 @@ def _fewer_rows(shapes: Shapes) -> dict[int, int]:
     """
     rank = max(map(len, shapes))
     kept = {d for s in shapes for d in (s[-1:] if len(s) == rank else s)}
-    found: dict[int, int] = {}
+    fewer: dict[int, int] = {}
     for shape in shapes:
         for size, few in zip(shape[:-1] if len(shape) == rank else (), _FEW_ROWS, strict=False):
             if size > few and size not in kept:
-                found[size] = few
-    return found
+                fewer[size] = few
+    return fewer
 
 
 def _random_array(rng: np.random.Generator, shape: Sequence[int]) -> np.ndarray:
@@ -167,37 +163,37 @@ def _random_array(rng: np.random.Generator, shape: Sequence[int]) -> np.ndarray:
     return np.resize(rng.standard_normal(min(_count(shape), _MOST_RANDOM), np.float32), shape)
 
 
-def evaluate_gemm(chain: FusedGemm, epilogue: str | ParsedChain, given: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """What StofGemm computes, in fp64; ``given`` are all inputs."""
-    left, *right = (x.astype(np.float64) for x in given[: chain.operand_count])
-    rows = left.reshape(-1, left.shape[-1])
+def evaluate_gemm(chain: FusedGemm, epilogue: ChainDescription, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """What StofGemm computes, in fp64."""
+    operand, *right = (x.astype(np.float64) for x in inputs[: chain.operand_count])
+    rows = operand.reshape(-1, operand.shape[-1])
     weights = np.split(right[0], 2, axis=-1) if chain.pair == 1 else right
     outputs = [rows @ w for w in weights]
     count, width = outputs[0].shape
     shapes = {"mn": (count, width), "n": (width,), "m": (count,), "": ()}
-    further = [x.reshape(shapes[how]) for x, how in zip(given[chain.operand_count :], chain.reads, strict=True)]
-    (found,) = evaluate_chain(epilogue, [*outputs, *further])
-    return [found.reshape((*left.shape[:-1], width))]
+    further = [x.reshape(shapes[how]) for x, how in zip(inputs[chain.operand_count :], chain.reads, strict=True)]
+    (result,) = evaluate_chain(epilogue, [*outputs, *further])
+    return [result.reshape((*operand.shape[:-1], width))]
 
 
-def compare_output(number: int, own: np.ndarray, exact: np.ndarray, tolerance: float = _TOLERANCE) -> None:
+def compare_output(number: int, output: np.ndarray, exact: np.ndarray, tolerance: float = _TOLERANCE) -> None:
     """Refuses an output of a description that differs from its operators'.
 
     Raises:
         UnsupportedError: with the difference.
     """
-    if own.shape != exact.shape:
+    if output.shape != exact.shape:
         raise UnsupportedError(
-            f"output {number} of the description has shape {exact.shape}, of its operators {own.shape}"
+            f"output {number} of the description has shape {exact.shape}, of its operators {output.shape}"
         )
     good = np.isfinite(exact)
     if not good.all():  # rare, and slower than comparing all of them
-        if not np.array_equal(own[~good].astype(np.float64), exact[~good], equal_nan=True):
+        if not np.array_equal(output[~good].astype(np.float64), exact[~good], equal_nan=True):
             raise UnsupportedError(_NOT_FINITE.format(number))
-        own, exact = own[good], exact[good]
-    if not np.isfinite(own).all():
+        output, exact = output[good], exact[good]
+    if not np.isfinite(output).all():
         raise UnsupportedError(_NOT_FINITE.format(number))
-    difference = float(np.abs(own.astype(np.float64) - exact).max(initial=0.0))
+    difference = float(np.abs(output.astype(np.float64) - exact).max(initial=0.0))
     allowed = tolerance * max(1.0, float(np.abs(exact).max(initial=0.0)))
     if difference > allowed:
         raise UnsupportedError(
@@ -207,24 +203,24 @@ def compare_output(number: int, own: np.ndarray, exact: np.ndarray, tolerance: f
 
 def size_names(shapes: Sequence[Sequence[Int]]) -> list[str]:
     """The names of symbolic dimensions, in order of appearance."""
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for shape in shapes:
         for d in shape:
-            found.update((str(a.args[0]), None) for a in subterms(d) if a.kind == "size")
-    return list(found)
+            names.update((str(a.args[0]), None) for a in subterms(d) if a.kind == "size")
+    return list(names)
 
 
 def _shapes(chain: FusedChain, symbolic: Symbolic, round_number: int) -> Shapes:
-    known = [symbolic.shape(n) for n in chain.inputs]
-    assert all(s is not None for s in known)
-    shapes = [[symbolic.canonical(d) for d in s] for s in known if s is not None]
+    symbolic_shapes = [symbolic.shape(n) for n in chain.inputs]
+    assert all(s is not None for s in symbolic_shapes)
+    shapes = [[symbolic.canonical(d) for d in s] for s in symbolic_shapes if s is not None]
     names = size_names(shapes)
     for scale in _SCALES:
         sizes = {n: scale * _SIZES[(i + round_number) % len(_SIZES)] for i, n in enumerate(names)}
-        found = [[evaluate(d, sizes) for d in s] for s in shapes]
-        if all(d > 0 for s in found for d in s):
+        numbers = [[evaluate(d, sizes) for d in s] for s in shapes]
+        if all(d > 0 for s in numbers for d in s):
             break
-    return found
+    return numbers
 
 
 def _runner(model: onnx.ModelProto) -> Callable[[Mapping[str, np.ndarray]], list[np.ndarray]]:
@@ -233,7 +229,7 @@ def _runner(model: onnx.ModelProto) -> Callable[[Mapping[str, np.ndarray]], list
     )
     session = create_session(spec, _SECONDS)
 
-    def run(given: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-        return session.run(None, given, _SECONDS)
+    def run(feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+        return session.run(None, feeds, _SECONDS)
 
     return run

@@ -32,24 +32,24 @@ class ContractedGraph:
 
     def is_convex(self, groups: Collection[int]) -> bool:
         """Whether no path leaves these groups and comes back."""
-        own = set(groups)
-        last = max(self._rank_of(g) for g in own)
-        return self._search(own, True, lambda rank: rank < last, stops_at_own=True) is not None
+        members = set(groups)
+        last = max(self._rank_of(g) for g in members)
+        return self._search(members, True, lambda rank: rank < last, stops_at_own=True) is not None
 
     def merge(self, groups: Collection[int]) -> int:
         """Makes groups, which are convex together, one group; returns its name."""
-        own = set(groups)
-        ranks = [self._rank_of(g) for g in own]
+        merged = set(groups)
+        ranks = [self._rank_of(g) for g in merged]
         first, last = min(ranks), max(ranks)
-        before = self._search(own, False, lambda rank: rank > first) or set()
-        behind = self._search(own, True, lambda rank: rank < last) or set()
+        before = self._search(merged, False, lambda rank: rank > first) or set()
+        behind = self._search(merged, True, lambda rank: rank < last) or set()
         # Groups before the new one only move up, and groups behind it only down, so that all other pairs keep their order.
-        slots = sorted(self._rank_of(g) for g in (*own, *before, *behind))
+        slots = sorted(self._rank_of(g) for g in (*merged, *before, *behind))
         ordered = [sorted(some, key=self._rank_of) for some in (before, behind)]
-        members = tuple(p for g in own for p in self._members.get(g, (g,)))
-        name = min(own)
-        outside = {forward: set().union(*(self._outside_of(g, forward) for g in own)) for forward in (True, False)}
-        for g in own:
+        members = tuple(p for g in merged for p in self._members.get(g, (g,)))
+        name = min(merged)
+        outside = {forward: set().union(*(self._outside_of(g, forward) for g in merged)) for forward in (True, False)}
+        for g in merged:
             self._members.pop(g, None)
             self._rank.pop(g, None)
         self._members[name] = members
@@ -73,19 +73,19 @@ class ContractedGraph:
         return {self._group.get(q, q) for q in self._outside_of(group, forward)}
 
     def _search(
-        self, own: set[int], forward: bool, is_within: Callable[[int], bool], stops_at_own: bool = False
+        self, start: set[int], forward: bool, is_within: Callable[[int], bool], stops_at_own: bool = False
     ) -> set[int] | None:
-        """The groups that paths from ``own`` lead to; None where one leads back and that ends the search."""
-        pending = list({h for g in own for h in self._neighbors(g, forward)} - own)
-        found: set[int] = set()
+        """The groups that paths from ``start`` lead to; None where one leads back and that ends the search."""
+        pending = list({h for g in start for h in self._neighbors(g, forward)} - start)
+        reached: set[int] = set()
         while pending:
             group = pending.pop()
-            if group in found or not is_within(self._rank_of(group)):
+            if group in reached or not is_within(self._rank_of(group)):
                 continue
-            found.add(group)
+            reached.add(group)
             following = self._neighbors(group, forward)
-            if stops_at_own and following & own:
+            if stops_at_own and following & start:
                 return None
             # The nearest to the end of the search first: where a path leads back, that finds it soonest.
-            pending.extend(sorted(following - found, key=self._rank_of))
-        return found
+            pending.extend(sorted(following - reached, key=self._rank_of))
+        return reached

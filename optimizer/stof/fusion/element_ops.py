@@ -62,10 +62,10 @@ class Element:
         return self.pool.number(value)
 
     def __getitem__(self, i: int) -> int:
-        found = self.inputs[i] if i < len(self.inputs) else None
-        if found is None:
+        term = self.inputs[i] if i < len(self.inputs) else None
+        if term is None:
             raise UnsupportedError(f"{self.node.op_type} without input {i}")
-        return found
+        return term
 
     def has(self, i: int) -> bool:
         """Whether an optional input is given."""

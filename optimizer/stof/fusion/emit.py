@@ -10,6 +10,7 @@ import onnx
 from onnx import helper
 
 from stof.errors import UnsupportedError
+from stof.fusion.description.chain_description import ChainDescription
 from stof.fusion.function_body import OP, Branch, make_branch, make_function
 from stof.fusion.gemm import FusedGemm
 from stof.fusion.tensorrt_plugin import complete_calls
@@ -25,12 +26,12 @@ GEMM = "StofGemm"
 _FLOATS = frozenset({onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16})
 
 # description, input types, output types
-ChainSignature = tuple[str, tuple[int, ...], tuple[int, ...]]
+ChainSignature = tuple[ChainDescription, tuple[int, ...], tuple[int, ...]]
 
 
 def chain_signature(chain: FusedChain, symbolic: Symbolic) -> ChainSignature:
     """The chain's description with the element types of its inputs and outputs: equal for chains of one kernel."""
-    return chain.description.text, tuple(symbolic.dtype(n) for n in chain.inputs), chain.dtypes
+    return chain.description, tuple(symbolic.dtype(n) for n in chain.inputs), chain.dtypes
 
 
 def op_type_of(chain: FusedChain) -> str:

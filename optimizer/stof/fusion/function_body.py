@@ -56,15 +56,15 @@ class _BranchBuilder:
 
     def branch(self, nodes: Sequence[onnx.NodeProto]) -> Branch:
         b = self.builder
-        for name, own in self.inputs.items():
+        for name, branch_name in self.inputs.items():
             # A runtime infers the types of every branch for every call; calls of other chains may have other types here.
-            self.names[name] = b.add("Cast", [own], to=self.symbolic.dtype(name))
+            self.names[name] = b.add("Cast", [branch_name], to=self.symbolic.dtype(name))
         for node in nodes:
             if node.op_type == "Constant":
                 continue
-            found = self._copy_node(node)
-            for name, own in zip(node.output, found, strict=False):
-                self.names[name] = own
+            outputs = self._copy_node(node)
+            for name, branch_name in zip(node.output, outputs, strict=False):
+                self.names[name] = branch_name
         return Branch(tuple(b.nodes), tuple(self.names[o] for o in self.chain.region.outputs))
 
     def _tensor(self, name: str) -> str:
@@ -96,11 +96,11 @@ class _BranchBuilder:
         copy.input.extend(self._tensor(n) for n in inputs)
         if is_shaped:
             copy.input.append(self._shape(node.output[0]))
-        found = [self.builder.name() if o else "" for o in node.output]
-        copy.output.extend(found)
-        copy.name = found[0]
+        outputs = [self.builder.name() if o else "" for o in node.output]
+        copy.output.extend(outputs)
+        copy.name = outputs[0]
         self.builder.nodes.append(copy)
-        return found
+        return outputs
 
     def _shape(self, name: str) -> str:
         b = self.builder
@@ -138,27 +138,27 @@ class _BranchBuilder:
         """A com.microsoft operator, or a norm that the opset lacks, as standard operators in fp32."""
         b = self.builder
         dtype = self.symbolic.dtype(node.output[0])
-        given = [b.add("Cast", [self._tensor(n)], to=_FLOAT) if n else "" for n in node.input]
+        inputs = [b.add("Cast", [self._tensor(n)], to=_FLOAT) if n else "" for n in node.input]
         attributes = attributes_of(node)
         op = node.op_type
         total = ""
         if op in ("BiasGelu", "FastGelu", "Gelu", "QuickGelu"):
-            x = b.add("Add", given[:2]) if len(given) > 1 and given[1] else given[0]
+            x = b.add("Add", inputs[:2]) if len(inputs) > 1 and inputs[1] else inputs[0]
             result = self._gelu(op, x, float(attributes.get("alpha", 1.702)))
         elif op == "BiasAdd":
-            result = b.add("Add", [b.add("Add", given[:2]), given[2]])
+            result = b.add("Add", [b.add("Add", inputs[:2]), inputs[2]])
         elif op in ("SkipLayerNormalization", "SkipSimplifiedLayerNormalization"):
             centered = op == "SkipLayerNormalization"
-            total = b.add("Add", given[:2])
+            total = b.add("Add", inputs[:2])
             bias = 4 if centered else 3
-            if len(given) > bias and given[bias]:
-                total = b.add("Add", [total, given[bias]])
-            beta = given[3] if centered and len(given) > 3 else ""
-            result = self._norm(total, given[2], beta, float(attributes.get("epsilon", 1e-12)), centered)
+            if len(inputs) > bias and inputs[bias]:
+                total = b.add("Add", [total, inputs[bias]])
+            beta = inputs[3] if centered and len(inputs) > 3 else ""
+            result = self._norm(total, inputs[2], beta, float(attributes.get("epsilon", 1e-12)), centered)
         elif op in ("LayerNormalization", "SimplifiedLayerNormalization"):
             centered = op == "LayerNormalization"
-            beta = given[2] if centered and len(given) > 2 else ""
-            result = self._norm(given[0], given[1], beta, float(attributes.get("epsilon", 1e-5)), centered)
+            beta = inputs[2] if centered and len(inputs) > 2 else ""
+            result = self._norm(inputs[0], inputs[1], beta, float(attributes.get("epsilon", 1e-5)), centered)
         else:
             raise UnsupportedError(f"{describe(node)} has no form in standard ONNX here")
         out = [b.add("Cast", [result], to=dtype)]
@@ -246,8 +246,8 @@ def make_function(
     outputs = [f"y{i}" for i in range(len(dtypes))]
     for i, (result, output) in enumerate(zip(results, outputs, strict=True)):
         like = likes[i] if likes and opset >= _CAST_LIKE else None
-        op_type, given = ("Identity", [result]) if like is None else ("CastLike", [result, names[like]])
-        nodes.append(helper.make_node(op_type, given, [output], name=output))
+        op_type, operands = ("Identity", [result]) if like is None else ("CastLike", [result, names[like]])
+        nodes.append(helper.make_node(op_type, operands, [output], name=output))
     attributes = [c.removesuffix("_value") for c in chosen]
     return helper.make_function(DOMAIN, op, names, outputs, nodes, [helper.make_opsetid("", opset)], attributes)
 
@@ -273,12 +273,12 @@ def _hide_shapes(builder: Builder, names: Sequence[str], for_tensorrt: bool) -> 
     b = builder
     shapes = [b.add("Shape", [name]) for name in names]
     if for_tensorrt:
-        given = _make_subgraph(b.opset, "given", lambda inner: [inner.add("Identity", [s]) for s in shapes])
+        as_given = _make_subgraph(b.opset, "given", lambda inner: [inner.add("Identity", [s]) for s in shapes])
         other = _make_subgraph(b.opset, "other", lambda inner: [_range_of_unknown_length(inner, s) for s in shapes])
         targets = [b.name() for _ in names]
         condition = b.constant(True, np.bool_)
         b.nodes.append(
-            helper.make_node("If", [condition], targets, name=targets[0], then_branch=given, else_branch=other)
+            helper.make_node("If", [condition], targets, name=targets[0], then_branch=as_given, else_branch=other)
         )
     else:
         targets = [b.add("Gather", [s, _range_of_unknown_length(b, s)]) for s in shapes]

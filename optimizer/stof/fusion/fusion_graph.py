@@ -83,26 +83,28 @@ class FusionGraph:
 
     def _find_unfused_attention(self, memory_bound: set[int]) -> set[int]:
         """The nodes between the two matmuls of attention that is left to TensorRT, which fuses all of it."""
-        found: set[int] = set()
+        attention: set[int] = set()
         for softmax in memory_bound:
             if self.nodes[softmax].op_type != "Softmax":
                 continue
             behind = _reachable([softmax], memory_bound, self.consumers)
             if all(q in memory_bound for p in behind for q in self.consumers(p)):
                 continue  # no matmul reads it
-            found |= behind | _reachable([softmax], memory_bound, self.producers)
-        return found
+            attention |= behind | _reachable([softmax], memory_bound, self.producers)
+        return attention
 
     def _find_uncertain_shapes(self) -> set[str]:
         """Outputs of a Slice whose constant bounds may lie beyond an axis of symbolic size, and all that depends on them.
 
         Their stated sizes would be written into chains as numbers, although a run may have fewer elements.
         """
-        found: set[str] = set()
+        uncertain: set[str] = set()
         for node in self.nodes:
-            if any(n in found for n in node_tensors(node)) or (node.op_type == "Slice" and self._may_fall_short(node)):
-                found.update(o for o in node.output if o)
-        return found
+            if any(n in uncertain for n in node_tensors(node)) or (
+                node.op_type == "Slice" and self._may_fall_short(node)
+            ):
+                uncertain.update(o for o in node.output if o)
+        return uncertain
 
     def _may_fall_short(self, node: onnx.NodeProto) -> bool:
         shape = self.symbolic.shape(node.input[0])
@@ -111,8 +113,8 @@ class FusionGraph:
         if shape is None:
             return False
         axes = range(len(shape)) if given_axes is None else [int(a) % len(shape) for a in given_axes.reshape(-1)]
-        for given in bounds:
-            for axis, value in zip(axes, [] if given is None else given.reshape(-1), strict=False):
+        for values in bounds:
+            for axis, value in zip(axes, [] if values is None else values.reshape(-1), strict=False):
                 if shape[axis].constant is None and abs(int(value)) < (1 << 31) - 1:
                     rest = shape[axis] - integer(abs(int(value)))
                     if bound(rest, upper=False, smallest=1.0) < 0:
@@ -134,41 +136,41 @@ class FusionGraph:
             if index not in live:
                 live.add(index)
                 pending.extend(self.writer[n] for n in read[index] if n in self.writer)
-        found: dict[str, list[int]] = {}
+        readers: dict[str, list[int]] = {}
         for i in sorted(live):
             for name in read[i]:
-                found.setdefault(name, []).append(i)
+                readers.setdefault(name, []).append(i)
         self._reads = {i: list(read[i]) for i in live}
-        return found
+        return readers
 
     def shape_substitutes(self, node_indices: Collection[int]) -> dict[str, str]:
         """For tensors that other nodes read only by Shape: a tensor of equal shape that stays when these nodes are fused."""
-        own = set(node_indices)
-        written = {o for p in own for o in self.nodes[p].output if self.is_read_outside(o, own)}
-        return self.find_shape_substitutes(own, written, lambda: self.inputs(own))
+        members = set(node_indices)
+        written = {o for p in members for o in self.nodes[p].output if self.is_read_outside(o, members)}
+        return self.find_shape_substitutes(members, written, lambda: self.inputs(members))
 
     def find_shape_substitutes(
-        self, own: Collection[int], written: Collection[str], inputs: Callable[[], set[str]]
+        self, members: Collection[int], written: Collection[str], inputs: Callable[[], set[str]]
     ) -> dict[str, str]:
         """The same for nodes of which it is known what others read of them, and what they read."""
-        shape_only = {o for o in written if o not in self.kept_tensors and self._is_read_by_shape_only(o, own)}
-        found: dict[str, str] = {}
+        shape_only = {o for o in written if o not in self.kept_tensors and self._is_read_by_shape_only(o, members)}
+        substitutes: dict[str, str] = {}
         if not shape_only:
-            return found
+            return substitutes
         staying = [*sorted(inputs()), *sorted(o for o in written if o not in shape_only)]
         for name in shape_only:
             shape = self.symbolic.shape(name)
             same = next((n for n in staying if self.symbolic.shape(n) == shape), None)
             if same is not None:
-                found[name] = same
-        return found
+                substitutes[name] = same
+        return substitutes
 
-    def is_read_outside(self, name: str, own: Collection[int]) -> bool:
-        """Whether a tensor is an output of the graph, or read by nodes that are not among ``own``, a set."""
-        return bool(name) and (name in self.kept_tensors or any(r not in own for r in self.readers.get(name, ())))
+    def is_read_outside(self, name: str, members: Collection[int]) -> bool:
+        """Whether a tensor is an output of the graph, or read by nodes that are not among ``members``, a set."""
+        return bool(name) and (name in self.kept_tensors or any(r not in members for r in self.readers.get(name, ())))
 
-    def _is_read_by_shape_only(self, name: str, own: Collection[int]) -> bool:
-        return all(self.nodes[r].op_type == "Shape" for r in self.readers.get(name, ()) if r not in own)
+    def _is_read_by_shape_only(self, name: str, members: Collection[int]) -> bool:
+        return all(self.nodes[r].op_type == "Shape" for r in self.readers.get(name, ()) if r not in members)
 
     def _is_memory_bound(self, index: int) -> bool:
         node, kind = self.nodes[index], self.kinds[index]
@@ -191,37 +193,37 @@ class FusionGraph:
 
     def is_number(self, name: str) -> bool:
         """Whether a tensor is a constant of one element."""
-        known = self._numbers.get(name)
-        if known is None:
-            known = self._numbers[name] = as_number(self.symbolic.constant(name)) is not None
-        return known
+        is_number = self._numbers.get(name)
+        if is_number is None:
+            is_number = self._numbers[name] = as_number(self.symbolic.constant(name)) is not None
+        return is_number
 
     def outputs(self, node_indices: Collection[int]) -> tuple[str, ...]:
         """The tensors that these nodes write and other nodes, or the graph's outputs, read."""
-        own = set(node_indices)
-        substitutes = self.shape_substitutes(own)
+        members = set(node_indices)
+        substitutes = self.shape_substitutes(members)
         return tuple(
             o
-            for p in sorted(own)
+            for p in sorted(members)
             for o in self.nodes[p].output
-            if o not in substitutes and self.is_read_outside(o, own)
+            if o not in substitutes and self.is_read_outside(o, members)
         )
 
     def inputs(self, node_indices: Collection[int]) -> set[str]:
         """The data tensors that these nodes read and do not write, constants of one element left out."""
-        own = set(node_indices)
-        read = {n for p in own for n in self.data[p]}
-        return {n for n in read if self.writer.get(n) not in own and not self.is_number(n)}
+        members = set(node_indices)
+        read = {n for p in members for n in self.data[p]}
+        return {n for n in read if self.writer.get(n) not in members and not self.is_number(n)}
 
     def depends_on_data(self, node_indices: Collection[int]) -> bool:
         """Whether these nodes compute with the values of the model's inputs, rather than with shapes and constants."""
         if self._data is None:
             index = GraphIndex(self.model.graph)
-            found = set(index.inputs)
+            dependent = set(index.inputs)
             for node in self.nodes:
-                if node.op_type not in ("Shape", "Size") and not found.isdisjoint(_tensors_read(node)):
-                    found.update(node.output)
-            self._data = found
+                if node.op_type not in ("Shape", "Size") and not dependent.isdisjoint(_tensors_read(node)):
+                    dependent.update(node.output)
+            self._data = dependent
         return any(o in self._data for p in node_indices for o in self.nodes[p].output)
 
     def with_leading_matmuls(self, node_indices: Sequence[int]) -> tuple[int, ...]:
@@ -259,14 +261,14 @@ class FusionGraph:
     def is_broadcast(self, name: str, whole: Shape) -> bool:
         """Whether a tensor is broadcast to a shape, its last axis left out."""
         shape = self.symbolic.shape(name) or ()
-        own = (integer(1),) * (len(whole) - len(shape)) + shape
-        return own[:-1] != whole[:-1]
+        aligned = (integer(1),) * (len(whole) - len(shape)) + shape
+        return aligned[:-1] != whole[:-1]
 
     def is_convex(self, node_indices: Collection[int]) -> bool:
         """Whether no path leaves these nodes and comes back."""
-        own = set(node_indices)
-        last = max(own)
-        pending = {q for p in own for q in self.consumers(p) if q not in own}
+        members = set(node_indices)
+        last = max(members)
+        pending = {q for p in members for q in self.consumers(p) if q not in members}
         seen: set[int] = set()
         while pending:
             index = pending.pop()
@@ -274,7 +276,7 @@ class FusionGraph:
                 continue
             seen.add(index)
             behind = set(self.consumers(index))
-            if behind & own:
+            if behind & members:
                 return False
             pending |= behind
         return True
@@ -295,13 +297,13 @@ class FusionGraph:
 def _reachable(start: Iterable[int], within: Collection[int], step: Callable[[int], Iterable[int]]) -> set[int]:
     """The nodes of ``within`` that steps from ``start`` lead to, those of ``start`` among them."""
     pending = list(start)
-    found: set[int] = set()
+    reached: set[int] = set()
     while pending:
         index = pending.pop()
-        if index in within and index not in found:
-            found.add(index)
+        if index in within and index not in reached:
+            reached.add(index)
             pending.extend(step(index))
-    return found
+    return reached
 
 
 def _tensors_read(node: onnx.NodeProto) -> list[str]:

@@ -30,10 +30,10 @@ def match_gelu(terms: Terms, factors: tuple[int, int], allow_fp16_rounding: bool
     Returns:
         The function's name in the format and its argument; None where the product is no GELU.
     """
-    found = _factors(terms, factors)
-    if found is None:
+    factored = _factors(terms, factors)
+    if factored is None:
         return None
-    scale, rest = found
+    scale, rest = factored
     if len(rest) != 2 or scale != 0.5:
         return None
     for x, other in (rest, rest[::-1]):
@@ -78,23 +78,23 @@ def _number(terms: Terms, term: int) -> float | None:
 
 def _factors(terms: Terms, pending: Sequence[int]) -> tuple[float, list[int]] | None:
     """A product as a number times other terms; None where there are too many of them."""
-    scale, found, left, steps = 1.0, [], list(pending), 0
-    while left:
-        term, steps = left.pop(), steps + 1
+    scale, others, unread, steps = 1.0, [], list(pending), 0
+    while unread:
+        term, steps = unread.pop(), steps + 1
         op, args = terms[term]
         number = _number(terms, term)
         if number is not None:
             scale *= number
         elif op == "mul":
-            left += [a for a in args if isinstance(a, int)]
+            unread += [a for a in args if isinstance(a, int)]
         elif op == "div" and isinstance(args[1], int) and _number(terms, args[1]):
             scale /= _number(terms, args[1]) or 1.0
-            left += [a for a in args[:1] if isinstance(a, int)]
+            unread += [a for a in args[:1] if isinstance(a, int)]
         else:
-            found.append(term)
-        if len(found) > _MOST_FACTORS or steps > _MOST_STEPS or not math.isfinite(scale):
+            others.append(term)
+        if len(others) > _MOST_FACTORS or steps > _MOST_STEPS or not math.isfinite(scale):
             return None
-    return scale, found
+    return scale, others
 
 
 def _plus_one(terms: Terms, term: int) -> int | None:
@@ -110,24 +110,24 @@ def _plus_one(terms: Terms, term: int) -> int | None:
 _Powers = dict[int, float]
 
 
-def _powers(terms: Terms, term: int, x: int, known: dict[int, _Powers | None]) -> _Powers | None:
+def _powers(terms: Terms, term: int, x: int, memo: dict[int, _Powers | None]) -> _Powers | None:
     """A term as a polynomial of x: coefficients by power. None where it is none, too long, or of a higher degree than 3."""
     if term == x:
         return {1: 1.0}
-    if term not in known:
-        known[term] = None  # counts as one step while its arguments are visited
-        known[term] = _polynomial(terms, term, x, known) if len(known) <= _MOST_STEPS else None
-    return known[term]
+    if term not in memo:
+        memo[term] = None  # counts as one step while its arguments are visited
+        memo[term] = _polynomial(terms, term, x, memo) if len(memo) <= _MOST_STEPS else None
+    return memo[term]
 
 
-def _polynomial(terms: Terms, term: int, x: int, known: dict[int, _Powers | None]) -> _Powers | None:
+def _polynomial(terms: Terms, term: int, x: int, memo: dict[int, _Powers | None]) -> _Powers | None:
     op, args = terms[term]
     number = _number(terms, term)
     if number is not None:
         return {0: number}
     if op not in ("add", "mul", "div", "pow"):
         return None
-    left, right = (_powers(terms, a, x, known) if isinstance(a, int) else None for a in args)
+    left, right = (_powers(terms, a, x, memo) if isinstance(a, int) else None for a in args)
     if left is None or right is None:
         return None
     if op == "add":
@@ -140,17 +140,17 @@ def _polynomial(terms: Terms, term: int, x: int, known: dict[int, _Powers | None
         return {p: c / right[0] for p, c in left.items()}
     if right[0] not in (2.0, 3.0):
         return None
-    found: _Powers | None = left
+    power: _Powers | None = left
     for _ in range(int(right[0]) - 1):
-        found = None if found is None else _multiply(found, left)
-    return found
+        power = None if power is None else _multiply(power, left)
+    return power
 
 
 def _multiply(left: _Powers, right: _Powers) -> _Powers | None:
-    found: _Powers = {}
+    powers: _Powers = {}
     for p, c in left.items():
         for q, d in right.items():
             if p + q > _MOST_POWER:
                 return None
-            found[p + q] = found.get(p + q, 0.0) + c * d
-    return found
+            powers[p + q] = powers.get(p + q, 0.0) + c * d
+    return powers

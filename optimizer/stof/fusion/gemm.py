@@ -15,7 +15,8 @@ from onnx import TensorProto
 from stof.errors import UnsupportedError
 from stof.execution.upcast import HALF
 from stof.fusion.description.format import REDUCTIONS
-from stof.fusion.description.printer import ChainOutput, describe_chain
+from stof.fusion.description.from_terms import OutputTerm, describe_chain
+from stof.fusion.description.nodes import AxisSize
 from stof.fusion.element_ops import TYPES, kind_of_node
 from stof.fusion.index_terms import AxisRanges, TermBuilder
 from stof.fusion.policy import EpilogueForms
@@ -59,8 +60,8 @@ def is_plain_matmul(node: onnx.NodeProto) -> bool:
     """Whether a node is MatMul, or Gemm with neither transposition nor factors."""
     if domain_of(node) or node.op_type not in MATMUL_OPS:
         return False
-    given = attributes_of(node)
-    return all(given.get(k, v) == v for k, v in _PLAIN_ATTRIBUTES.items())
+    attributes = attributes_of(node)
+    return all(attributes.get(k, v) == v for k, v in _PLAIN_ATTRIBUTES.items())
 
 
 def is_fusable_matmul(node: onnx.NodeProto, symbolic: Symbolic) -> bool:
@@ -93,11 +94,11 @@ def translate_gemm(
     Raises:
         UnsupportedError: with the first reason found.
     """
-    found = _GemmTranslator(region, nodes, symbolic, constants).translate()
-    form, reason = forms(found.description.text, found.pair)
+    gemm = _GemmTranslator(region, nodes, symbolic, constants).translate()
+    form, reason = forms(gemm.description.text, gemm.pair)
     if not form:
         raise UnsupportedError(f"no kernel computes it: {reason}")
-    return found
+    return gemm
 
 
 class _GemmTranslator:
@@ -106,12 +107,12 @@ class _GemmTranslator:
     def __init__(
         self, region: Region, nodes: Sequence[onnx.NodeProto], symbolic: Symbolic, constants: Collection[str] | None
     ) -> None:
-        own = [nodes[p] for p in region.node_indices]
+        members = [nodes[p] for p in region.node_indices]
         self.region = region
         self.symbolic = symbolic
         self.constants = constants
-        self.matmuls = [n for n in own if is_fusable_matmul(n, symbolic)]
-        self.others = [n for n in own if not is_fusable_matmul(n, symbolic)]
+        self.matmuls = [n for n in members if is_fusable_matmul(n, symbolic)]
+        self.others = [n for n in members if not is_fusable_matmul(n, symbolic)]
         self.pool = TermPool()
         self.extra: dict[str, str] = {}  # each input of the epilogue: the axes by which it is read
 
@@ -137,10 +138,10 @@ class _GemmTranslator:
         term = terms.copy_term(root)
         if self.pool.terms[term][0] == "read" and self.constants is None:
             raise UnsupportedError("a matmul alone: nothing to fuse")
-        text = describe_chain(
+        description = describe_chain(
             self.pool,
-            [(_M, "x0.0"), (_N, "x0.1")],
-            [ChainOutput(TYPES[kind], ((_M,), (_N,)), term)],
+            ((_M, AxisSize(1, 0, 0)), (_N, AxisSize(1, 0, 1))),
+            [OutputTerm(TYPES[kind], ((_M,), (_N,)), term)],
             len(self.extra) + 1 + bool(pair),
         )
         if any(self.symbolic.dtype(n) != kind for n in (*operands, *self.extra)):
@@ -149,7 +150,7 @@ class _GemmTranslator:
             raise UnsupportedError(f"{len(self.extra)} inputs of its epilogue, expected at most {MOST_INPUTS}")
         sizes = (element_count(shape[:-1]), shape[-1], left[-1])
         return FusedGemm(
-            self.region, text, (*operands, *self.extra), (kind,), sizes, pair, tuple(self.extra.values())
+            self.region, description, (*operands, *self.extra), (kind,), sizes, pair, tuple(self.extra.values())
         )  # fmt: skip
 
     def _check(self) -> None:
@@ -228,8 +229,8 @@ class _EpilogueTerms:
                 assert isinstance(indices, tuple)
                 self.memo[term] = self._read(self.names[number], indices)
             else:
-                own = [self.copy_term(a) for a in self.source.arguments(term)]
-                self.memo[term] = self.owner.pool.make(op, *own)
+                operands = [self.copy_term(a) for a in self.source.arguments(term)]
+                self.memo[term] = self.owner.pool.make(op, *operands)
         return self.memo[term]
 
     def _read(self, name: str, indices: tuple[Int, ...]) -> int:

@@ -137,8 +137,10 @@ class TermBuilder:
         key = (position, size, ranges)
         if key not in self._proven:
             low, high = index_range(position, ranges)
-            known = low is not None and high is not None
-            self._proven[key] = known and _is_at_least(low or _ZERO, _ZERO) and _is_at_least(size - _ONE, high or _ZERO)
+            is_bounded = low is not None and high is not None
+            self._proven[key] = (
+                is_bounded and _is_at_least(low or _ZERO, _ZERO) and _is_at_least(size - _ONE, high or _ZERO)
+            )
         return self._proven[key]
 
     def shape(self, tensor: str) -> Shape:
@@ -147,10 +149,10 @@ class TermBuilder:
         Raises:
             UnsupportedError: where they are not known.
         """
-        found = self.symbolic.shape(tensor)
-        if found is None:
+        shape = self.symbolic.shape(tensor)
+        if shape is None:
             raise UnsupportedError(f"the shape of {tensor!r} is not known")
-        return found
+        return shape
 
     def _node_term(self, tensor: str, index: Index, ranges: AxisRanges, exact: bool) -> int:
         node = self.producers[tensor]
@@ -160,10 +162,10 @@ class TermBuilder:
         if kind == "elementwise":
             numbers = data_inputs(node)
             rounds_inputs = exact or node.op_type in DISCONTINUOUS or self._is_cast_to_bool(node)
-            own = [self._broadcast_term(node, i, tensor, index, ranges, rounds_inputs) for i in numbers]
+            operands = [self._broadcast_term(node, i, tensor, index, ranges, rounds_inputs) for i in numbers]
             if self._is_cast_to_bool(node):
-                return self.pool.make("ne", own[0], self.pool.number(0.0))
-            term = ELEMENTWISE[domain_of(node), node.op_type](self._element(node, numbers, own))
+                return self.pool.make("ne", operands[0], self.pool.number(0.0))
+            term = ELEMENTWISE[domain_of(node), node.op_type](self._element(node, numbers, operands))
             exact = exact or node.op_type in ("Cast", "CastLike")  # a narrowing Cast is there in order to round
         elif kind == "reducing":
             term = self._reduction_term(node, index, ranges)
@@ -201,7 +203,7 @@ class TermBuilder:
         """The term of an operand that is broadcast to the output's shape."""
         name = node.input[i]
         shape, whole = self.shape(name), self.shape(output)
-        own = index[len(index) - len(shape) :]
+        aligned = index[len(index) - len(shape) :]
         for size, wanted in zip(shape, whole[len(whole) - len(shape) :], strict=True):
             if size not in (_ONE, wanted):
                 # One of the two may be 1 in a run.
@@ -209,7 +211,7 @@ class TermBuilder:
                     f"{describe(node)} broadcasts {size} to {wanted}, which are not known to be equal"
                 )
         return self.term_at(
-            name, tuple(_ZERO if d == _ONE else x for d, x in zip(shape, own, strict=True)), ranges, exact
+            name, tuple(_ZERO if d == _ONE else x for d, x in zip(shape, aligned, strict=True)), ranges, exact
         )
 
     def _movement_term(self, node: onnx.NodeProto, tensor: str, index: Index, ranges: AxisRanges, exact: bool) -> int:
@@ -221,12 +223,12 @@ class TermBuilder:
                 f"{describe(node)} has sizes that are not known to be equal; one of two may be 1 in a run"
             )
         if node.output[0] not in self._movement_facts:
-            given = {}
+            operands = {}
             for i in data_inputs(node):
                 name = node.input[i]
                 shape = self.shape(name)
-                given[name] = Fact(_FLOAT, shape, input_tensor(name, shape, "f"))
-            self._movement_facts[node.output[0]] = self.symbolic.apply_rule(node, given) or []
+                operands[name] = Fact(_FLOAT, shape, input_tensor(name, shape, "f"))
+            self._movement_facts[node.output[0]] = self.symbolic.apply_rule(node, operands) or []
         facts = self._movement_facts[node.output[0]]
         value = facts[number].value if number < len(facts) else None
         if value is None:
@@ -289,10 +291,15 @@ class TermBuilder:
         numbers = data_inputs(node)
         here, rows = [], []
         for i in numbers:
-            own = self.shape(node.input[i])
-            if any(d not in (_ONE, s) for d, s in zip(own, shape[len(shape) - len(own) :], strict=True)):
+            operand_shape = self.shape(node.input[i])
+            if any(
+                d not in (_ONE, s) for d, s in zip(operand_shape, shape[len(shape) - len(operand_shape) :], strict=True)
+            ):
                 raise UnsupportedError(f"{describe(node)} broadcasts {node.input[i]!r} in a way that is not known")
-            moved = tuple(_ZERO if d == _ONE else x for d, x in zip(own, index[len(shape) - len(own) :], strict=True))
+            moved = tuple(
+                _ZERO if d == _ONE else x
+                for d, x in zip(operand_shape, index[len(shape) - len(operand_shape) :], strict=True)
+            )
             here.append(self.term_at(node.input[i], moved, ranges))
             rows.append(self._row_term(node, i, moved[:-1], ranges))
         element = replace(self._element(node, numbers, here), rows=self._element(node, numbers, rows))
@@ -336,10 +343,10 @@ def index_range(value: Int, ranges: AxisRanges) -> tuple[Int | None, Int | None]
     for monomial, c in value.terms:
         least, most = integer(1), integer(1)
         for atom in monomial:
-            found = _atom_range(atom, ranges)
-            if found is None:
+            bounds = _atom_range(atom, ranges)
+            if bounds is None:
                 return None, None
-            least, most = least * found[0], most * found[1]
+            least, most = least * bounds[0], most * bounds[1]
         least, most = (least, most) if c > 0 else (most, least)
         low, high = low + least * integer(c), high + most * integer(c)
     return low, high

@@ -63,16 +63,16 @@ def merge_matmuls(
         reads_packed_heads: whether StofAttention can read heads inside of the wide output; else no group is for it.
     """
     constant = {t.name for t in model.graph.initializer} - {i.name for i in model.graph.input}
-    found: dict[str, list[onnx.NodeProto]] = {}
+    by_operand: dict[str, list[onnx.NodeProto]] = {}
     for node in model.graph.node:
         if node.op_type == "MatMul" and not domain_of(node) and node.input[1] in constant:
-            found.setdefault(node.input[0], []).append(node)
+            by_operand.setdefault(node.input[0], []).append(node)
     taken = {n for node in model.graph.node for n in node_tensors(node)} | constant
     groups: dict[str, Matmuls] = {}
     read = _readers(model) if reads_packed_heads and has_head_counts(model) else {}
-    for matmuls in found.values():
+    for matmuls in by_operand.values():
         is_qkv = len(matmuls) == QKV
-        group: Matmuls = matmuls if is_qkv else _read_by_attention_only(matmuls, read, symbolic)
+        group: Matmuls = matmuls if is_qkv else _find_attention_matmuls(matmuls, read, symbolic)
         in_scope = scope is MergeScope.QKV_AND_ATTENTION if is_qkv else bool(group)
         is_candidate = in_scope and _has_half_weights(group, symbolic) and not _new_names(group) & taken
         if is_candidate and decider(model, symbolic, group, is_qkv):
@@ -104,35 +104,35 @@ Readers = dict[str, list[tuple[onnx.NodeProto, int]]]  # of a tensor: nodes, and
 
 def _readers(model: onnx.ModelProto) -> Readers:
     """The readers of every tensor. Branches and graph outputs count with input number -1."""
-    found: Readers = {}
+    readers: Readers = {}
     for node in model.graph.node:
         for i, name in enumerate(node.input):
-            found.setdefault(name, []).append((node, i))
+            readers.setdefault(name, []).append((node, i))
         for name in node_tensors(node) - {*node.input, *node.output}:  # by branches
-            found.setdefault(name, []).append((node, -1))
+            readers.setdefault(name, []).append((node, -1))
     for output in model.graph.output:
-        found.setdefault(output.name, []).append((onnx.NodeProto(), -1))
-    return found
+        readers.setdefault(output.name, []).append((onnx.NodeProto(), -1))
+    return readers
 
 
-def _read_by_attention_only(group: Matmuls, read: Readers, symbolic: Symbolic) -> Matmuls:
+def _find_attention_matmuls(group: Matmuls, read: Readers, symbolic: Symbolic) -> Matmuls:
     """The matmuls that StofAttention alone reads, where it can read all of them side by side; none where fewer than two."""
-    own = [n for n in group if n.output[0] in read and all(_reads_heads(*r) for r in read[n.output[0]])]
+    members = [n for n in group if n.output[0] in read and all(_reads_heads(*r) for r in read[n.output[0]])]
     widths = []
-    for node in own:
+    for node in members:
         shape = symbolic.shape(node.input[1])
         width = None if shape is None or len(shape) != 2 else shape[1].constant
         if width is None:
             return []
         widths.append(width)
-    if len(own) < 2:
+    if len(members) < 2:
         return []
-    for i, node in enumerate(own):
+    for i, node in enumerate(members):
         for reader, number in read[node.output[0]]:
             heads = heads_of_input(reader, number)
             if heads is None or heads.within(sum(widths[:i]), widths[i], sum(widths)) is None:
                 return []
-    return own
+    return members
 
 
 def _reads_heads(reader: onnx.NodeProto, number: int) -> bool:

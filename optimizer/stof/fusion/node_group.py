@@ -76,8 +76,8 @@ def join_groups(graph: FusionGraph, groups: Sequence[NodeGroup]) -> NodeGroup | 
 
 def _find_computed(graph: FusionGraph, groups: Sequence[NodeGroup], members: frozenset[int]) -> set[str] | None:
     """The computed tensors of a union; None where one is read by a node that broadcasts it."""
-    found: set[str] = set().union(*(g.computed for g in groups))
-    pending = [n for g in groups for n in g.read if n in found]
+    computed: set[str] = set().union(*(g.computed for g in groups))
+    pending = [n for g in groups for n in g.read if n in computed]
     while pending:
         name = pending.pop()
         for p in graph.data_readers_among(name, members):
@@ -86,6 +86,6 @@ def _find_computed(graph: FusionGraph, groups: Sequence[NodeGroup], members: fro
             if broadcasts and graph.is_broadcast(name, graph.symbolic.shape(node.output[0]) or ()):
                 return None
             if graph.kinds[p] == "moving":
-                pending += [o for o in node.output if o not in found]
-                found.update(node.output)
-    return found
+                pending += [o for o in node.output if o not in computed]
+                computed.update(node.output)
+    return computed

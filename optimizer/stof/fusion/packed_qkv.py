@@ -76,32 +76,34 @@ def read_packed_heads(model: onnx.ModelProto, symbolic: Symbolic | None = None) 
     if not has_head_counts(model):
         return model
     sources = _HeadSources(symbolic or Symbolic(model), movers)
-    own = [(index, n) for index, n in enumerate(model.graph.node) if is_attention(n)]
-    layouts = _layouts(own[0][1])
-    found = {(index, i): sources.find(node, i) for index, node in own for i in range(INPUTS)}
+    attention = [(index, n) for index, n in enumerate(model.graph.node) if is_attention(n)]
+    layouts = _layouts(attention[0][1])
+    views = {(index, i): sources.find(node, i) for index, node in attention for i in range(INPUTS)}
     calls = list(_calls(model))
-    given = any(_has_packed(call) for call in calls)
+    is_packed = any(_has_packed(call) for call in calls)
     for i in range(INPUTS):
-        if layouts[i] != "BSN" and (given or len(own) < len(calls) or not all(found[index, i] for index, _ in own)):
-            found |= {(index, i): None for index, _ in own}
-    if not any(found.values()):
+        if layouts[i] != "BSN" and (
+            is_packed or len(attention) < len(calls) or not all(views[index, i] for index, _ in attention)
+        ):
+            views |= {(index, i): None for index, _ in attention}
+    if not any(views.values()):
         return model
-    return _rewrite(model, layouts, found)
+    return _rewrite(model, layouts, views)
 
 
 def _rewrite(
-    model: onnx.ModelProto, layouts: Sequence[str], found: Mapping[tuple[int, int], tuple[str, PackedHeads] | None]
+    model: onnx.ModelProto, layouts: Sequence[str], views: Mapping[tuple[int, int], tuple[str, PackedHeads] | None]
 ) -> onnx.ModelProto:
     result = onnx.ModelProto()
     result.CopyFrom(model)
     new_layouts = [*layouts]
-    for (index, i), view in found.items():
+    for (index, i), view in views.items():
         if view is not None:
             new_layouts[i] = "BSN"
             result.graph.node[index].input[i] = view[0]
     for index, node in enumerate(result.graph.node):
         if is_attention(node):
-            _set_packed(node, [view[1] if (view := found[index, i]) else _heads(node, i) for i in range(INPUTS)])
+            _set_packed(node, [view[1] if (view := views[index, i]) else _heads(node, i) for i in range(INPUTS)])
             if new_layouts != layouts:
                 _set_attribute(node, "layout", " ".join(new_layouts))
     for call in _calls(result):
@@ -156,7 +158,7 @@ class _HeadSources:
         """
         name, layout, heads = node.input[i], _layouts(node)[i], _heads(node, i)
         assert heads is not None
-        found = None
+        best = None
         inside: dict[str, onnx.NodeProto] = {}
         source, copies = name, False
         for _ in range(_MOST_MOVERS):
@@ -167,8 +169,8 @@ class _HeadSources:
             copies = copies or mover.op_type not in FREE
             source = mover.input[0]
             here = self._columns(name, layout, heads, (source, inside)) if copies else None
-            found = found if here is None else (source, here)
-        return found
+            best = best if here is None else (source, here)
+        return best
 
     def _columns(
         self, name: str, layout: str, heads: PackedHeads, at: tuple[str, Mapping[str, onnx.NodeProto]]

@@ -29,6 +29,11 @@ class ChainPlan:
         return bool(self.segments)
 
     @property
+    def op_types(self) -> tuple[str, ...]:
+        """The operators one by one."""
+        return tuple(self.operators.split())
+
+    @property
     def name(self) -> str:
         """The region's name."""
         return self.chain
@@ -43,9 +48,9 @@ class ChainPlan:
         return data
 
 
-def read_chain_plan(where: str, place: str, entry: object) -> ChainPlan:
+def read_chain_plan(where: str, position: str, entry: object) -> ChainPlan:
     """An entry from its JSON value; :class:`stof.plan.Fields` says what it raises."""
-    fields = Fields(where, place, entry, {"chain", "operators", "replace", "segments", "reason"})
+    fields = Fields(where, position, entry, {"chain", "operators", "replace", "segments", "reason"})
     segments: list[tuple[int, int]] = []
     for part in fields.take("segments", list, ()):
         if not isinstance(part, list) or len(part) != 2 or any(type(x) is not int for x in part):

@@ -26,24 +26,24 @@ _MOST_NODES = 96  # of a region
 
 def find_chains(graph: FusionGraph) -> tuple[list[FusedChain], list[RefusedRegion]]:
     """The chains of a graph, and the regions that cannot become one, both in the order of the graph."""
-    found: list[FusedChain] = []
+    chains_found: list[FusedChain] = []
     refused: list[RefusedRegion] = []
     for region in _RegionMerger(graph, graph.memory_bound).run():
         chain = build_chain(graph, region)
         if isinstance(chain, FusedChain):
-            found.append(chain)
+            chains_found.append(chain)
             continue
         if _kernel_count(graph, region) < 2:
             if graph.policy.epilogue_forms is not None:  # one operator, which a matmul before it may take
                 chain = build_chain(graph, graph.with_leading_matmuls(sorted(region)))
-            found += [chain] if isinstance(chain, FusedChain) else []
+            chains_found += [chain] if isinstance(chain, FusedChain) else []
             continue
         smaller = [build_chain(graph, part) for part in _RegionMerger(graph, region, only_translatable=True).run()]
         chains = [c for c in smaller if isinstance(c, FusedChain)]
-        found += chains
+        chains_found += chains
         if not chains and all(graph.symbolic.dtype(o) in TYPES for o in graph.outputs(region)):
             refused.append(chain)
-    return found, refused
+    return chains_found, refused
 
 
 def retranslate_chains(graph: FusionGraph, chains: Sequence[FusedChain]) -> list[FusedChain]:
@@ -146,11 +146,11 @@ class _RegionMerger:
 
     def _grow(self, index: int) -> bool:
         """Merges a node's group with the groups that it reads: all at once, or one of them."""
-        own = self.group[index]
-        read = [self.group[p] for p in self.graph.producers(index) if p in self.group and self.group[p] != own]
+        group = self.group[index]
+        read = [self.group[p] for p in self.graph.producers(index) if p in self.group and self.group[p] != group]
         distinct = list(dict.fromkeys(read))
         for some in [distinct, *([d] for d in distinct)] if len(distinct) > 1 else [distinct]:
-            if some and self._merge([own, *some]):
+            if some and self._merge([group, *some]):
                 return True
         return False
 

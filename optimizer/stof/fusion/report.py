@@ -89,7 +89,7 @@ def _gain(row: ChainReport) -> str:
 def _explained_lines(index: int, plan: ChainPlan, row: ChainReport | None) -> list[str]:
     """How far a region got. ``row``: its own, which a region has unless parts of it were replaced."""
     lines = [f"chain {index}  {plan.chain}", f"  match  {plan.operators}"]
-    count = len(plan.operators.split())
+    count = len(plan.op_types)
     if not plan.replace:
         reason = plan.reason if row is None else f"{row.reason}{_gain(row)}"
         return [*lines, f"  choice stopped: {reason}"]

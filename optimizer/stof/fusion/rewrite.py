@@ -22,7 +22,7 @@ from stof.fusion.decide.measured import (
     refuse_all,
 )
 from stof.fusion.decide.selection import NAMES, ChainSelection
-from stof.fusion.description.rewriting import widen_description
+from stof.fusion.description.chain_description import widen_attribute
 from stof.fusion.emit import GEMM
 from stof.fusion.function_body import OP as CHAIN
 from stof.fusion.plan_entry import ChainPlan, read_chain_plan
@@ -89,7 +89,7 @@ class FusionRewrite(OpRewrite[FusionCandidates, FusionDecisions]):
     op_types = frozenset({CHAIN, GEMM})
     result_rules = ResultRules(SHAPE_RULES, with_spare_inputs=op_types)
     typed_attributes: TypedAttributes = MappingProxyType(
-        {(CHAIN, "chain"): widen_description, (GEMM, "epilogue"): widen_description}
+        {(CHAIN, "chain"): widen_attribute, (GEMM, "epilogue"): widen_attribute}
     )
     names = NAMES
     plan_format = EntryFormat("chain", read_chain_plan)

@@ -7,7 +7,8 @@ import math
 from types import MappingProxyType
 
 from stof.errors import StofError
-from stof.fusion.description.parser import AxisSize, parse_chain
+from stof.fusion.description.chain_description import ChainDescription
+from stof.fusion.description.nodes import AxisSize
 from stof.fusion.element_ops import TYPES
 from stof.fusion.emit import GEMM
 from stof.fusion.function_body import OP as CHAIN
@@ -19,19 +20,19 @@ _TYPES = {name: int(dtype) for dtype, name in TYPES.items()}
 
 def _chain(context: RuleContext) -> list[Fact] | None:
     try:
-        parsed = parse_chain(str(context.attribute("chain", "")))
+        description = ChainDescription.parse(str(context.attribute("chain", "")))
     except StofError:
         return None
     axes: dict[str, Int] = {}
-    for name, size in parsed.axes:
-        found = _size(context, size)
-        if found is None:
-            return [Fact(_TYPES[out.dtype]) for out in parsed.outs]
-        axes[name] = found
+    for name, size in description.axes:
+        length = _size(context, size)
+        if length is None:
+            return [Fact(_TYPES[out.dtype]) for out in description.outs]
+        axes[name] = length
     one = integer(1)
     return [
         Fact(_TYPES[out.dtype], tuple(math.prod((axes[name] for name in dim), start=one) for dim in out.dims))
-        for out in parsed.outs
+        for out in description.outs
     ]
 
 

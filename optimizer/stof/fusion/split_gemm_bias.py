@@ -40,10 +40,10 @@ def split_gemm_bias(model: onnx.ModelProto, symbolic: Symbolic) -> tuple[onnx.Mo
         source, target = node.input[0], node.output[0]
         before = writer.get(source)
         after = readers.get(target, [])
-        own = [node]
+        replaced = [node]
         restored = before is not None and target not in kept and _is_flattened_and_restored(before, after, symbolic)
         if before is not None and restored and _is_equal_for_all_rows(node.input[2], symbolic):
-            source, target, own = before.input[0], after[0].output[0], [node, after[0]]
+            source, target, replaced = before.input[0], after[0].output[0], [node, after[0]]
             gone.add(target)
             rank = len(symbolic.shape(target) or ())
             if len(symbolic.shape(source) or ()) > rank:  # heads are still separate dimensions
@@ -51,7 +51,7 @@ def split_gemm_bias(model: onnx.ModelProto, symbolic: Symbolic) -> tuple[onnx.Mo
                 nodes.append(helper.make_node("Constant", [], [f"{joint}_shape"], value_ints=[*[0] * (rank - 1), -1]))
                 nodes.append(helper.make_node("Reshape", [source, f"{joint}_shape"], [joint], joint))
                 source = joint
-        gemms[name] = own
+        gemms[name] = replaced
         nodes.append(helper.make_node("MatMul", [source, node.input[1]], [name], f"{node.name}/product"))
         nodes.append(helper.make_node("Add", [name, node.input[2]], [target], node.name))
     return (copy_with_nodes(model, nodes), gemms) if gemms else (model, gemms)
@@ -61,7 +61,7 @@ def rejoin_gemm_bias(model: onnx.ModelProto, gemms: SplitGemms) -> onnx.ModelPro
     """A copy with Gemm in place of MatMul and Add where both are left; where rows were flattened, they stay."""
     read = {n for node in model.graph.node for n in node_tensors(node).difference(node.output)}
     matmuls = {n.output[0] for n in model.graph.node if n.op_type == "MatMul"} & {
-        n for n, own in gemms.items() if len(own) == 1
+        n for n, replaced in gemms.items() if len(replaced) == 1
     }
     pairs = {n for node in model.graph.node if node.op_type == "Add" for n in node.input if n in matmuls}
     nodes: list[onnx.NodeProto] = []
@@ -71,7 +71,7 @@ def rejoin_gemm_bias(model: onnx.ModelProto, gemms: SplitGemms) -> onnx.ModelPro
             nodes.append(gemms[name][0])
         elif node.op_type != "MatMul" or node.output[0] not in pairs:
             nodes.append(node)
-    flat = {own[0].input[0] for own in gemms.values() if len(own) > 1}
+    flat = {replaced[0].input[0] for replaced in gemms.values() if len(replaced) > 1}
     unread = {f for f in flat if f not in read and f not in {o.name for o in model.graph.output}}
     nodes = [n for n in nodes if not set(n.output) & unread]
     return copy_with_nodes(model, nodes) if gemms else model
@@ -85,15 +85,20 @@ def _is_flattened_and_restored(before: onnx.NodeProto, after: list[onnx.NodeProt
     """Whether Reshape flattens the rows before Gemm, and another one restores them after it."""
     if before.op_type != "Reshape" or len(after) != 1 or after[0].op_type != "Reshape":
         return False
-    given, flat = symbolic.shape(before.input[0]), symbolic.shape(before.output[0])
+    original, flat = symbolic.shape(before.input[0]), symbolic.shape(before.output[0])
     matmul, restored = symbolic.shape(after[0].input[0]), symbolic.shape(after[0].output[0])
-    if given is None or flat is None or matmul is None or restored is None:
+    if original is None or flat is None or matmul is None or restored is None:
         return False
     rows = len(restored) - 1
-    if len(given) <= rows or flat[-1].constant is None or restored[-1:] != matmul[-1:] or given[:rows] != restored[:-1]:
+    if (
+        len(original) <= rows
+        or flat[-1].constant is None
+        or restored[-1:] != matmul[-1:]
+        or original[:rows] != restored[:-1]
+    ):
         return False
     width = 1
-    for size in given[rows:]:
+    for size in original[rows:]:
         width *= size.constant or 0
     return len(flat) == 2 and width == flat[-1].constant
 

@@ -9,7 +9,6 @@ import onnx
 from onnx import helper
 
 from stof.errors import UnsupportedError
-from stof.fusion.description.parser import parse_chain
 from stof.fusion.function_body import bits_of
 from stof.fusion.translate import FusedChain
 
@@ -25,15 +24,14 @@ def check_plugin(chain: FusedChain) -> None:
     Raises:
         UnsupportedError: naming the dimension.
     """
-    parsed = parse_chain(chain.description.text)
-    sizes = dict(parsed.axes)
-    for number, out in enumerate(parsed.outs):
+    sizes = dict(chain.description.axes)
+    for number, out in enumerate(chain.description.outs):
         for dim, axes in enumerate(out.dims):
-            given = [sizes[a] for a in axes if sizes[a].input >= 0]
+            symbolic = [sizes[a] for a in axes if sizes[a].input >= 0]
             times = 1
             for axis in axes:
                 times *= sizes[axis].number if sizes[axis].input < 0 else 1
-            if len(given) > 2 or any(s.number != 1 for s in given[1:]) or times > _LARGEST:
+            if len(symbolic) > 2 or any(s.number != 1 for s in symbolic[1:]) or times > _LARGEST:
                 raise UnsupportedError(
                     f"dimension {dim} of output {number} is a product of {' and '.join(axes)}, and a plugin of TensorRT "
                     "states products of at most two sizes that differ between runs, of which the first may be divided"
@@ -60,8 +58,8 @@ def complete_calls(
         for i in spare:
             node.output[i] = f"{node.name}/spare{i}"
             infos.append(helper.make_tensor_value_info(node.output[i], dtypes[i], None))
-        own = next(a.i for a in node.attribute if a.name == number)
-        added: dict[str, int | onnx.TensorProto] = {**bits_of(own, branches, number)}
+        branch = next(a.i for a in node.attribute if a.name == number)
+        added: dict[str, int | onnx.TensorProto] = {**bits_of(branch, branches, number)}
         if spare:
             added["spare_outputs"] = len(spare)
         node.attribute.extend(helper.make_attribute(k, v) for k, v in added.items())

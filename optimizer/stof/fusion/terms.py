@@ -62,19 +62,19 @@ class TermPool:
 
     def in_order(self, roots: Sequence[int]) -> list[int]:
         """Every term that the roots need, arguments first."""
-        found: dict[int, None] = {}
+        order: dict[int, None] = {}
         for root in roots:
             pending: list[tuple[int, bool]] = [(root, False)]
             while pending:
                 term, ready = pending.pop()
-                if term in found:
+                if term in order:
                     continue
                 if ready:
-                    found[term] = None
+                    order[term] = None
                     continue
                 pending.append((term, True))
                 pending.extend((a, False) for a in reversed(self.arguments(term)))
-        return list(found)
+        return list(order)
 
 
 def _int(value: object) -> int:

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 import onnx
 
 from stof.errors import UnsupportedError
-from stof.fusion.description.format import MOST_AXES, MOST_INPUTS, REDUCTIONS
-from stof.fusion.description.printer import ChainDescription, ChainOutput, describe_chain
+from stof.fusion.description.chain_description import ChainDescription
+from stof.fusion.description.format import MOST_AXES, MOST_DIMENSIONS, MOST_INPUTS, REDUCTIONS
+from stof.fusion.description.from_terms import OutputTerm, describe_chain
+from stof.fusion.description.nodes import AxisSize
 from stof.fusion.element_ops import TYPES, kind_of_node
 from stof.fusion.index_terms import AxisRanges, TermBuilder
 from stof.fusion.terms import TermPool
@@ -81,8 +83,8 @@ def translate(region: Region, nodes: Sequence[onnx.NodeProto], symbolic: Symboli
     Raises:
         UnsupportedError: when no axes do, with the reason of the first that were tried.
     """
-    own = [nodes[p] for p in region.node_indices]
-    producers = {o: n for n in own for o in n.output if o}
+    members = [nodes[p] for p in region.node_indices]
+    producers = {o: n for n in members for o in n.output if o}
     shapes = []
     for name in region.outputs:
         shape = symbolic.shape(name)
@@ -92,7 +94,7 @@ def translate(region: Region, nodes: Sequence[onnx.NodeProto], symbolic: Symboli
             raise UnsupportedError(f"{name!r} is of element type {symbolic.dtype(name)}, expected a float type")
         shapes.append(shape)
     first: UnsupportedError | None = None
-    for i, axes in enumerate(_candidate_axes(own, shapes, symbolic)):
+    for i, axes in enumerate(_candidate_axes(members, shapes, symbolic)):
         try:
             return _translate_over(region, producers, shapes, axes, symbolic)
         except UnsupportedError as error:
@@ -102,15 +104,15 @@ def translate(region: Region, nodes: Sequence[onnx.NodeProto], symbolic: Symboli
     raise first or UnsupportedError("its outputs have no axes")
 
 
-def _candidate_axes(own: Sequence[onnx.NodeProto], shapes: Sequence[Shape], symbolic: Symbolic) -> Iterator[_Axes]:
+def _candidate_axes(members: Sequence[onnx.NodeProto], shapes: Sequence[Shape], symbolic: Symbolic) -> Iterator[_Axes]:
     """Axes to try: those of the largest output, then of other tensors with as many elements, most axes first."""
     main = max(shapes, key=lambda s: (len(_without_ones(s)), sum(d.constant or 0 for d in _without_ones(s))))
-    known = [symbolic.shape(n) for node in own for n in (*node.output, *node.input) if n]
-    same = [s for s in known if s is not None and element_count(s) == element_count(main)]
+    operand_shapes = [symbolic.shape(n) for node in members for n in (*node.output, *node.input) if n]
+    same = [s for s in operand_shapes if s is not None and element_count(s) == element_count(main)]
     tried: set[tuple[Int, ...]] = set()
     rows = [
         d
-        for node in own
+        for node in members
         if kind_of_node(node) in ("reducing", "rowwise")
         and (d := (symbolic.shape(node.input[0]) or (_ONE,))[-1]) != _ONE
     ]
@@ -156,13 +158,13 @@ def _translate_over(
         op, args = builder.pool.terms[term]
         if op == dtype and isinstance(args[0], int):  # the output is rounded to this type anyway
             term = args[0]
-        outputs.append(ChainOutput(dtype, dims, term))
+        outputs.append(OutputTerm(dtype, dims, term))
     if not builder.inputs:
         raise UnsupportedError("it reads nothing")
     if len(builder.inputs) > MOST_INPUTS:
         raise UnsupportedError(f"{len(builder.inputs)} inputs, expected at most {MOST_INPUTS}")
-    given = [(name, size, _size_text(size, builder)) for name, size in axes.of]
-    description = describe_chain(builder.pool, [(n, t) for n, _, t in given], outputs, len(builder.inputs))
+    axis_sizes = tuple((name, _axis_size(size, builder)) for name, size in axes.of)
+    description = describe_chain(builder.pool, axis_sizes, outputs, len(builder.inputs))
     dtypes = tuple(symbolic.dtype(n) for n in region.outputs)
     return FusedChain(region, description, tuple(builder.inputs), dtypes, _sizes(axes))
 
@@ -179,17 +181,17 @@ def _dims(shape: Shape, axes: _Axes) -> tuple[tuple[str, ...], ...] | None:
     """The axes of each dimension of an output: every axis once, the row at most once. None where the shape has others."""
     free = list(axes.of)
     # Axes stay in memory order; the row may be any of them.
-    found: list[tuple[str, ...]] = []
+    dims: list[tuple[str, ...]] = []
     for size in shape:
         if size == _ONE:
-            found.append(())
+            dims.append(())
             continue
         part = next(([a] for a in free if a[1] == size), None) or _adjacent_axes(free, size)
         if part is None:
             return None
-        found.append(tuple(name for name, _ in part))
+        dims.append(tuple(name for name, _ in part))
         free = [a for a in free if a not in part]
-    return tuple(found) if all(a == axes.row or a[1] == _ONE for a in free) else None
+    return tuple(dims) if all(a == axes.row or a[1] == _ONE for a in free) else None
 
 
 def _adjacent_axes(free: Sequence[tuple[str, Int]], size: Int) -> list[tuple[str, Int]] | None:
@@ -230,30 +232,30 @@ def _varies(pool: TermPool, term: int) -> bool:
 
 
 def _variables(index: object) -> set[str]:
-    found: set[str] = set()
+    names: set[str] = set()
     pending = [index]
     while pending:
         one = pending.pop()
         if isinstance(one, Int):
             for atom in one.atoms():
                 if atom.kind == "var":
-                    found.add(str(atom.args[0]))
+                    names.add(str(atom.args[0]))
                 pending.extend(atom.args)
-    return found
+    return names
 
 
-def _size_text(size: Int, builder: TermBuilder) -> str:
-    """An axis's size in the format: a number, or a dimension of an input, or that divided by a number."""
+def _axis_size(size: Int, builder: TermBuilder) -> AxisSize:
+    """An axis's size: a number, or a dimension of an input, or that divided by a number."""
     if size.constant is not None:
-        return str(size.constant)
-    quotient = ""
+        return AxisSize(size.constant)
+    quotient: AxisSize | None = None
     for name, number in builder.inputs.items():
-        for i, d in enumerate(builder.shape(name)):
+        for i, d in enumerate(builder.shape(name)[:MOST_DIMENSIONS]):
             if d == size:
-                return f"x{number}.{i}"
+                return AxisSize(1, number, i)
             part = d.divide(size)
             if part is not None and part.constant is not None and part.constant > 1:
-                quotient = quotient or f"x{number}.{i} / {part.constant}"
-    if not quotient:
+                quotient = quotient or AxisSize(part.constant, number, i)
+    if quotient is None:
         raise UnsupportedError(f"size {size} of an axis is no input's")
     return quotient

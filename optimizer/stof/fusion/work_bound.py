@@ -4,33 +4,34 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from stof.errors import ModelError, UnsupportedError
-from stof.fusion.description.parser import AffineIndex, ExpressionNode, ParsedChain, parse_chain
+from stof.fusion.description.chain_description import ChainDescription
+from stof.fusion.description.nodes import AffineIndex
 
 MOST_POSITIONS = 4  # computed for each element that is read or written
 MOST_WORK = 1 << 30  # values computed, below which any chain runs
 
 
-def check_run(parsed: ParsedChain, sizes: Mapping[str, int], shapes: Sequence[Sequence[int]]) -> None:
+def check_run(description: ChainDescription, sizes: Mapping[str, int], shapes: Sequence[Sequence[int]]) -> None:
     """Refuses a chain whose work the library would refuse at these sizes.
 
     Args:
-        parsed: the chain.
+        description: the chain.
         sizes: the sizes of its axes.
         shapes: the shapes of its inputs.
 
     Raises:
         ModelError: with the counts.
     """
-    positions, values = math.prod(sizes.values()), len(_values(parsed))
-    elements = sum(math.prod(sizes[a] for d in out.dims for a in d) for out in parsed.outs)
-    for read in _reads(parsed):
+    positions, values = math.prod(sizes.values()), len(description.values)
+    elements = sum(math.prod(sizes[a] for d in out.dims for a in d) for out in description.outs)
+    for read in description.reads:
         named = {name for index in read.indices for name, factor in index.terms if factor}
         number = int(float(read.value))
-        given = math.prod(shapes[number]) if number < len(shapes) else 0  # a missing input is reported elsewhere
-        elements += min(given, math.prod(sizes[a] for a in named))
+        count = math.prod(shapes[number]) if number < len(shapes) else 0  # a missing input is reported elsewhere
+        elements += min(count, math.prod(sizes[a] for a in named))
     if positions > MOST_POSITIONS * elements and positions * values > MOST_WORK:
         raise ModelError(
             f"a chain has {positions} positions with {values} values each, but only {elements} elements to read and write; "
@@ -38,61 +39,38 @@ def check_run(parsed: ParsedChain, sizes: Mapping[str, int], shapes: Sequence[Se
         )
 
 
-def check_any_run(text: str) -> None:
+def check_any_run(description: ChainDescription) -> None:
     """Refuses a chain that may exceed the bound for some sizes of its inputs.
 
     Raises:
         UnsupportedError: when the bound is not proven.
     """
-    parsed = parse_chain(text)
-    axes = dict(parsed.axes)
+    axes = dict(description.axes)
     fixed = {name: size.number for name, size in axes.items() if size.input < 0}
-    covered = [{a for d in out.dims for a in d} for out in parsed.outs]
-    if all(n.op != "select" for n in _values(parsed)):  # a select may read at some positions only
-        covered += [_distinct_axes(read.indices, fixed) for read in _reads(parsed)]
+    covered = [{a for d in out.dims for a in d} for out in description.outs]
+    if all(n.op != "select" for n in description.values):  # a select may read at some positions only
+        covered += [_distinct_axes(read.indices, fixed) for read in description.reads]
     for names in covered:
         rest = [a for a in axes if a not in names]
         if all(a in fixed for a in rest) and math.prod(fixed[a] for a in rest) <= MOST_POSITIONS:
             return
     # Half of the bound: the library may count values that this parser does not see.
-    if len(fixed) < len(axes) or math.prod(fixed.values()) * len(_values(parsed)) > MOST_WORK // 2:
+    if len(fixed) < len(axes) or math.prod(fixed.values()) * len(description.values) > MOST_WORK // 2:
         raise UnsupportedError("it reduces rows that no input has as a whole: their length is not bounded")
 
 
 def _distinct_axes(indices: Sequence[AffineIndex], fixed: Mapping[str, int]) -> set[str]:
     """Axes along which a read touches a different element at each position."""
-    found: set[str] = set()
+    distinct: set[str] = set()
     for index in indices:
         terms = sorted((t for t in index.terms if t[1]), key=lambda t: abs(t[1]))
         reach = 0  # largest sum of the smaller terms
         for number, (name, factor) in enumerate(terms):
-            if index.op or abs(factor) <= reach or name in found:
+            if index.op or abs(factor) <= reach or name in distinct:
                 break
-            found.add(name)
+            distinct.add(name)
             if number + 1 < len(terms):
                 if name not in fixed:
                     break
                 reach += abs(factor) * (fixed[name] - 1)
-    return found
-
-
-def _expressions(parsed: ParsedChain) -> Iterator[ExpressionNode]:
-    yield from (expression for _, expression in parsed.lets)
-    yield from (out.expression for out in parsed.outs)
-
-
-def _nodes(roots: Iterable[ExpressionNode]) -> Iterator[ExpressionNode]:
-    pending = list(roots)
-    while pending:
-        node = pending.pop()
-        yield node
-        pending.extend(node.arguments)
-
-
-def _values(parsed: ParsedChain) -> set[ExpressionNode]:
-    """The different subexpressions."""
-    return {n for n in _nodes(_expressions(parsed)) if n.op != "let"}
-
-
-def _reads(parsed: ParsedChain) -> list[ExpressionNode]:
-    return [n for n in _values(parsed) if n.op == "read"]
+    return distinct

@@ -55,7 +55,7 @@ class EstimatedDecider:
     sizes: list[dict[str, int]] = field(default_factory=list)
     context: _MatmulContext | None = None  # of the last model
 
-    def __call__(self, graph: FusionGraph, chain: FusedChain, key: ChainSignature, left: int) -> ChainDecision:
+    def __call__(self, graph: FusionGraph, chain: FusedChain, key: ChainSignature, undecided: int) -> ChainDecision:
         """Takes the whole region where it gains at every size, else the scheme that is estimated to be fastest."""
         region = SegmentedRegion.of_chain(graph, chain)
         whole = region.whole_scheme
@@ -140,11 +140,11 @@ def _gains(
     """
     matmul_count = candidates[0][2].region.epilogue[0]
     fuses_matmuls = any(s[1] - s[0] > 1 and s[0] < matmul_count for s in scheme)
-    found = []
+    gains = []
     for baseline, matmuls, cost in candidates:
         same = 0.0 if fuses_matmuls else matmuls
-        found.append((baseline + matmuls - same) / max(1e-12, sum(cost(s) for s in scheme) - same))
-    return found, LEAST_WITH_MATMULS if fuses_matmuls else LEAST_ESTIMATED
+        gains.append((baseline + matmuls - same) / max(1e-12, sum(cost(s) for s in scheme) - same))
+    return gains, LEAST_WITH_MATMULS if fuses_matmuls else LEAST_ESTIMATED
 
 
 def sizes_in_use(graph: FusionGraph, options: Options) -> list[dict[str, int]]:
@@ -155,9 +155,9 @@ def sizes_in_use(graph: FusionGraph, options: Options) -> list[dict[str, int]]:
 def sizes_of(model: onnx.ModelProto, symbolic: Symbolic, options: Options) -> list[dict[str, int]]:
     """The same for a model."""
     maker = InputMaker(model, symbolic, frozenset())
-    found = []
+    all_sizes = []
     for i, (batch, length) in enumerate(_CASES):
         sizes = maker.dimensions.choose(Case(batch, length, Padding.NONE))
         sizes.update({n: ends[i] for n, ends in options.shapes.items()})
-        found.append(sizes)
-    return found if found[0] != found[-1] else found[:1]
+        all_sizes.append(sizes)
+    return all_sizes if all_sizes[0] != all_sizes[-1] else all_sizes[:1]

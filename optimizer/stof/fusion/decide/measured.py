@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,16 @@ from stof.attention.decide import cost_cuda
 from stof.errors import ArgumentError, UnsupportedError
 from stof.fusion.decide.decision import ChainDecider, ChainDecision
 from stof.fusion.decide.estimated import EstimatedDecider, sizes_in_use
+from stof.fusion.decide.measured_config import (
+    COMPLETE,
+    INTERLEAVED,
+    ORIGINAL,
+    SEARCHED,
+    ChainConfig,
+    LoneOperators,
+    SegmentConfig,
+    read_config,
+)
 from stof.fusion.decide.tensorrt import TensorRtDecider
 from stof.fusion.emit import ChainSignature
 from stof.fusion.fusion_graph import FusionGraph
@@ -24,7 +33,7 @@ from stof.fusion.search.cost import AnalyticalCost, MachineModel, SegmentedRegio
 from stof.fusion.search.engine import SearchLimits, search
 from stof.fusion.search.measure import TimeOverError, Timer, evaluate_shapes
 from stof.fusion.search.measure_cuda import has_cuda_provider
-from stof.fusion.search.space import FusionScheme, Segment, Setting, decode, encode, fused_segments, longest_scheme
+from stof.fusion.search.space import FusionScheme, Segment, Setting, longest_scheme
 from stof.fusion.translate import FusedChain
 from stof.interrupts import keeping_results, resume
 from stof.options import Options
@@ -37,15 +46,6 @@ LEAST_GAIN = 1.03  # of a chain, at every size that was measured
 LEAST_GAIN_INTERLEAVED = 1.01  # the same where chain and original ran in turns, as with matmuls, whose gains are small
 _GRACE = 2.0  # seconds after the deadline in which a measurement may end that has begun
 _RANKED = SearchLimits(schemes=256)
-_ORIGINAL = "original"
-# Cache entries beside the measurements of a region: the seconds of --tune that its search had ...
-_SEARCHED = "searched"
-_COMPLETE = 1e9  # ... or this, where the search ended by itself
-_INTERLEAVED = "in turns"  # the original and whole schemes were timed in turns
-# Suffixes of a scheme in the cache: matmuls, and norms, that are alone in it become operators of the library, too.
-_MATMULS_ALONE = "p"
-_NORMS_ALONE = "n"
-_CONFIG = re.compile(f"([0-9a-f]+)({_MATMULS_ALONE}?{_NORMS_ALONE}?)")
 
 
 def make_chain_decider(
@@ -101,7 +101,7 @@ def find_epilogue_forms(options: Options, planned: Sequence[ChainPlan] | None = 
     if options.target == "cpu":
         measured = options.chains == "auto" or options.tune > 0
         if planned is not None:
-            measured = any(not MATMUL_OPS.isdisjoint(p.operators.split()) for p in planned)
+            measured = any(not MATMUL_OPS.isdisjoint(p.op_types) for p in planned)
         return cpu_gemm_form if measured and has_cpu_gemm() else None
     return gemm_form if options.target == "cuda" and has_gemm() else None
 
@@ -137,12 +137,12 @@ def _cuda_name() -> str:
         return ""
 
 
-def take_all(graph: FusionGraph, chain: FusedChain, key: ChainSignature, left: int) -> ChainDecision:
+def take_all(graph: FusionGraph, chain: FusedChain, key: ChainSignature, undecided: int) -> ChainDecision:
     """Takes every region whole; matmuls stay alone."""
     return ChainDecision((SegmentedRegion.of_chain(graph, chain).epilogue,))
 
 
-def refuse_all(graph: FusionGraph, chain: FusedChain, key: ChainSignature, left: int) -> ChainDecision:
+def refuse_all(graph: FusionGraph, chain: FusedChain, key: ChainSignature, undecided: int) -> ChainDecision:
     """Takes no region: a plan decides about all of them."""
     return ChainDecision((), "not in the plan")
 
@@ -165,12 +165,12 @@ class MeasuredDecider:
         default_factory=set
     )  # those for which the time was over before their search ended
 
-    def __call__(self, graph: FusionGraph, chain: FusedChain, key: ChainSignature, left: int) -> ChainDecision:
+    def __call__(self, graph: FusionGraph, chain: FusedChain, key: ChainSignature, undecided: int) -> ChainDecision:
         """Takes what was measured to be best at every size; each region gets an equal part of the time left."""
         if self.otherwise is not None and len(graph.with_leading_matmuls(chain.region.node_indices)) == 1:
-            return self.otherwise(graph, chain, key, left)  # a norm alone
-        self.region_deadline = self.clock() + self._seconds_left() / max(1, left)
-        self.region_number = (self.region_number[0] + 1, max(self.region_number[1], left))
+            return self.otherwise(graph, chain, key, undecided)  # a norm alone
+        self.region_deadline = self.clock() + self._seconds_left() / max(1, undecided)
+        self.region_number = (self.region_number[0] + 1, max(self.region_number[1], undecided))
         try:
             self.sizes = self.sizes or sizes_in_use(graph, self.options)
             problems = [self._problem(graph, chain, key, s) for s in self.sizes]
@@ -192,16 +192,16 @@ class MeasuredDecider:
             finally:
                 self.progress.close()
         self._count(key, problems, reason)
-        if self.otherwise is not None and not all(_ORIGINAL in self.cache.of(p) for p in problems):
-            return self.otherwise(graph, chain, key, left)
+        if self.otherwise is not None and not all(ORIGINAL in self.cache.of(p) for p in problems):
+            return self.otherwise(graph, chain, key, undecided)
         region = SegmentedRegion.of_chain(graph, chain)
-        return self._decide(problems, len(region.node_indices), reason, self.fused_alone(region))
+        return self._decide(problems, len(region.node_indices), reason, self.lone_operators(region))
 
     def _count(self, key: ChainSignature, problems: Sequence[Mapping[str, Any]], reason: str) -> None:
         """Counts a region by whether the time sufficed to measure it."""
         if self.options.tune and not reason:
             self.asked.add(key)
-            if all(_SEARCHED in self.cache.of(p) for p in problems):
+            if all(SEARCHED in self.cache.of(p) for p in problems):
                 self.left_out.discard(key)
             else:
                 self.left_out.add(key)
@@ -214,26 +214,22 @@ class MeasuredDecider:
         """Norms that may be a chain alone: on the CPU the runtime's own are faster."""
         return region.norms() if self.options.target == "cuda" else ()
 
-    def fused_alone(self, region: SegmentedRegion) -> dict[str, tuple[Segment, ...]]:
-        """Single operators that become chains, by the suffix of a scheme in the cache."""
-        matmuls, norms = region.matmuls(), self.norms(region)
-        found: dict[str, tuple[Segment, ...]] = {"": ()}
-        if matmuls:
-            found[_MATMULS_ALONE] = matmuls
-        if norms:
-            found |= {suffix + _NORMS_ALONE: (*alone, *norms) for suffix, alone in found.items()}
-        return found
+    def lone_operators(self, region: SegmentedRegion) -> LoneOperators:
+        """Operators that may become operators of the library by themselves."""
+        return LoneOperators(region.matmuls(), self.norms(region))
 
-    def _variants(
+    def _configs(
         self, region: SegmentedRegion, schemes: Sequence[FusionScheme]
-    ) -> dict[tuple[Segment, ...], tuple[FusionScheme, str]]:
-        """The different sets of segments that schemes fuse, each with a scheme and its suffix in the cache."""
-        found: dict[tuple[Segment, ...], tuple[FusionScheme, str]] = {}
-        for suffix, alone in self.fused_alone(region).items():
-            for scheme in schemes:
-                found.setdefault(fused_segments(scheme, alone), (scheme, suffix))
-        found.pop((), None)  # the original
-        return found
+    ) -> dict[ChainConfig, tuple[Segment, ...]]:
+        """The configurations of schemes with the segments that they fuse; one for each different set of segments."""
+        lone = self.lone_operators(region)
+        by_scheme = [lone.configs(scheme) for scheme in schemes]
+        configs: dict[tuple[Segment, ...], ChainConfig] = {}
+        for same_choice in zip(*by_scheme, strict=True):
+            for config in same_choice:
+                configs.setdefault(config.segments(len(region.node_indices), lone), config)
+        configs.pop((), None)  # the original
+        return {config: segments for segments, config in configs.items()}
 
     def _seconds_left(self) -> float:
         return self.deadline - self.clock()
@@ -243,13 +239,13 @@ class MeasuredDecider:
     ) -> dict[str, Any]:
         shapes = evaluate_shapes(graph, chain.inputs, sizes)
         words = graph.operator_names(graph.with_leading_matmuls(chain.region.node_indices))
-        problem = {"chain": key[0], "types": [*key[1], *key[2]], "operators": words, "shapes": shapes}
+        problem = {"chain": key[0].text, "types": [*key[1], *key[2]], "operators": words, "shapes": shapes}
         weights = graph.weight_shapes(graph.with_leading_matmuls(chain.region.node_indices))
         return {**problem, "factors": weights} if weights else problem
 
     def _is_searched(self, problems: Sequence[Mapping[str, Any]]) -> bool:
         """Whether an earlier run with no less time has searched this region."""
-        return all(self.cache.of(p).get(_SEARCHED, 0.0) >= self._share() for p in problems)
+        return all(self.cache.of(p).get(SEARCHED, 0.0) >= self._share() for p in problems)
 
     def _share(self) -> float:
         """Seconds of --tune a region, in equal parts. The others may leave it more or less."""
@@ -259,28 +255,28 @@ class MeasuredDecider:
         """Times the original, the whole region as a chain, and the best schemes of the searches."""
         region = SegmentedRegion.of_chain(graph, chain)
         provider = "CUDA" if self.options.target == "cuda" else "CPU"
-        left = max(0.0, self._seconds_left()) + _GRACE
-        timers = [Timer(graph, s, provider, seconds_left=left) for s in self.sizes]
+        seconds_left = max(0.0, self._seconds_left()) + _GRACE
+        timers = [Timer(graph, s, provider, seconds_left=seconds_left) for s in self.sizes]
         whole = region.whole_scheme
         self._time(region, timers, problems, None)
-        self._time(region, timers, problems, whole)
+        self._time(region, timers, problems, ChainConfig.of_scheme(whole))
         norms = frozenset(self.norms(region))
         analytical = AnalyticalCost(region, self.sizes[-1], self.machine, norms)
         ranked = search(region.space(), analytical, [whole], _RANKED, self._is_over)
         costs = _MeasuredCost(region, timers, problems, self)
-        found = search(region.space(), costs, [whole, ranked.scheme], _RANKED, self._is_over)
+        result = search(region.space(), costs, [whole, ranked.scheme], _RANKED, self._is_over)
         # Also the longest segments, which no measurement chose: noise in one of them may hide the best scheme.
-        schemes = list(dict.fromkeys([whole, ranked.scheme, found.scheme, longest_scheme(region.space())]))
+        schemes = list(dict.fromkeys([whole, ranked.scheme, result.scheme, longest_scheme(region.space())]))
         if region.matmuls():
             self._time_interleaved(region, timers, problems, schemes)
         else:
-            for scheme, suffix in self._variants(region, schemes).values():
+            for config in self._configs(region, schemes):
                 if not self._is_over():
-                    self._time(region, timers, problems, scheme, suffix)
+                    self._time(region, timers, problems, config)
         # A search that was cut off goes on in a run with more time.
-        seconds = _COMPLETE if found.complete else self._share()
+        seconds = COMPLETE if result.complete else self._share()
         for problem in problems:
-            self.cache.put(problem, _SEARCHED, seconds)
+            self.cache.put(problem, SEARCHED, seconds)
 
     def _is_over(self) -> bool:
         number, count = self.region_number
@@ -295,17 +291,17 @@ class MeasuredDecider:
         region: SegmentedRegion,
         timers: Sequence[Timer],
         problems: Sequence[Mapping[str, Any]],
-        scheme: FusionScheme | None,
-        suffix: str = "",
+        config: ChainConfig | None,
     ) -> None:
-        """Times the region at every size: by a scheme with a suffix, or as it is (None)."""
-        config = _ORIGINAL if scheme is None else f"{encode(scheme):x}{suffix}"
-        chains = _chains_of(region, fused_segments(scheme or (), self.fused_alone(region)[suffix]))
+        """Times the region at every size: by a configuration, or as it is (None)."""
+        key = ORIGINAL if config is None else config.key
+        count, lone = len(region.node_indices), self.lone_operators(region)
+        chains = _chains_of(region, () if config is None else config.segments(count, lone))
         graph_outputs = region.graph.outputs(region.node_indices)
         for timer, problem in zip(timers, problems, strict=True):
-            if config not in self.cache.of(problem):
+            if key not in self.cache.of(problem):
                 seconds = timer.seconds(region.node_indices, chains, graph_outputs)
-                self.cache.put(problem, config, seconds)
+                self.cache.put(problem, key, seconds)
 
     def _time_interleaved(
         self,
@@ -318,9 +314,8 @@ class MeasuredDecider:
 
         All run in turns: the runtime's matmuls are near the peak, so that differences are small.
         """
-        segments: dict[str, tuple[Segment, ...]] = {_ORIGINAL: ()}
-        for fused, (scheme, suffix) in self._variants(region, schemes).items():
-            segments[f"{encode(scheme):x}{suffix}"] = fused
+        segments: dict[str, tuple[Segment, ...]] = {ORIGINAL: ()}
+        segments |= {config.key: fused for config, fused in self._configs(region, schemes).items()}
         candidates = [_chains_of(region, fused) for fused in segments.values()]
         outputs = region.graph.outputs(region.node_indices)
         for timer, problem in zip(timers, problems, strict=True):
@@ -328,36 +323,38 @@ class MeasuredDecider:
             times = timer.interleaved_seconds(
                 region.node_indices, candidates, outputs, lambda: self._seconds_left() <= 0.0
             )
-            for config in [*self.cache.of(problem)]:
-                if config not in segments and _CONFIG.fullmatch(config):
-                    self.cache.put(problem, config, math.inf)  # was timed beside another run of the original
-            for config, seconds in zip(segments, times, strict=True):
-                self.cache.put(problem, config, seconds)
-            self.cache.put(problem, _INTERLEAVED, 1.0)
+            for key in [*self.cache.of(problem)]:
+                if key not in segments and read_config(key):
+                    self.cache.put(problem, key, math.inf)  # was timed beside another run of the original
+            for key, seconds in zip(segments, times, strict=True):
+                self.cache.put(problem, key, seconds)
+            self.cache.put(problem, INTERLEAVED, 1.0)
 
     def _decide(
         self,
         problems: Sequence[Mapping[str, Any]],
         count: int,
         reason: str,
-        fused_alone: Mapping[str, Sequence[Segment]],
+        lone: LoneOperators,
     ) -> ChainDecision:
-        known = [self.cache.of(p) for p in problems]
-        if not all(_ORIGINAL in k for k in known):
-            return ChainDecision((), reason or self._words_unmeasured())
-        segments = {c: _segments(c, count, fused_alone) for c in known[0] if all(c in k for k in known)}
-        gains = {c: [k[_ORIGINAL] / k[c] for k in known] for c, fused in segments.items() if fused}
+        """The best measured configuration of a region of ``count`` operators."""
+        measured = [self.cache.of(p) for p in problems]  # seconds by key, at each size
+        if not all(ORIGINAL in seconds for seconds in measured):
+            return ChainDecision((), reason or self._describe_unmeasured())
+        configs = {key: read_config(key) for key in measured[0] if all(key in seconds for seconds in measured)}
+        segments = {key: config.segments(count, lone) for key, config in configs.items() if config is not None}
+        gains = {k: [seconds[ORIGINAL] / seconds[k] for seconds in measured] for k, fused in segments.items() if fused}
         if not gains:
-            return ChainDecision((), reason or f"no chain of it {self._words_unmeasured()}")
-        least = LEAST_GAIN_INTERLEAVED if all(_INTERLEAVED in k for k in known) else LEAST_GAIN
-        best = max(gains, key=lambda c: (min(gains[c]) >= least, math.prod(gains[c]), c))
-        gain = math.prod(gains[best]) ** (1 / len(known))
-        self.cache.note_decision(problems, (_ORIGINAL, *gains))
+            return ChainDecision((), reason or f"no chain of it {self._describe_unmeasured()}")
+        least = LEAST_GAIN_INTERLEAVED if all(INTERLEAVED in seconds for seconds in measured) else LEAST_GAIN
+        best = max(gains, key=lambda k: (min(gains[k]) >= least, math.prod(gains[k]), k))
+        gain = math.prod(gains[best]) ** (1 / len(measured))
+        self.cache.note_decision(problems, (ORIGINAL, *gains))
         if min(gains[best]) < least:
             return ChainDecision((), f"measured {min(gains[best]):.2f}x of the original's speed", gain, True)
         return ChainDecision(segments[best], "", gain, True)
 
-    def _words_unmeasured(self) -> str:
+    def _describe_unmeasured(self) -> str:
         if self.options.tune:
             return f"was not measured: the {self.options.tune:g} s of --tune were over"
         return "was not measured on this device: --tune SECONDS measures"
@@ -382,19 +379,8 @@ def describe_left_out(decider: ChainDecider) -> str:
     """Which regions --tune left out for want of time, for the report; empty where none, or where nothing was to be measured."""
     if not isinstance(decider, MeasuredDecider) or not decider.left_out:
         return ""
-    left, asked, seconds = len(decider.left_out), len(decider.asked), decider.options.tune
-    return f"the {seconds:g} s of --tune were over: {left} of {asked} different regions were not measured, or not fully"
-
-
-def _segments(config: str, count: int, fused_alone: Mapping[str, Sequence[Segment]]) -> tuple[Segment, ...]:
-    """The segments that a cache entry fuses; none where it is no scheme of this version."""
-    found = _CONFIG.fullmatch(config)
-    if found is None or found[2] not in fused_alone:
-        return ()
-    try:
-        return fused_segments(decode(int(found[1], 16), count), fused_alone[found[2]])
-    except ValueError:
-        return ()
+    left_out, asked, seconds = len(decider.left_out), len(decider.asked), decider.options.tune
+    return f"the {seconds:g} s of --tune were over: {left_out} of {asked} different regions were not measured, or not fully"
 
 
 def _chains_of(region: SegmentedRegion, segments: Sequence[Segment]) -> list[FusedChain]:
@@ -422,21 +408,19 @@ class _MeasuredCost:
         """The mean cost as one chain, or by the runtime's operators."""
         chains = _chains_of(self.region, [segment] if fused else [])
         try:
-            found = [self._seconds(segment, t, p, chains) for t, p in zip(self.timers, self.problems, strict=True)]
+            seconds = [self._seconds(segment, t, p, chains) for t, p in zip(self.timers, self.problems, strict=True)]
         except UnsupportedError:
             return math.inf if chains else 0.0
-        self.first = self.first or found
-        return sum(f / max(b, 1e-9) for f, b in zip(found, self.first, strict=True)) / len(found)
+        self.first = self.first or seconds
+        return sum(f / max(b, 1e-9) for f, b in zip(seconds, self.first, strict=True)) / len(seconds)
 
     def _seconds(
         self, segment: Segment, timer: Timer, problem: Mapping[str, Any], chains: Sequence[FusedChain]
     ) -> float:
-        config = f"operators {segment[0]} to {segment[1]}"
-        if chains and segment in self.measured.norms(self.region):
-            config += " by themselves as a chain"
-        known = self.measured.cache.of(problem)
-        if config not in known:
+        key = SegmentConfig(segment, bool(chains) and segment in self.measured.norms(self.region)).key
+        measured = self.measured.cache.of(problem)
+        if key not in measured:
             node_indices = self.region.node_indices[segment[0] : segment[1]]
-            known[config] = timer.seconds(node_indices, chains, self.region.graph.outputs(node_indices))
-            self.measured.cache.put(problem, config, known[config])
-        return known[config]
+            measured[key] = timer.seconds(node_indices, chains, self.region.graph.outputs(node_indices))
+            self.measured.cache.put(problem, key, measured[key])
+        return measured[key]

@@ -34,19 +34,19 @@ class ChainSelection:
         """
         candidates = [NamedCandidate(name, i) for i, name in enumerate(names)]
         self.named.check(candidates)
-        own = dict(zip(names, words, strict=True))
+        operators = dict(zip(names, words, strict=True))
         for entry in self.planned or ():
-            if entry.chain not in own:
+            if entry.chain not in operators:
                 raise ArgumentError(
                     f"the plan has chain {entry.chain!r}, which the model does not have: the plan is of another model or "
                     f"made by another version; save it again; {list_candidates(NAMES, candidates)}"
                 )
-            if entry.operators != own[entry.chain]:
+            if entry.operators != operators[entry.chain]:
                 raise ArgumentError(
-                    f"the plan's chain {entry.chain!r} is of {entry.operators}, in the model it is of {own[entry.chain]}: the "
-                    "plan is of another model or made by another version; save it again"
+                    f"the plan's chain {entry.chain!r} is of {entry.operators}, in the model it is of "
+                    f"{operators[entry.chain]}: the plan is of another model or made by another version; save it again"
                 )
-            if any(end > len(entry.operators.split()) for _, end in entry.segments):
+            if any(end > len(entry.op_types) for _, end in entry.segments):
                 raise ArgumentError(f"the plan's chain {entry.chain!r} has segments beyond its operators")
 
     def of_chain(self, number: int, name: str) -> ChainDecision | None:

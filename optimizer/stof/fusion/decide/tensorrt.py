@@ -37,7 +37,7 @@ class TensorRtDecider:
     machine: MachineModel
     sizes: list[dict[str, int]] = field(default_factory=list)
 
-    def __call__(self, graph: FusionGraph, chain: FusedChain, key: ChainSignature, left: int) -> ChainDecision:
+    def __call__(self, graph: FusionGraph, chain: FusedChain, key: ChainSignature, undecided: int) -> ChainDecision:
         """Takes the whole region where it gains at every size in use."""
         node_indices = chain.region.node_indices
         if not is_beside_attention(graph, node_indices):
@@ -83,8 +83,8 @@ def tensorrt_seconds(graph: FusionGraph, node_indices: Sequence[int], cost: Anal
     if reduced_bytes:
         total += machine.seconds(reduced_bytes)
     if computed:
-        own = set().union(*computed.values())
-        read = {n for p in own for n in graph.nodes[p].input if n in graph.inputs(node_indices)}
+        nodes = set().union(*computed.values())
+        read = {n for p in nodes for n in graph.nodes[p].input if n in graph.inputs(node_indices)}
         # Of a wider input, no more is read than is written.
         written = sum(cost.bytes_of(n) for n in computed)
         total += machine.seconds(written + sum(min(cost.bytes_of(n), written) for n in read))
@@ -97,16 +97,16 @@ def chain_seconds(graph: FusionGraph, node_indices: Sequence[int], cost: Analyti
     return cost((0, len(node_indices))) + copied
 
 
-def _cone(graph: FusionGraph, name: str, own: set[int]) -> set[int]:
+def _cone(graph: FusionGraph, name: str, members: set[int]) -> set[int]:
     """The nodes of a region that an output needs."""
-    found: set[int] = set()
+    cone: set[int] = set()
     pending = [graph.writer[name]]
     while pending:
         index = pending.pop()
-        if index in own and index not in found:
-            found.add(index)
+        if index in members and index not in cone:
+            cone.add(index)
             pending.extend(graph.producers(index))
-    return found
+    return cone
 
 
 def _is_moved(graph: FusionGraph, index: int) -> bool:

@@ -10,9 +10,10 @@ import numpy as np
 from onnx import TensorProto, helper
 
 from stof.errors import ModelError
+from stof.fusion.description.chain_description import ChainDescription
 from stof.fusion.description.erf import erf
 from stof.fusion.description.format import REDUCTIONS
-from stof.fusion.description.parser import AffineIndex, ExpressionNode, ParsedChain, parse_chain
+from stof.fusion.description.nodes import AffineIndex, ExpressionNode
 from stof.fusion.work_bound import check_run
 
 Array = np.ndarray
@@ -73,32 +74,31 @@ _BINARY: dict[str, Callable[[Array, Array], Array]] = {
 _REDUCE: dict[str, Callable[..., Array]] = {"sum": np.sum, "mean": np.mean, "max_of": np.max, "min_of": np.min}
 
 
-def evaluate_chain(chain: str | ParsedChain, inputs: Sequence[Array], *, rounded: bool = False) -> list[Array]:
+def evaluate_chain(description: ChainDescription, inputs: Sequence[Array], *, rounded: bool = False) -> list[Array]:
     """A chain's outputs in fp64, or ``rounded`` to their own types.
 
     Raises:
-        ModelError: when the description cannot be parsed, reads outside of an input, or exceeds the library's work bound.
+        ModelError: when the chain reads outside of an input, or exceeds the library's work bound.
     """
-    parsed = parse_chain(chain) if isinstance(chain, str) else chain
-    found = []
-    evaluation = _Evaluation(parsed, inputs)
+    outputs = []
+    evaluation = _Evaluation(description, inputs)
     with np.errstate(all="ignore"):
-        for name, expression in parsed.lets:
+        for name, expression in description.lets:
             evaluation.lets[name] = evaluation.value(expression, np.ones((), bool))
-        for out in parsed.outs:
+        for out in description.outs:
             array = evaluation.to_output(out.dims, evaluation.value(out.expression, np.ones((), bool)))
-            found.append(array.astype(_TYPES[out.dtype]) if rounded else array)
-    return found
+            outputs.append(array.astype(_TYPES[out.dtype]) if rounded else array)
+    return outputs
 
 
 class _Evaluation:
     """Sizes of the axes and values of names for one run; arrays have one dimension an axis."""
 
-    def __init__(self, parsed: ParsedChain, inputs: Sequence[Array]) -> None:
+    def __init__(self, description: ChainDescription, inputs: Sequence[Array]) -> None:
         self.inputs = [np.asarray(x) for x in inputs]
         self.lets: dict[str, Array] = {}
         self.sizes: dict[str, int] = {}
-        for name, size in parsed.axes:
+        for name, size in description.axes:
             if size.input < 0:
                 self.sizes[name] = size.number
                 continue
@@ -106,7 +106,7 @@ class _Evaluation:
             if size.dim >= len(shape) or shape[size.dim] % size.number:
                 raise ModelError(f"axis {name} is dimension {size.dim} / {size.number} of an input of shape {shape}")
             self.sizes[name] = shape[size.dim] // size.number
-        check_run(parsed, self.sizes, [x.shape for x in self.inputs])
+        check_run(description, self.sizes, [x.shape for x in self.inputs])
         rank = len(self.sizes)
         self.coordinates = {
             name: np.arange(n).reshape([-1 if i == a else 1 for i in range(rank)])
@@ -136,10 +136,10 @@ class _Evaluation:
             whole = self.value(node.arguments[0], np.ones((), bool))
             whole = np.broadcast_to(whole, (*whole.shape[:-1], list(self.sizes.values())[-1]))
             return _REDUCE[node.op](whole, axis=-1, keepdims=True)
-        given = [self.value(a, active) for a in node.arguments]
-        if len(given) == 1:
-            return _UNARY[node.op](given[0])
-        return np.asarray(_BINARY[node.op](given[0], given[1]), np.float64)
+        operands = [self.value(a, active) for a in node.arguments]
+        if len(operands) == 1:
+            return _UNARY[node.op](operands[0])
+        return np.asarray(_BINARY[node.op](operands[0], operands[1]), np.float64)
 
     def _read(self, node: ExpressionNode, active: Array) -> Array:
         array = self._input(int(float(node.value)))

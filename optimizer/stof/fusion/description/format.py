@@ -7,6 +7,8 @@ MOST_TEXT = 16 << 10  # bytes of a description
 MOST_NODES = 256  # operations
 MOST_DEPTH = 64  # levels of an expression
 MOST_INPUTS, MOST_OUTPUTS, MOST_REDUCTIONS, MOST_AXES = 16, 8, 16, 6
+MOST_DIMENSIONS = 10  # of an input by which an axis may be sized: one digit names them
+LARGEST_INTEGER = 1 << 31
 REDUCTIONS = frozenset({"sum", "mean", "max_of", "min_of"})
 _UNARY = frozenset(
     ["abs", "exp", "log", "sqrt", "rsqrt", "reciprocal", "tanh", "erf", "sigmoid", "softplus", "sin", "cos", "floor"]

@@ -1,23 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parses descriptions of fused chains (docs/reference/chain-format.md), independently of the library's parser.
 
-The fp64 evaluator and the checks use it; description_printer.py writes descriptions.
+``ChainDescription.parse`` is the way in; printer.py writes descriptions.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 from stof.errors import ModelError
 from stof.fusion.description.format import (
     ARITY,
     KEYWORDS,
+    LARGEST_INTEGER,
     MOST_AXES,
     MOST_DEPTH,
     MOST_INPUTS,
     MOST_OUTPUTS,
     MOST_TEXT,
+)
+from stof.fusion.description.nodes import (
+    AffineIndex,
+    Axes,
+    AxisSize,
+    ChainOutput,
+    ExpressionNode,
+    Lets,
+    negate,
+    number_node,
 )
 
 _TOKEN = re.compile(
@@ -26,67 +36,19 @@ _TOKEN = re.compile(
     re.ASCII,
 )
 _INPUT, _OUTPUT = re.compile(r"x\d+"), re.compile(r"y\d+")
-_LARGEST = 1 << 31
 
 
-@dataclass(frozen=True)
-class AffineIndex:
-    """``constant`` + the sum of factor * axis over ``terms``; then ``// by`` or ``% by`` where ``op`` says so."""
-
-    terms: tuple[tuple[str, int], ...]
-    constant: int
-    op: str = ""
-    by: int = 1
-
-
-@dataclass(frozen=True)
-class ExpressionNode:
-    """An operator of the grammar with its arguments. ``number``, ``axis``, ``let`` and ``read`` have a value instead."""
-
-    op: str
-    arguments: tuple[ExpressionNode, ...] = ()
-    value: float | str = ""
-    indices: tuple[AffineIndex, ...] = ()
-
-
-@dataclass(frozen=True)
-class AxisSize:
-    """An axis's size: ``number``, or dimension ``dim`` of an input divided by ``number``."""
-
-    number: int
-    input: int = -1
-    dim: int = 0
-
-
-@dataclass(frozen=True)
-class ParsedOutput:
-    """An output: type, the axes of each dimension, value."""
-
-    dtype: str
-    dims: tuple[tuple[str, ...], ...]
-    expression: ExpressionNode
-
-
-@dataclass(frozen=True)
-class ParsedChain:
-    """A whole description."""
-
-    axes: tuple[tuple[str, AxisSize], ...]
-    lets: tuple[tuple[str, ExpressionNode], ...]
-    outs: tuple[ParsedOutput, ...]
-
-
-def parse_chain(text: str) -> ParsedChain:
-    """Parses a description.
+def parse_parts(text: str) -> tuple[Axes, Lets, tuple[ChainOutput, ...]]:
+    """The axes, named values and outputs of a description.
 
     Raises:
         ModelError: with the line, what was found and what was expected.
     """
     if len(text.encode()) > MOST_TEXT:
         raise ModelError(f"a description of {len(text)} bytes, expected at most {MOST_TEXT}")
-    axes: tuple[tuple[str, AxisSize], ...] = ()
+    axes: Axes = ()
     lets: list[tuple[str, ExpressionNode]] = []
-    outs: list[ParsedOutput] = []
+    outs: list[ChainOutput] = []
     for number, line in enumerate(re.split(r"[;\n]", text), 1):
         if not line.strip():
             continue
@@ -105,7 +67,7 @@ def parse_chain(text: str) -> ParsedChain:
         reader.end()
     if not axes or not 1 <= len(outs) <= MOST_OUTPUTS:
         raise ModelError(f"a description with {len(axes)} axes and {len(outs)} outputs, expected both")
-    return ParsedChain(axes, tuple(lets), tuple(outs))
+    return axes, tuple(lets), tuple(outs)
 
 
 class _Line:
@@ -120,17 +82,17 @@ class _Line:
         position = 0
         text = text.rstrip()
         while position < len(text):
-            found = _TOKEN.match(text, position)
-            if found is None or found.lastgroup is None:
+            match = _TOKEN.match(text, position)
+            if match is None or match.lastgroup is None:
                 raise ModelError(
                     f"line {number} of a chain: {text[position : position + 20]!r} is no part of the format"
                 )
-            self.tokens.append((found.lastgroup, found.group(found.lastgroup)))
-            position = found.end()
+            self.tokens.append((match.lastgroup, match.group(match.lastgroup)))
+            position = match.end()
         self.position = 0
 
-    def error(self, expected: str, found: str | None = None) -> ModelError:
-        shown = self.peek() if found is None else found
+    def error(self, expected: str, seen: str | None = None) -> ModelError:
+        shown = self.peek() if seen is None else seen
         return ModelError(f"line {self.number} of a chain: found {shown or 'its end'!r}, expected {expected}")
 
     def peek(self) -> str:
@@ -138,10 +100,10 @@ class _Line:
 
     def take(self, *words: str) -> str:
         """Takes the next token where it is one of ``words``; else returns an empty text."""
-        found = self.peek()
-        if found and found in words:
+        token = self.peek()
+        if token and token in words:
             self.position += 1
-            return found
+            return token
         return ""
 
     def expect(self, word: str) -> None:
@@ -160,7 +122,7 @@ class _Line:
     def integer(self) -> int:
         text = self._next("number", "an integer")
         digits = text.lstrip("0") or "0"  # int() refuses thousands of digits with a message of its own
-        if not text.isdigit() or len(digits) > 10 or int(digits) > _LARGEST:
+        if not text.isdigit() or len(digits) > 10 or int(digits) > LARGEST_INTEGER:
             raise self.error("an integer of at most 2^31", text[:24])
         return int(digits)
 
@@ -169,16 +131,16 @@ class _Line:
             raise self.error("the end of the line")
 
     def axes(self) -> tuple[tuple[str, AxisSize], ...]:
-        found: list[tuple[str, AxisSize]] = []
-        while not found or self.take(","):
+        axes: list[tuple[str, AxisSize]] = []
+        while not axes or self.take(","):
             name = self.name()
             self.expect("=")
-            if name in dict(found) or _is_reserved(name):
+            if name in dict(axes) or _is_reserved(name):
                 raise self.error("a new name for an axis", name)
-            found.append((name, self._size()))
-        if len(found) > MOST_AXES:
-            raise self.error(f"at most {MOST_AXES} axes", str(len(found)))
-        return tuple(found)
+            axes.append((name, self._size()))
+        if len(axes) > MOST_AXES:
+            raise self.error(f"at most {MOST_AXES} axes", str(len(axes)))
+        return tuple(axes)
 
     def _size(self) -> AxisSize:
         kind, text = self.tokens[self.position] if self.position < len(self.tokens) else ("", "")
@@ -203,7 +165,7 @@ class _Line:
         self.expect("=")
         return name, self.expression()
 
-    def out(self, position: int) -> ParsedOutput:
+    def out(self, position: int) -> ChainOutput:
         if self.name() != f"y{position}":
             raise self.error(f"'y{position}'")
         dtype = self.name()
@@ -225,15 +187,15 @@ class _Line:
         missing = set(self.known_axes) - set(used)
         if len(set(used)) < len(used) or not set(used) <= set(self.known_axes) or missing - {self.known_axes[-1]}:
             raise self.error("every axis once, of which the last may be left out", " ".join(used))
-        return ParsedOutput(dtype, tuple(dims), self.expression())
+        return ChainOutput(dtype, tuple(dims), self.expression())
 
     def expression(self) -> ExpressionNode:
         self._descend()
-        found = self._sum()
+        expression = self._sum()
         if op := self.take("<", "<=", ">", ">=", "==", "!="):
-            found = ExpressionNode(op, (found, self._sum()))
+            expression = ExpressionNode(op, (expression, self._sum()))
         self.depth -= 1
-        return found
+        return expression
 
     def _sum(self) -> ExpressionNode:
         left = self._product()
@@ -253,7 +215,7 @@ class _Line:
         self._descend()
         inner = self._unary()
         self.depth -= 1
-        return ExpressionNode("neg", (inner,))
+        return negate(inner)
 
     def _descend(self) -> None:
         self.depth += 1
@@ -274,18 +236,18 @@ class _Line:
         kind, text = self.tokens[self.position] if self.position < len(self.tokens) else ("", "")
         self.position += 1
         if kind == "number":
-            return ExpressionNode("number", value=self._number(text))
+            return number_node(self._number(text))
         if text in ("inf", "nan"):
-            return ExpressionNode("number", value=float(text))
+            return number_node(float(text))
         if text in ARITY:
             self.expect("(")
-            given = [self.expression()]
+            arguments = [self.expression()]
             while self.take(","):
-                given.append(self.expression())
+                arguments.append(self.expression())
             self.expect(")")
-            if len(given) != ARITY[text]:
-                raise self.error(f"{ARITY[text]} arguments of {text}", str(len(given)))
-            return ExpressionNode(text, tuple(given))
+            if len(arguments) != ARITY[text]:
+                raise self.error(f"{ARITY[text]} arguments of {text}", str(len(arguments)))
+            return ExpressionNode(text, tuple(arguments))
         if text in self.known_axes:
             return ExpressionNode("axis", value=text)
         if text in self.lets:

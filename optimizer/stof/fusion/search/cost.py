@@ -67,9 +67,15 @@ class MachineModel:
     @staticmethod
     def cuda(memory: float, matmuls: float = 220e12) -> MachineModel:
         """A GPU that copies ``memory`` bytes a second; chains are kernels of a captured graph at 9/10 of that bandwidth."""
-        own = 0.9 * memory
+        bandwidth = 0.9 * memory
         return MachineModel(
-            2e-6, own, cache=2 * own, cached=24 << 20, operations=8 * memory, matmuls=matmuls, runtime=_RUNTIME_SHARE
+            2e-6,
+            bandwidth,
+            cache=2 * bandwidth,
+            cached=24 << 20,
+            operations=8 * memory,
+            matmuls=matmuls,
+            runtime=_RUNTIME_SHARE,
         )
 
     def seconds(self, touched: float, work: float = 0.0) -> float:
@@ -188,11 +194,13 @@ class AnalyticalCost:
 
     def matmul_seconds(self) -> float:
         """Seconds of the region's matmuls alone, without biases."""
-        found = 0.0
+        seconds = 0.0
         for index in self.region.node_indices[: self.region.epilogue[0]]:
             node = self.region.graph.nodes[index]
-            found += self._gemm_seconds([index], sum(self.bytes_of(n) for n in (*node.input[:2], node.output[0])), 1.0)
-        return found
+            seconds += self._gemm_seconds(
+                [index], sum(self.bytes_of(n) for n in (*node.input[:2], node.output[0])), 1.0
+            )
+        return seconds
 
     def _gemm_seconds(self, node_indices: Sequence[int], touched: float, share: float) -> float:
         multiplications = sum(self._multiplications(p) for p in node_indices)
@@ -246,11 +254,11 @@ def frequent_start(space: SchemeSpace, words: Sequence[str], counts: Mapping[tup
         words: the operators in order.
         counts: how often each sequence of operators occurs in the model.
     """
-    found: list[Segment] = []
+    segments: list[Segment] = []
     start = 0
     while start < len(words):
         ends = [e for e in range(start + 1, len(words) + 1) if space.is_valid((start, e))]
         end = max(ends, key=lambda e: (counts.get(tuple(words[start:e]), 1) if e - start > 1 else 0, e))
-        found.append((start, end))
+        segments.append((start, end))
         start = end
-    return found
+    return segments

@@ -93,7 +93,7 @@ def search(
     engine.tune()
     scheme = engine.best
     settings = tuple(engine.best_of(s)[0] for s in scheme)
-    return SearchResult(scheme, settings, engine.total(scheme), engine.compared, len(engine.known), engine.complete)
+    return SearchResult(scheme, settings, engine.total(scheme), engine.compared, len(engine.measured), engine.complete)
 
 
 @dataclass
@@ -102,7 +102,7 @@ class _Engine:
     cost: Cost
     limits: SearchLimits
     stop: Stop
-    known: dict[tuple[Segment, Setting], float] = field(default_factory=dict)
+    measured: dict[tuple[Segment, Setting], float] = field(default_factory=dict)
     compared: int = 0
     complete: bool = True
 
@@ -121,13 +121,13 @@ class _Engine:
 
     def measure(self, segment: Segment, setting: Setting) -> float:
         key = (segment, setting)
-        if key not in self.known:
-            self.known[key] = self.cost(segment, setting)
-        return self.known[key]
+        if key not in self.measured:
+            self.measured[key] = self.cost(segment, setting)
+        return self.measured[key]
 
     def sample(self, segment: Segment, count: int) -> int:
         """Measures up to ``count`` new settings of a segment; returns how many."""
-        new = [s for s in self.order(segment) if (segment, s) not in self.known][:count]
+        new = [s for s in self.order(segment) if (segment, s) not in self.measured][:count]
         for done, setting in enumerate(new):
             if self.stop():
                 self.complete = False
@@ -136,12 +136,14 @@ class _Engine:
         return len(new)
 
     def best_of(self, segment: Segment) -> tuple[Setting, float]:
-        found = [
-            (self.known[segment, s], i, s) for i, s in enumerate(self.order(segment)) if (segment, s) in self.known
+        measured = [
+            (self.measured[segment, s], i, s)
+            for i, s in enumerate(self.order(segment))
+            if (segment, s) in self.measured
         ]
-        if not found:
+        if not measured:
             return self.order(segment)[0], self.measure(segment, self.order(segment)[0])
-        value, _, setting = min(found)
+        value, _, setting = min(measured)
         return setting, value
 
     def total(self, scheme: FusionScheme) -> float:
@@ -150,9 +152,9 @@ class _Engine:
     def compare(self, scheme: FusionScheme) -> float | None:
         """The cost of a scheme by ``limits.samples`` settings for each segment; None when the search was stopped."""
         for segment in scheme:
-            tried = sum((segment, s) in self.known for s in self.order(segment))
+            tried = sum((segment, s) in self.measured for s in self.order(segment))
             self.sample(segment, max(0, self.limits.samples - tried))
-            if not any((segment, s) in self.known for s in self.order(segment)):
+            if not any((segment, s) in self.measured for s in self.order(segment)):
                 return None
         self.compared += 1
         return self.total(scheme)
@@ -203,7 +205,7 @@ class _Engine:
                 before = self.best_of(segment)[1]
                 self.sample(segment, max(1, round(self.limits.budget * weights[segment] / whole)))
                 gains[segment] = before - self.best_of(segment)[1]
-            segments = [s for s in segments if any((s, x) not in self.known for x in self.order(s))]
+            segments = [s for s in segments if any((s, x) not in self.measured for x in self.order(s))]
             if segments and max(gains.values()) > 0:
                 winner = max(gains, key=lambda s: (gains[s], -s[0]))
                 weights[winner] *= 2
@@ -213,12 +215,12 @@ class _Engine:
 
 def exhaustive(space: SchemeSpace, cost: Cost) -> tuple[FusionScheme, float]:
     """The best of every scheme and every setting: the reference of the search in small spaces."""
-    known: dict[Segment, float] = {}
+    costs: dict[Segment, float] = {}
 
     def least(segment: Segment) -> float:
-        if segment not in known:
-            known[segment] = min(cost(segment, s) for s in space.settings_of(segment))
-        return known[segment]
+        if segment not in costs:
+            costs[segment] = min(cost(segment, s) for s in space.settings_of(segment))
+        return costs[segment]
 
     best = min(space.schemes(), key=lambda scheme: (sum(least(s) for s in scheme), encode(scheme)))
     return best, sum(least(s) for s in best)

@@ -56,35 +56,8 @@ def part_model(
         sizes: sizes of symbolic dimensions.
         fixed: whether the inputs' shapes are these sizes, or symbolic.
     """
-    inside = {p for c in chains for p in c.region.node_indices}
-    made = {c.region.node_indices[-1]: c for c in chains}
-    nodes, read, written = [], dict[str, None](), set[str]()
-    for index in sorted(node_indices):
-        if index in made:
-            nodes.append(make_call(made[index], 0, (len(made[index].inputs), len(made[index].dtypes)), FreshNames()))
-        elif index not in inside:
-            nodes.append(graph.nodes[index])
-        else:
-            continue
-        read.update(dict.fromkeys(n for n in nodes[-1].input if n))
-        written.update(nodes[-1].output)
-    constants, inputs = [], []
-    for name in read:
-        if name in written:
-            continue
-        array = graph.symbolic.constant(name)
-        if array is not None and array.size <= _MOST_CONSTANT:
-            constants.append(onnx.numpy_helper.from_array(array, name))
-        elif (
-            graph.policy.has_cpu_gemm
-            and name in graph.constants
-            and graph.symbolic.dtype(name) == onnx.TensorProto.FLOAT
-        ):
-            # Weights, which a runtime may pack once.
-            (shape,) = evaluate_shapes(graph, [name], sizes)
-            constants.append(onnx.numpy_helper.from_array(random_array(np.random.default_rng(0), shape), name))
-        else:
-            inputs.append(name)
+    nodes = _part_nodes(graph, node_indices, chains)
+    constants, inputs = _part_constants(graph, nodes, sizes)
     types = graph.symbolic.dtype
     made_inputs = [
         helper.make_tensor_value_info(n, types(n), s)
@@ -108,19 +81,59 @@ def part_model(
     return helper.make_model(body, opset_imports=opsets, ir_version=max(8, graph.model.ir_version)), inputs
 
 
+def _part_nodes(graph: FusionGraph, node_indices: Sequence[int], chains: Sequence[FusedChain]) -> list[onnx.NodeProto]:
+    """The nodes in order, with a call of each chain in place of the last node that it replaces."""
+    inside = {p for c in chains for p in c.region.node_indices}
+    made = {c.region.node_indices[-1]: c for c in chains}
+    nodes = []
+    for index in sorted(node_indices):
+        if index in made:
+            nodes.append(make_call(made[index], 0, (len(made[index].inputs), len(made[index].dtypes)), FreshNames()))
+        elif index not in inside:
+            nodes.append(graph.nodes[index])
+    return nodes
+
+
+def _part_constants(
+    graph: FusionGraph, nodes: Sequence[onnx.NodeProto], sizes: Mapping[str, int]
+) -> tuple[list[onnx.TensorProto], list[str]]:
+    """What the nodes read and do not write: small constants and weights, and the names of all else."""
+    read = dict.fromkeys(n for node in nodes for n in node.input if n)
+    written = {o for node in nodes for o in node.output}
+    constants, inputs = [], []
+    for name in read:
+        if name in written:
+            continue
+        array = graph.symbolic.constant(name)
+        if array is not None and array.size <= _MOST_CONSTANT:
+            constants.append(onnx.numpy_helper.from_array(array, name))
+        elif _is_packed_weight(graph, name):
+            (shape,) = evaluate_shapes(graph, [name], sizes)
+            constants.append(onnx.numpy_helper.from_array(random_array(np.random.default_rng(0), shape), name))
+        else:
+            inputs.append(name)
+    return constants, inputs
+
+
+def _is_packed_weight(graph: FusionGraph, name: str) -> bool:
+    """Whether a tensor is a weight, which a runtime may pack once."""
+    is_fp32 = graph.symbolic.dtype(name) == onnx.TensorProto.FLOAT
+    return graph.policy.has_cpu_gemm and name in graph.constants and is_fp32
+
+
 def evaluate_shapes(graph: FusionGraph, names: Sequence[str], sizes: Mapping[str, int]) -> list[list[int]]:
     """The shapes of tensors at some sizes.
 
     Raises:
         UnsupportedError: when a shape does not follow from the model's inputs.
     """
-    found = []
+    shapes = []
     for name in names:
         shape = graph.symbolic.shape(name)
         if shape is None:
             raise UnsupportedError(f"the shape of {name!r} is not known")
-        found.append([evaluate(d, sizes) for d in shape])
-    return found
+        shapes.append([evaluate(d, sizes) for d in shape])
+    return shapes
 
 
 def random_array(rng: np.random.Generator, shape: Sequence[int]) -> np.ndarray:
@@ -256,12 +269,12 @@ class Timer:
         return self.clock() - start
 
     def _least(self, session: Any, feeds: Mapping[str, np.ndarray]) -> float:
-        given = dict(feeds)
+        inputs = dict(feeds)
         for _ in range(2):
-            self._warm_up(session, given)
+            self._warm_up(session, inputs)
         best, spent, runs = float("inf"), 0.0, 0
         while runs < _FEWEST_RUNS or (spent < _SECONDS and runs < _MOST_RUNS):
-            took = self._time_run(session, given, best if runs else 0.0)
+            took = self._time_run(session, inputs, best if runs else 0.0)
             best, spent, runs = min(best, took), spent + took, runs + 1
         return best
 
@@ -286,8 +299,8 @@ class Timer:
         elements = None if value is None else value.elements()
         if elements is None:
             raise UnsupportedError(f"what the integers {name!r} are is not known")
-        known = [evaluate(e, self.sizes) for e in elements if isinstance(e, Int)]
-        return np.array(known, dtype).reshape(shape)
+        integers = [evaluate(e, self.sizes) for e in elements if isinstance(e, Int)]
+        return np.array(integers, dtype).reshape(shape)
 
     def _options(self) -> Any:
         ort = import_onnxruntime()

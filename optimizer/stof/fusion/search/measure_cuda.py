@@ -50,10 +50,10 @@ def cuda_seconds(
     copies = max(1, min(_MOST_COPIES, _COPIED_BYTES // max(1, size)))
     text = repeat_model(model, copies).SerializeToString()
     try:
-        found = _BoundSession(ort, text, options, feeds, (model, shapes), copies, graph=True)
+        session = _BoundSession(ort, text, options, feeds, (model, shapes), copies, graph=True)
     except Exception:  # nodes on the CPU: no graph can be captured
-        found = _BoundSession(ort, text, options, feeds, (model, shapes), copies, graph=False)
-    return found.seconds()
+        session = _BoundSession(ort, text, options, feeds, (model, shapes), copies, graph=False)
+    return session.seconds()
 
 
 class _BoundSession:
@@ -70,10 +70,10 @@ class _BoundSession:
         graph: bool,
     ) -> None:
         self.copies = copies
-        given = {"enable_cuda_graph": "1"} if graph else {}
+        provider_options = {"enable_cuda_graph": "1"} if graph else {}
         # Without this, ONNX Runtime prints the error with names of the model, and goes on without the graph.
         self.session = ort.InferenceSession(
-            text, options, providers=[(_PROVIDER, given), "CPUExecutionProvider"], enable_fallback=0
+            text, options, providers=[(_PROVIDER, provider_options), "CPUExecutionProvider"], enable_fallback=0
         )
         self.binding = self.session.io_binding()
         model, shapes = outputs
@@ -121,25 +121,25 @@ def repeat_model(model: onnx.ModelProto, copies: int) -> onnx.ModelProto:
 
     Inputs are not shared: a runtime would compute equal nodes of equal inputs once.
     """
-    found = onnx.ModelProto()
-    found.CopyFrom(model)
+    repeated = onnx.ModelProto()
+    repeated.CopyFrom(model)
     shared = {t.name for t in model.graph.initializer}
     for field in ("node", "input", "output", "value_info"):
-        del getattr(found.graph, field)[:]
+        del getattr(repeated.graph, field)[:]
     for i in range(copies):
         for infos, target in (
-            (model.graph.input, found.graph.input),
-            (model.graph.output, found.graph.output),
-            (model.graph.value_info, found.graph.value_info),
+            (model.graph.input, repeated.graph.input),
+            (model.graph.output, repeated.graph.output),
+            (model.graph.value_info, repeated.graph.value_info),
         ):
             for info in infos:
                 made = target.add()
                 made.CopyFrom(info)
                 made.name = _copy_of(info.name, i)
         for node in model.graph.node:
-            copy = found.graph.node.add()
+            copy = repeated.graph.node.add()
             copy.CopyFrom(node)
             copy.name = _copy_of(node.name, i)
             copy.input[:] = [n if n in shared else _copy_of(n, i) for n in node.input]
             copy.output[:] = [_copy_of(n, i) for n in node.output]
-    return found
+    return repeated

@@ -31,11 +31,11 @@ _NO_KERNEL = FREE | _MATMUL_OPS | {"Constant", "Shape"}
 
 def with_matmuls(graph: FusionGraph, node_indices: Sequence[int]) -> list[int]:
     """A region with the matmuls before and behind it: a runtime fuses biases, scales and transposes with them."""
-    found = set(node_indices)
+    members = set(node_indices)
     for index in node_indices:
         around = [*graph.producers(index), *graph.consumers(index)]
-        found.update(p for p in around if graph.nodes[p].op_type in _MATMUL_OPS)
-    return sorted(found)
+        members.update(p for p in around if graph.nodes[p].op_type in _MATMUL_OPS)
+    return sorted(members)
 
 
 def ort_baseline_seconds(
@@ -54,7 +54,7 @@ def ort_baseline_seconds(
     width = 2 if any(graph.symbolic.dtype(o) in HALF for o in outputs) else 4
     names = {n for p in whole for n in (*graph.nodes[p].input, *graph.nodes[p].output) if n}
     shapes = {n: graph.symbolic.shape(n) for n in names}
-    known = {n: math.prod(evaluate(d, sizes) for d in s) for n, s in shapes.items() if s is not None}
+    counts = {n: math.prod(evaluate(d, sizes) for d in s) for n, s in shapes.items() if s is not None}
     # Biases of matmuls outside of the region are computed in any case.
     outside = {
         o for p in whole if p not in set(node_indices) for o in graph.nodes[p].output if has_bias(graph.nodes[p])
@@ -62,9 +62,9 @@ def ort_baseline_seconds(
     # Where rows are flattened, the size of the restored output is known.
     restored = {n.input[0]: n.output[0] for n in optimized.graph.node if n.op_type == "Reshape"}
     biased = [n.output[0] for n in optimized.graph.node if has_bias(n)]
-    written = {restored.get(n, n) if n not in known else n for n in biased}
-    biases = sum(machine.bias_seconds(known.get(n, 0) * width) for n in written - outside)
-    return biases + _model_seconds(optimized.graph, known, machine, width)
+    written = {restored.get(n, n) if n not in counts else n for n in biased}
+    biases = sum(machine.bias_seconds(counts.get(n, 0) * width) for n in written - outside)
+    return biases + _model_seconds(optimized.graph, counts, machine, width)
 
 
 def _is_read_elsewhere(graph: FusionGraph, name: str, inside: set[int]) -> bool:
@@ -86,15 +86,15 @@ def _optimize(model: onnx.ModelProto) -> onnx.ModelProto:
         return onnx.load(str(path))
 
 
-def _model_seconds(graph: onnx.GraphProto, known: Mapping[str, int], machine: MachineModel, width: int) -> float:
-    """Seconds of the memory-bound kernels. ``known``: element counts of the original's tensors."""
+def _model_seconds(graph: onnx.GraphProto, known_counts: Mapping[str, int], machine: MachineModel, width: int) -> float:
+    """Seconds of the memory-bound kernels. ``known_counts``: element counts of the original's tensors."""
     counts = {t.name: math.prod(t.dims) for t in graph.initializer}
     for info in (*graph.input, *graph.output, *graph.value_info):
         kind = info.type.tensor_type
         if kind.HasField("shape"):
             size = math.prod(d.dim_value for d in kind.shape.dim)
             counts[info.name] = size if kind.elem_type in TYPES else size // width  # bools are of one byte
-    counts = {**counts, **known}
+    counts = {**counts, **known_counts}
     for node in graph.node:  # an unknown size is taken to be the largest of the operator's tensors
         most = max((counts.get(n, 0) for n in (*node.input, *node.output)), default=0)
         for name in (*node.input, *node.output):

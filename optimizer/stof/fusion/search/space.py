@@ -113,12 +113,12 @@ class SchemeSpace:
 def longest_scheme(space: SchemeSpace) -> FusionScheme:
     """The scheme whose segments, from the first operator on, are as long as possible."""
     count, start = len(space.kinds), 0
-    found: list[Segment] = []
+    segments: list[Segment] = []
     while start < count:
         end = next(e for e in range(count, start, -1) if space.is_valid((start, e)))
-        found.append((start, end))
+        segments.append((start, end))
         start = end
-    return tuple(found)
+    return tuple(segments)
 
 
 def expand(space: SchemeSpace, scheme: FusionScheme) -> Iterator[FusionScheme]:
@@ -150,14 +150,14 @@ def compete(space: SchemeSpace, scheme: FusionScheme) -> Iterator[FusionScheme]:
         before, wanted, after = scheme[i - 1 : i + 2]
         if wanted[1] - wanted[0] != 1 or space.compute_bound_count(wanted):
             continue
-        left, right = (before[0], wanted[1]), (wanted[0], after[1])
+        first, second = (before[0], wanted[1]), (wanted[0], after[1])
         counts = space.compute_bound_count(before), space.compute_bound_count(after)
         if not all(counts):
             continue
-        if counts[0] == 1 and space.is_valid(left):
-            yield (*scheme[: i - 1], left, after, *scheme[i + 2 :])
-        if counts[1] == 1 and space.is_valid(right):
-            yield (*scheme[: i - 1], before, right, *scheme[i + 2 :])
+        if counts[0] == 1 and space.is_valid(first):
+            yield (*scheme[: i - 1], first, after, *scheme[i + 2 :])
+        if counts[1] == 1 and space.is_valid(second):
+            yield (*scheme[: i - 1], before, second, *scheme[i + 2 :])
 
 
 def neighbor_schemes(space: SchemeSpace, scheme: FusionScheme) -> Iterator[FusionScheme]:
