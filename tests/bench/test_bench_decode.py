@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from stof.bench.cpu import decode
+from bench.cpu import decode
 
 
 @pytest.mark.parametrize(

@@ -17,21 +17,21 @@ import onnxruntime as ort
 import pytest
 
 import stof
-from stof.bench.core.candidate import Unavailable
-from stof.bench.core.case import AttentionCase, named_mask
-from stof.bench.core.drawn_feeds import draw_static_feeds
-from stof.bench.gpu import cases, models, run, summary, tables, trace, variants
-from stof.bench.gpu import worker_pool as pool
-from stof.bench.gpu.device_runner import window
+from bench.core.candidate import Unavailable
+from bench.core.case import AttentionCase, named_mask
+from bench.gpu import cases, models, run, summary, tables, trace, variants
+from bench.gpu import worker_pool as pool
+from bench.gpu.device_runner import window
+from stof.bench.drawn_feeds import draw_static_feeds
 from stof.execution.upcast import widen
 from stof.runtime.cuda import CudaOp, DeviceTensor
 from stof.runtime.library import LibraryError, Mask, build_info
 
 torch = pytest.importorskip("torch")
 
-from stof.bench.gpu import baselines_jit, baselines_sparse, baselines_torch  # noqa: E402
-from stof.bench.gpu.device_runner import DeviceRunner  # noqa: E402
-from stof.bench.gpu.problem import GpuProblem  # noqa: E402
+from bench.gpu import baselines_jit, baselines_sparse, baselines_torch  # noqa: E402
+from bench.gpu.device_runner import DeviceRunner  # noqa: E402
+from bench.gpu.problem import GpuProblem  # noqa: E402
 
 
 def numpy_mask(case: AttentionCase) -> np.ndarray:

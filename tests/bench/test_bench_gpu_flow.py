@@ -13,13 +13,13 @@ from typing import Any, ClassVar
 
 import pytest
 
-from stof.bench.cli import main
-from stof.bench.core.candidate import Candidate
-from stof.bench.core.case import AttentionCase
-from stof.bench.core.results import merge, read, store_all
-from stof.bench.gpu import candidates, cases, point, run, tables, timing
-from stof.bench.gpu.device_runner import DeviceRunner, runner_of
-from stof.bench.gpu.problem import GpuProblem
+from bench.cli import main
+from bench.core.candidate import Candidate
+from bench.core.case import AttentionCase
+from bench.gpu import candidates, cases, point, run, tables, timing
+from bench.gpu.device_runner import DeviceRunner, runner_of
+from bench.gpu.problem import GpuProblem
+from stof.bench.results import merge, read, store_all
 
 torch = pytest.importorskip("torch")
 

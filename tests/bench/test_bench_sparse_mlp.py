@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stof.bench import cli
-from stof.bench.core import measure
-from stof.bench.cpu import sparse_mlp
-from stof.bench.cpu.sparse_mlp import Layers, MlpPoint, describe_record, measure_point
-from stof.bench.cpu.sparse_mlp_reference import quantize
+from bench import cli
+from bench.cpu import sparse_mlp
+from bench.cpu.sparse_mlp import Layers, MlpPoint, describe_record, measure_point
+from bench.cpu.sparse_mlp_reference import quantize
+from stof.bench import measure
 
 
 @pytest.fixture(autouse=True)

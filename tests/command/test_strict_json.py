@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from stof.attention.plan_entry import SitePlan
 from stof.attention.report import SiteReport, SiteSection
-from stof.bench.core import results
+from stof.bench import results
 from stof.errors import ArgumentError
 from stof.files import strict_json
 from stof.ops import PLAN_FORMATS

@@ -16,7 +16,7 @@ from mlp_models import VOCABULARY, MlpForm, make_mlp_model
 from onnx import TensorProto
 
 import stof
-from stof.bench.cpu.sparse_mlp import SMALL_SIZES, rank, sizes_of
+from bench.cpu.sparse_mlp import SMALL_SIZES, rank, sizes_of
 from stof.options import Options
 from stof.sparse_mlp.cost import (
     estimate_gain,
@@ -35,7 +35,7 @@ FORMS: dict[str, dict[str, bool]] = {
 
 
 def make_site(size: int, *, gated: bool = False, bits: int = 0, level: int = 4, predicted: bool = False) -> MlpSite:
-    """A site with as many neurons as ``stof-bench sparse-mlp`` has: 4 K, gated 8 K / 3."""
+    """A site with as many neurons as ``python -m bench sparse-mlp`` has: 4 K, gated 8 K / 3."""
     neurons = round(8 * size / 3 / 32) * 32 if gated else 4 * size
     quantization = Quantization(bits, 32, "scales", accuracy_level=level) if bits else None
     inner = MlpWeight("w", size, neurons, False, quantization=quantization)
