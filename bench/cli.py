@@ -9,11 +9,14 @@ from pathlib import Path
 
 from bench.core.candidate import select
 from bench.core.clone import RESULTS
+from bench.core.point import measure_point
 from bench.cpu import cases, sparse_mlp
+from bench.cpu.device import CpuDevice
 from bench.decoder import mlp_decoder
 from bench.options import make_parser
 from stof.bench import measure
 from stof.bench.cli import end_command, run_with_threads, with_errors_reported
+from stof.bench.results import Record, merge, store, store_all
 from stof.files import write_text
 from stof.terminal import say
 
@@ -34,8 +37,6 @@ def _run(arguments: argparse.Namespace) -> int:
             write_text("table", arguments.output, text.splitlines())
         return 0
     if arguments.command == "merge":
-        from stof.bench.results import merge
-
         say(*merge(arguments.found, arguments.results))
         return 0
     if arguments.command == "plot":
@@ -84,7 +85,6 @@ def _run_on_threads(arguments: argparse.Namespace, threads: int) -> int:
 
 def _search(arguments: argparse.Namespace) -> int:
     from bench.cpu import search
-    from stof.bench.results import store_all
 
     shape = (arguments.batch, arguments.length)
     if arguments.model is not None:
@@ -101,14 +101,15 @@ def _search(arguments: argparse.Namespace) -> int:
 
 
 def _attention(arguments: argparse.Namespace, threads: int) -> int:
-    from bench.cpu.attention import describe_record, measure_point
+    from bench.cpu.attention import describe_record
     from bench.cpu.baselines import CANDIDATES
-    from stof.bench.results import store
+    from bench.cpu.problem import CpuProblem
 
-    candidates = select(CANDIDATES, arguments.peers)
+    candidates, device = select(CANDIDATES, arguments.peers), CpuDevice(threads)
     for name in arguments.masks or cases.ATTENTION_MASKS:
         for length in arguments.lengths or cases.LENGTHS:
-            record = measure_point(cases.attention_case(name, length), threads, candidates, arguments.rounds)
+            problem = CpuProblem(cases.attention_case(name, length))
+            record = measure_point(problem, candidates, device, arguments.rounds)
             if arguments.peers is None:
                 store(arguments.results / "attention-cpu.json", record)
             say(*describe_record(record))
@@ -117,38 +118,45 @@ def _attention(arguments: argparse.Namespace, threads: int) -> int:
 
 def _decode(arguments: argparse.Namespace, threads: int) -> int:
     from bench.cpu import decode
-    from stof.bench.results import store
 
-    for point in decode.points():
+    device, untimed = CpuDevice(threads), 0
+    for case in decode.steps():
         chosen = (
-            (arguments.lengths, point.T), (arguments.batches, point.B), (arguments.heads, point.G), (arguments.sizes, point.D),
-            (arguments.caches, point.cache)
+            (arguments.lengths, case.T), (arguments.batches, case.B), (arguments.heads, case.G), (arguments.sizes, case.D),
+            (arguments.caches, case.cache or "fp32")
         )  # fmt: skip
         if not all(values is None or value in values for values, value in chosen):
             continue
-        record = decode.measure_point(point, threads, arguments.rounds)
+        record = measure_point(decode.DecodeProblem(case), decode.CANDIDATES, device, arguments.rounds)
         store(arguments.results / "decode-cpu.json", record)
-        say(decode.describe_record(point, record))
-    return 0
+        say(*decode.describe_record(record))
+        untimed += _lacks_times(record)
+    return 3 if untimed else 0
 
 
 def _sparse_mlp(arguments: argparse.Namespace, threads: int) -> int:
-    from stof.bench.results import store
-
     modes, precisions = arguments.modes or sparse_mlp.MODES, arguments.precisions or sparse_mlp.PRECISIONS
     tokens, densities = arguments.tokens or sparse_mlp.TOKENS, arguments.densities or sparse_mlp.DENSITIES
+    device, untimed = CpuDevice(threads, warm=2), 0
     layers: sparse_mlp.Layers | None = None
-    for point in sparse_mlp.points(tokens, densities, arguments.shapes):
-        if point.mode not in modes or point.precision not in precisions:
+    for case in sparse_mlp.grid(tokens, densities, arguments.shapes):
+        if case.mode not in modes or case.precision not in precisions:
             continue
-        own = (point.shape, point.mode, point.precision)
+        own = (case.shape, case.mode, case.precision)
         if layers is None or (layers.shape, layers.mode, layers.precision) != own:
             layers = None  # the memory of those before
-            layers = sparse_mlp.Layers(point.shape, point.mode, point.precision, threads)
-        record = sparse_mlp.measure_point(point, layers, arguments.rounds)
+            layers = sparse_mlp.Layers(case.shape, case.mode, case.precision, threads)
+        problem = sparse_mlp.MlpProblem(case, layers)
+        record = measure_point(problem, sparse_mlp.CANDIDATES, device, arguments.rounds)
         store(arguments.results / "sparse-mlp-cpu.json", record)
-        say(sparse_mlp.describe_record(point, record))
-    return 0
+        say(*sparse_mlp.describe_record(record))
+        untimed += _lacks_times(record)
+    return 3 if untimed else 0
+
+
+def _lacks_times(record: Record) -> bool:
+    """Whether a candidate of a point could not be timed, or was wrong."""
+    return any("missing" in row for row in record["peers"].values())
 
 
 def _attention_on_gpu(arguments: argparse.Namespace) -> int:
@@ -165,7 +173,6 @@ def _attention_on_gpu(arguments: argparse.Namespace) -> int:
 
 def _models_on_gpu(arguments: argparse.Namespace) -> int:
     from bench.gpu.variants import prepare
-    from stof.bench.results import store
 
     name = arguments.model.replace("/", "-")
     worst = 0
@@ -180,10 +187,10 @@ def _models_on_gpu(arguments: argparse.Namespace) -> int:
             say(str(folder))
             continue
         from bench.gpu.device_lock import DeviceLock
-        from bench.gpu.models import describe_record, measure_point
+        from bench.gpu.models import describe_record, time_model_variants
 
         traced = "quotient" not in arguments.without
-        record = measure_point(name, folder, shape, arguments.rounds or 9, traced, DeviceLock(arguments.lock))
+        record = time_model_variants(name, folder, shape, arguments.rounds or 9, traced, DeviceLock(arguments.lock))
         store((arguments.results or RESULTS) / "models-cuda.json", record)
         say(*describe_record(record))
         worst = max(worst, 3 if "stof" not in record["us"] else 0)
@@ -191,17 +198,16 @@ def _models_on_gpu(arguments: argparse.Namespace) -> int:
 
 
 def _sites(arguments: argparse.Namespace, threads: int) -> int:
-    from bench.cpu.attention import describe_record, measure_point
+    from bench.cpu.attention import describe_record
     from bench.cpu.baselines import CANDIDATES
-    from stof.bench.results import store
+    from bench.cpu.problem import CpuProblem
 
-    candidates = select(CANDIDATES, ("stof", "ort-exported"))
+    candidates, device = select(CANDIDATES, ("stof", "ort-exported")), CpuDevice(threads)
     slower = 0
     for case in cases.site_cases():
         if case.S not in arguments.lengths:
             continue
-        record = {**measure_point(case, threads, candidates, arguments.rounds), "grid": "sites"}
-        record["key"] = [case.name, case.mask, case.S, threads]
+        record = measure_point(CpuProblem(case), candidates, device, arguments.rounds)
         store(arguments.results / "sites-cpu.json", record)
         say(*describe_record(record))
         own, other = (record["peers"][c.name].get("us") for c in candidates)

@@ -13,7 +13,7 @@ import numpy as np
 from bench.core.case import AttentionCase
 from stof.errors import ArgumentError
 
-Problem = TypeVar("Problem")
+Asked = TypeVar("Asked")
 Resource = TypeVar("Resource")
 Built = TypeVar("Built")
 
@@ -23,7 +23,7 @@ class Unavailable(ArgumentError):
 
 
 @dataclass(frozen=True)
-class Candidate(Generic[Problem, Resource, Built]):
+class Candidate(Generic[Asked, Resource, Built]):
     """What may be timed: stof, or a baseline.
 
     Attributes:
@@ -36,7 +36,7 @@ class Candidate(Generic[Problem, Resource, Built]):
 
     name: str
     label: str
-    build: Callable[[Problem, Resource], Built]
+    build: Callable[[Asked, Resource], Built]
     grids: tuple[str, ...] = ()
     score_tensors: int = 0
 

@@ -28,6 +28,8 @@ class AttentionCase:
         dtype: float32, float16 or bfloat16.
         tables: the expression's constant tables by name.
         pad: whether a key padding mask is an operand, as in exported models; it keeps every key.
+        cache: the type of quantized KV caches; empty where they are of ``dtype``.
+        window: in the CPU's decode grid, how many keys a query attends at most; 0: all that it may.
     """
 
     grid: str
@@ -42,6 +44,8 @@ class AttentionCase:
     dtype: str
     tables: Mapping[str, np.ndarray] = field(default_factory=dict, compare=False)
     pad: bool = False
+    cache: str = ""
+    window: int = 0
 
     @property
     def expression(self) -> MaskExpression:

@@ -1,14 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the problems of all devices have in common: a case, the density of its mask, and counts of work."""
+"""What is asked at a point of a grid, on every device: inputs, what a right result is, and counts of work."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from bench.core.case import AttentionCase
+from stof.bench.measure import Timing
+from stof.bench.results import Record
+
+
+class Problem(ABC):
+    """What all candidates of a point are given, and what a right result is.
+
+    Attributes:
+        tolerance: the largest error of a right result.
+    """
+
+    tolerance: float
+
+    @abstractmethod
+    def error(self, output: Any) -> float:
+        """The largest difference of an output from fp64, over the largest value there."""
+
+    def is_checked(self, candidate: str) -> bool:
+        """Whether a candidate computes what the problem asks for."""
+        del candidate
+        return True
+
+    @abstractmethod
+    def describe(self, threads: int) -> Record:
+        """The problem's part of a record: key, grid, shape, densities.
+
+        Args:
+            threads: of the candidates; 0 on a GPU.
+        """
+
+    @abstractmethod
+    def figures(self, candidate: str, seconds: float, rates: Mapping[str, float]) -> dict[str, float]:
+        """What follows from the time of a candidate, by name.
+
+        Args:
+            candidate: its name.
+            seconds: of a run.
+            rates: of the machine, where the device measures them with the point.
+        """
+
+    def compare(self, timings: Mapping[str, Timing]) -> Record:
+        """What follows from the times of all candidates, by name."""
+        del timings
+        return {}
 
 
 @dataclass(frozen=True)
@@ -30,8 +75,8 @@ class MaskDensity:
     keys: float = 1.0
 
 
-class AttentionProblem(ABC):
-    """A case with inputs that all candidates share.
+class AttentionProblem(Problem):
+    """An attention case with inputs that all candidates share.
 
     Attributes:
         case: the sizes and the mask.
@@ -44,19 +89,15 @@ class AttentionProblem(ABC):
 
     @property
     @abstractmethod
-    def density(self) -> MaskDensity:
-        """The density of the mask."""
+    def pairs(self) -> int:
+        """Allowed pairs, of all heads and batches."""
 
     @property
     @abstractmethod
     def bytes(self) -> int:
         """Bytes that any kernel has to read and write."""
 
-    @abstractmethod
-    def error(self, output: Any) -> float:
-        """The largest difference of an output [B, H, S, D] from fp64 in some rows, over the largest value there."""
-
     @property
     def useful_flops(self) -> float:
         """Multiplications and additions over allowed pairs."""
-        return 4.0 * self.case.D * self.density.pairs
+        return 4.0 * self.case.D * self.pairs

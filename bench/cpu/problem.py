@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 
 import numpy as np
 
 from bench.core.case import AttentionCase
 from bench.core.problem import AttentionProblem, MaskDensity
+from stof.bench.results import Record
 from stof.runtime.library import Mask
 
 _TILE = (48, 64)
@@ -19,6 +21,8 @@ TOLERANCE = 2e-5
 
 class CpuProblem(AttentionProblem):
     """Inputs in fp32 of a case with S = T, and its mask."""
+
+    tolerance = TOLERANCE
 
     def __init__(self, case: AttentionCase, seed: int = 0) -> None:
         super().__init__(case)
@@ -59,6 +63,11 @@ class CpuProblem(AttentionProblem):
             tiles = len(block.key_tile)
         heads = self.case.B * self.case.H
         return MaskDensity(pairs / size**2, tiles / (rows * columns), pairs * heads, tiles * heads)
+
+    @property
+    def pairs(self) -> int:
+        """Allowed pairs, of all heads and batches."""
+        return self.density.pairs
 
     @property
     def tile_flops(self) -> float:
@@ -105,3 +114,26 @@ class CpuProblem(AttentionProblem):
         if output.shape != self.q.shape:
             raise ValueError(f"output of shape {output.shape}, expected {self.q.shape}")
         return float(np.abs(output[:, :, rows] - expected).max() / np.abs(expected).max())
+
+    def describe(self, threads: int) -> Record:
+        """Key, mask, shape and densities."""
+        case, density = self.case, self.density
+        key = [case.name, case.mask, case.S, threads] if case.grid == "sites" else [case.name, case.shape, threads]
+        return {
+            "key": key,
+            "grid": case.grid,
+            "mask": case.mask or "True",
+            "mask_name": case.name,
+            "shape": {"B": case.B, "H": case.H, "G": case.G, "S": case.S, "D": case.D, "dtype": "fp32"},
+            "density": {"element": round(density.element, 5), "tile": round(density.tile, 5), "tile_shape": "48x64"},
+        }
+
+    def figures(self, candidate: str, seconds: float, rates: Mapping[str, float]) -> dict[str, float]:
+        """Useful GFLOP/s, GB/s, and the share of the roofline, over whole tiles with an allowed pair."""
+        del candidate
+        roof = max(self.bytes / rates["read_gbps"], self.tile_flops / rates["fma_gflops"]) * 1e-9
+        return {
+            "useful_gflops": round(self.useful_flops / seconds * 1e-9, 2),
+            "gbps": round(self.bytes / seconds * 1e-9, 2),
+            "roofline": round(roof / seconds, 3),
+        }

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
@@ -16,9 +16,10 @@ import numpy.typing as npt
 import onnx
 from onnx import TensorProto, helper
 
-from bench.core.candidate import require
+from bench.core.candidate import Candidate, Runner, require
+from bench.core.problem import Problem
 from bench.cpu.sparse_mlp_reference import MlpReference
-from stof.bench import measure
+from stof.bench.measure import Timing
 from stof.bench.results import Record
 from stof.runtime import library
 
@@ -41,7 +42,7 @@ TOKENS = (1, 4, 16)
 
 
 @dataclass(frozen=True)
-class MlpPoint:
+class MlpCase:
     """A call of an MLP: T tokens, each with a share of active neurons.
 
     Attributes:
@@ -105,13 +106,13 @@ def rank(F: int) -> int:
     return round(_RANK * F)
 
 
-def points(
+def grid(
     tokens: Sequence[int] = TOKENS, densities: Sequence[float] = DENSITIES, shapes: Sequence[str] | None = None
-) -> Iterator[MlpPoint]:
+) -> Iterator[MlpCase]:
     """The grid, or the same with other tokens, densities and shapes."""
     chosen = shapes or list(SHAPES)
     for shape, mode, precision, T, density in itertools.product(chosen, MODES, PRECISIONS, tokens, densities):
-        yield MlpPoint(shape, mode, precision, density, T)
+        yield MlpCase(shape, mode, precision, density, T)
 
 
 def _pack(values: Array) -> Array:
@@ -259,13 +260,13 @@ class Layers:
             )
 
     # ---- one density ----
-    def shift(self, point: MlpPoint, x: Array) -> Array:
+    def shift(self, case: MlpCase, x: Array) -> Array:
         """The bias of the gate, or the threshold of the scores, that gives the density."""
-        if point.mode != "predicted":
-            z = NormalDist().inv_cdf(min(max(point.density, 1e-9), 1 - 1e-9))
-            return np.array([10.0 if point.density >= 1 else z], np.float32)
+        if case.mode != "predicted":
+            z = NormalDist().inv_cdf(min(max(case.density, 1e-9), 1 - 1e-9))
+            return np.array([10.0 if case.density >= 1 else z], np.float32)
         scores = self.reference().scores(x)[0]
-        return np.array([np.quantile(scores, 1 - point.density) - 1e-6], np.float32)
+        return np.array([np.quantile(scores, 1 - case.density) - 1e-6], np.float32)
 
     def reference(self) -> MlpReference:
         """The first layer in fp64."""
@@ -294,61 +295,92 @@ class Layers:
         return run
 
 
-def measure_point(point: MlpPoint, layers: Layers, rounds: int) -> Record:
-    """Checks the sparse MLP against fp64 and times both candidates in turns.
+class MlpProblem(Problem):
+    """An MLP of active neurons on tokens that take turns, over layers that take turns.
 
-    Raises:
-        ValueError: when its output is wrong.
+    Args:
+        case: the call.
+        layers: of its shape, mode and precision.
+
+    Attributes:
+        inputs: the tokens of each turn.
+        shift: the bias of the gate, or the threshold of the scores, that gives the density.
     """
-    rng = np.random.default_rng(1)
-    inputs = [rng.standard_normal((point.T, point.K), np.float32) for _ in range(_INPUTS - 1)]  # one less: all pairs
-    shift = layers.shift(point, np.concatenate(inputs))
-    expected = layers.reference().expected(inputs[0], shift)
-    active = expected.active
-    calls = [layers.runner(sessions, inputs, shift) for sessions in (layers.stof, layers.dense)]
-    errors = [expected.error(call()) for call in calls]
-    if not errors[0] <= TOLERANCE[point.precision]:
-        raise ValueError(f"{point}: StofSparseMLP differs from fp64 by {errors[0]:.1e} of the largest value")
-    before = measure.rates(layers.threads)
-    timings = measure.interleave(calls, rounds, warm=2)
-    rates = measure.best_rates(before, measure.rates(layers.threads))
-    touched = (point.touched_bytes(active), point.dense_bytes())
-    rows = {}
-    labels = (("stof", "StofSparseMLP"), ("ort", "ONNX Runtime, dense"))
-    for (name, label), timing, read in zip(labels, timings, touched, strict=True):
-        gbps = read / timing.best * 1e-9
-        rows[name] = {
-            "label": label,
-            "us": round(timing.best * 1e6, 1),
-            "median_us": round(timing.median * 1e6, 1),
-            "worst_us": round(timing.worst * 1e6, 1),
+
+    def __init__(self, case: MlpCase, layers: Layers) -> None:
+        self.case = case
+        self.layers = layers
+        self.tolerance = TOLERANCE[case.precision]
+        rng = np.random.default_rng(1)
+        # One less than the layers' multiple: all pairs of a layer and an input take turns.
+        self.inputs = [rng.standard_normal((case.T, case.K), np.float32) for _ in range(_INPUTS - 1)]
+        self.shift = layers.shift(case, np.concatenate(self.inputs))
+        self._expected = layers.reference().expected(self.inputs[0], self.shift)
+        self._touched = {"stof": case.touched_bytes(self._expected.active), "ort": case.dense_bytes()}
+
+    def error(self, output: Array) -> float:
+        """The largest difference of the first layer's output on the first input from fp64."""
+        return self._expected.error(output)
+
+    def is_checked(self, candidate: str) -> bool:
+        """Whether a candidate computes the same: predicted neurons are not those of the dense MLP."""
+        return candidate == "stof" or self.case.mode != "predicted"
+
+    def describe(self, threads: int) -> Record:
+        """Key, shape, and the shares of active neurons."""
+        case, active = self.case, self._expected.active
+        return {
+            "key": [case.shape, case.mode, case.precision, case.T, round(case.density * 1000), threads],
+            "grid": "sparse-mlp",
+            "shape": {"T": case.T, "K": case.K, "F": case.F, "dtype": case.precision},
+            "density": round(float(active.mean()), 4),
+            "union": round(float(active.any(0).mean()), 4),
+            "bound": round(self._touched["ort"] / self._touched["stof"], 3),
+        }
+
+    def figures(self, candidate: str, seconds: float, rates: Mapping[str, float]) -> dict[str, float]:
+        """Bytes of weights that a run reads, GB/s of them, and the share of the machine's bandwidth."""
+        read = self._touched[candidate]
+        gbps = read / seconds * 1e-9
+        return {
             "touched_mb": round(read * 1e-6, 2),
             "gbps": round(gbps, 2),
             "bandwidth": round(gbps / rates["read_gbps"], 3),
         }
-    rows["stof"]["error"] = float(f"{errors[0]:.1e}")
-    if point.mode != "predicted":  # the dense MLP computes something else there
-        rows["ort"]["error"] = float(f"{errors[1]:.1e}")
-    return {
-        "key": [point.shape, point.mode, point.precision, point.T, round(point.density * 1000), layers.threads],
-        "grid": "sparse-mlp",
-        "shape": {"T": point.T, "K": point.K, "F": point.F, "dtype": point.precision},
-        "density": round(float(active.mean()), 4),
-        "union": round(float(active.any(0).mean()), 4),
-        "machine": {**measure.machine(layers.threads), **rates},
-        "rounds": rounds,
-        "speedup": round(timings[1].best / timings[0].best, 3),
-        "bound": round(touched[1] / touched[0], 3),
-        "peers": rows,
-    }
+
+    def compare(self, timings: Mapping[str, Timing]) -> Record:
+        """How many times faster the sparse MLP is."""
+        if len(timings) < len(CANDIDATES):
+            return {}
+        return {"speedup": round(timings["ort"].best / timings["stof"].best, 3)}
 
 
-def describe_record(point: MlpPoint, record: Record) -> str:
-    """The record as a line of text."""
+def _runner_of(sessions: Callable[[Layers], Sequence[Any]]) -> Callable[[MlpProblem, int], Runner]:
+    def build(problem: MlpProblem, threads: int) -> Runner:
+        del threads  # of the layers' sessions
+        run = problem.layers.runner(sessions(problem.layers), problem.inputs, problem.shift)
+        return Runner(run, run)
+
+    return build
+
+
+CANDIDATES: tuple[Candidate[MlpProblem, int, Runner], ...] = (
+    Candidate("stof", "StofSparseMLP", _runner_of(lambda layers: layers.stof)),
+    Candidate("ort", "ONNX Runtime, dense", _runner_of(lambda layers: layers.dense)),
+)
+
+
+def describe_record(record: Record) -> list[str]:
+    """The record as text."""
     own, other = record["peers"]["stof"], record["peers"]["ort"]
-    return (
-        f"{point!s:44s} {record['machine']['threads']} thread(s): stof {own['us']:9.1f} us, "
+    shape, mode, precision, T, density, threads = record["key"]
+    text = str(MlpCase(shape, mode, precision, density / 1000, T))
+    head = f"{text:44s} {threads} thread(s): "
+    if missing := [f"{row['label']} missing: {row['missing']}" for row in (own, other) if "us" not in row]:
+        return [head + "; ".join(missing)]
+    return [
+        f"{head}stof {own['us']:9.1f} us, "
         f"{own['bandwidth']:4.0%} of {record['machine']['read_gbps']:.1f} GB/s (error {own['error']:.0e}); "
         f"ONNX Runtime {other['us']:9.1f} us, {other['bandwidth']:4.0%}: {record['speedup']:5.2f}x, "
         f"by bytes {record['bound']:.2f}x"
-    )
+    ]

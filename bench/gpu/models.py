@@ -113,7 +113,7 @@ class _ModelVariant:
         return trace(lambda prefix: self._session(profile=prefix), run)
 
 
-def measure_point(
+def time_model_variants(
     name: str, prepared: Path, shape: tuple[int, int], rounds: int, traced: bool, lock: DeviceLock | None = None
 ) -> Record:
     """Times the variants in a folder that ``variants.prepare`` wrote, while other processes wait for the lock."""

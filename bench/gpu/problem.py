@@ -6,7 +6,7 @@ the output in fp64.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 from bench.core.candidate import require
 from bench.core.case import AttentionCase
 from bench.core.problem import AttentionProblem, MaskDensity
+from stof.bench.results import Record
 from stof.runtime.library import BlockMask, Mask
 
 LONG_ROWS = 8192  # queries from which on full tiles are compared with dense kernels
@@ -41,9 +42,15 @@ class GpuProblem(AttentionProblem):
         self.torch: Any = require("torch")
         self.device = device
         self.dtype = getattr(self.torch, case.dtype)
+        self.tolerance = TOLERANCE.get(case.dtype, 0.0)
         self._seed = seed
         self._layouts: dict[str, list[tuple[Any, Any, Any]]] = {}
         self.count = 1
+
+    @property
+    def pairs(self) -> int:
+        """Allowed pairs, of all heads and batches."""
+        return self.density.pairs
 
     @property
     def bytes(self) -> int:
@@ -52,6 +59,34 @@ class GpuProblem(AttentionProblem):
         queries = 2 * case.B * case.H * case.S * case.D
         keys = 2 * case.B * case.G * case.T * case.D * self.density.keys
         return int(2 * (queries + keys))
+
+    def describe(self, threads: int) -> Record:
+        """Key, mask, shape, densities, and how many sets of inputs take turns."""
+        del threads
+        case, density = self.case, self.density
+        return {
+            "key": case.key,
+            "grid": case.grid,
+            "mask": case.mask or "True",
+            "mask_name": case.name,
+            "shape": {
+                "B": case.B, "H": case.H, "G": case.G, "S": case.S, "T": case.T, "D": case.D, "dtype": case.dtype,
+            },
+            "density": {
+                "element": round(density.element, 6), "tile": round(density.tile, 6),
+                "tile_shape": f"{TILE}x{TILE}", "tiles": density.tiles,
+            },
+            "bytes": self.bytes,
+            "rotated": self.count,
+        }  # fmt: skip
+
+    def figures(self, candidate: str, seconds: float, rates: Mapping[str, float]) -> dict[str, float]:
+        """Useful TFLOP/s and GB/s; the roofline follows when the machine's rates are known."""
+        del candidate, rates
+        return {
+            "useful_tflops": round(self.useful_flops / seconds * 1e-12, 2),
+            "gbps": round(self.bytes / seconds * 1e-9, 1),
+        }
 
     def rotate(self) -> None:
         """Makes enough sets of inputs to exceed the L2 cache twice."""

@@ -53,7 +53,7 @@ class PointPlan:
 def _worker(channel: Connection, plan: PointPlan) -> None:
     """Answers (verb, number, case) with (number, answer) until the channel closes."""
     from bench.gpu.candidates import ANCHORS, find
-    from bench.gpu.point import Point
+    from bench.gpu.point import GpuPoint
     from bench.gpu.timing import copy_rate, empty_launch, read_rate
 
     try:
@@ -64,7 +64,7 @@ def _worker(channel: Connection, plan: PointPlan) -> None:
     except Exception as failure:  # the process that waits for this one must hear of any failure
         channel.send((_START, _words(failure)))
         return
-    points: dict[int, Point] = {}
+    points: dict[int, GpuPoint] = {}
     gc.freeze()
     channel.send((_START, None))
     while True:
@@ -77,12 +77,12 @@ def _worker(channel: Connection, plan: PointPlan) -> None:
                 case "build":
                     start = time.monotonic()
                     chosen = find(list(plan.candidates) if plan.candidates else None, case.grid)
-                    points[number] = Point(case, chosen, stream, plan.kernels)
+                    points[number] = GpuPoint(case, chosen, stream, plan.kernels)
                     channel.send((number, time.monotonic() - start))
                 case "time":
                     channel.send((number, points[number].measure(plan.rounds)))
                 case "anchor":
-                    record = Point(case, find(list(ANCHORS), None), stream).measure(plan.rounds)
+                    record = GpuPoint(case, find(list(ANCHORS), None), stream).measure(plan.rounds)
                     channel.send((number, record))
                 case _:
                     facts = {"device": torch.cuda.get_device_name(), "versions": versions()}

@@ -164,7 +164,7 @@ def test_grids() -> None:
     assert len(list(cases.grid("long"))) == 8 * 5 * 2
     assert len(list(cases.grid("decode"))) == 3 * 8
     assert len(list(cases.grid("cached"))) == 27 + 22
-    assert len(list(cases.grid("s2"))) == 7 * 4 + 11
+    assert len(list(cases.grid("s2"))) == 7 * 4 + 13
     assert max(4 * c.B * c.G * c.T * c.D for c in cases.grid("cached")) < 31e9
     assert {c.T for c in cases.grid("cached", ["causal-1024"], batches=[64])} == {8192, 16384, 114688}
     assert {str(c) for c in cases.grid("paper", ["causal"], [512], [8])} == {"paper causal B8 H12 S512 D64 fp16"}
