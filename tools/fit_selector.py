@@ -33,7 +33,8 @@ from pathlib import Path
 import numpy as np
 
 from bench.core.case import named_mask
-from stof.files import write_text
+from stof.bench.results import read
+from stof.files import strict_json, write_text
 from stof.mask.expression import MaskExpression
 from stof.mask.expression_nodes import Binary, Constant, K, Q
 from stof.runtime.library import LibraryError, Mask
@@ -168,7 +169,7 @@ def _dilation(mask: str) -> tuple[int, int] | None:
 
 def points_of(path: Path, head: int) -> Iterator[Point]:
     """The points of a file that have times of kernels."""
-    for record in json.loads(path.read_text()):
+    for record in read(path):
         shape = record["shape"]
         if shape["D"] != head:
             continue
@@ -189,13 +190,13 @@ def store(results: Sequence[Path], target: Path) -> None:
     """Keeps what of results is read here; a later one of a point takes the place of an earlier one."""
     kept = {}
     for path in results:
-        for record in json.loads(path.read_text()):
+        for record in read(path):
             if record.get("kernels", {}).get("each"):
                 machine = {k: record["machine"][k] for k in ("date", "device", "library")}
                 found = {k: record[k] for k in ("grid", "mask_name", "shape")} | {"machine": machine}
                 point = json.dumps([found[k] for k in ("grid", "mask_name", "shape")], sort_keys=True)
                 kept[point] = found | {"kernels": {"each": record["kernels"]["each"]}}
-    write_text("results", target, ["[" + ",\n ".join(json.dumps(record) for record in kept.values()) + "]"])
+    write_text("results", target, [strict_json.dumps_by_line(list(kept.values()))])
 
 
 class Planner:

@@ -302,7 +302,7 @@ def before(owner, name, step):
     setattr(owner, name, first)
 
 if sys.argv[1] == "read":
-    before(results, "read", "read")
+    before(results, "read_runs", "read")
 if sys.argv[1] == "lock":
     before(fcntl, "flock", "lock")
 for i in range(10):

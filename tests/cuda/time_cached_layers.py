@@ -24,6 +24,7 @@ from ort_models import ELEMENTS, session
 
 import stof
 from bench.gpu.cases import CACHED_MASKS, CACHED_SHAPES
+from stof.files import strict_json
 
 LAYERS = 16
 # B, H, G, T, D: the grid `cached` of ``bench/``, and batches of small models, whose steps the host's time limits.
@@ -222,7 +223,7 @@ def main() -> int:
         torch.cuda.empty_cache()
     if arguments.results is not None:
         machine = {"device": torch.cuda.get_device_name(), "onnxruntime": ort.__version__, "library": stof.build_info()}
-        text = json.dumps({"machine": machine, "layers": LAYERS, "rows": rows}, indent=1)
+        text = strict_json.dumps_by_line({"machine": machine, "layers": LAYERS, "rows": rows})
         arguments.results.write_text(text + "\n")
     return 0
 

@@ -17,6 +17,7 @@ from onnx import TensorProto
 
 import stof
 from bench.cpu.sparse_mlp import SMALL_SIZES, rank, sizes_of
+from stof.bench.results import read
 from stof.options import Options
 from stof.sparse_mlp.cost import (
     estimate_gain,
@@ -61,7 +62,7 @@ SURELY_SLOWER, SURELY_FASTER = 0.95, 1.15
 
 def measured_points() -> list[dict[str, Any]]:
     """Timed points of small MLPs with one token and one thread."""
-    records = json.loads((ROOT / "docs/results/xeon/sparse-mlp-cpu.json").read_text())
+    records = read(ROOT / "docs/results/xeon/sparse-mlp-cpu.json")
     return [r for r in records if r["key"][0] in SMALL_SIZES and r["key"][3] == 1 and r["key"][5] == 1]
 
 

@@ -1,9 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results as JSON: a file for each grid, a record for each point; a new record of a point replaces the old one."""
+"""Results as JSON: a file for each grid, a list with a record of each point on a line of its own.
+
+A run appends its records and leaves the lines of others as they are; of a point, the last record counts. Files of versions
+before, without ``run`` in a record and with a record on many lines, are read, too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import datetime
+import functools
+import os
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +20,19 @@ Record = dict[str, Any]
 
 
 def read(path: Path) -> list[Record]:
-    """The records of a file; none when it does not exist.
+    """The last record of each point, ordered by key; records without a key as they stand. None when the file does not exist.
+
+    Raises:
+        ValueError: when it holds something else.
+    """
+    records = read_runs(path)
+    if not all(isinstance(record, dict) and "key" in record for record in records):
+        return records
+    return sorted({_text_of(record["key"]): record for record in records}.values(), key=_order)
+
+
+def read_runs(path: Path) -> list[Record]:
+    """The records of all runs, one run after the other; none when the file does not exist.
 
     Raises:
         ValueError: when it holds something else.
@@ -33,38 +52,59 @@ def _order(record: Record) -> tuple[str, ...]:
     return tuple(f"{v:09d}" if isinstance(v, int) else str(v) for v in record["key"])
 
 
+def _text_of(key: Any) -> str:
+    return strict_json.dumps(key)
+
+
+@functools.cache
+def _name_run(process: int) -> str:
+    """The name of a process's run: its time and the process."""
+    return f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M:%S} UTC, {process}"
+
+
 def store(path: Path, record: Record) -> None:
-    """Adds a record, or replaces the one with the same key."""
+    """Appends a record of this run."""
     store_all(path, [record])
 
 
 def store_all(path: Path, added: Sequence[Record]) -> None:
-    """Adds records, each in the place of the one with the same key. Several processes may do so at once.
+    """Appends records of this run, a process; those of the same points that it has stored before make room.
+
+    Several processes may do so at once.
 
     Raises:
         ArgumentError: when the file cannot be written; it stays as it was.
     """
-    keys = [r["key"] for r in added]
+    run = _name_run(os.getpid())
+    _append(path, [{**record, "run": run} for record in added])
+
+
+def _append(path: Path, added: Sequence[Record]) -> None:
+    def identify(records: Iterable[Record]) -> list[tuple[Any, str]]:
+        return [(record.get("run"), _text_of(record["key"])) for record in records]
+
+    replaced = set(identify(added))
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(path.parent)
     with folder_lock(path.parent):  # nobody adds to the file between its reading and its writing
-        records = [*[r for r in read(path) if r["key"] not in keys], *added]
-        write_text("results", path, [strict_json.dumps(sorted(records, key=_order), indent=1, sort_keys=True)])
+        before = read_runs(path)
+        kept = [record for record, own in zip(before, identify(before), strict=True) if own not in replaced]
+        write_text("results", path, [strict_json.dumps_by_line([*kept, *added], sort_keys=True)])
 
 
 def merge(found: Path, results: Path) -> list[str]:
-    """Adds the records of every file of a folder to the file of the same name in another; a line a file.
+    """Appends the runs of every file of a folder to the file of the same name in another; a line a file.
 
     Raises:
         ValueError: when the folder holds no file of records, or another kind of file.
     """
     lines = []
     for path in sorted(found.glob("*.json")):
-        added = read(path)
+        added = read_runs(path)
         if not all(isinstance(r, dict) and "key" in r for r in added):
             raise ValueError(f"{path} holds records without keys: it was not written by stof-bench")
         before = len(read(results / path.name))
-        store_all(results / path.name, added)
+        _append(results / path.name, added)
         after = len(read(results / path.name))
         lines.append(f"{path.name}: {len(added)} records, {after - before} of them new, {after} in all")
     if not lines:
