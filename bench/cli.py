@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.command == "table":
-        from bench.cpu.tables import document
+        from bench.numbers_page import document
 
         text = document(arguments.results)
         if arguments.output is None:

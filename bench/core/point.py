@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from bench.core.candidate import Candidate, Unavailable
-from bench.core.problem import Problem
+from bench.core.problem import PointProblem
 from stof.bench.measure import Timing
 from stof.bench.results import Record
 
 _TEXT = 200
-AnyProblem = TypeVar("AnyProblem", bound=Problem)
+AnyProblem = TypeVar("AnyProblem", bound=PointProblem)
 Built = TypeVar("Built")
 
 
@@ -40,7 +40,7 @@ class TimedTurns:
     launches: dict[int, Any] = field(default_factory=dict)
 
 
-class Device(ABC, Generic[AnyProblem, Built]):
+class PointDevice(ABC, Generic[AnyProblem, Built]):
     """Where candidates run, and how they are timed there.
 
     Attributes:
@@ -87,7 +87,10 @@ class Point(Generic[AnyProblem, Built]):
     """
 
     def __init__(
-        self, problem: AnyProblem, candidates: Sequence[Candidate[Any, Any, Built]], device: Device[AnyProblem, Built]
+        self,
+        problem: AnyProblem,
+        candidates: Sequence[Candidate[Any, Any, Built]],
+        device: PointDevice[AnyProblem, Built],
     ) -> None:
         self.problem = problem
         self.device = device
@@ -151,7 +154,7 @@ class Point(Generic[AnyProblem, Built]):
 def measure_point(
     problem: AnyProblem,
     candidates: Sequence[Candidate[Any, Any, Built]],
-    device: Device[AnyProblem, Built],
+    device: PointDevice[AnyProblem, Built],
     rounds: int,
 ) -> Record:
     """Checks the candidates of a point on a device and times them in turns; the record of it."""

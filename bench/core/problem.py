@@ -14,7 +14,7 @@ from stof.bench.measure import Timing
 from stof.bench.results import Record
 
 
-class Problem(ABC):
+class PointProblem(ABC):
     """What all candidates of a point are given, and what a right result is.
 
     Attributes:
@@ -75,7 +75,7 @@ class MaskDensity:
     keys: float = 1.0
 
 
-class AttentionProblem(Problem):
+class AttentionProblem(PointProblem):
     """An attention case with inputs that all candidates share.
 
     Attributes:

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench.core.candidate import Candidate, Runner, Unavailable
-from bench.core.point import Device, TimedTurns
-from bench.core.problem import AttentionProblem, Problem
+from bench.core.point import PointDevice, TimedTurns
+from bench.core.problem import AttentionProblem, PointProblem
 from stof.bench import measure
 from stof.bench.measure import Timing
 
 _RESERVE = 2 << 30  # bytes of memory that stay free
 
 
-class CpuDevice(Device[Any, Runner]):
+class CpuDevice(PointDevice[Any, Runner]):
     """Runs candidates with a number of threads. The least time counts.
 
     Args:
@@ -27,7 +27,7 @@ class CpuDevice(Device[Any, Runner]):
         self.threads = threads
         self._warm = warm
 
-    def build(self, candidate: Candidate[Any, Any, Runner], problem: Problem) -> Runner:
+    def build(self, candidate: Candidate[Any, Any, Runner], problem: PointProblem) -> Runner:
         """Makes a candidate ready, where memory suffices for its scores."""
         if candidate.score_tensors and isinstance(problem, AttentionProblem):
             need = candidate.score_bytes(problem.case) + _RESERVE
@@ -35,11 +35,11 @@ class CpuDevice(Device[Any, Runner]):
                 raise Unavailable(f"needs {need >> 30} GiB of memory beside the others")
         return candidate.build(problem, self.threads)
 
-    def error(self, built: Runner, problem: Problem) -> float:
+    def error(self, built: Runner, problem: PointProblem) -> float:
         """Runs once; the difference from what the problem asks for."""
         return problem.error(built.output())
 
-    def time(self, problem: Problem, built: Sequence[Runner], rounds: int) -> TimedTurns:
+    def time(self, problem: PointProblem, built: Sequence[Runner], rounds: int) -> TimedTurns:
         """Times runs in turns."""
         del problem
         before = measure.rates(self.threads)

@@ -17,7 +17,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from bench.core.candidate import Candidate, Runner, require
-from bench.core.problem import Problem
+from bench.core.problem import PointProblem
 from bench.cpu.sparse_mlp_reference import MlpReference
 from stof.bench.measure import Timing
 from stof.bench.results import Record
@@ -295,7 +295,7 @@ class Layers:
         return run
 
 
-class MlpProblem(Problem):
+class MlpProblem(PointProblem):
     """An MLP of active neurons on tokens that take turns, over layers that take turns.
 
     Args:

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench.core.candidate import Candidate
-from bench.core.point import Device, TimedTurns, describe_failure
+from bench.core.point import PointDevice, TimedTurns, describe_failure
 from bench.gpu.device_runner import DeviceRunner
 from bench.gpu.problem import GpuProblem
 from bench.gpu.timing import CapturedLaunches, interleave_launches
 from stof.bench.measure import Timing
 
 
-class GpuDevice(Device[GpuProblem, DeviceRunner]):
+class GpuDevice(PointDevice[GpuProblem, DeviceRunner]):
     """Runs candidates on a torch stream. The median time counts: the clock moves both ways.
 
     Args:

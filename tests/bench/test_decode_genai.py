@@ -14,7 +14,7 @@ import pytest
 
 from bench import cli
 from bench.cpu import decode_genai
-from bench.cpu.tables import document
+from bench.numbers_page import document
 from stof.bench.results import store_all
 
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from bench.cpu.tables import document
 from bench.gpu import tables
+from bench.numbers_page import document
 from stof.bench.results import read, store_all
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

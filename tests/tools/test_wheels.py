@@ -44,6 +44,15 @@ def test_the_cuda_distribution_differs_in_name_and_kernels_alone() -> None:
     assert cpu["tool/scikit-build/cmake/define/STOF_CUDA"] == "OFF"
 
 
+def test_wheels_carry_the_package_alone() -> None:
+    """Comparisons with peers (``bench/``) run from a clone; test_rooms.py shows that the package imports none of them."""
+    for text in (TEXT, PROJECT["convert"](TEXT)):
+        project = tomllib.loads(text)
+        assert project["tool"]["scikit-build"]["wheel"]["packages"] == ["optimizer/stof"]
+        assert all(entry.startswith("stof.") for entry in project["project"]["scripts"].values())
+    assert (ROOT / "bench/__main__.py").is_file()
+
+
 @pytest.mark.parametrize("change", list(PROJECT["CHANGES"]))
 @pytest.mark.parametrize("times", [0, 2])
 def test_a_project_file_that_changed_is_noticed(change: str, times: int) -> None:

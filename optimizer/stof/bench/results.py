@@ -102,7 +102,7 @@ def merge(found: Path, results: Path) -> list[str]:
     for path in sorted(found.glob("*.json")):
         added = read_runs(path)
         if not all(isinstance(r, dict) and "key" in r for r in added):
-            raise ValueError(f"{path} holds records without keys: it was not written by stof-bench")
+            raise ValueError(f"{path} holds records without keys: it was not written by a benchmark")
         before = len(read(results / path.name))
         _append(results / path.name, added)
         after = len(read(results / path.name))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stored results as a summary in Markdown."""
+"""The page docs/reference/numbers.md: stored results of all machines as a summary in Markdown."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ _HEAD = """<!-- Written by `python -m bench table -o docs/reference/numbers.md` 
 # Numbers
 
 A summary of what was measured. Every point lies in [docs/results](../results) as JSON, with shapes, versions, densities and
-all peers. [benchmarks.md](../design/benchmarks.md) says how they are measured, and how to measure them again.
+all peers. How they are measured: [benchmarks.md](../design/benchmarks.md); how to measure them again:
+[comparisons.md](../guide/comparisons.md).
 
 * Times: the least of interleaved rounds on a CPU, their median on a GPU.
 * Ratios: a peer's time over stof's, so stof is faster above 1. Several points: the geometric mean.
