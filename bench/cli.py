@@ -20,10 +20,12 @@ from stof.bench.results import Record, merge, store, store_all
 from stof.files import write_text
 from stof.terminal import say
 
+_NAME = "python -m bench"
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; 0 when everything asked for was measured."""
-    return end_command("bench", lambda: with_errors_reported(lambda: _run(make_parser().parse_args(argv))))
+    return end_command(_NAME, lambda: with_errors_reported(lambda: _run(make_parser().parse_args(argv))))
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -59,7 +61,7 @@ def _run(arguments: argparse.Namespace) -> int:
         return decoder.run(arguments)
     if "rounds" in arguments:
         arguments.rounds = arguments.rounds or measure.ROUNDS
-    return run_with_threads(arguments, _run_on_threads)
+    return run_with_threads(arguments, _run_on_threads, _NAME)
 
 
 def _run_on_threads(arguments: argparse.Namespace, threads: int) -> int:

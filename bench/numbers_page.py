@@ -15,8 +15,7 @@ _HEAD = """<!-- Written by `python -m bench table -o docs/reference/numbers.md` 
 # Numbers
 
 A summary of what was measured. Every point lies in [docs/results](../results) as JSON, with shapes, versions, densities and
-all peers. How they are measured: [benchmarks.md](../design/benchmarks.md); how to measure them again:
-[comparisons.md](../guide/comparisons.md).
+all peers. [The method](../design/benchmarks.md), and [how to measure again](../guide/comparisons.md).
 
 * Times: the least of interleaved rounds on a CPU, their median on a GPU.
 * Ratios: a peer's time over stof's, so stof is faster above 1. Several points: the geometric mean.

@@ -62,12 +62,15 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=None, help="default: 5 on a CPU, 9 on a GPU")
 
 
-def run_with_threads(arguments: argparse.Namespace, work: Callable[[argparse.Namespace, int], int]) -> int:
+def run_with_threads(
+    arguments: argparse.Namespace, work: Callable[[argparse.Namespace, int], int], name: str = "stof-bench"
+) -> int:
     """Runs ``work`` once for each number of ``--threads``, each time in a process that is pinned to as many CPUs.
 
     Args:
         arguments: of the command; has ``threads``.
         work: a function of a module, which another process imports.
+        name: the command's, in messages.
     """
     if len(arguments.threads) == 1:
         measure.pin(arguments.threads[0])
@@ -75,15 +78,15 @@ def run_with_threads(arguments: argparse.Namespace, work: Callable[[argparse.Nam
     worst = 0
     for threads in arguments.threads:  # a process for each count, since a process is pinned once
         own = argparse.Namespace(**{**vars(arguments), "threads": [threads]})
-        process = multiprocessing.get_context("spawn").Process(target=_child, args=(own, work))
+        process = multiprocessing.get_context("spawn").Process(target=_child, args=(own, work, name))
         process.start()
         process.join()
         worst = max(worst, process.exitcode or 0)
     return worst
 
 
-def _child(arguments: argparse.Namespace, work: Callable[[argparse.Namespace, int], int]) -> None:
-    sys.exit(run_command("stof-bench", lambda: with_errors_reported(lambda: run_with_threads(arguments, work))))
+def _child(arguments: argparse.Namespace, work: Callable[[argparse.Namespace, int], int], name: str) -> None:
+    sys.exit(run_command(name, lambda: with_errors_reported(lambda: run_with_threads(arguments, work))))
 
 
 def with_errors_reported(run: Callable[[], int]) -> int:

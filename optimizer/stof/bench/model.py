@@ -224,13 +224,8 @@ def time_model(
     timings = iter(measure.interleave([*runs.values(), *[call for extra in kept for call in extra.calls]], rounds))
     rates = measure.best_rates(rates, measure.rates(threads))
     times = dict(zip(runs, timings, strict=False))
-    name = f"{files.name}, one token" if timed.is_token else files.name
     record: Record = {
-        "key": [name, timed.batch, timed.length, threads],
-        "grid": "model",
-        "model": name,
-        "inputs": timed.words,
-        "shape": {"B": timed.batch, "S": timed.length, "dtype": files.dtype},
+        **_describe_case(files, timed, threads),
         "machine": {**measure.machine(threads), **rates},
         "rounds": rounds,
         "seconds": {k: round_seconds(t.best) for k, t in times.items()},
@@ -246,6 +241,18 @@ def time_model(
     if "memory" not in without:
         _add_memory(record, files, feeds, threads)
     return record
+
+
+def _describe_case(files: ModelFiles, timed: TimedFeeds, threads: int) -> Record:
+    """What was timed, as fields of a record."""
+    name = f"{files.name}, one token" if timed.is_token else files.name
+    return {
+        "key": [name, timed.batch, timed.length, threads],
+        "grid": "model",
+        "model": name,
+        "inputs": timed.words,
+        "shape": {"B": timed.batch, "S": timed.length, "dtype": files.dtype},
+    }
 
 
 def _check_variants(
