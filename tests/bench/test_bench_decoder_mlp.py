@@ -180,7 +180,7 @@ def run_command(folder: Path, *arguments: str) -> tuple[int, list[dict[str, Any]
 def test_records_have_every_field(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, (record,) = run_command(tmp_path, "--models", "tiny", "--idle", "0.4")
     assert status == 0
-    assert set(record) == FIELDS
+    assert set(record) == {*FIELDS, "run"}
     names = [v.name for v in VARIANTS]
     assert record["key"] == ["tiny", "float32", 1, 0.1, 0.4, 1]
     assert not record["missing"]
