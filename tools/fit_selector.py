@@ -3,9 +3,9 @@
 """Fits the constants of the attention kernels' selector for 9.0 to stored times, and says how much its choices lose.
 
     cmake --build --preset dev --target stof_ort stof_plan_times
-    STOF_LIBRARY=build/dev/libstof_ort.so PYTHONPATH=optimizer tools/fit_selector.py [--head D] [--fit SECONDS] [RESULTS...]
+    STOF_LIBRARY=build/dev/libstof_ort.so PYTHONPATH=. tools/fit_selector.py [--head D] [--fit SECONDS] [RESULTS...]
 
-RESULTS are files of ``stof-bench attention --device cuda --kernels``; every point that has times of at least two kernels
+RESULTS are files of ``python -m bench attention --device cuda --kernels``; every point that has times of at least two kernels
 counts. --store FILE keeps these points, and nothing else of the files; docs/results/h100/selector.json, which is read where
 no RESULTS are given, was made so. The model is that of cuda/attention/select.cc: tile schedules are made by
 cuda/schedule/tile_schedule.cc itself, through a library of its own (--planner). The constants are read from d64.cu and d128.cu in
@@ -32,8 +32,9 @@ from pathlib import Path
 
 import numpy as np
 
-from stof.bench.core.case import named_mask
-from stof.files import write_text
+from bench.core.case import named_mask
+from stof.bench.results import read
+from stof.files import strict_json, write_text
 from stof.mask.expression import MaskExpression
 from stof.mask.expression_nodes import Binary, Constant, K, Q
 from stof.runtime.library import LibraryError, Mask
@@ -168,7 +169,7 @@ def _dilation(mask: str) -> tuple[int, int] | None:
 
 def points_of(path: Path, head: int) -> Iterator[Point]:
     """The points of a file that have times of kernels."""
-    for record in json.loads(path.read_text()):
+    for record in read(path):
         shape = record["shape"]
         if shape["D"] != head:
             continue
@@ -189,13 +190,13 @@ def store(results: Sequence[Path], target: Path) -> None:
     """Keeps what of results is read here; a later one of a point takes the place of an earlier one."""
     kept = {}
     for path in results:
-        for record in json.loads(path.read_text()):
+        for record in read(path):
             if record.get("kernels", {}).get("each"):
                 machine = {k: record["machine"][k] for k in ("date", "device", "library")}
                 found = {k: record[k] for k in ("grid", "mask_name", "shape")} | {"machine": machine}
                 point = json.dumps([found[k] for k in ("grid", "mask_name", "shape")], sort_keys=True)
                 kept[point] = found | {"kernels": {"each": record["kernels"]["each"]}}
-    write_text("results", target, ["[" + ",\n ".join(json.dumps(record) for record in kept.values()) + "]"])
+    write_text("results", target, [strict_json.dumps_by_line(list(kept.values()))])
 
 
 class Planner:
@@ -405,7 +406,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     points = [p for path in arguments.results for p in points_of(path, arguments.head)]
     if not points:
         print(
-            "no point with times of kernels: stof-bench attention --device cuda --kernels makes them", file=sys.stderr
+            "no point with times of kernels: python -m bench attention --device cuda --kernels makes them",
+            file=sys.stderr,
         )
         return 1
     kernels = kernels_of(arguments.head)

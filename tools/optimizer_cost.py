@@ -95,8 +95,10 @@ def main() -> int:
                 flush=True,
             )
     if arguments.json:
+        from stof.files import strict_json
+
         result = {"machine": platform.machine(), "cores": os.cpu_count(), "scale": arguments.scale, "costs": found}
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+        arguments.json.write_text(strict_json.dumps_by_line(result) + "\n")
     return 0
 
 

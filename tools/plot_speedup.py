@@ -17,8 +17,9 @@ BAR_COLOR, TEXT, MUTED, GRID = "#2f6fb0", "#1f2328", "#59636e", "#d5dae0"
 
 
 def _records(name: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads((ROOT / "docs/results" / name).read_text())
-    return found
+    """The last record of each point."""
+    found = json.loads((ROOT / "docs/results" / name).read_text())
+    return list({json.dumps(record["key"]): record for record in found}.values())
 
 
 def panels() -> dict[str, list[tuple[str, float]]]:

@@ -50,8 +50,8 @@ end
 begin lint
 mypy &
 types=$!
-ruff check optimizer models tests tools examples
-ruff format --check optimizer models tests tools examples
+ruff check bench optimizer models tests tools examples
+ruff format --check bench optimizer models tests tools examples
 git ls-files -z '*.cc' '*.h' '*.cu' '*.cuh' | xargs -0 -n 100 -P 2 clang-format --dry-run --Werror
 wait $types
 end

@@ -224,7 +224,9 @@ def _check_time_option(options: Options, dry_run: bool) -> None:
     if not options.time:
         return
     if options.target != "cpu":
-        raise ArgumentError(f"--time measures on the CPU; for --target {options.target} use stof-bench")
+        raise ArgumentError(
+            f"--time measures on the CPU; for --target {options.target} time both models in your own program"
+        )
     if dry_run:
         raise ArgumentError("--time needs a model that is written; leave --dry-run and --explain out")
     if not has_onnxruntime():

@@ -247,8 +247,8 @@ def test_say_goes_nowhere_without_a_stream(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.fixture
 def bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
-    """``stof-bench``, its status and all that it says."""
-    from stof.bench.cli import main
+    """``python -m bench``, its status and all that it says."""
+    from bench.cli import main
 
     def run(*arguments: str) -> tuple[int, str]:
         status = main(list(arguments))
@@ -258,7 +258,7 @@ def bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., t
     return run
 
 
-def test_stof_bench_prints_names_as_text(bench: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
+def test_benchmarks_print_names_as_text(bench: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
     found, results = tmp_path / "found", tmp_path / "results"
     found.mkdir()
     (found / "a\x1b[31m\n\udcff.json").write_text('[{"key": [1]}]')

@@ -12,8 +12,8 @@ import pytest
 
 import bigbird
 import build
-from stof.bench.core.case import named_mask
-from stof.bench.gpu import torch_compile as compiled
+from bench.core.case import named_mask
+from bench.gpu import torch_compile as compiled
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")

@@ -13,13 +13,14 @@ import onnx
 import pytest
 from numpy_decoder import read_weights, run_decoder
 
-from stof.bench.cli import main
-from stof.bench.decoder.devices import HostDevice
-from stof.bench.decoder.graph import Decoder, DecoderShape, build_decoder
-from stof.bench.decoder.measure_decoder import DecoderPlan, describe_record, measure_decoder, summarize
-from stof.bench.decoder.run import plan_of
-from stof.bench.decoder.steps import Caches, DecoderStep, DecoderTensors
-from stof.bench.decoder.variants import (
+from bench.cli import main
+from bench.decoder.build_decoder import build_decoder
+from bench.decoder.devices import HostDevice
+from bench.decoder.graph import Decoder, DecoderShape
+from bench.decoder.measure_decoder import DecoderPlan, describe_record, measure_decoder, summarize
+from bench.decoder.run import plan_of
+from bench.decoder.steps import Caches, DecoderStep, DecoderTensors
+from bench.decoder.variants import (
     CACHED,
     VARIANTS,
     cache_bytes_read,
@@ -251,7 +252,7 @@ def test_plan_holds_larger_batches_as_far_as_caches_fit() -> None:
 def test_command_stores_records_of_prepared_graphs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stof.bench.core.measure.pin", lambda threads: None)  # this process runs other tests, too
+    monkeypatch.setattr("stof.bench.measure.pin", lambda threads: None)  # this process runs other tests, too
     prepared, results = tmp_path / "prepared", tmp_path / "results"
     asked = ["decoder", "--lengths", "96", "--prompt", "64", "--batches", "1", "--rounds", "1", "--threads", "1"]
     asked += ["--variants", "gqa", "stof", "--prepared", str(prepared)]

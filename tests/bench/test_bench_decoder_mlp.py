@@ -13,15 +13,16 @@ import numpy as np
 import pytest
 from numpy_decoder import read_weights, run_decoder
 
-from stof.bench.cli import main
-from stof.bench.decoder import mlp_decoder, mlp_memory, mlp_models
-from stof.bench.decoder.devices import HostDevice
-from stof.bench.decoder.graph import DecoderShape, build_decoder
-from stof.bench.decoder.mlp_bytes import bounds, idle_bytes
-from stof.bench.decoder.mlp_form import IDLE_BIAS, MlpForm, gate_bias
-from stof.bench.decoder.mlp_models import MODELS, VARIANTS, MlpDecoderModel, shape_of
-from stof.bench.decoder.steps import Caches, DecoderStep, DecoderTensors
-from stof.bench.decoder.variants import write_weights
+from bench.cli import main
+from bench.decoder import mlp_decoder, mlp_memory, mlp_models
+from bench.decoder.build_decoder import build_decoder
+from bench.decoder.devices import HostDevice
+from bench.decoder.graph import DecoderShape
+from bench.decoder.mlp_bytes import bounds, idle_bytes
+from bench.decoder.mlp_form import IDLE_BIAS, MlpForm, gate_bias
+from bench.decoder.mlp_models import MODELS, VARIANTS, MlpDecoderModel, shape_of
+from bench.decoder.steps import Caches, DecoderStep, DecoderTensors
+from bench.decoder.variants import write_weights
 
 SHAPE = DecoderShape(64, 4, 2, 16, 96, 24, 2, 64, "float32")
 FORMS = {
@@ -142,7 +143,7 @@ def test_models_have_a_share_that_is_possible() -> None:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """A read rate that nothing is measured for, short prompts, and models that run at once."""
     monkeypatch.setattr(HostDevice, "read_rate", lambda self: 1e9)
-    monkeypatch.setattr("stof.bench.core.measure.pin", lambda threads: None)  # this process runs other tests, too
+    monkeypatch.setattr("stof.bench.measure.pin", lambda threads: None)  # this process runs other tests, too
     monkeypatch.setattr(mlp_decoder, "PROMPTS", (16,))
     monkeypatch.setattr(mlp_decoder, "CONTEXT", 20)
     shape = DecoderShape(32, 2, 1, 16, 256, 40, 1, 64, "float32")
@@ -179,7 +180,7 @@ def run_command(folder: Path, *arguments: str) -> tuple[int, list[dict[str, Any]
 def test_records_have_every_field(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, (record,) = run_command(tmp_path, "--models", "tiny", "--idle", "0.4")
     assert status == 0
-    assert set(record) == FIELDS
+    assert set(record) == {*FIELDS, "run"}
     names = [v.name for v in VARIANTS]
     assert record["key"] == ["tiny", "float32", 1, 0.1, 0.4, 1]
     assert not record["missing"]

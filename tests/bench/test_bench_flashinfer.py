@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stof.bench.core.candidate import Unavailable
-from stof.bench.gpu import cases
-from stof.bench.gpu.baselines_flashinfer import PAGE, flashinfer_decode
-from stof.bench.gpu.candidates import find
-from stof.bench.gpu.problem import GpuProblem
+from bench.core.candidate import Unavailable
+from bench.gpu import cases
+from bench.gpu.baselines_flashinfer import PAGE, flashinfer_decode
+from bench.gpu.candidates import find
+from bench.gpu.problem import GpuProblem
 
 torch = pytest.importorskip("torch")
 

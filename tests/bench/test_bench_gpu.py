@@ -17,21 +17,21 @@ import onnxruntime as ort
 import pytest
 
 import stof
-from stof.bench.core.candidate import Unavailable
-from stof.bench.core.case import AttentionCase, named_mask
-from stof.bench.core.drawn_feeds import draw_static_feeds
-from stof.bench.gpu import cases, models, run, summary, tables, trace, variants
-from stof.bench.gpu import worker_pool as pool
-from stof.bench.gpu.device_runner import window
+from bench.core.candidate import Unavailable
+from bench.core.case import AttentionCase, named_mask
+from bench.gpu import cases, models, run, summary, tables, trace, variants
+from bench.gpu import worker_pool as pool
+from bench.gpu.device_runner import window
+from stof.bench.drawn_feeds import draw_static_feeds
 from stof.execution.upcast import widen
 from stof.runtime.cuda import CudaOp, DeviceTensor
 from stof.runtime.library import LibraryError, Mask, build_info
 
 torch = pytest.importorskip("torch")
 
-from stof.bench.gpu import baselines_jit, baselines_sparse, baselines_torch  # noqa: E402
-from stof.bench.gpu.device_runner import DeviceRunner  # noqa: E402
-from stof.bench.gpu.problem import GpuProblem  # noqa: E402
+from bench.gpu import baselines_jit, baselines_sparse, baselines_torch  # noqa: E402
+from bench.gpu.device_runner import DeviceRunner  # noqa: E402
+from bench.gpu.problem import GpuProblem  # noqa: E402
 
 
 def numpy_mask(case: AttentionCase) -> np.ndarray:
@@ -164,7 +164,7 @@ def test_grids() -> None:
     assert len(list(cases.grid("long"))) == 8 * 5 * 2
     assert len(list(cases.grid("decode"))) == 3 * 8
     assert len(list(cases.grid("cached"))) == 27 + 22
-    assert len(list(cases.grid("s2"))) == 7 * 4 + 11
+    assert len(list(cases.grid("s2"))) == 7 * 4 + 13
     assert max(4 * c.B * c.G * c.T * c.D for c in cases.grid("cached")) < 31e9
     assert {c.T for c in cases.grid("cached", ["causal-1024"], batches=[64])} == {8192, 16384, 114688}
     assert {str(c) for c in cases.grid("paper", ["causal"], [512], [8])} == {"paper causal B8 H12 S512 D64 fp16"}

@@ -13,13 +13,13 @@ from typing import Any, ClassVar
 
 import pytest
 
-from stof.bench.cli import main
-from stof.bench.core.candidate import Candidate
-from stof.bench.core.case import AttentionCase
-from stof.bench.core.results import merge, read, store_all
-from stof.bench.gpu import candidates, cases, point, run, tables, timing
-from stof.bench.gpu.device_runner import DeviceRunner, runner_of
-from stof.bench.gpu.problem import GpuProblem
+from bench.cli import main
+from bench.core.candidate import Candidate
+from bench.core.case import AttentionCase
+from bench.gpu import candidates, cases, point, run, tables, timing
+from bench.gpu.device_runner import DeviceRunner, runner_of
+from bench.gpu.problem import GpuProblem
+from stof.bench.results import merge, read, store_all
 
 torch = pytest.importorskip("torch")
 
@@ -112,7 +112,7 @@ def test_point_of_a_cache(device: None) -> None:
         attend = torch.nn.functional.scaled_dot_product_attention
         return runner_of(problem, "BHSD", lambda q, k, v: attend(q, k, v, enable_gqa=True))
 
-    made = point.Point(case, [Candidate("sdpa", "torch SDPA", build)], Stream())
+    made = point.GpuPoint(case, [Candidate("sdpa", "torch SDPA", build)], Stream())
     record = run._complete(made.measure(rounds=2), [anchors(8.0)])
     row = record["peers"]["sdpa"]
     assert row["error"] < 1e-2
@@ -124,7 +124,7 @@ def test_point_of_a_cache(device: None) -> None:
 def test_point(device: None, tmp_path: Path) -> None:
     case = small()
     peers = candidates.find(["torch-math", "ort-mha", "torch-flash"], "paper")
-    made = point.Point(case, peers, Stream())
+    made = point.GpuPoint(case, peers, Stream())
     assert made.rows["torch-math"]["error"] < 1e-3
     assert "missing" in made.rows["ort-mha"]  # no CUDA provider here
     assert made.problem.sets() is not None
@@ -152,11 +152,11 @@ def test_bits(device: None) -> None:
     (math,) = candidates.find(["torch-math"], "paper")
     peers = [dataclasses.replace(math, name="stof"), math]
     case = dataclasses.replace(next(cases.grid("bits")), H=1, G=1, S=256, T=256)
-    record = point.Point(case, peers, Stream()).measure(rounds=1)
+    record = point.GpuPoint(case, peers, Stream()).measure(rounds=1)
     assert set(record["bits"]) == {"stof_us", "dense_us"}
     assert set(record["bits"]["dense_us"]) == {"stof"}
     assert "full_tiles" not in record
-    other = point.Point(dataclasses.replace(case, grid="paper"), peers, Stream()).measure(rounds=1)
+    other = point.GpuPoint(dataclasses.replace(case, grid="paper"), peers, Stream()).measure(rounds=1)
     assert "bits" not in other
 
 
@@ -182,7 +182,7 @@ def test_merge(tmp_path: Path) -> None:
 def test_capture_fails(device: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A candidate that cannot be captured is listed, and the others are timed."""
     case = small()
-    made = point.Point(case, candidates.find(["torch-math"], "paper"), Stream())
+    made = point.GpuPoint(case, candidates.find(["torch-math"], "paper"), Stream())
     begin = Graph.capture_begin
 
     def refuse(self: Graph, capture_error_mode: str) -> None:

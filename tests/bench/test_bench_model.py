@@ -19,10 +19,9 @@ import pytest
 from onnxruntime.quantization import quantize_dynamic
 
 import build
-from stof.bench import cli
-from stof.bench.core import measure
-from stof.bench.core.drawn_feeds import ModelFeeds, draw_static_feeds
-from stof.bench.cpu.models import compare, describe_gains
+from stof.bench import cli, measure
+from stof.bench.drawn_feeds import ModelFeeds, draw_static_feeds
+from stof.bench.model import compare, describe_gains
 from stof.errors import ArgumentError, ModelError
 from stof.verification.model_inputs import ModelInputs
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``stof-bench decode-genai`` with a runtime of its own: what is asked of it, and what becomes of the times."""
+"""``python -m bench decode-genai`` with a runtime of its own: what is asked of it, and what becomes of the times."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stof.bench import cli
-from stof.bench.core.results import store_all
-from stof.bench.cpu import decode_genai
-from stof.bench.cpu.tables import document
+from bench import cli
+from bench.cpu import decode_genai
+from bench.numbers_page import document
+from stof.bench.results import store_all
 
 
 class FakeGenerator:

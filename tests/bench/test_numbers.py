@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/reference/numbers.md is what ``stof-bench table`` writes from the stored results, and short."""
+"""docs/reference/numbers.md is what ``python -m bench table`` writes from the stored results, and short."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-from stof.bench.core.results import read, store_all
-from stof.bench.cpu.tables import document
-from stof.bench.gpu import tables
+from bench.gpu import tables
+from bench.numbers_page import document
+from stof.bench.results import read, store_all
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE = DOCS / "reference" / "numbers.md"

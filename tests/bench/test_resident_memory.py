@@ -17,7 +17,7 @@ from mlp_models import VOCABULARY, MlpForm, make_mlp_model
 from onnx import helper, numpy_helper
 
 import stof
-from stof.bench.core.resident_memory import drop_cached_pages, mapped_resident_bytes, resident_bytes
+from bench.core.resident_memory import drop_cached_pages, mapped_resident_bytes, resident_bytes
 from stof.errors import StofError
 from stof.options import Options
 
@@ -94,7 +94,7 @@ import sys
 import onnxruntime as ort
 import stof
 from pathlib import Path
-from stof.bench.core.resident_memory import drop_cached_pages, mapped_resident_bytes
+from bench.core.resident_memory import drop_cached_pages, mapped_resident_bytes
 drop_cached_pages(Path(sys.argv[2]))
 options = ort.SessionOptions()
 stof.register(options)

@@ -17,7 +17,7 @@ import pytest
 from onnx import TensorProto
 
 import stof
-from stof.bench.core import results
+from stof.bench import results
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(stof.__file__).parent.parent)}
 SIZE = 3 << 20  # bytes of the external data, of which the model's weight is the last part
@@ -289,7 +289,7 @@ STORE = """
 import fcntl
 import sys
 from pathlib import Path
-from stof.bench.core import results
+from stof.bench import results
 
 def before(owner, name, step):
     own = getattr(owner, name)
@@ -302,7 +302,7 @@ def before(owner, name, step):
     setattr(owner, name, first)
 
 if sys.argv[1] == "read":
-    before(results, "read", "read")
+    before(results, "read_runs", "read")
 if sys.argv[1] == "lock":
     before(fcntl, "flock", "lock")
 for i in range(10):

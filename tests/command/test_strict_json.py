@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from stof.attention.plan_entry import SitePlan
 from stof.attention.report import SiteReport, SiteSection
-from stof.bench.core import results
+from stof.bench import results
 from stof.errors import ArgumentError
 from stof.files import strict_json
 from stof.ops import PLAN_FORMATS
@@ -105,3 +105,13 @@ def test_results_of_benchmarks_are_json(tmp_path: Path) -> None:
     path.write_text('[{"key": [], "error": NaN}]')
     with pytest.raises(ValueError, match="NaN is no JSON number"):
         results.read(path)
+
+
+def test_an_item_a_line() -> None:
+    """Lines are items of a list, and fields; what they hold is compact. A list of objects has lines wherever it is a field."""
+    value = {"b": [1, 2], "a": {"rows": [{"x": math.inf, "y": [1]}, {}], "n": 1}, "c": {"n": {"m": 2}}}
+    text = strict_json.dumps_by_line(value)
+    assert text == '{\n"b":[1,2],\n"a":{\n"rows":[\n{"x":"inf","y":[1]},\n{}\n],\n"n":1\n},\n"c":{"n":{"m":2}}\n}'
+    assert strict_json.loads(text, restore_numbers=True) == value
+    assert strict_json.dumps_by_line([{"b": 1, "a": [{"c": 2}]}], sort_keys=True) == '[\n{"a":[{"c":2}],"b":1}\n]'
+    assert [strict_json.dumps_by_line(x) for x in ([], {}, "é", 1)] == ["[]", "{}", '"\\u00e9"', "1"]

@@ -2,7 +2,7 @@
 """Times of a decoder's step in ONNX Runtime's CUDA provider: 16 StofCachedAttention nodes in one session beside 16 of
 the runtime's GroupQueryAttention, with and without graph capture; IO binding, caches in place.
 
-``python tests/cuda/time_cached_layers.py`` with onnxruntime-gpu, torch and ``STOF_LIBRARY``.
+``PYTHONPATH=. python tests/cuda/time_cached_layers.py`` with onnxruntime-gpu, torch and ``STOF_LIBRARY``.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from onnx import TensorProto, helper
 from ort_models import ELEMENTS, session
 
 import stof
-from stof.bench.gpu.cases import CACHED_MASKS, CACHED_SHAPES
+from bench.gpu.cases import CACHED_MASKS, CACHED_SHAPES
+from stof.files import strict_json
 
 LAYERS = 16
-# B, H, G, T, D: the grid `cached` of stof-bench, and batches of small models, whose steps the host's time limits.
+# B, H, G, T, D: the grid `cached` of ``bench/``, and batches of small models, whose steps the host's time limits.
 SHAPES = (*CACHED_SHAPES, (16, 16, 2, 6000, 64), (4, 14, 2, 2048, 64), (16, 8, 8, 1024, 64))
 WINDOW = 1024
 _CACHE_BYTES = 48 << 30  # of all layers; layers share caches beyond it
@@ -222,7 +223,7 @@ def main() -> int:
         torch.cuda.empty_cache()
     if arguments.results is not None:
         machine = {"device": torch.cuda.get_device_name(), "onnxruntime": ort.__version__, "library": stof.build_info()}
-        text = json.dumps({"machine": machine, "layers": LAYERS, "rows": rows}, indent=1)
+        text = strict_json.dumps_by_line({"machine": machine, "layers": LAYERS, "rows": rows})
         arguments.results.write_text(text + "\n")
     return 0
 

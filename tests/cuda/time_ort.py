@@ -21,6 +21,7 @@ from ort_models import TYPES, Bound, bind, on_device, outputs, queries
 
 import stof
 from stof.attention.checks.reference import Problem, random_problem
+from stof.files import strict_json
 
 # What a node takes is a fourth of what five take more than one: of a run of one nobody can say which part of it is the
 # runtime's, and a profiler's traces have gaps between kernels that runs have not.
@@ -170,7 +171,7 @@ def measure() -> list[dict[str, Any]]:
 def write(rows: list[dict[str, Any]], path: Path) -> None:
     """Writes the rows with what made them."""
     machine = {"device": torch.cuda.get_device_name(), "onnxruntime": ort.__version__, "library": stof.build_info()}
-    path.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+    path.write_text(strict_json.dumps_by_line({"machine": machine, "rows": rows}) + "\n")
 
 
 def main() -> int:

@@ -18,7 +18,7 @@ from stof.errors import ArgumentError
 from stof.verification import model_times
 
 ROOT = Path(__file__).resolve().parents[2]
-OTHERS = ("README.md", "examples/README.md", "docs/design/benchmarks.md", "CONTRIBUTING.md")
+OTHERS = ("README.md", "examples/README.md", "CONTRIBUTING.md")
 PAGES = [*sorted((ROOT / "docs/guide").glob("*.md")), *(ROOT / name for name in OTHERS)]
 HERE = [page for page in PAGES if page.stem != "pytorch"]
 

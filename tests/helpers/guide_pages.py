@@ -33,6 +33,7 @@ from typing import Any
 import stof.bench.cli
 import stof.cli
 import stof.tensorrt.cli
+from bench.options import make_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], Callable[[], argparse.ArgumentParser]]] = {
@@ -229,6 +230,8 @@ def _check_command(words: list[str], place: str) -> None:
         )
     elif name == "python" and arguments[0] == "-m":
         assert importlib.util.find_spec(arguments[1]), f"{place}: {arguments[1]}"
+        if arguments[1] == "bench":
+            make_parser().parse_args(arguments[2:])
     elif (name == "python" and arguments[0] != "-c") or name == "bash":
         assert (ROOT / arguments[0]).is_file(), f"{place}: {arguments[0]}"
     elif name == "cmake" and arguments[:1] == ["--preset"]:

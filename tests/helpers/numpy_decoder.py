@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decoders of stof-bench in NumPy, fp64: what their graphs are compared with."""
+"""The decoders of ``bench/`` in NumPy, fp64: what their graphs are compared with."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from statistics import NormalDist
 
 import numpy as np
 
-from stof.bench.decoder.graph import WEIGHTS, Decoder, DecoderShape
-from stof.bench.decoder.mlp_form import MlpForm
+from bench.decoder.graph import WEIGHTS, Decoder, DecoderShape
+from bench.decoder.mlp_form import MlpForm
 
 Weights = dict[str, np.ndarray]
 

@@ -16,7 +16,8 @@ from mlp_models import VOCABULARY, MlpForm, make_mlp_model
 from onnx import TensorProto
 
 import stof
-from stof.bench.cpu.sparse_mlp import SMALL_SIZES, rank, sizes_of
+from bench.cpu.sparse_mlp import SMALL_SIZES, rank, sizes_of
+from stof.bench.results import read
 from stof.options import Options
 from stof.sparse_mlp.cost import (
     estimate_gain,
@@ -35,7 +36,7 @@ FORMS: dict[str, dict[str, bool]] = {
 
 
 def make_site(size: int, *, gated: bool = False, bits: int = 0, level: int = 4, predicted: bool = False) -> MlpSite:
-    """A site with as many neurons as ``stof-bench sparse-mlp`` has: 4 K, gated 8 K / 3."""
+    """A site with as many neurons as ``python -m bench sparse-mlp`` has: 4 K, gated 8 K / 3."""
     neurons = round(8 * size / 3 / 32) * 32 if gated else 4 * size
     quantization = Quantization(bits, 32, "scales", accuracy_level=level) if bits else None
     inner = MlpWeight("w", size, neurons, False, quantization=quantization)
@@ -61,7 +62,7 @@ SURELY_SLOWER, SURELY_FASTER = 0.95, 1.15
 
 def measured_points() -> list[dict[str, Any]]:
     """Timed points of small MLPs with one token and one thread."""
-    records = json.loads((ROOT / "docs/results/xeon/sparse-mlp-cpu.json").read_text())
+    records = read(ROOT / "docs/results/xeon/sparse-mlp-cpu.json")
     return [r for r in records if r["key"][0] in SMALL_SIZES and r["key"][3] == 1 and r["key"][5] == 1]
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import runpy
@@ -14,7 +15,9 @@ from pathlib import Path
 import pytest
 
 import stof
+from bench.options import make_parser
 from stof import Options, cli, plan
+from stof.bench import cli as bench_cli
 from stof.cached_attention.report import CacheReport
 from stof.ops import PLAN_FORMATS
 from stof.prompts.loss import Bucket, Loss
@@ -32,7 +35,7 @@ PAGES = sorted(
         *(ROOT / room / "README.md" for room in ("examples", "models", "tests")),
     ]
 )
-SOURCE_ROOMS = ("optimizer", "plugins", "cpu", "cuda", "tests", "tools", "models")
+SOURCE_ROOMS = ("bench", "optimizer", "plugins", "cpu", "cuda", "tests", "tools", "models")
 SOURCE_SUFFIXES = {".py", ".cc", ".h", ".cu", ".cuh", ".sh"}
 
 LINK = re.compile(r"!?\[[^\]\[]*\]\(([^)\s]+)\)")
@@ -121,6 +124,31 @@ def test_options_are_those_of_the_parser() -> None:
     parser = {o for action in cli._parser()._actions for o in action.option_strings if o.startswith("--")}
     assert set(OPTION.findall(listed)) == parser
     assert set(OPTION.findall(text)) <= parser
+
+
+def commands_of(parser: argparse.ArgumentParser) -> dict[str, set[str]]:
+    """The long options of each command of a parser."""
+    (commands,) = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    return {
+        name: {o for a in command._actions for o in a.option_strings if o.startswith("--")} - {"--help"}
+        for name, command in commands.choices.items()
+    }
+
+
+def test_options_of_benchmarks_are_those_of_the_parsers() -> None:
+    """Those of a model stand in one guide, those of the comparisons in the other, by command and with a meaning."""
+    (of_model,) = commands_of(bench_cli._parser()).values()
+    page = (ROOT / "docs/guide/benchmarks.md").read_text()
+    table = page[page.index("| option | what it sets |") : page.index("* **Inputs**")]
+    assert set(OPTION.findall(table)) == of_model
+    commands = commands_of(make_parser())
+    page = (ROOT / "docs/guide/comparisons.md").read_text()
+    listed = page[page.index("## Options of every command") :]
+    rows = {name: set(OPTION.findall(row)) for name, row in re.findall(r"^\| `([\w-]+)` \|(.*)$", listed, re.MULTILINE)}
+    assert {name: rows[name] | (of_model if name == "model" else set()) for name in commands} == commands
+    explained = set(OPTION.findall(listed[: listed.index("| command |")]))
+    explained |= set(OPTION.findall(listed[listed.index("| option |") :]))
+    assert explained - {"--help"} == set().union(*rows.values())
 
 
 def test_environment_variables_are_those_of_the_sources() -> None:

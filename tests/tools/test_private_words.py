@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 LIST = "tools/private_words.txt"
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
-SEARCHED = ("optimizer", "cuda", "cpu", "plugins", "tests", "tools", ":(glob)models/*.py", "docs", *PAGES)
+SEARCHED = ("bench", "optimizer", "cuda", "cpu", "plugins", "tests", "tools", ":(glob)models/*.py", "docs", *PAGES)
 LEFT_OUT = (LIST, "docs/results/")
 GLOSSARY = "docs/design/architecture.md"
 QUOTED = re.compile(r'"[^"]*"|“[^”]*”')

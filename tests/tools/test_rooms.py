@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+PYTHON = ("optimizer/stof/*.py", "bench/*.py")
 MOST_FILES = 25  # in a folder of sources
 MOST_LINES = 500  # in a file without a reason in its first lines
 
@@ -28,21 +29,30 @@ def tracked(*patterns: str) -> list[Path]:
 
 
 def python_room(module: str) -> str:
-    """A package below ``stof``, or a module that lies there itself."""
-    return module.split(".")[1] if "." in module else module
+    """A package or module below ``stof``; below the clone's ``bench``, with that before its name: ``bench/cpu``."""
+    top, _, inner = module.partition(".")
+    own = inner.split(".")[0]
+    return (f"{top}/{own}" if top == "bench" else own) if inner else module
+
+
+def python_module(path: Path) -> str:
+    """The name by which a source is imported."""
+    return ".".join(path.with_suffix("").parts).removeprefix("optimizer.")
 
 
 def python_edges() -> Edges:
     edges: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for path in tracked("optimizer/stof/*.py"):
-        module = ".".join(path.with_suffix("").parts[1:])
+    for path in tracked(*PYTHON):
+        module = python_module(path)
         for node in ast.walk(ast.parse((ROOT / path).read_text())):
-            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("stof"):
+            package = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+            if not isinstance(node, ast.ImportFrom) or package.split(".")[0] not in ("stof", "bench"):
                 continue
             for name in node.names:
-                inner = f"{node.module}.{name.name}"
-                is_module = (ROOT / "optimizer" / Path(*inner.split("."))).with_suffix(".py").is_file()
-                target = python_room(inner if is_module or node.module == "stof" else str(node.module))
+                inner = f"{package}.{name.name}"
+                folder = ROOT if package.startswith("bench") else ROOT / "optimizer"
+                is_module = (folder / Path(*inner.split("."))).with_suffix(".py").is_file()
+                target = python_room(inner if is_module or "." not in package else package)
                 if target != python_room(module):
                     edges[python_room(module)][target].append(f"{path}:{node.lineno} imports {inner}")
     return edges
@@ -91,7 +101,8 @@ def test_a_circle_is_seen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("edges", "folders"), [(python_edges, "optimizer/stof/*/*.py"), (native_edges, "c*/* plugins/*")]
+    ("edges", "folders"),
+    [(python_edges, "optimizer/stof/*/*.py bench/*/*.py"), (native_edges, "c*/* plugins/*")],
 )
 def test_the_order_of_imports_is_that_of_the_page(edges: object, folders: str) -> None:
     """The page had missed new packages; each is in a line, and imports what stands left of it."""
@@ -112,14 +123,23 @@ def test_the_order_of_imports_is_that_of_the_page(edges: object, folders: str) -
     ]
     assert not wrong
     paths = [p for p in tracked(*folders.split()) if p.suffix in (".py", ".cc", ".h", ".cu", ".cuh")]
-    names = {python_room(".".join(p.parts[1:])) if p.suffix == ".py" else native_room(p) for p in paths}
+    names = {python_room(python_module(p)) if p.suffix == ".py" else native_room(p) for p in paths}
     folders_of_sources = {name for name in names if any((ROOT / top / name).is_dir() for top in ("", "optimizer/stof"))}
     assert len(folders_of_sources) > 10
     assert folders_of_sources - {name for rank in ranks for name in rank} == set()
 
 
+def test_the_product_knows_nothing_of_the_comparisons() -> None:
+    """The wheel does not carry ``bench/``."""
+    found = python_edges()
+    product = {room: others for room, others in found.items() if not room.startswith("bench/")}
+    assert len(product) < len(found)
+    lines = [line for others in product.values() for o in others if o.startswith("bench/") for line in others[o]]
+    assert not lines
+
+
 def test_folders_are_small() -> None:
-    files = tracked("optimizer", "cuda", "cpu", "plugins", "tests", "models/*.py", "tools")
+    files = tracked("bench", "optimizer", "cuda", "cpu", "plugins", "tests", "models/*.py", "tools")
     counts: dict[str, int] = defaultdict(int)
     for path in files:
         counts[str(path.parent)] += 1
@@ -137,7 +157,7 @@ def class_names(paths: Iterable[Path]) -> dict[str, list[str]]:
 
 
 def test_a_class_name_exists_once() -> None:
-    found = class_names(tracked("optimizer/stof/*.py"))
+    found = class_names(tracked(*PYTHON))
     assert not {name: places for name, places in found.items() if len(places) > 1}
 
 
@@ -173,7 +193,9 @@ def test_a_native_type_name_exists_once() -> None:
 
 
 def test_long_files_say_why() -> None:
-    sources = tracked("optimizer/*.py", "cuda", "cpu", "plugins", "tests/*.py", "tests/*.cc", "tests/*.h", "tools")
+    sources = tracked(
+        "bench/*.py", "optimizer/*.py", "cuda", "cpu", "plugins", "tests/*.py", "tests/*.cc", "tests/*.h", "tools"
+    )
     unexplained = {}
     for path in sources:
         lines = (ROOT / path).read_text().split("\n")

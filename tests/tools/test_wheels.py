@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,23 @@ def test_the_cuda_distribution_differs_in_name_and_kernels_alone() -> None:
     }
     assert cpu["project/name"] == "stof-onnx"
     assert cpu["tool/scikit-build/cmake/define/STOF_CUDA"] == "OFF"
+
+
+def test_wheels_carry_the_package_alone(tmp_path: Path) -> None:
+    """Comparisons with peers (``bench/``) run from a clone; test_rooms.py shows that the package imports none of them."""
+    pytest.importorskip("scikit_build_core")
+    for text in (TEXT, PROJECT["convert"](TEXT)):
+        assert tomllib.loads(text)["tool"]["scikit-build"]["wheel"]["packages"] == ["optimizer/stof"]
+    settings = {"wheel.cmake": "false", "build-dir": str(tmp_path / "build")}  # nothing is compiled
+    script = f"from scikit_build_core.build import build_wheel; build_wheel({str(tmp_path)!r}, {settings!r})"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if name.endswith(".py")]
+    assert {name.split("/")[0] for name in names} == {"stof"}
+    assert "stof/bench/model.py" in names
+    assert not [name for name in names if name.startswith(("stof/bench/gpu", "stof/bench/cpu", "stof/bench/decoder"))]
 
 
 @pytest.mark.parametrize("change", list(PROJECT["CHANGES"]))

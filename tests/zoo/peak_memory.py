@@ -21,6 +21,8 @@ from pathlib import Path
 import onnx
 from zoo_inputs import filled, names
 
+from stof.files import strict_json
+
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results" / "zoo-memory.json"
 MOST_MB = 4096.0
 _EVERY = 0.02  # seconds between two looks at the processes
@@ -83,7 +85,7 @@ def main() -> int:
             found[name] = measure([sys.executable, "-m", "stof.cli", str(model), "-o", str(written)])
             print(f"{name}: {found[name]}", flush=True)
             ordered = {n: asdict(found[n]) for n in names() if n in found}
-            arguments.output.write_text(json.dumps(ordered, indent=1) + "\n")
+            arguments.output.write_text(strict_json.dumps_by_line(ordered) + "\n")
     bad = {n: c for n, c in found.items() if c.status or c.peak_mb > MOST_MB}
     print(f"{len(found)} graphs, {len(bad)} fail or take more than {MOST_MB:g} MiB: {bad}")
     return int(bool(bad))

@@ -24,6 +24,7 @@ from zoo_inputs import build, filled, names
 
 import stof
 import stof.errors
+from stof.files import strict_json
 from stof.options import Options
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
@@ -51,7 +52,7 @@ def read_rows() -> dict[str, Row]:
 
 def write_rows(rows: dict[str, Row]) -> str:
     """The rows as the text of the results."""
-    return json.dumps({name: asdict(r) for name, r in rows.items()}, indent=1, ensure_ascii=False) + "\n"
+    return strict_json.dumps_by_line({name: asdict(r) for name, r in rows.items()}) + "\n"
 
 
 def row(name: str, folder: Path) -> Row:

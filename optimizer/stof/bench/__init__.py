@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``stof-bench``: attention, models and sites timed beside their baselines (docs/design/benchmarks.md)."""
+"""``stof-bench model``: times a user's model before and after stof-optimize. The top-level ``bench/`` compares with peers."""

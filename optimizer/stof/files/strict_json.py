@@ -14,7 +14,12 @@ _NUMBERS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def dumps(
-    value: Any, *, indent: int | None = None, sort_keys: bool = False, default: Callable[[Any], Any] | None = None
+    value: Any,
+    *,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+    default: Callable[[Any], Any] | None = None,
 ) -> str:
     r"""A value as strict JSON in ASCII. Numbers that JSON has not are the strings "nan", "inf" and "-inf".
 
@@ -23,11 +28,40 @@ def dumps(
     text = json.dumps(
         _strict(value),
         indent=indent,
+        separators=separators,
         sort_keys=sort_keys,
         default=lambda v: _strict(_other(v, default)),
         allow_nan=False,
     )
     return text.replace("\x7f", "\\u007f")  # the one control character that json leaves in a string
+
+
+def dumps_by_line(value: Any, *, sort_keys: bool = False) -> str:
+    """As :func:`dumps`, compact, with a line for each item of a list and each field of an object.
+
+    What an item holds stands on its line. Fields of a field have lines where one of them is a list of objects.
+    """
+
+    def compact(part: Any) -> str:
+        return dumps(part, separators=(",", ":"), sort_keys=sort_keys)
+
+    def by_line(part: Any) -> str:
+        if isinstance(part, dict):
+            names = sorted(part) if sort_keys else list(part)
+            return "{\n" + ",\n".join(f"{compact(name)}:{field(part[name])}" for name in names) + "\n}"
+        return "[\n" + ",\n".join(compact(item) for item in part) + "\n]"
+
+    def field(part: Any) -> str:
+        return by_line(part) if _has_table(part) else compact(part)
+
+    return by_line(value) if isinstance(value, dict | list | tuple) and value else compact(value)
+
+
+def _has_table(value: Any) -> bool:
+    """Whether a value is a list of objects, or an object that has one."""
+    if isinstance(value, dict):
+        return any(_has_table(part) for part in value.values())
+    return isinstance(value, list | tuple) and any(isinstance(item, dict) for item in value)
 
 
 def quoted(value: object) -> str:

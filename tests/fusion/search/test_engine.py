@@ -12,7 +12,7 @@ from functools import lru_cache
 import pytest
 
 import build
-from stof.bench.cpu.search import GRAPHS, MOST, cut_regions
+from bench.cpu.search import GRAPHS, MOST, cut_regions
 from stof.execution.case import Case, Padding
 from stof.execution.inputs import InputMaker
 from stof.fusion.fusion_graph import FusionGraph
@@ -26,7 +26,7 @@ CHOSEN = GRAPHS if os.environ.get("STOF_TEST_ALL") == "1" else GRAPHS[::3]
 
 @lru_cache(maxsize=1)
 def sites() -> list[tuple[SegmentedRegion, SchemeSpace, dict[str, int]]]:
-    """The spaces that stof-bench search enumerates."""
+    """The spaces that python -m bench search enumerates."""
     found = []
     for name in CHOSEN:
         graph = FusionGraph(build.load_graph(name), Symbolic(build.load_graph(name)))

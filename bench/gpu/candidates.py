@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The candidates of the GPU grids, by name."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from bench.core.candidate import Candidate, Unavailable, require, select
+from bench.gpu import baselines_flashinfer, baselines_jit, baselines_ort, baselines_sparse, baselines_torch, cached
+from bench.gpu.cached import on_device
+from bench.gpu.cases import GRIDS
+from bench.gpu.device_runner import DeviceRunner, GpuCandidate
+from bench.gpu.problem import GpuProblem
+from stof.installation import CUDA, how_to_add
+from stof.runtime.cuda import CudaOp, kernel_names
+from stof.runtime.library import build_info
+
+_WORKSPACE = 1 << 30  # bytes
+_FEW_QUERIES = 16  # up to that many, the decode kernel runs
+_FULL_ROWS = 0.1  # density of elements above which the row-wise kernel is not timed
+
+
+@functools.cache
+def _workspace() -> Any:
+    """Device memory that all calls share: they follow each other on one stream."""
+    torch: Any = require("torch")
+    return torch.empty(_WORKSPACE, dtype=torch.uint8, device="cuda")
+
+
+def stof_alone(problem: GpuProblem, stream: Any, kernel: str = "") -> DeviceRunner:
+    """The library through its C ABI, by a named kernel or by the one that its selector takes."""
+    if problem.case.grid == "cached" or (problem.case.grid == "s2" and problem.case.S == 1):
+        return cached.stof_cached(problem, _workspace(), stream)
+    if "cuda" not in build_info()["backends"]:
+        raise Unavailable(f"this build of the library has no CUDA kernels; {how_to_add(CUDA)}")
+    case, torch = problem.case, problem.torch
+    tables = [case.tables[name] for name in sorted(case.tables)]
+    op = CudaOp(
+        "StofAttention",
+        baselines_ort.attributes(problem) | {"kernel": kernel},
+        3 + len(tables),
+        dict(enumerate(tables, 3)),
+    )
+    workspace = _workspace()
+    calls: list[Any] = []
+    outputs: list[Any] = []
+
+    def bind() -> None:
+        release()
+        for given in problem.sets():
+            outputs.append(torch.full_like(given[0], float("nan")))
+            inputs = [on_device(t) for t in given]
+            calls.append(op.bind(inputs, [on_device(outputs[-1])], stream.cuda_stream, on_device(workspace)))
+
+    def release() -> None:
+        calls.clear()
+        outputs.clear()
+
+    return DeviceRunner(lambda i: calls[i](), lambda: outputs[0], bind, release, keep=(op,))
+
+
+def each_kernel(problem: GpuProblem, stream: Any) -> list[tuple[str, DeviceRunner]]:
+    """A runner for every kernel that the selector could take; none for few queries, which have a kernel of their own."""
+    case = problem.case
+    if case.S <= _FEW_QUERIES or "cuda" not in build_info()["backends"]:
+        return []
+    names = kernel_names(case.D, baselines_ort.ELEMENT[case.dtype])
+    if problem.density.element > _FULL_ROWS:
+        # One query after the other: a hundred times slower there.
+        names = [name for name in names if name != "rows"]
+    return [(name, stof_alone(problem, stream, name)) for name in names]
+
+
+_USUAL = ("paper", "long", "decode")
+_DENSE_GRIDS = tuple(g for g in GRIDS if g != "s2")  # there they run dense
+CANDIDATES: tuple[GpuCandidate, ...] = (
+    Candidate("stof", "stof", stof_alone, GRIDS),
+    Candidate("stof-ort", "stof in ONNX Runtime", baselines_ort.stof_in_ort, _USUAL),
+    Candidate("torch-cudnn", "torch SDPA, cuDNN", baselines_torch.cudnn, _DENSE_GRIDS),
+    Candidate("torch-flash", "torch FlashAttention 2", baselines_torch.flash, _DENSE_GRIDS),
+    Candidate("torch-efficient", "torch SDPA, memory-efficient + mask", baselines_torch.efficient, _USUAL),
+    Candidate("torch-math", "torch SDPA, math + mask", baselines_torch.math, ("paper",)),
+    Candidate(
+        "torch-flex", "torch FlexAttention, compiled", baselines_torch.flex, tuple(g for g in GRIDS if g != "cached")
+    ),
+    Candidate("flash-4", "FlashAttention 4", baselines_jit.flash4, ("masks", "paper", "long")),
+    Candidate(
+        "flash-4-blocks", "FlashAttention 4, blocks and a mask function", baselines_jit.flash4_blocks, ("masks",)
+    ),
+    Candidate("cudnn-flex", "cuDNN flex attention", baselines_jit.cudnn_flex, ("masks", "paper", "long")),
+    Candidate("ort-mha", "ONNX Runtime MultiHeadAttention + bias", baselines_ort.multi_head, ("paper", "long")),
+    Candidate("ort-gqa", "ONNX Runtime GroupQueryAttention", baselines_ort.group_query, (*_USUAL, "cached")),
+    Candidate("flashinfer", "FlashInfer decode", baselines_flashinfer.flashinfer_decode, ("cached",)),
+    Candidate(
+        "flashinfer-tensor-cores",
+        "FlashInfer decode on tensor cores",
+        functools.partial(baselines_flashinfer.flashinfer_decode, tensor_cores=True),
+        ("cached",),
+    ),
+    Candidate(
+        "ort-gqa-dense",
+        "ONNX Runtime GroupQueryAttention, dense",
+        baselines_sparse.dense(baselines_ort.group_query),
+        ("s2",),
+    ),
+    Candidate("torch-cudnn-dense", "torch SDPA, cuDNN, dense", baselines_sparse.dense(baselines_torch.cudnn), ("s2",)),
+    Candidate(
+        "torch-flash-dense", "torch FlashAttention 2, dense", baselines_sparse.dense(baselines_torch.flash), ("s2",)
+    ),
+    Candidate("ort-sparse", "ONNX Runtime SparseAttention", baselines_sparse.sparse_attention, ("s2",)),
+    Candidate("ort-attention-23", "ONNX Runtime Attention-23, bool mask", baselines_ort.attention_23, _USUAL),
+    Candidate("ort-exported", "ONNX Runtime, as exported", baselines_ort.exported, ("paper",)),
+)
+OWN = ("stof", "stof-ort")
+# Of the dense problem by which a full tile is timed.
+ANCHORS = ("stof", "torch-cudnn", "torch-flash", "flash-4")
+
+
+def find(names: list[str] | None, grid: str | None) -> list[GpuCandidate]:
+    """The candidates of a grid (None: of any), or those of them that are named.
+
+    Raises:
+        ValueError: when there is no candidate of a name.
+    """
+    return select(CANDIDATES, names, grid)
