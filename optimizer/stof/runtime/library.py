@@ -9,16 +9,23 @@ import json
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from stof.errors import StofError
 from stof.installation import CUDA, locate_library, missing
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
 LIBRARY = "libstof_ort.so"
+_EARLIER = (
+    "it is of an earlier version than this package; install both of one version, or set STOF_LIBRARY to such a one"
+)
 ERROR_SIZE = 1024
 # onnx.TensorProto.DataType of the NumPy types that the library reads; bfloat16 and float8_e4m3fn come from ml_dtypes.
 DTYPES = {
@@ -139,7 +146,7 @@ def library() -> ctypes.CDLL:
     except OSError as error:
         raise LibraryError(f"{path} does not load: {error}") from error
     found.stof_build_info.restype = ctypes.c_char_p
-    if hasattr(found, "stof_op_limits"):
+    if hasattr(found, "stof_op_limits"):  # op_limits says what to do where it is not there
         found.stof_op_limits.restype = ctypes.c_char_p
     found.stof_mask_hash.restype = ctypes.c_uint64
     found.stof_mask_print.restype = ctypes.c_size_t
@@ -171,14 +178,14 @@ def has_gemm() -> bool:
 def op_limits() -> dict[str, Any]:
     """What each operator takes, by its name: ``stof_op_limits`` in plugins/core/c_api/c_api.h has the keys.
 
-    Empty without a library, and for one of an earlier version, which cannot be asked. Callers do not change it.
+    Callers do not change it.
+
+    Raises:
+        LibraryError: without a library, and for one of an earlier version, which cannot be asked.
     """
-    try:
-        ask = getattr(library(), "stof_op_limits", None)
-    except LibraryError:
-        return {}
+    ask = getattr(library(), "stof_op_limits", None)
     if ask is None:
-        return {}
+        raise LibraryError(f"the plugin library does not state its limits (stof_op_limits): {_EARLIER}")
     return _parse_limits(ask())
 
 
@@ -190,9 +197,30 @@ def _parse_limits(text: bytes) -> dict[str, Any]:
     return found
 
 
+def type_limits(op: str, target: str, limits: type[T]) -> dict[int, T]:
+    """The limits of an operator on a target of ``--target``, by ONNX element type; types that are missing are not taken.
+
+    Args:
+        op: the operator.
+        target: the target.
+        limits: a dataclass whose fields are the limits.
+
+    Raises:
+        LibraryError: without a library, and for one of an earlier version, which lacks the operator or a limit.
+    """
+    names = [f.name for f in fields(limits)]
+    if op not in op_limits():
+        raise LibraryError(f"the plugin library has no {op}: {_EARLIER}")
+    types = op_limits()[op]["targets"][target].get("types", {})
+    for numbers in types.values():
+        if missing_names := [n for n in names if n not in numbers]:
+            raise LibraryError(f"the plugin library does not state {missing_names[0]} of {op}: {_EARLIER}")
+    return {int(t): limits(**{n: numbers[n] for n in names}) for t, numbers in types.items()}
+
+
 def has_packed() -> bool:
     """Whether the library's StofAttention reads the heads of packed tensors: a library that does not ignores ``packed``."""
-    return "packed" in op_limits().get("StofAttention", {}).get("attributes", ())
+    return "packed" in op_limits()["StofAttention"].get("attributes", ())
 
 
 def gemm_form(epilogue: str, pair: int) -> tuple[str, str]:
