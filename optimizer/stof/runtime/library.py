@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from stof.arguments import environment
 from stof.errors import StofError
 from stof.installation import CUDA, locate_library, missing
 
@@ -56,7 +57,7 @@ def library_path() -> Path:
     Raises:
         LibraryError: when there is none.
     """
-    path, exists = locate_library(LIBRARY, "STOF_LIBRARY", LibraryError)
+    path, exists = locate_library(LIBRARY, environment.LIBRARY, LibraryError)
     if exists:
         return path
     raise LibraryError(
@@ -138,7 +139,7 @@ def library() -> ctypes.CDLL:
     """The plugin library, with the types of what it gives where ctypes would not guess them.
 
     Raises:
-        LibraryError: when it is missing or does not load.
+        LibraryError: when it is missing or does not load, and when an environment variable that it reads has a wrong value.
     """
     path = library_path()
     try:
@@ -157,6 +158,9 @@ def library() -> ctypes.CDLL:
     for name in ("stof_mask_destroy", "stof_block_mask_destroy", "stof_op_destroy", "stof_mask_hash"):
         getattr(found, name).argtypes = [ctypes.c_void_p]
     found.stof_mask_print.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t]
+    if hasattr(found, "stof_environment"):
+        found.stof_environment.restype = ctypes.c_char_p
+        _raise_error(found.stof_environment_check)
     return found
 
 
@@ -164,6 +168,18 @@ def build_info() -> dict[str, Any]:
     """Version, build id, backends and instruction set of the library."""
     found = json.loads(library().stof_build_info().decode())
     assert isinstance(found, dict)
+    return found
+
+
+def environment_variables() -> list[dict[str, Any]]:
+    """The environment variables that the library reads: ``stof_environment`` in plugins/core/c_api/c_api.h has the keys.
+
+    Empty for a library of an earlier version.
+    """
+    if not hasattr(library(), "stof_environment"):
+        return []
+    found = json.loads(library().stof_environment().decode())
+    assert isinstance(found, list)
     return found
 
 
@@ -286,8 +302,12 @@ def call(name: str, *args: Any) -> None:
     Raises:
         LibraryError: with that message.
     """
+    _raise_error(getattr(library(), name), *args)
+
+
+def _raise_error(function: Any, *args: Any) -> None:
     error = ctypes.create_string_buffer(ERROR_SIZE)
-    if getattr(library(), name)(*args, error, ctypes.c_size_t(ERROR_SIZE)) != 0:
+    if function(*args, error, ctypes.c_size_t(ERROR_SIZE)) != 0:
         raise LibraryError(error.value.decode(errors="replace"))
 
 

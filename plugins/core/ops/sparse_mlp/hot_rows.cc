@@ -3,7 +3,8 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
+
+#include "plugins/core/host/environment.h"
 
 namespace stof {
 namespace {
@@ -11,12 +12,8 @@ namespace {
 constexpr int64_t kPage = 4096;  // or less than the system's: each page is read
 
 int64_t BoundOfProcess() {
-  const char* text = std::getenv("STOF_MLP_HOT_MB");
-  if (text == nullptr) return 0;
-  char* end = nullptr;
-  const long long found = std::strtoll(text, &end, 10);
-  const bool is_number = end != text && *end == '\0' && found > 0;
-  return is_number ? static_cast<int64_t>(std::min<long long>(found, 1LL << 30)) << 20 : 0;
+  int64_t mib = 0;
+  return GetVariable(Variable::kMlpHotMb, &mib).ok() ? mib << 20 : 0;  // CheckEnvironment has refused what is wrong
 }
 
 // The bytes that nodes may still read.
