@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkout keeps before anything is built: unique names of test files, one place for versions of packages."""
+"""What a checkout keeps before anything is built: names of test files, versions of packages, parts of make test."""
 
 from __future__ import annotations
 
 import re
+import subprocess
 import tomllib
 from collections import defaultdict
 from pathlib import Path
@@ -29,3 +30,20 @@ def test_versions_of_packages_stand_once() -> None:
     for page in (ROOT / "CONTRIBUTING.md", *(ROOT / "tools").glob("*.sh")):
         repeated = {p for p in PINNED.findall(page.read_text()) if p.split("==")[0].strip() in pinned}
         assert repeated == set(), page
+
+
+def test_parts_of_make_test() -> None:
+    """Each part of the list is one that the script runs, and an unknown one is told from them."""
+    script = ROOT / "tools/test.sh"
+    listed = re.search(r"^parts=\((.*)\)$", script.read_text(), re.MULTILINE)
+    assert listed
+    parts = listed[1].split()
+    assert list(dict.fromkeys(re.findall(r"^if wants (\w+); then$", script.read_text(), re.MULTILINE)))[1:] == [
+        part for part in parts if part != "unit"
+    ]  # unit is wanted first of all, for its browser
+    done = subprocess.run(["bash", script, "lnt"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == f"no part and no Python: lnt\nparts: {' '.join(parts)}\n"
+    stated = re.search(r"`tools/test.sh lint` \| (.*) \|", (ROOT / "CONTRIBUTING.md").read_text())
+    assert stated
+    assert set(re.findall(r"`(\w+)`", stated[1])) <= set(parts)
