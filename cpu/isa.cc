@@ -19,10 +19,8 @@ constexpr int kIsas = static_cast<int>(sizeof(kNames) / sizeof(kNames[0]));
 // The best one of the machine, or the one that the environment asks for; a lesser one where the machine lacks that.
 CpuIsa DetectIsa() {
   auto best = static_cast<CpuIsa>(kIsas - 1);
-  std::string_view wanted;
-  // A wrong value is an error of whoever makes an operator: CheckEnvironment.
-  if (GetVariable(Variable::kCpuIsa, &wanted).ok() && !wanted.empty())
-    (void)FindCpuIsa(std::string(wanted).c_str(), &best);
+  const std::string_view wanted = ReadVariableOr(Variable::kCpuIsa, std::string_view());
+  (void)FindCpuIsa(std::string(wanted).c_str(), &best);  // of no name: the best
   while (!IsCpuIsaSupported(best)) best = static_cast<CpuIsa>(static_cast<int>(best) - 1);
   return best;
 }

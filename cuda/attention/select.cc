@@ -33,11 +33,7 @@ constexpr int64_t kSparsePairs = 8;
 
 MaskForm MaskFormOf(const KernelEntry& kernel, const SelectionProblem& problem) {
   // STOF_CUDA_HALVES=0 is for tests: small problems would use nothing but half tiles.
-  static const bool half_tiles = [] {
-    bool value = true;
-    (void)GetVariable(Variable::kCudaHalves, &value);  // CheckEnvironment has refused what is wrong
-    return value;
-  }();
+  static const bool half_tiles = ReadVariableOr(Variable::kCudaHalves, true);
   MaskForm form;
   form.m = kernel.rows, form.n = kernel.keys;
   form.ctas = kernel.ctas_per_sm * problem.sm_count;

@@ -40,8 +40,7 @@ constexpr size_t kMostLaunches = 8;
 enum class Wanted { kAny, kInterpret, kMade };
 Wanted WantedKernels() {
   static const Wanted wanted = [] {
-    std::string_view word;
-    (void)GetVariable(Variable::kChainKernels, &word);  // CheckEnvironment has refused what is wrong
+    const std::string_view word = ReadVariableOr(Variable::kChainKernels, std::string_view());
     return word == "interpret" ? Wanted::kInterpret : word == "made" ? Wanted::kMade : Wanted::kAny;
   }();
   return wanted;

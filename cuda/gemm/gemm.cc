@@ -304,11 +304,7 @@ struct Block {
 // The way that was the fastest when this GEMM was first run; *found is false where that was not asked.
 Status FindTimed(const GemmArgs& args, const RunContext& context, const Facts& facts, Way* way, bool* found) {
   static auto* const timed = new TimedWays;
-  static const bool is_timed = [] {
-    bool value = true;
-    (void)GetVariable(Variable::kGemmTiming, &value);  // CheckEnvironment has refused what is wrong
-    return value;
-  }();
+  static const bool is_timed = ReadVariableOr(Variable::kGemmTiming, true);
   *found = false;
   if (!is_timed || taken_kernel != kGemmByModel) return Status();
   const ProblemKey key(facts.device, args.dtype, args.b1 != nullptr, args.is_b_transposed, args.prefers_cublaslt,

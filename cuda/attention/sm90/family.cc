@@ -24,11 +24,7 @@ KernelTable Find(const KernelProblem&) { return KernelTable(); }
 // Whether the problem is so large that L2 is cold: little of what a kernel reads first is in it, as the previous kernel
 // has evicted it. STOF_CUDA_COLD=1 is for tests, whose problems are small.
 bool IsL2Cold(int64_t bytes, int64_t l2_bytes) {
-  static const bool always = [] {
-    bool value = false;
-    (void)GetVariable(Variable::kCudaCold, &value);  // CheckEnvironment has refused what is wrong
-    return value;
-  }();
+  static const bool always = ReadVariableOr(Variable::kCudaCold, false);
   return always || bytes > l2_bytes / 4 * 3;
 }
 

@@ -112,6 +112,13 @@ Status GetVariable(Variable variable, int64_t* value);
 Status GetVariable(Variable variable, std::string_view* word);
 // Words 0 and 1.
 Status GetVariable(Variable variable, bool* value);
+// The value; `otherwise` where the variable is unset or wrong. For readers that can return no error: CheckEnvironment
+// refuses what is wrong.
+template <typename T>
+T ReadVariableOr(Variable variable, T otherwise) {
+  (void)GetVariable(variable, &otherwise);
+  return otherwise;
+}
 
 // Checks all variables, once a process: a wrong value is an error of whoever makes the first operator, also where its
 // reader comes later or can return none.

@@ -11,10 +11,7 @@ namespace {
 
 constexpr int64_t kPage = 4096;  // or less than the system's: each page is read
 
-int64_t BoundOfProcess() {
-  int64_t mib = 0;
-  return GetVariable(Variable::kMlpHotMb, &mib).ok() ? mib << 20 : 0;  // CheckEnvironment has refused what is wrong
-}
+int64_t BoundOfProcess() { return ReadVariableOr(Variable::kMlpHotMb, int64_t{0}) << 20; }
 
 // The bytes that nodes may still read.
 std::atomic<int64_t>& BytesLeft() {
