@@ -8,6 +8,7 @@
 #include <mutex>
 
 #include "cuda/attention/families.h"
+#include "plugins/core/host/environment.h"
 
 namespace stof {
 namespace cuda {
@@ -20,7 +21,7 @@ struct EnvironmentRequest {
 };
 const EnvironmentRequest& Environment() {
   static const auto* environment = [] {
-    const char* const text = std::getenv("STOF_CUDA_KERNEL");
+    const char* const text = ReadVariable(Variable::kCudaKernel);
     auto* const parsed = new EnvironmentRequest;
     if (text != nullptr) {
       parsed->status =

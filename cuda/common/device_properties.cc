@@ -4,23 +4,20 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <mutex>
 
 #include "cuda/common/status.h"
+#include "plugins/core/host/environment.h"
 
 namespace stof {
 namespace cuda {
 
-namespace {
-
-// The value of an environment variable; 0 where it is unset.
-int Limit(const char* variable) {
-  const char* const text = std::getenv(variable);
-  return text == nullptr ? 0 : std::atoi(text);
+Status LimitCapability(int* capability) {
+  int64_t most = *capability;
+  STOF_RETURN_IF_ERROR(GetVariable(Variable::kCudaCapability, &most));
+  *capability = static_cast<int>(std::min<int64_t>(*capability, most));
+  return Status();
 }
-
-}  // namespace
 
 Status GetDeviceProperties(DeviceProperties* properties) {
   constexpr int kDevices = 64;
@@ -45,12 +42,13 @@ Status GetDeviceProperties(DeviceProperties* properties) {
         cudaDeviceGetAttribute(&bits, cudaDevAttrGlobalMemoryBusWidth, device) == cudaSuccess) {
       found.peak_bandwidth = 2e-6 * kilohertz * bits / 8;
     }
-    found.capability = 10 * major + minor;
     // Tests run a kernel on a device that has a better one, and small problems with many tile rows a CTA.
-    const int most = Limit("STOF_CUDA_CAPABILITY");
-    if (most >= 80) found.capability = std::min(found.capability, most);
-    const int few = Limit("STOF_CUDA_MULTIPROCESSORS");
-    if (few > 0) found.sm_count = std::min(found.sm_count, few);
+    int64_t most_sms = found.sm_count;
+    int capability = 10 * major + minor;
+    STOF_RETURN_IF_ERROR(GetVariable(Variable::kCudaMultiprocessors, &most_sms));
+    STOF_RETURN_IF_ERROR(LimitCapability(&capability));
+    found.sm_count = static_cast<int>(std::min<int64_t>(found.sm_count, most_sms));
+    found.capability = capability;
   }
   *properties = found;
   return Status();

@@ -19,6 +19,8 @@ struct DeviceProperties {
 
 // Those of the current device. STOF_CUDA_CAPABILITY and STOF_CUDA_MULTIPROCESSORS lower them, for tests.
 Status GetDeviceProperties(DeviceProperties* properties);
+// Lowers a compute capability (10 * major + minor) to STOF_CUDA_CAPABILITY.
+Status LimitCapability(int* capability);
 
 }  // namespace cuda
 }  // namespace stof

@@ -2,7 +2,6 @@
 #include "cuda/gemm/cublaslt_gemm.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -12,6 +11,7 @@
 #include "cuda/common/status.h"
 #include "cuda/gemm/cublaslt.h"
 #include "plugins/core/contract/op.h"
+#include "plugins/core/host/environment.h"
 
 namespace stof {
 namespace cuda {
@@ -20,10 +20,10 @@ namespace {
 // nullptr: there is none. Looked for once, and never unloaded.
 CublasLt* Library() {
   static CublasLt* const library = []() -> CublasLt* {
-    const char* const given = secure_getenv("STOF_CUBLASLT");
+    const char* const given = ReadVariable(Variable::kCublasLt);
     if (given != nullptr && std::strcmp(given, "0") == 0) return nullptr;
     auto found = std::make_unique<CublasLt>();
-    return found->Open(given == nullptr || *given == '\0' ? nullptr : given) ? found.release() : nullptr;
+    return found->Open(given) ? found.release() : nullptr;
   }();
   return library;
 }

@@ -14,12 +14,14 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/common/device_properties.h"
 #include "cuda/common/one_process.h"
 #include "cuda/common/status.h"
 #include "cuda/gemm/autotune.h"
 #include "cuda/gemm/cublaslt_gemm.h"
 #include "cuda/gemm/params.h"
 #include "cuda/gemm/run.h"
+#include "plugins/core/host/environment.h"
 
 namespace stof {
 namespace cuda {
@@ -88,13 +90,7 @@ Status GetFacts(Facts* facts) {
   STOF_RETURN_IF_ERROR(
       ToStatus(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, facts->device), "device"));
   facts->capability = 10 * major + minor;
-  // For tests of one kernel on a device that another serves better.
-  static const int most = [] {
-    const char* text = std::getenv("STOF_CUDA_CAPABILITY");
-    return text == nullptr ? 0 : std::atoi(text);
-  }();
-  if (most >= 80) facts->capability = std::min(facts->capability, most);
-  return Status();
+  return LimitCapability(&facts->capability);
 }
 
 // How many clusters of a kernel the device holds at once, 0 where a part of one is too small for it.
@@ -308,12 +304,9 @@ struct Block {
 // The way that was the fastest when this GEMM was first run; *found is false where that was not asked.
 Status FindTimed(const GemmArgs& args, const RunContext& context, const Facts& facts, Way* way, bool* found) {
   static auto* const timed = new TimedWays;
-  static const bool never = [] {
-    const char* text = std::getenv("STOF_GEMM_TIMING");
-    return text != nullptr && std::string(text) == "0";
-  }();
+  static const bool is_timed = ReadVariableOr(Variable::kGemmTiming, true);
   *found = false;
-  if (never || taken_kernel != kGemmByModel) return Status();
+  if (!is_timed || taken_kernel != kGemmByModel) return Status();
   const ProblemKey key(facts.device, args.dtype, args.b1 != nullptr, args.is_b_transposed, args.prefers_cublaslt,
                        args.activation, EpilogueOf(args).has, ReadsVectors(args) ? LtAlignment(args) : 0,
                        context.allocate == nullptr ? 0 : LtWorkspace(args), args.M, args.N, args.K, args.stride);
