@@ -32,6 +32,7 @@ from stof.report import Section
 from stof.result_shapes import ResultRules
 from stof.selection import CandidateNames, NamedCandidate, Selection, list_candidates
 from stof.sparsify.sparsity import Sparsity
+from stof.targets import Target
 
 if TYPE_CHECKING:
     from stof.prompts.files import PromptSet
@@ -82,6 +83,11 @@ class Job:
     sparsity: Sparsity | None = None
     prompts: PromptSet | None = None
     inputs: Callable[[], ModelInputs] | None = None
+
+    @property
+    def target(self) -> Target:
+        """What runs the optimized model."""
+        return self.options.tuned_for
 
 
 @dataclass(frozen=True)

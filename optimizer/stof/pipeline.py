@@ -92,7 +92,7 @@ def run(
     report = Report(name, dry_run=options.dry_run or options.explain is not None, library=build_info())
     is_part = facts is not None
     command = command_of(name, replace(options, output=target if copies_unchanged else None))
-    report.facts = facts or collect_facts(command if name == str(source) else "", report.library, options.target)
+    report.facts = facts or collect_facts(command if name == str(source) else "", report.library, options.tuned_for)
     report.notes = missing_for(options, report.library)
     try:
         with deep_recursion():
@@ -120,7 +120,7 @@ def run(
 
 def _describe_run(target: Path, options: Options) -> str:
     """What runs a written model with stof's operators."""
-    if options.target == "tensorrt":
+    if options.tuned_for.keeps_plugins:
         return f"build an engine: stof-trt build {target}"
     library = library_path()
     return f"{library.name}: {describe_registration(str(library))}; without it the model runs, slowly"
@@ -161,8 +161,10 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
         empty: dict[str, tuple[PlanEntry, ...]] = {op.key: () for op in OPS if op.plan_format.required}
         _save_plan(empty | {key: found.plan for key, found in earlier.items()}, options)
         return
-    if plan is not None and plan.target != options.target:
-        raise ArgumentError(f"the plan is for target {plan.target}, not {options.target}; use --target {plan.target}")
+    if plan is not None and plan.target is not options.tuned_for:
+        raise ArgumentError(
+            f"the plan is for target {plan.target.name}, not {options.target}; use --target {plan.target.name}"
+        )
     job = _declare(report, _read_options(job, target, report.dry_run), target)
     stages = rewrite(job, OPS)
     report.sections |= {s.op.key: s.decided.section for s in stages}
@@ -223,7 +225,7 @@ def _declare(report: Report, job: Job, target: Path) -> Job:
 def _check_time_option(options: Options, dry_run: bool) -> None:
     if not options.time:
         return
-    if options.target != "cpu":
+    if not options.tuned_for.times_models:
         raise ArgumentError(f"--time measures on the CPU; for --target {options.target} use stof-bench")
     if dry_run:
         raise ArgumentError("--time needs a model that is written; leave --dry-run and --explain out")
@@ -262,7 +264,7 @@ def _load_plan(options: Options) -> Plan | None:
 
 def _save_plan(entries: dict[str, tuple[PlanEntry, ...]], options: Options, sparsity: str = "") -> None:
     if options.save_plan is not None:
-        Plan(entries, options.target, sparsity).save(options.save_plan)
+        Plan(entries, options.tuned_for, sparsity).save(options.save_plan)
 
 
 def _check_files(

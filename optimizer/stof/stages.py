@@ -47,7 +47,7 @@ class Stage:
         if model is not self.job.model:
             with self.job.step("shapes"):
                 # TensorRT's parser infers shapes by the plugins.
-                in_functions = self.job.options.target != "tensorrt"
+                in_functions = not self.job.target.keeps_plugins
                 declare_results(model, self._result_rules, in_functions=in_functions)
         return model
 

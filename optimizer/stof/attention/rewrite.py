@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import onnx
 
+from stof.attention.decide.kernels import kernels_for
 from stof.attention.decide.site_decider import (
     Choice,
     SiteDecider,
@@ -17,7 +18,6 @@ from stof.attention.decide.site_decider import (
     check_masks,
     check_shapes,
 )
-from stof.attention.decide.targets import target_of
 from stof.attention.emit import Rewrite
 from stof.attention.expand.declare import declare_on_sites
 from stof.attention.expand.prepare import is_fused, prepare
@@ -108,22 +108,22 @@ class AttentionRewrite(OpRewrite[tuple[Scope, ...], AttentionDecisions]):
     def decide(self, job: Job, found: tuple[Scope, ...]) -> AttentionDecisions:
         choices: list[Choice] = []
         with job.step("lift"):
-            target = target_of(job.options, str(job.library.get("cpu_isa", "")), job.tuning.started)
+            kernels = kernels_for(job.options, str(job.library.get("cpu_isa", "")), job.tuning.started)
             for scope in found:
                 decider = SiteDecider(
                     scope.prepared.model,
                     scope.symbolic,
                     job.options,
                     job.plan,
-                    target,
+                    kernels,
                     job.source.parent,
                     job.selections[KEY],
                     frozenset() if job.sparsity is None else frozenset(job.sparsity.ignored_rows),
                 )
                 choices += [decider.decide(site) for site in scope.sites]
-            job.tuning.spent += target.tuned_seconds
+            job.tuning.spent += kernels.tuned_seconds
         refused = [SiteReport(f.site, False, f.reason) for scope in found for f in scope.findings]
-        section = SiteSection([*refused, *(c.report for c in choices)], earlier=target.earlier_measurements)
+        section = SiteSection([*refused, *(c.report for c in choices)], earlier=kernels.earlier_measurements)
         decided = AttentionDecisions(found, tuple(choices), section)
         section.pictures = _pictures(decided.rewrites)
         if job.options.report is not None:

@@ -11,6 +11,7 @@ from stof.cached_attention.block_layout import BlockLayout
 from stof.cached_attention.site import CacheSite
 from stof.graph.external_data import ITEM_SIZES
 from stof.symbolic.algebra.sizes import evaluate_or_none
+from stof.targets import Target
 
 REPORT_LENGTH = 4096  # keys in the cache at which the report's gain is given
 _CURVE = (128, 512, 1024, 2048, 4096, 8192)  # the same for the report's chart
@@ -31,7 +32,7 @@ _HALF = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
 def estimate_gain(
     site: CacheSite,
-    target: str,
+    target: Target,
     shapes: Mapping[str, tuple[int, int]] | None = None,
     keys: int = REPORT_LENGTH,
 ) -> tuple[float, int]:
@@ -39,7 +40,7 @@ def estimate_gain(
 
     Args:
         site: the attention.
-        target: of ``--target``.
+        target: what runs the model.
         shapes: ranges of dimensions in use (``--shape``), which tell the bytes of the cache.
         keys: before the token, where the cache may hold so many.
     """
@@ -53,10 +54,10 @@ def estimate_gain(
         return _estimate_sparse(site, site.layout, min(length, site.layout.length), target)
     if site.declared is not None:
         read = site.declared.facts.read_density * length
-        rate = _CUDA_DENSE if target == "cuda" else 1 + _REREAD * (site.num_heads // site.kv_num_heads - 1)
+        rate = _CUDA_DENSE if target.uses_gpu else 1 + _REREAD * (site.num_heads // site.kv_num_heads - 1)
         return (rate * length + _FIXED) / (read + _FIXED), length
     is_narrow = 0 < site.window < length and not site.sliding
-    if target == "cuda":
+    if target.uses_gpu:
         return (_CUDA_WINDOW if is_narrow else _estimate_dense_cuda(site, shapes or {})), length
     group = site.num_heads // site.kv_num_heads
     attended = min(site.window, length) if site.window else length
@@ -64,7 +65,7 @@ def estimate_gain(
 
 
 def estimate_curve(
-    site: CacheSite, target: str, shapes: Mapping[str, tuple[int, int]] | None = None
+    site: CacheSite, target: Target, shapes: Mapping[str, tuple[int, int]] | None = None
 ) -> tuple[tuple[int, float], ...]:
     """The same at several numbers of keys, for the report's page; empty where it is known at one."""
     if site.declared is not None:  # its density is known at one length
@@ -87,9 +88,9 @@ def _estimate_dense_cuda(site: CacheSite, shapes: Mapping[str, tuple[int, int]])
     return _CUDA_LARGE if batch >= _LARGE_BATCH and read >= _LARGE_BYTES else _CUDA_DENSE
 
 
-def _estimate_sparse(site: CacheSite, layout: BlockLayout, length: int, target: str) -> tuple[float, int]:
+def _estimate_sparse(site: CacheSite, layout: BlockLayout, length: int, target: Target) -> tuple[float, int]:
     """The gain over SparseAttention: its CPU kernel reads all keys and masks scores, that of CUDA reads the blocks."""
-    if target == "cuda":
+    if target.uses_gpu:
         return 1.0, length
     group = site.num_heads // site.kv_num_heads
     keys = layout.count_read_keys(length, site.num_heads, site.kv_num_heads)

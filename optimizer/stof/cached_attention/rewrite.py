@@ -120,7 +120,7 @@ class CacheRewrite(OpRewrite[CacheModel, CacheDecisions]):
             reason = _reason_impossible(job, candidate, sites)
             gain, length = None, 0
             if isinstance(candidate.site, CacheSite):
-                gain, length = estimate_gain(candidate.site, job.options.target, job.options.shapes)
+                gain, length = estimate_gain(candidate.site, job.target, job.options.shapes)
                 if not reason and not self.is_replaced_by_plan(job, candidate.name):
                     reason = _reason_slow(job, candidate.site, gain)
             if reason := self.reason_kept(job, NamedCandidate(candidate.name, index), reason):
@@ -136,7 +136,7 @@ class CacheRewrite(OpRewrite[CacheModel, CacheDecisions]):
         if job.options.report is not None:
             caches = [s for s in sites if isinstance(s, CacheSite)]
             section.pictures = _pictures(caches)
-            section.curves = {s.name: estimate_curve(s, job.options.target, job.options.shapes) for s in caches}
+            section.curves = {s.name: estimate_curve(s, job.target, job.options.shapes) for s in caches}
         return CacheDecisions(found, section, tuple(sites))
 
     def emit(self, job: Job, model: onnx.ModelProto, decided: CacheDecisions) -> onnx.ModelProto:
@@ -176,7 +176,7 @@ def _reason_impossible(job: Job, candidate: CacheCandidate, sites: Sequence[Cach
     if candidate.site is None:
         return candidate.reason
     op = PAGED_OP if isinstance(candidate.site, PagedSite) else OP
-    if job.options.target == "tensorrt":
+    if not job.target.has_inplace_ops:
         return f"{op} has no TensorRT plugin: plugins cannot append to a cache in place"
     if (limits := op_limits()) and op not in limits:
         return f"the plugin library has no {op}; install one of this version"
@@ -193,7 +193,7 @@ def _reason_impossible(job: Job, candidate: CacheCandidate, sites: Sequence[Cach
 
 def _reason_slow(job: Job, site: CacheSite, gain: float) -> str:
     """Why the runtime's node stays on a CUDA device, where it is estimated to be faster; empty where it is not."""
-    if job.options.target != "cuda" or gain >= 1.0:
+    if not job.target.uses_gpu or gain >= 1.0:
         return ""
     return (
         f"ONNX Runtime's CUDA kernel is faster for {site.num_heads} query heads on {site.kv_num_heads} KV heads of "

@@ -104,14 +104,14 @@ class FusionRewrite(OpRewrite[FusionCandidates, FusionDecisions]):
         return FusionCandidates(model(), decider, selection)
 
     def decide(self, job: Job, found: FusionCandidates) -> FusionDecisions | LeftOut:
-        target = job.options.target
+        target = job.target
         policy = ChainPolicy(
             epilogue_forms=find_epilogue_forms(job.options, found.selection.planned),
-            merge_decider=find_merge_decider(found.decider) if target == "cuda" and job.plan is None else None,
-            splits_gemm_bias=target == "cuda",
-            reads_packed_heads=target != "tensorrt" and has_packed(),
-            has_cpu_gemm=target == "cpu",
-            uses_tensorrt_plugins=target == "tensorrt",
+            merge_decider=find_merge_decider(found.decider) if target.has_cuda_gemm and job.plan is None else None,
+            splits_gemm_bias=target.has_cuda_gemm,
+            reads_packed_heads=target.reads_packed_heads and has_packed(),
+            has_cpu_gemm=target.has_cpu_gemm,
+            uses_tensorrt_plugins=target.keeps_plugins,
         )
         with job.step("chains"):
             result = fuse_chains(found.model, found.decider, policy, found.selection)

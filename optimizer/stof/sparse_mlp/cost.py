@@ -9,6 +9,7 @@ they stay dense only where more were counted.
 from __future__ import annotations
 
 from stof.sparse_mlp.site import MlpSite
+from stof.targets import Target
 
 UNKNOWN_DENSITY = 0.5  # of neurons that were not counted: half of the outputs of a random matmul are negative
 
@@ -38,10 +39,10 @@ def estimate_gain_in_caches(site: MlpSite, density: float | None) -> float:
     return dense / (dense * site.share_read(assumed) + call)
 
 
-def estimate_gain(site: MlpSite, density: float | None, target: str) -> float:
+def estimate_gain(site: MlpSite, density: float | None, target: Target) -> float:
     """The estimate by bytes; on a CPU whose caches hold the weights, the smaller of both. density: None: not measured."""
     by_bytes = estimate_gain_by_bytes(site, density)
-    if target != "cpu" or site.dense_bytes >= _CACHED_BYTES:
+    if target.uses_gpu or site.dense_bytes >= _CACHED_BYTES:
         return by_bytes
     return min(by_bytes, estimate_gain_in_caches(site, density))
 

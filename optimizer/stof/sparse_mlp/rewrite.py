@@ -284,7 +284,7 @@ def _describe(
         if tokens.count > 1:
             return row, site, reason, _reason_slow_for_few_tokens(job, site, density, tokens)
         reason_slow = _reason_slow_for_one_token(job, site, density, "active on the given inputs")
-        gain = estimate_gain(site, density, job.options.target)  # one token's
+        gain = estimate_gain(site, density, job.target)  # one token's
         return replace(row, predicted_gain=round(gain, 3)), site, reason, reason_slow
     quality, selector = prediction.quality, prediction.selector
     report = PredictionReport(
@@ -301,7 +301,7 @@ def _describe(
     site = replace(site, selector=selector)
     reason = _reason_no_operator(job, site) or _reason_inexact(job, found, prediction)
     reason_slow = _reason_slow_for_one_token(job, site, row.density, "computed on held-out prompts")
-    gain = estimate_gain(site, row.density, job.options.target)
+    gain = estimate_gain(site, row.density, job.target)
     return replace(row, selection=site.selection, predicted_gain=round(gain, 3)), site, reason, reason_slow
 
 
@@ -321,11 +321,10 @@ def _reason_inexact(job: Job, found: MlpModel, prediction: NeuronPrediction) -> 
 
 def _reason_no_operator(job: Job, site: MlpSite | None = None) -> str:
     """Why no node can be written, or not that of a site; empty where it can."""
-    target = job.options.target
     if (limits := op_limits().get(OP)) is None:
         return f"the plugin library has no {OP}; install one of this version"
-    if not limits["targets"][target]["types"]:
-        what = "TensorRT plugin" if target == "tensorrt" else f"kernels for --target {target}"
+    if not limits["targets"][job.target.name]["types"]:
+        what = "TensorRT plugin" if job.target.keeps_plugins else f"kernels for --target {job.target.name}"
         return f"{OP} has no {what}"
     if site is not None and site.activation not in limits.get("activations", ACTIVATIONS):
         return f"{OP} of the plugin library has no {site.activation}; install one of this version"
@@ -337,7 +336,7 @@ def _reason_slow_for_many_tokens(job: Job, site: MlpSite, density: float | None,
     why = f"{tokens.source}, so its runs have many tokens"
     if tokens.count:
         why = f"its runs have {tokens.count} tokens by {tokens.source}"
-    if job.options.target == "cuda":
+    if job.target.uses_gpu:
         return f"{why}, for which a GPU computes all neurons"
     most = _MOST_ACTIVE_OF_MANY_TOKENS[site.up is not None, site.quantization is not None]
     gains = f"an MLP of this form gains where at most {100 * most:.0f} % of its neurons are active"
@@ -381,9 +380,9 @@ def _reason_slow_for_one_token(
 
 def _reason_slow_on_target(job: Job, site: MlpSite, density: float | None, whom: str) -> str:
     """Why the target computes the dense MLP faster for these tokens; empty where it does not."""
-    if job.options.target == "cpu":
+    if not job.target.uses_gpu:
         return reason_slow_on_cpu(site, density, whom)
-    if job.options.target != "cuda" or (density is not None and density <= _MOST_ACTIVE_ON_CUDA):
+    if density is not None and density <= _MOST_ACTIVE_ON_CUDA:
         return ""
     most = f"{100 * _MOST_ACTIVE_ON_CUDA:.0f} %"
     if density is None:

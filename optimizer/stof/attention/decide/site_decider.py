@@ -11,7 +11,7 @@ from pathlib import Path
 import onnx
 
 from stof.attention.decide.cost_cpu import GainEstimate
-from stof.attention.decide.targets import Target, Use
+from stof.attention.decide.kernels import AttentionKernels, Use
 from stof.attention.emit import Rewrite
 from stof.attention.plan_entry import SitePlan
 from stof.attention.report import KEY, NAMES, SiteReport, Step
@@ -96,7 +96,7 @@ class SiteDecider:
         symbolic: its facts.
         options: of the optimization.
         plan: whose entries are followed; None: there is none.
-        target: what the model is for.
+        kernels: of the target.
         folder: where its external data lies.
         selection: the sites that are left out.
         ignored_rows: names of sites whose fully masked rows may differ, as those of all may by ``options``.
@@ -108,7 +108,7 @@ class SiteDecider:
         symbolic: Symbolic,
         options: Options,
         plan: Plan | None,
-        target: Target,
+        kernels: AttentionKernels,
         folder: Path | None = None,
         selection: Selection | None = None,
         ignored_rows: frozenset[str] = frozenset(),
@@ -118,7 +118,7 @@ class SiteDecider:
         self.selection = selection or Selection(NAMES)
         self.options = options
         self.plan = plan
-        self.target = target
+        self.kernels = kernels
         self.checker = MaskChecker(model, symbolic)
         self.prover = RowProver(self.checker, folder)
         # Of sites that differ in no more than their place in the graph, and by whether fully masked rows may differ.
@@ -158,11 +158,11 @@ class SiteDecider:
             accept(self.checker, site, mask, ignore_empty_rows=self._ignores_rows(site))
             row = replace(row, notes=(*notes, *_assumption_notes(self.checker.find_binary_inputs(site, mask))))
             step = Step.KERNEL
-            if reasons := self.target.why_not(site, mask):
+            if reasons := self.kernels.why_not(site, mask):
                 raise UnsupportedError("no kernel: " + "; ".join(reasons))
             step = Step.COST
             *within, shown = self._estimate_gains(site, mask)
-            if entry is None and (reason := self.target.leave(site, mask, within)):
+            if entry is None and (reason := self.kernels.leave(site, mask, within)):
                 raise UnsupportedError(reason)
         except UnsupportedError as error:
             if isinstance(error, GuardError) and site.unguarded is not None:
@@ -172,9 +172,9 @@ class SiteDecider:
                     f"the plan replaces site {site.name!r}, which cannot be: {error}; set its replace to false"
                 ) from error
             return _kept(row, step, str(error))
-        gain = shown.gain if self.target.estimates_gains else None
+        gain = shown.gain if self.options.tuned_for.estimates_gains else None
         planned = dict(entry.hints).get("kernel", "") if entry else None
-        kernel, hint = self.target.kernel(site, mask, Use(self._batch(site), self._lengths(site), planned))
+        kernel, hint = self.kernels.kernel(site, mask, Use(self._batch(site), self._lengths(site), planned))
         hints = entry.hints if entry else (("kernel", hint),) if hint else ()
         row = replace(
             row,
@@ -188,7 +188,7 @@ class SiteDecider:
             length=shown.length,
         )
         plan = SitePlan(site.name, True, mask.expression.text, mask.empty_rows.value, hints, gain and round(gain, 3))
-        tensorrt = self.target.name == "tensorrt"
+        tensorrt = self.options.tuned_for.keeps_plugins
         rewrite = Rewrite(site, mask, hints, tensorrt, self.options.allow_tf32, self._ignores_rows(site))
         return Choice(row, plan, rewrite, () if self.options.report is None else self._curve(site, mask))
 
@@ -275,20 +275,20 @@ class SiteDecider:
         key = (mask.expression, mask.tables, site.num_heads, site.head_size, site.value_head_size, lengths)
         if key not in self.estimates:
             shown = min(max(lengths[0], REPORT_LENGTH), lengths[-1])
-            self.estimates[key] = [self.target.estimate_gain(site, mask, n) for n in (*lengths, shown)]
+            self.estimates[key] = [self.kernels.estimate_gain(site, mask, n) for n in (*lengths, shown)]
         return self.estimates[key]
 
     def _curve(self, site: AttentionSite, mask: LiftedMask) -> tuple[tuple[int, float], ...]:
         """Estimated gains at the ends of the lengths in use, and at lengths between them."""
         lengths = self._lengths(site)
         least, most = lengths[0], lengths[-1]
-        if not self.target.estimates_gains or least == most:
+        if not self.options.tuned_for.estimates_gains or least == most:
             return ()
         key = (mask.expression, mask.tables, site.num_heads, site.head_size, site.value_head_size, least, most)
         if key not in self.curves:
             between = (n for n in _CURVE if least < n < most)
             self.curves[key] = tuple(
-                (n, self.target.estimate_gain(site, mask, n).gain) for n in (least, *between, most)
+                (n, self.kernels.estimate_gain(site, mask, n).gain) for n in (least, *between, most)
             )
         return self.curves[key]
 

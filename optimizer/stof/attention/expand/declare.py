@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import onnx
 from onnx import TensorProto, numpy_helper
 
+from stof.attention.decide.kernels import kernels_for
 from stof.attention.decide.site_decider import SiteDecider
-from stof.attention.decide.targets import target_of
 from stof.attention.expand.prepare import prepare
 from stof.attention.find import is_softmax
 from stof.attention.subgraphs import Scope, find_scopes
@@ -122,10 +122,10 @@ class _Reasons:
         self.masks: dict[str, MaskExpression] = {}  # of sites that take a pattern
         self._symbolic = scope.symbolic
         self._writers = producers(scope.prepared.model.graph.node)
-        target = target_of(replace(job.options, tune=0.0), str(job.library.get("cpu_isa", "")))
+        kernels = kernels_for(replace(job.options, tune=0.0), str(job.library.get("cpu_isa", "")))
         options = replace(job.options, tune=0.0)
         self._operands: dict[str, tuple[RuntimeOperand, ...]] = {}  # of the mask of a site
-        self._decider = SiteDecider(scope.prepared.model, scope.symbolic, options, None, target, job.source.parent)
+        self._decider = SiteDecider(scope.prepared.model, scope.symbolic, options, None, kernels, job.source.parent)
 
     def softmax_of(self, site: AttentionSite) -> onnx.NodeProto | None:
         """The softmax of a site; None where it has several."""

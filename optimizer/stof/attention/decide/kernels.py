@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What choices are tuned for: the machines of ``--target``."""
+"""The kernels that a target has for attention: which sites they take, how fast they are, and which one runs a site."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,6 +18,7 @@ from stof.mask.site import AttentionSite, LiftedMask
 from stof.options import Options
 from stof.runtime.cuda import device_info
 from stof.runtime.library import LibraryError
+from stof.targets import CPU, CUDA, TENSORRT, Target
 from stof.tuning_cache import EarlierMeasurements
 
 
@@ -30,11 +31,8 @@ class Use:
     planned: str | None = None
 
 
-class Target:
-    """The CPU, and what other targets have in common with it."""
-
-    name = "cpu"
-    estimates_gains = True  # whether estimates tell whether a site gains
+class AttentionKernels:
+    """Those of the CPU, and what other targets' have in common with them."""
 
     def __init__(self, options: Options, isa: str, started: float | None = None) -> None:
         self.options = options
@@ -69,10 +67,8 @@ class Target:
         return f"cpu block-wise {self.isa}".rstrip(), ""
 
 
-class CudaTarget(Target):
-    """The CUDA provider, on the device at hand or, where there is none, on the oldest one that the kernels run on."""
-
-    name = "cuda"
+class CudaAttentionKernels(AttentionKernels):
+    """Those of CUDA, on the device at hand or, where there is none, on the oldest one that they run on."""
 
     @cached_property
     def device(self) -> cost_cuda.DeviceRates:
@@ -114,11 +110,8 @@ class CudaTarget(Target):
         return f"cuda {tuned.kernel or 'block-wise'} {self.device.name}, {measured}", tuned.kernel
 
 
-class TensorRtTarget(Target):
-    """TensorRT with the plugin library."""
-
-    name = "tensorrt"
-    estimates_gains = False
+class TensorRtAttentionKernels(AttentionKernels):
+    """Those of the TensorRT plugin."""
 
     def __init__(self, options: Options, isa: str, started: float | None = None) -> None:
         super().__init__(options, isa, started)
@@ -135,13 +128,17 @@ class TensorRtTarget(Target):
         return "TensorRT plugin", ""
 
 
-_TARGETS: tuple[type[Target], ...] = (Target, CudaTarget, TensorRtTarget)
+_KERNELS: Mapping[Target, type[AttentionKernels]] = {
+    CPU: AttentionKernels,
+    CUDA: CudaAttentionKernels,
+    TENSORRT: TensorRtAttentionKernels,
+}
 
 
-def target_of(options: Options, isa: str, started: float | None = None) -> Target:
-    """The target that the options name; ``started``: when the run began, in seconds since 1970.
+def kernels_for(options: Options, isa: str, started: float | None = None) -> AttentionKernels:
+    """The kernels of the target that the options name; ``started``: when the run began, in seconds since 1970.
 
     Raises:
-        ArgumentError: when the options ask it for what it does not have.
+        ArgumentError: when the options ask the target for what it does not have.
     """
-    return next(t for t in _TARGETS if t.name == options.target)(options, isa, started)
+    return _KERNELS[options.tuned_for](options, isa, started)
