@@ -13,10 +13,11 @@ import onnxruntime as ort
 from onnx import helper
 
 import stof
-from stof.attention.decide.cost_cpu import why_not
+from stof.attention.decide.cost_cpu import refusals
 from stof.attention.emit import Rewrite, emit
 from stof.attention.expand.prepare import prepare
 from stof.attention.find import find_sites
+from stof.attention.problem import AttentionProblem
 from stof.errors import UnsupportedError
 from stof.mask.accept import accept, with_or_without_guard
 from stof.mask.check.checker import MaskChecker, MaskMismatchError
@@ -144,7 +145,7 @@ def _lifted(
         verdict.reason = str(error)
         return None
     found = rewrite.mask
-    if reasons := why_not(rewrite.site, found):
+    if reasons := refusals(AttentionProblem.of(rewrite.site, found)):
         verdict.reason = "no kernel: " + "; ".join(reasons)
         return None
     verdict.lifted = found.expression.text

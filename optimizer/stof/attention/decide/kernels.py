@@ -12,9 +12,8 @@ from onnx import TensorProto
 from stof.attention.decide import cost_cpu, cost_cuda, cost_tensorrt
 from stof.attention.decide.cost_cpu import GainEstimate
 from stof.attention.decide.tune import Tuner
-from stof.attention.expand.working_copy import stands_for_fused
+from stof.attention.problem import AttentionProblem
 from stof.errors import ArgumentError
-from stof.mask.site import AttentionSite, LiftedMask
 from stof.options import Options
 from stof.runtime.cuda import device_info
 from stof.runtime.library import LibraryError
@@ -49,21 +48,21 @@ class AttentionKernels:
         """The measurements of earlier runs that decided about sites; None: none did."""
         return None
 
-    def why_not(self, site: AttentionSite, mask: LiftedMask) -> list[str]:
-        """The reasons against running a site on the kernels; empty when there are none."""
-        return cost_cpu.why_not(site, mask)
+    def refusals(self, problem: AttentionProblem) -> list[str]:
+        """The reasons against running a problem on the kernels; empty when there are none."""
+        return cost_cpu.refusals(problem)
 
-    def estimate_gain(self, site: AttentionSite, mask: LiftedMask, length: int) -> GainEstimate:
+    def estimate_gain(self, problem: AttentionProblem, length: int) -> GainEstimate:
         """The estimated gain over the runtime's own nodes at S = T = ``length``."""
-        return cost_cpu.estimate_gain(site, mask, length)
+        return cost_cpu.estimate_gain(problem, length)
 
-    def leave(self, site: AttentionSite, mask: LiftedMask, estimates: Sequence[GainEstimate]) -> str:
-        """Why a site is better left as it is, from the estimates at the lengths in use; empty when it is not."""
+    def reason_to_leave(self, problem: AttentionProblem, estimates: Sequence[GainEstimate]) -> str:
+        """Why an attention is better left as it is, from the estimates at the lengths in use; empty when it is not."""
         worst = min(estimates, key=lambda e: e.gain)
         return f"a loss is estimated at S = {worst.length}: {worst.gain:.2f}x" if worst.gain < 1.0 else ""
 
-    def kernel(self, site: AttentionSite, mask: LiftedMask, use: Use) -> tuple[str, str]:
-        """What runs a site, for people, and the operator's hint ``kernel``."""
+    def kernel(self, problem: AttentionProblem, use: Use) -> tuple[str, str]:
+        """What runs a problem, for people, and the operator's hint ``kernel``."""
         return f"cpu block-wise {self.isa}".rstrip(), ""
 
 
@@ -91,19 +90,19 @@ class CudaAttentionKernels(AttentionKernels):
     def tuned_seconds(self) -> float:
         return self.tuner.spent if "tuner" in self.__dict__ else 0.0
 
-    def why_not(self, site: AttentionSite, mask: LiftedMask) -> list[str]:
-        return super().why_not(site, mask) + cost_cuda.why_not(site)
+    def refusals(self, problem: AttentionProblem) -> list[str]:
+        return super().refusals(problem) + cost_cuda.refusals(problem)
 
-    def estimate_gain(self, site: AttentionSite, mask: LiftedMask, length: int) -> GainEstimate:
-        return cost_cuda.estimate_gain(site, mask, length, self.device, stands_for_fused(site))
+    def estimate_gain(self, problem: AttentionProblem, length: int) -> GainEstimate:
+        return cost_cuda.estimate_gain(problem, length, self.device)
 
-    def kernel(self, site: AttentionSite, mask: LiftedMask, use: Use) -> tuple[str, str]:
+    def kernel(self, problem: AttentionProblem, use: Use) -> tuple[str, str]:
         if use.planned:
             return f"cuda {use.planned}, planned", use.planned
         if not self.options.tune or use.planned is not None:
-            rounded = self.options.allow_tf32 and site.dtype == TensorProto.FLOAT
+            rounded = self.options.allow_tf32 and problem.dtype == TensorProto.FLOAT
             return f"cuda block-wise {self.device.name}{' tf32' if rounded else ''}", ""
-        tuned = self.tuner.tune(site, mask, use.batch, use.lengths)
+        tuned = self.tuner.tune(problem, use.batch, use.lengths)
         measured = "measured" if tuned.whole else "measured in part"
         if not any(tuned.microseconds.values()):
             measured = "no choice" if tuned.whole else "not measured"
@@ -113,18 +112,13 @@ class CudaAttentionKernels(AttentionKernels):
 class TensorRtAttentionKernels(AttentionKernels):
     """Those of the TensorRT plugin."""
 
-    def __init__(self, options: Options, isa: str, started: float | None = None) -> None:
-        super().__init__(options, isa, started)
-        if options.tune:
-            raise ArgumentError("--tune has nothing to measure for target tensorrt, which measures by itself")
+    def refusals(self, problem: AttentionProblem) -> list[str]:
+        return super().refusals(problem) + cost_tensorrt.refusals(problem)
 
-    def why_not(self, site: AttentionSite, mask: LiftedMask) -> list[str]:
-        return super().why_not(site, mask) + cost_tensorrt.why_not(site, mask)
+    def reason_to_leave(self, problem: AttentionProblem, estimates: Sequence[GainEstimate]) -> str:
+        return cost_tensorrt.reason_to_leave(problem, estimates[-1].tile_density)
 
-    def leave(self, site: AttentionSite, mask: LiftedMask, estimates: Sequence[GainEstimate]) -> str:
-        return cost_tensorrt.leave(site, mask, estimates[-1].tile_density)
-
-    def kernel(self, site: AttentionSite, mask: LiftedMask, use: Use) -> tuple[str, str]:
+    def kernel(self, problem: AttentionProblem, use: Use) -> tuple[str, str]:
         return "TensorRT plugin", ""
 
 
@@ -136,9 +130,15 @@ _KERNELS: Mapping[Target, type[AttentionKernels]] = {
 
 
 def kernels_for(options: Options, isa: str, started: float | None = None) -> AttentionKernels:
-    """The kernels of the target that the options name; ``started``: when the run began, in seconds since 1970.
+    """The kernels of the target that the options name; ``started``: when the run began, in seconds since 1970."""
+    return _KERNELS[options.tuned_for](options, isa, started)
+
+
+def check_tune(options: Options) -> None:
+    """Refuses ``--tune`` for a target that measures by itself.
 
     Raises:
-        ArgumentError: when the options ask the target for what it does not have.
+        ArgumentError: naming the target.
     """
-    return _KERNELS[options.tuned_for](options, isa, started)
+    if options.tune and not options.tuned_for.times_chains:
+        raise ArgumentError(f"--tune has nothing to measure for target {options.target}, which measures by itself")

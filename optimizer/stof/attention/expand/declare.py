@@ -13,11 +13,11 @@ from onnx import TensorProto, numpy_helper
 
 from stof.attention.decide.kernels import kernels_for
 from stof.attention.decide.site_decider import SiteDecider
+from stof.attention.describe import SiteDescriber
 from stof.attention.expand.prepare import prepare
 from stof.attention.find import is_softmax
 from stof.attention.subgraphs import Scope, find_scopes
 from stof.errors import StofError
-from stof.graph.external_data import read_constants
 from stof.graph.index import all_nodes, node_tensors, opset_of, producers
 from stof.graph.node_builder import Builder
 from stof.graph.protobuf import copy_node, copy_with_nodes
@@ -80,7 +80,6 @@ def declare_on_sites(job: Job, key: str) -> Job:
     sparsity = job.sparsity
     if sparsity is None or sparsity.report.rows:
         return job
-    read_constants(job.source, job.model)
     main, *inner = find_scopes(prepare(job.model))
     layer = 0
     placed: list[_Placed] = []
@@ -122,10 +121,11 @@ class _Reasons:
         self.masks: dict[str, MaskExpression] = {}  # of sites that take a pattern
         self._symbolic = scope.symbolic
         self._writers = producers(scope.prepared.model.graph.node)
-        kernels = kernels_for(replace(job.options, tune=0.0), str(job.library.get("cpu_isa", "")))
         options = replace(job.options, tune=0.0)
         self._operands: dict[str, tuple[RuntimeOperand, ...]] = {}  # of the mask of a site
-        self._decider = SiteDecider(scope.prepared.model, scope.symbolic, options, None, kernels, job.source.parent)
+        folder = job.source.parent
+        self._describer = SiteDescriber(scope.prepared.model, scope.symbolic, options, folder=folder)
+        self._decider = SiteDecider(options, kernels_for(options, str(job.library.get("cpu_isa", ""))))
 
     def softmax_of(self, site: AttentionSite) -> onnx.NodeProto | None:
         """The softmax of a site; None where it has several."""
@@ -139,7 +139,7 @@ class _Reasons:
         if softmax is None or shape is None or tuple(shape) != site.dims:
             return "its scores are no tensor [B, H, S, T] in front of a softmax"
         try:
-            decided = self._decider.decide(site)
+            decided = self._decider.decide(self._describer.describe(site))
             row = decided.report
         except StofError as error:
             return str(error)
