@@ -205,7 +205,7 @@ def test_a_plan_that_replaces_what_cannot_be(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = edited(model, lambda sites: None)
-    monkeypatch.setattr(cost, "why_not", lambda site, mask: ["head size 512"])
+    monkeypatch.setattr(cost, "refusals", lambda problem: ["head size 512"])
     assert cli.main([str(model), "--plan", str(plan)]) == 3
     error = capsys.readouterr().err
     assert (

@@ -119,8 +119,10 @@ def test_estimates_follow_what_is_skipped_and_what_the_runtime_fuses() -> None:
 
 
 def test_head_sizes_that_the_kernels_do_not_take() -> None:
-    assert cuda.why_not(site(size=60)) == ["head size 60 / 60, expected multiples of 8 in fp16 and bf16 on CUDA"]
-    assert cuda.why_not(site(size=60, dtype=1)) == []
+    assert cuda.refusals(AttentionProblem.of(site(size=60), LiftedMask())) == [
+        "head size 60 / 60, expected multiples of 8 in fp16 and bf16 on CUDA"
+    ]
+    assert cuda.refusals(AttentionProblem.of(site(size=60, dtype=1), LiftedMask())) == []
 
 
 def test_fused_nodes_are_known_by_what_stands_for_them() -> None:
