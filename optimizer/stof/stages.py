@@ -64,7 +64,23 @@ class ModelWatch:
 
 
 def _digest(model: onnx.ModelProto) -> str:
-    return hashlib.blake2b(model.SerializeToString(deterministic=True)).hexdigest()
+    found = hashlib.blake2b()
+    for part in _serialize(model):
+        found.update(part)
+    return found.hexdigest()
+
+
+def _serialize(message: Any) -> Iterator[bytes]:
+    """The bytes of a model or graph in parts: as a whole, protobuf writes none of 2 GiB and more."""
+    for field, value in message.ListFields():
+        yield field.name.encode()
+        if isinstance(value, onnx.GraphProto):
+            yield from _serialize(value)
+        elif isinstance(value, str | bytes | int):
+            yield repr(value).encode()
+        else:
+            for one in value:
+                yield one.SerializeToString(deterministic=True)
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ from onnx import helper
 import stof
 from stof.attention.decide.cost_cpu import refusals
 from stof.attention.emit import Rewrite, emit
-from stof.attention.expand.prepare import prepare
+from stof.attention.expand.expanders import make_working_copy
 from stof.attention.find import find_sites
 from stof.attention.problem import AttentionProblem
 from stof.errors import UnsupportedError
@@ -78,21 +78,21 @@ def judge(case: Case, mask: Mask, rng: random.Random, *, body: bool = False, opt
     """
     verdict = Verdict()
     before = case.model.SerializeToString()
-    prepared = prepare(case.model)
-    symbolic = Symbolic(prepared.model)
-    sites, findings = find_sites(prepared.model, symbolic, prepared.materialized)
-    findings = [*prepared.findings, *findings]
+    working = make_working_copy(case.model)
+    symbolic = Symbolic(working.model)
+    sites, findings = find_sites(working.model, symbolic, working.materialized)
+    findings = [*working.findings, *findings]
     rewrite: Rewrite | None = None
     seen: set[int] = set()
     if sites:
-        rewrite = _lifted(prepared.model, symbolic, sites[0], verdict, seen)
+        rewrite = _lifted(working.model, symbolic, sites[0], verdict, seen)
     elif not findings:
         raise Fault("no finding", "the softmax was neither matched nor reported")
     else:
         verdict.reason = findings[0].reason
     if rewrite is None and len(verdict.reason) < 20:
         raise Fault("no reason", f"refused because of {verdict.reason!r}")
-    optimized = None if rewrite is None else emit(prepared.expand_for([rewrite.site]), symbolic, [rewrite])
+    optimized = None if rewrite is None else emit(working.expand_for([rewrite.site]), symbolic, [rewrite])
     if case.model.SerializeToString() != before:
         raise Fault("changed", "the original model was changed")
     original = with_terms(case)

@@ -20,7 +20,7 @@ import onnx
 
 from stof.attention.decide.cost_cpu import refusals
 from stof.attention.emit import Rewrite, emit
-from stof.attention.expand.prepare import prepare
+from stof.attention.expand.expanders import make_working_copy
 from stof.attention.find import find_sites
 from stof.attention.problem import AttentionProblem
 from stof.errors import StofError, UnsupportedError
@@ -142,10 +142,10 @@ def run_mutant(name: str, seed: int, number: int) -> MutantOutcome:
 
 def _optimized(model: onnx.ModelProto) -> tuple[onnx.ModelProto | None, tuple[str, ...]]:
     """The model with every site replaced that the check by execution lets pass, before verification."""
-    prepared = prepare(model)
-    symbolic = Symbolic(prepared.model)
-    sites, _ = find_sites(prepared.model, symbolic, prepared.materialized)
-    checker = MaskChecker(prepared.model, symbolic)
+    working = make_working_copy(model)
+    symbolic = Symbolic(working.model)
+    sites, _ = find_sites(working.model, symbolic, working.materialized)
+    checker = MaskChecker(working.model, symbolic)
 
     def accepted(site: AttentionSite) -> Rewrite:
         mask = with_relative_bias(checker, site, lift(symbolic, site))
@@ -163,7 +163,7 @@ def _optimized(model: onnx.ModelProto) -> tuple[onnx.ModelProto | None, tuple[st
     if not rewrites:
         return None, ()
     masks = tuple(r.mask.expression.text for r in rewrites)
-    return emit(prepared.expand_for([r.site for r in rewrites]), symbolic, rewrites), masks
+    return emit(working.expand_for([r.site for r in rewrites]), symbolic, rewrites), masks
 
 
 def _stopped(model: onnx.ModelProto) -> bool:

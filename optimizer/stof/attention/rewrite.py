@@ -21,7 +21,7 @@ from stof.attention.decide.site_decider import (
 from stof.attention.describe import DescribedSite, SiteDescriber
 from stof.attention.emit import Rewrite
 from stof.attention.expand.declare import declare_on_sites
-from stof.attention.expand.prepare import is_fused, prepare
+from stof.attention.expand.expanders import is_fused, make_working_copy
 from stof.attention.find import is_softmax
 from stof.attention.function_body import OP
 from stof.attention.plan_entry import SitePlan, read_site_plan
@@ -80,7 +80,7 @@ class AttentionDecisions(Decisions):
     @property
     def changes_model(self) -> bool:
         # Functions that hold a softmax are inlined, whether it is replaced or not.
-        return self.has_replaced or any(s.prepared.base is not s.prepared.original for s in self.scopes[:1])
+        return self.has_replaced or any(s.working.base is not s.working.original for s in self.scopes[:1])
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class AttentionRewrite(
     def find(self, job: Job, model: Callable[[], onnx.ModelProto]) -> tuple[Scope, ...]:
         check_tune(job.options)
         with job.step("match"):
-            scopes = tuple(find_scopes(prepare(model())))
+            scopes = tuple(find_scopes(make_working_copy(model())))
         sites = [site for scope in scopes for site in scope.sites]
         job.selections[KEY].check(_candidates(scopes))
         check_masks(job.options, sites)
@@ -121,7 +121,7 @@ class AttentionRewrite(
         with job.step("lift"):
             for scope in found:
                 describer = SiteDescriber(
-                    scope.prepared.model,
+                    scope.working.model,
                     scope.symbolic,
                     job.options,
                     self.choice(job),

@@ -14,7 +14,7 @@ from onnx import TensorProto, numpy_helper
 from stof.attention.decide.kernels import kernels_for
 from stof.attention.decide.site_decider import SiteDecider
 from stof.attention.describe import SiteDescriber
-from stof.attention.expand.prepare import prepare
+from stof.attention.expand.expanders import make_working_copy
 from stof.attention.find import is_softmax
 from stof.attention.subgraphs import Scope, find_scopes
 from stof.errors import StofError
@@ -80,7 +80,7 @@ def declare_on_sites(job: Job, key: str) -> Job:
     sparsity = job.sparsity
     if sparsity is None or sparsity.report.rows:
         return job
-    main, *inner = find_scopes(prepare(job.model))
+    main, *inner = find_scopes(make_working_copy(job.model))
     layer = 0
     placed: list[_Placed] = []
     count = sum(len(s.sites) for s in (main, *inner))
@@ -105,7 +105,7 @@ def declare_on_sites(job: Job, key: str) -> Job:
             layer += 1
     if not placed:
         return job
-    model = _add_biases(main.prepared.expand_for([p.site for p in placed]), placed)
+    model = _add_biases(main.working.expand_for([p.site for p in placed]), placed)
     # Stated masks are checked against the graph, and are shorter than what is recovered of it; they cannot have tables.
     stated = {p.site.name: p.mask.text for p in placed if not p.declared.pattern.tables}
     # A query of padding without a key gives another mixture where biases of mask and pattern add up. Nobody reads it.
@@ -120,11 +120,11 @@ class _Reasons:
     def __init__(self, job: Job, scope: Scope) -> None:
         self.masks: dict[str, MaskExpression] = {}  # of sites that take a pattern
         self._symbolic = scope.symbolic
-        self._writers = producers(scope.prepared.model.graph.node)
+        self._writers = producers(scope.working.model.graph.node)
         options = replace(job.options, tune=0.0)
         self._operands: dict[str, tuple[RuntimeOperand, ...]] = {}  # of the mask of a site
         folder = job.source.parent
-        self._describer = SiteDescriber(scope.prepared.model, scope.symbolic, options, folder=folder)
+        self._describer = SiteDescriber(scope.working.model, scope.symbolic, options, folder=folder)
         self._decider = SiteDecider(options, kernels_for(options, str(job.library.get("cpu_isa", ""))))
 
     def softmax_of(self, site: AttentionSite) -> onnx.NodeProto | None:
