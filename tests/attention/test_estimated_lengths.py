@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from stof.attention.decide.cost_cpu import tile_density
-from stof.attention.problem import AttentionProblem
+from stof.attention.describe.site_problem import SiteProblem
 from stof.mask.expression import MaskExpression
 from stof.mask.site import AttentionSite, Layout, LiftedMask, Operand, RuntimeOperand
 
@@ -23,12 +23,12 @@ ALIKE = {
 }
 
 
-def problem(text: str) -> AttentionProblem:
+def problem(text: str) -> SiteProblem:
     expression = MaskExpression.parse(text) if text else MaskExpression.parse("True")
     roles = sorted(expression.reads & {"lengths", "pad"})
     operand = Operand("x", Layout.BHSD)
     site = AttentionSite("s", 0, "softmax", operand, operand, operand, "y", Layout.BHSD, 2, 2, 64, 64, 0.125, 1)
-    return AttentionProblem.of(site, LiftedMask(expression, tuple(RuntimeOperand(r, r) for r in roles)))
+    return SiteProblem.of(site, LiftedMask(expression, tuple(RuntimeOperand(r, r) for r in roles)))
 
 
 @pytest.mark.parametrize("text", ALIKE)

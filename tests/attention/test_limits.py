@@ -13,9 +13,9 @@ from onnx import TensorProto, parser
 
 from stof.attention import limits
 from stof.attention.decide import cost_cpu, cost_cuda, cost_tensorrt
+from stof.attention.describe.site_problem import SiteProblem
 from stof.attention.find import find_sites
 from stof.attention.op_inputs import NEUTRAL
-from stof.attention.problem import AttentionProblem
 from stof.mask.expression import MaskExpression
 from stof.mask.site import AttentionSite, Layout, LiftedMask, MaskTerm, Operand, RuntimeOperand, TermKind
 from stof.runtime.library import LibraryError, op_limits
@@ -31,8 +31,8 @@ def site(**settings: Any) -> AttentionSite:
     return AttentionSite("a", 0, "softmax", q, k, v, "out", Layout.BHSD, **{**usual, **settings})
 
 
-def problem(mask: LiftedMask = MASK, **settings: Any) -> AttentionProblem:
-    return AttentionProblem.of(site(**settings), mask)
+def problem(mask: LiftedMask = MASK, **settings: Any) -> SiteProblem:
+    return SiteProblem.of(site(**settings), mask)
 
 
 def model(size: int) -> onnx.ModelProto:

@@ -12,7 +12,7 @@ import pytest
 
 from stof.attention.decide import tune as tuning
 from stof.attention.decide.tune import Tuner
-from stof.attention.problem import AttentionProblem
+from stof.attention.describe.site_problem import SiteProblem
 from stof.mask.expression import MaskExpression
 from stof.mask.site import AttentionSite, EmptyRows, Layout, LiftedMask, MaskTerm, Operand, RuntimeOperand, TermKind
 from stof.runtime.cuda import DeviceInfo
@@ -30,8 +30,8 @@ def _site() -> AttentionSite:
     )  # fmt: skip
 
 
-def _problem(mask: LiftedMask | None = None, **changed: Any) -> AttentionProblem:
-    return AttentionProblem.of(replace(_site(), **changed), mask or MASK)
+def _problem(mask: LiftedMask | None = None, **changed: Any) -> SiteProblem:
+    return SiteProblem.of(replace(_site(), **changed), mask or MASK)
 
 
 MASK = LiftedMask(MaskExpression.parse("abs(q - k) <= 64"))
@@ -47,7 +47,7 @@ class Bench:
     def clock(self) -> float:
         return float(len(self.calls))
 
-    def measure(self, problem: AttentionProblem, batch: int, length: int, kernel: str) -> float:
+    def measure(self, problem: SiteProblem, batch: int, length: int, kernel: str) -> float:
         self.calls.append((length, kernel))
         return self.times[kernel][length]
 
@@ -133,7 +133,7 @@ def test_one_kernel_leaves_no_choice(tuner) -> None:
 
 def test_what_cannot_be_run_is_left_to_the_model(tuner) -> None:
     class Narrow(Bench):
-        def measure(self, problem: AttentionProblem, batch: int, length: int, kernel: str) -> float:
+        def measure(self, problem: SiteProblem, batch: int, length: int, kernel: str) -> float:
             if length > 512 or kernel == NAMES[0]:
                 raise LibraryError("no device memory for 1 bytes of a tensor")
             return super().measure(problem, batch, length, kernel)
@@ -149,7 +149,7 @@ def test_what_cannot_be_run_is_left_to_the_model(tuner) -> None:
 
 
 def test_measurements_of_earlier_versions_are_found() -> None:
-    """The text of a problem in the cache is the one that versions before ``AttentionProblem`` wrote."""
+    """The text of a problem in the cache is the one that versions before ``SiteProblem`` wrote."""
     table = ("table0", "bool", (2, 2), b"\1\0\1\1")
     operands = (RuntimeOperand("segment_q", "s"), RuntimeOperand("pad", "p"))
     mask = LiftedMask(MaskExpression.parse("abs(q - k) <= 64"), operands, (table,), empty_rows=EmptyRows.MEAN)
@@ -162,7 +162,7 @@ def test_measurements_of_earlier_versions_are_found() -> None:
 
 
 def test_problems_are_equal_wherever_they_stand() -> None:
-    one, other = _problem(), AttentionProblem.of(replace(_site(), name="other", index=3, output="z", scale=0.125), MASK)
+    one, other = _problem(), SiteProblem.of(replace(_site(), name="other", index=3, output="z", scale=0.125), MASK)
     assert one == other
     assert hash(one) == hash(other)
     assert one != _problem(dtype=1)

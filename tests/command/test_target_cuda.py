@@ -19,7 +19,7 @@ from stof import cli
 from stof.attention.decide import cost_cuda as cuda
 from stof.attention.decide import kernels
 from stof.attention.decide import tune as tuning
-from stof.attention.problem import AttentionProblem
+from stof.attention.describe.site_problem import SiteProblem
 from stof.fusion.decide import measured as judge
 from stof.mask.expression import MaskExpression
 from stof.mask.site import AttentionSite, Layout, LiftedMask, Operand
@@ -78,7 +78,7 @@ def site(size: int = 64, dtype: int = 10, heads: int = 12, nodes: tuple[str, ...
 
 def gain(mask: str, length: int, capability: int = 90, **settings: Any) -> float:
     fused = settings.pop("fused", False)
-    problem = AttentionProblem.of(site(**settings), LiftedMask(MaskExpression.parse(mask)))
+    problem = SiteProblem.of(site(**settings), LiftedMask(MaskExpression.parse(mask)))
     return cuda.estimate_gain(replace(problem, replaces_fused_node=fused), length, cuda.device_of(capability)).gain
 
 
@@ -102,7 +102,7 @@ def test_without_a_device_the_oldest_one_is_estimated_for(put: Put, capsys: pyte
 def test_every_device_has_an_estimate(capability: int) -> None:
     device = cuda.device_of(capability)
     assert device.capability <= max(capability, 80)
-    window = AttentionProblem.of(site(), LiftedMask(MaskExpression.parse("abs(q - k) <= 64")))
+    window = SiteProblem.of(site(), LiftedMask(MaskExpression.parse("abs(q - k) <= 64")))
     for length in (128, 2048, 8192):
         assert cuda.estimate_gain(window, length, device).gain > 1
 
@@ -119,15 +119,15 @@ def test_estimates_follow_what_is_skipped_and_what_the_runtime_fuses() -> None:
 
 
 def test_head_sizes_that_the_kernels_do_not_take() -> None:
-    assert cuda.refusals(AttentionProblem.of(site(size=60), LiftedMask())) == [
+    assert cuda.refusals(SiteProblem.of(site(size=60), LiftedMask())) == [
         "head size 60 / 60, expected multiples of 8 in fp16 and bf16 on CUDA"
     ]
-    assert cuda.refusals(AttentionProblem.of(site(size=60, dtype=1), LiftedMask())) == []
+    assert cuda.refusals(SiteProblem.of(site(size=60, dtype=1), LiftedMask())) == []
 
 
 def test_fused_nodes_are_known_by_what_stands_for_them() -> None:
-    assert AttentionProblem.of(site(nodes=("out/stof_1_scores",)), LiftedMask()).replaces_fused_node
-    assert not AttentionProblem.of(site(), LiftedMask()).replaces_fused_node
+    assert SiteProblem.of(site(nodes=("out/stof_1_scores",)), LiftedMask()).replaces_fused_node
+    assert not SiteProblem.of(site(), LiftedMask()).replaces_fused_node
 
 
 def test_tf32_is_written_where_it_is_allowed(put: Put) -> None:
@@ -150,7 +150,7 @@ def test_what_is_measured_is_written_and_planned(
 ) -> None:
     calls = []
 
-    def measure(problem: AttentionProblem, batch: int, length: int, kernel: str) -> float:
+    def measure(problem: SiteProblem, batch: int, length: int, kernel: str) -> float:
         calls.append((problem.mask.text, batch, length, kernel))
         return {"": 10.0, "sm80": 12.0, "sm90-64x64x4": 7.0}[kernel]
 

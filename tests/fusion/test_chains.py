@@ -21,8 +21,8 @@ from stof.errors import UnsupportedError
 from stof.execution.case import Case, Padding
 from stof.execution.inputs import InputMaker
 from stof.fusion import check as chain_check
-from stof.fusion import describe
 from stof.fusion.check import check_chain
+from stof.fusion.describe import region_problems
 from stof.fusion.description.evaluate import evaluate_chain
 from stof.fusion.description.parser import parse_chain
 from stof.fusion.emit import emit_chains
@@ -422,7 +422,7 @@ def test_a_fault_in_finding_chains_leaves_the_model_as_it_was(monkeypatch: pytes
     def broken(*_: object) -> None:
         raise ZeroDivisionError("of no account")
 
-    monkeypatch.setattr(describe, "find_chains", broken)
+    monkeypatch.setattr(region_problems, "find_chains", broken)
     model = onnx.parser.parse_model(
         '<ir_version: 8, opset_import: ["": 18]> g (float[B,8] x) => (float[B,8] y) { a = Exp(x) y = Neg(a) }'
     )

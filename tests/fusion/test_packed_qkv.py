@@ -370,7 +370,7 @@ def test_attention_stays_where_its_heads_cannot_be_read_elsewhere(
                     attribute.ints[4] = 0  # queries for values
         return found
 
-    monkeypatch.setattr("stof.fusion.working_copies.read_packed_heads", broken)
+    monkeypatch.setattr("stof.fusion.describe.working_copies.read_packed_heads", broken)
     onnx.save(_dense_model(), tmp_path / "model.onnx")
     settings: dict[str, Any] = {"capability": 90} if target == "cuda" else {"chains": "on"}
     report = stof.optimize(tmp_path / "model.onnx", options=Options(target=target, **settings))

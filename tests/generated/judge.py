@@ -14,10 +14,10 @@ from onnx import helper
 
 import stof
 from stof.attention.decide.cost_cpu import refusals
+from stof.attention.describe.site_problem import SiteProblem
 from stof.attention.emit import Rewrite, emit
 from stof.attention.expand.expanders import make_working_copy
 from stof.attention.find import find_sites
-from stof.attention.problem import AttentionProblem
 from stof.errors import UnsupportedError
 from stof.mask.accept import accept, with_or_without_guard
 from stof.mask.check.checker import MaskChecker, MaskMismatchError
@@ -145,7 +145,7 @@ def _lifted(
         verdict.reason = str(error)
         return None
     found = rewrite.mask
-    if reasons := refusals(AttentionProblem.of(rewrite.site, found)):
+    if reasons := refusals(SiteProblem.of(rewrite.site, found)):
         verdict.reason = "no kernel: " + "; ".join(reasons)
         return None
     verdict.lifted = found.expression.text

@@ -19,10 +19,10 @@ import numpy as np
 import onnx
 
 from stof.attention.decide.cost_cpu import refusals
+from stof.attention.describe.site_problem import SiteProblem
 from stof.attention.emit import Rewrite, emit
 from stof.attention.expand.expanders import make_working_copy
 from stof.attention.find import find_sites
-from stof.attention.problem import AttentionProblem
 from stof.errors import StofError, UnsupportedError
 from stof.mask.accept import accept, with_or_without_guard
 from stof.mask.check.checker import MaskChecker
@@ -158,7 +158,7 @@ def _optimized(model: onnx.ModelProto) -> tuple[onnx.ModelProto | None, tuple[st
             found = with_or_without_guard(site, accepted)
         except UnsupportedError:
             continue
-        if not refusals(AttentionProblem.of(found.site, found.mask)):
+        if not refusals(SiteProblem.of(found.site, found.mask)):
             rewrites.append(found)
     if not rewrites:
         return None, ()

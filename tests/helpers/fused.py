@@ -10,7 +10,7 @@ import onnx
 from stof.fusion.decide.decision import ChainDecider
 from stof.fusion.decide.regions import DecidedChains, decide_chains
 from stof.fusion.decide.selection import ChainSelection
-from stof.fusion.describe import DescribedModel
+from stof.fusion.describe.region_problems import DescribedModel
 from stof.fusion.plan_entry import ChainPlan
 from stof.fusion.policy import ChainPolicy
 from stof.fusion.report import ChainReport

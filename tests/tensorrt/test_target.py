@@ -18,7 +18,7 @@ from onnx import TensorProto, helper, parser
 import stof
 from stof import cli
 from stof.attention.decide.cost_tensorrt import reason_to_leave, refusals
-from stof.attention.problem import AttentionProblem
+from stof.attention.describe.site_problem import SiteProblem
 from stof.attention.tensorrt_constants import constants_attribute
 from stof.graph.index import all_nodes
 from stof.graph.names import name_nodes
@@ -45,7 +45,7 @@ def site(**settings: Any) -> AttentionSite:
 
 
 def refused(mask: LiftedMask = LiftedMask(), **settings: Any) -> list[str]:  # noqa: B008 (frozen)
-    return refusals(AttentionProblem.of(site(**settings), mask))
+    return refusals(SiteProblem.of(site(**settings), mask))
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def refused(mask: LiftedMask = LiftedMask(), **settings: Any) -> list[str]:  # n
     ],
 )
 def test_what_tensorrt_fuses_is_left(settings: dict[str, Any], mask: LiftedMask, density: float, left: str) -> None:
-    reason = reason_to_leave(AttentionProblem.of(site(**settings), mask), density)
+    reason = reason_to_leave(SiteProblem.of(site(**settings), mask), density)
     assert (left in reason) if left else not reason, reason
     assert not left or "D = 64" in reason
 

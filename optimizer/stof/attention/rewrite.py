@@ -18,7 +18,7 @@ from stof.attention.decide.site_decider import (
     check_masks,
     check_shapes,
 )
-from stof.attention.describe import DescribedSite, SiteDescriber
+from stof.attention.describe.site_describer import DescribedSite, SiteDescriber
 from stof.attention.emit import Rewrite
 from stof.attention.expand.declare import declare_on_sites
 from stof.attention.expand.expanders import is_fused, make_working_copy

@@ -22,7 +22,7 @@ from stof.fusion.decide.measured import (
 )
 from stof.fusion.decide.regions import DecidedChains, decide_chains
 from stof.fusion.decide.selection import NAMES, ChainSelection
-from stof.fusion.describe import DescribedModel
+from stof.fusion.describe.region_problems import DescribedModel
 from stof.fusion.description.rewriting import widen_description
 from stof.fusion.emit import GEMM, apply_edit
 from stof.fusion.function_body import OP as CHAIN

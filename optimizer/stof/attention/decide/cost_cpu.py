@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from stof.attention.describe.site_problem import SiteProblem
 from stof.attention.limits import limits_of, type_names
-from stof.attention.problem import AttentionProblem
 from stof.mask.expression import MaskExpression
 from stof.runtime.library import LibraryError, Mask
 
@@ -35,7 +35,7 @@ class GainEstimate:
     gain: float
 
 
-def tile_density(problem: AttentionProblem, length: int, tile: tuple[int, int] = _TILE) -> float:
+def tile_density(problem: SiteProblem, length: int, tile: tuple[int, int] = _TILE) -> float:
     """The share of tiles (query rows × keys) that a mask leaves to compute, at S = T = ``length``.
 
     Run-time operands forbid nothing, but for ``lengths``.
@@ -48,7 +48,7 @@ def tile_density(problem: AttentionProblem, length: int, tile: tuple[int, int] =
     return min((density for density in found if density > 0), default=1.0)
 
 
-def _tile_density(problem: AttentionProblem, mask: MaskExpression, length: int, tile: tuple[int, int]) -> float:
+def _tile_density(problem: SiteProblem, mask: MaskExpression, length: int, tile: tuple[int, int]) -> float:
     try:
         parsed = Mask(mask.text, problem.table_arrays)
         return parsed.block_mask(1, problem.num_heads, length, length, *tile).tile_density(length)
@@ -56,7 +56,7 @@ def _tile_density(problem: AttentionProblem, mask: MaskExpression, length: int, 
         return 1.0
 
 
-def estimate_gain(problem: AttentionProblem, length: int) -> GainEstimate:
+def estimate_gain(problem: SiteProblem, length: int) -> GainEstimate:
     """The estimated gain over the runtime's own nodes at S = T = ``length``."""
     density = tile_density(problem, length)
     work = 2.0 * problem.head_size + 2.0 * problem.value_head_size
@@ -66,7 +66,7 @@ def estimate_gain(problem: AttentionProblem, length: int) -> GainEstimate:
     return GainEstimate(length, density, other / own)
 
 
-def refusals(problem: AttentionProblem) -> list[str]:
+def refusals(problem: SiteProblem) -> list[str]:
     """The reasons against running a problem on this build's kernels; empty when there are none."""
     types = limits_of("cpu")
     limits = types.get(problem.dtype, next(iter(types.values())))

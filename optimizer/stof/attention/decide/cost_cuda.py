@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stof.attention.decide.cost_cpu import GainEstimate, tile_density
+from stof.attention.describe.site_problem import SiteProblem
 from stof.attention.limits import limits_of, type_names
-from stof.attention.problem import AttentionProblem
 
 _TILE = (128, 64)  # query rows × keys of most kernels
 _FLOAT = 1
@@ -68,7 +68,7 @@ def device_of(capability: int) -> DeviceRates:
     return known[-1] if known else DEVICES[0]
 
 
-def estimate_gain(problem: AttentionProblem, length: int, device: DeviceRates) -> GainEstimate:
+def estimate_gain(problem: SiteProblem, length: int, device: DeviceRates) -> GainEstimate:
     """The estimated gain over the runtime's nodes, or its fused node, at S = T = ``length``."""
     density = tile_density(problem, length, _TILE)
     flops = 2.0 * problem.num_heads * length * length * (problem.head_size + problem.value_head_size)
@@ -87,7 +87,7 @@ def estimate_gain(problem: AttentionProblem, length: int, device: DeviceRates) -
     return GainEstimate(length, density, other / own)
 
 
-def refusals(problem: AttentionProblem) -> list[str]:
+def refusals(problem: SiteProblem) -> list[str]:
     """The reasons, beyond those of every target, against running a problem on the CUDA kernels."""
     types = limits_of("cuda")
     if problem.dtype not in types:

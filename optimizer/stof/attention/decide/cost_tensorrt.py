@@ -13,8 +13,8 @@ import math
 import numpy as np
 from onnx import TensorProto
 
+from stof.attention.describe.site_problem import SiteProblem
 from stof.attention.limits import limits_of, operand_roles
-from stof.attention.problem import AttentionProblem
 from stof.mask.expression import CAUSAL
 
 _HALVES = frozenset({TensorProto.FLOAT16, TensorProto.BFLOAT16})
@@ -22,7 +22,7 @@ _TABLE = 1 << 26  # bytes of a table in an attribute
 _FULL = 0.999  # from this share of tiles on nothing is skipped
 
 
-def reason_to_leave(problem: AttentionProblem, density: float) -> str:
+def reason_to_leave(problem: SiteProblem, density: float) -> str:
     """Why an attention is better left to TensorRT; empty when it is not.
 
     ``density`` is the share of tiles that the mask's static part keeps at the longest length in use.
@@ -41,7 +41,7 @@ def reason_to_leave(problem: AttentionProblem, density: float) -> str:
     return f"TensorRT fuses it by itself ({what}); --target cpu has it replaced all the same"
 
 
-def refusals(problem: AttentionProblem) -> list[str]:
+def refusals(problem: SiteProblem) -> list[str]:
     """The reasons against running a problem on the plugin's kernels; empty when there are none."""
     types = limits_of("tensorrt")
     if problem.dtype not in types:

@@ -12,7 +12,7 @@ from onnx import TensorProto
 from stof.attention.decide import cost_cpu, cost_cuda, cost_tensorrt
 from stof.attention.decide.cost_cpu import GainEstimate
 from stof.attention.decide.tune import Tuner
-from stof.attention.problem import AttentionProblem
+from stof.attention.describe.site_problem import SiteProblem
 from stof.errors import ArgumentError
 from stof.options import Options
 from stof.runtime.cuda import device_info
@@ -48,20 +48,20 @@ class AttentionKernels:
         """The measurements of earlier runs that decided about sites; None: none did."""
         return None
 
-    def refusals(self, problem: AttentionProblem) -> list[str]:
+    def refusals(self, problem: SiteProblem) -> list[str]:
         """The reasons against running a problem on the kernels; empty when there are none."""
         return cost_cpu.refusals(problem)
 
-    def estimate_gain(self, problem: AttentionProblem, length: int) -> GainEstimate:
+    def estimate_gain(self, problem: SiteProblem, length: int) -> GainEstimate:
         """The estimated gain over the runtime's own nodes at S = T = ``length``."""
         return cost_cpu.estimate_gain(problem, length)
 
-    def reason_to_leave(self, problem: AttentionProblem, estimates: Sequence[GainEstimate]) -> str:
+    def reason_to_leave(self, problem: SiteProblem, estimates: Sequence[GainEstimate]) -> str:
         """Why an attention is better left as it is, from the estimates at the lengths in use; empty when it is not."""
         worst = min(estimates, key=lambda e: e.gain)
         return f"a loss is estimated at S = {worst.length}: {worst.gain:.2f}x" if worst.gain < 1.0 else ""
 
-    def kernel(self, problem: AttentionProblem, use: Use) -> tuple[str, str]:
+    def kernel(self, problem: SiteProblem, use: Use) -> tuple[str, str]:
         """What runs a problem, for people, and the operator's hint ``kernel``."""
         return f"cpu block-wise {self.isa}".rstrip(), ""
 
@@ -90,13 +90,13 @@ class CudaAttentionKernels(AttentionKernels):
     def tuned_seconds(self) -> float:
         return self.tuner.spent if "tuner" in self.__dict__ else 0.0
 
-    def refusals(self, problem: AttentionProblem) -> list[str]:
+    def refusals(self, problem: SiteProblem) -> list[str]:
         return super().refusals(problem) + cost_cuda.refusals(problem)
 
-    def estimate_gain(self, problem: AttentionProblem, length: int) -> GainEstimate:
+    def estimate_gain(self, problem: SiteProblem, length: int) -> GainEstimate:
         return cost_cuda.estimate_gain(problem, length, self.device)
 
-    def kernel(self, problem: AttentionProblem, use: Use) -> tuple[str, str]:
+    def kernel(self, problem: SiteProblem, use: Use) -> tuple[str, str]:
         if use.planned:
             return f"cuda {use.planned}, planned", use.planned
         if not self.options.tune or use.planned is not None:
@@ -112,13 +112,13 @@ class CudaAttentionKernels(AttentionKernels):
 class TensorRtAttentionKernels(AttentionKernels):
     """Those of the TensorRT plugin."""
 
-    def refusals(self, problem: AttentionProblem) -> list[str]:
+    def refusals(self, problem: SiteProblem) -> list[str]:
         return super().refusals(problem) + cost_tensorrt.refusals(problem)
 
-    def reason_to_leave(self, problem: AttentionProblem, estimates: Sequence[GainEstimate]) -> str:
+    def reason_to_leave(self, problem: SiteProblem, estimates: Sequence[GainEstimate]) -> str:
         return cost_tensorrt.reason_to_leave(problem, estimates[-1].tile_density)
 
-    def kernel(self, problem: AttentionProblem, use: Use) -> tuple[str, str]:
+    def kernel(self, problem: SiteProblem, use: Use) -> tuple[str, str]:
         return "TensorRT plugin", ""
 
 

@@ -10,10 +10,10 @@ import onnx
 
 from stof.attention.decide.cost_cpu import GainEstimate
 from stof.attention.decide.kernels import AttentionKernels, Use
-from stof.attention.describe import DescribedSite
+from stof.attention.describe.site_describer import DescribedSite
+from stof.attention.describe.site_problem import SiteProblem
 from stof.attention.emit import Rewrite
 from stof.attention.plan_entry import SitePlan
-from stof.attention.problem import AttentionProblem
 from stof.attention.report import NAMES, SiteReport, Step
 from stof.errors import ArgumentError, UnsupportedError
 from stof.mask.site import AttentionSite, Finding, LiftedMask
@@ -94,8 +94,8 @@ class SiteDecider:
         self.options = options
         self.kernels = kernels
         self.choice = choice or UserChoice(Selection(NAMES))
-        self.estimates: dict[tuple[AttentionProblem, tuple[int, ...]], list[GainEstimate]] = {}
-        self.curves: dict[tuple[AttentionProblem, int, int], tuple[tuple[int, float], ...]] = {}
+        self.estimates: dict[tuple[SiteProblem, tuple[int, ...]], list[GainEstimate]] = {}
+        self.curves: dict[tuple[SiteProblem, int, int], tuple[tuple[int, float], ...]] = {}
 
     def decide(self, described: DescribedSite) -> Choice:
         """The outcome for a site.
@@ -118,9 +118,7 @@ class SiteDecider:
             return _kept(described.row, step, reason)
         return self._replace(described, problem, mask, estimates[-1])
 
-    def _replace(
-        self, described: DescribedSite, problem: AttentionProblem, mask: LiftedMask, shown: GainEstimate
-    ) -> Choice:
+    def _replace(self, described: DescribedSite, problem: SiteProblem, mask: LiftedMask, shown: GainEstimate) -> Choice:
         """The outcome for a site that is replaced; ``shown``: the estimate for the report."""
         site, entry = described.site, described.entry
         gain = shown.gain if self.options.tuned_for.estimates_gains else None
@@ -143,7 +141,7 @@ class SiteDecider:
         rewrite = Rewrite(site, mask, hints, tensorrt, self.options.allow_tf32, described.ignores_rows)
         return Choice(row, plan, rewrite, () if self.options.report is None else self._curve(site, problem))
 
-    def _estimate_gains(self, site: AttentionSite, problem: AttentionProblem) -> list[GainEstimate]:
+    def _estimate_gains(self, site: AttentionSite, problem: SiteProblem) -> list[GainEstimate]:
         """The estimates at the lengths in use, and at last the one that the report shows."""
         lengths = self._lengths(site)
         key = problem, lengths
@@ -152,7 +150,7 @@ class SiteDecider:
             self.estimates[key] = [self.kernels.estimate_gain(problem, n) for n in (*lengths, shown)]
         return self.estimates[key]
 
-    def _curve(self, site: AttentionSite, problem: AttentionProblem) -> tuple[tuple[int, float], ...]:
+    def _curve(self, site: AttentionSite, problem: SiteProblem) -> tuple[tuple[int, float], ...]:
         """Estimated gains at the ends of the lengths in use, and at lengths between them."""
         lengths = self._lengths(site)
         least, most = lengths[0], lengths[-1]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx
 
-from stof.attention.problem import AttentionProblem
+from stof.attention.describe.site_problem import SiteProblem
 from stof.errors import ArgumentError
 from stof.options import Options
 from stof.runtime.cuda import CudaOp, DeviceInfo, device_info, kernel_names
@@ -20,7 +20,7 @@ from stof.tuning_cache import Cache, open_cache
 _GAIN = 1.03  # below that a difference is taken for noise
 _SLICE = 0.15  # seconds of replays for one time
 
-Time = Callable[[AttentionProblem, int, int, str], float]
+Time = Callable[[SiteProblem, int, int, str], float]
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ class Tuner:
         self.end = clock() + seconds
         self.measure = measure or time_kernel
         self.spent = 0.0  # seconds of measurements
-        self.known: dict[tuple[AttentionProblem, int, tuple[int, ...]], Tuned] = {}
+        self.known: dict[tuple[SiteProblem, int, tuple[int, ...]], Tuned] = {}
 
-    def tune(self, problem: AttentionProblem, batch: int, lengths: Sequence[int]) -> Tuned:
+    def tune(self, problem: SiteProblem, batch: int, lengths: Sequence[int]) -> Tuned:
         """The kernel for a problem: one that is nowhere slower than the model's choice and somewhere 3 % faster."""
         largest = max(problem.head_size, problem.value_head_size)
         names = kernel_names(largest, problem.dtype) if problem.has_kernel_choice else []
@@ -73,7 +73,7 @@ class Tuner:
             self.known[key] = self._tune(problem, batch, lengths, ["", *names])
         return self.known[key]
 
-    def _tune(self, problem: AttentionProblem, batch: int, lengths: Sequence[int], names: Sequence[str]) -> Tuned:
+    def _tune(self, problem: SiteProblem, batch: int, lengths: Sequence[int], names: Sequence[str]) -> Tuned:
         found: dict[int, dict[str, float]] = {}
         whole = True
         for length in sorted(set(lengths), reverse=True):
@@ -116,7 +116,7 @@ def _best(found: dict[int, dict[str, float]]) -> str:
     return best
 
 
-def time_kernel(problem: AttentionProblem, batch: int, length: int, kernel: str) -> float:
+def time_kernel(problem: SiteProblem, batch: int, length: int, kernel: str) -> float:
     """Microseconds of one StofAttention at S = T = ``length`` on the current device, by the kernel of that name.
 
     Raises:

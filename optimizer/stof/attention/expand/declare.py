@@ -13,7 +13,7 @@ from onnx import TensorProto, numpy_helper
 
 from stof.attention.decide.kernels import kernels_for
 from stof.attention.decide.site_decider import SiteDecider
-from stof.attention.describe import SiteDescriber
+from stof.attention.describe.site_describer import SiteDescriber
 from stof.attention.expand.expanders import make_working_copy
 from stof.attention.find import is_softmax
 from stof.attention.subgraphs import Scope, find_scopes

@@ -12,7 +12,8 @@ from stof.errors import StofError, UnsupportedError
 from stof.fusion.check import check_chain
 from stof.fusion.decide.decision import ChainDecider, ChainDecision
 from stof.fusion.decide.selection import ChainSelection
-from stof.fusion.describe import ChainProblem, DescribedGraph, DescribedModel, DescribedRegion
+from stof.fusion.describe.region_problems import ChainProblem, DescribedGraph, DescribedModel, DescribedRegion
+from stof.fusion.describe.working_copies import FusionCopy, explain_fault
 from stof.fusion.emit import ChainEdit, group_by_op, make_edit, select_common_types
 from stof.fusion.fusion_graph import FusionGraph
 from stof.fusion.plan_entry import ChainPlan
@@ -21,7 +22,6 @@ from stof.fusion.regions import build_chain, retranslate_chains
 from stof.fusion.report import ChainReport
 from stof.fusion.split_gemm_bias import SplitGemms
 from stof.fusion.translate import FusedChain
-from stof.fusion.working_copies import FusionCopy, explain_fault
 from stof.graph.index import all_nodes, opset_of
 
 _OTHER_TYPES = "its outputs are of other types than those of most chains; all calls of one function share them"

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import onnx
 
+from stof.fusion.describe.working_copies import FusionCopy, make_copies
 from stof.fusion.emit import ChainSignature, chain_signature
 from stof.fusion.fusion_graph import FusionGraph
 from stof.fusion.policy import ChainPolicy, ShapeReads
 from stof.fusion.regions import find_chains, retranslate_chains
 from stof.fusion.translate import FusedChain, RefusedRegion
-from stof.fusion.working_copies import FusionCopy, make_copies
 from stof.graph.names import FreshNames
 
 

@@ -14,7 +14,7 @@ from stof.mask.site import AttentionSite, EmptyRows, LiftedMask, arrays_of
 
 
 @dataclass(frozen=True)
-class AttentionProblem:
+class SiteProblem:
     """An attention as a kernel sees it. Names and layouts of tensors are for emission alone, and no part of it.
 
     Attributes:
@@ -54,7 +54,7 @@ class AttentionProblem:
     replaces_fused_node: bool = False
 
     @classmethod
-    def of(cls, site: AttentionSite, mask: LiftedMask) -> AttentionProblem:
+    def of(cls, site: AttentionSite, mask: LiftedMask) -> SiteProblem:
         """The problem of a site with its mask."""
         return cls(
             mask.expression,

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import onnx
 
+from stof.attention.describe.site_problem import SiteProblem
 from stof.attention.plan_entry import SitePlan
-from stof.attention.problem import AttentionProblem
 from stof.attention.report import NAMES, SiteReport, Step
 from stof.attention.split_mask_sums import split_terms
 from stof.errors import GuardError, UnsupportedError
@@ -50,7 +50,7 @@ class DescribedSite:
     row: SiteReport
     entry: SitePlan | None = None
     mask: LiftedMask | None = None
-    problem: AttentionProblem | None = None
+    problem: SiteProblem | None = None
     reason: str = ""
     step: Step = Step.KERNEL
     ignores_rows: bool = False
@@ -121,7 +121,7 @@ class SiteDescriber:
             if isinstance(error, GuardError) and site.unguarded is not None:
                 raise
             return DescribedSite(site, row, entry, reason=str(error), step=step)
-        problem = AttentionProblem.of(site, mask)
+        problem = SiteProblem.of(site, mask)
         return DescribedSite(site, row, entry, mask, problem, ignores_rows=self._ignores_rows(site))
 
     def _ignores_rows(self, site: AttentionSite) -> bool:
