@@ -167,7 +167,7 @@ class FusionRewrite(OpRewrite[FusionCandidates, FusionProblems, FusionDecisions]
 def emit_decided(chains: DecidedChains) -> onnx.ModelProto:
     """The model with the chains that are decided; a Gemm whose bias no chain took is one again."""
     model = chains.model if chains.edit is None else apply_edit(chains.model, chains.edit)
-    return rejoin_gemm_bias(model, dict(chains.gemms or {}))
+    return rejoin_gemm_bias(model, chains.gemms)
 
 
 def _plan_entries(job: Job) -> tuple[ChainPlan, ...] | None:

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import onnx
 
@@ -43,7 +43,7 @@ class DecidedChains:
     reports: tuple[ChainReport, ...]
     plans: tuple[ChainPlan, ...] = ()
     edit: ChainEdit | None = None
-    gemms: Mapping[str, list[onnx.NodeProto]] | None = None
+    gemms: SplitGemms = field(default_factory=dict)
 
     @property
     def replaced(self) -> int:
@@ -91,7 +91,8 @@ def _decide_copy(
     for shape_reads in () if reason else ShapeReads:
         try:
             if any(n.op_type == "StofChain" for n in all_nodes(copy.model.graph.node)):
-                return _nothing_found(copy, "the model holds StofChain already", "", gemms=copy.gemms)
+                report = ChainReport("-", "", False, "the model holds StofChain already")
+                return DecidedChains(copy.model, (report,), gemms=copy.gemms)
             return _decide_graph(described.graph_of(copy, shape_reads), decider, selection, copy.gemms)
         except UnsupportedError as error:
             reason = str(error)
@@ -100,14 +101,7 @@ def _decide_copy(
         except Exception as error:  # without chains the model is slower; attention stays replaced
             reason = explain_fault(error)
             break
-    return _nothing_found(copy, reason)
-
-
-def _nothing_found(
-    copy: FusionCopy, reason: str, operators: str = "all operators", gemms: SplitGemms | None = None
-) -> DecidedChains:
-    model = copy.whole if gemms is None else copy.model
-    return DecidedChains(model, (ChainReport("-", operators, False, reason),), gemms=gemms)
+    return DecidedChains(copy.whole, (ChainReport("-", "all operators", False, reason),))
 
 
 def _decide_graph(
