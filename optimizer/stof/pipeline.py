@@ -209,7 +209,7 @@ def _prepare(report: Report, job: Job, target: Path) -> Job:
     Raises:
         ArgumentError: when they do not fit the model, are others than those of the plan, or an output would replace their file.
     """
-    with job.step("prepare"):
+    with _as_model_error(job.source):
         read_constants(job.source, job.model)
     if job.options.sparsify:
         spec = parse_spec(job.options.sparsify)
