@@ -46,6 +46,12 @@ def _no_cache_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.fixture(autouse=True)
+def _steps_change_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every run of the optimizer in a test is held to it: emit alone changes a graph."""
+    monkeypatch.setenv("STOF_CHECK_STEPS", "1")
+
+
+@pytest.fixture(autouse=True)
 def _no_progress_of_slow_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run of over 15 s logs its steps; tests of messages must not depend on how long it takes."""
     monkeypatch.setattr("stof.progress._LOG_EVERY", 3600.0)
@@ -54,13 +60,13 @@ def _no_progress_of_slow_machines(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def small_mlps_gain(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny MLPs are replaced as large ones are; test_small_mlps.py tests that they stay dense otherwise."""
-    monkeypatch.setattr("stof.sparse_mlp.cost._CACHED_BYTES", 0)
+    monkeypatch.setattr("stof.sparse_mlp.decide.cpu._CACHED_BYTES", 0)
 
 
 @pytest.fixture
 def dequantized_mlps_gain(monkeypatch: pytest.MonkeyPatch) -> None:
     """Quantized MLPs without accuracy_level 4 are replaced with any number of active neurons."""
-    monkeypatch.setattr("stof.sparse_mlp.cost._MOST_ACTIVE_DEQUANTIZED", 1.0)
+    monkeypatch.setattr("stof.sparse_mlp.decide.cpu._MOST_ACTIVE_DEQUANTIZED", 1.0)
 
 
 # How long one example takes says something about the machine, not about stof.

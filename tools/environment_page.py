@@ -92,7 +92,7 @@ def _rows() -> Iterator[_Row]:
         if (twin := library.pop(variable.name, None)) is not None:
             readers += (twin["reader"],)
         values = _with_default(kinds[variable.kind], variable.default)
-        yield _Row(variable.name, readers, values, variable.help, True)
+        yield _Row(variable.name, readers, values, variable.help, variable.is_for_users)
     for one in library.values():
         values = _with_default(_values_of(one), one["default"])
         yield _Row(one["name"], (one["reader"],), values, one["help"], one["for_users"])

@@ -13,6 +13,7 @@ from bench.decoder.graph import WEIGHTS, Decoder
 from bench.decoder.measure_decoder import reason
 from bench.decoder.mlp_models import MlpDecoderVariant
 from stof.files import write_bytes
+from stof.targets import TARGETS
 
 _PROMPTS, _TOKENS = 8, 64  # of --sparse-mlp, and tokens of each
 _INPUTS = 2  # prompts of --inputs
@@ -66,7 +67,7 @@ class MlpFiles:
         from stof.pipeline import optimize
 
         options = Options(
-            verify=False, target=self._target, capability=90 if self._target == "cuda" else 0, force=True,
+            verify=False, target=self._target, capability=90 if TARGETS[self._target].uses_gpu else 0, force=True,
             skip=("mlp:*",) if variant.dense and self._has_zeros else (),
             inputs=() if variant.dense or variant.predicted else (str(self._inputs),),
             sparse_mlp=f"{self._prompts},kind=svd,active={self._share}" if variant.predicted else "",

@@ -18,6 +18,7 @@ from bench.decoder.graph import RANDOM, WEIGHTS, Decoder, DecoderShape, matrix_g
 from bench.decoder.mlp_form import NORM_SPREAD, gate_bias
 from stof.files import write_bytes
 from stof.mask.expression import CAUSAL, MaskExpression, causal_window
+from stof.targets import TARGETS
 
 ORIGINAL, CACHED = "GroupQueryAttention", "StofCachedAttention"
 WINDOW = 1024
@@ -104,7 +105,7 @@ def write_graphs(
             continue
         # Results are compared where they are timed: a model of this size takes minutes on a CPU.
         options = Options(
-            verify=False, target=target, capability=90 if target == "cuda" else 0, sparsify=variant.sparsify
+            verify=False, target=target, capability=90 if TARGETS[target].uses_gpu else 0, sparsify=variant.sparsify
         )
         optimize(given[variant.window], path, options)
         found = onnx.load(str(path), load_external_data=False) if path.is_file() else onnx.ModelProto()

@@ -14,9 +14,10 @@ from stof.errors import ArgumentError
 from stof.execution.run_limits import parse_bytes
 from stof.files import remove_temporaries
 from stof.interrupts import ended_by_signals, report_interrupt
-from stof.options import CHAINS, STANDARD_OUTPUT, TARGETS, Options
+from stof.options import CHAINS, STANDARD_OUTPUT, Options
 from stof.progress import step_log
 from stof.selection import EVERY_ATTENTION
+from stof.targets import CPU, TARGETS
 from stof.tensorrt.describe_installation import describe_installation
 from stof.terminal import (
     OutputError,
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from stof.report import Report
 
 _GARBAGE = 50_000  # new objects before the next look for what cannot be reached
-_TARGETS = {"CPUExecutionProvider": "cpu", "CUDAExecutionProvider": "cuda", "TensorrtExecutionProvider": "tensorrt"}
+_BY_PROVIDER = {target.provider: target for target in TARGETS.values()}
 
 
 _EPILOG = """example: stof-optimize model.onnx -o fast.onnx --shape sequence=128..4096 --report report.html
@@ -60,8 +61,8 @@ def _parser() -> argparse.ArgumentParser:
         help="default: <name>.stof.onnx beside the input; for a folder: the new one",
     )
     group = parser.add_argument_group("what is replaced, and for which device")
-    group.add_argument("--target", choices=TARGETS, help="what choices are tuned for (cpu)")
-    group.add_argument("--provider", choices=tuple(_TARGETS), help="the same, by ONNX Runtime's execution provider")
+    group.add_argument("--target", choices=tuple(TARGETS), help="what choices are tuned for (cpu)")
+    group.add_argument("--provider", choices=tuple(_BY_PROVIDER), help="the same, by ONNX Runtime's execution provider")
     group.add_argument(
         "--shape", action="append", default=[], metavar="NAME=N[..M]", help="range of a dimension in use"
     )
@@ -196,12 +197,14 @@ _bytes.__name__ = "number of bytes"
 
 def _target(arguments: argparse.Namespace) -> str:
     """The target that --target and --provider name."""
-    target, provider = arguments.target, arguments.provider
-    if target is not None and provider is not None and _TARGETS[provider] != target:
+    named = None if arguments.target is None else TARGETS[arguments.target]
+    by_provider = None if arguments.provider is None else _BY_PROVIDER[arguments.provider]
+    if named is not None and by_provider is not None and by_provider is not named:
         raise ArgumentError(
-            f"--target {target} and --provider {provider} disagree: the provider is target {_TARGETS[provider]}; give one"
+            f"--target {named.name} and --provider {arguments.provider} disagree: the provider is target {by_provider.name}; "
+            "give one"
         )
-    return str(target or _TARGETS.get(provider, "cpu"))
+    return (named or by_provider or CPU).name
 
 
 def _run(arguments: argparse.Namespace) -> int:

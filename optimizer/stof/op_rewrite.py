@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The protocol of an op: how a model is rewritten to use it. ``stof.ops`` lists the ops; the pipeline loops over the list.
 
-An op's rewrite takes a model through these steps, each of which takes a value and gives a value:
+``prepare`` gives the model that all ops rewrite, and that outputs are compared with. An op's rewrite then takes it through
+these steps, each of which takes a value and gives a value:
 
-``find``    candidates in the model, with the reason for each refusal
-``decide``  what becomes of each candidate: a row of the report and an entry of the plan
-``emit``    a model in which the decided candidates are nodes of the op; the only step that changes a graph
+``find``      candidates in the model, with the reason for each refusal
+``describe``  the problem of each candidate: what it asks of kernels, as a frozen value that caches and cost models have as key
+``decide``    what becomes of each candidate: a row of the report and an entry of the plan
+``emit``      a model in which the decided candidates are nodes of the op
+
+``emit`` is the only step that changes a graph: what the three before it edit are copies of their own. With the environment
+variable ``STOF_CHECK_STEPS``, ``stof.stages`` holds them to it.
 
 ``stof.verification`` then compares the whole model with the original. An op may have site checks, too, which compare each
-of its nodes with what it replaces.
+of its nodes with what it replaces. ``stof.op_parts`` has what some ops need besides.
 """
 
 from __future__ import annotations
@@ -19,24 +24,22 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import onnx
 
-from stof.errors import ArgumentError, ModelError
-from stof.execution.upcast import TypedAttributes
+from stof.errors import ArgumentError
 from stof.options import Options
 from stof.plan import EntryFormat, Plan, PlanEntry
 from stof.report import Section
 from stof.result_shapes import ResultRules
-from stof.selection import CandidateNames, NamedCandidate, Selection, list_candidates
+from stof.selection import CandidateNames, NamedCandidate, Selection, UserChoice, list_candidates
 from stof.sparsify.sparsity import Sparsity
+from stof.targets import Target
 
 if TYPE_CHECKING:
     from stof.prompts.files import PromptSet
     from stof.verification.model_inputs import ModelInputs
-    from stof.verification.result import Verification
     from stof.verification.site_checks import SiteChecks
 
 
@@ -51,6 +54,14 @@ class Tuning:
 
     spent: float = 0.0
     started: float = field(default_factory=time.time)
+
+
+class OpSettings(Protocol):
+    """What the options of one op say, read once."""
+
+    @property
+    def files(self) -> Mapping[str, Path]:
+        """The files that they name, by what they are."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +80,7 @@ class Job:
         sparsity: what --sparsify puts on attentions; ``model`` has it then. None: nothing.
         prompts: the file of --prompts; None: there is none.
         inputs: draws inputs of ``model``, by the first op so far that knows what they mean.
+        settings: what the options of its own say to an op, by its key.
     """
 
     options: Options
@@ -82,17 +94,12 @@ class Job:
     sparsity: Sparsity | None = None
     prompts: PromptSet | None = None
     inputs: Callable[[], ModelInputs] | None = None
+    settings: Mapping[str, OpSettings] = field(default_factory=dict)
 
-
-@dataclass(frozen=True)
-class LeftOut:
-    """The options leave an op out: it looks for no candidates, and a saved plan has no entries of it.
-
-    Attributes:
-        reason: what leaves it out, for a message: "see --chains".
-    """
-
-    reason: str
+    @property
+    def target(self) -> Target:
+        """What runs the optimized model."""
+        return self.options.tuned_for
 
 
 class Decisions(ABC):
@@ -123,11 +130,6 @@ class Decisions(ABC):
         """Whether there is something to emit. Without it, the op leaves the model as it is."""
         return self.has_replaced
 
-    @property
-    def held_out(self) -> PromptSet | None:
-        """Prompts by which to measure decisions that change outputs, where --prompts names none; None: there are none."""
-        return None
-
     def undo(self, reason: str) -> Decisions | None:
         """The same with no candidate replaced and the reason in each row, where the rest of the model can do without them.
 
@@ -138,10 +140,11 @@ class Decisions(ABC):
 
 
 Found = TypeVar("Found")
+Described = TypeVar("Described")
 Decided = TypeVar("Decided", bound=Decisions)
 
 
-class OpRewrite(ABC, Generic[Found, Decided]):
+class OpRewrite(ABC, Generic[Found, Described, Decided]):
     """The rewrite of one op, or of a family of ops among which one search chooses.
 
     Attributes:
@@ -150,7 +153,6 @@ class OpRewrite(ABC, Generic[Found, Decided]):
         result_rules: what the contracts of its operators say of results: shapes, inputs that are not read, results in place.
         names: how options and messages name its candidates.
         plan_format: of its entries in a plan file.
-        typed_attributes: attributes of its operators that are texts with element types in them.
     """
 
     key: str
@@ -158,40 +160,42 @@ class OpRewrite(ABC, Generic[Found, Decided]):
     result_rules: ResultRules = ResultRules()
     names: CandidateNames
     plan_format: EntryFormat
-    typed_attributes: TypedAttributes = MappingProxyType({})
 
-    def declare(self, job: Job) -> Job:
-        """The job with a model whose candidates have the patterns that ``job.sparsity`` has for them.
+    def prepare(self, job: Job) -> Job:
+        """The job with a model that means what the user declared: attentions have the patterns of ``job.sparsity``.
+
+        The model is a copy where it differs. This happens once, before any op finds anything.
 
         Raises:
             ArgumentError: when a pattern does not fit the model.
         """
         return job
 
-    def read_options(self, job: Job) -> Mapping[str, Path]:
-        """Checks the op's own options before anything takes long, and gives the files that they name, by what they are.
-
-        Raises:
-            ArgumentError: for a wrong option, or a file that cannot be read.
-        """
-        return {}
-
     @abstractmethod
-    def find(self, job: Job, model: Callable[[], onnx.ModelProto]) -> Found | LeftOut:
+    def find(self, job: Job, model: Callable[[], onnx.ModelProto]) -> Found:
         """The candidates, of which there may be none.
 
         Args:
             job: the optimization.
             model: makes the model that the ops before this one have written. That takes time: call it only where there is
-                something to look for.
+                something to look for. It is not to be changed; edit a copy to search in.
 
         Raises:
             ArgumentError: when options or the plan name what the model does not have.
         """
 
     @abstractmethod
-    def decide(self, job: Job, found: Found) -> Decided | LeftOut:
-        """What becomes of each candidate; the op is left out where it turns out that nothing decides.
+    def describe(self, job: Job, found: Found) -> Described:
+        """The candidates with their problems: what each asks of kernels, as frozen and hashable values.
+
+        Raises:
+            ArgumentError: when the user states of a candidate what cannot be read.
+            VerifyError: when that is not so in the graph.
+        """
+
+    @abstractmethod
+    def decide(self, job: Job, described: Described) -> Decisions:
+        """What becomes of each candidate; ``LeftOut`` where options leave the op out.
 
         The pipeline checks afterwards that options name only what the decisions have as candidates. An op that takes long
         to decide checks its ``job.selections`` before.
@@ -202,18 +206,13 @@ class OpRewrite(ABC, Generic[Found, Decided]):
         """
 
     @abstractmethod
-    def emit(self, job: Job, model: onnx.ModelProto, decided: Decided) -> onnx.ModelProto:
-        """A copy of the model in which the decided candidates are nodes of the op.
+    def emit(self, job: Job, decided: Decided) -> onnx.ModelProto:
+        """A copy of the model that the decisions are about, in which the decided candidates are nodes of the op.
 
         Args:
             job: the optimization.
-            model: the one that the decisions are about.
             decided: decisions that change the model.
         """
-
-    def verifiable_form(self, model: onnx.ModelProto) -> onnx.ModelProto:
-        """A model whose outputs are to equal the original's: the optimized one without what changes outputs on purpose."""
-        return model
 
     @abstractmethod
     def empty_section(self) -> Section:
@@ -237,49 +236,15 @@ class OpRewrite(ABC, Generic[Found, Decided]):
                     f"or export; {list_candidates(self.names, candidates)}"
                 )
 
-    def reason_kept(self, job: Job, candidate: NamedCandidate, reason: str) -> str:
-        """Why a candidate stays as it is: by the options, by the plan, or for a reason of the op.
-
-        Args:
-            job: the optimization.
-            candidate: the candidate.
-            reason: why the op cannot replace it, or does not gain by it; empty where it can.
-
-        Returns:
-            The reason; empty where the candidate is replaced.
-
-        Raises:
-            ModelError: when the plan replaces what the op cannot replace.
-        """
-        if left_out := job.selections[self.key].reason_left_out(candidate):
-            return left_out
-        if job.plan is None or self.key not in job.plan.entries:
-            return reason
-        entry = job.plan.of(self.key, candidate.name)
-        if entry is None:
-            return "not in the plan"
-        if not entry.replace:
-            return entry.reason or "left as it is by the plan"
-        if reason:
-            raise ModelError(
-                f"the plan replaces {self.names.kind} {candidate.name!r}, which cannot be: {reason}; "
-                "set its replace to false"
-            )
-        return ""
+    def choice(self, job: Job) -> UserChoice:
+        """What the user decides about the op's candidates, which goes before what the op finds out."""
+        return UserChoice.of(job.selections[self.key], job.plan, self.key)
 
     def is_replaced_by_plan(self, job: Job, name: str) -> bool:
         """Whether the plan replaces a candidate. Such a word takes the place of estimates of speed."""
-        entry = None if job.plan is None else job.plan.of(self.key, name)
+        entry = self.choice(job).entry_of(name)
         return entry is not None and entry.replace
-
-    def has_to_measure(self, options: Options, plan: Plan) -> bool:
-        """Whether ``--tune`` has something to measure for the op where a plan is applied."""
-        return False
 
     def site_checks(self, job: Job, decided: Decided) -> SiteChecks | None:
         """Compares the op's nodes with what they replace; None where the comparison of whole models is enough."""
         return None
-
-    def explain_failure(self, decided: Decided, verification: Verification) -> str:
-        """The message of a verification that failed by the fault of this op, which cannot be undone."""
-        return f"verification failed: {verification.failures[0].message()}. Nothing was written"

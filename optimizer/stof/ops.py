@@ -11,5 +11,5 @@ from stof.fusion.rewrite import FUSION
 from stof.op_rewrite import OpRewrite
 from stof.sparse_mlp.rewrite import SPARSE_MLP
 
-OPS: tuple[OpRewrite[Any, Any], ...] = (CACHED_ATTENTION, ATTENTION, SPARSE_MLP, FUSION)
+OPS: tuple[OpRewrite[Any, Any, Any], ...] = (CACHED_ATTENTION, ATTENTION, SPARSE_MLP, FUSION)
 PLAN_FORMATS = {op.key: op.plan_format for op in OPS}

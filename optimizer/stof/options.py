@@ -25,6 +25,7 @@ from stof.arguments.checks import (
     or_none,
 )
 from stof.errors import ArgumentError
+from stof.targets import CPU, TARGETS, Target
 
 if TYPE_CHECKING:
     from typing import Self, Unpack
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from stof.execution.given_inputs import InputSource
 
 PathLike: TypeAlias = "str | os.PathLike[str]"
-TARGETS = ("cpu", "cuda", "tensorrt")
 CHAINS = ("on", "off", "auto")
 STANDARD_OUTPUT = Path("-")  # in the place of a file for the report as JSON
 
@@ -113,7 +113,7 @@ class Options:
     """
 
     output: Path | None = None
-    target: str = "cpu"
+    target: str = CPU.name
     capability: int = 0
     allow_tf32: bool = False
     json: Path | None = None
@@ -155,6 +155,11 @@ class Options:
         """Brings each value into the form of its field."""
         for name, check in _CHECKS.items():
             object.__setattr__(self, name, check(name, getattr(self, name)))
+
+    @property
+    def tuned_for(self) -> Target:
+        """The target that is named."""
+        return TARGETS[self.target]
 
 
 def _check_shapes(name: str, value: object) -> dict[str, tuple[int, int]]:

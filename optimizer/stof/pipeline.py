@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps of an optimization: load, then find, decide and emit for each op of ``stof.ops``, verify, write, report."""
+"""The steps of an optimization: load, prepare, find to emit for each op of ``stof.ops``, verify, write, report."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from stof.execution.given_inputs import GivenFeed, read_given_inputs
 from stof.execution.runtime_faults import refuse_old_runtimes
 from stof.execution.session_process import RuntimeFailure, has_onnxruntime
 from stof.files import check_input, check_outputs, write_text
-from stof.graph.external_data import check_output_folder, data_to_copy, external_files
+from stof.graph.external_data import check_output_folder, data_to_copy, external_files, read_constants
 from stof.graph.index import DOMAIN, all_nodes, opset_of
 from stof.graph.load_save import copy_model, load, load_with_opset, save
 from stof.html_report import to_html
-from stof.op_rewrite import Job
-from stof.ops import OPS
+from stof.op_parts import HoldsPrompts, Measures, ReadsOptions
+from stof.op_rewrite import Job, OpSettings
+from stof.ops import OPS, PLAN_FORMATS
 from stof.options import STANDARD_OUTPUT, Options
 from stof.plan import Plan, PlanEntry
 from stof.plan import load as load_plan
@@ -92,7 +93,7 @@ def run(
     report = Report(name, dry_run=options.dry_run or options.explain is not None, library=build_info())
     is_part = facts is not None
     command = command_of(name, replace(options, output=target if copies_unchanged else None))
-    report.facts = facts or collect_facts(command if name == str(source) else "", report.library, options.target)
+    report.facts = facts or collect_facts(command if name == str(source) else "", report.library, options.tuned_for)
     report.notes = missing_for(options, report.library)
     try:
         with deep_recursion():
@@ -120,7 +121,7 @@ def run(
 
 def _describe_run(target: Path, options: Options) -> str:
     """What runs a written model with stof's operators."""
-    if options.target == "tensorrt":
+    if options.tuned_for.keeps_plugins:
         return f"build an engine: stof-trt build {target}"
     library = library_path()
     return f"{library.name}: {describe_registration(str(library))}; without it the model runs, slowly"
@@ -161,9 +162,11 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
         empty: dict[str, tuple[PlanEntry, ...]] = {op.key: () for op in OPS if op.plan_format.required}
         _save_plan(empty | {key: found.plan for key, found in earlier.items()}, options)
         return
-    if plan is not None and plan.target != options.target:
-        raise ArgumentError(f"the plan is for target {plan.target}, not {options.target}; use --target {plan.target}")
-    job = _declare(report, _read_options(job, target, report.dry_run), target)
+    if plan is not None and plan.target is not options.tuned_for:
+        raise ArgumentError(
+            f"the plan is for target {plan.target.name}, not {options.target}; use --target {plan.target.name}"
+        )
+    job = _prepare(report, _read_options(job, target, report.dry_run), target)
     stages = rewrite(job, OPS)
     report.sections |= {s.op.key: s.decided.section for s in stages}
     report.nodes_before = len(graph.graph.node)
@@ -178,7 +181,7 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
 
 
 def _read_options(job: Job, target: Path, dry_run: bool) -> Job:
-    """The job with the prompts of --prompts; faults of files are found here, before steps that take long.
+    """The job with the prompts of --prompts and the settings of ops; faults of files are found here, before steps that take long.
 
     Raises:
         ArgumentError: for files that cannot be read or would be overwritten, and for wrong options of ops.
@@ -191,18 +194,23 @@ def _read_options(job: Job, target: Path, dry_run: bool) -> Job:
             raise ArgumentError("--prompts needs onnxruntime, which is not installed: pip install onnxruntime")
         job = replace(job, prompts=PromptSet(f"--prompts {options.prompts}", tuple(prompts)))
         read["prompts file"] = options.prompts
+    settings: dict[str, OpSettings] = {}
     for op in OPS:
-        read |= op.read_options(job)
+        if isinstance(op, ReadsOptions) and (own := op.read_options(job)) is not None:
+            settings[op.key] = own
+            read |= own.files
     _check_files(read, target, options, dry_run)
-    return job
+    return replace(job, settings=settings)
 
 
-def _declare(report: Report, job: Job, target: Path) -> Job:
-    """The job with the patterns of --sparsify.
+def _prepare(report: Report, job: Job, target: Path) -> Job:
+    """The job with the model that the ops rewrite: constants are read, and attentions have the patterns of --sparsify.
 
     Raises:
         ArgumentError: when they do not fit the model, are others than those of the plan, or an output would replace their file.
     """
+    with _as_model_error(job.source):
+        read_constants(job.source, job.model)
     if job.options.sparsify:
         spec = parse_spec(job.options.sparsify)
         _check_files({f"pattern file {path}": path for path in spec.files}, target, job.options, report.dry_run)
@@ -210,7 +218,7 @@ def _declare(report: Report, job: Job, target: Path) -> Job:
         job = replace(job, sparsity=sparsity)
         with job.step("sparsify"):
             for op in OPS:
-                job = op.declare(job)
+                job = op.prepare(job)
         report.sparsity = sparsity.report
     stated = "" if job.plan is None else job.plan.sparsity
     found = "" if job.sparsity is None else job.sparsity.digest
@@ -223,7 +231,7 @@ def _declare(report: Report, job: Job, target: Path) -> Job:
 def _check_time_option(options: Options, dry_run: bool) -> None:
     if not options.time:
         return
-    if options.target != "cpu":
+    if not options.tuned_for.times_models:
         raise ArgumentError(
             f"--time measures on the CPU; for --target {options.target} time both models in your own program"
         )
@@ -252,8 +260,8 @@ def _note_sizes(report: Report, model_bytes: int | None = None, output_bytes: in
 def _load_plan(options: Options) -> Plan | None:
     if options.plan is None:
         return None
-    plan = load_plan(options.plan, {op.key: op.plan_format for op in OPS})
-    if options.tune and not any(op.has_to_measure(options, plan) for op in OPS):
+    plan = load_plan(options.plan, PLAN_FORMATS)
+    if options.tune and not any(isinstance(op, Measures) and op.has_to_measure(options, plan) for op in OPS):
         *first, last = (f"{op.names.kind}s" for op in OPS)
         kinds = f"{', '.join(first)} and {last}"
         raise ArgumentError(
@@ -264,7 +272,7 @@ def _load_plan(options: Options) -> Plan | None:
 
 def _save_plan(entries: dict[str, tuple[PlanEntry, ...]], options: Options, sparsity: str = "") -> None:
     if options.save_plan is not None:
-        Plan(entries, options.target, sparsity).save(options.save_plan)
+        Plan(entries, options.tuned_for, sparsity).save(options.save_plan)
 
 
 def _check_files(
@@ -334,7 +342,7 @@ def _timed(report: Report, step: str) -> Iterator[None]:
     start = time.monotonic()
     with progress.step(step):
         yield
-    report.seconds[step] = time.monotonic() - start
+    report.seconds[step] = report.seconds.get(step, 0.0) + time.monotonic() - start
 
 
 def _verify_and_write(
@@ -379,7 +387,10 @@ def _measure_loss(report: Report, job: Job, stages: Sequence[Stage], target: Pat
     """
     is_sparsified = report.sparsity is not None and report.sparsity.sparsified > 0
     changed = [s.decided.section for s in stages if s.decided.section.changes_outputs]
-    prompts = job.prompts or next((p for s in stages if (p := s.decided.held_out) is not None), None)
+    decided = [s.decided for s in stages]
+    prompts = job.prompts or next(
+        (d.held_out for d in decided if isinstance(d, HoldsPrompts) and d.held_out is not None), None
+    )
     if prompts is None or not (is_sparsified or changed):
         return
     from stof.prompt_runs.measure_loss import check_loss, measure_loss

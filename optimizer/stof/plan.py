@@ -14,10 +14,10 @@ from typing import Any, Protocol
 from stof.errors import ArgumentError
 from stof.files import read_text, strict_json, write_text
 from stof.files.strict_json import quoted
+from stof.targets import CPU, TARGETS, Target
 
 FORMAT = "stof-plan"
 VERSION = 1
-TARGETS = ("cpu", "cuda", "tensorrt")
 
 
 class PlanEntry(Protocol):
@@ -62,7 +62,7 @@ class Plan:
     """
 
     entries: Mapping[str, tuple[PlanEntry, ...]]
-    target: str = "cpu"
+    target: Target = CPU
     sparsity: str = ""  # digest of the patterns of --sparsify
 
     def of(self, key: str, name: str) -> PlanEntry | None:
@@ -71,7 +71,7 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as text; :func:`parse` reads it back."""
-        data: dict[str, Any] = {"format": FORMAT, "version": VERSION, "target": self.target}
+        data: dict[str, Any] = {"format": FORMAT, "version": VERSION, "target": self.target.name}
         data |= {"sparsity": self.sparsity} if self.sparsity else {}
         data |= {key: [e.to_json() for e in entries] for key, entries in self.entries.items()}
         return strict_json.dumps(data, indent=2)
@@ -111,7 +111,7 @@ def parse(text: str, formats: Mapping[str, EntryFormat], where: str = "plan") ->
             f"{where} is a plan of version {data.get('version')!r}, expected {VERSION}; save it again with this stof"
         )
     fields = Fields(where, "", data, {"format", "version", "target", "sparsity", *formats})
-    target = fields.text("target", "cpu", TARGETS)
+    target = TARGETS[fields.text("target", CPU.name, tuple(TARGETS))]
     entries: dict[str, tuple[PlanEntry, ...]] = {}
     for key, form in formats.items():
         if key not in data and not form.required:

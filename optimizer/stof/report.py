@@ -268,7 +268,7 @@ class Report:
 
     @property
     def chains(self) -> list[Any]:
-        """The rows of fused chains (:class:`stof.fusion.apply.ChainReport`)."""
+        """The rows of fused chains (:class:`stof.fusion.report.ChainReport`)."""
         return self.rows("chains")
 
     @property

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Candidates by name: ``--only``, ``--skip`` and ``--explain``, each pattern for the op whose prefix it has."""
+"""The user's choice of candidates: ``--only``, ``--skip`` and ``--explain``, each for the op whose prefix it has, and plans."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from stof.errors import ArgumentError
+from stof.errors import ArgumentError, ModelError
 from stof.options import Options
+from stof.plan import Plan, PlanEntry
 
 EVERY_ATTENTION = "*"  # the pattern of ``--explain`` without one
 _MOST_NAMES = 4  # that a message lists
@@ -99,6 +100,63 @@ class Selection:
     def _asked(self) -> list[tuple[str, str]]:
         by_option = (("--only", self.only), ("--skip", self.skip), ("--explain", self.explain))
         return [(option, pattern) for option, patterns in by_option for pattern in patterns]
+
+
+@dataclass(frozen=True)
+class UserChoice:
+    """What the user decides about the candidates of one op: by options, and by a plan.
+
+    Attributes:
+        selection: of the options.
+        planned: the plan's entries by the names of candidates; None: no plan decides about this op.
+    """
+
+    selection: Selection
+    planned: Mapping[str, PlanEntry] | None = None
+
+    @classmethod
+    def of(cls, selection: Selection, plan: Plan | None, key: str) -> UserChoice:
+        """The choice by a plan that may have entries of the op with this key."""
+        if plan is None or key not in plan.entries:
+            return cls(selection)
+        return cls(selection, {e.name: e for e in reversed(plan.entries[key])})
+
+    def entry_of(self, name: str) -> PlanEntry | None:
+        """The plan's decision about a candidate."""
+        return None if self.planned is None else self.planned.get(name)
+
+    def reason_left_out(self, candidate: NamedCandidate) -> str:
+        """Why the user leaves a candidate as it is; empty where nothing is said against it."""
+        if left_out := self.selection.reason_left_out(candidate):
+            return left_out
+        if self.planned is None:
+            return ""
+        entry = self.planned.get(candidate.name)
+        if entry is None:
+            return "not in the plan"
+        return "" if entry.replace else entry.reason or "left as it is by the plan"
+
+    def reason_kept(self, candidate: NamedCandidate, reason: str) -> str:
+        """Why a candidate stays as it is: by the user's choice, or for a reason of the op.
+
+        Args:
+            candidate: the candidate.
+            reason: why the op cannot replace it, or does not gain by it; empty where it can.
+
+        Returns:
+            The reason; empty where the candidate is replaced.
+
+        Raises:
+            ModelError: when the plan replaces what the op cannot replace.
+        """
+        if left_out := self.reason_left_out(candidate):
+            return left_out
+        if reason and self.planned is not None:
+            raise ModelError(
+                f"the plan replaces {self.selection.names.kind} {candidate.name!r}, which cannot be: {reason}; "
+                "set its replace to false"
+            )
+        return reason
 
 
 def owner_of(pattern: str, names: Iterable[CandidateNames]) -> CandidateNames | None:

@@ -3,18 +3,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import onnx
 
-from stof.op_rewrite import Decisions, Job, LeftOut, OpRewrite
+from stof.arguments.environment import CHECK_STEPS
+from stof.op_parts import LeftOut
+from stof.op_rewrite import Decisions, Job, OpRewrite
 from stof.result_shapes import ResultRules, declare_results
 
 if TYPE_CHECKING:
     from stof.verification.model_inputs import ModelInputs
+
+
+class StepChangedModelError(AssertionError):
+    """A step changed a model that it only reads: a defect of the op."""
+
+
+class ModelWatch:
+    """Holds the steps of an op to what they promise: none changes the model that it is given, by digests before and after.
+
+    It is for tests and for whoever writes an op: to take digests of models with large weights takes time.
+
+    Args:
+        op: names the op in the error.
+        models: those that the steps can see from the start.
+    """
+
+    def __init__(self, op: str, *models: onnx.ModelProto) -> None:
+        self._op = op
+        self._is_on = CHECK_STEPS.flag()
+        self._seen: dict[int, tuple[onnx.ModelProto, str]] = {}
+        for model in models:
+            self.see(model)
+
+    def see(self, model: onnx.ModelProto) -> onnx.ModelProto:
+        """The model, which is held to be as it is from here on."""
+        if self._is_on and id(model) not in self._seen:
+            self._seen[id(model)] = model, _digest(model)
+        return model
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """One step.
+
+        Raises:
+            StepChangedModelError: naming the op and the step.
+        """
+        yield
+        for model, digest in self._seen.values():
+            if _digest(model) != digest:
+                raise StepChangedModelError(f"{self._op}: {name} changed a model that it only reads; edit a copy")
+
+
+def _digest(model: onnx.ModelProto) -> str:
+    found = hashlib.blake2b()
+    for part in _serialize(model):
+        found.update(part)
+    return found.hexdigest()
+
+
+def _serialize(message: Any) -> Iterator[bytes]:
+    """The bytes of a model or graph in parts: as a whole, protobuf writes none of 2 GiB and more."""
+    for field, value in message.ListFields():
+        yield field.name.encode()
+        if isinstance(value, onnx.GraphProto):
+            yield from _serialize(value)
+        elif isinstance(value, str | bytes | int):
+            yield repr(value).encode()
+        else:
+            for one in value:
+                yield one.SerializeToString(deterministic=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +90,7 @@ class Stage:
     """
 
     job: Job
-    op: OpRewrite[Any, Any]
+    op: OpRewrite[Any, Any, Any]
     decided: Decisions
     previous: Stage | None
 
@@ -38,7 +102,11 @@ class Stage:
     @cached_property
     def model(self) -> onnx.ModelProto:
         """The model as this op writes it; the one before where it changes nothing."""
-        return self.op.emit(self.job, self.before, self.decided) if self.decided.changes_model else self.before
+        if not self.decided.changes_model:
+            return self.before
+        watch = ModelWatch(self.op.key, self.job.model, self.before)
+        with watch.step("emit"):
+            return self.op.emit(self.job, self.decided)
 
     @cached_property
     def written(self) -> onnx.ModelProto:
@@ -47,7 +115,7 @@ class Stage:
         if model is not self.job.model:
             with self.job.step("shapes"):
                 # TensorRT's parser infers shapes by the plugins.
-                in_functions = self.job.options.target != "tensorrt"
+                in_functions = not self.job.target.keeps_plugins
                 declare_results(model, self._result_rules, in_functions=in_functions)
         return model
 
@@ -56,7 +124,7 @@ class Stage:
         return self.op.result_rules if self.previous is None else self.previous._result_rules | self.op.result_rules
 
 
-def rewrite(job: Job, ops: Iterable[OpRewrite[Any, Any]]) -> list[Stage]:
+def rewrite(job: Job, ops: Iterable[OpRewrite[Any, Any, Any]]) -> list[Stage]:
     """The stages of all ops that options do not leave out.
 
     Raises:
@@ -66,8 +134,8 @@ def rewrite(job: Job, ops: Iterable[OpRewrite[Any, Any]]) -> list[Stage]:
     for op in ops:
         previous = stages[-1] if stages else None
         stage = _decide(replace(job, inputs=partial(known_inputs, job, tuple(stages))), op, previous)
-        if isinstance(stage, LeftOut):
-            job.selections[op.key].refuse_all(stage.reason)
+        if isinstance(stage.decided, LeftOut):
+            job.selections[op.key].refuse_all(stage.decided.reason)
         else:
             job.selections[op.key].check(stage.decided.candidates)
             stages.append(stage)
@@ -84,11 +152,15 @@ def known_inputs(job: Job, stages: Sequence[Stage]) -> ModelInputs:
     return known or default_inputs(job.model)
 
 
-def _decide(job: Job, op: OpRewrite[Any, Any], previous: Stage | None) -> Stage | LeftOut:
-    model: Callable[[], onnx.ModelProto] = lambda: _model_after(job, previous)  # noqa: E731
-    found = op.find(job, model)
-    decided = found if isinstance(found, LeftOut) else op.decide(job, found)
-    return decided if isinstance(decided, LeftOut) else Stage(job, op, decided, previous)
+def _decide(job: Job, op: OpRewrite[Any, Any, Any], previous: Stage | None) -> Stage:
+    watch = ModelWatch(op.key, job.model)
+    with watch.step("find"):
+        found = op.find(job, lambda: watch.see(_model_after(job, previous)))
+    with watch.step("describe"):
+        described = op.describe(job, found)
+    with watch.step("decide"):
+        decided = op.decide(job, described)
+    return Stage(job, op, decided, previous)
 
 
 def _model_after(job: Job, stage: Stage | None) -> onnx.ModelProto:
@@ -116,9 +188,9 @@ def drop(stages: Sequence[Stage], index: int, reason: str) -> list[Stage]:
     found = list(stages[:index])
     for stage, decided in [(stages[index], undone), *((s, s.decided) for s in stages[index + 1 :])]:
         previous = found[-1] if found else None
-        kept: Stage | LeftOut = Stage(stage.job, stage.op, decided, previous)
+        kept = Stage(stage.job, stage.op, decided, previous)
         if decided.changes_model:
             kept = _decide(stage.job, stage.op, previous)
-        if isinstance(kept, Stage):
+        if not isinstance(kept.decided, LeftOut):
             found.append(kept)
     return found

@@ -19,7 +19,7 @@ def missing_for(options: Options, library: Mapping[str, Any]) -> tuple[str, ...]
     ``library`` is ``build_info()``. Another installation may run the model, so nothing here is an error.
     """
     notes = []
-    if options.target == "cuda":
+    if options.tuned_for.uses_cuda_provider:
         if "cuda" not in library["backends"]:
             notes.append(
                 "this installation runs stof's operators on the CPU, in the CUDA provider too, since the CUDA kernels are "
@@ -30,7 +30,7 @@ def missing_for(options: Options, library: Mapping[str, Any]) -> tuple[str, ...]
                 "--tune estimates chains instead of measuring them, since no ONNX Runtime with a CUDA provider is installed: "
                 "pip install onnxruntime-gpu"
             )
-    elif options.target == "tensorrt":
+    elif options.tuned_for.keeps_plugins:
         try:
             plugin = plugin_path()
             if lacks := plugin_lacks_cuda(plugin):

@@ -15,6 +15,7 @@ from stof.execution.run_limits import LimitReached, RunLimits
 from stof.execution.session_process import RuntimeFailure, release_sessions
 from stof.execution.upcast import TypedAttributes
 from stof.files import temporary_folder
+from stof.op_parts import ChangesOutputs, ExplainsFailures, typed_attributes_of
 from stof.op_rewrite import OpRewrite
 from stof.report import Report
 from stof.stages import Stage, can_drop, drop
@@ -47,7 +48,7 @@ class _Outcome:
 
 def verify_stages(
     report: Report,
-    ops: Sequence[OpRewrite[Any, Any]],
+    ops: Sequence[OpRewrite[Any, Any, Any]],
     stages: list[Stage],
     folder: Path,
     given: Sequence[GivenFeed] = (),
@@ -97,7 +98,7 @@ def verify_stages(
                     f"--verify-budget by some runs of the original, one of which takes {outcome.verification.run_seconds:.1f} s"
                 )
             stage = _find_blamed(stages, outcome)
-            raise VerifyError(stage.op.explain_failure(stage.decided, outcome.verification))
+            raise VerifyError(_explain_failure(stage, outcome.verification))
     return stages
 
 
@@ -121,6 +122,12 @@ def _find_blamed(stages: Sequence[Stage], outcome: _Outcome) -> Stage:
     return [*wrong, *fixed, *stages][0]
 
 
+def _explain_failure(stage: Stage, verification: Verification) -> str:
+    if isinstance(stage.op, ExplainsFailures):
+        return stage.op.explain_failure(stage.decided, verification)
+    return f"verification failed: {verification.failures[0].message()}. Nothing was written"
+
+
 def _describe_failure(error: RuntimeFailure) -> str:
     from stof.verification.verifier import OriginalFailureError
 
@@ -139,10 +146,10 @@ class _Attempts:
         given: sets of inputs of the user's.
     """
 
-    def __init__(self, ops: Sequence[OpRewrite[Any, Any]], folder: Path, given: Sequence[GivenFeed]) -> None:
+    def __init__(self, ops: Sequence[OpRewrite[Any, Any, Any]], folder: Path, given: Sequence[GivenFeed]) -> None:
         self.folder = folder
         self.given = given
-        self.typed_attributes = {k: widen for op in ops for k, widen in op.typed_attributes.items()}
+        self.typed_attributes = typed_attributes_of(ops)
         self.seconds = 0.0
         self.limits: RunLimits | None = None
 
@@ -197,8 +204,9 @@ def _verify(
                 job.options.shapes,
                 is_from_file=job.sparsity is None,
             )
-            for stage in stages:
-                final = stage.op.verifiable_form(final)
+            for op in (s.op for s in stages):
+                if isinstance(op, ChangesOutputs):
+                    final = op.verifiable_form(final)
             found = verifier.run(job.source, final, scratch)
     except OSError as error:
         raise ArgumentError(

@@ -17,7 +17,8 @@ import pytest
 
 import stof
 from stof.cli import _parser
-from stof.options import CHAINS, TARGETS, OptionArguments
+from stof.options import CHAINS, OptionArguments
+from stof.targets import TARGETS
 
 
 @pytest.mark.parametrize(
@@ -114,7 +115,7 @@ def test_fields_are_listed_once() -> None:
 
 def test_the_command_has_the_same_values() -> None:
     choices = {a.dest: a.choices for a in _parser()._actions}
-    assert tuple(choices["target"]) == TARGETS
+    assert tuple(choices["target"]) == tuple(TARGETS)
     assert tuple(choices["chains"]) == CHAINS
 
 

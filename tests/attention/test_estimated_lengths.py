@@ -6,8 +6,9 @@ from __future__ import annotations
 import pytest
 
 from stof.attention.decide.cost_cpu import tile_density
+from stof.attention.describe.site_problem import SiteProblem
 from stof.mask.expression import MaskExpression
-from stof.mask.site import LiftedMask, RuntimeOperand
+from stof.mask.site import AttentionSite, Layout, LiftedMask, Operand, RuntimeOperand
 
 LENGTH = 4096
 # mask: one of the same pairs in a prompt
@@ -22,18 +23,20 @@ ALIKE = {
 }
 
 
-def mask(text: str) -> LiftedMask:
+def problem(text: str) -> SiteProblem:
     expression = MaskExpression.parse(text) if text else MaskExpression.parse("True")
     roles = sorted(expression.reads & {"lengths", "pad"})
-    return LiftedMask(expression, tuple(RuntimeOperand(r, r) for r in roles))
+    operand = Operand("x", Layout.BHSD)
+    site = AttentionSite("s", 0, "softmax", operand, operand, operand, "y", Layout.BHSD, 2, 2, 64, 64, 0.125, 1)
+    return SiteProblem.of(site, LiftedMask(expression, tuple(RuntimeOperand(r, r) for r in roles)))
 
 
 @pytest.mark.parametrize("text", ALIKE)
 def test_a_prompt(text: str) -> None:
-    wanted = tile_density(mask(ALIKE[text]), 2, LENGTH)
-    assert tile_density(mask(text), 2, LENGTH) == pytest.approx(wanted)
+    wanted = tile_density(problem(ALIKE[text]), LENGTH)
+    assert tile_density(problem(text), LENGTH) == pytest.approx(wanted)
 
 
 def test_lengths_that_allow_nothing() -> None:
     """Nothing is known then: all tiles count."""
-    assert tile_density(mask("lengths[b] == 3 and k < q"), 2, LENGTH) == 1.0
+    assert tile_density(problem("lengths[b] == 3 and k < q"), LENGTH) == 1.0

@@ -13,6 +13,7 @@ from onnx import TensorProto, parser
 
 from stof.attention import limits
 from stof.attention.decide import cost_cpu, cost_cuda, cost_tensorrt
+from stof.attention.describe.site_problem import SiteProblem
 from stof.attention.find import find_sites
 from stof.attention.op_inputs import NEUTRAL
 from stof.mask.expression import MaskExpression
@@ -28,6 +29,10 @@ def site(**settings: Any) -> AttentionSite:
     q, k, v = (Operand(n, Layout.BHSD) for n in "qkv")
     usual = {"head_size": 64, "value_head_size": 64, "dtype": FP16, "num_heads": 4, "kv_num_heads": 4, "scale": 0.125}
     return AttentionSite("a", 0, "softmax", q, k, v, "out", Layout.BHSD, **{**usual, **settings})
+
+
+def problem(mask: LiftedMask = MASK, **settings: Any) -> SiteProblem:
+    return SiteProblem.of(site(**settings), mask)
 
 
 def model(size: int) -> onnx.ModelProto:
@@ -112,36 +117,38 @@ def test_a_library_that_lacks_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_refusals() -> None:
     assert found(257) == ["head size 257, at most 256 is supported"]
-    assert cost_cpu.why_not(site(head_size=0), MASK) == ["head size 0 / 64, expected 1 to 256"]
-    assert cost_cpu.why_not(site(value_head_size=257), MASK) == ["head size 64 / 257, expected 1 to 256"]
-    assert cost_cpu.why_not(site(dtype=11), MASK) == ["element type 11, expected fp32, fp16 or bf16"]
+    assert cost_cpu.refusals(problem(head_size=0)) == ["head size 0 / 64, expected 1 to 256"]
+    assert cost_cpu.refusals(problem(value_head_size=257)) == ["head size 64 / 257, expected 1 to 256"]
+    assert cost_cpu.refusals(problem(dtype=11)) == ["element type 11, expected fp32, fp16 or bf16"]
     tables = tuple((f"table{i}", "bool", (1,), b"\1") for i in range(12))
     many = LiftedMask(MASK.expression, (RuntimeOperand("pad", "p"),), tables=tables)
-    assert cost_cpu.why_not(site(), many) == []
+    assert cost_cpu.refusals(problem(mask=many)) == []
     more = LiftedMask(MASK.expression, many.operands, tables=tables, bias=(MaskTerm(TermKind.ADD, "bias"),))
-    assert cost_cpu.why_not(site(), more) == ["more than 13 operands"]
+    assert cost_cpu.refusals(problem(mask=more)) == ["more than 13 operands"]
     expected = "head size 20 / 64, expected multiples of 8 in fp16 and bf16 on CUDA"
-    assert cost_cuda.why_not(site(head_size=20)) == cost_cuda.why_not(site(head_size=20, dtype=BF16)) == [expected]
-    assert cost_cuda.why_not(site(head_size=20, dtype=FP32)) == []
+    assert (
+        cost_cuda.refusals(problem(head_size=20)) == cost_cuda.refusals(problem(head_size=20, dtype=BF16)) == [expected]
+    )
+    assert cost_cuda.refusals(problem(head_size=20, dtype=FP32)) == []
     expected = "head size 20 / 64, expected multiples of 8 up to 256 on a GPU"
-    assert cost_tensorrt.why_not(site(head_size=20), MASK) == [expected]
+    assert cost_tensorrt.refusals(problem(head_size=20)) == [expected]
     expected = "head size 257 / 64, expected at most 256 on a GPU"
-    assert cost_tensorrt.why_not(site(head_size=257, dtype=FP32), MASK) == [expected]
+    assert cost_tensorrt.refusals(problem(head_size=257, dtype=FP32)) == [expected]
 
 
 def test_what_the_library_says_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     answer(monkeypatch, largest_head_size=512, most_operands=1)
     assert found(512) == []
     assert found(513) == ["head size 513, at most 512 is supported"]
-    assert cost_cpu.why_not(site(head_size=512), MASK) == []
+    assert cost_cpu.refusals(problem(head_size=512)) == []
     two = LiftedMask(MASK.expression, (RuntimeOperand("pad", "p"),), bias=(MaskTerm(TermKind.ADD, "bias"),))
-    assert cost_cpu.why_not(site(head_size=513), two) == [
+    assert cost_cpu.refusals(problem(head_size=513, mask=two)) == [
         "head size 513 / 64, expected 1 to 512",
         "more than 1 operands",
     ]
     answer(monkeypatch, largest_head_size=32, head_size_multiple_of=16)
-    assert cost_cuda.why_not(site(head_size=24)) == [
+    assert cost_cuda.refusals(problem(head_size=24)) == [
         "head size 24 / 64, expected multiples of 16 in fp32, fp16 and bf16 on CUDA",
         "head size 24 / 64, expected at most 32 on CUDA",
     ]
-    assert cost_tensorrt.why_not(site(), MASK) == ["head size 64 / 64, expected multiples of 16 up to 32 on a GPU"]
+    assert cost_tensorrt.refusals(problem()) == ["head size 64 / 64, expected multiples of 16 up to 32 on a GPU"]

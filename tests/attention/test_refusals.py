@@ -7,7 +7,7 @@ import pytest
 from attention_forms import PLAIN, feeds, model, only_site, reason, rewrite, run, sites
 from onnx import helper
 
-from stof.attention.expand.prepare import prepare
+from stof.attention.expand.expanders import make_working_copy
 from stof.attention.subgraphs import find_scopes
 from stof.errors import UnsupportedError
 
@@ -210,7 +210,7 @@ def test_a_softmax_in_a_subgraph_is_told() -> None:
     graph.graph.node.append(
         helper.make_node("If", ["flag"], ["chosen"], name="choice", then_branch=branches[0], else_branch=branches[1])
     )
-    scopes = find_scopes(prepare(graph))
+    scopes = find_scopes(make_working_copy(graph))
     assert {s.description for s in scopes[1:]} == {"then_branch of If node 'choice'", "else_branch of If node 'choice'"}
     assert not any(s.sites for s in scopes)
     reasons = {f.site: f.reason for s in scopes for f in s.findings}

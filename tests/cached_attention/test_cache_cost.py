@@ -12,14 +12,16 @@ from sparse_models import SparseShape, candidates_of, sparse_model, strided
 
 from stof.cached_attention.cost import estimate_gain
 from stof.cached_attention.find import find_candidates
+from stof.cached_attention.problem import CacheProblem
 from stof.symbolic import Symbolic
+from stof.targets import CPU, CUDA, Target
 
 
-def gain_of(shape: Shape, target: str = "cpu", capacity: int | str = "C") -> tuple[float, int]:
+def gain_of(shape: Shape, target: Target = CPU, capacity: int | str = "C") -> tuple[float, int]:
     model = model_of(shape, capacity=capacity)
-    (candidate,) = find_candidates(model, Symbolic(model), target)
+    (candidate,) = find_candidates(model, Symbolic(model), target.name)
     assert candidate.site is not None
-    return estimate_gain(candidate.site, target)
+    return estimate_gain(CacheProblem.of(candidate.site), target)
 
 
 def test_dense_caches() -> None:
@@ -51,7 +53,7 @@ def test_sliding_window_caches() -> None:
 
 def test_cuda() -> None:
     """The runtime's kernels skip keys, too."""
-    dense, window = (gain_of(Shape(window=w), "cuda")[0] for w in (0, 1024))
+    dense, window = (gain_of(Shape(window=w), CUDA)[0] for w in (0, 1024))
     assert 1 < dense < window < 1.5
 
 
@@ -78,8 +80,8 @@ def test_losses_on_cuda(shape: Shape, shapes: dict[str, tuple[int, int]], gains:
     model = model_of(shape)
     (candidate,) = find_candidates(model, Symbolic(model), "cuda")
     assert candidate.site is not None
-    assert (estimate_gain(candidate.site, "cuda", shapes)[0] >= 1) == gains
-    assert estimate_gain(candidate.site, "cpu", shapes)[0] >= 1
+    assert (estimate_gain(CacheProblem.of(candidate.site), CUDA, shapes)[0] >= 1) == gains
+    assert estimate_gain(CacheProblem.of(candidate.site), CPU, shapes)[0] >= 1
 
 
 def test_block_sparse() -> None:
@@ -89,6 +91,6 @@ def test_block_sparse() -> None:
     for layout, measured in ((by_query[:1], 14.6), (by_key, 6.3), (by_query, 5.4)):
         (candidate,) = candidates_of(sparse_model(SparseShape(layout, block=64, H=32, G=8, D=128)))
         assert candidate.site is not None
-        gain, length = estimate_gain(candidate.site, "cpu")
+        gain, length = estimate_gain(CacheProblem.of(candidate.site), CPU)
         assert length == 4096
         assert 2 / 3 < gain / measured < 4 / 3

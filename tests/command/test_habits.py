@@ -45,7 +45,7 @@ def test_library_path_as_text_fails_as_the_path_does(monkeypatch: pytest.MonkeyP
 
 # ---- --provider ----
 def saved_target(path: Path) -> str:
-    return plan.load(path, {op.key: op.plan_format for op in OPS}).target
+    return plan.load(path, {op.key: op.plan_format for op in OPS}).target.name
 
 
 @pytest.mark.parametrize(("provider", "target"), list(PROVIDERS.items()))

@@ -13,8 +13,7 @@ from mlp_models import MlpForm, make_mlp_model
 import stof
 from stof.attention.report import SiteReport, SiteSection
 from stof.cached_attention.report import CacheReport, CacheSection
-from stof.fusion.apply import ChainReport
-from stof.fusion.report import ChainSection
+from stof.fusion.report import ChainReport, ChainSection
 from stof.html_report import to_html
 from stof.options import Options
 from stof.report import Report, Section

@@ -20,12 +20,14 @@ from stof.attention.rewrite import ATTENTION
 from stof.errors import ArgumentError, ModelError, VerifyError
 from stof.graph.index import DOMAIN, opset_of
 from stof.graph.local_functions import add_functions
-from stof.op_rewrite import Decisions, Job, LeftOut, OpRewrite
+from stof.op_parts import LeftOut, Measures
+from stof.op_rewrite import Decisions, Job, OpRewrite
 from stof.options import Options
 from stof.pipeline import optimize
 from stof.plan import EntryFormat, Fields, Plan
 from stof.report import Section
 from stof.selection import CandidateNames, NamedCandidate
+from stof.stages import StepChangedModelError
 from stof.symbolic import Symbolic
 from stof.verification.result import Comparison
 from stof.verification.site_checks import SiteChecks
@@ -97,8 +99,14 @@ class CallsDecisions(Decisions):
         return replace(self, entries=kept) if self.op.can_undo else None
 
 
+@dataclass(frozen=True)
+class CallsProblems:
+    found: onnx.ModelProto | None
+    calls: tuple[str, ...] = ()
+
+
 @dataclass(eq=False)
-class Calls(OpRewrite[onnx.ModelProto, CallsDecisions]):
+class Calls(OpRewrite[onnx.ModelProto | None, CallsProblems, CallsDecisions], Measures):
     """Nodes of one operator become calls.
 
     Attributes:
@@ -114,6 +122,7 @@ class Calls(OpRewrite[onnx.ModelProto, CallsDecisions]):
     measures: bool = False
     left_out: str = ""
     impossible: str = ""
+    spoils: str = ""  # the step that changes a model which it only reads
     found_in: list[onnx.ModelProto] = field(default_factory=list)  # models that were searched
 
     plan_format = EntryFormat("call", read_entry)
@@ -123,24 +132,38 @@ class Calls(OpRewrite[onnx.ModelProto, CallsDecisions]):
         self.op_types = frozenset({self.op})
         self.names = CandidateNames(self.operator.lower(), f"{self.operator.lower()}:")
 
-    def find(self, job: Job, model: Callable[[], onnx.ModelProto]) -> onnx.ModelProto | LeftOut:
+    def find(self, job: Job, model: Callable[[], onnx.ModelProto]) -> onnx.ModelProto | None:
         if self.left_out:
-            return LeftOut(self.left_out)
+            return None
         self.found_in.append(model())
+        self.spoil("find", model())
         return model()
 
-    def decide(self, job: Job, found: onnx.ModelProto) -> CallsDecisions:
+    def describe(self, job: Job, found: onnx.ModelProto | None) -> CallsProblems:
+        if found is None:
+            return CallsProblems(None)
+        self.spoil("describe", found)
+        return CallsProblems(found, tuple(n.name for n in found.graph.node if n.op_type == self.operator))
+
+    def decide(self, job: Job, described: CallsProblems) -> CallsDecisions | LeftOut:
+        if described.found is None:
+            return LeftOut(self, self.left_out)
+        self.spoil("decide", described.found)
         entries = []
-        for i, name in enumerate(n.name for n in found.graph.node if n.op_type == self.operator):
-            reason = self.reason_kept(job, NamedCandidate(name, i), self.impossible)
+        for i, name in enumerate(described.calls):
+            reason = self.choice(job).reason_kept(NamedCandidate(name, i), self.impossible)
             entries.append(Entry(name, not reason, reason or "replaced"))
-        decided = CallsDecisions(self, found, tuple(entries))
+        decided = CallsDecisions(self, described.found, tuple(entries))
         self.check_plan(job, decided.candidates)
         return decided
 
-    def emit(self, job: Job, model: onnx.ModelProto, decided: CallsDecisions) -> onnx.ModelProto:
-        assert model is decided.before
-        return self.emit_some(model, [e.name for e in decided.entries if e.replace])
+    def emit(self, job: Job, decided: CallsDecisions) -> onnx.ModelProto:
+        self.spoil("emit", decided.before)
+        return self.emit_some(decided.before, [e.name for e in decided.entries if e.replace])
+
+    def spoil(self, step: str, model: onnx.ModelProto) -> None:
+        if step == self.spoils:
+            model.graph.doc_string += "changed"
 
     def emit_some(self, model: onnx.ModelProto, names: Sequence[str]) -> onnx.ModelProto:
         found = onnx.ModelProto()
@@ -210,8 +233,9 @@ def model(tmp_path: Path) -> Path:
 def use(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Makes ops those of the pipeline."""
 
-    def use_ops(*ops: OpRewrite[Any, Any]) -> None:
+    def use_ops(*ops: OpRewrite[Any, Any, Any]) -> None:
         monkeypatch.setattr(pipeline, "OPS", ops)
+        monkeypatch.setattr(pipeline, "PLAN_FORMATS", {op.key: op.plan_format for op in ops})
 
     return use_ops
 
@@ -439,3 +463,21 @@ def test_sites_beside_attention(tmp_path: Path, use: Callable[..., None], runs: 
     report = optimize(path)
     assert operators(report.output) == ["StofAttention", "TestNeg"]
     assert report.replaced == 2
+
+
+@pytest.mark.parametrize("step", ["find", "describe", "decide", "emit"])
+def test_a_step_that_changes_a_model_is_found_out(step: str, model: Path, use: Callable[..., None]) -> None:
+    """The first op sees the model itself, the second one what the first has written."""
+    spoiling = Calls("Exp", "exps", spoils=step)
+    for ops in ((spoiling,), (Calls("Neg", "negs"), spoiling)):
+        use(*ops)
+        with pytest.raises(StepChangedModelError, match=f"exps: {step} changed a model that it only reads"):
+            optimize(model, options=Options(verify=False))
+
+
+def test_steps_are_not_watched_by_default(
+    model: Path, use: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("STOF_CHECK_STEPS")
+    use(Calls("Exp", "exps", spoils="decide"))
+    assert optimize(model, options=Options(verify=False)).output is not None

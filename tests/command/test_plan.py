@@ -21,6 +21,7 @@ from stof.cached_attention.plan_entry import CachePlan
 from stof.errors import ArgumentError
 from stof.ops import PLAN_FORMATS
 from stof.plan import Plan, load, parse
+from stof.targets import CUDA, TARGETS
 
 WINDOW = "abs(q - k) <= 16 and pad[b, k]"
 
@@ -47,7 +48,7 @@ plans = st.builds(
         {"sites": st.lists(site_plans, max_size=5, unique_by=lambda s: s.site).map(tuple)},
         optional={"caches": st.lists(cache_plans, max_size=3, unique_by=lambda c: c.cache).map(tuple)},
     ).map(lambda entries: {key: entries[key] for key in PLAN_FORMATS if key in entries}),
-    st.sampled_from(["cpu", "cuda", "tensorrt"]),
+    st.sampled_from(list(TARGETS.values())),
 )
 
 
@@ -195,7 +196,7 @@ def test_a_plan_that_does_not_fit_the_model(
 
 def test_a_plan_for_another_target(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = model.with_name("plan.json")
-    Plan({"sites": ()}, "cuda").save(path)
+    Plan({"sites": ()}, CUDA).save(path)
     assert cli.main([str(model), "--plan", str(path)]) == 1
     assert "the plan is for target cuda" in capsys.readouterr().err
 
@@ -204,7 +205,7 @@ def test_a_plan_that_replaces_what_cannot_be(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = edited(model, lambda sites: None)
-    monkeypatch.setattr(cost, "why_not", lambda site, mask: ["head size 512"])
+    monkeypatch.setattr(cost, "refusals", lambda problem: ["head size 512"])
     assert cli.main([str(model), "--plan", str(plan)]) == 3
     error = capsys.readouterr().err
     assert (

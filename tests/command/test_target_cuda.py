@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from tests.command.test_cli import ATTENTION, WINDOW, text
 
 from stof import cli
 from stof.attention.decide import cost_cuda as cuda
-from stof.attention.decide import targets
+from stof.attention.decide import kernels
 from stof.attention.decide import tune as tuning
+from stof.attention.describe.site_problem import SiteProblem
 from stof.fusion.decide import measured as judge
 from stof.mask.expression import MaskExpression
 from stof.mask.site import AttentionSite, Layout, LiftedMask, Operand
@@ -44,7 +46,7 @@ def no_device() -> DeviceInfo:
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STOF_CACHE", str(tmp_path / "cache" / "tuning.sqlite"))
-    monkeypatch.setattr(targets, "device_info", no_device)
+    monkeypatch.setattr(kernels, "device_info", no_device)
     monkeypatch.setattr(tuning, "device_info", no_device)
 
 
@@ -76,8 +78,8 @@ def site(size: int = 64, dtype: int = 10, heads: int = 12, nodes: tuple[str, ...
 
 def gain(mask: str, length: int, capability: int = 90, **settings: Any) -> float:
     fused = settings.pop("fused", False)
-    lifted = LiftedMask(MaskExpression.parse(mask))
-    return cuda.estimate_gain(site(**settings), lifted, length, cuda.device_of(capability), fused).gain
+    problem = SiteProblem.of(site(**settings), LiftedMask(MaskExpression.parse(mask)))
+    return cuda.estimate_gain(replace(problem, replaces_fused_node=fused), length, cuda.device_of(capability)).gain
 
 
 def test_without_a_device_the_oldest_one_is_estimated_for(put: Put, capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,9 +102,9 @@ def test_without_a_device_the_oldest_one_is_estimated_for(put: Put, capsys: pyte
 def test_every_device_has_an_estimate(capability: int) -> None:
     device = cuda.device_of(capability)
     assert device.capability <= max(capability, 80)
-    window = LiftedMask(MaskExpression.parse("abs(q - k) <= 64"))
+    window = SiteProblem.of(site(), LiftedMask(MaskExpression.parse("abs(q - k) <= 64")))
     for length in (128, 2048, 8192):
-        assert cuda.estimate_gain(site(), window, length, device, False).gain > 1
+        assert cuda.estimate_gain(window, length, device).gain > 1
 
 
 def test_estimates_follow_what_is_skipped_and_what_the_runtime_fuses() -> None:
@@ -117,13 +119,15 @@ def test_estimates_follow_what_is_skipped_and_what_the_runtime_fuses() -> None:
 
 
 def test_head_sizes_that_the_kernels_do_not_take() -> None:
-    assert cuda.why_not(site(size=60)) == ["head size 60 / 60, expected multiples of 8 in fp16 and bf16 on CUDA"]
-    assert cuda.why_not(site(size=60, dtype=1)) == []
+    assert cuda.refusals(SiteProblem.of(site(size=60), LiftedMask())) == [
+        "head size 60 / 60, expected multiples of 8 in fp16 and bf16 on CUDA"
+    ]
+    assert cuda.refusals(SiteProblem.of(site(size=60, dtype=1), LiftedMask())) == []
 
 
 def test_fused_nodes_are_known_by_what_stands_for_them() -> None:
-    assert targets.stands_for_fused(site(nodes=("out/stof_1_scores",)))
-    assert not targets.stands_for_fused(site())
+    assert SiteProblem.of(site(nodes=("out/stof_1_scores",)), LiftedMask()).replaces_fused_node
+    assert not SiteProblem.of(site(), LiftedMask()).replaces_fused_node
 
 
 def test_tf32_is_written_where_it_is_allowed(put: Put) -> None:
@@ -146,12 +150,12 @@ def test_what_is_measured_is_written_and_planned(
 ) -> None:
     calls = []
 
-    def measure(site: AttentionSite, mask: LiftedMask, batch: int, length: int, kernel: str) -> float:
-        calls.append((mask.expression.text, batch, length, kernel))
+    def measure(problem: SiteProblem, batch: int, length: int, kernel: str) -> float:
+        calls.append((problem.mask.text, batch, length, kernel))
         return {"": 10.0, "sm80": 12.0, "sm90-64x64x4": 7.0}[kernel]
 
     device = DeviceInfo("NVIDIA H100", 90)
-    for module in (judge, targets, tuning):
+    for module in (judge, kernels, tuning):
         monkeypatch.setattr(module, "device_info", lambda: device)
     monkeypatch.setattr(tuning, "kernel_names", lambda size, dtype: ["sm80", "sm90-64x64x4"])
     monkeypatch.setattr(tuning, "time_kernel", measure)

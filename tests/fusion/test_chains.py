@@ -15,15 +15,16 @@ import onnx
 import onnxruntime as ort
 import pytest
 from chain_graphs import CHAINS, FLOAT, HALF, Builder, N, activations
+from fused import fuse_chains
 from onnx import helper
 
 from stof.errors import UnsupportedError
 from stof.execution.case import Case, Padding
 from stof.execution.inputs import InputMaker
 from stof.fusion import check as chain_check
-from stof.fusion.apply import fuse_chains
 from stof.fusion.check import check_chain
 from stof.fusion.decide.measured import take_all
+from stof.fusion.describe import region_problems
 from stof.fusion.description.chain_description import ChainDescription
 from stof.fusion.description.evaluate import evaluate_chain
 from stof.fusion.emit import emit_chains
@@ -435,15 +436,13 @@ def test_infinities_are_compared_by_sign() -> None:
 
 
 def test_a_fault_in_finding_chains_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    from stof.fusion import apply
-
     def broken(*_: object) -> None:
         raise ZeroDivisionError("of no account")
 
-    monkeypatch.setattr(apply, "find_chains", broken)
+    monkeypatch.setattr(region_problems, "find_chains", broken)
     model = onnx.parser.parse_model(
         '<ir_version: 8, opset_import: ["": 18]> g (float[B,8] x) => (float[B,8] y) { a = Exp(x) y = Neg(a) }'
     )
-    result = apply.fuse_chains(model, lambda *_: None)  # type: ignore[arg-type, return-value]
+    result = fuse_chains(model, lambda *_: None)  # type: ignore[arg-type, return-value]
     assert result.model is model
     assert "ZeroDivisionError: of no account" in result.reports[0].reason

@@ -18,9 +18,11 @@ import pytest
 
 import stof
 from stof import cli
-from stof.fusion.apply import ChainReport, FusionResult, fuse_chains
+from stof.fusion import rewrite
 from stof.fusion.decide.measured import LEAST_GAIN_INTERLEAVED, MeasuredDecider, make_chain_decider
 from stof.fusion.decide.measured_config import LoneOperators
+from stof.fusion.decide.regions import DecidedChains
+from stof.fusion.report import ChainReport
 from stof.options import Options
 from stof.pipeline import optimize
 from stof.tuning_cache import Cache
@@ -61,18 +63,18 @@ def test_no_chain_without_being_asked_for(narrow: Callable[[str], Path], cache: 
 def test_chains_that_make_outputs_differ_stay_out(
     narrow: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = fuse_chains
+    plain = rewrite.emit_decided
 
-    def spoiled(*given: object, **named: object) -> FusionResult:
+    def spoiled(decided: DecidedChains) -> onnx.ModelProto:
         """Every chain that ends with an addition subtracts, as a defect of the printer or of a kernel would have it."""
-        made = plain(*given, **named)  # type: ignore[arg-type]
-        for node in made.model.graph.node:
+        made = plain(decided)
+        for node in made.graph.node:
             for a in node.attribute:
                 if node.op_type == "StofChain" and a.name == "chain":
                     a.s = a.s.replace(b"gelu(", b"silu(")
         return made
 
-    monkeypatch.setattr("stof.fusion.rewrite.fuse_chains", spoiled)
+    monkeypatch.setattr(rewrite, "emit_decided", spoiled)
     report = optimize(narrow("bert.dynamo.sdpa"), options=Options(chains="on"))
     assert report.verification is not None
     assert not report.verification.failures

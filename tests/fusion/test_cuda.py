@@ -12,8 +12,8 @@ import onnx
 import onnxruntime as ort
 import pytest
 from chain_graphs import HALF, Builder, N, activations, split_gate
+from fused import fuse_chains
 
-from stof.fusion.apply import fuse_chains
 from stof.fusion.decide.estimated import LEAST_ESTIMATED, EstimatedDecider
 from stof.fusion.decide.measured import MeasuredDecider, make_chain_decider
 from stof.fusion.gemm import FusedGemm

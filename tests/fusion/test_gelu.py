@@ -9,8 +9,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from chain_graphs import FLOAT, HALF, Builder, N, activations
+from fused import fuse_chains
 
-from stof.fusion.apply import fuse_chains
 from stof.fusion.decide.measured import take_all
 
 ROOT, CUBE = math.sqrt(2 / math.pi), 0.044715

@@ -11,12 +11,12 @@ import onnx
 import onnxruntime as ort
 import pytest
 from chain_graphs import FLOAT, HALF, Builder, N
+from fused import FusedModel, fuse_chains
 from onnx import TensorProto
 
 from stof import cli
 from stof.execution.case import Case, Padding
 from stof.execution.inputs import InputMaker
-from stof.fusion.apply import FusionResult, fuse_chains
 from stof.fusion.check import check_chain
 from stof.fusion.decide.estimated import LEAST_WITH_MATMULS, EstimatedDecider
 from stof.fusion.fusion_graph import FusionGraph
@@ -89,7 +89,7 @@ def whole(model: onnx.ModelProto) -> tuple[FusionGraph, FusedGemm | RefusedRegio
     return graph, found
 
 
-def emitted(model: onnx.ModelProto) -> FusionResult:
+def emitted(model: onnx.ModelProto) -> FusedModel:
     return fuse_chains(model, EstimatedDecider(Options(target="cuda"), MACHINE), ChainPolicy(epilogue_forms=forms))
 
 

@@ -10,8 +10,8 @@ import onnx
 import onnxruntime as ort
 import pytest
 from chain_graphs import FLOAT, HALF, Builder, N
+from fused import FusedModel, fuse_chains
 
-from stof.fusion.apply import FusionResult, fuse_chains
 from stof.fusion.decide.estimated import EstimatedDecider
 from stof.fusion.merge_matmuls import MergedMatmuls, merge_matmuls
 from stof.fusion.policy import ChainPolicy
@@ -151,7 +151,7 @@ def test_three_matmuls_of_one_tensor() -> None:
     assert merge_matmuls(bare, Symbolic(bare), lambda *_: True).splits == frozenset()
 
 
-def _fuse(model: onnx.ModelProto, size: tuple[int, int]) -> FusionResult:
+def _fuse(model: onnx.ModelProto, size: tuple[int, int]) -> FusedModel:
     shapes = {n: (v, v) for n, v in zip("BS", size, strict=True)}
     decider = EstimatedDecider(Options(target="cuda", shapes=shapes, products=False), MACHINE)
     return fuse_chains(model, decider, ChainPolicy(splits_gemm_bias=True, merge_decider=decider.should_merge))

@@ -16,11 +16,11 @@ import onnx
 import onnxruntime as ort
 import pytest
 from chain_graphs import FLOAT, HALF, Builder
+from fused import fuse_chains
 from onnx import helper, numpy_helper
 
 import stof
 from stof.attention.function_body import OP, Variant, make_attention_function
-from stof.fusion.apply import fuse_chains
 from stof.fusion.decide.decision import ChainDecision
 from stof.fusion.decide.estimated import EstimatedDecider
 from stof.fusion.fusion_graph import FusionGraph
@@ -370,7 +370,7 @@ def test_attention_stays_where_its_heads_cannot_be_read_elsewhere(
                     attribute.ints[4] = 0  # queries for values
         return found
 
-    monkeypatch.setattr("stof.fusion.apply.read_packed_heads", broken)
+    monkeypatch.setattr("stof.fusion.describe.working_copies.read_packed_heads", broken)
     onnx.save(_dense_model(), tmp_path / "model.onnx")
     settings: dict[str, Any] = {"capability": 90} if target == "cuda" else {"chains": "on"}
     report = stof.optimize(tmp_path / "model.onnx", options=Options(target=target, **settings))

@@ -15,10 +15,10 @@ from pathlib import Path
 import onnx
 import pytest
 from chain_graphs import Builder
+from fused import fuse_chains
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stof.fusion.apply import fuse_chains
 from stof.fusion.decide.measured import MeasuredDecider
 from stof.fusion.decide.measured_config import ChainConfig, LoneOperators, SegmentConfig, read_config
 from stof.fusion.decide.selection import ChainSelection

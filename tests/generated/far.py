@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import onnx
 
-from stof.attention.expand.prepare import prepare
+from stof.attention.expand.expanders import make_working_copy
 from stof.attention.find import find_sites
 from stof.errors import UnsupportedError
 from stof.mask.lift import lift
@@ -91,9 +91,9 @@ def judge_far(one: Spec) -> Verdict:
     verdict = Verdict()
     case = one.case()
     rng = random.Random(f"{one.plan.seed}/{one.plan.number}/values")
-    prepared = prepare(case.model)
-    symbolic = Symbolic(prepared.model)
-    sites, findings = find_sites(prepared.model, symbolic, prepared.materialized)
+    working = make_working_copy(case.model)
+    symbolic = Symbolic(working.model)
+    sites, findings = find_sites(working.model, symbolic, working.materialized)
     sizes = {"B": 1, "H": case.heads, **one.sizes}
     feeds = feeds_of(case, sizes, one.plan.number % 3, rng)
     drawn = evaluate(one.mask, values_of(case, sizes, feeds))

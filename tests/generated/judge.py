@@ -13,9 +13,10 @@ import onnxruntime as ort
 from onnx import helper
 
 import stof
-from stof.attention.decide.cost_cpu import why_not
+from stof.attention.decide.cost_cpu import refusals
+from stof.attention.describe.site_problem import SiteProblem
 from stof.attention.emit import Rewrite, emit
-from stof.attention.expand.prepare import prepare
+from stof.attention.expand.expanders import make_working_copy
 from stof.attention.find import find_sites
 from stof.errors import UnsupportedError
 from stof.mask.accept import accept, with_or_without_guard
@@ -77,21 +78,21 @@ def judge(case: Case, mask: Mask, rng: random.Random, *, body: bool = False, opt
     """
     verdict = Verdict()
     before = case.model.SerializeToString()
-    prepared = prepare(case.model)
-    symbolic = Symbolic(prepared.model)
-    sites, findings = find_sites(prepared.model, symbolic, prepared.materialized)
-    findings = [*prepared.findings, *findings]
+    working = make_working_copy(case.model)
+    symbolic = Symbolic(working.model)
+    sites, findings = find_sites(working.model, symbolic, working.materialized)
+    findings = [*working.findings, *findings]
     rewrite: Rewrite | None = None
     seen: set[int] = set()
     if sites:
-        rewrite = _lifted(prepared.model, symbolic, sites[0], verdict, seen)
+        rewrite = _lifted(working.model, symbolic, sites[0], verdict, seen)
     elif not findings:
         raise Fault("no finding", "the softmax was neither matched nor reported")
     else:
         verdict.reason = findings[0].reason
     if rewrite is None and len(verdict.reason) < 20:
         raise Fault("no reason", f"refused because of {verdict.reason!r}")
-    optimized = None if rewrite is None else emit(prepared.expand_for([rewrite.site]), symbolic, [rewrite])
+    optimized = None if rewrite is None else emit(working.expand_for([rewrite.site]), symbolic, [rewrite])
     if case.model.SerializeToString() != before:
         raise Fault("changed", "the original model was changed")
     original = with_terms(case)
@@ -144,7 +145,7 @@ def _lifted(
         verdict.reason = str(error)
         return None
     found = rewrite.mask
-    if reasons := why_not(rewrite.site, found):
+    if reasons := refusals(SiteProblem.of(rewrite.site, found)):
         verdict.reason = "no kernel: " + "; ".join(reasons)
         return None
     verdict.lifted = found.expression.text

@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 import onnx
 
-from stof.attention.decide.cost_cpu import why_not
+from stof.attention.decide.cost_cpu import refusals
+from stof.attention.describe.site_problem import SiteProblem
 from stof.attention.emit import Rewrite, emit
-from stof.attention.expand.prepare import prepare
+from stof.attention.expand.expanders import make_working_copy
 from stof.attention.find import find_sites
 from stof.errors import StofError, UnsupportedError
 from stof.mask.accept import accept, with_or_without_guard
@@ -141,10 +142,10 @@ def run_mutant(name: str, seed: int, number: int) -> MutantOutcome:
 
 def _optimized(model: onnx.ModelProto) -> tuple[onnx.ModelProto | None, tuple[str, ...]]:
     """The model with every site replaced that the check by execution lets pass, before verification."""
-    prepared = prepare(model)
-    symbolic = Symbolic(prepared.model)
-    sites, _ = find_sites(prepared.model, symbolic, prepared.materialized)
-    checker = MaskChecker(prepared.model, symbolic)
+    working = make_working_copy(model)
+    symbolic = Symbolic(working.model)
+    sites, _ = find_sites(working.model, symbolic, working.materialized)
+    checker = MaskChecker(working.model, symbolic)
 
     def accepted(site: AttentionSite) -> Rewrite:
         mask = with_relative_bias(checker, site, lift(symbolic, site))
@@ -157,12 +158,12 @@ def _optimized(model: onnx.ModelProto) -> tuple[onnx.ModelProto | None, tuple[st
             found = with_or_without_guard(site, accepted)
         except UnsupportedError:
             continue
-        if not why_not(found.site, found.mask):
+        if not refusals(SiteProblem.of(found.site, found.mask)):
             rewrites.append(found)
     if not rewrites:
         return None, ()
     masks = tuple(r.mask.expression.text for r in rewrites)
-    return emit(prepared.expand_for([r.site for r in rewrites]), symbolic, rewrites), masks
+    return emit(working.expand_for([r.site for r in rewrites]), symbolic, rewrites), masks
 
 
 def _stopped(model: onnx.ModelProto) -> bool:

@@ -383,15 +383,15 @@ def test_names_that_are_no_utf_8(beside: bool, tmp_path: Path) -> None:
     np.testing.assert_allclose(results(renamed)[0], results(weighted(tmp_path / "again"))[0], atol=1e-5)
 
 
-@pytest.mark.parametrize("step", ["prepare", "find_sites", "fuse_chains", "Verifier.run", "save"])
+@pytest.mark.parametrize("step", ["make_working_copy", "find_sites", "decide_chains", "Verifier.run", "save"])
 def test_a_disk_that_fills_up_at_any_step(
     step: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where temporary files lie that are no business of the output's folder."""
     places = {
-        "prepare": "stof.attention.rewrite.prepare",
+        "make_working_copy": "stof.attention.rewrite.make_working_copy",
         "find_sites": "stof.attention.subgraphs.find_sites",
-        "fuse_chains": "stof.fusion.rewrite.fuse_chains",
+        "decide_chains": "stof.fusion.rewrite.decide_chains",
         "Verifier.run": "stof.verification.verifier.Verifier.run",
     }
 

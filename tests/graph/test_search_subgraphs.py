@@ -125,11 +125,11 @@ def _hidden(kind: str) -> onnx.ModelProto:
 
 
 def test_a_name_that_hides_an_outer_tensor_it_depends_on_keeps_the_site() -> None:
-    from stof.attention.expand.prepare import prepare
+    from stof.attention.expand.expanders import make_working_copy
     from stof.attention.subgraphs import find_scopes
 
-    (_, inside) = find_scopes(prepare(_hidden("kt")))
+    (_, inside) = find_scopes(make_working_copy(_hidden("kt")))
     assert [s.name for s in inside.sites] == ["inside"]
-    (_, inside) = find_scopes(prepare(_hidden("x")))
+    (_, inside) = find_scopes(make_working_copy(_hidden("x")))
     assert not inside.sites
     assert "has a tensor 'x', as a graph around it has" in inside.findings[0].reason

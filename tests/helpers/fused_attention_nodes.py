@@ -13,7 +13,7 @@ import onnxruntime as ort
 from onnx import TensorProto, helper
 
 import stof
-from stof.attention.expand.prepare import prepare
+from stof.attention.expand.expanders import make_working_copy
 from stof.attention.expand.working_copy import WorkingCopy
 from stof.attention.plan_entry import SitePlan
 from stof.attention.report import Step
@@ -109,7 +109,7 @@ def same(found: list[np.ndarray], wanted: list[np.ndarray], tolerance: float = 2
 
 def expanded(model: onnx.ModelProto) -> WorkingCopy:
     """The working copy, in which no fused node is left."""
-    found = prepare(model)
+    found = make_working_copy(model)
     assert not found.findings, found.findings
     onnx.checker.check_model(found.model)
     return found

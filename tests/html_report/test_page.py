@@ -21,8 +21,7 @@ import stof
 from stof import cli
 from stof.attention.report import SiteReport, SiteSection, Step
 from stof.errors import VerifyError
-from stof.fusion.apply import ChainReport
-from stof.fusion.report import ChainSection
+from stof.fusion.report import ChainReport, ChainSection
 from stof.html_report import to_html
 from stof.options import Options
 from stof.report import Report, Section

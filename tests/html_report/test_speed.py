@@ -12,8 +12,7 @@ from tests.html_report.strict_page import parse, report_of, site, text_of, write
 
 import stof
 from stof.attention.report import SiteSection
-from stof.fusion.apply import ChainReport
-from stof.fusion.report import ChainSection
+from stof.fusion.report import ChainReport, ChainSection
 from stof.html_report import to_html
 from stof.html_report.chart import Series, chart
 from stof.options import Options

@@ -19,8 +19,9 @@ from stof.fusion.description.chain_description import ChainDescription
 from stof.fusion.description.evaluate import evaluate_chain
 from stof.graph.node_builder import Builder
 from stof.runtime.library import op_limits
-from stof.sparse_mlp import function_body, rewrite
+from stof.sparse_mlp import function_body
 from stof.sparse_mlp.checks import oracle
+from stof.sparse_mlp.decide import reasons
 from stof.sparse_mlp.site import ACTIVATIONS, OP
 
 UNKNOWN = ("mish", "Relu", "gelu_new", "")
@@ -81,7 +82,7 @@ def test_activation_that_the_library_lacks(tmp_path: Path, monkeypatch: pytest.M
     """An MLP stays where an earlier library does not compute its activation."""
     known = op_limits()
     earlier = {**known, OP: {**known[OP], "activations": ["none", "relu"]}}
-    monkeypatch.setattr(rewrite, "op_limits", lambda: earlier)
+    monkeypatch.setattr(reasons, "op_limits", lambda: earlier)
     onnx.save(make_mlp_model(MlpForm("relu2")), str(tmp_path / "model.onnx"))
     report = stof.optimize(tmp_path / "model.onnx", tmp_path / "out.onnx")
     rows = report.sections["mlps"].to_json()["mlps"]

@@ -17,6 +17,7 @@ from onnx.reference import ReferenceEvaluator
 from stof.sparse_mlp.emit import emit_mlps
 from stof.sparse_mlp.find import find_mlps, has_cache
 from stof.sparse_mlp.fused_activations import is_fused_activation, with_separate_activations
+from stof.sparse_mlp.problem import MlpProblem
 from stof.sparse_mlp.site import OP, OP_INPUTS, MlpSite
 from stof.symbolic import Symbolic
 
@@ -297,7 +298,7 @@ def test_cache_of_a_model() -> None:
 @pytest.mark.parametrize(("gated", "density", "share"), [(False, 0.1, 0.55), (True, 0.1, 0.4), (True, 1.0, 1.0)])
 def test_share_of_weights_that_a_token_reads(gated: bool, density: float, share: float) -> None:
     (site,) = sites_of(make_mlp_model(MlpForm(gated=gated)))
-    assert site.share_read(density) == pytest.approx(share)
+    assert MlpProblem.of(site, density).share_read == pytest.approx(share)
 
 
 def model_of(

@@ -21,6 +21,7 @@ from stof.errors import UnsupportedError
 from stof.sparse_mlp.emit import emit_mlps, without_selection
 from stof.sparse_mlp.find import find_mlps
 from stof.sparse_mlp.predictors.selector import NeuronSelector
+from stof.sparse_mlp.problem import MlpProblem
 from stof.sparse_mlp.site import OP, OP_INPUTS, MlpSite
 from stof.sparse_mlp.stored_selector import dequantize_factor, round_selector, stored_arrays
 from stof.symbolic import Symbolic
@@ -256,4 +257,4 @@ def test_share_of_weights_that_a_predicted_token_reads(gated: bool) -> None:
     site = site_of(make_mlp_model(MlpForm("silu", gated=gated)))
     drawn = NeuronSelector(np.zeros(1, np.float32), np.ones((12, 48), np.float32), np.ones((160, 12), np.float32))
     expected = 0.1 + 12 * (1 + 48 / 160) / (144 if gated else 96)
-    assert replace(site, selector=drawn).share_read(0.1) == pytest.approx(expected)
+    assert MlpProblem.of(replace(site, selector=drawn), 0.1).share_read == pytest.approx(expected)

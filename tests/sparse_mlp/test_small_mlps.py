@@ -19,15 +19,17 @@ import stof
 from bench.cpu.sparse_mlp import SMALL_SIZES, rank, sizes_of
 from stof.bench.results import read
 from stof.options import Options
-from stof.sparse_mlp.cost import (
-    estimate_gain,
+from stof.sparse_mlp.decide.cpu import (
     estimate_gain_by_bytes,
     estimate_gain_in_caches,
     reason_slow_on_cpu,
 )
+from stof.sparse_mlp.decide.reasons import estimate_gain
 from stof.sparse_mlp.predictors.selector import NeuronSelector
+from stof.sparse_mlp.problem import MlpProblem
 from stof.sparse_mlp.report import MlpReport, MlpSection
 from stof.sparse_mlp.site import MlpSite, MlpWeight, Quantization
+from stof.targets import CPU, CUDA
 
 ROOT = Path(__file__).resolve().parents[2]
 FORMS: dict[str, dict[str, bool]] = {
@@ -53,7 +55,9 @@ def make_site(size: int, *, gated: bool = False, bits: int = 0, level: int = 4, 
 
 def is_replaced(site: MlpSite, share: float) -> bool:
     """Whether the optimizer for a CPU replaces an MLP with a KV cache."""
-    return estimate_gain_by_bytes(site, share) >= 1.1 and not reason_slow_on_cpu(site, share)
+    return estimate_gain_by_bytes(MlpProblem.of(site, share)) >= 1.1 and not reason_slow_on_cpu(
+        MlpProblem.of(site, share)
+    )
 
 
 # A point that is timed again may differ by a few percent. Estimates need not tell gains of less than 15 % from none.
@@ -104,9 +108,11 @@ def test_decisions_are_those_that_times_ask_for() -> None:
 )
 def test_estimate_on_both_sides_of_the_limit(size: int, form: dict[str, int], slower: float, faster: float) -> None:
     site = make_site(size, **form)
-    assert reason_slow_on_cpu(site, slower)
-    assert not reason_slow_on_cpu(site, faster)
-    assert estimate_gain_in_caches(site, slower) < 1 < estimate_gain_in_caches(site, faster)
+    assert reason_slow_on_cpu(MlpProblem.of(site, slower))
+    assert not reason_slow_on_cpu(MlpProblem.of(site, faster))
+    assert (
+        estimate_gain_in_caches(MlpProblem.of(site, slower)) < 1 < estimate_gain_in_caches(MlpProblem.of(site, faster))
+    )
 
 
 def limits_of_the_docs() -> dict[int, dict[int, list[int]]]:
@@ -145,7 +151,7 @@ def test_docs_say_which_limits_were_not_timed() -> None:
 @pytest.mark.parametrize("share", [0.05, 0.1])
 @pytest.mark.parametrize("form", [{}, {"gated": True, "predicted": True}], ids=str)
 def test_tiny_quantized_mlps_never_gain(share: float, form: dict[str, bool]) -> None:
-    assert reason_slow_on_cpu(make_site(128, bits=4, **form), share)
+    assert reason_slow_on_cpu(MlpProblem.of(make_site(128, bits=4, **form), share))
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -154,40 +160,43 @@ def test_large_mlps_are_judged_by_their_bytes(bits: int, gated: bool) -> None:
     """From 16 MiB on, calls and rows hide behind the bytes that come from memory."""
     site = make_site(2048, gated=gated, bits=bits)
     for share in (None, 0.5, 0.8):
-        assert not reason_slow_on_cpu(site, share)
-        assert estimate_gain(site, share, "cpu") == estimate_gain_by_bytes(site, share)
+        assert not reason_slow_on_cpu(MlpProblem.of(site, share))
+        assert estimate_gain(MlpProblem.of(site, share), CPU) == estimate_gain_by_bytes(MlpProblem.of(site, share))
 
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("bits", [0, 4])
 def test_small_mlps_are_judged_by_rows_and_calls_too(bits: int, gated: bool) -> None:
     site = make_site(1024 if bits else 512, gated=gated, bits=bits)
-    assert reason_slow_on_cpu(site, 0.8)
-    assert estimate_gain(site, 0.8, "cpu") == estimate_gain_in_caches(site, 0.8) < estimate_gain_by_bytes(site, 0.8)
-    assert estimate_gain(site, 0.8, "cuda") == estimate_gain_by_bytes(site, 0.8)
+    problem = MlpProblem.of(site, 0.8)
+    assert reason_slow_on_cpu(problem)
+    assert estimate_gain(problem, CPU) == estimate_gain_in_caches(problem) < estimate_gain_by_bytes(problem)
+    assert estimate_gain(problem, CUDA) == estimate_gain_by_bytes(problem)
 
 
 def test_dequantized_weights_gain_with_few_active_neurons() -> None:
     """Without accuracy_level 4, the operator multiplies in fp32: the time is that of multiplications, whatever the size."""
     for size in (1024, 3072):
         site = make_site(size, bits=4, level=0)
-        assert not reason_slow_on_cpu(site, 0.3)
-        assert reason_slow_on_cpu(site, 0.31) == (
+        assert not reason_slow_on_cpu(MlpProblem.of(site, 0.3))
+        assert reason_slow_on_cpu(MlpProblem.of(site, 0.31)) == (
             "31 % active neurons: quantized weights without accuracy_level 4 are dequantized, which is faster only where at most "
             "30 % are active"
         )
-        assert not reason_slow_on_cpu(make_site(size, bits=4), 0.31)
-    assert not reason_slow_on_cpu(make_site(3072, bits=4, level=0), None)  # each call may have few
+        assert not reason_slow_on_cpu(MlpProblem.of(make_site(size, bits=4), 0.31))
+    assert not reason_slow_on_cpu(MlpProblem.of(make_site(3072, bits=4, level=0), None))  # each call may have few
 
 
 def test_reason_names_size_density_and_estimate() -> None:
-    reason = reason_slow_on_cpu(make_site(256, bits=4), 0.5)
+    reason = reason_slow_on_cpu(MlpProblem.of(make_site(256, bits=4), 0.5))
     start = "0.31 MiB of weights as ONNX Runtime holds them (plain, 1024 neurons, int4), 50 % active neurons: 0."
     assert reason.startswith(start)
     half = replace(make_site(256), dtype=TensorProto.FLOAT16)  # ONNX Runtime computes it in fp32
-    assert reason_slow_on_cpu(half, 0.9) == reason_slow_on_cpu(make_site(256), 0.9) != ""
+    assert reason_slow_on_cpu(MlpProblem.of(half, 0.9)) == reason_slow_on_cpu(MlpProblem.of(make_site(256), 0.9)) != ""
     assert reason.endswith("x is estimated for one token by bytes, rows and the call in the caches, less than 1.05x")
-    assert "50 % active neurons (not measured: give --inputs): 0." in reason_slow_on_cpu(make_site(256, bits=4), None)
+    assert "50 % active neurons (not measured: give --inputs): 0." in reason_slow_on_cpu(
+        MlpProblem.of(make_site(256, bits=4), None)
+    )
 
 
 def rows_of(source: Path, options: Options | None = None) -> list[MlpReport]:
@@ -218,7 +227,7 @@ def test_models(size: int, neurons: int, is_replaced: bool, tmp_path: Path) -> N
     assert 0.05 < row.density < 0.15
     if is_replaced:
         site = replace(make_site(size, gated=True), neurons=neurons)
-        assert row.predicted_gain == pytest.approx(estimate_gain_in_caches(site, row.density), rel=1e-3)
+        assert row.predicted_gain == pytest.approx(estimate_gain_in_caches(MlpProblem.of(site, row.density)), rel=1e-3)
     else:
         assert f"{100 * row.density:.3g} % active neurons: 0." in row.reason
         assert row.predicted_gain is None

@@ -17,7 +17,8 @@ from onnx import TensorProto, helper, parser
 
 import stof
 from stof import cli
-from stof.attention.decide.cost_tensorrt import leave, why_not
+from stof.attention.decide.cost_tensorrt import reason_to_leave, refusals
+from stof.attention.describe.site_problem import SiteProblem
 from stof.attention.tensorrt_constants import constants_attribute
 from stof.graph.index import all_nodes
 from stof.graph.names import name_nodes
@@ -43,6 +44,10 @@ def site(**settings: Any) -> AttentionSite:
     return AttentionSite("a", 0, "softmax", q, k, v, "out", Layout.BHSD, **{**usual, **settings})
 
 
+def refused(mask: LiftedMask = LiftedMask(), **settings: Any) -> list[str]:  # noqa: B008 (frozen)
+    return refusals(SiteProblem.of(site(**settings), mask))
+
+
 @pytest.mark.parametrize(
     ("settings", "mask", "density", "left"),
     [
@@ -64,29 +69,29 @@ def site(**settings: Any) -> AttentionSite:
     ],
 )
 def test_what_tensorrt_fuses_is_left(settings: dict[str, Any], mask: LiftedMask, density: float, left: str) -> None:
-    reason = leave(site(**settings), mask, density)
+    reason = reason_to_leave(SiteProblem.of(site(**settings), mask), density)
     assert (left in reason) if left else not reason, reason
     assert not left or "D = 64" in reason
 
 
 def test_what_no_kernel_takes() -> None:
-    assert why_not(site(), lifted("pad[b, k]", PAD)) == []
-    assert "multiples of 8 up to 256" in why_not(site(head_size=20), lifted(""))[0]
-    assert "multiples of 8 up to 256" in why_not(site(value_head_size=264), lifted(""))[0]
-    assert why_not(site(head_size=256, value_head_size=136), lifted("")) == []
-    assert why_not(site(dtype=FULL, head_size=20), lifted("")) == []
-    assert "at most 256" in why_not(site(dtype=FULL, head_size=257), lifted(""))[0]
-    double = why_not(site(dtype=TensorProto.DOUBLE), lifted(""))[0]
+    assert refused(mask=lifted("pad[b, k]", PAD)) == []
+    assert "multiples of 8 up to 256" in refused(head_size=20)[0]
+    assert "multiples of 8 up to 256" in refused(value_head_size=264)[0]
+    assert refused(head_size=256, value_head_size=136) == []
+    assert refused(dtype=FULL, head_size=20) == []
+    assert "at most 256" in refused(dtype=FULL, head_size=257)[0]
+    double = refused(dtype=TensorProto.DOUBLE)[0]
     assert "element type DOUBLE, expected FLOAT or FLOAT16 or BFLOAT16" in double
     documents = (RuntimeOperand("segment_q", "ids"), RuntimeOperand("segment_k", "ids"))
-    assert why_not(site(), lifted("segment_q[b, q] == segment_k[b, k]", documents)) == []
-    assert why_not(site(), lifted("k <= q and (k < 3 or pad[b, k]) and k < lengths[b]", PAD)) == []
+    assert refused(mask=lifted("segment_q[b, q] == segment_k[b, k]", documents)) == []
+    assert refused(mask=lifted("k <= q and (k < 3 or pad[b, k]) and k < lengths[b]", PAD)) == []
     other = lifted("segment_q[b, q] == 1", (RuntimeOperand("depths", "ids"),))
-    assert "the mask reads depths at run time" in why_not(site(), other)[0]
+    assert "the mask reads depths at run time" in refused(mask=other)[0]
     wide = lifted("table0[q, k]", tables=(("table0", "int64", (1 << 12, 1 << 12), b""),))
-    assert "table0 of the mask has 134217728 bytes" in why_not(site(), wide)[0]
+    assert "table0 of the mask has 134217728 bytes" in refused(mask=wide)[0]
     packed = lifted("table0[q, k]", tables=(("table0", "bool", (1 << 12, 1 << 12), b""),))
-    assert why_not(site(), packed) == []
+    assert refused(mask=packed) == []
 
 
 def test_constants_of_several_tables() -> None:

@@ -98,7 +98,7 @@ def optimize_folder(
     if given:
         check_outputs({f"input {f}": source / f for f in files}, given)
     command = command_of(str(source), replace(options, output=None if is_dry else target))
-    report = FolderReport(str(source), dry_run=is_dry, facts=collect_facts(command, build_info(), options.target))
+    report = FolderReport(str(source), dry_run=is_dry, facts=collect_facts(command, build_info(), options.tuned_for))
     configs = read_configs(source, files)
     known = frozenset(files)
     report.notes += [
@@ -172,7 +172,7 @@ class _FolderRun:
         self.models = frozenset(models)
         self.data: set[Path] = set()
         self.report = report
-        self.target = options.target
+        self.target = options.tuned_for
         self._dimensions: dict[Path, set[str]] = {}
         for path in models:
             with contextlib.suppress(StofError):  # optimization will say so

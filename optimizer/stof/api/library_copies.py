@@ -16,6 +16,7 @@ from stof.graph.index import DOMAIN
 from stof.graph.load_save import load
 from stof.installation import CUDA, missing
 from stof.runtime.library import LIBRARY, build_info, library_path
+from stof.targets import Target
 
 
 @dataclass
@@ -63,7 +64,7 @@ def read_configs(folder: Path, files: Iterable[Path]) -> dict[Path, GenaiConfig]
 
 
 def plan_copies(
-    folder: Path, models: Iterable[Path], configs: Mapping[Path, GenaiConfig], target: str
+    folder: Path, models: Iterable[Path], configs: Mapping[Path, GenaiConfig], target: Target
 ) -> LibraryCopies:
     """Finds the models that hold stof's operators, and where these need the library.
 
@@ -106,7 +107,7 @@ def plan_copies(
     return copies
 
 
-def _missing_on_gpu(config: Path, sessions: Iterable[GenaiSession], target: str) -> list[str]:
+def _missing_on_gpu(config: Path, sessions: Iterable[GenaiSession], target: Target) -> list[str]:
     """Notes on sessions with the provider cuda for which the library, or the choices, are for the CPU alone."""
     found = next((s for s in sessions if "cuda" in s.providers), None)
     if found is None:
@@ -115,6 +116,6 @@ def _missing_on_gpu(config: Path, sessions: Iterable[GenaiSession], target: str)
     notes = []
     if "cuda" not in build_info()["backends"]:
         notes.append(f"{where}, and the library has no CUDA kernels, which are {missing(CUDA, library_path().parent)}")
-    if target != "cuda":
+    if not target.uses_cuda_provider:
         notes.append(f"{where}; --target cuda makes the choices for a GPU")
     return notes

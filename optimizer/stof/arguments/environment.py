@@ -34,6 +34,7 @@ class Variable:
         help: its meaning, as Markdown for docs/reference.
         default: what holds where it is unset, where the meaning does not say it.
         reader: who reads it.
+        is_for_users: whether it is for users; else for tests and measurements.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Variable:
     help: str
     default: str = ""
     reader: str = "Python"
+    is_for_users: bool = True
 
     def text(self) -> str:
         """The value; empty where it is unset."""
@@ -92,4 +94,12 @@ TRACEBACK = Variable(
     "`0`",
     "the commands",
 )
-VARIABLES = (LIBRARY, TRT_LIBRARY, CACHE, TRACEBACK)
+CHECK_STEPS = Variable(
+    "STOF_CHECK_STEPS",
+    Kind.FLAG,
+    "`1`: [compare models](../design/architecture.md#what-prepare-may-do) before and after each step that only reads them",
+    "`0`",
+    "`stof-optimize`",
+    is_for_users=False,
+)
+VARIABLES = (LIBRARY, TRT_LIBRARY, CACHE, TRACEBACK, CHECK_STEPS)

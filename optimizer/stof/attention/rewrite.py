@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import onnx
 
+from stof.attention.decide.kernels import check_tune, kernels_for
 from stof.attention.decide.site_decider import (
     Choice,
     SiteDecider,
@@ -17,22 +18,22 @@ from stof.attention.decide.site_decider import (
     check_masks,
     check_shapes,
 )
-from stof.attention.decide.targets import target_of
+from stof.attention.describe.site_describer import DescribedSite, SiteDescriber
 from stof.attention.emit import Rewrite
 from stof.attention.expand.declare import declare_on_sites
-from stof.attention.expand.prepare import is_fused, prepare
+from stof.attention.expand.expanders import is_fused, make_working_copy
 from stof.attention.find import is_softmax
 from stof.attention.function_body import OP
 from stof.attention.plan_entry import SitePlan, read_site_plan
 from stof.attention.report import KEY, NAMES, SiteReport, SiteSection
 from stof.attention.subgraphs import Scope, emit_scopes, find_scopes
-from stof.graph.external_data import read_constants
 from stof.graph.index import DOMAIN, all_nodes
 from stof.graph.names import FreshNames
 from stof.mask.draw_masks import draw_masks
 from stof.mask.expression import MaskExpression
 from stof.mask.families import picture
 from stof.mask.site import tables_of
+from stof.op_parts import ExplainsFailures
 from stof.op_rewrite import Decisions, Job, OpRewrite
 from stof.plan import EntryFormat
 from stof.runtime.library import LibraryError
@@ -79,10 +80,20 @@ class AttentionDecisions(Decisions):
     @property
     def changes_model(self) -> bool:
         # Functions that hold a softmax are inlined, whether it is replaced or not.
-        return self.has_replaced or any(s.prepared.base is not s.prepared.original for s in self.scopes[:1])
+        return self.has_replaced or any(s.working.base is not s.working.original for s in self.scopes[:1])
 
 
-class AttentionRewrite(OpRewrite[tuple[Scope, ...], AttentionDecisions]):
+@dataclass(frozen=True)
+class DescribedScopes:
+    """The main graph and subgraphs, with a description of each site."""
+
+    scopes: tuple[Scope, ...]
+    sites: tuple[DescribedSite, ...]
+
+
+class AttentionRewrite(
+    OpRewrite[tuple[Scope, ...], DescribedScopes, AttentionDecisions], ExplainsFailures[AttentionDecisions]
+):
     """Finds attention at each softmax, lifts its mask, and decides by checks, kernels and the cost model."""
 
     key = KEY
@@ -90,14 +101,13 @@ class AttentionRewrite(OpRewrite[tuple[Scope, ...], AttentionDecisions]):
     names = NAMES
     plan_format = EntryFormat("site", read_site_plan, required=True)
 
-    def declare(self, job: Job) -> Job:
+    def prepare(self, job: Job) -> Job:
         return declare_on_sites(job, KEY)
 
     def find(self, job: Job, model: Callable[[], onnx.ModelProto]) -> tuple[Scope, ...]:
+        check_tune(job.options)
         with job.step("match"):
-            before = model()
-            read_constants(job.source, before)
-            scopes = tuple(find_scopes(prepare(before)))
+            scopes = tuple(find_scopes(make_working_copy(model())))
         sites = [site for scope in scopes for site in scope.sites]
         job.selections[KEY].check(_candidates(scopes))
         check_masks(job.options, sites)
@@ -105,33 +115,38 @@ class AttentionRewrite(OpRewrite[tuple[Scope, ...], AttentionDecisions]):
         self.check_plan(job, candidates_of(sites, ()))
         return scopes
 
-    def decide(self, job: Job, found: tuple[Scope, ...]) -> AttentionDecisions:
-        choices: list[Choice] = []
+    def describe(self, job: Job, found: tuple[Scope, ...]) -> DescribedScopes:
+        ignored_rows = frozenset() if job.sparsity is None else frozenset(job.sparsity.ignored_rows)
+        described: list[DescribedSite] = []
         with job.step("lift"):
-            target = target_of(job.options, str(job.library.get("cpu_isa", "")), job.tuning.started)
             for scope in found:
-                decider = SiteDecider(
-                    scope.prepared.model,
+                describer = SiteDescriber(
+                    scope.working.model,
                     scope.symbolic,
                     job.options,
-                    job.plan,
-                    target,
+                    self.choice(job),
                     job.source.parent,
-                    job.selections[KEY],
-                    frozenset() if job.sparsity is None else frozenset(job.sparsity.ignored_rows),
+                    ignored_rows,
                 )
-                choices += [decider.decide(site) for site in scope.sites]
-            job.tuning.spent += target.tuned_seconds
-        refused = [SiteReport(f.site, False, f.reason) for scope in found for f in scope.findings]
-        section = SiteSection([*refused, *(c.report for c in choices)], earlier=target.earlier_measurements)
-        decided = AttentionDecisions(found, tuple(choices), section)
+                described += [describer.describe(site) for site in scope.sites]
+        return DescribedScopes(found, tuple(described))
+
+    def decide(self, job: Job, described: DescribedScopes) -> AttentionDecisions:
+        with job.step("choose"):
+            kernels = kernels_for(job.options, str(job.library.get("cpu_isa", "")), job.tuning.started)
+            decider = SiteDecider(job.options, kernels, self.choice(job))
+            choices = tuple(decider.decide(site) for site in described.sites)
+            job.tuning.spent += kernels.tuned_seconds
+        refused = [SiteReport(f.site, False, f.reason) for scope in described.scopes for f in scope.findings]
+        section = SiteSection([*refused, *(c.report for c in choices)], earlier=kernels.earlier_measurements)
+        decided = AttentionDecisions(described.scopes, choices, section)
         section.pictures = _pictures(decided.rewrites)
         if job.options.report is not None:
             section.curves = {c.report.site: c.curve for c in choices if c.curve}
             section.drawings = draw_masks((r.site, r.mask) for r in decided.rewrites)
         return decided
 
-    def emit(self, job: Job, model: onnx.ModelProto, decided: AttentionDecisions) -> onnx.ModelProto:
+    def emit(self, job: Job, decided: AttentionDecisions) -> onnx.ModelProto:
         with job.step("emit"):
             return emit_scopes(decided.scopes, decided.rewrites)
 

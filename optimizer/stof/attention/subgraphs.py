@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import onnx
 
 from stof.attention.emit import Rewrite, SharedFunction, emit, replace_sites
-from stof.attention.expand.prepare import is_fused, prepare_subgraph
+from stof.attention.expand.expanders import is_fused, make_subgraph_copy
 from stof.attention.expand.working_copy import WorkingCopy, with_expanded
 from stof.attention.find import find_sites, is_softmax
 from stof.graph.index import all_nodes, describe, node_tensors, producers, subgraphs
@@ -32,8 +32,8 @@ class Scope:
 
     path: GraphPath
     description: str  # "then_branch of If node 'x'"; empty for the main graph
-    prepared: WorkingCopy
-    outer_count: int  # the first nodes of ``prepared.base``, which belong to outer graphs
+    working: WorkingCopy
+    outer_count: int  # the first nodes of ``working.base``, which belong to outer graphs
     symbolic: Symbolic
     sites: tuple[AttentionSite, ...]
     findings: tuple[Finding, ...]
@@ -54,18 +54,18 @@ class _OuterGraphs:
     infos: tuple[onnx.ValueInfoProto, ...]
 
 
-def find_scopes(prepared: WorkingCopy) -> list[Scope]:
+def find_scopes(working: WorkingCopy) -> list[Scope]:
     """The main graph and every subgraph that contains attention, with their sites."""
-    symbolic = prepared.symbolic()
+    symbolic = working.symbolic()
     names = FreshNames()
-    sites, findings = find_sites(prepared.model, symbolic, prepared.materialized, prepared.fused_nodes(), names=names)
-    main = Scope((), "", prepared, 0, symbolic, tuple(sites), (*prepared.findings, *findings))
+    sites, findings = find_sites(working.model, symbolic, working.materialized, working.fused_nodes(), names=names)
+    main = Scope((), "", working, 0, symbolic, tuple(sites), (*working.findings, *findings))
     found = [main]
-    graph = prepared.base.graph
+    graph = working.base.graph
     around = _OuterGraphs((), tuple(graph.input), tuple(graph.initializer), tuple(graph.value_info))
     for path, description, outside, inner in _attention_subgraphs(graph, around, ()):
         found.append(
-            _search_subgraph(prepared, path, description, outside, inner, names, sum(len(s.sites) for s in found))
+            _search_subgraph(working, path, description, outside, inner, names, sum(len(s.sites) for s in found))
         )
     return found
 
@@ -104,33 +104,33 @@ def _search_subgraph(
     first_index: int,
 ) -> Scope:
     flat, outer_count = _flatten(main.base, around, graph)
-    prepared = prepare_subgraph(flat, main.inlined)
-    symbolic = prepared.symbolic()
+    working = make_subgraph_copy(flat, main.inlined)
+    symbolic = working.symbolic()
     written = {o for n in flat.graph.node[:outer_count] for o in n.output}
-    first_inner = _first_inner_node(prepared, outer_count)
+    first_inner = _first_inner_node(working, outer_count)
     sites, findings = find_sites(
-        prepared.model,
+        working.model,
         symbolic,
-        frozenset(prepared.materialized | written),
-        prepared.fused_nodes(),
+        frozenset(working.materialized | written),
+        working.fused_nodes(),
         names=names,
         first_index=first_index,
-        softmaxes=frozenset(n.output[0] for n in prepared.model.graph.node[first_inner:] if is_softmax(n)),
+        softmaxes=frozenset(n.output[0] for n in working.model.graph.node[first_inner:] if is_softmax(n)),
     )
     own = {o for n in graph.node for o in n.output}
-    left = [f for f in prepared.findings if f.details.get("output") in own]
+    left = [f for f in working.findings if f.details.get("output") in own]
     hidden = sorted(_own_names(graph) & {name for n in flat.graph.node[:outer_count] for name in node_tensors(n)})
     if hidden:
         reason = f"{description} has a tensor {hidden[0]!r}, as a graph around it has, on which it depends, too"
         findings = [Finding(f.site, False, reason, f.details) for f in findings]
         findings += [Finding(s.name, False, reason, {"softmax": s.softmax}) for s in sites]
         sites = []
-    return Scope(path, description, prepared, outer_count, symbolic, tuple(sites), (*left, *findings))
+    return Scope(path, description, working, outer_count, symbolic, tuple(sites), (*left, *findings))
 
 
-def _first_inner_node(prepared: WorkingCopy, outer_count: int) -> int:
+def _first_inner_node(working: WorkingCopy, outer_count: int) -> int:
     """The index of the subgraph's first own node, after fused outer nodes were expanded."""
-    return outer_count + sum(len(e.nodes) - 1 for e in prepared.expanded if e.node_index < outer_count)
+    return outer_count + sum(len(e.nodes) - 1 for e in working.expanded if e.node_index < outer_count)
 
 
 def _flatten(base: onnx.ModelProto, around: _OuterGraphs, graph: onnx.GraphProto) -> tuple[onnx.ModelProto, int]:
@@ -171,9 +171,9 @@ def emit_scopes(scopes: Sequence[Scope], rewrites: Sequence[Rewrite]) -> onnx.Mo
     own = main.rewrites(rewrites)
     inner = [(s, r) for s in others if (r := s.rewrites(rewrites))]
     if not inner:
-        return emit(main.prepared.expand_for(r.site for r in own), main.symbolic, own)
+        return emit(main.working.expand_for(r.site for r in own), main.symbolic, own)
     function = SharedFunction(rewrites)
-    result = copy_model(main.prepared.expand_for(r.site for r in own))
+    result = copy_model(main.working.expand_for(r.site for r in own))
     before = _live_nodes(result.graph)
     for scope, some in reversed(inner):  # innermost first
         _replace_in_subgraph(result, scope, some, function)
@@ -198,7 +198,7 @@ def _replace_in_subgraph(
 ) -> None:
     graph = graph_at(model, scope.path)
     wanted = {r.site.softmax for r in rewrites}
-    expanded = [e for e in scope.prepared.expanded if e.softmax in wanted]
+    expanded = [e for e in scope.working.expanded if e.softmax in wanted]
     expanded = [replace(e, node_index=e.node_index - scope.outer_count) for e in expanded]
     small = onnx.ModelProto(ir_version=model.ir_version)
     small.opset_import.extend(model.opset_import)
@@ -219,7 +219,7 @@ def _replace_in_subgraph(
 
 def _outer_tensors(scope: Scope) -> Iterator[str]:
     """The tensors that a subgraph can read and does not write: those of outer graphs, and its own inputs."""
-    flat = scope.prepared.base.graph
+    flat = scope.working.base.graph
     yield from (i.name for i in flat.input)
     yield from (t.name for t in flat.initializer)
     for node in flat.node[: scope.outer_count]:

@@ -17,7 +17,6 @@ from stof.cached_attention.find import CacheCandidate, find_candidates, reads_ca
 from stof.cached_attention.node_site import MICROSOFT
 from stof.cached_attention.paged.site import PAGED, PagedSite
 from stof.cached_attention.site import GROUP_QUERY, INPUT_INDEX, SPARSE, CacheSite
-from stof.graph.external_data import read_constants
 from stof.graph.index import all_nodes, node_tensors, opset_of
 from stof.graph.inline import inline, inline_all
 from stof.graph.node_builder import Builder
@@ -46,7 +45,6 @@ def declare_patterns(job: Job, key: str) -> Job:
     nodes = [*all_nodes(before.graph.node), *(n for f in before.functions for n in all_nodes(f.node))]
     if sparsity is None or not any(reads_cache(n) for n in nodes):
         return job
-    read_constants(job.source, before)
     base = inline(before, {(MICROSOFT, GROUP_QUERY), (MICROSOFT, SPARSE), (MICROSOFT, PAGED)})
     inlined = inline_all(base)
     symbolic = Symbolic(base, None if inlined is base else Symbolic(inlined))

@@ -19,9 +19,9 @@ from stof.cached_attention.paged.emit import emit_pages
 from stof.cached_attention.paged.site import OP as PAGED_OP
 from stof.cached_attention.paged.site import PAGED, PagedSite
 from stof.cached_attention.plan_entry import CachePlan, read_cache_plan
+from stof.cached_attention.problem import CacheProblem
 from stof.cached_attention.report import KEY, NAMES, CacheReport, CacheSection
 from stof.cached_attention.site import GROUP_QUERY, OP, SPARSE, CacheSite
-from stof.graph.external_data import read_constants
 from stof.graph.index import DOMAIN, all_nodes
 from stof.graph.inline import inline, inline_all
 from stof.graph.names import FreshNames
@@ -56,6 +56,14 @@ class CacheModel:
 
 
 @dataclass(frozen=True, eq=False)
+class DescribedCaches:
+    """A model with its candidates, and the problem of each; None where it cannot be replaced anywhere."""
+
+    found: CacheModel
+    problems: tuple[CacheProblem | None, ...]
+
+
+@dataclass(frozen=True, eq=False)
 class CacheDecisions(Decisions):
     """The decision for each candidate of a model."""
 
@@ -85,7 +93,7 @@ class CacheDecisions(Decisions):
         return replace(self, caches=self.caches.without(reason), sites=())
 
 
-class CacheRewrite(OpRewrite[CacheModel, CacheDecisions]):
+class CacheRewrite(OpRewrite[CacheModel, DescribedCaches, CacheDecisions]):
     """Replaces attention nodes with a KV cache, wherever the operator supports the node: it never reads more of the cache."""
 
     key = KEY
@@ -94,7 +102,7 @@ class CacheRewrite(OpRewrite[CacheModel, CacheDecisions]):
     names = NAMES
     plan_format = EntryFormat("cache", read_cache_plan)
 
-    def declare(self, job: Job) -> Job:
+    def prepare(self, job: Job) -> Job:
         return declare_patterns(job, KEY)
 
     def find(self, job: Job, model: Callable[[], onnx.ModelProto]) -> CacheModel:
@@ -103,7 +111,6 @@ class CacheRewrite(OpRewrite[CacheModel, CacheDecisions]):
         found = CacheModel(before)
         if any(reads_cache(n) for n in nodes):
             with job.step("caches"):
-                read_constants(job.source, before)
                 base = inline(before, {(MICROSOFT, GROUP_QUERY), (MICROSOFT, SPARSE), (MICROSOFT, PAGED)})
                 inlined = inline_all(base)
                 symbolic = Symbolic(base, None if inlined is base else Symbolic(inlined))
@@ -112,34 +119,46 @@ class CacheRewrite(OpRewrite[CacheModel, CacheDecisions]):
         self.check_plan(job, [NamedCandidate(c.name, i) for i, c in enumerate(found.candidates)])
         return found
 
-    def decide(self, job: Job, found: CacheModel) -> CacheDecisions:
+    def describe(self, job: Job, found: CacheModel) -> DescribedCaches:
+        sites = (c.site for c in found.candidates)
+        return DescribedCaches(found, tuple(None if s is None else CacheProblem.of(s) for s in sites))
+
+    def decide(self, job: Job, described: DescribedCaches) -> CacheDecisions:
+        found = described.found
         rows: list[CacheReport] = []
         sites: list[CacheSite | PagedSite] = []
-        for index, candidate in enumerate(found.candidates):
-            row = _describe(candidate, index)
-            reason = _reason_impossible(job, candidate, sites)
+        taken: list[CacheProblem] = []
+        for index, (candidate, problem) in enumerate(zip(found.candidates, described.problems, strict=True)):
+            row = _row_of(candidate, index)
+            first = None if not sites else (sites[0].name, taken[0])
+            reason = candidate.reason if problem is None else _reason_impossible(job, problem, first)
             gain, length = None, 0
-            if isinstance(candidate.site, CacheSite):
-                gain, length = estimate_gain(candidate.site, job.options.target, job.options.shapes)
+            if problem is not None and not problem.is_paged:
+                gain, length = estimate_gain(problem, job.target, job.options.shapes)
                 if not reason and not self.is_replaced_by_plan(job, candidate.name):
-                    reason = _reason_slow(job, candidate.site, gain)
-            if reason := self.reason_kept(job, NamedCandidate(candidate.name, index), reason):
+                    reason = _reason_slow(job, problem, gain)
+            if reason := self.choice(job).reason_kept(NamedCandidate(candidate.name, index), reason):
                 rows.append(replace(row, reason=reason))
                 continue
             assert candidate.site is not None
+            assert problem is not None
             row = replace(row, replaced=True, reason="replaced")
             if gain is not None:
                 row = replace(row, predicted_gain=round(gain, 3), length=length)
             rows.append(row)
             sites.append(candidate.site)
+            taken.append(problem)
         section = CacheSection(rows)
         if job.options.report is not None:
-            caches = [s for s in sites if isinstance(s, CacheSite)]
-            section.pictures = _pictures(caches)
-            section.curves = {s.name: estimate_curve(s, job.options.target, job.options.shapes) for s in caches}
+            section.pictures = _pictures([s for s in sites if isinstance(s, CacheSite)])
+            section.curves = {
+                s.name: estimate_curve(p, job.target, job.options.shapes)
+                for s, p in zip(sites, taken, strict=True)
+                if not p.is_paged
+            }
         return CacheDecisions(found, section, tuple(sites))
 
-    def emit(self, job: Job, model: onnx.ModelProto, decided: CacheDecisions) -> onnx.ModelProto:
+    def emit(self, job: Job, decided: CacheDecisions) -> onnx.ModelProto:
         with job.step("emit"):
             found = decided.found.model
             if caches := [s for s in decided.sites if isinstance(s, CacheSite)]:
@@ -171,33 +190,38 @@ class CacheRewrite(OpRewrite[CacheModel, CacheDecisions]):
         return CacheChecks(job.model, found.model, found.symbolic, caches, job.options.shapes)
 
 
-def _reason_impossible(job: Job, candidate: CacheCandidate, sites: Sequence[CacheSite | PagedSite]) -> str:
-    """Why a candidate cannot be replaced on the target; empty where it can."""
-    if candidate.site is None:
-        return candidate.reason
-    op = PAGED_OP if isinstance(candidate.site, PagedSite) else OP
-    if job.options.target == "tensorrt":
+def _reason_impossible(job: Job, problem: CacheProblem, first: tuple[str, CacheProblem] | None) -> str:
+    """Why a problem cannot be solved on the target; empty where it can.
+
+    Args:
+        job: the optimization.
+        problem: the candidate's.
+        first: the name and the problem of the first node that is replaced; None: this one is.
+    """
+    op = PAGED_OP if problem.is_paged else OP
+    if not job.target.has_inplace_ops:
         return f"{op} has no TensorRT plugin: plugins cannot append to a cache in place"
     if op not in op_limits():
         return f"the plugin library has no {op}; install one of this version"
-    if sites and type(sites[0]) is not type(candidate.site):
-        return (
-            f"its cache is not of the kind of {sites[0].name!r}: contiguous caches and pages are not verified together"
-        )
-    if sites and sites[0].dtype != candidate.site.dtype:
-        return f"its element type is not that of {sites[0].name!r}: the calls share one function body"
-    if sites and sites[0].cache_dtype != candidate.site.cache_dtype:
-        return f"the element type of its cache is not that of {sites[0].name!r}: the calls share one function body"
+    if first is None:
+        return ""
+    name, other = first
+    if other.is_paged != problem.is_paged:
+        return f"its cache is not of the kind of {name!r}: contiguous caches and pages are not verified together"
+    if other.dtype != problem.dtype:
+        return f"its element type is not that of {name!r}: the calls share one function body"
+    if other.cache_dtype != problem.cache_dtype:
+        return f"the element type of its cache is not that of {name!r}: the calls share one function body"
     return ""
 
 
-def _reason_slow(job: Job, site: CacheSite, gain: float) -> str:
+def _reason_slow(job: Job, problem: CacheProblem, gain: float) -> str:
     """Why the runtime's node stays on a CUDA device, where it is estimated to be faster; empty where it is not."""
-    if job.options.target != "cuda" or gain >= 1.0:
+    if not job.target.uses_gpu or gain >= 1.0:
         return ""
     return (
-        f"ONNX Runtime's CUDA kernel is faster for {site.num_heads} query heads on {site.kv_num_heads} KV heads of "
-        f"{site.head_size} elements that attend all keys, in batches as --shape states them: estimated {gain:.2f}x. A plan "
+        f"ONNX Runtime's CUDA kernel is faster for {problem.num_heads} query heads on {problem.kv_num_heads} KV heads of "
+        f"{problem.head_size} elements that attend all keys, in batches as --shape states them: estimated {gain:.2f}x. A plan "
         "with replace: true replaces it"
     )
 
@@ -211,7 +235,7 @@ def _with_pattern(job: Job, candidate: CacheCandidate) -> CacheCandidate:
     return replace(candidate, site=replace(site, declared=declared))
 
 
-def _describe(candidate: CacheCandidate, index: int) -> CacheReport:
+def _row_of(candidate: CacheCandidate, index: int) -> CacheReport:
     site = candidate.site
     if site is None:
         return CacheReport(candidate.name, index, False, candidate.reason)

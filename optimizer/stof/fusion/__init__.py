@@ -7,7 +7,8 @@ A group of modules imports only from itself and from the groups before it:
   (docs/reference/chain-format.md). work_bound: how much it computes.
 * terms, gelu, element_ops, index_terms: the expressions of a chain.
 * translate, gemm: from a region of the graph to a chain. function_body, tensorrt_plugin: what its node needs.
-* merge_matmuls, packed_qkv, split_gemm_bias: changes of the graph that come first.
+* merge_matmuls, packed_qkv, split_gemm_bias, working_copies: the copies of a model in which regions are looked for.
 * fusion_graph, regions: finds the regions. check, emit: compares a chain with what it replaces, and writes its node.
-* search: the search for fusion schemes. decide: which parts of a region become chains. apply: all steps in order.
+* describe: the problem of each region. search: the search for fusion schemes. decide: which parts of a region become chains.
+* rewrite: the steps of the protocol.
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import onnx
 from onnx import helper
@@ -16,7 +17,7 @@ from stof.fusion.gemm import FusedGemm
 from stof.fusion.tensorrt_plugin import complete_calls
 from stof.fusion.translate import FusedChain
 from stof.graph.dead_code import remove_dead_code
-from stof.graph.index import DOMAIN, describe, opset_of, topological_order
+from stof.graph.index import DOMAIN, describe, needed_by, opset_of, topological_order
 from stof.graph.local_functions import add_functions, check_absent
 from stof.graph.names import FreshNames
 from stof.graph.protobuf import replace_nodes
@@ -60,6 +61,27 @@ def select_common_types(chains: Sequence[FusedChain]) -> tuple[list[FusedChain],
     return [c for c in chains if c.dtypes == tuple(types[: len(c.dtypes)])], tuple(types)
 
 
+@dataclass(frozen=True, eq=False)
+class ChainEdit:
+    """What puts chains into a model. It is made, and refused, without a copy of the model and its weights.
+
+    Attributes:
+        chains: those that are emitted.
+        nodes: of the edited graph, in order; nodes that nothing needs any more are among them.
+        functions: the bodies of the operators.
+        infos: types and shapes that TensorRT's parser needs.
+        live: names of the nodes that stay.
+        names_function_nodes: the functions' nodes get names, as TensorRT's parser needs.
+    """
+
+    chains: tuple[FusedChain, ...] = ()
+    nodes: tuple[onnx.NodeProto, ...] = ()
+    functions: tuple[onnx.FunctionProto, ...] = ()
+    infos: tuple[onnx.ValueInfoProto, ...] = ()
+    live: frozenset[str] = frozenset()
+    names_function_nodes: bool = False
+
+
 def emit_chains(
     model: onnx.ModelProto,
     symbolic: Symbolic,
@@ -67,7 +89,32 @@ def emit_chains(
     shape_substitutes: Mapping[str, str] | None = None,
     tensorrt: bool = False,
 ) -> onnx.ModelProto:
-    """A copy of the model in which each chain is one StofChain or StofGemm node.
+    """A copy of the model in which each chain is one StofChain or StofGemm node; :func:`make_edit` has the arguments."""
+    return apply_edit(model, make_edit(model, symbolic, chains, shape_substitutes, tensorrt))
+
+
+def apply_edit(model: onnx.ModelProto, edit: ChainEdit) -> onnx.ModelProto:
+    """A copy of the model that an edit was made for, with its chains."""
+    result = onnx.ModelProto()
+    result.CopyFrom(model)
+    if not edit.chains:
+        return result
+    result.graph.value_info.extend(edit.infos)
+    replace_nodes(result.graph, edit.nodes)
+    remove_dead_code(result.graph, model.graph)
+    _declare(result.graph, edit.chains)
+    add_functions(result, edit.functions, names_nodes=edit.names_function_nodes)
+    return result
+
+
+def make_edit(
+    model: onnx.ModelProto,
+    symbolic: Symbolic,
+    chains: Sequence[FusedChain],
+    shape_substitutes: Mapping[str, str] | None = None,
+    tensorrt: bool = False,
+) -> ChainEdit:
+    """What puts chains into a model.
 
     Args:
         model: the original.
@@ -79,15 +126,14 @@ def emit_chains(
     Raises:
         UnsupportedError: when the model holds such nodes already, or chains that cannot share a function.
     """
-    result = onnx.ModelProto()
-    result.CopyFrom(model)
-    if not chains:
-        return result
-    opset = opset_of(model)
     nodes = list(model.graph.node)
+    if not chains:
+        return ChainEdit(live=frozenset(n.name for n in nodes))
+    opset = opset_of(model)
     made: dict[int, onnx.NodeProto] = {}
     names = FreshNames(n.name for n in nodes)
     functions: list[onnx.FunctionProto] = []
+    infos: list[onnx.ValueInfoProto] = []
     for op, group in group_by_op(chains).items():
         check_absent(model, op)
         fitting, dtypes = select_common_types(group)
@@ -109,21 +155,37 @@ def emit_chains(
         number = "gemm_id" if op == GEMM else "chain_id"
         if tensorrt:
             calls = [made[c.region.node_indices[-1]] for c in group]
-            result.graph.value_info.extend(complete_calls(calls, dtypes, len(branches)))
+            infos += complete_calls(calls, dtypes, len(branches))
         likes = [None if tensorrt else _find_input_of_type(group, symbolic, d) for d in dtypes]
         functions.append(make_function(branches, dtypes, inputs, opset, op, number, tensorrt, likes))
+    kept = _arrange(nodes, chains, made, shape_substitutes or {})
+    live = _live_nodes(model.graph, kept)
+    _check(model.graph, live)
+    return ChainEdit(
+        tuple(chains), tuple(kept), tuple(functions), tuple(infos), frozenset(n.name for n in live), tensorrt
+    )
+
+
+def _arrange(
+    nodes: Sequence[onnx.NodeProto],
+    chains: Sequence[FusedChain],
+    made: Mapping[int, onnx.NodeProto],
+    substitutes: Mapping[str, str],
+) -> list[onnx.NodeProto]:
+    """The nodes with calls in the place of chains, writers before readers."""
     gone = {p for c in chains for p in c.region.node_indices}
     indices = [i for i in range(len(nodes)) if i in made or i not in gone]
-    kept = [made.get(i) or _redirect_shape(nodes[i], shape_substitutes or {}) for i in indices]
+    kept = [made.get(i) or _redirect_shape(nodes[i], substitutes) for i in indices]
     order = topological_order(kept, indices)
     if len(order) < len(kept):
         raise UnsupportedError("the chains would wait for each other; this is a defect of the search for chains")
-    replace_nodes(result.graph, [kept[i] for i in order])
-    remove_dead_code(result.graph, model.graph)
-    _check(result.graph)
-    _declare(result.graph, chains)
-    add_functions(result, functions, names_nodes=tensorrt)
-    return result
+    return [kept[i] for i in order]
+
+
+def _live_nodes(graph: onnx.GraphProto, nodes: Sequence[onnx.NodeProto]) -> list[onnx.NodeProto]:
+    """The nodes that the outputs of a graph need, if it had these nodes."""
+    needed = needed_by((o.name for o in graph.output), nodes)
+    return [n for n in nodes if not needed.isdisjoint(n.output)]
 
 
 def _declare(graph: onnx.GraphProto, chains: Sequence[FusedChain]) -> None:
@@ -155,11 +217,11 @@ def _redirect_shape(node: onnx.NodeProto, substitutes: Mapping[str, str]) -> onn
     return copy
 
 
-def _check(graph: onnx.GraphProto) -> None:
-    """Refuses a graph that reads a tensor which only the inside of a chain computes."""
+def _check(graph: onnx.GraphProto, nodes: Sequence[onnx.NodeProto]) -> None:
+    """Refuses nodes that read a tensor which only the inside of a chain computes."""
     known = {i.name for i in graph.input} | {t.name for t in graph.initializer} | {""}
-    known |= {t.values.name for t in graph.sparse_initializer} | {o for n in graph.node for o in n.output}
-    for node in graph.node:
+    known |= {t.values.name for t in graph.sparse_initializer} | {o for n in nodes for o in n.output}
+    for node in nodes:
         for name in node.input:
             if name not in known:
                 raise UnsupportedError(f"{describe(node)} still needs {name!r}, which is inside of a chain")

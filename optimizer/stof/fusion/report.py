@@ -7,7 +7,6 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from stof.fusion.apply import ChainReport
 from stof.fusion.decide.selection import NAMES
 from stof.fusion.plan_entry import ChainPlan
 from stof.report import Gain, PageRow, PageTable, Section
@@ -15,6 +14,29 @@ from stof.selection import NamedCandidate
 from stof.tuning_cache import EarlierMeasurements
 
 KEY = "chains"
+
+
+@dataclass(frozen=True)
+class ChainReport:
+    """One chain, or operators that cannot become one.
+
+    Attributes:
+        chain: its name.
+        operators: the operators, separated by spaces.
+        replaced: whether they are replaced.
+        reason: why they are not.
+        description: what the chain computes.
+        gain: time of the replaced operators over the chain's, where it is known.
+        measured: whether the gain was measured rather than estimated.
+    """
+
+    chain: str
+    operators: str
+    replaced: bool
+    reason: str
+    description: str = ""
+    gain: float | None = None
+    measured: bool = False
 
 
 @dataclass

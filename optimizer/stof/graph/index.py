@@ -108,8 +108,13 @@ def node_tensors(node: onnx.NodeProto) -> set[str]:
 
 def needed_tensors(graph: onnx.GraphProto) -> set[str]:
     """The tensors that a graph's outputs depend on, the outputs among them."""
-    producer = producers(graph.node)
-    pending = [o.name for o in graph.output]
+    return needed_by((o.name for o in graph.output), graph.node)
+
+
+def needed_by(outputs: Iterable[str], nodes: Iterable[onnx.NodeProto]) -> set[str]:
+    """The tensors that outputs of some nodes depend on, the outputs among them."""
+    producer = producers(nodes)
+    pending = list(outputs)
     found: set[str] = set()
     while pending:
         name = pending.pop()

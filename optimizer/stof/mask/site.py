@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -275,7 +275,12 @@ class LiftedMask:
 
 def tables_of(mask: LiftedMask) -> dict[str, np.ndarray]:
     """The tables of a lifted mask as arrays."""
-    return {n: np.frombuffer(data, np.dtype(t)).reshape(shape) for n, t, shape, data in mask.tables}
+    return arrays_of(mask.tables)
+
+
+def arrays_of(tables: Iterable[tuple[str, str, tuple[int, ...], bytes]]) -> dict[str, np.ndarray]:
+    """Tables as a mask stores them, as arrays by their names."""
+    return {n: np.frombuffer(data, np.dtype(t)).reshape(shape) for n, t, shape, data in tables}
 
 
 @dataclass(frozen=True)

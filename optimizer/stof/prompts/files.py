@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import onnx
 
-from stof.archives import read_arrays
 from stof.errors import ArgumentError
 from stof.files import read_text, strict_json
+from stof.files.archives import read_arrays
 
 TOKENIZER = "tokenizer.json"
 TOKENS = "input_ids"  # the model's input

@@ -18,6 +18,7 @@ import onnx
 from stof.run_facts.machine import cpu_name, usable_cores
 from stof.runtime.cuda import device_info
 from stof.runtime.library import LibraryError
+from stof.targets import Target
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class RunFacts:
         return asdict(self)
 
 
-def collect_facts(command: str, library: Mapping[str, Any], target: str) -> RunFacts:
+def collect_facts(command: str, library: Mapping[str, Any], target: Target) -> RunFacts:
     """The facts of a run that begins now.
 
     Args:
@@ -67,7 +68,7 @@ def collect_facts(command: str, library: Mapping[str, Any], target: str) -> RunF
         "isa": str(library.get("cpu_isa", "")),
         "system": platform.platform(),
     }
-    if target != "cpu":
+    if target.uses_gpu:
         with contextlib.suppress(LibraryError):
             machine["gpu"] = device_info().name
     versions = {

@@ -222,54 +222,8 @@ class MlpSite:
         return any(q is not None and q.accuracy_level == _ROUNDS_TOKENS for q in kinds)
 
     @property
-    def sizes(self) -> str:
-        """The sizes for people."""
-        kind = "plain" if self.up is None else "gated"
-        bits = "" if self.quantization is None else f", int{self.quantization.bits}"
-        return f"{kind}, {self.neurons} neurons{bits}"
-
-    @property
     def row_bytes(self) -> int:
         """The bytes of the operator's weights that belong to one neuron, without those of scales."""
         width = 32 if self.dtype == onnx.TensorProto.FLOAT else 16
         width = width if self.quantization is None else self.quantization.bits
         return sum(w.outer if w is self.down else w.inner for w in self.weights) * width // 8
-
-    @property
-    def _features(self) -> int:
-        """The size of a token in front of the first matmul."""
-        return self.input_size or self.output_size
-
-    @property
-    def _held_bytes(self) -> tuple[float, float]:
-        """The bytes of a weight's value and of its part of a scale, as ONNX Runtime holds them on a CPU: fp16 as fp32."""
-        if self.quantization is None:
-            return 4.0, 0.0
-        return self.quantization.bits / 8, 4 / self.quantization.block_size
-
-    @property
-    def dense_bytes(self) -> float:
-        """The bytes of weights and scales that one token reads in the dense MLP, as ONNX Runtime holds them on a CPU."""
-        before = (1 if self.up is None else 2) * self._features
-        return self.neurons * sum(self._held_bytes) * (before + self.output_size)
-
-    def count_rows_read(self, density: float) -> float:
-        """The rows of weights that the operator reads for one token where this share of the neurons is computed."""
-        rows = density * self.neurons * len(self.weights)
-        if self.selector is not None and self.selector.has_predictor:
-            rows += self.selector.rank + self.neurons
-        return rows
-
-    def share_read(self, density: float) -> float:
-        """The share of the MLP's weights that one token reads where this share of the neurons is computed."""
-        values, scales = self._held_bytes
-        block = 1 if self.quantization is None else self.quantization.block_size
-        # A scale of the last matmul is read where one neuron of its block is active.
-        down = (density * values + (1 - (1 - density) ** block) * scales) * self.output_size
-        rows = (values + scales) * self._features
-        up = density * rows if self.up is not None else 0.0
-        gate = rows
-        if self.selector is not None and self.selector.has_predictor:
-            held = values if self.quantization is None else 1.0  # a predictor of quantized weights has values of 8 bits
-            gate = density * rows + held * self.selector.rank * (1 + self._features / self.neurons)
-        return (gate + up + down) * self.neurons / self.dense_bytes

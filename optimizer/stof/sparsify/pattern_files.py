@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from stof.archives import read_arrays
 from stof.errors import ArgumentError
 from stof.files import read_text, strict_json
+from stof.files.archives import read_arrays
 from stof.files.strict_json import quoted
 from stof.sparsify.patterns import (
     BLOCKS,

@@ -14,7 +14,7 @@ from onnx.reference import ReferenceEvaluator
 
 import stof
 from stof.attention.expand.contrib import expand_multi_head
-from stof.attention.expand.prepare import _EXPANDERS, prepare
+from stof.attention.expand.expanders import _EXPANDERS, make_working_copy
 from stof.attention.expand.working_copy import FusedNode
 from stof.attention.plan_entry import SitePlan
 from stof.errors import VerifyError
@@ -229,7 +229,7 @@ def test_masks_of_different_strength(op: str, tmp_path: Path) -> None:
 )
 def test_refused(node: Fused, reason: str) -> None:
     """What is not known, or has no meaning, is left with the reason; so is what an operator may come to mean."""
-    found = prepare(node.model())
+    found = make_working_copy(node.model())
     assert found.model is not None
     assert [(f.site, f.replaced) for f in found.findings] == [(node.name, False)]
     assert reason in found.findings[0].reason

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from tests.sparse_mlp.predictors.torch_files import save
 
-from stof import archives
 from stof.errors import ArgumentError
+from stof.files import archives
 from stof.sparse_mlp.predictors.powerinfer import (
     read_powerinfer,
     read_powerinfer_statistics,

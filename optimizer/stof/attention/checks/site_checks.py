@@ -77,14 +77,14 @@ class AttentionChecks(SiteChecks):
 
     def __init__(self, scopes: Sequence[Scope], rewrites: Sequence[Rewrite]) -> None:
         self.scopes = scopes
-        self.working = scopes[0].prepared.model
+        self.working = scopes[0].working.model
         self.symbolic = scopes[0].symbolic
         self.rewrites = rewrites
         self.sites = tuple(r.site.name for r in rewrites)
         self.types = frozenset(r.site.dtype for r in rewrites)
         added = frozenset(t.tensor for r in rewrites for t in r.mask.by_data if t.kind is TermKind.ADD)
         read = tensors_by_role((r.site, r.mask) for r in rewrites)
-        fused = scopes[0].prepared.base.graph
+        fused = scopes[0].working.base.graph
         scores = [r.site.dims for r in scopes[0].rewrites(rewrites)] or None  # softmaxes of others state no lengths
         self.inputs = InputMaker(self.working, self.symbolic, *read, added=added, fused=fused, scores=scores)
         self.may_carry_nan = any(r.mask.operands or r.mask.by_data for r in rewrites)
@@ -124,13 +124,13 @@ class AttentionChecks(SiteChecks):
         """The sites of a subgraph, whether an input leads into it or not."""
         some = scope.rewrites(self.rewrites)
         model = onnx.ModelProto()
-        model.CopyFrom(scope.prepared.model)
+        model.CopyFrom(scope.working.model)
         del model.graph.output[:]
         wanted = self._tensors(scope)
         for name in wanted:
             model.graph.output.append(helper.make_tensor_value_info(name, scope.symbolic.dtype(name), None))
         try:
-            maker = InputMaker(scope.prepared.model, scope.symbolic, *tensors_by_role((r.site, r.mask) for r in some))
+            maker = InputMaker(scope.working.model, scope.symbolic, *tensors_by_role((r.site, r.mask) for r in some))
             captured = _run_redrawn(maker, case, model, partial(run, model, wanted))
         except (VerifyError, LimitReached):
             raise
@@ -169,8 +169,8 @@ class AttentionChecks(SiteChecks):
 
     def _tensors(self, scope: Scope) -> list[str]:
         found: list[str] = []
-        initializers = {t.name for t in scope.prepared.base.graph.initializer}
-        given = {i.name for i in scope.prepared.base.graph.input} - initializers
+        initializers = {t.name for t in scope.working.base.graph.initializer}
+        given = {i.name for i in scope.working.base.graph.input} - initializers
         # Initializers among these are asked of the runtime, too: their data may be in another file.
         heads: list[str] = []
         for rewrite in scope.rewrites(self.rewrites):
@@ -199,7 +199,7 @@ class AttentionChecks(SiteChecks):
         constants.update(
             {
                 t.name: onnx.numpy_helper.to_array(t)
-                for t in scope.prepared.base.graph.initializer
+                for t in scope.working.base.graph.initializer
                 if t.name in read and t.data_location != onnx.TensorProto.EXTERNAL
             }
         )

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from stof.attention.describe.site_problem import SiteProblem
 from stof.attention.limits import limits_of, type_names
 from stof.mask.expression import MaskExpression
-from stof.mask.site import AttentionSite, LiftedMask, tables_of
 from stof.runtime.library import LibraryError, Mask
 
 # Our kernel: about 0.75 of the FMA rate on full tiles, a little less where tiles are partial.
@@ -28,56 +28,54 @@ _TILE = (48, 64)  # query rows × keys
 
 @dataclass(frozen=True)
 class GainEstimate:
-    """At one length: the share of tiles that are computed and the estimated speed-up of the site."""
+    """At one length: the share of tiles that are computed and the estimated speed-up of the problem."""
 
     length: int
     tile_density: float
     gain: float
 
 
-def tile_density(mask: LiftedMask, heads: int, length: int, tile: tuple[int, int] = _TILE) -> float:
+def tile_density(problem: SiteProblem, length: int, tile: tuple[int, int] = _TILE) -> float:
     """The share of tiles (query rows × keys) that a mask leaves to compute, at S = T = ``length``.
 
     Run-time operands forbid nothing, but for ``lengths``.
     """
-    if mask.expression.allows_all:
+    if problem.mask.allows_all:
         return 1.0
     # A cache is empty before a prompt of S = T tokens and full after it: ``lengths`` may mean either.
-    counts = (0, length) if "lengths" in mask.expression.reads else (0,)
-    found = [_tile_density(mask, mask.expression.with_lengths(n), heads, length, tile) for n in counts]
+    counts = (0, length) if "lengths" in problem.mask.reads else (0,)
+    found = [_tile_density(problem, problem.mask.with_lengths(n), length, tile) for n in counts]
     return min((density for density in found if density > 0), default=1.0)
 
 
-def _tile_density(
-    mask: LiftedMask, expression: MaskExpression, heads: int, length: int, tile: tuple[int, int]
-) -> float:
+def _tile_density(problem: SiteProblem, mask: MaskExpression, length: int, tile: tuple[int, int]) -> float:
     try:
-        parsed = Mask(expression.text, tables_of(mask))
-        return parsed.block_mask(1, heads, length, length, *tile).tile_density(length)
+        parsed = Mask(mask.text, problem.table_arrays)
+        return parsed.block_mask(1, problem.num_heads, length, length, *tile).tile_density(length)
     except LibraryError:  # tables of fixed size do not stretch to every length: nothing is known there
         return 1.0
 
 
-def estimate_gain(site: AttentionSite, mask: LiftedMask, length: int) -> GainEstimate:
+def estimate_gain(problem: SiteProblem, length: int) -> GainEstimate:
     """The estimated gain over the runtime's own nodes at S = T = ``length``."""
-    density = tile_density(mask, site.num_heads, length)
-    work = 2.0 * site.head_size + 2.0 * site.value_head_size
+    density = tile_density(problem, length)
+    work = 2.0 * problem.head_size + 2.0 * problem.value_head_size
     own = max(density, 1e-6) * work / 2 / _OWN_RATE  # a mask may allow nothing at a length
     passes = _PASSES if length * length > _CACHE_SCORES else _PASSES_CACHED
     other = work / 2 / _DENSE_RATE + passes * _PASS
     return GainEstimate(length, density, other / own)
 
 
-def why_not(site: AttentionSite, mask: LiftedMask) -> list[str]:
-    """The reasons against running a site on this build's kernels; empty when there are none."""
+def refusals(problem: SiteProblem) -> list[str]:
+    """The reasons against running a problem on this build's kernels; empty when there are none."""
     types = limits_of("cpu")
-    limits = types.get(site.dtype, next(iter(types.values())))
-    sizes, largest = (site.head_size, site.value_head_size), limits.largest_head_size
+    limits = types.get(problem.dtype, next(iter(types.values())))
+    sizes, largest = (problem.head_size, problem.value_head_size), limits.largest_head_size
     reasons = []
     if not all(1 <= size <= largest for size in sizes):
         reasons.append(f"head size {sizes[0]} / {sizes[1]}, expected 1 to {largest}")
-    if site.dtype not in types:
-        reasons.append(f"element type {site.dtype}, expected {type_names(types, 'or')}")
-    if len(mask.tables) + len(mask.operands) + bool(mask.bias) > limits.most_operands:
+    if problem.dtype not in types:
+        reasons.append(f"element type {problem.dtype}, expected {type_names(types, 'or')}")
+    if len(problem.tables) + len(problem.operands) + problem.has_bias > limits.most_operands:
         reasons.append(f"more than {limits.most_operands} operands")
     return reasons

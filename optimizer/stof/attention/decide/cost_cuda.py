@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stof.attention.decide.cost_cpu import GainEstimate, tile_density
+from stof.attention.describe.site_problem import SiteProblem
 from stof.attention.limits import limits_of, type_names
-from stof.mask.site import AttentionSite, LiftedMask
 
 _TILE = (128, 64)  # query rows × keys of most kernels
 _FLOAT = 1
@@ -68,31 +68,31 @@ def device_of(capability: int) -> DeviceRates:
     return known[-1] if known else DEVICES[0]
 
 
-def estimate_gain(site: AttentionSite, mask: LiftedMask, length: int, device: DeviceRates, fused: bool) -> GainEstimate:
-    """The estimated gain over the runtime's nodes at S = T = ``length``; ``fused``: they are one fused node."""
-    density = tile_density(mask, site.num_heads, length, _TILE)
-    flops = 2.0 * site.num_heads * length * length * (site.head_size + site.value_head_size)
-    halves = site.dtype != _FLOAT
-    rate = device.single if not halves else device.half if site.head_size <= 128 else device.wide
+def estimate_gain(problem: SiteProblem, length: int, device: DeviceRates) -> GainEstimate:
+    """The estimated gain over the runtime's nodes, or its fused node, at S = T = ``length``."""
+    density = tile_density(problem, length, _TILE)
+    flops = 2.0 * problem.num_heads * length * length * (problem.head_size + problem.value_head_size)
+    halves = problem.dtype != _FLOAT
+    rate = device.single if not halves else device.half if problem.head_size <= 128 else device.wide
     rate *= _SHORT if density < _FEW else 1.0
     own = _OWN + max(density, 1e-6) * flops / rate * 1e-6
-    masked = not mask.expression.allows_all or bool(mask.bias)
-    if fused:
+    masked = not problem.mask.allows_all or problem.has_bias
+    if problem.replaces_fused_node:
         dense = device.runtime_single if not halves else device.biased if masked else device.flash
         return GainEstimate(length, density, (_LAUNCH + flops / dense * 1e-6) / own)
-    scores = site.num_heads * length * length * (2 if halves else 4)
+    scores = problem.num_heads * length * length * (2 if halves else 4)
     other = _NODES * _LAUNCH + _PASSES * scores / device.memory * 1e-3
     # Products with so small an inner size run at a rate below that of fused attention.
     other += flops / (device.biased if halves else device.runtime_single) * 1e-6
     return GainEstimate(length, density, other / own)
 
 
-def why_not(site: AttentionSite) -> list[str]:
-    """The reasons, beyond those of every target, against running a site on the CUDA kernels."""
+def refusals(problem: SiteProblem) -> list[str]:
+    """The reasons, beyond those of every target, against running a problem on the CUDA kernels."""
     types = limits_of("cuda")
-    if site.dtype not in types:
+    if problem.dtype not in types:
         return []  # refused on every target
-    limits, sizes = types[site.dtype], (site.head_size, site.value_head_size)
+    limits, sizes = types[problem.dtype], (problem.head_size, problem.value_head_size)
     unit, largest = limits.head_size_multiple_of, limits.largest_head_size
     reasons = []
     if any(size % unit for size in sizes):

@@ -13,50 +13,50 @@ import math
 import numpy as np
 from onnx import TensorProto
 
+from stof.attention.describe.site_problem import SiteProblem
 from stof.attention.limits import limits_of, operand_roles
 from stof.mask.expression import CAUSAL
-from stof.mask.site import AttentionSite, LiftedMask
 
 _HALVES = frozenset({TensorProto.FLOAT16, TensorProto.BFLOAT16})
 _TABLE = 1 << 26  # bytes of a table in an attribute
 _FULL = 0.999  # from this share of tiles on nothing is skipped
 
 
-def leave(site: AttentionSite, mask: LiftedMask, density: float) -> str:
-    """Why a site is better left to TensorRT; empty when it is not.
+def reason_to_leave(problem: SiteProblem, density: float) -> str:
+    """Why an attention is better left to TensorRT; empty when it is not.
 
     ``density`` is the share of tiles that the mask's static part keeps at the longest length in use.
     """
-    if site.dtype not in _HALVES or site.softcap > 0 or site.sink is not None:
+    if problem.dtype not in _HALVES or problem.softcap > 0 or problem.has_sink:
         return ""
-    window = mask.expression.window()
-    read = {o.role for o in mask.operands}
-    if read <= {"pad"} and (window == (-1, -1) or (density >= _FULL and not mask.tables)):
-        kind = "dense" if mask.expression.allows_all else "dense with a mask as a tensor"
-    elif mask.expression == CAUSAL and not mask.bias and mask.relative is None:
+    window = problem.mask.window()
+    read = set(problem.operands)
+    if read <= {"pad"} and (window == (-1, -1) or (density >= _FULL and not problem.tables)):
+        kind = "dense" if problem.mask.allows_all else "dense with a mask as a tensor"
+    elif problem.mask == CAUSAL and not problem.has_bias and not problem.has_relative_bias:
         kind = "causal"
     else:
         return ""
-    what = f"{kind}, half precision, D = {site.head_size}"
+    what = f"{kind}, half precision, D = {problem.head_size}"
     return f"TensorRT fuses it by itself ({what}); --target cpu has it replaced all the same"
 
 
-def why_not(site: AttentionSite, mask: LiftedMask) -> list[str]:
-    """The reasons against running a site on the plugin's kernels; empty when there are none."""
+def refusals(problem: SiteProblem) -> list[str]:
+    """The reasons against running a problem on the plugin's kernels; empty when there are none."""
     types = limits_of("tensorrt")
-    if site.dtype not in types:
-        found = TensorProto.DataType.Name(site.dtype)
+    if problem.dtype not in types:
+        found = TensorProto.DataType.Name(problem.dtype)
         wanted = " or ".join(TensorProto.DataType.Name(t) for t in types)
         return [f"element type {found}, expected {wanted} on a GPU: convert the model before it is optimized"]
     reasons = []
-    sizes, limits = (site.head_size, site.value_head_size), types[site.dtype]
+    sizes, limits = (problem.head_size, problem.value_head_size), types[problem.dtype]
     unit, largest = limits.head_size_multiple_of, limits.largest_head_size
     if max(sizes) > largest or any(n % unit for n in sizes):
         expected = f"multiples of {unit} up to {largest}" if unit > 1 else f"at most {largest}"
         reasons.append(f"head size {sizes[0]} / {sizes[1]}, expected {expected} on a GPU")
-    if others := sorted({o.role for o in mask.operands} - operand_roles()):
+    if others := sorted(set(problem.operands) - operand_roles()):
         reasons.append(f"the mask reads {', '.join(others)} at run time, which the plugin's kernels do not")
-    for name, kind, shape, _ in mask.tables:
+    for name, kind, shape, _ in problem.tables:
         dtype = np.dtype(kind)
         size = math.prod(shape) * dtype.itemsize // (8 if dtype == np.bool_ else 1)
         if size > _TABLE:

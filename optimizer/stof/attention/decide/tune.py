@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,8 +10,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx
 
+from stof.attention.describe.site_problem import SiteProblem
 from stof.errors import ArgumentError
-from stof.mask.site import AttentionSite, LiftedMask, tables_of
 from stof.options import Options
 from stof.runtime.cuda import CudaOp, DeviceInfo, device_info, kernel_names
 from stof.runtime.library import LibraryError, build_info
@@ -22,12 +20,12 @@ from stof.tuning_cache import Cache, open_cache
 _GAIN = 1.03  # below that a difference is taken for noise
 _SLICE = 0.15  # seconds of replays for one time
 
-Time = Callable[[AttentionSite, LiftedMask, int, int, str], float]
+Time = Callable[[SiteProblem, int, int, str], float]
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """A site's measurements: the chosen ``kernel`` ("" leaves it to the model) and microseconds by length and kernel."""
+    """The measurements of a problem: the chosen ``kernel`` ("" leaves it to the model) and microseconds by length and kernel."""
 
     kernel: str
     microseconds: dict[int, dict[str, float]] = field(default_factory=dict, compare=False)
@@ -35,7 +33,7 @@ class Tuned:
 
 
 class Tuner:
-    """Measures the kernels of sites; the same problem once, also over runs."""
+    """Measures the kernels of problems, each once, also over runs."""
 
     def __init__(
         self,
@@ -62,32 +60,24 @@ class Tuner:
         self.end = clock() + seconds
         self.measure = measure or time_kernel
         self.spent = 0.0  # seconds of measurements
-        self.known: dict[str, Tuned] = {}
+        self.known: dict[tuple[SiteProblem, int, tuple[int, ...]], Tuned] = {}
 
-    def tune(self, site: AttentionSite, mask: LiftedMask, batch: int, lengths: Sequence[int]) -> Tuned:
-        """The kernel for a site: one that is nowhere slower than the model's choice and somewhere 3 % faster."""
-        names = [] if _left_out(site, mask) else kernel_names(max(site.head_size, site.value_head_size), site.dtype)
+    def tune(self, problem: SiteProblem, batch: int, lengths: Sequence[int]) -> Tuned:
+        """The kernel for a problem: one that is nowhere slower than the model's choice and somewhere 3 % faster."""
+        largest = max(problem.head_size, problem.value_head_size)
+        names = kernel_names(largest, problem.dtype) if problem.has_kernel_choice else []
         if len(names) < 2:
             return Tuned("")
-        problem = _problem(site, mask)
-        key = json.dumps([problem, batch, list(lengths)], sort_keys=True)
+        key = problem, batch, tuple(lengths)
         if key not in self.known:
-            self.known[key] = self._tune(site, mask, batch, lengths, ["", *names], problem)
+            self.known[key] = self._tune(problem, batch, lengths, ["", *names])
         return self.known[key]
 
-    def _tune(
-        self,
-        site: AttentionSite,
-        mask: LiftedMask,
-        batch: int,
-        lengths: Sequence[int],
-        names: Sequence[str],
-        problem: dict[str, object],
-    ) -> Tuned:
+    def _tune(self, problem: SiteProblem, batch: int, lengths: Sequence[int], names: Sequence[str]) -> Tuned:
         found: dict[int, dict[str, float]] = {}
         whole = True
         for length in sorted(set(lengths), reverse=True):
-            own = {**problem, "batch": batch, "length": length}
+            own = {**problem.cache_key, "batch": batch, "length": length}
             known = self.cache.of(own)
             times = found.setdefault(length, {})
             for name in names:
@@ -97,7 +87,7 @@ class Tuner:
                         continue
                     start = self.clock()
                     try:
-                        microseconds = self.measure(site, mask, batch, length, name)
+                        microseconds = self.measure(problem, batch, length, name)
                     except LibraryError:  # a table of another length, too little memory: the model chooses there
                         whole = False
                         continue
@@ -106,7 +96,7 @@ class Tuner:
                     known[name] = microseconds * 1e-6
                     self.cache.put(own, name, known[name])
                 times[name] = known[name] * 1e6
-        problems = [{**problem, "batch": batch, "length": length} for length in found]
+        problems = [{**problem.cache_key, "batch": batch, "length": length} for length in found]
         self.cache.note_decision(problems, {name for times in found.values() for name in times})
         return Tuned(_best(found), found, whole)
 
@@ -126,41 +116,21 @@ def _best(found: dict[int, dict[str, float]]) -> str:
     return best
 
 
-def _left_out(site: AttentionSite, mask: LiftedMask) -> bool:
-    """Whether the kernels leave no choice: biases, softcap and scales that are not positive have one kernel."""
-    return bool(mask.bias) or mask.relative is not None or site.softcap > 0 or site.scale <= 0
-
-
-def _problem(site: AttentionSite, mask: LiftedMask) -> dict[str, object]:
-    return {
-        "op": "StofAttention",
-        "mask": mask.expression.text,
-        "tables": [[n, t, list(s), hashlib.sha256(data).hexdigest()] for n, t, s, data in mask.tables],
-        "operands": sorted(o.role for o in mask.operands),
-        "empty_rows": mask.empty_rows.value,
-        "heads": [site.num_heads, site.kv_num_heads],
-        "sizes": [site.head_size, site.value_head_size],
-        "dtype": site.dtype,
-        "softcap": site.softcap,
-        "query_offset": site.query_offset,
-    }
-
-
-def time_kernel(site: AttentionSite, mask: LiftedMask, batch: int, length: int, kernel: str) -> float:
+def time_kernel(problem: SiteProblem, batch: int, length: int, kernel: str) -> float:
     """Microseconds of one StofAttention at S = T = ``length`` on the current device, by the kernel of that name.
 
     Raises:
         LibraryError: when the library refuses the problem or the device has too little memory.
     """
-    tables = tables_of(mask)
-    roles = [*(o.role for o in mask.operands), *tables]
+    tables = problem.table_arrays
+    roles = [*problem.operands, *tables]
     attributes: dict[str, int | float | str] = {
-        "mask": mask.expression.text,
-        "scale": float(site.scale),
-        "softcap": float(site.softcap),
+        "mask": problem.mask.text,
+        "scale": float(problem.scale),
+        "softcap": float(problem.softcap),
         "layout": "BHSD",
-        "query_offset": site.query_offset,
-        "empty_rows": mask.empty_rows.value,
+        "query_offset": problem.query_offset,
+        "empty_rows": problem.empty_rows.value,
         "operands": " ".join(roles),
         "kernel": kernel,
     }
@@ -172,11 +142,11 @@ def time_kernel(site: AttentionSite, mask: LiftedMask, batch: int, length: int, 
     }
     operands = [tables[role] if role in tables else vectors[role] for role in roles]
     op = CudaOp("StofAttention", attributes, 3 + len(roles), {3 + roles.index(n): a for n, a in tables.items()})
-    dtype = onnx.helper.tensor_dtype_to_np_dtype(site.dtype).name
-    heads, groups = site.num_heads, site.kv_num_heads
+    dtype = onnx.helper.tensor_dtype_to_np_dtype(problem.dtype).name
+    heads, groups = problem.num_heads, problem.kv_num_heads
     shapes = [
-        (batch, heads, length, site.head_size),
-        (batch, groups, length, site.head_size),
-        (batch, groups, length, site.value_head_size),
+        (batch, heads, length, problem.head_size),
+        (batch, groups, length, problem.head_size),
+        (batch, groups, length, problem.value_head_size),
     ]
     return op.time([(dtype, shape) for shape in shapes], operands, _SLICE)

@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 import onnx
 from onnx import TensorProto, numpy_helper
 
+from stof.attention.decide.kernels import kernels_for
 from stof.attention.decide.site_decider import SiteDecider
-from stof.attention.decide.targets import target_of
-from stof.attention.expand.prepare import prepare
+from stof.attention.describe.site_describer import SiteDescriber
+from stof.attention.expand.expanders import make_working_copy
 from stof.attention.find import is_softmax
 from stof.attention.subgraphs import Scope, find_scopes
 from stof.errors import StofError
-from stof.graph.external_data import read_constants
 from stof.graph.index import all_nodes, node_tensors, opset_of, producers
 from stof.graph.node_builder import Builder
 from stof.graph.protobuf import copy_node, copy_with_nodes
@@ -80,8 +80,7 @@ def declare_on_sites(job: Job, key: str) -> Job:
     sparsity = job.sparsity
     if sparsity is None or sparsity.report.rows:
         return job
-    read_constants(job.source, job.model)
-    main, *inner = find_scopes(prepare(job.model))
+    main, *inner = find_scopes(make_working_copy(job.model))
     layer = 0
     placed: list[_Placed] = []
     count = sum(len(s.sites) for s in (main, *inner))
@@ -106,7 +105,7 @@ def declare_on_sites(job: Job, key: str) -> Job:
             layer += 1
     if not placed:
         return job
-    model = _add_biases(main.prepared.expand_for([p.site for p in placed]), placed)
+    model = _add_biases(main.working.expand_for([p.site for p in placed]), placed)
     # Stated masks are checked against the graph, and are shorter than what is recovered of it; they cannot have tables.
     stated = {p.site.name: p.mask.text for p in placed if not p.declared.pattern.tables}
     # A query of padding without a key gives another mixture where biases of mask and pattern add up. Nobody reads it.
@@ -121,11 +120,12 @@ class _Reasons:
     def __init__(self, job: Job, scope: Scope) -> None:
         self.masks: dict[str, MaskExpression] = {}  # of sites that take a pattern
         self._symbolic = scope.symbolic
-        self._writers = producers(scope.prepared.model.graph.node)
-        target = target_of(replace(job.options, tune=0.0), str(job.library.get("cpu_isa", "")))
+        self._writers = producers(scope.working.model.graph.node)
         options = replace(job.options, tune=0.0)
         self._operands: dict[str, tuple[RuntimeOperand, ...]] = {}  # of the mask of a site
-        self._decider = SiteDecider(scope.prepared.model, scope.symbolic, options, None, target, job.source.parent)
+        folder = job.source.parent
+        self._describer = SiteDescriber(scope.working.model, scope.symbolic, options, folder=folder)
+        self._decider = SiteDecider(options, kernels_for(options, str(job.library.get("cpu_isa", ""))))
 
     def softmax_of(self, site: AttentionSite) -> onnx.NodeProto | None:
         """The softmax of a site; None where it has several."""
@@ -139,7 +139,7 @@ class _Reasons:
         if softmax is None or shape is None or tuple(shape) != site.dims:
             return "its scores are no tensor [B, H, S, T] in front of a softmax"
         try:
-            decided = self._decider.decide(site)
+            decided = self._decider.decide(self._describer.describe(site))
             row = decided.report
         except StofError as error:
             return str(error)

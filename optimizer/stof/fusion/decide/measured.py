@@ -71,9 +71,9 @@ def make_chain_decider(
         return None
     if options.chains == "on" and not options.tune:
         return take_all
-    if options.target == "tensorrt":
+    if not options.tuned_for.times_chains:
         return TensorRtDecider(options, _machine(options))
-    cuda = options.target == "cuda"
+    cuda = options.tuned_for.uses_cuda_provider
     otherwise = EstimatedDecider(options, _machine(options)) if cuda else None
     if not options.tune and (options.ignore_measurements or not has_cache()):
         return otherwise
@@ -98,12 +98,12 @@ def find_epilogue_forms(options: Options, planned: Sequence[ChainPlan] | None = 
     """
     if options.chains == "off" or not options.products:
         return None
-    if options.target == "cpu":
+    if options.tuned_for.has_cpu_gemm:
         measured = options.chains == "auto" or options.tune > 0
         if planned is not None:
             measured = any(not MATMUL_OPS.isdisjoint(p.op_types) for p in planned)
         return cpu_gemm_form if measured and has_cpu_gemm() else None
-    return gemm_form if options.target == "cuda" and has_gemm() else None
+    return gemm_form if options.tuned_for.has_cuda_gemm and has_gemm() else None
 
 
 def find_merge_decider(decider: ChainDecider | None) -> MergeDecider | None:
@@ -212,7 +212,7 @@ class MeasuredDecider:
 
     def norms(self, region: SegmentedRegion) -> tuple[Segment, ...]:
         """Norms that may be a chain alone: on the CPU the runtime's own are faster."""
-        return region.norms() if self.options.target == "cuda" else ()
+        return region.norms() if self.options.tuned_for.fuses_lone_norms else ()
 
     def lone_operators(self, region: SegmentedRegion) -> LoneOperators:
         """Operators that may become operators of the library by themselves."""
@@ -254,7 +254,7 @@ class MeasuredDecider:
     def _measure(self, graph: FusionGraph, chain: FusedChain, problems: Sequence[Mapping[str, Any]]) -> None:
         """Times the original, the whole region as a chain, and the best schemes of the searches."""
         region = SegmentedRegion.of_chain(graph, chain)
-        provider = "CUDA" if self.options.target == "cuda" else "CPU"
+        provider = "CUDA" if self.options.tuned_for.uses_cuda_provider else "CPU"
         seconds_left = max(0.0, self._seconds_left()) + _GRACE
         timers = [Timer(graph, s, provider, seconds_left=seconds_left) for s in self.sizes]
         whole = region.whole_scheme

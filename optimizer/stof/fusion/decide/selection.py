@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from stof.errors import ArgumentError
 from stof.fusion.decide.decision import ChainDecision
 from stof.fusion.plan_entry import ChainPlan
-from stof.selection import CandidateNames, NamedCandidate, Selection, list_candidates
+from stof.selection import CandidateNames, NamedCandidate, Selection, UserChoice, list_candidates
 
 NAMES = CandidateNames("chain", "chain:")
 _ALL = Selection(NAMES)
@@ -51,11 +51,7 @@ class ChainSelection:
 
     def of_chain(self, number: int, name: str) -> ChainDecision | None:
         """The user's decision about a chain; None where there is none."""
-        if reason := self.named.reason_left_out(NamedCandidate(name, number)):
+        entries = None if self.planned is None else {e.chain: e for e in reversed(self.planned)}
+        if reason := UserChoice(self.named, entries).reason_left_out(NamedCandidate(name, number)):
             return ChainDecision((), reason)
-        if self.planned is None:
-            return None
-        entry = next((e for e in self.planned if e.chain == name), None)
-        if entry is None:
-            return ChainDecision((), "not in the plan")
-        return ChainDecision(entry.segments, "" if entry.replace else entry.reason or "left as it is by the plan")
+        return None if entries is None else ChainDecision(entries[name].segments)

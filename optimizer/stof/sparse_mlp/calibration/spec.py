@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from stof.arguments.slices import Slice, parse_slices
 from stof.errors import ArgumentError
-from stof.slices import Slice, parse_slices
 
 OPTION = "--sparse-mlp"
 KINDS = ("magnitude", "svd", "trained")

@@ -16,9 +16,9 @@ from typing import Protocol
 import numpy as np
 import onnx
 
-from stof.archives import read_arrays
 from stof.errors import ArgumentError, UnsupportedError
 from stof.files import temporary_file
+from stof.files.archives import read_arrays
 from stof.graph.external_data import map_array
 from stof.graph.index import GraphIndex, is_standard
 from stof.sparse_mlp.predictors.layer_paths import MOST_LAYERS

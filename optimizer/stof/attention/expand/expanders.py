@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prepares a model for the search of sites: inlines functions that contain attention and expands fused nodes."""
+"""The working copy of a model in which sites are looked for: functions with attention are inlined, fused nodes expanded."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _EXPANDERS: dict[tuple[str, str], Expander] = {
 }
 
 
-def prepare(model: onnx.ModelProto) -> WorkingCopy:
+def make_working_copy(model: onnx.ModelProto) -> WorkingCopy:
     """Makes the working copy of a model."""
     base = unwrap_softmaxes(inline(model, {("", "Softmax"), *_EXPANDERS}))
     inlined = inline_all(base)
     return expand_nodes(model, base, _EXPANDERS, None if inlined is base else Symbolic(inlined))
 
 
-def prepare_subgraph(model: onnx.ModelProto, inlined: Symbolic | None) -> WorkingCopy:
+def make_subgraph_copy(model: onnx.ModelProto, inlined: Symbolic | None) -> WorkingCopy:
     """Makes the working copy of a subgraph that was turned into a model.
 
     Args:

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Describes sites: the user's choice, the mask of each and its check by running the graph, and the problem for kernels."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import onnx
+
+from stof.attention.describe.site_problem import SiteProblem
+from stof.attention.plan_entry import SitePlan
+from stof.attention.report import NAMES, SiteReport, Step
+from stof.attention.split_mask_sums import split_terms
+from stof.errors import GuardError, UnsupportedError
+from stof.mask.accept import accept, with_or_without_guard
+from stof.mask.check.checker import MaskChecker
+from stof.mask.empty_rows.check_empty_rows import check_empty_rows
+from stof.mask.empty_rows.row_prover import RowProver
+from stof.mask.equal_strength import find_equal_strength
+from stof.mask.expression import MaskExpression
+from stof.mask.expression_parser import MaskSyntaxError
+from stof.mask.lift import lift, weaker_terms
+from stof.mask.relative_bias.lift import with_relative_bias
+from stof.mask.site import AttentionSite, EmptyRows, Layout, LiftedMask, MaskTerm, NoteReason, Operand
+from stof.mask.stated_masks import state
+from stof.options import Options
+from stof.selection import NamedCandidate, Selection, UserChoice
+from stof.symbolic import Symbolic
+
+
+@dataclass(frozen=True)
+class DescribedSite:
+    """A site with its problem, or with what stands against it so far.
+
+    Attributes:
+        site: what is replaced; without its row guard where that stays in the graph.
+        row: of the report, with what is known of the mask.
+        entry: of a plan that replaces it; None: there is none.
+        mask: as it was lifted and checked; None where that failed.
+        problem: what it asks of kernels; None likewise.
+        reason: why it has no problem; empty where it has one.
+        step: how far it got.
+        ignores_rows: its fully masked rows may differ from the graph's.
+    """
+
+    site: AttentionSite
+    row: SiteReport
+    entry: SitePlan | None = None
+    mask: LiftedMask | None = None
+    problem: SiteProblem | None = None
+    reason: str = ""
+    step: Step = Step.KERNEL
+    ignores_rows: bool = False
+
+
+class SiteDescriber:
+    """Describes the sites of one graph.
+
+    Args:
+        model: with the graph.
+        symbolic: its facts.
+        options: of the optimization.
+        choice: of the user.
+        folder: where its external data lies.
+        ignored_rows: names of sites whose fully masked rows may differ, as those of all may by ``options``.
+    """
+
+    def __init__(
+        self,
+        model: onnx.ModelProto,
+        symbolic: Symbolic,
+        options: Options,
+        choice: UserChoice | None = None,
+        folder: Path | None = None,
+        ignored_rows: frozenset[str] = frozenset(),
+    ) -> None:
+        self.symbolic = symbolic
+        self.ignored_rows = ignored_rows
+        self.choice = choice or UserChoice(Selection(NAMES))
+        self.options = options
+        self.checker = MaskChecker(model, symbolic)
+        self.prover = RowProver(self.checker, folder)
+        # Of sites that differ in no more than their place in the graph, and by whether fully masked rows may differ.
+        self.lifted: dict[tuple[AttentionSite, bool], LiftedMask] = {}
+
+    def describe(self, site: AttentionSite) -> DescribedSite:
+        """The site with its problem.
+
+        Raises:
+            ArgumentError: for a stated mask that cannot be read.
+            VerifyError: for a stated mask that is not the graph's.
+        """
+        return with_or_without_guard(site, self._describe)
+
+    def _describe(self, site: AttentionSite) -> DescribedSite:
+        row = SiteReport(
+            site.name, False, "", site.form, index=site.index, heads=_heads(site), head_size=site.head_size
+        )
+        if reason := self.choice.reason_left_out(NamedCandidate(site.name, site.index)):
+            return DescribedSite(site, row, reason=reason, step=Step.CHOICE)
+        planned = self.choice.entry_of(site.name)
+        entry = planned if isinstance(planned, SitePlan) else None
+        step = Step.MATCH
+        try:
+            if any(d.constant == 0 for d in site.dims):
+                raise UnsupportedError(f"its scores have the fixed shape {list(site.scores_shape)}: nothing to compute")
+            step = Step.LIFT
+            site = split_terms(self.checker.index, self.symbolic, site)
+            mask = with_relative_bias(self.checker, site, self._mask(site, entry))
+            if entry is None or not entry.empty_rows:
+                mask = self.prover.simplify_empty_rows(site, mask)
+            notes = tuple(map(str, mask.notes))
+            row = replace(row, mask=mask.expression.text, family=mask.family, notes=notes)
+            step = Step.CHECK
+            accept(self.checker, site, mask, ignore_empty_rows=self._ignores_rows(site))
+            row = replace(row, notes=(*notes, *_assumption_notes(self.checker.find_binary_inputs(site, mask))))
+        except UnsupportedError as error:
+            if isinstance(error, GuardError) and site.unguarded is not None:
+                raise
+            return DescribedSite(site, row, entry, reason=str(error), step=step)
+        problem = SiteProblem.of(site, mask)
+        return DescribedSite(site, row, entry, mask, problem, ignores_rows=self._ignores_rows(site))
+
+    def _ignores_rows(self, site: AttentionSite) -> bool:
+        """Whether fully masked rows of a site may differ from the graph's."""
+        return self.options.ignore_empty_rows or site.name in self.ignored_rows
+
+    def _mask(self, site: AttentionSite, entry: SitePlan | None) -> LiftedMask:
+        stated = self.options.masks.get(site.name, self.options.masks.get(str(site.index)))
+        if stated is not None:
+            mask = state(self.symbolic, site, stated, self.checker)
+        elif entry is not None:
+            mask = self._mask_of_plan(site, entry)
+        else:
+            mask = self._lift_once(site)
+        if entry is not None and entry.empty_rows:
+            mask = replace(mask, empty_rows=EmptyRows(entry.empty_rows))
+        if self._ignores_rows(site) and mask.empty_rows is not EmptyRows.NAN:
+            mask = replace(mask, empty_rows=EmptyRows.ZERO)
+        return mask
+
+    def _lift_once(self, site: AttentionSite) -> LiftedMask:
+        key = _mask_key(site), self._ignores_rows(site)
+        if key not in self.lifted:
+            self.lifted[key] = self._lift(site)
+        return self.lifted[key]
+
+    def _lift(self, site: AttentionSite) -> LiftedMask:
+        mask = lift(self.symbolic, site)
+        if self._ignores_rows(site):
+            return mask
+        if equals := find_equal_strength(self.symbolic, site, mask):
+            return lift(self.symbolic, site, equals)
+        as_bias = weaker_terms(self.symbolic, site)
+        if not as_bias and not any(n.reason is NoteReason.DIFFERENT_STRENGTHS for n in mask.notes):
+            return mask
+        try:
+            check_empty_rows(self.checker, site, mask)
+        except UnsupportedError:
+            return self._lift_with_levels(site, as_bias) or mask
+        return mask
+
+    def _lift_with_levels(self, site: AttentionSite, as_bias: Sequence[MaskTerm]) -> LiftedMask | None:
+        """The mask with what fully masked rows attend: by a bias that all queries share, by weaker masks, by any bias."""
+        shapes = [self.symbolic.shape(t.tensor) or () for t in as_bias]
+        is_shared = all(d.constant == 1 for shape in shapes for d in shape[-2:-1])
+        ways: list[Callable[[], LiftedMask]] = [lambda: lift(self.symbolic, site, with_weaker=True)]
+        if as_bias:
+            ways.insert(0 if is_shared else 1, lambda: lift(self.symbolic, site, as_bias))
+        found: LiftedMask | None = None
+        for way in ways:
+            with contextlib.suppress(UnsupportedError):
+                found = way()
+                check_empty_rows(self.checker, site, found)
+                return found
+        return found
+
+    def _mask_of_plan(self, site: AttentionSite, entry: SitePlan) -> LiftedMask:
+        try:
+            mask = self._lift_once(site)
+        except UnsupportedError:
+            mask = None
+        # A mask that was edited, or stated when the plan was made, counts as stated.
+        if mask is None or not _is_text_of(entry.mask, mask.expression):
+            return state(self.symbolic, site, entry.mask, self.checker)
+        return mask
+
+
+def _is_text_of(text: str, expression: MaskExpression) -> bool:
+    try:
+        return MaskExpression.parse(text) == expression
+    except MaskSyntaxError:
+        return False
+
+
+_NO_OPERAND = Operand("", Layout.BHSD)
+
+
+def _mask_key(site: AttentionSite) -> AttentionSite:
+    """What a site's mask is made of: layers share the tensors of their masks, and differ in all that is left out here."""
+    none = _NO_OPERAND
+    return replace(
+        site, name="", index=0, softmax="", query=none, key=none, value=none, output="", nodes=(), unguarded=None
+    )  # fmt: skip
+
+
+def _assumption_notes(inputs: Sequence[str]) -> list[str]:
+    return [f"{name} is taken to hold 0 and 1 only: the graph computes with it" for name in inputs]
+
+
+def _heads(site: AttentionSite) -> str:
+    return f"{site.num_heads} heads" + (f" on {site.kv_num_heads}" if site.kv_num_heads != site.num_heads else "")

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one attention asks of kernels. Equal problems have the same kernels, times and estimates, wherever they stand."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from stof.attention.expand.working_copy import stands_for_fused
+from stof.mask.expression import MaskExpression
+from stof.mask.site import AttentionSite, EmptyRows, LiftedMask, arrays_of
+
+
+@dataclass(frozen=True)
+class SiteProblem:
+    """An attention as a kernel sees it. Names and layouts of tensors are for emission alone, and no part of it.
+
+    Attributes:
+        mask: which pairs attend.
+        tables: constants that the mask indexes: name, dtype, shape and bytes.
+        operands: roles of what the mask reads at run time, in the order of the operator's inputs.
+        empty_rows: what fully masked rows give.
+        num_heads: H.
+        kv_num_heads: G.
+        head_size: D.
+        value_head_size: Dv.
+        dtype: ONNX element type of query.
+        scale: of the scores.
+        softcap: of the scores; 0: none.
+        query_offset: 1: the queries are the last S of T positions.
+        has_bias: a tensor is added to the scores.
+        has_relative_bias: a table by distance is added to the scores.
+        has_sink: each row's softmax has a logit more.
+        replaces_fused_node: the baseline is one fused node of the runtime.
+    """
+
+    mask: MaskExpression
+    tables: tuple[tuple[str, str, tuple[int, ...], bytes], ...]
+    operands: tuple[str, ...]
+    empty_rows: EmptyRows
+    num_heads: int
+    kv_num_heads: int
+    head_size: int
+    value_head_size: int
+    dtype: int
+    scale: float
+    softcap: float = 0.0
+    query_offset: int = 0
+    has_bias: bool = False
+    has_relative_bias: bool = False
+    has_sink: bool = False
+    replaces_fused_node: bool = False
+
+    @classmethod
+    def of(cls, site: AttentionSite, mask: LiftedMask) -> SiteProblem:
+        """The problem of a site with its mask."""
+        return cls(
+            mask.expression,
+            mask.tables,
+            tuple(o.role for o in mask.operands),
+            mask.empty_rows,
+            site.num_heads,
+            site.kv_num_heads,
+            site.head_size,
+            site.value_head_size,
+            site.dtype,
+            site.scale,
+            site.softcap,
+            site.query_offset,
+            has_bias=bool(mask.bias),
+            has_relative_bias=mask.relative is not None,
+            has_sink=site.sink is not None,
+            replaces_fused_node=stands_for_fused(site),
+        )
+
+    @property
+    def table_arrays(self) -> dict[str, np.ndarray]:
+        """The tables by their names."""
+        return arrays_of(self.tables)
+
+    @property
+    def has_kernel_choice(self) -> bool:
+        """Whether several kernels can run it: biases, softcap and scales that are not positive have one kernel."""
+        return not (self.has_bias or self.has_relative_bias or self.softcap > 0 or self.scale <= 0)
+
+    @property
+    def cache_key(self) -> dict[str, object]:
+        """The problem in the tuning cache. Earlier versions wrote the same text: what they measured is found again."""
+        return {
+            "op": "StofAttention",
+            "mask": self.mask.text,
+            "tables": [[n, t, list(s), hashlib.sha256(data).hexdigest()] for n, t, s, data in self.tables],
+            "operands": sorted(self.operands),
+            "empty_rows": self.empty_rows.value,
+            "heads": [self.num_heads, self.kv_num_heads],
+            "sizes": [self.head_size, self.value_head_size],
+            "dtype": self.dtype,
+            "softcap": self.softcap,
+            "query_offset": self.query_offset,
+        }
