@@ -148,7 +148,7 @@ def _sparse_mlp(arguments: argparse.Namespace, threads: int) -> int:
         if layers is None or (layers.shape, layers.mode, layers.precision) != own:
             layers = None  # the memory of those before
             layers = sparse_mlp.Layers(case.shape, case.mode, case.precision, threads)
-        problem = sparse_mlp.MlpProblem(case, layers)
+        problem = sparse_mlp.MlpPointProblem(case, layers)
         record = measure_point(problem, sparse_mlp.CANDIDATES, device, arguments.rounds)
         store(arguments.results / "sparse-mlp-cpu.json", record)
         say(*sparse_mlp.describe_record(record))

@@ -295,7 +295,7 @@ class Layers:
         return run
 
 
-class MlpProblem(PointProblem):
+class MlpPointProblem(PointProblem):
     """An MLP of active neurons on tokens that take turns, over layers that take turns.
 
     Args:
@@ -355,8 +355,8 @@ class MlpProblem(PointProblem):
         return {"speedup": round(timings["ort"].best / timings["stof"].best, 3)}
 
 
-def _runner_of(sessions: Callable[[Layers], Sequence[Any]]) -> Callable[[MlpProblem, int], Runner]:
-    def build(problem: MlpProblem, threads: int) -> Runner:
+def _runner_of(sessions: Callable[[Layers], Sequence[Any]]) -> Callable[[MlpPointProblem, int], Runner]:
+    def build(problem: MlpPointProblem, threads: int) -> Runner:
         del threads  # of the layers' sessions
         run = problem.layers.runner(sessions(problem.layers), problem.inputs, problem.shift)
         return Runner(run, run)
@@ -364,7 +364,7 @@ def _runner_of(sessions: Callable[[Layers], Sequence[Any]]) -> Callable[[MlpProb
     return build
 
 
-CANDIDATES: tuple[Candidate[MlpProblem, int, Runner], ...] = (
+CANDIDATES: tuple[Candidate[MlpPointProblem, int, Runner], ...] = (
     Candidate("stof", "StofSparseMLP", _runner_of(lambda layers: layers.stof)),
     Candidate("ort", "ONNX Runtime, dense", _runner_of(lambda layers: layers.dense)),
 )

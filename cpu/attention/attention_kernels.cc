@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The entry points of attention for one instruction set.
+#include "cpu/attention/attention_worker.h"
 #include "cpu/attention/scores.h"
-#include "cpu/attention/tile_worker.h"
 #include "cpu/attention/weights.h"
 #include "cpu/kernel_table.h"
 
@@ -45,7 +45,7 @@ void Pack(const AttentionProblem& problem, int64_t first, int64_t last, void* me
 void AttendTileRow(const AttentionProblem& problem, int64_t item, int64_t next, void* memory) {
   const AttentionArgs& args = *problem.args;
   const int64_t heads = args.H * problem.tile_rows, rows = problem.tile_rows;
-  Worker<false> worker(problem, memory);
+  AttentionWorker<false> worker(problem, memory);
   const int64_t row0 = item % rows * problem.m;
   worker.Begin(item / heads, item / rows % args.H, 1, row0, Min(problem.m, args.S - row0));
   if (next >= 0) worker.QueuePrefetch(next / heads, next / rows % args.H, next % rows * problem.m);
@@ -62,7 +62,7 @@ void AttendSplitOf(const AttentionProblem& problem, int64_t kv_head, int64_t spl
   const AttentionArgs& args = *problem.args;
   const KvSplits& splits = problem.kv_splits[kv_head];
   const int64_t b = kv_head / args.G, g = kv_head % args.G, group = args.H / args.G, heads = problem.packed_heads;
-  Worker<kInPlace> worker(problem, memory);
+  AttentionWorker<kInPlace> worker(problem, memory);
   for (int64_t h = g * group; h < (g + 1) * group; h += heads) {
     worker.Begin(b, h, heads, 0, args.S);
     worker.AttendTiles(splits.begin[split], splits.begin[split + 1], false);
@@ -98,7 +98,7 @@ void AttendSplit(const AttentionProblem& problem, int64_t item, void* memory) {
 template <bool kInPlace>
 void CombineSplitsOf(const AttentionProblem& problem, int64_t row, int64_t splits, void* memory) {
   const AttentionArgs& args = *problem.args;
-  Worker<kInPlace> worker(problem, memory);
+  AttentionWorker<kInPlace> worker(problem, memory);
   worker.Begin(row / args.S / args.H, row / args.S % args.H, 1, row % args.S, 1);
   worker.CombinePartials(PartialOf(problem, row, 0), splits, problem.partial_stride);
   worker.Finish();

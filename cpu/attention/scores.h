@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "cpu/attention/tile_worker.h"
+#include "cpu/attention/attention_worker.h"
 
 namespace stof {
 namespace cpu {
@@ -14,7 +14,7 @@ namespace {
 constexpr float kNoStart[kStrip] = {};
 
 template <bool kInPlace>
-inline bool Worker<kInPlace>::FindMask(int64_t tile, const uint32_t* bits, bool unmasked) {
+inline bool AttentionWorker<kInPlace>::FindMask(int64_t tile, const uint32_t* bits, bool unmasked) {
   const int64_t count = problem_.n / 32;
   const uint32_t* sources[3];
   int64_t strides[3];
@@ -66,7 +66,7 @@ inline bool Worker<kInPlace>::FindMask(int64_t tile, const uint32_t* bits, bool 
 }
 
 template <bool kInPlace>
-bool Worker<kInPlace>::FindElements(int64_t tile, const uint32_t** bits) const {
+bool AttentionWorker<kInPlace>::FindElements(int64_t tile, const uint32_t** bits) const {
   const DynamicMask& elements = *args_.elements;
   const int64_t head = (elements.by_batch ? b_ : 0) * args_.H + (elements.by_head ? h_ / elements.alike_heads : 0);
   const int64_t wanted = (head * problem_.tile_rows + row0_ / problem_.m) * problem_.key_tiles + tile;
@@ -83,7 +83,7 @@ bool Worker<kInPlace>::FindElements(int64_t tile, const uint32_t** bits) const {
 }
 
 template <bool kInPlace>
-void Worker<kInPlace>::FindPanels(int keys, Strip* strip) const {
+void AttentionWorker<kInPlace>::FindPanels(int keys, Strip* strip) const {
   const int panels = (keys + kPanel - 1) / kPanel;
   strip->partial = 0;
   if (words_ == nullptr) {
@@ -121,7 +121,7 @@ void Worker<kInPlace>::FindPanels(int keys, Strip* strip) const {
 
 // The packed keys of a tile; with a ring, its values are packed with them.
 template <bool kInPlace>
-inline const float* Worker<kInPlace>::PackedTile(int64_t tile) const {
+inline const float* AttentionWorker<kInPlace>::PackedTile(int64_t tile) const {
   const int64_t panels = problem_.n / kPanel, size = args_.D * kPanel;
   if (problem_.ring_tiles == 0) {
     return problem_.packed_keys + (group_ * problem_.panels + (tile - problem_.sequences[b_].first) * panels) * size;
@@ -142,7 +142,7 @@ inline const float* Worker<kInPlace>::PackedTile(int64_t tile) const {
 }
 
 template <bool kInPlace>
-inline const float* Worker<kInPlace>::PackedValues(int64_t tile) const {
+inline const float* AttentionWorker<kInPlace>::PackedValues(int64_t tile) const {
   const int64_t size = problem_.n * scratch_.ldo;
   if (problem_.ring_tiles > 0) return scratch_.ring_values + tile % problem_.ring_tiles * size;
   const int64_t first = problem_.sequences[b_].first;
@@ -151,15 +151,16 @@ inline const float* Worker<kInPlace>::PackedValues(int64_t tile) const {
 
 template <bool kInPlace>
 template <int kBlock>
-inline void Worker<kInPlace>::StripScores(int rows, const float* q, int64_t ldq, int64_t size, const float* keys,
-                                          int64_t stride, const float* start, float* s, int64_t lds) {
+inline void AttentionWorker<kInPlace>::StripScores(int rows, const float* q, int64_t ldq, int64_t size,
+                                                   const float* keys, int64_t stride, const float* start, float* s,
+                                                   int64_t lds) {
   if (rows > 4) return Scores<kStrip, kBlock>(q, ldq, size, keys, stride, start, s, lds);
   if (rows > 2) return Scores<4, kBlock>(q, ldq, size, keys, stride, start, s, lds);
   Scores<2, kBlock>(q, ldq, size, keys, stride, start, s, lds);
 }
 
 template <bool kInPlace>
-inline void Worker<kInPlace>::PackedScores(const Strip* strips, int begin, int end, const float* keys) const {
+inline void AttentionWorker<kInPlace>::PackedScores(const Strip* strips, int begin, int end, const float* keys) const {
   const int64_t stride = args_.D * kPanel;
   const int64_t ldq = scratch_.ldq, lds = problem_.n, size = args_.D;
   constexpr int kBlockKeys = kVectors * kWidth;
@@ -203,8 +204,8 @@ inline void Worker<kInPlace>::PackedScores(const Strip* strips, int begin, int e
 
 template <bool kInPlace>
 template <typename Stored>
-inline void Worker<kInPlace>::InPlaceScores(const Strip& strip, const Stored* keys, int64_t ldk,
-                                            const Rows& ahead) const {
+inline void AttentionWorker<kInPlace>::InPlaceScores(const Strip& strip, const Stored* keys, int64_t ldk,
+                                                     const Rows& ahead) const {
   const float* q = scratch_.q + strip.row * scratch_.ldq;
   const float* start = args_.softcap > 0.0f ? kNoStart : scratch_.start + strip.row;
   const int64_t lds = problem_.n, stride = stored_size_ * ahead.stride, bytes = stored_size_ * args_.Dv;
@@ -243,7 +244,7 @@ inline void Worker<kInPlace>::InPlaceScores(const Strip& strip, const Stored* ke
 
 // Softcap, bias and mask.
 template <bool kInPlace>
-void Worker<kInPlace>::Adjust(const Strip& strip, float* s, int64_t key0, int keys) const {
+void AttentionWorker<kInPlace>::Adjust(const Strip& strip, float* s, int64_t key0, int keys) const {
   const V forbidden = Simd::Set1(-kInf);
   const int rows = static_cast<int>(Min(kRows, rows_ - strip.row));
   if (args_.softcap > 0.0f) {
@@ -277,7 +278,7 @@ void Worker<kInPlace>::Adjust(const Strip& strip, float* s, int64_t key0, int ke
 
 template <bool kInPlace>
 template <typename F>
-inline void Worker<kInPlace>::ForEachVector(const Strip& strip, float* s, F f) const {
+inline void AttentionWorker<kInPlace>::ForEachVector(const Strip& strip, float* s, F f) const {
   for (int i = 0; i < strip.run_count; ++i) {
     for (int c = strip.runs[i].first; c < strip.runs[i].last; c += kWidth) f(s + c, c);
   }
@@ -285,7 +286,7 @@ inline void Worker<kInPlace>::ForEachVector(const Strip& strip, float* s, F f) c
 
 // The sum of the biases of row r.
 template <bool kInPlace>
-inline void Worker<kInPlace>::LoadBias(int r, int64_t key0, int keys) const {
+inline void AttentionWorker<kInPlace>::LoadBias(int r, int64_t key0, int keys) const {
   const int64_t h = HeadOf(r), row = row0_ + QueryOf(r);
   if (args_.bias != nullptr) {
     LoadPairs(h, row, key0, keys);
@@ -297,7 +298,7 @@ inline void Worker<kInPlace>::LoadBias(int r, int64_t key0, int keys) const {
 }
 
 template <bool kInPlace>
-inline void Worker<kInPlace>::AddRelative(int64_t h, int64_t row, int64_t key0, int keys) const {
+inline void AttentionWorker<kInPlace>::AddRelative(int64_t h, int64_t row, int64_t key0, int keys) const {
   const float* table = args_.relative_bias + h * args_.relative_bias_stride_h;
   const int64_t size = args_.relative_bias_size;
   const int64_t first = key0 - (args_.query_position + row) + size / 2;  // entry of key 0, before it is clamped
@@ -309,7 +310,7 @@ inline void Worker<kInPlace>::AddRelative(int64_t h, int64_t row, int64_t key0, 
 }
 
 template <bool kInPlace>
-inline void Worker<kInPlace>::LoadPairs(int64_t h, int64_t row, int64_t key0, int keys) const {
+inline void AttentionWorker<kInPlace>::LoadPairs(int64_t h, int64_t row, int64_t key0, int keys) const {
   const int64_t at =
       b_ * args_.bias_stride_b + h * args_.bias_stride_h + row * args_.bias_stride_q + key0 * args_.bias_stride_k;
   float* to = scratch_.bias;

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "cpu/attention/tile_worker.h"
+#include "cpu/attention/attention_worker.h"
 
 namespace stof {
 namespace cpu {
@@ -23,7 +23,7 @@ constexpr float kLowestStart = -16.0f, kHighestStart = 128.0f;
 // keys beyond T are masked. False, and nothing is done, where scores are so large that they lost low bits to their
 // start: the start is 0 now, and they have to be computed again.
 template <bool kInPlace>
-bool Worker<kInPlace>::Softmax(const Strip& strip, float* s) {
+bool AttentionWorker<kInPlace>::Softmax(const Strip& strip, float* s) {
   constexpr int kVectorsPerPanel = kPanel / kWidth;
   const int64_t lds = problem_.n;
   const int runs = strip.run_count;
@@ -72,7 +72,7 @@ bool Worker<kInPlace>::Softmax(const Strip& strip, float* s) {
 
 template <bool kInPlace>
 template <bool kHasOffset>
-inline void Worker<kInPlace>::Weights(const Strip& strip, int rows, const float* offsets, float* s) {
+inline void AttentionWorker<kInPlace>::Weights(const Strip& strip, int rows, const float* offsets, float* s) {
   constexpr int kVectorsPerPanel = kPanel / kWidth;
   for (int r = 0; r < rows; ++r) {
     float* sum_at = scratch_.sum + (strip.row + r) * kWidth;
@@ -98,7 +98,7 @@ inline void Worker<kInPlace>::Weights(const Strip& strip, int rows, const float*
 
 // Sets the starts of rows to 0 whose scores exceed them by far. Whether there is such a row.
 template <bool kInPlace>
-bool Worker<kInPlace>::ClearStarts(const Strip& strip, int rows, const V* high) {
+bool AttentionWorker<kInPlace>::ClearStarts(const Strip& strip, int rows, const V* high) {
   bool any = false;
   for (int r = 0; r < rows; ++r) {
     float& start = scratch_.start[strip.row + r];
@@ -110,7 +110,7 @@ bool Worker<kInPlace>::ClearStarts(const Strip& strip, int rows, const V* high) 
 }
 
 template <bool kInPlace>
-void Worker<kInPlace>::Rescale(const Strip& strip, int rows, const V* high) {
+void AttentionWorker<kInPlace>::Rescale(const Strip& strip, int rows, const V* high) {
   for (int r = 0; r < rows; ++r) {
     float* max = scratch_.max + strip.row + r;
     const float old = *max, now = Simd::ReduceMax(high[r]) - scratch_.start[strip.row + r];
@@ -127,8 +127,8 @@ void Worker<kInPlace>::Rescale(const Strip& strip, int rows, const V* high) {
 
 template <bool kInPlace>
 template <typename Stored>
-inline void Worker<kInPlace>::Values(const Strip* strips, int count, const Stored* values, int64_t ldv,
-                                     const char* ahead) const {
+inline void AttentionWorker<kInPlace>::Values(const Strip* strips, int count, const Stored* values, int64_t ldv,
+                                              const char* ahead) const {
   constexpr int64_t kStored = sizeof(Stored);
   const int64_t size = RoundUp(args_.Dv, kWidth) / kWidth;
   const int rows = rows_ - strips[0].row;
@@ -162,8 +162,8 @@ inline void Worker<kInPlace>::Values(const Strip* strips, int count, const Store
 
 template <bool kInPlace>
 template <int kHeight, int kBlock, typename Stored>
-inline void Worker<kInPlace>::AddBlock(int64_t left, const float* p, const Strip& strip, const Stored* v, int64_t ldv,
-                                       float* o, const char* ahead) const {
+inline void AttentionWorker<kInPlace>::AddBlock(int64_t left, const float* p, const Strip& strip, const Stored* v,
+                                                int64_t ldv, float* o, const char* ahead) const {
   if (left != kBlock) {
     if constexpr (kBlock > 1) AddBlock<kHeight, kBlock - 1>(left, p, strip, v, ldv, o, ahead);
     return;

@@ -5,9 +5,9 @@
 #include <algorithm>
 #include <atomic>
 
+#include "cpu/chain/chain_worker.h"
 #include "cpu/chain/elements.h"
 #include "cpu/chain/row_offsets.h"
-#include "cpu/chain/worker.h"
 #include "cpu/kernel_table.h"
 #include "plugins/core/base/integers.h"
 
@@ -63,7 +63,7 @@ void CpuChain(const ChainArgs& args, const cpu::ChainProgram& program, void* wor
   job.pieces_each = std::max<int64_t>(1, job.pieces / (workers == 1 ? 1 : 8 * workers));
   const auto work = [](void* user, size_t i) {
     auto* own = static_cast<cpu::Job*>(user);
-    cpu::Worker(own, own->workspace + i * own->workspace_each).Work();
+    cpu::ChainWorker(own, own->workspace + i * own->workspace_each).Work();
   };
   if (workers == 1) {
     work(&job, 0);

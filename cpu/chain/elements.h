@@ -6,13 +6,13 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "cpu/chain/worker.h"
+#include "cpu/chain/chain_worker.h"
 
 namespace stof {
 namespace cpu {
 namespace {
 
-inline void Worker::Read(const ChainStep& step) {
+inline void ChainWorker::Read(const ChainStep& step) {
   const auto r = static_cast<size_t>(step.which);
   const BoundRead& read = p_.bound.reads[r];
   const int64_t* place = places_.read + static_cast<int64_t>(r) * p_.batch;
@@ -41,7 +41,7 @@ inline void Worker::Read(const ChainStep& step) {
 }
 
 // No element of the strip stands on the other side of a select.
-inline bool Worker::IsAllRead(const BoundRead& read, size_t r) const {
+inline bool ChainWorker::IsAllRead(const BoundRead& read, size_t r) const {
   if (read.never) return false;
   if (!read.guarded) return true;
   if (read.first[outer_] > column_ || read.last[outer_] < column_ + width_ - 1) return false;
@@ -50,7 +50,7 @@ inline bool Worker::IsAllRead(const BoundRead& read, size_t r) const {
   return std::all_of(valid, valid + count_, [](uint8_t one) { return one != 0; });
 }
 
-inline void Worker::ReadRow(size_t r, int row, float* to) {
+inline void ChainWorker::ReadRow(size_t r, int row, float* to) {
   const BoundRead& read = p_.bound.reads[r];
   const int64_t place = ReadPlace(r, row);
   int64_t first = column_, end = column_ + width_;
@@ -70,8 +70,8 @@ inline void Worker::ReadRow(size_t r, int row, float* to) {
   std::fill(to + (end - column_), to + width_, 0.0f);
 }
 
-inline void Worker::Gather(const BoundRead& read, int64_t place, int64_t column, int64_t stride, int64_t count,
-                           float* to) const {
+inline void ChainWorker::Gather(const BoundRead& read, int64_t place, int64_t column, int64_t stride, int64_t count,
+                                float* to) const {
   const auto* from = static_cast<const char*>(job_.inputs[read.input]) + (place + column * stride) * SizeOf(read.dtype);
   if (stride == 1 || count == 1) return k_.load(from, read.dtype, count, to);
   if (stride == 0) {
@@ -95,7 +95,8 @@ inline void Worker::Gather(const BoundRead& read, int64_t place, int64_t column,
 }
 
 // Columns in runs along which every remainder and quotient is a straight line.
-inline void Worker::Pieces(const BoundRead& read, int row, int64_t place, int64_t first, int64_t end, float* to) const {
+inline void ChainWorker::Pieces(const BoundRead& read, int row, int64_t place, int64_t first, int64_t end,
+                                float* to) const {
   int64_t outer[kChainMostAxes] = {};
   for (int axis = 0; axis < outer_; ++axis) outer[axis] = places_.index[axis * p_.batch + row];
   for (int64_t column = first; column < end;) {
@@ -120,7 +121,7 @@ inline void Worker::Pieces(const BoundRead& read, int row, int64_t place, int64_
   }
 }
 
-inline void Worker::Store(const ChainStep& step) {
+inline void ChainWorker::Store(const ChainStep& step) {
   const auto o = static_cast<size_t>(step.which);
   const BoundOutput& output = p_.bound.outputs[o];
   const int64_t size = SizeOf(output.dtype), stride = output.stride[outer_];
@@ -145,7 +146,7 @@ inline void Worker::Store(const ChainStep& step) {
   }
 }
 
-inline void Worker::Scatter(const float* from, DType dtype, int64_t count, int64_t stride, char* target) const {
+inline void ChainWorker::Scatter(const float* from, DType dtype, int64_t count, int64_t stride, char* target) const {
   if (dtype == DType::kF32) {
     auto* to = reinterpret_cast<float*>(target);
     for (int64_t i = 0; i < count; ++i) to[i * stride] = from[i];

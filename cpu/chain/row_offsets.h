@@ -6,21 +6,21 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "cpu/chain/worker.h"
+#include "cpu/chain/chain_worker.h"
 
 namespace stof {
 namespace cpu {
 namespace {
 
 // The places of a row along the axes.
-inline void Worker::Index(int64_t row, int64_t* index) const {
+inline void ChainWorker::Index(int64_t row, int64_t* index) const {
   for (int axis = outer_; axis-- > 0;) {
     index[axis] = row % p_.bound.size[axis];
     row /= p_.bound.size[axis];
   }
 }
 
-inline void Worker::QueuePrefetch(const Batch& batch) {
+inline void ChainWorker::QueuePrefetch(const Batch& batch) {
   int64_t index[kChainMostAxes] = {};
   Index(batch.first, index);
   prefetch_.Clear();
@@ -45,7 +45,7 @@ inline void Worker::QueuePrefetch(const Batch& batch) {
 }
 
 // Computes the offsets of rows first to first + count - 1.
-inline void Worker::Locate(int64_t first, int count) {
+inline void ChainWorker::Locate(int64_t first, int count) {
   count_ = count;
   const BoundChain& b = p_.bound;
   int64_t index[kChainMostAxes] = {};
@@ -69,7 +69,7 @@ inline void Worker::Locate(int64_t first, int count) {
   }
 }
 
-inline void Worker::LocateRead(size_t r, int row, const int64_t* index) const {
+inline void ChainWorker::LocateRead(size_t r, int row, const int64_t* index) const {
   const BoundRead& read = p_.bound.reads[r];
   const int64_t slot = static_cast<int64_t>(r) * p_.batch + row;
   bool valid = !read.never;
@@ -83,7 +83,7 @@ inline void Worker::LocateRead(size_t r, int row, const int64_t* index) const {
 }
 
 // Elements from the begin of its input; not linear: without what depends on the column.
-inline int64_t Worker::ReadPlace(const BoundRead& read, const int64_t* index, bool linear) const {
+inline int64_t ChainWorker::ReadPlace(const BoundRead& read, const int64_t* index, bool linear) const {
   auto at = static_cast<uint64_t>(read.constant);
   for (int axis = 0; axis < outer_; ++axis) {
     at += static_cast<uint64_t>(index[axis]) * static_cast<uint64_t>(read.stride[axis]);
@@ -95,7 +95,7 @@ inline int64_t Worker::ReadPlace(const BoundRead& read, const int64_t* index, bo
   return static_cast<int64_t>(at);
 }
 
-inline int64_t Worker::Affine(const ChainIndex& index, const int64_t* outer, int64_t column) const {
+inline int64_t ChainWorker::Affine(const ChainIndex& index, const int64_t* outer, int64_t column) const {
   auto sum = static_cast<uint64_t>(index.constant);
   for (int axis = 0; axis < outer_; ++axis) {
     sum += static_cast<uint64_t>(index.coefficient[axis]) * static_cast<uint64_t>(outer[axis]);
@@ -103,7 +103,7 @@ inline int64_t Worker::Affine(const ChainIndex& index, const int64_t* outer, int
   return static_cast<int64_t>(sum + static_cast<uint64_t>(index.coefficient[outer_]) * static_cast<uint64_t>(column));
 }
 
-inline int64_t Worker::Value(const ChainIndex& index, const int64_t* outer, int64_t column) const {
+inline int64_t ChainWorker::Value(const ChainIndex& index, const int64_t* outer, int64_t column) const {
   const int64_t affine = Affine(index, outer, column);
   if (index.kind == ChainIndex::Kind::kPlain) return affine;
   const int64_t quotient = FloorDiv(affine, index.divisor);

@@ -2,6 +2,13 @@
 // The functions of docs/reference/chain-format.md on vectors of fp32, to fp32's own accuracy (about 2 units in the last
 // place; tests/cpp/chain/test_chain.cc measures it), and faster ones of a smaller range for attention. Polynomials are
 // minimax fits of our own.
+//
+// There are several exponentials, as the function is most of the work of a softmax or an activation, and their numbers
+// differ:
+//   Exp          all x, also where the result is subnormal: two powers of 2, degree 6
+//   ExpDown      x <= 0, for sigmoid, softplus and erfc: one power of 2, degree 6
+//   ExpOfScore   -88 to 88, for attention: no reduction in two parts of ln 2, degree 5 (relative error 1.7e-7)
+//   Exp2Down     2^x for x <= 0, for the complement of erf
 #ifndef STOF_CPU_SIMD_MATH_H_
 #define STOF_CPU_SIMD_MATH_H_
 

@@ -87,8 +87,8 @@ int64_t MaskBound(const cuda::MaskProgram& program, const AttentionArgs& args) {
   const auto sides = static_cast<double>(program.sides.size());
   const double numbers = sides * (8 * (std::max(S, T) + kLargestTile) + 16 * std::max(rows, columns));
   const double code =
-      static_cast<double>(program.steps.size() * sizeof(cuda::MaskStep) + program.affines.size() * sizeof(Affine) +
-                          program.words.size() * sizeof(cuda::MaskWord));
+      static_cast<double>(program.steps.size() * sizeof(cuda::NumberStep) + program.affines.size() * sizeof(Affine) +
+                          program.bit_steps.size() * sizeof(cuda::BitStep));
   const double bytes = tables * (padded * (T + kLargestTile) * kFragments / 8 + rows * columns * kTileBytes +
                                  rows * kRowBytes + numbers) +
                        16.0 * program.pairs + code + (1 << 17);

@@ -13,7 +13,7 @@ from bench import cli
 from bench.core.point import measure_point
 from bench.cpu import sparse_mlp
 from bench.cpu.device import CpuDevice
-from bench.cpu.sparse_mlp import CANDIDATES, Layers, MlpCase, MlpProblem, describe_record
+from bench.cpu.sparse_mlp import CANDIDATES, Layers, MlpCase, MlpPointProblem, describe_record
 from bench.cpu.sparse_mlp_reference import quantize
 from stof.bench import measure
 
@@ -59,7 +59,7 @@ def test_a_point_is_checked_and_timed(mode: str, precision: str) -> None:
     layers = Layers("llama-3b", mode, precision, 1, 2)
     for density, tokens in ((0.25, 1), (1.0, 3)):
         case = MlpCase("llama-3b", mode, precision, density, tokens)
-        record = measure_point(MlpProblem(case, layers), CANDIDATES, CpuDevice(1, warm=2), 1)
+        record = measure_point(MlpPointProblem(case, layers), CANDIDATES, CpuDevice(1, warm=2), 1)
         assert abs(record["density"] - density) < 0.15
         assert record["peers"]["stof"]["us"] > 0
         assert record["peers"]["stof"]["error"] <= sparse_mlp.TOLERANCE[precision]

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from stof.ops import OPS
+
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ("optimizer/stof/*.py", "bench/*.py")
 MOST_FILES = 25  # in a folder of sources
@@ -100,33 +102,107 @@ def test_a_circle_is_seen() -> None:
     assert not circle({"a": {"b": ["a to b"], "c": ["a to c"]}, "b": {"c": ["b to c"]}})
 
 
-@pytest.mark.parametrize(
-    ("edges", "folders"),
-    [(python_edges, "optimizer/stof/*/*.py bench/*/*.py"), (native_edges, "c*/* plugins/*")],
-)
-def test_the_order_of_imports_is_that_of_the_page(edges: object, folders: str) -> None:
-    """The page had missed new packages; each is in a line, and imports what stands left of it."""
+def section(title: str) -> str:
+    """A section of the page of the architecture, without its title."""
     page = (ROOT / "docs/design/architecture.md").read_text()
-    lines = re.search(r"## Imports point one way\n\n```\n(.*?)```", page, re.DOTALL)
-    assert lines
-    ranks = [
-        {name: rank for rank, names in enumerate(line.split("  <  ")) for name in names.split(", ")}
-        for line in lines[1].split("\n")
+    found = re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", page, re.DOTALL | re.MULTILINE)
+    assert found, f"the page has no section {title!r}"
+    return found[1]
+
+
+def table_rows(text: str) -> list[list[str]]:
+    """The cells of a section's tables, without the lines of titles."""
+    rows = [
+        [cell.strip() for cell in line.strip("|").split(" | ")] for line in text.split("\n") if line.startswith("|")
     ]
-    found = edges()  # type: ignore[operator]
-    wrong = [
-        imported[0]
-        for rank in ranks
-        for room, others in found.items()
-        for other, imported in others.items()
-        if room in rank and rank[room] <= rank.get(other, -1)
+    dividers = [i for i, row in enumerate(rows) if set("".join(row)) <= set("-|")]
+    return [row for i, row in enumerate(rows) if i not in dividers and i + 1 not in dividers]
+
+
+def in_code(text: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", text)
+
+
+def order_of_imports(text: str) -> dict[str, set[str]]:
+    """By room, those that stand left of it in a line, or left of one of these."""
+    lines = re.search(r"```\n(.*?)```", text, re.DOTALL)
+    assert lines, "the page has no order of imports"
+    left: dict[str, set[str]] = defaultdict(set)
+    for line in lines[1].split("\n"):
+        groups = [group.split(", ") for group in line.split("  <  ") if group]
+        for i, group in enumerate(groups):
+            for room in group:
+                left[room].update(*groups[:i])
+    known: dict[str, set[str]] = {}
+    for room in TopologicalSorter(left).static_order():  # CycleError: lines contradict each other
+        known[room] = left[room].union(*(known[other] for other in left[room]))
+    return known
+
+
+def against_the_order(edges: Edges, order: Mapping[str, set[str]]) -> list[str]:
+    return [
+        lines[0]
+        for room, others in edges.items()
+        for other, lines in others.items()
+        if other not in order.get(room, set())
     ]
-    assert not wrong
-    paths = [p for p in tracked(*folders.split()) if p.suffix in (".py", ".cc", ".h", ".cu", ".cuh")]
-    names = {python_room(python_module(p)) if p.suffix == ".py" else native_room(p) for p in paths}
-    folders_of_sources = {name for name in names if any((ROOT / top / name).is_dir() for top in ("", "optimizer/stof"))}
-    assert len(folders_of_sources) > 10
-    assert folders_of_sources - {name for rank in ranks for name in rank} == set()
+
+
+def python_rooms() -> set[str]:
+    return {python_room(python_module(p)) for p in tracked(*PYTHON)}
+
+
+def native_rooms() -> set[str]:
+    return {native_room(p) for p in tracked("cuda", "cpu", "plugins") if p.suffix in (".h", ".cc", ".cu", ".cuh")}
+
+
+@pytest.mark.parametrize(("edges", "rooms"), [(python_edges, python_rooms), (native_edges, native_rooms)])
+def test_the_order_of_imports_is_that_of_the_page(edges: object, rooms: object) -> None:
+    """The page had missed new packages: each room is in a line, and imports what stands left of it."""
+    order = order_of_imports(section("Imports point one way"))
+    found = rooms()  # type: ignore[operator]
+    assert len(found) > 20
+    assert found - set(order) == set(), "rooms without a place in the order of imports"
+    wrong = against_the_order(edges(), order)  # type: ignore[operator]
+    assert not wrong, "imports that do not follow from the page:\n" + "\n".join(wrong)
+
+
+def test_every_name_in_the_order_is_a_room() -> None:
+    assert set(order_of_imports(section("Imports point one way"))) - python_rooms() - native_rooms() == set()
+
+
+def test_the_page_describes_every_room() -> None:
+    """Packages, modules and folders have a row. A row that ends with a slash names those inside: `cpu/` has `chain`."""
+    named = set()
+    for row in table_rows(section("Rooms")):
+        first, *others = in_code(row[0])
+        inside = [first + name for name in in_code(row[1]) if first.endswith("/")]
+        named |= {name.removeprefix("optimizer/stof/") for name in (first, *others, *inside)}
+    comparisons = {room for room in python_rooms() if room.startswith("bench/")}
+    packages = {room for room in python_rooms() - comparisons if (ROOT / "optimizer/stof" / room).is_dir()}
+    modules = {f"{room}.py" for room in python_rooms() - comparisons - packages - {"__init__", "__main__"}}
+    folders = {room for room in native_rooms() | comparisons if (ROOT / room).is_dir()}
+    assert (packages | modules | folders) - named == set(), "rooms without a row"
+    assert {name for name in named if name.endswith(".py")} - modules == set(), "rows of modules that are gone"
+
+
+def test_the_page_lists_the_ops() -> None:
+    """In the order of ``OPS``, with the operators that each writes; together they are those of the library."""
+    rows = [(in_code(row[0]), in_code(row[1])) for row in table_rows(section("Operators"))]
+    assert [key for (key,), _ in rows] == [op.key for op in OPS]
+    assert [set(names) for _, names in rows] == [set(op.op_types) for op in OPS]
+    sources = "".join((ROOT / path).read_text() for path in tracked("plugins/core/ops/*.cc"))
+    assert sorted(name for _, names in rows for name in names) == sorted(re.findall(r'\.name = "(Stof\w+)"', sources))
+
+
+def test_what_the_page_lacks_is_seen() -> None:
+    order = order_of_imports("```\na  <  b, c\nb  <  d\n```")
+    assert order == {"a": set(), "b": {"a"}, "c": {"a"}, "d": {"a", "b"}}
+    edges = {"d": {"a": ["d to a"], "c": ["d to c"]}, "b": {"c": ["b to c"]}, "e": {"a": ["e to a"]}}
+    assert against_the_order(edges, order) == ["d to c", "b to c", "e to a"]
+    with pytest.raises(CycleError):
+        order_of_imports("```\na  <  b\nb  <  a\n```")
+    assert table_rows("| x | y |\n|---|---|\n| `a` | b |\n") == [["`a`", "b"]]
 
 
 def test_the_product_knows_nothing_of_the_comparisons() -> None:
@@ -161,7 +237,8 @@ def test_a_class_name_exists_once() -> None:
     assert not {name: places for name, places in found.items() if len(places) > 1}
 
 
-# At namespace scope: not indented, and no forward declaration. Namespaces without a name are a file's own.
+# At namespace scope: not indented, and no forward declaration. Namespaces without a name are a source's own; those of
+# headers, as of the CPU's kernels, are not.
 _TYPE = re.compile(
     r"^(?:template <[^>]*>\s*)?(?:class|struct|enum class|enum) (?:alignas\([^)]*\) )?(\w+)(?: final)?[ :{][^;]*$"
 )
@@ -170,12 +247,12 @@ _SEVERAL = {"Simd"}
 
 
 def native_types(paths: Iterable[Path]) -> dict[str, list[str]]:
-    """Where each type at namespace scope stands, outside of unnamed namespaces."""
+    """Where each type at namespace scope stands, outside of unnamed namespaces of sources."""
     found: dict[str, list[str]] = defaultdict(list)
     for path in paths:
         unnamed = False
         for number, line in enumerate((ROOT / path).read_text().split("\n"), 1):
-            if line.startswith("namespace {"):
+            if line.startswith("namespace {") and path.suffix in (".cc", ".cu"):
                 unnamed = True
             elif line.startswith("}  // namespace") and unnamed:
                 unnamed = False

@@ -7,7 +7,7 @@
 #include <cstdint>
 
 #include "cuda/mask/build/mask_builder.h"
-#include "cuda/mask/program/mask_words.h"
+#include "cuda/mask/program/bit_program.h"
 
 namespace stof {
 namespace cuda {
@@ -20,7 +20,7 @@ constexpr int kMostThreads = 256;         // that evaluate a tile
 constexpr int kEvaluating = 1024;         // threads per SM
 constexpr int kTogether = 4;              // tiles that are decided as one at first
 constexpr int kDecided = 32 * kTogether;  // by a warp
-constexpr int kInlineSteps = 64, kInlineAffines = 24, kInlineWords = 18;
+constexpr int kInlineSteps = 64, kInlineAffines = 24, kInlineBitSteps = 18;
 constexpr int kMostOrdered = 1024;  // rows of a table that are sorted; more rows balance without
 
 // Bit 0: full, bit 1: partial, as the lists need them. A partial tile is undecided until it is evaluated.
@@ -30,14 +30,14 @@ enum TileClass : uint8_t { kEmptyTile = 0, kFullTile = 1, kPartialTile = 2 };
 struct Build {
   MaskOperand operands[kMostOperands];
   MaskSide sides[kMostSides];
-  int32_t operand_count, steps_count, affines_count, words_count, sides_count, narrow;
+  int32_t operand_count, steps_count, affines_count, bit_steps_count, sides_count, narrow;
   // Small programs are in here, larger ones in memory.
-  const MaskStep* steps;
+  const NumberStep* steps;
   const Affine* affines;
-  const MaskWord* words;
-  MaskStep inline_steps[kInlineSteps];
+  const BitStep* bit_steps;
+  NumberStep inline_steps[kInlineSteps];
   Affine inline_affines[kInlineAffines];
-  MaskWord inline_words[kInlineWords];
+  BitStep inline_bit_steps[kInlineBitSteps];
   int32_t m, n, rows, columns;        // tile, tiles along the sides
   int32_t fragments;                  // own words of a thread (fragments.h); 0: bits by row
   int32_t slots;                      // of a table: places of tiles' bits

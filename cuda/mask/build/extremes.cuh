@@ -64,21 +64,21 @@ __device__ __forceinline__ MaskView Share(const Build& p, unsigned char* shared,
                                           MaskSide* sides) {
   const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
   auto* const affines = reinterpret_cast<Affine*>(shared);
-  auto* const words = reinterpret_cast<MaskWord*>(affines + p.affines_count);
-  auto* const steps = reinterpret_cast<MaskStep*>(words + p.words_count);
+  auto* const bit_steps = reinterpret_cast<BitStep*>(affines + p.affines_count);
+  auto* const steps = reinterpret_cast<NumberStep*>(bit_steps + p.bit_steps_count);
   const bool carried = p.steps != nullptr;
   const Affine* from = carried ? p.affines : p.inline_affines;
-  const MaskWord* from_words = carried ? p.words : p.inline_words;
-  const MaskStep* from_steps = carried ? p.steps : p.inline_steps;
+  const BitStep* from_bit_steps = carried ? p.bit_steps : p.inline_bit_steps;
+  const NumberStep* from_steps = carried ? p.steps : p.inline_steps;
   for (int i = thread; i < p.affines_count; i += threads) affines[i] = from[i];
-  for (int i = thread; i < p.words_count; i += threads) words[i] = from_words[i];
+  for (int i = thread; i < p.bit_steps_count; i += threads) bit_steps[i] = from_bit_steps[i];
   for (int i = thread; i < p.steps_count; i += threads) steps[i] = from_steps[i];
   if (thread < p.operand_count) operands[thread] = p.operands[thread];
   if (thread < p.sides_count) sides[thread] = p.sides[thread];
   __syncthreads();
   MaskView view;
   view.steps = steps, view.affines = affines, view.operands = operands, view.summaries = p.summaries;
-  view.words = words, view.sides = sides, view.words_count = p.words_count;
+  view.bit_steps = bit_steps, view.sides = sides, view.bit_steps_count = p.bit_steps_count;
   view.count = p.steps_count, view.narrow = p.narrow;
   return view;
 }

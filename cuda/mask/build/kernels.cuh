@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kFewThreads) Decide(const __grid_constant__ Bu
       }
       return found;
     };
-    const MaskCan can = DecideWords<kIntervals>(view, box, side, ok, narrow);
+    const MaskCan can = DecideBits<kIntervals>(view, box, side, ok, narrow);
     if (!can.one) return kEmptyTile;
     return !can.zero && static_cast<int64_t>(column + count) * p.n <= p.keys ? kFullTile : kPartialTile;
   };
@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(kFewThreads) Decide(const __grid_constant__ Bu
   if (lane == 0 && full != 0) atomicAdd(p.numbers + at, static_cast<unsigned long long>(full));
 }
 
-// Cooperation of a warp's lanes: a lane has one of 32 queries, and one key of a word. All lanes call.
+// Cooperation of a warp's lanes: a lane has one of 32 queries, and one key of a step. All lanes call.
 template <bool kPairs>
 struct WarpLanes {
   const Build& p;
@@ -195,9 +195,9 @@ struct WarpLanes {
     const int64_t* const from = values + side * stride;
     keys[0] = from[Least(k0 + lane, p.keys - 1)], keys[1] = from[Least(k0 + 32 + lane, p.keys - 1)];
   }
-  __device__ __forceinline__ void Keys(const MaskWord& word, int64_t, int64_t, int64_t k0, uint32_t (&bits)[2]) const {
+  __device__ __forceinline__ void Keys(const BitStep& step, int64_t, int64_t, int64_t k0, uint32_t (&bits)[2]) const {
     int64_t keys[2];
-    Key(word.key, k0, keys);
+    Key(step.key, k0, keys);
     bits[0] = __ballot_sync(~0u, keys[0] != 0), bits[1] = __ballot_sync(~0u, keys[1] != 0);
   }
 
@@ -224,16 +224,16 @@ struct WarpLanes {
     }
     if (op == ExprOp::kNe || op == ExprOp::kGe || op == ExprOp::kLe) bits[0] = ~bits[0], bits[1] = ~bits[1];
   }
-  __device__ __forceinline__ void Outer(const MaskWord& word, int64_t, int64_t, int64_t k0, uint32_t (&bits)[2]) const {
+  __device__ __forceinline__ void Outer(const BitStep& step, int64_t, int64_t, int64_t k0, uint32_t (&bits)[2]) const {
     int64_t keys[2];
-    Key(word.key, k0, keys);
-    const int64_t row = Row(word.row);
+    Key(step.key, k0, keys);
+    const int64_t row = Row(step.row);
     const int32_t few = static_cast<int32_t>(row),
                   few_keys[2] = {static_cast<int32_t>(keys[0]), static_cast<int32_t>(keys[1])};
     if (__all_sync(~0u, few == row && few_keys[0] == keys[0] && few_keys[1] == keys[1])) {
-      CompareAll<int32_t>(word.op, few, few_keys, bits);
+      CompareAll<int32_t>(step.op, few, few_keys, bits);
     } else {
-      CompareAll<int64_t>(word.op, row, keys, bits);
+      CompareAll<int64_t>(step.op, row, keys, bits);
     }
   }
 
@@ -248,10 +248,10 @@ struct WarpLanes {
     }
     return bits;
   }
-  __device__ __forceinline__ void Bytes(const MaskWord& word, int64_t b, int64_t h, int64_t k0,
+  __device__ __forceinline__ void Bytes(const BitStep& step, int64_t b, int64_t h, int64_t k0,
                                         uint32_t (&bits)[2]) const {
-    const Affine& x = view.affines[view.steps[word.first].arg];
-    const auto* from = static_cast<const uint8_t*>(view.operands[view.steps[word.first + 1].operand].data) +
+    const Affine& x = view.affines[view.steps[step.first].arg];
+    const auto* from = static_cast<const uint8_t*>(view.operands[view.steps[step.first + 1].operand].data) +
                        (x.constant + x.b * b + x.h * h + x.q * q0 + k0);
     if (((reinterpret_cast<uintptr_t>(from) | static_cast<uintptr_t>(x.q)) & 15) == 0 && k0 + 64 <= p.keys) {
       // Four lanes read a row.
@@ -309,11 +309,11 @@ struct WarpLanes {
       bits[w] = mine;
     }
   }
-  __device__ __forceinline__ void Pairs(const MaskWord& word, int64_t b, int64_t h, int64_t k0,
+  __device__ __forceinline__ void Pairs(const BitStep& step, int64_t b, int64_t h, int64_t k0,
                                         uint32_t (&bits)[2]) const {
     if (!kPairs) return;
     MaskView part = view;
-    part.steps += word.first, part.count = word.count;
+    part.steps += step.first, part.count = step.count;
     if (narrow) {
       PairBits<int32_t>(part, b, h, k0, bits);
     } else {
@@ -360,7 +360,7 @@ __global__ void __launch_bounds__(kMostThreads, kPairs ? 2 : kEvaluating / kMost
       const auto left = static_cast<int32_t>(Least(p.keys - k0, 64));
       uint32_t bits[2] = {0, 0};
       if (any && left > 0) {
-        EvaluateWords(view, place.b, place.h, p.q0 + own_row, k0, lanes, bits);
+        EvaluateBits(view, place.b, place.h, p.q0 + own_row, k0, lanes, bits);
         bits[0] &= BitsBelow(left);
         bits[1] &= w + 1 < words ? BitsBelow(left - 32) : 0;
         if (row >= place.rows) bits[0] = bits[1] = 0;

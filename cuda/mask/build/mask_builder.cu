@@ -23,8 +23,8 @@ using mask_build::kDecided;
 using mask_build::kEvaluating;
 using mask_build::kFewThreads;
 using mask_build::kInlineAffines;
+using mask_build::kInlineBitSteps;
 using mask_build::kInlineSteps;
-using mask_build::kInlineWords;
 using mask_build::kMostThreads;
 using mask_build::kThreads;
 using mask_build::ListTiles;
@@ -81,14 +81,14 @@ struct Layout {
   int64_t rows = 0, columns = 0, tables = 0;
   int64_t slots = 0;  // of a table
   bool diagonal = false;
-  int64_t summaries = 0, extremes = 0, values = 0, steps = 0, affines = 0, words = 0, numbers = 0, layout = 0,
+  int64_t summaries = 0, extremes = 0, values = 0, steps = 0, affines = 0, bit_steps = 0, numbers = 0, layout = 0,
           row_begin = 0, row_end = 0, full_begin = 0, order = 0, key_tile = 0, bits_id = 0, classes = 0, undecided = 0,
           count = 0, bits = 0, total = 0;
 };
 
 bool IsInline(const MaskProgram& program) {
   return program.steps.size() <= kInlineSteps && program.affines.size() <= kInlineAffines &&
-         program.words.size() <= kInlineWords;
+         program.bit_steps.size() <= kInlineBitSteps;
 }
 
 int64_t SpanOf(const MaskBuild& build, const Layout& l) {
@@ -115,9 +115,9 @@ Layout LayoutOf(const MaskBuild& build) {
   l.extremes = take(16 * static_cast<int64_t>(program.sides.size()) * l.tables * std::max(l.rows, l.columns));
   l.values = take(8 * static_cast<int64_t>(program.sides.size()) * l.tables * SpanOf(build, l));
   if (!IsInline(program)) {
-    l.steps = take(static_cast<int64_t>(program.steps.size() * sizeof(MaskStep)));
+    l.steps = take(static_cast<int64_t>(program.steps.size() * sizeof(NumberStep)));
     l.affines = take(static_cast<int64_t>(program.affines.size() * sizeof(Affine)));
-    l.words = take(static_cast<int64_t>(program.words.size() * sizeof(MaskWord)));
+    l.bit_steps = take(static_cast<int64_t>(program.bit_steps.size() * sizeof(BitStep)));
   }
   const int64_t all = l.tables * l.rows;
   l.numbers = take(8 * all);
@@ -227,23 +227,24 @@ int LaunchMaskBuild(const MaskBuild& build, void* memory, void* stream, DeviceMa
   p.operand_count = static_cast<int32_t>(program.operands.size());
   p.steps_count = static_cast<int32_t>(program.steps.size());
   p.affines_count = static_cast<int32_t>(program.affines.size());
-  p.words_count = static_cast<int32_t>(program.words.size());
+  p.bit_steps_count = static_cast<int32_t>(program.bit_steps.size());
   p.sides_count = static_cast<int32_t>(program.sides.size());
   std::copy(program.sides.begin(), program.sides.end(), p.sides);
   p.narrow = program.narrow ? 1 : 0;
   if (IsInline(program)) {
     std::copy(program.steps.begin(), program.steps.end(), p.inline_steps);
     std::copy(program.affines.begin(), program.affines.end(), p.inline_affines);
-    std::copy(program.words.begin(), program.words.end(), p.inline_words);
+    std::copy(program.bit_steps.begin(), program.bit_steps.end(), p.inline_bit_steps);
   } else {
-    p.steps = reinterpret_cast<const MaskStep*>(base + l.steps);
+    p.steps = reinterpret_cast<const NumberStep*>(base + l.steps);
     p.affines = reinterpret_cast<const Affine*>(base + l.affines);
-    p.words = reinterpret_cast<const MaskWord*>(base + l.words);
-    int error = Carry(program.steps.data(), program.steps.size() * sizeof(MaskStep), base + l.steps, on);
+    p.bit_steps = reinterpret_cast<const BitStep*>(base + l.bit_steps);
+    int error = Carry(program.steps.data(), program.steps.size() * sizeof(NumberStep), base + l.steps, on);
     if (error == 0) {
       error = Carry(program.affines.data(), program.affines.size() * sizeof(Affine), base + l.affines, on);
     }
-    if (error == 0) error = Carry(program.words.data(), program.words.size() * sizeof(MaskWord), base + l.words, on);
+    if (error == 0)
+      error = Carry(program.bit_steps.data(), program.bit_steps.size() * sizeof(BitStep), base + l.bit_steps, on);
     if (error != 0) return error;
   }
   p.m = build.tile.m, p.n = build.tile.n;
@@ -283,8 +284,8 @@ int LaunchMaskBuild(const MaskBuild& build, void* memory, void* stream, DeviceMa
   }
 
   const Kernels kernels = l.diagonal ? KernelsFor<true>(program) : KernelsFor<false>(program);
-  const size_t shared = program.affines.size() * sizeof(Affine) + program.words.size() * sizeof(MaskWord) +
-                        program.steps.size() * sizeof(MaskStep);
+  const size_t shared = program.affines.size() * sizeof(Affine) + program.bit_steps.size() * sizeof(BitStep) +
+                        program.steps.size() * sizeof(NumberStep);
   for (const Kernel kernel : {static_cast<Kernel>(Prepare), kernels.decide, kernels.evaluate}) {
     if (shared <= 40 << 10) break;
     const cudaError_t allowed = cudaFuncSetAttribute(

@@ -7,7 +7,7 @@
 #include <map>
 #include <string>
 
-#include "cuda/mask/program/mask_words.h"
+#include "cuda/mask/program/bit_program.h"
 #include "plugins/core/mask/attention_mask.h"
 
 namespace stof {
@@ -233,13 +233,13 @@ class Compiler {
     return need(0) == need(1) ? need(0) + 1 : std::max(need(0), need(1));
   }
 
-  void Push(int32_t affine) { program_.steps.push_back({ExprOp::kConst, MaskStep::kStack, 0, 0, affine}); }
+  void Push(int32_t affine) { program_.steps.push_back({ExprOp::kConst, NumberStep::kStack, 0, 0, affine}); }
   void Immediate(ExprOp op, int64_t constant) {
     int32_t bits = 0;
     if ((op == ExprOp::kDiv || op == ExprOp::kMod) && IsShift(constant, &bits)) {
       // A shift of 31 or more is for 64 bits alone, as the divisor is.
       if (constant > std::numeric_limits<int32_t>::max()) program_.narrow = false;
-      program_.steps.push_back({op, MaskStep::kShift, 0, 0, bits});
+      program_.steps.push_back({op, NumberStep::kShift, 0, 0, bits});
       return;
     }
     if (constant < std::numeric_limits<int32_t>::min() || constant > std::numeric_limits<int32_t>::max()) {
@@ -247,7 +247,7 @@ class Compiler {
     }
     Affine affine;
     affine.constant = constant;
-    program_.steps.push_back({op, MaskStep::kImmediate, 0, 0, Keep(affine)});
+    program_.steps.push_back({op, NumberStep::kImmediate, 0, 0, Keep(affine)});
   }
 
   void Emit(int32_t i) {
@@ -262,7 +262,8 @@ class Compiler {
       Affine flat;
       if (Flatten(i, &flat)) {
         Push(Keep(flat));
-        program_.steps.push_back({ExprOp::kLookup, flat.q == 0 ? MaskStep::kSame : MaskStep::kStack, operand, 0, 1});
+        program_.steps.push_back(
+            {ExprOp::kLookup, flat.q == 0 ? NumberStep::kSame : NumberStep::kStack, operand, 0, 1});
         return;
       }
       uint8_t places = 0;
@@ -275,7 +276,7 @@ class Compiler {
           Emit(node.child[axis]);
         }
       }
-      program_.steps.push_back({ExprOp::kLookup, MaskStep::kStack, operand, places, node.arity});
+      program_.steps.push_back({ExprOp::kLookup, NumberStep::kStack, operand, places, node.arity});
       return;
     }
     if (RightIsConstant(node)) {
@@ -287,8 +288,8 @@ class Compiler {
         node.arity == 2 && need_[static_cast<size_t>(node.child[1])] > need_[static_cast<size_t>(node.child[0])];
     Emit(node.child[swapped ? 1 : 0]);
     if (node.arity == 2) Emit(node.child[swapped ? 0 : 1]);
-    program_.steps.push_back({swapped ? Mirrored(node.op) : node.op, MaskStep::kStack, 0, 0, 0});
-    if (swapped && node.op == ExprOp::kSub) program_.steps.push_back({ExprOp::kNeg, MaskStep::kStack, 0, 0, 0});
+    program_.steps.push_back({swapped ? Mirrored(node.op) : node.op, NumberStep::kStack, 0, 0, 0});
+    if (swapped && node.op == ExprOp::kSub) program_.steps.push_back({ExprOp::kNeg, NumberStep::kStack, 0, 0, 0});
   }
 
   const MaskExpr& expr_;
@@ -306,8 +307,8 @@ void DropUnused(MaskProgram* program) {
   using Key = std::array<int64_t, 5>;
   std::map<Key, int32_t> places;
   std::vector<Affine> kept;
-  for (MaskStep& step : program->steps) {
-    if (step.op != ExprOp::kConst && step.mode != MaskStep::kImmediate) continue;
+  for (NumberStep& step : program->steps) {
+    if (step.op != ExprOp::kConst && step.mode != NumberStep::kImmediate) continue;
     const Affine& affine = program->affines[static_cast<size_t>(step.arg)];
     const auto [place, fresh] = places.try_emplace(Key{affine.b, affine.h, affine.q, affine.k, affine.constant},
                                                    static_cast<int32_t>(kept.size()));
@@ -350,18 +351,18 @@ Status CompileMask(const MaskExpr& fixed, const MaskExpr& dynamic, const ExprSiz
                          "): run this node on the CPU");
   }
   for (size_t i = 0; i < compilers.size(); ++i) compilers[swapped ? compilers.size() - 1 - i : i].Emit();
-  if (compilers.size() == 2) program->steps.push_back({ExprOp::kAnd, MaskStep::kStack, 0, 0, 0});
+  if (compilers.size() == 2) program->steps.push_back({ExprOp::kAnd, NumberStep::kStack, 0, 0, 0});
   DropUnused(program);
   program->diagonal = std::all_of(program->affines.begin(), program->affines.end(),
                                   [](const Affine& affine) { return affine.q == -affine.k; }) &&
                       std::all_of(program->steps.begin(), program->steps.end(),
-                                  [](const MaskStep& step) { return step.op != ExprOp::kLookup || step.arg == 1; });
-  MakeWords(sizes, program);
+                                  [](const NumberStep& step) { return step.op != ExprOp::kLookup || step.arg == 1; });
+  CompileBits(sizes, program);
   const auto size = [program] {
-    return program->steps.size() * sizeof(MaskStep) + program->affines.size() * sizeof(Affine) +
-           program->words.size() * sizeof(MaskWord);
+    return program->steps.size() * sizeof(NumberStep) + program->affines.size() * sizeof(Affine) +
+           program->bit_steps.size() * sizeof(BitStep);
   };
-  if (size() > kMostBytes) MakeOneWord(program);
+  if (size() > kMostBytes) CompilePairs(program);
   const size_t bytes = size();
   if (bytes > kMostBytes) {
     return Status::Error("the mask expression is too long for the device (" + std::to_string(bytes) +

@@ -1,224 +1,42 @@
 // SPDX-License-Identifier: Apache-2.0
-// Masks as programs for the device, evaluated on the host by the same code: every pair against plain recursion, boxes
-// against the pairs in them. Needs no GPU.
+// Masks as programs for the device, run on the host: bit steps of each kind, what the compiler proves and refuses.
+// test_mask_evaluators.cc has random expressions. Needs no GPU.
 #include <algorithm>
 #include <limits>
 
-#include "cuda/mask/program/mask_program.h"
-#include "cuda/mask/program/mask_words.h"
 #include "cuda/mask/program/program_cache.h"
 #include "plugins/core/mask/attention_mask.h"
-#include "tests/cpp/mask/random_expr.h"
+#include "tests/cpp/mask/host_program.h"
 
 namespace stof::test {
 namespace {
 
+using cuda::BitStep;
 using cuda::CompileMask;
 using cuda::MaskBox;
-using cuda::MaskIntervals;
 using cuda::MaskOperand;
 using cuda::MaskProgram;
-using cuda::MaskView;
-using cuda::MaskWord;
 
-// Minimum and maximum of every block and group, as the device's kernel lays them out.
-std::vector<int64_t> Summaries(const MaskProgram& program) {
-  std::vector<int64_t> pairs(static_cast<size_t>(2 * program.pairs));
-  const auto fill = [&](const MaskOperand& operand, int32_t first, int size) {
-    for (int64_t at = 0; at * size < operand.count; ++at) {
-      int64_t low = std::numeric_limits<int64_t>::max(), high = std::numeric_limits<int64_t>::min();
-      for (int64_t i = at * size; i < std::min<int64_t>(operand.count, (at + 1) * size); ++i) {
-        low = std::min(low, cuda::ReadElement(operand, i));
-        high = std::max(high, cuda::ReadElement(operand, i));
-      }
-      pairs[static_cast<size_t>(2 * (first + at))] = low;
-      pairs[static_cast<size_t>(2 * (first + at) + 1)] = high;
-    }
-  };
-  for (const MaskOperand& operand : program.operands) {
-    if (operand.blocks < 0) continue;
-    fill(operand, operand.blocks, MaskOperand::kBlock);
-    fill(operand, operand.groups, MaskOperand::kGroup);
-  }
-  return pairs;
-}
-
-struct Bound {
-  std::vector<int64_t> summaries;
-  MaskView view;
-  explicit Bound(const MaskProgram& program) : summaries(Summaries(program)) {
-    view.steps = program.steps.data(), view.affines = program.affines.data(), view.operands = program.operands.data();
-    view.summaries = summaries.data();
-    view.words = program.words.data(), view.sides = program.sides.data();
-    view.count = static_cast<int32_t>(program.steps.size());
-    view.words_count = static_cast<int32_t>(program.words.size());
-    view.narrow = program.narrow ? 1 : 0;
-  }
-};
-
-cuda::MaskInputs AllInputs(const Operands& operands) {
-  cuda::MaskInputs inputs = operands.runtime;
-  inputs.insert(inputs.end(), operands.tables.begin(), operands.tables.end());
-  return inputs;
-}
-
-template <typename V>
-void CheckRows(const Bound& bound, const RandomMask& mask, const MaskBox& box) {
-  for (int64_t q0 = box.q_lo; q0 <= box.q_hi; q0 += cuda::kMaskRows<V>) {
-    for (int64_t k = box.k_lo; k <= box.k_hi; ++k) {
-      V allowed[cuda::kMaskRows<V>];
-      cuda::EvaluateRows<V>(bound.view, box.b, box.h, q0, k, allowed);
-      for (int64_t q = q0; q <= std::min<int64_t>(box.q_hi, q0 + cuda::kMaskRows<V> - 1); ++q) {
-        const bool want = Allowed(mask.expr, mask.sizes, mask.bindings, box.b, box.h, q, k);
-        CHECK(allowed[q - q0] == (want ? 1 : 0), mask.text, " at ", box.b, " ", box.h, " ", q, " ", k);
-      }
-    }
-  }
-}
-
-// The host's evaluator, rows of keys in lanes, against the same oracle and its own intervals.
-void CheckLanes(const RandomMask& mask, const MaskBox& box) {
-  ExprEvaluator evaluator(mask.expr, mask.sizes, mask.bindings);
-  const Verdict verdict = evaluator.Classify({box.b, box.b, box.h, box.h, box.q_lo, box.q_hi, box.k_lo, box.k_hi});
-  const int64_t count = box.k_hi - box.k_lo + 1;
-  std::vector<uint8_t> allowed(static_cast<size_t>(count));
-  for (int64_t q = box.q_lo; q <= box.q_hi; ++q) {
-    evaluator.Row(box.b, box.h, q, box.k_lo, count, allowed.data());
-    for (int64_t i = 0; i < count; ++i) {
-      const bool want = Allowed(mask.expr, mask.sizes, mask.bindings, box.b, box.h, q, box.k_lo + i);
-      CHECK(allowed[static_cast<size_t>(i)] == (want ? 1 : 0), mask.text, " in lanes at ", q, " ", box.k_lo + i);
-      CHECK(verdict != (want ? Verdict::kNone : Verdict::kAll), mask.text, " classified otherwise at ", q);
-    }
-  }
-}
-
-// The lanes of a warp, for one query.
-struct HostLanes {
-  const MaskView& view;
-  int64_t q, last;  // last: the last key
-
-  int64_t Side(int side, int64_t b, int64_t h, int64_t key) const {
-    return cuda::EvaluateOne(view, view.sides[side].first, view.sides[side].count, b, h, q, std::min(key, last));
-  }
-  template <typename Bit>
-  static void Fill(const Bit& bit, uint32_t (&bits)[2]) {
-    for (int j = 0; j < 64; ++j) bits[j / 32] = (j % 32 == 0 ? 0 : bits[j / 32]) | (bit(j) ? 1u : 0u) << j % 32;
-  }
-  int64_t Row(int side) const { return Side(side, b_, h_, 0); }
-  void Outer(const MaskWord& word, int64_t b, int64_t h, int64_t k0, uint32_t (&bits)[2]) const {
-    const int64_t row = Row(word.row);
-    Fill([&](int j) { return Compare<int64_t>(word.op, row, Side(word.key, b, h, k0 + j)); }, bits);
-  }
-  void Keys(const MaskWord& word, int64_t b, int64_t h, int64_t k0, uint32_t (&bits)[2]) const {
-    Fill([&](int j) { return Side(word.key, b, h, k0 + j) != 0; }, bits);
-  }
-  void Bytes(const MaskWord& word, int64_t b, int64_t h, int64_t k0, uint32_t (&bits)[2]) const {
-    const Affine& x = view.affines[view.steps[word.first].arg];
-    const MaskOperand& operand = view.operands[view.steps[word.first + 1].operand];
-    const auto* bytes = static_cast<const uint8_t*>(operand.data) + (x.constant + x.b * b + x.h * h + x.q * q);
-    Fill([&](int j) { return k0 + j <= last && bytes[k0 + j] != 0; }, bits);
-  }
-  void Pairs(const MaskWord& word, int64_t b, int64_t h, int64_t k0, uint32_t (&bits)[2]) const {
-    Fill([&](int j) { return cuda::EvaluateOne(view, word.first, word.count, b, h, q, std::min(k0 + j, last)) != 0; },
-         bits);
-  }
-  int64_t b_ = 0, h_ = 0;
-};
-
-// Whether words give the expression in a box, and what they may be in it holds. The number of words of each kind is
-// added to `kinds`; the result: whether the box was decided.
-bool CheckWords(const Bound& bound, const MaskProgram& program, const RandomMask& mask, const MaskBox& box,
-                std::vector<int>* kinds) {
-  const MaskView& view = bound.view;
-  CHECK(!program.words.empty(), mask.text);
-  for (const MaskWord& word : program.words) ++(*kinds)[word.kind];
-  const auto extremes = [&](int i) {
-    const cuda::MaskSide& side = program.sides[static_cast<size_t>(i)];
-    Interval found{std::numeric_limits<int64_t>::max(), std::numeric_limits<int64_t>::min()};
-    for (int64_t at = side.keys ? box.k_lo : box.q_lo; at <= (side.keys ? box.k_hi : box.q_hi); ++at) {
-      const int64_t value =
-          cuda::EvaluateOne(view, side.first, side.count, box.b, box.h, side.keys ? box.q_lo : at, side.keys ? at : 0);
-      found = {std::min(found.lo, value), std::max(found.hi, value)};
-    }
-    return found;
-  };
+// Whether the bit program gives the expression in a box. The number of its steps of each kind is added to `kinds`.
+void CheckBits(const MaskProgram& program, const RandomMask& mask, const MaskBox& box, std::vector<int>* kinds) {
+  CHECK(!program.bit_steps.empty(), mask.text);
+  for (const BitStep& step : program.bit_steps) ++(*kinds)[step.kind];
+  const HostProgram on_host(program, mask.sizes.T - 1);
+  const Pattern want = PatternByDefinition(mask, box);
+  CheckPattern("bits", on_host.ByBits(box), want, mask, box);
   bool ok = true, narrow = true;
-  const cuda::MaskCan can = cuda::DecideWords<true>(view, box, extremes, &ok, &narrow);
+  const cuda::MaskCan can = on_host.Decide<true>(box, &ok, &narrow);
   CHECK(ok && (can.zero || can.one), mask.text);
-  for (int64_t q = box.q_lo; q <= box.q_hi; ++q) {
-    const HostLanes lanes{view, q, mask.sizes.T - 1, box.b, box.h};
-    for (int64_t k0 = box.k_lo; k0 <= box.k_hi; k0 += 64) {
-      uint32_t bits[2];
-      cuda::EvaluateWords(view, box.b, box.h, q, k0, lanes, bits);
-      for (int64_t k = k0; k <= std::min(box.k_hi, k0 + 63); ++k) {
-        const bool want = Allowed(mask.expr, mask.sizes, mask.bindings, box.b, box.h, q, k);
-        const bool found = (bits[(k - k0) / 32] >> (k - k0) % 32 & 1) != 0;
-        CHECK(found == want, mask.text, " in words at ", box.b, " ", box.h, " ", q, " ", k);
-        CHECK(want ? can.one : can.zero, mask.text, " decided otherwise at ", box.b, " ", box.h, " ", q, " ", k);
-      }
-    }
-  }
-  return can.zero != can.one;
-}
-
-TEST(MaskProgramsGiveTheExpression) {
-  const int cases = Cases(1500);
-  int decided = 0, narrow = 0, boxes = 0, in_words = 0;
-  std::vector<int> kinds(MaskWord::kPairs + 1);
-  for (int seed = 0; seed < cases; ++seed) {
-    Random random(static_cast<uint64_t>(seed));
-    const RandomMask mask = MakeRandomMask(&random, RandomSizes(&random, seed % 10 == 0 ? 1500 : 90), seed % 3 != 0);
-    const MaskParts parts = SplitMask(mask.expr);
-    // In half of the cases in two parts, as the operator has them; padding belongs to neither.
-    const bool split = random.OneIn(2) && !parts.pad && !(parts.fixed.empty() && parts.dynamic.empty());
-    MaskProgram program;
-    const Status status = CompileMask(split ? parts.fixed : MaskExpr(), split ? parts.dynamic : mask.expr, mask.sizes,
-                                      AllInputs(mask.operands), &program);
-    CHECK(status.ok(), mask.text, ": ", status.message());
-    const ExprSizes& s = mask.sizes;
-    const int64_t b = random.Range(0, s.B - 1), h = random.Range(0, s.H - 1);
-    const Bound bound(program);
-    for (int i = 0; i < 6; ++i) {
-      MaskBox box;
-      box.b = b, box.h = h;
-      box.q_lo = s.P + random.Range(0, s.S - 1), box.k_lo = random.Range(0, s.T - 1);
-      box.q_hi = std::min(s.P + s.S - 1, box.q_lo + random.Range(0, 40));
-      box.k_hi = std::min(s.T - 1, box.k_lo + random.Range(0, 70));
-      MaskIntervals intervals(bound.view);
-      const Interval found = intervals.Run(box);
-      CHECK(intervals.ok(), mask.text, ": Check passed, so every box must");
-      CHECK(found.lo >= 0 && found.hi <= 1 && found.lo <= found.hi, mask.text, ": ", found.lo, " to ", found.hi);
-      ++boxes;
-      CheckRows<int64_t>(bound, mask, box);
-      CheckLanes(mask, box);
-      in_words += CheckWords(bound, program, mask, box, &kinds) ? 1 : 0;
-      if (intervals.narrow()) {
-        CheckRows<int32_t>(bound, mask, box);
-        ++narrow;
-      }
-      if (found.lo != found.hi) continue;
-      ++decided;
-      for (int64_t q = box.q_lo; q <= box.q_hi; ++q) {
-        for (int64_t k = box.k_lo; k <= box.k_hi; ++k) {
-          CHECK(Allowed(mask.expr, s, mask.bindings, b, h, q, k) == (found.lo == 1), mask.text, " at ", q, " ", k);
-        }
-      }
-    }
-  }
-  CHECK(decided * 4 > boxes && narrow * 2 > boxes, decided, " and ", narrow, " of ", boxes);
-  CHECK(in_words * 4 > boxes, in_words, " of ", boxes, " decided in words");
-  kinds[MaskWord::kBytes] += 1;  // has a test of its own
-  // A share of the cases, as under sanitizers, need not have the rare ones.
-  for (size_t kind = 0; kind < kinds.size() && Effort() >= 1; ++kind) {
-    CHECK(kinds[kind] > 0, "words of kind ", kind, ": ", kinds[kind]);
-  }
-  CountCases(boxes);
+  const auto ones = std::count(want.begin(), want.end(), 1);
+  CHECK(ones == 0 || can.one, mask.text, " has ones in b ", box.b, " h ", box.h, " q ", box.q_lo, " k ", box.k_lo);
+  CHECK(ones == Queries(box) * Keys(box) || can.zero, mask.text, " has zeros in b ", box.b, " h ", box.h, " q ",
+        box.q_lo, " k ", box.k_lo);
 }
 
 // Every comparison of lines, distances and rests, with constants around where something changes.
-TEST(MaskWordsOfLinesAndRests) {
+TEST(BitStepsOfLinesAndRests) {
   int cases = 0;
-  std::vector<int> kinds(MaskWord::kPairs + 1);
+  std::vector<int> kinds(BitStep::kPairs + 1);
   for (const char* op : {"<", "<=", ">", ">=", "==", "!="}) {
     std::vector<std::string> texts;
     for (const int c : {-130, -64, -32, -1, 0, 1, 31, 32, 33, 64, 130}) {
@@ -241,15 +59,14 @@ TEST(MaskWordsOfLinesAndRests) {
       CHECK(status.ok(), text, ": ", status.message());
       MaskProgram program;
       status = CompileMask(mask.expr, MaskExpr(), mask.sizes, {}, &program);
-      CHECK(status.ok() && program.words.size() == 1, text, ": ", status.message());
-      const Bound bound(program);
-      CheckWords(bound, program, mask, {0, 1, 60, 75, 0, 149}, &kinds);
-      CheckWords(bound, program, mask, {0, 0, 140, 141, 32, 95}, &kinds);
+      CHECK(status.ok() && program.bit_steps.size() == 1, text, ": ", status.message());
+      CheckBits(program, mask, {0, 1, 60, 75, 0, 149}, &kinds);
+      CheckBits(program, mask, {0, 0, 140, 141, 32, 95}, &kinds);
       ++cases;
     }
   }
-  CHECK(kinds[MaskWord::kRange] > 500 && kinds[MaskWord::kLinear] > 100 && kinds[MaskWord::kAbs] > 50 &&
-        kinds[MaskWord::kMod] == 2 * 6 * 9 * 6 * 3);
+  CHECK(kinds[BitStep::kRange] > 500 && kinds[BitStep::kLinear] > 100 && kinds[BitStep::kAbs] > 50 &&
+        kinds[BitStep::kMod] == 2 * 6 * 9 * 6 * 3);
   CountCases(cases);
 }
 
@@ -269,7 +86,7 @@ Status Compile(const std::string& text, const ExprSizes& sizes, const cuda::Mask
 }
 
 // Boolean tables in the order of keys, and vectors with the extreme numbers of their type.
-TEST(MaskWordsOfTablesAndVectors) {
+TEST(BitStepsOfTablesAndVectors) {
   Random random(7);
   std::vector<uint8_t> bytes(2 * 40 * 150);
   for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(random.OneIn(2) ? random.Range(1, 255) : 0);
@@ -280,7 +97,7 @@ TEST(MaskWordsOfTablesAndVectors) {
   const std::vector<std::pair<std::string, Tensor>> tables = {{"table0", table}};
   constexpr int64_t kLeast = std::numeric_limits<int64_t>::min(), kMost = std::numeric_limits<int64_t>::max();
   int cases = 0;
-  std::vector<int> kinds(MaskWord::kPairs + 1);
+  std::vector<int> kinds(BitStep::kPairs + 1);
   for (const char* text : {"table0[h, q, k]", "not table0[h, q, k] and k <= q", "segment_q[b, q] == segment_k[b, k]",
                            "segment_q[b, q] < segment_k[b, k] or k <= q", "segment_k[b, k] <= segment_q[b, q]",
                            "k < segment_q[b, q]", "segment_q[b, q] - 0 != k", "q >= segment_k[b, k]", "k < lengths[b]",
@@ -304,14 +121,13 @@ TEST(MaskWordsOfTablesAndVectors) {
       status = CompileMask(MaskExpr(), mask.expr, mask.sizes, AllInputs(mask.operands), &program);
       CHECK(status.ok(), text, ": ", status.message());
       if (!program.proven) continue;
-      const Bound bound(program);
-      for (const int64_t q : {0, 7, 39}) CheckWords(bound, program, mask, {0, q % 2, q, q, 0, 149}, &kinds);
-      CheckWords(bound, program, mask, {0, 1, 3, 9, 32, 100}, &kinds);
+      for (const int64_t q : {0, 7, 39}) CheckBits(program, mask, {0, q % 2, q, q, 0, 149}, &kinds);
+      CheckBits(program, mask, {0, 1, 3, 9, 32, 100}, &kinds);
       ++cases;
     }
   }
-  CHECK(kinds[MaskWord::kBytes] == 32 && kinds[MaskWord::kOuter] > 40 && kinds[MaskWord::kPairs] < 40,
-        kinds[MaskWord::kBytes], " ", kinds[MaskWord::kOuter], " ", kinds[MaskWord::kPairs]);
+  CHECK(kinds[BitStep::kBytes] == 32 && kinds[BitStep::kOuter] > 40 && kinds[BitStep::kPairs] < 40,
+        kinds[BitStep::kBytes], " ", kinds[BitStep::kOuter], " ", kinds[BitStep::kPairs]);
   CountCases(cases);
 }
 
@@ -337,8 +153,8 @@ TEST(MaskProgramsTellWhatVectorsMayBreak) {
   const auto ok = [&](const char* text) {
     const Status status = Compile(text, sizes, inputs, &program);
     CHECK(status.ok(), text, ": ", status.message());
-    const Bound bound(program);
-    MaskIntervals intervals(bound.view);
+    const HostProgram on_host(program, sizes.T - 1);
+    cuda::MaskIntervals intervals(on_host.view());
     intervals.Run({0, 0, 0, 7, 0, 7});
     return intervals.ok();
   };
@@ -409,8 +225,9 @@ TEST(MaskProgramsOfLongExpressions) {
     MaskProgram program;
     status = CompileMask(mask.expr, MaskExpr(), sizes, {}, &program);
     CHECK(status.ok(), status.message());
-    const Bound bound(program);
-    CheckRows<int32_t>(bound, mask, {0, 1, 0, 69, 0, 69});
+    const MaskBox box = {0, 1, 0, 69, 0, 69};
+    CheckPattern("numbers", HostProgram(program, sizes.T - 1).ByNumbers<int32_t>(box), PatternByDefinition(mask, box),
+                 mask, box);
   }
   CountCases(2);
 }

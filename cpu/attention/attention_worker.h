@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // One worker of the attention kernel. It attends query rows of one head, or a few of several heads of a group, to the
 // key tiles that their mask keeps. scores.h and weights.h define its members for one tile.
-#ifndef STOF_CPU_ATTENTION_TILE_WORKER_H_
-#define STOF_CPU_ATTENTION_TILE_WORKER_H_
+#ifndef STOF_CPU_ATTENTION_ATTENTION_WORKER_H_
+#define STOF_CPU_ATTENTION_ATTENTION_WORKER_H_
 
 #include <cstdint>
 
@@ -17,12 +17,12 @@ namespace cpu {
 namespace {
 
 template <bool kInPlace>
-class Worker {
+class AttentionWorker {
   static constexpr int kRows = kInPlace ? kInPlaceStrip : kStrip;  // of a strip
   static constexpr int kStrips = kInPlace ? 1 : kStripsPerPass;
 
  public:
-  Worker(const AttentionProblem& problem, void* scratch)
+  AttentionWorker(const AttentionProblem& problem, void* scratch)
       : problem_(problem),
         args_(*problem.args),
         scratch_(problem, scratch),
@@ -491,4 +491,4 @@ class Worker {
 }  // namespace
 }  // namespace cpu
 }  // namespace stof
-#endif  // STOF_CPU_ATTENTION_TILE_WORKER_H_
+#endif  // STOF_CPU_ATTENTION_ATTENTION_WORKER_H_

@@ -1,22 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-// Masks as words: 32 keys of one query at a time. A comparison of affine forms is a range of bits. A comparison of a
-// number of the query with one of the key reads each number once. `and`, `or` and `not` cost one operation for 32
-// pairs. All else is evaluated pair by pair. The same code on host and device.
-#ifndef STOF_CUDA_MASK_PROGRAM_MASK_WORDS_H_
-#define STOF_CUDA_MASK_PROGRAM_MASK_WORDS_H_
+// The bit program of a mask: words of 32 keys of one query. A comparison of affine forms is a range of bits. A
+// comparison of a number of the query with one of the key reads each number once. `and`, `or` and `not` cost one
+// operation for 32 pairs. All else is evaluated pair by pair. The same code on host and device.
+#ifndef STOF_CUDA_MASK_PROGRAM_BIT_PROGRAM_H_
+#define STOF_CUDA_MASK_PROGRAM_BIT_PROGRAM_H_
 
 #include <cstdint>
 
-#include "cuda/mask/program/mask_program.h"
+#include "cuda/mask/program/number_program.h"
 
 namespace stof {
 namespace cuda {
 
-// Writes the words of a program from its steps. Only a proven program has more than one word: for others the intervals
-// of the whole decide whether it may be evaluated.
-void MakeWords(const ExprSizes& sizes, MaskProgram* program);
-// The whole program as one word.
-void MakeOneWord(MaskProgram* program);
+// Makes the bit program from the number program. Only of a proven mask it has more than one step: for others the
+// intervals of the whole decide whether it may be evaluated.
+void CompileBits(const ExprSizes& sizes, MaskProgram* program);
+// Makes a bit program of one step: the whole number program, pair by pair.
+void CompilePairs(MaskProgram* program);
 
 // ---- numbers ----
 // The affine, in 32 bits where it is small.
@@ -62,85 +62,85 @@ STOF_HOST_DEVICE Interval RestInterval(Interval a, int64_t m) {
 
 // Whether a range holds somewhere in the box and whether everywhere.
 template <typename V>
-STOF_HOST_DEVICE Interval RangeInterval(const MaskWord& word, V lo, V hi) {
-  const V constant = static_cast<V>(word.constant), limit = static_cast<V>(word.limit);
-  const bool all = hi < limit && (!word.bounded || lo >= constant);
-  const bool some = lo < limit && (!word.bounded || hi >= constant);
-  return word.inverted ? Interval{!some, !all} : Interval{all, some};
+STOF_HOST_DEVICE Interval RangeInterval(const BitStep& step, V lo, V hi) {
+  const V constant = static_cast<V>(step.constant), limit = static_cast<V>(step.limit);
+  const bool all = hi < limit && (!step.bounded || lo >= constant);
+  const bool some = lo < limit && (!step.bounded || hi >= constant);
+  return step.inverted ? Interval{!some, !all} : Interval{all, some};
 }
 
-// side(i) gives the extremes of a side in the box. kIntervals: a word may need MaskIntervals, and then `ok`
+// side(i) gives the extremes of a side in the box. kIntervals: a step may need MaskIntervals, and then `ok`
 // and `narrow` are what those say, else unchanged.
 template <bool kIntervals, typename Side>
-STOF_HOST_DEVICE MaskCan DecideWords(const MaskView& view, const MaskBox& box, const Side& side, bool* ok,
-                                     bool* narrow) {
+STOF_HOST_DEVICE MaskCan DecideBits(const MaskView& view, const MaskBox& box, const Side& side, bool* ok,
+                                    bool* narrow) {
   uint32_t zeros = 0, ones = 0;  // the stack, its top lowest
-  for (int i = 0; i < view.words_count; ++i) {
-    const MaskWord& word = view.words[i];
+  for (int i = 0; i < view.bit_steps_count; ++i) {
+    const BitStep& step = view.bit_steps[i];
     const uint32_t zero = zeros & 1, one = ones & 1, zero2 = zeros >> 1 & 1, one2 = ones >> 1 & 1;
     Interval found{0, 1};
-    switch (word.kind) {
-      case MaskWord::kAnd:
+    switch (step.kind) {
+      case BitStep::kAnd:
         zeros = zeros >> 2 << 1 | zero | zero2, ones = ones >> 2 << 1 | (one & one2);
         continue;
-      case MaskWord::kOr:
+      case BitStep::kOr:
         zeros = zeros >> 2 << 1 | (zero & zero2), ones = ones >> 2 << 1 | one | one2;
         continue;
-      case MaskWord::kNot:
+      case BitStep::kNot:
         zeros = zeros >> 1 << 1 | one, ones = ones >> 1 << 1 | zero;
         continue;
-      case MaskWord::kRange: {
-        const Affine& x = view.affines[word.affine];
-        const Interval own = word.sign != 0 ? side(word.row) : Interval{0, 0};
-        if (word.small) {
+      case BitStep::kRange: {
+        const Affine& x = view.affines[step.affine];
+        const Interval own = step.sign != 0 ? side(step.row) : Interval{0, 0};
+        if (step.small) {
           const bool up = x.q >= 0;
           const auto value = [&](int64_t q, int64_t k) {
             return static_cast<int32_t>(AffineAt<uint32_t>(x, box.b, box.h, q, k));
           };
           int32_t lo = value(up ? box.q_lo : box.q_hi, box.k_lo), hi = value(up ? box.q_hi : box.q_lo, box.k_hi);
-          if (word.sign != 0) {
+          if (step.sign != 0) {
             const int32_t least = BesideSmall(own.lo), most = BesideSmall(own.hi);
-            lo += word.sign > 0 ? least : -most, hi += word.sign > 0 ? most : -least;
+            lo += step.sign > 0 ? least : -most, hi += step.sign > 0 ? most : -least;
           }
-          found = RangeInterval<int32_t>(word, lo, hi);
+          found = RangeInterval<int32_t>(step, lo, hi);
         } else {
           Interval v = AffineInterval(x, box);
-          if (word.sign != 0) {
+          if (step.sign != 0) {
             const int64_t least = Beside(own.lo), most = Beside(own.hi);
-            v.lo += word.sign > 0 ? least : -most, v.hi += word.sign > 0 ? most : -least;
+            v.lo += step.sign > 0 ? least : -most, v.hi += step.sign > 0 ? most : -least;
           }
-          found = RangeInterval<int64_t>(word, v.lo, v.hi);
+          found = RangeInterval<int64_t>(step, v.lo, v.hi);
         }
         break;
       }
-      case MaskWord::kLinear: {
-        Interval v = AffineInterval(view.affines[word.affine], box);
-        if (word.row >= 0) {
-          const Interval own = side(word.row);
+      case BitStep::kLinear: {
+        Interval v = AffineInterval(view.affines[step.affine], box);
+        if (step.row >= 0) {
+          const Interval own = side(step.row);
           v.lo -= Beside(own.hi), v.hi -= Beside(own.lo);
         }
-        found = CompareInterval(word.op, v, {word.constant, word.constant});
+        found = CompareInterval(step.op, v, {step.constant, step.constant});
         break;
       }
-      case MaskWord::kAbs:
-        found = CompareInterval(word.op, AbsInterval(AffineInterval(view.affines[word.affine], box)),
-                                {word.constant, word.constant});
+      case BitStep::kAbs:
+        found = CompareInterval(step.op, AbsInterval(AffineInterval(view.affines[step.affine], box)),
+                                {step.constant, step.constant});
         break;
-      case MaskWord::kMod:
-        found = CompareInterval(word.op, RestInterval(AffineInterval(view.affines[word.affine], box), word.limit),
-                                {word.constant, word.constant});
+      case BitStep::kMod:
+        found = CompareInterval(step.op, RestInterval(AffineInterval(view.affines[step.affine], box), step.limit),
+                                {step.constant, step.constant});
         break;
-      case MaskWord::kOuter:
-        found = CompareInterval(word.op, side(word.row), side(word.key));
+      case BitStep::kOuter:
+        found = CompareInterval(step.op, side(step.row), side(step.key));
         break;
-      case MaskWord::kKeys:
-        found = CompareInterval(ExprOp::kNe, side(word.key), {0, 0});
+      case BitStep::kKeys:
+        found = CompareInterval(ExprOp::kNe, side(step.key), {0, 0});
         break;
       default:  // kBytes, kPairs
         if (kIntervals &&
-            (word.kind == MaskWord::kPairs || view.operands[view.steps[word.first + 1].operand].blocks >= 0)) {
+            (step.kind == BitStep::kPairs || view.operands[view.steps[step.first + 1].operand].blocks >= 0)) {
           MaskView part = view;
-          part.steps += word.first, part.count = word.count;
+          part.steps += step.first, part.count = step.count;
           MaskIntervals intervals(part);
           found = intervals.Run(box);
           *ok = *ok && intervals.ok();
@@ -216,32 +216,32 @@ STOF_HOST_DEVICE uint32_t AbsBits(ExprOp op, int64_t v, int64_t slope, int64_t c
   }
 }
 // Bits j where (rest + j) % limit `op` constant; 0 <= rest < limit.
-STOF_HOST_DEVICE uint32_t RestBits(const MaskWord& word, int32_t rest) {
-  if (word.limit <= 32) return static_cast<uint32_t>(word.pattern >> rest);
-  const int64_t v = rest - word.constant;
-  const uint32_t before = BitsBelow(word.limit - rest);
-  return (before & LineBits(word.op, v, 1)) | (~before & LineBits(word.op, v - word.limit, 1));
+STOF_HOST_DEVICE uint32_t RestBits(const BitStep& step, int32_t rest) {
+  if (step.limit <= 32) return static_cast<uint32_t>(step.pattern >> rest);
+  const int64_t v = rest - step.constant;
+  const uint32_t before = BitsBelow(step.limit - rest);
+  return (before & LineBits(step.op, v, 1)) | (~before & LineBits(step.op, v - step.limit, 1));
 }
 
 // A query's two words of keys k0 ... k0 + 31 and k0 + 32 ... k0 + 63, of which k0 is one of the problem; bits of keys
 // beyond it mean nothing. `lanes` gives what lanes of a warp do together, one query each:
 //   Row(side): that side's value of the query;
-//   Outer(word, b, h, k0, bits), Keys(...), Bytes(...), Pairs(...): both words of such a step.
+//   Outer(step, b, h, k0, bits), Keys(...), Bytes(...), Pairs(...): both words of such a step.
 template <typename Lanes>
-STOF_HOST_DEVICE void EvaluateWords(const MaskView& view, int64_t b, int64_t h, int64_t q, int64_t k0,
-                                    const Lanes& lanes, uint32_t (&top)[2]) {
+STOF_HOST_DEVICE void EvaluateBits(const MaskView& view, int64_t b, int64_t h, int64_t q, int64_t k0,
+                                   const Lanes& lanes, uint32_t (&top)[2]) {
   uint32_t stack[kMaskStack][2];
   int depth = 0;  // entries below `top`
-  for (int i = 0; i < view.words_count; ++i) {
-    const MaskWord& word = view.words[i];
-    if (word.kind == MaskWord::kNot) {
+  for (int i = 0; i < view.bit_steps_count; ++i) {
+    const BitStep& step = view.bit_steps[i];
+    if (step.kind == BitStep::kNot) {
       top[0] = ~top[0], top[1] = ~top[1];
       continue;
     }
-    if (word.kind == MaskWord::kAnd || word.kind == MaskWord::kOr) {
+    if (step.kind == BitStep::kAnd || step.kind == BitStep::kOr) {
       --depth;
       const uint32_t x = stack[depth][0], y = stack[depth][1];
-      if (word.kind == MaskWord::kAnd) {
+      if (step.kind == BitStep::kAnd) {
         top[0] &= x, top[1] &= y;
       } else {
         top[0] |= x, top[1] |= y;
@@ -252,80 +252,80 @@ STOF_HOST_DEVICE void EvaluateWords(const MaskView& view, int64_t b, int64_t h, 
       stack[depth][0] = top[0], stack[depth][1] = top[1];
       ++depth;
     }
-    switch (word.kind) {
-      case MaskWord::kOuter:
-        lanes.Outer(word, b, h, k0, top);
+    switch (step.kind) {
+      case BitStep::kOuter:
+        lanes.Outer(step, b, h, k0, top);
         continue;
-      case MaskWord::kKeys:
-        lanes.Keys(word, b, h, k0, top);
+      case BitStep::kKeys:
+        lanes.Keys(step, b, h, k0, top);
         continue;
-      case MaskWord::kBytes:
-        lanes.Bytes(word, b, h, k0, top);
+      case BitStep::kBytes:
+        lanes.Bytes(step, b, h, k0, top);
         continue;
-      case MaskWord::kPairs:
-        lanes.Pairs(word, b, h, k0, top);
+      case BitStep::kPairs:
+        lanes.Pairs(step, b, h, k0, top);
         continue;
       default:
         break;
     }
-    const Affine& x = view.affines[word.affine];
-    if (word.kind == MaskWord::kRange && word.small) {
+    const Affine& x = view.affines[step.affine];
+    if (step.kind == BitStep::kRange && step.small) {
       auto v = static_cast<int32_t>(AffineAt<uint32_t>(x, b, h, q, k0));
-      if (word.sign != 0) v += word.sign * BesideSmall(lanes.Row(word.row));
-      const auto constant = static_cast<int32_t>(word.constant), limit = static_cast<int32_t>(word.limit);
+      if (step.sign != 0) v += step.sign * BesideSmall(lanes.Row(step.row));
+      const auto constant = static_cast<int32_t>(step.constant), limit = static_cast<int32_t>(step.limit);
       STOF_UNROLL
       for (int w = 0; w < 2; ++w) {
         const int32_t own = x.k != 0 ? v + 32 * w : v;
         if (x.k != 0) {
           top[w] = BitsBelow(limit - own);
-          if (word.bounded) top[w] &= ~BitsBelow(constant - own);
+          if (step.bounded) top[w] &= ~BitsBelow(constant - own);
         } else {
-          top[w] = own < limit && (!word.bounded || own >= constant) ? ~0u : 0u;
+          top[w] = own < limit && (!step.bounded || own >= constant) ? ~0u : 0u;
         }
-        if (word.inverted) top[w] = ~top[w];
+        if (step.inverted) top[w] = ~top[w];
       }
       continue;
     }
-    if (word.kind == MaskWord::kMod && word.small) {
-      const int32_t rest = Rest(static_cast<int32_t>(AffineAt<uint32_t>(x, b, h, q, k0)), word.limit);
-      top[0] = RestBits(word, rest);
-      top[1] = RestBits(word, Rest(int64_t{rest} + 32, word.limit));
+    if (step.kind == BitStep::kMod && step.small) {
+      const int32_t rest = Rest(static_cast<int32_t>(AffineAt<uint32_t>(x, b, h, q, k0)), step.limit);
+      top[0] = RestBits(step, rest);
+      top[1] = RestBits(step, Rest(int64_t{rest} + 32, step.limit));
       continue;
     }
     using U = uint64_t;
     const U first = AffineAt<U>(x, b, h, q, k0);
-    if (word.kind == MaskWord::kRange) {
+    if (step.kind == BitStep::kRange) {
       const auto v = static_cast<int64_t>(
-          first + (word.sign != 0 ? static_cast<U>(word.sign * Beside(lanes.Row(word.row))) : U{0}));
+          first + (step.sign != 0 ? static_cast<U>(step.sign * Beside(lanes.Row(step.row))) : U{0}));
       STOF_UNROLL
       for (int w = 0; w < 2; ++w) {
         const int64_t own = x.k != 0 ? v + 32 * w : v;
         if (x.k != 0) {
-          top[w] = BitsBelow(word.limit - own);
-          if (word.bounded) top[w] &= ~BitsBelow(word.constant - own);
+          top[w] = BitsBelow(step.limit - own);
+          if (step.bounded) top[w] &= ~BitsBelow(step.constant - own);
         } else {
-          top[w] = own < word.limit && (!word.bounded || own >= word.constant) ? ~0u : 0u;
+          top[w] = own < step.limit && (!step.bounded || own >= step.constant) ? ~0u : 0u;
         }
-        if (word.inverted) top[w] = ~top[w];
+        if (step.inverted) top[w] = ~top[w];
       }
       continue;
     }
-    if (word.kind == MaskWord::kMod) {
-      int32_t rest = Rest(static_cast<int64_t>(first), word.limit);
-      top[0] = RestBits(word, rest);
-      top[1] = RestBits(word, Rest(int64_t{rest} + 32, word.limit));
+    if (step.kind == BitStep::kMod) {
+      int32_t rest = Rest(static_cast<int64_t>(first), step.limit);
+      top[0] = RestBits(step, rest);
+      top[1] = RestBits(step, Rest(int64_t{rest} + 32, step.limit));
       continue;
     }
-    const U own = word.kind == MaskWord::kLinear && word.row >= 0 ? static_cast<U>(Beside(lanes.Row(word.row))) : U{0};
+    const U own = step.kind == BitStep::kLinear && step.row >= 0 ? static_cast<U>(Beside(lanes.Row(step.row))) : U{0};
     STOF_UNROLL
     for (int w = 0; w < 2; ++w) {
       const auto v = static_cast<int64_t>(first + static_cast<U>(32 * w) * static_cast<U>(x.k) - own);
-      top[w] = word.kind == MaskWord::kAbs ? AbsBits(word.op, v, x.k, word.constant)
-                                           : LineBits(word.op, Plus(v, -word.constant), x.k);
+      top[w] = step.kind == BitStep::kAbs ? AbsBits(step.op, v, x.k, step.constant)
+                                          : LineBits(step.op, Plus(v, -step.constant), x.k);
     }
   }
 }
 
 }  // namespace cuda
 }  // namespace stof
-#endif  // STOF_CUDA_MASK_PROGRAM_MASK_WORDS_H_
+#endif  // STOF_CUDA_MASK_PROGRAM_BIT_PROGRAM_H_

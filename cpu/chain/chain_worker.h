@@ -2,8 +2,8 @@
 // One worker of a chain: runs the steps of a program over its rows and pieces.
 // row_offsets.h has the offsets of rows, elements.h the loads and stores of elements. Only chain.cc includes them, in
 // an unnamed namespace, so that compilers know all callers and inline them.
-#ifndef STOF_CPU_CHAIN_WORKER_H_
-#define STOF_CPU_CHAIN_WORKER_H_
+#ifndef STOF_CPU_CHAIN_CHAIN_WORKER_H_
+#define STOF_CPU_CHAIN_CHAIN_WORKER_H_
 
 #include <algorithm>
 #include <atomic>
@@ -55,9 +55,9 @@ size_t SumBytes(const ChainProgram& p) {
   return (p.reductions.size() * static_cast<size_t>(p.batch) * sizeof(double) + 63) / 64 * 64;
 }
 
-class Worker {
+class ChainWorker {
  public:
-  Worker(Job* job, char* memory) : job_(*job), p_(*job->program), k_(*job->kernels) {
+  ChainWorker(Job* job, char* memory) : job_(*job), p_(*job->program), k_(*job->kernels) {
     const auto take = [&memory](size_t bytes) {
       char* at = memory;
       memory += bytes;
@@ -359,4 +359,4 @@ class Worker {
 }  // namespace
 }  // namespace cpu
 }  // namespace stof
-#endif  // STOF_CPU_CHAIN_WORKER_H_
+#endif  // STOF_CPU_CHAIN_CHAIN_WORKER_H_
