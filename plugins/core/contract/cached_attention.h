@@ -71,6 +71,8 @@ struct CacheAppendArgs {
   int32_t* is_invalid = nullptr;
 };
 
+// Whether queries and new keys are normalized or rotated.
+inline bool IsTransformed(const CacheAppendArgs& args) { return args.cos != nullptr || args.query_norm != nullptr; }
 // The element type of the caches.
 STOF_ALWAYS_INLINE DType CacheType(const CacheAppendArgs& args) {
   return args.cache_dtype == DType::kUndefined ? args.dtype : args.cache_dtype;

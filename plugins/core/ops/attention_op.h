@@ -76,7 +76,7 @@ class AttentionOp final : public Op {
   static bool CanGatherColumns(const AttentionMask& mask, const AttentionArgs& args,
                                std::shared_ptr<const ColumnSource::Gathered>* gathered);
   static Status RunOnCpu(const AttentionMask& mask, const ExprSizes& sizes, const PreparedMask& prepared,
-                         const RunContext& context, AttentionArgs* args);
+                         const RunContext& context, const AttentionArgs& unmasked);
 
   // ---- attention_plan.cc ----
   // Binds a run on a device by types and shapes alone.

@@ -85,19 +85,4 @@ Status BindTransforms(const NamedInputs& inputs, const TokenInputs& at, const Ca
   return Status();
 }
 
-Tables MaskTables(const NamedInputs& inputs, int first) {
-  Tables tables;
-  for (int i = first; i < inputs.count(); ++i) {
-    if (inputs.Has(i)) tables.emplace_back(inputs.Name(i), inputs[i]);
-  }
-  return tables;
-}
-
-bool LacksTable(const NamedInputs& inputs, int first) {
-  for (int i = first; i < inputs.count(); ++i) {
-    if (!inputs.Has(i)) return true;
-  }
-  return false;
-}
-
 }  // namespace stof
