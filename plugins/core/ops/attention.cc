@@ -41,9 +41,9 @@ Status AttentionOp::Run(const Tensor* inputs, int input_count, const Tensor* out
   AttentionArgs& args = problem.args;
   STOF_RETURN_IF_ERROR(CheckOutputCount(output_count));
   const Tensor expected = OutputOf(inputs, 0);
-  STOF_RETURN_IF_ERROR(CheckOutput("output", outputs[0], expected));
+  STOF_RETURN_IF_ERROR(CheckTensor("output", outputs[0], expected));
   if (output_count > 1) {
-    STOF_RETURN_IF_ERROR(CheckOutput("lse", outputs[1], OutputOf(inputs, 1)));
+    STOF_RETURN_IF_ERROR(CheckTensor("lse", outputs[1], OutputOf(inputs, 1)));
     args.output.lse = static_cast<float*>(outputs[1].data);
     args.output.lse_stride_b = args.shape.H * args.shape.S, args.output.lse_stride_h = args.shape.S;
   }
@@ -92,6 +92,14 @@ bool AttentionOp::IsTypeAllowed(int index, DType dtype, DType typed) const {
   return integer || (IsTableName(role) && (dtype == DType::kBool || dtype == DType::kU8));
 }
 
+NamedInputs AttentionOp::Named(const Tensor* inputs, int input_count) const {
+  const auto name = [](const void* self, int input) -> std::string {
+    const auto& roles = static_cast<const AttentionOp*>(self)->attributes_.operands;
+    return input < kTypedInputs ? kTensorNames[input] : roles[static_cast<size_t>(input - kTypedInputs)];
+  };
+  return NamedInputs(inputs, input_count, {name, this});
+}
+
 Tensor AttentionOp::OutputOf(const Tensor* inputs, int index) const {
   return index == 0 ? TensorByRules(inputs[0].dtype, output_rules_, inputs)
                     : TensorByRules(DType::kF32, lse_rules_, inputs);
@@ -104,17 +112,12 @@ Status AttentionOp::CheckOutputCount(int count) const {
 }
 
 Status AttentionOp::CheckData(const Tensor* inputs, const Tensor& output, bool on_cuda) const {
-  const auto missing = [](const Tensor& tensor) {
-    return tensor.data == nullptr &&
-           std::all_of(tensor.dims, tensor.dims + tensor.rank, [](int64_t dim) { return dim != 0; });
+  const NamedInputs all = Named(inputs, InputCount());
+  const auto is_read = [&](int i) {
+    const std::string role = all.Name(i);
+    return role != "unused" && !(on_cuda && mask_.is_fixed() && IsTableName(role));
   };
-  for (int i = 0; i < InputCount(); ++i) {
-    if (!missing(inputs[i]) || inputs[i].dtype == DType::kUndefined) continue;
-    const std::string role =
-        i < kTypedInputs ? kTensorNames[i] : attributes_.operands[static_cast<size_t>(i - kTypedInputs)];
-    if (on_cuda && mask_.is_fixed() && IsTableName(role)) continue;
-    if (role != "unused") return Status::Error(role + " has no data");
-  }
+  STOF_RETURN_IF_ERROR(all.CheckData(is_read));
   return output.data == nullptr ? Status::Error("output has no data") : Status();
 }
 

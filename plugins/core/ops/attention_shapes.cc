@@ -144,16 +144,6 @@ Status BindQueryKeyValue(const AttentionAttributes& attributes, const Tensor* in
   return Status();
 }
 
-Status CheckOutput(const char* name, const Tensor& found, const Tensor& expected) {
-  if (found.dtype == expected.dtype && found.rank == expected.rank &&
-      std::equal(expected.dims, expected.dims + expected.rank, found.dims)) {
-    return Status();
-  }
-  return Status::Error(std::string(name) + " has shape " + ShapeText(found) + " and data type " +
-                       TypeText(found.dtype) + ", expected " + ShapeText(expected) + " and " +
-                       TypeText(expected.dtype));
-}
-
 std::vector<DimRule> LseRules(const AttentionAttributes& attributes) {
   return {{0, 0, -1}, HeadsRule(attributes), LengthRule(attributes)};
 }

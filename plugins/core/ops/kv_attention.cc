@@ -5,7 +5,6 @@
 #include <string>
 
 #include "plugins/core/ops/attention_operands.h"
-#include "plugins/core/ops/attention_shapes.h"
 
 namespace stof {
 namespace {
@@ -44,7 +43,7 @@ Status BindBias(const NamedInputs& inputs, int index, const AttentionShape& shap
 
 Status CheckResults(const KvResults& results, const Tensor* outputs, const Tensor* expected) {
   for (int i = 0; i < KvResults::kCount; ++i) {
-    STOF_RETURN_IF_ERROR(CheckOutput(results.names[i], outputs[i], expected[i]));
+    STOF_RETURN_IF_ERROR(CheckTensor(results.names[i], outputs[i], expected[i]));
   }
   return Status();
 }

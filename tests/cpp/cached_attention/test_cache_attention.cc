@@ -139,7 +139,8 @@ class Step {
     args.is_first_prompt = !c_.tokens.empty();
     args.sliding_window = c_.window;
     if (c_.is_rotated) {
-      args.cos = cos_.data(), args.sin = sin_.data(), args.rotary_rows = 4096, args.rotary_size = c_.D / 2 * 2;
+      args.transform.cos = cos_.data(), args.transform.sin = sin_.data(), args.transform.rotary_rows = 4096,
+      args.transform.rotary_size = c_.D / 2 * 2;
       args.rotated_query = rotated_.data();
     }
     args.first_row = first_rows_.data();

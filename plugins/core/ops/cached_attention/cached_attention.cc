@@ -145,7 +145,7 @@ Status CachedAttentionOp::Bind(const Inputs& inputs, Step* step) const {
   STOF_RETURN_IF_ERROR(BindTransforms(inputs, kTokenInputs, attributes_, 0, &a));
   if (attributes_.do_rotary && inputs.Has(in::kPositions)) {
     STOF_RETURN_IF_ERROR(inputs.Check(in::kPositions, DType::kI64, {a.B, a.S}));
-    a.position_ids = static_cast<const int64_t*>(inputs[in::kPositions].data);
+    a.transform.position_ids = static_cast<const int64_t*>(inputs[in::kPositions].data);
   }
   if (a.sliding_window > 0 && inputs.Has(in::kBias)) {
     return Status::Error("attention_bias is given, expected none beside attribute sliding_window_cache");
@@ -179,7 +179,7 @@ AttentionArgs CachedAttentionOp::AttentionOf(const Step& step, int64_t keys) con
     args.kv.key_scale = a.key_scale, args.kv.value_scale = a.value_scale;
   }
   args.query = {a.query, a.query_stride};
-  if (IsTransformed(a)) args.query = {a.rotated_query, {a.H * a.S * a.D, a.S * a.D, a.D}};
+  if (a.transform.given()) args.query = {a.rotated_query, {a.H * a.S * a.D, a.S * a.D, a.D}};
   const bool is_staged = a.staging_capacity > 0;
   const int64_t rows = is_staged ? a.staging_capacity : a.capacity;
   const Strides dense = {a.G * rows * a.D, rows * a.D, a.D};
@@ -203,7 +203,7 @@ Status Allocate(const RunContext& context, CacheAppendArgs* append) {
   };
   STOF_RETURN_IF_ERROR(allocate(a.B * 4, &a.first_row));
   if (context.on_cuda) STOF_RETURN_IF_ERROR(allocate(a.B * 4, &a.is_invalid));
-  if (IsTransformed(a)) STOF_RETURN_IF_ERROR(allocate(a.B * a.H * a.S * a.D * SizeOf(a.dtype), &a.rotated_query));
+  if (a.transform.given()) STOF_RETURN_IF_ERROR(allocate(a.B * a.H * a.S * a.D * SizeOf(a.dtype), &a.rotated_query));
   // A step of several tokens may drop rows that its first tokens attend.
   a.staging_capacity = context.on_cuda ? CudaStagingRows(a) : CpuCacheStagingRows(a);
   if (a.staging_capacity == 0) return Status();

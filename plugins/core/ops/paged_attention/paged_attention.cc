@@ -10,6 +10,7 @@
 
 #include "plugins/core/contract/attention_limits.h"
 #include "plugins/core/ops/attention.h"
+#include "plugins/core/ops/attribute_checks.h"
 #include "plugins/core/ops/cached_attention/cached_attention.h"
 #include "plugins/core/ops/cached_attention/new_tokens.h"
 #include "plugins/core/ops/kv_attention.h"
@@ -45,8 +46,7 @@ Status ParsePagedAttention(const AttributeReader& attributes, PagedAttributes* p
     return Status::Error("attribute sliding_window_cache is given, expected none: the block table makes a ring");
   }
   if (parsed->rotary_offset < 0 || parsed->rotary_offset % 8 != 0 || parsed->rotary_offset > Limits::kLargestHeadSize) {
-    return Status::Error("attribute rotary_offset is " + std::to_string(parsed->rotary_offset) +
-                         ", expected a multiple of 8 below the head size");
+    return UnexpectedAttribute("rotary_offset", parsed->rotary_offset, "a multiple of 8 below the head size");
   }
   return Status();
 }
@@ -160,7 +160,7 @@ Status PagedAttentionOp::Bind(const Inputs& inputs, PagedRun* run) const {
   STOF_RETURN_IF_ERROR(BindTokens(inputs, kTokenInputs, attributes_.common, false, &a));
   STOF_RETURN_IF_ERROR(BindCache(inputs, run));
   STOF_RETURN_IF_ERROR(BindTransforms(inputs, kTokenInputs, attributes_.common, attributes_.rotary_offset, &a));
-  run->has_query_copy = a.query_norm != nullptr || attributes_.common.do_rotary;
+  run->has_query_copy = a.transform.query_norm != nullptr || attributes_.common.do_rotary;
   return BindMetadata(inputs, run);
 }
 
