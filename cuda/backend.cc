@@ -8,8 +8,8 @@
 #include "cuda/attention/columns/gather.h"
 #include "cuda/attention/decode/api.h"
 #include "cuda/attention/dequantize.h"
+#include "cuda/attention/families.h"
 #include "cuda/attention/job.h"
-#include "cuda/attention/kernel_request.h"
 #include "cuda/cached_attention/append.h"
 #include "cuda/chain/run.h"
 #include "cuda/common/graph_capture.h"
@@ -17,7 +17,7 @@
 #include "cuda/common/status.h"
 #include "cuda/common/stream_memory.h"
 #include "cuda/common/time_op.h"
-#include "cuda/gemm/run.h"
+#include "cuda/gemm/gemm.h"
 #include "cuda/mask/build/mask_builder.h"
 #include "cuda/mask/device_columns.h"
 #include "cuda/mask/device_mask.h"
@@ -227,7 +227,7 @@ uint64_t HashKernelChoice(const AttentionArgs& args, const Tensor* pad, const At
 Status LoadKernels(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
                    const Tables& operands, const RunContext& context) {
   cuda::KernelRequest request;
-  STOF_RETURN_IF_ERROR(cuda::GetKernelRequest(args.kernel, context.kernel, &request));
+  STOF_RETURN_IF_ERROR(cuda::AttentionRequests().Get(args.kernel, context.kernel, &request));
   const auto queue = [&](const RunContext& own) { return RunAttention(args, pad, mask, sizes, operands, own); };
   return cuda::LoadKernels(
       HashKernelChoice(args, pad, mask, sizes, request),

@@ -81,6 +81,7 @@ if command -v nvcc >/dev/null; then
   $cuda/tests/trt/stof_trt_cuda_tests TrtPlannedMaskMemory
   $cuda/tests/cpp/stof_cuda_tests MaskMemoryByDistance
   $cuda/tests/cpp/stof_cuda_tests KernelChoice
+  $cuda/tests/cpp/stof_cuda_tests GemmChoice
   end
 fi
 

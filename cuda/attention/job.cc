@@ -66,7 +66,7 @@ Status AttentionJob::Run() {
 
 Status AttentionJob::RunDecode() {
   STOF_RETURN_IF_ERROR(Describe());
-  STOF_RETURN_IF_ERROR(GetKernelRequest(args_.kernel, context_.kernel, &request_));
+  STOF_RETURN_IF_ERROR(AttentionRequests().Get(args_.kernel, context_.kernel, &request_));
   KernelTable kernels;
   const KernelFamily* const family = FindFamily(KernelRole::kDecode, problem_, &kernels);
   if (family == nullptr) return Status::Error("no decode kernel for head size " + std::to_string(problem_.head_size));

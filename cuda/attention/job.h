@@ -11,11 +11,11 @@
 #include <string>
 #include <vector>
 
-#include "cuda/attention/kernel_request.h"
 #include "cuda/attention/kernel_table.h"
 #include "cuda/attention/params.h"
 #include "cuda/attention/select.h"
 #include "cuda/common/device_properties.h"
+#include "cuda/common/kernel_request.h"
 #include "cuda/mask/build/mask_builder.h"
 #include "cuda/mask/device_columns.h"
 #include "cuda/mask/device_mask.h"

@@ -61,7 +61,7 @@ Status AttentionJob::Describe() {
 }
 
 Status AttentionJob::Choose(KernelChoice* choice) {
-  STOF_RETURN_IF_ERROR(GetKernelRequest(args_.kernel, context_.kernel, &request_));
+  STOF_RETURN_IF_ERROR(AttentionRequests().Get(args_.kernel, context_.kernel, &request_));
   return ChooseKernel(request_, problem_, selection_, choice);
 }
 

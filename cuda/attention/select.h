@@ -7,8 +7,8 @@
 
 #include <cstdint>
 
-#include "cuda/attention/kernel_request.h"
 #include "cuda/attention/kernel_table.h"
+#include "cuda/common/kernel_request.h"
 #include "cuda/mask/device_mask.h"
 #include "plugins/core/base/status.h"
 #include "plugins/core/mask/expr.h"

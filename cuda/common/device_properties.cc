@@ -45,6 +45,7 @@ Status GetDeviceProperties(DeviceProperties* properties) {
         cudaDeviceGetAttribute(&bits, cudaDevAttrGlobalMemoryBusWidth, device) == cudaSuccess) {
       found.peak_bandwidth = 2e-6 * kilohertz * bits / 8;
     }
+    found.device = device;
     found.capability = 10 * major + minor;
     // Tests run a kernel on a device that has a better one, and small problems with many tile rows a CTA.
     const int most = Limit("STOF_CUDA_CAPABILITY");

@@ -11,6 +11,7 @@ namespace stof {
 namespace cuda {
 
 struct DeviceProperties {
+  int device = 0;      // its number in this process
   int capability = 0;  // 10 * major + minor
   int sm_count = 0;
   int64_t l2_bytes = 0;

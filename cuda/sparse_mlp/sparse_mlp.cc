@@ -7,7 +7,7 @@
 
 #include "cuda/common/device_properties.h"
 #include "cuda/common/status.h"
-#include "cuda/gemm/run.h"
+#include "cuda/gemm/gemm.h"
 #include "cuda/sparse_mlp/params.h"
 #include "cuda/sparse_mlp/run.h"
 #include "plugins/core/base/integers.h"

@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "cuda/attention/families.h"
-#include "cuda/attention/kernel_request.h"
 #include "cuda/attention/select.h"
 #include "tests/cpp/check.h"
 
@@ -99,19 +98,19 @@ TEST(KernelChoiceOrdersRequests) {
 
 TEST(KernelChoiceTakesForcedKernelsFirst) {
   cuda::KernelRequest request;
-  CHECK(cuda::ForceKernel("rows").ok());
-  CHECK(cuda::GetKernelRequest("sm80", 2, &request).ok() && request == Named("rows"));
+  CHECK(cuda::AttentionRequests().Force("rows").ok());
+  CHECK(cuda::AttentionRequests().Get("sm80", 2, &request).ok() && request == Named("rows"));
   // An error leaves the request as it was, and lists the names.
-  const Status status = cuda::ForceKernel("row");
+  const Status status = cuda::AttentionRequests().Force("row");
   CHECK(!status.ok() && status.message().find("the forced kernel is 'row'") == 0, status.message());
   for (const std::string& name : cuda::ListAllKernelNames()) {
     CHECK(status.message().find(" " + name) != std::string::npos, name, ": ", status.message());
   }
-  CHECK(cuda::GetKernelRequest("sm80", 0, &request).ok() && request == Named("rows"));
-  CHECK(cuda::ForceKernel("5").ok());
-  CHECK(cuda::GetKernelRequest("sm80", 0, &request).ok() && request == Numbered(5));
-  cuda::ReleaseKernel();
-  CHECK(cuda::GetKernelRequest("sm80", 0, &request).ok() && request == Named("sm80"));
+  CHECK(cuda::AttentionRequests().Get("sm80", 0, &request).ok() && request == Named("rows"));
+  CHECK(cuda::AttentionRequests().Force("5").ok());
+  CHECK(cuda::AttentionRequests().Get("sm80", 0, &request).ok() && request == Numbered(5));
+  cuda::AttentionRequests().Release();
+  CHECK(cuda::AttentionRequests().Get("sm80", 0, &request).ok() && request == Named("sm80"));
   CountCases(5);
 }
 
