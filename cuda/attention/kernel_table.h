@@ -9,6 +9,7 @@
 #include <string>
 
 #include "cuda/attention/params.h"
+#include "cuda/common/device_properties.h"
 #include "cuda/schedule/tile_schedule.h"
 #include "plugins/core/base/status.h"
 #include "plugins/core/contract/op.h"
@@ -65,6 +66,21 @@ struct LaunchCode : KernelCode {
   constexpr explicit LaunchCode(Function function) : launch(function) {}
   Function launch;
 };
+
+// One size of the CTAs that a row of a table has: a whole tile of the block mask, or a part of one. What its launches
+// need of the device.
+struct CtaSize {
+  static constexpr int kMostStages = 2;
+  int rows = 0;                            // query rows; 0: this size is not compiled
+  int ctas_per_sm = 1;                     // that the registers allow
+  int most_stages = 0;                     // buffers for keys and for values
+  int shared_bytes[kMostStages + 1] = {};  // of a CTA with so many stages; with 0, keys and values share a buffer
+};
+// Whether so many CTAs with so many stages fit the shared memory of an SM.
+inline bool FitsSharedMemory(const CtaSize& size, int stages, int ctas, const DeviceProperties& device) {
+  const int bytes = size.shared_bytes[stages];
+  return bytes <= device.cta_shared_bytes && ctas * (bytes + kReservedSharedBytes) <= device.sm_shared_bytes;
+}
 
 // One compiled kernel: a row of a family's table.
 struct KernelEntry {

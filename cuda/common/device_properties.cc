@@ -39,6 +39,10 @@ Status GetDeviceProperties(DeviceProperties* properties) {
     STOF_RETURN_IF_ERROR(
         ToStatus(cudaDeviceGetAttribute(&found.sm_count, cudaDevAttrMultiProcessorCount, device), "device"));
     found.l2_bytes = l2;
+    STOF_RETURN_IF_ERROR(ToStatus(
+        cudaDeviceGetAttribute(&found.cta_shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "device"));
+    STOF_RETURN_IF_ERROR(ToStatus(
+        cudaDeviceGetAttribute(&found.sm_shared_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device), "device"));
     // Without them the cost models take an H100's.
     int kilohertz = 0, bits = 0;
     if (cudaDeviceGetAttribute(&kilohertz, cudaDevAttrMemoryClockRate, device) == cudaSuccess &&
@@ -52,6 +56,11 @@ Status GetDeviceProperties(DeviceProperties* properties) {
     if (most >= 80) found.capability = std::min(found.capability, most);
     const int few = Limit("STOF_CUDA_MULTIPROCESSORS");
     if (few > 0) found.sm_count = std::min(found.sm_count, few);
+    const int shared = 1024 * std::min(Limit("STOF_CUDA_SHARED_KIB"), 1024);
+    if (shared > 0 && shared < found.cta_shared_bytes) {
+      found.cta_shared_bytes = shared;
+      found.sm_shared_bytes = std::min(found.sm_shared_bytes, shared + kReservedSharedBytes);
+    }
   }
   *properties = found;
   return Status();

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <cstdlib>
 #include <string>
 
 #include "cuda/attention/fp32/api.h"
@@ -32,6 +34,36 @@ constexpr HeadSizeTable kTables[] = {{32, FindFp32D32},   {64, FindFp32D64},   {
 
 KernelTable Find(const KernelProblem& problem) { return FindByHeadSize(kTables, problem); }
 
+// STOF_CUDA_FP32_ROWS: tests run both sizes of CTAs. 0: it is not set.
+int ForcedRows() {
+  static const int rows = [] {
+    const char* const text = std::getenv("STOF_CUDA_FP32_ROWS");
+    return text == nullptr ? 0 : std::atoi(text);
+  }();
+  return rows;
+}
+
+// Whether CTAs of 128 rows are faster: there are enough of them for the device, and tile rows have many KV tiles
+// (docs/lab/cuda-experiments.md, "fp32").
+bool PrefersLargeCtas(const AttentionParams& p, const DeviceProperties& device) {
+  if (ForcedRows() > 0) return ForcedRows() == 128;
+  constexpr int kManyTiles = 24, kCtas = 2;  // an SM
+  const int64_t items = int64_t{p.B} * p.H * ((p.S + kTileRows - 1) / kTileRows);
+  const int tiles = p.has_mask != 0 ? p.mask.mean_row : (p.T + kTileKeys - 1) / kTileKeys;
+  return tiles >= kManyTiles && items >= int64_t{kCtas} * device.sm_count;
+}
+
+// As many CTAs an SM as the registers allow, with two stages if they fit, else one; fewer CTAs where shared memory is
+// short. -1: it is too small for one.
+int CountStages(const CtaSize& size, const DeviceProperties& device) {
+  for (int ctas = std::max(size.ctas_per_sm, 2); ctas > 0; ctas /= 2) {
+    for (int stages = size.most_stages; stages >= (ctas == 1 ? 0 : 1); --stages) {
+      if (FitsSharedMemory(size, stages, ctas, device)) return stages;
+    }
+  }
+  return -1;
+}
+
 Status Run(AttentionJob* job, const KernelEntry& kernel) {
   STOF_RETURN_IF_ERROR(job->PreparePadding());
   STOF_RETURN_IF_ERROR(job->PrepareTiled());
@@ -43,9 +75,14 @@ Status Run(AttentionJob* job, const KernelEntry& kernel) {
     return Status::Error("no device memory for " + std::to_string(bytes) + " bytes of split keys and values");
   }
   PlaceWorkspace(kernel, memory, &params);
-  const auto& code = kernel.code_as<Fp32Code>();
-  STOF_RETURN_IF_ERROR(CheckLaunch(code.split(params, job->stream())));
-  return CheckLaunch(code.launch(params, job->problem().score_mod() != ScoreMod::kNone, job->stream()));
+  const bool has_score_mod = job->problem().score_mod() != ScoreMod::kNone;
+  const Fp32Launch launch = ChooseFp32Launch(kernel, params.attention, has_score_mod, job->device());
+  if (launch.size == nullptr) {
+    return Status::Error("the device has too little shared memory for head size " + std::to_string(kernel.head_size));
+  }
+  STOF_RETURN_IF_ERROR(CheckLaunch(kernel.code_as<Fp32Code>().split(params, job->stream())));
+  const Fp32CtaSize::Launch run = has_score_mod ? launch.size->launch_score_mod : launch.size->launch;
+  return CheckLaunch(run(params, launch.stages, launch.l2_heads, job->stream()));
 }
 
 Status Prepare(AttentionJob* job, const KernelEntry&) { return job->PrepareTiled(); }
@@ -59,6 +96,26 @@ constexpr KernelFamily MakeFamily() {
 }
 
 }  // namespace
+
+Fp32Launch ChooseFp32Launch(const KernelEntry& kernel, const AttentionParams& params, bool has_score_mod,
+                            const DeviceProperties& device) {
+  const auto& code = kernel.code_as<Fp32Code>();
+  Fp32Launch launch;
+  const int64_t heads = int64_t{params.B} * params.H;
+  const int64_t head_bytes = int64_t{4} * code.planes * kernel.head_size * params.T / (params.H / params.G) + 1;
+  const int64_t l2_groups = 1 + (heads * head_bytes - 1) / std::max<int64_t>(device.l2_bytes / 2, 1);
+  launch.l2_heads = static_cast<int>((heads + l2_groups - 1) / l2_groups);
+  const auto take = [&](const Fp32CtaSize& size) {
+    if (launch.size != nullptr || size.rows == 0) return;
+    if ((has_score_mod ? size.launch_score_mod : size.launch) == nullptr) return;
+    const int stages = CountStages(size, device);
+    if (stages >= 0) launch.size = &size, launch.stages = stages;
+  };
+  if (PrefersLargeCtas(params, device)) take(code.sizes[1]);
+  take(code.sizes[0]);
+  take(code.sizes[2]);
+  return launch;
+}
 
 const KernelFamily kFp32Family = MakeFamily();
 

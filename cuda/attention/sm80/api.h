@@ -8,7 +8,21 @@
 namespace stof {
 namespace cuda {
 
-using Sm80Code = LaunchCode<AttentionParams>;
+struct Sm80CtaSize : CtaSize {
+  int (*launch)(const AttentionParams& params, int stages, void* stream) = nullptr;
+};
+struct Sm80Code : KernelCode {
+  Sm80CtaSize half;   // CTAs of 64 rows, half a tile of the block mask
+  Sm80CtaSize whole;  // CTAs of a tile
+};
+
+// How an attention is launched.
+struct Sm80Launch {
+  const Sm80CtaSize* size = nullptr;  // nullptr: the device has too little shared memory for any
+  int stages = 0;
+};
+// params: only B, H and S count.
+Sm80Launch ChooseSm80Launch(const KernelEntry& kernel, const AttentionParams& params, const DeviceProperties& device);
 
 extern const KernelFamily kSm80Family;
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <memory>
+#include <cstdlib>
+#include <string>
 
 #include "cuda/attention/job.h"
 #include "cuda/attention/sm80/api.h"
@@ -13,10 +14,38 @@ constexpr HeadSizeTable kTables[] = {{32, FindSm80D32},   {64, FindSm80D64},   {
 
 KernelTable Find(const KernelProblem& problem) { return FindByHeadSize(kTables, problem); }
 
+// The stages that fit the device's shared memory with ctas_per_sm CTAs; -1: not even one buffer does.
+int CountStages(const CtaSize& size, const DeviceProperties& device) {
+  int stages = size.most_stages;
+  while (stages >= 0 && !FitsSharedMemory(size, stages, size.ctas_per_sm, device)) --stages;
+  return stages;
+}
+
+// STOF_CUDA_SM80_ROWS: tests run both sizes of CTAs. 0: it is not set.
+int ForcedRows() {
+  static const int rows = [] {
+    const char* const text = std::getenv("STOF_CUDA_SM80_ROWS");
+    return text == nullptr ? 0 : std::atoi(text);
+  }();
+  return rows;
+}
+
+// Whether CTAs of half a tile are faster: there are few tiles for an SM (docs/lab/cuda-experiments.md, "8.0, fp32, row
+// by row").
+bool PrefersHalfTiles(int head_size, const AttentionParams& p, const DeviceProperties& device) {
+  if (ForcedRows() > 0) return ForcedRows() == 64;
+  const int64_t most = head_size <= 64 ? 3 : 1;  // tiles an SM
+  return int64_t{p.B} * p.H * ((p.S + kTileRows - 1) / kTileRows) <= most * device.sm_count;
+}
+
 Status Run(AttentionJob* job, const KernelEntry& kernel) {
   STOF_RETURN_IF_ERROR(job->PreparePadding());
   STOF_RETURN_IF_ERROR(job->PrepareTiled());
-  return CheckLaunch(kernel.code_as<Sm80Code>().launch(*job->params(), job->stream()));
+  const Sm80Launch launch = ChooseSm80Launch(kernel, *job->params(), job->device());
+  if (launch.size == nullptr) {
+    return Status::Error("the device has too little shared memory for head size " + std::to_string(kernel.head_size));
+  }
+  return CheckLaunch(launch.size->launch(*job->params(), launch.stages, job->stream()));
 }
 
 Status Prepare(AttentionJob* job, const KernelEntry&) { return job->PrepareTiled(); }
@@ -30,6 +59,21 @@ constexpr KernelFamily MakeFamily() {
 }
 
 }  // namespace
+
+Sm80Launch ChooseSm80Launch(const KernelEntry& kernel, const AttentionParams& params, const DeviceProperties& device) {
+  const auto& code = kernel.code_as<Sm80Code>();
+  constexpr int kSmallHead = 128;  // up to here all stages fit every device
+  if (kernel.head_size <= kSmallHead) {
+    const bool is_half = code.whole.rows == 0 || PrefersHalfTiles(kernel.head_size, params, device);
+    const Sm80CtaSize& size = is_half ? code.half : code.whole;
+    return {&size, size.most_stages};
+  }
+  // Two CTAs of 64 rows overlap their softmax, where an SM has room for both.
+  const int half_stages = CountStages(code.half, device);
+  if (half_stages > 0) return {&code.half, half_stages};
+  const int stages = CountStages(code.whole, device);
+  return stages < 0 ? Sm80Launch() : Sm80Launch{&code.whole, stages};
+}
 
 const KernelFamily kSm80Family = MakeFamily();
 
