@@ -16,6 +16,7 @@
 #include "cuda/attention/rowwise/api.h"
 #include "cuda/attention/rowwise/cost.h"
 #include "cuda/attention/select_key.h"
+#include "plugins/core/base/integers.h"
 #include "plugins/core/mask/block_mask_cache.h"
 
 namespace stof {
@@ -23,8 +24,6 @@ namespace cuda {
 namespace {
 
 constexpr size_t kMostRemembered = 4096;
-
-int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // The row-wise kernel has to be faster by this factor, and the tiles to hold at most one allowed pair in so many.
 constexpr double kRowwiseMargin = 0.9;

@@ -11,6 +11,7 @@
 
 #include "cuda/common/device_properties.h"
 #include "cuda/common/status.h"
+#include "cuda/common/stream_memory.h"
 #include "cuda/gemm/autotune.h"
 #include "cuda/gemm/cublaslt_gemm.h"
 
@@ -102,12 +103,6 @@ struct TimedPlans {
 };
 // Sizes that change with every run must not be timed forever.
 constexpr size_t kMostTimed = 64;
-
-bool IsCapturing(void* stream) {
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusActive;
-  if (cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status) != cudaSuccess) cudaGetLastError();
-  return status != cudaStreamCaptureStatusNone;
-}
 
 bool IsTimingAllowed() {
   static const bool is_allowed = [] {
