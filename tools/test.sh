@@ -82,6 +82,7 @@ if command -v nvcc >/dev/null; then
   $cuda/tests/cpp/stof_cuda_tests MaskMemoryByDistance
   $cuda/tests/cpp/stof_cuda_tests KernelChoice
   $cuda/tests/cpp/stof_cuda_tests GemmChoice
+  $cuda/tests/cpp/stof_cuda_tests MlpChoice
   end
 fi
 
