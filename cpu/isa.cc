@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cpu/isa.h"
 
-#include <cstdlib>
 #include <cstring>
+#include <string>
+#include <string_view>
 
+#include "plugins/core/host/environment.h"
 #include "plugins/core/host/fork_guard.h"
 
 namespace stof {
@@ -17,7 +19,8 @@ constexpr int kIsas = static_cast<int>(sizeof(kNames) / sizeof(kNames[0]));
 // The best one of the machine, or the one that the environment asks for; a lesser one where the machine lacks that.
 CpuIsa DetectIsa() {
   auto best = static_cast<CpuIsa>(kIsas - 1);
-  if (const char* wanted = std::getenv("STOF_CPU_ISA")) (void)FindCpuIsa(wanted, &best);
+  const std::string_view wanted = ReadVariableOr(Variable::kCpuIsa, std::string_view());
+  (void)FindCpuIsa(std::string(wanted).c_str(), &best);  // of no name: the best
   while (!IsCpuIsaSupported(best)) best = static_cast<CpuIsa>(static_cast<int>(best) - 1);
   return best;
 }

@@ -17,9 +17,8 @@ fi
 if [ ! -e "$venv/complete" ]; then
   rm -rf "$venv"
   "$python" -m venv "$venv"
-  "$venv/bin/python" -m pip install -q --upgrade pip
-  "$venv/bin/python" -m pip install -q "tensorrt_rtx_cu13_libs==$version" "tensorrt_rtx_cu13_bindings==$version" 'numpy>=1.24' \
-    'onnx==1.23.2' 'onnx-graphsurgeon==0.6.1' 'onnxruntime==1.31.1' 'sympy' 'ml_dtypes' 'pytest>=8' 'hypothesis>=6'
+  "$venv/bin/python" -m pip install -q --upgrade 'pip>=25.1'
+  "$venv/bin/python" -m pip install -q "tensorrt_rtx_cu13_libs==$version" "tensorrt_rtx_cu13_bindings==$version" --group tests
   touch "$venv/complete"
 fi
 # The wheel lacks the name by which the parser loads the library; without it the process ends at the first plugin.

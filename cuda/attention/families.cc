@@ -62,7 +62,7 @@ std::vector<std::string> ListAllKernelNames() {
 }
 
 KernelRequests& AttentionRequests() {
-  static auto* const requests = new KernelRequests("STOF_CUDA_KERNEL", ListAllKernelNames);
+  static auto* const requests = new KernelRequests(Variable::kCudaKernel, ListAllKernelNames);
   return *requests;
 }
 

@@ -19,7 +19,8 @@ Status CheckRows(const AttentionArgs& args) {
   const int64_t items = args.B * args.H * ((args.S + cuda::kTileRows - 1) / cuda::kTileRows);
   const int64_t key_tiles = args.B * args.G * ((args.T + cuda::kTileKeys - 1) / cuda::kTileKeys);
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max() / 4;
-  if (items > kMost || key_tiles > kMost || args.S > (1 << 22) || args.T > (1 << 22)) {
+  if (items > kMost || key_tiles > kMost || args.S > AttentionLimits::kMostLength ||
+      args.T > AttentionLimits::kMostLength) {
     return Status::Error("batch " + std::to_string(args.B) + ", " + std::to_string(args.H) + " heads on " +
                          std::to_string(args.G) + ", S " + std::to_string(args.S) + " and T " + std::to_string(args.T) +
                          " are too many rows for one launch: expected at most 2^29 tiles of " +

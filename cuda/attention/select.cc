@@ -2,8 +2,6 @@
 #include "cuda/attention/select.h"
 
 #include <algorithm>
-#include <cstdlib>
-#include <cstring>
 #include <limits>
 #include <memory>
 #include <mutex>
@@ -17,6 +15,7 @@
 #include "cuda/attention/rowwise/cost.h"
 #include "cuda/attention/select_key.h"
 #include "plugins/core/base/integers.h"
+#include "plugins/core/host/environment.h"
 #include "plugins/core/mask/block_mask_cache.h"
 
 namespace stof {
@@ -33,10 +32,7 @@ constexpr int64_t kSparsePairs = 8;
 
 MaskForm MaskFormOf(const KernelEntry& kernel, const SelectionProblem& problem) {
   // STOF_CUDA_HALVES=0 is for tests: small problems would use nothing but half tiles.
-  static const bool half_tiles = [] {
-    const char* const text = std::getenv("STOF_CUDA_HALVES");
-    return text == nullptr || std::strcmp(text, "0") != 0;
-  }();
+  static const bool half_tiles = ReadVariableOr(Variable::kCudaHalves, true);
   MaskForm form;
   form.m = kernel.rows, form.n = kernel.keys;
   form.ctas = kernel.ctas_per_sm * problem.sm_count;

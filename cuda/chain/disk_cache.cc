@@ -15,6 +15,7 @@
 #include <cstring>
 #include <vector>
 
+#include "plugins/core/host/environment.h"
 #include "plugins/core/host/hash.h"
 
 namespace stof {
@@ -149,7 +150,7 @@ void MakeRoom(int folder, int64_t bytes, int64_t most) {
 
 std::string ChainCacheFolder() {
   if (geteuid() != getuid() || getegid() != getgid()) return std::string();  // the environment is somebody else's
-  const char* own = secure_getenv("STOF_CHAIN_CACHE");
+  const char* own = ReadVariable(Variable::kChainCache);
   if (own != nullptr) return std::strcmp(own, "off") == 0 ? std::string() : own;
   const char* caches = secure_getenv("XDG_CACHE_HOME");
   if (caches != nullptr && caches[0] == '/') return std::string(caches) + "/stof/chains";

@@ -6,9 +6,10 @@
 #include <sys/stat.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
 #include <vector>
+
+#include "plugins/core/host/environment.h"
 
 namespace stof {
 namespace cuda {
@@ -68,7 +69,7 @@ int CollectPackages(dl_phdr_info* info, size_t, void* data) {
 Nvrtc Open() {
   Nvrtc n;
   std::vector<std::string> names;
-  const char* own = secure_getenv("STOF_NVRTC");
+  const char* own = ReadVariable(Variable::kNvrtc);
   if (own != nullptr) {
     if (std::strcmp(own, "off") != 0) names.push_back(own);
     n.looked = "STOF_NVRTC=" + std::string(own);

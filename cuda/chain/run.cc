@@ -6,16 +6,16 @@
 
 #include <atomic>
 #include <cstdio>
-#include <cstdlib>
-#include <cstring>
 #include <limits>
 #include <mutex>
+#include <string_view>
 
 #include "cuda/chain/codegen.h"
 #include "cuda/chain/kernel_cache.h"
 #include "cuda/chain/params.h"
 #include "cuda/common/status.h"
 #include "cuda/common/stream_memory.h"
+#include "plugins/core/host/environment.h"
 #include "plugins/core/host/quoted.h"
 
 namespace stof {
@@ -41,11 +41,8 @@ constexpr size_t kMostLaunches = 8;
 enum class Wanted { kAny, kInterpret, kMade };
 Wanted WantedKernels() {
   static const Wanted wanted = [] {
-    const char* text = std::getenv("STOF_CHAIN_KERNELS");
-    if (text == nullptr) return Wanted::kAny;
-    return std::strcmp(text, "interpret") == 0 ? Wanted::kInterpret
-           : std::strcmp(text, "made") == 0    ? Wanted::kMade
-                                               : Wanted::kAny;
+    const std::string_view word = ReadVariableOr(Variable::kChainKernels, std::string_view());
+    return word == "interpret" ? Wanted::kInterpret : word == "made" ? Wanted::kMade : Wanted::kAny;
   }();
   return wanted;
 }

@@ -4,23 +4,14 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <cstdlib>
+#include <limits>
 #include <mutex>
 
 #include "cuda/common/status.h"
+#include "plugins/core/host/environment.h"
 
 namespace stof {
 namespace cuda {
-
-namespace {
-
-// The value of an environment variable; 0 where it is unset.
-int Limit(const char* variable) {
-  const char* const text = std::getenv(variable);
-  return text == nullptr ? 0 : std::atoi(text);
-}
-
-}  // namespace
 
 Status GetDeviceProperties(DeviceProperties* properties) {
   constexpr int kDevices = 64;
@@ -50,17 +41,19 @@ Status GetDeviceProperties(DeviceProperties* properties) {
       found.peak_bandwidth = 2e-6 * kilohertz * bits / 8;
     }
     found.device = device;
-    found.capability = 10 * major + minor;
-    // Tests run a kernel on a device that has a better one, and small problems with many tile rows a CTA.
-    const int most = Limit("STOF_CUDA_CAPABILITY");
-    if (most >= 80) found.capability = std::min(found.capability, most);
-    const int few = Limit("STOF_CUDA_MULTIPROCESSORS");
-    if (few > 0) found.sm_count = std::min(found.sm_count, few);
-    const int shared = 1024 * std::min(Limit("STOF_CUDA_SHARED_KIB"), 1024);
-    if (shared > 0 && shared < found.cta_shared_bytes) {
+    // Tests run a kernel on a device that has a better one, small problems with many tile rows a CTA, and what devices
+    // with little shared memory run.
+    int64_t most_capability = 10 * major + minor, most_sms = found.sm_count;
+    int64_t most_kib = std::numeric_limits<int>::max() / 1024;
+    STOF_RETURN_IF_ERROR(GetVariable(Variable::kCudaCapability, &most_capability));
+    STOF_RETURN_IF_ERROR(GetVariable(Variable::kCudaMultiprocessors, &most_sms));
+    STOF_RETURN_IF_ERROR(GetVariable(Variable::kCudaSharedKib, &most_kib));
+    found.sm_count = static_cast<int>(std::min<int64_t>(found.sm_count, most_sms));
+    if (const int shared = static_cast<int>(1024 * most_kib); shared < found.cta_shared_bytes) {
       found.cta_shared_bytes = shared;
       found.sm_shared_bytes = std::min(found.sm_shared_bytes, shared + kReservedSharedBytes);
     }
+    found.capability = static_cast<int>(std::min<int64_t>(10 * major + minor, most_capability));
   }
   *properties = found;
   return Status();

@@ -2,18 +2,16 @@
 #include "cuda/common/kernel_plan.h"
 
 #include <cstdio>
-#include <cstdlib>
 #include <mutex>
 #include <unordered_set>
+
+#include "plugins/core/host/environment.h"
 
 namespace stof {
 namespace cuda {
 
 bool ArePlansPrinted() {
-  static const bool are = [] {
-    const char* const text = std::getenv("STOF_CUDA_PRINT_PLANS");
-    return text != nullptr && std::string(text) == "1";
-  }();
+  static const bool are = ReadVariableOr(Variable::kCudaPrintPlans, false);
   return are;
 }
 

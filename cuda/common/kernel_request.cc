@@ -2,7 +2,6 @@
 #include "cuda/common/kernel_request.h"
 
 #include <algorithm>
-#include <cstdlib>
 
 namespace stof {
 namespace cuda {
@@ -41,10 +40,11 @@ KernelRequest ResolveKernelRequest(const KernelRequest& forced, int tactic, cons
 
 Status KernelRequests::Get(const char* attribute, int tactic, KernelRequest* request) {
   std::call_once(read_, [this] {
-    const char* const text = std::getenv(variable_);
+    const char* const text = ReadVariable(variable_);
     if (text == nullptr) return;
     environment_status_ =
-        ParseKernelRequest(text, std::string("the environment variable ") + variable_, list_names_(), &environment_);
+        ParseKernelRequest(text, std::string("the environment variable ") + DescribeVariable(variable_).name,
+                           list_names_(), &environment_);
   });
   STOF_RETURN_IF_ERROR(environment_status_);
   *request = ResolveKernelRequest(*forced_.load(), tactic, attribute, environment_);

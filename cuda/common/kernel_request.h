@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "plugins/core/base/status.h"
+#include "plugins/core/host/environment.h"
 
 namespace stof {
 namespace cuda {
@@ -41,8 +42,8 @@ KernelRequest ResolveKernelRequest(const KernelRequest& forced, int tactic, cons
 class KernelRequests {
  public:
   using ListNames = std::vector<std::string> (*)();
-  // variable: of the environment, read at the first use. list_names: gives the names of all kernels in this build.
-  KernelRequests(const char* variable, ListNames list_names) : variable_(variable), list_names_(list_names) {}
+  // variable: read at the first use. list_names: gives the names of all kernels in this build.
+  KernelRequests(Variable variable, ListNames list_names) : variable_(variable), list_names_(list_names) {}
   KernelRequests(const KernelRequests&) = delete;
   KernelRequests& operator=(const KernelRequests&) = delete;
 
@@ -56,7 +57,7 @@ class KernelRequests {
   void Release();
 
  private:
-  const char* const variable_;
+  const Variable variable_;
   const ListNames list_names_;
   std::once_flag read_;
   KernelRequest environment_;

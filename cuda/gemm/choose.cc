@@ -4,7 +4,6 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <mutex>
 #include <unordered_map>
 #include <utility>
@@ -14,6 +13,7 @@
 #include "cuda/common/stream_memory.h"
 #include "cuda/gemm/autotune.h"
 #include "cuda/gemm/cublaslt_gemm.h"
+#include "plugins/core/host/environment.h"
 
 namespace stof {
 namespace cuda {
@@ -105,10 +105,7 @@ struct TimedPlans {
 constexpr size_t kMostTimed = 64;
 
 bool IsTimingAllowed() {
-  static const bool is_allowed = [] {
-    const char* const text = std::getenv("STOF_GEMM_TIMING");
-    return text == nullptr || std::string(text) != "0";
-  }();
+  static const bool is_allowed = ReadVariableOr(Variable::kGemmTiming, true);
   return is_allowed;
 }
 
@@ -151,7 +148,7 @@ Status FindTimedGemm(const GemmArgs& args, const GemmProblem& problem, const Run
 }
 
 KernelRequests& GemmRequests() {
-  static auto* const requests = new KernelRequests("STOF_CUDA_GEMM", ListNames);
+  static auto* const requests = new KernelRequests(Variable::kCudaGemm, ListNames);
   return *requests;
 }
 

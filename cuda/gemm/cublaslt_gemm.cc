@@ -2,7 +2,6 @@
 #include "cuda/gemm/cublaslt_gemm.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <mutex>
@@ -14,6 +13,7 @@
 #include "cuda/gemm/cublaslt.h"
 #include "cuda/gemm/kernel_table.h"
 #include "plugins/core/contract/op.h"
+#include "plugins/core/host/environment.h"
 
 namespace stof {
 namespace cuda {
@@ -22,10 +22,10 @@ namespace {
 // nullptr: there is none. Looked for once, and never unloaded.
 CublasLt* GetLibrary() {
   static CublasLt* const library = []() -> CublasLt* {
-    const char* const given = secure_getenv("STOF_CUBLASLT");
+    const char* const given = ReadVariable(Variable::kCublasLt);
     if (given != nullptr && std::strcmp(given, "0") == 0) return nullptr;
     auto found = std::make_unique<CublasLt>();
-    return found->Open(given == nullptr || *given == '\0' ? nullptr : given) ? found.release() : nullptr;
+    return found->Open(given) ? found.release() : nullptr;
   }();
   return library;
 }

@@ -44,7 +44,7 @@ bool CanUseGemms(const SparseMlpProblem& p) {
 }  // namespace
 
 KernelRequests& MlpRequests() {
-  static auto* const requests = new KernelRequests("STOF_CUDA_SPARSE_MLP", ListNames);
+  static auto* const requests = new KernelRequests(Variable::kCudaSparseMlp, ListNames);
   return *requests;
 }
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import importlib.resources
 import json
-import os
 from pathlib import Path
 
+from stof.arguments.environment import Variable
 from stof.errors import StofError
 
 LEFT_OUT = "left_out.json"
@@ -19,24 +19,21 @@ TENSORRT = "tensorrt"
 _OPTIONS = {CUDA: "STOF_CUDA", TENSORRT: "STOF_TENSORRT"}
 
 
-def locate_library(name: str, variable: str, error: type[StofError]) -> tuple[Path, bool]:
+def locate_library(name: str, variable: Variable, error: type[StofError]) -> tuple[Path, bool]:
     """The path of a library, and whether it is there.
 
     An environment variable wins, for development; otherwise it is the one installed with the package.
 
     Args:
         name: the library's file name.
-        variable: the environment variable's name.
+        variable: the environment variable.
         error: what is raised.
 
     Raises:
         StofError: an ``error`` when the variable names no file.
     """
-    if given := os.environ.get(variable):
-        path = Path(given)
-        if not path.is_file():
-            raise error(f"{variable} is {given}, which is no file")
-        return path.resolve(), True
+    if (given := variable.file(error)) is not None:
+        return given, True
     with importlib.resources.as_file(importlib.resources.files("stof") / "lib" / name) as path:
         return path, path.is_file()
 

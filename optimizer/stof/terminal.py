@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn, TextIO
 
 from stof.arguments.checks import suggest
+from stof.arguments.environment import TRACEBACK
 from stof.errors import ArgumentError, StofError, shown
 
-_TRACEBACK = "STOF_TRACEBACK"
 _UNKNOWN = "unrecognized arguments: "  # how argparse begins its message
 
 
@@ -116,6 +116,7 @@ def run_command(name: str, run: Callable[[], int]) -> int:
     system refuses a file. ``STOF_TRACEBACK=1`` shows where it came from.
     """
     try:
+        TRACEBACK.flag()  # a wrong value is found before it is needed
         return run()
     except CommandDone:
         return 0
@@ -133,13 +134,13 @@ def run_command(name: str, run: Callable[[], int]) -> int:
         _show_traceback()
         complain(
             f"{name}: internal error: {type(error).__name__}: {shown(error)}; please report it, with what "
-            f"{_TRACEBACK}=1 shows"
+            f"{TRACEBACK.name}=1 shows"
         )
         return 3
 
 
 def _show_traceback() -> None:
-    if os.environ.get(_TRACEBACK, "0") not in ("", "0"):
+    if TRACEBACK.text() == "1":
         for line in traceback.format_exc().rstrip("\n").split("\n"):
             complain(line)
 

@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from stof.arguments.environment import CACHE
 from stof.errors import ArgumentError
 from stof.files import strict_json
 from stof.options import Options
@@ -41,8 +42,7 @@ def cache_path() -> Path:
     Raises:
         ArgumentError: for a user without a home.
     """
-    given = os.environ.get("STOF_CACHE")
-    if given:
+    if given := CACHE.text():
         return Path(given)
     base = os.environ.get("XDG_CACHE_HOME")
     if not base:

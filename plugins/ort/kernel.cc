@@ -182,7 +182,7 @@ OrtStatus* ORT_API_CALL CreateKernel(const OrtCustomOp* op, const OrtApi* api, c
       return Error(api, ORT_INVALID_ARGUMENT, node,
                    "the node's name is not UTF-8, which ONNX demands and messages need: rename the node");
     }
-    STOF_ORT_RETURN(ToOrt(api, kernel->node, self.description->create(KernelAttributes(api, info), &kernel->op)));
+    STOF_ORT_RETURN(ToOrt(api, kernel->node, CreateOp(*self.description, KernelAttributes(api, info), &kernel->op)));
     if (self.description->is_variadic) STOF_ORT_RETURN(ReadOutputTypes(api, info, kernel->op.get()));
     STOF_ORT_RETURN(PrepareKernel(api, info, kernel.get()));
     if (kernel->on_cuda && HasFailed(api, api->KernelInfoGetAllocator(info, OrtMemTypeDefault, &kernel->allocator))) {

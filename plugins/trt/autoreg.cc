@@ -7,9 +7,9 @@
 #include <dlfcn.h>
 
 #include <cstdio>
-#include <cstdlib>
 #include <string>
 
+#include "plugins/core/host/environment.h"
 #include "plugins/core/host/quoted.h"
 
 #define STOF_TEXT2(x) #x
@@ -25,10 +25,10 @@ constexpr const char* kTensorRts[] = {
     "libnvinfer.so." STOF_TEXT(NV_TENSORRT_MAJOR), "libnvinfer_lean.so." STOF_TEXT(NV_TENSORRT_MAJOR)};
 
 void Complain(const std::string& message) {
-  const char* level = std::getenv("STOF_TRT_LOG");
-  if (level == nullptr || std::atoi(level) > 0) {
-    std::fprintf(stderr, "stof: %s\n", stof::EscapedMessage(message).c_str());
-  }
+  int64_t level = 1;
+  const stof::Status status = stof::GetVariable(stof::Variable::kTrtLog, &level);
+  if (!status.ok()) std::fprintf(stderr, "stof: %s\n", stof::EscapedMessage(status.message()).c_str());
+  if (level > 0) std::fprintf(stderr, "stof: %s\n", stof::EscapedMessage(message).c_str());
 }
 
 struct TensorRt {
@@ -64,7 +64,7 @@ bool Fits(int version) {
 }
 
 std::string PluginLibrary() {
-  if (const char* given = secure_getenv("STOF_TRT_LIBRARY")) return given;
+  if (const char* path = stof::ReadVariable(stof::Variable::kTrtLibrary)) return path;
   Dl_info self;
   if (dladdr(reinterpret_cast<void*>(&Complain), &self) == 0 || self.dli_fname == nullptr) return "libstof_trt.so";
   const std::string path = self.dli_fname;

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "plugins/trt/log.h"
 
-#include <algorithm>
 #include <atomic>
 #include <cstdio>
-#include <cstdlib>
 
+#include "plugins/core/host/environment.h"
 #include "plugins/core/host/quoted.h"
 
 namespace stof::trt {
@@ -14,8 +13,9 @@ void Log(LogLevel level, const std::string& node, const std::string& message) no
   static std::atomic<int> known{-1};  // no allocation, no exception; two threads find the same value
   int most = known.load(std::memory_order_relaxed);
   if (most < 0) {
-    const char* text = std::getenv("STOF_TRT_LOG");
-    most = text == nullptr ? 1 : std::max(0, std::atoi(text));
+    int64_t found = 1;  // also where the value is wrong, which is an error of whoever makes an operator
+    if (const char* text = ReadVariable(Variable::kTrtLog)) (void)ParseVariable(Variable::kTrtLog, text, &found);
+    most = static_cast<int>(found);
     known.store(most, std::memory_order_relaxed);
   }
   if (static_cast<int>(level) > most) return;

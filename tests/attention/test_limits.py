@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The limits of StofAttention: one declaration in the library, the same numbers without it, and who asks for them."""
+"""The limits of StofAttention: one declaration in the library, and who asks for them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from stof.attention.find import find_sites
 from stof.attention.op_inputs import NEUTRAL
 from stof.mask.expression import MaskExpression
 from stof.mask.site import AttentionSite, Layout, LiftedMask, MaskTerm, Operand, RuntimeOperand, TermKind
-from stof.runtime.library import LibraryError, op_limits
-from stof.symbolic import Symbolic
+from stof.runtime.library import LibraryError, op_limits, type_limits
+from stof.symbolic import LONGEST, Symbolic
 
 FP32, FP16, BF16 = int(TensorProto.FLOAT), int(TensorProto.FLOAT16), int(TensorProto.BFLOAT16)
 MASK = LiftedMask(MaskExpression.parse("k <= q"))
@@ -49,34 +49,33 @@ def found(size: int) -> list[str]:
     return [f.reason for f in findings]
 
 
-@pytest.fixture
-def without_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing() -> None:
-        raise LibraryError("there is no library")
-
-    monkeypatch.setattr("stof.runtime.library.library", missing)
-    assert op_limits() == {}
-
-
 def answer(monkeypatch: pytest.MonkeyPatch, **numbers: int) -> None:
     """Has the library answer with other numbers, for every target and type."""
     given = copy.deepcopy(op_limits())
     for target in given["StofAttention"]["targets"].values():
         for one in target["types"].values():
             one.update(numbers)
-    monkeypatch.setattr(limits, "op_limits", lambda: given)
+    monkeypatch.setattr("stof.runtime.library.op_limits", lambda: given)
 
 
-def test_the_library_answers_with_the_fallback() -> None:
+def test_what_the_library_answers() -> None:
     operators = {"StofAttention", "StofCachedAttention", "StofChain", "StofGemm", "StofPagedAttention", "StofSparseMLP"}
     assert set(op_limits()) == operators
-    assert set(op_limits()["StofAttention"]["targets"]) == set(limits.FALLBACK)
-    for target, expected in limits.FALLBACK.items():
-        assert limits.limits_of(target) == expected, target
-        assert list(limits.limits_of(target)) == list(expected), "messages name types in this order"
-    assert limits.operand_roles() == limits.FALLBACK_ROLES == {*NEUTRAL, "unused"}
+    assert set(op_limits()["StofAttention"]["targets"]) == {"cpu", "cuda", "tensorrt"}
+    for target in ("cpu", "cuda", "tensorrt"):
+        found = limits.limits_of(target)
+        assert list(found) == [FP32, FP16, BF16], "messages name types in this order"
+        for dtype, one in found.items():
+            unit = 8 if target != "cpu" and dtype != FP32 else 1
+            assert one == limits.AttentionLimits(256, unit, 65536, 4194304, 13)
+    assert limits.operand_roles() == {*NEUTRAL, "unused"}
     assert limits.element_types() == {FP32, FP16, BF16}
     assert limits.largest_head_size() == 256
+    assert limits.most_heads() == 65536
+
+
+def test_the_longest_sequence_of_proofs_is_the_library_s() -> None:
+    assert limits.most_length() == LONGEST
 
 
 def test_other_operators_tell_their_types() -> None:
@@ -89,23 +88,29 @@ def test_other_operators_tell_their_types() -> None:
     assert op_limits()["StofChain"]["targets"] == {"cpu": {}, "cuda": {}, "tensorrt": {}}  # types as the chain says
 
 
-@pytest.mark.parametrize("symbols", [{}, {"stof_op_limits": None}])
-def test_a_library_that_cannot_be_asked(symbols: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stof.runtime.library.library", lambda: SimpleNamespace(**symbols))
-    assert limits.limits_of("cuda") is limits.FALLBACK["cuda"]
-    assert limits.operand_roles() is limits.FALLBACK_ROLES
+EARLIER = "it is of an earlier version than this package; install both of one version"
 
 
-def test_nothing_needs_the_library(without_library: None) -> None:
-    assert found(256) == []
-    assert found(257) == ["head size 257, at most 256 is supported"]
-    assert cost_cpu.why_not(site(), MASK) == cost_cuda.why_not(site()) == cost_tensorrt.why_not(site(), MASK) == []
+def test_a_library_that_cannot_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stof.runtime.library.library", SimpleNamespace)
+    for ask in (lambda: found(64), limits.operand_roles, limits.most_length):
+        with pytest.raises(LibraryError, match=rf"does not state its limits \(stof_op_limits\): {EARLIER}"):
+            ask()
 
 
-@pytest.mark.parametrize("library", [True, False])
-def test_refusals(library: bool, request: pytest.FixtureRequest) -> None:
-    if not library:
-        request.getfixturevalue("without_library")
+def test_a_library_that_lacks_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    earlier = copy.deepcopy(op_limits())
+    del earlier["StofAttention"]["targets"]["cuda"]["types"]["10"]["most_heads"]
+    del earlier["StofCachedAttention"]
+    monkeypatch.setattr("stof.runtime.library.op_limits", lambda: earlier)
+    assert limits.limits_of("cpu")
+    with pytest.raises(LibraryError, match=f"does not state most_heads of StofAttention: {EARLIER}"):
+        limits.limits_of("cuda")
+    with pytest.raises(LibraryError, match=f"has no StofCachedAttention: {EARLIER}"):
+        type_limits("StofCachedAttention", "cpu", limits.AttentionLimits)
+
+
+def test_refusals() -> None:
     assert found(257) == ["head size 257, at most 256 is supported"]
     assert cost_cpu.why_not(site(head_size=0), MASK) == ["head size 0 / 64, expected 1 to 256"]
     assert cost_cpu.why_not(site(value_head_size=257), MASK) == ["head size 64 / 257, expected 1 to 256"]

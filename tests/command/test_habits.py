@@ -39,7 +39,7 @@ def test_library_path_is_given_as_text_too() -> None:
 def test_library_path_as_text_fails_as_the_path_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STOF_LIBRARY", "/none/libstof_ort.so")
     for function in (stof.get_library_path, stof.library_path):
-        with pytest.raises(stof.errors.StofError, match=r"STOF_LIBRARY is /none/libstof_ort\.so, which is no file"):
+        with pytest.raises(stof.errors.StofError, match=r"STOF_LIBRARY is '/none/libstof_ort\.so', expected a file"):
             function()
 
 

@@ -170,7 +170,7 @@ TEST(CApiRefusesOperators) {
   CountCases(25);
 }
 
-// The Python tests parse it and compare every number with the fallback.
+// The Python tests parse it and compare every number with docs/reference/c-api.md.
 TEST(CApiListsLimits) {
   const char* const text = stof_op_limits();
   CHECK(text == stof_op_limits());

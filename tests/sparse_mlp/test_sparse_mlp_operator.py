@@ -14,7 +14,10 @@ from ml_dtypes import bfloat16
 from onnx import TensorProto, helper, numpy_helper
 from tests.sparse_mlp.dense_mlp import NAMES, Array, Case, Problem, activate, draw, unit_roundoff
 
+from stof.errors import UnsupportedError
 from stof.runtime.library import library_path, op_limits
+from stof.sparse_mlp.limits import MlpLimits, mlp_limits
+from stof.sparse_mlp.quantized import read_quantized
 from stof.sparse_mlp.site import ACTIVATIONS
 
 F16, BF16 = np.float16, bfloat16
@@ -310,5 +313,27 @@ def test_the_number_of_inputs_is_checked() -> None:
 
 
 def test_limits_are_given_out() -> None:
-    limits = op_limits()["StofSparseMLP"]["targets"]["cpu"]["types"]["1"]
-    assert (limits["smallest_block_size"], limits["largest_block_size"]) == (16, 256)
+    assert mlp_limits() == MlpLimits(16, 256, predictor_multiple_of=32, most_accuracy_level=4)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "reason"),
+    [
+        ({"block_size": 8}, "K 512, N 4, bits 4, block_size 8"),
+        ({"block_size": 512}, "K 512, N 4, bits 4, block_size 512"),
+        ({"block_size": 48}, "K 512, N 4, bits 4, block_size 48"),
+        ({"accuracy_level": 5}, "accuracy_level 5, expected 0 to 4"),
+    ],
+)
+def test_nodes_beyond_the_limits_stay(attributes: dict[str, int], reason: str) -> None:
+    values = {"K": 512, "N": 4, "bits": 4, "block_size": 32, **attributes}
+    node = helper.make_node("MatMulNBits", ["x", "b", "scales"], ["y"], "m", domain="com.microsoft", **values)
+    with pytest.raises(UnsupportedError, match=f"'m' has {reason}"):
+        read_quantized(node, {}, (), sums_over_neurons=False)
+
+
+def test_a_library_without_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    earlier = {name: limits for name, limits in op_limits().items() if name != "StofSparseMLP"}
+    monkeypatch.setattr("stof.sparse_mlp.limits.op_limits", lambda: earlier)
+    with pytest.raises(UnsupportedError, match="the plugin library has no StofSparseMLP; install one of this version"):
+        mlp_limits()

@@ -56,7 +56,7 @@ def test_plugin_path(library: Path, capsys: pytest.CaptureFixture[str], monkeypa
     assert capsys.readouterr().out.strip() == str(library)
     monkeypatch.setenv("STOF_TRT_LIBRARY", "/none.so")
     assert main(["--plugin-path"]) == 1
-    assert "STOF_TRT_LIBRARY is /none.so, which is no file" in capsys.readouterr().err
+    assert "STOF_TRT_LIBRARY is '/none.so', expected a file that exists" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("missing")

@@ -41,7 +41,7 @@ FENCE = re.compile(r"^(```|~~~).*?^\1\s*$", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`[^`\n]*`")
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 VARIABLE = re.compile(r"\bSTOF_[A-Z0-9_]+\b")
-READ_VARIABLE = re.compile(r'(?:getenv|environ(?:\.get)?|Limit)[(\[]\s*"(STOF_[A-Z0-9_]+)"')
+READ_VARIABLE = re.compile(r'(?:getenv|environ(?:\.get)?)[(\[]\s*"(STOF_[A-Z0-9_]+)"')
 PAGE_IN_SOURCE = re.compile(r"\bdocs/[\w./-]+\.md\b")
 
 

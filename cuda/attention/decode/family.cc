@@ -5,6 +5,7 @@
 #include <string>
 
 #include "cuda/attention/decode/api.h"
+#include "cuda/attention/families.h"
 #include "cuda/attention/job.h"
 
 namespace stof {

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
-#include <cstdlib>
 #include <string>
+#include <string_view>
 
 #include "cuda/attention/fp32/api.h"
 #include "cuda/attention/job.h"
+#include "plugins/core/host/environment.h"
 
 namespace stof {
 namespace cuda {
@@ -34,19 +35,12 @@ constexpr HeadSizeTable kTables[] = {{32, FindFp32D32},   {64, FindFp32D64},   {
 
 KernelTable Find(const KernelProblem& problem) { return FindByHeadSize(kTables, problem); }
 
-// STOF_CUDA_FP32_ROWS: tests run both sizes of CTAs. 0: it is not set.
-int ForcedRows() {
-  static const int rows = [] {
-    const char* const text = std::getenv("STOF_CUDA_FP32_ROWS");
-    return text == nullptr ? 0 : std::atoi(text);
-  }();
-  return rows;
-}
-
 // Whether CTAs of 128 rows are faster: there are enough of them for the device, and tile rows have many KV tiles
 // (docs/lab/cuda-experiments.md, "fp32").
 bool PrefersLargeCtas(const AttentionParams& p, const DeviceProperties& device) {
-  if (ForcedRows() > 0) return ForcedRows() == 128;
+  // Tests run both sizes.
+  static const std::string_view rows = ReadVariableOr(Variable::kCudaFp32Rows, std::string_view());
+  if (!rows.empty()) return rows == "128";
   constexpr int kManyTiles = 24, kCtas = 2;  // an SM
   const int64_t items = int64_t{p.B} * p.H * ((p.S + kTileRows - 1) / kTileRows);
   const int tiles = p.has_mask != 0 ? p.mask.mean_row : (p.T + kTileKeys - 1) / kTileKeys;

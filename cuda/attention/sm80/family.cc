@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <cstdlib>
 #include <string>
+#include <string_view>
 
 #include "cuda/attention/job.h"
 #include "cuda/attention/sm80/api.h"
+#include "plugins/core/host/environment.h"
 
 namespace stof {
 namespace cuda {
@@ -21,19 +22,12 @@ int CountStages(const CtaSize& size, const DeviceProperties& device) {
   return stages;
 }
 
-// STOF_CUDA_SM80_ROWS: tests run both sizes of CTAs. 0: it is not set.
-int ForcedRows() {
-  static const int rows = [] {
-    const char* const text = std::getenv("STOF_CUDA_SM80_ROWS");
-    return text == nullptr ? 0 : std::atoi(text);
-  }();
-  return rows;
-}
-
 // Whether CTAs of half a tile are faster: there are few tiles for an SM (docs/lab/cuda-experiments.md, "8.0, fp32, row
 // by row").
 bool PrefersHalfTiles(int head_size, const AttentionParams& p, const DeviceProperties& device) {
-  if (ForcedRows() > 0) return ForcedRows() == 64;
+  // Tests run both sizes.
+  static const std::string_view rows = ReadVariableOr(Variable::kCudaSm80Rows, std::string_view());
+  if (!rows.empty()) return rows == "64";
   const int64_t most = head_size <= 64 ? 3 : 1;  // tiles an SM
   return int64_t{p.B} * p.H * ((p.S + kTileRows - 1) / kTileRows) <= most * device.sm_count;
 }

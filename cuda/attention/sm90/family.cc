@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Runs the sm_90a kernels: persistent CTAs with a tile schedule.
 #include <algorithm>
-#include <cstdlib>
-#include <cstring>
 #include <limits>
 #include <memory>
 #include <string>
 
 #include "cuda/attention/job.h"
 #include "cuda/attention/sm90/api.h"
+#include "plugins/core/host/environment.h"
 
 namespace stof {
 namespace cuda {
@@ -25,10 +24,7 @@ KernelTable Find(const KernelProblem&) { return KernelTable(); }
 // Whether the problem is so large that L2 is cold: little of what a kernel reads first is in it, as the previous kernel
 // has evicted it. STOF_CUDA_COLD=1 is for tests, whose problems are small.
 bool IsL2Cold(int64_t bytes, int64_t l2_bytes) {
-  static const bool always = [] {
-    const char* const text = std::getenv("STOF_CUDA_COLD");
-    return text != nullptr && std::strcmp(text, "1") == 0;
-  }();
+  static const bool always = ReadVariableOr(Variable::kCudaCold, false);
   return always || bytes > l2_bytes / 4 * 3;
 }
 

@@ -21,7 +21,7 @@ from stof.cached_attention.node_signature import NodeSignature
 from stof.cached_attention.node_site import MICROSOFT
 from stof.cached_attention.paged.find import read_paged_site, reads_pages
 from stof.cached_attention.paged.site import PagedSite
-from stof.cached_attention.site import GROUP_QUERY, INPUT_INDEX, INPUTS, OP, OUTPUTS, QUANTIZED, CacheSite
+from stof.cached_attention.site import GROUP_QUERY, INPUT_INDEX, INPUTS, OP, OUTPUTS, CacheSite
 from stof.cached_attention.sparse_node import LayoutKey, as_group_query, check_sparse, is_sparse, read_node_layout
 from stof.errors import UnsupportedError
 from stof.graph.index import GraphIndex, all_nodes, describe, domain_of, subgraphs
@@ -224,7 +224,7 @@ def _read_scales(node: onnx.NodeProto) -> tuple[str, str] | None:
 def _quantized_type(symbolic: Symbolic, node: onnx.NodeProto, scales: tuple[str, str], sizes: tuple[int, int]) -> int:
     """The element type of quantized caches."""
     kinds = [symbolic.dtype(node.input[i]) for i in (3, 4)]
-    taken = op_limits().get(OP, {}).get("storage_types", list(QUANTIZED) if not op_limits() else [])
+    taken = op_limits().get(OP, {}).get("storage_types", ())
     if kinds[0] != kinds[1] or kinds[0] not in taken:
         found = type_names(dict.fromkeys(kinds), "and").strip() if all(kinds) else "not known"
         raise UnsupportedError(

@@ -178,7 +178,7 @@ def _reason_impossible(job: Job, candidate: CacheCandidate, sites: Sequence[Cach
     op = PAGED_OP if isinstance(candidate.site, PagedSite) else OP
     if job.options.target == "tensorrt":
         return f"{op} has no TensorRT plugin: plugins cannot append to a cache in place"
-    if (limits := op_limits()) and op not in limits:
+    if op not in op_limits():
         return f"the plugin library has no {op}; install one of this version"
     if sites and type(sites[0]) is not type(candidate.site):
         return (

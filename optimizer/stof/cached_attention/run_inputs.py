@@ -18,12 +18,11 @@ from stof.execution.input_uses import find_inputs_behind, find_source
 from stof.execution.inputs import InputMaker
 from stof.execution.runtime_faults import RuntimeFault
 from stof.graph.index import GraphIndex
-from stof.symbolic import Int, Symbolic, integer
+from stof.symbolic import LONGEST, Int, Symbolic, integer
 from stof.symbolic.algebra.sizes import evaluate, size_names
 
 _LONGEST_WINDOW = 640  # windows above are longer than any input that is drawn
 _DEFAULT_WINDOW = 16
-_UNLIMITED = 1 << 22
 _PASTS = ("past_key", "past_value")
 _DRAWN_SCALES = (0.01, 0.05)  # at which numbers near 1 neither vanish nor saturate
 
@@ -234,7 +233,7 @@ class CacheInputMaker(InputMaker):
 
     def _range(self, sizes: Sequence[Int]) -> tuple[int, int]:
         """The least and the largest value that sizes may have: fixed ones, and those that the user limits."""
-        low, high = 1, _UNLIMITED
+        low, high = 1, LONGEST
         for size in sizes:
             if size.constant:
                 low, high = max(low, size.constant), min(high, size.constant)

@@ -10,12 +10,11 @@ from functools import partial
 
 from stof.errors import UnsupportedError
 from stof.execution.case import Case
-from stof.symbolic import Symbolic
+from stof.symbolic import LONGEST, Symbolic
 from stof.symbolic.algebra.equations import Equation, solve_equations, substitute
 from stof.symbolic.algebra.sizes import evaluate, evaluate_or_none, size_names
 from stof.symbolic.algebra.terms import Int, dim, integer
 
-_LARGEST_INPUT = 1 << 22
 _SIDES = 257  # sizes of a side of an image that are tried
 _ONE_TOKEN = 10  # below this length a step of a static cache is one token
 _EXCESS, _SHORT = 4, 512  # scores may be so many times as long as the case, and so long anyway
@@ -355,7 +354,7 @@ def find_least(
         high = 1
         while not reaches(high):
             high *= 2
-            if high > _LARGEST_INPUT:
+            if high > LONGEST:
                 return 1
         low = high // 2
         while high - low > 1:

@@ -9,16 +9,24 @@ import json
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from stof.arguments import environment
 from stof.errors import StofError
 from stof.installation import CUDA, locate_library, missing
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
 LIBRARY = "libstof_ort.so"
+_EARLIER = (
+    "it is of an earlier version than this package; install both of one version, or set STOF_LIBRARY to such a one"
+)
 ERROR_SIZE = 1024
 # onnx.TensorProto.DataType of the NumPy types that the library reads; bfloat16 and float8_e4m3fn come from ml_dtypes.
 DTYPES = {
@@ -49,7 +57,7 @@ def library_path() -> Path:
     Raises:
         LibraryError: when there is none.
     """
-    path, exists = locate_library(LIBRARY, "STOF_LIBRARY", LibraryError)
+    path, exists = locate_library(LIBRARY, environment.LIBRARY, LibraryError)
     if exists:
         return path
     raise LibraryError(
@@ -131,7 +139,7 @@ def library() -> ctypes.CDLL:
     """The plugin library, with the types of what it gives where ctypes would not guess them.
 
     Raises:
-        LibraryError: when it is missing or does not load.
+        LibraryError: when it is missing or does not load, and when an environment variable that it reads has a wrong value.
     """
     path = library_path()
     try:
@@ -139,7 +147,7 @@ def library() -> ctypes.CDLL:
     except OSError as error:
         raise LibraryError(f"{path} does not load: {error}") from error
     found.stof_build_info.restype = ctypes.c_char_p
-    if hasattr(found, "stof_op_limits"):
+    if hasattr(found, "stof_op_limits"):  # op_limits says what to do where it is not there
         found.stof_op_limits.restype = ctypes.c_char_p
     found.stof_mask_hash.restype = ctypes.c_uint64
     found.stof_mask_print.restype = ctypes.c_size_t
@@ -150,6 +158,9 @@ def library() -> ctypes.CDLL:
     for name in ("stof_mask_destroy", "stof_block_mask_destroy", "stof_op_destroy", "stof_mask_hash"):
         getattr(found, name).argtypes = [ctypes.c_void_p]
     found.stof_mask_print.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t]
+    if hasattr(found, "stof_environment"):
+        found.stof_environment.restype = ctypes.c_char_p
+        _raise_error(found.stof_environment_check)
     return found
 
 
@@ -157,6 +168,18 @@ def build_info() -> dict[str, Any]:
     """Version, build id, backends and instruction set of the library."""
     found = json.loads(library().stof_build_info().decode())
     assert isinstance(found, dict)
+    return found
+
+
+def environment_variables() -> list[dict[str, Any]]:
+    """The environment variables that the library reads: ``stof_environment`` in plugins/core/c_api/c_api.h has the keys.
+
+    Empty for a library of an earlier version.
+    """
+    if not hasattr(library(), "stof_environment"):
+        return []
+    found = json.loads(library().stof_environment().decode())
+    assert isinstance(found, list)
     return found
 
 
@@ -171,14 +194,14 @@ def has_gemm() -> bool:
 def op_limits() -> dict[str, Any]:
     """What each operator takes, by its name: ``stof_op_limits`` in plugins/core/c_api/c_api.h has the keys.
 
-    Empty without a library, and for one of an earlier version, which cannot be asked. Callers do not change it.
+    Callers do not change it.
+
+    Raises:
+        LibraryError: without a library, and for one of an earlier version, which cannot be asked.
     """
-    try:
-        ask = getattr(library(), "stof_op_limits", None)
-    except LibraryError:
-        return {}
+    ask = getattr(library(), "stof_op_limits", None)
     if ask is None:
-        return {}
+        raise LibraryError(f"the plugin library does not state its limits (stof_op_limits): {_EARLIER}")
     return _parse_limits(ask())
 
 
@@ -190,9 +213,30 @@ def _parse_limits(text: bytes) -> dict[str, Any]:
     return found
 
 
+def type_limits(op: str, target: str, limits: type[T]) -> dict[int, T]:
+    """The limits of an operator on a target of ``--target``, by ONNX element type; types that are missing are not taken.
+
+    Args:
+        op: the operator.
+        target: the target.
+        limits: a dataclass whose fields are the limits.
+
+    Raises:
+        LibraryError: without a library, and for one of an earlier version, which lacks the operator or a limit.
+    """
+    names = [f.name for f in fields(limits)]
+    if op not in op_limits():
+        raise LibraryError(f"the plugin library has no {op}: {_EARLIER}")
+    types = op_limits()[op]["targets"][target].get("types", {})
+    for numbers in types.values():
+        if missing_names := [n for n in names if n not in numbers]:
+            raise LibraryError(f"the plugin library does not state {missing_names[0]} of {op}: {_EARLIER}")
+    return {int(t): limits(**{n: numbers[n] for n in names}) for t, numbers in types.items()}
+
+
 def has_packed() -> bool:
     """Whether the library's StofAttention reads the heads of packed tensors: a library that does not ignores ``packed``."""
-    return "packed" in op_limits().get("StofAttention", {}).get("attributes", ())
+    return "packed" in op_limits()["StofAttention"].get("attributes", ())
 
 
 def gemm_form(epilogue: str, pair: int) -> tuple[str, str]:
@@ -258,8 +302,12 @@ def call(name: str, *args: Any) -> None:
     Raises:
         LibraryError: with that message.
     """
+    _raise_error(getattr(library(), name), *args)
+
+
+def _raise_error(function: Any, *args: Any) -> None:
     error = ctypes.create_string_buffer(ERROR_SIZE)
-    if getattr(library(), name)(*args, error, ctypes.c_size_t(ERROR_SIZE)) != 0:
+    if function(*args, error, ctypes.c_size_t(ERROR_SIZE)) != 0:
         raise LibraryError(error.value.decode(errors="replace"))
 
 

@@ -21,6 +21,7 @@ from stof.graph.index import GraphIndex, all_nodes, is_standard, node_tensors
 from stof.graph.names import FreshNames
 from stof.graph.node_fields import attributes_of
 from stof.graph.protobuf import copy_with_nodes
+from stof.sparse_mlp.limits import mlp_limits
 from stof.sparse_mlp.site import DequantizeLinearForm, MlpWeight, Quantization
 
 _BITS = {
@@ -31,7 +32,6 @@ _BITS = {
 }
 _PLAIN_GEMM = {"alpha": 1.0, "beta": 1.0, "transA": 0}
 _SIGNED = ("int8", "int4")  # types of NumPy
-_SMALLEST_BLOCK, _LARGEST_BLOCK = 16, 256
 
 
 def is_dequantized(index: GraphIndex, node: onnx.NodeProto) -> bool:
@@ -133,10 +133,12 @@ def _read(
             raise UnsupportedError(f"{name!r} sums over {inner} elements, no multiple of its block_size {block}")
     elif count != 1 and (axis == inner_axis or count != outer):
         raise UnsupportedError(f"{name!r} has {count} scales, expected one for each of {outer} outputs")
-    size = block or _largest_block(inner)
-    if not _SMALLEST_BLOCK <= size <= _LARGEST_BLOCK or size & (size - 1):
+    limits = mlp_limits()
+    size = block or min(inner & -inner, limits.largest_block_size)
+    if not limits.has_block_size(size):
         raise UnsupportedError(
-            f"{name!r} sums over {inner} elements: no blocks of a power of two from 16 to 256 divide them"
+            f"{name!r} sums over {inner} elements: no blocks of a power of two from {limits.smallest_block_size} to "
+            f"{limits.largest_block_size} divide them"
         )
     form = DequantizeLinearForm(inner_axis, block == 0, _is_centered(values, zeros))
     quantization = Quantization(
@@ -168,12 +170,6 @@ def read_values(tensor: onnx.TensorProto, folder: Path) -> np.ndarray:
     inline = onnx.TensorProto(data_type=tensor.data_type, dims=tensor.dims, raw_data=packed.tobytes())
     found: np.ndarray = numpy_helper.to_array(inline)
     return found
-
-
-def _largest_block(inner: int) -> int:
-    """The largest block that divides a number of elements; 0 where there is none."""
-    size = inner & -inner
-    return min(size, _LARGEST_BLOCK) if size >= _SMALLEST_BLOCK else 0
 
 
 @dataclass(frozen=True)

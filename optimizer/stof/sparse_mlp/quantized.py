@@ -17,13 +17,13 @@ from onnx import TensorProto
 from stof.errors import UnsupportedError
 from stof.graph.node_fields import attributes_of
 from stof.sparse_mlp.dequantize_linear import BlockedArrays, to_blocks
+from stof.sparse_mlp.limits import mlp_limits
 from stof.sparse_mlp.site import MlpWeight, Quantization
 
 _OP, _DOMAIN = "MatMulNBits", "com.microsoft"
 _INPUTS = ("A", "B", "scales", "zero_points", "g_idx", "bias")
 _ATTRIBUTES = frozenset({"K", "N", "bits", "block_size", "accuracy_level", "weight_prepacked"})
 _BITS = (4, 8)
-_BLOCKS = (16, 256)
 
 
 def is_quantized_matmul(node: onnx.NodeProto) -> bool:
@@ -57,9 +57,12 @@ def read_quantized(
     if "g_idx" in given:
         raise UnsupportedError(f"{node.name!r} permutes the rows of its weight (input g_idx)")
     inner, outer, bits, block = (int(values.get(k, d)) for k, d in (("K", 0), ("N", 0), ("bits", 4), ("block_size", 0)))
-    is_size = _BLOCKS[0] <= block <= _BLOCKS[1] and block & (block - 1) == 0
-    if bits not in _BITS or not is_size or min(inner, outer) < 1:
+    limits = mlp_limits()
+    if bits not in _BITS or not limits.has_block_size(block) or min(inner, outer) < 1:
         raise UnsupportedError(f"{node.name!r} has K {inner}, N {outer}, bits {bits}, block_size {block}")
+    level = int(values.get("accuracy_level", 0))
+    if not 0 <= level <= limits.most_accuracy_level:
+        raise UnsupportedError(f"{node.name!r} has accuracy_level {level}, expected 0 to {limits.most_accuracy_level}")
     if inner % block:
         raise UnsupportedError(f"{node.name!r} sums over {inner} elements, no multiple of its block_size {block}")
     blocks = inner // block
@@ -75,9 +78,7 @@ def read_quantized(
                 f"input {name} of {node.name!r} is {TensorProto.DataType.Name(tensor.data_type)} {list(tensor.dims)}, "
                 f"expected {elements} elements{' of uint8' if dtype else ''}"
             )
-    quantization = Quantization(
-        bits, block, given["scales"], given.get("zero_points", ""), int(values.get("accuracy_level", 0))
-    )
+    quantization = Quantization(bits, block, given["scales"], given.get("zero_points", ""), level)
     return MlpWeight(given["B"], inner, outer, not sums_over_neurons, "", quantization), given.get("bias", "")
 
 

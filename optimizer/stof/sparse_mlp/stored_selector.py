@@ -12,10 +12,10 @@ import numpy.typing as npt
 from onnx import helper
 
 from stof.errors import UnsupportedError
+from stof.sparse_mlp.limits import mlp_limits
 from stof.sparse_mlp.predictors.selector import NeuronSelector
 from stof.sparse_mlp.site import MlpSite
 
-ROW_MULTIPLE = 32  # values of a quantized predictor's row: rows are padded to a multiple
 _RANK_MULTIPLE = 8  # of other predictors: their rows are aligned for kernels that read eight values at a time
 _ZERO = 128  # what a byte of a quantized predictor holds for 0
 _MOST = 127.0
@@ -108,6 +108,7 @@ def _quantize(
     scales[steps == 0] = 1  # rows of zeros, or too small for the type
     steps = scales.astype(np.float32)[:, None]
     rounded = np.clip(np.round(values / steps), -_MOST, _MOST) + _ZERO
-    padded = np.full((len(values), -(-values.shape[1] // ROW_MULTIPLE) * ROW_MULTIPLE), _ZERO, np.uint8)
+    unit = mlp_limits().predictor_multiple_of
+    padded = np.full((len(values), -(-values.shape[1] // unit) * unit), _ZERO, np.uint8)
     padded[:, : values.shape[1]] = rounded.astype(np.uint8)
     return padded, scales

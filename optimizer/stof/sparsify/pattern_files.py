@@ -20,12 +20,12 @@ from stof.files import read_text, strict_json
 from stof.files.strict_json import quoted
 from stof.sparsify.patterns import (
     BLOCKS,
-    MOST_POSITIONS,
     BlockPattern,
     HeadPattern,
     StreamingPattern,
     VerticalSlashPattern,
 )
+from stof.symbolic import LONGEST
 
 HEADS_FILE, CONFIG_FILE = "full_attention_heads.tsv", "config.json"
 _MOST_TEXT = 64 << 20  # bytes of a JSON or a head table
@@ -109,9 +109,9 @@ def _read_duo(folder: Path, options: _Options) -> LayerPatterns:
     sizes = {}
     for key, least in (("sink_size", 0), ("recent_size", 1)):
         value: Any = config.get(key)
-        if not _is_integer(value) or not least <= value <= MOST_POSITIONS:
+        if not _is_integer(value) or not least <= value <= LONGEST:
             raise ArgumentError(
-                f"{config_path} has {key} {strict_json.dumps(value)}, expected an integer from {least} to {MOST_POSITIONS}"
+                f"{config_path} has {key} {strict_json.dumps(value)}, expected an integer from {least} to {LONGEST}"
             )
         sizes[key] = int(value)
     rows: list[HeadPattern | None] = []
@@ -184,11 +184,11 @@ def _read_head(where: str, entry: object, takes_first: bool) -> tuple[Sequence[i
     found: list[Sequence[int]] = []
     for name, value in (("v", vertical), ("s", slash)):
         if isinstance(value, list) and kind == "vertical_and_slash":
-            if not all(_is_integer(x) and 0 <= x < MOST_POSITIONS for x in value):
+            if not all(_is_integer(x) and 0 <= x < LONGEST for x in value):
                 raise ArgumentError(f"{where} has {name} {quoted(value)}, expected positions from 0 on")
             found.append(tuple(sorted({int(x) for x in value})))
             continue
-        if not _is_integer(value) or not 0 <= value <= MOST_POSITIONS:
+        if not _is_integer(value) or not 0 <= value <= LONGEST:
             raise ArgumentError(f"{where} has {name} {quoted(value)}, expected a number of keys")
         if kind == "vertical_and_slash" and not takes_first:
             raise ArgumentError(
@@ -218,8 +218,8 @@ def _read_blocks(path: Path, options: _Options) -> HeadPattern | LayerPatterns:
         raise ArgumentError(
             f"{path} has blocks with {rows} query and {columns} key blocks, expected as many key blocks"
         )
-    if rows * block > MOST_POSITIONS:
-        raise ArgumentError(f"{path} has {rows} blocks of {block}, expected up to {MOST_POSITIONS} tokens")
+    if rows * block > LONGEST:
+        raise ArgumentError(f"{path} has {rows} blocks of {block}, expected up to {LONGEST} tokens")
     empty = ~(blocks & np.tri(rows, columns, dtype=bool)).any(-1)
     if empty.any():
         place = [int(x) for x in np.argwhere(empty)[0]]

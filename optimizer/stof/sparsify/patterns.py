@@ -19,10 +19,10 @@ from stof.errors import ArgumentError
 from stof.mask.expression import CAUSAL, MaskExpression, rebuild
 from stof.mask.expression_nodes import Binary, Call, Constant, H, K, Node, Q, fold
 from stof.mask.expression_parser import MaskSyntaxError
+from stof.runtime.library import type_limits
+from stof.symbolic import LONGEST
 
 BLOCKS = (16, 32, 64, 128)
-MOST_TABLES = 4  # that an operator takes
-MOST_POSITIONS = 1 << 22  # as sizes of a mask
 _MOST_MARKS = 1 << 28  # bytes of a table of columns or diagonals
 _INDICES = {"h", "q", "k"}
 _DISTANCES = (Binary("-", Q, K), Binary("-", K, Q))
@@ -94,6 +94,17 @@ class HeadCounts:
         )
 
 
+@dataclass(frozen=True)
+class _TableLimits:
+    most_tables: int  # that masks of an operator with a KV cache look up
+
+
+def _most_tables() -> int:
+    """The most tables that each operator with a KV cache takes, by the plugin library; others take more."""
+    operators = ("StofCachedAttention", "StofPagedAttention")
+    return min(n.most_tables for op in operators for n in type_limits(op, "cpu", _TableLimits).values())
+
+
 class Tables:
     """The constants that an expression looks up; equal ones share a name."""
 
@@ -109,8 +120,8 @@ class Tables:
         for name, known in self.arrays.items():
             if known.dtype == array.dtype and np.array_equal(known, array):
                 return name
-        if len(self.arrays) == MOST_TABLES:
-            raise ArgumentError(f"--sparsify puts more than {MOST_TABLES} tables on one attention; use fewer clauses")
+        if len(self.arrays) == (most := _most_tables()):
+            raise ArgumentError(f"--sparsify puts more than {most} tables on one attention; use fewer clauses")
         name = f"table{len(self.arrays)}"
         self.arrays[name] = array
         return name
@@ -470,6 +481,6 @@ def build_pattern(parts: Sequence[tuple[range | None, HeadPattern]], heads: Head
     except MaskSyntaxError as error:
         raise ArgumentError(f"--sparsify makes no legal mask: {error}") from None
     label = "; ".join(dict.fromkeys(p.label for _, p in parts))
-    reach = min(MOST_POSITIONS, max(p.reach for _, p in parts))
+    reach = min(LONGEST, max(p.reach for _, p in parts))
     horizon = min((p.horizon for _, p in parts if p.horizon), default=0)
     return Pattern(condition, heads, label, reach, tables.arrays, horizon)

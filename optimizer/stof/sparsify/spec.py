@@ -17,7 +17,6 @@ from stof.slices import Slice, parse_slices
 from stof.sparsify.pattern_files import CONFIG_FILE, HEADS_FILE, LayerPatterns, read_pattern_file
 from stof.sparsify.patterns import (
     BLOCKS,
-    MOST_POSITIONS,
     HeadCounts,
     HeadPattern,
     Pattern,
@@ -26,6 +25,7 @@ from stof.sparsify.patterns import (
     WindowPattern,
     build_pattern,
 )
+from stof.symbolic import LONGEST
 
 _S2 = "s2:"
 _SCOPES = ("layers", "dense_layers", "heads", "active_heads")
@@ -239,7 +239,7 @@ class _Fields:
         found = f"has {key}={self.values[key]}" if key in self.values else f"has no {key}"
         return ArgumentError(f"--sparsify {self.clause_text!r} {found}, expected {expected}")
 
-    def number(self, key: str, least: int, default: int | None = None, most: int = MOST_POSITIONS) -> int:
+    def number(self, key: str, least: int, default: int | None = None, most: int = LONGEST) -> int:
         """An integer field; without a default it must be there."""
         if key not in self.values and default is not None:
             return default

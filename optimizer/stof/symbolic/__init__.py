@@ -5,8 +5,9 @@
 Written by hand since general computer algebra is too slow for it: masks make millions of terms.
 """
 
+from stof.symbolic.algebra.int_bounds import LONGEST
 from stof.symbolic.algebra.terms import Cond, Int, Real, dim, integer, var
 from stof.symbolic.interpreter import Symbolic
 from stof.symbolic.tensor import SymTensor
 
-__all__ = ["Cond", "Int", "Real", "SymTensor", "Symbolic", "dim", "integer", "var"]
+__all__ = ["LONGEST", "Cond", "Int", "Real", "SymTensor", "Symbolic", "dim", "integer", "var"]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from stof.arguments.environment import TRT_LIBRARY
 from stof.errors import StofError
 from stof.installation import CUDA, TENSORRT, how_to_add, left_out, locate_library, missing
 from stof.terminal import complain
@@ -36,7 +37,7 @@ def plugin_path() -> Path:
     Raises:
         TensorrtError: when there is none.
     """
-    path, exists = locate_library(LIBRARY, "STOF_TRT_LIBRARY", TensorrtError)
+    path, exists = locate_library(LIBRARY, TRT_LIBRARY, TensorrtError)
     if exists:
         return path
     raise TensorrtError(f"{LIBRARY} is {missing(TENSORRT, path.parent)} (or set STOF_TRT_LIBRARY to a built library)")

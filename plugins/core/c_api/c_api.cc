@@ -281,7 +281,7 @@ int stof_op_create(const char* op_type, const stof_attribute* attributes, int at
     for (int i = 0; i < count; ++i) {
       if (std::strcmp(ops[i]->name, op_type) != 0) continue;
       auto made = std::make_unique<stof_op>();
-      STOF_RETURN_IF_ERROR(ops[i]->create(ListedAttributes(attributes, attribute_count), &made->op));
+      STOF_RETURN_IF_ERROR(CreateOp(*ops[i], ListedAttributes(attributes, attribute_count), &made->op));
       *op = made.release();
       return Status();
     }

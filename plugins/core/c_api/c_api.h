@@ -87,6 +87,15 @@ STOF_EXPORT int stof_op_run(stof_op* op, const stof_tensor* inputs, int input_co
  * "StofChain": ..., ...} */
 STOF_EXPORT const char* stof_op_limits(void);
 
+/* The environment variables that the libraries read, as JSON in static storage: [{"name": "STOF_CPU_ISA", "type":
+ * "word", "words": "portable avx2 ...", "default": "", "reader": "the library", "help": ..., "for_users": true,
+ * "read_in_setuid": true}, ...]. Types are word, integer (with "least" and "most"), path and name. "value" is that of a
+ * variable that is set when this is first called. Keys may be added; none changes its meaning or goes. */
+STOF_EXPORT const char* stof_environment(void);
+/* 1 and a message that names the variable, its value and the right ones, where one has a wrong value. No operator is
+ * made then. The values count that the first call, or the first operator, finds. */
+STOF_EXPORT int stof_environment_check(char* error, size_t error_size);
+
 /* Whether the CUDA kernels of StofGemm have this epilogue (docs/reference/gemm-format.md): 0, and the form's words
  * separated by blanks; 1, and why not, which begins with "CUDA:" where the description itself is right. Needs no
  * device. */

@@ -25,7 +25,7 @@ struct AttentionLimits {
   static constexpr DType kTypes[] = {DType::kF32, DType::kF16, DType::kBF16};
   static constexpr int64_t kLargestHeadSize = 256;  // of all targets and types
   static constexpr int64_t kMostHeads = 65536;
-  // The largest batch and length. Masks have the same limit.
+  // The largest batch and length. Masks have the same limit, and the optimizer's proofs (LONGEST in stof.symbolic).
   static constexpr int64_t kMostLength = MaskExpr::kMaxSize;
   static constexpr int kMostOperands = 13;
   // Words of attribute `operands`, beside table0, table1, ...

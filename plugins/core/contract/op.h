@@ -247,5 +247,8 @@ struct OpDescription {
 // Every operator of the library; the adapters loop over it.
 const OpDescription* const* AllOps(int* count);
 
+// Makes an operator: what its description's `create` does, in an environment whose variables have right values.
+Status CreateOp(const OpDescription& description, const AttributeReader& attributes, std::unique_ptr<Op>* op);
+
 }  // namespace stof
 #endif  // STOF_PLUGINS_CORE_CONTRACT_OP_H_

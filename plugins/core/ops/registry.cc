@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <iterator>
 
+#include "plugins/core/host/environment.h"
 #include "plugins/core/host/fork_guard.h"
 #include "plugins/core/ops/attention.h"
 #include "plugins/core/ops/cached_attention/cached_attention.h"
@@ -32,6 +33,11 @@ const OpDescription* const* AllOps(int* count) {
   });
   *count = static_cast<int>(kOpCount);
   return ops.data();
+}
+
+Status CreateOp(const OpDescription& description, const AttributeReader& attributes, std::unique_ptr<Op>* op) {
+  STOF_RETURN_IF_ERROR(CheckEnvironment());
+  return description.create(attributes, op);
 }
 
 }  // namespace stof

@@ -16,11 +16,10 @@ import numpy as np
 from stof.mask.lift import element_of_pair
 from stof.mask.site import AttentionSite, MaskTerm, TermKind
 from stof.mask.strength import forbidding_limit
-from stof.symbolic import Cond, Int, Real, Symbolic
+from stof.symbolic import LONGEST, Cond, Int, Real, Symbolic
 from stof.symbolic.algebra.piecewise import split_cases
 from stof.symbolic.algebra.terms import Atom
 
-_FARTHEST = 1 << 22  # the longest input of the operator
 _CHUNK = 1 << 19
 _HUGE = float(1 << 53)
 
@@ -78,8 +77,8 @@ def _last_change(index: Int) -> int:
 
 
 def _chunks() -> Iterator[np.ndarray]:
-    for start in range(0, _FARTHEST + 1, _CHUNK):
-        yield np.arange(start, min(start + _CHUNK, _FARTHEST + 1), dtype=np.int64)
+    for start in range(0, LONGEST + 1, _CHUNK):
+        yield np.arange(start, min(start + _CHUNK, LONGEST + 1), dtype=np.int64)
 
 
 def _evaluate_int(value: Int, distance: np.ndarray) -> np.ndarray:

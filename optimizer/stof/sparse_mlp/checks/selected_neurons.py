@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from stof.sparse_mlp.checks.oracle import activate
+from stof.sparse_mlp.limits import mlp_limits
 from stof.sparse_mlp.predictors.selector import NeuronSelector
 from stof.sparse_mlp.site import MlpSite
-from stof.sparse_mlp.stored_selector import ROW_MULTIPLE, dequantize_factor, stored_arrays
+from stof.sparse_mlp.stored_selector import dequantize_factor, stored_arrays
 
 _ROUNDING = 2.0**-18  # of the sum of the absolute values of what is added: fp32 sums of up to 2^12 blocks
 _FUNCTION = 2.0**-17  # of an activation: polynomials in fp32
@@ -93,7 +94,7 @@ def _scores(
 
 def _half_steps(values: np.ndarray) -> np.ndarray:
     """How far values may be rounded to int8 in blocks with a scale each, with some room for ties."""
-    size = values.shape[1]
-    padded = np.pad(np.abs(values), ((0, 0), (0, -size % ROW_MULTIPLE)))
-    largest = padded.reshape(len(values), -1, ROW_MULTIPLE).max(2)
-    return np.asarray(np.repeat(largest * (0.5001 / _STEPS), ROW_MULTIPLE, axis=1)[:, :size])
+    size, block = values.shape[1], mlp_limits().predictor_multiple_of
+    padded = np.pad(np.abs(values), ((0, 0), (0, -size % block)))
+    largest = padded.reshape(len(values), -1, block).max(2)
+    return np.asarray(np.repeat(largest * (0.5001 / _STEPS), block, axis=1)[:, :size])

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from stof.symbolic.algebra.terms import ANY, Atom, Cond, Int, integer, of_atom
 
+# The largest batch, and the most queries and keys, of the operator: stof_op_limits says most_length, and
+# tests/attention/test_limits.py compares the two. Known without a library, as it decides what bounds prove.
 LONGEST = 1 << 22
 
 Limits = Mapping[str, float]  # of index variables: their largest value

@@ -3,21 +3,15 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
+
+#include "plugins/core/host/environment.h"
 
 namespace stof {
 namespace {
 
 constexpr int64_t kPage = 4096;  // or less than the system's: each page is read
 
-int64_t BoundOfProcess() {
-  const char* text = std::getenv("STOF_MLP_HOT_MB");
-  if (text == nullptr) return 0;
-  char* end = nullptr;
-  const long long found = std::strtoll(text, &end, 10);
-  const bool is_number = end != text && *end == '\0' && found > 0;
-  return is_number ? static_cast<int64_t>(std::min<long long>(found, 1LL << 30)) << 20 : 0;
-}
+int64_t BoundOfProcess() { return ReadVariableOr(Variable::kMlpHotMb, int64_t{0}) << 20; }
 
 // The bytes that nodes may still read.
 std::atomic<int64_t>& BytesLeft() {
