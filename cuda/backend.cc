@@ -45,36 +45,40 @@ const void* Advance(const void* from, int64_t elements, int64_t size) {
 // The arguments of a part of the problem. It has all heads or one.
 AttentionArgs ArgsOf(const AttentionArgs& whole, const cuda::MaskPart& part) {
   AttentionArgs args = whole;
-  const int64_t size = SizeOf(whole.dtype), g = part.h / (whole.H / whole.G);
-  args.B = part.batches, args.H = part.heads, args.S = part.rows;
-  if (part.heads != whole.H) args.G = 1;
+  const AttentionShape& shape = whole.shape;
+  const int64_t size = SizeOf(shape.dtype), g = part.h / (shape.H / shape.G);
+  args.shape.B = part.batches, args.shape.H = part.heads, args.shape.S = part.rows;
+  if (part.heads != shape.H) args.shape.G = 1;
   const auto at = [&](const Strides& stride, int64_t head, int64_t row) {
     return part.b * stride.b + head * stride.h + row * stride.s;
   };
-  args.query = Advance(whole.query, at(whole.query_stride, part.h, part.row), size);
-  args.key = Advance(whole.key, at(whole.key_stride, g, 0), size);
-  args.value = Advance(whole.value, at(whole.value_stride, g, 0), size);
-  args.output = static_cast<char*>(whole.output) + at(whole.output_stride, part.h, part.row) * size;
-  args.bias =
-      Advance(whole.bias, part.b * whole.bias_stride_b + part.h * whole.bias_stride_h + part.row * whole.bias_stride_q,
-              SizeOf(whole.bias_dtype));
-  if (whole.relative_bias != nullptr) args.relative_bias += part.h * whole.relative_bias_stride_h;
-  args.query_position += part.row;
-  if (whole.pages.given()) args.pages.table += part.b * whole.pages.columns;
-  if (whole.key_ends != nullptr) args.key_ends += part.b;
-  args.sink = Advance(whole.sink, part.h, SizeOf(whole.sink_dtype));
-  if (whole.lse != nullptr) args.lse += part.b * whole.lse_stride_b + part.h * whole.lse_stride_h + part.row;
+  args.query.data = Advance(whole.query.data, at(whole.query.stride, part.h, part.row), size);
+  args.key.data = Advance(whole.key.data, at(whole.key.stride, g, 0), size);
+  args.value.data = Advance(whole.value.data, at(whole.value.stride, g, 0), size);
+  PairBias& bias = args.scores.bias;
+  bias.data = Advance(bias.data, part.b * bias.stride_b + part.h * bias.stride_h + part.row * bias.stride_q,
+                      SizeOf(bias.dtype));
+  RelativeBias& relative = args.scores.relative_bias;
+  if (relative.table != nullptr) relative.table += part.h * relative.stride_h;
+  relative.query_position += part.row;
+  args.scores.sink.data = Advance(whole.scores.sink.data, part.h, SizeOf(whole.scores.sink.dtype));
+  if (whole.kv.pages.given()) args.kv.pages.table += part.b * whole.kv.pages.columns;
+  if (whole.kv.key_ends != nullptr) args.kv.key_ends += part.b;
+  AttentionOutput& output = args.output;
+  output.data = static_cast<char*>(output.data) + at(output.stride, part.h, part.row) * size;
+  if (output.lse != nullptr) output.lse += part.b * output.lse_stride_b + part.h * output.lse_stride_h + part.row;
   return args;
 }
 
 // Sets outputs to NaN: all where *invalid is not 0, or by batch those of each invalid[b].
 Status MarkInvalid(const int32_t* invalid, bool is_by_batch, const AttentionArgs& args, const RunContext& context) {
-  int error = cuda::LaunchInvalidate(invalid, is_by_batch, args.output, SizeOf(args.dtype), args.output_stride, args.B,
-                                     args.H, args.S, args.Dv, context.stream);
-  if (error == 0 && args.lse != nullptr) {
-    error =
-        cuda::LaunchInvalidate(invalid, is_by_batch, args.lse, sizeof(float), {args.lse_stride_b, args.lse_stride_h, 1},
-                               args.B, args.H, args.S, 1, context.stream);
+  int error =
+      cuda::LaunchInvalidate(invalid, is_by_batch, args.output.data, SizeOf(args.shape.dtype), args.output.stride,
+                             args.shape.B, args.shape.H, args.shape.S, args.shape.Dv, context.stream);
+  if (error == 0 && args.output.lse != nullptr) {
+    error = cuda::LaunchInvalidate(invalid, is_by_batch, args.output.lse, sizeof(float),
+                                   {args.output.lse_stride_b, args.output.lse_stride_h, 1}, args.shape.B, args.shape.H,
+                                   args.shape.S, 1, context.stream);
   }
   return ToStatus(static_cast<cudaError_t>(error), "launch of the kernel that marks an output");
 }
@@ -100,7 +104,7 @@ Status RunAttentionInParts(const AttentionArgs& args, const Tensor* pad, const A
     if (pad != nullptr) {
       own_pad = *pad;
       if (pad->dims[0] != 1) {
-        own_pad.data = static_cast<char*>(pad->data) + part.b * args.T * SizeOf(pad->dtype);
+        own_pad.data = static_cast<char*>(pad->data) + part.b * args.shape.T * SizeOf(pad->dtype);
         own_pad.dims[0] = part.batches;
       }
     }
@@ -112,13 +116,13 @@ Status RunAttentionInParts(const AttentionArgs& args, const Tensor* pad, const A
   return MarkInvalid(build.invalid, false, args, context);
 }
 
-// Attention by its mask alone, without first_rows and is_invalid.
+// Attention by its AttentionMask alone, without a causal window and is_invalid.
 Status RunByMask(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
                  const Tables& operands, const RunContext& context) {
-  if (args.T > 0 && !mask.parts.dynamic.empty()) {
+  if (args.shape.T > 0 && !mask.parts.dynamic.empty()) {
     return RunAttentionInParts(args, pad, mask, sizes, operands, context);
   }
-  const cuda::MaskPart all = {0, args.B, 0, args.H, 0, args.S};
+  const cuda::MaskPart all = {0, args.shape.B, 0, args.shape.H, 0, args.shape.S};
   const Status status = cuda::AttentionJob(args, pad, mask, sizes, operands, all, nullptr, context).Run();
   if (!status.too_large()) return status;
   // A mask that exceeds BlockMaskBounds is made by each run, part by part.
@@ -136,7 +140,7 @@ Status RunGathered(const AttentionArgs& args, const Tensor* pad, const Attention
   STOF_RETURN_IF_ERROR(cuda::GetDeviceColumns(*gathered.columns->columns, context, &entry));
   if (entry == nullptr) return Status();
   STOF_RETURN_IF_ERROR(cuda::GatherColumns(args, entry->view(), context, &gathered));
-  if (gathered.args.key == nullptr) return Status();
+  if (gathered.args.key.data == nullptr) return Status();
   const Status status = RunByMask(gathered.args, nullptr, gathered.mask(), gathered.sizes, {}, context);
   // A captured stream cannot upload the block mask of the longer axis. It can build that of the mask itself.
   if (!status.ok() && cuda::IsCapturing(context.stream)) return Status();
@@ -146,24 +150,28 @@ Status RunGathered(const AttentionArgs& args, const Tensor* pad, const Attention
 
 Status RunAttention(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
                     const Tables& operands, const RunContext& context) {
+#if !defined(NDEBUG)
+  STOF_RETURN_IF_ERROR(Check(args));
+#endif
   STOF_RETURN_IF_ERROR(CheckCudaAttention(args));
-  if (IsQuantized(args.kv_dtype) && !cuda::CanReadQuantized(args)) {
+  if (IsQuantized(args.shape.kv_dtype) && !cuda::CanReadQuantized(args)) {
     AttentionArgs plain;
     STOF_RETURN_IF_ERROR(cuda::Dequantize(args, context, &plain));
     return RunAttention(plain, pad, mask, sizes, operands, context);
   }
   if (IsLimitedToKeyRange(args)) {
-    const cuda::MaskPart all = {0, args.B, 0, args.H, 0, args.S};
+    const cuda::MaskPart all = {0, args.shape.B, 0, args.shape.H, 0, args.shape.S};
     return cuda::AttentionJob(args, pad, mask, sizes, operands, all, nullptr, context).RunDecode();
   }
   AttentionArgs by_mask = args;
-  by_mask.first_rows = by_mask.is_invalid = by_mask.seqlens = nullptr;
+  by_mask.mask.fixed = StaticMask();
+  by_mask.kv.is_invalid = by_mask.kv.seqlens = nullptr;
   bool is_gathered = false;
-  if (!IsQuantized(args.kv_dtype)) {
+  if (!IsQuantized(args.shape.kv_dtype)) {
     STOF_RETURN_IF_ERROR(RunGathered(by_mask, pad, mask, sizes, context, &is_gathered));
   }
   if (!is_gathered) STOF_RETURN_IF_ERROR(RunByMask(by_mask, pad, mask, sizes, operands, context));
-  return args.is_invalid == nullptr ? Status() : MarkInvalid(args.is_invalid, true, args, context);
+  return args.kv.is_invalid == nullptr ? Status() : MarkInvalid(args.kv.is_invalid, true, args, context);
 }
 
 Status UploadColumns(const KeyColumns& columns, const RunContext& context, bool* is_ready) {
@@ -208,16 +216,18 @@ uint64_t HashKernelChoice(const AttentionArgs& args, const Tensor* pad, const At
     while (x > int64_t{1} << power) ++power;
     return x <= 0 ? -1 : power;
   };
-  for (const int64_t x :
-       {int64_t{device}, about(sizes.B), sizes.H, args.G, about(sizes.S), about(sizes.T), about(sizes.P), args.D,
-        args.Dv, int64_t{request.tactic}, int64_t{request.number}, static_cast<int64_t>(args.dtype),
-        static_cast<int64_t>(args.kv_dtype), static_cast<int64_t>(args.empty_rows)}) {
+  for (const int64_t x : {int64_t{device}, about(sizes.B), sizes.H, args.shape.G, about(sizes.S), about(sizes.T),
+                          about(sizes.P), args.shape.D, args.shape.Dv, int64_t{request.tactic}, int64_t{request.number},
+                          static_cast<int64_t>(args.shape.dtype), static_cast<int64_t>(args.shape.kv_dtype),
+                          static_cast<int64_t>(args.mask.empty_rows)}) {
     mix(x);
   }
+  const CausalWindow* const window = args.mask.fixed.window();
   for (const bool x :
-       {args.allow_tf32, args.softcap > 0.0f, args.scale > 0.0f, args.bias != nullptr, args.relative_bias != nullptr,
-        args.sink != nullptr, args.lse != nullptr, pad != nullptr, mask.parts.fixed.empty(), mask.parts.dynamic.empty(),
-        args.first_rows != nullptr, args.window_left >= 0, args.is_invalid != nullptr, args.seqlens != nullptr}) {
+       {args.allow_tf32, args.scores.softcap > 0.0f, args.scores.scale > 0.0f, args.scores.bias.data != nullptr,
+        args.scores.relative_bias.table != nullptr, args.scores.sink.data != nullptr, args.output.lse != nullptr,
+        pad != nullptr, mask.parts.fixed.empty(), mask.parts.dynamic.empty(), window != nullptr,
+        window != nullptr && window->window_left >= 0, args.kv.is_invalid != nullptr, args.kv.seqlens != nullptr}) {
     mix(x ? 1 : 0);
   }
   if (pad != nullptr) mix(static_cast<int64_t>(pad->dtype));
@@ -251,7 +261,7 @@ Status PrepareAttention(const AttentionArgs& args, const Tensor* pad, const Atte
       STOF_RETURN_IF_ERROR(cuda::GetDeviceColumns(*gathered.columns->columns, context, &columns));
     }
     const bool is_gathered = columns != nullptr;
-    const cuda::MaskPart all = {0, args.B, 0, args.H, 0, args.S};
+    const cuda::MaskPart all = {0, args.shape.B, 0, args.shape.H, 0, args.shape.S};
     const Status status =
         cuda::AttentionJob(is_gathered ? gathered.args : args, pad, is_gathered ? gathered.mask() : mask,
                            is_gathered ? gathered.sizes : sizes, operands, all, nullptr, context)

@@ -37,22 +37,23 @@ Layout MakeLayout(const cpu::AttentionProblem& problem, int64_t items, const cpu
     layout.total += RoundUp(bytes, kLine);
     return at;
   };
-  if (args.pad != nullptr) layout.pad = take(args.B * problem.key_tiles * problem.n / 8);
+  if (args.mask.pad != nullptr) layout.pad = take(args.shape.B * problem.key_tiles * problem.n / 8);
   if (problem.column_tiles > 0) {
-    const int64_t rows = args.B * args.G * problem.column_tiles * problem.n * SizeOf(KvType(args));
-    layout.column_keys = take(rows * args.D);
-    layout.column_values = take(rows * args.Dv);
+    const int64_t rows = args.shape.B * args.shape.G * problem.column_tiles * problem.n * SizeOf(KvType(args.shape));
+    layout.column_keys = take(rows * args.shape.D);
+    layout.column_values = take(rows * args.shape.Dv);
   }
   if (problem.few_queries) {
     if (problem.most_splits > 1) {
-      layout.partial = take(args.B * args.H * args.S * problem.most_splits * problem.partial_stride * 4);
+      layout.partial =
+          take(args.shape.B * args.shape.H * args.shape.S * problem.most_splits * problem.partial_stride * 4);
     }
   } else {
     layout.order = take(items * 4);
     if (problem.ring_tiles == 0) {
-      const int64_t keys = args.B * args.G * problem.panels * cpu::kPanel;
-      layout.keys = take(keys * args.D * 4);
-      if (problem.pack_values) layout.values = take(keys * RoundUp(args.Dv, cpu::kPanel) * 4);
+      const int64_t keys = args.shape.B * args.shape.G * problem.panels * cpu::kPanel;
+      layout.keys = take(keys * args.shape.D * 4);
+      if (problem.pack_values) layout.values = take(keys * RoundUp(args.shape.Dv, cpu::kPanel) * 4);
     }
   }
   layout.scratch_each = RoundUp(static_cast<int64_t>(kernels.scratch_bytes(problem)), kLine);
@@ -63,8 +64,8 @@ Layout MakeLayout(const cpu::AttentionProblem& problem, int64_t items, const cpu
 void FillPadBits(const cpu::AttentionProblem& problem, uint32_t* bits) {
   const AttentionArgs& args = *problem.args;
   const int64_t words = problem.key_tiles * problem.n / 32;
-  for (int64_t b = 0; b < args.B; ++b) {
-    const uint8_t* pad = args.pad + b * args.T;
+  for (int64_t b = 0; b < args.shape.B; ++b) {
+    const uint8_t* pad = args.mask.pad + b * args.shape.T;
     const int64_t keys = cpu::EndOfKeys(args, b);
     for (int64_t w = 0; w < words; ++w) {
       uint32_t word = 0;
@@ -77,7 +78,7 @@ void FillPadBits(const cpu::AttentionProblem& problem, uint32_t* bits) {
 // Orders items so that heads of the same rows are neighbours: they share the element masks that a worker evaluates. The
 // last rows, which are the longest of a causal mask, go first.
 void RowsOutermost(const cpu::AttentionProblem& problem, uint32_t* order) {
-  const int64_t heads = problem.args->B * problem.args->H;
+  const int64_t heads = problem.args->shape.B * problem.args->shape.H;
   for (int64_t row = problem.tile_rows; row-- > 0;) {
     for (int64_t head = 0; head < heads; ++head) *order++ = static_cast<uint32_t>(head * problem.tile_rows + row);
   }
@@ -87,12 +88,12 @@ void RowsOutermost(const cpu::AttentionProblem& problem, uint32_t* order) {
 // neighbours find keys and values in the cache. A counting sort: 64 classes of cost suffice.
 void SortItems(const cpu::AttentionProblem& problem, uint32_t* order) {
   const AttentionArgs& args = *problem.args;
-  const int64_t count = args.B * args.H * problem.tile_rows;
-  if (args.mask == nullptr) {
+  const int64_t count = args.shape.B * args.shape.H * problem.tile_rows;
+  if (args.mask.fixed.blocks() == nullptr) {
     for (int64_t i = 0; i < count; ++i) order[i] = static_cast<uint32_t>(i);
     return;
   }
-  const BlockMask& mask = *args.mask;
+  const BlockMask& mask = *args.mask.fixed.blocks();
   const int64_t words = problem.n / 32;
   const auto present = [&](int64_t b, int64_t tile) {
     if (problem.pad_bits == nullptr) return true;
@@ -100,8 +101,8 @@ void SortItems(const cpu::AttentionProblem& problem, uint32_t* order) {
     return std::any_of(bits, bits + words, [](uint32_t word) { return word != 0; });
   };
   const auto cost = [&](int64_t item) {
-    const int64_t h = item / problem.tile_rows % args.H;
-    const int64_t b = item / problem.tile_rows / args.H;
+    const int64_t h = item / problem.tile_rows % args.shape.H;
+    const int64_t b = item / problem.tile_rows / args.shape.H;
     const int64_t row = int64_t{mask.TableOf(b, h)} * mask.rows + item % problem.tile_rows;
     // A partial tile leaves out the panels without a pair: on average half as much work.
     int64_t sum = 0;
@@ -167,11 +168,12 @@ void Run(Job* job, int64_t count, int64_t step, const Parallel& parallel,
 void GatherColumns(const Job& job, int64_t first, int64_t last, void* /*scratch*/) {
   const cpu::AttentionProblem& problem = job.problem;
   const AttentionArgs& args = *problem.args;
-  const int64_t item = SizeOf(KvType(args)), rows = problem.column_tiles * problem.n;
+  const int64_t item = SizeOf(KvType(args.shape)), rows = problem.column_tiles * problem.n;
   const auto gather = [&](const void* from, const Strides& stride, int64_t size, int64_t at,
                           const std::vector<int32_t>& keys, int64_t count, const char* to) {
     char* out = const_cast<char*>(to) + item * size * rows * at;  // a part of the workspace
-    const char* head = static_cast<const char*>(from) + item * (at / args.G * stride.b + at % args.G * stride.h);
+    const char* head =
+        static_cast<const char*>(from) + item * (at / args.shape.G * stride.b + at % args.shape.G * stride.h);
     const auto bytes = static_cast<size_t>(item * size);
     for (int64_t i = 0; i < count; ++i, out += bytes) {
       std::memcpy(out, head + item * stride.s * keys[static_cast<size_t>(i)], bytes);
@@ -179,11 +181,11 @@ void GatherColumns(const Job& job, int64_t first, int64_t last, void* /*scratch*
     std::memset(out, 0, bytes * static_cast<size_t>(RoundUp(count, problem.n) - count));
   };
   for (int64_t at = first; at < last; ++at) {
-    const std::vector<int32_t>& keys = args.columns->keys(args.columns->ListOf(at % args.G));
-    const int64_t end = cpu::EndOfKeys(args, at / args.G) - rows;  // of the keys behind the columns
+    const std::vector<int32_t>& keys = args.kv.columns->keys(args.kv.columns->ListOf(at % args.shape.G));
+    const int64_t end = cpu::EndOfKeys(args, at / args.shape.G) - rows;  // of the keys behind the columns
     const int64_t count = std::lower_bound(keys.begin(), keys.end(), end) - keys.begin();
-    gather(args.key, args.key_stride, args.D, at, keys, count, problem.column_keys);
-    gather(args.value, args.value_stride, args.Dv, at, keys, count, problem.column_values);
+    gather(args.key.data, args.key.stride, args.shape.D, at, keys, count, problem.column_keys);
+    gather(args.value.data, args.value.stride, args.shape.Dv, at, keys, count, problem.column_values);
   }
 }
 void Pack(const Job& job, int64_t first, int64_t last, void* scratch) {
@@ -202,43 +204,32 @@ void CombineSplits(const Job& job, int64_t first, int64_t last, void* scratch) {
   for (int64_t i = first; i < last; ++i) job.kernels.combine_splits(job.problem, i, scratch);
 }
 
-Status Check(const AttentionArgs& args, const CpuAttentionConfig& config) {
+Status CheckForCpu(const AttentionArgs& args, const CpuAttentionConfig& config) {
+  STOF_RETURN_IF_ERROR(Check(args));
+  if (args.mask.fixed.window() != nullptr || args.kv.seqlens != nullptr || args.kv.is_invalid != nullptr) {
+    return Status::Error("causal windows, and what a device says of sequences, are for devices");
+  }
   if (!IsCpuIsaSupported(config.isa)) return Status::Error("this machine lacks the instruction set of the config");
   if (config.m < 1 || config.n < 32 || config.n % 32 != 0 || config.n > cpu::kMaxTileKeys) {
     return Status::Error("no kernel for tiles of " + std::to_string(config.m) + " x " + std::to_string(config.n));
   }
-  if (!IsFloat(args.dtype) || (args.bias != nullptr && !IsFloat(args.bias_dtype))) {
-    return Status::Error("the CPU kernel takes fp32, fp16 and bf16");
-  }
-  if (KvType(args) != args.dtype) {
-    const bool has_mean = args.empty_rows == EmptyRows::kMean || args.empty_rows == EmptyRows::kAll;
-    if (!IsQuantized(args.kv_dtype) || args.key_scale.data == nullptr || args.value_scale.data == nullptr || has_mean) {
-      return Status::Error(
-          "quantized keys and values are int8 or fp8 with scales, and attended by no fully masked row");
-    }
-  }
-  const HeadSizes sizes = AttentionLimits::HeadSizesOf(Target::kCpu, args.dtype);
-  if (!sizes.Has(args.D) || !sizes.Has(args.Dv)) {
+  const HeadSizes sizes = AttentionLimits::HeadSizesOf(Target::kCpu, args.shape.dtype);
+  if (!sizes.Has(args.shape.D) || !sizes.Has(args.shape.Dv)) {
     return Status::Error("head sizes are 1 to " + std::to_string(sizes.largest));
   }
-  if (args.B < 0 || args.S < 0 || args.T < 0 || args.G < 1 || args.H % args.G != 0) {
-    return Status::Error("H must be a multiple of G, and sizes not negative");
-  }
-  if (args.B * args.H * CeilDiv(args.S, config.m) >= int64_t{1} << 32) return Status::Error("too many rows");
-  if (args.mask != nullptr &&
-      (args.mask->m != config.m || args.mask->n != config.n || args.mask->S != args.S || args.mask->T != args.T)) {
+  if (args.shape.B * args.shape.H * CeilDiv(args.shape.S, config.m) >= int64_t{1} << 32)
+    return Status::Error("too many rows");
+  const BlockMask* const blocks = args.mask.fixed.blocks();
+  if (blocks != nullptr && (blocks->m != config.m || blocks->n != config.n)) {
     return Status::Error("the block mask was built for another tile or other sizes");
   }
-  for (int64_t b = 0; args.key_ends != nullptr && b < args.B; ++b) {
-    if (args.mask == nullptr && args.key_ends[b] >= 0 && args.key_ends[b] <= args.T) continue;
-    return Status::Error("sequence " + std::to_string(b) + " has " + std::to_string(args.key_ends[b]) +
-                         " keys, expected 0 to " + std::to_string(args.T) + " and no block mask");
+  for (int64_t b = 0; args.kv.key_ends != nullptr && b < args.shape.B; ++b) {
+    if (args.kv.key_ends[b] >= 0 && args.kv.key_ends[b] <= args.shape.T) continue;
+    return Status::Error("sequence " + std::to_string(b) + " has " + std::to_string(args.kv.key_ends[b]) +
+                         " keys, expected 0 to " + std::to_string(args.shape.T));
   }
-  if (args.columns == nullptr) return Status();
-  if (args.columns->packed() % config.n != 0 || args.columns->packed() > args.T || args.pad != nullptr ||
-      args.bias != nullptr || args.relative_bias != nullptr || args.dynamic != nullptr ||
-      args.empty_rows == EmptyRows::kAll || args.empty_rows == EmptyRows::kMean) {
-    return Status::Error("gathered columns go with whole tiles, without padding and biases");
+  if (args.kv.columns != nullptr && args.kv.columns->packed() % config.n != 0) {
+    return Status::Error("gathered columns fill whole tiles");
   }
   return Status();
 }
@@ -250,19 +241,20 @@ CpuAttentionConfig ChooseCpuAttention(const AttentionArgs& args, int threads) {
   config.isa = BestCpuIsa();
   config.n = 64;
   if (cpu::HasFewQueries(args)) {
-    config.m = static_cast<int>(std::max<int64_t>(1, args.S));
+    config.m = static_cast<int>(std::max<int64_t>(1, args.shape.S));
     return config;
   }
   // Outputs are read and written once per key tile, so tiles are long; longer ones would evict the keys from L1.
-  if (args.T > config.n) config.n = 128;
+  if (args.shape.T > config.n) config.n = 128;
   // Whole strips; fewer rows where threads would get less than four items each.
   config.m = 96;
-  while (config.m > 24 && args.B * args.H * CeilDiv(args.S, config.m) < 4 * int64_t{threads}) config.m /= 2;
+  while (config.m > 24 && args.shape.B * args.shape.H * CeilDiv(args.shape.S, config.m) < 4 * int64_t{threads})
+    config.m /= 2;
   return config;
 }
 
 size_t CpuAttentionWorkspace(const AttentionArgs& args, const CpuAttentionConfig& config, int threads) {
-  if (!Check(args, config).ok()) return 0;
+  if (!CheckForCpu(args, config).ok()) return 0;
   cpu::AttentionPlan plan(args, config);
   const cpu::AttentionKernels& kernels = *cpu::KernelsOf(config.isa).attention;
   return static_cast<size_t>(MakeLayout(*plan.problem(), plan.Items(), kernels, std::max(1, threads)).total);
@@ -270,8 +262,8 @@ size_t CpuAttentionWorkspace(const AttentionArgs& args, const CpuAttentionConfig
 
 Status CpuAttention(const AttentionArgs& args, const CpuAttentionConfig& config, void* workspace,
                     const Parallel& parallel) {
-  STOF_RETURN_IF_ERROR(Check(args, config));
-  if (args.B == 0 || args.H == 0 || args.S == 0) return Status();
+  STOF_RETURN_IF_ERROR(CheckForCpu(args, config));
+  if (args.shape.B == 0 || args.shape.H == 0 || args.shape.S == 0) return Status();
   const cpu::AttentionKernels& kernels = *cpu::KernelsOf(config.isa).attention;
   cpu::AttentionPlan plan(args, config);
   cpu::AttentionProblem& problem = *plan.problem();
@@ -279,7 +271,7 @@ Status CpuAttention(const AttentionArgs& args, const CpuAttentionConfig& config,
   const int threads = std::max(1, parallel.threads);
   const Layout layout = MakeLayout(problem, items, kernels, threads);
   char* base = static_cast<char*>(workspace);
-  if (args.pad != nullptr) {
+  if (args.mask.pad != nullptr) {
     uint32_t* bits = reinterpret_cast<uint32_t*>(base + layout.pad);
     FillPadBits(problem, bits);
     problem.pad_bits = bits;
@@ -289,19 +281,19 @@ Status CpuAttention(const AttentionArgs& args, const CpuAttentionConfig& config,
   if (problem.column_tiles > 0) {
     problem.column_keys = base + layout.column_keys;
     problem.column_values = base + layout.column_values;
-    Run(&job, args.B * args.G, 1, parallel, GatherColumns);
+    Run(&job, args.shape.B * args.shape.G, 1, parallel, GatherColumns);
   }
   if (problem.few_queries) {
     if (problem.most_splits > 1) problem.partial = reinterpret_cast<float*>(base + layout.partial);
     Run(&job, items, 1, parallel, AttendSplits);
-    if (problem.most_splits > 1) Run(&job, args.B * args.H * args.S, 1, parallel, CombineSplits);
+    if (problem.most_splits > 1) Run(&job, args.shape.B * args.shape.H * args.shape.S, 1, parallel, CombineSplits);
     return Status();
   }
-  args.elements != nullptr ? RowsOutermost(problem, order) : SortItems(problem, order);
+  args.mask.fixed.elements() != nullptr ? RowsOutermost(problem, order) : SortItems(problem, order);
   if (problem.ring_tiles == 0) {
     problem.packed_keys = reinterpret_cast<float*>(base + layout.keys);
     problem.packed_values = reinterpret_cast<float*>(base + layout.values);
-    const int64_t panels = args.B * args.G * problem.panels;
+    const int64_t panels = args.shape.B * args.shape.G * problem.panels;
     Run(&job, panels, std::clamp<int64_t>(panels / (4 * int64_t{threads}), 1, 64), parallel, Pack);
   }
   // Long steps: neighbours share keys, and each prefetches for the next one. But the last steps must be short.

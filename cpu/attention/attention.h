@@ -18,10 +18,10 @@ constexpr int kMaxTileKeys = 256;  // n
 
 // The number of keys of a sequence. Later rows of a cache are not read.
 STOF_ALWAYS_INLINE int64_t EndOfKeys(const AttentionArgs& args, int64_t b) {
-  return args.key_ends == nullptr ? args.T : args.key_ends[b];
+  return args.kv.key_ends == nullptr ? args.shape.T : args.kv.key_ends[b];
 }
 
-// The arrays of AttentionArgs::mask as kernels read them: they do not call functions of std::vector.
+// The arrays of a BlockMask as kernels read them: they do not call functions of std::vector.
 struct BlockMaskArrays {
   int32_t rows = 0, layout_b = 1, layout_h = 1;
   const int32_t *layout = nullptr, *row_ptr = nullptr, *full_begin = nullptr, *key_tile = nullptr, *bits_id = nullptr;
@@ -43,7 +43,7 @@ struct KvSplits {
 // One call. Filled by the dispatcher, read by the kernels.
 struct AttentionProblem {
   const AttentionArgs* args = nullptr;
-  BlockMaskArrays mask;  // where args->mask is not nullptr
+  BlockMaskArrays mask;  // of StaticMask::blocks
   int m = 0, n = 0;
   int64_t tile_rows = 0;                     // ceil(S / m)
   int64_t key_tiles = 0;                     // ceil(T / n)
@@ -61,12 +61,12 @@ struct AttentionProblem {
   int64_t run_lists = 1;
   const uint32_t* pad_bits = nullptr;  // [B, key_tiles, n / 32], 0 beyond T; nullptr: no key is padded
   int64_t ring_tiles = 0;              // > 0: each worker packs the key tiles it meets into a ring buffer of so many
-  int64_t element_slots = 0;           // tiles of AttentionArgs::elements that each worker keeps
+  int64_t element_slots = 0;           // tiles of StaticMask::elements that each worker keeps
   bool has_short_pages = false;        // the keys of a tile may lie on several pages: they are never read in place
   bool pack_values = false;            // values are not read in place: another type, or rows that are not dense
   float* packed_keys = nullptr;        // ring_tiles = 0: [B, G, panels, D, kPanel]
   float* packed_values = nullptr;      // likewise, pack_values: [B, G, panels, kPanel, Dv rounded up to kPanel]
-  // The first key tiles hold gathered columns (AttentionArgs::columns): [B, G, column_tiles * n, D or Dv], dense.
+  // The first key tiles hold gathered columns (KvArgs::columns): [B, G, column_tiles * n, D or Dv], dense.
   int64_t column_tiles = 0;
   const char* column_keys = nullptr;
   const char* column_values = nullptr;

@@ -23,32 +23,33 @@ void Pack(const AttentionProblem& problem, int64_t first, int64_t last, void* me
   const Scratch scratch(problem, memory);
   // Heads are innermost, since exporters leave them side by side: a page of keys is met once, not once per head.
   for (int64_t i = first; i < last; ++i) {
-    const int64_t g = i % args.G, b = i / args.G / problem.panels;
-    const int64_t packed = i / args.G % problem.panels, end = EndOfKeys(args, b);
+    const int64_t g = i % args.shape.G, b = i / args.shape.G / problem.panels;
+    const int64_t packed = i / args.shape.G % problem.panels, end = EndOfKeys(args, b);
     const int64_t panel = problem.sequences[b].first * (problem.n / kPanel) + packed;
     if (panel * kPanel >= Min(end, problem.sequences[b].last * problem.n)) continue;
-    const int64_t at = (b * args.G + g) * problem.panels + packed;
-    const int64_t item_size = SizeOf(KvType(args)), count = Min(kPanel, end - panel * kPanel);
+    const int64_t at = (b * args.shape.G + g) * problem.panels + packed;
+    const int64_t item_size = SizeOf(KvType(args.shape)), count = Min(kPanel, end - panel * kPanel);
     const int64_t tile = panel * kPanel / problem.n, row = panel * kPanel % problem.n;
-    const char* keys = static_cast<const char*>(args.key) + item_size * (b * args.key_stride.b + g * args.key_stride.h);
-    const Rows key_rows = RowsOfTile(problem, keys, args.key_stride.s, problem.column_keys, args.D, b, g, tile);
-    PackKeys(key_rows.From(row), count, args, scratch, problem.packed_keys + at * args.D * kPanel);
+    const char* keys =
+        static_cast<const char*>(args.key.data) + item_size * (b * args.key.stride.b + g * args.key.stride.h);
+    const Rows key_rows = RowsOfTile(problem, keys, args.key.stride.s, problem.column_keys, args.shape.D, b, g, tile);
+    PackKeys(key_rows.From(row), count, args, scratch, problem.packed_keys + at * args.shape.D * kPanel);
     if (!problem.pack_values) continue;
     const char* values =
-        static_cast<const char*>(args.value) + item_size * (b * args.value_stride.b + g * args.value_stride.h);
+        static_cast<const char*>(args.value.data) + item_size * (b * args.value.stride.b + g * args.value.stride.h);
     const Rows value_rows =
-        RowsOfTile(problem, values, args.value_stride.s, problem.column_values, args.Dv, b, g, tile);
+        RowsOfTile(problem, values, args.value.stride.s, problem.column_values, args.shape.Dv, b, g, tile);
     CopyValues(value_rows.From(row), count, args, scratch.ldo, problem.packed_values + at * kPanel * scratch.ldo);
   }
 }
 
 void AttendTileRow(const AttentionProblem& problem, int64_t item, int64_t next, void* memory) {
   const AttentionArgs& args = *problem.args;
-  const int64_t heads = args.H * problem.tile_rows, rows = problem.tile_rows;
+  const int64_t heads = args.shape.H * problem.tile_rows, rows = problem.tile_rows;
   Worker<false> worker(problem, memory);
   const int64_t row0 = item % rows * problem.m;
-  worker.Begin(item / heads, item / rows % args.H, 1, row0, Min(problem.m, args.S - row0));
-  if (next >= 0) worker.QueuePrefetch(next / heads, next / rows % args.H, next % rows * problem.m);
+  worker.Begin(item / heads, item / rows % args.shape.H, 1, row0, Min(problem.m, args.shape.S - row0));
+  if (next >= 0) worker.QueuePrefetch(next / heads, next / rows % args.shape.H, next % rows * problem.m);
   worker.AttendTiles(0, problem.key_tiles, false);
   worker.Finish();
 }
@@ -61,33 +62,34 @@ template <bool kInPlace>
 void AttendSplitOf(const AttentionProblem& problem, int64_t kv_head, int64_t split, void* memory) {
   const AttentionArgs& args = *problem.args;
   const KvSplits& splits = problem.kv_splits[kv_head];
-  const int64_t b = kv_head / args.G, g = kv_head % args.G, group = args.H / args.G, heads = problem.packed_heads;
+  const int64_t b = kv_head / args.shape.G, g = kv_head % args.shape.G, group = args.shape.H / args.shape.G,
+                heads = problem.packed_heads;
   Worker<kInPlace> worker(problem, memory);
   for (int64_t h = g * group; h < (g + 1) * group; h += heads) {
-    worker.Begin(b, h, heads, 0, args.S);
+    worker.Begin(b, h, heads, 0, args.shape.S);
     worker.AttendTiles(splits.begin[split], splits.begin[split + 1], false);
     if (splits.count == 1) {
       worker.Finish();
       continue;
     }
-    for (int64_t r = 0; r < heads * args.S; ++r) {
-      worker.StorePartial(static_cast<int>(r), PartialOf(problem, (b * args.H + h) * args.S + r, split));
+    for (int64_t r = 0; r < heads * args.shape.S; ++r) {
+      worker.StorePartial(static_cast<int>(r), PartialOf(problem, (b * args.shape.H + h) * args.shape.S + r, split));
     }
   }
 }
 
 void AttendSplit(const AttentionProblem& problem, int64_t item, void* memory) {
   // The last KV head whose items begin at or before this one.
-  int64_t at = 0, end = problem.args->B * problem.args->G;
+  int64_t at = 0, end = problem.args->shape.B * problem.args->shape.G;
   while (end - at > 1) {
     const int64_t middle = (at + end) / 2;
     (problem.kv_splits[middle].first_item <= item ? at : end) = middle;
   }
   item -= problem.kv_splits[at].first_item;
-  if (problem.args->pages.given() && problem.run_lists == 1) {
+  if (problem.args->kv.pages.given() && problem.run_lists == 1) {
     // Heads lie side by side in a row of a page, and have equally many splits: items of the same keys follow each
     // other.
-    const int64_t heads = problem.args->G, splits = problem.kv_splits[at].count;
+    const int64_t heads = problem.args->shape.G, splits = problem.kv_splits[at].count;
     const int64_t of_sequence = at % heads * splits + item;
     at = at / heads * heads + of_sequence % heads;
     item = of_sequence / heads;
@@ -99,14 +101,14 @@ template <bool kInPlace>
 void CombineSplitsOf(const AttentionProblem& problem, int64_t row, int64_t splits, void* memory) {
   const AttentionArgs& args = *problem.args;
   Worker<kInPlace> worker(problem, memory);
-  worker.Begin(row / args.S / args.H, row / args.S % args.H, 1, row % args.S, 1);
+  worker.Begin(row / args.shape.S / args.shape.H, row / args.shape.S % args.shape.H, 1, row % args.shape.S, 1);
   worker.CombinePartials(PartialOf(problem, row, 0), splits, problem.partial_stride);
   worker.Finish();
 }
 
 void CombineSplits(const AttentionProblem& problem, int64_t row, void* memory) {
   const AttentionArgs& args = *problem.args;
-  const int64_t splits = problem.kv_splits[row / args.S / (args.H / args.G)].count;
+  const int64_t splits = problem.kv_splits[row / args.shape.S / (args.shape.H / args.shape.G)].count;
   if (splits == 1) return;
   problem.in_place ? CombineSplitsOf<true>(problem, row, splits, memory)
                    : CombineSplitsOf<false>(problem, row, splits, memory);

@@ -38,47 +38,49 @@ constexpr int64_t kPartialBytes = 64 << 20;
 }  // namespace
 
 bool HasFewQueries(const AttentionArgs& args) {
-  return args.S <= kFewRows || (args.S <= kMostFewRows && args.T >= kManyKeys);
+  return args.shape.S <= kFewRows || (args.shape.S <= kMostFewRows && args.shape.T >= kManyKeys);
 }
 
 AttentionPlan::AttentionPlan(const AttentionArgs& args, const CpuAttentionConfig& config) : args_(args) {
   problem_.args = &args;
-  if (args.mask != nullptr) {
-    const BlockMask& mask = *args.mask;
+  if (const BlockMask* const blocks = args.mask.fixed.blocks()) {
+    const BlockMask& mask = *blocks;
     problem_.mask = {mask.rows,           mask.layout_b,          mask.layout_h,        mask.layout.data(),
                      mask.row_ptr.data(), mask.full_begin.data(), mask.key_tile.data(), mask.bits_id.data(),
                      mask.bits.data()};
   }
   problem_.m = config.m;
   problem_.n = config.n;
-  problem_.tile_rows = CeilDiv(args.S, config.m);
-  problem_.key_tiles = CeilDiv(args.T, config.n);
-  if (args.columns != nullptr) problem_.column_tiles = args.columns->packed() / config.n;
-  if (args.elements != nullptr) {
+  problem_.tile_rows = CeilDiv(args.shape.S, config.m);
+  problem_.key_tiles = CeilDiv(args.shape.T, config.n);
+  if (args.kv.columns != nullptr) problem_.column_tiles = args.kv.columns->packed() / config.n;
+  if (args.mask.fixed.elements() != nullptr) {
     const int64_t tile_bytes = int64_t{config.m} * config.n / 8;
     problem_.element_slots =
         std::clamp<int64_t>(kElementBytes / tile_bytes, 1, std::max<int64_t>(1, problem_.key_tiles));
   }
-  problem_.has_short_pages = args.pages.given() && (int64_t{1} << args.pages.shift) < config.n;
+  problem_.has_short_pages = args.kv.pages.given() && (int64_t{1} << args.kv.pages.shift) < config.n;
   // Rows that are not dense use few sets of the L1 cache: a quarter of them at 12 heads × 64 × 4 B. Loads that cross
   // a cache line take twice as long.
-  problem_.pack_values = KvType(args) != DType::kF32 || args.Dv % kPanel != 0 || args.value_stride.s != args.Dv ||
-                         reinterpret_cast<uintptr_t>(args.value) % kLine != 0 || problem_.has_short_pages;
+  problem_.pack_values = KvType(args.shape) != DType::kF32 || args.shape.Dv % kPanel != 0 ||
+                         args.value.stride.s != args.shape.Dv ||
+                         reinterpret_cast<uintptr_t>(args.value.data) % kLine != 0 || problem_.has_short_pages;
   if (HasRuns()) runs_.resize(static_cast<size_t>(problem_.key_tiles));
-  sequences_.resize(static_cast<size_t>(args.B));
-  for (int64_t b = 0; b < args.B; ++b) FindTiles(b, &sequences_[static_cast<size_t>(b)]);
-  problem_.few_queries = args.S <= config.m && HasFewQueries(args);
+  sequences_.resize(static_cast<size_t>(args.shape.B));
+  for (int64_t b = 0; b < args.shape.B; ++b) FindTiles(b, &sequences_[static_cast<size_t>(b)]);
+  problem_.few_queries = args.shape.S <= config.m && HasFewQueries(args);
   problem_.few_queries ? PlanFewQueries() : PlanTileRows();
   problem_.sequences = sequences_.data();
 }
 
 bool AttentionPlan::HasRuns() const {
-  return args_.mask == nullptr && args_.elements != nullptr && args_.elements->runs != nullptr;
+  const DynamicMask* const elements = args_.mask.fixed.elements();
+  return args_.mask.fixed.blocks() == nullptr && elements != nullptr && elements->runs != nullptr;
 }
 
 template <typename Visit>
 void AttentionPlan::ForEachRun(int64_t b, int64_t h, int64_t row0, int64_t rows, const Visit& visit) {
-  const DynamicMask& mask = *args_.elements;
+  const DynamicMask& mask = *args_.mask.fixed.elements();
   const int64_t count =
       mask.runs(mask.self, b, h, row0, static_cast<int>(rows), problem_.n, 0, problem_.key_tiles, runs_.data());
   for (int64_t i = 0; i < count; ++i) visit(runs_[static_cast<size_t>(i)]);
@@ -86,10 +88,9 @@ void AttentionPlan::ForEachRun(int64_t b, int64_t h, int64_t row0, int64_t rows,
 
 void AttentionPlan::FindTiles(int64_t b, SequenceTiles* sequence) {
   sequence->last = CeilDiv(EndOfKeys(args_, b), problem_.n);
-  const bool all_keys = args_.empty_rows == EmptyRows::kAll || args_.empty_rows == EmptyRows::kMean;
-  if (!HasCommonRuns() || all_keys) return;
+  if (!HasCommonRuns() || AttendsAllKeys(args_.mask.empty_rows)) return;
   int64_t first = sequence->last, last = 0;
-  ForEachRun(b, 0, 0, args_.S, [&](const KeyTileRun& run) {
+  ForEachRun(b, 0, 0, args_.shape.S, [&](const KeyTileRun& run) {
     first = std::min<int64_t>(first, run.first);
     last = std::max<int64_t>(last, run.last);
   });
@@ -98,35 +99,38 @@ void AttentionPlan::FindTiles(int64_t b, SequenceTiles* sequence) {
 }
 
 bool AttentionPlan::HasGroupRuns() const {
-  return HasRuns() && (!args_.elements->by_head || args_.elements->alike_heads == args_.H / args_.G);
+  return HasRuns() && (!args_.mask.fixed.elements()->by_head ||
+                       args_.mask.fixed.elements()->alike_heads == args_.shape.H / args_.shape.G);
 }
 
 int64_t AttentionPlan::PackedHeads() const {
-  const int64_t group = args_.H / args_.G;
+  const int64_t group = args_.shape.H / args_.shape.G;
   int64_t alike = group;
-  if (args_.mask != nullptr && args_.mask->layout_h > 1) {
+  const BlockMask* const blocks = args_.mask.fixed.blocks();
+  const DynamicMask* const elements = args_.mask.fixed.elements();
+  if (blocks != nullptr && blocks->layout_h > 1) {
     // Where bits are missing, heads with one table may differ.
-    if (args_.mask->left > 0 && (args_.elements == nullptr || args_.elements->by_head)) alike = 1;
-    for (int64_t b = 0; b < args_.mask->layout_b; ++b) {
-      for (int64_t h = 0; h < args_.H; ++h) {
-        if (args_.mask->TableOf(b, h) != args_.mask->TableOf(b, h - h % group)) alike = 1;
+    if (blocks->left > 0 && (elements == nullptr || elements->by_head)) alike = 1;
+    for (int64_t b = 0; b < blocks->layout_b; ++b) {
+      for (int64_t h = 0; h < args_.shape.H; ++h) {
+        if (blocks->TableOf(b, h) != blocks->TableOf(b, h - h % group)) alike = 1;
       }
     }
   }
-  for (const DynamicMask* mask : {args_.dynamic, args_.elements}) {
+  for (const DynamicMask* mask : {args_.mask.dynamic, elements}) {
     if (mask != nullptr && mask->by_head && mask->alike_heads != group) alike = 1;
   }
-  int64_t heads = std::min(alike, std::max<int64_t>(1, kMostPackedRows / args_.S));
+  int64_t heads = std::min(alike, std::max<int64_t>(1, kMostPackedRows / args_.shape.S));
   while (group % heads != 0) --heads;
   return heads;
 }
 
 void AttentionPlan::ListRuns() {
-  const int64_t lists = args_.elements->by_head ? args_.G : 1;
+  const int64_t lists = args_.mask.fixed.elements()->by_head ? args_.shape.G : 1;
   group_run_begin_.push_back(0);
-  for (int64_t b = 0; b < args_.B; ++b) {
+  for (int64_t b = 0; b < args_.shape.B; ++b) {
     for (int64_t list = 0; list < lists; ++list) {
-      ForEachRun(b, list * (args_.H / args_.G), 0, args_.S,
+      ForEachRun(b, list * (args_.shape.H / args_.shape.G), 0, args_.shape.S,
                  [this](const KeyTileRun& run) { group_runs_.push_back(run); });
       group_run_begin_.push_back(static_cast<int64_t>(group_runs_.size()));
     }
@@ -138,9 +142,9 @@ void AttentionPlan::ListRuns() {
 
 void AttentionPlan::PlanFewQueries() {
   problem_.packed_heads = PackedHeads();
-  problem_.in_place = problem_.packed_heads * args_.S <= kInPlaceRows;
-  const bool rereads_keys = problem_.packed_heads < args_.H / args_.G;  // several items read the same keys
-  problem_.partial_stride = RoundUp(2 + args_.Dv, kLine / 4);
+  problem_.in_place = problem_.packed_heads * args_.shape.S <= kInPlaceRows;
+  const bool rereads_keys = problem_.packed_heads < args_.shape.H / args_.shape.G;  // several items read the same keys
+  problem_.partial_stride = RoundUp(2 + args_.shape.Dv, kLine / 4);
   if (HasGroupRuns()) ListRuns();
   // The runs of a KV head, and the number of its tiles; without lists all tiles of its sequence.
   const auto runs_of = [this](int64_t b, int64_t g, KeyTileRun* all, int64_t* count) -> const KeyTileRun* {
@@ -156,8 +160,8 @@ void AttentionPlan::PlanFewQueries() {
   };
   std::vector<int64_t> tiles;  // [B, G]
   int64_t total = 0;
-  for (int64_t b = 0; b < args_.B; ++b) {
-    for (int64_t g = 0; g < args_.G; ++g) {
+  for (int64_t b = 0; b < args_.shape.B; ++b) {
+    for (int64_t g = 0; g < args_.shape.G; ++g) {
       KeyTileRun all;
       int64_t count = 0;
       const KeyTileRun* runs = runs_of(b, g, &all, &count);
@@ -169,15 +173,16 @@ void AttentionPlan::PlanFewQueries() {
   // The length of a split must not depend on the number of threads, so that results do not.
   int64_t length = std::clamp(total / kManyItems, kLeastSplitKeys / problem_.n, kMostSplitKeys / problem_.n);
   if (rereads_keys) length = std::min(length, kSharedSplitKeys / problem_.n);
-  const int64_t most = kPartialBytes / std::max<int64_t>(1, args_.B * args_.H * args_.S * problem_.partial_stride * 4);
+  const int64_t most =
+      kPartialBytes / std::max<int64_t>(1, args_.shape.B * args_.shape.H * args_.shape.S * problem_.partial_stride * 4);
   length = std::max(length, problem_.key_tiles / std::max<int64_t>(1, most) + 1);
   std::vector<size_t> begins;
-  for (int64_t b = 0; b < args_.B; ++b) {
-    for (int64_t g = 0; g < args_.G; ++g) {
+  for (int64_t b = 0; b < args_.shape.B; ++b) {
+    for (int64_t g = 0; g < args_.shape.G; ++g) {
       KeyTileRun all;
       int64_t count = 0;
       const KeyTileRun* runs = runs_of(b, g, &all, &count);
-      const int64_t own = tiles[static_cast<size_t>(b * args_.G + g)];
+      const int64_t own = tiles[static_cast<size_t>(b * args_.shape.G + g)];
       KvSplits splits;
       splits.first_item = split_items_;
       splits.count = std::max<int64_t>(1, CeilDiv(own, length));
@@ -209,26 +214,26 @@ void AttentionPlan::Split(const KeyTileRun* runs, int64_t run_count, int64_t til
 void AttentionPlan::PlanTileRows() {
   int64_t tiles = 0;
   for (const SequenceTiles& sequence : sequences_) tiles = std::max(tiles, sequence.last - sequence.first);
-  problem_.panels = CeilDiv(std::min(tiles * problem_.n, args_.T), kPanel);
+  problem_.panels = CeilDiv(std::min(tiles * problem_.n, args_.shape.T), kPanel);
   const int64_t most = MostTiles();
-  const int64_t packed = args_.D + (problem_.pack_values ? args_.Dv : 0);
+  const int64_t packed = args_.shape.D + (problem_.pack_values ? args_.shape.Dv : 0);
   if (most * problem_.n * packed * 4 <= kRingBytes) problem_.ring_tiles = std::max<int64_t>(1, most);
 }
 
 int64_t AttentionPlan::MostTiles() {
   int64_t most = 0;
-  if (args_.empty_rows == EmptyRows::kAll) return problem_.key_tiles;
-  if (args_.mask != nullptr) {
-    const std::vector<int32_t>& row_ptr = args_.mask->row_ptr;
+  if (args_.mask.empty_rows == EmptyRows::kAll) return problem_.key_tiles;
+  if (const BlockMask* const blocks = args_.mask.fixed.blocks()) {
+    const std::vector<int32_t>& row_ptr = blocks->row_ptr;
     for (size_t r = 0; r + 1 < row_ptr.size(); ++r) most = std::max<int64_t>(most, row_ptr[r + 1] - row_ptr[r]);
     return most;
   }
   if (!HasRuns()) return problem_.key_tiles;
-  const int64_t rows = args_.B * args_.H * problem_.tile_rows, samples = std::min(rows, kSampledRows);
+  const int64_t rows = args_.shape.B * args_.shape.H * problem_.tile_rows, samples = std::min(rows, kSampledRows);
   for (int64_t i = 0; i < samples; ++i) {
     const int64_t item = rows - 1 - i * rows / samples, head = item / problem_.tile_rows;
     int64_t tiles = 0;
-    ForEachRun(head / args_.H, head % args_.H, item % problem_.tile_rows * problem_.m, problem_.m,
+    ForEachRun(head / args_.shape.H, head % args_.shape.H, item % problem_.tile_rows * problem_.m, problem_.m,
                [&](const KeyTileRun& run) { tiles += run.last - run.first; });
     most = std::max(most, tiles);
   }

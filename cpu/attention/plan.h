@@ -24,7 +24,9 @@ class AttentionPlan {
   AttentionPlan& operator=(const AttentionPlan&) = delete;
 
   AttentionProblem* problem() { return &problem_; }
-  int64_t Items() const { return problem_.few_queries ? split_items_ : args_.B * args_.H * problem_.tile_rows; }
+  int64_t Items() const {
+    return problem_.few_queries ? split_items_ : args_.shape.B * args_.shape.H * problem_.tile_rows;
+  }
 
  private:
   // Whether the mask can list the key tiles of rows as runs.
@@ -32,7 +34,7 @@ class AttentionPlan {
   // Whether it does, and all heads of a group have the same runs.
   bool HasGroupRuns() const;
   // Whether it does, and all heads of a sequence have the same runs.
-  bool HasCommonRuns() const { return HasRuns() && !args_.elements->by_head; }
+  bool HasCommonRuns() const { return HasRuns() && !args_.mask.fixed.elements()->by_head; }
   // Calls visit(run) for the key tiles that rows of one head may attend.
   template <typename Visit>
   void ForEachRun(int64_t b, int64_t h, int64_t row0, int64_t rows, const Visit& visit);

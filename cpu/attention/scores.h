@@ -41,9 +41,10 @@ inline bool Worker<kInPlace>::FindMask(int64_t tile, const uint32_t* bits, bool 
     sources[used] = scratch_.words_tail;
     strides[used++] = 0;
   }
-  if (args_.dynamic != nullptr && !unmasked) {
-    const int kind = args_.dynamic->tile(args_.dynamic->self, b_, h_, row0_, tile * problem_.n, problem_.m, problem_.n,
-                                         scratch_.words_dynamic);
+  if (args_.mask.dynamic != nullptr && !unmasked) {
+    const DynamicMask& dynamic = *args_.mask.dynamic;
+    const int kind =
+        dynamic.tile(dynamic.self, b_, h_, row0_, tile * problem_.n, problem_.m, problem_.n, scratch_.words_dynamic);
     if (kind == 0) return false;
     if (kind == 1) {
       sources[used] = scratch_.words_dynamic;
@@ -67,8 +68,9 @@ inline bool Worker<kInPlace>::FindMask(int64_t tile, const uint32_t* bits, bool 
 
 template <bool kInPlace>
 bool Worker<kInPlace>::FindElements(int64_t tile, const uint32_t** bits) const {
-  const DynamicMask& elements = *args_.elements;
-  const int64_t head = (elements.by_batch ? b_ : 0) * args_.H + (elements.by_head ? h_ / elements.alike_heads : 0);
+  const DynamicMask& elements = *args_.mask.fixed.elements();
+  const int64_t head =
+      (elements.by_batch ? b_ : 0) * args_.shape.H + (elements.by_head ? h_ / elements.alike_heads : 0);
   const int64_t wanted = (head * problem_.tile_rows + row0_ / problem_.m) * problem_.key_tiles + tile;
   // Other heads of the same rows come next: see RowsOutermost in attention.cc.
   const int64_t slot = tile % problem_.element_slots;
@@ -122,7 +124,7 @@ void Worker<kInPlace>::FindPanels(int keys, Strip* strip) const {
 // The packed keys of a tile; with a ring, its values are packed with them.
 template <bool kInPlace>
 inline const float* Worker<kInPlace>::PackedTile(int64_t tile) const {
-  const int64_t panels = problem_.n / kPanel, size = args_.D * kPanel;
+  const int64_t panels = problem_.n / kPanel, size = args_.shape.D * kPanel;
   if (problem_.ring_tiles == 0) {
     return problem_.packed_keys + (group_ * problem_.panels + (tile - problem_.sequences[b_].first) * panels) * size;
   }
@@ -160,8 +162,8 @@ inline void Worker<kInPlace>::StripScores(int rows, const float* q, int64_t ldq,
 
 template <bool kInPlace>
 inline void Worker<kInPlace>::PackedScores(const Strip* strips, int begin, int end, const float* keys) const {
-  const int64_t stride = args_.D * kPanel;
-  const int64_t ldq = scratch_.ldq, lds = problem_.n, size = args_.D;
+  const int64_t stride = args_.shape.D * kPanel;
+  const int64_t ldq = scratch_.ldq, lds = problem_.n, size = args_.shape.D;
   constexpr int kBlockKeys = kVectors * kWidth;
   constexpr int kBlockPanels = kBlockKeys > kPanel ? kBlockKeys / kPanel : 1;
   uint32_t any = 0;
@@ -178,7 +180,7 @@ inline void Worker<kInPlace>::PackedScores(const Strip* strips, int begin, int e
     for (int i = begin; i < end; ++i) {
       uint32_t active = strips[i].active >> p & here;
       const float* q = scratch_.q + strips[i].row * ldq;
-      const float* start = args_.softcap > 0.0f ? kNoStart : scratch_.start + strips[i].row;
+      const float* start = args_.scores.softcap > 0.0f ? kNoStart : scratch_.start + strips[i].row;
       const int rows = rows_ - strips[i].row;
       while (active != 0) {
         const int at = __builtin_ctz(active);
@@ -206,9 +208,9 @@ template <typename Stored>
 inline void Worker<kInPlace>::InPlaceScores(const Strip& strip, const Stored* keys, int64_t ldk,
                                             const Rows& ahead) const {
   const float* q = scratch_.q + strip.row * scratch_.ldq;
-  const float* start = args_.softcap > 0.0f ? kNoStart : scratch_.start + strip.row;
-  const int64_t lds = problem_.n, stride = stored_size_ * ahead.stride, bytes = stored_size_ * args_.Dv;
-  const int64_t size = RoundUp(args_.D, kWidth);
+  const float* start = args_.scores.softcap > 0.0f ? kNoStart : scratch_.start + strip.row;
+  const int64_t lds = problem_.n, stride = stored_size_ * ahead.stride, bytes = stored_size_ * args_.shape.Dv;
+  const int64_t size = RoundUp(args_.shape.D, kWidth);
   const int rows = rows_ - strip.row;
   const auto block = [&](int k, auto count) {
     constexpr int kKeys = decltype(count)::value;
@@ -246,8 +248,8 @@ template <bool kInPlace>
 void Worker<kInPlace>::Adjust(const Strip& strip, float* s, int64_t key0, int keys) const {
   const V forbidden = Simd::Set1(-kInf);
   const int rows = static_cast<int>(Min(kRows, rows_ - strip.row));
-  if (args_.softcap > 0.0f) {
-    const V cap = Simd::Set1(args_.softcap), argument = Simd::Set1(2.0f * kLog2E / args_.softcap);
+  if (args_.scores.softcap > 0.0f) {
+    const V cap = Simd::Set1(args_.scores.softcap), argument = Simd::Set1(2.0f * kLog2E / args_.scores.softcap);
     for (int r = 0; r < rows; ++r) {
       const V start = Simd::Set1(scratch_.start[strip.row + r]);
       ForEachVector(strip, s + r * problem_.n, [&](float* at, int) {
@@ -255,7 +257,7 @@ void Worker<kInPlace>::Adjust(const Strip& strip, float* s, int64_t key0, int ke
       });
     }
   }
-  if (args_.bias != nullptr || args_.relative_bias != nullptr) {
+  if (args_.scores.bias.data != nullptr || args_.scores.relative_bias.table != nullptr) {
     for (int r = 0; r < rows; ++r) {
       LoadBias(strip.row + r, key0, keys);
       ForEachVector(strip, s + r * problem_.n, [&](float* at, int column) {
@@ -287,20 +289,21 @@ inline void Worker<kInPlace>::ForEachVector(const Strip& strip, float* s, F f) c
 template <bool kInPlace>
 inline void Worker<kInPlace>::LoadBias(int r, int64_t key0, int keys) const {
   const int64_t h = HeadOf(r), row = row0_ + QueryOf(r);
-  if (args_.bias != nullptr) {
+  if (args_.scores.bias.data != nullptr) {
     LoadPairs(h, row, key0, keys);
   } else {
     for (int k = 0; k < keys; ++k) scratch_.bias[k] = 0.0f;
   }
-  if (args_.relative_bias != nullptr) AddRelative(h, row, key0, keys);
+  if (args_.scores.relative_bias.table != nullptr) AddRelative(h, row, key0, keys);
   for (int k = keys; k % kPanel != 0; ++k) scratch_.bias[k] = 0.0f;
 }
 
 template <bool kInPlace>
 inline void Worker<kInPlace>::AddRelative(int64_t h, int64_t row, int64_t key0, int keys) const {
-  const float* table = args_.relative_bias + h * args_.relative_bias_stride_h;
-  const int64_t size = args_.relative_bias_size;
-  const int64_t first = key0 - (args_.query_position + row) + size / 2;  // entry of key 0, before it is clamped
+  const RelativeBias& bias = args_.scores.relative_bias;
+  const float* table = bias.table + h * bias.stride_h;
+  const int64_t size = bias.size;
+  const int64_t first = key0 - (bias.query_position + row) + size / 2;  // entry of key 0, before it is clamped
   const int low = static_cast<int>(Clamp(-first, 0, keys)), high = static_cast<int>(Clamp(size - first, low, keys));
   float* to = scratch_.bias;
   for (int k = 0; k < low; ++k) to[k] += table[0];
@@ -310,13 +313,13 @@ inline void Worker<kInPlace>::AddRelative(int64_t h, int64_t row, int64_t key0, 
 
 template <bool kInPlace>
 inline void Worker<kInPlace>::LoadPairs(int64_t h, int64_t row, int64_t key0, int keys) const {
-  const int64_t at =
-      b_ * args_.bias_stride_b + h * args_.bias_stride_h + row * args_.bias_stride_q + key0 * args_.bias_stride_k;
+  const PairBias& bias = args_.scores.bias;
+  const int64_t at = b_ * bias.stride_b + h * bias.stride_h + row * bias.stride_q + key0 * bias.stride_k;
   float* to = scratch_.bias;
-  if (args_.bias_stride_k == 1) {
-    ToFloats(static_cast<const char*>(args_.bias) + at * SizeOf(args_.bias_dtype), args_.bias_dtype, keys, to);
+  if (bias.stride_k == 1) {
+    ToFloats(static_cast<const char*>(bias.data) + at * SizeOf(bias.dtype), bias.dtype, keys, to);
   } else {
-    for (int k = 0; k < keys; ++k) to[k] = ToFloat(args_.bias, args_.bias_dtype, at + k * args_.bias_stride_k);
+    for (int k = 0; k < keys; ++k) to[k] = ToFloat(bias.data, bias.dtype, at + k * bias.stride_k);
   }
 }
 

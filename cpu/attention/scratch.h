@@ -28,11 +28,11 @@ struct Scratch {
     const AttentionArgs& args = *problem.args;
     const int64_t rows = RoundUp(problem.m * problem.packed_heads, problem.in_place ? kInPlaceStrip : kStrip);
     const int64_t words = problem.n / 32;
-    ldq = RoundUp(args.D, kPanel);
-    ldo = RoundUp(args.Dv, kPanel);
+    ldq = RoundUp(args.shape.D, kPanel);
+    ldo = RoundUp(args.shape.Dv, kPanel);
     mean_of = Take<int64_t>(1);
     ring_of = Take<int64_t>(problem.ring_tiles);
-    ring = Take<float>(problem.ring_tiles * problem.n * args.D);
+    ring = Take<float>(problem.ring_tiles * problem.n * args.shape.D);
     ring_values = Take<float>(problem.pack_values ? problem.ring_tiles * problem.n * ldo : 0);
     q = Take<float>(rows * ldq);
     o = Take<float>(rows * ldo);
@@ -50,12 +50,14 @@ struct Scratch {
     elements_of = Take<int64_t>(problem.element_slots);
     elements_kind = Take<uint8_t>(problem.element_slots);
     elements = Take<uint32_t>(problem.element_slots * problem.m * words);
-    has_runs = args.elements != nullptr && args.elements->runs != nullptr;
+    const DynamicMask* const elements_of_mask = args.mask.fixed.elements();
+    has_runs = elements_of_mask != nullptr && elements_of_mask->runs != nullptr;
     runs = Take<KeyTileRun>(has_runs ? problem.key_tiles : 0);
-    const bool is_float = KvType(args) == DType::kF32;
-    const bool is_converted_as_loaded = is_float || IsQuantized(KvType(args));
-    copy_values = problem.in_place && (!is_converted_as_loaded || args.Dv % kWidth != 0 || problem.has_short_pages);
-    copy_keys = problem.in_place && (!is_converted_as_loaded || args.D % kWidth != 0 || problem.has_short_pages);
+    const bool is_float = KvType(args.shape) == DType::kF32;
+    const bool is_converted_as_loaded = is_float || IsQuantized(KvType(args.shape));
+    copy_values =
+        problem.in_place && (!is_converted_as_loaded || args.shape.Dv % kWidth != 0 || problem.has_short_pages);
+    copy_keys = problem.in_place && (!is_converted_as_loaded || args.shape.D % kWidth != 0 || problem.has_short_pages);
     values = Take<float>(copy_values ? problem.n * ldo : 0);
     keys = Take<float>(copy_keys ? problem.n * ldq : is_float ? 0 : kPanel * ldq);
     size = static_cast<size_t>(bytes_ - reinterpret_cast<char*>(base));
@@ -67,7 +69,7 @@ struct Scratch {
   float *ring, *ring_values, *q, *o, *s, *max, *start, *sum, *bias, *row, *mean, *values, *keys;
   uint8_t* empty;
   uint32_t *words_combined, *words_dynamic, *words_tail;
-  // Of tiles that AttentionArgs::elements gave: which one a slot holds, what it is, and its element mask.
+  // Of tiles that StaticMask::elements gave: which one a slot holds, what it is, and its element mask.
   int64_t* elements_of;
   uint8_t* elements_kind;
   uint32_t* elements;
@@ -136,15 +138,15 @@ struct Rows {
 };
 // All rows of a key or value head. head: of row 0, with pages of that on page 0.
 inline Rows RowsOfHead(const AttentionArgs& args, const char* head, int64_t stride, int64_t b) {
-  return {head, stride, SizeOf(KvType(args)), args.pages.given() ? &args.pages : nullptr, b};
+  return {head, stride, SizeOf(KvType(args.shape)), args.kv.pages.given() ? &args.kv.pages : nullptr, b};
 }
 // Rows of the keys, or of the values, of a tile of KV head g: gathered columns come first. head: of row 0 of that head.
 inline Rows RowsOfTile(const AttentionProblem& problem, const char* head, int64_t stride, const char* columns,
                        int64_t size, int64_t b, int64_t g, int64_t tile) {
   const AttentionArgs& args = *problem.args;
-  const int64_t item = SizeOf(KvType(args)), n = problem.n;
+  const int64_t item = SizeOf(KvType(args.shape)), n = problem.n;
   if (tile < problem.column_tiles) {
-    return {columns + item * size * n * ((b * args.G + g) * problem.column_tiles + tile), size, item};
+    return {columns + item * size * n * ((b * args.shape.G + g) * problem.column_tiles + tile), size, item};
   }
   return RowsOfHead(args, head, stride, b).From(n * (tile - problem.column_tiles));
 }
@@ -159,18 +161,18 @@ inline void CopyRows(const Rows& from, DType dtype, int64_t rows, int64_t size, 
 
 // Packs one panel of `count` keys, which lies on one page.
 inline void PackKeys(const Rows& from, int64_t count, const AttentionArgs& args, const Scratch& scratch, float* to) {
-  const DType dtype = KvType(args);
+  const DType dtype = KvType(args.shape);
   if (dtype == DType::kF32) {
-    PackPanel(reinterpret_cast<const float*>(from.At(0)), from.stride, count, args.D, to);
+    PackPanel(reinterpret_cast<const float*>(from.At(0)), from.stride, count, args.shape.D, to);
   } else {
-    CopyRows(from, dtype, count, args.D, scratch.ldq, scratch.keys);
-    PackPanel(scratch.keys, scratch.ldq, count, args.D, to);
+    CopyRows(from, dtype, count, args.shape.D, scratch.ldq, scratch.keys);
+    PackPanel(scratch.keys, scratch.ldq, count, args.shape.D, to);
   }
 }
 
 // Values of `count` keys, as floats with rows of ldo.
 inline void CopyValues(const Rows& from, int64_t count, const AttentionArgs& args, int64_t ldo, float* to) {
-  CopyRows(from, KvType(args), count, args.Dv, ldo, to);
+  CopyRows(from, KvType(args.shape), count, args.shape.Dv, ldo, to);
 }
 
 }  // namespace

@@ -26,23 +26,24 @@ class Worker {
       : problem_(problem),
         args_(*problem.args),
         scratch_(problem, scratch),
-        item_size_(SizeOf(args_.dtype)),
-        stored_size_(SizeOf(KvType(args_))) {}
+        item_size_(SizeOf(args_.shape.dtype)),
+        stored_size_(SizeOf(KvType(args_.shape))) {}
 
   // Queries [row0, row0 + rows) of heads [h, h + heads) of one group. Row r is query row0 + r % rows of head
   // h + r / rows.
   void Begin(int64_t b, int64_t h, int64_t heads, int64_t row0, int64_t rows) {
     b_ = b;
     h_ = h;
-    g_ = h / (args_.H / args_.G);
+    g_ = h / (args_.shape.H / args_.shape.G);
     row0_ = row0;
     queries_ = static_cast<int>(rows);
     rows_ = static_cast<int>(heads * rows);
     key_end_ = EndOfKeys(args_, b);
-    keys_ = static_cast<const char*>(args_.key) + stored_size_ * (b * args_.key_stride.b + g_ * args_.key_stride.h);
-    values_ =
-        static_cast<const char*>(args_.value) + stored_size_ * (b * args_.value_stride.b + g_ * args_.value_stride.h);
-    group_ = b * args_.G + g_;
+    keys_ =
+        static_cast<const char*>(args_.key.data) + stored_size_ * (b * args_.key.stride.b + g_ * args_.key.stride.h);
+    values_ = static_cast<const char*>(args_.value.data) +
+              stored_size_ * (b * args_.value.stride.b + g_ * args_.value.stride.h);
+    group_ = b * args_.shape.G + g_;
     prefetch_.Clear();
     LoadQueries();
     Clear();
@@ -50,17 +51,17 @@ class Worker {
 
   // Queues prefetches for the next item, which begins at row0: what it reads and writes, and this item does not.
   void QueuePrefetch(int64_t b, int64_t h, int64_t row0) {
-    const int64_t g = h / (args_.H / args_.G), rows = Min(problem_.m, args_.S - row0);
+    const int64_t g = h / (args_.shape.H / args_.shape.G), rows = Min(problem_.m, args_.shape.S - row0);
     const auto row = [](const void* base, int64_t item, const Strides& stride, int64_t batch, int64_t head,
                         int64_t position) {
       return static_cast<const char*>(base) + item * (batch * stride.b + head * stride.h + position * stride.s);
     };
-    prefetch_.Add(row(args_.query, item_size_, args_.query_stride, b, h, row0), item_size_ * args_.query_stride.s, rows,
-                  item_size_ * args_.D);
-    prefetch_.Add(row(args_.output, item_size_, args_.output_stride, b, h, row0), item_size_ * args_.output_stride.s,
-                  rows, item_size_ * args_.Dv);
+    prefetch_.Add(row(args_.query.data, item_size_, args_.query.stride, b, h, row0), item_size_ * args_.query.stride.s,
+                  rows, item_size_ * args_.shape.D);
+    prefetch_.Add(row(args_.output.data, item_size_, args_.output.stride, b, h, row0),
+                  item_size_ * args_.output.stride.s, rows, item_size_ * args_.shape.Dv);
     int64_t first = 0, last = 0, tiles = problem_.key_tiles;
-    if (args_.mask != nullptr) {
+    if (args_.mask.fixed.blocks() != nullptr) {
       const int64_t here = MaskRow(b_, h_, row0_), there = MaskRow(b, h, row0);
       tiles = problem_.mask.row_ptr[here + 1] - problem_.mask.row_ptr[here];
       TileRange(here, &first, &last);
@@ -71,10 +72,10 @@ class Worker {
         for (int64_t tile = from > last ? from : last; tile < to && tile < last + 2; ++tile) {
           const int64_t keys = Min(problem_.n, key_end_ - tile * problem_.n);
           const int64_t key0 = (tile - problem_.column_tiles) * problem_.n;
-          prefetch_.Add(row(args_.key, stored_size_, args_.key_stride, b, g, key0), stored_size_ * args_.key_stride.s,
-                        keys, stored_size_ * args_.D);
-          prefetch_.Add(row(args_.value, stored_size_, args_.value_stride, b, g, key0),
-                        stored_size_ * args_.value_stride.s, keys, stored_size_ * args_.Dv);
+          prefetch_.Add(row(args_.key.data, stored_size_, args_.key.stride, b, g, key0),
+                        stored_size_ * args_.key.stride.s, keys, stored_size_ * args_.shape.D);
+          prefetch_.Add(row(args_.value.data, stored_size_, args_.value.stride, b, g, key0),
+                        stored_size_ * args_.value.stride.s, keys, stored_size_ * args_.shape.Dv);
         }
       }
     }
@@ -84,14 +85,14 @@ class Worker {
 
   // Key tiles [first, last) that the mask keeps. unmasked: all of them, every key.
   void AttendTiles(int64_t first, int64_t last, bool unmasked) {
-    const bool has_mask = args_.mask != nullptr;
+    const bool has_mask = args_.mask.fixed.blocks() != nullptr;
     last = Min(last, (key_end_ + problem_.n - 1) / problem_.n);
     if (!has_mask && !unmasked && scratch_.has_runs) return AttendRuns(first, last);
     if (!has_mask || unmasked) {
       for (int64_t tile = first; tile < last; ++tile) {
         const uint32_t* bits = nullptr;
         next_ = tile + 1 < last ? tile + 1 : -1;
-        if (args_.elements == nullptr || unmasked || FindElements(tile, &bits)) Tile(tile, bits, unmasked);
+        if (args_.mask.fixed.elements() == nullptr || unmasked || FindElements(tile, &bits)) Tile(tile, bits, unmasked);
       }
       return;
     }
@@ -122,10 +123,10 @@ class Worker {
     for (int r = 0; r < rows_; ++r) {
       const float sum = Simd::ReduceAdd(Simd::Load(scratch_.sum + r * kWidth));
       scratch_.empty[r] = sum == 0.0f;
-      if (args_.lse != nullptr) StoreLogSum(r, sum);
+      if (args_.output.lse != nullptr) StoreLogSum(r, sum);
       if (sum != 0.0f) {
         WriteRow(r, 1.0f / (sum + SinkWeight(r)));
-      } else if (args_.empty_rows == EmptyRows::kAll) {
+      } else if (args_.mask.empty_rows == EmptyRows::kAll) {
         all = true;
       } else {
         WriteEmptyRow(r);
@@ -145,7 +146,7 @@ class Worker {
   void StorePartial(int r, float* to) {
     to[0] = scratch_.max[r];
     to[1] = Simd::ReduceAdd(Simd::Load(scratch_.sum + r * kWidth));
-    for (int64_t d = 0; d < args_.Dv; ++d) to[2 + d] = scratch_.o[r * scratch_.ldo + d];
+    for (int64_t d = 0; d < args_.shape.Dv; ++d) to[2 + d] = scratch_.o[r * scratch_.ldo + d];
   }
   // Few queries: combines partial results into the state of row 0, in their order.
   void CombinePartials(const float* partials, int64_t count, int64_t stride) {
@@ -158,10 +159,10 @@ class Worker {
       scratch_.sum[0] = Simd::Fma(partial[1], scale, scratch_.sum[0]);
       const V factor = Simd::Set1(scale);
       int64_t d = 0;
-      for (; d + kWidth <= args_.Dv; d += kWidth) {
+      for (; d + kWidth <= args_.shape.Dv; d += kWidth) {
         Simd::Store(scratch_.o + d, Simd::Fma(Simd::Load(partial + 2 + d), factor, Simd::Load(scratch_.o + d)));
       }
-      for (; d < args_.Dv; ++d) scratch_.o[d] = Simd::Fma(partial[2 + d], scale, scratch_.o[d]);
+      for (; d < args_.shape.Dv; ++d) scratch_.o[d] = Simd::Fma(partial[2 + d], scale, scratch_.o[d]);
     }
     scratch_.max[0] = max;
   }
@@ -173,7 +174,7 @@ class Worker {
   // The runs of the rows, of which only tiles in [first, last) count.
   const KeyTileRun* FindRuns(int64_t first, int64_t last, int64_t* count) const {
     if (problem_.runs == nullptr) {
-      const DynamicMask& elements = *args_.elements;
+      const DynamicMask& elements = *args_.mask.fixed.elements();
       *count = elements.runs(elements.self, b_, h_, row0_, problem_.m, problem_.n, first, last, scratch_.runs);
       return scratch_.runs;
     }
@@ -243,44 +244,45 @@ class Worker {
 
   // The sink's part of a row sum. Clamped at e^88, where all other weights vanish beside it.
   float SinkWeight(int r) const {
-    if (args_.sink == nullptr) return 0.0f;
-    const float x = ToFloat(args_.sink, args_.sink_dtype, HeadOf(r)) - scratch_.max[r];
+    if (args_.scores.sink.data == nullptr) return 0.0f;
+    const float x = ToFloat(args_.scores.sink.data, args_.scores.sink.dtype, HeadOf(r)) - scratch_.max[r];
     return ExpScalar(x > kMostExponent ? kMostExponent : x);
   }
 
   // Stores the log-sum-exp of a row, the sink included; -inf without keys and sink.
   __attribute__((noinline)) void StoreLogSum(int r, float sum) const {
     const float max = sum == 0.0f ? -kInf : scratch_.max[r];
-    const float sink = args_.sink == nullptr ? -kInf : ToFloat(args_.sink, args_.sink_dtype, HeadOf(r));
+    const float sink =
+        args_.scores.sink.data == nullptr ? -kInf : ToFloat(args_.scores.sink.data, args_.scores.sink.dtype, HeadOf(r));
     const float top = max > sink ? max : sink;  // the logarithm is small beside it, wherever the scores lie
     float lse = top;
     if (sum != 0.0f) lse += __builtin_logf(Simd::Fma(sum, ExpScalar(max - top), ExpScalar(sink - top)));
-    args_.lse[b_ * args_.lse_stride_b + HeadOf(r) * args_.lse_stride_h + row0_ + QueryOf(r)] = lse;
+    args_.output.lse[b_ * args_.output.lse_stride_b + HeadOf(r) * args_.output.lse_stride_h + row0_ + QueryOf(r)] = lse;
   }
 
   int PaddedRows() const { return (rows_ + kRows - 1) / kRows * kRows; }
 
   __attribute__((noinline)) void LoadQueries() {
-    const char* query = static_cast<const char*>(args_.query) + item_size_ * b_ * args_.query_stride.b;
-    const V factor = Simd::Set1(args_.scale);
-    const bool plain = args_.dtype == DType::kF32 && args_.D % kPanel == 0;
+    const char* query = static_cast<const char*>(args_.query.data) + item_size_ * b_ * args_.query.stride.b;
+    const V factor = Simd::Set1(args_.scores.scale);
+    const bool plain = args_.shape.dtype == DType::kF32 && args_.shape.D % kPanel == 0;
     for (int r = 0; r < PaddedRows(); ++r) {
       float* to = scratch_.q + r * scratch_.ldq;
       const float* from = to;
       int64_t d = 0;
       if (r < rows_) {
         const char* row =
-            query + item_size_ * (HeadOf(r) * args_.query_stride.h + (row0_ + QueryOf(r)) * args_.query_stride.s);
+            query + item_size_ * (HeadOf(r) * args_.query.stride.h + (row0_ + QueryOf(r)) * args_.query.stride.s);
         if (plain) {
           from = reinterpret_cast<const float*>(row);
         } else {
-          ToFloats(row, args_.dtype, args_.D, to);
+          ToFloats(row, args_.shape.dtype, args_.shape.D, to);
         }
-        d = args_.D;
+        d = args_.shape.D;
       }
       for (; d < scratch_.ldq; ++d) to[d] = 0.0f;
       for (d = 0; d < scratch_.ldq; d += kWidth) Simd::Store(to + d, Simd::Mul(Simd::Load(from + d), factor));
-      if (args_.key_scale.data != nullptr && r < rows_) ScaleRow(args_.key_scale, args_.D, to);
+      if (args_.kv.key_scale.data != nullptr && r < rows_) ScaleRow(args_.kv.key_scale, args_.shape.D, to);
     }
   }
   // Applies the scales of quantized keys to a query, or of values to an output.
@@ -300,10 +302,10 @@ class Worker {
   }
 
   Rows KeyRows(int64_t tile) const {
-    return RowsOfTile(problem_, keys_, args_.key_stride.s, problem_.column_keys, args_.D, b_, g_, tile);
+    return RowsOfTile(problem_, keys_, args_.key.stride.s, problem_.column_keys, args_.shape.D, b_, g_, tile);
   }
   Rows ValueRows(int64_t tile) const {
-    return RowsOfTile(problem_, values_, args_.value_stride.s, problem_.column_values, args_.Dv, b_, g_, tile);
+    return RowsOfTile(problem_, values_, args_.value.stride.s, problem_.column_values, args_.shape.Dv, b_, g_, tile);
   }
   static constexpr Rows kNoRows = {};
   // Whether the rows of a tile that is read next shall be prefetched: it has n keys, and they are not copied first.
@@ -330,7 +332,7 @@ class Worker {
     const void* values = value_rows.At(0);
     int64_t ldv = value_rows.stride;
     const bool are_values_copied = scratch_.copy_values || (!kInPlace && problem_.pack_values);
-    const DType value_type = are_values_copied ? DType::kF32 : KvType(args_);
+    const DType value_type = are_values_copied ? DType::kF32 : KvType(args_.shape);
     const float* packed = kInPlace ? nullptr : PackedTile(tile);
     if (scratch_.copy_values) {
       CopyValues(value_rows, keys, args_, scratch_.ldo, scratch_.values);
@@ -342,9 +344,9 @@ class Worker {
     }
     const void* keys_in_place = key_rows.At(0);
     int64_t ldk = key_rows.stride;
-    const DType key_type = scratch_.copy_keys ? DType::kF32 : KvType(args_);
+    const DType key_type = scratch_.copy_keys ? DType::kF32 : KvType(args_.shape);
     if (kInPlace && scratch_.copy_keys) {
-      CopyRows(key_rows, KvType(args_), keys, args_.D, scratch_.ldq, scratch_.keys);
+      CopyRows(key_rows, KvType(args_.shape), keys, args_.shape.D, scratch_.ldq, scratch_.keys);
       keys_in_place = scratch_.keys;
       ldk = scratch_.ldq;
     }
@@ -379,7 +381,7 @@ class Worker {
         prefetch_.Fetch(lines_per_step_);
       }
       // While values are added, the keys of the next tile are, in the order of their addresses.
-      const bool is_dense = args_.key_stride.s == args_.D;
+      const bool is_dense = args_.key.stride.s == args_.shape.D;
       const bool is_ahead = kInPlace && first == 0 && is_dense && CanPrefetch(next_, scratch_.copy_keys);
       const char* const ahead = is_ahead ? KeyRows(next_).At(0) : nullptr;
       if constexpr (kInPlace) {
@@ -429,46 +431,46 @@ class Worker {
 
   // ---- output ----
   char* OutputRow(int r) const {
-    return static_cast<char*>(args_.output) +
-           item_size_ * (b_ * args_.output_stride.b + HeadOf(r) * args_.output_stride.h +
-                         (row0_ + QueryOf(r)) * args_.output_stride.s);
+    return static_cast<char*>(args_.output.data) +
+           item_size_ * (b_ * args_.output.stride.b + HeadOf(r) * args_.output.stride.h +
+                         (row0_ + QueryOf(r)) * args_.output.stride.s);
   }
   void WriteRow(int r, float factor) const {
     const V scale = Simd::Set1(factor);
-    const bool plain = args_.dtype == DType::kF32 && args_.Dv % kPanel == 0;
+    const bool plain = args_.shape.dtype == DType::kF32 && args_.shape.Dv % kPanel == 0;
     float* to = plain ? reinterpret_cast<float*>(OutputRow(r)) : scratch_.row;
     for (int64_t d = 0; d < scratch_.ldo; d += kWidth) {
       Simd::Store(to + d, Simd::Mul(Simd::Load(scratch_.o + r * scratch_.ldo + d), scale));
     }
-    if (args_.value_scale.data != nullptr) ScaleRow(args_.value_scale, args_.Dv, to);
-    if (!plain) FromFloats(scratch_.row, args_.dtype, args_.Dv, OutputRow(r));
+    if (args_.kv.value_scale.data != nullptr) ScaleRow(args_.kv.value_scale, args_.shape.Dv, to);
+    if (!plain) FromFloats(scratch_.row, args_.shape.dtype, args_.shape.Dv, OutputRow(r));
   }
   void WriteEmptyRow(int r) {
-    if (args_.empty_rows == EmptyRows::kMean && key_end_ > 0) {
+    if (args_.mask.empty_rows == EmptyRows::kMean && key_end_ > 0) {
       FindMean();
-      FromFloats(scratch_.mean, args_.dtype, args_.Dv, OutputRow(r));
+      FromFloats(scratch_.mean, args_.shape.dtype, args_.shape.Dv, OutputRow(r));
       return;
     }
-    const float value = args_.empty_rows == EmptyRows::kNan ? __builtin_nanf("") : 0.0f;
-    for (int64_t d = 0; d < args_.Dv; ++d) scratch_.row[d] = value;
-    FromFloats(scratch_.row, args_.dtype, args_.Dv, OutputRow(r));
+    const float value = args_.mask.empty_rows == EmptyRows::kNan ? __builtin_nanf("") : 0.0f;
+    for (int64_t d = 0; d < args_.shape.Dv; ++d) scratch_.row[d] = value;
+    FromFloats(scratch_.row, args_.shape.dtype, args_.shape.Dv, OutputRow(r));
   }
   // Its scratch is the output of row 0, which has been written by now or is itself empty.
   void FindMean() {
     if (*scratch_.mean_of == group_) return;
     *scratch_.mean_of = group_;
-    const Rows rows = RowsOfHead(args_, values_, args_.value_stride.s, b_);
-    for (int64_t d = 0; d < args_.Dv; ++d) scratch_.mean[d] = 0.0f;
+    const Rows rows = RowsOfHead(args_, values_, args_.value.stride.s, b_);
+    for (int64_t d = 0; d < args_.shape.Dv; ++d) scratch_.mean[d] = 0.0f;
     // In blocks, so that the rounding of a long sum stays near that of a short one.
     for (int64_t first = 0; first < key_end_; first += 256) {
-      for (int64_t d = 0; d < args_.Dv; ++d) scratch_.o[d] = 0.0f;
+      for (int64_t d = 0; d < args_.shape.Dv; ++d) scratch_.o[d] = 0.0f;
       for (int64_t k = first; k < Min(first + 256, key_end_); ++k) {
-        ToFloats(rows.At(k), args_.dtype, args_.Dv, scratch_.row);
-        for (int64_t d = 0; d < args_.Dv; ++d) scratch_.o[d] += scratch_.row[d];
+        ToFloats(rows.At(k), args_.shape.dtype, args_.shape.Dv, scratch_.row);
+        for (int64_t d = 0; d < args_.shape.Dv; ++d) scratch_.o[d] += scratch_.row[d];
       }
-      for (int64_t d = 0; d < args_.Dv; ++d) scratch_.mean[d] += scratch_.o[d];
+      for (int64_t d = 0; d < args_.shape.Dv; ++d) scratch_.mean[d] += scratch_.o[d];
     }
-    for (int64_t d = 0; d < args_.Dv; ++d) scratch_.mean[d] /= static_cast<float>(key_end_);
+    for (int64_t d = 0; d < args_.shape.Dv; ++d) scratch_.mean[d] /= static_cast<float>(key_end_);
   }
 
   const AttentionProblem& problem_;

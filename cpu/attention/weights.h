@@ -130,7 +130,7 @@ template <typename Stored>
 inline void Worker<kInPlace>::Values(const Strip* strips, int count, const Stored* values, int64_t ldv,
                                      const char* ahead) const {
   constexpr int64_t kStored = sizeof(Stored);
-  const int64_t size = RoundUp(args_.Dv, kWidth) / kWidth;
+  const int64_t size = RoundUp(args_.shape.Dv, kWidth) / kWidth;
   const int rows = rows_ - strips[0].row;
   // In place few rows leave registers for more columns.
   const int block = !kInPlace ? kVectors : rows > 2 ? kVectors : rows > 1 ? 4 : 8;

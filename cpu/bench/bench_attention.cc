@@ -107,9 +107,10 @@ struct Row {
   double read = 1e9;  // seconds that a plain sum over the keys and values of a layer takes, of a KV cache
 
   void TakeNextLayer() {
-    const int64_t elements = args.B * args.G * args.T * args.D * (layer = (layer + 1) % what->layers);
-    args.key = static_cast<float*>(key.get()) + elements;
-    args.value = static_cast<float*>(value.get()) + elements;
+    const int64_t elements =
+        args.shape.B * args.shape.G * args.shape.T * args.shape.D * (layer = (layer + 1) % what->layers);
+    args.key.data = static_cast<float*>(key.get()) + elements;
+    args.value.data = static_cast<float*>(value.get()) + elements;
   }
 };
 
@@ -123,12 +124,12 @@ void Sum(Row* row, const Parallel& parallel) {
   const auto work = [](void* user, size_t) {
     Job& j = *static_cast<Job*>(user);
     const AttentionArgs& a = j.row->args;
-    const int64_t words = static_cast<int64_t>(j.row->keys) * a.D / 2, heads = a.B * a.G, pieces = 16;
+    const int64_t words = static_cast<int64_t>(j.row->keys) * a.shape.D / 2, heads = a.shape.B * a.shape.G, pieces = 16;
     for (int64_t i = j.next++; i < 2 * heads * pieces; i = j.next++) {
       const int64_t head = i / pieces % heads, first = words * (i % pieces) / pieces / 8 * 8;
       const int64_t last = words * (i % pieces + 1) / pieces / 8 * 8;
-      const void* base = i < heads * pieces ? a.key : a.value;
-      const auto* from = static_cast<const uint64_t*>(base) + (head + 1) * a.T * a.D / 2 - words;
+      const void* base = i < heads * pieces ? a.key.data : a.value.data;
+      const auto* from = static_cast<const uint64_t*>(base) + (head + 1) * a.shape.T * a.shape.D / 2 - words;
       uint64_t sums[8] = {};
       for (int64_t w = first; w < last; w += 8) {
         for (int l = 0; l < 8; ++l) sums[l] += from[w + l];
@@ -155,8 +156,8 @@ void BindCache(const Case& what, Row* row) {
   row->ends.assign(static_cast<size_t>(what.B), static_cast<int32_t>(what.T));
   const ExprSizes sizes = {what.B, what.H, what.S, what.T, 0};
   Exit(what.name, BoundCachedMask::Make(row->expr, sizes, row->first.data(), row->ends.data(), &row->cached));
-  a.elements = row->cached->view();
-  a.key_ends = row->ends.data();
+  a.mask.fixed = StaticMask::OfElements(row->cached->view());
+  a.kv.key_ends = row->ends.data();
   ExprSizes own = sizes;
   own.P = row->first[0];
   ExprEvaluator evaluator(row->expr, own, {});
@@ -176,19 +177,20 @@ void BindCache(const Case& what, Row* row) {
 void Prepare(const Case& what, int threads, int m, int n, CpuIsa isa, Row* row) {
   row->what = &what;
   AttentionArgs& a = row->args;
-  a.B = what.B, a.H = what.H, a.G = what.G, a.S = what.S, a.T = what.T, a.D = a.Dv = what.D;
-  a.scale = 0.125f;
+  a.shape = {what.B, what.H, what.G, what.S, what.T, what.D, what.D};
+  a.scores.scale = 0.125f;
   const auto strides = [&](int64_t heads, int64_t length) {
     const int64_t all = heads * length * what.D;
     return what.bshd ? Strides{all, what.D, heads * what.D} : Strides{all, length * what.D, what.D};
   };
-  a.query_stride = a.output_stride = strides(what.H, what.S);
-  a.key_stride = a.value_stride = strides(what.G, what.T);
+  a.query.stride = a.output.stride = strides(what.H, what.S);
+  a.key.stride = a.value.stride = strides(what.G, what.T);
   row->query = Random(what.B * what.H * what.S * what.D, 1);
   row->key = Random(what.layers * what.B * what.G * what.T * what.D, 2);
   row->value = Random(what.layers * what.B * what.G * what.T * what.D, 3);
   row->output.reset(Aligned(static_cast<size_t>(what.B * what.H * what.S * what.D) * 4));
-  a.query = row->query.get(), a.key = row->key.get(), a.value = row->value.get(), a.output = row->output.get();
+  a.query.data = row->query.get(), a.key.data = row->key.get(), a.value.data = row->value.get(),
+  a.output.data = row->output.get();
   row->config = ChooseCpuAttention(a, threads);
   if (m > 0) row->config.m = m;
   if (n > 0) row->config.n = n;
@@ -204,7 +206,7 @@ void Prepare(const Case& what, int threads, int m, int n, CpuIsa isa, Row* row) 
     Status status = MaskExpr::Parse(what.mask, {}, &expr);
     if (status.ok()) status = BuildBlockMask(expr, sizes, row->config.m, row->config.n, &row->mask);
     Exit(what.name, status);
-    a.mask = &row->mask;
+    a.mask.fixed = StaticMask::OfBlocks(&row->mask);
     row->pairs = 0;
     const int64_t words = int64_t{row->mask.m} * row->mask.n / 32;
     for (const int32_t id : row->mask.bits_id) {
@@ -266,9 +268,10 @@ int Main(int argc, char** argv) {
   std::printf("%-14s %-8s %10s %9s %9s %8s %8s %7s %7s\n", "row", "tile", "ms", "useful", "on tiles", "% of FMA",
               "% tiles", "GB/s", "% read");
   for (const auto& row : table) {
-    const double heads = static_cast<double>(row->args.B * row->args.H);
-    const double flop = 4.0 * heads * static_cast<double>(row->args.D) / row->best * 1e-9;
-    const double bytes = 8.0 * static_cast<double>(row->args.B * row->args.G * row->args.D) * row->keys;
+    const double heads = static_cast<double>(row->args.shape.B * row->args.shape.H);
+    const double flop = 4.0 * heads * static_cast<double>(row->args.shape.D) / row->best * 1e-9;
+    const double bytes =
+        8.0 * static_cast<double>(row->args.shape.B * row->args.shape.G * row->args.shape.D) * row->keys;
     char tile[24];
     std::snprintf(tile, sizeof(tile), "%dx%d", row->config.m, row->config.n);
     std::printf("%-14s %-8s %10.3f %9.1f %9.1f %8.1f %8.1f %7.1f %7.1f\n", row->what->name, tile, row->best * 1e3,

@@ -71,13 +71,15 @@ Status cpu::CheckAppendSizes(const CacheAppendArgs& args) {
   if (args.B < 0 || args.S < 0 || args.H < 1 || args.G < 1 || args.H % args.G != 0 || args.capacity < 0) {
     return Status::Error("H must be a multiple of G, and sizes not negative");
   }
-  const bool rotates = args.cos != nullptr || args.query_norm != nullptr || args.key_norm != nullptr;
+  const bool rotates =
+      args.transform.cos != nullptr || args.transform.query_norm != nullptr || args.transform.key_norm != nullptr;
   if (rotates && args.rotated_query == nullptr && args.B > 0 && args.S > 0) {
     return Status::Error("there is no memory for the rotated queries");
   }
-  if (args.cos != nullptr && (args.sin == nullptr || args.rotary_size % 2 != 0 || args.rotary_size < 2 ||
-                              args.rotary_offset + args.rotary_size > args.D || args.rotary_rows < 1)) {
-    return Status::Error("cos_cache rotates " + std::to_string(args.rotary_size) + " elements of a head of " +
+  if (args.transform.cos != nullptr &&
+      (args.transform.sin == nullptr || args.transform.rotary_size % 2 != 0 || args.transform.rotary_size < 2 ||
+       args.transform.rotary_offset + args.transform.rotary_size > args.D || args.transform.rotary_rows < 1)) {
+    return Status::Error("cos_cache rotates " + std::to_string(args.transform.rotary_size) + " elements of a head of " +
                          std::to_string(args.D) + ", expected an even number up to that, and at least one row");
   }
   if (args.sliding_window < 0 || (args.sliding_window > 0 && args.capacity < args.sliding_window)) {
@@ -129,16 +131,16 @@ Status CheckLength(const CacheAppendArgs& args, int64_t b) {
 }
 
 Status CheckPositions(const CacheAppendArgs& args, int64_t b, const CacheStep& step) {
-  if (args.cos == nullptr) return Status();
-  const std::string table = "cos_cache has " + std::to_string(args.rotary_rows) + " rows";
-  if (args.position_ids == nullptr) {
+  if (args.transform.cos == nullptr) return Status();
+  const std::string table = "cos_cache has " + std::to_string(args.transform.rotary_rows) + " rows";
+  if (args.transform.position_ids == nullptr) {
     const int64_t last = step.past + step.tokens - 1;
-    if (last < args.rotary_rows) return Status();
+    if (last < args.transform.rotary_rows) return Status();
     return Status::Error(LengthText(args, b) + ": position " + std::to_string(last) + ", but " + table);
   }
   for (int64_t i = 0; i < step.tokens; ++i) {
-    const int64_t position = args.position_ids[b * args.S + i];
-    if (position >= 0 && position < args.rotary_rows) continue;
+    const int64_t position = args.transform.position_ids[b * args.S + i];
+    if (position >= 0 && position < args.transform.rotary_rows) continue;
     return Status::Error("position_ids[" + std::to_string(b) + ", " + std::to_string(i) + "] is " +
                          std::to_string(position) + ", but " + table);
   }

@@ -72,16 +72,17 @@ class Appender {
         item_size_(SizeOf(args_.dtype)),
         row_size_(args_.D * item_size_),
         stored_size_(args_.D * SizeOf(CacheType(args_))) {
-    if (args_.query_norm != nullptr) query_weight_.Load(args_.query_norm, args_.dtype, args_.D);
-    if (args_.key_norm != nullptr) key_weight_.Load(args_.key_norm, args_.dtype, args_.D);
+    if (args_.transform.query_norm != nullptr) query_weight_.Load(args_.transform.query_norm, args_.dtype, args_.D);
+    if (args_.transform.key_norm != nullptr) key_weight_.Load(args_.transform.key_norm, args_.dtype, args_.D);
   }
 
   void Append(int64_t b, int64_t i) {
     const TokenRows rows = problem_.slots != nullptr ? PagedRows(i) : CachedRows(b, i);
-    if (args_.cos != nullptr) LoadRotation(rows.position);
+    if (args_.transform.cos != nullptr) LoadRotation(rows.position);
     if (args_.rotated_query != nullptr) {
       for (int64_t h = 0; h < args_.H; ++h) {
-        Transform(At(args_.query, args_.query_stride, b, h, i), args_.query_norm != nullptr ? &query_weight_ : nullptr,
+        Transform(At(args_.query, args_.query_stride, b, h, i),
+                  args_.transform.query_norm != nullptr ? &query_weight_ : nullptr,
                   static_cast<char*>(args_.rotated_query) + (rows.query + h * rows.query_step) * row_size_);
       }
     }
@@ -92,7 +93,7 @@ class Appender {
       char* const value = static_cast<char*>(problem_.value) + at;
       const char* const new_key = At(args_.key, args_.key_stride, b, g, i);
       const char* const new_value = At(args_.value, args_.value_stride, b, g, i);
-      const HeadRow* const weight = args_.key_norm != nullptr ? &key_weight_ : nullptr;
+      const HeadRow* const weight = args_.transform.key_norm != nullptr ? &key_weight_ : nullptr;
       if (IsQuantized(CacheType(args_))) {
         Transform(new_key, weight, reinterpret_cast<char*>(rounded_));
         Quantize(reinterpret_cast<const char*>(rounded_), args_.key_scale, g, key);
@@ -119,32 +120,33 @@ class Appender {
     const CacheStep& step = problem_.steps[b];
     const int64_t to = step.first_row + i;
     const bool is_stored = i < step.tokens && to >= 0;
-    return {args_.position_ids != nullptr ? args_.position_ids[b * args_.S + i] : step.past + i,
+    return {args_.transform.position_ids != nullptr ? args_.transform.position_ids[b * args_.S + i] : step.past + i,
             b * args_.H * args_.S + i, args_.S, is_stored ? b * args_.G * problem_.capacity + to : -1,
             problem_.capacity};
   }
   TokenRows PagedRows(int64_t i) const {
     const int64_t slot = problem_.slots[i];
-    return {args_.position_ids[i], i * args_.H, 1, slot < 0 ? -1 : slot * args_.G, 1};
+    return {args_.transform.position_ids[i], i * args_.H, 1, slot < 0 ? -1 : slot * args_.G, 1};
   }
 
   // Loads cos and sin of a position. Those of padding may be any number: reads stay in the table.
   void LoadRotation(int64_t position) {
-    position = position < 0 ? 0 : position >= args_.rotary_rows ? args_.rotary_rows - 1 : position;
-    const int64_t half = args_.rotary_size / 2, at = position * half * item_size_;
-    cos_.Load(static_cast<const char*>(args_.cos) + at, args_.dtype, half);
-    sin_.Load(static_cast<const char*>(args_.sin) + at, args_.dtype, half);
+    position = position < 0 ? 0 : position >= args_.transform.rotary_rows ? args_.transform.rotary_rows - 1 : position;
+    const int64_t half = args_.transform.rotary_size / 2, at = position * half * item_size_;
+    cos_.Load(static_cast<const char*>(args_.transform.cos) + at, args_.dtype, half);
+    sin_.Load(static_cast<const char*>(args_.transform.sin) + at, args_.dtype, half);
   }
 
   void Transform(const char* from, const HeadRow* weight, char* to) {
-    if (weight == nullptr && args_.cos == nullptr) {
+    if (weight == nullptr && args_.transform.cos == nullptr) {
       std::memcpy(to, from, static_cast<size_t>(row_size_));
       return;
     }
     row_.Load(from, args_.dtype, args_.D);
-    if (weight != nullptr) Normalize(*weight, args_.D, args_.epsilon, &row_);
-    if (args_.cos != nullptr)
-      Rotate(cos_, sin_, args_.rotary_offset, args_.rotary_size / 2, args_.is_interleaved, &row_);
+    if (weight != nullptr) Normalize(*weight, args_.D, args_.transform.epsilon, &row_);
+    if (args_.transform.cos != nullptr)
+      Rotate(cos_, sin_, args_.transform.rotary_offset, args_.transform.rotary_size / 2, args_.transform.is_interleaved,
+             &row_);
     FromFloats(row_.x, args_.dtype, args_.D, to);
   }
 

@@ -34,9 +34,9 @@ Status CheckLengths(const PagedAppendArgs& args) {
                            std::to_string(keys) + " keys, but block_table has " + std::to_string(args.pages.columns) +
                            " blocks of " + std::to_string(int64_t{1} << args.pages.shift) + " rows a sequence");
     }
-    if (args.tokens.cos != nullptr && end > begin && keys > args.tokens.rotary_rows) {
+    if (args.tokens.transform.cos != nullptr && end > begin && keys > args.tokens.transform.rotary_rows) {
       return Status::Error(At("past_seqlens", b, past) + ": position " + std::to_string(keys - 1) +
-                           ", but cos_cache has " + std::to_string(args.tokens.rotary_rows) + " rows");
+                           ", but cos_cache has " + std::to_string(args.tokens.transform.rotary_rows) + " rows");
     }
   }
   return Status();
@@ -119,7 +119,7 @@ Status CheckPagedStep(const PagedAppendArgs& args, PagedStep* step) {
 Status CpuAppendToPages(const PagedAppendArgs& args, const PagedStep& step, const Parallel& parallel) {
   STOF_RETURN_IF_ERROR(cpu::CheckAppendSizes(args.tokens));
   CacheAppendArgs tokens = args.tokens;
-  tokens.position_ids = step.positions.data();
+  tokens.transform.position_ids = step.positions.data();
   cpu::AppendProblem problem;
   problem.args = &tokens;
   problem.slots = step.slots.data();

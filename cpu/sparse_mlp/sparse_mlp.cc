@@ -16,7 +16,6 @@ using cpu::kMlpNeurons;
 using cpu::kMlpPadding;
 using cpu::kMlpTokens;
 using cpu::MlpBlock;
-using cpu::NeuronRows;
 using cpu::ParallelFor;
 using cpu::SparseMlpKernels;
 

@@ -37,22 +37,6 @@ constexpr int64_t kInt8SumPadding = 16;
 // Vectors of tokens begin on multiples of so many floats.
 constexpr int64_t kMlpPadding = 16;
 
-// A weight matrix with a row for each neuron: of fp32, fp16, bf16, or quantized.
-struct NeuronRows {
-  const char* data = nullptr;
-  int64_t size = 0;           // values of a row
-  int64_t stride = 0;         // bytes of a row
-  DType dtype = DType::kF32;  // of values, or of the scales of quantized ones
-  // Quantized values, else 0.
-  int bits = 0;
-  int64_t block = 0;             // 2^block_shift
-  int block_shift = 0;           // log2(block): a 64-bit division costs as much as a short row
-  int64_t blocks = 0;            // of a row
-  const char* scales = nullptr;  // of each block, or row
-  bool has_row_scales = false;
-  const uint8_t* zero_points = nullptr;
-};
-
 // Bytes of the first `values` values of a row, rounded down.
 STOF_ALWAYS_INLINE int64_t BytesOf(const NeuronRows& rows, int64_t values) {
   return rows.bits > 0 ? values * rows.bits / 8 : values * SizeOf(rows.dtype);

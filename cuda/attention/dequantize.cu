@@ -86,12 +86,13 @@ bool IsAligned(const Source& source) {
 
 Status Dequantize(const AttentionArgs& args, const RunContext& context, AttentionArgs* plain) {
   DequantizeParams params;
-  params.B = args.B, params.G = args.G, params.T = args.T;
-  params.sources[0] = {args.key, nullptr, args.key_stride, args.D, args.key_scale};
-  params.sources[1] = {args.value, nullptr, args.value_stride, args.Dv, args.value_scale};
+  params.B = args.shape.B, params.G = args.shape.G, params.T = args.shape.T;
+  params.sources[0] = {args.key.data, nullptr, args.key.stride, args.shape.D, args.kv.key_scale};
+  params.sources[1] = {args.value.data, nullptr, args.value.stride, args.shape.Dv, args.kv.value_scale};
   for (Source& source : params.sources) {
     int64_t bytes = 0;
-    if (__builtin_mul_overflow(args.B * args.G * args.T, source.size * SizeOf(args.dtype), &bytes)) {
+    if (__builtin_mul_overflow(args.shape.B * args.shape.G * args.shape.T, source.size * SizeOf(args.shape.dtype),
+                               &bytes)) {
       return Status::Error("the dequantized keys and values of this step are too large");
     }
     STOF_RETURN_IF_ERROR(context.Allocate(static_cast<size_t>(bytes), &source.to));
@@ -99,20 +100,20 @@ Status Dequantize(const AttentionArgs& args, const RunContext& context, Attentio
   const bool is_aligned = IsAligned(params.sources[0]) && IsAligned(params.sources[1]);
   auto* const stream = static_cast<cudaStream_t>(context.stream);
   cudaError_t error = cudaSuccess;
-  if (args.dtype == DType::kF32) {
-    error = LaunchFor<float>(args.kv_dtype, params, is_aligned, stream);
-  } else if (args.dtype == DType::kF16) {
-    error = LaunchFor<__half>(args.kv_dtype, params, is_aligned, stream);
+  if (args.shape.dtype == DType::kF32) {
+    error = LaunchFor<float>(args.shape.kv_dtype, params, is_aligned, stream);
+  } else if (args.shape.dtype == DType::kF16) {
+    error = LaunchFor<__half>(args.shape.kv_dtype, params, is_aligned, stream);
   } else {
-    error = LaunchFor<__nv_bfloat16>(args.kv_dtype, params, is_aligned, stream);
+    error = LaunchFor<__nv_bfloat16>(args.shape.kv_dtype, params, is_aligned, stream);
   }
   *plain = args;
-  plain->kv_dtype = DType::kUndefined;
-  plain->key_scale = plain->value_scale = KvScale();
-  plain->key = params.sources[0].to, plain->value = params.sources[1].to;
-  plain->key_stride = {args.G * args.T * args.D, args.T * args.D, args.D};
-  plain->value_stride = {args.G * args.T * args.Dv, args.T * args.Dv, args.Dv};
-  plain->seqlens = nullptr;  // the previous kernel writes keys and values
+  plain->shape.kv_dtype = DType::kUndefined;
+  plain->kv.key_scale = plain->kv.value_scale = KvScale();
+  plain->key.data = params.sources[0].to, plain->value.data = params.sources[1].to;
+  plain->key.stride = {args.shape.G * args.shape.T * args.shape.D, args.shape.T * args.shape.D, args.shape.D};
+  plain->value.stride = {args.shape.G * args.shape.T * args.shape.Dv, args.shape.T * args.shape.Dv, args.shape.Dv};
+  plain->kv.seqlens = nullptr;  // the previous kernel writes keys and values
   return ToStatus(error, "launch of the kernel that dequantizes keys and values");
 }
 

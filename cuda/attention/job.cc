@@ -11,26 +11,30 @@ namespace stof {
 namespace cuda {
 namespace {
 
+// The one place where arguments become what kernels take. Sizes fit 32 bits: CheckCudaAttention.
 AttentionParams ToParams(const AttentionArgs& args) {
+  const auto narrow = [](int64_t size) { return static_cast<int32_t>(size); };
+  const AttentionShape& shape = args.shape;
+  const ScoreArgs& scores = args.scores;
   AttentionParams p;
-  p.B = static_cast<int32_t>(args.B), p.H = static_cast<int32_t>(args.H), p.G = static_cast<int32_t>(args.G);
-  p.S = static_cast<int32_t>(args.S), p.T = static_cast<int32_t>(args.T);
-  p.D = static_cast<int32_t>(args.D), p.Dv = static_cast<int32_t>(args.Dv);
-  p.query = args.query, p.key = args.key, p.value = args.value, p.output = args.output;
-  p.query_stride = args.query_stride, p.key_stride = args.key_stride;
-  p.value_stride = args.value_stride, p.output_stride = args.output_stride;
-  p.scale = args.scale, p.softcap = args.softcap;
-  p.empty_rows = static_cast<int32_t>(args.empty_rows);
-  p.bias = args.bias;
-  p.bias_is_float = args.bias_dtype == DType::kF32 ? 1 : 0;
-  p.bias_stride_b = args.bias_stride_b, p.bias_stride_h = args.bias_stride_h;
-  p.bias_stride_q = args.bias_stride_q, p.bias_stride_k = args.bias_stride_k;
-  p.relative_bias = args.relative_bias;
-  p.relative_bias_size = args.relative_bias_size, p.relative_bias_stride_h = args.relative_bias_stride_h;
-  p.query_position = static_cast<int32_t>(args.query_position);
-  p.sink = args.sink;
-  p.sink_is_float = args.sink_dtype == DType::kF32 ? 1 : 0;
-  p.lse = args.lse, p.lse_stride_b = args.lse_stride_b, p.lse_stride_h = args.lse_stride_h;
+  p.B = narrow(shape.B), p.H = narrow(shape.H), p.G = narrow(shape.G), p.S = narrow(shape.S), p.T = narrow(shape.T);
+  p.D = narrow(shape.D), p.Dv = narrow(shape.Dv);
+  p.query = args.query.data, p.query_stride = args.query.stride;
+  p.key = args.key.data, p.key_stride = args.key.stride;
+  p.value = args.value.data, p.value_stride = args.value.stride;
+  p.scale = scores.scale, p.softcap = scores.softcap;
+  p.bias = scores.bias.data;
+  p.bias_is_float = scores.bias.dtype == DType::kF32 ? 1 : 0;
+  p.bias_stride_b = scores.bias.stride_b, p.bias_stride_h = scores.bias.stride_h;
+  p.bias_stride_q = scores.bias.stride_q, p.bias_stride_k = scores.bias.stride_k;
+  p.relative_bias = scores.relative_bias.table;
+  p.relative_bias_size = scores.relative_bias.size, p.relative_bias_stride_h = scores.relative_bias.stride_h;
+  p.query_position = narrow(scores.relative_bias.query_position);
+  p.sink = scores.sink.data;
+  p.sink_is_float = scores.sink.dtype == DType::kF32 ? 1 : 0;
+  p.empty_rows = static_cast<int32_t>(args.mask.empty_rows);
+  p.output = args.output.data, p.output_stride = args.output.stride;
+  p.lse = args.output.lse, p.lse_stride_b = args.output.lse_stride_b, p.lse_stride_h = args.output.lse_stride_h;
   return p;
 }
 
@@ -53,9 +57,9 @@ AttentionJob::AttentionJob(const AttentionArgs& args, const Tensor* pad, const A
       params_(ToParams(args)) {}
 
 Status AttentionJob::Run() {
-  if (args_.pages.given()) return RunDecode();
+  if (args_.kv.pages.given()) return RunDecode();
   STOF_RETURN_IF_ERROR(Describe());
-  if (args_.T == 0) {  // without any key all rows are zeros, whatever the policy for fully masked rows
+  if (args_.shape.T == 0) {  // without any key all rows are zeros, whatever the policy for fully masked rows
     params_.empty_rows = static_cast<int32_t>(EmptyRows::kZero);
     return RunTiled();
   }
@@ -102,14 +106,13 @@ Status AttentionJob::PrepareTiled() {
   return GetMask(form, &params_, &entry);
 }
 
-bool AttentionJob::empty_rows_attend_all() const {
-  return args_.empty_rows == EmptyRows::kMean || args_.empty_rows == EmptyRows::kAll;
-}
+bool AttentionJob::empty_rows_attend_all() const { return AttendsAllKeys(args_.mask.empty_rows); }
 
 bool AttentionJob::NeedsEmptyRowPass(bool has_mask, const MaskEntry* entry) const {
   const bool is_unknown = has_mask && entry == nullptr;
-  return empty_rows_attend_all() && (pad_ != nullptr || args_.bias != nullptr || args_.relative_bias != nullptr ||
-                                     is_unknown || (entry != nullptr && entry->empty_rows()));
+  return empty_rows_attend_all() &&
+         (pad_ != nullptr || args_.scores.bias.data != nullptr || args_.scores.relative_bias.table != nullptr ||
+          is_unknown || (entry != nullptr && entry->empty_rows()));
 }
 
 }  // namespace cuda

@@ -47,8 +47,8 @@ class AttentionJob {
                const Tables& operands, const MaskPart& part, DeviceBuild* build, const RunContext& context);
 
   Status Run();
-  // Runs a decode kernel, whatever kernel is requested among others: by the range of keys of args.first_rows, where
-  // IsLimitedToKeyRange(args) holds, or over args.pages, where CanReadPages(args) does.
+  // Runs a decode kernel, whatever kernel is requested among others: by the causal window, where
+  // IsLimitedToKeyRange(args) holds, or over pages, where CanReadPages(args) does.
   Status RunDecode();
   // Makes the masks that Run needs. The keeper, if there is one, holds them.
   Status Prepare();
@@ -58,7 +58,7 @@ class AttentionJob {
 
   // ---- for KernelFamily::run and ::prepare ----
   const AttentionArgs& args() const { return args_; }
-  bool is_bf16() const { return args_.dtype == DType::kBF16; }
+  bool is_bf16() const { return args_.shape.dtype == DType::kBF16; }
   // What decides which kernels fit.
   const KernelProblem& problem() const { return problem_; }
   // What decides how fast they are.
@@ -81,7 +81,8 @@ class AttentionJob {
   bool NeedsEmptyRowPass(bool has_mask, const MaskEntry* entry) const;
 
   // ---- cuda/attention/job_memory.cc ----
-  // Key columns of args.T keys or more on the device; an error where the stream is captured and they are not there.
+  // Key columns of args.shape.T keys or more on the device; an error where the stream is captured and they are not
+  // there.
   Status GetColumns(const KeyColumns& columns, std::shared_ptr<const DeviceColumnsEntry>* entry);
   // The block mask of this form. entry: of the cache; nullptr where the mask is built on the device.
   Status GetMask(const MaskForm& form, AttentionParams* params, std::shared_ptr<const MaskEntry>* entry);

@@ -13,12 +13,14 @@ namespace cuda {
 namespace {
 
 // Whether TMA can read the full bias, if there is one: contiguous keys, rows aligned to 16 bytes.
-bool HasAlignedBias(const AttentionParams& p) {
-  if (p.bias == nullptr) return true;
-  const int64_t unit = p.bias_is_float != 0 ? 4 : 8;  // elements of 16 bytes
+bool HasAlignedBias(const AttentionArgs& args) {
+  const PairBias& bias = args.scores.bias;
+  const AttentionShape& shape = args.shape;
+  if (bias.data == nullptr) return true;
+  const int64_t unit = bias.dtype == DType::kF32 ? 4 : 8;  // elements of 16 bytes
   const auto wrong = [unit](int64_t stride, int64_t count) { return count > 1 && stride % unit != 0; };
-  return (p.bias_stride_k == 1 || p.T == 1) && !wrong(p.bias_stride_q, p.S) && !wrong(p.bias_stride_h, p.H) &&
-         !wrong(p.bias_stride_b, p.B) && reinterpret_cast<uintptr_t>(p.bias) % 16 == 0;
+  return (bias.stride_k == 1 || shape.T == 1) && !wrong(bias.stride_q, shape.S) && !wrong(bias.stride_h, shape.H) &&
+         !wrong(bias.stride_b, shape.B) && reinterpret_cast<uintptr_t>(bias.data) % 16 == 0;
 }
 
 }  // namespace
@@ -32,30 +34,32 @@ Status AttentionJob::Describe() {
   }
   KernelProblem& p = problem_;
   p.capability = device_.capability;
-  p.dtype = args_.dtype;
-  p.kv_dtype = args_.kv_dtype;
-  p.head_size = static_cast<int>(std::max(args_.D, args_.Dv));
-  p.queries = args_.S;
-  p.packed_queries = args_.H / std::max<int64_t>(1, args_.G) * args_.S;
-  p.has_softcap_or_bias = args_.softcap > 0.0f || args_.bias != nullptr || args_.relative_bias != nullptr;
-  p.has_full_bias = args_.bias != nullptr;
+  p.dtype = args_.shape.dtype;
+  p.kv_dtype = args_.shape.kv_dtype;
+  p.head_size = static_cast<int>(std::max(args_.shape.D, args_.shape.Dv));
+  p.queries = args_.shape.S;
+  p.packed_queries = args_.shape.H / std::max<int64_t>(1, args_.shape.G) * args_.shape.S;
+  p.has_softcap_or_bias =
+      args_.scores.softcap > 0.0f || args_.scores.bias.data != nullptr || args_.scores.relative_bias.table != nullptr;
+  p.has_full_bias = args_.scores.bias.data != nullptr;
   // The plain kernels take the row max before the scale, which must be positive for that.
-  p.has_positive_scale = args_.scale > 0.0f;
+  p.has_positive_scale = args_.scores.scale > 0.0f;
   p.allows_tf32 = args_.allow_tf32;
   p.has_aligned_rows = HasAlignedRows(args_);
-  p.has_aligned_bias = HasAlignedBias(params_);
+  p.has_aligned_bias = HasAlignedBias(args_);
 
   SelectionProblem& s = selection_;
   s.is_mask_on_device = build_ != nullptr;
   if (build_ == nullptr && !mask_.parts.fixed.empty()) s.mask = &mask_.parts.fixed;
   s.hash = mask_.fixed_hash;
-  s.sizes = {args_.B, args_.H, args_.S, args_.T, sizes_.P};
-  s.group_size = args_.H / std::max<int64_t>(1, args_.G);
-  const int64_t item = SizeOf(KvType(args_)), head = std::max<int64_t>(1, item * args_.T * (args_.D + args_.Dv));
+  s.sizes = {args_.shape.B, args_.shape.H, args_.shape.S, args_.shape.T, sizes_.P};
+  s.group_size = args_.shape.H / std::max<int64_t>(1, args_.shape.G);
+  const int64_t item = SizeOf(KvType(args_.shape)),
+                head = std::max<int64_t>(1, item * args_.shape.T * (args_.shape.D + args_.shape.Dv));
   s.l2_heads = std::max<int64_t>(1, device_.l2_bytes / 2 / head) * s.group_size;
-  s.kv_bytes = args_.B * args_.G * head;
+  s.kv_bytes = args_.shape.B * args_.shape.G * head;
   s.head_bytes = static_cast<int>(p.head_size * item);
-  s.is_fp32 = args_.dtype == DType::kF32;
+  s.is_fp32 = args_.shape.dtype == DType::kF32;
   s.sm_count = device_.sm_count;
   return Status();
 }

@@ -17,7 +17,7 @@ Status Clear(void* memory, size_t bytes, cudaStream_t stream) {
 
 Status AttentionJob::GetMask(const MaskForm& form, AttentionParams* params, std::shared_ptr<const MaskEntry>* entry) {
   if (build_ == nullptr) {
-    if (mask_.parts.fixed.empty() || args_.T == 0) return Status();  // there is no pair to mask
+    if (mask_.parts.fixed.empty() || args_.shape.T == 0) return Status();  // there is no pair to mask
     bool missing = false;
     STOF_RETURN_IF_ERROR(DeviceMaskCache::Global().Get(mask_.parts.fixed, mask_.fixed_hash, sizes_, form, stream_,
                                                        context_.keeper, pins_mask_, entry, &missing));
@@ -39,9 +39,9 @@ Status AttentionJob::GetMask(const MaskForm& form, AttentionParams* params, std:
 }
 
 Status AttentionJob::GetColumns(const KeyColumns& columns, std::shared_ptr<const DeviceColumnsEntry>* entry) {
-  if (columns.length() < args_.T) {
+  if (columns.length() < args_.shape.T) {
     return Status::Error("key columns of " + std::to_string(columns.length()) + " keys, expected those of " +
-                         std::to_string(args_.T));
+                         std::to_string(args_.shape.T));
   }
   STOF_RETURN_IF_ERROR(GetDeviceColumns(columns, context_, entry));
   return *entry != nullptr ? Status() : Status::Error("key columns are not on the device, and the stream is captured");
@@ -89,9 +89,10 @@ Status AttentionJob::PreparePadding() {
 
 Status AttentionJob::PreparePadding(bool flags, const uint32_t** pad_bits, int32_t** empty_flags) {
   if (pad_ == nullptr && !flags) return Status();
-  const int64_t tiles = pad_ == nullptr ? 0 : (args_.T + kTileKeys - 1) / kTileKeys;
-  const int64_t flag_count = flags ? args_.B * args_.H * ((args_.S + kRowsPerFlag - 1) / kRowsPerFlag) : 0;
-  const int64_t bit_bytes = args_.B * tiles * kTileKeys / 8;
+  const int64_t tiles = pad_ == nullptr ? 0 : (args_.shape.T + kTileKeys - 1) / kTileKeys;
+  const int64_t flag_count =
+      flags ? args_.shape.B * args_.shape.H * ((args_.shape.S + kRowsPerFlag - 1) / kRowsPerFlag) : 0;
+  const int64_t bit_bytes = args_.shape.B * tiles * kTileKeys / 8;
   const auto bytes = static_cast<size_t>(std::max<int64_t>(1, bit_bytes + 4 * flag_count));
   auto* memory = static_cast<char*>(GetWorkspace(0, 1, bytes));
   if (memory == nullptr) return Status::Error("no device memory for " + std::to_string(bytes) + " bytes of padding");
@@ -102,8 +103,8 @@ Status AttentionJob::PreparePadding(bool flags, const uint32_t** pad_bits, int32
     return Clear(cleared, static_cast<size_t>(4 * flag_count), stream_);
   }
   *pad_bits = bits;
-  const int error =
-      LaunchPadBits(pad_->data, pad_->dtype, pad_->dims[0], args_.B, args_.T, bits, cleared, flag_count, stream_);
+  const int error = LaunchPadBits(pad_->data, pad_->dtype, pad_->dims[0], args_.shape.B, args_.shape.T, bits, cleared,
+                                  flag_count, stream_);
   return ToStatus(static_cast<cudaError_t>(error), "launch of the padding kernel");
 }
 

@@ -46,12 +46,12 @@ struct KernelProblem {
 
 // Whether rows of query, key and value can be read 16 bytes at a time. CheckCudaAttention ensures it for fp16 and bf16.
 inline bool HasAlignedRows(const AttentionArgs& args) {
-  if (args.dtype != DType::kF32) return true;
-  bool aligned = args.D % 4 == 0 && args.Dv % 4 == 0;
-  for (const Strides* stride : {&args.query_stride, &args.key_stride, &args.value_stride}) {
+  if (args.shape.dtype != DType::kF32) return true;
+  bool aligned = args.shape.D % 4 == 0 && args.shape.Dv % 4 == 0;
+  for (const Strides* stride : {&args.query.stride, &args.key.stride, &args.value.stride}) {
     aligned = aligned && stride->b % 4 == 0 && stride->h % 4 == 0 && stride->s % 4 == 0;
   }
-  for (const void* base : {args.query, args.key, args.value}) {
+  for (const void* base : {args.query.data, args.key.data, args.value.data}) {
     aligned = aligned && reinterpret_cast<uintptr_t>(base) % 16 == 0;
   }
   return aligned;

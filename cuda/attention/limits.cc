@@ -16,13 +16,14 @@ namespace stof {
 namespace {
 
 Status CheckRows(const AttentionArgs& args) {
-  const int64_t items = args.B * args.H * ((args.S + cuda::kTileRows - 1) / cuda::kTileRows);
-  const int64_t key_tiles = args.B * args.G * ((args.T + cuda::kTileKeys - 1) / cuda::kTileKeys);
+  const int64_t items = args.shape.B * args.shape.H * ((args.shape.S + cuda::kTileRows - 1) / cuda::kTileRows);
+  const int64_t key_tiles = args.shape.B * args.shape.G * ((args.shape.T + cuda::kTileKeys - 1) / cuda::kTileKeys);
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max() / 4;
-  if (items > kMost || key_tiles > kMost || args.S > AttentionLimits::kMostLength ||
-      args.T > AttentionLimits::kMostLength) {
-    return Status::Error("batch " + std::to_string(args.B) + ", " + std::to_string(args.H) + " heads on " +
-                         std::to_string(args.G) + ", S " + std::to_string(args.S) + " and T " + std::to_string(args.T) +
+  if (items > kMost || key_tiles > kMost || args.shape.S > AttentionLimits::kMostLength ||
+      args.shape.T > AttentionLimits::kMostLength) {
+    return Status::Error("batch " + std::to_string(args.shape.B) + ", " + std::to_string(args.shape.H) + " heads on " +
+                         std::to_string(args.shape.G) + ", S " + std::to_string(args.shape.S) + " and T " +
+                         std::to_string(args.shape.T) +
                          " are too many rows for one launch: expected at most 2^29 tiles of " +
                          std::to_string(cuda::kTileRows) + " queries and of " + std::to_string(cuda::kTileKeys) +
                          " keys; run with a smaller batch");
@@ -35,17 +36,19 @@ int64_t Rounded(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 // The decode kernels: fewer splits where memory is short, at least one.
 int64_t DecodeBytes(const AttentionArgs& args) {
   constexpr int64_t kMost = int64_t{16} << 20;
-  const int64_t rows = args.B * args.H * std::min<int64_t>(args.S, cuda::kDecodeQueries);
-  const int64_t tiles = (args.T + cuda::kTileKeys - 1) / cuda::kTileKeys;
-  const auto bytes = [&](int64_t splits) { return rows * splits * (4 * args.Dv + 8) + 4 * rows; };
+  const int64_t rows = args.shape.B * args.shape.H * std::min<int64_t>(args.shape.S, cuda::kDecodeQueries);
+  const int64_t tiles = (args.shape.T + cuda::kTileKeys - 1) / cuda::kTileKeys;
+  const auto bytes = [&](int64_t splits) { return rows * splits * (4 * args.shape.Dv + 8) + 4 * rows; };
   return std::max(bytes(1), std::min(bytes(std::min<int64_t>(tiles, cuda::kMostDecodeSplits)), kMost));
 }
 
 // Split rows of the scheduled kernels: an upper bound of their splits, whatever the mask.
 int64_t SplitRowBytes(const AttentionArgs& args, const AttentionMask& mask) {
-  const int64_t size = std::max(args.D, args.Dv), rows = args.B * args.H * ((args.S + 63) / 64);
-  if (mask.parts.fixed.empty() || !mask.parts.dynamic.empty() || args.dtype == DType::kF32 || size > 128) return 0;
-  const int64_t of_row = (args.T + 63) / 64 / cuda::kFewestTilesOfSplit;
+  const int64_t size = std::max(args.shape.D, args.shape.Dv),
+                rows = args.shape.B * args.shape.H * ((args.shape.S + 63) / 64);
+  if (mask.parts.fixed.empty() || !mask.parts.dynamic.empty() || args.shape.dtype == DType::kF32 || size > 128)
+    return 0;
+  const int64_t of_row = (args.shape.T + 63) / 64 / cuda::kFewestTilesOfSplit;
   if (of_row < 2) return 0;
   const int64_t splits =
       rows < cuda::kMostScheduleSplits ? std::min(rows * of_row, cuda::kMostScheduleSplits) : cuda::kMostScheduleSplits;
@@ -54,10 +57,10 @@ int64_t SplitRowBytes(const AttentionArgs& args, const AttentionMask& mask) {
 
 // The fp32 kernel splits keys and values into fp16 values: WorkspaceBytes in cuda/attention/fp32/family.cc.
 int64_t Fp32Bytes(const AttentionArgs& args) {
-  const int64_t size = std::max(args.D, args.Dv);
+  const int64_t size = std::max(args.shape.D, args.shape.Dv);
   int64_t head = 256;
   for (const int64_t one : {192, 128, 96, 64, 32}) head = size <= one ? one : head;
-  const int64_t tiles = args.B * args.G * ((args.T + cuda::kTileKeys - 1) / cuda::kTileKeys);
+  const int64_t tiles = args.shape.B * args.shape.G * ((args.shape.T + cuda::kTileKeys - 1) / cuda::kTileKeys);
   return tiles * (2 * int64_t{4} * cuda::kTileKeys * head + 4 * cuda::kTileKeys + 4);
 }
 
@@ -65,10 +68,10 @@ int64_t Fp32Bytes(const AttentionArgs& args) {
 // they are at most half of the keys.
 int64_t GatheredBytes(const AttentionArgs& args, const AttentionMask& mask) {
   AttentionArgs longer = args;
-  longer.T = args.T + args.T / 2 + KeyColumns::kAlign;
-  const int64_t rows = args.B * args.G * longer.T * SizeOf(args.dtype);
-  const int64_t fp32 = args.dtype == DType::kF32 ? Rounded(Fp32Bytes(longer)) : 0;
-  return Rounded(rows * args.D) + Rounded(rows * args.Dv) + fp32 + Rounded(SplitRowBytes(longer, mask));
+  longer.shape.T = args.shape.T + args.shape.T / 2 + KeyColumns::kAlign;
+  const int64_t rows = args.shape.B * args.shape.G * longer.shape.T * SizeOf(args.shape.dtype);
+  const int64_t fp32 = args.shape.dtype == DType::kF32 ? Rounded(Fp32Bytes(longer)) : 0;
+  return Rounded(rows * args.shape.D) + Rounded(rows * args.shape.Dv) + fp32 + Rounded(SplitRowBytes(longer, mask));
 }
 
 // An upper bound of cuda::MaskBytes for all kernels, which grows with every size. In doubles: the product of an empty
@@ -78,9 +81,9 @@ int64_t MaskBound(const cuda::MaskProgram& program, const AttentionArgs& args) {
   constexpr double kTileBytes = 32, kRowBytes = 64;  // beside the element masks
   constexpr double kFragments = 4.0 / 3;             // fragment order pads the keys of a tile
   const double tables =
-      static_cast<double>(program.uses_b ? args.B : 1) * static_cast<double>(program.uses_h ? args.H : 1);
-  const auto S = static_cast<double>(args.S), T = static_cast<double>(args.T);
-  const bool few = args.S <= cuda::kDecodeQueries && args.dtype != DType::kF32;
+      static_cast<double>(program.uses_b ? args.shape.B : 1) * static_cast<double>(program.uses_h ? args.shape.H : 1);
+  const auto S = static_cast<double>(args.shape.S), T = static_cast<double>(args.shape.T);
+  const bool few = args.shape.S <= cuda::kDecodeQueries && args.shape.dtype != DType::kF32;
   const double padded = few ? cuda::kDecodeTileRows : S + kLargestTile;
   const double rows = few ? 1 : S / kSmallestTile + 1, columns = T / kSmallestTile + 1;
   // Each term of q alone or k alone: all its values, and its extremes in every row or column of tiles.
@@ -104,7 +107,7 @@ Status PlanMask(const AttentionArgs& args, const AttentionMask& mask, const Expr
   }
   cuda::MaskProgram program;
   STOF_RETURN_IF_ERROR(cuda::CompileMask(mask.parts.fixed, mask.parts.dynamic, sizes, operands, &program));
-  const bool all_keys = args.empty_rows == EmptyRows::kMean || args.empty_rows == EmptyRows::kAll;
+  const bool all_keys = AttendsAllKeys(args.mask.empty_rows);
   // Fully masked rows may be left to a second kernel, which has another tile size.
   *bytes = Rounded(4) + Rounded(MaskBound(program, args)) * (all_keys ? 2 : 1);
   return Status();
@@ -113,32 +116,33 @@ Status PlanMask(const AttentionArgs& args, const AttentionMask& mask, const Expr
 }  // namespace
 
 Status CheckCudaAttention(const AttentionArgs& args) {
-  if (KvType(args) != args.dtype) {
-    const bool has_mean = args.empty_rows == EmptyRows::kMean || args.empty_rows == EmptyRows::kAll;
-    if (!IsQuantized(args.kv_dtype) || has_mean) {
+  if (KvType(args.shape) != args.shape.dtype) {
+    const bool has_mean = AttendsAllKeys(args.mask.empty_rows);
+    if (!IsQuantized(args.shape.kv_dtype) || has_mean) {
       return Status::Error("quantized keys and values are int8 or fp8, and attended by no fully masked row");
     }
   }
-  const HeadSizes sizes = AttentionLimits::HeadSizesOf(Target::kCuda, args.dtype);
-  if (args.dtype == DType::kF32) return CheckRows(args);
+  const HeadSizes sizes = AttentionLimits::HeadSizesOf(Target::kCuda, args.shape.dtype);
+  if (args.shape.dtype == DType::kF32) return CheckRows(args);
   if (sizes.largest == 0) {
-    return Status::Error("the CUDA kernels take fp32, fp16 and bf16, found data type " + TypeText(args.dtype));
+    return Status::Error("the CUDA kernels take fp32, fp16 and bf16, found data type " + TypeText(args.shape.dtype));
   }
-  if (!sizes.Has(args.D) || !sizes.Has(args.Dv)) {
+  if (!sizes.Has(args.shape.D) || !sizes.Has(args.shape.Dv)) {
     return Status::Error("the CUDA kernels take head sizes that are multiples of " + std::to_string(sizes.multiple_of) +
-                         " up to " + std::to_string(sizes.largest) + ", found " + std::to_string(args.D) + " and " +
-                         std::to_string(args.Dv));
+                         " up to " + std::to_string(sizes.largest) + ", found " + std::to_string(args.shape.D) +
+                         " and " + std::to_string(args.shape.Dv));
   }
   // Quantized keys and values that the kernels do not read as they are become dense and aligned ones.
-  const bool is_quantized = IsQuantized(args.kv_dtype);
-  for (const Strides* stride : {&args.query_stride, &args.key_stride, &args.value_stride, &args.output_stride}) {
-    if (is_quantized && (stride == &args.key_stride || stride == &args.value_stride)) continue;
+  const bool is_quantized = IsQuantized(args.shape.kv_dtype);
+  for (const Strides* stride : {&args.query.stride, &args.key.stride, &args.value.stride, &args.output.stride}) {
+    if (is_quantized && (stride == &args.key.stride || stride == &args.value.stride)) continue;
     if (stride->b % 8 != 0 || stride->h % 8 != 0 || stride->s % 8 != 0) {
       return Status::Error("rows of query, key, value and output must begin at multiples of 16 bytes");
     }
   }
-  for (const void* base : {args.query, args.key, args.value, static_cast<const void*>(args.output)}) {
-    if (is_quantized && (base == args.key || base == args.value)) continue;
+  for (const void* base :
+       {args.query.data, args.key.data, args.value.data, static_cast<const void*>(args.output.data)}) {
+    if (is_quantized && (base == args.key.data || base == args.value.data)) continue;
     if (reinterpret_cast<uintptr_t>(base) % 16 != 0) {
       return Status::Error("query, key, value and output must be aligned to 16 bytes");
     }
@@ -147,12 +151,12 @@ Status CheckCudaAttention(const AttentionArgs& args) {
 }
 
 bool IsLimitedToKeyRange(const AttentionArgs& args) {
-  return args.first_rows != nullptr && args.is_key_range && args.T > 0 && args.S <= cuda::kDecodeQueries &&
-         args.empty_rows <= EmptyRows::kNan && cuda::HasAlignedRows(args);
+  return args.mask.fixed.window() != nullptr && args.shape.T > 0 && args.shape.S <= cuda::kDecodeQueries &&
+         args.mask.empty_rows <= EmptyRows::kNan && cuda::HasAlignedRows(args);
 }
 
 bool CanReadPages(const AttentionArgs& args) {
-  return args.T > 0 && args.S <= cuda::kDecodeQueries && args.empty_rows <= EmptyRows::kNan &&
+  return args.shape.T > 0 && args.shape.S <= cuda::kDecodeQueries && args.mask.empty_rows <= EmptyRows::kNan &&
          cuda::HasAlignedRows(args);
 }
 
@@ -161,16 +165,17 @@ Status PlanCudaAttention(const AttentionArgs& args, bool pad, const AttentionMas
   STOF_RETURN_IF_ERROR(CheckCudaAttention(args));
   // The packed padding and, where fully masked rows attend all keys, a flag for every 64 query rows: see
   // AttentionJob::PreparePadding.
-  const int64_t tiles = pad ? (args.T + cuda::kTileKeys - 1) / cuda::kTileKeys : 0;
-  const bool all_keys = args.empty_rows == EmptyRows::kMean || args.empty_rows == EmptyRows::kAll;
-  const int64_t flags = all_keys ? args.B * args.H * ((args.S + cuda::kRowsPerFlag - 1) / cuda::kRowsPerFlag) : 0;
-  const int64_t bytes = args.B * tiles * cuda::kTileKeys / 8 + 4 * flags;
+  const int64_t tiles = pad ? (args.shape.T + cuda::kTileKeys - 1) / cuda::kTileKeys : 0;
+  const bool all_keys = AttendsAllKeys(args.mask.empty_rows);
+  const int64_t flags =
+      all_keys ? args.shape.B * args.shape.H * ((args.shape.S + cuda::kRowsPerFlag - 1) / cuda::kRowsPerFlag) : 0;
+  const int64_t bytes = args.shape.B * tiles * cuda::kTileKeys / 8 + 4 * flags;
   int64_t total = Rounded(std::max<int64_t>(bytes, pad || all_keys ? 1 : 0));
   // A profile's largest shapes stand for its smaller ones, which may be decode shapes.
-  const int64_t fp32 = args.dtype == DType::kF32 ? Rounded(Fp32Bytes(args)) : 0;
+  const int64_t fp32 = args.shape.dtype == DType::kF32 ? Rounded(Fp32Bytes(args)) : 0;
   total += std::max({Rounded(DecodeBytes(args)), fp32, Rounded(SplitRowBytes(args, mask))});
   if (mask.columns != nullptr) total += GatheredBytes(args, mask);
-  if (!mask.parts.dynamic.empty() && args.B > 0 && args.H > 0 && args.S > 0 && args.T > 0) {
+  if (!mask.parts.dynamic.empty() && args.shape.B > 0 && args.shape.H > 0 && args.shape.S > 0 && args.shape.T > 0) {
     int64_t made = 0;
     STOF_RETURN_IF_ERROR(PlanMask(args, mask, sizes, operands, &made));
     total += made;

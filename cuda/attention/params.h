@@ -14,7 +14,8 @@ namespace cuda {
 
 constexpr int64_t kRowsPerFlag = 64;  // query rows a flag of AttentionParams::only_flagged stands for
 
-// Passed to kernels by value. Strides count elements; pointers are device addresses.
+// Passed to kernels by value. Strides count elements; pointers are device addresses. It is flat: with the parts of
+// AttentionArgs as members, the decode kernels get other registers and loads.
 struct AttentionParams {
   int32_t B = 0, H = 0, G = 0, S = 0, T = 0, D = 0, Dv = 0;
   const void* query = nullptr;
@@ -33,7 +34,7 @@ struct AttentionParams {
   int32_t query_position = 0;
   const void* sink = nullptr;
   int32_t sink_is_float = 0;
-  float* lse = nullptr;  // AttentionArgs::lse
+  float* lse = nullptr;  // AttentionOutput::lse
   int64_t lse_stride_b = 0, lse_stride_h = 0;
   int32_t has_mask = 0;
   DeviceMask mask;

@@ -199,7 +199,7 @@ double ErrorOf(const Row& row, const stof::AttentionArgs& args) {
   const auto size = static_cast<size_t>(row.S * row.D);
   std::vector<float> tensors[4] = {std::vector<float>(size), std::vector<float>(size), std::vector<float>(size),
                                    std::vector<float>(size)};
-  const void* from[] = {args.query, args.key, args.value, args.output};
+  const void* from[] = {args.query.data, args.key.data, args.value.data, args.output.data};
   for (int i = 0; i < 4; ++i) CHECK_CUDA(cudaMemcpy(tensors[i].data(), from[i], 4 * size, cudaMemcpyDeviceToHost));
   double error = 0, largest = 0;
   for (int64_t q = 0; q < row.S; q += row.S / 8 - 1) {
@@ -211,7 +211,7 @@ double ErrorOf(const Row& row, const stof::AttentionArgs& args) {
         score +=
             double{tensors[0][static_cast<size_t>(q * row.D + d)]} * tensors[1][static_cast<size_t>(k * row.D + d)];
       }
-      const double weight = std::exp(score * static_cast<double>(args.scale));
+      const double weight = std::exp(score * static_cast<double>(args.scores.scale));
       sum += weight;
       for (int64_t d = 0; d < row.D; ++d) {
         out[static_cast<size_t>(d)] += weight * tensors[2][static_cast<size_t>(k * row.D + d)];
@@ -286,14 +286,14 @@ void MeasureAll(const Row& row, const stof::AttentionArgs& args, const stof::Att
   stof::cuda::DeviceProperties device;
   ExitUnlessOk(stof::cuda::GetDeviceProperties(&device), row);
   problem.sm_count = device.sm_count;
-  problem.l2_heads = std::max<int64_t>(1, device.l2_bytes / 2 / (4 * sizes.T * row.D)) * (args.H / args.G);
-  problem.kv_bytes = args.B * args.G * 4 * sizes.T * row.D;
+  problem.l2_heads = std::max<int64_t>(1, device.l2_bytes / 2 / (4 * sizes.T * row.D)) * (args.shape.H / args.shape.G);
+  problem.kv_bytes = args.shape.B * args.shape.G * 4 * sizes.T * row.D;
   stof::cuda::KernelProblem asked;
   asked.capability = device.capability;
-  asked.dtype = args.dtype;
+  asked.dtype = args.shape.dtype;
   asked.head_size = static_cast<int>(row.D);
   asked.has_softcap_or_bias = row.extra != Row::kNone;
-  asked.has_full_bias = args.bias != nullptr;
+  asked.has_full_bias = args.scores.bias.data != nullptr;
   stof::cuda::KernelTable kernels;
   stof::cuda::FindFamily(stof::cuda::KernelRole::kScheduled, asked, &kernels);
   double best = chosen;
@@ -317,32 +317,29 @@ void MeasureAll(const Row& row, const stof::AttentionArgs& args, const stof::Att
 void Measure(const Row& row, stof::DType dtype, bool tf32, bool all) {
   stof::AttentionArgs args;
   const int64_t T = row.T > 0 ? row.T : row.S, G = row.G > 0 ? row.G : row.H;
-  args.B = row.B, args.H = row.H, args.G = G, args.S = row.S, args.T = T, args.D = args.Dv = row.D;
+  args.shape = {row.B, row.H, G, row.S, T, row.D, row.D, dtype};
   const int64_t query_count = row.B * row.H * row.S * row.D, count = row.B * G * T * row.D;
-  args.dtype = dtype;
   args.allow_tf32 = tf32;
   const auto random = dtype == stof::DType::kF32 ? RandomFloats : RandomHalves;
-  args.query = random(query_count, 1), args.key = random(count, 2), args.value = random(count, 3);
-  args.output = random(query_count, 4);
-  args.query_stride = args.output_stride = {row.H * row.S * row.D, row.S * row.D, row.D};
-  args.key_stride = args.value_stride = {G * T * row.D, T * row.D, row.D};
-  args.query_position = T - row.S;
-  args.scale = 1.0f / std::sqrt(static_cast<float>(row.D));
+  args.query.data = random(query_count, 1), args.key.data = random(count, 2), args.value.data = random(count, 3);
+  args.output.data = random(query_count, 4);
+  args.query.stride = args.output.stride = {row.H * row.S * row.D, row.S * row.D, row.D};
+  args.key.stride = args.value.stride = {G * T * row.D, T * row.D, row.D};
+  args.scores.relative_bias.query_position = T - row.S;
+  args.scores.scale = 1.0f / std::sqrt(static_cast<float>(row.D));
   void* biases = nullptr;
   if (row.extra == Row::kPairs || row.extra == Row::kSharedPairs || row.extra == Row::kWidePairs) {
     const int64_t heads = row.extra == Row::kSharedPairs ? 1 : row.H;
     const bool wide = row.extra == Row::kWidePairs;
     biases = (wide || dtype == stof::DType::kF32 ? RandomFloats : RandomHalves)(heads * row.S * T, 5);
-    args.bias = biases;
-    args.bias_dtype = wide ? stof::DType::kF32 : dtype;
-    args.bias_stride_h = heads == 1 ? 0 : row.S * T, args.bias_stride_q = T, args.bias_stride_k = 1;
+    args.scores.bias = {biases, wide ? stof::DType::kF32 : dtype, 0, heads == 1 ? 0 : row.S * T, T, 1};
   }
   if (row.extra == Row::kNear || row.extra == Row::kDistances) {
-    args.relative_bias_size = args.relative_bias_stride_h = row.extra == Row::kNear ? 257 : 2 * T - 1;
-    biases = RandomFloats(row.H * args.relative_bias_size, 5);
-    args.relative_bias = static_cast<const float*>(biases);
+    args.scores.relative_bias.size = args.scores.relative_bias.stride_h = row.extra == Row::kNear ? 257 : 2 * T - 1;
+    biases = RandomFloats(row.H * args.scores.relative_bias.size, 5);
+    args.scores.relative_bias.table = static_cast<const float*>(biases);
   }
-  if (row.extra == Row::kSoftcap) args.softcap = 50.0f;
+  if (row.extra == Row::kSoftcap) args.scores.softcap = 50.0f;
   std::shared_ptr<const stof::AttentionMask> mask;
   stof::Status status = stof::MakeAttentionMask(row.mask, {}, &mask);
   const stof::ExprSizes sizes = {row.B, row.H, row.S, T, T - row.S};
@@ -387,7 +384,7 @@ void Measure(const Row& row, stof::DType dtype, bool tf32, bool all) {
     while (static_cast<int64_t>(sets.size()) * bytes < kCold && sets.size() < kMostSets) {
       const auto seed = static_cast<uint32_t>(10 + 2 * sets.size());
       sets.push_back(args);
-      sets.back().key = random(count, seed), sets.back().value = random(count, seed + 1);
+      sets.back().key.data = random(count, seed), sets.back().value.data = random(count, seed + 1);
     }
     calls =
         static_cast<int>(std::clamp<int64_t>(kCalls * kCold / 4 / bytes, static_cast<int64_t>(sets.size()), kCalls));
@@ -420,13 +417,13 @@ void Measure(const Row& row, stof::DType dtype, bool tf32, bool all) {
   Report("}");
   ++reported;
   std::fflush(stdout);
-  for (const void* memory :
-       {args.query, args.key, args.value, static_cast<const void*>(args.output), static_cast<const void*>(biases)}) {
+  for (const void* memory : {args.query.data, args.key.data, args.value.data,
+                             static_cast<const void*>(args.output.data), static_cast<const void*>(biases)}) {
     CHECK_CUDA(cudaFree(const_cast<void*>(memory)));
   }
   for (size_t i = 1; i < sets.size(); ++i) {
-    CHECK_CUDA(cudaFree(const_cast<void*>(sets[i].key)));
-    CHECK_CUDA(cudaFree(const_cast<void*>(sets[i].value)));
+    CHECK_CUDA(cudaFree(const_cast<void*>(sets[i].key.data)));
+    CHECK_CUDA(cudaFree(const_cast<void*>(sets[i].value.data)));
   }
   CHECK_CUDA(cudaFree(space.memory));
 }

@@ -19,7 +19,7 @@
 
 #include "cuda/cached_attention/append.h"
 #include "cuda/cached_attention/cache_rows.h"
-#include "cuda/cached_attention/head_transform.cuh"
+#include "cuda/common/head_transform.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/status.h"
 #include "plugins/core/contract/op.h"
@@ -51,7 +51,10 @@ class Append {
 
  public:
   __device__ Append(const AppendParams& params, float (*rows)[kLargestHead])
-      : params_(params), args_(params.args), warp_(threadIdx.x / 32), transform_(params.args, rows[warp_]) {}
+      : params_(params),
+        args_(params.args),
+        warp_(threadIdx.x / 32),
+        transform_(params.args.transform, params.args.D, rows[warp_]) {}
 
   __device__ void Run() {
     int64_t cta = blockIdx.x;
@@ -74,17 +77,18 @@ class Append {
   __device__ CacheRows RowsOf(int64_t b) const { return FindCacheRows(params_.shape, args_.seqlens[b]); }
   // The position of a token, which may lie beyond the rotary table.
   __device__ int64_t PositionOf(const CacheRows& rows, int64_t b, int64_t token) const {
-    return args_.position_ids != nullptr ? args_.position_ids[b * args_.S + token] : rows.past + token;
+    return args_.transform.position_ids != nullptr ? args_.transform.position_ids[b * args_.S + token]
+                                                   : rows.past + token;
   }
 
   // ---- check CTAs: first_row and is_invalid ----
   __device__ void Check(int64_t b) {
     const CacheRows rows = RowsOf(b);
     bool is_wrong = rows.is_invalid;
-    if (args_.cos != nullptr && !is_wrong) {
+    if (args_.transform.cos != nullptr && !is_wrong) {
       for (int64_t token = threadIdx.x; token < rows.tokens; token += kThreads) {
         const int64_t position = PositionOf(rows, b, token);
-        is_wrong = is_wrong || position < 0 || position >= args_.rotary_rows;
+        is_wrong = is_wrong || position < 0 || position >= args_.transform.rotary_rows;
       }
     }
     const int any = __syncthreads_or(is_wrong ? 1 : 0);
@@ -141,8 +145,8 @@ class Append {
                                              : kind == kKey ? args_.key
                                                             : args_.value) +
                        b * stride.b + head * stride.h + i * stride.s;
-    const auto* norm = static_cast<const T*>(kind == kQuery ? args_.query_norm : args_.key_norm);
-    const bool rotates = kind != kValue && args_.cos != nullptr;
+    const auto* norm = static_cast<const T*>(kind == kQuery ? args_.transform.query_norm : args_.transform.key_norm);
+    const bool rotates = kind != kValue && args_.transform.cos != nullptr;
     const KvScale& scale = kind == kKey ? args_.key_scale : args_.value_scale;
     const float* const own = std::is_same<To, T>::value ? nullptr : scale.data + head * scale.stride_g;
     transform_.Run(from, kind == kValue ? nullptr : norm, rotates, rotates ? PositionOf(rows, b, i) : 0,
@@ -307,10 +311,10 @@ Status Check(const CacheAppendArgs& args) {
     return Status::Error("staging holds " + std::to_string(args.staging_capacity) + " rows, expected at least " +
                          std::to_string(args.past_capacity + args.S));
   }
-  if (args.cos != nullptr &&
-      (args.rotary_rows < 1 || args.rotary_size < 2 || args.rotary_size > args.D || args.rotary_size % 2 != 0)) {
-    return Status::Error("a rotary table of " + std::to_string(args.rotary_rows) + " rows for " +
-                         std::to_string(args.rotary_size) +
+  if (args.transform.cos != nullptr && (args.transform.rotary_rows < 1 || args.transform.rotary_size < 2 ||
+                                        args.transform.rotary_size > args.D || args.transform.rotary_size % 2 != 0)) {
+    return Status::Error("a rotary table of " + std::to_string(args.transform.rotary_rows) + " rows for " +
+                         std::to_string(args.transform.rotary_size) +
                          " elements, expected at least 1 row and an even number up to " + std::to_string(args.D));
   }
   return Status();

@@ -12,7 +12,7 @@
 #include <limits>
 #include <string>
 
-#include "cuda/cached_attention/head_transform.cuh"
+#include "cuda/common/head_transform.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/status.h"
 #include "cuda/paged_attention/append.h"
@@ -40,7 +40,7 @@ class PagedAppend {
         args_(params.args),
         tokens_(params.args.tokens),
         warp_(threadIdx.x / 32),
-        transform_(params.args.tokens, rows[warp_]) {}
+        transform_(params.args.tokens.transform, params.args.tokens.D, rows[warp_]) {}
 
   __device__ void Run() {
     const bool is_legal = IsLegalBatch<kThreads>(params_.shape, args_.cumulative);
@@ -61,7 +61,7 @@ class PagedAppend {
     bool is_wrong = !is_legal || sequence.is_invalid;
     const int64_t end = sequence.past + sequence.tokens;
     if (!is_wrong && sequence.tokens > 0) {
-      is_wrong = tokens_.cos != nullptr && end > tokens_.rotary_rows;
+      is_wrong = tokens_.transform.cos != nullptr && end > tokens_.transform.rotary_rows;
       const int32_t* const table = TableOf(b);
       const int64_t first = FirstPagedKey(args_.window_left, sequence.past) >> args_.pages.shift;
       for (int64_t column = first + threadIdx.x; column << args_.pages.shift < end; column += kThreads) {
@@ -89,11 +89,11 @@ class PagedAppend {
     if (sequence.is_invalid) return;
     const int64_t i = t - sequence.begin, position = sequence.past + i;
     const int64_t H = tokens_.H, G = tokens_.G, D = tokens_.D;
-    const bool rotates = tokens_.cos != nullptr;
+    const bool rotates = tokens_.transform.cos != nullptr;
     if (slot < H) {
       T* const to = static_cast<T*>(tokens_.rotated_query) + ((b * H + slot) * args_.most_queries + i) * D;
       const T* const from = RowOf(tokens_.query, tokens_.query_stride, slot, t);
-      transform_.Run(from, static_cast<const T*>(tokens_.query_norm), rotates, position, true, to, nullptr, 0,
+      transform_.Run(from, static_cast<const T*>(tokens_.transform.query_norm), rotates, position, true, to, nullptr, 0,
                      static_cast<int>(D));
       return;
     }
@@ -105,8 +105,8 @@ class PagedAppend {
     T* const to = static_cast<T*>(is_key ? tokens_.present_key : tokens_.present_value) + (row * G + g) * D;
     const T* const from =
         is_key ? RowOf(tokens_.key, tokens_.key_stride, g, t) : RowOf(tokens_.value, tokens_.value_stride, g, t);
-    transform_.Run(from, is_key ? static_cast<const T*>(tokens_.key_norm) : nullptr, is_key && rotates, position, true,
-                   to, nullptr, 0, static_cast<int>(D));
+    transform_.Run(from, is_key ? static_cast<const T*>(tokens_.transform.key_norm) : nullptr, is_key && rotates,
+                   position, true, to, nullptr, 0, static_cast<int>(D));
   }
   __device__ const T* RowOf(const void* base, const Strides& stride, int64_t head, int64_t t) const {
     return static_cast<const T*>(base) + head * stride.h + t * stride.s;

@@ -31,7 +31,7 @@ template <typename T, int kBits, bool kVectors, bool kIsDown>
 __global__ void __launch_bounds__(kMlpThreads) DequantizeKernel(const __grid_constant__ MlpDequantizeParams p) {
   WaitForPrevious();
   LetNextStart();
-  const MlpRows& rows = p.rows;
+  const NeuronRows& rows = p.rows;
   const int64_t chunks = (rows.size + kMlpChunk - 1) / kMlpChunk, all = p.count * chunks;
   for (int64_t at = blockIdx.x * int64_t{kMlpThreads} + threadIdx.x; at < all; at += int64_t{gridDim.x} * kMlpThreads) {
     const int64_t row = at / chunks, chunk = at % chunks, count = rows.size - chunk * kMlpChunk;

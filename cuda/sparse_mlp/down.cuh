@@ -25,12 +25,12 @@ struct DownChunk {
   uint32_t scales[kBits == 0 ? 1 : kChunkWords<T, 0>];
   uint32_t zeros[2];
 
-  __device__ __forceinline__ void Load(const MlpRows& rows, int64_t neuron, int64_t column) {
+  __device__ __forceinline__ void Load(const NeuronRows& rows, int64_t neuron, int64_t column) {
     LoadStreamed(words, static_cast<const char*>(rows.data) + neuron * rows.stride +
                             (kBits == 0 ? column * static_cast<int64_t>(sizeof(T)) : column * kBits / 8));
     if constexpr (kBits != 0) {
       const int64_t group = (neuron >> rows.block_shift) * rows.size + column;
-      LoadConstant(scales, reinterpret_cast<const uint32_t*>(static_cast<const T*>(rows.scales) + group));
+      LoadConstant(scales, reinterpret_cast<const uint32_t*>(reinterpret_cast<const T*>(rows.scales) + group));
       zeros[0] = zeros[1] = kBits == 4 ? 0x08080808u : 0x80808080u;
       if (rows.zero_points != nullptr) LoadConstant(zeros, reinterpret_cast<const uint32_t*>(rows.zero_points + group));
     }
@@ -51,7 +51,7 @@ struct DownChunk {
 
 // Columns [column, column + count) of a down row, one by one; zeros beyond.
 template <typename T, int kBits>
-__device__ __forceinline__ void LoadColumns(const MlpRows& rows, int64_t neuron, int64_t column, int64_t count,
+__device__ __forceinline__ void LoadColumns(const NeuronRows& rows, int64_t neuron, int64_t column, int64_t count,
                                             float (&out)[kMlpChunk]) {
   const char* const row = static_cast<const char*>(rows.data) + neuron * rows.stride;
   const int64_t group = (neuron >> rows.block_shift) * rows.size + column;
@@ -65,7 +65,7 @@ __device__ __forceinline__ void LoadColumns(const MlpRows& rows, int64_t neuron,
       const auto* const bytes = reinterpret_cast<const uint8_t*>(row);
       const int q = kBits == 8 ? bytes[column + i] : bytes[(column + i) / 2] >> (column + i) % 2 * 4 & 15;
       const int zero = rows.zero_points == nullptr ? 1 << (kBits - 1) : rows.zero_points[group + i];
-      out[i] = static_cast<float>(q - zero) * ToFloat(static_cast<const T*>(rows.scales)[group + i]);
+      out[i] = static_cast<float>(q - zero) * ToFloat(reinterpret_cast<const T*>(rows.scales)[group + i]);
     }
   }
 }

@@ -176,7 +176,7 @@ __device__ __forceinline__ void SumColumn(const MlpParams& p, const ActiveList& 
   for (int t = 0; t < kTokens; ++t) sums[t] = 0.0f;
   for (int32_t i = begin; i < end; ++i) {
     const ListEntry entry = list.At(i);
-    const float w = ToFloat(static_cast<const T*>(p.down_rows.data)[entry.neuron * p.down_rows.size + column]);
+    const float w = ToFloat(reinterpret_cast<const T*>(p.down_rows.data)[entry.neuron * p.down_rows.size + column]);
 #pragma unroll
     for (int t = 0; t < kTokens; ++t) {
       if ((entry.mask >> t & 1) != 0) sums[t] = fmaf(__ldcg(p.hidden + int64_t{i} * p.T + t), w, sums[t]);

@@ -85,7 +85,7 @@ class HiddenValues {
 #pragma unroll
     for (int t = 0; t < kTokens; ++t) x[t] = static_cast<const T*>(p_.input) + token[t] * p_.K;
     float sums[kRows][kTokens] = {};
-    const MlpRows* weights[kRows];
+    const NeuronRows* weights[kRows];
     int64_t row[kRows];
     if constexpr (kHasGate) weights[0] = &p_.gate_rows;
     if constexpr (kHasUp) weights[kRows - 1] = &p_.up_rows;

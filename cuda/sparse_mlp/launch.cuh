@@ -23,7 +23,7 @@ using Constant = std::integral_constant<int, kValue>;
 
 // Calls function(bits, is_vectorized) with constants. kBits: those that such rows may have.
 template <int kBits, int... kMoreBits, typename Function>
-int WithRows(const MlpRows& rows, const Function& function) {
+int WithRows(const NeuronRows& rows, const Function& function) {
   if constexpr (sizeof...(kMoreBits) > 0) {
     if (rows.bits != kBits) return WithRows<kMoreBits...>(rows, function);
   }

@@ -27,20 +27,6 @@ constexpr int kMlpWarps = kMlpThreads / 32;
 constexpr int kMlpTileTokens = 16;
 constexpr bool TakesTiles(int64_t tokens) { return tokens >= 2 && tokens <= kMlpTileTokens; }
 
-// A weight with a row for each neuron, as kernels read it.
-struct MlpRows {
-  const void* data = nullptr;
-  const void* scales = nullptr;          // elements of the type of the MLP
-  const uint8_t* zero_points = nullptr;  // nullptr: 2^(bits - 1)
-  int64_t size = 0;                      // values of a row
-  int64_t stride = 0;                    // bytes of a row
-  int64_t blocks = 0;                    // scales of a row
-  int64_t zero_bytes = 0;                // of the zero points of a row
-  int32_t bits = 0;                      // 4 or 8 of quantized values, else 0
-  int32_t block_shift = 0;     // values of a block: 2^block_shift. Of the down weight: neurons that share a scale
-  bool is_vectorized = false;  // chunks are aligned, and rows have whole chunks
-};
-
 // One launch of each kernel: up to kMlpTokens tokens.
 struct MlpParams {
   int32_t T = 0;
@@ -49,7 +35,7 @@ struct MlpParams {
   SparseMlpSelection selection = SparseMlpSelection::kNonzero;
   const void* input = nullptr;  // [T, K]
   const void* gate = nullptr;   // [T, F], or nullptr
-  MlpRows gate_rows, up_rows, down_rows, predictor_down, predictor_up;
+  NeuronRows gate_rows, up_rows, down_rows, predictor_down, predictor_up;
   const void *gate_bias = nullptr, *up_bias = nullptr, *down_bias = nullptr;
   const float* threshold = nullptr;
   int64_t threshold_stride = 0;
@@ -107,7 +93,7 @@ struct MlpSelectManyParams {
 
 // A weight that is dequantized.
 struct MlpDequantizeParams {
-  MlpRows rows;
+  NeuronRows rows;
   int64_t count = 0;     // rows
   bool is_down = false;  // its scales are those of a column and a group of neurons, not of a row
   bool applies_scales = true;

@@ -92,7 +92,7 @@ struct Chunk {
 
   // Values [8 chunk, 8 chunk + 8) of a row; zeros beyond its size where rows are not vectorized and not quantized.
   template <bool kVectors>
-  __device__ __forceinline__ void Load(const MlpRows& rows, int64_t row, int64_t chunk) {
+  __device__ __forceinline__ void Load(const NeuronRows& rows, int64_t row, int64_t chunk) {
     const char* const from =
         static_cast<const char*>(rows.data) + row * rows.stride + chunk * (kBits == 0 ? 8 * sizeof(T) : kBits);
     if constexpr (kVectors) {
@@ -108,7 +108,7 @@ struct Chunk {
     }
     if constexpr (kBits != 0) {
       const int64_t block = chunk * kMlpChunk >> rows.block_shift;
-      scale = ToFloat(static_cast<const T*>(rows.scales)[row * rows.blocks + block]);
+      scale = ToFloat(reinterpret_cast<const T*>(rows.scales)[row * rows.blocks + block]);
       zero = kBits == 4 ? 8.0f : 128.0f;
       if (rows.zero_points != nullptr) {
         const uint8_t* const zeros = rows.zero_points + row * rows.zero_bytes;
@@ -166,7 +166,7 @@ __device__ __forceinline__ void LoadToken(const X* token, int64_t chunk, int64_t
 // sums[r][t] += row r · token t over chunks first, first + step, ...: the part of one lane.
 // All weights have rows of one size. kVectors: rows and tokens are read in vectors.
 template <typename T, int kBits, bool kVectors, typename X, int kRows, int kTokens, int kUnroll>
-__device__ __forceinline__ void AddDots(const MlpRows* const (&weights)[kRows], const int64_t (&row)[kRows],
+__device__ __forceinline__ void AddDots(const NeuronRows* const (&weights)[kRows], const int64_t (&row)[kRows],
                                         const X* const (&tokens)[kTokens], int64_t first, int64_t step,
                                         float (&sums)[kRows][kTokens]) {
   const int64_t size = weights[0]->size, chunks = (size + kMlpChunk - 1) / kMlpChunk;

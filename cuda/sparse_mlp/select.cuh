@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kProjectThreads) ProjectKernel(const __grid_co
     if (r < p.R) {
       const T* tokens[kTokens];
       PointAtTokens(p.input, p.K, begin, p.T, tokens);
-      const MlpRows* const weights[1] = {&p.predictor_down};
+      const NeuronRows* const weights[1] = {&p.predictor_down};
       const int64_t row[1] = {r};
       AddDots<T, kBits, kVectors, T, 1, kTokens, 4>(weights, row, tokens, threadIdx.x, kProjectThreads, own);
     }
@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(kMlpThreads, kTokens == 1 && kVectors ? 3
   int count = 0;
   for (int64_t first = begin; first < end; first += 32) {
     int64_t row[kScoreRows];
-    const MlpRows* weights[kScoreRows];
+    const NeuronRows* weights[kScoreRows];
     uint64_t mask[kScoreRows] = {};
 #pragma unroll
     for (int i = 0; i < kScoreRows; ++i) {

@@ -25,8 +25,8 @@ __device__ __forceinline__ void ToWords(const Chunk<T, kBits>& chunk, uint32_t (
 }
 
 template <typename T, int kBits>
-__device__ __forceinline__ float ScaleOfRow(const MlpRows& factor, int64_t row) {
-  return kBits == 0 ? 1.0f : ToFloat(static_cast<const T*>(factor.scales)[row]);
+__device__ __forceinline__ float ScaleOfRow(const NeuronRows& factor, int64_t row) {
+  return kBits == 0 ? 1.0f : ToFloat(reinterpret_cast<const T*>(factor.scales)[row]);
 }
 
 constexpr int kProjectTileThreads = 512, kProjectTileWarps = kProjectTileThreads / 32;
@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kProjectTileThreads, 1) ProjectTileKernel(cons
   __shared__ TileSums<1, kTokens, kProjectTileWarps> shared;
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
   const int64_t first = int64_t{blockIdx.x} * kTileRows;
-  const MlpRows& factor = p.predictor_down;
+  const NeuronRows& factor = p.predictor_down;
   {  // before the wait: later writes reach L2, so that a prefetched line is never stale
     const char* const rows = static_cast<const char*>(factor.data) + first * factor.stride;
     const int64_t bytes = min(int64_t{kTileRows}, p.R - first) * factor.stride;

@@ -38,9 +38,10 @@ int64_t ChunkBytes(const SparseMlpArgs& a, int bits) {
 }
 
 // A gate or up weight.
-MlpRows RowsOf(const SparseMlpArgs& a, const SparseMlpWeight& weight) {
-  MlpRows rows;
-  rows.data = weight.data, rows.scales = weight.scales;
+NeuronRows RowsOf(const SparseMlpArgs& a, const SparseMlpWeight& weight) {
+  NeuronRows rows;
+  rows.dtype = a.dtype;
+  rows.data = static_cast<const char*>(weight.data), rows.scales = static_cast<const char*>(weight.scales);
   rows.zero_points = static_cast<const uint8_t*>(weight.zero_points);
   rows.size = a.K, rows.stride = a.K * SizeOf(a.dtype);
   if (weight.scales != nullptr) {
@@ -54,10 +55,11 @@ MlpRows RowsOf(const SparseMlpArgs& a, const SparseMlpWeight& weight) {
   return rows;
 }
 
-MlpRows DownRowsOf(const SparseMlpArgs& a) {
-  MlpRows rows;
+NeuronRows DownRowsOf(const SparseMlpArgs& a) {
+  NeuronRows rows;
+  rows.dtype = a.dtype;
   const SparseMlpWeight& weight = a.down_weight;
-  rows.data = weight.data, rows.scales = weight.scales;
+  rows.data = static_cast<const char*>(weight.data), rows.scales = static_cast<const char*>(weight.scales);
   rows.zero_points = static_cast<const uint8_t*>(weight.zero_points);
   rows.size = a.N, rows.stride = a.N * SizeOf(a.dtype);
   if (weight.scales != nullptr) {
@@ -70,12 +72,14 @@ MlpRows DownRowsOf(const SparseMlpArgs& a) {
 }
 
 // A factor of the predictor. Quantized rows are padded, and have one scale.
-MlpRows FactorOf(const SparseMlpArgs& a, const SparseMlpWeight& factor, int64_t size, bool are_tokens_vectorized) {
-  MlpRows rows;
-  rows.data = factor.data, rows.scales = factor.scales;
+NeuronRows FactorOf(const SparseMlpArgs& a, const SparseMlpWeight& factor, int64_t size, bool are_tokens_vectorized) {
+  NeuronRows rows;
+  rows.dtype = a.dtype;
+  rows.data = static_cast<const char*>(factor.data), rows.scales = static_cast<const char*>(factor.scales);
   rows.size = size, rows.stride = size * SizeOf(a.dtype);
   if (factor.scales != nullptr) {
-    rows.bits = 8, rows.block_shift = 62, rows.blocks = 1;
+    rows.bits = 8, rows.has_row_scales = true;
+    rows.blocks = 1, rows.block_shift = 62;  // every index of a value is in block 0
     rows.stride = RoundUp(size, SparseMlpLimits::kPredictorMultiple);
   }
   rows.is_vectorized = are_tokens_vectorized && (rows.bits != 0 || size % kMlpChunk == 0) &&
@@ -85,7 +89,7 @@ MlpRows FactorOf(const SparseMlpArgs& a, const SparseMlpWeight& factor, int64_t 
 
 // Whether tensor cores compute the output of a launch: all tokens at once, from hidden values in the workspace.
 bool IsDownTiled(const SparseMlpArgs& a, int64_t tokens) {
-  const MlpRows rows = DownRowsOf(a);
+  const NeuronRows rows = DownRowsOf(a);
   return TakesTiles(tokens) && a.dtype != DType::kF32 && rows.bits == 0 && rows.is_vectorized;
 }
 
@@ -347,7 +351,7 @@ class DenseRun {
     return Dequantize(p, offset, values);
   }
 
-  Status DequantizeWeight(const MlpRows& rows, bool is_down, const void** weight) {
+  Status DequantizeWeight(const NeuronRows& rows, bool is_down, const void** weight) {
     MlpDequantizeParams p;
     p.rows = rows, p.count = a_.F, p.is_down = is_down;
     return Dequantize(p, 0, weight);

@@ -178,13 +178,12 @@ void Measure(const Row& row, FILE* file, bool first) {
   };
 
   AttentionArgs args;
-  args.B = row.B, args.H = args.G = row.H, args.S = row.S, args.T = row.T, args.D = args.Dv = row.D;
-  args.dtype = row.dtype;
-  args.query = inputs[0], args.key = inputs[1], args.value = inputs[2], args.output = output;
-  args.query_stride = args.output_stride = {row.H * row.S * row.D, row.S * row.D, row.D};
-  args.key_stride = args.value_stride = {row.H * row.T * row.D, row.T * row.D, row.D};
-  args.query_position = row.T - row.S;
-  args.scale = 1.0f / std::sqrt(static_cast<float>(row.D));
+  args.shape = {row.B, row.H, row.H, row.S, row.T, row.D, row.D, row.dtype};
+  args.query.data = inputs[0], args.key.data = inputs[1], args.value.data = inputs[2], args.output.data = output;
+  args.query.stride = args.output.stride = {row.H * row.S * row.D, row.S * row.D, row.D};
+  args.key.stride = args.value.stride = {row.H * row.T * row.D, row.T * row.D, row.D};
+  args.scores.relative_bias.query_position = row.T - row.S;
+  args.scores.scale = 1.0f / std::sqrt(static_cast<float>(row.D));
   std::shared_ptr<const AttentionMask> mask;
   Must(MakeAttentionMask(row.mask, {}, &mask).ok(), "mask");
   const ExprSizes sizes = {row.B, row.H, row.S, row.T, row.T - row.S};

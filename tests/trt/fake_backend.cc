@@ -80,25 +80,25 @@ Status Attention(const AttentionArgs& given, const Tensor* pad, const AttentionM
   AttentionArgs args = given;
   std::vector<uint8_t> padding, read;
   if (pad != nullptr) {
-    padding = PadBytes(*pad, args.B, args.T);
-    args.pad = padding.data();
+    padding = PadBytes(*pad, args.shape.B, args.shape.T);
+    args.mask.pad = padding.data();
   }
   std::unique_ptr<BoundDynamicMask> dynamic;
   if (!mask.parts.dynamic.empty()) {
     Tables vectors = operands;
     for (auto& [role, tensor] : vectors) {
       if (role != "pad") continue;
-      read = PadBytes(tensor, args.B, args.T);
-      tensor.data = read.data(), tensor.dtype = DType::kBool, tensor.dims[0] = args.B;
+      read = PadBytes(tensor, args.shape.B, args.shape.T);
+      tensor.data = read.data(), tensor.dtype = DType::kBool, tensor.dims[0] = args.shape.B;
     }
     STOF_RETURN_IF_ERROR(BoundDynamicMask::Make(mask.parts.dynamic, sizes, vectors, &dynamic));
-    args.dynamic = dynamic->view();
+    args.mask.dynamic = dynamic->view();
   }
   CpuAttentionConfig config = ChooseCpuAttention(args, 1);
   BlockMask blocks;
   if (!mask.parts.fixed.empty()) {
     STOF_RETURN_IF_ERROR(BuildBlockMask(mask.parts.fixed, sizes, config.m, config.n, &blocks));
-    args.mask = &blocks;
+    args.mask.fixed = StaticMask::OfBlocks(&blocks);
   }
   const size_t scratch = (CpuAttentionWorkspace(args, config, 1) + 63) / 64 * 64 + 64;
   const std::unique_ptr<void, void (*)(void*)> memory(std::aligned_alloc(64, scratch), std::free);

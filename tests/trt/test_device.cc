@@ -308,10 +308,10 @@ TEST(TrtPlannedMaskMemory) {
   for (int i = 0; i < 4000; ++i) {
     AttentionArgs args;
     const int64_t scale = random.Pick(std::vector<int64_t>{20, 300, 3000, 40000});
-    args.B = random.Range(1, 20), args.H = args.G = random.Range(1, 40);
-    args.S = random.Range(1, scale), args.T = random.Range(1, scale);
-    args.D = args.Dv = 64;
-    args.dtype = kTypes[random.Range(0, 2)];
+    args.shape.B = random.Range(1, 20), args.shape.H = args.shape.G = random.Range(1, 40);
+    args.shape.S = random.Range(1, scale), args.shape.T = random.Range(1, scale);
+    args.shape.D = args.shape.Dv = 64;
+    args.shape.dtype = kTypes[random.Range(0, 2)];
     const std::string& text = random.Pick(kTexts);
     std::shared_ptr<const AttentionMask> mask;
     Status status = MakeAttentionMask(text, {}, &mask);
@@ -324,12 +324,12 @@ TEST(TrtPlannedMaskMemory) {
       return tensor;
     };
     const auto operands = [&](void* at) {
-      return Tables{{"segment_q", vector({args.B, args.S}, DType::kI32, at)},
-                    {"segment_k", vector({args.B, args.T}, DType::kI64, at)},
-                    {"lengths", vector({args.B}, DType::kI64, at)},
-                    {"pad", vector({args.B, args.T}, DType::kBool, at)}};
+      return Tables{{"segment_q", vector({args.shape.B, args.shape.S}, DType::kI32, at)},
+                    {"segment_k", vector({args.shape.B, args.shape.T}, DType::kI64, at)},
+                    {"lengths", vector({args.shape.B}, DType::kI64, at)},
+                    {"pad", vector({args.shape.B, args.shape.T}, DType::kBool, at)}};
     };
-    const ExprSizes sizes = {args.B, args.H, args.S, args.T, 0};
+    const ExprSizes sizes = {args.shape.B, args.shape.H, args.shape.S, args.shape.T, 0};
     size_t planned = 0, fixed = 0;
     const AttentionMask none;
     CHECK(PlanCudaAttention(args, false, none, sizes, {}, &fixed).ok());
@@ -343,16 +343,16 @@ TEST(TrtPlannedMaskMemory) {
     build.program = &program, build.sizes = sizes;
     build.sm_count = 132;
     CHECK(cuts.Next(&build.part));  // the largest
-    const bool few = args.S <= cuda::kDecodeQueries && args.dtype != DType::kF32;
+    const bool few = args.shape.S <= cuda::kDecodeQueries && args.shape.dtype != DType::kF32;
     for (const int m : {64, 128, 192, 256}) {
       for (const int n : {64, 96, 128, 160, 192, 256}) {
         if (few && (m > 64 || n > 64)) continue;
         for (const bool fragments : {false, true}) {
           build.tile = {m, n, fragments};
           const size_t bytes = cuda::MaskBytes(build);
-          CHECK(bytes + 64 <= planned - fixed, text, ", B ", args.B, " H ", args.H, " S ", args.S, " T ", args.T,
-                " tile ", m, " x ", n, fragments ? " in fragments: " : ": ", bytes, " bytes, planned ",
-                planned - fixed);
+          CHECK(bytes + 64 <= planned - fixed, text, ", B ", args.shape.B, " H ", args.shape.H, " S ", args.shape.S,
+                " T ", args.shape.T, " tile ", m, " x ", n, fragments ? " in fragments: " : ": ", bytes,
+                " bytes, planned ", planned - fixed);
         }
       }
     }

@@ -12,11 +12,11 @@ namespace cuda {
 bool ChooseGathered(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
                     GatheredAttention* gathered) {
   if (mask.columns == nullptr || pad != nullptr || mask.parts.pad || !mask.parts.dynamic.empty() ||
-      args.S <= kDecodeQueries || args.T == 0 || args.B == 0 || args.bias != nullptr || args.relative_bias != nullptr ||
-      args.empty_rows > EmptyRows::kNan || args.kernel[0] != '\0') {
+      args.shape.S <= kDecodeQueries || args.shape.T == 0 || args.shape.B == 0 || args.scores.bias.data != nullptr ||
+      args.scores.relative_bias.table != nullptr || args.mask.empty_rows > EmptyRows::kNan || args.kernel[0] != '\0') {
     return false;
   }
-  gathered->columns = mask.columns->Get(args.H, args.G, args.T, args.T);
+  gathered->columns = mask.columns->Get(args.shape.H, args.shape.G, args.shape.T, args.shape.T);
   if (gathered->columns->mask == nullptr) return false;
   const KeyColumns& columns = *gathered->columns->columns;
   // Gathering saves pairs of queries and keys, and costs a copy of keys and values: as long as about 600 queries take
@@ -24,31 +24,32 @@ bool ChooseGathered(const AttentionArgs& args, const Tensor* pad, const Attentio
   constexpr int64_t kQueriesOfCopy = 600;
   const double saved =
       static_cast<double>(columns.tile_keys() - columns.total()) / static_cast<double>(columns.lists());
-  const double copied = static_cast<double>(args.T) * static_cast<double>(args.G) / static_cast<double>(args.H);
-  if (saved * static_cast<double>(args.S) < static_cast<double>(kQueriesOfCopy) * copied) return false;
+  const double copied =
+      static_cast<double>(args.shape.T) * static_cast<double>(args.shape.G) / static_cast<double>(args.shape.H);
+  if (saved * static_cast<double>(args.shape.S) < static_cast<double>(kQueriesOfCopy) * copied) return false;
   gathered->args = args;
   gathered->sizes = sizes;
-  const int64_t rows = columns.packed() + args.T;
+  const int64_t rows = columns.packed() + args.shape.T;
   if (rows > MaskExpr::kMaxSize) return false;
-  gathered->args.T = gathered->sizes.T = rows;
-  gathered->args.key_stride = {args.G * rows * args.D, rows * args.D, args.D};
-  gathered->args.value_stride = {args.G * rows * args.Dv, rows * args.Dv, args.Dv};
-  gathered->args.key = gathered->args.value = nullptr;
+  gathered->args.shape.T = gathered->sizes.T = rows;
+  gathered->args.key.stride = {args.shape.G * rows * args.shape.D, rows * args.shape.D, args.shape.D};
+  gathered->args.value.stride = {args.shape.G * rows * args.shape.Dv, rows * args.shape.Dv, args.shape.Dv};
+  gathered->args.key.data = gathered->args.value.data = nullptr;
   return true;
 }
 
 Status GatherColumns(const AttentionArgs& args, const DeviceColumns& columns, const RunContext& context,
                      GatheredAttention* gathered) {
-  const int64_t item = SizeOf(args.dtype);
+  const int64_t item = SizeOf(args.shape.dtype);
   GatherParams p;
-  p.from[0] = args.key, p.from[1] = args.value;
-  p.rows = gathered->args.T;
-  p.keys = static_cast<int32_t>(args.T), p.packed = static_cast<int32_t>(p.rows - args.T);
-  p.B = static_cast<int32_t>(args.B), p.G = static_cast<int32_t>(args.G);
+  p.from[0] = args.key.data, p.from[1] = args.value.data;
+  p.rows = gathered->args.shape.T;
+  p.keys = static_cast<int32_t>(args.shape.T), p.packed = static_cast<int32_t>(p.rows - args.shape.T);
+  p.B = static_cast<int32_t>(args.shape.B), p.G = static_cast<int32_t>(args.shape.G);
   p.columns = columns;
   // The widest unit that all rows are made of.
-  const int64_t sizes[2] = {args.D, args.Dv};
-  const Strides strides[2] = {args.key_stride, args.value_stride};
+  const int64_t sizes[2] = {args.shape.D, args.shape.Dv};
+  const Strides strides[2] = {args.key.stride, args.value.stride};
   const auto fits = [&](int64_t unit) {
     for (int i = 0; i < 2; ++i) {
       const Strides& stride = strides[i];
@@ -64,11 +65,11 @@ Status GatherColumns(const AttentionArgs& args, const DeviceColumns& columns, co
   for (int i = 0; i < 2; ++i) {
     p.stride[i] = {strides[i].b / elements, strides[i].h / elements, strides[i].s / elements};
     p.row[i] = sizes[i] / elements;
-    const auto bytes = static_cast<size_t>(args.B * args.G * p.rows * sizes[i] * item);
+    const auto bytes = static_cast<size_t>(args.shape.B * args.shape.G * p.rows * sizes[i] * item);
     p.to[i] = context.allocate(context.self, bytes);
     if (p.to[i] == nullptr) return Status();  // a workspace of fixed size may be too small
   }
-  gathered->args.key = p.to[0], gathered->args.value = p.to[1];
+  gathered->args.key.data = p.to[0], gathered->args.value.data = p.to[1];
   return ToStatus(static_cast<cudaError_t>(LaunchGather(p, context.stream)),
                   "launch of the kernel that gathers columns");
 }

@@ -35,7 +35,7 @@ struct DecodeParams {
   int32_t window_left = kNoWindow;
   int32_t window_block = 1;             // KeyRange::block, beside columns alone
   DeviceColumns columns;                // attended beside the range
-  const int32_t* seqlens = nullptr;     // AttentionArgs::seqlens; only the cluster kernel reads ahead
+  const int32_t* seqlens = nullptr;     // KvArgs::seqlens; only the cluster kernel reads ahead
   const int32_t* is_invalid = nullptr;  // [B]: where it is not 0, outputs are NaN; nullptr: nowhere
   KvScale key_scale, value_scale;       // of quantized keys and values
   // Keys and values in pages, key_ends[b] of each sequence. Only FindPagedDecode's kernels read them.
@@ -45,12 +45,12 @@ struct DecodeParams {
 
 // Whether the decode kernels read quantized keys and values: 16 elements at a time. Others are dequantized first.
 inline bool CanReadQuantized(const AttentionArgs& args) {
-  bool can = (args.dtype == DType::kF16 || args.dtype == DType::kBF16) && args.S <= kDecodeQueries && args.T > 0 &&
-             args.D % 16 == 0 && args.Dv % 16 == 0;
-  for (const Strides* stride : {&args.key_stride, &args.value_stride}) {
+  bool can = (args.shape.dtype == DType::kF16 || args.shape.dtype == DType::kBF16) && args.shape.S <= kDecodeQueries &&
+             args.shape.T > 0 && args.shape.D % 16 == 0 && args.shape.Dv % 16 == 0;
+  for (const Strides* stride : {&args.key.stride, &args.value.stride}) {
     can = can && stride->b % 16 == 0 && stride->h % 16 == 0 && stride->s % 16 == 0;
   }
-  for (const void* base : {args.key, args.value}) can = can && reinterpret_cast<uintptr_t>(base) % 16 == 0;
+  for (const void* base : {args.key.data, args.value.data}) can = can && reinterpret_cast<uintptr_t>(base) % 16 == 0;
   return can;
 }
 

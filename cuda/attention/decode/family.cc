@@ -31,14 +31,14 @@ MaskForm FormOf(const AttentionJob& job) {
   MaskForm form;
   form.m = kDecodeTileRows;
   const AttentionArgs& args = job.args();
-  const int64_t group = args.H / args.G;
-  if (group * args.S > kDecodeQueries) return form;
+  const int64_t group = args.shape.H / args.shape.G;
+  if (group * args.shape.S > kDecodeQueries) return form;
   form.group = group;
   form.sm_count = job.device().sm_count;
   return form;
 }
 
-// KV tiles of key columns beside the range, if they are spread evenly over the keys of their list.
+// KV tiles of key columns beside the window, if they are spread evenly over the keys of their list.
 int64_t MostColumnTiles(const DecodeParams& params) {
   const DeviceColumns& columns = params.columns;
   if (columns.lists == 0) return 0;
@@ -55,31 +55,31 @@ Status Run(AttentionJob* job, const KernelEntry&) {
   std::shared_ptr<const MaskEntry> entry;
   std::shared_ptr<const DeviceColumnsEntry> columns;
   STOF_RETURN_IF_ERROR(job->PreparePadding());
-  const bool has_range = args.first_rows != nullptr;
-  if (has_range) {
-    params.first_rows = args.first_rows;
+  const CausalWindow* const window = args.mask.fixed.window();
+  if (window != nullptr) {
+    params.first_rows = window->first_rows;
     params.window_left =
-        args.window_left < 0 ? kNoWindow : static_cast<int32_t>(std::min<int64_t>(args.window_left, kNoWindow));
-    params.is_invalid = args.is_invalid;
-    params.seqlens = args.seqlens;
-    if (args.range_columns != nullptr) {
-      STOF_RETURN_IF_ERROR(job->GetColumns(*args.range_columns, &columns));
+        window->window_left < 0 ? kNoWindow : static_cast<int32_t>(std::min<int64_t>(window->window_left, kNoWindow));
+    params.is_invalid = args.kv.is_invalid;
+    params.seqlens = args.kv.seqlens;
+    if (window->columns != nullptr) {
+      STOF_RETURN_IF_ERROR(job->GetColumns(*window->columns, &columns));
       params.columns = columns->view();
-      params.window_block = static_cast<int32_t>(args.window_block);
+      params.window_block = static_cast<int32_t>(window->window_block);
     }
   } else {
     STOF_RETURN_IF_ERROR(job->GetMask(FormOf(*job), job->params(), &entry));
   }
   params.attention = *job->params();
-  const int64_t group = args.H / args.G;
+  const int64_t group = args.shape.H / args.shape.G;
   params.stacked = entry != nullptr && entry->stacked() ? 1 : 0;
   const bool alike = params.attention.has_mask == 0 || params.attention.mask.layout_h == 1 || params.stacked != 0;
   params.heads = static_cast<int32_t>(alike ? group : 1);
   KernelProblem problem = job->problem();
-  problem.packed_queries = params.heads * args.S;
-  const bool is_paged = args.pages.given();
-  params.pages = args.pages;
-  params.key_ends = args.key_ends;
+  problem.packed_queries = params.heads * args.shape.S;
+  const bool is_paged = args.kv.pages.given();
+  params.pages = args.kv.pages;
+  params.key_ends = args.kv.key_ends;
   const KernelTable kernels = is_paged ? FindPaged(problem) : Find(problem);
   const KernelEntry& split_kv = kernels[kSplitKv];
   const auto& split_kv_code = split_kv.code_as<SplitKvCode>();
@@ -87,17 +87,18 @@ Status Run(AttentionJob* job, const KernelEntry&) {
   static constexpr ClusterCode kNoClusters;
   const bool has_clusters = kernels.size() > kCluster;
   const ClusterCode& cluster_code = has_clusters ? kernels[kCluster].code_as<ClusterCode>() : kNoClusters;
-  const int64_t tiles = has_range
-                            ? MostTiles(args.window_left, args.S, args.T, args.window_block) + MostColumnTiles(params)
-                        : entry == nullptr ? (args.T + kTileKeys - 1) / kTileKeys
-                                           : entry->longest_row();
-  const int64_t blocks =
-      args.B * args.G * (group / params.heads) * ((problem.packed_queries + split_kv.rows - 1) / split_kv.rows);
+  const int64_t tiles =
+      window != nullptr
+          ? MostTiles(window->window_left, args.shape.S, args.shape.T, window->window_block) + MostColumnTiles(params)
+      : entry == nullptr ? (args.shape.T + kTileKeys - 1) / kTileKeys
+                         : entry->longest_row();
+  const int64_t blocks = args.shape.B * args.shape.G * (group / params.heads) *
+                         ((problem.packed_queries + split_kv.rows - 1) / split_kv.rows);
   if (entry != nullptr && entry->one_row()) {
     params.row_begin = 0, params.row_full = entry->one_row_full(), params.row_end = static_cast<int32_t>(tiles);
   }
-  params.key_scale = args.key_scale, params.value_scale = args.value_scale;
-  const auto item = static_cast<int>(SizeOf(KvType(args)));
+  params.key_scale = args.kv.key_scale, params.value_scale = args.kv.value_scale;
+  const auto item = static_cast<int>(SizeOf(KvType(args.shape)));
   int clusters[kClusterSizes] = {};
   const bool has_columns = params.columns.lists > 0;
   if (job->device().capability >= 90 && has_clusters) {
@@ -110,11 +111,11 @@ Status Run(AttentionJob* job, const KernelEntry&) {
   params.splits = choice.splits;
   // The combine step finds fully masked rows; if they attend all keys, a second pass computes them.
   const bool second = job->NeedsEmptyRowPass(params.attention.has_mask != 0, entry.get());
-  const int64_t rows = args.B * args.H * args.S;
+  const int64_t rows = args.shape.B * args.shape.H * args.shape.S;
   // A workspace of fixed size may be too small for the fastest number of splits.
   while ((params.splits > 1 && !choice.cluster) || second) {
     const int64_t parts = choice.cluster ? 0 : rows * params.splits;
-    const int64_t sums = 4 * parts * args.Dv, states = 8 * parts;
+    const int64_t sums = 4 * parts * args.shape.Dv, states = 8 * parts;
     const auto bytes = static_cast<size_t>(sums + states + 4 * rows);
     auto* memory = static_cast<char*>(job->GetWorkspace(0, 2, bytes));
     if (memory == nullptr && parts > 0 && params.splits > 1) {

@@ -55,11 +55,12 @@ Status Run(AttentionJob* job, const KernelEntry& kernel) {
   params.attention = *job->params();
   if (!MakeTensorMaps(job->is_bf16(), kernel.rows, kernel.keys, &params)) return job->RunTiled();
   const MaskForm form = MaskFormOf(kernel, selection);
-  const int64_t count = args.B * args.H * ((args.S + kernel.rows - 1) / kernel.rows);
+  const int64_t count = args.shape.B * args.shape.H * ((args.shape.S + kernel.rows - 1) / kernel.rows);
   params.half_tiles = UsesHalfTiles(form.cost, count, form.ctas) ? 1 : 0;
   params.ctas = static_cast<int32_t>(std::min<int64_t>(form.ctas, count << params.half_tiles));
   params.l2_heads = static_cast<int32_t>(std::min<int64_t>(selection.l2_heads, std::numeric_limits<int32_t>::max()));
-  const int64_t bytes = selection.kv_bytes + 2 * args.B * args.H * args.S * (args.D + args.Dv);
+  const int64_t bytes =
+      selection.kv_bytes + 2 * args.shape.B * args.shape.H * args.shape.S * (args.shape.D + args.shape.Dv);
   params.cold_l2 = IsL2Cold(bytes, job->device().l2_bytes) ? 1 : 0;
   std::shared_ptr<const MaskEntry> entry;
   STOF_RETURN_IF_ERROR(job->GetMask(form, &params.attention, &entry));

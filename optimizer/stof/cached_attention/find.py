@@ -15,7 +15,7 @@ from onnx import TensorProto
 
 from stof.attention.limits import type_names
 from stof.cached_attention.block_layout import BlockLayout
-from stof.cached_attention.node_checks import check_cache_heads
+from stof.cached_attention.node_checks import check_equal_sizes
 from stof.cached_attention.node_reader import NodeReader
 from stof.cached_attention.node_signature import NodeSignature
 from stof.cached_attention.node_site import MICROSOFT
@@ -137,20 +137,20 @@ def _read_site(
     if not is_sparse(original):
         window, sliding = _refuse_attributes(reader)
     heads, groups, head_size = reader.read_heads("past_key")
-    query, past = reader.shape("query", 3), reader.shape("past_key", 4)
+    query = reader.shape("query", 3)
     _check_new_tokens(reader, query)
     scales = _read_scales(node)
     others = ("attention_bias", *(() if scales else _PASTS))
     dtype = reader.read_type(head_size, target, others, ())
     quantized = _quantized_type(symbolic, node, scales, (groups, head_size)) if scales else 0
-    _check_caches(past, reader.shape("past_value", 4), groups, head_size)
-    capacity = past[2]
+    keys, values = reader.read_caches(_PASTS, 1, groups, head_size)
+    check_equal_sizes(_PASTS, (keys[2], values[2]), " rows")
+    capacity = keys[2]
     if sliding and capacity.constant is not None and capacity.constant < window:
         raise UnsupportedError(
             f"its sliding-window cache has {capacity.constant} rows, fewer than the window of {window}"
         )
-    rotary = reader.read_rotary_size(head_size // 2, "half of the head size")
-    reader.check_vectors(heads, head_size)
+    rotary = reader.read_transform(heads, head_size, head_size // 2, "half of the head size")
     return CacheSite(
         name=name,
         node=original,
@@ -253,15 +253,7 @@ def _quantized_type(symbolic: Symbolic, node: onnx.NodeProto, scales: tuple[str,
 def _check_new_tokens(reader: NodeReader, query: tuple[Int, ...]) -> None:
     """Checks the positions of new keys and values, where they are inputs of their own."""
     for name in ("key", "value") if reader.input("key") else ():
-        own = reader.shape(name, 3)
-        if own[1] != query[1] and None not in (own[1].constant, query[1].constant):
-            raise UnsupportedError(f"query has {query[1]} positions, {name} {own[1]}")
-
-
-def _check_caches(keys: tuple[Int, ...], values: tuple[Int, ...], groups: int, head_size: int) -> None:
-    check_cache_heads({"past_key": keys, "past_value": values}, 1, groups, head_size)
-    if None not in (keys[2].constant, values[2].constant) and keys[2] != values[2]:
-        raise UnsupportedError(f"past_key has {keys[2]} rows, past_value {values[2]}")
+        check_equal_sizes(("query", name), (query[1], reader.shape(name, 3)[1]), " positions")
 
 
 def _total(symbolic: Symbolic, tensor: str) -> Int | None:

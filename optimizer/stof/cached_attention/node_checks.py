@@ -143,6 +143,12 @@ def check_cache_heads(shapes: Mapping[str, tuple[Int, ...]], head_axis: int, gro
                 raise UnsupportedError(f"{name} has {shape[axis].constant} {what}, expected {size}")
 
 
+def check_equal_sizes(names: Sequence[str], sizes: tuple[Int, Int], what: str) -> None:
+    """Refuses two inputs of which a size differs; ``what`` is the size's word in the message, with a blank before it."""
+    if None not in (sizes[0].constant, sizes[1].constant) and sizes[0] != sizes[1]:
+        raise UnsupportedError(f"{names[0]} has {sizes[0]}{what}, {names[1]} {sizes[1]}")
+
+
 def read_rotary_size(symbolic: Symbolic, cos_cache: str, most: int, reason: str) -> int:
     """R of a node whose do_rotary is 1; 0 where it is not known before the run.
 

@@ -9,6 +9,7 @@ import onnx
 
 from stof.cached_attention.node_checks import (
     check_attribute_types,
+    check_cache_heads,
     check_columns,
     check_element_types,
     check_flags,
@@ -91,18 +92,32 @@ class NodeReader:
         check_element_types(self._symbolic, dtype, {name: self.input(name) for name in names}, caches)
         return dtype
 
-    def read_rotary_size(self, most: int, reason: str) -> int:
-        """R; 0 without a rotary embedding, or where R is not known before the run.
+    def read_caches(
+        self, names: tuple[str, str], head_axis: int, groups: int, head_size: int
+    ) -> tuple[tuple[Int, ...], tuple[Int, ...]]:
+        """The shapes of the caches of keys and of values, whose heads are checked.
 
         Args:
+            names: of their inputs.
+            head_axis: the axis of heads.
+            groups: G.
+            head_size: D.
+        """
+        keys, values = (self.shape(name, 4) for name in names)
+        check_cache_heads(dict(zip(names, (keys, values), strict=True)), head_axis, groups, head_size)
+        return keys, values
+
+    def read_transform(self, heads: int, head_size: int, most: int, reason: str) -> int:
+        """R; 0 without a rotary embedding, or where R is not known before the run. Checks sinks and norms, too.
+
+        Args:
+            heads: H.
+            head_size: D.
             most: columns that cos_cache may have.
             reason: why, for the message.
         """
-        if not self.attributes.get("do_rotary", 0):
-            return 0
-        return read_rotary_size(self._symbolic, self.input("cos_cache"), most, reason)
-
-    def check_vectors(self, heads: int, head_size: int) -> None:
-        """Checks the shapes of sinks and of the weights of norms."""
+        rotates = self.attributes.get("do_rotary", 0)
+        size = read_rotary_size(self._symbolic, self.input("cos_cache"), most, reason) if rotates else 0
         sizes = {"head_sink": heads, "q_norm_weight": head_size, "k_norm_weight": head_size}
-        check_vectors(self._symbolic, [(name, self.input(name), size) for name, size in sizes.items()])
+        check_vectors(self._symbolic, [(name, self.input(name), own) for name, own in sizes.items()])
+        return size

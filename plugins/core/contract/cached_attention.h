@@ -8,6 +8,7 @@
 #include "plugins/core/base/inline.h"
 #include "plugins/core/base/status.h"
 #include "plugins/core/base/types.h"
+#include "plugins/core/contract/head_transform.h"
 #include "plugins/core/contract/kv_scale.h"
 
 namespace stof {
@@ -49,19 +50,9 @@ struct CacheAppendArgs {
   // Devices alone: value rows behind the new ones become zeros, below this row and within a KV tile. For attention that
   // multiplies values of masked keys by zero (not IsLimitedToKeyRange, contract/attention.h). 0: none.
   int64_t clear_end = 0;
-  // ---- rotary embedding; cos nullptr: none ----
-  const void* cos = nullptr;  // [rotary_rows, rotary_size / 2], of type dtype
-  const void* sin = nullptr;
-  int64_t rotary_rows = 0, rotary_size = 0;
-  int64_t rotary_offset = 0;  // the first rotated element of a head
-  bool is_interleaved = false;
-  const int64_t* position_ids = nullptr;  // [B, S]; nullptr: n[b] + i
-  // ---- RMS norm before it; nullptr: none ----
-  const void* query_norm = nullptr;  // [D]
-  const void* key_norm = nullptr;
-  float epsilon = 1e-6f;
+  HeadTransformArgs transform;  // of queries and of new keys, before they are appended
   // ---- results ----
-  // [B, H, S, D], dense: normalized and rotated queries; nullptr: there is no rotary embedding and no norm.
+  // [B, H, S, D], dense: transformed queries; nullptr: there is no transform.
   void* rotated_query = nullptr;
   // [B]: the row of the first new token of each sequence, in staging where given, else in present. It is the row after
   // a sliding-window cache has moved its rows; negative where present does not keep that token. On a device: where

@@ -28,6 +28,24 @@ struct SparseMlpWeight {
   const void* zero_points = nullptr;  // nullptr: 2^(bits - 1)
 };
 
+// A weight with a row for each neuron, as kernels read it: of fp32, fp16, bf16, or quantized.
+struct NeuronRows {
+  const char* data = nullptr;            // nullptr: there is none
+  const char* scales = nullptr;          // of each block of a row, or of each row
+  const uint8_t* zero_points = nullptr;  // nullptr: 2^(bits - 1)
+  int64_t size = 0;                      // values of a row
+  int64_t stride = 0;                    // bytes of a row
+  int64_t blocks = 0;                    // of a row
+  int64_t zero_bytes = 0;                // devices: of the zero points of a row
+  int32_t bits = 0;                      // 4 or 8 of quantized values, else 0
+  int32_t block_shift = 0;  // log2(block): a 64-bit division costs as much as a short row. Of the down weight a block
+                            // is one of neurons, which share a scale in each column
+  bool is_vectorized = false;   // devices: chunks are aligned, and rows have whole chunks
+  bool has_row_scales = false;  // a scale for each row. On devices the row then is one block
+  DType dtype = DType::kF32;    // of values, or of the scales of quantized ones
+  int64_t block = 0;            // the CPU: 2^block_shift values
+};
+
 struct SparseMlpArgs {
   int64_t T = 0;  // tokens
   int64_t K = 0, F = 0, N = 0, R = 0;

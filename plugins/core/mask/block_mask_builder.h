@@ -18,7 +18,7 @@ struct BlockMaskBounds {
   bool leaves_tiles = false;
 };
 
-// For kernels that evaluate tiles themselves (AttentionArgs::elements). As much as BlockMaskCache holds.
+// For kernels that evaluate tiles themselves (StaticMask::elements). As much as BlockMaskCache holds.
 constexpr BlockMaskBounds kCpuBlockMaskBounds = {int64_t{64} << 20, int64_t{40} << 20, int64_t{1} << 34, true};
 
 // The block mask of an expression without run-time operands, for tiles of m query rows × n keys (n a multiple of 32, at

@@ -41,11 +41,11 @@ Status AttentionOp::Run(const Tensor* inputs, int input_count, const Tensor* out
   AttentionArgs& args = problem.args;
   STOF_RETURN_IF_ERROR(CheckOutputCount(output_count));
   const Tensor expected = OutputOf(inputs, 0);
-  STOF_RETURN_IF_ERROR(CheckOutput("output", outputs[0], expected));
+  STOF_RETURN_IF_ERROR(CheckTensor("output", outputs[0], expected));
   if (output_count > 1) {
-    STOF_RETURN_IF_ERROR(CheckOutput("lse", outputs[1], OutputOf(inputs, 1)));
-    args.lse = static_cast<float*>(outputs[1].data);
-    args.lse_stride_b = args.H * args.S, args.lse_stride_h = args.S;
+    STOF_RETURN_IF_ERROR(CheckTensor("lse", outputs[1], OutputOf(inputs, 1)));
+    args.output.lse = static_cast<float*>(outputs[1].data);
+    args.output.lse_stride_b = args.shape.H * args.shape.S, args.output.lse_stride_h = args.shape.S;
   }
   STOF_RETURN_IF_ERROR(Complete(inputs, context.on_cuda, &problem));
   if (expected.Elements() == 0) return Status();
@@ -53,15 +53,15 @@ Status AttentionOp::Run(const Tensor* inputs, int input_count, const Tensor* out
   Tables& given = problem.given;
   const Tensor* pad = nullptr;
   STOF_RETURN_IF_ERROR(BindOperands(problem.mask->parts, &given, context, &args, &pad));
-  args.output = outputs[0].data;
-  args.query_position = problem.sizes.P;
+  args.output.data = outputs[0].data;
   problem.Split();
   const std::shared_ptr<const AttentionMask>& mask = problem.mask;
   const ExprSizes& sizes = problem.sizes;
   // Nothing masks a key: a row whose scores are all -inf gets the result of their softmax, NaN.
   const bool masked = mask->parts.pad || !mask->parts.fixed.empty() || !mask->parts.dynamic.empty();
-  if (!masked && args.bias == nullptr && args.relative_bias == nullptr && args.sink == nullptr) {
-    args.empty_rows = EmptyRows::kNan;
+  if (!masked && args.scores.bias.data == nullptr && args.scores.relative_bias.table == nullptr &&
+      args.scores.sink.data == nullptr) {
+    args.mask.empty_rows = EmptyRows::kNan;
   }
   if (context.on_cuda) {
     const CudaBackend* backend = FindCudaBackend();
@@ -70,13 +70,13 @@ Status AttentionOp::Run(const Tensor* inputs, int input_count, const Tensor* out
     if (own.keeper == nullptr) own.keeper = &keeper_;
     return backend->attention.run(args, pad, *mask, sizes, given, own);
   }
-  if (args.T == 0) args.empty_rows = EmptyRows::kZero;  // an empty sum is 0, whatever fully masked rows give
+  if (args.shape.T == 0) args.mask.empty_rows = EmptyRows::kZero;  // an empty sum is 0, whatever fully masked rows give
   std::unique_ptr<BoundDynamicMask> dynamic;
-  if (args.T > 0 && !mask->parts.dynamic.empty()) {
+  if (args.shape.T > 0 && !mask->parts.dynamic.empty()) {
     STOF_RETURN_IF_ERROR(BoundDynamicMask::Make(mask->parts.dynamic, sizes, given, &dynamic));
-    args.dynamic = dynamic->view();
+    args.mask.dynamic = dynamic->view();
   }
-  STOF_RETURN_IF_ERROR(RunOnCpu(*mask, sizes, prepared_, context, &args));
+  STOF_RETURN_IF_ERROR(RunOnCpu(*mask, sizes, prepared_, context, args));
   return dynamic == nullptr ? Status() : dynamic->status();
 }
 
@@ -92,6 +92,14 @@ bool AttentionOp::IsTypeAllowed(int index, DType dtype, DType typed) const {
   return integer || (IsTableName(role) && (dtype == DType::kBool || dtype == DType::kU8));
 }
 
+NamedInputs AttentionOp::Named(const Tensor* inputs, int input_count) const {
+  const auto name = [](const void* self, int input) -> std::string {
+    const auto& roles = static_cast<const AttentionOp*>(self)->attributes_.operands;
+    return input < kTypedInputs ? kTensorNames[input] : roles[static_cast<size_t>(input - kTypedInputs)];
+  };
+  return NamedInputs(inputs, input_count, {name, this});
+}
+
 Tensor AttentionOp::OutputOf(const Tensor* inputs, int index) const {
   return index == 0 ? TensorByRules(inputs[0].dtype, output_rules_, inputs)
                     : TensorByRules(DType::kF32, lse_rules_, inputs);
@@ -104,17 +112,12 @@ Status AttentionOp::CheckOutputCount(int count) const {
 }
 
 Status AttentionOp::CheckData(const Tensor* inputs, const Tensor& output, bool on_cuda) const {
-  const auto missing = [](const Tensor& tensor) {
-    return tensor.data == nullptr &&
-           std::all_of(tensor.dims, tensor.dims + tensor.rank, [](int64_t dim) { return dim != 0; });
+  const NamedInputs all = Named(inputs, InputCount());
+  const auto is_read = [&](int i) {
+    const std::string role = all.Name(i);
+    return role != "unused" && !(on_cuda && mask_.is_fixed() && IsTableName(role));
   };
-  for (int i = 0; i < InputCount(); ++i) {
-    if (!missing(inputs[i]) || inputs[i].dtype == DType::kUndefined) continue;
-    const std::string role =
-        i < kTypedInputs ? kTensorNames[i] : attributes_.operands[static_cast<size_t>(i - kTypedInputs)];
-    if (on_cuda && mask_.is_fixed() && IsTableName(role)) continue;
-    if (role != "unused") return Status::Error(role + " has no data");
-  }
+  STOF_RETURN_IF_ERROR(all.CheckData(is_read));
   return output.data == nullptr ? Status::Error("output has no data") : Status();
 }
 
@@ -126,69 +129,69 @@ Status AttentionOp::Complete(const Tensor* inputs, bool on_cuda, Problem* proble
     return Status::Error("the tables of the mask are no constants, which the CUDA kernels need them to be");
   }
   STOF_RETURN_IF_ERROR(mask_.Get(problem->given, &problem->mask));
-  const AttentionArgs& args = problem->args;
-  problem->sizes = {args.B, args.H, args.S, args.T, attributes_.query_offset ? args.T - args.S : 0};
+  const AttentionShape& shape = problem->args.shape;
+  problem->sizes = {shape.B, shape.H, shape.S, shape.T, attributes_.query_offset ? shape.T - shape.S : 0};
   if (problem->sizes.P < 0) {
-    return Status::Error("query_offset is 1 with S = " + std::to_string(args.S) + " > T = " + std::to_string(args.T));
+    return Status::Error("query_offset is 1 with S = " + std::to_string(shape.S) + " > T = " + std::to_string(shape.T));
   }
+  problem->args.scores.relative_bias.query_position = problem->sizes.P;
   return Status();
 }
 
 bool AttentionOp::CanGatherColumns(const AttentionMask& mask, const AttentionArgs& args,
                                    std::shared_ptr<const ColumnSource::Gathered>* gathered) {
-  if (mask.columns == nullptr || args.S <= kUncachedRows || args.T == 0 || args.pad != nullptr ||
-      args.bias != nullptr || args.relative_bias != nullptr || args.dynamic != nullptr ||
-      args.empty_rows == EmptyRows::kMean || args.empty_rows == EmptyRows::kAll) {
+  if (mask.columns == nullptr || args.shape.S <= kUncachedRows || args.shape.T == 0 || args.mask.pad != nullptr ||
+      args.scores.bias.data != nullptr || args.scores.relative_bias.table != nullptr || args.mask.dynamic != nullptr ||
+      AttendsAllKeys(args.mask.empty_rows)) {
     return false;
   }
-  *gathered = mask.columns->Get(args.H, args.G, args.T, args.T);
+  *gathered = mask.columns->Get(args.shape.H, args.shape.G, args.shape.T, args.shape.T);
   const KeyColumns* columns = (*gathered)->columns.get();
-  return (*gathered)->mask != nullptr && args.T + columns->packed() <= MaskExpr::kMaxSize;
+  return (*gathered)->mask != nullptr && args.shape.T + columns->packed() <= MaskExpr::kMaxSize;
 }
 
 Status AttentionOp::RunOnCpu(const AttentionMask& mask, const ExprSizes& sizes, const PreparedMask& prepared,
-                             const RunContext& context, AttentionArgs* args) {
+                             const RunContext& context, const AttentionArgs& unmasked) {
   const int threads = std::max(1, context.parallel.threads);
-  CpuAttentionConfig config = ChooseCpuAttention(*args, threads);
+  AttentionArgs args = unmasked;
+  const CpuAttentionConfig config = ChooseCpuAttention(args, threads);
   std::shared_ptr<const ColumnSource::Gathered> gathered;
-  if (CanGatherColumns(mask, *args, &gathered)) {
-    AttentionArgs longer = *args;
-    longer.columns = gathered->columns.get();
-    longer.T += longer.columns->packed();
+  if (CanGatherColumns(mask, args, &gathered)) {
+    args.kv.columns = gathered->columns.get();
+    args.shape.T += args.kv.columns->packed();
     ExprSizes axis = sizes;
-    axis.T = longer.T;
-    return RunOnCpu(*gathered->mask, axis, prepared, context, &longer);
+    axis.T = args.shape.T;
+    return RunOnCpu(*gathered->mask, axis, prepared, context, args);
   }
   const MaskExpr& fixed = mask.parts.fixed;
   std::shared_ptr<const BlockMask> shared;
   BlockMask direct;
   std::unique_ptr<BoundDynamicMask> elements;
-  if (args->T > 0 && !fixed.empty()) {
+  if (args.shape.T > 0 && !fixed.empty()) {
     Status status;
-    if (args->S <= kUncachedRows) {
+    const BlockMask* blocks = &direct;
+    if (args.shape.S <= kUncachedRows) {
       status = BuildBlockMask(fixed, sizes, config.m, config.n, &direct, kCpuBlockMaskBounds);
-      args->mask = &direct;
     } else if (prepared.Suits(mask.fixed_hash, sizes, config)) {
-      args->mask = prepared.mask.get();
+      blocks = prepared.mask.get();
     } else {
       status =
           BlockMaskCache::Global().Get(fixed, mask.fixed_hash, sizes, config.m, config.n, kCpuBlockMaskBounds, &shared);
-      args->mask = shared.get();
+      blocks = shared.get();
     }
     if (status.too_large()) {
-      args->mask = nullptr;
+      blocks = nullptr;
     } else {
       STOF_RETURN_IF_ERROR(status);
     }
-    if (args->mask == nullptr || args->mask->left > 0) {
-      STOF_RETURN_IF_ERROR(BoundDynamicMask::Make(fixed, sizes, {}, &elements));
-      args->elements = elements->view();
-    }
+    const bool has_all_bits = blocks != nullptr && blocks->left == 0;
+    if (!has_all_bits) STOF_RETURN_IF_ERROR(BoundDynamicMask::Make(fixed, sizes, {}, &elements));
+    args.mask.fixed = StaticMask::OfBlocks(blocks, has_all_bits ? nullptr : elements->view());
   }
-  const size_t bytes = CpuAttentionWorkspace(*args, config, threads);
+  const size_t bytes = CpuAttentionWorkspace(args, config, threads);
   void* workspace = nullptr;
   STOF_RETURN_IF_ERROR(context.Allocate(bytes, &workspace));
-  STOF_RETURN_IF_ERROR(CpuAttention(*args, config, workspace, context.parallel));
+  STOF_RETURN_IF_ERROR(CpuAttention(args, config, workspace, context.parallel));
   return elements == nullptr ? Status() : elements->status();
 }
 

@@ -10,6 +10,7 @@
 #include "plugins/core/mask/columns/key_columns.h"
 #include "plugins/core/ops/attention.h"
 #include "plugins/core/ops/attention_shapes.h"
+#include "plugins/core/ops/named_inputs.h"
 
 namespace stof {
 
@@ -63,6 +64,8 @@ class AttentionOp final : public Op {
   };
 
   // ---- attention.cc ----
+  // The inputs with the names that messages use: query, key, value, and the roles of operands.
+  NamedInputs Named(const Tensor* inputs, int input_count) const;
   Status CheckOutputCount(int count) const;
   // Type and shape of an output: 0 the output, 1 lse. Query, key and value are checked.
   Tensor OutputOf(const Tensor* inputs, int index) const;
@@ -76,7 +79,7 @@ class AttentionOp final : public Op {
   static bool CanGatherColumns(const AttentionMask& mask, const AttentionArgs& args,
                                std::shared_ptr<const ColumnSource::Gathered>* gathered);
   static Status RunOnCpu(const AttentionMask& mask, const ExprSizes& sizes, const PreparedMask& prepared,
-                         const RunContext& context, AttentionArgs* args);
+                         const RunContext& context, const AttentionArgs& unmasked);
 
   // ---- attention_plan.cc ----
   // Binds a run on a device by types and shapes alone.

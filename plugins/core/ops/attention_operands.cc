@@ -9,55 +9,17 @@
 namespace stof {
 namespace {
 
-Status BindBias(const Tensor& bias, AttentionArgs* args) {
-  if (bias.dtype != args->dtype && bias.dtype != DType::kF32) {
-    return Status::Error("bias has data type " + TypeText(bias.dtype) + ", expected that of query or fp32");
-  }
-  const int64_t want[] = {args->B, args->H, args->S, args->T};
-  int64_t* strides[] = {&args->bias_stride_b, &args->bias_stride_h, &args->bias_stride_q, &args->bias_stride_k};
-  if (bias.rank > 4) return Status::Error("bias has shape " + ShapeText(bias) + ", expected rank 4 or less");
-  int64_t stride = 1;
-  for (int i = 0; i < bias.rank; ++i) {
-    const int axis = 3 - i;
-    const int64_t dim = bias.dims[bias.rank - 1 - i];
-    if (dim != 1 && dim != want[axis]) {
-      return Status::Error("bias has shape " + ShapeText(bias) + ", expected one that broadcasts to [" +
-                           std::to_string(want[0]) + ", " + std::to_string(want[1]) + ", " + std::to_string(want[2]) +
-                           ", " + std::to_string(want[3]) + "]");
-    }
-    *strides[axis] = dim == 1 ? 0 : stride;
-    if (__builtin_mul_overflow(stride, dim, &stride)) {
-      return Status::Error("bias has shape " + ShapeText(bias) + ", which is too large");
-    }
-  }
-  args->bias = bias.data;
-  args->bias_dtype = bias.dtype;
-  return Status();
-}
-
-Status BindRelativeBias(const Tensor& bias, AttentionArgs* args) {
+Status BindRelativeBias(const Tensor& bias, const AttentionShape& shape, RelativeBias* bound) {
   if (bias.dtype != DType::kF32) {
     return Status::Error("relative_bias has data type " + TypeText(bias.dtype) + ", expected fp32");
   }
-  if (bias.rank != 2 || (bias.dims[0] != 1 && bias.dims[0] != args->H) || bias.dims[1] % 2 != 1) {
-    return Status::Error("relative_bias has shape " + ShapeText(bias) + ", expected [1 or " + std::to_string(args->H) +
+  if (bias.rank != 2 || (bias.dims[0] != 1 && bias.dims[0] != shape.H) || bias.dims[1] % 2 != 1) {
+    return Status::Error("relative_bias has shape " + ShapeText(bias) + ", expected [1 or " + std::to_string(shape.H) +
                          ", an odd number]");
   }
-  args->relative_bias = static_cast<const float*>(bias.data);
-  args->relative_bias_size = bias.dims[1];
-  args->relative_bias_stride_h = bias.dims[0] == 1 ? 0 : bias.dims[1];
-  return Status();
-}
-
-Status BindSink(const Tensor& sink, AttentionArgs* args) {
-  if (sink.dtype != args->dtype && sink.dtype != DType::kF32) {
-    return Status::Error("sink has data type " + TypeText(sink.dtype) + ", expected that of query or fp32");
-  }
-  if (sink.rank != 1 || sink.dims[0] != args->H) {
-    return Status::Error("sink has shape " + ShapeText(sink) + ", expected [" + std::to_string(args->H) + "]");
-  }
-  args->sink = sink.data;
-  args->sink_dtype = sink.dtype;
+  bound->table = static_cast<const float*>(bias.data);
+  bound->size = bias.dims[1];
+  bound->stride_h = bias.dims[0] == 1 ? 0 : bias.dims[1];
   return Status();
 }
 
@@ -118,6 +80,44 @@ bool ReadsPad(const MaskExpr& expr) {
 
 }  // namespace
 
+Status BindBias(const Tensor& bias, const AttentionShape& shape, PairBias* bound) {
+  if (bias.dtype != shape.dtype && bias.dtype != DType::kF32) {
+    return Status::Error("bias has data type " + TypeText(bias.dtype) + ", expected that of query or fp32");
+  }
+  const int64_t want[] = {shape.B, shape.H, shape.S, shape.T};
+  int64_t* strides[] = {&bound->stride_b, &bound->stride_h, &bound->stride_q, &bound->stride_k};
+  if (bias.rank > 4) return Status::Error("bias has shape " + ShapeText(bias) + ", expected rank 4 or less");
+  int64_t stride = 1;
+  for (int i = 0; i < bias.rank; ++i) {
+    const int axis = 3 - i;
+    const int64_t dim = bias.dims[bias.rank - 1 - i];
+    if (dim != 1 && dim != want[axis]) {
+      return Status::Error("bias has shape " + ShapeText(bias) + ", expected one that broadcasts to [" +
+                           std::to_string(want[0]) + ", " + std::to_string(want[1]) + ", " + std::to_string(want[2]) +
+                           ", " + std::to_string(want[3]) + "]");
+    }
+    *strides[axis] = dim == 1 ? 0 : stride;
+    if (__builtin_mul_overflow(stride, dim, &stride)) {
+      return Status::Error("bias has shape " + ShapeText(bias) + ", which is too large");
+    }
+  }
+  bound->data = bias.data;
+  bound->dtype = bias.dtype;
+  return Status();
+}
+
+Status BindSink(const Tensor& sink, const AttentionShape& shape, SinkLogits* bound) {
+  if (sink.dtype != shape.dtype && sink.dtype != DType::kF32) {
+    return Status::Error("sink has data type " + TypeText(sink.dtype) + ", expected that of query or fp32");
+  }
+  if (sink.rank != 1 || sink.dims[0] != shape.H) {
+    return Status::Error("sink has shape " + ShapeText(sink) + ", expected [" + std::to_string(shape.H) + "]");
+  }
+  bound->data = sink.data;
+  bound->dtype = sink.dtype;
+  return Status();
+}
+
 bool IsPadType(DType dtype) {
   static constexpr DType kTypes[] = {DType::kBool, DType::kU8,  DType::kI8, DType::kI32,
                                      DType::kI64,  DType::kF32, DType::kF16};
@@ -130,23 +130,24 @@ Status BindOperands(const MaskParts& parts, Tables* given, const RunContext& con
   for (auto& [role, tensor] : *given) {
     if (role == "unused") continue;
     if (tensor.dtype == DType::kUndefined) return Status::Error("operand " + role + " is missing");
-    if (role == "bias") STOF_RETURN_IF_ERROR(BindBias(tensor, args));
-    if (role == "relative_bias") STOF_RETURN_IF_ERROR(BindRelativeBias(tensor, args));
-    if (role == "sink") STOF_RETURN_IF_ERROR(BindSink(tensor, args));
+    if (role == "bias") STOF_RETURN_IF_ERROR(BindBias(tensor, args->shape, &args->scores.bias));
+    if (role == "relative_bias")
+      STOF_RETURN_IF_ERROR(BindRelativeBias(tensor, args->shape, &args->scores.relative_bias));
+    if (role == "sink") STOF_RETURN_IF_ERROR(BindSink(tensor, args->shape, &args->scores.sink));
     if (role != "pad") continue;
     pad_seen = true;
     if (context.on_cuda) {
-      STOF_RETURN_IF_ERROR(CheckPad(tensor, args->B, args->T));
+      STOF_RETURN_IF_ERROR(CheckPad(tensor, args->shape.B, args->shape.T));
       if (tensor.dtype == DType::kI8) tensor.dtype = DType::kU8;  // only whether it is 0 counts
       if (parts.pad) *pad = &tensor;
       continue;
     }
     uint8_t* bytes = nullptr;
-    STOF_RETURN_IF_ERROR(PadBytes(tensor, args->B, args->T, context, &bytes));
+    STOF_RETURN_IF_ERROR(PadBytes(tensor, args->shape.B, args->shape.T, context, &bytes));
     tensor.data = bytes;
     tensor.dtype = DType::kBool;
-    tensor.dims[0] = args->B;
-    if (parts.pad) args->pad = bytes;
+    tensor.dims[0] = args->shape.B;
+    if (parts.pad) args->mask.pad = bytes;
   }
   if (pad_seen && !parts.pad && !ReadsPad(parts.dynamic)) {
     return Status::Error("operand pad is given, but the mask does not read pad[b, k]: add it, or name the role unused");

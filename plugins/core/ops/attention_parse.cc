@@ -6,6 +6,7 @@
 
 #include "plugins/core/host/quoted.h"
 #include "plugins/core/ops/attention.h"
+#include "plugins/core/ops/attribute_checks.h"
 
 namespace stof {
 namespace {
@@ -122,17 +123,8 @@ Status ParseAttention(const AttributeReader& attributes, AttentionAttributes* pa
     }
   }
   STOF_RETURN_IF_ERROR(ParsePacked(attributes, &a));
-  const auto flag = [&attributes](const char* name, bool* value) {
-    int64_t given = 0;
-    attributes.Int(name, &given);
-    if (given != 0 && given != 1) {
-      return Status::Error("attribute " + std::string(name) + " is " + std::to_string(given) + ", expected 0 or 1");
-    }
-    *value = given == 1;
-    return Status();
-  };
-  STOF_RETURN_IF_ERROR(flag("query_offset", &a.query_offset));
-  STOF_RETURN_IF_ERROR(flag("allow_tf32", &a.allow_tf32));
+  STOF_RETURN_IF_ERROR(ParseFlag(attributes, "query_offset", &a.query_offset));
+  STOF_RETURN_IF_ERROR(ParseFlag(attributes, "allow_tf32", &a.allow_tf32));
   text = "zero";
   attributes.String("empty_rows", &text);
   static constexpr const char* kPolicies[] = {"zero", "nan", "mean", "all"};

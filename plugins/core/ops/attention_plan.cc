@@ -40,18 +40,19 @@ Status AttentionOp::PlanDevice(const Tensor* inputs, int input_count, DevicePlan
       PlanCudaAttention(problem.args, pad != nullptr, *problem.mask, problem.sizes, problem.given, &plan->workspace));
   // Runs of other lengths may be split by residue.
   const int64_t m = problem.mask->modulus;
-  if (problem.args.S / m >= kMinResidueLength && problem.args.T / m >= kMinResidueLength && m > 1) {
+  if (problem.args.shape.S / m >= kMinResidueLength && problem.args.shape.T / m >= kMinResidueLength && m > 1) {
     AttentionArgs parts = problem.args;
-    parts.B *= m, parts.S = CeilDiv(parts.S, m), parts.T = CeilDiv(parts.T, m);
+    AttentionShape& shape = parts.shape;
+    shape.B *= m, shape.S = CeilDiv(shape.S, m), shape.T = CeilDiv(shape.T, m);
     size_t workspace = 0;
-    const ExprSizes sizes = {parts.B, parts.H, parts.S, parts.T, 0};
+    const ExprSizes sizes = {shape.B, shape.H, shape.S, shape.T, 0};
     if (PlanCudaAttention(parts, false, *problem.mask->of_residue, sizes, problem.given, &workspace).ok()) {
       plan->workspace = std::max(plan->workspace, workspace);
     }
   }
   // Key columns are gathered first. The fp32 kernels split keys and values into 16-bit terms first.
   plan->runs_several_kernels = pad != nullptr || !problem.mask->parts.dynamic.empty() ||
-                               problem.args.dtype == DType::kF32 || problem.mask->columns != nullptr;
+                               problem.args.shape.dtype == DType::kF32 || problem.mask->columns != nullptr;
   const CudaBackend* backend = FindCudaBackend();
   plan->kernels = backend == nullptr ? 0 : backend->attention.count_kernels(problem.args);
   return Status();
@@ -81,7 +82,6 @@ Status AttentionOp::BindForDevice(const Tensor* inputs, int input_count, Problem
   RunContext context;
   context.on_cuda = true;
   STOF_RETURN_IF_ERROR(BindOperands(problem->mask->parts, &problem->given, context, &problem->args, pad));
-  problem->args.query_position = problem->sizes.P;
   return Status();
 }
 
@@ -94,16 +94,16 @@ Status AttentionOp::PrepareHost(const Tensor* inputs, int input_count, int threa
   std::shared_ptr<const ColumnSource::Gathered> gathered;
   if (attributes_.operands.empty() && CanGatherColumns(*problem.mask, args, &gathered)) {
     problem.mask = gathered->mask;
-    args.T = problem.sizes.T = args.T + gathered->columns->packed();
+    args.shape.T = problem.sizes.T = args.shape.T + gathered->columns->packed();
   }
-  if (problem.mask->parts.fixed.empty() || args.B * args.H * args.T == 0 || args.S <= kUncachedRows ||
-      args.B * args.H > kMostPreparedTables) {
+  if (problem.mask->parts.fixed.empty() || args.shape.B * args.shape.H * args.shape.T == 0 ||
+      args.shape.S <= kUncachedRows || args.shape.B * args.shape.H > kMostPreparedTables) {
     return Status();
   }
   const CpuAttentionConfig config = ChooseCpuAttention(args, std::max(1, threads));
   const MaskExpr& fixed = problem.mask->parts.fixed;
-  const int64_t tables = (fixed.Uses(ExprOp::kB) ? args.B : 1) * (fixed.Uses(ExprOp::kH) ? args.H : 1);
-  const int64_t tiles = CeilDiv(args.S, config.m) * CeilDiv(args.T, config.n);  // to 2^34
+  const int64_t tables = (fixed.Uses(ExprOp::kB) ? args.shape.B : 1) * (fixed.Uses(ExprOp::kH) ? args.shape.H : 1);
+  const int64_t tiles = CeilDiv(args.shape.S, config.m) * CeilDiv(args.shape.T, config.n);  // to 2^34
   if (tiles > kMostPreparedWork || tables * tiles * static_cast<int64_t>(fixed.nodes().size()) > kMostPreparedWork) {
     return Status();
   }
@@ -149,9 +149,10 @@ Status AttentionOp::PrepareDeviceFor(std::vector<Tensor> inputs, int kernel, boo
   const CudaBackend* backend = FindCudaBackend();
   if (backend == nullptr) return Status::Error(kNoCudaKernels);
   AttentionArgs& args = problem.args;
-  if (args.B == 0 || args.H == 0 || args.S == 0 || args.T == 0) return Status();  // nothing is computed
-  if (args.B * args.H > kMostPreparedTables) return Status();
-  args.output = reinterpret_cast<void*>(kSomewhere);
+  if (args.shape.B == 0 || args.shape.H == 0 || args.shape.S == 0 || args.shape.T == 0)
+    return Status();  // nothing is computed
+  if (args.shape.B * args.shape.H > kMostPreparedTables) return Status();
+  args.output.data = reinterpret_cast<void*>(kSomewhere);
   if (known && !attributes_.lse) problem.Split();
   RunContext context;
   context.on_cuda = true;
@@ -162,7 +163,7 @@ Status AttentionOp::PrepareDeviceFor(std::vector<Tensor> inputs, int kernel, boo
   AttentionMask mask;
   mask.parts.dynamic = problem.mask->parts.dynamic;
   mask.parts.pad = problem.mask->parts.pad;
-  const int kernels = args.S > 1 ? backend->attention.count_kernels(args) : 0;
+  const int kernels = args.shape.S > 1 ? backend->attention.count_kernels(args) : 0;
   for (context.kernel = kernels > 0 ? 1 : 0; context.kernel <= kernels; ++context.kernel) {
     STOF_RETURN_IF_ERROR(backend->attention.prepare(args, pad, mask, problem.sizes, problem.given, context));
   }

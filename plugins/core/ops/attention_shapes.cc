@@ -129,40 +129,19 @@ Status BindQueryKeyValue(const AttentionAttributes& attributes, const Tensor* in
     return Status::Error("batch size must be at most 2^22 and heads at most " + std::to_string(Limits::kMostHeads) +
                          ": " + shapes());
   }
-  args->B = q.b;
-  args->H = q.heads;
-  args->G = k.heads;
-  args->S = q.s;
-  args->T = k.s;
-  args->D = q.d;
-  args->Dv = v.d;
-  args->dtype = dtype;
-  args->query = Begin(inputs[0], q);
-  args->key = Begin(inputs[1], k);
-  args->value = Begin(inputs[2], v);
-  args->query_stride = q.stride;
-  args->key_stride = k.stride;
-  args->value_stride = v.stride;
+  args->shape = {q.b, q.heads, k.heads, q.s, k.s, q.d, v.d, dtype};
+  args->query = {Begin(inputs[0], q), q.stride};
+  args->key = {Begin(inputs[1], k), k.stride};
+  args->value = {Begin(inputs[2], v), v.stride};
+  const int64_t H = q.heads, S = q.s, Dv = v.d;
   const bool bhsd = attributes.layout[3] == TensorLayout::kBHSD;
-  args->output_stride.b = args->H * args->S * args->Dv;
-  args->output_stride.h = bhsd ? args->S * args->Dv : args->Dv;
-  args->output_stride.s = bhsd ? args->Dv : args->H * args->Dv;
-  args->scale = attributes.scale.value_or(1.0f / std::sqrt(static_cast<float>(args->D)));
-  args->softcap = attributes.softcap;
-  args->empty_rows = attributes.empty_rows;
+  args->output.stride = bhsd ? Strides{H * S * Dv, S * Dv, Dv} : Strides{H * S * Dv, Dv, H * Dv};
+  args->scores.scale = attributes.scale.value_or(1.0f / std::sqrt(static_cast<float>(q.d)));
+  args->scores.softcap = attributes.softcap;
+  args->mask.empty_rows = attributes.empty_rows;
   args->allow_tf32 = attributes.allow_tf32;
   args->kernel = attributes.kernel.c_str();
   return Status();
-}
-
-Status CheckOutput(const char* name, const Tensor& found, const Tensor& expected) {
-  if (found.dtype == expected.dtype && found.rank == expected.rank &&
-      std::equal(expected.dims, expected.dims + expected.rank, found.dims)) {
-    return Status();
-  }
-  return Status::Error(std::string(name) + " has shape " + ShapeText(found) + " and data type " +
-                       TypeText(found.dtype) + ", expected " + ShapeText(expected) + " and " +
-                       TypeText(expected.dtype));
 }
 
 std::vector<DimRule> LseRules(const AttentionAttributes& attributes) {

@@ -18,7 +18,6 @@ Status BindQueryKeyValue(const AttentionAttributes& attributes, const Tensor* in
 // The outputs' shapes, for inputs of the ranks that their layouts have.
 std::vector<DimRule> OutputRules(const AttentionAttributes& attributes);
 std::vector<DimRule> LseRules(const AttentionAttributes& attributes);
-Status CheckOutput(const char* name, const Tensor& found, const Tensor& expected);
 
 // OpDescription::shape_rule.
 std::vector<DimRule> AttentionOutputShape(const AttributeReader& attributes, const int* ranks, int rank_count,

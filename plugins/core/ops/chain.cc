@@ -8,6 +8,7 @@
 
 #include "plugins/core/contract/cuda_backend.h"
 #include "plugins/core/host/fork_guard.h"
+#include "plugins/core/ops/named_inputs.h"
 
 namespace stof {
 namespace {
@@ -123,11 +124,10 @@ class StofChainOp final : public Op {
     void* to[kChainMostOutputs] = {};
     for (int i = 0; i < std::min(input_count, kChainMostInputs); ++i) from[i] = inputs[i].data;
     for (int i = 0; i < count; ++i) to[i] = outputs[i].data;
-    for (const BoundRead& read : bound->bound.reads) {
-      if (!read.never && from[read.input] == nullptr) {
-        return Status::Error("input x" + std::to_string(read.input) + " has no data");
-      }
-    }
+    const auto is_read = [&reads = bound->bound.reads](int input) {
+      return std::any_of(reads.begin(), reads.end(), [&](const BoundRead& r) { return r.input == input && !r.never; });
+    };
+    STOF_RETURN_IF_ERROR(NamedInputs(inputs, input_count, {NameOf, nullptr}).CheckData(is_read));
     if (context.on_cuda) {
       const CudaBackend* backend = FindCudaBackend();
       if (backend == nullptr) return Status::Error(kNoCudaKernels);
@@ -144,6 +144,7 @@ class StofChainOp final : public Op {
  private:
   static constexpr size_t kKept = 4;
 
+  static std::string NameOf(const void*, int input) { return "input x" + std::to_string(input); }
   Status CheckOutputCount(int count) const {
     if (count >= static_cast<int>(chain_.outputs.size())) return Status();
     return Status::Error("has " + std::to_string(count) + " outputs, but the chain gives " +

@@ -9,6 +9,7 @@
 
 #include "plugins/core/contract/cuda_backend.h"
 #include "plugins/core/gemm/gemm.h"
+#include "plugins/core/ops/named_inputs.h"
 
 namespace stof {
 namespace {
@@ -84,11 +85,8 @@ class StofGemmOp final : public Op {
                            ShapeText(expected) + " of a's type");
     }
     if (sizes.M == 0 || sizes.N == 0) return Status();
-    for (int i = 0; i < InputCount(); ++i) {
-      if (inputs[i].data == nullptr && Needs(i) && inputs[i].Elements() > 0) {
-        return Status::Error("input " + std::to_string(i) + " has no data");
-      }
-    }
+    STOF_RETURN_IF_ERROR(
+        NamedInputs(inputs, InputCount(), {NameOf, this}).CheckData([this](int i) { return Needs(i); }));
     if (output.data == nullptr) return Status::Error("the output has no data");
     if (!context.on_cuda) return RunCpu(inputs, output, sizes, context);
     STOF_RETURN_IF_ERROR(CheckDevice(inputs, sizes));
@@ -122,6 +120,15 @@ class StofGemmOp final : public Op {
     return Status::Error("has " + std::to_string(count) + " inputs, but weights and epilogue ask for " +
                          std::to_string(InputCount()));
   }
+  // An input with what the epilogue calls it, for messages.
+  static std::string NameOf(const void* self, int input) {
+    const GemmEpilogue& epilogue = static_cast<const StofGemmOp*>(self)->epilogue_;
+    const std::string name = "input " + std::to_string(input);
+    if (input == 0) return name + " (a)";
+    if (input <= epilogue.weights()) return name + (input == 1 ? " (b)" : " (b1)");
+    return name + " (x" + std::to_string(input - 1 - epilogue.weights() + epilogue.products()) + ")";
+  }
+  std::string NameOf(int input) const { return NameOf(this, input); }
   // Whether the epilogue reads this input of the node.
   bool Needs(int input) const {
     if (input <= epilogue_.weights()) return true;
@@ -140,16 +147,16 @@ class StofGemmOp final : public Op {
     STOF_RETURN_IF_ERROR(CheckInputCount(input_count));
     const Tensor &a = inputs[0], &b = inputs[1];
     if (!IsFloat(a.dtype)) {
-      return Status::Error("input 0 (a) has data type " + TypeText(a.dtype) + ", expected fp32, fp16 or bf16");
+      return Status::Error(NameOf(0) + " has data type " + TypeText(a.dtype) + ", expected fp32, fp16 or bf16");
     }
-    if (a.rank < 2) return Status::Error("input 0 (a) has shape " + ShapeText(a) + ", expected [..., M, K]");
+    if (a.rank < 2) return Status::Error(NameOf(0) + " has shape " + ShapeText(a) + ", expected [..., M, K]");
     int64_t count = 0;
     STOF_RETURN_IF_ERROR(Count(a, "input 0 (a)", &count));
     sizes->K = a.dims[a.rank - 1];
     sizes->M = 1;
     for (int i = 0; i + 1 < a.rank; ++i) sizes->M = a.dims[i] == 0 ? 0 : sizes->M * a.dims[i];
     for (int w = 1; w <= epilogue_.weights(); ++w) {
-      const std::string name = "input " + std::to_string(w) + (w == 1 ? " (b)" : " (b1)");
+      const std::string name = NameOf(w);
       const Tensor& weight = inputs[w];
       if (weight.dtype != a.dtype) return Status::Error(name + " is of another type than a, expected the same");
       STOF_RETURN_IF_ERROR(Count(weight, name.c_str(), &count));
@@ -177,8 +184,7 @@ class StofGemmOp final : public Op {
   Status CheckFurther(const Tensor& tensor, int number, const Tensor& output, const Sizes& sizes) const {
     const GemmRead read = epilogue_.reads[static_cast<size_t>(number)];
     if (read == GemmRead::kUnused) return Status();
-    const std::string name =
-        "input " + std::to_string(epilogue_.InputOf(number)) + " (x" + std::to_string(number) + ")";
+    const std::string name = NameOf(epilogue_.InputOf(number));
     if (tensor.dtype == DType::kUndefined) return Status::Error(name + " is missing, but the epilogue reads it");
     if (!IsFloat(tensor.dtype)) {
       return Status::Error(name + " has data type " + TypeText(tensor.dtype) + ", expected fp32, fp16 or bf16");

@@ -165,12 +165,12 @@ void BindMask(const Case& c, const MaskData& data, const CpuAttentionConfig& con
     if (c.left == Left::kTiles) bounds.operations = 0;
     status = BuildBlockMask(bound->parts.fixed, sizes, config.m, config.n, &bound->block, bounds);
     CHECK(status.ok(), status.message());
-    if (c.left != Left::kAll) args->mask = &bound->block;
     if (c.left != Left::kNothing) {
       status = BoundDynamicMask::Make(bound->parts.fixed, sizes, {}, &bound->elements);
       CHECK(status.ok(), status.message());
-      args->elements = bound->elements->view();
     }
+    args->mask.fixed = StaticMask::OfBlocks(c.left == Left::kAll ? nullptr : &bound->block,
+                                            bound->elements == nullptr ? nullptr : bound->elements->view());
   }
   if (!bound->parts.dynamic.empty()) {
     status = BoundDynamicMask::Make(bound->parts.dynamic, sizes,
@@ -180,7 +180,7 @@ void BindMask(const Case& c, const MaskData& data, const CpuAttentionConfig& con
                                      {"pad", Describe(data.pad.data(), DType::kBool, {c.B, c.T})}},
                                     &bound->dynamic);
     CHECK(status.ok(), status.message());
-    args->dynamic = bound->dynamic->view();
+    args->mask.dynamic = bound->dynamic->view();
   }
 }
 std::vector<double> DrawValues(Random* random, DType dtype, int64_t count, double spread) {
@@ -434,14 +434,15 @@ void Lse::Compare(const Case& c, const Answer& answer, const std::string& where)
 AttentionArgs MakeArgs(const Case& c, const Strided& query, const Strided& key, const Strided& value,
                        const Strided& output) {
   AttentionArgs args;
-  args.B = c.B, args.H = c.H, args.G = c.G, args.S = c.S, args.T = c.T, args.D = c.D, args.Dv = c.Dv;
-  args.dtype = c.dtype;
-  args.query = query.data, args.key = key.data, args.value = value.data, args.output = output.data;
-  args.query_stride = query.stride, args.key_stride = key.stride, args.value_stride = value.stride;
-  args.output_stride = output.stride;
-  args.scale = ScaleOf(c);
-  args.softcap = c.softcap;
-  args.empty_rows = c.empty_rows;
+  args.shape = {c.B, c.H, c.G, c.S, c.T, c.D, c.Dv, c.dtype};
+  args.query = {query.data, query.stride};
+  args.key = {key.data, key.stride};
+  args.value = {value.data, value.stride};
+  args.output.data = output.data;
+  args.output.stride = output.stride;
+  args.scores.scale = ScaleOf(c);
+  args.scores.softcap = c.softcap;
+  args.mask.empty_rows = c.empty_rows;
   args.allow_tf32 = c.tf32;
   args.kernel = c.kernel;
   return args;

@@ -91,22 +91,21 @@ void RunOnCuda(const Case& c, uint64_t seed, const std::vector<std::string>& ker
     return static_cast<char*>(OnDevice(&blocks, tensor.bytes.data(), tensor.bytes.size())) +
            (tensor.data - tensor.bytes.data());
   };
-  args.query = upload(query), args.key = upload(key), args.value = upload(value);
-  args.output = upload(output);
-  char* const output_bytes = static_cast<char*>(args.output) - (output.data - output.bytes.data());
+  args.query.data = upload(query), args.key.data = upload(key), args.value.data = upload(value);
+  args.output.data = upload(output);
+  char* const output_bytes = static_cast<char*>(args.output.data) - (output.data - output.bytes.data());
   if (c.bias != Bias::kNone) {
-    args.bias = OnDevice(&blocks, bias.bytes.data(), bias.bytes.size());
-    args.bias_dtype = bias.dtype;
-    args.bias_stride_b = bias.stride[0], args.bias_stride_h = bias.stride[1];
-    args.bias_stride_q = bias.stride[2], args.bias_stride_k = bias.stride[3];
+    const void* const biases = OnDevice(&blocks, bias.bytes.data(), bias.bytes.size());
+    args.scores.bias = {biases, bias.dtype, bias.stride[0], bias.stride[1], bias.stride[2], bias.stride[3]};
   }
   if (c.relative > 0) {
-    args.relative_bias = static_cast<float*>(OnDevice(&blocks, relative.data(), relative.size() * sizeof(float)));
-    args.relative_bias_size = c.relative;
-    args.relative_bias_stride_h = c.relative_shared ? 0 : c.relative;
+    args.scores.relative_bias.table =
+        static_cast<float*>(OnDevice(&blocks, relative.data(), relative.size() * sizeof(float)));
+    args.scores.relative_bias.size = c.relative;
+    args.scores.relative_bias.stride_h = c.relative_shared ? 0 : c.relative;
   }
-  args.query_position = c.offset ? c.T - c.S : 0;
-  if (c.sink) args.sink = OnDevice(&blocks, sink.data(), sink.size()), args.sink_dtype = c.dtype;
+  args.scores.relative_bias.query_position = c.offset ? c.T - c.S : 0;
+  if (c.sink) args.scores.sink = {OnDevice(&blocks, sink.data(), sink.size()), c.dtype};
   Tensor pad = Describe(data.pad.data(), DType::kBool, {c.pad_shared ? 1 : c.B, c.T});
   const bool padded = c.pad != Pad::kNone && c.mask != 12;
   if (padded) pad.data = OnDevice(&blocks, data.pad.data(), data.pad.size());
@@ -131,6 +130,7 @@ void RunOnCuda(const Case& c, uint64_t seed, const std::vector<std::string>& ker
   context.allocate = Counted::Take;
   context.self = &counted;
   const Tables operands = OperandsOnDevice(c, data, &blocks);
+  CHECK(Check(args).ok(), description, ": ", Check(args).message());
   size_t planned = 0;
   const Status sized = PlanCudaAttention(args, padded, mask, sizes, operands, &planned);
   CHECK(sized.ok(), description, ": ", sized.message());
@@ -139,7 +139,7 @@ void RunOnCuda(const Case& c, uint64_t seed, const std::vector<std::string>& ker
   std::vector<char> first;
   Lse lse(c);
   auto* const device_lse = static_cast<float*>(OnDevice(&blocks, lse.values.data(), lse.bytes()));
-  args.lse_stride_b = lse.stride_b, args.lse_stride_h = lse.stride_h;
+  args.output.lse_stride_b = lse.stride_b, args.output.lse_stride_h = lse.stride_h;
   const auto each = static_cast<size_t>(repeats);
   for (size_t run = 0; run < each * kernels.size(); ++run) {
     const std::string& kernel = kernels[run / each];
@@ -149,7 +149,7 @@ void RunOnCuda(const Case& c, uint64_t seed, const std::vector<std::string>& ker
     CHECK(cudaMemcpy(output_bytes, poison.data(), poison.size(), cudaMemcpyHostToDevice) == cudaSuccess);
     // Asked for in one of the two runs that are compared, whose outputs are the same.
     const bool asked = !split && repeat < 2 && (repeat == 0) == (seed % 2 == 0);
-    args.lse = asked ? device_lse : nullptr;
+    args.output.lse = asked ? device_lse : nullptr;
     lse.Reset();
     CHECK(cudaMemcpy(device_lse, lse.values.data(), lse.bytes(), cudaMemcpyHostToDevice) == cudaSuccess);
     counted.bytes = 0;
@@ -169,7 +169,7 @@ void RunOnCuda(const Case& c, uint64_t seed, const std::vector<std::string>& ker
     CHECK(cudaMemcpy(lse.values.data(), device_lse, lse.bytes(), cudaMemcpyDeviceToHost) == cudaSuccess, where);
     lse.Compare(c, answer, where);
   }
-  args.lse = nullptr;
+  args.output.lse = nullptr;
   if (c.tf32) {
     args.allow_tf32 = false;
     const Status status =

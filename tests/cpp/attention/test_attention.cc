@@ -30,20 +30,15 @@ void RunCase(const Case& c, CpuIsa isa, uint64_t seed, const Parallel& team) {
   value.Fill(dense.value);
 
   AttentionArgs args = MakeArgs(c, query, key, value, output);
-  if (c.pad != Pad::kNone && c.mask != 12) args.pad = data.pad.data();
+  if (c.pad != Pad::kNone && c.mask != 12) args.mask.pad = data.pad.data();
   if (c.bias != Bias::kNone) {
-    args.bias = bias.bytes.data();
-    args.bias_dtype = bias.dtype;
-    args.bias_stride_b = bias.stride[0], args.bias_stride_h = bias.stride[1];
-    args.bias_stride_q = bias.stride[2], args.bias_stride_k = bias.stride[3];
+    args.scores.bias = {bias.bytes.data(), bias.dtype, bias.stride[0], bias.stride[1], bias.stride[2], bias.stride[3]};
   }
   if (c.relative > 0) {
-    args.relative_bias = relative.data();
-    args.relative_bias_size = c.relative;
-    args.relative_bias_stride_h = c.relative_shared ? 0 : c.relative;
-    args.query_position = c.offset ? c.T - c.S : 0;
+    args.scores.relative_bias = {relative.data(), c.relative, c.relative_shared ? 0 : c.relative,
+                                 c.offset ? c.T - c.S : 0};
   }
-  if (c.sink) args.sink = sink.data(), args.sink_dtype = c.dtype;
+  if (c.sink) args.scores.sink = {sink.data(), c.dtype};
   CpuAttentionConfig config = ChooseCpuAttention(args, team.threads);
   config.isa = isa;
   if (c.m > 0) config.m = c.m;
@@ -58,8 +53,8 @@ void RunCase(const Case& c, CpuIsa isa, uint64_t seed, const Parallel& team) {
     output.Reset();
     lse.Reset();
     // The output does not depend on whether the LSE is wanted.
-    args.lse = threads == 1 || seed % 2 == 0 ? lse.values.data() : nullptr;
-    args.lse_stride_b = lse.stride_b, args.lse_stride_h = lse.stride_h;
+    args.output.lse = threads == 1 || seed % 2 == 0 ? lse.values.data() : nullptr;
+    args.output.lse_stride_b = lse.stride_b, args.output.lse_stride_h = lse.stride_h;
     // NaN in one run and ordinary numbers in the other: the old content must not matter.
     const Memory workspace = MakeWorkspace(CpuAttentionWorkspace(args, config, threads), threads == 1 ? 0xff : 0x3f);
     const Status status = CpuAttention(args, config, workspace.get(), threads == 1 ? Parallel{} : team);
@@ -67,7 +62,7 @@ void RunCase(const Case& c, CpuIsa isa, uint64_t seed, const Parallel& team) {
     if (threads == 1) first = output.bytes;
     CHECK(first == output.bytes, where, ": 3 threads give other bits than 1");
     Compare(c, dense, answer, &output, Text(where, " threads ", threads));
-    if (args.lse != nullptr) lse.Compare(c, answer, Text(where, " threads ", threads));
+    if (args.output.lse != nullptr) lse.Compare(c, answer, Text(where, " threads ", threads));
   }
 }
 void RunCases(const std::vector<Case>& cases, CpuIsa isa) {
@@ -152,12 +147,12 @@ void SumLongRows(CpuIsa isa) {
     std::vector<float> key(kKeys * kSize), output(query.size()), lse(static_cast<size_t>(rows));
     key[0] = 1.2f;  // the largest score; all others are 0
     AttentionArgs args;
-    args.B = args.H = args.G = 1;
-    args.S = rows, args.T = kKeys, args.D = args.Dv = kSize;
-    args.query = query.data(), args.key = key.data(), args.value = value.data(), args.output = output.data();
-    args.query_stride = args.output_stride = {rows * kSize, rows * kSize, kSize};
-    args.key_stride = args.value_stride = {kKeys * kSize, kKeys * kSize, kSize};
-    args.lse = lse.data(), args.lse_stride_b = args.lse_stride_h = rows;
+    args.shape = {1, 1, 1, rows, kKeys, kSize, kSize};
+    args.query.data = query.data(), args.key.data = key.data(), args.value.data = value.data(),
+    args.output.data = output.data();
+    args.query.stride = args.output.stride = {rows * kSize, rows * kSize, kSize};
+    args.key.stride = args.value.stride = {kKeys * kSize, kKeys * kSize, kSize};
+    args.output.lse = lse.data(), args.output.lse_stride_b = args.output.lse_stride_h = rows;
     CpuAttentionConfig config = ChooseCpuAttention(args, 1);
     config.isa = isa;
     const Memory workspace = MakeWorkspace(CpuAttentionWorkspace(args, config, 1), 0xff);

@@ -57,7 +57,8 @@ void CheckGathered(const ColumnCase& c) {
   MaskExpr expr;
   CHECK(MaskExpr::Parse(kMasks[c.mask].text, {}, &expr).ok());
   AttentionArgs args;
-  args.B = c.B, args.H = c.H, args.G = c.G, args.S = c.S, args.T = c.T, args.D = args.Dv = c.D, args.dtype = c.dtype;
+  args.shape = {c.B, c.H, c.G, c.S, c.T, c.D, c.D, c.dtype};
+  CHECK(Check(args).ok(), Check(args).message());
   cuda::GatheredAttention gathered;
   CHECK(cuda::ChooseGathered(args, nullptr, *MakeAttentionMask(expr), {c.B, c.H, c.S, c.T, c.T - c.S}, &gathered),
         Describe(c), " is not gathered");

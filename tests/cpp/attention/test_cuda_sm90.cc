@@ -55,7 +55,7 @@ int64_t CountDynamic(const std::vector<Case>& cases, int kernel, int sm_count) {
     CpuAttentionConfig config;
     config.m = own.rows, config.n = own.keys;
     BindMask(c, data, config, &bound, &args);
-    if (args.mask == nullptr) continue;
+    if (args.mask.fixed.blocks() == nullptr) continue;
     const cuda::TileSchedule schedule = cuda::MakeTileSchedule(bound.block, cuda::MakeTileList(bound.block), c.B, c.H,
                                                                own.ctas_per_sm * sm_count, c.H, own.cost, true);
     count += schedule.dynamic_tiles() > 0 ? 1 : 0;
@@ -114,7 +114,7 @@ std::vector<Case> Sm90SplitCases() {
     CpuAttentionConfig config;
     config.m = 64, config.n = 64;
     BindMask(c, data, config, &bound, &args);
-    if (args.mask == nullptr) continue;
+    if (args.mask.fixed.blocks() == nullptr) continue;
     const cuda::TileCost cost = {3000, 1200, 1400, 1, 0, true};
     const cuda::TileSchedule schedule =
         cuda::MakeTileSchedule(bound.block, cuda::MakeTileList(bound.block), c.B, c.H, 264, c.H, cost);
@@ -180,21 +180,21 @@ void CudaSm90SplitsInTurn() {
       return OnDevice(&blocks, values.data(), values.size() * 2);
     };
     AttentionArgs args;
-    args.B = 1, args.H = args.G = kHeads, args.S = kRows, args.T = kKeys, args.D = args.Dv = size;
-    args.dtype = DType::kF16;
-    args.scale = 0.125f;
-    args.query_stride = args.output_stride = {kHeads * kRows * size, kRows * size, size};
-    args.key_stride = args.value_stride = {kHeads * kKeys * size, kKeys * size, size};
+    args.shape = {1, kHeads, kHeads, kRows, kKeys, size, size, DType::kF16};
+    CHECK(Check(args).ok(), Check(args).message());
+    args.scores.scale = 0.125f;
+    args.query.stride = args.output.stride = {kHeads * kRows * size, kRows * size, size};
+    args.key.stride = args.value.stride = {kHeads * kKeys * size, kKeys * size, size};
     std::vector<AttentionArgs> runs;
     for (int64_t i = 0; i < kRuns; ++i) {
-      args.query = random_fp16(outputs), args.key = random_fp16(kHeads * kKeys * size),
-      args.value = random_fp16(kHeads * kKeys * size);
-      args.output = Allocate(&blocks, static_cast<size_t>(2 * outputs));
+      args.query.data = random_fp16(outputs), args.key.data = random_fp16(kHeads * kKeys * size),
+      args.value.data = random_fp16(kHeads * kKeys * size);
+      args.output.data = Allocate(&blocks, static_cast<size_t>(2 * outputs));
       runs.push_back(args);
     }
     const auto clear = [&] {
       for (const AttentionArgs& run : runs) {
-        CHECK(cudaMemsetAsync(run.output, 0xff, static_cast<size_t>(2 * outputs), stream) == cudaSuccess);
+        CHECK(cudaMemsetAsync(run.output.data, 0xff, static_cast<size_t>(2 * outputs), stream) == cudaSuccess);
       }
     };
     const auto queue = [&](const AttentionArgs& run) {
@@ -211,7 +211,8 @@ void CudaSm90SplitsInTurn() {
       std::vector<std::vector<uint16_t>> all;
       for (const AttentionArgs& run : runs) {
         all.emplace_back(static_cast<size_t>(outputs));
-        CHECK(cudaMemcpy(all.back().data(), run.output, all.back().size() * 2, cudaMemcpyDeviceToHost) == cudaSuccess);
+        CHECK(cudaMemcpy(all.back().data(), run.output.data, all.back().size() * 2, cudaMemcpyDeviceToHost) ==
+              cudaSuccess);
       }
       return all;
     };

@@ -122,11 +122,14 @@ struct Run {
     args.is_first_prompt = c.is_first_prompt();
     args.sliding_window = c.window;
     if (c.rotary > 0) {
-      args.cos = cos.data(), args.sin = sin.data();
-      args.rotary_rows = kRotaryRows, args.rotary_size = c.rotary, args.is_interleaved = c.is_interleaved;
-      if (c.has_positions) args.position_ids = positions.data();
+      args.transform.cos = cos.data(), args.transform.sin = sin.data();
+      args.transform.rotary_rows = kRotaryRows, args.transform.rotary_size = c.rotary,
+      args.transform.is_interleaved = c.is_interleaved;
+      if (c.has_positions) args.transform.position_ids = positions.data();
     }
-    if (c.has_norm) args.query_norm = query_norm.data(), args.key_norm = key_norm.data(), args.epsilon = 1e-5f;
+    if (c.has_norm)
+      args.transform.query_norm = query_norm.data(), args.transform.key_norm = key_norm.data(),
+      args.transform.epsilon = 1e-5f;
     if (c.rotary > 0 || c.has_norm) args.rotated_query = rotated.data();
     args.first_row = first_row.data();
     return args;

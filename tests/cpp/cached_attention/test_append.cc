@@ -122,8 +122,9 @@ TEST(CacheAppendRefusesIllegalLengths) {
               [](CacheAppendArgs*, Run* run) { run->seqlens[0] = INT32_MAX; });
   ExpectError(c, "seqlens_k[0] is 5: 5 keys before this step, but there is no past_key",
               [](CacheAppendArgs* args, Run*) { args->past_key = args->past_value = nullptr; });
-  ExpectError(c, "cos_cache has 5 rows", [](CacheAppendArgs* args, Run*) { args->rotary_rows = 5; });
-  ExpectError(c, "rotates 20 elements of a head of 16", [](CacheAppendArgs* args, Run*) { args->rotary_size = 20; });
+  ExpectError(c, "cos_cache has 5 rows", [](CacheAppendArgs* args, Run*) { args->transform.rotary_rows = 5; });
+  ExpectError(c, "rotates 20 elements of a head of 16",
+              [](CacheAppendArgs* args, Run*) { args->transform.rotary_size = 20; });
   ExpectError(c, "past_key holds 15 rows and present_key 16",
               [](CacheAppendArgs* args, Run*) { args->past_capacity = 15; });
   ExpectError(c, "no memory for the rotated queries",

@@ -139,7 +139,8 @@ class Step {
     args.is_first_prompt = !c_.tokens.empty();
     args.sliding_window = c_.window;
     if (c_.is_rotated) {
-      args.cos = cos_.data(), args.sin = sin_.data(), args.rotary_rows = 4096, args.rotary_size = c_.D / 2 * 2;
+      args.transform.cos = cos_.data(), args.transform.sin = sin_.data(), args.transform.rotary_rows = 4096,
+      args.transform.rotary_size = c_.D / 2 * 2;
       args.rotated_query = rotated_.data();
     }
     args.first_row = first_rows_.data();
@@ -156,47 +157,48 @@ class Step {
 
   void Attend(const Parallel& team, const std::string& where) {
     AttentionArgs args;
-    args.B = c_.B, args.H = c_.H, args.G = c_.G, args.S = c_.S, args.D = args.Dv = c_.D, args.dtype = c_.dtype;
-    args.scale = 1.0f / std::sqrt(static_cast<float>(c_.D));
-    args.softcap = c_.softcap;
-    args.empty_rows = c_.empty_rows;
+    args.shape = {c_.B, c_.H, c_.G, c_.S, 0, c_.D, c_.D, c_.dtype};
+    args.scores.scale = 1.0f / std::sqrt(static_cast<float>(c_.D));
+    args.scores.softcap = c_.softcap;
+    args.mask.empty_rows = c_.empty_rows;
     const int64_t N = c_.H + 2 * c_.G, rows = staged_ > 0 ? staged_ : rows_;
-    args.query = c_.is_rotated ? rotated_.data() : tokens_.data();
-    args.query_stride =
+    args.query.data = c_.is_rotated ? rotated_.data() : tokens_.data();
+    args.query.stride =
         c_.is_rotated ? Strides{c_.H * c_.S * c_.D, c_.S * c_.D, c_.D} : Strides{c_.S * N * c_.D, c_.D, N * c_.D};
-    args.key = staged_ > 0 ? staging_key_.data() : key_.data();
-    args.value = staged_ > 0 ? staging_value_.data() : value_.data();
-    args.key_stride = args.value_stride = {c_.G * rows * c_.D, rows * c_.D, c_.D};
-    args.output_stride = {c_.S * c_.H * c_.D, c_.D, c_.H * c_.D};
+    args.key.data = staged_ > 0 ? staging_key_.data() : key_.data();
+    args.value.data = staged_ > 0 ? staging_value_.data() : value_.data();
+    args.key.stride = args.value.stride = {c_.G * rows * c_.D, rows * c_.D, c_.D};
+    args.output.stride = {c_.S * c_.H * c_.D, c_.D, c_.H * c_.D};
     std::vector<int32_t> counts;
     for (int64_t b = 0; b < c_.B; ++b) {
       counts.push_back(static_cast<int32_t>(first_rows_[static_cast<size_t>(b)] + c_.tokens_of(b)));
-      args.T = std::max<int64_t>(args.T, counts.back());
+      args.shape.T = std::max<int64_t>(args.shape.T, counts.back());
     }
-    args.key_ends = counts.data();
-    if (c_.has_sink) args.sink = sink_.data(), args.sink_dtype = c_.dtype;
-    const Bytes bias = c_.has_bias ? Drawn(c_.dtype, c_.H * c_.S * args.T, 2, &random_) : Bytes();
+    args.kv.key_ends = counts.data();
+    if (c_.has_sink) args.scores.sink.data = sink_.data(), args.scores.sink.dtype = c_.dtype;
+    const Bytes bias = c_.has_bias ? Drawn(c_.dtype, c_.H * c_.S * args.shape.T, 2, &random_) : Bytes();
     if (c_.has_bias) {
-      args.bias = bias.data(), args.bias_dtype = c_.dtype;
-      args.bias_stride_h = c_.S * args.T, args.bias_stride_q = args.T, args.bias_stride_k = 1;
+      args.scores.bias.data = bias.data(), args.scores.bias.dtype = c_.dtype;
+      args.scores.bias.stride_h = c_.S * args.shape.T, args.scores.bias.stride_q = args.shape.T,
+      args.scores.bias.stride_k = 1;
     }
     MaskExpr expr;
     Status status = MaskExpr::Parse(kMasks[c_.mask].text, {}, &expr);
     CHECK(status.ok(), status.message());
-    const ExprSizes sizes = {c_.B, c_.H, c_.S, args.T, 0};
+    const ExprSizes sizes = {c_.B, c_.H, c_.S, args.shape.T, 0};
     const Answer answer = stof::test::Attend(Reference(args, counts, bias));
     Bytes first;
     for (const Parallel& parallel : {Parallel{}, team}) {
       std::unique_ptr<BoundCachedMask> mask;
       status = BoundCachedMask::Make(expr, sizes, first_rows_.data(), counts.data(), &mask);
       CHECK(status.ok(), where, ": ", status.message());
-      args.elements = mask->view();
+      args.mask.fixed = StaticMask::OfElements(mask->view());
       CpuAttentionConfig config = ChooseCpuAttention(args, 3);
       config.isa = isa_;
       Memory memory;
       void* workspace = Memory::Allocate(&memory, CpuAttentionWorkspace(args, config, parallel.threads) + 64);
       std::fill(output_.begin(), output_.end(), static_cast<char>(0xff));
-      args.output = output_.data();
+      args.output.data = output_.data();
       status = CpuAttention(args, config, workspace, parallel);
       CHECK(status.ok() && mask->status().ok(), where, ": ", status.message());
       if (first.empty()) first = output_;
@@ -216,8 +218,8 @@ class Step {
 
   Dense Reference(const AttentionArgs& args, const std::vector<int32_t>& counts, const Bytes& bias) const {
     Dense dense;
-    dense.B = c_.B, dense.H = c_.H, dense.G = c_.G, dense.S = c_.S, dense.T = args.T, dense.D = dense.Dv = c_.D;
-    dense.scale = static_cast<double>(args.scale), dense.softcap = static_cast<double>(c_.softcap);
+    dense.B = c_.B, dense.H = c_.H, dense.G = c_.G, dense.S = c_.S, dense.T = args.shape.T, dense.D = dense.Dv = c_.D;
+    dense.scale = static_cast<double>(args.scores.scale), dense.softcap = static_cast<double>(c_.softcap);
     dense.empty_rows = c_.empty_rows;
     if (c_.has_sink) dense.sink = Loaded(c_.dtype, sink_, 0, c_.H);
     const auto element = [&](const void* base, const Strides& stride, int64_t b, int64_t head, int64_t s, int64_t d) {
@@ -228,19 +230,20 @@ class Step {
     for (int64_t b = 0; b < c_.B; ++b) {
       const int64_t count = counts[static_cast<size_t>(b)], past = first_rows_[static_cast<size_t>(b)];
       for (int64_t g = 0; g < c_.G; ++g) {
-        for (int64_t k = 0; k < args.T; ++k) {
+        for (int64_t k = 0; k < args.shape.T; ++k) {
           for (int64_t d = 0; d < c_.D; ++d) {
-            dense.key.push_back(k < count ? element(args.key, args.key_stride, b, g, k, d) : 0);
-            dense.value.push_back(k < count ? element(args.value, args.value_stride, b, g, k, d) : 0);
+            dense.key.push_back(k < count ? element(args.key.data, args.key.stride, b, g, k, d) : 0);
+            dense.value.push_back(k < count ? element(args.value.data, args.value.stride, b, g, k, d) : 0);
           }
         }
       }
       for (int64_t h = 0; h < c_.H; ++h) {
         for (int64_t i = 0; i < c_.S; ++i) {
-          for (int64_t d = 0; d < c_.D; ++d) dense.query.push_back(element(args.query, args.query_stride, b, h, i, d));
-          for (int64_t k = 0; k < args.T; ++k) {
+          for (int64_t d = 0; d < c_.D; ++d)
+            dense.query.push_back(element(args.query.data, args.query.stride, b, h, i, d));
+          for (int64_t k = 0; k < args.shape.T; ++k) {
             dense.allowed.push_back(k < count && kMasks[c_.mask].allows(h, past + i, k, past));
-            if (c_.has_bias) dense.bias.push_back(biases[static_cast<size_t>((h * c_.S + i) * args.T + k)]);
+            if (c_.has_bias) dense.bias.push_back(biases[static_cast<size_t>((h * c_.S + i) * args.shape.T + k)]);
           }
         }
       }
@@ -258,7 +261,7 @@ class Step {
             const double got =
                 LoadFloat(c_.dtype, &output_[static_cast<size_t>((((b * c_.S + i) * c_.H + h) * c_.D + d) * item_)]);
             if (std::isnan(want) && std::isnan(got)) continue;
-            const double most = Tolerance(c_.dtype, answer.magnitude[static_cast<size_t>(row)], args.T, 2, want);
+            const double most = Tolerance(c_.dtype, answer.magnitude[static_cast<size_t>(row)], args.shape.T, 2, want);
             CHECK(std::abs(got - want) <= most, where, " b ", b, " h ", h, " query ", i, " element ", d, ": ", got,
                   ", expected ", want);
           }
@@ -408,9 +411,9 @@ TEST(CacheMaskListsItsTiles) {
 TEST(CacheAttentionRefusesIllegalCounts) {
   for (const int32_t illegal : {-1, 7}) {
     AttentionArgs args;
-    args.B = 2, args.H = args.G = 1, args.S = 1, args.T = 6, args.D = args.Dv = 8;
+    args.shape = {2, 1, 1, 1, 6, 8, 8};
     const std::vector<int32_t> ends = {6, illegal};
-    args.key_ends = ends.data();
+    args.kv.key_ends = ends.data();
     const Status status = CpuAttention(args, ChooseCpuAttention(args, 1), nullptr, Parallel{});
     CHECK(!status.ok() && status.message().find("sequence 1 has " + std::to_string(illegal)) != std::string::npos,
           status.message());

@@ -83,10 +83,11 @@ struct CudaRun {
       args.past_value = c.is_shared ? args.present_value : memory.Upload(run.past_value);
     }
     args.seqlens = memory.Upload(run.seqlens);
-    if (args.cos != nullptr) args.cos = memory.Upload(run.cos), args.sin = memory.Upload(run.sin);
-    if (args.position_ids != nullptr) args.position_ids = memory.Upload(run.positions);
-    if (args.query_norm != nullptr) {
-      args.query_norm = memory.Upload(run.query_norm), args.key_norm = memory.Upload(run.key_norm);
+    if (args.transform.cos != nullptr)
+      args.transform.cos = memory.Upload(run.cos), args.transform.sin = memory.Upload(run.sin);
+    if (args.transform.position_ids != nullptr) args.transform.position_ids = memory.Upload(run.positions);
+    if (args.transform.query_norm != nullptr) {
+      args.transform.query_norm = memory.Upload(run.query_norm), args.transform.key_norm = memory.Upload(run.key_norm);
     }
     if (args.rotated_query != nullptr) args.rotated_query = memory.Upload(run.rotated);
     args.first_row = memory.Upload(run.first_row);
@@ -314,8 +315,8 @@ TEST(CudaAppendRefusesSizes) {
   expect("head sizes up to 256, found 257", [](CacheAppendArgs* args) { args->D = 257; });
   expect("holds 0 positions, fewer than the 1 new ones", [](CacheAppendArgs* args) { args->capacity = 0; });
   expect("at least its sliding window of 17", [](CacheAppendArgs* args) { args->sliding_window = 17; });
-  expect("a rotary table of 0 rows", [](CacheAppendArgs* args) { args->rotary_rows = 0; });
-  expect("for 7 elements", [](CacheAppendArgs* args) { args->rotary_size = 7; });
+  expect("a rotary table of 0 rows", [](CacheAppendArgs* args) { args->transform.rotary_rows = 0; });
+  expect("for 7 elements", [](CacheAppendArgs* args) { args->transform.rotary_size = 7; });
   expect("found data type 7", [](CacheAppendArgs* args) { args->dtype = DType::kI64; });
   expect("staging holds 16 rows, expected at least 17", [](CacheAppendArgs* args) {
     args->staging_key = args->present_key, args->staging_value = args->present_value, args->staging_capacity = 16;

@@ -87,33 +87,32 @@ class QuantizedStep {
 
   void Attend(CpuIsa isa, const std::string& where) {
     AttentionArgs args;
-    args.B = 1, args.H = kH, args.G = kG, args.S = S_, args.D = args.Dv = D_, args.T = past_ + S_;
-    args.kv_dtype = stored_;
-    args.key_scale = {key_scale_.data(), D_, 1}, args.value_scale = {value_scale_.data(), D_, 1};
-    args.scale = 1.0f / std::sqrt(static_cast<float>(D_));
-    args.query = tokens_.data(), args.query_stride = {0, S_ * D_, D_};
-    args.key = key_.data(), args.value = value_.data();
-    args.key_stride = args.value_stride = {0, rows() * D_, D_};
+    args.shape = {1, kH, kG, S_, past_ + S_, D_, D_, DType::kF32, stored_};
+    args.kv.key_scale = {key_scale_.data(), D_, 1}, args.kv.value_scale = {value_scale_.data(), D_, 1};
+    args.scores.scale = 1.0f / std::sqrt(static_cast<float>(D_));
+    args.query.data = tokens_.data(), args.query.stride = {0, S_ * D_, D_};
+    args.key.data = key_.data(), args.value.data = value_.data();
+    args.key.stride = args.value.stride = {0, rows() * D_, D_};
     std::vector<float> output(static_cast<size_t>(kH * S_ * D_), std::nanf(""));
-    args.output = output.data(), args.output_stride = {0, S_ * D_, D_};
-    const auto end = static_cast<int32_t>(args.T);
-    args.key_ends = &end;
+    args.output.data = output.data(), args.output.stride = {0, S_ * D_, D_};
+    const auto end = static_cast<int32_t>(args.shape.T);
+    args.kv.key_ends = &end;
     MaskExpr expr;
     std::unique_ptr<BoundCachedMask> mask;
     Status status = MaskExpr::Parse("k <= q", {}, &expr);
-    if (status.ok()) status = BoundCachedMask::Make(expr, {1, kH, S_, args.T, 0}, &first_row_, &end, &mask);
+    if (status.ok()) status = BoundCachedMask::Make(expr, {1, kH, S_, args.shape.T, 0}, &first_row_, &end, &mask);
     CHECK(status.ok(), where, ": ", status.message());
-    args.elements = mask->view();
+    args.mask.fixed = StaticMask::OfElements(mask->view());
     CpuAttentionConfig config = ChooseCpuAttention(args, 1);
     config.isa = isa;
     Memory memory;
     void* workspace = Memory::Allocate(&memory, CpuAttentionWorkspace(args, config, 1) + 64);
     status = CpuAttention(args, config, workspace, Parallel{});
     CHECK(status.ok(), where, ": ", status.message());
-    const Answer answer = stof::test::Attend(Reference(args.scale));
+    const Answer answer = stof::test::Attend(Reference(args.scores.scale));
     for (size_t i = 0; i < output.size(); ++i) {
       const double magnitude = answer.magnitude[i / static_cast<size_t>(D_)];
-      const double most = 2 * Tolerance(DType::kF32, magnitude, args.T, 5, answer.output[i]);
+      const double most = 2 * Tolerance(DType::kF32, magnitude, args.shape.T, 5, answer.output[i]);
       CHECK(std::abs(static_cast<double>(output[i]) - answer.output[i]) <= most, where, " element ", i, ": ", output[i],
             ", expected ", answer.output[i]);
     }

@@ -349,17 +349,17 @@ struct Small {
   std::shared_ptr<const AttentionMask> mask;
 
   Small(const std::string& text, int64_t B, int64_t H, int64_t S, int64_t T) {
-    args.B = B, args.H = args.G = H, args.S = S, args.T = T, args.D = args.Dv = 64;
-    args.dtype = DType::kF16;
-    args.scale = 0.125f;
+    args.shape = {B, H, H, S, T, 64, 64, DType::kF16};
+    CHECK(Check(args).ok(), Check(args).message());
+    args.scores.scale = 0.125f;
     const auto fill = [&](int64_t rows, uint16_t bits) {
       const std::vector<uint16_t> values(static_cast<size_t>(B * H * rows * 64), bits);
       return blocks.Copy(values.data(), 2 * values.size());
     };
-    args.query = fill(S, 0x3800), args.key = fill(T, 0x3400), args.value = fill(T, 0x3c00);
-    args.output = fill(S, 0xffff);
-    args.query_stride = args.output_stride = {H * S * 64, S * 64, 64};
-    args.key_stride = args.value_stride = {H * T * 64, T * 64, 64};
+    args.query.data = fill(S, 0x3800), args.key.data = fill(T, 0x3400), args.value.data = fill(T, 0x3c00);
+    args.output.data = fill(S, 0xffff);
+    args.query.stride = args.output.stride = {H * S * 64, S * 64, 64};
+    args.key.stride = args.value.stride = {H * T * 64, T * 64, 64};
     sizes = {B, H, S, T, 0};
     const Status status = MakeAttentionMask(text, {}, &mask);
     CHECK(status.ok(), text, ": ", status.message());
@@ -372,9 +372,13 @@ struct Small {
   }
   std::vector<uint16_t> Output() {
     CHECK_CUDA(cudaDeviceSynchronize());
-    return ToHost(static_cast<const uint16_t*>(args.output), static_cast<size_t>(args.B * args.H * args.S * 64));
+    return ToHost(static_cast<const uint16_t*>(args.output.data),
+                  static_cast<size_t>(args.shape.B * args.shape.H * args.shape.S * 64));
   }
-  void ClearOutput() { CHECK_CUDA(cudaMemset(args.output, 0xff, static_cast<size_t>(args.B * args.H * args.S * 128))); }
+  void ClearOutput() {
+    CHECK_CUDA(
+        cudaMemset(args.output.data, 0xff, static_cast<size_t>(args.shape.B * args.shape.H * args.shape.S * 128)));
+  }
 };
 
 Tensor Vector(void* data, DType dtype, std::initializer_list<int64_t> dims) {
@@ -423,7 +427,7 @@ TEST(CudaWithoutKeys) {
     for (const int64_t S : {5, 100}) {
       for (const std::string text : {"", "k <= q", "k < lengths[b]"}) {
         Small small(text, 2, 3, S, 0);
-        small.args.empty_rows = policy;
+        small.args.mask.empty_rows = policy;
         const std::vector<int64_t> lengths = {0, 0};
         Tables operands;
         if (text == "k < lengths[b]") {
@@ -447,7 +451,7 @@ TEST(CudaMasksInCapturedGraphs) {
   for (const char* text : {"k < lengths[b]", "abs(q - k) <= 7 and k < 150"}) {
     for (const EmptyRows policy : {EmptyRows::kNan, EmptyRows::kMean}) {
       Small small(text, 2, 2, 333, 200);
-      small.args.empty_rows = policy;
+      small.args.mask.empty_rows = policy;
       small.context.stream = stream;
       std::vector<int64_t> lengths = {200, 100};
       auto* data = static_cast<int64_t*>(small.blocks.Copy(lengths.data(), 16));
@@ -468,7 +472,7 @@ TEST(CudaMasksInCapturedGraphs) {
       };
       {  // another length, so that the kernels are loaded and the mask is not there
         Small other(text, 2, 2, 334, 200);
-        other.args.empty_rows = policy;
+        other.args.mask.empty_rows = policy;
         const Status status = other.Run(&pad, {{"lengths", Vector(data, DType::kI64, {2})}});
         CHECK(status.ok(), text, ": ", status.message());
         CHECK_CUDA(cudaDeviceSynchronize());
@@ -670,9 +674,9 @@ TEST(CudaNonFiniteInputsStayWhereTheyAre) {
         if (row == 18 && i % 64 == 5) query[i] = 0x7c00;  // every score +inf
         if (row == 19 && i % 64 == 5) query[i] = 0xfc00;  // every score -inf
       }
-      small.args.key = small.blocks.Copy(key.data(), 2 * key.size());
-      small.args.value = small.blocks.Copy(value.data(), 2 * value.size());
-      small.args.query = small.blocks.Copy(query.data(), 2 * query.size());
+      small.args.key.data = small.blocks.Copy(key.data(), 2 * key.size());
+      small.args.value.data = small.blocks.Copy(value.data(), 2 * value.size());
+      small.args.query.data = small.blocks.Copy(query.data(), 2 * query.size());
       const Status status = small.Run(nullptr, operands);
       CHECK(status.ok(), status.message());
       const auto output = small.Output();

@@ -109,41 +109,44 @@ TEST(ResiduesKeepTheirPlaces) {
   CHECK(MakeAttentionMask("abs(q - k) <= 50 and (q - k) % 3 == 0", {}, &mask).ok());
   for (const Shape& shape : shapes) {
     AttentionArgs args;
-    args.B = shape.B, args.H = shape.H, args.G = shape.G, args.S = 192, args.T = 384, args.D = args.Dv = 8;
+    args.shape = {shape.B, shape.H, shape.G, 192, 384, 8, 8};
     const auto strides = [&](int i, int64_t heads, int64_t length) {
       return shape.heads_first[i] ? Strides{heads * length * 8, length * 8, 8}
                                   : Strides{heads * length * 8, 8, heads * 8};
     };
-    args.query_stride = strides(0, args.H, args.S), args.key_stride = strides(1, args.G, args.T);
-    args.value_stride = strides(2, args.G, args.T), args.output_stride = strides(3, args.H, args.S);
+    args.query.stride = strides(0, args.shape.H, args.shape.S),
+    args.key.stride = strides(1, args.shape.G, args.shape.T);
+    args.value.stride = strides(2, args.shape.G, args.shape.T),
+    args.output.stride = strides(3, args.shape.H, args.shape.S);
     const AttentionArgs whole = args;
-    ExprSizes sizes = {args.B, args.H, args.S, args.T, 192};
+    ExprSizes sizes = {args.shape.B, args.shape.H, args.shape.S, args.shape.T, 192};
     CHECK(SplitByResidue(*mask, &args, &sizes) == shape.split);
     if (!shape.split) continue;
-    CHECK(args.S == 64 && args.T == 128 && sizes.S == 64 && sizes.T == 128 && sizes.P == 64);
-    CHECK(args.B * args.H == 3 * whole.B * whole.H && args.H / args.G == whole.H / whole.G);
+    CHECK(args.shape.S == 64 && args.shape.T == 128 && sizes.S == 64 && sizes.T == 128 && sizes.P == 64);
+    CHECK(args.shape.B * args.shape.H == 3 * whole.shape.B * whole.shape.H &&
+          args.shape.H / args.shape.G == whole.shape.H / whole.shape.G);
     const auto at = [](const Strides& s, int64_t b, int64_t h, int64_t i) { return b * s.b + h * s.h + i * s.s; };
-    const int64_t group = args.H / args.G;
-    std::vector<int> seen(static_cast<size_t>(whole.B * whole.H * whole.S), 0);
-    for (int64_t b = 0; b < args.B; ++b) {
-      for (int64_t h = 0; h < args.H; ++h) {
-        for (int64_t i = 0; i < args.S; ++i) {
+    const int64_t group = args.shape.H / args.shape.G;
+    std::vector<int> seen(static_cast<size_t>(whole.shape.B * whole.shape.H * whole.shape.S), 0);
+    for (int64_t b = 0; b < args.shape.B; ++b) {
+      for (int64_t h = 0; h < args.shape.H; ++h) {
+        for (int64_t i = 0; i < args.shape.S; ++i) {
           // Which query of the whole it is, by where its output goes.
           int64_t from = -1, head = 0, batch = 0;
-          for (batch = 0; batch < whole.B && from < 0; ++batch) {
-            for (head = 0; head < whole.H && from < 0; ++head) {
-              for (int64_t q = 0; q < whole.S && from < 0; ++q) {
-                if (at(whole.output_stride, batch, head, q) == at(args.output_stride, b, h, i)) from = q;
+          for (batch = 0; batch < whole.shape.B && from < 0; ++batch) {
+            for (head = 0; head < whole.shape.H && from < 0; ++head) {
+              for (int64_t q = 0; q < whole.shape.S && from < 0; ++q) {
+                if (at(whole.output.stride, batch, head, q) == at(args.output.stride, b, h, i)) from = q;
               }
             }
           }
           --head, --batch;
           CHECK(from >= 0 && from / 3 == i);
-          ++seen[static_cast<size_t>((batch * whole.H + head) * whole.S + from)];
-          CHECK(at(args.query_stride, b, h, i) == at(whole.query_stride, batch, head, from));
+          ++seen[static_cast<size_t>((batch * whole.shape.H + head) * whole.shape.S + from)];
+          CHECK(at(args.query.stride, b, h, i) == at(whole.query.stride, batch, head, from));
           const int64_t key = i + 7;
           for (const auto& [own, all] :
-               {std::pair(args.key_stride, whole.key_stride), std::pair(args.value_stride, whole.value_stride)}) {
+               {std::pair(args.key.stride, whole.key.stride), std::pair(args.value.stride, whole.value.stride)}) {
             CHECK(at(own, b, h / group, key) == at(all, batch, head / group, 3 * key + from % 3));
           }
         }
@@ -154,24 +157,25 @@ TEST(ResiduesKeepTheirPlaces) {
   // Problems that cannot be strided are not split.
   const auto refuses = [&mask](auto change) {
     AttentionArgs args;
-    args.B = args.H = args.G = 1, args.S = args.T = 192, args.D = args.Dv = 8;
+    args.shape = {1, 1, 1, 192, 192, 8, 8};
     ExprSizes sizes = {1, 1, 192, 192, 0};
     change(&args, &sizes);
     const AttentionArgs before = args;
     const bool refused = !SplitByResidue(*mask, &args, &sizes);
-    return refused && args.S == before.S && args.B == before.B && args.query_stride.s == before.query_stride.s;
+    return refused && args.shape.S == before.shape.S && args.shape.B == before.shape.B &&
+           args.query.stride.s == before.query.stride.s;
   };
   float number = 0;
   CHECK(!refuses([](AttentionArgs*, ExprSizes*) {}));
-  CHECK(refuses([](AttentionArgs* args, ExprSizes*) { args->S = 193; }));
-  CHECK(refuses([](AttentionArgs* args, ExprSizes*) { args->T = 190; }));
+  CHECK(refuses([](AttentionArgs* args, ExprSizes*) { args->shape.S = 193; }));
+  CHECK(refuses([](AttentionArgs* args, ExprSizes*) { args->shape.T = 190; }));
   CHECK(refuses([](AttentionArgs*, ExprSizes* sizes) { sizes->P = 1; }));
-  CHECK(refuses([](AttentionArgs* args, ExprSizes*) { args->S = 189; }));
-  CHECK(refuses([&](AttentionArgs* args, ExprSizes*) { args->lse = &number; }));
-  CHECK(refuses([&](AttentionArgs* args, ExprSizes*) { args->bias = &number; }));
-  CHECK(refuses([&](AttentionArgs* args, ExprSizes*) { args->relative_bias = &number; }));
-  CHECK(refuses([](AttentionArgs* args, ExprSizes*) { args->empty_rows = EmptyRows::kMean; }));
-  CHECK(refuses([&](AttentionArgs* args, ExprSizes*) { args->B = 2, args->sink = &number; }));
+  CHECK(refuses([](AttentionArgs* args, ExprSizes*) { args->shape.S = 189; }));
+  CHECK(refuses([&](AttentionArgs* args, ExprSizes*) { args->output.lse = &number; }));
+  CHECK(refuses([&](AttentionArgs* args, ExprSizes*) { args->scores.bias.data = &number; }));
+  CHECK(refuses([&](AttentionArgs* args, ExprSizes*) { args->scores.relative_bias.table = &number; }));
+  CHECK(refuses([](AttentionArgs* args, ExprSizes*) { args->mask.empty_rows = EmptyRows::kMean; }));
+  CHECK(refuses([&](AttentionArgs* args, ExprSizes*) { args->shape.B = 2, args->scores.sink.data = &number; }));
   CountCases(static_cast<int64_t>(std::size(shapes)) + 10);
 }
 

@@ -82,11 +82,12 @@ TEST(CudaDynamicTilesInTurnAndConcurrently) {
       cuda::MakeTileSchedule(block, cuda::MakeTileList(block), 1, kHeads, ctas, kHeads, kernel.cost, true);
   CHECK(schedule.dynamic_tiles() > ctas, schedule.dynamic_tiles(), " dynamic tiles for ", ctas, " CTAs");
   AttentionArgs args;
-  args.B = 1, args.H = args.G = kHeads, args.S = args.T = kRows, args.D = args.Dv = kSize;
-  args.dtype = DType::kF16;
-  args.scale = 0.0883883476f;
-  args.query_stride = args.output_stride = args.key_stride = args.value_stride = {kCount, kRows * kSize, kSize};
-  args.query = device.Random(&random), args.key = device.Random(&random), args.value = device.Random(&random);
+  args.shape = {1, kHeads, kHeads, kRows, kRows, kSize, kSize, DType::kF16};
+  CHECK(Check(args).ok(), Check(args).message());
+  args.scores.scale = 0.0883883476f;
+  args.query.stride = args.output.stride = args.key.stride = args.value.stride = {kCount, kRows * kSize, kSize};
+  args.query.data = device.Random(&random), args.key.data = device.Random(&random),
+  args.value.data = device.Random(&random);
   void* outputs[4];
   for (void*& output : outputs) output = device.Take(2 * kCount);
   const auto clear = [&] {
@@ -95,7 +96,7 @@ TEST(CudaDynamicTilesInTurnAndConcurrently) {
   };
   Keeper keeper;  // holds masks and tile counters of captured runs
   const auto queue = [&](int output, cudaStream_t stream) {
-    args.output = outputs[output];
+    args.output.data = outputs[output];
     RunContext context;
     context.on_cuda = true;
     context.stream = stream;

@@ -11,7 +11,7 @@ from typing import Any
 import onnx
 
 from stof.attention.limits import type_names
-from stof.cached_attention.node_checks import check_cache_heads
+from stof.cached_attention.node_checks import check_equal_sizes
 from stof.cached_attention.node_reader import NodeReader
 from stof.cached_attention.node_signature import NodeSignature
 from stof.cached_attention.node_site import MICROSOFT
@@ -59,14 +59,14 @@ def read_paged_site(name: str, node: onnx.NodeProto, index: GraphIndex, symbolic
     window = _refuse_attributes(reader)
     _refuse_signature(reader, node, index)
     heads, groups, head_size = reader.read_heads("key_cache")
-    query, cache = reader.shape("query", 2), reader.shape("key_cache", 4)
+    query = reader.shape("query", 2)
     dtype = reader.read_type(head_size, target, (), _CACHES)
     _check_integers(reader, symbolic)
-    _check_caches(cache, reader.shape("value_cache", 4), groups, head_size)
+    keys, values = reader.read_caches(_CACHES, 2, groups, head_size)
+    _check_blocks(keys, values)
     past, table = reader.shape("past_seqlens", 1), reader.shape("block_table", 2)
     most = (head_size - int(reader.attributes.get("rotary_offset", 0))) // 2
-    rotary = reader.read_rotary_size(most, "half of the elements that it may rotate")
-    reader.check_vectors(heads, head_size)
+    rotary = reader.read_transform(heads, head_size, most, "half of the elements that it may rotate")
     return PagedSite(
         name=name,
         node=node,
@@ -78,8 +78,8 @@ def read_paged_site(name: str, node: onnx.NodeProto, index: GraphIndex, symbolic
         rotary_size=rotary,
         tokens=query[0],
         batch=past[0],
-        blocks=cache[0],
-        block_size=cache[1],
+        blocks=keys[0],
+        block_size=keys[1],
         columns=table[1],
     )
 
@@ -134,13 +134,10 @@ def _check_integers(reader: NodeReader, symbolic: Symbolic) -> None:
             raise UnsupportedError(f"{name} is {type_names([own], 'or').strip()}, expected int32")
 
 
-def _check_caches(keys: tuple[Int, ...], values: tuple[Int, ...], groups: int, head_size: int) -> None:
-    shapes = dict(zip(_CACHES, (keys, values), strict=True))
-    check_cache_heads(shapes, 2, groups, head_size)
-    for name, shape in shapes.items():
+def _check_blocks(keys: tuple[Int, ...], values: tuple[Int, ...]) -> None:
+    for name, shape in zip(_CACHES, (keys, values), strict=True):
         rows = shape[1].constant
         if rows is not None and (rows < _LEAST_BLOCK or rows & (rows - 1)):
             raise UnsupportedError(f"{name} has blocks of {rows} rows, expected a power of two from {_LEAST_BLOCK} on")
     for axis in (0, 1):
-        if None not in (keys[axis].constant, values[axis].constant) and keys[axis] != values[axis]:
-            raise UnsupportedError(f"key_cache has {keys[axis]} as size {axis}, value_cache {values[axis]}")
+        check_equal_sizes(_CACHES, (keys[axis], values[axis]), f" as size {axis}")

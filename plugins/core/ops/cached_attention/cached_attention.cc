@@ -2,9 +2,7 @@
 #include "plugins/core/ops/cached_attention/cached_attention.h"
 
 #include <algorithm>
-#include <cmath>
 #include <memory>
-#include <optional>
 #include <utility>
 #include <vector>
 
@@ -14,10 +12,10 @@
 #include "plugins/core/contract/cuda_backend.h"
 #include "plugins/core/host/fork_guard.h"
 #include "plugins/core/mask/cached_mask.h"
-#include "plugins/core/ops/attention_operands.h"
-#include "plugins/core/ops/attention_shapes.h"
+#include "plugins/core/ops/attention.h"
 #include "plugins/core/ops/cached_attention/columns.h"
 #include "plugins/core/ops/cached_attention/new_tokens.h"
+#include "plugins/core/ops/kv_attention.h"
 #include "plugins/core/ops/named_inputs.h"
 
 namespace stof {
@@ -26,17 +24,19 @@ namespace {
 namespace in = cached_input;
 using Limits = AttentionLimits;
 
-constexpr int kOutputs = 3;
-constexpr const char* kOutputNames[kOutputs] = {"output", "present_key", "present_value"};
+constexpr KvResults kResults = {{"output", "present_key", "present_value"}, kCachedNames, in::kPastKey};
+constexpr int kOutputs = KvResults::kCount;
 
 using Inputs = NamedInputs;
 constexpr TokenInputs kTokenInputs = {in::kQuery, in::kKey,       in::kValue,  in::kCos,
                                       in::kSin,   in::kQueryNorm, in::kKeyNorm};
 
-// The arguments of one run: of the append step, and of attention over the cache.
+// What one run is given: the arguments of the append step, and those parts of attention over the cache that do not
+// depend on it.
 struct Step {
   CacheAppendArgs append;
-  AttentionArgs attention;
+  ScoreArgs scores;
+  void* output = nullptr;
   int64_t total = 0;
 };
 
@@ -63,10 +63,10 @@ class CachedAttentionOp final : public Op {
   Status BindOutputs(const Inputs& inputs, int output_count, Step* step, Tensor* outputs) const;
   Status BindCache(const Inputs& inputs, Step* step) const;
   Status MakeMask(const Inputs& inputs, std::shared_ptr<const CachedMask>* mask) const;
-  // Allocates the step's memory, and sets the query, key and value of attention.
-  Status Allocate(const RunContext& context, Step* step) const;
+  // The attention over `keys` keys that the append step leaves. Its memory is allocated.
+  AttentionArgs AttentionOf(const Step& step, int64_t keys) const;
   Status RunOnCpu(const CachedMask& mask, const RunContext& context, Step* step) const;
-  Status RunOnCuda(const CachedMask& mask, const Tables& given, const RunContext& context, Step* step) const;
+  Status RunOnCuda(const CachedMask& mask, const RunContext& context, Step* step) const;
 
   CachedAttentionAttributes attributes_;
   std::shared_ptr<const CachedMask> mask_;  // nullptr: its tables are not constant
@@ -76,10 +76,7 @@ class CachedAttentionOp final : public Op {
 Status CachedAttentionOp::Prepare(const Tensor* inputs, int input_count) {
   const Inputs all(inputs, input_count, in::kNames);
   STOF_RETURN_IF_ERROR(all.CheckCount(in::kTotal + 1, in::kCount));
-  const Status status = MakeMask(all, &mask_);
-  if (status.ok()) return status;
-  // A table that is no constant is not known here. Each run then parses the mask.
-  return LacksTable(all, in::kTables) ? Status() : status;
+  return BindMask(all, in::kTables, [&](auto* mask) { return MakeMask(all, mask); }, &mask_);
 }
 
 Status CachedAttentionOp::MakeMask(const Inputs& inputs, std::shared_ptr<const CachedMask>* mask) const {
@@ -148,18 +145,11 @@ Status CachedAttentionOp::Bind(const Inputs& inputs, Step* step) const {
   STOF_RETURN_IF_ERROR(BindTransforms(inputs, kTokenInputs, attributes_, 0, &a));
   if (attributes_.do_rotary && inputs.Has(in::kPositions)) {
     STOF_RETURN_IF_ERROR(inputs.Check(in::kPositions, DType::kI64, {a.B, a.S}));
-    a.position_ids = static_cast<const int64_t*>(inputs[in::kPositions].data);
+    a.transform.position_ids = static_cast<const int64_t*>(inputs[in::kPositions].data);
   }
   if (a.sliding_window > 0 && inputs.Has(in::kBias)) {
     return Status::Error("attention_bias is given, expected none beside attribute sliding_window_cache");
   }
-  AttentionArgs& t = step->attention;
-  t.B = a.B, t.H = a.H, t.G = a.G, t.S = a.S, t.T = step->total, t.D = t.Dv = a.D;
-  t.dtype = a.dtype;
-  if (IsQuantized(CacheType(a))) t.kv_dtype = a.cache_dtype, t.key_scale = a.key_scale, t.value_scale = a.value_scale;
-  t.scale = attributes_.scale != 0.0f ? attributes_.scale : 1.0f / std::sqrt(static_cast<float>(a.D));
-  t.softcap = attributes_.softcap, t.kernel = attributes_.kernel.c_str();
-  t.output_stride = {a.S * a.H * a.D, a.D, a.H * a.D};
   return Status();
 }
 
@@ -180,42 +170,49 @@ Status CachedAttentionOp::InferOutputs(const Tensor* inputs, int input_count, Te
   return BindOutputs(Inputs(inputs, input_count, in::kNames), output_count, &step, outputs);
 }
 
-Status CachedAttentionOp::Allocate(const RunContext& context, Step* step) const {
-  CacheAppendArgs& a = step->append;
-  AttentionArgs& t = step->attention;
+AttentionArgs CachedAttentionOp::AttentionOf(const Step& step, int64_t keys) const {
+  const CacheAppendArgs& a = step.append;
+  AttentionArgs args;
+  args.shape = {a.B, a.H, a.G, a.S, keys, a.D, a.D, a.dtype};
+  if (IsQuantized(CacheType(a))) {
+    args.shape.kv_dtype = a.cache_dtype;
+    args.kv.key_scale = a.key_scale, args.kv.value_scale = a.value_scale;
+  }
+  args.query = {a.query, a.query_stride};
+  if (a.transform.given()) args.query = {a.rotated_query, {a.H * a.S * a.D, a.S * a.D, a.D}};
+  const bool is_staged = a.staging_capacity > 0;
+  const int64_t rows = is_staged ? a.staging_capacity : a.capacity;
+  const Strides dense = {a.G * rows * a.D, rows * a.D, a.D};
+  args.key = {is_staged ? a.staging_key : a.present_key, dense};
+  args.value = {is_staged ? a.staging_value : a.present_value, dense};
+  args.scores = step.scores;
+  args.output.data = step.output;
+  args.output.stride = {a.S * a.H * a.D, a.D, a.H * a.D};
+  args.kernel = attributes_.kernel.c_str();
+  return args;
+}
+
+// Allocates the memory of the append step.
+Status Allocate(const RunContext& context, CacheAppendArgs* append) {
+  CacheAppendArgs& a = *append;
   const auto allocate = [&context](int64_t bytes, auto** pointer) {
     void* memory = nullptr;
     STOF_RETURN_IF_ERROR(context.Allocate(static_cast<size_t>(bytes), &memory));
     *pointer = static_cast<std::remove_pointer_t<decltype(pointer)>>(memory);
     return Status();
   };
-  const int64_t item = SizeOf(a.dtype);
   STOF_RETURN_IF_ERROR(allocate(a.B * 4, &a.first_row));
   if (context.on_cuda) STOF_RETURN_IF_ERROR(allocate(a.B * 4, &a.is_invalid));
-  t.query = a.query;
-  t.query_stride = a.query_stride;
-  if (a.cos != nullptr || a.query_norm != nullptr) {
-    STOF_RETURN_IF_ERROR(allocate(a.B * a.H * a.S * a.D * item, &a.rotated_query));
-    t.query = a.rotated_query;
-    t.query_stride = {a.H * a.S * a.D, a.S * a.D, a.D};
-  }
+  if (a.transform.given()) STOF_RETURN_IF_ERROR(allocate(a.B * a.H * a.S * a.D * SizeOf(a.dtype), &a.rotated_query));
   // A step of several tokens may drop rows that its first tokens attend.
   a.staging_capacity = context.on_cuda ? CudaStagingRows(a) : CpuCacheStagingRows(a);
-  if (a.staging_capacity > 0) {
-    int64_t bytes = 0;
-    if (__builtin_mul_overflow(a.B * a.G * a.D * SizeOf(CacheType(a)), a.staging_capacity, &bytes)) {
-      return Status::Error("the staging buffer of a sliding-window cache is too large");
-    }
-    STOF_RETURN_IF_ERROR(allocate(bytes, &a.staging_key));
-    STOF_RETURN_IF_ERROR(allocate(bytes, &a.staging_value));
+  if (a.staging_capacity == 0) return Status();
+  int64_t bytes = 0;
+  if (__builtin_mul_overflow(a.B * a.G * a.D * SizeOf(CacheType(a)), a.staging_capacity, &bytes)) {
+    return Status::Error("the staging buffer of a sliding-window cache is too large");
   }
-  const bool is_staged = a.staging_capacity > 0;
-  const int64_t rows = is_staged ? a.staging_capacity : a.capacity;
-  t.key = is_staged ? a.staging_key : a.present_key;
-  t.value = is_staged ? a.staging_value : a.present_value;
-  t.key_stride = t.value_stride = {a.G * rows * a.D, rows * a.D, a.D};
-  if (a.sliding_window > 0) t.T = std::min(step->total, rows);
-  return Status();
+  STOF_RETURN_IF_ERROR(allocate(bytes, &a.staging_key));
+  return allocate(bytes, &a.staging_value);
 }
 
 Status CachedAttentionOp::Run(const Tensor* inputs, int input_count, const Tensor* outputs, int output_count,
@@ -224,55 +221,37 @@ Status CachedAttentionOp::Run(const Tensor* inputs, int input_count, const Tenso
   Step step;
   Tensor expected[kOutputs];
   STOF_RETURN_IF_ERROR(BindOutputs(all, output_count, &step, expected));
-  for (int i = 0; i < kOutputs; ++i) STOF_RETURN_IF_ERROR(CheckOutput(kOutputNames[i], outputs[i], expected[i]));
+  STOF_RETURN_IF_ERROR(CheckResults(kResults, outputs, expected));
   std::shared_ptr<const CachedMask> mask = mask_;
   if (mask == nullptr) STOF_RETURN_IF_ERROR(MakeMask(all, &mask));
   if (expected[0].Elements() == 0 && expected[1].Elements() == 0) return Status();
-  STOF_RETURN_IF_ERROR(all.CheckData());
-  for (int i = 0; i < kOutputs; ++i) {
-    if (outputs[i].data == nullptr && expected[i].Elements() > 0) {
-      return Status::Error(std::string(kOutputNames[i]) + " has no data");
-    }
-  }
-  const bool has_past = all.Has(in::kPastKey);
-  STOF_RETURN_IF_ERROR(CheckCacheBuffers(has_past ? inputs + in::kPastKey : nullptr, outputs + 1, kCachedNames));
+  STOF_RETURN_IF_ERROR(CheckBuffers(kResults, all, outputs));
   CacheAppendArgs& a = step.append;
   if (a.past_key != nullptr && a.past_key == outputs[1].data && a.capacity > a.past_capacity) {
     return Status::Error("total_sequence_length is " + std::to_string(step.total) +
                          ", expected at most the capacity of past_key, " + std::to_string(a.past_capacity) +
                          ", which is the buffer of present_key, too");
   }
+  step.output = outputs[0].data;
   a.present_key = outputs[1].data;
   a.present_value = outputs[2].data;
-  STOF_RETURN_IF_ERROR(Allocate(context, &step));
-  step.attention.output = outputs[0].data;
-  Tables given;
-  for (const auto& [input, role] : {std::pair(in::kBias, "bias"), std::pair(in::kSink, "sink")}) {
-    if (!all.Has(input)) continue;
-    Tables operand;
-    operand.emplace_back(role, inputs[input]);
-    const Tensor* pad = nullptr;
-    const Status status = BindOperands(MaskParts(), &operand, context, &step.attention, &pad);
-    if (!status.ok()) return Status::Error(std::string(in::kNames[input]) + ": " + status.message());
-    given.push_back(operand.front());
-  }
-  step.attention.is_key_range = mask->is_range;
-  step.attention.window_left = mask->window_left;
-  if (!context.on_cuda || mask->is_range) step.attention.first_rows = a.first_row;
-  step.attention.is_invalid = a.is_invalid;
-  return context.on_cuda ? RunOnCuda(*mask, given, context, &step) : RunOnCpu(*mask, context, &step);
+  const AttentionShape shape = {a.B, a.H, a.G, a.S, step.total, a.D, a.D, a.dtype};
+  step.scores = ScoresOf(attributes_, a.D);
+  STOF_RETURN_IF_ERROR(BindBias(all, in::kBias, shape, &step.scores));
+  STOF_RETURN_IF_ERROR(BindSink(all, in::kSink, shape, &step.scores));
+  STOF_RETURN_IF_ERROR(Allocate(context, &a));
+  return context.on_cuda ? RunOnCuda(*mask, context, &step) : RunOnCpu(*mask, context, &step);
 }
 
-Status CachedAttentionOp::RunOnCpu(const CachedMask& mask, const RunContext& context, Step* step) const {
-  CacheAppendArgs& a = step->append;
-  AttentionArgs& t = step->attention;
+// Checks the lengths of the sequences, which the CPU reads.
+Status CheckLengths(const CacheAppendArgs& a, int64_t total) {
   for (int64_t b = 0; b < a.B; ++b) {
     const int64_t keys = int64_t{a.seqlens[b]} + 1;
     const int64_t least = a.is_first_prompt ? 1 : a.S;
-    if (keys < least || keys > step->total) {
+    if (keys < least || keys > total) {
       return Status::Error("seqlens_k[" + std::to_string(b) + "] is " + std::to_string(a.seqlens[b]) + ", expected " +
-                           std::to_string(least - 1) + " to " + std::to_string(step->total - 1) +
-                           ", as total_sequence_length is " + std::to_string(step->total));
+                           std::to_string(least - 1) + " to " + std::to_string(total - 1) +
+                           ", as total_sequence_length is " + std::to_string(total));
     }
     const int64_t past = a.is_first_prompt ? 0 : keys - a.S;
     if (a.sliding_window == 0 && past > a.past_capacity) {
@@ -281,6 +260,12 @@ Status CachedAttentionOp::RunOnCpu(const CachedMask& mask, const RunContext& con
                            std::to_string(a.past_capacity));
     }
   }
+  return Status();
+}
+
+Status CachedAttentionOp::RunOnCpu(const CachedMask& mask, const RunContext& context, Step* step) const {
+  CacheAppendArgs& a = step->append;
+  STOF_RETURN_IF_ERROR(CheckLengths(a, step->total));
   STOF_RETURN_IF_ERROR(CpuAppendToCache(a, context.parallel));
   if (a.B == 0 || a.S == 0) return Status();
   std::vector<int32_t> ends(static_cast<size_t>(a.B));
@@ -289,50 +274,43 @@ Status CachedAttentionOp::RunOnCpu(const CachedMask& mask, const RunContext& con
     const int64_t tokens = a.is_first_prompt ? int64_t{a.seqlens[b]} + 1 : a.S;
     ends[static_cast<size_t>(b)] = static_cast<int32_t>(a.first_row[b] + tokens);
   }
-  t.T = *std::max_element(ends.begin(), ends.end());
-  std::unique_ptr<BoundCachedMask> bound;
-  STOF_RETURN_IF_ERROR(BindMaskOnCpu(mask, a, &t, &ends, &bound));
+  HostMask bound;
+  STOF_RETURN_IF_ERROR(BindMaskOnCpu(mask, a, step->scores.bias.data != nullptr, std::move(ends), &bound));
+  AttentionArgs args = AttentionOf(*step, bound.keys);
+  args.mask.fixed = StaticMask::OfElements(bound.mask->view());
+  args.kv.key_ends = bound.ends.data();
+  args.kv.columns = bound.columns;
   const int threads = std::max(1, context.parallel.threads);
-  const CpuAttentionConfig config = ChooseCpuAttention(t, threads);
+  const CpuAttentionConfig config = ChooseCpuAttention(args, threads);
   void* workspace = nullptr;
-  STOF_RETURN_IF_ERROR(context.Allocate(CpuAttentionWorkspace(t, config, threads), &workspace));
-  STOF_RETURN_IF_ERROR(CpuAttention(t, config, workspace, context.parallel));
-  return bound->status();
+  STOF_RETURN_IF_ERROR(context.Allocate(CpuAttentionWorkspace(args, config, threads), &workspace));
+  STOF_RETURN_IF_ERROR(CpuAttention(args, config, workspace, context.parallel));
+  return bound.mask->status();
 }
 
-Status CachedAttentionOp::RunOnCuda(const CachedMask& mask, const Tables& given, const RunContext& context,
-                                    Step* step) const {
-  const CudaBackend* backend = FindCudaBackend();
-  if (backend == nullptr) return Status::Error(kNoCudaKernels);
-  if (mask_ == nullptr) {
-    return Status::Error("the tables of the mask are no constants, which the CUDA kernels need them to be");
-  }
+Status CachedAttentionOp::RunOnCuda(const CachedMask& mask, const RunContext& context, Step* step) const {
   CacheAppendArgs& a = step->append;
-  RunContext own = context;
-  if (own.keeper == nullptr) own.keeper = &keeper_;
+  const CudaBackend* backend = nullptr;
+  RunContext own;
+  STOF_RETURN_IF_ERROR(FindDevice(mask_ != nullptr, context, &keeper_, &backend, &own));
+  const int64_t rows = a.staging_capacity > 0 ? a.staging_capacity : a.capacity;
+  AttentionArgs args = AttentionOf(*step, a.sliding_window > 0 ? std::min(step->total, rows) : step->total);
+  args.kv.is_invalid = a.is_invalid;
   std::shared_ptr<const ColumnSource::Gathered> columns;
-  STOF_RETURN_IF_ERROR(UseKeyColumnsOnDevice(mask, a, backend->attention, own, &step->attention, &columns));
-  STOF_RETURN_IF_ERROR(CheckCudaAttention(step->attention));  // before the cache changes
-  a.most_keys = step->total;
-  if (!IsLimitedToKeyRange(step->attention)) a.clear_end = step->attention.T;
+  STOF_RETURN_IF_ERROR(BindWindow(mask, a, backend->attention, own, &args, &columns));
   // Where past and present are one buffer of all positions, the append step writes new rows alone.
   const bool is_in_place = a.past_key != nullptr && a.past_key == a.present_key;
-  if (is_in_place && a.sliding_window == 0 && !a.is_first_prompt) step->attention.seqlens = a.seqlens;
+  const bool has_window = args.mask.fixed.window() != nullptr;
+  if (has_window && is_in_place && a.sliding_window == 0 && !a.is_first_prompt) args.kv.seqlens = a.seqlens;
+  STOF_RETURN_IF_ERROR(CheckCudaAttention(args));  // before the cache changes
+  a.most_keys = step->total;
+  if (!IsLimitedToKeyRange(args)) a.clear_end = args.shape.T;
   STOF_RETURN_IF_ERROR(backend->cached_attention.append(a, context));
   if (a.B == 0 || a.S == 0) return Status();
-  AttentionArgs& t = step->attention;
-  const bool is_packed = !a.is_first_prompt && PackGroups(mask, &t);
-  const ExprSizes sizes = {a.B, t.H, t.S, t.T, 0};
   // The mask of a first prompt is constant: its block mask is made once, and kernels with a tile schedule take it.
-  if (a.is_first_prompt) {
-    return backend->attention.run(t, nullptr, *mask.of_first_prompt, sizes, given, own);
-  }
-  Tables operands = given;
-  if (!IsLimitedToKeyRange(t)) {
-    operands.emplace_back(kFirstPositions, TensorOfShape(DType::kI32, {a.B}));
-    operands.back().second.data = a.first_row;
-  }
-  return backend->attention.run(t, nullptr, is_packed ? *mask.of_groups : *mask.on_device, sizes, operands, own);
+  if (a.is_first_prompt) return RunOnDevice(*backend, args, *mask.of_first_prompt, nullptr, own);
+  const bool is_packed = PackGroups(mask, &args);
+  return RunOnDevice(*backend, args, is_packed ? *mask.of_groups : *mask.on_device, a.first_row, own);
 }
 
 Status CreateCachedAttention(const AttributeReader& attributes, std::unique_ptr<Op>* op) {

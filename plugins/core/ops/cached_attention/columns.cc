@@ -2,6 +2,7 @@
 #include "plugins/core/ops/cached_attention/columns.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "plugins/core/base/integers.h"
 
@@ -18,71 +19,79 @@ int64_t ColumnLength(const CachedMask& mask, const CacheAppendArgs& append, int6
 
 }  // namespace
 
-Status BindMaskOnCpu(const CachedMask& mask, const CacheAppendArgs& append, AttentionArgs* attention,
-                     std::vector<int32_t>* ends, std::unique_ptr<BoundCachedMask>* bound) {
+Status BindMaskOnCpu(const CachedMask& mask, const CacheAppendArgs& append, bool has_bias, std::vector<int32_t> ends,
+                     HostMask* bound) {
+  bound->keys = *std::max_element(ends.begin(), ends.end());
+  bound->ends = std::move(ends);
   std::shared_ptr<const ColumnSource::Gathered> gathered;
   const auto bind = [&](const MaskExpr& expr, const ColumnSplit* split, const KeyColumns* columns) {
-    const ExprSizes sizes = {append.B, append.H, append.S, attention->T, 0};
-    STOF_RETURN_IF_ERROR(
-        BoundCachedMask::Make(expr, sizes, append.first_row, ends->data(), bound, mask.alike_heads, split, columns));
-    (*bound)->Keep(gathered);
-    attention->elements = (*bound)->view();
-    attention->key_ends = ends->data();
+    const ExprSizes sizes = {append.B, append.H, append.S, bound->keys, 0};
+    STOF_RETURN_IF_ERROR(BoundCachedMask::Make(expr, sizes, append.first_row, bound->ends.data(), &bound->mask,
+                                               mask.alike_heads, split, columns));
+    bound->mask->Keep(gathered);
     return Status();
   };
   if (mask.columns == nullptr) return bind(mask.expr, nullptr, nullptr);
-  gathered = mask.columns->Get(append.H, append.G, ColumnLength(mask, append, attention->T), -1);
+  gathered = mask.columns->Get(append.H, append.G, ColumnLength(mask, append, bound->keys), -1);
   const KeyColumns* columns = gathered->columns.get();
-  if (gathered->mask != nullptr && attention->bias == nullptr) {
-    const AttentionArgs plain = *attention;
+  if (gathered->mask != nullptr && !has_bias) {
     const auto packed = static_cast<int32_t>(columns->packed());
-    for (int32_t& end : *ends) end += packed;
-    attention->columns = columns;
-    attention->T += packed;
-    if (attention->T <= MaskExpr::kMaxSize && bind(gathered->mask->parts.fixed, nullptr, nullptr).ok()) {
+    const auto lengthen = [bound](int32_t by) {
+      bound->keys += by;
+      for (int32_t& end : bound->ends) end += by;
+    };
+    lengthen(packed);
+    if (bound->keys <= MaskExpr::kMaxSize && bind(gathered->mask->parts.fixed, nullptr, nullptr).ok()) {
+      bound->columns = columns;
       return Status();
     }
-    for (int32_t& end : *ends) end -= packed;
-    *attention = plain;
+    lengthen(-packed);
   }
   return bind(mask.expr, &mask.columns->split(), columns);
 }
 
-Status UseKeyColumnsOnDevice(const CachedMask& mask, const CacheAppendArgs& append, const AttentionBackend& backend,
-                             const RunContext& context, AttentionArgs* attention,
-                             std::shared_ptr<const ColumnSource::Gathered>* columns) {
-  AttentionArgs ranged = *attention;
-  ranged.first_rows = append.first_row;
-  ranged.is_key_range = true;
-  ranged.window_left = mask.column_window;
-  ranged.window_block = mask.column_block;
-  if (mask.column_window < 0 || append.is_first_prompt || ranged.bias != nullptr || append.B == 0 ||
-      !IsLimitedToKeyRange(ranged)) {
+Status BindWindow(const CachedMask& mask, const CacheAppendArgs& append, const AttentionBackend& backend,
+                  const RunContext& context, AttentionArgs* attention,
+                  std::shared_ptr<const ColumnSource::Gathered>* columns) {
+  CausalWindow window;
+  window.first_rows = append.first_row;
+  if (mask.is_range) {
+    window.window_left = mask.window_left;
+    attention->mask.fixed = StaticMask::OfWindow(window);
     return Status();
   }
-  *columns = mask.columns->Get(append.H, append.G, ColumnLength(mask, append, ranged.T), -1);
-  ranged.range_columns = (*columns)->columns.get();
-  if (ranged.range_columns == nullptr) return Status();
+  window.window_left = mask.column_window;
+  AttentionArgs windowed = *attention;
+  windowed.mask.fixed = StaticMask::OfWindow(window);
+  if (mask.column_window < 0 || append.is_first_prompt || windowed.scores.bias.data != nullptr || append.B == 0 ||
+      !IsLimitedToKeyRange(windowed)) {
+    return Status();
+  }
+  *columns = mask.columns->Get(append.H, append.G, ColumnLength(mask, append, windowed.shape.T), -1);
+  window.columns = (*columns)->columns.get();
+  window.window_block = mask.column_block;
+  if (window.columns == nullptr) return Status();
   bool is_ready = false;
-  STOF_RETURN_IF_ERROR(backend.upload_columns(*ranged.range_columns, context, &is_ready));
-  if (is_ready) *attention = ranged;
+  STOF_RETURN_IF_ERROR(backend.upload_columns(*window.columns, context, &is_ready));
+  if (is_ready) attention->mask.fixed = StaticMask::OfWindow(window);
   return Status();
 }
 
 bool PackGroups(const CachedMask& mask, AttentionArgs* attention) {
   AttentionArgs& args = *attention;
   constexpr int64_t kMostHeads = 16;  // more are no few queries
-  const int64_t group = args.H / args.G;
-  if (mask.of_groups == nullptr || args.S != 1 || args.is_key_range || group > kMostHeads || args.sink != nullptr ||
-      args.bias != nullptr) {
+  AttentionShape& shape = args.shape;
+  const int64_t group = shape.H / shape.G;
+  if (mask.of_groups == nullptr || shape.S != 1 || args.mask.fixed.window() != nullptr || group > kMostHeads ||
+      args.scores.sink.data != nullptr || args.scores.bias.data != nullptr) {
     return false;
   }
-  for (Strides* stride : {&args.query_stride, &args.output_stride}) {
+  for (Strides* stride : {&args.query.stride, &args.output.stride}) {
     stride->s = stride->h;
     stride->h *= group;
   }
-  args.H = args.G;
-  args.S = group;
+  shape.H = shape.G;
+  shape.S = group;
   return true;
 }
 

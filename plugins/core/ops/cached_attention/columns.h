@@ -14,16 +14,23 @@
 
 namespace stof {
 
-// Binds the mask of a run on the CPU: sets attention->elements, and key_ends to *ends. ends: [B], the numbers of keys.
-// Where gathering the key columns pays, the key axis of attention and *ends begin with them.
-Status BindMaskOnCpu(const CachedMask& mask, const CacheAppendArgs& append, AttentionArgs* attention,
-                     std::vector<int32_t>* ends, std::unique_ptr<BoundCachedMask>* bound);
+// The mask of a run on the CPU, and the key axis that it is over.
+struct HostMask {
+  int64_t keys = 0;                     // T
+  std::vector<int32_t> ends;            // [B], the number of keys of each sequence
+  const KeyColumns* columns = nullptr;  // those in front of the keys, which the kernel gathers; nullptr: none
+  std::unique_ptr<BoundCachedMask> mask;
+};
+// ends: [B], the numbers of keys. Where gathering the key columns pays, the key axis begins with them; it does not
+// beside a bias of pairs.
+Status BindMaskOnCpu(const CachedMask& mask, const CacheAppendArgs& append, bool has_bias, std::vector<int32_t> ends,
+                     HostMask* bound);
 
-// Has attention on a device read a key range and the mask's key columns, where that suits the step. The columns live as
-// long as *columns.
-Status UseKeyColumnsOnDevice(const CachedMask& mask, const CacheAppendArgs& append, const AttentionBackend& backend,
-                             const RunContext& context, AttentionArgs* attention,
-                             std::shared_ptr<const ColumnSource::Gathered>* columns);
+// Has attention on a device read a causal window, where the mask is one, or one beside its key columns, where that
+// suits the step. The columns live as long as *columns.
+Status BindWindow(const CachedMask& mask, const CacheAppendArgs& append, const AttentionBackend& backend,
+                  const RunContext& context, AttentionArgs* attention,
+                  std::shared_ptr<const ColumnSource::Gathered>* columns);
 
 // Where the heads of a group have one mask that reads h, a step of one token takes them as queries of their KV head, so
 // that keys are read once for all of them. False, and nothing changes, in other cases.

@@ -60,9 +60,9 @@ Status BindTransforms(const NamedInputs& inputs, const TokenInputs& at, const Ca
   STOF_RETURN_IF_ERROR(inputs.CheckPair(at.query_norm, at.key_norm));
   if (inputs.Has(at.query_norm)) {
     for (const int i : {at.query_norm, at.key_norm}) STOF_RETURN_IF_ERROR(inputs.Check(i, a.dtype, {a.D}));
-    a.query_norm = inputs[at.query_norm].data;
-    a.key_norm = inputs[at.key_norm].data;
-    a.epsilon = attributes.epsilon;
+    a.transform.query_norm = inputs[at.query_norm].data;
+    a.transform.key_norm = inputs[at.key_norm].data;
+    a.transform.epsilon = attributes.epsilon;
   }
   if (!attributes.do_rotary) return Status();
   for (const int i : {at.cos, at.sin}) {
@@ -76,28 +76,13 @@ Status BindTransforms(const NamedInputs& inputs, const TokenInputs& at, const Ca
                                          " and data type " + TypeText(a.dtype));
   }
   STOF_RETURN_IF_ERROR(inputs.Check(at.sin, a.dtype, {cos.dims[0], cos.dims[1]}));
-  a.cos = cos.data;
-  a.sin = inputs[at.sin].data;
-  a.rotary_rows = cos.dims[0];
-  a.rotary_size = 2 * cos.dims[1];
-  a.rotary_offset = rotary_offset;
-  a.is_interleaved = attributes.is_interleaved;
+  a.transform.cos = cos.data;
+  a.transform.sin = inputs[at.sin].data;
+  a.transform.rotary_rows = cos.dims[0];
+  a.transform.rotary_size = 2 * cos.dims[1];
+  a.transform.rotary_offset = rotary_offset;
+  a.transform.is_interleaved = attributes.is_interleaved;
   return Status();
-}
-
-Tables MaskTables(const NamedInputs& inputs, int first) {
-  Tables tables;
-  for (int i = first; i < inputs.count(); ++i) {
-    if (inputs.Has(i)) tables.emplace_back(inputs.Name(i), inputs[i]);
-  }
-  return tables;
-}
-
-bool LacksTable(const NamedInputs& inputs, int first) {
-  for (int i = first; i < inputs.count(); ++i) {
-    if (!inputs.Has(i)) return true;
-  }
-  return false;
 }
 
 }  // namespace stof

@@ -1,13 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// What StofCachedAttention and StofPagedAttention check and bind alike: the inputs of new tokens, and the mask's
-// tables.
+// What StofCachedAttention and StofPagedAttention check and bind alike of new tokens. kv_attention.h has the rest.
 #ifndef STOF_PLUGINS_CORE_OPS_CACHED_ATTENTION_NEW_TOKENS_H_
 #define STOF_PLUGINS_CORE_OPS_CACHED_ATTENTION_NEW_TOKENS_H_
 
 #include <cstdint>
 
 #include "plugins/core/contract/cached_attention.h"
-#include "plugins/core/mask/expr.h"
 #include "plugins/core/ops/cached_attention/cached_attention.h"
 #include "plugins/core/ops/named_inputs.h"
 
@@ -26,11 +24,6 @@ Status BindTokens(const NamedInputs& inputs, const TokenInputs& at, const Cached
 // Checks the weights of RMS norms and, with do_rotary, the rotary tables, and binds them. Needs the sizes in *args.
 Status BindTransforms(const NamedInputs& inputs, const TokenInputs& at, const CachedAttentionAttributes& attributes,
                       int64_t rotary_offset, CacheAppendArgs* args);
-
-// The tables that are given, from input `first` on, with the inputs' names.
-Tables MaskTables(const NamedInputs& inputs, int first);
-// Whether one of the inputs from `first` on is absent: a table that is no constant, while a node is made.
-bool LacksTable(const NamedInputs& inputs, int first);
 
 }  // namespace stof
 #endif  // STOF_PLUGINS_CORE_OPS_CACHED_ATTENTION_NEW_TOKENS_H_

@@ -4,23 +4,10 @@
 
 #include "plugins/core/contract/attention_limits.h"
 #include "plugins/core/host/quoted.h"
+#include "plugins/core/ops/attribute_checks.h"
 #include "plugins/core/ops/cached_attention/cached_attention.h"
 
 namespace stof {
-namespace {
-
-Status ParseFlag(const AttributeReader& attributes, const char* name, bool* value) {
-  int64_t given = 0;
-  attributes.Int(name, &given);
-  if (given != 0 && given != 1) {
-    return Status::Error("attribute " + std::string(name) + " is " + std::to_string(given) + ", expected 0 or 1");
-  }
-  *value = given == 1;
-  return Status();
-}
-
-}  // namespace
-
 Status ParseCachedAttention(const AttributeReader& attributes, CachedAttentionAttributes* parsed) {
   CachedAttentionAttributes& a = *parsed;
   attributes.String("mask", &a.mask);
@@ -40,24 +27,22 @@ Status ParseCachedAttention(const AttributeReader& attributes, CachedAttentionAt
   const bool caps = a.softcap != 0.0f;
   if (!std::isfinite(a.softcap) ||
       (caps && (a.softcap < kLeast || a.softcap > kMost || std::fabs(a.scale / a.softcap) > kMost))) {
-    return Status::Error("attribute softcap is " + PrintFloat(a.softcap) +
-                         ", expected 0 or 1e-30 to 1e30, and no more than 1e30 times smaller than scale");
+    return UnexpectedAttribute("softcap", PrintFloat(a.softcap),
+                               "0 or 1e-30 to 1e30, and no more than 1e30 times smaller than scale");
   }
   if (!std::isfinite(a.epsilon) || a.epsilon < 0.0f) {
-    return Status::Error("attribute qk_norm_epsilon is " + PrintFloat(a.epsilon) + ", expected 0 or more");
+    return UnexpectedAttribute("qk_norm_epsilon", PrintFloat(a.epsilon), "0 or more");
   }
   for (const auto& [name, heads] : {std::pair("num_heads", a.num_heads), std::pair("kv_num_heads", a.kv_num_heads)}) {
     if (heads >= 1 && heads <= AttentionLimits::kMostHeads) continue;
-    return Status::Error("attribute " + std::string(name) + " is " + std::to_string(heads) + ", expected 1 to " +
-                         std::to_string(AttentionLimits::kMostHeads));
+    return UnexpectedAttribute(name, heads, "1 to " + std::to_string(AttentionLimits::kMostHeads));
   }
   if (a.num_heads % a.kv_num_heads != 0) {
-    return Status::Error("attribute num_heads is " + std::to_string(a.num_heads) +
-                         ", expected a multiple of kv_num_heads, " + std::to_string(a.kv_num_heads));
+    return UnexpectedAttribute("num_heads", a.num_heads,
+                               "a multiple of kv_num_heads, " + std::to_string(a.kv_num_heads));
   }
   if (a.sliding_window < 0 || a.sliding_window > AttentionLimits::kMostLength) {
-    return Status::Error("attribute sliding_window_cache is " + std::to_string(a.sliding_window) +
-                         ", expected 0 or a window of up to 2^22");
+    return UnexpectedAttribute("sliding_window_cache", a.sliding_window, "0 or a window of up to 2^22");
   }
   return Status();
 }

@@ -3,17 +3,17 @@
 #include "plugins/core/ops/paged_attention/paged_attention.h"
 
 #include <algorithm>
-#include <cmath>
 #include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "plugins/core/contract/attention_limits.h"
-#include "plugins/core/ops/attention_operands.h"
-#include "plugins/core/ops/attention_shapes.h"
+#include "plugins/core/ops/attention.h"
+#include "plugins/core/ops/attribute_checks.h"
 #include "plugins/core/ops/cached_attention/cached_attention.h"
 #include "plugins/core/ops/cached_attention/new_tokens.h"
+#include "plugins/core/ops/kv_attention.h"
 #include "plugins/core/ops/named_inputs.h"
 
 namespace stof {
@@ -25,10 +25,11 @@ using Inputs = NamedInputs;
 constexpr TokenInputs kTokenInputs = {in::kQuery, in::kKey,       in::kValue,  in::kCos,
                                       in::kSin,   in::kQueryNorm, in::kKeyNorm};
 
-constexpr int kOutputs = 3;
 constexpr int kLeastInputs = in::kBlockTable + 1;
-constexpr const char* kOutputNames[kOutputs] = {"output", "key_cache_out", "value_cache_out"};
-constexpr CacheNames kPagedNames = {{"key_cache", "value_cache"}, {"key_cache_out", "value_cache_out"}};
+constexpr KvResults kResults = {{"output", "key_cache_out", "value_cache_out"},
+                                {{"key_cache", "value_cache"}, {"key_cache_out", "value_cache_out"}},
+                                in::kKeyCache};
+constexpr int kOutputs = KvResults::kCount;
 constexpr int64_t kLeastBlock = 16, kMostBlock = int64_t{1} << 20;
 constexpr int64_t kMostBlocks = (int64_t{1} << 31) - 1;
 
@@ -45,8 +46,7 @@ Status ParsePagedAttention(const AttributeReader& attributes, PagedAttributes* p
     return Status::Error("attribute sliding_window_cache is given, expected none: the block table makes a ring");
   }
   if (parsed->rotary_offset < 0 || parsed->rotary_offset % 8 != 0 || parsed->rotary_offset > Limits::kLargestHeadSize) {
-    return Status::Error("attribute rotary_offset is " + std::to_string(parsed->rotary_offset) +
-                         ", expected a multiple of 8 below the head size");
+    return UnexpectedAttribute("rotary_offset", parsed->rotary_offset, "a multiple of 8 below the head size");
   }
   return Status();
 }
@@ -77,10 +77,7 @@ class PagedAttentionOp final : public Op {
 Status PagedAttentionOp::Prepare(const Tensor* inputs, int input_count) {
   const Inputs all(inputs, input_count, in::kNames);
   STOF_RETURN_IF_ERROR(all.CheckCount(kLeastInputs, in::kCount));
-  const Status status = MakeMask(all, &mask_);
-  if (status.ok()) return status;
-  // A table that is no constant is not known here. Each run then parses the mask.
-  return LacksTable(all, in::kTables) ? Status() : status;
+  return BindMask(all, in::kTables, [&](auto* mask) { return MakeMask(all, mask); }, &mask_);
 }
 
 Status PagedAttentionOp::MakeMask(const Inputs& inputs, std::shared_ptr<const CachedMask>* mask) const {
@@ -163,16 +160,8 @@ Status PagedAttentionOp::Bind(const Inputs& inputs, PagedRun* run) const {
   STOF_RETURN_IF_ERROR(BindTokens(inputs, kTokenInputs, attributes_.common, false, &a));
   STOF_RETURN_IF_ERROR(BindCache(inputs, run));
   STOF_RETURN_IF_ERROR(BindTransforms(inputs, kTokenInputs, attributes_.common, attributes_.rotary_offset, &a));
-  run->has_query_copy = a.query_norm != nullptr || attributes_.common.do_rotary;
-  STOF_RETURN_IF_ERROR(BindMetadata(inputs, run));
-  AttentionArgs& t = run->attention;
-  const CachedAttentionAttributes& common = attributes_.common;
-  t.H = a.H, t.G = a.G, t.D = t.Dv = a.D;
-  t.dtype = a.dtype;
-  t.scale = common.scale != 0.0f ? common.scale : 1.0f / std::sqrt(static_cast<float>(a.D));
-  t.softcap = common.softcap;
-  t.kernel = common.kernel.c_str();
-  return Status();
+  run->has_query_copy = a.transform.query_norm != nullptr || attributes_.common.do_rotary;
+  return BindMetadata(inputs, run);
 }
 
 Status PagedAttentionOp::InferOutputs(const Tensor* inputs, int input_count, Tensor* outputs, int output_count) const {
@@ -198,37 +187,26 @@ Status PagedAttentionOp::Run(const Tensor* inputs, int input_count, const Tensor
   Tensor expected[kOutputs];
   STOF_RETURN_IF_ERROR(InferOutputs(inputs, input_count, expected, output_count));
   STOF_RETURN_IF_ERROR(Bind(all, &run));
-  for (int i = 0; i < kOutputs; ++i) STOF_RETURN_IF_ERROR(CheckOutput(kOutputNames[i], outputs[i], expected[i]));
+  STOF_RETURN_IF_ERROR(CheckResults(kResults, outputs, expected));
   std::shared_ptr<const CachedMask> mask = mask_;
   if (mask == nullptr) STOF_RETURN_IF_ERROR(MakeMask(all, &mask));
   if (expected[0].Elements() == 0 && expected[1].Elements() == 0) return Status();
-  STOF_RETURN_IF_ERROR(all.CheckData());
-  for (int i = 0; i < kOutputs; ++i) {
-    if (outputs[i].data == nullptr && expected[i].Elements() > 0) {
-      return Status::Error(std::string(kOutputNames[i]) + " has no data");
-    }
-  }
-  STOF_RETURN_IF_ERROR(CheckCacheBuffers(inputs + in::kKeyCache, outputs + 1, kPagedNames));
+  STOF_RETURN_IF_ERROR(CheckBuffers(kResults, all, outputs));
   PagedAppendArgs& p = run.append;
   p.tokens.present_key = outputs[1].data;
   p.tokens.present_value = outputs[2].data;
   if (mask->is_range) p.window_left = mask->window_left;
-  run.attention.output = outputs[0].data;
-  Tables operands;
-  if (all.Has(in::kSink)) {
-    operands.emplace_back("sink", inputs[in::kSink]);
-    const Tensor* pad = nullptr;
-    run.attention.B = 1, run.attention.S = 1, run.attention.T = 1;  // a sink depends on none of them
-    const Status status = BindOperands(MaskParts(), &operands, context, &run.attention, &pad);
-    if (!status.ok()) return Status::Error("head_sink: " + status.message());
-  }
+  run.output = outputs[0].data;
+  run.kernel = attributes_.common.kernel.c_str();
+  const CacheAppendArgs& a = p.tokens;
+  run.scores = ScoresOf(attributes_.common, a.D);
+  // Sinks depend on neither batch nor lengths.
+  STOF_RETURN_IF_ERROR(BindSink(all, in::kSink, {1, a.H, a.G, 1, 1, a.D, a.D, a.dtype}, &run.scores));
   if (!context.on_cuda) return RunPagedOnCpu(*mask, context, &run);
-  if (mask_ == nullptr) {
-    return Status::Error("the tables of the mask are no constants, which the CUDA kernels need them to be");
-  }
-  RunContext own = context;
-  if (own.keeper == nullptr) own.keeper = &keeper_;
-  return RunPagedOnCuda(*mask, operands, own, &run);
+  const CudaBackend* backend = nullptr;
+  RunContext own;
+  STOF_RETURN_IF_ERROR(FindDevice(mask_ != nullptr, context, &keeper_, &backend, &own));
+  return RunPagedOnCuda(*mask, *backend, own, &run);
 }
 
 Status CreatePagedAttention(const AttributeReader& attributes, std::unique_ptr<Op>* op) {

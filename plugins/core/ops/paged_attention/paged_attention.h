@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "plugins/core/contract/cuda_backend.h"
 #include "plugins/core/contract/op.h"
 #include "plugins/core/contract/paged_attention.h"
 #include "plugins/core/mask/cached_mask.h"
@@ -25,19 +26,21 @@ constexpr const char* kNames[kCount] = {
     "table1",        "table2",        "table3"};
 }  // namespace paged_input
 
-// The arguments of one run: of the append step, and of attention over the pages. On the CPU attention is run for
-// sequences of equal length at a time, on a device for all.
+// What one run is given: the arguments of the append step, and those parts of attention over the pages that do not
+// depend on it. On the CPU attention is run for sequences of equal length at a time, on a device for all.
 struct PagedRun {
   PagedAppendArgs append;
-  AttentionArgs attention;      // sizes, scale, softcap and operands
+  ScoreArgs scores;
+  void* output = nullptr;  // [N, H * D]
+  const char* kernel = "";
   bool has_query_copy = false;  // rotary embedding or norm: queries are not read in place
   // Bounds of attention_metadata, 0: unknown.
   int64_t most_queries = 0, most_keys = 0;
 };
 
 Status RunPagedOnCpu(const CachedMask& mask, const RunContext& context, PagedRun* run);
-// operands: of attention.run. The mask's tables are constant.
-Status RunPagedOnCuda(const CachedMask& mask, const Tables& operands, const RunContext& context, PagedRun* run);
+// The mask's tables are constant.
+Status RunPagedOnCuda(const CachedMask& mask, const CudaBackend& backend, const RunContext& context, PagedRun* run);
 
 const OpDescription* PagedAttentionDescription();
 

@@ -9,6 +9,7 @@
 #include "plugins/core/contract/attention.h"
 #include "plugins/core/contract/attention_limits.h"
 #include "plugins/core/contract/cuda_backend.h"
+#include "plugins/core/ops/kv_attention.h"
 #include "plugins/core/ops/paged_attention/paged_attention.h"
 
 namespace stof {
@@ -54,27 +55,54 @@ const char* Advance(const void* from, int64_t elements, DType dtype) {
   return static_cast<const char*>(from) + elements * SizeOf(dtype);
 }
 
-// The arguments of attention of one batch. Its mask is not bound.
-AttentionArgs ArgsOf(const PagedRun& run, const PagedStep& step, const Batch& batch) {
+// The attention of B sequences of S queries each over at most T keys. Its queries, keys and output are not bound.
+AttentionArgs ArgsOf(const PagedRun& run, int64_t B, int64_t S, int64_t T) {
+  const CacheAppendArgs& a = run.append.tokens;
+  AttentionArgs args;
+  args.shape = {B, a.H, a.G, S, T, a.D, a.D, a.dtype};
+  args.scores = run.scores;
+  args.kernel = run.kernel;
+  return args;
+}
+
+// The same over the pages.
+AttentionArgs PagedArgsOf(const PagedRun& run, int64_t B, int64_t S, int64_t T) {
+  const CacheAppendArgs& a = run.append.tokens;
+  AttentionArgs args = ArgsOf(run, B, S, T);
+  const Strides rows = {0, a.D, a.G * a.D};
+  args.key = {a.present_key, rows};
+  args.value = {a.present_value, rows};
+  return args;
+}
+
+// The attention of one batch on the CPU.
+struct BatchRun {
+  AttentionArgs args;
+  std::unique_ptr<BoundCachedMask> mask;
+  CpuAttentionConfig config;
+};
+Status BindBatch(const CachedMask& mask, const PagedRun& run, const PagedStep& step, const Batch& batch, int threads,
+                 BatchRun* bound) {
   const PagedAppendArgs& p = run.append;
   const CacheAppendArgs& a = p.tokens;
-  AttentionArgs t = run.attention;
   const int64_t S = batch.tokens, first_token = p.cumulative[batch.first];
-  t.B = batch.count, t.S = S;
+  const int32_t* const ends = step.key_ends.data() + batch.first;
+  AttentionArgs& args = bound->args;
+  args = PagedArgsOf(run, batch.count, S, *std::max_element(ends, ends + batch.count));
   const int64_t stride = run.has_query_copy ? a.H * a.D : a.query_stride.s;
-  t.query = Advance(run.has_query_copy ? a.rotated_query : a.query, first_token * stride, a.dtype);
-  t.query_stride = {S * stride, a.D, stride};
-  t.output = const_cast<char*>(Advance(t.output, first_token * a.H * a.D, a.dtype));
-  t.output_stride = {S * a.H * a.D, a.D, a.H * a.D};
-  t.key = a.present_key, t.value = a.present_value;
-  t.key_stride = t.value_stride = {0, a.D, a.G * a.D};
-  t.pages = p.pages;
-  t.pages.table = step.table.data() + batch.first * step.columns;
-  t.pages.columns = step.columns;
-  t.first_rows = p.past + batch.first;
-  t.key_ends = step.key_ends.data() + batch.first;
-  t.T = *std::max_element(t.key_ends, t.key_ends + t.B);
-  return t;
+  args.query.data = Advance(run.has_query_copy ? a.rotated_query : a.query, first_token * stride, a.dtype);
+  args.query.stride = {S * stride, a.D, stride};
+  args.output.data = const_cast<char*>(Advance(run.output, first_token * a.H * a.D, a.dtype));
+  args.output.stride = {S * a.H * a.D, a.D, a.H * a.D};
+  args.kv.pages = p.pages;
+  args.kv.pages.table = step.table.data() + batch.first * step.columns;
+  args.kv.pages.columns = step.columns;
+  args.kv.key_ends = ends;
+  const ExprSizes sizes = {args.shape.B, args.shape.H, args.shape.S, args.shape.T, 0};
+  STOF_RETURN_IF_ERROR(BoundCachedMask::Make(mask.expr, sizes, p.past + batch.first, ends, &bound->mask));
+  args.mask.fixed = StaticMask::OfElements(bound->mask->view());
+  bound->config = ChooseCpuAttention(args, threads);
+  return Status();
 }
 
 }  // namespace
@@ -88,24 +116,14 @@ Status RunPagedOnCpu(const CachedMask& mask, const RunContext& context, PagedRun
   if (run->has_query_copy) {
     STOF_RETURN_IF_ERROR(AllocateFor(context, {a.S, a.H, a.D, SizeOf(a.dtype)}, &a.rotated_query));
   }
-  struct Part {
-    AttentionArgs args;
-    std::unique_ptr<BoundCachedMask> mask;
-    CpuAttentionConfig config;
-  };
-  std::vector<Part> parts;
+  std::vector<BatchRun> runs;
   const int threads = std::max(1, context.parallel.threads);
   size_t bytes = 0;
   for (const Batch& batch : FindBatches(p)) {
-    Part part;
-    part.args = ArgsOf(*run, step, batch);
-    const AttentionArgs& t = part.args;
-    const ExprSizes sizes = {t.B, t.H, t.S, t.T, 0};
-    STOF_RETURN_IF_ERROR(BoundCachedMask::Make(mask.expr, sizes, t.first_rows, t.key_ends, &part.mask));
-    part.args.elements = part.mask->view();
-    part.config = ChooseCpuAttention(part.args, threads);
-    bytes = std::max(bytes, CpuAttentionWorkspace(part.args, part.config, threads));
-    parts.push_back(std::move(part));
+    BatchRun bound;
+    STOF_RETURN_IF_ERROR(BindBatch(mask, *run, step, batch, threads, &bound));
+    bytes = std::max(bytes, CpuAttentionWorkspace(bound.args, bound.config, threads));
+    runs.push_back(std::move(bound));
   }
   void* workspace = nullptr;
   STOF_RETURN_IF_ERROR(context.Allocate(bytes, &workspace));
@@ -117,11 +135,11 @@ Status RunPagedOnCpu(const CachedMask& mask, const RunContext& context, PagedRun
   STOF_RETURN_IF_ERROR(CpuAppendToPages(p, step, context.parallel));
   const int64_t row = a.H * a.D * SizeOf(a.dtype), tokens = p.cumulative[p.B];
   if (a.S > tokens) {  // padding
-    std::memset(static_cast<char*>(run->attention.output) + tokens * row, 0, static_cast<size_t>((a.S - tokens) * row));
+    std::memset(static_cast<char*>(run->output) + tokens * row, 0, static_cast<size_t>((a.S - tokens) * row));
   }
-  for (const Part& part : parts) {
-    STOF_RETURN_IF_ERROR(CpuAttention(part.args, part.config, workspace, context.parallel));
-    STOF_RETURN_IF_ERROR(part.mask->status());
+  for (const BatchRun& bound : runs) {
+    STOF_RETURN_IF_ERROR(CpuAttention(bound.args, bound.config, workspace, context.parallel));
+    STOF_RETURN_IF_ERROR(bound.mask->status());
   }
   return Status();
 }
@@ -156,17 +174,33 @@ Status FindBounds(const CudaBackend& backend, const RunContext& context, PagedRu
   return Status();
 }
 
+// The queries and the output of a run on a device: rows of `most_queries` for each sequence.
+struct PaddedRows {
+  void* query = nullptr;   // [B, H, S, D]
+  void* output = nullptr;  // [B, S, H, D]
+};
+
+// Binds the rows of the sequences from `first` on.
+void BindPadded(const PaddedRows& padded, int64_t first, AttentionArgs* args) {
+  const auto& [B, H, G, S, T, D, Dv, dtype, kv_dtype] = args->shape;
+  const int64_t begin = first * S * H * D;
+  args->query = {Advance(padded.query, begin, dtype), {H * S * D, S * D, D}};
+  args->output.data = const_cast<char*>(Advance(padded.output, begin, dtype));
+  args->output.stride = {S * H * D, D, H * D};
+}
+
 // Attention by gathered keys and values, for as many sequences at a time as the workspace holds.
-Status RunGathered(const CudaBackend& backend, const CachedMask& mask, const Tables& given, const RunContext& context,
-                   const PagedAppendArgs& p, const AttentionArgs& whole) {
+Status RunGathered(const CudaBackend& backend, const CachedMask& mask, const RunContext& context, const PagedRun& run,
+                   const PaddedRows& padded) {
+  const PagedAppendArgs& p = run.append;
   const CacheAppendArgs& a = p.tokens;
-  const int64_t item = SizeOf(a.dtype), row = a.G * whole.T * a.D;
+  const int64_t T = p.most_keys, item = SizeOf(a.dtype), row = a.G * T * a.D;
   const int64_t count = std::clamp<int64_t>(kGatheredBytes / std::max<int64_t>(1, 2 * row * item), 1, p.B);
   void* gathered[2];
   for (void*& memory : gathered) STOF_RETURN_IF_ERROR(AllocateFor(context, {count, row, item}, &memory));
   for (int64_t b = 0; b < p.B; b += count) {
     PagedGatherArgs g;
-    g.B = std::min(count, p.B - b), g.G = a.G, g.T = whole.T, g.D = a.D, g.dtype = a.dtype;
+    g.B = std::min(count, p.B - b), g.G = a.G, g.T = T, g.D = a.D, g.dtype = a.dtype;
     g.pages = p.pages;
     g.pages.table += b * p.pages.columns;
     g.cache[0] = a.present_key, g.cache[1] = a.present_value;
@@ -174,63 +208,44 @@ Status RunGathered(const CudaBackend& backend, const CachedMask& mask, const Tab
     g.first_rows = p.first_rows + b, g.key_ends = p.key_ends + b;
     g.window_left = p.window_left;
     STOF_RETURN_IF_ERROR(backend.paged_attention.gather(g, context));
-    AttentionArgs t = whole;
-    t.B = g.B;
-    t.query = Advance(whole.query, b * whole.query_stride.b, a.dtype);
-    t.output = const_cast<char*>(Advance(whole.output, b * whole.output_stride.b, a.dtype));
-    t.key = gathered[0], t.value = gathered[1];
-    t.key_stride = t.value_stride = {row, whole.T * a.D, a.D};
-    Tables operands = given;
-    operands.emplace_back(kFirstPositions, TensorOfShape(DType::kI32, {t.B}));
-    operands.back().second.data = p.first_rows + b;
-    const ExprSizes sizes = {t.B, t.H, t.S, t.T, 0};
-    STOF_RETURN_IF_ERROR(backend.attention.run(t, nullptr, *mask.on_device, sizes, operands, context));
+    AttentionArgs args = ArgsOf(run, g.B, p.most_queries, T);
+    const Strides dense = {row, T * a.D, a.D};
+    args.key = {gathered[0], dense};
+    args.value = {gathered[1], dense};
+    BindPadded(padded, b, &args);
+    STOF_RETURN_IF_ERROR(RunOnDevice(backend, args, *mask.on_device, p.first_rows + b, context));
   }
   return Status();
 }
 
 }  // namespace
 
-Status RunPagedOnCuda(const CachedMask& mask, const Tables& given, const RunContext& context, PagedRun* run) {
-  const CudaBackend* backend = FindCudaBackend();
-  if (backend == nullptr) return Status::Error(kNoCudaKernels);
+Status RunPagedOnCuda(const CachedMask& mask, const CudaBackend& backend, const RunContext& context, PagedRun* run) {
   PagedAppendArgs& p = run->append;
   CacheAppendArgs& a = p.tokens;
-  STOF_RETURN_IF_ERROR(FindBounds(*backend, context, run));
+  STOF_RETURN_IF_ERROR(FindBounds(backend, context, run));
   for (int32_t** counts : {&p.first_rows, &p.key_ends, &p.is_invalid}) {
     STOF_RETURN_IF_ERROR(AllocateFor(context, {std::max<int64_t>(p.B, 1), 4}, counts));
   }
-  AttentionArgs t = run->attention;
-  t.B = p.B, t.S = p.most_queries, t.T = p.most_keys;
-  void* padded = nullptr;
-  const std::vector<int64_t> sizes_of_rows = {t.B, t.S, t.H, t.D, SizeOf(a.dtype)};
-  STOF_RETURN_IF_ERROR(AllocateFor(context, sizes_of_rows, &a.rotated_query));
-  STOF_RETURN_IF_ERROR(AllocateFor(context, sizes_of_rows, &padded));
-  t.query = a.rotated_query;
-  t.query_stride = {t.H * t.S * t.D, t.S * t.D, t.D};
-  t.output = padded;
-  t.output_stride = {t.S * t.H * t.D, t.D, t.H * t.D};
-  t.key = a.present_key, t.value = a.present_value;
-  t.key_stride = t.value_stride = {0, t.D, t.G * t.D};
-  STOF_RETURN_IF_ERROR(CheckCudaAttention(t));  // before the cache changes
-  STOF_RETURN_IF_ERROR(backend->paged_attention.append(p, context));
-  if (t.B > 0 && t.S > 0 && t.T > 0) {
-    if (!CanReadPages(t)) {
-      STOF_RETURN_IF_ERROR(RunGathered(*backend, mask, given, context, p, t));
-    } else {
-      t.pages = p.pages;
-      t.key_ends = p.key_ends;
-      t.is_key_range = mask.is_range;
-      t.window_left = mask.window_left;
-      if (mask.is_range) t.first_rows = p.first_rows;
-      Tables operands = given;
-      operands.emplace_back(kFirstPositions, TensorOfShape(DType::kI32, {t.B}));
-      operands.back().second.data = p.first_rows;
-      const ExprSizes sizes = {t.B, t.H, t.S, t.T, 0};
-      STOF_RETURN_IF_ERROR(backend->attention.run(t, nullptr, *mask.on_device, sizes, operands, context));
-    }
+  PaddedRows padded;
+  for (void** rows : {&padded.query, &padded.output}) {
+    STOF_RETURN_IF_ERROR(AllocateFor(context, {p.B, p.most_queries, a.H, a.D, SizeOf(a.dtype)}, rows));
   }
-  return backend->paged_attention.unpad(p, padded, run->attention.output, context);
+  a.rotated_query = padded.query;
+  AttentionArgs args = PagedArgsOf(*run, p.B, p.most_queries, p.most_keys);
+  BindPadded(padded, 0, &args);
+  STOF_RETURN_IF_ERROR(CheckCudaAttention(args));  // before the cache changes
+  STOF_RETURN_IF_ERROR(backend.paged_attention.append(p, context));
+  const bool has_pairs = p.B > 0 && p.most_queries > 0 && p.most_keys > 0;
+  if (has_pairs && !CanReadPages(args)) {
+    STOF_RETURN_IF_ERROR(RunGathered(backend, mask, context, *run, padded));
+  } else if (has_pairs) {
+    args.kv.pages = p.pages;
+    args.kv.key_ends = p.key_ends;
+    if (mask.is_range) args.mask.fixed = StaticMask::OfWindow({p.first_rows, mask.window_left});
+    STOF_RETURN_IF_ERROR(RunOnDevice(backend, args, *mask.on_device, p.first_rows, context));
+  }
+  return backend.paged_attention.unpad(p, padded.output, run->output, context);
 }
 
 }  // namespace stof

@@ -5,6 +5,7 @@
 
 #include "plugins/core/contract/sparse_mlp_limits.h"
 #include "plugins/core/host/quoted.h"
+#include "plugins/core/ops/attribute_checks.h"
 #include "plugins/core/ops/sparse_mlp/sparse_mlp.h"
 
 namespace stof {
@@ -25,11 +26,7 @@ Status ParseWord(const AttributeReader& attributes, const char* name, const char
     }
     expected += (i == 0 ? "" : ", ") + std::string(words[i]);
   }
-  return Status::Error("attribute " + std::string(name) + " is " + Quoted(text) + ", expected one of " + expected);
-}
-
-Status Unexpected(const char* name, int64_t found, const std::string& expected) {
-  return Status::Error("attribute " + std::string(name) + " is " + std::to_string(found) + ", expected " + expected);
+  return UnexpectedAttribute(name, Quoted(text), "one of " + expected);
 }
 
 }  // namespace
@@ -58,20 +55,21 @@ Status ParseSparseMlp(const AttributeReader& attributes, SparseMlpAttributes* pa
     return Status::Error("attribute predictor_activation is \"relu\", expected \"none\" with selection = " +
                          std::string(kSparseMlpSelections[selection]));
   }
-  if (a.bits != 0 && a.bits != 4 && a.bits != 8) return Unexpected("bits", a.bits, "0, 4 or 8");
+  if (a.bits != 0 && a.bits != 4 && a.bits != 8) return UnexpectedAttribute("bits", a.bits, "0, 4 or 8");
   const bool is_power = a.block_size > 0 && (a.block_size & (a.block_size - 1)) == 0;
   if (a.bits == 0 && a.block_size != 0) {
-    return Unexpected("block_size", a.block_size, "0, as attribute bits is 0: no weight is quantized");
+    return UnexpectedAttribute("block_size", a.block_size, "0, as attribute bits is 0: no weight is quantized");
   }
   if (a.bits != 0 && (!is_power || a.block_size < Limits::kSmallestBlock || a.block_size > Limits::kLargestBlock)) {
-    return Unexpected("block_size", a.block_size,
-                      "a power of two from " + std::to_string(Limits::kSmallestBlock) + " to " +
-                          std::to_string(Limits::kLargestBlock));
+    return UnexpectedAttribute("block_size", a.block_size,
+                               "a power of two from " + std::to_string(Limits::kSmallestBlock) + " to " +
+                                   std::to_string(Limits::kLargestBlock));
   }
   if (a.accuracy_level < 0 || a.accuracy_level > Limits::kMostAccuracyLevel) {
-    return Unexpected("accuracy_level", a.accuracy_level, "0 to " + std::to_string(Limits::kMostAccuracyLevel));
+    return UnexpectedAttribute("accuracy_level", a.accuracy_level,
+                               "0 to " + std::to_string(Limits::kMostAccuracyLevel));
   }
-  if (a.hot_neurons < 0) return Unexpected("hot_neurons", a.hot_neurons, "0 or more");
+  if (a.hot_neurons < 0) return UnexpectedAttribute("hot_neurons", a.hot_neurons, "0 or more");
   return Status();
 }
 

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "plugins/core/ops/sparse_mlp/sparse_mlp.h"
 
-#include <algorithm>
 #include <memory>
 #include <string>
 #include <utility>
@@ -10,6 +9,7 @@
 #include "plugins/core/base/integers.h"
 #include "plugins/core/contract/cuda_backend.h"
 #include "plugins/core/contract/sparse_mlp_limits.h"
+#include "plugins/core/ops/named_inputs.h"
 #include "plugins/core/ops/sparse_mlp/hot_rows.h"
 
 namespace stof {
@@ -19,19 +19,6 @@ namespace in = sparse_mlp_input;
 using Limits = SparseMlpLimits;
 
 constexpr char kNoData = 0;  // where a tensor without elements is
-
-Status Unexpected(int input, const Tensor& found, const std::string& expected) {
-  return Status::Error(std::string(in::kNames[input]) + " has shape " + ShapeText(found) + " and data type " +
-                       TypeText(found.dtype) + ", expected " + expected);
-}
-
-Status Missing(int input, const std::string& why) {
-  return Status::Error(std::string(in::kNames[input]) + " is missing, expected it " + why);
-}
-
-Status Superfluous(int input, const std::string& why) {
-  return Status::Error(std::string(in::kNames[input]) + " is given, expected none " + why);
-}
 
 // The weights of one kind, with what belongs to them.
 struct WeightInputs {
@@ -45,7 +32,7 @@ constexpr WeightInputs kDownInputs = {in::kDownWeight, in::kDownBias, in::kDownS
 class Binder {
  public:
   Binder(const SparseMlpAttributes& attributes, const Tensor* inputs, int count)
-      : attributes_(attributes), inputs_(inputs), count_(count) {}
+      : attributes_(attributes), inputs_(inputs, count, in::kNames) {}
 
   Status Bind(SparseMlpArgs* args) {
     SparseMlpArgs& a = *args;
@@ -57,41 +44,26 @@ class Binder {
     STOF_RETURN_IF_ERROR(BindDown(args));
     STOF_RETURN_IF_ERROR(BindRows(kGateInputs, a, &a.gate_weight, &a.gate_bias));
     STOF_RETURN_IF_ERROR(BindRows(kUpInputs, a, &a.up_weight, &a.up_bias));
-    STOF_RETURN_IF_ERROR(BindSelection(args));
-    for (int i = 0; i < count_; ++i) {
-      const bool is_read = i != in::kInput || a.gate_weight.data != nullptr || a.up_weight.data != nullptr;
-      if (Has(i) && is_read && inputs_[i].data == nullptr && inputs_[i].Elements() > 0)
-        has_all_data_ = false, no_data_ = i;
-    }
-    return Status();
+    return BindSelection(args);
   }
 
-  // After Bind: an error where a tensor has no data.
+  // An error where a tensor that is read has no data.
   Status CheckData() const {
-    return has_all_data_ ? Status() : Status::Error(std::string(in::kNames[no_data_]) + " has no data");
+    const bool reads_input = Has(in::kGateWeight) || Has(in::kUpWeight);
+    return inputs_.CheckData([&](int i) { return i != in::kInput || reads_input; });
   }
 
  private:
-  bool Has(int i) const { return i < count_ && inputs_[i].dtype != DType::kUndefined; }
+  bool Has(int i) const { return inputs_.Has(i); }
   const void* At(int i) const { return inputs_[i].data != nullptr ? inputs_[i].data : &kNoData; }
-
-  Status CheckInput(int i, DType dtype, const std::vector<int64_t>& dims) const {
-    const Tensor& found = inputs_[i];
-    const Tensor expected = TensorOfShape(dtype, dims);
-    if (found.dtype == dtype && found.rank == expected.rank &&
-        std::equal(found.dims, found.dims + found.rank, expected.dims)) {
-      return Status();
-    }
-    return Unexpected(i, found, ShapeText(expected) + " and " + TypeText(dtype));
-  }
 
   static bool IsSize(int64_t size) { return size >= 0 && size <= Limits::kMostSize; }
 
   Status BindTokens(SparseMlpArgs* args) const {
-    if (!Has(in::kInput)) return Missing(in::kInput, "always");
+    if (!Has(in::kInput)) return inputs_.Missing(in::kInput, "always");
     const Tensor& input = inputs_[in::kInput];
     if (!IsFloat(input.dtype) || input.rank < 1) {
-      return Unexpected(in::kInput, input, "fp32, fp16 or bf16 and [..., K]");
+      return inputs_.Unexpected(in::kInput, "fp32, fp16 or bf16 and [..., K]");
     }
     args->dtype = input.dtype;
     int64_t tokens = 1;
@@ -99,7 +71,7 @@ class Binder {
       const bool is_last = i == input.rank - 1;
       if (!IsSize(input.dims[i]) || (!is_last && __builtin_mul_overflow(tokens, input.dims[i], &tokens)) ||
           !IsSize(tokens)) {
-        return Unexpected(in::kInput, input, "sizes of 0 or more, and at most 2^31 - 1 tokens");
+        return inputs_.Unexpected(in::kInput, "sizes of 0 or more, and at most 2^31 - 1 tokens");
       }
     }
     args->T = tokens;
@@ -110,41 +82,42 @@ class Binder {
 
   // The down weight decides F and N.
   Status BindDown(SparseMlpArgs* args) const {
-    if (!Has(in::kDownWeight)) return Missing(in::kDownWeight, "always");
+    if (!Has(in::kDownWeight)) return inputs_.Missing(in::kDownWeight, "always");
     const Tensor& down = inputs_[in::kDownWeight];
     if (down.rank != 2 || !IsSize(down.dims[0]) || !IsSize(down.dims[1])) {
-      return Unexpected(in::kDownWeight, down, "[F, N], each at most 2^31 - 1");
+      return inputs_.Unexpected(in::kDownWeight, "[F, N], each at most 2^31 - 1");
     }
     args->F = down.dims[0];
     args->N = down.dims[1];
     args->down_weight.data = At(in::kDownWeight);
     if (attributes_.bits == 0) {
-      STOF_RETURN_IF_ERROR(CheckInput(in::kDownWeight, args->dtype, {args->F, args->N}));
+      STOF_RETURN_IF_ERROR(inputs_.Check(in::kDownWeight, args->dtype, {args->F, args->N}));
       STOF_RETURN_IF_ERROR(CheckNotQuantized(kDownInputs));
     } else {
-      if (!Has(in::kDownScales)) return Missing(in::kDownScales, "with attribute bits");
+      if (!Has(in::kDownScales)) return inputs_.Missing(in::kDownScales, "with attribute bits");
       const Tensor& scales = inputs_[in::kDownScales];
       if (scales.rank != 2 || !IsSize(scales.dims[1])) {
-        return Unexpected(in::kDownScales, scales, "[ceil(F / block_size), N]");
+        return inputs_.Unexpected(in::kDownScales, "[ceil(F / block_size), N]");
       }
       args->N = scales.dims[1];
       const int64_t groups = CeilDiv(args->F, attributes_.block_size);
-      STOF_RETURN_IF_ERROR(CheckInput(in::kDownWeight, DType::kU8, {args->F, CeilDiv(args->N * attributes_.bits, 8)}));
-      STOF_RETURN_IF_ERROR(CheckInput(in::kDownScales, args->dtype, {groups, args->N}));
+      STOF_RETURN_IF_ERROR(
+          inputs_.Check(in::kDownWeight, DType::kU8, {args->F, CeilDiv(args->N * attributes_.bits, 8)}));
+      STOF_RETURN_IF_ERROR(inputs_.Check(in::kDownScales, args->dtype, {groups, args->N}));
       args->down_weight.scales = At(in::kDownScales);
       if (Has(in::kDownZeroPoints)) {
-        STOF_RETURN_IF_ERROR(CheckInput(in::kDownZeroPoints, DType::kU8, {groups, args->N}));
+        STOF_RETURN_IF_ERROR(inputs_.Check(in::kDownZeroPoints, DType::kU8, {groups, args->N}));
         args->down_weight.zero_points = At(in::kDownZeroPoints);
       }
     }
     if (!Has(in::kDownBias)) return Status();
     args->down_bias = At(in::kDownBias);
-    return CheckInput(in::kDownBias, args->dtype, {args->N});
+    return inputs_.Check(in::kDownBias, args->dtype, {args->N});
   }
 
   Status CheckNotQuantized(const WeightInputs& names) const {
     for (const int i : {names.scales, names.zero_points}) {
-      if (Has(i)) return Superfluous(i, "as attribute bits is 0");
+      if (Has(i)) return inputs_.Superfluous(i, "as attribute bits is 0");
     }
     return Status();
   }
@@ -153,28 +126,29 @@ class Binder {
   Status BindRows(const WeightInputs& names, const SparseMlpArgs& a, SparseMlpWeight* weight, const void** bias) const {
     if (!Has(names.weight)) {
       for (const int i : {names.bias, names.scales, names.zero_points}) {
-        if (Has(i)) return Superfluous(i, "without " + std::string(in::kNames[names.weight]));
+        if (Has(i)) return inputs_.Superfluous(i, "without " + std::string(in::kNames[names.weight]));
       }
       return Status();
     }
     weight->data = At(names.weight);
     if (attributes_.bits == 0) {
-      STOF_RETURN_IF_ERROR(CheckInput(names.weight, a.dtype, {a.F, a.K}));
+      STOF_RETURN_IF_ERROR(inputs_.Check(names.weight, a.dtype, {a.F, a.K}));
       STOF_RETURN_IF_ERROR(CheckNotQuantized(names));
     } else {
       const int64_t b = attributes_.block_size, blocks = CeilDiv(a.K, b);
-      STOF_RETURN_IF_ERROR(CheckInput(names.weight, DType::kU8, {a.F, blocks, b * attributes_.bits / 8}));
-      if (!Has(names.scales)) return Missing(names.scales, "with attribute bits");
-      STOF_RETURN_IF_ERROR(CheckInput(names.scales, a.dtype, {a.F, blocks}));
+      STOF_RETURN_IF_ERROR(inputs_.Check(names.weight, DType::kU8, {a.F, blocks, b * attributes_.bits / 8}));
+      if (!Has(names.scales)) return inputs_.Missing(names.scales, "with attribute bits");
+      STOF_RETURN_IF_ERROR(inputs_.Check(names.scales, a.dtype, {a.F, blocks}));
       weight->scales = At(names.scales);
       if (Has(names.zero_points)) {
-        STOF_RETURN_IF_ERROR(CheckInput(names.zero_points, DType::kU8, {a.F, CeilDiv(blocks * attributes_.bits, 8)}));
+        STOF_RETURN_IF_ERROR(
+            inputs_.Check(names.zero_points, DType::kU8, {a.F, CeilDiv(blocks * attributes_.bits, 8)}));
         weight->zero_points = At(names.zero_points);
       }
     }
     if (!Has(names.bias)) return Status();
     *bias = At(names.bias);
-    return CheckInput(names.bias, a.dtype, {a.F});
+    return inputs_.Check(names.bias, a.dtype, {a.F});
   }
 
   Status BindSelection(SparseMlpArgs* args) const {
@@ -183,53 +157,48 @@ class Binder {
     const std::string with = "with selection = " + selection;
     const bool has_predictor = a.selection == SparseMlpSelection::kPredictor;
     for (const int i : {in::kGateWeight, in::kPredictorDown, in::kPredictorUp}) {
-      if (has_predictor && !Has(i)) return Missing(i, with);
-      if (!has_predictor && Has(i)) return Superfluous(i, with);
+      if (has_predictor && !Has(i)) return inputs_.Missing(i, with);
+      if (!has_predictor && Has(i)) return inputs_.Superfluous(i, with);
     }
     for (const int i : {in::kPredictorDownScales, in::kPredictorUpScales}) {
-      if (!has_predictor && Has(i)) return Superfluous(i, with);
+      if (!has_predictor && Has(i)) return inputs_.Superfluous(i, with);
     }
-    if (has_predictor && Has(in::kGate)) return Superfluous(in::kGate, with);
+    if (has_predictor && Has(in::kGate)) return inputs_.Superfluous(in::kGate, with);
     if (!has_predictor) {
-      if (!Has(in::kGate)) return Missing(in::kGate, with);
+      if (!Has(in::kGate)) return inputs_.Missing(in::kGate, with);
       const Tensor& input = inputs_[in::kInput];
       std::vector<int64_t> dims(input.dims, input.dims + input.rank);
       dims.back() = a.F;
-      STOF_RETURN_IF_ERROR(CheckInput(in::kGate, a.dtype, dims));
+      STOF_RETURN_IF_ERROR(inputs_.Check(in::kGate, a.dtype, dims));
       a.gate = At(in::kGate);
     } else {
       const Tensor& down = inputs_[in::kPredictorDown];
-      if (down.rank != 2 || !IsSize(down.dims[0])) return Unexpected(in::kPredictorDown, down, "[R, K]");
+      if (down.rank != 2 || !IsSize(down.dims[0])) return inputs_.Unexpected(in::kPredictorDown, "[R, K]");
       a.R = down.dims[0];
       const auto padded = [](int64_t size) { return RoundUp(size, Limits::kPredictorMultiple); };
-      const bool is_quantized = Has(in::kPredictorDownScales);
-      if (is_quantized != Has(in::kPredictorUpScales)) {
-        return Missing(
-            is_quantized ? in::kPredictorUpScales : in::kPredictorDownScales,
-            "beside " + std::string(in::kNames[is_quantized ? in::kPredictorDownScales : in::kPredictorUpScales]));
-      }
-      if (is_quantized) {
-        STOF_RETURN_IF_ERROR(CheckInput(in::kPredictorDown, DType::kU8, {a.R, padded(a.K)}));
-        STOF_RETURN_IF_ERROR(CheckInput(in::kPredictorUp, DType::kU8, {a.F, padded(a.R)}));
-        STOF_RETURN_IF_ERROR(CheckInput(in::kPredictorDownScales, a.dtype, {a.R}));
-        STOF_RETURN_IF_ERROR(CheckInput(in::kPredictorUpScales, a.dtype, {a.F}));
+      STOF_RETURN_IF_ERROR(inputs_.CheckPair(in::kPredictorDownScales, in::kPredictorUpScales));
+      if (Has(in::kPredictorDownScales)) {
+        STOF_RETURN_IF_ERROR(inputs_.Check(in::kPredictorDown, DType::kU8, {a.R, padded(a.K)}));
+        STOF_RETURN_IF_ERROR(inputs_.Check(in::kPredictorUp, DType::kU8, {a.F, padded(a.R)}));
+        STOF_RETURN_IF_ERROR(inputs_.Check(in::kPredictorDownScales, a.dtype, {a.R}));
+        STOF_RETURN_IF_ERROR(inputs_.Check(in::kPredictorUpScales, a.dtype, {a.F}));
         a.predictor_down.scales = At(in::kPredictorDownScales);
         a.predictor_up.scales = At(in::kPredictorUpScales);
       } else {
-        STOF_RETURN_IF_ERROR(CheckInput(in::kPredictorDown, a.dtype, {a.R, a.K}));
-        STOF_RETURN_IF_ERROR(CheckInput(in::kPredictorUp, a.dtype, {a.F, a.R}));
+        STOF_RETURN_IF_ERROR(inputs_.Check(in::kPredictorDown, a.dtype, {a.R, a.K}));
+        STOF_RETURN_IF_ERROR(inputs_.Check(in::kPredictorUp, a.dtype, {a.F, a.R}));
       }
       a.predictor_down.data = At(in::kPredictorDown);
       a.predictor_up.data = At(in::kPredictorUp);
     }
     if (a.selection == SparseMlpSelection::kNonzero) {
-      return Has(in::kThreshold) ? Superfluous(in::kThreshold, with) : Status();
+      return Has(in::kThreshold) ? inputs_.Superfluous(in::kThreshold, with) : Status();
     }
-    if (!Has(in::kThreshold)) return Missing(in::kThreshold, with);
+    if (!Has(in::kThreshold)) return inputs_.Missing(in::kThreshold, with);
     const Tensor& threshold = inputs_[in::kThreshold];
     const bool has_one = threshold.rank == 1 && threshold.dims[0] == 1;
     if (threshold.dtype != DType::kF32 || threshold.rank != 1 || (!has_one && threshold.dims[0] != a.F)) {
-      return Unexpected(in::kThreshold, threshold, "[1] or [" + std::to_string(a.F) + "] and " + TypeText(DType::kF32));
+      return inputs_.Unexpected(in::kThreshold, "[1] or [" + std::to_string(a.F) + "] and " + TypeText(DType::kF32));
     }
     a.threshold = static_cast<const float*>(threshold.data);
     a.threshold_stride = has_one ? 0 : 1;
@@ -237,10 +206,7 @@ class Binder {
   }
 
   const SparseMlpAttributes& attributes_;
-  const Tensor* const inputs_;
-  const int count_;
-  bool has_all_data_ = true;
-  int no_data_ = 0;
+  const NamedInputs inputs_;
 };
 
 class SparseMlpOp final : public Op {
@@ -294,11 +260,7 @@ class SparseMlpOp final : public Op {
     STOF_RETURN_IF_ERROR(binder.CheckData());
     const Tensor expected = OutputOf(inputs, args);
     const Tensor& output = outputs[0];
-    if (output.dtype != expected.dtype || output.rank != expected.rank ||
-        !std::equal(expected.dims, expected.dims + expected.rank, output.dims)) {
-      return Status::Error("y has shape " + ShapeText(output) + " and data type " + TypeText(output.dtype) +
-                           ", expected " + ShapeText(expected) + " and " + TypeText(expected.dtype));
-    }
+    STOF_RETURN_IF_ERROR(CheckTensor("y", output, expected));
     if (args.T == 0 || args.N == 0) return Status();
     if (output.data == nullptr) return Status::Error("y has no data");
     args.output = output.data;
@@ -315,10 +277,7 @@ class SparseMlpOp final : public Op {
 
  private:
   static Status CheckCounts(int inputs, int outputs) {
-    if (inputs <= in::kDownWeight || inputs > in::kCount) {
-      return Status::Error("has " + std::to_string(inputs) + " inputs, expected " +
-                           std::to_string(in::kDownWeight + 1) + " to " + std::to_string(in::kCount));
-    }
+    STOF_RETURN_IF_ERROR(NamedInputs(nullptr, inputs, in::kNames).CheckCount(in::kDownWeight + 1, in::kCount));
     if (outputs == 1) return Status();
     return Status::Error("has " + std::to_string(outputs) + " outputs, expected 1");
   }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// RMS norm and rotary embedding of one head of one token by a warp, for kernels that append to a KV cache.
-#ifndef STOF_CUDA_CACHED_ATTENTION_HEAD_TRANSFORM_CUH_
-#define STOF_CUDA_CACHED_ATTENTION_HEAD_TRANSFORM_CUH_
+// RMS norm and rotary embedding of one head of one token by a warp.
+#ifndef STOF_CUDA_COMMON_HEAD_TRANSFORM_CUH_
+#define STOF_CUDA_COMMON_HEAD_TRANSFORM_CUH_
 
 #include <cuda_runtime.h>
 
@@ -10,7 +10,7 @@
 
 #include "cuda/common/mma_sm80.cuh"
 #include "cuda/common/round.cuh"
-#include "plugins/core/contract/cached_attention.h"
+#include "plugins/core/contract/head_transform.h"
 
 namespace stof {
 namespace cuda {
@@ -29,8 +29,9 @@ class HeadTransform {
   static constexpr int kPieces = kLargestHead / (32 * kPieceElements);  // of a lane
 
  public:
-  // args: norm, rotary embedding and D count. row: kLargestHead floats of shared memory, of this warp alone.
-  __device__ HeadTransform(const CacheAppendArgs& args, float* row) : args_(args), lane_(threadIdx.x % 32), row_(row) {}
+  // head_size: D, a parameter of the kernel as args are. row: kLargestHead floats of shared memory, of this warp alone.
+  __device__ HeadTransform(const HeadTransformArgs& args, const int64_t& head_size, float* row)
+      : args_(args), head_size_(head_size), lane_(threadIdx.x % 32), row_(row) {}
 
   // Stores elements [begin, end) of the head at `from` to `to` and `other`, each of which may be nullptr. norm: the
   // weight, or nullptr. rotates: by the table's row `position`; a token beyond the table becomes NaN. To is T, or a
@@ -39,7 +40,7 @@ class HeadTransform {
   __device__ void Run(const T* from, const T* norm, bool rotates, int64_t position, bool is_token, To* to,
                       typename std::common_type<To*>::type other, int begin, int end, const float* scale = nullptr,
                       int64_t scale_stride = 0) {
-    const int size = static_cast<int>(args_.D);
+    const int size = static_cast<int>(head_size_);
     float x[kPieces][kPieceElements];
 #pragma unroll
     for (int p = 0; p < kPieces; ++p) {
@@ -133,11 +134,12 @@ class HeadTransform {
     }
   }
 
-  const CacheAppendArgs& args_;
+  const HeadTransformArgs& args_;
+  const int64_t& head_size_;
   const int lane_;
   float* const row_;
 };
 
 }  // namespace cuda
 }  // namespace stof
-#endif  // STOF_CUDA_CACHED_ATTENTION_HEAD_TRANSFORM_CUH_
+#endif  // STOF_CUDA_COMMON_HEAD_TRANSFORM_CUH_

@@ -1,0 +1,135 @@
+// SPDX-License-Identifier: Apache-2.0
+// The legal combinations of the parts of AttentionArgs.
+#include "plugins/core/contract/attention_args.h"
+
+#include <string>
+
+#include "plugins/core/contract/attention.h"
+#include "plugins/core/mask/columns/key_columns.h"
+
+namespace stof {
+namespace {
+
+Status CheckShape(const AttentionShape& shape) {
+  for (const int64_t size : {shape.B, shape.H, shape.G, shape.S, shape.T, shape.D, shape.Dv}) {
+    if (size < 0) return Status::Error("sizes must not be negative, found " + std::to_string(size));
+  }
+  if (shape.G < 1 || shape.H % shape.G != 0) {
+    return Status::Error("H must be a multiple of G, found " + std::to_string(shape.H) + " and " +
+                         std::to_string(shape.G));
+  }
+  if (!IsFloat(shape.dtype)) {
+    return Status::Error("attention takes fp32, fp16 and bf16, found data type " + TypeText(shape.dtype));
+  }
+  return Status();
+}
+
+Status CheckScores(const ScoreArgs& scores) {
+  if (scores.bias.data != nullptr && !IsFloat(scores.bias.dtype)) {
+    return Status::Error("a bias is fp32, fp16 or bf16, found data type " + TypeText(scores.bias.dtype));
+  }
+  if (scores.relative_bias.table != nullptr && scores.relative_bias.size % 2 != 1) {
+    return Status::Error("a relative bias has an odd number of entries, found " +
+                         std::to_string(scores.relative_bias.size));
+  }
+  if (scores.sink.data != nullptr && !IsFloat(scores.sink.dtype)) {
+    return Status::Error("sinks are fp32, fp16 or bf16, found data type " + TypeText(scores.sink.dtype));
+  }
+  return Status();
+}
+
+Status CheckQuantized(const AttentionArgs& args) {
+  const KvScale& key_scale = args.kv.key_scale;
+  const KvScale& value_scale = args.kv.value_scale;
+  if (args.shape.kv_dtype == DType::kUndefined) {
+    if (key_scale.data == nullptr && value_scale.data == nullptr) return Status();
+    return Status::Error("scales are given, expected none: keys and values are not quantized");
+  }
+  if (!IsQuantized(args.shape.kv_dtype) || key_scale.data == nullptr || value_scale.data == nullptr ||
+      AttendsAllKeys(args.mask.empty_rows)) {
+    return Status::Error("quantized keys and values are int8 or fp8 with scales, and attended by no fully masked row");
+  }
+  return Status();
+}
+
+Status CheckBlocks(const AttentionArgs& args) {
+  const StaticMask& mask = args.mask.fixed;
+  if (mask.blocks() == nullptr) return Status();
+  if (mask.blocks()->S != args.shape.S || mask.blocks()->T != args.shape.T) {
+    return Status::Error("the block mask was built for other sizes");
+  }
+  if (mask.blocks()->left > 0 && mask.elements() == nullptr) {
+    return Status::Error("a block mask with partial tiles without bits needs the conjuncts that evaluate them");
+  }
+  if (args.kv.key_ends != nullptr) return Status::Error("sequences of own lengths go with no block mask");
+  return Status();
+}
+
+Status CheckWindow(const AttentionArgs& args) {
+  const CausalWindow* window = args.mask.fixed.window();
+  if (window == nullptr) {
+    if (args.kv.seqlens == nullptr) return Status();
+    return Status::Error("seqlens are given, expected none without a causal window");
+  }
+  if (args.mask.dynamic != nullptr || args.mask.pad != nullptr || args.kv.columns != nullptr) {
+    return Status::Error(
+        "a causal window is for devices: dynamic conjuncts, padding bytes and columns in keys are not");
+  }
+  if (window->window_left < -1) {
+    return Status::Error("window_left must be -1 or more, found " + std::to_string(window->window_left));
+  }
+  if (window->columns == nullptr) {
+    if (window->window_block == 1) return Status();
+    return Status::Error("window_block is " + std::to_string(window->window_block) + ", expected 1 without columns");
+  }
+  if (window->window_left < 0 || window->window_block < 1) {
+    return Status::Error("a causal window with columns needs a window and a block of 1 or more");
+  }
+  if (window->columns->length() < args.shape.T) {
+    return Status::Error("key columns of " + std::to_string(window->columns->length()) + " keys, expected those of " +
+                         std::to_string(args.shape.T));
+  }
+  if (args.kv.pages.given() || args.scores.bias.data != nullptr || !IsLimitedToKeyRange(args)) {
+    return Status::Error("a causal window with columns goes with few queries, without pages and a bias of pairs");
+  }
+  return Status();
+}
+
+// Columns in front of the keys, which the CPU gathers.
+Status CheckColumns(const AttentionArgs& args) {
+  if (args.kv.columns == nullptr) return Status();
+  if (args.kv.columns->packed() > args.shape.T || args.mask.pad != nullptr || args.mask.dynamic != nullptr ||
+      args.scores.bias.data != nullptr || args.scores.relative_bias.table != nullptr ||
+      AttendsAllKeys(args.mask.empty_rows)) {
+    return Status::Error(
+        "gathered columns go with no padding, dynamic conjuncts, biases and rows that attend all keys");
+  }
+  return Status();
+}
+
+Status CheckPages(const AttentionArgs& args) {
+  const KeyPages& pages = args.kv.pages;
+  if (!pages.given()) return Status();
+  if (args.kv.key_ends == nullptr) return Status::Error("pages need the number of keys of each sequence");
+  if (args.key.stride.b != 0 || args.value.stride.b != 0 || pages.shift < 4) {
+    return Status::Error("pages have 16 rows or more, and batch strides of key and value are 0");
+  }
+  if (args.shape.kv_dtype != DType::kUndefined || args.kv.columns != nullptr) {
+    return Status::Error("keys and values in pages are not quantized, and no columns are gathered from them");
+  }
+  return Status();
+}
+
+}  // namespace
+
+Status Check(const AttentionArgs& args) {
+  STOF_RETURN_IF_ERROR(CheckShape(args.shape));
+  STOF_RETURN_IF_ERROR(CheckScores(args.scores));
+  STOF_RETURN_IF_ERROR(CheckQuantized(args));
+  STOF_RETURN_IF_ERROR(CheckBlocks(args));
+  STOF_RETURN_IF_ERROR(CheckWindow(args));
+  STOF_RETURN_IF_ERROR(CheckColumns(args));
+  return CheckPages(args);
+}
+
+}  // namespace stof

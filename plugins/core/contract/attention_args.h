@@ -1,0 +1,184 @@
+// SPDX-License-Identifier: Apache-2.0
+// The arguments of an attention kernel, in parts: shape, tensors, scores, mask, keys and values, output. Check() says
+// which combinations are legal.
+#ifndef STOF_PLUGINS_CORE_CONTRACT_ATTENTION_ARGS_H_
+#define STOF_PLUGINS_CORE_CONTRACT_ATTENTION_ARGS_H_
+
+#include <cstdint>
+
+#include "plugins/core/base/inline.h"
+#include "plugins/core/base/status.h"
+#include "plugins/core/base/types.h"
+#include "plugins/core/contract/kv_scale.h"
+#include "plugins/core/mask/block_mask.h"
+#include "plugins/core/mask/dynamic_mask.h"
+
+namespace stof {
+
+class KeyColumns;  // plugins/core/mask/columns/key_columns.h
+
+// What a fully masked row gives.
+enum class EmptyRows : int32_t { kZero = 0, kNan = 1, kMean = 2, kAll = 3 };
+// Whether fully masked rows attend all keys, or have the mean of all values.
+STOF_ALWAYS_INLINE constexpr bool AttendsAllKeys(EmptyRows empty_rows) {
+  return empty_rows == EmptyRows::kMean || empty_rows == EmptyRows::kAll;
+}
+
+struct AttentionShape {
+  int64_t B = 0, H = 0, G = 0, S = 0, T = 0, D = 0, Dv = 0;
+  DType dtype = DType::kF32;  // of query, key, value, output
+  // Of key and value where they are quantized: one of kQuantizedTypes. kUndefined: they have dtype.
+  DType kv_dtype = DType::kUndefined;
+};
+// The element type of key and value.
+STOF_ALWAYS_INLINE DType KvType(const AttentionShape& shape) {
+  return shape.kv_dtype == DType::kUndefined ? shape.dtype : shape.kv_dtype;
+}
+
+// [B, heads, rows, head size] by strides.
+struct TensorView {
+  const void* data = nullptr;
+  Strides stride;
+};
+
+// ---- scores ----
+// A bias of every query-key pair, [B, H, S, T]; strides in elements, 0 on a broadcast axis.
+struct PairBias {
+  const void* data = nullptr;  // nullptr: none
+  DType dtype = DType::kUndefined;
+  int64_t stride_b = 0, stride_h = 0, stride_q = 0, stride_k = 0;
+};
+
+// Added to the score of query i and key j: table[h * stride_h + clamp(j - (query_position + i), -R, R) + R],
+// R = size / 2.
+struct RelativeBias {
+  const float* table = nullptr;  // nullptr: none
+  int64_t size = 0, stride_h = 0;
+  int64_t query_position = 0;  // of query 0
+};
+
+// [H], a logit that joins each row's softmax without a value.
+struct SinkLogits {
+  const void* data = nullptr;  // nullptr: none
+  DType dtype = DType::kUndefined;
+};
+
+struct ScoreArgs {
+  float scale = 1.0f;
+  float softcap = 0.0f;  // 0: none
+  PairBias bias;
+  RelativeBias relative_bias;
+  SinkLogits sink;
+};
+
+// ---- mask ----
+// Query i of sequence b attends keys first_rows[b] + i - window_left to first_rows[b] + i, as far as they are before
+// KvArgs::key_ends[b]: a mask in four numbers, for devices.
+struct CausalWindow {
+  const int32_t* first_rows = nullptr;  // [B]: the key at the position of query 0
+  int64_t window_left = -1;             // -1: no bound
+  // Each query also attends those of these columns that are before the window. They are of T keys or more. nullptr:
+  // none. IsLimitedToKeyRange (contract/attention.h) holds with them.
+  const KeyColumns* columns = nullptr;
+  int64_t window_block = 1;  // beside columns: the window begins window_left keys before the query's block of so many
+};
+
+// The static conjuncts of a mask in one of these forms. A variant without std::variant: kernels of one instruction set
+// call no function of the standard library.
+class StaticMask {
+ public:
+  // Every pair is allowed. On devices: or the mask is the AttentionMask beside the arguments.
+  StaticMask() = default;
+  // Tiles of queries and keys. elements: the same conjuncts, asked for partial tiles without bits; nullptr where all
+  // have bits.
+  static StaticMask OfBlocks(const BlockMask* blocks, const DynamicMask* elements = nullptr) {
+    StaticMask mask;
+    mask.blocks_ = blocks, mask.elements_ = elements;
+    return mask;
+  }
+  // Asked for every tile.
+  static StaticMask OfElements(const DynamicMask* elements) { return OfBlocks(nullptr, elements); }
+  static StaticMask OfWindow(const CausalWindow& window) {
+    StaticMask mask;
+    mask.window_ = window;
+    return mask;
+  }
+
+  STOF_ALWAYS_INLINE const BlockMask* blocks() const { return blocks_; }
+  STOF_ALWAYS_INLINE const DynamicMask* elements() const { return elements_; }
+  const CausalWindow* window() const { return window_.first_rows != nullptr ? &window_ : nullptr; }
+
+ private:
+  const BlockMask* blocks_ = nullptr;
+  const DynamicMask* elements_ = nullptr;
+  CausalWindow window_;
+};
+
+// The conjuncts of a mask, and what a row gives that they mask fully.
+struct MaskArgs {
+  StaticMask fixed;
+  // The CPU: conjuncts that read run-time operands (segment ids, lengths, pad inside an or), asked for every tile that
+  // the static ones keep; nullptr: none.
+  const DynamicMask* dynamic = nullptr;
+  const uint8_t* pad = nullptr;  // the CPU: [B, T], 1: the key may be attended; nullptr: all
+  EmptyRows empty_rows = EmptyRows::kZero;
+};
+
+// ---- keys and values ----
+// Keys and values in pages, as a paged KV cache holds them: the rows of a sequence lie in the pages that its row of a
+// block table names. `key` and `value` are then the addresses of page 0, and the batch strides are 0.
+struct KeyPages {
+  const int32_t* table = nullptr;  // [B, columns]; nullptr: keys and values are not in pages
+  int64_t columns = 0;
+  int64_t pages = 0;   // of the cache: entries are below it, and on devices others are read as 0
+  int64_t stride = 0;  // elements between pages
+  int shift = 0;       // a page holds 2^shift rows, 16 at least
+  STOF_ALWAYS_INLINE bool given() const { return table != nullptr; }
+};
+
+struct KvArgs {
+  KvScale key_scale, value_scale;  // of quantized ones
+  // The CPU: all keys are read there. Devices: the split-KV kernel reads them, whatever the other arguments say.
+  KeyPages pages;
+  // [B], the CPU, and devices with pages: the number of keys of each sequence. Later rows may hold anything, NaN
+  // included, and are not read. nullptr: T for all.
+  const int32_t* key_ends = nullptr;
+  // The CPU: the first columns->packed() of the T keys are copies of these columns, which the kernel gathers. key and
+  // value hold the other keys, and the masks are over all T. nullptr: none.
+  const KeyColumns* columns = nullptr;
+  // [B], devices: CausalWindow::first_rows[b] is seqlens[b] + 1 - S where is_invalid[b] is 0. The previous kernel of
+  // the stream writes neither seqlens nor keys and values below first_rows: they may be read before it ends. nullptr:
+  // it may write them.
+  const int32_t* seqlens = nullptr;
+  // [B], devices: outputs of a sequence are NaN where it is not 0. nullptr: it is 0 for all.
+  const int32_t* is_invalid = nullptr;
+};
+
+// ---- output ----
+struct AttentionOutput {
+  void* data = nullptr;  // [B, H, S, Dv]
+  Strides stride;
+  // [B, H, S], strided along batch and head: the log-sum-exp of each row. -inf for a fully masked row, or its sink's
+  // logit. nullptr: not asked for.
+  float* lse = nullptr;
+  int64_t lse_stride_b = 0, lse_stride_h = 0;
+};
+
+struct AttentionArgs {
+  AttentionShape shape;
+  TensorView query;  // [B, H, S, D]
+  TensorView key;    // [B, G, T, D]
+  TensorView value;  // [B, G, T, Dv]
+  ScoreArgs scores;
+  MaskArgs mask;
+  KvArgs kv;
+  AttentionOutput output;
+  bool allow_tf32 = false;  // fp32 matmuls may round their operands to TF32
+  const char* kernel = "";  // the CUDA kernel to take where it suits; "" leaves the choice to the library
+};
+
+// An error where parts do not go together. Reads no memory of tensors. Kernels rely on it.
+Status Check(const AttentionArgs& args);
+
+}  // namespace stof
+#endif  // STOF_PLUGINS_CORE_CONTRACT_ATTENTION_ARGS_H_

@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+// Errors of attributes, and checks that several operators make of theirs.
+#ifndef STOF_PLUGINS_CORE_OPS_ATTRIBUTE_CHECKS_H_
+#define STOF_PLUGINS_CORE_OPS_ATTRIBUTE_CHECKS_H_
+
+#include <cstdint>
+#include <string>
+
+#include "plugins/core/base/status.h"
+#include "plugins/core/contract/op.h"
+
+namespace stof {
+
+inline Status UnexpectedAttribute(const std::string& name, const std::string& found, const std::string& expected) {
+  return Status::Error("attribute " + name + " is " + found + ", expected " + expected);
+}
+inline Status UnexpectedAttribute(const std::string& name, int64_t found, const std::string& expected) {
+  return UnexpectedAttribute(name, std::to_string(found), expected);
+}
+
+// Reads an attribute that is 0 or 1; absent it is 0.
+inline Status ParseFlag(const AttributeReader& attributes, const char* name, bool* value) {
+  int64_t found = 0;
+  attributes.Int(name, &found);
+  if (found != 0 && found != 1) return UnexpectedAttribute(name, found, "0 or 1");
+  *value = found == 1;
+  return Status();
+}
+
+}  // namespace stof
+#endif  // STOF_PLUGINS_CORE_OPS_ATTRIBUTE_CHECKS_H_
