@@ -20,6 +20,7 @@ struct KernelPlan {
   const Family* family = nullptr;
   const Kernel* kernel = nullptr;
   int rows = 0;              // of a CTA's tile
+  int stages = 0;            // buffers of a CTA, where the kernel leaves their number open
   int splits = 1;            // CTAs that share a tile along its reduction
   int cluster = 1;           // CTAs of a thread block cluster
   int64_t persistent = 0;    // clusters that run at once and take several tiles; 0: a CTA for each tile
@@ -28,15 +29,15 @@ struct KernelPlan {
 
   uint64_t Hash() const {
     return HashWords({reinterpret_cast<uintptr_t>(family), reinterpret_cast<uintptr_t>(kernel),
-                      static_cast<uint64_t>(rows), static_cast<uint64_t>(splits), static_cast<uint64_t>(cluster),
-                      static_cast<uint64_t>(persistent), workspace});
+                      static_cast<uint64_t>(rows), static_cast<uint64_t>(stages), static_cast<uint64_t>(splits),
+                      static_cast<uint64_t>(cluster), static_cast<uint64_t>(persistent), workspace});
   }
 };
 
 template <typename Family, typename Kernel>
 bool operator==(const KernelPlan<Family, Kernel>& a, const KernelPlan<Family, Kernel>& b) {
-  return a.family == b.family && a.kernel == b.kernel && a.rows == b.rows && a.splits == b.splits &&
-         a.cluster == b.cluster && a.persistent == b.persistent && a.workspace == b.workspace;
+  return a.family == b.family && a.kernel == b.kernel && a.rows == b.rows && a.stages == b.stages &&
+         a.splits == b.splits && a.cluster == b.cluster && a.persistent == b.persistent && a.workspace == b.workspace;
 }
 
 // "sm90-128x256x1, cluster of 2, 66 persistent, 8388608 bytes of workspace, 31.2 us predicted"
@@ -47,6 +48,7 @@ std::string Print(const KernelPlan<Family, Kernel>& plan) {
   const auto add = [&text](const char* before, int64_t number, const char* behind) {
     text += before + std::to_string(number) + behind;
   };
+  if (plan.stages > 0) add(", ", plan.stages, plan.stages == 1 ? " stage" : " stages");
   if (plan.splits > 1) add(", ", plan.splits, " splits");
   if (plan.cluster > 1) add(", cluster of ", plan.cluster, "");
   if (plan.persistent > 0) add(", ", plan.persistent, " persistent");

@@ -31,15 +31,10 @@ struct Fp32Code : KernelCode {
   Fp32CtaSize sizes[3];  // of 64, 128 and 32 rows
 };
 
-// How an attention is launched.
-struct Fp32Launch {
-  const Fp32CtaSize* size = nullptr;  // nullptr: the device has too little shared memory for any
-  int stages = 0;
-  int l2_heads = 1;  // whose keys and values fill half of L2
-};
-// params: with the block mask, of which the mean length of a row counts.
-Fp32Launch ChooseFp32Launch(const KernelEntry& kernel, const AttentionParams& params, bool has_score_mod,
-                            const DeviceProperties& device);
+// Sets rows and stages of a plan. params: with the block mask, of which the mean length of a row counts. False: the
+// device has too little shared memory.
+bool ChooseFp32Size(const AttentionParams& params, bool has_score_mod, const DeviceProperties& device,
+                    AttentionPlan* plan);
 
 extern const KernelFamily kFp32Family;
 

@@ -16,13 +16,8 @@ struct Sm80Code : KernelCode {
   Sm80CtaSize whole;  // CTAs of a tile
 };
 
-// How an attention is launched.
-struct Sm80Launch {
-  const Sm80CtaSize* size = nullptr;  // nullptr: the device has too little shared memory for any
-  int stages = 0;
-};
-// params: only B, H and S count.
-Sm80Launch ChooseSm80Launch(const KernelEntry& kernel, const AttentionParams& params, const DeviceProperties& device);
+// Sets rows and stages of a plan. Of params, B, H and S count. False: the device has too little shared memory.
+bool ChooseSm80Size(const AttentionParams& params, const DeviceProperties& device, AttentionPlan* plan);
 
 extern const KernelFamily kSm80Family;
 

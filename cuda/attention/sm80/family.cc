@@ -32,14 +32,18 @@ bool PrefersHalfTiles(int head_size, const AttentionParams& p, const DevicePrope
   return int64_t{p.B} * p.H * ((p.S + kTileRows - 1) / kTileRows) <= most * device.sm_count;
 }
 
-Status Run(AttentionJob* job, const KernelEntry& kernel) {
-  STOF_RETURN_IF_ERROR(job->PreparePadding());
+Status Plan(AttentionJob* job, AttentionPlan* plan) {
   STOF_RETURN_IF_ERROR(job->PrepareTiled());
-  const Sm80Launch launch = ChooseSm80Launch(kernel, *job->params(), job->device());
-  if (launch.size == nullptr) {
-    return Status::Error("the device has too little shared memory for head size " + std::to_string(kernel.head_size));
-  }
-  return CheckLaunch(launch.size->launch(*job->params(), launch.stages, job->stream()));
+  if (ChooseSm80Size(job->params(), job->device(), plan)) return Status();
+  return Status::Error("the device has too little shared memory for head size " +
+                       std::to_string(plan->kernel->head_size));
+}
+
+Status Run(AttentionJob* job, const AttentionPlan& plan) {
+  STOF_RETURN_IF_ERROR(job->PreparePadding());
+  const auto& code = plan.kernel->code_as<Sm80Code>();
+  const Sm80CtaSize& size = plan.rows == code.half.rows ? code.half : code.whole;
+  return CheckLaunch(size.launch(job->params(), plan.stages, job->stream()));
 }
 
 Status Prepare(AttentionJob* job, const KernelEntry&) { return job->PrepareTiled(); }
@@ -48,25 +52,28 @@ constexpr KernelFamily MakeFamily() {
   KernelFamily family;
   family.role = KernelRole::kTiled;
   family.takes_16_bit = true;
-  family.find = Find, family.run = Run, family.prepare = Prepare;
+  family.find = Find, family.plan = Plan, family.run = Run, family.prepare = Prepare;
   return family;
 }
 
 }  // namespace
 
-Sm80Launch ChooseSm80Launch(const KernelEntry& kernel, const AttentionParams& params, const DeviceProperties& device) {
-  const auto& code = kernel.code_as<Sm80Code>();
+bool ChooseSm80Size(const AttentionParams& params, const DeviceProperties& device, AttentionPlan* plan) {
+  const auto& code = plan->kernel->code_as<Sm80Code>();
+  const auto take = [plan](const CtaSize& size, int stages) {
+    plan->rows = size.rows, plan->stages = stages;
+    return stages >= 0;
+  };
   constexpr int kSmallHead = 128;  // up to here all stages fit every device
-  if (kernel.head_size <= kSmallHead) {
-    const bool is_half = code.whole.rows == 0 || PrefersHalfTiles(kernel.head_size, params, device);
-    const Sm80CtaSize& size = is_half ? code.half : code.whole;
-    return {&size, size.most_stages};
+  const int head_size = plan->kernel->head_size;
+  if (head_size <= kSmallHead) {
+    const bool is_half = code.whole.rows == 0 || PrefersHalfTiles(head_size, params, device);
+    const CtaSize& size = is_half ? code.half : code.whole;
+    return take(size, size.most_stages);
   }
   // Two CTAs of 64 rows overlap their softmax, where an SM has room for both.
   const int half_stages = CountStages(code.half, device);
-  if (half_stages > 0) return {&code.half, half_stages};
-  const int stages = CountStages(code.whole, device);
-  return stages < 0 ? Sm80Launch() : Sm80Launch{&code.whole, stages};
+  return half_stages > 0 ? take(code.half, half_stages) : take(code.whole, CountStages(code.whole, device));
 }
 
 const KernelFamily kSm80Family = MakeFamily();
