@@ -8,8 +8,8 @@
 #include "cuda/attention/columns/gather.h"
 #include "cuda/attention/decode/api.h"
 #include "cuda/attention/dequantize.h"
+#include "cuda/attention/families.h"
 #include "cuda/attention/job.h"
-#include "cuda/attention/kernel_request.h"
 #include "cuda/cached_attention/append.h"
 #include "cuda/chain/run.h"
 #include "cuda/common/graph_capture.h"
@@ -17,7 +17,7 @@
 #include "cuda/common/status.h"
 #include "cuda/common/stream_memory.h"
 #include "cuda/common/time_op.h"
-#include "cuda/gemm/run.h"
+#include "cuda/gemm/gemm.h"
 #include "cuda/mask/build/mask_builder.h"
 #include "cuda/mask/device_columns.h"
 #include "cuda/mask/device_mask.h"
@@ -143,7 +143,7 @@ Status RunGathered(const AttentionArgs& args, const Tensor* pad, const Attention
   if (gathered.args.key.data == nullptr) return Status();
   const Status status = RunByMask(gathered.args, nullptr, gathered.mask(), gathered.sizes, {}, context);
   // A captured stream cannot upload the block mask of the longer axis. It can build that of the mask itself.
-  if (!status.ok() && cuda::Captured(context.stream)) return Status();
+  if (!status.ok() && cuda::IsCapturing(context.stream)) return Status();
   *is_gathered = status.ok();
   return status;
 }
@@ -237,7 +237,7 @@ uint64_t HashKernelChoice(const AttentionArgs& args, const Tensor* pad, const At
 Status LoadKernels(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
                    const Tables& operands, const RunContext& context) {
   cuda::KernelRequest request;
-  STOF_RETURN_IF_ERROR(cuda::GetKernelRequest(args.kernel, context.kernel, &request));
+  STOF_RETURN_IF_ERROR(cuda::AttentionRequests().Get(args.kernel, context.kernel, &request));
   const auto queue = [&](const RunContext& own) { return RunAttention(args, pad, mask, sizes, operands, own); };
   return cuda::LoadKernels(
       HashKernelChoice(args, pad, mask, sizes, request),
@@ -273,20 +273,22 @@ Status PrepareAttention(const AttentionArgs& args, const Tensor* pad, const Atte
 
 // Functions without a Status do nothing in a forked child; the run that follows reports the error.
 bool AllocateAsync(void* stream, size_t bytes, void** memory) {
-  return cuda::IsCudaUsable() && cuda::Take(stream, bytes, memory);
+  return cuda::IsCudaUsable() && cuda::AllocateAsync(stream, bytes, memory);
 }
 void FreeAsync(void* stream, void* memory) {
-  if (cuda::IsCudaUsable()) cuda::Give(stream, memory);
+  if (cuda::IsCudaUsable()) cuda::FreeAsync(stream, memory);
 }
-bool SynchronizeUnlessCapturing(void* stream) { return cuda::IsCudaUsable() && cuda::CapturedOrDone(stream); }
+bool SynchronizeUnlessCapturing(void* stream) {
+  return cuda::IsCudaUsable() && cuda::SynchronizeUnlessCapturing(stream);
+}
 void CallInRelaxedCapture(void (*run)(void* self), void* self) {
-  cuda::IsCudaUsable() ? cuda::Relaxed(run, self) : run(self);
+  cuda::IsCudaUsable() ? cuda::CallInRelaxedCapture(run, self) : run(self);
 }
 int CountAttentionKernels(const AttentionArgs& args) { return cuda::IsCudaUsable() ? CountKernels(args) : 0; }
-void DestroyGraph(void* recorded) {
-  if (cuda::IsCudaUsable()) cuda::DropRecorded(recorded);
+void DestroyGraph(void* graph) {
+  if (cuda::IsCudaUsable()) cuda::DestroyCapturedGraph(graph);
 }
-bool IsCapturing(void* stream) { return !cuda::IsCudaUsable() || cuda::Captured(stream); }
+bool IsCapturing(void* stream) { return !cuda::IsCudaUsable() || cuda::IsCapturing(stream); }
 
 template <auto kFunction>
 constexpr auto kChecked = &cuda::InOneProcess<kFunction>::Call;
@@ -303,8 +305,8 @@ constexpr CudaBackend MakeBackend() {
   backend.synchronize_unless_capturing = SynchronizeUnlessCapturing;
   backend.call_in_relaxed_capture = CallInRelaxedCapture;
 
-  backend.capture_graph = kChecked<&cuda::RecordRun>;
-  backend.launch_graph = kChecked<&cuda::LaunchRecorded>;
+  backend.capture_graph = kChecked<&cuda::CaptureRun>;
+  backend.replay_graph = kChecked<&cuda::ReplayGraph>;
   backend.destroy_graph = DestroyGraph;
 
   backend.time_op = kChecked<&cuda::TimeOp>;

@@ -50,6 +50,12 @@ def _stripped(tensor: onnx.TensorProto) -> bool:
     return tensor.data_location == TensorProto.EXTERNAL and any(e.value == PLACEHOLDER for e in tensor.external_data)
 
 
+def constants(model: onnx.ModelProto) -> list[onnx.TensorProto]:
+    """The values of the main graph's Constant nodes."""
+    nodes = (node for node in model.graph.node if node.op_type == "Constant")
+    return [a.t for node in nodes for a in node.attribute if a.type == onnx.AttributeProto.TENSOR]
+
+
 def is_norm(tensor: onnx.TensorProto) -> bool:
     """Whether a weight is what a norm multiplies by, which is about one."""
     return len(tensor.dims) == 1 and tensor.name.endswith("weight")
@@ -65,7 +71,8 @@ def _uniform_vector(tensor: onnx.TensorProto) -> bool:
 
 def _weights(model: onnx.ModelProto, seed: int) -> Iterator[tuple[onnx.TensorProto, np.ndarray]]:
     """Every tensor to fill, with its values: Linear and embedding scaled by their narrow side, norms 1 ± 0.02."""
-    for i, tensor in enumerate(model.graph.initializer):
+    tables = [tensor for tensor in constants(model) if _stripped(tensor)]
+    for i, tensor in enumerate([*model.graph.initializer, *tables]):
         rng = np.random.default_rng([seed, i])
         if _stripped(tensor):
             shape = tuple(tensor.dims)

@@ -18,6 +18,7 @@ import build
 
 _FLOATS = {TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16}
 _KEEP = 1024  # float tensors up to this many elements stay in the graph: norms, biases, inverse frequencies
+_KEEP_TABLE = 1 << 16  # elements of a float constant of a node: tables of positions. Those of few values compress well
 _KEEP_NARROW = 64  # of the zoo's, where most weights are smaller, and of vectors that are not as they were initialized
 
 
@@ -42,6 +43,9 @@ def strip(
             tensor.data_location = TensorProto.DEFAULT
             del tensor.external_data[:]
         if tensor.name in zeros or (large and narrow and _random(tensor)):
+            _placeholder(tensor)
+    for tensor in build.constants(model):
+        if tensor.data_type in _FLOATS and np.prod(list(tensor.dims)) > _KEEP_TABLE and _random(tensor):
             _placeholder(tensor)
 
 

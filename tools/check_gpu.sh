@@ -96,7 +96,7 @@ if wave 1; then
   suite transposed-gemm 150 CudaTransposedGemm
   suite transposed-gemm-8.0 150 CudaTransposedGemm STOF_CUDA_CAPABILITY=80 STOF_CUBLASLT=0
   if [ -n "$cublaslt" ]; then
-    suite gemm-cublaslt 75 CudaGemmPlain STOF_CUDA_GEMM=lt STOF_CUBLASLT="$cublaslt"
+    suite gemm-cublaslt 75 CudaGemmPlain STOF_CUDA_GEMM=cublaslt STOF_CUBLASLT="$cublaslt"
   else
     echo "no libcublasLt.so.12 or .13: matrix products by it are not run"
   fi

@@ -45,7 +45,7 @@ _NOTES = """\
 * The library reads a variable once in a process.
 * A wrong value is an error that names the variable, the value and the right ones: of the command, and of whoever makes the
   first operator of the library in a process. An empty value counts as unset.
-* The name of a kernel in `STOF_CUDA_KERNEL` is checked when one is chosen.
+* The names of kernels in `STOF_CUDA_KERNEL` and `STOF_CUDA_GEMM` are checked when one is chosen.
 * The two caches are in `$XDG_CACHE_HOME/stof` where that is set.
 * `STOF_TRT_LOG` writes to stderr, one line a message, with names escaped.
 * In processes with raised privileges (setuid) the library takes no path from the environment: no NVRTC, cuBLASLt, plugin library

@@ -126,6 +126,8 @@ if wants cuda; then
   $cuda/tests/trt/stof_trt_cuda_tests TrtPlannedMaskMemory
   $cuda/tests/cpp/stof_cuda_tests MaskMemoryByDistance
   $cuda/tests/cpp/stof_cuda_tests KernelChoice
+  $cuda/tests/cpp/stof_cuda_tests GemmChoice
+  $cuda/tests/cpp/stof_cuda_tests MlpChoice
   end
 fi
 

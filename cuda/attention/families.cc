@@ -61,5 +61,19 @@ std::vector<std::string> ListAllKernelNames() {
   return names;
 }
 
+KernelRequests& AttentionRequests() {
+  static auto* const requests = new KernelRequests(Variable::kCudaKernel, ListAllKernelNames);
+  return *requests;
+}
+
+const KernelEntry* FindRequested(KernelTable kernels, const KernelRequest& request) {
+  if (request.number >= 0 && request.number < kernels.size()) return kernels.begin() + request.number;
+  if (request.name.empty()) return nullptr;
+  for (const KernelEntry& kernel : kernels) {
+    if (KernelName(kernel) == request.name) return &kernel;
+  }
+  return nullptr;
+}
+
 }  // namespace cuda
 }  // namespace stof

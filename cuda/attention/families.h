@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cuda/attention/kernel_table.h"
+#include "cuda/common/kernel_request.h"
 
 namespace stof {
 namespace cuda {
@@ -19,6 +20,12 @@ std::vector<std::string> ListKernelNames(const KernelProblem& problem);
 
 // The names of all kernels in this build.
 std::vector<std::string> ListAllKernelNames();
+
+// The requests for attention kernels; STOF_CUDA_KERNEL is their environment variable.
+KernelRequests& AttentionRequests();
+
+// The kernel of a table that is requested by name or number; nullptr: it has none.
+const KernelEntry* FindRequested(KernelTable kernels, const KernelRequest& request);
 
 }  // namespace cuda
 }  // namespace stof

@@ -63,33 +63,47 @@ Status AttentionJob::Run() {
     params_.empty_rows = static_cast<int32_t>(EmptyRows::kZero);
     return RunTiled();
   }
-  KernelChoice choice;
-  STOF_RETURN_IF_ERROR(Choose(&choice));
-  return choice.family->run(this, *choice.kernel);
+  AttentionPlan plan;
+  STOF_RETURN_IF_ERROR(Choose(&plan));
+  return RunPlan(&plan);
+}
+
+Status AttentionJob::RunPlan(AttentionPlan* plan) {
+  STOF_RETURN_IF_ERROR(plan->family->plan(this, plan));
+  STOF_RETURN_IF_ERROR(PrintPlan(*plan));
+  return plan->family->run(this, *plan);
 }
 
 Status AttentionJob::RunDecode() {
   STOF_RETURN_IF_ERROR(Describe());
-  STOF_RETURN_IF_ERROR(GetKernelRequest(args_.kernel, context_.kernel, &request_));
+  STOF_RETURN_IF_ERROR(AttentionRequests().Get(args_.kernel, context_.kernel, &request_));
   KernelTable kernels;
-  const KernelFamily* const family = FindFamily(KernelRole::kDecode, problem_, &kernels);
-  if (family == nullptr) return Status::Error("no decode kernel for head size " + std::to_string(problem_.head_size));
-  return family->run(this, kernels[0]);
+  AttentionPlan plan;
+  plan.family = FindFamily(KernelRole::kDecode, problem_, &kernels);
+  if (plan.family == nullptr) {
+    return Status::Error("no decode kernel for head size " + std::to_string(problem_.head_size));
+  }
+  plan.kernel = kernels.begin();
+  return RunPlan(&plan);
 }
 
 Status AttentionJob::Prepare() {
   pins_mask_ = context_.keeper != nullptr;
   STOF_RETURN_IF_ERROR(Describe());
-  KernelChoice choice;
-  STOF_RETURN_IF_ERROR(Choose(&choice));
-  return choice.family->prepare(this, *choice.kernel);
+  AttentionPlan plan;
+  STOF_RETURN_IF_ERROR(Choose(&plan));
+  return plan.family->prepare(this, *plan.kernel);
 }
 
 Status AttentionJob::RunTiled() {
   KernelTable kernels;
-  const KernelFamily* const family = FindFamily(KernelRole::kTiled, problem_, &kernels);
-  if (family == nullptr) return Status::Error("no CUDA kernel for head size " + std::to_string(problem_.head_size));
-  return family->run(this, kernels[0]);
+  AttentionPlan plan;
+  plan.family = FindFamily(KernelRole::kTiled, problem_, &kernels);
+  if (plan.family == nullptr) {
+    return Status::Error("no CUDA kernel for head size " + std::to_string(problem_.head_size));
+  }
+  plan.kernel = kernels.begin();
+  return RunPlan(&plan);
 }
 
 Status AttentionJob::RunTiledForEmptyRows(const uint32_t* pad_bits, const int32_t* empty_flags) {
@@ -100,16 +114,16 @@ Status AttentionJob::RunTiledForEmptyRows(const uint32_t* pad_bits, const int32_
 }
 
 Status AttentionJob::PrepareTiled() {
-  std::shared_ptr<const MaskEntry> entry;
   MaskForm form;
   form.fragments = true;
-  return GetMask(form, &params_, &entry);
+  return GetMask(form);
 }
 
 bool AttentionJob::empty_rows_attend_all() const { return AttendsAllKeys(args_.mask.empty_rows); }
 
-bool AttentionJob::NeedsEmptyRowPass(bool has_mask, const MaskEntry* entry) const {
-  const bool is_unknown = has_mask && entry == nullptr;
+bool AttentionJob::NeedsEmptyRowPass() const {
+  const MaskEntry* const entry = mask_entry();
+  const bool is_unknown = params_.has_mask != 0 && entry == nullptr;
   return empty_rows_attend_all() &&
          (pad_ != nullptr || args_.scores.bias.data != nullptr || args_.scores.relative_bias.table != nullptr ||
           is_unknown || (entry != nullptr && entry->empty_rows()));

@@ -11,11 +11,11 @@
 #include <string>
 #include <vector>
 
-#include "cuda/attention/kernel_request.h"
 #include "cuda/attention/kernel_table.h"
 #include "cuda/attention/params.h"
 #include "cuda/attention/select.h"
 #include "cuda/common/device_properties.h"
+#include "cuda/common/kernel_request.h"
 #include "cuda/mask/build/mask_builder.h"
 #include "cuda/mask/device_columns.h"
 #include "cuda/mask/device_mask.h"
@@ -56,7 +56,7 @@ class AttentionJob {
   // choice.
   Status CountKernels(int* kernels);
 
-  // ---- for KernelFamily::run and ::prepare ----
+  // ---- for KernelFamily::plan, ::run and ::prepare ----
   const AttentionArgs& args() const { return args_; }
   bool is_bf16() const { return args_.shape.dtype == DType::kBF16; }
   // What decides which kernels fit.
@@ -68,7 +68,11 @@ class AttentionJob {
   cudaStream_t stream() const { return stream_; }
   Keeper* keeper() const { return context_.keeper; }
   // The parameters that all kernels share. PreparePadding and GetMask complete them.
-  AttentionParams* params() { return &params_; }
+  const AttentionParams& params() const { return params_; }
+  // The block mask of the last GetMask; nullptr: there is no mask, or the device builds it.
+  const MaskEntry* mask_entry() const { return mask_entry_.get(); }
+  // The key columns of GetColumns; nullptr: none.
+  const DeviceColumnsEntry* columns() const { return columns_.get(); }
 
   // Runs the tiled kernel, which computes any problem.
   Status RunTiled();
@@ -77,15 +81,15 @@ class AttentionJob {
   // Makes the block mask of RunTiled.
   Status PrepareTiled();
   bool empty_rows_attend_all() const;
-  // Whether a second pass over fully masked rows, which attend all keys, may find some. has_mask, entry: of the kernel.
-  bool NeedsEmptyRowPass(bool has_mask, const MaskEntry* entry) const;
+  // Whether a second pass over fully masked rows, which attend all keys, may find some. Call GetMask first.
+  bool NeedsEmptyRowPass() const;
 
   // ---- cuda/attention/job_memory.cc ----
   // Key columns of args.shape.T keys or more on the device; an error where the stream is captured and they are not
   // there.
-  Status GetColumns(const KeyColumns& columns, std::shared_ptr<const DeviceColumnsEntry>* entry);
-  // The block mask of this form. entry: of the cache; nullptr where the mask is built on the device.
-  Status GetMask(const MaskForm& form, AttentionParams* params, std::shared_ptr<const MaskEntry>* entry);
+  Status GetColumns(const KeyColumns& columns);
+  // Sets the block mask of this form in params(), and mask_entry().
+  Status GetMask(const MaskForm& form);
   // Workspace for one use: the mask of m x n tiles, or with m = 0 by n: split fp32 operands (0), padding (1), decode
   // splits (2), splits of tile rows (3). The parts of a run share it.
   void* GetWorkspace(int m, int n, size_t bytes);
@@ -99,10 +103,14 @@ class AttentionJob {
   // Sets problem_, selection_ and device_. An error where no kernel runs on the device.
   Status Describe();
   // Also sets request_.
-  Status Choose(KernelChoice* choice);
+  Status Choose(AttentionPlan* plan);
+  // Completes the plan and runs it.
+  Status RunPlan(AttentionPlan* plan);
+  // Writes the plan and the other kernels with their predicted times, where STOF_CUDA_PRINT_PLANS asks for that.
+  Status PrintPlan(const AttentionPlan& plan) const;
 
   // ---- cuda/attention/job_memory.cc ----
-  Status MakeMask(const MaskForm& form, AttentionParams* params);
+  Status MakeMask(const MaskForm& form);
 
   const AttentionArgs& args_;
   const Tensor* const pad_;
@@ -119,6 +127,8 @@ class AttentionJob {
   KernelProblem problem_;
   SelectionProblem selection_;
   KernelRequest request_;
+  std::shared_ptr<const MaskEntry> mask_entry_;
+  std::shared_ptr<const DeviceColumnsEntry> columns_;
   bool pins_mask_ = false;
 };
 

@@ -64,9 +64,25 @@ Status AttentionJob::Describe() {
   return Status();
 }
 
-Status AttentionJob::Choose(KernelChoice* choice) {
-  STOF_RETURN_IF_ERROR(GetKernelRequest(args_.kernel, context_.kernel, &request_));
-  return ChooseKernel(request_, problem_, selection_, choice);
+Status AttentionJob::Choose(AttentionPlan* plan) {
+  STOF_RETURN_IF_ERROR(AttentionRequests().Get(args_.kernel, context_.kernel, &request_));
+  return ChooseKernel(request_, problem_, selection_, plan);
+}
+
+Status AttentionJob::PrintPlan(const AttentionPlan& plan) const {
+  if (!ArePlansPrinted()) return Status();
+  std::vector<AttentionPlan> plans;
+  if (plan.family->role != KernelRole::kDecode) STOF_RETURN_IF_ERROR(ListPredictions(problem_, selection_, &plans));
+  AttentionPlan chosen = plan;
+  for (const AttentionPlan& other : plans) {
+    if (other.kernel == plan.kernel) chosen.nanoseconds = other.nanoseconds;
+  }
+  std::vector<std::string> runners_up;
+  for (const AttentionPlan& other : plans) {
+    if (other.kernel != plan.kernel) runners_up.push_back(Print(other));
+  }
+  PrintChoice(Print(problem_, selection_), Print(chosen), runners_up);
+  return Status();
 }
 
 Status AttentionJob::CountKernels(int* kernels) {

@@ -15,15 +15,16 @@ Status Clear(void* memory, size_t bytes, cudaStream_t stream) {
   return ToStatus(cudaMemsetAsync(memory, 0, bytes, stream), "clearing of flags");
 }
 
-Status AttentionJob::GetMask(const MaskForm& form, AttentionParams* params, std::shared_ptr<const MaskEntry>* entry) {
+Status AttentionJob::GetMask(const MaskForm& form) {
+  mask_entry_.reset();
   if (build_ == nullptr) {
     if (mask_.parts.fixed.empty() || args_.shape.T == 0) return Status();  // there is no pair to mask
     bool missing = false;
     STOF_RETURN_IF_ERROR(DeviceMaskCache::Global().Get(mask_.parts.fixed, mask_.fixed_hash, sizes_, form, stream_,
-                                                       context_.keeper, pins_mask_, entry, &missing));
+                                                       context_.keeper, pins_mask_, &mask_entry_, &missing));
     if (!missing) {
-      params->has_mask = 1;
-      params->mask = (*entry)->view();
+      params_.has_mask = 1;
+      params_.mask = mask_entry_->view();
       return Status();
     }
     // A captured stream cannot upload the mask: the graph builds it.
@@ -35,16 +36,17 @@ Status AttentionJob::GetMask(const MaskForm& form, AttentionParams* params, std:
           status.message() + "): run once with the same shapes before capturing");
     }
   }
-  return MakeMask(form, params);
+  return MakeMask(form);
 }
 
-Status AttentionJob::GetColumns(const KeyColumns& columns, std::shared_ptr<const DeviceColumnsEntry>* entry) {
+Status AttentionJob::GetColumns(const KeyColumns& columns) {
   if (columns.length() < args_.shape.T) {
     return Status::Error("key columns of " + std::to_string(columns.length()) + " keys, expected those of " +
                          std::to_string(args_.shape.T));
   }
-  STOF_RETURN_IF_ERROR(GetDeviceColumns(columns, context_, entry));
-  return *entry != nullptr ? Status() : Status::Error("key columns are not on the device, and the stream is captured");
+  STOF_RETURN_IF_ERROR(GetDeviceColumns(columns, context_, &columns_));
+  return columns_ != nullptr ? Status()
+                             : Status::Error("key columns are not on the device, and the stream is captured");
 }
 
 void* AttentionJob::GetWorkspace(int m, int n, size_t bytes) {
@@ -57,7 +59,7 @@ void* AttentionJob::GetWorkspace(int m, int n, size_t bytes) {
   return memory;
 }
 
-Status AttentionJob::MakeMask(const MaskForm& form, AttentionParams* params) {
+Status AttentionJob::MakeMask(const MaskForm& form) {
   MaskBuild build;
   build.program = &build_->program;
   build.sizes = sizes_;
@@ -77,8 +79,8 @@ Status AttentionJob::MakeMask(const MaskForm& form, AttentionParams* params) {
   if (memory == nullptr) {
     return Status::Error("no device memory for " + std::to_string(bytes) + " bytes of a block mask");
   }
-  const int error = LaunchMaskBuild(build, memory, stream_, &params->mask);
-  params->has_mask = 1;
+  const int error = LaunchMaskBuild(build, memory, stream_, &params_.mask);
+  params_.has_mask = 1;
   return ToStatus(static_cast<cudaError_t>(error), "launch of the kernels that build a block mask");
 }
 

@@ -9,6 +9,9 @@
 #include <string>
 
 #include "cuda/attention/params.h"
+#include "cuda/attention/workspace_bounds.h"
+#include "cuda/common/device_properties.h"
+#include "cuda/common/kernel_plan.h"
 #include "cuda/schedule/tile_schedule.h"
 #include "plugins/core/base/status.h"
 #include "plugins/core/contract/op.h"
@@ -66,6 +69,21 @@ struct LaunchCode : KernelCode {
   Function launch;
 };
 
+// One size of the CTAs that a row of a table has: a whole tile of the block mask, or a part of one. What its launches
+// need of the device.
+struct CtaSize {
+  static constexpr int kMostStages = 2;
+  int rows = 0;                            // query rows; 0: this size is not compiled
+  int ctas_per_sm = 1;                     // that the registers allow
+  int most_stages = 0;                     // buffers for keys and for values
+  int shared_bytes[kMostStages + 1] = {};  // of a CTA with so many stages; with 0, keys and values share a buffer
+};
+// Whether so many CTAs with so many stages fit the shared memory of an SM.
+inline bool FitsSharedMemory(const CtaSize& size, int stages, int ctas, const DeviceProperties& device) {
+  const int bytes = size.shared_bytes[stages];
+  return bytes <= device.cta_shared_bytes && ctas * (bytes + kReservedSharedBytes) <= device.sm_shared_bytes;
+}
+
 // One compiled kernel: a row of a family's table.
 struct KernelEntry {
   const char* name = "";   // of the kernel; where is_scheduled, of its family, and KernelName adds the tile
@@ -99,6 +117,10 @@ enum class KernelRole {
   kRowwise,    // sparse masks of scattered keys
 };
 
+struct KernelFamily;
+// The decision of one attention. rows: of a CTA, which may have a part of a tile of the block mask.
+using AttentionPlan = KernelPlan<KernelFamily, KernelEntry>;
+
 // A family of kernels: a folder of cuda/attention/, and a line in families.cc.
 struct KernelFamily {
   KernelRole role = KernelRole::kTiled;
@@ -116,10 +138,16 @@ struct KernelFamily {
   // The table for the problem's dtype, head size and score modification; empty: there is none. The device and the
   // limits above are checked by FindKernels.
   KernelTable (*find)(const KernelProblem& problem) = nullptr;
-  // Queues a run on the job's stream.
-  Status (*run)(AttentionJob* job, const KernelEntry& kernel) = nullptr;
-  // Makes the block masks that `run` needs.
+  // Completes a plan of this family: makes the block mask of the run, and decides by it. May replace plan->kernel by
+  // another one of the family.
+  Status (*plan)(AttentionJob* job, AttentionPlan* plan) = nullptr;
+  // Queues the planned run on the job's stream.
+  Status (*run)(AttentionJob* job, const AttentionPlan& plan) = nullptr;
+  // Makes the block masks that a run needs.
   Status (*prepare)(AttentionJob* job, const KernelEntry& kernel) = nullptr;
+  // An upper bound of AttentionPlan::workspace for these arguments and smaller ones, without a device; nullptr: a run
+  // needs none (workspace_bounds.h).
+  WorkspaceBound workspace_bound = nullptr;
 };
 
 // The kernels of a family that can compute the problem.

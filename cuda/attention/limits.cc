@@ -6,8 +6,9 @@
 #include <string>
 
 #include "cuda/attention/decode/api.h"
+#include "cuda/attention/workspace_bounds.h"
 #include "cuda/mask/program/mask_program.h"
-#include "cuda/schedule/tile_schedule.h"
+#include "plugins/core/base/integers.h"
 #include "plugins/core/contract/attention_limits.h"
 #include "plugins/core/contract/cuda_backend.h"
 
@@ -31,37 +32,11 @@ Status CheckRows(const AttentionArgs& args) {
   return Status();
 }
 
-int64_t Rounded(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+constexpr int64_t kBlock = 64;  // bytes: what blocks of the workspace are rounded up to
 
-// The decode kernels: fewer splits where memory is short, at least one.
-int64_t DecodeBytes(const AttentionArgs& args) {
-  constexpr int64_t kMost = int64_t{16} << 20;
-  const int64_t rows = args.shape.B * args.shape.H * std::min<int64_t>(args.shape.S, cuda::kDecodeQueries);
-  const int64_t tiles = (args.shape.T + cuda::kTileKeys - 1) / cuda::kTileKeys;
-  const auto bytes = [&](int64_t splits) { return rows * splits * (4 * args.shape.Dv + 8) + 4 * rows; };
-  return std::max(bytes(1), std::min(bytes(std::min<int64_t>(tiles, cuda::kMostDecodeSplits)), kMost));
-}
-
-// Split rows of the scheduled kernels: an upper bound of their splits, whatever the mask.
-int64_t SplitRowBytes(const AttentionArgs& args, const AttentionMask& mask) {
-  const int64_t size = std::max(args.shape.D, args.shape.Dv),
-                rows = args.shape.B * args.shape.H * ((args.shape.S + 63) / 64);
-  if (mask.parts.fixed.empty() || !mask.parts.dynamic.empty() || args.shape.dtype == DType::kF32 || size > 128)
-    return 0;
-  const int64_t of_row = (args.shape.T + 63) / 64 / cuda::kFewestTilesOfSplit;
-  if (of_row < 2) return 0;
-  const int64_t splits =
-      rows < cuda::kMostScheduleSplits ? std::min(rows * of_row, cuda::kMostScheduleSplits) : cuda::kMostScheduleSplits;
-  return splits * cuda::SplitBytes(size <= 64 ? 64 : 128);
-}
-
-// The fp32 kernel splits keys and values into fp16 values: WorkspaceBytes in cuda/attention/fp32/family.cc.
-int64_t Fp32Bytes(const AttentionArgs& args) {
-  const int64_t size = std::max(args.shape.D, args.shape.Dv);
-  int64_t head = 256;
-  for (const int64_t one : {192, 128, 96, 64, 32}) head = size <= one ? one : head;
-  const int64_t tiles = args.shape.B * args.shape.G * ((args.shape.T + cuda::kTileKeys - 1) / cuda::kTileKeys);
-  return tiles * (2 * int64_t{4} * cuda::kTileKeys * head + 4 * cuda::kTileKeys + 4);
+// The families that many queries take. A problem has the workspace of one of them.
+int64_t TiledBytes(const AttentionArgs& args, const AttentionMask& mask) {
+  return RoundUp(std::max(cuda::BoundFp32Workspace(args, mask), cuda::BoundSm90Workspace(args, mask)), kBlock);
 }
 
 // Gathered key columns: a longer copy of keys and values, and what kernels need more for it. Columns are gathered where
@@ -70,8 +45,7 @@ int64_t GatheredBytes(const AttentionArgs& args, const AttentionMask& mask) {
   AttentionArgs longer = args;
   longer.shape.T = args.shape.T + args.shape.T / 2 + KeyColumns::kAlign;
   const int64_t rows = args.shape.B * args.shape.G * longer.shape.T * SizeOf(args.shape.dtype);
-  const int64_t fp32 = args.shape.dtype == DType::kF32 ? Rounded(Fp32Bytes(longer)) : 0;
-  return Rounded(rows * args.shape.D) + Rounded(rows * args.shape.Dv) + fp32 + Rounded(SplitRowBytes(longer, mask));
+  return RoundUp(rows * args.shape.D, kBlock) + RoundUp(rows * args.shape.Dv, kBlock) + TiledBytes(longer, mask);
 }
 
 // An upper bound of cuda::MaskBytes for all kernels, which grows with every size. In doubles: the product of an empty
@@ -109,7 +83,7 @@ Status PlanMask(const AttentionArgs& args, const AttentionMask& mask, const Expr
   STOF_RETURN_IF_ERROR(cuda::CompileMask(mask.parts.fixed, mask.parts.dynamic, sizes, operands, &program));
   const bool all_keys = AttendsAllKeys(args.mask.empty_rows);
   // Fully masked rows may be left to a second kernel, which has another tile size.
-  *bytes = Rounded(4) + Rounded(MaskBound(program, args)) * (all_keys ? 2 : 1);
+  *bytes = kBlock + RoundUp(MaskBound(program, args), kBlock) * (all_keys ? 2 : 1);
   return Status();
 }
 
@@ -170,10 +144,9 @@ Status PlanCudaAttention(const AttentionArgs& args, bool pad, const AttentionMas
   const int64_t flags =
       all_keys ? args.shape.B * args.shape.H * ((args.shape.S + cuda::kRowsPerFlag - 1) / cuda::kRowsPerFlag) : 0;
   const int64_t bytes = args.shape.B * tiles * cuda::kTileKeys / 8 + 4 * flags;
-  int64_t total = Rounded(std::max<int64_t>(bytes, pad || all_keys ? 1 : 0));
+  int64_t total = RoundUp(std::max<int64_t>(bytes, pad || all_keys ? 1 : 0), kBlock);
   // A profile's largest shapes stand for its smaller ones, which may be decode shapes.
-  const int64_t fp32 = args.shape.dtype == DType::kF32 ? Rounded(Fp32Bytes(args)) : 0;
-  total += std::max({Rounded(DecodeBytes(args)), fp32, Rounded(SplitRowBytes(args, mask))});
+  total += std::max(RoundUp(cuda::BoundDecodeWorkspace(args, mask), kBlock), TiledBytes(args, mask));
   if (mask.columns != nullptr) total += GatheredBytes(args, mask);
   if (!mask.parts.dynamic.empty() && args.shape.B > 0 && args.shape.H > 0 && args.shape.S > 0 && args.shape.T > 0) {
     int64_t made = 0;

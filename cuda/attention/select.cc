@@ -14,6 +14,7 @@
 #include "cuda/attention/rowwise/api.h"
 #include "cuda/attention/rowwise/cost.h"
 #include "cuda/attention/select_key.h"
+#include "plugins/core/base/integers.h"
 #include "plugins/core/host/environment.h"
 #include "plugins/core/mask/block_mask_cache.h"
 
@@ -22,8 +23,6 @@ namespace cuda {
 namespace {
 
 constexpr size_t kMostRemembered = 4096;
-
-int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // The row-wise kernel has to be faster by this factor, and the tiles to hold at most one allowed pair in so many.
 constexpr double kRowwiseMargin = 0.9;
@@ -192,36 +191,85 @@ Status Select(KernelTable kernels, const SelectionProblem& problem, const Kernel
   return Status();
 }
 
+Status ListPredictions(const KernelProblem& problem, const SelectionProblem& selection,
+                       std::vector<AttentionPlan>* plans) {
+  const bool are_predicted = !selection.is_mask_on_device;
+  for (const KernelRole role : {KernelRole::kTiled, KernelRole::kScheduled}) {
+    KernelTable kernels;
+    const KernelFamily* const family = FindFamily(role, problem, &kernels);
+    for (const KernelEntry& kernel : kernels) {
+      AttentionPlan plan;
+      plan.family = family, plan.kernel = &kernel;
+      if (kernel.is_scheduled && are_predicted) {
+        int64_t nanoseconds = 0;
+        STOF_RETURN_IF_ERROR(Predict(kernel, selection, &nanoseconds));
+        plan.nanoseconds = static_cast<double>(nanoseconds);
+      } else if (are_predicted && selection.mask != nullptr) {
+        std::shared_ptr<const BlockMask> mask;
+        STOF_RETURN_IF_ERROR(BlockMaskCache::Global().Get(*selection.mask, selection.hash, selection.sizes, kernel.rows,
+                                                          kernel.keys, &mask));
+        plan.nanoseconds = PredictTiled(CountPairs(*mask, selection.sizes.B, selection.sizes.H), selection.head_bytes,
+                                        selection.is_fp32, selection.sm_count);
+      }
+      plans->push_back(plan);
+    }
+  }
+  std::stable_sort(plans->begin(), plans->end(),
+                   [](const AttentionPlan& a, const AttentionPlan& b) { return a.nanoseconds < b.nanoseconds; });
+  return Status();
+}
+
+std::string Print(const KernelProblem& problem, const SelectionProblem& selection) {
+  const ExprSizes& sizes = selection.sizes;
+  std::string text = "attention";
+  const std::pair<const char*, int64_t> numbers[] = {{" B ", sizes.B},
+                                                     {", H ", sizes.H},
+                                                     {", S ", sizes.S},
+                                                     {", T ", sizes.T},
+                                                     {", group size ", selection.group_size},
+                                                     {", head size ", problem.head_size}};
+  for (const auto& [name, number] : numbers) text += name + std::to_string(number);
+  text += problem.dtype == DType::kF32 ? ", fp32" : problem.dtype == DType::kF16 ? ", fp16" : ", bf16";
+  if (IsQuantized(problem.kv_dtype)) text += ", quantized keys and values";
+  if (problem.has_full_bias) text += ", bias";
+  text += selection.is_mask_on_device ? ", mask of the run" : selection.mask == nullptr ? ", no static mask" : ", mask";
+  if (selection.mask != nullptr) text += " " + std::to_string(selection.hash);
+  return text + ", " + std::to_string(selection.sm_count) + " SMs";
+}
+
 Status ChooseKernel(const KernelRequest& request, const KernelProblem& problem, const SelectionProblem& selection,
-                    KernelChoice* choice) {
+                    AttentionPlan* plan) {
+  const auto take = [plan](const KernelFamily* family, const KernelEntry* kernel) {
+    plan->family = family, plan->kernel = kernel;
+  };
   KernelTable rowwise, decode, scheduled, tiled;
   const KernelFamily* const rowwise_family = FindFamily(KernelRole::kRowwise, problem, &rowwise);
   if (rowwise_family != nullptr && !request.name.empty() && FindRequested(rowwise, request) != nullptr) {
-    *choice = {rowwise_family, rowwise.begin()};
+    take(rowwise_family, rowwise.begin());
     return Status();
   }
   if (const KernelFamily* const family = FindFamily(KernelRole::kDecode, problem, &decode)) {
-    *choice = {family, decode.begin()};
+    take(family, decode.begin());
     return Status();
   }
   const KernelFamily* const tiled_family = FindFamily(KernelRole::kTiled, problem, &tiled);
   if (tiled_family == nullptr) {
     return Status::Error("no CUDA kernel for head size " + std::to_string(problem.head_size));
   }
-  *choice = {tiled_family, tiled.begin()};
+  take(tiled_family, tiled.begin());
   const KernelFamily* const family = FindFamily(KernelRole::kScheduled, problem, &scheduled);
   if (family != nullptr && request.tactic != 1 && request.name != KernelName(tiled[0])) {
     const KernelEntry* kernel = FindRequested(scheduled, request);
     if (request.tactic > 1 && request.tactic - 2 < scheduled.size()) kernel = &scheduled[request.tactic - 2];
     if (kernel == nullptr && selection.is_mask_on_device) kernel = SelectForDeviceMask(scheduled);
     if (kernel == nullptr) STOF_RETURN_IF_ERROR(Select(scheduled, selection, &kernel));
-    *choice = {family, kernel};
+    take(family, kernel);
   }
   const bool is_free = request.name.empty() && request.tactic == 0;
   if (rowwise_family == nullptr || selection.mask == nullptr || !is_free) return Status();
   bool is_faster = false;
-  STOF_RETURN_IF_ERROR(SelectRowwise(selection, *choice->kernel, &is_faster));
-  if (is_faster) *choice = {rowwise_family, rowwise.begin()};
+  STOF_RETURN_IF_ERROR(SelectRowwise(selection, *plan->kernel, &is_faster));
+  if (is_faster) take(rowwise_family, rowwise.begin());
   return Status();
 }
 

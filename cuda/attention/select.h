@@ -6,9 +6,11 @@
 #define STOF_CUDA_ATTENTION_SELECT_H_
 
 #include <cstdint>
+#include <string>
+#include <vector>
 
-#include "cuda/attention/kernel_request.h"
 #include "cuda/attention/kernel_table.h"
+#include "cuda/common/kernel_request.h"
 #include "cuda/mask/device_mask.h"
 #include "plugins/core/base/status.h"
 #include "plugins/core/mask/expr.h"
@@ -30,20 +32,14 @@ struct SelectionProblem {
   int sm_count = 1;
 };
 
-// A kernel and the family that runs it.
-struct KernelChoice {
-  const KernelFamily* family = nullptr;
-  const KernelEntry* kernel = nullptr;
-};
-
-// The kernel that computes the problem, in this order:
+// Sets family and kernel of the plan of a problem, in this order:
 //   the row-wise kernel, where it is requested by name;
-//   with few queries a decode kernel, of which its run chooses one;
+//   with few queries the first decode kernel, in place of which KernelFamily::plan may take another;
 //   the requested one of the tiled and the scheduled kernels;
 //   the fastest of these by the models, and of the row-wise kernel unless a name or a tactic is requested.
 // A request that does not fit the problem counts for nothing else. An error where no kernel fits.
 Status ChooseKernel(const KernelRequest& request, const KernelProblem& problem, const SelectionProblem& selection,
-                    KernelChoice* choice);
+                    AttentionPlan* plan);
 
 // The block mask that a scheduled kernel needs for the problem.
 MaskForm MaskFormOf(const KernelEntry& kernel, const SelectionProblem& problem);
@@ -57,6 +53,12 @@ Status Select(KernelTable kernels, const SelectionProblem& problem, const Kernel
 // Sets *rowwise to whether the row-wise kernel is faster than `kernel` by the model, for a problem with a mask. Choices
 // are remembered.
 Status SelectRowwise(const SelectionProblem& problem, const KernelEntry& kernel, bool* rowwise);
+
+// For people: the tiled and the scheduled kernels that can compute a problem, by rising predicted time.
+Status ListPredictions(const KernelProblem& problem, const SelectionProblem& selection,
+                       std::vector<AttentionPlan>* plans);
+// "attention B 1, H 32, S 4096, T 4096, group size 4, head size 128, fp16, mask 1234, 132 SMs"
+std::string Print(const KernelProblem& problem, const SelectionProblem& selection);
 
 // The scheduled kernel for a mask that only the device knows: of those with the smallest KV tiles, which skip most, the
 // one with the least time a pair.

@@ -22,7 +22,6 @@
 #include <vector>
 
 #include "cuda/attention/families.h"
-#include "cuda/attention/kernel_request.h"
 #include "cuda/attention/select.h"
 #include "cuda/bench/bench_graph.h"
 #include "cuda/common/device_properties.h"
@@ -237,7 +236,7 @@ void ExitUnlessOk(const stof::Status& status, const Row& row) {
 // Calls take the sets of inputs in turn.
 double Time(const Row& row, const std::vector<stof::AttentionArgs>& sets, int calls, const stof::AttentionMask& mask,
             const stof::ExprSizes& sizes, Workspace* space, const std::string& kernel) {
-  ExitUnlessOk(stof::cuda::ForceKernel(kernel), row);
+  ExitUnlessOk(stof::cuda::AttentionRequests().Force(kernel), row);
   cudaStream_t stream = nullptr;
   CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   stof::RunContext context;
@@ -255,7 +254,7 @@ double Time(const Row& row, const std::vector<stof::AttentionArgs>& sets, int ca
   double us = TimeGraph(stream, calls, run);
   if (seconds > 0) us = TimeGraph(stream, calls, run, static_cast<int>(seconds * 1e6 / us / calls) + 1);
   CHECK_CUDA(cudaStreamDestroy(stream));
-  stof::cuda::ReleaseKernel();
+  stof::cuda::AttentionRequests().Release();
   return us;
 }
 

@@ -3,7 +3,7 @@
 //
 // bench_cuda_gemm [--lt PATH] [--all] [--quick] [--only NAME] [--bf16] [--json FILE]
 //   --lt    libcublasLt.so; else found by its name; without one only this library's times are given
-//   --all   every kernel (STOF_CUDA_GEMM=index does the same for one), and the choice without timing
+//   --all   every kernel (STOF_CUDA_GEMM=name does the same for one), and the choice without timing
 //   --quick that alone
 // Unfused: the best of cuBLASLt's eight first algorithms, and a kernel of 16 bytes a thread for what it leaves.
 #include <algorithm>
@@ -14,22 +14,18 @@
 #include <vector>
 
 #include "cuda/bench/bench_graph.h"
+#include "cuda/gemm/choose.h"
 #include "cuda/gemm/cublaslt.h"
 #include "cuda/gemm/cublaslt_gemm.h"
 #include "cuda/gemm/epilogue.cuh"
+#include "cuda/gemm/gemm.h"
 #include "plugins/core/contract/cuda_backend.h"
-
-namespace stof {
-namespace cuda {
-void TakeGemmKernel(int index);
-int LastGemmKernel();
-}  // namespace cuda
-}  // namespace stof
 
 namespace {
 
 using stof::Activation;
 using stof::GemmArgs;
+namespace cuda = stof::cuda;
 using stof::cuda::CublasLt;
 
 struct Row {
@@ -216,13 +212,12 @@ void Bench(const Row& row, CublasLt* lt, bool all, bool quick, FILE* report, boo
   context.stream = stream;
   context.self = workspace;
   context.allocate = [](void* self, size_t bytes) { return bytes <= kWorkspace ? self : nullptr; };
-  const auto ours = [&] {
-    const stof::Status status = stof::FindCudaBackend()->gemm.run(args, context);
-    if (!status.ok()) {
-      std::fprintf(stderr, "%s: %s\n", row.name, status.message().c_str());
-      std::exit(1);
-    }
+  const auto exit_unless_ok = [&](const stof::Status& status) {
+    if (status.ok()) return;
+    std::fprintf(stderr, "%s: %s\n", row.name, status.message().c_str());
+    std::exit(1);
   };
+  const auto ours = [&] { exit_unless_ok(cuda::RunGemm(args, context)); };
   const double flops = 2.0 * static_cast<double>(row.M) * static_cast<double>(wide) * static_cast<double>(row.K);
   const int calls = flops < 4e10 ? 10 : 1;
   const auto error = [&] {
@@ -238,13 +233,16 @@ void Bench(const Row& row, CublasLt* lt, bool all, bool quick, FILE* report, boo
 
   std::printf("%-16s %5lld x %5lld x %5lld", row.name, static_cast<long long>(row.M), static_cast<long long>(row.N),
               static_cast<long long>(row.K));
-  for (int k = 0; k < (all ? 16 : 0); ++k) {
-    stof::cuda::TakeGemmKernel(k);
-    if (!stof::FindCudaBackend()->gemm.run(args, context).ok()) break;
+  cuda::KernelRequests& requests = cuda::GemmRequests();
+  cuda::GemmProblem problem;
+  exit_unless_ok(cuda::DescribeGemm(args, true, &problem));
+  for (const cuda::GemmKernelEntry& kernel : cuda::FindGemmSm90(problem)) {
+    const std::string name = KernelName(kernel);
+    if (!all || !requests.Force(name).ok()) continue;
     const float off = error();
-    std::printf(" [%d %.1f%s]", k, TimeGraph(stream, calls, ours, 32), off < 4 ? "" : " WRONG");
+    std::printf(" [%s %.1f%s]", name.c_str(), TimeGraph(stream, calls, ours, 32), off < 4 ? "" : " WRONG");
   }
-  stof::cuda::TakeGemmKernel(-1);
+  requests.Release();
   const double by_model = TimeGraph(stream, calls, ours, 32);
   if (quick) {
     std::printf(" model %.1f\n", by_model);
@@ -253,14 +251,15 @@ void Bench(const Row& row, CublasLt* lt, bool all, bool quick, FILE* report, boo
   }
   args.may_wait = true;
   const float off = error();
-  const int chosen = stof::cuda::LastGemmKernel();
+  cuda::GemmPlan chosen;
+  exit_unless_ok(cuda::RunGemmAndGetPlan(args, context, &chosen));
+  const std::string kernel = KernelName(*chosen.kernel);
 
   // cuBLASLt: the product alone, and with the epilogue where it has one, by the best of its eight first algorithms; and
   // by the one that the library takes.
-  constexpr int kTakeLt = 1000;
   double plain = 0, fused = 0, behind = 0, own_lt = 0;
   float off_lt = 0;
-  const bool own_has = lt != nullptr && stof::cuda::LtFits(args);
+  const bool own_has = lt != nullptr && cuda::CanUseCublasLt(args);
   CublasLt::Shape shape;
   shape.M = row.M, shape.N = wide, shape.K = row.K, shape.stride = wide, shape.bf16 = kBf16;
   shape.alignment = 256, shape.workspace = kWorkspace;
@@ -302,9 +301,9 @@ void Bench(const Row& row, CublasLt* lt, bool all, bool quick, FILE* report, boo
     behind = TimeGraph(stream, calls, run_behind);
   }
   const auto taking_lt = [&](const auto& what) {
-    stof::cuda::TakeGemmKernel(kTakeLt);
+    (void)requests.Force("cublaslt");
     const auto result = what();
-    stof::cuda::TakeGemmKernel(-1);
+    requests.Release();
     return result;
   };
   if (own_has) off_lt = taking_lt(error);
@@ -331,23 +330,23 @@ void Bench(const Row& row, CublasLt* lt, bool all, bool quick, FILE* report, boo
   const double mine = median(time_ours), unfused = median(time_unfused);
   plain = median(time_plain), fused = median(time_fused), own_lt = median(time_own_lt);
   std::printf(
-      " model %.1f | stof #%d %.2f us %.0f TFLOPS | Lt %.2f #%d, epilogue %.2f #%d, + kernel %.2f (%.2f) | %.3f %.3f "
+      " model %.1f | stof %s %.2f us %.0f TFLOPS | Lt %.2f #%d, epilogue %.2f #%d, + kernel %.2f (%.2f) | %.3f %.3f "
       "%.3f "
       "| by Lt %.2f "
       "| err %.2f %.2f\n",
-      by_model, chosen, mine, flops / mine * 1e-6, plain, static_cast<int>(best_plain), fused,
+      by_model, kernel.c_str(), mine, flops / mine * 1e-6, plain, static_cast<int>(best_plain), fused,
       static_cast<int>(best_fused), unfused, behind, plain / mine, fused / mine, unfused / mine, own_lt,
       static_cast<double>(off), static_cast<double>(off_lt));
   std::fflush(stdout);
   if (report != nullptr) {
-    std::fprintf(
-        report,
-        "%s\n  {\"name\": \"%s\", \"type\": \"%s\", \"M\": %lld, \"N\": %lld, \"K\": %lld, \"pair\": %d, \"way\": %d, "
-        "\"stof_us\": %.3f, \"lt_us\": %.3f, \"lt_epilogue_us\": %.3f, \"lt_and_kernel_us\": %.3f, "
-        "\"kernel_us\": %.3f, \"by_lt_us\": %.3f, \"error\": %.3f}",
-        *first ? "[" : ",", row.name, kBf16 ? "bf16" : "fp16", static_cast<long long>(row.M),
-        static_cast<long long>(row.N), static_cast<long long>(row.K), row.pair ? 1 : 0, chosen, mine, plain, fused,
-        unfused, behind, own_lt, static_cast<double>(off));
+    std::fprintf(report,
+                 "%s\n  {\"name\": \"%s\", \"type\": \"%s\", \"M\": %lld, \"N\": %lld, \"K\": %lld, \"pair\": %d, "
+                 "\"kernel\": \"%s\", "
+                 "\"stof_us\": %.3f, \"lt_us\": %.3f, \"lt_epilogue_us\": %.3f, \"lt_and_kernel_us\": %.3f, "
+                 "\"kernel_us\": %.3f, \"by_lt_us\": %.3f, \"error\": %.3f}",
+                 *first ? "[" : ",", row.name, kBf16 ? "bf16" : "fp16", static_cast<long long>(row.M),
+                 static_cast<long long>(row.N), static_cast<long long>(row.K), row.pair ? 1 : 0, kernel.c_str(), mine,
+                 plain, fused, unfused, behind, own_lt, static_cast<double>(off));
     *first = false;
   }
   free_all();

@@ -120,8 +120,8 @@ const char* Joined(ChainOp op) { return op <= ChainOp::kMean ? "Sum" : op == Cha
 
 class Writer {
  public:
-  Writer(const Chain& chain, const ChainLayout& layout, int multiprocessors, ChainPlan* plan)
-      : chain_(chain), l_(layout), scope_(chain, layout), multiprocessors_(multiprocessors), plan_(*plan) {}
+  Writer(const Chain& chain, const ChainLayout& layout, int sm_count, ChainPlan* plan)
+      : chain_(chain), l_(layout), scope_(chain, layout), sm_count_(sm_count), plan_(*plan) {}
 
   void Run() {
     plan_ = ChainPlan();
@@ -197,7 +197,7 @@ class Writer {
     for (int a = 0; a < l_.axes; ++a) rows *= a == l_.row ? 1 : l_.size[a];
     most_threads_ = std::max(128, l_.lanes);
     plan_.threads = most_threads_;
-    if (l_.lanes <= 32 && rows * l_.lanes < int64_t{4} * 128 * multiprocessors_) plan_.threads = 32;
+    if (l_.lanes <= 32 && rows * l_.lanes < int64_t{4} * 128 * sm_count_) plan_.threads = 32;
     const int64_t of_cta = plan_.threads / l_.lanes;
     plan_.ctas = (rows + of_cta - 1) / of_cta;
     const std::string lanes = S(l_.lanes);
@@ -240,7 +240,7 @@ class Writer {
     }
     most_threads_ = 256;
     const int64_t apart = l_.unrolled < 0 ? l_.repeats : 1;
-    plan_.threads = items / apart >= int64_t{2048} * multiprocessors_ ? 256 : 64;
+    plan_.threads = items / apart >= int64_t{2048} * sm_count_ ? 256 : 64;
     const int64_t of_cta = plan_.threads * apart;
     plan_.ctas = (items + of_cta - 1) / of_cta;
     std::string inner = "const I " + Axis(l_.inner) + " = inner * " + S(l_.vector) + ";";
@@ -542,7 +542,7 @@ class Writer {
   const Chain& chain_;
   const ChainLayout& l_;
   const ChainScope scope_;
-  const int multiprocessors_;
+  const int sm_count_;
   ChainPlan& plan_;
   std::string text_, body_, tag_;
   std::vector<int> size_words_;
@@ -557,8 +557,8 @@ std::string ChainSource(const std::string& kernel) {
   return std::string(kFunctions) + "using namespace stof::cuda::chain;\n" + kernel;
 }
 
-void MakeChainPlan(const Chain& chain, const ChainLayout& layout, int multiprocessors, ChainPlan* plan) {
-  Writer(chain, layout, multiprocessors, plan).Run();
+void MakeChainPlan(const Chain& chain, const ChainLayout& layout, int sm_count, ChainPlan* plan) {
+  Writer(chain, layout, sm_count, plan).Run();
 }
 
 }  // namespace cuda

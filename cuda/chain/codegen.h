@@ -71,9 +71,9 @@ struct ChainLayout {
 
 // False where there is nothing to compute, or only what the interpreting kernel takes: rows without elements.
 bool MakeChainLayout(const Chain& chain, const BoundChain& bound, const void* const* inputs, void* const* outputs,
-                     int multiprocessors, ChainLayout* layout);
-// The kernel and all words but the addresses. multiprocessors: of the device, for the size of CTAs.
-void MakeChainPlan(const Chain& chain, const ChainLayout& layout, int multiprocessors, ChainPlan* plan);
+                     int sm_count, ChainLayout* layout);
+// The kernel and all words but the addresses. sm_count: of the device, for the size of CTAs.
+void MakeChainPlan(const Chain& chain, const ChainLayout& layout, int sm_count, ChainPlan* plan);
 
 }  // namespace cuda
 }  // namespace stof

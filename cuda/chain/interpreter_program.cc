@@ -30,7 +30,7 @@ bool HasLast(const Chain& chain, const ChainOutput& output) {
 }  // namespace
 
 bool MakeChainParams(const Chain& chain, const BoundChain& bound, const void* const* inputs, void* const* outputs,
-                     int multiprocessors, ChainParams* params) {
+                     int sm_count, ChainParams* params) {
   ChainParams& p = *params;
   p = ChainParams();
   if (bound.reads.size() > kChainReads) return false;
@@ -101,8 +101,8 @@ bool MakeChainParams(const Chain& chain, const BoundChain& bound, const void* co
   p.n = bound.n;
   p.row_threads = bound.n <= 512 ? 32 : 256;
   p.pieces = 1;
-  if (p.reductions == 0 && p.rows < 4 * multiprocessors && bound.n > 4096) {
-    p.pieces = static_cast<int32_t>(std::min<int64_t>((bound.n + 2047) / 2048, 8 * multiprocessors));
+  if (p.reductions == 0 && p.rows < 4 * sm_count && bound.n > 4096) {
+    p.pieces = static_cast<int32_t>(std::min<int64_t>((bound.n + 2047) / 2048, 8 * sm_count));
   }
   return true;
 }

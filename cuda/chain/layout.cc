@@ -20,8 +20,8 @@ struct Alignment {
 
 class Layouter {
  public:
-  Layouter(const Chain& chain, const BoundChain& bound, int multiprocessors, ChainLayout* layout)
-      : chain_(chain), bound_(bound), multiprocessors_(multiprocessors), l_(*layout) {}
+  Layouter(const Chain& chain, const BoundChain& bound, int sm_count, ChainLayout* layout)
+      : chain_(chain), bound_(bound), sm_count_(sm_count), l_(*layout) {}
 
   bool Run(const void* const* inputs, void* const* outputs) {
     if (bound_.rows == 0 || bound_.n == 0) return false;
@@ -259,7 +259,7 @@ class Layouter {
   void Repeat() {
     int64_t vectors = 1;
     for (int a = 0; a < l_.axes; ++a) vectors *= a == l_.inner ? l_.size[a] / l_.vector : l_.size[a];
-    const int64_t full = int64_t{2048} * multiprocessors_;
+    const int64_t full = int64_t{2048} * sm_count_;
     int64_t best = 0;
     for (int a = 0; a < l_.axes; ++a) {
       if (a == l_.inner || l_.size[a] < 2) continue;
@@ -302,7 +302,7 @@ class Layouter {
 
   const Chain& chain_;
   const BoundChain& bound_;
-  const int multiprocessors_;
+  const int sm_count_;
   ChainLayout& l_;
   uint32_t apart_ = 0;  // axes that stay what they are
 };
@@ -310,8 +310,8 @@ class Layouter {
 }  // namespace
 
 bool MakeChainLayout(const Chain& chain, const BoundChain& bound, const void* const* inputs, void* const* outputs,
-                     int multiprocessors, ChainLayout* layout) {
-  return Layouter(chain, bound, multiprocessors, layout).Run(inputs, outputs);
+                     int sm_count, ChainLayout* layout) {
+  return Layouter(chain, bound, sm_count, layout).Run(inputs, outputs);
 }
 
 }  // namespace cuda

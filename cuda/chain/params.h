@@ -63,7 +63,7 @@ static_assert(sizeof(ChainParams) <= 32764, "more than a launch takes");
 
 // False where it has more reads than ChainParams holds. data: by input and by output.
 bool MakeChainParams(const Chain& chain, const BoundChain& bound, const void* const* inputs, void* const* outputs,
-                     int multiprocessors, ChainParams* params);
+                     int sm_count, ChainParams* params);
 // A cudaError_t.
 int LaunchChain(const ChainParams& params, void* stream);
 

@@ -14,6 +14,7 @@
 #include "cuda/chain/kernel_cache.h"
 #include "cuda/chain/params.h"
 #include "cuda/common/status.h"
+#include "cuda/common/stream_memory.h"
 #include "plugins/core/host/environment.h"
 #include "plugins/core/host/quoted.h"
 
@@ -53,9 +54,9 @@ void WarnOnce(const std::string& why) {
 }
 
 Status Interpret(const Chain& chain, const BoundChain& bound, const void* const* inputs, void* const* outputs,
-                 int multiprocessors, void* stream) {
+                 int sm_count, void* stream) {
   ChainParams params;
-  if (!MakeChainParams(chain, bound, inputs, outputs, multiprocessors, &params)) {
+  if (!MakeChainParams(chain, bound, inputs, outputs, sm_count, &params)) {
     return Status::Error("the chain has more than " + std::to_string(kChainReads) + " reads, or more than " +
                          std::to_string(kChainParts) +
                          " remainders and quotients in indices, which no CUDA kernel takes");
@@ -75,27 +76,21 @@ std::vector<uint8_t> AlignmentOf(const Chain& chain, const void* const* inputs, 
   return alignment;
 }
 
-bool IsCaptured(void* stream) {
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  return cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status) != cudaSuccess ||
-         status != cudaStreamCaptureStatusNone;
-}
-
-Status Multiprocessors(int device, int* count) {
-  return ToStatus(cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device), "multiprocessors");
+Status CountSms(int device, int* count) {
+  return ToStatus(cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device), "number of SMs");
 }
 
 // *launch: with a kernel, or none where only the interpreter takes the chain. *lasting: it will be so in later runs.
 Status MakeLaunch(const Chain& chain, const BoundChain& bound, const void* const* inputs, void* const* outputs,
                   bool make, PreparedChain* launch, bool* lasting) {
-  int multiprocessors = 0;
-  STOF_RETURN_IF_ERROR(Multiprocessors(launch->device, &multiprocessors));
+  int sm_count = 0;
+  STOF_RETURN_IF_ERROR(CountSms(launch->device, &sm_count));
   ChainLayout layout;
   *lasting = true;
   std::string why = "rows without elements";
   if (WantedKernels() == Wanted::kInterpret) return Status();
-  if (MakeChainLayout(chain, bound, inputs, outputs, multiprocessors, &layout)) {
-    MakeChainPlan(chain, layout, multiprocessors, &launch->plan);
+  if (MakeChainLayout(chain, bound, inputs, outputs, sm_count, &layout)) {
+    MakeChainPlan(chain, layout, sm_count, &launch->plan);
     if (launch->plan.ctas > std::numeric_limits<int32_t>::max() || launch->plan.words.size() > 500) return Status();
     launch->kernel = FindChainKernel(launch->plan.kernel, launch->device, make, &why);
     launch->plan.kernel.clear();
@@ -139,11 +134,11 @@ Status RunChain(const Chain& chain, const BoundChain& bound, const void* const* 
   if (bound.rows == 0) return Status();
   std::shared_ptr<const PreparedChain> launch;
   STOF_RETURN_IF_ERROR(
-      GetLaunch(chain, bound, inputs, outputs, IsCaptured(context.stream), static_cast<KeptLaunches*>(kept), &launch));
+      GetLaunch(chain, bound, inputs, outputs, IsCapturing(context.stream), static_cast<KeptLaunches*>(kept), &launch));
   if (launch->kernel == nullptr) {
-    int multiprocessors = 0;
-    STOF_RETURN_IF_ERROR(Multiprocessors(launch->device, &multiprocessors));
-    return Interpret(chain, bound, inputs, outputs, multiprocessors, context.stream);
+    int sm_count = 0;
+    STOF_RETURN_IF_ERROR(CountSms(launch->device, &sm_count));
+    return Interpret(chain, bound, inputs, outputs, sm_count, context.stream);
   }
   std::vector<int64_t> words = launch->plan.words;
   for (const ChainPlan::Address& address : launch->plan.addresses) {

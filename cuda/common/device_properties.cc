@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <limits>
 #include <mutex>
 
 #include "cuda/common/status.h"
@@ -11,13 +12,6 @@
 
 namespace stof {
 namespace cuda {
-
-Status LimitCapability(int* capability) {
-  int64_t most = *capability;
-  STOF_RETURN_IF_ERROR(GetVariable(Variable::kCudaCapability, &most));
-  *capability = static_cast<int>(std::min<int64_t>(*capability, most));
-  return Status();
-}
 
 Status GetDeviceProperties(DeviceProperties* properties) {
   constexpr int kDevices = 64;
@@ -36,19 +30,30 @@ Status GetDeviceProperties(DeviceProperties* properties) {
     STOF_RETURN_IF_ERROR(
         ToStatus(cudaDeviceGetAttribute(&found.sm_count, cudaDevAttrMultiProcessorCount, device), "device"));
     found.l2_bytes = l2;
+    STOF_RETURN_IF_ERROR(ToStatus(
+        cudaDeviceGetAttribute(&found.cta_shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "device"));
+    STOF_RETURN_IF_ERROR(ToStatus(
+        cudaDeviceGetAttribute(&found.sm_shared_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device), "device"));
     // Without them the cost models take an H100's.
     int kilohertz = 0, bits = 0;
     if (cudaDeviceGetAttribute(&kilohertz, cudaDevAttrMemoryClockRate, device) == cudaSuccess &&
         cudaDeviceGetAttribute(&bits, cudaDevAttrGlobalMemoryBusWidth, device) == cudaSuccess) {
       found.peak_bandwidth = 2e-6 * kilohertz * bits / 8;
     }
-    // Tests run a kernel on a device that has a better one, and small problems with many tile rows a CTA.
-    int64_t most_sms = found.sm_count;
-    int capability = 10 * major + minor;
+    found.device = device;
+    // Tests run a kernel on a device that has a better one, small problems with many tile rows a CTA, and what devices
+    // with little shared memory run.
+    int64_t most_capability = 10 * major + minor, most_sms = found.sm_count;
+    int64_t most_kib = std::numeric_limits<int>::max() / 1024;
+    STOF_RETURN_IF_ERROR(GetVariable(Variable::kCudaCapability, &most_capability));
     STOF_RETURN_IF_ERROR(GetVariable(Variable::kCudaMultiprocessors, &most_sms));
-    STOF_RETURN_IF_ERROR(LimitCapability(&capability));
+    STOF_RETURN_IF_ERROR(GetVariable(Variable::kCudaSharedKib, &most_kib));
     found.sm_count = static_cast<int>(std::min<int64_t>(found.sm_count, most_sms));
-    found.capability = capability;
+    if (const int shared = static_cast<int>(1024 * most_kib); shared < found.cta_shared_bytes) {
+      found.cta_shared_bytes = shared;
+      found.sm_shared_bytes = std::min(found.sm_shared_bytes, shared + kReservedSharedBytes);
+    }
+    found.capability = static_cast<int>(std::min<int64_t>(10 * major + minor, most_capability));
   }
   *properties = found;
   return Status();

@@ -11,16 +11,21 @@ namespace stof {
 namespace cuda {
 
 struct DeviceProperties {
+  int device = 0;      // its number in this process
   int capability = 0;  // 10 * major + minor
   int sm_count = 0;
   int64_t l2_bytes = 0;
+  int cta_shared_bytes = 0;     // most shared memory of a CTA
+  int sm_shared_bytes = 0;      // of an SM
   double peak_bandwidth = 0.0;  // of its memory, bytes a nanosecond; 0: not known
 };
 
-// Those of the current device. STOF_CUDA_CAPABILITY and STOF_CUDA_MULTIPROCESSORS lower them, for tests.
+// Shared memory of each CTA that the driver takes for itself.
+constexpr int kReservedSharedBytes = 1024;
+
+// Those of the current device. STOF_CUDA_CAPABILITY, STOF_CUDA_MULTIPROCESSORS and STOF_CUDA_SHARED_KIB lower them, for
+// tests.
 Status GetDeviceProperties(DeviceProperties* properties);
-// Lowers a compute capability (10 * major + minor) to STOF_CUDA_CAPABILITY.
-Status LimitCapability(int* capability);
 
 }  // namespace cuda
 }  // namespace stof

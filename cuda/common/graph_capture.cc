@@ -48,7 +48,7 @@ struct CaptureStream {
   cudaStream_t stream = nullptr;
 };
 
-Status Record(Queue queue, void* self, RunContext context, cudaGraphExec_t* executable) {
+Status Capture(Queue queue, void* self, RunContext context, cudaGraphExec_t* executable) {
   const RelaxedCapture relaxed;  // another thread may capture at the same time
   const CaptureStream own;
   STOF_RETURN_IF_ERROR(own.status);
@@ -83,7 +83,7 @@ Status LoadKernels(uint64_t key, Queue queue, void* self, const RunContext& cont
   capture_context.self = &next;
   cudaGraphExec_t executable = nullptr;
   const Loading loading;
-  const Status status = Record(queue, self, capture_context, &executable);
+  const Status status = Capture(queue, self, capture_context, &executable);
   if (executable != nullptr) cudaGraphExecDestroy(executable);
   constexpr size_t kMostKeys = 1 << 16;  // bounds the memory where sizes change with every run
   if (loaded->size() >= kMostKeys) loaded->clear();
@@ -91,24 +91,24 @@ Status LoadKernels(uint64_t key, Queue queue, void* self, const RunContext& cont
   return status;
 }
 
-Status RecordRun(Queue queue, void* self, const RunContext& context, void** recorded) {
-  *recorded = nullptr;
+Status CaptureRun(Queue queue, void* self, const RunContext& context, void** graph) {
+  *graph = nullptr;
   const std::unique_lock<std::mutex> lock(OneAtATime(), std::try_to_lock);
   if (!lock.owns_lock()) return Status();
   cudaGraphExec_t executable = nullptr;
-  STOF_RETURN_IF_ERROR(Record(queue, self, context, &executable));
-  *recorded = executable;
+  STOF_RETURN_IF_ERROR(Capture(queue, self, context, &executable));
+  *graph = executable;
   return Status();
 }
 
-Status LaunchRecorded(void* recorded, void* stream) {
-  return ToStatus(cudaGraphLaunch(static_cast<cudaGraphExec_t>(recorded), static_cast<cudaStream_t>(stream)),
+Status ReplayGraph(void* graph, void* stream) {
+  return ToStatus(cudaGraphLaunch(static_cast<cudaGraphExec_t>(graph), static_cast<cudaStream_t>(stream)),
                   "launch of a captured run");
 }
 
-void DropRecorded(void* recorded) {
+void DestroyCapturedGraph(void* graph) {
   const RelaxedCapture relaxed;
-  if (cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(recorded)) != cudaSuccess) cudaGetLastError();
+  if (cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(graph)) != cudaSuccess) cudaGetLastError();
 }
 
 }  // namespace cuda

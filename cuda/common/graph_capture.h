@@ -17,12 +17,12 @@ using Queue = Status (*)(void* self, const RunContext& context);
 // then wait until the device is idle. The run is captured with addresses of no memory, and never launched.
 Status LoadKernels(uint64_t key, Queue queue, void* self, const RunContext& context);
 
-// Captures a run as a graph that replays the same kernels with the same parameters. Sets *recorded to nullptr where
+// Captures a run as a graph that replays the same kernels with the same parameters. Sets *graph to nullptr where
 // another thread captures: an enqueue does not wait for that. The run's memory and what context.keeper holds must
 // outlive the graph. A graph may be dropped while the device runs it.
-Status RecordRun(Queue queue, void* self, const RunContext& context, void** recorded);
-Status LaunchRecorded(void* recorded, void* stream);
-void DropRecorded(void* recorded);
+Status CaptureRun(Queue queue, void* self, const RunContext& context, void** graph);
+Status ReplayGraph(void* graph, void* stream);
+void DestroyCapturedGraph(void* graph);
 
 // Whether the calling thread is in LoadKernels: its addresses name no memory, which must not be cleared.
 bool IsOnlyLoading();

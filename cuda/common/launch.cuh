@@ -5,24 +5,11 @@
 
 #include <cuda_runtime.h>
 
-#include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <cstdlib>
-#include <limits>
 
 namespace stof {
 namespace cuda {
-
-// The given shared memory of a CTA, capped by STOF_CUDA_SHARED_KIB: tests run what smaller devices run.
-inline int CappedShared(int bytes) {
-  static const int most = [] {
-    const char* text = std::getenv("STOF_CUDA_SHARED_KIB");
-    const int kib = text == nullptr ? 0 : std::atoi(text);
-    return kib > 0 ? 1024 * std::min(kib, 1024) : std::numeric_limits<int>::max();
-  }();
-  return std::min(bytes, most);
-}
 
 // Sets a kernel's dynamic shared memory, once a device, which also loads it. kKernel is a template parameter, so that
 // each kernel has its own record of the devices.

@@ -23,9 +23,6 @@ std::optional<bool> CaptureOf(cudaStream_t stream) {
   return std::nullopt;
 }
 
-// A stream whose state is unknown counts as captured: its memory is never shared.
-bool IsCaptured(cudaStream_t stream) { return CaptureOf(stream).value_or(true); }
-
 // The library's own memory pool of a device; nullptr where the device has none. The pool keeps unused memory up to
 // 64 MiB, or up to the largest block that was requested: else every run would map it again.
 cudaMemPool_t PoolOf(int device, size_t bytes) {
@@ -182,12 +179,12 @@ class KeptBlocks {
 
 }  // namespace
 
-bool Take(void* stream, size_t bytes, void** memory) {
+bool AllocateAsync(void* stream, size_t bytes, void** memory) {
   *memory = nullptr;
   auto* const on = static_cast<cudaStream_t>(stream);
   int device = 0;
   unsigned long long number = 0;  // which no other stream of the process ever has
-  if (IsCaptured(on)) return false;
+  if (IsCapturing(on)) return false;
   if (cudaGetDevice(&device) != cudaSuccess || cudaStreamGetId(on, &number) != cudaSuccess) {
     cudaGetLastError();
     return false;
@@ -208,15 +205,15 @@ bool Take(void* stream, size_t bytes, void** memory) {
   return true;
 }
 
-void Give(void* stream, void* memory) {
+void FreeAsync(void* stream, void* memory) {
   int device = 0;
   KeptBlocks* const kept = cudaGetDevice(&device) == cudaSuccess ? KeptBlocks::Of(device) : nullptr;
   if (kept == nullptr || !kept->Give(memory)) Free(memory, static_cast<cudaStream_t>(stream));
 }
 
-bool Captured(void* stream) { return IsCaptured(static_cast<cudaStream_t>(stream)); }
+bool IsCapturing(void* stream) { return CaptureOf(static_cast<cudaStream_t>(stream)).value_or(true); }
 
-bool CapturedOrDone(void* stream) {
+bool SynchronizeUnlessCapturing(void* stream) {
   auto* const on = static_cast<cudaStream_t>(stream);
   const std::optional<bool> captured = CaptureOf(on);
   if (captured.value_or(false)) return true;
@@ -225,7 +222,7 @@ bool CapturedOrDone(void* stream) {
   return !captured.has_value();  // of unknown state: a stream that cannot be synchronized is captured
 }
 
-void Relaxed(void (*run)(void* self), void* self) {
+void CallInRelaxedCapture(void (*run)(void* self), void* self) {
   const RelaxedCapture relaxed;
   run(self);
 }

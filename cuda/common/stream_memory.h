@@ -11,11 +11,12 @@ namespace stof {
 namespace cuda {
 
 // The functions of these names in CudaBackend (plugins/core/contract/cuda_backend.h).
-bool Take(void* stream, size_t bytes, void** memory);
-void Give(void* stream, void* memory);
-bool Captured(void* stream);
-bool CapturedOrDone(void* stream);
-void Relaxed(void (*run)(void* self), void* self);
+bool AllocateAsync(void* stream, size_t bytes, void** memory);
+void FreeAsync(void* stream, void* memory);
+// A stream whose state is unknown counts as captured: its memory is never shared.
+bool IsCapturing(void* stream);
+bool SynchronizeUnlessCapturing(void* stream);
+void CallInRelaxedCapture(void (*run)(void* self), void* self);
 
 // The library's own stream on the current device, for uploads before the stream of a run is known.
 Status UploadStream(cudaStream_t* stream);

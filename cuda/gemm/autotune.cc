@@ -35,8 +35,8 @@ struct Graph {
 
 Status Check(cudaError_t error) { return ToStatus(error, "timing of a GEMM"); }
 
-// `calls` of a way in a graph. *done as of the queue.
-Status Capture(const QueueWay& queue, int index, int calls, const RunContext& context, const Handles& cuda,
+// `calls` of a candidate in a graph. *done as of the queue.
+Status Capture(const QueueCandidate& queue, int index, int calls, const RunContext& context, const Handles& cuda,
                Graph* graph, bool* done) {
   STOF_RETURN_IF_ERROR(queue(index, context, done));  // once outside: it may load code
   if (!*done) return Status();
@@ -66,7 +66,7 @@ float Median(std::vector<float> times) {
   return times[times.size() / 2];
 }
 
-// Rounds, in each of which every way has its turn: what the clock is, it is for all. A GEMM of kLong seconds and
+// Rounds, in each of which every candidate has its turn: what the clock is, it is for all. A GEMM of kLong seconds and
 // more may be held back by the power limit, which takes its time; it is asked about for kHot milliseconds.
 constexpr size_t kLeastRounds = 5, kMostRounds = 40;
 constexpr double kLong = 20e-6;
@@ -74,7 +74,7 @@ constexpr float kHot = 40.0f, kMost = 500.0f;
 
 }  // namespace
 
-Status FastestWay(int count, const QueueWay& queue, const RunContext& context, double seconds, int* best) {
+Status FindFastest(int count, const QueueCandidate& queue, const RunContext& context, double seconds, int* best) {
   *best = -1;
   Handles cuda;
   const RelaxedCapture relaxed;  // another thread may be capturing
@@ -85,37 +85,37 @@ Status FastestWay(int count, const QueueWay& queue, const RunContext& context, d
   RunContext own = context;
   own.stream = cuda.stream;
   const int calls = static_cast<int>(std::clamp(2e-4 / std::max(seconds, 1e-7), 1.0, 10.0));
-  struct Timed {
+  struct Candidate {
     int index = 0;
     Graph graph;
     std::vector<float> times;
   };
-  std::list<Timed> ways;
+  std::list<Candidate> candidates;
   for (int i = 0; i < count; ++i) {
     bool done = false;
-    Timed& way = ways.emplace_back();
-    way.index = i;
-    const Status captured = Capture(queue, i, calls, own, cuda, &way.graph, &done);
+    Candidate& candidate = candidates.emplace_back();
+    candidate.index = i;
+    const Status captured = Capture(queue, i, calls, own, cuda, &candidate.graph, &done);
     if (captured.ok() && done) continue;
-    ways.pop_back();  // the others are still to be timed
+    candidates.pop_back();  // the others are still to be timed
     cudaGetLastError();
   }
   float passed = 0;
   for (size_t round = 0; round < kMostRounds; ++round) {
     if (round >= kLeastRounds && (seconds < kLong || passed >= kHot)) break;
     if (round > 0 && passed >= kMost) break;
-    for (Timed& way : ways) {
+    for (Candidate& candidate : candidates) {
       float ms = 0;
-      if (round == 0) STOF_RETURN_IF_ERROR(Replay(way.graph, cuda, &ms));
-      STOF_RETURN_IF_ERROR(Replay(way.graph, cuda, &ms));
-      way.times.push_back(ms);
+      if (round == 0) STOF_RETURN_IF_ERROR(Replay(candidate.graph, cuda, &ms));
+      STOF_RETURN_IF_ERROR(Replay(candidate.graph, cuda, &ms));
+      candidate.times.push_back(ms);
       passed += ms;
     }
   }
   float least = 0;
-  for (const Timed& way : ways) {
-    const float ms = Median(way.times);
-    if (*best < 0 || ms < 0.98f * least) *best = way.index, least = ms;
+  for (const Candidate& candidate : candidates) {
+    const float ms = Median(candidate.times);
+    if (*best < 0 || ms < 0.98f * least) *best = candidate.index, least = ms;
   }
   return Check(cudaStreamSynchronize(cuda.stream));
 }

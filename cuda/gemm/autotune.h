@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which of some ways to compute a GEMM is the fastest on this device: asked once for a shape, where a run may wait.
+// Times the candidates for a GEMM on this device: once for a shape, where a run may wait.
 #ifndef STOF_CUDA_GEMM_AUTOTUNE_H_
 #define STOF_CUDA_GEMM_AUTOTUNE_H_
 
@@ -10,13 +10,13 @@
 namespace stof {
 namespace cuda {
 
-// Queues way `index` on the context's stream; *done is false where that cannot be.
-using QueueWay = std::function<Status(int index, const RunContext& context, bool* done)>;
+// Queues candidate `index` on the context's stream; *done is false where that cannot be.
+using QueueCandidate = std::function<Status(int index, const RunContext& context, bool* done)>;
 
 // The fastest one, an earlier one where a later one is not 2 % faster. Each is run in a captured graph of several on a
 // stream of its own, by turns with the others, after what the context's stream has queued. seconds: about what one
 // takes. An error, or *best = -1, where nothing could be timed.
-Status FastestWay(int count, const QueueWay& queue, const RunContext& context, double seconds, int* best);
+Status FindFastest(int count, const QueueCandidate& queue, const RunContext& context, double seconds, int* best);
 
 }  // namespace cuda
 }  // namespace stof

@@ -3,13 +3,15 @@
 
 #include <algorithm>
 #include <cstring>
-#include <map>
 #include <memory>
 #include <mutex>
-#include <tuple>
+#include <string>
+#include <unordered_map>
+#include <vector>
 
 #include "cuda/common/status.h"
 #include "cuda/gemm/cublaslt.h"
+#include "cuda/gemm/kernel_table.h"
 #include "plugins/core/contract/op.h"
 #include "plugins/core/host/environment.h"
 
@@ -18,7 +20,7 @@ namespace cuda {
 namespace {
 
 // nullptr: there is none. Looked for once, and never unloaded.
-CublasLt* Library() {
+CublasLt* GetLibrary() {
   static CublasLt* const library = []() -> CublasLt* {
     const char* const given = ReadVariable(Variable::kCublasLt);
     if (given != nullptr && std::strcmp(given, "0") == 0) return nullptr;
@@ -29,7 +31,7 @@ CublasLt* Library() {
 }
 
 // Its GELU is the form by tanh. GELU by erf and SiLU it has not.
-bool EpilogueOf(const GemmArgs& args, CublasLt::Epilogue* epilogue) {
+bool FindEpilogue(const GemmArgs& args, CublasLt::Epilogue* epilogue) {
   if (args.b1 != nullptr || args.scale != nullptr || args.row != nullptr) return false;
   const bool bias = args.bias0 != nullptr;
   switch (args.activation) {
@@ -51,11 +53,10 @@ bool EpilogueOf(const GemmArgs& args, CublasLt::Epilogue* epilogue) {
   return args.residual == nullptr;
 }
 
-// What was asked of cuBLASLt, by everything that its answer depends on.
-using Key = std::tuple<int, DType, CublasLt::Epilogue, size_t, uint32_t, bool, int64_t, int64_t, int64_t, int64_t>;
+// What was asked of cuBLASLt. Where the epilogue has no function there, nothing is asked.
 struct Answers {
   std::mutex mutex;
-  std::map<Key, CublasLt::Problem> known;  // without an algorithm where there is none
+  std::unordered_map<GemmProblem, CublasLt::Problem, KeyHash> known;  // without an algorithm where there is none
 };
 constexpr size_t kMostAnswers = 4096;  // sizes that change with every run must not fill the memory
 constexpr int kAlgorithms = 8;
@@ -66,27 +67,27 @@ Answers& AllAnswers() {
 }
 
 // The answers' mutex is held. nullptr: there is no algorithm.
-CublasLt::Problem* Ask(CublasLt* library, const GemmArgs& args, bool workspace, int device) {
+CublasLt::Problem* Ask(CublasLt* library, const GemmArgs& args, const GemmProblem& problem) {
   CublasLt::Shape shape;
-  if (library == nullptr || !EpilogueOf(args, &shape.epilogue)) return nullptr;
-  shape.M = args.M, shape.N = args.N, shape.K = args.K, shape.stride = args.stride;
-  shape.bf16 = args.dtype == DType::kBF16, shape.is_b_transposed = args.is_b_transposed;
-  shape.alignment = LtAlignment(args);
-  shape.workspace = workspace ? LtWorkspace(args) : 0;
-  shape.in_order = true;
+  if (library == nullptr || !FindEpilogue(args, &shape.epilogue)) return nullptr;
   auto& known = AllAnswers().known;
   if (known.size() > kMostAnswers) known.clear();
-  const Key key(device, args.dtype, shape.epilogue, shape.workspace, shape.alignment, shape.is_b_transposed, shape.M,
-                shape.N, shape.K, shape.stride);
-  const auto [place, is_new] = known.try_emplace(key);
-  CublasLt::Problem& problem = place->second;
-  if (is_new && !library->Make(shape, args.bias0, kAlgorithms, &problem)) problem.algorithms.clear();
-  return problem.algorithms.empty() ? nullptr : &problem;
+  const auto [entry, is_new] = known.try_emplace(problem);
+  CublasLt::Problem& answer = entry->second;
+  if (is_new) {
+    shape.M = args.M, shape.N = args.N, shape.K = args.K, shape.stride = args.stride;
+    shape.bf16 = args.dtype == DType::kBF16, shape.is_b_transposed = args.is_b_transposed;
+    shape.alignment = problem.cublaslt_alignment;
+    shape.workspace = problem.workspace;
+    shape.in_order = true;
+    if (!library->Make(shape, args.bias0, kAlgorithms, &answer)) answer.algorithms.clear();
+  }
+  return answer.algorithms.empty() ? nullptr : &answer;
 }
 
 }  // namespace
 
-uint32_t LtAlignment(const GemmArgs& args) {
+uint32_t CublasLtAlignment(const GemmArgs& args) {
   uintptr_t bits = 0;
   for (const void* p : {args.a, args.b0, args.bias0, args.residual, static_cast<const void*>(args.output)}) {
     bits |= reinterpret_cast<uintptr_t>(p);
@@ -94,41 +95,69 @@ uint32_t LtAlignment(const GemmArgs& args) {
   return bits % 256 == 0 ? 256 : 16;
 }
 
-size_t LtWorkspace(const GemmArgs& args) {
+size_t CublasLtWorkspace(const GemmArgs& args) {
   // Only GEMMs of few tiles are divided along K.
   const auto most = static_cast<int64_t>(args.most_workspace / 16);
   return args.M > most / std::max<int64_t>(1, args.N) ? 0 : args.most_workspace;
 }
 
-bool LtFits(const GemmArgs& args) {
+bool CanUseCublasLt(const GemmArgs& args) {
   CublasLt::Epilogue epilogue;
-  return EpilogueOf(args, &epilogue) && Library() != nullptr;
+  return FindEpilogue(args, &epilogue) && GetLibrary() != nullptr;
 }
 
-int LtAlgorithms(const GemmArgs& args, bool workspace, int device) {
+namespace {
+
+constexpr GemmKernelEntry MakeKernel(int algorithm) {
+  GemmKernelEntry kernel;
+  kernel.name = "cublaslt", kernel.algorithm = algorithm;
+  return kernel;
+}
+constexpr GemmKernelEntry kKernels[kAlgorithms] = {MakeKernel(0), MakeKernel(1), MakeKernel(2), MakeKernel(3),
+                                                   MakeKernel(4), MakeKernel(5), MakeKernel(6), MakeKernel(7)};
+
+Status Plan(const GemmArgs& args, const GemmProblem& problem, std::vector<GemmPlan>* plans) {
+  if (!problem.has_vectors || problem.K == 0) return Status();
   const RelaxedCapture relaxed;
   const std::lock_guard<std::mutex> lock(AllAnswers().mutex);
-  const CublasLt::Problem* const problem = Ask(Library(), args, workspace, device);
-  return problem == nullptr ? 0 : static_cast<int>(problem->algorithms.size());
+  const CublasLt::Problem* const answer = Ask(GetLibrary(), args, problem);
+  for (size_t i = 0; answer != nullptr && i < answer->algorithms.size(); ++i) {
+    GemmPlan plan;
+    plan.family = &kGemmCublasLtFamily, plan.kernel = &kKernels[i];
+    plan.workspace = answer->algorithms[i].workspace;
+    plans->push_back(plan);
+  }
+  return Status();
 }
 
-Status RunLt(const GemmArgs& args, const RunContext& context, int device, int algorithm, bool* done) {
+Status Run(const GemmArgs& args, const GemmProblem& problem, const GemmPlan& plan, const RunContext& context,
+           bool* done) {
   *done = false;
-  CublasLt* const library = Library();
+  CublasLt* const library = GetLibrary();
+  const auto algorithm = static_cast<size_t>(plan.kernel->algorithm);
   const RelaxedCapture relaxed;  // the first call for a shape may load code
   const std::lock_guard<std::mutex> lock(AllAnswers().mutex);
-  const CublasLt::Problem* const problem = Ask(library, args, context.allocate != nullptr, device);
-  if (problem == nullptr || static_cast<size_t>(algorithm) >= problem->algorithms.size()) return Status();
+  const CublasLt::Problem* const answer = Ask(library, args, problem);
+  if (answer == nullptr || algorithm >= answer->algorithms.size()) return Status();
   CublasLt::Operands operands;
   operands.a = args.a, operands.b = args.b0, operands.bias = args.bias0, operands.c = args.residual;
   operands.y = args.output;
-  if (const size_t bytes = problem->algorithms[static_cast<size_t>(algorithm)].workspace; bytes > 0) {
+  if (const size_t bytes = answer->algorithms[algorithm].workspace; bytes > 0) {
     operands.workspace = context.allocate(context.self, bytes);
     if (operands.workspace == nullptr) return Status();
   }
-  *done = library->Run(*problem, static_cast<size_t>(algorithm), operands, static_cast<cudaStream_t>(context.stream));
+  *done = library->Run(*answer, algorithm, operands, static_cast<cudaStream_t>(context.stream));
   return Status();
 }
+
+void ListNames(std::vector<std::string>* names) {
+  names->push_back("cublaslt");
+  for (const GemmKernelEntry& kernel : kKernels) names->push_back(KernelName(kernel));
+}
+
+}  // namespace
+
+const GemmFamily kGemmCublasLtFamily = {"cublaslt", Plan, Run, ListNames};
 
 }  // namespace cuda
 }  // namespace stof

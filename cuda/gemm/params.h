@@ -55,17 +55,22 @@ struct GemmSm90Params {
 
 // One compiled kernel: a row of a table.
 struct GemmKernelEntry {
+  const char* name = "";  // of the family; KernelName adds the rest
   int (*launch)(const GemmSm90Params& params, unsigned clusters, void* stream) = nullptr;
   int (*resident)(int* clusters) = nullptr;  // how many clusters the current device holds at once
   int rows = 0, columns = 0;                 // of a CTA's tile; columns of the output
   int cluster_m = 1, cluster_n = 1;          // CTAs of a cluster
   int ctas = 1;                              // of an SM
+  bool is_ping_pong = false;
+  int algorithm = -1;  // of cuBLASLt
   // Microseconds of a step of 64 of K, of a tile, of a tile's GELU and residual.
   float step = 0, tile = 0, gelu = 0, residual = 0;
 };
 using GemmKernelTable = ArrayView<GemmKernelEntry>;
-// Empty in a build without sm_90a, and for a pair with a transposed b0.
-GemmKernelTable FindGemmSm90(bool bf16, bool pair, bool is_b_transposed);
+struct GemmProblem;
+// The table for the problem's type and operands, on whatever device. Empty in a build without sm_90a, and for a pair
+// with a transposed b0.
+GemmKernelTable FindGemmSm90(const GemmProblem& problem);
 
 }  // namespace cuda
 }  // namespace stof

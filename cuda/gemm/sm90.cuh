@@ -17,25 +17,25 @@ namespace gemm90 {
 constexpr int kDepth = 64;            // of a step: rows of 128 bytes
 constexpr uint32_t kAtom = 64 * 128;  // bytes of 64 columns of b in a step, and of a warpgroup's output
 // Hardware barriers: a warpgroup's own, from 1 on, and those that let it multiply when the other one has.
-constexpr int kTurnBarrier = 4;
+constexpr int kPingPongBarrier = 4;
 
-// groups x 64 rows by `columns` of each of `products`; stages of tiles; clusters of cm x cn CTAs, of which those of one
-// column share b and those of one row share a; so many CTAs an SM. turns: above 0, the warpgroups take tiles
+// groups x 64 rows by `columns` of each of `matmuls`; stages of tiles; clusters of cm x cn CTAs, of which those of one
+// column share b and those of one row share a; so many CTAs an SM. ping_pong_blocks: above 0, the warpgroups take tiles
 // in ping-pong, of so many blocks of 64 rows. is_b_transposed: b0 is [N, K].
-template <int kGroupCount, int kColumnCount, int kProductCount, int kStageCount, int kClusterM, int kClusterN,
-          int kPerSm, int kTurnBlocks = 0, bool is_b_transposed = false>
+template <int kGroupCount, int kColumnCount, int kMatmulCount, int kStageCount, int kClusterM, int kClusterN,
+          int kPerSm, int kPingPongBlocks = 0, bool is_b_transposed = false>
 struct GemmSm90Shape {
-  static constexpr int kGroups = kGroupCount, kColumns = kColumnCount, kProducts = kProductCount;
+  static constexpr int kGroups = kGroupCount, kColumns = kColumnCount, kMatmuls = kMatmulCount;
   static constexpr int kStages = kStageCount, kCm = kClusterM, kCn = kClusterN, kCtas = kPerSm;
-  static constexpr bool kTurns = kTurnBlocks > 0, kIsBTransposed = is_b_transposed;
-  static constexpr int kBlocks = kTurns ? kTurnBlocks : 1;  // of 64 rows, of a warpgroup
-  static constexpr int kRows = 64 * (kTurns ? kBlocks : kGroups);
-  static constexpr int kTotal = kProducts * kColumns;
+  static constexpr bool kIsPingPong = kPingPongBlocks > 0, kIsBTransposed = is_b_transposed;
+  static constexpr int kBlocks = kIsPingPong ? kPingPongBlocks : 1;  // of 64 rows, of a warpgroup
+  static constexpr int kRows = 64 * (kIsPingPong ? kBlocks : kGroups);
+  static constexpr int kTotal = kMatmuls * kColumns;
   // Registers by role: a producer of a whole warpgroup gives back what the consumers take. Two CTAs leave too few for
   // that (ptxas wants 96 for everybody then), and have a producer of one warp instead.
   static constexpr bool kMoves = kGroups > 1 && kCtas == 1;
-  static constexpr int kConsumerRegisters = kTurns ? 240 : kGroups == 3 ? 160 : 232;
-  static constexpr int kProducerRegisters = kTurns ? 24 : 32;
+  static constexpr int kConsumerRegisters = kIsPingPong ? 240 : kGroups == 3 ? 160 : 232;
+  static constexpr int kProducerRegisters = kIsPingPong ? 24 : 32;
   static constexpr int kThreads = kGroups * kWarpgroup + (kMoves ? kWarpgroup : 32);
   static constexpr uint32_t kBytesA = kRows * 128, kBytesB = kTotal / 64 * kAtom, kBytes = kBytesA + kBytesB;
   static constexpr uint32_t kStaging = kStages * kBytes;
@@ -45,14 +45,14 @@ struct GemmSm90Shape {
   static constexpr int kBuffers = kCtas == 1 && kBlocks * kChunks > 1 && kRoom ? 2 : 1;
   static constexpr uint32_t kBarriers = kStaging + kGroups * kBuffers * kAtom;
   static constexpr uint32_t kShared = kBarriers + 16 * kStages;
-  static constexpr bool kAhead = kCtas == 1 && !kTurns;  // vectors and residual are read a chunk ahead
+  static constexpr bool kAhead = kCtas == 1 && !kIsPingPong;  // vectors and residual are read a chunk ahead
   // By turns they are read anew when they have been used, where accumulators leave registers for that; else late, under
   // the other warpgroup's matmuls.
-  static constexpr bool kRenews = kTurns && kBlocks * kTotal / 2 <= 128;
+  static constexpr bool kRenews = kIsPingPong && kBlocks * kTotal / 2 <= 128;
   static_assert((kShared + 1024) * kCtas <= 228 * 1024, "shared memory");
   static_assert(kColumns % 64 == 0 && (kCm == 1 || kCm == 2) && (kCn == 1 || kCn == 2), "tiles");
-  static_assert(!kTurns || (kGroups == 2 && kCtas == 1), "turns");
-  static_assert(!kIsBTransposed || kProducts == 1, "a pair has no transposed b");
+  static_assert(!kIsPingPong || (kGroups == 2 && kCtas == 1), "ping-pong");
+  static_assert(!kIsBTransposed || kMatmuls == 1, "a pair has no transposed b");
 };
 
 // Where a tile stands.
@@ -115,13 +115,13 @@ struct Consumer {
   };
   __device__ __forceinline__ void Load(Operands& operands, int m, int n) const {
     if ((p.epilogue.has & kHasBias0) != 0) LoadColumns(operands.bias0, p.epilogue.bias0, n);
-    if (S::kProducts == 2 && (p.epilogue.has & kHasBias1) != 0) LoadColumns(operands.bias1, p.epilogue.bias1, n);
+    if (S::kMatmuls == 2 && (p.epilogue.has & kHasBias1) != 0) LoadColumns(operands.bias1, p.epilogue.bias1, n);
     if ((p.epilogue.has & kHasResidual) != 0) LoadResidual(operands.residual, m, n);
   }
 
   // The first row of a block of this warpgroup.
   __device__ __forceinline__ int RowOf(const OutputTile& place, int block) const {
-    return place.m + 64 * (S::kTurns ? block : group);
+    return place.m + 64 * (S::kIsPingPong ? block : group);
   }
 
   // Writes the block of the tile whose matmuls are in c. operands: of the first chunk where they are read ahead, and
@@ -148,7 +148,7 @@ struct Consumer {
         AddColumns(v, operands.bias0);
       }
       Activate(epilogue.activation, v);
-      if constexpr (S::kProducts == 2) {
+      if constexpr (S::kMatmuls == 2) {
         auto& u = reinterpret_cast<float (&)[32]>(c[S::kColumns / 2 + 32 * chunk]);
         if ((epilogue.has & kHasBias1) != 0) {
           if constexpr (!S::kAhead && !S::kRenews) LoadColumns(operands.bias1, epilogue.bias1, n);
@@ -270,11 +270,11 @@ __global__ void __cluster_dims__(S::kCm* S::kCn, 1, 1) __launch_bounds__(S::kThr
     PrefetchMap(&p.a);
     PrefetchMap(&p.b0);
     PrefetchMap(&p.output);
-    if (S::kProducts == 2) PrefetchMap(&p.b1);
+    if (S::kMatmuls == 2) PrefetchMap(&p.b1);
     for (int i = 0; i < S::kStages; ++i) {
       InitBarrier(full + 8 * i, 1);
       // Every warp that reads the stage of every CTA that this one brings tiles to.
-      InitBarrier(empty + 8 * i, (S::kCm + S::kCn - 1) * (S::kTurns ? 1 : S::kGroups) * 4);
+      InitBarrier(empty + 8 * i, (S::kCm + S::kCn - 1) * (S::kIsPingPong ? 1 : S::kGroups) * 4);
     }
     FenceBarrierInit();
   }
@@ -326,8 +326,9 @@ __global__ void __cluster_dims__(S::kCm* S::kCn, 1, 1) __launch_bounds__(S::kThr
       parity ^= whole & 1;
       if (stage >= S::kStages) stage -= S::kStages, parity ^= 1;
     };
-    const int own_first = S::kTurns ? first + group * clusters : first, stride = S::kTurns ? 2 * clusters : clusters;
-    if (S::kTurns && group == 1) pass(p.steps);
+    const int own_first = S::kIsPingPong ? first + group * clusters : first,
+              stride = S::kIsPingPong ? 2 * clusters : clusters;
+    if (S::kIsPingPong && group == 1) pass(p.steps);
     for (int tile = own_first; tile < tiles; tile += stride) {
       const OutputTile place = OutputTileOf<S>(p, tile, cm, cn);
       typename Consumer<T, S>::Operands operands;
@@ -335,11 +336,11 @@ __global__ void __cluster_dims__(S::kCm* S::kCn, 1, 1) __launch_bounds__(S::kThr
       if constexpr (S::kAhead || S::kRenews) consumer.Load(operands, consumer.RowOf(place, 0), place.n);
       // Until the other warpgroup has issued every wgmma of the tile before. Its stages are full then, and a wait for
       // one of this tile cannot take an earlier phase of the same parity for its own.
-      if (S::kTurns && tile != first) SyncNamed(kTurnBarrier + group, 2 * kWarpgroup);
+      if (S::kIsPingPong && tile != first) SyncNamed(kPingPongBarrier + group, 2 * kWarpgroup);
       float c[S::kBlocks][S::kTotal / 2];
       for (int step = 0; step < p.steps; ++step) {
         const uint32_t a = own + stage * S::kBytes;
-        const uint32_t rows = DescribeInner(S::kTurns ? a : a + group * 64 * 128);
+        const uint32_t rows = DescribeInner(S::kIsPingPong ? a : a + group * 64 * 128);
         // In shared memory a transposed b is K-major, like a; else it is MN-major.
         const uint32_t columns =
             S::kIsBTransposed ? DescribeInner(a + S::kBytesA) : DescribeAcross(a + S::kBytesA, kAtom);
@@ -366,13 +367,13 @@ __global__ void __cluster_dims__(S::kCm* S::kCn, 1, 1) __launch_bounds__(S::kThr
         }
         if (++stage == S::kStages) stage = 0, parity ^= 1;
       }
-      if (S::kTurns && tile + clusters < tiles) ArriveNamed(kTurnBarrier + 1 - group, 2 * kWarpgroup);
+      if (S::kIsPingPong && tile + clusters < tiles) ArriveNamed(kPingPongBarrier + 1 - group, 2 * kWarpgroup);
       WgmmaWait<0>();
 #pragma unroll
       for (int block = 0; block < S::kBlocks; ++block) PinRegisters(c[block]);
       const uint32_t last = stage == 0 ? S::kStages - 1 : stage - 1;
       if (tells) ArriveAt(empty + 8 * last, told);
-      if (S::kTurns) pass(p.steps);
+      if (S::kIsPingPong) pass(p.steps);
 #pragma unroll
       for (int block = 0; block < S::kBlocks; ++block) consumer.Finish(c[block], block, operands, place);
     }
@@ -413,15 +414,15 @@ int ResidentOf(int* clusters) {
 }
 
 // ---- the named numbers of a table's rows ----
-// GemmSm90Shape. Warpgroups: consumers; Columns: of the output's tile; Products: 2 for a pair of matmuls; Cluster: CTAs
-// along M and N; TurnBlocks: above 0, warpgroups take tiles in ping-pong, of so many blocks of 64 rows; TransposedB:
-// b0 is [N, K].
+// GemmSm90Shape. Warpgroups: consumers; Columns: of the output's tile; Matmuls: 2 for a pair of matmuls; Cluster: CTAs
+// along M and N; PingPongBlocks: above 0, warpgroups take tiles in ping-pong, of so many blocks of 64 rows;
+// TransposedB: b0 is [N, K].
 template <int kValue>
 struct Warpgroups {};
 template <int kValue>
 struct Columns {};
 template <int kValue>
-struct Products {};
+struct Matmuls {};
 template <int kValue>
 struct Stages {};
 template <int kM, int kN>
@@ -429,7 +430,7 @@ struct Cluster {};
 template <int kValue>
 struct CtasPerSm {};
 template <int kValue>
-struct TurnBlocks {};
+struct PingPongBlocks {};
 template <bool kValue>
 struct TransposedB {};
 
@@ -454,30 +455,31 @@ struct KernelCosts {
 };
 
 // What MakeKernel makes of its arguments.
-template <typename Warpgroups_, typename Columns_, typename Products_, typename Stages_, typename Cluster_,
-          typename CtasPerSm_, typename TurnBlocks_, typename TransposedB_>
+template <typename Warpgroups_, typename Columns_, typename Matmuls_, typename Stages_, typename Cluster_,
+          typename CtasPerSm_, typename PingPongBlocks_, typename TransposedB_>
 struct ShapeOf;
-template <int kWarpgroups, int kColumns, int kProducts, int kStages, int kClusterM, int kClusterN, int kCtasPerSm,
-          int kTurnBlocks, bool is_b_transposed>
-struct ShapeOf<Warpgroups<kWarpgroups>, Columns<kColumns>, Products<kProducts>, Stages<kStages>,
-               Cluster<kClusterM, kClusterN>, CtasPerSm<kCtasPerSm>, TurnBlocks<kTurnBlocks>,
+template <int kWarpgroups, int kColumns, int kMatmuls, int kStages, int kClusterM, int kClusterN, int kCtasPerSm,
+          int kPingPongBlocks, bool is_b_transposed>
+struct ShapeOf<Warpgroups<kWarpgroups>, Columns<kColumns>, Matmuls<kMatmuls>, Stages<kStages>,
+               Cluster<kClusterM, kClusterN>, CtasPerSm<kCtasPerSm>, PingPongBlocks<kPingPongBlocks>,
                TransposedB<is_b_transposed>> {
-  using Type = GemmSm90Shape<kWarpgroups, kColumns, kProducts, kStages, kClusterM, kClusterN, kCtasPerSm, kTurnBlocks,
-                             is_b_transposed>;
+  using Type = GemmSm90Shape<kWarpgroups, kColumns, kMatmuls, kStages, kClusterM, kClusterN, kCtasPerSm,
+                             kPingPongBlocks, is_b_transposed>;
 };
 
 // A row of a table.
-template <typename T, typename Warpgroups_, typename Columns_, typename Products_, typename Stages_, typename Cluster_,
-          typename CtasPerSm_, typename TurnBlocks_ = TurnBlocks<0>, typename TransposedB_ = TransposedB<false>>
+template <typename T, typename Warpgroups_, typename Columns_, typename Matmuls_, typename Stages_, typename Cluster_,
+          typename CtasPerSm_, typename PingPongBlocks_ = PingPongBlocks<0>, typename TransposedB_ = TransposedB<false>>
 constexpr GemmKernelEntry MakeKernel(const KernelCosts& costs) {
-  using S = typename ShapeOf<Warpgroups_, Columns_, Products_, Stages_, Cluster_, CtasPerSm_, TurnBlocks_,
+  using S = typename ShapeOf<Warpgroups_, Columns_, Matmuls_, Stages_, Cluster_, CtasPerSm_, PingPongBlocks_,
                              TransposedB_>::Type;
   GemmKernelEntry kernel;
+  kernel.name = "sm90";
   kernel.launch = Launch<T, S>;
   kernel.resident = ResidentOf<GemmKernel<T, S>, S::kCm * S::kCn, S::kThreads, S::kShared>;
   kernel.rows = S::kRows, kernel.columns = S::kColumns;
   kernel.cluster_m = S::kCm, kernel.cluster_n = S::kCn;
-  kernel.ctas = S::kCtas;
+  kernel.ctas = S::kCtas, kernel.is_ping_pong = S::kIsPingPong;
   kernel.step = costs.step.value, kernel.tile = costs.tile.value;
   kernel.gelu = costs.gelu.value, kernel.residual = costs.residual.value;
   return kernel;

@@ -39,7 +39,7 @@ TileCounters::~TileCounters() {
 Status TileCounters::Get(cudaStream_t stream, Keeper* keeper, int32_t** counter) const {
   *counter = nullptr;
   if (IsOnlyLoading()) return Status();
-  if (Captured(stream)) {
+  if (IsCapturing(stream)) {
     STOF_RETURN_IF_ERROR(MakeCounter(counter));
     if (keeper == nullptr) return Status();
     keeper->Keep(std::shared_ptr<const void>(*counter, [](void* own) {

@@ -4,10 +4,12 @@
 #include <cstdint>
 #include <limits>
 #include <string>
+#include <vector>
 
 #include "cuda/common/device_properties.h"
 #include "cuda/common/status.h"
-#include "cuda/gemm/run.h"
+#include "cuda/gemm/gemm.h"
+#include "cuda/sparse_mlp/choose.h"
 #include "cuda/sparse_mlp/params.h"
 #include "cuda/sparse_mlp/run.h"
 #include "plugins/core/base/integers.h"
@@ -17,12 +19,7 @@ namespace stof {
 namespace cuda {
 namespace {
 
-constexpr int kDownCtasOfAnSm = 2;
-constexpr int64_t kLeastSplit = 8;  // neurons
-// More tokens than these are computed by GEMMs of all neurons, so many at a time.
-constexpr int64_t kMostSparseTokens = 16;
-constexpr int64_t kDenseTokens = 4096;
-constexpr int64_t kMostOfGemm = int64_t{1} << 27;  // of K, F, N and R: 32 bits count CTAs
+constexpr int64_t kDenseTokens = 4096;  // that GEMMs of all neurons compute at a time
 // Of a tensor: offsets of the workspace stay far from overflow.
 constexpr int64_t kMostElements = std::numeric_limits<int64_t>::max() / 64;
 
@@ -107,15 +104,13 @@ void* ElementOf(void* tensor, DType dtype, int64_t element) {
 // The buffers of a call, in one workspace.
 class Layout {
  public:
-  Layout(const SparseMlpArgs& a, const DeviceProperties& device) {
+  Layout(const SparseMlpArgs& a, const MlpPlan& plan) {
     const int64_t tokens = std::min<int64_t>(a.T, kMlpTokens);
     segment = std::max<int64_t>(kMlpLeastSegment, RoundUp(CeilDiv(a.F, kMlpMostSegments), kMlpLeastSegment));
     segments = CeilDiv(a.F, segment);
     slices = CeilDiv(a.N, kMlpSliceColumns);
-    group_tokens = tokens == 1 ? 1 : tokens <= 4 ? 4 : tokens <= 8 || !IsDownTiled(a, tokens) ? 8 : 16;
-    token_groups = CeilDiv(tokens, group_tokens);
-    splits = std::clamp<int64_t>(kDownCtasOfAnSm * device.sm_count / std::max<int64_t>(1, slices * token_groups), 1,
-                                 std::max<int64_t>(1, std::min<int64_t>(kMlpMostSplits, a.F / kLeastSplit)));
+    group_tokens = plan.rows;
+    splits = plan.splits;
     projected_stride = RoundUp(a.R, kMlpChunk);
     const bool has_predictor = a.selection == SparseMlpSelection::kPredictor;
     projected = Take(has_predictor ? tokens : 0, projected_stride * 4);
@@ -131,7 +126,7 @@ class Layout {
     // For groups of 8 tokens: a plan does not know addresses, and groups of 16 need aligned ones.
     finished = Take(slices * CeilDiv(tokens, 8), sizeof(int32_t));
   }
-  int64_t segment = 0, segments = 0, slices = 0, splits = 0, token_groups = 0, group_tokens = 0, projected_stride = 0;
+  int64_t segment = 0, segments = 0, slices = 0, splits = 0, group_tokens = 0, projected_stride = 0;
   int64_t projected = 0, counts = 0, neurons = 0, masks = 0, hidden = 0, partials = 0, finished = 0;
   int64_t bytes = 0;
 
@@ -142,6 +137,16 @@ class Layout {
     return at;
   }
 };
+
+SparseMlpProblem Describe(const SparseMlpArgs& a, int sm_count) {
+  SparseMlpProblem problem;
+  problem.T = a.T, problem.K = a.K, problem.F = a.F, problem.N = a.N, problem.R = a.R;
+  problem.dtype = a.dtype;
+  problem.has_rows = a.gate_weight.data != nullptr || a.up_weight.data != nullptr;
+  problem.is_down_tiled = IsDownTiled(a, std::min<int64_t>(a.T, kMlpTokens));
+  problem.sm_count = sm_count;
+  return problem;
+}
 
 Status CheckSizes(const SparseMlpArgs& a) {
   int64_t read = 0;
@@ -209,13 +214,6 @@ Status Launch(const MlpKernels& kernels, const MlpParams& p, const DevicePropert
 }
 
 // ---- many tokens: GEMMs of all neurons ----
-// Whether GEMMs of all neurons compute a call, since its tokens together need most neurons. fp32 has no GEMM here.
-bool IsDense(const SparseMlpArgs& a) {
-  const bool has_rows = a.gate_weight.data != nullptr || a.up_weight.data != nullptr;
-  return a.T > kMostSparseTokens && a.dtype != DType::kF32 && a.F > 0 && (a.K > 0 || !has_rows) &&
-         std::max({a.K, a.F, a.N, a.R}) <= kMostOfGemm;
-}
-
 // K is split so that up to so many CTAs project the tokens: two an SM of an H100. A plan does not know the device.
 constexpr int64_t kMostProjectCtas = 264;
 constexpr int64_t kLeastSplitValues = 256;
@@ -406,8 +404,14 @@ Status RunSparseMlp(const SparseMlpArgs& args, const RunContext& context) {
   STOF_RETURN_IF_ERROR(CheckSizes(args));
   DeviceProperties device;
   STOF_RETURN_IF_ERROR(GetDeviceProperties(&device));
-  if (IsDense(args)) return RunDense(args, device, context);
-  const Layout layout(args, device);
+  KernelRequest request;
+  STOF_RETURN_IF_ERROR(MlpRequests().Get("", 0, &request));
+  const SparseMlpProblem problem = Describe(args, device.sm_count);
+  const std::vector<MlpPlan> plans = ListMlpPlans(problem, request);
+  PrintChoiceOf(problem, plans);
+  const MlpPlan& plan = plans.front();
+  if (plan.family->kind == MlpFamilyKind::kGemms) return RunDense(args, device, context);
+  const Layout layout(args, plan);
   void* workspace = nullptr;
   STOF_RETURN_IF_ERROR(context.Allocate(static_cast<size_t>(layout.bytes), &workspace));
   MlpParams p = ParamsOf(args, layout, workspace);
@@ -425,15 +429,20 @@ Status RunSparseMlp(const SparseMlpArgs& args, const RunContext& context) {
 Status PlanSparseMlpWorkspace(const SparseMlpArgs& args, size_t* bytes) {
   STOF_RETURN_IF_ERROR(CheckSizes(args));
   // Engines are built on machines with another device, or none: as many SMs as any device has.
-  DeviceProperties device;
-  device.sm_count = 512;
+  constexpr int kMostSms = 512;
+  KernelRequest request;
+  STOF_RETURN_IF_ERROR(MlpRequests().Get("", 0, &request));
   SparseMlpArgs some = args;
   int64_t most = 0;
+  const auto add = [&] {
+    const MlpPlan plan = ListMlpPlans(Describe(some, kMostSms), request).front();
+    const bool are_gemms = plan.family->kind == MlpFamilyKind::kGemms;
+    most = std::max(most, are_gemms ? DenseLayout(some).bytes : Layout(some, plan).bytes);
+  };
   // Fewer tokens may have more splits. More than these have a layout of as many tokens with the same last launch.
-  for (some.T = 1; some.T <= std::min<int64_t>(args.T, 2 * kMlpTokens); ++some.T) {
-    most = std::max(most, Layout(some, device).bytes);
-  }
-  if (IsDense(args)) most = std::max(most, DenseLayout(args).bytes);
+  for (some.T = 1; some.T <= std::min<int64_t>(args.T, 2 * kMlpTokens); ++some.T) add();
+  some.T = args.T;
+  add();
   *bytes = static_cast<size_t>(most);
   return Status();
 }

@@ -330,7 +330,7 @@ int32_t Plugin::getValidTactics(int32_t* tactics, int32_t count) noexcept {
 int32_t Plugin::setTactic(int32_t tactic) noexcept {
   // A tactic that this device lacks is no error: the engine may come from another device.
   if (tactic < 0 || tactic > kMostTactics) return kFailed;
-  if (tactic_ != tactic) recordings_.Clear();
+  if (tactic_ != tactic) graphs_.Clear();
   tactic_ = tactic;
   return 0;
 }
@@ -350,7 +350,7 @@ Status Plugin::Plan(const PluginTensorDesc* in, Tensor* inputs) {
     return Status();
   }
   planned_for_.clear();
-  recordings_.Clear();
+  graphs_.Clear();
   DevicePlan plan;
   STOF_RETURN_IF_ERROR(definition_->op().PlanDevice(inputs, count, &plan));
   planned_ = plan.workspace;
@@ -403,7 +403,7 @@ Status Plugin::Enqueue(const PluginTensorDesc* in, const PluginTensorDesc* out, 
   std::vector<const void*> key(inputs, inputs + in_count);
   key.insert(key.end(), outputs, outputs + out_count);
   key.push_back(workspace);
-  return recordings_.Run(
+  return graphs_.Run(
       key, context, [](void* self, const RunContext& own) { return (*static_cast<decltype(queue)*>(self))(own); },
       const_cast<void*>(static_cast<const void*>(&queue)));
 }

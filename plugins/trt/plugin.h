@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "plugins/core/contract/op.h"
+#include "plugins/trt/captured_graphs.h"
 #include "plugins/trt/definition.h"
-#include "plugins/trt/recordings.h"
 
 namespace stof::trt {
 
@@ -82,7 +82,7 @@ class Plugin final : public nvinfer1::IPluginV3,
   std::vector<Tensor> planned_for_;
   size_t planned_ = 0;
   bool runs_several_kernels_ = false;
-  Recordings recordings_;
+  CapturedGraphs graphs_;
 };
 
 class Creator final : public nvinfer1::IPluginCreatorV3One {

@@ -22,8 +22,7 @@ TEST(EnvironmentRefusesWrongValues) {
   CHECK(Refusal(Variable::kCudaCold, "yes") == begin + "STOF_CUDA_COLD is 'yes', expected 0 or 1");
   CHECK(Refusal(Variable::kCudaSharedKib, "0") ==
         begin + "STOF_CUDA_SHARED_KIB is '0', expected an integer from 1 to 1024");
-  CHECK(Refusal(Variable::kCudaGemm, "sm90") ==
-        begin + "STOF_CUDA_GEMM is 'sm90', expected an integer from 0 to 999 or lt");
+  CHECK(Refusal(Variable::kCudaSparseMlp, "list") == begin + "STOF_CUDA_SPARSE_MLP is 'list', expected lists or gemms");
   for (const char* wrong : {"banana", "1x", " 1", "-1", "1e3", "99999999999999999999", ""}) {
     CHECK(!CheckVariable(Variable::kMlpHotMb, wrong).ok(), wrong);
   }

@@ -164,26 +164,26 @@ Status PlanGemm(const GemmArgs&, size_t* workspace) {
   return Status();
 }
 
-// A graph of nothing: what was recorded has run already.
-Status Record(Status (*queue)(void* self, const RunContext& context), void* self, const RunContext& context,
-              void** recorded) {
-  if (!LastSeen()->records) return Status::Error("no graphs here");
-  *recorded = nullptr;
+// A graph of nothing: what was captured has run already.
+Status Capture(Status (*queue)(void* self, const RunContext& context), void* self, const RunContext& context,
+               void** graph) {
+  if (!LastSeen()->can_capture) return Status::Error("no graphs here");
+  *graph = nullptr;
   if (LastSeen()->busy) return Status();
-  ++LastSeen()->recorded;
-  *recorded = new char;
+  ++LastSeen()->captured;
+  *graph = new char;
   return queue(self, context);
 }
-Status Launch(void*, void*) {
-  if (!LastSeen()->launches) return Status::Error("no launches here");
-  ++LastSeen()->launched;
+Status Replay(void*, void*) {
+  if (!LastSeen()->can_replay) return Status::Error("no replays here");
+  ++LastSeen()->replayed;
   return Status();
 }
-void Drop(void* recorded) {
+void Destroy(void* graph) {
   ++LastSeen()->dropped;
-  delete static_cast<char*>(recorded);
+  delete static_cast<char*>(graph);
 }
-bool Captured(void*) { return LastSeen()->captured; }
+bool IsCapturing(void*) { return LastSeen()->is_capturing; }
 
 // Only what plugins call.
 CudaBackend Fake() {
@@ -196,10 +196,10 @@ CudaBackend Fake() {
   fake.chain.run = Chain;
   fake.chain.make_state = MakeChainState;
   fake.chain.prepare = PrepareChain;
-  fake.capture_graph = Record;
-  fake.launch_graph = Launch;
-  fake.destroy_graph = Drop;
-  fake.is_capturing = Captured;
+  fake.capture_graph = Capture;
+  fake.replay_graph = Replay;
+  fake.destroy_graph = Destroy;
+  fake.is_capturing = IsCapturing;
   fake.gemm.run = Gemm;
   fake.gemm.plan_workspace = PlanGemm;
   return fake;

@@ -18,11 +18,12 @@ struct Seen {
   int kernel = -1;
   void* stream = nullptr;
   size_t allocated = 0;
-  // Graphs: whether they can be recorded and launched, and how often they were.
-  bool records = false, launches = false, captured = false, busy = false;
-  int recorded = 0, launched = 0, dropped = 0;
+  // Graphs: whether they can be captured and replayed, and how often they were.
+  bool can_capture = false, can_replay = false, busy = false;
+  bool is_capturing = false;  // a host captures the stream
+  int captured = 0, replayed = 0, dropped = 0;
 };
-// nullptr: the backend is the real one, which records nothing.
+// nullptr: the backend is the real one, which counts nothing.
 Seen* LastSeen();
 
 // Memory for a plugin of exactly so many bytes, at a multiple of 64 and no more, all of them poisoned; a write beside

@@ -54,24 +54,22 @@ inline bool CanReadQuantized(const AttentionArgs& args) {
   return can;
 }
 
-// The split-KV kernel: `splits` CTAs for a row block, then the combine kernel. ctas_per_sm of its KernelEntry: how many
-// CTAs are resident on an SM.
-struct SplitKvCode : KernelCode {
-  int (*launch)(const DecodeParams& params, void* stream) = nullptr;
-  int (*launch_columns)(const DecodeParams& params, void* stream) = nullptr;  // with key columns
-  int (*combine)(const DecodeParams& params, void* stream) = nullptr;  // runs next where there are several splits
-};
-
-// The kernel whose `splits` CTAs are a thread block cluster: it needs neither workspace nor a combine kernel; compute
-// capability 9.0.
 constexpr int kClusterSizes = 4;  // 1, 2, 4, 8
-struct ClusterCode : KernelCode {
-  int tiles_at_once = 0;  // KV tiles that a CTA works on at once
+// Two kernels. Split-KV: `splits` CTAs for a row block, then the combine kernel; ctas_per_sm of its KernelEntry says
+// how many CTAs are resident on an SM. Cluster: the `splits` CTAs are a thread block cluster, which needs neither
+// workspace nor a combine kernel; compute capability 9.0.
+struct DecodeCode : KernelCode {
   int (*launch)(const DecodeParams& params, void* stream) = nullptr;
   int (*launch_columns)(const DecodeParams& params, void* stream) = nullptr;  // with key columns
+  // ---- split-KV ----
+  int (*combine)(const DecodeParams& params, void* stream) = nullptr;  // runs next where there are several splits
+  // ---- cluster ----
+  int tiles_at_once = 0;  // KV tiles that a CTA works on at once
   // clusters[i]: the number of clusters of 2^i CTAs that the current device runs at once; zeros: it cannot.
   void (*clusters)(int (&clusters)[kClusterSizes]) = nullptr;
   void (*clusters_columns)(int (&clusters)[kClusterSizes]) = nullptr;
+
+  bool is_cluster() const { return clusters != nullptr; }
 };
 
 // A table has both kernels, in this order; that of quantized keys and values only the first one. `rows` of an entry:

@@ -101,10 +101,10 @@ struct ClusterLauncher {
 };
 
 template <int kHead, typename T, int kBlocks>
-constexpr ClusterCode MakeClusterCode() {
+constexpr DecodeCode MakeClusterCode() {
   using Launcher = ClusterLauncher<kHead, T, kBlocks, false>;
   using ColumnLauncher = ClusterLauncher<kHead, T, kBlocks, true>;
-  ClusterCode code;
+  DecodeCode code;
   code.tiles_at_once = Launcher::S::kTilesAtOnce;
   code.launch = Launcher::Run;
   code.launch_columns = ColumnLauncher::Run;
@@ -113,7 +113,7 @@ constexpr ClusterCode MakeClusterCode() {
   return code;
 }
 template <int kHead, typename T, int kBlocks>
-constexpr ClusterCode kClusterCode = MakeClusterCode<kHead, T, kBlocks>();
+constexpr DecodeCode kClusterCode = MakeClusterCode<kHead, T, kBlocks>();
 
 template <int kHead, typename T, int kBlocks>
 constexpr KernelEntry MakeClusterKernel() {

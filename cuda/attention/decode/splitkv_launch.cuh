@@ -31,8 +31,8 @@ int LaunchDecode(const DecodeParams& params, void* stream) {
 }
 
 template <int kHead, typename T, typename Stored, int kBlocks, KeySource kSource>
-constexpr SplitKvCode MakeSplitKvCode() {
-  SplitKvCode code;
+constexpr DecodeCode MakeSplitKvCode() {
+  DecodeCode code;
   code.launch = LaunchDecode<kHead, T, Stored, kBlocks, kSource>;
   if constexpr (kSource == KeySource::kCache) {
     code.launch_columns = LaunchDecode<kHead, T, Stored, kBlocks, KeySource::kColumns>;
@@ -41,7 +41,7 @@ constexpr SplitKvCode MakeSplitKvCode() {
   return code;
 }
 template <int kHead, typename T, typename Stored, int kBlocks, KeySource kSource>
-constexpr SplitKvCode kSplitKvCode = MakeSplitKvCode<kHead, T, Stored, kBlocks, kSource>();
+constexpr DecodeCode kSplitKvCode = MakeSplitKvCode<kHead, T, Stored, kBlocks, kSource>();
 
 template <int kHead, typename T, typename Stored, int kBlocks, KeySource kSource>
 constexpr KernelEntry MakeSplitKvKernel() {

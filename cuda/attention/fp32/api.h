@@ -19,12 +19,22 @@ struct Fp32Params {
   const float* value_factors = nullptr;  // [B, G, tiles]: value = (high + low / 2^11) * factor
 };
 
+struct Fp32CtaSize : CtaSize {
+  // l2_heads: query heads of an L2 head group.
+  using Launch = int (*)(const Fp32Params& params, int stages, int l2_heads, void* stream);
+  Launch launch = nullptr;
+  Launch launch_score_mod = nullptr;  // with softcap or a bias; nullptr: this size has none
+};
 struct Fp32Code : KernelCode {
   int planes = 0;  // 2: high and low parts; 1: high parts alone
-  // score_mod: with softcap or a bias. Both launch on the stream.
   int (*split)(const Fp32Params& params, void* stream) = nullptr;
-  int (*launch)(const Fp32Params& params, bool score_mod, void* stream) = nullptr;
+  Fp32CtaSize sizes[3];  // of 64, 128 and 32 rows
 };
+
+// Sets rows and stages of a plan. params: with the block mask, of which the mean length of a row counts. False: the
+// device has too little shared memory.
+bool ChooseFp32Size(const AttentionParams& params, bool has_score_mod, const DeviceProperties& device,
+                    AttentionPlan* plan);
 
 extern const KernelFamily kFp32Family;
 

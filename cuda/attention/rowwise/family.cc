@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <memory>
-
 #include "cuda/attention/job.h"
 #include "cuda/attention/rowwise/api.h"
 
@@ -11,14 +9,17 @@ namespace {
 Status Prepare(AttentionJob* job, const KernelEntry& kernel) {
   MaskForm form;
   form.m = kernel.rows, form.n = kernel.keys;
-  std::shared_ptr<const MaskEntry> entry;
-  return job->GetMask(form, job->params(), &entry);
+  return job->GetMask(form);
 }
 
-Status Run(AttentionJob* job, const KernelEntry& kernel) {
+Status Plan(AttentionJob* job, AttentionPlan* plan) {
+  plan->rows = plan->kernel->rows;
+  return Prepare(job, *plan->kernel);
+}
+
+Status Run(AttentionJob* job, const AttentionPlan& plan) {
   STOF_RETURN_IF_ERROR(job->PreparePadding());
-  STOF_RETURN_IF_ERROR(Prepare(job, kernel));
-  return CheckLaunch(kernel.code_as<RowwiseCode>().launch(*job->params(), job->stream()));
+  return CheckLaunch(plan.kernel->code_as<RowwiseCode>().launch(job->params(), job->stream()));
 }
 
 constexpr KernelFamily MakeFamily() {
@@ -26,7 +27,7 @@ constexpr KernelFamily MakeFamily() {
   family.role = KernelRole::kRowwise;
   family.takes_16_bit = family.takes_fp32 = true;
   family.needs_aligned_rows = true;
-  family.find = FindRowwise, family.run = Run, family.prepare = Prepare;
+  family.find = FindRowwise, family.plan = Plan, family.run = Run, family.prepare = Prepare;
   return family;
 }
 

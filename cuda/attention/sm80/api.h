@@ -8,7 +8,16 @@
 namespace stof {
 namespace cuda {
 
-using Sm80Code = LaunchCode<AttentionParams>;
+struct Sm80CtaSize : CtaSize {
+  int (*launch)(const AttentionParams& params, int stages, void* stream) = nullptr;
+};
+struct Sm80Code : KernelCode {
+  Sm80CtaSize half;   // CTAs of 64 rows, half a tile of the block mask
+  Sm80CtaSize whole;  // CTAs of a tile
+};
+
+// Sets rows and stages of a plan. Of params, B, H and S count. False: the device has too little shared memory.
+bool ChooseSm80Size(const AttentionParams& params, const DeviceProperties& device, AttentionPlan* plan);
 
 extern const KernelFamily kSm80Family;
 

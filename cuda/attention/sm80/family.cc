@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <memory>
+#include <string>
+#include <string_view>
 
 #include "cuda/attention/job.h"
 #include "cuda/attention/sm80/api.h"
+#include "plugins/core/host/environment.h"
 
 namespace stof {
 namespace cuda {
@@ -13,10 +15,35 @@ constexpr HeadSizeTable kTables[] = {{32, FindSm80D32},   {64, FindSm80D64},   {
 
 KernelTable Find(const KernelProblem& problem) { return FindByHeadSize(kTables, problem); }
 
-Status Run(AttentionJob* job, const KernelEntry& kernel) {
-  STOF_RETURN_IF_ERROR(job->PreparePadding());
+// The stages that fit the device's shared memory with ctas_per_sm CTAs; -1: not even one buffer does.
+int CountStages(const CtaSize& size, const DeviceProperties& device) {
+  int stages = size.most_stages;
+  while (stages >= 0 && !FitsSharedMemory(size, stages, size.ctas_per_sm, device)) --stages;
+  return stages;
+}
+
+// Whether CTAs of half a tile are faster: there are few tiles for an SM (docs/lab/cuda-experiments.md, "8.0, fp32, row
+// by row").
+bool PrefersHalfTiles(int head_size, const AttentionParams& p, const DeviceProperties& device) {
+  // Tests run both sizes.
+  static const std::string_view rows = ReadVariableOr(Variable::kCudaSm80Rows, std::string_view());
+  if (!rows.empty()) return rows == "64";
+  const int64_t most = head_size <= 64 ? 3 : 1;  // tiles an SM
+  return int64_t{p.B} * p.H * ((p.S + kTileRows - 1) / kTileRows) <= most * device.sm_count;
+}
+
+Status Plan(AttentionJob* job, AttentionPlan* plan) {
   STOF_RETURN_IF_ERROR(job->PrepareTiled());
-  return CheckLaunch(kernel.code_as<Sm80Code>().launch(*job->params(), job->stream()));
+  if (ChooseSm80Size(job->params(), job->device(), plan)) return Status();
+  return Status::Error("the device has too little shared memory for head size " +
+                       std::to_string(plan->kernel->head_size));
+}
+
+Status Run(AttentionJob* job, const AttentionPlan& plan) {
+  STOF_RETURN_IF_ERROR(job->PreparePadding());
+  const auto& code = plan.kernel->code_as<Sm80Code>();
+  const Sm80CtaSize& size = plan.rows == code.half.rows ? code.half : code.whole;
+  return CheckLaunch(size.launch(job->params(), plan.stages, job->stream()));
 }
 
 Status Prepare(AttentionJob* job, const KernelEntry&) { return job->PrepareTiled(); }
@@ -25,11 +52,29 @@ constexpr KernelFamily MakeFamily() {
   KernelFamily family;
   family.role = KernelRole::kTiled;
   family.takes_16_bit = true;
-  family.find = Find, family.run = Run, family.prepare = Prepare;
+  family.find = Find, family.plan = Plan, family.run = Run, family.prepare = Prepare;
   return family;
 }
 
 }  // namespace
+
+bool ChooseSm80Size(const AttentionParams& params, const DeviceProperties& device, AttentionPlan* plan) {
+  const auto& code = plan->kernel->code_as<Sm80Code>();
+  const auto take = [plan](const CtaSize& size, int stages) {
+    plan->rows = size.rows, plan->stages = stages;
+    return stages >= 0;
+  };
+  constexpr int kSmallHead = 128;  // up to here all stages fit every device
+  const int head_size = plan->kernel->head_size;
+  if (head_size <= kSmallHead) {
+    const bool is_half = code.whole.rows == 0 || PrefersHalfTiles(head_size, params, device);
+    const CtaSize& size = is_half ? code.half : code.whole;
+    return take(size, size.most_stages);
+  }
+  // Two CTAs of 64 rows overlap their softmax, where an SM has room for both.
+  const int half_stages = CountStages(code.half, device);
+  return half_stages > 0 ? take(code.half, half_stages) : take(code.whole, CountStages(code.whole, device));
+}
 
 const KernelFamily kSm80Family = MakeFamily();
 

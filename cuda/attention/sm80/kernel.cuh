@@ -366,32 +366,8 @@ __global__ void __launch_bounds__(Sm80Shape<kHead, kScoreMod, kRows>::kThreads,
   Sm80Attention<kHead, T, kScoreMod, kRows>(params.attention, params.stages, reinterpret_cast<T*>(shared)).Run();
 }
 
-// The number of stages that fit the shared memory of the device; -1: not even one buffer does.
-template <typename S>
-cudaError_t ChooseStages(int* stages) {
-  *stages = S::kStages;
-  if (!S::kLargeHead) return cudaSuccess;
-  int device = 0, block = 0, whole = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&whole, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
-  }
-  constexpr int kReserved = 1024;                            // of a CTA
-  if (const int most = CappedShared(block); most < block) {  // set by a test
-    block = most;
-    whole = std::min(whole, block + kReserved);
-  }
-  const auto fits = [&](int count) {
-    const int bytes = S::SharedBytes(count);
-    return bytes <= block && S::kCtas * (bytes + kReserved) <= whole;
-  };
-  while (*stages >= 0 && !fits(*stages)) --*stages;
-  return error;
-}
-
 template <int kHead, typename T, bool kScoreMod, int kRows>
-int LaunchSm80Shape(const AttentionParams& params, int stages, void* stream) {
+int LaunchSm80(const AttentionParams& params, int stages, void* stream) {
   using S = Sm80Shape<kHead, kScoreMod, kRows>;
   Sm80Params copy;
   copy.attention = params;
@@ -399,50 +375,6 @@ int LaunchSm80Shape(const AttentionParams& params, int stages, void* stream) {
   const int64_t items = int64_t{params.B} * params.H * ((params.S + kTileRows - 1) / kTileRows) * S::kCtasPerTile;
   return LaunchKernel<Sm80Params, AttentionKernel<kHead, T, kScoreMod, kRows>>(
       copy, static_cast<unsigned>(items), S::kThreads, S::SharedBytes(stages), stream);
-}
-
-// Whether there are at most `most` tiles of 128 rows an SM: then CTAs of 64 rows are faster
-// (docs/lab/cuda-experiments.md, "8.0, fp32, row by row"). STOF_CUDA_SM80_ROWS, read once, is for tests of both.
-inline cudaError_t PrefersSmallCtas(const AttentionParams& p, int most, bool* are) {
-  static const int asked = [] {
-    const char* text = std::getenv("STOF_CUDA_SM80_ROWS");
-    return text == nullptr ? 0 : std::atoi(text);
-  }();
-  if (asked > 0) {
-    *are = asked == 64;
-    return cudaSuccess;
-  }
-  int device = 0, sm_count = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, device);
-  }
-  *are = int64_t{p.B} * p.H * ((p.S + kTileRows - 1) / kTileRows) <= int64_t{most} * sm_count;
-  return error;
-}
-
-template <int kHead, typename T, bool kScoreMod>
-int LaunchSm80(const AttentionParams& params, void* stream) {
-  using Small = Sm80Shape<kHead, kScoreMod, 64>;
-  using Large = Sm80Shape<kHead, kScoreMod, kTileRows>;
-  int stages = Small::kStages;
-  bool small = kScoreMod;
-  cudaError_t error = cudaSuccess;
-  if constexpr (Small::kLargeHead) {
-    // Two CTAs of 64 rows overlap their softmax, where an SM has room for both.
-    error = ChooseStages<Small>(&stages);
-    small = stages > 0;
-  } else if constexpr (!kScoreMod) {
-    error = PrefersSmallCtas(params, kHead <= 64 ? 3 : 1, &small);
-  }
-  if (error != cudaSuccess) return static_cast<int>(error);
-  if (small) return LaunchSm80Shape<kHead, T, kScoreMod, 64>(params, stages, stream);
-  if constexpr (Large::kLargeHead || !kScoreMod) {
-    error = ChooseStages<Large>(&stages);
-    if (error != cudaSuccess) return static_cast<int>(error);
-    if (stages >= 0) return LaunchSm80Shape<kHead, T, kScoreMod, kTileRows>(params, stages, stream);
-  }
-  return static_cast<int>(cudaErrorInvalidConfiguration);
 }
 
 }  // namespace cuda

@@ -9,8 +9,29 @@
 namespace stof {
 namespace cuda {
 
+template <int kHead, typename T, bool kScoreMod, int kRows>
+constexpr Sm80CtaSize MakeSm80CtaSize() {
+  using S = Sm80Shape<kHead, kScoreMod, kRows>;
+  static_assert(S::kStages <= CtaSize::kMostStages, "stages");
+  Sm80CtaSize size;
+  size.rows = kRows;
+  size.ctas_per_sm = S::kCtas;
+  size.most_stages = S::kStages;
+  for (int stages = 0; stages <= S::kStages; ++stages) size.shared_bytes[stages] = S::SharedBytes(stages);
+  size.launch = LaunchSm80<kHead, T, kScoreMod, kRows>;
+  return size;
+}
+
 template <int kHead, typename T, bool kScoreMod>
-constexpr Sm80Code kSm80Code(LaunchSm80<kHead, T, kScoreMod>);
+constexpr Sm80Code MakeSm80Code() {
+  Sm80Code code;
+  code.half = MakeSm80CtaSize<kHead, T, kScoreMod, 64>();
+  // With biases, registers do not suffice for more than 64 rows of smaller heads.
+  if constexpr (kHead > 128 || !kScoreMod) code.whole = MakeSm80CtaSize<kHead, T, kScoreMod, kTileRows>();
+  return code;
+}
+template <int kHead, typename T, bool kScoreMod>
+constexpr Sm80Code kSm80Code = MakeSm80Code<kHead, T, kScoreMod>();
 
 template <int kHead, typename T, bool kScoreMod>
 constexpr KernelEntry MakeSm80Kernel() {

@@ -7,6 +7,7 @@
 
 #include "cuda/attention/job.h"
 #include "cuda/attention/sm90/api.h"
+#include "plugins/core/base/integers.h"
 #include "plugins/core/host/environment.h"
 
 namespace stof {
@@ -29,52 +30,65 @@ bool IsL2Cold(int64_t bytes, int64_t l2_bytes) {
 }
 
 // Sets the tile schedule, and workspace for split rows.
-Status SetSchedule(AttentionJob* job, const KernelEntry& kernel, const MaskEntry& entry, Sm90Params* params) {
-  params->ctas = entry.ctas();
+Status SetSchedule(AttentionJob* job, const AttentionPlan& plan, const MaskEntry& entry, Sm90Params* params) {
   params->tiles = entry.tiles(), params->starts = entry.starts();
   params->split_rows = entry.split_rows(), params->split_row_count = entry.split_row_count();
   if (entry.dynamic_begin() < entry.dynamic_end()) {
     params->dynamic_begin = entry.dynamic_begin(), params->dynamic_end = entry.dynamic_end();
     STOF_RETURN_IF_ERROR(entry.tile_counters().Get(job->stream(), job->keeper(), &params->tile_counter));
   }
-  if (entry.splits() == 0) return Status();
-  const auto bytes = static_cast<size_t>(entry.splits() * SplitBytes(kernel.head_size));
-  auto* memory = static_cast<char*>(job->GetWorkspace(0, 3, bytes));
+  if (plan.workspace == 0) return Status();
+  auto* memory = static_cast<char*>(job->GetWorkspace(0, 3, plan.workspace));
   if (memory == nullptr) {
-    return Status::Error("no device memory for " + std::to_string(bytes) + " bytes of split rows");
+    return Status::Error("no device memory for " + std::to_string(plan.workspace) + " bytes of split rows");
   }
   params->split_output = reinterpret_cast<float*>(memory);
-  params->split_stats = reinterpret_cast<float2*>(memory + entry.splits() * 64 * 4 * kernel.head_size);
+  params->split_stats = reinterpret_cast<float2*>(memory + entry.splits() * 64 * 4 * plan.kernel->head_size);
   return Status();
 }
 
-Status Run(AttentionJob* job, const KernelEntry& kernel) {
-  const AttentionArgs& args = job->args();
+// Whether a mask's entry has a tile schedule.
+bool HasSchedule(const MaskEntry* entry) { return entry != nullptr && entry->tiles() != nullptr; }
+
+Status Plan(AttentionJob* job, AttentionPlan* plan) {
+  const KernelEntry& kernel = *plan->kernel;
+  const MaskForm form = MaskFormOf(kernel, job->selection());
+  STOF_RETURN_IF_ERROR(job->GetMask(form));
+  const AttentionShape& shape = job->args().shape;
+  const int64_t count = shape.B * shape.H * CeilDiv(shape.S, kernel.rows);
+  const bool has_half_tiles = UsesHalfTiles(form.cost, count, form.ctas);
+  plan->rows = has_half_tiles ? kernel.rows / 2 : kernel.rows;
+  plan->persistent = std::min<int64_t>(form.ctas, has_half_tiles ? 2 * count : count);
+  if (const MaskEntry* const entry = job->mask_entry(); HasSchedule(entry)) {
+    plan->persistent = entry->ctas();
+    plan->workspace = static_cast<size_t>(entry->splits() * SplitBytes(kernel.head_size));
+  }
+  return Status();
+}
+
+Status Run(AttentionJob* job, const AttentionPlan& plan) {
+  const AttentionShape& shape = job->args().shape;
+  const KernelEntry& kernel = *plan.kernel;
   const SelectionProblem& selection = job->selection();
   Sm90Params params;
-  params.attention = *job->params();
+  params.attention = job->params();
   if (!MakeTensorMaps(job->is_bf16(), kernel.rows, kernel.keys, &params)) return job->RunTiled();
-  const MaskForm form = MaskFormOf(kernel, selection);
-  const int64_t count = args.shape.B * args.shape.H * ((args.shape.S + kernel.rows - 1) / kernel.rows);
-  params.half_tiles = UsesHalfTiles(form.cost, count, form.ctas) ? 1 : 0;
-  params.ctas = static_cast<int32_t>(std::min<int64_t>(form.ctas, count << params.half_tiles));
+  params.half_tiles = plan.rows < kernel.rows ? 1 : 0;
+  params.ctas = static_cast<int32_t>(plan.persistent);
   params.l2_heads = static_cast<int32_t>(std::min<int64_t>(selection.l2_heads, std::numeric_limits<int32_t>::max()));
-  const int64_t bytes =
-      selection.kv_bytes + 2 * args.shape.B * args.shape.H * args.shape.S * (args.shape.D + args.shape.Dv);
+  const int64_t bytes = selection.kv_bytes + 2 * shape.B * shape.H * shape.S * (shape.D + shape.Dv);
   params.cold_l2 = IsL2Cold(bytes, job->device().l2_bytes) ? 1 : 0;
-  std::shared_ptr<const MaskEntry> entry;
-  STOF_RETURN_IF_ERROR(job->GetMask(form, &params.attention, &entry));
-  if (entry != nullptr && entry->tiles() != nullptr) STOF_RETURN_IF_ERROR(SetSchedule(job, kernel, *entry, &params));
+  const MaskEntry* const entry = job->mask_entry();
+  if (HasSchedule(entry)) STOF_RETURN_IF_ERROR(SetSchedule(job, plan, *entry, &params));
   // Fully masked rows that attend all keys are left to a second kernel.
-  const bool second = job->NeedsEmptyRowPass(params.attention.has_mask != 0, entry.get());
+  const bool second = job->NeedsEmptyRowPass();
   STOF_RETURN_IF_ERROR(job->PreparePadding(second, &params.attention.pad_bits, &params.empty_flags));
   STOF_RETURN_IF_ERROR(CheckLaunch(kernel.code_as<Sm90Code>().launch(params, job->stream())));
   return second ? job->RunTiledForEmptyRows(params.attention.pad_bits, params.empty_flags) : Status();
 }
 
 Status Prepare(AttentionJob* job, const KernelEntry& kernel) {
-  std::shared_ptr<const MaskEntry> entry;
-  STOF_RETURN_IF_ERROR(job->GetMask(MaskFormOf(kernel, job->selection()), job->params(), &entry));
+  STOF_RETURN_IF_ERROR(job->GetMask(MaskFormOf(kernel, job->selection())));
   return job->empty_rows_attend_all() ? job->PrepareTiled() : Status();
 }
 
@@ -85,7 +99,8 @@ constexpr KernelFamily MakeFamily() {
   family.takes_16_bit = true;
   family.least_head_size = 33;  // narrower heads would fill half of a tile with zeros
   family.needs_aligned_bias = true;
-  family.find = Find, family.run = Run, family.prepare = Prepare;
+  family.find = Find, family.plan = Plan, family.run = Run, family.prepare = Prepare;
+  family.workspace_bound = BoundSm90Workspace;
   return family;
 }
 

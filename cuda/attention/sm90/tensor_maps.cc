@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // TMA maps of query, key, value, output and bias.
-#include <cudaTypedefs.h>
-#include <cuda_runtime.h>
-
 #include "cuda/attention/sm90/api.h"
+#include "cuda/common/tensor_map.h"
 
 namespace stof {
 namespace cuda {
@@ -11,16 +9,6 @@ namespace {
 
 constexpr uint32_t kSpan = 128;      // bytes of a swizzled row
 constexpr uint32_t kQueryRows = 64;  // of one warpgroup
-
-// The driver function is looked up at run time: the library also loads without a driver.
-PFN_cuTensorMapEncodeTiled_v12000 FindEncode() {
-  void* found = nullptr;
-  cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
-  const cudaError_t error =
-      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
-  if (error != cudaSuccess || result != cudaDriverEntryPointSuccess) return nullptr;
-  return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(found);
-}
 
 struct View {
   const void* data;
@@ -30,7 +18,7 @@ struct View {
 
 bool Describe(const View& view, CUtensorMapDataType type, uint32_t box_rows, CUtensorMap* map, int32_t* step_h,
               int32_t* step_b) {
-  static const PFN_cuTensorMapEncodeTiled_v12000 encode = FindEncode();
+  const PFN_cuTensorMapEncodeTiled_v12000 encode = FindTensorMapEncode();
   if (encode == nullptr) return false;
   // An axis with stride 0 has one element in the map: TMA need not accept stride 0.
   const bool one_head = view.heads == 1 || view.stride.h == 0, one_batch = view.batches == 1 || view.stride.b == 0;

@@ -10,6 +10,7 @@
 #include "cuda/mask/build/kernels.cuh"
 #include "cuda/mask/build/mask_builder.h"
 #include "cuda/mask/fragments.h"
+#include "plugins/core/base/integers.h"
 
 namespace stof {
 namespace cuda {
@@ -58,12 +59,11 @@ int Carry(const void* from, size_t bytes, unsigned char* to, cudaStream_t stream
 }
 
 // ---- memory ----
-int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t BitBytes(const MaskTile& tile) {
   return int64_t{tile.m} * (tile.fragments ? 64 * FragmentWords(tile.n) : tile.n) / 8;
 }
 constexpr int64_t kListBytes = 17;  // of a tile: class, and four words in lists
-int64_t ClassStride(int64_t columns) { return CeilDiv(columns, 16) * 16; }
+int64_t ClassStride(int64_t columns) { return RoundUp(columns, 16); }
 
 // Bits of a table of a mask that depends on the distance from query to key alone: of the first tile of every diagonal,
 // and of those that may be cut off at the end.
@@ -108,7 +108,7 @@ Layout LayoutOf(const MaskBuild& build) {
   }
   const auto take = [&l](int64_t bytes) {
     const int64_t at = l.total;
-    l.total += CeilDiv(bytes, kLine) * kLine;
+    l.total += RoundUp(bytes, kLine);
     return at;
   };
   if (program.by_intervals) l.summaries = take(16 * int64_t{program.pairs});

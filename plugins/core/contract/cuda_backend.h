@@ -41,7 +41,7 @@ struct CudaBackend {
   // A run as a graph that can be launched again. *graph is nullptr where another thread is capturing.
   Status (*capture_graph)(Status (*queue)(void* self, const RunContext& context), void* self, const RunContext& context,
                           void** graph) = nullptr;
-  Status (*launch_graph)(void* graph, void* stream) = nullptr;
+  Status (*replay_graph)(void* graph, void* stream) = nullptr;
   void (*destroy_graph)(void* graph) = nullptr;
 
   // Microseconds of one run of any operator: cuda/common/time_op.h.

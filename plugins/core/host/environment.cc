@@ -87,9 +87,24 @@ constexpr VariableDescription kTable[] = {
         .Unset("`0`")
         .ForTests()
         .ReadBy(kCuda),
-    VariableDescription(Variable::kCudaGemm, "STOF_CUDA_GEMM", "number of a GEMM kernel; `lt` for cuBLASLt")
-        .Integer(0, 999)
-        .Words("lt")
+    VariableDescription(Variable::kCudaGemm, "STOF_CUDA_GEMM",
+                        "name of a GEMM kernel or of a family (`sm90`, `cublaslt`, `sm80`), or its number in the sm90 "
+                        "table ([design](../design/gemm.md#choosing-a-kernel))")
+        .Name()
+        .ForTests()
+        .ReadBy(kCuda),
+    VariableDescription(
+        Variable::kCudaSparseMlp, "STOF_CUDA_SPARSE_MLP",
+        "how sparse MLPs are computed where both are possible: from lists of active neurons, or by GEMMs "
+        "of all neurons")
+        .Words("lists gemms")
+        .ForTests()
+        .ReadBy(kCuda),
+    VariableDescription(Variable::kCudaPrintPlans, "STOF_CUDA_PRINT_PLANS",
+                        "`1`: write each choice of a CUDA kernel to the error stream, with the predicted times and the "
+                        "runners-up")
+        .Words("0 1")
+        .Unset("`0`")
         .ForTests()
         .ReadBy(kCuda),
 };

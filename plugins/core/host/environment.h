@@ -33,8 +33,10 @@ enum class Variable : int {
   kCudaHalves,
   kCudaCold,
   kCudaGemm,
+  kCudaSparseMlp,
+  kCudaPrintPlans,
 };
-constexpr int kVariables = static_cast<int>(Variable::kCudaGemm) + 1;
+constexpr int kVariables = static_cast<int>(Variable::kCudaPrintPlans) + 1;
 
 enum class VariableType {
   kWord,     // one of `words`

@@ -144,7 +144,7 @@ void RunOnCuda(const Case& c, uint64_t seed, const std::vector<std::string>& ker
   for (size_t run = 0; run < each * kernels.size(); ++run) {
     const std::string& kernel = kernels[run / each];
     const int repeat = static_cast<int>(run % each);
-    const ForcedKernel forced(kernel);
+    const ForcedKernel forced(cuda::AttentionRequests(), kernel);
     const std::string where = Text(description, ", kernel '", kernel, "'");
     CHECK(cudaMemcpy(output_bytes, poison.data(), poison.size(), cudaMemcpyHostToDevice) == cudaSuccess);
     // Asked for in one of the two runs that are compared, whose outputs are the same.

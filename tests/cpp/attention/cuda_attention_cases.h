@@ -9,26 +9,15 @@
 #include <vector>
 
 #include "cuda/attention/families.h"
-#include "cuda/attention/kernel_request.h"
 #include "tests/cpp/attention/attention_problem.h"
 #include "tests/cpp/check.h"
+#include "tests/cpp/forced_kernel.h"
 
 namespace stof::test::attention {
 
 // self: std::vector<void*> of the blocks to free.
 void* Allocate(void* self, size_t bytes);
 void* OnDevice(std::vector<void*>* blocks, const void* from, size_t bytes);
-
-// Forces a kernel by name or number while it lives; "": no kernel is forced.
-struct ForcedKernel {
-  explicit ForcedKernel(const std::string& kernel) {
-    const Status status = cuda::ForceKernel(kernel);
-    CHECK(status.ok(), status.message());
-  }
-  ~ForcedKernel() { cuda::ReleaseKernel(); }
-  ForcedKernel(const ForcedKernel&) = delete;
-  ForcedKernel& operator=(const ForcedKernel&) = delete;
-};
 
 // The scheduled kernels of a device of compute capability 9.0; empty: there are none in this build.
 cuda::KernelTable ScheduledKernels(int head_size);
@@ -39,7 +28,7 @@ std::vector<Case> CudaCases();
 // Large and small scores on all paths, in fp16 and bf16 or in fp32.
 std::vector<Case> CudaLargeScoreCases(bool fp16_bf16);
 
-// Runs each case by each of these kernels (ForceKernel; "": the selector's choice), `repeats` times with equal bits.
+// Runs each case by each of these kernels (ForcedKernel; "": the selector's choice), `repeats` times with equal bits.
 // STOF_CASE=n runs case n alone, STOF_SAMPLE=n every n-th.
 void RunCudaCases(const std::vector<Case>& cases, const std::vector<std::string>& kernels, int repeats = 2);
 

@@ -9,12 +9,13 @@
 #include <vector>
 
 #include "cuda/attention/columns/gather.h"
-#include "cuda/attention/kernel_request.h"
+#include "cuda/attention/families.h"
 #include "plugins/core/ops/attention.h"
 #include "tests/cpp/attention/reference.h"
 #include "tests/cpp/cached_attention/cuda_node.h"
 #include "tests/cpp/check.h"
 #include "tests/cpp/device_memory.h"
+#include "tests/cpp/forced_kernel.h"
 #include "tests/cpp/map_attributes.h"
 
 namespace stof::test::attention {
@@ -94,9 +95,8 @@ void RunCase(const ColumnCase& c, uint64_t seed) {
   context.self = &memory;
   const int count = static_cast<int>(inputs.size());
   CHECK(op->Prepare(inputs.data(), count).ok());
-  if (c.kernel[0] != '\0') CHECK(cuda::ForceKernel(c.kernel).ok());
+  const ForcedKernel forced(cuda::AttentionRequests(), c.kernel);
   const Status status = op->Run(inputs.data(), count, &result, 1, context);
-  cuda::ReleaseKernel();
   CHECK(status.ok(), Describe(c), ": ", status.message());
   CHECK_CUDA(cudaDeviceSynchronize());
   CHECK_CUDA(cudaMemcpy(output.data(), result.data, output.bytes().size(), cudaMemcpyDeviceToHost));
@@ -156,8 +156,8 @@ TEST(CudaKeyColumnsEqualTheDefinition) {
 TEST(CudaKeyColumnsByEveryKernel) {
   for (const int64_t D : {64, 128}) {
     for (const char* kernel : {"1", "2", "3", "4", "5", "6", "sm80", "rows"}) {
-      if (!cuda::ForceKernel(kernel).ok()) continue;
-      cuda::ReleaseKernel();
+      if (!cuda::AttentionRequests().Force(kernel).ok()) continue;
+      cuda::AttentionRequests().Release();
       ColumnCase c;
       c.D = D, c.kernel = kernel, c.mask = 1;
       RunCase(c, 91);

@@ -216,7 +216,7 @@ void CudaSm90SplitsInTurn() {
       }
       return all;
     };
-    const ForcedKernel forced(kernel);
+    const ForcedKernel forced(cuda::AttentionRequests(), kernel);
     shared.taken = 0;
     clear();
     for (const AttentionArgs& run : runs) {

@@ -8,8 +8,10 @@
 #include <vector>
 
 #include "cuda/attention/families.h"
-#include "cuda/attention/kernel_request.h"
+#include "cuda/attention/fp32/api.h"
 #include "cuda/attention/select.h"
+#include "cuda/attention/sm80/api.h"
+#include "cuda/attention/workspace_bounds.h"
 #include "tests/cpp/check.h"
 
 namespace stof::test {
@@ -61,9 +63,9 @@ std::string Choose(const cuda::KernelRequest& request, const cuda::KernelProblem
   selection.head_bytes = problem.head_size * (problem.dtype == DType::kF32 ? 4 : 2);
   selection.is_fp32 = problem.dtype == DType::kF32;
   selection.sm_count = 132;
-  cuda::KernelChoice choice;
-  const Status status = cuda::ChooseKernel(request, problem, selection, &choice);
-  return status.ok() ? cuda::KernelName(*choice.kernel) : status.message();
+  cuda::AttentionPlan plan;
+  const Status status = cuda::ChooseKernel(request, problem, selection, &plan);
+  return status.ok() ? cuda::KernelName(*plan.kernel) : status.message();
 }
 
 TEST(KernelChoiceParsesRequests) {
@@ -99,19 +101,19 @@ TEST(KernelChoiceOrdersRequests) {
 
 TEST(KernelChoiceTakesForcedKernelsFirst) {
   cuda::KernelRequest request;
-  CHECK(cuda::ForceKernel("rows").ok());
-  CHECK(cuda::GetKernelRequest("sm80", 2, &request).ok() && request == Named("rows"));
+  CHECK(cuda::AttentionRequests().Force("rows").ok());
+  CHECK(cuda::AttentionRequests().Get("sm80", 2, &request).ok() && request == Named("rows"));
   // An error leaves the request as it was, and lists the names.
-  const Status status = cuda::ForceKernel("row");
+  const Status status = cuda::AttentionRequests().Force("row");
   CHECK(!status.ok() && status.message().find("the forced kernel is 'row'") == 0, status.message());
   for (const std::string& name : cuda::ListAllKernelNames()) {
     CHECK(status.message().find(" " + name) != std::string::npos, name, ": ", status.message());
   }
-  CHECK(cuda::GetKernelRequest("sm80", 0, &request).ok() && request == Named("rows"));
-  CHECK(cuda::ForceKernel("5").ok());
-  CHECK(cuda::GetKernelRequest("sm80", 0, &request).ok() && request == Numbered(5));
-  cuda::ReleaseKernel();
-  CHECK(cuda::GetKernelRequest("sm80", 0, &request).ok() && request == Named("sm80"));
+  CHECK(cuda::AttentionRequests().Get("sm80", 0, &request).ok() && request == Named("rows"));
+  CHECK(cuda::AttentionRequests().Force("5").ok());
+  CHECK(cuda::AttentionRequests().Get("sm80", 0, &request).ok() && request == Numbered(5));
+  cuda::AttentionRequests().Release();
+  CHECK(cuda::AttentionRequests().Get("sm80", 0, &request).ok() && request == Named("sm80"));
   CountCases(5);
 }
 
@@ -220,6 +222,92 @@ TEST(KernelChoiceIsTheLeastPredicted) {
     }
   }
   CHECK(cases == 0 || chosen.size() >= 6, chosen.size(), " kernels are chosen");
+  CountCases(cases);
+}
+
+cuda::DeviceProperties Device(int cta_kib, int sm_kib) {
+  cuda::DeviceProperties device;
+  device.capability = 90, device.sm_count = 132;
+  device.cta_shared_bytes = 1024 * cta_kib, device.sm_shared_bytes = 1024 * sm_kib;
+  return device;
+}
+
+// "64 rows, 2 stages" of a CTA, or "none".
+std::string PrintSize(const cuda::AttentionPlan& plan, bool has_one) {
+  return has_one ? std::to_string(plan.rows) + " rows, " + std::to_string(plan.stages) + " stages" : "none";
+}
+
+std::string Sm80Size(int head_size, int heads, const cuda::DeviceProperties& device,
+                     cuda::ScoreMod score_mod = cuda::ScoreMod::kNone) {
+  const cuda::KernelTable kernels = Kernels(cuda::KernelRole::kTiled, Problem(head_size, score_mod));
+  cuda::AttentionPlan plan;
+  plan.kernel = kernels.begin();
+  cuda::AttentionParams params;
+  params.B = 1, params.H = heads, params.S = 512;  // four tiles a head
+  return PrintSize(plan, cuda::ChooseSm80Size(params, device, &plan));
+}
+
+TEST(KernelChoicePicksSizesOfCtas) {
+  const cuda::DeviceProperties large = Device(227, 228), small = Device(99, 100);
+  // Few tiles an SM: CTAs of half a tile.
+  CHECK(Sm80Size(64, 99, large) == "64 rows, 2 stages", Sm80Size(64, 99, large));
+  CHECK(Sm80Size(64, 100, large) == "128 rows, 2 stages", Sm80Size(64, 100, large));
+  CHECK(Sm80Size(128, 33, large) == "64 rows, 2 stages", Sm80Size(128, 33, large));
+  CHECK(Sm80Size(128, 34, large) == "128 rows, 1 stages", Sm80Size(128, 34, large));
+  CHECK(Sm80Size(128, 999, large, cuda::ScoreMod::kRelativeBias) == "64 rows, 2 stages");
+  // Large heads: two CTAs of half a tile where shared memory has room for them, else one of a tile.
+  CHECK(Sm80Size(256, 999, large) == "64 rows, 1 stages", Sm80Size(256, 999, large));
+  CHECK(Sm80Size(256, 1, small) == "128 rows, 0 stages", Sm80Size(256, 1, small));
+  CHECK(Sm80Size(256, 1, Device(48, 48)) == "none", Sm80Size(256, 1, Device(48, 48)));
+
+  const auto fp32_size = [](int head_size, int heads, int T, bool has_score_mod, const cuda::DeviceProperties& device) {
+    cuda::KernelProblem problem = Problem(head_size);
+    problem.dtype = DType::kF32;
+    const cuda::KernelTable kernels = Kernels(cuda::KernelRole::kTiled, problem);
+    cuda::AttentionPlan plan;
+    plan.kernel = kernels.begin();
+    cuda::AttentionParams params;
+    params.B = 1, params.H = heads, params.S = 512, params.T = T;
+    return PrintSize(plan, cuda::ChooseFp32Size(params, has_score_mod, device, &plan));
+  };
+  // Many KV tiles and many CTAs: 128 rows.
+  CHECK(fp32_size(64, 66, 64 * 24, false, large).find("128 rows") == 0, fp32_size(64, 66, 64 * 24, false, large));
+  CHECK(fp32_size(64, 65, 64 * 24, false, large).find("64 rows") == 0, fp32_size(64, 65, 64 * 24, false, large));
+  CHECK(fp32_size(64, 66, 64 * 23, false, large).find("64 rows") == 0, fp32_size(64, 66, 64 * 23, false, large));
+  CHECK(fp32_size(64, 66, 64 * 24, true, large).find("64 rows") == 0, fp32_size(64, 66, 64 * 24, true, large));
+  CHECK(fp32_size(256, 66, 64 * 24, false, large) == "64 rows, 1 stages", fp32_size(256, 66, 64 * 24, false, large));
+  CHECK(fp32_size(256, 66, 64 * 24, false, small) == "32 rows, 0 stages", fp32_size(256, 66, 64 * 24, false, small));
+  CHECK(fp32_size(256, 66, 64 * 24, false, Device(48, 48)) == "none");
+  CountCases(15);
+}
+
+// Plans for runtimes hold what any run of the same sizes or smaller ones asks for.
+TEST(KernelChoiceBoundsWorkspaces) {
+  AttentionMask mask;
+  int64_t cases = 0;
+  Random random(7);
+  for (int i = 0; i < 2000; ++i) {
+    AttentionArgs args;
+    args.shape.dtype = DType::kF32;
+    args.shape.B = random.Range(1, 5), args.shape.G = random.Range(1, 4), args.shape.H = 2 * args.shape.G;
+    args.shape.S = random.Range(1, 40), args.shape.T = random.Range(1, 9000);
+    args.shape.D = random.Range(1, 256), args.shape.Dv = random.Range(1, 256);
+    const AttentionShape& shape = args.shape;
+    const int64_t tiles = shape.B * shape.G * ((shape.T + 63) / 64);
+    cuda::KernelProblem problem;
+    problem.dtype = DType::kF32;
+    problem.head_size = static_cast<int>(std::max(shape.D, shape.Dv));
+    const cuda::KernelEntry& kernel = Kernels(cuda::KernelRole::kTiled, problem)[0];
+    // Keys and values, high and low parts of fp16; a factor a key and one a value tile.
+    const int64_t fp32 = tiles * (2 * 2 * 2 * 64 * kernel.head_size + 4 * 64 + 4);
+    CHECK(cuda::BoundFp32Workspace(args, mask) == fp32, "head size ", problem.head_size);
+    // Sums, states and flags of as many splits as there are KV tiles, up to 128 and 16 MiB, but at least one.
+    const int64_t rows = shape.B * shape.H * std::min<int64_t>(shape.S, 16);
+    const int64_t splits = std::min<int64_t>(128, (shape.T + 63) / 64);
+    const int64_t one = rows * (4 * shape.Dv + 12), all = rows * (splits * (4 * shape.Dv + 8) + 4);
+    CHECK(cuda::BoundDecodeWorkspace(args, mask) == std::max(one, std::min<int64_t>(all, 16 << 20)));
+    ++cases;
+  }
   CountCases(cases);
 }
 

@@ -11,26 +11,19 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/attention/kernel_request.h"
+#include "cuda/attention/families.h"
 #include "tests/cpp/cached_attention/append_problem.h"
 #include "tests/cpp/cached_attention/cuda_node.h"
 #include "tests/cpp/check.h"
+#include "tests/cpp/forced_kernel.h"
 
 namespace stof::test::cached_attention {
 namespace {
 
-// Forces a kernel of few queries while it lives.
-struct ForcedKernel {
-  explicit ForcedKernel(const char* kernel) { CHECK(cuda::ForceKernel(kernel).ok(), kernel); }
-  ForcedKernel(const ForcedKernel&) = delete;
-  ForcedKernel& operator=(const ForcedKernel&) = delete;
-  ~ForcedKernel() { cuda::ReleaseKernel(); }
-};
-
 void RunStep(const Step& step, uint64_t seed, int64_t illegal = -1, int32_t seqlen = 0) {
   if (!IsSampled(seed)) return;
   const std::string where = Text("seed ", seed, " ", Describe(step));
-  const ForcedKernel forced(step.kernel);
+  const ForcedKernel forced(cuda::AttentionRequests(), step.kernel);
   Node node(step, seed);
   if (illegal >= 0) node.run.seqlens[static_cast<size_t>(illegal)] = seqlen, node.SetLengths();
   const Status status = node.Queue(nullptr);
@@ -240,7 +233,7 @@ TEST(CudaCachedAttentionInACapturedGraph) {
     for (const int mask : {0, 1, 3, kFirstColumnMask, kFirstColumnMask + 2}) {
       Step step;
       step.c.D = 128, step.c.dtype = DType::kF16, step.c.capacity = 3000, step.mask = mask;
-      const ForcedKernel forced(kernel);
+      const ForcedKernel forced(cuda::AttentionRequests(), kernel);
       RunCaptured(step, Text("mask ", mask, " kernel ", kernel));
     }
   }
@@ -272,7 +265,7 @@ TEST(CudaCachedAttentionOfStepsBackToBack) {
             c.past = {0, 60}, c.capacity = step.total = 700, c.free_rows = S + 127;
             step.mask = mask, step.kernel = kernel, step.softcap = random.OneIn(4) ? 5.0f : 0.0f;
             const std::string where = Text("seed ", seed, " captured ", is_captured, " ", Describe(step));
-            const ForcedKernel forced(kernel);
+            const ForcedKernel forced(cuda::AttentionRequests(), kernel);
             Node node(step, seed, size_t{16} << 20);
             std::vector<Node::OneStep> steps;
             for (int i = 0; i < kSteps; ++i) steps.push_back(node.MakeStep({i * S, 60 + i * S}));
@@ -331,7 +324,7 @@ TEST(CudaCachedAttentionMarksIllegalPositions) {
         c.B = 3, c.H = 4, c.G = 2, c.D = 64, c.dtype = dtype, c.past = {30, 7, 59}, c.capacity = step.total = 120;
         c.rotary = 64, c.has_positions = true, c.free_rows = 128;
         const std::string where = Text("position ", position, " ", Describe(step));
-        const ForcedKernel forced(kernel);
+        const ForcedKernel forced(cuda::AttentionRequests(), kernel);
         Node node(step, seed);
         node.run.positions[1] = position;
         CHECK_CUDA(cudaMemcpy(node.inputs[in::kPositions].data, node.run.positions.data(),

@@ -9,7 +9,8 @@
 #include <string>
 #include <vector>
 
-#include "cuda/gemm/run.h"
+#include "cuda/gemm/choose.h"
+#include "cuda/gemm/gemm.h"
 #include "tests/cpp/device_memory.h"
 #include "tests/cpp/gemm/gemm_cases.h"
 
@@ -74,7 +75,7 @@ struct RunWorkspace {
 
 // Names a run in failures. name: what the case does not say.
 inline std::string RunName(const Problem& problem, const std::string& name) {
-  return Describe(problem.c) + name + " kernel " + std::to_string(cuda::LastGemmKernel()) + ": ";
+  return Describe(problem.c) + name + ": ";
 }
 
 // Queues a GEMM 1 + repeats times. The first output is compared with fp64, the bits of the others with the first one's.

@@ -10,10 +10,11 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/gemm/choose.h"
 #include "cuda/gemm/cublaslt_gemm.h"
-#include "cuda/gemm/params.h"
-#include "cuda/gemm/run.h"
+#include "cuda/gemm/gemm.h"
 #include "tests/cpp/device_memory.h"
+#include "tests/cpp/forced_kernel.h"
 #include "tests/cpp/gemm/device_gemm.h"
 #include "tests/cpp/gemm/gemm_cases.h"
 
@@ -40,7 +41,7 @@ bool IsSm90() {
     CHECK_CUDA(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
     const char* const most = std::getenv("STOF_CUDA_CAPABILITY");
     if (most != nullptr && std::atoi(most) >= 80 && std::atoi(most) < 90) return false;
-    return major == 9 && minor == 0 && cuda::FindGemmSm90(false, false, true).size() > 0;
+    return major == 9 && minor == 0 && cuda::FindGemmSm90(cuda::GemmProblem()).size() > 0;
   }();
   return is_sm90;
 }
@@ -52,35 +53,20 @@ int SmCount() {
   return count;
 }
 
-// What STOF_CUDA_GEMM forces.
-int KernelOfEnvironment() {
-  const char* const text = std::getenv("STOF_CUDA_GEMM");
-  if (text == nullptr) return cuda::kGemmByModel;
-  return std::string(text) == "lt" ? cuda::kGemmCublasLt : std::atoi(text);
-}
-
-// The kernels that TakeGemmKernel may force for args, and the model's choice; where STOF_CUDA_GEMM is set, what it
-// says.
-std::vector<int> KernelsFor(const GemmArgs& args, bool reads_vectors) {
-  if (std::getenv("STOF_CUDA_GEMM") != nullptr) return {KernelOfEnvironment()};
-  std::vector<int> kernels = {cuda::kGemmByModel};
-  if (!reads_vectors) return kernels;  // the 8.0 kernel
-  // Where the device runs no 9.0 kernel, index 0 names the 8.0 kernel: the model may prefer cuBLASLt to it.
-  const bool bf16 = args.dtype == DType::kBF16;
-  const int count = IsSm90() ? cuda::FindGemmSm90(bf16, false, args.is_b_transposed).size() : 1;
-  for (int i = 0; i < count; ++i) kernels.push_back(i);
-  if (cuda::LtFits(args)) kernels.push_back(cuda::kGemmCublasLt);
+// The kernels that may be forced for args by name, and "", the library's choice; where STOF_CUDA_GEMM is set, "" alone.
+std::vector<std::string> KernelsFor(const GemmArgs& args, bool reads_vectors) {
+  std::vector<std::string> kernels = {""};
+  if (std::getenv("STOF_CUDA_GEMM") != nullptr) return kernels;
+  kernels.emplace_back("sm80");
+  if (!reads_vectors) return kernels;
+  if (IsSm90()) {
+    cuda::GemmProblem problem;
+    problem.dtype = args.dtype, problem.is_b_transposed = args.is_b_transposed;
+    for (const cuda::GemmKernelEntry& kernel : cuda::FindGemmSm90(problem)) kernels.push_back(KernelName(kernel));
+  }
+  if (cuda::CanUseCublasLt(args)) kernels.emplace_back("cublaslt");
   return kernels;
 }
-
-// Forces a kernel until the end of a scope.
-class ForcedKernel {
- public:
-  explicit ForcedKernel(int kernel) { cuda::TakeGemmKernel(kernel); }
-  ForcedKernel(const ForcedKernel&) = delete;
-  ForcedKernel& operator=(const ForcedKernel&) = delete;
-  ~ForcedKernel() { cuda::TakeGemmKernel(KernelOfEnvironment()); }
-};
 
 // A problem on the device. c.pair is 0.
 class DeviceProblem {
@@ -113,20 +99,20 @@ class DeviceProblem {
   // By the kernel that is forced. repeats: further runs, whose bits must be the first one's.
   void Run(int repeats) {
     CheckRuns(problem_, name_, repeats, &output_, &workspace_, stream_,
-              [&](const RunContext& context) { return cuda::RunGemm(args_, context); });
+              [&](const RunContext& context) { return cuda::RunGemmAndGetPlan(args_, context, &plan_); });
   }
+  // Of the last run.
+  const cuda::GemmPlan& plan() const { return plan_; }
+  bool RanCublasLt() const { return plan_.family == &cuda::kGemmCublasLtFamily; }
 
   // By every kernel that reads such operands.
   void RunAll(int repeats, bool reads_vectors) {
-    for (const int kernel : KernelsFor(args_, reads_vectors)) {
-      const ForcedKernel forced(kernel);
+    for (const std::string& kernel : KernelsFor(args_, reads_vectors)) {
+      const ForcedKernel forced(cuda::GemmRequests(), kernel);
       Run(repeats);
-      const int last = cuda::LastGemmKernel();
-      if (!reads_vectors) CHECK(last == cuda::kGemmSm80, Name());
-      if (reads_vectors && kernel == cuda::kGemmCublasLt) CHECK(last >= cuda::kGemmCublasLt, Name());
-      if (reads_vectors && kernel >= 0 && kernel < cuda::kGemmCublasLt) {
-        CHECK(last == (IsSm90() ? kernel : cuda::kGemmSm80), Name(), "kernel ", kernel, " was forced");
-      }
+      if (!reads_vectors) CHECK(plan_.family == &cuda::kGemmSm80Family, Name());
+      const bool is_taken = kernel.empty() || kernel == plan_.family->name || kernel == KernelName(*plan_.kernel);
+      CHECK(is_taken, Name(), kernel, " was forced, and ", Print(plan_), " ran");
     }
   }
 
@@ -150,6 +136,7 @@ class DeviceProblem {
   cudaStream_t stream_ = nullptr;
   const std::string name_;
   GemmArgs args_;
+  cuda::GemmPlan plan_;
 };
 
 Case CaseOf(uint64_t seed, int64_t M, int64_t N, int64_t K) {
@@ -252,7 +239,7 @@ TEST(CudaTransposedGemmBothLayouts) {
 // chooses a 9.0 kernel.
 TEST(CudaTransposedGemmPrefersCublasLt) {
   constexpr size_t kWorkspace = size_t{32} << 20;
-  const ForcedKernel by_model(cuda::kGemmByModel);  // STOF_CUDA_GEMM has no say here
+  if (std::getenv("STOF_CUDA_GEMM") != nullptr) return;  // it would come first
   uint64_t seed = 5000;
   for (const DType dtype : {DType::kF16, DType::kBF16}) {
     for (const bool is_b_transposed : {false, true}) {
@@ -261,14 +248,13 @@ TEST(CudaTransposedGemmPrefersCublasLt) {
       c.dtype = dtype;
       DeviceProblem problem(c, 2048, is_b_transposed, kWorkspace);
       problem.Run(1);
-      const int models_choice = cuda::LastGemmKernel();
       // With fewer SMs the tiles of the 9.0 kernels need a second wave, and the model chooses cuBLASLt.
       if (IsSm90() && SmCount() >= 132) {
-        CHECK(models_choice >= 0 && models_choice < cuda::kGemmCublasLt, problem.Name());
+        CHECK(problem.plan().family == &cuda::kGemmSm90Family, problem.Name(), Print(problem.plan()));
       }
       problem.args().prefers_cublaslt = true;
       problem.Run(2);
-      if (cuda::LtFits(problem.args())) CHECK(cuda::LastGemmKernel() >= cuda::kGemmCublasLt, problem.Name());
+      if (cuda::CanUseCublasLt(problem.args())) CHECK(problem.RanCublasLt(), problem.Name());
       problem.args().may_wait = true;  // all kernels are timed
       problem.Run(1);
     }
@@ -280,7 +266,7 @@ TEST(CudaTransposedGemmPrefersCublasLt) {
   DeviceProblem problem(c, 456, true, kWorkspace);
   problem.args().prefers_cublaslt = true;
   problem.Run(1);
-  CHECK(cuda::LastGemmKernel() < cuda::kGemmCublasLt, problem.Name());
+  CHECK(!problem.RanCublasLt(), problem.Name());
 }
 
 TEST(CudaTransposedGemmPlansWorkspace) {
@@ -305,7 +291,9 @@ TEST(CudaTransposedGemmRefusesPairs) {
   for (const Status& status : {cuda::RunGemm(args, context), cuda::PlanGemmWorkspace(args, &workspace)}) {
     CHECK(!status.ok() && status.message().find("transposed") != std::string::npos, status.message());
   }
-  CHECK(!cuda::LtFits(args) && cuda::FindGemmSm90(false, true, true).size() == 0);
+  cuda::GemmProblem problem;
+  problem.is_pair = problem.is_b_transposed = true;
+  CHECK(!cuda::CanUseCublasLt(args) && cuda::FindGemmSm90(problem).size() == 0);
   CHECK(cuda::FindGemmSm80(false, true, true, true) == nullptr);
   args.b1 = nullptr;
   CHECK(cuda::PlanGemmWorkspace(args, &workspace).ok() && workspace == kGemmWorkspace);

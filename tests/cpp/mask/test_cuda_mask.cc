@@ -11,7 +11,7 @@
 #include <memory>
 #include <set>
 
-#include "cuda/attention/kernel_request.h"
+#include "cuda/attention/families.h"
 #include "cuda/common/graph_capture.h"
 #include "cuda/mask/build/mask_builder.h"
 #include "cuda/mask/device_mask.h"
@@ -657,7 +657,7 @@ TEST(CudaMasksAreNotHeldForLoading) {
 TEST(CudaNonFiniteInputsStayWhereTheyAre) {
   int cases = 0;
   for (const char* kernel : {"", "0", "1", "2"}) {
-    CHECK(cuda::ForceKernel(kernel).ok(), kernel);
+    const ForcedKernel forced(cuda::AttentionRequests(), kernel);
     for (const bool dynamic : {false, true}) {
       Small small(dynamic ? "k < lengths[b]" : "k < 640", 1, 2, 300, 1280);
       const std::vector<int64_t> lengths = {640};
@@ -693,7 +693,6 @@ TEST(CudaNonFiniteInputsStayWhereTheyAre) {
       ++cases;
     }
   }
-  cuda::ReleaseKernel();
   CountCases(cases);
 }
 

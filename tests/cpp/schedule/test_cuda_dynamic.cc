@@ -107,10 +107,10 @@ TEST(CudaDynamicTilesInTurnAndConcurrently) {
   };
   clear();
   {
-    const test::attention::ForcedKernel forced(kStatic);
+    const test::ForcedKernel forced(cuda::AttentionRequests(), kStatic);
     queue(1, device.streams[0]);
   }
-  const test::attention::ForcedKernel forced(kDynamic);
+  const test::ForcedKernel forced(cuda::AttentionRequests(), kDynamic);
   queue(0, device.streams[0]);
   CHECK(cudaDeviceSynchronize() == cudaSuccess);
   const Values16 alone = Read(outputs[0]), other = Read(outputs[1]);

@@ -182,13 +182,13 @@ TEST(TileCountersOfUnknownStreamsAreTheirOwn) {
     void* memory = nullptr;
     for (const auto& [call, name] : {std::pair(1, "cudaStreamIsCapturing"), std::pair(2, "cudaGetDevice")}) {
       fake::FailCall(call);
-      CHECK(!cuda::Take(stream.get(), 100, &memory) && memory == nullptr && fake::FailedCall() == name);
+      CHECK(!cuda::AllocateAsync(stream.get(), 100, &memory) && memory == nullptr && fake::FailedCall() == name);
     }
     fake::FailCall(1);
-    CHECK(!cuda::CapturedOrDone(stream.get()) && fake::FailedCall() == "cudaStreamIsCapturing");
-    CHECK(!cuda::CapturedOrDone(stream.get()));
+    CHECK(!cuda::SynchronizeUnlessCapturing(stream.get()) && fake::FailedCall() == "cudaStreamIsCapturing");
+    CHECK(!cuda::SynchronizeUnlessCapturing(stream.get()));
     const fake::Capture capture(stream.get());
-    CHECK(cuda::CapturedOrDone(stream.get()));
+    CHECK(cuda::SynchronizeUnlessCapturing(stream.get()));
   }
   fake::CheckTidy(before, "counts");
   CountCases(5);
