@@ -23,7 +23,7 @@ struct Device {
 
 void* TakeBlock(cudaStream_t stream, size_t bytes) {
   void* memory = nullptr;
-  CHECK(cuda::Take(stream, bytes, &memory) && memory != nullptr, bytes, " bytes");
+  CHECK(cuda::AllocateAsync(stream, bytes, &memory) && memory != nullptr, bytes, " bytes");
   CHECK(fake::IsInBlock(memory, bytes), bytes, " bytes");
   return memory;
 }
@@ -34,17 +34,17 @@ TEST(StreamMemoryStaysWithItsStream) {
   const Device device(0);
   const fake::Stream stream, other;
   void* const first = TakeBlock(stream.get(), 1000);
-  cuda::Give(stream.get(), first);
+  cuda::FreeAsync(stream.get(), first);
   const fake::Asked before = fake::GetAsked();
   for (const size_t bytes : {size_t{1}, size_t{1000}, kUnit}) {
     void* const again = TakeBlock(stream.get(), bytes);
     CHECK(again == first, bytes, " bytes");
-    cuda::Give(stream.get(), again);
+    cuda::FreeAsync(stream.get(), again);
   }
   CHECK(fake::GetAsked().allocations == before.allocations);
   void* const others = TakeBlock(other.get(), 1000);
   CHECK(others != first);
-  cuda::Give(other.get(), others);
+  cuda::FreeAsync(other.get(), others);
 }
 
 TEST(StreamMemoryIsNeverShared) {
@@ -53,7 +53,7 @@ TEST(StreamMemoryIsNeverShared) {
   std::set<void*> blocks;
   for (int i = 0; i < 3; ++i) blocks.insert(TakeBlock(stream.get(), 100));
   CHECK(blocks.size() == 3, blocks.size());
-  for (void* block : blocks) cuda::Give(stream.get(), block);
+  for (void* block : blocks) cuda::FreeAsync(stream.get(), block);
 }
 
 TEST(StreamMemoryGrows) {
@@ -61,13 +61,13 @@ TEST(StreamMemoryGrows) {
   const fake::Stream stream;
   const fake::Live before = fake::GetLive();
   for (const size_t bytes : {size_t{10}, 2 * kUnit, 3 * kUnit - 1, 8 * kUnit}) {
-    cuda::Give(stream.get(), TakeBlock(stream.get(), bytes));
+    cuda::FreeAsync(stream.get(), TakeBlock(stream.get(), bytes));
     const fake::Live live = fake::GetLive();
     // The smaller block was freed.
     CHECK(live.blocks == before.blocks + 1, live.blocks - before.blocks, " blocks after ", bytes, " bytes");
   }
   // Larger blocks than the largest that is kept are freed at once.
-  cuda::Give(stream.get(), TakeBlock(stream.get(), 8 * kUnit + 1));
+  cuda::FreeAsync(stream.get(), TakeBlock(stream.get(), 8 * kUnit + 1));
   CHECK(fake::GetLive().blocks == before.blocks + 1);
 }
 
@@ -77,32 +77,32 @@ TEST(StreamMemoryOfAStreamThatEndedGoesToNobody) {
   const cudaStream_t handle = [&] {
     const fake::Stream stream;
     first = TakeBlock(stream.get(), 100);
-    cuda::Give(stream.get(), first);
+    cuda::FreeAsync(stream.get(), first);
     return stream.get();
   }();
   const fake::Stream next;
   CHECK(next.get() == handle, "the fake gives the handle again");
   void* const second = TakeBlock(next.get(), 100);
   CHECK(second != first);  // work of the stream that ended may still use it
-  cuda::Give(next.get(), second);
+  cuda::FreeAsync(next.get(), second);
 }
 
 TEST(StreamMemoryThatIsKeptHasABound) {
   const Device device(4);
   const fake::Live before = fake::GetLive();
   const std::vector<fake::Stream> streams(100);
-  for (const fake::Stream& stream : streams) cuda::Give(stream.get(), TakeBlock(stream.get(), 100));
+  for (const fake::Stream& stream : streams) cuda::FreeAsync(stream.get(), TakeBlock(stream.get(), 100));
   const int64_t kept = fake::GetLive().bytes - before.bytes;
   CHECK(kept > 0 && kept <= int64_t{64} << 20, kept, " bytes");
   // One that found no room allocates in each run, until blocks that nobody uses give way.
   const cudaStream_t last = streams.back().get();
   const auto allocates = [last] {
     const int64_t allocations = fake::GetAsked().allocations;
-    cuda::Give(last, TakeBlock(last, 100));
+    cuda::FreeAsync(last, TakeBlock(last, 100));
     return fake::GetAsked().allocations > allocations;
   };
   CHECK(allocates() && allocates());
-  for (int i = 0; i < 1 << 16; ++i) cuda::Give(streams[0].get(), TakeBlock(streams[0].get(), 100));
+  for (int i = 0; i < 1 << 16; ++i) cuda::FreeAsync(streams[0].get(), TakeBlock(streams[0].get(), 100));
   CHECK(allocates() && !allocates());
   CHECK(fake::GetLive().bytes - before.bytes == int64_t{4} << 20, "the blocks of two streams are left");
 }
@@ -117,23 +117,23 @@ TEST(StreamMemoryWithoutIdleBlocksDoesNotWaitForTheDevice) {
   for (int i = 0; i < 4; ++i) blocks.push_back(TakeBlock(used.get(), 8 * kUnit - kUnit * static_cast<size_t>(i)));
   for (int i = 0; i < 1 << 16; ++i) {
     const cudaStream_t stream = streams[static_cast<size_t>(i % 4)].get();
-    cuda::Give(stream, TakeBlock(stream, kUnit));
+    cuda::FreeAsync(stream, TakeBlock(stream, kUnit));
   }
   const fake::Asked before = fake::GetAsked();
-  cuda::Give(late.get(), TakeBlock(late.get(), 8 * kUnit));
+  cuda::FreeAsync(late.get(), TakeBlock(late.get(), 8 * kUnit));
   CHECK(fake::GetAsked().allocations == before.allocations + 1);
   CHECK(fake::GetAsked().device_waits == before.device_waits);
-  for (void* block : blocks) cuda::Give(used.get(), block);
+  for (void* block : blocks) cuda::FreeAsync(used.get(), block);
 }
 
 TEST(StreamMemoryIsNotGivenToACapturedStream) {
   const Device device(5);
   const fake::Stream stream;
-  cuda::Give(stream.get(), TakeBlock(stream.get(), 100));
+  cuda::FreeAsync(stream.get(), TakeBlock(stream.get(), 100));
   const fake::Asked before = fake::GetAsked();
   const fake::Capture capture(stream.get());
   void* memory = &memory;
-  CHECK(!cuda::Take(stream.get(), 100, &memory) && memory == nullptr);
+  CHECK(!cuda::AllocateAsync(stream.get(), 100, &memory) && memory == nullptr);
   CHECK(fake::GetAsked().wrong == before.wrong);
 }
 
@@ -146,7 +146,7 @@ TEST(StreamMemoryOfThreads) {
       auto* const block = static_cast<char*>(TakeBlock(stream.get(), 64));
       for (int j = 0; j < 64; ++j) block[j] = static_cast<char>(thread);
       for (int j = 0; j < 64; ++j) CHECK(block[j] == static_cast<char>(thread), "thread ", thread);
-      cuda::Give(stream.get(), block);
+      cuda::FreeAsync(stream.get(), block);
     }
     return Status();
   });
