@@ -8,17 +8,12 @@ import runpy
 from pathlib import Path
 
 from stof.arguments.environment import VARIABLES
-from stof.runtime.library import environment_variables
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = "plugins/core/host/environment.cc"
-# Variables of the system; launchers in device headers, and the choice of GEMM kernels, which read theirs by themselves.
+# Variables of the system.
 OTHERS = {
     "cuda/chain/disk_cache.cc": {"XDG_CACHE_HOME", "HOME"},
-    "cuda/attention/fp32/launch.cuh": {"STOF_CUDA_FP32_ROWS"},
-    "cuda/attention/sm80/kernel.cuh": {"STOF_CUDA_SM80_ROWS"},
-    "cuda/common/launch.cuh": {"STOF_CUDA_SHARED_KIB"},
-    "cuda/gemm/gemm.cc": {"STOF_CUDA_GEMM"},
 }
 
 
@@ -35,8 +30,6 @@ def test_native_readers_go_through_the_table() -> None:
             if path.suffix in (".cc", ".h", ".cu", ".cuh") and name != TABLE and "getenv" in path.read_text():
                 found[name] = set(re.findall(r'getenv\("(\w+)"\)', path.read_text()))
     assert found == OTHERS
-    names = {variable["name"] for variable in environment_variables()}
-    assert {n for read in OTHERS.values() for n in read if n.startswith("STOF_")} <= names
 
 
 def test_python_readers_go_through_the_table() -> None:

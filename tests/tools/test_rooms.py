@@ -30,7 +30,7 @@ def tracked(*patterns: str) -> list[Path]:
     return [Path(name) for name in names if name and (ROOT / name).is_file()]
 
 
-def python_room(module: str) -> str:
+def python_package(module: str) -> str:
     """A package or module below ``stof``; below the clone's ``bench``, with that before its name: ``bench/cpu``."""
     top, _, inner = module.partition(".")
     own = inner.split(".")[0]
@@ -54,13 +54,13 @@ def python_edges() -> Edges:
                 inner = f"{package}.{name.name}"
                 folder = ROOT if package.startswith("bench") else ROOT / "optimizer"
                 is_module = (folder / Path(*inner.split("."))).with_suffix(".py").is_file()
-                target = python_room(inner if is_module or "." not in package else package)
-                if target != python_room(module):
-                    edges[python_room(module)][target].append(f"{path}:{node.lineno} imports {inner}")
+                target = python_package(inner if is_module or "." not in package else package)
+                if target != python_package(module):
+                    edges[python_package(module)][target].append(f"{path}:{node.lineno} imports {inner}")
     return edges
 
 
-def native_room(path: Path) -> str:
+def native_package(path: Path) -> str:
     """The folder below cuda/, cpu/, plugins/ and plugins/core/; files that lie there itself stand for themselves."""
     deep = 3 if path.parts[:2] == ("plugins", "core") else 2
     return "/".join(path.parts[:deep]) if len(path.parts) > deep else str(path.with_suffix(""))
@@ -73,15 +73,17 @@ def native_edges() -> Edges:
             continue
         for number, line in enumerate((ROOT / path).read_text().split("\n"), 1):
             found = re.match(r'#include "((?:cuda|cpu|plugins)/[^"]+)"', line)
-            if found and native_room(Path(found[1])) != native_room(path):
-                edges[native_room(path)][native_room(Path(found[1]))].append(f"{path}:{number} includes {found[1]}")
+            if found and native_package(Path(found[1])) != native_package(path):
+                edges[native_package(path)][native_package(Path(found[1]))].append(
+                    f"{path}:{number} includes {found[1]}"
+                )
     return edges
 
 
 def circle(edges: Edges) -> str:
     """The lines that make a circle of packages or folders; empty where there is none."""
     try:
-        list(TopologicalSorter({room: set(others) for room, others in edges.items()}).static_order())
+        list(TopologicalSorter({package: set(others) for package, others in edges.items()}).static_order())
     except CycleError as error:
         cycle = list(reversed(error.args[1]))
         steps = list(pairwise(cycle))
@@ -90,7 +92,7 @@ def circle(edges: Edges) -> str:
 
 
 @pytest.mark.parametrize("edges", [python_edges, native_edges])
-def test_rooms_depend_on_each_other_in_one_direction(edges: object) -> None:
+def test_packages_depend_on_each_other_in_one_direction(edges: object) -> None:
     found = edges()  # type: ignore[operator]
     assert found
     assert not circle(found), f"packages or folders depend on each other in a circle:\n{circle(found)}"
@@ -124,65 +126,65 @@ def in_code(text: str) -> list[str]:
 
 
 def order_of_imports(text: str) -> dict[str, set[str]]:
-    """By room, those that stand left of it in a line, or left of one of these."""
+    """By package, those that stand left of it in a line, or left of one of these."""
     lines = re.search(r"```\n(.*?)```", text, re.DOTALL)
     assert lines, "the page has no order of imports"
     left: dict[str, set[str]] = defaultdict(set)
     for line in lines[1].split("\n"):
         groups = [group.split(", ") for group in line.split("  <  ") if group]
         for i, group in enumerate(groups):
-            for room in group:
-                left[room].update(*groups[:i])
+            for package in group:
+                left[package].update(*groups[:i])
     known: dict[str, set[str]] = {}
-    for room in TopologicalSorter(left).static_order():  # CycleError: lines contradict each other
-        known[room] = left[room].union(*(known[other] for other in left[room]))
+    for package in TopologicalSorter(left).static_order():  # CycleError: lines contradict each other
+        known[package] = left[package].union(*(known[other] for other in left[package]))
     return known
 
 
 def against_the_order(edges: Edges, order: Mapping[str, set[str]]) -> list[str]:
     return [
         lines[0]
-        for room, others in edges.items()
+        for package, others in edges.items()
         for other, lines in others.items()
-        if other not in order.get(room, set())
+        if other not in order.get(package, set())
     ]
 
 
-def python_rooms() -> set[str]:
-    return {python_room(python_module(p)) for p in tracked(*PYTHON)}
+def python_packages() -> set[str]:
+    return {python_package(python_module(p)) for p in tracked(*PYTHON)}
 
 
-def native_rooms() -> set[str]:
-    return {native_room(p) for p in tracked("cuda", "cpu", "plugins") if p.suffix in (".h", ".cc", ".cu", ".cuh")}
+def native_packages() -> set[str]:
+    return {native_package(p) for p in tracked("cuda", "cpu", "plugins") if p.suffix in (".h", ".cc", ".cu", ".cuh")}
 
 
-@pytest.mark.parametrize(("edges", "rooms"), [(python_edges, python_rooms), (native_edges, native_rooms)])
-def test_the_order_of_imports_is_that_of_the_page(edges: object, rooms: object) -> None:
-    """The page had missed new packages: each room is in a line, and imports what stands left of it."""
+@pytest.mark.parametrize(("edges", "packages"), [(python_edges, python_packages), (native_edges, native_packages)])
+def test_the_order_of_imports_is_that_of_the_page(edges: object, packages: object) -> None:
+    """The page had missed new packages: each package is in a line, and imports what stands left of it."""
     order = order_of_imports(section("Imports point one way"))
-    found = rooms()  # type: ignore[operator]
+    found = packages()  # type: ignore[operator]
     assert len(found) > 20
-    assert found - set(order) == set(), "rooms without a place in the order of imports"
+    assert found - set(order) == set(), "packages without a place in the order of imports"
     wrong = against_the_order(edges(), order)  # type: ignore[operator]
     assert not wrong, "imports that do not follow from the page:\n" + "\n".join(wrong)
 
 
 def test_every_name_in_the_order_is_a_room() -> None:
-    assert set(order_of_imports(section("Imports point one way"))) - python_rooms() - native_rooms() == set()
+    assert set(order_of_imports(section("Imports point one way"))) - python_packages() - native_packages() == set()
 
 
 def test_the_page_describes_every_room() -> None:
     """Packages, modules and folders have a row. A row that ends with a slash names those inside: `cpu/` has `chain`."""
     named = set()
-    for row in table_rows(section("Rooms")):
+    for row in table_rows(section("Packages")):
         first, *others = in_code(row[0])
         inside = [first + name for name in in_code(row[1]) if first.endswith("/")]
         named |= {name.removeprefix("optimizer/stof/") for name in (first, *others, *inside)}
-    comparisons = {room for room in python_rooms() if room.startswith("bench/")}
-    packages = {room for room in python_rooms() - comparisons if (ROOT / "optimizer/stof" / room).is_dir()}
-    modules = {f"{room}.py" for room in python_rooms() - comparisons - packages - {"__init__", "__main__"}}
-    folders = {room for room in native_rooms() | comparisons if (ROOT / room).is_dir()}
-    assert (packages | modules | folders) - named == set(), "rooms without a row"
+    comparisons = {package for package in python_packages() if package.startswith("bench/")}
+    packages = {package for package in python_packages() - comparisons if (ROOT / "optimizer/stof" / package).is_dir()}
+    modules = {f"{package}.py" for package in python_packages() - comparisons - packages - {"__init__", "__main__"}}
+    folders = {package for package in native_packages() | comparisons if (ROOT / package).is_dir()}
+    assert (packages | modules | folders) - named == set(), "packages without a row"
     assert {name for name in named if name.endswith(".py")} - modules == set(), "rows of modules that are gone"
 
 
@@ -208,7 +210,7 @@ def test_what_the_page_lacks_is_seen() -> None:
 def test_the_product_knows_nothing_of_the_comparisons() -> None:
     """The wheel does not carry ``bench/``."""
     found = python_edges()
-    product = {room: others for room, others in found.items() if not room.startswith("bench/")}
+    product = {package: others for package, others in found.items() if not package.startswith("bench/")}
     assert len(product) < len(found)
     lines = [line for others in product.values() for o in others if o.startswith("bench/") for line in others[o]]
     assert not lines
