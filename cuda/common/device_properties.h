@@ -11,13 +11,13 @@ namespace stof {
 namespace cuda {
 
 struct DeviceProperties {
-  int device = 0;      // its number in this process
   int capability = 0;  // 10 * major + minor
   int sm_count = 0;
   int64_t l2_bytes = 0;
+  double peak_bandwidth = 0.0;  // of its memory, bytes a nanosecond; 0: not known
   int cta_shared_bytes = 0;     // most shared memory of a CTA
   int sm_shared_bytes = 0;      // of an SM
-  double peak_bandwidth = 0.0;  // of its memory, bytes a nanosecond; 0: not known
+  int device = 0;               // its number in this process
 };
 
 // Shared memory of each CTA that the driver takes for itself.
