@@ -38,8 +38,8 @@ struct AttentionBackend {
   // reads no run-time vector.
   Status (*run)(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
                 const Tables& operands, const RunContext& context) = nullptr;
-  // Uploads key columns, which CausalWindow::columns may then be. They stay as long as the KeyColumns. is_ready
-  // false: the stream is captured, and they are not on the device yet.
+  // Uploads key columns, which CausalWindow::columns may then be. They stay as long as the KeyColumns. is_ready false:
+  // the stream is captured, and they are not on the device yet.
   Status (*upload_columns)(const KeyColumns& columns, const RunContext& context, bool* is_ready) = nullptr;
   // Makes the block mask that the first `run` with these sizes would make, on a stream of its own, and has the driver
   // load the kernels. Pointers of args, pad and operands are not followed: only their presence and alignment count.
@@ -56,8 +56,8 @@ struct AttentionBackend {
 // These work without a device, and in builds without CUDA kernels, too.
 // Why no CUDA kernel takes a problem. Pointers that are not null are checked for alignment.
 Status CheckCudaAttention(const AttentionArgs& args);
-// Whether AttentionBackend::run reads no key or value outside of the CausalWindow. Otherwise the values
-// of all keys must be finite, also of those that the mask forbids.
+// Whether AttentionBackend::run reads no key or value outside of the CausalWindow. Otherwise the values of all keys
+// must be finite, also of those that the mask forbids.
 bool IsLimitedToKeyRange(const AttentionArgs& args);
 // Whether AttentionBackend::run takes these keys and values in KvArgs::pages: few queries, aligned rows.
 bool CanReadPages(const AttentionArgs& args);

@@ -73,7 +73,7 @@ struct ScoreArgs {
 
 // ---- mask ----
 // Query i of sequence b attends keys first_rows[b] + i - window_left to first_rows[b] + i, as far as they are before
-// KvArgs::key_ends[b]: a mask in four numbers, for devices.
+// KvArgs::key_ends[b]. For devices: the AttentionMask beside the arguments says the same, and a kernel may use either.
 struct CausalWindow {
   const int32_t* first_rows = nullptr;  // [B]: the key at the position of query 0
   int64_t window_left = -1;             // -1: no bound
