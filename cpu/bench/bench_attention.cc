@@ -76,7 +76,7 @@ double Now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-void* Aligned(size_t bytes) { return std::aligned_alloc(64, (bytes / 64 + 1) * 64); }
+void* AllocateAligned(size_t bytes) { return std::aligned_alloc(64, (bytes / 64 + 1) * 64); }
 
 struct Free {
   void operator()(void* p) const { std::free(p); }
@@ -84,7 +84,7 @@ struct Free {
 using Buffer = std::unique_ptr<void, Free>;
 
 Buffer Random(int64_t count, uint32_t seed) {
-  Buffer buffer(Aligned(static_cast<size_t>(count) * 4));
+  Buffer buffer(AllocateAligned(static_cast<size_t>(count) * 4));
   std::mt19937 random(seed);
   std::normal_distribution<float> normal;
   float* const values = static_cast<float*>(buffer.get());
@@ -188,7 +188,7 @@ void Prepare(const Case& what, int threads, int m, int n, CpuIsa isa, Row* row) 
   row->query = Random(what.B * what.H * what.S * what.D, 1);
   row->key = Random(what.layers * what.B * what.G * what.T * what.D, 2);
   row->value = Random(what.layers * what.B * what.G * what.T * what.D, 3);
-  row->output.reset(Aligned(static_cast<size_t>(what.B * what.H * what.S * what.D) * 4));
+  row->output.reset(AllocateAligned(static_cast<size_t>(what.B * what.H * what.S * what.D) * 4));
   a.query.data = row->query.get(), a.key.data = row->key.get(), a.value.data = row->value.get(),
   a.output.data = row->output.get();
   row->config = ChooseCpuAttention(a, threads);
@@ -218,7 +218,7 @@ void Prepare(const Case& what, int threads, int m, int n, CpuIsa isa, Row* row) 
     }
     row->tile_pairs = static_cast<double>(row->mask.key_tile.size()) * row->mask.m * row->mask.n;
   }
-  row->workspace.reset(Aligned(CpuAttentionWorkspace(a, row->config, threads)));
+  row->workspace.reset(AllocateAligned(CpuAttentionWorkspace(a, row->config, threads)));
 }
 
 int Main(int argc, char** argv) {

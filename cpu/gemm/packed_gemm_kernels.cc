@@ -165,7 +165,7 @@ void Epilogue(const CpuGemmEpilogue& e, const Block& block, int64_t m0, int64_t 
 }
 
 // The addends of an epilogue that only adds.
-inline Addends Added(const CpuGemmEpilogue& e, int64_t m0, int64_t n0, int64_t N) {
+inline Addends SelectAddends(const CpuGemmEpilogue& e, int64_t m0, int64_t n0, int64_t N) {
   Addends plus;
   if (e.bias0 != nullptr) plus.bias = {e.bias0 + n0, 0};
   if (e.residual != nullptr) plus.residual = {e.residual + m0 * N + n0, N};
@@ -180,7 +180,7 @@ void RunPanel(const PackedGemmProblem& p, int64_t m0, int64_t panel, float* work
   const CpuGemmEpilogue* const e = args.epilogue;
   const bool adds = e != nullptr && p.products == 1 && wide == width && e->activation == Activation::kNone &&
                     e->scale == nullptr && e->row == nullptr;
-  const Addends plus = adds ? Added(*e, m0, n0, p.N) : Addends();
+  const Addends plus = adds ? SelectAddends(*e, m0, n0, p.N) : Addends();
   float* c[2] = {};
   int64_t stride[2] = {};
   for (int64_t i = 0; i < p.products; ++i) {

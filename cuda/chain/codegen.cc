@@ -35,7 +35,7 @@ std::string Literal(float value) {
 }
 const char* TypeName(DType dtype) { return dtype == DType::kF32 ? "F32" : dtype == DType::kF16 ? "F16" : "BF16"; }
 
-std::string Applied(ChainOp op, const std::string& a, const std::string& b, const std::string& c) {
+std::string FormatCall(ChainOp op, const std::string& a, const std::string& b, const std::string& c) {
   const auto call = [&](const char* f) { return std::string(f) + "(" + a + (b.empty() ? "" : ", " + b) + ")"; };
   const auto infix = [&](const char* sign) { return a + sign + b; };
   const auto truth = [&](const char* sign) { return "(" + a + sign + b + " ? 1.0f : 0.0f)"; };
@@ -116,7 +116,9 @@ std::string Applied(ChainOp op, const std::string& a, const std::string& b, cons
       return "0.0f";
   }
 }
-const char* Joined(ChainOp op) { return op <= ChainOp::kMean ? "Sum" : op == ChainOp::kMaxOf ? "Most" : "Least"; }
+const char* NameReduction(ChainOp op) {
+  return op <= ChainOp::kMean ? "Sum" : op == ChainOp::kMaxOf ? "Most" : "Least";
+}
 
 class Writer {
  public:
@@ -378,7 +380,7 @@ class Writer {
     if (one.op == ChainOp::kDiv && scope_.OfElement(node) && !scope_.OfElement(one.arg[1])) {
       return "Over(" + arg[0] + ", " + arg[1] + ", 1.0f / " + arg[1] + ", Fits(" + arg[1] + "))";
     }
-    return Applied(one.op, arg[0], arg[1], arg[2]);
+    return FormatCall(one.op, arg[0], arg[1], arg[2]);
   }
   void Scalars(const std::vector<int>& nodes) {
     for (int node : nodes) {
@@ -393,7 +395,7 @@ class Writer {
   void Phase(int phase) {
     phase_ = phase;
     tag_ = "_" + S(phase);
-    const std::vector<int> nodes = scope_.Wanted(phase);
+    const std::vector<int> nodes = scope_.ListComputedNodes(phase);
     Scalars(nodes);
     std::vector<int> reads, reading = nodes;
     if (phase == 0) reading.insert(reading.end(), scope_.early().begin(), scope_.early().end());
@@ -444,7 +446,8 @@ class Writer {
       if (!l_.streamed) {
         Line("float z" + S(node) + "[" + S(l_.repeats) + "];");
       } else {
-        Line(std::string(op <= ChainOp::kMean ? "double z" : "float z") + S(node) + " = " + Joined(op) + "::Start();");
+        Line(std::string(op <= ChainOp::kMean ? "double z" : "float z") + S(node) + " = " + NameReduction(op) +
+             "::Start();");
       }
     }
     if (l_.streamed) {
@@ -469,7 +472,7 @@ class Writer {
       }
       Line(repeat + "if (!ok) {");
       for (int node : sums) {
-        Line("z" + S(node) + "[j] = " + Joined(chain_.nodes[static_cast<size_t>(node)].op) + "::Start();");
+        Line("z" + S(node) + "[j] = " + NameReduction(chain_.nodes[static_cast<size_t>(node)].op) + "::Start();");
       }
       Line("continue;\n}");
     }
@@ -498,7 +501,7 @@ class Writer {
     }
     Line("}");
     for (int node : sums) {
-      const std::string op = Joined(chain_.nodes[static_cast<size_t>(node)].op);
+      const std::string op = NameReduction(chain_.nodes[static_cast<size_t>(node)].op);
       const std::string tree = "Tree<" + op + ", " + S(l_.vector) + ">(t" + S(node) + ")";
       const std::string z = "z" + S(node);
       const bool wide = op == "Sum";
@@ -526,7 +529,7 @@ class Writer {
 
   void Finish(int node) {
     const ChainOp op = chain_.nodes[static_cast<size_t>(node)].op;
-    const std::string name = S(node), joined = Joined(op);
+    const std::string name = S(node), joined = NameReduction(op);
     const bool wide = l_.streamed && joined == "Sum";
     const std::string own = l_.streamed ? "z" + name : "Tree<" + joined + ", " + S(l_.repeats) + ">(z" + name + ")";
     std::string all = "AcrossLanes<" + joined + ", " + S(l_.lanes) + ">(" + own + ")";

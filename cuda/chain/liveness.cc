@@ -56,7 +56,7 @@ ChainScope::ChainScope(const Chain& chain, const ChainLayout& layout)
   if (layout.reduces && !layout.streamed) Keep();
 }
 
-std::vector<int> ChainScope::Wanted(int phase) const {
+std::vector<int> ChainScope::ListComputedNodes(int phase) const {
   std::vector<uint8_t> seen(chain_.nodes.size(), 0);
   for (int node : reductions_) {
     const ChainNode& one = chain_.nodes[static_cast<size_t>(node)];
@@ -79,7 +79,7 @@ std::vector<int> ChainScope::Wanted(int phase) const {
 std::vector<int> ChainScope::PassesOf(int node) const {
   std::vector<int> passes;
   for (int phase = 0; phase < phases_; ++phase) {
-    const std::vector<int> wanted = Wanted(phase);
+    const std::vector<int> wanted = ListComputedNodes(phase);
     if (std::binary_search(wanted.begin(), wanted.end(), node)) passes.push_back(phase);
   }
   return passes;
@@ -115,7 +115,7 @@ void ChainScope::Keep() {
   // Measured on an H100: LayerNorm of 768 gains 9 %, add + LayerNorm, which has twice as much under way, would lose 15
   // %.
   int early = registers;
-  for (const int node : Wanted(0)) {
+  for (const int node : ListComputedNodes(0)) {
     const ChainNode& one = chain_.nodes[static_cast<size_t>(node)];
     if (one.op != ChainOp::kRead || !OfElement(node) || resident_[static_cast<size_t>(node)] != 0) continue;
     early += RegistersOf(l_.reads[static_cast<size_t>(one.which)]);

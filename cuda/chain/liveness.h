@@ -20,7 +20,7 @@ class ChainScope {
   // Whether a node's value differs between the elements of a thread.
   bool OfElement(int node) const { return (l_.node_axes[static_cast<size_t>(node)] & varying_) != 0; }
   // Nodes that a pass computes, in order; what was kept or reduced before is not among them.
-  std::vector<int> Wanted(int phase) const;
+  std::vector<int> ListComputedNodes(int phase) const;
   // The pass whose value of the node is kept; -1: none.
   int KeptFrom(int node) const { return kept_from_[static_cast<size_t>(node)]; }
   bool KeptBefore(int node, int phase) const { return KeptFrom(node) >= 0 && KeptFrom(node) < phase; }

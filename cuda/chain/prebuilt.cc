@@ -53,7 +53,7 @@ std::vector<Usual> Elements() {
 
 const char* NameOf(DType dtype) { return dtype == DType::kF32 ? "f32" : dtype == DType::kF16 ? "f16" : "bf16"; }
 
-std::string Replaced(std::string text, const std::string& what, const std::string& by) {
+std::string ReplaceAll(std::string text, const std::string& what, const std::string& by) {
   for (size_t at = text.find(what); at != std::string::npos; at = text.find(what, at + by.size())) {
     text.replace(at, what.size(), by);
   }
@@ -93,7 +93,7 @@ std::vector<std::string> UsualChainKernels(DType dtype) {
     std::string text = "axes b = x0.0, s = x0.1, n = x0.2\n" + usual.lets + usual.outputs;
     std::vector<Tensor> inputs(static_cast<size_t>(usual.inputs), TensorOfShape(dtype, {b, s, n}));
     inputs.resize(inputs.size() + static_cast<size_t>(usual.vectors), TensorOfShape(dtype, {n}));
-    all.Add(Replaced(Replaced(text, "TYPE", type), "AT", "b, s, n"), inputs);
+    all.Add(ReplaceAll(ReplaceAll(text, "TYPE", type), "AT", "b, s, n"), inputs);
   };
   for (const Usual& usual : Rows()) {
     for (const int64_t n : {384, 512, 768, 1024, 2048, 4096}) add(usual, 2, 128, n);

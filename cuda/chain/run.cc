@@ -39,7 +39,7 @@ constexpr size_t kMostLaunches = 8;
 
 // STOF_CHAIN_KERNELS, for tests: "interpret" makes no kernel, "made" is an error where none was made.
 enum class Wanted { kAny, kInterpret, kMade };
-Wanted WantedKernels() {
+Wanted ReadWantedKernels() {
   static const Wanted wanted = [] {
     const std::string_view word = ReadVariableOr(Variable::kChainKernels, std::string_view());
     return word == "interpret" ? Wanted::kInterpret : word == "made" ? Wanted::kMade : Wanted::kAny;
@@ -50,7 +50,7 @@ Wanted WantedKernels() {
 void WarnOnce(const std::string& why) {
   static std::atomic<bool> warned{false};
   if (warned.exchange(true)) return;
-  std::fprintf(stderr, "stof: a StofChain runs by interpretation, which is slow: %s\n", EscapedMessage(why).c_str());
+  std::fprintf(stderr, "stof: a StofChain runs by interpretation, which is slow: %s\n", EscapeMessage(why).c_str());
 }
 
 Status Interpret(const Chain& chain, const BoundChain& bound, const void* const* inputs, void* const* outputs,
@@ -88,7 +88,7 @@ Status MakeLaunch(const Chain& chain, const BoundChain& bound, const void* const
   ChainLayout layout;
   *lasting = true;
   std::string why = "rows without elements";
-  if (WantedKernels() == Wanted::kInterpret) return Status();
+  if (ReadWantedKernels() == Wanted::kInterpret) return Status();
   if (MakeChainLayout(chain, bound, inputs, outputs, sm_count, &layout)) {
     MakeChainPlan(chain, layout, sm_count, &launch->plan);
     if (launch->plan.ctas > std::numeric_limits<int32_t>::max() || launch->plan.words.size() > 500) return Status();
@@ -98,7 +98,7 @@ Status MakeLaunch(const Chain& chain, const BoundChain& bound, const void* const
     if (launch->kernel == nullptr) {
       *lasting = make;
       WarnOnce(why);
-      if (WantedKernels() == Wanted::kMade) return Status::Error("no kernel was made for a chain: " + why);
+      if (ReadWantedKernels() == Wanted::kMade) return Status::Error("no kernel was made for a chain: " + why);
     }
   }
   return Status();

@@ -296,7 +296,7 @@ class DenseRun {
     }
     p.is_vectorized =
         a_.F % kMlpChunk == 0 && IsAligned(p.gate, 16) && IsAligned(p.gate_bias, 16) && IsAligned(p.up_bias, 16);
-    STOF_RETURN_IF_ERROR(Checked(kernels_.masked_hidden(p, context_.stream)));
+    STOF_RETURN_IF_ERROR(CheckMlpLaunch(kernels_.masked_hidden(p, context_.stream)));
     GemmArgs g;
     g.M = a_.T, g.N = g.stride = a_.N, g.K = a_.F, g.dtype = a_.dtype;
     PreferCublasLt(&g);
@@ -306,7 +306,7 @@ class DenseRun {
   }
 
  private:
-  static Status Checked(int error) {
+  static Status CheckMlpLaunch(int error) {
     return ToStatus(static_cast<cudaError_t>(error), "launch of an MLP of many tokens");
   }
 
@@ -338,7 +338,7 @@ class DenseRun {
     p.terms = base_ + layout_.terms;
     p.inverse_scales = reinterpret_cast<float*>(base_ + layout_.inverse_scales);
     p.masks = Masks(), p.mask_words = layout_.mask_words;
-    return Checked(kernels_.select_many(p, context_.stream));
+    return CheckMlpLaunch(kernels_.select_many(p, context_.stream));
   }
 
   // *values: a factor without its scales. int8 values are exact in fp16 and bf16.
@@ -360,7 +360,7 @@ class DenseRun {
   Status Dequantize(MlpDequantizeParams p, int64_t offset, const void** weight) {
     p.weight = base_ + layout_.dequantized + offset;
     *weight = p.weight;
-    return Checked(kernels_.dequantize(p, 8 * device_.sm_count, context_.stream));
+    return CheckMlpLaunch(kernels_.dequantize(p, 8 * device_.sm_count, context_.stream));
   }
 
   // to[T, F] = input · weight^T.

@@ -20,7 +20,7 @@ OrtStatus* ToOrt(const OrtApi* api, const std::string& node, const Status& statu
 
 OrtStatus* Error(const OrtApi* api, OrtErrorCode code, const std::string& node, std::string_view message) {
   try {
-    return api->CreateStatus(code, (node + ": " + EscapedMessage(message)).c_str());
+    return api->CreateStatus(code, (node + ": " + EscapeMessage(message)).c_str());
   } catch (const std::exception&) {  // no memory for the words: this is called where there was none for something else
     return api->CreateStatus(ORT_FAIL, "stof: out of memory");
   }

@@ -47,7 +47,7 @@ std::string NodeName(const OrtApi* api, const OrtKernelInfo* info) {
 
 // The node in messages: its operator, and its name as far as it fits.
 std::string LabelOf(const char* op, const std::string& name) {
-  return name.empty() ? op : std::string(op) + " " + Escaped(name, 128, 64);
+  return name.empty() ? op : std::string(op) + " " + Escape(name, 128, 64);
 }
 
 // Types and ranks are known at creation only for constants; everything else is checked in each Run.

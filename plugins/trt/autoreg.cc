@@ -27,8 +27,8 @@ constexpr const char* kTensorRts[] = {
 void Complain(const std::string& message) {
   int64_t level = 1;
   const stof::Status status = stof::GetVariable(stof::Variable::kTrtLog, &level);
-  if (!status.ok()) std::fprintf(stderr, "stof: %s\n", stof::EscapedMessage(status.message()).c_str());
-  if (level > 0) std::fprintf(stderr, "stof: %s\n", stof::EscapedMessage(message).c_str());
+  if (!status.ok()) std::fprintf(stderr, "stof: %s\n", stof::EscapeMessage(status.message()).c_str());
+  if (level > 0) std::fprintf(stderr, "stof: %s\n", stof::EscapeMessage(message).c_str());
 }
 
 struct TensorRt {

@@ -32,7 +32,7 @@ Status ReadString(const PluginField& from, Field* field) {
   auto size = static_cast<size_t>(from.length);
   while (size > 0 && text[size - 1] == '\0') --size;  // TensorRT's parser counts the NUL at the end
   if (size > 0 && std::memchr(text, 0, size) != nullptr) {
-    return Status::Error("field " + Quoted(field->name, kMostQuoted) + " has a NUL inside");
+    return Status::Error("field " + Quote(field->name, kMostQuoted) + " has a NUL inside");
   }
   field->kind = Field::Kind::kString;
   field->s.assign(text, size);
@@ -50,7 +50,7 @@ Status ReadNumbers(const PluginField& from, Field* field) {
     const char* at = static_cast<const char*>(from.data) + static_cast<size_t>(i) * size;
     const int64_t number = wide ? Load<int64_t>(at) : Load<int32_t>(at);
     if (!Fits(number)) {
-      return Status::Error("field " + Quoted(field->name, kMostQuoted) + " has " + std::to_string(number) +
+      return Status::Error("field " + Quote(field->name, kMostQuoted) + " has " + std::to_string(number) +
                            ", which does not fit 32 bits");
     }
     field->numbers.push_back(static_cast<int32_t>(number));
@@ -65,7 +65,7 @@ Status ReadOne(const PluginField& from, Field* field) {
   if (size == 0 || size == kMostName) return Status::Error("a plugin field has an empty or a very long name");
   field->name.assign(from.name, size);
   if (from.length < 0 || (from.length > 0 && from.data == nullptr)) {
-    return Status::Error("field " + Quoted(field->name, kMostQuoted) + " has length " + std::to_string(from.length) +
+    return Status::Error("field " + Quote(field->name, kMostQuoted) + " has length " + std::to_string(from.length) +
                          (from.data == nullptr ? " and no data" : ""));
   }
   if (from.type == PluginFieldType::kCHAR) return ReadString(from, field);
@@ -101,7 +101,7 @@ Status ReadOne(const PluginField& from, Field* field) {
   }
   field->kind = Field::Kind::kInt;
   if (!Fits(field->i)) {
-    return Status::Error("field " + Quoted(field->name, kMostQuoted) + " is " + std::to_string(field->i) +
+    return Status::Error("field " + Quote(field->name, kMostQuoted) + " is " + std::to_string(field->i) +
                          ", which does not fit 32 bits");
   }
   return Status();
@@ -173,7 +173,7 @@ Status ParseConstant(const std::string& text, Tensor* tensor, std::vector<char>*
   } else if (type == "int64") {
     tensor->dtype = DType::kI64, bits = 64;
   } else {
-    return Status::Error("has type " + Quoted(type, 16) + ", expected bool, uint8, int32 or int64");
+    return Status::Error("has type " + Quote(type, 16) + ", expected bool, uint8, int32 or int64");
   }
   STOF_RETURN_IF_ERROR(ParseShape(text.substr(first + 1, second - first - 1), tensor));
   std::vector<char> bytes;
@@ -207,7 +207,7 @@ Status Fields::Read(const nvinfer1::PluginFieldCollection* collection, Fields* f
     Field field;
     STOF_RETURN_IF_ERROR(ReadOne(collection->fields[i], &field));
     if (fields->Find(field.name.c_str()) != nullptr) {
-      return Status::Error("field " + Quoted(field.name, kMostQuoted) + " comes twice");
+      return Status::Error("field " + Quote(field.name, kMostQuoted) + " comes twice");
     }
     fields->Set(std::move(field));
   }
@@ -288,7 +288,7 @@ Status ParseConstants(const std::string& text, int count, Tensor* tensors, std::
     int input = 0;
     for (; at < end && text[at] >= '0' && text[at] <= '9' && input < count; ++at) input = input * 10 + (text[at] - '0');
     const std::string where =
-        "field constants, entry " + Quoted(std::string_view(text).substr(begin, end - begin)) + ": ";
+        "field constants, entry " + Quote(std::string_view(text).substr(begin, end - begin)) + ": ";
     if (at == begin || at == end || text[at] != ' ' || input >= count || tensors[input].rank != 0) {
       return Status::Error(where + "expected the index of one of " + std::to_string(count) + " inputs, each once");
     }

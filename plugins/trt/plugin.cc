@@ -444,7 +444,7 @@ nvinfer1::IPluginV3* Creator::createPlugin(const char* name, const nvinfer1::Plu
     if (status.ok()) {
       status = Definition::Make(description_, layer, read, phase == nvinfer1::TensorRTPhase::kRUNTIME, &definition);
     }
-    if (!status.ok()) return Status::Error(Escaped(layer, 128, 64) + ": " + status.message());
+    if (!status.ok()) return Status::Error(Escape(layer, 128, 64) + ": " + status.message());
     Log(LogLevel::kInfo, layer, definition->metadata());
     made = std::make_unique<Plugin>(std::move(definition)).release();
     return Status();

@@ -53,16 +53,16 @@ TEST(QuotedEscapes) {
       {"\xed\xa0\x80", "'\\xed\\xa0\\x80'"},                    // a surrogate
       {"\xf4\x90\x80\x80", "'\\xf4\\x90\\x80\\x80'"},           // beyond Unicode
   };
-  for (const Case& one : cases) CHECK(Quoted(one.text, 64) == one.shown, Quoted(one.text, 64), " for ", one.shown);
+  for (const Case& one : cases) CHECK(Quote(one.text, 64) == one.shown, Quote(one.text, 64), " for ", one.shown);
   CountCases(static_cast<int64_t>(std::size(cases)));
 }
 
 TEST(QuotedIsBounded) {
-  CHECK(Quoted(std::string(30, 'a')) == "'" + std::string(24, 'a') + "...'");
-  CHECK(Quoted(std::string(24, 'a')) == "'" + std::string(24, 'a') + "'");
-  CHECK(Escaped("aaaäbbbäccc", 4, 4) == "aaa...ccc", "no character is cut: ", Escaped("aaaäbbbäccc", 4, 4));
-  CHECK(Escaped("0123456789", 3, 2) == "012...89");
-  const std::string message = EscapedMessage("begin" + std::string(1 << 20, '\x01') + "end");
+  CHECK(Quote(std::string(30, 'a')) == "'" + std::string(24, 'a') + "...'");
+  CHECK(Quote(std::string(24, 'a')) == "'" + std::string(24, 'a') + "'");
+  CHECK(Escape("aaaäbbbäccc", 4, 4) == "aaa...ccc", "no character is cut: ", Escape("aaaäbbbäccc", 4, 4));
+  CHECK(Escape("0123456789", 3, 2) == "012...89");
+  const std::string message = EscapeMessage("begin" + std::string(1 << 20, '\x01') + "end");
   CHECK(message.size() < 4 * 3072 + 4 && message.substr(0, 5) == "begin", message.size());
   CHECK(message.substr(message.size() - 3) == "end", message.substr(message.size() - 9));
   CountCases(6);
@@ -80,10 +80,10 @@ TEST(QuotedRandomBytes) {
       text += random.OneIn(2) ? random.Pick(kPieces) : std::string(1, static_cast<char>(random.Next()));
     }
     const auto head = static_cast<size_t>(random.Range(0, 48)), tail = static_cast<size_t>(random.Range(0, 16));
-    const std::string shown = Escaped(text, head, tail);
+    const std::string shown = Escape(text, head, tail);
     CHECK(IsPlain(shown), "seed ", i, ": ", shown);
     CHECK(shown.size() <= 4 * (head + tail) + 3, "seed ", i, ": ", shown.size());
-    CHECK(Escaped(shown, shown.size()) == shown, "seed ", i, " is escaped twice: ", shown);
+    CHECK(Escape(shown, shown.size()) == shown, "seed ", i, " is escaped twice: ", shown);
     if (IsPlain(text) && text.size() <= head) CHECK(shown == text, "seed ", i, ": ", shown);
   }
   CountCases(count);

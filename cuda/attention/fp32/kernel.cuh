@@ -135,7 +135,7 @@ class Fp32Attention {
   // Each warp loads its own rows.
   __device__ void LoadQueries() {
     const float* from = static_cast<const float*>(p_.query) + b_ * p_.query_stride.b + h_ * p_.query_stride.h;
-    const bool aligned = Aligned(p_.query, p_.query_stride, p_.D);
+    const bool aligned = AreRowsAligned(p_.query, p_.query_stride, p_.D);
     auto* high = reinterpret_cast<__half*>(shared_);
     constexpr int kRows = 16 * S::kBlocks, kAtOnce = 32 / S::kLanes;
     const int lane = lane_ % S::kLanes;

@@ -90,7 +90,7 @@ __device__ __forceinline__ void StoreQuad(const float4& x, float factor, float s
   if constexpr (kPlanes == 2) *reinterpret_cast<uint2*>(high + plane + at) = rest;
 }
 
-__device__ __forceinline__ bool Aligned(const void* base, const Strides& stride, int size) {
+__device__ __forceinline__ bool AreRowsAligned(const void* base, const Strides& stride, int size) {
   return (reinterpret_cast<uintptr_t>(base) % 16 | ((stride.b | stride.h | stride.s | size) & 3)) == 0;
 }
 

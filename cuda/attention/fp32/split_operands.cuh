@@ -30,7 +30,7 @@ class Splitter {
     const Strides& stride = values ? p.value_stride : p.key_stride;
     const void* base = values ? p.value : p.key;
     const int size = values ? p.Dv : p.D;
-    const bool aligned = Aligned(base, stride, size);
+    const bool aligned = AreRowsAligned(base, stride, size);
     const float* from = static_cast<const float*>(base) + b * stride.b + g * stride.h;
     __half* high = static_cast<__half*>(const_cast<void*>(values ? params.value_tiles : params.key_tiles)) +
                    item * kPlanes * S::kPlane;

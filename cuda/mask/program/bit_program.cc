@@ -171,7 +171,7 @@ class BitCompiler {
     if (affine->k == -1) {  // x % m = m - 1 - (-x - 1) % m
       const Affine mirrored = {-affine->b, -affine->h, -affine->q, 1, -affine->constant - 1};
       to->affine = Keep(mirrored);
-      to->op = Mirrored(to->op);
+      to->op = MirrorComparison(to->op);
       to->constant = to->limit - 1 - to->constant;
     }
     for (int64_t at = 0; at < 64; ++at) {
@@ -191,14 +191,14 @@ class BitCompiler {
         const int32_t line = swapped ? right : left, other = swapped ? left : right;
         if (AffineOf(line) == nullptr || Of(other).k) continue;
         to->kind = BitStep::kLinear, to->affine = Step(line).arg;
-        to->op = swapped ? Mirrored(step.op) : step.op;
+        to->op = swapped ? MirrorComparison(step.op) : step.op;
         return Side(other, false, &to->row);
       }
       for (const bool swapped : {false, true}) {
         const int32_t row = swapped ? right : left, key = swapped ? left : right;
         if (Of(row).k || Of(key).q || !Of(row).q || !Of(key).k) continue;
         to->kind = BitStep::kOuter;
-        to->op = swapped ? Mirrored(step.op) : step.op;
+        to->op = swapped ? MirrorComparison(step.op) : step.op;
         return Side(row, false, &to->row) && Side(key, true, &to->key);
       }
     }

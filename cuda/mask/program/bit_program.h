@@ -175,7 +175,7 @@ STOF_HOST_DEVICE uint32_t LineBits(ExprOp op, int64_t r, int64_t slope) {
     }
     return bits;
   }
-  if (slope < 0) op = Mirrored(op);
+  if (slope < 0) op = MirrorComparison(op);
   const int64_t at = slope < 0 ? r : -r;  // j `op` at
   const uint32_t below = BitsBelow(at), to = BitsBelow(at + 1);
   switch (op) {

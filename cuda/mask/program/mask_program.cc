@@ -288,7 +288,7 @@ class Compiler {
         node.arity == 2 && need_[static_cast<size_t>(node.child[1])] > need_[static_cast<size_t>(node.child[0])];
     Emit(node.child[swapped ? 1 : 0]);
     if (node.arity == 2) Emit(node.child[swapped ? 0 : 1]);
-    program_.steps.push_back({swapped ? Mirrored(node.op) : node.op, NumberStep::kStack, 0, 0, 0});
+    program_.steps.push_back({swapped ? MirrorComparison(node.op) : node.op, NumberStep::kStack, 0, 0, 0});
     if (swapped && node.op == ExprOp::kSub) program_.steps.push_back({ExprOp::kNeg, NumberStep::kStack, 0, 0, 0});
   }
 

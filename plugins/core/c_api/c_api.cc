@@ -285,7 +285,7 @@ int stof_op_create(const char* op_type, const stof_attribute* attributes, int at
       *op = made.release();
       return Status();
     }
-    return Status::Error("there is no operator " + stof::Quoted(op_type, 64));
+    return Status::Error("there is no operator " + stof::Quote(op_type, 64));
   });
 }
 

@@ -90,7 +90,7 @@ ChainOp Opposite(ChainOp op) {
   }
 }
 // a op b as b op a.
-ChainOp Swapped(ChainOp op) {
+ChainOp SwapComparison(ChainOp op) {
   switch (op) {
     case ChainOp::kLt:
       return ChainOp::kGt;
@@ -234,8 +234,8 @@ class Binder {
         Cut(condition.op, left.which, right.value, &taken);
         Cut(Opposite(condition.op), left.which, right.value, &other);
       } else if (left.op == ChainOp::kConstant && right.op == ChainOp::kAxis) {
-        Cut(Swapped(condition.op), right.which, left.value, &taken);
-        Cut(Opposite(Swapped(condition.op)), right.which, left.value, &other);
+        Cut(SwapComparison(condition.op), right.which, left.value, &taken);
+        Cut(Opposite(SwapComparison(condition.op)), right.which, left.value, &other);
       }
     }
     Widen(box, bound_.axes, &boxes_[static_cast<size_t>(node.arg[0])]);

@@ -118,7 +118,7 @@ class Parser {
   }
   int FailExpected(const std::string& what) {
     const std::string_view next = Next();
-    return Fail("found " + (next.empty() ? "the end of the line" : Quoted(next)) + ", expected " + what);
+    return Fail("found " + (next.empty() ? "the end of the line" : Quote(next)) + ", expected " + what);
   }
   bool Take(char c) {
     Skip();
@@ -154,7 +154,7 @@ class Parser {
     for (; at_ < text_.size() && IsDigit(text_[at_]); ++at_) {
       sum = sum * 10 + (text_[at_] - '0');
       if (sum > kChainMostInteger) {
-        return Fail("found " + Quoted(text_.substr(begin)) + ", expected an integer of at most 2^31") == 0;
+        return Fail("found " + Quote(text_.substr(begin)) + ", expected an integer of at most 2^31") == 0;
       }
     }
     *value = sum;
@@ -166,7 +166,7 @@ class Parser {
     *input = kChainMostInputs;
     std::from_chars(word.data() + 1, word.data() + word.size(), *input);
     if (word.size() > 3 || *input >= kChainMostInputs) {
-      return Fail("found " + Quoted(word) + ", expected x0 to x15") == 0;
+      return Fail("found " + Quote(word) + ", expected x0 to x15") == 0;
     }
     chain_.inputs = std::max(chain_.inputs, *input + 1);
     return true;
@@ -190,9 +190,9 @@ class Parser {
 
   bool NewName(std::string_view word) {
     if (word.empty()) return FailExpected("a name") == 0;
-    if (IsReserved(word)) return Fail("found " + Quoted(word) + ", expected a name that means nothing else") == 0;
+    if (IsReserved(word)) return Fail("found " + Quote(word) + ", expected a name that means nothing else") == 0;
     if (names_.count(std::string(word)) != 0 || AxisOf(word) >= 0) {
-      return Fail("found " + Quoted(word) + ", expected a name that is not defined yet") == 0;
+      return Fail("found " + Quote(word) + ", expected a name that is not defined yet") == 0;
     }
     return true;
   }
@@ -221,7 +221,7 @@ class Parser {
         if (word.empty()) {
           FailExpected("a size: an integer or a dimension such as x0.1");
         } else {
-          Fail("found " + Quoted(word) + ", expected a size: an integer or a dimension such as x0.1");
+          Fail("found " + Quote(word) + ", expected a size: an integer or a dimension such as x0.1");
         }
         return;
       }
@@ -258,7 +258,7 @@ class Parser {
       return;
     }
     if (word != wanted) {
-      Fail("found " + Quoted(word) + ", expected " + wanted);
+      Fail("found " + Quote(word) + ", expected " + wanted);
       return;
     }
     ChainOutput output;
@@ -271,7 +271,7 @@ class Parser {
     } else if (type == "bf16") {
       output.type = DType::kBF16;
     } else {
-      Fail("found " + Quoted(type) + ", expected f32, f16 or bf16");
+      Fail("found " + Quote(type) + ", expected f32, f16 or bf16");
       return;
     }
     if (!Want('[')) return;
@@ -302,9 +302,9 @@ class Parser {
       const int found = AxisOf(word);
       if (found < 0) {
         if (word.empty()) return FailExpected("an axis, several in parentheses, or 1") == 0;
-        return Fail("found " + Quoted(word) + ", expected an axis") == 0;
+        return Fail("found " + Quote(word) + ", expected an axis") == 0;
       }
-      if ((*seen >> found & 1) != 0) return Fail("found " + Quoted(word) + " twice, expected every axis once") == 0;
+      if ((*seen >> found & 1) != 0) return Fail("found " + Quote(word) + " twice, expected every axis once") == 0;
       *seen |= 1u << found;
       axes.push_back(found);
       return true;
@@ -412,7 +412,7 @@ class Parser {
     }
     const auto named = names_.find(std::string(word));
     if (named != names_.end()) return named->second;
-    return Fail("found " + Quoted(word) +
+    return Fail("found " + Quote(word) +
                 ", expected a number, an input, an axis, a function or a name that is defined");
   }
   int Rest(int node) { return node >= 0 && Want(')') ? node : -1; }

@@ -187,7 +187,7 @@ Status CheckVariable(Variable variable, std::string_view text) {
   int64_t value = 0;
   if (ParseVariable(variable, text, &value)) return Status();
   const VariableDescription& row = DescribeVariable(variable);
-  return Status::Error(std::string("the environment variable ") + row.name + " is " + Quoted(text, 64) + ", expected " +
+  return Status::Error(std::string("the environment variable ") + row.name + " is " + Quote(text, 64) + ", expected " +
                        PrintValues(row));
 }
 

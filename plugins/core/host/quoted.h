@@ -73,7 +73,7 @@ void Escape(std::string_view text, Put put) {
 }
 
 // The first `head` bytes of the text and the last `tail`; "..." stands for what is left out.
-inline std::string Escaped(std::string_view text, size_t head, size_t tail = 0) {
+inline std::string Escape(std::string_view text, size_t head, size_t tail = 0) {
   std::string shown;
   const auto put = [&shown](std::string_view piece) { shown += piece; };
   if (text.size() <= head + tail) {
@@ -91,10 +91,10 @@ inline std::string Escaped(std::string_view text, size_t head, size_t tail = 0) 
 }
 
 // A found text in quotes, escaped and cut.
-inline std::string Quoted(std::string_view text, size_t most = 24) { return "'" + Escaped(text, most) + "'"; }
+inline std::string Quote(std::string_view text, size_t most = 24) { return "'" + Escape(text, most) + "'"; }
 
 // A whole message, in which names may be very long: its beginning says what is wrong and its end what to do.
-inline std::string EscapedMessage(std::string_view text) { return Escaped(text, 2048, 1024); }
+inline std::string EscapeMessage(std::string_view text) { return Escape(text, 2048, 1024); }
 
 // The shortest decimal number that is read back as this one.
 inline std::string PrintFloat(float number) {

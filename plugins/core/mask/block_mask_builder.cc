@@ -93,13 +93,13 @@ class Builder {
     return table;
   }
 
-  static int32_t Stored(int32_t bits_id) { return std::max(bits_id, -1); }
+  static int32_t StoredBits(int32_t bits_id) { return std::max(bits_id, -1); }
 
   void Append(const std::vector<Entry>& row, bool full) {
     for (const Entry& entry : row) {
       if ((entry.bits_id == kFull) != full) continue;
       mask_.key_tile.push_back(entry.key_tile);
-      mask_.bits_id.push_back(Stored(entry.bits_id));
+      mask_.bits_id.push_back(StoredBits(entry.bits_id));
       if (entry.bits_id == kLeft) ++mask_.left;
     }
   }
@@ -114,7 +114,7 @@ class Builder {
         const bool is_full = entry.bits_id == kFull;
         size_t& next = is_full ? full : partial;
         if (next == static_cast<size_t>(is_full ? mask_.row_ptr[at + 1] : mask_.full_begin[at])) return false;
-        if (mask_.key_tile[next] != entry.key_tile || mask_.bits_id[next] != Stored(entry.bits_id)) return false;
+        if (mask_.key_tile[next] != entry.key_tile || mask_.bits_id[next] != StoredBits(entry.bits_id)) return false;
         ++next;
       }
     }

@@ -85,7 +85,7 @@ STOF_HOST_DEVICE V Operate(ExprOp op, V x, V y) {
 }
 
 // The operator that gives the same with its arguments exchanged; kSub then gives the negative.
-STOF_HOST_DEVICE ExprOp Mirrored(ExprOp op) {
+STOF_HOST_DEVICE ExprOp MirrorComparison(ExprOp op) {
   switch (op) {
     case ExprOp::kLt:
       return ExprOp::kGt;

@@ -34,7 +34,7 @@ class ExprParser {
     const int root = Or();
     if (error_.empty()) {
       Skip();
-      if (at_ != text_.size()) Fail("unexpected " + Quoted(text_.substr(at_, 8)));
+      if (at_ != text_.size()) Fail("unexpected " + Quote(text_.substr(at_, 8)));
     }
     if (error_.empty() && !Boolean(root)) Fail("the expression is an integer, expected a condition");
     if (!error_.empty()) {
@@ -179,7 +179,7 @@ class ExprParser {
     }
     if (std::isalpha(static_cast<unsigned char>(c)) == 0) {
       char32_t code = 0;
-      return Fail("unexpected " + Quoted(text_.substr(at_, std::max<size_t>(1, ReadUtf8(text_.substr(at_), &code)))));
+      return Fail("unexpected " + Quote(text_.substr(at_, std::max<size_t>(1, ReadUtf8(text_.substr(at_), &code)))));
     }
     const size_t begin = at_;
     while (at_ < text_.size() && (std::isalnum(static_cast<unsigned char>(text_[at_])) || text_[at_] == '_')) ++at_;
@@ -254,7 +254,7 @@ class ExprParser {
     } else {
       const auto* found =
           std::find_if(std::begin(kRuntime), std::end(kRuntime), [&](const Runtime& r) { return name == r.name; });
-      if (found == std::end(kRuntime)) return Fail("unknown name " + Quoted(name, 32));
+      if (found == std::end(kRuntime)) return Fail("unknown name " + Quote(name, 32));
       auto runtime = std::make_shared<ExprOperand>();
       runtime->name = name;
       runtime->boolean = found->boolean;

@@ -25,13 +25,13 @@ std::vector<std::string> Words(const std::string& text) {
 Status ParseLayouts(const std::string& text, std::array<TensorLayout, 4>* layouts) {
   const std::vector<std::string> words = Words(text);
   if (words.size() != 1 && words.size() != 4) {
-    return Status::Error("attribute layout is " + Quoted(text, kMostQuoted) + ", expected one token or four");
+    return Status::Error("attribute layout is " + Quote(text, kMostQuoted) + ", expected one token or four");
   }
   for (size_t i = 0; i < 4; ++i) {
     const std::string& word = words[words.size() == 1 ? 0 : i];
     const auto* found = std::find(std::begin(kLayoutNames), std::end(kLayoutNames), word);
     if (found == std::end(kLayoutNames)) {
-      return Status::Error("attribute layout has " + Quoted(word, kMostQuoted) + ", expected BHSD, BSHD or BSN");
+      return Status::Error("attribute layout has " + Quote(word, kMostQuoted) + ", expected BHSD, BSHD or BSN");
     }
     (*layouts)[i] = static_cast<TensorLayout>(found - std::begin(kLayoutNames));
   }
@@ -51,11 +51,11 @@ Status CheckRoles(const std::vector<std::string>& roles) {
   }
   for (size_t i = 0; i < roles.size(); ++i) {
     if (!KnownRole(roles[i])) {
-      return Status::Error("attribute operands has role " + Quoted(roles[i], kMostQuoted) +
+      return Status::Error("attribute operands has role " + Quote(roles[i], kMostQuoted) +
                            ", which this build does not know; a newer stof library may");
     }
     if (roles[i] != "unused" && std::find(roles.begin(), roles.begin() + i, roles[i]) != roles.begin() + i) {
-      return Status::Error("attribute operands names " + Quoted(roles[i], kMostQuoted) + " twice");
+      return Status::Error("attribute operands names " + Quote(roles[i], kMostQuoted) + " twice");
     }
   }
   return Status();
@@ -130,7 +130,7 @@ Status ParseAttention(const AttributeReader& attributes, AttentionAttributes* pa
   static constexpr const char* kPolicies[] = {"zero", "nan", "mean", "all"};
   const auto* policy = std::find(std::begin(kPolicies), std::end(kPolicies), text);
   if (policy == std::end(kPolicies)) {
-    return Status::Error("attribute empty_rows is " + Quoted(text, kMostQuoted) + ", expected zero, nan, mean or all");
+    return Status::Error("attribute empty_rows is " + Quote(text, kMostQuoted) + ", expected zero, nan, mean or all");
   }
   a.empty_rows = static_cast<EmptyRows>(policy - std::begin(kPolicies));
   attributes.String("kernel", &a.kernel);
@@ -139,7 +139,7 @@ Status ParseAttention(const AttributeReader& attributes, AttentionAttributes* pa
   const std::vector<std::string> results = Words(text);
   a.lse = results.size() == 1 && results[0] == "lse";
   if (!results.empty() && !a.lse) {
-    return Status::Error("attribute results is " + Quoted(text, kMostQuoted) + ", expected nothing or 'lse'");
+    return Status::Error("attribute results is " + Quote(text, kMostQuoted) + ", expected nothing or 'lse'");
   }
   text.clear();
   attributes.String("operands", &text);
@@ -147,7 +147,7 @@ Status ParseAttention(const AttributeReader& attributes, AttentionAttributes* pa
   STOF_RETURN_IF_ERROR(attributes.CheckTypes());
   STOF_RETURN_IF_ERROR(CheckRoles(a.operands));
   if (a.empty_rows != EmptyRows::kZero && std::find(a.operands.begin(), a.operands.end(), "sink") != a.operands.end()) {
-    return Status::Error("attribute empty_rows is " + Quoted(kPolicies[static_cast<int>(a.empty_rows)], kMostQuoted) +
+    return Status::Error("attribute empty_rows is " + Quote(kPolicies[static_cast<int>(a.empty_rows)], kMostQuoted) +
                          ", expected zero: beside a sink a row without keys is 0");
   }
   return Status();

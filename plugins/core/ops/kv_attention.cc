@@ -10,7 +10,7 @@ namespace stof {
 namespace {
 
 // An error of an input under the name that the input has in this operator.
-Status Named(const NamedInputs& inputs, int index, const Status& status) {
+Status NameInput(const NamedInputs& inputs, int index, const Status& status) {
   return status.ok() ? status : Status::Error(inputs.Name(index) + ": " + status.message());
 }
 
@@ -33,12 +33,12 @@ ScoreArgs ScoresOf(const CachedAttentionAttributes& attributes, int64_t head_siz
 
 Status BindSink(const NamedInputs& inputs, int index, const AttentionShape& shape, ScoreArgs* scores) {
   if (!inputs.Has(index)) return Status();
-  return Named(inputs, index, BindSink(inputs[index], shape, &scores->sink));
+  return NameInput(inputs, index, BindSink(inputs[index], shape, &scores->sink));
 }
 
 Status BindBias(const NamedInputs& inputs, int index, const AttentionShape& shape, ScoreArgs* scores) {
   if (!inputs.Has(index)) return Status();
-  return Named(inputs, index, BindBias(inputs[index], shape, &scores->bias));
+  return NameInput(inputs, index, BindBias(inputs[index], shape, &scores->bias));
 }
 
 Status CheckResults(const KvResults& results, const Tensor* outputs, const Tensor* expected) {

@@ -15,7 +15,7 @@
 namespace stof {
 
 // A tensor of another type or shape than expected.
-inline Status UnexpectedTensor(const std::string& name, const Tensor& found, const std::string& expected) {
+inline Status ReportWrongTensor(const std::string& name, const Tensor& found, const std::string& expected) {
   return Status::Error(name + " has shape " + ShapeText(found) + " and data type " + TypeText(found.dtype) +
                        ", expected " + expected);
 }
@@ -26,7 +26,7 @@ inline Status CheckTensor(const std::string& name, const Tensor& found, const Te
       std::equal(found.dims, found.dims + found.rank, expected.dims)) {
     return Status();
   }
-  return UnexpectedTensor(name, found, ShapeText(expected) + " and " + TypeText(expected.dtype));
+  return ReportWrongTensor(name, found, ShapeText(expected) + " and " + TypeText(expected.dtype));
 }
 
 // Whether a tensor has elements. Their number may overflow before its shape is checked.
@@ -65,14 +65,14 @@ class NamedInputs {
   }
 
   // ---- errors ----
-  Status Unexpected(int input, const std::string& expected) const {
-    return UnexpectedTensor(Name(input), tensors_[input], expected);
+  Status ReportWrong(int input, const std::string& expected) const {
+    return ReportWrongTensor(Name(input), tensors_[input], expected);
   }
   // "..., expected it WHY" and "..., expected none WHY".
-  Status Missing(int input, const std::string& why) const {
+  Status ReportMissing(int input, const std::string& why) const {
     return Status::Error(Name(input) + " is missing, expected it " + why);
   }
-  Status Superfluous(int input, const std::string& why) const {
+  Status ReportSuperfluous(int input, const std::string& why) const {
     return Status::Error(Name(input) + " is given, expected none " + why);
   }
 
@@ -87,7 +87,7 @@ class NamedInputs {
   Status CheckPair(int first, int second) const {
     if (Has(first) == Has(second)) return Status();
     const int given = Has(first) ? first : second;
-    return Missing(given == first ? second : first, "beside " + Name(given));
+    return ReportMissing(given == first ? second : first, "beside " + Name(given));
   }
 
   // Inputs that a node may not have, since no kernel reads them.

@@ -98,7 +98,7 @@ Status CachedAttentionOp::BindCache(const Inputs& inputs, Step* step) const {
   if (!inputs.Has(in::kTotal)) return Status::Error("total_sequence_length is missing");
   const Tensor& total = inputs[in::kTotal];
   if (total.dtype != DType::kI32 || total.rank > 1 || total.Elements() != 1) {
-    return inputs.Unexpected(in::kTotal, "one int32");
+    return inputs.ReportWrong(in::kTotal, "one int32");
   }
   if (total.data == nullptr) return Status::Error("total_sequence_length has no data in host memory");
   step->total = *static_cast<const int32_t*>(total.data);
@@ -114,9 +114,9 @@ Status CachedAttentionOp::BindCache(const Inputs& inputs, Step* step) const {
     a.cache_dtype = past.dtype;
     if ((past.dtype != a.dtype && !IsQuantized(past.dtype)) || past.rank != 4 || past.dims[0] != a.B ||
         past.dims[1] != a.G || past.dims[3] != a.D || past.dims[2] > Limits::kMostLength) {
-      return inputs.Unexpected(in::kPastKey, "[" + std::to_string(a.B) + ", " + std::to_string(a.G) + ", capacity, " +
-                                                 std::to_string(a.D) + "] and data type " + TypeText(a.dtype) +
-                                                 ", int8 or fp8 e4m3fn");
+      return inputs.ReportWrong(in::kPastKey, "[" + std::to_string(a.B) + ", " + std::to_string(a.G) + ", capacity, " +
+                                                  std::to_string(a.D) + "] and data type " + TypeText(a.dtype) +
+                                                  ", int8 or fp8 e4m3fn");
     }
     a.past_capacity = past.dims[2];
     STOF_RETURN_IF_ERROR(inputs.Check(in::kPastValue, a.cache_dtype, {a.B, a.G, a.past_capacity, a.D}));
@@ -125,8 +125,8 @@ Status CachedAttentionOp::BindCache(const Inputs& inputs, Step* step) const {
       a.past_value = inputs[in::kPastValue].data;
     }
     if (a.sliding_window > a.past_capacity) {
-      return inputs.Unexpected(in::kPastKey, "a capacity of at least the window of attribute sliding_window_cache, " +
-                                                 std::to_string(a.sliding_window));
+      return inputs.ReportWrong(in::kPastKey, "a capacity of at least the window of attribute sliding_window_cache, " +
+                                                  std::to_string(a.sliding_window));
     }
   } else if (a.sliding_window > 0) {
     return Status::Error("past_key is missing, expected it beside attribute sliding_window_cache");

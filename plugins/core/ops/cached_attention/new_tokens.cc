@@ -19,9 +19,9 @@ Status BindTokens(const NamedInputs& inputs, const TokenInputs& at, const Cached
   const int64_t heads = is_packed ? H + 2 * G : H;
   const int rank = has_batch_axis ? 3 : 2;
   if (!IsFloat(query.dtype) || query.rank != rank || query.dims[rank - 1] % heads != 0) {
-    return inputs.Unexpected(at.query, std::string("fp32, fp16 or bf16 and [") +
-                                           (has_batch_axis ? "B, S, " : "tokens, ") + std::to_string(heads) +
-                                           " x head size]" + (is_packed ? ", packed as key is absent" : ""));
+    return inputs.ReportWrong(at.query, std::string("fp32, fp16 or bf16 and [") +
+                                            (has_batch_axis ? "B, S, " : "tokens, ") + std::to_string(heads) +
+                                            " x head size]" + (is_packed ? ", packed as key is absent" : ""));
   }
   CacheAppendArgs& a = *args;
   const int64_t columns = query.dims[rank - 1];
@@ -29,10 +29,11 @@ Status BindTokens(const NamedInputs& inputs, const TokenInputs& at, const Cached
   a.dtype = query.dtype;
   const HeadSizes sizes = Limits::HeadSizesOf(Target::kCpu, a.dtype);
   if (!sizes.Has(a.D)) {
-    return inputs.Unexpected(at.query, "a head size of 1 to " + std::to_string(sizes.largest));
+    return inputs.ReportWrong(at.query, "a head size of 1 to " + std::to_string(sizes.largest));
   }
   if (a.B > Limits::kMostLength || a.S > Limits::kMostLength) {
-    return inputs.Unexpected(at.query, has_batch_axis ? "a batch and a length of at most 2^22" : "at most 2^22 tokens");
+    return inputs.ReportWrong(at.query,
+                              has_batch_axis ? "a batch and a length of at most 2^22" : "at most 2^22 tokens");
   }
   a.query = query.data;
   a.query_stride = {a.S * columns, a.D, columns};
@@ -71,9 +72,9 @@ Status BindTransforms(const NamedInputs& inputs, const TokenInputs& at, const Ca
   const Tensor& cos = inputs[at.cos];
   const int64_t most = (a.D - rotary_offset) / 2;
   if (cos.dtype != a.dtype || cos.rank != 2 || cos.dims[0] < 1 || cos.dims[1] < 1 || cos.dims[1] > most) {
-    return inputs.Unexpected(at.cos, "[positions, 1 to " + std::to_string(most) + "]" +
-                                         (rotary_offset > 0 ? " (half of the elements from rotary_offset on)" : "") +
-                                         " and data type " + TypeText(a.dtype));
+    return inputs.ReportWrong(at.cos, "[positions, 1 to " + std::to_string(most) + "]" +
+                                          (rotary_offset > 0 ? " (half of the elements from rotary_offset on)" : "") +
+                                          " and data type " + TypeText(a.dtype));
   }
   STOF_RETURN_IF_ERROR(inputs.Check(at.sin, a.dtype, {cos.dims[0], cos.dims[1]}));
   a.transform.cos = cos.data;

@@ -99,7 +99,7 @@ Status PagedAttentionOp::BindCache(const Inputs& inputs, PagedRun* run) const {
   if (!inputs.Has(in::kPast)) return Status::Error("past_seqlens is missing");
   const Tensor& past = inputs[in::kPast];
   if (past.dtype != DType::kI32 || past.rank != 1 || past.dims[0] > Limits::kMostLength) {
-    return inputs.Unexpected(in::kPast, "int32 and [sequences], at most 2^22");
+    return inputs.ReportWrong(in::kPast, "int32 and [sequences], at most 2^22");
   }
   p.B = past.dims[0];
   p.past = static_cast<const int32_t*>(past.data);
@@ -110,9 +110,9 @@ Status PagedAttentionOp::BindCache(const Inputs& inputs, PagedRun* run) const {
   const int64_t rows = cache.rank == 4 ? cache.dims[1] : 0;
   if (cache.dtype != a.dtype || cache.rank != 4 || rows < kLeastBlock || rows > kMostBlock ||
       (rows & (rows - 1)) != 0 || cache.dims[0] > kMostBlocks || cache.dims[2] != a.G || cache.dims[3] != a.D) {
-    return inputs.Unexpected(in::kKeyCache, "[blocks, block size, " + std::to_string(a.G) + ", " + std::to_string(a.D) +
-                                                "] with a power of two from 16 on as block size, and data type " +
-                                                TypeText(a.dtype));
+    return inputs.ReportWrong(in::kKeyCache,
+                              "[blocks, block size, " + std::to_string(a.G) + ", " + std::to_string(a.D) +
+                                  "] with a power of two from 16 on as block size, and data type " + TypeText(a.dtype));
   }
   STOF_RETURN_IF_ERROR(inputs.Check(in::kValueCache, a.dtype, {cache.dims[0], rows, a.G, a.D}));
   p.from_key = cache.data;
@@ -121,7 +121,7 @@ Status PagedAttentionOp::BindCache(const Inputs& inputs, PagedRun* run) const {
   if (!inputs.Has(in::kBlockTable)) return Status::Error("block_table is missing");
   const Tensor& table = inputs[in::kBlockTable];
   if (table.dtype != DType::kI32 || table.rank != 2 || table.dims[0] != p.B || table.dims[1] > kMostBlocks) {
-    return inputs.Unexpected(in::kBlockTable, "int32 and [" + std::to_string(p.B) + ", blocks of a sequence]");
+    return inputs.ReportWrong(in::kBlockTable, "int32 and [" + std::to_string(p.B) + ", blocks of a sequence]");
   }
   p.pages.table = static_cast<const int32_t*>(table.data);
   p.pages.columns = table.dims[1];
@@ -139,7 +139,7 @@ Status PagedAttentionOp::BindMetadata(const Inputs& inputs, PagedRun* run) const
   if (!inputs.Has(in::kMetadata)) return Status();
   const Tensor& metadata = inputs[in::kMetadata];
   if (metadata.dtype != DType::kI32 || metadata.rank != 1 || metadata.dims[0] < 2 || metadata.dims[0] > 3) {
-    return inputs.Unexpected(in::kMetadata, "int32 and [2] or [3]");
+    return inputs.ReportWrong(in::kMetadata, "int32 and [2] or [3]");
   }
   const auto* bounds = static_cast<const int32_t*>(metadata.data);
   if (bounds == nullptr) return Status();

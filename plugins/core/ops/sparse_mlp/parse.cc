@@ -26,7 +26,7 @@ Status ParseWord(const AttributeReader& attributes, const char* name, const char
     }
     expected += (i == 0 ? "" : ", ") + std::string(words[i]);
   }
-  return UnexpectedAttribute(name, Quoted(text), "one of " + expected);
+  return UnexpectedAttribute(name, Quote(text), "one of " + expected);
 }
 
 }  // namespace

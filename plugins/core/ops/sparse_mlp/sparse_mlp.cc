@@ -60,10 +60,10 @@ class Binder {
   static bool IsSize(int64_t size) { return size >= 0 && size <= Limits::kMostSize; }
 
   Status BindTokens(SparseMlpArgs* args) const {
-    if (!Has(in::kInput)) return inputs_.Missing(in::kInput, "always");
+    if (!Has(in::kInput)) return inputs_.ReportMissing(in::kInput, "always");
     const Tensor& input = inputs_[in::kInput];
     if (!IsFloat(input.dtype) || input.rank < 1) {
-      return inputs_.Unexpected(in::kInput, "fp32, fp16 or bf16 and [..., K]");
+      return inputs_.ReportWrong(in::kInput, "fp32, fp16 or bf16 and [..., K]");
     }
     args->dtype = input.dtype;
     int64_t tokens = 1;
@@ -71,7 +71,7 @@ class Binder {
       const bool is_last = i == input.rank - 1;
       if (!IsSize(input.dims[i]) || (!is_last && __builtin_mul_overflow(tokens, input.dims[i], &tokens)) ||
           !IsSize(tokens)) {
-        return inputs_.Unexpected(in::kInput, "sizes of 0 or more, and at most 2^31 - 1 tokens");
+        return inputs_.ReportWrong(in::kInput, "sizes of 0 or more, and at most 2^31 - 1 tokens");
       }
     }
     args->T = tokens;
@@ -82,10 +82,10 @@ class Binder {
 
   // The down weight decides F and N.
   Status BindDown(SparseMlpArgs* args) const {
-    if (!Has(in::kDownWeight)) return inputs_.Missing(in::kDownWeight, "always");
+    if (!Has(in::kDownWeight)) return inputs_.ReportMissing(in::kDownWeight, "always");
     const Tensor& down = inputs_[in::kDownWeight];
     if (down.rank != 2 || !IsSize(down.dims[0]) || !IsSize(down.dims[1])) {
-      return inputs_.Unexpected(in::kDownWeight, "[F, N], each at most 2^31 - 1");
+      return inputs_.ReportWrong(in::kDownWeight, "[F, N], each at most 2^31 - 1");
     }
     args->F = down.dims[0];
     args->N = down.dims[1];
@@ -94,10 +94,10 @@ class Binder {
       STOF_RETURN_IF_ERROR(inputs_.Check(in::kDownWeight, args->dtype, {args->F, args->N}));
       STOF_RETURN_IF_ERROR(CheckNotQuantized(kDownInputs));
     } else {
-      if (!Has(in::kDownScales)) return inputs_.Missing(in::kDownScales, "with attribute bits");
+      if (!Has(in::kDownScales)) return inputs_.ReportMissing(in::kDownScales, "with attribute bits");
       const Tensor& scales = inputs_[in::kDownScales];
       if (scales.rank != 2 || !IsSize(scales.dims[1])) {
-        return inputs_.Unexpected(in::kDownScales, "[ceil(F / block_size), N]");
+        return inputs_.ReportWrong(in::kDownScales, "[ceil(F / block_size), N]");
       }
       args->N = scales.dims[1];
       const int64_t groups = CeilDiv(args->F, attributes_.block_size);
@@ -117,7 +117,7 @@ class Binder {
 
   Status CheckNotQuantized(const WeightInputs& names) const {
     for (const int i : {names.scales, names.zero_points}) {
-      if (Has(i)) return inputs_.Superfluous(i, "as attribute bits is 0");
+      if (Has(i)) return inputs_.ReportSuperfluous(i, "as attribute bits is 0");
     }
     return Status();
   }
@@ -126,7 +126,7 @@ class Binder {
   Status BindRows(const WeightInputs& names, const SparseMlpArgs& a, SparseMlpWeight* weight, const void** bias) const {
     if (!Has(names.weight)) {
       for (const int i : {names.bias, names.scales, names.zero_points}) {
-        if (Has(i)) return inputs_.Superfluous(i, "without " + std::string(in::kNames[names.weight]));
+        if (Has(i)) return inputs_.ReportSuperfluous(i, "without " + std::string(in::kNames[names.weight]));
       }
       return Status();
     }
@@ -137,7 +137,7 @@ class Binder {
     } else {
       const int64_t b = attributes_.block_size, blocks = CeilDiv(a.K, b);
       STOF_RETURN_IF_ERROR(inputs_.Check(names.weight, DType::kU8, {a.F, blocks, b * attributes_.bits / 8}));
-      if (!Has(names.scales)) return inputs_.Missing(names.scales, "with attribute bits");
+      if (!Has(names.scales)) return inputs_.ReportMissing(names.scales, "with attribute bits");
       STOF_RETURN_IF_ERROR(inputs_.Check(names.scales, a.dtype, {a.F, blocks}));
       weight->scales = At(names.scales);
       if (Has(names.zero_points)) {
@@ -157,15 +157,15 @@ class Binder {
     const std::string with = "with selection = " + selection;
     const bool has_predictor = a.selection == SparseMlpSelection::kPredictor;
     for (const int i : {in::kGateWeight, in::kPredictorDown, in::kPredictorUp}) {
-      if (has_predictor && !Has(i)) return inputs_.Missing(i, with);
-      if (!has_predictor && Has(i)) return inputs_.Superfluous(i, with);
+      if (has_predictor && !Has(i)) return inputs_.ReportMissing(i, with);
+      if (!has_predictor && Has(i)) return inputs_.ReportSuperfluous(i, with);
     }
     for (const int i : {in::kPredictorDownScales, in::kPredictorUpScales}) {
-      if (!has_predictor && Has(i)) return inputs_.Superfluous(i, with);
+      if (!has_predictor && Has(i)) return inputs_.ReportSuperfluous(i, with);
     }
-    if (has_predictor && Has(in::kGate)) return inputs_.Superfluous(in::kGate, with);
+    if (has_predictor && Has(in::kGate)) return inputs_.ReportSuperfluous(in::kGate, with);
     if (!has_predictor) {
-      if (!Has(in::kGate)) return inputs_.Missing(in::kGate, with);
+      if (!Has(in::kGate)) return inputs_.ReportMissing(in::kGate, with);
       const Tensor& input = inputs_[in::kInput];
       std::vector<int64_t> dims(input.dims, input.dims + input.rank);
       dims.back() = a.F;
@@ -173,7 +173,7 @@ class Binder {
       a.gate = At(in::kGate);
     } else {
       const Tensor& down = inputs_[in::kPredictorDown];
-      if (down.rank != 2 || !IsSize(down.dims[0])) return inputs_.Unexpected(in::kPredictorDown, "[R, K]");
+      if (down.rank != 2 || !IsSize(down.dims[0])) return inputs_.ReportWrong(in::kPredictorDown, "[R, K]");
       a.R = down.dims[0];
       const auto padded = [](int64_t size) { return RoundUp(size, Limits::kPredictorMultiple); };
       STOF_RETURN_IF_ERROR(inputs_.CheckPair(in::kPredictorDownScales, in::kPredictorUpScales));
@@ -192,13 +192,13 @@ class Binder {
       a.predictor_up.data = At(in::kPredictorUp);
     }
     if (a.selection == SparseMlpSelection::kNonzero) {
-      return Has(in::kThreshold) ? inputs_.Superfluous(in::kThreshold, with) : Status();
+      return Has(in::kThreshold) ? inputs_.ReportSuperfluous(in::kThreshold, with) : Status();
     }
-    if (!Has(in::kThreshold)) return inputs_.Missing(in::kThreshold, with);
+    if (!Has(in::kThreshold)) return inputs_.ReportMissing(in::kThreshold, with);
     const Tensor& threshold = inputs_[in::kThreshold];
     const bool has_one = threshold.rank == 1 && threshold.dims[0] == 1;
     if (threshold.dtype != DType::kF32 || threshold.rank != 1 || (!has_one && threshold.dims[0] != a.F)) {
-      return inputs_.Unexpected(in::kThreshold, "[1] or [" + std::to_string(a.F) + "] and " + TypeText(DType::kF32));
+      return inputs_.ReportWrong(in::kThreshold, "[1] or [" + std::to_string(a.F) + "] and " + TypeText(DType::kF32));
     }
     a.threshold = static_cast<const float*>(threshold.data);
     a.threshold_stride = has_one ? 0 : 1;
