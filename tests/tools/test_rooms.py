@@ -114,7 +114,7 @@ def in_code(text: str) -> list[str]:
 
 
 def order_of_imports(text: str) -> dict[str, set[str]]:
-    """By room, those that stand left of it in a line, or left of one of these."""
+    """By package or folder, those that stand left of it in a line, or left of one of these."""
     lines = re.search(r"```\n(.*?)```", text, re.DOTALL)
     assert lines, "the page has no order of imports"
     left: dict[str, set[str]] = defaultdict(set)
@@ -138,41 +138,41 @@ def against_the_order(edges: Edges, order: Mapping[str, set[str]]) -> list[str]:
     ]
 
 
-def python_rooms() -> set[str]:
+def python_packages() -> set[str]:
     paths = tracked("optimizer/stof/*.py")
     return {python_room(".".join(p.with_suffix("").parts[2:])) if len(p.parts) == 3 else p.parts[2] for p in paths}
 
 
-def native_rooms() -> set[str]:
+def native_folders() -> set[str]:
     return {native_room(p) for p in tracked("cuda", "cpu", "plugins") if p.suffix in (".h", ".cc", ".cu", ".cuh")}
 
 
-@pytest.mark.parametrize(("edges", "rooms"), [(python_edges, python_rooms), (native_edges, native_rooms)])
-def test_the_order_of_imports_is_that_of_the_page(edges: object, rooms: object) -> None:
-    """The page had missed new packages: each room is in a line, and imports what stands left of it."""
+@pytest.mark.parametrize(("edges", "names"), [(python_edges, python_packages), (native_edges, native_folders)])
+def test_the_order_of_imports_is_that_of_the_page(edges: object, names: object) -> None:
+    """The page had missed new packages: each package is in a line, and imports what stands left of it."""
     order = order_of_imports(section("Imports point one way"))
-    found = rooms()  # type: ignore[operator]
+    found = names()  # type: ignore[operator]
     assert len(found) > 20
-    assert found - set(order) == set(), "rooms without a place in the order of imports"
+    assert found - set(order) == set(), "packages and folders without a place in the order of imports"
     wrong = against_the_order(edges(), order)  # type: ignore[operator]
     assert not wrong, "imports that do not follow from the page:\n" + "\n".join(wrong)
 
 
-def test_every_name_in_the_order_is_a_room() -> None:
-    assert set(order_of_imports(section("Imports point one way"))) - python_rooms() - native_rooms() == set()
+def test_every_name_in_the_order_exists() -> None:
+    assert set(order_of_imports(section("Imports point one way"))) - python_packages() - native_folders() == set()
 
 
-def test_the_page_describes_every_room() -> None:
+def test_the_page_describes_every_folder() -> None:
     """Packages, modules and folders have a row. A row that ends with a slash names those inside: `cpu/` has `chain`."""
     named = set()
-    for row in table_rows(section("Rooms")):
+    for row in table_rows(section("Folders")):
         first, *others = in_code(row[0])
         inside = [first + name for name in in_code(row[1]) if first.endswith("/")]
         named |= {name.removeprefix("optimizer/stof/") for name in (first, *others, *inside)}
-    packages = {room for room in python_rooms() if (ROOT / "optimizer/stof" / room).is_dir()}
-    modules = {f"{room}.py" for room in python_rooms() - packages - {"__init__", "__main__"}}
-    folders = {room for room in native_rooms() if (ROOT / room).is_dir()}
-    assert (packages | modules | folders) - named == set(), "rooms without a row"
+    packages = {room for room in python_packages() if (ROOT / "optimizer/stof" / room).is_dir()}
+    modules = {f"{room}.py" for room in python_packages() - packages - {"__init__", "__main__"}}
+    folders = {room for room in native_folders() if (ROOT / room).is_dir()}
+    assert (packages | modules | folders) - named == set(), "packages and folders without a row"
     assert {name for name in named if name.endswith(".py")} - modules == set(), "rows of modules that are gone"
 
 
