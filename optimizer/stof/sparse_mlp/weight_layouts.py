@@ -117,12 +117,12 @@ class WeightLayouts:
         key = (weight, False, order)
         if key not in self._quantized:
             values, scales, zeros = self._read_quantized(weight)
-            found = to_rows(weight, values, scales, zeros)
+            arrays = to_rows(weight, values, scales, zeros)
             if order is not None:
                 rows = order.indices
-                zeros = None if found.zero_points is None else found.zero_points[rows]
-                found = QuantizedArrays(found.values[rows], found.scales[rows], zeros)
-            self._quantized[key] = self._store(weight, found)
+                zeros = None if arrays.zero_points is None else arrays.zero_points[rows]
+                arrays = QuantizedArrays(arrays.values[rows], arrays.scales[rows], zeros)
+            self._quantized[key] = self._store(weight, arrays)
         return self._quantized[key]
 
     def regrouped(self, weight: MlpWeight, order: _Order = None) -> list[str]:
@@ -136,16 +136,16 @@ class WeightLayouts:
 
     def take_nodes(self) -> list[onnx.NodeProto]:
         """The nodes that were made since the last call."""
-        found, self._nodes = self._nodes, []
-        return found
+        nodes, self._nodes = self._nodes, []
+        return nodes
 
     def _read_quantized(self, weight: MlpWeight) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         q = weight.quantization
         assert q is not None
-        given = [
+        arrays = [
             read_values(self._stored[n], self._folder) if n else None for n in (weight.tensor, q.scales, q.zero_points)
         ]
-        values, scales, zeros = given
+        values, scales, zeros = arrays
         assert values is not None
         assert scales is not None
         return values, scales, zeros

@@ -37,9 +37,9 @@ class SelectedNeurons:
     near: np.ndarray
     aside: np.ndarray
 
-    def thresholds(self, given: np.ndarray) -> np.ndarray:
+    def thresholds(self, thresholds: np.ndarray) -> np.ndarray:
         """Thresholds [T, F] for an operator: the ones given, [1] or [F], but for scores within rounding of them."""
-        return np.where(self.near, self.aside, given).astype(np.float32)
+        return np.where(self.near, self.aside, thresholds).astype(np.float32)
 
 
 def select_neurons(site: MlpSite, gate: np.ndarray, inputs: np.ndarray | None) -> SelectedNeurons:
@@ -85,11 +85,11 @@ def _scores(
     scores = projected @ up.T
     # Errors of the projected values, then what the second factor makes of them, and its own.
     error = _ROUNDING * (np.abs(inputs) @ np.abs(down).T)
-    own = _ROUNDING * (np.abs(projected) @ np.abs(up).T)
+    up_error = _ROUNDING * (np.abs(projected) @ np.abs(up).T)
     if "predictor_down_scales" in arrays:
         error = error + _half_steps(inputs) @ np.abs(down).T
-        own = own + _half_steps(np.abs(projected) + error) @ np.abs(up).T
-    return scores, error @ np.abs(up).T + own
+        up_error = up_error + _half_steps(np.abs(projected) + error) @ np.abs(up).T
+    return scores, error @ np.abs(up).T + up_error
 
 
 def _half_steps(values: np.ndarray) -> np.ndarray:

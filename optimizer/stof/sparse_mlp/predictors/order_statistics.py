@@ -56,8 +56,8 @@ def finite(value: float) -> float:
 def _bin_of(counts: npt.NDArray[np.int64], rank: int) -> tuple[int, int]:
     """The bin that holds a rank, and how many values lie in the bins before it."""
     ends = np.cumsum(counts)
-    found = int(np.searchsorted(ends, rank, "right"))
-    return found, int(ends[found] - counts[found])
+    index = int(np.searchsorted(ends, rank, "right"))
+    return index, int(ends[index] - counts[index])
 
 
 def _sorted_bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint32]:

@@ -70,8 +70,8 @@ def read_tensors(what: str, path: Path) -> dict[str, Tensor]:
         order = members.get(f"{folder}/byteorder")
         if order is not None and bytes(order) != b"little":
             raise _MalformedError("values are not in little-endian order; save the file on another machine")
-        found = _Interpreter(bytes(members[member]), _Storages(members, folder)).run()
-        return _named_tensors(found, len(data))
+        content = _Interpreter(bytes(members[member]), _Storages(members, folder)).run()
+        return _named_tensors(content, len(data))
     except _MalformedError as error:
         raise ArgumentError(f"the {what} {path} cannot be read: {member}: {shown(error, 500)}") from None
 
@@ -308,9 +308,9 @@ class _Interpreter:
     def _pop_to_mark(self) -> list[object]:
         for i in reversed(range(len(self.stack))):
             if isinstance(self.stack[i], _Mark):
-                found = self.stack[i + 1 :]
+                arguments = self.stack[i + 1 :]
                 del self.stack[i:]
-                return found
+                return arguments
         raise _MalformedError("a damaged pickle: arguments without a beginning")
 
 
@@ -321,9 +321,9 @@ def _line(stream: io.BytesIO) -> str:
     return line[:-1].decode()
 
 
-def _named_tensors(found: object, size: int) -> dict[str, Tensor]:
+def _named_tensors(content: object, size: int) -> dict[str, Tensor]:
     """The tensors of what a pickle holds, with no more bytes than the file has."""
-    tensors = {"": found} if isinstance(found, np.ndarray) else found
+    tensors = {"": content} if isinstance(content, np.ndarray) else content
     if not isinstance(tensors, dict):
         raise _MalformedError("it holds neither a tensor nor a dictionary of tensors")
     for name, tensor in tensors.items():
