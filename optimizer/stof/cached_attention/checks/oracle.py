@@ -237,7 +237,7 @@ def _rotate(x: np.ndarray, step: CacheStep, positions: np.ndarray, dtype: type[n
     before, rotated, rest = np.split(x, [step.rotary_offset, step.rotary_offset + 2 * half], axis=-1)
     pairs = (slice(0, None, 2), slice(1, None, 2)) if step.interleaved else (slice(0, half), slice(half, None))
     one, other = (rotated[..., p] for p in pairs)
-    found = np.empty_like(rotated)
-    found[..., pairs[0]] = one * cos - other * sin
-    found[..., pairs[1]] = other * cos + one * sin
-    return np.concatenate([before, found, rest], axis=-1)
+    embedded = np.empty_like(rotated)
+    embedded[..., pairs[0]] = one * cos - other * sin
+    embedded[..., pairs[1]] = other * cos + one * sin
+    return np.concatenate([before, embedded, rest], axis=-1)
