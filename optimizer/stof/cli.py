@@ -268,8 +268,8 @@ def _check_changes(arguments: argparse.Namespace) -> None:
     if arguments.prompts is not None and changes is None:
         raise ArgumentError("--prompts is for --sparsify and --sparse-mlp, of which none is given")
     measured = arguments.prompts or arguments.sparse_mlp
-    for option, given in (("--max-kl", arguments.max_kl is not None), ("--force", arguments.force)):
-        if given and measured is None:
+    for option, is_given in (("--max-kl", arguments.max_kl is not None), ("--force", arguments.force)):
+        if is_given and measured is None:
             raise ArgumentError(f"{option} is for --prompts and --sparse-mlp, of which none is given")
 
 

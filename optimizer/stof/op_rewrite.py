@@ -185,7 +185,7 @@ class OpRewrite(ABC, Generic[Found, Described, Decided]):
         """
 
     @abstractmethod
-    def describe(self, job: Job, found: Found) -> Described:
+    def describe(self, job: Job, candidates: Found) -> Described:
         """The candidates with their problems: what each asks of kernels, as frozen and hashable values.
 
         Raises:

@@ -108,8 +108,8 @@ def run(
             _write_report(report, options)
         raise
     except OSError as error:  # a full disk where temporary files lie, for instance
-        place = f"{error.filename}: " if error.filename else ""
-        raise ArgumentError(f"{source} cannot be optimized: {place}{error.strerror or error}") from error
+        file = f"{error.filename}: " if error.filename else ""
+        raise ArgumentError(f"{source} cannot be optimized: {file}{error.strerror or error}") from error
     if report.replaced and report.output is not None:
         report.how_to_run = _describe_run(target, options)
     if not is_output:
@@ -145,22 +145,22 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
     copies = {f"external data {c.location!r}": c.target for c in data_to_copy(graph, target, source)}
     _check_files(data, target, options, report.dry_run, copies)
     _note_sizes(report, model_bytes=count_bytes(source, external_files(graph)))
-    given = read_given_inputs(options.inputs, graph)
+    user_inputs = read_given_inputs(options.inputs, graph)
     job = Job(options, source, graph, report.library, plan, partial(_timed_step, report, source), selections)
     report.sections = {op.key: op.empty_section() for op in OPS}
     report.optimized_before = dict(Counter(n.op_type for n in all_nodes(graph.graph.node) if n.domain == DOMAIN))
-    earlier = {op.key: found for op in OPS if (found := op.find_earlier_result(job)) is not None}
+    earlier = {op.key: result for op in OPS if (result := op.find_earlier_result(job)) is not None}
     for option, value in (("--sparsify", options.sparsify), ("--sparse-mlp", options.sparse_mlp)):
         if earlier and value:
             raise ArgumentError(
                 f"{option} is for a dense model, and this one was optimized before; give the one it was made from"
             )
     if earlier:
-        for key, found in earlier.items():
-            selections[key].check(found.candidates)
-            report.sections[key] = found.section
+        for key, result in earlier.items():
+            selections[key].check(result.candidates)
+            report.sections[key] = result.section
         empty: dict[str, tuple[PlanEntry, ...]] = {op.key: () for op in OPS if op.plan_format.required}
-        _save_plan(empty | {key: found.plan for key, found in earlier.items()}, options)
+        _save_plan(empty | {key: result.plan for key, result in earlier.items()}, options)
         return
     if plan is not None and plan.target is not options.tuned_for:
         raise ArgumentError(
@@ -173,7 +173,7 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
     if not report.dry_run and any(s.decided.has_replaced for s in stages):
         check_output_folder(stages[-1].model, target, source)
         with _runtime_failures_as_model_errors(source):
-            stages = _verify_and_write(report, job, stages, target, given)
+            stages = _verify_and_write(report, job, stages, target, user_inputs)
     _mark_written(report, stages)
     if opset < opset_of(graph) and any(s.decided.has_replaced for s in stages):
         report.converted_opset = (opset, opset_of(graph))
@@ -196,9 +196,9 @@ def _read_options(job: Job, target: Path, dry_run: bool) -> Job:
         read["prompts file"] = options.prompts
     settings: dict[str, OpSettings] = {}
     for op in OPS:
-        if isinstance(op, ReadsOptions) and (own := op.read_options(job)) is not None:
-            settings[op.key] = own
-            read |= own.files
+        if isinstance(op, ReadsOptions) and (op_settings := op.read_options(job)) is not None:
+            settings[op.key] = op_settings
+            read |= op_settings.files
     _check_files(read, target, options, dry_run)
     return replace(job, settings=settings)
 
@@ -221,8 +221,8 @@ def _prepare(report: Report, job: Job, target: Path) -> Job:
                 job = op.prepare(job)
         report.sparsity = sparsity.report
     stated = "" if job.plan is None else job.plan.sparsity
-    found = "" if job.sparsity is None else job.sparsity.digest
-    if job.plan is not None and stated != found:
+    digest = "" if job.sparsity is None else job.sparsity.digest
+    if job.plan is not None and stated != digest:
         has = "patterns of --sparsify that are not those given" if stated else "no patterns of --sparsify"
         raise ArgumentError(f"the plan has {has}; give the --sparsify that it was saved with")
     return job
@@ -346,7 +346,7 @@ def _timed(report: Report, step: str) -> Iterator[None]:
 
 
 def _verify_and_write(
-    report: Report, job: Job, stages: list[Stage], target: Path, given: Sequence[GivenFeed]
+    report: Report, job: Job, stages: list[Stage], target: Path, user_inputs: Sequence[GivenFeed]
 ) -> list[Stage]:
     """Verifies and writes the model, without rewrites that change its outputs.
 
@@ -355,7 +355,7 @@ def _verify_and_write(
     """
     if job.options.verify:
         with progress.step("verify"):
-            stages = verify_stages(report, OPS, stages, target.parent, given)
+            stages = verify_stages(report, OPS, stages, target.parent, user_inputs)
     if not any(s.decided.has_replaced for s in stages):
         return stages
     final = stages[-1].written

@@ -94,18 +94,18 @@ def optimize_folder(
     if not models:
         raise ArgumentError(f"{source} holds no .onnx file")
     written = {"report": options.json, "HTML report": options.report}
-    given = {name: path for name, path in written.items() if path not in (None, STANDARD_OUTPUT)}
-    if given:
-        check_outputs({f"input {f}": source / f for f in files}, given)
+    paths = {name: path for name, path in written.items() if path not in (None, STANDARD_OUTPUT)}
+    if paths:
+        check_outputs({f"input {f}": source / f for f in files}, paths)
     command = command_of(str(source), replace(options, output=None if is_dry else target))
     report = FolderReport(str(source), dry_run=is_dry, facts=collect_facts(command, build_info(), options.tuned_for))
     configs = read_configs(source, files)
-    known = frozenset(files)
+    files_in_folder = frozenset(files)
     report.notes += [
         f"{folder / GENAI_CONFIG}: {show_key(s.key)} is {str(s.model)!r}, which is not in the folder"
         for folder, config in configs.items()
         for s in config.sessions
-        if folder / s.model not in known
+        if folder / s.model not in files_in_folder
     ]
     steps = _FolderRun(source, models, options, report)
     if target is None or is_dry:
@@ -185,10 +185,10 @@ class _FolderRun:
         self._check_shapes(options.shapes)
 
     def _check_shapes(self, shapes: Mapping[str, tuple[int, int]]) -> None:
-        known = set().union(*self._dimensions.values())
+        dimensions = set().union(*self._dimensions.values())
         for name in shapes:
-            if name not in known:
-                named = ", ".join(sorted(known)) or "none, all sizes are fixed"
+            if name not in dimensions:
+                named = ", ".join(sorted(dimensions)) or "none, all sizes are fixed"
                 raise ArgumentError(
                     f"--shape {name!r} is no symbolic dimension of the models' inputs; these are: {named}"
                 )
@@ -254,10 +254,10 @@ def _check_target(source: Path, target: Path) -> None:
     if target == inner or target.is_relative_to(inner):
         where = "is" if target == inner else "lies in"
         raise ArgumentError(f"the output {target} {where} the folder that is read; choose another one with -o")
-    found = stat_file("output", target)
-    if found is not None and not target.is_dir():
+    status = stat_file("output", target)
+    if status is not None and not target.is_dir():
         raise ArgumentError(f"the output {target} is a file; of a folder it has to be a folder, too")
-    if found is not None and any(target.iterdir()):
+    if status is not None and any(target.iterdir()):
         raise ArgumentError(f"the output {target} is not empty; remove it, or choose another folder with -o")
     if not target.parent.is_dir():
         raise ArgumentError(f"the folder {target.parent} of the output does not exist; make it, or choose another one")
@@ -270,8 +270,8 @@ def _list_files(folder: Path, above: tuple[str, ...], inside: Path = Path()) -> 
         ArgumentError: for what is no file, such as a broken link or a pipe.
     """
     with os.scandir(folder / inside) as entries:
-        found = sorted(entries, key=lambda e: e.name)
-    for entry in found:
+        by_name = sorted(entries, key=lambda e: e.name)
+    for entry in by_name:
         path = inside / entry.name
         if entry.is_dir():
             real = os.path.realpath(entry.path)

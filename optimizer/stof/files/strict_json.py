@@ -77,8 +77,8 @@ def loads(text: str, *, restore_numbers: bool = False) -> Any:
         ValueError: for a text that is no JSON, NaN, Infinity, and a field that one object has twice.
         RecursionError: for one that is nested too deep.
     """
-    found = json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
-    return _restored(found) if restore_numbers else found
+    value = json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
+    return _restored(value) if restore_numbers else value
 
 
 def _other(value: Any, default: Callable[[Any], Any] | None) -> Any:
@@ -114,11 +114,11 @@ def _restored(value: Any) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         names = [n for n, _ in pairs]
         raise ValueError(f"field {next(n for n in names if names.count(n) > 1)!r} twice in one object")
-    return found
+    return fields
 
 
 def _constant(text: str) -> float:

@@ -199,20 +199,20 @@ class _Build:
         tensors = [self.network.get_input(i) for i in range(self.network.num_inputs)]
         ranges.check_names([t.name for t in tensors])
         profile = self.builder.create_optimization_profile()
-        found = []
+        input_shapes = []
         dynamic = False
         for tensor in tensors:
             shape = tuple(int(n) for n in tensor.shape)
             if all(n >= 0 for n in shape):
-                found.append((tensor.name, (shape, shape, shape)))
+                input_shapes.append((tensor.name, (shape, shape, shape)))
                 continue
             dynamic = True
             shapes = ranges.of(tensor.name, shape)
             profile.set_shape(tensor.name, *shapes)
-            found.append((tensor.name, shapes))
+            input_shapes.append((tensor.name, shapes))
         if dynamic:
             self.config.add_optimization_profile(profile)
-        return tuple(found)
+        return tuple(input_shapes)
 
     def _configure(self, library: Path | None) -> None:
         trt, options, config = self.trt, self.options, self.config
@@ -253,8 +253,8 @@ class _Build:
             )
         self.config.num_compute_capabilities = len(options.capabilities)
         for i, number in enumerate(options.capabilities):
-            found = getattr(trt.ComputeCapability, f"SM{number}", None)
-            if found is None or not self.config.set_compute_capability(found, i):
+            capability = getattr(trt.ComputeCapability, f"SM{number}", None)
+            if capability is None or not self.config.set_compute_capability(capability, i):
                 raise ArgumentError(
                     f"--capability {number}: {trt.__name__} {trt.__version__} does not build for it; it does for "
                     f"{', '.join(str(n) for n in CAPABILITIES)}"

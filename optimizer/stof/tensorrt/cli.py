@@ -172,8 +172,8 @@ def _do_run(a: argparse.Namespace) -> int:
 def _do_inspect(a: argparse.Namespace) -> int:
     from stof.tensorrt.inspect import inspect_engine
 
-    found = inspect_engine(a.engine, a.tensorrt, a.verbose, a.embedded_plugins)
-    say(*(found.to_json() if a.json else found.to_text()).split("\n"))
+    contents = inspect_engine(a.engine, a.tensorrt, a.verbose, a.embedded_plugins)
+    say(*(contents.to_json() if a.json else contents.to_text()).split("\n"))
     return 0
 
 

@@ -63,12 +63,12 @@ def inspect_engine(engine: Path, module: str | None = None, verbose: bool = Fals
     try:
         trt = find(module)
         messages = Messages(verbose)
-        found = _inspected(trt, data, messages, embedded)
+        layers_read = _inspected(trt, data, messages, embedded)
         why = messages.last() or "TensorRT does not deserialize it"
     except TensorrtError as error:
-        found, why = None, str(error)
-    if found is not None:
-        return Contents(str(engine), f"{trt.__name__} {trt.__version__}", found, True)
+        layers_read, why = None, str(error)
+    if layers_read is not None:
+        return Contents(str(engine), f"{trt.__name__} {trt.__version__}", layers_read, True)
     layers = recorded(data)
     if not layers:
         raise ModelError(f"{engine} cannot be inspected: {why}. The file by itself names no plugin layers either")
@@ -131,17 +131,17 @@ def parsed(text: str) -> tuple[Layer, ...]:
         entries = json.loads(text).get("Layers", [])
     except (ValueError, RecursionError, AttributeError) as error:
         raise TensorrtError(f"TensorRT's engine inspector gives no JSON: {error}") from error
-    found = []
+    layers = []
     for layer in entries if isinstance(entries, list) else []:
         if isinstance(layer, str):
-            found.append(Layer(layer, "", _PREFIX in layer))
+            layers.append(Layer(layer, "", _PREFIX in layer))
             continue
         if not isinstance(layer, dict):
             continue
         plugin = str(layer.get("PluginType", ""))
         kind = plugin or str(layer.get("LayerType", ""))
-        found.append(Layer(str(layer.get("Name", "")), kind, plugin.startswith(_PREFIX)))
-    return tuple(found)
+        layers.append(Layer(str(layer.get("Name", "")), kind, plugin.startswith(_PREFIX)))
+    return tuple(layers)
 
 
 def recorded(data: bytes) -> tuple[Layer, ...]:

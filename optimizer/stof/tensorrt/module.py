@@ -87,8 +87,8 @@ def find(name: str | None = None) -> Any:
 def _installed(name: str) -> bool:
     """Whether there is such a module; a mere folder of that name, in the working directory for instance, is none."""
     if name in sys.modules:
-        found = sys.modules[name]
-        return getattr(found, "__file__", None) is not None or not hasattr(found, "__path__")
+        loaded = sys.modules[name]
+        return getattr(loaded, "__file__", None) is not None or not hasattr(loaded, "__path__")
     spec = importlib.util.find_spec(name)
     return spec is not None and spec.origin is not None
 
@@ -98,12 +98,12 @@ def _check_rtx_libraries() -> None:
     if importlib.util.find_spec(_RTX_LIBRARIES) is None:
         return
     libraries = importlib.import_module(_RTX_LIBRARIES)
-    for found in (Path(p) for p in libraries.__path__):
-        versioned = sorted(found.glob("libtensorrt_rtx.so.*"))
-        if versioned and not (found / "libtensorrt_rtx.so").exists():
+    for folder in (Path(p) for p in libraries.__path__):
+        versioned = sorted(folder.glob("libtensorrt_rtx.so.*"))
+        if versioned and not (folder / "libtensorrt_rtx.so").exists():
             raise TensorrtError(
-                f"{found} has {versioned[0].name} but no libtensorrt_rtx.so, by which TensorRT's parser loads it: "
-                f"ln -s {versioned[0].name} {found / 'libtensorrt_rtx.so'}"
+                f"{folder} has {versioned[0].name} but no libtensorrt_rtx.so, by which TensorRT's parser loads it: "
+                f"ln -s {versioned[0].name} {folder / 'libtensorrt_rtx.so'}"
             )
 
 
@@ -179,9 +179,9 @@ def load_plugins(trt: Any = None) -> Path | None:
     registry = trt.get_plugin_registry()
     if registry is None:
         raise TensorrtError(f"{trt.__name__} has no plugin registry")
-    known = registry.get_creator(*PLUGIN) is not None
-    path = find_library() if known else plugin_path()
-    if known:
+    is_registered = registry.get_creator(*PLUGIN) is not None
+    path = find_library() if is_registered else plugin_path()
+    if is_registered:
         return path
     try:
         _loaded(trt.__name__, path)

@@ -69,7 +69,7 @@ def write_repository(
     if target.exists():
         raise ArgumentError(f"{target} exists; delete it, or choose another --name")
     files = _onnx_files(onnx_model) if onnx_model is not None else _engine_files(engine, major)
-    library = next(place for place in reversed(files) if place.suffix == ".so")
+    library = next(path for path in reversed(files) if path.suffix == ".so")
     base = (served_at or str(folder.resolve())).rstrip("/")
     served = f"{base}/{name}/{library}"
     if any(c in served for c in '"\\\n'):
@@ -80,11 +80,11 @@ def write_repository(
         folder.mkdir(parents=True, exist_ok=True)
         with temporary_folder(folder) as scratch:
             made = scratch / "model"
-            for place, source in files.items():
-                (made / place).parent.mkdir(parents=True, exist_ok=True)
-                with temporary_file((made / place).parent) as new:
+            for path, source in files.items():
+                (made / path).parent.mkdir(parents=True, exist_ok=True)
+                with temporary_file((made / path).parent) as new:
                     new.copy(source)
-                    new.publish(made / place)
+                    new.publish(made / path)
             write_text("configuration", made / "config.pbtxt", text.splitlines())
             made.rename(target)
     except OSError as error:
@@ -102,12 +102,12 @@ def _onnx_files(model: Path) -> dict[Path, Path]:
     version, library = Path("1"), library_path()
     files = {version / "model.onnx": model}
     for name in sorted(external_files(graph)):
-        place = version / name
-        if Path(name).is_absolute() or ".." in place.parts or place in files or place == version / library.name:
+        path = version / name
+        if Path(name).is_absolute() or ".." in path.parts or path in files or path == version / library.name:
             raise ArgumentError(
                 f"{model} has external data at {name!r}, which cannot stand beside it; save the model again"
             )
-        files[place] = model.parent / name
+        files[path] = model.parent / name
     return files | {version / library.name: library}
 
 
