@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from stof.errors import ArgumentError
 from stof.execution.run_limits import parse_bytes
 from stof.files import remove_temporaries
-from stof.interrupts import ended_by_signals, report_interrupt
+from stof.interrupts import end_by_signals, report_interrupt
 from stof.options import CHAINS, STANDARD_OUTPUT, Options
 from stof.progress import step_log
 from stof.selection import EVERY_ATTENTION
@@ -312,7 +312,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     before = gc.get_threshold()
     gc.set_threshold(_GARBAGE)
     try:
-        with ended_by_signals("stof-optimize", remove_temporaries, last=argv is None):
+        with end_by_signals("stof-optimize", remove_temporaries, last=argv is None):
             return run_command("stof-optimize", lambda: _run(_parser().parse_args(argv)))
     except KeyboardInterrupt as interrupt:
         return report_interrupt("stof-optimize", interrupt)

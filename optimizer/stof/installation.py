@@ -38,7 +38,7 @@ def locate_library(name: str, variable: Variable, error: type[StofError]) -> tup
         return path, path.is_file()
 
 
-def left_out(folder: Path) -> dict[str, str]:
+def read_left_out(folder: Path) -> dict[str, str]:
     """The parts that the libraries in a folder were built without, each with the reason; empty where nothing is known."""
     try:
         parts = json.loads((folder / LEFT_OUT).read_text())
@@ -55,5 +55,5 @@ def how_to_add(part: str) -> str:
 
 def missing(part: str, folder: Path) -> str:
     """That the libraries in a folder lack a part, why as far as it is known, and what adds it."""
-    reason = left_out(folder).get(part, "")
+    reason = read_left_out(folder).get(part, "")
     return f"{f'not built ({reason})' if reason else 'not installed'}; {how_to_add(part)}"

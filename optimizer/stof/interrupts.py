@@ -118,7 +118,7 @@ _watches: list[_Watch] = []
 
 
 @contextmanager
-def ended_by_signals(program: str, clean_up: Callable[[], None], *, last: bool) -> Iterator[None]:
+def end_by_signals(program: str, clean_up: Callable[[], None], *, last: bool) -> Iterator[None]:
     """Raises :class:`Interrupted` in the main thread at the first signal; a thread ends the process where that has no effect.
 
     The interpreter looks for signals between its own instructions: code in C that takes long hides them. The thread then
@@ -140,7 +140,7 @@ def ended_by_signals(program: str, clean_up: Callable[[], None], *, last: bool) 
     watch.thread.start()
     before = signal.set_wakeup_fd(watch.wakeup, warn_on_full_buffer=False)
     _watches.append(watch)
-    sys.unraisablehook = _quiet(hook)
+    sys.unraisablehook = _ignore_interrupts(hook)
     try:
         for number in handlers:
             signal.signal(number, watch.handle)
@@ -159,7 +159,7 @@ def ended_by_signals(program: str, clean_up: Callable[[], None], *, last: bool) 
         watch.close()
 
 
-def _quiet(hook: Callable[[sys.UnraisableHookArgs], object]) -> Callable[[sys.UnraisableHookArgs], object]:
+def _ignore_interrupts(hook: Callable[[sys.UnraisableHookArgs], object]) -> Callable[[sys.UnraisableHookArgs], object]:
     """Interrupts that come within destructors and callbacks cannot be raised; the watch ends the process then."""
     return lambda unraisable: None if isinstance(unraisable.exc_value, Interrupted) else hook(unraisable)
 

@@ -292,7 +292,7 @@ def _append_copy(
     prefix = FreshNames({name for n in function.node for name in node_tensors(n)}).make(f"{output}_shape")
     b = Builder(opset, f"{prefix}_")
     value = b.name()
-    b.nodes += [_renamed(n, {output: value}) for n in function.node]
+    b.nodes += [_rename_tensors(n, {output: value}) for n in function.node]
     equation, *lists = attributes
     sizes, computed = (b.name() for _ in lists)
     for name, target in zip((sizes, computed), lists, strict=True):
@@ -324,7 +324,7 @@ def _with_attribute(
     return node
 
 
-def _renamed(node: onnx.NodeProto, names: Mapping[str, str]) -> onnx.NodeProto:
+def _rename_tensors(node: onnx.NodeProto, names: Mapping[str, str]) -> onnx.NodeProto:
     """A copy of a node, and of its subgraphs, that reads and writes other tensors."""
     renamed = onnx.NodeProto()
     renamed.CopyFrom(node)

@@ -74,7 +74,7 @@ class Selection:
             ArgumentError: naming the option and the candidates that there are.
         """
         named = list(candidates)
-        for option, pattern in self._asked():
+        for option, pattern in self._list_patterns():
             if not any(c.matches(pattern) for c in named):
                 others = "".join(f"; {o.prefix}NAME names a {o.kind}" for o in self.others if o.prefix)
                 raise ArgumentError(
@@ -91,13 +91,13 @@ class Selection:
         Raises:
             ArgumentError: naming the option.
         """
-        for option, pattern in self._asked():
+        for option, pattern in self._list_patterns():
             kind = self.names.kind
             raise ArgumentError(
                 f"{option} {self.names.prefix + pattern!r} names a {kind}, but no {kind} is looked for here; {reason}"
             )
 
-    def _asked(self) -> list[tuple[str, str]]:
+    def _list_patterns(self) -> list[tuple[str, str]]:
         by_option = (("--only", self.only), ("--skip", self.skip), ("--explain", self.explain))
         return [(option, pattern) for option, patterns in by_option for pattern in patterns]
 

@@ -133,7 +133,7 @@ def rewrite(job: Job, ops: Iterable[OpRewrite[Any, Any, Any]]) -> list[Stage]:
     stages: list[Stage] = []
     for op in ops:
         previous = stages[-1] if stages else None
-        stage = _decide(replace(job, inputs=partial(known_inputs, job, tuple(stages))), op, previous)
+        stage = _decide(replace(job, inputs=partial(find_model_inputs, job, tuple(stages))), op, previous)
         if isinstance(stage.decided, LeftOut):
             job.selections[op.key].refuse_all(stage.decided.reason)
         else:
@@ -142,7 +142,7 @@ def rewrite(job: Job, ops: Iterable[OpRewrite[Any, Any, Any]]) -> list[Stage]:
     return stages
 
 
-def known_inputs(job: Job, stages: Sequence[Stage]) -> ModelInputs:
+def find_model_inputs(job: Job, stages: Sequence[Stage]) -> ModelInputs:
     """Draws inputs of the model, by the first op that knows what they mean."""
     # A tenth of all imports, which few runs need here.
     from stof.verification.model_inputs import default_inputs

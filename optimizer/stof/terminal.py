@@ -149,11 +149,11 @@ def _write(stream: TextIO | None, lines: tuple[str, ...]) -> None:
     if stream is None:  # closed before Python started
         return
     text = "".join(f"{shown(line, None)}\n" for line in lines)
-    stream.write(encodable(text, stream))
+    stream.write(make_encodable(text, stream))
     stream.flush()
 
 
-def encodable(text: str, stream: TextIO) -> str:
+def make_encodable(text: str, stream: TextIO) -> str:
     """The text with escapes for characters that the stream's encoding has not, as under LANG=C."""
     encoding = stream.encoding or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)

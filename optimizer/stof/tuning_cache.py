@@ -157,7 +157,7 @@ class Cache:
         self._decisions: set[str] = set()  # the first problem of each decision
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._private(path.parent)
+            self._check_private(path.parent)
             with closing(self._open()) as database, database:
                 database.execute(f"CREATE TABLE IF NOT EXISTS {_TABLE}")
                 if not _has_table(database, _TABLE):
@@ -168,7 +168,7 @@ class Cache:
                 f"the tuning cache {path} cannot be used: {error}; STOF_CACHE names another file"
             ) from error
 
-    def _private(self, folder: Path) -> None:
+    def _check_private(self, folder: Path) -> None:
         if not hasattr(os, "getuid"):
             return
         status = folder.stat()

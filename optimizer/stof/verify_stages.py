@@ -15,7 +15,7 @@ from stof.execution.run_limits import LimitReached, RunLimits
 from stof.execution.session_process import RuntimeFailure, release_sessions
 from stof.execution.upcast import TypedAttributes
 from stof.files import temporary_folder
-from stof.op_parts import ChangesOutputs, ExplainsFailures, typed_attributes_of
+from stof.op_parts import ChangesOutputs, ExplainsFailures, collect_typed_attributes
 from stof.op_rewrite import OpRewrite
 from stof.report import Report
 from stof.stages import Stage, can_drop, drop
@@ -149,7 +149,7 @@ class _Attempts:
     def __init__(self, ops: Sequence[OpRewrite[Any, Any, Any]], folder: Path, user_inputs: Sequence[GivenFeed]) -> None:
         self.folder = folder
         self.user_inputs = user_inputs
-        self.typed_attributes = typed_attributes_of(ops)
+        self.typed_attributes = collect_typed_attributes(ops)
         self.seconds = 0.0
         self.limits: RunLimits | None = None
 

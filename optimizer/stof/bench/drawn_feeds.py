@@ -24,7 +24,7 @@ from stof.options import Options
 from stof.recursion import deep_recursion
 from stof.runtime.library import build_info
 from stof.selection import select
-from stof.stages import known_inputs, rewrite
+from stof.stages import find_model_inputs, rewrite
 from stof.symbolic.algebra.sizes import evaluate
 from stof.verification.input_labels import describe_feeds
 from stof.verification.model_inputs import ModelInputs
@@ -64,14 +64,14 @@ class ModelFeeds:
     Args:
         path: the original.
         shapes: the least and the largest size in use of dimensions, by name.
-        user_inputs: sets of inputs of the user's.
+        inputs: sets of inputs of the user's.
 
     Raises:
         ArgumentError: for dimensions that no input has, and inputs that do not fit.
 
     Attributes:
         inputs: how they are drawn.
-        inputs: the user's sets.
+        user_inputs: the user's sets.
     """
 
     def __init__(self, path: Path, shapes: Shapes, inputs: InputSource = ()) -> None:
@@ -201,7 +201,7 @@ def _find_model_inputs(path: Path, model: onnx.ModelProto, shapes: dict[str, tup
     options = Options(shapes=shapes, chains="off")
     selections = dict(zip((op.key for op in OPS), select(options, [op.names for op in OPS]), strict=True))
     job = Job(options, path, model, build_info(), None, lambda _: nullcontext(), selections)
-    return known_inputs(job, rewrite(job, OPS))
+    return find_model_inputs(job, rewrite(job, OPS))
 
 
 def _shapes_of(feeds: Mapping[str, np.ndarray]) -> tuple[tuple[str, tuple[int, ...]], ...]:

@@ -161,13 +161,13 @@ def compare(drawn: ModelFeeds, timed: TimedFeeds, runs: Sequence[Sequence[np.nda
     """
     comparisons = []
     for value, expected, output in zip(drawn.model.graph.output, *runs, strict=True):
-        allowed = _allowed_share(expected)
+        allowed = _find_allowed_share(expected)
         held = drawn.inputs.cache_rows(value.name, timed.feeds, expected.shape)
         comparisons.append(compare_outputs(timed.case, allowed, value.name, expected, [expected], output, held=held))
     return comparisons
 
 
-def _allowed_share(output: np.ndarray) -> float:
+def _find_allowed_share(output: np.ndarray) -> float:
     """The largest difference that an output may have, over its range."""
     return _ALLOWED.get(output.dtype.name, _ALLOWED_ELSE)
 
@@ -175,7 +175,7 @@ def _allowed_share(output: np.ndarray) -> float:
 def _largest_share(comparisons: Sequence[Comparison], expected: Sequence[np.ndarray]) -> float:
     """The largest difference over the output's range; infinite where shapes or whole numbers differ."""
     pairs = zip(comparisons, expected, strict=True)
-    return max((_share(c, _allowed_share(output)) for c, output in pairs), default=0.0)
+    return max((_share(c, _find_allowed_share(output)) for c, output in pairs), default=0.0)
 
 
 def _share(comparison: Comparison, allowed: float) -> float:

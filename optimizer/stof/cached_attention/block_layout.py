@@ -192,14 +192,14 @@ def _express(allowed: np.ndarray, block_size: int, heads: int) -> tuple[MaskExpr
         return CAUSAL, None
     distinct = _Distinct.of(allowed, heads)
     for condition, table in _short_conditions(distinct, block_size):
-        mask = _causal(condition, table)
+        mask = _make_causal(condition, table)
         if _is_equal(mask, table, allowed, block_size, heads):
             return mask, table
     table = distinct.allowed
-    return _causal(f"table0[{distinct.index}, q // {block_size}, k // {block_size}]", table), table
+    return _make_causal(f"table0[{distinct.index}, q // {block_size}, k // {block_size}]", table), table
 
 
-def _causal(condition: str, table: np.ndarray | None) -> MaskExpression:
+def _make_causal(condition: str, table: np.ndarray | None) -> MaskExpression:
     return MaskExpression.parse(condition, {} if table is None else {"table0": table}) & CAUSAL
 
 
@@ -224,12 +224,14 @@ def _short_conditions(distinct: _Distinct, block_size: int) -> list[tuple[str, n
         usual = [count << n for n in range((2 * blocks).bit_length()) if count << n <= 2 * blocks]
         strides = [s for s in (*usual, blocks) if s >= reach]
     periodic = [
-        (f"{near} or {word}", None) for s in strides for word in _moved_columns(distinct, firsts, s, block_size)
+        (f"{near} or {word}", None)
+        for s in strides
+        for word in _describe_moved_columns(distinct, firsts, s, block_size)
     ]
-    return [*periodic, *_listed_columns(distinct, near, firsts, strides[-1], reach, block_size)]
+    return [*periodic, *_describe_listed_columns(distinct, near, firsts, strides[-1], reach, block_size)]
 
 
-def _moved_columns(distinct: _Distinct, firsts: dict[int, int], stride: int, block_size: int) -> list[str]:
+def _describe_moved_columns(distinct: _Distinct, firsts: dict[int, int], stride: int, block_size: int) -> list[str]:
     """Conditions of columns that move by a step from layout to layout, as those layouts do that show a column."""
     residues = {i: c % stride for i, c in firsts.items()}
     first, start = next(iter(residues.items()))
@@ -242,7 +244,7 @@ def _moved_columns(distinct: _Distinct, firsts: dict[int, int], stride: int, blo
     return conditions
 
 
-def _listed_columns(
+def _describe_listed_columns(
     distinct: _Distinct, near: str, firsts: dict[int, int], stride: int, reach: int, block_size: int
 ) -> list[tuple[str, np.ndarray | None]]:
     """The condition of columns that a table lists for each layout."""

@@ -142,7 +142,7 @@ def _read_site(
     scales = _read_scales(node)
     others = ("attention_bias", *(() if scales else _PASTS))
     dtype = reader.read_type(head_size, target, others, ())
-    quantized = _quantized_type(symbolic, node, scales, (groups, head_size)) if scales else 0
+    quantized = _read_quantized_type(symbolic, node, scales, (groups, head_size)) if scales else 0
     keys, values = reader.read_caches(_PASTS, 1, groups, head_size)
     check_equal_sizes(_PASTS, (keys[2], values[2]), " rows")
     capacity = keys[2]
@@ -221,7 +221,9 @@ def _read_scales(node: onnx.NodeProto) -> tuple[str, str] | None:
     return (kinds[0], kinds[1]) if kinds else None
 
 
-def _quantized_type(symbolic: Symbolic, node: onnx.NodeProto, scales: tuple[str, str], sizes: tuple[int, int]) -> int:
+def _read_quantized_type(
+    symbolic: Symbolic, node: onnx.NodeProto, scales: tuple[str, str], sizes: tuple[int, int]
+) -> int:
     """The element type of quantized caches."""
     kinds = [symbolic.dtype(node.input[i]) for i in (3, 4)]
     taken = op_limits().get(OP, {}).get("storage_types", ())

@@ -206,7 +206,7 @@ def to_blocks(weight: MlpWeight, values: np.ndarray, scales: np.ndarray, zeros: 
     half = 1 << (q.bits - 1)
     is_signed = np.dtype(values.dtype).name in _SIGNED
 
-    def unsigned(array: np.ndarray) -> np.ndarray:
+    def to_unsigned(array: np.ndarray) -> np.ndarray:
         wide = array.astype(np.int16) + (half if is_signed else 0)
         return wide.astype(np.uint8)
 
@@ -215,11 +215,11 @@ def to_blocks(weight: MlpWeight, values: np.ndarray, scales: np.ndarray, zeros: 
             return np.broadcast_to(array.reshape(-1, 1), (outer, blocks))
         return array if q.dequantize_linear is not None and q.dequantize_linear.inner_axis else array.T
 
-    matrix = unsigned(np.asarray(values))
+    matrix = to_unsigned(np.asarray(values))
     zero_points = None
     if zeros is not None:
         # One zero point may stand beside many scales.
-        zero_points = unsigned(
+        zero_points = to_unsigned(
             np.broadcast_to(np.asarray(zeros).reshape(-1), (1,)) if zeros.size == 1 else np.asarray(zeros)
         )
         zero_points = (

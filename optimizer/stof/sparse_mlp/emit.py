@@ -16,7 +16,7 @@ from stof.graph.local_functions import add_functions, check_absent
 from stof.graph.protobuf import copy_model, copy_node, replace_nodes
 from stof.sparse_mlp.function_body import MlpVariant, make_mlp_function, rounding_level
 from stof.sparse_mlp.site import INPUT_INDEX, OP, OP_INPUTS, MlpSite, MlpWeight
-from stof.sparse_mlp.stored_selector import ordered_arrays
+from stof.sparse_mlp.stored_selector import make_ordered_arrays
 from stof.sparse_mlp.weight_layouts import WeightLayouts
 
 _BIAS = 5  # the input of MatMulNBits
@@ -110,7 +110,7 @@ def _inputs(site: MlpSite, layouts: WeightLayouts) -> list[str]:
     # A runtime selects the kernel by the type of the first input.
     inputs[INPUT_INDEX["input"]] = site.tokens_input or site.gate
     if site.selector is not None:
-        for name, array in ordered_arrays(site).items():
+        for name, array in make_ordered_arrays(site).items():
             inputs[INPUT_INDEX[name]] = layouts.add(f"{site.name}/{name}", array)
     if site.selection == "predictor" and site.gate_weight is not None:
         put_rows("gate", site.gate_weight)
@@ -118,7 +118,7 @@ def _inputs(site: MlpSite, layouts: WeightLayouts) -> list[str]:
         inputs[INPUT_INDEX["gate"]] = site.gate
     inputs[INPUT_INDEX["down_bias"]] = site.down.bias
     is_dense = site.down.quantization is None
-    put("down", [layouts.by_neuron(site.down, order)] if is_dense else layouts.regrouped(site.down, order))
+    put("down", [layouts.by_neuron(site.down, order)] if is_dense else layouts.regroup(site.down, order))
     if site.up is not None:
         put_rows("up", site.up)
     while not inputs[-1]:

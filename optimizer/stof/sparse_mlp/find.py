@@ -168,7 +168,7 @@ class _Finder:
         down, output = self._matmuls.read_weight(matmul, sums_over_neurons=True)
         gate, activation = self._read_activation(hidden)
         if hidden.is_flattened:
-            gate, activation = self._flattened(gate, activation, matmul.input)
+            gate, activation = self._flatten_gate(gate, activation, matmul.input)
         dtype = self._symbolic.dtype(hidden.activated)
         if dtype not in (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16):
             element_type = onnx.TensorProto.DataType.Name(dtype) if dtype else "not known"
@@ -235,7 +235,7 @@ class _Finder:
             activation = read_activation(self._index, self._symbolic, hidden.activated)
         return activation or (hidden.activated, "none")
 
-    def _flattened(self, gate: str, activation: str, flat: str) -> tuple[str, str]:
+    def _flatten_gate(self, gate: str, activation: str, flat: str) -> tuple[str, str]:
         """The gate with the axes of ``flat``, the flattened hidden tensor, and the activation behind it."""
         before = self._before_reshape(gate) if activation != "none" else None
         return (flat, "none") if before is None or not self._has_same_tokens(before, flat) else (before, activation)

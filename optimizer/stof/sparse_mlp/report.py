@@ -177,7 +177,7 @@ class MlpSection(Section):
 
     def explain_rows(self, pattern: str) -> list[str]:
         chosen = [r for r in self.rows if NamedCandidate(r.mlp, r.index).matches(pattern)]
-        return [line for row in chosen for line in _explained_lines(row)]
+        return [line for row in chosen for line in _explain_row(row)]
 
 
 def _format_range(values: Sequence[float], digits: int = 1) -> str:
@@ -248,7 +248,7 @@ def _page_row(row: MlpReport) -> PageRow:
     return PageRow(row.mlp, row.replaced, (row.activation, row.sizes, how, active, gain, details))
 
 
-def _explained_lines(row: MlpReport) -> list[str]:
+def _explain_row(row: MlpReport) -> list[str]:
     lines = [f"MLP {'-' if row.index is None else row.index}  {row.mlp}"]
     if row.sizes:
         of = "zeros of " if row.prediction is None else ""

@@ -22,7 +22,7 @@ _MOST = 127.0
 Arrays = Mapping[str, npt.NDArray[Any]]
 
 
-def stored_arrays(site: MlpSite) -> dict[str, npt.NDArray[Any]]:
+def make_stored_arrays(site: MlpSite) -> dict[str, npt.NDArray[Any]]:
     """The constants of a site's selector by the names of the operator's inputs.
 
     Raises:
@@ -45,13 +45,13 @@ def stored_arrays(site: MlpSite) -> dict[str, npt.NDArray[Any]]:
     return arrays
 
 
-def ordered_arrays(site: MlpSite) -> dict[str, npt.NDArray[Any]]:
-    """:func:`stored_arrays` with the neurons in the site's order, as they are written.
+def make_ordered_arrays(site: MlpSite) -> dict[str, npt.NDArray[Any]]:
+    """:func:`make_stored_arrays` with the neurons in the site's order, as they are written.
 
     Raises:
-        UnsupportedError: as :func:`stored_arrays`.
+        UnsupportedError: as :func:`make_stored_arrays`.
     """
-    arrays = stored_arrays(site)
+    arrays = make_stored_arrays(site)
     if site.order is None:
         return arrays
     indices = site.order.indices
@@ -63,11 +63,11 @@ def round_selector(site: MlpSite) -> NeuronSelector:
     """The site's selector with the numbers that the operator holds, in fp32.
 
     Raises:
-        UnsupportedError: as :func:`stored_arrays`.
+        UnsupportedError: as :func:`make_stored_arrays`.
     """
     selector = site.selector
     assert selector is not None
-    arrays = stored_arrays(site)
+    arrays = make_stored_arrays(site)
     if selector.predictor_down is None or selector.predictor_up is None:
         return selector
     down = dequantize_factor(arrays, "predictor_down", selector.rank, selector.predictor_down.shape[1])

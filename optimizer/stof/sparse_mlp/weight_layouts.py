@@ -72,11 +72,11 @@ class WeightLayouts:
     def by_neuron(self, weight: MlpWeight, order: _Order = None) -> str:
         """The tensor whose rows are neurons."""
         axis = 0 if weight.is_by_neuron else 1
-        return self._arranged(weight, axis, order, not weight.is_by_neuron)
+        return self._arrange(weight, axis, order, not weight.is_by_neuron)
 
     def as_stored(self, weight: MlpWeight, order: _Order = None) -> str:
         """The neurons of a weight that are meant, on the axis where the stored weight has them, for a standard matmul."""
-        return self._arranged(weight, 0 if weight.is_by_neuron else 1, order, False, is_marked=True)
+        return self._arrange(weight, 0 if weight.is_by_neuron else 1, order, False, is_marked=True)
 
     def bias(self, weight: MlpWeight, order: _Order = None) -> str:
         """The bias of a matmul that gives neurons; empty where it has none."""
@@ -125,7 +125,7 @@ class WeightLayouts:
             self._quantized[key] = self._store(weight, arrays)
         return self._quantized[key]
 
-    def regrouped(self, weight: MlpWeight, order: _Order = None) -> list[str]:
+    def regroup(self, weight: MlpWeight, order: _Order = None) -> list[str]:
         """A quantized weight that sums over neurons, in their order, its scales and zero points."""
         key = (weight, True, order)
         if key not in self._quantized:
@@ -165,7 +165,7 @@ class WeightLayouts:
                 self._graph.initializer.append(numpy_helper.from_array(array, made[-1]))
         return made
 
-    def _arranged(
+    def _arrange(
         self, weight: MlpWeight, axis: int, order: _Order, is_transposed: bool, *, is_marked: bool = False
     ) -> str:
         dims = tuple(int(d) for d in self._stored[weight.tensor].dims)

@@ -142,7 +142,7 @@ class _Build:
         cache = self._timing_cache()
         plan = self.builder.build_serialized_network(self.network, self.config)
         if plan is None:
-            raise ModelError(f"{self.trt.__name__} cannot build {self.source}: {self._said()}")
+            raise ModelError(f"{self.trt.__name__} cannot build {self.source}: {self._last_message()}")
         data = memoryview(plan)
         write_bytes("engine", self.target, data)
         if cache is not None:
@@ -162,7 +162,7 @@ class _Build:
             tuple(self.messages.warnings),
         )
 
-    def _said(self) -> str:
+    def _last_message(self) -> str:
         return self.messages.last() or "no reason given; --verbose shows all of its messages"
 
     def _parse(self) -> None:
@@ -175,7 +175,7 @@ class _Build:
             node = f"node {error.node_name()!r} ({error.node_operator()})" if error.node_name() else "the model"
             words.append(f"{node}: {' '.join(str(error.desc()).split())[:400]}")
         raise ModelError(
-            f"{self.trt.__name__} {self.trt.__version__} cannot parse {self.source}: {'; '.join(words) or self._said()}"
+            f"{self.trt.__name__} {self.trt.__version__} cannot parse {self.source}: {'; '.join(words) or self._last_message()}"
         )
 
     def _check_layers(self, nodes: Sequence[str], layers: Sequence[str]) -> None:

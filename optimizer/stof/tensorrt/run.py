@@ -109,7 +109,7 @@ def run_engine(engine: Path, options: RunOptions | None = None) -> RunReport:
     with open_device(options.backend) as device:
         loaded = Engine(trt, data, str(engine), device, Messages(options.verbose), options.embedded)
         shapes = loaded.shapes(options.shapes)
-        feeds = _given(options.inputs, loaded) if options.inputs else draw(loaded.types, shapes, options)
+        feeds = _read_inputs(options.inputs, loaded) if options.inputs else draw(loaded.types, shapes, options)
         loaded.set_inputs(feeds)
         outputs = loaded.run()
         times = loaded.time(options.seconds)
@@ -246,7 +246,7 @@ def _between(least: Sequence[int], shape: Sequence[int], most: Sequence[int]) ->
     return len(shape) == len(least) and all(a <= n <= b for a, n, b in zip(least, shape, most, strict=True))
 
 
-def _given(path: Path, engine: Engine) -> dict[str, np.ndarray]:
+def _read_inputs(path: Path, engine: Engine) -> dict[str, np.ndarray]:
     try:
         with open_regular(path) as file, np.load(file, allow_pickle=False) as arrays:
             return {n: arrays[n] for n in engine.inputs if n in arrays}
@@ -257,7 +257,7 @@ def _given(path: Path, engine: Engine) -> dict[str, np.ndarray]:
 def draw(types: Mapping[str, np.dtype], shapes: Mapping[str, Shape], options: RunOptions) -> dict[str, np.ndarray]:
     """Random inputs: ids below what the model's tables hold, padding where a mask is read, else normal numbers."""
     rng = np.random.default_rng(options.seed)
-    rows, pads = _known(options.onnx) if options.onnx else ({}, frozenset())
+    rows, pads = _read_input_rows(options.onnx) if options.onnx else ({}, frozenset())
     feeds = {}
     for name, shape in shapes.items():
         if name in pads or (options.onnx is None and "mask" in name):
@@ -272,7 +272,7 @@ def draw(types: Mapping[str, np.dtype], shapes: Mapping[str, Shape], options: Ru
     return feeds
 
 
-def _known(model: Path) -> tuple[dict[str, int], frozenset[str]]:
+def _read_input_rows(model: Path) -> tuple[dict[str, int], frozenset[str]]:
     """How many rows the tables have that inputs look up, and the inputs that are read as padding."""
     from stof.execution.inputs import InputMaker
     from stof.graph.external_data import read_constants

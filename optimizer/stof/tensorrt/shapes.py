@@ -32,7 +32,7 @@ def parse_shapes(text: str, option: str) -> dict[str, Shape]:
     return shapes
 
 
-def merged(texts: Sequence[str], option: str) -> dict[str, Shape]:
+def merge_shapes(texts: Sequence[str], option: str) -> dict[str, Shape]:
     """The same of an option that was given several times."""
     shapes: dict[str, Shape] = {}
     for text in texts:
@@ -61,9 +61,10 @@ class Ranges:
         """
         stated_shapes = [self.least.get(name), self.usual.get(name), self.most.get(name)]
         if all(s is None for s in stated_shapes):
+            example = "x".join(str(1 if i == 0 else 128) if n < 0 else str(n) for i, n in enumerate(shape))
             raise ArgumentError(
-                f"input {name!r} has shape {_shown(shape)}, and no option says how large it gets: give --min, --opt and --max, "
-                f"as in --opt {name}:{'x'.join(str(1 if i == 0 else 128) if n < 0 else str(n) for i, n in enumerate(shape))}"
+                f"input {name!r} has shape {_format_shape(shape)}, and no option says how large it gets: give --min, --opt and "
+                f"--max, as in --opt {name}:{example}"
             )
         least, usual, most = stated_shapes
         least = next(s for s in (least, usual, most) if s is not None)
@@ -74,11 +75,13 @@ class Ranges:
                 len(stated) != len(shape) or any(n not in (-1, m) for n, m in zip(shape, stated, strict=True))
             ):
                 raise ArgumentError(
-                    f"{option} gives input {name!r} the shape {_shown(stated)}; the model has {_shown(shape)} (-1: any size)"
+                    f"{option} gives input {name!r} the shape {_format_shape(stated)}; the model has "
+                    f"{_format_shape(shape)} (-1: any size)"
                 )
         if any(not a <= b <= c for a, b, c in zip(least, usual, most, strict=True)):
             raise ArgumentError(
-                f"input {name!r} has --min {_shown(least)}, --opt {_shown(usual)} and --max {_shown(most)}, which do not rise"
+                f"input {name!r} has --min {_format_shape(least)}, --opt {_format_shape(usual)} and --max "
+                f"{_format_shape(most)}, which do not rise"
             )
         return least, usual, most
 
@@ -96,5 +99,5 @@ class Ranges:
                     )
 
 
-def _shown(shape: Shape) -> str:
+def _format_shape(shape: Shape) -> str:
     return "x".join(str(n) for n in shape) or "scalar"

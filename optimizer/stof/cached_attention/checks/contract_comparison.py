@@ -18,7 +18,7 @@ _ORIGINAL_FACTOR = 16.0  # the replaced nodes sum in other orders
 _ULPS = 4
 
 
-def failed(site: NodeSite, detail: str) -> Comparison:
+def make_failure(site: NodeSite, detail: str) -> Comparison:
     """A comparison of nothing, where the operator does not run or its node is wrong."""
     return Comparison(f"site {site.name!r}", np.inf, 0.0, False, site.name, detail)
 
@@ -62,7 +62,7 @@ def compare_with_contract(
     """
     odd = ~np.isfinite(computed.astype(np.float32))
     if odd.any():
-        return failed(site, f"{label}: {describe_nonfinite(odd, computed, exact)}")
+        return make_failure(site, f"{label}: {describe_nonfinite(odd, computed, exact)}")
     away = largest_difference(computed, exact)
     budget = _FACTOR * largest_difference(rounded, exact) + _ULPS * ulp_of_largest(exact, dtype)
     ok = bool(np.isfinite(away) and away <= budget)

@@ -42,7 +42,7 @@ class EmittedSite(Generic[Site]):
         return "" if mask == wanted else f"the node's mask is {mask!r}, expected {wanted!r}"
 
 
-def emitted_sites(
+def find_emitted_sites(
     emitted: onnx.ModelProto, sites: Sequence[Site], captured: Mapping[str, np.ndarray]
 ) -> Iterator[EmittedSite[Site]]:
     """The nodes in place of sites, in the order of the sites."""

@@ -172,7 +172,7 @@ def compute_step(
         distance = (first + np.arange(queries))[:, None] - (origin + np.arange(keys.shape[1]))[None]
         allowed = (distance >= 0) & ((distance < step.window) if step.window else True)
         row_numbers, columns = first + np.arange(queries), origin + np.arange(keys.shape[1])
-        pairs = allowed[None] & _allowed_blocks(step, row_numbers, columns)
+        pairs = allowed[None] & _find_allowed_blocks(step, row_numbers, columns)
         if step.pattern is not None:
             pairs = pairs & np.stack([allowed_pairs(step.pattern, h, row_numbers, columns) for h in range(heads)])
         scores = np.where(pairs, scores, -np.inf)
@@ -188,7 +188,7 @@ def _empty_cache(step: CacheStep, shape: tuple[int, ...], dtype: type[np.floatin
     return np.full(shape, np.nan, dtype)
 
 
-def _allowed_blocks(step: CacheStep, rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
+def _find_allowed_blocks(step: CacheStep, rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
     """Which pairs of positions [H, rows, keys] lie in blocks that are attended."""
     if step.layout is None:
         return np.ones((1, 1, 1), bool)

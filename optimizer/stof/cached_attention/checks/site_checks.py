@@ -19,10 +19,10 @@ from stof.cached_attention.checks.attention_step import attention_of_site
 from stof.cached_attention.checks.contract_comparison import (
     compare_original,
     compare_with_contract,
-    failed,
+    make_failure,
     worst_of,
 )
-from stof.cached_attention.checks.emitted_sites import emitted_sites, in_type, rounding_of_output, size_or_one
+from stof.cached_attention.checks.emitted_sites import find_emitted_sites, in_type, rounding_of_output, size_or_one
 from stof.cached_attention.checks.expand_norms import expand_norms
 from stof.cached_attention.checks.mask_tables import fault_of_tables
 from stof.cached_attention.checks.oracle import CacheStep, CacheStepResult, compute_step
@@ -137,18 +137,18 @@ class CacheChecks(SiteChecks):
         }
 
     def compare(self, emitted: onnx.ModelProto, captured: Mapping[str, np.ndarray]) -> Iterator[Comparison]:
-        for emitted_site in emitted_sites(emitted, self.cache_sites, captured):
+        for emitted_site in find_emitted_sites(emitted, self.cache_sites, captured):
             site = emitted_site.site
             if detail := emitted_site.fault_of_mask or fault_of_tables(
                 site, emitted_site.node, emitted_site.values, OP_INPUTS
             ):
-                yield failed(site, detail)
-            elif (step := _captured_step(site, emitted_site.node, emitted_site.values)) is not None:
+                yield make_failure(site, detail)
+            elif (step := _read_captured_step(site, emitted_site.node, emitted_site.values)) is not None:
                 output, *caches = (captured.get(o) for o in site.node.output[:3])
                 yield compare_cache_site(site, emitted_site.attributes, step, output, caches)
 
 
-def _captured_step(site: CacheSite, node: onnx.NodeProto, values: Mapping[str, np.ndarray]) -> CacheStep | None:
+def _read_captured_step(site: CacheSite, node: onnx.NodeProto, values: Mapping[str, np.ndarray]) -> CacheStep | None:
     """The step of a node by its tensors; None where one of them is not known."""
     names = dict(enumerate(node.input[: len(INPUTS)]))
     names[_LENGTHS] = site.input("seqlens_k")
@@ -225,7 +225,7 @@ def _compare_step(site: CacheSite, attributes: Mapping[str, PlainValue], label: 
     try:
         result = run_step(attributes, step)
     except LibraryError as error:
-        return failed(site, f"{label}: {error}")
+        return make_failure(site, f"{label}: {error}")
     caches = (result.key, result.value) if step.is_quantized else None
     dtype = step.query.dtype
     exact, single = compute_step(step, held=caches), compute_step(step, np.float32, dtype, caches)

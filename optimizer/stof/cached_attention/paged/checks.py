@@ -18,10 +18,10 @@ from stof.cached_attention.checks.attention_step import attention_of_site
 from stof.cached_attention.checks.contract_comparison import (
     compare_original,
     compare_with_contract,
-    failed,
+    make_failure,
     worst_of,
 )
-from stof.cached_attention.checks.emitted_sites import emitted_sites, in_type, rounding_of_output
+from stof.cached_attention.checks.emitted_sites import find_emitted_sites, in_type, rounding_of_output
 from stof.cached_attention.checks.mask_tables import fault_of_tables
 from stof.cached_attention.paged.emit import emit_pages
 from stof.cached_attention.paged.expand import expand_pages
@@ -91,17 +91,17 @@ class PagedChecks(SiteChecks):
         return {s.node.output[0]: rounding_of_output(s, captured) for s in self.paged_sites}
 
     def compare(self, emitted: onnx.ModelProto, captured: Mapping[str, np.ndarray]) -> Iterator[Comparison]:
-        for emitted_site in emitted_sites(emitted, self.paged_sites, captured):
+        for emitted_site in find_emitted_sites(emitted, self.paged_sites, captured):
             site = emitted_site.site
             if detail := emitted_site.fault_of_mask or fault_of_tables(
                 site, emitted_site.node, emitted_site.values, OP_INPUTS
             ):
-                yield failed(site, detail)
-            elif (step := _captured_step(site, emitted_site.node, emitted_site.values)) is not None:
+                yield make_failure(site, detail)
+            elif (step := _read_captured_step(site, emitted_site.node, emitted_site.values)) is not None:
                 yield compare_paged_site(site, emitted_site.attributes, step, captured.get(site.node.output[0]))
 
 
-def _captured_step(site: PagedSite, node: onnx.NodeProto, values: Mapping[str, np.ndarray]) -> PagedStep | None:
+def _read_captured_step(site: PagedSite, node: onnx.NodeProto, values: Mapping[str, np.ndarray]) -> PagedStep | None:
     """The step of a node by its tensors; None where one of them is not known."""
     if any(name and name not in values for name in node.input[: len(INPUTS)]):
         return None
@@ -153,7 +153,7 @@ def _compare_step(site: PagedSite, attributes: Mapping[str, PlainValue], step: P
     try:
         result = run_paged_step(attributes, step)
     except LibraryError as error:
-        return [failed(site, str(error))]
+        return [make_failure(site, str(error))]
     results = []
     for name in ("output", "key_cache", "value_cache"):
         mine, wanted, rounded = (getattr(x, name) for x in (result, exact, single))

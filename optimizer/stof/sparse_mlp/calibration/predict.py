@@ -28,7 +28,7 @@ from stof.sparse_mlp.calibration.spec import DEFAULT_ACTIVE, OPTION, MlpClause, 
 from stof.sparse_mlp.constants import Constants
 from stof.sparse_mlp.predictors.predictor_files import PredictorFile, read_predictor_file
 from stof.sparse_mlp.site import MlpSite
-from stof.sparse_mlp.stored_selector import stored_arrays
+from stof.sparse_mlp.stored_selector import make_stored_arrays
 
 _HELD_OUT_SHARE = 4  # one held-out token for so many that are fitted on
 
@@ -59,7 +59,7 @@ def predict_sites(
     from_files = _read_files(job, model, predicted, clauses, count)
     sets = [p for p in (prompts.fitted, prompts.held_out) if p is not None]
     if not sets:
-        return {s.name: _unmeasured(s, from_files[s.name]) for s in predicted.values()}
+        return {s.name: _predict_unmeasured(s, from_files[s.name]) for s in predicted.values()}
     if not has_onnxruntime():
         raise ArgumentError(f"{OPTION} needs onnxruntime to calibrate, which is not installed: pip install onnxruntime")
     assert job.inputs is not None
@@ -99,12 +99,12 @@ def _predict(
     return replace(measured, counts=count_selected(site, selector, samples))
 
 
-def _unmeasured(site: MlpSite, from_file: NeuronPrediction) -> NeuronPrediction:
+def _predict_unmeasured(site: MlpSite, from_file: NeuronPrediction) -> NeuronPrediction:
     """A file's selector where there are no prompts."""
     if from_file.selector is None:
         return from_file
     try:
-        stored_arrays(replace(site, selector=from_file.selector))
+        make_stored_arrays(replace(site, selector=from_file.selector))
     except UnsupportedError as error:
         return NeuronPrediction(from_file.kind, None, str(error))
     return from_file

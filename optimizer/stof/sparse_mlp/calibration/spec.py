@@ -155,11 +155,11 @@ def parse_mlp_spec(text: str) -> MlpSpec:
         raise ArgumentError(f"{OPTION} {text!r} names no calibration prompts, expected {_EXPECTED}")
     tokens = [f.number("tokens", 1, _MOST_TOKENS) for f in fields if "tokens" in f.values]
     errors = [f.amount("max_error") for f in fields if "max_error" in f.values]
-    most = _agreed_value(text, "tokens", tokens)
-    return MlpSpec(text, prompts, clauses, most or DEFAULT_TOKENS, _agreed_value(text, "max_error", errors))
+    most = _agree_on_value(text, "tokens", tokens)
+    return MlpSpec(text, prompts, clauses, most or DEFAULT_TOKENS, _agree_on_value(text, "max_error", errors))
 
 
-def _agreed_value(text: str, key: str, values: Sequence[_T]) -> _T | None:
+def _agree_on_value(text: str, key: str, values: Sequence[_T]) -> _T | None:
     """The value that all clauses which state one agree on; None where none does."""
     if len(set(values)) > 1:
         raise ArgumentError(f"{OPTION} {text!r} has {len(set(values))} different {key}, expected one for all clauses")

@@ -16,7 +16,7 @@ from stof.sparse_mlp.checks.oracle import activate
 from stof.sparse_mlp.limits import mlp_limits
 from stof.sparse_mlp.predictors.selector import NeuronSelector
 from stof.sparse_mlp.site import MlpSite
-from stof.sparse_mlp.stored_selector import dequantize_factor, stored_arrays
+from stof.sparse_mlp.stored_selector import dequantize_factor, make_stored_arrays
 
 _ROUNDING = 2.0**-18  # of the sum of the absolute values of what is added: fp32 sums of up to 2^12 blocks
 _FUNCTION = 2.0**-17  # of an activation: polynomials in fp32
@@ -50,7 +50,7 @@ def select_neurons(site: MlpSite, gate: np.ndarray, inputs: np.ndarray | None) -
         gate: [T, F].
         inputs: tokens [T, K]; None where the operator reads the gate alone.
     """
-    arrays = stored_arrays(site)
+    arrays = make_stored_arrays(site)
     if site.selection == "predictor":
         assert inputs is not None
         assert site.selector is not None

@@ -122,7 +122,10 @@ def _compare_site(
     thresholds = None
     if site.selector is not None:
         chosen = select_neurons(site, rows, inputs)
-        expected, thresholds = replace(expected, active=chosen.active), chosen.thresholds(_own_thresholds(site, arrays))
+        expected, thresholds = (
+            replace(expected, active=chosen.active),
+            chosen.thresholds(_read_thresholds(site, arrays)),
+        )
     exact, single = expected.output(np.float64), expected.output(np.float32)
     try:
         result = _run(site, node, rows, inputs, arrays, thresholds).astype(np.float64)
@@ -196,7 +199,7 @@ def _run(
     return output
 
 
-def _own_thresholds(site: MlpSite, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+def _read_thresholds(site: MlpSite, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
     """The node's thresholds, [1] or [F] with the neurons as they are in the model before."""
     thresholds = arrays["threshold"]
     return thresholds if site.order is None or thresholds.size == 1 else thresholds[np.argsort(site.order.indices)]
