@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -93,20 +93,11 @@ def optimize_folder(
     models = [f for f in files if f.suffix == _SUFFIX]
     if not models:
         raise ArgumentError(f"{source} holds no .onnx file")
-    written = {"report": options.json, "HTML report": options.report}
-    paths = {name: path for name, path in written.items() if path not in (None, STANDARD_OUTPUT)}
-    if paths:
-        check_outputs({f"input {f}": source / f for f in files}, paths)
+    _check_reports(source, files, options)
     command = command_of(str(source), replace(options, output=None if is_dry else target))
     report = FolderReport(str(source), dry_run=is_dry, facts=collect_facts(command, build_info(), options.tuned_for))
     configs = read_configs(source, files)
-    files_in_folder = frozenset(files)
-    report.notes += [
-        f"{folder / GENAI_CONFIG}: {show_key(s.key)} is {str(s.model)!r}, which is not in the folder"
-        for folder, config in configs.items()
-        for s in config.sessions
-        if folder / s.model not in files_in_folder
-    ]
+    report.notes += _note_absent_models(configs, frozenset(files))
     steps = _FolderRun(source, models, options, report)
     if target is None or is_dry:
         steps.optimize_into(None, source)
@@ -235,6 +226,23 @@ def _check_options(options: Options) -> None:
     for name, option in _OF_ONE_MODEL.items():
         if getattr(options, name):
             raise ArgumentError(f"{option} is for one model; give the .onnx file instead of the folder")
+
+
+def _check_reports(source: Path, files: Sequence[Path], options: Options) -> None:
+    written = {"report": options.json, "HTML report": options.report}
+    paths = {name: path for name, path in written.items() if path not in (None, STANDARD_OUTPUT)}
+    if paths:
+        check_outputs({f"input {f}": source / f for f in files}, paths)
+
+
+def _note_absent_models(configs: Mapping[Path, GenaiConfig], files: Collection[Path]) -> list[str]:
+    """A note for each model that a configuration names and the folder does not hold."""
+    return [
+        f"{folder / GENAI_CONFIG}: {show_key(s.key)} is {str(s.model)!r}, which is not in the folder"
+        for folder, config in configs.items()
+        for s in config.sessions
+        if folder / s.model not in files
+    ]
 
 
 def _check_explanation(report: FolderReport, pattern: str | None) -> None:

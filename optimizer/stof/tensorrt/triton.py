@@ -59,15 +59,8 @@ def write_repository(
         ModelError: when the ONNX file is none.
         LibraryError, TensorrtError: when the library that the model needs is missing.
     """
-    if (onnx_model is None) == (engine is None):
-        raise ArgumentError("give either --onnx MODEL or --engine FILE")
-    if cpu and engine is not None:
-        raise ArgumentError("--cpu is for --onnx; engines run on the GPU")
-    if not name or "/" in name or name.startswith("."):
-        raise ArgumentError(f"--name {name!r}: expected the name of a folder, without slashes")
     target = folder / name
-    if target.exists():
-        raise ArgumentError(f"{target} exists; delete it, or choose another --name")
+    _check_arguments(target, name, onnx_model, engine, cpu)
     files = _onnx_files(onnx_model) if onnx_model is not None else _engine_files(engine, major)
     library = next(path for path in reversed(files) if path.suffix == ".so")
     base = (served_at or str(folder.resolve())).rstrip("/")
@@ -94,6 +87,17 @@ def write_repository(
         serve += f' --backend-config=tensorrt,plugins="{served}"'
     lines = [f"{target}: {', '.join(str(p) for p in files)}", f"serve it by: {serve}"]
     return "\n".join(map(shown, lines))
+
+
+def _check_arguments(target: Path, name: str, onnx_model: Path | None, engine: Path | None, cpu: bool) -> None:
+    if (onnx_model is None) == (engine is None):
+        raise ArgumentError("give either --onnx MODEL or --engine FILE")
+    if cpu and engine is not None:
+        raise ArgumentError("--cpu is for --onnx; engines run on the GPU")
+    if not name or "/" in name or name.startswith("."):
+        raise ArgumentError(f"--name {name!r}: expected the name of a folder, without slashes")
+    if target.exists():
+        raise ArgumentError(f"{target} exists; delete it, or choose another --name")
 
 
 def _onnx_files(model: Path) -> dict[Path, Path]:
