@@ -19,7 +19,7 @@ from stof.execution.inputs import InputMaker
 from stof.fusion.fusion_graph import FusionGraph
 from stof.fusion.regions import find_chains, retranslate_chains
 from stof.fusion.search.cost import AnalyticalCost, SegmentedRegion, frequent_start
-from stof.fusion.search.engine import Cost, SearchLimits, exhaustive, search
+from stof.fusion.search.engine import Cost, SearchLimits, search, search_exhaustively
 from stof.fusion.search.measure import Timer
 from stof.fusion.search.space import FusionScheme, SchemeSpace, expand, unfused_scheme
 from stof.fusion.translate import FusedChain
@@ -202,7 +202,7 @@ def _compare(
         found.cost,
         _total(kept, _greedy(space, kept)),
         min(samples),
-        exhaustive(space, kept)[1] if total <= _ENUMERATED else None,
+        search_exhaustively(space, kept)[1] if total <= _ENUMERATED else None,
         took,
         found.schemes,
     )

@@ -314,6 +314,7 @@ void MeasureAll(const Row& row, const stof::AttentionArgs& args, const stof::Att
   Report("]");
 }
 
+// Longer than 80 lines: one row from its inputs to its record, and every step reads the inputs.
 void Measure(const Row& row, stof::DType dtype, bool tf32, bool all) {
   stof::AttentionArgs args;
   const int64_t T = row.T > 0 ? row.T : row.S, G = row.G > 0 ? row.G : row.H;

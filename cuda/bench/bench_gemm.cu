@@ -174,6 +174,7 @@ void* Halves(int64_t count, uint32_t seed, bool bf16, float range) {
   return memory;
 }
 
+// Longer than 80 lines: one row from its operands to its record; what is timed are lambdas that capture the operands.
 template <typename T>
 void Bench(const Row& row, CublasLt* lt, bool all, bool quick, FILE* report, bool* first) {
   constexpr bool kBf16 = sizeof(T) == 2 && std::is_same<T, __nv_bfloat16>::value;

@@ -118,6 +118,7 @@ struct Layer {
 
 }  // namespace
 
+// Longer than 80 lines: options, layers and the loop over shapes share the buffers that the timed lambdas capture.
 int main(int argc, char** argv) {
   const char *path = nullptr, *json = nullptr, *only = nullptr;
   bool is_bf16 = false, is_quick = false, has_many_tokens = false;

@@ -35,6 +35,7 @@ std::string Literal(float value) {
 }
 const char* TypeName(DType dtype) { return dtype == DType::kF32 ? "F32" : dtype == DType::kF16 ? "F16" : "BF16"; }
 
+// Longer than 80 lines: a case for each operator.
 std::string FormatCall(ChainOp op, const std::string& a, const std::string& b, const std::string& c) {
   const auto call = [&](const char* f) { return std::string(f) + "(" + a + (b.empty() ? "" : ", " + b) + ")"; };
   const auto infix = [&](const char* sign) { return a + sign + b; };

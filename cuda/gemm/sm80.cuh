@@ -52,6 +52,7 @@ __device__ __forceinline__ float Element(const void* base, int64_t at) {
 }
 
 // kIsBTransposed: b0 is [N, K].
+// Longer than 80 lines: copies, matmul and epilogue share a thread's coordinates and its accumulators, in registers.
 template <typename T, bool kPair, bool kVectors, bool kIsBTransposed>
 __global__ void __launch_bounds__(kThreads, 2) GemmSm80(const GemmParams p) {
   extern __shared__ __align__(128) uint8_t shared[];

@@ -251,6 +251,7 @@ __device__ __forceinline__ void CopyB(const GemmSm90Params& p, uint32_t b, uint3
   }
 }
 
+// Longer than 80 lines: producer and consumers share the ring of stages; accumulators of a wgmma that runs stay here.
 template <typename T, typename S>
 __global__ void __cluster_dims__(S::kCm* S::kCn, 1, 1) __launch_bounds__(S::kThreads, S::kCtas)
     GemmKernel(const __grid_constant__ GemmSm90Params p) {

@@ -205,6 +205,7 @@ __device__ __forceinline__ void AddSplits(const MlpParams& p, int slice) {
   }
 }
 
+// Longer than 80 lines: copies into the ring, waits for them and matmuls are one pipeline.
 template <typename T, int kTokens>
 __global__ void __launch_bounds__(kMlpThreads, 2) DownTileKernel(const __grid_constant__ MlpParams p) {
   using Ring = BlockRing<kTokens>;

@@ -127,6 +127,7 @@ __device__ __forceinline__ void AddChunks(const Chunk<T, kBits> (&chunks)[kScore
 }
 
 // The neurons of a segment whose scores, predictor_up · projected, make them active.
+// Longer than 80 lines: weights that are loaded before the wait for the projection are used behind it, in registers.
 template <typename T, int kBits, bool kVectors, int kTokens>
 __global__ void __launch_bounds__(kMlpThreads, kTokens == 1 && kVectors ? 3
                                                : kBits == 0 ? 2

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from stof.errors import ArgumentError
 from stof.execution.run_limits import parse_bytes
 from stof.files import remove_temporaries
-from stof.interrupts import ended_by_signals, report_interrupt
+from stof.interrupts import end_by_signals, report_interrupt
 from stof.options import CHAINS, STANDARD_OUTPUT, Options
 from stof.progress import step_log
 from stof.selection import EVERY_ATTENTION
@@ -60,6 +60,15 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PATH",
         help="default: <name>.stof.onnx beside the input; for a folder: the new one",
     )
+    _add_choices(parser)
+    _add_measurements(parser)
+    _add_verification(parser)
+    _add_changes(parser)
+    _add_reports(parser)
+    return parser
+
+
+def _add_choices(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what is replaced, and for which device")
     group.add_argument("--target", choices=tuple(TARGETS), help="what choices are tuned for (cpu)")
     group.add_argument("--provider", choices=tuple(_BY_PROVIDER), help="the same, by ONNX Runtime's execution provider")
@@ -95,6 +104,9 @@ def _parser() -> argparse.ArgumentParser:
         help="whether StofGemm may take a matmul with its epilogue (on CUDA; on the CPU where --tune found a gain)",
     )
     group.add_argument("--allow-tf32", action="store_true", help="compute fp32 attention's matmuls in TF32, on CUDA")
+
+
+def _add_measurements(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("measuring and plans")
     group.add_argument(
         "--tune", type=_seconds, metavar="SECONDS", help="measure, for so long, instead of estimating: kernels, chains"
@@ -109,6 +121,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     group.add_argument("--plan", type=Path, metavar="FILE", help="apply a saved plan instead of choosing")
     group.add_argument("--save-plan", type=Path, metavar="FILE", help="save the choices as JSON, with --dry-run too")
+
+
+def _add_verification(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("verification")
     group.add_argument(
         "--inputs",
@@ -128,6 +143,9 @@ def _parser() -> argparse.ArgumentParser:
         help="memory for verification, 2G for instance (half of what is free)",
     )
     group.add_argument("--no-verify", action="store_true", help="write without running the model")
+
+
+def _add_changes(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what changes outputs")
     group.add_argument(
         "--sparsify",
@@ -154,6 +172,9 @@ def _parser() -> argparse.ArgumentParser:
         help="largest mean KL divergence on --prompts to write a model with (0.1)",
     )
     group.add_argument("--force", action="store_true", help="write the model beyond --max-kl, too")
+
+
+def _add_reports(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("reports")
     group.add_argument("--dry-run", action="store_true", help="report only, write no model")
     group.add_argument(
@@ -167,7 +188,6 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("--report", type=Path, metavar="FILE", help="write the report as an HTML page for people")
     group.add_argument("-q", "--quiet", action="store_true", help="no progress lines on standard error")
     group.add_argument("--version", action=VersionAction, describe=describe_installation)
-    return parser
 
 
 def _seconds(text: str) -> float:
@@ -268,8 +288,8 @@ def _check_changes(arguments: argparse.Namespace) -> None:
     if arguments.prompts is not None and changes is None:
         raise ArgumentError("--prompts is for --sparsify and --sparse-mlp, of which none is given")
     measured = arguments.prompts or arguments.sparse_mlp
-    for option, given in (("--max-kl", arguments.max_kl is not None), ("--force", arguments.force)):
-        if given and measured is None:
+    for option, is_given in (("--max-kl", arguments.max_kl is not None), ("--force", arguments.force)):
+        if is_given and measured is None:
             raise ArgumentError(f"{option} is for --prompts and --sparse-mlp, of which none is given")
 
 
@@ -312,7 +332,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     before = gc.get_threshold()
     gc.set_threshold(_GARBAGE)
     try:
-        with ended_by_signals("stof-optimize", remove_temporaries, last=argv is None):
+        with end_by_signals("stof-optimize", remove_temporaries, last=argv is None):
             return run_command("stof-optimize", lambda: _run(_parser().parse_args(argv)))
     except KeyboardInterrupt as interrupt:
         return report_interrupt("stof-optimize", interrupt)

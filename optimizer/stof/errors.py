@@ -16,13 +16,13 @@ def shown(text: object, most: int | None = _MOST_SHOWN) -> str:
     ``\n``, ``\xff``. Of text that is longer than ``most`` characters the middle is left out: a message begins with what is
     wrong and ends with what to do. To apply it again changes nothing.
     """
-    words = _bounded(text.decode("utf-8", "surrogateescape") if isinstance(text, bytes) else str(text), most)
+    words = _shorten(text.decode("utf-8", "surrogateescape") if isinstance(text, bytes) else str(text), most)
     if words.isprintable():
         return words
-    return _bounded("".join(c if c.isprintable() else _escape(c) for c in words), most)
+    return _shorten("".join(c if c.isprintable() else _escape(c) for c in words), most)
 
 
-def _bounded(text: str, most: int | None) -> str:
+def _shorten(text: str, most: int | None) -> str:
     if most is None or len(text) <= most:
         return text
     kept = max(0, most - 3)

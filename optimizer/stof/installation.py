@@ -32,19 +32,19 @@ def locate_library(name: str, variable: Variable, error: type[StofError]) -> tup
     Raises:
         StofError: an ``error`` when the variable names no file.
     """
-    if (given := variable.file(error)) is not None:
-        return given, True
+    if (named := variable.file(error)) is not None:
+        return named, True
     with importlib.resources.as_file(importlib.resources.files("stof") / "lib" / name) as path:
         return path, path.is_file()
 
 
-def left_out(folder: Path) -> dict[str, str]:
+def read_left_out(folder: Path) -> dict[str, str]:
     """The parts that the libraries in a folder were built without, each with the reason; empty where nothing is known."""
     try:
-        found = json.loads((folder / LEFT_OUT).read_text())
+        parts = json.loads((folder / LEFT_OUT).read_text())
     except (OSError, ValueError):
         return {}
-    return {str(part): str(reason) for part, reason in found.items()} if isinstance(found, dict) else {}
+    return {str(part): str(reason) for part, reason in parts.items()} if isinstance(parts, dict) else {}
 
 
 def how_to_add(part: str) -> str:
@@ -55,5 +55,5 @@ def how_to_add(part: str) -> str:
 
 def missing(part: str, folder: Path) -> str:
     """That the libraries in a folder lack a part, why as far as it is known, and what adds it."""
-    reason = left_out(folder).get(part, "")
+    reason = read_left_out(folder).get(part, "")
     return f"{f'not built ({reason})' if reason else 'not installed'}; {how_to_add(part)}"

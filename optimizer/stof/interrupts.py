@@ -44,9 +44,9 @@ class Interrupted(KeyboardInterrupt):
 
 def report_interrupt(program: str, interrupt: KeyboardInterrupt) -> int:
     """Writes a command's last line, and gives its exit status."""
-    found = interrupt if isinstance(interrupt, Interrupted) else Interrupted(signal.SIGINT)
-    complain(f"{program}: {found}")
-    return found.status
+    interrupted = interrupt if isinstance(interrupt, Interrupted) else Interrupted(signal.SIGINT)
+    complain(f"{program}: {interrupted}")
+    return interrupted.status
 
 
 class _Watch:
@@ -118,7 +118,7 @@ _watches: list[_Watch] = []
 
 
 @contextmanager
-def ended_by_signals(program: str, clean_up: Callable[[], None], *, last: bool) -> Iterator[None]:
+def end_by_signals(program: str, clean_up: Callable[[], None], *, last: bool) -> Iterator[None]:
     """Raises :class:`Interrupted` in the main thread at the first signal; a thread ends the process where that has no effect.
 
     The interpreter looks for signals between its own instructions: code in C that takes long hides them. The thread then
@@ -135,12 +135,12 @@ def ended_by_signals(program: str, clean_up: Callable[[], None], *, last: bool) 
     watch = _Watch(program, clean_up)
     hook = sys.unraisablehook
     # Signals that the process was started to ignore, by nohup for instance, stay ignored.
-    known = {number: signal.getsignal(number) for number in _SIGNALS}
-    handlers = {number: handler for number, handler in known.items() if handler not in (signal.SIG_IGN, None)}
+    previous = {number: signal.getsignal(number) for number in _SIGNALS}
+    handlers = {number: handler for number, handler in previous.items() if handler not in (signal.SIG_IGN, None)}
     watch.thread.start()
     before = signal.set_wakeup_fd(watch.wakeup, warn_on_full_buffer=False)
     _watches.append(watch)
-    sys.unraisablehook = _quiet(hook)
+    sys.unraisablehook = _ignore_interrupts(hook)
     try:
         for number in handlers:
             signal.signal(number, watch.handle)
@@ -159,9 +159,9 @@ def ended_by_signals(program: str, clean_up: Callable[[], None], *, last: bool) 
         watch.close()
 
 
-def _quiet(hook: Callable[[sys.UnraisableHookArgs], object]) -> Callable[[sys.UnraisableHookArgs], object]:
+def _ignore_interrupts(hook: Callable[[sys.UnraisableHookArgs], object]) -> Callable[[sys.UnraisableHookArgs], object]:
     """Interrupts that come within destructors and callbacks cannot be raised; the watch ends the process then."""
-    return lambda found: None if isinstance(found.exc_value, Interrupted) else hook(found)
+    return lambda unraisable: None if isinstance(unraisable.exc_value, Interrupted) else hook(unraisable)
 
 
 @contextmanager

@@ -100,6 +100,6 @@ class LeftOut(Decisions):
         return False
 
 
-def typed_attributes_of(ops: Iterable[OpRewrite[Any, Any, Any]]) -> TypedAttributes:
+def collect_typed_attributes(ops: Iterable[OpRewrite[Any, Any, Any]]) -> TypedAttributes:
     """The texts with element types in them of all ops."""
     return {k: widen for op in ops if isinstance(op, HasTypedAttributes) for k, widen in op.typed_attributes.items()}

@@ -139,12 +139,12 @@ class Decisions(ABC):
         return None
 
 
-Found = TypeVar("Found")
+Candidates = TypeVar("Candidates")
 Described = TypeVar("Described")
 Decided = TypeVar("Decided", bound=Decisions)
 
 
-class OpRewrite(ABC, Generic[Found, Described, Decided]):
+class OpRewrite(ABC, Generic[Candidates, Described, Decided]):
     """The rewrite of one op, or of a family of ops among which one search chooses.
 
     Attributes:
@@ -172,7 +172,7 @@ class OpRewrite(ABC, Generic[Found, Described, Decided]):
         return job
 
     @abstractmethod
-    def find(self, job: Job, model: Callable[[], onnx.ModelProto]) -> Found:
+    def find(self, job: Job, model: Callable[[], onnx.ModelProto]) -> Candidates:
         """The candidates, of which there may be none.
 
         Args:
@@ -185,7 +185,7 @@ class OpRewrite(ABC, Generic[Found, Described, Decided]):
         """
 
     @abstractmethod
-    def describe(self, job: Job, found: Found) -> Described:
+    def describe(self, job: Job, candidates: Candidates) -> Described:
         """The candidates with their problems: what each asks of kernels, as frozen and hashable values.
 
         Raises:

@@ -200,8 +200,8 @@ def merge_options(owner: str, options: object, arguments: Mapping[str, Any]) -> 
     if options is None:
         return Options(**arguments)
     if not isinstance(options, Options):
-        given = dict(options) if isinstance(options, Mapping) else {}
-        call = ", ".join(f"{k}={v!r}" for k, v in given.items()) or "target='cuda'"
+        values = dict(options) if isinstance(options, Mapping) else {}
+        call = ", ".join(f"{k}={v!r}" for k, v in values.items()) or "target='cuda'"
         raise ArgumentError(
             f"options is of type {type(options).__name__}, expected stof.Options; options may also be given by name: "
             f"{owner}(model, {call})"

@@ -38,7 +38,7 @@ from stof.selection import select
 from stof.sparsify.report import SparsityReport
 from stof.sparsify.sparsity import Sparsity
 from stof.sparsify.spec import parse_spec
-from stof.stages import Stage, known_inputs, rewrite
+from stof.stages import Stage, find_model_inputs, rewrite
 from stof.target_support import missing_for
 from stof.terminal import say
 from stof.tuning_cache import cache_path
@@ -108,8 +108,8 @@ def run(
             _write_report(report, options)
         raise
     except OSError as error:  # a full disk where temporary files lie, for instance
-        place = f"{error.filename}: " if error.filename else ""
-        raise ArgumentError(f"{source} cannot be optimized: {place}{error.strerror or error}") from error
+        file = f"{error.filename}: " if error.filename else ""
+        raise ArgumentError(f"{source} cannot be optimized: {file}{error.strerror or error}") from error
     if report.replaced and report.output is not None:
         report.how_to_run = _describe_run(target, options)
     if not is_output:
@@ -139,28 +139,28 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
     _check_time_option(options, report.dry_run)
     selections = dict(zip((op.key for op in OPS), select(options, [op.names for op in OPS]), strict=True))
     plan = _load_plan(options)
-    with _timed(report, "load"), _as_model_error(source):
+    with _measure_seconds(report, "load"), _as_model_error(source):
         graph, opset = load_with_opset(source)
     data = {f"external data {name!r}": source.parent / name for name in sorted(external_files(graph))}
     copies = {f"external data {c.location!r}": c.target for c in data_to_copy(graph, target, source)}
     _check_files(data, target, options, report.dry_run, copies)
     _note_sizes(report, model_bytes=count_bytes(source, external_files(graph)))
-    given = read_given_inputs(options.inputs, graph)
-    job = Job(options, source, graph, report.library, plan, partial(_timed_step, report, source), selections)
+    user_inputs = read_given_inputs(options.inputs, graph)
+    job = Job(options, source, graph, report.library, plan, partial(_measure_step, report, source), selections)
     report.sections = {op.key: op.empty_section() for op in OPS}
     report.optimized_before = dict(Counter(n.op_type for n in all_nodes(graph.graph.node) if n.domain == DOMAIN))
-    earlier = {op.key: found for op in OPS if (found := op.find_earlier_result(job)) is not None}
+    earlier = {op.key: result for op in OPS if (result := op.find_earlier_result(job)) is not None}
     for option, value in (("--sparsify", options.sparsify), ("--sparse-mlp", options.sparse_mlp)):
         if earlier and value:
             raise ArgumentError(
                 f"{option} is for a dense model, and this one was optimized before; give the one it was made from"
             )
     if earlier:
-        for key, found in earlier.items():
-            selections[key].check(found.candidates)
-            report.sections[key] = found.section
+        for key, result in earlier.items():
+            selections[key].check(result.candidates)
+            report.sections[key] = result.section
         empty: dict[str, tuple[PlanEntry, ...]] = {op.key: () for op in OPS if op.plan_format.required}
-        _save_plan(empty | {key: found.plan for key, found in earlier.items()}, options)
+        _save_plan(empty | {key: result.plan for key, result in earlier.items()}, options)
         return
     if plan is not None and plan.target is not options.tuned_for:
         raise ArgumentError(
@@ -173,7 +173,7 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
     if not report.dry_run and any(s.decided.has_replaced for s in stages):
         check_output_folder(stages[-1].model, target, source)
         with _runtime_failures_as_model_errors(source):
-            stages = _verify_and_write(report, job, stages, target, given)
+            stages = _verify_and_write(report, job, stages, target, user_inputs)
     _mark_written(report, stages)
     if opset < opset_of(graph) and any(s.decided.has_replaced for s in stages):
         report.converted_opset = (opset, opset_of(graph))
@@ -196,9 +196,9 @@ def _read_options(job: Job, target: Path, dry_run: bool) -> Job:
         read["prompts file"] = options.prompts
     settings: dict[str, OpSettings] = {}
     for op in OPS:
-        if isinstance(op, ReadsOptions) and (own := op.read_options(job)) is not None:
-            settings[op.key] = own
-            read |= own.files
+        if isinstance(op, ReadsOptions) and (op_settings := op.read_options(job)) is not None:
+            settings[op.key] = op_settings
+            read |= op_settings.files
     _check_files(read, target, options, dry_run)
     return replace(job, settings=settings)
 
@@ -221,8 +221,8 @@ def _prepare(report: Report, job: Job, target: Path) -> Job:
                 job = op.prepare(job)
         report.sparsity = sparsity.report
     stated = "" if job.plan is None else job.plan.sparsity
-    found = "" if job.sparsity is None else job.sparsity.digest
-    if job.plan is not None and stated != found:
+    digest = "" if job.sparsity is None else job.sparsity.digest
+    if job.plan is not None and stated != digest:
         has = "patterns of --sparsify that are not those given" if stated else "no patterns of --sparsify"
         raise ArgumentError(f"the plan has {has}; give the --sparsify that it was saved with")
     return job
@@ -245,7 +245,7 @@ def _copy(report: Report, source: Path, target: Path) -> None:
     """Copies a model with nothing to do to the output that the user named, which a build tool for instance waits for."""
     model = load(source)  # again: in the first one, small external data has become part of the model
     check_output_folder(model, target, source)
-    with _timed(report, "write"):
+    with _measure_seconds(report, "write"):
         copy_model(model, target, source)
     report.output, report.copied = str(target), True
     _note_sizes(report, output_bytes=count_bytes(target, external_files(model)))
@@ -332,13 +332,13 @@ def _as_model_error(source: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _timed_step(report: Report, source: Path, step: str) -> Iterator[None]:
-    with _timed(report, step), _as_model_error(source):
+def _measure_step(report: Report, source: Path, step: str) -> Iterator[None]:
+    with _measure_seconds(report, step), _as_model_error(source):
         yield
 
 
 @contextmanager
-def _timed(report: Report, step: str) -> Iterator[None]:
+def _measure_seconds(report: Report, step: str) -> Iterator[None]:
     start = time.monotonic()
     with progress.step(step):
         yield
@@ -346,7 +346,7 @@ def _timed(report: Report, step: str) -> Iterator[None]:
 
 
 def _verify_and_write(
-    report: Report, job: Job, stages: list[Stage], target: Path, given: Sequence[GivenFeed]
+    report: Report, job: Job, stages: list[Stage], target: Path, user_inputs: Sequence[GivenFeed]
 ) -> list[Stage]:
     """Verifies and writes the model, without rewrites that change its outputs.
 
@@ -355,19 +355,19 @@ def _verify_and_write(
     """
     if job.options.verify:
         with progress.step("verify"):
-            stages = verify_stages(report, OPS, stages, target.parent, given)
+            stages = verify_stages(report, OPS, stages, target.parent, user_inputs)
     if not any(s.decided.has_replaced for s in stages):
         return stages
     final = stages[-1].written
     _mark_written(report, stages)
     _measure_loss(report, job, stages, target)
     report.nodes_after = len(final.graph.node)
-    with _timed(report, "write"):
+    with _measure_seconds(report, "write"):
         data_files = save(final, target, job.source)
     report.output = str(target)
     _note_sizes(report, output_bytes=count_bytes(target, data_files))
     if job.options.time:
-        with _timed(report, "time"):
+        with _measure_seconds(report, "time"):
             _time_models(report, job, stages, target)
     return stages
 
@@ -397,8 +397,8 @@ def _measure_loss(report: Report, job: Job, stages: Sequence[Stage], target: Pat
 
     if not is_sparsified and not has_logits(job.model):
         return  # the sections that change outputs say how much by themselves
-    with _timed(report, "prompts"):
-        inputs = known_inputs(job, stages)
+    with _measure_seconds(report, "prompts"):
+        inputs = find_model_inputs(job, stages)
         loss = measure_loss(job.source, stages[-1].written, inputs, prompts, target.parent, job.options)
     if is_sparsified and report.sparsity is not None:
         report.sparsity.loss, report.sparsity.decode_loss = loss.whole, loss.decoded
@@ -414,7 +414,7 @@ def _time_models(report: Report, job: Job, stages: list[Stage], target: Path) ->
     from stof.verification.timed_cases import NotTimedError
 
     try:
-        inputs = known_inputs(job, stages)
+        inputs = find_model_inputs(job, stages)
         if report.verification is not None:  # on usual numbers, runs take too long
             inputs.maker.magnitudes.update(report.verification.reduced_inputs)
         report.times = time_models(job.source, target, inputs, job.options.shapes)

@@ -116,28 +116,28 @@ def parse(text: str, formats: Mapping[str, EntryFormat], where: str = "plan") ->
     for key, form in formats.items():
         if key not in data and not form.required:
             continue
-        found: dict[str, PlanEntry] = {}
+        by_name: dict[str, PlanEntry] = {}
         for number, value in enumerate(fields.take(key, list, None)):
             entry = form.read(where, f"{key}[{number}]", value)
-            if entry.name in found:
+            if entry.name in by_name:
                 raise ArgumentError(
                     f"{where}: {key}[{number}] names {entry.name!r} again; keep one entry for each {form.kind}"
                 )
-            found[entry.name] = entry
-        entries[key] = tuple(found.values())
+            by_name[entry.name] = entry
+        entries[key] = tuple(by_name.values())
     return Plan(entries, target, fields.text("sparsity", ""))
 
 
 class Fields:
     """The fields of one JSON object of a plan, checked as they are taken; every fault is an ``ArgumentError``."""
 
-    def __init__(self, where: str, place: str, data: object, known: set[str]) -> None:
-        self.where = f"{where}: {place}" if place else where
+    def __init__(self, where: str, location: str, data: object, names: set[str]) -> None:
+        self.where = f"{where}: {location}" if location else where
         if not isinstance(data, Mapping):
             raise ArgumentError(f"{self.where} is {quoted(data)}, expected an object")
         self.data = data
-        if unknown := sorted(set(data) - known):
-            raise ArgumentError(f"{self.where} has field {unknown[0]!r}, expected only {', '.join(sorted(known))}")
+        if unknown := sorted(set(data) - names):
+            raise ArgumentError(f"{self.where} has field {unknown[0]!r}, expected only {', '.join(sorted(names))}")
 
     def take(self, name: str, kind: type | tuple[type, ...], default: Any) -> Any:
         """A field of a type; without a default it must be there."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from stof.errors import shown
-from stof.terminal import encodable
+from stof.terminal import make_encodable
 
 _EVERY = 0.2  # seconds between changes of a line on a terminal
 _LOG_EVERY = 15.0  # seconds between lines of a log; a shorter run writes none
@@ -180,5 +180,5 @@ def _width() -> int:
 
 def _put(text: str) -> None:
     with contextlib.suppress(OSError, ValueError):  # a terminal that is gone, or a closed stream, shows no progress
-        sys.stderr.write(encodable(text, sys.stderr))
+        sys.stderr.write(make_encodable(text, sys.stderr))
         sys.stderr.flush()

@@ -274,8 +274,10 @@ class Report:
     @property
     def pictures(self) -> dict[str, list[str]]:
         """Pictures of the masks by their text: rows of tiles."""
-        found: dict[str, list[str]] = self.sections["sites"].to_json()["pictures"] if "sites" in self.sections else {}
-        return found
+        pictures: dict[str, list[str]] = (
+            self.sections["sites"].to_json()["pictures"] if "sites" in self.sections else {}
+        )
+        return pictures
 
     @property
     def replaced(self) -> int:
@@ -285,16 +287,16 @@ class Report:
     @property
     def earlier_measurements(self) -> EarlierMeasurements | None:
         """Measurements of earlier runs that decided about candidates of any op; None: none did."""
-        found = [s.earlier for s in self.sections.values() if s.earlier is not None]
-        return reduce(lambda a, b: a.join(b), found) if found else None
+        earlier = [s.earlier for s in self.sections.values() if s.earlier is not None]
+        return reduce(lambda a, b: a.join(b), earlier) if earlier else None
 
     def to_json(self) -> str:
         """Every fact as JSON; errors that are no number are the strings "inf" and "nan"."""
         data: dict[str, Any] = {"model": self.model, "output": self.output}
         for section in self.sections.values():
             data |= section.to_json()
-        own = ("copied", "nodes_before", "nodes_after", "dry_run", "verification", "seconds", "library", "notes")
-        data |= {name: getattr(self, name) for name in (*own, "optimized_before")}
+        facts = ("copied", "nodes_before", "nodes_after", "dry_run", "verification", "seconds", "library", "notes")
+        data |= {name: getattr(self, name) for name in (*facts, "optimized_before")}
         if self.verification is not None:
             data["verification"] = {**asdict(self.verification), "ok": not self.verification.failures}
         opsets = self.converted_opset
@@ -399,11 +401,13 @@ class Report:
         """
         sections = self.sections.values()
         if pattern == EVERY_ATTENTION:
-            own = [s for s in sections if s.is_explained_by_default]
+            explained = [s for s in sections if s.is_explained_by_default]
         else:
             owner = owner_of(pattern, [s.names for s in sections])
-            own = [s for s in sections if s.names is owner]
-        return "\n".join(shown(line) for s in own for line in s.explain_rows(pattern.removeprefix(s.names.prefix)))
+            explained = [s for s in sections if s.names is owner]
+        return "\n".join(
+            shown(line) for s in explained for line in s.explain_rows(pattern.removeprefix(s.names.prefix))
+        )
 
     def _verification_lines(self) -> list[str]:
         if self.verification is None:

@@ -91,9 +91,9 @@ def declare_results(model: onnx.ModelProto, rules: ResultRules, *, in_functions:
     if in_functions:
         inner = {n.op_type for f in model.functions for n in all_nodes(f.node) if n.domain == DOMAIN}
         for function in model.functions:
-            own = [call for call in calls if call.node.op_type == function.name]
-            if function.domain == DOMAIN and own and function.name not in inner | rules.in_place:
-                _Carrier(function, own, opset_of(model), rules).carry()
+            calls_of_function = [call for call in calls if call.node.op_type == function.name]
+            if function.domain == DOMAIN and calls_of_function and function.name not in inner | rules.in_place:
+                _Carrier(function, calls_of_function, opset_of(model), rules).carry()
 
 
 class _Shapes:
@@ -118,8 +118,8 @@ class _Shapes:
 
     def inside(self, graph: onnx.GraphProto) -> _Shapes:
         """Those of a subgraph. Names of its inputs' dimensions do not count: each call may have other sizes."""
-        own = {v.name for v in (*graph.input, *graph.initializer)} | {o for n in graph.node for o in n.output}
-        read = {name for n in graph.node for name in node_tensors(n)} - own - {""}
+        tensors = {v.name for v in (*graph.input, *graph.initializer)} | {o for n in graph.node for o in n.output}
+        read = {name for n in graph.node for name in node_tensors(n)} - tensors - {""}
         stored = {t.name: t for t in self._model.graph.initializer if t.name in read and t.ByteSize() <= _SMALL}
         model = onnx.ModelProto(ir_version=self._model.ir_version)
         model.opset_import.extend(self._model.opset_import)
@@ -152,7 +152,7 @@ def _declare_in_graph(graph: onnx.GraphProto, shapes: _Shapes) -> Iterator[_Call
 
     The graph's outputs are the model's interface, which stays.
     """
-    known = {v.name: v for v in graph.value_info}
+    declared = {v.name: v for v in graph.value_info}
     outputs = {o.name for o in graph.output}
     for node in graph.node:
         for inner in subgraphs(node):
@@ -162,7 +162,7 @@ def _declare_in_graph(graph: onnx.GraphProto, shapes: _Shapes) -> Iterator[_Call
             continue
         yield _Call(node, shapes)
         for name in node.output:
-            dtype, info = shapes.dtype(name), known.get(name)
+            dtype, info = shapes.dtype(name), declared.get(name)
             if name in outputs or not dtype or (info is not None and info.type.tensor_type.HasField("shape")):
                 continue
             made = helper.make_tensor_value_info(name, dtype, shapes.declared(name))
@@ -193,15 +193,15 @@ class _Carrier:
     def carry(self) -> None:
         """Changes the function and its calls; one that was changed before stays."""
         for number, output in enumerate(list(self.function.output) if self.changes else ()):
-            found = self._find_source(number)
-            like = None if found is None else self._find_type(number, found[0])
-            if found is None or like is None:
+            source_axes = self._find_source(number)
+            like = None if source_axes is None else self._find_type(number, source_axes[0])
+            if source_axes is None or like is None:
                 continue
-            source, by_call = found
+            source, by_call = source_axes
             names = _attribute_names(number)
             _append_copy(self.function, output, self.function.input[source], names, like, self.opset)
-            for call, own in zip(self.calls, by_call, strict=True):
-                call.node.attribute.extend(helper.make_attribute(k, v) for k, v in own.attributes(number).items())
+            for call, axes in zip(self.calls, by_call, strict=True):
+                call.node.attribute.extend(helper.make_attribute(k, v) for k, v in axes.attributes(number).items())
 
     def _find_source(self, number: int) -> tuple[int, list[AxesOfInput]] | None:
         """The input that has the axes of a result at all calls, and the axes by call; a new input where each has another."""
@@ -210,15 +210,15 @@ class _Carrier:
         by_call = [_sources_of(call, number) for call in self.calls]
         if not all(by_call):
             return None
-        best = [max(own, key=lambda i: (own[i].shared, -i)) for own in by_call]
-        shared = sum(own[i].shared for own, i in zip(by_call, best, strict=True))
-        common = {i: sum(own[i].shared for own in by_call) for i in set(by_call[0]).intersection(*by_call[1:])}
+        best = [max(axes, key=lambda i: (axes[i].shared, -i)) for axes in by_call]
+        shared = sum(axes[i].shared for axes, i in zip(by_call, best, strict=True))
+        common = {i: sum(axes[i].shared for axes in by_call) for i in set(by_call[0]).intersection(*by_call[1:])}
         index = max(common, key=lambda i: (common[i], -i), default=None)
         if index is None and not self.can_add:
             return None
         if index is not None and (common[index] == shared or not self.can_add):
-            return index, [own[index] for own in by_call]
-        return self._add_input(best), [own[i] for own, i in zip(by_call, best, strict=True)]
+            return index, [axes[index] for axes in by_call]
+        return self._add_input(best), [axes[i] for axes, i in zip(by_call, best, strict=True)]
 
     def _add_input(self, chosen: Sequence[int]) -> int:
         """Gives each call its input of an index once more, behind all others. Returns the index of the new input."""
@@ -239,19 +239,19 @@ class _Carrier:
             if call.output(number)
         ]
         if self.opset < _CAST_LIKE:
-            return types[0][1] or None if len({own for _, own in types}) == 1 else None
+            return types[0][1] or None if len({result_type for _, result_type in types}) == 1 else None
         # A converter to fp16 changes the types around a call.
-        return "source" if all(given == own != 0 for given, own in types) else "result"
+        return "source" if all(source_type == result_type != 0 for source_type, result_type in types) else "result"
 
 
 def _sources_of(call: _Call, number: int) -> dict[int, AxesOfInput]:
     """The axes of a result by those of each input of known shape, by its index."""
-    found = {}
+    axes_by_input = {}
     for i, name in enumerate(call.node.input):
         axes = _match_axes(call.shapes, name, call.output(number)) if name else None
         if axes is not None:
-            found[i] = axes
-    return found
+            axes_by_input[i] = axes
+    return axes_by_input
 
 
 def _match_axes(shapes: _Shapes, source: str, result: str) -> AxesOfInput | None:
@@ -259,18 +259,18 @@ def _match_axes(shapes: _Shapes, source: str, result: str) -> AxesOfInput | None
 
     A result that a call does not have is a vector of one element in the function.
     """
-    given, wanted = shapes.shape(source), shapes.shape(result) if result else (integer(1),)
-    if given is None or not wanted or not shapes.dtype(source) or len(given) + len(wanted) + 2 > len(_LETTERS):
+    shape, wanted = shapes.shape(source), shapes.shape(result) if result else (integer(1),)
+    if shape is None or not wanted or not shapes.dtype(source) or len(shape) + len(wanted) + 2 > len(_LETTERS):
         return None
     letters = iter(_LETTERS)
-    free = [(next(letters), size) for size in given]
+    free = [(next(letters), size) for size in shape]
     terms = ["".join(letter for letter, _ in free), "", ""]
     sizes: list[int] = []
     computed: list[int] = []
     taken = ""
     for axis, size in enumerate(wanted):
-        own = next((pair for pair in free if pair[1] == size), None)
-        if size.constant is not None or own is None:
+        letter_and_size = next((pair for pair in free if pair[1] == size), None)
+        if size.constant is not None or letter_and_size is None:
             taken += next(letters)
             terms[1 if size.constant is not None else 2] += taken[-1]
             if size.constant is not None:
@@ -278,8 +278,8 @@ def _match_axes(shapes: _Shapes, source: str, result: str) -> AxesOfInput | None
             else:
                 computed.append(axis)
         else:
-            free.remove(own)
-            taken += own[0]
+            free.remove(letter_and_size)
+            taken += letter_and_size[0]
     equation = ",".join(term or next(letters) for term in terms)
     shared = len(wanted) - len(sizes) - len(computed)
     return AxesOfInput(f"{equation}->{taken}", tuple(sizes) or (1,), tuple(computed) or (0,), shared)
@@ -292,16 +292,16 @@ def _append_copy(
     prefix = FreshNames({name for n in function.node for name in node_tensors(n)}).make(f"{output}_shape")
     b = Builder(opset, f"{prefix}_")
     value = b.name()
-    b.nodes += [_renamed(n, {output: value}) for n in function.node]
+    b.nodes += [_rename_tensors(n, {output: value}) for n in function.node]
     equation, *lists = attributes
     sizes, computed = (b.name() for _ in lists)
     for name, target in zip((sizes, computed), lists, strict=True):
         b.nodes.append(_with_attribute("Constant", [], name, "value_ints", target, AttributeProto.INTS))
     shape = b.add("Shape", [value])
-    given = [b.add("Cast", [source], to=_FLOAT), b.add("ConstantOfShape", [sizes])]
-    given.append(b.add("ConstantOfShape", [b.add("Gather", [shape, computed])]))
+    factors = [b.add("Cast", [source], to=_FLOAT), b.add("ConstantOfShape", [sizes])]
+    factors.append(b.add("ConstantOfShape", [b.add("Gather", [shape, computed])]))
     shaped = b.name()
-    b.nodes.append(_with_attribute("Einsum", given, shaped, "equation", equation, AttributeProto.STRING))
+    b.nodes.append(_with_attribute("Einsum", factors, shaped, "equation", equation, AttributeProto.STRING))
     if isinstance(like, str):
         shaped = b.add("CastLike", [shaped, source if like == "source" else value])
     elif like != _FLOAT:
@@ -324,15 +324,15 @@ def _with_attribute(
     return node
 
 
-def _renamed(node: onnx.NodeProto, names: Mapping[str, str]) -> onnx.NodeProto:
+def _rename_tensors(node: onnx.NodeProto, names: Mapping[str, str]) -> onnx.NodeProto:
     """A copy of a node, and of its subgraphs, that reads and writes other tensors."""
-    found = onnx.NodeProto()
-    found.CopyFrom(node)
-    for inner in all_nodes([found]):
+    renamed = onnx.NodeProto()
+    renamed.CopyFrom(node)
+    for inner in all_nodes([renamed]):
         for names_of_node in (inner.input, inner.output):
             for i, name in enumerate(names_of_node):
                 names_of_node[i] = names.get(name, name)
         for graph in subgraphs(inner):
             for value in graph.output:
                 value.name = names.get(value.name, value.name)
-    return found
+    return renamed

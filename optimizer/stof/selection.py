@@ -73,13 +73,13 @@ class Selection:
         Raises:
             ArgumentError: naming the option and the candidates that there are.
         """
-        known = list(candidates)
-        for option, pattern in self._asked():
-            if not any(c.matches(pattern) for c in known):
+        named = list(candidates)
+        for option, pattern in self._list_patterns():
+            if not any(c.matches(pattern) for c in named):
                 others = "".join(f"; {o.prefix}NAME names a {o.kind}" for o in self.others if o.prefix)
                 raise ArgumentError(
                     f"{option} {self.names.prefix + pattern!r} names no {self.names.kind} of the model; "
-                    f"{list_candidates(self.names, known)}{others}"
+                    f"{list_candidates(self.names, named)}{others}"
                 )
 
     def refuse_all(self, reason: str) -> None:
@@ -91,13 +91,13 @@ class Selection:
         Raises:
             ArgumentError: naming the option.
         """
-        for option, pattern in self._asked():
+        for option, pattern in self._list_patterns():
             kind = self.names.kind
             raise ArgumentError(
                 f"{option} {self.names.prefix + pattern!r} names a {kind}, but no {kind} is looked for here; {reason}"
             )
 
-    def _asked(self) -> list[tuple[str, str]]:
+    def _list_patterns(self) -> list[tuple[str, str]]:
         by_option = (("--only", self.only), ("--skip", self.skip), ("--explain", self.explain))
         return [(option, pattern) for option, patterns in by_option for pattern in patterns]
 
@@ -171,20 +171,20 @@ def select(options: Options, names: Sequence[CandidateNames]) -> list[Selection]
         ArgumentError: when a pattern is for no op.
     """
     explained = () if options.explain in (None, EVERY_ATTENTION) else (str(options.explain),)
-    own: dict[tuple[str, CandidateNames], list[str]] = {}
+    patterns_of: dict[tuple[str, CandidateNames], list[str]] = {}
     for option, patterns in (("--only", options.only), ("--skip", options.skip), ("--explain", explained)):
         for pattern in patterns:
             owner = owner_of(pattern, names)
             if owner is None:
-                known = ", ".join(f"{n.prefix}NAME for a {n.kind}" for n in names)
-                raise ArgumentError(f"{option} {pattern!r} names nothing that is replaced; there is {known}")
-            own.setdefault((option, owner), []).append(pattern.removeprefix(owner.prefix))
+                forms = ", ".join(f"{n.prefix}NAME for a {n.kind}" for n in names)
+                raise ArgumentError(f"{option} {pattern!r} names nothing that is replaced; there is {forms}")
+            patterns_of.setdefault((option, owner), []).append(pattern.removeprefix(owner.prefix))
     return [
         Selection(
             n,
-            only=tuple(own.get(("--only", n), ())),
-            skip=tuple(own.get(("--skip", n), ())),
-            explain=tuple(own.get(("--explain", n), ())),
+            only=tuple(patterns_of.get(("--only", n), ())),
+            skip=tuple(patterns_of.get(("--skip", n), ())),
+            explain=tuple(patterns_of.get(("--explain", n), ())),
             others=tuple(o for o in names if o is not n),
         )
         for n in names

@@ -62,10 +62,10 @@ class ModelWatch:
 
 
 def _digest(model: onnx.ModelProto) -> str:
-    found = hashlib.blake2b()
+    digest = hashlib.blake2b()
     for part in _serialize(model):
-        found.update(part)
-    return found.hexdigest()
+        digest.update(part)
+    return digest.hexdigest()
 
 
 def _serialize(message: Any) -> Iterator[bytes]:
@@ -133,7 +133,7 @@ def rewrite(job: Job, ops: Iterable[OpRewrite[Any, Any, Any]]) -> list[Stage]:
     stages: list[Stage] = []
     for op in ops:
         previous = stages[-1] if stages else None
-        stage = _decide(replace(job, inputs=partial(known_inputs, job, tuple(stages))), op, previous)
+        stage = _decide(replace(job, inputs=partial(find_model_inputs, job, tuple(stages))), op, previous)
         if isinstance(stage.decided, LeftOut):
             job.selections[op.key].refuse_all(stage.decided.reason)
         else:
@@ -142,22 +142,22 @@ def rewrite(job: Job, ops: Iterable[OpRewrite[Any, Any, Any]]) -> list[Stage]:
     return stages
 
 
-def known_inputs(job: Job, stages: Sequence[Stage]) -> ModelInputs:
+def find_model_inputs(job: Job, stages: Sequence[Stage]) -> ModelInputs:
     """Draws inputs of the model, by the first op that knows what they mean."""
     # A tenth of all imports, which few runs need here.
     from stof.verification.model_inputs import default_inputs
 
     checks = filter(None, (s.op.site_checks(job, s.decided) for s in stages))
-    known = next((i for c in checks if (i := c.model_inputs()) is not None), None)
-    return known or default_inputs(job.model)
+    inputs = next((i for c in checks if (i := c.model_inputs()) is not None), None)
+    return inputs or default_inputs(job.model)
 
 
 def _decide(job: Job, op: OpRewrite[Any, Any, Any], previous: Stage | None) -> Stage:
     watch = ModelWatch(op.key, job.model)
     with watch.step("find"):
-        found = op.find(job, lambda: watch.see(_model_after(job, previous)))
+        candidates = op.find(job, lambda: watch.see(_model_after(job, previous)))
     with watch.step("describe"):
-        described = op.describe(job, found)
+        described = op.describe(job, candidates)
     with watch.step("decide"):
         decided = op.decide(job, described)
     return Stage(job, op, decided, previous)
@@ -185,12 +185,12 @@ def drop(stages: Sequence[Stage], index: int, reason: str) -> list[Stage]:
     undone = stages[index].decided.undo(reason)
     if undone is None:
         raise ValueError(f"{stages[index].op.key} cannot be undone")
-    found = list(stages[:index])
+    kept_stages = list(stages[:index])
     for stage, decided in [(stages[index], undone), *((s, s.decided) for s in stages[index + 1 :])]:
-        previous = found[-1] if found else None
+        previous = kept_stages[-1] if kept_stages else None
         kept = Stage(stage.job, stage.op, decided, previous)
         if decided.changes_model:
             kept = _decide(stage.job, stage.op, previous)
         if not isinstance(kept.decided, LeftOut):
-            found.append(kept)
-    return found
+            kept_stages.append(kept)
+    return kept_stages

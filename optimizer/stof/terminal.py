@@ -74,11 +74,11 @@ class Parser(argparse.ArgumentParser):
 
     def _list_options(self) -> set[str]:
         """The long options of the parser and its commands."""
-        found = {o for o in self._option_string_actions if o.startswith("--")}
+        options = {o for o in self._option_string_actions if o.startswith("--")}
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
-                found |= {o for p in action.choices.values() for o in p._option_string_actions if o.startswith("--")}
-        return found
+                options |= {o for p in action.choices.values() for o in p._option_string_actions if o.startswith("--")}
+        return options
 
     def _print_message(self, message: str, file: object = None) -> None:
         if message:
@@ -149,11 +149,11 @@ def _write(stream: TextIO | None, lines: tuple[str, ...]) -> None:
     if stream is None:  # closed before Python started
         return
     text = "".join(f"{shown(line, None)}\n" for line in lines)
-    stream.write(encodable(text, stream))
+    stream.write(make_encodable(text, stream))
     stream.flush()
 
 
-def encodable(text: str, stream: TextIO) -> str:
+def make_encodable(text: str, stream: TextIO) -> str:
     """The text with escapes for characters that the stream's encoding has not, as under LANG=C."""
     encoding = stream.encoding or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)
@@ -173,15 +173,15 @@ def read_pairs(items: Sequence[str], option: str) -> dict[str, str]:
     Raises:
         ArgumentError: for other forms, and names that are given twice.
     """
-    found = {}
+    values = {}
     for item in items:
         name, sign, value = item.partition("=")
         if not sign or not name or not value:
             raise ArgumentError(f"{option} {item!r}: expected NAME=VALUE")
-        if name in found:
+        if name in values:
             raise ArgumentError(f"{option} names {name!r} twice; give it once")
-        found[name] = value
-    return found
+        values[name] = value
+    return values
 
 
 def read_shapes(items: Sequence[str]) -> dict[str, tuple[int, int]]:
@@ -190,13 +190,13 @@ def read_shapes(items: Sequence[str]) -> dict[str, tuple[int, int]]:
     Raises:
         ArgumentError: for other forms, and names that are given twice.
     """
-    found = {}
+    sizes = {}
     for name, text in read_pairs(items, "--shape").items():
         low, _, high = text.partition("..")
         try:
-            found[name] = (int(low), int(high or low))
+            sizes[name] = (int(low), int(high or low))
         except ValueError:
             raise ArgumentError(f"--shape {name}={text}: expected a number or N..M") from None
-        if not 0 < found[name][0] <= found[name][1]:
+        if not 0 < sizes[name][0] <= sizes[name][1]:
             raise ArgumentError(f"--shape {name}={text}: expected 0 < N <= M")
-    return found
+    return sizes

@@ -42,8 +42,8 @@ def cache_path() -> Path:
     Raises:
         ArgumentError: for a user without a home.
     """
-    if given := CACHE.text():
-        return Path(given)
+    if path := CACHE.text():
+        return Path(path)
     base = os.environ.get("XDG_CACHE_HOME")
     if not base:
         try:
@@ -98,10 +98,10 @@ class EarlierMeasurements:
     @property
     def dates(self) -> list[str]:
         """When the first and the last one of known time was made, as UTC; empty where none is known."""
-        known = [t for t in self.times if t is not None]
+        times = [t for t in self.times if t is not None]
         return (
-            [datetime.fromtimestamp(t, UTC).strftime("%Y-%m-%d %H:%M UTC") for t in (min(known), max(known))]
-            if known
+            [datetime.fromtimestamp(t, UTC).strftime("%Y-%m-%d %H:%M UTC") for t in (min(times), max(times))]
+            if times
             else []
         )
 
@@ -157,7 +157,7 @@ class Cache:
         self._decisions: set[str] = set()  # the first problem of each decision
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._private(path.parent)
+            self._check_private(path.parent)
             with closing(self._open()) as database, database:
                 database.execute(f"CREATE TABLE IF NOT EXISTS {_TABLE}")
                 if not _has_table(database, _TABLE):
@@ -168,11 +168,11 @@ class Cache:
                 f"the tuning cache {path} cannot be used: {error}; STOF_CACHE names another file"
             ) from error
 
-    def _private(self, folder: Path) -> None:
+    def _check_private(self, folder: Path) -> None:
         if not hasattr(os, "getuid"):
             return
-        found = folder.stat()
-        if found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        status = folder.stat()
+        if status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             return
         raise ArgumentError(
             f"the folder {folder} of the tuning cache can be written by others; STOF_CACHE names a file elsewhere"
@@ -188,30 +188,30 @@ class Cache:
 
     def of(self, problem: Mapping[str, Any]) -> dict[str, float]:
         """What was measured of a problem on this device, by configuration."""
-        return {config: found.seconds for config, found in self.measurements(problem).items()}
+        return {config: measurement.seconds for config, measurement in self.measurements(problem).items()}
 
     def measurements(self, problem: Mapping[str, Any]) -> dict[str, Measurement]:
         """The same with dates."""
         commands = [f"SELECT config, seconds, time FROM measurements WHERE problem = ? LIMIT {_MOST}"]
         if self._has_undated:
             commands.insert(0, f"SELECT config, seconds, NULL FROM measured WHERE problem = ? LIMIT {_MOST}")
-        found: dict[str, tuple[object, object]] = {}
+        entries: dict[str, tuple[object, object]] = {}
         try:
             with closing(self._open()) as database:
                 for command in commands:  # a dated measurement takes the place of one without
                     rows = database.execute(command, (self._problem(problem),))
-                    found |= {str(config): (seconds, at) for config, seconds, at in rows}
+                    entries |= {str(config): (seconds, at) for config, seconds, at in rows}
         except _DAMAGED:  # a damaged cache is an empty one
             return {}
         usable = {
             c: Measurement(s, _read_date(at))
-            for c, (s, at) in found.items()
+            for c, (s, at) in entries.items()
             if isinstance(s, float) and 0 < s < math.inf
         }
         return {c: m for c, m in usable.items() if not (self._ignores_earlier and self._is_earlier(m))}
 
-    def _is_earlier(self, found: Measurement) -> bool:
-        return found.time is None or found.time < self._started
+    def _is_earlier(self, measurement: Measurement) -> bool:
+        return measurement.time is None or measurement.time < self._started
 
     def put(self, problem: Mapping[str, Any], config: str, seconds: float) -> None:
         """Keeps a measurement; of the same problem and configuration, the last one."""
@@ -230,10 +230,10 @@ class Cache:
             configs: those that were compared.
         """
         for problem in problems:
-            text, known = self._problem(problem), self.measurements(problem)
+            text, measured = self._problem(problem), self.measurements(problem)
             for config in configs:
-                if config in known and self._is_earlier(known[config]):
-                    self._earlier[text, config] = known[config].time
+                if config in measured and self._is_earlier(measured[config]):
+                    self._earlier[text, config] = measured[config].time
                     self._decisions.add(self._problem(problems[0]))
 
     @property
@@ -266,6 +266,6 @@ def _has_table(database: sqlite3.Connection, definition: str) -> bool:
     return database.execute(command, (name,)).fetchall() == [("table", f"CREATE TABLE {definition}")]
 
 
-def _read_date(found: object) -> float | None:
+def _read_date(date: object) -> float | None:
     """A date of the file, which may hold anything; None where it is no date of the past."""
-    return found if isinstance(found, float) and 0 < found <= time.time() else None
+    return date if isinstance(date, float) and 0 < date <= time.time() else None

@@ -15,7 +15,7 @@ from stof.execution.run_limits import LimitReached, RunLimits
 from stof.execution.session_process import RuntimeFailure, release_sessions
 from stof.execution.upcast import TypedAttributes
 from stof.files import temporary_folder
-from stof.op_parts import ChangesOutputs, ExplainsFailures, typed_attributes_of
+from stof.op_parts import ChangesOutputs, ExplainsFailures, collect_typed_attributes
 from stof.op_rewrite import OpRewrite
 from stof.report import Report
 from stof.stages import Stage, can_drop, drop
@@ -51,7 +51,7 @@ def verify_stages(
     ops: Sequence[OpRewrite[Any, Any, Any]],
     stages: list[Stage],
     folder: Path,
-    given: Sequence[GivenFeed] = (),
+    user_inputs: Sequence[GivenFeed] = (),
 ) -> list[Stage]:
     """Verifies the model, and drops rewrites until its outputs are right.
 
@@ -63,7 +63,7 @@ def verify_stages(
         ops: all ops whose operators may be in the model.
         stages: of those that the options do not leave out.
         folder: for temporary files, on a disk with room for the model.
-        given: sets of inputs of the user's.
+        user_inputs: sets of inputs of the user's.
 
     Returns:
         The stages without what was dropped.
@@ -72,7 +72,7 @@ def verify_stages(
         VerifyError: when outputs differ by rewrites that cannot be dropped.
         RuntimeFailure: when ONNX Runtime cannot load or run one of the models.
     """
-    attempt = _Attempts(ops, folder, given)
+    attempt = _Attempts(ops, folder, user_inputs)
     outcome = attempt.verify(stages)
     while outcome.failure:
         tried: list[tuple[list[Stage], _Outcome]] = []
@@ -143,13 +143,13 @@ class _Attempts:
     Args:
         ops: all ops.
         folder: for temporary files.
-        given: sets of inputs of the user's.
+        user_inputs: sets of inputs of the user's.
     """
 
-    def __init__(self, ops: Sequence[OpRewrite[Any, Any, Any]], folder: Path, given: Sequence[GivenFeed]) -> None:
+    def __init__(self, ops: Sequence[OpRewrite[Any, Any, Any]], folder: Path, user_inputs: Sequence[GivenFeed]) -> None:
         self.folder = folder
-        self.given = given
-        self.typed_attributes = typed_attributes_of(ops)
+        self.user_inputs = user_inputs
+        self.typed_attributes = collect_typed_attributes(ops)
         self.seconds = 0.0
         self.limits: RunLimits | None = None
 
@@ -158,7 +158,7 @@ class _Attempts:
         if not any(s.decided.has_replaced for s in stages):
             return _Outcome()
         try:
-            outcome = _verify(stages, self.folder, self.typed_attributes, self._share(stages), self.given)
+            outcome = _verify(stages, self.folder, self.typed_attributes, self._share(stages), self.user_inputs)
         except RuntimeFailure as error:
             return _Outcome(failure=_describe_failure(error), error=error)
         assert outcome.verification is not None
@@ -170,8 +170,8 @@ class _Attempts:
         if self.limits is None:
             options = stages[-1].job.options
             self.limits = RunLimits(options.verify_budget, options.verify_memory)
-        left = max(0.0, self.limits.start + self.limits.budget - time.monotonic())
-        return self.limits.share(_SHARE * left if any(can_drop(s) for s in stages) else left)
+        seconds_left = max(0.0, self.limits.start + self.limits.budget - time.monotonic())
+        return self.limits.share(_SHARE * seconds_left if any(can_drop(s) for s in stages) else seconds_left)
 
 
 def _verify(
@@ -179,7 +179,7 @@ def _verify(
     folder: Path,
     typed_attributes: TypedAttributes,
     limits: RunLimits,
-    given: Sequence[GivenFeed],
+    user_inputs: Sequence[GivenFeed],
 ) -> _Outcome:
     job, final = stages[-1].job, stages[-1].written
     # A tenth of all imports, which --no-verify and --dry-run do not need.
@@ -200,14 +200,14 @@ def _verify(
                 limits,
                 searches,
                 typed_attributes,
-                given,
+                user_inputs,
                 job.options.shapes,
                 is_from_file=job.sparsity is None,
             )
             for op in (s.op for s in stages):
                 if isinstance(op, ChangesOutputs):
                     final = op.verifiable_form(final)
-            found = verifier.run(job.source, final, scratch)
+            verification = verifier.run(job.source, final, scratch)
     except OSError as error:
         raise ArgumentError(
             f"files for verification cannot be written to {folder}: {error.strerror or error}; make room there, "
@@ -224,6 +224,6 @@ def _verify(
         ) from error
     finally:
         release_sessions()
-    failure = found.failures[0].message() if found.failures else ""
+    failure = verification.failures[0].message() if verification.failures else ""
     faults = {key: comparisons[0].message() for key, comparisons in verifier.faults.items()}
-    return _Outcome(found, failure, faults, verifier.suspected)
+    return _Outcome(verification, failure, faults, verifier.suspected)

@@ -18,7 +18,7 @@ from tests.command.test_cli import ATTENTION, WINDOW, text
 
 import stof
 from stof import cli
-from stof.installation import CUDA, TENSORRT, how_to_add, left_out, missing
+from stof.installation import CUDA, TENSORRT, how_to_add, missing, read_left_out
 from stof.runtime.cuda import device_info
 from stof.runtime.library import LibraryError
 from stof.tensorrt.cli import main as stof_trt
@@ -53,13 +53,13 @@ def plugin_in(folder: Path, reasons: dict[str, str]) -> Path:
 
 
 def test_reasons(tmp_path: Path) -> None:
-    assert left_out(tmp_path) == {}
+    assert read_left_out(tmp_path) == {}
     assert missing(CUDA, tmp_path) == f"not installed; {ADD_CUDA}"
     for damaged in ("{", "[]", "\xff"):
         (tmp_path / "left_out.json").write_text(damaged, "latin-1")
-        assert left_out(tmp_path) == {}
+        assert read_left_out(tmp_path) == {}
     (tmp_path / "left_out.json").write_text(json.dumps(REASONS))
-    assert left_out(tmp_path) == REASONS
+    assert read_left_out(tmp_path) == REASONS
     assert missing(CUDA, tmp_path) == f"not built (nobody asked for them); {ADD_CUDA}"
 
 
@@ -168,4 +168,4 @@ def test_build_says_what_it_leaves_out(tmp_path: Path, settings: dict[str, str],
         assert len(said) == len(parts)
         for part in parts:
             assert any(line.endswith(how_to_add(part).split(": ")[1]) for line in said), said
-    assert set(left_out(tmp_path / "installed/stof/lib")) == parts
+    assert set(read_left_out(tmp_path / "installed/stof/lib")) == parts

@@ -312,10 +312,10 @@ def test_a_program_keeps_its_handlers_and_goes_on(tmp_path: Path, start: Callabl
 # Tuning keeps what it has at a first Ctrl-C: the first argument says what comes then.
 TUNING = """
 import os, signal, sys, threading, time
-from stof.interrupts import ended_by_signals, keeping_results, report_interrupt, resume
+from stof.interrupts import end_by_signals, keeping_results, report_interrupt, resume
 
 try:
-    with ended_by_signals("tune", lambda: None, last=True):
+    with end_by_signals("tune", lambda: None, last=True):
         try:
             with keeping_results():
                 print("measures 0", flush=True)

@@ -100,8 +100,8 @@ def the_command(name: str, folder: Path) -> None:
     arguments = ["run", str(folder / "m.plan"), "--onnx", str(folder / "m.onnx"), "--seconds", "0.2"]
     other = next(n for n in device.BACKENDS if n != name)
     hidden = {"cuda-bindings": "cuda", "pycuda": "pycuda"}[other]
-    imported = device._imported
-    device._imported = lambda module: None if module.split(".")[0] == hidden else imported(module)
+    imported = device._import
+    device._import = lambda module: None if module.split(".")[0] == hidden else imported(module)
     try:
         for factor, wanted in ((1, 0), (0, 2)):
             found = standing_in(factor)
@@ -111,7 +111,7 @@ def the_command(name: str, folder: Path) -> None:
             assert status == wanted, (status, wanted)
             assert found.runs > 10
     finally:
-        device._imported = imported
+        device._import = imported
     print(f"{name}: stof-trt run")
 
 

@@ -395,9 +395,9 @@ def test_rows_that_operators_count_are_checked_as_they_are(
 
 
 def test_sizes_of_columns_and_matrices_stay() -> None:
-    assert chain_check._fewer_rows([[16, 2048, 768], [768, 3072], [3072], [16, 2048, 3072]]) == {16: 3, 2048: 5}
-    assert chain_check._fewer_rows([[4096, 768], [768, 4096], [1, 768]]) == {}
-    assert chain_check._fewer_rows([[2, 12, 512, 512]]) == {12: 5}
+    assert chain_check._shrink_rows([[16, 2048, 768], [768, 3072], [3072], [16, 2048, 3072]]) == {16: 3, 2048: 5}
+    assert chain_check._shrink_rows([[4096, 768], [768, 4096], [1, 768]]) == {}
+    assert chain_check._shrink_rows([[2, 12, 512, 512]]) == {12: 5}
 
 
 @pytest.mark.parametrize(

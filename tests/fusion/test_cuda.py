@@ -156,7 +156,7 @@ def test_norms_alone_are_measured(
         return [seconds(self, places, chains, outputs) for chains in candidates]
 
     monkeypatch.setattr("stof.fusion.decide.measured.Timer.seconds", seconds)
-    monkeypatch.setattr("stof.fusion.decide.measured.Timer.interleaved_seconds", turns)
+    monkeypatch.setattr("stof.fusion.decide.measured.Timer.measure_interleaved", turns)
     options = replace(LONG, target=target, tune=60.0)
     cache = Cache(tmp_path / "cache.sqlite", "device", "build")
     found = []

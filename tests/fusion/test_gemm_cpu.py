@@ -100,7 +100,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return [seconds(self, places, chains, outputs) for chains in candidates]
 
     monkeypatch.setattr("stof.fusion.decide.measured.Timer.seconds", seconds)
-    monkeypatch.setattr("stof.fusion.decide.measured.Timer.interleaved_seconds", in_turns)
+    monkeypatch.setattr("stof.fusion.decide.measured.Timer.measure_interleaved", in_turns)
     return asked
 
 
@@ -210,16 +210,16 @@ def test_candidates_run_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
         return session(self, *given)
 
     monkeypatch.setattr(ort.InferenceSession, "run", run)
-    assert timer.interleaved_seconds(places, [[], [matmul]], outputs) == [0.25, 0.125]
+    assert timer.measure_interleaved(places, [[], [matmul]], outputs) == [0.25, 0.125]
     # Both are warmed up; a turn takes 0.375 s, the first one 0.625: eight of them go into three seconds.
     assert order == [0, 1] + 4 * [0, 1, 1, 0]
     order.clear()
     known.clear()
-    assert timer.interleaved_seconds(places, [[], [matmul]], outputs, lambda: True) == [0.25, 0.125]
+    assert timer.measure_interleaved(places, [[], [matmul]], outputs, lambda: True) == [0.25, 0.125]
     assert order == [0, 1] + 2 * [0, 1, 1, 0] + [0, 1]
     monkeypatch.setattr("stof.fusion.search.measure._LARGEST", 64)
     with pytest.raises(UnsupportedError, match="inputs and constants have"):
-        timer.interleaved_seconds(places, [[], [matmul]], outputs)
+        timer.measure_interleaved(places, [[], [matmul]], outputs)
 
 
 @pytest.mark.parametrize("in_turns", [True, False])
@@ -237,7 +237,7 @@ def test_what_is_near_to_the_original_has_to_have_taken_turns(
         return [seconds(self, places, chains, outputs) for chains in candidates]
 
     monkeypatch.setattr("stof.fusion.decide.measured.Timer.seconds", seconds)
-    monkeypatch.setattr("stof.fusion.decide.measured.Timer.interleaved_seconds", turns)
+    monkeypatch.setattr("stof.fusion.decide.measured.Timer.measure_interleaved", turns)
     model = bias_gelu(Builder(FLOAT))
     onnx.save(model, tmp_path / "model.onnx")
     report = optimize(tmp_path / "model.onnx", options=Options(tune=60.0, verify=False))

@@ -80,7 +80,7 @@ def test_nothing_is_left_out_where_there_is_time(
     monkeypatch.setattr("stof.fusion.rewrite.make_chain_decider", partial(make_chain_decider, clock=clock))
     monkeypatch.setattr("stof.fusion.decide.measured.Timer.seconds", lambda *_: 1.0)
     monkeypatch.setattr(
-        "stof.fusion.decide.measured.Timer.interleaved_seconds", lambda _s, _n, found, *_: [1.0] * len(found)
+        "stof.fusion.decide.measured.Timer.measure_interleaved", lambda _s, _n, found, *_: [1.0] * len(found)
     )
     report = optimize(narrow("bert.dynamo.sdpa"), options=Options(tune=SECONDS, verify=False))
     assert report.chains

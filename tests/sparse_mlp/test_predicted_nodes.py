@@ -23,7 +23,7 @@ from stof.sparse_mlp.find import find_mlps
 from stof.sparse_mlp.predictors.selector import NeuronSelector
 from stof.sparse_mlp.problem import MlpProblem
 from stof.sparse_mlp.site import OP, OP_INPUTS, MlpSite
-from stof.sparse_mlp.stored_selector import dequantize_factor, round_selector, stored_arrays
+from stof.sparse_mlp.stored_selector import dequantize_factor, make_stored_arrays, round_selector
 from stof.symbolic import Symbolic
 
 Array = npt.NDArray[Any]
@@ -207,7 +207,7 @@ def test_quantized_predictor(size: int, rank: int) -> None:
     down, up = (rng.standard_normal(s).astype(np.float32) for s in ((rank, size), (160, rank)))
     up[7] = 0
     site = replace(site, selector=NeuronSelector(np.zeros(1, np.float32), down, up))
-    arrays = stored_arrays(site)
+    arrays = make_stored_arrays(site)
     assert arrays["predictor_down"].shape == (rank, -(-size // 32) * 32)
     assert arrays["predictor_up"].shape == (160, -(-rank // 32) * 32)
     for name, factor in (("predictor_down", down), ("predictor_up", up)):
@@ -225,7 +225,7 @@ def test_rank_of_an_unquantized_predictor_is_padded(rank: int) -> None:
     rng = np.random.default_rng(0)
     down, up = (rng.standard_normal(s).astype(np.float32) for s in ((rank, 48), (160, rank)))
     site = replace(site, selector=NeuronSelector(np.zeros(1, np.float32), down, up))
-    arrays = stored_arrays(site)
+    arrays = make_stored_arrays(site)
     padded = -(-rank // 8) * 8
     assert (arrays["predictor_down"].shape, arrays["predictor_up"].shape) == ((padded, 48), (160, padded))
     assert not arrays["predictor_down"][rank:].any()
@@ -240,7 +240,7 @@ def test_predictor_beyond_the_range_of_fp16_is_refused() -> None:
     site = site_of(make_mlp_model(MlpForm("silu", gated=True, dtype=TensorProto.FLOAT16)))
     down, up = np.full((4, 48), 1e5, np.float32), np.ones((160, 4), np.float32)
     with pytest.raises(UnsupportedError, match="predictor_down has 1e\\+05, beyond the range of float16"):
-        stored_arrays(replace(site, selector=NeuronSelector(np.zeros(1, np.float32), down, up)))
+        make_stored_arrays(replace(site, selector=NeuronSelector(np.zeros(1, np.float32), down, up)))
 
 
 def test_gate_that_multiplies_another_tensor_takes_no_predictor() -> None:

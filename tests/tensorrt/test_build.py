@@ -29,7 +29,7 @@ from stof.mask.site import EmptyRows
 from stof.options import Options
 from stof.tensorrt import BuildOptions, build_engine
 from stof.tensorrt.build import stof_nodes
-from stof.tensorrt.inspect import recorded
+from stof.tensorrt.inspect import read_recorded_layers
 from stof.tensorrt.selftest import model_of
 
 CAPABILITIES = (86, 89, 120)
@@ -108,7 +108,7 @@ def test_builds_with_the_plugin(name: str, folder: Path, tmp_path: Path) -> None
     assert run.returncode == 0, run.stderr
     sites = EXPECTED[original(name)][0] + (CHAINS[original(name)] if name.endswith(".chains") else 0)
     assert f"{sites} of {sites} stof nodes are plugin layers" in run.stdout
-    layers = recorded(plan.read_bytes())
+    layers = read_recorded_layers(plan.read_bytes())
     assert {(layer.name, layer.kind, layer.stof) for layer in layers} == {
         (n.name, n.op_type, True) for n in model.graph.node if n.domain == "stof"
     }
@@ -130,7 +130,7 @@ def test_builds_without_the_plugin(name: str, folder: Path, tmp_path: Path) -> N
     assert run.returncode == 0, run.stderr
     assert f"{len(stof_nodes(onnx.load(str(path))))} stof nodes are computed by their bodies" in run.stdout
     assert plan.stat().st_size > 100_000
-    assert recorded(plan.read_bytes()) == ()
+    assert read_recorded_layers(plan.read_bytes()) == ()
 
 
 def test_three_variants_become_branches(folder: Path) -> None:
@@ -210,7 +210,7 @@ def test_what_tensorrt_cuts_beside_attention_becomes_a_chain(groups: int, plugin
     bodies = [] if plugin else ["--no-plugins"]
     run = command("build", str(written), "-o", str(plan), *rows, *targets, *bodies, plugin=plugin)
     assert run.returncode == 0, run.stderr
-    kinds = sorted(layer.kind for layer in recorded(plan.read_bytes()))
+    kinds = sorted(layer.kind for layer in read_recorded_layers(plan.read_bytes()))
     assert kinds == (["StofAttention", *["StofChain"] * len(taken)] if plugin else [])
 
 

@@ -17,7 +17,7 @@ from onnx import TensorProto
 from stof.errors import ArgumentError
 from stof.tensorrt import load_plugins, module
 from stof.tensorrt.cli import main
-from stof.tensorrt.inspect import Layer, parsed, recorded
+from stof.tensorrt.inspect import Layer, parse_layers, read_recorded_layers
 from stof.tensorrt.module import TensorrtError
 from stof.tensorrt.selftest import model_of, problems
 from stof.tensorrt.shapes import Ranges, parse_shapes
@@ -206,9 +206,9 @@ def test_a_plan_names_its_plugins(tmp_path: Path, capsys: pytest.CaptureFixture[
     types = {"layer 0/attn": "StofAttention", "nms": "EfficientNMS_TRT", "layer 1": "StofAttention"}
     wanted = tuple(Layer(n, k, k.startswith("Stof")) for n, k in types.items())
     # Somewhere else a name of the right size stands, at which the others would be no types.
-    assert recorded(plan(types, front=b"\1\2StofAttention\0\3\4")) == wanted
-    assert recorded(plan({"nms": "EfficientNMS_TRT"})) == ()
-    assert recorded(b"StofAttention\0 without a table") == ()
+    assert read_recorded_layers(plan(types, front=b"\1\2StofAttention\0\3\4")) == wanted
+    assert read_recorded_layers(plan({"nms": "EfficientNMS_TRT"})) == ()
+    assert read_recorded_layers(b"StofAttention\0 without a table") == ()
     path = tmp_path / "x.plan"
     path.write_bytes(plan(types))
     assert main(["inspect", str(path), "--json"]) == 0
@@ -251,12 +251,12 @@ def test_what_tensorrt_says_is_text(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_inspector_that_gives_no_json(text: str) -> None:
     """Names stand in its JSON as they are: quotes in one make it none."""
     with pytest.raises(TensorrtError, match="gives no JSON"):
-        parsed(text)
+        parse_layers(text)
 
 
 @pytest.mark.parametrize("text", ["{}", '{"Layers": [1, null]}', '{"Layers": 3}'])
 def test_an_inspector_that_names_no_layers(text: str) -> None:
-    assert parsed(text) == ()
+    assert parse_layers(text) == ()
 
 
 def test_the_inspectors_json() -> None:
@@ -265,7 +265,7 @@ def test_the_inspectors_json() -> None:
         {"Name": "b", "LayerType": "gemm"},
         "c/StofAttention",
     ]
-    assert parsed(json.dumps({"Layers": layers})) == (
+    assert parse_layers(json.dumps({"Layers": layers})) == (
         Layer("a", "StofAttention", True),
         Layer("b", "gemm", False),
         Layer("c/StofAttention", "", True),

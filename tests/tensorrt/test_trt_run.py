@@ -28,7 +28,7 @@ def imports(**found: object) -> Callable[[str], object]:
 @pytest.mark.parametrize("name", device.BACKENDS)
 def test_both_back_ends_copy_time_and_free(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cudart, driver = fakes.Cudart(), fakes.Driver()
-    monkeypatch.setattr(device, "_imported", imports(cuda_bindings_runtime=cudart, pycuda_driver=driver))
+    monkeypatch.setattr(device, "_import", imports(cuda_bindings_runtime=cudart, pycuda_driver=driver))
     with device.open_device(name) as found:
         assert (found.name, found.stream) == (name, 77)
         array = np.random.default_rng(0).standard_normal((3, 5))
@@ -44,11 +44,11 @@ def test_both_back_ends_copy_time_and_free(name: str, monkeypatch: pytest.Monkey
 
 
 def test_the_first_back_end_that_imports(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "_imported", imports(pycuda_driver=fakes.Driver()))
+    monkeypatch.setattr(device, "_import", imports(pycuda_driver=fakes.Driver()))
     assert device.open_device().name == "pycuda"
-    monkeypatch.setattr(device, "_imported", imports(pycuda_driver=fakes.Driver(), cuda_cudart=fakes.Cudart()))
+    monkeypatch.setattr(device, "_import", imports(pycuda_driver=fakes.Driver(), cuda_cudart=fakes.Cudart()))
     assert device.open_device().name == "cuda-bindings"
-    monkeypatch.setattr(device, "_imported", imports())
+    monkeypatch.setattr(device, "_import", imports())
     with pytest.raises(TensorrtError, match=r"neither cuda-python nor pycuda is installed.*pip install cuda-python"):
         device.open_device()
     with pytest.raises(TensorrtError, match="pycuda is not installed"):
@@ -56,10 +56,10 @@ def test_the_first_back_end_that_imports(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "_imported", imports(cuda_bindings_runtime=fakes.Cudart("cudaSetDevice")))
+    monkeypatch.setattr(device, "_import", imports(cuda_bindings_runtime=fakes.Cudart("cudaSetDevice")))
     with pytest.raises(TensorrtError, match=r"cudaSetDevice failed: no driver; is there a GPU"):
         device.open_device()
-    monkeypatch.setattr(device, "_imported", imports(pycuda_driver=fakes.Driver(fails=True)))
+    monkeypatch.setattr(device, "_import", imports(pycuda_driver=fakes.Driver(fails=True)))
     with pytest.raises(TensorrtError, match="pycuda finds no GPU: no driver"):
         device.open_device()
 
@@ -70,7 +70,7 @@ def tensorrt(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     found = fakes.TensorRT()
     modules: dict[str, Any] = {"cuda-bindings": {"cuda_bindings_runtime": fakes.Cudart()}}
     modules["pycuda"] = {"pycuda_driver": fakes.Driver()}
-    monkeypatch.setattr(device, "_imported", imports(**modules[request.param]))
+    monkeypatch.setattr(device, "_import", imports(**modules[request.param]))
     monkeypatch.setattr(run, "find", lambda module: found)
     monkeypatch.setattr(run, "deserialize", lambda trt, data, messages, embedded: (None, trt.engine))
     return found

@@ -20,7 +20,7 @@ import stof
 from stof import cli
 from stof.attention.subgraphs import emit_scopes
 from stof.execution.upcast import Twins, widen
-from stof.op_parts import typed_attributes_of
+from stof.op_parts import collect_typed_attributes
 from stof.ops import OPS
 
 NAMES = ("modernbert.dynamo.sdpa", "modernbert.torchscript.eager", "bert.torchscript.sdpa", "mistral.dynamo.eager")
@@ -225,7 +225,7 @@ def test_element_types_in_texts_of_attributes_are_widened(tmp_path: Path) -> Non
     chain = helper.make_node("StofChain", ["x"], ["y"], domain="stof", chain=text)
     other = helper.make_node("Other", ["x"], ["z"], domain="stof", chain=text)
     model = helper.make_model(helper.make_graph([chain, other], "g", [], []))
-    twins = Twins(tmp_path, tmp_path, typed_attributes=typed_attributes_of(OPS))
+    twins = Twins(tmp_path, tmp_path, typed_attributes=collect_typed_attributes(OPS))
     found = [n.attribute[0].s.decode() for n in twins.of(model).graph.node]
     assert found == ["axes b = x0.0, n = x0.1\nout y0 f32 [b, n] = -1024.0 + f32(x0[b, n])", text]
 

@@ -36,6 +36,7 @@ constexpr int kCombineColumns = 16;  // columns of a CTA: a warp has eight of th
 
 // A CTA combines 16 columns of 64 rows. A split stores the outputs of four neighbouring threads together, which are
 // four columns of a row; a thread here has eight columns of a row. The splits of a row are added up in their order.
+// Longer than 80 lines: outputs are in flight, in registers, while row max and row sum are computed.
 template <typename T, int kHead>
 __global__ void __launch_bounds__(kWarpgroup) CombineKernel(const __grid_constant__ Sm90Params params) {
   static_assert(kHead % kCombineColumns == 0, "CTAs have all columns between them");

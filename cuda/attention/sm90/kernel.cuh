@@ -242,6 +242,7 @@ class Sm90Attention {
     if (S::kSplit > 1 || S::kSeparateOutput) Release(QueryEmpty(query));
   }
 
+  // Longer than 80 lines: the order of waits, wgmmas and softmax is the schedule, and is read as a whole.
   __device__ __forceinline__ void ComputeWorkTile(const WorkTileInfo& info, int query, Ring<S::kStages>* keys,
                                                   Ring<S::kStages>* values, Ring<S::kSlots>* slots) {
     float o[kOutputs], s[kScores], row_max[2], sum[2];

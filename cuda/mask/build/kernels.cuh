@@ -71,6 +71,7 @@ __device__ __forceinline__ int SlotOf(const Build& p, int at, int table, int col
 
 // A warp decides tiles of one row: each lane first a few neighbours as one box, then the undecided ones of these one by
 // one.
+// Longer than 80 lines: both passes over the tiles share the box, the decision and the ballots of the warp.
 template <bool kIntervals, bool kDiagonal>
 __global__ void __launch_bounds__(kFewThreads) Decide(const __grid_constant__ Build p) {
   extern __shared__ __align__(16) unsigned char shared[];

@@ -215,6 +215,7 @@ bool IsCountable(const MaskBuild& build) {
 
 size_t MaskBytes(const MaskBuild& build) { return static_cast<size_t>(LayoutOf(build).total); }
 
+// Longer than 80 lines: an assignment for each field of the kernels' parameters, then the four launches.
 int LaunchMaskBuild(const MaskBuild& build, void* memory, void* stream, DeviceMask* mask) {
   if (build.tile.m > kMostThreads || build.tile.n > kThreads) return static_cast<int>(cudaErrorInvalidValue);
   const MaskProgram& program = *build.program;

@@ -227,6 +227,7 @@ STOF_HOST_DEVICE uint32_t RestBits(const BitStep& step, int32_t rest) {
 // beyond it mean nothing. `lanes` gives what lanes of a warp do together, one query each:
 //   Row(side): that side's value of the query;
 //   Outer(step, b, h, k0, bits), Keys(...), Bytes(...), Pairs(...): both words of such a step.
+// Longer than 80 lines: an interpreter, whose kinds of steps share the stack and its top in registers.
 template <typename Lanes>
 STOF_HOST_DEVICE void EvaluateBits(const MaskView& view, int64_t b, int64_t h, int64_t q, int64_t k0,
                                    const Lanes& lanes, uint32_t (&top)[2]) {

@@ -202,6 +202,7 @@ STOF_HOST_DEVICE void ReadElements(const MaskOperand& operand, const V (&flat)[k
 
 // Evaluates the steps of `view` for queries q0 ... q0 + kRows - 1 and one key: the expression as 0 or 1. V is int32_t
 // where `narrow` allows it for a box, else int64_t. For queries and keys beyond the problem the result is arbitrary.
+// Longer than 80 lines: an interpreter, whose cases share the stack and its top in registers.
 template <typename V, int kRows>
 STOF_HOST_DEVICE void EvaluateRows(const MaskView& view, int64_t b, int64_t h, int64_t q0, int64_t k, V (&top)[kRows]) {
   using U = std::make_unsigned_t<V>;

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -93,20 +93,11 @@ def optimize_folder(
     models = [f for f in files if f.suffix == _SUFFIX]
     if not models:
         raise ArgumentError(f"{source} holds no .onnx file")
-    written = {"report": options.json, "HTML report": options.report}
-    given = {name: path for name, path in written.items() if path not in (None, STANDARD_OUTPUT)}
-    if given:
-        check_outputs({f"input {f}": source / f for f in files}, given)
+    _check_reports(source, files, options)
     command = command_of(str(source), replace(options, output=None if is_dry else target))
     report = FolderReport(str(source), dry_run=is_dry, facts=collect_facts(command, build_info(), options.tuned_for))
     configs = read_configs(source, files)
-    known = frozenset(files)
-    report.notes += [
-        f"{folder / GENAI_CONFIG}: {show_key(s.key)} is {str(s.model)!r}, which is not in the folder"
-        for folder, config in configs.items()
-        for s in config.sessions
-        if folder / s.model not in known
-    ]
+    report.notes += _note_absent_models(configs, frozenset(files))
     steps = _FolderRun(source, models, options, report)
     if target is None or is_dry:
         steps.optimize_into(None, source)
@@ -185,10 +176,10 @@ class _FolderRun:
         self._check_shapes(options.shapes)
 
     def _check_shapes(self, shapes: Mapping[str, tuple[int, int]]) -> None:
-        known = set().union(*self._dimensions.values())
+        dimensions = set().union(*self._dimensions.values())
         for name in shapes:
-            if name not in known:
-                named = ", ".join(sorted(known)) or "none, all sizes are fixed"
+            if name not in dimensions:
+                named = ", ".join(sorted(dimensions)) or "none, all sizes are fixed"
                 raise ArgumentError(
                     f"--shape {name!r} is no symbolic dimension of the models' inputs; these are: {named}"
                 )
@@ -237,6 +228,23 @@ def _check_options(options: Options) -> None:
             raise ArgumentError(f"{option} is for one model; give the .onnx file instead of the folder")
 
 
+def _check_reports(source: Path, files: Sequence[Path], options: Options) -> None:
+    written = {"report": options.json, "HTML report": options.report}
+    paths = {name: path for name, path in written.items() if path not in (None, STANDARD_OUTPUT)}
+    if paths:
+        check_outputs({f"input {f}": source / f for f in files}, paths)
+
+
+def _note_absent_models(configs: Mapping[Path, GenaiConfig], files: Collection[Path]) -> list[str]:
+    """A note for each model that a configuration names and the folder does not hold."""
+    return [
+        f"{folder / GENAI_CONFIG}: {show_key(s.key)} is {str(s.model)!r}, which is not in the folder"
+        for folder, config in configs.items()
+        for s in config.sessions
+        if folder / s.model not in files
+    ]
+
+
 def _check_explanation(report: FolderReport, pattern: str | None) -> None:
     """Refuses a pattern that names no candidate of any model. Models that failed may have had one."""
     if pattern in (None, EVERY_ATTENTION) or report.failures or report.explain(pattern):
@@ -254,10 +262,10 @@ def _check_target(source: Path, target: Path) -> None:
     if target == inner or target.is_relative_to(inner):
         where = "is" if target == inner else "lies in"
         raise ArgumentError(f"the output {target} {where} the folder that is read; choose another one with -o")
-    found = stat_file("output", target)
-    if found is not None and not target.is_dir():
+    status = stat_file("output", target)
+    if status is not None and not target.is_dir():
         raise ArgumentError(f"the output {target} is a file; of a folder it has to be a folder, too")
-    if found is not None and any(target.iterdir()):
+    if status is not None and any(target.iterdir()):
         raise ArgumentError(f"the output {target} is not empty; remove it, or choose another folder with -o")
     if not target.parent.is_dir():
         raise ArgumentError(f"the folder {target.parent} of the output does not exist; make it, or choose another one")
@@ -270,8 +278,8 @@ def _list_files(folder: Path, above: tuple[str, ...], inside: Path = Path()) -> 
         ArgumentError: for what is no file, such as a broken link or a pipe.
     """
     with os.scandir(folder / inside) as entries:
-        found = sorted(entries, key=lambda e: e.name)
-    for entry in found:
+        by_name = sorted(entries, key=lambda e: e.name)
+    for entry in by_name:
         path = inside / entry.name
         if entry.is_dir():
             real = os.path.realpath(entry.path)

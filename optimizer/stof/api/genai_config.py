@@ -100,9 +100,9 @@ def read_genai_config(path: Path) -> GenaiConfig:
         raise ArgumentError(f"{name} is no JSON: {error}") from error
     model = _check_object(name, ("model",), _check_object(name, (), data).get("model", {}))
     sessions = []
-    for key, found in _find_models(name, ("model",), model):
-        path_in_folder = _check_path(name, (*key, _FILE), found[_FILE])
-        has_own = _OPTIONS in found or key in (_DECODER, _DRAFT)
+    for key, section in _find_models(name, ("model",), model):
+        path_in_folder = _check_path(name, (*key, _FILE), section[_FILE])
+        has_own = _OPTIONS in section or key in (_DECODER, _DRAFT)
         options = (*(key if has_own else _DECODER), _OPTIONS)
         library, providers = _find_options(name, options, data)
         sessions.append(GenaiSession((*key, _FILE), path_in_folder, options, library, providers))
@@ -122,13 +122,13 @@ def _find_models(
         raise ArgumentError(f"{name}: {show_key(key[:4])} is nested more than {_MOST_DEPTH} deep")
     if _FILE in value:
         yield key, value
-    for inner, found in value.items():
-        if inner == "pipeline" and isinstance(found, list):
-            for i, stage in enumerate(found):
+    for inner, member in value.items():
+        if inner == "pipeline" and isinstance(member, list):
+            for i, stage in enumerate(member):
                 at = (*key, inner, i)
                 yield from _find_models(name, at, _check_object(name, at, stage), depth + 1)
-        elif inner != _OPTIONS and isinstance(found, dict):
-            yield from _find_models(name, (*key, inner), found, depth + 1)
+        elif inner != _OPTIONS and isinstance(member, dict):
+            yield from _find_models(name, (*key, inner), member, depth + 1)
 
 
 def _check_object(name: str, key: Key, value: object) -> dict[str, object]:
@@ -158,9 +158,9 @@ def _check_path(name: str, key: Key, value: object) -> Path:
     if not isinstance(value, str) or not value or "\0" in value:
         what = repr(value) if isinstance(value, str) else _describe_kind(value)
         raise ArgumentError(f"{name}: {show_key(key)} is {what}, expected the name of a file")
-    given, parts = PurePosixPath(value), list[str]()
-    is_outside = given.is_absolute() or bool(PureWindowsPath(value).drive)
-    for part in given.parts:
+    path, parts = PurePosixPath(value), list[str]()
+    is_outside = path.is_absolute() or bool(PureWindowsPath(value).drive)
+    for part in path.parts:
         if part != "..":
             parts.append(part)
         elif parts:
@@ -185,12 +185,12 @@ def _find_options(name: str, options: Key, data: object) -> tuple[str | None, tu
             if part not in members:
                 return None, ()
             at = members[str(part)]
-    found = _check_object(name, options, at)
-    library = found.get(_LIBRARY, "")
+    section = _check_object(name, options, at)
+    library = section.get(_LIBRARY, "")
     if not isinstance(library, str):
         raise ArgumentError(f"{name}: {show_key((*options, _LIBRARY))} is {_describe_kind(library)}, expected a string")
-    given = found.get("provider_options", [])
-    providers = [str(k) for p in given if isinstance(p, dict) for k in p] if isinstance(given, list) else []
+    entries = section.get("provider_options", [])
+    providers = [str(k) for p in entries if isinstance(p, dict) for k in p] if isinstance(entries, list) else []
     return library or None, tuple(providers)
 
 
@@ -218,25 +218,25 @@ def _set_member(text: str, key: Key, value: str) -> str:
 
 def _find_members(text: str, start: int) -> dict[str, tuple[int, int]]:
     """Start and end of each value of the object that begins at ``start``, by the member's name."""
-    found = {}
+    members = {}
     at = _skip_space(text, start + 1)
     while text[at] != "}":
         name, at = _parse_value(text, at)
         first = _skip_space(text, _skip_space(text, at) + 1)
         _, end = _parse_value(text, first)
-        found[name] = (first, end)
+        members[name] = (first, end)
         at = _skip_comma(text, end)
-    return found
+    return members
 
 
 def _find_elements(text: str, start: int) -> list[int]:
     """Starts of the elements of the array that begins at ``start``."""
-    found = []
+    starts = []
     at = _skip_space(text, start + 1)
     while text[at] != "]":
-        found.append(at)
+        starts.append(at)
         at = _skip_comma(text, _parse_value(text, at)[1])
-    return found
+    return starts
 
 
 def _skip_comma(text: str, at: int) -> int:
@@ -245,5 +245,5 @@ def _skip_comma(text: str, at: int) -> int:
 
 
 def _skip_space(text: str, at: int) -> int:
-    found = _SPACE.match(text, at)
-    return at if found is None else found.end()
+    space = _SPACE.match(text, at)
+    return at if space is None else space.end()

@@ -56,25 +56,25 @@ def optimize_model(model: Any, output: Path | None, options: Options) -> tuple[A
     Raises:
         StofError: as of :func:`stof.optimize`.
     """
-    given = _GivenIrModel(model) if _is_ir_model(model) else _GivenProto(model)
+    original = _GivenIrModel(model) if _is_ir_model(model) else _GivenProto(model)
     with temporary_folder() as folder:
         source = folder / _SOURCE
         data = _SOURCE if output is None else output.name
-        given.write(source, f"{data}.data", is_returned=output is None)
+        original.write(source, f"{data}.data", is_returned=output is None)
         try:
             report = run(
                 source,
                 output or folder / _RESULT,
                 options,
-                given.name,
+                original.name,
                 copies_unchanged=output is not None,
                 is_output=output is not None,
             )
         except StofError as error:
-            error.args = (str(error).replace(str(source), given.name),)
+            error.args = (str(error).replace(str(source), original.name),)
             raise
         written = folder / _RESULT
-        return (given.read(written) if written.exists() else model), report
+        return (original.read(written) if written.exists() else model), report
 
 
 class _Given(ABC):
@@ -135,13 +135,13 @@ class _GivenProto(_Given):
 
 def _with_external_data(model: onnx.ModelProto, location: str, file: BinaryIO) -> onnx.ModelProto:
     """A copy of a model whose large initializers are in a file; their bytes are not copied in memory."""
-    found = onnx.ModelProto()
-    _copy_fields(model, found, without="graph")
-    _copy_fields(model.graph, found.graph, without="initializer")
+    copy = onnx.ModelProto()
+    _copy_fields(model, copy, without="graph")
+    _copy_fields(model.graph, copy.graph, without="initializer")
     for tensor in model.graph.initializer:
         size = tensor_bytes(tensor)
         is_plain = tensor.HasField("raw_data") or tensor.data_type in _NUMBERS
-        new = found.graph.initializer.add()
+        new = copy.graph.initializer.add()
         if size is None or size < _SMALLEST_EXTERNAL or not is_plain:
             new.CopyFrom(tensor)
             continue
@@ -153,7 +153,7 @@ def _with_external_data(model: onnx.ModelProto, location: str, file: BinaryIO) -
         new.data_location = onnx.TensorProto.EXTERNAL
         for key, value in (("location", location), ("offset", offset), ("length", len(raw))):
             new.external_data.add(key=key, value=str(value))
-    return found
+    return copy
 
 
 def _copy_fields(source: Message, target: Message, without: str) -> None:
@@ -195,10 +195,10 @@ class _GivenIrModel(_Given):
             raise ModelError(
                 f"{self.name} has more than 2 GB outside of its initializers, which no file holds"
             ) from error
-        own = self._model.graph.initializers
+        values = self._model.graph.initializers
         for tensor in onnx.load(path, load_external_data=False).graph.initializer:
-            if is_external(tensor) and tensor.name in own:
-                self._tensors[_place(tensor)] = own[tensor.name].const_value
+            if is_external(tensor) and tensor.name in values:
+                self._tensors[_place(tensor)] = values[tensor.name].const_value
 
     def read(self, path: Path) -> Any:
         import onnx_ir

@@ -109,10 +109,10 @@ def plan_copies(
 
 def _missing_on_gpu(config: Path, sessions: Iterable[GenaiSession], target: Target) -> list[str]:
     """Notes on sessions with the provider cuda for which the library, or the choices, are for the CPU alone."""
-    found = next((s for s in sessions if "cuda" in s.providers), None)
-    if found is None:
+    session = next((s for s in sessions if "cuda" in s.providers), None)
+    if session is None:
         return []
-    where = f"{config}: {show_key(found.options)} names the provider cuda"
+    where = f"{config}: {show_key(session.options)} names the provider cuda"
     notes = []
     if "cuda" not in build_info()["backends"]:
         notes.append(f"{where}, and the library has no CUDA kernels, which are {missing(CUDA, library_path().parent)}")

@@ -77,8 +77,8 @@ def run_with_threads(
         return work(arguments, arguments.threads[0])
     worst = 0
     for threads in arguments.threads:  # a process for each count, since a process is pinned once
-        own = argparse.Namespace(**{**vars(arguments), "threads": [threads]})
-        process = multiprocessing.get_context("spawn").Process(target=_child, args=(own, work, name))
+        pinned = argparse.Namespace(**{**vars(arguments), "threads": [threads]})
+        process = multiprocessing.get_context("spawn").Process(target=_child, args=(pinned, work, name))
         process.start()
         process.join()
         worst = max(worst, process.exitcode or 0)

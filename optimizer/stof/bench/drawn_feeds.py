@@ -24,7 +24,7 @@ from stof.options import Options
 from stof.recursion import deep_recursion
 from stof.runtime.library import build_info
 from stof.selection import select
-from stof.stages import known_inputs, rewrite
+from stof.stages import find_model_inputs, rewrite
 from stof.symbolic.algebra.sizes import evaluate
 from stof.verification.input_labels import describe_feeds
 from stof.verification.model_inputs import ModelInputs
@@ -64,22 +64,22 @@ class ModelFeeds:
     Args:
         path: the original.
         shapes: the least and the largest size in use of dimensions, by name.
-        given: sets of inputs of the user's.
+        inputs: sets of inputs of the user's.
 
     Raises:
         ArgumentError: for dimensions that no input has, and inputs that do not fit.
 
     Attributes:
         inputs: how they are drawn.
-        given: the user's sets.
+        user_inputs: the user's sets.
     """
 
-    def __init__(self, path: Path, shapes: Shapes, given: InputSource = ()) -> None:
+    def __init__(self, path: Path, shapes: Shapes, inputs: InputSource = ()) -> None:
         self.path = path
         self.shapes = dict(shapes)
         with deep_recursion():
             self.model, _ = load_with_opset(path)
-            self.given = read_given_inputs(given, self.model)
+            self.user_inputs = read_given_inputs(inputs, self.model)
             self.inputs = _find_model_inputs(path, self.model, self.shapes)
 
     def draw(self, lengths: Sequence[int] | None, batch: int | None) -> list[TimedFeeds]:
@@ -93,8 +93,8 @@ class ModelFeeds:
             ArgumentError: when the original does not run on inputs, or memory suffices for no length.
             ModelError: when ONNX Runtime's CPU provider cannot load it.
         """
-        if self.given:
-            return [self._take_given(feed) for feed in self.given]
+        if self.user_inputs:
+            return [self._take_given(feed) for feed in self.user_inputs]
         maker, shapes = self.inputs.maker, dict(self.shapes)
         if batch is not None:
             shapes = {**dict.fromkeys(maker.dimensions.batch_names, (batch, batch)), **shapes}
@@ -105,17 +105,17 @@ class ModelFeeds:
                 raise ArgumentError(f"{self.path}: {error}; name shorter ones with --lengths") from error
         else:
             chosen = [case_of(maker, shapes, length) for length in lengths]
-        found: dict[object, TimedFeeds] = {}
+        feeds: dict[object, TimedFeeds] = {}
         for timed in chosen:
             length = timed.length if lengths is not None else timed.keys
             prompt = self._draw(timed.case, length, is_token=False)
             # Where all sizes are fixed, another length changes nothing.
-            found.setdefault(_shapes_of(prompt.feeds), prompt)
+            feeds.setdefault(_shapes_of(prompt.feeds), prompt)
             case = maker.token_case(length) if lengths is not None or timed is chosen[-1] else None
             if case is not None:
                 token = self._draw(self._with_batch(case, shapes), length, is_token=True)
-                found.setdefault(_shapes_of(token.feeds), token)
-        return list(found.values())
+                feeds.setdefault(_shapes_of(token.feeds), token)
+        return list(feeds.values())
 
     def _with_batch(self, case: Case, shapes: Shapes) -> Case:
         names = self.inputs.maker.dimensions.batch_names
@@ -130,14 +130,14 @@ class ModelFeeds:
 
     def _find_scores(self, case: Case) -> tuple[int, int]:
         """Queries and keys of the largest scores at a case."""
-        found = [(0, (case.length, case.length))]
+        scores = [(0, (case.length, case.length))]
         sizes = self.inputs.maker.sizes(case)
         for shape in self.inputs.maker.dimensions.scores:
             with suppress(KeyError, UnsupportedError, ZeroDivisionError):
                 dims = [evaluate(d, sizes) for d in shape]
                 if len(dims) > 1:
-                    found.append((math.prod(dims), (dims[-2], dims[-1])))
-        return max(found)[1]
+                    scores.append((math.prod(dims), (dims[-2], dims[-1])))
+        return max(scores)[1]
 
     def _load(self) -> Session:
         """The original in a process of its own, which may end without harm."""
@@ -201,7 +201,7 @@ def _find_model_inputs(path: Path, model: onnx.ModelProto, shapes: dict[str, tup
     options = Options(shapes=shapes, chains="off")
     selections = dict(zip((op.key for op in OPS), select(options, [op.names for op in OPS]), strict=True))
     job = Job(options, path, model, build_info(), None, lambda _: nullcontext(), selections)
-    return known_inputs(job, rewrite(job, OPS))
+    return find_model_inputs(job, rewrite(job, OPS))
 
 
 def _shapes_of(feeds: Mapping[str, np.ndarray]) -> tuple[tuple[str, tuple[int, ...]], ...]:

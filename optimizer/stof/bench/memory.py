@@ -38,8 +38,8 @@ def peak_memory(model: str, feeds: Mapping[str, np.ndarray], threads: int) -> di
         command = [sys.executable, "-m", "stof.bench.memory", model, str(path), str(threads)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
-    found = json.loads(done.stdout.splitlines()[-1])
-    return {name: int(value) for name, value in found.items()}
+    sizes = json.loads(done.stdout.splitlines()[-1])
+    return {name: int(value) for name, value in sizes.items()}
 
 
 def main() -> int:
@@ -49,11 +49,11 @@ def main() -> int:
     model, path, threads = sys.argv[1:]
     with np.load(path) as arrays:
         feeds = {name: arrays[name] for name in arrays.files}
-    found = session(model, int(threads), stof=True)
+    loaded = session(model, int(threads), stof=True)
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     held = _bytes("VmRSS")
-    found.run(None, feeds)
+    loaded.run(None, feeds)
     print(strict_json.dumps({"held": held, "above": _bytes("VmHWM") - held}))
     return 0
 

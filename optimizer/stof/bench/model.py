@@ -136,8 +136,8 @@ def _write_variants(
     for label, changed in changes.items() if arguments.ablation else ():
         path = original.with_name(f"{original.stem}.{label}.onnx")
         path.unlink(missing_ok=True)
-        own = Options(verify=False, tune=0.0 if label == "attention" else tune, shapes=shapes, **changed)
-        optimize(original, path, own)
+        options_of_variant = Options(verify=False, tune=0.0 if label == "attention" else tune, shapes=shapes, **changed)
+        optimize(original, path, options_of_variant)
         variants[label] = path if path.is_file() else original  # nothing that gains: the original itself
     return variants
 
@@ -159,15 +159,15 @@ def compare(drawn: ModelFeeds, timed: TimedFeeds, runs: Sequence[Sequence[np.nda
         timed: the inputs.
         runs: the original's outputs, then the variant's.
     """
-    found = []
+    comparisons = []
     for value, expected, output in zip(drawn.model.graph.output, *runs, strict=True):
-        allowed = _allowed_share(expected)
+        allowed = _find_allowed_share(expected)
         held = drawn.inputs.cache_rows(value.name, timed.feeds, expected.shape)
-        found.append(compare_outputs(timed.case, allowed, value.name, expected, [expected], output, held=held))
-    return found
+        comparisons.append(compare_outputs(timed.case, allowed, value.name, expected, [expected], output, held=held))
+    return comparisons
 
 
-def _allowed_share(output: np.ndarray) -> float:
+def _find_allowed_share(output: np.ndarray) -> float:
     """The largest difference that an output may have, over its range."""
     return _ALLOWED.get(output.dtype.name, _ALLOWED_ELSE)
 
@@ -175,7 +175,7 @@ def _allowed_share(output: np.ndarray) -> float:
 def _largest_share(comparisons: Sequence[Comparison], expected: Sequence[np.ndarray]) -> float:
     """The largest difference over the output's range; infinite where shapes or whole numbers differ."""
     pairs = zip(comparisons, expected, strict=True)
-    return max((_share(c, _allowed_share(output)) for c, output in pairs), default=0.0)
+    return max((_share(c, _find_allowed_share(output)) for c, output in pairs), default=0.0)
 
 
 def _share(comparison: Comparison, allowed: float) -> float:
@@ -209,12 +209,12 @@ def time_model(
     """
     feeds = dict(timed.feeds)
     before = session(str(files.original), threads)
-    own = {k: session(str(path), threads, stof=True) for k, path in files.variants.items()}
+    variants = {k: session(str(path), threads, stof=True) for k, path in files.variants.items()}
     expected = before.run(None, feeds)
-    errors = _check_variants(files, drawn, timed, expected, own)
+    errors = _check_variants(files, drawn, timed, expected, variants)
     runs: dict[str, Callable[[], object]] = {
         "original": partial(before.run, None, feeds),
-        **{k: partial(found.run, None, feeds) for k, found in own.items()},
+        **{k: partial(candidate.run, None, feeds) for k, candidate in variants.items()},
     }
     made = {name: make(files, timed, expected[0], threads) for name, make in extras.items()}
     missing = {name: extra for name, extra in made.items() if isinstance(extra, str)}
@@ -236,7 +236,7 @@ def time_model(
     for extra in kept:
         extra.complete(record, times["optimized"], [next(timings) for _ in extra.calls])
     del before
-    for sessions in (own, runs, kept):
+    for sessions in (variants, runs, kept):
         sessions.clear()
     if "memory" not in without:
         _add_memory(record, files, feeds, threads)
@@ -264,8 +264,8 @@ def _check_variants(
         ValueError: when one is too large.
     """
     errors = {}
-    for kind, found in sessions.items():
-        comparisons = compare(drawn, timed, (expected, found.run(None, dict(timed.feeds))))
+    for kind, variant in sessions.items():
+        comparisons = compare(drawn, timed, (expected, variant.run(None, dict(timed.feeds))))
         errors[kind] = _largest_share(comparisons, expected)
         failed = [c for c in comparisons if not c.ok]
         if failed and not files.is_quantized:  # there stof-optimize has compared with the spread of the original's runs
@@ -302,25 +302,25 @@ def describe_gains(records: Sequence[Record]) -> list[str]:
 def describe_record(record: Record) -> list[str]:
     """The record as text."""
     seconds, machine = record["seconds"], record["machine"]
-    found = [
+    lines = [
         f"{record['model']}  {record['inputs']}; {machine['threads']} thread(s), "
         f"best of {record['rounds']}; FMA {machine['fma_gflops']:.0f} GFLOP/s, read {machine['read_gbps']:.1f} GB/s"
     ]
     for name, value in seconds.items():
         error = f", differs by {record['error'][name]:.0e} of the range" if name in record["error"] else ""
-        found.append(f"  {name:10s} {value * 1e3:10.2f} ms  {value / seconds['optimized']:6.2f}x{error}")
-    found += [f"  {name:10s} missing: {reason}" for name, reason in record["missing"].items()]
+        lines.append(f"  {name:10s} {value * 1e3:10.2f} ms  {value / seconds['optimized']:6.2f}x{error}")
+    lines += [f"  {name:10s} missing: {reason}" for name, reason in record["missing"].items()]
     if "quotient" in record:
         q = record["quotient"]
-        found.append(
+        lines.append(
             f"  quotient {q['quotient']:.3f} = optimized / (outside attention {q['non_attention_s'] * 1e3:.1f} ms + "
             f"operators alone {q['op_alone_s'] * 1e3:.1f} ms); attention took {q['attention_s'] * 1e3:.1f} ms"
         )
     if "memory" in record:
         memory = record["memory"]
         first, second = (memory[k]["above"] / 2**20 for k in ("original", "optimized"))
-        found.append(
+        lines.append(
             f"  peak memory of a run above the weights: {first:.0f} MiB -> {second:.0f} MiB, "
             f"{first / max(second, 1e-3):.1f}x less"
         )
-    return found
+    return lines

@@ -40,12 +40,12 @@ def read_runs(path: Path) -> list[Record]:
     if not path.is_file():
         return []
     try:
-        found = strict_json.loads(path.read_text(), restore_numbers=True)
+        records = strict_json.loads(path.read_text(), restore_numbers=True)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
-    if not isinstance(found, list):
+    if not isinstance(records, list):
         raise ValueError(f"{path} holds no list of records")
-    return found
+    return records
 
 
 def _order(record: Record) -> tuple[str, ...]:
@@ -88,18 +88,18 @@ def _append(path: Path, added: Sequence[Record]) -> None:
     remove_leftovers(path.parent)
     with folder_lock(path.parent):  # nobody adds to the file between its reading and its writing
         before = read_runs(path)
-        kept = [record for record, own in zip(before, identify(before), strict=True) if own not in replaced]
+        kept = [record for record, identity in zip(before, identify(before), strict=True) if identity not in replaced]
         write_text("results", path, [strict_json.dumps_by_line([*kept, *added], sort_keys=True)])
 
 
-def merge(found: Path, results: Path) -> list[str]:
+def merge(folder: Path, results: Path) -> list[str]:
     """Appends the runs of every file of a folder to the file of the same name in another; a line a file.
 
     Raises:
         ValueError: when the folder holds no file of records, or another kind of file.
     """
     lines = []
-    for path in sorted(found.glob("*.json")):
+    for path in sorted(folder.glob("*.json")):
         added = read_runs(path)
         if not all(isinstance(r, dict) and "key" in r for r in added):
             raise ValueError(f"{path} holds records without keys: it was not written by a benchmark")
@@ -108,5 +108,5 @@ def merge(found: Path, results: Path) -> list[str]:
         after = len(read(results / path.name))
         lines.append(f"{path.name}: {len(added)} records, {after - before} of them new, {after} in all")
     if not lines:
-        raise ValueError(f"{found} holds no results")
+        raise ValueError(f"{folder} holds no results")
     return lines

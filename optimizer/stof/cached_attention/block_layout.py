@@ -87,10 +87,10 @@ class BlockLayout:
         count, blocks = len(self.allowed), self.blocks
         share = 100 * self.allowed.sum(dtype=np.int64) / (count * blocks * (blocks + 1) / 2)
         layouts = f"{count} layout{'' if count == 1 else 's'} of {blocks} blocks of {self.block_size}"
-        found = [f"{layouts}, {share:.3g} % of the causal blocks"]
+        facts = [f"{layouts}, {share:.3g} % of the causal blocks"]
         if self.has_mixed_groups(heads, groups):
-            found.append("query heads of a key head differ")
-        return tuple(found)
+            facts.append("query heads of a key head differ")
+        return tuple(facts)
 
 
 def read_layout(rows: np.ndarray, columns: np.ndarray, block_size: int, heads: int) -> BlockLayout:
@@ -139,20 +139,20 @@ def _read_rows(layout: int, starts: np.ndarray, columns: np.ndarray, allowed: np
         row = int(np.argmax(counts == 0))
         raise UnsupportedError(f"{where} names no block in row {row}: its queries attend no key")
     row_of = np.repeat(np.arange(len(counts)), counts)
-    found = columns[: starts[-1]]
-    outside = (found < 0) | (found > row_of)
+    listed = columns[: starts[-1]]
+    outside = (listed < 0) | (listed > row_of)
     if outside.any():
         i = int(np.argmax(outside))
         raise UnsupportedError(
-            f"block_col_indices[{layout}] has {found[i]} in row {row_of[i]}, expected 0 to {row_of[i]}, the diagonal"
+            f"block_col_indices[{layout}] has {listed[i]} in row {row_of[i]}, expected 0 to {row_of[i]}, the diagonal"
         )
-    unordered = (np.diff(found) <= 0) & (np.diff(row_of) == 0)
+    unordered = (np.diff(listed) <= 0) & (np.diff(row_of) == 0)
     if unordered.any():
         i = int(np.argmax(unordered))
         raise UnsupportedError(
-            f"block_col_indices[{layout}] has {found[i + 1]} behind {found[i]} in row {row_of[i]}: blocks must ascend"
+            f"block_col_indices[{layout}] has {listed[i + 1]} behind {listed[i]} in row {row_of[i]}: blocks must ascend"
         )
-    allowed[row_of, found] = True
+    allowed[row_of, listed] = True
 
 
 @dataclass(frozen=True)
@@ -172,8 +172,8 @@ class _Distinct:
     @classmethod
     def of(cls, allowed: np.ndarray, heads: int) -> _Distinct:
         """Finds the shortest cycle, and in it the longest run of equal layouts, as for the query heads of a key head."""
-        known: dict[bytes, int] = {}
-        ids = [known.setdefault(np.packbits(x).tobytes(), len(known)) for x in allowed]
+        id_of: dict[bytes, int] = {}
+        ids = [id_of.setdefault(np.packbits(x).tobytes(), len(id_of)) for x in allowed]
         cycle = next(p for p in _divisors(len(ids)) if ids == ids[:p] * (len(ids) // p))
         if cycle == 1:
             return cls(allowed[:1], "0", "0")
@@ -192,14 +192,14 @@ def _express(allowed: np.ndarray, block_size: int, heads: int) -> tuple[MaskExpr
         return CAUSAL, None
     distinct = _Distinct.of(allowed, heads)
     for condition, table in _short_conditions(distinct, block_size):
-        mask = _causal(condition, table)
+        mask = _make_causal(condition, table)
         if _is_equal(mask, table, allowed, block_size, heads):
             return mask, table
     table = distinct.allowed
-    return _causal(f"table0[{distinct.index}, q // {block_size}, k // {block_size}]", table), table
+    return _make_causal(f"table0[{distinct.index}, q // {block_size}, k // {block_size}]", table), table
 
 
-def _causal(condition: str, table: np.ndarray | None) -> MaskExpression:
+def _make_causal(condition: str, table: np.ndarray | None) -> MaskExpression:
     return MaskExpression.parse(condition, {} if table is None else {"table0": table}) & CAUSAL
 
 
@@ -223,24 +223,28 @@ def _short_conditions(distinct: _Distinct, block_size: int) -> list[tuple[str, n
     else:  # each layout shows one column at most: the stride reaches beyond
         usual = [count << n for n in range((2 * blocks).bit_length()) if count << n <= 2 * blocks]
         strides = [s for s in (*usual, blocks) if s >= reach]
-    found = [(f"{near} or {word}", None) for s in strides for word in _moved_columns(distinct, firsts, s, block_size)]
-    return [*found, *_listed_columns(distinct, near, firsts, strides[-1], reach, block_size)]
+    periodic = [
+        (f"{near} or {word}", None)
+        for s in strides
+        for word in _describe_moved_columns(distinct, firsts, s, block_size)
+    ]
+    return [*periodic, *_describe_listed_columns(distinct, near, firsts, strides[-1], reach, block_size)]
 
 
-def _moved_columns(distinct: _Distinct, firsts: dict[int, int], stride: int, block_size: int) -> list[str]:
+def _describe_moved_columns(distinct: _Distinct, firsts: dict[int, int], stride: int, block_size: int) -> list[str]:
     """Conditions of columns that move by a step from layout to layout, as those layouts do that show a column."""
-    known = {i: c % stride for i, c in firsts.items()}
-    first, start = next(iter(known.items()))
-    found = []
+    residues = {i: c % stride for i, c in firsts.items()}
+    first, start = next(iter(residues.items()))
+    conditions = []
     for step in range(stride):
         base = (start + first * step) % stride
-        if all((base - i * step) % stride == r for i, r in known.items()):
+        if all((base - i * step) % stride == r for i, r in residues.items()):
             head = distinct.number if len(distinct.allowed) * step % stride == 0 else distinct.index
-            found.append(f"{_shift(f'k // {block_size}', head, step, stride)} % {stride} == {base}")
-    return found
+            conditions.append(f"{_shift(f'k // {block_size}', head, step, stride)} % {stride} == {base}")
+    return conditions
 
 
-def _listed_columns(
+def _describe_listed_columns(
     distinct: _Distinct, near: str, firsts: dict[int, int], stride: int, reach: int, block_size: int
 ) -> list[tuple[str, np.ndarray | None]]:
     """The condition of columns that a table lists for each layout."""

@@ -70,8 +70,8 @@ def estimate_curve(
     """The same at several numbers of keys, for the report's page; empty where it is known at one."""
     if problem.read_density is not None:  # its density is known at one length
         return ()
-    found = {length: gain for gain, length in (estimate_gain(problem, target, shapes, keys) for keys in _CURVE)}
-    return tuple(sorted(found.items())) if len(found) > 1 else ()
+    gains = {length: gain for gain, length in (estimate_gain(problem, target, shapes, keys) for keys in _CURVE)}
+    return tuple(sorted(gains.items())) if len(gains) > 1 else ()
 
 
 def _estimate_dense_cuda(problem: CacheProblem, shapes: Mapping[str, tuple[int, int]]) -> float:

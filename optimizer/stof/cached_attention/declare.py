@@ -54,11 +54,11 @@ def declare_patterns(job: Job, key: str) -> Job:
         reason = job.selections[key].reason_left_out(NamedCandidate(candidate.name, layer)) or _reason_dense(candidate)
         site = candidate.site
         heads = None if site is None else HeadCounts(site.num_heads, site.kv_num_heads)
-        found = None if heads is None else sparsity.pattern_of(layer, len(candidates), heads)
-        if reason or site is None or found is None:
+        declaration = None if heads is None else sparsity.pattern_of(layer, len(candidates), heads)
+        if reason or site is None or declaration is None:
             sparsity.keep_dense(candidate.name, layer, reason or "--sparsify leaves it dense")
             continue
-        pattern, facts = found
+        pattern, facts = declaration
         if isinstance(site, PagedSite):
             declared = DeclaredPattern(pattern, facts, patterns.name_tables(pattern))
             sparsity.put(candidate.name, layer, site.node.output[0], declared, needs_operator=True)
@@ -103,21 +103,21 @@ class _Patterns:
 
     def name_tables(self, pattern: Pattern) -> dict[str, str]:
         """The tensors of a pattern's tables; equal tables share one."""
-        found = {}
+        tensors = {}
         for name, array in pattern.tables.items():
             key = (array.dtype.str, array.shape, array.tobytes())
-            found[name] = self._tables.setdefault(key, f"{self._builder.prefix}table{len(self._tables)}")
-        return found
+            tensors[name] = self._tables.setdefault(key, f"{self._builder.prefix}table{len(self._tables)}")
+        return tensors
 
     def add_tables(self, pattern: Pattern) -> dict[str, str]:
         """The initializers of a pattern's tables."""
-        found = self.name_tables(pattern)
-        known = {t.name for t in self._initializers}
-        for name, tensor in found.items():
-            if tensor not in known:
-                known.add(tensor)
+        tensors = self.name_tables(pattern)
+        stored = {t.name for t in self._initializers}
+        for name, tensor in tensors.items():
+            if tensor not in stored:
+                stored.add(tensor)
                 self._initializers.append(numpy_helper.from_array(pattern.tables[name], tensor))
-        return found
+        return tensors
 
     def put(self, site: CacheSite, declared: DeclaredPattern) -> None:
         """Gives a node the bias of its pattern."""
@@ -144,6 +144,6 @@ class _Patterns:
         nodes: list[onnx.NodeProto] = []
         for node in self.base.graph.node:
             nodes += self._nodes.get(node.output[0] if node.output else "", [node])
-        found = copy_with_nodes(self.base, nodes)
-        found.graph.initializer.extend(self._initializers)
-        return found
+        declared = copy_with_nodes(self.base, nodes)
+        declared.graph.initializer.extend(self._initializers)
+        return declared

@@ -28,10 +28,10 @@ def emit_caches(model: onnx.ModelProto, sites: Sequence[CacheSite]) -> onnx.Mode
         UnsupportedError: when the model holds the operator already.
     """
     check_absent(model, OP)
-    found = copy_model(model)
+    emitted = copy_model(model)
     if not sites:
-        return found
-    graph = found.graph
+        return emitted
+    graph = emitted.graph
     by_output = {s.node.output[0]: s for s in sites}
     names = FreshNames(n.name for n in all_nodes(graph.node))
     tensors = FreshNames({t for n in graph.node for t in node_tensors(n)} | {t.name for t in graph.initializer})
@@ -60,8 +60,8 @@ def emit_caches(model: onnx.ModelProto, sites: Sequence[CacheSite]) -> onnx.Mode
     blocks.insert_nodes()
     if any(s.declared is not None for s in sites):
         remove_dead_code(graph, model.graph)  # biases of declared patterns
-    add_functions(found, [make_cache_function(list(variants), most, opset_of(model), contrib_version_of(model))])
-    return found
+    add_functions(emitted, [make_cache_function(list(variants), most, opset_of(model), contrib_version_of(model))])
+    return emitted
 
 
 def _zero_sink(graph: onnx.GraphProto, site: CacheSite, tensors: FreshNames, sinks: dict[tuple[int, int], str]) -> str:
@@ -90,8 +90,8 @@ class _BlockInputs:
             self._one = self._tensors.make("stof_one")
             self._graph.initializer.append(numpy_helper.from_array(np.array([1], np.int32), self._one))
         if lengths not in self._last_keys:
-            found = self._last_keys[lengths] = self._tensors.make("stof_seqlens_k")
-            node = helper.make_node("Sub", [lengths, self._one], [found], name=self._names.make(found))
+            tensor = self._last_keys[lengths] = self._tensors.make("stof_seqlens_k")
+            node = helper.make_node("Sub", [lengths, self._one], [tensor], name=self._names.make(tensor))
             self._nodes.append((reader.output[0], node))
         return self._last_keys[lengths]
 

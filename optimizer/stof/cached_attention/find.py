@@ -86,7 +86,7 @@ def find_candidates(model: onnx.ModelProto, symbolic: Symbolic, target: str) -> 
     """
     index = GraphIndex(model.graph)
     names = FreshNames()
-    found: list[CacheCandidate] = []
+    candidates: list[CacheCandidate] = []
     layouts: dict[LayoutKey, BlockLayout] = {}
     for node, outer in _nodes(model.graph):
         if not reads_cache(node):
@@ -100,10 +100,10 @@ def find_candidates(model: onnx.ModelProto, symbolic: Symbolic, target: str) -> 
                 site = read_paged_site(name, node, index, symbolic, target)
             else:
                 site = _read_site(name, node, index, symbolic, target, layouts)
-            found.append(CacheCandidate(name, site))
+            candidates.append(CacheCandidate(name, site))
         except UnsupportedError as error:
-            found.append(CacheCandidate(name, None, str(error)))
-    return found
+            candidates.append(CacheCandidate(name, None, str(error)))
+    return candidates
 
 
 def _nodes(graph: onnx.GraphProto) -> Iterator[tuple[onnx.NodeProto, onnx.NodeProto | None]]:
@@ -142,7 +142,7 @@ def _read_site(
     scales = _read_scales(node)
     others = ("attention_bias", *(() if scales else _PASTS))
     dtype = reader.read_type(head_size, target, others, ())
-    quantized = _quantized_type(symbolic, node, scales, (groups, head_size)) if scales else 0
+    quantized = _read_quantized_type(symbolic, node, scales, (groups, head_size)) if scales else 0
     keys, values = reader.read_caches(_PASTS, 1, groups, head_size)
     check_equal_sizes(_PASTS, (keys[2], values[2]), " rows")
     capacity = keys[2]
@@ -202,7 +202,7 @@ def _read_scales(node: onnx.NodeProto) -> tuple[str, str] | None:
     """What has a scale of its own, of keys and of values: "tensor" or "channel"; None where the cache is not quantized."""
     attributes = attributes_of(node)
     width = attributes.get("kv_cache_bit_width", 0)
-    found: list[str] = []
+    kinds: list[str] = []
     for prefix in ("k", "v"):
         kind, scale = attributes.get(f"{prefix}_quant_type") or b"NONE", input_of(node, INPUT_INDEX[f"{prefix}_scale"])
         if kind not in (b"NONE", *_SCALES):
@@ -211,42 +211,42 @@ def _read_scales(node: onnx.NodeProto) -> tuple[str, str] | None:
         if (kind != b"NONE") != bool(scale):
             has = f"it has input {prefix}_scale" if scale else f"it has no input {prefix}_scale"
             raise UnsupportedError(f"{has}, and {prefix}_quant_type is {kind.decode()}")
-        found += [_SCALES[kind]] if scale else []
-    if len(found) == 1:
+        kinds += [_SCALES[kind]] if scale else []
+    if len(kinds) == 1:
         raise UnsupportedError("one of keys and values is quantized alone")
-    if found and width != _BITS:
+    if kinds and width != _BITS:
         raise UnsupportedError(f"its cache is quantized to {width} bits, and kernels read {_BITS} bits alone")
-    if not found and width:
+    if not kinds and width:
         raise UnsupportedError(f"kv_cache_bit_width is {width}, and k_quant_type is NONE")
-    return (found[0], found[1]) if found else None
+    return (kinds[0], kinds[1]) if kinds else None
 
 
-def _quantized_type(symbolic: Symbolic, node: onnx.NodeProto, scales: tuple[str, str], sizes: tuple[int, int]) -> int:
+def _read_quantized_type(
+    symbolic: Symbolic, node: onnx.NodeProto, scales: tuple[str, str], sizes: tuple[int, int]
+) -> int:
     """The element type of quantized caches."""
     kinds = [symbolic.dtype(node.input[i]) for i in (3, 4)]
     taken = op_limits().get(OP, {}).get("storage_types", ())
     if kinds[0] != kinds[1] or kinds[0] not in taken:
-        found = type_names(dict.fromkeys(kinds), "and").strip() if all(kinds) else "not known"
+        stated_type = type_names(dict.fromkeys(kinds), "and").strip() if all(kinds) else "not known"
         raise UnsupportedError(
-            f"its cache is quantized, and its element type is {found}, expected INT8 or FLOAT8E4M3FN"
+            f"its cache is quantized, and its element type is {stated_type}, expected INT8 or FLOAT8E4M3FN"
         )
     for name, kind in zip(("k_scale", "v_scale"), scales, strict=True):
         tensor = input_of(node, INPUT_INDEX[name])
         shape = symbolic.shape(tensor)
         dims = None if shape is None else [d.constant for d in shape]
-        own = symbolic.dtype(tensor)
+        scale_type = symbolic.dtype(tensor)
         groups, size = sizes
         expected = {
             "tensor": [[1] * rank for rank in range(5)],
             "channel": [[groups * size], [groups, size], [groups, 1, size], [1, groups, 1, size]],
         }[kind]
-        if dims is None or dims not in expected or own != TensorProto.FLOAT:
-            known = "of unknown shape" if shape is None else f"{[str(d) for d in shape]}"
+        if dims is None or dims not in expected or scale_type != TensorProto.FLOAT:
+            stated_shape = "of unknown shape" if shape is None else f"{[str(d) for d in shape]}"
             wanted = "one element" if kind == "tensor" else f"[1, {groups}, 1, {size}] or [{groups * size}]"
-            raise UnsupportedError(
-                f"{name} {tensor!r} is {known} of {type_names([own], 'or').strip() if own else 'unknown type'}, expected "
-                f"{wanted} of fp32"
-            )
+            stated_type = type_names([scale_type], "or").strip() if scale_type else "unknown type"
+            raise UnsupportedError(f"{name} {tensor!r} is {stated_shape} of {stated_type}, expected {wanted} of fp32")
     return kinds[0]
 
 

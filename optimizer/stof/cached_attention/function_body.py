@@ -51,7 +51,7 @@ class CacheVariant:
 
     op_type: str
     attributes: tuple[bytes, ...]
-    given: tuple[bool, ...]
+    inputs_present: tuple[bool, ...]
     dtype: int
     cache_dtype: int
     num_heads: int = 0
@@ -62,9 +62,9 @@ class CacheVariant:
     def of(cls, site: CacheSite) -> CacheVariant:
         """The variant of a site."""
         attributes = sorted(site.node.attribute, key=lambda a: str(a.name))
-        given = tuple(bool(name) for name in site.read_inputs)
+        inputs_present = tuple(bool(name) for name in site.read_inputs)
         serialized = tuple(a.SerializeToString(deterministic=True) for a in attributes)
-        variant = cls(site.node.op_type, serialized, given, site.dtype, site.cache_dtype)
+        variant = cls(site.node.op_type, serialized, inputs_present, site.dtype, site.cache_dtype)
         if site.layout is not None:
             return replace(variant, tables=(0, TensorProto.INT32, TensorProto.INT32))
         if site.declared is None:
@@ -81,7 +81,7 @@ class CacheVariant:
             outputs: names of output, present_key and present_value.
             is_branch: calls of other variants get these nodes, too, with tables of other types.
         """
-        inputs = [name if given else "" for name, given in zip(OP_INPUTS, self.given, strict=True)]
+        inputs = [name if present else "" for name, present in zip(OP_INPUTS, self.inputs_present, strict=True)]
         builder = Builder(opset, f"{name}_")
         tables = {f"table{i}": f"table{i}" for i, dtype in enumerate(self.tables) if dtype}
         if is_branch:
@@ -99,23 +99,23 @@ class CacheVariant:
         node.attribute.extend(onnx.AttributeProto.FromString(a) for a in self.attributes)
         return [*before, node]
 
-    def _sparse_inputs(self, builder: Builder, given: Sequence[str], tables: Mapping[str, str]) -> list[str]:
+    def _sparse_inputs(self, builder: Builder, tensors: Sequence[str], tables: Mapping[str, str]) -> list[str]:
         """The inputs of a SparseAttention, and the nodes that compute its numbers of keys."""
         inputs = [""] * (max(SPARSE_INDEX.values()) + 1)
-        for own, index in SPARSE_INDEX.items():
-            inputs[index] = given[INPUT_INDEX[own]]
+        for input_name, index in SPARSE_INDEX.items():
+            inputs[index] = tensors[INPUT_INDEX[input_name]]
         inputs[SPARSE_INDEX["seqlens_k"]] = builder.add("Add", ["seqlens_k", builder.constant([1], np.int32)])
         inputs[SPARSE_ROWS], inputs[SPARSE_COLUMNS] = tables["table1"], tables["table2"]
         return inputs
 
     def _bias(
-        self, builder: Builder, pattern: MaskExpression, own: str, tables: Mapping[str, str], *, is_branch: bool
+        self, builder: Builder, pattern: MaskExpression, node_bias: str, tables: Mapping[str, str], *, is_branch: bool
     ) -> str:
         """The pattern as attention_bias, added to the node's own one."""
         tensors = StepTensors("query", "seqlens_k", "total_sequence_length")
         bias = emit_pattern_bias(builder, pattern, tensors, tables, self.num_heads, self.dtype)
         # Calls of other variants may have no attention_bias: Sum, unlike Add, is legal without one of its inputs.
-        return builder.add("Sum" if is_branch else "Add", [bias, own]) if own else bias
+        return builder.add("Sum" if is_branch else "Add", [bias, node_bias]) if node_bias else bias
 
 
 class BodyVariant(Protocol):
@@ -215,13 +215,13 @@ def _select(variants: Sequence[BodyVariant], i: int, opset: int, outputs: Sequen
     index, same = f"s{i}_i", f"s{i}_same"
     graphs = []
     for word in ("then", "else"):
-        own = [f"{word}{i}_{name}" for name in outputs]
+        branch_outputs = [f"{word}{i}_{name}" for name in outputs]
         if word == "then":
-            inner = variants[i].nodes(f"variant{i}", opset, own, is_branch=True)
+            inner = variants[i].nodes(f"variant{i}", opset, branch_outputs, is_branch=True)
         else:
-            inner = _select(variants, i + 1, opset, own)
-        types = (variants[i].dtype, *[variants[i].cache_dtype] * (len(own) - 1))
-        infos = [helper.make_tensor_value_info(n, t, None) for n, t in zip(own, types, strict=True)]
+            inner = _select(variants, i + 1, opset, branch_outputs)
+        types = (variants[i].dtype, *[variants[i].cache_dtype] * (len(branch_outputs) - 1))
+        infos = [helper.make_tensor_value_info(n, t, None) for n, t in zip(branch_outputs, types, strict=True)]
         graphs.append(helper.make_graph(inner, f"{word}{i}", [], infos))
     return [
         helper.make_node("Constant", [], [index], name=index, value_int=i),

@@ -15,13 +15,13 @@ _KIND_WORDS = {int: "an integer", float: "a float", bytes: "a string"}
 _SOFTCAPS = (1e-30, 1e30)
 
 
-def check_attribute_types(attributes: Mapping[str, Any], known: Mapping[str, type]) -> None:
+def check_attribute_types(attributes: Mapping[str, Any], types: Mapping[str, type]) -> None:
     """Refuses attributes that are not among the known ones, and values that are not of their type."""
     for name, value in attributes.items():
-        if name not in known:
+        if name not in types:
             raise UnsupportedError(f"it has attribute {name!r}, whose meaning is not known")
-        if not isinstance(value, known[name]):
-            raise UnsupportedError(f"its attribute {name} is {value!r}, expected {_KIND_WORDS[known[name]]}")
+        if not isinstance(value, types[name]):
+            raise UnsupportedError(f"its attribute {name} is {value!r}, expected {_KIND_WORDS[types[name]]}")
 
 
 def check_flags(attributes: Mapping[str, Any], names: Iterable[str]) -> None:
@@ -59,11 +59,11 @@ def read_head_counts(attributes: Mapping[str, Any]) -> tuple[int, int]:
 
 def read_shape(symbolic: Symbolic, name: str, tensor: str, rank: int) -> tuple[Int, ...]:
     """The shape of an input; ``name`` is that of the schema."""
-    found = symbolic.shape(tensor)
-    if found is None or len(found) != rank:
-        known = "is not known" if found is None else f"has {len(found)} axes, expected {rank}"
-        raise UnsupportedError(f"the shape of {name} {tensor!r} {known}")
-    return tuple(found)
+    shape = symbolic.shape(tensor)
+    if shape is None or len(shape) != rank:
+        problem = "is not known" if shape is None else f"has {len(shape)} axes, expected {rank}"
+        raise UnsupportedError(f"the shape of {name} {tensor!r} {problem}")
+    return tuple(shape)
 
 
 def read_head_size(columns: Int, cache: Int, counts: tuple[int, int], *, is_packed: bool) -> int:
@@ -103,11 +103,11 @@ def check_element_types(symbolic: Symbolic, dtype: int, tensors: Mapping[str, st
         caches: the names of caches, whose other types mean that they are quantized.
     """
     for name, tensor in tensors.items():
-        own = symbolic.dtype(tensor) if tensor else dtype
-        if own not in (0, dtype):
+        element_type = symbolic.dtype(tensor) if tensor else dtype
+        if element_type not in (0, dtype):
             quantized = "its cache is quantized: " if name in caches else ""
             raise UnsupportedError(
-                f"{quantized}{name} {tensor!r} is {type_names([own], 'or').strip()}, expected query's "
+                f"{quantized}{name} {tensor!r} is {type_names([element_type], 'or').strip()}, expected query's "
                 f"{type_names([dtype], 'or').strip()}"
             )
 
@@ -116,8 +116,10 @@ def check_kernel_limits(dtype: int, head_size: int, target: str) -> None:
     """Refuses element types and head sizes that no kernel of the target has."""
     types = limits_of(target)
     if dtype not in types:
-        found = type_names([dtype], "or") if dtype else "not known"
-        raise UnsupportedError(f"the element type of query is {found.strip()}, expected {type_names(types, 'or')}")
+        stated_type = type_names([dtype], "or") if dtype else "not known"
+        raise UnsupportedError(
+            f"the element type of query is {stated_type.strip()}, expected {type_names(types, 'or')}"
+        )
     limits = types[dtype]
     if not 1 <= head_size <= limits.largest_head_size:
         raise UnsupportedError(f"no kernel: head size {head_size}, expected 1 to {limits.largest_head_size}")

@@ -119,5 +119,5 @@ class NodeReader:
         rotates = self.attributes.get("do_rotary", 0)
         size = read_rotary_size(self._symbolic, self.input("cos_cache"), most, reason) if rotates else 0
         sizes = {"head_sink": heads, "q_norm_weight": head_size, "k_norm_weight": head_size}
-        check_vectors(self._symbolic, [(name, self.input(name), own) for name, own in sizes.items()])
+        check_vectors(self._symbolic, [(name, self.input(name), length) for name, length in sizes.items()])
         return size

@@ -42,13 +42,13 @@ class NodeSignature:
         for i, name in enumerate(node.output):
             if name and i >= len(self.outputs) + self.other_outputs:
                 raise UnsupportedError(f"it has output {i}, {name!r}, whose meaning is not known")
-        given = {name for i, name in self.inputs.items() if input_of(node, i)}
+        present = {name for i, name in self.inputs.items() if input_of(node, i)}
         for pair in self.pairs:
-            has = [name for name in pair if name in given]
+            has = [name for name in pair if name in present]
             if len(has) == 1:
-                raise UnsupportedError(f"it has input {has[0]} and no {next(n for n in pair if n not in given)}")
+                raise UnsupportedError(f"it has input {has[0]} and no {next(n for n in pair if n not in present)}")
         for name in self.required:
-            if name not in given:
+            if name not in present:
                 raise UnsupportedError(f"it has no input {name}")
         for i, name in enumerate(self.outputs):
             if not output_of(node, i):

@@ -124,14 +124,14 @@ class NodeSite(ABC):
     def features(self) -> tuple[str, ...]:
         """What the node does besides attention, for people."""
         rotary = f"rotary of {self.rotary_size}" if self.rotary_size else "rotary"
-        found = {
+        features = {
             "packed QKV": self.is_packed,
             "q/k norm": bool(self.input("q_norm_weight")),
             rotary + (", interleaved" if self.is_interleaved else ""): self.does_rotary,
             "sinks": bool(self.input("head_sink")),
             f"softcap {self.softcap:g}": bool(self.softcap),
         }
-        return tuple(name for name, holds in found.items() if holds)
+        return tuple(name for name, holds in features.items() if holds)
 
     @property
     def operator_attributes(self) -> dict[str, int | float | str]:

@@ -36,9 +36,9 @@ class CachePlan:
         return data
 
 
-def read_cache_plan(where: str, place: str, entry: object) -> CachePlan:
+def read_cache_plan(where: str, location: str, entry: object) -> CachePlan:
     """An entry from its JSON value; :class:`stof.plan.Fields` says what it raises."""
-    fields = Fields(where, place, entry, {"cache", "replace", "predicted_gain", "reason"})
+    fields = Fields(where, location, entry, {"cache", "replace", "predicted_gain", "reason"})
     gain = fields.take("predicted_gain", (int, float), 0.0)
     if not abs(gain) < 1e300:  # JSON has integers of any length, and Python reads 1e999 as infinity
         raise ArgumentError(f"{fields.where} has predicted_gain {quoted(gain)}, expected a number below 1e300")

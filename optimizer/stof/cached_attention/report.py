@@ -100,7 +100,7 @@ class CacheSection(Section):
 
     def explain_rows(self, pattern: str) -> list[str]:
         chosen = [r for r in self.rows if NamedCandidate(r.cache, r.index).matches(pattern)]
-        return [line for row in chosen for line in _explained_lines(row)]
+        return [line for row in chosen for line in _explain_row(row)]
 
 
 def _gain(row: CacheReport) -> str:
@@ -124,7 +124,7 @@ def _page_row(row: CacheReport) -> PageRow:
     return PageRow(row.cache, True, (row.mask, heads, gain, "; ".join(filter(None, words))))
 
 
-def _explained_lines(row: CacheReport) -> list[str]:
+def _explain_row(row: CacheReport) -> list[str]:
     lines = [f"cache {'-' if row.index is None else row.index}  {row.cache}"]
     if row.heads:
         lines.append(f"  match  {', '.join([row.heads, f'D = {row.head_size}', *row.features])}")

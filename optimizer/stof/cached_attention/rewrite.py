@@ -59,7 +59,7 @@ class CacheModel:
 class DescribedCaches:
     """A model with its candidates, and the problem of each; None where it cannot be replaced anywhere."""
 
-    found: CacheModel
+    cache_model: CacheModel
     problems: tuple[CacheProblem | None, ...]
 
 
@@ -67,7 +67,7 @@ class DescribedCaches:
 class CacheDecisions(Decisions):
     """The decision for each candidate of a model."""
 
-    found: CacheModel
+    cache_model: CacheModel
     caches: CacheSection
     sites: tuple[CacheSite | PagedSite, ...] = ()
 
@@ -108,27 +108,27 @@ class CacheRewrite(OpRewrite[CacheModel, DescribedCaches, CacheDecisions]):
     def find(self, job: Job, model: Callable[[], onnx.ModelProto]) -> CacheModel:
         before = model()
         nodes = [*all_nodes(before.graph.node), *(n for f in before.functions for n in all_nodes(f.node))]
-        found = CacheModel(before)
+        cache_model = CacheModel(before)
         if any(reads_cache(n) for n in nodes):
             with job.step("caches"):
                 base = inline(before, {(MICROSOFT, GROUP_QUERY), (MICROSOFT, SPARSE), (MICROSOFT, PAGED)})
                 inlined = inline_all(base)
                 symbolic = Symbolic(base, None if inlined is base else Symbolic(inlined))
                 candidates = find_candidates(base, symbolic, job.options.target)
-                found = CacheModel(base, symbolic, tuple(_with_pattern(job, c) for c in candidates))
-        self.check_plan(job, [NamedCandidate(c.name, i) for i, c in enumerate(found.candidates)])
-        return found
+                cache_model = CacheModel(base, symbolic, tuple(_with_pattern(job, c) for c in candidates))
+        self.check_plan(job, [NamedCandidate(c.name, i) for i, c in enumerate(cache_model.candidates)])
+        return cache_model
 
-    def describe(self, job: Job, found: CacheModel) -> DescribedCaches:
-        sites = (c.site for c in found.candidates)
-        return DescribedCaches(found, tuple(None if s is None else CacheProblem.of(s) for s in sites))
+    def describe(self, job: Job, cache_model: CacheModel) -> DescribedCaches:
+        sites = (c.site for c in cache_model.candidates)
+        return DescribedCaches(cache_model, tuple(None if s is None else CacheProblem.of(s) for s in sites))
 
     def decide(self, job: Job, described: DescribedCaches) -> CacheDecisions:
-        found = described.found
+        cache_model = described.cache_model
         rows: list[CacheReport] = []
         sites: list[CacheSite | PagedSite] = []
         taken: list[CacheProblem] = []
-        for index, (candidate, problem) in enumerate(zip(found.candidates, described.problems, strict=True)):
+        for index, (candidate, problem) in enumerate(zip(cache_model.candidates, described.problems, strict=True)):
             row = _row_of(candidate, index)
             first = None if not sites else (sites[0].name, taken[0])
             reason = candidate.reason if problem is None else _reason_impossible(job, problem, first)
@@ -156,16 +156,16 @@ class CacheRewrite(OpRewrite[CacheModel, DescribedCaches, CacheDecisions]):
                 for s, p in zip(sites, taken, strict=True)
                 if not p.is_paged
             }
-        return CacheDecisions(found, section, tuple(sites))
+        return CacheDecisions(cache_model, section, tuple(sites))
 
     def emit(self, job: Job, decided: CacheDecisions) -> onnx.ModelProto:
         with job.step("emit"):
-            found = decided.found.model
+            emitted = decided.cache_model.model
             if caches := [s for s in decided.sites if isinstance(s, CacheSite)]:
-                found = emit_caches(found, caches)
+                emitted = emit_caches(emitted, caches)
             if pages := [s for s in decided.sites if isinstance(s, PagedSite)]:
-                found = emit_pages(found, pages)
-            return found
+                emitted = emit_pages(emitted, pages)
+            return emitted
 
     def empty_section(self) -> CacheSection:
         return CacheSection()
@@ -182,12 +182,12 @@ class CacheRewrite(OpRewrite[CacheModel, DescribedCaches, CacheDecisions]):
         from stof.cached_attention.checks.site_checks import CacheChecks
         from stof.cached_attention.paged.checks import PagedChecks
 
-        found = decided.found
-        assert found.symbolic is not None
+        cache_model = decided.cache_model
+        assert cache_model.symbolic is not None
         if pages := [s for s in decided.sites if isinstance(s, PagedSite)]:
-            return PagedChecks(found.model, found.symbolic, pages, job.options.shapes)
+            return PagedChecks(cache_model.model, cache_model.symbolic, pages, job.options.shapes)
         caches = [s for s in decided.sites if isinstance(s, CacheSite)]
-        return CacheChecks(job.model, found.model, found.symbolic, caches, job.options.shapes)
+        return CacheChecks(job.model, cache_model.model, cache_model.symbolic, caches, job.options.shapes)
 
 
 def _reason_impossible(job: Job, problem: CacheProblem, first: tuple[str, CacheProblem] | None) -> str:
@@ -249,43 +249,46 @@ def _is_done(node: onnx.NodeProto) -> bool:
 def _rows_of_optimized(model: onnx.ModelProto) -> list[CacheReport]:
     """The rows of a model that was optimized before: its operators, and the nodes with a cache that were kept."""
     functions = [f for f in model.functions if f.domain != DOMAIN]
-    found: list[CacheReport] = []
+    rows: list[CacheReport] = []
     names = FreshNames()
     for node in [*all_nodes(model.graph.node), *(n for f in functions for n in all_nodes(f.node))]:
         if _is_done(node):
             mask = next((a.s.decode(errors="replace") for a in node.attribute if a.name == "mask"), "")
             name = names.make(node.name or node.op_type)
-            found.append(CacheReport(name, len(found), False, f"is {node.op_type} already", mask))
+            rows.append(CacheReport(name, len(rows), False, f"is {node.op_type} already", mask))
         elif reads_cache(node):
             name = names.make(node.name or f"{node.op_type} of {node.output[0]}")
             reason = (
                 f"the model holds {OP} already, and its calls share one function: optimize the model from which it was "
                 "made, where all nodes can be replaced together"
             )
-            found.append(CacheReport(name, len(found), False, reason))
-    return found
+            rows.append(CacheReport(name, len(rows), False, reason))
+    return rows
 
 
 def _pictures(sites: Sequence[CacheSite]) -> list[MaskPicture]:
     """Each distinct mask over a prompt, for the report's page."""
-    found = []
+    pictures = []
     drawn: dict[object, list[CacheSite]] = {}
     for site in sites:
         drawn.setdefault(site.mask if site.declared is None else site.declared.pattern.key, []).append(site)
-    for own in drawn.values():
-        reach, declared = own[0].reach, own[0].declared
+    for sharing in drawn.values():
+        reach, declared = sharing[0].reach, sharing[0].declared
         length = min(_PICTURE_LENGTH, max(64, 4 * reach)) if reach else _PICTURE_LENGTH
-        length = length if own[0].layout is None else min(length, own[0].layout.length)
-        facts = [f"{len(own)} attention{'' if len(own) == 1 else 's'} over a KV cache", f"a prompt of {length} tokens"]
+        length = length if sharing[0].layout is None else min(length, sharing[0].layout.length)
+        facts = [
+            f"{len(sharing)} attention{'' if len(sharing) == 1 else 's'} over a KV cache",
+            f"a prompt of {length} tokens",
+        ]
         with suppress(LibraryError):  # a picture is decoration
-            grid = TileGrid("", tuple(picture(own[0].mask, own[0].mask_tables, length=length)))
-            title = f"causal, window of {own[0].window} keys" if own[0].window else "causal"
-            if own[0].layout is not None:
-                title = f"causal, blocks of {own[0].layout.block_size}"
+            grid = TileGrid("", tuple(picture(sharing[0].mask, sharing[0].mask_tables, length=length)))
+            title = f"causal, window of {sharing[0].window} keys" if sharing[0].window else "causal"
+            if sharing[0].layout is not None:
+                title = f"causal, blocks of {sharing[0].layout.block_size}"
             if declared is not None:
                 title, facts = f"declared: {declared.pattern.label}", [*facts, "head 0"]
-            found.append(MaskPicture(title, own[0].mask.text, tuple(facts), length, length, (grid,)))
-    return found
+            pictures.append(MaskPicture(title, sharing[0].mask.text, tuple(facts), length, length, (grid,)))
+    return pictures
 
 
 CACHED_ATTENTION = CacheRewrite()

@@ -27,13 +27,13 @@ def rewrite_node(
         mask_id: the variant of the function body.
         names: of the new model's nodes.
     """
-    given = list(inputs)
-    while not given[-1]:
-        given.pop()
+    present = list(inputs)
+    while not present[-1]:
+        present.pop()
     attributes = site.operator_attributes | {"mask_id": mask_id}
     node.op_type, node.domain = op, DOMAIN
     node.name = names.make(f"{site.name.rpartition('/')[0] or site.name}/{op}")
-    for field, values in ((node.input, given), (node.output, list(node.output[:outputs]))):
+    for field, values in ((node.input, present), (node.output, list(node.output[:outputs]))):
         del field[:]
         field.extend(values)
     del node.attribute[:]

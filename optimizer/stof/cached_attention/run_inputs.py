@@ -61,22 +61,22 @@ class CacheInputMaker(InputMaker):
         self.limits_of_user = shapes or {}
         self.lengths_of = lengths
         index = GraphIndex(model.graph)
-        given = {i.name for i in model.graph.input}
-        behind = find_inputs_behind(index, frozenset(s.input("seqlens_k") for s in sites), given)
+        input_names = {i.name for i in model.graph.input}
+        behind = find_inputs_behind(index, frozenset(s.input("seqlens_k") for s in sites), input_names)
         self.masks = frozenset(n for n in behind if len(symbolic.shape(n) or ()) == 2)
         scores = [[s.batch, integer(s.num_heads), s.queries, s.total] for s in sites if s.total is not None]
         super().__init__(model, symbolic, self.masks, index=index, scores=scores or None)
         self._sources = {
             name: find_source(index, name) for s in sites for name in (s.input("seqlens_k"), s.input("position_ids"))
         }
-        self._given = given
+        self._input_names = input_names
         self._outputs = {o.name for o in model.graph.output}
         totals = frozenset(s.input("total_sequence_length") for s in sites)
         self._total_inputs = sorted(
-            n for n in find_inputs_behind(index, totals, given) if n not in self.masks and self._is_single(n)
+            n for n in find_inputs_behind(index, totals, input_names) if n not in self.masks and self._is_single(n)
         )
         self._behind = {
-            t: find_inputs_behind(index, frozenset({t}), given) for t in (s.input("seqlens_k") for s in sites)
+            t: find_inputs_behind(index, frozenset({t}), input_names) for t in (s.input("seqlens_k") for s in sites)
         }
         self._length_inputs = sorted(n for n in behind if len(symbolic.shape(n) or ()) == 1)
 
@@ -143,9 +143,9 @@ class CacheInputMaker(InputMaker):
         """Sets an input so that a tensor, which is that input or its sum with a constant, has the wanted value."""
         shape, dtype = feed[name].shape, feed[name].dtype
         feed[name] = np.array(np.broadcast_to(wanted, shape), dtype)
-        found = self.lengths_of.read(tensor, feed)
-        if found is not None and found.size == wanted.size:
-            away = wanted.reshape(-1) - found.reshape(-1)
+        number = self.lengths_of.read(tensor, feed)
+        if number is not None and number.size == wanted.size:
+            away = wanted.reshape(-1) - number.reshape(-1)
             feed[name] = np.array(feed[name] + away.reshape(shape), dtype)
 
     def _set_positions(self, feed: dict[str, np.ndarray], site: CacheSite) -> None:
@@ -177,8 +177,8 @@ class CacheInputMaker(InputMaker):
         if any(s.layout is not None for s in self.sites) and RuntimeFault.SHORT_SPARSE_SEQUENCES.is_present():
             # Site checks compare lengths that differ.
             wanted = [replace(step, ragged=False) for step in wanted]
-        found = [self._case(limited) for step in wanted if (limited := self._limit(step)) is not None]
-        return list(dict.fromkeys(found or [self._case(step) for step in wanted]))
+        cases = [self._case(limited) for step in wanted if (limited := self._limit(step)) is not None]
+        return list(dict.fromkeys(cases or [self._case(step) for step in wanted]))
 
     def case_of_step(self, queries: int, total: int, rows: int) -> Case | None:
         """The case of one sequence in a step; None where sizes are fixed to others.
@@ -189,9 +189,9 @@ class CacheInputMaker(InputMaker):
             rows: of the caches, where they are not fixed.
         """
         step = _Step(1, queries, total, rows - total, False)
-        found = self._limit(step)
-        is_same = found is not None and replace(found, slack=step.slack) == step
-        return self._case(found) if found is not None and is_same else None
+        limited = self._limit(step)
+        is_same = limited is not None and replace(limited, slack=step.slack) == step
+        return self._case(limited) if limited is not None and is_same else None
 
     def knows_lengths(self, feed: Mapping[str, np.ndarray]) -> bool:
         """Whether lengths follow from these inputs, so that ``draw`` has made them agree."""
@@ -200,8 +200,8 @@ class CacheInputMaker(InputMaker):
 
     def caches(self) -> dict[str, str]:
         """The output with the present of each input with a past; empty where some cache is no input or no output."""
-        found = {s.input(n): o for s in self.sites for n, o in zip(_PASTS, s.node.output[1:3], strict=True)}
-        return found if set(found) <= self._given and set(found.values()) <= self._outputs else {}
+        presents = {s.input(n): o for s in self.sites for n, o in zip(_PASTS, s.node.output[1:3], strict=True)}
+        return presents if set(presents) <= self._input_names and set(presents.values()) <= self._outputs else {}
 
     def _limit(self, step: _Step) -> _Step | None:
         """A step within fixed sizes, rotary tables and the user's limits; None where there is none of its kind."""
@@ -255,10 +255,10 @@ class CacheInputMaker(InputMaker):
             rows = step.total + step.slack if not site.sliding else site.window + min(step.slack, site.window)
             _assign(values, site.capacity, rows, batches)
             for name in _PASTS:
-                _, groups, own, size = self.symbolic.shape(site.input(name)) or (None, None, None, None)
-                for found, number in ((groups, site.kv_num_heads), (own, rows), (size, site.head_size)):
-                    if found is not None:
-                        _assign(values, found, number, batches)
+                _, groups, capacity, size = self.symbolic.shape(site.input(name)) or (None, None, None, None)
+                for dim, number in ((groups, site.kv_num_heads), (capacity, rows), (size, site.head_size)):
+                    if dim is not None:
+                        _assign(values, dim, number, batches)
         padding = Padding.RIGHT if step.ragged and step.batch > 1 else Padding.NONE
         return Case(step.batch, step.total, padding, tuple(values.items()))
 

@@ -39,8 +39,8 @@ class RunLengths:
 
     def keys(self, site: CacheSite, feed: Feed) -> np.ndarray | None:
         """The number of valid keys [B] after the run; None where it cannot be computed from the inputs."""
-        found = self.read(site.input("seqlens_k"), feed)
-        return None if found is None or found.ndim != 1 else found.astype(np.int64) + site.uncounted_keys
+        lengths = self.read(site.input("seqlens_k"), feed)
+        return None if lengths is None or lengths.ndim != 1 else lengths.astype(np.int64) + site.uncounted_keys
 
     def read(self, tensor: str, feed: Feed) -> np.ndarray | None:
         """A small integer tensor that is computed from inputs and sizes; None where it cannot be."""
@@ -51,15 +51,15 @@ class RunLengths:
 
     def padded_queries(self, feed: Feed) -> np.ndarray | None:
         """Which queries [B, S] are padding of a first prompt, by all sites; None where that is not known."""
-        found: list[np.ndarray] = []
+        padded: list[np.ndarray] = []
         for site in {(s.input("seqlens_k"), s.queries): s for s in self._sites}.values():
             keys, queries = self.keys(site, feed), self.size(site.queries, feed)
             total = self.read(site.input("total_sequence_length"), feed)
             if keys is None or queries is None or total is None or total.size != 1:
                 return None
             is_first = int(total.reshape(-1)[0]) == queries
-            found.append((np.arange(queries)[None] >= keys[:, None]) & is_first)
-        return np.logical_and.reduce(found) if len({x.shape for x in found}) == 1 else None
+            padded.append((np.arange(queries)[None] >= keys[:, None]) & is_first)
+        return np.logical_and.reduce(padded) if len({x.shape for x in padded}) == 1 else None
 
     def cache_rows(self, output: str, feed: Feed, rows: int) -> np.ndarray | None:
         """Which of the rows [B, ``rows``] of an output hold keys, where it is the present of a site; else None."""
@@ -80,12 +80,12 @@ class RunLengths:
 
 def _sizes_of(symbolic: Symbolic, feed: Feed) -> dict[str, int]:
     """Dimension names by the shapes of inputs."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for name, array in feed.items():
         for dim, size in zip(symbolic.shape(name) or (), array.shape, strict=False):
             if dim.atom is not None and dim.atom.kind == "size":
-                found.setdefault(str(dim.atom.args[0]), size)
-    return found
+                sizes.setdefault(str(dim.atom.args[0]), size)
+    return sizes
 
 
 class _TensorReader:
@@ -104,8 +104,8 @@ class _TensorReader:
 
         graph = model.graph
         writers = producers(graph.node)
-        given = {i.name: i for i in graph.input}
-        stored = {t.name: t for t in graph.initializer if t.name not in given}
+        graph_inputs = {i.name: i for i in graph.input}
+        stored = {t.name: t for t in graph.initializer if t.name not in graph_inputs}
         nodes: dict[int, onnx.NodeProto] = {}
         inputs: dict[str, onnx.ValueInfoProto] = {}
         shapes: dict[str, Any] = {}
@@ -118,8 +118,8 @@ class _TensorReader:
             seen.add(name)
             node = writers.get(name)
             if node is None:
-                if name in given:
-                    inputs[name] = given[name]
+                if name in graph_inputs:
+                    inputs[name] = graph_inputs[name]
                 elif name in stored and not is_external(stored[name]):
                     constants[name] = stored[name]
                 else:
@@ -151,7 +151,7 @@ class _TensorReader:
         try:
             arrays = {n: feed[n] for n in self._inputs}
             arrays |= {n: np.array([evaluate(d, sizes) for d in dims], np.int64) for n, dims in self._shapes.items()}
-            found = np.asarray(self._evaluator.run(None, arrays)[0])
+            value = np.asarray(self._evaluator.run(None, arrays)[0])
         except Exception:  # inputs that are absent, and whatever the evaluator raises on a damaged graph
             return None
-        return found if found.dtype.kind in "iu" and found.size < 1 << 20 else None
+        return value if value.dtype.kind in "iu" and value.size < 1 << 20 else None

@@ -83,13 +83,13 @@ class CacheSite(NodeSite):
 
         The layouts of a SparseAttention are table1 and table2: the function body reads them, the mask does not.
         """
-        found = [self.input(name) for name in INPUTS]
+        tensors = [self.input(name) for name in INPUTS]
         if not self.does_rotary:
-            found[INPUT_INDEX["cos_cache"]] = found[INPUT_INDEX["sin_cache"]] = ""
+            tensors[INPUT_INDEX["cos_cache"]] = tensors[INPUT_INDEX["sin_cache"]] = ""
         layouts = ["", ""]
         if self.layout is not None:
             layouts = [input_of(self.node, i) for i in (SPARSE_ROWS, SPARSE_COLUMNS)]
-        return [*found, "", "", *layouts, ""]
+        return [*tensors, "", "", *layouts, ""]
 
     @property
     def has_zero_sink(self) -> bool:
@@ -108,14 +108,14 @@ class CacheSite(NodeSite):
 
     @property
     def features(self) -> tuple[str, ...]:
-        found = {
+        features = {
             "smooth softmax": self.has_zero_sink,
             "bias": bool(self.input("attention_bias")),
             "sliding-window cache": self.sliding,
             self._quantization: bool(self.quantized),
         }
         blocks = () if self.layout is None else self.layout.describe(self.num_heads, self.kv_num_heads)
-        return (*super().features, *(name for name, holds in found.items() if holds), *blocks)
+        return (*super().features, *(name for name, holds in features.items() if holds), *blocks)
 
     @property
     def operator_attributes(self) -> dict[str, int | float | str]:

@@ -46,9 +46,9 @@ def is_sparse(node: onnx.NodeProto) -> bool:
 def as_group_query(node: onnx.NodeProto) -> onnx.NodeProto:
     """A GroupQueryAttention with the inputs and attributes that both have, for checks; ``seqlens_k`` still counts keys."""
     inputs = [input_of(node, SPARSE_INDEX[name]) if name in SPARSE_INDEX else "" for name in INPUTS]
-    found = helper.make_node(GROUP_QUERY, inputs, list(node.output), name=node.name, domain=MICROSOFT)
-    found.attribute.extend(a for a in node.attribute if a.name != "sparse_block_size")
-    return found
+    group_query = helper.make_node(GROUP_QUERY, inputs, list(node.output), name=node.name, domain=MICROSOFT)
+    group_query.attribute.extend(a for a in node.attribute if a.name != "sparse_block_size")
+    return group_query
 
 
 def check_sparse(node: onnx.NodeProto) -> None:
@@ -71,7 +71,7 @@ def _check_attributes(node: onnx.NodeProto) -> None:
 
 
 def read_node_layout(
-    node: onnx.NodeProto, symbolic: Symbolic, heads: int, known: dict[LayoutKey, BlockLayout]
+    node: onnx.NodeProto, symbolic: Symbolic, heads: int, layouts: dict[LayoutKey, BlockLayout]
 ) -> BlockLayout:
     """The layouts of a node that was checked.
 
@@ -79,7 +79,7 @@ def read_node_layout(
         node: the SparseAttention.
         symbolic: facts of its model.
         heads: query heads.
-        known: layouts of nodes before, which gets these: layers share them, and reading takes a second.
+        layouts: those of nodes before; gets those of this one. Layers share them, and reading takes a second.
 
     Raises:
         UnsupportedError: when they are no constants, or damaged.
@@ -93,6 +93,6 @@ def read_node_layout(
     size = int(attributes_of(node)["sparse_block_size"])
     digests = [hashlib.sha256(f"{a.dtype}{a.shape}".encode() + a.tobytes()).digest() for a in arrays]
     key = digests[0], digests[1], size, heads
-    if key not in known:
-        known[key] = read_layout(arrays[0], arrays[1], size, heads)
-    return known[key]
+    if key not in layouts:
+        layouts[key] = read_layout(arrays[0], arrays[1], size, heads)
+    return layouts[key]

@@ -33,33 +33,33 @@ def check_outputs(
     Raises:
         ArgumentError: naming the file, before anything was written.
     """
-    known = {name: _FileIdentity.of(name, path) for name, path in read.items()}
+    sources = {name: _FileIdentity.of(name, path) for name, path in read.items()}
     copies = {name: _FileIdentity.of(name, path) for name, path in (copied or {}).items()}
     seen: dict[str, _FileIdentity] = {}
     for name, path in written.items():
         check_writable(name, path)
-        own = _FileIdentity.of(name, path)
-        for other, identity in known.items():
-            if own.collides_with(identity):
+        output = _FileIdentity.of(name, path)
+        for other, identity in sources.items():
+            if output.collides_with(identity):
                 raise ArgumentError(f"the {name} {path} is the {other}; choose another file")
         for other, identity in copies.items():
-            if own.collides_with(identity):
+            if output.collides_with(identity):
                 raise ArgumentError(
                     f"the {name} {path} is where {other} is copied, which the output needs; choose another file"
                 )
         for other, identity in seen.items():
-            if own.collides_with(identity):
+            if output.collides_with(identity):
                 raise ArgumentError(f"the {name} {path} is the {other} too; choose another file for one of them")
-        seen[name] = own
+        seen[name] = output
 
 
 class _FileIdentity:
     """What a path stands for: an existing file, or a name that does not exist below an existing folder."""
 
-    def __init__(self, base: Path, found: os.stat_result, names: tuple[str, ...]) -> None:
+    def __init__(self, base: Path, status: os.stat_result, names: tuple[str, ...]) -> None:
         self.base = base
-        self.inode = (found.st_dev, found.st_ino)
-        self.is_folder = stat.S_ISDIR(found.st_mode) and not names
+        self.inode = (status.st_dev, status.st_ino)
+        self.is_folder = stat.S_ISDIR(status.st_mode) and not names
         self.names = names
 
     @staticmethod
@@ -107,10 +107,10 @@ def check_writable(name: str, path: Path) -> None:
     Raises:
         ArgumentError: naming the file and what hinders.
     """
-    found = stat_file(name, path)
-    if found is not None and stat.S_ISDIR(found.st_mode):
+    status = stat_file(name, path)
+    if status is not None and stat.S_ISDIR(status.st_mode):
         raise ArgumentError(f"the {name} {path} is a folder; name a file")
-    if found is not None and not stat.S_ISREG(found.st_mode):
+    if status is not None and not stat.S_ISREG(status.st_mode):
         raise ArgumentError(f"the {name} {path} is a device or a pipe, which would be replaced; name a file")
     if not path.parent.is_dir():
         raise ArgumentError(f"the folder {path.parent} of the {name} does not exist; make it, or choose another file")

@@ -85,10 +85,10 @@ def open_regular(path: Path) -> BinaryIO:
         raise
 
 
-def _check_regular(found: os.stat_result) -> None:
-    if stat.S_ISDIR(found.st_mode):
+def _check_regular(status: os.stat_result) -> None:
+    if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "a device or a pipe, expected a file")
 
 

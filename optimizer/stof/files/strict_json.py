@@ -26,11 +26,11 @@ def dumps(
     Bytes of file names that are not UTF-8 become ``\xff``.
     """
     text = json.dumps(
-        _strict(value),
+        _make_strict(value),
         indent=indent,
         separators=separators,
         sort_keys=sort_keys,
-        default=lambda v: _strict(_other(v, default)),
+        default=lambda v: _make_strict(_other(v, default)),
         allow_nan=False,
     )
     return text.replace("\x7f", "\\u007f")  # the one control character that json leaves in a string
@@ -42,19 +42,19 @@ def dumps_by_line(value: Any, *, sort_keys: bool = False) -> str:
     What an item holds stands on its line. Fields of a field have lines where one of them is a list of objects.
     """
 
-    def compact(part: Any) -> str:
+    def dump_compact(part: Any) -> str:
         return dumps(part, separators=(",", ":"), sort_keys=sort_keys)
 
     def by_line(part: Any) -> str:
         if isinstance(part, dict):
             names = sorted(part) if sort_keys else list(part)
-            return "{\n" + ",\n".join(f"{compact(name)}:{field(part[name])}" for name in names) + "\n}"
-        return "[\n" + ",\n".join(compact(item) for item in part) + "\n]"
+            return "{\n" + ",\n".join(f"{dump_compact(name)}:{field(part[name])}" for name in names) + "\n}"
+        return "[\n" + ",\n".join(dump_compact(item) for item in part) + "\n]"
 
     def field(part: Any) -> str:
-        return by_line(part) if _has_table(part) else compact(part)
+        return by_line(part) if _has_table(part) else dump_compact(part)
 
-    return by_line(value) if isinstance(value, dict | list | tuple) and value else compact(value)
+    return by_line(value) if isinstance(value, dict | list | tuple) and value else dump_compact(value)
 
 
 def _has_table(value: Any) -> bool:
@@ -77,8 +77,8 @@ def loads(text: str, *, restore_numbers: bool = False) -> Any:
         ValueError: for a text that is no JSON, NaN, Infinity, and a field that one object has twice.
         RecursionError: for one that is nested too deep.
     """
-    found = json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
-    return _restored(found) if restore_numbers else found
+    value = json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
+    return _restore_numbers(value) if restore_numbers else value
 
 
 def _other(value: Any, default: Callable[[Any], Any] | None) -> Any:
@@ -87,38 +87,38 @@ def _other(value: Any, default: Callable[[Any], Any] | None) -> Any:
     return default(value)
 
 
-def _strict(value: Any) -> Any:
+def _make_strict(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
     if isinstance(value, str):
-        return value if value.isascii() else _paired(value)
+        return value if value.isascii() else _escape_surrogates(value)
     if isinstance(value, dict):
-        return {_strict(k) if isinstance(k, str) else k: _strict(v) for k, v in value.items()}
+        return {_make_strict(k) if isinstance(k, str) else k: _make_strict(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_strict(v) for v in value]
+        return [_make_strict(v) for v in value]
     return value
 
 
-def _paired(text: str) -> str:
+def _escape_surrogates(text: str) -> str:
     return "".join(shown(c) if "\ud800" <= c <= "\udfff" else c for c in text)
 
 
-def _restored(value: Any) -> Any:
+def _restore_numbers(value: Any) -> Any:
     if isinstance(value, str):
         return _NUMBERS.get(value, value)
     if isinstance(value, dict):
-        return {k: _restored(v) for k, v in value.items()}
+        return {k: _restore_numbers(v) for k, v in value.items()}
     if isinstance(value, list):
-        return [_restored(v) for v in value]
+        return [_restore_numbers(v) for v in value]
     return value
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         names = [n for n, _ in pairs]
         raise ValueError(f"field {next(n for n in names if names.count(n) > 1)!r} twice in one object")
-    return found
+    return fields
 
 
 def _constant(text: str) -> float:

@@ -58,24 +58,24 @@ class TemporaryFile:
             OSError: when one cannot be read or the other not written.
             ArgumentError: when the source changed meanwhile.
         """
-        with open_regular(source) as given:
-            before = os.fstat(given.fileno())
-            shutil.copyfileobj(given, self.file, _BLOCK)
-            after = os.fstat(given.fileno())
+        with open_regular(source) as original:
+            before = os.fstat(original.fileno())
+            shutil.copyfileobj(original, self.file, _BLOCK)
+            after = os.fstat(original.fileno())
             if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
                 raise ArgumentError(f"{source} changed while it was copied; run again when nothing writes to it")
             self._check_size(before.st_size)
             for offset in (0, max(0, before.st_size - _BLOCK)):
-                expected, found = (os.pread(f.fileno(), _BLOCK, offset) for f in (given, self.file))
-                if expected != found:
+                expected, copied = (os.pread(f.fileno(), _BLOCK, offset) for f in (original, self.file))
+                if expected != copied:
                     raise OSError(f"the copy of {source} reads back as other bytes from {offset} on")
 
     def _check_size(self, size: int) -> None:
         self.file.flush()
         os.fsync(self.file.fileno())
-        found = os.fstat(self.file.fileno()).st_size
-        if found != size:
-            raise OSError(f"{found} of {size} bytes were written")
+        written = os.fstat(self.file.fileno()).st_size
+        if written != size:
+            raise OSError(f"{written} of {size} bytes were written")
 
     def replace(self, target: Path) -> None:
         """Renames the file to the output's name, and so replaces a file that has it."""
@@ -225,10 +225,10 @@ def remove_leftovers(folder: Path) -> None:
     """Removes temporaries of killed runs from a folder; those of running ones, and of other users, stay."""
     try:
         with os.scandir(folder) as entries:
-            found = [Path(e.path) for e in entries if _TEMPORARY.fullmatch(e.name)]
+            leftovers = [Path(e.path) for e in entries if _TEMPORARY.fullmatch(e.name)]
     except OSError:
         return
-    for path in found:
+    for path in leftovers:
         with contextlib.suppress(OSError):
             _remove_leftover(path)
 

@@ -84,7 +84,7 @@ class _Check:
         """Whether few rows pass in place of the many of static sizes, which is tried where nothing depends on their number."""
         if max(map(_count, shapes)) <= _REDUCIBLE:
             return False
-        fewer = _fewer_rows(shapes)
+        fewer = _shrink_rows(shapes)
         if not fewer or len(set(fewer.values())) < len(fewer):
             return False
         rows = [n for n, size in self.description.axes if size.input >= 0 or size.number in fewer]
@@ -108,7 +108,7 @@ class _Check:
             raise UnsupportedError(
                 f"it reads more than {_LARGEST} elements of a tensor of fixed size: too large to check"
             )
-        if _computed_elements(self.chain, self.description, shapes) > _MOST_COMPUTED:
+        if _count_elements(self.chain, self.description, shapes) > _MOST_COMPUTED:
             raise UnsupportedError(
                 f"it computes more than {_MOST_COMPUTED} elements of fixed sizes: too large to check"
             )
@@ -134,7 +134,7 @@ def _count(shape: Sequence[int]) -> int:
     return math.prod(shape)
 
 
-def _computed_elements(chain: FusedChain, description: ChainDescription, shapes: Shapes) -> int:
+def _count_elements(chain: FusedChain, description: ChainDescription, shapes: Shapes) -> int:
     """How many elements a chain computes in the space of its axes, or a GEMM as its output."""
     if isinstance(chain, FusedGemm):
         operand, weight = shapes[:2]
@@ -143,7 +143,7 @@ def _computed_elements(chain: FusedChain, description: ChainDescription, shapes:
     return math.prod(sizes)
 
 
-def _fewer_rows(shapes: Shapes) -> dict[int, int]:
+def _shrink_rows(shapes: Shapes) -> dict[int, int]:
     """Small sizes in place of the row counts: of all axes but the last, of the inputs of the highest rank.
 
     A size stays where a last axis or an input of lower rank has it, too: it counts columns, or weights.

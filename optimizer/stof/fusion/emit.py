@@ -42,10 +42,10 @@ def op_type_of(chain: FusedChain) -> str:
 
 def group_by_op(chains: Sequence[FusedChain]) -> dict[str, list[FusedChain]]:
     """Chains by their operator."""
-    found: dict[str, list[FusedChain]] = {}
+    groups: dict[str, list[FusedChain]] = {}
     for chain in chains:
-        found.setdefault(op_type_of(chain), []).append(chain)
-    return found
+        groups.setdefault(op_type_of(chain), []).append(chain)
+    return groups
 
 
 def select_common_types(chains: Sequence[FusedChain]) -> tuple[list[FusedChain], tuple[int, ...]]:
@@ -190,10 +190,10 @@ def _live_nodes(graph: onnx.GraphProto, nodes: Sequence[onnx.NodeProto]) -> list
 
 def _declare(graph: onnx.GraphProto, chains: Sequence[FusedChain]) -> None:
     """Declares the types of the chains' outputs: not every runtime infers them by the operator's library."""
-    known = {v.name for v in (*graph.value_info, *graph.output)}
+    declared = {v.name for v in (*graph.value_info, *graph.output)}
     for chain in chains:
         for name, dtype in zip(chain.region.outputs, chain.dtypes, strict=True):
-            if name not in known:
+            if name not in declared:
                 graph.value_info.append(helper.make_tensor_value_info(name, dtype, None))
 
 
@@ -219,11 +219,11 @@ def _redirect_shape(node: onnx.NodeProto, substitutes: Mapping[str, str]) -> onn
 
 def _check(graph: onnx.GraphProto, nodes: Sequence[onnx.NodeProto]) -> None:
     """Refuses nodes that read a tensor which only the inside of a chain computes."""
-    known = {i.name for i in graph.input} | {t.name for t in graph.initializer} | {""}
-    known |= {t.values.name for t in graph.sparse_initializer} | {o for n in nodes for o in n.output}
+    available = {i.name for i in graph.input} | {t.name for t in graph.initializer} | {""}
+    available |= {t.values.name for t in graph.sparse_initializer} | {o for n in nodes for o in n.output}
     for node in nodes:
         for name in node.input:
-            if name not in known:
+            if name not in available:
                 raise UnsupportedError(f"{describe(node)} still needs {name!r}, which is inside of a chain")
 
 
@@ -239,14 +239,14 @@ def make_call(chain: FusedChain, number: int, counts: tuple[int, int], names: Fr
     op = op_type_of(chain)
     name = names.make(f"{chain.region.outputs[0]}/{op}")
     # Padding inputs are not read. They are given all the same: a missing input would be missing in other branches.
-    given = [*chain.inputs, *[chain.inputs[0]] * (counts[0] - len(chain.inputs))]
+    inputs = [*chain.inputs, *[chain.inputs[0]] * (counts[0] - len(chain.inputs))]
     outputs = chain.region.outputs
-    own: dict[str, str | int] = {"chain": chain.description.text, "chain_id": number}
+    attributes: dict[str, str | int] = {"chain": chain.description.text, "chain_id": number}
     if isinstance(chain, FusedGemm):
-        own = {"epilogue": chain.description.text, "pair": chain.pair, "gemm_id": number}
+        attributes = {"epilogue": chain.description.text, "pair": chain.pair, "gemm_id": number}
     # Missing outputs have no names: runtimes infer types of every output of a function.
     written = [*outputs, *[""] * (counts[1] - len(outputs))]
-    node = helper.make_node(op, given, written, name=name, domain=DOMAIN)
-    own |= {"plugin_namespace": DOMAIN, "plugin_version": "1"}
-    node.attribute.extend(helper.make_attribute(k, v) for k, v in own.items())
+    node = helper.make_node(op, inputs, written, name=name, domain=DOMAIN)
+    attributes |= {"plugin_namespace": DOMAIN, "plugin_version": "1"}
+    node.attribute.extend(helper.make_attribute(k, v) for k, v in attributes.items())
     return node

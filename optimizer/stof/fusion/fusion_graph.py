@@ -87,10 +87,10 @@ class FusionGraph:
         for softmax in memory_bound:
             if self.nodes[softmax].op_type != "Softmax":
                 continue
-            behind = _reachable([softmax], memory_bound, self.consumers)
+            behind = _find_reachable([softmax], memory_bound, self.consumers)
             if all(q in memory_bound for p in behind for q in self.consumers(p)):
                 continue  # no matmul reads it
-            attention |= behind | _reachable([softmax], memory_bound, self.producers)
+            attention |= behind | _find_reachable([softmax], memory_bound, self.producers)
         return attention
 
     def _find_uncertain_shapes(self) -> set[str]:
@@ -294,7 +294,7 @@ class FusionGraph:
         return (r for o in self.nodes[index].output for r in self.readers.get(o, ()))
 
 
-def _reachable(start: Iterable[int], within: Collection[int], step: Callable[[int], Iterable[int]]) -> set[int]:
+def _find_reachable(start: Iterable[int], within: Collection[int], step: Callable[[int], Iterable[int]]) -> set[int]:
     """The nodes of ``within`` that steps from ``start`` lead to, those of ``start`` among them."""
     pending = list(start)
     reached: set[int] = set()

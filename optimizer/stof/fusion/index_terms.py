@@ -233,9 +233,9 @@ class TermBuilder:
         value = facts[number].value if number < len(facts) else None
         if value is None:
             raise UnsupportedError(f"where the elements of {describe(node)} come from is not known")
-        return self._selected_term(node, value.at(index), ranges, exact)
+        return self._select_term(node, value.at(index), ranges, exact)
 
-    def _selected_term(self, node: onnx.NodeProto, value: object, ranges: AxisRanges, exact: bool) -> int:
+    def _select_term(self, node: onnx.NodeProto, value: object, ranges: AxisRanges, exact: bool) -> int:
         """The term that a movement operator reads: an element, or one of two by the position on an axis."""
         if isinstance(value, Real) and value.kind == "read":
             name, index = value.args
@@ -247,11 +247,11 @@ class TermBuilder:
             low, high = ranges.get(axis)
             inside, outside = (yes, no) if below else (no, yes)
             if _is_at_least(integer(limit - 1), high):
-                return self._selected_term(node, inside, ranges, exact)
+                return self._select_term(node, inside, ranges, exact)
             if _is_at_least(low, integer(limit)):
-                return self._selected_term(node, outside, ranges, exact)
-            first = self._selected_term(node, inside, ranges.narrow(axis, high=integer(limit - 1)), exact)
-            second = self._selected_term(node, outside, ranges.narrow(axis, low=integer(limit)), exact)
+                return self._select_term(node, outside, ranges, exact)
+            first = self._select_term(node, inside, ranges.narrow(axis, high=integer(limit - 1)), exact)
+            second = self._select_term(node, outside, ranges.narrow(axis, low=integer(limit)), exact)
             term = self.pool.make("below", axis, limit, first, second)
             if ranges != self.whole:
                 self.pool.partial.add(term)

@@ -101,14 +101,14 @@ class ChainSection(Section):
     def explain_rows(self, pattern: str) -> list[str]:
         reports = {row.chain: row for row in self.rows}
         chosen = [(i, p) for i, p in enumerate(self.plans) if NamedCandidate(p.chain, i).matches(pattern)]
-        return [line for i, p in chosen for line in _explained_lines(i, p, reports.get(p.chain))]
+        return [line for i, p in chosen for line in _explain_region(i, p, reports.get(p.chain))]
 
 
 def _gain(row: ChainReport) -> str:
     return "" if row.gain is None else f", {'measured' if row.measured else 'estimated'} {row.gain:.2f}x"
 
 
-def _explained_lines(index: int, plan: ChainPlan, row: ChainReport | None) -> list[str]:
+def _explain_region(index: int, plan: ChainPlan, row: ChainReport | None) -> list[str]:
     """How far a region got. ``row``: its own, which a region has unless parts of it were replaced."""
     lines = [f"chain {index}  {plan.chain}", f"  match  {plan.operators}"]
     count = len(plan.op_types)

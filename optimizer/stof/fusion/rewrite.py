@@ -64,7 +64,7 @@ class FusionCandidates:
 class FusionProblems:
     """The candidates, with their regions as far as they are asked for."""
 
-    found: FusionCandidates
+    candidates: FusionCandidates
     model: DescribedModel | None
 
 
@@ -139,11 +139,12 @@ class FusionRewrite(OpRewrite[FusionCandidates, FusionProblems, FusionDecisions]
         )
         return FusionCandidates(model(), decider, policy, selection)
 
-    def describe(self, job: Job, found: FusionCandidates) -> FusionProblems:
-        return FusionProblems(found, None if found.model is None else DescribedModel(found.model, found.policy))
+    def describe(self, job: Job, candidates: FusionCandidates) -> FusionProblems:
+        model = candidates.model
+        return FusionProblems(candidates, None if model is None else DescribedModel(model, candidates.policy))
 
     def decide(self, job: Job, described: FusionProblems) -> FusionDecisions | LeftOut:
-        decider, selection = described.found.decider, described.found.selection
+        decider, selection = described.candidates.decider, described.candidates.selection
         if decider is None or described.model is None:
             return LeftOut(self, _LEFT_OUT)
         with job.step("chains"):

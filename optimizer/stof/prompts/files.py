@@ -53,21 +53,21 @@ def read_prompts(path: Path, folders: Sequence[Path], option: str = "--prompts")
     """
     kind = path.suffix.lower()
     if kind == ".txt":
-        found = _encode(path, [read_text("prompts", path)], folders, option)
+        prompts = _encode(path, [read_text("prompts", path)], folders, option)
     elif kind == ".json":
-        found = _read_json(path, folders, option)
+        prompts = _read_json(path, folders, option)
     elif kind in (".npy", ".npz"):
-        found = _read_arrays(path, option)
+        prompts = _read_arrays(path, option)
     else:
         raise ArgumentError(f"{option} {path}: {_EXPECTED}")
-    if not 0 < len(found) <= _MOST_PROMPTS:
-        raise ArgumentError(f"{option} {path} has {len(found)} prompts, expected 1 to {_MOST_PROMPTS}")
-    for i, ids in enumerate(found):
+    if not 0 < len(prompts) <= _MOST_PROMPTS:
+        raise ArgumentError(f"{option} {path} has {len(prompts)} prompts, expected 1 to {_MOST_PROMPTS}")
+    for i, ids in enumerate(prompts):
         if not ids.size:
             raise ArgumentError(f"{option} {path}: prompt {i} has no token")
         if outside := [int(x) for x in (ids.min(), ids.max()) if not 0 <= x < _MOST_ID]:
             raise ArgumentError(f"{option} {path}: prompt {i} has token id {outside[0]}, expected 0 to {_MOST_ID - 1}")
-    return [ids.astype(np.int64) for ids in found]
+    return [ids.astype(np.int64) for ids in prompts]
 
 
 def check_vocabulary(
@@ -98,13 +98,13 @@ def check_vocabulary(
 
 def _read_arrays(path: Path, option: str) -> list[np.ndarray]:
     arrays = read_arrays("prompts", path)
-    found: list[np.ndarray] = []
+    prompts: list[np.ndarray] = []
     for name, array in arrays.items():
         if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
             what = f"array {name!r}" if name else "an array"
             raise ArgumentError(f"{option} {path} has {what} of {array.dtype} {list(array.shape)}; {_EXPECTED}")
-        found += list(np.atleast_2d(array))
-    return found
+        prompts += list(np.atleast_2d(array))
+    return prompts
 
 
 def _read_json(path: Path, folders: Sequence[Path], option: str) -> list[np.ndarray]:
@@ -116,12 +116,12 @@ def _read_json(path: Path, folders: Sequence[Path], option: str) -> list[np.ndar
         raise ArgumentError(f"{option} {path} is no list; {_EXPECTED}")
     if data and all(isinstance(x, str) for x in data):
         return _encode(path, data, folders, option)
-    found = []
+    prompts = []
     for i, row in enumerate([data] if all(_is_id(x) for x in data) else data):
         if not isinstance(row, list) or not all(_is_id(x) for x in row):
             raise ArgumentError(f"{option} {path}: prompt {i} is no list of token ids; {_EXPECTED}")
-        found.append(np.array(row, np.int64))
-    return found
+        prompts.append(np.array(row, np.int64))
+    return prompts
 
 
 def _is_id(value: object) -> bool:

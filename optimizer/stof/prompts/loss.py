@@ -117,31 +117,32 @@ class LossMeter:
         positions, kl, agrees = (np.concatenate(x) for x in (self._positions, self._kl, self._agrees))
         buckets = []
         for first, end in bucket_limits(int(positions.max()) + 1):
-            own = (positions >= first) & (positions < end)
-            if own.any():
-                buckets.append(Bucket(first, end, int(own.sum()), float(kl[own].mean()), float(agrees[own].mean())))
+            in_bucket = (positions >= first) & (positions < end)
+            if in_bucket.any():
+                means = float(kl[in_bucket].mean()), float(agrees[in_bucket].mean())
+                buckets.append(Bucket(first, end, int(in_bucket.sum()), *means))
         return Loss(self.prompts, len(kl), float(kl.mean()), float(agrees.mean()), tuple(buckets))
 
 
 def bucket_limits(tokens: int) -> list[tuple[int, int]]:
     """First and end of each bucket that positions below ``tokens`` lie in."""
-    found = [(0, _FIRST_END)]
-    while found[-1][1] < tokens:
-        end = found[-1][1]
-        found.append((end, end * _GROWTH))
-    return found
+    limits = [(0, _FIRST_END)]
+    while limits[-1][1] < tokens:
+        end = limits[-1][1]
+        limits.append((end, end * _GROWTH))
+    return limits
 
 
 def kl_divergence(original: np.ndarray, result: np.ndarray) -> np.ndarray:
     """KL(original || result) [S] of the softmax of logits [S, V], in nats; infinite where logits are no numbers."""
-    found = np.empty(len(original))
+    divergences = np.empty(len(original))
     for i, (one, other) in enumerate(zip(original, result, strict=True)):  # by rows: vocabularies are large
         p, q = _log_softmax(one.astype(np.float64)), _log_softmax(other.astype(np.float64))
         kept = np.isfinite(p)
         with np.errstate(invalid="ignore"):
             value = float((np.exp(p[kept]) * (p[kept] - q[kept])).sum())
-        found[i] = max(value, 0.0) if np.isfinite(value) and kept.any() and not np.isnan(q).any() else np.inf
-    return found
+        divergences[i] = max(value, 0.0) if np.isfinite(value) and kept.any() and not np.isnan(q).any() else np.inf
+    return divergences
 
 
 def _log_softmax(x: np.ndarray) -> np.ndarray:

@@ -44,10 +44,10 @@ class CudaOp(Op):
         super().__init__(op_type, attributes)
         self._inputs = inputs
         self._constants = {i: np.ascontiguousarray(a) for i, a in (constants or {}).items()}
-        given = (Tensor * max(1, inputs))()
+        tensors = (Tensor * max(1, inputs))()
         for i, array in self._constants.items():
-            given[i] = tensor_of(array)
-        call("stof_op_prepare", self._handle, given, inputs)
+            tensors[i] = tensor_of(array)
+        call("stof_op_prepare", self._handle, tensors, inputs)
 
     def bind(
         self,
@@ -62,10 +62,10 @@ class CudaOp(Op):
         them. Raises LibraryError when the library refuses the call.
         """
         varying = iter(inputs)
-        given = (Tensor * max(1, self._inputs))()
+        tensors = (Tensor * max(1, self._inputs))()
         for i in range(self._inputs):
             constant = self._constants.get(i)
-            given[i] = next(varying)._view() if constant is None else tensor_of(constant)
+            tensors[i] = next(varying)._view() if constant is None else tensor_of(constant)
         results = (Tensor * max(1, len(outputs)))(*[t._view() for t in outputs])
         size = 0
         if workspace is not None:
@@ -74,7 +74,7 @@ class CudaOp(Op):
         error = ctypes.create_string_buffer(ERROR_SIZE)
         function = library().stof_op_run_cuda
         arguments = (
-            self._handle, given, ctypes.c_int(self._inputs), results, ctypes.c_int(len(outputs)),
+            self._handle, tensors, ctypes.c_int(self._inputs), results, ctypes.c_int(len(outputs)),
             address, ctypes.c_size_t(size), ctypes.c_void_p(stream), error, ctypes.c_size_t(ERROR_SIZE),
         )  # fmt: skip
 
@@ -95,10 +95,10 @@ class CudaOp(Op):
             LibraryError: when the library refuses the call.
         """
         kept = [np.ascontiguousarray(a) for a in arrays]
-        given = [DeviceTensor(0, dtype, shape)._view() for dtype, shape in tensors] + [tensor_of(a) for a in kept]
+        operands = [DeviceTensor(0, dtype, shape)._view() for dtype, shape in tensors] + [tensor_of(a) for a in kept]
         microseconds = ctypes.c_double()
         call(
-            "stof_op_time_cuda", self._handle, (Tensor * len(given))(*given), len(given), 1,
+            "stof_op_time_cuda", self._handle, (Tensor * len(operands))(*operands), len(operands), 1,
             ctypes.c_double(seconds), ctypes.byref(microseconds),
         )  # fmt: skip
         return microseconds.value

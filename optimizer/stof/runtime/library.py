@@ -143,32 +143,32 @@ def library() -> ctypes.CDLL:
     """
     path = library_path()
     try:
-        found = ctypes.CDLL(str(path))
+        loaded = ctypes.CDLL(str(path))
     except OSError as error:
         raise LibraryError(f"{path} does not load: {error}") from error
-    found.stof_build_info.restype = ctypes.c_char_p
-    if hasattr(found, "stof_op_limits"):  # op_limits says what to do where it is not there
-        found.stof_op_limits.restype = ctypes.c_char_p
-    found.stof_mask_hash.restype = ctypes.c_uint64
-    found.stof_mask_print.restype = ctypes.c_size_t
-    found.stof_fma_rate.restype = ctypes.c_double
-    found.stof_fma_rate.argtypes = [ctypes.c_int, ctypes.c_double]
-    found.stof_read_bandwidth.restype = ctypes.c_double
-    found.stof_read_bandwidth.argtypes = [ctypes.c_int, ctypes.c_size_t, ctypes.c_double]
+    loaded.stof_build_info.restype = ctypes.c_char_p
+    if hasattr(loaded, "stof_op_limits"):  # op_limits says what to do where it is not there
+        loaded.stof_op_limits.restype = ctypes.c_char_p
+    loaded.stof_mask_hash.restype = ctypes.c_uint64
+    loaded.stof_mask_print.restype = ctypes.c_size_t
+    loaded.stof_fma_rate.restype = ctypes.c_double
+    loaded.stof_fma_rate.argtypes = [ctypes.c_int, ctypes.c_double]
+    loaded.stof_read_bandwidth.restype = ctypes.c_double
+    loaded.stof_read_bandwidth.argtypes = [ctypes.c_int, ctypes.c_size_t, ctypes.c_double]
     for name in ("stof_mask_destroy", "stof_block_mask_destroy", "stof_op_destroy", "stof_mask_hash"):
-        getattr(found, name).argtypes = [ctypes.c_void_p]
-    found.stof_mask_print.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t]
-    if hasattr(found, "stof_environment"):
-        found.stof_environment.restype = ctypes.c_char_p
-        _raise_error(found.stof_environment_check)
-    return found
+        getattr(loaded, name).argtypes = [ctypes.c_void_p]
+    loaded.stof_mask_print.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t]
+    if hasattr(loaded, "stof_environment"):
+        loaded.stof_environment.restype = ctypes.c_char_p
+        _raise_error(loaded.stof_environment_check)
+    return loaded
 
 
 def build_info() -> dict[str, Any]:
     """Version, build id, backends and instruction set of the library."""
-    found = json.loads(library().stof_build_info().decode())
-    assert isinstance(found, dict)
-    return found
+    info = json.loads(library().stof_build_info().decode())
+    assert isinstance(info, dict)
+    return info
 
 
 def environment_variables() -> list[dict[str, Any]]:
@@ -178,9 +178,9 @@ def environment_variables() -> list[dict[str, Any]]:
     """
     if not hasattr(library(), "stof_environment"):
         return []
-    found = json.loads(library().stof_environment().decode())
-    assert isinstance(found, list)
-    return found
+    variables = json.loads(library().stof_environment().decode())
+    assert isinstance(variables, list)
+    return variables
 
 
 def has_gemm() -> bool:
@@ -208,9 +208,9 @@ def op_limits() -> dict[str, Any]:
 @functools.lru_cache(maxsize=4)
 def _parse_limits(text: bytes) -> dict[str, Any]:
     """Each site asks for limits several times, and a library has one text."""
-    found = json.loads(text.decode())
-    assert isinstance(found, dict)
-    return found
+    limits = json.loads(text.decode())
+    assert isinstance(limits, dict)
+    return limits
 
 
 def type_limits(op: str, target: str, limits: type[T]) -> dict[int, T]:
@@ -438,9 +438,9 @@ class Op:
 
     def run(self, inputs: Sequence[np.ndarray | None], outputs: Sequence[np.ndarray], threads: int = 1) -> None:
         """Runs into ``outputs``, whose shapes must be the op's own. None is an input that is absent."""
-        given = (Tensor * len(inputs))(*[Tensor() if a is None else tensor_of(a) for a in inputs])
+        operands = (Tensor * len(inputs))(*[Tensor() if a is None else tensor_of(a) for a in inputs])
         results = (Tensor * len(outputs))(*[tensor_of(a) for a in outputs])
-        call("stof_op_run", self._handle, given, len(inputs), results, len(outputs), threads)
+        call("stof_op_run", self._handle, operands, len(inputs), results, len(outputs), threads)
 
 
 def cache_stats(clear: bool = False) -> dict[str, int]:

@@ -26,8 +26,8 @@ def read_activation(index: GraphIndex, symbolic: Symbolic, tensor: str) -> tuple
     node = index.producer(tensor)
     if node is None or not node.input:
         return None
-    if (found := _read_single(index, symbolic, node)) is not None:
-        return found
+    if (activation := _read_single(index, symbolic, node)) is not None:
+        return activation
     if node.op_type == "Mul" and is_standard(node):
         return _read_silu(index, node) or _read_gelu(index, symbolic, node)
     if node.op_type in _OTHERS and (is_standard(node) or node.domain == _MICROSOFT):
@@ -81,8 +81,8 @@ def _read_gelu(index: GraphIndex, symbolic: Symbolic, node: onnx.NodeProto) -> t
     pool = _Terms(index, symbolic)
     left, right = (pool.add(t, _DEPTH) for t in node.input)
     is_half = symbolic.dtype(node.output[0]) == onnx.TensorProto.FLOAT16
-    found = match_gelu(pool.terms, (left, right), is_half)
-    return None if found is None else (pool.tensors[found[1]], found[0])
+    gelu = match_gelu(pool.terms, (left, right), is_half)
+    return None if gelu is None else (pool.tensors[gelu[1]], gelu[0])
 
 
 class _Terms:

@@ -26,9 +26,9 @@ class Constants:
         """A constant by its name."""
         if name in self._layouts.stored:
             return read_values(self._layouts.stored[name], self._folder)
-        found = self._layouts.read(name)
-        assert found is not None
-        return found.layout.apply(map_array(found.source, self._folder))
+        placement = self._layouts.read(name)
+        assert placement is not None
+        return placement.layout.apply(map_array(placement.source, self._folder))
 
 
 def read_rows(weight: MlpWeight, constants: Constants, is_down: bool = False) -> np.ndarray:

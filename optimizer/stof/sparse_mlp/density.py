@@ -60,9 +60,9 @@ def count_neurons(job: Job, model: onnx.ModelProto, sites: Sequence[MlpSite]) ->
         return {}
     wanted = list(dict.fromkeys(s.activated for s in sites))
     shown = copy_model(model)
-    known = {o.name for o in shown.graph.output}
+    visible = {o.name for o in shown.graph.output}
     types = {s.activated: s.dtype for s in sites}
-    shown.graph.output.extend(helper.make_tensor_value_info(t, types[t], None) for t in wanted if t not in known)
+    shown.graph.output.extend(helper.make_tensor_value_info(t, types[t], None) for t in wanted if t not in visible)
     active = {s.activated: np.zeros(s.neurons, np.int64) for s in sites}
     tokens, most = dict.fromkeys(wanted, 0), dict.fromkeys(wanted, 0)
     try:

@@ -41,8 +41,8 @@ def is_dequantized(index: GraphIndex, node: onnx.NodeProto) -> bool:
 
 def is_plain_gemm(node: onnx.NodeProto) -> bool:
     """Whether a MatMul or Gemm scales neither its matmul nor its bias, and reads its first input as it is."""
-    given = attributes_of(node)
-    return all(given.get(name, value) == value for name, value in _PLAIN_GEMM.items())
+    attributes = attributes_of(node)
+    return all(attributes.get(name, value) == value for name, value in _PLAIN_GEMM.items())
 
 
 def _dequantize(index: GraphIndex, node: onnx.NodeProto) -> tuple[onnx.NodeProto, bool] | None:
@@ -50,17 +50,22 @@ def _dequantize(index: GraphIndex, node: onnx.NodeProto) -> tuple[onnx.NodeProto
     if len(node.input) < 2 or not is_plain_gemm(node):
         return None
     is_transposed = any(a.name == "transB" and a.i for a in node.attribute)
-    found = index.producer(node.input[1])
-    if found is not None and found.op_type == "Transpose" and is_standard(found):
-        if [list(a.ints) for a in found.attribute] not in ([], [[1, 0]]):
+    producer = index.producer(node.input[1])
+    if producer is not None and producer.op_type == "Transpose" and is_standard(producer):
+        if [list(a.ints) for a in producer.attribute] not in ([], [[1, 0]]):
             return None
-        is_transposed, found = not is_transposed, index.producer(found.input[0])
-    if found is None or found.op_type != "DequantizeLinear" or not is_standard(found) or len(found.input) < 2:
+        is_transposed, producer = not is_transposed, index.producer(producer.input[0])
+    if (
+        producer is None
+        or producer.op_type != "DequantizeLinear"
+        or not is_standard(producer)
+        or len(producer.input) < 2
+    ):
         return None
-    values = index.initializers.get(found.input[0])
+    values = index.initializers.get(producer.input[0])
     if values is None or values.name in index.inputs or len(values.dims) != 2 or values.data_type not in _BITS:
         return None
-    return found, is_transposed
+    return producer, is_transposed
 
 
 def read_dequantized(index: GraphIndex, node: onnx.NodeProto, sums_over_neurons: bool) -> tuple[MlpWeight, str]:
@@ -69,9 +74,9 @@ def read_dequantized(index: GraphIndex, node: onnx.NodeProto, sums_over_neurons:
     Raises:
         UnsupportedError: naming what the operator does not support.
     """
-    found = _dequantize(index, node)
-    assert found is not None
-    dequantize, is_transposed = found
+    source = _dequantize(index, node)
+    assert source is not None
+    dequantize, is_transposed = source
     values = attributes_of(dequantize)
     axis, block = int(values.get("axis", 1)), int(values.get("block_size", 0))
     weight = _read(index, list(dequantize.input), axis, block, is_transposed, sums_over_neurons)
@@ -94,11 +99,11 @@ def read_integer_matmul(index: GraphIndex, node: onnx.NodeProto, scaled: str, su
     assert mul is not None
     assert quantize is not None
     scales = [n for n in map(index.producer, mul.input) if n is not None and n.op_type == "Mul" and is_standard(n)]
-    own = [t for n in scales for t in n.input if t != quantize.output[1]]
-    if len(scales) != 1 or len(own) != 1 or own[0] not in index.initializers:
+    weight_scales = [t for n in scales for t in n.input if t != quantize.output[1]]
+    if len(scales) != 1 or len(weight_scales) != 1 or weight_scales[0] not in index.initializers:
         raise UnsupportedError(f"the scale of {node.name!r} is not that of its input times a constant")
     zero = node.input[3] if len(node.input) > 3 else ""
-    return _read(index, [node.input[1], own[0], zero], 1, 0, False, sums_over_neurons)
+    return _read(index, [node.input[1], weight_scales[0], zero], 1, 0, False, sums_over_neurons)
 
 
 def _read(
@@ -113,8 +118,11 @@ def _read(
     axis = axis + 2 if axis < 0 else axis
     scales = index.initializers.get(inputs[1])
     zeros = index.initializers.get(inputs[2]) if len(inputs) > 2 and inputs[2] else None
-    for what, tensor, given in (("scale", scales, True), ("zero point", zeros, len(inputs) > 2 and bool(inputs[2]))):
-        if given and (tensor is None or tensor.name in index.inputs):
+    for what, tensor, is_required in (
+        ("scale", scales, True),
+        ("zero point", zeros, len(inputs) > 2 and bool(inputs[2])),
+    ):
+        if is_required and (tensor is None or tensor.name in index.inputs):
             raise UnsupportedError(f"the {what} of {name!r} is no constant")
     assert scales is not None
     count = int(np.prod(scales.dims, dtype=np.int64))
@@ -168,8 +176,8 @@ def read_values(tensor: onnx.TensorProto, folder: Path) -> np.ndarray:
     where, count = location_of(tensor), int(np.prod(tensor.dims, dtype=np.int64))
     packed = np.memmap(folder / where.location, np.uint8, "r", where.offset, (-(-count // 2),))
     inline = onnx.TensorProto(data_type=tensor.data_type, dims=tensor.dims, raw_data=packed.tobytes())
-    found: np.ndarray = numpy_helper.to_array(inline)
-    return found
+    values: np.ndarray = numpy_helper.to_array(inline)
+    return values
 
 
 @dataclass(frozen=True)
@@ -198,7 +206,7 @@ def to_blocks(weight: MlpWeight, values: np.ndarray, scales: np.ndarray, zeros: 
     half = 1 << (q.bits - 1)
     is_signed = np.dtype(values.dtype).name in _SIGNED
 
-    def unsigned(array: np.ndarray) -> np.ndarray:
+    def to_unsigned(array: np.ndarray) -> np.ndarray:
         wide = array.astype(np.int16) + (half if is_signed else 0)
         return wide.astype(np.uint8)
 
@@ -207,18 +215,22 @@ def to_blocks(weight: MlpWeight, values: np.ndarray, scales: np.ndarray, zeros: 
             return np.broadcast_to(array.reshape(-1, 1), (outer, blocks))
         return array if q.dequantize_linear is not None and q.dequantize_linear.inner_axis else array.T
 
-    matrix = unsigned(np.asarray(values))
-    found = None
+    matrix = to_unsigned(np.asarray(values))
+    zero_points = None
     if zeros is not None:
         # One zero point may stand beside many scales.
-        found = unsigned(np.broadcast_to(np.asarray(zeros).reshape(-1), (1,)) if zeros.size == 1 else np.asarray(zeros))
-        found = np.full((outer, blocks), found.reshape(-1)[0]) if found.size == 1 else by_output(found)
+        zero_points = to_unsigned(
+            np.broadcast_to(np.asarray(zeros).reshape(-1), (1,)) if zeros.size == 1 else np.asarray(zeros)
+        )
+        zero_points = (
+            np.full((outer, blocks), zero_points.reshape(-1)[0]) if zero_points.size == 1 else by_output(zero_points)
+        )
     else:
-        found = np.full((outer, blocks), half if is_signed else 0, np.uint8)
+        zero_points = np.full((outer, blocks), half if is_signed else 0, np.uint8)
     if q.dequantize_linear.is_centered:
-        found = None
+        zero_points = None
     matrix = matrix if q.dequantize_linear.inner_axis else matrix.T
-    return BlockedArrays(np.ascontiguousarray(matrix), np.ascontiguousarray(by_output(np.asarray(scales))), found)
+    return BlockedArrays(np.ascontiguousarray(matrix), np.ascontiguousarray(by_output(np.asarray(scales))), zero_points)
 
 
 def with_dequantized_tokens(model: onnx.ModelProto) -> onnx.ModelProto:

@@ -71,57 +71,61 @@ class DescribedMlps:
     """A model with a description of each candidate.
 
     Attributes:
-        found: the model.
+        mlp_model: the model.
         mlps: in the order of the graph.
         counts: of needed neurons by the name of a site, where they were measured.
         prompts: on which neurons were predicted; None: they were not.
     """
 
-    found: MlpModel
+    mlp_model: MlpModel
     mlps: tuple[DescribedMlp, ...] = ()
     counts: Mapping[str, NeuronCounts] = field(default_factory=dict)
     prompts: CalibrationPrompts | None = None
 
 
-def describe_mlps(job: Job, found: MlpModel, choice: UserChoice) -> DescribedMlps:
+def describe_mlps(job: Job, mlp_model: MlpModel, choice: UserChoice) -> DescribedMlps:
     """The candidates with their problems.
 
     Raises:
         ArgumentError: as :func:`predict_sites`, and when options name an MLP that the model does not have.
     """
-    if not found.candidates:
-        return DescribedMlps(found)
+    if not mlp_model.candidates:
+        return DescribedMlps(mlp_model)
     has_operator = not reason_no_operator(job)
-    is_predicted = found.settings is not None and has_operator
-    predictions = _predict(job, found, found.settings, choice) if found.settings is not None and has_operator else {}
-    sites = [c.site for c in found.candidates if c.site is not None and c.site.has_zeros]
+    is_predicted = mlp_model.settings is not None and has_operator
+    predictions = (
+        _predict(job, mlp_model, mlp_model.settings, choice) if mlp_model.settings is not None and has_operator else {}
+    )
+    sites = [c.site for c in mlp_model.candidates if c.site is not None and c.site.has_zeros]
     exact = [s for s in sites if s.name not in predictions]
     counts: dict[str, NeuronCounts] = {}
     if exact and has_operator:
         with job.step("neurons"):
-            counts = count_neurons(job, found.model, exact)
-    mlps = tuple(_describe(job, found, c, predictions.get(c.name), counts.get(c.name)) for c in found.candidates)
+            counts = count_neurons(job, mlp_model.model, exact)
+    mlps = tuple(
+        _describe(job, mlp_model, c, predictions.get(c.name), counts.get(c.name)) for c in mlp_model.candidates
+    )
     selected = {name: p.counts for name, p in predictions.items() if p.counts is not None}
-    prompts = found.settings.prompts if is_predicted and found.settings is not None else None
-    return DescribedMlps(found, mlps, {**counts, **selected}, prompts)
+    prompts = mlp_model.settings.prompts if is_predicted and mlp_model.settings is not None else None
+    return DescribedMlps(mlp_model, mlps, {**counts, **selected}, prompts)
 
 
-def _predict(job: Job, found: MlpModel, settings: MlpSettings, choice: UserChoice) -> dict[str, NeuronPrediction]:
+def _predict(job: Job, mlp_model: MlpModel, settings: MlpSettings, choice: UserChoice) -> dict[str, NeuronPrediction]:
     """A prediction for each site that --sparse-mlp is for and that options and plan do not leave out, by its name."""
     # Much of this is imported for calibration alone.
     from stof.sparse_mlp.calibration.predict import predict_sites
 
-    named = [NamedCandidate(c.name, i) for i, c in enumerate(found.candidates)]
+    named = [NamedCandidate(c.name, i) for i, c in enumerate(mlp_model.candidates)]
     choice.selection.check(named)  # calibration takes long
-    sites = {i: c.site for i, c in enumerate(found.candidates) if c.site is not None}
+    sites = {i: c.site for i, c in enumerate(mlp_model.candidates) if c.site is not None}
     kept = {i: s for i, s in sites.items() if not choice.reason_left_out(named[i])}
     with job.step("calibrate"):
-        return predict_sites(job, found.model, kept, len(found.candidates), settings.spec, settings.prompts)
+        return predict_sites(job, mlp_model.model, kept, len(mlp_model.candidates), settings.spec, settings.prompts)
 
 
 def _describe(
     job: Job,
-    found: MlpModel,
+    mlp_model: MlpModel,
     candidate: MlpCandidate,
     prediction: NeuronPrediction | None,
     counts: NeuronCounts | None,
@@ -138,7 +142,7 @@ def _describe(
         site = replace(site, selector=selector)
         return DescribedMlp(candidate, site, MlpProblem.of(site, density), None, prediction, density)
     density = None if counts is None else counts.density
-    assert found.symbolic is not None
-    tokens = tokens_of_runs(job.options, found.symbolic, site, counts, has_cache(found.model))
+    assert mlp_model.symbolic is not None
+    tokens = tokens_of_runs(job.options, mlp_model.symbolic, site, counts, has_cache(mlp_model.model))
     reason = "" if site.has_zeros else f"{OPTION} is for other layers"
     return DescribedMlp(candidate, site, MlpProblem.of(site, density), tokens, None, density, reason)

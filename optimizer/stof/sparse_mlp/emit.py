@@ -16,7 +16,7 @@ from stof.graph.local_functions import add_functions, check_absent
 from stof.graph.protobuf import copy_model, copy_node, replace_nodes
 from stof.sparse_mlp.function_body import MlpVariant, make_mlp_function, rounding_level
 from stof.sparse_mlp.site import INPUT_INDEX, OP, OP_INPUTS, MlpSite, MlpWeight
-from stof.sparse_mlp.stored_selector import ordered_arrays
+from stof.sparse_mlp.stored_selector import make_ordered_arrays
 from stof.sparse_mlp.weight_layouts import WeightLayouts
 
 _BIAS = 5  # the input of MatMulNBits
@@ -37,13 +37,13 @@ def emit_mlps(model: onnx.ModelProto, sites: Sequence[MlpSite], folder: Path) ->
         UnsupportedError: when the model holds the operator already.
     """
     check_absent(model, OP)
-    found = copy_model(model)
+    emitted = copy_model(model)
     if not sites:
-        return found
+        return emitted
     by_output = {s.output: s for s in sites}
     gates = {s.projection.tensor: s for s in sites if s.projection is not None and s.rewrites_gate}
     producer = {o: n for n in model.graph.node for o in n.output}
-    layouts = WeightLayouts(found, folder)
+    layouts = WeightLayouts(emitted, folder)
     variants: dict[MlpVariant, int] = {}
     nodes: list[onnx.NodeProto] = []
     most = 0
@@ -66,10 +66,10 @@ def emit_mlps(model: onnx.ModelProto, sites: Sequence[MlpSite], folder: Path) ->
         attributes |= {} if site.order is None else {"hot_neurons": site.order.hot}
         call.attribute.extend(helper.make_attribute(key, value) for key, value in attributes.items())
         nodes.append(call)
-    replace_nodes(found.graph, nodes)
-    remove_dead_code(found.graph, model.graph)
-    add_functions(found, [make_mlp_function(list(variants), most, opset_of(model), contrib_version_of(model))])
-    return found
+    replace_nodes(emitted.graph, nodes)
+    remove_dead_code(emitted.graph, model.graph)
+    add_functions(emitted, [make_mlp_function(list(variants), most, opset_of(model), contrib_version_of(model))])
+    return emitted
 
 
 def _quantization_attributes(site: MlpSite) -> dict[str, int]:
@@ -80,15 +80,17 @@ def _quantization_attributes(site: MlpSite) -> dict[str, int]:
 def without_selection(model: onnx.ModelProto) -> onnx.ModelProto:
     """A copy of a model in which every neuron of predicted MLPs is active, so that its outputs are those of the dense ones."""
     index = INPUT_INDEX["threshold"]
-    own = {n.input[index] for n in model.graph.node if n.op_type == OP and n.domain == DOMAIN and len(n.input) > index}
-    if not own - {""}:
+    thresholds = {
+        n.input[index] for n in model.graph.node if n.op_type == OP and n.domain == DOMAIN and len(n.input) > index
+    }
+    if not thresholds - {""}:
         return model
-    found = copy_model(model)
-    for tensor in found.graph.initializer:
-        if tensor.name in own:
+    dense = copy_model(model)
+    for tensor in dense.graph.initializer:
+        if tensor.name in thresholds:
             lowest = np.full([int(d) for d in tensor.dims], -np.inf, np.float32)
             tensor.CopyFrom(numpy_helper.from_array(lowest, tensor.name))
-    return found
+    return dense
 
 
 def _inputs(site: MlpSite, layouts: WeightLayouts) -> list[str]:
@@ -108,7 +110,7 @@ def _inputs(site: MlpSite, layouts: WeightLayouts) -> list[str]:
     # A runtime selects the kernel by the type of the first input.
     inputs[INPUT_INDEX["input"]] = site.tokens_input or site.gate
     if site.selector is not None:
-        for name, array in ordered_arrays(site).items():
+        for name, array in make_ordered_arrays(site).items():
             inputs[INPUT_INDEX[name]] = layouts.add(f"{site.name}/{name}", array)
     if site.selection == "predictor" and site.gate_weight is not None:
         put_rows("gate", site.gate_weight)
@@ -116,7 +118,7 @@ def _inputs(site: MlpSite, layouts: WeightLayouts) -> list[str]:
         inputs[INPUT_INDEX["gate"]] = site.gate
     inputs[INPUT_INDEX["down_bias"]] = site.down.bias
     is_dense = site.down.quantization is None
-    put("down", [layouts.by_neuron(site.down, order)] if is_dense else layouts.regrouped(site.down, order))
+    put("down", [layouts.by_neuron(site.down, order)] if is_dense else layouts.regroup(site.down, order))
     if site.up is not None:
         put_rows("up", site.up)
     while not inputs[-1]:

@@ -57,17 +57,17 @@ def find_mlps(model: onnx.ModelProto, symbolic: Symbolic, *, any_activation: boo
     """
     finder = _Finder(GraphIndex(model.graph), symbolic, any_activation)
     names = FreshNames()
-    found = []
+    candidates = []
     for node in model.graph.node:
         hidden = finder.read_hidden(node)
         if hidden is None:
             continue
         name = names.make(node.name or f"{node.op_type} of {node.output[0]}")
         try:
-            found.append(MlpCandidate(name, finder.read_site(name, node, hidden)))
+            candidates.append(MlpCandidate(name, finder.read_site(name, node, hidden)))
         except UnsupportedError as error:
-            found.append(MlpCandidate(name, None, str(error)))
-    return found
+            candidates.append(MlpCandidate(name, None, str(error)))
+    return candidates
 
 
 @dataclass(frozen=True)
@@ -143,10 +143,10 @@ class _Finder:
 
     def _is_activated_matmul(self, tensor: str) -> bool:
         """Whether a tensor is an activation of a matmul: other functions of tokens are no MLP."""
-        found = read_activation(self._index, self._symbolic, tensor)
-        if found is None:
+        activation = read_activation(self._index, self._symbolic, tensor)
+        if activation is None:
             return False
-        gate, name = found
+        gate, name = activation
         if name == "none":
             node = self._index.producer(gate)
             assert node is not None
@@ -161,18 +161,18 @@ class _Finder:
         """
         matmul = self._matmuls.read(node)
         assert matmul is not None
-        own = hidden.activated if hidden.is_flattened else ""
-        for tensor in filter(None, (matmul.input, hidden.factor, own)):
+        reshaped = hidden.activated if hidden.is_flattened else ""
+        for tensor in filter(None, (matmul.input, hidden.factor, reshaped)):
             if len(self._index.consumers(tensor)) > 1 or self._matmuls.is_visible(tensor):
                 raise UnsupportedError(f"{tensor!r} has other readers, which need all neurons")
         down, output = self._matmuls.read_weight(matmul, sums_over_neurons=True)
         gate, activation = self._read_activation(hidden)
         if hidden.is_flattened:
-            gate, activation = self._flattened(gate, activation, matmul.input)
+            gate, activation = self._flatten_gate(gate, activation, matmul.input)
         dtype = self._symbolic.dtype(hidden.activated)
         if dtype not in (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16):
-            found = onnx.TensorProto.DataType.Name(dtype) if dtype else "not known"
-            raise UnsupportedError(f"the element type of {hidden.activated!r} is {found}")
+            element_type = onnx.TensorProto.DataType.Name(dtype) if dtype else "not known"
+            raise UnsupportedError(f"the element type of {hidden.activated!r} is {element_type}")
         if self._symbolic.dtype(gate) != dtype or not self._has_width(gate, down.inner):
             raise UnsupportedError(f"the shape or type of {gate!r} is not known")
         if down.inner < _LEAST_NEURONS:
@@ -230,15 +230,15 @@ class _Finder:
         node = self._index.producer(hidden.activated)
         assert node is not None
         if hidden.has_zeros:
-            found = read_relu(self._index, self._symbolic, node)
+            activation = read_relu(self._index, self._symbolic, node)
         else:
-            found = read_activation(self._index, self._symbolic, hidden.activated)
-        return found or (hidden.activated, "none")
+            activation = read_activation(self._index, self._symbolic, hidden.activated)
+        return activation or (hidden.activated, "none")
 
-    def _flattened(self, gate: str, activation: str, flat: str) -> tuple[str, str]:
+    def _flatten_gate(self, gate: str, activation: str, flat: str) -> tuple[str, str]:
         """The gate with the axes of ``flat``, the flattened hidden tensor, and the activation behind it."""
-        found = self._before_reshape(gate) if activation != "none" else None
-        return (flat, "none") if found is None or not self._has_same_tokens(found, flat) else (found, activation)
+        before = self._before_reshape(gate) if activation != "none" else None
+        return (flat, "none") if before is None or not self._has_same_tokens(before, flat) else (before, activation)
 
     def _with_gate_weight(self, site: MlpSite) -> MlpSite:
         """The site with the matmul behind its gate, and with the one that gives it, where a predictor may stand for it."""
@@ -246,9 +246,9 @@ class _Finder:
         if path is None:
             return site
         gate = path.projection
-        found = GateProjection(gate.tensor, gate.node.output[0], gate.weight, path.is_movable)
+        projection = GateProjection(gate.tensor, gate.node.output[0], gate.weight, path.is_movable)
         if gate.weight.quantization is None or gate.weight.quantization.dequantize_linear is None:
-            site = replace(site, projection=found)
+            site = replace(site, projection=projection)
         try:
             weight, _ = with_equal_blocks(gate.weight, site.down)
         except UnsupportedError:  # the gate stays as it is
@@ -318,21 +318,21 @@ class _Finder:
 
     def _size_before(self, gate: str, neurons: int) -> int:
         """The weights that a neuron has in the matmuls in front of the last one; 0 where they are not known."""
-        pending, seen, found = [gate], {gate}, 0
+        pending, seen, size = [gate], {gate}, 0
         while pending and len(seen) <= _MOST_BEFORE:
             tensor = pending.pop()
             matmul = self._matmuls.behind(tensor)
             if matmul is not None:
                 with suppress(UnsupportedError):
                     weight = self._matmuls.read_projection(tensor).weight
-                    found += weight.inner * (weight.outer == neurons)
+                    size += weight.inner * (weight.outer == neurons)
                 continue
             node = self._index.producer(tensor)
             for name in () if node is None else node.input:
                 if name not in seen and self._has_width(name, neurons):
                     seen.add(name)
                     pending.append(name)
-        return found
+        return size
 
 
 def has_cache(model: onnx.ModelProto) -> bool:

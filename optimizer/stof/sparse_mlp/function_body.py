@@ -42,16 +42,16 @@ class MlpVariant:
         """The variant of a site."""
         up_bias = site.up is not None and bool(site.up.bias)
         quantization = None if site.quantization is None else _Quantization.of(site)
-        found = cls(site.activation, site.up is not None, up_bias, bool(site.down.bias), site.dtype, quantization)
+        variant = cls(site.activation, site.up is not None, up_bias, bool(site.down.bias), site.dtype, quantization)
         if site.selection != "predictor":
-            return replace(found, selection=site.selection)
+            return replace(variant, selection=site.selection)
         assert site.selector is not None
         assert site.gate_weight is not None
         predictor = None
         if site.quantization is not None:
             predictor = _QuantizedPredictor(site.gate_weight.inner, site.selector.rank)
         return replace(
-            found,
+            variant,
             selection="predictor",
             has_gate_bias=bool(site.gate_weight.bias),
             predictor=predictor,
@@ -81,23 +81,23 @@ class MlpVariant:
             gate = self._multiply(b, "gate")
             gate = b.add("Add", [gate, "gate_bias"]) if self.has_gate_bias else gate
         activated = activate(b, self._cast(b, gate), self.activation)
-        found = self._scores(b) if self.selection == "predictor" else b.add("Abs", [activated])
-        idle = b.add("LessOrEqual", [found, "threshold"])
+        scores = self._scores(b) if self.selection == "predictor" else b.add("Abs", [activated])
+        idle = b.add("LessOrEqual", [scores, "threshold"])
         hidden = b.add("Where", [idle, b.constant(0, np.float32), activated])
         return hidden if self.dtype == TensorProto.FLOAT else b.add("Cast", [hidden], to=self.dtype)
 
     def _scores(self, builder: Builder) -> str:
         """A predictor's scores [..., F] in fp32."""
-        found = self._cast(builder, "input")
+        scores = self._cast(builder, "input")
         for name in ("predictor_down", "predictor_up"):
             if self.predictor is None:
                 factor = self._cast(builder, name)
             else:
                 factor = self.predictor.dequantize(builder, name, self._cast(builder, f"{name}_scales"))
-            found = builder.add("MatMul", [found, builder.add("Transpose", [factor], perm=[1, 0])])
+            scores = builder.add("MatMul", [scores, builder.add("Transpose", [factor], perm=[1, 0])])
             if name == "predictor_down" and self.predictor_activation == "relu":
-                found = builder.add("Relu", [found])
-        return found
+                scores = builder.add("Relu", [scores])
+        return scores
 
     def _cast(self, builder: Builder, tensor: str) -> str:
         """A tensor of the site's type in fp32."""
@@ -186,8 +186,8 @@ class _Quantization:
 def rounding_level(site: MlpSite) -> int:
     """The accuracy_level of a node with quantized weights: that of the matmuls of tokens, else of the last one."""
     rows = [w.quantization for w in site.weights[:-1] if w.quantization is not None]
-    own = rows[-1] if rows else site.quantization
-    return 0 if own is None else own.accuracy_level
+    quantization = rows[-1] if rows else site.quantization
+    return 0 if quantization is None else quantization.accuracy_level
 
 
 def activate(builder: Builder, gate: str, activation: str) -> str:

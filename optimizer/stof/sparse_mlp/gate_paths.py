@@ -100,15 +100,21 @@ class GatePaths:
         if node.op_type in _ELEMENTWISE and (is_standard(node) or node.op_type in _CONTRIB):
             return [t for t in node.input if t and not self._is_shared(t)]
         if node.op_type == "Reshape" and is_standard(node):
-            shape, own = self._symbolic.shape(node.input[0]), self._symbolic.shape(node.output[0])
+            shape, output_shape = self._symbolic.shape(node.input[0]), self._symbolic.shape(node.output[0])
             # Neurons stay the last axis.
-            if shape and own and own[-1].constant == shape[-1].constant is not None:
+            if shape and output_shape and output_shape[-1].constant == shape[-1].constant is not None:
                 return [node.input[0]]
             return None
         if node.op_type in _REDUCTIONS and is_standard(node):
-            shape, own = self._symbolic.shape(node.input[0]), self._symbolic.shape(node.output[0])
+            shape, output_shape = self._symbolic.shape(node.input[0]), self._symbolic.shape(node.output[0])
             # Only the last axis is reduced, and stays.
-            if shape and own and len(own) == len(shape) and own[-1].constant == 1 and own[:-1] == shape[:-1]:
+            if (
+                shape
+                and output_shape
+                and len(output_shape) == len(shape)
+                and output_shape[-1].constant == 1
+                and output_shape[:-1] == shape[:-1]
+            ):
                 return [node.input[0]]
         return None
 
@@ -124,11 +130,11 @@ class GatePaths:
         return bool(shape) and shape is not None and shape[-1].constant == neurons
 
     def _has_no_other_readers(self, tensors: set[str], nodes: list[onnx.NodeProto], neurons: int) -> bool:
-        own = {o for n in nodes for o in n.output}
+        outputs = {o for n in nodes for o in n.output}
         for tensor in tensors:
             if not self._is_wide(tensor, neurons):
                 continue
             readers = self._index.consumers(tensor)
-            if self._matmuls.is_visible(tensor) or any(not own.intersection(r.output) for r in readers):
+            if self._matmuls.is_visible(tensor) or any(not outputs.intersection(r.output) for r in readers):
                 return False
         return True

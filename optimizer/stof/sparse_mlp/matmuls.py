@@ -178,9 +178,9 @@ class MatmulReader:
 
     def _with_bias(self, weight: MlpWeight, bias: str) -> MlpWeight:
         name = self.root(bias)
-        found = int(self.index.initializers[name].dims[0])
-        if found != weight.outer:
-            raise UnsupportedError(f"its summand {name!r} has {found} elements, expected {weight.outer}")
+        elements = int(self.index.initializers[name].dims[0])
+        if elements != weight.outer:
+            raise UnsupportedError(f"its summand {name!r} has {elements} elements, expected {weight.outer}")
         return replace(weight, bias=name)
 
     def _part_of(self, tensor: str) -> _Part | None:
@@ -188,10 +188,10 @@ class MatmulReader:
         node = self.index.producer(tensor)
         if node is None or not is_standard(node) or node.op_type not in ("Slice", "Split"):
             return None
-        shape, own = self.symbolic.shape(node.input[0]), self.symbolic.shape(tensor)
-        if not shape or not own or len(own) != len(shape):
+        shape, part_shape = self.symbolic.shape(node.input[0]), self.symbolic.shape(tensor)
+        if not shape or not part_shape or len(part_shape) != len(shape):
             return None
-        whole, count = shape[-1].constant, own[-1].constant
+        whole, count = shape[-1].constant, part_shape[-1].constant
         if whole is None or count is None:
             return None
         if node.op_type == "Split":
@@ -224,13 +224,13 @@ class MatmulReader:
         is_dynamic = quantize is not None and quantize.op_type == "DynamicQuantizeLinear" and is_standard(quantize)
         if quantize is None or not is_dynamic or node.input[2] != quantize.output[2]:
             return None
-        given = [n for n in self.index.consumers(quantize.output[0]) if n.op_type == "DequantizeLinear"]
-        given = [n for n in given if list(n.input) == list(quantize.output)]
+        dequantized = [n for n in self.index.consumers(quantize.output[0]) if n.op_type == "DequantizeLinear"]
+        dequantized = [n for n in dequantized if list(n.input) == list(quantize.output)]
         scaled = self._only_reader(node.output[0], "Cast")
         scaled = None if scaled is None else self._only_reader(scaled.output[0], "Mul")
-        if not given or scaled is None:
+        if not dequantized or scaled is None:
             return None
-        return Matmul(node, given[0].output[0], scaled.output[0])
+        return Matmul(node, dequantized[0].output[0], scaled.output[0])
 
     def _integer_behind(self, mul: onnx.NodeProto) -> onnx.NodeProto | None:
         for tensor in mul.input:

@@ -45,9 +45,9 @@ class MlpPlan:
         return data
 
 
-def read_mlp_plan(where: str, place: str, entry: object) -> MlpPlan:
+def read_mlp_plan(where: str, location: str, entry: object) -> MlpPlan:
     """An entry from its JSON value; :class:`stof.plan.Fields` says what it raises."""
-    fields = Fields(where, place, entry, {"mlp", "replace", "density", "reason", "selection"})
+    fields = Fields(where, location, entry, {"mlp", "replace", "density", "reason", "selection"})
     density = fields.take("density", (int, float), 0.0)
     if not (math.isfinite(density) and 0 <= density <= 1):
         raise ArgumentError(f"{fields.where} has density {quoted(density)}, expected a number from 0 to 1")

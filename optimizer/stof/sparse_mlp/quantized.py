@@ -53,8 +53,8 @@ def read_quantized(
         raise UnsupportedError(f"{node.name!r} has attribute {unknown[0]!r}, whose meaning is not known")
     if values.get("weight_prepacked", 0):
         raise UnsupportedError(f"the weight of {node.name!r} is packed for one kernel")
-    given = {name: t for name, t in zip(_INPUTS, node.input, strict=False) if t}
-    if "g_idx" in given:
+    tensors = {name: t for name, t in zip(_INPUTS, node.input, strict=False) if t}
+    if "g_idx" in tensors:
         raise UnsupportedError(f"{node.name!r} permutes the rows of its weight (input g_idx)")
     inner, outer, bits, block = (int(values.get(k, d)) for k, d in (("K", 0), ("N", 0), ("bits", 4), ("block_size", 0)))
     limits = mlp_limits()
@@ -67,10 +67,10 @@ def read_quantized(
         raise UnsupportedError(f"{node.name!r} sums over {inner} elements, no multiple of its block_size {block}")
     blocks = inner // block
     wanted = {"B": (TensorProto.UINT8, outer * blocks * block * bits // 8), "scales": (0, outer * blocks)}
-    if "zero_points" in given:
+    if "zero_points" in tensors:
         wanted["zero_points"] = (TensorProto.UINT8, outer * -(-blocks * bits // 8))
     for name, (dtype, elements) in wanted.items():
-        tensor = stored.get(given.get(name, ""))
+        tensor = stored.get(tensors.get(name, ""))
         if tensor is None or tensor.name in inputs:
             raise UnsupportedError(f"input {name} of {node.name!r} is no constant")
         if (dtype and tensor.data_type != dtype) or int(np.prod(tensor.dims, dtype=np.int64)) != elements:
@@ -78,8 +78,8 @@ def read_quantized(
                 f"input {name} of {node.name!r} is {TensorProto.DataType.Name(tensor.data_type)} {list(tensor.dims)}, "
                 f"expected {elements} elements{' of uint8' if dtype else ''}"
             )
-    quantization = Quantization(bits, block, given["scales"], given.get("zero_points", ""), level)
-    return MlpWeight(given["B"], inner, outer, not sums_over_neurons, "", quantization), given.get("bias", "")
+    quantization = Quantization(bits, block, tensors["scales"], tensors.get("zero_points", ""), level)
+    return MlpWeight(tensors["B"], inner, outer, not sums_over_neurons, "", quantization), tensors.get("bias", "")
 
 
 @dataclass(frozen=True)
@@ -106,9 +106,9 @@ def _unpack_weight(
     blocks, whole = weight.inner // q.block_size, weight.whole or weight.outer
     taken = slice(weight.first, weight.first + weight.outer)
     if q.dequantize_linear is not None:
-        found = to_blocks(weight, values, scales, zero_points)
-        zeros = None if found.zero_points is None else found.zero_points[taken]
-        return BlockedArrays(found.values[taken], found.scales[taken], zeros)
+        blocked = to_blocks(weight, values, scales, zero_points)
+        zeros = None if blocked.zero_points is None else blocked.zero_points[taken]
+        return BlockedArrays(blocked.values[taken], blocked.scales[taken], zeros)
     zeros = None
     if zero_points is not None:
         zeros = unpack(zero_points.reshape(whole, -1)[taken], q.bits, blocks)
@@ -134,9 +134,9 @@ def regroup_by_neuron(
     """
     q = weight.quantization
     assert q is not None
-    found = _unpack_weight(weight, values, scales, zero_points)
-    by_neuron, by_block = found.values.T, found.scales.T
-    zeros = None if found.zero_points is None else found.zero_points.T
+    blocked = _unpack_weight(weight, values, scales, zero_points)
+    by_neuron, by_block = blocked.values.T, blocked.scales.T
+    zeros = None if blocked.zero_points is None else blocked.zero_points.T
     if order is not None:
         blocks = order[:: q.block_size] // q.block_size
         by_neuron, by_block = by_neuron[order], by_block[blocks]
@@ -155,21 +155,21 @@ def to_rows(
     """
     q = weight.quantization
     assert q is not None
-    found = _unpack_weight(weight, values, scales, zero_points)
-    zeros = None if found.zero_points is None else pack(found.zero_points, q.bits)
+    blocked = _unpack_weight(weight, values, scales, zero_points)
+    zeros = None if blocked.zero_points is None else pack(blocked.zero_points, q.bits)
     shape = (weight.outer, weight.inner // q.block_size, q.block_size * q.bits // 8)
-    packed = np.ascontiguousarray(pack(found.values, q.bits)).reshape(shape)
-    return QuantizedArrays(packed, np.ascontiguousarray(found.scales), zeros)
+    packed = np.ascontiguousarray(pack(blocked.values, q.bits)).reshape(shape)
+    return QuantizedArrays(packed, np.ascontiguousarray(blocked.scales), zeros)
 
 
 def unpack(packed: np.ndarray, bits: int, count: int) -> np.ndarray:
     """The first values [rows, count] of rows of packed ones, one in a byte."""
     if bits == 8:
         return packed[:, :count]
-    found = np.empty((packed.shape[0], 2 * packed.shape[1]), np.uint8)
-    found[:, ::2] = packed & 15
-    found[:, 1::2] = packed >> 4
-    return found[:, :count]
+    unpacked = np.empty((packed.shape[0], 2 * packed.shape[1]), np.uint8)
+    unpacked[:, ::2] = packed & 15
+    unpacked[:, 1::2] = packed >> 4
+    return unpacked[:, :count]
 
 
 def pack(values: np.ndarray, bits: int) -> np.ndarray:
@@ -178,23 +178,23 @@ def pack(values: np.ndarray, bits: int) -> np.ndarray:
         return values
     if values.shape[1] % 2:
         values = np.pad(values, ((0, 0), (0, 1)))
-    found: np.ndarray = values[:, ::2] | (values[:, 1::2] << 4)
-    return found
+    packed: np.ndarray = values[:, ::2] | (values[:, 1::2] << 4)
+    return packed
 
 
 def dequantize(weight: MlpWeight, values: np.ndarray, scales: np.ndarray, zero_points: np.ndarray | None) -> np.ndarray:
     """The outputs of a quantized weight that are meant, as fp64 [K, N]."""
     q = weight.quantization
     assert q is not None
-    given = _unpack_weight(weight, values, scales, zero_points)
+    blocked = _unpack_weight(weight, values, scales, zero_points)
     blocks = weight.inner // q.block_size
     zeros: np.ndarray = np.full((weight.outer, blocks), float(1 << (q.bits - 1)))
-    if given.zero_points is not None:
-        zeros = given.zero_points.astype(np.float64)
-    grouped = given.values.astype(np.float64).reshape(weight.outer, blocks, q.block_size) - zeros[:, :, None]
-    grouped *= given.scales.reshape(weight.outer, blocks, 1).astype(np.float64)
-    found: np.ndarray = grouped.reshape(weight.outer, weight.inner).T
-    return found
+    if blocked.zero_points is not None:
+        zeros = blocked.zero_points.astype(np.float64)
+    grouped = blocked.values.astype(np.float64).reshape(weight.outer, blocks, q.block_size) - zeros[:, :, None]
+    grouped *= blocked.scales.reshape(weight.outer, blocks, 1).astype(np.float64)
+    dequantized: np.ndarray = grouped.reshape(weight.outer, weight.inner).T
+    return dequantized
 
 
 def with_equal_blocks(first: MlpWeight, second: MlpWeight) -> tuple[MlpWeight, MlpWeight]:

@@ -104,9 +104,9 @@ class MlpSection(Section):
         return replace(self, rows=rows)
 
     def to_json(self) -> dict[str, Any]:
-        found: dict[str, Any] = {KEY: [asdict(row) for row in self.rows], "sparse_mlp": None}
+        fields: dict[str, Any] = {KEY: [asdict(row) for row in self.rows], "sparse_mlp": None}
         if self.spec:
-            found["sparse_mlp"] = {
+            fields["sparse_mlp"] = {
                 "spec": self.spec,
                 "outputs_change": self.changes_outputs,
                 "calibration": self.calibration,
@@ -114,7 +114,7 @@ class MlpSection(Section):
                 "loss": None if self.loss is None else asdict(self.loss.whole),
                 "decode_loss": None if self.loss is None or self.loss.decoded is None else asdict(self.loss.decoded),
             }
-        return found
+        return fields
 
     def headline(self, dry_run: bool) -> str:
         if not self.rows:
@@ -177,7 +177,7 @@ class MlpSection(Section):
 
     def explain_rows(self, pattern: str) -> list[str]:
         chosen = [r for r in self.rows if NamedCandidate(r.mlp, r.index).matches(pattern)]
-        return [line for row in chosen for line in _explained_lines(row)]
+        return [line for row in chosen for line in _explain_row(row)]
 
 
 def _format_range(values: Sequence[float], digits: int = 1) -> str:
@@ -214,10 +214,10 @@ def _describe_kind(prediction: PredictionReport) -> str:
 
 def _describe_quality(rows: Sequence[MlpReport]) -> str:
     """How well neurons are predicted; empty where that was not measured."""
-    own = [r.prediction for r in rows if r.prediction is not None]
-    errors = [p.output_error for p in own if p.output_error is not None]
-    recalls = [p.recall for p in own if p.recall is not None]
-    precisions = [p.precision for p in own if p.precision is not None]
+    predictions = [r.prediction for r in rows if r.prediction is not None]
+    errors = [p.output_error for p in predictions if p.output_error is not None]
+    recalls = [p.recall for p in predictions if p.recall is not None]
+    precisions = [p.precision for p in predictions if p.precision is not None]
     words = [
         f"precision {_format_range(precisions)}" if precisions else "",
         f"recall {_format_range(recalls)}" if recalls else "",
@@ -248,7 +248,7 @@ def _page_row(row: MlpReport) -> PageRow:
     return PageRow(row.mlp, row.replaced, (row.activation, row.sizes, how, active, gain, details))
 
 
-def _explained_lines(row: MlpReport) -> list[str]:
+def _explain_row(row: MlpReport) -> list[str]:
     lines = [f"MLP {'-' if row.index is None else row.index}  {row.mlp}"]
     if row.sizes:
         of = "zeros of " if row.prediction is None else ""

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 class MlpDecisions(Decisions, HoldsPrompts):
     """The decision for each candidate of a model."""
 
-    found: MlpModel
+    mlp_model: MlpModel
     mlps: MlpSection
     sites: tuple[MlpSite, ...] = ()
     prompts: CalibrationPrompts | None = None
@@ -112,8 +112,8 @@ class SparseMlpRewrite(OpRewrite[MlpModel, DescribedMlps, MlpDecisions], ReadsOp
         return None
 
     def find(self, job: Job, model: Callable[[], onnx.ModelProto]) -> MlpModel:
-        own = job.settings.get(KEY)
-        settings = own if isinstance(own, MlpSettings) else None
+        stored = job.settings.get(KEY)
+        settings = stored if isinstance(stored, MlpSettings) else None
         if settings is None and not _may_have_zeros(job.model):
             return MlpModel(job.model)
         before = with_separate_activations(with_dequantized_tokens(model()))
@@ -122,20 +122,20 @@ class SparseMlpRewrite(OpRewrite[MlpModel, DescribedMlps, MlpDecisions], ReadsOp
             candidates = tuple(find_mlps(before, symbolic, any_activation=settings is not None))
         return MlpModel(before, symbolic if candidates else None, candidates, settings)
 
-    def describe(self, job: Job, found: MlpModel) -> DescribedMlps:
-        return describe_mlps(job, found, self.choice(job))
+    def describe(self, job: Job, mlp_model: MlpModel) -> DescribedMlps:
+        return describe_mlps(job, mlp_model, self.choice(job))
 
     def decide(self, job: Job, described: DescribedMlps) -> MlpDecisions:
-        found = described.found
+        mlp_model = described.mlp_model
         rows: list[MlpReport] = []
         sites: list[MlpSite] = []
-        self.check_plan(job, [NamedCandidate(c.name, i) for i, c in enumerate(found.candidates)])
-        if found.settings is None and not found.candidates:
+        self.check_plan(job, [NamedCandidate(c.name, i) for i, c in enumerate(mlp_model.candidates)])
+        if mlp_model.settings is None and not mlp_model.candidates:
             job.selections[KEY].refuse_all(f"no activation of the model gives zeros, and {OPTION} is not given")
-        room = ModelRoom(found.model) if found.candidates else None
+        room = ModelRoom(mlp_model.model) if mlp_model.candidates else None
         for index, mlp in enumerate(described.mlps):
             name, site = mlp.candidate.name, mlp.site
-            row, reason = _row_of(job, mlp, index), _reason_impossible(job, found, mlp)
+            row, reason = _row_of(job, mlp, index), _reason_impossible(job, mlp_model, mlp)
             if not reason and not self.is_replaced_by_plan(job, name):
                 reason = _reason_slow(job, mlp)
             reason = self.choice(job).reason_kept(NamedCandidate(name, index), reason)
@@ -147,9 +147,9 @@ class SparseMlpRewrite(OpRewrite[MlpModel, DescribedMlps, MlpDecisions], ReadsOp
             self._check_selection(job, site)
             rows.append(replace(row, replaced=True, reason="replaced"))
             sites.append(site)
-        sites = with_orders(found.model, sites, described.counts)
+        sites = with_orders(mlp_model.model, sites, described.counts)
         section = _section(job, described, _with_idle(rows, sites))
-        return MlpDecisions(found, section, tuple(sites), described.prompts)
+        return MlpDecisions(mlp_model, section, tuple(sites), described.prompts)
 
     def _check_selection(self, job: Job, site: MlpSite) -> None:
         """Refuses a plan that was made with another --sparse-mlp.
@@ -169,7 +169,7 @@ class SparseMlpRewrite(OpRewrite[MlpModel, DescribedMlps, MlpDecisions], ReadsOp
 
     def emit(self, job: Job, decided: MlpDecisions) -> onnx.ModelProto:
         with job.step("emit"):
-            return emit_mlps(decided.found.model, decided.sites, job.source.parent)
+            return emit_mlps(decided.mlp_model.model, decided.sites, job.source.parent)
 
     def empty_section(self) -> MlpSection:
         return MlpSection()
@@ -187,9 +187,9 @@ class SparseMlpRewrite(OpRewrite[MlpModel, DescribedMlps, MlpDecisions], ReadsOp
             return None
         from stof.sparse_mlp.checks.site_checks import MlpChecks
 
-        found = decided.found
-        assert found.symbolic is not None
-        return MlpChecks(found.model, found.symbolic, decided.sites, job.source.parent)
+        mlp_model = decided.mlp_model
+        assert mlp_model.symbolic is not None
+        return MlpChecks(mlp_model.model, mlp_model.symbolic, decided.sites, job.source.parent)
 
 
 def _may_have_zeros(model: onnx.ModelProto) -> bool:
@@ -203,7 +203,7 @@ def _with_idle(rows: Sequence[MlpReport], sites: Sequence[MlpSite]) -> list[MlpR
 
 
 def _section(job: Job, described: DescribedMlps, rows: list[MlpReport]) -> MlpSection:
-    prompts, settings = described.prompts, described.found.settings
+    prompts, settings = described.prompts, described.mlp_model.settings
     fitted, held = (None, None) if prompts is None else (prompts.fitted, prompts.held_out)
     return MlpSection(
         rows,
@@ -241,13 +241,13 @@ def _report_prediction(prediction: NeuronPrediction) -> PredictionReport:
     )
 
 
-def _reason_impossible(job: Job, found: MlpModel, mlp: DescribedMlp) -> str:
+def _reason_impossible(job: Job, mlp_model: MlpModel, mlp: DescribedMlp) -> str:
     """Why an MLP cannot be replaced; empty where it can."""
     if mlp.problem is None:
         return mlp.reason
     if reason := reason_no_operator(job, mlp.problem.activation) or mlp.reason:
         return reason
-    max_error = None if found.settings is None else found.settings.spec.max_error
+    max_error = None if mlp_model.settings is None else mlp_model.settings.spec.max_error
     return "" if mlp.prediction is None else reason_inexact(job, mlp.prediction.output_error, max_error)
 
 

@@ -52,7 +52,7 @@ def tokens_of_runs(
         counts: of its neurons in runs on given inputs; None: there are none.
         has_cache: whether the model decodes token by token.
     """
-    stated = _stated_tokens(options, symbolic, site, least=has_cache)
+    stated = _read_stated_tokens(options, symbolic, site, least=has_cache)
     if stated is not None:
         return stated
     if has_cache:
@@ -62,7 +62,7 @@ def tokens_of_runs(
     return RunTokens(0, "the model has no KV cache")
 
 
-def _stated_tokens(options: Options, symbolic: Symbolic, site: MlpSite, *, least: bool) -> RunTokens | None:
+def _read_stated_tokens(options: Options, symbolic: Symbolic, site: MlpSite, *, least: bool) -> RunTokens | None:
     """The fixed number of tokens, or the least or most by --shape; None where neither states it.
 
     A dimension that --shape leaves out has size 1 at least, and any size at most.

@@ -22,7 +22,7 @@ _MOST = 127.0
 Arrays = Mapping[str, npt.NDArray[Any]]
 
 
-def stored_arrays(site: MlpSite) -> dict[str, npt.NDArray[Any]]:
+def make_stored_arrays(site: MlpSite) -> dict[str, npt.NDArray[Any]]:
     """The constants of a site's selector by the names of the operator's inputs.
 
     Raises:
@@ -30,28 +30,28 @@ def stored_arrays(site: MlpSite) -> dict[str, npt.NDArray[Any]]:
     """
     selector = site.selector
     assert selector is not None
-    found: dict[str, npt.NDArray[Any]] = {"threshold": selector.threshold}
+    arrays: dict[str, npt.NDArray[Any]] = {"threshold": selector.threshold}
     if selector.predictor_down is None or selector.predictor_up is None:
-        return found
+        return arrays
     dtype = np.dtype(helper.tensor_dtype_to_np_dtype(site.dtype))
     for name, factor in (("predictor_down", selector.predictor_down), ("predictor_up", selector.predictor_up)):
         if site.quantization is None:
             axis = 0 if name == "predictor_down" else 1
             padding = [(0, 0), (0, 0)]
             padding[axis] = (0, -factor.shape[axis] % _RANK_MULTIPLE)  # with zeros, which change no score
-            found[name] = np.pad(_as_type(name, factor, dtype), padding)
+            arrays[name] = np.pad(_as_type(name, factor, dtype), padding)
         else:
-            found[name], found[f"{name}_scales"] = _quantize(name, factor, dtype)
-    return found
+            arrays[name], arrays[f"{name}_scales"] = _quantize(name, factor, dtype)
+    return arrays
 
 
-def ordered_arrays(site: MlpSite) -> dict[str, npt.NDArray[Any]]:
-    """:func:`stored_arrays` with the neurons in the site's order, as they are written.
+def make_ordered_arrays(site: MlpSite) -> dict[str, npt.NDArray[Any]]:
+    """:func:`make_stored_arrays` with the neurons in the site's order, as they are written.
 
     Raises:
-        UnsupportedError: as :func:`stored_arrays`.
+        UnsupportedError: as :func:`make_stored_arrays`.
     """
-    arrays = stored_arrays(site)
+    arrays = make_stored_arrays(site)
     if site.order is None:
         return arrays
     indices = site.order.indices
@@ -63,11 +63,11 @@ def round_selector(site: MlpSite) -> NeuronSelector:
     """The site's selector with the numbers that the operator holds, in fp32.
 
     Raises:
-        UnsupportedError: as :func:`stored_arrays`.
+        UnsupportedError: as :func:`make_stored_arrays`.
     """
     selector = site.selector
     assert selector is not None
-    arrays = stored_arrays(site)
+    arrays = make_stored_arrays(site)
     if selector.predictor_down is None or selector.predictor_up is None:
         return selector
     down = dequantize_factor(arrays, "predictor_down", selector.rank, selector.predictor_down.shape[1])
@@ -93,10 +93,10 @@ def dequantize_factor(arrays: Arrays, name: str, rows: int, size: int) -> npt.ND
 
 def _as_type(name: str, values: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     with np.errstate(over="ignore"):
-        found = values.astype(dtype)
-    if not np.isfinite(found.astype(np.float32)).all():
+        cast = values.astype(dtype)
+    if not np.isfinite(cast.astype(np.float32)).all():
         raise UnsupportedError(f"{name} has {float(np.abs(values).max()):.4g}, beyond the range of {dtype.name}")
-    return found
+    return cast
 
 
 def _quantize(

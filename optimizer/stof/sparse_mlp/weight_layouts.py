@@ -72,11 +72,11 @@ class WeightLayouts:
     def by_neuron(self, weight: MlpWeight, order: _Order = None) -> str:
         """The tensor whose rows are neurons."""
         axis = 0 if weight.is_by_neuron else 1
-        return self._arranged(weight, axis, order, not weight.is_by_neuron)
+        return self._arrange(weight, axis, order, not weight.is_by_neuron)
 
     def as_stored(self, weight: MlpWeight, order: _Order = None) -> str:
         """The neurons of a weight that are meant, on the axis where the stored weight has them, for a standard matmul."""
-        return self._arranged(weight, 0 if weight.is_by_neuron else 1, order, False, is_marked=True)
+        return self._arrange(weight, 0 if weight.is_by_neuron else 1, order, False, is_marked=True)
 
     def bias(self, weight: MlpWeight, order: _Order = None) -> str:
         """The bias of a matmul that gives neurons; empty where it has none."""
@@ -117,15 +117,15 @@ class WeightLayouts:
         key = (weight, False, order)
         if key not in self._quantized:
             values, scales, zeros = self._read_quantized(weight)
-            found = to_rows(weight, values, scales, zeros)
+            arrays = to_rows(weight, values, scales, zeros)
             if order is not None:
                 rows = order.indices
-                zeros = None if found.zero_points is None else found.zero_points[rows]
-                found = QuantizedArrays(found.values[rows], found.scales[rows], zeros)
-            self._quantized[key] = self._store(weight, found)
+                zeros = None if arrays.zero_points is None else arrays.zero_points[rows]
+                arrays = QuantizedArrays(arrays.values[rows], arrays.scales[rows], zeros)
+            self._quantized[key] = self._store(weight, arrays)
         return self._quantized[key]
 
-    def regrouped(self, weight: MlpWeight, order: _Order = None) -> list[str]:
+    def regroup(self, weight: MlpWeight, order: _Order = None) -> list[str]:
         """A quantized weight that sums over neurons, in their order, its scales and zero points."""
         key = (weight, True, order)
         if key not in self._quantized:
@@ -136,16 +136,16 @@ class WeightLayouts:
 
     def take_nodes(self) -> list[onnx.NodeProto]:
         """The nodes that were made since the last call."""
-        found, self._nodes = self._nodes, []
-        return found
+        nodes, self._nodes = self._nodes, []
+        return nodes
 
     def _read_quantized(self, weight: MlpWeight) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         q = weight.quantization
         assert q is not None
-        given = [
+        arrays = [
             read_values(self._stored[n], self._folder) if n else None for n in (weight.tensor, q.scales, q.zero_points)
         ]
-        values, scales, zeros = given
+        values, scales, zeros = arrays
         assert values is not None
         assert scales is not None
         return values, scales, zeros
@@ -165,7 +165,7 @@ class WeightLayouts:
                 self._graph.initializer.append(numpy_helper.from_array(array, made[-1]))
         return made
 
-    def _arranged(
+    def _arrange(
         self, weight: MlpWeight, axis: int, order: _Order, is_transposed: bool, *, is_marked: bool = False
     ) -> str:
         dims = tuple(int(d) for d in self._stored[weight.tensor].dims)

@@ -142,7 +142,7 @@ class _Build:
         cache = self._timing_cache()
         plan = self.builder.build_serialized_network(self.network, self.config)
         if plan is None:
-            raise ModelError(f"{self.trt.__name__} cannot build {self.source}: {self._said()}")
+            raise ModelError(f"{self.trt.__name__} cannot build {self.source}: {self._last_message()}")
         data = memoryview(plan)
         write_bytes("engine", self.target, data)
         if cache is not None:
@@ -162,7 +162,7 @@ class _Build:
             tuple(self.messages.warnings),
         )
 
-    def _said(self) -> str:
+    def _last_message(self) -> str:
         return self.messages.last() or "no reason given; --verbose shows all of its messages"
 
     def _parse(self) -> None:
@@ -175,7 +175,7 @@ class _Build:
             node = f"node {error.node_name()!r} ({error.node_operator()})" if error.node_name() else "the model"
             words.append(f"{node}: {' '.join(str(error.desc()).split())[:400]}")
         raise ModelError(
-            f"{self.trt.__name__} {self.trt.__version__} cannot parse {self.source}: {'; '.join(words) or self._said()}"
+            f"{self.trt.__name__} {self.trt.__version__} cannot parse {self.source}: {'; '.join(words) or self._last_message()}"
         )
 
     def _check_layers(self, nodes: Sequence[str], layers: Sequence[str]) -> None:
@@ -199,20 +199,20 @@ class _Build:
         tensors = [self.network.get_input(i) for i in range(self.network.num_inputs)]
         ranges.check_names([t.name for t in tensors])
         profile = self.builder.create_optimization_profile()
-        found = []
+        input_shapes = []
         dynamic = False
         for tensor in tensors:
             shape = tuple(int(n) for n in tensor.shape)
             if all(n >= 0 for n in shape):
-                found.append((tensor.name, (shape, shape, shape)))
+                input_shapes.append((tensor.name, (shape, shape, shape)))
                 continue
             dynamic = True
             shapes = ranges.of(tensor.name, shape)
             profile.set_shape(tensor.name, *shapes)
-            found.append((tensor.name, shapes))
+            input_shapes.append((tensor.name, shapes))
         if dynamic:
             self.config.add_optimization_profile(profile)
-        return tuple(found)
+        return tuple(input_shapes)
 
     def _configure(self, library: Path | None) -> None:
         trt, options, config = self.trt, self.options, self.config
@@ -253,8 +253,8 @@ class _Build:
             )
         self.config.num_compute_capabilities = len(options.capabilities)
         for i, number in enumerate(options.capabilities):
-            found = getattr(trt.ComputeCapability, f"SM{number}", None)
-            if found is None or not self.config.set_compute_capability(found, i):
+            capability = getattr(trt.ComputeCapability, f"SM{number}", None)
+            if capability is None or not self.config.set_compute_capability(capability, i):
                 raise ArgumentError(
                     f"--capability {number}: {trt.__name__} {trt.__version__} does not build for it; it does for "
                     f"{', '.join(str(n) for n in CAPABILITIES)}"

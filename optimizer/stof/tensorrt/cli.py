@@ -10,10 +10,10 @@ from pathlib import Path
 
 from stof.errors import ArgumentError
 from stof.files import remove_temporaries
-from stof.interrupts import ended_by_signals, report_interrupt
+from stof.interrupts import end_by_signals, report_interrupt
 from stof.tensorrt.describe_installation import describe_installation
 from stof.tensorrt.module import MODULES, plugin_path
-from stof.tensorrt.shapes import merged
+from stof.tensorrt.shapes import merge_shapes
 from stof.terminal import Parser, VersionAction, run_command, say
 
 
@@ -37,13 +37,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _common(parser: argparse.ArgumentParser) -> None:
+def _add_common_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tensorrt", choices=MODULES, help="which Python module; default: the first one installed")
     parser.add_argument("--verbose", action="store_true", help="show what TensorRT says")
 
 
-def _building(parser: argparse.ArgumentParser) -> None:
-    _common(parser)
+def _add_build_options(parser: argparse.ArgumentParser) -> None:
+    _add_common_options(parser)
     parser.add_argument(
         "--capability",
         type=int,
@@ -54,7 +54,7 @@ def _building(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _embedded(parser: argparse.ArgumentParser) -> None:
+def _add_embedded_plugins(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--embedded-plugins", action="store_true", help="run the library inside of the engine, a file that you trust"
     )
@@ -79,7 +79,7 @@ def _build(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--timing-cache", type=Path, metavar="FILE", help="read if it exists, and written")
     parser.add_argument("--workspace", type=int, default=0, metavar="MIB", help="limit of scratch memory")
     parser.add_argument("--optimization-level", type=int, choices=range(6), help="TensorRT's builder level")
-    _building(parser)
+    _add_build_options(parser)
 
 
 def _run(parser: argparse.ArgumentParser) -> None:
@@ -92,20 +92,20 @@ def _run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="time to measure for (2)")
     parser.add_argument("--tolerance", type=float, metavar="X", help="of the largest output value")
     parser.add_argument("--seed", type=int, default=0)
-    _embedded(parser)
-    _common(parser)
+    _add_embedded_plugins(parser)
+    _add_common_options(parser)
 
 
 def _inspect(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("engine", type=Path)
     parser.add_argument("--json", action="store_true", help="as JSON")
-    _embedded(parser)
-    _common(parser)
+    _add_embedded_plugins(parser)
+    _add_common_options(parser)
 
 
 def _selftest(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--build-only", action="store_true", help="do not run the engines, for machines without a GPU")
-    _building(parser)
+    _add_build_options(parser)
 
 
 def _triton(parser: argparse.ArgumentParser) -> None:
@@ -131,9 +131,9 @@ def _do_build(a: argparse.Namespace) -> int:
         a.model,
         a.output or a.model.with_suffix(".plan"),
         BuildOptions(
-            least=merged(a.min, "--min"),
-            usual=merged(a.opt, "--opt"),
-            most=merged(a.max, "--max"),
+            least=merge_shapes(a.min, "--min"),
+            usual=merge_shapes(a.opt, "--opt"),
+            most=merge_shapes(a.max, "--max"),
             plugins=not a.no_plugins,
             embed_plugins=a.embed_plugins,
             version_compatible=a.version_compatible,
@@ -155,7 +155,7 @@ def _do_run(a: argparse.Namespace) -> int:
 
     options = RunOptions(
         onnx=a.onnx,
-        shapes=merged(a.shape, "--shape"),
+        shapes=merge_shapes(a.shape, "--shape"),
         inputs=a.inputs,
         seconds=a.seconds,
         tolerance=a.tolerance,
@@ -172,8 +172,8 @@ def _do_run(a: argparse.Namespace) -> int:
 def _do_inspect(a: argparse.Namespace) -> int:
     from stof.tensorrt.inspect import inspect_engine
 
-    found = inspect_engine(a.engine, a.tensorrt, a.verbose, a.embedded_plugins)
-    say(*(found.to_json() if a.json else found.to_text()).split("\n"))
+    contents = inspect_engine(a.engine, a.tensorrt, a.verbose, a.embedded_plugins)
+    say(*(contents.to_json() if a.json else contents.to_text()).split("\n"))
     return 0
 
 
@@ -215,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: its arguments; None: those of the process, which ends afterwards.
     """
     try:
-        with ended_by_signals("stof-trt", remove_temporaries, last=argv is None):
+        with end_by_signals("stof-trt", remove_temporaries, last=argv is None):
             return run_command("stof-trt", lambda: _run_one(_parser().parse_args(argv)))
     except KeyboardInterrupt as interrupt:
         return report_interrupt("stof-trt", interrupt)

@@ -168,9 +168,9 @@ def open_device(backend: str | None = None) -> Device:
     """
     if backend in (None, "cuda-bindings"):
         for name in ("cuda.bindings.runtime", "cuda.cudart"):  # the second one is that of versions before 12.6
-            if (module := _imported(name)) is not None:
+            if (module := _import(name)) is not None:
                 return CudaBindings(module)
-    if backend in (None, "pycuda") and (module := _imported("pycuda.driver")) is not None:
+    if backend in (None, "pycuda") and (module := _import("pycuda.driver")) is not None:
         return PyCuda(module)
     wanted = "neither cuda-python nor pycuda is" if backend is None else f"{backend} is not"
     raise TensorrtError(
@@ -178,7 +178,7 @@ def open_device(backend: str | None = None) -> Device:
     )
 
 
-def _imported(name: str) -> Any:
+def _import(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except (ImportError, OSError):

@@ -63,13 +63,13 @@ def inspect_engine(engine: Path, module: str | None = None, verbose: bool = Fals
     try:
         trt = find(module)
         messages = Messages(verbose)
-        found = _inspected(trt, data, messages, embedded)
+        layers_read = _inspect_layers(trt, data, messages, embedded)
         why = messages.last() or "TensorRT does not deserialize it"
     except TensorrtError as error:
-        found, why = None, str(error)
-    if found is not None:
-        return Contents(str(engine), f"{trt.__name__} {trt.__version__}", found, True)
-    layers = recorded(data)
+        layers_read, why = None, str(error)
+    if layers_read is not None:
+        return Contents(str(engine), f"{trt.__name__} {trt.__version__}", layers_read, True)
+    layers = read_recorded_layers(data)
     if not layers:
         raise ModelError(f"{engine} cannot be inspected: {why}. The file by itself names no plugin layers either")
     return Contents(str(engine), f"by the file's own table, as it cannot be loaded here: {why}", layers, False)
@@ -108,7 +108,7 @@ def deserialize(trt: Any, data: bytes, messages: Messages, embedded: bool = Fals
         return runtime, None
 
 
-def _inspected(trt: Any, data: bytes, messages: Messages, embedded: bool) -> tuple[Layer, ...] | None:
+def _inspect_layers(trt: Any, data: bytes, messages: Messages, embedded: bool) -> tuple[Layer, ...] | None:
     # Without a driver a runtime cannot be made at all by some versions, by others not an engine.
     try:
         _, engine = deserialize(trt, data, messages, embedded)
@@ -118,10 +118,10 @@ def _inspected(trt: Any, data: bytes, messages: Messages, embedded: bool) -> tup
     if engine is None:
         return None
     text = engine.create_engine_inspector().get_engine_information(trt.LayerInformationFormat.JSON)
-    return parsed(text)
+    return parse_layers(text)
 
 
-def parsed(text: str) -> tuple[Layer, ...]:
+def parse_layers(text: str) -> tuple[Layer, ...]:
     """The layers in the inspector's JSON: objects with DETAILED verbosity, names alone otherwise.
 
     Raises:
@@ -131,20 +131,20 @@ def parsed(text: str) -> tuple[Layer, ...]:
         entries = json.loads(text).get("Layers", [])
     except (ValueError, RecursionError, AttributeError) as error:
         raise TensorrtError(f"TensorRT's engine inspector gives no JSON: {error}") from error
-    found = []
+    layers = []
     for layer in entries if isinstance(entries, list) else []:
         if isinstance(layer, str):
-            found.append(Layer(layer, "", _PREFIX in layer))
+            layers.append(Layer(layer, "", _PREFIX in layer))
             continue
         if not isinstance(layer, dict):
             continue
         plugin = str(layer.get("PluginType", ""))
         kind = plugin or str(layer.get("LayerType", ""))
-        found.append(Layer(str(layer.get("Name", "")), kind, plugin.startswith(_PREFIX)))
-    return tuple(found)
+        layers.append(Layer(str(layer.get("Name", "")), kind, plugin.startswith(_PREFIX)))
+    return tuple(layers)
 
 
-def recorded(data: bytes) -> tuple[Layer, ...]:
+def read_recorded_layers(data: bytes) -> tuple[Layer, ...]:
     """The plugin layers that a plan of TensorRT for RTX names; empty for other files.
 
     A table holds each layer's name with the place of its plugin's type, relative to a beginning that is not written there:

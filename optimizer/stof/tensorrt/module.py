@@ -13,7 +13,7 @@ from typing import Any
 
 from stof.arguments.environment import TRT_LIBRARY
 from stof.errors import StofError
-from stof.installation import CUDA, TENSORRT, how_to_add, left_out, locate_library, missing
+from stof.installation import CUDA, TENSORRT, how_to_add, locate_library, missing, read_left_out
 from stof.terminal import complain
 
 LIBRARY = "libstof_trt.so"
@@ -53,7 +53,7 @@ def find_library() -> Path | None:
 
 def plugin_lacks_cuda(path: Path) -> str:
     """What a plugin library without CUDA kernels cannot do, and what adds them; empty where it has them or nothing is known."""
-    if CUDA not in left_out(path.parent):
+    if CUDA not in read_left_out(path.parent):
         return ""
     return f"without CUDA kernels it builds engines and cannot run them; {how_to_add(CUDA)}"
 
@@ -69,7 +69,7 @@ def find(name: str | None = None) -> Any:
     """
     names = MODULES if name is None else (name,)
     for candidate in names:
-        if not _installed(candidate):
+        if not _is_installed(candidate):
             continue
         if candidate == "tensorrt_rtx_bindings":
             _check_rtx_libraries()
@@ -84,11 +84,11 @@ def find(name: str | None = None) -> Any:
     )
 
 
-def _installed(name: str) -> bool:
+def _is_installed(name: str) -> bool:
     """Whether there is such a module; a mere folder of that name, in the working directory for instance, is none."""
     if name in sys.modules:
-        found = sys.modules[name]
-        return getattr(found, "__file__", None) is not None or not hasattr(found, "__path__")
+        loaded = sys.modules[name]
+        return getattr(loaded, "__file__", None) is not None or not hasattr(loaded, "__path__")
     spec = importlib.util.find_spec(name)
     return spec is not None and spec.origin is not None
 
@@ -98,12 +98,12 @@ def _check_rtx_libraries() -> None:
     if importlib.util.find_spec(_RTX_LIBRARIES) is None:
         return
     libraries = importlib.import_module(_RTX_LIBRARIES)
-    for found in (Path(p) for p in libraries.__path__):
-        versioned = sorted(found.glob("libtensorrt_rtx.so.*"))
-        if versioned and not (found / "libtensorrt_rtx.so").exists():
+    for folder in (Path(p) for p in libraries.__path__):
+        versioned = sorted(folder.glob("libtensorrt_rtx.so.*"))
+        if versioned and not (folder / "libtensorrt_rtx.so").exists():
             raise TensorrtError(
-                f"{found} has {versioned[0].name} but no libtensorrt_rtx.so, by which TensorRT's parser loads it: "
-                f"ln -s {versioned[0].name} {found / 'libtensorrt_rtx.so'}"
+                f"{folder} has {versioned[0].name} but no libtensorrt_rtx.so, by which TensorRT's parser loads it: "
+                f"ln -s {versioned[0].name} {folder / 'libtensorrt_rtx.so'}"
             )
 
 
@@ -151,7 +151,7 @@ def logger(trt: Any, messages: Messages) -> Any:
 
 # Registries refuse a library that they hold already; handles are kept, since dropping one may deregister it.
 @functools.cache
-def _loaded(name: str, path: Path) -> Any:
+def _load_library(name: str, path: Path) -> Any:
     trt = importlib.import_module(name)
     registry = trt.get_plugin_registry()
     handle = registry.load_library(str(path))
@@ -179,12 +179,12 @@ def load_plugins(trt: Any = None) -> Path | None:
     registry = trt.get_plugin_registry()
     if registry is None:
         raise TensorrtError(f"{trt.__name__} has no plugin registry")
-    known = registry.get_creator(*PLUGIN) is not None
-    path = find_library() if known else plugin_path()
-    if known:
+    is_registered = registry.get_creator(*PLUGIN) is not None
+    path = find_library() if is_registered else plugin_path()
+    if is_registered:
         return path
     try:
-        _loaded(trt.__name__, path)
+        _load_library(trt.__name__, path)
     except TensorrtError:
         raise
     except Exception as error:  # TensorRT's bindings raise types of their own, which differ by version

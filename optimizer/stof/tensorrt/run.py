@@ -109,7 +109,7 @@ def run_engine(engine: Path, options: RunOptions | None = None) -> RunReport:
     with open_device(options.backend) as device:
         loaded = Engine(trt, data, str(engine), device, Messages(options.verbose), options.embedded)
         shapes = loaded.shapes(options.shapes)
-        feeds = _given(options.inputs, loaded) if options.inputs else draw(loaded.types, shapes, options)
+        feeds = _read_inputs(options.inputs, loaded) if options.inputs else draw(loaded.types, shapes, options)
         loaded.set_inputs(feeds)
         outputs = loaded.run()
         times = loaded.time(options.seconds)
@@ -152,29 +152,29 @@ class Engine:
             kind = ml_dtypes.bfloat16
         else:
             kind = self.trt.nptype(kind)
-        found: np.dtype = np.dtype(kind)
-        return found
+        dtype: np.dtype = np.dtype(kind)
+        return dtype
 
-    def shapes(self, given: Mapping[str, Shape]) -> dict[str, Shape]:
+    def shapes(self, stated: Mapping[str, Shape]) -> dict[str, Shape]:
         """Every input's shape: as given, or the usual one of the first profile.
 
         Raises:
             ArgumentError: for a name that is no input, or a shape outside of the profile.
         """
-        for name in given:
+        for name in stated:
             if name not in self.inputs:
                 raise ArgumentError(
                     f"--shape names {name!r}, which is no input of {self.name}: {', '.join(self.inputs)}"
                 )
-        found = {}
+        shapes = {}
         for name in self.inputs:
             fixed = tuple(int(n) for n in self.engine.get_tensor_shape(name))
             least, usual, most = (tuple(int(n) for n in s) for s in self.engine.get_tensor_profile_shape(name, 0))
-            shape = given.get(name, usual if -1 in fixed else fixed)
+            shape = stated.get(name, usual if -1 in fixed else fixed)
             if (-1 in fixed and not _between(least, shape, most)) or (-1 not in fixed and shape != fixed):
                 raise ArgumentError(f"input {name!r} of {self.name} takes shapes {least} to {most}, found {shape}")
-            found[name] = shape
-        return found
+            shapes[name] = shape
+        return shapes
 
     def set_inputs(self, feeds: Mapping[str, np.ndarray]) -> None:
         """Uploads inputs, and makes room for the outputs of their shapes.
@@ -232,21 +232,21 @@ class Engine:
             self._enqueue()
         self.device.wait()
         end = time.monotonic() + seconds
-        found: list[float] = []
-        while len(found) < _MOST_RUNS and (not found or time.monotonic() < end):
+        milliseconds: list[float] = []
+        while len(milliseconds) < _MOST_RUNS and (not milliseconds or time.monotonic() < end):
             first = self.device.mark()
             self._enqueue()
             second = self.device.mark()
             self.device.wait()
-            found.append(self.device.elapsed(first, second))
-        return found
+            milliseconds.append(self.device.elapsed(first, second))
+        return milliseconds
 
 
 def _between(least: Sequence[int], shape: Sequence[int], most: Sequence[int]) -> bool:
     return len(shape) == len(least) and all(a <= n <= b for a, n, b in zip(least, shape, most, strict=True))
 
 
-def _given(path: Path, engine: Engine) -> dict[str, np.ndarray]:
+def _read_inputs(path: Path, engine: Engine) -> dict[str, np.ndarray]:
     try:
         with open_regular(path) as file, np.load(file, allow_pickle=False) as arrays:
             return {n: arrays[n] for n in engine.inputs if n in arrays}
@@ -257,8 +257,8 @@ def _given(path: Path, engine: Engine) -> dict[str, np.ndarray]:
 def draw(types: Mapping[str, np.dtype], shapes: Mapping[str, Shape], options: RunOptions) -> dict[str, np.ndarray]:
     """Random inputs: ids below what the model's tables hold, padding where a mask is read, else normal numbers."""
     rng = np.random.default_rng(options.seed)
-    rows, pads = _known(options.onnx) if options.onnx else ({}, frozenset())
-    found = {}
+    rows, pads = _read_input_rows(options.onnx) if options.onnx else ({}, frozenset())
+    feeds = {}
     for name, shape in shapes.items():
         if name in pads or (options.onnx is None and "mask" in name):
             array: np.ndarray = np.ones(shape)
@@ -268,11 +268,11 @@ def draw(types: Mapping[str, np.dtype], shapes: Mapping[str, Shape], options: Ru
             array = rng.integers(0, rows.get(name) or _IDS, shape)
         else:
             array = rng.standard_normal(shape)
-        found[name] = np.asarray(array).astype(types[name])
-    return found
+        feeds[name] = np.asarray(array).astype(types[name])
+    return feeds
 
 
-def _known(model: Path) -> tuple[dict[str, int], frozenset[str]]:
+def _read_input_rows(model: Path) -> tuple[dict[str, int], frozenset[str]]:
     """How many rows the tables have that inputs look up, and the inputs that are read as padding."""
     from stof.execution.inputs import InputMaker
     from stof.graph.external_data import read_constants
@@ -309,8 +309,8 @@ def compare(
         library = str(library_path())
     try:
         session = create_session(SessionSpec(str(model.absolute()), library=library), None)
-        given = {n: feeds[n] for n in session.inputs if n in feeds}
-        wanted = dict(zip(session.outputs, session.run(None, given, None), strict=True))
+        inputs = {n: feeds[n] for n in session.inputs if n in feeds}
+        wanted = dict(zip(session.outputs, session.run(None, inputs, None), strict=True))
     except RuntimeFailure as error:
         raise ModelError(f"ONNX Runtime does not run {model} with the engine's inputs: {error}") from error
     if missing := [n for n in outputs if n not in wanted]:
@@ -318,14 +318,14 @@ def compare(
     return tuple(difference(n, outputs[n], wanted[n], tolerance) for n in outputs)
 
 
-def difference(name: str, found: np.ndarray, wanted: np.ndarray, tolerance: float | None) -> Difference:
+def difference(name: str, output: np.ndarray, wanted: np.ndarray, tolerance: float | None) -> Difference:
     """One output's difference. NaN and infinities have to stand where they stand in the other."""
-    if found.shape != wanted.shape:
-        return Difference(name, 0.0, 0.0, f"has shape {found.shape}, expected {wanted.shape}")
+    if output.shape != wanted.shape:
+        return Difference(name, 0.0, 0.0, f"has shape {output.shape}, expected {wanted.shape}")
     if wanted.dtype.kind in "iub":
-        count = int((found != wanted).sum())
+        count = int((output != wanted).sum())
         return Difference(name, float(count), 0.0, f"{count} elements differ" if count else "")
-    a, b = found.astype(np.float64), wanted.astype(np.float64)
+    a, b = output.astype(np.float64), wanted.astype(np.float64)
     finite = np.isfinite(b)
     odd = int((np.isfinite(a) != finite).sum())
     if odd:

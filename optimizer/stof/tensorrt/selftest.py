@@ -52,8 +52,8 @@ def problems() -> Iterator[tuple[str, Problem]]:
 
 def model_of(problem: Problem) -> onnx.ModelProto:
     """A model whose one node is the operator, written as stof-optimize does for target tensorrt."""
-    given = problem.attributes()
-    roles = tuple(str(given["operands"]).split())
+    constants = problem.attributes()
+    roles = tuple(str(constants["operands"]).split())
     heads = {"num_heads": problem.q.shape[1], "kv_num_heads": problem.k.shape[1]}
     arrays = problem.inputs()
     names = ["query", "key", "value", *roles]
@@ -64,7 +64,7 @@ def model_of(problem: Problem) -> onnx.ModelProto:
         tables=tuple((n, str(a.dtype), a.shape, a.tobytes()) for n in tables for a in [problem.operands[n]]),
     )
     attributes = {
-        **given,
+        **constants,
         **heads,
         **constants_attribute(mask, roles),
         "mask_id": 0,

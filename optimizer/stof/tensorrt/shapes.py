@@ -17,7 +17,7 @@ def parse_shapes(text: str, option: str) -> dict[str, Shape]:
     Raises:
         ArgumentError: naming the option and what was found.
     """
-    found: dict[str, Shape] = {}
+    shapes: dict[str, Shape] = {}
     for part in text.split(","):
         name, sign, sizes = part.rpartition(":")
         try:
@@ -26,21 +26,21 @@ def parse_shapes(text: str, option: str) -> dict[str, Shape]:
             shape = (-1,)
         if not sign or not name or any(n < 0 for n in shape):
             raise ArgumentError(f"{option} {part!r}: expected NAME:SIZExSIZE.., for example input_ids:1x128")
-        if name in found:
+        if name in shapes:
             raise ArgumentError(f"{option} names {name!r} twice; give it once")
-        found[name] = shape
-    return found
+        shapes[name] = shape
+    return shapes
 
 
-def merged(texts: Sequence[str], option: str) -> dict[str, Shape]:
+def merge_shapes(texts: Sequence[str], option: str) -> dict[str, Shape]:
     """The same of an option that was given several times."""
-    found: dict[str, Shape] = {}
+    shapes: dict[str, Shape] = {}
     for text in texts:
         for name, shape in parse_shapes(text, option).items():
-            if name in found:
+            if name in shapes:
                 raise ArgumentError(f"{option} names {name!r} twice; give it once")
-            found[name] = shape
-    return found
+            shapes[name] = shape
+    return shapes
 
 
 @dataclass(frozen=True)
@@ -59,26 +59,29 @@ class Ranges:
         Raises:
             ArgumentError: naming the input, what was found and what was expected.
         """
-        given = [self.least.get(name), self.usual.get(name), self.most.get(name)]
-        if all(s is None for s in given):
+        stated_shapes = [self.least.get(name), self.usual.get(name), self.most.get(name)]
+        if all(s is None for s in stated_shapes):
+            example = "x".join(str(1 if i == 0 else 128) if n < 0 else str(n) for i, n in enumerate(shape))
             raise ArgumentError(
-                f"input {name!r} has shape {_shown(shape)}, and no option says how large it gets: give --min, --opt and --max, "
-                f"as in --opt {name}:{'x'.join(str(1 if i == 0 else 128) if n < 0 else str(n) for i, n in enumerate(shape))}"
+                f"input {name!r} has shape {_format_shape(shape)}, and no option says how large it gets: give --min, --opt and "
+                f"--max, as in --opt {name}:{example}"
             )
-        least, usual, most = given
+        least, usual, most = stated_shapes
         least = next(s for s in (least, usual, most) if s is not None)
         most = next(s for s in (most, usual, least) if s is not None)
         usual = most if usual is None else usual
-        for option, found in zip(("--min", "--opt", "--max"), given, strict=True):
-            if found is not None and (
-                len(found) != len(shape) or any(n not in (-1, m) for n, m in zip(shape, found, strict=True))
+        for option, stated in zip(("--min", "--opt", "--max"), stated_shapes, strict=True):
+            if stated is not None and (
+                len(stated) != len(shape) or any(n not in (-1, m) for n, m in zip(shape, stated, strict=True))
             ):
                 raise ArgumentError(
-                    f"{option} gives input {name!r} the shape {_shown(found)}; the model has {_shown(shape)} (-1: any size)"
+                    f"{option} gives input {name!r} the shape {_format_shape(stated)}; the model has "
+                    f"{_format_shape(shape)} (-1: any size)"
                 )
         if any(not a <= b <= c for a, b, c in zip(least, usual, most, strict=True)):
             raise ArgumentError(
-                f"input {name!r} has --min {_shown(least)}, --opt {_shown(usual)} and --max {_shown(most)}, which do not rise"
+                f"input {name!r} has --min {_format_shape(least)}, --opt {_format_shape(usual)} and --max "
+                f"{_format_shape(most)}, which do not rise"
             )
         return least, usual, most
 
@@ -88,13 +91,13 @@ class Ranges:
         Raises:
             ArgumentError: naming the option, the input, and those that there are.
         """
-        for option, given in (("--min", self.least), ("--opt", self.usual), ("--max", self.most)):
-            for name in given:
+        for option, shapes in (("--min", self.least), ("--opt", self.usual), ("--max", self.most)):
+            for name in shapes:
                 if name not in names:
                     raise ArgumentError(
                         f"{option} names {name!r}, which is no input of the model; these are: {', '.join(names)}"
                     )
 
 
-def _shown(shape: Shape) -> str:
+def _format_shape(shape: Shape) -> str:
     return "x".join(str(n) for n in shape) or "scalar"

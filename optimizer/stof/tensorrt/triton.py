@@ -59,17 +59,10 @@ def write_repository(
         ModelError: when the ONNX file is none.
         LibraryError, TensorrtError: when the library that the model needs is missing.
     """
-    if (onnx_model is None) == (engine is None):
-        raise ArgumentError("give either --onnx MODEL or --engine FILE")
-    if cpu and engine is not None:
-        raise ArgumentError("--cpu is for --onnx; engines run on the GPU")
-    if not name or "/" in name or name.startswith("."):
-        raise ArgumentError(f"--name {name!r}: expected the name of a folder, without slashes")
     target = folder / name
-    if target.exists():
-        raise ArgumentError(f"{target} exists; delete it, or choose another --name")
+    _check_arguments(target, name, onnx_model, engine, cpu)
     files = _onnx_files(onnx_model) if onnx_model is not None else _engine_files(engine, major)
-    library = next(place for place in reversed(files) if place.suffix == ".so")
+    library = next(path for path in reversed(files) if path.suffix == ".so")
     base = (served_at or str(folder.resolve())).rstrip("/")
     served = f"{base}/{name}/{library}"
     if any(c in served for c in '"\\\n'):
@@ -80,11 +73,11 @@ def write_repository(
         folder.mkdir(parents=True, exist_ok=True)
         with temporary_folder(folder) as scratch:
             made = scratch / "model"
-            for place, source in files.items():
-                (made / place).parent.mkdir(parents=True, exist_ok=True)
-                with temporary_file((made / place).parent) as new:
+            for path, source in files.items():
+                (made / path).parent.mkdir(parents=True, exist_ok=True)
+                with temporary_file((made / path).parent) as new:
                     new.copy(source)
-                    new.publish(made / place)
+                    new.publish(made / path)
             write_text("configuration", made / "config.pbtxt", text.splitlines())
             made.rename(target)
     except OSError as error:
@@ -96,18 +89,29 @@ def write_repository(
     return "\n".join(map(shown, lines))
 
 
+def _check_arguments(target: Path, name: str, onnx_model: Path | None, engine: Path | None, cpu: bool) -> None:
+    if (onnx_model is None) == (engine is None):
+        raise ArgumentError("give either --onnx MODEL or --engine FILE")
+    if cpu and engine is not None:
+        raise ArgumentError("--cpu is for --onnx; engines run on the GPU")
+    if not name or "/" in name or name.startswith("."):
+        raise ArgumentError(f"--name {name!r}: expected the name of a folder, without slashes")
+    if target.exists():
+        raise ArgumentError(f"{target} exists; delete it, or choose another --name")
+
+
 def _onnx_files(model: Path) -> dict[Path, Path]:
     """What goes into the repository, by its place there."""
     graph = load(model)
     version, library = Path("1"), library_path()
     files = {version / "model.onnx": model}
     for name in sorted(external_files(graph)):
-        place = version / name
-        if Path(name).is_absolute() or ".." in place.parts or place in files or place == version / library.name:
+        path = version / name
+        if Path(name).is_absolute() or ".." in path.parts or path in files or path == version / library.name:
             raise ArgumentError(
                 f"{model} has external data at {name!r}, which cannot stand beside it; save the model again"
             )
-        files[place] = model.parent / name
+        files[path] = model.parent / name
     return files | {version / library.name: library}
 
 

@@ -17,7 +17,7 @@ from stof.execution.case import Case, Padding
 from stof.execution.inputs import InputMaker
 from stof.fusion.fusion_graph import FusionGraph
 from stof.fusion.search.cost import AnalyticalCost, SegmentedRegion, frequent_start
-from stof.fusion.search.engine import SearchLimits, exhaustive, search
+from stof.fusion.search.engine import SearchLimits, search, search_exhaustively
 from stof.fusion.search.space import SchemeSpace, Segment, Setting, unfused_scheme
 from stof.symbolic import Symbolic
 
@@ -58,7 +58,7 @@ def test_the_search_finds_what_enumeration_finds(settings: int) -> None:
     for i, (_, plain, _) in enumerate(sites()):
         space, costs = drawn(plain, i, settings)
         found = search(space, lambda *k, c=costs: c[k], [], SearchLimits(schemes=MOST + 1, seed=i))  # type: ignore[misc]
-        scheme, cost = exhaustive(space, lambda *k, c=costs: c[k])  # type: ignore[misc]
+        scheme, cost = search_exhaustively(space, lambda *k, c=costs: c[k])  # type: ignore[misc]
         assert found.complete
         assert found.schemes == space.count()
         assert found.scheme == scheme
@@ -70,7 +70,7 @@ def test_the_analytical_model_is_searched_to_its_best() -> None:
         cost = AnalyticalCost(site, sizes)
         words = [site.graph.nodes[p].op_type for p in site.node_indices]
         found = search(space, cost, [tuple(frequent_start(space, words, {}))], SearchLimits(schemes=MOST + 1))
-        assert found.cost == pytest.approx(exhaustive(space, cost)[1])
+        assert found.cost == pytest.approx(search_exhaustively(space, cost)[1])
         assert found.cost <= sum(cost(s) for s in unfused_scheme(len(site.node_indices)))
 
 
@@ -94,7 +94,7 @@ def test_equal_seeds_give_equal_searches() -> None:
 def test_a_search_that_is_ended_has_the_best_so_far() -> None:
     _, plain, _ = sites()[0]
     space, costs = drawn(plain, 3, 4)
-    whole = exhaustive(space, lambda *k: costs[k])[1]
+    whole = search_exhaustively(space, lambda *k: costs[k])[1]
     before = sum(costs[s, ()] for s in unfused_scheme(len(space.kinds)))
     last = float("inf")
     for most in (0, 1, 5, 30, 200, 100_000):

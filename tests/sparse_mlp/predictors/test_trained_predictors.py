@@ -82,9 +82,9 @@ def test_active_neurons_that_weigh_more_are_found_more_often() -> None:
 
 
 def test_rare_active_neurons_weigh_more_by_default() -> None:
-    assert trained._balanced_weight(np.eye(20, dtype=bool)) == pytest.approx(9.5)  # 1 : 19 becomes 1 : 2
-    assert trained._balanced_weight(np.ones((2, 2), bool)) == 1
-    assert trained._balanced_weight(np.zeros((2, 2), bool)) == 1
+    assert trained._balance_weight(np.eye(20, dtype=bool)) == pytest.approx(9.5)  # 1 : 19 becomes 1 : 2
+    assert trained._balance_weight(np.ones((2, 2), bool)) == 1
+    assert trained._balance_weight(np.zeros((2, 2), bool)) == 1
     plain, balanced = (train_selector(TOKENS, ACTIVE, 8, epochs=8, positive_weight=w) for w in (1.0, None))
     assert quality_of(balanced).recall > quality_of(plain).recall + 0.03
 

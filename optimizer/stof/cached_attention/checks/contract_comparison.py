@@ -18,7 +18,7 @@ _ORIGINAL_FACTOR = 16.0  # the replaced nodes sum in other orders
 _ULPS = 4
 
 
-def failed(site: NodeSite, detail: str) -> Comparison:
+def make_failure(site: NodeSite, detail: str) -> Comparison:
     """A comparison of nothing, where the operator does not run or its node is wrong."""
     return Comparison(f"site {site.name!r}", np.inf, 0.0, False, site.name, detail)
 
@@ -42,8 +42,8 @@ def compare_original(site: NodeSite, original: np.ndarray, exact: np.ndarray, si
 
 def compare_with_contract(
     site: NodeSite,
-    place: str,
-    found: np.ndarray,
+    label: str,
+    computed: np.ndarray,
     exact: np.ndarray,
     rounded: np.ndarray,
     dtype: np.dtype,
@@ -53,21 +53,21 @@ def compare_with_contract(
 
     Args:
         site: the site.
-        place: what is compared, for people.
-        found: of the operator.
+        label: what is compared, for people.
+        computed: the output, of the operator.
         exact: the contract in fp64.
         rounded: the contract in fp32, with values rounded to the site's type.
         dtype: the site's type.
         unused: how many elements of the output are left out, since nothing reads them.
     """
-    odd = ~np.isfinite(found.astype(np.float32))
+    odd = ~np.isfinite(computed.astype(np.float32))
     if odd.any():
-        return failed(site, f"{place}: {describe_nonfinite(odd, found, exact)}")
-    away = largest_difference(found, exact)
+        return make_failure(site, f"{label}: {describe_nonfinite(odd, computed, exact)}")
+    away = largest_difference(computed, exact)
     budget = _FACTOR * largest_difference(rounded, exact) + _ULPS * ulp_of_largest(exact, dtype)
     ok = bool(np.isfinite(away) and away <= budget)
-    coverage = Coverage(int(found.size), unused=unused)
-    return Comparison(f"site {site.name!r}", away, budget, ok, site.name, "" if ok else place, coverage)
+    coverage = Coverage(int(computed.size), unused=unused)
+    return Comparison(f"site {site.name!r}", away, budget, ok, site.name, "" if ok else label, coverage)
 
 
 def worst_of(results: Sequence[Comparison]) -> Comparison:

@@ -27,22 +27,22 @@ class EmittedSite(Generic[Site]):
         site: the site.
         node: of the emitted model.
         attributes: of the node.
-        known: values of tensors by name: captured ones, and the node's inputs that are initializers.
+        values: values of tensors by name: captured ones, and the node's inputs that are initializers.
     """
 
     site: Site
     node: onnx.NodeProto
     attributes: Mapping[str, PlainValue]
-    known: Mapping[str, np.ndarray]
+    values: Mapping[str, np.ndarray]
 
     @property
     def fault_of_mask(self) -> str:
         """What is wrong with the node's mask; empty where it is that of the site."""
-        found, wanted = self.attributes.get("mask"), self.site.mask.text
-        return "" if found == wanted else f"the node's mask is {found!r}, expected {wanted!r}"
+        mask, wanted = self.attributes.get("mask"), self.site.mask.text
+        return "" if mask == wanted else f"the node's mask is {mask!r}, expected {wanted!r}"
 
 
-def emitted_sites(
+def find_emitted_sites(
     emitted: onnx.ModelProto, sites: Sequence[Site], captured: Mapping[str, np.ndarray]
 ) -> Iterator[EmittedSite[Site]]:
     """The nodes in place of sites, in the order of the sites."""
@@ -50,11 +50,11 @@ def emitted_sites(
     stored = {t.name: t for t in emitted.graph.initializer if t.data_location != onnx.TensorProto.EXTERNAL}
     for site in sites:
         node = writers[site.node.output[0]]
-        known = dict(captured)
+        values = dict(captured)
         for name in node.input:
-            if name and name not in known and name in stored:
-                known[name] = onnx.numpy_helper.to_array(stored[name])
-        yield EmittedSite(site, node, plain_attributes_of(node), known)
+            if name and name not in values and name in stored:
+                values[name] = onnx.numpy_helper.to_array(stored[name])
+        yield EmittedSite(site, node, plain_attributes_of(node), values)
 
 
 def rounding_of_output(site: NodeSite, captured: Mapping[str, np.ndarray]) -> Noisy:

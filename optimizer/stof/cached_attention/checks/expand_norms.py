@@ -28,14 +28,14 @@ def _add_without_norms(b: Builder, site: CacheSite, node: onnx.NodeProto) -> Non
     tensors = split_packed(b, site, 2)
     for i, weight in enumerate(("q_norm_weight", "k_norm_weight")):
         tensors[i] = _normalize(b, site, tensors[i], site.input(weight), counts[i])
-    found = copy_node(node)
+    without_norms = copy_node(node)
     for i, tensor in enumerate(tensors):
-        found.input[i] = tensor
+        without_norms.input[i] = tensor
     for weight in ("q_norm_weight", "k_norm_weight"):
-        found.input[INPUT_INDEX[weight]] = ""
-    while not found.input[-1]:
-        found.input.pop()
-    b.nodes.append(found)
+        without_norms.input[INPUT_INDEX[weight]] = ""
+    while not without_norms.input[-1]:
+        without_norms.input.pop()
+    b.nodes.append(without_norms)
 
 
 def _normalize(b: Builder, site: CacheSite, tensor: str, weight: str, heads: int) -> str:

@@ -129,12 +129,10 @@ def compute_step(
             for x, w in ((query, step.query_norm), (key, step.key_norm))
         )
     if step.cos is not None:
-        positions = step.position_ids
-        if positions is None:
-            positions = before[:, None] + np.arange(queries)[None]
+        counted = before[:, None] + np.arange(queries)[None]
+        positions = counted if step.position_ids is None else step.position_ids
         query, key = (_rotate(x, step, positions, dtype) for x in (query, key))
     query, key = store(query), store(key)
-    scale = dtype(step.scale or 1.0 / np.sqrt(size))
     output = np.zeros((batch, heads, queries, size), dtype)
     caches = [_empty_cache(step, (batch, groups, step.capacity, size), dtype) for _ in range(2)]
     rows_before = step.count_held(before)
@@ -159,27 +157,53 @@ def compute_step(
             old = np.zeros((groups, 0, size), dtype) if past is None else past[b, :, :rows].astype(dtype)
             whole.append(np.concatenate([old, added], axis=1))
             caches[i][b, :, :end] = whole[i][:, whole[i].shape[1] - end :]
-        keys, values = whole
-        origin = first - rows  # the position of the first key
-        # Heads of one group lie beside each other.
-        grouped = query[b].reshape(groups, -1, size)
-        scores = np.matmul(grouped, keys.swapaxes(1, 2)).reshape(heads, queries, -1) * scale
-        if step.softcap:
-            scores = dtype(step.softcap) * np.tanh(scores / dtype(step.softcap))
-        if step.bias is not None:
-            bias = step.bias[b if len(step.bias) > 1 else 0].astype(dtype)
-            scores = scores + bias[:, :, origin : origin + keys.shape[1]]
-        distance = (first + np.arange(queries))[:, None] - (origin + np.arange(keys.shape[1]))[None]
-        allowed = (distance >= 0) & ((distance < step.window) if step.window else True)
-        row_numbers, columns = first + np.arange(queries), origin + np.arange(keys.shape[1])
-        pairs = allowed[None] & _allowed_blocks(step, row_numbers, columns)
-        if step.pattern is not None:
-            pairs = pairs & np.stack([allowed_pairs(step.pattern, h, row_numbers, columns) for h in range(heads)])
-        scores = np.where(pairs, scores, -np.inf)
-        weights = _weights(scores, step, dtype).reshape(groups, -1, keys.shape[1])
-        output[b] = np.matmul(weights, values).reshape(heads, queries, size)
+        output[b] = _attend(step, b, query[b], whole[0], whole[1], first, first - rows, dtype)
     merged = store(output.transpose(0, 2, 1, 3).reshape(batch, queries, heads * size))
     return CacheStepResult(merged, caches[0], caches[1])
+
+
+def _attend(
+    step: CacheStep,
+    b: int,
+    query: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+    first: int,
+    origin: int,
+    dtype: type[np.floating[Any]],
+) -> np.ndarray:
+    """The output [H, S, D] of one sequence.
+
+    Args:
+        step: the inputs.
+        b: the sequence.
+        query: its queries [H, S, D].
+        keys: those that they attend, [G, keys, D], new ones behind those of the cache.
+        values: likewise.
+        first: the position of the first query.
+        origin: the position of the first key.
+        dtype: what is computed in.
+    """
+    heads, queries, size = query.shape
+    # Heads of one group lie beside each other.
+    grouped = query.reshape(len(keys), -1, size)
+    scale = dtype(step.scale or 1.0 / np.sqrt(size))
+    scores = np.matmul(grouped, keys.swapaxes(1, 2)).reshape(heads, queries, -1) * scale
+    if step.softcap:
+        scores = dtype(step.softcap) * np.tanh(scores / dtype(step.softcap))
+    if step.bias is not None:
+        bias = step.bias[b if len(step.bias) > 1 else 0].astype(dtype)
+        scores = scores + bias[:, :, origin : origin + keys.shape[1]]
+    rows, columns = first + np.arange(queries), origin + np.arange(keys.shape[1])
+    distance = rows[:, None] - columns[None]
+    allowed = (distance >= 0) & ((distance < step.window) if step.window else True)
+    pairs = allowed[None] & _find_allowed_blocks(step, rows, columns)
+    if step.pattern is not None:
+        pairs = pairs & np.stack([allowed_pairs(step.pattern, h, rows, columns) for h in range(heads)])
+    scores = np.where(pairs, scores, -np.inf)
+    weights = _weights(scores, step, dtype).reshape(len(keys), -1, keys.shape[1])
+    attended: np.ndarray = np.matmul(weights, values).reshape(heads, queries, size)
+    return attended
 
 
 def _empty_cache(step: CacheStep, shape: tuple[int, ...], dtype: type[np.floating[Any]]) -> np.ndarray:
@@ -188,7 +212,7 @@ def _empty_cache(step: CacheStep, shape: tuple[int, ...], dtype: type[np.floatin
     return np.full(shape, np.nan, dtype)
 
 
-def _allowed_blocks(step: CacheStep, rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
+def _find_allowed_blocks(step: CacheStep, rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
     """Which pairs of positions [H, rows, keys] lie in blocks that are attended."""
     if step.layout is None:
         return np.ones((1, 1, 1), bool)
@@ -237,7 +261,7 @@ def _rotate(x: np.ndarray, step: CacheStep, positions: np.ndarray, dtype: type[n
     before, rotated, rest = np.split(x, [step.rotary_offset, step.rotary_offset + 2 * half], axis=-1)
     pairs = (slice(0, None, 2), slice(1, None, 2)) if step.interleaved else (slice(0, half), slice(half, None))
     one, other = (rotated[..., p] for p in pairs)
-    found = np.empty_like(rotated)
-    found[..., pairs[0]] = one * cos - other * sin
-    found[..., pairs[1]] = other * cos + one * sin
-    return np.concatenate([before, found, rest], axis=-1)
+    embedded = np.empty_like(rotated)
+    embedded[..., pairs[0]] = one * cos - other * sin
+    embedded[..., pairs[1]] = other * cos + one * sin
+    return np.concatenate([before, embedded, rest], axis=-1)

@@ -19,10 +19,10 @@ from stof.cached_attention.checks.attention_step import attention_of_site
 from stof.cached_attention.checks.contract_comparison import (
     compare_original,
     compare_with_contract,
-    failed,
+    make_failure,
     worst_of,
 )
-from stof.cached_attention.checks.emitted_sites import emitted_sites, in_type, rounding_of_output, size_or_one
+from stof.cached_attention.checks.emitted_sites import find_emitted_sites, in_type, rounding_of_output, size_or_one
 from stof.cached_attention.checks.expand_norms import expand_norms
 from stof.cached_attention.checks.mask_tables import fault_of_tables
 from stof.cached_attention.checks.oracle import CacheStep, CacheStepResult, compute_step
@@ -101,10 +101,10 @@ class CacheChecks(SiteChecks):
         return True
 
     def tensors(self) -> list[str]:
-        given = {i.name for i in self._base.graph.input}
+        inputs = {i.name for i in self._base.graph.input}
         # Of quantized caches both are needed: outputs depend on how they were rounded.
-        found = [t for s in self.cache_sites for t in (*s.node.input, *s.node.output[: 3 if s.quantized else 2]) if t]
-        return [t for t in dict.fromkeys(found) if t not in given]
+        read = [t for s in self.cache_sites for t in (*s.node.input, *s.node.output[: 3 if s.quantized else 2]) if t]
+        return [t for t in dict.fromkeys(read) if t not in inputs]
 
     def outputs(self) -> dict[str, list[str]]:
         return {s.name: [o for o in s.node.output if o] for s in self.cache_sites}
@@ -113,18 +113,18 @@ class CacheChecks(SiteChecks):
         return emit_caches(self._base, [s for s in self.cache_sites if s.name in set(sites)])
 
     def rounding_errors(self, captured: Mapping[str, np.ndarray]) -> dict[str, Noisy]:
-        found = {}
+        errors = {}
         for site in self.cache_sites:
             output, key = site.node.output[:2]
-            found[output] = rounding_of_output(site, captured)
+            errors[output] = rounding_of_output(site, captured)
             if site.quantized:
-                found |= self._quantizer_inputs(site, captured)
+                errors |= self._quantizer_inputs(site, captured)
             elif site.does_rotary or site.input("k_norm_weight"):
                 rows = captured.get(key)
                 held = None if rows is None else self._lengths.cache_rows(key, captured, rows.shape[2])
                 rows = rows.swapaxes(1, 2)[held] if rows is not None and held is not None else rows
-                found[key] = Noisy(site.dtype, site.head_size, size_or_one(rows))
-        return found
+                errors[key] = Noisy(site.dtype, site.head_size, size_or_one(rows))
+        return errors
 
     def _quantizer_inputs(self, site: CacheSite, captured: Mapping[str, np.ndarray]) -> dict[str, Noisy]:
         """What is rounded to a quantized cache: a difference in the last place moves some elements by a step."""
@@ -137,22 +137,24 @@ class CacheChecks(SiteChecks):
         }
 
     def compare(self, emitted: onnx.ModelProto, captured: Mapping[str, np.ndarray]) -> Iterator[Comparison]:
-        for found in emitted_sites(emitted, self.cache_sites, captured):
-            site = found.site
-            if detail := found.fault_of_mask or fault_of_tables(site, found.node, found.known, OP_INPUTS):
-                yield failed(site, detail)
-            elif (step := _captured_step(site, found.node, found.known)) is not None:
+        for emitted_site in find_emitted_sites(emitted, self.cache_sites, captured):
+            site = emitted_site.site
+            if detail := emitted_site.fault_of_mask or fault_of_tables(
+                site, emitted_site.node, emitted_site.values, OP_INPUTS
+            ):
+                yield make_failure(site, detail)
+            elif (step := _read_captured_step(site, emitted_site.node, emitted_site.values)) is not None:
                 output, *caches = (captured.get(o) for o in site.node.output[:3])
-                yield compare_cache_site(site, found.attributes, step, output, caches)
+                yield compare_cache_site(site, emitted_site.attributes, step, output, caches)
 
 
-def _captured_step(site: CacheSite, node: onnx.NodeProto, known: Mapping[str, np.ndarray]) -> CacheStep | None:
+def _read_captured_step(site: CacheSite, node: onnx.NodeProto, values: Mapping[str, np.ndarray]) -> CacheStep | None:
     """The step of a node by its tensors; None where one of them is not known."""
     names = dict(enumerate(node.input[: len(INPUTS)]))
     names[_LENGTHS] = site.input("seqlens_k")
-    if any(name and name not in known for name in names.values()):
+    if any(name and name not in values for name in names.values()):
         return None
-    arrays = {INPUTS[i]: known[name] for i, name in names.items() if name}
+    arrays = {INPUTS[i]: values[name] for i, name in names.items() if name}
     layout = site.layout
     return CacheStep(
         query=arrays["query"],
@@ -193,10 +195,10 @@ def compare_cache_site(
         return failure
     results = []
     for label, step in _steps(in_type(captured, np.dtype(helper.tensor_dtype_to_np_dtype(site.dtype)))):
-        found = _compare_step(site, attributes, label, step)
-        if not found.ok:
-            return found
-        results.append(found)
+        comparison = _compare_step(site, attributes, label, step)
+        if not comparison.ok:
+            return comparison
+        results.append(comparison)
     return worst_of(results)
 
 
@@ -209,10 +211,10 @@ def _compare_original(
     if step.is_quantized and len(caches) == 2 and caches[0] is not None and caches[1] is not None:
         held = caches[0], caches[1]
     exact, single = compute_step(step, held=held), compute_step(step, np.float32, held=held)
-    for name, wanted, found in zip(
+    for name, wanted, cache in zip(
         ("present_key", "present_value"), (exact.key, exact.value), held or (), strict=False
     ):
-        compared = _compare_quantized(site, name, wanted, found, step)
+        compared = _compare_quantized(site, name, wanted, cache, step)
         if not compared.ok:
             return replace(compared, detail=f"the replaced node: {compared.detail}")
     return compare_original(site, original[rows], exact.output[rows], single.output[rows])
@@ -221,38 +223,38 @@ def _compare_original(
 def _compare_step(site: CacheSite, attributes: Mapping[str, PlainValue], label: str, step: CacheStep) -> Comparison:
     """Compares output and caches of one step; undefined rows are left out."""
     try:
-        found = run_step(attributes, step)
+        result = run_step(attributes, step)
     except LibraryError as error:
-        return failed(site, f"{label}: {error}")
-    caches = (found.key, found.value) if step.is_quantized else None
+        return make_failure(site, f"{label}: {error}")
+    caches = (result.key, result.value) if step.is_quantized else None
     dtype = step.query.dtype
     exact, single = compute_step(step, held=caches), compute_step(step, np.float32, dtype, caches)
     rows = ~step.padded
-    mine, wanted, rounded = (x.output[rows] for x in (found, exact, single))
-    unused = int(found.output[~rows].size)
+    mine, wanted, rounded = (x.output[rows] for x in (result, exact, single))
+    unused = int(result.output[~rows].size)
     results = [compare_with_contract(site, f"{label}, output", mine, wanted, rounded, dtype, unused)]
     held = np.arange(step.capacity)[None] < step.rows[:, None]
     for name, field in (("present_key", "key"), ("present_value", "value")):
-        mine, wanted, rounded = (getattr(x, field) for x in (found, exact, single))
-        place = f"{label}, {name}"
+        mine, wanted, rounded = (getattr(x, field) for x in (result, exact, single))
+        compared = f"{label}, {name}"
         if step.is_quantized:
-            results.append(_compare_quantized(site, place, wanted, mine, step))
+            results.append(_compare_quantized(site, compared, wanted, mine, step))
         else:
             mine, wanted, rounded = (x.swapaxes(1, 2)[held] for x in (mine, wanted, rounded))
-            results.append(compare_with_contract(site, place, mine, wanted, rounded, dtype))
+            results.append(compare_with_contract(site, compared, mine, wanted, rounded, dtype))
     return worst_of(results)
 
 
 def _compare_quantized(
-    site: CacheSite, place: str, wanted: np.ndarray, found: np.ndarray, step: CacheStep
+    site: CacheSite, label: str, wanted: np.ndarray, computed: np.ndarray, step: CacheStep
 ) -> Comparison:
     """Quantized caches: few elements may differ, and by one step of the quantizer alone."""
     held = np.arange(step.capacity)[None] < step.rows[:, None]
-    steps = count_steps(wanted.swapaxes(1, 2)[held], found.swapaxes(1, 2)[held])
+    steps = count_steps(wanted.swapaxes(1, 2)[held], computed.swapaxes(1, 2)[held])
     away, flips = float(steps.max(initial=0)), int(np.count_nonzero(steps))
     ok = away <= 1 and flips <= 1 + _FLIPS * steps.size
     detail = (
-        "" if ok else f"{place}: {flips} of {steps.size} elements differ, by up to {away:.0f} steps of the quantizer"
+        "" if ok else f"{label}: {flips} of {steps.size} elements differ, by up to {away:.0f} steps of the quantizer"
     )
     return Comparison(f"site {site.name!r}", away, 1.0, ok, site.name, detail, Coverage(steps.size))
 
@@ -293,8 +295,8 @@ def run_step(attributes: Mapping[str, PlainValue], step: CacheStep) -> CacheStep
     shape = (batch, step.kv_num_heads, step.capacity, size)
     poison = _QUANTIZED_POISON if step.is_quantized else _POISON
     caches = [np.full(shape, poison).astype(step.past_key.dtype) for _ in range(2)]
-    given = [None if x is None else np.ascontiguousarray(x) for x in inputs]
-    Op(OP, attributes).run(given, [output, *caches], threads=2)
+    operands = [None if x is None else np.ascontiguousarray(x) for x in inputs]
+    Op(OP, attributes).run(operands, [output, *caches], threads=2)
     return CacheStepResult(output, caches[0], caches[1])
 
 

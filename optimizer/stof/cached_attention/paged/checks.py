@@ -18,10 +18,10 @@ from stof.cached_attention.checks.attention_step import attention_of_site
 from stof.cached_attention.checks.contract_comparison import (
     compare_original,
     compare_with_contract,
-    failed,
+    make_failure,
     worst_of,
 )
-from stof.cached_attention.checks.emitted_sites import emitted_sites, in_type, rounding_of_output
+from stof.cached_attention.checks.emitted_sites import find_emitted_sites, in_type, rounding_of_output
 from stof.cached_attention.checks.mask_tables import fault_of_tables
 from stof.cached_attention.paged.emit import emit_pages
 from stof.cached_attention.paged.expand import expand_pages
@@ -77,9 +77,9 @@ class PagedChecks(SiteChecks):
         return self._maker.steps(tokens)
 
     def tensors(self) -> list[str]:
-        given = {i.name for i in self._base.graph.input}
-        found = [t for s in self.paged_sites for t in (*s.node.input, *s.node.output[:3]) if t]
-        return [t for t in dict.fromkeys(found) if t not in given]
+        inputs = {i.name for i in self._base.graph.input}
+        read = [t for s in self.paged_sites for t in (*s.node.input, *s.node.output[:3]) if t]
+        return [t for t in dict.fromkeys(read) if t not in inputs]
 
     def outputs(self) -> dict[str, list[str]]:
         return {s.name: [o for o in s.node.output if o] for s in self.paged_sites}
@@ -91,19 +91,21 @@ class PagedChecks(SiteChecks):
         return {s.node.output[0]: rounding_of_output(s, captured) for s in self.paged_sites}
 
     def compare(self, emitted: onnx.ModelProto, captured: Mapping[str, np.ndarray]) -> Iterator[Comparison]:
-        for found in emitted_sites(emitted, self.paged_sites, captured):
-            site = found.site
-            if detail := found.fault_of_mask or fault_of_tables(site, found.node, found.known, OP_INPUTS):
-                yield failed(site, detail)
-            elif (step := _captured_step(site, found.node, found.known)) is not None:
-                yield compare_paged_site(site, found.attributes, step, captured.get(site.node.output[0]))
+        for emitted_site in find_emitted_sites(emitted, self.paged_sites, captured):
+            site = emitted_site.site
+            if detail := emitted_site.fault_of_mask or fault_of_tables(
+                site, emitted_site.node, emitted_site.values, OP_INPUTS
+            ):
+                yield make_failure(site, detail)
+            elif (step := _read_captured_step(site, emitted_site.node, emitted_site.values)) is not None:
+                yield compare_paged_site(site, emitted_site.attributes, step, captured.get(site.node.output[0]))
 
 
-def _captured_step(site: PagedSite, node: onnx.NodeProto, known: Mapping[str, np.ndarray]) -> PagedStep | None:
+def _read_captured_step(site: PagedSite, node: onnx.NodeProto, values: Mapping[str, np.ndarray]) -> PagedStep | None:
     """The step of a node by its tensors; None where one of them is not known."""
-    if any(name and name not in known for name in node.input[: len(INPUTS)]):
+    if any(name and name not in values for name in node.input[: len(INPUTS)]):
         return None
-    arrays = {n: known[input_of(node, i)] for n, i in INPUT_INDEX.items() if input_of(node, i)}
+    arrays = {n: values[input_of(node, i)] for n, i in INPUT_INDEX.items() if input_of(node, i)}
     return PagedStep(
         query=arrays["query"],
         key=arrays.get("key"),
@@ -149,12 +151,12 @@ def _compare_step(site: PagedSite, attributes: Mapping[str, PlainValue], step: P
     dtype = step.query.dtype
     exact, single = compute_paged_step(step), compute_paged_step(step, np.float32, dtype)
     try:
-        found = run_paged_step(attributes, step)
+        result = run_paged_step(attributes, step)
     except LibraryError as error:
-        return [failed(site, str(error))]
+        return [make_failure(site, str(error))]
     results = []
     for name in ("output", "key_cache", "value_cache"):
-        mine, wanted, rounded = (getattr(x, name) for x in (found, exact, single))
+        mine, wanted, rounded = (getattr(x, name) for x in (result, exact, single))
         results.append(compare_with_contract(site, name, mine, wanted, rounded, dtype))
     return results
 
@@ -214,6 +216,6 @@ def run_paged_step(attributes: Mapping[str, PlainValue], step: PagedStep) -> Pag
     dtype = step.query.dtype
     output = np.full((len(step.query), step.num_heads * step.key_cache.shape[3]), _POISON, dtype)
     caches = [np.full(step.key_cache.shape, _POISON, dtype) for _ in range(2)]
-    given = [None if x is None else np.ascontiguousarray(x) for x in inputs]
-    Op(OP, attributes).run(given, [output, *caches], threads=2)
+    operands = [None if x is None else np.ascontiguousarray(x) for x in inputs]
+    Op(OP, attributes).run(operands, [output, *caches], threads=2)
     return PagedStepResult(output, caches[0], caches[1])

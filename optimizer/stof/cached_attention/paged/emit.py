@@ -35,7 +35,7 @@ class PagedVariant:
     """
 
     attributes: tuple[bytes, ...]
-    given: tuple[bool, ...]
+    inputs_present: tuple[bool, ...]
     dtype: int
     pattern: MaskExpression | None = None
     heads: tuple[int, int, int, int] = (0, 0, 0, 0)
@@ -60,7 +60,7 @@ class PagedVariant:
 
     def nodes(self, name: str, opset: int, outputs: Sequence[str], *, is_branch: bool = False) -> list[onnx.NodeProto]:
         """The node, with the function's own names as inputs, or standard nodes with a pattern; the same in a branch."""
-        inputs = [name if given else "" for name, given in zip(INPUTS, self.given, strict=True)]
+        inputs = [name if present else "" for name, present in zip(INPUTS, self.inputs_present, strict=True)]
         while not inputs[-1]:
             inputs.pop()
         node = helper.make_node(PAGED, inputs, list(outputs), name=name, domain=MICROSOFT)
@@ -91,24 +91,24 @@ def emit_pages(model: onnx.ModelProto, sites: Sequence[PagedSite]) -> onnx.Model
         UnsupportedError: when the model holds the operator already.
     """
     check_absent(model, OP)
-    found = copy_model(model)
+    emitted = copy_model(model)
     if not sites:
-        return found
+        return emitted
     by_output = {s.node.output[0]: s for s in sites}
-    names = FreshNames(n.name for n in all_nodes(found.graph.node))
+    names = FreshNames(n.name for n in all_nodes(emitted.graph.node))
     variants: dict[PagedVariant, int] = {}
     calls: list[onnx.NodeProto] = []
-    for node in found.graph.node:
+    for node in emitted.graph.node:
         site = by_output.get(node.output[0]) if node.output else None
         if site is not None:
             number = variants.setdefault(PagedVariant.of(site), len(variants))
             rewrite_node(node, site, OP, site.read_inputs, len(OUTPUTS), number, names)
             calls.append(node)
-    add_tables(found.graph, sites)
+    add_tables(emitted.graph, sites)
     fill_tables(calls, list(variants), OP_INPUTS)
     most = max(len(node.input) for node in calls)
     function = make_variant_function(
         OP, OP_INPUTS[:most], OUTPUTS, list(variants), opset_of(model), contrib_version_of(model)
     )
-    add_functions(found, [function])
-    return found
+    add_functions(emitted, [function])
+    return emitted

@@ -26,9 +26,9 @@ _POSITION = Lookup("lengths", (B,))  # of each token: in a pattern's mask the to
 
 def expand_pages(model: onnx.ModelProto, sites: Sequence[PagedSite]) -> onnx.ModelProto:
     """A copy of the model in which the node of every site is standard nodes, which attend by its declared pattern, too."""
-    found = expand_sites(model, sites, "stof_paged", _expand_site)
-    add_tables(found.graph, sites)
-    return found
+    expanded = expand_sites(model, sites, "stof_paged", _expand_site)
+    add_tables(expanded.graph, sites)
+    return expanded
 
 
 def _expand_site(builder: Builder, site: PagedSite, node: onnx.NodeProto) -> None:
@@ -38,13 +38,13 @@ def _expand_site(builder: Builder, site: PagedSite, node: onnx.NodeProto) -> Non
 
 def add_tables(graph: onnx.GraphProto, sites: Sequence[PagedSite]) -> None:
     """Gives a graph the tables of the patterns of sites, unless it has them."""
-    known = {t.name for t in graph.initializer}
+    stored = {t.name for t in graph.initializer}
     for site in sites:
         for name, array in site.mask_tables.items():
             assert site.declared is not None
             tensor = site.declared.tables[name]
-            if tensor not in known:
-                known.add(tensor)
+            if tensor not in stored:
+                stored.add(tensor)
                 graph.initializer.append(numpy_helper.from_array(array, tensor))
 
 
@@ -106,8 +106,8 @@ class _Expansion:
         keys = b.unsqueeze(b.add("Transpose", [caches[0]], perm=[1, 2, 0]), [1])
         values = b.unsqueeze(b.add("Transpose", [caches[1]], perm=[1, 0, 2]), [1])
         weights = self._weights(b.add("MatMul", [by_group, keys]))
-        found = b.add("Transpose", [b.add("MatMul", [weights, values])], perm=[1, 0, 2, 3])
-        self._add_as("Reshape", [self._cast(found, site.dtype), b.constant([0, heads * size])], outputs[0])
+        attended = b.add("Transpose", [b.add("MatMul", [weights, values])], perm=[1, 0, 2, 3])
+        self._add_as("Reshape", [self._cast(attended, site.dtype), b.constant([0, heads * size])], outputs[0])
 
     def _to_int64(self, tensor: str) -> str:
         return self.b.add("Cast", [tensor], to=TensorProto.INT64)
@@ -175,13 +175,13 @@ class _Expansion:
             one, other = (b.add("Gather", [pairs, b.constant(i)], axis=3) for i in (0, 1))
         else:
             one, other = self._cut(turning, 0, size // 2), self._cut(turning, size // 2, size)
-        left = b.add("Sub", [b.add("Mul", [one, cos]), b.add("Mul", [other, sin])])
-        right = b.add("Add", [b.add("Mul", [other, cos]), b.add("Mul", [one, sin])])
+        first = b.add("Sub", [b.add("Mul", [one, cos]), b.add("Mul", [other, sin])])
+        second = b.add("Add", [b.add("Mul", [other, cos]), b.add("Mul", [one, sin])])
         if site.is_interleaved:
-            pairs = b.add("Concat", [b.unsqueeze(left, [3]), b.unsqueeze(right, [3])], axis=3)
+            pairs = b.add("Concat", [b.unsqueeze(first, [3]), b.unsqueeze(second, [3])], axis=3)
             turned = [b.add("Reshape", [pairs, b.constant([0, heads, size])])]
         else:
-            turned = [left, right]
+            turned = [first, second]
         before = [self._cut(x, 0, offset)] if offset else []
         after = [self._cut(x, offset + size, site.head_size)] if offset + size < site.head_size else []
         return b.add("Concat", [*before, *turned, *after], axis=2)
@@ -193,8 +193,8 @@ class _Expansion:
             slot = self._to_int64(self.site.input("slot_mapping"))
         else:
             column = b.add("Div", [self.position, self.block_size])
-            place = b.add("Add", [b.add("Mul", [self.sequence, self.columns]), column])
-            block = b.add("Gather", [b.add("Reshape", [self.table, b.constant([-1])]), place])
+            entry = b.add("Add", [b.add("Mul", [self.sequence, self.columns]), column])
+            block = b.add("Gather", [b.add("Reshape", [self.table, b.constant([-1])]), entry])
             in_block = b.add("Mod", [self.position, self.block_size])
             slot = b.add("Add", [b.add("Mul", [block, self.block_size]), in_block])
         is_stored = b.add("And", [self.is_token, b.add("GreaterOrEqual", [slot, b.constant(0)])])
@@ -236,9 +236,9 @@ class _Expansion:
         mask = pattern.substitute({"q": _POSITION}).root
         allowed = emit_mask(b, mask, sizes, {"lengths": self.position, **self.tables})  # [N, H or 1, 1, length]
         owner = b.unsqueeze(self._range(self.batch), [0, 1, 3])
-        own = b.add("Equal", [owner, b.unsqueeze(self.sequence, [1, 2, 3])])
-        own = b.add("And", [own, b.unsqueeze(self.is_token, [1, 2, 3])])  # [N, 1, B, 1]
-        allowed = b.add("And", [allowed, own])
+        is_same_sequence = b.add("Equal", [owner, b.unsqueeze(self.sequence, [1, 2, 3])])
+        is_same_sequence = b.add("And", [is_same_sequence, b.unsqueeze(self.is_token, [1, 2, 3])])  # [N, 1, B, 1]
+        allowed = b.add("And", [allowed, is_same_sequence])
         groups = site.kv_num_heads if "h" in pattern.reads else 1
         heads = site.num_heads // groups if "h" in pattern.reads else 1
         return b.add("Transpose", [b.add("Reshape", [allowed, b.constant([0, groups, heads, -1])])], perm=[1, 0, 2, 3])

@@ -129,9 +129,9 @@ def _refuse_signature(reader: NodeReader, node: onnx.NodeProto, index: GraphInde
 
 def _check_integers(reader: NodeReader, symbolic: Symbolic) -> None:
     for name in _INTEGERS:
-        own = symbolic.dtype(reader.input(name)) if reader.input(name) else 0
-        if own not in (0, onnx.TensorProto.INT32):
-            raise UnsupportedError(f"{name} is {type_names([own], 'or').strip()}, expected int32")
+        element_type = symbolic.dtype(reader.input(name)) if reader.input(name) else 0
+        if element_type not in (0, onnx.TensorProto.INT32):
+            raise UnsupportedError(f"{name} is {type_names([element_type], 'or').strip()}, expected int32")
 
 
 def _check_blocks(keys: tuple[Int, ...], values: tuple[Int, ...]) -> None:

@@ -86,9 +86,9 @@ def compute_paged_step(
             total=total,
             **step.attention,
         )
-        found = compute_step(one, dtype, storage)
-        output[begin:end] = found.output[0]
-        for cache, present in zip(caches, (found.key, found.value), strict=True):
+        result = compute_step(one, dtype, storage)
+        output[begin:end] = result.output[0]
+        for cache, present in zip(caches, (result.key, result.value), strict=True):
             cache[rows[int(before) :]] = present[0, :, int(before) : total].swapaxes(0, 1)
     shape = step.key_cache.shape
     return PagedStepResult(output, caches[0].reshape(shape), caches[1].reshape(shape))

@@ -52,11 +52,11 @@ class PagedInputMaker(InputMaker):
         self._limits = shapes or {}
         index = GraphIndex(model.graph)
         super().__init__(model, symbolic, frozenset(), index=index, scores=[])
-        given = {i.name for i in self.inputs}
+        input_names = {i.name for i in self.inputs}
         self._sources = {}
         for site in sites:
             for name in _LENGTHS:
-                if (tensor := site.input(name)) and (source := find_source(index, tensor)) in given:
+                if (tensor := site.input(name)) and (source := find_source(index, tensor)) in input_names:
                     self._sources[tensor] = source
 
     def draw(
@@ -71,9 +71,9 @@ class PagedInputMaker(InputMaker):
 
     def caches(self) -> dict[str, str]:
         """The model outputs that the caches become, by input; empty where some are neither."""
-        given, written = {i.name for i in self.inputs}, {o.name for o in self.model.graph.output}
-        found = {s.input(n): s.node.output[i] for s in self.sites for i, n in ((1, "key_cache"), (2, "value_cache"))}
-        return found if set(found) <= given and written.issuperset(found.values()) else {}
+        input_names, written = {i.name for i in self.inputs}, {o.name for o in self.model.graph.output}
+        presents = {s.input(n): s.node.output[i] for s in self.sites for i, n in ((1, "key_cache"), (2, "value_cache"))}
+        return presents if set(presents) <= input_names and written.issuperset(presents.values()) else {}
 
     def case_of_step(self, queries: int, total: int, rows: int) -> Case | None:
         """The case of one sequence in a step; None where sizes are fixed to others.
@@ -83,8 +83,8 @@ class PagedInputMaker(InputMaker):
             total: keys after the step.
             rows: that its blocks have at least, where their number is not fixed.
         """
-        found = replace(self._case(_Step(1, queries, rows), ragged=False), length=total)
-        sizes = self.sizes(found)
+        case = replace(self._case(_Step(1, queries, rows), ragged=False), length=total)
+        sizes = self.sizes(case)
         fits = all(
             _value(s.tokens, sizes) == queries
             and _value(s.batch, sizes) == 1
@@ -92,7 +92,7 @@ class PagedInputMaker(InputMaker):
             and _value(s.blocks, sizes) >= _value(s.columns, sizes)
             for s in self.sites
         )
-        return found if fits and total <= self._most_positions() else None
+        return case if fits and total <= self._most_positions() else None
 
     def draw_step(self, case: Case, rng: np.random.Generator) -> dict[str, np.ndarray] | None:
         """Inputs of :meth:`case_of_step`, whose sequence owns the first blocks; None where no inputs state its lengths."""
@@ -193,8 +193,8 @@ class PagedInputMaker(InputMaker):
                 ("value_cache", (batch * columns + 2, size, site.kv_num_heads, site.head_size)),
             ):
                 shape = self.symbolic.shape(site.input(name)) if site.input(name) else None
-                for found, number in zip(shape or (), wanted, strict=False):
-                    _choose(values, found, number, self._limits)
+                for dim, number in zip(shape or (), wanted, strict=False):
+                    _choose(values, dim, number, self._limits)
         length = max(step.keys, step.tokens)
         return Case(step.batch, length, Padding.RIGHT if ragged else Padding.NONE, tuple(values.items()))
 
@@ -228,15 +228,15 @@ def _divide(tokens: int, batch: int, ragged: bool, rng: np.random.Generator) -> 
     if ragged and batch > 1:
         cuts = np.sort(rng.integers(0, tokens, batch - 1, endpoint=True))
         return np.diff(np.concatenate([[0], cuts, [tokens]]))
-    found = np.full(batch, tokens // batch)
-    found[: tokens % batch] += 1
-    return found
+    counts = np.full(batch, tokens // batch)
+    counts[: tokens % batch] += 1
+    return counts
 
 
 def _slots(table: np.ndarray, new: np.ndarray, past: np.ndarray, size: int) -> np.ndarray:
     """The rows [N] of the cache that a step's tokens take by the block table."""
-    found = []
+    slots = []
     for row, count, before in zip(table, new, past, strict=True):
         positions = before + np.arange(count)
-        found.append(row[positions // size] * size + positions % size)
-    return np.concatenate(found).astype(np.int32) if found else np.zeros(0, np.int32)
+        slots.append(row[positions // size] * size + positions % size)
+    return np.concatenate(slots).astype(np.int32) if slots else np.zeros(0, np.int32)

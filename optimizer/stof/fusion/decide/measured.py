@@ -320,7 +320,7 @@ class MeasuredDecider:
         outputs = region.graph.outputs(region.node_indices)
         for timer, problem in zip(timers, problems, strict=True):
             # The whole deadline, not the region's, which its search has used up: few turns do not tell 1 % from noise.
-            times = timer.interleaved_seconds(
+            times = timer.measure_interleaved(
                 region.node_indices, candidates, outputs, lambda: self._seconds_left() <= 0.0
             )
             for key in [*self.cache.of(problem)]:

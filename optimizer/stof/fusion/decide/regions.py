@@ -77,11 +77,11 @@ def decide_chains(
     """
     selection = selection or ChainSelection()
     for copy in described.copies():
-        found = _decide_copy(described, copy, decider, selection)
+        decided = _decide_copy(described, copy, decider, selection)
         # Attention reads the wide output without Split. Other readers need a chain that fuses it.
-        if (found.replaced or not copy.splits) and not copy.splits & found.live_nodes:
+        if (decided.replaced or not copy.splits) and not copy.splits & decided.live_nodes:
             break
-    return found
+    return decided
 
 
 def _decide_copy(
@@ -152,27 +152,27 @@ def _decide_all(
     """A decision about each region: the user's where there is one, else one for all equal problems."""
     by_user = [selection.of_chain(i, r.name) for i, r in enumerate(regions)]
     undecided = {r.problem for r, decision in zip(regions, by_user, strict=True) if decision is None}
-    known: dict[tuple[ChainProblem, ChainDecision | None], ChainDecision] = {}
-    found = []
-    for region, given in zip(regions, by_user, strict=True):
-        case = (region.problem, given)
-        if case not in known:
-            if given is None:
-                left = len(undecided) - sum(user is None for _, user in known)
-                known[case] = _decide(graph, region, decider, left)
+    decision_of: dict[tuple[ChainProblem, ChainDecision | None], ChainDecision] = {}
+    decisions = []
+    for region, planned in zip(regions, by_user, strict=True):
+        case = (region.problem, planned)
+        if case not in decision_of:
+            if planned is None:
+                remaining = len(undecided) - sum(user is None for _, user in decision_of)
+                decision_of[case] = _decide(graph, region, decider, remaining)
             else:
-                known[case] = _check_segments(graph, region, given)
-        found.append(known[case])
-    return found
+                decision_of[case] = _check_segments(graph, region, planned)
+        decisions.append(decision_of[case])
+    return decisions
 
 
-def _decide(graph: FusionGraph, region: DescribedRegion, decider: ChainDecider, left: int) -> ChainDecision:
+def _decide(graph: FusionGraph, region: DescribedRegion, decider: ChainDecider, remaining: int) -> ChainDecision:
     chain = region.chain
     try:
         check_chain(chain, graph.nodes, graph.symbolic, opset_of(graph.model))
     except UnsupportedError as error:
         return ChainDecision((), str(error))
-    decision = decider(graph, chain, region.problem.signature, left)
+    decision = decider(graph, chain, region.problem.signature, remaining)
     is_checked = decision.segments == ((len(region.nodes) - len(chain.region.node_indices), len(region.nodes)),)
     return decision if is_checked else _check_segments(graph, region, decision)
 

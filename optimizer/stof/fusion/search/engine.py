@@ -213,7 +213,7 @@ class _Engine:
         self.complete = self.complete and not segments
 
 
-def exhaustive(space: SchemeSpace, cost: Cost) -> tuple[FusionScheme, float]:
+def search_exhaustively(space: SchemeSpace, cost: Cost) -> tuple[FusionScheme, float]:
     """The best of every scheme and every setting: the reference of the search in small spaces."""
     costs: dict[Segment, float] = {}
 

@@ -192,7 +192,7 @@ class Timer:
             self._check_time()  # a run that was ended
             raise UnsupportedError(f"it cannot be run by itself: {error}") from error
 
-    def interleaved_seconds(
+    def measure_interleaved(
         self,
         node_indices: Sequence[int],
         candidates: Sequence[Sequence[FusedChain]],

@@ -100,20 +100,23 @@ class ActivationRuns:
         chosen: Sequence[Sequence[np.ndarray]],
     ) -> Iterator[tuple[MlpSite, list[SiteSamples]]]:
         names = list(dict.fromkeys(t for site in sites for _, t in _tensors(site)))
-        found: list[dict[str, np.ndarray]] = []
+        samples: list[dict[str, np.ndarray]] = []
         for each, rows_of in zip(prompts, chosen, strict=True):
             pieces: dict[str, list[np.ndarray]] = {n: [] for n in names}
             for i, (ids, rows) in enumerate(zip(each.prompts, rows_of, strict=True)):
                 if len(rows):
                     for name, array in zip(names, self._run_prompt(session, each, i, ids, rows, names), strict=True):
                         pieces[name].append(array)
-            found.append({name: np.concatenate(own) for name, own in pieces.items()})
+            samples.append({name: np.concatenate(arrays) for name, arrays in pieces.items()})
             del pieces
         for site in sites:
             tensors = dict(_tensors(site))
             yield (
                 site,
-                [SiteSamples(x[tensors[_ACTIVATED]], x[tensors[_INPUT]] if _INPUT in tensors else None) for x in found],
+                [
+                    SiteSamples(x[tensors[_ACTIVATED]], x[tensors[_INPUT]] if _INPUT in tensors else None)
+                    for x in samples
+                ],
             )
 
     def _run_prompt(
@@ -149,8 +152,8 @@ def _with_samples(model: onnx.ModelProto, wanted: dict[str, int]) -> onnx.ModelP
     A tensor may have fewer rows than the prompt has tokens: an MLP may read the last token alone. Numbers beyond the last row
     start again at the first one.
     """
-    found = copy_model(model)
-    graph = found.graph
+    sampled = copy_model(model)
+    graph = sampled.graph
     graph.input.append(helper.make_tensor_value_info(_ROWS, TensorProto.INT64, ["stof_row_count"]))
     one = "stof_one"
     graph.initializer.append(helper.make_tensor(one, TensorProto.INT64, [1], [1]))
@@ -168,7 +171,7 @@ def _with_samples(model: onnx.ModelProto, wanted: dict[str, int]) -> onnx.ModelP
         add(helper.make_node("Gather", [flat, numbers], [rows], name=rows, axis=0))
         add(helper.make_node("Cast", [rows], [name], name=name, to=TensorProto.FLOAT))
         graph.output.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, None))
-    return found
+    return sampled
 
 
 def _choose_rows(prompts: PromptSet, tokens: int) -> list[np.ndarray]:

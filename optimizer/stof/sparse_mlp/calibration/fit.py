@@ -79,10 +79,12 @@ def fit_selector(site: MlpSite, clause: MlpClause, samples: SiteSamples, constan
     bias = read_bias(site.gate_weight, constants)
     bias = None if bias is None else bias.astype(np.float32)
     by_neuron = clause.by_neuron is not False
-    found = fit_svd_selector(weight, bias, inputs, active, rank, share, clause.recall, by_neuron)
+    selector = fit_svd_selector(weight, bias, inputs, active, rank, share, clause.recall, by_neuron)
     if clause.kind == "trained":
-        found = train_selector(inputs, active, rank, clause.seed, start=found, active_share=share, recall=clause.recall)
-    return found
+        selector = train_selector(
+            inputs, active, rank, clause.seed, start=selector, active_share=share, recall=clause.recall
+        )
+    return selector
 
 
 def _share_to_select(site: MlpSite, clause: MlpClause) -> float | None:
@@ -92,7 +94,7 @@ def _share_to_select(site: MlpSite, clause: MlpClause) -> float | None:
     return DEFAULT_ACTIVE if clause.active is None else clause.active
 
 
-def fit_threshold(site: MlpSite, clause: MlpClause, given: NeuronSelector, samples: SiteSamples) -> NeuronSelector:
+def fit_threshold(site: MlpSite, clause: MlpClause, selector: NeuronSelector, samples: SiteSamples) -> NeuronSelector:
     """A file's predictor with one threshold, fitted on samples to the share or the recall of the clause.
 
     Raises:
@@ -104,10 +106,10 @@ def fit_threshold(site: MlpSite, clause: MlpClause, given: NeuronSelector, sampl
         raise UnsupportedError("no calibration token enters it with finite numbers")
     activated = samples.activated[finite]
     active = find_active_neurons(site, activated, activity_threshold(site, clause, activated))
-    scores = given.scores(samples.inputs[finite])
+    scores = selector.scores(samples.inputs[finite])
     share = clause.active if clause.recall is None else None
     threshold = fit_margin_threshold(lambda: [(scores, active)], share, clause.recall)
-    return replace(given, threshold=np.array([threshold], np.float32))
+    return replace(selector, threshold=np.array([threshold], np.float32))
 
 
 def check_predictor(site: MlpSite) -> None:
@@ -173,12 +175,12 @@ def measure_selector(
 def count_selected(site: MlpSite, selector: NeuronSelector, samples: Sequence[SiteSamples]) -> NeuronCounts:
     """How often the operator will select each neuron, on all sets of samples."""
     held = round_selector(replace(site, selector=selector))
-    found, tokens = np.zeros(site.neurons, np.int64), 0
+    selected, tokens = np.zeros(site.neurons, np.int64), 0
     for each in samples:
         inputs = np.zeros((0, 1), np.float32) if each.inputs is None else each.inputs
-        found += np.count_nonzero(held.select(inputs, each.activated), axis=0)
+        selected += np.count_nonzero(held.select(inputs, each.activated), axis=0)
         tokens += len(each.activated)
-    return NeuronCounts(found, tokens)
+    return NeuronCounts(selected, tokens)
 
 
 def _floats(weight: MlpWeight, constants: Constants, is_down: bool = False) -> np.ndarray:
@@ -186,8 +188,8 @@ def _floats(weight: MlpWeight, constants: Constants, is_down: bool = False) -> n
 
 
 def _bias(weight: MlpWeight, constants: Constants) -> np.ndarray:
-    found = read_bias(weight, constants)
-    return np.zeros(1, np.float32) if found is None else found.astype(np.float32)
+    bias = read_bias(weight, constants)
+    return np.zeros(1, np.float32) if bias is None else bias.astype(np.float32)
 
 
 def check_sizes(site: MlpSite, selector: NeuronSelector, source: str) -> None:
@@ -202,9 +204,9 @@ def check_sizes(site: MlpSite, selector: NeuronSelector, source: str) -> None:
     if selector.predictor_up is None or selector.predictor_down is None:
         return
     size = site.gate_weight.inner if site.gate_weight is not None else site.input_size
-    found = selector.predictor_up.shape[0], selector.predictor_down.shape[1]
-    if found != (site.neurons, size):
+    sizes = selector.predictor_up.shape[0], selector.predictor_down.shape[1]
+    if sizes != (site.neurons, size):
         raise ArgumentError(
-            f"{where} has a predictor of {found[0]} neurons from tokens of {found[1]} elements, expected {site.neurons} "
+            f"{where} has a predictor of {sizes[0]} neurons from tokens of {sizes[1]} elements, expected {site.neurons} "
             f"neurons and {size} elements"
         )

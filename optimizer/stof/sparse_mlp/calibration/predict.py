@@ -28,7 +28,7 @@ from stof.sparse_mlp.calibration.spec import DEFAULT_ACTIVE, OPTION, MlpClause, 
 from stof.sparse_mlp.constants import Constants
 from stof.sparse_mlp.predictors.predictor_files import PredictorFile, read_predictor_file
 from stof.sparse_mlp.site import MlpSite
-from stof.sparse_mlp.stored_selector import stored_arrays
+from stof.sparse_mlp.stored_selector import make_stored_arrays
 
 _HELD_OUT_SHARE = 4  # one held-out token for so many that are fitted on
 
@@ -55,59 +55,59 @@ def predict_sites(
         ArgumentError: when the specification or a file does not fit the model, or the model does not run on a prompt.
     """
     clauses = {s.name: c for i, s in sites.items() if (c := spec.clause_of(i, count)) is not None}
-    own = {i: s for i, s in sites.items() if s.name in clauses}
-    given = _read_files(job, model, own, clauses, count)
+    predicted = {i: s for i, s in sites.items() if s.name in clauses}
+    from_files = _read_files(job, model, predicted, clauses, count)
     sets = [p for p in (prompts.fitted, prompts.held_out) if p is not None]
     if not sets:
-        return {s.name: _unmeasured(s, given[s.name]) for s in own.values()}
+        return {s.name: _predict_unmeasured(s, from_files[s.name]) for s in predicted.values()}
     if not has_onnxruntime():
         raise ArgumentError(f"{OPTION} needs onnxruntime to calibrate, which is not installed: pip install onnxruntime")
     assert job.inputs is not None
     runs = ActivationRuns(model, job.source.parent.resolve(), job.inputs().maker, job.options.verify_memory)
     sizes = {id(prompts.fitted): spec.tokens, id(prompts.held_out): max(1, spec.tokens // _HELD_OUT_SHARE)}
     constants = Constants(model.graph, job.source.parent)
-    found: dict[str, NeuronPrediction] = {}
-    for site, samples in runs.samples(list(own.values()), sets, [sizes[id(p)] for p in sets]):
+    predictions: dict[str, NeuronPrediction] = {}
+    for site, samples in runs.samples(list(predicted.values()), sets, [sizes[id(p)] for p in sets]):
         clause = clauses[site.name]
         try:
-            found[site.name] = _predict(site, clause, given.get(site.name), samples, constants)
+            predictions[site.name] = _predict(site, clause, from_files.get(site.name), samples, constants)
         except UnsupportedError as error:
-            found[site.name] = NeuronPrediction(clause.kind, None, str(error))
+            predictions[site.name] = NeuronPrediction(clause.kind, None, str(error))
         except ArgumentError as error:
             raise ArgumentError(f"{OPTION}: MLP {site.name!r}: {error}") from error
-    return found
+    return predictions
 
 
 def _predict(
     site: MlpSite,
     clause: MlpClause,
-    given: NeuronPrediction | None,
+    from_file: NeuronPrediction | None,
     samples: Sequence[SiteSamples],
     constants: Constants,
 ) -> NeuronPrediction:
     """Fits, or takes a file's selector, and measures it on the last set of samples, which are the held-out ones."""
-    if given is not None and given.selector is None:
-        return given
-    if given is None or given.selector is None:
+    if from_file is not None and from_file.selector is None:
+        return from_file
+    if from_file is None or from_file.selector is None:
         selector = fit_selector(site, clause, samples[0], constants)
     elif clause.is_fitted:
-        selector = fit_threshold(site, clause, given.selector, samples[0])
+        selector = fit_threshold(site, clause, from_file.selector, samples[0])
     else:
-        selector = given.selector
+        selector = from_file.selector
     threshold = activity_threshold(site, clause, samples[0].activated)
-    found = measure_selector(site, clause.kind, selector, samples[-1], threshold, constants)
-    return replace(found, counts=count_selected(site, selector, samples))
+    measured = measure_selector(site, clause.kind, selector, samples[-1], threshold, constants)
+    return replace(measured, counts=count_selected(site, selector, samples))
 
 
-def _unmeasured(site: MlpSite, given: NeuronPrediction) -> NeuronPrediction:
+def _predict_unmeasured(site: MlpSite, from_file: NeuronPrediction) -> NeuronPrediction:
     """A file's selector where there are no prompts."""
-    if given.selector is None:
-        return given
+    if from_file.selector is None:
+        return from_file
     try:
-        stored_arrays(replace(site, selector=given.selector))
+        make_stored_arrays(replace(site, selector=from_file.selector))
     except UnsupportedError as error:
-        return NeuronPrediction(given.kind, None, str(error))
-    return given
+        return NeuronPrediction(from_file.kind, None, str(error))
+    return from_file
 
 
 def _read_files(
@@ -118,7 +118,7 @@ def _read_files(
     Raises:
         ArgumentError: when a file cannot be read, or is for MLPs of other sizes or another number of them.
     """
-    found: dict[str, NeuronPrediction] = {}
+    predictions: dict[str, NeuronPrediction] = {}
     read: dict[MlpClause, PredictorFile] = {}
     for layer, site in sites.items():
         clause = clauses[site.name]
@@ -131,18 +131,18 @@ def _read_files(
             check_sizes(site, selector, str(clause.file))
             if selector.has_predictor:
                 check_predictor(site)
-            found[site.name] = NeuronPrediction(clause.kind, selector)
+            predictions[site.name] = NeuronPrediction(clause.kind, selector)
         except UnsupportedError as error:
-            found[site.name] = NeuronPrediction(clause.kind, None, str(error))
-    return found
+            predictions[site.name] = NeuronPrediction(clause.kind, None, str(error))
+    return predictions
 
 
 def _read_file(
     kind: str, path: Path, job: Job, model: onnx.ModelProto, active: float | None, count: int
 ) -> PredictorFile:
-    found = read_predictor_file(kind, path, model, job.source.parent, DEFAULT_ACTIVE if active is None else active)
-    if found.layers != count:
+    file = read_predictor_file(kind, path, model, job.source.parent, DEFAULT_ACTIVE if active is None else active)
+    if file.layers != count:
         raise ArgumentError(
-            f"{OPTION}: {path} is for {found.layers} layers, and the model has {count} MLPs; give the file of this model"
+            f"{OPTION}: {path} is for {file.layers} layers, and the model has {count} MLPs; give the file of this model"
         )
-    return found
+    return file

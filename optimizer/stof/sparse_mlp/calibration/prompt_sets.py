@@ -41,13 +41,13 @@ def read_calibration_prompts(job: Job, spec: MlpSpec) -> CalibrationPrompts:
         return CalibrationPrompts(None, job.prompts)
     prompts = read_prompts(spec.prompts, [job.source.parent], OPTION)
     check_vocabulary(spec.prompts, prompts, job.model.graph, OPTION)
-    given = job.options.prompts
-    if given is not None and _is_same(given, spec.prompts):
+    prompts_file = job.options.prompts
+    if prompts_file is not None and _is_same(prompts_file, spec.prompts):
         raise ArgumentError(
-            f"{OPTION} and --prompts both name {given}: held-out prompts have to be others; leave --prompts out to hold out a "
-            f"fifth of the file"
+            f"{OPTION} and --prompts both name {prompts_file}: held-out prompts have to be others; leave --prompts out to hold "
+            "out a fifth of the file"
         )
-    if given is not None:
+    if prompts_file is not None:
         return CalibrationPrompts(PromptSet(f"{OPTION} {spec.prompts}", tuple(prompts)), job.prompts)
     fitted, held = _split(prompts)
     if not held:

@@ -77,8 +77,8 @@ class MlpClause:
             ArgumentError: when a slice selects none, or reaches beyond.
         """
         dense = {i for s in self.dense_layers for i in s.of(count, "dense_layers")}
-        own = {i for s in self.layers for i in s.of(count, "layers")} if self.layers else range(count)
-        return layer in own and layer not in dense
+        selected = {i for s in self.layers for i in s.of(count, "layers")} if self.layers else range(count)
+        return layer in selected and layer not in dense
 
     def rank_of(self, neurons: int, size: int) -> int:
         """The rank for a gate weight [neurons, size].
@@ -117,16 +117,16 @@ class MlpSpec:
         Raises:
             ArgumentError: when two clauses are for one layer, or slices do not fit.
         """
-        own = [c for c in self.clauses if c.has_layer(layer, count)]
-        if len(own) > 1:
+        clauses = [c for c in self.clauses if c.has_layer(layer, count)]
+        if len(clauses) > 1:
             raise ArgumentError(f"{OPTION}: two clauses are for layer {layer}; separate them by layers=")
-        return own[0] if own else None
+        return clauses[0] if clauses else None
 
     @property
     def files(self) -> dict[str, Path]:
         """The files that it names, by what they are."""
-        found = {f"{c.kind} file {c.file}": c.file for c in self.clauses if c.file is not None}
-        return found | ({} if self.prompts is None else {"calibration prompts": self.prompts})
+        predictor_files = {f"{c.kind} file {c.file}": c.file for c in self.clauses if c.file is not None}
+        return predictor_files | ({} if self.prompts is None else {"calibration prompts": self.prompts})
 
 
 def parse_mlp_spec(text: str) -> MlpSpec:
@@ -155,11 +155,11 @@ def parse_mlp_spec(text: str) -> MlpSpec:
         raise ArgumentError(f"{OPTION} {text!r} names no calibration prompts, expected {_EXPECTED}")
     tokens = [f.number("tokens", 1, _MOST_TOKENS) for f in fields if "tokens" in f.values]
     errors = [f.amount("max_error") for f in fields if "max_error" in f.values]
-    most = _agreed_value(text, "tokens", tokens)
-    return MlpSpec(text, prompts, clauses, most or DEFAULT_TOKENS, _agreed_value(text, "max_error", errors))
+    most = _agree_on_value(text, "tokens", tokens)
+    return MlpSpec(text, prompts, clauses, most or DEFAULT_TOKENS, _agree_on_value(text, "max_error", errors))
 
 
-def _agreed_value(text: str, key: str, values: Sequence[_T]) -> _T | None:
+def _agree_on_value(text: str, key: str, values: Sequence[_T]) -> _T | None:
     """The value that all clauses which state one agree on; None where none does."""
     if len(set(values)) > 1:
         raise ArgumentError(f"{OPTION} {text!r} has {len(set(values))} different {key}, expected one for all clauses")
@@ -187,8 +187,8 @@ class _Fields:
         if self.kind not in _FIELDS:
             raise self.error("kind", f"one of {', '.join(KINDS)}")
         if unknown := [k for k in self.values if k not in _FIELDS[self.kind]]:
-            known = ", ".join(_FIELDS[self.kind])
-            raise ArgumentError(f"{OPTION} {clause!r} has key {unknown[0]!r}, expected {known} for {self.kind}")
+            expected = ", ".join(_FIELDS[self.kind])
+            raise ArgumentError(f"{OPTION} {clause!r} has key {unknown[0]!r}, expected {expected} for {self.kind}")
 
     def error(self, key: str, expected: str) -> ArgumentError:
         """The fault of a field."""
@@ -243,7 +243,7 @@ class _Fields:
     def _slices(self, key: str) -> tuple[Slice, ...]:
         if key not in self.values:
             return ()
-        found = parse_slices(self.values[key], OPTION)
-        if found is None:
+        slices = parse_slices(self.values[key], OPTION)
+        if slices is None:
             raise self.error(key, "indices or slices such as 3, 0:2 or -2:, with + between them")
-        return found
+        return slices

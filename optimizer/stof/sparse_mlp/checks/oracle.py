@@ -29,13 +29,13 @@ class MlpWeights:
     @classmethod
     def of(cls, site: MlpSite, constants: Constants) -> MlpWeights:
         """Those of a site in a model."""
-        found = cls(read_rows(site.down, constants, True), down_bias=read_bias(site.down, constants))
+        weights = cls(read_rows(site.down, constants, True), down_bias=read_bias(site.down, constants))
         if site.up is not None:
-            found = replace(found, up=read_rows(site.up, constants), up_bias=read_bias(site.up, constants))
+            weights = replace(weights, up=read_rows(site.up, constants), up_bias=read_bias(site.up, constants))
         if site.selection == "predictor" and site.gate_weight is not None:
             gate, bias = read_rows(site.gate_weight, constants), read_bias(site.gate_weight, constants)
-            found = replace(found, gate=gate, gate_bias=bias)
-        return found
+            weights = replace(weights, gate=gate, gate_bias=bias)
+        return weights
 
 
 def compute_mlp(
@@ -86,9 +86,9 @@ def compute_gate(
 ) -> np.ndarray:
     """The gate [tokens, F] of a site whose operator computes it from tokens [tokens, K]."""
     assert weights.gate is not None
-    given = _round_to_int8(inputs.astype(kind), site) if rounds_tokens else inputs.astype(kind)
-    found: np.ndarray = given @ np.asarray(weights.gate).astype(kind).T
-    return found if weights.gate_bias is None else found + weights.gate_bias.astype(kind)
+    tokens = _round_to_int8(inputs.astype(kind), site) if rounds_tokens else inputs.astype(kind)
+    gate: np.ndarray = tokens @ np.asarray(weights.gate).astype(kind).T
+    return gate if weights.gate_bias is None else gate + weights.gate_bias.astype(kind)
 
 
 def activate(activation: str, gate: np.ndarray) -> np.ndarray:
@@ -121,5 +121,5 @@ def _round_to_int8(array: np.ndarray, site: MlpSite) -> np.ndarray:
     blocks = np.pad(array, ((0, 0), (0, -array.shape[1] % size))).reshape(len(array), -1, size)
     scales = np.abs(blocks).max(2, keepdims=True) / 127
     rounded = np.round(blocks / np.where(scales > 0, scales, 1)) * scales
-    found: np.ndarray = rounded.reshape(len(array), -1)[:, : array.shape[1]]
-    return found
+    rows: np.ndarray = rounded.reshape(len(array), -1)[:, : array.shape[1]]
+    return rows

@@ -16,7 +16,7 @@ from stof.sparse_mlp.checks.oracle import activate
 from stof.sparse_mlp.limits import mlp_limits
 from stof.sparse_mlp.predictors.selector import NeuronSelector
 from stof.sparse_mlp.site import MlpSite
-from stof.sparse_mlp.stored_selector import dequantize_factor, stored_arrays
+from stof.sparse_mlp.stored_selector import dequantize_factor, make_stored_arrays
 
 _ROUNDING = 2.0**-18  # of the sum of the absolute values of what is added: fp32 sums of up to 2^12 blocks
 _FUNCTION = 2.0**-17  # of an activation: polynomials in fp32
@@ -37,9 +37,9 @@ class SelectedNeurons:
     near: np.ndarray
     aside: np.ndarray
 
-    def thresholds(self, given: np.ndarray) -> np.ndarray:
+    def thresholds(self, thresholds: np.ndarray) -> np.ndarray:
         """Thresholds [T, F] for an operator: the ones given, [1] or [F], but for scores within rounding of them."""
-        return np.where(self.near, self.aside, given).astype(np.float32)
+        return np.where(self.near, self.aside, thresholds).astype(np.float32)
 
 
 def select_neurons(site: MlpSite, gate: np.ndarray, inputs: np.ndarray | None) -> SelectedNeurons:
@@ -50,7 +50,7 @@ def select_neurons(site: MlpSite, gate: np.ndarray, inputs: np.ndarray | None) -
         gate: [T, F].
         inputs: tokens [T, K]; None where the operator reads the gate alone.
     """
-    arrays = stored_arrays(site)
+    arrays = make_stored_arrays(site)
     if site.selection == "predictor":
         assert inputs is not None
         assert site.selector is not None
@@ -85,11 +85,11 @@ def _scores(
     scores = projected @ up.T
     # Errors of the projected values, then what the second factor makes of them, and its own.
     error = _ROUNDING * (np.abs(inputs) @ np.abs(down).T)
-    own = _ROUNDING * (np.abs(projected) @ np.abs(up).T)
+    up_error = _ROUNDING * (np.abs(projected) @ np.abs(up).T)
     if "predictor_down_scales" in arrays:
         error = error + _half_steps(inputs) @ np.abs(down).T
-        own = own + _half_steps(np.abs(projected) + error) @ np.abs(up).T
-    return scores, error @ np.abs(up).T + own
+        up_error = up_error + _half_steps(np.abs(projected) + error) @ np.abs(up).T
+    return scores, error @ np.abs(up).T + up_error
 
 
 def _half_steps(values: np.ndarray) -> np.ndarray:

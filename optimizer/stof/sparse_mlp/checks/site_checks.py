@@ -56,9 +56,9 @@ class MlpChecks(SiteChecks):
         self._folder = folder
 
     def tensors(self) -> list[str]:
-        given = {i.name for i in self.working.graph.input}
-        found = [t for s in self.mlp_sites for t in (s.gate, s.tokens_input, s.output) if t]
-        return [t for t in dict.fromkeys(found) if t not in given]
+        inputs = {i.name for i in self.working.graph.input}
+        read = [t for s in self.mlp_sites for t in (s.gate, s.tokens_input, s.output) if t]
+        return [t for t in dict.fromkeys(read) if t not in inputs]
 
     def outputs(self) -> dict[str, list[str]]:
         return {s.name: [s.output] for s in self.mlp_sites}
@@ -72,37 +72,39 @@ class MlpChecks(SiteChecks):
         return [] if rounded is None else [rounded]
 
     def rounding_errors(self, captured: Mapping[str, np.ndarray]) -> dict[str, Noisy]:
-        found = {}
+        errors = {}
         for site in self.mlp_sites:
             array = captured.get(site.output)
             largest = 1.0 if array is None else largest_number(array)
-            found[site.output] = Noisy(site.dtype, site.output_size, largest)
-        return found
+            errors[site.output] = Noisy(site.dtype, site.output_size, largest)
+        return errors
 
     def compare(self, emitted: onnx.ModelProto, captured: Mapping[str, np.ndarray]) -> Iterator[Comparison]:
         nodes = {n.output[0]: n for n in emitted.graph.node if n.output and n.op_type == OP}
-        own = Constants(emitted.graph, self._folder)
+        stored = Constants(emitted.graph, self._folder)
         original = Constants(self.working.graph, self._folder)
         for site in self.mlp_sites:
             if site.gate in captured and (not site.tokens_input or site.tokens_input in captured):
-                yield _compare_site(site, nodes[site.output], original, own, captured)
+                yield _compare_site(site, nodes[site.output], original, stored, captured)
 
 
 @np.errstate(over="ignore", invalid="ignore")  # models may hold infinities and NaN: those of both sides are compared
 def _compare_site(
-    site: MlpSite, node: onnx.NodeProto, original: Constants, own: Constants, captured: Mapping[str, np.ndarray]
+    site: MlpSite, node: onnx.NodeProto, original: Constants, stored: Constants, captured: Mapping[str, np.ndarray]
 ) -> Comparison:
     what = f"site {site.name!r}"
     dtype = np.dtype(helper.tensor_dtype_to_np_dtype(site.dtype))
     gate = captured[site.gate].reshape(-1, site.neurons)
     tokens = _sample(len(gate), _MOST_TOKENS if site.selector is None else _MOST_PREDICTED)
-    given = gate[tokens]
+    gate_rows = gate[tokens]
     tokens_in = captured[site.tokens_input].reshape(len(gate), -1)[tokens] if site.tokens_input else None
     weights = MlpWeights.of(site, original)
     rounding = 0.0
     if (computed := captured.get(site.output)) is not None:
         # A half-precision model runs as its fp32 twin: its tensors are compared before they are rounded.
-        exact, single = (_Expected(site, given, tokens_in, weights).output(kind) for kind in (np.float64, np.float32))
+        exact, single = (
+            _Expected(site, gate_rows, tokens_in, weights).output(kind) for kind in (np.float64, np.float32)
+        )
         away = largest_number(computed.reshape(-1, site.output_size)[tokens].astype(np.float64) - exact)
         budget = _ORIGINAL_FACTOR * (largest_number(single - exact) + _ULPS * ulp_of_largest(exact, computed.dtype))
         if site.quantization is not None:
@@ -111,30 +113,35 @@ def _compare_site(
         if away > budget:
             detail = "the replaced nodes compute something else than the operator's contract"
             return Comparison(what, away, budget, False, site.name, detail)
-    rows = np.ascontiguousarray(given).astype(dtype)
+    rows = np.ascontiguousarray(gate_rows).astype(dtype)
     inputs = None if tokens_in is None else np.ascontiguousarray(tokens_in).astype(dtype)
-    arrays = {n: own.read(t) for n, t in zip(OP_INPUTS, node.input, strict=False) if t and n not in ("input", "gate")}
+    arrays = {
+        n: stored.read(t) for n, t in zip(OP_INPUTS, node.input, strict=False) if t and n not in ("input", "gate")
+    }
     expected = _Expected(site, rows, inputs, weights)
     thresholds = None
     if site.selector is not None:
         chosen = select_neurons(site, rows, inputs)
-        expected, thresholds = replace(expected, active=chosen.active), chosen.thresholds(_own_thresholds(site, arrays))
+        expected, thresholds = (
+            replace(expected, active=chosen.active),
+            chosen.thresholds(_read_thresholds(site, arrays)),
+        )
     exact, single = expected.output(np.float64), expected.output(np.float32)
     try:
-        found = _run(site, node, rows, inputs, arrays, thresholds).astype(np.float64)
+        result = _run(site, node, rows, inputs, arrays, thresholds).astype(np.float64)
     except LibraryError as error:
         return Comparison(what, np.inf, 0.0, False, site.name, str(error))
-    odd = np.isfinite(found) != np.isfinite(exact)
+    odd = np.isfinite(result) != np.isfinite(exact)
     if odd.any():
-        return Comparison(what, np.inf, 0.0, False, site.name, describe_nonfinite(odd, found, exact))
-    away = largest_number(found - exact)
+        return Comparison(what, np.inf, 0.0, False, site.name, describe_nonfinite(odd, result, exact))
+    away = largest_number(result - exact)
     rounded = single.astype(dtype).astype(np.float64)
     if site.rounds_tokens:
         # Verification runs have weights as they are stored, of which ONNX Runtime's kernel rounds no tokens.
         rounding = max(rounding, largest_number(expected.output(np.float64, rounds_tokens=True) - exact))
     budget = _FACTOR * max(largest_number(rounded - exact), rounding) + _ULPS * ulp_of_largest(exact, dtype)
-    left_out = len(gate) * site.output_size - found.size
-    coverage = Coverage(found.size, sampled_rows=len(tokens), all_rows=len(gate), left_out=left_out)
+    left_out = len(gate) * site.output_size - result.size
+    coverage = Coverage(result.size, sampled_rows=len(tokens), all_rows=len(gate), left_out=left_out)
     return Comparison(what, away, budget, away <= budget, site.name, coverage=coverage)
 
 
@@ -185,17 +192,17 @@ def _run(
     op = Op(OP, plain_attributes_of(node))
     every = [slice(0, len(gate))] if thresholds is None else [slice(t, t + 1) for t in range(len(gate))]
     for rows in every:
-        given = {**arrays, "input": (gate if inputs is None else inputs)[rows]}
-        given |= {} if site.selection == "predictor" else {"gate": gate[rows]}
-        given |= {} if thresholds is None else {"threshold": thresholds[rows.start]}
-        op.run([given.get(name) for name in OP_INPUTS[: len(node.input)]], [output[rows]], threads=2)
+        operands = {**arrays, "input": (gate if inputs is None else inputs)[rows]}
+        operands |= {} if site.selection == "predictor" else {"gate": gate[rows]}
+        operands |= {} if thresholds is None else {"threshold": thresholds[rows.start]}
+        op.run([operands.get(name) for name in OP_INPUTS[: len(node.input)]], [output[rows]], threads=2)
     return output
 
 
-def _own_thresholds(site: MlpSite, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+def _read_thresholds(site: MlpSite, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
     """The node's thresholds, [1] or [F] with the neurons as they are in the model before."""
-    found = arrays["threshold"]
-    return found if site.order is None or found.size == 1 else found[np.argsort(site.order.indices)]
+    thresholds = arrays["threshold"]
+    return thresholds if site.order is None or thresholds.size == 1 else thresholds[np.argsort(site.order.indices)]
 
 
 def _sample(tokens: int, most: int) -> np.ndarray:

@@ -48,13 +48,13 @@ def approximate_weight(
 
 def measure_matmul_errors(weight: Floats, up: Floats, down: Floats, tokens: Floats) -> Floats:
     """By how much approximated matmuls are wrong: root mean square over tokens, by neuron [F]."""
-    found = np.empty(len(weight), np.float32)
+    root_means = np.empty(len(weight), np.float32)
     low = tokens @ down.T
     for rows in row_blocks(len(weight), len(tokens)):
         errors = tokens @ weight[rows].T
         errors -= low @ up[rows].T
-        found[rows] = np.sqrt(np.einsum("tf,tf->f", errors, errors) / len(tokens))
-    return found
+        root_means[rows] = np.sqrt(np.einsum("tf,tf->f", errors, errors) / len(tokens))
+    return root_means
 
 
 def _leading_directions(weight: Floats, tokens: Floats, rank: int, shrinkage: float) -> Floats:
@@ -90,5 +90,5 @@ def _exact_directions(weight: Floats, covariance: Floats, rank: int) -> Floats:
         return np.asarray(vectors[:, np.argsort(-values)[:rank]], np.float32)
     root_values, root_vectors = np.linalg.eigh(spread)
     root = root_vectors * np.sqrt(np.maximum(root_values, 0))
-    left = np.linalg.svd(wide @ root, full_matrices=False)[0]
-    return np.asarray(left[:, :rank], np.float32)
+    directions = np.linalg.svd(wide @ root, full_matrices=False)[0]
+    return np.asarray(directions[:, :rank], np.float32)

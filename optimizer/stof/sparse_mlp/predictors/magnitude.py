@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from stof.errors import ArgumentError
-from stof.sparse_mlp.predictors.order_statistics import finite, row_blocks, threshold_above
+from stof.sparse_mlp.predictors.order_statistics import limit_to_fp32, row_blocks, threshold_above
 from stof.sparse_mlp.predictors.selection_target import check_share
 from stof.sparse_mlp.predictors.selector import Floats, NeuronSelector
 
@@ -43,11 +43,11 @@ def fit_magnitude_selector(activations: Floats, active_share: float, by_neuron: 
         return NeuronSelector(np.array([one], np.float32))
     most = int(active_share * tokens)
     if most >= tokens:
-        return NeuronSelector(np.full(neurons, finite(-np.inf), np.float32))
+        return NeuronSelector(np.full(neurons, limit_to_fp32(-np.inf), np.float32))
     thresholds = np.empty(neurons, np.float32)
     for columns in row_blocks(neurons, tokens):
         values = np.abs(activations[:, columns])
         values.partition(tokens - most - 1, axis=0)  # NaN goes to the end
         thresholds[columns] = values[tokens - most - 1]
-    largest = np.float32(finite(np.inf))
+    largest = np.float32(limit_to_fp32(np.inf))
     return NeuronSelector(np.where(thresholds <= largest, thresholds, largest))

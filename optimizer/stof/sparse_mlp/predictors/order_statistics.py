@@ -35,20 +35,20 @@ def threshold_above(chunks: Chunks, most: int) -> float:
     """
     counts = np.zeros(_HALF, np.int64)
     for chunk in chunks():
-        counts += np.bincount(_sorted_bits(chunk) >> np.uint32(16), minlength=_HALF)
+        counts += np.bincount(_to_ordered_bits(chunk) >> np.uint32(16), minlength=_HALF)
     rank = int(counts.sum()) - most - 1  # of the threshold, from 0 in ascending order
     if rank < 0:
         return -_LARGEST
     high, before = _bin_of(counts, rank)
     counts = np.zeros(_HALF, np.int64)
     for chunk in chunks():
-        bits = _sorted_bits(chunk)
+        bits = _to_ordered_bits(chunk)
         counts += np.bincount(bits[bits >> np.uint32(16) == high] & np.uint32(_HALF - 1), minlength=_HALF)
     low, _ = _bin_of(counts, rank - before)
-    return finite(_value(high << 16 | low))
+    return limit_to_fp32(_value(high << 16 | low))
 
 
-def finite(value: float) -> float:
+def limit_to_fp32(value: float) -> float:
     """The value, limited to finite fp32 ones; NaN becomes the largest one."""
     return _LARGEST if np.isnan(value) else float(np.clip(value, -_LARGEST, _LARGEST))
 
@@ -56,11 +56,11 @@ def finite(value: float) -> float:
 def _bin_of(counts: npt.NDArray[np.int64], rank: int) -> tuple[int, int]:
     """The bin that holds a rank, and how many values lie in the bins before it."""
     ends = np.cumsum(counts)
-    found = int(np.searchsorted(ends, rank, "right"))
-    return found, int(ends[found] - counts[found])
+    index = int(np.searchsorted(ends, rank, "right"))
+    return index, int(ends[index] - counts[index])
 
 
-def _sorted_bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint32]:
+def _to_ordered_bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint32]:
     """Integers in the order of the values; NaN of either sign is the largest one."""
     flat = np.ascontiguousarray(values, np.float32).reshape(-1)
     bits = flat.view(np.uint32)

@@ -33,7 +33,7 @@ def read_powerinfer(folder: Path) -> list[NeuronSelector]:
     threshold = np.nextafter(np.float32(_threshold(folder)), np.float32(-np.inf))
     if abs(threshold) < np.finfo(np.float32).tiny:
         threshold = -np.finfo(np.float32).tiny  # CPUs may take smaller numbers for 0
-    found = []
+    selectors = []
     for path in _layer_files(folder, "model"):
         tensors = read_tensors(_WHAT, path)
         if set(tensors) != {"fc1.weight", "fc2.weight"}:
@@ -42,10 +42,10 @@ def read_powerinfer(folder: Path) -> list[NeuronSelector]:
             )
         down, up = (_as_fp32(path, name, tensors[name], 2) for name in ("fc1.weight", "fc2.weight"))
         try:
-            found.append(NeuronSelector(np.array([threshold], np.float32), down, up, "relu"))
+            selectors.append(NeuronSelector(np.array([threshold], np.float32), down, up, "relu"))
         except ArgumentError as error:
             raise ArgumentError(f"the {_WHAT} {path}: {error}") from None
-    return found
+    return selectors
 
 
 def read_powerinfer_statistics(folder: Path) -> list[Floats]:
@@ -54,7 +54,7 @@ def read_powerinfer_statistics(folder: Path) -> list[Floats]:
     Raises:
         ArgumentError: as for ``read_powerinfer``, and for counts below 0.
     """
-    found = []
+    activity = []
     for path in _layer_files(folder, "activation"):
         tensors = read_tensors("activation statistics", path)
         if set(tensors) != {""}:
@@ -62,8 +62,8 @@ def read_powerinfer_statistics(folder: Path) -> list[Floats]:
         counts = _as_fp32(path, "the tensor", tensors[""], 1)
         if not np.isfinite(counts).all() or (counts < 0).any():
             raise ArgumentError(f"the activation statistics {path} have values that are no counts")
-        found.append(counts)
-    return found
+        activity.append(counts)
+    return activity
 
 
 def with_normalized_inputs(selector: NeuronSelector, norm_weight: Floats) -> NeuronSelector:
@@ -109,14 +109,14 @@ def _threshold(folder: Path) -> float:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ArgumentError(f"the configuration {path} is no JSON: {error}") from None
-    found = config.get("sparse_threshold", 0.0) if isinstance(config, dict) else None
+    threshold = config.get("sparse_threshold", 0.0) if isinstance(config, dict) else None
     if (
-        isinstance(found, bool)
-        or not isinstance(found, int | float)
-        or not abs(found) < float(np.finfo(np.float32).max)
+        isinstance(threshold, bool)
+        or not isinstance(threshold, int | float)
+        or not abs(threshold) < float(np.finfo(np.float32).max)
     ):
         raise ArgumentError(f"the configuration {path} has no number as its sparse_threshold")
-    return float(found)
+    return float(threshold)
 
 
 def _as_fp32(path: Path, name: str, tensor: Tensor, rank: int) -> Floats:

@@ -108,13 +108,13 @@ def read_npz(path: Path) -> list[NeuronSelector]:
     arrays = read_arrays(_WHAT, path, _MOST_BYTES)
     version = arrays.pop("version", None)
     if version is None or version.shape or version.dtype.kind not in "iu" or int(version) != _VERSION:
-        found = "no version" if version is None else f"version {version.dtype} {list(version.shape)}"
-        found = (
+        stated_version = "no version" if version is None else f"version {version.dtype} {list(version.shape)}"
+        stated_version = (
             f"version {int(version)}"
             if version is not None and not version.shape and version.dtype.kind in "iu"
-            else found
+            else stated_version
         )
-        raise ArgumentError(f"the {_WHAT} {path} has {found}, expected {_VERSION}; write it again")
+        raise ArgumentError(f"the {_WHAT} {path} has {stated_version}, expected {_VERSION}; write it again")
     layers: dict[int, dict[str, np.ndarray]] = {}
     for name, array in arrays.items():
         match = _NAME.fullmatch(name)
@@ -170,14 +170,14 @@ class _Teal:
         return len(self.histograms)
 
     def selector_of(self, layer: int, site: MlpSite) -> NeuronSelector:
-        found = self.histograms[layer]
+        histograms = self.histograms[layer]
         if site.up is None:
-            return found.hidden.selector(self.active_share)
-        if found.gate is None:
+            return histograms.hidden.selector(self.active_share)
+        if histograms.gate is None:
             raise UnsupportedError(
                 f"{self.file} has no histogram h1.5 of its activated gate, whose magnitudes the operator compares"
             )
-        return found.gate.selector(self.active_share)
+        return histograms.gate.selector(self.active_share)
 
 
 @dataclass(frozen=True)
@@ -194,9 +194,9 @@ class _PowerInfer:
         return len(self.selectors)
 
     def selector_of(self, layer: int, site: MlpSite) -> NeuronSelector:
-        found = self.selectors[layer]
+        selector = self.selectors[layer]
         if site.up is None:
-            return found
+            return selector
         weight = _norm_weight(self.model, self.folder, site.gate_input)
         if weight is None:
             raise UnsupportedError(
@@ -204,7 +204,7 @@ class _PowerInfer:
                 "result of one with a constant weight"
             )
         try:
-            return with_normalized_inputs(found, weight)
+            return with_normalized_inputs(selector, weight)
         except ArgumentError as error:
             raise UnsupportedError(f"{self.file}: {error}") from error
 

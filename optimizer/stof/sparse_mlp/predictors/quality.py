@@ -52,18 +52,18 @@ def measure_selection(selected: Flags, active: Flags) -> SelectionQuality:
     )
 
 
-def relative_output_error(expected: npt.NDArray[np.floating], found: npt.NDArray[np.floating]) -> float:
-    """The Frobenius norm of ``found - expected`` over that of ``expected``, in fp64.
+def relative_output_error(expected: npt.NDArray[np.floating], computed: npt.NDArray[np.floating]) -> float:
+    """The Frobenius norm of ``computed - expected`` over that of ``expected``, in fp64.
 
     It is 0 where both are equal, also where both are 0, and infinite where ``expected`` is 0 or a value is not finite.
 
     Raises:
         ArgumentError: for arrays of different shapes.
     """
-    if expected.shape != found.shape:
-        raise ArgumentError(f"outputs are {list(found.shape)}, expected {list(expected.shape)}")
-    wanted, given = expected.astype(np.float64), found.astype(np.float64)
-    if not (np.isfinite(wanted).all() and np.isfinite(given).all()):
+    if expected.shape != computed.shape:
+        raise ArgumentError(f"outputs are {list(computed.shape)}, expected {list(expected.shape)}")
+    wanted, actual = expected.astype(np.float64), computed.astype(np.float64)
+    if not (np.isfinite(wanted).all() and np.isfinite(actual).all()):
         return float("inf")
-    error, size = float(np.linalg.norm(given - wanted)), float(np.linalg.norm(wanted))
+    error, size = float(np.linalg.norm(actual - wanted)), float(np.linalg.norm(wanted))
     return error / size if size else (float("inf") if error else 0.0)

@@ -29,6 +29,8 @@ def fit_svd_selector(
 ) -> NeuronSelector:
     """Predicts active neurons by a low-rank approximation of the gate weight.
 
+    Longer than 60 lines: nearly half of them are this contract.
+
     The score of a neuron approximates ``gate_weight[j] · x``. Its threshold contains the bias, and the mean of what the
     approximation leaves out. With ``by_neuron`` it is lower for neurons whose scores are less exact: a margin of the same
     probability for each, if errors are normal. One number for all neurons is fitted, on tokens that the approximation has

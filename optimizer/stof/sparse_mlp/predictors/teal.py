@@ -112,7 +112,7 @@ def _read_layer(path: Path) -> TealLayer:
 
 
 def _histogram(path: Path, tensors: dict[str, Tensor], name: str) -> ActivationHistogram:
-    found: list[Floats] = []
+    columns: list[Floats] = []
     for key in (f"{name}_centers", name):
         tensor = tensors.get(key)
         if tensor is None:
@@ -125,8 +125,8 @@ def _histogram(path: Path, tensors: dict[str, Tensor], name: str) -> ActivationH
             )
         if not (np.abs(tensor.astype(np.float64)) <= np.finfo(np.float32).max).all():
             raise ArgumentError(f"{key} of the {_WHAT} {path} has values that are not finite in fp32")
-        found.append(tensor.astype(np.float64))
-    centers, counts = found
+        columns.append(tensor.astype(np.float64))
+    centers, counts = columns
     if centers.size != counts.size:
         raise ArgumentError(f"{name} of the {_WHAT} {path} has {counts.size} counts for {centers.size} bins")
     if (np.diff(centers) < 0).any():

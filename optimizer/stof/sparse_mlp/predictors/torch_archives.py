@@ -70,8 +70,8 @@ def read_tensors(what: str, path: Path) -> dict[str, Tensor]:
         order = members.get(f"{folder}/byteorder")
         if order is not None and bytes(order) != b"little":
             raise _MalformedError("values are not in little-endian order; save the file on another machine")
-        found = _Interpreter(bytes(members[member]), _Storages(members, folder)).run()
-        return _named_tensors(found, len(data))
+        content = _Interpreter(bytes(members[member]), _Storages(members, folder)).run()
+        return _name_tensors(content, len(data))
     except _MalformedError as error:
         raise ArgumentError(f"the {what} {path} cannot be read: {member}: {shown(error, 500)}") from None
 
@@ -181,7 +181,7 @@ def _rebuild_parameter(arguments: tuple[object, ...]) -> Tensor:
     return arguments[0]
 
 
-def _ordered_dictionary(arguments: tuple[object, ...]) -> dict[str, object]:
+def _make_ordered_dictionary(arguments: tuple[object, ...]) -> dict[str, object]:
     if arguments:
         raise _MalformedError("an OrderedDict with arguments")
     return {}
@@ -190,7 +190,7 @@ def _ordered_dictionary(arguments: tuple[object, ...]) -> dict[str, object]:
 _CALLS: dict[str, Callable[[tuple[object, ...]], object]] = {
     "torch._utils._rebuild_tensor_v2": _rebuild_tensor,
     "torch._utils._rebuild_parameter": _rebuild_parameter,
-    "collections.OrderedDict": _ordered_dictionary,
+    "collections.OrderedDict": _make_ordered_dictionary,
 }
 _GLOBALS = {*_CALLS, *(f"torch.{name}" for name in _DTYPES)}
 _CONSTANTS: dict[str, object] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
@@ -308,9 +308,9 @@ class _Interpreter:
     def _pop_to_mark(self) -> list[object]:
         for i in reversed(range(len(self.stack))):
             if isinstance(self.stack[i], _Mark):
-                found = self.stack[i + 1 :]
+                arguments = self.stack[i + 1 :]
                 del self.stack[i:]
-                return found
+                return arguments
         raise _MalformedError("a damaged pickle: arguments without a beginning")
 
 
@@ -321,9 +321,9 @@ def _line(stream: io.BytesIO) -> str:
     return line[:-1].decode()
 
 
-def _named_tensors(found: object, size: int) -> dict[str, Tensor]:
+def _name_tensors(content: object, size: int) -> dict[str, Tensor]:
     """The tensors of what a pickle holds, with no more bytes than the file has."""
-    tensors = {"": found} if isinstance(found, np.ndarray) else found
+    tensors = {"": content} if isinstance(content, np.ndarray) else content
     if not isinstance(tensors, dict):
         raise _MalformedError("it holds neither a tensor nor a dictionary of tensors")
     for name, tensor in tensors.items():
@@ -332,9 +332,9 @@ def _named_tensors(found: object, size: int) -> dict[str, Tensor]:
     held = sum(int(t.size) for t in tensors.values())
     if held > size:
         raise _MalformedError(f"its tensors have {held} values in a file of {size} bytes")
-    return {n: _widened(t) if t.dtype == _BF16 else t for n, t in tensors.items()}
+    return {n: _widen_bf16(t) if t.dtype == _BF16 else t for n, t in tensors.items()}
 
 
-def _widened(tensor: Tensor) -> Tensor:
+def _widen_bf16(tensor: Tensor) -> Tensor:
     """bf16 as fp32."""
     return np.asarray((tensor["bf16"].astype(np.uint32) << np.uint32(16)).view(np.float32))

@@ -111,7 +111,7 @@ def train_selector(
     spread = float(np.sqrt(np.square(inputs[fitted] - mean, dtype=np.float64).mean()))
     scale = np.float32(spread if spread > 1e-20 else 1.0)
     tokens = (inputs - mean) / scale
-    weight = _balanced_weight(active[fitted]) if positive_weight is None else positive_weight
+    weight = _balance_weight(active[fitted]) if positive_weight is None else positive_weight
 
     if start is None:
         parameters = _regression(tokens[fitted], active[fitted], rank, seed)
@@ -134,7 +134,7 @@ def _check_limits(epochs: int, seconds: float, positive_weight: float | None) ->
         raise ArgumentError(f"positive_weight is {positive_weight}, expected more than 0, up to {_MOST_WEIGHT:.0f}")
 
 
-def _balanced_weight(active: Flags) -> float:
+def _balance_weight(active: Flags) -> float:
     """The weight with which active neurons count as a third of all; 1 where they are more."""
     share = np.count_nonzero(active) / active.size
     return float(np.clip((1 - share) / (2 * share), 1.0, _MOST_WEIGHT)) if share else 1.0
