@@ -179,10 +179,10 @@ class SiteDecider:
 def _length(size: Int, options: Options, end: int) -> int:
     names = {str(a.args[0]) for a in size.atoms() if a.kind == "size"}
     try:
-        found = evaluate(size, {n: options.shapes.get(n, _RANGE)[end] for n in names})
+        length = evaluate(size, {n: options.shapes.get(n, _RANGE)[end] for n in names})
     except UnsupportedError:  # a length that is computed in the graph
-        found = _RANGE[end]
-    return max(1, min(found, _LONGEST))
+        length = _RANGE[end]
+    return max(1, min(length, _LONGEST))
 
 
 def _kept(row: SiteReport, step: Step, reason: str) -> Choice:
