@@ -44,8 +44,8 @@ def _two_numbers(value: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
 def is_not_zero(value: np.ndarray) -> np.ndarray:
     """The elements of a tensor that are not 0, as booleans."""
     # NumPy compares numbers in half precision ten times as slowly as their bits, of which the first is the sign.
-    found: np.ndarray = (value.view(np.uint16) << 1 if value.dtype == np.float16 else value) != 0
-    return found
+    nonzero: np.ndarray = (value.view(np.uint16) << 1 if value.dtype == np.float16 else value) != 0
+    return nonzero
 
 
 def _allowed_by_sum(term: MaskTerm, value: np.ndarray, dtype: int) -> np.ndarray:

@@ -18,11 +18,11 @@ class SubgraphHashes:
 
     def of(self, tensor: str) -> int:
         """The number of a tensor."""
-        found = self._tensors.get(tensor)
-        if found is None:
-            found = self._known.setdefault(self._key(tensor), len(self._known))
-            self._tensors[tensor] = found
-        return found
+        number = self._tensors.get(tensor)
+        if number is None:
+            number = self._known.setdefault(self._key(tensor), len(self._known))
+            self._tensors[tensor] = number
+        return number
 
     def _key(self, tensor: str) -> tuple[object, ...]:
         node = self.index.producer(tensor)

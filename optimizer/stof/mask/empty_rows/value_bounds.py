@@ -76,13 +76,13 @@ class ValueBounds:
         self.folder = folder
         overridable = {i.name for i in index.graph.input}
         self.constants = {t.name: t for t in index.graph.initializer if t.name not in overridable}
-        self.known: dict[str, float] = {}
+        self.bounds: dict[str, float] = {}
 
     def of(self, tensor: str) -> float:
         """A number that no element of a tensor exceeds in absolute value, none being NaN; inf where there is no proof."""
-        if tensor not in self.known:
-            self.known[tensor] = self._bound(tensor)
-        return self.known[tensor]
+        if tensor not in self.bounds:
+            self.bounds[tensor] = self._bound(tensor)
+        return self.bounds[tensor]
 
     def _bound(self, tensor: str) -> float:
         dtype = self.symbolic.dtype(tensor)
@@ -93,12 +93,12 @@ class ValueBounds:
             return math.inf
         node = self.index.producer(tensor)
         if node is None:
-            found = self._constant(tensor)
+            largest = self._constant(tensor)
         elif not is_standard(node):
-            found = math.inf
+            largest = math.inf
         else:
-            found = self._computed(node, kind, -LOWEST[dtype] if kind == "f" else -math.inf)
-        return min(found, self._integer_bound(tensor, dtype)) if kind == "i" else found
+            largest = self._computed(node, kind, -LOWEST[dtype] if kind == "f" else -math.inf)
+        return min(largest, self._integer_bound(tensor, dtype)) if kind == "i" else largest
 
     def _constant(self, name: str) -> float:
         tensor = self.constants.get(name)
@@ -173,13 +173,17 @@ def _largest_of_external(tensor: onnx.TensorProto, folder: Path) -> float:
         return 0.0
     try:
         dtype = helper.tensor_dtype_to_np_dtype(tensor.data_type)
-        place = location_of(tensor)
-        path = folder / place.location
+        location = location_of(tensor)
+        path = folder / location.location
         # onnx once had numbers of another size for types that NumPy lacks.
-        known = dtype.itemsize == ITEM_SIZES.get(tensor.data_type)
-        if not known or min(tensor.dims, default=0) < 0 or place.offset + count * dtype.itemsize > path.stat().st_size:
+        has_numpy_size = dtype.itemsize == ITEM_SIZES.get(tensor.data_type)
+        if (
+            not has_numpy_size
+            or min(tensor.dims, default=0) < 0
+            or location.offset + count * dtype.itemsize > path.stat().st_size
+        ):
             return math.inf
-        mapped = np.memmap(path, dtype, "r", place.offset, (count,))
+        mapped = np.memmap(path, dtype, "r", location.offset, (count,))
     except (KeyError, OSError, TypeError, ValueError):
         return math.inf
     return _largest(mapped)
