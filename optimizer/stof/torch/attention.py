@@ -68,12 +68,18 @@ def attention(
         UnsupportedError: for third derivatives, a subclass that refuses the operator, a BlockMask that cannot be read.
         LibraryError: when the library is missing or refuses the call.
     """
-    text, given = to_mask(mask)
+    text, mask_tables = to_mask(mask)
     if tables:
-        if given:
+        if mask_tables:
             raise ArgumentError("tables are given beside a mask that has tables of its own")
-        given = {name: _as_tensor(name, table) for name, table in tables.items()}
-    operands: dict[str, Any] = {"pad": pad, "segment_q": segment_q, "segment_k": segment_k, "lengths": lengths, **given}
+        mask_tables = {name: _as_tensor(name, table) for name, table in tables.items()}
+    operands: dict[str, Any] = {
+        "pad": pad,
+        "segment_q": segment_q,
+        "segment_k": segment_k,
+        "lengths": lengths,
+        **mask_tables,
+    }
     operands = {role: tensor for role, tensor in operands.items() if tensor is not None}
     tensors = {"q": q, "k": k, "v": v, **operands}
     check_kinds(tensors)

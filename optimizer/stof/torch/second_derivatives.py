@@ -24,7 +24,7 @@ def differentiate_backward(dense: DenseAttention, grad_output: Any, grad_lse: An
     """
     grad_output, grad_lse = dense.of_rows(grad_output), dense.of_rows(grad_lse.unsqueeze(-1))
     query, key, value = _laid_out(dense, tangents)
-    found, key_sum, value_sum = [], torch.zeros_like(dense.key), torch.zeros_like(dense.value)
+    query_parts, key_sum, value_sum = [], torch.zeros_like(dense.key), torch.zeros_like(dense.value)
     for chunk in dense.chunks(_SCORES_AT_ONCE):
         upper, upper_lse = dense.upper(chunk, grad_output, grad_lse)
         weights = chunk.weights
@@ -39,11 +39,11 @@ def differentiate_backward(dense: DenseAttention, grad_output: Any, grad_lse: An
             slope = chunk.slope()
             grad_moved = grad_moved * slope + grad_scores * _slope_moved(dense, chunk, moved)
             grad_scores = grad_scores * slope
-        found.append(grad_moved @ dense.key + grad_scores @ key)
+        query_parts.append(grad_moved @ dense.key + grad_scores @ key)
         rows = query[..., chunk.rows, :].to(dense.dtype)
         key_sum += dense.over_heads(grad_moved, chunk.query) + dense.over_heads(grad_scores, rows)
         value_sum += dense.over_heads(weights * centred, upper)
-    return dense.gradients(torch.cat(found, 3), key_sum, value_sum)
+    return dense.gradients(torch.cat(query_parts, 3), key_sum, value_sum)
 
 
 def differentiate_tangent(dense: DenseAttention, tangents: Rows, others: Rows) -> tuple[Any, Any]:
@@ -87,5 +87,5 @@ def _mixed_scores(dense: DenseAttention, chunk: Chunk, one: tuple[Any, Any], oth
     rows = [t[0][..., chunk.rows, :].to(dense.dtype) for t in (one, other)]
     if dense.settings.empty_rows != "all":
         rows = [t.masked_fill(chunk.empty, 0) for t in rows]
-    found = rows[0] @ other[1].transpose(-1, -2) + rows[1] @ one[1].transpose(-1, -2)
-    return found * dense.settings.scale
+    derivative = rows[0] @ other[1].transpose(-1, -2) + rows[1] @ one[1].transpose(-1, -2)
+    return derivative * dense.settings.scale
