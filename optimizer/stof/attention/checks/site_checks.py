@@ -191,19 +191,7 @@ class AttentionChecks(SiteChecks):
         writers = {o: n for n in graph.node for o in n.output}
         read = {x.tensor for r in rewrites for x in r.site.terms} | {r.site.sink for r in rewrites}
         read |= {r.site.query_factor[1] for r in rewrites if r.site.query_factor is not None}
-        constants = {
-            t.name: onnx.numpy_helper.to_array(t)
-            for t in graph.initializer
-            if t.name.startswith("stof_") and t.data_location != onnx.TensorProto.EXTERNAL
-        }
-        constants.update(
-            {
-                t.name: onnx.numpy_helper.to_array(t)
-                for t in scope.working.base.graph.initializer
-                if t.name in read and t.data_location != onnx.TensorProto.EXTERNAL
-            }
-        )
-        arrays = {**constants, **captured}
+        arrays = {**_read_constants(graph, scope.working.base.graph, read), **captured}
         for rewrite in rewrites:
             site = rewrite.site
             nodes = _nodes_of(writers, site.output)
@@ -247,6 +235,15 @@ class AttentionChecks(SiteChecks):
                 OperatorCall(node, [*tensors, *node.input[3:]], second if i else None) for i, node in enumerate(nodes)
             ]
             yield compare_site(site, calls, rounded_arrays, arrays[site.output], rewrite.ignores_empty_rows)
+
+
+def _read_constants(emitted: onnx.GraphProto, base: onnx.GraphProto, names: set[str | None]) -> dict[str, np.ndarray]:
+    """The initializers that the rewrite made, and those of ``names`` in the graph before it."""
+    made = [t for t in emitted.initializer if t.name.startswith("stof_")]
+    kept = [t for t in base.initializer if t.name in names]
+    return {
+        t.name: onnx.numpy_helper.to_array(t) for t in (*made, *kept) if t.data_location != onnx.TensorProto.EXTERNAL
+    }
 
 
 def _sum_bias(site: AttentionSite, terms: Sequence[MaskTerm], arrays: Mapping[str, np.ndarray]) -> np.ndarray | None:

@@ -69,41 +69,18 @@ def compare_site(
     captured = site, arrays
     site, arrays = _multiplied(site, arrays)
     original = arrays[site.output]
-    if site.output_flat:
-        scores = scores_shape(site, arrays)
-        outer = scores[2] if site.output_perm else scores[0]
-        original, computed = (x.reshape(outer, -1, x.shape[-1]) for x in (original, computed))
-    if site.output_perm:
-        back = np.argsort(site.output_perm)
-        original, computed = np.transpose(original, back), np.transpose(computed, back)
-    if site.output_joined:
-        original, computed = (a.reshape(-1, *a.shape[2:]) for a in (original, computed))
-    if site.output_grouped:
-        original, computed = (heads_in_one(a, site.output_layout) for a in (original, computed))
+    scores = scores_shape(site, arrays)
+    original, computed = (_undo_output_moves(site, scores, a) for a in (original, computed))
     operands = [_laid_out(arrays, o) for o in (site.query, site.key, site.value)]
-    layouts = (site.query.layout, site.key.layout, site.value.layout, site.output_layout)
-    mine = np.full(heads_in_layout(original, site.output_layout, site.num_heads).shape, np.nan, original.dtype)
     what = f"site {site.name!r}"
-    policies = set()
-    for call in calls:
-        inputs = [np.ascontiguousarray(a) for a in (*operands, *(arrays[n] for n in call.inputs[3:]))]
-        attributes = {**plain_attributes_of(call.node), "layout": " ".join(layout.value for layout in layouts)}
-        attributes.pop("packed", None)  # of the tensors that the node reads; these hold the site's heads alone
-        policies.add(attributes.get("empty_rows"))
-        output = np.full(original.shape, np.nan, original.dtype)
-        try:
-            Op(OP, attributes).run(inputs, [output], threads=2)
-        except (
-            LibraryError,
-            ValueError,
-        ) as error:  # what the operator refuses, and arrays that the library does not read
-            return Comparison(what, np.inf, 0.0, False, site.name, str(error))
-        computed_rows = True if call.rows is None else call.rows[:, None, :, None]
-        mine = np.where(computed_rows, heads_in_layout(output, site.output_layout, site.num_heads), mine)
+    try:
+        mine, policies = _run_calls(site, calls, operands, arrays, original)
+    except (LibraryError, ValueError) as error:  # what the operator refuses, and arrays that the library does not read
+        return Comparison(what, np.inf, 0.0, False, site.name, str(error))
     baseline = heads_in_layout(computed, site.output_layout, site.num_heads)
     shape, total = baseline.shape, baseline.size
     empty = ~np.isfinite(baseline).all(-1) | (mine == 0).all(-1)
-    sample = choose_rows(_rows_away(mine, baseline), empty, scores_shape(site, arrays)[3])
+    sample = choose_rows(_rows_away(mine, baseline), empty, scores[3])
     if sample is not None:
         mine, baseline = sample.pick(mine), sample.pick(baseline)
     reference = site_exactly(*captured, sample=sample)
@@ -117,36 +94,89 @@ def compare_site(
         return Comparison(
             what, np.inf, 0.0, False, site.name, describe_nonfinite(odd, mine, baseline, "(b, h, q, d) = ")
         )
-    # Rows without a key follow the original's own rounding (finfo.min absorbs the scores), not fp64; but where -65504 takes
-    # digits from them alone, the operator computes what it stands for, and the original is off by these digits.
-    finite = np.isfinite(baseline) & np.isfinite(exact)
-    away = np.abs(np.where(finite, baseline.astype(np.float64) - exact, 0.0))
-    rows = tops > _SOFT_FILL
-    lost = float(away[~rows].max(initial=0.0))
-    span = float(np.ptp(baseline[finite])) if finite.any() else 0.0
-    soft = EmptyRows.ALL.value in policies and lost <= _DIGITS * span
-    if not soft:
-        rows = tops > FORBIDDING_VALUE
+    rows, soft = _choose_exact_rows(baseline, exact, tops, has_all_policy=EmptyRows.ALL.value in policies)
     rest = np.nan if ignore_empty_rows else exact if soft else baseline.astype(np.float64)
     target = np.where(rows[..., None], exact, rest)
     good = np.isfinite(baseline) & np.isfinite(target)
     errors = np.abs(mine.astype(np.float64) - target)
     baseline_errors = np.abs(baseline.astype(np.float64) - target)
-    differences: list[tuple[float, float, str]] = []
-    for part in (good & rows[..., None], good & ~rows[..., None]) if soft else (good,):
-        budget = SITE_FACTOR * float(baseline_errors[part].max(initial=0.0)) + _ULPS * ulp_of_largest(
-            original, original.dtype
-        )
-        worst = float(errors[part].max(initial=0.0))
-        where = _position(np.unravel_index(int(np.argmax(np.where(part, errors, 0))), errors.shape), sample)
-        differences.append((worst, budget, f"largest at (b, h, q, d) = {where}" if worst > budget else ""))
-    worst, budget, detail = max(differences, key=lambda x: x[0] / x[1] if x[1] else float(x[0] > 0))
+    ulps = _ULPS * ulp_of_largest(original, original.dtype)
+    parts = (good & rows[..., None], good & ~rows[..., None]) if soft else (good,)
+    worst, budget, detail = _find_largest_difference(parts, errors, baseline_errors, ulps, sample)
     compared = int(good.sum())
     ignored = int((np.isfinite(baseline) & ~good).sum())
     coverage = Coverage(compared, baseline.size - compared - ignored, ignored, left_out=total - baseline.size)
     if sample is not None:
         coverage = replace(coverage, sampled_rows=baseline[..., 0].size, all_rows=int(np.prod(shape[:3])))
     return Comparison(what, worst, budget, worst <= budget, site.name, detail, coverage)
+
+
+def _run_calls(
+    site: AttentionSite,
+    calls: Sequence[OperatorCall],
+    operands: Sequence[np.ndarray],
+    arrays: Mapping[str, np.ndarray],
+    original: np.ndarray,
+) -> tuple[np.ndarray, set[object]]:
+    """What the op writes, as ``heads_in_layout`` lays it out, and the policies of its calls for fully masked rows."""
+    layouts = (site.query.layout, site.key.layout, site.value.layout, site.output_layout)
+    mine = np.full(heads_in_layout(original, site.output_layout, site.num_heads).shape, np.nan, original.dtype)
+    policies: set[object] = set()
+    for call in calls:
+        inputs = [np.ascontiguousarray(a) for a in (*operands, *(arrays[n] for n in call.inputs[3:]))]
+        attributes = {**plain_attributes_of(call.node), "layout": " ".join(layout.value for layout in layouts)}
+        attributes.pop("packed", None)  # of the tensors that the node reads; these hold the site's heads alone
+        policies.add(attributes.get("empty_rows"))
+        output = np.full(original.shape, np.nan, original.dtype)
+        Op(OP, attributes).run(inputs, [output], threads=2)
+        computed_rows = True if call.rows is None else call.rows[:, None, :, None]
+        mine = np.where(computed_rows, heads_in_layout(output, site.output_layout, site.num_heads), mine)
+    return mine, policies
+
+
+def _find_largest_difference(
+    parts: Sequence[np.ndarray],
+    errors: np.ndarray,
+    baseline_errors: np.ndarray,
+    ulps: float,
+    sample: RowSample | None,
+) -> tuple[float, float, str]:
+    """The largest error, that which is allowed, and where it is: of the part in which it exceeds the allowed one most."""
+    differences: list[tuple[float, float, str]] = []
+    for part in parts:
+        budget = SITE_FACTOR * float(baseline_errors[part].max(initial=0.0)) + ulps
+        worst = float(errors[part].max(initial=0.0))
+        where = _position(np.unravel_index(int(np.argmax(np.where(part, errors, 0))), errors.shape), sample)
+        differences.append((worst, budget, f"largest at (b, h, q, d) = {where}" if worst > budget else ""))
+    return max(differences, key=lambda x: x[0] / x[1] if x[1] else float(x[0] > 0))
+
+
+def _undo_output_moves(site: AttentionSite, scores: tuple[int, int, int, int], output: np.ndarray) -> np.ndarray:
+    """A site's output in the layout in which the op writes it; ``scores`` is their shape."""
+    if site.output_flat:
+        output = output.reshape(scores[2] if site.output_perm else scores[0], -1, output.shape[-1])
+    if site.output_perm:
+        output = np.transpose(output, np.argsort(site.output_perm))
+    if site.output_joined:
+        output = output.reshape(-1, *output.shape[2:])
+    return heads_in_one(output, site.output_layout) if site.output_grouped else output
+
+
+def _choose_exact_rows(
+    baseline: np.ndarray, exact: np.ndarray, tops: np.ndarray, *, has_all_policy: bool
+) -> tuple[np.ndarray, bool]:
+    """The rows [B, H, S] that are compared with fp64, and whether the others are, too.
+
+    Rows without a key follow the original's own rounding (finfo.min absorbs the scores), not fp64; but where -65504 takes
+    digits from them alone, the operator computes what it stands for, and the original is off by these digits.
+    """
+    finite = np.isfinite(baseline) & np.isfinite(exact)
+    away = np.abs(np.where(finite, baseline.astype(np.float64) - exact, 0.0))
+    rows = tops > _SOFT_FILL
+    lost = float(away[~rows].max(initial=0.0))
+    span = float(np.ptp(baseline[finite])) if finite.any() else 0.0
+    soft = has_all_policy and lost <= _DIGITS * span
+    return (rows if soft else tops > FORBIDDING_VALUE), soft
 
 
 def scores_shape(site: AttentionSite, arrays: Mapping[str, np.ndarray]) -> tuple[int, int, int, int]:

@@ -296,10 +296,7 @@ class MaskChecker:
             raise GuardError(f"{site.row_guard!r} zeroes rows by a mask that depends on more than shapes and inputs")
         scores = score_sizes(site, sizes)
         values = self.runner.values(site, terms, feeds, sizes)
-        for term, value in zip(terms, values, strict=True):
-            if not _broadcasts(value, scores):
-                words = f"mask tensor {term.tensor!r} has shape {value.shape} at {case}, of {scores}"
-                raise DoesNotRunError.of_shapes(words, value.shape, scores)
+        _check_broadcasts(terms, values, scores, case)
         shape = _, _, S, T = scores if site.row_guard or mask.relative else _distinct_shape(mask, values, scores)
         wanted = np.ones(shape, bool)
         allowed_by_bias = np.ones(shape, bool)  # terms that stay a bias
@@ -363,6 +360,15 @@ def _distinct_shape(
     differ_by_head = "h" in read or any(s[1] != 1 for s in shapes)
     B, H, S, T = scores
     return B if differ_by_batch else min(B, 1), H if differ_by_head else min(H, 1), S, T
+
+
+def _check_broadcasts(
+    terms: Sequence[MaskTerm], values: Sequence[np.ndarray], scores: tuple[int, ...], case: Case
+) -> None:
+    for term, value in zip(terms, values, strict=True):
+        if not _broadcasts(value, scores):
+            words = f"mask tensor {term.tensor!r} has shape {value.shape} at {case}, of {scores}"
+            raise DoesNotRunError.of_shapes(words, value.shape, scores)
 
 
 def _broadcasts(value: np.ndarray, target: tuple[int, ...]) -> bool:

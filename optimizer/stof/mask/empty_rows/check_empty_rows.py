@@ -48,18 +48,8 @@ def check_empty_rows(checker: MaskChecker, site: AttentionSite, mask: LiftedMask
         return
     # What is computed from activations is no larger than scores are.
     evaluable_terms = tuple(t for t in site.terms if checker.symbolic.value(t.tensor) is not None)
-    most = choose_lengths(mask.expression.literals)[-1]
-    cases = [Case(3, most, Padding.LEFT), Case(3, most, Padding.RIGHT), Case(3, 7, Padding.LEFT)]
-    cases += cases_of_cross_attention(site, most)
     drawn = _with_biases_lifted(checker.symbolic, site, mask)
-    # Rows of two scores can be rare: many paddings of short inputs, some of which leave a block or a band without a key.
-    # Without padding it is the length, and that of the past, that can leave a row without a key.
-    if drawn.operands:
-        cases += [Case(12, n, side) for n in (7, 12, 17, 26) for side in (Padding.LEFT, Padding.RIGHT)]
-    else:
-        cases += [Case(1, n, Padding.NONE, other) for n in range(1, 33) for other in _queries(site)]
-    cases += cases_of_counts(mask, 4, (7, 12, 17))
-    for seed, case in enumerate(cases):
+    for seed, case in enumerate(_cases(site, mask, is_padded=bool(drawn.operands))):
         try:
             values, allowed = checker.run_terms(site, mask, evaluable_terms, case, seed, drawn)
         except UnsupportedError:
@@ -87,6 +77,20 @@ def check_empty_rows(checker: MaskChecker, site: AttentionSite, mask: LiftedMask
                 "added, than a bias gives in the operator; --empty-rows ignore accepts that"
             )
     checker.checked_rows.add(key)
+
+
+def _cases(site: AttentionSite, mask: LiftedMask, *, is_padded: bool) -> list[Case]:
+    """The inputs that may have fully masked rows."""
+    most = choose_lengths(mask.expression.literals)[-1]
+    cases = [Case(3, most, Padding.LEFT), Case(3, most, Padding.RIGHT), Case(3, 7, Padding.LEFT)]
+    cases += cases_of_cross_attention(site, most)
+    # Rows of two scores can be rare: many paddings of short inputs, some of which leave a block or a band without a key.
+    # Without padding it is the length, and that of the past, that can leave a row without a key.
+    if is_padded:
+        cases += [Case(12, n, side) for n in (7, 12, 17, 26) for side in (Padding.LEFT, Padding.RIGHT)]
+    else:
+        cases += [Case(1, n, Padding.NONE, other) for n in range(1, 33) for other in _queries(site)]
+    return cases + cases_of_counts(mask, 4, (7, 12, 17))
 
 
 def _check_weaker(
@@ -121,11 +125,8 @@ def _check_weaker(
             )
     if site.floored:
         scores = np.maximum(scores, np.finfo(np.float32).min)
-    graph_weights, wanted = (
-        _softmax(scores[rows]),
-        _softmax(np.where(attended, weaker_scores, np.float32(-np.inf))[rows]),
-    )
-    if not np.allclose(graph_weights, wanted, atol=_TOLERANCE, equal_nan=True):
+    weights, wanted = _softmax(scores[rows]), _softmax(np.where(attended, weaker_scores, np.float32(-np.inf))[rows])
+    if not np.allclose(weights, wanted, atol=_TOLERANCE, equal_nan=True):
         raise UnsupportedError(
             "a query without any key gives another mixture of values in the graph than the weaker masks give; --empty-rows "
             "ignore accepts that"
