@@ -94,7 +94,7 @@ class _BiasSpread:
     view: ScoreView
     rank: int
     dtype: int
-    _known: dict[object, gs.Tensor] = field(default_factory=dict)
+    _cached: dict[object, gs.Tensor] = field(default_factory=dict)
 
     def spread(self, tensor: gs.Tensor) -> gs.Tensor:
         """The tensor with its axes split into parts, transposed, broadcast and merged, as far as each is needed."""
@@ -133,15 +133,15 @@ class _BiasSpread:
         part_source = self.view.sources()[part]
         if part_source.constant is not None:
             return part_source.constant
-        if part not in self._known:
+        if part not in self._cached:
             if part_source.axis is not None:
                 size: Size = self._axis_size(source, part_source.axis - len(self.view.axes) + self.rank)
             else:
                 size = self._total(part_source.total or 0)
             for other in part_source.over:
                 size = self._add("Div", [self._tensor(size), self._tensor(self._size(other, source))])
-            self._known[part] = self._tensor(size)
-        return self._known[part]
+            self._cached[part] = self._tensor(size)
+        return self._cached[part]
 
     def _total(self, axis: int) -> Size:
         """The size of an axis of [B, H, S, T], from query and key."""
@@ -159,9 +159,9 @@ class _BiasSpread:
         return self._axis_size(tensor, operand_axis + (1 if operand_axis and more else 0))
 
     def _axis_size(self, tensor: gs.Tensor, axis: int) -> gs.Tensor:
-        shape = self._known.get(tensor.name)
+        shape = self._cached.get(tensor.name)
         if shape is None:
-            shape = self._known[tensor.name] = self._add("Shape", [tensor])
+            shape = self._cached[tensor.name] = self._add("Shape", [tensor])
         return self._add("Gather", [shape, self._vector([axis])])
 
     def _reshape(self, tensor: gs.Tensor, sizes: Sequence[Size]) -> gs.Tensor:

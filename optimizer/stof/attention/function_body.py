@@ -267,11 +267,11 @@ class _Weights:
             scores = b.add("Mul", [b.add("Tanh", [b.add("Div", [scores, cap])]), cap])
         operands = {r: f"operand{i}" for i, r in enumerate(v.roles) if r != "unused"}
         minus = b.constant(-np.inf, np.float32)
-        scores, masked = self._masked(scores, sizes, operands, minus)
+        scores, masked = self._apply_mask(scores, sizes, operands, minus)
         weights = self._weights(scores, masked, sizes, operands, minus)
         return [weights, self._lse(masked, sizes, operands, minus)] if lse else [weights]
 
-    def _masked(self, scores: str, sizes: ScoreSizes, operands: dict[str, str], minus: str) -> tuple[str, str]:
+    def _apply_mask(self, scores: str, sizes: ScoreSizes, operands: dict[str, str], minus: str) -> tuple[str, str]:
         """The scores with their biases, and -inf where the mask forbids."""
         v, b = self.variant, self.builder
         if "bias" in operands:

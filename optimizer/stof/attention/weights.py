@@ -156,7 +156,7 @@ class WeightWalk:
             return None
         if any(self.index.consumers(n.output[0]) != [where] for n in likes):
             return None
-        condition = self._guarded_rows(where, path.tensor, Layout.BHSD)
+        condition = self._match_row_guard(where, path.tensor, Layout.BHSD)
         if condition is None:
             return None
         if self._is_empty_row_test(condition, scores.bias):
@@ -176,7 +176,7 @@ class WeightWalk:
         # With the sink's column first, the mask would be shifted by a column against the keys.
         if path.pair_guard is not None or (scores.sink_first and path.sink_shape is not None):
             return None
-        guard = self._guarded_pairs(path.tensor, users)
+        guard = self._match_pair_guard(path.tensor, users)
         return None if guard is None else replace(path.to(users[0]), pair_guard=guard)
 
     def drop_sink(self, path: WeightPath, users: list[onnx.NodeProto], scores: ScoreFacts) -> WeightPath | None:
@@ -227,7 +227,7 @@ class WeightWalk:
         result = self.symbolic.shape(user.output[0])
         return None if result is None or len(result) != rank else (user, str(user.input[0]), order)
 
-    def _guarded_pairs(self, tensor: str, users: Sequence[onnx.NodeProto]) -> MaskTerm | None:
+    def _match_pair_guard(self, tensor: str, users: Sequence[onnx.NodeProto]) -> MaskTerm | None:
         """The mask by which the only user of the weights makes some of them 0."""
         if len(users) != 1 or not is_standard(users[0]):
             return None
@@ -340,7 +340,7 @@ class WeightWalk:
             if self.index.fused_nodes.get(user.output[0], fused_node) != fused_node:
                 break  # part of another fused node, which may not be replaced
             if user.op_type == "Where" and guard is None and layout is not None:
-                guard = self._guarded_rows(user, current, layout)
+                guard = self._match_row_guard(user, current, layout)
                 if guard is None:
                     break
             elif is_move(self.symbolic, user) and user.input[0] == current:
@@ -351,7 +351,7 @@ class WeightWalk:
             nodes = (*nodes, current)
         return candidates[::-1]
 
-    def _guarded_rows(self, where: onnx.NodeProto, tensor: str, layout: Layout) -> str | None:
+    def _match_row_guard(self, where: onnx.NodeProto, tensor: str, layout: Layout) -> str | None:
         """The condition of a Where that makes whole rows [b, h, s, :] of a BHSD result zero."""
         if layout is not Layout.BHSD or where.input[2] != tensor or self.symbolic.uniform(where.input[1]) != 0.0:
             return None

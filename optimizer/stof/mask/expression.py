@@ -210,7 +210,7 @@ class MaskExpression:
         program = [(len(n.children), _operation(n)) for n in self.nodes]
         namespace = {"abs": abs, "min": np.minimum, "max": np.maximum, **values}
 
-        def allowed(b: Any, h: Any, q: Any, k: Any) -> Any:
+        def allows(b: Any, h: Any, q: Any, k: Any) -> Any:
             names = {**namespace, "b": b, "h": h, "q": q, "k": k}
             stack: list[Any] = []
             for count, operation in program:
@@ -218,7 +218,7 @@ class MaskExpression:
                 stack.append(operation(names, *arguments))
             return stack[0]
 
-        return allowed
+        return allows
 
     def to_onnx(
         self, builder: Builder, sizes: ScoreSizes, operands: Mapping[str, str], *, tables_have_rank: bool = False

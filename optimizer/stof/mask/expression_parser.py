@@ -229,7 +229,7 @@ class _Parser:
             return node
         if first not in _LETTERS:
             self.fail(f"unexpected {first!r}")
-        return self.named(self.word(_WORD))
+        return self.named_atom(self.word(_WORD))
 
     def word(self, characters: frozenset[str]) -> str:
         begin = self.at
@@ -243,7 +243,7 @@ class _Parser:
             self.fail("a constant beyond 2^53")
         return self.add(Constant(int(digits)))
 
-    def named(self, name: str) -> Node:
+    def named_atom(self, name: str) -> Node:
         if name in ("True", "False"):
             return self.add(Truth(name == "True"))
         if name in INDICES or name in SIZES:

@@ -164,13 +164,13 @@ def _band(low: int | None, high: int | None) -> Node:
         return _at_most(Call("abs", (Binary("-", query, key),)), high) if high else Binary("==", query, key)
     sides = []
     if low is not None:
-        sides.append(_ordered(key, query, low))
+        sides.append(_put_in_order(key, query, low))
     if high is not None:
-        sides.append(_ordered(query, key, -high))
+        sides.append(_put_in_order(query, key, -high))
     return join("and", sides)
 
 
-def _ordered(first: Node, second: Node, distance: int) -> Node:
+def _put_in_order(first: Node, second: Node, distance: int) -> Node:
     """``first`` stands at least so far before ``second``."""
     if distance == 0:
         return Binary("<=", first, second)

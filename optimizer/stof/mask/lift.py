@@ -158,10 +158,10 @@ def _lift(symbolic: Symbolic, site: AttentionSite, as_bias: Collection[MaskTerm]
         family=describe(expression),
         notes=tuple(notes),
     )
-    return _without_unreached(site, mask)
+    return _drop_unreached(site, mask)
 
 
-def _without_unreached(site: AttentionSite, mask: LiftedMask) -> LiftedMask:
+def _drop_unreached(site: AttentionSite, mask: LiftedMask) -> LiftedMask:
     """The mask without weaker masks that no row needs, since one before them leaves every row a key; and a note about them."""
     if mask.weaker is None:
         return mask

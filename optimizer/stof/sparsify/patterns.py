@@ -425,7 +425,7 @@ class Pattern:
 
         return not fold(self.condition.root, reads_position)
 
-    def counted_from(self, first: Node) -> MaskExpression:
+    def count_from(self, first: Node) -> MaskExpression:
         """The condition where the first token of a sequence is at position ``first``; it is right for tokens behind it.
 
         Distances stay as they are. Positions before the first token count as 0, so that tables have an element for them.

@@ -176,7 +176,7 @@ def _parse_clause(text: str) -> Clause:
         raise ArgumentError(f"--sparsify has an empty clause, expected {_EXPECTED}")
     if text.startswith(_S2):
         fields = _Fields(text, _split(text[len(_S2) :], ","), "s2")
-        return fields.clause(_strided(fields))
+        return fields.clause(_read_strided(fields))
     items = _split(text, ",")
     key = items[0].partition("=")[0].strip()
     if "=" not in items[0] or Path(items[0]).exists():
@@ -197,7 +197,7 @@ def _parse_clause(text: str) -> Clause:
     return fields.clause(WindowPattern(fields.number("window", 1), fields.number("sink", 0, 0)))
 
 
-def _strided(fields: _Fields) -> StridedPattern:
+def _read_strided(fields: _Fields) -> StridedPattern:
     per = fields.values.get("per", "kv_head")
     if per not in ("kv_head", "query_head"):
         raise fields.error("per", "kv_head or query_head")

@@ -131,8 +131,8 @@ class _Blocks:
         self.size = tuple(block_mask.BLOCK_SIZE)
         self.lengths = tuple(block_mask.seq_lengths)
         counts = tuple(-(-n // size) for n, size in zip(self.lengths, self.size, strict=True))
-        self.full = _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, counts)
-        partial = _listed(block_mask.kv_num_blocks, block_mask.kv_indices, counts)
+        self.full = _mark_listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, counts)
+        partial = _mark_listed(block_mask.kv_num_blocks, block_mask.kv_indices, counts)
         if self.full.size == 0:
             self.full = np.zeros_like(partial)
         self.listed = partial | self.full
@@ -184,7 +184,7 @@ class _Blocks:
         return Lookup(name, (*(Name("bh"[a]) for a in axes), q, k))
 
 
-def _listed(numbers: Any, indices: Any, counts: tuple[int, ...]) -> np.ndarray:
+def _mark_listed(numbers: Any, indices: Any, counts: tuple[int, ...]) -> np.ndarray:
     """The blocks [B, H, rows, columns] that lists of key blocks name; empty where there are no lists."""
     if numbers is None or indices is None:
         return np.zeros((0,), bool)

@@ -128,7 +128,7 @@ class DenseAttention:
         outputs, lses = [], []
         for chunk in self.chunks(_SCORES_AT_ONCE):
             weights = chunk.weights
-            moved = self.moved_scores(chunk, query, key)
+            moved = self.differentiate_scores(chunk, query, key)
             if chunk.tanh is not None:
                 moved.mul_(chunk.slope())
             mean = (weights * moved).sum(-1, keepdim=True)
@@ -137,7 +137,7 @@ class DenseAttention:
             lses.append(mean.masked_fill(chunk.empty, 0))
         return self.tangents(outputs, lses)
 
-    def moved_scores(self, chunk: Chunk, query: Any, key: Any) -> Any:
+    def differentiate_scores(self, chunk: Chunk, query: Any, key: Any) -> Any:
         """The tangents of the scores before the cap, for those of query and key; 0 in empty rows that no score reaches."""
         moved, rows = query[..., chunk.rows, :].to(self.dtype), chunk.query
         if self.settings.empty_rows != "all":

@@ -67,11 +67,11 @@ def _is_scalar_index(index: Any) -> bool:
 
 
 def _by_tensors(mask_mod: Callable[..., Any]) -> Callable[..., Any]:
-    def traced(*indices: Any) -> Any:
+    def call_mask_mod(*indices: Any) -> Any:
         with _IndexByTensors():
             return mask_mod(*indices)
 
-    return traced
+    return call_mask_mod
 
 
 def read_tensor(tensor: Any) -> np.ndarray:
@@ -117,7 +117,7 @@ class _Tracer:
                 case "placeholder":
                     self.values[node] = next(indices)
                 case "get_attr":
-                    self.values[node] = self._captured(node.target)
+                    self.values[node] = self._read_captured(node.target)
                 case "call_function":
                     self.values[node] = self._call(node)
                 case "output":
@@ -128,7 +128,7 @@ class _Tracer:
                     )
         raise AssertionError("a traced function has an output")
 
-    def _captured(self, name: str) -> Any:
+    def _read_captured(self, name: str) -> Any:
         owner = self.module
         *path, last = name.split(".")
         for step in path:
@@ -170,14 +170,14 @@ class _Tracer:
             case "full" | "new_full" | "scalar_tensor":
                 return _scalar(node.args[-1]) if isinstance(node.args[-1], bool | int) else _refuse(node, node.args[-1])
             case "ones" | "new_ones" | "ones_like":
-                return self._filled(node, 1)
+                return self._make_filled(node, 1)
             case "zeros" | "new_zeros" | "zeros_like":
-                return self._filled(node, 0)
+                return self._make_filled(node, 0)
             case "_to_copy" | "to":
                 return self._cast(node, arguments[0])
         return _refuse(node, name)
 
-    def _filled(self, node: Any, number: int) -> Any:
+    def _make_filled(self, node: Any, number: int) -> Any:
         value = node.meta["tensor_meta"] if "tensor_meta" in node.meta else node.meta.get("val")
         is_condition = value is not None and value.dtype == torch.bool
         return _scalar(bool(number) if is_condition else number)

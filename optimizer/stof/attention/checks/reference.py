@@ -43,7 +43,7 @@ class Problem:
         """B, H, S, Dv of the output."""
         return (*self.q.shape[:3], self.v.shape[3])
 
-    def allowed(self) -> np.ndarray:
+    def evaluate_mask(self) -> np.ndarray:
         """Which pairs may attend: booleans [B, H, S, T]; a bias of -inf is not counted in."""
         (B, H, S, _), T = self.q.shape, self.k.shape[2]
         if 0 in (B, H, S, T):
@@ -57,20 +57,20 @@ class Problem:
         """The attributes of StofAttention for this problem."""
         attributes: dict[str, int | float | str] = {
             "mask": self.mask,
-            "operands": " ".join([*self.operands, *self._added()]),
+            "operands": " ".join([*self.operands, *self._collect_added()]),
             "empty_rows": self.empty_rows.value,
             "query_offset": int(self.query_offset),
             "softcap": self.softcap,
         }
         return attributes if self.scale is None else {**attributes, "scale": self.scale}
 
-    def _added(self) -> dict[str, np.ndarray]:
+    def _collect_added(self) -> dict[str, np.ndarray]:
         added = {"bias": self.bias, "relative_bias": self.relative_bias, "sink": self.sink}
         return {role: array for role, array in added.items() if array is not None}
 
     def inputs(self) -> list[np.ndarray]:
         """The inputs of StofAttention for this problem, in order."""
-        operands = (*self.operands.values(), *self._added().values())
+        operands = (*self.operands.values(), *self._collect_added().values())
         return [np.ascontiguousarray(a) for a in (self.q, self.k, self.v, *operands)]
 
     def run(self, threads: int = 1) -> np.ndarray:
@@ -185,7 +185,7 @@ def _scores(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
         radius = problem.relative_bias.shape[1] // 2
         distance = np.arange(T)[None, :] - np.arange(S)[:, None] - (T - S if problem.query_offset else 0)
         plain = plain + problem.relative_bias.astype(np.float64)[None, :, np.clip(distance, -radius, radius) + radius]
-    return plain, np.where(problem.allowed(), plain, -np.inf)
+    return plain, np.where(problem.evaluate_mask(), plain, -np.inf)
 
 
 def _softmax(scores: np.ndarray) -> np.ndarray:

@@ -19,7 +19,7 @@ from stof.attention.checks.site_comparison import (
     OperatorCall,
     compare_site,
     heads_in_layout,
-    rounded,
+    round_to_site_type,
     scores_shape,
 )
 from stof.attention.emit import Rewrite, parts_of
@@ -34,7 +34,7 @@ from stof.execution.session_process import RuntimeFailure
 from stof.graph.node_fields import plain_attributes_of
 from stof.mask.check.run_masks import tensors_by_role
 from stof.mask.empty_rows.weaker_rows import number_rows
-from stof.mask.evaluate import allowed_by_mask
+from stof.mask.evaluate import evaluate_mask
 from stof.mask.expression import MaskExpression
 from stof.mask.site import AttentionSite, EmptyRows, Layout, MaskTerm, TermKind
 from stof.verification.fp64_reference import compute_in_fp64
@@ -212,7 +212,7 @@ class AttentionChecks(SiteChecks):
                 for operand in mask.operands:  # likewise
                     input_name = input_names[operand.role]
                     if input_name not in arrays and operand.tensor in arrays:
-                        laid = operand.laid(arrays[operand.tensor])
+                        laid = operand.prepare(arrays[operand.tensor])
                         arrays[input_name] = laid if operand.role == "pad" else laid.astype(np.int64)
                 if (
                     mask.bias
@@ -228,7 +228,7 @@ class AttentionChecks(SiteChecks):
             if not all(n in arrays for n in (*tensors, site.output)):
                 continue  # nodes that nothing here computes
             rounded_arrays = {
-                n: rounded(x, site.dtype) if n in {*tensors, site.output} else x for n, x in arrays.items()
+                n: round_to_site_type(x, site.dtype) if n in {*tensors, site.output} else x for n, x in arrays.items()
             }
             second = None if rows is None else rows > 0
             calls = [
@@ -272,12 +272,12 @@ def _row_numbers(rewrite: Rewrite, arrays: Mapping[str, np.ndarray]) -> np.ndarr
     if mask.weaker is None or not all(o.tensor in arrays for o in mask.operands):
         return None
     query, key = (
-        heads_in_layout(o.laid_out(arrays[o.tensor]), o.layout, n)
+        heads_in_layout(o.lay_out(arrays[o.tensor]), o.layout, n)
         for o, n in ((site.query, site.num_heads), (site.key, site.kv_num_heads))
     )
     shape = (query.shape[0], 1, query.shape[2], key.shape[2])
     expressions = (mask.expression, *mask.weaker.expressions[:-1])
-    return number_rows([allowed_by_mask(site, replace(mask, expression=e), arrays, shape)[0] for e in expressions])
+    return number_rows([evaluate_mask(site, replace(mask, expression=e), arrays, shape)[0] for e in expressions])
 
 
 def _run_redrawn(maker: InputMaker, case: Case, model: onnx.ModelProto, run: Callable[[Tensors], Tensors]) -> Tensors:

@@ -67,11 +67,11 @@ def compare_site(
     in its place tells how much rounding is allowed.
     """
     captured = site, arrays
-    site, arrays = _multiplied(site, arrays)
+    site, arrays = _multiply_query(site, arrays)
     original = arrays[site.output]
     scores = scores_shape(site, arrays)
     original, computed = (_undo_output_moves(site, scores, a) for a in (original, computed))
-    operands = [_laid_out(arrays, o) for o in (site.query, site.key, site.value)]
+    operands = [_lay_out(arrays, o) for o in (site.query, site.key, site.value)]
     what = f"site {site.name!r}"
     try:
         mine, policies = _run_calls(site, calls, operands, arrays, original)
@@ -181,7 +181,7 @@ def _choose_exact_rows(
 
 def scores_shape(site: AttentionSite, arrays: Mapping[str, np.ndarray]) -> tuple[int, int, int, int]:
     """B, H, S, T of a run."""
-    query, key = _laid_out(arrays, site.query), _laid_out(arrays, site.key)
+    query, key = _lay_out(arrays, site.query), _lay_out(arrays, site.key)
     rows, keys = (x.shape[2 if o.layout is Layout.BHSD else 1] for x, o in ((query, site.query), (key, site.key)))
     return query.shape[0], site.num_heads, rows, keys
 
@@ -213,10 +213,10 @@ def site_exactly(
     """
     pick = sample.pick if sample is not None else np.asarray
     heads = sample.heads if sample is not None else np.arange(site.num_heads)
-    q = pick(heads_in_layout(_laid_out(arrays, site.query), site.query.layout, site.num_heads)).astype(dtype)
+    q = pick(heads_in_layout(_lay_out(arrays, site.query), site.query.layout, site.num_heads)).astype(dtype)
     shared = heads // (site.num_heads // site.kv_num_heads)  # the head of key and value of each head
-    k = heads_in_layout(_laid_out(arrays, site.key), site.key.layout, site.kv_num_heads)[:, shared].astype(dtype)
-    v = heads_in_layout(_laid_out(arrays, site.value), site.value.layout, site.kv_num_heads)[:, shared].astype(dtype)
+    k = heads_in_layout(_lay_out(arrays, site.key), site.key.layout, site.kv_num_heads)[:, shared].astype(dtype)
+    v = heads_in_layout(_lay_out(arrays, site.value), site.value.layout, site.kv_num_heads)[:, shared].astype(dtype)
     scores = np.matmul(q, k.swapaxes(2, 3)) * dtype(site.scale)
     if site.query_factor is not None:
         factor = pick(arrays[site.query_factor[1]]).astype(dtype)
@@ -251,21 +251,21 @@ def site_exactly(
     return Exact(output, tops, np.broadcast_to(leaks.any(-1), tops.shape))
 
 
-def _multiplied(
+def _multiply_query(
     site: AttentionSite, arrays: Mapping[str, np.ndarray]
 ) -> tuple[AttentionSite, Mapping[str, np.ndarray]]:
     """The site with a query that is multiplied beforehand, where the graph multiplies its scores, as it is emitted."""
     if site.query_factor is None:
         return site, arrays
     op, factor = site.query_factor
-    query = heads_in_layout(_laid_out(arrays, site.query), site.query.layout, site.num_heads)
+    query = heads_in_layout(_lay_out(arrays, site.query), site.query.layout, site.num_heads)
     scaled = query * arrays[factor] if op == "Mul" else query / arrays[factor]
     name = f"{site.query.tensor} {op} {factor}"
     return replace(site, query=Operand(name, Layout.BHSD), query_factor=None), {**arrays, name: scaled}
 
 
-def _laid_out(arrays: Mapping[str, np.ndarray], operand: Operand) -> np.ndarray:
-    return operand.laid_out(arrays[operand.tensor])
+def _lay_out(arrays: Mapping[str, np.ndarray], operand: Operand) -> np.ndarray:
+    return operand.lay_out(arrays[operand.tensor])
 
 
 def heads_in_layout(array: np.ndarray, layout: Layout, heads: int) -> np.ndarray:
@@ -275,7 +275,7 @@ def heads_in_layout(array: np.ndarray, layout: Layout, heads: int) -> np.ndarray
     return array if layout is Layout.BHSD else array.transpose(0, 2, 1, 3)
 
 
-def rounded(array: np.ndarray, dtype: int) -> np.ndarray:
+def round_to_site_type(array: np.ndarray, dtype: int) -> np.ndarray:
     """In the site's type, where the model ran widened."""
     if dtype not in HALF or array.dtype != np.float32:
         return array

@@ -81,7 +81,7 @@ def expand_contrib_attention(fused: FusedNode) -> None:
         raise UnsupportedError(f"its past and present share a buffer: {_REASONS['past_sequence_length']}")
     if node.attributes.get("do_rotary"):
         raise UnsupportedError("it rotates query and key, which is not expanded")
-    query, key, value = node.projected()
+    query, key, value = node.project()
     past = fused.input(4)
     past_key_value = ("", "")
     if past:
@@ -159,7 +159,7 @@ class _ContribExpander:
         b.nodes.append(helper.make_node("Split", [tensor, sizes], outputs, name=outputs[0], axis=axis))
         return outputs
 
-    def projected(self) -> tuple[str, str, str]:
+    def project(self) -> tuple[str, str, str]:
         """Query, key and value [B, heads, length, size] of an Attention, from its input and weights."""
         b, fused = self.builder, self.fused
         require_shape(self.symbolic, fused.input(0), "input", (3,))

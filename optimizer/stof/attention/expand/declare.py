@@ -100,7 +100,7 @@ def declare_on_sites(job: Job, key: str) -> Job:
                 padding = None if declared.pattern.is_of_distances else reasons.padding_of(site, site_mask)
                 counts_columns = bool(site_mask.vectors) and padding is None
                 sparsity.put(site.name, layer, softmax.output[0], declared, is_padded=counts_columns)
-                condition = declared.pattern.condition if padding is None else declared.pattern.counted_from(_FIRST)
+                condition = declared.pattern.condition if padding is None else declared.pattern.count_from(_FIRST)
                 placed.append(_Placed(site, softmax.output[0], declared, condition, site_mask & condition, padding))
             layer += 1
     if not placed:

@@ -25,7 +25,7 @@ from stof.mask.check.sizes import (
     short_cases,
 )
 from stof.mask.check.subgraph_hash import SubgraphHashes
-from stof.mask.evaluate import allowed_by_mask, allowed_by_term, check_no_bias
+from stof.mask.evaluate import check_no_bias, evaluate_mask, evaluate_term
 from stof.mask.relative_bias.distance_table import spread
 from stof.mask.site import AttentionSite, LiftedMask, MaskTerm, TermKind
 from stof.mask.strength import LOWEST
@@ -126,7 +126,7 @@ class MaskChecker:
             compared.add(size_key)
             ran.add(self.runner.lengths(site, case))
 
-        with self.runner.kept_sizes():
+        with self.runner.keep_sizes():
             refused = self._compare_lengths([*cases, *further], certain, compare)
             while refused is not None:
                 # The graph refuses what was drawn. Sizes are narrowed as those of verification are.
@@ -232,7 +232,7 @@ class MaskChecker:
             site, mask, Case(2, choose_lengths(mask.expression.literals)[-1], Padding.LEFT), seed=0
         )
         for term, value in zip(added, self.runner.values(site, added, feeds, sizes), strict=True):
-            allowed = allowed_by_term(term, value, self.symbolic.dtype(term.tensor))
+            allowed = evaluate_term(term, value, self.symbolic.dtype(term.tensor))
             fills += np.unique(value.astype(np.float64)[~allowed] * term.scale).tolist()
         return fills
 
@@ -248,7 +248,7 @@ class MaskChecker:
         B, H, S, T = score_sizes(site, sizes)
         total = np.zeros((B, H, S, T))
         feeds = self.runner.with_computed(mask, feeds, sizes)
-        allowed, past = allowed_by_mask(site, mask, feeds, (B, H, S, T))
+        allowed, past = evaluate_mask(site, mask, feeds, (B, H, S, T))
         for term, value in zip(terms, self.runner.values(site, terms, feeds, sizes), strict=True):
             if not _broadcasts(value, total.shape):
                 words = f"{term.tensor!r} has shape {value.shape} at {case}, of {total.shape}"
@@ -276,7 +276,7 @@ class MaskChecker:
         feeds, sizes = self.runner.draw(site, drawn_for or mask, case, seed)
         values = self.runner.values(site, terms, feeds, sizes)
         shape = _distinct_shape(mask, values, score_sizes(site, sizes))
-        allowed, _ = allowed_by_mask(site, mask, self.runner.with_computed(mask, feeds, sizes), shape)
+        allowed, _ = evaluate_mask(site, mask, self.runner.with_computed(mask, feeds, sizes), shape)
         return values, allowed
 
     def _compare(
@@ -303,7 +303,7 @@ class MaskChecker:
         zeroed = np.zeros(shape, bool)  # scores that are multiplied by 0
         finite = np.ones(shape, bool)  # no bias is -inf
         for term, value in zip(terms, values, strict=True):
-            allowed = allowed_by_term(term, value, self.symbolic.dtype(term.tensor))
+            allowed = evaluate_term(term, value, self.symbolic.dtype(term.tensor))
             if term in mask.bias and not is_stated:
                 allowed_by_bias &= allowed
                 # A selection becomes a bias of -inf.
@@ -320,7 +320,7 @@ class MaskChecker:
             raise UnsupportedError(
                 f"a mask that scores are multiplied with leaves zeros that nothing forbids at {case}"
             )
-        expression_pairs, P = allowed_by_mask(site, mask, self.runner.with_computed(mask, feeds, sizes), shape)
+        expression_pairs, P = evaluate_mask(site, mask, self.runner.with_computed(mask, feeds, sizes), shape)
         if mask.relative is not None:
             total, _, _ = self.run_bias(site, mask, mask.relative.terms, case, seed)
             table = np.broadcast_to(spread(mask.relative, S, T, P), total.shape)

@@ -166,7 +166,7 @@ class MaskRunner:
         return score_sizes(site, self.sizes(case))[2:]
 
     @contextlib.contextmanager
-    def kept_sizes(self) -> Iterator[None]:
+    def keep_sizes(self) -> Iterator[None]:
         """Forgets narrowed sizes where the block raises: they are those of a mask that does not run."""
         dimensions = self._maker(frozenset()).dimensions
         before = dict(dimensions.fixed), dict(dimensions.most)

@@ -15,7 +15,7 @@ from stof.errors import UnsupportedError
 from stof.execution.case import Case, Counts, Padding
 from stof.mask.check.checker import MaskChecker
 from stof.mask.check.sizes import cases_of_counts, cases_of_cross_attention, choose_lengths
-from stof.mask.evaluate import allowed_by_term
+from stof.mask.evaluate import evaluate_term
 from stof.mask.lift import lift, read_term
 from stof.mask.site import AttentionSite, EmptyRows, LiftedMask, MaskTerm, NoteReason
 from stof.mask.strength import UNDERFLOW
@@ -48,7 +48,7 @@ def check_empty_rows(checker: MaskChecker, site: AttentionSite, mask: LiftedMask
         return
     # What is computed from activations is no larger than scores are.
     evaluable_terms = tuple(t for t in site.terms if checker.symbolic.value(t.tensor) is not None)
-    drawn = _with_biases_lifted(checker.symbolic, site, mask)
+    drawn = _lift_biases(checker.symbolic, site, mask)
     for seed, case in enumerate(_cases(site, mask, is_padded=bool(drawn.operands))):
         try:
             values, allowed = checker.run_terms(site, mask, evaluable_terms, case, seed, drawn)
@@ -59,7 +59,7 @@ def check_empty_rows(checker: MaskChecker, site: AttentionSite, mask: LiftedMask
         if mask.weaker is not None:
             _check_weaker(checker, site, mask, evaluable_terms, values, allowed, (case, seed, drawn))
             continue
-        low, high = (_masked_scores(evaluable_terms, values, allowed.shape, score) for score in (0.0, _SCORE))
+        low, high = (_apply_masks(evaluable_terms, values, allowed.shape, score) for score in (0.0, _SCORE))
         if site.floored:
             low, high = (np.maximum(x, np.finfo(np.float32).min) for x in (low, high))
         empty = ~allowed.any(axis=-1)
@@ -133,7 +133,7 @@ def _check_weaker(
         )
 
 
-def _with_biases_lifted(symbolic: Symbolic, site: AttentionSite, mask: LiftedMask) -> LiftedMask:
+def _lift_biases(symbolic: Symbolic, site: AttentionSite, mask: LiftedMask) -> LiftedMask:
     """The mask with what its biases forbid, where an expression has it: it says which inputs are padding."""
     if not mask.bias:
         return mask
@@ -158,7 +158,7 @@ def _gives_same_weights(
     biases = [(t, v) for t, v in zip(terms, values, strict=True) if t in mask.bias and _forbids(symbolic, site, t)]
     remaining_pairs = allowed
     for term, value in biases:
-        remaining_pairs = remaining_pairs & allowed_by_term(term, value, symbolic.dtype(term.tensor))
+        remaining_pairs = remaining_pairs & evaluate_term(term, value, symbolic.dtype(term.tensor))
     rows = allowed.any(axis=-1) & ~remaining_pairs.any(axis=-1)
     if not rows.any():
         return True
@@ -205,7 +205,7 @@ def _queries(site: AttentionSite) -> list[tuple[tuple[str, int], ...]]:
     return [(), *(((str(atom.args[0]), n),) for n in (1, 2, 7))]
 
 
-def _masked_scores(
+def _apply_masks(
     terms: tuple[MaskTerm, ...], values: list[np.ndarray], shape: tuple[int, ...], score: float
 ) -> np.ndarray:
     """Scores that are all equal, after all masks: fp32 [B, H, S, T]."""

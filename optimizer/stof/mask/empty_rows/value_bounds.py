@@ -97,14 +97,14 @@ class ValueBounds:
         elif not is_standard(node):
             largest = math.inf
         else:
-            largest = self._computed(node, kind, -LOWEST[dtype] if kind == "f" else -math.inf)
+            largest = self._bound_computed(node, kind, -LOWEST[dtype] if kind == "f" else -math.inf)
         return min(largest, self._integer_bound(tensor, dtype)) if kind == "i" else largest
 
     def _constant(self, name: str) -> float:
         tensor = self.constants.get(name)
-        return math.inf if tensor is None else self._stored(tensor)
+        return math.inf if tensor is None else self._bound_stored(tensor)
 
-    def _stored(self, tensor: onnx.TensorProto) -> float:
+    def _bound_stored(self, tensor: onnx.TensorProto) -> float:
         if tensor.data_location != TensorProto.EXTERNAL:
             return _largest(numpy_helper.to_array(tensor))
         return math.inf if self.folder is None else _largest_of_external(tensor, self.folder)
@@ -119,7 +119,7 @@ class ValueBounds:
             return max(-low, high)
         return max(float(info.max), -float(info.min))
 
-    def _computed(self, node: onnx.NodeProto, kind: str, lowest: float) -> float:
+    def _bound_computed(self, node: onnx.NodeProto, kind: str, lowest: float) -> float:
         operator, inputs = node.op_type, list(node.input)
         if operator in _MOVING:
             return self.of(inputs[0])
@@ -136,19 +136,19 @@ class ValueBounds:
                 return math.inf if array is None else _largest(array)
             case "ConstantOfShape":
                 value = next((a.t for a in node.attribute if a.name == "value"), None)
-                return 0.0 if value is None else self._stored(value)
+                return 0.0 if value is None else self._bound_stored(value)
         if kind != "f":  # integers wrap around: a small one may become a large one
             return math.inf
         if operator in ("Cast", "CastLike"):
-            return _rounded(self.of(inputs[0]), -lowest)
+            return _round_bound(self.of(inputs[0]), -lowest)
         rule = _COMPUTING.get(operator)
         if rule is None:
             return math.inf
         bounds = [self.of(n) for n in inputs]
-        return _rounded(rule(bounds), -lowest) if all(map(math.isfinite, bounds)) else math.inf
+        return _round_bound(rule(bounds), -lowest) if all(map(math.isfinite, bounds)) else math.inf
 
 
-def _rounded(bound: float, most: float) -> float:
+def _round_bound(bound: float, most: float) -> float:
     """A bound of what is rounded to a type whose largest finite number is ``most``; inf where that may overflow."""
     return min(bound * (1 + _RELATIVE) + _ABSOLUTE, most) if bound <= most else math.inf
 

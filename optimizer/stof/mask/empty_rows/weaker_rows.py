@@ -144,7 +144,7 @@ class RowNumbers:
             rows = b.add("Concat", [b.constant([1]), b.unsqueeze(sizes.S, [0])], axis=0)
             total = b.add("Expand", [total, rows])
         is_usual = b.add("Equal", [total, b.constant(0, np.int32)])
-        made = _import_nodes(self.editor, _needed(b.nodes, [total, is_usual]), inputs, nodes)
+        made = _import_nodes(self.editor, _select_needed(b.nodes, [total, is_usual]), inputs, nodes)
         return made[total], made[is_usual]
 
 
@@ -226,7 +226,7 @@ def join_rows(
     ]
 
 
-def _needed(protos: Sequence[onnx.NodeProto], outputs: Sequence[str]) -> list[onnx.NodeProto]:
+def _select_needed(protos: Sequence[onnx.NodeProto], outputs: Sequence[str]) -> list[onnx.NodeProto]:
     """The nodes on which some tensors depend."""
     read = set(outputs)
     needed = []
