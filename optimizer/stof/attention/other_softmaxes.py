@@ -358,8 +358,10 @@ def _origins(index: GraphIndex, symbolic: Symbolic, tensor: str) -> _Origins:
 def _read_product(index: GraphIndex, symbolic: Symbolic, node: onnx.NodeProto, origins: _Origins) -> None:
     if node.op_type in _QUANTIZED_PRODUCTS:
         origins.quantized.append(node)
-    places = _WEIGHT_INPUTS.get(node.op_type, (0, 1))
-    weights = [node.input[i] for i in places if i < len(node.input) and _is_weight(index, symbolic, node.input[i])]
+    input_indices = _WEIGHT_INPUTS.get(node.op_type, (0, 1))
+    weights = [
+        node.input[i] for i in input_indices if i < len(node.input) and _is_weight(index, symbolic, node.input[i])
+    ]
     origins.weights.extend(weights)
     origins.has_pairs |= not weights
 
