@@ -149,7 +149,7 @@ def measure() -> list[dict[str, Any]]:
             for one in bound:
                 one.run()
         row["identity"] = round(min(identity(settings, stream) for _ in range(3)), 1)
-        dense = np.asarray(Problem(problem.q[:1, :1], problem.k[:1, :1], problem.v[:1, :1], mask).allowed()[0, 0])
+        dense = np.asarray(Problem(problem.q[:1, :1], problem.k[:1, :1], problem.v[:1, :1], mask).evaluate_mask()[0, 0])
         runs: dict[str, list[Run]] = {"stof": [one.run for one in bound]}
         for kind in ("MultiHeadAttention", "Attention"):
             try:

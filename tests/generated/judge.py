@@ -280,7 +280,7 @@ def computed(case: Case, mask: LiftedMask, feeds: dict[str, np.ndarray]) -> dict
 def check_lifted(mask: LiftedMask, drawn: np.ndarray, sizes: dict[str, int], feeds: dict[str, np.ndarray]) -> None:
     operands: dict[str, np.ndarray] = dict(tables_of(mask))
     for operand in mask.operands:
-        array = operand.laid(feeds[operand.tensor])
+        array = operand.prepare(feeds[operand.tensor])
         operands[operand.role] = array != 0 if operand.role == "pad" else array.astype(np.int64)
     found = oracle.evaluate(mask.expression.text, sizes, operands)
     # What a bias forbids (a finite one: by much) may be left to it.

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from onnx import TensorProto
 
-from stof.mask.evaluate import allowed_by_term, is_not_zero
+from stof.mask.evaluate import evaluate_term, is_not_zero
 from stof.mask.site import MaskTerm, TermKind
 from stof.mask.strength import LOWEST, forbids_softly
 
@@ -34,11 +34,11 @@ def test_pairs_are_kept_whatever_numbers_there_are(kind: type, scale: float, num
     value = np.random.default_rng(0).choice(np.array(numbers, kind), (1, 2, 7, 5))
     term = MaskTerm(TermKind.ADD, "m", scale=scale)
     for case in (value, np.broadcast_to(value[:, :1, :, :1], value.shape), value[..., ::2]):
-        np.testing.assert_array_equal(allowed_by_term(term, case, _TYPES[kind]), _wanted(case, scale, _TYPES[kind]))
+        np.testing.assert_array_equal(evaluate_term(term, case, _TYPES[kind]), _wanted(case, scale, _TYPES[kind]))
 
 
 @pytest.mark.parametrize("kind", _TYPES, ids=lambda k: k.__name__)
 def test_what_is_not_zero(kind: type) -> None:
     value = np.array([0.0, -0.0, 6e-8, -6e-8, np.inf, -np.inf, np.nan, 1.0], kind)
     np.testing.assert_array_equal(is_not_zero(value), value != 0)
-    assert allowed_by_term(MaskTerm(TermKind.ADD, "m"), value[:0], _TYPES[kind]).shape == (0,)
+    assert evaluate_term(MaskTerm(TermKind.ADD, "m"), value[:0], _TYPES[kind]).shape == (0,)

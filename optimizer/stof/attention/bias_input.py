@@ -94,7 +94,7 @@ class _BiasSpread:
     view: ScoreView
     rank: int
     dtype: int
-    _known: dict[object, gs.Tensor] = field(default_factory=dict)
+    _cached: dict[object, gs.Tensor] = field(default_factory=dict)
 
     def spread(self, tensor: gs.Tensor) -> gs.Tensor:
         """The tensor with its axes split into parts, transposed, broadcast and merged, as far as each is needed."""
@@ -130,18 +130,18 @@ class _BiasSpread:
 
     def _size(self, part: AxisAtom, source: gs.Tensor) -> Size:
         """The size of a part; ``source`` is the tensor before it is moved."""
-        found = self.view.sources()[part]
-        if found.constant is not None:
-            return found.constant
-        if part not in self._known:
-            if found.axis is not None:
-                size: Size = self._axis_size(source, found.axis - len(self.view.axes) + self.rank)
+        part_source = self.view.sources()[part]
+        if part_source.constant is not None:
+            return part_source.constant
+        if part not in self._cached:
+            if part_source.axis is not None:
+                size: Size = self._axis_size(source, part_source.axis - len(self.view.axes) + self.rank)
             else:
-                size = self._total(found.total or 0)
-            for other in found.over:
+                size = self._total(part_source.total or 0)
+            for other in part_source.over:
                 size = self._add("Div", [self._tensor(size), self._tensor(self._size(other, source))])
-            self._known[part] = self._tensor(size)
-        return self._known[part]
+            self._cached[part] = self._tensor(size)
+        return self._cached[part]
 
     def _total(self, axis: int) -> Size:
         """The size of an axis of [B, H, S, T], from query and key."""
@@ -152,16 +152,16 @@ class _BiasSpread:
         tensor = self.editor.tensors[operand.tensor]
         if axis == 0 and operand.joined:
             return self._add("Mul", [self._axis_size(tensor, 0), self._axis_size(tensor, 1)])
-        place = 0 if axis == 0 else 2 if operand.layout is Layout.BHSD else 1
-        place = operand.perm[place] if operand.perm else place
+        operand_axis = 0 if axis == 0 else 2 if operand.layout is Layout.BHSD else 1
+        operand_axis = operand.perm[operand_axis] if operand.perm else operand_axis
         # Batch or heads in two axes stand before the length.
         more = operand.joined or (operand.grouped and operand.layout is Layout.BHSD)
-        return self._axis_size(tensor, place + (1 if place and more else 0))
+        return self._axis_size(tensor, operand_axis + (1 if operand_axis and more else 0))
 
     def _axis_size(self, tensor: gs.Tensor, axis: int) -> gs.Tensor:
-        shape = self._known.get(tensor.name)
+        shape = self._cached.get(tensor.name)
         if shape is None:
-            shape = self._known[tensor.name] = self._add("Shape", [tensor])
+            shape = self._cached[tensor.name] = self._add("Shape", [tensor])
         return self._add("Gather", [shape, self._vector([axis])])
 
     def _reshape(self, tensor: gs.Tensor, sizes: Sequence[Size]) -> gs.Tensor:

@@ -42,8 +42,8 @@ def _axis_letters(symbolic: Symbolic, node: onnx.NodeProto) -> tuple[str, str, s
     if node.op_type != "Einsum" or not is_standard(node) or len(node.input) != 2:
         return None
     equation = next((a.s.decode(errors="replace") for a in node.attribute if a.name == "equation"), "").replace(" ", "")
-    left, arrow, result = equation.partition("->")
-    inputs = left.split(",")
+    operands, arrow, result = equation.partition("->")
+    inputs = operands.split(",")
     shapes = [symbolic.shape(i) for i in node.input]
     if not arrow or len(inputs) != 2 or any(s is None for s in shapes):
         return None

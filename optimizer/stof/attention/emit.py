@@ -62,8 +62,8 @@ class SharedFunction:
 
     def variant(self, rewrite: Rewrite) -> tuple[Variant, int]:
         """The variant of the body for a rewrite of one node, and its ``mask_id``."""
-        found = _variant(rewrite, self.slots, self.layouts, self.grouped)
-        return found, self.variants.setdefault(found, len(self.variants))
+        variant = _variant(rewrite, self.slots, self.layouts, self.grouped)
+        return variant, self.variants.setdefault(variant, len(self.variants))
 
     def finish(self, model: onnx.ModelProto) -> onnx.ModelProto:
         """Adds the function, the opset import and the version stamp to a model, and returns it."""
@@ -109,10 +109,10 @@ def _slots(rewrites: Sequence[Rewrite]) -> tuple[str, ...]:
 
 def _roles(rewrite: Rewrite) -> set[str]:
     mask = rewrite.mask
-    found = {o.role for o in mask.operands} | {t[0] for t in mask.tables} | mask.expression.vectors
-    found |= {"bias"} if mask.bias else set()
-    found |= {"relative_bias"} if mask.relative is not None else set()
-    return found | {"sink"} if rewrite.site.sink is not None else found
+    roles = {o.role for o in mask.operands} | {t[0] for t in mask.tables} | mask.expression.vectors
+    roles |= {"bias"} if mask.bias else set()
+    roles |= {"relative_bias"} if mask.relative is not None else set()
+    return roles | {"sink"} if rewrite.site.sink is not None else roles
 
 
 Layouts = tuple[Layout, Layout, Layout, Layout]
@@ -132,7 +132,7 @@ def _common_layouts(rewrites: Sequence[Rewrite]) -> Layouts:
 
 def _variant(rewrite: Rewrite, slots: Sequence[str], layouts: Layouts, grouped: bool) -> Variant:
     site, mask = rewrite.site, rewrite.mask
-    own = _roles(rewrite)
+    roles = _roles(rewrite)
     return Variant(
         mask.expression,
         layouts,
@@ -140,7 +140,7 @@ def _variant(rewrite: Rewrite, slots: Sequence[str], layouts: Layouts, grouped: 
         mask.empty_rows,
         site.query_offset,
         site.softcap,
-        tuple(r if r in own else "unused" for r in slots),
+        tuple(r if r in roles else "unused" for r in slots),
         site.dtype,
     )
 
@@ -161,15 +161,15 @@ def _replace_site(
         (site.num_heads, site.value_head_size),
     )
     sources = (site.query, site.key, site.value)
-    given = [_in_layout(editor, extra, o, site.dtype, n) for o, (n, _) in zip(sources, sizes, strict=False)]
+    tensors = [_in_layout(editor, extra, o, site.dtype, n) for o, (n, _) in zip(sources, sizes, strict=False)]
     if site.query_factor is not None:
-        own = (site.query.layout, Layout.BHSD)
-        given[0] = _scale_query(
-            editor, extra, site, _convert_layout(editor, extra, given[0], site.dtype, own, sizes[0])
+        query_layouts = (site.query.layout, Layout.BHSD)
+        tensors[0] = _scale_query(
+            editor, extra, site, _convert_layout(editor, extra, tensors[0], site.dtype, query_layouts, sizes[0])
         )
     inputs = [
-        _convert_layout(editor, extra, tensor, site.dtype, (own, wanted), size)
-        for tensor, own, wanted, size in zip(given, _layouts(site), layouts, sizes, strict=False)
+        _convert_layout(editor, extra, tensor, site.dtype, (layout, wanted), size)
+        for tensor, layout, wanted, size in zip(tensors, _layouts(site), layouts, sizes, strict=False)
     ]
     output.inputs.clear()
     wanted = (layouts[3], site.output_layout)
@@ -185,8 +185,8 @@ def _replace_site(
         heads = dict(zip(("query", "key"), inputs, strict=False))
         number, is_usual = numbers.find(site, rewrite.mask, heads, layouts, nodes)
         both = [editor.variable(f"{site.output}_{word}", site.dtype) for word in ("strict", "weaker")]
-        for part, given_operands, tensor in zip(parts, ({}, {"segment_q": number}), both, strict=True):
-            nodes.append(_node(editor, symbolic, part, function, inputs, given_operands, tensor, nodes))
+        for part, made, tensor in zip(parts, ({}, {"segment_q": number}), both, strict=True):
+            nodes.append(_node(editor, symbolic, part, function, inputs, made, tensor, nodes))
         nodes += join_rows(editor, is_usual, layouts[3], both, parts[1].mask.empty_rows, result)
     if result is not written:
         _convert_layout(editor, nodes, result, site.dtype, wanted, sizes[3], written)
@@ -336,8 +336,8 @@ def _convert_layout(
     for i, (op, attributes, shape) in enumerate(steps):
         last = i + 1 == len(steps) and output is not None
         out = output if last and output is not None else editor.variable(f"{tensor.name}_{op.lower()}", dtype)
-        given = [tensor] if shape is None else [tensor, editor.initializer("stof_shape", np.array(shape, np.int64))]
-        nodes.append(editor.node(op, out.name, given, [out], **attributes))
+        inputs = [tensor] if shape is None else [tensor, editor.initializer("stof_shape", np.array(shape, np.int64))]
+        nodes.append(editor.node(op, out.name, inputs, [out], **attributes))
         tensor = out
     return tensor
 

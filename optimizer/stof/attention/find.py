@@ -65,8 +65,8 @@ def find_sites(
     findings: list[Finding] = []
     names = FreshNames() if names is None else names
     read = needed_tensors(model.graph)
-    found = [softmax for n in model.graph.node if (softmax := match_softmax(index, symbolic, n)) is not None]
-    for number, softmax in enumerate(found):
+    forms = [softmax for n in model.graph.node if (softmax := match_softmax(index, symbolic, n)) is not None]
+    for number, softmax in enumerate(forms):
         weights = softmax.node.output[0]
         if softmaxes is not None and weights not in softmaxes:
             continue
@@ -127,7 +127,7 @@ def _match_site(
             )
         scores = replace(scores, terms=(anchor.mask, *scores.terms), met=(None, *scores.met))
     scores = replace(scores, nodes=(*anchor.nodes[::-1], *scores.nodes))
-    queries, keys = (_prefer_score_axes(shape, found) for found in _match_query_key(index, symbolic, scores))
+    queries, keys = (_prefer_score_axes(shape, layouts) for layouts in _match_query_key(index, symbolic, scores))
     groups = queries[-1].groups
     if groups:
         _check_groups(symbolic, scores.nodes, groups)
@@ -190,14 +190,18 @@ def _make_site(
     sink: Sink | None,
     scores: Scores,
     path: WeightPath,
-    found: _ChosenLayouts,
+    layouts: _ChosenLayouts,
 ) -> AttentionSite:
-    query, key = found.query, found.key
+    """The site of a softmax.
+
+    Longer than 60 lines: more than half of them are the fields of a site.
+    """
+    query, key = layouts.query, layouts.key
     scale = scores.factor * query.scale * key.scale
     if not math.isfinite(scale):
         raise UnsupportedError(f"the scale of the scores is {scale}")
-    operands = (query.operand, key.operand, found.value.operand)
-    result = symbolic.shape(found.output.tensor) or ()
+    operands = (query.operand, key.operand, layouts.value.operand)
+    result = symbolic.shape(layouts.output.tensor) or ()
     groups = query.groups
     if any(o.joined != (len(result) == 5 and not groups) for o in operands):
         raise UnsupportedError("query, key, value and result do not all have the batch in two axes, or all in one")
@@ -214,17 +218,17 @@ def _make_site(
         softmax=softmax.output[0],
         query=query.operand,
         key=key.operand,
-        value=found.value.operand,
-        output=found.output.tensor,
-        output_layout=found.output.layout,
-        output_perm=found.output.perm,
-        output_flat=found.output.flat,
+        value=layouts.value.operand,
+        output=layouts.output.tensor,
+        output_layout=layouts.output.layout,
+        output_perm=layouts.output.perm,
+        output_flat=layouts.output.flat,
         output_joined=query.operand.joined,
         output_grouped=groups if len(result) == 5 else (),
         num_heads=query.heads,
         kv_num_heads=key.heads,
         head_size=query.size,
-        value_head_size=found.value.size,
+        value_head_size=layouts.value.size,
         scale=scale,
         dtype=query.dtype,
         terms=terms,
@@ -236,7 +240,7 @@ def _make_site(
         query_factor=factor,
         sink=None if sink is None else sink.logits,
         sink_values=() if sink is None else sink.values,
-        row_guard=found.output.row_guard,
+        row_guard=layouts.output.row_guard,
         query_offset=_query_offset(dims),
         scores_shape=(
             _size_in_words(dims[0]),
@@ -245,8 +249,10 @@ def _make_site(
             _size_in_words(dims[3]),
         ),
         dims=dims,
-        nodes=tuple(dict.fromkeys((*reversed(scores.nodes), *(sink.nodes[::-1] if sink else ()), *found.output.nodes))),
-        form=_describe_form(scores, found, path.nan_guard) + (", sink" if sink else ""),
+        nodes=tuple(
+            dict.fromkeys((*reversed(scores.nodes), *(sink.nodes[::-1] if sink else ()), *layouts.output.nodes))
+        ),
+        form=_describe_form(scores, layouts, path.nan_guard) + (", sink" if sink else ""),
     )
 
 
@@ -259,12 +265,12 @@ def _require_layouts(
     transposed: bool = False,
     grouped: bool = False,
 ) -> list[OperandLayout]:
-    found = layout_candidates(index, symbolic, tensor, transposed=transposed, order=order, grouped=grouped)
-    if not found:
+    layouts = layout_candidates(index, symbolic, tensor, transposed=transposed, order=order, grouped=grouped)
+    if not layouts:
         raise UnsupportedError(
             f"the {role} operand {tensor!r} has no layout [batch, heads, length, size] of known heads and size"
         )
-    return found
+    return layouts
 
 
 def _match_query_key(
@@ -288,11 +294,11 @@ def _match_query_key(
     return queries, _require_layouts(index, symbolic, scores.key, "key", scores.key_order, scores.key_transposed)
 
 
-def _match_head_groups(queries: list[OperandLayout], found: list[OperandLayout], role: str) -> list[OperandLayout]:
+def _match_head_groups(queries: list[OperandLayout], layouts: list[OperandLayout], role: str) -> list[OperandLayout]:
     """The layouts of keys or values with heads repeated for the heads of each group, where heads lie in two axes."""
     query = queries[-1]
     first, each = query.groups
-    for heads in found:
+    for heads in layouts:
         fits = heads.groups in ((first, 1), (1, 1), (first, each))
         # Dimension names may differ for one size. A product of sizes says that the batch holds heads.
         same = heads.batch == query.batch or None not in (heads.batch.atom, query.batch.atom)
@@ -301,7 +307,7 @@ def _match_head_groups(queries: list[OperandLayout], found: list[OperandLayout],
                 f"the query has {first} x {each} heads in batches of {_size_in_words(query.batch)}, the {role} "
                 f"{' x '.join(map(str, heads.groups))} in batches of {_size_in_words(heads.batch)}"
             )
-    return [replace(h, repeat=h.repeat * each) if h.groups == (first, 1) else h for h in found]
+    return [replace(h, repeat=h.repeat * each) if h.groups == (first, 1) else h for h in layouts]
 
 
 def _check_groups(symbolic: Symbolic, nodes: Sequence[str], groups: tuple[int, ...]) -> None:
@@ -326,12 +332,12 @@ def _with_named_parts(term: MaskTerm, rank: int, query: OperandLayout) -> MaskTe
     return replace(term, view=view)
 
 
-def _prefer_score_axes(shape: Shape, found: list[OperandLayout]) -> list[OperandLayout]:
+def _prefer_score_axes(shape: Shape, layouts: list[OperandLayout]) -> list[OperandLayout]:
     """The layouts with those last (the last one is preferred) whose batch and heads are the axes of the scores."""
     if len(shape) != 4 or shape[1].constant is None:
-        return found
+        return layouts
     heads = shape[1].constant
-    return sorted(found, key=lambda h: h.batch == shape[0] and (h.heads * h.repeat == heads or h.heads == 1))
+    return sorted(layouts, key=lambda h: h.batch == shape[0] and (h.heads * h.repeat == heads or h.heads == 1))
 
 
 def _query_key_candidates(
@@ -339,9 +345,9 @@ def _query_key_candidates(
 ) -> Iterator[tuple[list[OperandLayout], list[OperandLayout]]]:
     """Queries and keys to try: first those that split [B*H, S, D] as a mask does, if one does; then all."""
     most_heads = max(q.heads for q in queries) if scores.has_merged_heads else 0
-    own = [q for q in queries if q.heads == (scores.heads or most_heads)]
-    if own and len(own) < len(queries):
-        yield own, [k for k in keys if k.batch == own[-1].batch] or keys
+    matching_queries = [q for q in queries if q.heads == (scores.heads or most_heads)]
+    if matching_queries and len(matching_queries) < len(queries):
+        yield matching_queries, [k for k in keys if k.batch == matching_queries[-1].batch] or keys
     yield queries, keys
 
 
@@ -354,14 +360,14 @@ def _choose_layouts(
     failure: UnsupportedError | None = None
     types = element_types()
     for output in outputs:
-        own = [[x for x in found if x.dtype == output.dtype] for found in (queries, keys, values)]
-        if output.dtype not in types or not all(own):
+        same_type = [[x for x in layouts if x.dtype == output.dtype] for layouts in (queries, keys, values)]
+        if output.dtype not in types or not all(same_type):
             failure = failure or UnsupportedError(
                 f"query, key and value have element types {queries[0].dtype}, {keys[0].dtype}, {values[0].dtype}, "
                 f"the result has {output.dtype}; expected one of fp32, fp16 and bf16"
             )
             continue
-        query, key, value = (found[-1] for found in own)
+        query, key, value = (layouts[-1] for layouts in same_type)
         try:
             _check_heads(query, key, value)
         except UnsupportedError as error:
@@ -383,10 +389,11 @@ def _check_heads(query: OperandLayout, key: OperandLayout, value: OperandLayout)
             raise UnsupportedError(f"{query.heads} query heads do not fit {heads.heads} x {repeat} {role} heads")
         if heads.batch.constant == 1 != query.batch.constant:
             raise UnsupportedError(f"the {role} has batch size 1, the query {query.batch}")
-        for own, wanted in zip(heads.batch_axes, query.batch_axes, strict=False):
-            if own != wanted and ONE in (own, wanted):
+        for size, wanted in zip(heads.batch_axes, query.batch_axes, strict=False):
+            if size != wanted and ONE in (size, wanted):
                 raise UnsupportedError(
-                    f"of the batch in two axes, the query has {_size_in_words(wanted)} where the {role} has {_size_in_words(own)}"
+                    f"of the batch in two axes, the query has {_size_in_words(wanted)} where the {role} has "
+                    f"{_size_in_words(size)}"
                 )
     if key.heads != value.heads:
         raise UnsupportedError(f"key has {key.heads} heads, value {value.heads}")
@@ -410,14 +417,14 @@ def _check_scores(shape: tuple[Int, ...], dims: tuple[Int, Int, Int, Int], group
     elif len(shape) == 5:  # batch in two axes
         shape = (shape[0] * shape[1], *shape[2:])
     wanted = dims if len(shape) == 4 else (dims[0] * dims[1], dims[2], dims[3])
-    for own, size in zip(shape, wanted, strict=True):
-        if own == size:
+    for scores_size, size in zip(shape, wanted, strict=True):
+        if scores_size == size:
             continue
         if size.constant == 1:
-            raise UnsupportedError(f"a mask broadcasts a size of 1 of the scores to {_size_in_words(own)}")
-        if own.constant is not None:
+            raise UnsupportedError(f"a mask broadcasts a size of 1 of the scores to {_size_in_words(scores_size)}")
+        if scores_size.constant is not None:
             raise UnsupportedError(
-                f"a mask has the fixed size {own.constant} where query and key give {_size_in_words(size)}; "
+                f"a mask has the fixed size {scores_size.constant} where query and key give {_size_in_words(size)}; "
                 "only scores of fixed size can have a mask of fixed size"
             )
 
@@ -435,8 +442,8 @@ def _size_in_words(size: Int) -> str:
     return str(size if size.constant is None else size.constant)
 
 
-def _describe_form(scores: Scores, found: _ChosenLayouts, nan_guard: bool) -> str:
-    query, key = found.query, found.key
+def _describe_form(scores: Scores, layouts: _ChosenLayouts, nan_guard: bool) -> str:
+    query, key = layouts.query, layouts.key
     words = list(dict.fromkeys(reversed(scores.words)))
     if query.scale != 1.0 and key.scale != 1.0:
         words.append("scale split over query and key")
@@ -446,7 +453,7 @@ def _describe_form(scores: Scores, found: _ChosenLayouts, nan_guard: bool) -> st
         words.append(f"grouped heads × {query.heads // key.heads}")
     if nan_guard:
         words.append("NaN guard")
-    if found.output.row_guard is not None:
+    if layouts.output.row_guard is not None:
         words.append("row guard")
-    layouts = f"{query.operand.layout.value}/{key.operand.layout.value} -> {found.output.layout.value}"
-    return f"{layouts}: " + ", ".join(words)
+    layout_names = f"{query.operand.layout.value}/{key.operand.layout.value} -> {layouts.output.layout.value}"
+    return f"{layout_names}: " + ", ".join(words)

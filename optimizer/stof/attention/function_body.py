@@ -60,8 +60,8 @@ def make_attention_function(variants: Sequence[Variant], opset: int, lse: bool =
         raise UnsupportedError(f"sites of different element types need opset 15 for their function body, found {opset}")
     frame = _Frame(variants[0].layouts, variants[0].grouped, dtypes.pop() if len(dtypes) == 1 else None, opset)
     scores = frame.scores()
-    given = ("out", "lse") if lse else ("out",)
-    chosen = _select(variants, 0, opset, scores, frame.attribute("mask_id") if len(variants) > 1 else "", given)
+    result_names = ("out", "lse") if lse else ("out",)
+    chosen = _select(variants, 0, opset, scores, frame.attribute("mask_id") if len(variants) > 1 else "", result_names)
     frame.builder.nodes += chosen
     frame.finish("variant0_out")
     if lse:
@@ -105,16 +105,16 @@ def add_packed_inputs(
             sliced[tensor] = _split_last(b, sliced[tensor], heads, size)
         if before[i] == Layout.BHSD.value:
             sliced[tensor] = b.add("Transpose", [sliced[tensor]], perm=[0, 2, 1, 3])
-    found = onnx.FunctionProto()
-    found.CopyFrom(function)
-    for node in found.node:
+    result = onnx.FunctionProto()
+    result.CopyFrom(function)
+    for node in result.node:
         for i, name in enumerate(node.input):
             node.input[i] = sliced.get(name, name)
-    nodes = [*b.nodes, *(onnx.NodeProto.FromString(n.SerializeToString()) for n in found.node)]
-    del found.node[:]
-    found.node.extend(nodes)
-    found.attribute.append("packed")
-    return found
+    nodes = [*b.nodes, *(onnx.NodeProto.FromString(n.SerializeToString()) for n in result.node)]
+    del result.node[:]
+    result.node.extend(nodes)
+    result.attribute.append("packed")
+    return result
 
 
 def _attribute_constant(name: str, kind: str, target: str, type_: int) -> onnx.NodeProto:
@@ -130,23 +130,23 @@ _READ = ("mask_id", "scale", "num_heads", "kv_num_heads")
 
 
 def _select(
-    variants: Sequence[Variant], i: int, opset: int, scores: str, mask_id: str, given: Sequence[str]
+    variants: Sequence[Variant], i: int, opset: int, scores: str, mask_id: str, result_names: Sequence[str]
 ) -> list[onnx.NodeProto]:
     """Nodes that write the weights ``variant<i>_out``: those of variant i if mask_id is i, else those of a later one.
 
-    With "lse" among ``given`` they also write ``variant<i>_lse``.
+    With "lse" among ``result_names`` they also write ``variant<i>_lse``.
     """
     body = _Weights(variants[i], Builder(opset, f"v{i}_"))
-    results = body.build(scores, "lse" in given)
-    outs = [f"variant{i}_{word}" for word in given]
+    results = body.build(scores, "lse" in result_names)
+    outs = [f"variant{i}_{word}" for word in result_names]
     if i + 1 == len(variants):
         written = [helper.make_node("Identity", [r], [o], name=o) for r, o in zip(results, outs, strict=True)]
         return [*body.builder.nodes, *written]
     number = helper.make_node("Constant", [], [f"s{i}_i"], name=f"s{i}_i", value_int=i)
     same = helper.make_node("Equal", [mask_id, f"s{i}_i"], [f"s{i}_same"], name=f"s{i}_same")
     then = _branch(body.builder.nodes, results, f"then{i}")
-    rest = _select(variants, i + 1, opset, scores, mask_id, given)
-    other = _branch(rest, [f"variant{i + 1}_{word}" for word in given], f"else{i}")
+    rest = _select(variants, i + 1, opset, scores, mask_id, result_names)
+    other = _branch(rest, [f"variant{i + 1}_{word}" for word in result_names], f"else{i}")
     choose = helper.make_node("If", [f"s{i}_same"], outs, name=outs[0], then_branch=then, else_branch=other)
     return [number, same, choose]
 
@@ -245,8 +245,8 @@ def _split_last(b: Builder, tensor: str, *sizes: str) -> str:
 
 def _shape(b: Builder, *sizes: str | list[int]) -> str:
     """A shape of scalars and numbers."""
-    given = [b.constant(p) if isinstance(p, list) else b.unsqueeze(p, [0]) for p in sizes]
-    return b.add("Concat", given, axis=0)
+    dims = [b.constant(p) if isinstance(p, list) else b.unsqueeze(p, [0]) for p in sizes]
+    return b.add("Concat", dims, axis=0)
 
 
 class _Weights:
@@ -267,11 +267,11 @@ class _Weights:
             scores = b.add("Mul", [b.add("Tanh", [b.add("Div", [scores, cap])]), cap])
         operands = {r: f"operand{i}" for i, r in enumerate(v.roles) if r != "unused"}
         minus = b.constant(-np.inf, np.float32)
-        scores, masked = self._masked(scores, sizes, operands, minus)
+        scores, masked = self._apply_mask(scores, sizes, operands, minus)
         weights = self._weights(scores, masked, sizes, operands, minus)
         return [weights, self._lse(masked, sizes, operands, minus)] if lse else [weights]
 
-    def _masked(self, scores: str, sizes: ScoreSizes, operands: dict[str, str], minus: str) -> tuple[str, str]:
+    def _apply_mask(self, scores: str, sizes: ScoreSizes, operands: dict[str, str], minus: str) -> tuple[str, str]:
         """The scores with their biases, and -inf where the mask forbids."""
         v, b = self.variant, self.builder
         if "bias" in operands:

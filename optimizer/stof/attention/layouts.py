@@ -79,7 +79,7 @@ def layout_candidates(
         order: permutation of the tensor's axes that gives that shape, where it differs.
         grouped: an operand of five axes is [B, G, R, .., ..]; otherwise its first two axes are the batch.
     """
-    found: list[OperandLayout] = []
+    candidates: list[OperandLayout] = []
     for path in move_paths(index, symbolic, tensor):
         axes = trace_axes(symbolic, path)
         if axes is None and path.nodes:
@@ -99,11 +99,11 @@ def layout_candidates(
         if heads is None:
             continue
         # A layout that needs a transposition is the last choice.
-        found.insert(0 if heads.operand.perm else len(found), heads)
+        candidates.insert(0 if heads.operand.perm else len(candidates), heads)
         if _is_materialized(index, symbolic, path.source):
             break
     # [B*H, S, D] is also a layout of B*H batches with one head: the worse choice, since masks need the heads.
-    return sorted(found, key=lambda h: not any(_separates_heads(o, h) for o in found))
+    return sorted(candidates, key=lambda h: not any(_separates_heads(o, h) for o in candidates))
 
 
 def _separates_heads(one: OperandLayout, other: OperandLayout) -> bool:
@@ -201,10 +201,10 @@ def _match_split_heads(
                     operand, dtype, batch, count, shape[row_axis], shape[4].constant, 1, path.scale, groups=groups
                 )
         return None
-    found = _match_layout(symbolic, path, *_merge_head_atoms(outer, rows, size))
-    if found is None or found.batch != batch or found.heads * found.repeat != count:
+    merged_layout = _match_layout(symbolic, path, *_merge_head_atoms(outer, rows, size))
+    if merged_layout is None or merged_layout.batch != batch or merged_layout.heads * merged_layout.repeat != count:
         return None
-    return replace(found, groups=groups)
+    return replace(merged_layout, groups=groups)
 
 
 def _merge_head_atoms(
@@ -275,9 +275,9 @@ def output_layout(
     if len(shape) == 5 and grouped:
         outer, inner, of_group, s5, d5 = ([w] for w in whole)
         five = {Layout.BHSD: [outer, inner, of_group, s5, d5], Layout.BSHD: [outer, s5, inner, of_group, d5]}
-        found = next((layout for layout, wanted in five.items() if [list(g) for g in axes] == wanted), None)
-        if found is not None:
-            return found, (), False
+        five_axis_layout = next((layout for layout, wanted in five.items() if [list(g) for g in axes] == wanted), None)
+        if five_axis_layout is not None:
+            return five_axis_layout, (), False
         b, h, s, d = (_drop_ones(g) for g in (outer, inner + of_group, s5, d5))
     elif len(shape) == 5:
         outer, inner, h, s, d = ([w] for w in whole)
@@ -305,8 +305,8 @@ def output_layout(
         ([b, h + d, s], Layout.BSN, (0, 2, 1), False),  # channels first
         ([b, h, d, s], Layout.BHSD, (0, 1, 3, 2), False),
     ]
-    for own, layout, perm, flat in legal:
-        if groups == own:
+    for legal_groups, layout, perm, flat in legal:
+        if groups == legal_groups:
             return layout, perm, flat
     if (
         len(groups) == 4 and all(groups) and all(g in (b, h, s, d) for g in groups) and len({g[0] for g in groups}) == 4

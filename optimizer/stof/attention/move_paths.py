@@ -47,20 +47,20 @@ def move_paths(index: GraphIndex, symbolic: Symbolic, tensor: str) -> list[MoveP
 
     Casts to a wider float are passed as well: they lose nothing, and the op computes in fp32 anyway.
     """
-    found = [MovePath(tensor, ())]
-    while len(found) <= _MAX_PATH:
-        last = found[-1]
+    paths = [MovePath(tensor, ())]
+    while len(paths) <= _MAX_PATH:
+        last = paths[-1]
         node = index.producer(last.source)
         if node is None:
             break
         if is_move(symbolic, node) or _is_widening_cast(symbolic, node):
-            found.append(MovePath(node.input[0], (node, *last.nodes), last.scale))
+            paths.append(MovePath(node.input[0], (node, *last.nodes), last.scale))
             continue
         factor = scalar_factor(symbolic, node)
         if factor is None:
             break
-        found.append(MovePath(factor[0], last.nodes, last.scale * factor[1]))
-    return found
+        paths.append(MovePath(factor[0], last.nodes, last.scale * factor[1]))
+    return paths
 
 
 def _is_widening_cast(symbolic: Symbolic, node: onnx.NodeProto) -> bool:
@@ -99,8 +99,12 @@ def scalar_factor(symbolic: Symbolic, node: onnx.NodeProto) -> tuple[str, float]
         if number is None:
             continue
         shape, other = symbolic.shape(node.output[0]), symbolic.shape(node.input[1 - i])
-        own = symbolic.shape(node.input[i])
-        scalar = own is not None and all(d == ONE for d in own) and (other is None or len(own) <= len(other))
+        factor_shape = symbolic.shape(node.input[i])
+        scalar = (
+            factor_shape is not None
+            and all(d == ONE for d in factor_shape)
+            and (other is None or len(factor_shape) <= len(other))
+        )
         if not scalar and (shape is None or shape != other):
             continue
         if node.op_type == "Div":
@@ -152,11 +156,11 @@ def _apply_move(symbolic: Symbolic, node: onnx.NodeProto, axes: Axes, result: tu
 
 def may_broadcast(symbolic: Symbolic, node: onnx.NodeProto) -> bool:
     """Whether an Expand meets two sizes of different names: at run time one of them may be 1 and broadcast."""
-    own, value = symbolic.shape(node.input[0]), symbolic.value(node.input[1])
+    shape, value = symbolic.shape(node.input[0]), symbolic.value(node.input[1])
     wanted = None if value is None else value.elements()
-    if own is None or wanted is None:
+    if shape is None or wanted is None:
         return True
-    pairs = zip(reversed(own), reversed(wanted), strict=False)
+    pairs = zip(reversed(shape), reversed(wanted), strict=False)
     return any(ONE not in (size, other) and size != other for size, other in pairs)
 
 
@@ -182,17 +186,17 @@ def trace_views(symbolic: Symbolic, source: str, moves: Sequence[onnx.NodeProto]
     shape = symbolic.shape(source)
     if shape is None:
         return []
-    found = [merge_parts(whole_axes(shape))]
+    views = [merge_parts(whole_axes(shape))]
     for node in moves:
         before, result = symbolic.shape(node.input[0]), symbolic.shape(node.output[0])
-        named = None if before is None else _rename_sizes(found[-1], before)
+        named = None if before is None else _rename_sizes(views[-1], before)
         if named is not None and node.op_type in _REGROUPING:  # by other factors than before, perhaps
             named = merge_parts((tuple(a for group in named for a in group),))
         axes = None if named is None or result is None else _apply_move(symbolic, node, named, result)
         if axes is None or any(a.axis < 0 for group in axes for a in group):
             break
-        found.append(merge_parts(axes))
-    return found
+        views.append(merge_parts(axes))
+    return views
 
 
 def _rename_sizes(axes: Axes, shape: Shape) -> Axes | None:

@@ -59,35 +59,35 @@ def find_identity_region(index: GraphIndex, symbolic: Symbolic, weights: str) ->
     if len(leaving) != 1 or leaving[0] == weights:
         return None
     points = np.array([0.0, 1e-30, 0.1, 0.5, 0.9, 1.0, *_sample_around(constants), np.nan], np.float32)
-    found = _evaluate(region, symbolic, weights, constants, points).get(leaving[0])
-    if found is None or found.dtype != np.float32 or not np.array_equal(found[:-1], points[:-1]):
+    values = _evaluate(region, symbolic, weights, constants, points).get(leaving[0])
+    if values is None or values.dtype != np.float32 or not np.array_equal(values[:-1], points[:-1]):
         return None
-    if not np.isnan(found[-1]) and found[-1] != 0.0:
+    if not np.isnan(values[-1]) and values[-1] != 0.0:
         return None
-    return IdentityRegion(leaving[0], not np.isnan(found[-1]), tuple(n.output[0] for n in region))
+    return IdentityRegion(leaving[0], not np.isnan(values[-1]), tuple(n.output[0] for n in region))
 
 
 def _collect_region(
     index: GraphIndex, symbolic: Symbolic, weights: str
 ) -> tuple[list[onnx.NodeProto], dict[str, float]]:
     """The nodes that read only the weights, each other and constants of one number, in order of execution; the constants."""
-    known, constants = {weights}, dict[str, float]()
+    computed, constants = {weights}, dict[str, float]()
     region: list[onnx.NodeProto] = []
     pending = list(index.consumers(weights))
     while pending and len(region) < _MAX_NODES:
-        node = next((n for n in pending if _can_evaluate(n, symbolic, known, constants)), None)
+        node = next((n for n in pending if _can_evaluate(n, symbolic, computed, constants)), None)
         if node is None:
             break
         pending.remove(node)
-        if node.output[0] in known:
+        if node.output[0] in computed:
             continue
         region.append(node)
-        known.add(node.output[0])
+        computed.add(node.output[0])
         pending.extend(index.consumers(node.output[0]))
     return region, constants
 
 
-def _can_evaluate(node: onnx.NodeProto, symbolic: Symbolic, known: set[str], constants: dict[str, float]) -> bool:
+def _can_evaluate(node: onnx.NodeProto, symbolic: Symbolic, computed: set[str], constants: dict[str, float]) -> bool:
     if not is_standard(node) or len(node.output) != 1:
         return False
     if node.op_type == "Cast":
@@ -95,7 +95,7 @@ def _can_evaluate(node: onnx.NodeProto, symbolic: Symbolic, known: set[str], con
     if node.op_type not in {*_FUNCTIONS, "IsInf"} or (node.op_type == "IsInf" and node.attribute):
         return False
     for name in node.input:
-        if name in known or name in constants:
+        if name in computed or name in constants:
             continue
         value, shape = symbolic.uniform(name), symbolic.shape(name)
         if value is None or shape is None or any(d.constant != 1 for d in shape):
@@ -120,17 +120,17 @@ def _evaluate(
             values[name] = np.array(number).astype(dtype)
         for node in region:
             inputs = [values[n] for n in node.input]
-            found: np.ndarray
+            result: np.ndarray
             if node.op_type == "Cast":
-                found = inputs[0].astype(_TYPES[symbolic.dtype(node.output[0])])
+                result = inputs[0].astype(_TYPES[symbolic.dtype(node.output[0])])
             elif node.op_type == "IsInf":
-                found = np.isinf(inputs[0])
+                result = np.isinf(inputs[0])
             else:
-                found = inputs[0]
+                result = inputs[0]
                 if node.op_type in ("Where", "Not", "Identity", "IsNaN"):
-                    found = _FUNCTIONS[node.op_type](*inputs)
+                    result = _FUNCTIONS[node.op_type](*inputs)
                 else:
                     for other in inputs[1:]:
-                        found = _FUNCTIONS[node.op_type](found, other)
-            values[node.output[0]] = np.asarray(found)
+                        result = _FUNCTIONS[node.op_type](result, other)
+            values[node.output[0]] = np.asarray(result)
     return values

@@ -33,7 +33,7 @@ NEUTRAL: dict[str, np.ndarray] = {
 def build_operands(
     editor: Editor,
     symbolic: Symbolic,
-    found: tuple[AttentionSite, LiftedMask],
+    masked_site: tuple[AttentionSite, LiftedMask],
     slots: Sequence[str],
     extra: list[gs.Node],
     tensorrt: bool,
@@ -44,26 +44,26 @@ def build_operands(
     Args:
         editor: the graph under edit.
         symbolic: of its model.
-        found: the site and its mask.
+        masked_site: the site and its mask.
         slots: the operand roles of the model's calls, in the order of inputs. Unused slots get a small constant.
         extra: new nodes that compute operands are appended here.
         tensorrt: whether TensorRT's parser reads the model.
         made: operands by role that are no tensors of the model.
     """
-    site, mask = found
-    given = {**made, **{o.role: runtime_operand(editor, symbolic, o, extra, tensorrt) for o in mask.operands}}
+    site, mask = masked_site
+    tensors = {**made, **{o.role: runtime_operand(editor, symbolic, o, extra, tensorrt) for o in mask.operands}}
     for name, dtype, shape, data in mask.tables:
         array = np.frombuffer(data, np.dtype(dtype)).reshape(shape).copy()
         if tensorrt and array.dtype == np.uint8:
             array = array.astype(np.int32)  # the parser would convert it as well, with a warning
-        given[name] = editor.initializer(f"stof_{name}", array)
+        tensors[name] = editor.initializer(f"stof_{name}", array)
     if mask.bias:
-        given["bias"] = build_bias(editor, symbolic, site, mask.bias, extra)
+        tensors["bias"] = build_bias(editor, symbolic, site, mask.bias, extra)
     if mask.relative is not None:
-        given["relative_bias"] = editor.initializer("stof_relative_bias", table_of(mask.relative).copy())
+        tensors["relative_bias"] = editor.initializer("stof_relative_bias", table_of(mask.relative).copy())
     if site.sink is not None:
-        given["sink"] = _sink_operand(editor, symbolic, site, extra)
-    return [given[slot] if slot in given else _unused_operand(editor, slot) for slot in slots]
+        tensors["sink"] = _sink_operand(editor, symbolic, site, extra)
+    return [tensors[slot] if slot in tensors else _unused_operand(editor, slot) for slot in slots]
 
 
 def runtime_operand(
@@ -88,8 +88,8 @@ def runtime_operand(
         tensor = out
     if operand.at is not None:
         out = editor.variable(f"stof_{operand.role}", dtype)
-        place = editor.initializer("stof_position", np.array(operand.at, np.int64))
-        extra.append(editor.node("Gather", out.name, [tensor, place], [out], axis=1))
+        position = editor.initializer("stof_position", np.array(operand.at, np.int64))
+        extra.append(editor.node("Gather", out.name, [tensor, position], [out], axis=1))
         tensor = out
     is_padding = operand.role == "pad"
     if dtype not in (_PAD_TYPES if is_padding else _INTEGERS):

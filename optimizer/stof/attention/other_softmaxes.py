@@ -105,30 +105,28 @@ def explain_other_softmax(index: GraphIndex, symbolic: Symbolic, softmax: onnx.N
     """
     shape = symbolic.shape(softmax.input[0])
     axis = next((a.i for a in softmax.attribute if a.name == "axis"), -1)
-    found = _origins(index, symbolic, softmax.input[0])
+    origins = _origins(index, symbolic, softmax.input[0])
     origin, mixing = _UNKNOWN
     if shape:
         origin, mixing = _axis_origin(index, symbolic, softmax.input[0], axis % len(shape))
-    if origin is _AxisOrigin.KEYS and mixing and not found.has_pairs:
+    if origin is _AxisOrigin.KEYS and mixing and not origins.has_pairs:
         return (
             f"the weight {mixing!r} mixes scores of queries and keys with each other before the softmax, as talking heads do; "
             "attention is replaced where the scores of a head are its own"
         )
     if shape and axis % len(shape) != len(shape) - 1:
         last = f"the softmax runs along axis {axis}, expected the last"
-        return last if found.has_pairs else f"{_name(index, symbolic, softmax, origin)}: {last}"
-    if not found.has_pairs and not found.has_others:
-        if found.weights and not (origin is _AxisOrigin.POSITIONS and _is_left(index, found.weights[0])):
+        return last if origins.has_pairs else f"{_name(index, symbolic, softmax, origin)}: {last}"
+    if not origins.has_pairs and not origins.has_others:
+        if origins.weights and not (origin is _AxisOrigin.POSITIONS and _is_left(index, origins.weights[0])):
             name = _name(index, symbolic, softmax, origin)
             user = _name_user(_find_use(index, symbolic, softmax.output[0]))
-            return f"{name}: the scores are a product with the weight {found.weights[0]!r}{user}"
-        if found.constants:
-            return f"no attention but learned weights: the scores are the constant {found.constants[0]!r}"
-    if found.quantized and found.has_pairs:
-        return (
-            f"the scores are quantized by {describe(found.quantized[0])}; attention is replaced where its core is float"
-        )
-    if shape is not None and len(shape) < 3 and not found.has_pairs:
+            return f"{name}: the scores are a product with the weight {origins.weights[0]!r}{user}"
+        if origins.constants:
+            return f"no attention but learned weights: the scores are the constant {origins.constants[0]!r}"
+    if origins.quantized and origins.has_pairs:
+        return f"the scores are quantized by {describe(origins.quantized[0])}; attention is replaced where its core is float"
+    if shape is not None and len(shape) < 3 and not origins.has_pairs:
         seen = f"the scores are {'one vector' if len(shape) < 2 else 'rows of one matrix'}"
         return f"{_name(index, symbolic, softmax, _AxisOrigin.FEATURES)}: {seen}"
     quantizer = _quantizes_weights(index, softmax.output[0])
@@ -208,22 +206,27 @@ def _axis_origin(index: GraphIndex, symbolic: Symbolic, tensor: str, axis: int) 
 
 
 def _trace_axis(
-    index: GraphIndex, symbolic: Symbolic, known: dict[tuple[str, int], _Origin], tensor: str, axis: int, depth: int = 0
+    index: GraphIndex,
+    symbolic: Symbolic,
+    origins: dict[tuple[str, int], _Origin],
+    tensor: str,
+    axis: int,
+    depth: int = 0,
 ) -> _Origin:
-    """As :func:`_axis_origin`; what is ``known`` is not traced again, as tensors are read in many ways."""
-    if (tensor, axis) not in known:
-        known[tensor, axis] = _UNKNOWN  # of a cycle, which a damaged graph may have
-        known[tensor, axis] = _trace_further(index, symbolic, known, tensor, axis, depth)
-    return known[tensor, axis]
+    """As :func:`_axis_origin`; what ``origins`` holds is not traced again, as tensors are read in many ways."""
+    if (tensor, axis) not in origins:
+        origins[tensor, axis] = _UNKNOWN  # of a cycle, which a damaged graph may have
+        origins[tensor, axis] = _trace_further(index, symbolic, origins, tensor, axis, depth)
+    return origins[tensor, axis]
 
 
 def _trace_further(
-    index: GraphIndex, symbolic: Symbolic, known: dict[tuple[str, int], _Origin], tensor: str, axis: int, depth: int
+    index: GraphIndex, symbolic: Symbolic, origins: dict[tuple[str, int], _Origin], tensor: str, axis: int, depth: int
 ) -> _Origin:
     node, shape = index.producer(tensor), symbolic.shape(tensor)
     if node is None or shape is None or depth > _MOST_NODES:
         return (_AxisOrigin.POSITIONS, "") if node is None and tensor in index.inputs else _UNKNOWN
-    further = partial(_trace_axis, index, symbolic, known, depth=depth + 1)
+    further = partial(_trace_axis, index, symbolic, origins, depth=depth + 1)
     behind = len(shape) - axis
     if node.op_type in _QUANTIZES or node.op_type in ("Identity", "Cast", "Slice", "Split"):
         return further(node.input[0], axis)
@@ -232,7 +235,7 @@ def _trace_further(
         atoms = [] if axes is None else [a for a in axes[axis] if a.size != ONE]
         return further(node.input[0], atoms[-1].axis) if atoms else _UNKNOWN
     if node.op_type == "Einsum":
-        return _einsum_origin(index, symbolic, known, node, axis, depth)
+        return _einsum_origin(index, symbolic, origins, node, axis, depth)
     if node.op_type in ("Conv", "FusedConv"):
         if axis == 1:
             return _AxisOrigin.FEATURES, ""
@@ -254,25 +257,25 @@ def _trace_further(
         return _AxisOrigin.POSITIONS, ""
     # Masks and scales say nothing where the scores themselves do.
     for name in sorted((n for n in node.input if n), key=lambda n: _is_beside(index, symbolic, n)):
-        own = None if _is_weight(index, symbolic, name) else symbolic.shape(name)
-        if own is not None and len(own) >= behind and own[-behind] != ONE:
-            found = further(name, len(own) - behind)
-            if found[0] is not _AxisOrigin.UNKNOWN:
-                return found
+        input_shape = None if _is_weight(index, symbolic, name) else symbolic.shape(name)
+        if input_shape is not None and len(input_shape) >= behind and input_shape[-behind] != ONE:
+            input_origin = further(name, len(input_shape) - behind)
+            if input_origin[0] is not _AxisOrigin.UNKNOWN:
+                return input_origin
     return _UNKNOWN
 
 
 def _einsum_origin(
     index: GraphIndex,
     symbolic: Symbolic,
-    known: dict[tuple[str, int], _Origin],
+    origins: dict[tuple[str, int], _Origin],
     node: onnx.NodeProto,
     axis: int,
     depth: int,
 ) -> _Origin:
     equation = next((a.s.decode(errors="replace") for a in node.attribute if a.name == "equation"), "")
-    left, _, result = equation.replace(" ", "").partition("->")
-    terms = left.split(",")
+    operands, _, result = equation.replace(" ", "").partition("->")
+    terms = operands.split(",")
     if len(terms) != 2 or "." in equation or axis >= len(result):
         return _UNKNOWN
     letter = result[axis]
@@ -283,7 +286,7 @@ def _einsum_origin(
     data = weights.index(False) if False in weights else 0
     if data not in holders:
         return _AxisOrigin.FEATURES, ""
-    origin, _ = _trace_axis(index, symbolic, known, node.input[data], terms[data].index(letter), depth + 1)
+    origin, _ = _trace_axis(index, symbolic, origins, node.input[data], terms[data].index(letter), depth + 1)
     return origin, node.input[1 - data]
 
 
@@ -292,7 +295,7 @@ def name_default_inputs(index: GraphIndex, softmax: onnx.NodeProto) -> str:
 
     A caller may override them, so that shapes, axes and scales which they hold are not known.
     """
-    found: dict[str, None] = {}
+    default_inputs: dict[str, None] = {}
     pending, seen = [*softmax.output, *softmax.input], set[str]()
     while pending and len(seen) < _MOST_NODES:
         name = pending.pop(0)
@@ -301,14 +304,14 @@ def name_default_inputs(index: GraphIndex, softmax: onnx.NodeProto) -> str:
         seen.add(name)
         tensor = index.initializers.get(name)
         if tensor is not None and name in index.inputs and math.prod(tensor.dims) <= SMALL:
-            found[name] = None
+            default_inputs[name] = None
         node = index.producer(name)
         pending.extend(node.input if node is not None else ())
         if name == softmax.output[0]:
             pending.extend(n for user in index.consumers(name) for n in (*user.input, *user.output))
-    if not found:
+    if not default_inputs:
         return ""
-    first, *others = found
+    first, *others = default_inputs
     if others:
         return (
             f"; the initializers {first!r} and {len(others)} more are among the graph's inputs, where a caller may override "
@@ -325,7 +328,7 @@ def _quantizes_weights(index: GraphIndex, tensor: str) -> onnx.NodeProto | None:
 
 
 def _origins(index: GraphIndex, symbolic: Symbolic, tensor: str) -> _Origins:
-    found = _Origins([], [], [])
+    origins = _Origins([], [], [])
     pending, seen = [tensor], set[str]()
     while pending:
         name = pending.pop(0)
@@ -334,13 +337,13 @@ def _origins(index: GraphIndex, symbolic: Symbolic, tensor: str) -> _Origins:
         seen.add(name)
         node = index.producer(name)
         if _is_weight(index, symbolic, name):
-            found.constants.append(name)
+            origins.constants.append(name)
         elif node is None or len(seen) > _MOST_NODES:
-            found.has_others = True
+            origins.has_others = True
         elif node.op_type in _PRODUCTS | _QUANTIZED_PRODUCTS | _HALF_QUANTIZED:
-            _read_product(index, symbolic, node, found)
+            _read_product(index, symbolic, node, origins)
         elif node.op_type in _QUANTIZES:
-            found.quantized.append(node)
+            origins.quantized.append(node)
             pending.append(node.input[0])
         elif is_standard(node) and node.op_type in _MOVES:
             pending.append(node.input[0])
@@ -348,17 +351,19 @@ def _origins(index: GraphIndex, symbolic: Symbolic, tensor: str) -> _Origins:
             # A mask or a scale made from sizes and inputs says nothing of the scores.
             pending.extend(n for n in node.input if n and not _is_beside(index, symbolic, n))
         else:
-            found.has_others = True
-    return found
+            origins.has_others = True
+    return origins
 
 
-def _read_product(index: GraphIndex, symbolic: Symbolic, node: onnx.NodeProto, found: _Origins) -> None:
+def _read_product(index: GraphIndex, symbolic: Symbolic, node: onnx.NodeProto, origins: _Origins) -> None:
     if node.op_type in _QUANTIZED_PRODUCTS:
-        found.quantized.append(node)
-    places = _WEIGHT_INPUTS.get(node.op_type, (0, 1))
-    weights = [node.input[i] for i in places if i < len(node.input) and _is_weight(index, symbolic, node.input[i])]
-    found.weights.extend(weights)
-    found.has_pairs |= not weights
+        origins.quantized.append(node)
+    input_indices = _WEIGHT_INPUTS.get(node.op_type, (0, 1))
+    weights = [
+        node.input[i] for i in input_indices if i < len(node.input) and _is_weight(index, symbolic, node.input[i])
+    ]
+    origins.weights.extend(weights)
+    origins.has_pairs |= not weights
 
 
 def _is_beside(index: GraphIndex, symbolic: Symbolic, tensor: str) -> bool:

@@ -53,10 +53,10 @@ class SitePlan:
         return data
 
 
-def read_site_plan(where: str, place: str, entry: object) -> SitePlan:
+def read_site_plan(where: str, path: str, entry: object) -> SitePlan:
     """An entry from its JSON value; :class:`stof.plan.Fields` says what it raises."""
-    known = {"site", "replace", "mask", "empty_rows", "predicted_gain", "reason", *_HINTS}
-    fields = Fields(where, place, entry, known)
+    keys = {"site", "replace", "mask", "empty_rows", "predicted_gain", "reason", *_HINTS}
+    fields = Fields(where, path, entry, keys)
     gain = fields.take("predicted_gain", (int, float), 0.0)
     if not abs(gain) < 1e300:  # JSON has integers of any length, and Python reads 1e999 as infinity
         raise ArgumentError(f"{fields.where} has predicted_gain {quoted(gain)}, expected a number below 1e300")

@@ -44,13 +44,13 @@ class Pruner:
             inside.update(dict.fromkeys(site.nodes, (site.query.tensor, site.key.tensor)))
             for operand in stop:
                 inside.pop(operand, None)
-        found: dict[int, Elements] = {}
+        shapes: dict[int, Elements] = {}
         for node in self.editor.graph.nodes:
             if node.op == "Shape" and node.inputs[0].name in inside:
                 elements = self.sources.find(node.outputs[0].name, inside[node.inputs[0].name])
                 if elements is not None:
-                    found[id(node)] = elements
-        return found
+                    shapes[id(node)] = elements
+        return shapes
 
     def _live(self, shapes: dict[int, Elements]) -> set[int]:
         """Ids of the nodes that the outputs depend on, where the Shape nodes of ``shapes`` read nothing."""
@@ -127,13 +127,13 @@ class Pruner:
 def _mask_tensors(index: GraphIndex, tensors: Iterable[str], stop: set[str]) -> set[str]:
     """The tensors from which masks are computed, up to ``stop``; a Shape node reads no data."""
     pending = [t for t in tensors if t]
-    found: set[str] = set()
+    sources: set[str] = set()
     while pending:
         tensor = pending.pop()
         node = index.producer(tensor)
-        if node is None or tensor in found or tensor in stop:
+        if node is None or tensor in sources or tensor in stop:
             continue
-        found.add(tensor)
+        sources.add(tensor)
         if node.op_type != "Shape":
             pending.extend(n for n in node.input if n)
-    return found
+    return sources

@@ -146,7 +146,7 @@ class SiteSection(Section):
 
     def explain_rows(self, pattern: str) -> list[str]:
         chosen = [row for row in self.rows if NamedCandidate(row.site, row.index).matches(pattern)]
-        return [line for row in chosen for line in _explained_lines(row)]
+        return [line for row in chosen for line in _explain_row(row)]
 
 
 def _group_lines(group: list[SiteReport]) -> list[str]:
@@ -180,7 +180,7 @@ def _percent(share: float) -> str:
     return f"{100 * share:.3g} %" if share < 0.1 else f"{100 * share:.0f} %"
 
 
-def _explained_lines(s: SiteReport) -> list[str]:
+def _explain_row(s: SiteReport) -> list[str]:
     order = list(Step)
     got = order.index(s.step)
     steps = {

@@ -115,11 +115,11 @@ class AttentionRewrite(
         self.check_plan(job, candidates_of(sites, ()))
         return scopes
 
-    def describe(self, job: Job, found: tuple[Scope, ...]) -> DescribedScopes:
+    def describe(self, job: Job, scopes: tuple[Scope, ...]) -> DescribedScopes:
         ignored_rows = frozenset() if job.sparsity is None else frozenset(job.sparsity.ignored_rows)
         described: list[DescribedSite] = []
         with job.step("lift"):
-            for scope in found:
+            for scope in scopes:
                 describer = SiteDescriber(
                     scope.working.model,
                     scope.symbolic,
@@ -129,7 +129,7 @@ class AttentionRewrite(
                     ignored_rows,
                 )
                 described += [describer.describe(site) for site in scope.sites]
-        return DescribedScopes(found, tuple(described))
+        return DescribedScopes(scopes, tuple(described))
 
     def decide(self, job: Job, described: DescribedScopes) -> AttentionDecisions:
         with job.step("choose"):
@@ -208,37 +208,37 @@ def _rows_of_optimized(graph: onnx.ModelProto) -> list[SiteReport]:
     """What there is in a model that was optimized before: its operators, and attention that was left or came later."""
     functions = [f for f in graph.functions if f.domain != DOMAIN]
     nodes = [*all_nodes(graph.graph.node), *(n for f in functions for n in all_nodes(f.node))]
-    found: list[SiteReport] = []
+    rows: list[SiteReport] = []
     names = FreshNames()
     for node in nodes:
         if _is_done(node):
             mask = next((a.s.decode(errors="replace") for a in node.attribute if a.name == "mask"), "")
-            found.append(SiteReport(names.make(node.name or OP), False, "is StofAttention already", mask=mask))
+            rows.append(SiteReport(names.make(node.name or OP), False, "is StofAttention already", mask=mask))
         elif is_softmax(node) or is_fused(node):
             name = names.make(node.name or f"{node.op_type} of {node.output[0]}")
             reason = (
                 f"the model holds {OP} already, and its calls share one function: optimize the model from which it was "
                 "made, where all sites can be replaced together"
             )
-            found.append(SiteReport(name, False, reason))
-    return found
+            rows.append(SiteReport(name, False, reason))
+    return rows
 
 
 def _pictures(rewrites: Sequence[Rewrite]) -> dict[str, list[str]]:
     """A drawing of each distinct mask, by its text."""
-    found: dict[str, list[str]] = {}
+    pictures: dict[str, list[str]] = {}
     tried: set[MaskExpression] = set()
     for rewrite in rewrites:
         mask = rewrite.mask
         by_document = mask.expression.vectors & {"segment_q", "segment_k"}
         if mask.expression.window() == (-1, -1):
             continue  # every tile is full, or a bias says which are not
-        if mask.expression not in tried and not by_document and len(found) < _MOST_PICTURES:
+        if mask.expression not in tried and not by_document and len(pictures) < _MOST_PICTURES:
             tried.add(mask.expression)
             length = rewrite.site.dims[3].constant if rewrite.site.dims[2] == rewrite.site.dims[3] else 0
             with suppress(LibraryError):  # a picture is decoration; a mask of fixed size may not stretch to its length
-                found[mask.expression.text] = picture(mask.expression, tables_of(mask), length or 0)
-    return found
+                pictures[mask.expression.text] = picture(mask.expression, tables_of(mask), length or 0)
+    return pictures
 
 
 ATTENTION = AttentionRewrite()

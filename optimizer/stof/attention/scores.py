@@ -109,9 +109,9 @@ class ScoreWalk:
             self.check_operands(operands)
             return operands
         for rule in ON_SCORES if is_standard(node) else ():
-            found = rule(self, node, scores, depth)
-            if found is not None:
-                return found
+            matched_scores = rule(self, node, scores, depth)
+            if matched_scores is not None:
+                return matched_scores
         raise UnsupportedError(
             f"no MatMul of a query and a key was found before the softmax; the walk met {describe(node)}"
         )
@@ -220,12 +220,12 @@ class ScoreWalk:
         if scores.factor != 1.0 or scores.softcap or factor[1] == 0:
             raise UnsupportedError(f"{describe(node)} scales scores after their tanh more than once")
         inner = self.index.producer(tanh.input[0])
-        found = None if inner is None else scalar_factor(self.symbolic, inner)
-        source, scale = (tanh.input[0], 1.0) if found is None else found
+        inner_factor = None if inner is None else scalar_factor(self.symbolic, inner)
+        source, scale = (tanh.input[0], 1.0) if inner_factor is None else inner_factor
         capped = replace(
             scores.with_node(node, "softcap").with_node(tanh), softcap=abs(factor[1]), factor=scale * factor[1]
         )
-        if inner is not None and found is not None:
+        if inner is not None and inner_factor is not None:
             capped = capped.with_node(inner)
         result = self.walk(source, capped, depth + 1)
         if len(result.terms) != len(scores.terms):
@@ -243,9 +243,9 @@ class ScoreWalk:
             if self.symbolic.value(node.input[i]) is not None:
                 continue
             try:
-                found = self._mask_by_product(node, node.input[i], node.input[1 - i], 1.0, scores, depth)
-                if found is not None:
-                    return found
+                by_product = self._mask_by_product(node, node.input[i], node.input[1 - i], 1.0, scores, depth)
+                if by_product is not None:
+                    return by_product
                 masked = scores.with_node(node, "additive mask")
                 masked = self._add_term(masked, TermKind.ADD, node, node.input[1 - i], None, scores.factor)
                 return self.walk(node.input[i], masked, depth + 1)
@@ -259,9 +259,9 @@ class ScoreWalk:
         """Scores minus a mask or bias, or a mask by a product."""
         if node.op_type != "Sub":
             return None
-        found = self._mask_by_product(node, node.input[0], node.input[1], -1.0, scores, depth)
-        if found is not None:
-            return found
+        by_product = self._mask_by_product(node, node.input[0], node.input[1], -1.0, scores, depth)
+        if by_product is not None:
+            return by_product
         masked = scores.with_node(node, "subtracted mask")
         masked = self._add_term(masked, TermKind.ADD, node, node.input[1], None, -scores.factor)
         return self.walk(node.input[0], masked, depth + 1)
@@ -334,13 +334,13 @@ class ScoreWalk:
             if scores.spread_factor is not None:
                 raise UnsupportedError(f"{describe(node)} scales scores by head or row a second time")
             scaled = replace(scores.with_node(node, "scale by head"), spread_factor=(node.op_type, node.input[1 - i]))
-            found = self.walk(node.input[i], scaled, depth + 1)
+            inner_scores = self.walk(node.input[i], scaled, depth + 1)
             before = (len(scores.terms), scores.softcap, scores.floored)
-            if (len(found.terms), found.softcap, found.floored) != before:
+            if (len(inner_scores.terms), inner_scores.softcap, inner_scores.floored) != before:
                 raise UnsupportedError(
                     f"scores are masked or bounded before {describe(node)} scales them by head or row"
                 )
-            return found
+            return inner_scores
         return None
 
     def _is_zero_one_mask(self, tensor: str) -> bool:
@@ -369,15 +369,15 @@ class ScoreWalk:
         scale: float = 1.0,
     ) -> Scores:
         """The scores with the term for a mask that broadcasts to the output of ``node``."""
-        shape, own = self.symbolic.shape(node.output[0]), self.symbolic.shape(tensor)
-        if shape is None or own is None:
+        shape, mask_shape = self.symbolic.shape(node.output[0]), self.symbolic.shape(tensor)
+        if shape is None or mask_shape is None:
             raise UnsupportedError(f"the shape of mask {tensor!r} of {describe(node)} is unknown")
-        if len(own) > len(shape):
+        if len(mask_shape) > len(shape):
             raise UnsupportedError(
-                f"mask {tensor!r} of {describe(node)} has {len(own)} axes, the scores have {len(shape)}"
+                f"mask {tensor!r} of {describe(node)} has {len(mask_shape)} axes, the scores have {len(shape)}"
             )
         source, moves = tensor, list[onnx.NodeProto]()
-        while len(shape) == len(own) == 3 and len(moves) < 4:  # scores [B*H, S, T], a mask made of [B, H, S, T]
+        while len(shape) == len(mask_shape) == 3 and len(moves) < 4:  # scores [B*H, S, T], a mask made of [B, H, S, T]
             mover = self.index.producer(source)
             if mover is None or not is_move(self.symbolic, mover):
                 break
@@ -416,8 +416,8 @@ def _broadcasts_anyway(view: ScoreView, rank: int, axes: int) -> bool:
 
 
 def _check_sizes_known(term: MaskTerm, view: ScoreView) -> None:
-    known = view.sources()
-    if any(a not in known for a in view.needed_parts()):
+    sources = view.sources()
+    if any(a not in sources for a in view.needed_parts()):
         raise UnsupportedError(
             f"mask {term.tensor!r} meets the scores in parts of their axes whose sizes are not known: expected all parts "
             "but one to be numbers, or sizes of the mask"
@@ -475,8 +475,8 @@ def _find_constant_fill(mask: np.ndarray | None, added: np.ndarray | None, sign:
     keep, fills = np.broadcast_arrays(mask, added)
     if not np.isin(keep, (0, 1)).all() or np.any(fills[keep == 1]):
         return None
-    found = np.unique(fills[keep == 0])
-    return float(found[0]) * sign if found.size == 1 else None
+    values = np.unique(fills[keep == 0])
+    return float(values[0]) * sign if values.size == 1 else None
 
 
 def subtracts_row_max(index: GraphIndex, symbolic: Symbolic, node: onnx.NodeProto) -> bool:
@@ -488,5 +488,10 @@ def subtracts_row_max(index: GraphIndex, symbolic: Symbolic, node: onnx.NodeProt
         maximum = index.producer(maximum.input[0])
     if maximum is None or maximum.op_type != "ReduceMax" or maximum.input[0] != node.input[0]:
         return False
-    shape, own = symbolic.shape(node.input[0]), symbolic.shape(node.input[1])
-    return shape is not None and own is not None and own[:-1] == shape[:-1] and own[-1].constant == 1
+    shape, maximum_shape = symbolic.shape(node.input[0]), symbolic.shape(node.input[1])
+    return (
+        shape is not None
+        and maximum_shape is not None
+        and maximum_shape[:-1] == shape[:-1]
+        and maximum_shape[-1].constant == 1
+    )

@@ -33,14 +33,14 @@ class ShapeSources:
         elements = None if value is None else value.elements()
         if elements is None:
             return None
-        found: list[ShapeSource | int] = []
+        sources: list[ShapeSource | int] = []
         for element in elements:
             assert isinstance(element, Int)
             source = self._find(element, kept)
             if source is None:
                 return None
-            found.append(source)
-        return found
+            sources.append(source)
+        return sources
 
     def _find(self, size: Int, kept: Sequence[str]) -> ShapeSource | int | None:
         if size.constant is not None:
@@ -48,8 +48,8 @@ class ShapeSources:
         if size in self._sources:
             return self._sources[size]
         for tensor in kept:
-            for axis, own in enumerate(self.symbolic.shape(tensor) or ()):
-                if own == size:
+            for axis, axis_size in enumerate(self.symbolic.shape(tensor) or ()):
+                if axis_size == size:
                     return (tensor, axis, 1)
         factor = size.terms[0][1] if len(size.terms) == 1 else 1
         base = self._find(size.divide(integer(factor)) or size, kept) if factor > 1 else None

@@ -41,10 +41,10 @@ def find_sink(index: GraphIndex, symbolic: Symbolic, softmax: onnx.NodeProto) ->
         if node is None or not is_standard(node):
             return None
         if node.op_type in ("Concat", "Pad"):
-            found = (
+            sink = (
                 _sink_from_concat(index, symbolic, node) if node.op_type == "Concat" else _sink_from_pad(symbolic, node)
             )
-            return None if found is None else replace(found, nodes=(*passed, node.output[0]))
+            return None if sink is None else replace(sink, nodes=(*passed, node.output[0]))
         if not (
             is_float_cast(symbolic, node) or node.op_type == "Identity" or subtracts_row_max(index, symbolic, node)
         ):
@@ -76,8 +76,14 @@ def _sink_from_concat(index: GraphIndex, symbolic: Symbolic, concat: onnx.NodePr
         return None
     for first in (False, True):
         scores, column = concat.input[::-1] if first else concat.input
-        shape, own = symbolic.shape(scores), symbolic.shape(column)
-        if shape is None or own is None or len(shape) != 4 or len(own) != 4 or own[3].constant != 1:
+        shape, column_shape = symbolic.shape(scores), symbolic.shape(column)
+        if (
+            shape is None
+            or column_shape is None
+            or len(shape) != 4
+            or len(column_shape) != 4
+            or column_shape[3].constant != 1
+        ):
             continue
         heads = shape[1].constant
         if heads is None:
@@ -101,8 +107,8 @@ def _constant_logits(symbolic: Symbolic, column: str, heads: int) -> tuple[float
     value = symbolic.value(column)
     if value is None or value.kind != "f":
         return None
-    found = [value.at((var("b"), integer(h), var("q"), integer(0))) for h in range(heads)]
-    numbers_ = [x.args[0] for x in found if isinstance(x, Real) and x.kind == "const"]
+    logits = [value.at((var("b"), integer(h), var("q"), integer(0))) for h in range(heads)]
+    numbers_ = [x.args[0] for x in logits if isinstance(x, Real) and x.kind == "const"]
     floats = [x for x in numbers_ if isinstance(x, float) and math.isfinite(x)]
     return tuple(floats) if len(floats) == heads else None
 

@@ -40,10 +40,10 @@ def match_softmax(index: GraphIndex, symbolic: Symbolic, node: onnx.NodeProto) -
         return None
     exponentials, total = terms
     summed = index.producer(total)
-    shape, own = symbolic.shape(exponentials), symbolic.shape(total)
+    shape, total_shape = symbolic.shape(exponentials), symbolic.shape(total)
     if summed is None or summed.op_type != "ReduceSum" or summed.input[0] != exponentials or not shape:
         return None
-    if own != (*shape[:-1], integer(1)):
+    if total_shape != (*shape[:-1], integer(1)):
         return None
     mask, exponential = _find_exponential(index, symbolic, exponentials)
     shifted = None if exponential is None else index.producer(exponential.input[0])

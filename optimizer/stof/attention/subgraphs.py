@@ -40,8 +40,8 @@ class Scope:
 
     def rewrites(self, rewrites: Sequence[Rewrite]) -> list[Rewrite]:
         """The rewrites of this scope's sites."""
-        own = {s.name for s in self.sites}
-        return [r for r in rewrites if r.site.name in own]
+        names = {s.name for s in self.sites}
+        return [r for r in rewrites if r.site.name in names]
 
 
 @dataclass(frozen=True)
@@ -60,14 +60,14 @@ def find_scopes(working: WorkingCopy) -> list[Scope]:
     names = FreshNames()
     sites, findings = find_sites(working.model, symbolic, working.materialized, working.fused_nodes(), names=names)
     main = Scope((), "", working, 0, symbolic, tuple(sites), (*working.findings, *findings))
-    found = [main]
+    scopes = [main]
     graph = working.base.graph
     around = _OuterGraphs((), tuple(graph.input), tuple(graph.initializer), tuple(graph.value_info))
     for path, description, outside, inner in _attention_subgraphs(graph, around, ()):
-        found.append(
-            _search_subgraph(working, path, description, outside, inner, names, sum(len(s.sites) for s in found))
+        scopes.append(
+            _search_subgraph(working, path, description, outside, inner, names, sum(len(s.sites) for s in scopes))
         )
-    return found
+    return scopes
 
 
 def _attention_subgraphs(
@@ -81,9 +81,9 @@ def _attention_subgraphs(
         for attribute in node.attribute:
             graphs = [attribute.g] if attribute.type == onnx.AttributeProto.GRAPH else list(attribute.graphs)
             for j, inner in enumerate(graphs):
-                own = (*path, (node.output[0], attribute.name, j))
+                inner_path = (*path, (node.output[0], attribute.name, j))
                 if any(is_softmax(n) or is_fused(n) for n in inner.node):
-                    yield own, f"{attribute.name} of {describe(node)}", before, inner
+                    yield inner_path, f"{attribute.name} of {describe(node)}", before, inner
                 names = _own_names(inner)
                 inside = _OuterGraphs(
                     before.nodes,
@@ -91,7 +91,7 @@ def _attention_subgraphs(
                     (*(t for t in before.initializers if t.name not in names), *inner.initializer),
                     (*(v for v in before.infos if v.name not in names), *inner.value_info),
                 )
-                yield from _attention_subgraphs(inner, inside, own)
+                yield from _attention_subgraphs(inner, inside, inner_path)
 
 
 def _search_subgraph(
@@ -117,15 +117,15 @@ def _search_subgraph(
         first_index=first_index,
         softmaxes=frozenset(n.output[0] for n in working.model.graph.node[first_inner:] if is_softmax(n)),
     )
-    own = {o for n in graph.node for o in n.output}
-    left = [f for f in working.findings if f.details.get("output") in own]
+    inner_outputs = {o for n in graph.node for o in n.output}
+    kept_findings = [f for f in working.findings if f.details.get("output") in inner_outputs]
     hidden = sorted(_own_names(graph) & {name for n in flat.graph.node[:outer_count] for name in node_tensors(n)})
     if hidden:
         reason = f"{description} has a tensor {hidden[0]!r}, as a graph around it has, on which it depends, too"
         findings = [Finding(f.site, False, reason, f.details) for f in findings]
         findings += [Finding(s.name, False, reason, {"softmax": s.softmax}) for s in sites]
         sites = []
-    return Scope(path, description, working, outer_count, symbolic, tuple(sites), (*left, *findings))
+    return Scope(path, description, working, outer_count, symbolic, tuple(sites), (*kept_findings, *findings))
 
 
 def _first_inner_node(working: WorkingCopy, outer_count: int) -> int:
@@ -138,9 +138,9 @@ def _flatten(base: onnx.ModelProto, around: _OuterGraphs, graph: onnx.GraphProto
 
     Its own names hide outer ones: the decoder of a search has inputs that are called like those of the model.
     """
-    own = _own_names(graph)
+    inner_names = _own_names(graph)
     read = {n for node in graph.node for n in node_tensors(node)} | {o.name for o in graph.output}
-    read -= own
+    read -= inner_names
     outer: list[onnx.NodeProto] = []
     for node in reversed(around.nodes):
         if read & set(node.output):
@@ -151,10 +151,10 @@ def _flatten(base: onnx.ModelProto, around: _OuterGraphs, graph: onnx.GraphProto
     result.functions.extend(base.functions)
     result.graph.name = graph.name or "subgraph"
     result.graph.node.extend([*outer, *graph.node])
-    result.graph.input.extend([*(i for i in around.inputs if i.name not in own), *graph.input])
-    result.graph.initializer.extend(t for t in around.initializers if t.name in read - own)
+    result.graph.input.extend([*(i for i in around.inputs if i.name not in inner_names), *graph.input])
+    result.graph.initializer.extend(t for t in around.initializers if t.name in read - inner_names)
     result.graph.initializer.extend(graph.initializer)
-    result.graph.value_info.extend([*(v for v in around.infos if v.name not in own), *graph.value_info])
+    result.graph.value_info.extend([*(v for v in around.infos if v.name not in inner_names), *graph.value_info])
     result.graph.output.extend(graph.output)
     return result, len(outer)
 
@@ -168,17 +168,17 @@ def _own_names(graph: onnx.GraphProto) -> set[str]:
 def emit_scopes(scopes: Sequence[Scope], rewrites: Sequence[Rewrite]) -> onnx.ModelProto:
     """A copy of the model in which the site of every rewrite, in the main graph or a subgraph, is one StofAttention node."""
     main, *others = scopes
-    own = main.rewrites(rewrites)
+    main_rewrites = main.rewrites(rewrites)
     inner = [(s, r) for s in others if (r := s.rewrites(rewrites))]
     if not inner:
-        return emit(main.working.expand_for(r.site for r in own), main.symbolic, own)
+        return emit(main.working.expand_for(r.site for r in main_rewrites), main.symbolic, main_rewrites)
     function = SharedFunction(rewrites)
-    result = copy_model(main.working.expand_for(r.site for r in own))
+    result = copy_model(main.working.expand_for(r.site for r in main_rewrites))
     before = _live_nodes(result.graph)
     for scope, some in reversed(inner):  # innermost first
         _replace_in_subgraph(result, scope, some, function)
-    if own:
-        result = replace_sites(result, main.symbolic, own, function)
+    if main_rewrites:
+        result = replace_sites(result, main.symbolic, main_rewrites, function)
     _remove_dead_nodes(result.graph, before)
     return function.finish(result)
 
@@ -207,9 +207,9 @@ def _replace_in_subgraph(
     small.graph.initializer.extend(graph.initializer)
     small.graph.value_info.extend(graph.value_info)
     small.graph.output.extend(graph.output)
-    known = {t.name for t in graph.initializer}
+    initializers = {t.name for t in graph.initializer}
     for name in dict.fromkeys(_outer_tensors(scope)):
-        if name not in known:
+        if name not in initializers:
             small.graph.input.append(onnx.ValueInfoProto(name=name))
     edited = replace_sites(small, scope.symbolic, rewrites, function).graph
     for field in ("node", "initializer", "value_info"):
@@ -230,14 +230,14 @@ def _live_nodes(graph: onnx.GraphProto) -> set[str]:
     """First outputs of the nodes that the graph's outputs depend on."""
     producer = producers(graph.node)
     pending = [o.name for o in graph.output]
-    found: set[str] = set()
+    live: set[str] = set()
     while pending:
         node = producer.get(pending.pop())
-        if node is None or node.output[0] in found:
+        if node is None or node.output[0] in live:
             continue
-        found.add(node.output[0])
+        live.add(node.output[0])
         pending.extend(node_tensors(node) - set(node.output))
-    return found
+    return live
 
 
 def _remove_dead_nodes(graph: onnx.GraphProto, before: set[str]) -> None:

@@ -115,9 +115,9 @@ class WeightWalk:
 
     def _step(self, path: WeightPath, users: list[onnx.NodeProto], scores: ScoreFacts) -> WeightPath:
         for rule in ON_WEIGHTS:
-            found = rule(self, path, users, scores)
-            if found is not None:
-                return found
+            next_path = rule(self, path, users, scores)
+            if next_path is not None:
+                return next_path
         if len(users) != 1:
             words = ", ".join(describe(n) for n in users) or "nothing"
             raise UnsupportedError(
@@ -156,7 +156,7 @@ class WeightWalk:
             return None
         if any(self.index.consumers(n.output[0]) != [where] for n in likes):
             return None
-        condition = self._guarded_rows(where, path.tensor, Layout.BHSD)
+        condition = self._match_row_guard(where, path.tensor, Layout.BHSD)
         if condition is None:
             return None
         if self._is_empty_row_test(condition, scores.bias):
@@ -176,7 +176,7 @@ class WeightWalk:
         # With the sink's column first, the mask would be shifted by a column against the keys.
         if path.pair_guard is not None or (scores.sink_first and path.sink_shape is not None):
             return None
-        guard = self._guarded_pairs(path.tensor, users)
+        guard = self._match_pair_guard(path.tensor, users)
         return None if guard is None else replace(path.to(users[0]), pair_guard=guard)
 
     def drop_sink(self, path: WeightPath, users: list[onnx.NodeProto], scores: ScoreFacts) -> WeightPath | None:
@@ -195,12 +195,12 @@ class WeightWalk:
         if transposed is not None:
             matmul, value, order = transposed
             return replace(path.to(users[0]).to(matmul), value=value, value_order=order, result_order=order)
-        found = self._match_matmul(users[0], path.tensor)
-        if found is None:
+        match = self._match_matmul(users[0], path.tensor)
+        if match is None:
             return None
         if path.sink_shape is not None:
             raise UnsupportedError(f"the weight of the sink is not dropped before {describe(users[0])}")
-        value, (value_order, result_order) = found
+        value, (value_order, result_order) = match
         return replace(path.to(users[0]), value=value, value_order=value_order, result_order=result_order)
 
     def skip_neutral(self, path: WeightPath, users: list[onnx.NodeProto], scores: ScoreFacts) -> WeightPath | None:
@@ -227,26 +227,26 @@ class WeightWalk:
         result = self.symbolic.shape(user.output[0])
         return None if result is None or len(result) != rank else (user, str(user.input[0]), order)
 
-    def _guarded_pairs(self, tensor: str, users: Sequence[onnx.NodeProto]) -> MaskTerm | None:
+    def _match_pair_guard(self, tensor: str, users: Sequence[onnx.NodeProto]) -> MaskTerm | None:
         """The mask by which the only user of the weights makes some of them 0."""
         if len(users) != 1 or not is_standard(users[0]):
             return None
         node = users[0]
         if self.symbolic.shape(node.output[0]) != self.symbolic.shape(tensor):
             return None
-        found: MaskTerm | None = None
+        guard: MaskTerm | None = None
         if node.op_type == "Where":
             for kind, kept, filled in ((TermKind.KEEP, 1, 2), (TermKind.DROP, 2, 1)):
                 if node.input[kept] == tensor and self.symbolic.uniform(node.input[filled]) == 0.0:
-                    found = MaskTerm(kind, node.input[0], 0.0)
+                    guard = MaskTerm(kind, node.input[0], 0.0)
         elif node.op_type == "Mul":
             other = node.input[1 if node.input[0] == tensor else 0]
             if self.symbolic.value(other) is not None and other != tensor and self.symbolic.uniform(other) is None:
-                found = MaskTerm(TermKind.KEEP, other)  # no fill: 0 * NaN stays NaN
-        shape = None if found is None else self.symbolic.shape(found.tensor)
+                guard = MaskTerm(TermKind.KEEP, other)  # no fill: 0 * NaN stays NaN
+        shape = None if guard is None else self.symbolic.shape(guard.tensor)
         # A mask of weights [B*H, S, T] that differs between rows would have to be split by heads.
         fits = shape is not None and (len(shape) == 4 or all(d.constant == 1 for d in shape[:-2]))
-        return found if fits else None
+        return guard if fits else None
 
     def _drops_sink(self, node: onnx.NodeProto, tensor: str, shape: Shape, first: bool) -> bool:
         """Whether a node is a Slice of all but the last (or ``first``) column of the weights."""
@@ -275,11 +275,11 @@ class WeightWalk:
             is_transposed = any(a.name == "transB" and a.i for a in node.attribute)
             order = swapped_order(self.symbolic, node.input[1]) if is_transposed else ()
             return str(node.input[1]), (order, ())
-        for found in einsum_matmuls(self.symbolic, node):
+        for matmul in einsum_matmuls(self.symbolic, node):
             # The sum runs over T, the last axis of both operands.
-            if found.left == tensor != found.right and found.left_order == tuple(range(len(found.left_order))):
-                *batch, columns, summed = found.right_order
-                return found.right, ((*batch, summed, columns), found.result_order)
+            if matmul.left == tensor != matmul.right and matmul.left_order == tuple(range(len(matmul.left_order))):
+                *batch, columns, summed = matmul.right_order
+                return matmul.right, ((*batch, summed, columns), matmul.result_order)
         return None
 
     def _is_matmul(self, node: onnx.NodeProto, tensor: str) -> bool:
@@ -301,8 +301,8 @@ class WeightWalk:
         for i in (0, 1):
             most = self.index.producer(equal.input[i])
             if most is not None and most.op_type == "ReduceMax" and most.input[0] == bias:
-                shape, own = self.symbolic.shape(bias), self.symbolic.shape(most.output[0])
-                last = shape is not None and own == (*shape[:-1], integer(1))
+                shape, max_shape = self.symbolic.shape(bias), self.symbolic.shape(most.output[0])
+                last = shape is not None and max_shape == (*shape[:-1], integer(1))
                 return last and self.symbolic.uniform(equal.input[1 - i]) == -math.inf
         return False
 
@@ -320,7 +320,7 @@ class WeightWalk:
         shape = self.symbolic.shape(path.tensor)
         if shape is None:
             return []
-        found: list[OutputCandidate] = []
+        candidates: list[OutputCandidate] = []
         moves: tuple[onnx.NodeProto, ...] = ()
         nodes = path.nodes
         fused_node = self.index.fused_nodes.get(path.tensor)
@@ -332,7 +332,7 @@ class WeightWalk:
             layout, perm, flat = view if view is not None else (None, (), False)
             if layout is not None:
                 output = OutputCandidate(current, layout, self.symbolic.dtype(current), guard, nodes, perm, flat)
-                found.insert(0 if flat else len(found), output)
+                candidates.insert(0 if flat else len(candidates), output)
             users = self._users(current, kept)
             if len(users) != 1 or current in self.index.outputs or current in self.index.captured:
                 break
@@ -340,7 +340,7 @@ class WeightWalk:
             if self.index.fused_nodes.get(user.output[0], fused_node) != fused_node:
                 break  # part of another fused node, which may not be replaced
             if user.op_type == "Where" and guard is None and layout is not None:
-                guard = self._guarded_rows(user, current, layout)
+                guard = self._match_row_guard(user, current, layout)
                 if guard is None:
                     break
             elif is_move(self.symbolic, user) and user.input[0] == current:
@@ -349,15 +349,15 @@ class WeightWalk:
                 break
             current = user.output[0]
             nodes = (*nodes, current)
-        return found[::-1]
+        return candidates[::-1]
 
-    def _guarded_rows(self, where: onnx.NodeProto, tensor: str, layout: Layout) -> str | None:
+    def _match_row_guard(self, where: onnx.NodeProto, tensor: str, layout: Layout) -> str | None:
         """The condition of a Where that makes whole rows [b, h, s, :] of a BHSD result zero."""
         if layout is not Layout.BHSD or where.input[2] != tensor or self.symbolic.uniform(where.input[1]) != 0.0:
             return None
-        shape, own = self.symbolic.shape(where.input[0]), self.symbolic.shape(where.output[0])
+        shape, output_shape = self.symbolic.shape(where.input[0]), self.symbolic.shape(where.output[0])
         before = self.symbolic.shape(tensor)
-        if shape is None or not shape or shape[-1].constant != 1 or own != before:
+        if shape is None or not shape or shape[-1].constant != 1 or output_shape != before:
             return None
         return str(where.input[0])
 

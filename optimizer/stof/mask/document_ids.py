@@ -23,9 +23,9 @@ def use_equal_counts(symbolic: Symbolic, cond: Cond) -> Cond:
         return cond
     conjuncts = [use_equal_counts(symbolic, c) if c.kind == "or" else c for c in children(cond)]
     for equality in list(conjuncts):
-        found = _read_equal_counts(symbolic, equality)
-        if found is not None:
-            steps, first, second = found
+        equal_counts = _read_equal_counts(symbolic, equality)
+        if equal_counts is not None:
+            steps, first, second = equal_counts
             conjuncts = [c if c == equality else _use_steps(c, steps, first, second) for c in conjuncts]
     return all_of(conjuncts)
 
@@ -70,7 +70,7 @@ def _steps(symbolic: Symbolic, counts: str) -> dict[str, int]:
     if atom.kind != "bool" or not isinstance(cond, Cond) or cond.kind != "ne" or not isinstance(cond.args[0], Int):
         return {}
     # Positions with 0 = Y(position) - Y(position - 1) - step, or with its negative, are not counted.
-    found: dict[tuple[str, Int], int] = {}
+    coefficients: dict[tuple[str, Int], int] = {}
     step = 0
     for monomial, coefficient in cond.args[0].terms:
         if not monomial:
@@ -79,12 +79,12 @@ def _steps(symbolic: Symbolic, counts: str) -> dict[str, int]:
         read = _read(monomial[0]) if len(monomial) == 1 else None
         if read is None or read[1][0] != batch or abs(coefficient) != 1:
             return {}
-        found[read[0], read[1][1]] = coefficient
-    names = {name for name, _ in found}
-    if len(found) != 2 or len(names) != 1:
+        coefficients[read[0], read[1][1]] = coefficient
+    names = {name for name, _ in coefficients}
+    if len(coefficients) != 2 or len(names) != 1:
         return {}
     name = names.pop()
-    here, before = found.get((name, position)), found.get((name, position - one))
+    here, before = coefficients.get((name, position)), coefficients.get((name, position - one))
     return {name: -step * here} if here is not None and before == -here else {}
 
 

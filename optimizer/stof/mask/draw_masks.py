@@ -36,31 +36,34 @@ def draw_masks(sites: Iterable[tuple[AttentionSite, LiftedMask]]) -> dict[str, M
 
     Masks that cannot be evaluated at S = T are left out.
     """
-    found: dict[str, MaskDrawing] = {}
+    drawings: dict[str, MaskDrawing] = {}
     tried: set[str] = set()
     for site, mask in sites:
         text = mask.expression.text
-        if text not in tried and len(found) < _MOST_MASKS:
+        if text not in tried and len(drawings) < _MOST_MASKS:
             tried.add(text)
             with suppress(LibraryError):  # a picture is decoration; a mask of fixed size may not stretch to its length
-                found[text] = _draw(site, mask)
-    return found
+                drawings[text] = _draw(site, mask)
+    return drawings
 
 
 def _draw(site: AttentionSite, mask: LiftedMask) -> MaskDrawing:
     fixed = site.dims[3].constant if site.dims[2] == site.dims[3] else 0
-    found = tile_grids(mask.expression, tables_of(mask), site.num_heads, fixed or 0)
-    several = len(found.grids) > 1
-    shown = found.grids[:_MOST_GRIDS]
-    notes = [f"a cell is {found.cell} × {found.cell} pairs" if found.cell > 1 else "a cell is one pair", found.assumed]
+    tiling = tile_grids(mask.expression, tables_of(mask), site.num_heads, fixed or 0)
+    several = len(tiling.grids) > 1
+    shown = tiling.grids[:_MOST_GRIDS]
+    notes = [
+        f"a cell is {tiling.cell} × {tiling.cell} pairs" if tiling.cell > 1 else "a cell is one pair",
+        tiling.assumed,
+    ]
     if mask.expression.without_padding() != mask.expression:
         notes.append("padding is left out")
     if mask.expression.without_padding().vectors:
         notes.append("what the mask reads in a run decides which other tiles are skipped")
-    if left := len(found.grids) - len(shown):
-        notes.append(f"{left} more pattern{'' if left == 1 else 's'} of heads")
+    if omitted_count := len(tiling.grids) - len(shown):
+        notes.append(f"{omitted_count} more pattern{'' if omitted_count == 1 else 's'} of heads")
     grids = tuple((_label(g) if several else "", g.rows) for g in shown)
-    return MaskDrawing(found.length, grids, "; ".join(filter(None, notes)))
+    return MaskDrawing(tiling.length, grids, "; ".join(filter(None, notes)))
 
 
 def _label(grid: HeadGrid) -> str:

@@ -49,11 +49,11 @@ def find_equal_strength(symbolic: Symbolic, site: AttentionSite, mask: LiftedMas
 
 def _fills(symbolic: Symbolic, site: AttentionSite, term: MaskTerm) -> tuple[float, ...]:
     try:
-        found = read_term(symbolic, site, term, {}).fills
+        fills = read_term(symbolic, site, term, {}).fills
     except UnsupportedError:
-        found = (-math.inf if term.fill is None else term.fill,)
+        fills = (-math.inf if term.fill is None else term.fill,)
     # Scores with a floor are finite: what -inf forbids is not lower than what the lowest number forbids.
-    return tuple(max(f, FLOOR) for f in found) if site.floored else found
+    return tuple(max(f, FLOOR) for f in fills) if site.floored else fills
 
 
 def _may_reach(symbolic: Symbolic, site: AttentionSite, term: MaskTerm, limit: float) -> bool:

@@ -18,7 +18,7 @@ class BiasedMaskError(UnsupportedError):
     """A tensor that was taken for a mask adds numbers that do not forbid."""
 
 
-def allowed_by_term(term: MaskTerm, value: np.ndarray, dtype: int) -> np.ndarray:
+def evaluate_term(term: MaskTerm, value: np.ndarray, dtype: int) -> np.ndarray:
     """The pairs that the tensor of a term allows; ``dtype`` is its ONNX element type in the graph."""
     if term.kind is TermKind.KEEP:
         return value.astype(bool)
@@ -26,9 +26,9 @@ def allowed_by_term(term: MaskTerm, value: np.ndarray, dtype: int) -> np.ndarray
         return ~value.astype(bool)
     if (pair := _two_numbers(value)) is not None:
         numbers, is_second = pair
-        allowed: np.ndarray = _allowed_by_sum(term, numbers, dtype)[is_second.view(np.uint8)]
+        allowed: np.ndarray = _evaluate_sum(term, numbers, dtype)[is_second.view(np.uint8)]
         return allowed
-    return _allowed_by_sum(term, value, dtype)
+    return _evaluate_sum(term, value, dtype)
 
 
 def _two_numbers(value: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
@@ -44,11 +44,11 @@ def _two_numbers(value: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
 def is_not_zero(value: np.ndarray) -> np.ndarray:
     """The elements of a tensor that are not 0, as booleans."""
     # NumPy compares numbers in half precision ten times as slowly as their bits, of which the first is the sign.
-    found: np.ndarray = (value.view(np.uint16) << 1 if value.dtype == np.float16 else value) != 0
-    return found
+    nonzero: np.ndarray = (value.view(np.uint16) << 1 if value.dtype == np.float16 else value) != 0
+    return nonzero
 
 
-def _allowed_by_sum(term: MaskTerm, value: np.ndarray, dtype: int) -> np.ndarray:
+def _evaluate_sum(term: MaskTerm, value: np.ndarray, dtype: int) -> np.ndarray:
     """The pairs that numbers allow which are added to scores."""
     scaled = value.astype(np.float64) * term.scale
     limit = forbidding_limit(dtype)
@@ -69,7 +69,7 @@ def check_no_bias(term: MaskTerm, value: np.ndarray, allowed: np.ndarray, case: 
         raise BiasedMaskError(f"mask tensor {term.tensor!r} adds {entry} at {case}, expected 0 or a value that forbids")
 
 
-def allowed_by_mask(
+def evaluate_mask(
     site: AttentionSite, mask: LiftedMask, feeds: Mapping[str, np.ndarray], shape: tuple[int, int, int, int]
 ) -> tuple[np.ndarray, int]:
     """The pairs [B, H, S, T] that a lifted mask allows for what it reads, and the past length P.
@@ -80,7 +80,7 @@ def allowed_by_mask(
     P = shape[3] - shape[2] if site.query_offset else 0
     runtime = {}
     for operand in mask.operands:
-        array = operand.laid(feeds[operand.tensor])
+        array = operand.prepare(feeds[operand.tensor])
         if operand.role == "pad" and array.shape not in ((1, shape[3]), (shape[0], shape[3])):
             raise UnsupportedError(
                 f"the mask reads {operand.tensor!r} as padding of shape {list(array.shape)}, where the operator takes "

@@ -208,17 +208,17 @@ class MaskExpression:
         ``abs``, ``min`` and ``max`` of that library; by default they are Python's and NumPy's.
         """
         program = [(len(n.children), _operation(n)) for n in self.nodes]
-        known = {"abs": abs, "min": np.minimum, "max": np.maximum, **values}
+        namespace = {"abs": abs, "min": np.minimum, "max": np.maximum, **values}
 
-        def allowed(b: Any, h: Any, q: Any, k: Any) -> Any:
-            names = {**known, "b": b, "h": h, "q": q, "k": k}
+        def allows(b: Any, h: Any, q: Any, k: Any) -> Any:
+            names = {**namespace, "b": b, "h": h, "q": q, "k": k}
             stack: list[Any] = []
             for count, operation in program:
                 arguments = [stack.pop() for _ in range(count)][::-1]
                 stack.append(operation(names, *arguments))
             return stack[0]
 
-        return allowed
+        return allows
 
     def to_onnx(
         self, builder: Builder, sizes: ScoreSizes, operands: Mapping[str, str], *, tables_have_rank: bool = False
@@ -262,8 +262,8 @@ def rebuild(node: Node, children: Sequence[Node]) -> Node:
 
 
 def _all_of(conditions: Iterable[Node]) -> MaskExpression:
-    found = tuple(conditions)
-    return MaskExpression(join("and", found)) if found else EVERY_PAIR
+    conjuncts = tuple(conditions)
+    return MaskExpression(join("and", conjuncts)) if conjuncts else EVERY_PAIR
 
 
 def _reach(condition: Node) -> tuple[int | None, int | None] | None:

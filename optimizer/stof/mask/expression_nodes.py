@@ -169,27 +169,27 @@ def join(symbol: str, conditions: Iterable[Node]) -> Node:
 
 def operands_of(symbol: str, node: Node) -> list[Node]:
     """What a chain of one binary operator joins, left to right; the node alone where it is no such chain."""
-    found: list[Node] = []
+    operands: list[Node] = []
     pending = [node]
     while pending:
         part = pending.pop()
         if isinstance(part, Binary) and part.symbol == symbol:
             pending += (part.right, part.left)
         else:
-            found.append(part)
-    return found
+            operands.append(part)
+    return operands
 
 
 def in_order(root: Node, is_leaf: Callable[[Node], bool] = lambda _: False) -> list[Node]:
     """All nodes, children before their parents. Below nodes that ``is_leaf`` accepts nothing is visited."""
-    found: list[Node] = []
+    nodes: list[Node] = []
     pending = [root]
     while pending:
         node = pending.pop()
-        found.append(node)
+        nodes.append(node)
         if not is_leaf(node):
             pending += node.children
-    return found[::-1]
+    return nodes[::-1]
 
 
 def fold(root: Node, combine: Callable[[Node, Sequence[T]], T], is_leaf: Callable[[Node], bool] = lambda _: False) -> T:

@@ -146,10 +146,10 @@ class _Parser:
 
     def expect(self, node: Node, message: str, *, is_condition: bool) -> None:
         """Refuses a node of the other type. A table of unknown type gets the type of its first place."""
-        found = self.is_condition(node)
-        if found is None and isinstance(node, Lookup):
+        node_is_condition = self.is_condition(node)
+        if node_is_condition is None and isinstance(node, Lookup):
             self.operands[node.name] = _Operand(self.operands[node.name].rank, is_condition)
-        elif found is not is_condition:
+        elif node_is_condition is not is_condition:
             self.fail(message)
 
     def is_condition(self, node: Node) -> bool | None:
@@ -188,9 +188,9 @@ class _Parser:
 
     def binary(self, symbol: str, left: Node, right: Node) -> Node:
         wants_condition = PRECEDENCE[symbol] < COMPARE
-        found, wanted = ("an integer", "a condition") if wants_condition else ("a condition", "an integer")
+        actual_kind, wanted = ("an integer", "a condition") if wants_condition else ("a condition", "an integer")
         for side in (left, right):
-            self.expect(side, f"{found} where {wanted} is expected", is_condition=wants_condition)
+            self.expect(side, f"{actual_kind} where {wanted} is expected", is_condition=wants_condition)
         return self.add(Binary(symbol, left, right))
 
     def divisor(self) -> Node:
@@ -211,8 +211,8 @@ class _Parser:
         operand = self.unary()
         self.leave()
         self.expect(operand, "'-' of a condition", is_condition=False)
-        found = negative(operand)
-        return found if isinstance(found, Constant) else self.add(found)
+        negation = negative(operand)
+        return negation if isinstance(negation, Constant) else self.add(negation)
 
     def atom(self) -> Node:
         self.skip()
@@ -223,13 +223,13 @@ class _Parser:
             return self.number()
         if self.take("("):
             self.enter()
-            found = self.expression(OR)
+            node = self.expression(OR)
             self.expect_token(")")
             self.leave()
-            return found
+            return node
         if first not in _LETTERS:
             self.fail(f"unexpected {first!r}")
-        return self.named(self.word(_WORD))
+        return self.named_atom(self.word(_WORD))
 
     def word(self, characters: frozenset[str]) -> str:
         begin = self.at
@@ -243,7 +243,7 @@ class _Parser:
             self.fail("a constant beyond 2^53")
         return self.add(Constant(int(digits)))
 
-    def named(self, name: str) -> Node:
+    def named_atom(self, name: str) -> Node:
         if name in ("True", "False"):
             return self.add(Truth(name == "True"))
         if name in INDICES or name in SIZES:
@@ -263,9 +263,9 @@ class _Parser:
         return self.add(Call(name, tuple(arguments)))
 
     def integer(self, message: str) -> Node:
-        found = self.expression(SUM)
-        self.expect(found, message, is_condition=False)
-        return found
+        node = self.expression(SUM)
+        self.expect(node, message, is_condition=False)
+        return node
 
     def lookup(self, name: str) -> Node:
         operand = self.operands.get(name)
@@ -283,7 +283,7 @@ class _Parser:
         self.expect_token("]")
         self.leave()
         # An index may look the same table up.
-        known = self.operands.setdefault(name, _Operand(len(indices), None))
-        if len(indices) != known.rank:
-            self.fail(f"{name} has {len(indices)} indices, expected {known.rank}")
+        bound_operand = self.operands.setdefault(name, _Operand(len(indices), None))
+        if len(indices) != bound_operand.rank:
+            self.fail(f"{name} has {len(indices)} indices, expected {bound_operand.rank}")
         return self.add(Lookup(name, tuple(indices)))

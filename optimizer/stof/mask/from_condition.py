@@ -53,8 +53,8 @@ class GraphNames:
 
     def table(self, array: np.ndarray) -> str:
         """The table name of an array; equal arrays share one."""
-        for name, known in self.tables.items():
-            if known.dtype == array.dtype and known.shape == array.shape and np.array_equal(known, array):
+        for name, other in self.tables.items():
+            if other.dtype == array.dtype and other.shape == array.shape and np.array_equal(other, array):
                 return name
         name = f"table{len(self.tables)}"
         self.tables[name] = array
@@ -63,7 +63,7 @@ class GraphNames:
 
 def _difference(value: Int) -> list[int] | None:
     """The coefficients of a polynomial in q - k, the constant first; None where it is none or of a high degree."""
-    found = [0] * (_DEGREE + 1)
+    coefficients = [0] * (_DEGREE + 1)
     others: Counter[tuple[int, int]] = Counter()
     for monomial, coefficient in value.terms:
         rows, columns = monomial.count(_ROW), monomial.count(_COLUMN)
@@ -72,10 +72,10 @@ def _difference(value: Int) -> list[int] | None:
         for power in range(rows + 1):  # q ** n * k ** m with q = k + d
             times = coefficient * math.comb(rows, power)
             if rows + columns == power:
-                found[power] += times
+                coefficients[power] += times
             else:
                 others[power, rows + columns - power] += times
-    return None if any(others.values()) else found
+    return None if any(others.values()) else coefficients
 
 
 def _band_values(value: Int, d: np.ndarray) -> np.ndarray | None:
@@ -92,8 +92,8 @@ def _band_values(value: Int, d: np.ndarray) -> np.ndarray | None:
             total = total + coefficient * np.abs(values)
         else:
             rest.append((monomial, coefficient))
-    found = _difference(Int(tuple(rest)))
-    return None if found is None else total + sum(c * d**n for n, c in enumerate(found) if c)
+    coefficients = _difference(Int(tuple(rest)))
+    return None if coefficients is None else total + sum(c * d**n for n, c in enumerate(coefficients) if c)
 
 
 def _holds_at(cond: Cond, d: np.ndarray) -> np.ndarray | None:
@@ -101,10 +101,10 @@ def _holds_at(cond: Cond, d: np.ndarray) -> np.ndarray | None:
     if cond.kind in ("true", "false"):
         return np.full(d.shape, cond.kind == "true")
     if cond.kind in ("and", "or"):
-        known = [held for c in children(cond) if (held := _holds_at(c, d)) is not None]
-        if len(known) < len(children(cond)):
+        child_values = [held for c in children(cond) if (held := _holds_at(c, d)) is not None]
+        if len(child_values) < len(children(cond)):
             return None
-        stacked = np.stack(known)
+        stacked = np.stack(child_values)
         return np.asarray(stacked.all(0) if cond.kind == "and" else stacked.any(0))
     if cond.kind in ("le", "eq", "ne"):
         value = cond.args[0]
@@ -147,14 +147,14 @@ def _bands(cond: Cond) -> list[Node] | None:
     held = _holds_at(cond, d)
     assert held is not None
     edges = np.flatnonzero(np.diff(np.concatenate([[0], held.astype(np.int8), [0]])))
-    found = []
+    bands = []
     for first, last in zip(edges[::2], edges[1::2], strict=True):
         low = None if first == 0 else int(d[first])  # q - k >= low
         high = None if last == len(d) else int(d[last - 1])  # q - k <= high
         if low is None and high is None:
             return []
-        found.append(_band(low, high))
-    return found or [FALSE]
+        bands.append(_band(low, high))
+    return bands or [FALSE]
 
 
 def _band(low: int | None, high: int | None) -> Node:
@@ -164,13 +164,13 @@ def _band(low: int | None, high: int | None) -> Node:
         return _at_most(Call("abs", (Binary("-", query, key),)), high) if high else Binary("==", query, key)
     sides = []
     if low is not None:
-        sides.append(_ordered(key, query, low))
+        sides.append(_put_in_order(key, query, low))
     if high is not None:
-        sides.append(_ordered(query, key, -high))
+        sides.append(_put_in_order(query, key, -high))
     return join("and", sides)
 
 
-def _ordered(first: Node, second: Node, distance: int) -> Node:
+def _put_in_order(first: Node, second: Node, distance: int) -> Node:
     """``first`` stands at least so far before ``second``."""
     if distance == 0:
         return Binary("<=", first, second)
@@ -214,8 +214,8 @@ class _Translator:
             case "read" | "unread":
                 return self.truth(cond.args[0], cond.args[1], holds=cond.kind == "read")
             case "table" | "untable":
-                found = self.table(cond.args[0], cond.args[1])
-                return found if cond.kind == "table" else Unary("not", found)
+                lookup = self.table(cond.args[0], cond.args[1])
+                return lookup if cond.kind == "table" else Unary("not", lookup)
         raise UnsupportedError(f"the mask depends on {_explain(cond)}")
 
     def junction(self, cond: Cond) -> Node:
@@ -228,13 +228,13 @@ class _Translator:
             banded = []
         elif banded and not bands and cond.kind == "or":
             return TRUE
-        found = sorted((self.condition(c) for c in children(cond) if c not in banded), key=print_node)
+        conditions = sorted((self.condition(c) for c in children(cond) if c not in banded), key=print_node)
         if bands and cond.kind == "and":
-            found.insert(0, join("or", bands))
+            conditions.insert(0, join("or", bands))
         elif bands:
-            found = [b for b in bands if b != FALSE] + found
-        found.sort(key=_begins_with_padding)  # last: it is what a reader looks for least
-        return join(cond.kind, found)
+            conditions = [b for b in bands if b != FALSE] + conditions
+        conditions.sort(key=_begins_with_padding)  # last: it is what a reader looks for least
+        return join(cond.kind, conditions)
 
     def comparison(self, cond: Cond, symbol: str) -> Node:
         """An integer compared with 0, without negative terms: they stand on the other side."""
@@ -258,10 +258,10 @@ class _Translator:
 
     def truth(self, tensor: object, indices: object, *, holds: bool) -> Node:
         """Whether an element of a vector is (not) 0."""
-        found = self.read(tensor, indices, boolean=True)
-        if not found.is_padding:
-            return Binary("!=" if holds else "==", found, Constant(0))
-        return found if holds else Unary("not", found)
+        lookup = self.read(tensor, indices, boolean=True)
+        if not lookup.is_padding:
+            return Binary("!=" if holds else "==", lookup, Constant(0))
+        return lookup if holds else Unary("not", lookup)
 
     def integer(self, value: Int) -> Node:
         """A sum: positive terms first, the constant last."""

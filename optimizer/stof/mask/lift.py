@@ -87,22 +87,22 @@ def lift(
         UnsupportedError: with the tensor and what its value depends on.
     """
     failure: UnsupportedError | None = None
-    found: LiftedMask | None = None
+    mask: LiftedMask | None = None
     try:
-        found = _lift(symbolic, site, as_bias, with_weaker)
+        mask = _lift(symbolic, site, as_bias, with_weaker)
     except UnsupportedError as error:
         failure = error
-    unexplained = () if found is None else [t for t in found.by_data if t not in as_bias]
-    if found is not None and not unexplained:
-        return found
+    unexplained = () if mask is None else [t for t in mask.by_data if t not in as_bias]
+    if mask is not None and not unexplained:
+        return mask
     with contextlib.suppress(UnsupportedError):
         other = _lift(symbolic.coarse, site, as_bias, with_weaker)
-        if found is None or len(other.by_data) < len(found.by_data):
+        if mask is None or len(other.by_data) < len(mask.by_data):
             return other
-    if found is None:
+    if mask is None:
         assert failure is not None
         raise failure
-    return found
+    return mask
 
 
 def _lift(symbolic: Symbolic, site: AttentionSite, as_bias: Collection[MaskTerm], with_weaker: bool) -> LiftedMask:
@@ -119,8 +119,8 @@ def _lift(symbolic: Symbolic, site: AttentionSite, as_bias: Collection[MaskTerm]
         return domain.simplify(replace_bands(all_of(conditions), lambda name: _table(symbolic, tables, name)))
 
     others = [t.allowed for term, t in zip(site.terms, terms, strict=True) if not term.zeroes]
-    for term, found in zip(site.terms, terms, strict=True):
-        if term.zeroes and simplify([*others, negate(found.allowed)]) != FALSE:
+    for term, term_mask in zip(site.terms, terms, strict=True):
+        if term.zeroes and simplify([*others, negate(term_mask.allowed)]) != FALSE:
             raise UnsupportedError(f"scores are multiplied by {term.tensor!r}, and nothing forbids all that it makes 0")
     _check_biases(site, terms)
     allowed = use_equal_counts(symbolic, simplify(t.allowed for t in terms))
@@ -151,17 +151,17 @@ def _lift(symbolic: Symbolic, site: AttentionSite, as_bias: Collection[MaskTerm]
         expression=expression,
         operands=tuple(operands[role] for role in sorted(operands)),
         tables=tuple((n, str(a.dtype), tuple(a.shape), a.tobytes()) for n, a in names.tables.items()),
-        bias=tuple(term for term, found in zip(site.terms, terms, strict=True) if found.stays_bias),
-        by_data=tuple(term for term, found in zip(site.terms, terms, strict=True) if found.by_data),
+        bias=tuple(term for term, term_mask in zip(site.terms, terms, strict=True) if term_mask.stays_bias),
+        by_data=tuple(term for term, term_mask in zip(site.terms, terms, strict=True) if term_mask.by_data),
         weaker=weaker,
         empty_rows=policy if weaker else policy_with_bias(site, policy, forbids=bool(fills), has_bias=has_bias),
         family=describe(expression),
         notes=tuple(notes),
     )
-    return _without_unreached(site, mask)
+    return _drop_unreached(site, mask)
 
 
-def _without_unreached(site: AttentionSite, mask: LiftedMask) -> LiftedMask:
+def _drop_unreached(site: AttentionSite, mask: LiftedMask) -> LiftedMask:
     """The mask without weaker masks that no row needs, since one before them leaves every row a key; and a note about them."""
     if mask.weaker is None:
         return mask
@@ -204,8 +204,8 @@ def _weaker(
     lower = finite[1:]
     if not lower or finite[0].pairs != (frozenset(),) or len({level.keeps_scores for level in lower}) > 1:
         raise UnsupportedError("forbidden scores are all -inf, or partly scores and partly one number")
-    found = [condition_down_to(finite[: n + 1], allowed, is_possible) for n in range(1, len(finite))]
-    return [simplify([c]) for c in found], lower[0].keeps_scores
+    conditions = [condition_down_to(finite[: n + 1], allowed, is_possible) for n in range(1, len(finite))]
+    return [simplify([c]) for c in conditions], lower[0].keeps_scores
 
 
 def _notes_of_longest(
@@ -226,10 +226,10 @@ def _notes_of_longest(
 def _table(symbolic: Symbolic, derived: dict[str, np.ndarray], name: str) -> np.ndarray:
     if name in derived:
         return derived[name]
-    found = symbolic.constant(name)
-    if found is None:
+    array = symbolic.constant(name)
+    if array is None:
         raise UnsupportedError(f"tensor {name!r} is read as a table but is no constant")
-    return found
+    return array
 
 
 def _index(site: AttentionSite) -> tuple[Int, Int, Int, Int]:
@@ -266,7 +266,7 @@ def weaker_terms(symbolic: Symbolic, site: AttentionSite) -> list[MaskTerm]:
     query attends to the keys that only these tensors forbid.
     Or, where another mask replaces scores by the lowest number, those that add it: both together are -inf.
     """
-    found, lowest = [], []
+    row_terms, lowest = [], []
     strongest = 0.0
     replaces = False
     for term in site.terms:
@@ -278,35 +278,35 @@ def weaker_terms(symbolic: Symbolic, site: AttentionSite) -> list[MaskTerm]:
         shape = symbolic.shape(term.tensor) or ()
         is_row = len(shape) >= 2 and all(d.constant == 1 for d in shape[1:-1])
         if term.kind is TermKind.ADD and is_row and fills and min(fills) > ABSORBING:
-            found.append(term)
+            row_terms.append(term)
         is_lowest = bool(fills) and math.isfinite(min(fills)) and max(fills) <= ABSORBING
         if term.kind is not TermKind.ADD:
             replaces |= is_lowest
         elif is_lowest:
             lowest.append(term)
-    if found and strongest <= ABSORBING:
-        return found
+    if row_terms and strongest <= ABSORBING:
+        return row_terms
     return lowest if replaces else []
 
 
 def _lift_term(symbolic: Symbolic, site: AttentionSite, term: MaskTerm, tables: dict[str, np.ndarray]) -> _TermMask:
     """One term. It stays a bias where no expression says which pairs it allows, and a bias can replace it."""
-    found = read_term(symbolic, site, term, tables)
-    if found.allowed == TRUE:
-        return found
+    term_mask = read_term(symbolic, site, term, tables)
+    if term_mask.allowed == TRUE:
+        return term_mask
     names = GraphNames(
         _size_names(site),
         lambda tensor, at, boolean: bind_operand(symbolic, {}, tensor, at, boolean, site.dims[3]),
         lambda n: _table(symbolic, tables, n),
     )
     try:
-        to_expression(_domain(site).simplify(found.allowed), names)
+        to_expression(_domain(site).simplify(term_mask.allowed), names)
     except UnsupportedError as error:
         if term.kind is not TermKind.ADD and not _is_only_mask(symbolic, site, term):
             raise UnsupportedError(f"mask tensor {term.tensor!r}: {error}") from error
-        fills = () if term.kind is TermKind.ADD else found.fills
+        fills = () if term.kind is TermKind.ADD else term_mask.fills
         return _TermMask(TRUE, fills, True, _stays_bias(term, error), by_data=True)
-    return found
+    return term_mask
 
 
 def _stays_bias(term: MaskTerm, reason: object = "") -> MaskNote:
@@ -362,11 +362,11 @@ def _spread_constant(tensor: SymTensor, site: AttentionSite, term: MaskTerm) -> 
     if view is None or array is None or not (view.splits(2) or view.splits(3)):
         return None
     sizes = [d.constant if view.varies_along(axis) else 1 for axis, d in enumerate(site.dims)]
-    known = [n for n in sizes if n is not None]
-    if len(known) < len(sizes) or math.prod(known) > _LARGEST_SPREAD:
+    static_sizes = [n for n in sizes if n is not None]
+    if len(static_sizes) < len(sizes) or math.prod(static_sizes) > _LARGEST_SPREAD:
         return None
     try:
-        return view.spread(array, known)
+        return view.spread(array, static_sizes)
     except ValueError:
         return None
 
@@ -424,14 +424,14 @@ def _check_biases(site: AttentionSite, terms: Sequence[_TermMask]) -> None:
     Raises:
         UnsupportedError: naming both.
     """
-    for i, (raising, found) in enumerate(zip(site.terms, terms, strict=True)):
+    for i, (raising, term_mask) in enumerate(zip(site.terms, terms, strict=True)):
         for j, (term, other) in enumerate(zip(site.terms, terms, strict=True)):
             # A selection replaces what was added before it.
-            if found.largest == 0 or i == j or not other.fills or (term.kind is not TermKind.ADD and i < j):
+            if term_mask.largest == 0 or i == j or not other.fills or (term.kind is not TermKind.ADD and i < j):
                 continue
-            if found.largest == math.inf or found.largest > -max(other.fills) / 2:
+            if term_mask.largest == math.inf or term_mask.largest > -max(other.fills) / 2:
                 raise UnsupportedError(
-                    f"{raising.tensor!r} adds up to {found.largest:g} to scores that {term.tensor!r} forbids with "
+                    f"{raising.tensor!r} adds up to {term_mask.largest:g} to scores that {term.tensor!r} forbids with "
                     f"{max(other.fills):g}: they may be allowed again; expected masks and biases that differ in size"
                 )
 

@@ -55,15 +55,15 @@ def bind_operand(
             f"the mask reads {tensor!r} of shape [{words}] at ({at}); only vectors with one "
             "axis of positions, [B, length] or [length], and numbers for each batch, [B] or one, can be operands"
         )
-    place = None if axis is None or shape is None or boolean else _fixed_position(indices[axis], shape[axis])
-    axis = axis if place is None else None
+    position = None if axis is None or shape is None or boolean else _fixed_position(indices[axis], shape[axis])
+    axis = axis if position is None else None
     if axis is None:
         role = "lengths"
     else:
         role = _role_of_vector(operands, RuntimeOperand("pad", tensor, view), indices[axis], boolean)
         if role != "segment_q" and shape is not None and _differ(shape[axis], keys):
             raise UnsupportedError(f"the mask reads {tensor!r}, which has not one element for each key")
-    operand = RuntimeOperand(role, tensor, view, place)
+    operand = RuntimeOperand(role, tensor, view, position)
     if operands.setdefault(role, operand) != operand:
         raise UnsupportedError(f"the mask reads {operands[role].tensor!r} and {tensor!r} as {role}; only one can be")
     return role, axis
@@ -98,10 +98,10 @@ def _variables(index: Int) -> set[str]:
 
 
 def _index_text(index: Int) -> str:
-    found = index.atom
+    atom = index.atom
     if index.constant is not None:
         return str(index.constant)
-    return str(found.args[0]) if found is not None and found.kind == "var" else "..."
+    return str(atom.args[0]) if atom is not None and atom.kind == "var" else "..."
 
 
 def _view(axes: Sequence[int], axis: int | None, rank: int) -> OperandView | None:

@@ -65,47 +65,47 @@ class ScoreView:
 
     def varies_along(self, axis: int) -> bool:
         """Whether the tensor differs along an axis of [B, H, S, T]."""
-        own = zip(self.axes, self.varies, strict=True)
-        return any(varies and any(a.axis == axis for a in group) for group, varies in own)
+        groups = zip(self.axes, self.varies, strict=True)
+        return any(varies and any(a.axis == axis for a in group) for group, varies in groups)
 
     def element_index(self, index: Index) -> Index:
         """The index of the element that meets the score at (b, h, q, k), before broadcasting."""
-        own: dict[AxisAtom, Int] = {}
+        positions: dict[AxisAtom, Int] = {}
         for axis, position in enumerate(index):
             parts = self.parts(axis)
             for i, part in enumerate(parts):
                 within, outer = size_of(parts[i + 1 :]), position
                 if within != ONE:
                     outer = _divide(outer, within, "division")
-                own[part] = _divide(outer, part.size, "modulo") if i else outer
-        found = []
+                positions[part] = _divide(outer, part.size, "modulo") if i else outer
+        indices = []
         for group in self.axes:
             total = integer(0)
             for part in group:
-                total = total * part.size + own[part]
-            found.append(total)
-        return tuple(found)
+                total = total * part.size + positions[part]
+            indices.append(total)
+        return tuple(indices)
 
     def sources(self) -> dict[AxisAtom, SizeSource]:
         """Where the sizes of parts come from, each after those that it needs; without parts of which no size is known."""
-        found = {a: SizeSource(a.size.constant) for g in self.axes for a in g if a.size.constant is not None}
+        sources = {a: SizeSource(a.size.constant) for g in self.axes for a in g if a.size.constant is not None}
         for i, group in enumerate(self.axes):
             if len(group) == 1 and self.varies[i]:
-                found.setdefault(group[0], SizeSource(axis=i))
+                sources.setdefault(group[0], SizeSource(axis=i))
         wholes: list[tuple[Sequence[AxisAtom], SizeSource]] = [(self.parts(c), SizeSource(total=c)) for c in range(4)]
         wholes += [(group, SizeSource(axis=i)) for i, group in enumerate(self.axes) if self.varies[i]]
         while True:
-            before = len(found)
-            sizes = {a.size: source for a, source in found.items()}
+            before = len(sources)
+            sizes = {a.size: source for a, source in sources.items()}
             for parts, whole in wholes:
-                unknown = [a for a in parts if a not in found]
+                unknown = [a for a in parts if a not in sources]
                 if len(unknown) == 1:
-                    found[unknown[0]] = replace(whole, over=tuple(a for a in parts if a != unknown[0]))
+                    sources[unknown[0]] = replace(whole, over=tuple(a for a in parts if a != unknown[0]))
                 for part in unknown:
                     if part.size in sizes:
-                        found[part] = sizes[part.size]
-            if len(found) == before:
-                return found
+                        sources[part] = sizes[part.size]
+            if len(sources) == before:
+                return sources
 
     def needed_parts(self) -> tuple[AxisAtom, ...]:
         """The parts whose sizes are needed to spread a tensor: of axes that it differs along in some parts."""
@@ -118,37 +118,37 @@ class ScoreView:
             ValueError: when it does not.
         """
         array = array.reshape((1,) * (len(self.axes) - array.ndim) + array.shape)
-        known = self._part_sizes(array.shape, sizes)
+        part_sizes = self._part_sizes(array.shape, sizes)
         order = [a for group in self.axes for a in group]
         split = []
         for group, varies, size in zip(self.axes, self.varies, array.shape, strict=True):
-            split += [size] if len(group) == 1 else [known[a] if varies else 1 for a in group]
+            split += [size] if len(group) == 1 else [part_sizes[a] if varies else 1 for a in group]
         array = array.reshape(split)
         array = array.transpose([order.index(a) for axis in range(4) for a in self.parts(axis)])
         full: list[int] = []
         merged: list[int] = []
         for axis in range(4):
             parts = self.parts(axis)
-            own = list(array.shape[len(full) : len(full) + len(parts)])
+            axis_sizes = list(array.shape[len(full) : len(full) + len(parts)])
             if len(parts) > 1 and self.varies_along(axis):
-                own = [known[a] for a in parts]
-            full += own
-            merged.append(int(np.prod(own, dtype=np.int64)))
+                axis_sizes = [part_sizes[a] for a in parts]
+            full += axis_sizes
+            merged.append(int(np.prod(axis_sizes, dtype=np.int64)))
         spread: np.ndarray = np.broadcast_to(array, full).reshape(merged)
         return spread
 
     def _part_sizes(self, shape: Sequence[int], sizes: Sequence[int]) -> Mapping[AxisAtom, int]:
-        known: dict[AxisAtom, int] = {}
+        part_sizes: dict[AxisAtom, int] = {}
         for part, source in self.sources().items():
             if source.constant is not None:
-                known[part] = source.constant
+                part_sizes[part] = source.constant
                 continue
             whole = shape[source.axis] if source.axis is not None else sizes[source.total or 0]
-            by = int(np.prod([known[a] for a in source.over], dtype=np.int64))
+            by = int(np.prod([part_sizes[a] for a in source.over], dtype=np.int64))
             if by and whole % by:
                 raise ValueError(f"an axis of {whole} is no multiple of {by}")
-            known[part] = whole // by if by else 0
-        return known
+            part_sizes[part] = whole // by if by else 0
+        return part_sizes
 
 
 def _divide(index: Int, by: Int, word: str) -> Int:
@@ -175,16 +175,16 @@ def name_parts(view: ScoreView, rank: int, batch: Int, heads: int, *, is_grouped
     if len(merged) == 1:
         sizes[merged[0]] = [(0, batch), (1, integer(heads))]
     elif merged:
-        left = integer(heads)
+        heads_left = integer(heads)
         for atom in reversed(merged):
-            rest, outer = left.divide(atom.size), atom.size.divide(left)
-            if left == ONE:
+            rest, outer = heads_left.divide(atom.size), atom.size.divide(heads_left)
+            if heads_left == ONE:
                 continue
             if rest is None and outer is None:
                 return None
-            sizes[atom] = [(1, atom.size)] if rest is not None else [(0, outer or ONE), (1, left)]
-            left = rest or ONE
-        if left != ONE:
+            sizes[atom] = [(1, atom.size)] if rest is not None else [(0, outer or ONE), (1, heads_left)]
+            heads_left = rest or ONE
+        if heads_left != ONE:
             return None
     count = [0, 0, 0, 0]
     named: dict[AxisAtom, list[AxisAtom]] = {}

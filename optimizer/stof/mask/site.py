@@ -72,7 +72,7 @@ class Operand:
     joined: bool = False
     grouped: bool = False
 
-    def laid_out(self, array: np.ndarray) -> np.ndarray:
+    def lay_out(self, array: np.ndarray) -> np.ndarray:
         """The tensor's value in its layout."""
         array = heads_in_one(array, self.layout) if self.grouped else array
         array = array.reshape(-1, *array.shape[2:]) if self.joined else array
@@ -184,7 +184,7 @@ class RuntimeOperand:
     view: OperandView = OperandView.SAME
     at: int | None = None
 
-    def laid(self, array: np.ndarray) -> np.ndarray:
+    def prepare(self, array: np.ndarray) -> np.ndarray:
         """The tensor's value as the op takes it: [B or 1, L], or [B or 1] of lengths."""
         whole = self._rows(array)
         return whole if self.at is None else whole[:, self.at]

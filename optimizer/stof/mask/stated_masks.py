@@ -83,11 +83,11 @@ def _operand(
     for operand in lifted.operands if lifted else ():
         if operand.role == role:
             return operand
-    found = checker.runner.vectors(site)
-    if role != "pad" or len(found) != 1:
-        names = ", ".join(repr(f) for f in found) or "none"
+    vectors = checker.runner.vectors(site)
+    if role != "pad" or len(vectors) != 1:
+        names = ", ".join(repr(f) for f in vectors) or "none"
         raise ArgumentError(
             f"{what} reads {role}, but the graph's mask has no such operand: the model inputs [B, T] that it depends on "
             f"are {names}, expected exactly one, and role pad"
         )
-    return RuntimeOperand(role, found[0])
+    return RuntimeOperand(role, vectors[0])

@@ -103,17 +103,17 @@ def _example_operands(vectors: frozenset[str], length: int) -> tuple[dict[str, n
     """Vectors that a mask reads in each run, as an example, and what they hold."""
     ends = np.array([max(1, round(share * length)) for share in _DOCUMENT_ENDS])
     documents = np.searchsorted(ends, np.arange(length), side="right").astype(np.int64)[None]
-    found: dict[str, np.ndarray] = {}
+    operands: dict[str, np.ndarray] = {}
     words = []
     if vectors & {"segment_q", "segment_k"}:
-        found |= dict.fromkeys(vectors & {"segment_q", "segment_k"}, documents)
+        operands |= dict.fromkeys(vectors & {"segment_q", "segment_k"}, documents)
         words.append(f"{len(ends)} documents, for example")
     if "lengths" in vectors:
-        found["lengths"] = np.array([3 * length // 4], np.int64)
+        operands["lengths"] = np.array([3 * length // 4], np.int64)
         words.append(f"lengths[b] = {3 * length // 4}, for example")
     if "pad" in vectors:  # read otherwise than as key padding
-        found["pad"] = np.ones((1, length), bool)
-    return found, ", ".join(words)
+        operands["pad"] = np.ones((1, length), bool)
+    return operands, ", ".join(words)
 
 
 def _classify(
@@ -144,13 +144,13 @@ def _classify(
 def _distinct(classes: np.ndarray) -> tuple[HeadGrid, ...]:
     """Groups of batch rows that are alike, and in the first row of each, groups of heads."""
     batches: dict[bytes, list[int]] = {}
-    for b, found in enumerate(classes):
-        batches.setdefault(found.tobytes(), []).append(b)
+    for b, batch_classes in enumerate(classes):
+        batches.setdefault(batch_classes.tobytes(), []).append(b)
     grids = []
     for alike in batches.values():
         heads: dict[bytes, list[int]] = {}
-        for h, found in enumerate(classes[alike[0]]):
-            heads.setdefault(found.tobytes(), []).append(h)
+        for h, head_classes in enumerate(classes[alike[0]]):
+            heads.setdefault(head_classes.tobytes(), []).append(h)
         for same in heads.values():
             texts = tuple("".join(".+#"[x] for x in row) for row in classes[alike[0], same[0]])
             grids.append(HeadGrid(tuple(alike), tuple(same), texts))

@@ -74,11 +74,11 @@ def emit_mask(
 
 def _boolean_tables(root: Node) -> frozenset[str]:
     """The tables whose elements stand where a condition does."""
-    found = [root]
+    condition_nodes = [root]
     for node in in_order(root):
         if isinstance(node, Unary | Binary) and node.symbol in ("and", "or", "not"):
-            found += node.children
-    return frozenset(node.name for node in found if isinstance(node, Lookup) and node.is_table)
+            condition_nodes += node.children
+    return frozenset(node.name for node in condition_nodes if isinstance(node, Lookup) and node.is_table)
 
 
 def _is_natural(node: Node) -> bool:
@@ -211,8 +211,10 @@ class _Emitter:
             if axes[axis] is not None:
                 position = builder.add("Reshape", [position, builder.constant([-1])])
             tensor = builder.add("Gather", [tensor, position], axis=axis)
-        found = [axis for axis in axes if axis is not None]
-        missing = [a - found[0] for a in range(found[0], len(INDICES)) if a not in found] if found else []
+        used_axes = [axis for axis in axes if axis is not None]
+        missing = (
+            [a - used_axes[0] for a in range(used_axes[0], len(INDICES)) if a not in used_axes] if used_axes else []
+        )
         return builder.unsqueeze(tensor, missing) if missing else tensor
 
 
@@ -230,5 +232,5 @@ def _separate_axes(node: Lookup) -> list[int | None] | None:
         if len(names) > 1 or any(isinstance(part, Lookup) for part in parts):
             return None
         axes.append(INDICES.index(names.pop()) if names else None)
-    found = [axis for axis in axes if axis is not None]
-    return axes if found == sorted(set(found)) else None
+    used_axes = [axis for axis in axes if axis is not None]
+    return axes if used_axes == sorted(set(used_axes)) else None

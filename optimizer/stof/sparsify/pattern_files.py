@@ -84,10 +84,10 @@ def read_pattern_file(path: Path, options: Mapping[str, str]) -> HeadPattern | L
 class _Options:
     """The fields beside a file's path."""
 
-    def __init__(self, path: Path, values: Mapping[str, str], known: tuple[str, ...]) -> None:
+    def __init__(self, path: Path, values: Mapping[str, str], keys: tuple[str, ...]) -> None:
         self.path, self.values = path, values
-        if unknown := sorted(set(values) - set(known)):
-            expected = ", ".join((*known, "layers", "dense_layers", "heads", "active_heads"))
+        if unknown := sorted(set(values) - set(keys)):
+            expected = ", ".join((*keys, "layers", "dense_layers", "heads", "active_heads"))
             raise ArgumentError(f"--sparsify {path} has key {unknown[0]!r}, expected {expected}")
 
     def error(self, key: str, expected: str) -> ArgumentError:
@@ -119,7 +119,7 @@ def _read_duo(folder: Path, options: _Options) -> LayerPatterns:
     for number, line in enumerate(_text(path).splitlines()):
         if not line.strip():
             continue
-        found = []
+        dense_heads = []
         for column, word in enumerate(line.split()):
             try:
                 share = float(word)
@@ -127,12 +127,14 @@ def _read_duo(folder: Path, options: _Options) -> LayerPatterns:
                 share = math.nan
             if not math.isfinite(share):
                 raise ArgumentError(f"{path} has {word!r} in line {number + 1}, column {column + 1}, expected a number")
-            found.append(share > threshold)
-        width = width or len(found)
-        if len(found) != width or width > _MOST_HEADS or len(rows) == _MOST_LAYERS:
-            raise ArgumentError(f"{path} has {len(found)} numbers in line {number + 1}, expected {width}")
+            dense_heads.append(share > threshold)
+        width = width or len(dense_heads)
+        if len(dense_heads) != width or width > _MOST_HEADS or len(rows) == _MOST_LAYERS:
+            raise ArgumentError(f"{path} has {len(dense_heads)} numbers in line {number + 1}, expected {width}")
         rows.append(
-            None if all(found) else StreamingPattern(tuple(found), sizes["sink_size"], sizes["recent_size"], str(path))
+            None
+            if all(dense_heads)
+            else StreamingPattern(tuple(dense_heads), sizes["sink_size"], sizes["recent_size"], str(path))
         )
     if not rows:
         raise ArgumentError(f"{path} is empty, expected a line for each layer")
@@ -163,9 +165,9 @@ def _read_minference(path: Path, options: _Options) -> LayerPatterns:
         if unknown := sorted(set(entry) - names):
             raise ArgumentError(f"{where} has key {unknown[0]!r}, expected heads 0 to {len(entry) - 1}")
         for head in range(len(entry)):
-            own = _read_head(f"{where}, head {head}", entry[str(head)], takes_first)
-            columns.append(own[0])
-            diagonals.append(own[1])
+            positions = _read_head(f"{where}, head {head}", entry[str(head)], takes_first)
+            columns.append(positions[0])
+            diagonals.append(positions[1])
         layers.append(VerticalSlashPattern(tuple(columns), tuple(diagonals), where))
     return LayerPatterns(str(path), tuple(layers))
 
@@ -181,12 +183,12 @@ def _read_head(where: str, entry: object, takes_first: bool) -> tuple[Sequence[i
         )
     if kind not in ("vertical_and_slash", "stream_llm"):
         raise ArgumentError(f"{where} is {kind!r}, expected 'vertical_and_slash' or 'stream_llm'")
-    found: list[Sequence[int]] = []
+    lists: list[Sequence[int]] = []
     for name, value in (("v", vertical), ("s", slash)):
         if isinstance(value, list) and kind == "vertical_and_slash":
             if not all(_is_integer(x) and 0 <= x < LONGEST for x in value):
                 raise ArgumentError(f"{where} has {name} {quoted(value)}, expected positions from 0 on")
-            found.append(tuple(sorted({int(x) for x in value})))
+            lists.append(tuple(sorted({int(x) for x in value})))
             continue
         if not _is_integer(value) or not 0 <= value <= LONGEST:
             raise ArgumentError(f"{where} has {name} {quoted(value)}, expected a number of keys")
@@ -195,8 +197,8 @@ def _read_head(where: str, entry: object, takes_first: bool) -> tuple[Sequence[i
                 f"{where} has {name} {value}: so many columns and diagonals, chosen for each prompt. List them, or add "
                 "counts=first to take the first columns and the nearest diagonals"
             )
-        found.append(range(value))
-    return found[0], found[1]
+        lists.append(range(value))
+    return lists[0], lists[1]
 
 
 def _read_blocks(path: Path, options: _Options) -> HeadPattern | LayerPatterns:
@@ -222,26 +224,29 @@ def _read_blocks(path: Path, options: _Options) -> HeadPattern | LayerPatterns:
         raise ArgumentError(f"{path} has {rows} blocks of {block}, expected up to {LONGEST} tokens")
     empty = ~(blocks & np.tri(rows, columns, dtype=bool)).any(-1)
     if empty.any():
-        place = [int(x) for x in np.argwhere(empty)[0]]
+        empty_block = [int(x) for x in np.argwhere(empty)[0]]
         raise ArgumentError(
-            f"{path}: query blocks {place} of blocks have no key block; set their own one, the diagonal"
+            f"{path}: query blocks {empty_block} of blocks have no key block; set their own one, the diagonal"
         )
     if blocks.ndim == 3:
         return BlockPattern(blocks, block, str(path))
     return LayerPatterns(
-        str(path), tuple(BlockPattern(own, block, f"{path}: layer {i}") for i, own in enumerate(blocks))
+        str(path),
+        tuple(BlockPattern(layer_blocks, block, f"{path}: layer {i}") for i, layer_blocks in enumerate(blocks)),
     )
 
 
 def _block_size(path: Path, arrays: Mapping[str, np.ndarray], options: _Options) -> int:
     expected = f"one of {', '.join(map(str, BLOCKS))}"
-    own = arrays.get("block_size")
-    if own is not None and (own.size != 1 or own.dtype.kind not in "iu" or int(own.reshape(-1)[0]) not in BLOCKS):
-        raise ArgumentError(f"{path} has block_size {own.tolist()}, expected {expected}")
+    array = arrays.get("block_size")
+    if array is not None and (
+        array.size != 1 or array.dtype.kind not in "iu" or int(array.reshape(-1)[0]) not in BLOCKS
+    ):
+        raise ArgumentError(f"{path} has block_size {array.tolist()}, expected {expected}")
     stated = options.values.get("block")
     if stated is not None and stated not in map(str, BLOCKS):
         raise options.error("block", expected)
-    sizes = {int(own.reshape(-1)[0])} if own is not None else set()
+    sizes = {int(array.reshape(-1)[0])} if array is not None else set()
     sizes |= {int(stated)} if stated is not None else set()
     if len(sizes) != 1:
         raise ArgumentError(f"{path} has block sizes {sorted(sizes)}, expected one: array block_size, or block=N")

@@ -117,8 +117,8 @@ class Tables:
         Raises:
             ArgumentError: when there are too many.
         """
-        for name, known in self.arrays.items():
-            if known.dtype == array.dtype and np.array_equal(known, array):
+        for name, other in self.arrays.items():
+            if other.dtype == array.dtype and np.array_equal(other, array):
                 return name
         if len(self.arrays) == (most := _most_tables()):
             raise ArgumentError(f"--sparsify puts more than {most} tables on one attention; use fewer clauses")
@@ -200,8 +200,8 @@ class StridedPattern(HeadPattern):
             moved = "" if self.homogeneous else f" + ({head}) * {step}" if step > 1 else f" + {head}"
             start = f" + {self.offset}" if self.offset else ""
             strided = f"({key}{moved}{start}) % {self.stride} == 0"
-        found = f"{query} - {key} < {self.local} or {strided}"
-        return f"{found} or {head} >= {count - self.dense_heads}" if self.dense_heads else found
+        condition = f"{query} - {key} < {self.local} or {strided}"
+        return f"{condition} or {head} >= {count - self.dense_heads}" if self.dense_heads else condition
 
 
 @dataclass(frozen=True)
@@ -237,12 +237,12 @@ class TextPattern(HeadPattern):
 
     def __post_init__(self) -> None:
         try:
-            found = self.expression
+            expression = self.expression
         except MaskSyntaxError as error:
             raise ArgumentError(f'--sparsify: mask="{self.text}" is no mask expression: {error}') from None
-        if found.allows_all:
+        if expression.allows_all:
             raise ArgumentError('--sparsify: mask="" allows every pair; state a condition on h, q and k')
-        if others := sorted(found.reads - _INDICES):
+        if others := sorted(expression.reads - _INDICES):
             raise ArgumentError(f'--sparsify: mask="{self.text}" reads {others[0]!r}, expected h, q and k only')
 
     @cached_property
@@ -333,8 +333,8 @@ class BlockPattern(HeadPattern):
 
     def condition(self, heads: HeadCounts, tables: Tables) -> str:
         count, rows, columns = self.blocks.shape
-        own, head = heads.rows_of(count, self.source)
-        table = tables.add(np.ascontiguousarray(self.blocks[own]))
+        head_rows, head = heads.rows_of(count, self.source)
+        table = tables.add(np.ascontiguousarray(self.blocks[head_rows]))
         inside = f"min(q // {self.block}, {rows - 1}), min(k // {self.block}, {columns - 1})"
         behind = f"q >= {rows * self.block}" + (f" or k >= {columns * self.block}" if columns < rows else "")
         return f"{table}[{head}, {inside}] or {behind}"
@@ -366,14 +366,14 @@ class VerticalSlashPattern(HeadPattern):
         return _end_of((*self.columns, *self.diagonals))
 
     def condition(self, heads: HeadCounts, tables: Tables) -> str:
-        own, head = heads.rows_of(len(self.columns), self.source)
-        found = []
-        diagonals = self.diagonals[own]
-        for lists, place in ((self.columns[own], "k"), (diagonals, "q - k")):
+        head_rows, head = heads.rows_of(len(self.columns), self.source)
+        conditions = []
+        diagonals = self.diagonals[head_rows]
+        for lists, position in ((self.columns[head_rows], "k"), (diagonals, "q - k")):
             size = _end_of(lists)
             if len(lists) * size > _MOST_MARKS:
                 raise ArgumentError(
-                    f"{self.source} has {len(lists)} heads and {place} up to {size - 1}: their table exceeds 256 MiB"
+                    f"{self.source} has {len(lists)} heads and {position} up to {size - 1}: their table exceeds 256 MiB"
                 )
             marks = np.zeros((len(lists), size), bool)
             for row, some in zip(marks, lists, strict=True):
@@ -382,8 +382,8 @@ class VerticalSlashPattern(HeadPattern):
                 marks[:, 0] = True  # the query's own key
             if marks.any():
                 table = tables.add(marks)
-                found.append(f"{place} < {size} and {table}[{head}, max(0, min({place}, {size - 1}))]")
-        return " or ".join(f"({x})" for x in found)
+                conditions.append(f"{position} < {size} and {table}[{head}, max(0, min({position}, {size - 1}))]")
+        return " or ".join(f"({x})" for x in conditions)
 
 
 def _end_of(lists: Sequence[Sequence[int]]) -> int:
@@ -425,7 +425,7 @@ class Pattern:
 
         return not fold(self.condition.root, reads_position)
 
-    def counted_from(self, first: Node) -> MaskExpression:
+    def count_from(self, first: Node) -> MaskExpression:
         """The condition where the first token of a sequence is at position ``first``; it is right for tokens behind it.
 
         Distances stay as they are. Positions before the first token count as 0, so that tables have an element for them.

@@ -56,8 +56,8 @@ class SparsifiedSite:
         cls, site: str, layer: int, pattern: Pattern, facts: PatternFacts, *, needs_right_padding: bool = False
     ) -> SparsifiedSite:
         """The row of an attention that has a pattern."""
-        found = cls(site, layer, True, "", pattern.label, pattern.mask.text, **asdict(facts))
-        return replace(found, needs_right_padding=needs_right_padding)
+        row = cls(site, layer, True, "", pattern.label, pattern.mask.text, **asdict(facts))
+        return replace(row, needs_right_padding=needs_right_padding)
 
 
 @dataclass
@@ -108,13 +108,13 @@ class SparsityReport:
         groups: dict[SparsifiedSite, list[SparsifiedSite]] = defaultdict(list)
         for row in self.rows:
             groups[_without_place(row)].append(row)
-        found = [line for group in groups.values() for line in _group_lines(group)]
+        report_lines = [line for group in groups.values() for line in _group_lines(group)]
         if not self.rows:
             return ["  the model has no causal attention that takes a pattern"]
         if self.sparsified:
             measured = [line for lines in self._loss_lines() for line in lines]
-            found += measured or ["loss: not measured; --prompts FILE measures it"]
-        return found
+            report_lines += measured or ["loss: not measured; --prompts FILE measures it"]
+        return report_lines
 
     @property
     def loss_headlines(self) -> list[str]:
@@ -162,10 +162,10 @@ def _group_lines(group: list[SparsifiedSite]) -> list[str]:
 
 def _ranges(numbers: list[int]) -> list[str]:
     """Sorted numbers as texts, neighbours as ranges."""
-    found: list[list[int]] = []
+    ranges: list[list[int]] = []
     for n in numbers:
-        if found and n == found[-1][1] + 1:
-            found[-1][1] = n
+        if ranges and n == ranges[-1][1] + 1:
+            ranges[-1][1] = n
         else:
-            found.append([n, n])
-    return [str(a) if a == b else f"{a} to {b}" for a, b in found]
+            ranges.append([n, n])
+    return [str(a) if a == b else f"{a} to {b}" for a, b in ranges]

@@ -92,7 +92,7 @@ class Sparsity:
     @property
     def digest(self) -> str:
         """A hash of all patterns and their places, by which a plan tells that it is of the same ones."""
-        found = hashlib.sha256()
+        hasher = hashlib.sha256()
         for output, declared in self.patterns.items():
-            found.update(repr((output, declared.pattern.key)).encode("utf-8", "surrogateescape"))
-        return found.hexdigest()[:16]
+            hasher.update(repr((output, declared.pattern.key)).encode("utf-8", "surrogateescape"))
+        return hasher.hexdigest()[:16]

@@ -87,10 +87,10 @@ class Clause:
             ArgumentError: when a slice or a file is of other layers.
         """
         dense = {i for s in self.dense_layers for i in s.of(count, "dense_layers")}
-        own = {i for s in self.layers for i in s.of(count, "layers")} if self.layers else set(range(count))
+        sparse_layers = {i for s in self.layers for i in s.of(count, "layers")} if self.layers else set(range(count))
         if isinstance(self.pattern, LayerPatterns):
             self.pattern.check_layers(count)
-        if layer in dense or layer not in own:
+        if layer in dense or layer not in sparse_layers:
             return None
         return self.pattern.layers[layer] if isinstance(self.pattern, LayerPatterns) else self.pattern
 
@@ -135,15 +135,15 @@ class SparsitySpec:
                 continue
             heads = heads if active is None else active.counts(heads)
             some = None if clause.heads is None else _own_heads(clause.heads, heads)
-            own = set(range(heads.G) if some is None else some)
-            if not own:
+            clause_heads = set(range(heads.G) if some is None else some)
+            if not clause_heads:
                 continue  # heads of other ranks
-            if both := sorted(taken & own):
+            if both := sorted(taken & clause_heads):
                 raise ArgumentError(
                     f"--sparsify: two clauses are for KV head {both[0] + heads.first} of layer {layer}; part them by layers= "
                     "or heads="
                 )
-            taken |= own
+            taken |= clause_heads
             parts.append((some, pattern))
         return build_pattern(parts, heads) if parts else None
 
@@ -176,7 +176,7 @@ def _parse_clause(text: str) -> Clause:
         raise ArgumentError(f"--sparsify has an empty clause, expected {_EXPECTED}")
     if text.startswith(_S2):
         fields = _Fields(text, _split(text[len(_S2) :], ","), "s2")
-        return fields.clause(_strided(fields))
+        return fields.clause(_read_strided(fields))
     items = _split(text, ",")
     key = items[0].partition("=")[0].strip()
     if "=" not in items[0] or Path(items[0]).exists():
@@ -197,7 +197,7 @@ def _parse_clause(text: str) -> Clause:
     return fields.clause(WindowPattern(fields.number("window", 1), fields.number("sink", 0, 0)))
 
 
-def _strided(fields: _Fields) -> StridedPattern:
+def _read_strided(fields: _Fields) -> StridedPattern:
     per = fields.values.get("per", "kv_head")
     if per not in ("kv_head", "query_head"):
         raise fields.error("per", "kv_head or query_head")
@@ -223,21 +223,21 @@ class _Fields:
     def __init__(self, clause: str, items: Sequence[str], kind: str) -> None:
         self.clause_text = clause
         self.values: dict[str, str] = {}
-        known = (*_FIELDS[kind], *_SCOPES) if kind else ()
+        keys = (*_FIELDS[kind], *_SCOPES) if kind else ()
         for item in items:
             key, sign, value = (x.strip() for x in item.partition("="))
             if not sign or not key:
                 raise ArgumentError(f"--sparsify {clause!r}: {item.strip()!r} is no field, expected key=value")
-            if known and key not in known:
-                raise ArgumentError(f"--sparsify {clause!r} has key {key!r}, expected {', '.join(known)}")
+            if keys and key not in keys:
+                raise ArgumentError(f"--sparsify {clause!r} has key {key!r}, expected {', '.join(keys)}")
             if key in self.values:
                 raise ArgumentError(f"--sparsify {clause!r} has {key} twice; give it once")
             self.values[key] = value[1:-1] if len(value) > 1 and value[0] == value[-1] == '"' else value
 
     def error(self, key: str, expected: str) -> ArgumentError:
         """The fault of a field."""
-        found = f"has {key}={self.values[key]}" if key in self.values else f"has no {key}"
-        return ArgumentError(f"--sparsify {self.clause_text!r} {found}, expected {expected}")
+        actual = f"has {key}={self.values[key]}" if key in self.values else f"has no {key}"
+        return ArgumentError(f"--sparsify {self.clause_text!r} {actual}, expected {expected}")
 
     def number(self, key: str, least: int, default: int | None = None, most: int = LONGEST) -> int:
         """An integer field; without a default it must be there."""
@@ -256,18 +256,18 @@ class _Fields:
         """Indices and slices with ``+`` between them."""
         if key not in self.values:
             return ()
-        found = parse_slices(self.values[key], "--sparsify")
-        if found is None:
+        slices = parse_slices(self.values[key], "--sparsify")
+        if slices is None:
             raise self.error(key, "indices or slices such as 3, 0:2 or -2:, with + between them")
-        return found
+        return slices
 
     def clause(self, pattern: HeadPattern | LayerPatterns) -> Clause:
         """The clause of a pattern."""
         heads = self.slices("heads")
         if len(heads) > 1:
             raise self.error("heads", "one slice")
-        own = heads[0] if heads else None
-        return Clause(pattern, self.slices("layers"), self.slices("dense_layers"), own, self.active_heads())
+        head_slice = heads[0] if heads else None
+        return Clause(pattern, self.slices("layers"), self.slices("dense_layers"), head_slice, self.active_heads())
 
     def active_heads(self) -> ActiveHeads | None:
         """The field ``active_heads``; None where it is absent."""

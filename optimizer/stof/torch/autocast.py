@@ -31,8 +31,8 @@ def run_without_autocast(run: Any, device_type: str, arguments: Sequence[Any]) -
 
 def _run(operator: Any, device_type: str, query: Any, key: Any, value: Any, *rest: Any) -> Any:
     dtype = torch.get_autocast_dtype(device_type)
-    given = [_cast(t, device_type, dtype) for t in (query, key, value)]
-    return run_without_autocast(operator, device_type, (*given, *rest))
+    inputs = [_cast(t, device_type, dtype) for t in (query, key, value)]
+    return run_without_autocast(operator, device_type, (*inputs, *rest))
 
 
 def _cast(tensor: Any, device_type: str, dtype: Any) -> Any:

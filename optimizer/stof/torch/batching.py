@@ -48,9 +48,9 @@ def _map_of_autograd(operator: Any, count: int, *arguments: Any) -> tuple[Any, .
             )
         return unwrapped
 
-    given = [unwrap(a) for a in arguments]
-    axes = [_axes_of_unwrapped(*pair) for pair in zip(arguments, given, strict=True)]
-    results = _map(operator, count, max(sizes), axes, given)
+    plain_arguments = [unwrap(a) for a in arguments]
+    axes = [_axes_of_unwrapped(*pair) for pair in zip(arguments, plain_arguments, strict=True)]
+    results = _map(operator, count, max(sizes), axes, plain_arguments)
     return tuple(torch._add_batch_dim(t, 0, level) for t in results)
 
 
@@ -68,10 +68,10 @@ def _map(operator: Any, count: int, size: Any, axes: Sequence[Any], arguments: S
     text = _fold_batch(mask, batch, named)
     if text is None:
         return _run_one_by_one(operator, size, axes, arguments)
-    given = [_fold(t, axis, size) for t, axis in zip(tensors, axes[:count], strict=True)]
+    folded_tensors = [_fold(t, axis, size) for t, axis in zip(tensors, axes[:count], strict=True)]
     vectors = [_fold_operand(role, tensor, axis, size, batch) for role, (tensor, axis) in named.items()]
-    found = operator(*given, vectors, text, roles, *settings)
-    return tuple(t.unflatten(0, (size, batch)) for t in found)
+    results = operator(*folded_tensors, vectors, text, roles, *settings)
+    return tuple(t.unflatten(0, (size, batch)) for t in results)
 
 
 def _size_without(tensor: Any, mapped: int | None) -> Any:
@@ -104,8 +104,10 @@ def _run_one_by_one(operator: Any, size: int, axes: Sequence[Any], arguments: Se
             return [pick(*pair, index) for pair in zip(argument, axis, strict=True)]
         return argument if axis is None else argument.select(axis, index)
 
-    found = [operator(*(pick(a, axis, i) for a, axis in zip(arguments, axes, strict=True))) for i in range(size)]
-    return tuple(torch.stack(results) for results in zip(*found, strict=True))
+    result_tuples = [
+        operator(*(pick(a, axis, i) for a, axis in zip(arguments, axes, strict=True))) for i in range(size)
+    ]
+    return tuple(torch.stack(results) for results in zip(*result_tuples, strict=True))
 
 
 def _fold_batch(mask: str, batch: Any, operands: Mapping[str, tuple[Any, Any]]) -> str | None:
@@ -136,5 +138,5 @@ def _fold_batch(mask: str, batch: Any, operands: Mapping[str, tuple[Any, Any]]) 
         is_expressed &= node.indices[0] == B
         return Lookup(node.name, (B, *children[1:]))
 
-    found = MaskExpression(fold(expression.root, combine))
-    return found.text if is_expressed else None
+    folded = MaskExpression(fold(expression.root, combine))
+    return folded.text if is_expressed else None

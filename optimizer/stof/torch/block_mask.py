@@ -54,8 +54,8 @@ def to_mask(mask: Any) -> tuple[str, Mapping[str, Any]]:
     if isinstance(mask, MaskWithTables):
         return mask.text, mask.tables
     if isinstance(mask, FlexBlockMask):
-        found = from_block_mask(mask)
-        return found.text, found.tables
+        translation = from_block_mask(mask)
+        return translation.text, translation.tables
     raise ArgumentError(f"mask is a {type(mask).__name__}, expected a mask expression, a BlockMask or None")
 
 
@@ -70,11 +70,11 @@ def from_block_mask(block_mask: Any) -> MaskWithTables:
     """
     if not isinstance(block_mask, FlexBlockMask):
         raise ArgumentError(f"block_mask is a {type(block_mask).__name__}, expected a FlexAttention BlockMask")
-    found = _converted.get(block_mask)
-    if found is None:
-        found = _translate(block_mask)
-        _converted[block_mask] = found
-    return found
+    translation = _converted.get(block_mask)
+    if translation is None:
+        translation = _translate(block_mask)
+        _converted[block_mask] = translation
+    return translation
 
 
 def _translate_now(block_mask: Any) -> MaskWithTables:
@@ -131,8 +131,8 @@ class _Blocks:
         self.size = tuple(block_mask.BLOCK_SIZE)
         self.lengths = tuple(block_mask.seq_lengths)
         counts = tuple(-(-n // size) for n, size in zip(self.lengths, self.size, strict=True))
-        self.full = _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, counts)
-        partial = _listed(block_mask.kv_num_blocks, block_mask.kv_indices, counts)
+        self.full = _mark_listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, counts)
+        partial = _mark_listed(block_mask.kv_num_blocks, block_mask.kv_indices, counts)
         if self.full.size == 0:
             self.full = np.zeros_like(partial)
         self.listed = partial | self.full
@@ -146,17 +146,17 @@ class _Blocks:
         if n % 32:
             return False
         try:
-            found = Mask(expression.text, tables).block_mask(B, H, S, T, m, n)
+            tiles = Mask(expression.text, tables).block_mask(B, H, S, T, m, n)
         except LibraryError as error:
             raise UnsupportedError(str(error)) from error
         allowed, full = np.zeros_like(self.listed), np.zeros_like(self.listed)
         for b, h in np.ndindex(B, H):
-            table = found.layout[b % found.layout.shape[0], h % found.layout.shape[1]]
-            for row in range(found.rows):
-                at = table * found.rows + row
-                first, middle, last = found.row_ptr[at], found.full_begin[at], found.row_ptr[at + 1]
-                allowed[b, h, row, found.key_tile[first:last]] = True
-                full[b, h, row, found.key_tile[middle:last]] = True
+            table = tiles.layout[b % tiles.layout.shape[0], h % tiles.layout.shape[1]]
+            for row in range(tiles.rows):
+                at = table * tiles.rows + row
+                first, middle, last = tiles.row_ptr[at], tiles.full_begin[at], tiles.row_ptr[at + 1]
+                allowed[b, h, row, tiles.key_tile[first:last]] = True
+                full[b, h, row, tiles.key_tile[middle:last]] = True
         # The library's full tiles end within the keys; FlexAttention lists none beyond them as full.
         return bool((allowed <= self.listed).all() and (self.full <= full).all())
 
@@ -164,13 +164,13 @@ class _Blocks:
         self, expression: MaskExpression, tables: Mapping[str, np.ndarray]
     ) -> tuple[MaskExpression, dict[str, np.ndarray]]:
         """The expression within the listed blocks, and all pairs of the full ones."""
-        found = dict(tables)
-        listed = self._lookup(self.listed, found)
+        result_tables = dict(tables)
+        listed = self._lookup(self.listed, result_tables)
         conditions = [listed] if expression.allows_all else [listed, expression.root]
         root = join("and", conditions)
         if self.full.any() and not expression.allows_all:
-            root = join("or", [self._lookup(self.full, found), root])
-        return MaskExpression(root), found
+            root = join("or", [self._lookup(self.full, result_tables), root])
+        return MaskExpression(root), result_tables
 
     def _lookup(self, blocks: np.ndarray, tables: dict[str, np.ndarray]) -> Node:
         """An element of a table of blocks, which is added to the tables."""
@@ -184,15 +184,15 @@ class _Blocks:
         return Lookup(name, (*(Name("bh"[a]) for a in axes), q, k))
 
 
-def _listed(numbers: Any, indices: Any, counts: tuple[int, ...]) -> np.ndarray:
+def _mark_listed(numbers: Any, indices: Any, counts: tuple[int, ...]) -> np.ndarray:
     """The blocks [B, H, rows, columns] that lists of key blocks name; empty where there are no lists."""
     if numbers is None or indices is None:
         return np.zeros((0,), bool)
-    given, columns = read_tensor(numbers), read_tensor(indices)
-    B, H = given.shape[:2]
-    found = np.zeros((B, H, counts[0], counts[1] + 1), bool)  # the last column takes what is listed beyond the keys
-    rows = min(counts[0], given.shape[2])
-    chosen = np.arange(columns.shape[3]) < given[:, :, :rows, None]
-    b, h, row, place = np.nonzero(chosen)
-    found[b, h, row, np.clip(columns[b, h, row, place], 0, counts[1])] = True
-    return found[..., : counts[1]]
+    block_counts, columns = read_tensor(numbers), read_tensor(indices)
+    B, H = block_counts.shape[:2]
+    listed = np.zeros((B, H, counts[0], counts[1] + 1), bool)  # the last column takes what is listed beyond the keys
+    rows = min(counts[0], block_counts.shape[2])
+    chosen = np.arange(columns.shape[3]) < block_counts[:, :, :rows, None]
+    b, h, row, entry = np.nonzero(chosen)
+    listed[b, h, row, np.clip(columns[b, h, row, entry], 0, counts[1])] = True
+    return listed[..., : counts[1]]

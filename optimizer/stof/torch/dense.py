@@ -128,7 +128,7 @@ class DenseAttention:
         outputs, lses = [], []
         for chunk in self.chunks(_SCORES_AT_ONCE):
             weights = chunk.weights
-            moved = self.moved_scores(chunk, query, key)
+            moved = self.differentiate_scores(chunk, query, key)
             if chunk.tanh is not None:
                 moved.mul_(chunk.slope())
             mean = (weights * moved).sum(-1, keepdim=True)
@@ -137,20 +137,20 @@ class DenseAttention:
             lses.append(mean.masked_fill(chunk.empty, 0))
         return self.tangents(outputs, lses)
 
-    def moved_scores(self, chunk: Chunk, query: Any, key: Any) -> Any:
+    def differentiate_scores(self, chunk: Chunk, query: Any, key: Any) -> Any:
         """The tangents of the scores before the cap, for those of query and key; 0 in empty rows that no score reaches."""
         moved, rows = query[..., chunk.rows, :].to(self.dtype), chunk.query
         if self.settings.empty_rows != "all":
             moved, rows = moved.masked_fill(chunk.empty, 0), rows.masked_fill(chunk.empty, 0)
-        found = moved @ self.key.transpose(-1, -2)
-        return found.add_(rows @ key.transpose(-1, -2)).mul_(self.settings.scale)
+        scores = moved @ self.key.transpose(-1, -2)
+        return scores.add_(rows @ key.transpose(-1, -2)).mul_(self.settings.scale)
 
     def upper(self, chunk: Chunk, grad_output: Any, grad_lse: Any) -> tuple[Any, Any]:
         """The gradients of output and LSE of a chunk's rows, as far as they reach the scores."""
-        found, lse = (t[..., chunk.rows, :].to(self.dtype) for t in (grad_output, grad_lse))
+        upper_output, lse = (t[..., chunk.rows, :].to(self.dtype) for t in (grad_output, grad_lse))
         if self.settings.empty_rows != "all":
-            found = found.masked_fill(chunk.empty, 0)
-        return found, lse.masked_fill(chunk.empty, 0)
+            upper_output = upper_output.masked_fill(chunk.empty, 0)
+        return upper_output, lse.masked_fill(chunk.empty, 0)
 
     def _upper_of_values(self, chunk: Chunk, grad_output: Any, upper: Any) -> Any:
         """The gradients of a chunk's output as they reach the values: NaN where the weights are."""
@@ -178,7 +178,7 @@ class DenseAttention:
 
     def tangents(self, outputs: Sequence[Any], lses: Sequence[Any]) -> tuple[Any, Any]:
         """Tangents of the chunks as those of output and LSE."""
-        output, lse = (torch.cat(tuple(found), 3).flatten(1, 2) for found in (outputs, lses))
+        output, lse = (torch.cat(tuple(chunks), 3).flatten(1, 2) for chunks in (outputs, lses))
         return output.to(self.dtypes[0]), lse.squeeze(-1)
 
     def chunks(self, at_once: int) -> Iterator[Chunk]:
@@ -198,8 +198,8 @@ class DenseAttention:
             scores = tanh * self.settings.softcap
         b, h, k = (torch.arange(n, device=self.device) for n in (self.B, self.H, self.T))
         q = torch.arange(rows.start, rows.stop, device=self.device) + self.past
-        found = self.allows(b[:, None, None, None], h[:, None, None], q[:, None], k)
-        allowed = torch.as_tensor(found, device=self.device).broadcast_to(self.B, self.H, len(q), self.T)
+        mask_values = self.allows(b[:, None, None, None], h[:, None, None], q[:, None], k)
+        allowed = torch.as_tensor(mask_values, device=self.device).broadcast_to(self.B, self.H, len(q), self.T)
         allowed = allowed.reshape(scores.shape)
         empty = ~allowed.any(-1, keepdim=True)
         if self.settings.empty_rows == "all":
@@ -216,11 +216,11 @@ class _CheckedOperand:
 
     def __getitem__(self, indices: tuple[Any, ...]) -> Any:
         for axis, (index, size) in enumerate(zip(indices, self.shape, strict=True)):
-            found = torch.as_tensor(index)
-            if found.numel() and not (found.min() >= 0 and found.max() < size):
+            positions = torch.as_tensor(index)
+            if positions.numel() and not (positions.min() >= 0 and positions.max() < size):
                 raise ArgumentError(
-                    f"mask reads index {axis} of {self.role} from {int(found.min())} to {int(found.max())}, expected 0 to "
-                    f"{size - 1}"
+                    f"mask reads index {axis} of {self.role} from {int(positions.min())} to {int(positions.max())}, "
+                    f"expected 0 to {size - 1}"
                 )
         return self.tensor[indices]
 

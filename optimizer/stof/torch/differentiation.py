@@ -61,13 +61,13 @@ class _Differentiable(torch.autograd.Function):  # type: ignore[misc]  # torch i
         ctx.derivatives, ctx.settings = derivatives, settings
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
-        given, operands = tensors[: derivatives.count], list(tensors[derivatives.count :])
+        inputs, operands = tensors[: derivatives.count], list(tensors[derivatives.count :])
         below = keyset & torch._C._after_autograd_keyset
         if not torch._C._are_functorch_transforms_active():
             with torch._C._AutoDispatchBelowAutograd():
-                return derivatives.operator.redispatch(below, *given, operands, *settings)
+                return derivatives.operator.redispatch(below, *inputs, operands, *settings)
         with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True), torch._C._AutoDispatchBelowAutograd():
-            return derivatives.operator.redispatch(below, *given, operands, *settings)
+            return derivatives.operator.redispatch(below, *inputs, operands, *settings)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -82,8 +82,8 @@ class _Differentiable(torch.autograd.Function):  # type: ignore[misc]  # torch i
         saved = ctx.saved_tensors  # a checkpoint gives them once
         tensors, operands = saved[:count], list(saved[count:])
         needed = ctx.needs_input_grad[3 : 3 + count]
-        found = ctx.derivatives.pull_back(tensors, (operands, *ctx.settings), grads, needed)
-        return (None, None, None, *found, *([None] * len(operands)))
+        gradients = ctx.derivatives.pull_back(tensors, (operands, *ctx.settings), grads, needed)
+        return (None, None, None, *gradients, *([None] * len(operands)))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -92,8 +92,8 @@ class _Differentiable(torch.autograd.Function):  # type: ignore[misc]  # torch i
         with forward_ad._set_fwd_grad_enabled(True):
             # Without the tangents of this level. Level 0 is the only one: torch.func nests by wrapping tensors.
             primals = [forward_ad.unpack_dual(t, level=0).primal for t in ctx.saved_tensors]
-            given = [
+            input_tangents = [
                 torch.zeros_like(primal) if tangent is None else tangent
                 for primal, tangent in zip(primals[:count], tangents[3 : 3 + count], strict=True)
             ]
-            return ctx.derivatives.push_forward(primals[:count], (primals[count:], *ctx.settings), given)
+            return ctx.derivatives.push_forward(primals[:count], (primals[count:], *ctx.settings), input_tangents)

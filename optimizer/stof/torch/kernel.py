@@ -57,19 +57,19 @@ class HandleCache:
             captures: whether the run that follows is captured into a CUDA graph.
         """
         with self._lock:
-            found = self._handles.get(key)
-            if found is None:
-                found = Op("StofAttention", attributes)
+            op = self._handles.get(key)
+            if op is None:
+                op = Op("StofAttention", attributes)
                 inputs = [Tensor() if t is None else _view(t) for t in [None] * 3 + list(constants)]
-                call("stof_op_prepare", found.handle, (Tensor * len(inputs))(*inputs), len(inputs))
-                self._handles[key] = found
+                call("stof_op_prepare", op.handle, (Tensor * len(inputs))(*inputs), len(inputs))
+                self._handles[key] = op
             self._handles.move_to_end(key)
             if captures:
                 self._captured.add(key)
             others = (k for k in self._handles if k not in self._captured)
             for old in list(others)[: max(0, len(self._handles) - len(self._captured) - self.most)]:
                 del self._handles[old]
-            return found
+            return op
 
 
 HANDLES = HandleCache(MOST_HANDLES)
@@ -87,7 +87,7 @@ def run_attention(
     on_cuda = query.device.type == "cuda"
     laid = [_with_layout(t) for t in (query, key, value)]
     # Tables belong to the operator: they are read in host memory, and copied from a device in each call.
-    given = [
+    operand_tensors = [
         (t.detach().cpu() if is_table_name(r) else t.detach()).contiguous()
         for r, t in zip(roles, operands, strict=True)
     ]
@@ -104,10 +104,10 @@ def run_attention(
     B, H, S, _ = query.shape
     output = torch.empty((B, H, S, value.shape[3]), dtype=query.dtype, device=query.device)
     lse = torch.empty((B, H, S), dtype=torch.float32, device=query.device)
-    inputs = [t for t, _ in laid] + given
-    digests = [_digest(t) for r, t in zip(roles, given, strict=True) if is_table_name(r)]
+    inputs = [t for t, _ in laid] + operand_tensors
+    digests = [_digest(t) for r, t in zip(roles, operand_tensors, strict=True) if is_table_name(r)]
     identity = (query.device.index if on_cuda else None, *attributes.values(), *digests)
-    constants = [t if is_table_name(r) else None for r, t in zip(roles, given, strict=True)]
+    constants = [t if is_table_name(r) else None for r, t in zip(roles, operand_tensors, strict=True)]
     if on_cuda:
         with torch.cuda.device(query.device):
             op = HANDLES.get(identity, attributes, constants, torch.cuda.is_current_stream_capturing())

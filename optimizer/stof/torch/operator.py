@@ -33,11 +33,11 @@ _library = torch.library.Library("stof", "FRAGMENT")
 
 
 def _forward(query: Any, key: Any, value: Any, operands: Sequence[Any], *settings: Any) -> tuple[Any, Any]:
-    given = AttentionSettings(*settings)
-    check_arguments(query, key, value, operands, given)
+    attention_settings = AttentionSettings(*settings)
+    check_arguments(query, key, value, operands, attention_settings)
     if query.dtype == torch.float64:
-        return DenseAttention(query, key, value, operands, given, checks_indices=True).forward()
-    return run_attention(query, key, value, operands, given)
+        return DenseAttention(query, key, value, operands, attention_settings, checks_indices=True).forward()
+    return run_attention(query, key, value, operands, attention_settings)
 
 
 def _check_then_make_outputs(query: Any, key: Any, value: Any, operands: Sequence[Any], *settings: Any) -> Any:

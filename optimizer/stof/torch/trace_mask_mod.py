@@ -67,11 +67,11 @@ def _is_scalar_index(index: Any) -> bool:
 
 
 def _by_tensors(mask_mod: Callable[..., Any]) -> Callable[..., Any]:
-    def traced(*indices: Any) -> Any:
+    def call_mask_mod(*indices: Any) -> Any:
         with _IndexByTensors():
             return mask_mod(*indices)
 
-    return traced
+    return call_mask_mod
 
 
 def read_tensor(tensor: Any) -> np.ndarray:
@@ -81,14 +81,14 @@ def read_tensor(tensor: Any) -> np.ndarray:
         UnsupportedError: where it has none that can be read: on meta, or within a transform of ``torch.func``.
     """
     try:
-        found: np.ndarray = tensor.detach().cpu().contiguous().numpy()
+        array: np.ndarray = tensor.detach().cpu().contiguous().numpy()
     except (RuntimeError, NotImplementedError, TypeError) as error:
         raise UnsupportedError(
             f"a BlockMask holds a {type(tensor).__name__} on {tensor.device} that cannot be read: {shown(error, 300)}; make the "
             "BlockMask, and call stof.torch.from_block_mask, outside of transforms of torch.func and of fake tensors; what "
             "differs from call to call is given as pad, segment_q, segment_k, lengths or tables of a mask expression"
         ) from error
-    return found
+    return array
 
 
 def _no_operand(tensor: str, *_: object) -> tuple[str, int | None]:
@@ -117,7 +117,7 @@ class _Tracer:
                 case "placeholder":
                     self.values[node] = next(indices)
                 case "get_attr":
-                    self.values[node] = self._captured(node.target)
+                    self.values[node] = self._read_captured(node.target)
                 case "call_function":
                     self.values[node] = self._call(node)
                 case "output":
@@ -128,7 +128,7 @@ class _Tracer:
                     )
         raise AssertionError("a traced function has an output")
 
-    def _captured(self, name: str) -> Any:
+    def _read_captured(self, name: str) -> Any:
         owner = self.module
         *path, last = name.split(".")
         for step in path:
@@ -170,14 +170,14 @@ class _Tracer:
             case "full" | "new_full" | "scalar_tensor":
                 return _scalar(node.args[-1]) if isinstance(node.args[-1], bool | int) else _refuse(node, node.args[-1])
             case "ones" | "new_ones" | "ones_like":
-                return self._filled(node, 1)
+                return self._make_filled(node, 1)
             case "zeros" | "new_zeros" | "zeros_like":
-                return self._filled(node, 0)
+                return self._make_filled(node, 0)
             case "_to_copy" | "to":
                 return self._cast(node, arguments[0])
         return _refuse(node, name)
 
-    def _filled(self, node: Any, number: int) -> Any:
+    def _make_filled(self, node: Any, number: int) -> Any:
         value = node.meta["tensor_meta"] if "tensor_meta" in node.meta else node.meta.get("val")
         is_condition = value is not None and value.dtype == torch.bool
         return _scalar(bool(number) if is_condition else number)
@@ -219,11 +219,13 @@ class _Captured:
             raise UnsupportedError(
                 f"the mask function has {len(indices)} indices for a tensor of shape {list(self.shape)}"
             )
-        found = self.indices + tuple(_from_end(i, n) for i, n in zip(indices, self.shape, strict=False))
+        full_indices = self.indices + tuple(_from_end(i, n) for i, n in zip(indices, self.shape, strict=False))
         rest = self.shape[len(indices) :]
         if rest:
-            return _Captured(self.name, rest, self.is_condition, found)
-        return Cond("table", (self.name, found)) if self.is_condition else of_atom("table", self.name, found)
+            return _Captured(self.name, rest, self.is_condition, full_indices)
+        return (
+            Cond("table", (self.name, full_indices)) if self.is_condition else of_atom("table", self.name, full_indices)
+        )
 
 
 def _from_end(index: Int, size: int) -> Int:
@@ -310,10 +312,10 @@ def _where(condition: Any, yes: Any, no: Any) -> Any:
 
 
 def _clamp(value: Any, low: Any = None, high: Any = None) -> Int:
-    found = _number(value)
+    number = _number(value)
     if low is not None:
-        found = rebuild("max", (found, _number(low)))
-    return found if high is None else rebuild("min", (found, _number(high)))
+        number = rebuild("max", (number, _number(low)))
+    return number if high is None else rebuild("min", (number, _number(high)))
 
 
 def _bitwise_not(value: Any) -> Cond:

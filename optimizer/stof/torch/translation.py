@@ -60,9 +60,9 @@ def _translate(
     values = {"query": query, "key": key, "value": value, **dict(zip(names.values(), operands, strict=True))}
     call = ExportedAttention(
         settings,
-        _fixed(query, 1, "q"),
-        _fixed(key, 1, "k"),
-        (_fixed(key, 3, "k"), _fixed(value, 3, "v")),
+        _require_fixed(query, 1, "q"),
+        _require_fixed(key, 1, "k"),
+        (_require_fixed(key, 3, "k"), _require_fixed(value, 3, "v")),
         int(query.dtype),
         names,
     )
@@ -74,7 +74,7 @@ def _translate(
     return values[output], values[lse]
 
 
-def _fixed(tensor: Any, axis: int, name: str) -> int:
+def _require_fixed(tensor: Any, axis: int, name: str) -> int:
     size = tensor.shape[axis]
     if not isinstance(size, int):
         raise ArgumentError(

@@ -43,7 +43,7 @@ class Problem:
         """B, H, S, Dv of the output."""
         return (*self.q.shape[:3], self.v.shape[3])
 
-    def allowed(self) -> np.ndarray:
+    def evaluate_mask(self) -> np.ndarray:
         """Which pairs may attend: booleans [B, H, S, T]; a bias of -inf is not counted in."""
         (B, H, S, _), T = self.q.shape, self.k.shape[2]
         if 0 in (B, H, S, T):
@@ -55,22 +55,22 @@ class Problem:
 
     def attributes(self) -> dict[str, int | float | str]:
         """The attributes of StofAttention for this problem."""
-        found: dict[str, int | float | str] = {
+        attributes: dict[str, int | float | str] = {
             "mask": self.mask,
-            "operands": " ".join([*self.operands, *self._added()]),
+            "operands": " ".join([*self.operands, *self._collect_added()]),
             "empty_rows": self.empty_rows.value,
             "query_offset": int(self.query_offset),
             "softcap": self.softcap,
         }
-        return found if self.scale is None else {**found, "scale": self.scale}
+        return attributes if self.scale is None else {**attributes, "scale": self.scale}
 
-    def _added(self) -> dict[str, np.ndarray]:
+    def _collect_added(self) -> dict[str, np.ndarray]:
         added = {"bias": self.bias, "relative_bias": self.relative_bias, "sink": self.sink}
         return {role: array for role, array in added.items() if array is not None}
 
     def inputs(self) -> list[np.ndarray]:
         """The inputs of StofAttention for this problem, in order."""
-        operands = (*self.operands.values(), *self._added().values())
+        operands = (*self.operands.values(), *self._collect_added().values())
         return [np.ascontiguousarray(a) for a in (self.q, self.k, self.v, *operands)]
 
     def run(self, threads: int = 1) -> np.ndarray:
@@ -147,8 +147,8 @@ def reference(problem: Problem) -> np.ndarray:
         weights = np.where(empty, 1.0 / T, weights)
     elif problem.empty_rows is EmptyRows.ALL:
         weights = np.where(empty, _softmax(plain), weights)
-    found: np.ndarray = np.einsum("bhst,bhtd->bhsd", weights, v)
-    return found
+    output: np.ndarray = np.einsum("bhst,bhtd->bhsd", weights, v)
+    return output
 
 
 def reference_lse(problem: Problem) -> np.ndarray:
@@ -158,8 +158,8 @@ def reference_lse(problem: Problem) -> np.ndarray:
         scores = _beside_sink(problem, scores)
     top = np.max(scores, axis=-1, keepdims=True, initial=-1e300)
     with np.errstate(divide="ignore"):
-        found: np.ndarray = (np.log(np.exp(scores - top).sum(-1, keepdims=True)) + top)[..., 0]
-    return found
+        lse: np.ndarray = (np.log(np.exp(scores - top).sum(-1, keepdims=True)) + top)[..., 0]
+    return lse
 
 
 def _beside_sink(problem: Problem, scores: np.ndarray) -> np.ndarray:
@@ -185,26 +185,26 @@ def _scores(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
         radius = problem.relative_bias.shape[1] // 2
         distance = np.arange(T)[None, :] - np.arange(S)[:, None] - (T - S if problem.query_offset else 0)
         plain = plain + problem.relative_bias.astype(np.float64)[None, :, np.clip(distance, -radius, radius) + radius]
-    return plain, np.where(problem.allowed(), plain, -np.inf)
+    return plain, np.where(problem.evaluate_mask(), plain, -np.inf)
 
 
 def _softmax(scores: np.ndarray) -> np.ndarray:
     with np.errstate(invalid="ignore"):  # -inf less -inf, in rows without a key
         weights = np.exp(scores - scores.max(-1, keepdims=True))
-        found: np.ndarray = weights / weights.sum(-1, keepdims=True)
-    return found
+        probabilities: np.ndarray = weights / weights.sum(-1, keepdims=True)
+    return probabilities
 
 
-def assert_close(found: np.ndarray, wanted: np.ndarray, tolerance: float | None = None) -> None:
+def assert_close(output: np.ndarray, wanted: np.ndarray, tolerance: float | None = None) -> None:
     """Compares an output with the reference, the placement of NaN and inf first.
 
-    ``tolerance`` is absolute; by default 16 roundings of ``found``'s type at the largest finite value, plus 4e-6 for fp32 sums.
+    ``tolerance`` is absolute; by default 16 roundings of ``output``'s type at the largest finite value, plus 4e-6 for fp32 sums.
 
     Raises:
         AssertionError: with the largest difference and its (b, h, q, d).
     """
-    assert found.shape == wanted.shape, f"shape {found.shape}, expected {wanted.shape}"
-    mine = found.astype(np.float64)
+    assert output.shape == wanted.shape, f"shape {output.shape}, expected {wanted.shape}"
+    mine = output.astype(np.float64)
     odd = np.argwhere((np.isnan(mine) != np.isnan(wanted)) | (np.isposinf(mine) != np.isposinf(wanted)))
     if len(odd):
         where = tuple(int(i) for i in odd[0])
@@ -214,7 +214,7 @@ def assert_close(found: np.ndarray, wanted: np.ndarray, tolerance: float | None 
     good = np.isfinite(wanted) & np.isfinite(mine)
     if tolerance is None:
         largest = float(np.abs(wanted[good]).max(initial=0.0))
-        tolerance = 16 * ROUNDING[found.dtype.name] * max(1.0, largest) + 4e-6
+        tolerance = 16 * ROUNDING[output.dtype.name] * max(1.0, largest) + 4e-6
     error = np.where(good, np.abs(np.where(good, mine, 0) - np.where(good, wanted, 0)), 0.0)
     worst = float(error.max(initial=0.0))
     if worst > tolerance:

@@ -23,10 +23,10 @@ class RowSample:
 
     def pick(self, array: np.ndarray) -> np.ndarray:
         """The sampled part of what broadcasts to [B, H, S, ...], of at most four axes."""
-        found: np.ndarray = np.expand_dims(array, tuple(range(4 - array.ndim)))
-        _, heads, rows = found.shape[:3]
-        found = found if heads == 1 else found[:, self.heads]
-        return found if rows == 1 else found[:, :, self.rows]
+        part: np.ndarray = np.expand_dims(array, tuple(range(4 - array.ndim)))
+        _, heads, rows = part.shape[:3]
+        part = part if heads == 1 else part[:, self.heads]
+        return part if rows == 1 else part[:, :, self.rows]
 
 
 def choose_rows(away: np.ndarray, empty: np.ndarray, keys: int, most: int = MOST_SCORES) -> RowSample | None:
@@ -68,9 +68,9 @@ def _choose(away: np.ndarray, empty: np.ndarray, count: int, rng: np.random.Gene
 
 
 def _fill(count: int, groups: Iterable[Iterable[int]]) -> np.ndarray:
-    found: dict[int, None] = {}
+    indices: dict[int, None] = {}
     for group in groups:
         for i in group:
-            if len(found) < count and i >= 0:
-                found[int(i)] = None
-    return np.array(sorted(found), np.int64)
+            if len(indices) < count and i >= 0:
+                indices[int(i)] = None
+    return np.array(sorted(indices), np.int64)

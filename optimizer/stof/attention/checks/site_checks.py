@@ -19,7 +19,7 @@ from stof.attention.checks.site_comparison import (
     OperatorCall,
     compare_site,
     heads_in_layout,
-    rounded,
+    round_to_site_type,
     scores_shape,
 )
 from stof.attention.emit import Rewrite, parts_of
@@ -34,7 +34,7 @@ from stof.execution.session_process import RuntimeFailure
 from stof.graph.node_fields import plain_attributes_of
 from stof.mask.check.run_masks import tensors_by_role
 from stof.mask.empty_rows.weaker_rows import number_rows
-from stof.mask.evaluate import allowed_by_mask
+from stof.mask.evaluate import evaluate_mask
 from stof.mask.expression import MaskExpression
 from stof.mask.site import AttentionSite, EmptyRows, Layout, MaskTerm, TermKind
 from stof.verification.fp64_reference import compute_in_fp64
@@ -96,18 +96,18 @@ class AttentionChecks(SiteChecks):
         # A mask of -10000 takes digits from the scores of a row that is all padding, which the operator leaves them.
         soft = any(_absorbs_scores(r) for r in self.rewrites)
         ignores_rows = any(r.ignores_empty_rows for r in self.rewrites)
-        found = cases([r.mask.expression for r in self.rewrites], tokens, 2 if soft else BATCH_WITH_ALL_PADDING)
+        run_cases = cases([r.mask.expression for r in self.rewrites], tokens, 2 if soft else BATCH_WITH_ALL_PADDING)
         if self.inputs.counts and not soft and not ignores_rows:
-            *others, short = found
+            *others, short = run_cases
             unusual = [Case(3, short.length, Padding.LEFT, counts=c) for c in (Counts.NEGATIVE, Counts.BEYOND)]
-            found = [*others, *unusual, replace(short, counts=Counts.NONE)]
+            run_cases = [*others, *unusual, replace(short, counts=Counts.NONE)]
         # NaN of queries without a key spreads further in the original. A case without such queries compares what it hides.
         if self.may_carry_nan and any(r.mask.empty_rows is EmptyRows.NAN for r in self.rewrites):
-            found.insert(-1, Case(2, found[-1].length, Padding.LEAST))
+            run_cases.insert(-1, Case(2, run_cases[-1].length, Padding.LEAST))
         if ignores_rows:
             # Padding is what makes rows without keys; what follows from those of any site is not to be compared.
-            found = [Case(c.batch, c.length, Padding.NONE) for c in found]
-        return found
+            run_cases = [Case(c.batch, c.length, Padding.NONE) for c in run_cases]
+        return run_cases
 
     def tensors(self) -> list[str]:
         return self._tensors(self.scopes[0])
@@ -151,15 +151,15 @@ class AttentionChecks(SiteChecks):
         return [exact] if exact else []
 
     def rounding_errors(self, captured: Mapping[str, np.ndarray]) -> dict[str, Noisy]:
-        found = {}
+        noisy = {}
         for site in (r.site for r in self.rewrites):
             channels = site.value_head_size * (site.num_heads if site.output_layout is Layout.BSN else 1)
-            known = captured.get(site.output)
-            largest = 1.0 if known is None else float(np.abs(known[np.isfinite(known)]).max(initial=0.0))
+            output = captured.get(site.output)
+            largest = 1.0 if output is None else float(np.abs(output[np.isfinite(output)]).max(initial=0.0))
             perm = site.output_perm
             behind = len(perm) - 1 - perm.index(len(perm) - 1) if perm else 0
-            found[site.output] = Noisy(site.dtype, channels, largest, behind)
-        return found
+            noisy[site.output] = Noisy(site.dtype, channels, largest, behind)
+        return noisy
 
     def outputs(self) -> dict[str, list[str]]:
         return {r.site.name: [r.site.output] for r in self.rewrites}
@@ -168,20 +168,20 @@ class AttentionChecks(SiteChecks):
         return emit_scopes(list(self.scopes), [r for r in self.rewrites if r.site.name in set(sites)])
 
     def _tensors(self, scope: Scope) -> list[str]:
-        found: list[str] = []
+        tensors: list[str] = []
         initializers = {t.name for t in scope.working.base.graph.initializer}
-        given = {i.name for i in scope.working.base.graph.input} - initializers
+        inputs = {i.name for i in scope.working.base.graph.input} - initializers
         # Initializers among these are asked of the runtime, too: their data may be in another file.
         heads: list[str] = []
         for rewrite in scope.rewrites(self.rewrites):
             site = rewrite.site
             heads += [site.query.tensor, site.key.tensor, site.value.tensor]
-            found += [site.output]
-            found += [t.tensor for t in site.terms] + ([site.sink] if site.sink else [])
-            found += [site.query_factor[1]] if site.query_factor is not None else []
-            found += [o.tensor for o in rewrite.mask.operands]
-        drawn = [n for n in found if n not in initializers]
-        return [n for n in dict.fromkeys([*heads, *drawn]) if n not in given]
+            tensors += [site.output]
+            tensors += [t.tensor for t in site.terms] + ([site.sink] if site.sink else [])
+            tensors += [site.query_factor[1]] if site.query_factor is not None else []
+            tensors += [o.tensor for o in rewrite.mask.operands]
+        drawn = [n for n in tensors if n not in initializers]
+        return [n for n in dict.fromkeys([*heads, *drawn]) if n not in inputs]
 
     def _compare(
         self, scope: Scope, emitted: onnx.ModelProto, captured: Mapping[str, np.ndarray]
@@ -191,19 +191,7 @@ class AttentionChecks(SiteChecks):
         writers = {o: n for n in graph.node for o in n.output}
         read = {x.tensor for r in rewrites for x in r.site.terms} | {r.site.sink for r in rewrites}
         read |= {r.site.query_factor[1] for r in rewrites if r.site.query_factor is not None}
-        constants = {
-            t.name: onnx.numpy_helper.to_array(t)
-            for t in graph.initializer
-            if t.name.startswith("stof_") and t.data_location != onnx.TensorProto.EXTERNAL
-        }
-        constants.update(
-            {
-                t.name: onnx.numpy_helper.to_array(t)
-                for t in scope.working.base.graph.initializer
-                if t.name in read and t.data_location != onnx.TensorProto.EXTERNAL
-            }
-        )
-        known = {**constants, **captured}
+        arrays = {**_read_constants(graph, scope.working.base.graph, read), **captured}
         for rewrite in rewrites:
             site = rewrite.site
             nodes = _nodes_of(writers, site.output)
@@ -214,46 +202,59 @@ class AttentionChecks(SiteChecks):
                 detail = f"the masks of its nodes are {', '.join(map(repr, texts))}"
                 yield Comparison(f"site {site.name!r}", np.inf, 0.0, False, site.name, detail)
                 continue
-            rows = _row_numbers(rewrite, known)
+            rows = _row_numbers(rewrite, arrays)
             for node, mask in zip(nodes, masks, strict=True):
-                places = dict(zip(str(plain_attributes_of(node)["operands"]).split(), node.input[3:], strict=False))
-                if site.sink is not None and site.sink in known:  # the emitted graph may reshape it
-                    known[places["sink"]] = known[site.sink].reshape(-1)
+                input_names = dict(
+                    zip(str(plain_attributes_of(node)["operands"]).split(), node.input[3:], strict=False)
+                )
+                if site.sink is not None and site.sink in arrays:  # the emitted graph may reshape it
+                    arrays[input_names["sink"]] = arrays[site.sink].reshape(-1)
                 for operand in mask.operands:  # likewise
-                    place = places[operand.role]
-                    if place not in known and operand.tensor in known:
-                        laid = operand.laid(known[operand.tensor])
-                        known[place] = laid if operand.role == "pad" else laid.astype(np.int64)
+                    input_name = input_names[operand.role]
+                    if input_name not in arrays and operand.tensor in arrays:
+                        laid = operand.prepare(arrays[operand.tensor])
+                        arrays[input_name] = laid if operand.role == "pad" else laid.astype(np.int64)
                 if (
                     mask.bias
-                    and places["bias"] not in known
-                    and (total := _sum_bias(site, mask.bias, known)) is not None
+                    and input_names["bias"] not in arrays
+                    and (total := _sum_bias(site, mask.bias, arrays)) is not None
                 ):
-                    known[places["bias"]] = total
-                if rows is not None and rewrite.mask.weaker is not None and "segment_q" in places:
-                    known[places["segment_q"]] = rows
-            if not all(n in known for node in nodes for n in node.input[3:]):
+                    arrays[input_names["bias"]] = total
+                if rows is not None and rewrite.mask.weaker is not None and "segment_q" in input_names:
+                    arrays[input_names["segment_q"]] = rows
+            if not all(n in arrays for node in nodes for n in node.input[3:]):
                 continue  # an operand that the emitted graph computes itself; the outputs tell
             tensors = (site.query.tensor, site.key.tensor, site.value.tensor)
-            if not all(n in known for n in (*tensors, site.output)):
+            if not all(n in arrays for n in (*tensors, site.output)):
                 continue  # nodes that nothing here computes
-            own = {n: rounded(x, site.dtype) if n in {*tensors, site.output} else x for n, x in known.items()}
+            rounded_arrays = {
+                n: round_to_site_type(x, site.dtype) if n in {*tensors, site.output} else x for n, x in arrays.items()
+            }
             second = None if rows is None else rows > 0
             calls = [
                 OperatorCall(node, [*tensors, *node.input[3:]], second if i else None) for i, node in enumerate(nodes)
             ]
-            yield compare_site(site, calls, own, known[site.output], rewrite.ignores_empty_rows)
+            yield compare_site(site, calls, rounded_arrays, arrays[site.output], rewrite.ignores_empty_rows)
 
 
-def _sum_bias(site: AttentionSite, terms: Sequence[MaskTerm], known: Mapping[str, np.ndarray]) -> np.ndarray | None:
+def _read_constants(emitted: onnx.GraphProto, base: onnx.GraphProto, names: set[str | None]) -> dict[str, np.ndarray]:
+    """The initializers that the rewrite made, and those of ``names`` in the graph before it."""
+    made = [t for t in emitted.initializer if t.name.startswith("stof_")]
+    kept = [t for t in base.initializer if t.name in names]
+    return {
+        t.name: onnx.numpy_helper.to_array(t) for t in (*made, *kept) if t.data_location != onnx.TensorProto.EXTERNAL
+    }
+
+
+def _sum_bias(site: AttentionSite, terms: Sequence[MaskTerm], arrays: Mapping[str, np.ndarray]) -> np.ndarray | None:
     """The bias of a site that the emitted graph makes of several tensors or in other axes; None where it is not just a sum."""
-    if site.floored or any(t.kind is not TermKind.ADD or t.tensor not in known for t in terms):
+    if site.floored or any(t.kind is not TermKind.ADD or t.tensor not in arrays for t in terms):
         return None
-    sizes = scores_shape(site, known)
+    sizes = scores_shape(site, arrays)
     total = np.zeros((1, 1, 1, 1), np.float32)
     with np.errstate(over="ignore"):  # the lowest number twice is -inf in the graph, too
         for term in terms:
-            total = total + term.spread(known[term.tensor], sizes).astype(np.float32) * np.float32(term.scale)
+            total = total + term.spread(arrays[term.tensor], sizes).astype(np.float32) * np.float32(term.scale)
     return total
 
 
@@ -265,18 +266,18 @@ def _nodes_of(writers: Mapping[str, onnx.NodeProto], output: str) -> list[onnx.N
     return [node] if node.op_type == OP else [writers[n] for n in node.input[-2:]]
 
 
-def _row_numbers(rewrite: Rewrite, known: Mapping[str, np.ndarray]) -> np.ndarray | None:
+def _row_numbers(rewrite: Rewrite, arrays: Mapping[str, np.ndarray]) -> np.ndarray | None:
     """Which of its masks each row of a site attends by; None where it has one, or what they read is not known."""
     site, mask = rewrite.site, rewrite.mask
-    if mask.weaker is None or not all(o.tensor in known for o in mask.operands):
+    if mask.weaker is None or not all(o.tensor in arrays for o in mask.operands):
         return None
     query, key = (
-        heads_in_layout(o.laid_out(known[o.tensor]), o.layout, n)
+        heads_in_layout(o.lay_out(arrays[o.tensor]), o.layout, n)
         for o, n in ((site.query, site.num_heads), (site.key, site.kv_num_heads))
     )
     shape = (query.shape[0], 1, query.shape[2], key.shape[2])
     expressions = (mask.expression, *mask.weaker.expressions[:-1])
-    return number_rows([allowed_by_mask(site, replace(mask, expression=e), known, shape)[0] for e in expressions])
+    return number_rows([evaluate_mask(site, replace(mask, expression=e), arrays, shape)[0] for e in expressions])
 
 
 def _run_redrawn(maker: InputMaker, case: Case, model: onnx.ModelProto, run: Callable[[Tensors], Tensors]) -> Tensors:

@@ -56,109 +56,143 @@ class OperatorCall:
 def compare_site(
     site: AttentionSite,
     calls: Sequence[OperatorCall],
-    known: Mapping[str, np.ndarray],
+    arrays: Mapping[str, np.ndarray],
     computed: np.ndarray,
     ignore_empty_rows: bool,
 ) -> Comparison:
-    """The op on the tensors of ``known`` beside fp64 on the same, and beside what the original computed.
+    """The op on the tensors of ``arrays`` beside fp64 on the same, and beside what the original computed.
 
     ``calls``: a later one gives the rows that it computes in place of those of earlier ones.
     Of a large site some rows are compared (row_sample.py). Where NaN that forbidden keys carry makes the original NaN, fp32
     in its place tells how much rounding is allowed.
     """
-    given = site, known
-    site, known = _multiplied(site, known)
-    original = known[site.output]
-    if site.output_flat:
-        scores = scores_shape(site, known)
-        outer = scores[2] if site.output_perm else scores[0]
-        original, computed = (x.reshape(outer, -1, x.shape[-1]) for x in (original, computed))
-    if site.output_perm:
-        back = np.argsort(site.output_perm)
-        original, computed = np.transpose(original, back), np.transpose(computed, back)
-    if site.output_joined:
-        original, computed = (a.reshape(-1, *a.shape[2:]) for a in (original, computed))
-    if site.output_grouped:
-        original, computed = (heads_in_one(a, site.output_layout) for a in (original, computed))
-    operands = [_laid_out(known, o) for o in (site.query, site.key, site.value)]
-    layouts = (site.query.layout, site.key.layout, site.value.layout, site.output_layout)
-    mine = np.full(heads_in_layout(original, site.output_layout, site.num_heads).shape, np.nan, original.dtype)
+    captured = site, arrays
+    site, arrays = _multiply_query(site, arrays)
+    original = arrays[site.output]
+    scores = scores_shape(site, arrays)
+    original, computed = (_undo_output_moves(site, scores, a) for a in (original, computed))
+    operands = [_lay_out(arrays, o) for o in (site.query, site.key, site.value)]
     what = f"site {site.name!r}"
-    policies = set()
-    for call in calls:
-        arrays = [np.ascontiguousarray(a) for a in (*operands, *(known[n] for n in call.inputs[3:]))]
-        attributes = {**plain_attributes_of(call.node), "layout": " ".join(layout.value for layout in layouts)}
-        attributes.pop("packed", None)  # of the tensors that the node reads; these hold the site's heads alone
-        policies.add(attributes.get("empty_rows"))
-        found = np.full(original.shape, np.nan, original.dtype)
-        try:
-            Op(OP, attributes).run(arrays, [found], threads=2)
-        except (
-            LibraryError,
-            ValueError,
-        ) as error:  # what the operator refuses, and arrays that the library does not read
-            return Comparison(what, np.inf, 0.0, False, site.name, str(error))
-        given_rows = True if call.rows is None else call.rows[:, None, :, None]
-        mine = np.where(given_rows, heads_in_layout(found, site.output_layout, site.num_heads), mine)
-    own = heads_in_layout(computed, site.output_layout, site.num_heads)
-    shape, total = own.shape, own.size
-    empty = ~np.isfinite(own).all(-1) | (mine == 0).all(-1)
-    sample = choose_rows(_rows_away(mine, own), empty, scores_shape(site, known)[3])
+    try:
+        mine, policies = _run_calls(site, calls, operands, arrays, original)
+    except (LibraryError, ValueError) as error:  # what the operator refuses, and arrays that the library does not read
+        return Comparison(what, np.inf, 0.0, False, site.name, str(error))
+    baseline = heads_in_layout(computed, site.output_layout, site.num_heads)
+    shape, total = baseline.shape, baseline.size
+    empty = ~np.isfinite(baseline).all(-1) | (mine == 0).all(-1)
+    sample = choose_rows(_rows_away(mine, baseline), empty, scores[3])
     if sample is not None:
-        mine, own = sample.pick(mine), sample.pick(own)
-    reference = site_exactly(*given, sample=sample)
-    in_single = partial(site_exactly, *given, np.float32, sample)
+        mine, baseline = sample.pick(mine), sample.pick(baseline)
+    reference = site_exactly(*captured, sample=sample)
+    in_single = partial(site_exactly, *captured, np.float32, sample)
     exact, tops = reference.output, reference.tops
-    leaked = np.isnan(own) & np.isfinite(mine) & np.isfinite(exact) & reference.leaks[..., None]
+    leaked = np.isnan(baseline) & np.isfinite(mine) & np.isfinite(exact) & reference.leaks[..., None]
     if leaked.any():
-        own = np.where(leaked, in_single().output.astype(own.dtype), own)
-    odd = np.isfinite(mine) != np.isfinite(own)
+        baseline = np.where(leaked, in_single().output.astype(baseline.dtype), baseline)
+    odd = np.isfinite(mine) != np.isfinite(baseline)
     if odd.any():
-        return Comparison(what, np.inf, 0.0, False, site.name, describe_nonfinite(odd, mine, own, "(b, h, q, d) = "))
-    # Rows without a key follow the original's own rounding (finfo.min absorbs the scores), not fp64; but where -65504 takes
-    # digits from them alone, the operator computes what it stands for, and the original is off by these digits.
-    finite = np.isfinite(own) & np.isfinite(exact)
-    away = np.abs(np.where(finite, own.astype(np.float64) - exact, 0.0))
-    rows = tops > _SOFT_FILL
-    lost = float(away[~rows].max(initial=0.0))
-    span = float(np.ptp(own[finite])) if finite.any() else 0.0
-    soft = EmptyRows.ALL.value in policies and lost <= _DIGITS * span
-    if not soft:
-        rows = tops > FORBIDDING_VALUE
-    rest = np.nan if ignore_empty_rows else exact if soft else own.astype(np.float64)
+        return Comparison(
+            what, np.inf, 0.0, False, site.name, describe_nonfinite(odd, mine, baseline, "(b, h, q, d) = ")
+        )
+    rows, soft = _choose_exact_rows(baseline, exact, tops, has_all_policy=EmptyRows.ALL.value in policies)
+    rest = np.nan if ignore_empty_rows else exact if soft else baseline.astype(np.float64)
     target = np.where(rows[..., None], exact, rest)
-    good = np.isfinite(own) & np.isfinite(target)
+    good = np.isfinite(baseline) & np.isfinite(target)
     errors = np.abs(mine.astype(np.float64) - target)
-    base = np.abs(own.astype(np.float64) - target)
-    found_in: list[tuple[float, float, str]] = []
-    for part in (good & rows[..., None], good & ~rows[..., None]) if soft else (good,):
-        budget = SITE_FACTOR * float(base[part].max(initial=0.0)) + _ULPS * ulp_of_largest(original, original.dtype)
-        worst = float(errors[part].max(initial=0.0))
-        where = _position(np.unravel_index(int(np.argmax(np.where(part, errors, 0))), errors.shape), sample)
-        found_in.append((worst, budget, f"largest at (b, h, q, d) = {where}" if worst > budget else ""))
-    worst, budget, detail = max(found_in, key=lambda x: x[0] / x[1] if x[1] else float(x[0] > 0))
+    baseline_errors = np.abs(baseline.astype(np.float64) - target)
+    ulps = _ULPS * ulp_of_largest(original, original.dtype)
+    parts = (good & rows[..., None], good & ~rows[..., None]) if soft else (good,)
+    worst, budget, detail = _find_largest_difference(parts, errors, baseline_errors, ulps, sample)
     compared = int(good.sum())
-    ignored = int((np.isfinite(own) & ~good).sum())
-    coverage = Coverage(compared, own.size - compared - ignored, ignored, left_out=total - own.size)
+    ignored = int((np.isfinite(baseline) & ~good).sum())
+    coverage = Coverage(compared, baseline.size - compared - ignored, ignored, left_out=total - baseline.size)
     if sample is not None:
-        coverage = replace(coverage, sampled_rows=own[..., 0].size, all_rows=int(np.prod(shape[:3])))
+        coverage = replace(coverage, sampled_rows=baseline[..., 0].size, all_rows=int(np.prod(shape[:3])))
     return Comparison(what, worst, budget, worst <= budget, site.name, detail, coverage)
 
 
-def scores_shape(site: AttentionSite, known: Mapping[str, np.ndarray]) -> tuple[int, int, int, int]:
+def _run_calls(
+    site: AttentionSite,
+    calls: Sequence[OperatorCall],
+    operands: Sequence[np.ndarray],
+    arrays: Mapping[str, np.ndarray],
+    original: np.ndarray,
+) -> tuple[np.ndarray, set[object]]:
+    """What the op writes, as ``heads_in_layout`` lays it out, and the policies of its calls for fully masked rows."""
+    layouts = (site.query.layout, site.key.layout, site.value.layout, site.output_layout)
+    mine = np.full(heads_in_layout(original, site.output_layout, site.num_heads).shape, np.nan, original.dtype)
+    policies: set[object] = set()
+    for call in calls:
+        inputs = [np.ascontiguousarray(a) for a in (*operands, *(arrays[n] for n in call.inputs[3:]))]
+        attributes = {**plain_attributes_of(call.node), "layout": " ".join(layout.value for layout in layouts)}
+        attributes.pop("packed", None)  # of the tensors that the node reads; these hold the site's heads alone
+        policies.add(attributes.get("empty_rows"))
+        output = np.full(original.shape, np.nan, original.dtype)
+        Op(OP, attributes).run(inputs, [output], threads=2)
+        computed_rows = True if call.rows is None else call.rows[:, None, :, None]
+        mine = np.where(computed_rows, heads_in_layout(output, site.output_layout, site.num_heads), mine)
+    return mine, policies
+
+
+def _find_largest_difference(
+    parts: Sequence[np.ndarray],
+    errors: np.ndarray,
+    baseline_errors: np.ndarray,
+    ulps: float,
+    sample: RowSample | None,
+) -> tuple[float, float, str]:
+    """The largest error, that which is allowed, and where it is: of the part in which it exceeds the allowed one most."""
+    differences: list[tuple[float, float, str]] = []
+    for part in parts:
+        budget = SITE_FACTOR * float(baseline_errors[part].max(initial=0.0)) + ulps
+        worst = float(errors[part].max(initial=0.0))
+        where = _position(np.unravel_index(int(np.argmax(np.where(part, errors, 0))), errors.shape), sample)
+        differences.append((worst, budget, f"largest at (b, h, q, d) = {where}" if worst > budget else ""))
+    return max(differences, key=lambda x: x[0] / x[1] if x[1] else float(x[0] > 0))
+
+
+def _undo_output_moves(site: AttentionSite, scores: tuple[int, int, int, int], output: np.ndarray) -> np.ndarray:
+    """A site's output in the layout in which the op writes it; ``scores`` is their shape."""
+    if site.output_flat:
+        output = output.reshape(scores[2] if site.output_perm else scores[0], -1, output.shape[-1])
+    if site.output_perm:
+        output = np.transpose(output, np.argsort(site.output_perm))
+    if site.output_joined:
+        output = output.reshape(-1, *output.shape[2:])
+    return heads_in_one(output, site.output_layout) if site.output_grouped else output
+
+
+def _choose_exact_rows(
+    baseline: np.ndarray, exact: np.ndarray, tops: np.ndarray, *, has_all_policy: bool
+) -> tuple[np.ndarray, bool]:
+    """The rows [B, H, S] that are compared with fp64, and whether the others are, too.
+
+    Rows without a key follow the original's own rounding (finfo.min absorbs the scores), not fp64; but where -65504 takes
+    digits from them alone, the operator computes what it stands for, and the original is off by these digits.
+    """
+    finite = np.isfinite(baseline) & np.isfinite(exact)
+    away = np.abs(np.where(finite, baseline.astype(np.float64) - exact, 0.0))
+    rows = tops > _SOFT_FILL
+    lost = float(away[~rows].max(initial=0.0))
+    span = float(np.ptp(baseline[finite])) if finite.any() else 0.0
+    soft = has_all_policy and lost <= _DIGITS * span
+    return (rows if soft else tops > FORBIDDING_VALUE), soft
+
+
+def scores_shape(site: AttentionSite, arrays: Mapping[str, np.ndarray]) -> tuple[int, int, int, int]:
     """B, H, S, T of a run."""
-    query, key = _laid_out(known, site.query), _laid_out(known, site.key)
+    query, key = _lay_out(arrays, site.query), _lay_out(arrays, site.key)
     rows, keys = (x.shape[2 if o.layout is Layout.BHSD else 1] for x, o in ((query, site.query), (key, site.key)))
     return query.shape[0], site.num_heads, rows, keys
 
 
-def _rows_away(mine: np.ndarray, own: np.ndarray) -> np.ndarray:
+def _rows_away(mine: np.ndarray, baseline: np.ndarray) -> np.ndarray:
     """How far two outputs are apart in each row [B, H, S]: infinite where elements are finite in one of them alone."""
     with np.errstate(invalid="ignore"):
-        away = np.abs(mine.astype(np.float32) - own.astype(np.float32))
-    away = np.where(np.isfinite(away), away, np.where(np.isfinite(mine) == np.isfinite(own), 0.0, np.inf))
-    found: np.ndarray = away.max(-1, initial=0.0)
-    return found
+        away = np.abs(mine.astype(np.float32) - baseline.astype(np.float32))
+    away = np.where(np.isfinite(away), away, np.where(np.isfinite(mine) == np.isfinite(baseline), 0.0, np.inf))
+    distances: np.ndarray = away.max(-1, initial=0.0)
+    return distances
 
 
 def _position(where: Sequence[Any], sample: RowSample | None) -> tuple[int, ...]:
@@ -169,7 +203,7 @@ def _position(where: Sequence[Any], sample: RowSample | None) -> tuple[int, ...]
 
 def site_exactly(
     site: AttentionSite,
-    known: Mapping[str, np.ndarray],
+    arrays: Mapping[str, np.ndarray],
     dtype: type[np.floating[Any]] = np.float64,
     sample: RowSample | None = None,
 ) -> Exact:
@@ -179,20 +213,20 @@ def site_exactly(
     """
     pick = sample.pick if sample is not None else np.asarray
     heads = sample.heads if sample is not None else np.arange(site.num_heads)
-    q = pick(heads_in_layout(_laid_out(known, site.query), site.query.layout, site.num_heads)).astype(dtype)
+    q = pick(heads_in_layout(_lay_out(arrays, site.query), site.query.layout, site.num_heads)).astype(dtype)
     shared = heads // (site.num_heads // site.kv_num_heads)  # the head of key and value of each head
-    k = heads_in_layout(_laid_out(known, site.key), site.key.layout, site.kv_num_heads)[:, shared].astype(dtype)
-    v = heads_in_layout(_laid_out(known, site.value), site.value.layout, site.kv_num_heads)[:, shared].astype(dtype)
+    k = heads_in_layout(_lay_out(arrays, site.key), site.key.layout, site.kv_num_heads)[:, shared].astype(dtype)
+    v = heads_in_layout(_lay_out(arrays, site.value), site.value.layout, site.kv_num_heads)[:, shared].astype(dtype)
     scores = np.matmul(q, k.swapaxes(2, 3)) * dtype(site.scale)
     if site.query_factor is not None:
-        factor = pick(known[site.query_factor[1]]).astype(dtype)
+        factor = pick(arrays[site.query_factor[1]]).astype(dtype)
         scores = scores * factor if site.query_factor[0] == "Mul" else scores / factor
     if site.softcap:
         scores = dtype(site.softcap) * np.tanh(scores / dtype(site.softcap))
     added = None if np.isfinite(k).all() and np.isfinite(v).all() else np.zeros_like(scores)  # to scores of 0
-    sizes = scores_shape(site, known)
+    sizes = scores_shape(site, arrays)
     for term in site.terms:
-        value = pick(term.spread(known[term.tensor], sizes))
+        value = pick(term.spread(arrays[term.tensor], sizes))
         scores = term.apply(scores, value)
         added = None if added is None else term.apply(added, value)
     leaks = np.zeros(1, bool)  # of pairs
@@ -202,7 +236,7 @@ def site_exactly(
         scores = np.where(leaks & ~(scores < np.inf), added, scores)
     tops = scores.max(-1, initial=-np.inf)
     if site.sink is not None:
-        logits = np.array(site.sink_values) if site.sink_values else known[site.sink]
+        logits = np.array(site.sink_values) if site.sink_values else arrays[site.sink]
         column = pick(logits.astype(dtype).reshape(1, -1, 1, 1))
         scores = np.concatenate([scores, np.broadcast_to(column, (*scores.shape[:3], 1))], axis=-1)
     with np.errstate(all="ignore"):
@@ -217,19 +251,21 @@ def site_exactly(
     return Exact(output, tops, np.broadcast_to(leaks.any(-1), tops.shape))
 
 
-def _multiplied(site: AttentionSite, known: Mapping[str, np.ndarray]) -> tuple[AttentionSite, Mapping[str, np.ndarray]]:
+def _multiply_query(
+    site: AttentionSite, arrays: Mapping[str, np.ndarray]
+) -> tuple[AttentionSite, Mapping[str, np.ndarray]]:
     """The site with a query that is multiplied beforehand, where the graph multiplies its scores, as it is emitted."""
     if site.query_factor is None:
-        return site, known
+        return site, arrays
     op, factor = site.query_factor
-    query = heads_in_layout(_laid_out(known, site.query), site.query.layout, site.num_heads)
-    scaled = query * known[factor] if op == "Mul" else query / known[factor]
+    query = heads_in_layout(_lay_out(arrays, site.query), site.query.layout, site.num_heads)
+    scaled = query * arrays[factor] if op == "Mul" else query / arrays[factor]
     name = f"{site.query.tensor} {op} {factor}"
-    return replace(site, query=Operand(name, Layout.BHSD), query_factor=None), {**known, name: scaled}
+    return replace(site, query=Operand(name, Layout.BHSD), query_factor=None), {**arrays, name: scaled}
 
 
-def _laid_out(known: Mapping[str, np.ndarray], operand: Operand) -> np.ndarray:
-    return operand.laid_out(known[operand.tensor])
+def _lay_out(arrays: Mapping[str, np.ndarray], operand: Operand) -> np.ndarray:
+    return operand.lay_out(arrays[operand.tensor])
 
 
 def heads_in_layout(array: np.ndarray, layout: Layout, heads: int) -> np.ndarray:
@@ -239,7 +275,7 @@ def heads_in_layout(array: np.ndarray, layout: Layout, heads: int) -> np.ndarray
     return array if layout is Layout.BHSD else array.transpose(0, 2, 1, 3)
 
 
-def rounded(array: np.ndarray, dtype: int) -> np.ndarray:
+def round_to_site_type(array: np.ndarray, dtype: int) -> np.ndarray:
     """In the site's type, where the model ran widened."""
     if dtype not in HALF or array.dtype != np.float32:
         return array

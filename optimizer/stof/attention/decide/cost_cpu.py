@@ -44,8 +44,8 @@ def tile_density(problem: SiteProblem, length: int, tile: tuple[int, int] = _TIL
         return 1.0
     # A cache is empty before a prompt of S = T tokens and full after it: ``lengths`` may mean either.
     counts = (0, length) if "lengths" in problem.mask.reads else (0,)
-    found = [_tile_density(problem, problem.mask.with_lengths(n), length, tile) for n in counts]
-    return min((density for density in found if density > 0), default=1.0)
+    densities = [_tile_density(problem, problem.mask.with_lengths(n), length, tile) for n in counts]
+    return min((density for density in densities if density > 0), default=1.0)
 
 
 def _tile_density(problem: SiteProblem, mask: MaskExpression, length: int, tile: tuple[int, int]) -> float:
@@ -60,10 +60,10 @@ def estimate_gain(problem: SiteProblem, length: int) -> GainEstimate:
     """The estimated gain over the runtime's own nodes at S = T = ``length``."""
     density = tile_density(problem, length)
     work = 2.0 * problem.head_size + 2.0 * problem.value_head_size
-    own = max(density, 1e-6) * work / 2 / _OWN_RATE  # a mask may allow nothing at a length
+    operator_time = max(density, 1e-6) * work / 2 / _OWN_RATE  # a mask may allow nothing at a length
     passes = _PASSES if length * length > _CACHE_SCORES else _PASSES_CACHED
-    other = work / 2 / _DENSE_RATE + passes * _PASS
-    return GainEstimate(length, density, other / own)
+    runtime_time = work / 2 / _DENSE_RATE + passes * _PASS
+    return GainEstimate(length, density, runtime_time / operator_time)
 
 
 def refusals(problem: SiteProblem) -> list[str]:

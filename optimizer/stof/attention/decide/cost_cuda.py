@@ -64,8 +64,8 @@ _NODES = 6
 
 def device_of(capability: int) -> DeviceRates:
     """The newest known kind that is no newer than a device; the oldest one for none (0)."""
-    known = [d for d in DEVICES if d.capability <= capability]
-    return known[-1] if known else DEVICES[0]
+    devices = [d for d in DEVICES if d.capability <= capability]
+    return devices[-1] if devices else DEVICES[0]
 
 
 def estimate_gain(problem: SiteProblem, length: int, device: DeviceRates) -> GainEstimate:
@@ -75,16 +75,16 @@ def estimate_gain(problem: SiteProblem, length: int, device: DeviceRates) -> Gai
     halves = problem.dtype != _FLOAT
     rate = device.single if not halves else device.half if problem.head_size <= 128 else device.wide
     rate *= _SHORT if density < _FEW else 1.0
-    own = _OWN + max(density, 1e-6) * flops / rate * 1e-6
+    operator_time = _OWN + max(density, 1e-6) * flops / rate * 1e-6
     masked = not problem.mask.allows_all or problem.has_bias
     if problem.replaces_fused_node:
         dense = device.runtime_single if not halves else device.biased if masked else device.flash
-        return GainEstimate(length, density, (_LAUNCH + flops / dense * 1e-6) / own)
+        return GainEstimate(length, density, (_LAUNCH + flops / dense * 1e-6) / operator_time)
     scores = problem.num_heads * length * length * (2 if halves else 4)
-    other = _NODES * _LAUNCH + _PASSES * scores / device.memory * 1e-3
+    runtime_time = _NODES * _LAUNCH + _PASSES * scores / device.memory * 1e-3
     # Products with so small an inner size run at a rate below that of fused attention.
-    other += flops / (device.biased if halves else device.runtime_single) * 1e-6
-    return GainEstimate(length, density, other / own)
+    runtime_time += flops / (device.biased if halves else device.runtime_single) * 1e-6
+    return GainEstimate(length, density, runtime_time / operator_time)
 
 
 def refusals(problem: SiteProblem) -> list[str]:

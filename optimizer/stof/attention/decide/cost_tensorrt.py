@@ -45,9 +45,9 @@ def refusals(problem: SiteProblem) -> list[str]:
     """The reasons against running a problem on the plugin's kernels; empty when there are none."""
     types = limits_of("tensorrt")
     if problem.dtype not in types:
-        found = TensorProto.DataType.Name(problem.dtype)
+        type_name = TensorProto.DataType.Name(problem.dtype)
         wanted = " or ".join(TensorProto.DataType.Name(t) for t in types)
-        return [f"element type {found}, expected {wanted} on a GPU: convert the model before it is optimized"]
+        return [f"element type {type_name}, expected {wanted} on a GPU: convert the model before it is optimized"]
     reasons = []
     sizes, limits = (problem.head_size, problem.value_head_size), types[problem.dtype]
     unit, largest = limits.head_size_multiple_of, limits.largest_head_size

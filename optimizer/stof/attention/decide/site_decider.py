@@ -56,7 +56,7 @@ def check_masks(options: Options, sites: Sequence[AttentionSite]) -> None:
     """
     for name in options.masks:
         if not any(name in (s.name, str(s.index)) for s in sites):
-            raise ArgumentError(f"--mask {name!r} names no attention site of the model; {_known(sites)}")
+            raise ArgumentError(f"--mask {name!r} names no attention site of the model; {_list_sites(sites)}")
 
 
 def check_shapes(options: Options, model: onnx.ModelProto) -> None:
@@ -72,7 +72,7 @@ def check_shapes(options: Options, model: onnx.ModelProto) -> None:
             raise ArgumentError(f"--shape {name!r} is no symbolic dimension of the model's inputs; these are: {named}")
 
 
-def _known(sites: Sequence[AttentionSite]) -> str:
+def _list_sites(sites: Sequence[AttentionSite]) -> str:
     return list_candidates(NAMES, candidates_of(sites, ()))
 
 
@@ -115,7 +115,7 @@ class SiteDecider:
                 reason = "" if described.entry else self.kernels.reason_to_leave(problem, estimates[:-1])
         reason = self.choice.reason_kept(NamedCandidate(site.name, site.index), reason)
         if reason or problem is None or mask is None:
-            return _kept(described.row, step, reason)
+            return _keep(described.row, step, reason)
         return self._replace(described, problem, mask, estimates[-1])
 
     def _replace(self, described: DescribedSite, problem: SiteProblem, mask: LiftedMask, shown: GainEstimate) -> Choice:
@@ -179,11 +179,11 @@ class SiteDecider:
 def _length(size: Int, options: Options, end: int) -> int:
     names = {str(a.args[0]) for a in size.atoms() if a.kind == "size"}
     try:
-        found = evaluate(size, {n: options.shapes.get(n, _RANGE)[end] for n in names})
+        length = evaluate(size, {n: options.shapes.get(n, _RANGE)[end] for n in names})
     except UnsupportedError:  # a length that is computed in the graph
-        found = _RANGE[end]
-    return max(1, min(found, _LONGEST))
+        length = _RANGE[end]
+    return max(1, min(length, _LONGEST))
 
 
-def _kept(row: SiteReport, step: Step, reason: str) -> Choice:
+def _keep(row: SiteReport, step: Step, reason: str) -> Choice:
     return Choice(replace(row, reason=reason, step=step), SitePlan(row.site, False, reason=reason))

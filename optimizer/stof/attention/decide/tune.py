@@ -60,7 +60,7 @@ class Tuner:
         self.end = clock() + seconds
         self.measure = measure or time_kernel
         self.spent = 0.0  # seconds of measurements
-        self.known: dict[tuple[SiteProblem, int, tuple[int, ...]], Tuned] = {}
+        self.tuned: dict[tuple[SiteProblem, int, tuple[int, ...]], Tuned] = {}
 
     def tune(self, problem: SiteProblem, batch: int, lengths: Sequence[int]) -> Tuned:
         """The kernel for a problem: one that is nowhere slower than the model's choice and somewhere 3 % faster."""
@@ -69,19 +69,19 @@ class Tuner:
         if len(names) < 2:
             return Tuned("")
         key = problem, batch, tuple(lengths)
-        if key not in self.known:
-            self.known[key] = self._tune(problem, batch, lengths, ["", *names])
-        return self.known[key]
+        if key not in self.tuned:
+            self.tuned[key] = self._tune(problem, batch, lengths, ["", *names])
+        return self.tuned[key]
 
     def _tune(self, problem: SiteProblem, batch: int, lengths: Sequence[int], names: Sequence[str]) -> Tuned:
-        found: dict[int, dict[str, float]] = {}
+        times_by_length: dict[int, dict[str, float]] = {}
         whole = True
         for length in sorted(set(lengths), reverse=True):
-            own = {**problem.cache_key, "batch": batch, "length": length}
-            known = self.cache.of(own)
-            times = found.setdefault(length, {})
+            cache_key = {**problem.cache_key, "batch": batch, "length": length}
+            cached_seconds = self.cache.of(cache_key)
+            times = times_by_length.setdefault(length, {})
             for name in names:
-                if name not in known:
+                if name not in cached_seconds:
                     if self.clock() >= self.end:
                         whole = False
                         continue
@@ -93,17 +93,17 @@ class Tuner:
                         continue
                     finally:
                         self.spent += self.clock() - start
-                    known[name] = microseconds * 1e-6
-                    self.cache.put(own, name, known[name])
-                times[name] = known[name] * 1e6
-        problems = [{**problem.cache_key, "batch": batch, "length": length} for length in found]
-        self.cache.note_decision(problems, {name for times in found.values() for name in times})
-        return Tuned(_best(found), found, whole)
+                    cached_seconds[name] = microseconds * 1e-6
+                    self.cache.put(cache_key, name, cached_seconds[name])
+                times[name] = cached_seconds[name] * 1e6
+        problems = [{**problem.cache_key, "batch": batch, "length": length} for length in times_by_length]
+        self.cache.note_decision(problems, {name for times in times_by_length.values() for name in times})
+        return Tuned(_best(times_by_length), times_by_length, whole)
 
 
-def _best(found: dict[int, dict[str, float]]) -> str:
+def _best(times_by_length: dict[int, dict[str, float]]) -> str:
     """Of the kernels that were measured wherever the model's choice was, the one that saves most."""
-    lengths = [times for times in found.values() if "" in times]
+    lengths = [times for times in times_by_length.values() if "" in times]
     if not lengths:
         return ""
     best, most = "", 1.0

@@ -170,13 +170,13 @@ class SiteDescriber:
         ways: list[Callable[[], LiftedMask]] = [lambda: lift(self.symbolic, site, with_weaker=True)]
         if as_bias:
             ways.insert(0 if is_shared else 1, lambda: lift(self.symbolic, site, as_bias))
-        found: LiftedMask | None = None
+        mask: LiftedMask | None = None
         for way in ways:
             with contextlib.suppress(UnsupportedError):
-                found = way()
-                check_empty_rows(self.checker, site, found)
-                return found
-        return found
+                mask = way()
+                check_empty_rows(self.checker, site, mask)
+                return mask
+        return mask
 
     def _mask_of_plan(self, site: AttentionSite, entry: SitePlan) -> LiftedMask:
         try:

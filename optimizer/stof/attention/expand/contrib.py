@@ -81,7 +81,7 @@ def expand_contrib_attention(fused: FusedNode) -> None:
         raise UnsupportedError(f"its past and present share a buffer: {_REASONS['past_sequence_length']}")
     if node.attributes.get("do_rotary"):
         raise UnsupportedError("it rotates query and key, which is not expanded")
-    query, key, value = node.projected()
+    query, key, value = node.project()
     past = fused.input(4)
     past_key_value = ("", "")
     if past:
@@ -121,7 +121,7 @@ class _ContribExpander:
             self._refuse_bias(bias, "packed query, key and value")
             query, key, value = (self._unpack(query, i) for i in range(3))
             return query, key, value
-        own = [shape]
+        shapes = [shape]
         if not key:
             raise UnsupportedError("it has no key, and its query is not packed with it")
         shape = require_shape(self.symbolic, key, "key", (3, 4, 5))
@@ -131,16 +131,16 @@ class _ContribExpander:
             return split_heads(b, query, self.heads), key, value
         if not value:
             raise UnsupportedError("it has a key and no value")
-        own += [shape, require_shape(self.symbolic, value, "value", (len(shape),))]
+        shapes += [shape, require_shape(self.symbolic, value, "value", (len(shape),))]
         if len(shape) == 4:  # [B, H, T, D] of a cache
             self._refuse_bias(bias, "key and value of rank 4")
             return split_heads(b, query, self.heads), key, value
         tensors = [query, key, value]
         if bias:
-            widths = [require_size(s[2], f"the width of {t!r}") for s, t in zip(own, tensors, strict=True)]
+            widths = [require_size(s[2], f"the width of {t!r}") for s, t in zip(shapes, tensors, strict=True)]
             require_shape(self.symbolic, bias, "bias", (1,))
             biases = self._split(bias, widths, 0)
-            tensors = [b.add("Add", [t, own_bias]) for t, own_bias in zip(tensors, biases, strict=True)]
+            tensors = [b.add("Add", [t, tensor_bias]) for t, tensor_bias in zip(tensors, biases, strict=True)]
         query, key, value = (split_heads(b, t, self.heads) for t in tensors)
         return query, key, value
 
@@ -159,7 +159,7 @@ class _ContribExpander:
         b.nodes.append(helper.make_node("Split", [tensor, sizes], outputs, name=outputs[0], axis=axis))
         return outputs
 
-    def projected(self) -> tuple[str, str, str]:
+    def project(self) -> tuple[str, str, str]:
         """Query, key and value [B, heads, length, size] of an Attention, from its input and weights."""
         b, fused = self.builder, self.fused
         require_shape(self.symbolic, fused.input(0), "input", (3,))

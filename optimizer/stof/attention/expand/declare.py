@@ -89,19 +89,19 @@ def declare_on_sites(job: Job, key: str) -> Job:
         for site in scope.sites:
             reason = job.selections[key].reason_left_out(NamedCandidate(site.name, site.index))
             reason = reason or ("it lies in a subgraph" if scope.path else reasons.why_not(site))
-            found = sparsity.pattern_of(layer, count, HeadCounts(site.num_heads, site.kv_num_heads))
-            if reason or found is None:
+            pattern_and_facts = sparsity.pattern_of(layer, count, HeadCounts(site.num_heads, site.kv_num_heads))
+            if reason or pattern_and_facts is None:
                 sparsity.keep_dense(site.name, layer, reason or "--sparsify leaves it dense")
             else:
                 softmax = reasons.softmax_of(site)
                 assert softmax is not None
-                declared = DeclaredPattern(*found, tables={})
-                own = reasons.masks[site.name]
-                padding = None if declared.pattern.is_of_distances else reasons.padding_of(site, own)
-                counts_columns = bool(own.vectors) and padding is None
+                declared = DeclaredPattern(*pattern_and_facts, tables={})
+                site_mask = reasons.masks[site.name]
+                padding = None if declared.pattern.is_of_distances else reasons.padding_of(site, site_mask)
+                counts_columns = bool(site_mask.vectors) and padding is None
                 sparsity.put(site.name, layer, softmax.output[0], declared, is_padded=counts_columns)
-                condition = declared.pattern.condition if padding is None else declared.pattern.counted_from(_FIRST)
-                placed.append(_Placed(site, softmax.output[0], declared, condition, own & condition, padding))
+                condition = declared.pattern.condition if padding is None else declared.pattern.count_from(_FIRST)
+                placed.append(_Placed(site, softmax.output[0], declared, condition, site_mask & condition, padding))
             layer += 1
     if not placed:
         return job
@@ -129,8 +129,8 @@ class _Reasons:
 
     def softmax_of(self, site: AttentionSite) -> onnx.NodeProto | None:
         """The softmax of a site; None where it has several."""
-        found = [n for name in site.nodes if (n := self._writers.get(name)) is not None and is_softmax(n)]
-        return found[0] if len(found) == 1 else None
+        softmaxes = [n for name in site.nodes if (n := self._writers.get(name)) is not None and is_softmax(n)]
+        return softmaxes[0] if len(softmaxes) == 1 else None
 
     def why_not(self, site: AttentionSite) -> str:
         """Empty where the mask is ``k <= q``, and padding at most."""
@@ -145,8 +145,8 @@ class _Reasons:
             return str(error)
         mask = MaskExpression.parse(row.mask) if row.mask else None
         if mask is None or mask.without_padding() != CAUSAL:
-            found = f": {row.mask}" if row.mask else "" if not row.reason else f": {row.reason}"
-            return f"its mask is no plain causal one{found}"
+            detail = f": {row.mask}" if row.mask else "" if not row.reason else f": {row.reason}"
+            return f"its mask is no plain causal one{detail}"
         self.masks[site.name] = mask
         if decided.rewrite is not None:
             self._operands[site.name] = decided.rewrite.mask.operands
@@ -156,10 +156,10 @@ class _Reasons:
         """The key padding mask of a site with this mask; None where it has none, or no operator takes the site."""
         operand = next((o for o in self._operands.get(site.name, ()) if o.role == "pad"), None)
         words = {PADDING.root: False, Unary("not", PADDING.root): True}
-        found = [words[c] for c in mask.conjuncts if c in words]
-        if operand is None or len(found) != 1 or operand.at is not None or operand.view is OperandView.FLAT:
+        negations = [words[c] for c in mask.conjuncts if c in words]
+        if operand is None or len(negations) != 1 or operand.at is not None or operand.view is OperandView.FLAT:
             return None
-        return _Padding(operand, self._symbolic.dtype(operand.tensor), found[0])
+        return _Padding(operand, self._symbolic.dtype(operand.tensor), negations[0])
 
 
 def _add_biases(model: onnx.ModelProto, placed: list[_Placed]) -> onnx.ModelProto:
@@ -177,12 +177,12 @@ def _add_biases(model: onnx.ModelProto, placed: list[_Placed]) -> onnx.ModelProt
     firsts: dict[_Padding, str] = {}
     nodes: list[onnx.NodeProto] = []
     for node in model.graph.node:
-        own = by_softmax.get(node.output[0]) if node.output else None
-        if own is None:
+        placement = by_softmax.get(node.output[0]) if node.output else None
+        if placement is None:
             nodes.append(node)
             continue
         start = len(b.nodes)
-        pattern, site = own.declared.pattern, own.site
+        pattern, site = placement.declared.pattern, placement.site
         names = {}
         for name, array in pattern.tables.items():
             content = (array.dtype.str, array.shape, array.tobytes())
@@ -190,19 +190,19 @@ def _add_biases(model: onnx.ModelProto, placed: list[_Placed]) -> onnx.ModelProt
                 tables[content] = f"{prefix}table{len(tables)}"
                 initializers.append(numpy_helper.from_array(array, tables[content]))
             names[name] = tables[content]
-        dims = tuple(map(str, site.dims if own.padding else site.dims[2:]))
-        key = (pattern.key, dims, site.query_offset, site.dtype, own.padding)
+        dims = tuple(map(str, site.dims if placement.padding else site.dims[2:]))
+        key = (pattern.key, dims, site.query_offset, site.dtype, placement.padding)
         if key not in biases:
-            if own.padding is not None and own.padding not in firsts:
-                firsts[own.padding] = _emit_first(b, own.padding)
-            operands = names if own.padding is None else {**names, _FIRST.name: firsts[own.padding]}
-            biases[key] = _emit_bias(b, causal_mask(own.condition), site, node.input[0], operands)
+            if placement.padding is not None and placement.padding not in firsts:
+                firsts[placement.padding] = _emit_first(b, placement.padding)
+            operands = names if placement.padding is None else {**names, _FIRST.name: firsts[placement.padding]}
+            biases[key] = _emit_bias(b, causal_mask(placement.condition), site, node.input[0], operands)
         changed = copy_node(node)
         changed.input[0] = b.add("Add", [node.input[0], biases[key]])
         nodes += [*b.nodes[start:], changed]
-    found = copy_with_nodes(model, nodes)
-    found.graph.initializer.extend(initializers)
-    return found
+    result = copy_with_nodes(model, nodes)
+    result.graph.initializer.extend(initializers)
+    return result
 
 
 def _emit_first(b: Builder, padding: _Padding) -> str:

@@ -129,18 +129,18 @@ class _GroupQueryExpander:
 
     def _past_length(self) -> Int:
         """The length of the cache before this step, 0 without one."""
-        given = self.fused.past(3, 4)
-        if not given[0]:
+        past = self.fused.past(3, 4)
+        if not past[0]:
             return integer(0)
-        shape = require_shape(self.symbolic, given[0], "past_key", (4,))
-        require_shape(self.symbolic, given[1], "past_value", (4,))
+        shape = require_shape(self.symbolic, past[0], "past_key", (4,))
+        require_shape(self.symbolic, past[1], "past_value", (4,))
         return shape[2]
 
     def _lengths(self, query: tuple[Int, ...], past: Int) -> str | None:
         """The tensor [B] of each row's last key where it is a run-time operand; None where every row is full."""
         total, tensor = query[1] + past, self.fused.input(5)
-        found = self.symbolic.value(self.fused.input(6))
-        elements = None if found is None else found.elements()
+        total_value = self.symbolic.value(self.fused.input(6))
+        elements = None if total_value is None else total_value.elements()
         if elements is None or len(elements) != 1 or to_int(elements[0]) != total:
             raise UnsupportedError(
                 f"total_sequence_length {self.fused.input(6)!r} is not known to be {total}, the length of past and "

@@ -98,10 +98,10 @@ class _OnnxAttentionExpander:
 
     def _heads(self, shapes: list[tuple[Int, ...]], packed: bool) -> tuple[int, int]:
         if packed:
-            found = [int(self.attributes.get(n, 0)) for n in ("q_num_heads", "kv_num_heads")]
-            if min(found) < 1:
-                raise UnsupportedError(f"q_num_heads and kv_num_heads are {found}, expected 1 or more for Q of rank 3")
-            return found[0], found[1]
+            counts = [int(self.attributes.get(n, 0)) for n in ("q_num_heads", "kv_num_heads")]
+            if min(counts) < 1:
+                raise UnsupportedError(f"q_num_heads and kv_num_heads are {counts}, expected 1 or more for Q of rank 3")
+            return counts[0], counts[1]
         return require_size(shapes[0][1], "the number of query heads"), require_size(
             shapes[1][1], "the number of key heads"
         )
@@ -125,13 +125,13 @@ class _OnnxAttentionExpander:
 
     def _offset(self, query: str, past: str) -> tuple[str | None, str | None]:
         """The position of the first query, and the number of valid keys [B, 1, 1, 1] where a vector gives it."""
-        b, given = self.builder, self.fused.input(6)
+        b, seqlen = self.builder, self.fused.input(6)
         if past:
             return axis_size(b, past, 2), None
-        if not given:
+        if not seqlen:
             return None, None
-        require_shape(self.symbolic, given, "nonpad_kv_seqlen", (1,))
-        lengths = b.unsqueeze(given, [1, 2, 3])
+        require_shape(self.symbolic, seqlen, "nonpad_kv_seqlen", (1,))
+        lengths = b.unsqueeze(seqlen, [1, 2, 3])
         return b.add("Sub", [lengths, axis_size(b, query, 2)]), lengths
 
     def _band(self) -> Band:

@@ -127,14 +127,14 @@ def band_masks(b: Builder, query: str, key: str, limits: Band, offset: str | Non
     keys = b.unsqueeze(positions(b, axis_size(b, key, 2)), [0])
     if offset is not None:
         rows = b.add("Add", [rows, offset])
-    found = []
+    masks = []
     if limits.right is not None:
         last = b.add("Add", [rows, b.constant(limits.right)]) if limits.right else rows
-        found.append(ScoreMask(b.add("LessOrEqual", [keys, last]), boolean=True))
+        masks.append(ScoreMask(b.add("LessOrEqual", [keys, last]), boolean=True))
     if limits.left is not None:
         first = b.add("Sub", [rows, b.constant(limits.left)]) if limits.left else rows
-        found.append(ScoreMask(b.add("GreaterOrEqual", [keys, first]), boolean=True))
-    return found
+        masks.append(ScoreMask(b.add("GreaterOrEqual", [keys, first]), boolean=True))
+    return masks
 
 
 def require_shape(symbolic: Symbolic, tensor: str, role: str, ranks: Sequence[int]) -> tuple[Int, ...]:
@@ -145,20 +145,20 @@ def require_shape(symbolic: Symbolic, tensor: str, role: str, ranks: Sequence[in
     """
     shape = symbolic.shape(tensor)
     if shape is None or len(shape) not in ranks:
-        found = "unknown rank" if shape is None else f"rank {len(shape)}"
-        raise UnsupportedError(f"{role} {tensor!r} has {found}, expected {' or '.join(map(str, ranks))}")
+        rank = "unknown rank" if shape is None else f"rank {len(shape)}"
+        raise UnsupportedError(f"{role} {tensor!r} has {rank}, expected {' or '.join(map(str, ranks))}")
     return shape
 
 
-def require_size(found: Int | None, what: str) -> int:
+def require_size(size: Int | None, what: str) -> int:
     """A size that must be static.
 
     Raises:
         UnsupportedError: when it is not known, or 0.
     """
-    number = None if found is None else found.constant
+    number = None if size is None else size.constant
     if not number:
-        raise UnsupportedError(f"{what} is not a known number but {found}")
+        raise UnsupportedError(f"{what} is not a known number but {size}")
     return number
 
 
@@ -183,13 +183,13 @@ def replace_lowest_by_inf(b: Builder, symbolic: Symbolic, tensor: str, kind: int
     """
     if kind not in _FLOATS:
         return tensor
-    own = np.dtype(helper.tensor_dtype_to_np_dtype(kind))
+    dtype = np.dtype(helper.tensor_dtype_to_np_dtype(kind))
     lowest = -LOWEST[kind]
     array = symbolic.constant(tensor)
     if array is not None and not bool(np.any(array.astype(np.float64) <= lowest)):
         return tensor
-    low = b.add("LessOrEqual", [tensor, b.constant(lowest, own)])
-    return b.add("Where", [low, b.constant(-np.inf, own), tensor])
+    low = b.add("LessOrEqual", [tensor, b.constant(lowest, dtype)])
+    return b.add("Where", [low, b.constant(-np.inf, dtype), tensor])
 
 
 def additive_mask(b: Builder, symbolic: Symbolic, tensor: str) -> str:

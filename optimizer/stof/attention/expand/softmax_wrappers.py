@@ -28,17 +28,18 @@ def unwrap_softmaxes(model: onnx.ModelProto) -> onnx.ModelProto:
     if not wrapped:
         return model
     symbolic = Symbolic(model)
-    found: dict[str, tuple[str, str]] = {}  # output of the last reshape: input of the first one, name of the softmax
+    # Output of the last reshape: input of the first one, name of the softmax.
+    replacements: dict[str, tuple[str, str]] = {}
     for node in wrapped:
         ends = _wrapper(index, symbolic, node)
         if ends is not None:
-            found[ends[1]] = ends[0], node.name
-    if not found:
+            replacements[ends[1]] = ends[0], node.name
+    if not replacements:
         return model
     result = copy_model(model)
     for node in result.graph.node:
-        if node.output and node.output[0] in found:
-            scores, name = found[node.output[0]]
+        if node.output and node.output[0] in replacements:
+            scores, name = replacements[node.output[0]]
             plain = onnx.helper.make_node("Softmax", [scores], [node.output[0]], name=name or node.name, axis=-1)
             node.CopyFrom(plain)
     remove_dead_code(result.graph, model.graph)

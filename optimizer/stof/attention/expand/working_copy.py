@@ -73,10 +73,10 @@ class FusedNode:
         Raises:
             UnsupportedError: when one of them is missing.
         """
-        found = self.input(first), self.input(second)
-        if bool(found[0]) != bool(found[1]):
+        past = self.input(first), self.input(second)
+        if bool(past[0]) != bool(past[1]):
             raise UnsupportedError("one of past_key and past_value is missing")
-        return found
+        return past
 
     def is_used(self, i: int) -> bool:
         """Whether anything reads an output."""
@@ -193,10 +193,10 @@ def _fresh_prefix(node: onnx.NodeProto, taken: set[str]) -> str:
 def with_expanded(nodes: Iterable[onnx.NodeProto], expanded: Iterable[ExpandedNode]) -> list[onnx.NodeProto]:
     """The nodes of a graph with primitive nodes in place of the fused ones."""
     by_index = {e.node_index: e for e in expanded}
-    found: list[onnx.NodeProto] = []
+    expanded_nodes: list[onnx.NodeProto] = []
     for i, node in enumerate(nodes):
-        found.extend(by_index[i].nodes if i in by_index else [node])
-    return found
+        expanded_nodes.extend(by_index[i].nodes if i in by_index else [node])
+    return expanded_nodes
 
 
 def _copy_with_expanded(model: onnx.ModelProto, expanded: Iterable[ExpandedNode]) -> onnx.ModelProto:

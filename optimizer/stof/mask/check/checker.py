@@ -25,7 +25,7 @@ from stof.mask.check.sizes import (
     short_cases,
 )
 from stof.mask.check.subgraph_hash import SubgraphHashes
-from stof.mask.evaluate import allowed_by_mask, allowed_by_term, check_no_bias
+from stof.mask.evaluate import check_no_bias, evaluate_mask, evaluate_term
 from stof.mask.relative_bias.distance_table import spread
 from stof.mask.site import AttentionSite, LiftedMask, MaskTerm, TermKind
 from stof.mask.strength import LOWEST
@@ -58,7 +58,7 @@ class MaskChecker:
 
     def key(self, site: AttentionSite, mask: LiftedMask) -> tuple[object, ...]:
         """Equal for sites of the same sizes with the same mask, made of tensors that are computed alike."""
-        known = [(t, self.symbolic.value(t.tensor) is not None) for t in site.terms]
+        terms = [(t, self.symbolic.value(t.tensor) is not None) for t in site.terms]
         return (
             # A tensor without a symbolic value may depend on the whole network before it: its name stands for it.
             tuple(
@@ -69,7 +69,7 @@ class MaskChecker:
                     t.view,
                     self.hashes.of(t.tensor) if is_known else t.tensor,
                 )
-                for t, is_known in known
+                for t, is_known in terms
             ),
             tuple(t in mask.bias for t in site.terms),
             None if mask.relative is None else replace(mask.relative, terms=()),
@@ -112,21 +112,21 @@ class MaskChecker:
         cases = cases_of_lengths(site, mask, chosen, () if lifts_nothing else numbers)
         further = [*short_cases(chosen), *(cases_of_lengths(site, mask, choose_lengths(numbers), ()) * lifts_nothing)]
         certain = 0 if lifts_nothing else len(cases)  # these are compared whatever the others show
-        known: set[tuple[object, ...]] = set()
+        compared: set[tuple[object, ...]] = set()
         ran: set[tuple[int, ...]] = set()
         is_static = not mask.operands and not sources & self.runner.inputs
 
         def compare(case: Case, seed: int) -> None:
             # Padding may show in a guard of rows, which is not among the masks.
             padding = None if site.row_guard is None else case.padding
-            given = (*sorted(self.runner.sizes(case).items()), padding) if is_static else ()
-            if given and given in known:
+            size_key = (*sorted(self.runner.sizes(case).items()), padding) if is_static else ()
+            if size_key and size_key in compared:
                 return  # equal sizes give the same mask again
             self._compare(site, mask, terms, case, seed, is_stated)
-            known.add(given)
+            compared.add(size_key)
             ran.add(self.runner.lengths(site, case))
 
-        with self.runner.kept_sizes():
+        with self.runner.keep_sizes():
             refused = self._compare_lengths([*cases, *further], certain, compare)
             while refused is not None:
                 # The graph refuses what was drawn. Sizes are narrowed as those of verification are.
@@ -181,17 +181,19 @@ class MaskChecker:
         key = self.key(site, mask)
         if key not in self._binary_inputs:
             read = InputMaker(self.model, self.symbolic, *tensors_by_role([(site, mask)]), index=self.index).pads
-            found = sorted(n for n in read if dtype_kind(self.symbolic.dtype(n)) == "i")
+            binary_inputs = sorted(n for n in read if dtype_kind(self.symbolic.dtype(n)) == "i")
             terms = [t for t in site.terms if t not in mask.bias]
             try:
-                if found and terms:
+                if binary_inputs and terms:
                     for number, case in enumerate([Case(2, 29, Padding.NONE), Case(3, 11, Padding.NONE)]):
-                        self._compare(site, mask, terms, case, number, is_stated=False, numbers=frozenset(found))
-                        self._check_factors(site, mask, case, number, frozenset(found))
-                found = []
+                        self._compare(
+                            site, mask, terms, case, number, is_stated=False, numbers=frozenset(binary_inputs)
+                        )
+                        self._check_factors(site, mask, case, number, frozenset(binary_inputs))
+                binary_inputs = []
             except UnsupportedError:
                 pass
-            self._binary_inputs[key] = found
+            self._binary_inputs[key] = binary_inputs
         return self._binary_inputs[key]
 
     def _check_factors(
@@ -222,17 +224,17 @@ class MaskChecker:
             UnsupportedError: when a mask tensor cannot be run.
         """
         chosen = [t for t in site.terms if t.kind is not TermKind.ADD and not t.zeroes]
-        found = [-math.inf if t.fill is None else t.fill for t in chosen]
+        fills = [-math.inf if t.fill is None else t.fill for t in chosen]
         added = [t for t in site.terms if t.kind is TermKind.ADD]
         if not added:
-            return found
+            return fills
         feeds, sizes = self.runner.draw(
             site, mask, Case(2, choose_lengths(mask.expression.literals)[-1], Padding.LEFT), seed=0
         )
         for term, value in zip(added, self.runner.values(site, added, feeds, sizes), strict=True):
-            allowed = allowed_by_term(term, value, self.symbolic.dtype(term.tensor))
-            found += np.unique(value.astype(np.float64)[~allowed] * term.scale).tolist()
-        return found
+            allowed = evaluate_term(term, value, self.symbolic.dtype(term.tensor))
+            fills += np.unique(value.astype(np.float64)[~allowed] * term.scale).tolist()
+        return fills
 
     def run_bias(
         self, site: AttentionSite, mask: LiftedMask, terms: Sequence[MaskTerm], case: Case, seed: int = 0
@@ -246,7 +248,7 @@ class MaskChecker:
         B, H, S, T = score_sizes(site, sizes)
         total = np.zeros((B, H, S, T))
         feeds = self.runner.with_computed(mask, feeds, sizes)
-        allowed, past = allowed_by_mask(site, mask, feeds, (B, H, S, T))
+        allowed, past = evaluate_mask(site, mask, feeds, (B, H, S, T))
         for term, value in zip(terms, self.runner.values(site, terms, feeds, sizes), strict=True):
             if not _broadcasts(value, total.shape):
                 words = f"{term.tensor!r} has shape {value.shape} at {case}, of {total.shape}"
@@ -274,7 +276,7 @@ class MaskChecker:
         feeds, sizes = self.runner.draw(site, drawn_for or mask, case, seed)
         values = self.runner.values(site, terms, feeds, sizes)
         shape = _distinct_shape(mask, values, score_sizes(site, sizes))
-        allowed, _ = allowed_by_mask(site, mask, self.runner.with_computed(mask, feeds, sizes), shape)
+        allowed, _ = evaluate_mask(site, mask, self.runner.with_computed(mask, feeds, sizes), shape)
         return values, allowed
 
     def _compare(
@@ -294,17 +296,14 @@ class MaskChecker:
             raise GuardError(f"{site.row_guard!r} zeroes rows by a mask that depends on more than shapes and inputs")
         scores = score_sizes(site, sizes)
         values = self.runner.values(site, terms, feeds, sizes)
-        for term, value in zip(terms, values, strict=True):
-            if not _broadcasts(value, scores):
-                words = f"mask tensor {term.tensor!r} has shape {value.shape} at {case}, of {scores}"
-                raise DoesNotRunError.of_shapes(words, value.shape, scores)
+        _check_broadcasts(terms, values, scores, case)
         shape = _, _, S, T = scores if site.row_guard or mask.relative else _distinct_shape(mask, values, scores)
         wanted = np.ones(shape, bool)
         allowed_by_bias = np.ones(shape, bool)  # terms that stay a bias
         zeroed = np.zeros(shape, bool)  # scores that are multiplied by 0
         finite = np.ones(shape, bool)  # no bias is -inf
         for term, value in zip(terms, values, strict=True):
-            allowed = allowed_by_term(term, value, self.symbolic.dtype(term.tensor))
+            allowed = evaluate_term(term, value, self.symbolic.dtype(term.tensor))
             if term in mask.bias and not is_stated:
                 allowed_by_bias &= allowed
                 # A selection becomes a bias of -inf.
@@ -321,19 +320,19 @@ class MaskChecker:
             raise UnsupportedError(
                 f"a mask that scores are multiplied with leaves zeros that nothing forbids at {case}"
             )
-        found, P = allowed_by_mask(site, mask, self.runner.with_computed(mask, feeds, sizes), shape)
+        expression_pairs, P = evaluate_mask(site, mask, self.runner.with_computed(mask, feeds, sizes), shape)
         if mask.relative is not None:
             total, _, _ = self.run_bias(site, mask, mask.relative.terms, case, seed)
             table = np.broadcast_to(spread(mask.relative, S, T, P), total.shape)
-            if not np.allclose(total[found], table[found], rtol=1e-6, atol=0.0):
+            if not np.allclose(total[expression_pairs], table[expression_pairs], rtol=1e-6, atol=0.0):
                 raise UnsupportedError(f"the bias is no function of the distance of key and query at {case}")
         if site.row_guard is not None:
             (guard,) = self.runner.run([site.row_guard], feeds, sizes)
             # For the operator a bias forbids where it is -inf, not where it is merely low.
-            empty = ~(found & finite).any(axis=-1, keepdims=True)
+            empty = ~(expression_pairs & finite).any(axis=-1, keepdims=True)
             if not np.array_equal(np.broadcast_to(guard.astype(bool), empty.shape), empty):
                 raise GuardError(f"{site.row_guard!r} zeroes other rows than those without a key, at {case}")
-        wrong = (found & ~wanted) | (~found & wanted & allowed_by_bias)
+        wrong = (expression_pairs & ~wanted) | (~expression_pairs & wanted & allowed_by_bias)
         if wrong.any():
             where = tuple(int(i) for i in np.argwhere(wrong)[0])
             raise MaskMismatchError(
@@ -361,6 +360,15 @@ def _distinct_shape(
     differ_by_head = "h" in read or any(s[1] != 1 for s in shapes)
     B, H, S, T = scores
     return B if differ_by_batch else min(B, 1), H if differ_by_head else min(H, 1), S, T
+
+
+def _check_broadcasts(
+    terms: Sequence[MaskTerm], values: Sequence[np.ndarray], scores: tuple[int, ...], case: Case
+) -> None:
+    for term, value in zip(terms, values, strict=True):
+        if not _broadcasts(value, scores):
+            words = f"mask tensor {term.tensor!r} has shape {value.shape} at {case}, of {scores}"
+            raise DoesNotRunError.of_shapes(words, value.shape, scores)
 
 
 def _broadcasts(value: np.ndarray, target: tuple[int, ...]) -> bool:

@@ -93,12 +93,12 @@ class MaskRunner:
 
     def vectors(self, site: AttentionSite) -> list[str]:
         """The model inputs of rank 2, integer or boolean, on whose data the mask tensors of a site depend."""
-        found = []
+        names = []
         for name in self.sources_of(site):
             shape = self.symbolic.shape(name) if name in self.inputs else None
             if shape is not None and len(shape) == 2 and self.symbolic.dtype(name) in _VECTOR_TYPES:
-                found.append(name)
-        return sorted(found)
+                names.append(name)
+        return sorted(names)
 
     def _float_vectors(self, site: AttentionSite) -> frozenset[str]:
         """Float inputs of rank 2 behind a site's masks. They are padding, too: only 0 and 1 show what a mask makes of them."""
@@ -166,16 +166,16 @@ class MaskRunner:
         return score_sizes(site, self.sizes(case))[2:]
 
     @contextlib.contextmanager
-    def kept_sizes(self) -> Iterator[None]:
+    def keep_sizes(self) -> Iterator[None]:
         """Forgets narrowed sizes where the block raises: they are those of a mask that does not run."""
         dimensions = self._maker(frozenset()).dimensions
         before = dict(dimensions.fixed), dict(dimensions.most)
         try:
             yield
         except UnsupportedError:
-            for sizes, known in zip((dimensions.fixed, dimensions.most), before, strict=True):
+            for sizes, previous_sizes in zip((dimensions.fixed, dimensions.most), before, strict=True):
                 sizes.clear()
-                sizes.update(known)
+                sizes.update(previous_sizes)
             raise
 
     def narrow(self, site: AttentionSite, mask: LiftedMask, case: Case, seed: int, message: str) -> bool:
@@ -217,9 +217,9 @@ class MaskRunner:
             DoesNotRunError: when they cannot be run at these sizes, or broadcast to another shape.
         """
         whole = score_sizes(site, sizes)
-        found = self.run([t.tensor for t in terms], feeds, sizes)
+        arrays = self.run([t.tensor for t in terms], feeds, sizes)
         try:
-            return [t.spread(a, whole) for t, a in zip(terms, found, strict=True)]
+            return [t.spread(a, whole) for t, a in zip(terms, arrays, strict=True)]
         except ValueError as error:
             raise DoesNotRunError(f"a mask does not broadcast to the scores: {error}") from error
 
@@ -230,11 +230,11 @@ class MaskRunner:
             DoesNotRunError: when a runtime cannot compute them.
             UnsupportedError: when what they depend on is not known.
         """
-        nodes, given, used = self._cut(tensors, feeds, sizes)
+        nodes, cut_feeds, used = self._cut(tensors, feeds, sizes)
         names = list(dict.fromkeys(tensors))
         inputs = [
             helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(a.dtype), a.shape)
-            for n, a in given.items()
+            for n, a in cut_feeds.items()
         ]
         outputs = [helper.make_tensor_value_info(n, self.symbolic.dtype(n) or TensorProto.FLOAT, None) for n in names]
         graph = helper.make_graph(nodes, "mask", inputs, outputs, [self._initializers[n] for n in used])
@@ -245,9 +245,9 @@ class MaskRunner:
             )
         # The CPU provider has few bfloat16 kernels, and every bfloat16 number is one of fp32.
         model = widen(model, kinds={int(TensorProto.BFLOAT16)})
-        given = {n: a.astype(np.float32) if a.dtype.name == "bfloat16" else a for n, a in given.items()}
+        cut_feeds = {n: a.astype(np.float32) if a.dtype.name == "bfloat16" else a for n, a in cut_feeds.items()}
         try:
-            results = _execute(model, names, given)
+            results = _execute(model, names, cut_feeds)
         except TimeoutError:
             words = f"the subgraph of mask {names[0]!r} does not end within {_SECONDS:.0f} s"
             raise UnsupportedError(words) from None
@@ -260,7 +260,7 @@ class MaskRunner:
         self, tensors: list[str], feeds: dict[str, np.ndarray], sizes: dict[str, int]
     ) -> tuple[list[onnx.NodeProto], dict[str, np.ndarray], list[str]]:
         needed: set[str] = set()
-        given: dict[str, np.ndarray] = {}
+        cut_feeds: dict[str, np.ndarray] = {}
         used: list[str] = []
         pending = list(tensors)
         while pending:
@@ -271,7 +271,7 @@ class MaskRunner:
             node = self.index.producer(name)
             if node is None:
                 if name in feeds:
-                    given[name] = feeds[name]
+                    cut_feeds[name] = feeds[name]
                 elif name in self._initializers:
                     used.append(name)
                 else:
@@ -281,12 +281,12 @@ class MaskRunner:
                 elements = None if value is None else value.elements()
                 if elements is None:
                     raise UnsupportedError(f"the shape of {node.input[0]!r}, on which the mask depends, is unknown")
-                given[name] = np.array([evaluate(e, sizes) for e in elements if isinstance(e, Int)], np.int64)
+                cut_feeds[name] = np.array([evaluate(e, sizes) for e in elements if isinstance(e, Int)], np.int64)
             else:
                 pending.extend(node.input)
         indices = sorted({self._node_index[n] for n in needed if n in self._node_index})
         nodes = [self.model.graph.node[i] for i in indices]
-        return [n for n in nodes if n.op_type != "Shape"], given, used
+        return [n for n in nodes if n.op_type != "Shape"], cut_feeds, used
 
 
 def _execute(model: onnx.ModelProto, names: list[str], feeds: dict[str, np.ndarray]) -> list[np.ndarray]:

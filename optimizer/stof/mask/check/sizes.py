@@ -23,16 +23,16 @@ def choose_lengths(numbers: Iterable[int]) -> list[int]:
 
 def constants_of(symbolic: Symbolic, tensors: Iterable[str]) -> set[int]:
     """The whole numbers among tensors that are constants."""
-    found: set[int] = set()
+    constants: set[int] = set()
     for name in tensors:
         array = symbolic.constant(name)
         if array is not None and array.size == 1 and array.dtype.kind in "iuf":
             value = float(array.reshape(-1)[0])
             if 0 < abs(value) <= _LARGEST and value == int(value):
-                found.add(abs(int(value)))
+                constants.add(abs(int(value)))
         elif array is not None and array.ndim > 1 and array.shape[-1] > 1:
-            found.add(min(int(array.shape[-1]), _STORED))  # its windows are no numbers of the graph
-    return found
+            constants.add(min(int(array.shape[-1]), _STORED))  # its windows are no numbers of the graph
+    return constants
 
 
 def cases_of_lengths(site: AttentionSite, mask: LiftedMask, chosen: list[int], numbers: Iterable[int]) -> list[Case]:

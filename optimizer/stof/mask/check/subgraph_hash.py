@@ -14,15 +14,15 @@ class SubgraphHashes:
         self.index = index
         self.symbolic = symbolic
         self._tensors: dict[str, int] = {}
-        self._known: dict[tuple[object, ...], int] = {}
+        self._numbers: dict[tuple[object, ...], int] = {}
 
     def of(self, tensor: str) -> int:
         """The number of a tensor."""
-        found = self._tensors.get(tensor)
-        if found is None:
-            found = self._known.setdefault(self._key(tensor), len(self._known))
-            self._tensors[tensor] = found
-        return found
+        number = self._tensors.get(tensor)
+        if number is None:
+            number = self._numbers.setdefault(self._key(tensor), len(self._numbers))
+            self._tensors[tensor] = number
+        return number
 
     def _key(self, tensor: str) -> tuple[object, ...]:
         node = self.index.producer(tensor)

@@ -15,7 +15,7 @@ from stof.errors import UnsupportedError
 from stof.execution.case import Case, Counts, Padding
 from stof.mask.check.checker import MaskChecker
 from stof.mask.check.sizes import cases_of_counts, cases_of_cross_attention, choose_lengths
-from stof.mask.evaluate import allowed_by_term
+from stof.mask.evaluate import evaluate_term
 from stof.mask.lift import lift, read_term
 from stof.mask.site import AttentionSite, EmptyRows, LiftedMask, MaskTerm, NoteReason
 from stof.mask.strength import UNDERFLOW
@@ -47,46 +47,50 @@ def check_empty_rows(checker: MaskChecker, site: AttentionSite, mask: LiftedMask
     if key in checker.checked_rows:
         return
     # What is computed from activations is no larger than scores are.
-    known = tuple(t for t in site.terms if checker.symbolic.value(t.tensor) is not None)
-    most = choose_lengths(mask.expression.literals)[-1]
-    cases = [Case(3, most, Padding.LEFT), Case(3, most, Padding.RIGHT), Case(3, 7, Padding.LEFT)]
-    cases += cases_of_cross_attention(site, most)
-    drawn = _with_biases_lifted(checker.symbolic, site, mask)
-    # Rows of two scores can be rare: many paddings of short inputs, some of which leave a block or a band without a key.
-    # Without padding it is the length, and that of the past, that can leave a row without a key.
-    if drawn.operands:
-        cases += [Case(12, n, side) for n in (7, 12, 17, 26) for side in (Padding.LEFT, Padding.RIGHT)]
-    else:
-        cases += [Case(1, n, Padding.NONE, other) for n in range(1, 33) for other in _queries(site)]
-    cases += cases_of_counts(mask, 4, (7, 12, 17))
-    for seed, case in enumerate(cases):
+    evaluable_terms = tuple(t for t in site.terms if checker.symbolic.value(t.tensor) is not None)
+    drawn = _lift_biases(checker.symbolic, site, mask)
+    for seed, case in enumerate(_cases(site, mask, is_padded=bool(drawn.operands))):
         try:
-            values, allowed = checker.run_terms(site, mask, known, case, seed, drawn)
+            values, allowed = checker.run_terms(site, mask, evaluable_terms, case, seed, drawn)
         except UnsupportedError:
             if case.other or case.counts is not Counts.USUAL:  # no valid pair of lengths, or number of keys
                 continue
             raise
         if mask.weaker is not None:
-            _check_weaker(checker, site, mask, known, values, allowed, (case, seed, drawn))
+            _check_weaker(checker, site, mask, evaluable_terms, values, allowed, (case, seed, drawn))
             continue
-        low, high = (_masked_scores(known, values, allowed.shape, score) for score in (0.0, _SCORE))
+        low, high = (_apply_masks(evaluable_terms, values, allowed.shape, score) for score in (0.0, _SCORE))
         if site.floored:
             low, high = (np.maximum(x, np.finfo(np.float32).min) for x in (low, high))
         empty = ~allowed.any(axis=-1)
         for row, other in zip(low[empty], high[empty], strict=True):
-            found = _policy_of(row, other, site.nan_guard)
-            if found is not mask.empty_rows:
-                words = "another mixture of values" if found is None else repr(found.value)
+            policy = _policy_of(row, other, site.nan_guard)
+            if policy is not mask.empty_rows:
+                words = "another mixture of values" if policy is None else repr(policy.value)
                 raise UnsupportedError(
                     f"a query without any key gives {words} in the graph, where masks of different strength are added, and "
                     f"{mask.empty_rows.value!r} in the operator; --empty-rows ignore accepts that"
                 )
-        if not _gives_same_weights(checker.symbolic, site, mask, known, values, allowed):
+        if not _gives_same_weights(checker.symbolic, site, mask, evaluable_terms, values, allowed):
             raise UnsupportedError(
                 "a query without any key gives another mixture of values in the graph, where masks of different strength are "
                 "added, than a bias gives in the operator; --empty-rows ignore accepts that"
             )
     checker.checked_rows.add(key)
+
+
+def _cases(site: AttentionSite, mask: LiftedMask, *, is_padded: bool) -> list[Case]:
+    """The inputs that may have fully masked rows."""
+    most = choose_lengths(mask.expression.literals)[-1]
+    cases = [Case(3, most, Padding.LEFT), Case(3, most, Padding.RIGHT), Case(3, 7, Padding.LEFT)]
+    cases += cases_of_cross_attention(site, most)
+    # Rows of two scores can be rare: many paddings of short inputs, some of which leave a block or a band without a key.
+    # Without padding it is the length, and that of the past, that can leave a row without a key.
+    if is_padded:
+        cases += [Case(12, n, side) for n in (7, 12, 17, 26) for side in (Padding.LEFT, Padding.RIGHT)]
+    else:
+        cases += [Case(1, n, Padding.NONE, other) for n in range(1, 33) for other in _queries(site)]
+    return cases + cases_of_counts(mask, 4, (7, 12, 17))
 
 
 def _check_weaker(
@@ -112,22 +116,24 @@ def _check_weaker(
         _, pairs = checker.run_terms(site, weaker, terms, case, seed, drawn_for)
         attended |= pairs & np.expand_dims(rows & ~attended.any(axis=-1), -1)
     scores = np.random.default_rng(0).normal(0, _SPREAD, allowed.shape).astype(np.float32)
-    own = scores if mask.weaker.keeps_scores else np.zeros_like(scores)
+    weaker_scores = scores if mask.weaker.keeps_scores else np.zeros_like(scores)
     with np.errstate(over="ignore"):
         for term, value in zip(terms, values, strict=True):
             scores = term.apply(scores, value)
-            own = term.apply(own, value) if mask.weaker.keeps_scores and term in mask.bias else own
+            weaker_scores = (
+                term.apply(weaker_scores, value) if mask.weaker.keeps_scores and term in mask.bias else weaker_scores
+            )
     if site.floored:
         scores = np.maximum(scores, np.finfo(np.float32).min)
-    found, wanted = _softmax(scores[rows]), _softmax(np.where(attended, own, np.float32(-np.inf))[rows])
-    if not np.allclose(found, wanted, atol=_TOLERANCE, equal_nan=True):
+    weights, wanted = _softmax(scores[rows]), _softmax(np.where(attended, weaker_scores, np.float32(-np.inf))[rows])
+    if not np.allclose(weights, wanted, atol=_TOLERANCE, equal_nan=True):
         raise UnsupportedError(
             "a query without any key gives another mixture of values in the graph than the weaker masks give; --empty-rows "
             "ignore accepts that"
         )
 
 
-def _with_biases_lifted(symbolic: Symbolic, site: AttentionSite, mask: LiftedMask) -> LiftedMask:
+def _lift_biases(symbolic: Symbolic, site: AttentionSite, mask: LiftedMask) -> LiftedMask:
     """The mask with what its biases forbid, where an expression has it: it says which inputs are padding."""
     if not mask.bias:
         return mask
@@ -150,29 +156,29 @@ def _gives_same_weights(
     The operator gives the keys that its expression forbids no weight. In the graph these may be as high as the others.
     """
     biases = [(t, v) for t, v in zip(terms, values, strict=True) if t in mask.bias and _forbids(symbolic, site, t)]
-    left = allowed
+    remaining_pairs = allowed
     for term, value in biases:
-        left = left & allowed_by_term(term, value, symbolic.dtype(term.tensor))
-    rows = allowed.any(axis=-1) & ~left.any(axis=-1)
+        remaining_pairs = remaining_pairs & evaluate_term(term, value, symbolic.dtype(term.tensor))
+    rows = allowed.any(axis=-1) & ~remaining_pairs.any(axis=-1)
     if not rows.any():
         return True
     scores = np.random.default_rng(0).normal(0, _SPREAD, allowed.shape).astype(np.float32)
-    own = scores
+    operator_scores = scores
     with np.errstate(over="ignore"):
         for term, value in zip(terms, values, strict=True):
             scores = term.apply(scores, value)
-            own = term.apply(own, value) if term in mask.bias else own
+            operator_scores = term.apply(operator_scores, value) if term in mask.bias else operator_scores
     if site.floored:
-        scores, own = (np.maximum(x, np.finfo(np.float32).min) for x in (scores, own))
-    own = np.where(allowed, own, np.float32(-np.inf))
-    return np.allclose(_softmax(scores[rows]), _softmax(own[rows]), atol=_TOLERANCE, equal_nan=True)
+        scores, operator_scores = (np.maximum(x, np.finfo(np.float32).min) for x in (scores, operator_scores))
+    operator_scores = np.where(allowed, operator_scores, np.float32(-np.inf))
+    return np.allclose(_softmax(scores[rows]), _softmax(operator_scores[rows]), atol=_TOLERANCE, equal_nan=True)
 
 
 def _softmax(rows: np.ndarray) -> np.ndarray:
     with np.errstate(invalid="ignore"):
         exponentials = np.exp(rows - rows.max(axis=-1, keepdims=True))
-    found: np.ndarray = exponentials / exponentials.sum(axis=-1, keepdims=True)
-    return found
+    weights: np.ndarray = exponentials / exponentials.sum(axis=-1, keepdims=True)
+    return weights
 
 
 def _forbids(symbolic: Symbolic, site: AttentionSite, term: MaskTerm) -> bool:
@@ -199,7 +205,7 @@ def _queries(site: AttentionSite) -> list[tuple[tuple[str, int], ...]]:
     return [(), *(((str(atom.args[0]), n),) for n in (1, 2, 7))]
 
 
-def _masked_scores(
+def _apply_masks(
     terms: tuple[MaskTerm, ...], values: list[np.ndarray], shape: tuple[int, ...], score: float
 ) -> np.ndarray:
     """Scores that are all equal, after all masks: fp32 [B, H, S, T]."""

@@ -52,8 +52,8 @@ def _allows_usual_keys(site: AttentionSite, mask: LiftedMask) -> bool:
     except _UnprovenError:
         return False
     # The first and the last key are there wherever any is.
-    found = [all_of([less_equal(Q, last), at_own]), *at_ends]
-    return domain.simplify(any_of(domain.simplify(c) for c in found)) == TRUE
+    conditions = [all_of([less_equal(Q, last), at_own]), *at_ends]
+    return domain.simplify(any_of(domain.simplify(c) for c in conditions)) == TRUE
 
 
 class _Interpreter:

@@ -55,19 +55,21 @@ def find_levels(
     if len(fills) > _MOST_TERMS or any(len(set(numbers)) > 1 for numbers in fills):
         raise UnsupportedError("a mask forbids with several numbers, or there are too many masks")
     forbidding = [i for i, (t, numbers) in enumerate(zip(site.terms, fills, strict=True)) if numbers or t.zeroes]
-    found: dict[float, list[tuple[bool, Forbidding]]] = {}
+    pairs_by_offset: dict[float, list[tuple[bool, Forbidding]]] = {}
     for count in range(len(forbidding) + 1):
         for some in map(frozenset, itertools.combinations(forbidding, count)):
             if is_possible(some):
                 offset, keeps_scores = _score_of(site, fills, biases, some)
-                found.setdefault(offset, []).append((keeps_scores, some))
+                pairs_by_offset.setdefault(offset, []).append((keeps_scores, some))
     levels: list[Level] = []
-    for offset in sorted(found, reverse=True):
+    for offset in sorted(pairs_by_offset, reverse=True):
         if levels and levels[-1].offset - offset < -UNDERFLOW:
             raise UnsupportedError("masks forbid with numbers that are too close to each other")
-        if len({keeps for keeps, _ in found[offset]}) > 1 and offset > -np.inf:
+        if len({keeps for keeps, _ in pairs_by_offset[offset]}) > 1 and offset > -np.inf:
             raise UnsupportedError("forbidden scores that are all the same number stand beside others as low")
-        levels.append(Level(offset, found[offset][0][0], tuple(pairs for _, pairs in found[offset])))
+        levels.append(
+            Level(offset, pairs_by_offset[offset][0][0], tuple(pairs for _, pairs in pairs_by_offset[offset]))
+        )
     return levels
 
 
@@ -80,8 +82,8 @@ def condition_down_to(
     """
     pairs = [p for level in levels for p in level.pairs]
     largest = [p for p in pairs if not any(p < other for other in pairs)]
-    known = set(pairs)
-    if all(sub in known or not is_possible(sub) for p in largest for sub in _subsets(p)):
+    pair_set = set(pairs)
+    if all(sub in pair_set or not is_possible(sub) for p in largest for sub in _subsets(p)):
         return any_of(all_of(c for i, c in enumerate(allowed) if i not in p) for p in largest)
     return any_of(all_of(negate(c) if i in p else c for i, c in enumerate(allowed)) for p in pairs)
 

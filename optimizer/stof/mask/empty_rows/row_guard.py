@@ -61,12 +61,12 @@ def check_guard(index: GraphIndex, symbolic: Symbolic, site: AttentionSite, mask
     if term is None:
         raise GuardError(f"{site.row_guard!r} zeroes rows by something other than whether a mask has a key in them")
     try:
-        found = lift(symbolic, _with_only_term(site, term))
+        guard_mask = lift(symbolic, _with_only_term(site, term))
     except UnsupportedError as error:
         raise GuardError(f"{site.row_guard!r} zeroes rows by a mask that cannot be lifted: {error}") from error
-    if found.bias or not _are_same(found, mask):
+    if guard_mask.bias or not _are_same(guard_mask, mask):
         raise GuardError(
-            f"{site.row_guard!r} zeroes the rows without a key in '{found.expression}', the scores have "
+            f"{site.row_guard!r} zeroes the rows without a key in '{guard_mask.expression}', the scores have "
             f"'{mask.expression}'"
         )
 
@@ -94,26 +94,26 @@ def _check_pair_guard(symbolic: Symbolic, site: AttentionSite, mask: LiftedMask,
         numbers = [x for _, x in split_cases(to_real(element_of_pair(value, site, guard)))]
         if not set(numbers) <= {0.0, 1.0}:
             raise UnsupportedError(f"{guard.tensor!r} multiplies the attention weights by more than 0 and 1")
-    found = lift(symbolic, _with_only_term(site, replace(guard, fill=-math.inf)))
-    if found.bias or mask.by_data:  # an expression that leaves something to a bias is no proof
-        tensor = (found.bias or mask.by_data)[0].tensor
+    guard_mask = lift(symbolic, _with_only_term(site, replace(guard, fill=-math.inf)))
+    if guard_mask.bias or mask.by_data:  # an expression that leaves something to a bias is no proof
+        tensor = (guard_mask.bias or mask.by_data)[0].tensor
         raise UnsupportedError(
             f"{guard.tensor!r} changes the attention weights, and {tensor!r} is data of which no expression says whether "
             "that is the mask of the scores"
         )
-    if not _are_same(found, mask):
+    if not _are_same(guard_mask, mask):
         raise UnsupportedError(
-            f"{guard.tensor!r} keeps the attention weights of '{found.expression}', the scores are masked by "
+            f"{guard.tensor!r} keeps the attention weights of '{guard_mask.expression}', the scores are masked by "
             f"'{mask.expression}'; expected the same mask before and after the softmax"
         )
 
 
 def _read_guard(index: GraphIndex, symbolic: Symbolic, site: AttentionSite) -> MaskTerm | None:
     """The mask [.., S, T] that allows no key of the rows in which a site's guard [.., S, 1] is true; None where it is unknown."""
-    found = _GuardReader(index, symbolic, site.dims[3]).read(site.row_guard or "")
-    if found is None:
+    reading = _GuardReader(index, symbolic, site.dims[3]).read(site.row_guard or "")
+    if reading is None:
         return None
-    tensor, allows = found
+    tensor, allows = reading
     return MaskTerm(TermKind.KEEP if allows else TermKind.DROP, tensor)
 
 

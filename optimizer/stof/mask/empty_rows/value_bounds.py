@@ -76,13 +76,13 @@ class ValueBounds:
         self.folder = folder
         overridable = {i.name for i in index.graph.input}
         self.constants = {t.name: t for t in index.graph.initializer if t.name not in overridable}
-        self.known: dict[str, float] = {}
+        self.bounds: dict[str, float] = {}
 
     def of(self, tensor: str) -> float:
         """A number that no element of a tensor exceeds in absolute value, none being NaN; inf where there is no proof."""
-        if tensor not in self.known:
-            self.known[tensor] = self._bound(tensor)
-        return self.known[tensor]
+        if tensor not in self.bounds:
+            self.bounds[tensor] = self._bound(tensor)
+        return self.bounds[tensor]
 
     def _bound(self, tensor: str) -> float:
         dtype = self.symbolic.dtype(tensor)
@@ -93,18 +93,18 @@ class ValueBounds:
             return math.inf
         node = self.index.producer(tensor)
         if node is None:
-            found = self._constant(tensor)
+            largest = self._constant(tensor)
         elif not is_standard(node):
-            found = math.inf
+            largest = math.inf
         else:
-            found = self._computed(node, kind, -LOWEST[dtype] if kind == "f" else -math.inf)
-        return min(found, self._integer_bound(tensor, dtype)) if kind == "i" else found
+            largest = self._bound_computed(node, kind, -LOWEST[dtype] if kind == "f" else -math.inf)
+        return min(largest, self._integer_bound(tensor, dtype)) if kind == "i" else largest
 
     def _constant(self, name: str) -> float:
         tensor = self.constants.get(name)
-        return math.inf if tensor is None else self._stored(tensor)
+        return math.inf if tensor is None else self._bound_stored(tensor)
 
-    def _stored(self, tensor: onnx.TensorProto) -> float:
+    def _bound_stored(self, tensor: onnx.TensorProto) -> float:
         if tensor.data_location != TensorProto.EXTERNAL:
             return _largest(numpy_helper.to_array(tensor))
         return math.inf if self.folder is None else _largest_of_external(tensor, self.folder)
@@ -119,7 +119,7 @@ class ValueBounds:
             return max(-low, high)
         return max(float(info.max), -float(info.min))
 
-    def _computed(self, node: onnx.NodeProto, kind: str, lowest: float) -> float:
+    def _bound_computed(self, node: onnx.NodeProto, kind: str, lowest: float) -> float:
         operator, inputs = node.op_type, list(node.input)
         if operator in _MOVING:
             return self.of(inputs[0])
@@ -136,19 +136,19 @@ class ValueBounds:
                 return math.inf if array is None else _largest(array)
             case "ConstantOfShape":
                 value = next((a.t for a in node.attribute if a.name == "value"), None)
-                return 0.0 if value is None else self._stored(value)
+                return 0.0 if value is None else self._bound_stored(value)
         if kind != "f":  # integers wrap around: a small one may become a large one
             return math.inf
         if operator in ("Cast", "CastLike"):
-            return _rounded(self.of(inputs[0]), -lowest)
+            return _round_bound(self.of(inputs[0]), -lowest)
         rule = _COMPUTING.get(operator)
         if rule is None:
             return math.inf
         bounds = [self.of(n) for n in inputs]
-        return _rounded(rule(bounds), -lowest) if all(map(math.isfinite, bounds)) else math.inf
+        return _round_bound(rule(bounds), -lowest) if all(map(math.isfinite, bounds)) else math.inf
 
 
-def _rounded(bound: float, most: float) -> float:
+def _round_bound(bound: float, most: float) -> float:
     """A bound of what is rounded to a type whose largest finite number is ``most``; inf where that may overflow."""
     return min(bound * (1 + _RELATIVE) + _ABSOLUTE, most) if bound <= most else math.inf
 
@@ -173,13 +173,17 @@ def _largest_of_external(tensor: onnx.TensorProto, folder: Path) -> float:
         return 0.0
     try:
         dtype = helper.tensor_dtype_to_np_dtype(tensor.data_type)
-        place = location_of(tensor)
-        path = folder / place.location
+        location = location_of(tensor)
+        path = folder / location.location
         # onnx once had numbers of another size for types that NumPy lacks.
-        known = dtype.itemsize == ITEM_SIZES.get(tensor.data_type)
-        if not known or min(tensor.dims, default=0) < 0 or place.offset + count * dtype.itemsize > path.stat().st_size:
+        has_numpy_size = dtype.itemsize == ITEM_SIZES.get(tensor.data_type)
+        if (
+            not has_numpy_size
+            or min(tensor.dims, default=0) < 0
+            or location.offset + count * dtype.itemsize > path.stat().st_size
+        ):
             return math.inf
-        mapped = np.memmap(path, dtype, "r", place.offset, (count,))
+        mapped = np.memmap(path, dtype, "r", location.offset, (count,))
     except (KeyError, OSError, TypeError, ValueError):
         return math.inf
     return _largest(mapped)

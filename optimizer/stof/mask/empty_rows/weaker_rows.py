@@ -42,10 +42,10 @@ def weaker_mask(site: AttentionSite, mask: LiftedMask) -> LiftedMask:
     for number, expression in enumerate(mask.weaker.expressions, 1):
         condition: Node = Binary("==", Lookup("segment_q", (B, row)), Constant(number))
         conditions.append(condition if expression.root == TRUE else join("and", [condition, expression.root]))
-    found = _reading_less(mask, MaskExpression(join("or", conditions)))
+    weaker = _reading_less(mask, MaskExpression(join("or", conditions)))
     if not mask.weaker.keeps_scores:
-        found = replace(found, bias=(), by_data=(), relative=None)
-    return replace(found, weaker=None)
+        weaker = replace(weaker, bias=(), by_data=(), relative=None)
+    return replace(weaker, weaker=None)
 
 
 def weaker_site(site: AttentionSite, mask: LiftedMask) -> AttentionSite:
@@ -66,10 +66,10 @@ def _reading_less(mask: LiftedMask, expression: MaskExpression) -> LiftedMask:
 
 def number_rows(masks: Sequence[np.ndarray]) -> np.ndarray:
     """How many of some masks, bool [B, H, S, T], leave each row no key, from the first on: int64 [B, S]."""
-    found = np.zeros((masks[0].shape[0], masks[0].shape[2]), np.int64)
+    row_numbers = np.zeros((masks[0].shape[0], masks[0].shape[2]), np.int64)
     for number, allowed in enumerate(masks):
-        found += (found == number) & ~allowed[:, 0].any(axis=-1)
-    return found
+        row_numbers += (row_numbers == number) & ~allowed[:, 0].any(axis=-1)
+    return row_numbers
 
 
 MakeOperand = Callable[[RuntimeOperand, list[gs.Node]], gs.Tensor]
@@ -88,7 +88,7 @@ class RowNumbers:
         self.editor = editor
         self.make_operand = make_operand
         self.tensorrt = tensorrt
-        self.known: dict[tuple[object, ...], tuple[gs.Tensor, gs.Tensor]] = {}
+        self.tensors: dict[tuple[object, ...], tuple[gs.Tensor, gs.Tensor]] = {}
 
     def find(
         self,
@@ -109,9 +109,9 @@ class RowNumbers:
         is_square = site.dims[2] == site.dims[3] and [o.role for o in mask.operands] == ["pad"]
         sources = {} if is_square else heads
         key = (expressions, mask.operands, mask.tables, site.query_offset, *(t.name for t in sources.values()))
-        if key not in self.known:
-            self.known[key] = self._make(expressions, site, mask, sources, layouts, nodes)
-        return self.known[key]
+        if key not in self.tensors:
+            self.tensors[key] = self._make(expressions, site, mask, sources, layouts, nodes)
+        return self.tensors[key]
 
     def _make(
         self,
@@ -124,7 +124,7 @@ class RowNumbers:
     ) -> tuple[gs.Tensor, gs.Tensor]:
         read = frozenset[str]().union(*(e.reads for e in expressions))
         operands = {o.role: self.make_operand(o, nodes) for o in mask.operands if o.role in read or not heads}
-        given = {f"given_{role}": tensor for role, tensor in (*heads.items(), *operands.items())}
+        inputs = {f"given_{role}": tensor for role, tensor in (*heads.items(), *operands.items())}
         b = Builder(opset_of(self.editor.model), "made_")
         names = {role: f"given_{role}" for role in operands}
         for name, dtype, shape, data in mask.tables:
@@ -135,8 +135,8 @@ class RowNumbers:
         counts = (not heads or bool(site.query_offset)) and not self.tensorrt
         total = ""
         for expression in expressions:
-            found = _count_padded_window(b, expression, sizes, names) if counts else None
-            keys = _count_keys(b, expression, sizes, names) if found is None else found
+            window_count = _count_padded_window(b, expression, sizes, names) if counts else None
+            keys = _count_keys(b, expression, sizes, names) if window_count is None else window_count
             missing = b.add("Cast", [b.add("Equal", [keys, b.constant(0, np.int32)])], to=TensorProto.INT32)
             # A row that a mask leaves a key has one under all weaker masks.
             total = b.add("Add", [total, missing]) if total else missing
@@ -144,7 +144,7 @@ class RowNumbers:
             rows = b.add("Concat", [b.constant([1]), b.unsqueeze(sizes.S, [0])], axis=0)
             total = b.add("Expand", [total, rows])
         is_usual = b.add("Equal", [total, b.constant(0, np.int32)])
-        made = _import_nodes(self.editor, _needed(b.nodes, [total, is_usual]), given, nodes)
+        made = _import_nodes(self.editor, _select_needed(b.nodes, [total, is_usual]), inputs, nodes)
         return made[total], made[is_usual]
 
 
@@ -176,12 +176,12 @@ def _count_padded_window(
     queries = b.add("Range", [sizes.P, sizes.T, one])
     last = b.add("Sub", [sizes.T, one])
     ends = last if right < 0 else b.add("Min", [b.add("Add", [queries, b.constant(right)]), last])
-    found = b.add("Gather", [sums, b.unsqueeze(ends, [0]) if right < 0 else ends], axis=1)
+    count = b.add("Gather", [sums, b.unsqueeze(ends, [0]) if right < 0 else ends], axis=1)
     if left < 0:
-        return found
+        return count
     starts = b.add("Max", [b.add("Sub", [queries, b.constant(left)]), zero])
     before = b.add("Gather", [b.add("Sub", [sums, keys]), starts], axis=1)
-    return b.add("Sub", [found, before])
+    return b.add("Sub", [count, before])
 
 
 def _sizes(b: Builder, site: AttentionSite, layouts: Sequence[Layout], *, is_square: bool) -> ScoreSizes:
@@ -226,22 +226,22 @@ def join_rows(
     ]
 
 
-def _needed(protos: Sequence[onnx.NodeProto], outputs: Sequence[str]) -> list[onnx.NodeProto]:
+def _select_needed(protos: Sequence[onnx.NodeProto], outputs: Sequence[str]) -> list[onnx.NodeProto]:
     """The nodes on which some tensors depend."""
     read = set(outputs)
-    found = []
+    needed = []
     for proto in reversed(protos):
         if read & set(proto.output):
-            found.append(proto)
+            needed.append(proto)
             read.update(proto.input)
-    return found[::-1]
+    return needed[::-1]
 
 
 def _import_nodes(
-    editor: Editor, protos: Sequence[onnx.NodeProto], given: Mapping[str, gs.Tensor], nodes: list[gs.Node]
+    editor: Editor, protos: Sequence[onnx.NodeProto], inputs: Mapping[str, gs.Tensor], nodes: list[gs.Node]
 ) -> dict[str, gs.Tensor]:
     """Appends nodes of a builder to those of an edit; returns the tensors by the builder's names."""
-    found: dict[str, gs.Tensor] = dict(given)
+    tensors: dict[str, gs.Tensor] = dict(inputs)
     types: dict[str, int] = {}
     for proto in protos:
         attributes = attributes_of(proto)
@@ -249,7 +249,7 @@ def _import_nodes(
         if proto.op_type == "Constant":
             array = numpy_helper.to_array(attributes["value"])
             types[out] = helper.np_dtype_to_tensor_dtype(array.dtype)
-            found[out] = editor.initializer("stof_rows", array)
+            tensors[out] = editor.initializer("stof_rows", array)
             continue
         first = types.get(proto.input[0], TensorProto.INT64)
         types[out] = (
@@ -263,7 +263,7 @@ def _import_nodes(
         )
         variable = editor.variable(f"stof_rows_{proto.op_type.lower()}", types[out])
         nodes.append(
-            editor.node(proto.op_type, variable.name, [found[n] for n in proto.input], [variable], **attributes)
+            editor.node(proto.op_type, variable.name, [tensors[n] for n in proto.input], [variable], **attributes)
         )
-        found[out] = variable
-    return found
+        tensors[out] = variable
+    return tensors

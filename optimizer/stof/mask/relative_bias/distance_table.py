@@ -23,8 +23,8 @@ def tabulate(added: np.ndarray, allowed: np.ndarray, past: int) -> np.ndarray | 
         for h in range(H):
             pairs = allowed[b, h]
             table[h, entry[pairs]] = added[b, h][pairs]
-    found = table[:, entry]
-    if not np.array_equal(np.broadcast_to(found, added.shape)[allowed], added[allowed]):
+    values = table[:, entry]
+    if not np.array_equal(np.broadcast_to(values, added.shape)[allowed], added[allowed]):
         return None
     same = bool(np.all((table == table[:1]) | (np.isnan(table) & np.isnan(table[:1]))))
     return table[:1] if same else table
@@ -36,15 +36,15 @@ def shorten(table: np.ndarray, is_fixed: bool) -> np.ndarray | None:
     ``is_fixed``: no distance beyond the table occurs. None where the values still change at the end of another table.
     """
     radius = table.shape[1] // 2
-    known = np.flatnonzero(~np.isnan(table).all(axis=0))
-    if known.size == 0:
+    entries = np.flatnonzero(~np.isnan(table).all(axis=0))
+    if entries.size == 0:
         return np.zeros((1, 1))
-    low, high = int(known[0]), int(known[-1])
+    low, high = int(entries[0]), int(entries[-1])
     for entry in range(radius + 1, table.shape[1]):
         table[:, entry] = np.where(np.isnan(table[:, entry]), table[:, entry - 1], table[:, entry])
     for entry in range(radius - 1, -1, -1):
         table[:, entry] = np.where(np.isnan(table[:, entry]), table[:, entry + 1], table[:, entry])
-    if np.isnan(table).any():  # the distances known begin on one side of 0
+    if np.isnan(table).any():  # the distances with values begin on one side of 0
         fill = table[:, low]
         table = np.where(np.isnan(table), fill[:, None], table)
     least = radius
@@ -70,5 +70,5 @@ def spread(bias: RelativeBias, S: int, T: int, past: int) -> np.ndarray:
     """What a table adds to scores: [1, heads, S, T]."""
     radius = bias.size // 2
     distance = np.arange(T)[None, :] - np.arange(S)[:, None] - past
-    found: np.ndarray = table_of(bias)[None, :, np.clip(distance, -radius, radius) + radius]
-    return found
+    added: np.ndarray = table_of(bias)[None, :, np.clip(distance, -radius, radius) + radius]
+    return added

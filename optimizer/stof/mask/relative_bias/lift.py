@@ -62,9 +62,9 @@ def _make_table(checker: MaskChecker, site: AttentionSite, mask: LiftedMask) -> 
     notes = [n for n in mask.notes if n.reason is not NoteReason.STAYS_BIAS or n.tensor not in tensors]
     notes.append(MaskNote(NoteReason.BIAS_TABLE, f"{names} becomes a table of {shortened.shape[1]} distances"))
     others = tuple(t for t in mask.bias if t not in terms)
-    found = replace(mask, bias=others, relative=bias, notes=tuple(notes))
+    table_mask = replace(mask, bias=others, relative=bias, notes=tuple(notes))
     try:
-        checker.check(site, found)
+        checker.check(site, table_mask)
     except UnsupportedError:  # no such function at other sizes, or a mask that is none: as it was before
         return mask
-    return found
+    return table_mask

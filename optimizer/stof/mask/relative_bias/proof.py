@@ -66,13 +66,13 @@ def _last_change(index: Int) -> int:
     for sign in (1, -1):
         before: int | None = None
         for distances in _chunks():
-            found = np.broadcast_to(_evaluate_int(index, sign * distances), distances.shape)
-            if before is not None and found[0] != before:
+            indices = np.broadcast_to(_evaluate_int(index, sign * distances), distances.shape)
+            if before is not None and indices[0] != before:
                 far = max(far, int(distances[0]))
-            changes = np.flatnonzero(found[1:] != found[:-1])
+            changes = np.flatnonzero(indices[1:] != indices[:-1])
             if changes.size:
                 far = max(far, int(distances[int(changes[-1]) + 1]))
-            before = int(found[-1])
+            before = int(indices[-1])
     return far
 
 
@@ -110,8 +110,8 @@ def _evaluate_atom(atom: Atom, distance: np.ndarray) -> np.ndarray:
             divisor = args[1] if isinstance(args[1], int) else _as_int(args[1]).constant
             if not divisor or divisor < 0:
                 raise _UnprovenError
-            left = _evaluate_int(_as_int(args[0]), distance)
-            return np.asarray(left // divisor if atom.kind == "div" else left % divisor)
+            dividend = _evaluate_int(_as_int(args[0]), distance)
+            return np.asarray(dividend // divisor if atom.kind == "div" else dividend % divisor)
         case "select":
             yes, no = (_evaluate_int(_as_int(a), distance) for a in args[1:])
             return np.where(_evaluate_condition(args[0], distance), yes, no)
