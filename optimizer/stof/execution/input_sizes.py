@@ -82,7 +82,7 @@ class InputSizes:
 
     def _merge(self, shape: Sequence[Int]) -> tuple[Int, ...]:
         """Sizes with one dimension for all that are equal."""
-        return tuple(substitute(d, self._solved.known) for d in shape)
+        return tuple(substitute(d, self._solved.values) for d in shape)
 
     def _find_batch_names(self) -> set[str]:
         """Dimensions that lead: of a vector, unless others have it behind their batch, or it is equal to such lengths."""
@@ -154,7 +154,7 @@ class InputSizes:
         return self._by_branch[equalities]
 
     def _choose(self, case: Case) -> dict[str, int]:
-        names = [n for n in self._names if n not in self._solved.known]
+        names = [n for n in self._names if n not in self._solved.values]
         found = {n: case.batch if n in self._batches else case.length for n in names}
         stated = {n: size for n, size in {**self.fixed, **dict(case.other)}.items() if n in self._names}
         own = {self._solved.name_of(n): size for n, size in stated.items() if self._solved.name_of(n)}

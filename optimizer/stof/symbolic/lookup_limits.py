@@ -53,7 +53,7 @@ def find_slice_limits(nodes: Iterable[onnx.NodeProto], facts: SizeFacts) -> tupl
 def _find_limits(
     nodes: Iterable[onnx.NodeProto], facts: SizeFacts, readers: Mapping[tuple[str, str], Reader]
 ) -> tuple[Limit, ...]:
-    found: dict[Limit, None] = {}
+    limits: dict[Limit, None] = {}
     for node in nodes:
         read = readers.get((domain_of(node), node.op_type))
         if read is None:
@@ -62,8 +62,8 @@ def _find_limits(
             pairs = list(read(node, facts))
         except (ValueError, IndexError, TypeError, KeyError, ArithmeticError):
             continue  # a node that breaks the standard's rules
-        found.update((pair, None) for pair in pairs if pair[0].constant is None and pair[0] != pair[1])
-    return tuple(found)
+        limits.update((pair, None) for pair in pairs if pair[0].constant is None and pair[0] != pair[1])
+    return tuple(limits)
 
 
 def _attributes(node: onnx.NodeProto) -> Mapping[str, int]:

@@ -90,7 +90,7 @@ def make_bit_not(signed: bool) -> Callable[[Scalar], Scalar]:
     return lambda x: -to_int(x) - integer(1) if signed else of_atom("opaque", "BitwiseNot", to_int(x))
 
 
-def make_shift(left: bool) -> Callable[[Scalar, Scalar], Scalar]:
+def make_shift(is_left: bool) -> Callable[[Scalar, Scalar], Scalar]:
     """X << y or x >> y, for integers that are not negative."""
 
     def apply(x: Scalar, y: Scalar) -> Scalar:
@@ -98,7 +98,7 @@ def make_shift(left: bool) -> Callable[[Scalar, Scalar], Scalar]:
         count = by.constant
         if count is None or not 0 <= count <= _MAX_BITS or bound(value, upper=False) < 0:
             return _unknown("BitShift", value, by)
-        return value * integer(1 << count) if left else floor_div(value, 1 << count)
+        return value * integer(1 << count) if is_left else floor_div(value, 1 << count)
 
     return apply
 

@@ -13,10 +13,10 @@ ZERO, ONE = integer(0), integer(1)
 
 
 def _axes(context: RuleContext, rank: int) -> list[int] | None:
-    found: object = context.attribute("axes")
-    if found is None:
-        found = context.fixed_ints(1) if context.has(1) else None
-    return None if found is None else [a % rank for a in found]  # type: ignore[attr-defined]
+    axes: object = context.attribute("axes")
+    if axes is None:
+        axes = context.fixed_ints(1) if context.has(1) else None
+    return None if axes is None else [a % rank for a in axes]  # type: ignore[attr-defined]
 
 
 def _unsqueeze(context: RuleContext) -> list[Fact] | None:
@@ -120,35 +120,35 @@ def _index_map(data: Shape, shape: Shape):  # type: ignore[no-untyped-def]
     groups: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(source) or j < len(target):
-        left, right = [], []
+        source_axes, target_axes = [], []
         p, q = ONE, ONE
         if i < len(source):
-            left.append(source[i])
+            source_axes.append(source[i])
             p, i = data[source[i]], i + 1
         if j < len(target):
-            right.append(target[j])
+            target_axes.append(target[j])
             q, j = shape[target[j]], j + 1
         while p != q:
             if i < len(source) and (q.divide(p) is not None or j >= len(target)):
-                left.append(source[i])
+                source_axes.append(source[i])
                 p, i = p * data[source[i]], i + 1
             elif j < len(target):
-                right.append(target[j])
+                target_axes.append(target[j])
                 q, j = q * shape[target[j]], j + 1
             else:
                 return None
-        groups.append((left, right))
+        groups.append((source_axes, target_axes))
 
     def mapping(index: Index) -> Index:
         result = [ZERO] * len(data)
-        for left, right in groups:
+        for source_axes, target_axes in groups:
             flat = ZERO
-            for a in right:
+            for a in target_axes:
                 flat = flat * shape[a] + index[a]
-            for a in reversed(left[1:]):
+            for a in reversed(source_axes[1:]):
                 flat, result[a] = _div_mod(flat, data[a])
-            if left:
-                result[left[0]] = flat
+            if source_axes:
+                result[source_axes[0]] = flat
         return tuple(result)
 
     return mapping
