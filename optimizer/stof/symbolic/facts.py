@@ -82,7 +82,7 @@ class RuleContext:
         pair = reduce_equation(one, other) if one != other else (one, other)
         if self.is_exact and not is_forced:  # one of the two may be 1
             return
-        if one == other or (self.canonical(one) == self.canonical(other) and self.equalities.get(pair, True)):
+        if one == other or (self.canonicalize(one) == self.canonicalize(other) and self.equalities.get(pair, True)):
             return
         self.equalities[pair] = is_forced or self.equalities.get(pair, False)
 
@@ -91,7 +91,7 @@ class RuleContext:
         for a, b in zip(one, other, strict=False):
             self.equate(a, b)
 
-    def canonical(self, size: Int) -> Int:
+    def canonicalize(self, size: Int) -> Int:
         """One expression for all sizes that are equal, or have equal factors: numbers where there are any."""
         for one, other in self.equalities:
             plain, value = (one, other) if other.constant is not None else (other, one)

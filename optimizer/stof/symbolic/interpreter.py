@@ -351,7 +351,7 @@ class Symbolic:
         """Likewise of ends of slices, beyond which a run gets less than it asks for."""
         return find_slice_limits(all_nodes(self._model.graph.node), self)
 
-    def canonical(self, size: Int) -> Int:
+    def canonicalize(self, size: Int) -> Int:
         """A size with one dimension, or number, for all that have to be equal for the graph's nodes to run."""
         return substitute(size, self._solved.values)
 

@@ -106,7 +106,7 @@ def _without_reads(position: Int, facts: SizeFacts) -> Int | None:
     for monomial, coefficient in position.terms:
         product = integer(coefficient)
         for atom in monomial:
-            factor = _largest(atom, facts)
+            factor = _find_largest(atom, facts)
             if factor is None:
                 return None
             product = product * factor
@@ -114,7 +114,7 @@ def _without_reads(position: Int, facts: SizeFacts) -> Int | None:
     return total
 
 
-def _largest(atom: Atom, facts: SizeFacts) -> Int | None:
+def _find_largest(atom: Atom, facts: SizeFacts) -> Int | None:
     if atom.kind == "read":
         name = str(atom.args[0])
         if name in facts.running_sums:  # of zeros and ones

@@ -84,7 +84,7 @@ class OnnxInference:
             types = _types(model) or {}
             unknown: dict[str, Int] = {}
             after = [self._fact(v.name, types.get(v.name), unknown) for v in body.output[1 : 1 + len(states)]]
-            kept = [_common(name, one, two) for name, one, two in zip(node.output, states, after, strict=False)]
+            kept = [_keep_common(name, one, two) for name, one, two in zip(node.output, states, after, strict=False)]
             if kept == [(s.dtype, s.shape) for s in states[: len(kept)]]:
                 return [Fact(f.dtype, kept[i][1]) if i < len(kept) else f for i, f in enumerate(inferred)]
             states = [Fact(*kept[i]) if i < len(kept) else state for i, state in enumerate(states)]
@@ -107,14 +107,14 @@ class OnnxInference:
             return
         if not fact.dtype:
             return
-        shape = None if fact.shape is None else [self._written(size) for size in fact.shape]
+        shape = None if fact.shape is None else [self._write_size(size) for size in fact.shape]
         graph.input.append(helper.make_tensor_value_info(name, fact.dtype, shape))
         constant = None if fact.value is None else fact.value.constant
         if constant is not None and constant.size <= SMALL and constant.dtype.kind in "biuf":
             array = constant.astype(helper.tensor_dtype_to_np_dtype(fact.dtype))
             graph.initializer.append(numpy_helper.from_array(np.asarray(array), name))
 
-    def _written(self, size: Int) -> int | str:
+    def _write_size(self, size: Int) -> int | str:
         if size.constant is not None:
             return size.constant
         name = self._names.setdefault(size, f"size{len(self._names)}")
@@ -161,7 +161,7 @@ def _forget_sizes(node: onnx.NodeProto) -> None:
             _forget_sizes(inner)
 
 
-def _common(name: str, one: Fact, other: Fact) -> tuple[int, Shape | None]:
+def _keep_common(name: str, one: Fact, other: Fact) -> tuple[int, Shape | None]:
     """The type and shape of a tensor that is one of two: sizes that differ are unknown."""
     if one.shape is None or other.shape is None or len(one.shape) != len(other.shape):
         return one.dtype, None

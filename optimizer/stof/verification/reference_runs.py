@@ -135,7 +135,7 @@ class _Reference:
                 continue
             try:
                 self._load(session)
-                has_drawn = any(not self.verifier.cases[r].given for r in plain)
+                has_drawn = any(not self.verifier.cases[r].source for r in plain)
                 plain[i] = self._run_redrawn(i, run, may_redraw=not has_drawn)
             except RuntimeFailure as error:  # stored masks limit the length from above, computed ones from below
                 if failure is None:
@@ -233,8 +233,8 @@ class _Reference:
                 return self._search(i, run) if may_redraw else run(i, self._end_of_case())
             except RuntimeFailure as error:
                 case = self.verifier.cases[i]
-                if case.given:
-                    raise ArgumentError(f"inputs {case.given}: the model does not run on them: {error}") from error
+                if case.source:
+                    raise ArgumentError(f"inputs {case.source}: the model does not run on them: {error}") from error
                 inputs, model = self.verifier.inputs, self.models.reference
                 may_redraw = may_redraw and not self.limits.is_over()
                 is_narrowed = may_redraw and inputs.narrow(model, str(error), case, self.feeds[i])
@@ -248,7 +248,7 @@ class _Reference:
     def _search(self, i: int, run: _RunCase) -> list[np.ndarray]:
         """The outputs of a case, with smaller numbers where those decide how long it takes, and it takes too long."""
         reducer = self.verifier.inputs.reducer
-        if self.verifier.cases[i].given or not reducer.can_reduce:
+        if self.verifier.cases[i].source or not reducer.can_reduce:
             return run(i, self._end_of_case())
         try:
             return run(i, min(self._end_of_case(), self._end_of_trial()))

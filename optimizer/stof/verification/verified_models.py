@@ -191,7 +191,7 @@ class VerifiedModels:
 
     def _run_otherwise(self, result: Verification) -> None:
         """Makes a reference that runs of an original that does not: on batches of one row, or with fused nodes expanded."""
-        single = [c if c.given else replace(c, batch=1, counts=Counts.USUAL) for c in self._verifier.cases]
+        single = [c if c.source else replace(c, batch=1, counts=Counts.USUAL) for c in self._verifier.cases]
         alone = [self.widen_feed(f) for f in self._verifier.inputs.draw(single)]
         if self._runs(self.reference, alone[0]):  # some fused nodes take a past with one row only
             self._verifier.cases, self.feeds = single, alone

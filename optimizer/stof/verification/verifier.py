@@ -74,7 +74,7 @@ class Verifier:
         limits: of time and memory.
         searches: whether to search for the sites that make outputs differ where no site does by itself.
         typed_attributes: of the operators that may be in the models.
-        given: sets of inputs of the user's.
+        user_feeds: sets of inputs of the user's.
         shapes: the least and the largest size in use of dimensions, by name.
         is_from_file: the original is what its file holds; else it was changed since, and runs from memory.
 
@@ -97,7 +97,7 @@ class Verifier:
         limits: RunLimits,
         searches: bool = True,
         typed_attributes: TypedAttributes | None = None,
-        given: Sequence[GivenFeed] = (),
+        user_feeds: Sequence[GivenFeed] = (),
         shapes: Mapping[str, tuple[int, int]] | None = None,
         is_from_file: bool = True,
     ) -> None:
@@ -110,7 +110,7 @@ class Verifier:
         limits.check_time()  # what is prepared counts: graphs may be large
         known = (s.checks.model_inputs() for s in sites)
         drawn = next((i for i in known if i is not None), None) or default_inputs(original)
-        self.inputs = replace(drawn, given=tuple(given), shapes=shapes or {})
+        self.inputs = replace(drawn, user_feeds=tuple(user_feeds), shapes=shapes or {})
         self.plan = CasePlan(self.inputs, limits)
         limits.check_time()
         wanted = self.inputs.select_cases(_affordable(original, limits.budget))

@@ -142,13 +142,13 @@ def rebuild(kind: str, args: tuple[object, ...]) -> Int:
 def multiply(x: Int, y: Int) -> Int:
     """A product. sign(n) * x is x where x is 0 whenever the index or size n is."""
     for sign, other in ((x, y), (y, x)):
-        base = _signed(sign)
+        base = _find_signed_atom(sign)
         if base is not None and all(any(_vanishes(a, base) for a in m) for m, _ in other.terms):
             return other
     return x * y
 
 
-def _signed(value: Int) -> Atom | None:
+def _find_signed_atom(value: Int) -> Atom | None:
     """The index or size n of a value that is sign(n); None for other values."""
     atom = value.atom
     if atom is None or atom.kind != "select" or atom.args[1:] != (integer(1), integer(0)):

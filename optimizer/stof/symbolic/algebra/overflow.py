@@ -57,12 +57,12 @@ def guard_overflow(tensor: SymTensor, dtype: int) -> SymTensor:
         value = tensor.at(index)
         if not fits:
             fits.append(_holds(tensor, dtype))
-        return value if fits[0] else _unknown(value, dtype)
+        return value if fits[0] else _make_unknown(value, dtype)
 
     return replace(tensor, function=at, memo={})
 
 
-def _unknown(value: Scalar, dtype: int) -> Scalar:
+def _make_unknown(value: Scalar, dtype: int) -> Scalar:
     words = f"arithmetic in {TensorProto.DataType.Name(dtype).lower()} that does not hold the numbers of long inputs"
     return of_atom("opaque", words, value) if isinstance(value, Int) else Real("opaque", (words, to_real(value)))
 

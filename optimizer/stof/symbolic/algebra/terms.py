@@ -208,10 +208,10 @@ def integer(value: int) -> Int:
 
 def of_atom(kind: str, *args: object) -> Int:
     """The polynomial of one new atom. A too large one becomes opaque."""
-    return Int((((_light(Atom(kind, args)),), 1),))
+    return Int((((_limit_weight(Atom(kind, args)),), 1),))
 
 
-def _light(atom: Atom) -> Atom:
+def _limit_weight(atom: Atom) -> Atom:
     return atom if atom.weight <= _MAX_WEIGHT else Atom("opaque", ("a term too large", fresh_number()))
 
 

@@ -114,7 +114,7 @@ def _make_extreme(kind: str) -> Callable[..., Scalar]:
     return fold
 
 
-def _absolute(x: Scalar) -> Scalar:
+def _take_absolute(x: Scalar) -> Scalar:
     if isinstance(x, Int):
         if bound(x, upper=False) >= 0:
             return x
@@ -126,14 +126,14 @@ def _absolute(x: Scalar) -> Scalar:
     if value.kind == "int":
         inner = value.args[0]
         assert isinstance(inner, Int)
-        return to_real(_absolute(inner))
+        return to_real(_take_absolute(inner))
     if value.kind == "const":
         number = value.args[0]
         assert isinstance(number, float)
         return real(abs(number))
     quotient = _quotient(value)
     if quotient is not None:
-        return Real("div", (to_real(_absolute(quotient[0])), real(quotient[1])))
+        return Real("div", (to_real(_take_absolute(quotient[0])), real(quotient[1])))
     return Real("opaque", ("Abs", value))
 
 
@@ -256,7 +256,7 @@ RULES: dict[str, Rule] = {
     "Div": pointwise(div),
     "Mod": lambda c: elementwise(c, _make_modulo(bool(c.number("fmod", 0))), None),
     "Neg": pointwise(negate_real),
-    "Abs": pointwise(_absolute),
+    "Abs": pointwise(_take_absolute),
     "Sign": pointwise(_sign),
     "Min": pointwise(_make_extreme("min")),
     "Max": pointwise(_make_extreme("max")),

@@ -81,7 +81,7 @@ def _multi_head(context: RuleContext) -> list[Fact] | None:
     return [output, *present]
 
 
-def _grouped(context: RuleContext) -> list[Fact] | None:
+def _grouped_query(context: RuleContext) -> list[Fact] | None:
     q, k = context.shape(0), context.shape(1)
     heads, groups = context.number("num_heads", 0), context.number("kv_num_heads", 0)
     dtype = context.fact(0).dtype
@@ -124,8 +124,8 @@ def paged_attention(context: RuleContext) -> list[Fact] | None:
 STANDARD: dict[str, Rule] = {"Attention": _attention}
 CONTRIB: dict[str, Rule] = {
     "Attention": _contrib_attention,
-    "GroupQueryAttention": _grouped,
+    "GroupQueryAttention": _grouped_query,
     "MultiHeadAttention": _multi_head,
     "PagedAttention": paged_attention,
-    "SparseAttention": _grouped,
+    "SparseAttention": _grouped_query,
 }

@@ -164,7 +164,7 @@ def _slice(context: RuleContext) -> list[Fact] | None:
             if n.constant is None:
                 if step != -1:
                     return None
-                first, length = _backwards(start, end, n)
+                first, length = _slice_backwards(start, end, n)
                 plan[axis], shape[axis] = (first, step), length
                 continue
             span = range(*slice(start.constant, end.constant, step).indices(n.constant))
@@ -189,7 +189,7 @@ def _slice(context: RuleContext) -> list[Fact] | None:
     return [moved_fact(context, tuple(shape), at)]
 
 
-def _backwards(start: Int, end: Int, n: Int) -> tuple[Int, Int]:
+def _slice_backwards(start: Int, end: Int, n: Int) -> tuple[Int, Int]:
     """The first position and the length of a slice of step -1 along an axis of n."""
     first = _clamp(start, n)
     first = n - ONE if first == n else first

@@ -73,7 +73,7 @@ def _target_shape(context: RuleContext, data: Shape) -> Shape | None:
         rest = tuple(d for d in shape if d.constant != -1)
         quotient = element_count(data).divide(element_count(rest))
         if quotient is None:
-            whole, part = (element_count(tuple(context.canonical(d) for d in dims)) for dims in (data, rest))
+            whole, part = (element_count(tuple(context.canonicalize(d) for d in dims)) for dims in (data, rest))
             quotient = whole.divide(part)
         if quotient is None or len(unknown) > 1:
             return None
@@ -103,14 +103,14 @@ def _equate_counts(context: RuleContext, before: Int, after: Int) -> None:
 
 def _reshaped_fact(context: RuleContext, data: Shape, shape: Shape) -> list[Fact]:
     value = context.value(0)
-    mapping = None
+    map_index = None
     if value is not None:
         # Equal sizes may be different expressions on the two sides.
-        same = (tuple(context.canonical(d) for d in dims) for dims in (data, shape))
-        mapping = _index_map(data, shape) or _index_map(*same)
-    if value is None or mapping is None:
+        same = (tuple(context.canonicalize(d) for d in dims) for dims in (data, shape))
+        map_index = _index_map(data, shape) or _index_map(*same)
+    if value is None or map_index is None:
         return [Fact(context.fact(0).dtype, shape)]
-    return [moved_fact(context, shape, lambda index: value.at(mapping(index)))]
+    return [moved_fact(context, shape, lambda index: value.at(map_index(index)))]
 
 
 def _index_map(data: Shape, shape: Shape):  # type: ignore[no-untyped-def]
@@ -139,7 +139,7 @@ def _index_map(data: Shape, shape: Shape):  # type: ignore[no-untyped-def]
                 return None
         groups.append((source_axes, target_axes))
 
-    def mapping(index: Index) -> Index:
+    def map_index(index: Index) -> Index:
         result = [ZERO] * len(data)
         for source_axes, target_axes in groups:
             flat = ZERO
@@ -151,7 +151,7 @@ def _index_map(data: Shape, shape: Shape):  # type: ignore[no-untyped-def]
                 result[source_axes[0]] = flat
         return tuple(result)
 
-    return mapping
+    return map_index
 
 
 def _div_mod(flat: Int, n: Int) -> tuple[Int, Int]:
