@@ -61,7 +61,7 @@ class VerifiedSession:
             RuntimeFailure: what ONNX Runtime raises.
             LimitReached: when it takes too long, or too much memory.
         """
-        with _describe_limits(f"run {self._name}", self._limits, until):
+        with _explain_limits(f"run {self._name}", self._limits, until):
             return self._session.run(outputs, feeds, self._limits.seconds_left(until), self._limits.memory)
 
 
@@ -104,7 +104,7 @@ def _optimizers_left_out() -> tuple[str, ...]:
 
 
 @contextmanager
-def _describe_limits(step: str, limits: RunLimits, until: float | None = None) -> Iterator[None]:
+def _explain_limits(step: str, limits: RunLimits, until: float | None = None) -> Iterator[None]:
     start = time.monotonic()
     try:
         yield
@@ -223,7 +223,7 @@ class Sessions:
             shared_buffers=shared,
         )
         name = "the optimized model" if library else "the original"
-        with _describe_limits(f"load {name}", self.limits):
+        with _explain_limits(f"load {name}", self.limits):
             session = create_session(spec, self.limits.seconds_left(), self.limits.memory)
         return VerifiedSession(session, name, self.limits)
 

@@ -47,8 +47,8 @@ def verification_part(report: Report) -> str:
     ranked = sorted(verification.comparisons, key=lambda c: (c.ok, not c.site, -_share(c)))
     rows = [_row(c) for c in ranked[:_MOST_ROWS]]
     remaining = ranked[_MOST_ROWS:]
-    worst_left = max(map(_share, remaining), default=0.0)
-    more = f"{len(remaining)} more comparisons, the worst at {100 * worst_left:.3g} % of what is allowed."
+    worst_remaining = max(map(_share, remaining), default=0.0)
+    more = f"{len(remaining)} more comparisons, the worst at {100 * worst_remaining:.3g} % of what is allowed."
     headings = ("result", "what", "difference", "allowed", "share", "compared")
     worst = max(map(_share, ranked))
     hidden = len(rows) > _MOST_VISIBLE

@@ -24,10 +24,10 @@ def describe_verification(v: Verification, forms: Sequence[str]) -> list[str]:
     lines = [] if v.partial is None else describe_partial(v.partial)
     if sites:
         worst = max(sites, key=lambda c: c.difference / c.budget if c.budget else 0.0)
-        remaining = f"; no time was left for {v.sites_left} more" if v.sites_left else ""
+        uncompared = f"; no time was left for {v.sites_left} more" if v.sites_left else ""
         lines.append(
             f"verified: {len(sites)} sites against fp64, worst error {worst.difference:.2e} of {worst.budget:.2e} allowed; "
-            f"{describe_coverage(sites)}{remaining}"
+            f"{describe_coverage(sites)}{uncompared}"
         )
     if outputs:
         worst = max(outputs, key=lambda c: c.difference / c.budget if c.budget else 0.0)
